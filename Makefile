@@ -1,0 +1,24 @@
+# The torch to install: the pin takes the CPU build where there is one. On a GPU machine: make test TORCH='torch>=2.11,<2.14'
+TORCH ?= torch==2.13.0
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: test test-all lint
+
+test: lint
+	$(BIN)/pytest
+
+test-all: lint
+	MOESYS_SWEEP=1 $(BIN)/pytest -m 'sweep or not sweep'
+
+lint: .venv/installed
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+# torch first: the range in pyproject.toml would choose a CUDA build of several gigabytes.
+.venv/installed: pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/pip install '$(TORCH)'
+	$(BIN)/pip install -e '.[test]'
+	touch $@

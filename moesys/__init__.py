@@ -1,0 +1,103 @@
+"""moesys: declare, train and compare strategies for Mixture-of-Experts layers.
+
+``import moesys as ms``. The public names are those of ``__all__``; each is imported when it is first asked for, so that
+declaring a strategy does not wait for torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from moesys import presets as presets
+    from moesys.balance import plan_layout as plan_layout
+    from moesys.balance import split_tokens as split_tokens
+    from moesys.config import ClusterSpec as ClusterSpec
+    from moesys.config import CpSat as CpSat
+    from moesys.config import Declared as Declared
+    from moesys.config import Ema as Ema
+    from moesys.config import Ep as Ep
+    from moesys.config import Eplb as Eplb
+    from moesys.config import EvenSplit as EvenSplit
+    from moesys.config import FlowSplit as FlowSplit
+    from moesys.config import Fsep as Fsep
+    from moesys.config import Greedy as Greedy
+    from moesys.config import Laer as Laer
+    from moesys.config import Last as Last
+    from moesys.config import ModelShape as ModelShape
+    from moesys.config import Ordered as Ordered
+    from moesys.config import Pipelined as Pipelined
+    from moesys.config import Proportional as Proportional
+    from moesys.config import Sequential as Sequential
+    from moesys.config import Static as Static
+    from moesys.config import Strategy as Strategy
+    from moesys.config import WindowMean as WindowMean
+    from moesys.layout import ExpertLayout as ExpertLayout
+    from moesys.layout import TokenPlan as TokenPlan
+    from moesys.load import LoadMatrix as LoadMatrix
+    from moesys.moe.gradients import clip_grad_norm_ as clip_grad_norm_
+    from moesys.moe.gradients import sync_gradients as sync_gradients
+    from moesys.moe.layer import MoELayer as MoELayer
+    from moesys.moe.recompute import recompute as recompute
+    from moesys.moe.router import router_loss as router_loss
+    from moesys.moe.runtime import MoERuntime as MoERuntime
+    from moesys.moe.runtime import link as link
+    from moesys.step import LayerPlan as LayerPlan
+    from moesys.step import plan_layer as plan_layer
+    from moesys.timeline import Span as Span
+    from moesys.timeline import Timeline as Timeline
+
+# The imports above are for type checkers; a test holds them and this table equal.
+_MODULE_OF = {
+    "ClusterSpec": "moesys.config",
+    "CpSat": "moesys.config",
+    "Declared": "moesys.config",
+    "Ema": "moesys.config",
+    "Ep": "moesys.config",
+    "Eplb": "moesys.config",
+    "EvenSplit": "moesys.config",
+    "ExpertLayout": "moesys.layout",
+    "FlowSplit": "moesys.config",
+    "Fsep": "moesys.config",
+    "Greedy": "moesys.config",
+    "Laer": "moesys.config",
+    "Last": "moesys.config",
+    "LayerPlan": "moesys.step",
+    "LoadMatrix": "moesys.load",
+    "MoELayer": "moesys.moe.layer",
+    "MoERuntime": "moesys.moe.runtime",
+    "ModelShape": "moesys.config",
+    "Ordered": "moesys.config",
+    "Pipelined": "moesys.config",
+    "Proportional": "moesys.config",
+    "Sequential": "moesys.config",
+    "Span": "moesys.timeline",
+    "Static": "moesys.config",
+    "Strategy": "moesys.config",
+    "Timeline": "moesys.timeline",
+    "TokenPlan": "moesys.layout",
+    "WindowMean": "moesys.config",
+    "clip_grad_norm_": "moesys.moe.gradients",
+    "link": "moesys.moe.runtime",
+    "plan_layer": "moesys.step",
+    "plan_layout": "moesys.balance",
+    "recompute": "moesys.moe.recompute",
+    "router_loss": "moesys.moe.router",
+    "split_tokens": "moesys.balance",
+    "sync_gradients": "moesys.moe.gradients",
+}
+
+__all__ = ["presets", *_MODULE_OF]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "presets":
+        return import_module("moesys.presets")
+    if name in _MODULE_OF:
+        return getattr(import_module(_MODULE_OF[name]), name)
+    raise AttributeError(f"module 'moesys' has no attribute {name!r}; its public names are in moesys.__all__")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,386 @@
+"""What people declare: the shape of a model, a cluster, a strategy.
+
+Every type here is a frozen pydantic model that refuses unknown fields, says the way out in its errors, and
+survives a round trip through JSON and TOML. Nothing here imports torch, so that ``--help`` and a typo in a
+strategy answer at once.
+
+R ranks, E experts, S slots a rank, K top-k, H hidden size, I expert width, P_e parameters of an expert.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tomllib
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+FINGERPRINT_SCHEMA = 1
+
+DType = Literal["float32", "bfloat16", "float16"]
+BYTES_PER_ELEMENT: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class Declared(BaseModel):
+    """Base of everything a person declares: frozen, strict about names, re-validated by ``replace``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", revalidate_instances="always", allow_inf_nan=False)
+
+    display_fields: ClassVar[frozenset[str]] = frozenset({"name"})
+
+    def replace(self, **changes: Any) -> Self:
+        """A copy with some fields changed, validated as a whole."""
+        fields = {field: getattr(self, field) for field in type(self).model_fields}
+        return type(self).model_validate(fields | changes)
+
+    def to_json(self, indent: int | None = 2) -> str:
+        return self.model_dump_json(indent=indent)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        return cls.model_validate_json(text)
+
+    def to_toml(self) -> str:
+        """TOML has no null, so fields that are ``None`` are left out; ``None`` is their default."""
+        return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
+
+    @classmethod
+    def from_toml(cls, text: str) -> Self:
+        return cls.model_validate(tomllib.loads(text))
+
+    def fingerprint(self) -> str:
+        """64 hex digits: sha256 over all fields, defaults written out, display names left out.
+
+        Two declarations with one fingerprint describe the same computation, whatever they are called.
+        """
+        identity = {"schema": FINGERPRINT_SCHEMA, "type": type(self).__name__, "fields": _identity(self)}
+        return hashlib.sha256(json.dumps(identity, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _identity(value: Any) -> Any:
+    if isinstance(value, Declared):
+        return {f: _identity(getattr(value, f)) for f in type(value).model_fields if f not in value.display_fields}
+    if isinstance(value, tuple | list):
+        return [_identity(item) for item in value]
+    return value
+
+
+# --- who computes what ------------------------------------------------------------------------------------
+
+
+class ModelShape(Declared):
+    """One MoE layer. Field names are those of the published configurations (Mixtral, Qwen3-MoE, OLMoE, DeepSeek-V3).
+
+    ``dtype`` is what experts compute in; master parameters are float32 whatever it says.
+    """
+
+    hidden_size: int = Field(ge=1, description="H, width of a token")
+    intermediate_size: int = Field(ge=1, description="I, width of one expert (moe_intermediate_size elsewhere)")
+    num_experts: int = Field(ge=1, description="E, routed experts")
+    top_k: int = Field(ge=1, description="K, experts a token is sent to (num_experts_per_tok elsewhere)")
+    dtype: DType = "float32"
+    scoring_func: Literal["softmax", "sigmoid"] = Field(
+        "softmax", description="softmax over all experts, or sigmoid with a correction bias (DeepSeek-V3)"
+    )
+    norm_topk_prob: bool = Field(True, description="the K chosen weights are divided by their sum")
+    n_group: int = Field(1, ge=1, description="expert groups of the group-limited choice; 1 for none")
+    topk_group: int = Field(1, ge=1, description="groups a token may choose from")
+    routed_scaling_factor: float = Field(1.0, gt=0, description="factor on the routing weights, after normalisation")
+    n_shared_experts: int = Field(0, ge=0, description="shared experts, fused into one SwiGLU of n × I")
+    router_aux_loss_coef: float = Field(0.0, ge=0, description="coefficient of the load-balancing loss")
+    router_z_loss_coef: float = Field(0.0, ge=0, description="coefficient of the router z-loss")
+    router_bias_update_rate: float = Field(
+        0.0, ge=0, description="step of the correction bias towards balance (DeepSeek-V3's gamma); 0 leaves it alone"
+    )
+    initializer_range: float = Field(0.02, gt=0, description="standard deviation of the initial weights")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.top_k > self.num_experts:
+            raise ValueError(
+                f"top_k={self.top_k} asks for more experts than num_experts={self.num_experts}; "
+                f"use top_k <= {self.num_experts} or more experts"
+            )
+        if self.num_experts % self.n_group:
+            raise ValueError(
+                f"n_group={self.n_group} does not divide num_experts={self.num_experts}; "
+                "groups hold equally many experts, so choose a divisor or n_group=1"
+            )
+        if self.topk_group > self.n_group:
+            raise ValueError(
+                f"topk_group={self.topk_group} is more than n_group={self.n_group}; use topk_group <= {self.n_group}"
+            )
+        reachable = self.topk_group * (self.num_experts // self.n_group)
+        if self.top_k > reachable:
+            raise ValueError(
+                f"top_k={self.top_k} is more than the {reachable} experts in topk_group={self.topk_group} groups of "
+                f"{self.num_experts // self.n_group}; raise topk_group or lower top_k"
+            )
+        if self.n_group > 1 and self.scoring_func == "softmax":
+            raise ValueError(
+                f"n_group={self.n_group} with scoring_func='softmax' is not a published router; "
+                "use scoring_func='sigmoid' or n_group=1"
+            )
+        if self.n_group > 1 and self.num_experts // self.n_group < 2:
+            raise ValueError(
+                f"n_group={self.n_group} leaves one expert a group, and a group is scored by its best two; "
+                f"use n_group <= {self.num_experts // 2}"
+            )
+        if self.router_bias_update_rate and self.scoring_func == "softmax":
+            raise ValueError(
+                f"router_bias_update_rate={self.router_bias_update_rate} needs a correction bias, which "
+                "scoring_func='softmax' has not; use scoring_func='sigmoid' or rate 0"
+            )
+        return self
+
+    @property
+    def expert_parameters(self) -> int:
+        """P_e: gate and up projections [2I, H] and the down projection [H, I]."""
+        return 3 * self.intermediate_size * self.hidden_size
+
+    @property
+    def bytes_per_element(self) -> int:
+        """Bytes of one element in the compute dtype."""
+        return BYTES_PER_ELEMENT[self.dtype]
+
+
+class ClusterSpec(Declared):
+    """Ranks in nodes, and how fast bytes and flops go. Ranks are numbered node by node.
+
+    The default speeds are LAER-MoE's for A100-80GB nodes: its measured links (network_config.json), and the matmul rate
+    behind its planner's 1.484375 us a token. GB/s are 1e9 bytes a second, one way.
+    """
+
+    num_nodes: int = Field(1, ge=1)
+    ranks_per_node: int | tuple[int, ...] = Field(1, description="one number for every node, or one a node")
+    name: str = ""
+    intra_node_gb_per_s: float = Field(216.269, gt=0, description="between two ranks of a node, GB/s")
+    inter_node_gb_per_s: float = Field(88.9539, gt=0, description="in or out of a whole node, GB/s")
+    expert_tflops: float = Field(237.0, gt=0, description="dense matmul rate a rank reaches, TFLOP/s")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if isinstance(self.ranks_per_node, tuple) and len(self.ranks_per_node) != self.num_nodes:
+            raise ValueError(
+                f"ranks_per_node={list(self.ranks_per_node)} names {len(self.ranks_per_node)} nodes but "
+                f"num_nodes={self.num_nodes}; give one number a node, or one number for all"
+            )
+        if min(self.node_sizes) < 1:
+            raise ValueError(f"ranks_per_node={self.ranks_per_node} leaves a node without ranks; use at least 1")
+        return self
+
+    @property
+    def node_sizes(self) -> tuple[int, ...]:
+        if isinstance(self.ranks_per_node, tuple):
+            return self.ranks_per_node
+        return (self.ranks_per_node,) * self.num_nodes
+
+    @property
+    def num_ranks(self) -> int:
+        return sum(self.node_sizes)
+
+    @property
+    def node_of_rank(self) -> tuple[int, ...]:
+        """Node index of each rank, [R]."""
+        return tuple(node for node, size in enumerate(self.node_sizes) for _ in range(size))
+
+
+# --- sharding: what it takes for a rank to hold an expert ---------------------------------------------------
+
+SlotCount = Annotated[int, Field(ge=0, strict=True)]
+
+
+class Ep(Declared):
+    """Classic expert parallelism: every expert lives whole on its owner rank.
+
+    With ``slots_per_rank`` an owner lends copies of its experts to other ranks for the length of a micro-batch, so
+    that balancers can replicate them; masters and optimizer state stay with the owner.
+    """
+
+    kind: Literal["ep"] = "ep"
+    slots_per_rank: SlotCount | tuple[SlotCount, ...] | None = None
+
+
+class Fsep(Declared):
+    """Fully sharded expert parallelism (LAER-MoE, section 4): every expert is sharded over all ranks and restored into
+    slots by all-to-all, so the layout may change every micro-batch.
+
+    ``reshard_after_forward`` frees restored experts after forward and restores them again for backward (ZeRO-3);
+    without it they are kept. ``delay_reshard`` sends gradients home behind the backward of the layer before.
+    """
+
+    kind: Literal["fsep"] = "fsep"
+    slots_per_rank: SlotCount | tuple[SlotCount, ...]
+    prefetch_layers: int = Field(0, ge=0, description="restores of so many next layers are in flight (linked)")
+    delay_reshard: bool = Field(False, description="gradients travel behind the next backward (linked)")
+    reshard_after_forward: bool = True
+    restore: Literal["flat", "hierarchical"] = Field(
+        "flat", description="one all-to-all, or one copy a node and then a spread inside it"
+    )
+
+
+Sharding = Annotated[Ep | Fsep, Field(discriminator="kind")]
+
+# --- balance: a layout from history -------------------------------------------------------------------------
+
+
+class Static(Declared):
+    """The same layout for ever: experts in order over the slots."""
+
+    kind: Literal["static"] = "static"
+
+
+class Eplb(Declared):
+    """DeepSeek's EPLB, global form: replicate the heaviest expert per replica, then pack the heaviest first."""
+
+    kind: Literal["eplb"] = "eplb"
+
+
+class Laer(Declared):
+    """LAER-MoE's planner: candidate replica counts, placement that spreads over nodes, the cheaper one by its cost."""
+
+    kind: Literal["laer"] = "laer"
+    candidates: tuple[Literal["even", "proportional"], ...] = Field(("even", "proportional"), min_length=1)
+
+
+class Greedy(Declared):
+    """Ours: proportional replicas on distinct ranks, spread over nodes, improved by local search."""
+
+    kind: Literal["greedy"] = "greedy"
+    search_moves: int = Field(64, ge=0, description="accepted improvements after which local search stops")
+
+
+class CpSat(Declared):
+    """OR-Tools CP-SAT on the joint placement and split, hinted by ``Greedy`` and never worse than it; R × E <= 256."""
+
+    kind: Literal["cp_sat"] = "cp_sat"
+    deterministic_time: float = Field(2.0, gt=0, description="CP-SAT's work limit, in its deterministic seconds")
+
+
+Balance = Annotated[Static | Eplb | Laer | Greedy | CpSat, Field(discriminator="kind")]
+
+# --- predictor: the load a layout is planned for -------------------------------------------------------------
+
+
+class Last(Declared):
+    """The newest load."""
+
+    kind: Literal["last"] = "last"
+
+
+class WindowMean(Declared):
+    """The mean of the newest ``steps`` loads (LAER-MoE: 5)."""
+
+    kind: Literal["window_mean"] = "window_mean"
+    steps: int = Field(5, ge=1)
+
+
+class Ema(Declared):
+    """Exponential moving average: ``decay`` of the old, the rest of the newest."""
+
+    kind: Literal["ema"] = "ema"
+    decay: float = Field(0.7, ge=0, lt=1)
+
+
+Predictor = Annotated[Last | WindowMean | Ema, Field(discriminator="kind")]
+
+# --- split: the current tokens over the replicas of their experts ----------------------------------------------
+
+
+class EvenSplit(Declared):
+    """LAER-MoE's lite routing: evenly over the replicas on the source's node, or over all if the node has none."""
+
+    kind: Literal["even"] = "even"
+
+
+class Proportional(Declared):
+    """Over all replicas, in proportion to the room that the other experts leave on their ranks."""
+
+    kind: Literal["proportional"] = "proportional"
+
+
+class FlowSplit(Declared):
+    """Exact: the least maximum load that the layout allows, then the least traffic between nodes."""
+
+    kind: Literal["flow"] = "flow"
+
+
+Split = Annotated[EvenSplit | Proportional | FlowSplit, Field(discriminator="kind")]
+
+# --- overlap: what runs beside what ----------------------------------------------------------------------------
+
+
+class Sequential(Declared):
+    """Dispatch, experts and combine one after another."""
+
+    kind: Literal["sequential"] = "sequential"
+
+
+class Pipelined(Declared):
+    """Tokens in ``chunks``: dispatch of the next and combine of the last in flight while one is computed."""
+
+    kind: Literal["pipelined"] = "pipelined"
+    chunks: int = Field(ge=1)
+
+
+Overlap = Annotated[Sequential | Pipelined, Field(discriminator="kind")]
+
+# --- reduction: which bits must agree ----------------------------------------------------------------------------
+
+
+class Ordered(Declared):
+    """The same bits for every overlap: rows of an expert by (source rank, token, k), replicas by rank."""
+
+    kind: Literal["ordered"] = "ordered"
+
+
+class Strategy(Declared):
+    """Everything that decides how an MoE layer runs, and nothing that decides what it computes."""
+
+    name: str
+    sharding: Sharding = Ep()
+    balance: Balance = Static()
+    predictor: Predictor = Last()
+    split: Split = EvenSplit()
+    overlap: Overlap = Sequential()
+    reduction: Ordered = Ordered()
+    replan_every: int = Field(1, ge=1, description="a layout is planned after every so many micro-batches")
+    lag: int = Field(1, ge=1, description="a plan made on micro-batch t is used from t + lag on")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if isinstance(self.sharding, Ep) and self.sharding.slots_per_rank is None and self.balance.kind != "static":
+            raise ValueError(
+                f"sharding=Ep() keeps every expert on its owner rank, but balance={type(self.balance).__name__}() "
+                "moves experts; use balance=Static(), Ep(slots_per_rank=...) or Fsep(slots_per_rank=...)"
+            )
+        return self
+
+    def slots(self, model: ModelShape, cluster: ClusterSpec) -> tuple[int, ...]:
+        """Slots of each rank, [R], checked against the model: every expert must find a slot.
+
+        ``Ep()`` has as many slots as a rank owns experts: ceil(E / R) in rank order, the last ranks fewer.
+        """
+        R, E, slots = cluster.num_ranks, model.num_experts, self.sharding.slots_per_rank
+        if slots is None:
+            owned = -(-E // R)
+            return tuple(max(0, min(owned, E - rank * owned)) for rank in range(R))
+        if isinstance(slots, int):
+            if slots * R < E:
+                raise ValueError(
+                    f"slots_per_rank={slots} gives {slots * R} slots on {R} ranks for {E} experts; "
+                    f"use at least {-(-E // R)}"
+                )
+            return (slots,) * R
+        if len(slots) != R:
+            raise ValueError(
+                f"slots_per_rank names {len(slots)} ranks but the cluster has {R}; "
+                "give one number a rank, or one for all"
+            )
+        if sum(slots) < E:
+            raise ValueError(
+                f"slots_per_rank={list(slots)} gives {sum(slots)} slots for {E} experts; add at least {E - sum(slots)}"
+            )
+        return slots

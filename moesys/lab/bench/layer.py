@@ -1,0 +1,346 @@
+"""One rank of ``MoELayer`` against transformers' own blocks of the same weights, forward and backward.
+
+T tokens, H hidden, I expert width, E experts, K top-k.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from rich.table import Table
+from torch import Tensor, nn
+
+from moesys.config import ModelShape, Strategy
+from moesys.lab.bench.timing import Ratio, interleave, machine_line, paired_ratio
+from moesys.lab.tables import print_table
+from moesys.moe.experts import DTYPES
+from moesys.moe.layer import MoELayer
+
+OURS = "moesys"
+PEERS = ("eager", "grouped_mm")
+# Largest ‖a - b‖ / ‖b‖ from the eager block at which a speed is shown. The eager block adds experts up in bfloat16.
+TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
+
+Family = Literal["mixtral", "qwen3_moe", "olmoe", "deepseek_v3"]
+Direction = Literal["forward + backward", "forward"]
+DIRECTIONS: tuple[Direction, ...] = ("forward + backward", "forward")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A published layer, scaled to what a laptop runs in about a second."""
+
+    name: str
+    family: Family
+    num_tokens: int
+    shape: ModelShape
+
+
+def _softmax_case(name: str, family: Family, T: int, H: int, I: int, E: int, K: int) -> Case:
+    shape = ModelShape(hidden_size=H, intermediate_size=I, num_experts=E, top_k=K, norm_topk_prob=family != "olmoe")
+    return Case(name, family, T, shape)
+
+
+CASES = (
+    _softmax_case("mixtral", "mixtral", T=1024, H=1024, I=896, E=8, K=2),
+    _softmax_case("qwen3-moe", "qwen3_moe", T=1024, H=1024, I=384, E=64, K=8),
+    _softmax_case("olmoe", "olmoe", T=1024, H=1024, I=512, E=32, K=8),
+    Case(
+        "deepseek-v3",
+        "deepseek_v3",
+        num_tokens=512,
+        shape=ModelShape(
+            hidden_size=1024,
+            intermediate_size=256,
+            num_experts=128,
+            top_k=8,
+            scoring_func="sigmoid",
+            n_group=8,
+            topk_group=4,
+            n_shared_experts=1,
+            routed_scaling_factor=2.5,
+        ),
+    ),
+    _softmax_case("small-experts", "qwen3_moe", T=4096, H=512, I=128, E=64, K=8),
+    _softmax_case("few-tokens", "qwen3_moe", T=64, H=1024, I=384, E=64, K=8),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was measured for one case, dtype and direction.
+
+    differences: of each contestant but the eager block from it, ‖a - b‖ / ‖b‖, the worst over output and gradients.
+    samples_ms: milliseconds of each contestant by repetition; empty where an output was wrong.
+    """
+
+    case: str
+    num_tokens: int
+    shape: ModelShape
+    direction: Direction
+    differences: dict[str, float]
+    samples_ms: dict[str, list[float]] = field(default_factory=dict)
+
+    @property
+    def matched(self) -> bool:
+        return all(difference <= TOLERANCE[self.shape.dtype] for difference in self.differences.values())
+
+    def median_ms(self, contestant: str) -> float:
+        return torch.tensor(self.samples_ms[contestant], dtype=torch.float64).median().item()
+
+    @property
+    def best_peer(self) -> str:
+        return min(PEERS, key=self.median_ms)
+
+    def speedup(self, peer: str) -> Ratio:
+        """Its time over ours: above 1, we are faster."""
+        return paired_ratio(self.samples_ms[peer], self.samples_ms[OURS])
+
+
+def select(shape: str = "all", dtype: str = "all", num_tokens: int | None = None) -> list[Case]:
+    """The cases of these names, in every dtype asked for. Raises ValueError for a name that is not there."""
+    names, dtypes = [case.name for case in CASES], list(TOLERANCE)
+    if shape not in ("all", *names):
+        raise ValueError(f"shape={shape!r} is none of {', '.join(names)}; 'all' runs every one")
+    if dtype not in ("all", *dtypes):
+        raise ValueError(f"dtype={dtype!r} is none of {', '.join(dtypes)}; 'all' runs both")
+    return [
+        Case(case.name, case.family, num_tokens or case.num_tokens, case.shape.replace(dtype=chosen))
+        for case in CASES
+        if shape in ("all", case.name)
+        for chosen in (dtypes if dtype == "all" else [dtype])
+    ]
+
+
+def bench_layer(cases: list[Case], *, repeats: int = 9, threads: int | None = None, seed: int = 0) -> Iterator[Row]:
+    """Measure each case, one row a direction; ``threads`` is torch's own number by default.
+
+    Outputs and gradients are compared with those of the eager block first, and a contestant that differs stops the
+    timing of its case.
+    """
+    threads_before = torch.get_num_threads()
+    torch.set_num_threads(threads or threads_before)
+    try:
+        for case in cases:
+            yield from _measure(case, repeats, seed)
+    finally:
+        torch.set_num_threads(threads_before)
+
+
+def report(rows: list[Row], threads: int | None = None) -> tuple[Table, list[str]]:
+    """The table and its legend."""
+    table = Table(title="MEASURED: one rank of MoELayer and transformers' blocks, ms (median)", title_justify="left")
+    for column in ("direction", "shape", "T", "dtype"):
+        table.add_column(column, no_wrap=True)
+    for column in (OURS, *PEERS, *(f"{peer} / {OURS}" for peer in (*PEERS, "better"))):
+        table.add_column(column, justify="right", no_wrap=True)
+    for direction in DIRECTIONS:
+        for row in (row for row in rows if row.direction == direction):
+            labels = (direction, row.case, str(row.num_tokens), row.shape.dtype)
+            if not row.samples_ms:
+                wrong = ", ".join(f"{name} by {difference:.1e}" for name, difference in row.differences.items())
+                table.add_row(*labels, f"differs from eager: {wrong}")
+                continue
+            medians = [f"{row.median_ms(name):.1f}" for name in (OURS, *PEERS)]
+            ratios = [str(row.speedup(peer)) for peer in (*PEERS, row.best_peer)]
+            table.add_row(*labels, *medians, *ratios)
+        table.add_section()
+    repeats = max((len(row.samples_ms.get(OURS, ())) for row in rows), default=0)
+    legend = [
+        machine_line(threads or torch.get_num_threads(), ("torch", "transformers")),
+        f"Ratio: its time over ours, above 1 we are faster; median [p20, p80] of {repeats} repetitions, paired. "
+        "'better' is the faster of the two.",
+        "A speed is shown where output and gradients match the eager block in the same run, within "
+        + ", ".join(f"{tolerance:g} ({dtype})" for dtype, tolerance in TOLERANCE.items())
+        + " of their norm.",
+        "bfloat16: the block's parameters and gradients are bfloat16. Ours are float32, as an optimiser wants them, "
+        "and are cast on use: that time is ours.",
+        "Tokens are random, of those that all contestants route alike. Forward runs without autograd.",
+    ]
+    return table, legend
+
+
+def to_json(rows: list[Row], threads: int | None = None) -> dict[str, Any]:
+    """Everything that was measured, with all samples."""
+    return {
+        "benchmark": "layer",
+        "source": "measured",
+        "machine": machine_line(threads or torch.get_num_threads(), ("torch", "transformers")),
+        "rows": [
+            {
+                "shape": row.case,
+                "num_tokens": row.num_tokens,
+                "model": row.shape.model_dump(mode="json"),
+                "direction": row.direction,
+                "matched": row.matched,
+                "differences": row.differences,
+                "samples_ms": row.samples_ms,
+                "ratios": {peer: asdict(row.speedup(peer)) for peer in PEERS} if row.samples_ms else {},
+                "better": row.best_peer if row.samples_ms else None,
+            }
+            for row in rows
+        ],
+    }
+
+
+def main(
+    shape: str,
+    dtype: str,
+    *,
+    num_tokens: int | None = None,
+    repeats: int = 9,
+    threads: int | None = None,
+    json_path: Path | None = None,
+) -> int:
+    """Measure, print, write; the exit code: 1 if an output was wrong."""
+    rows = list(bench_layer(select(shape, dtype, num_tokens), repeats=repeats, threads=threads))
+    table, legend = report(rows, threads)
+    print_table(table, legend)
+    if json_path is not None:
+        json_path.write_text(json.dumps(to_json(rows, threads), indent=1) + "\n")
+    return 0 if all(row.matched for row in rows) else 1
+
+
+# --- one case ---------------------------------------------------------------------------------------------
+
+
+def _measure(case: Case, repeats: int, seed: int) -> Iterator[Row]:
+    layer, block = _make_layer(case, seed), _make_block(case)
+    block.load_state_dict(layer.full_state_dict())
+    block.to(DTYPES[case.shape.dtype])
+    # Both begin from the same numbers: what bfloat16 cannot hold is taken from our masters too.
+    layer.load_full_state_dict({name: tensor.float() for name, tensor in block.state_dict().items()})
+    x, dy = _tokens(case, layer, block, seed)
+    runs = {OURS: _Run(layer, x, dy)} | {peer: _Run(block, x, dy, peer) for peer in PEERS}
+
+    def forget() -> None:
+        x.grad = None
+        layer.zero_grad(set_to_none=True)
+        block.zero_grad(set_to_none=True)
+
+    results = {}
+    for name, run in runs.items():
+        forget()
+        results[name] = run.results()
+    differences = {
+        name: max(_relative(result[part], value) for part, value in results["eager"].items())
+        for name, result in results.items()
+        if name != "eager"
+    }
+    del results
+    for direction in DIRECTIONS:
+        row = Row(case.name, case.num_tokens, case.shape, direction, differences)
+        if row.matched:
+            contestants: dict[str, Callable[[], object]] = {
+                name: run.forward if direction == "forward" else run.forward_backward for name, run in runs.items()
+            }
+            row.samples_ms.update(interleave(contestants, repeats, before=forget, seed=seed))
+        yield row
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One contestant: a module, its input, the gradient of its output, and which experts of transformers it uses."""
+
+    module: nn.Module
+    x: Tensor
+    dy: Tensor
+    implementation: str | None = None
+
+    def _call(self) -> Tensor:
+        if self.implementation is not None:
+            self.module.experts.config._experts_implementation = self.implementation
+        return self.module(self.x)
+
+    def forward(self) -> None:
+        with torch.no_grad():
+            self._call()
+
+    def forward_backward(self) -> Tensor:
+        y = self._call()
+        y.backward(self.dy)
+        return y
+
+    def results(self) -> dict[str, Tensor]:
+        """Output and gradients, by the names and in the shapes of the block."""
+        y = self.forward_backward()
+        assert self.x.grad is not None
+        results = {"output": y.detach(), "dx": self.x.grad}
+        for name, parameter in self.module.named_parameters():
+            assert parameter.grad is not None, name
+            results[name.replace("router.", "gate.")] = parameter.grad
+        if self.implementation is not None:
+            gate_up, down = results.pop("experts.gate_up_proj"), results.pop("experts.down_proj")
+            results["experts"] = torch.cat([gate_up.flatten(1), down.flatten(1)], dim=1)
+        return {name: tensor.clone() for name, tensor in results.items()}
+
+
+def _relative(actual: Tensor, expected: Tensor) -> float:
+    """‖actual - expected‖ / ‖expected‖; NaN counts as infinite."""
+    difference = (actual.float() - expected.float()).norm() / expected.float().norm()
+    return float(difference.nan_to_num(nan=torch.inf))
+
+
+def _make_layer(case: Case, seed: int) -> MoELayer:
+    return MoELayer(case.shape, Strategy(name="ep"), seed=seed)
+
+
+def _make_block(case: Case) -> nn.Module:
+    """transformers' block of the case's family and shape, uninitialised."""
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Config, DeepseekV3MoE
+    from transformers.models.mixtral.modeling_mixtral import MixtralConfig, MixtralSparseMoeBlock
+    from transformers.models.olmoe.modeling_olmoe import OlmoeConfig, OlmoeSparseMoeBlock
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeSparseMoeBlock
+
+    shape = case.shape
+    H, I, E = shape.hidden_size, shape.intermediate_size, shape.num_experts
+    common: dict[str, Any] = {"hidden_size": H, "num_experts_per_tok": shape.top_k}
+    module: nn.Module
+    match case.family:
+        case "mixtral":
+            module = MixtralSparseMoeBlock(MixtralConfig(intermediate_size=I, num_local_experts=E, **common))
+        case "qwen3_moe":
+            qwen3 = Qwen3MoeConfig(
+                moe_intermediate_size=I, num_experts=E, norm_topk_prob=shape.norm_topk_prob, **common
+            )
+            module = Qwen3MoeSparseMoeBlock(qwen3)
+        case "olmoe":
+            olmoe = OlmoeConfig(intermediate_size=I, num_experts=E, norm_topk_prob=shape.norm_topk_prob, **common)
+            module = OlmoeSparseMoeBlock(olmoe)
+        case "deepseek_v3":
+            deepseek = DeepseekV3Config(
+                moe_intermediate_size=I,
+                n_routed_experts=E,
+                n_group=shape.n_group,
+                topk_group=shape.topk_group,
+                n_shared_experts=shape.n_shared_experts,
+                routed_scaling_factor=shape.routed_scaling_factor,
+                norm_topk_prob=shape.norm_topk_prob,
+                **common,
+            )
+            module = DeepseekV3MoE(deepseek)
+    return module
+
+
+@torch.no_grad()
+def _tokens(case: Case, layer: MoELayer, block: nn.Module, seed: int) -> tuple[Tensor, Tensor]:
+    """x and dy, both [1, T, H]: the first T of 4 T random tokens that both routers send to the same experts.
+
+    transformers' softmax routers compute in the block's dtype. In bfloat16 they choose another expert here and there,
+    and outputs could not be compared.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    dtype, H = DTYPES[case.shape.dtype], case.shape.hidden_size
+    x_NH = torch.randn(4 * case.num_tokens, H, generator=generator).to(dtype)
+    ours_NK, theirs_NK = layer.router(x_NH).expert_TK, block.gate(x_NH)[2]
+    alike_N = (ours_NK.sort(dim=1).values == theirs_NK.sort(dim=1).values).all(dim=1)
+    x_TH = x_NH[alike_N][: case.num_tokens]
+    if len(x_TH) < case.num_tokens:
+        raise RuntimeError(f"{case.name}: routers agree on {len(x_TH)} of {len(x_NH)} tokens, too few")
+    dy_TH = torch.randn(case.num_tokens, H, generator=generator).to(dtype)
+    return x_TH[None].requires_grad_(), dy_TH[None]

@@ -1,0 +1,189 @@
+"""ExpertLayout: who holds what. TokenPlan: who goes where."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from moesys.load import IntArray, LoadMatrix, frozen_int64
+
+EMPTY = -1
+
+
+@dataclass(frozen=True, eq=False)
+class ExpertLayout:
+    """The expert in every slot of every rank, ``expert_RS`` int64 [R, S]; ``EMPTY`` (-1) marks a slot without one.
+
+    Every expert of 0..num_experts-1 is held by at least one rank. Ranks with fewer slots than S have empty ones.
+
+    ``ExpertLayout([[0, 1], [0, 2], [3, -1]], num_experts=4)``: expert 0 has replicas on ranks 0 and 1.
+    """
+
+    expert_RS: IntArray
+    num_experts: int
+
+    def __post_init__(self) -> None:
+        expert_RS = frozen_int64("expert_RS", self.expert_RS, num_dims=2)
+        object.__setattr__(self, "expert_RS", expert_RS)
+        if self.num_experts < 1:
+            raise ValueError(f"num_experts={self.num_experts}; a layout needs at least one expert")
+        if expert_RS.size and (expert_RS.min() < EMPTY or expert_RS.max() >= self.num_experts):
+            rank, slot = np.argwhere((expert_RS < EMPTY) | (expert_RS >= self.num_experts))[0]
+            raise ValueError(
+                f"expert_RS[{rank}, {slot}] = {expert_RS[rank, slot]}; experts are 0..{self.num_experts - 1}, "
+                f"{EMPTY} for an empty slot"
+            )
+        missing = np.setdiff1d(np.arange(self.num_experts), expert_RS)
+        if missing.size:
+            raise ValueError(f"no rank holds experts {missing[:8].tolist()}; every expert needs a slot")
+
+    @property
+    def num_ranks(self) -> int:
+        return self.expert_RS.shape[0]
+
+    @property
+    def num_slots(self) -> int:
+        """S, the widest rank's slots."""
+        return self.expert_RS.shape[1]
+
+    @cached_property
+    def replicas_RE(self) -> IntArray:
+        """Copies of each expert on each rank, [R, E]; more than 1 is a wasted slot."""
+        replicas_RE = np.zeros((self.num_ranks, self.num_experts), dtype=np.int64)
+        rank, slot = np.nonzero(self.expert_RS != EMPTY)
+        np.add.at(replicas_RE, (rank, self.expert_RS[rank, slot]), 1)
+        replicas_RE.setflags(write=False)
+        return replicas_RE
+
+    @cached_property
+    def num_duplicates(self) -> int:
+        """Slots that hold an expert which their rank already holds."""
+        return int(np.maximum(self.replicas_RE - 1, 0).sum())
+
+    @cached_property
+    def filled_R(self) -> IntArray:
+        """Slots of each rank that hold an expert."""
+        filled_R = (self.expert_RS != EMPTY).sum(axis=1)
+        filled_R.setflags(write=False)
+        return filled_R
+
+    def experts_of(self, rank: int) -> tuple[int, ...]:
+        """The experts in a rank's filled slots, in slot order (a duplicate appears twice)."""
+        return tuple(int(expert) for expert in self.expert_RS[rank] if expert != EMPTY)
+
+    def num_distinct(self, ranks: list[int]) -> int:
+        """Distinct experts held by a set of ranks."""
+        return int((self.replicas_RE[ranks].sum(axis=0) > 0).sum())
+
+    def fingerprint(self) -> str:
+        """Hex digest of the layout's content, for agreement between ranks."""
+        head = f"{self.expert_RS.shape}:{self.num_experts}:".encode()
+        return hashlib.sha256(head + self.expert_RS.astype("<i8").tobytes()).hexdigest()
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, ExpertLayout)
+            and self.num_experts == other.num_experts
+            and np.array_equal(self.expert_RS, other.expert_RS)
+        )
+
+    def __str__(self) -> str:
+        rows = (" ".join("." if e == EMPTY else str(e) for e in row) for row in self.expert_RS)
+        return "\n".join(f"rank {rank}: {row}" for rank, row in enumerate(rows))
+
+
+@dataclass(frozen=True, eq=False)
+class TokenPlan:
+    """How many tokens go from each source rank, for each expert, to each destination rank; sparse.
+
+    ``entries`` int64 [N, 4], rows (source, expert, destination, tokens) with tokens > 0, sorted by the first three.
+    Over destinations they sum to the load exactly, and only ranks that hold the expert are destinations. Which tokens
+    go where follows: a source's tokens for an expert, in (token, k) order, are cut into contiguous ranges, one a
+    destination in rank order.
+    """
+
+    entries: IntArray
+    load: LoadMatrix = field(repr=False)
+    layout: ExpertLayout = field(repr=False)
+
+    def __post_init__(self) -> None:
+        entries = frozen_int64("entries", self.entries, num_dims=2)
+        object.__setattr__(self, "entries", entries)
+        if entries.shape[1] != 4:
+            raise ValueError(f"entries has rows of {entries.shape[1]}; give (source, expert, destination, tokens)")
+        load, layout = self.load, self.layout
+        if (load.num_ranks, load.num_experts) != (layout.num_ranks, layout.num_experts):
+            raise ValueError(
+                f"the load is for {load.num_ranks} ranks and {load.num_experts} experts, the layout for "
+                f"{layout.num_ranks} and {layout.num_experts}; plan both for the same cluster and model"
+            )
+        bounds = (load.num_ranks, load.num_experts, load.num_ranks)
+        outside = ((entries[:, :3] < 0) | (entries[:, :3] >= bounds)).any(axis=1)
+        if outside.any():
+            raise ValueError(
+                f"entries has the row {entries[outside][0].tolist()}; ranks are 0..{bounds[0] - 1}, "
+                f"experts 0..{bounds[1] - 1}"
+            )
+        source, expert, destination, tokens = entries.T
+        key = (source * load.num_experts + expert) * load.num_ranks + destination
+        if (np.diff(key) <= 0).any():
+            raise ValueError("entries must be sorted by (source, expert, destination) without repeats")
+        if (tokens <= 0).any():
+            raise ValueError("entries must have tokens > 0; leave the others out")
+        planned_RE = np.zeros_like(load.tokens_RE)
+        np.add.at(planned_RE, (source, expert), tokens)
+        if not np.array_equal(planned_RE, load.tokens_RE):
+            s, e = np.argwhere(planned_RE != load.tokens_RE)[0]
+            raise ValueError(
+                f"the plan sends {planned_RE[s, e]} tokens of source {s} for expert {e}, "
+                f"but {load.tokens_RE[s, e]} exist"
+            )
+        homeless = layout.replicas_RE[destination, expert] == 0
+        if homeless.any():
+            s, e, d, _ = entries[homeless][0]
+            raise ValueError(f"the plan sends tokens of source {s} for expert {e} to rank {d}, which does not hold it")
+
+    @classmethod
+    def from_dense(cls, tokens_RER: IntArray, load: LoadMatrix, layout: ExpertLayout) -> TokenPlan:
+        """From a dense [R, E, R] array of tokens per (source, expert, destination)."""
+        index = np.argwhere(tokens_RER)
+        return cls(np.column_stack([index, tokens_RER[tuple(index.T)]]), load, layout)
+
+    @cached_property
+    def tokens_RER(self) -> IntArray:
+        """Dense view [source, expert, destination]; R²·E numbers, so for tests, small plans and printing."""
+        tokens_RER = np.zeros((self.load.num_ranks, self.load.num_experts, self.load.num_ranks), dtype=np.int64)
+        source, expert, destination, tokens = self.entries.T
+        tokens_RER[source, expert, destination] = tokens
+        tokens_RER.setflags(write=False)
+        return tokens_RER
+
+    @cached_property
+    def tokens_R(self) -> IntArray:
+        """Tokens each destination rank computes."""
+        tokens_R = np.zeros(self.load.num_ranks, dtype=np.int64)
+        np.add.at(tokens_R, self.entries[:, 2], self.entries[:, 3])
+        tokens_R.setflags(write=False)
+        return tokens_R
+
+    @property
+    def max_over_mean(self) -> float:
+        """Imbalance: the busiest rank's tokens over the mean, 1.0 for perfect balance and for no tokens at all."""
+        return float(self.tokens_R.max() / self.tokens_R.mean()) if self.load.total else 1.0
+
+    def inter_node_tokens(self, node_of_rank: tuple[int, ...]) -> int:
+        """Tokens that leave their source's node."""
+        node = np.asarray(node_of_rank)
+        source, _, destination, tokens = self.entries.T
+        return int(tokens[node[source] != node[destination]].sum())
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, TokenPlan)
+            and np.array_equal(self.entries, other.entries)
+            and self.load == other.load
+            and self.layout == other.layout
+        )

@@ -1,0 +1,63 @@
+"""LoadMatrix: who wants what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+IntArray = npt.NDArray[np.int64]
+
+
+def frozen_int64(name: str, values: Any, num_dims: int) -> IntArray:
+    """A read-only int64 copy of ``values``, or a ValueError that names it."""
+    array = np.asarray(values)
+    if array.dtype.kind not in "iu":
+        raise ValueError(f"{name} has dtype {array.dtype}; it counts, so give integers")
+    if array.ndim != num_dims:
+        raise ValueError(f"{name} has shape {array.shape}; it needs {num_dims} dimensions")
+    array = array.astype(np.int64)
+    array.setflags(write=False)
+    return array
+
+
+@dataclass(frozen=True, eq=False)
+class LoadMatrix:
+    """Tokens that each source rank routes to each expert, ``tokens_RE`` int64 [R, E]; sums to the routed tokens (T·K).
+
+    Two ranks, three experts, top-1: ``LoadMatrix([[4, 0, 1], [2, 3, 0]])`` says that rank 0 has five tokens,
+    four of them for expert 0.
+    """
+
+    tokens_RE: IntArray
+
+    def __post_init__(self) -> None:
+        tokens_RE = frozen_int64("tokens_RE", self.tokens_RE, num_dims=2)
+        if 0 in tokens_RE.shape:
+            raise ValueError(f"tokens_RE has shape {tokens_RE.shape}; it needs at least one rank and one expert")
+        if tokens_RE.min() < 0:
+            rank, expert = np.argwhere(tokens_RE < 0)[0]
+            raise ValueError(f"tokens_RE[{rank}, {expert}] = {tokens_RE[rank, expert]}; counts cannot be negative")
+        object.__setattr__(self, "tokens_RE", tokens_RE)
+
+    @property
+    def num_ranks(self) -> int:
+        return self.tokens_RE.shape[0]
+
+    @property
+    def num_experts(self) -> int:
+        return self.tokens_RE.shape[1]
+
+    @property
+    def tokens_E(self) -> IntArray:
+        """Tokens of each expert, over all sources."""
+        return self.tokens_RE.sum(axis=0)
+
+    @property
+    def total(self) -> int:
+        return int(self.tokens_RE.sum())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LoadMatrix) and np.array_equal(self.tokens_RE, other.tokens_RE)

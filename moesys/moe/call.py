@@ -1,0 +1,117 @@
+"""LayerCall: one micro-batch's way through one layer, from its plan to its gradients; and its autograd.Function."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from moesys.moe.experts import as_gradients
+from moesys.moe.shards import Restored
+from moesys.overlap.chunked import ChunkedExecutor, ExpertWeights, Saved
+from moesys.step import LayerPlan
+
+if TYPE_CHECKING:
+    from moesys.moe.layer import MoELayer
+
+
+class LayerCall:
+    """What forward, recomputation and backward of one micro-batch share.
+
+    It owns the layout of its micro-batch, so that however many micro-batches are under way, in whatever order their
+    backwards run, each finds the experts where its own forward had them.
+
+    ``previous`` is the call of the layer before, in the same forward pass of a linked model: backward restores for it.
+    ``checkpointed``: a recomputation will come between forward and backward.
+    """
+
+    def __init__(
+        self,
+        owner: MoELayer,
+        plan: LayerPlan,
+        executor: ChunkedExecutor,
+        previous: LayerCall | None,
+        checkpointed: bool,
+    ) -> None:
+        self.owner, self.plan, self.executor = owner, plan, executor
+        self.previous, self.checkpointed = previous, checkpointed
+        self.upcoming: Sequence[MoELayer] = ()
+        self._restored: Restored | None = None
+
+    @property
+    def layer(self) -> int:
+        return self.owner.layer_index
+
+    def restore(self) -> Restored:
+        """The experts of this call, on their way or here; starts bringing them if nobody has."""
+        if self._restored is None:
+            self._restored = self.owner.start_restore(self.plan.layout)
+        return self._restored
+
+    def adopt(self, restored: Restored) -> None:
+        """Use experts that were brought ahead of time."""
+        self._restored = restored
+
+    def release(self) -> None:
+        self._restored = None
+
+    def experts_for_forward(self) -> Sequence[ExpertWeights]:
+        """Wait for the experts; dispatch is through, so the next layers' experts may travel."""
+        for layer in self.upcoming:
+            layer.prefetch()
+        self.upcoming = ()
+        return self.restore().wait()
+
+    def experts_for_backward(self) -> Sequence[ExpertWeights]:
+        """Wait for the experts; the layers before restore theirs meanwhile, and gradients that waited set off."""
+        runtime = self.owner.runtime
+        if runtime is not None:
+            runtime.behind_backward(self)
+        return self.restore().wait()
+
+    @property
+    def frees_after_forward(self) -> bool:
+        return self.owner.reshard_after_forward
+
+
+class RoutedExperts(torch.autograd.Function):
+    """y [T, H] from x [T, H], routing weights float32 [T, K] and this rank's masters, by a ``LayerCall``.
+
+    Saves the arrived rows of x and the pre-activations, and no expert that can be restored.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x_TH: Tensor, weight_TK: Tensor, masters: Tensor, call: LayerCall, replay: bool) -> Tensor:
+        with torch.autocast(x_TH.device.type, enabled=False):
+            call.restore()
+            y_TH, saved = call.executor.forward(x_TH, weight_TK, call.experts_for_forward)
+        ctx.call = call
+        ctx.save_for_backward(weight_TK, masters, saved.arrivals_MH, saved.h_P2I)
+        # What a recomputation restores, the backward right behind it uses.
+        if call.frees_after_forward and not replay:
+            call.release()
+        return y_TH
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        call: LayerCall = ctx.call
+        owner = call.owner
+        weight_TK, masters, arrivals_MH, h_P2I = ctx.saved_tensors
+        dy_TH = grad_outputs[0].contiguous()
+        held = call.executor.routes.held
+        grads_DP = gradients = None
+        if ctx.needs_input_grad[2]:
+            grads_DP = torch.empty(len(held), owner.shards.padded_parameters, device=masters.device)
+            gradients = [as_gradients(flat_P, owner.shape) for flat_P in grads_DP]
+        with torch.autocast(dy_TH.device.type, enabled=False):
+            call.restore()
+            dx_TH, dweight_TK = call.executor.backward(
+                dy_TH, weight_TK, Saved(arrivals_MH, h_P2I), call.experts_for_backward, gradients
+            )
+        call.release()
+        dmasters = None if grads_DP is None else owner.reshard_gradients(grads_DP, call)
+        if owner.runtime is not None:
+            owner.runtime.after_backward()
+        return dx_TH, dweight_TK, dmasters, None, None

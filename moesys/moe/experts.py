@@ -1,0 +1,37 @@
+"""An expert's parameters: one flat vector of P_e = 3·I·H, its views, and how it is born.
+
+The vector holds ``gate_up`` [2I, H] and then ``down`` [H, I], both in the layout of transformers' experts, so that
+views and state dicts need no transposition.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from moesys.config import ModelShape
+from moesys.overlap.chunked import ExpertGradients, ExpertWeights
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def expert_views(flat_P: Tensor, shape: ModelShape) -> tuple[Tensor, Tensor]:
+    """``gate_up`` [2I, H] and ``down`` [H, I] as views of a flat vector of at least P_e elements."""
+    H, I = shape.hidden_size, shape.intermediate_size
+    return flat_P[: 2 * I * H].view(2 * I, H), flat_P[2 * I * H : 3 * I * H].view(H, I)
+
+
+def as_weights(flat_P: Tensor, shape: ModelShape) -> ExpertWeights:
+    return ExpertWeights(*expert_views(flat_P, shape))
+
+
+def as_gradients(flat_P: Tensor, shape: ModelShape) -> ExpertGradients:
+    return ExpertGradients(*expert_views(flat_P, shape))
+
+
+def initial_expert(shape: ModelShape, seed: int, layer_index: int, expert: int) -> Tensor:
+    """The float32 [P_e] an expert starts from: normal, a function of (seed, layer, expert) and of nothing else."""
+    # Distinct streams for distinct triples: a linear congruence of each part into 63 bits.
+    key = (seed * 0x9E3779B97F4A7C15 + layer_index * 0xC2B2AE3D27D4EB4F + expert * 0x165667B19E3779F9) % (1 << 63)
+    generator = torch.Generator().manual_seed(key)
+    return torch.randn(shape.expert_parameters, generator=generator).mul_(shape.initializer_range)

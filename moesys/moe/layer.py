@@ -1,0 +1,368 @@
+"""MoELayer: an ordinary module, ``y = layer(x)``, that runs a declared strategy."""
+
+from __future__ import annotations
+
+import io
+import os
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from moesys.config import ClusterSpec, Ep, Fsep, ModelShape, Pipelined, Strategy
+from moesys.kernels.rows import TILE_ROWS, min_invariant_rows
+from moesys.layout import ExpertLayout
+from moesys.load import LoadMatrix
+from moesys.moe.call import LayerCall, RoutedExperts
+from moesys.moe.experts import DTYPES, expert_views
+from moesys.moe.planning import InlinePlanner, LayoutSchedule
+from moesys.moe.recompute import current_tape
+from moesys.moe.router import Router
+from moesys.moe.shards import Restored, ShardedExperts, WholeExperts
+from moesys.moe.shared import SharedExperts
+from moesys.overlap.channel import Channel
+from moesys.overlap.chunked import ChunkedExecutor
+from moesys.overlap.record import Meter, Recorder
+from moesys.overlap.routes import build_routes, chunk_counts
+from moesys.step import LayerPlan, plan_layer
+
+if TYPE_CHECKING:
+    from moesys.moe.runtime import MoERuntime
+
+STATE_TIMEOUT_S = 600.0
+PLAN_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class LayerMetrics:
+    """One layer's newest micro-batch, and its traffic and waiting since metrics were last read.
+
+    ``load_max_over_mean``: the busiest rank's tokens over the mean. ``tokens_E`` over all ranks.
+    ``restored_mib``: received by this rank to have its experts. ``exposed_ms``: this rank blocked by communication.
+    """
+
+    layer: int
+    micro_batch: int
+    load_max_over_mean: float
+    tokens_E: tuple[int, ...]
+    experts_without_tokens: int
+    restored_mib: float
+    exposed_ms: float
+
+
+class MoELayer(nn.Module):
+    """A Mixture-of-Experts layer of ``shape`` under ``strategy``; x of [..., H] in, the same shape and dtype out.
+
+    ``group``: the ranks that share the experts: a process group, a 1-D ``DeviceMesh``, or None for the default group
+    where torch.distributed is initialised and for one rank alone where it is not. Every rank calls the layer with its
+    own tokens, as many as it has (none is fine), the same number of times.
+
+    ``cluster``: which ranks share a node. By default nodes of LOCAL_WORLD_SIZE ranks, as torchrun sets it, or one node.
+    ``layer_index`` and ``seed`` give the initial weights, together with nothing else: not the ranks, not the sharding.
+
+    Gradients: expert gradients are summed over all ranks, as if every rank's loss were one term of a sum. The router
+    and the shared experts are replicated, their gradients local: ``sync_gradients`` adds them up. Divide a mean loss by
+    the number of tokens of all ranks.
+
+    Parameters, all float32: ``router.weight`` [E, H], ``experts`` [E, P_e] (a ``DTensor``, sharded by the strategy),
+    ``shared_experts.*``. Raises ValueError where strategy, shape and cluster do not fit.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        strategy: Strategy,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
+        *,
+        cluster: ClusterSpec | None = None,
+        layer_index: int = 0,
+        seed: int = 0,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.group = _resolve_group(group)
+        num_ranks = dist.get_world_size(self.group) if self.group is not None else 1
+        rank = dist.get_rank(self.group) if self.group is not None else 0
+        self.cluster = cluster if cluster is not None else _cluster_of(num_ranks)
+        if self.cluster.num_ranks != num_ranks:
+            raise ValueError(
+                f"cluster has {self.cluster.num_ranks} ranks but the group has {num_ranks}; "
+                "declare the nodes of exactly the ranks that share the experts"
+            )
+        self.shape, self.strategy, self.layer_index = shape, strategy, layer_index
+        self.schedule = LayoutSchedule(layer_index, strategy, shape, self.cluster)
+        self.compute_dtype = DTYPES[shape.dtype]
+        self.meter = Meter()
+        self.token_channel = Channel(self.group, self.cluster.node_of_rank, Recorder(rank), self.meter)
+        self.weight_channel = self.token_channel
+        self.runtime: MoERuntime | None = None
+        self.plan_timeout_s = PLAN_TIMEOUT_S
+        self.tokens_since_update_E = np.zeros(shape.num_experts, dtype=np.int64)
+        self._prefetched: tuple[ExpertLayout, Restored] | None = None
+        self._last_plan: LayerPlan | None = None
+
+        sharding = strategy.sharding
+        self.shards: WholeExperts | ShardedExperts
+        # EP keeps what it lent until backward: sending it twice would cost more than the memory is worth.
+        match sharding:
+            case Ep():
+                self.shards = WholeExperts(shape, self.compute_dtype, rank, num_ranks)
+                self.reshard_after_forward, self.prefetch_layers, self.delay_reshard = False, 0, False
+            case Fsep():
+                self.shards = ShardedExperts(
+                    shape,
+                    self.compute_dtype,
+                    rank,
+                    num_ranks,
+                    self.cluster.node_of_rank,
+                    sharding.restore == "hierarchical",
+                )
+                self.reshard_after_forward = sharding.reshard_after_forward
+                self.prefetch_layers, self.delay_reshard = sharding.prefetch_layers, sharding.delay_reshard
+        self.num_chunks = strategy.overlap.chunks if isinstance(strategy.overlap, Pipelined) else 1
+        self.min_rows, self.tiled = _row_rule(shape, self.compute_dtype, device)
+
+        generator = torch.Generator(device or "cpu").manual_seed(seed * 1_000_003 + layer_index)
+        self.router = Router(shape, device=device, generator=generator)
+        self.shared_experts = SharedExperts(shape, device, generator) if shape.n_shared_experts else None
+        self.experts = nn.Parameter(self._sharded(self.shards.initial(seed, layer_index).to(device or "cpu")))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x_TH = x.reshape(-1, self.shape.hidden_size)
+        routing = self.router(x_TH)
+        tape = current_tape()
+        replay = tape is not None and tape.mode == "replay"
+        if tape is not None and replay:
+            call = tape.next_call(self.layer_index)
+        else:
+            call = self._plan_call(routing.expert_TK, checkpointed=tape is not None)
+            if tape is not None:
+                tape.calls.append(call)
+        y_TH = RoutedExperts.apply(
+            x_TH.to(self.compute_dtype), routing.weight_TK, _local(self.experts), call, replay
+        ).to(x.dtype)
+        if self.shared_experts is not None:
+            y_TH = y_TH + self.shared_experts(x_TH)
+        return y_TH.view(x.shape)
+
+    @property
+    def last_plan(self) -> LayerPlan | None:
+        """The newest micro-batch's plan; None before the first."""
+        return self._last_plan
+
+    def metrics(self) -> LayerMetrics | None:
+        """What the newest micro-batch did; None before the first. Counters of bytes and waiting begin anew."""
+        if self._last_plan is None:
+            return None
+        tokens_E = self._last_plan.load.tokens_E
+        metrics = LayerMetrics(
+            layer=self.layer_index,
+            micro_batch=self._last_plan.turn,
+            load_max_over_mean=self._last_plan.tokens.max_over_mean,
+            tokens_E=tuple(tokens_E.tolist()),
+            experts_without_tokens=int((tokens_E == 0).sum()),
+            restored_mib=self.meter.bytes_of("restore") / 2**20,
+            exposed_ms=sum(self.meter.exposed_ms.values()),
+        )
+        self.meter.clear()
+        return metrics
+
+    def update_router_bias(self) -> None:
+        """Move the router's correction bias towards balance, by the tokens of all micro-batches since the last time."""
+        self.router.update_bias(torch.from_numpy(self.tokens_since_update_E).to(self.router.weight.device))
+        self.tokens_since_update_E[:] = 0
+
+    # --- planning -----------------------------------------------------------------------------------------
+
+    def _plan_call(self, expert_TK: Tensor, checkpointed: bool) -> LayerCall:
+        """Exchange counts, agree on layouts, and plan: the only part of forward that recomputation leaves out."""
+        learning = self.training and torch.is_grad_enabled()
+        upcoming = self.runtime.upcoming(self) if self.runtime is not None else []
+        deciding = [self, *upcoming]
+        votes = [int(not learning or layer.schedule.ready(self.plan_timeout_s)) for layer in deciding]
+        counts_CE = chunk_counts(expert_TK, self.shape.num_experts, self.num_chunks)
+        message = torch.cat([counts_CE.flatten(), torch.tensor(votes, device=counts_CE.device)])
+        gathered_RN = self.token_channel.all_gather(message, lane="counts").cpu()
+        tokens_RCE = gathered_RN[:, : counts_CE.numel()].view(-1, *counts_CE.shape)
+        if learning:
+            agreed = gathered_RN[:, counts_CE.numel() :].amin(dim=0).tolist()
+            for layer, vote in zip(deciding, agreed, strict=True):
+                layer.schedule.settle(bool(vote))
+        load = LoadMatrix(tokens_RCE.sum(dim=1).numpy())
+        schedule = self.schedule
+        plan = plan_layer(
+            self.strategy, self.shape, self.cluster, load, layout=schedule.layout, turn=schedule.micro_batch
+        )
+        if learning:
+            schedule.observe(load)
+            self.tokens_since_update_E += load.tokens_E
+        self._last_plan = plan
+        routes = build_routes(
+            expert_TK,
+            np.ascontiguousarray(tokens_RCE.numpy().swapaxes(0, 1)),
+            plan.tokens,
+            self.token_channel.rank,
+            self.min_rows,
+        )
+        executor = ChunkedExecutor(routes, self.token_channel, self.tiled)
+        previous = self.runtime.enter(self) if self.runtime is not None else None
+        call = LayerCall(self, plan, executor, previous, checkpointed)
+        if self._prefetched is not None:
+            layout, restored = self._prefetched
+            self._prefetched = None
+            if layout == plan.layout:
+                call.adopt(restored)
+        call.upcoming = upcoming
+        if self.runtime is not None:
+            self.runtime.entered(call)
+        return call
+
+    def unlink(self) -> None:
+        """Plan and restore on demand again, as before ``link``."""
+        self.runtime = None
+        self.schedule.source = InlinePlanner()
+        self.weight_channel = self.token_channel
+        self._prefetched = None
+
+    # --- experts ------------------------------------------------------------------------------------------
+
+    def start_restore(self, layout: ExpertLayout) -> Restored:
+        """Start bringing the experts of ``layout`` here."""
+        return self.shards.restore(
+            _local(self.experts.detach()), layout, self.weight_channel, f"layer {self.layer_index}"
+        )
+
+    def prefetch(self) -> None:
+        """Start bringing the experts of the coming micro-batch, whose layout is settled."""
+        if self._prefetched is None:
+            self._prefetched = (self.schedule.layout, self.start_restore(self.schedule.layout))
+
+    def reshard_gradients(self, grads_DP: Tensor, call: LayerCall) -> Tensor | None:
+        """This rank's part of the masters' gradient; None where it comes later, straight into ``experts.grad``."""
+
+        def start() -> Any:
+            return self.shards.reshard(grads_DP, call.plan.layout, self.weight_channel, f"layer {self.layer_index}")
+
+        if self.runtime is not None and self.delay_reshard:
+            self.runtime.delay(self, start)
+            return None
+        return start()()
+
+    @torch.no_grad()
+    def accumulate_gradient(self, local: Tensor) -> None:
+        """Add to ``experts.grad`` what autograd was not there to add."""
+        if self.experts.grad is None:
+            self.experts.grad = self._sharded(local)
+        else:
+            _local(self.experts.grad).add_(local)
+
+    # --- state --------------------------------------------------------------------------------------------
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Everything, gathered on every rank, in the names and shapes of transformers' MoE blocks.
+
+        ``gate.weight`` [E, H], ``experts.gate_up_proj`` [E, 2I, H], ``experts.down_proj`` [E, H, I], and where they
+        exist ``gate.e_score_correction_bias`` [E] and ``shared_experts.{gate,up,down}_proj.weight``. A collective.
+        """
+        masters = self.experts.detach()
+        full_EP = masters.full_tensor() if isinstance(masters, DTensor) else masters
+        gate_up, down = zip(*(expert_views(flat_P, self.shape) for flat_P in full_EP), strict=True)
+        state = {f"gate.{name}": tensor.clone() for name, tensor in self.router.state_dict().items()}
+        state |= {"experts.gate_up_proj": torch.stack(gate_up), "experts.down_proj": torch.stack(down)}
+        if self.shared_experts is not None:
+            state |= {f"shared_experts.{name}": t.clone() for name, t in self.shared_experts.state_dict().items()}
+        return state
+
+    @torch.no_grad()
+    def load_full_state_dict(self, state: dict[str, Tensor]) -> None:
+        """The inverse of ``full_state_dict``: every rank keeps its part. Raises KeyError and ValueError for misfits."""
+        H, I, E = self.shape.hidden_size, self.shape.intermediate_size, self.shape.num_experts
+        wanted = {"experts.gate_up_proj": (E, 2 * I, H), "experts.down_proj": (E, H, I)}
+        for name, size in wanted.items():
+            if tuple(state[name].shape) != size:
+                raise ValueError(f"{name} has shape {tuple(state[name].shape)}; this layer's is {size}")
+        prefixed = {"gate.": self.router, "shared_experts.": self.shared_experts}
+        known = set(wanted)
+        for prefix, module in prefixed.items():
+            if module is not None:
+                part = {name.removeprefix(prefix): t for name, t in state.items() if name.startswith(prefix)}
+                module.load_state_dict(part)
+                known |= {prefix + name for name in part}
+        if unknown := sorted(set(state) - known):
+            raise ValueError(f"state has {unknown}, which this layer has not; drop them or change the shape")
+        local = _local(self.experts.detach())
+        owned = self.shards.owned()
+        for expert in range(E) if isinstance(self.shards, ShardedExperts) else owned:
+            flat_P = torch.cat(
+                [state["experts.gate_up_proj"][expert].reshape(-1), state["experts.down_proj"][expert].reshape(-1)]
+            )
+            if isinstance(self.shards, ShardedExperts):
+                local[expert] = flat_P[owned.start : owned.stop]
+            else:
+                local[expert - owned.start] = flat_P
+
+    def get_extra_state(self) -> Tensor:
+        """Load history and layouts, so that a resumed run plans as an undisturbed one would."""
+        buffer = io.BytesIO()
+        torch.save(self.schedule.state_dict(STATE_TIMEOUT_S), buffer)
+        return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        self.schedule.load_state_dict(torch.load(io.BytesIO(state.numpy().tobytes()), weights_only=True))
+
+    def extra_repr(self) -> str:
+        return f"{self.shape!r}, strategy={self.strategy.name!r}, ranks={self.token_channel.num_ranks}"
+
+    def _sharded(self, local: Tensor) -> Tensor:
+        """A tensor of logical shape [E, P_e] from this rank's part."""
+        if self.group is None:
+            return local
+        size = torch.Size((self.shape.num_experts, self.shape.expert_parameters))
+        mesh = DeviceMesh.from_group(self.group, local.device.type)
+        return DTensor.from_local(
+            local, mesh, [Shard(self.shards.shard_dim)], run_check=False, shape=size, stride=(size[1], 1)
+        )
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _resolve_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(
+                f"group is a DeviceMesh of {group.ndim} dimensions; give the one-dimensional sub-mesh of experts"
+            )
+        return group.get_group()
+    if group is None and dist.is_available() and dist.is_initialized():
+        return dist.group.WORLD
+    return group
+
+
+def _cluster_of(num_ranks: int) -> ClusterSpec:
+    """Nodes of LOCAL_WORLD_SIZE ranks where a launcher says so and it fits, else one node."""
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
+    if 0 < per_node < num_ranks and num_ranks % per_node == 0:
+        return ClusterSpec(num_nodes=num_ranks // per_node, ranks_per_node=per_node)
+    return ClusterSpec(num_nodes=1, ranks_per_node=num_ranks)
+
+
+def _row_rule(shape: ModelShape, dtype: torch.dtype, device: torch.device | str | None) -> tuple[int, bool]:
+    """(least rows of a call, whether to compute in fixed tiles) such that chunks change no bit (``kernels.rows``)."""
+    if device is not None and torch.device(device).type != "cpu":
+        return 1, True
+    H, I = shape.hidden_size, shape.intermediate_size
+    minima = [
+        min_invariant_rows(H, 2 * I, dtype, transposed=True),
+        min_invariant_rows(I, H, dtype, transposed=True),
+        min_invariant_rows(H, I, dtype, transposed=False),
+        min_invariant_rows(2 * I, H, dtype, transposed=False),
+    ]
+    known = [minimum for minimum in minima if minimum is not None]
+    return max(known, default=TILE_ROWS), len(known) < len(minima)

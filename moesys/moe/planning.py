@@ -1,0 +1,163 @@
+"""When a layer's layout changes: history in, plans asked for, layouts agreed on.
+
+After the loads of micro-batch t are known, a plan may be asked for; it is used from micro-batch t + lag on, by every
+rank or by none: each rank says whether it has the plan (a vote that travels with the counts), and where one has not,
+after waiting for it, all keep the old layout. That is recorded as an event, for it ends the claim of equal bits.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from moesys.balance import plan_layout, predict, window
+from moesys.config import ClusterSpec, ModelShape, Static, Strategy
+from moesys.layout import ExpertLayout
+from moesys.load import LoadMatrix
+
+
+@dataclass(frozen=True)
+class PlanRequest:
+    """Everything a layout is a function of. ``layer`` only says which of a model's layers asked."""
+
+    layer: int
+    load: LoadMatrix
+    cluster: ClusterSpec
+    strategy: Strategy
+    slots_R: tuple[int, ...]
+    previous: ExpertLayout
+
+    def solve(self) -> ExpertLayout:
+        return plan_layout(self.load, self.cluster, self.strategy.balance, self.slots_R, self.previous)
+
+
+class PlanTicket(Protocol):
+    """A plan that was asked for."""
+
+    def ready(self, timeout_s: float) -> bool:
+        """Wait for the plan, but not for ever; errors of the planner surface here."""
+
+    def layout(self) -> ExpertLayout:
+        """The plan, once it is ready."""
+
+
+@dataclass(frozen=True)
+class SolvedPlan:
+    """A plan that is there: what a layer without a runtime plans for itself, on every rank alike."""
+
+    solution: ExpertLayout
+
+    def ready(self, timeout_s: float) -> bool:
+        return True
+
+    def layout(self) -> ExpertLayout:
+        return self.solution
+
+
+class PlanSource(Protocol):
+    def submit(self, request: PlanRequest) -> PlanTicket: ...
+
+
+class InlinePlanner:
+    """Plans at once, in the computing thread; a pure function, so all ranks get the same."""
+
+    def submit(self, request: PlanRequest) -> PlanTicket:
+        return SolvedPlan(request.solve())
+
+
+@dataclass(frozen=True)
+class PlanEvent:
+    """A departure from the plan. After one, bits are no longer those of an undisturbed run."""
+
+    layer: int
+    micro_batch: int
+    what: str
+
+
+class LayoutSchedule:
+    """One layer's layouts over its micro-batches. The same calls on every rank give the same layouts."""
+
+    def __init__(self, layer: int, strategy: Strategy, model: ModelShape, cluster: ClusterSpec) -> None:
+        self.layer, self.strategy, self.cluster = layer, strategy, cluster
+        self.slots_R = strategy.slots(model, cluster)
+        self.source: PlanSource = InlinePlanner()
+        self.micro_batch = 0
+        self.events: list[PlanEvent] = []
+        # Before the first load is known, all experts are alike.
+        uniform = LoadMatrix(np.ones((cluster.num_ranks, model.num_experts), dtype=np.int64))
+        self.layout = plan_layout(uniform, cluster, strategy.balance, self.slots_R)
+        self._history: deque[LoadMatrix] = deque(maxlen=window(strategy.predictor))
+        self._pending: deque[tuple[int, PlanTicket]] = deque()
+
+    @property
+    def due(self) -> bool:
+        """Whether a plan should be in use from the coming micro-batch on."""
+        return bool(self._pending) and self._pending[0][0] <= self.micro_batch
+
+    def ready(self, timeout_s: float) -> bool:
+        """This rank's vote: it has every plan that is due, after waiting at most so long."""
+        return all(ticket.ready(timeout_s) for due, ticket in self._pending if due <= self.micro_batch)
+
+    def settle(self, agreed: bool) -> None:
+        """The outcome of the vote, the same on all ranks: use the newest plan that is due, or drop what is due."""
+        while self.due:
+            due, ticket = self._pending.popleft()
+            if agreed:
+                self.layout = ticket.layout()
+            else:
+                self.events.append(
+                    PlanEvent(self.layer, self.micro_batch, f"plan due at {due} came too late: layout kept")
+                )
+
+    def observe(self, load: LoadMatrix) -> None:
+        """The coming micro-batch's load is known and its layout settled: count it, and ask for a plan if it is time."""
+        self._history.append(load)
+        made_at = self.micro_batch
+        self.micro_batch += 1
+        if isinstance(self.strategy.balance, Static) or self.micro_batch % self.strategy.replan_every:
+            return
+        request = PlanRequest(
+            layer=self.layer,
+            load=predict(list(self._history), self.strategy.predictor),
+            cluster=self.cluster,
+            strategy=self.strategy,
+            slots_R=self.slots_R,
+            previous=self.layout,
+        )
+        self._pending.append((made_at + self.strategy.lag, self.source.submit(request)))
+
+    def state_dict(self, timeout_s: float) -> dict[str, Any]:
+        """What a resumed run needs for the same bits; waits for plans that are being made."""
+        for _, ticket in self._pending:
+            ticket.ready(timeout_s)
+        return {
+            "micro_batch": self.micro_batch,
+            "layout": self.layout.expert_RS.tolist(),
+            "history": [load.tokens_RE.tolist() for load in self._history],
+            "pending": [(due, ticket.layout().expert_RS.tolist()) for due, ticket in self._pending],
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where another run stopped. State of other ranks or slots does not fit: then planning begins anew."""
+        expert_RS = np.asarray(state["layout"], dtype=np.int64)
+        self.micro_batch = state["micro_batch"]
+        if isinstance(self.strategy.balance, Static):
+            return
+        if expert_RS.shape != self.layout.expert_RS.shape or ((expert_RS >= 0).sum(axis=1) > self.slots_R).any():
+            self.events.append(
+                PlanEvent(
+                    self.layer,
+                    self.micro_batch,
+                    f"history is of {expert_RS.shape[0]} ranks with {expert_RS.shape[1]} slots: begun anew",
+                )
+            )
+            return
+        num_experts = self.layout.num_experts
+        self.layout = ExpertLayout(expert_RS, num_experts)
+        self._history.clear()
+        self._history.extend(LoadMatrix(tokens_RE) for tokens_RE in state["history"])
+        self._pending.clear()
+        self._pending.extend((due, SolvedPlan(ExpertLayout(plan, num_experts))) for due, plan in state["pending"])

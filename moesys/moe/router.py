@@ -1,0 +1,190 @@
+"""The router: which experts a token is sent to, with which weight, and the losses that keep them balanced.
+
+T tokens, E experts, K top-k, H hidden size, G expert groups.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from moesys.config import ModelShape
+from moesys.kernels.topk import topk_by_index
+
+# What the published sigmoid routers add before they divide by a sum; it leaves a softmax's sum (>= 1/E) unchanged.
+SUM_EPS = 1e-20
+
+
+class Routing(NamedTuple):
+    """What the router decided for T tokens.
+
+    ``expert_TK`` int64 [T, K]: the chosen experts, highest score first (with the correction bias, where there is one),
+    equal scores by the lower expert. ``weight_TK`` float32 [T, K]: their weights, differentiable with respect to the
+    tokens and the router. ``logits_TE`` float32 [T, E].
+    """
+
+    expert_TK: Tensor
+    weight_TK: Tensor
+    logits_TE: Tensor
+
+
+class Router(nn.Module):
+    """Top-k routing as published by Mixtral, Qwen3-MoE and OLMoE (softmax) and by DeepSeek-V3 (sigmoid).
+
+    Softmax: probabilities over all E, the K largest, divided by their sum if ``norm_topk_prob``. Sigmoid: a token
+    chooses its ``topk_group`` best groups, each scored by its best two experts, and its K best experts in them, all
+    by score + ``e_score_correction_bias``; the weights are scores without the bias (arXiv 2412.19437, section 2.1.2).
+    Both are multiplied by ``routed_scaling_factor``. Everything is float32, under autocast too.
+
+    ``weight`` float32 [E, H], normal with ``initializer_range`` from ``generator``; ``e_score_correction_bias``
+    float32 [E], for sigmoid only. Names and shapes are those of the published checkpoints.
+
+    ``last_loss`` is what the newest training forward adds to the loss: ``router_aux_loss_coef`` x
+    :func:`load_balancing_loss` + ``router_z_loss_coef`` x :func:`z_loss` over this rank's tokens, a float32 scalar, or
+    None if both coefficients are 0. Sum over a model with :func:`router_loss`.
+    """
+
+    e_score_correction_bias: Tensor
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        device: torch.device | str | None = None,
+        generator: torch.Generator | None = None,
+    ) -> None:
+        super().__init__()
+        self.shape = shape
+        self.weight = nn.Parameter(
+            torch.empty(shape.num_experts, shape.hidden_size, dtype=torch.float32, device=device)
+        )
+        if shape.scoring_func == "sigmoid":
+            self.register_buffer(
+                "e_score_correction_bias", torch.empty(shape.num_experts, dtype=torch.float32, device=device)
+            )
+        self.last_loss: Tensor | None = None
+        self.reset_parameters(generator)
+
+    @torch.no_grad()
+    def reset_parameters(self, generator: torch.Generator | None = None) -> None:
+        """Initial weights, and no bias; for modules that were made on the meta device."""
+        self.weight.normal_(std=self.shape.initializer_range, generator=generator)
+        if self.shape.scoring_func == "sigmoid":
+            self.e_score_correction_bias.zero_()
+
+    def forward(self, x_TH: Tensor) -> Routing:
+        """Route tokens [T, H] of any floating dtype; T may be 0."""
+        shape = self.shape
+        with torch.autocast(x_TH.device.type, enabled=False):
+            logits_TE = functional.linear(x_TH.float(), self.weight.float())
+        score_TE = logits_TE.sigmoid() if shape.scoring_func == "sigmoid" else logits_TE.softmax(dim=1)
+        expert_TK = self._choose(score_TE)
+        weight_TK = score_TE.gather(1, expert_TK)
+        if shape.norm_topk_prob:
+            weight_TK = weight_TK / (weight_TK.sum(dim=1, keepdim=True) + SUM_EPS)
+        routing = Routing(expert_TK, weight_TK * shape.routed_scaling_factor, logits_TE)
+        if self.training:
+            # Computed in a recomputation too, since activation checkpointing counts saved tensors; but not kept
+            # there: it would hold the recomputed graph until the next step.
+            loss = self._loss(routing)
+            if loss is not None and torch._C._current_graph_task_id() == -1:
+                self.last_loss = loss
+        return routing
+
+    @torch.no_grad()
+    def _choose(self, score_TE: Tensor) -> Tensor:
+        shape = self.shape
+        if shape.scoring_func == "softmax":
+            return topk_by_index(score_TE, shape.top_k)
+        choice_TE = score_TE + self.e_score_correction_bias
+        if shape.n_group > 1:
+            choice_TGE = choice_TE.unflatten(1, (shape.n_group, -1))
+            group_score_TG = choice_TGE.topk(2, dim=2).values.sum(dim=2)
+            group_TK = topk_by_index(group_score_TG, shape.topk_group)
+            barred_TG = torch.ones_like(group_score_TG, dtype=torch.bool).scatter_(1, group_TK, False)
+            choice_TE = choice_TGE.masked_fill(barred_TG.unsqueeze(2), -torch.inf).flatten(1)
+        return topk_by_index(choice_TE, shape.top_k)
+
+    def _loss(self, routing: Routing) -> Tensor | None:
+        shape = self.shape
+        terms = []
+        if shape.router_aux_loss_coef:
+            balance = load_balancing_loss(
+                routing.logits_TE, routing.expert_TK, shape.num_experts, scoring_func=shape.scoring_func
+            )
+            terms.append(shape.router_aux_loss_coef * balance)
+        if shape.router_z_loss_coef:
+            terms.append(shape.router_z_loss_coef * z_loss(routing.logits_TE))
+        return torch.stack(terms).sum() if terms else None
+
+    @torch.no_grad()
+    def update_bias(self, tokens_E: Tensor) -> None:
+        """Move the correction bias one step towards balance: up where an expert has fewer tokens than the mean.
+
+        bias += router_bias_update_rate x sign(mean - tokens), DeepSeek-V3's balancing without an auxiliary loss
+        (arXiv 2412.19437, section 2.1.2). Does nothing at rate 0, which is the only rate for softmax. ``tokens_E``
+        integers [E]: each expert's tokens of the step, over all ranks and micro-batches, so that ranks stay equal.
+        """
+        if not self.shape.router_bias_update_rate:
+            return
+        # E x (mean - tokens), which has the same sign and is exact in integers.
+        shortfall_E = tokens_E.sum() - tokens_E * self.shape.num_experts
+        self.e_score_correction_bias += self.shape.router_bias_update_rate * shortfall_E.sign()
+
+    def extra_repr(self) -> str:
+        shape = self.shape
+        return f"{shape.hidden_size} -> top {shape.top_k} of {shape.num_experts}, {shape.scoring_func}"
+
+    def __getstate__(self) -> dict[str, Any]:
+        # ``last_loss`` belongs to a graph, and a tensor of a graph can be neither copied nor pickled with its model.
+        return self.__dict__ | {"last_loss": None}
+
+
+def load_balancing_loss(
+    logits_TE: Tensor, expert_TK: Tensor, num_experts: int, *, scoring_func: Literal["softmax", "sigmoid"] = "softmax"
+) -> Tensor:
+    """E x sum over experts of (share of tokens sent there) x (mean score): the Switch loss, lowest when both are even.
+
+    Softmax: share = tokens / T, score = probability; what transformers computes for one layer, K at perfect balance
+    (arXiv 2101.03961, equations 4 to 6). Sigmoid: share = tokens / (K T), score = sigmoid divided by its sum over
+    experts; 1 at perfect balance (arXiv 2412.19437, equations 17 to 20, with the T tokens of this call in the place of
+    one sequence). Only the scores are differentiable.
+
+    Args:
+        logits_TE: [T, E] float32. No tokens: the loss is 0.
+        expert_TK: [T, K] int64, the chosen experts.
+        num_experts: E.
+
+    Returns:
+        A float32 scalar.
+    """
+    num_tokens, top_k = expert_TK.shape
+    if scoring_func == "softmax":
+        score_TE, full_share = logits_TE.softmax(dim=1), 1
+    else:
+        sigmoid_TE = logits_TE.sigmoid()
+        score_TE, full_share = sigmoid_TE / (sigmoid_TE.sum(dim=1, keepdim=True) + SUM_EPS), top_k
+    # An integer sum is the same in any order, and unlike bincount it does not wait for the device.
+    expert = expert_TK.flatten()
+    tokens_E = torch.zeros(num_experts, dtype=torch.int64, device=expert.device)
+    tokens_E.scatter_add_(0, expert, torch.ones_like(expert))
+    rows = max(num_tokens, 1)
+    return num_experts * (tokens_E / (rows * full_share) * (score_TE.sum(dim=0) / rows)).sum()
+
+
+def z_loss(logits_TE: Tensor) -> Tensor:
+    """Mean over tokens of logsumexp(logits) squared, which keeps logits small (ST-MoE, arXiv 2202.08906, equation 5).
+
+    ``logits_TE`` float32 [T, E], of which no rows give 0. Returns a float32 scalar.
+    """
+    return logits_TE.logsumexp(dim=1).square().sum() / max(logits_TE.shape[0], 1)
+
+
+def router_loss(model: nn.Module) -> Tensor:
+    """The sum of ``last_loss`` over the routers in ``model``, a float32 scalar; 0 if there is nothing to add."""
+    losses = [
+        module.last_loss for module in model.modules() if isinstance(module, Router) and module.last_loss is not None
+    ]
+    return torch.stack(losses).sum() if losses else torch.zeros(())

@@ -1,0 +1,182 @@
+"""MoERuntime: what the MoE layers of one model share.
+
+It knows the order of the layers, from their first forward, and with it brings the next layers' experts behind the
+experts of the one that is running, sends gradients home behind the backward of the layer before, and plans layouts in
+a thread. Nothing of that changes a bit.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd import Variable
+
+from moesys.moe.call import LayerCall
+from moesys.moe.gradients import expert_group
+from moesys.moe.layer import PLAN_TIMEOUT_S, LayerMetrics, MoELayer
+from moesys.moe.planner_thread import PlannerThread
+from moesys.moe.planning import PlanEvent
+from moesys.overlap.channel import Channel
+from moesys.overlap.record import Recorder
+from moesys.timeline import Timeline
+
+
+@dataclass
+class _Reshard:
+    """A gradient on its way home: waiting to set off (``finish`` is None), or under way."""
+
+    layer: MoELayer
+    start: Callable[[], Callable[[], Tensor]]
+    finish: Callable[[], Tensor] | None = field(default=None)
+
+
+def link(
+    model: nn.Module,
+    *,
+    plan_timeout_s: float = PLAN_TIMEOUT_S,
+    record_spans: bool = False,
+    weight_group: dist.ProcessGroup | None = None,
+) -> MoERuntime:
+    """Join the MoE layers of ``model`` under one runtime; a collective where they share a process group.
+
+    ``plan_timeout_s``: how long a rank waits for a layout that is due before all ranks keep the old one.
+    ``record_spans``: keep a ``Timeline``. ``weight_group``: the same ranks' group on which experts and their gradients
+    travel; by default one is made, with the backend of the layers' group.
+    """
+    return MoERuntime(model, plan_timeout_s, record_spans, weight_group)
+
+
+class MoERuntime:
+    """One per model, made by ``link``. ``close`` stops the planner thread and unlinks the layers.
+
+    Experts travel on a process group of their own, so that they never queue behind tokens; plans on a third, by gloo.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        plan_timeout_s: float,
+        record_spans: bool,
+        weight_group: dist.ProcessGroup | None,
+    ) -> None:
+        self.layers = [module for module in model.modules() if isinstance(module, MoELayer)]
+        group = expert_group(model)
+        if any(layer.runtime is not None for layer in self.layers):
+            raise ValueError("a layer of this model is linked already; close its runtime first")
+        if len({layer.layer_index for layer in self.layers}) < len(self.layers):
+            raise ValueError(
+                f"layer_index values {[layer.layer_index for layer in self.layers]} repeat; give every MoELayer its own"
+            )
+        self.recorder = Recorder(self.layers[0].token_channel.rank, enabled=record_spans)
+        self._groups: list[dist.ProcessGroup] = []
+        planner_group = None
+        if group is not None:
+            if weight_group is None:
+                weight_group = self._new_group(group, dist.get_backend(group))
+            planner_group = self._new_group(group, "gloo")
+        self._planner = PlannerThread(planner_group)
+        self._order: list[MoELayer] = []
+        self._newest: weakref.ref[LayerCall] | None = None
+        self._reshards: list[_Reshard] = []
+        self._flush_queued = False
+        for layer in self.layers:
+            layer.runtime = self
+            layer.plan_timeout_s = plan_timeout_s
+            layer.schedule.source = self._planner
+            layer.token_channel.recorder = self.recorder
+            layer.weight_channel = Channel(weight_group, layer.cluster.node_of_rank, self.recorder, layer.meter)
+
+    def _new_group(self, group: dist.ProcessGroup, backend: str) -> dist.ProcessGroup:
+        members = dist.get_process_group_ranks(group)
+        # Ranks outside the group do not come here, so only its members may take part in making the new one.
+        subset = len(members) < dist.get_world_size()
+        new_group = dist.new_group(members, backend=backend, use_local_synchronization=subset)
+        self._groups.append(new_group)
+        return new_group
+
+    # --- forward ------------------------------------------------------------------------------------------
+
+    def upcoming(self, layer: MoELayer) -> list[MoELayer]:
+        """The layers whose experts may set off while ``layer`` computes; none while the order is being learnt."""
+        if layer not in self._order:
+            return []
+        position = self._order.index(layer)
+        return self._order[position + 1 : position + 1 + layer.prefetch_layers]
+
+    def enter(self, layer: MoELayer) -> LayerCall | None:
+        """A layer begins a micro-batch: learn the order, and give the call of the layer before in the same pass."""
+        if layer not in self._order:
+            self._order.append(layer)
+        newest = self._newest() if self._newest is not None else None
+        position = self._order.index(layer)
+        if newest is None or position == 0 or newest.owner is not self._order[position - 1]:
+            return None
+        return newest
+
+    def entered(self, call: LayerCall) -> None:
+        self._newest = weakref.ref(call)
+
+    # --- backward -----------------------------------------------------------------------------------------
+
+    def behind_backward(self, call: LayerCall) -> None:
+        """A layer's output gradients have been dispatched: the experts of the layers before may set off, and gradients
+        of the layer behind, which waited so as not to delay that dispatch.
+        """
+        before = call.previous
+        for _ in range(call.owner.prefetch_layers):
+            if before is None:
+                break
+            before.restore()
+            before = before.previous
+        for reshard in self._reshards:
+            if reshard.finish is None:
+                reshard.finish = reshard.start()
+
+    def delay(self, layer: MoELayer, start: Callable[[], Callable[[], Tensor]]) -> None:
+        """Send a gradient home later: behind the next layer's backward, or at the end of this one."""
+        self._reshards.append(_Reshard(layer, start))
+        if not self._flush_queued:
+            self._flush_queued = True
+            Variable._execution_engine.queue_callback(self._flush)
+
+    def after_backward(self) -> None:
+        """A layer's backward is through: gradients that travelled behind it have arrived."""
+        while self._reshards and self._reshards[0].finish is not None:
+            reshard = self._reshards.pop(0)
+            assert reshard.finish is not None
+            reshard.layer.accumulate_gradient(reshard.finish())
+
+    def _flush(self) -> None:
+        self._flush_queued = False
+        for reshard in self._reshards:
+            if reshard.finish is None:
+                reshard.finish = reshard.start()
+        self.after_backward()
+
+    # --- what a person asks -------------------------------------------------------------------------------
+
+    def metrics(self) -> list[LayerMetrics]:
+        """The newest micro-batch of every layer that has run."""
+        return [metrics for layer in self.layers if (metrics := layer.metrics()) is not None]
+
+    @property
+    def events(self) -> list[PlanEvent]:
+        """Departures from the plan, on any layer; the same on every rank."""
+        return [event for layer in self.layers for event in layer.schedule.events]
+
+    def timeline(self) -> Timeline:
+        """This rank's spans since they were last cleared; empty unless ``record_spans``."""
+        return self.recorder.timeline()
+
+    def close(self) -> None:
+        """Stop the planner and unlink the layers, which then plan and restore on demand."""
+        self._planner.close()
+        for layer in self.layers:
+            layer.unlink()
+        for group in self._groups:
+            dist.destroy_process_group(group)
+        self._groups = []

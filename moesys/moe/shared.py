@@ -1,0 +1,32 @@
+"""Shared experts: the SwiGLU that every token passes, beside the routed ones."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from moesys.config import ModelShape
+from moesys.moe.experts import DTYPES
+
+
+class SharedExperts(nn.Module):
+    """``n_shared_experts`` fused into one SwiGLU of n·I, with DeepSeek-V3's names and shapes; replicated masters."""
+
+    def __init__(self, shape: ModelShape, device: torch.device | str | None, generator: torch.Generator) -> None:
+        super().__init__()
+        width = shape.n_shared_experts * shape.intermediate_size
+        self.dtype = DTYPES[shape.dtype]
+        self.gate_proj = nn.Linear(shape.hidden_size, width, bias=False, device=device)
+        self.up_proj = nn.Linear(shape.hidden_size, width, bias=False, device=device)
+        self.down_proj = nn.Linear(width, shape.hidden_size, bias=False, device=device)
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.normal_(std=shape.initializer_range, generator=generator)
+
+    def forward(self, x_TH: Tensor) -> Tensor:
+        """[T, H] of any dtype in, the same out; computed in the shape's dtype."""
+        x = x_TH.to(self.dtype)
+        gate, up, down = (layer.weight.to(self.dtype) for layer in (self.gate_proj, self.up_proj, self.down_proj))
+        hidden = functional.silu(functional.linear(x, gate)) * functional.linear(x, up)
+        return functional.linear(hidden, down).to(x_TH.dtype)

@@ -1,0 +1,159 @@
+"""Collectives of one process group: bytes counted, spans recorded, dead ranks named.
+
+Every byte that moesys sends goes through a ``Channel``; a channel without a group is one rank talking to itself.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moesys.overlap.record import Meter, Recorder
+
+FAILURE_GRACE_S = 10.0
+
+T = TypeVar("T")
+
+
+class CollectiveError(RuntimeError):
+    """A collective failed. ``silent_ranks`` did not answer the survivors' roll call: they are dead, hung, or gone."""
+
+    def __init__(self, message: str, silent_ranks: tuple[int, ...]) -> None:
+        super().__init__(message)
+        self.silent_ranks = silent_ranks
+
+
+class Transfer:
+    """A collective in flight. ``wait`` blocks until it is done, and counts how long that took as exposed time."""
+
+    def __init__(self, channel: Channel, lane: str, detail: str, work: dist.Work | None) -> None:
+        self._channel, self._lane, self._work = channel, lane, work
+        recorder = channel.recorder
+        if work is not None and recorder.enabled:
+            start_us = recorder.now_us()
+            work.get_future().add_done_callback(lambda _: recorder.add(lane, lane, start_us, recorder.now_us(), detail))
+
+    def wait(self) -> None:
+        if self._work is not None:
+            work, self._work = self._work, None
+            with self._channel.exposed(self._lane):
+                self._channel.guard(self._lane, work.wait)
+
+
+class Channel:
+    """All-to-all and all-gather of one group, on tensors of any dtype; ``group=None`` is one rank alone.
+
+    ``node_of_rank`` [R] tells links apart: bytes within a node, bytes between nodes. Spans go to ``recorder``, which
+    the layers of a model share, counts to ``meter``, which belongs to one layer.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        node_of_rank: Sequence[int],
+        recorder: Recorder,
+        meter: Meter,
+        failure_grace_s: float = FAILURE_GRACE_S,
+    ) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group) if group is not None else 0
+        self.num_ranks = dist.get_world_size(group) if group is not None else 1
+        self.node_of_rank = tuple(node_of_rank)
+        self.recorder = recorder
+        self.meter = meter
+        self.failure_grace_s = failure_grace_s
+
+    def all_to_all(
+        self,
+        rows_out: Tensor,
+        rows_in: Tensor,
+        out_counts: Sequence[int],
+        in_counts: Sequence[int],
+        *,
+        lane: str,
+        detail: str = "",
+    ) -> Transfer:
+        """Start sending rows of ``rows_in`` to each rank, ``in_counts`` [R] in rank order; ``rows_out`` gets
+        ``out_counts`` [R] by source. Rows may have any trailing shape and dtype: they travel as bytes.
+        """
+        if self.group is None:
+            rows_out.copy_(rows_in)
+            return Transfer(self, lane, detail, None)
+        row_bytes = torch.Size(rows_in.shape[1:]).numel() * rows_in.element_size()
+        for source, count in enumerate(out_counts):
+            if source != self.rank and count:
+                same_node = self.node_of_rank[source] == self.node_of_rank[self.rank]
+                self.meter.wire_bytes[lane, "intra_node" if same_node else "inter_node"] += count * row_bytes
+        work = self.guard(
+            lane,
+            lambda: dist.all_to_all_single(
+                _as_bytes(rows_out),
+                _as_bytes(rows_in),
+                [count * row_bytes for count in out_counts],
+                [count * row_bytes for count in in_counts],
+                group=self.group,
+                async_op=True,
+            ),
+        )
+        return Transfer(self, lane, detail, work)
+
+    def all_gather(self, values_N: Tensor, *, lane: str) -> Tensor:
+        """Every rank's ``values`` stacked, [R, N]; blocks."""
+        if self.group is None:
+            return values_N[None]
+        gathered_RN = values_N.new_empty(self.num_ranks, *values_N.shape)
+        with self.recorder.span(lane, lane), self.exposed(lane):
+            self.guard(lane, lambda: dist.all_gather(list(gathered_RN.unbind()), values_N, group=self.group))
+        return gathered_RN
+
+    @contextmanager
+    def exposed(self, lane: str) -> Iterator[None]:
+        """Count the time inside as exposed communication."""
+        start_us = self.recorder.now_us()
+        yield
+        self.meter.exposed_ms[lane] += (self.recorder.now_us() - start_us) / 1000
+
+    def guard(self, kind: str, call: Callable[[], T]) -> T:
+        """Run a collective call; where it fails, find out which ranks are gone and say so."""
+        try:
+            return call()
+        except RuntimeError as error:
+            raise self._failure(kind, error) from error
+
+    def _failure(self, kind: str, error: RuntimeError) -> CollectiveError:
+        """Roll call through the store: whoever is alive fails in a collective too, and signs."""
+        assert self.group is not None
+        members = dist.get_process_group_ranks(self.group)
+        me = members[self.rank]
+        silent = set(members)
+        reason = ""
+        try:
+            store = dist.distributed_c10d._get_default_store()
+            store.set(f"moesys/failed/{me}", kind)
+            deadline = time.monotonic() + self.failure_grace_s
+            while silent and time.monotonic() < deadline:
+                silent = {rank for rank in silent if not store.check([f"moesys/failed/{rank}"])}
+                if silent:
+                    time.sleep(0.05)
+        except RuntimeError:
+            # The store lives in rank 0's process unless a launcher hosts it.
+            silent = {0}
+            reason = " (the rendezvous store, which rank 0 or its launcher hosts, is gone)"
+        names = tuple(sorted(silent))
+        if names:
+            who = f"rank{'s' * (len(names) > 1)} {', '.join(map(str, names))} did not answer{reason}: dead or hung"
+        else:
+            who = "every rank is alive, so the network or a time-out failed it"
+        message = f"rank {me}: {kind} failed; {who}. First error: {str(error).strip().splitlines()[0]}"
+        return CollectiveError(message, names)
+
+
+def _as_bytes(rows: Tensor) -> Tensor:
+    assert rows.is_contiguous()
+    return rows.view(-1).view(torch.uint8)

@@ -1,0 +1,248 @@
+"""Routes: which row goes where, as index tables for one rank and one micro-batch.
+
+A *row* is one (token, k) of a source rank. Three orders of rows matter, all pure functions of the routing:
+
+- *wire order* of a source: by (destination, slot there, token, k), what an all-to-all sends; it returns the same way.
+- *arrival order* of a destination: by (source, slot, token, k), what an all-to-all delivers.
+- *expert order* of a slot: by (source, token, k), what weight gradients sum over.
+
+With several chunks, chunk c holds the tokens [c·T/C, (c+1)·T/C) of every source, and the first two orders exist once a
+chunk. Expert order is one, whatever the chunks: that is what keeps weight gradients the same to the bit.
+
+R ranks, E experts, C chunks, T tokens of this rank, K top-k. Indices are int64.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moesys.layout import TokenPlan
+from moesys.load import IntArray
+
+
+@dataclass(frozen=True)
+class SlotRows:
+    """One slot's rows in the expert buffers: [start, start + padded), the first ``valid`` of them real."""
+
+    slot: int
+    start: int
+    valid: int
+    padded: int
+
+
+@dataclass(frozen=True)
+class ChunkRoutes:
+    """One chunk. Rows of experts are numbered over all chunks, arrivals too.
+
+    tokens, sent, arrivals, rows: the chunk's [first, last) of this rank's tokens, of its rows in wire order, of its
+        arrivals, of its expert rows.
+    send_counts_R, arrive_counts_R: rows to and from each rank.
+    slots: the slots with rows.
+    gather_P: for each expert row of the chunk the arrival it is a copy of (padding repeats a slot's first row).
+    return_M: for each arrival of the chunk its expert row, counted from the chunk's first.
+    home_TK: for each (token, k) of the chunk its place in the chunk's wire order, where its result comes home.
+    """
+
+    tokens: tuple[int, int]
+    sent: tuple[int, int]
+    arrivals: tuple[int, int]
+    rows: tuple[int, int]
+    send_counts_R: tuple[int, ...]
+    arrive_counts_R: tuple[int, ...]
+    slots: tuple[SlotRows, ...]
+    gather_P: Tensor
+    return_M: Tensor
+    home_TK: Tensor
+
+
+@dataclass(frozen=True)
+class Routes:
+    """All chunks, and the expert order of each slot over all of them.
+
+    held: the distinct experts of this rank, by slot index (a duplicate has no slot index of its own).
+    send_token_N, send_row_N: for each row in wire order its token and its index token·K + k.
+    order: per slot with rows, (slot, expert rows, arrivals) in expert order.
+    """
+
+    chunks: tuple[ChunkRoutes, ...]
+    send_token_N: Tensor
+    send_row_N: Tensor
+    held: tuple[int, ...]
+    order: tuple[tuple[int, Tensor, Tensor], ...]
+    num_arrivals: int
+    num_rows: int
+
+
+def chunk_bounds(num_tokens: int, num_chunks: int) -> list[int]:
+    """Token boundaries of the chunks, C + 1 of them."""
+    return [num_tokens * chunk // num_chunks for chunk in range(num_chunks + 1)]
+
+
+def chunk_counts(expert_TK: Tensor, num_experts: int, num_chunks: int) -> Tensor:
+    """Rows of each chunk for each expert, int64 [C, E]."""
+    bounds = chunk_bounds(expert_TK.shape[0], num_chunks)
+    return torch.stack(
+        [
+            torch.bincount(expert_TK[a:b].reshape(-1), minlength=num_experts)
+            for a, b in zip(bounds, bounds[1:], strict=False)
+        ]
+    )
+
+
+def held_experts(experts: tuple[int, ...]) -> tuple[int, ...]:
+    """Distinct experts in slot order: a duplicate shares its first slot's work."""
+    return tuple(dict.fromkeys(experts))
+
+
+def build_routes(expert_TK: Tensor, tokens_CRE: IntArray, plan: TokenPlan, rank: int, min_rows: int) -> Routes:
+    """The routes of ``rank`` whose routing is ``expert_TK``, given every rank's ``chunk_counts`` [C, R, E] and the plan.
+
+    ``min_rows``: a slot's rows of a chunk are padded to at least so many (``kernels.rows``); none stay none.
+    """
+    num_chunks, num_ranks, num_experts = tokens_CRE.shape
+    num_tokens, top_k = expert_TK.shape
+    expert_N = expert_TK.reshape(-1).cpu().numpy()
+    slot_RE = _slot_table(plan, num_experts)
+    source, expert, destination, tokens = plan.entries.T
+    entry_CN = _entries_by_chunk(tokens_CRE, source, expert, tokens)
+
+    outgoing = source == rank
+    incoming = destination == rank
+    wire = np.lexsort((slot_RE[destination[outgoing], expert[outgoing]], destination[outgoing]))
+    arriving_source, arriving_slot = source[incoming], slot_RE[rank, expert[incoming]]
+    arrival = np.lexsort((arriving_slot, arriving_source))
+    by_slot = np.lexsort((arriving_source, arriving_slot))
+
+    def to_device(index: IntArray) -> Tensor:
+        return torch.from_numpy(index).to(expert_TK.device)
+
+    bounds = chunk_bounds(num_tokens, num_chunks)
+    held = held_experts(plan.layout.experts_of(rank))
+    chunks: list[ChunkRoutes] = []
+    send_rows: list[IntArray] = []
+    row_starts: list[IntArray] = []
+    arrival_starts: list[IntArray] = []
+    num_rows = num_arrivals = 0
+    for chunk in range(num_chunks):
+        first, last = bounds[chunk], bounds[chunk + 1]
+        sorted_rows = np.argsort(expert_N[first * top_k : last * top_k], kind="stable") + first * top_k
+        sent = entry_CN[chunk, outgoing]
+        send_row = sorted_rows[_ranges(_exclusive(sent)[wire], sent[wire])]
+        home = np.empty(len(send_row), dtype=np.int64)
+        home[send_row - first * top_k] = np.arange(len(send_row))
+
+        came = entry_CN[chunk, incoming]
+        came_start = np.empty_like(came)
+        came_start[arrival] = _exclusive(came[arrival])
+        valid = np.bincount(arriving_slot, weights=came, minlength=len(held)).astype(np.int64)
+        padded = np.where(valid > 0, np.maximum(valid, min_rows), 0)
+        slot_start = _exclusive(padded)
+        # A slot's blocks, one a source, follow one another from the slot's start.
+        block_start = np.empty_like(came)
+        block_start[by_slot] = _exclusive(came[by_slot])
+        block_start += (slot_start - _exclusive(valid))[arriving_slot]
+        real = _ranges(came_start[by_slot], came[by_slot])
+        place = _ranges(block_start[by_slot], came[by_slot])
+        gather = np.empty(int(padded.sum()), dtype=np.int64)
+        for slot in np.flatnonzero(padded > valid):
+            filler = real[_exclusive(valid)[slot]]
+            gather[slot_start[slot] + valid[slot] : slot_start[slot] + padded[slot]] = filler
+        gather[place] = real
+        returns = np.empty(len(real), dtype=np.int64)
+        returns[real] = place
+
+        chunks.append(
+            ChunkRoutes(
+                tokens=(first, last),
+                sent=(first * top_k, last * top_k),
+                arrivals=(num_arrivals, num_arrivals + len(real)),
+                rows=(num_rows, num_rows + len(gather)),
+                send_counts_R=_totals(destination[outgoing], sent, num_ranks),
+                arrive_counts_R=_totals(arriving_source, came, num_ranks),
+                slots=tuple(
+                    SlotRows(slot, num_rows + int(slot_start[slot]), int(valid[slot]), int(padded[slot]))
+                    for slot in np.flatnonzero(valid).tolist()
+                ),
+                gather_P=to_device(gather + num_arrivals),
+                return_M=to_device(returns),
+                home_TK=to_device(home),
+            )
+        )
+        send_rows.append(send_row)
+        row_starts.append(block_start + num_rows)
+        arrival_starts.append(came_start + num_arrivals)
+        num_rows += len(gather)
+        num_arrivals += len(real)
+
+    order = tuple(
+        (slot, to_device(rows), to_device(arrivals))
+        for slot, rows, arrivals in _expert_order(
+            arriving_slot, by_slot, entry_CN[:, incoming], np.array(row_starts), np.array(arrival_starts)
+        )
+    )
+    send_row_N = np.concatenate(send_rows)
+    return Routes(
+        chunks=tuple(chunks),
+        send_token_N=to_device(send_row_N // top_k),
+        send_row_N=to_device(send_row_N),
+        held=held,
+        order=order,
+        num_arrivals=num_arrivals,
+        num_rows=num_rows,
+    )
+
+
+def _slot_table(plan: TokenPlan, num_experts: int) -> IntArray:
+    """Slot index of each expert on each rank that holds it, [R, E], -1 elsewhere."""
+    slot_RE = np.full((plan.layout.num_ranks, num_experts), -1, dtype=np.int64)
+    for rank in range(plan.layout.num_ranks):
+        held = list(held_experts(plan.layout.experts_of(rank)))
+        slot_RE[rank, held] = np.arange(len(held))
+    return slot_RE
+
+
+def _entries_by_chunk(tokens_CRE: IntArray, source: IntArray, expert: IntArray, tokens: IntArray) -> IntArray:
+    """Tokens of each plan entry in each chunk, [C, N].
+
+    A source's rows for an expert form one line in (token, k) order. Chunks cut it by token, the plan cuts it by
+    destination; an entry's share of a chunk is where the two intervals meet.
+    """
+    start_of_group = np.r_[True, (np.diff(source) != 0) | (np.diff(expert) != 0)] if len(source) else np.empty(0, bool)
+    before = _exclusive(tokens)
+    start = before - before[np.flatnonzero(start_of_group)][np.cumsum(start_of_group) - 1]
+    chunk_stop = np.cumsum(tokens_CRE[:, source, expert], axis=0)
+    chunk_start = chunk_stop - tokens_CRE[:, source, expert]
+    return np.maximum(0, np.minimum(start + tokens, chunk_stop) - np.maximum(start, chunk_start))
+
+
+def _expert_order(
+    slot_N: IntArray, by_slot: IntArray, came_CN: IntArray, row_CN: IntArray, arrival_CN: IntArray
+) -> Iterator[tuple[int, IntArray, IntArray]]:
+    """Rows of each slot by (source, chunk): incoming entries in slot order, and the chunks of each in turn."""
+    for slot in np.unique(slot_N).tolist():
+        entries = by_slot[slot_N[by_slot] == slot]
+        lengths = came_CN[:, entries].T.reshape(-1)
+        if lengths.any():
+            rows = _ranges(row_CN[:, entries].T.reshape(-1), lengths)
+            arrivals = _ranges(arrival_CN[:, entries].T.reshape(-1), lengths)
+            yield slot, rows, arrivals
+
+
+def _exclusive(lengths: IntArray) -> IntArray:
+    return np.cumsum(lengths) - lengths
+
+
+def _ranges(starts: IntArray, lengths: IntArray) -> IntArray:
+    """The concatenation of range(start, start + length) over all pairs: ([5, 0], [2, 1]) gives [5, 6, 0]."""
+    return np.repeat(starts - _exclusive(lengths), lengths) + np.arange(lengths.sum())
+
+
+def _totals(rank_N: IntArray, rows_N: IntArray, num_ranks: int) -> tuple[int, ...]:
+    totals = np.zeros(num_ranks, dtype=np.int64)
+    np.add.at(totals, rank_N, rows_N)
+    return tuple(totals.tolist())

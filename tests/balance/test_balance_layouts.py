@@ -1,0 +1,276 @@
+"""What every planner promises, and what each of them promises alone."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+from balance_cases import instances, zipf_load
+from hypothesis import given, settings
+
+from moesys.balance import min_max_load, plan_layout
+from moesys.balance.eplb import heaviest_replicated
+from moesys.balance.laer import BYTES_PER_TOKEN, laer_seconds, proportional_replicas
+from moesys.balance.local_search import Filling, water_filled
+from moesys.config import ClusterSpec, CpSat, Ep, Eplb, Greedy, Laer, ModelShape, Static, Strategy
+from moesys.layout import EMPTY, ExpertLayout
+from moesys.load import LoadMatrix
+
+PLANNERS = [Static(), Eplb(), Laer(), Laer(candidates=("even",)), Laer(candidates=("proportional",)), Greedy()]
+
+
+@pytest.mark.parametrize("config", PLANNERS, ids=lambda config: repr(config))
+@settings(max_examples=40, deadline=None)
+@given(instance=instances())
+def test_planners_hold_every_expert_within_the_slots_and_repeat_themselves(config, instance):
+    layout = plan_layout(instance.load, instance.cluster, config, instance.slots)
+    assert set(layout.expert_RS.ravel()) - {EMPTY} == set(range(instance.load.num_experts))
+    assert (layout.filled_R <= instance.slots).all()
+    assert layout.expert_RS.shape == (instance.cluster.num_ranks, max(instance.slots))
+    again = plan_layout(instance.load, instance.cluster, config, list(instance.slots))
+    assert again.expert_RS.tobytes() == layout.expert_RS.tobytes()
+
+
+@pytest.mark.parametrize("config", [Static(), Greedy(), Greedy(search_moves=0)], ids=repr)
+@settings(max_examples=60, deadline=None)
+@given(instance=instances())
+def test_static_and_greedy_use_every_usable_slot_without_duplicates(config, instance):
+    layout = plan_layout(instance.load, instance.cluster, config, instance.slots)
+    assert layout.num_duplicates == 0
+    np.testing.assert_array_equal(layout.filled_R, np.minimum(instance.slots, instance.load.num_experts))
+
+
+@pytest.mark.parametrize(("num_ranks", "num_experts"), [(1, 1), (3, 7), (4, 8), (4, 2), (7, 24)])
+def test_static_on_the_slots_of_ep_is_blocks_of_experts_by_rank(num_ranks, num_experts):
+    cluster = ClusterSpec(ranks_per_node=num_ranks)
+    model = ModelShape(hidden_size=8, intermediate_size=8, num_experts=num_experts, top_k=1)
+    slots = Strategy(name="ep", sharding=Ep()).slots(model, cluster)
+    load = LoadMatrix(np.ones((num_ranks, num_experts), dtype=np.int64))
+    layout = plan_layout(load, cluster, Static(), slots)
+    assert [e for rank in range(num_ranks) for e in layout.experts_of(rank)] == list(range(num_experts))
+
+
+def test_static_wraps_round_and_leaves_slots_beyond_the_experts_empty():
+    layout = plan_layout(LoadMatrix([[1, 1, 1]] * 3), ClusterSpec(ranks_per_node=3), Static(), [2, 4, 2])
+    assert layout.expert_RS.tolist() == [[0, 1, EMPTY, EMPTY], [2, 0, 1, EMPTY], [2, 0, EMPTY, EMPTY]]
+
+
+# --- EPLB
+
+
+def test_eplb_packs_the_heaviest_replica_first_on_the_least_loaded_rank():
+    layout = plan_layout(LoadMatrix([[50, 30, 20, 10], [50, 30, 0, 0]]), ClusterSpec(ranks_per_node=2), Eplb(), 3)
+    # replicas: expert 0 has two of 50, expert 1 two of 30, then 20 and 10
+    assert layout.expert_RS.tolist() == [[0, 1, 2], [0, 1, 3]]
+
+
+def test_eplb_replicates_the_published_example_until_no_replica_is_heavier_than_need_be():
+    """The loads of EPLB's README; each row's counts are checked by the least limit that 16 replicas allow."""
+    for tokens_E in (
+        [90, 132, 40, 61, 104, 165, 39, 4, 73, 56, 183, 86],
+        [20, 107, 104, 64, 19, 197, 187, 157, 172, 86, 16, 27],
+    ):
+        replicas_E = np.bincount(heaviest_replicated(tokens_E, 16))
+        limits = sorted(tokens / count for tokens in tokens_E for count in range(1, 17))
+        least = next(limit for limit in limits if sum(-(-tokens // limit) for tokens in tokens_E) <= 16)
+        assert max(np.array(tokens_E) / replicas_E) == least
+        assert replicas_E.sum() == 16
+
+
+@settings(max_examples=40, deadline=None)
+@given(instance=instances(max_ranks=3, max_experts=3, max_tokens=30))
+def test_eplb_replica_counts_are_optimal_for_the_heaviest_replica(instance):
+    tokens_E = instance.load.tokens_E
+    replicas_E = np.bincount(heaviest_replicated(tokens_E.tolist(), 7))
+    best = min(
+        max(tokens / count for tokens, count in zip(tokens_E, counts, strict=True))
+        for counts in product(range(1, 8), repeat=len(tokens_E))
+        if sum(counts) == 7
+    )
+    assert max(tokens_E / replicas_E) == best
+
+
+def test_eplb_compares_shares_that_floating_point_cannot_tell_apart():
+    huge = 2**55
+    # huge + 1 in three replicas is the heavier share, by a third of a token
+    assert heaviest_replicated([3 * huge, 3 * huge + 1], 7) == [0, 1, 1, 0, 1, 0, 1]
+
+
+# --- LAER
+
+
+def test_laer_grows_by_a_replica_a_node_once_there_is_one_a_node():
+    # 8 slots, 2 nodes, 3 experts: 2 each to begin with, the last 2 to the heaviest
+    assert proportional_replicas([10, 90, 10], num_slots=8, num_nodes=2) == [2, 4, 2]
+    # one node: one at a time, as EPLB
+    assert proportional_replicas([10, 90, 20], num_slots=6, num_nodes=1) == [1, 4, 1]
+    # 3 nodes do not fit at the start, and at the end 2 slots are too few for a step of 3
+    assert proportional_replicas([90, 10], num_slots=5, num_nodes=3) == [3, 2]
+    assert proportional_replicas([90], num_slots=5, num_nodes=3) == [3]
+
+
+def test_laer_plans_the_four_ranks_on_which_the_original_hangs():
+    for nodes, a_node in ((1, 4), (2, 2), (4, 1)):
+        cluster = ClusterSpec(num_nodes=nodes, ranks_per_node=a_node)
+        layout = plan_layout(zipf_load(4, 8, 1.0), cluster, Laer(), 3)
+        assert layout.filled_R.sum() == 12
+
+
+def test_laer_spreads_the_replicas_of_an_expert_over_nodes():
+    cluster = ClusterSpec(num_nodes=2, ranks_per_node=2)
+    layout = plan_layout(LoadMatrix([[80, 10]] * 4), cluster, Laer(candidates=("even",)), 1)
+    node_0, node_1 = layout.replicas_RE[:2].sum(axis=0), layout.replicas_RE[2:].sum(axis=0)
+    assert node_0.tolist() == node_1.tolist() == [1, 1]
+
+
+def test_laer_counts_its_cost_by_hand():
+    cluster = ClusterSpec(num_nodes=2, ranks_per_node=(2, 1), intra_node_gb_per_s=2.0, inter_node_gb_per_s=0.5)
+    load = LoadMatrix([[10, 4], [0, 0], [6, 0]])
+    layout = ExpertLayout([[0], [0], [1]], num_experts=2)
+    # rank 0 keeps 5 of expert 0 and sends 5 to rank 1, and 4 of expert 1 to rank 2; rank 2 sends 3 to either
+    communication = BYTES_PER_TOKEN * 1e-9 * (5 / 2.0 + (4 + 6) / 0.5)
+    assert float(laer_seconds(load, layout, cluster)) == pytest.approx(4 * communication + 4 * 1.484375e-6 * 8)
+
+
+def test_laer_takes_the_cheaper_candidate_and_the_first_at_equal_cost():
+    cluster, load = ClusterSpec(ranks_per_node=4), zipf_load(4, 4, 2.0)
+    even, proportional = (plan_layout(load, cluster, Laer(candidates=(c,)), 2) for c in ("even", "proportional"))
+    assert laer_seconds(load, proportional, cluster) < laer_seconds(load, even, cluster)
+    assert plan_layout(load, cluster, Laer(), 2) == proportional
+    nothing = LoadMatrix(np.zeros((4, 3), dtype=np.int64))
+    firsts = [
+        plan_layout(nothing, cluster, Laer(candidates=order), 3)
+        for order in (("even",), ("even", "proportional"), ("proportional",), ("proportional", "even"))
+    ]
+    assert firsts[0] == firsts[1] != firsts[2] == firsts[3]
+
+
+def test_laer_falls_back_to_proportional_where_even_cannot_be():
+    cluster, load = ClusterSpec(ranks_per_node=3), zipf_load(3, 4, 1.0)
+    fallen, proportional = (plan_layout(load, cluster, Laer(candidates=(c,)), 2) for c in ("even", "proportional"))
+    assert fallen == proportional
+
+
+# --- Greedy
+
+
+def test_greedy_reaches_the_mean_where_the_packing_alone_does_not():
+    load, cluster = zipf_load(32, 128, 1.5), ClusterSpec(num_nodes=4, ranks_per_node=8)
+    mean = load.total / 32
+    assert min_max_load(load, plan_layout(load, cluster, Greedy(search_moves=0), 5)) > 1.05 * mean
+    assert min_max_load(load, plan_layout(load, cluster, Greedy(), 5)) < 1.005 * mean
+
+
+@settings(max_examples=40, deadline=None)
+@given(instance=instances())
+def test_greedy_search_never_costs_more_than_no_search(instance):
+    def cost(config):
+        layout = plan_layout(instance.load, instance.cluster, config, instance.slots)
+        return water_filled(_holders(layout), instance.load.tokens_E.tolist(), layout.num_ranks).cost()[0]
+
+    assert cost(Greedy()) <= cost(Greedy(search_moves=0))
+
+
+def test_greedy_spreads_replicas_over_nodes():
+    cluster = ClusterSpec(num_nodes=3, ranks_per_node=2)
+    layout = plan_layout(LoadMatrix([[60, 1, 1, 1]] * 6), cluster, Greedy(search_moves=0), 1)
+    assert layout.replicas_RE[:, 0].reshape(3, 2).sum(axis=1).tolist() == [1, 1, 1]
+
+
+def test_greedy_stays_with_a_previous_layout_that_is_as_good():
+    load, cluster = zipf_load(8, 24, 1.0), ClusterSpec(num_nodes=2, ranks_per_node=4)
+    layout = plan_layout(load, cluster, Greedy(), 4)
+    relabelled = ExpertLayout(layout.expert_RS[::-1], load.num_experts)
+    assert plan_layout(load, cluster, Greedy(), 4, previous=relabelled) is relabelled
+    worse = plan_layout(load, cluster, Static(), 4)
+    assert plan_layout(load, cluster, Greedy(), 4, previous=worse) == layout
+    one_slot_wasted = ExpertLayout([[0, 0], [1, EMPTY]], num_experts=2)
+    alone = plan_layout(LoadMatrix([[1, 1], [1, 1]]), ClusterSpec(ranks_per_node=2), Greedy(), 2, one_slot_wasted)
+    assert alone.num_duplicates == 0
+
+
+def test_greedy_gives_a_slot_to_another_expert_where_distinct_ranks_run_out():
+    # two heavy experts want three ranks each, but the third rank has one slot
+    layout = plan_layout(LoadMatrix([[90, 90, 1, 1, 1]] * 3), ClusterSpec(ranks_per_node=3), Greedy(), [4, 4, 1])
+    assert layout.filled_R.tolist() == [4, 4, 1]
+    assert layout.num_duplicates == 0
+
+
+@settings(max_examples=100, deadline=None)
+@given(instance=instances(max_ranks=6, max_experts=6, max_tokens=40))
+def test_pour_levels_in_integers(instance):
+    base_R, tokens = instance.load.tokens_RE[:, 0].tolist(), int(instance.load.total % 97)
+    num_ranks = len(base_R)
+    filling = Filling([tokens], [tuple(range(num_ranks))], [(0,) * num_ranks], list(base_R))
+    filling.pour(0)
+    one_by_one = list(base_R)
+    for _ in range(tokens):
+        one_by_one[one_by_one.index(min(one_by_one))] += 1
+    assert sorted(filling.load_by_rank) == sorted(one_by_one)
+    assert sum(filling.flow_by_expert[0]) == tokens
+    assert min(filling.flow_by_expert[0]) >= 0
+
+
+# --- CpSat
+
+
+@settings(max_examples=15, deadline=None)
+@given(instance=instances(max_ranks=5, max_experts=8, spare_slots=0))
+def test_cp_sat_is_never_worse_than_greedy_and_repeats_itself(instance):
+    load, cluster, slots = instance.load, instance.cluster, instance.slots
+    config = CpSat(deterministic_time=0.1)
+    layout = plan_layout(load, cluster, config, slots)
+    assert min_max_load(load, layout) <= min_max_load(load, plan_layout(load, cluster, Greedy(), slots))
+    assert layout.num_duplicates == 0
+    assert (layout.filled_R <= slots).all()
+    assert plan_layout(load, cluster, config, slots) == layout
+
+
+def test_cp_sat_finds_the_best_of_all_layouts():
+    cluster = ClusterSpec(ranks_per_node=3)
+    for exponent, greedy_finds_it in ((0.5, False), (1.0, True)):
+        load = zipf_load(3, 5, exponent)
+        every = (
+            ExpertLayout(np.array(cells).reshape(3, 2), 5)
+            for cells in product(range(5), repeat=6)
+            if len(set(cells)) == 5
+        )
+        best = min(min_max_load(load, layout) for layout in every)
+        assert min_max_load(load, plan_layout(load, cluster, CpSat(deterministic_time=2.0), 2)) == best
+        assert (min_max_load(load, plan_layout(load, cluster, Greedy(), 2)) == best) is greedy_finds_it
+
+
+def test_cp_sat_cut_short_by_its_work_limit_gives_the_same_layout_again():
+    load, cluster = zipf_load(8, 20, 0.5), ClusterSpec(num_nodes=2, ranks_per_node=4)
+    first, again = (plan_layout(load, cluster, CpSat(deterministic_time=0.3), 3) for _ in range(2))
+    assert first == again
+    assert min_max_load(load, first) > load.total / 8, "choose a load that is not solved before the limit"
+
+
+def test_cp_sat_refuses_what_it_cannot_solve():
+    with pytest.raises(ValueError, match=r"32 ranks × 16 experts = 512 placements, more than 256; use balance=Greedy"):
+        plan_layout(zipf_load(32, 16, 1.0), ClusterSpec(ranks_per_node=32), CpSat(), 2)
+
+
+# --- the door
+
+
+@pytest.mark.parametrize(
+    ("ranks", "slots", "previous", "message"),
+    [
+        (3, 4, None, "counts 2 source ranks but the cluster has 3"),
+        (2, [2, 1, 1], None, "names 3 ranks but the cluster has 2"),
+        (2, [5, -1], None, "negative count"),
+        (2, 1, None, "slots_per_rank=1 gives 2 slots on 2 ranks for 4 experts; use at least 2"),
+        (2, [2, 1], None, r"slots_per_rank=\[2, 1\] gives 3 slots on 2 ranks for 4 experts; add at least 1"),
+        (2, 3, [[0, 1], [2, 3]], r"\(2, 2, 4\) but the plan is for \(2, 3, 4\)"),
+        (2, [1, 3], [[0, 1, 2], [3, -1, -1]], "previous fills 3 slots of rank 0, which has 1"),
+    ],
+)
+def test_what_does_not_belong_together_is_refused(ranks, slots, previous, message):
+    layout = None if previous is None else ExpertLayout(previous, num_experts=4)
+    with pytest.raises(ValueError, match=message):
+        plan_layout(LoadMatrix([[1, 1, 1, 1]] * 2), ClusterSpec(ranks_per_node=ranks), Greedy(), slots, layout)
+
+
+def _holders(layout):
+    return [tuple(np.flatnonzero(layout.replicas_RE[:, expert]).tolist()) for expert in range(layout.num_experts)]

@@ -1,0 +1,190 @@
+"""What every split promises, and that FlowSplit is exact."""
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+from balance_cases import instances, layouts, zipf_load
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import LinearConstraint, milp
+
+from moesys.balance import min_max_load, plan_layout, split_tokens
+from moesys.config import ClusterSpec, EvenSplit, FlowSplit, Greedy, Proportional
+from moesys.layout import ExpertLayout
+from moesys.load import LoadMatrix
+
+SPLITS = [EvenSplit(), Proportional(), FlowSplit()]
+
+
+@pytest.mark.parametrize("config", SPLITS, ids=lambda config: config.kind)
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), instance=instances(), turn=st.integers(0, 7))
+def test_splits_send_every_token_once_to_a_holder_and_repeat_themselves(config, data, instance, turn):
+    layout = data.draw(layouts(instance))
+    plan = split_tokens(instance.load, layout, instance.cluster, config, turn)
+    np.testing.assert_array_equal(plan.tokens_RER.sum(axis=2), instance.load.tokens_RE)
+    assert not plan.tokens_RER[:, (layout.replicas_RE == 0).T].any()
+    again = split_tokens(instance.load, layout, instance.cluster, config, turn)
+    assert again.entries.tobytes() == plan.entries.tobytes()
+
+
+# --- EvenSplit
+
+
+def test_even_split_by_hand():
+    """Two nodes of two ranks; expert 0 on ranks 0, 1 and 2, expert 1 on rank 3 only."""
+    cluster = ClusterSpec(num_nodes=2, ranks_per_node=2)
+    layout = ExpertLayout([[0], [0], [0], [1]], num_experts=2)
+    load = LoadMatrix([[7, 3], [0, 0], [5, 0], [4, 2]])
+    plan = split_tokens(load, layout, cluster, EvenSplit())
+    assert plan.entries.tolist() == [
+        [0, 0, 0, 4],  # 7 over the two on its node, the odd one to the first
+        [0, 0, 1, 3],
+        [0, 1, 3, 3],  # none on its node: all of them
+        [2, 0, 2, 5],
+        [3, 0, 2, 4],
+        [3, 1, 3, 2],
+    ]
+    turned = split_tokens(load, layout, cluster, EvenSplit(), turn=1)
+    assert turned.tokens_RER[0, 0].tolist() == [3, 4, 0, 0]
+
+
+def test_even_split_of_a_source_without_a_replica_on_its_node_goes_over_all_slots():
+    cluster = ClusterSpec(num_nodes=3, ranks_per_node=1)
+    layout = ExpertLayout([[1, 1], [0, 0], [0, 1]], num_experts=2)
+    plans = [
+        split_tokens(LoadMatrix([[8, 0], [0, 0], [0, 0]]), layout, cluster, EvenSplit(), turn) for turn in range(3)
+    ]
+    # slots of expert 0: two on rank 1, one on rank 2; 8 = 2 + 2 + 2 and two more, from slot `turn` on
+    assert [plan.tokens_RER[0, 0].tolist() for plan in plans] == [[0, 6, 2], [0, 5, 3], [0, 5, 3]]
+
+
+@settings(max_examples=40, deadline=None)
+@given(data=st.data(), instance=instances(), turn=st.integers(0, 7))
+def test_even_split_agrees_with_its_definition(data, instance, turn):
+    layout, load, node = data.draw(layouts(instance)), instance.load, instance.cluster.node_of_rank
+    expected = np.zeros((load.num_ranks, load.num_experts, load.num_ranks), dtype=np.int64)
+    for source, expert in np.ndindex(load.num_ranks, load.num_experts):
+        slots = [rank for rank in range(load.num_ranks) for e in layout.experts_of(rank) if e == expert]
+        slots = [rank for rank in slots if node[rank] == node[source]] or slots
+        each, left = divmod(int(load.tokens_RE[source, expert]), len(slots))
+        for rank in slots:
+            expected[source, expert, rank] += each
+        for i in range(left):
+            expected[source, expert, slots[(turn + i) % len(slots)]] += 1
+    plan = split_tokens(load, layout, instance.cluster, EvenSplit(), turn)
+    np.testing.assert_array_equal(plan.tokens_RER, expected)
+
+
+# --- Proportional
+
+
+def test_proportional_split_by_hand():
+    """Expert 0 on both ranks; expert 1 leaves 50 - 30 of room on rank 0, expert 2 leaves 50 - 10 on rank 1."""
+    layout = ExpertLayout([[0, 1], [0, 2]], num_experts=3)
+    plan = split_tokens(LoadMatrix([[30, 30, 0], [30, 0, 10]]), layout, ClusterSpec(ranks_per_node=2), Proportional())
+    # 60 as 20 to 40; each rank's own tokens come first
+    assert plan.tokens_RER[:, 0].tolist() == [[20, 10], [0, 30]]
+    assert plan.tokens_R.tolist() == [50, 50]
+
+
+def test_proportional_split_rotates_ties_and_shares_alike_where_there_is_no_room():
+    layout, cluster = ExpertLayout([[0], [0], [0]], num_experts=1), ClusterSpec(ranks_per_node=3)
+    load = LoadMatrix([[4], [0], [0]])
+    rotated = [split_tokens(load, layout, cluster, Proportional(), turn).tokens_R.tolist() for turn in range(4)]
+    assert rotated == [[2, 1, 1], [1, 2, 1], [1, 1, 2], [2, 1, 1]]
+    crowded = ExpertLayout([[0, 1], [0, 2], [3, -1]], num_experts=4)
+    load = LoadMatrix([[6, 90, 90, 0], [0, 0, 0, 0], [0, 0, 0, 0]])
+    assert split_tokens(load, crowded, cluster, Proportional()).tokens_RER[0, 0].tolist() == [3, 3, 0]
+
+
+def test_proportional_split_survives_loads_near_the_end_of_int64():
+    layout = ExpertLayout([[0, 1], [0, 2]], num_experts=3)
+    load = LoadMatrix([[3 * 2**45, 3 * 2**45, 0], [3 * 2**45, 0, 2**45]])
+    plan = split_tokens(load, layout, ClusterSpec(ranks_per_node=2), Proportional())
+    assert plan.max_over_mean == 1.0
+
+
+# --- FlowSplit
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), instance=instances(max_ranks=6))
+def test_flow_split_reaches_the_bound_of_every_set_of_ranks(data, instance):
+    layout, load = data.draw(layouts(instance)), instance.load
+    plan = split_tokens(load, layout, instance.cluster, FlowSplit())
+    holds_RE, bound = layout.replicas_RE > 0, 0
+    for size in range(1, load.num_ranks + 1):
+        for ranks in combinations(range(load.num_ranks), size):
+            outside = np.setdiff1d(np.arange(load.num_ranks), ranks)
+            captive = load.tokens_E[~holds_RE[outside].any(axis=0)].sum()
+            bound = max(bound, -(-int(captive) // size))
+    assert plan.tokens_R.max() == min_max_load(load, layout) == bound
+
+
+@settings(max_examples=30, deadline=None)
+@given(data=st.data(), instance=instances(max_ranks=4, max_experts=5, max_tokens=30))
+def test_flow_split_is_the_optimum_of_an_independent_solver(data, instance):
+    """Three integer programs in turn: busiest rank, then tokens between nodes, then tokens between ranks."""
+    layout, load, node = data.draw(layouts(instance)), instance.load, np.array(instance.cluster.node_of_rank)
+    allowed_RER = np.repeat(layout.replicas_RE.T[None] > 0, load.num_ranks, axis=0)
+    source, expert, destination = np.nonzero(allowed_RER)
+    num = len(source)
+    routed = np.zeros((load.num_ranks * load.num_experts, num + 1))
+    routed[source * load.num_experts + expert, np.arange(num)] = 1
+    received = np.zeros((load.num_ranks, num + 1))
+    received[destination, np.arange(num)] = 1
+    received[:, num] = -1
+    crossing = np.append(node[source] != node[destination], 0).astype(float)
+    moving = np.append(source != destination, 0).astype(float)
+    busiest = np.append(np.zeros(num), 1.0)
+    constraints = [
+        LinearConstraint(routed, load.tokens_RE.ravel(), load.tokens_RE.ravel()),
+        LinearConstraint(received, -np.inf, 0),
+    ]
+    optima = []
+    for objective in (busiest, crossing, moving):
+        solution = milp(objective, constraints=constraints, integrality=np.ones(num + 1))
+        assert solution.success
+        optima.append(round(solution.fun))
+        constraints.append(LinearConstraint(objective[None], -np.inf, optima[-1]))
+    plan = split_tokens(load, layout, instance.cluster, FlowSplit())
+    moved = int(plan.tokens_RER.sum(axis=1)[~np.eye(load.num_ranks, dtype=bool)].sum())
+    assert [plan.tokens_R.max(), plan.inter_node_tokens(tuple(node)), moved] == optima
+
+
+def test_flow_split_by_hand():
+    """Rank 0 would be busiest by 6; two tokens of its node's expert 0 leave for rank 2, no more and no less."""
+    cluster = ClusterSpec(num_nodes=2, ranks_per_node=(2, 1))
+    layout = ExpertLayout([[0, 1], [2, -1], [0, -1]], num_experts=3)
+    load = LoadMatrix([[4, 2, 0], [0, 0, 4], [2, 0, 0]])
+    plan = split_tokens(load, layout, cluster, FlowSplit())
+    assert plan.tokens_R.tolist() == [4, 4, 4]
+    assert plan.entries.tolist() == [[0, 0, 0, 2], [0, 0, 2, 2], [0, 1, 0, 2], [1, 2, 1, 4], [2, 0, 2, 2]]
+
+
+def test_flow_split_balances_a_layout_planned_for_another_load_better_than_even_split():
+    cluster = ClusterSpec(num_nodes=4, ranks_per_node=8)
+    layout = plan_layout(zipf_load(32, 128, 1.0), cluster, Greedy(), 5)
+    now = zipf_load(32, 128, 1.0, tokens_per_rank=1000)
+    flow, proportional, even = (
+        split_tokens(now, layout, cluster, config).max_over_mean
+        for config in (FlowSplit(), Proportional(), EvenSplit())
+    )
+    assert flow < 1.01 < proportional < even
+
+
+def test_min_max_load_refuses_a_load_of_other_ranks():
+    with pytest.raises(ValueError, match="the load is for 1 ranks and 2 experts, the layout for 2 and 2"):
+        min_max_load(LoadMatrix([[1, 1]]), ExpertLayout([[0], [1]], num_experts=2))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [([[1, 1]], "the load is for 1 ranks, the layout for 2"), ([[1], [1]], "for 1 experts, the layout for 2")],
+)
+def test_split_refuses_what_does_not_belong_together(tokens, message):
+    layout = ExpertLayout([[0], [1]], num_experts=2)
+    with pytest.raises(ValueError, match=message):
+        split_tokens(LoadMatrix(tokens), layout, ClusterSpec(ranks_per_node=2), FlowSplit())

@@ -1,0 +1,71 @@
+"""What all tests share: local ranks started once, outputs born as NaN, one thread, and how long hypothesis searches."""
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import settings
+
+from moesys.lab.ranks import LocalRanks
+
+
+def pytest_configure() -> None:
+    torch.set_num_threads(1)
+    shared: dict[str, Any] = {"deadline": None, "derandomize": bool(os.environ.get("CI"))}
+    settings.register_profile("quick", max_examples=25, **shared)
+    settings.register_profile("sweep", max_examples=400, **shared)
+    settings.load_profile("sweep" if os.environ.get("MOESYS_SWEEP") == "1" else "quick")
+
+
+@pytest.fixture(scope="session")
+def ranks() -> Iterator[LocalRanks]:
+    """Four local ranks for all tests. They start with the first run, so tests without them do not pay."""
+    with LocalRanks(4, setup=fill_new_memory, preload=("hypothesis", "pytest")) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _filled_memory() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        fill_new_memory(patch.setattr)
+        yield
+
+
+def fill_new_memory(set_attribute: Callable[[object, str, object], None] = setattr) -> None:
+    """Makes memory that `moesys` takes unwritten recognisable: NaN, the largest integer, or True.
+
+    Covers `torch.empty`, `torch.empty_like` and `Tensor.new_empty` where code of the package calls them.
+    """
+    set_attribute(torch, "empty", _filling(torch.empty))
+    set_attribute(torch, "empty_like", _filling(torch.empty_like))
+    set_attribute(torch.Tensor, "new_empty", _filling(_new_empty))
+
+
+def _filling(new: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def filled(*args: Any, **kwargs: Any) -> torch.Tensor:
+        tensor = new(*args, **kwargs)
+        # First, as a compiled caller has no frame to ask for.
+        if torch.compiler.is_compiling():
+            return tensor
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        if caller.partition(".")[0] == "moesys":
+            with torch.no_grad():
+                tensor.fill_(_unlikely(tensor.dtype))
+        return tensor
+
+    return filled
+
+
+def _new_empty(tensor: torch.Tensor, *size: Any, **options: Any) -> torch.Tensor:
+    # Not the method itself, which torch.compile recognises only in its own place.
+    together = len(size) == 1 and isinstance(size[0], Sequence)
+    return torch.ops.aten.new_empty(tensor, size[0] if together else size, **options)
+
+
+def _unlikely(dtype: torch.dtype) -> float | int | bool:
+    if dtype.is_floating_point or dtype.is_complex:
+        return float("nan")
+    return True if dtype == torch.bool else torch.iinfo(dtype).max

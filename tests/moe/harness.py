@@ -1,0 +1,108 @@
+"""Runs a layer on ranks and brings everything back whole: what the tests of the layer share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+import moesys as ms
+from moesys.layout import ExpertLayout
+from moesys.moe.layer import MoELayer
+from moesys.moe.planning import PlanRequest, SolvedPlan
+
+
+@dataclass
+class Case:
+    """One comparison: a layer, the tokens each rank has in each micro-batch, and what they are made from."""
+
+    shape: ms.ModelShape
+    strategy: ms.Strategy
+    tokens: list[list[int]]  # of each micro-batch, of each rank
+    seed: int = 0
+    cluster: ms.ClusterSpec | None = None
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    skew: float = 0.0
+    shuffle_layouts: bool = False  # another layout for every micro-batch, whatever the planner would say
+
+
+class ShufflingPlanner:
+    """A ``PlanSource`` that turns the layout in force around: another one each time, the same on every rank."""
+
+    def submit(self, request: PlanRequest) -> SolvedPlan:
+        expert_RS = request.previous.expert_RS
+        permutation = np.random.default_rng(int(expert_RS.sum() + expert_RS[0, 0])).permutation(expert_RS.max() + 1)
+        turned = np.where(expert_RS >= 0, (permutation[expert_RS] + 1) % (expert_RS.max() + 1), -1)
+        return SolvedPlan(ExpertLayout(turned, request.previous.num_experts))
+
+
+def inputs(case: Case, micro_batch: int, rank: int) -> tuple[Tensor, Tensor]:
+    """(x, dy) of one rank and micro-batch, both [T, H]; ``skew`` pulls all tokens towards one direction."""
+    generator = torch.Generator().manual_seed(case.seed * 1000 + micro_batch * 100 + rank)
+    num_tokens, H = case.tokens[micro_batch][rank], case.shape.hidden_size
+    x_TH = torch.randn(num_tokens, H, generator=generator)
+    x_TH += case.skew * torch.randn(H, generator=torch.Generator().manual_seed(case.seed))
+    return x_TH, torch.randn(num_tokens, H, generator=generator)
+
+
+def make_layer(case: Case) -> MoELayer:
+    layer = ms.MoELayer(case.shape, case.strategy, cluster=case.cluster, seed=case.seed)
+    if case.weights:
+        layer.load_full_state_dict(case.weights)
+    if case.shuffle_layouts:
+        layer.schedule.source = ShufflingPlanner()
+    return layer
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def summed(tensor: Tensor) -> Tensor:
+    """Over ranks, in rank order."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return tensor
+    parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, tensor)
+    return torch.stack(parts).sum(0)
+
+
+def run_layer(case: Case) -> dict[str, Any]:
+    """All micro-batches forward and backward: outputs and dx by micro-batch (this rank's), gradients by name (whole)."""
+    layer = make_layer(case)
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    outputs, dxs, imbalance, layouts = [], [], [], []
+    for micro_batch in range(len(case.tokens)):
+        x_TH, dy_TH = inputs(case, micro_batch, rank)
+        x_TH.requires_grad_()
+        y_TH = layer(x_TH)
+        y_TH.backward(dy_TH)
+        outputs.append(y_TH.detach())
+        dxs.append(x_TH.grad)
+        imbalance.append(layer.last_plan.tokens.max_over_mean)
+        layouts.append(layer.last_plan.layout.expert_RS.tolist())
+    gradients = {
+        name: whole(p.grad) if isinstance(p.grad, DTensor) else summed(p.grad)
+        for name, p in layer.named_parameters()
+        if p.grad is not None
+    }
+    local_router_gradient = layer.router.weight.grad
+    return {
+        "outputs": outputs,
+        "dx": dxs,
+        "gradients": gradients,
+        "local_router_gradient": local_router_gradient,
+        "imbalance": imbalance,
+        "layouts": layouts,
+        "state": layer.full_state_dict(),
+    }
+
+
+def run_cases(cases: list[Case]) -> list[dict[str, Any]]:
+    """Several cases in one visit to the ranks."""
+    return [run_layer(case) for case in cases]

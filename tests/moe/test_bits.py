@@ -1,0 +1,71 @@
+"""Overlap changes no bit: output, dx, router gradient, dW1, dW2 are equal for every chunk count, and run to run."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness import Case, run_cases
+
+import moesys as ms
+from moesys.lab.ranks import LocalRanks
+
+CHUNKS = (1, 2, 3, 5, 16)
+PARTS = ("outputs", "dx")
+
+
+def shape(dtype: str, H: int = 40, I: int = 24, E: int = 7, K: int = 2, **changes: object) -> ms.ModelShape:
+    return ms.ModelShape(hidden_size=H, intermediate_size=I, num_experts=E, top_k=K, dtype=dtype, **changes)
+
+
+# Each case says which edge it is for: (id, shape changes, tokens of each rank, skew).
+EDGES = [
+    ("one token a rank", {}, [1, 1, 1, 1], 0.0),
+    ("ragged", {}, [37, 5, 64, 18], 0.0),
+    ("empty ranks", {}, [0, 23, 0, 9], 0.0),
+    ("all ranks empty", {}, [0, 0, 0, 0], 0.0),
+    ("empty experts", {"E": 23, "K": 1}, [6, 3, 5, 4], 0.0),
+    ("all tokens to one expert", {"K": 1}, [33, 20, 41, 8], 50.0),
+    ("every expert chosen", {"E": 4, "K": 4}, [9, 14, 3, 30], 0.0),
+    ("odd sizes", {"H": 37, "I": 13, "E": 5, "K": 3}, [50, 61, 7, 29], 1.0),
+    ("many rows", {"H": 64, "I": 48, "E": 6}, [301, 200, 255, 128], 0.3),
+]
+
+
+def overlaps(strategy: ms.Strategy) -> list[ms.Strategy]:
+    """Sequential twice, then every chunk count."""
+    pipelined = [strategy.replace(overlap=ms.Pipelined(chunks=chunks)) for chunks in CHUNKS]
+    return [strategy, strategy, *pipelined]
+
+
+def strategies(num_experts: int, num_ranks: int) -> list[ms.Strategy]:
+    slots = -(-num_experts // num_ranks) + 1
+    fsep = ms.Strategy(name="fsep", sharding=ms.Fsep(slots_per_rank=slots), balance=ms.Greedy(), split=ms.FlowSplit())
+    return [ms.Strategy(name="ep"), fsep]
+
+
+def assert_same_bits(results: list[dict], what: str) -> None:
+    first, *others = results
+    for index, other in enumerate(others):
+        for part in PARTS:
+            for batch, (a, b) in enumerate(zip(first[part], other[part], strict=True)):
+                assert torch.equal(a, b), f"{what}: {part} of micro-batch {batch}, variant {index}"
+        assert torch.equal(first["local_router_gradient"], other["local_router_gradient"]), f"{what}: router, {index}"
+        assert torch.equal(first["gradients"]["experts"], other["gradients"]["experts"]), f"{what}: experts, {index}"
+        assert not first["gradients"]["experts"].isnan().any()
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_overlap_changes_no_bit(ranks: LocalRanks, dtype: str, num_ranks: int) -> None:
+    cases, names = [], []
+    for name, changes, tokens, skew in EDGES:
+        model = shape(dtype, **changes)
+        for strategy in strategies(model.num_experts, num_ranks):
+            counts = [tokens[:num_ranks], tokens[-num_ranks:]]
+            cases += [Case(model, s, counts, skew=skew, shuffle_layouts=True) for s in overlaps(strategy)]
+            names.append(f"{name}, {strategy.name}")
+    by_rank = ranks.run(run_cases, cases, num_ranks=num_ranks, timeout_s=240)
+    variants = 2 + len(CHUNKS)
+    for rank, results in enumerate(by_rank):
+        for index, name in enumerate(names):
+            assert_same_bits(results[index * variants : (index + 1) * variants], f"rank {rank}, {name}")

@@ -1,0 +1,171 @@
+"""The layer computes what transformers' MoE blocks compute: outputs and every gradient, whoever holds the experts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from harness import Case, inputs, run_cases
+from torch import Tensor, nn
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Config, DeepseekV3MoE
+from transformers.models.mixtral.modeling_mixtral import MixtralConfig, MixtralSparseMoeBlock
+from transformers.models.olmoe.modeling_olmoe import OlmoeConfig, OlmoeSparseMoeBlock
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeSparseMoeBlock
+
+import moesys as ms
+from moesys.lab.ranks import LocalRanks
+
+OUTPUT_TOLERANCE = 1e-6
+GRADIENT_TOLERANCE = 2e-6
+
+
+def mixtral(H: int, I: int) -> tuple[ms.ModelShape, nn.Module]:
+    config = MixtralConfig(hidden_size=H, intermediate_size=I, num_local_experts=8, num_experts_per_tok=2)
+    return ms.ModelShape(hidden_size=H, intermediate_size=I, num_experts=8, top_k=2), block(
+        MixtralSparseMoeBlock, config
+    )
+
+
+def qwen3_moe(H: int, I: int) -> tuple[ms.ModelShape, nn.Module]:
+    config = Qwen3MoeConfig(
+        hidden_size=H, moe_intermediate_size=I, num_experts=16, num_experts_per_tok=4, norm_topk_prob=True
+    )
+    return ms.ModelShape(hidden_size=H, intermediate_size=I, num_experts=16, top_k=4), block(
+        Qwen3MoeSparseMoeBlock, config
+    )
+
+
+def olmoe(H: int, I: int) -> tuple[ms.ModelShape, nn.Module]:
+    config = OlmoeConfig(
+        hidden_size=H, intermediate_size=I, num_experts=10, num_experts_per_tok=3, norm_topk_prob=False
+    )
+    shape = ms.ModelShape(hidden_size=H, intermediate_size=I, num_experts=10, top_k=3, norm_topk_prob=False)
+    return shape, block(OlmoeSparseMoeBlock, config)
+
+
+def deepseek_v3(H: int, I: int) -> tuple[ms.ModelShape, nn.Module]:
+    config = DeepseekV3Config(
+        hidden_size=H,
+        moe_intermediate_size=I,
+        n_routed_experts=16,
+        num_experts_per_tok=4,
+        n_group=4,
+        topk_group=2,
+        n_shared_experts=2,
+        routed_scaling_factor=2.5,
+        norm_topk_prob=True,
+    )
+    shape = ms.ModelShape(
+        hidden_size=H,
+        intermediate_size=I,
+        num_experts=16,
+        top_k=4,
+        scoring_func="sigmoid",
+        n_group=4,
+        topk_group=2,
+        n_shared_experts=2,
+        routed_scaling_factor=2.5,
+    )
+    return shape, block(DeepseekV3MoE, config)
+
+
+def block(kind: type[nn.Module], config: object) -> nn.Module:
+    config._experts_implementation = "eager"  # type: ignore[attr-defined]
+    module = kind(config)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for tensor in (*module.parameters(), *module.buffers()):
+            tensor.normal_(std=0.05, generator=generator)
+    return module
+
+
+def strategies(num_experts: int, num_ranks: int) -> list[ms.Strategy]:
+    """EP and FSEP; where a planner may move experts, the tests let another layout follow every micro-batch."""
+    slots = -(-num_experts // num_ranks) + (2 if num_ranks > 1 else 0)
+    moving = {"balance": ms.Greedy(), "split": ms.FlowSplit()}
+    return [
+        ms.Strategy(name="ep"),
+        ms.Strategy(name="ep, moving", sharding=ms.Ep(slots_per_rank=slots), **moving),
+        ms.Strategy(name="fsep, moving", sharding=ms.Fsep(slots_per_rank=slots), **moving),
+        ms.Strategy(
+            name="fsep, moving, pipelined",
+            sharding=ms.Fsep(slots_per_rank=slots),
+            balance=ms.Laer(),
+            split=ms.EvenSplit(),
+            overlap=ms.Pipelined(chunks=3),
+        ),
+    ]
+
+
+def relative(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.double() - expected.double()).norm() / expected.double().norm())
+
+
+@pytest.mark.parametrize(("H", "I", "tokens"), [(64, 48, 40), (1024, 96, 24)], ids=["H64", "H1024"])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("model", [mixtral, qwen3_moe, olmoe, deepseek_v3])
+def test_agrees_with_transformers(
+    ranks: LocalRanks,
+    model,
+    H: int,
+    I: int,
+    tokens: int,
+    num_ranks: int,
+) -> None:
+    shape, oracle = model(H, I)
+    weights = {name: tensor.detach().clone() for name, tensor in oracle.state_dict().items()}
+    counts = [[tokens + 3 * rank - 5 * batch for rank in range(num_ranks)] for batch in range(3)]
+    cases = [
+        Case(shape, strategy, counts, weights=weights, skew=0.5, shuffle_layouts=True)
+        for strategy in strategies(shape.num_experts, num_ranks)
+    ]
+    expected = [_through_oracle(oracle, cases[0], batch) for batch in range(len(counts))]
+    wanted = {name: p.grad for name, p in oracle.named_parameters()}
+    experts = torch.cat([wanted.pop("experts.gate_up_proj").flatten(1), wanted.pop("experts.down_proj").flatten(1)], 1)
+    wanted = {
+        name.replace("gate.", "router.", 1) if name.startswith("gate.") else name: g for name, g in wanted.items()
+    }
+    wanted["experts"] = experts
+
+    by_rank = ranks.run(run_cases, cases, num_ranks=num_ranks)
+    for index, case in enumerate(cases):
+        results = [result[index] for result in by_rank]
+        for batch, (y, dx) in enumerate(expected):
+            actual_y = torch.cat([result["outputs"][batch] for result in results])
+            actual_dx = torch.cat([result["dx"][batch] for result in results])
+            assert relative(actual_y, y) <= OUTPUT_TOLERANCE, case.strategy.name
+            assert relative(actual_dx, dx) <= GRADIENT_TOLERANCE, case.strategy.name
+        assert results[0]["gradients"].keys() == wanted.keys()
+        for name, gradient in wanted.items():
+            assert relative(results[0]["gradients"][name], gradient) <= GRADIENT_TOLERANCE, (case.strategy.name, name)
+        layouts = results[0]["layouts"]
+        if "moving" in case.strategy.name:
+            assert layouts[0] != layouts[1] != layouts[2]
+
+
+def _through_oracle(oracle: nn.Module, case: Case, batch: int) -> tuple[Tensor, Tensor]:
+    """All ranks' tokens through the block at once: (y, dx); gradients of parameters add up in the block."""
+    pairs = [inputs(case, batch, rank) for rank in range(len(case.tokens[batch]))]
+    x = torch.cat([x for x, _ in pairs])[None].requires_grad_()
+    y = oracle(x)
+    y.backward(torch.cat([dy for _, dy in pairs])[None])
+    assert x.grad is not None
+    return y[0].detach(), x.grad[0]
+
+
+def test_state_returns_in_the_names_of_transformers() -> None:
+    for model in (mixtral, qwen3_moe, olmoe, deepseek_v3):
+        shape, oracle = model(32, 16)
+        layer = ms.MoELayer(shape, ms.Strategy(name="ep"))
+        layer.load_full_state_dict(oracle.state_dict())
+        state = layer.full_state_dict()
+        assert state.keys() == oracle.state_dict().keys()
+        assert all(torch.equal(state[name], tensor) for name, tensor in oracle.state_dict().items())
+
+
+def test_state_of_another_shape_is_refused() -> None:
+    shape, oracle = mixtral(32, 16)
+    layer = ms.MoELayer(shape.replace(intermediate_size=24), ms.Strategy(name="ep"))
+    with pytest.raises(
+        ValueError, match=r"experts.gate_up_proj has shape \(8, 32, 32\); this layer's is \(8, 48, 32\)"
+    ):
+        layer.load_full_state_dict(oracle.state_dict())

@@ -1,0 +1,220 @@
+"""The house has floors: imports go down only. DESIGN.md, section 2, as one table."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import moesys
+from moesys import config
+
+ROOT = Path(__file__).parents[1]
+
+FLOORS = (
+    {"config", "load", "layout", "timeline"},
+    {"presets", "traces", "cost"},
+    {"kernels"},
+    {"overlap", "balance"},
+    {"step"},
+    {"moe"},
+    {"train"},
+    {"tune"},
+    {"lab"},
+    {"__main__"},
+)
+FLOOR_OF = {unit: floor for floor, units in enumerate(FLOORS) for unit in units}
+
+# Units of moesys that a unit may not import although they are not above it.
+CLOSED = {
+    "kernels": set(FLOOR_OF) - {"kernels"},
+    "presets": set(FLOOR_OF) - {"presets", "config"},
+    "balance": {"kernels", "overlap"},
+    "overlap": {"balance"},
+}
+# Who alone may import a package, and packages that a unit may not import at all.
+ONLY_IN = {"ortools": {"balance"}, "cupy": {"kernels"}, "rich": {"lab"}, "experiments": set()}
+REFUSED = {
+    "config": {"torch"},
+    "load": {"torch"},
+    "layout": {"torch"},
+    "timeline": {"torch"},
+    "balance": {"triton"},
+    "kernels": {"pydantic", "ortools", "rich"},
+}
+MAY_PRINT = {"lab", "__main__"}
+
+CONTAINERS = {"list", "dict", "set", "bytearray", "deque", "defaultdict", "Counter", "OrderedDict", "WeakKeyDictionary"}
+MUTATORS = {
+    *("add", "append", "appendleft", "clear", "discard", "extend", "insert", "pop", "popitem", "popleft", "remove"),
+    *("reverse", "setdefault", "sort", "update"),
+}
+
+
+def is_submodule(name: str) -> bool:
+    path = ROOT / "moesys" / name
+    return name != "" and (name in FLOOR_OF or path.is_dir() or path.with_suffix(".py").is_file())
+
+
+def imports(tree: ast.Module, package: str) -> list[tuple[str, bool]]:
+    """Dotted names imported anywhere in a module of ``package``, and whether at its top level."""
+    top_level = {id(node) for node in tree.body}
+    found = []
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")[: 1 - node.level or None] if node.level else []
+            source = ".".join([*parents, *([node.module] if node.module else [])])
+            names = [f"{source}.{alias.name}" for alias in node.names] if source == "moesys" else [source]
+        found += [(name, id(node) in top_level) for name in names]
+    return found
+
+
+def shared_state(tree: ast.Module) -> list[str]:
+    """Names of a module's top-level containers that code in it changes, and ``global`` statements."""
+    containers = set()
+    for node in tree.body:
+        if isinstance(node, ast.Assign | ast.AnnAssign):
+            made_by = node.value.func if isinstance(node.value, ast.Call) else None
+            made = getattr(made_by, "attr", getattr(made_by, "id", None))
+            literal = ast.List | ast.Dict | ast.Set | ast.ListComp | ast.DictComp | ast.SetComp
+            if isinstance(node.value, literal) or made in CONTAINERS:
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                containers |= {target.id for target in targets if isinstance(target, ast.Name)}
+    found = []
+    for node in ast.walk(tree):
+        match node:
+            case ast.Global(names=names):
+                found.append(f"global {', '.join(names)}")
+            case ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr=attr)) if attr in MUTATORS:
+                found += [f"{name}.{attr}()"] if name in containers else []
+            case ast.Subscript(value=ast.Name(id=name), ctx=ast.Store() | ast.Del()) if name in containers:
+                found.append(f"{name}[...] changes")
+    return found
+
+
+def violations(path: str, source: str) -> list[str]:
+    """What a file of moesys does against the table; ``path`` relative to moesys/, as in ``balance/greedy.py``."""
+    tree = ast.parse(source)
+    parts = path.removesuffix(".py").split("/")
+    unit = parts[0]
+    found = []
+    for name, top_level in imports(tree, ".".join(["moesys", *parts[:-1]])):
+        package, _, rest = name.partition(".")
+        target = rest.split(".")[0]
+        if package == "moesys":
+            if not is_submodule(target):
+                found.append(f"{unit} imports the public names; import the module that defines them")
+            elif target not in FLOOR_OF:
+                found.append(f"{target} has no floor")
+            elif FLOOR_OF[target] > FLOOR_OF[unit] or target in CLOSED.get(unit, ()):
+                found.append(f"{unit} imports {target}")
+        elif unit not in ONLY_IN.get(package, {unit}) or package in REFUSED.get(unit, ()):
+            found.append(f"{unit} imports {package}")
+        elif package == "cupy" and top_level:
+            found.append(f"{unit} imports cupy outside a function")
+    calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    if unit not in MAY_PRINT and any(isinstance(call, ast.Name) and call.id == "print" for call in calls):
+        found.append(f"{unit} prints")
+    return found + shared_state(tree)
+
+
+FILES = sorted(path.relative_to(ROOT / "moesys").as_posix() for path in (ROOT / "moesys").rglob("*.py"))
+
+
+@pytest.mark.parametrize("path", [path for path in FILES if path != "__init__.py"])
+def test_a_file_keeps_to_its_floor(path):
+    assert path.removesuffix(".py").split("/")[0] in FLOOR_OF, "give it a floor"
+    assert violations(path, (ROOT / "moesys" / path).read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "source", "violation"),
+    [
+        ("config.py", "import moesys.moe.layer", "config imports moe"),
+        ("config.py", "import torch", "config imports torch"),
+        ("layout.py", "def f():\n    from torch import Tensor", "layout imports torch"),
+        ("overlap/a.py", "from moesys import step", "overlap imports step"),
+        ("overlap/a.py", "from ..balance import plan", "overlap imports balance"),
+        ("overlap/a.py", "from .. import balance", "overlap imports balance"),
+        ("balance/a.py", "def f():\n    from moesys.overlap.b import c", "balance imports overlap"),
+        ("balance/a.py", "from moesys.kernels import topk", "balance imports kernels"),
+        ("balance/a.py", "import triton.language as tl", "balance imports triton"),
+        ("kernels/a.py", "from moesys.config import Strategy", "kernels imports config"),
+        ("kernels/a.py", "import cupy", "kernels imports cupy outside a function"),
+        ("presets.py", "import moesys.layout", "presets imports layout"),
+        ("step.py", "from ortools.sat.python import cp_model", "step imports ortools"),
+        ("moe/a.py", "import cupy", "moe imports cupy"),
+        ("train/a.py", "from rich.console import Console", "train imports rich"),
+        ("lab/a.py", "import experiments.tiny", "lab imports experiments"),
+        ("moe/a.py", "import moesys as ms", "moe imports the public names; import the module that defines them"),
+        (
+            "moe/a.py",
+            "from moesys import Strategy",
+            "moe imports the public names; import the module that defines them",
+        ),
+        ("train/a.py", "print(1)", "train prints"),
+        ("moe/a.py", "seen = {}\ndef f():\n    seen[1] = 2", "seen[...] changes"),
+        ("moe/a.py", "from collections import deque\nq = deque()\ndef f():\n    q.append(1)", "q.append()"),
+        ("moe/a.py", "n = 0\ndef f():\n    global n\n    n = 1", "global n"),
+    ],
+)
+def test_the_table_sees(path, source, violation):
+    assert violations(path, source) == [violation]
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("kernels/a.py", "from .b import c\ndef f():\n    import cupy"),
+        ("layout.py", "from moesys.load import LoadMatrix"),
+        ("step.py", "from moesys.balance import plan_layout\nfrom moesys.overlap import schedule"),
+        ("lab/a.py", "import rich\nprint(1)"),
+        ("moe/a.py", "TABLE = {1: 2}\ndef f():\n    seen = []\n    seen.append(TABLE[1])"),
+    ],
+)
+def test_the_table_allows(path, source):
+    assert violations(path, source) == []
+
+
+def test_a_strategy_is_declared_without_torch():
+    code = (
+        "import moesys, sys; moesys.Strategy, moesys.presets.laer(2), moesys.TokenPlan; print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout == "False\n"
+
+
+def test_every_public_name_resolves():
+    assert moesys.__all__ == ["presets", *sorted(moesys.__all__[1:])]
+    unresolved = []
+    for name in moesys.__all__:
+        try:
+            getattr(moesys, name)
+        except (ImportError, AttributeError) as error:
+            unresolved.append(f"{name}: {error}")
+    assert unresolved == []
+    assert set(moesys.__all__) <= set(dir(moesys))
+
+
+def test_type_checkers_see_the_same_public_names():
+    guarded = next(node for node in ast.parse(Path(moesys.__file__).read_text()).body if isinstance(node, ast.If))
+    assert sorted(alias.asname for node in guarded.body for alias in node.names) == sorted(moesys.__all__)
+
+
+def test_everything_that_is_declared_is_public():
+    declared = {
+        name for name, value in vars(config).items() if isinstance(value, type) and value.__module__ == config.__name__
+    }
+    assert declared <= set(moesys.__all__)
+
+
+def test_an_unknown_name_says_where_the_known_ones_are():
+    with pytest.raises(AttributeError) as error:
+        moesys.Stratgey  # noqa: B018
+    assert str(error.value) == "module 'moesys' has no attribute 'Stratgey'; its public names are in moesys.__all__"

@@ -1,0 +1,255 @@
+"""The computed nouns: what is always true of them, and what each says when it is not."""
+
+from __future__ import annotations
+
+import dataclasses
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moesys.layout import EMPTY, ExpertLayout, TokenPlan
+from moesys.load import LoadMatrix
+from moesys.timeline import Span, Timeline
+
+LOAD = LoadMatrix([[4, 0, 1], [2, 3, 0]])
+LAYOUT = ExpertLayout([[0, 1], [2, 0]], num_experts=3)
+PLAN = TokenPlan(np.array([[0, 0, 0, 1], [0, 0, 1, 3], [0, 2, 1, 1], [1, 0, 1, 2], [1, 1, 0, 3]]), LOAD, LAYOUT)
+
+
+def assert_refuses(make, message):
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        make()
+    assert str(error.value) == message
+
+
+# --- LoadMatrix ---
+
+
+def test_a_load_counts():
+    assert (LOAD.num_ranks, LOAD.num_experts, LOAD.total) == (2, 3, 10)
+    assert LOAD.tokens_E.tolist() == [6, 3, 1]
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int32, np.int64, np.uint64])
+def test_a_load_takes_any_integers_and_keeps_its_own(dtype):
+    given_RE = np.array([[1, 2]], dtype=dtype)
+    load = LoadMatrix(given_RE)
+    given_RE[0, 0] = 9
+    assert load.tokens_RE.dtype == np.int64
+    assert load == LoadMatrix([[1, 2]])
+    assert load != LoadMatrix([[1, 3]])
+    with pytest.raises(ValueError, match="read-only"):
+        load.tokens_RE[0, 0] = 9
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        load.tokens_RE = given_RE
+
+
+@pytest.mark.parametrize(
+    ("tokens_RE", "message"),
+    [
+        ([[1.0]], "tokens_RE has dtype float64; it counts, so give integers"),
+        ([[True]], "tokens_RE has dtype bool; it counts, so give integers"),
+        ([1, 2], "tokens_RE has shape (2,); it needs 2 dimensions"),
+        (np.zeros((0, 3), int), "tokens_RE has shape (0, 3); it needs at least one rank and one expert"),
+        (np.zeros((3, 0), int), "tokens_RE has shape (3, 0); it needs at least one rank and one expert"),
+        ([[1, 0], [2, -3]], "tokens_RE[1, 1] = -3; counts cannot be negative"),
+    ],
+)
+def test_what_a_load_refuses(tokens_RE, message):
+    assert_refuses(lambda: LoadMatrix(tokens_RE), message)
+
+
+# --- ExpertLayout ---
+
+
+def test_a_layout_knows_who_holds_what():
+    layout = ExpertLayout([[0, 1, 0], [2, EMPTY, EMPTY]], num_experts=3)
+    assert (layout.num_ranks, layout.num_slots, layout.num_duplicates) == (2, 3, 1)
+    assert layout.replicas_RE.tolist() == [[2, 1, 0], [0, 0, 1]]
+    assert layout.filled_R.tolist() == [3, 1]
+    assert (layout.experts_of(0), layout.experts_of(1)) == ((0, 1, 0), (2,))
+    assert (layout.num_distinct([0]), layout.num_distinct([0, 1])) == (2, 3)
+    assert str(layout) == "rank 0: 0 1 0\nrank 1: 2 . ."
+
+
+def test_a_layout_may_have_more_slots_than_experts_and_ranks_without_any():
+    layout = ExpertLayout([[0, 1], [EMPTY, EMPTY], [0, 1]], num_experts=2)
+    assert layout.num_duplicates == 0
+    assert layout.experts_of(1) == ()
+
+
+def test_layouts_are_equal_by_content():
+    same = ExpertLayout(np.array([[0, 1], [2, 0]], dtype=np.int32), num_experts=3)
+    assert same == LAYOUT
+    assert same.fingerprint() == LAYOUT.fingerprint()
+    others = [
+        ExpertLayout([[1, 0], [2, 0]], num_experts=3),
+        ExpertLayout([[0, 1, 2, 0]], num_experts=3),
+        ExpertLayout([[0, 1], [2, 0], [EMPTY, EMPTY]], num_experts=3),
+        ExpertLayout([[0, 1], [2, 3]], num_experts=4),
+    ]
+    assert all(other != LAYOUT for other in others)
+    assert len({layout.fingerprint() for layout in [LAYOUT, *others]}) == 5
+
+
+@pytest.mark.parametrize(
+    ("expert_RS", "num_experts", "message"),
+    [
+        ([[0.0]], 1, "expert_RS has dtype float64; it counts, so give integers"),
+        ([0, 1], 2, "expert_RS has shape (2,); it needs 2 dimensions"),
+        ([[0, 1], [2, 0]], 2, "expert_RS[1, 0] = 2; experts are 0..1, -1 for an empty slot"),
+        ([[0, -2]], 1, "expert_RS[0, 1] = -2; experts are 0..0, -1 for an empty slot"),
+        ([[0, 2], [0, EMPTY]], 4, "no rank holds experts [1, 3]; every expert needs a slot"),
+        ([[EMPTY]], 12, "no rank holds experts [0, 1, 2, 3, 4, 5, 6, 7]; every expert needs a slot"),
+        (np.zeros((2, 0), int), 1, "no rank holds experts [0]; every expert needs a slot"),
+    ],
+)
+def test_what_a_layout_refuses(expert_RS, num_experts, message):
+    assert_refuses(lambda: ExpertLayout(expert_RS, num_experts), message)
+
+
+# --- TokenPlan ---
+
+
+def test_a_plan_counts():
+    assert PLAN.tokens_R.tolist() == [4, 6]
+    assert PLAN.max_over_mean == pytest.approx(6 / 5)
+    assert PLAN.inter_node_tokens((0, 1)) == 3 + 1 + 3
+    assert PLAN.inter_node_tokens((0, 0)) == 0
+    assert PLAN.tokens_RER[0].tolist() == [[1, 3], [0, 0], [0, 1]]
+    with pytest.raises(ValueError, match="read-only"):
+        PLAN.entries[0, 3] = 9
+
+
+def test_a_plan_for_no_tokens():
+    nothing = LoadMatrix(np.zeros((2, 3), int))
+    plan = TokenPlan.from_dense(np.zeros((2, 3, 2), int), nothing, LAYOUT)
+    assert plan.entries.shape == (0, 4)
+    assert (plan.tokens_R.tolist(), plan.max_over_mean, plan.inter_node_tokens((0, 1))) == ([0, 0], 1.0, 0)
+
+
+@st.composite
+def dense_plans(draw):
+    """A layout, and tokens only from anywhere to holders: [R, E, R] that sums to some load."""
+    R, E, S = draw(st.integers(1, 4)), draw(st.integers(1, 5)), draw(st.integers(1, 3))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    expert_RS = np.full((R, S + E), EMPTY)
+    expert_RS[:, :S] = rng.integers(EMPTY, E, size=(R, S))
+    expert_RS[rng.integers(0, R, size=E), S + np.arange(E)] = np.arange(E)
+    layout = ExpertLayout(expert_RS, E)
+    tokens_RER = rng.integers(0, 4, size=(R, E, R)) * (layout.replicas_RE.T > 0)
+    return tokens_RER, LoadMatrix(tokens_RER.sum(axis=2)), layout
+
+
+@settings(deadline=None)
+@given(dense_plans())
+def test_dense_and_sparse_plans_are_one(dense):
+    tokens_RER, load, layout = dense
+    plan = TokenPlan.from_dense(tokens_RER, load, layout)
+    assert np.array_equal(plan.tokens_RER, tokens_RER)
+    assert plan == TokenPlan(plan.entries, load, layout) == TokenPlan.from_dense(plan.tokens_RER, load, layout)
+    assert np.array_equal(plan.tokens_R, tokens_RER.sum(axis=(0, 1)))
+    assert plan.tokens_R.dtype == np.int64
+    node = np.arange(load.num_ranks) // 2
+    assert plan.inter_node_tokens(tuple(node)) == tokens_RER.sum(axis=1)[node[:, None] != node].sum()
+
+
+def test_plans_are_equal_by_content():
+    assert TokenPlan(PLAN.entries, LOAD, ExpertLayout([[1, 0], [2, 0]], num_experts=3)) != PLAN
+    other = [[0, 0, 0, 2], [0, 0, 1, 2], [0, 2, 1, 1], [1, 0, 1, 2], [1, 1, 0, 3]]
+    assert TokenPlan(np.array(other), LOAD, LAYOUT) != PLAN
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        (PLAN.entries * 1.0, "entries has dtype float64; it counts, so give integers"),
+        (PLAN.entries[0], "entries has shape (4,); it needs 2 dimensions"),
+        (PLAN.entries[[1, 0, 2, 3, 4]], "entries must be sorted by (source, expert, destination) without repeats"),
+        (PLAN.entries[[0, 0, 1, 2, 3, 4]], "entries must be sorted by (source, expert, destination) without repeats"),
+        ([[0, 0, 0, 0], *PLAN.entries[1:]], "entries must have tokens > 0; leave the others out"),
+        (PLAN.entries[1:], "the plan sends 3 tokens of source 0 for expert 0, but 4 exist"),
+        ([*PLAN.entries, [1, 2, 1, 7]], "the plan sends 7 tokens of source 1 for expert 2, but 0 exist"),
+        (
+            [*PLAN.entries[:4], [1, 1, 1, 3]],
+            "the plan sends tokens of source 1 for expert 1 to rank 1, which does not hold it",
+        ),
+    ],
+)
+def test_what_a_plan_refuses(entries, message):
+    assert_refuses(lambda: TokenPlan(np.array(entries), LOAD, LAYOUT), message)
+
+
+def test_a_plan_is_for_one_cluster_and_model():
+    assert_refuses(
+        lambda: TokenPlan(PLAN.entries, LOAD, ExpertLayout([[0, 1, 2]], num_experts=3)),
+        "the load is for 2 ranks and 3 experts, the layout for 1 and 3; plan both for the same cluster and model",
+    )
+
+
+# --- Span and Timeline ---
+
+
+def span(start_us, end_us, rank=0, lane="compute", kind="experts"):
+    return Span(rank, lane, start_us, end_us, kind)
+
+
+def test_a_span_has_a_length():
+    assert span(2.0, 5.0).duration_us == 3.0
+    assert span(2.0, 2.0).duration_us == 0.0
+    assert_refuses(lambda: span(2.0, 1.0), "span experts on lane compute ends at 1.0 before it starts")
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "overlap"),
+    [((0, 2), (1, 3), True), ((0, 9), (1, 2), True), ((0, 1), (1, 2), False), ((0, 1), (2, 3), False)],
+)
+def test_spans_overlap(first, second, overlap):
+    assert span(*first).overlaps(span(*second)) is overlap
+    assert span(*second).overlaps(span(*first)) is overlap
+
+
+def test_a_timeline_sorts_and_finds_its_spans():
+    dispatch = span(0.0, 1.0, lane="comm", kind="dispatch")
+    late, early, other = span(5.0, 6.0), span(1.0, 5.0), span(0.5, 7.0, rank=1)
+    timeline = Timeline((other, late, early, dispatch), "simulated")
+    assert timeline.spans == (dispatch, early, late, other)
+    assert timeline.of("experts") == (early, late, other)
+    assert timeline.of("experts", rank=0) == (early, late)
+    assert timeline.length_us == 7.0
+    assert Timeline((), "measured").length_us == 0.0
+
+
+def test_spans_overlap_only_on_different_lanes_or_ranks():
+    first, second = span(0.0, 2.0), span(1.0, 3.0)
+    assert_refuses(
+        lambda: Timeline((second, first), "simulated"),
+        f"spans overlap on lane compute of rank 0: {first} and {second}",
+    )
+    Timeline((first, dataclasses.replace(second, lane="comm")), "simulated")
+    Timeline((first, dataclasses.replace(second, rank=1)), "simulated")
+
+
+@settings(deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 20), st.integers(0, 4), st.integers(0, 1)), max_size=8))
+def test_a_lane_is_never_used_twice_at_once(drawn):
+    spans = tuple(span(float(start), float(start + length), rank=rank) for start, length, rank in drawn)
+    clash = any(a.overlaps(b) for i, a in enumerate(spans) for b in spans[i + 1 :] if a.rank == b.rank)
+    if clash:
+        with pytest.raises(ValueError, match="spans overlap on lane compute"):
+            Timeline(spans, "measured")
+    else:
+        ordered = Timeline(spans, "measured").spans
+        assert all(a.end_us <= b.start_us for a, b in pairwise(ordered) if a.rank == b.rank)
+
+
+def test_timelines_merge_but_sources_do_not():
+    first, second = Timeline((span(0.0, 1.0),), "measured"), Timeline((span(0.0, 2.0, rank=1),), "measured")
+    assert Timeline.merge([second, first]) == Timeline((*first.spans, *second.spans), "measured")
+    assert_refuses(
+        lambda: Timeline.merge([first, Timeline(second.spans, "simulated")]),
+        "cannot merge timelines from ['measured', 'simulated']; compare them side by side instead",
+    )
