@@ -38,11 +38,14 @@ if TYPE_CHECKING:
     from moesys.load import LoadMatrix as LoadMatrix
     from moesys.moe.gradients import clip_grad_norm_ as clip_grad_norm_
     from moesys.moe.gradients import sync_gradients as sync_gradients
+    from moesys.moe.gradients import update_router_bias as update_router_bias
+    from moesys.moe.layer import LayerMetrics as LayerMetrics
     from moesys.moe.layer import MoELayer as MoELayer
     from moesys.moe.recompute import recompute as recompute
     from moesys.moe.router import router_loss as router_loss
     from moesys.moe.runtime import MoERuntime as MoERuntime
     from moesys.moe.runtime import link as link
+    from moesys.overlap.channel import CollectiveError as CollectiveError
     from moesys.step import LayerPlan as LayerPlan
     from moesys.step import plan_layer as plan_layer
     from moesys.timeline import Span as Span
@@ -51,6 +54,7 @@ if TYPE_CHECKING:
 # The imports above are for type checkers; a test holds them and this table equal.
 _MODULE_OF = {
     "ClusterSpec": "moesys.config",
+    "CollectiveError": "moesys.overlap.channel",
     "CpSat": "moesys.config",
     "Declared": "moesys.config",
     "Ema": "moesys.config",
@@ -63,6 +67,7 @@ _MODULE_OF = {
     "Greedy": "moesys.config",
     "Laer": "moesys.config",
     "Last": "moesys.config",
+    "LayerMetrics": "moesys.moe.layer",
     "LayerPlan": "moesys.step",
     "LoadMatrix": "moesys.load",
     "MoELayer": "moesys.moe.layer",
@@ -86,6 +91,7 @@ _MODULE_OF = {
     "router_loss": "moesys.moe.router",
     "split_tokens": "moesys.balance",
     "sync_gradients": "moesys.moe.gradients",
+    "update_router_bias": "moesys.moe.gradients",
 }
 
 __all__ = ["presets", *_MODULE_OF]

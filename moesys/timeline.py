@@ -32,7 +32,7 @@ class Span:
 
 @dataclass(frozen=True)
 class Timeline:
-    """Spans of all ranks, sorted; on one lane of one rank none overlap. ``source``: whether a clock or a model made it."""
+    """Spans of all ranks, sorted; on one lane of one rank none overlap. ``source``: did a clock or a model make it."""
 
     spans: tuple[Span, ...]
     source: Literal["simulated", "measured"]

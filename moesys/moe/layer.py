@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import io
+import json
 import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -98,12 +98,14 @@ class MoELayer(nn.Module):
         self.schedule = LayoutSchedule(layer_index, strategy, shape, self.cluster)
         self.compute_dtype = DTYPES[shape.dtype]
         self.meter = Meter()
-        self.token_channel = Channel(self.group, self.cluster.node_of_rank, Recorder(rank), self.meter)
+        self.token_channel = Channel(
+            self.group, self.cluster.node_of_rank, Recorder(rank), self.meter, torch.device(device or "cpu").type
+        )
         self.weight_channel = self.token_channel
         self.runtime: MoERuntime | None = None
         self.plan_timeout_s = PLAN_TIMEOUT_S
         self.tokens_since_update_E = np.zeros(shape.num_experts, dtype=np.int64)
-        self._prefetched: tuple[ExpertLayout, Restored] | None = None
+        self._prefetched: tuple[ExpertLayout, int, Restored] | None = None
         self._last_plan: LayerPlan | None = None
 
         sharding = strategy.sharding
@@ -182,6 +184,7 @@ class MoELayer(nn.Module):
     def _plan_call(self, expert_TK: Tensor, checkpointed: bool) -> LayerCall:
         """Exchange counts, agree on layouts, and plan: the only part of forward that recomputation leaves out."""
         learning = self.training and torch.is_grad_enabled()
+        previous = self.runtime.enter(self) if self.runtime is not None else None
         upcoming = self.runtime.upcoming(self) if self.runtime is not None else []
         deciding = [self, *upcoming]
         votes = [int(not learning or layer.schedule.ready(self.plan_timeout_s)) for layer in deciding]
@@ -210,13 +213,10 @@ class MoELayer(nn.Module):
             self.min_rows,
         )
         executor = ChunkedExecutor(routes, self.token_channel, self.tiled)
-        previous = self.runtime.enter(self) if self.runtime is not None else None
         call = LayerCall(self, plan, executor, previous, checkpointed)
-        if self._prefetched is not None:
-            layout, restored = self._prefetched
-            self._prefetched = None
-            if layout == plan.layout:
-                call.adopt(restored)
+        if (prefetched := self._valid_prefetch()) is not None:
+            call.adopt(prefetched)
+        self._prefetched = None
         call.upcoming = upcoming
         if self.runtime is not None:
             self.runtime.entered(call)
@@ -226,6 +226,7 @@ class MoELayer(nn.Module):
         """Plan and restore on demand again, as before ``link``."""
         self.runtime = None
         self.schedule.source = InlinePlanner()
+        self.token_channel.pulse = None
         self.weight_channel = self.token_channel
         self._prefetched = None
 
@@ -238,9 +239,19 @@ class MoELayer(nn.Module):
         )
 
     def prefetch(self) -> None:
-        """Start bringing the experts of the coming micro-batch, whose layout is settled."""
-        if self._prefetched is None:
-            self._prefetched = (self.schedule.layout, self.start_restore(self.schedule.layout))
+        """Start bringing the experts of the coming micro-batch, whose layout is settled, unless it is done already."""
+        if self.runtime is not None and self._valid_prefetch() is None:
+            layout = self.schedule.layout
+            self._prefetched = (layout, self.runtime.num_passes, self.start_restore(layout))
+
+    def _valid_prefetch(self) -> Restored | None:
+        """What was brought ahead, if it was for this pass: one that was broken off leaves experts behind, which the next
+        optimizer step makes stale.
+        """
+        if self._prefetched is None or self.runtime is None:
+            return None
+        layout, of_pass, restored = self._prefetched
+        return restored if (layout, of_pass) == (self.schedule.layout, self.runtime.num_passes) else None
 
     def reshard_gradients(self, grads_DP: Tensor, call: LayerCall) -> Tensor | None:
         """This rank's part of the masters' gradient; None where it comes later, straight into ``experts.grad``."""
@@ -306,14 +317,33 @@ class MoELayer(nn.Module):
             else:
                 local[expert - owned.start] = flat_P
 
-    def get_extra_state(self) -> Tensor:
-        """Load history and layouts, so that a resumed run plans as an undisturbed one would."""
-        buffer = io.BytesIO()
-        torch.save(self.schedule.state_dict(STATE_TIMEOUT_S), buffer)
-        return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+    def get_extra_state(self) -> str:
+        """Load history, layouts and counts in JSON, so that a resumed run plans as an undisturbed one would.
 
-    def set_extra_state(self, state: Tensor) -> None:
-        self.schedule.load_state_dict(torch.load(io.BytesIO(state.numpy().tobytes()), weights_only=True))
+        Text, as its length changes from step to step: distributed checkpoints load tensors only into their own size.
+        """
+        tokens_E = self.tokens_since_update_E.tolist()
+        return json.dumps(self.schedule.state_dict(STATE_TIMEOUT_S) | {"tokens_since_update": tokens_E})
+
+    def set_extra_state(self, state: str) -> None:
+        loaded = json.loads(state)
+        self.schedule.load_state_dict(loaded)
+        self.tokens_since_update_E[:] = loaded["tokens_since_update"]
+        self._prefetched = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For ``copy.deepcopy`` and pickling, of a layer of one rank that is not linked. What was measured stays here."""
+        if self.group is not None or self.runtime is not None:
+            raise TypeError(
+                "only a layer without a process group and not linked can be copied or pickled; "
+                "make another and load this one's state_dict()"
+            )
+        return {name: value for name, value in self.__dict__.items() if name not in ("token_channel", "weight_channel")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.token_channel = Channel(None, self.cluster.node_of_rank, Recorder(0), self.meter)
+        self.weight_channel = self.token_channel
 
     def extra_repr(self) -> str:
         return f"{self.shape!r}, strategy={self.strategy.name!r}, ranks={self.token_channel.num_ranks}"

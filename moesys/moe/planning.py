@@ -86,9 +86,8 @@ class LayoutSchedule:
         self.source: PlanSource = InlinePlanner()
         self.micro_batch = 0
         self.events: list[PlanEvent] = []
-        # Before the first load is known, all experts are alike.
-        uniform = LoadMatrix(np.ones((cluster.num_ranks, model.num_experts), dtype=np.int64))
-        self.layout = plan_layout(uniform, cluster, strategy.balance, self.slots_R)
+        self.num_experts = model.num_experts
+        self.layout = self._first_layout()
         self._history: deque[LoadMatrix] = deque(maxlen=window(strategy.predictor))
         self._pending: deque[tuple[int, PlanTicket]] = deque()
 
@@ -146,7 +145,10 @@ class LayoutSchedule:
         self.micro_batch = state["micro_batch"]
         if isinstance(self.strategy.balance, Static):
             return
+        self._history.clear()
+        self._pending.clear()
         if expert_RS.shape != self.layout.expert_RS.shape or ((expert_RS >= 0).sum(axis=1) > self.slots_R).any():
+            self.layout = self._first_layout()
             self.events.append(
                 PlanEvent(
                     self.layer,
@@ -155,9 +157,11 @@ class LayoutSchedule:
                 )
             )
             return
-        num_experts = self.layout.num_experts
-        self.layout = ExpertLayout(expert_RS, num_experts)
-        self._history.clear()
+        self.layout = ExpertLayout(expert_RS, self.num_experts)
         self._history.extend(LoadMatrix(tokens_RE) for tokens_RE in state["history"])
-        self._pending.clear()
-        self._pending.extend((due, SolvedPlan(ExpertLayout(plan, num_experts))) for due, plan in state["pending"])
+        self._pending.extend((due, SolvedPlan(ExpertLayout(plan, self.num_experts))) for due, plan in state["pending"])
+
+    def _first_layout(self) -> ExpertLayout:
+        """Before the first load is known, all experts are alike."""
+        uniform = LoadMatrix(np.ones((self.cluster.num_ranks, self.num_experts), dtype=np.int64))
+        return plan_layout(uniform, self.cluster, self.strategy.balance, self.slots_R)

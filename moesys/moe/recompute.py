@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from moesys.moe.call import LayerCall
 
 
+NO_BACKWARD = -1
+
+
 @dataclass
 class Tape:
     """The calls of MoE layers inside one checkpointed region, in order."""
@@ -34,7 +37,7 @@ class Tape:
             recorded = [call.layer for call in self.calls]
             raise RuntimeError(
                 f"recomputation reached MoE layer {layer} as call {self.position}, but the first pass recorded "
-                f"layers {recorded}; a checkpointed region must run the same layers in the same order both times"
+                f"layers {recorded}; a checkpointed region must run the same layers both times"
             )
         self.position += 1
         return self.calls[self.position - 1]
@@ -46,7 +49,7 @@ _tape: ContextVar[Tape | None] = ContextVar("moesys_recompute_tape", default=Non
 def current_tape() -> Tape | None:
     """The tape of the checkpointed region that is running, if one is."""
     tape = _tape.get()
-    if tape is None and in_backward():
+    if tape is None and current_backward() != NO_BACKWARD:
         raise RuntimeError(
             "a MoE layer runs forward inside a backward pass, so activations are being recomputed, but its plans were "
             "not recorded; pass context_fn=moesys.recompute and use_reentrant=False to torch.utils.checkpoint.checkpoint"
@@ -54,8 +57,9 @@ def current_tape() -> Tape | None:
     return tape
 
 
-def in_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
+def current_backward() -> int:
+    """A number for the backward pass that is running, ``NO_BACKWARD`` outside of one."""
+    return torch._C._current_graph_task_id()
 
 
 def recompute() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

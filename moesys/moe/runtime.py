@@ -20,8 +20,10 @@ from moesys.moe.gradients import expert_group
 from moesys.moe.layer import PLAN_TIMEOUT_S, LayerMetrics, MoELayer
 from moesys.moe.planner_thread import PlannerThread
 from moesys.moe.planning import PlanEvent
+from moesys.moe.recompute import NO_BACKWARD, current_backward
 from moesys.overlap.channel import Channel
-from moesys.overlap.record import Recorder
+from moesys.overlap.pulse import Pulse
+from moesys.overlap.record import Meter, Recorder
 from moesys.timeline import Timeline
 
 
@@ -78,17 +80,26 @@ class MoERuntime:
             if weight_group is None:
                 weight_group = self._new_group(group, dist.get_backend(group))
             planner_group = self._new_group(group, "gloo")
-        self._planner = PlannerThread(planner_group)
+        self._pulse = Pulse(dist.get_rank()) if group is not None else None
+        plan_channel = Channel(planner_group, self.layers[0].cluster.node_of_rank, Recorder(0), Meter())
+        plan_channel.pulse = self._pulse
+        self._planner = PlannerThread(plan_channel)
+        self.num_passes = 0
         self._order: list[MoELayer] = []
+        self._position = -1
+        self._learning_order = True
         self._newest: weakref.ref[LayerCall] | None = None
         self._reshards: list[_Reshard] = []
-        self._flush_queued = False
+        self._flushing_backward = NO_BACKWARD
         for layer in self.layers:
             layer.runtime = self
             layer.plan_timeout_s = plan_timeout_s
             layer.schedule.source = self._planner
+            layer.weight_channel = Channel(
+                weight_group, layer.cluster.node_of_rank, self.recorder, layer.meter, layer.experts.device.type
+            )
             layer.token_channel.recorder = self.recorder
-            layer.weight_channel = Channel(weight_group, layer.cluster.node_of_rank, self.recorder, layer.meter)
+            layer.token_channel.pulse = layer.weight_channel.pulse = self._pulse
 
     def _new_group(self, group: dist.ProcessGroup, backend: str) -> dist.ProcessGroup:
         members = dist.get_process_group_ranks(group)
@@ -100,22 +111,25 @@ class MoERuntime:
 
     # --- forward ------------------------------------------------------------------------------------------
 
-    def upcoming(self, layer: MoELayer) -> list[MoELayer]:
-        """The layers whose experts may set off while ``layer`` computes; none while the order is being learnt."""
-        if layer not in self._order:
-            return []
-        position = self._order.index(layer)
-        return self._order[position + 1 : position + 1 + layer.prefetch_layers]
-
     def enter(self, layer: MoELayer) -> LayerCall | None:
         """A layer begins a micro-batch: learn the order, and give the call of the layer before in the same pass."""
-        if layer not in self._order:
+        known = layer in self._order
+        if not known:
             self._order.append(layer)
-        newest = self._newest() if self._newest is not None else None
         position = self._order.index(layer)
-        if newest is None or position == 0 or newest.owner is not self._order[position - 1]:
-            return None
-        return newest
+        if position <= self._position:
+            self.num_passes += 1
+        previous = self._newest() if self._newest is not None and position == self._position + 1 else None
+        self._position = position
+        self._learning_order = not known
+        return previous
+
+    def upcoming(self, layer: MoELayer) -> list[MoELayer]:
+        """The layers whose experts may set off while ``layer`` computes; none while the order is being learnt."""
+        if self._learning_order:
+            return []
+        following = self._position + 1
+        return self._order[following : following + layer.prefetch_layers]
 
     def entered(self, call: LayerCall) -> None:
         self._newest = weakref.ref(call)
@@ -138,10 +152,12 @@ class MoERuntime:
 
     def delay(self, layer: MoELayer, start: Callable[[], Callable[[], Tensor]]) -> None:
         """Send a gradient home later: behind the next layer's backward, or at the end of this one."""
-        self._reshards.append(_Reshard(layer, start))
-        if not self._flush_queued:
-            self._flush_queued = True
+        if self._flushing_backward != current_backward():
+            # What is left of a backward that raised belongs to no step.
+            self._reshards.clear()
+            self._flushing_backward = current_backward()
             Variable._execution_engine.queue_callback(self._flush)
+        self._reshards.append(_Reshard(layer, start))
 
     def after_backward(self) -> None:
         """A layer's backward is through: gradients that travelled behind it have arrived."""
@@ -151,7 +167,7 @@ class MoERuntime:
             reshard.layer.accumulate_gradient(reshard.finish())
 
     def _flush(self) -> None:
-        self._flush_queued = False
+        self._flushing_backward = NO_BACKWARD
         for reshard in self._reshards:
             if reshard.finish is None:
                 reshard.finish = reshard.start()
@@ -175,6 +191,8 @@ class MoERuntime:
     def close(self) -> None:
         """Stop the planner and unlink the layers, which then plan and restore on demand."""
         self._planner.close()
+        if self._pulse is not None:
+            self._pulse.close()
         for layer in self.layers:
             layer.unlink()
         for group in self._groups:

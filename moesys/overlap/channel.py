@@ -6,7 +6,7 @@ Every byte that moesys sends goes through a ``Channel``; a channel without a gro
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TypeVar
 
@@ -14,15 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moesys.overlap.pulse import Pulse
 from moesys.overlap.record import Meter, Recorder
 
-FAILURE_GRACE_S = 10.0
+FAILURE_GRACE_S = 5.0
 
 T = TypeVar("T")
 
 
 class CollectiveError(RuntimeError):
-    """A collective failed. ``silent_ranks`` did not answer the survivors' roll call: they are dead, hung, or gone."""
+    """A collective failed. ``silent_ranks`` neither failed with it nor have a pulse: they are dead, hung, or gone."""
 
     def __init__(self, message: str, silent_ranks: tuple[int, ...]) -> None:
         super().__init__(message)
@@ -51,6 +52,9 @@ class Channel:
 
     ``node_of_rank`` [R] tells links apart: bytes within a node, bytes between nodes. Spans go to ``recorder``, which
     the layers of a model share, counts to ``meter``, which belongs to one layer.
+
+    A collective that fails raises ``CollectiveError``, which names the ranks that are gone: with a ``pulse`` after
+    ``failure_grace_s`` seconds, without one when all others have failed, at the latest after the group's time-out.
     """
 
     def __init__(
@@ -59,7 +63,7 @@ class Channel:
         node_of_rank: Sequence[int],
         recorder: Recorder,
         meter: Meter,
-        failure_grace_s: float = FAILURE_GRACE_S,
+        device_type: str = "cpu",
     ) -> None:
         self.group = group
         self.rank = dist.get_rank(group) if group is not None else 0
@@ -67,7 +71,9 @@ class Channel:
         self.node_of_rank = tuple(node_of_rank)
         self.recorder = recorder
         self.meter = meter
-        self.failure_grace_s = failure_grace_s
+        self.device_type = device_type
+        self.failure_grace_s = FAILURE_GRACE_S
+        self.pulse: Pulse | None = None
 
     def all_to_all(
         self,
@@ -127,31 +133,43 @@ class Channel:
             raise self._failure(kind, error) from error
 
     def _failure(self, kind: str, error: RuntimeError) -> CollectiveError:
-        """Roll call through the store: whoever is alive fails in a collective too, and signs."""
+        """Sign as a survivor, and find out who neither signs nor has a pulse."""
         assert self.group is not None
         members = dist.get_process_group_ranks(self.group)
         me = members[self.rank]
-        silent = set(members)
         reason = ""
         try:
             store = dist.distributed_c10d._get_default_store()
-            store.set(f"moesys/failed/{me}", kind)
-            deadline = time.monotonic() + self.failure_grace_s
-            while silent and time.monotonic() < deadline:
-                silent = {rank for rank in silent if not store.check([f"moesys/failed/{rank}"])}
-                if silent:
-                    time.sleep(0.05)
+            store.set(f"moesys/survivor/{me}", kind)
+            if self.pulse is not None:
+                silent = self._unsigned(store, self.pulse.without_pulse(members, self.failure_grace_s))
+            else:
+                silent = self._missing_from_roll_call(store, members)
         except RuntimeError:
-            # The store lives in rank 0's process unless a launcher hosts it.
             silent = {0}
-            reason = " (the rendezvous store, which rank 0 or its launcher hosts, is gone)"
+            reason = " (the rendezvous store, which rank 0 hosts unless a launcher does, is gone)"
         names = tuple(sorted(silent))
         if names:
             who = f"rank{'s' * (len(names) > 1)} {', '.join(map(str, names))} did not answer{reason}: dead or hung"
         else:
             who = "every rank is alive, so the network or a time-out failed it"
-        message = f"rank {me}: {kind} failed; {who}. First error: {str(error).strip().splitlines()[0]}"
-        return CollectiveError(message, names)
+        first_line = str(error).strip().splitlines()[0]
+        return CollectiveError(f"rank {me}: {kind} failed; {who}. First error: {first_line}", names)
+
+    def _missing_from_roll_call(self, store: dist.Store, members: Sequence[int]) -> set[int]:
+        """Who does not sign. Whoever is alive fails in a collective too, but some not before the group's time-out."""
+        assert self.group is not None
+        options = self.group._get_backend(torch.device(self.device_type)).options
+        deadline = time.monotonic() + options._timeout.total_seconds() + self.failure_grace_s
+        silent = self._unsigned(store, members)
+        while silent and time.monotonic() < deadline:
+            time.sleep(0.05)
+            silent = self._unsigned(store, silent)
+        return silent
+
+    @staticmethod
+    def _unsigned(store: dist.Store, ranks: Collection[int]) -> set[int]:
+        return {rank for rank in ranks if not store.check([f"moesys/survivor/{rank}"])}
 
 
 def _as_bytes(rows: Tensor) -> Tensor:

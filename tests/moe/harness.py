@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 import moesys as ms
 from moesys.layout import ExpertLayout
@@ -73,7 +75,7 @@ def summed(tensor: Tensor) -> Tensor:
 
 
 def run_layer(case: Case) -> dict[str, Any]:
-    """All micro-batches forward and backward: outputs and dx by micro-batch (this rank's), gradients by name (whole)."""
+    """All micro-batches forward and backward: this rank's outputs and dx of each, whole gradients by name."""
     layer = make_layer(case)
     rank = dist.get_rank() if dist.is_initialized() else 0
     outputs, dxs, imbalance, layouts = [], [], [], []
@@ -106,3 +108,32 @@ def run_layer(case: Case) -> dict[str, Any]:
 def run_cases(cases: list[Case]) -> list[dict[str, Any]]:
     """Several cases in one visit to the ranks."""
     return [run_layer(case) for case in cases]
+
+
+class Stack(nn.Module):
+    """A few MoE layers with residuals and linear maps between: enough of a model to have an order and a first layer."""
+
+    def __init__(self, shape: ms.ModelShape, strategy: ms.Strategy, num_layers: int, seed: int = 0, **options: Any):
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        self.mixers = nn.ModuleList(nn.Linear(shape.hidden_size, shape.hidden_size) for _ in range(num_layers))
+        for parameter in self.mixers.parameters():
+            nn.init.normal_(parameter, std=0.1, generator=generator)
+        self.moe = nn.ModuleList(
+            ms.MoELayer(shape, strategy, layer_index=index, seed=seed, **options) for index in range(num_layers)
+        )
+
+    def forward(self, x: Tensor, checkpointed: bool = False) -> Tensor:
+        for mixer, moe in zip(self.mixers, self.moe, strict=True):
+            block = partial(_block, mixer, moe)
+            x = checkpoint(block, x, use_reentrant=False, context_fn=ms.recompute) if checkpointed else block(x)
+        return x
+
+
+def _block(mixer: nn.Module, moe: nn.Module, x: Tensor) -> Tensor:
+    return x + moe(torch.tanh(mixer(x)))
+
+
+def gradients_of(model: nn.Module) -> dict[str, Tensor]:
+    """Whole gradients of sharded parameters, this rank's of the others."""
+    return {name: whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}

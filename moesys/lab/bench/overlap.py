@@ -1,0 +1,416 @@
+"""Overlap on local ranks, forward and backward, over links paced so that communication is a set share of the step.
+
+Two parts: one layer whose tokens travel in chunks, and a few layers whose experts travel behind one another.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.table import Table
+from torch import Tensor, nn
+
+from moesys.config import Fsep, ModelShape, Pipelined, Strategy
+from moesys.lab.bench.paced_group import make_paced_group
+from moesys.lab.bench.timing import Ratio, interleave, machine_line, paired_ratio
+from moesys.lab.ranks import LocalRanks
+from moesys.lab.tables import print_table
+from moesys.moe.layer import MoELayer
+from moesys.moe.runtime import link
+
+# Slower than no link of interest, and fast enough to leave gloo's own time alone.
+_UNPACED_GB_PER_S = 1e3
+
+
+@dataclass(frozen=True)
+class Part:
+    """Strategies that do the same work, the first of them without overlap, on a model of ``num_layers`` layers."""
+
+    name: str
+    num_layers: int
+    num_tokens: int
+    shape: ModelShape
+    strategies: tuple[Strategy, ...]
+
+
+_SHAPE = ModelShape(hidden_size=512, intermediate_size=512, num_experts=8, top_k=2)
+_EP = Strategy(name="sequential")
+_FSEP = Strategy(name="on demand", sharding=Fsep(slots_per_rank=4))
+_PREFETCH = Fsep(slots_per_rank=4, prefetch_layers=1)
+_BEHIND = _PREFETCH.replace(delay_reshard=True)
+
+PARTS = (
+    Part(
+        "chunks",
+        num_layers=1,
+        num_tokens=1024,
+        shape=_SHAPE,
+        strategies=(
+            _EP,
+            *(_EP.replace(name=f"pipelined {chunks}", overlap=Pipelined(chunks=chunks)) for chunks in (2, 4, 8)),
+        ),
+    ),
+    Part(
+        "experts",
+        num_layers=3,
+        num_tokens=512,
+        shape=_SHAPE,
+        strategies=(
+            _FSEP,
+            _FSEP.replace(name="prefetch", sharding=_PREFETCH),
+            _FSEP.replace(name="prefetch, delay", sharding=_BEHIND),
+            _FSEP.replace(name="prefetch, delay, pipelined 4", sharding=_BEHIND, overlap=Pipelined(chunks=4)),
+        ),
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Result:
+    """One strategy of a part.
+
+    same_bits: whether output, dx and all gradients are those of the part's first strategy, on every rank.
+    samples_ms: the slowest rank's step, forward and backward, by repetition; empty where bits differ.
+    exposed_ms: how long rank 0 was blocked by communication, by lane; the median over repetitions.
+    """
+
+    strategy: str
+    same_bits: bool
+    samples_ms: list[float]
+    exposed_ms: dict[str, float]
+
+    @property
+    def median_ms(self) -> float:
+        return statistics.median(self.samples_ms)
+
+
+@dataclass(frozen=True)
+class PartResult:
+    """What was measured of one part; ``results`` are in its strategies' order.
+
+    gb_per_s: the pace of both links, of tokens and of experts, chosen from the step without pace: its ``compute_ms``
+        and the ``link_mb`` (10^6 bytes) that a rank receives.
+    """
+
+    part: Part
+    gb_per_s: float
+    compute_ms: float
+    link_mb: float
+    results: list[Result]
+
+    @property
+    def communication_share(self) -> float:
+        """How much of the first strategy's step communication turned out to be."""
+        first = self.results[0]
+        return sum(first.exposed_ms.values()) / first.median_ms
+
+    def ratio(self, result: Result) -> Ratio:
+        """Its time over the first strategy's: below 1, it is faster."""
+        return paired_ratio(result.samples_ms, self.results[0].samples_ms)
+
+
+def select(name: str = "all", num_tokens: int | None = None) -> list[Part]:
+    """The parts of this name. Raises ValueError for a name that is not there."""
+    names = [part.name for part in PARTS]
+    if name not in ("all", *names):
+        raise ValueError(f"part={name!r} is none of {', '.join(names)}; 'all' runs every one")
+    return [
+        Part(part.name, part.num_layers, num_tokens or part.num_tokens, part.shape, part.strategies)
+        for part in PARTS
+        if name in ("all", part.name)
+    ]
+
+
+def bench_overlap(
+    parts: Sequence[Part] = PARTS,
+    *,
+    repeats: int = 9,
+    num_ranks: int = 2,
+    threads: int = 1,
+    communication_share: float = 0.5,
+    seed: int = 0,
+) -> list[PartResult]:
+    """Measure each part on ``num_ranks`` local ranks of ``threads`` threads.
+
+    The pace of the links is chosen in the same run, such that ``communication_share`` of the first strategy's step is
+    communication. Outputs and gradients are compared first, and where they differ by a bit nothing is timed.
+    """
+    if not 0 < communication_share < 1:
+        raise ValueError(f"communication_share={communication_share} must lie between 0 and 1")
+    measured = []
+    with LocalRanks(num_ranks, threads=threads) as ranks:
+        for part in parts:
+            by_rank = ranks.run(_measure, part, repeats, communication_share, seed, timeout_s=1800.0)
+            results = [
+                Result(
+                    strategy=strategy.name,
+                    same_bits=all(rank.same_bits[strategy.name] for rank in by_rank),
+                    samples_ms=[
+                        max(of_ranks) for of_ranks in zip(*(r.samples_ms[strategy.name] for r in by_rank), strict=True)
+                    ],
+                    exposed_ms=by_rank[0].exposed_ms[strategy.name],
+                )
+                for strategy in part.strategies
+            ]
+            first = by_rank[0]
+            measured.append(PartResult(part, first.gb_per_s, first.compute_ms, first.link_mb, results))
+    return measured
+
+
+def report(measured: Sequence[PartResult], num_ranks: int, threads: int) -> tuple[Table, list[str]]:
+    """The table and its legend."""
+    table = Table(title="MEASURED: overlap over paced links, forward + backward, ms (median)", title_justify="left")
+    for column in ("part", "strategy"):
+        table.add_column(column, no_wrap=True)
+    for column in ("step", "/ first", "exposed", "of which by lane"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for part in measured:
+        for result in part.results:
+            if not result.samples_ms:
+                table.add_row(part.part.name, result.strategy, "differs by a bit" if not result.same_bits else "")
+                continue
+            lanes = sorted(result.exposed_ms.items(), key=lambda lane: -lane[1])
+            table.add_row(
+                part.part.name,
+                result.strategy,
+                f"{result.median_ms:.1f}",
+                str(part.ratio(result)),
+                f"{sum(result.exposed_ms.values()):.1f}",
+                ", ".join(f"{lane} {exposed_ms:.0f}" for lane, exposed_ms in lanes if exposed_ms >= 0.5),
+            )
+        table.add_section()
+    repeats = max((len(result.samples_ms) for part in measured for result in part.results), default=0)
+    legend = [
+        f"{machine_line(threads)}; {num_ranks} ranks",
+        "A paced link is a process group over gloo that completes each collective, one after the other, only after its "
+        "bytes / bandwidth. Tokens and experts have one each.",
+        *(
+            f"{part.part.name}: {part.part.num_layers} layer{'s' * (part.part.num_layers > 1)} of "
+            f"{part.part.shape!r}, {part.part.num_tokens} tokens a rank. Links of {part.gb_per_s * 1e3:.0f} MB/s, for "
+            f"{part.compute_ms:.0f} ms of computing and {part.link_mb:.1f} MB; "
+            + (
+                f"communication became {part.communication_share:.0%} of the step of '{part.results[0].strategy}'."
+                if part.results[0].samples_ms
+                else "not timed."
+            )
+            for part in measured
+        ),
+        f"/ first: over the time of the part's first strategy, below 1 is faster; median [p20, p80] of {repeats} "
+        "repetitions, paired, in shuffled order. A step is that of the slowest rank.",
+        "Exposed: rank 0 blocked by communication, which includes waiting for the other rank.",
+        "A speed is shown where output, dx and all gradients have the bits of the first strategy, in the same run.",
+    ]
+    return table, legend
+
+
+def to_json(measured: Sequence[PartResult], num_ranks: int, threads: int) -> dict[str, Any]:
+    """Everything that was measured, with all samples."""
+    return {
+        "benchmark": "overlap",
+        "source": "measured",
+        "machine": machine_line(threads),
+        "num_ranks": num_ranks,
+        "parts": [
+            {
+                "part": part.part.name,
+                "num_layers": part.part.num_layers,
+                "num_tokens": part.part.num_tokens,
+                "model": part.part.shape.model_dump(mode="json"),
+                "gb_per_s": part.gb_per_s,
+                "compute_ms": part.compute_ms,
+                "link_mb": part.link_mb,
+                "communication_share": part.communication_share if part.results[0].samples_ms else None,
+                "results": [
+                    {
+                        **asdict(result),
+                        "model": strategy.model_dump(mode="json"),
+                        "ratio": asdict(part.ratio(result)) if result.samples_ms else None,
+                    }
+                    for strategy, result in zip(part.part.strategies, part.results, strict=True)
+                ],
+            }
+            for part in measured
+        ],
+    }
+
+
+def main(
+    part: str = "all",
+    *,
+    num_tokens: int | None = None,
+    repeats: int = 9,
+    num_ranks: int = 2,
+    threads: int = 1,
+    json_path: Path | None = None,
+) -> int:
+    """Measure, print, write; the exit code: 1 if a bit was wrong."""
+    measured = bench_overlap(select(part, num_tokens), repeats=repeats, num_ranks=num_ranks, threads=threads)
+    table, legend = report(measured, num_ranks, threads)
+    print_table(table, legend)
+    if json_path is not None:
+        json_path.write_text(json.dumps(to_json(measured, num_ranks, threads), indent=1) + "\n")
+    return 0 if all(result.same_bits for part_result in measured for result in part_result.results) else 1
+
+
+# --- on a rank --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _RankResult:
+    """What one rank measured; dictionaries are by strategy."""
+
+    gb_per_s: float
+    compute_ms: float
+    link_mb: float
+    same_bits: dict[str, bool]
+    samples_ms: dict[str, list[float]]
+    exposed_ms: dict[str, dict[str, float]]
+
+
+def _measure(part: Part, repeats: int, communication_share: float, seed: int) -> _RankResult:
+    gb_per_s, compute_ms, link_mb = _calibrate(part, communication_share, seed)
+    links = _Links(gb_per_s)
+    runs = {strategy.name: _Run(part, strategy, links, seed) for strategy in part.strategies}
+
+    expected: dict[str, Tensor] | None = None
+    same_bits = {}
+    for name, run in runs.items():
+        actual = run.results()
+        expected = expected or actual
+        same_bits[name] = actual.keys() == expected.keys() and all(
+            torch.equal(tensor, expected[key]) for key, tensor in actual.items()
+        )
+    # All ranks time the same strategies, or they would wait for one another for ever.
+    verdicts = torch.tensor([same_bits[name] for name in runs], dtype=torch.int64)
+    dist.all_reduce(verdicts, dist.ReduceOp.MIN)
+    timed = {name: run for (name, run), same in zip(runs.items(), verdicts.tolist(), strict=True) if same}
+
+    def prepare() -> None:
+        for run in timed.values():
+            run.prepare()
+
+    contestants: dict[str, Callable[[], object]] = {name: run.step for name, run in timed.items()}
+    samples_ms: dict[str, list[float]] = {name: [] for name in runs}
+    samples_ms |= interleave(contestants, repeats, before=prepare, seed=seed)
+    exposed_ms = {name: run.exposed_ms(repeats) if name in timed else {} for name, run in runs.items()}
+    for run in runs.values():
+        run.close()
+    dist.barrier()
+    return _RankResult(gb_per_s, compute_ms, link_mb, same_bits, samples_ms, exposed_ms)
+
+
+class _Links:
+    """Two paced groups of all ranks: tokens travel on one, experts on the other."""
+
+    def __init__(self, gb_per_s: float) -> None:
+        assert dist.group.WORLD is not None
+        self.tokens = make_paced_group(dist.group.WORLD, gb_per_s)
+        self.experts = make_paced_group(dist.group.WORLD, gb_per_s)
+
+
+class _Layers(nn.Module):
+    """MoE layers with residuals and norms."""
+
+    def __init__(self, part: Part, strategy: Strategy, group: dist.ProcessGroup, seed: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.RMSNorm(part.shape.hidden_size) for _ in range(part.num_layers))
+        self.moe = nn.ModuleList(
+            MoELayer(part.shape, strategy, group, layer_index=index, seed=seed) for index in range(part.num_layers)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm, moe in zip(self.norms, self.moe, strict=True):
+            x = x + moe(norm(x))
+        return x
+
+
+class _Run:
+    """One strategy: its model, and the input and the gradient that all strategies share."""
+
+    def __init__(self, part: Part, strategy: Strategy, links: _Links, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed * 1000 + dist.get_rank())
+        size = (part.num_tokens, part.shape.hidden_size)
+        self.x, self.dy = (torch.randn(size, generator=generator) for _ in range(2))
+        self.x.requires_grad_()
+        self.model = _Layers(part, strategy, links.tokens, seed)
+        self.layers = [module for module in self.model.modules() if isinstance(module, MoELayer)]
+        self._runtime = link(self.model, weight_group=links.experts)
+        self._exposed_ms: list[dict[str, float]] = []
+
+    def prepare(self) -> None:
+        """Forget the last step, and line up with the other ranks."""
+        self.x.grad = None
+        self.model.zero_grad(set_to_none=True)
+        for layer in self.layers:
+            layer.meter.clear()
+        dist.barrier()
+
+    def warm_up(self) -> None:
+        """A step that teaches the runtime the order of the layers."""
+        self.prepare()
+        self.step()
+
+    def step(self) -> Tensor:
+        y: Tensor = self.model(self.x)
+        y.backward(self.dy)
+        exposed_ms: dict[str, float] = {}
+        for layer in self.layers:
+            for lane, waited_ms in layer.meter.exposed_ms.items():
+                exposed_ms[lane] = exposed_ms.get(lane, 0.0) + waited_ms
+        self._exposed_ms.append(exposed_ms)
+        return y
+
+    def results(self) -> dict[str, Tensor]:
+        """Output and gradients; of experts this rank's part."""
+        self.warm_up()
+        self.prepare()
+        y = self.step()
+        assert self.x.grad is not None
+        results = {"output": y.detach(), "dx": self.x.grad.clone()}
+        for name, parameter in self.model.named_parameters():
+            assert parameter.grad is not None, name
+            grad = parameter.grad
+            results[name] = (grad.to_local() if hasattr(grad, "to_local") else grad).clone()
+        return results
+
+    @property
+    def received_bytes(self) -> int:
+        """Since ``prepare``, from other ranks."""
+        return sum(sum(layer.meter.wire_bytes.values()) for layer in self.layers)
+
+    def exposed_ms(self, repeats: int) -> dict[str, float]:
+        """By lane, the median over the last steps."""
+        last = self._exposed_ms[-repeats:]
+        return {lane: statistics.median(step.get(lane, 0.0) for step in last) for lane in last[-1]}
+
+    def close(self) -> None:
+        self._runtime.close()
+
+
+def _calibrate(part: Part, communication_share: float, seed: int, repeats: int = 3) -> tuple[float, float, float]:
+    """(GB/s, ms of computing, MB received) of the first strategy's step; the same numbers on every rank.
+
+    The first pace follows from the bytes and a step over links as fast as gloo, the second from a step at the first
+    pace: beside a slow link a rank computes faster than beside gloo's threads.
+    """
+    gb_per_s, received_mb = _UNPACED_GB_PER_S, 0.0
+    agreed = torch.zeros(3, dtype=torch.float64)
+    for paced in (False, True):
+        run = _Run(part, part.strategies[0], _Links(gb_per_s), seed)
+        run.warm_up()
+        steps_ms = interleave({"step": run.step}, repeats, before=run.prepare)["step"]
+        waited_ms = sum(run.exposed_ms(repeats).values())
+        agreed[:] = torch.tensor([statistics.median(steps_ms) - waited_ms, waited_ms, run.received_bytes / 1e6])
+        dist.all_reduce(agreed, dist.ReduceOp.MAX)
+        run.close()
+        compute_ms, waited_ms, received_mb = agreed.tolist()
+        wanted_ms = compute_ms * communication_share / (1 - communication_share)
+        gb_per_s = gb_per_s * waited_ms / wanted_ms if paced else received_mb / wanted_ms
+    return gb_per_s, compute_ms, received_mb

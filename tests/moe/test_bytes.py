@@ -1,0 +1,71 @@
+"""Restored bytes, counted on the wire, are those of the formulas: flat and hierarchical."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import ShufflingPlanner
+
+import moesys as ms
+from moesys.lab.ranks import LocalRanks
+
+# P_e = 3·7·5 = 105 elements divide by none of 2 and 4, so slices are padded on the wire.
+SHAPE = ms.ModelShape(hidden_size=7, intermediate_size=5, num_experts=6, top_k=2)
+CLUSTERS = {
+    "2 nodes x 2 ranks": ms.ClusterSpec(num_nodes=2, ranks_per_node=2),
+    "nodes of 3 and 1": ms.ClusterSpec(num_nodes=2, ranks_per_node=(3, 1)),
+    "nodes of 1, 2 and 1": ms.ClusterSpec(num_nodes=3, ranks_per_node=(1, 2, 1)),
+    "one node": ms.ClusterSpec(num_nodes=1, ranks_per_node=4),
+}
+
+
+def restored_bytes(cluster: ms.ClusterSpec, restore: str, dtype: str) -> list[tuple[list[list[int]], dict, bytes]]:
+    """For each of three micro-batches: its layout, this rank's received bytes by link class, and the output's bits."""
+    strategy = ms.Strategy(
+        name=restore, sharding=ms.Fsep(slots_per_rank=(3, 2, 0, 3), restore=restore), balance=ms.Greedy()
+    )
+    layer = ms.MoELayer(SHAPE.replace(dtype=dtype), strategy, cluster=cluster)
+    layer.schedule.source = ShufflingPlanner()
+    counted = []
+    for batch in range(3):
+        generator = torch.Generator().manual_seed(10 * batch + dist.get_rank())
+        layer.meter.clear()
+        y = layer(torch.randn(9, 7, generator=generator))
+        received = {link: count for (lane, link), count in layer.meter.wire_bytes.items() if lane == "restore"}
+        counted.append((layer.last_plan.layout.expert_RS.tolist(), received, y.detach().numpy().tobytes()))
+    return counted
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", CLUSTERS)
+def test_restored_bytes_are_those_of_the_formulas(ranks: LocalRanks, name: str, dtype: str) -> None:
+    cluster = CLUSTERS[name]
+    flat = ranks.run(restored_bytes, cluster, "flat", dtype)
+    hierarchical = ranks.run(restored_bytes, cluster, "hierarchical", dtype)
+    R, b = 4, 4 if dtype == "float32" else 2
+    s = -(-SHAPE.expert_parameters // R)
+    for batch in range(3):
+        layout = ms.ExpertLayout(flat[0][batch][0], SHAPE.num_experts)
+        assert layout.num_duplicates == 0
+        for rank in range(R):
+            received = sum(flat[rank][batch][1].values())
+            assert received == b * s * (R - 1) * int(layout.filled_R[rank]), "DESIGN 6, flat"
+        for node, g in enumerate(cluster.node_sizes):
+            members = [rank for rank in range(R) if cluster.node_of_rank[rank] == node]
+            received = sum(hierarchical[rank][batch][1].get("inter_node", 0) for rank in members)
+            assert received == b * s * (R - g) * layout.num_distinct(members), "DESIGN 6, hierarchical"
+        for rank in range(R):
+            assert flat[rank][batch][2] == hierarchical[rank][batch][2], "the way experts travel changed the output"
+    layouts = [flat[0][batch][0] for batch in range(3)]
+    assert layouts[0] != layouts[1] != layouts[2]
+
+
+def ep_bytes(strategy: ms.Strategy) -> int:
+    layer = ms.MoELayer(SHAPE, strategy)
+    layer(torch.randn(9, 7)).sum().backward()
+    return layer.meter.bytes_of("restore") + layer.meter.bytes_of("reshard")
+
+
+def test_static_ep_moves_no_expert(ranks: LocalRanks) -> None:
+    assert ranks.run(ep_bytes, ms.Strategy(name="ep")) == [0, 0, 0, 0]

@@ -1,0 +1,293 @@
+"""Checkpoints: saved on any ranks under any sharding, loaded on any others, and a resumed run has the bits of another.
+
+Sizes are uneven on purpose: P_e = 45 parameters over 2 and 4 ranks, 6 experts over 4 (the last owns none).
+"""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from harness import Stack, whole
+from torch import Tensor, nn
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+
+import moesys as ms
+from moesys.lab.ranks import LocalRanks
+from moesys.moe.gradients import update_router_bias
+
+SHAPE = ms.ModelShape(
+    hidden_size=5,
+    intermediate_size=3,
+    num_experts=6,
+    top_k=2,
+    scoring_func="sigmoid",
+    n_shared_experts=1,
+    router_bias_update_rate=0.01,
+)
+EP = ms.Strategy(name="ep")
+# Room for all experts on one rank, so that one strategy fits every number of ranks.
+FSEP = ms.Strategy(
+    name="fsep",
+    sharding=ms.Fsep(slots_per_rank=6),
+    balance=ms.Greedy(),
+    split=ms.FlowSplit(),
+    predictor=ms.Ema(decay=0.5),
+)
+TIGHT = FSEP.replace(sharding=ms.Fsep(slots_per_rank=3))
+BEHIND = FSEP.replace(sharding=ms.Fsep(slots_per_rank=3, prefetch_layers=2, delay_reshard=True))
+STRATEGIES = {"ep": EP, "fsep": FSEP}
+
+# torch says so whenever it saves or loads in one process, even where no_dist=True asks for just that.
+alone = pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized:UserWarning")
+
+
+def tokens_of(batch: int) -> Tensor:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    generator = torch.Generator().manual_seed(100 * batch + rank)
+    drift_H = torch.randn(SHAPE.hidden_size, generator=torch.Generator().manual_seed(batch))
+    return torch.randn(11 + 7 * rank + batch, SHAPE.hidden_size, generator=generator) + batch * drift_H
+
+
+def build(strategy: ms.Strategy, seed: int = 0, **options: Any) -> tuple[Stack, torch.optim.Optimizer]:
+    model = Stack(SHAPE, strategy, num_layers=2, seed=seed)
+    return model, torch.optim.Adam(model.parameters(), lr=1e-2, **options)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: range) -> dict[str, list[Any]]:
+    """Optimizer steps of two micro-batches each: losses and layouts."""
+    record: dict[str, list[Any]] = {"losses": [], "layouts": []}
+    for step in steps:
+        optimizer.zero_grad()
+        for batch in (2 * step, 2 * step + 1):
+            loss = model(tokens_of(batch)).square().sum()
+            loss.backward()
+            record["losses"].append(loss.item())
+            record["layouts"].append([moe.last_plan.layout.expert_RS.tolist() for moe in model.moe])
+        ms.sync_gradients(model)
+        ms.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+        # Not after every step, so that the counts for the next update are part of what must be resumed.
+        if step % 2:
+            update_router_bias(model)
+    return record
+
+
+def everything(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """Parameters, buffers and optimizer state, whole, by name."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    tensors = {name: whole(t.detach()).clone() for name, t in (*model.named_parameters(), *model.named_buffers())}
+    for parameter, state in optimizer.state.items():
+        tensors |= {f"{names[parameter]}/{key}": whole(value).clone() for key, value in state.items()}
+    return tensors
+
+
+def assert_same(after: dict[str, Tensor], before: dict[str, Tensor], where: object = "") -> None:
+    assert after.keys() == before.keys(), where
+    for name, tensor in before.items():
+        assert after[name].dtype == tensor.dtype, (where, name)
+        assert torch.equal(after[name], tensor), (where, name)
+
+
+def save(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=path)
+
+
+def load(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    model_state, optimizer_state = get_state_dict(model, optimizer)
+    state = {"model": model_state, "optimizer": optimizer_state}
+    dcp.load(state, checkpoint_id=path)
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+
+
+# --- other ranks, other shardings -----------------------------------------------------------------------------
+
+
+def train_and_save(path: Path) -> dict[str, dict[str, Tensor]]:
+    """A checkpoint of each sharding, and what is in it."""
+    saved = {}
+    for name, strategy in STRATEGIES.items():
+        model, optimizer = build(strategy)
+        train(model, optimizer, range(2))
+        save(path / name, model, optimizer)
+        saved[name] = everything(model, optimizer)
+    return saved
+
+
+def load_each(path: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    """Each checkpoint loaded as each sharding, into a model that began elsewhere and has already run."""
+    loaded = {}
+    for source in STRATEGIES:
+        for target, strategy in STRATEGIES.items():
+            model, optimizer = build(strategy, seed=1)
+            train(model, optimizer, range(1))
+            load(path / source, model, optimizer)
+            loaded[source, target] = {
+                "tensors": everything(model, optimizer),
+                "events": [event.what for moe in model.moe for event in moe.schedule.events],
+                "micro_batches": [moe.schedule.micro_batch for moe in model.moe],
+            }
+            train(model, optimizer, range(2, 3))
+    return loaded
+
+
+@alone
+def test_a_checkpoint_of_four_ranks_loads_on_any_ranks_as_any_sharding(ranks: LocalRanks, tmp_path: Path) -> None:
+    saved = ranks.run(train_and_save, tmp_path)
+    assert any(name.endswith("moe.1.experts/exp_avg_sq") for name in saved[0]["ep"])
+    for before in saved[1:]:
+        assert_same(before["ep"], saved[0]["ep"])
+    visits = {0: [load_each(tmp_path)]} | {n: ranks.run(load_each, tmp_path, num_ranks=n) for n in (1, 2, 3, 4)}
+    for num_ranks, results in visits.items():
+        for rank, result in enumerate(results):
+            for (source, target), after in result.items():
+                where = f"{source} of 4 ranks as {target} on rank {rank} of {num_ranks}"
+                assert_same(after["tensors"], saved[0][source], where)
+                assert after["micro_batches"] == [4, 4], where
+                of_other_ranks = target == "fsep" and num_ranks != 4
+                assert len(after["events"]) == 2 * (of_other_ranks or (source, target) == ("ep", "fsep")), where
+                if of_other_ranks and source == "fsep":
+                    assert after["events"][0] == "history is of 4 ranks with 6 slots: begun anew"
+
+
+@alone
+def test_a_checkpoint_of_one_process_loads_on_ranks(ranks: LocalRanks, tmp_path: Path) -> None:
+    saved = train_and_save(tmp_path)
+    for result in ranks.run(load_each, tmp_path, num_ranks=4):
+        for (source, target), after in result.items():
+            assert_same(after["tensors"], saved[source], (source, target))
+
+
+# --- stop and resume ------------------------------------------------------------------------------------------
+
+
+def straight_and_resumed(path: Path, strategy: ms.Strategy, linked: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Six steps at a stretch, and six with a stop after three."""
+
+    def ended(model: Stack, optimizer: torch.optim.Optimizer, *records: dict[str, list[Any]]) -> dict[str, Any]:
+        return {
+            "losses": [loss for record in records for loss in record["losses"]],
+            "layouts": [layouts for record in records for layouts in record["layouts"]],
+            "tensors": everything(model, optimizer),
+            "planning": [moe.get_extra_state() for moe in model.moe],
+            "events": [event for moe in model.moe for event in moe.schedule.events],
+        }
+
+    def begin(seed: int) -> tuple[Stack, torch.optim.Optimizer]:
+        model, optimizer = build(strategy, seed)
+        if linked:
+            ms.link(model)
+        return model, optimizer
+
+    def end(model: Stack) -> None:
+        if linked:
+            model.moe[0].runtime.close()
+
+    model, optimizer = begin(0)
+    straight = ended(model, optimizer, train(model, optimizer, range(6)))
+    end(model)
+
+    model, optimizer = begin(0)
+    before = train(model, optimizer, range(3))
+    save(path, model, optimizer)
+    end(model)
+    model, optimizer = begin(1)
+    load(path, model, optimizer)
+    resumed = ended(model, optimizer, before, train(model, optimizer, range(3, 6)))
+    end(model)
+    return straight, resumed
+
+
+@pytest.mark.parametrize(
+    ("strategy", "linked"),
+    [
+        (TIGHT, False),
+        (BEHIND, True),
+        (BEHIND.replace(replan_every=3, lag=2), True),
+        (EP.replace(sharding=ms.Ep(slots_per_rank=3), balance=ms.Greedy(), predictor=ms.WindowMean(steps=3)), True),
+    ],
+    ids=["alone", "linked", "a plan on its way", "ep with replicas"],
+)
+def test_a_resumed_run_has_the_same_bits(
+    ranks: LocalRanks, tmp_path: Path, strategy: ms.Strategy, linked: bool
+) -> None:
+    for straight, resumed in ranks.run(straight_and_resumed, tmp_path, strategy, linked, num_ranks=3):
+        assert resumed["losses"] == straight["losses"]
+        assert resumed["layouts"] == straight["layouts"]
+        assert resumed["planning"] == straight["planning"]
+        assert resumed["events"] == straight["events"] == []
+        assert_same(resumed["tensors"], straight["tensors"])
+        changes = [str(layouts) for layouts in straight["layouts"][6:]]
+        assert len(set(changes)) > 1, "the layout never changed after the stop, so its history was not tested"
+
+
+# --- the forms in which people keep state ---------------------------------------------------------------------
+
+
+def through_every_form(path: Path) -> dict[str, dict[str, Tensor]]:
+    """One model's state through the forms that trainers use, each into a fresh model."""
+    model, optimizer = build(FSEP)
+    train(model, optimizer, range(2))
+    results = {"before": everything(model, optimizer)}
+    planning = [moe.get_extra_state() for moe in model.moe]
+
+    def check(name: str, model: Stack, optimizer: torch.optim.Optimizer) -> None:
+        results[name] = everything(model, optimizer)
+        assert [moe.get_extra_state() for moe in model.moe] == planning, name
+
+    # torchtitan: flattened optimizer state, and a model's and an optimizer's own calls.
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    dcp.save(get_model_state_dict(model) | get_optimizer_state_dict(model, optimizer, options=flat), checkpoint_id=path)
+    fresh, fresh_optimizer = build(FSEP, seed=1)
+    model_state = get_model_state_dict(fresh)
+    optimizer_state = get_optimizer_state_dict(fresh, fresh_optimizer, options=flat)
+    state = model_state | optimizer_state
+    dcp.load(state, checkpoint_id=path)
+    set_model_state_dict(fresh, {name: state[name] for name in model_state})
+    set_optimizer_state_dict(fresh, fresh_optimizer, {name: state[name] for name in optimizer_state}, options=flat)
+    check("flattened", fresh, fresh_optimizer)
+
+    # Whole tensors on the first rank alone. Not set_state_dict: where the dicts are empty, torch leaves the model out.
+    gathered = get_state_dict(model, optimizer, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    fresh, fresh_optimizer = build(FSEP, seed=1)
+    from_first = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(fresh, gathered[0], options=from_first)
+    set_optimizer_state_dict(fresh, fresh_optimizer, gathered[1], options=from_first)
+    check("full", fresh, fresh_optimizer)
+
+    # Every rank its own file.
+    buffer = io.BytesIO()
+    torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, buffer)
+    buffer.seek(0)
+    mine = torch.load(buffer, weights_only=False)
+    fresh, fresh_optimizer = build(FSEP, seed=1)
+    fresh.load_state_dict(mine["model"])
+    fresh_optimizer.load_state_dict(mine["optimizer"])
+    check("a file a rank", fresh, fresh_optimizer)
+    return results
+
+
+def test_state_survives_every_form(ranks: LocalRanks, tmp_path: Path) -> None:
+    for results in ranks.run(through_every_form, tmp_path / "dcp", num_ranks=4):
+        before = results.pop("before")
+        for name, after in results.items():
+            assert_same(after, before, name)
+    dcp_to_torch_save(tmp_path / "dcp", tmp_path / "file.pt")
+    file = torch.load(tmp_path / "file.pt", weights_only=True)
+    assert torch.equal(file["moe.0.experts"], before["moe.0.experts"])
+    assert isinstance(file["moe.0._extra_state"], str)

@@ -1,0 +1,198 @@
+"""MoELayer as a module: what it accepts, what it refuses, what it tells."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Stack, gradients_of, whole
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+import moesys as ms
+from moesys.lab.ranks import LocalRanks
+
+SHAPE = ms.ModelShape(hidden_size=16, intermediate_size=12, num_experts=6, top_k=2)
+EP = ms.Strategy(name="ep")
+FSEP = ms.Strategy(name="fsep", sharding=ms.Fsep(slots_per_rank=4), balance=ms.Greedy(), split=ms.FlowSplit())
+
+
+def tokens(count: int, seed: int = 0) -> Tensor:
+    return torch.randn(count, 16, generator=torch.Generator().manual_seed(seed))
+
+
+def test_shape_and_dtype_of_the_input_are_those_of_the_output() -> None:
+    layer = ms.MoELayer(SHAPE.replace(dtype="bfloat16"), EP)
+    for dtype in (torch.float32, torch.bfloat16):
+        x = tokens(30).view(2, 5, 3, 16).to(dtype)
+        y = layer(x)
+        assert (y.shape, y.dtype) == (x.shape, dtype)
+    assert layer(tokens(0)).shape == (0, 16)
+
+
+def test_16_bit_experts_are_close_to_32_bit_ones() -> None:
+    x = tokens(50)
+    expected = ms.MoELayer(SHAPE, EP)(x)
+    for dtype in ("bfloat16", "float16"):
+        layer = ms.MoELayer(SHAPE.replace(dtype=dtype), EP)
+        y = layer(x)
+        assert (y - expected).norm() / expected.norm() < 2e-2
+        y.sum().backward()
+        assert {p.grad.dtype for p in layer.parameters()} == {torch.float32}
+
+
+def test_autocast_changes_nothing() -> None:
+    layer, x = ms.MoELayer(SHAPE, EP), tokens(20)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = layer(x)
+    assert torch.equal(y, layer(x))
+
+
+def test_frozen_experts_get_no_gradient_and_their_input_does() -> None:
+    layer = ms.MoELayer(SHAPE, EP)
+    layer.experts.requires_grad_(False)
+    x = tokens(20).requires_grad_()
+    layer(x).sum().backward()
+    assert layer.experts.grad is None
+    assert x.grad is not None
+    assert layer.router.weight.grad is not None
+
+
+def test_backward_twice_through_one_graph_gives_the_same_twice() -> None:
+    layer = ms.MoELayer(SHAPE, EP)
+    y = layer(tokens(20)).sum()
+    y.backward(retain_graph=True)
+    first = layer.experts.grad.clone()
+    layer.experts.grad = None
+    y.backward()
+    assert torch.equal(layer.experts.grad, first)
+
+
+def test_masters_changed_between_forward_and_backward_are_noticed() -> None:
+    layer = ms.MoELayer(SHAPE, EP)
+    y = layer(tokens(20)).sum()
+    with torch.no_grad():
+        layer.experts.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        y.backward()
+
+
+def test_metrics_tell_load_and_starved_experts() -> None:
+    layer = ms.MoELayer(SHAPE, EP)
+    assert layer.metrics() is None
+    assert layer.last_plan is None
+    layer(tokens(1))
+    metrics = layer.metrics()
+    assert sum(metrics.tokens_E) == 2
+    assert metrics.experts_without_tokens == 4
+    assert (metrics.load_max_over_mean, metrics.restored_mib) == (1.0, 0.0)
+    assert "2 tokens, max/mean 1.000, turn 0" in str(layer.last_plan)
+    assert ms.LayerPlan.from_json(layer.last_plan.to_json()) == layer.last_plan
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        (FSEP, r"slots_per_rank=4 gives 4 slots on 1 ranks for 6 experts; use at least 6"),
+        (
+            FSEP.replace(sharding=ms.Fsep(slots_per_rank=(3, 3))),
+            r"slots_per_rank names 2 ranks but the cluster has 1; give one number a rank, or one for all",
+        ),
+        (
+            FSEP.replace(sharding=ms.Fsep(slots_per_rank=(4,))),
+            r"slots_per_rank=\[4\] gives 4 slots for 6 experts; add at least 2",
+        ),
+    ],
+)
+def test_a_strategy_that_does_not_fit_is_refused(strategy: ms.Strategy, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ms.MoELayer(SHAPE, strategy)
+
+
+def test_a_cluster_of_other_ranks_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match="cluster has 4 ranks but the group has 1; declare the nodes of exactly the ranks"
+    ):
+        ms.MoELayer(SHAPE, EP, cluster=ms.ClusterSpec(num_nodes=2, ranks_per_node=2))
+
+
+def test_the_correction_bias_moves_after_the_step_and_not_before() -> None:
+    shape = SHAPE.replace(scoring_func="sigmoid", router_bias_update_rate=0.01)
+    layer = ms.MoELayer(shape, EP)
+    layer(tokens(3))
+    layer(tokens(4, seed=1))
+    assert layer.router.e_score_correction_bias.count_nonzero() == 0
+    tokens_E = torch.tensor(layer.tokens_since_update_E)
+    assert tokens_E.sum() == 14
+    ms.update_router_bias(layer)
+    expected = 0.01 * torch.sign(tokens_E.sum() / 6 - tokens_E)
+    assert torch.allclose(layer.router.e_score_correction_bias, expected)
+    ms.update_router_bias(layer)
+    assert torch.allclose(layer.router.e_score_correction_bias, expected)
+
+
+def initial_state(strategy: ms.Strategy) -> dict[str, Tensor]:
+    layer = ms.MoELayer(SHAPE.replace(n_shared_experts=1), strategy, layer_index=3, seed=5)
+    return layer.full_state_dict()
+
+
+def test_initial_weights_do_not_depend_on_ranks_or_sharding(ranks: LocalRanks) -> None:
+    alone = initial_state(EP)
+    other = ms.MoELayer(SHAPE.replace(n_shared_experts=1), EP, layer_index=4, seed=5).full_state_dict()
+    assert not torch.equal(alone["experts.down_proj"], other["experts.down_proj"])
+    for num_ranks, strategy in [(4, EP), (4, FSEP), (3, FSEP), (2, EP)]:
+        for state in ranks.run(initial_state, strategy, num_ranks=num_ranks):
+            assert state.keys() == alone.keys()
+            assert all(torch.equal(state[name], tensor) for name, tensor in alone.items())
+
+
+def synced_and_clipped(strategy: ms.Strategy, num_parts: int) -> dict[str, Any]:
+    """One step on the same 24 tokens, however many ranks share them."""
+    rank, size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    model = Stack(SHAPE, strategy, num_layers=2)
+    for part in tokens(24).chunk(num_parts)[rank * num_parts // size : (rank + 1) * num_parts // size]:
+        model(part).square().sum().backward()
+    ms.sync_gradients(model)
+    norm = ms.clip_grad_norm_(model, 0.5)
+    return {"norm": norm, "gradients": gradients_of(model)}
+
+
+@pytest.mark.parametrize("strategy", [EP, FSEP], ids=["ep", "fsep"])
+def test_gradients_of_many_ranks_are_clipped_as_those_of_one(ranks: LocalRanks, strategy: ms.Strategy) -> None:
+    model = Stack(SHAPE, EP, num_layers=2)
+    for part in tokens(24).chunk(4):
+        model(part).square().sum().backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+    by_rank = ranks.run(synced_and_clipped, strategy, 4)
+    for result in by_rank:
+        assert torch.equal(result["norm"], by_rank[0]["norm"])
+        assert torch.allclose(result["norm"], norm, rtol=1e-5)
+        for name, parameter in model.named_parameters():
+            assert torch.allclose(result["gradients"][name], parameter.grad, rtol=1e-4, atol=1e-6), name
+
+
+def test_a_clip_to_nothing_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"max_norm=0\.0 must be positive"):
+        ms.clip_grad_norm_(ms.MoELayer(SHAPE, EP), 0.0)
+
+
+def in_two_groups() -> tuple[Tensor, Tensor, list[int]]:
+    """Two groups of two ranks, each with experts of its own, as a 2-D mesh cuts them."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "expert"))
+    strategy = FSEP.replace(sharding=ms.Fsep(slots_per_rank=4, prefetch_layers=1))
+    model = Stack(SHAPE, strategy, num_layers=2, group=mesh["expert"])
+    runtime = ms.link(model)
+    y = model(tokens(10, seed=dist.get_rank() % 2))
+    y.sum().backward()
+    runtime.close()
+    return y.detach(), whole(model.moe[0].experts.grad), dist.get_process_group_ranks(model.moe[0].group)
+
+
+def test_a_mesh_gives_every_row_its_own_experts(ranks: LocalRanks) -> None:
+    results = ranks.run(in_two_groups)
+    assert [members for _, _, members in results] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    for left, right in ((0, 2), (1, 3)):
+        assert torch.equal(results[left][0], results[right][0])
+        assert torch.equal(results[left][1], results[right][1])

@@ -1,0 +1,277 @@
+"""A linked model runs faster and computes the same: prefetch, delayed gradients, planner thread, recomputation."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import ShufflingPlanner, Stack, gradients_of
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+import moesys as ms
+from moesys.lab.ranks import LocalRanks, RankError
+from moesys.layout import ExpertLayout
+from moesys.moe.planning import PlanRequest, SolvedPlan
+
+SHAPE = ms.ModelShape(hidden_size=24, intermediate_size=16, num_experts=6, top_k=2)
+FSEP = ms.Strategy(
+    name="fsep",
+    sharding=ms.Fsep(slots_per_rank=3),
+    balance=ms.Greedy(),
+    split=ms.FlowSplit(),
+    predictor=ms.Ema(decay=0.5),
+)
+BEHIND = FSEP.replace(sharding=ms.Fsep(slots_per_rank=3, prefetch_layers=2, delay_reshard=True))
+
+
+def tokens_of(batch: int) -> Tensor:
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    generator = torch.Generator().manual_seed(100 * batch + rank)
+    return torch.randn(11 + 7 * rank + batch, SHAPE.hidden_size, generator=generator) + batch * torch.randn(
+        SHAPE.hidden_size, generator=torch.Generator().manual_seed(batch)
+    )
+
+
+def train(strategy: ms.Strategy, linked: bool, checkpointed: bool = False, steps: int = 3) -> dict[str, Any]:
+    """A few optimizer steps of two micro-batches each: losses, final gradients and parameters, layouts used."""
+    model = Stack(SHAPE, strategy, num_layers=3)
+    runtime = ms.link(model) if linked else None
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    losses, layouts = [], []
+    for step in range(steps):
+        optimizer.zero_grad()
+        for batch in (2 * step, 2 * step + 1):
+            loss = model(tokens_of(batch), checkpointed).square().sum()
+            loss.backward()
+            losses.append(loss.item())
+            layouts.append([moe.last_plan.layout.expert_RS.tolist() for moe in model.moe])
+        ms.sync_gradients(model)
+        norm = ms.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+    result = {"losses": losses, "layouts": layouts, "norm": norm, "gradients": gradients_of(model)}
+    if runtime is not None:
+        result["events"] = runtime.events
+        runtime.close()
+    return result
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_linking_changes_no_bit(ranks: LocalRanks, num_ranks: int) -> None:
+    plain = ranks.run(train, FSEP, False, num_ranks=num_ranks)
+    variants = {
+        "linked": (FSEP, True, False),
+        "prefetch and delay": (BEHIND, True, False),
+        "prefetch, delay, recomputed": (BEHIND, True, True),
+        "kept after forward": (
+            BEHIND.replace(sharding=BEHIND.sharding.replace(reshard_after_forward=False)),
+            True,
+            False,
+        ),
+        "pipelined": (BEHIND.replace(overlap=ms.Pipelined(chunks=2)), True, True),
+    }
+    for name, arguments in variants.items():
+        for before, after in zip(plain, ranks.run(train, *arguments, num_ranks=num_ranks), strict=True):
+            assert after["losses"] == before["losses"], name
+            assert after["layouts"] == before["layouts"], name
+            assert torch.equal(after["norm"], before["norm"]), name
+            assert after["events"] == []
+            for parameter, gradient in before["gradients"].items():
+                assert torch.equal(after["gradients"][parameter], gradient), (name, parameter)
+    if num_ranks == 3:
+        assert len({str(layouts) for layouts in plain[0]["layouts"]}) > 1, "the layout never changed"
+
+
+def two_micro_batches(strategy: ms.Strategy, linked: bool, checkpointed: bool) -> dict[str, Any]:
+    """Two forwards under different layouts, then their backwards in reverse order."""
+    model = Stack(SHAPE, strategy, num_layers=2)
+    runtime = ms.link(model) if linked else None
+    for moe in model.moe:
+        moe.schedule.source = ShufflingPlanner()
+    inputs = [tokens_of(batch).requires_grad_() for batch in (0, 1)]
+    losses, layouts = [], []
+    for x in inputs:
+        losses.append(model(x, checkpointed).square().sum())
+        layouts.append([moe.last_plan.layout.expert_RS.tolist() for moe in model.moe])
+    for loss in reversed(losses):
+        loss.backward()
+    if runtime is not None:
+        runtime.close()
+    return {"gradients": gradients_of(model), "dx": [x.grad for x in inputs], "layouts": layouts}
+
+
+@pytest.mark.parametrize("linked", [False, True], ids=["alone", "linked"])
+@pytest.mark.parametrize("strategy", [FSEP, BEHIND, ms.Strategy(name="ep")], ids=["fsep", "behind", "ep"])
+def test_recomputation_in_reverse_order_changes_no_bit(ranks: LocalRanks, strategy: ms.Strategy, linked: bool) -> None:
+    plain = ranks.run(two_micro_batches, strategy, False, False, num_ranks=3)
+    recomputed = ranks.run(two_micro_batches, strategy, linked, True, num_ranks=3)
+    for before, after in zip(plain, recomputed, strict=True):
+        assert before["layouts"] == after["layouts"]
+        assert all(torch.equal(a, b) for a, b in zip(before["dx"], after["dx"], strict=True))
+        for name, gradient in before["gradients"].items():
+            assert torch.equal(after["gradients"][name], gradient), name
+    if strategy.name == "fsep":
+        assert plain[0]["layouts"][0] != plain[0]["layouts"][1]
+
+
+def test_recomputation_without_recorded_plans_is_refused() -> None:
+    layer = ms.MoELayer(SHAPE, ms.Strategy(name="ep"))
+    y = checkpoint(layer, tokens_of(0).requires_grad_(), use_reentrant=False)
+    with pytest.raises(RuntimeError, match=r"pass context_fn=moesys\.recompute and use_reentrant=False"):
+        y.sum().backward()
+
+
+def test_recomputation_plans_nothing_and_remembers_nothing() -> None:
+    layer = ms.MoELayer(SHAPE, ms.Strategy(name="ep"))
+    checkpoint(layer, tokens_of(0).requires_grad_(), use_reentrant=False, context_fn=ms.recompute).sum().backward()
+    assert layer.schedule.micro_batch == 1
+
+
+def test_evaluation_leaves_history_alone() -> None:
+    layer = ms.MoELayer(SHAPE, FSEP.replace(sharding=ms.Fsep(slots_per_rank=6)))
+    with torch.no_grad():
+        layer(tokens_of(0))
+    layer.eval()(tokens_of(0))
+    assert layer.schedule.micro_batch == 0
+
+
+def broken_off_pass(linked: bool) -> dict[str, Any]:
+    """A pass that ends after the first layer, when the second one's experts are on their way; then an ordinary step."""
+    model = Stack(SHAPE, BEHIND.replace(balance=ms.Static()), num_layers=2)
+    runtime = ms.link(model) if linked else None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(tokens_of(0)).square().sum().backward()
+    model.moe[0](tokens_of(1))
+    optimizer.step()
+    optimizer.zero_grad()
+    loss = model(tokens_of(2)).square().sum()
+    loss.backward()
+    if runtime is not None:
+        runtime.close()
+    return {"loss": loss.item(), "gradients": gradients_of(model)}
+
+
+def test_experts_left_from_a_broken_pass_are_not_used(ranks: LocalRanks) -> None:
+    for before, after in zip(
+        *(ranks.run(broken_off_pass, linked, num_ranks=2) for linked in (False, True)), strict=True
+    ):
+        assert before["loss"] == after["loss"]
+        assert all(torch.equal(after["gradients"][name], gradient) for name, gradient in before["gradients"].items())
+
+
+def failing_backward() -> dict[str, Any]:
+    """A backward that raises half-way, with a gradient waiting to set off; then an ordinary step."""
+    model = Stack(SHAPE, BEHIND.replace(balance=ms.Static()), num_layers=3)
+    runtime = ms.link(model)
+    x = tokens_of(0)
+    y = model(x)
+
+    def fail(_: Tensor) -> None:
+        raise ArithmeticError("on purpose")
+
+    handle = model.mixers[1].weight.register_hook(fail)
+    with pytest.raises(ArithmeticError):
+        y.sum().backward()
+    handle.remove()
+    model.zero_grad()
+    model(x).sum().backward()
+    runtime.close()
+    return gradients_of(model)
+
+
+def clean_backward() -> dict[str, Any]:
+    model = Stack(SHAPE, BEHIND.replace(balance=ms.Static()), num_layers=3)
+    model(tokens_of(0)).sum().backward()
+    return gradients_of(model)
+
+
+def test_gradients_left_from_a_failed_backward_are_dropped(ranks: LocalRanks) -> None:
+    for clean, after in zip(
+        ranks.run(clean_backward, num_ranks=2), ranks.run(failing_backward, num_ranks=2), strict=True
+    ):
+        assert clean.keys() == after.keys()
+        assert all(torch.equal(after[name], gradient) for name, gradient in clean.items())
+
+
+class SlowPlan:
+    """A plan that one rank gets too late."""
+
+    def __init__(self, solution: ExpertLayout) -> None:
+        self.solution = solution
+
+    def ready(self, timeout_s: float) -> bool:
+        time.sleep(timeout_s)
+        return False
+
+    def layout(self) -> ExpertLayout:
+        return self.solution
+
+
+class SlowPlanner(ShufflingPlanner):
+    def submit(self, request: PlanRequest) -> SolvedPlan:
+        solved = super().submit(request)
+        return SlowPlan(solved.solution) if dist.get_rank() == 1 else solved  # type: ignore[return-value]
+
+
+def one_rank_plans_late() -> dict[str, Any]:
+    model = Stack(SHAPE, BEHIND, num_layers=2)
+    runtime = ms.link(model, plan_timeout_s=0.05)
+    for moe in model.moe:
+        moe.schedule.source = SlowPlanner()
+    for batch in range(3):
+        model(tokens_of(batch)).sum().backward()
+    result = {"layouts": [moe.last_plan.layout.expert_RS.tolist() for moe in model.moe], "events": runtime.events}
+    runtime.close()
+    return result
+
+
+def test_a_late_plan_is_dropped_by_all_ranks_and_recorded(ranks: LocalRanks) -> None:
+    results = ranks.run(one_rank_plans_late, num_ranks=3)
+    assert all(result == results[0] for result in results)
+    assert [(event.layer, event.micro_batch) for event in results[0]["events"]] == [(0, 1), (0, 2), (1, 1), (1, 2)]
+    assert "came too late: layout kept" in results[0]["events"][0].what
+
+
+def different_histories() -> None:
+    model = Stack(SHAPE, FSEP, num_layers=1)
+    ms.link(model)
+    schedule = model.moe[0].schedule
+    schedule.layout = schedule.layout if dist.get_rank() else ExpertLayout(schedule.layout.expert_RS[::-1], 6)
+    load = torch.ones(dist.get_world_size(), 6, dtype=torch.int64).numpy()
+    schedule.observe(ms.LoadMatrix(load))
+    schedule.ready(10.0)
+
+
+def test_a_plan_from_another_history_is_refused(ranks: LocalRanks) -> None:
+    with pytest.raises(RankError, match="saw different loads of layer 0"):
+        ranks.run(different_histories, num_ranks=2)
+
+
+def infeasible_plan() -> None:
+    model = Stack(SHAPE, FSEP, num_layers=1)
+    ms.link(model)
+    schedule = model.moe[0].schedule
+    schedule.slots_R = (1, 1)
+    schedule.observe(ms.LoadMatrix(torch.ones(2, 6, dtype=torch.int64).numpy()))
+    schedule.ready(10.0)
+
+
+def test_the_leaders_error_reaches_every_rank(ranks: LocalRanks) -> None:
+    with pytest.raises(RankError) as caught:
+        ranks.run(infeasible_plan, num_ranks=2)
+    assert set(caught.value.failures) == {0, 1}
+    assert all("previous fills" in text or "slots" in text for text in caught.value.failures.values())
+
+
+def test_a_model_without_moe_layers_cannot_be_linked() -> None:
+    with pytest.raises(ValueError, match="the model has no MoELayer"):
+        ms.link(torch.nn.Linear(2, 2))
+
+
+def test_layers_with_one_index_cannot_be_linked() -> None:
+    layers = torch.nn.ModuleList(ms.MoELayer(SHAPE, ms.Strategy(name="ep")) for _ in range(2))
+    with pytest.raises(ValueError, match=r"layer_index values \[0, 0\] repeat"):
+        ms.link(layers)
