@@ -22,7 +22,7 @@ app.add_typer(bench, name="bench")
 
 @app.callback()
 def _root() -> None:
-    """Keeps ``bench`` a command of its own while it is the only one."""
+    """Keeps ``bench`` a command of its own while it is the only group."""
 
 
 @bench.command("layer")
@@ -43,6 +43,24 @@ def bench_layer(
         raise typer.BadParameter(str(error)) from None
     code = layer.main(shape, dtype, num_tokens=tokens, repeats=repeats, threads=threads, json_path=json)
     raise typer.Exit(code)
+
+
+@bench.command("overlap")
+def bench_overlap(
+    part: Annotated[str, typer.Option(help="chunks, experts or all.")] = "all",
+    tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of a rank, instead of the part's own number.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed repetitions.")] = 9,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of a rank.")] = 1,
+    json: Annotated[Path | None, typer.Option(help="Write every sample to this file.")] = None,
+) -> None:
+    """Compare sequential with overlapped runs over paced links; exit code 1 if a bit differs."""
+    from moesys.lab.bench import overlap
+
+    try:
+        overlap.select(part)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    raise typer.Exit(overlap.main(part, num_tokens=tokens, repeats=repeats, threads=threads, json_path=json))
 
 
 def main() -> None:

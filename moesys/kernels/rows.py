@@ -2,72 +2,107 @@
 
 Chunks of one computation may only change its bits if a GEMM treats a row differently in small company. BLAS libraries
 do so below a handful of rows (they switch to other kernels, or cut the rows between threads), and not above: so the
-least safe number of rows is measured, and shorter calls are padded to it by their callers.
+least safe number of rows is measured, and shorter calls are padded to it by their callers. Very narrow matrices (about
+a dozen columns) have no safe number; their rows are multiplied one by one.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import cache
 
 import torch
 from torch import Tensor
 
 LARGEST_MINIMUM = 32
-TILE_ROWS = 64
-_PROBED_COUNTS = (*range(1, LARGEST_MINIMUM + 1), 40, 63, 64, 65, 127, 128, 192)
+# A tensor-core tile treats its rows alike, wherever they lie in it.
+DEVICE_TILE_ROWS = 64
+SMALL_MATRIX = 1 << 16
+_FEW_COUNTS = (*range(1, LARGEST_MINIMUM + 1), 40, 63, 64, 65, 127, 128, 192)
+_MANY_COUNTS = (*range(1, 70), 100, 127, 128, 129, 192, 200, 256, 300)
+
+# (first row, elements by which x and out are shifted from an aligned address): a row is also seen at other places in
+# the call and in memory.
+_PLACEMENTS = ((0, 0, 0), (5, 3, 5), (3, 1, 8), (16, 8, 1), (33, 5, 16))
 
 
-def min_invariant_rows(contraction: int, columns: int, dtype: torch.dtype, transposed: bool) -> int | None:
-    """The least m such that rows of x [m, contraction] @ w have the same bits in calls of m or more rows.
-
-    ``transposed``: w is the transpose of a contiguous [columns, contraction]. Probed on the CPU with torch's current
-    number of threads, which is part of the numerics class; ``None`` where calls of up to ``LARGEST_MINIMUM`` rows
-    still differ: callers then compute in tiles of exactly ``TILE_ROWS`` rows.
+@dataclass(frozen=True)
+class RowRule:
+    """How to call a GEMM so that chunks change no bit: with at least ``min_rows`` rows, or, where that is not enough,
+    in calls of exactly ``tile_rows`` rows.
     """
+
+    min_rows: int = 1
+    tile_rows: int | None = None
+
+    @staticmethod
+    def all_of(rules: list[RowRule]) -> RowRule:
+        """One rule that keeps them all."""
+        tiles = [rule.tile_rows for rule in rules if rule.tile_rows is not None]
+        return RowRule(max(rule.min_rows for rule in rules), min(tiles) if tiles else None)
+
+
+def row_rule(contraction: int, columns: int, dtype: torch.dtype, transposed: bool, device_type: str) -> RowRule:
+    """The rule for x [m, contraction] @ w [contraction, columns]; ``transposed``: w is a transposed contiguous matrix.
+
+    On the CPU it is probed, with torch's current number of threads, which is part of the numerics class.
+    """
+    if device_type != "cpu":
+        return RowRule(tile_rows=DEVICE_TILE_ROWS)
     return _probe(contraction, columns, dtype, transposed, torch.get_num_threads())
 
 
 @cache
-def _probe(contraction: int, columns: int, dtype: torch.dtype, transposed: bool, _threads: int) -> int | None:
-    # Five rows of offset, so that rows are also seen at another alignment and another place in the call.
-    x_MK, weight_KN = _cancelling(max(_PROBED_COUNTS) + 5, contraction, columns)
-    x_MK, weight = x_MK.to(dtype), weight_KN.to(dtype)
-    weight = weight.t().contiguous().t() if transposed else weight
-    expected_MN = x_MK @ weight
+def _probe(contraction: int, columns: int, dtype: torch.dtype, transposed: bool, _threads: int) -> RowRule:
+    small = contraction * columns <= SMALL_MATRIX
+    counts = _MANY_COUNTS if small else _FEW_COUNTS
+    placements = _PLACEMENTS if small else _PLACEMENTS[:2]
+    most_rows = max(counts) + max(first_row for first_row, _, _ in placements)
     minimum = 1
-    for count in _PROBED_COUNTS:
-        same = all(torch.equal(x_MK[at : at + count] @ weight, expected_MN[at : at + count]) for at in (0, 5))
-        if not same:
-            minimum = count + 1
-    return minimum if minimum <= LARGEST_MINIMUM else None
+    for trial in range(4 if small else 1):
+        x_MK, weight_KN = _cancelling(most_rows, contraction, columns, seed=trial)
+        x_MK, weight_KN = x_MK.to(dtype), weight_KN.to(dtype)
+        weight_KN = weight_KN.t().contiguous().t() if transposed else weight_KN
+        expected_MN = x_MK @ weight_KN
+        for count in counts:
+            for first_row, x_shift, out_shift in placements:
+                rows = slice(first_row, first_row + count)
+                x_NK, out_NN = _shifted(x_MK[rows], x_shift), _shifted(expected_MN[rows], out_shift)
+                torch.mm(x_NK, weight_KN, out=out_NN)
+                if not torch.equal(out_NN, expected_MN[rows]):
+                    minimum = max(minimum, count + 1)
+    return RowRule(minimum) if minimum <= LARGEST_MINIMUM else RowRule(tile_rows=1)
 
 
-def _cancelling(rows: int, contraction: int, columns: int) -> tuple[Tensor, Tensor]:
-    """x [rows, contraction] and w [contraction, columns] whose products cancel in pairs, far apart in the sum.
+def _shifted(rows_NK: Tensor, elements: int) -> Tensor:
+    """A copy that begins so many elements behind an aligned address."""
+    buffer = torch.zeros(rows_NK.numel() + elements, dtype=rows_NK.dtype)
+    return buffer[elements:].view(rows_NK.shape).copy_(rows_NK)
 
-    What remains of x @ w is rounding error alone, so that any other order of summation shows. Ordinary numbers would
+
+def _cancelling(rows: int, contraction: int, columns: int, seed: int) -> tuple[Tensor, Tensor]:
+    """x [rows, contraction] and w [contraction, columns] whose products, of very different sizes, cancel in pairs.
+
+    What remains of x @ w is mostly rounding error, so that any other order of summation shows. Ordinary numbers would
     hide it from 16-bit outputs, whose rounding is coarser than the difference.
     """
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
+    x_MK = torch.randn(rows, contraction, generator=generator)
+    weight_KN = torch.randn(contraction, columns, generator=generator)
     first, second = torch.randperm(contraction // 2 * 2, generator=generator).view(2, -1)
-    x_MK, weight_KN = torch.zeros(rows, contraction), torch.zeros(contraction, columns)
-    x_MK[:, first] = torch.randn(rows, len(first), generator=generator)
+    x_MK[:, first] *= 2.0 ** torch.randint(-8, 9, (rows, len(first)), generator=generator)
     x_MK[:, second] = -x_MK[:, first]
-    weight_KN[first] = torch.randn(len(first), columns, generator=generator)
     weight_KN[second] = weight_KN[first]
     return x_MK, weight_KN
 
 
-def matmul_rows(x_MK: Tensor, weight_KN: Tensor, out_MN: Tensor, *, tiled: bool) -> None:
-    """``out_MN = x_MK @ weight_KN``, row bits independent of M where M is at least the probed minimum.
-
-    ``tiled``: no minimum was found, so rows go through in tiles of exactly ``TILE_ROWS``, the last one padded.
-    """
-    if not tiled:
+def matmul_rows(x_MK: Tensor, weight_KN: Tensor, out_MN: Tensor, rule: RowRule) -> None:
+    """``out_MN = x_MK @ weight_KN`` by ``rule``; the caller has padded x to ``rule.min_rows`` rows."""
+    if rule.tile_rows is None:
         torch.mm(x_MK, weight_KN, out=out_MN)
         return
-    tile_K = x_MK.new_zeros(TILE_ROWS, x_MK.shape[1])
-    for start in range(0, x_MK.shape[0], TILE_ROWS):
-        rows = min(TILE_ROWS, x_MK.shape[0] - start)
+    tile_K = x_MK.new_zeros(rule.tile_rows, x_MK.shape[1])
+    for start in range(0, x_MK.shape[0], rule.tile_rows):
+        rows = min(rule.tile_rows, x_MK.shape[0] - start)
         tile_K[:rows] = x_MK[start : start + rows]
         out_MN[start : start + rows] = (tile_K @ weight_KN)[:rows]

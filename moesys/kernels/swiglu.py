@@ -1,8 +1,10 @@
 """SwiGLU with the routing weight, forward and backward, from operations that give an element the same bits anywhere.
 
 torch's own silu and sigmoid take another code path for the last elements of an array than for the rest, and so an
-element's bits depend on its neighbours. ``exp`` and plain arithmetic do not (``tests/kernels`` checks both claims).
+element's bits depend on its neighbours. ``exp`` and plain arithmetic do not (``tests/kernels`` checks it).
 Everything is computed in float32 and rounded once.
+
+N rows, I expert width.
 """
 
 from __future__ import annotations
@@ -14,11 +16,11 @@ from torch import Tensor
 def swiglu(h_N2I: Tensor, out_NI: Tensor) -> None:
     """``out = silu(gate) * up`` for ``h = [gate | up]``; reads 2·N·I elements and writes N·I of ``h``'s dtype."""
     gate, up = h_N2I.float().chunk(2, dim=1)
-    denominator = torch.neg(gate).exp_().add_(1)
-    if out_NI.dtype == torch.float32:
-        torch.div(gate, denominator, out=out_NI).mul_(up)
-    else:
-        out_NI.copy_(torch.div(gate, denominator, out=denominator).mul_(up))
+    silu = out_NI if out_NI.dtype == torch.float32 else torch.empty_like(out_NI, dtype=torch.float32)
+    torch.neg(gate, out=silu).exp_().add_(1)
+    torch.div(gate, silu, out=silu).mul_(up)
+    if silu is not out_NI:
+        out_NI.copy_(silu)
 
 
 def swiglu_reference(h_N2I: Tensor) -> Tensor:
@@ -32,22 +34,30 @@ def swiglu_backward(h_N2I: Tensor, da_NI: Tensor, weight_N: Tensor, dh_N2I: Tens
 
     Writes ``dh`` [N, 2I] and ``wa = weight * swiglu(h)`` [N, I], the operand of the down projection's weight gradient;
     returns dL/dweight float32 [N], the sum of ``da * swiglu(h)`` over I. Nothing but ``h`` is needed from forward
-    (SonicMoE's dataflow). ``weight_N`` is float32.
+    (SonicMoE's dataflow). ``weight_N`` is float32. ``da`` is overwritten where it is float32.
     """
     gate, up = h_N2I.float().chunk(2, dim=1)
-    da = da_NI.float()
+    da, weight_N1 = da_NI.float(), weight_N[:, None]
     sigmoid = torch.neg(gate).exp_().add_(1).reciprocal_()
     silu = gate * sigmoid
     activation = silu * up
-    dweight_N = (da * activation).sum(dim=1)
-    weighted = da * weight_N[:, None]
+    dweight_N = torch.mul(da, activation).sum(dim=1)
+    _multiply(activation, weight_N1, wa_NI)
+    weighted = da.mul_(weight_N1)
     dgate, dup = dh_N2I.chunk(2, dim=1)
-    dup.copy_(silu.mul_(weighted))
-    # d silu/d gate = sigmoid * (1 + gate * (1 - sigmoid))
-    slope = torch.rsub(sigmoid, 1).mul_(gate).add_(1).mul_(sigmoid)
-    dgate.copy_(slope.mul_(weighted.mul_(up)))
-    wa_NI.copy_(activation.mul_(weight_N[:, None]))
+    # d silu/d gate = sigmoid + silu * (1 - sigmoid)
+    slope = torch.rsub(sigmoid, 1).mul_(silu).add_(sigmoid)
+    _multiply(silu, weighted, dup)
+    _multiply(slope, weighted.mul_(up), dgate)
     return dweight_N
+
+
+def _multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
+    """``out = left * right`` of float32 factors; a product that must be rounded overwrites ``left``."""
+    if out.dtype == torch.float32:
+        torch.mul(left, right, out=out)
+    else:
+        out.copy_(left.mul_(right))
 
 
 def swiglu_backward_reference(h_N2I: Tensor, da_NI: Tensor, weight_N: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from moesys.kernels.memory import empty
 from moesys.moe.experts import as_gradients
 from moesys.moe.shards import Restored
 from moesys.overlap.chunked import ChunkedExecutor, ExpertWeights, Saved
@@ -103,7 +104,7 @@ class RoutedExperts(torch.autograd.Function):
         held = call.executor.routes.held
         grads_DP = gradients = None
         if ctx.needs_input_grad[2]:
-            grads_DP = torch.empty(len(held), owner.shards.padded_parameters, device=masters.device)
+            grads_DP = empty((len(held), owner.shards.padded_parameters), torch.float32, masters.device)
             gradients = [as_gradients(flat_P, owner.shape) for flat_P in grads_DP]
         with torch.autocast(dy_TH.device.type, enabled=False):
             call.restore()

@@ -15,16 +15,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from moesys.config import ClusterSpec, Ep, Fsep, ModelShape, Pipelined, Strategy
-from moesys.kernels.rows import TILE_ROWS, min_invariant_rows
+from moesys.kernels.rows import RowRule, row_rule
 from moesys.layout import ExpertLayout
 from moesys.load import LoadMatrix
 from moesys.moe.call import LayerCall, RoutedExperts
-from moesys.moe.experts import DTYPES, expert_views
+from moesys.moe.experts import DTYPES
 from moesys.moe.planning import InlinePlanner, LayoutSchedule
 from moesys.moe.recompute import current_tape
 from moesys.moe.router import Router
-from moesys.moe.shards import Restored, ShardedExperts, WholeExperts
+from moesys.moe.sharded_experts import ShardedExperts
+from moesys.moe.shards import ExpertShards, Restored
 from moesys.moe.shared import SharedExperts
+from moesys.moe.state import join_state, split_state
+from moesys.moe.whole_experts import WholeExperts
 from moesys.overlap.channel import Channel
 from moesys.overlap.chunked import ChunkedExecutor
 from moesys.overlap.record import Meter, Recorder
@@ -85,7 +88,9 @@ class MoELayer(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        self.group = _resolve_group(group)
+        device = torch.device(device or "cpu")
+        self.mesh = _mesh_of(group, device.type)
+        self.group = None if self.mesh is None else self.mesh.get_group()
         num_ranks = dist.get_world_size(self.group) if self.group is not None else 1
         rank = dist.get_rank(self.group) if self.group is not None else 0
         self.cluster = cluster if cluster is not None else _cluster_of(num_ranks)
@@ -98,9 +103,7 @@ class MoELayer(nn.Module):
         self.schedule = LayoutSchedule(layer_index, strategy, shape, self.cluster)
         self.compute_dtype = DTYPES[shape.dtype]
         self.meter = Meter()
-        self.token_channel = Channel(
-            self.group, self.cluster.node_of_rank, Recorder(rank), self.meter, torch.device(device or "cpu").type
-        )
+        self.token_channel = Channel(self.group, self.cluster.node_of_rank, Recorder(rank), self.meter, device.type)
         self.weight_channel = self.token_channel
         self.runtime: MoERuntime | None = None
         self.plan_timeout_s = PLAN_TIMEOUT_S
@@ -109,7 +112,7 @@ class MoELayer(nn.Module):
         self._last_plan: LayerPlan | None = None
 
         sharding = strategy.sharding
-        self.shards: WholeExperts | ShardedExperts
+        self.shards: ExpertShards
         # EP keeps what it lent until backward: sending it twice would cost more than the memory is worth.
         match sharding:
             case Ep():
@@ -127,12 +130,12 @@ class MoELayer(nn.Module):
                 self.reshard_after_forward = sharding.reshard_after_forward
                 self.prefetch_layers, self.delay_reshard = sharding.prefetch_layers, sharding.delay_reshard
         self.num_chunks = strategy.overlap.chunks if isinstance(strategy.overlap, Pipelined) else 1
-        self.min_rows, self.tiled = _row_rule(shape, self.compute_dtype, device)
+        self.row_rule = _row_rule(shape, self.compute_dtype, device.type)
 
-        generator = torch.Generator(device or "cpu").manual_seed(seed * 1_000_003 + layer_index)
+        generator = torch.Generator(device).manual_seed(seed * 1_000_003 + layer_index)
         self.router = Router(shape, device=device, generator=generator)
         self.shared_experts = SharedExperts(shape, device, generator) if shape.n_shared_experts else None
-        self.experts = nn.Parameter(self._sharded(self.shards.initial(seed, layer_index).to(device or "cpu")))
+        self.experts = nn.Parameter(self._sharded(self.shards.initial(seed, layer_index).to(device)))
 
     def forward(self, x: Tensor) -> Tensor:
         x_TH = x.reshape(-1, self.shape.hidden_size)
@@ -210,9 +213,9 @@ class MoELayer(nn.Module):
             np.ascontiguousarray(tokens_RCE.numpy().swapaxes(0, 1)),
             plan.tokens,
             self.token_channel.rank,
-            self.min_rows,
+            self.row_rule.min_rows,
         )
-        executor = ChunkedExecutor(routes, self.token_channel, self.tiled)
+        executor = ChunkedExecutor(routes, self.token_channel, self.row_rule)
         call = LayerCall(self, plan, executor, previous, checkpointed)
         if (prefetched := self._valid_prefetch()) is not None:
             call.adopt(prefetched)
@@ -234,9 +237,7 @@ class MoELayer(nn.Module):
 
     def start_restore(self, layout: ExpertLayout) -> Restored:
         """Start bringing the experts of ``layout`` here."""
-        return self.shards.restore(
-            _local(self.experts.detach()), layout, self.weight_channel, f"layer {self.layer_index}"
-        )
+        return self.shards.restore(self._local_masters(), layout, self.weight_channel, f"layer {self.layer_index}")
 
     def prefetch(self) -> None:
         """Start bringing the experts of the coming micro-batch, whose layout is settled, unless it is done already."""
@@ -245,8 +246,8 @@ class MoELayer(nn.Module):
             self._prefetched = (layout, self.runtime.num_passes, self.start_restore(layout))
 
     def _valid_prefetch(self) -> Restored | None:
-        """What was brought ahead, if it was for this pass: one that was broken off leaves experts behind, which the next
-        optimizer step makes stale.
+        """What was brought ahead, if it was for this pass: one that was broken off leaves experts behind, which the
+        next optimizer step makes stale.
         """
         if self._prefetched is None or self.runtime is None:
             return None
@@ -275,47 +276,21 @@ class MoELayer(nn.Module):
     # --- state --------------------------------------------------------------------------------------------
 
     def full_state_dict(self) -> dict[str, Tensor]:
-        """Everything, gathered on every rank, in the names and shapes of transformers' MoE blocks.
-
-        ``gate.weight`` [E, H], ``experts.gate_up_proj`` [E, 2I, H], ``experts.down_proj`` [E, H, I], and where they
-        exist ``gate.e_score_correction_bias`` [E] and ``shared_experts.{gate,up,down}_proj.weight``. A collective.
-        """
+        """Everything, gathered on every rank, in the names and shapes of transformers' MoE blocks (``moe.state``)."""
         masters = self.experts.detach()
         full_EP = masters.full_tensor() if isinstance(masters, DTensor) else masters
-        gate_up, down = zip(*(expert_views(flat_P, self.shape) for flat_P in full_EP), strict=True)
-        state = {f"gate.{name}": tensor.clone() for name, tensor in self.router.state_dict().items()}
-        state |= {"experts.gate_up_proj": torch.stack(gate_up), "experts.down_proj": torch.stack(down)}
-        if self.shared_experts is not None:
-            state |= {f"shared_experts.{name}": t.clone() for name, t in self.shared_experts.state_dict().items()}
-        return state
+        return join_state(full_EP, self.shape, self._replicated())
 
     @torch.no_grad()
     def load_full_state_dict(self, state: dict[str, Tensor]) -> None:
         """The inverse of ``full_state_dict``: every rank keeps its part. Raises KeyError and ValueError for misfits."""
-        H, I, E = self.shape.hidden_size, self.shape.intermediate_size, self.shape.num_experts
-        wanted = {"experts.gate_up_proj": (E, 2 * I, H), "experts.down_proj": (E, H, I)}
-        for name, size in wanted.items():
-            if tuple(state[name].shape) != size:
-                raise ValueError(f"{name} has shape {tuple(state[name].shape)}; this layer's is {size}")
-        prefixed = {"gate.": self.router, "shared_experts.": self.shared_experts}
-        known = set(wanted)
-        for prefix, module in prefixed.items():
-            if module is not None:
-                part = {name.removeprefix(prefix): t for name, t in state.items() if name.startswith(prefix)}
-                module.load_state_dict(part)
-                known |= {prefix + name for name in part}
-        if unknown := sorted(set(state) - known):
-            raise ValueError(f"state has {unknown}, which this layer has not; drop them or change the shape")
-        local = _local(self.experts.detach())
-        owned = self.shards.owned()
-        for expert in range(E) if isinstance(self.shards, ShardedExperts) else owned:
-            flat_P = torch.cat(
-                [state["experts.gate_up_proj"][expert].reshape(-1), state["experts.down_proj"][expert].reshape(-1)]
-            )
-            if isinstance(self.shards, ShardedExperts):
-                local[expert] = flat_P[owned.start : owned.stop]
-            else:
-                local[expert - owned.start] = flat_P
+        for expert, flat_P in split_state(state, self.shape, self._replicated()):
+            self.shards.keep(self._local_masters(), expert, flat_P)
+
+    def _replicated(self) -> dict[str, nn.Module]:
+        """The modules that every rank holds whole, by their names in transformers."""
+        modules = {"gate": self.router, "shared_experts": self.shared_experts}
+        return {name: module for name, module in modules.items() if module is not None}
 
     def get_extra_state(self) -> str:
         """Load history, layouts and counts in JSON, so that a resumed run plans as an undisturbed one would.
@@ -332,7 +307,7 @@ class MoELayer(nn.Module):
         self._prefetched = None
 
     def __getstate__(self) -> dict[str, Any]:
-        """For ``copy.deepcopy`` and pickling, of a layer of one rank that is not linked. What was measured stays here."""
+        """For ``copy.deepcopy`` and pickling: one rank's layer, not linked, without the spans it has recorded."""
         if self.group is not None or self.runtime is not None:
             raise TypeError(
                 "only a layer without a process group and not linked can be copied or pickled; "
@@ -348,31 +323,34 @@ class MoELayer(nn.Module):
     def extra_repr(self) -> str:
         return f"{self.shape!r}, strategy={self.strategy.name!r}, ranks={self.token_channel.num_ranks}"
 
+    def _local_masters(self) -> Tensor:
+        """This rank's part of the masters, outside of autograd."""
+        return _local(self.experts.detach())
+
     def _sharded(self, local: Tensor) -> Tensor:
         """A tensor of logical shape [E, P_e] from this rank's part."""
-        if self.group is None:
+        if self.mesh is None:
             return local
         size = torch.Size((self.shape.num_experts, self.shape.expert_parameters))
-        mesh = DeviceMesh.from_group(self.group, local.device.type)
-        return DTensor.from_local(
-            local, mesh, [Shard(self.shards.shard_dim)], run_check=False, shape=size, stride=(size[1], 1)
-        )
+        placement = Shard(self.shards.shard_dim)
+        return DTensor.from_local(local, self.mesh, [placement], run_check=False, shape=size, stride=(size[1], 1))
 
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _resolve_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
+def _mesh_of(group: dist.ProcessGroup | DeviceMesh | None, device_type: str) -> DeviceMesh | None:
+    """The ranks that share the experts, as a mesh; None for one rank without a process group."""
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(
                 f"group is a DeviceMesh of {group.ndim} dimensions; give the one-dimensional sub-mesh of experts"
             )
-        return group.get_group()
+        return group
     if group is None and dist.is_available() and dist.is_initialized():
-        return dist.group.WORLD
-    return group
+        group = dist.group.WORLD
+    return None if group is None else DeviceMesh.from_group(group, device_type)
 
 
 def _cluster_of(num_ranks: int) -> ClusterSpec:
@@ -383,16 +361,14 @@ def _cluster_of(num_ranks: int) -> ClusterSpec:
     return ClusterSpec(num_nodes=1, ranks_per_node=num_ranks)
 
 
-def _row_rule(shape: ModelShape, dtype: torch.dtype, device: torch.device | str | None) -> tuple[int, bool]:
-    """(least rows of a call, whether to compute in fixed tiles) such that chunks change no bit (``kernels.rows``)."""
-    if device is not None and torch.device(device).type != "cpu":
-        return 1, True
+def _row_rule(shape: ModelShape, dtype: torch.dtype, device_type: str) -> RowRule:
+    """How the four row-wise GEMMs of an expert are called: up, down, and both of backward."""
     H, I = shape.hidden_size, shape.intermediate_size
-    minima = [
-        min_invariant_rows(H, 2 * I, dtype, transposed=True),
-        min_invariant_rows(I, H, dtype, transposed=True),
-        min_invariant_rows(H, I, dtype, transposed=False),
-        min_invariant_rows(2 * I, H, dtype, transposed=False),
-    ]
-    known = [minimum for minimum in minima if minimum is not None]
-    return max(known, default=TILE_ROWS), len(known) < len(minima)
+    return RowRule.all_of(
+        [
+            row_rule(H, 2 * I, dtype, transposed=True, device_type=device_type),
+            row_rule(I, H, dtype, transposed=True, device_type=device_type),
+            row_rule(H, I, dtype, transposed=False, device_type=device_type),
+            row_rule(2 * I, H, dtype, transposed=False, device_type=device_type),
+        ]
+    )

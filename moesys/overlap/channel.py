@@ -5,6 +5,7 @@ Every byte that moesys sends goes through a ``Channel``; a channel without a gro
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -34,17 +35,24 @@ class Transfer:
     """A collective in flight. ``wait`` blocks until it is done, and counts how long that took as exposed time."""
 
     def __init__(self, channel: Channel, lane: str, detail: str, work: dist.Work | None) -> None:
-        self._channel, self._lane, self._work = channel, lane, work
-        recorder = channel.recorder
-        if work is not None and recorder.enabled:
-            start_us = recorder.now_us()
-            work.get_future().add_done_callback(lambda _: recorder.add(lane, lane, start_us, recorder.now_us(), detail))
+        self._channel, self._lane, self._detail, self._work = channel, lane, detail, work
+        self._start_us = channel.recorder.now_us()
+        self._unrecorded = threading.Lock()
+        if work is not None and channel.recorder.enabled:
+            work.get_future().add_done_callback(lambda _: self._record())
 
     def wait(self) -> None:
         if self._work is not None:
             work, self._work = self._work, None
             with self._channel.exposed(self._lane):
                 self._channel.guard(self._lane, work.wait)
+            self._record()
+
+    def _record(self) -> None:
+        """Once: by whoever learns first that it is done, as callbacks may come later than the waiting thread goes on."""
+        if self._unrecorded.acquire(blocking=False):
+            recorder = self._channel.recorder
+            recorder.add(self._lane, self._lane, self._start_us, recorder.now_us(), self._detail)
 
 
 class Channel:
@@ -159,8 +167,7 @@ class Channel:
     def _missing_from_roll_call(self, store: dist.Store, members: Sequence[int]) -> set[int]:
         """Who does not sign. Whoever is alive fails in a collective too, but some not before the group's time-out."""
         assert self.group is not None
-        options = self.group._get_backend(torch.device(self.device_type)).options
-        deadline = time.monotonic() + options._timeout.total_seconds() + self.failure_grace_s
+        deadline = time.monotonic() + _timeout_s(self.group, self.device_type) + self.failure_grace_s
         silent = self._unsigned(store, members)
         while silent and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -170,6 +177,15 @@ class Channel:
     @staticmethod
     def _unsigned(store: dist.Store, ranks: Collection[int]) -> set[int]:
         return {rank for rank in ranks if not store.check([f"moesys/survivor/{rank}"])}
+
+
+def _timeout_s(group: dist.ProcessGroup, device_type: str) -> float:
+    """The group's time-out; torch's default where a backend does not tell."""
+    try:
+        timeout = group._get_backend(torch.device(device_type)).options._timeout
+    except (AttributeError, RuntimeError):
+        timeout = dist.default_pg_timeout
+    return timeout.total_seconds()
 
 
 def _as_bytes(rows: Tensor) -> Tensor:

@@ -10,21 +10,27 @@ T tokens of this rank, H hidden, I expert width, K top-k, M arrivals, P expert r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from moesys.kernels.rows import matmul_rows
+from moesys.kernels.memory import Scratch, empty
+from moesys.kernels.rows import RowRule, matmul_rows
 from moesys.kernels.swiglu import swiglu, swiglu_backward
 from moesys.overlap.channel import Channel, Transfer
-from moesys.overlap.routes import ChunkRoutes, Routes
+from moesys.overlap.routes import ChunkRoutes, Routes, SlotRows
+
+# Slots with few rows share gathers and activations, up to so many rows: calls cost more than such rows do.
+GROUP_ROWS = 256
+# Combine works on blocks of so many elements, which stay in a core's cache.
+COMBINE_ELEMENTS = 1 << 18
 
 
 class ExpertWeights(NamedTuple):
-    """One expert in the compute dtype: ``gate_up`` [2I, H], ``down`` [H, I]."""
+    """One expert: ``gate_up`` [2I, H], ``down`` [H, I]; float32 masters are cast just before each use."""
 
     gate_up: Tensor
     down: Tensor
@@ -52,44 +58,49 @@ WaitForExperts = Callable[[], Sequence[ExpertWeights]]
 class ChunkedExecutor:
     """Runs one micro-batch of one layer on one rank.
 
-    ``tiled``: no safe number of rows was found for this numerics class (``kernels.rows``).
+    ``rule``: how GEMMs are called so that chunks change no bit; ``routes`` are padded by it.
     """
 
     routes: Routes
     channel: Channel
-    tiled: bool = False
+    rule: RowRule
 
     def forward(self, x_TH: Tensor, weight_TK: Tensor, wait_for_experts: WaitForExperts) -> tuple[Tensor, Saved]:
         """Output [T, H] in x's dtype. ``wait_for_experts`` is called once, when the first chunk has arrived."""
-        routes = self.routes
+        routes, dtype, H = self.routes, x_TH.dtype, x_TH.shape[1]
         arrivals = self._arrivals(x_TH, routes.send_token_N)
-        h_P2I: Tensor | None = None
+        scratch = Scratch(x_TH.device)
         weights: Sequence[ExpertWeights] = ()
+        h_P2I: Tensor | None = None
         y_TH = torch.empty_like(x_TH)
 
-        def experts(index: int, chunk: ChunkRoutes) -> Tensor:
+        def ready() -> None:
             nonlocal h_P2I, weights
-            if index == 0:
-                weights = wait_for_experts()
-                width = weights[0].gate_up.shape[0] if weights else 0
-                h_P2I = x_TH.new_empty(routes.num_rows, width)
+            weights = wait_for_experts()
+            width = weights[0].gate_up.shape[0] if weights else 0
+            h_P2I = empty((routes.num_rows, width), dtype, x_TH.device)
+
+        def experts(chunk: ChunkRoutes) -> Sequence[Tensor]:
             assert h_P2I is not None
-            y_PH = x_TH.new_empty(chunk.rows[1] - chunk.rows[0], x_TH.shape[1])
-            for slot in chunk.slots:
-                here = slice(slot.start - chunk.rows[0], slot.start - chunk.rows[0] + slot.padded)
-                x_NH = arrivals.take(chunk.gather_P[here])
-                h_N2I = h_P2I[slot.start : slot.start + slot.padded]
-                matmul_rows(x_NH, weights[slot.slot].gate_up.t(), h_N2I, tiled=self.tiled)
-                a_NI = h_N2I.new_empty(slot.padded, h_N2I.shape[1] // 2)
+            y_PH = empty((chunk.num_rows, H), dtype, x_TH.device)
+            for slots, rows, here in _groups(chunk):
+                sizes = [slot.padded for slot in slots]
+                x_NH = arrivals.take(chunk.gather_P[here], scratch, "x")
+                h_N2I = h_P2I[rows]
+                a_NI = scratch("a", (len(h_N2I), h_N2I.shape[1] // 2), dtype)
+                for slot, x, h in zip(slots, x_NH.split(sizes), h_N2I.split(sizes), strict=True):
+                    matmul_rows(x, _cast(weights[slot.slot].gate_up, dtype, scratch).t(), h, self.rule)
                 swiglu(h_N2I, a_NI)
-                matmul_rows(a_NI, weights[slot.slot].down.t(), y_PH[here], tiled=self.tiled)
-            return y_PH
+                for slot, a, y in zip(slots, a_NI.split(sizes), y_PH[here].split(sizes), strict=True):
+                    matmul_rows(a, _cast(weights[slot.slot].down, dtype, scratch).t(), y, self.rule)
+            return [y_PH]
 
-        def combine(index: int, chunk: ChunkRoutes, home_NH: Tensor, home_TK: Tensor) -> None:
-            first, last = chunk.tokens
-            y_TH[first:last] = _weighted_sum(home_NH, home_TK, weight_TK[first:last])
+        def combine(chunk: ChunkRoutes, home: Sequence[Tensor], home_TK: Tensor) -> None:
+            tokens = slice(*chunk.tokens)
+            (home_NH,) = home
+            _weighted_sum(home_NH, home_TK.view_as(weight_TK[tokens]), weight_TK[tokens], y_TH[tokens], scratch)
 
-        self._run([arrivals], experts, combine, "forward")
+        self._run([arrivals], ready, experts, combine, "forward")
         assert h_P2I is not None
         return y_TH, Saved(arrivals.rows, h_P2I)
 
@@ -104,96 +115,110 @@ class ChunkedExecutor:
         """(dx [T, H], dweight float32 [T, K]); each held expert's weight gradients are written into ``gradients``,
         or not computed where that is None.
         """
-        routes = self.routes
+        routes, dtype, device = self.routes, dy_TH.dtype, dy_TH.device
         arrivals = self._arrivals(dy_TH, routes.send_token_N)
         weight_arrivals = self._arrivals(weight_TK.reshape(-1, 1), routes.send_row_N)
-        dh_P2I = torch.empty_like(saved.h_P2I)
-        wa_PI = dh_P2I.new_empty(routes.num_rows, dh_P2I.shape[1] // 2)
+        saved_arrivals = _Arrivals(saved.arrivals_MH, arrivals.index)
+        scratch = Scratch(device)
+        I = saved.h_P2I.shape[1] // 2  # noqa: E741
+        # With one chunk an expert's rows are all there at once, and nothing is kept for later.
+        one_chunk = len(routes.chunks) == 1
+        kept_rows = 0 if one_chunk else routes.num_rows
+        dh_P2I = empty((kept_rows, 2 * I), dtype, device)
+        wa_PI = empty((kept_rows, I), dtype, device)
         weights: Sequence[ExpertWeights] = ()
         dx_TH = torch.empty_like(dy_TH)
         dweight_TK = torch.empty_like(weight_TK)
-        dweight_home: dict[int, tuple[Tensor, Transfer | None]] = {}
 
-        def experts(index: int, chunk: ChunkRoutes) -> Tensor:
+        def ready() -> None:
             nonlocal weights
-            if index == 0:
-                weights = wait_for_experts()
-            dx_PH = dy_TH.new_empty(chunk.rows[1] - chunk.rows[0], dy_TH.shape[1])
-            dweight_P = weight_TK.new_empty(len(dx_PH), 1)
-            for slot in chunk.slots:
-                here = slice(slot.start - chunk.rows[0], slot.start - chunk.rows[0] + slot.padded)
-                rows = slice(slot.start, slot.start + slot.padded)
-                gather = chunk.gather_P[here]
-                da_NI = dh_P2I.new_empty(slot.padded, wa_PI.shape[1])
-                matmul_rows(arrivals.take(gather), weights[slot.slot].down, da_NI, tiled=self.tiled)
-                dweight_P[here, 0] = swiglu_backward(
-                    saved.h_P2I[rows], da_NI, weight_arrivals.take(gather)[:, 0], dh_P2I[rows], wa_PI[rows]
-                )
-                matmul_rows(dh_P2I[rows], weights[slot.slot].gate_up, dx_PH[here], tiled=self.tiled)
-            dweight_home[index] = self._send_home(chunk, dweight_P, f"dweight {index}")
-            return dx_PH
+            weights = wait_for_experts()
 
-        def combine(index: int, chunk: ChunkRoutes, home_NH: Tensor, home_TK: Tensor) -> None:
-            first, last = chunk.tokens
-            dx_TH[first:last] = _weighted_sum(home_NH, home_TK, None, weight_TK.shape[1])
-            rows, transfer = dweight_home.pop(index)
-            if transfer is not None:
-                transfer.wait()
-            dweight_TK[first:last] = rows[home_TK, 0].view(-1, weight_TK.shape[1])
+        def experts(chunk: ChunkRoutes) -> Sequence[Tensor]:
+            dx_PH = empty((chunk.num_rows, dy_TH.shape[1]), dtype, device)
+            dweight_P = weight_TK.new_empty(chunk.num_rows, 1)
+            for slots, rows, here in _groups(chunk):
+                sizes = [slot.padded for slot in slots]
+                gather_N = chunk.gather_P[here]
+                dy_NH = arrivals.take(gather_N, scratch, "dy")
+                h_N2I = saved.h_P2I[rows]
+                da_NI = scratch("a", (len(h_N2I), I), dtype)
+                dh_N2I = scratch("dh", h_N2I.shape, dtype) if one_chunk else dh_P2I[rows]
+                wa_NI = scratch("wa", da_NI.shape, dtype) if one_chunk else wa_PI[rows]
+                for slot, dy, da in zip(slots, dy_NH.split(sizes), da_NI.split(sizes), strict=True):
+                    matmul_rows(dy, _cast(weights[slot.slot].down, dtype, scratch), da, self.rule)
+                weight_N = weight_arrivals.take(gather_N, scratch, "weight_N")[:, 0]
+                dweight_P[here, 0] = swiglu_backward(h_N2I, da_NI, weight_N, dh_N2I, wa_NI)
+                for slot, dh, dx in zip(slots, dh_N2I.split(sizes), dx_PH[here].split(sizes), strict=True):
+                    matmul_rows(dh, _cast(weights[slot.slot].gate_up, dtype, scratch), dx, self.rule)
+                if one_chunk and gradients is not None:
+                    x_NH = saved_arrivals.take(gather_N, scratch, "x")
+                    operands = (tensor.split(sizes) for tensor in (dh_N2I, x_NH, dy_NH, wa_NI))
+                    for slot, *rows_of_slot in zip(slots, *operands, strict=True):
+                        weight_gradient(slot.slot, *(tensor[: slot.valid] for tensor in rows_of_slot))
+            return [dx_PH, dweight_P]
+
+        def combine(chunk: ChunkRoutes, home: Sequence[Tensor], home_TK: Tensor) -> None:
+            tokens = slice(*chunk.tokens)
+            home_NH, dweight_N = home
+            home_TK = home_TK.view_as(weight_TK[tokens])
+            _weighted_sum(home_NH, home_TK, None, dx_TH[tokens], scratch)
+            dweight_TK[tokens] = dweight_N[home_TK, 0]
+
+        def weight_gradient(slot: int, dh_N2I: Tensor, x_NH: Tensor, dy_NH: Tensor, wa_NI: Tensor) -> None:
+            assert gradients is not None
+            _gradient_mm(dh_N2I, x_NH, gradients[slot].gate_up, scratch)
+            _gradient_mm(dy_NH, wa_NI, gradients[slot].down, scratch)
 
         def weight_gradients() -> None:
             if gradients is None:
                 return
-            saved_arrivals = _Arrivals(saved.arrivals_MH, arrivals.index)
-            touched = set()
             for slot, rows, places in routes.order:
-                touched.add(slot)
-                # Contiguous where one chunk holds all rows; the same numbers in the same order either way.
-                one_chunk = len(routes.chunks) == 1
-                start = int(rows[0])
-                dh_N2I = dh_P2I[start : start + len(rows)] if one_chunk else dh_P2I.index_select(0, rows)
-                wa_NI = wa_PI[start : start + len(rows)] if one_chunk else wa_PI.index_select(0, rows)
-                _gradient_mm(dh_N2I, saved_arrivals.take(places), gradients[slot].gate_up)
-                _gradient_mm(arrivals.take(places), wa_NI, gradients[slot].down)
-            for slot, gradient in enumerate(gradients):
-                if slot not in touched:
-                    gradient.gate_up.zero_()
-                    gradient.down.zero_()
+                x_NH = saved_arrivals.take(places, scratch, "x")
+                dy_NH = arrivals.take(places, scratch, "dy")
+                weight_gradient(slot, dh_P2I.index_select(0, rows), x_NH, dy_NH, wa_PI.index_select(0, rows))
+            used = {slot.slot for chunk in routes.chunks for slot in chunk.slots}
+            for slot in set(range(len(gradients))) - used:
+                gradients[slot].gate_up.zero_()
+                gradients[slot].down.zero_()
 
-        self._run([arrivals, weight_arrivals], experts, combine, "backward", weight_gradients)
+        self._run([arrivals, weight_arrivals], ready, experts, combine, "backward", weight_gradients)
         return dx_TH, dweight_TK
 
     def _run(
         self,
         inputs: Sequence[_Arrivals],
-        experts: Callable[[int, ChunkRoutes], Tensor],
-        combine: Callable[[int, ChunkRoutes, Tensor, Tensor], None],
+        ready: Callable[[], None],
+        experts: Callable[[ChunkRoutes], Sequence[Tensor]],
+        combine: Callable[[ChunkRoutes, Sequence[Tensor], Tensor], None],
         direction: str,
         weight_gradients: Callable[[], None] | None = None,
     ) -> None:
         """The schedule: experts of a chunk run while the next chunk arrives and the last one goes home."""
         chunks, recorder = self.routes.chunks, self.channel.recorder
-        dispatched = [self._dispatch(0, inputs)]
-        going_home: list[tuple[int, ChunkRoutes, Tensor, Transfer | None]] = []
+        dispatched = [self._dispatch(0, inputs, direction)]
+        going_home: list[tuple[int, Sequence[Tensor], list[Transfer]]] = []
 
         def finish() -> None:
-            index, chunk, rows, transfer = going_home.pop(0)
-            home_TK = chunk.home_TK
-            if transfer is None:
-                home_TK = chunk.return_M[home_TK]
-            else:
+            index, home, transfers = going_home.pop(0)
+            for transfer in transfers:
                 transfer.wait()
-            with recorder.span("compute", "combine", direction):
-                combine(index, chunk, rows, home_TK)
+            chunk = chunks[index]
+            # On one rank nothing has put the rows in wire order.
+            home_TK = chunk.home_TK if transfers else chunk.return_M[chunk.home_TK]
+            with recorder.span("compute", "combine", f"{direction} {index}"):
+                combine(chunk, home, home_TK)
 
         for index, chunk in enumerate(chunks):
             if index + 1 < len(chunks):
-                dispatched.append(self._dispatch(index + 1, inputs))
+                dispatched.append(self._dispatch(index + 1, inputs, direction))
             for transfer in dispatched.pop(0):
                 transfer.wait()
+            if index == 0:
+                ready()
             with recorder.span("compute", "experts", f"{direction} {index}"):
-                rows = experts(index, chunk)
-            going_home.append((index, chunk, *self._send_home(chunk, rows, f"{direction} {index}")))
+                rows = experts(chunk)
+            going_home.append((index, *self._send_home(chunk, rows, f"{direction} {index}")))
             if index:
                 finish()
         if len(chunks) == 1:
@@ -210,7 +235,7 @@ class ChunkedExecutor:
         received = source.new_empty(self.routes.num_arrivals, *source.shape[1:])
         return _Arrivals(received, None, source, send_index)
 
-    def _dispatch(self, index: int, inputs: Sequence[_Arrivals]) -> list[Transfer]:
+    def _dispatch(self, index: int, inputs: Sequence[_Arrivals], direction: str) -> list[Transfer]:
         chunk = self.routes.chunks[index]
         return [
             self.channel.all_to_all(
@@ -219,26 +244,31 @@ class ChunkedExecutor:
                 chunk.arrive_counts_R,
                 chunk.send_counts_R,
                 lane="dispatch",
-                detail=str(index),
+                detail=f"{direction} {index}",
             )
             for arrivals in inputs
             if arrivals.source is not None and arrivals.send_index is not None
         ]
 
-    def _send_home(self, chunk: ChunkRoutes, rows: Tensor, detail: str) -> tuple[Tensor, Transfer | None]:
-        """Rows in wire order at their source and the transfer to wait for; on one rank the rows themselves."""
+    def _send_home(
+        self, chunk: ChunkRoutes, outputs: Sequence[Tensor], detail: str
+    ) -> tuple[Sequence[Tensor], list[Transfer]]:
+        """Rows in wire order at their source and the transfers to wait for; on one rank the rows themselves."""
         if self.channel.num_ranks == 1:
-            return rows, None
-        home = rows.new_empty(chunk.sent[1] - chunk.sent[0], *rows.shape[1:])
-        transfer = self.channel.all_to_all(
-            home,
-            rows.index_select(0, chunk.return_M),
-            chunk.send_counts_R,
-            chunk.arrive_counts_R,
-            lane="combine",
-            detail=detail,
-        )
-        return home, transfer
+            return outputs, []
+        home = [rows.new_empty(chunk.sent[1] - chunk.sent[0], *rows.shape[1:]) for rows in outputs]
+        transfers = [
+            self.channel.all_to_all(
+                rows_home,
+                rows.index_select(0, chunk.return_M),
+                chunk.send_counts_R,
+                chunk.arrive_counts_R,
+                lane="combine",
+                detail=detail,
+            )
+            for rows_home, rows in zip(home, outputs, strict=True)
+        ]
+        return home, transfers
 
 
 @dataclass(frozen=True)
@@ -250,22 +280,56 @@ class _Arrivals:
     source: Tensor | None = None
     send_index: Tensor | None = None
 
-    def take(self, arrival_N: Tensor) -> Tensor:
-        return self.rows.index_select(0, arrival_N if self.index is None else self.index[arrival_N])
+    def take(self, arrival_N: Tensor, scratch: Scratch, name: str) -> Tensor:
+        """Copies of these arrivals in ``scratch``, where they last until the next ones of that name."""
+        index = arrival_N if self.index is None else self.index[arrival_N]
+        taken = scratch(name, (len(index), *self.rows.shape[1:]), self.rows.dtype)
+        return torch.index_select(self.rows, 0, index, out=taken)
 
 
-def _weighted_sum(rows_NH: Tensor, place_TK: Tensor, weight_TK: Tensor | None, top_k: int = 0) -> Tensor:
-    """Sum over k = 0..K-1, in that order, of each token's rows times its weights, float32 [T, H]."""
-    top_k = weight_TK.shape[1] if weight_TK is not None else top_k
-    place_TK = place_TK.view(-1, top_k)
-    total_TH = rows_NH.new_zeros(place_TK.shape[0], rows_NH.shape[1], dtype=torch.float32)
-    for k in range(top_k):
-        row_TH = rows_NH.index_select(0, place_TK[:, k]).float()
-        total_TH += row_TH if weight_TK is None else row_TH.mul_(weight_TK[:, k, None])
-    return total_TH
+def _groups(chunk: ChunkRoutes) -> Iterator[tuple[tuple[SlotRows, ...], slice, slice]]:
+    """Neighbouring slots that share gathers and activations, with their rows counted over all chunks and in this one.
+
+    A row's bits do not depend on its group, so groups are free to change with the chunks.
+    """
+    first = 0
+    for last, slot in enumerate(chunk.slots, start=1):
+        start, stop = chunk.slots[first].start, slot.start + slot.padded
+        if stop - start >= GROUP_ROWS or last == len(chunk.slots):
+            yield chunk.slots[first:last], slice(start, stop), slice(start - chunk.rows[0], stop - chunk.rows[0])
+            first = last
 
 
-def _gradient_mm(left_NA: Tensor, right_NB: Tensor, out_AB: Tensor) -> None:
+def _cast(weight: Tensor, dtype: torch.dtype, scratch: Scratch) -> Tensor:
+    """``weight`` in ``dtype``; a cast one lasts until the next is cast, so that it is still in cache for its GEMM."""
+    if weight.dtype == dtype:
+        return weight
+    return scratch("weight", tuple(weight.shape), dtype).copy_(weight)
+
+
+def _weighted_sum(
+    rows_NH: Tensor, place_TK: Tensor, weight_TK: Tensor | None, out_TH: Tensor, scratch: Scratch
+) -> None:
+    """``out`` = the sum over k = 0..K-1, in that order, of each token's rows times its weights, in float32."""
+    top_k, H = place_TK.shape[1], rows_NH.shape[1]
+    block = max(1, COMBINE_ELEMENTS // (top_k * H))
+    for first in range(0, len(place_TK), block):
+        tokens = slice(first, first + block)
+        place_N = place_TK[tokens].reshape(-1)
+        taken = scratch("rows", (len(place_N), H), rows_NH.dtype)
+        torch.index_select(rows_NH, 0, place_N, out=taken)
+        if taken.dtype != torch.float32:
+            taken = scratch("float rows", (len(place_N), H), torch.float32).copy_(taken)
+        row_TKH = taken.view(-1, top_k, H)
+        if weight_TK is not None:
+            row_TKH.mul_(weight_TK[tokens, :, None])
+        total_TH = row_TKH[:, 0]
+        for k in range(1, top_k):
+            total_TH += row_TKH[:, k]
+        out_TH[tokens] = total_TH
+
+
+def _gradient_mm(left_NA: Tensor, right_NB: Tensor, out_AB: Tensor, scratch: Scratch) -> None:
     """``out = leftᵀ @ right`` summed over rows in order; ``out`` is float32."""
     if left_NA.dtype == torch.float32:
         torch.mm(left_NA.t(), right_NB, out=out_AB)
@@ -273,4 +337,5 @@ def _gradient_mm(left_NA: Tensor, right_NB: Tensor, out_AB: Tensor) -> None:
         out_AB.copy_(torch.mm(left_NA.t(), right_NB, out_dtype=torch.float32))
     else:
         # torch's CPU GEMM accumulates in float32 but has no float32 output for 16-bit operands: one rounding more.
-        out_AB.copy_(left_NA.t() @ right_NB)
+        rounded = scratch("gradient", tuple(out_AB.shape), left_NA.dtype)
+        out_AB.copy_(torch.mm(left_NA.t(), right_NB, out=rounded))

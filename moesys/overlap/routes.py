@@ -59,6 +59,10 @@ class ChunkRoutes:
     return_M: Tensor
     home_TK: Tensor
 
+    @property
+    def num_rows(self) -> int:
+        return self.rows[1] - self.rows[0]
+
 
 @dataclass(frozen=True)
 class Routes:
@@ -66,7 +70,8 @@ class Routes:
 
     held: the distinct experts of this rank, by slot index (a duplicate has no slot index of its own).
     send_token_N, send_row_N: for each row in wire order its token and its index token·K + k.
-    order: per slot with rows, (slot, expert rows, arrivals) in expert order.
+    order: per slot with rows, (slot, expert rows, arrivals) in expert order; empty with one chunk, whose slots list
+        their rows in that order.
     """
 
     chunks: tuple[ChunkRoutes, ...]
@@ -179,12 +184,14 @@ def build_routes(expert_TK: Tensor, tokens_CRE: IntArray, plan: TokenPlan, rank:
         num_rows += len(gather)
         num_arrivals += len(real)
 
-    order = tuple(
-        (slot, to_device(rows), to_device(arrivals))
-        for slot, rows, arrivals in _expert_order(
-            arriving_slot, by_slot, entry_CN[:, incoming], np.array(row_starts), np.array(arrival_starts)
+    order: tuple[tuple[int, Tensor, Tensor], ...] = ()
+    if num_chunks > 1:
+        order = tuple(
+            (slot, to_device(rows), to_device(arrivals))
+            for slot, rows, arrivals in _expert_order(
+                arriving_slot, by_slot, entry_CN[:, incoming], np.array(row_starts), np.array(arrival_starts)
+            )
         )
-    )
     send_row_N = np.concatenate(send_rows)
     return Routes(
         chunks=tuple(chunks),

@@ -25,7 +25,7 @@ from moesys.lab.tables import print_table
 from moesys.moe.layer import MoELayer
 from moesys.moe.runtime import link
 
-# Slower than no link of interest, and fast enough to leave gloo's own time alone.
+# So fast that only gloo's own time is left.
 _UNPACED_GB_PER_S = 1e3
 
 
@@ -95,8 +95,9 @@ class Result:
 class PartResult:
     """What was measured of one part; ``results`` are in its strategies' order.
 
-    gb_per_s: the pace of both links, of tokens and of experts, chosen from the step without pace: its ``compute_ms``
-        and the ``link_mb`` (10^6 bytes) that a rank receives.
+    gb_per_s: the pace of both links, of tokens and of experts.
+    compute_ms, link_mb: what it was chosen from: the first strategy's step without communication, and the 10^6 bytes
+        that a rank receives in it.
     """
 
     part: Part
@@ -385,6 +386,11 @@ class _Run:
         """Since ``prepare``, from other ranks."""
         return sum(sum(layer.meter.wire_bytes.values()) for layer in self.layers)
 
+    @property
+    def waits_ms(self) -> list[float]:
+        """How long each step was blocked by communication."""
+        return [sum(exposed_ms.values()) for exposed_ms in self._exposed_ms]
+
     def exposed_ms(self, repeats: int) -> dict[str, float]:
         """By lane, the median over the last steps."""
         last = self._exposed_ms[-repeats:]
@@ -394,11 +400,12 @@ class _Run:
         self._runtime.close()
 
 
-def _calibrate(part: Part, communication_share: float, seed: int, repeats: int = 3) -> tuple[float, float, float]:
+def _calibrate(part: Part, communication_share: float, seed: int, repeats: int = 5) -> tuple[float, float, float]:
     """(GB/s, ms of computing, MB received) of the first strategy's step; the same numbers on every rank.
 
     The first pace follows from the bytes and a step over links as fast as gloo, the second from a step at the first
-    pace: beside a slow link a rank computes faster than beside gloo's threads.
+    pace: beside a slow link a rank computes faster than beside gloo's threads. Of ``repeats`` steps the quickest
+    counts, as whatever else runs on the machine only adds.
     """
     gb_per_s, received_mb = _UNPACED_GB_PER_S, 0.0
     agreed = torch.zeros(3, dtype=torch.float64)
@@ -406,8 +413,9 @@ def _calibrate(part: Part, communication_share: float, seed: int, repeats: int =
         run = _Run(part, part.strategies[0], _Links(gb_per_s), seed)
         run.warm_up()
         steps_ms = interleave({"step": run.step}, repeats, before=run.prepare)["step"]
-        waited_ms = sum(run.exposed_ms(repeats).values())
-        agreed[:] = torch.tensor([statistics.median(steps_ms) - waited_ms, waited_ms, run.received_bytes / 1e6])
+        waits_ms = run.waits_ms[-repeats:]
+        computes_ms = [step_ms - waited_ms for step_ms, waited_ms in zip(steps_ms, waits_ms, strict=True)]
+        agreed[:] = torch.tensor([min(computes_ms), min(waits_ms), run.received_bytes / 1e6])
         dist.all_reduce(agreed, dist.ReduceOp.MAX)
         run.close()
         compute_ms, waited_ms, received_mb = agreed.tolist()

@@ -1,0 +1,48 @@
+"""A layer's state in the names and shapes of transformers' MoE blocks: Mixtral, Qwen3-MoE, OLMoE, DeepSeek-V3.
+
+``gate.weight`` [E, H], ``experts.gate_up_proj`` [E, 2I, H], ``experts.down_proj`` [E, H, I], and where they exist
+``gate.e_score_correction_bias`` [E] and ``shared_experts.{gate,up,down}_proj.weight``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor, nn
+
+from moesys.config import ModelShape
+from moesys.moe.experts import expert_views
+
+GATE_UP, DOWN = "experts.gate_up_proj", "experts.down_proj"
+
+
+def join_state(full_EP: Tensor, shape: ModelShape, replicated: Mapping[str, nn.Module]) -> dict[str, Tensor]:
+    """All experts' flat parameters [E, P_e] and the replicated modules, by name; copies."""
+    gate_up, down = zip(*(expert_views(flat_P, shape) for flat_P in full_EP), strict=True)
+    state = {GATE_UP: torch.stack(gate_up), DOWN: torch.stack(down)}
+    for prefix, module in replicated.items():
+        state |= {f"{prefix}.{name}": tensor.clone() for name, tensor in module.state_dict().items()}
+    return state
+
+
+def split_state(
+    state: Mapping[str, Tensor], shape: ModelShape, replicated: Mapping[str, nn.Module]
+) -> Iterator[tuple[int, Tensor]]:
+    """Load the replicated modules, and give every expert's flat parameters [P_e] in turn.
+
+    Raises KeyError for a name that is missing, ValueError for a shape that differs or a name too many.
+    """
+    H, I, E = shape.hidden_size, shape.intermediate_size, shape.num_experts
+    for name, size in {GATE_UP: (E, 2 * I, H), DOWN: (E, H, I)}.items():
+        if tuple(state[name].shape) != size:
+            raise ValueError(f"{name} has shape {tuple(state[name].shape)}; this layer's is {size}")
+    known = {GATE_UP, DOWN}
+    for prefix, module in replicated.items():
+        part = {name.removeprefix(f"{prefix}."): t for name, t in state.items() if name.startswith(f"{prefix}.")}
+        module.load_state_dict(part)
+        known |= {f"{prefix}.{name}" for name in part}
+    if unknown := sorted(set(state) - known):
+        raise ValueError(f"state has {unknown}, which this layer has not; drop them or change the shape")
+    for expert in range(E):
+        yield expert, torch.cat([state[GATE_UP][expert].reshape(-1), state[DOWN][expert].reshape(-1)])
