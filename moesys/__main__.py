@@ -48,7 +48,9 @@ def bench_layer(
 @bench.command("overlap")
 def bench_overlap(
     part: Annotated[str, typer.Option(help="chunks, experts or all.")] = "all",
-    tokens: Annotated[int | None, typer.Option(min=1, help="Tokens of a rank, instead of the part's own number.")] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a rank, instead of the part's own number.")
+    ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Timed repetitions.")] = 9,
     threads: Annotated[int, typer.Option(min=1, help="Threads of a rank.")] = 1,
     json: Annotated[Path | None, typer.Option(help="Write every sample to this file.")] = None,

@@ -9,18 +9,24 @@ N rows, I expert width.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
+
+# Rows go through in blocks of about so many elements, whose intermediate results stay in a core's cache.
+BLOCK_ELEMENTS = 1 << 17
 
 
 def swiglu(h_N2I: Tensor, out_NI: Tensor) -> None:
     """``out = silu(gate) * up`` for ``h = [gate | up]``; reads 2·N·I elements and writes N·I of ``h``'s dtype."""
-    gate, up = h_N2I.float().chunk(2, dim=1)
-    silu = out_NI if out_NI.dtype == torch.float32 else torch.empty_like(out_NI, dtype=torch.float32)
-    torch.neg(gate, out=silu).exp_().add_(1)
-    torch.div(gate, silu, out=silu).mul_(up)
-    if silu is not out_NI:
-        out_NI.copy_(silu)
+    for h, out in zip(*_blocks(h_N2I, out_NI), strict=True):
+        gate, up = h.float().chunk(2, dim=1)
+        silu = out if out.dtype == torch.float32 else torch.empty_like(out, dtype=torch.float32)
+        torch.neg(gate, out=silu).exp_().add_(1)
+        torch.div(gate, silu, out=silu).mul_(up)
+        if silu is not out:
+            out.copy_(silu)
 
 
 def swiglu_reference(h_N2I: Tensor) -> Tensor:
@@ -36,20 +42,34 @@ def swiglu_backward(h_N2I: Tensor, da_NI: Tensor, weight_N: Tensor, dh_N2I: Tens
     returns dL/dweight float32 [N], the sum of ``da * swiglu(h)`` over I. Nothing but ``h`` is needed from forward
     (SonicMoE's dataflow). ``weight_N`` is float32. ``da`` is overwritten where it is float32.
     """
+    dweight_N = torch.empty_like(weight_N)
+    for block in zip(*_blocks(h_N2I, da_NI, weight_N, dh_N2I, wa_NI, dweight_N), strict=True):
+        _swiglu_backward_block(*block)
+    return dweight_N
+
+
+def _swiglu_backward_block(
+    h_N2I: Tensor, da_NI: Tensor, weight_N: Tensor, dh_N2I: Tensor, wa_NI: Tensor, dweight_N: Tensor
+) -> None:
     gate, up = h_N2I.float().chunk(2, dim=1)
     da, weight_N1 = da_NI.float(), weight_N[:, None]
     sigmoid = torch.neg(gate).exp_().add_(1).reciprocal_()
     silu = gate * sigmoid
     activation = silu * up
-    dweight_N = torch.mul(da, activation).sum(dim=1)
+    torch.sum(da * activation, dim=1, out=dweight_N)
     _multiply(activation, weight_N1, wa_NI)
     weighted = da.mul_(weight_N1)
     dgate, dup = dh_N2I.chunk(2, dim=1)
     # d silu/d gate = sigmoid + silu * (1 - sigmoid)
-    slope = torch.rsub(sigmoid, 1).mul_(silu).add_(sigmoid)
+    slope = (1 - sigmoid).mul_(silu).add_(sigmoid)
     _multiply(silu, weighted, dup)
     _multiply(slope, weighted.mul_(up), dgate)
-    return dweight_N
+
+
+def _blocks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Each tensor [N, ...] cut into the same blocks of rows; the first one's elements count."""
+    rows = max(1, BLOCK_ELEMENTS // max(1, tensors[0].shape[1]))
+    return (tensor.split(rows) for tensor in tensors)
 
 
 def _multiply(left: Tensor, right: Tensor, out: Tensor) -> None:

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
-from moesys.kernels.memory import empty
 from moesys.moe.experts import as_gradients
 from moesys.moe.shards import Restored
 from moesys.overlap.chunked import ChunkedExecutor, ExpertWeights, Saved
@@ -96,6 +96,7 @@ class RoutedExperts(torch.autograd.Function):
         return y_TH
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         call: LayerCall = ctx.call
         owner = call.owner
@@ -104,7 +105,7 @@ class RoutedExperts(torch.autograd.Function):
         held = call.executor.routes.held
         grads_DP = gradients = None
         if ctx.needs_input_grad[2]:
-            grads_DP = empty((len(held), owner.shards.padded_parameters), torch.float32, masters.device)
+            grads_DP = owner.shards.new_gradients(len(held), masters.device)
             gradients = [as_gradients(flat_P, owner.shape) for flat_P in grads_DP]
         with torch.autocast(dy_TH.device.type, enabled=False):
             call.restore()
@@ -112,7 +113,22 @@ class RoutedExperts(torch.autograd.Function):
                 dy_TH, weight_TK, Saved(arrivals_MH, h_P2I), call.experts_for_backward, gradients
             )
         call.release()
-        dmasters = None if grads_DP is None else owner.reshard_gradients(grads_DP, call)
+        dmasters = None
+        if grads_DP is not None:
+            dmasters = owner.reshard_gradients(grads_DP, call, may_delay=_reaches_grad(ctx.next_functions[2][0]))
         if owner.runtime is not None:
             owner.runtime.after_backward()
         return dx_TH, dweight_TK, dmasters, None, None
+
+
+def _reaches_grad(node: Any) -> bool:
+    """Whether this backward ends in the ``.grad`` of the leaf behind ``node``: not so for ``torch.autograd.grad``, nor
+    for other ``inputs`` of ``backward``.
+    """
+    while node.next_functions:
+        node = node.next_functions[0][0]
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        # What torch raises for leaves under torch.autograd.grad.
+        return False

@@ -34,4 +34,4 @@ def initial_expert(shape: ModelShape, seed: int, layer_index: int, expert: int) 
     # Distinct streams for distinct triples: a linear congruence of each part into 63 bits.
     key = (seed * 0x9E3779B97F4A7C15 + layer_index * 0xC2B2AE3D27D4EB4F + expert * 0x165667B19E3779F9) % (1 << 63)
     generator = torch.Generator().manual_seed(key)
-    return torch.randn(shape.expert_parameters, generator=generator).mul_(shape.initializer_range)
+    return torch.randn(shape.expert_parameters, generator=generator, dtype=torch.float32).mul_(shape.initializer_range)

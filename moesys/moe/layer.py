@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -130,14 +132,20 @@ class MoELayer(nn.Module):
                 self.reshard_after_forward = sharding.reshard_after_forward
                 self.prefetch_layers, self.delay_reshard = sharding.prefetch_layers, sharding.delay_reshard
         self.num_chunks = strategy.overlap.chunks if isinstance(strategy.overlap, Pipelined) else 1
-        self.row_rule = _row_rule(shape, self.compute_dtype, device.type)
-
-        generator = torch.Generator(device).manual_seed(seed * 1_000_003 + layer_index)
-        self.router = Router(shape, device=device, generator=generator)
-        self.shared_experts = SharedExperts(shape, device, generator) if shape.n_shared_experts else None
+        # Drawn on the CPU, so that every device starts from the same weights.
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + layer_index)
+        self.router = Router(shape, device="cpu", generator=generator).to(device)
+        self.shared_experts = SharedExperts(shape, generator).to(device) if shape.n_shared_experts else None
         self.experts = nn.Parameter(self._sharded(self.shards.initial(seed, layer_index).to(device)))
 
+    # Planning is Python on integers and talks to other ranks: nothing that a compiler could trace.
+    @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:
+        """y of x's shape [..., H] and dtype. Raises ValueError for another last dimension."""
+        if x.shape[-1] != self.shape.hidden_size:
+            raise ValueError(
+                f"x has shape {tuple(x.shape)}; its last dimension must be hidden_size={self.shape.hidden_size}"
+            )
         x_TH = x.reshape(-1, self.shape.hidden_size)
         routing = self.router(x_TH)
         tape = current_tape()
@@ -190,9 +198,10 @@ class MoELayer(nn.Module):
         previous = self.runtime.enter(self) if self.runtime is not None else None
         upcoming = self.runtime.upcoming(self) if self.runtime is not None else []
         deciding = [self, *upcoming]
-        votes = [int(not learning or layer.schedule.ready(self.plan_timeout_s)) for layer in deciding]
+        deadline = time.monotonic() + self.plan_timeout_s
+        votes = [not learning or layer.schedule.ready(deadline) for layer in deciding]
         counts_CE = chunk_counts(expert_TK, self.shape.num_experts, self.num_chunks)
-        message = torch.cat([counts_CE.flatten(), torch.tensor(votes, device=counts_CE.device)])
+        message = torch.cat([counts_CE.flatten(), torch.tensor(votes, dtype=torch.int64, device=counts_CE.device)])
         gathered_RN = self.token_channel.all_gather(message, lane="counts").cpu()
         tokens_RCE = gathered_RN[:, : counts_CE.numel()].view(-1, *counts_CE.shape)
         if learning:
@@ -208,14 +217,16 @@ class MoELayer(nn.Module):
             schedule.observe(load)
             self.tokens_since_update_E += load.tokens_E
         self._last_plan = plan
+        # Asked for every time, as it depends on the number of threads, which may change.
+        rule = _row_rule(self.shape, self.compute_dtype, expert_TK.device.type)
         routes = build_routes(
             expert_TK,
             np.ascontiguousarray(tokens_RCE.numpy().swapaxes(0, 1)),
             plan.tokens,
             self.token_channel.rank,
-            self.row_rule.min_rows,
+            rule.min_rows,
         )
-        executor = ChunkedExecutor(routes, self.token_channel, self.row_rule)
+        executor = ChunkedExecutor(routes, self.token_channel, rule)
         call = LayerCall(self, plan, executor, previous, checkpointed)
         if (prefetched := self._valid_prefetch()) is not None:
             call.adopt(prefetched)
@@ -224,6 +235,14 @@ class MoELayer(nn.Module):
         if self.runtime is not None:
             self.runtime.entered(call)
         return call
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoELayer:
+        """Moves between devices, and refuses ``layer.bfloat16()`` and the like."""
+        if fn(torch.empty(0, dtype=torch.float32, device=self.experts.device)).dtype != torch.float32:
+            raise TypeError(
+                "masters of a MoELayer stay float32; declare ModelShape(dtype=...) to compute in another type"
+            )
+        return super()._apply(fn, recurse)
 
     def unlink(self) -> None:
         """Plan and restore on demand again, as before ``link``."""
@@ -254,13 +273,13 @@ class MoELayer(nn.Module):
         layout, of_pass, restored = self._prefetched
         return restored if (layout, of_pass) == (self.schedule.layout, self.runtime.num_passes) else None
 
-    def reshard_gradients(self, grads_DP: Tensor, call: LayerCall) -> Tensor | None:
+    def reshard_gradients(self, grads_DP: Tensor, call: LayerCall, may_delay: bool) -> Tensor | None:
         """This rank's part of the masters' gradient; None where it comes later, straight into ``experts.grad``."""
 
         def start() -> Any:
             return self.shards.reshard(grads_DP, call.plan.layout, self.weight_channel, f"layer {self.layer_index}")
 
-        if self.runtime is not None and self.delay_reshard:
+        if self.runtime is not None and self.delay_reshard and may_delay:
             self.runtime.delay(self, start)
             return None
         return start()()
@@ -284,6 +303,7 @@ class MoELayer(nn.Module):
     @torch.no_grad()
     def load_full_state_dict(self, state: dict[str, Tensor]) -> None:
         """The inverse of ``full_state_dict``: every rank keeps its part. Raises KeyError and ValueError for misfits."""
+        self._prefetched = None
         for expert, flat_P in split_state(state, self.shape, self._replicated()):
             self.shards.keep(self._local_masters(), expert, flat_P)
 

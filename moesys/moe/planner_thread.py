@@ -29,17 +29,22 @@ class ThreadTicket:
         self._done = threading.Event()
         self._layout: ExpertLayout | None = None
         self._error: Exception | None = None
+        self.cancelled = False
 
-    def fulfil(self, layout: ExpertLayout | None, error: Exception | None) -> None:
+    def fulfil(self, layout: ExpertLayout | None, error: Exception | None = None) -> None:
+        """The plan, or what went wrong, or neither for a plan that nobody wants any more."""
         self._layout, self._error = layout, error
         self._done.set()
+
+    def cancel(self) -> None:
+        self.cancelled = True
 
     def ready(self, timeout_s: float) -> bool:
         if not self._done.wait(timeout_s):
             return False
         if self._error is not None:
             raise self._error
-        return True
+        return self._layout is not None
 
     def layout(self) -> ExpertLayout:
         assert self._layout is not None, "a ticket was asked for its layout before it was ready"
@@ -52,6 +57,7 @@ class PlannerThread:
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
         self._requests: queue.SimpleQueue[tuple[PlanRequest, ThreadTicket] | None] = queue.SimpleQueue()
+        self._closing = threading.Event()
         self._thread = threading.Thread(target=self._run, name="moesys-planner", daemon=True)
         self._thread.start()
 
@@ -60,27 +66,38 @@ class PlannerThread:
         self._requests.put((request, ticket))
         return ticket
 
-    def close(self) -> None:
-        """Finish what was asked for, and stop."""
+    def stop(self) -> None:
+        """Make no more plans: those that were asked for are dropped."""
+        self._closing.set()
         self._requests.put(None)
+
+    def close(self) -> None:
+        """``stop``, and wait until all ranks have."""
+        self.stop()
         self._thread.join()
 
     def _run(self) -> None:
         while (item := self._requests.get()) is not None:
             request, ticket = item
             try:
-                ticket.fulfil(self._agree(request), None)
+                ticket.fulfil(self._agree(request, ticket))
             except Exception as error:  # Whatever went wrong is raised where the plan is used.
                 ticket.fulfil(None, error)
 
-    def _agree(self, request: PlanRequest) -> ExpertLayout:
-        """The leader's plan, on every rank; the leader's failure, on every rank."""
+    def _unwanted(self, ticket: ThreadTicket) -> bool:
+        return ticket.cancelled or self._closing.is_set()
+
+    def _agree(self, request: PlanRequest, ticket: ThreadTicket) -> ExpertLayout | None:
+        """The leader's plan, on every rank, or its failure, on every rank; None where the leader finds it unwanted.
+
+        A plan is dropped by all ranks or by none, so what the leader finds the others will find soon.
+        """
         if self._channel.group is None:
-            return request.solve()
+            return None if self._unwanted(ticket) else request.solve()
         leader = request.layer % self._channel.num_ranks
         layout: ExpertLayout | None = None
         message = b""
-        if self._channel.rank == leader:
+        if self._channel.rank == leader and not self._unwanted(ticket):
             try:
                 layout = request.solve()
             except Exception:
@@ -95,6 +112,8 @@ class PlannerThread:
             raise RuntimeError(
                 f"planning layer {request.layer} failed on rank {leader}:\n{text.numpy().tobytes().decode()}"
             )
+        if not num_ranks:
+            return None
         mine = _bytes_tensor(history_digest(request))
         leaders = mine.clone()
         self._broadcast(leaders, leader)

@@ -7,6 +7,7 @@ after waiting for it, all keep the old layout. That is recorded as an event, for
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -43,6 +44,9 @@ class PlanTicket(Protocol):
     def layout(self) -> ExpertLayout:
         """The plan, once it is ready."""
 
+    def cancel(self) -> None:
+        """Nobody will use the plan; it need not be made."""
+
 
 @dataclass(frozen=True)
 class SolvedPlan:
@@ -55,6 +59,9 @@ class SolvedPlan:
 
     def layout(self) -> ExpertLayout:
         return self.solution
+
+    def cancel(self) -> None:
+        """It is made already."""
 
 
 class PlanSource(Protocol):
@@ -96,9 +103,10 @@ class LayoutSchedule:
         """Whether a plan should be in use from the coming micro-batch on."""
         return bool(self._pending) and self._pending[0][0] <= self.micro_batch
 
-    def ready(self, timeout_s: float) -> bool:
-        """This rank's vote: it has every plan that is due, after waiting at most so long."""
-        return all(ticket.ready(timeout_s) for due, ticket in self._pending if due <= self.micro_batch)
+    def ready(self, deadline_s: float) -> bool:
+        """This rank's vote: it has every plan that is due, after waiting at most until then (monotonic clock)."""
+        due = [ticket for due, ticket in self._pending if due <= self.micro_batch]
+        return all(ticket.ready(max(0.0, deadline_s - time.monotonic())) for ticket in due)
 
     def settle(self, agreed: bool) -> None:
         """The outcome of the vote, the same on all ranks: use the newest plan that is due, or drop what is due."""
@@ -107,6 +115,7 @@ class LayoutSchedule:
             if agreed:
                 self.layout = ticket.layout()
             else:
+                ticket.cancel()
                 self.events.append(
                     PlanEvent(self.layer, self.micro_batch, f"plan due at {due} came too late: layout kept")
                 )

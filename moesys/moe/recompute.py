@@ -8,9 +8,8 @@ more on one rank would hang the others. So the second pass plans nothing, rememb
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
-from contextvars import ContextVar
+from contextlib import AbstractContextManager
+from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
@@ -25,22 +24,32 @@ NO_BACKWARD = -1
 
 @dataclass
 class Tape:
-    """The calls of MoE layers inside one checkpointed region, in order."""
+    """The calls of MoE layers inside one checkpointed region, in order, and the tapes of regions inside it."""
 
     calls: list[LayerCall] = field(default_factory=list)
+    inner: list[Tape] = field(default_factory=list)
     mode: Literal["record", "replay"] = "record"
-    position: int = 0
+    next_call_at: int = 0
+    next_inner_at: int = 0
 
     def next_call(self, layer: int) -> LayerCall:
         """The recorded call that this forward repeats."""
-        if self.position >= len(self.calls) or self.calls[self.position].layer != layer:
+        if self.next_call_at >= len(self.calls) or self.calls[self.next_call_at].layer != layer:
             recorded = [call.layer for call in self.calls]
             raise RuntimeError(
-                f"recomputation reached MoE layer {layer} as call {self.position}, but the first pass recorded "
+                f"recomputation reached MoE layer {layer} as call {self.next_call_at}, but the first pass recorded "
                 f"layers {recorded}; a checkpointed region must run the same layers both times"
             )
-        self.position += 1
-        return self.calls[self.position - 1]
+        self.next_call_at += 1
+        return self.calls[self.next_call_at - 1]
+
+    def inner_tape(self) -> Tape:
+        """The tape of a region inside this one: a new one while recording, the recorded one while replaying."""
+        if self.mode == "record":
+            self.inner.append(Tape())
+            return self.inner[-1]
+        self.next_inner_at += 1
+        return self.inner[self.next_inner_at - 1]
 
 
 _tape: ContextVar[Tape | None] = ContextVar("moesys_recompute_tape", default=None)
@@ -51,8 +60,8 @@ def current_tape() -> Tape | None:
     tape = _tape.get()
     if tape is None and current_backward() != NO_BACKWARD:
         raise RuntimeError(
-            "a MoE layer runs forward inside a backward pass, so activations are being recomputed, but its plans were "
-            "not recorded; pass context_fn=moesys.recompute and use_reentrant=False to torch.utils.checkpoint.checkpoint"
+            "a MoE layer runs forward inside a backward pass, so activations are recomputed, but its plans were "
+            "not recorded; pass context_fn=moesys.recompute and use_reentrant=False to torch.utils.checkpoint"
         )
     return tape
 
@@ -63,16 +72,29 @@ def current_backward() -> int:
 
 
 def recompute() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-    """``context_fn`` for ``torch.utils.checkpoint.checkpoint``: contexts for the first pass and for the second."""
-    tape = Tape()
-    return _playing(tape, "record"), _playing(tape, "replay")
+    """``context_fn`` for ``torch.utils.checkpoint.checkpoint``: contexts for the first pass and for the second.
+
+    Regions may be nested, if all of them use it.
+    """
+    outer = _tape.get()
+    if outer is None:
+        tape = Tape()
+        return _Playing(tape, "record"), _Playing(tape, "replay")
+    # When an outer region is recomputed, the first pass of an inner one is a repetition too.
+    return _Playing(tape := outer.inner_tape(), outer.mode), _Playing(tape, "replay")
 
 
-@contextmanager
-def _playing(tape: Tape, mode: Literal["record", "replay"]) -> Iterator[None]:
-    tape.mode, tape.position = mode, 0
-    token = _tape.set(tape)
-    try:
-        yield
-    finally:
-        _tape.reset(token)
+class _Playing(AbstractContextManager[None]):
+    """Runs a region on its tape, from the start; may be entered again, for graphs that are kept."""
+
+    def __init__(self, tape: Tape, mode: Literal["record", "replay"]) -> None:
+        self._tape, self._mode = tape, mode
+        self._tokens: list[Token[Tape | None]] = []
+
+    def __enter__(self) -> None:
+        self._tape.mode = self._mode
+        self._tape.next_call_at = self._tape.next_inner_at = 0
+        self._tokens.append(_tape.set(self._tape))
+
+    def __exit__(self, *_: object) -> None:
+        _tape.reset(self._tokens.pop())

@@ -10,7 +10,9 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
@@ -21,7 +23,7 @@ from moesys.moe.layer import PLAN_TIMEOUT_S, LayerMetrics, MoELayer
 from moesys.moe.planner_thread import PlannerThread
 from moesys.moe.planning import PlanEvent
 from moesys.moe.recompute import NO_BACKWARD, current_backward
-from moesys.overlap.channel import Channel
+from moesys.overlap.channel import Channel, group_timeout_s
 from moesys.overlap.pulse import Pulse
 from moesys.overlap.record import Meter, Recorder
 from moesys.timeline import Timeline
@@ -39,13 +41,14 @@ class _Reshard:
 def link(
     model: nn.Module,
     *,
-    plan_timeout_s: float = PLAN_TIMEOUT_S,
+    plan_timeout_s: float | None = None,
     record_spans: bool = False,
     weight_group: dist.ProcessGroup | None = None,
 ) -> MoERuntime:
     """Join the MoE layers of ``model`` under one runtime; a collective where they share a process group.
 
-    ``plan_timeout_s``: how long a rank waits for a layout that is due before all ranks keep the old one.
+    ``plan_timeout_s``: how long a rank waits for layouts that are due before all ranks keep the old ones; at most half
+    of the group's time-out, so that waiting fails no collective. By default 60 s, or that half.
     ``record_spans``: keep a ``Timeline``. ``weight_group``: the same ranks' group on which experts and their gradients
     travel; by default one is made, with the backend of the layers' group.
     """
@@ -61,7 +64,7 @@ class MoERuntime:
     def __init__(
         self,
         model: nn.Module,
-        plan_timeout_s: float,
+        plan_timeout_s: float | None,
         record_spans: bool,
         weight_group: dist.ProcessGroup | None,
     ) -> None:
@@ -77,6 +80,13 @@ class MoERuntime:
         self._groups: list[dist.ProcessGroup] = []
         planner_group = None
         if group is not None:
+            most_s = group_timeout_s(group, self.layers[0].experts.device.type) / 2
+            if plan_timeout_s is not None and plan_timeout_s > most_s:
+                raise ValueError(
+                    f"plan_timeout_s={plan_timeout_s} is more than half of the group's time-out, {most_s:g} s; a rank "
+                    "that waits for a plan would fail the others' collectives, so lower it or raise the time-out"
+                )
+            plan_timeout_s = min(PLAN_TIMEOUT_S, most_s) if plan_timeout_s is None else plan_timeout_s
             if weight_group is None:
                 weight_group = self._new_group(group, dist.get_backend(group))
             planner_group = self._new_group(group, "gloo")
@@ -88,12 +98,15 @@ class MoERuntime:
         self._order: list[MoELayer] = []
         self._position = -1
         self._learning_order = True
-        self._newest: weakref.ref[LayerCall] | None = None
+        self._newest: LayerCall | None = None
         self._reshards: list[_Reshard] = []
+        self._arrived: dict[MoELayer, Tensor] = {}
         self._flushing_backward = NO_BACKWARD
+        # A runtime that is dropped without ``close`` leaves no thread behind.
+        self._stop_threads = weakref.finalize(self, _stop, self._planner, self._pulse)
         for layer in self.layers:
             layer.runtime = self
-            layer.plan_timeout_s = plan_timeout_s
+            layer.plan_timeout_s = PLAN_TIMEOUT_S if plan_timeout_s is None else plan_timeout_s
             layer.schedule.source = self._planner
             layer.weight_channel = Channel(
                 weight_group, layer.cluster.node_of_rank, self.recorder, layer.meter, layer.experts.device.type
@@ -105,7 +118,8 @@ class MoERuntime:
         members = dist.get_process_group_ranks(group)
         # Ranks outside the group do not come here, so only its members may take part in making the new one.
         subset = len(members) < dist.get_world_size()
-        new_group = dist.new_group(members, backend=backend, use_local_synchronization=subset)
+        timeout = timedelta(seconds=group_timeout_s(group, self.layers[0].experts.device.type))
+        new_group = dist.new_group(members, timeout, backend, use_local_synchronization=subset)
         self._groups.append(new_group)
         return new_group
 
@@ -118,8 +132,8 @@ class MoERuntime:
             self._order.append(layer)
         position = self._order.index(layer)
         if position <= self._position:
-            self.num_passes += 1
-        previous = self._newest() if self._newest is not None and position == self._position + 1 else None
+            self._end_pass()
+        previous = self._newest if position == self._position + 1 else None
         self._position = position
         self._learning_order = not known
         return previous
@@ -132,7 +146,16 @@ class MoERuntime:
         return self._order[following : following + layer.prefetch_layers]
 
     def entered(self, call: LayerCall) -> None:
-        self._newest = weakref.ref(call)
+        """The call that ``enter`` announced; without a backward to come, nothing follows from it."""
+        self._newest = call if torch.is_grad_enabled() else None
+
+    def _end_pass(self) -> None:
+        """What was brought ahead, and which call was last, holds within one forward pass. The next layer to run may run
+        after an optimizer step, and ranks may differ in what they still hold on to: collectives follow from neither.
+        """
+        self.num_passes += 1
+        self._position = -1
+        self._newest = None
 
     # --- backward -----------------------------------------------------------------------------------------
 
@@ -140,6 +163,7 @@ class MoERuntime:
         """A layer's output gradients have been dispatched: the experts of the layers before may set off, and gradients
         of the layer behind, which waited so as not to delay that dispatch.
         """
+        self._end_pass()
         before = call.previous
         for _ in range(call.owner.prefetch_layers):
             if before is None:
@@ -155,6 +179,7 @@ class MoERuntime:
         if self._flushing_backward != current_backward():
             # What is left of a backward that raised belongs to no step.
             self._reshards.clear()
+            self._arrived.clear()
             self._flushing_backward = current_backward()
             Variable._execution_engine.queue_callback(self._flush)
         self._reshards.append(_Reshard(layer, start))
@@ -164,7 +189,9 @@ class MoERuntime:
         while self._reshards and self._reshards[0].finish is not None:
             reshard = self._reshards.pop(0)
             assert reshard.finish is not None
-            reshard.layer.accumulate_gradient(reshard.finish())
+            arrived = self._arrived.pop(reshard.layer, None)
+            gradient = reshard.finish()
+            self._arrived[reshard.layer] = gradient if arrived is None else arrived.add_(gradient)
 
     def _flush(self) -> None:
         self._flushing_backward = NO_BACKWARD
@@ -172,6 +199,10 @@ class MoERuntime:
             if reshard.finish is None:
                 reshard.finish = reshard.start()
         self.after_backward()
+        # As autograd does: a layer's gradients of one backward are added up before they are added to ``.grad``.
+        for layer, gradient in self._arrived.items():
+            layer.accumulate_gradient(gradient)
+        self._arrived.clear()
 
     # --- what a person asks -------------------------------------------------------------------------------
 
@@ -190,6 +221,9 @@ class MoERuntime:
 
     def close(self) -> None:
         """Stop the planner and unlink the layers, which then plan and restore on demand."""
+        if not self._stop_threads.alive:
+            return
+        self._stop_threads.detach()
         self._planner.close()
         if self._pulse is not None:
             self._pulse.close()
@@ -198,3 +232,9 @@ class MoERuntime:
         for group in self._groups:
             dist.destroy_process_group(group)
         self._groups = []
+
+
+def _stop(planner: PlannerThread, pulse: Pulse | None) -> None:
+    planner.stop()
+    if pulse is not None:
+        pulse.stop()

@@ -50,7 +50,7 @@ class ShardedExperts(ExpertShards):
         return range(min(P, self.rank * self.wire_slice), min(P, (self.rank + 1) * self.wire_slice))
 
     def initial(self, seed: int, layer_index: int) -> Tensor:
-        local = torch.empty(self.shape.num_experts, len(self.owned()))
+        local = torch.empty(self.shape.num_experts, len(self.owned()), dtype=torch.float32)
         for expert in range(self.shape.num_experts):
             self.keep(local, expert, initial_expert(self.shape, seed, layer_index, expert))
         return local
@@ -61,11 +61,11 @@ class ShardedExperts(ExpertShards):
     def restore(self, local: Tensor, layout: ExpertLayout, channel: Channel, detail: str) -> Restored:
         held = self.held_by_rank(layout)
         if self.num_ranks == 1:
-            return Restored(self.shape, self.dtype, lambda: [local[expert] for expert in held[0]])
+            return Restored(self.shape, lambda: [local[expert] for expert in held[0]])
         wire_Es = local.new_zeros(local.shape[0], self.wire_slice, dtype=self.dtype)
         wire_Es[:, : local.shape[1]] = local
         start = self._restore_hierarchical if self.hierarchical else self._restore_flat
-        return Restored(self.shape, self.dtype, start(wire_Es, held, channel, detail))
+        return Restored(self.shape, start(wire_Es, held, channel, detail))
 
     def _restore_flat(
         self, wire_Es: Tensor, held: list[tuple[int, ...]], channel: Channel, detail: str

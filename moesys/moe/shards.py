@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from moesys.config import ModelShape
+from moesys.kernels.memory import empty
 from moesys.layout import ExpertLayout
 from moesys.moe.experts import as_weights
 from moesys.overlap.channel import Channel
@@ -28,23 +29,23 @@ from moesys.overlap.routes import held_experts
 
 
 class Restored(Sequence[ExpertWeights]):
-    """The held experts in the compute dtype, by slot index; a rank's own masters are cast on use. ``wait`` first."""
+    """The held experts by slot index: a rank's own masters, others in the compute dtype. ``wait`` first."""
 
-    def __init__(self, shape: ModelShape, dtype: torch.dtype, finish: Callable[[], Sequence[Tensor]]) -> None:
-        self._shape, self._dtype, self._finish = shape, dtype, finish
-        self._flat: Sequence[Tensor] | None = None
+    def __init__(self, shape: ModelShape, finish: Callable[[], Sequence[Tensor]]) -> None:
+        self._shape, self._finish = shape, finish
+        self._experts: list[ExpertWeights] | None = None
 
     def wait(self) -> Restored:
-        if self._flat is None:
-            self._flat = self._finish()
+        if self._experts is None:
+            self._experts = [as_weights(flat_P, self._shape) for flat_P in self._finish()]
         return self
 
     def __len__(self) -> int:
-        return len(self.wait()._flat or ())
+        return len(self.wait()._experts or ())
 
     def __getitem__(self, slot: int) -> ExpertWeights:  # type: ignore[override]
-        assert self._flat is not None
-        return as_weights(self._flat[slot], self._shape)
+        assert self._experts is not None
+        return self._experts[slot]
 
 
 class ExpertShards(ABC):
@@ -75,6 +76,10 @@ class ExpertShards(ABC):
     @abstractmethod
     def padded_parameters(self) -> int:
         """Columns of a slot-gradient buffer: P_e, or R·s."""
+
+    def new_gradients(self, num_held: int, device: torch.device) -> Tensor:
+        """Memory for slot gradients, float32 [D, padded_parameters]."""
+        return empty((num_held, self.padded_parameters), torch.float32, device)
 
     def held_by_rank(self, layout: ExpertLayout) -> list[tuple[int, ...]]:
         return [held_experts(layout.experts_of(rank)) for rank in range(self.num_ranks)]

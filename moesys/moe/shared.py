@@ -13,13 +13,13 @@ from moesys.moe.experts import DTYPES
 class SharedExperts(nn.Module):
     """``n_shared_experts`` fused into one SwiGLU of n·I, with DeepSeek-V3's names and shapes; replicated masters."""
 
-    def __init__(self, shape: ModelShape, device: torch.device | str | None, generator: torch.Generator) -> None:
+    def __init__(self, shape: ModelShape, generator: torch.Generator) -> None:
         super().__init__()
         width = shape.n_shared_experts * shape.intermediate_size
         self.dtype = DTYPES[shape.dtype]
-        self.gate_proj = nn.Linear(shape.hidden_size, width, bias=False, device=device)
-        self.up_proj = nn.Linear(shape.hidden_size, width, bias=False, device=device)
-        self.down_proj = nn.Linear(width, shape.hidden_size, bias=False, device=device)
+        self.gate_proj = nn.Linear(shape.hidden_size, width, bias=False, dtype=torch.float32)
+        self.up_proj = nn.Linear(shape.hidden_size, width, bias=False, dtype=torch.float32)
+        self.down_proj = nn.Linear(width, shape.hidden_size, bias=False, dtype=torch.float32)
         with torch.no_grad():
             for parameter in self.parameters():
                 parameter.normal_(std=shape.initializer_range, generator=generator)

@@ -10,6 +10,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from moesys.config import ModelShape
+from moesys.kernels.memory import Recycled
 from moesys.layout import ExpertLayout
 from moesys.moe.experts import initial_expert
 from moesys.moe.shards import ExpertShards, Restored, add_in_order
@@ -21,6 +23,10 @@ class WholeExperts(ExpertShards):
 
     shard_dim = 0
 
+    def __init__(self, shape: ModelShape, dtype: torch.dtype, rank: int, num_ranks: int) -> None:
+        super().__init__(shape, dtype, rank, num_ranks)
+        self._gradients = Recycled()
+
     @property
     def block(self) -> int:
         """Experts a rank owns: ceil(E/R); the last ranks fewer."""
@@ -30,6 +36,10 @@ class WholeExperts(ExpertShards):
     def padded_parameters(self) -> int:
         return self.shape.expert_parameters
 
+    def new_gradients(self, num_held: int, device: torch.device) -> Tensor:
+        # What the slots compute becomes the masters' gradient, so its pages are kept from step to step.
+        return self._gradients.empty((num_held, self.padded_parameters), torch.float32, device)
+
     def owner(self, expert: int) -> int:
         return expert // self.block
 
@@ -38,7 +48,7 @@ class WholeExperts(ExpertShards):
         return range(min(E, self.rank * self.block), min(E, (self.rank + 1) * self.block))
 
     def initial(self, seed: int, layer_index: int) -> Tensor:
-        local = torch.empty(len(self.owned()), self.shape.expert_parameters)
+        local = torch.empty(len(self.owned()), self.shape.expert_parameters, dtype=torch.float32)
         for expert in self.owned():
             self.keep(local, expert, initial_expert(self.shape, seed, layer_index, expert))
         return local
@@ -73,7 +83,7 @@ class WholeExperts(ExpertShards):
                 transfer.wait()
             return [received[place[e]] if e in place else local[e - first] for e in held[self.rank]]
 
-        return Restored(self.shape, self.dtype, finish)
+        return Restored(self.shape, finish)
 
     def reshard(self, grads_DP: Tensor, layout: ExpertLayout, channel: Channel, detail: str) -> Callable[[], Tensor]:
         held = self.held_by_rank(layout)

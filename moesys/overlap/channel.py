@@ -43,13 +43,13 @@ class Transfer:
 
     def wait(self) -> None:
         if self._work is not None:
-            work, self._work = self._work, None
             with self._channel.exposed(self._lane):
-                self._channel.guard(self._lane, work.wait)
+                self._channel.guard(self._lane, self._work.wait)
+            self._work = None
             self._record()
 
     def _record(self) -> None:
-        """Once: by whoever learns first that it is done, as callbacks may come later than the waiting thread goes on."""
+        """Once, by whoever learns it first: callbacks may come later than the waiting thread goes on."""
         if self._unrecorded.acquire(blocking=False):
             recorder = self._channel.recorder
             recorder.add(self._lane, self._lane, self._start_us, recorder.now_us(), self._detail)
@@ -137,6 +137,8 @@ class Channel:
         """Run a collective call; where it fails, find out which ranks are gone and say so."""
         try:
             return call()
+        except torch.OutOfMemoryError:
+            raise
         except RuntimeError as error:
             raise self._failure(kind, error) from error
 
@@ -167,7 +169,7 @@ class Channel:
     def _missing_from_roll_call(self, store: dist.Store, members: Sequence[int]) -> set[int]:
         """Who does not sign. Whoever is alive fails in a collective too, but some not before the group's time-out."""
         assert self.group is not None
-        deadline = time.monotonic() + _timeout_s(self.group, self.device_type) + self.failure_grace_s
+        deadline = time.monotonic() + group_timeout_s(self.group, self.device_type) + self.failure_grace_s
         silent = self._unsigned(store, members)
         while silent and time.monotonic() < deadline:
             time.sleep(0.05)
@@ -179,7 +181,7 @@ class Channel:
         return {rank for rank in ranks if not store.check([f"moesys/survivor/{rank}"])}
 
 
-def _timeout_s(group: dist.ProcessGroup, device_type: str) -> float:
+def group_timeout_s(group: dist.ProcessGroup, device_type: str) -> float:
     """The group's time-out; torch's default where a backend does not tell."""
     try:
         timeout = group._get_backend(torch.device(device_type)).options._timeout

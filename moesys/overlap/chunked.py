@@ -25,6 +25,7 @@ from moesys.overlap.routes import ChunkRoutes, Routes, SlotRows
 
 # Slots with few rows share gathers and activations, up to so many rows: calls cost more than such rows do.
 GROUP_ROWS = 256
+ALIGNMENT_BYTES = 64
 # Combine works on blocks of so many elements, which stay in a core's cache.
 COMBINE_ELEMENTS = 1 << 18
 
@@ -80,7 +81,7 @@ class ChunkedExecutor:
             width = weights[0].gate_up.shape[0] if weights else 0
             h_P2I = empty((routes.num_rows, width), dtype, x_TH.device)
 
-        def experts(chunk: ChunkRoutes) -> Sequence[Tensor]:
+        def experts(chunk: ChunkRoutes) -> Tensor:
             assert h_P2I is not None
             y_PH = empty((chunk.num_rows, H), dtype, x_TH.device)
             for slots, rows, here in _groups(chunk):
@@ -89,18 +90,17 @@ class ChunkedExecutor:
                 h_N2I = h_P2I[rows]
                 a_NI = scratch("a", (len(h_N2I), h_N2I.shape[1] // 2), dtype)
                 for slot, x, h in zip(slots, x_NH.split(sizes), h_N2I.split(sizes), strict=True):
-                    matmul_rows(x, _cast(weights[slot.slot].gate_up, dtype, scratch).t(), h, self.rule)
+                    matmul_rows(x, _cast(weights[slot.slot].gate_up, dtype, scratch), h, self.rule)
                 swiglu(h_N2I, a_NI)
                 for slot, a, y in zip(slots, a_NI.split(sizes), y_PH[here].split(sizes), strict=True):
-                    matmul_rows(a, _cast(weights[slot.slot].down, dtype, scratch).t(), y, self.rule)
-            return [y_PH]
+                    matmul_rows(a, _cast(weights[slot.slot].down, dtype, scratch), y, self.rule)
+            return y_PH
 
-        def combine(chunk: ChunkRoutes, home: Sequence[Tensor], home_TK: Tensor) -> None:
+        def combine(chunk: ChunkRoutes, home_NH: Tensor, home_TK: Tensor) -> None:
             tokens = slice(*chunk.tokens)
-            (home_NH,) = home
             _weighted_sum(home_NH, home_TK.view_as(weight_TK[tokens]), weight_TK[tokens], y_TH[tokens], scratch)
 
-        self._run([arrivals], ready, experts, combine, "forward")
+        self._run(arrivals, ready, experts, combine, "forward")
         assert h_P2I is not None
         return y_TH, Saved(arrivals.rows, h_P2I)
 
@@ -117,10 +117,9 @@ class ChunkedExecutor:
         """
         routes, dtype, device = self.routes, dy_TH.dtype, dy_TH.device
         arrivals = self._arrivals(dy_TH, routes.send_token_N)
-        weight_arrivals = self._arrivals(weight_TK.reshape(-1, 1), routes.send_row_N)
         saved_arrivals = _Arrivals(saved.arrivals_MH, arrivals.index)
         scratch = Scratch(device)
-        I = saved.h_P2I.shape[1] // 2  # noqa: E741
+        I = saved.h_P2I.shape[1] // 2
         # With one chunk an expert's rows are all there at once, and nothing is kept for later.
         one_chunk = len(routes.chunks) == 1
         kept_rows = 0 if one_chunk else routes.num_rows
@@ -128,15 +127,18 @@ class ChunkedExecutor:
         wa_PI = empty((kept_rows, I), dtype, device)
         weights: Sequence[ExpertWeights] = ()
         dx_TH = torch.empty_like(dy_TH)
-        dweight_TK = torch.empty_like(weight_TK)
+        # Routing weights and their gradients travel in one message each: chunks of them would be all latency.
+        weight_M, weights_here = self._weights_to_experts(weight_TK.reshape(-1)[routes.send_row_N])
+        dweight_M = torch.empty_like(weight_M)
 
         def ready() -> None:
             nonlocal weights
+            weights_here()
             weights = wait_for_experts()
 
-        def experts(chunk: ChunkRoutes) -> Sequence[Tensor]:
+        def experts(chunk: ChunkRoutes) -> Tensor:
             dx_PH = empty((chunk.num_rows, dy_TH.shape[1]), dtype, device)
-            dweight_P = weight_TK.new_empty(chunk.num_rows, 1)
+            dweight_P = weight_TK.new_empty(chunk.num_rows)
             for slots, rows, here in _groups(chunk):
                 sizes = [slot.padded for slot in slots]
                 gather_N = chunk.gather_P[here]
@@ -146,31 +148,33 @@ class ChunkedExecutor:
                 dh_N2I = scratch("dh", h_N2I.shape, dtype) if one_chunk else dh_P2I[rows]
                 wa_NI = scratch("wa", da_NI.shape, dtype) if one_chunk else wa_PI[rows]
                 for slot, dy, da in zip(slots, dy_NH.split(sizes), da_NI.split(sizes), strict=True):
-                    matmul_rows(dy, _cast(weights[slot.slot].down, dtype, scratch), da, self.rule)
-                weight_N = weight_arrivals.take(gather_N, scratch, "weight_N")[:, 0]
-                dweight_P[here, 0] = swiglu_backward(h_N2I, da_NI, weight_N, dh_N2I, wa_NI)
+                    matmul_rows(dy, _cast(weights[slot.slot].down, dtype, scratch).t(), da, self.rule)
+                weight_N = weight_M[gather_N]
+                dweight_P[here] = swiglu_backward(h_N2I, da_NI, weight_N, dh_N2I, wa_NI)
                 for slot, dh, dx in zip(slots, dh_N2I.split(sizes), dx_PH[here].split(sizes), strict=True):
-                    matmul_rows(dh, _cast(weights[slot.slot].gate_up, dtype, scratch), dx, self.rule)
+                    matmul_rows(dh, _cast(weights[slot.slot].gate_up, dtype, scratch).t(), dx, self.rule)
                 if one_chunk and gradients is not None:
                     x_NH = saved_arrivals.take(gather_N, scratch, "x")
                     operands = (tensor.split(sizes) for tensor in (dh_N2I, x_NH, dy_NH, wa_NI))
                     for slot, *rows_of_slot in zip(slots, *operands, strict=True):
                         weight_gradient(slot.slot, *(tensor[: slot.valid] for tensor in rows_of_slot))
-            return [dx_PH, dweight_P]
+            dweight_M[slice(*chunk.arrivals)] = dweight_P[chunk.return_M]
+            return dx_PH
 
-        def combine(chunk: ChunkRoutes, home: Sequence[Tensor], home_TK: Tensor) -> None:
+        def combine(chunk: ChunkRoutes, home_NH: Tensor, home_TK: Tensor) -> None:
             tokens = slice(*chunk.tokens)
-            home_NH, dweight_N = home
-            home_TK = home_TK.view_as(weight_TK[tokens])
-            _weighted_sum(home_NH, home_TK, None, dx_TH[tokens], scratch)
-            dweight_TK[tokens] = dweight_N[home_TK, 0]
+            _weighted_sum(home_NH, home_TK.view_as(weight_TK[tokens]), None, dx_TH[tokens], scratch)
 
         def weight_gradient(slot: int, dh_N2I: Tensor, x_NH: Tensor, dy_NH: Tensor, wa_NI: Tensor) -> None:
             assert gradients is not None
-            _gradient_mm(dh_N2I, x_NH, gradients[slot].gate_up, scratch)
-            _gradient_mm(dy_NH, wa_NI, gradients[slot].down, scratch)
+            _gradient_mm(_aligned(dh_N2I), _aligned(x_NH), gradients[slot].gate_up, scratch)
+            _gradient_mm(_aligned(dy_NH), _aligned(wa_NI), gradients[slot].down, scratch)
 
-        def weight_gradients() -> None:
+        dweights_home: Callable[[], Tensor] | None = None
+
+        def after_experts() -> None:
+            nonlocal dweights_home
+            dweights_home = self._dweights_home(dweight_M)
             if gradients is None:
                 return
             for slot, rows, places in routes.order:
@@ -182,38 +186,43 @@ class ChunkedExecutor:
                 gradients[slot].gate_up.zero_()
                 gradients[slot].down.zero_()
 
-        self._run([arrivals, weight_arrivals], ready, experts, combine, "backward", weight_gradients)
+        self._run(arrivals, ready, experts, combine, "backward", after_experts)
+        assert dweights_home is not None
+        dweight_TK = torch.empty_like(weight_TK)
+        dweight_TK.view(-1)[routes.send_row_N] = dweights_home()
         return dx_TH, dweight_TK
 
     def _run(
         self,
-        inputs: Sequence[_Arrivals],
+        arrivals: _Arrivals,
         ready: Callable[[], None],
-        experts: Callable[[ChunkRoutes], Sequence[Tensor]],
-        combine: Callable[[ChunkRoutes, Sequence[Tensor], Tensor], None],
+        experts: Callable[[ChunkRoutes], Tensor],
+        combine: Callable[[ChunkRoutes, Tensor, Tensor], None],
         direction: str,
-        weight_gradients: Callable[[], None] | None = None,
+        after_experts: Callable[[], None] | None = None,
     ) -> None:
         """The schedule: experts of a chunk run while the next chunk arrives and the last one goes home."""
         chunks, recorder = self.routes.chunks, self.channel.recorder
-        dispatched = [self._dispatch(0, inputs, direction)]
-        going_home: list[tuple[int, Sequence[Tensor], list[Transfer]]] = []
+        dispatched = [self._dispatch(0, arrivals, direction)]
+        going_home: list[tuple[int, Tensor, Transfer | None]] = []
 
         def finish() -> None:
-            index, home, transfers = going_home.pop(0)
-            for transfer in transfers:
-                transfer.wait()
+            index, home, transfer = going_home.pop(0)
             chunk = chunks[index]
-            # On one rank nothing has put the rows in wire order.
-            home_TK = chunk.home_TK if transfers else chunk.return_M[chunk.home_TK]
+            if transfer is None:
+                # On one rank nothing has put the rows in wire order.
+                home_TK = chunk.return_M[chunk.home_TK]
+            else:
+                transfer.wait()
+                home_TK = chunk.home_TK
             with recorder.span("compute", "combine", f"{direction} {index}"):
                 combine(chunk, home, home_TK)
 
         for index, chunk in enumerate(chunks):
             if index + 1 < len(chunks):
-                dispatched.append(self._dispatch(index + 1, inputs, direction))
-            for transfer in dispatched.pop(0):
-                transfer.wait()
+                dispatched.append(self._dispatch(index + 1, arrivals, direction))
+            if (arriving := dispatched.pop(0)) is not None:
+                arriving.wait()
             if index == 0:
                 ready()
             with recorder.span("compute", "experts", f"{direction} {index}"):
@@ -223,9 +232,9 @@ class ChunkedExecutor:
                 finish()
         if len(chunks) == 1:
             finish()
-        if weight_gradients is not None:
+        if after_experts is not None:
             with recorder.span("compute", "weight_gradients", direction):
-                weight_gradients()
+                after_experts()
         if len(chunks) > 1:
             finish()
 
@@ -235,40 +244,68 @@ class ChunkedExecutor:
         received = source.new_empty(self.routes.num_arrivals, *source.shape[1:])
         return _Arrivals(received, None, source, send_index)
 
-    def _dispatch(self, index: int, inputs: Sequence[_Arrivals], direction: str) -> list[Transfer]:
+    def _dispatch(self, index: int, arrivals: _Arrivals, direction: str) -> Transfer | None:
+        if arrivals.source is None or arrivals.send_index is None:
+            return None
         chunk = self.routes.chunks[index]
-        return [
-            self.channel.all_to_all(
-                arrivals.rows[slice(*chunk.arrivals)],
-                arrivals.source.index_select(0, arrivals.send_index[slice(*chunk.sent)]),
-                chunk.arrive_counts_R,
-                chunk.send_counts_R,
-                lane="dispatch",
-                detail=f"{direction} {index}",
-            )
-            for arrivals in inputs
-            if arrivals.source is not None and arrivals.send_index is not None
-        ]
+        return self.channel.all_to_all(
+            arrivals.rows[slice(*chunk.arrivals)],
+            arrivals.source.index_select(0, arrivals.send_index[slice(*chunk.sent)]),
+            chunk.arrive_counts_R,
+            chunk.send_counts_R,
+            lane="dispatch",
+            detail=f"{direction} {index}",
+        )
 
-    def _send_home(
-        self, chunk: ChunkRoutes, outputs: Sequence[Tensor], detail: str
-    ) -> tuple[Sequence[Tensor], list[Transfer]]:
-        """Rows in wire order at their source and the transfers to wait for; on one rank the rows themselves."""
+    def _send_home(self, chunk: ChunkRoutes, rows: Tensor, detail: str) -> tuple[Tensor, Transfer | None]:
+        """Rows in wire order at their source and the transfer to wait for; on one rank the rows themselves."""
         if self.channel.num_ranks == 1:
-            return outputs, []
-        home = [rows.new_empty(chunk.sent[1] - chunk.sent[0], *rows.shape[1:]) for rows in outputs]
-        transfers = [
-            self.channel.all_to_all(
-                rows_home,
-                rows.index_select(0, chunk.return_M),
-                chunk.send_counts_R,
-                chunk.arrive_counts_R,
-                lane="combine",
-                detail=detail,
-            )
-            for rows_home, rows in zip(home, outputs, strict=True)
-        ]
-        return home, transfers
+            return rows, None
+        home = rows.new_empty(chunk.sent[1] - chunk.sent[0], *rows.shape[1:])
+        transfer = self.channel.all_to_all(
+            home,
+            rows.index_select(0, chunk.return_M),
+            chunk.send_counts_R,
+            chunk.arrive_counts_R,
+            lane="combine",
+            detail=detail,
+        )
+        return home, transfer
+
+    def _weights_to_experts(self, weight_N: Tensor) -> tuple[Tensor, Callable[[], None]]:
+        """Routing weights in wire order go to their experts: a buffer by arrival, and what fills it when called."""
+        if self.channel.num_ranks == 1:
+            return weight_N, lambda: None
+        received, transfer = self._exchange_all(weight_N[self.routes.by_destination_N], "dispatch", home=False)
+        weight_M = torch.empty_like(received)
+
+        def finish() -> None:
+            transfer.wait()
+            weight_M[self.routes.by_source_M] = received
+
+        return weight_M, finish
+
+    def _dweights_home(self, dweight_M: Tensor) -> Callable[[], Tensor]:
+        """Gradients of routing weights by arrival go home: when called, they are there in wire order."""
+        if self.channel.num_ranks == 1:
+            return lambda: dweight_M
+        received, transfer = self._exchange_all(dweight_M[self.routes.by_source_M], "combine", home=True)
+
+        def finish() -> Tensor:
+            transfer.wait()
+            dweight_N = torch.empty_like(received)
+            dweight_N[self.routes.by_destination_N] = received
+            return dweight_N
+
+        return finish
+
+    def _exchange_all(self, values: Tensor, lane: str, *, home: bool) -> tuple[Tensor, Transfer]:
+        """One number a row, of all chunks at once, to the experts or home."""
+        sent_R = [sum(counts) for counts in zip(*(c.send_counts_R for c in self.routes.chunks), strict=True)]
+        arrived_R = [sum(counts) for counts in zip(*(c.arrive_counts_R for c in self.routes.chunks), strict=True)]
+        out_R, in_R = (sent_R, arrived_R) if home else (arrived_R, sent_R)
+        received = values.new_empty(sum(out_R))
+        return received, self.channel.all_to_all(received, values, out_R, in_R, lane=lane, detail="weights")
 
 
 @dataclass(frozen=True)
@@ -327,6 +364,11 @@ def _weighted_sum(
         for k in range(1, top_k):
             total_TH += row_TKH[:, k]
         out_TH[tokens] = total_TH
+
+
+def _aligned(rows: Tensor) -> Tensor:
+    """The rows, at an address as allocations have it: BLAS sums narrow matrices in an order that depends on that."""
+    return rows if rows.data_ptr() % ALIGNMENT_BYTES == 0 else rows.clone()
 
 
 def _gradient_mm(left_NA: Tensor, right_NB: Tensor, out_AB: Tensor, scratch: Scratch) -> None:

@@ -36,8 +36,12 @@ class Pulse:
             silent = {rank for rank in silent if self._count(rank) == seen[rank]}
         return silent
 
-    def close(self) -> None:
+    def stop(self) -> None:
         self._closed.set()
+
+    def close(self) -> None:
+        """``stop``, and wait until the thread has."""
+        self.stop()
         self._thread.join()
 
     def _count(self, rank: int) -> int:

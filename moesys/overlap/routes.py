@@ -16,6 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -70,6 +72,8 @@ class Routes:
 
     held: the distinct experts of this rank, by slot index (a duplicate has no slot index of its own).
     send_token_N, send_row_N: for each row in wire order its token and its index token·K + k.
+    by_destination_N, by_source_M: rows in wire order and arrivals, sorted by the rank they go to and come from: what
+        one all-to-all over all chunks sends and delivers.
     order: per slot with rows, (slot, expert rows, arrivals) in expert order; empty with one chunk, whose slots list
         their rows in that order.
     """
@@ -77,6 +81,8 @@ class Routes:
     chunks: tuple[ChunkRoutes, ...]
     send_token_N: Tensor
     send_row_N: Tensor
+    by_destination_N: Tensor
+    by_source_M: Tensor
     held: tuple[int, ...]
     order: tuple[tuple[int, Tensor, Tensor], ...]
     num_arrivals: int
@@ -91,12 +97,7 @@ def chunk_bounds(num_tokens: int, num_chunks: int) -> list[int]:
 def chunk_counts(expert_TK: Tensor, num_experts: int, num_chunks: int) -> Tensor:
     """Rows of each chunk for each expert, int64 [C, E]."""
     bounds = chunk_bounds(expert_TK.shape[0], num_chunks)
-    return torch.stack(
-        [
-            torch.bincount(expert_TK[a:b].reshape(-1), minlength=num_experts)
-            for a, b in zip(bounds, bounds[1:], strict=False)
-        ]
-    )
+    return torch.stack([torch.bincount(expert_TK[a:b].reshape(-1), minlength=num_experts) for a, b in pairwise(bounds)])
 
 
 def held_experts(experts: tuple[int, ...]) -> tuple[int, ...]:
@@ -105,7 +106,7 @@ def held_experts(experts: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def build_routes(expert_TK: Tensor, tokens_CRE: IntArray, plan: TokenPlan, rank: int, min_rows: int) -> Routes:
-    """The routes of ``rank`` whose routing is ``expert_TK``, given every rank's ``chunk_counts`` [C, R, E] and the plan.
+    """The routes of ``rank`` whose routing is ``expert_TK``, by every rank's ``chunk_counts`` [C, R, E] and the plan.
 
     ``min_rows``: a slot's rows of a chunk are padded to at least so many (``kernels.rows``); none stay none.
     """
@@ -197,6 +198,8 @@ def build_routes(expert_TK: Tensor, tokens_CRE: IntArray, plan: TokenPlan, rank:
         chunks=tuple(chunks),
         send_token_N=to_device(send_row_N // top_k),
         send_row_N=to_device(send_row_N),
+        by_destination_N=to_device(_by_rank([chunk.send_counts_R for chunk in chunks])),
+        by_source_M=to_device(_by_rank([chunk.arrive_counts_R for chunk in chunks])),
         held=held,
         order=order,
         num_arrivals=num_arrivals,
@@ -247,6 +250,12 @@ def _exclusive(lengths: IntArray) -> IntArray:
 def _ranges(starts: IntArray, lengths: IntArray) -> IntArray:
     """The concatenation of range(start, start + length) over all pairs: ([5, 0], [2, 1]) gives [5, 6, 0]."""
     return np.repeat(starts - _exclusive(lengths), lengths) + np.arange(lengths.sum())
+
+
+def _by_rank(counts_CR: list[tuple[int, ...]]) -> IntArray:
+    """Rows that lie chunk by chunk, in each rank by rank, in an order of rank by rank, in each chunk by chunk."""
+    rank_N = np.concatenate([np.repeat(np.arange(len(counts)), counts) for counts in counts_CR])
+    return np.argsort(rank_N, kind="stable")
 
 
 def _totals(rank_N: IntArray, rows_N: IntArray, num_ranks: int) -> tuple[int, ...]:

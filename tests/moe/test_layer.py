@@ -196,3 +196,52 @@ def test_a_mesh_gives_every_row_its_own_experts(ranks: LocalRanks) -> None:
     for left, right in ((0, 2), (1, 3)):
         assert torch.equal(results[left][0], results[right][0])
         assert torch.equal(results[left][1], results[right][1])
+
+
+def test_another_hidden_size_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"x has shape \(10, 32\); its last dimension must be hidden_size=16"):
+        ms.MoELayer(SHAPE, EP)(torch.randn(10, 32))
+
+
+def test_masters_are_float32_whatever_the_default_and_stay_so() -> None:
+    torch.set_default_dtype(torch.float64)
+    try:
+        layer = ms.MoELayer(SHAPE.replace(n_shared_experts=1), EP)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert {parameter.dtype for parameter in layer.parameters()} == {torch.float32}
+    with pytest.raises(TypeError, match="masters of a MoELayer stay float32"):
+        layer.bfloat16()
+    assert layer.experts.dtype == torch.float32
+    layer.to("cpu")
+
+
+def test_threads_may_change_after_construction() -> None:
+    sequential = ms.MoELayer(SHAPE, EP)
+    pipelined = ms.MoELayer(SHAPE, EP.replace(overlap=ms.Pipelined(chunks=7)))
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert torch.equal(sequential(tokens(50)), pipelined(tokens(50)))
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_a_compiled_model_may_contain_the_layer() -> None:
+    layer = ms.MoELayer(SHAPE, EP)
+    model = torch.nn.Sequential(torch.nn.Linear(16, 16), layer)
+    x = tokens(20)
+    assert torch.equal(torch.compile(model, backend="eager")(x), model(x))
+
+
+def test_gradients_of_gradients_are_refused() -> None:
+    layer, x = ms.MoELayer(SHAPE, EP), tokens(5).requires_grad_()
+    (dx,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
+
+
+def test_the_meta_device_gives_shapes() -> None:
+    layer = ms.MoELayer(SHAPE, EP, device="meta")
+    assert layer.experts.is_meta
+    assert layer.router.weight.is_meta

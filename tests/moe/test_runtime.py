@@ -209,6 +209,9 @@ class SlowPlan:
     def layout(self) -> ExpertLayout:
         return self.solution
 
+    def cancel(self) -> None:
+        self.cancelled = True
+
 
 class SlowPlanner(ShufflingPlanner):
     def submit(self, request: PlanRequest) -> SolvedPlan:
@@ -242,7 +245,7 @@ def different_histories() -> None:
     schedule.layout = schedule.layout if dist.get_rank() else ExpertLayout(schedule.layout.expert_RS[::-1], 6)
     load = torch.ones(dist.get_world_size(), 6, dtype=torch.int64).numpy()
     schedule.observe(ms.LoadMatrix(load))
-    schedule.ready(10.0)
+    schedule.ready(time.monotonic() + 10.0)
 
 
 def test_a_plan_from_another_history_is_refused(ranks: LocalRanks) -> None:
@@ -256,7 +259,7 @@ def infeasible_plan() -> None:
     schedule = model.moe[0].schedule
     schedule.slots_R = (1, 1)
     schedule.observe(ms.LoadMatrix(torch.ones(2, 6, dtype=torch.int64).numpy()))
-    schedule.ready(10.0)
+    schedule.ready(time.monotonic() + 10.0)
 
 
 def test_the_leaders_error_reaches_every_rank(ranks: LocalRanks) -> None:
@@ -275,3 +278,143 @@ def test_layers_with_one_index_cannot_be_linked() -> None:
     layers = torch.nn.ModuleList(ms.MoELayer(SHAPE, ms.Strategy(name="ep")) for _ in range(2))
     with pytest.raises(ValueError, match=r"layer_index values \[0, 0\] repeat"):
         ms.link(layers)
+
+
+def skipped_layers(linked: bool, keep: bool) -> dict[str, Any]:
+    """Passes that run other layers than the order they were learnt in: the first alone, then the second alone.
+
+    ``keep``: rank 0 holds on to an old graph, as a log of losses would.
+    """
+    model = Stack(SHAPE, BEHIND.replace(balance=ms.Static()), num_layers=2)
+    runtime = ms.link(model) if linked else None
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(tokens_of(0)).square().sum().backward()
+    kept = model.moe[0](tokens_of(1))
+    kept.square().sum().backward(retain_graph=True)
+    if not (keep and dist.get_rank() == 0):
+        del kept
+    optimizer.step()
+    optimizer.zero_grad()
+    y = model.moe[1](tokens_of(2))
+    y.square().sum().backward()
+    if runtime is not None:
+        runtime.close()
+    return {"y": y.detach(), "gradients": gradients_of(model)}
+
+
+@pytest.mark.parametrize("keep", [False, True], ids=["same on all ranks", "rank 0 keeps a graph"])
+def test_skipped_layers_find_fresh_experts(ranks: LocalRanks, keep: bool) -> None:
+    for before, after in zip(
+        *(ranks.run(skipped_layers, linked, keep, num_ranks=2) for linked in (False, True)), strict=True
+    ):
+        assert torch.equal(before["y"], after["y"])
+        assert all(torch.equal(after["gradients"][name], gradient) for name, gradient in before["gradients"].items())
+
+
+def shared_layer(linked: bool) -> dict[str, Tensor]:
+    """One layer used twice in a pass, gradients of three micro-batches accumulated."""
+    model = Stack(SHAPE, BEHIND.replace(balance=ms.Static()), num_layers=2)
+    runtime = ms.link(model) if linked else None
+    for batch in range(3):
+        x = model(tokens_of(batch))
+        (x + model.moe[0](x)).square().sum().backward()
+    if runtime is not None:
+        runtime.close()
+    return gradients_of(model)
+
+
+def test_a_layer_used_twice_adds_its_gradients_as_autograd_does(ranks: LocalRanks) -> None:
+    for before, after in zip(*(ranks.run(shared_layer, linked, num_ranks=2) for linked in (False, True)), strict=True):
+        assert all(torch.equal(after[name], gradient) for name, gradient in before.items())
+
+
+def nested_checkpoints(mode: str) -> dict[str, Any]:
+    model = Stack(SHAPE, FSEP, num_layers=2)
+    for moe in model.moe:
+        moe.schedule.source = ShufflingPlanner()
+    for batch in range(3):
+        x = tokens_of(batch).requires_grad_()
+        if mode == "nested":
+            y = checkpoint(lambda x: model(x, checkpointed=True), x, use_reentrant=False, context_fn=ms.recompute)
+        else:
+            y = model(x, checkpointed=mode == "checkpointed")
+        y.square().sum().backward()
+    return {"gradients": gradients_of(model), "micro_batches": [moe.schedule.micro_batch for moe in model.moe]}
+
+
+def test_nested_regions_replay_too(ranks: LocalRanks) -> None:
+    plain = ranks.run(nested_checkpoints, "plain", num_ranks=3)
+    nested = ranks.run(nested_checkpoints, "nested", num_ranks=3)
+    for before, after in zip(plain, nested, strict=True):
+        assert after["micro_batches"] == before["micro_batches"] == [3, 3]
+        assert all(torch.equal(after["gradients"][name], gradient) for name, gradient in before["gradients"].items())
+
+
+def test_a_recomputed_graph_can_be_walked_twice() -> None:
+    layer = ms.MoELayer(SHAPE, ms.Strategy(name="ep"))
+    y = checkpoint(layer, tokens_of(0).requires_grad_(), use_reentrant=False, context_fn=ms.recompute).sum()
+    y.backward(retain_graph=True)
+    first = layer.experts.grad.clone()
+    layer.experts.grad = None
+    y.backward()
+    assert torch.equal(layer.experts.grad, first)
+
+
+def test_delayed_gradients_go_nowhere_but_where_they_are_asked_for() -> None:
+    layer = ms.MoELayer(SHAPE, BEHIND.replace(sharding=ms.Fsep(slots_per_rank=6, delay_reshard=True)))
+    plain = ms.MoELayer(SHAPE, BEHIND.replace(sharding=ms.Fsep(slots_per_rank=6)))
+    runtime = ms.link(layer)
+    x = tokens_of(0).requires_grad_()
+    torch.autograd.grad(layer(x).sum(), x)
+    layer(x).sum().backward(inputs=[x])
+    assert layer.experts.grad is None
+    (gradient,) = torch.autograd.grad(layer(x).sum(), layer.experts)
+    (expected,) = torch.autograd.grad(plain(x).sum(), plain.experts)
+    assert torch.equal(gradient, expected)
+    layer(x).sum().backward()
+    assert torch.equal(layer.experts.grad, expected)
+    runtime.close()
+
+
+def test_closing_an_old_runtime_leaves_the_new_one_alone() -> None:
+    layer = ms.MoELayer(SHAPE, ms.Strategy(name="ep"))
+    old = ms.link(layer)
+    old.close()
+    new = ms.link(layer)
+    old.close()
+    assert layer.runtime is new
+    new.close()
+
+
+def timeouts() -> str:
+    model = Stack(SHAPE, FSEP, num_layers=1)
+    with pytest.raises(ValueError, match="more than half of the group's time-out") as caught:
+        ms.link(model, plan_timeout_s=1000.0)
+    return str(caught.value)
+
+
+def test_a_plan_may_not_be_awaited_longer_than_collectives_are(ranks: LocalRanks) -> None:
+    assert "plan_timeout_s=1000.0" in ranks.run(timeouts, num_ranks=2)[0]
+
+
+def slow_planner() -> tuple[float, int]:
+    """A planner that takes longer than anybody waits: what is late is dropped, not piled up."""
+    model = Stack(SHAPE, FSEP, num_layers=2)
+    runtime = ms.link(model, plan_timeout_s=0.01)
+    solve = PlanRequest.solve
+    PlanRequest.solve = lambda request: (time.sleep(0.3), solve(request))[1]
+    try:
+        for batch in range(12):
+            model(tokens_of(batch)).sum().backward()
+        start_s = time.monotonic()
+        runtime.close()
+        return time.monotonic() - start_s, len(runtime.events)
+    finally:
+        PlanRequest.solve = solve
+
+
+def test_late_plans_do_not_pile_up(ranks: LocalRanks) -> None:
+    for close_s, events in ranks.run(slow_planner, num_ranks=2):
+        assert events > 0
+        # Twenty-four plans of 0.3 s were asked for; at most the one that was being made is finished.
+        assert close_s < 3.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from harness import Case, inputs, run_cases
 from hypothesis import HealthCheck, given, settings
@@ -63,6 +64,7 @@ def cases(draw: st.DrawFn) -> tuple[Case, int]:
     return case, draw(st.integers(2, 9))
 
 
+@pytest.mark.timeout(3600)
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(drawn=cases())
 def test_no_bit_changes_and_no_gradient_is_wrong(ranks: LocalRanks, drawn: tuple[Case, int]) -> None:
@@ -89,7 +91,11 @@ def assert_right(case: Case, results: list[dict[str, Any]]) -> None:
         assert_close(torch.cat([result["dx"][batch] for result in results]), x.grad)
     experts = [parameters["experts.gate_up_proj"].grad.flatten(1), parameters["experts.down_proj"].grad.flatten(1)]
     assert_close(results[0]["gradients"]["experts"], torch.cat(experts, 1))
-    assert_close(results[0]["gradients"]["router.weight"], parameters["gate.weight"].grad)
+    router_gradient = results[0]["gradients"]["router.weight"]
+    if case.shape.top_k == 1 and case.shape.norm_topk_prob:
+        assert router_gradient.abs().max() < 1e-6, "the only weight is 1, whatever the router says"
+    else:
+        assert_close(router_gradient, parameters["gate.weight"].grad)
 
 
 def dense_layer(x: Tensor, parameters: dict[str, Tensor], shape: ms.ModelShape) -> Tensor:
