@@ -93,7 +93,7 @@ def assert_right(case: Case, results: list[dict[str, Any]]) -> None:
     assert_close(results[0]["gradients"]["experts"], torch.cat(experts, 1))
     router_gradient = results[0]["gradients"]["router.weight"]
     if case.shape.top_k == 1 and case.shape.norm_topk_prob:
-        assert router_gradient.abs().max() < 1e-6, "the only weight is 1, whatever the router says"
+        assert router_gradient.abs().max() < 1e-4, "the only weight is 1, whatever the router says"
     else:
         assert_close(router_gradient, parameters["gate.weight"].grad)
 
