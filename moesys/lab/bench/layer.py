@@ -6,6 +6,7 @@ T tokens, H hidden, I expert width, E experts, K top-k.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -48,8 +49,8 @@ def _softmax_case(name: str, family: Family, T: int, H: int, I: int, E: int, K: 
 
 CASES = (
     _softmax_case("mixtral", "mixtral", T=1024, H=1024, I=896, E=8, K=2),
-    _softmax_case("qwen3-moe", "qwen3_moe", T=2048, H=768, I=256, E=64, K=4),
-    _softmax_case("olmoe", "olmoe", T=2048, H=1024, I=512, E=32, K=4),
+    _softmax_case("qwen3-moe", "qwen3_moe", T=2048, H=768, I=384, E=32, K=4),
+    _softmax_case("olmoe", "olmoe", T=2048, H=768, I=512, E=32, K=4),
     Case(
         "deepseek-v3",
         "deepseek_v3",
@@ -57,8 +58,8 @@ CASES = (
         shape=ModelShape(
             hidden_size=1024,
             intermediate_size=256,
-            num_experts=64,
-            top_k=8,
+            num_experts=32,
+            top_k=4,
             scoring_func="sigmoid",
             n_group=8,
             topk_group=4,
@@ -198,7 +199,10 @@ def main(
     json_path: Path | None = None,
 ) -> int:
     """Measure, print, write; the exit code: 1 if an output was wrong."""
-    rows = list(bench_layer(select(shape, dtype, num_tokens), repeats=repeats, threads=threads))
+    rows = []
+    for row in bench_layer(select(shape, dtype, num_tokens), repeats=repeats, threads=threads):
+        print(f"measured {row.case}, {row.shape.dtype}, {row.direction}", file=sys.stderr)
+        rows.append(row)
     table, legend = report(rows, threads)
     print_table(table, legend)
     if json_path is not None:
