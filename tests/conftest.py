@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import settings
 
+from moesys.kernels.memory import Memory
 from moesys.lab.ranks import LocalRanks
 
 
@@ -37,11 +38,13 @@ def _filled_memory() -> Iterator[None]:
 def fill_new_memory(set_attribute: Callable[[object, str, object], None] = setattr) -> None:
     """Makes memory that `moesys` takes unwritten recognisable: NaN, the largest integer, or True.
 
-    Covers `torch.empty`, `torch.empty_like` and `Tensor.new_empty` where code of the package calls them.
+    Covers `torch.empty`, `torch.empty_like` and `Tensor.new_empty` where code of the package calls them, and
+    `Memory`, whose pages hold what was there before.
     """
     set_attribute(torch, "empty", _filling(torch.empty))
     set_attribute(torch, "empty_like", _filling(torch.empty_like))
     set_attribute(torch.Tensor, "new_empty", _filling(_new_empty))
+    set_attribute(Memory, "empty", _filling(Memory.empty))
 
 
 def _filling(new: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -15,7 +15,7 @@ from moesys import config
 ROOT = Path(__file__).parents[1]
 
 FLOORS = (
-    {"config", "load", "layout", "timeline"},
+    {"config", "experiment", "load", "layout", "timeline"},
     {"presets", "traces", "cost"},
     {"kernels"},
     {"overlap", "balance"},
@@ -39,6 +39,7 @@ CLOSED = {
 ONLY_IN = {"ortools": {"balance"}, "cupy": {"kernels"}, "rich": {"lab"}, "experiments": set()}
 REFUSED = {
     "config": {"torch"},
+    "experiment": {"torch"},
     "load": {"torch"},
     "layout": {"torch"},
     "timeline": {"torch"},

@@ -1,8 +1,8 @@
-"""Memory for large tensors on the CPU: fresh pages are dear, so they are huge, and used again where they can be.
+"""Memory for large tensors on the CPU: fresh pages are dear, so they are used again, and huge.
 
 A large allocation is new to the process every time, and its first touch is a page fault every 4 KiB: on a virtual
-machine that takes longer than the arithmetic that fills it. Huge pages fault once every 2 MiB; pages that are used
-again do not fault at all.
+machine that takes longer than the arithmetic that fills it. Pages that are used again do not fault at all, and huge
+ones fault once every 2 MiB.
 """
 
 from __future__ import annotations
@@ -10,53 +10,78 @@ from __future__ import annotations
 import math
 import mmap
 import weakref
+from collections import deque
+from threading import Lock
 
 import numpy as np
 import torch
 from torch import Tensor
 
-# Below this malloc mostly hands out pages that the process has touched before.
-HUGE_FROM_BYTES = 1 << 22
+# Below this, malloc mostly hands out pages that the process has touched before.
+FROM_BYTES = 1 << 18
+HUGE_PAGE_BYTES = 1 << 21
+GRAIN_BYTES = 1 << 16
 
 
-def empty(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Uninitialised, like ``torch.empty``; large tensors of a Linux CPU lie on huge pages, where there are any."""
-    num_bytes = math.prod(shape) * dtype.itemsize
-    if not _huge_pages_help(num_bytes, device):
-        return torch.empty(shape, dtype=dtype, device=device)
-    return torch.frombuffer(_map(num_bytes), dtype=dtype).view(shape)
+class Memory:
+    """Uninitialised CPU tensors on pages that are used again as soon as no tensor lies on them.
 
-
-class Recycled:
-    """A large buffer whose pages are used again once no tensor lies on them; until then others come from ``empty``."""
+    What is idle is bounded by the most that was lent at once. Other devices have allocators of their own.
+    """
 
     def __init__(self) -> None:
-        self._pages: mmap.mmap | None = None
-        self._lent: weakref.ref[np.ndarray] | None = None
+        self._lock = Lock()
+        self._idle: list[mmap.mmap] = []
+        # Tensors die on any thread and at any time, so that what they leave behind is put here without a lock.
+        self._returned: deque[mmap.mmap] = deque()
+        self._mapped_bytes = self._idle_bytes = self._peak_lent_bytes = 0
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Uninitialised. One tensor at a time lies on the pages that are kept."""
+        """Uninitialised, like ``torch.empty``."""
         num_bytes = math.prod(shape) * dtype.itemsize
-        if not _huge_pages_help(num_bytes, device):
+        if device.type != "cpu" or num_bytes < FROM_BYTES:
             return torch.empty(shape, dtype=dtype, device=device)
-        if self._lent is not None and self._lent() is not None:
-            return empty(shape, dtype, device)
-        if self._pages is None or len(self._pages) != num_bytes:
-            self._pages = _map(num_bytes)
+        with self._lock:
+            pages = self._take(num_bytes)
         # The tensor's storage holds on to this array, and nobody else does: when it is gone, so are all views.
-        array = np.frombuffer(self._pages, dtype=np.uint8)
-        self._lent = weakref.ref(array)
+        array = np.frombuffer(pages, dtype=np.uint8, count=num_bytes)
+        weakref.finalize(array, self._returned.append, pages).atexit = False
         return torch.from_numpy(array).view(dtype).view(shape)
 
-    def __reduce__(self) -> tuple[type[Recycled], tuple[()]]:
-        return Recycled, ()
+    def empty_like(self, tensor: Tensor) -> Tensor:
+        """Uninitialised, contiguous, with the shape, dtype and device of ``tensor``."""
+        return self.empty(tuple(tensor.shape), tensor.dtype, tensor.device)
+
+    def _take(self, num_bytes: int) -> mmap.mmap:
+        while self._returned:
+            self._idle.append(self._returned.popleft())
+            self._idle_bytes += len(self._idle[-1])
+        # The best fit, so that sizes that vary from step to step find each other's pages.
+        fits = [
+            (len(pages), place) for place, pages in enumerate(self._idle) if num_bytes <= len(pages) <= 2 * num_bytes
+        ]
+        if fits:
+            pages = self._idle.pop(min(fits)[1])
+            self._idle_bytes -= len(pages)
+        else:
+            if self._idle_bytes > self._peak_lent_bytes:
+                self._mapped_bytes -= self._idle_bytes
+                self._idle_bytes = 0
+                self._idle.clear()
+            pages = _map(num_bytes)
+            self._mapped_bytes += len(pages)
+        self._peak_lent_bytes = max(self._peak_lent_bytes, self._mapped_bytes - self._idle_bytes)
+        return pages
+
+    def __reduce__(self) -> tuple[type[Memory], tuple[()]]:
+        return Memory, ()
 
 
 class Scratch:
     """Buffers that are overwritten again and again, each grown to the largest size that was asked for."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, memory: Memory, device: torch.device) -> None:
+        self._memory, self._device = memory, device
         self._buffers: dict[str, Tensor] = {}
 
     def __call__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -65,15 +90,14 @@ class Scratch:
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < size:
             # A quarter more, so that sizes that creep up do not allocate every time.
-            buffer = self._buffers[name] = empty((size + size // 4,), dtype, self._device)
+            buffer = self._buffers[name] = self._memory.empty((size + size // 4,), dtype, self._device)
         return buffer[:size].view(shape)
 
 
-def _huge_pages_help(num_bytes: int, device: torch.device) -> bool:
-    return device.type == "cpu" and num_bytes >= HUGE_FROM_BYTES and hasattr(mmap, "MADV_HUGEPAGE")
-
-
 def _map(num_bytes: int) -> mmap.mmap:
-    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    pages.madvise(mmap.MADV_HUGEPAGE)
+    """Zeroed private pages, huge ones where Linux has them."""
+    grain = HUGE_PAGE_BYTES if num_bytes >= HUGE_PAGE_BYTES else GRAIN_BYTES
+    pages = mmap.mmap(-1, -(-num_bytes // grain) * grain, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        pages.madvise(mmap.MADV_HUGEPAGE)
     return pages

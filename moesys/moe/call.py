@@ -39,6 +39,7 @@ class LayerCall:
         self.owner, self.plan, self.executor = owner, plan, executor
         self.previous, self.checkpointed = previous, checkpointed
         self.upcoming: Sequence[MoELayer] = ()
+        self.expects_backward = torch.is_grad_enabled()
         self._restored: Restored | None = None
 
     @property
@@ -86,7 +87,7 @@ class RoutedExperts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_TH: Tensor, weight_TK: Tensor, masters: Tensor, call: LayerCall, replay: bool) -> Tensor:
         with torch.autocast(x_TH.device.type, enabled=False):
-            call.restore()
+            call.restore().keep_casts = call.expects_backward and not call.frees_after_forward
             y_TH, saved = call.executor.forward(x_TH, weight_TK, call.experts_for_forward)
         ctx.call = call
         ctx.save_for_backward(weight_TK, masters, saved.arrivals_MH, saved.h_P2I)

@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from moesys.config import ClusterSpec, Ep, Fsep, ModelShape, Pipelined, Strategy
+from moesys.kernels.memory import Memory
 from moesys.kernels.rows import RowRule, row_rule
 from moesys.layout import ExpertLayout
 from moesys.load import LoadMatrix
@@ -226,7 +227,7 @@ class MoELayer(nn.Module):
             self.token_channel.rank,
             rule.min_rows,
         )
-        executor = ChunkedExecutor(routes, self.token_channel, rule)
+        executor = ChunkedExecutor(routes, self.token_channel, rule, self.shards.memory)
         call = LayerCall(self, plan, executor, previous, checkpointed)
         if (prefetched := self._valid_prefetch()) is not None:
             call.adopt(prefetched)
@@ -250,6 +251,7 @@ class MoELayer(nn.Module):
         self.schedule.source = InlinePlanner()
         self.token_channel.pulse = None
         self.weight_channel = self.token_channel
+        self.shards.memory = Memory()
         self._prefetched = None
 
     # --- experts ------------------------------------------------------------------------------------------

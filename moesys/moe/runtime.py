@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 
+from moesys.kernels.memory import Memory
 from moesys.moe.call import LayerCall
 from moesys.moe.gradients import expert_group
 from moesys.moe.layer import PLAN_TIMEOUT_S, LayerMetrics, MoELayer
@@ -104,8 +105,10 @@ class MoERuntime:
         self._flushing_backward = NO_BACKWARD
         # A runtime that is dropped without ``close`` leaves no thread behind.
         self._stop_threads = weakref.finalize(self, _stop, self._planner, self._pulse)
+        memory = Memory()
         for layer in self.layers:
             layer.runtime = self
+            layer.shards.memory = memory
             layer.plan_timeout_s = PLAN_TIMEOUT_S if plan_timeout_s is None else plan_timeout_s
             layer.schedule.source = self._planner
             layer.weight_channel = Channel(

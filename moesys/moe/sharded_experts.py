@@ -61,18 +61,18 @@ class ShardedExperts(ExpertShards):
     def restore(self, local: Tensor, layout: ExpertLayout, channel: Channel, detail: str) -> Restored:
         held = self.held_by_rank(layout)
         if self.num_ranks == 1:
-            return Restored(self.shape, lambda: [local[expert] for expert in held[0]])
+            return self.restored(lambda: [local[expert] for expert in held[0]])
         wire_Es = local.new_zeros(local.shape[0], self.wire_slice, dtype=self.dtype)
         wire_Es[:, : local.shape[1]] = local
         start = self._restore_hierarchical if self.hierarchical else self._restore_flat
-        return Restored(self.shape, start(wire_Es, held, channel, detail))
+        return self.restored(start(wire_Es, held, channel, detail))
 
     def _restore_flat(
         self, wire_Es: Tensor, held: list[tuple[int, ...]], channel: Channel, detail: str
     ) -> Callable[[], Sequence[Tensor]]:
         """One all-to-all: to every rank my slice of each expert it holds."""
         num_held = len(held[self.rank])
-        received = wire_Es.new_empty(self.num_ranks, num_held, self.wire_slice)
+        received = self._new(wire_Es, self.num_ranks, num_held, self.wire_slice)
         transfer = channel.all_to_all(
             received.view(-1, self.wire_slice),
             wire_Es.index_select(0, _index([e for experts in held for e in experts], wire_Es)),
@@ -115,7 +115,7 @@ class ShardedExperts(ExpertShards):
             if ranks is not my_node:
                 phase1_to[carrier(ranks, self.rank)] = len(experts)
                 outgoing.append((carrier(ranks, self.rank), experts))
-        arrived = wire_Es.new_empty(len(carried), len(my_wanted), self.wire_slice)
+        arrived = self._new(wire_Es, len(carried), len(my_wanted), self.wire_slice)
         first = channel.all_to_all(
             arrived.view(-1, self.wire_slice),
             wire_Es.index_select(0, _index([e for _, experts in sorted(outgoing) for e in experts], wire_Es)),
@@ -138,7 +138,7 @@ class ShardedExperts(ExpertShards):
                 for rank in my_node
                 for source in sources_of[self.rank]
             ]
-            received = wire_Es.new_empty(self.num_ranks, num_held, self.wire_slice)
+            received = self._new(wire_Es, self.num_ranks, num_held, self.wire_slice)
             second = channel.all_to_all(
                 received.view(-1, self.wire_slice),
                 torch.cat(spread),
@@ -160,7 +160,7 @@ class ShardedExperts(ExpertShards):
         if self.num_ranks == 1:
             rows = list(held[0])
             return lambda: grads_DP if rows == sorted(rows) else add_in_order(grads_DP, rows, len(rows))
-        received = grads_DP.new_empty(sum(map(len, held)), self.wire_slice)
+        received = self._new(grads_DP, sum(map(len, held)), self.wire_slice)
         transfer: Transfer = channel.all_to_all(
             received,
             grads_DP.view(num_held, self.num_ranks, self.wire_slice).transpose(0, 1).reshape(-1, self.wire_slice),
@@ -176,6 +176,9 @@ class ShardedExperts(ExpertShards):
             return add_in_order(received[:, :num_owned], rows, self.shape.num_experts)
 
         return finish
+
+    def _new(self, like: Tensor, *shape: int) -> Tensor:
+        return self.memory.empty(shape, like.dtype, like.device)
 
 
 def _index(values: Sequence[int], like: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from moesys.config import ModelShape
-from moesys.kernels.memory import empty
+from moesys.kernels.memory import Memory
 from moesys.layout import ExpertLayout
 from moesys.moe.experts import as_weights
 from moesys.overlap.channel import Channel
@@ -29,15 +29,22 @@ from moesys.overlap.routes import held_experts
 
 
 class Restored(Sequence[ExpertWeights]):
-    """The held experts by slot index: a rank's own masters, others in the compute dtype. ``wait`` first."""
+    """The held experts by slot index. ``wait`` first.
 
-    def __init__(self, shape: ModelShape, finish: Callable[[], Sequence[Tensor]]) -> None:
-        self._shape, self._finish = shape, finish
-        self._experts: list[ExpertWeights] | None = None
+    A rank's own are its masters, which their user casts on use; or, with ``keep_casts``, they are cast here when they
+    are first asked for and stay so, for a backward that follows.
+    """
+
+    def __init__(
+        self, shape: ModelShape, dtype: torch.dtype, memory: Memory, finish: Callable[[], Sequence[Tensor]]
+    ) -> None:
+        self._shape, self._dtype, self._memory, self._finish = shape, dtype, memory, finish
+        self._experts: list[Tensor] | None = None
+        self.keep_casts = False
 
     def wait(self) -> Restored:
         if self._experts is None:
-            self._experts = [as_weights(flat_P, self._shape) for flat_P in self._finish()]
+            self._experts = list(self._finish())
         return self
 
     def __len__(self) -> int:
@@ -45,16 +52,24 @@ class Restored(Sequence[ExpertWeights]):
 
     def __getitem__(self, slot: int) -> ExpertWeights:  # type: ignore[override]
         assert self._experts is not None
-        return self._experts[slot]
+        flat_P = self._experts[slot]
+        if self.keep_casts and flat_P.dtype != self._dtype:
+            cast_P = self._memory.empty(tuple(flat_P.shape), self._dtype, flat_P.device)
+            flat_P = self._experts[slot] = cast_P.copy_(flat_P)
+        return as_weights(flat_P, self._shape)
 
 
 class ExpertShards(ABC):
-    """This rank's part of the masters' geometry. The masters themselves are the layer's parameter, passed in."""
+    """This rank's part of the masters' geometry. The masters themselves are the layer's parameter, passed in.
+
+    ``memory``: where restored experts and slot gradients lie; the layers of a linked model share one.
+    """
 
     shard_dim: Literal[0, 1]
 
     def __init__(self, shape: ModelShape, dtype: torch.dtype, rank: int, num_ranks: int) -> None:
         self.shape, self.dtype, self.rank, self.num_ranks = shape, dtype, rank, num_ranks
+        self.memory = Memory()
 
     @abstractmethod
     def initial(self, seed: int, layer_index: int) -> Tensor:
@@ -79,7 +94,11 @@ class ExpertShards(ABC):
 
     def new_gradients(self, num_held: int, device: torch.device) -> Tensor:
         """Memory for slot gradients, float32 [D, padded_parameters]."""
-        return empty((num_held, self.padded_parameters), torch.float32, device)
+        return self.memory.empty((num_held, self.padded_parameters), torch.float32, device)
+
+    def restored(self, finish: Callable[[], Sequence[Tensor]]) -> Restored:
+        """What ``restore`` returns: ``finish`` waits, and gives the held experts [P_e] by slot."""
+        return Restored(self.shape, self.dtype, self.memory, finish)
 
     def held_by_rank(self, layout: ExpertLayout) -> list[tuple[int, ...]]:
         return [held_experts(layout.experts_of(rank)) for rank in range(self.num_ranks)]

@@ -10,8 +10,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from moesys.config import ModelShape
-from moesys.kernels.memory import Recycled
 from moesys.layout import ExpertLayout
 from moesys.moe.experts import initial_expert
 from moesys.moe.shards import ExpertShards, Restored, add_in_order
@@ -23,10 +21,6 @@ class WholeExperts(ExpertShards):
 
     shard_dim = 0
 
-    def __init__(self, shape: ModelShape, dtype: torch.dtype, rank: int, num_ranks: int) -> None:
-        super().__init__(shape, dtype, rank, num_ranks)
-        self._gradients = Recycled()
-
     @property
     def block(self) -> int:
         """Experts a rank owns: ceil(E/R); the last ranks fewer."""
@@ -35,10 +29,6 @@ class WholeExperts(ExpertShards):
     @property
     def padded_parameters(self) -> int:
         return self.shape.expert_parameters
-
-    def new_gradients(self, num_held: int, device: torch.device) -> Tensor:
-        # What the slots compute becomes the masters' gradient, so its pages are kept from step to step.
-        return self._gradients.empty((num_held, self.padded_parameters), torch.float32, device)
 
     def owner(self, expert: int) -> int:
         return expert // self.block
@@ -65,7 +55,7 @@ class WholeExperts(ExpertShards):
             [e for e in held[self.rank] if self.owner(e) == rank != self.rank] for rank in range(self.num_ranks)
         ]
         transfer = None
-        received = local.new_empty(sum(map(len, borrowed)), local.shape[1], dtype=self.dtype)
+        received = self.memory.empty((sum(map(len, borrowed)), local.shape[1]), self.dtype, local.device)
         if self._moves(held):
             outgoing = torch.tensor([e - first for experts in lent for e in experts], dtype=torch.int64)
             transfer = channel.all_to_all(
@@ -83,7 +73,7 @@ class WholeExperts(ExpertShards):
                 transfer.wait()
             return [received[place[e]] if e in place else local[e - first] for e in held[self.rank]]
 
-        return Restored(self.shape, finish)
+        return self.restored(finish)
 
     def reshard(self, grads_DP: Tensor, layout: ExpertLayout, channel: Channel, detail: str) -> Callable[[], Tensor]:
         held = self.held_by_rank(layout)
@@ -92,7 +82,7 @@ class WholeExperts(ExpertShards):
         outgoing = [slot for rank in range(self.num_ranks) for slot, e in enumerate(mine) if self.owner(e) == rank]
         incoming = [[e for e in held[rank] if self.owner(e) == self.rank] for rank in range(self.num_ranks)]
         if self._moves(held):
-            received = grads_DP.new_empty(sum(map(len, incoming)), grads_DP.shape[1])
+            received = self.memory.empty((sum(map(len, incoming)), grads_DP.shape[1]), grads_DP.dtype, grads_DP.device)
             transfer = channel.all_to_all(
                 received,
                 grads_DP[torch.tensor(outgoing, dtype=torch.int64, device=grads_DP.device)],

@@ -17,14 +17,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from moesys.kernels.memory import Scratch, empty
+from moesys.kernels.memory import Memory, Scratch
 from moesys.kernels.rows import RowRule, matmul_rows
 from moesys.kernels.swiglu import swiglu, swiglu_backward
 from moesys.overlap.channel import Channel, Transfer
 from moesys.overlap.routes import ChunkRoutes, Routes, SlotRows
 
 # Slots with few rows share gathers and activations, up to so many rows: calls cost more than such rows do.
-GROUP_ROWS = 256
+GROUP_ROWS = 2048
 ALIGNMENT_BYTES = 64
 # Combine works on blocks of so many elements, which stay in a core's cache.
 COMBINE_ELEMENTS = 1 << 18
@@ -59,31 +59,33 @@ WaitForExperts = Callable[[], Sequence[ExpertWeights]]
 class ChunkedExecutor:
     """Runs one micro-batch of one layer on one rank.
 
-    ``rule``: how GEMMs are called so that chunks change no bit; ``routes`` are padded by it.
+    ``rule``: how GEMMs are called so that chunks change no bit; ``routes`` are padded by it. ``memory``: where large
+    tensors lie.
     """
 
     routes: Routes
     channel: Channel
     rule: RowRule
+    memory: Memory
 
     def forward(self, x_TH: Tensor, weight_TK: Tensor, wait_for_experts: WaitForExperts) -> tuple[Tensor, Saved]:
         """Output [T, H] in x's dtype. ``wait_for_experts`` is called once, when the first chunk has arrived."""
         routes, dtype, H = self.routes, x_TH.dtype, x_TH.shape[1]
         arrivals = self._arrivals(x_TH, routes.send_token_N)
-        scratch = Scratch(x_TH.device)
+        memory, scratch = self.memory, Scratch(self.memory, x_TH.device)
         weights: Sequence[ExpertWeights] = ()
         h_P2I: Tensor | None = None
-        y_TH = torch.empty_like(x_TH)
+        y_TH = memory.empty_like(x_TH)
 
         def ready() -> None:
             nonlocal h_P2I, weights
             weights = wait_for_experts()
             width = weights[0].gate_up.shape[0] if weights else 0
-            h_P2I = empty((routes.num_rows, width), dtype, x_TH.device)
+            h_P2I = memory.empty((routes.num_rows, width), dtype, x_TH.device)
 
         def experts(chunk: ChunkRoutes) -> Tensor:
             assert h_P2I is not None
-            y_PH = empty((chunk.num_rows, H), dtype, x_TH.device)
+            y_PH = memory.empty((chunk.num_rows, H), dtype, x_TH.device)
             for slots, rows, here in _groups(chunk):
                 sizes = [slot.padded for slot in slots]
                 x_NH = arrivals.take(chunk.gather_P[here], scratch, "x")
@@ -118,15 +120,15 @@ class ChunkedExecutor:
         routes, dtype, device = self.routes, dy_TH.dtype, dy_TH.device
         arrivals = self._arrivals(dy_TH, routes.send_token_N)
         saved_arrivals = _Arrivals(saved.arrivals_MH, arrivals.index)
-        scratch = Scratch(device)
+        memory, scratch = self.memory, Scratch(self.memory, device)
         I = saved.h_P2I.shape[1] // 2
         # With one chunk an expert's rows are all there at once, and nothing is kept for later.
         one_chunk = len(routes.chunks) == 1
         kept_rows = 0 if one_chunk else routes.num_rows
-        dh_P2I = empty((kept_rows, 2 * I), dtype, device)
-        wa_PI = empty((kept_rows, I), dtype, device)
+        dh_P2I = memory.empty((kept_rows, 2 * I), dtype, device)
+        wa_PI = memory.empty((kept_rows, I), dtype, device)
         weights: Sequence[ExpertWeights] = ()
-        dx_TH = torch.empty_like(dy_TH)
+        dx_TH = memory.empty_like(dy_TH)
         # Routing weights and their gradients travel in one message each: chunks of them would be all latency.
         weight_M, weights_here = self._weights_to_experts(weight_TK.reshape(-1)[routes.send_row_N])
         dweight_M = torch.empty_like(weight_M)
@@ -137,7 +139,7 @@ class ChunkedExecutor:
             weights = wait_for_experts()
 
         def experts(chunk: ChunkRoutes) -> Tensor:
-            dx_PH = empty((chunk.num_rows, dy_TH.shape[1]), dtype, device)
+            dx_PH = memory.empty((chunk.num_rows, dy_TH.shape[1]), dtype, device)
             dweight_P = weight_TK.new_empty(chunk.num_rows)
             for slots, rows, here in _groups(chunk):
                 sizes = [slot.padded for slot in slots]
@@ -241,7 +243,7 @@ class ChunkedExecutor:
     def _arrivals(self, source: Tensor, send_index: Tensor) -> _Arrivals:
         if self.channel.num_ranks == 1:
             return _Arrivals(source, send_index)
-        received = source.new_empty(self.routes.num_arrivals, *source.shape[1:])
+        received = self.memory.empty((self.routes.num_arrivals, *source.shape[1:]), source.dtype, source.device)
         return _Arrivals(received, None, source, send_index)
 
     def _dispatch(self, index: int, arrivals: _Arrivals, direction: str) -> Transfer | None:
@@ -261,7 +263,7 @@ class ChunkedExecutor:
         """Rows in wire order at their source and the transfer to wait for; on one rank the rows themselves."""
         if self.channel.num_ranks == 1:
             return rows, None
-        home = rows.new_empty(chunk.sent[1] - chunk.sent[0], *rows.shape[1:])
+        home = self.memory.empty((chunk.sent[1] - chunk.sent[0], *rows.shape[1:]), rows.dtype, rows.device)
         transfer = self.channel.all_to_all(
             home,
             rows.index_select(0, chunk.return_M),
