@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +24,8 @@ from moesys.moe.layer import MoELayer
 
 OURS = "moesys"
 PEERS = ("eager", "grouped_mm")
+# The same blocks with float32 parameters and gradients, as ours are, computing in 16 bits under autocast.
+MASTERED = {"eager": "eager, float32 masters", "grouped_mm": "grouped_mm, float32 masters"}
 # Largest ‖a - b‖ / ‖b‖ from the eager block at which a speed is shown. The eager block adds experts up in bfloat16.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 
@@ -94,9 +96,13 @@ class Row:
     def median_ms(self, contestant: str) -> float:
         return torch.tensor(self.samples_ms[contestant], dtype=torch.float64).median().item()
 
+    def best_of(self, contestants: Iterable[str]) -> str:
+        return min(contestants, key=self.median_ms)
+
     @property
-    def best_peer(self) -> str:
-        return min(PEERS, key=self.median_ms)
+    def peers(self) -> tuple[str, ...]:
+        """All contestants but us."""
+        return tuple(name for name in self.samples_ms if name != OURS)
 
     def speedup(self, peer: str) -> Ratio:
         """Its time over ours: above 1, we are faster."""
@@ -138,8 +144,8 @@ def report(rows: list[Row], threads: int | None = None) -> tuple[Table, list[str
     table = Table(title="MEASURED: one rank of MoELayer and transformers' blocks, ms (median)", title_justify="left")
     for column in ("direction", "shape", "T", "dtype"):
         table.add_column(column, no_wrap=True)
-    for column in (OURS, *PEERS, *(f"{peer} / {OURS}" for peer in (*PEERS, "better"))):
-        table.add_column(column, justify="right", no_wrap=True)
+    for column in (OURS, *PEERS, f"better / {OURS}", *MASTERED.values(), f"better / {OURS}"):
+        table.add_column(column.replace(", ", ",\n"), justify="right", no_wrap=True)
     for direction in DIRECTIONS:
         for row in (row for row in rows if row.direction == direction):
             labels = (direction, row.case, str(row.num_tokens), row.shape.dtype)
@@ -147,9 +153,12 @@ def report(rows: list[Row], threads: int | None = None) -> tuple[Table, list[str
                 wrong = ", ".join(f"{name} by {difference:.1e}" for name, difference in row.differences.items())
                 table.add_row(*labels, f"differs from eager: {wrong}")
                 continue
-            medians = [f"{row.median_ms(name):.1f}" for name in (OURS, *PEERS)]
-            ratios = [str(row.speedup(peer)) for peer in (*PEERS, row.best_peer)]
-            table.add_row(*labels, *medians, *ratios)
+            cells = [f"{row.median_ms(OURS):.1f}"]
+            for peers in (PEERS, tuple(MASTERED.values())):
+                if set(peers) <= set(row.peers):
+                    cells += [f"{row.median_ms(peer):.1f}" for peer in peers]
+                    cells.append(str(row.speedup(row.best_of(peers))))
+            table.add_row(*labels, *cells)
         table.add_section()
     repeats = max((len(row.samples_ms.get(OURS, ())) for row in rows), default=0)
     legend = [
@@ -159,8 +168,8 @@ def report(rows: list[Row], threads: int | None = None) -> tuple[Table, list[str
         "A speed is shown where output and gradients match the eager block in the same run, within "
         + ", ".join(f"{tolerance:g} ({dtype})" for dtype, tolerance in TOLERANCE.items())
         + " of their norm.",
-        "bfloat16: the block's parameters and gradients are bfloat16. Ours are float32, as an optimiser wants them, "
-        "and are cast on use: that time is ours.",
+        "bfloat16: parameters and gradients of eager and grouped_mm are bfloat16. Ours are float32, as an optimiser "
+        "wants them, and cast once a pass; so are those of the blocks with float32 masters, under torch.autocast.",
         "Tokens are random, of those that both routers send to the same experts. Forward runs without autograd.",
     ]
     return table, legend
@@ -181,8 +190,7 @@ def to_json(rows: list[Row], threads: int | None = None) -> dict[str, Any]:
                 "matched": row.matched,
                 "differences": row.differences,
                 "samples_ms": row.samples_ms,
-                "ratios": {peer: asdict(row.speedup(peer)) for peer in PEERS} if row.samples_ms else {},
-                "better": row.best_peer if row.samples_ms else None,
+                "ratios": {peer: asdict(row.speedup(peer)) for peer in row.peers},
             }
             for row in rows
         ],
@@ -221,11 +229,16 @@ def _measure(case: Case, repeats: int, seed: int) -> Iterator[Row]:
     layer.load_full_state_dict({name: tensor.float() for name, tensor in block.state_dict().items()})
     x, dy = _tokens(case, layer, block, seed)
     runs = {OURS: _Run(layer, x, dy)} | {peer: _Run(block, x, dy, peer) for peer in PEERS}
+    mastered = _make_block(case)
+    if x.dtype != torch.float32:
+        mastered.load_state_dict(layer.full_state_dict())
+        runs |= {name: _Run(mastered, x, dy, peer, autocast=True) for peer, name in MASTERED.items()}
 
     def forget() -> None:
         x.grad = None
         layer.zero_grad(set_to_none=True)
         block.zero_grad(set_to_none=True)
+        mastered.zero_grad(set_to_none=True)
 
     results = {}
     for name, run in runs.items():
@@ -249,18 +262,22 @@ def _measure(case: Case, repeats: int, seed: int) -> Iterator[Row]:
 
 @dataclass(frozen=True)
 class _Run:
-    """One contestant: a module, its input, the gradient of its output, and which experts of transformers it uses."""
+    """One contestant: a module, its input, the gradient of its output, which experts of transformers it uses, and
+    whether it computes in the input's dtype by autocast.
+    """
 
     module: nn.Module
     x: Tensor
     dy: Tensor
     implementation: str | None = None
+    autocast: bool = False
 
     def _call(self) -> Tensor:
         if self.implementation is not None:
             experts: Any = self.module.experts
             experts.config._experts_implementation = self.implementation
-        return self.module(self.x)
+        with torch.autocast(self.x.device.type, self.x.dtype, enabled=self.autocast):
+            return self.module(self.x)
 
     def forward(self) -> None:
         with torch.no_grad():
