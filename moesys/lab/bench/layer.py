@@ -232,6 +232,7 @@ def _measure(case: Case, repeats: int, seed: int) -> Iterator[Row]:
     mastered = _make_block(case)
     if x.dtype != torch.float32:
         mastered.load_state_dict(layer.full_state_dict())
+        _route_in_float32(mastered)
         runs |= {name: _Run(mastered, x, dy, peer, autocast=True) for peer, name in MASTERED.items()}
 
     def forget() -> None:
@@ -349,12 +350,25 @@ def _make_block(case: Case) -> nn.Module:
     return module
 
 
+def _route_in_float32(block: nn.Module) -> None:
+    """Keep autocast out of the router, as ours does: in 16 bits it would choose other experts."""
+    gate: Any = block.gate
+    route = gate.forward
+
+    def forward(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        with torch.autocast(x.device.type, enabled=False):
+            logits, weight_TK, expert_TK = route(x.float())
+        return logits, weight_TK.to(x.dtype), expert_TK
+
+    gate.forward = forward
+
+
 @torch.no_grad()
 def _tokens(case: Case, layer: MoELayer, block: nn.Module, seed: int) -> tuple[Tensor, Tensor]:
-    """x and dy, both [1, T, H]: random tokens that all routers send to the same experts.
+    """x and dy, both [1, T, H]: random tokens that both routers send to the same experts.
 
-    transformers' softmax routers compute in the block's dtype, and all of them in 16 bits under autocast. So they
-    choose another expert here and there, and outputs could not be compared.
+    transformers' softmax routers compute in the block's dtype. In bfloat16 they choose another expert here and there,
+    and outputs could not be compared.
     """
     generator = torch.Generator().manual_seed(seed)
     dtype, T, H = DTYPES[case.shape.dtype], case.num_tokens, case.shape.hidden_size
@@ -362,11 +376,8 @@ def _tokens(case: Case, layer: MoELayer, block: nn.Module, seed: int) -> tuple[T
     pool_NH = torch.randn(4 * T, H, generator=generator).to(dtype)
     while len(pool_NH) >= T:
         x_TH = pool_NH[:T]
-        chosen_TK = [layer.router(x_TH).expert_TK, gate(x_TH[None])[2]]
-        with torch.autocast(x_TH.device.type, dtype, enabled=dtype != torch.float32):
-            chosen_TK.append(gate(x_TH[None])[2])
-        ours_TK, *theirs_TK = (expert_TK.sort(dim=1).values for expert_TK in chosen_TK)
-        alike_T = torch.stack([(expert_TK == ours_TK).all(dim=1) for expert_TK in theirs_TK]).all(dim=0)
+        ours_TK, theirs_TK = layer.router(x_TH).expert_TK, gate(x_TH[None])[2]
+        alike_T = (ours_TK.sort(dim=1).values == theirs_TK.sort(dim=1).values).all(dim=1)
         if alike_T.all():
             return x_TH[None].requires_grad_(), torch.randn(1, T, H, generator=generator).to(dtype)
         pool_NH = torch.cat([x_TH[alike_T], pool_NH[T:]])
