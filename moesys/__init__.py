@@ -33,6 +33,14 @@ if TYPE_CHECKING:
     from moesys.config import Static as Static
     from moesys.config import Strategy as Strategy
     from moesys.config import WindowMean as WindowMean
+    from moesys.experiment import Experiment as Experiment
+    from moesys.experiment import Generated as Generated
+    from moesys.experiment import Replay as Replay
+    from moesys.experiment import Training as Training
+    from moesys.lab.comparison import Comparison as Comparison
+    from moesys.lab.comparison import compare_records as compare_records
+    from moesys.lab.runner import RunResult as RunResult
+    from moesys.lab.runner import run as run
     from moesys.layout import ExpertLayout as ExpertLayout
     from moesys.layout import TokenPlan as TokenPlan
     from moesys.load import LoadMatrix as LoadMatrix
@@ -47,23 +55,32 @@ if TYPE_CHECKING:
     from moesys.moe.runtime import link as link
     from moesys.overlap.channel import CollectiveError as CollectiveError
     from moesys.step import LayerPlan as LayerPlan
+    from moesys.step import StepPlan as StepPlan
     from moesys.step import plan_layer as plan_layer
+    from moesys.step import simulate as simulate
     from moesys.timeline import Span as Span
     from moesys.timeline import Timeline as Timeline
+    from moesys.traces import Trace as Trace
+    from moesys.traces import generate as generate
+    from moesys.traces import load_trace as load_trace
+    from moesys.traces import save_trace as save_trace
 
 # The imports above are for type checkers; a test holds them and this table equal.
 _MODULE_OF = {
     "ClusterSpec": "moesys.config",
     "CollectiveError": "moesys.overlap.channel",
+    "Comparison": "moesys.lab.comparison",
     "CpSat": "moesys.config",
     "Declared": "moesys.config",
     "Ema": "moesys.config",
     "Ep": "moesys.config",
     "Eplb": "moesys.config",
     "EvenSplit": "moesys.config",
+    "Experiment": "moesys.experiment",
     "ExpertLayout": "moesys.layout",
     "FlowSplit": "moesys.config",
     "Fsep": "moesys.config",
+    "Generated": "moesys.experiment",
     "Greedy": "moesys.config",
     "Laer": "moesys.config",
     "Last": "moesys.config",
@@ -76,19 +93,30 @@ _MODULE_OF = {
     "Ordered": "moesys.config",
     "Pipelined": "moesys.config",
     "Proportional": "moesys.config",
+    "Replay": "moesys.experiment",
+    "RunResult": "moesys.lab.runner",
     "Sequential": "moesys.config",
     "Span": "moesys.timeline",
     "Static": "moesys.config",
+    "StepPlan": "moesys.step",
     "Strategy": "moesys.config",
     "Timeline": "moesys.timeline",
     "TokenPlan": "moesys.layout",
+    "Trace": "moesys.traces",
+    "Training": "moesys.experiment",
     "WindowMean": "moesys.config",
     "clip_grad_norm_": "moesys.moe.gradients",
+    "compare_records": "moesys.lab.comparison",
+    "generate": "moesys.traces",
     "link": "moesys.moe.runtime",
+    "load_trace": "moesys.traces",
     "plan_layer": "moesys.step",
     "plan_layout": "moesys.balance",
     "recompute": "moesys.moe.recompute",
     "router_loss": "moesys.moe.router",
+    "run": "moesys.lab.runner",
+    "save_trace": "moesys.traces",
+    "simulate": "moesys.step",
     "split_tokens": "moesys.balance",
     "sync_gradients": "moesys.moe.gradients",
     "update_router_bias": "moesys.moe.gradients",

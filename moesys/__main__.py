@@ -6,7 +6,7 @@ Commands import what they need when they run, so that ``--help`` does not wait f
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -15,14 +15,92 @@ app = typer.Typer(
     help="Declare, train and compare strategies for Mixture-of-Experts layers.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    # Plain messages survive a pipe, and --help need not wait for rich.
+    rich_markup_mode=None,
 )
-bench = typer.Typer(help="Measure on this machine.", no_args_is_help=True)
+bench = typer.Typer(help="Measure on this machine.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(bench, name="bench")
 
+Format = Annotated[
+    Literal["table", "markdown", "csv", "json", "latex"],
+    typer.Option("--format", help="All but table print nothing else to stdout."),
+]
 
-@app.callback()
-def _root() -> None:
-    """Keeps ``bench`` a command of its own while it is the only group."""
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder of run folders.")] = Path("runs"),
+    fresh: Annotated[bool, typer.Option("--fresh", help="Train again, in new run folders.")] = False,
+) -> None:
+    """Train four strategies side by side here, and replay their routing on a cluster of 32 GPUs; under 3 minutes."""
+    from moesys.lab.demo import demo as run_demo
+
+    raise typer.Exit(run_demo(out, fresh=fresh))
+
+
+@app.command()
+def run(
+    file: Annotated[
+        Path, typer.Argument(help="A .py file with a function that returns an Experiment, or .json, .toml.")
+    ],
+    out: Annotated[Path, typer.Option(help="Folder of run folders.")] = Path("runs"),
+    form: Format = "table",
+    seeds: Annotated[int | None, typer.Option(min=1, help="Seeds 0 to N-1 in all, instead of the file's.")] = None,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of a rank.")] = 1,
+    fail_fast: Annotated[bool, typer.Option("--fail-fast", help="Stop at the first trial that fails.")] = False,
+    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Run trials again that failed before.")] = False,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Begin a new run folder.")] = False,
+) -> None:
+    """Run an experiment, or what is left of it; exit code 1 if a trial failed."""
+    from moesys.lab.commands.run import run_file
+
+    code = run_file(
+        file,
+        out,
+        form,
+        num_seeds=seeds,
+        threads=threads,
+        fail_fast=fail_fast,
+        retry_failed=retry_failed,
+        fresh=fresh,
+    )
+    raise typer.Exit(code)
+
+
+@app.command()
+def compare(
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Run folders, as runs/demo-1234abcd.")],
+    form: Format = "table",
+    metric: Annotated[str | None, typer.Option(help="One metric's samples, such as router_entropy.")] = None,
+) -> None:
+    """Compare the strategies of run folders; those of one model, cluster and workload share a table."""
+    from moesys.lab.commands.compare import compare_folders
+
+    raise typer.Exit(compare_folders(folders, form, metric))
+
+
+@app.command()
+def explain(
+    file: Annotated[
+        Path, typer.Argument(help="A .py file with a function that returns an Experiment, or .json, .toml.")
+    ],
+    strategy: Annotated[str | None, typer.Option(help="One by name; the last by default.")] = None,
+    layer: Annotated[int | None, typer.Option(help="In detail; the least even one by default.")] = None,
+    micro_batch: Annotated[int | None, typer.Option(help="From 0; the last one by default.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print data instead of a tree.")] = False,
+) -> None:
+    """Explain one step's plan: what moved and why, bytes by link, who waits for what."""
+    from moesys.lab.explain_tree import explain_command
+
+    raise typer.Exit(explain_command(file, strategy, layer, micro_batch, as_json))
+
+
+@app.command()
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print data instead of a table.")] = False) -> None:
+    """Say what this machine has, and what each missing thing would enable; exit code 1 if something is broken."""
+    from moesys.lab.doctor import doctor_command
+
+    raise typer.Exit(doctor_command(as_json))
 
 
 @bench.command("layer")

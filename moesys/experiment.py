@@ -36,13 +36,14 @@ class Training(Declared):
 
 
 class Replay(Declared):
-    """Recorded routing through the cost model: a trace file of ``moesys.traces``.
+    """Recorded routing through the cost model: trace files of ``moesys.traces``.
 
     A trace of fewer ranks than the cluster has is folded: consecutive micro-batches become further source ranks.
     """
 
     kind: Literal["replay"] = "replay"
-    trace: str = Field(min_length=1, description="path of the trace file")
+    trace: str = Field(min_length=1, description="path of the trace file; {seed} in it becomes the trial's seed")
+    warmup: int = Field(0, ge=0, description="first micro-batches, which planners see and nobody times")
     tokens_per_rank: int | None = Field(None, ge=1, description="scale every rank to so many tokens; None: as recorded")
 
 

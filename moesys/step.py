@@ -1,7 +1,8 @@
-"""plan_layer: the one place where balance and overlap meet; pure functions.
+"""plan_layer and simulate: the one place where balance and overlap meet; pure functions.
 
 A ``LayerPlan`` is everything that is decided before a micro-batch runs through a layer: who wants what, who holds what,
-who goes where. It can be printed, and survives a round trip through JSON.
+who goes where; a ``StepPlan`` is that for all layers of a step. Both can be printed, and survive a round trip through
+JSON.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from moesys.balance import plan_layout, split_tokens
 from moesys.config import ClusterSpec, ModelShape, Strategy
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.load import LoadMatrix
+from moesys.overlap.simulator import simulate_step
+from moesys.timeline import Timeline
 
 
 @dataclass(frozen=True)
@@ -32,19 +35,23 @@ class LayerPlan:
         return self.tokens.layout
 
     def to_json(self) -> str:
-        return json.dumps(
-            {
-                "turn": self.turn,
-                "num_experts": self.load.num_experts,
-                "tokens_RE": self.load.tokens_RE.tolist(),
-                "expert_RS": self.layout.expert_RS.tolist(),
-                "entries": self.tokens.entries.tolist(),
-            }
-        )
+        return json.dumps(self._fields())
 
     @classmethod
     def from_json(cls, text: str) -> LayerPlan:
-        fields: dict[str, Any] = json.loads(text)
+        return cls._from_fields(json.loads(text))
+
+    def _fields(self) -> dict[str, Any]:
+        return {
+            "turn": self.turn,
+            "num_experts": self.load.num_experts,
+            "tokens_RE": self.load.tokens_RE.tolist(),
+            "expert_RS": self.layout.expert_RS.tolist(),
+            "entries": self.tokens.entries.tolist(),
+        }
+
+    @classmethod
+    def _from_fields(cls, fields: dict[str, Any]) -> LayerPlan:
         load = LoadMatrix(fields["tokens_RE"])
         layout = ExpertLayout(fields["expert_RS"], fields["num_experts"])
         return cls(TokenPlan(fields["entries"], load, layout), fields["turn"])
@@ -81,3 +88,79 @@ def plan_layer(
     if layout is None:
         layout = plan_layout(load, cluster, strategy.balance, strategy.slots(model, cluster))
     return LayerPlan(split_tokens(load, layout, cluster, strategy.split, turn), turn)
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """All layers of a step: one micro-batch, forward and backward, under ``strategy`` on ``cluster``.
+
+    ``previous``: the layouts of the micro-batch before, layer by layer, for readers who ask what moved. No time depends
+    on them: FSEP restores every slot of every layout, and EP's owners, who lend, follow from the ranks.
+
+    Raises ValueError where layers, model and cluster do not fit.
+    """
+
+    strategy: Strategy
+    model: ModelShape
+    cluster: ClusterSpec
+    layers: tuple[LayerPlan, ...]
+    previous: tuple[ExpertLayout, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise ValueError("layers is empty; a step has at least one layer")
+        if self.previous is not None and len(self.previous) != len(self.layers):
+            raise ValueError(
+                f"previous has {len(self.previous)} layouts for {len(self.layers)} layers; give one a layer, or None"
+            )
+        expected = (self.cluster.num_ranks, self.model.num_experts)
+        named = [(f"layers[{index}]", plan.layout) for index, plan in enumerate(self.layers)]
+        named += [(f"previous[{index}]", layout) for index, layout in enumerate(self.previous or ())]
+        for name, layout in named:
+            if (layout.num_ranks, layout.num_experts) != expected:
+                raise ValueError(
+                    f"{name} is for {layout.num_ranks} ranks and {layout.num_experts} experts, the step for "
+                    f"{expected[0]} and {expected[1]}; plan all for the same cluster and model"
+                )
+
+    def to_json(self) -> str:
+        fields = {
+            "strategy": self.strategy.model_dump(mode="json"),
+            "model": self.model.model_dump(mode="json"),
+            "cluster": self.cluster.model_dump(mode="json"),
+            "layers": [plan._fields() for plan in self.layers],
+            "previous": None if self.previous is None else [layout.expert_RS.tolist() for layout in self.previous],
+        }
+        return json.dumps(fields)
+
+    @classmethod
+    def from_json(cls, text: str) -> StepPlan:
+        fields: dict[str, Any] = json.loads(text)
+        model = ModelShape.model_validate(fields["model"])
+        previous = fields["previous"]
+        return cls(
+            strategy=Strategy.model_validate(fields["strategy"]),
+            model=model,
+            cluster=ClusterSpec.model_validate(fields["cluster"]),
+            layers=tuple(LayerPlan._from_fields(plan) for plan in fields["layers"]),
+            previous=None if previous is None else tuple(ExpertLayout(rows, model.num_experts) for rows in previous),
+        )
+
+    def __str__(self) -> str:
+        head = f"{self.strategy.name}: {len(self.layers)} layers on {self.cluster.num_ranks} ranks"
+        return "\n".join([head, *(f"layer {index}: {plan}" for index, plan in enumerate(self.layers))])
+
+
+def simulate(step_plan: StepPlan, *, other_seconds: float = 0.0, latency_seconds: float = 0.0) -> Timeline:
+    """What the step would do on its cluster, by the cost model: ``overlap.simulator`` says what that knows.
+
+    ``other_seconds``: forward of the rest of a layer; ``latency_seconds``: what every all-to-all takes at least.
+    """
+    return simulate_step(
+        step_plan.strategy,
+        step_plan.model,
+        step_plan.cluster,
+        [plan.tokens for plan in step_plan.layers],
+        other_seconds=other_seconds,
+        latency_seconds=latency_seconds,
+    )

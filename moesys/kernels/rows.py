@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 LARGEST_MINIMUM = 32
+LARGE_WEIGHT = 1 << 18
 _ONEDNN = torch.backends.mkldnn.is_available()
 # A tensor-core tile treats its rows alike, wherever they lie in it.
 DEVICE_TILE_ROWS = 64
@@ -136,10 +137,12 @@ def matmul_rows(x_MK: Tensor, weight_NK: Tensor, out_MN: Tensor, rule: RowRule) 
 def _multiply(x_MK: Tensor, weight_NK: Tensor, out_MN: Tensor) -> None:
     """``out = x @ weightᵀ``.
 
-    float32 on the CPU goes to oneDNN, as torch's own 16-bit products do: beside MKL, to which torch sends it, it is 5
-    to 15 % faster with hundreds of rows, and treats rows alike from the second on.
+    float32 on the CPU goes to oneDNN where the weight is large, as torch's own 16-bit products do: beside MKL, to which
+    torch sends it, it is 5 to 15 % faster with hundreds of rows, and treats rows alike from the second on. But it takes
+    half a millisecond to prepare for each new number of rows, in which MKL is done with a small one.
     """
-    if _ONEDNN and x_MK.dtype == torch.float32 and x_MK.device.type == "cpu":
+    large = weight_NK.numel() >= LARGE_WEIGHT
+    if _ONEDNN and large and x_MK.dtype == torch.float32 and x_MK.device.type == "cpu":
         out_MN.copy_(torch.ops.mkldnn._linear_pointwise(x_MK, weight_NK, None, "none", [], ""))
     else:
         torch.mm(x_MK, weight_NK.t(), out=out_MN)

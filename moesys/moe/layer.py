@@ -22,7 +22,7 @@ from moesys.kernels.rows import RowRule, row_rule
 from moesys.layout import ExpertLayout
 from moesys.load import LoadMatrix
 from moesys.moe.call import LayerCall, RoutedExperts
-from moesys.moe.experts import DTYPES
+from moesys.moe.experts import DTYPES, initial_generator
 from moesys.moe.planning import InlinePlanner, LayoutSchedule
 from moesys.moe.recompute import current_tape
 from moesys.moe.router import Router
@@ -46,10 +46,11 @@ PLAN_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class LayerMetrics:
-    """One layer's newest micro-batch, and its traffic and waiting since metrics were last read.
+    """One layer's newest micro-batch, and its traffic, waiting and planning since metrics were last read.
 
     ``load_max_over_mean``: the busiest rank's tokens over the mean. ``tokens_E`` over all ranks.
     ``restored_mib``: received by this rank to have its experts. ``exposed_ms``: this rank blocked by communication.
+    ``plan_ms``: this rank's planning on the critical path, split and routes, without exchange of counts or waiting.
     """
 
     layer: int
@@ -59,6 +60,7 @@ class LayerMetrics:
     experts_without_tokens: int
     restored_mib: float
     exposed_ms: float
+    plan_ms: float
 
 
 class MoELayer(nn.Module):
@@ -134,7 +136,7 @@ class MoELayer(nn.Module):
                 self.prefetch_layers, self.delay_reshard = sharding.prefetch_layers, sharding.delay_reshard
         self.num_chunks = strategy.overlap.chunks if isinstance(strategy.overlap, Pipelined) else 1
         # Drawn on the CPU, so that every device starts from the same weights.
-        generator = torch.Generator().manual_seed(seed * 1_000_003 + layer_index)
+        generator = initial_generator(seed, layer_index, expert=None)
         self.router = Router(shape, device="cpu", generator=generator).to(device)
         self.shared_experts = SharedExperts(shape, generator).to(device) if shape.n_shared_experts else None
         self.experts = nn.Parameter(self._sharded(self.shards.initial(seed, layer_index).to(device)))
@@ -170,7 +172,7 @@ class MoELayer(nn.Module):
         return self._last_plan
 
     def metrics(self) -> LayerMetrics | None:
-        """What the newest micro-batch did; None before the first. Counters of bytes and waiting begin anew."""
+        """What the newest micro-batch did; None before the first. Counters of bytes and time begin anew."""
         if self._last_plan is None:
             return None
         tokens_E = self._last_plan.load.tokens_E
@@ -182,6 +184,7 @@ class MoELayer(nn.Module):
             experts_without_tokens=int((tokens_E == 0).sum()),
             restored_mib=self.meter.bytes_of("restore") / 2**20,
             exposed_ms=sum(self.meter.exposed_ms.values()),
+            plan_ms=self.meter.plan_ms,
         )
         self.meter.clear()
         return metrics
@@ -209,24 +212,25 @@ class MoELayer(nn.Module):
             agreed = gathered_RN[:, counts_CE.numel() :].amin(dim=0).tolist()
             for layer, vote in zip(deciding, agreed, strict=True):
                 layer.schedule.settle(bool(vote))
-        load = LoadMatrix(tokens_RCE.sum(dim=1).numpy())
-        schedule = self.schedule
-        plan = plan_layer(
-            self.strategy, self.shape, self.cluster, load, layout=schedule.layout, turn=schedule.micro_batch
-        )
-        if learning:
-            schedule.observe(load)
-            self.tokens_since_update_E += load.tokens_E
-        self._last_plan = plan
         # Asked for every time, as it depends on the number of threads, which may change.
         rule = _row_rule(self.shape, self.compute_dtype, expert_TK.device.type)
-        routes = build_routes(
-            expert_TK,
-            np.ascontiguousarray(tokens_RCE.numpy().swapaxes(0, 1)),
-            plan.tokens,
-            self.token_channel.rank,
-            rule.min_rows,
-        )
+        with self.meter.planning():
+            load = LoadMatrix(tokens_RCE.sum(dim=1).numpy())
+            schedule = self.schedule
+            plan = plan_layer(
+                self.strategy, self.shape, self.cluster, load, layout=schedule.layout, turn=schedule.micro_batch
+            )
+            if learning:
+                schedule.observe(load)
+                self.tokens_since_update_E += load.tokens_E
+            self._last_plan = plan
+            routes = build_routes(
+                expert_TK,
+                np.ascontiguousarray(tokens_RCE.numpy().swapaxes(0, 1)),
+                plan.tokens,
+                self.token_channel.rank,
+                rule.min_rows,
+            )
         executor = ChunkedExecutor(routes, self.token_channel, rule, self.shards.memory)
         call = LayerCall(self, plan, executor, previous, checkpointed)
         if (prefetched := self._valid_prefetch()) is not None:

@@ -16,11 +16,20 @@ class Meter:
 
     ``wire_bytes``: received from other ranks, by (lane, "intra_node" or "inter_node").
     ``exposed_ms``: how long the computing thread was blocked by communication, by lane.
+    ``plan_ms``: how long it planned.
     """
 
     def __init__(self) -> None:
         self.wire_bytes: dict[tuple[str, str], int] = defaultdict(int)
         self.exposed_ms: dict[str, float] = defaultdict(float)
+        self.plan_ms = 0.0
+
+    @contextmanager
+    def planning(self) -> Iterator[None]:
+        """Count the time inside as planning."""
+        start_ns = time.perf_counter_ns()
+        yield
+        self.plan_ms += (time.perf_counter_ns() - start_ns) / 1e6
 
     def bytes_of(self, lane: str) -> int:
         return sum(count for (which, _), count in self.wire_bytes.items() if which == lane)
@@ -28,6 +37,7 @@ class Meter:
     def clear(self) -> None:
         self.wire_bytes.clear()
         self.exposed_ms.clear()
+        self.plan_ms = 0.0
 
 
 class Recorder:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 import moesys as ms
 from moesys.lab.ranks import LocalRanks
+from moesys.overlap.routes import build_routes
 
 SHAPE = ms.ModelShape(hidden_size=16, intermediate_size=12, num_experts=6, top_k=2)
 EP = ms.Strategy(name="ep")
@@ -88,8 +90,31 @@ def test_metrics_tell_load_and_starved_experts() -> None:
     assert sum(metrics.tokens_E) == 2
     assert metrics.experts_without_tokens == 4
     assert (metrics.load_max_over_mean, metrics.restored_mib) == (1.0, 0.0)
+    assert metrics.plan_ms > 0
+    assert layer.metrics().plan_ms == 0.0
     assert "2 tokens, max/mean 1.000, turn 0" in str(layer.last_plan)
     assert ms.LayerPlan.from_json(layer.last_plan.to_json()) == layer.last_plan
+
+
+def test_planning_is_neither_waiting_for_counts_nor_for_plans(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = ms.MoELayer(SHAPE, EP)
+
+    def slow(function: Any, seconds: float) -> Any:
+        def slowed(*args: Any, **options: Any) -> Any:
+            time.sleep(seconds)
+            return function(*args, **options)
+
+        return slowed
+
+    layer(tokens(1))
+    layer.metrics()
+    monkeypatch.setattr(layer.token_channel, "all_gather", slow(layer.token_channel.all_gather, 0.5))
+    monkeypatch.setattr(layer.schedule, "ready", slow(layer.schedule.ready, 0.5))
+    monkeypatch.setattr("moesys.moe.layer.build_routes", slow(build_routes, 0.02))
+    monkeypatch.setattr("moesys.moe.layer.plan_layer", slow(ms.plan_layer, 0.02))
+    for _ in range(2):
+        layer(tokens(1))
+    assert 80 <= layer.metrics().plan_ms < 500
 
 
 @pytest.mark.parametrize(
@@ -245,3 +270,12 @@ def test_the_meta_device_gives_shapes() -> None:
     layer = ms.MoELayer(SHAPE, EP, device="meta")
     assert layer.experts.is_meta
     assert layer.router.weight.is_meta
+
+
+def test_no_two_parts_of_a_model_start_from_the_same_numbers() -> None:
+    shape = ms.ModelShape(hidden_size=16, intermediate_size=8, num_experts=3, top_k=1)
+    strategy = ms.Strategy(name="ep")
+    layers = [ms.MoELayer(shape, strategy, layer_index=index, seed=seed) for index in (0, 1) for seed in (0, 1)]
+    starts = [tuple(layer.router.weight.flatten()[:8].tolist()) for layer in layers]
+    starts += [tuple(expert_P[:8].tolist()) for layer in layers for expert_P in layer.experts]
+    assert len(set(starts)) == len(starts) == 16

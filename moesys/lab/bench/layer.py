@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from moesys.config import ModelShape, Strategy
 from moesys.lab.bench.timing import Ratio, interleave, machine_line, paired_ratio
-from moesys.lab.tables import print_table
+from moesys.lab.console import print_full
 from moesys.moe.experts import DTYPES
 from moesys.moe.layer import MoELayer
 
@@ -212,7 +212,7 @@ def main(
         print(f"measured {row.case}, {row.shape.dtype}, {row.direction}", file=sys.stderr)
         rows.append(row)
     table, legend = report(rows, threads)
-    print_table(table, legend)
+    print_full(table, legend)
     if json_path is not None:
         json_path.write_text(json.dumps(to_json(rows, threads), indent=1) + "\n")
     return 0 if all(row.matched for row in rows) else 1

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from moesys.config import Fsep, ModelShape, Pipelined, Strategy
 from moesys.lab.bench.paced_group import make_paced_group
 from moesys.lab.bench.timing import Ratio, interleave, machine_line, paired_ratio
+from moesys.lab.console import print_full
 from moesys.lab.ranks import LocalRanks
-from moesys.lab.tables import print_table
 from moesys.moe.layer import MoELayer
 from moesys.moe.runtime import link
 
@@ -254,7 +254,7 @@ def main(
     """Measure, print, write; the exit code: 1 if a bit was wrong."""
     measured = bench_overlap(select(part, num_tokens), repeats=repeats, num_ranks=num_ranks, threads=threads)
     table, legend = report(measured, num_ranks, threads)
-    print_table(table, legend)
+    print_full(table, legend)
     if json_path is not None:
         json_path.write_text(json.dumps(to_json(measured, num_ranks, threads), indent=1) + "\n")
     return 0 if all(result.same_bits for part_result in measured for result in part_result.results) else 1

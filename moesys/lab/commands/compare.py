@@ -1,0 +1,160 @@
+"""``moesys compare``: the tables of run folders, and the table at the end of ``moesys run``."""
+
+from __future__ import annotations
+
+import io
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from moesys.config import Strategy
+from moesys.experiment import Experiment
+from moesys.lab.commands.run import Format, refused
+from moesys.lab.comparison import Comparison, compare_records
+from moesys.lab.console import print_full
+from moesys.lab.environment import Environment, differences, load_environments
+from moesys.lab.formats import format_comparison
+from moesys.lab.records import RunFolder, setting_fingerprint
+from moesys.lab.runner import RunResult
+from moesys.lab.tables import comparison_table, figure
+
+
+def compare_folders(folders: Sequence[Path], form: Format = "table", metric: str | None = None) -> int:
+    """Print a table of each model, cluster and workload among ``folders``, or of one metric."""
+    try:
+        groups = _groups([RunFolder(folder) for folder in folders])
+        comparisons = [_merged(group) for group in groups]
+        known = sorted({name for comparison in comparisons for row in comparison.rows for name in row.samples})
+        if metric is not None and metric not in known:
+            raise ValueError(f"--metric={metric} is not recorded; choose one of {', '.join(known) or 'none'}")
+        if metric is not None and form != "table":
+            raise ValueError(f"--metric prints a table, and --format={form} has all metrics; leave out one of them")
+        if len(groups) > 1 and form in ("csv", "json"):
+            raise ValueError(
+                f"--format={form} holds one comparison, and these folders make {len(groups)}; give them one at a time"
+            )
+    except ValueError as error:
+        return refused(error)
+    environments = [_environments(group, comparison) for group, comparison in zip(groups, comparisons, strict=True)]
+    _warn([environment for of_group in environments for environment in of_group])
+    for group, comparison, of_group in zip(groups, comparisons, environments, strict=True):
+        if len(groups) > 1:
+            print(*(folder.path for folder in group))
+        if metric is None:
+            _print(comparison, form, of_group)
+        else:
+            print_full(_metric_table(comparison, metric))
+    return 0
+
+
+def report(result: RunResult, form: Format) -> None:
+    """Print what a run folder says of its experiment, and leave ``table.txt`` and ``table.svg`` in it."""
+    comparison = compare_records(result.experiment, result.records)
+    folder = RunFolder(result.path)
+    environments = _environments([folder], comparison)
+    _save_table(comparison, environments, folder.path)
+    _warn(environments)
+    _print(comparison, form, environments)
+
+
+def _print(comparison: Comparison, form: Format, environments: Sequence[Environment]) -> None:
+    machine = environments[0].machine_line if environments else ""
+    if form == "table":
+        print_full(*comparison_table(comparison, machine))
+    else:
+        print(format_comparison(comparison, form, machine), end="")
+
+
+def _save_table(comparison: Comparison, environments: Sequence[Environment], folder: Path) -> None:
+    """``table.txt`` and ``table.svg`` in the run folder."""
+    table, notes = comparison_table(comparison, environments[0].machine_line if environments else "")
+    with (folder / "table.txt").open("w", encoding="utf-8") as file:
+        print_full(table, notes, file)
+    console = Console(file=io.StringIO(), record=True, width=160)
+    console.print(table)
+    for note in notes:
+        console.print(note, highlight=False, markup=False)
+    console.save_svg(str(folder / "table.svg"), title=comparison.experiment.name)
+
+
+def _metric_table(comparison: Comparison, metric: str) -> Table:
+    unit = next((row.units[metric] for row in comparison.rows if metric in row.units), "")
+    title = f"{comparison.source.upper()}: {comparison.experiment.name}, {metric}{f' ({unit})' if unit else ''}"
+    table = Table("strategy", title=title, title_justify="left", box=box.SIMPLE_HEAD)
+    for column in ("median", "lowest", "highest", "seeds"):
+        table.add_column(column, justify="right")
+    for row in comparison.rows:
+        values = [value for of_seed in row.samples.get(metric, {}).values() for value in of_seed]
+        median = row.median(metric)
+        cells = [figure(value) for value in (median, min(values), max(values))] if median is not None else [""] * 3
+        table.add_row(row.name, *cells, str(len(row.samples.get(metric, {}))))
+    return table
+
+
+# --- several folders in one table ---------------------------------------------------------------------------------
+
+
+def _groups(folders: Sequence[RunFolder]) -> list[list[RunFolder]]:
+    """Folders of one model, cluster and workload together; so a table never mixes simulated and measured.
+
+    A folder without a strategy that the others have not is a run of theirs once more, and gets a table of its own.
+    """
+    groups: dict[str, list[RunFolder]] = {}
+    seen: dict[str, set[str]] = {}
+    for folder in folders:
+        experiment = folder.experiment()
+        key = setting_fingerprint(experiment)
+        strategies = {strategy.fingerprint() for strategy in experiment.strategies}
+        if strategies <= seen.get(key, set()):
+            key = f"{key} {folder.path}"
+        groups.setdefault(key, []).append(folder)
+        seen[key] = seen.get(key, set()) | strategies
+    return list(groups.values())
+
+
+def _merged(folders: Sequence[RunFolder]) -> Comparison:
+    """All strategies and seeds of the folders against the first one's baseline.
+
+    A strategy that several folders have is one row; another one under the same name is named after its folder too.
+    """
+    experiments = [folder.experiment() for folder in folders]
+    strategies: dict[str, Strategy] = {}
+    for folder, experiment in zip(folders, experiments, strict=True):
+        for strategy in experiment.strategies:
+            if strategy.fingerprint() in strategies:
+                continue
+            taken = any(other.name == strategy.name for other in strategies.values())
+            named = strategy.replace(name=f"{strategy.name} ({folder.path.name})") if taken else strategy
+            strategies[strategy.fingerprint()] = named
+    first = experiments[0]
+    merged: Experiment = first.replace(
+        strategies=tuple(strategies.values()),
+        seeds=tuple(dict.fromkeys(seed for experiment in experiments for seed in experiment.seeds)),
+        repeat_baseline=any(experiment.repeat_baseline for experiment in experiments),
+    )
+    # Of a trial that several folders have the last record would hold: let that be the first folder's.
+    records = [record for folder in reversed(folders) for record in folder.records()]
+    return compare_records(merged, records)
+
+
+def _environments(folders: Sequence[RunFolder], comparison: Comparison) -> list[Environment]:
+    """Those that the compared records come from."""
+    there = {name: found for folder in folders for name, found in load_environments(folder.path).items()}
+    return [there[name] for name in comparison.environments if name in there]
+
+
+def _warn(environments: Sequence[Environment]) -> None:
+    """Say on stderr in which fields environments differ from the first, which makes times hard to compare."""
+    values: dict[str, list[str]] = {}
+    for other in environments[1:]:
+        for field, (here, there) in differences(environments[0], other).items():
+            values.setdefault(field, [here]).append(there)
+    if values:
+        num = len({environment.id for environment in environments})
+        print(f"Warning: these records come from {num} environments, which differ in", file=sys.stderr)
+    for field, found in values.items():
+        print(f"  {field}: {' / '.join(value or '(none)' for value in dict.fromkeys(found))}", file=sys.stderr)

@@ -1,0 +1,273 @@
+"""``moesys explain``: an explanation as a tree for the terminal, or as JSON."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+from rich.tree import Tree
+
+from moesys.config import ClusterSpec, Fsep, Pipelined, Strategy
+from moesys.experiment import Experiment
+from moesys.lab.console import print_full
+from moesys.lab.explain import ExpertChange, LayerExplanation, StepExplanation, Traffic, explain
+from moesys.lab.files import load_experiment
+from moesys.lab.tables import figure
+
+MOST_SHOWN = 12
+MIB = 2**20
+
+
+def explain_command(
+    file: Path,
+    strategy: str | None = None,
+    layer: int | None = None,
+    micro_batch: int | None = None,
+    as_json: bool = False,
+) -> int:
+    """Explain a strategy of the experiment in ``file``, by default the last one; 2 where what was asked for is not."""
+    try:
+        experiment = load_experiment(file)
+        explanation = explain(_chosen(strategy, experiment), experiment, micro_batch=micro_batch)
+        tree = explanation_tree(explanation, layer)
+    except ValueError as error:
+        print(f"Error: {error}", file=sys.stderr)
+        return 2
+    if as_json:
+        print(explanation.to_json())
+    else:
+        print_full(tree)
+    return 0
+
+
+def _chosen(name: str | None, experiment: Experiment) -> Strategy:
+    if name is None:
+        return experiment.strategies[-1]
+    names = [strategy.name for strategy in experiment.strategies]
+    if name not in names:
+        raise ValueError(f"strategy={name!r} is not in {experiment.name}; choose one of {', '.join(names)}")
+    return experiment.strategies[names.index(name)]
+
+
+def explanation_tree(explanation: StepExplanation, layer: int | None = None) -> Tree:
+    """All layers in one table, then one in detail, by default the one whose ranks are loaded least evenly.
+
+    Raises ValueError for a layer that is not there.
+    """
+    layers = explanation.layers
+    if layer is None:
+        layer = max(range(len(layers)), key=lambda index: layers[index].max_over_mean)
+    if not 0 <= layer < len(layers):
+        raise ValueError(f"layer={layer} is not among the step's {len(layers)}; use 0 to {len(layers) - 1}")
+    title = (
+        f"SIMULATED: {explanation.strategy.name} of {explanation.experiment}, micro-batch {explanation.micro_batch} "
+        f"of 0 to {explanation.num_micro_batches - 1}, seed {explanation.seed}"
+    )
+    tree = Tree(Text(title, style="bold"), guide_style="dim")
+    _line(tree, "load", explanation.routing)
+    _line(tree, "cluster", _cluster_words(explanation.cluster))
+    schedule = _head(tree, "schedule")
+    for words in _schedule_words(explanation.strategy):
+        schedule.add(Text(words))
+    _time_branch(tree, explanation)
+    _head(tree, _count(len(layers), "layer")).add(_layers_table(layers))
+    _layer_branch(tree, layers[layer], explanation)
+    return tree
+
+
+def _cluster_words(cluster: ClusterSpec) -> str:
+    name = f" ({cluster.name})" if cluster.name else ""
+    return (
+        f"{_count(cluster.num_ranks, 'rank')} of {_count(cluster.num_nodes, 'node')}{name}, declared with "
+        f"{cluster.intra_node_gb_per_s:g} GB/s inside and "
+        f"{cluster.inter_node_gb_per_s:g} GB/s between nodes, {cluster.expert_tflops:g} TFLOP/s a rank"
+    )
+
+
+def _schedule_words(strategy: Strategy) -> list[str]:
+    overlap, sharding = strategy.overlap, strategy.sharding
+    if isinstance(overlap, Pipelined):
+        words = [f"tokens in {_count(overlap.chunks, 'chunk')}, the next arriving and the last going home behind one"]
+    else:
+        words = ["dispatch, experts and combine one after another"]
+    if isinstance(sharding, Fsep):
+        words.append(
+            f"experts restored {_count(sharding.prefetch_layers, 'layer')} ahead, behind those of this one"
+            if sharding.prefetch_layers
+            else "experts restored when they are needed, none ahead"
+        )
+        words.append(f"{sharding.restore} restores" + ", again for backward" * sharding.reshard_after_forward)
+        words.append(f"gradients resharded {'behind the next backward' if sharding.delay_reshard else 'at once'}")
+    elif sharding.slots_per_rank is None:
+        words.append("experts stay on their owners")
+    else:
+        words.append("experts lent by their owners, when they are needed")
+    return words
+
+
+# --- the step -----------------------------------------------------------------------------------------------------
+
+
+def _time_branch(tree: Tree, explanation: StepExplanation) -> None:
+    branch = _head(
+        tree, f"step {figure(explanation.step_ms)} ms, of which {figure(explanation.exposed_ms)} ms exposed (mean)"
+    )
+    branch.add(_ms_table(explanation.critical_rank, explanation.critical_ms, explanation.mean_ms))
+
+
+def _ms_table(critical_rank: int, critical_ms: dict[str, float], mean_ms: dict[str, float]) -> Table:
+    table = _table("ms", f"rank {critical_rank}, which computes longest", "mean over ranks")
+    for kind in sorted({**critical_ms, **mean_ms}, key=lambda kind: -mean_ms.get(kind, 0.0)):
+        table.add_row(_kind_words(kind), *(figure(ms.get(kind, 0.0)) for ms in (critical_ms, mean_ms)))
+    return table
+
+
+def _kind_words(kind: str) -> str:
+    return f"computes {kind.replace('_', ' ')}" if kind in ("experts", "weight_gradients") else f"waits for {kind}"
+
+
+def _layers_table(layers: Iterable[LayerExplanation]) -> Table:
+    table = _table(
+        *("layer", "experts max/mean", "replicas moved", "ranks, even split", "ranks, this split", "ranks, least"),
+        *("leave rank %", "leave node %", "busiest rank", "wait ms (mean)"),
+    )
+    for layer in layers:
+        shares = (layer.within_node + layer.between_nodes, layer.between_nodes)
+        table.add_row(
+            str(layer.layer),
+            f"{layer.expert_max_over_mean:.2f}",
+            _moved_cell(layer),
+            *(f"{value:.3f}" for value in (layer.even_max_over_mean, layer.max_over_mean, layer.least_max_over_mean)),
+            *(f"{100 * share / max(1, layer.num_tokens):.1f}" for share in shares),
+            str(layer.busiest_rank),
+            figure(_waiting(layer.mean_ms)),
+        )
+    return table
+
+
+def _moved_cell(layer: LayerExplanation) -> str:
+    if layer.change is None:
+        return ""
+    return f"{sum(len(moved.gained_ranks) for moved in layer.change.experts)} at {layer.change.since}"
+
+
+def _waiting(ms: dict[str, float]) -> float:
+    return sum(value for kind, value in ms.items() if kind not in ("experts", "weight_gradients"))
+
+
+# --- a layer ------------------------------------------------------------------------------------------------------
+
+
+def _layer_branch(tree: Tree, layer: LayerExplanation, explanation: StepExplanation) -> None:
+    branch = _head(tree, f"layer {layer.layer}")
+    _load_branch(branch, layer)
+    _layout_branch(branch, layer, explanation.strategy)
+    _split_branch(branch, layer)
+    _head(branch, "bytes of one all-to-all").add(_traffic_table(layer.traffic))
+    times = _head(branch, "the layer's share of the step")
+    times.add(_ms_table(explanation.critical_rank, layer.critical_ms, layer.mean_ms))
+
+
+def _load_branch(branch: Tree, layer: LayerExplanation) -> None:
+    load = _head(branch, f"load: {layer.num_tokens} tokens routed, experts max/mean {layer.expert_max_over_mean:.2f}")
+    mean = layer.num_tokens / len(layer.tokens_E)
+    hottest = [
+        f"expert {expert} {layer.tokens_E[expert]} ({layer.tokens_E[expert] / mean:.2f} × the mean)"
+        for expert in layer.hottest(3)
+        if layer.tokens_E[expert]
+    ]
+    _line(load, "hottest", ", ".join(hottest) or "none, for there are no tokens")
+    _line(load, "without tokens", _numbers("expert", layer.starved))
+
+
+def _layout_branch(branch: Tree, layer: LayerExplanation, strategy: Strategy) -> None:
+    change = layer.change
+    kept = f"; {_count(layer.num_kept, 'newer plan')} moved nothing" if layer.num_kept else ""
+    if change is None:
+        still = ", and for ever" if strategy.balance.kind == "static" else kept
+        _line(branch, "layout", f"the first one, made before any load was known{still}")
+        return
+    first, last = change.history
+    history = f"micro-batch {first}" if first == last else f"micro-batches {first} to {last}"
+    layout = _head(
+        branch,
+        f"layout: planned by {strategy.balance.kind} on {history} ({strategy.predictor.kind}), "
+        f"in use since {change.since}{kept}",
+    )
+    _line(
+        layout,
+        "why",
+        f"on the load it was planned for, ranks max/mean is {change.max_over_mean_after:.3f}; "
+        f"the one before would give {change.max_over_mean_before:.3f}",
+    )
+    for moved in change.experts[:MOST_SHOWN]:
+        _line(layout, f"expert {moved.expert}", _moved_words(moved))
+    if (more := len(change.experts) - MOST_SHOWN) > 0:
+        layout.add(Text(f"and {_count(more, 'expert')} with fewer tokens; --json names them"))
+
+
+def _moved_words(moved: ExpertChange) -> str:
+    before, after = moved.replicas_before, moved.replicas_after
+    replicas = f"{before} -> {after} replicas" if before != after else f"{_count(after, 'replica')} as before"
+    ranks = [f"new on {_numbers('rank', moved.gained_ranks)}"] if moved.gained_ranks else []
+    ranks += [f"gone from {_numbers('rank', moved.lost_ranks)}"] if moved.lost_ranks else []
+    return f"{replicas}, it has {moved.load_over_mean:.2f} × the mean load; {', '.join(ranks)}"
+
+
+def _split_branch(branch: Tree, layer: LayerExplanation) -> None:
+    split = _head(
+        branch,
+        f"split: ranks max/mean {layer.max_over_mean:.3f}, by an even split {layer.even_max_over_mean:.3f}, "
+        f"least over this layout {layer.least_max_over_mean:.3f}",
+    )
+    for name, tokens in (
+        ("stay on their rank", layer.on_rank),
+        ("leave the rank, not the node", layer.within_node),
+        ("leave the node", layer.between_nodes),
+    ):
+        _line(split, name, f"{tokens} tokens ({100 * tokens / max(1, layer.num_tokens):.1f} %)")
+    rank = layer.busiest_rank
+    experts = ", ".join(f"expert {expert} {tokens}" for expert, tokens in layer.busiest_tokens.items() if tokens)
+    _line(split, "busiest", f"rank {rank} with {layer.tokens_R[rank]} tokens: {experts or 'none'}")
+
+
+def _traffic_table(traffic: Iterable[Traffic]) -> Table:
+    table = _table("all-to-all", "intra node MiB", "inter node MiB", "times a step", "ms, links to itself")
+    for one in traffic:
+        mib = (figure(count / MIB) for count in (one.intra_node_bytes, one.inter_node_bytes))
+        table.add_row(one.kind, *mib, str(one.times), figure(one.alone_ms))
+    return table
+
+
+# --- words --------------------------------------------------------------------------------------------------------
+
+
+def _head(tree: Tree, words: str) -> Tree:
+    return tree.add(Text(words, style="bold"))
+
+
+def _line(tree: Tree, name: str, words: str) -> None:
+    tree.add(Text.assemble((f"{name}: ", "cyan"), words))
+
+
+def _table(*columns: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False)
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="right" if index else "left")
+    return table
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def _numbers(noun: str, numbers: list[int]) -> str:
+    if not numbers:
+        return "none"
+    shown = ", ".join(map(str, numbers[:MOST_SHOWN]))
+    more = f" and {len(numbers) - MOST_SHOWN} more" if len(numbers) > MOST_SHOWN else ""
+    return f"{noun}{'s' * (len(numbers) > 1)} {shown}{more}"

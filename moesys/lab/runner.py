@@ -1,0 +1,178 @@
+"""The runner: trials that are not recorded yet, one after another, each recorded before the next begins."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from moesys.experiment import Experiment, Replay, Trial
+from moesys.lab.launch import TrialError, place_for
+from moesys.lab.progress import Progress, Silence, StepFile
+from moesys.lab.records import Record, RunFolder, latest
+from moesys.lab.trials import Measurement, routing_of
+from moesys.traces import save_trace
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a run folder holds of an experiment after a run.
+
+    ``records``: the last one of each trial that has any, in the order of ``Experiment.trials()``. ``num_run``: trials
+    of this run.
+    """
+
+    experiment: Experiment
+    path: Path
+    records: tuple[Record, ...]
+    num_run: int
+
+    @property
+    def failed(self) -> tuple[Record, ...]:
+        return tuple(record for record in self.records if record.status == "failed")
+
+    @property
+    def exit_code(self) -> int:
+        """1 if a trial failed, in this run or in one before that nobody retried."""
+        return int(bool(self.failed))
+
+    def __str__(self) -> str:
+        recorded = f"{len(self.records)} of {len(self.experiment.trials())} trials are recorded"
+        failed = f", {len(self.failed)} of them failed (--retry-failed runs those again)" if self.failed else ""
+        return f"{f'{self.num_run} run' if self.num_run else 'nothing to do'}: {recorded}{failed}"
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C during a run, whose finished trials are recorded; the message says how to go on."""
+
+
+def run(
+    experiment: Experiment,
+    out: str | Path = "runs",
+    *,
+    fail_fast: bool = False,
+    retry_failed: bool = False,
+    fresh: bool = False,
+    threads: int = 1,
+    progress: Progress | None = None,
+) -> RunResult:
+    """Run the trials of ``experiment`` that its folder under ``out`` does not hold, in the order of their pairing.
+
+    A trial that fails is recorded with its traceback and the rest go on, unless ``fail_fast``; ``retry_failed`` runs
+    those again that failed before; ``fresh`` begins a new folder. ``threads`` are torch's, of each rank. Under torchrun
+    every rank calls this and gets the same result.
+
+    Raises ValueError, before any trial, for what cannot run or be resumed, and ``Interrupted`` for Ctrl-C.
+    """
+    if isinstance(experiment.workload, Replay):
+        # A trace that is missing or does not fit is one error, not one a trial.
+        for seed in experiment.seeds:
+            routing_of(experiment.workload, experiment.model, experiment.cluster, seed)
+    with ExitStack() as opened:
+        place = opened.enter_context(closing(place_for(experiment, threads)))
+        book = place.on_writer(lambda: _Book(experiment, RunFolder.open(experiment, out, fresh=fresh)))
+        if book:
+            opened.enter_context(closing(book.folder))
+        left = place.share(book.left(retry_failed) if book else None)
+        if book and left:
+            book.begin(left, threads, progress or Silence())
+            opened.callback(book.progress.end)
+        num_run = 0
+        try:
+            for trial in left:
+                tick = book.start(trial) if book else _nothing
+                outcome: Measurement | TrialError | None
+                try:
+                    outcome = place.run(trial, experiment, tick)
+                except TrialError as error:
+                    outcome = error
+                if book:
+                    book.finish(outcome)
+                num_run += 1
+                if fail_fast and isinstance(outcome, TrialError):
+                    break
+        except KeyboardInterrupt:
+            raise Interrupted(book.how_to_go_on() if book else "") from None
+        return place.share(book.result(num_run) if book else None)
+
+
+class _Book:
+    """The writer's side of a run: what is recorded, and who is told. Raises ValueError for records it cannot read."""
+
+    def __init__(self, experiment: Experiment, folder: RunFolder) -> None:
+        self.experiment, self.folder = experiment, folder
+        self.trials = experiment.trials()
+        try:
+            self._recorded = latest(folder.records())
+        except ValueError:
+            folder.close()
+            raise
+
+    def left(self, retry_failed: bool) -> tuple[Trial, ...]:
+        again = {record.identity for record in self._recorded.values() if retry_failed and record.status == "failed"}
+        return tuple(trial for trial in self.trials if trial.identity in again or trial.identity not in self._recorded)
+
+    def begin(self, left: Sequence[Trial], threads: int, progress: Progress) -> None:
+        # Not at the top: whoever has nothing left to run need not wait for torch.
+        from moesys.lab.environment import collect_environment, save_environment
+
+        self._environment = save_environment(*collect_environment(threads), self.folder.path)
+        self._steps = StepFile(self.folder.path / ".steps")
+        self.progress = progress
+        anew = {trial.identity for trial in left}
+        self.progress.begin(self.experiment, [r for r in self.records() if r.identity not in anew], len(left))
+
+    def start(self, trial: Trial) -> Callable[[], None]:
+        self._steps.clear()
+        self._trial, self._started, self._started_s = trial, datetime.now(UTC), time.monotonic()
+        self.progress.start(trial, self._steps)
+        return self._steps.tick
+
+    def finish(self, outcome: Measurement | TrialError | None) -> None:
+        """Record the trial that was started; its routing first, so that a recorded trial has it."""
+        assert outcome is not None
+        trial = self._trial
+        record = Record(
+            identity=trial.identity,
+            strategy=trial.strategy.name,
+            seed=trial.seed,
+            repeat=trial.repeat,
+            source=self.experiment.source,
+            status="ok",
+            started=self._started.isoformat(timespec="seconds"),
+            seconds=time.monotonic() - self._started_s,
+            environment=self._environment,
+        )
+        if isinstance(outcome, TrialError):
+            record = replace(record, status="failed", error=str(outcome), trace=outcome.trace)
+        else:
+            record = replace(record, samples=outcome.samples, losses=outcome.losses, tokens_LE=outcome.tokens_LE)
+            if outcome.routing:
+                save_trace(outcome.routing, trace_path(self.folder.path, trial))
+        self.folder.append(record)
+        self._recorded[record.identity] = record
+        self._steps.clear()
+        self.progress.finish(record)
+
+    def records(self) -> tuple[Record, ...]:
+        return tuple(self._recorded[trial.identity] for trial in self.trials if trial.identity in self._recorded)
+
+    def result(self, num_run: int) -> RunResult:
+        return RunResult(self.experiment, self.folder.path, self.records(), num_run)
+
+    def how_to_go_on(self) -> str:
+        return (
+            f"stopped: {len(self.records())} of {len(self.trials)} trials are recorded in {self.folder.path}; "
+            "the same command goes on from there"
+        )
+
+
+def trace_path(folder: Path, trial: Trial) -> Path:
+    """Where a run folder keeps the routing of a measured trial, a ``moesys.traces.Trace``."""
+    return folder / "traces" / f"{trial.identity}.npz"
+
+
+def _nothing() -> None: ...

@@ -1,0 +1,204 @@
+"""The training loop: one strategy, one seed, one ``StepResult`` a step.
+
+What is equal to the last bit: losses of strategies that differ in their overlap, prefetch, delay or restore, or in
+recomputation, and losses from run to run. Between layouts (FSEP or lent replicas against EP) there are two sums in
+another order: weight gradients over the replicas of an expert, and the squares of expert gradients in the norm that
+clips. In float32 the losses then agree to about seven digits.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn import functional
+
+from moesys.config import ClusterSpec, ModelShape, Strategy
+from moesys.experiment import Training
+from moesys.load import IntArray
+from moesys.moe.gradients import clip_grad_norm_, expert_group, sync_gradients, update_router_bias
+from moesys.moe.router import router_loss
+from moesys.moe.runtime import link
+from moesys.step import LayerPlan
+from moesys.train.model import LanguageModel
+from moesys.train.text import Text, load_text
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one step did; the same on every rank.
+
+    step: 0-based, warm-up included. ``timed``: False for warm-up steps.
+    loss: mean cross entropy, nats a byte, over all ranks and micro-batches, added in rank order in float64.
+    step_ms: the slowest rank's wall time for forward, backward, gradient sync and optimizer.
+    exposed_ms: time blocked by communication in the MoE layers, mean over ranks.
+    plan_ms: the slowest rank's planning on the critical path: split and routes, without the exchange of counts.
+    restored_mib: received to have experts, over all ranks and layers.
+    load_max_over_mean: the busiest rank's tokens over the mean, mean over layers and micro-batches.
+    router_entropy: how evenly a layer's tokens are spread over experts, mean over layers: the entropy of the mean
+        routing distribution, which is the experts' shares of ``tokens_LE``, divided by log E. 1 is even.
+    tokens_LE: tokens of each expert, by layer, over ranks and micro-batches.
+    loads_MLRE: tokens by micro-batch, layer, source rank and expert.
+    """
+
+    step: int
+    timed: bool
+    loss: float
+    step_ms: float
+    exposed_ms: float
+    plan_ms: float
+    restored_mib: float
+    load_max_over_mean: float
+    router_entropy: float
+    tokens_LE: list[list[int]]
+    loads_MLRE: list[list[list[list[int]]]]
+
+
+def train(
+    strategy: Strategy,
+    model: ModelShape,
+    cluster: ClusterSpec,
+    workload: Training,
+    seed: int,
+    group: dist.ProcessGroup | None = None,
+) -> Iterator[StepResult]:
+    """Train on every rank of ``group`` (or of the default group, or alone), a step for each result that is taken.
+
+    ``seed`` gives data and initial weights, the same for every strategy. Every rank must take the same results: a
+    collective. What training holds is freed at its end, also where the iterator is closed early or raises.
+
+    Raises ValueError where strategy, model, cluster and workload do not fit, or ranks have different text.
+    """
+    trainer = _Trainer(strategy, model, cluster, workload, seed, group)
+    try:
+        for step in range(workload.warmup + workload.steps):
+            yield trainer.step(step)
+    finally:
+        trainer.close()
+
+
+class _Trainer:
+    """A model, its optimizer and its runtime, for the length of one training."""
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        shape: ModelShape,
+        cluster: ClusterSpec,
+        workload: Training,
+        seed: int,
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        self.workload, self.seed = workload, seed
+        self.model = LanguageModel(shape, strategy, workload, seed, cluster=cluster, group=group)
+        self.group = expert_group(self.model)
+        self.rank = dist.get_rank(self.group) if self.group is not None else 0
+        self.text = self._agreed(load_text())
+        # Expert masters are DTensors and the rest are not: foreach takes no mixture.
+        self.optimizer = torch.optim.Adam(self.model.parameters(), lr=workload.learning_rate, foreach=False)
+        self.runtime = link(self.model)
+
+    def close(self) -> None:
+        self.runtime.close()
+
+    def step(self, step: int) -> StepResult:
+        """One optimizer step and what it did."""
+        workload = self.workload
+        batches = [
+            self.text.batch(
+                step, micro_batch, self.rank, seed=self.seed, batch=workload.batch, context=workload.context
+            )
+            for micro_batch in range(workload.micro_batches)
+        ]
+        if self.group is not None:
+            # Ranks begin together, or the lateness of one would count as the others' exposed communication.
+            dist.barrier(self.group)
+        begin_ns = time.perf_counter_ns()
+        loss, plans_ML = self._update(batches)
+        step_ms = (time.perf_counter_ns() - begin_ns) / 1e6
+        return self._result(step, step_ms, loss, plans_ML)
+
+    def _update(self, batches: list[tuple[Tensor, Tensor]]) -> tuple[float, list[list[LayerPlan]]]:
+        """Train on a step's micro-batches: this rank's part of the mean loss, and plans by micro-batch and layer."""
+        num_ranks = self.runtime.layers[0].token_channel.num_ranks
+        num_tokens = num_ranks * sum(targets_BC.numel() for _, targets_BC in batches)
+        loss = 0.0
+        plans_ML = []
+        self.optimizer.zero_grad()
+        for inputs_BC, targets_BC in batches:
+            logits_BCV = self.model(inputs_BC)
+            nats_N = functional.cross_entropy(logits_BCV.flatten(0, 1), targets_BC.flatten(), reduction="none")
+            part = nats_N.double().sum() / num_tokens
+            # Gradients are summed over ranks and micro-batches, and each has a router loss that is a mean already.
+            (part + router_loss(self.model) / (num_ranks * len(batches))).backward()
+            loss += part.item()
+            plans_ML.append([layer.last_plan for layer in self.runtime.layers if layer.last_plan is not None])
+        sync_gradients(self.model)
+        clip_grad_norm_(self.model, self.workload.max_grad_norm)
+        self.optimizer.step()
+        update_router_bias(self.model)
+        return loss, plans_ML
+
+    def _result(self, step: int, step_ms: float, loss: float, plans_ML: list[list[LayerPlan]]) -> StepResult:
+        layers = self.runtime.metrics()
+        mine = [
+            loss,
+            step_ms,
+            sum(layer.exposed_ms for layer in layers),
+            sum(layer.plan_ms for layer in layers),
+            sum(layer.restored_mib for layer in layers),
+        ]
+        loss_R, step_ms_R, exposed_ms_R, plan_ms_R, restored_mib_R = self._gathered(
+            torch.tensor(mine, dtype=torch.float64)
+        ).T.tolist()
+        # Counts are known to every rank since they were exchanged to plan with.
+        loads_MLRE = np.array([[plan.load.tokens_RE for plan in plans] for plans in plans_ML])
+        tokens_LE = loads_MLRE.sum(axis=(0, 2))
+        return StepResult(
+            step=step,
+            timed=step >= self.workload.warmup,
+            loss=sum(loss_R),
+            step_ms=max(step_ms_R),
+            exposed_ms=sum(exposed_ms_R) / len(exposed_ms_R),
+            plan_ms=max(plan_ms_R),
+            restored_mib=sum(restored_mib_R),
+            load_max_over_mean=float(np.mean([plan.tokens.max_over_mean for plans in plans_ML for plan in plans])),
+            router_entropy=_relative_entropy(tokens_LE),
+            tokens_LE=tokens_LE.tolist(),
+            loads_MLRE=loads_MLRE.tolist(),
+        )
+
+    def _gathered(self, values_N: Tensor) -> Tensor:
+        """Every rank's values, [R, N]."""
+        if self.group is None:
+            return values_N[None]
+        gathered_RN = values_N.new_zeros(dist.get_world_size(self.group), len(values_N))
+        dist.all_gather(list(gathered_RN.unbind()), values_N, group=self.group)
+        return gathered_RN
+
+    def _agreed(self, text: Text) -> Text:
+        """The part of ``text`` to train on, once all ranks are known to have the same."""
+        digest = torch.frombuffer(bytearray.fromhex(text.fingerprint), dtype=torch.uint8)
+        digests_RN = self._gathered(digest)
+        if others := (digests_RN != digests_RN[0]).any(dim=1).nonzero().flatten().tolist():
+            raise ValueError(
+                f"rank {others[0]} has another text than rank 0, as their Python libraries differ; "
+                "install the same release of Python on every host"
+            )
+        return text.split()[0]
+
+
+def _relative_entropy(tokens_LE: IntArray) -> float:
+    """Entropy of each row's shares over log E, mean over rows; 1 for a single expert, which cannot be uneven."""
+    if tokens_LE.shape[1] == 1:
+        return 1.0
+    share_LE = tokens_LE / tokens_LE.sum(axis=1, keepdims=True)
+    # An expert without tokens adds nothing: 0 log 0 = 0.
+    nats_LE = -share_LE * np.log(np.where(share_LE > 0, share_LE, 1))
+    return float(nats_LE.sum(axis=1).mean() / math.log(tokens_LE.shape[1]))

@@ -1,0 +1,105 @@
+"""Every experiment loads, is fair to its baseline, fits on a page, and runs in small."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+import moesys as ms
+from moesys.lab.files import load_experiment
+
+FOLDER = Path(__file__).parents[2] / "experiments"
+FILES = sorted(FOLDER.glob("*.py"))
+PAGE_LINES = 60
+
+every_file = pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+
+
+def in_small(experiment: ms.Experiment) -> ms.Experiment:
+    """The same strategies, in seconds: a narrow model, few tokens, two steps, one seed."""
+    model = experiment.model.replace(hidden_size=16, intermediate_size=16)
+    if isinstance(experiment.workload, ms.Training):
+        workload = experiment.workload.replace(num_heads=2, context=16, batch=1, warmup=0, steps=2)
+    else:
+        workload = experiment.workload.replace(tokens_per_rank=512, warmup=1, steps=2)
+    return experiment.replace(model=model, workload=workload, seeds=(0,), repeat_baseline=False)
+
+
+def compared(experiment: ms.Experiment, out: Path) -> ms.Comparison:
+    result = ms.run(experiment, out)
+    assert [record.trace for record in result.failed] == []
+    return ms.compare_records(experiment, result.records)
+
+
+def module_of(name: str) -> ModuleType:
+    module = ModuleType(name)
+    exec(compile((FOLDER / f"{name}.py").read_bytes(), name, "exec"), vars(module))
+    return module
+
+
+def test_there_are_the_experiments_that_the_docs_name() -> None:
+    assert [path.stem for path in FILES] == [
+        "convergence",
+        "overlap_ablation",
+        "rebalance_ablation",
+        "skew_sweep",
+        "unified_vs_parts",
+    ]
+
+
+@every_file
+def test_an_experiment_is_a_page_that_asks_a_question(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= PAGE_LINES
+    question = inspect.getdoc(module_of(path.stem)).splitlines()[0]
+    assert question.endswith("?")
+
+
+@every_file
+def test_an_experiment_says_where_its_numbers_come_from(path: Path) -> None:
+    assert f"\n{load_experiment(path).source.capitalize()}" in path.read_text(encoding="utf-8")
+
+
+@every_file
+def test_no_strategy_shines_because_another_leaves_ranks_idle(path: Path) -> None:
+    experiment = load_experiment(path)
+    for strategy in experiment.strategies:
+        assert min(strategy.slots(experiment.model, experiment.cluster)) > 0, strategy.name
+
+
+@every_file
+def test_an_experiment_runs_in_small_and_compares_all_its_strategies(path: Path, tmp_path: Path) -> None:
+    experiment = in_small(load_experiment(path))
+    comparison = compared(experiment, tmp_path)
+    assert comparison.source == experiment.source
+    assert {row.strategy for row in comparison.rows} == set(experiment.strategies)
+    assert all(row.n == 1 and row.median("step_ms") > 0 for row in comparison.rows)
+    if isinstance(experiment.workload, ms.Training):
+        assert [row.name for row in comparison.rows if row.agreement and not row.agreement.holds] == []
+    if path.stem == "overlap_ablation":
+        by_name = {row.name: row.losses[0] for row in comparison.rows}
+        for sharding in ("ep", "fsep"):
+            assert all(by_name[f"{sharding}/{chunks}"] == by_name[sharding] for chunks in (2, 4, 8))
+
+
+def test_the_flow_split_never_leaves_more_imbalance_than_the_even_split_over_the_same_layouts(tmp_path: Path) -> None:
+    ablation = in_small(load_experiment(FOLDER / "rebalance_ablation.py")).replace(
+        cluster=ms.ClusterSpec(num_nodes=2, ranks_per_node=4), seeds=(0, 1, 2)
+    )
+    rows = {row.name: row for row in compared(ablation, tmp_path).rows}
+    for seed in ablation.seeds:
+        even, flow = (np.array(rows[name].samples["load_max_over_mean"][seed]) for name in ("both", "laer+flow"))
+        assert (flow <= even).all()
+        assert flow.mean() < even.mean()
+
+
+def test_the_sweep_is_the_experiment_at_every_skew_each_with_a_folder_of_its_own() -> None:
+    sweep = module_of("skew_sweep")
+    experiments = sweep.experiments()
+    assert [experiment.workload.skew for experiment in experiments] == list(sweep.SKEWS)
+    assert len({experiment.name for experiment in experiments}) == len(sweep.SKEWS)
+    assert sweep.experiment() in experiments

@@ -1,0 +1,338 @@
+"""explain: its figures are those of the plan, moved experts are named, every bound is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+import pytest
+import typer
+from lab_cases import experiment
+from typer.testing import CliRunner
+
+from moesys.balance import plan_layout, split_tokens
+from moesys.config import (
+    ClusterSpec,
+    Ep,
+    Eplb,
+    EvenSplit,
+    FlowSplit,
+    Fsep,
+    Greedy,
+    ModelShape,
+    Pipelined,
+    Strategy,
+    WindowMean,
+)
+from moesys.experiment import Experiment, Generated, Replay, Training
+from moesys.lab.explain import StepExplanation, explain
+from moesys.lab.explain_tree import explain_command, explanation_tree
+from moesys.lab.rank_times import SLOWER_RANKS, RankTimes
+from moesys.lab.trials import run_simulated
+from moesys.load import LoadMatrix
+from moesys.timeline import Span, Timeline
+from moesys.traces import Trace, generate, save_trace
+
+MODEL = ModelShape(hidden_size=16, intermediate_size=8, num_experts=6, top_k=2)
+CLUSTER = ClusterSpec(num_nodes=2, ranks_per_node=2)
+FSEP = Strategy(name="fsep", sharding=Fsep(slots_per_rank=3), balance=Greedy(), split=FlowSplit())
+SLOW = FSEP.replace(
+    name="slow",
+    predictor=WindowMean(steps=2),
+    replan_every=2,
+    lag=3,
+    balance=Eplb(),
+    overlap=Pipelined(chunks=3),
+    sharding=Fsep(slots_per_rank=3, prefetch_layers=1, delay_reshard=True, restore="hierarchical"),
+)
+LENT = Strategy(name="lent", sharding=Ep(slots_per_rank=2), balance=Eplb())
+DRAWN = Generated(warmup=2, steps=5, tokens_per_rank=64, num_layers=3, drift=0.6, skew=1.5)
+
+
+def declared(*strategies: Strategy, **changes) -> Experiment:
+    return experiment(model=MODEL, cluster=CLUSTER, strategies=strategies, workload=DRAWN, **changes)
+
+
+def replayed(tmp_path: Path, tokens_SLRE, *strategies: Strategy) -> Experiment:
+    """An experiment that replays these counts, one slot a rank unless the strategies say otherwise."""
+    counts_SLRE = np.array(tokens_SLRE)
+    save_trace(Trace(counts_SLRE, top_k=1), tmp_path / "trace.npz")
+    R, E = counts_SLRE.shape[2:]
+    return experiment(
+        model=MODEL.replace(num_experts=E, top_k=1),
+        cluster=ClusterSpec(ranks_per_node=R),
+        strategies=strategies,
+        workload=Replay(trace=str(tmp_path / "trace.npz")),
+    )
+
+
+# --- figures ------------------------------------------------------------------------------------------------------
+
+
+def test_every_count_is_that_of_the_plans_own_entries():
+    step = explain(FSEP, declared(FSEP), micro_batch=3)
+    trace = generate(DRAWN, 4, 6, 2, seed=0)
+    for layer, found in enumerate(step.layers):
+        layout = plan_layout(LoadMatrix(np.ones((4, 6), dtype=int)), CLUSTER, FSEP.balance, 3)
+        for before in range(3):
+            layout = plan_layout(LoadMatrix(trace.tokens_SLRE[before, layer]), CLUSTER, FSEP.balance, 3, layout)
+        load = LoadMatrix(trace.tokens_SLRE[3, layer])
+        plan = split_tokens(load, layout, CLUSTER, FSEP.split, turn=3)
+        even = split_tokens(load, layout, CLUSTER, EvenSplit(), turn=3)
+
+        places = {"rank": 0, "node": 0, "other": 0}
+        row_bytes = {True: 0, False: 0}
+        for source, _, destination, tokens in plan.entries.tolist():
+            same_node = source // 2 == destination // 2
+            places["rank" if source == destination else "node" if same_node else "other"] += tokens
+            row_bytes[same_node] += tokens * 16 * 4 * (source != destination)
+        # Every other rank sends its ceil(384 / 4) parameters of each distinct expert that a rank holds.
+        held = sum(len(set(layout.experts_of(rank))) for rank in range(4))
+        restored = {True: held * 96 * 4, False: 2 * held * 96 * 4}
+
+        assert found.tokens_E == load.tokens_E.tolist()
+        assert found.experts_R == [list(layout.experts_of(rank)) for rank in range(4)]
+        assert found.tokens_R == plan.tokens_R.tolist()
+        assert (found.max_over_mean, found.even_max_over_mean) == (plan.max_over_mean, even.max_over_mean)
+        assert found.least_max_over_mean == found.max_over_mean, "a flow split attains the bound"
+        assert (found.on_rank, found.within_node, found.between_nodes) == tuple(places.values())
+        traffic = {of.kind: (of.intra_node_bytes, of.inter_node_bytes, of.times) for of in found.traffic}
+        assert traffic == {
+            "dispatch": (row_bytes[True], row_bytes[False], 2),
+            "combine": (row_bytes[True], row_bytes[False], 2),
+            "restore": (restored[True], restored[False], 2),
+            "reshard": (restored[True], restored[False], 1),
+        }
+        assert sum(found.busiest_tokens.values()) == max(found.tokens_R)
+        assert set(filter(found.busiest_tokens.get, found.busiest_tokens)) <= set(found.experts_R[found.busiest_rank])
+
+
+@pytest.mark.parametrize("strategy", [Strategy(name="ep"), LENT, FSEP, SLOW], ids=lambda strategy: strategy.name)
+def test_a_step_takes_as_long_as_in_a_simulated_trial(strategy):
+    trial = run_simulated(strategy, MODEL, CLUSTER, DRAWN, seed=0)
+    for index in range(DRAWN.steps):
+        step = explain(strategy, declared(strategy), micro_batch=DRAWN.warmup + index)
+        expected = {name: trial.samples[name].values[index] for name in ("step_ms", "exposed_ms")}
+        assert {"step_ms": step.step_ms, "exposed_ms": step.exposed_ms} == expected
+        imbalance = np.mean([layer.max_over_mean for layer in step.layers])
+        assert imbalance == trial.samples["load_max_over_mean"].values[index]
+
+
+@pytest.mark.parametrize("strategy", [Strategy(name="ep"), LENT, FSEP, SLOW], ids=lambda strategy: strategy.name)
+def test_computing_and_waiting_add_up_to_the_step_and_layers_to_all(strategy):
+    step = explain(strategy, declared(strategy))
+    computing = {"experts", "weight_gradients"}
+    waits = sum(ms for kind, ms in step.mean_ms.items() if kind not in computing)
+    assert sum(step.critical_ms.values()) == pytest.approx(step.step_ms)
+    assert sum(step.mean_ms.values()) == pytest.approx(step.step_ms)
+    assert waits == pytest.approx(step.exposed_ms)
+    for kind, ms in step.mean_ms.items():
+        assert sum(layer.mean_ms.get(kind, 0.0) for layer in step.layers) == pytest.approx(ms)
+    for kind, ms in step.critical_ms.items():
+        assert sum(layer.critical_ms.get(kind, 0.0) for layer in step.layers) == pytest.approx(ms)
+
+
+def test_a_wait_belongs_to_the_all_to_all_that_ended_it():
+    """Rank 0 from 0 to 10: dispatch and the longer restore, then experts, then slower rank 1, then combine; all the
+    while, what layer 1 needs is on its way and holds up nobody.
+    """
+    spans = []
+    for rank, end in ((0, 15.0), (1, 20.0)):
+        spans += [
+            Span(rank, "dispatch", 0, 4, "dispatch", "layer 0 forward 0"),
+            Span(rank, "restore", 2, 10, "restore", "layer 0"),
+            Span(rank, "restore", 10, 40, "restore", "layer 1"),
+            Span(rank, "compute", 10, end, "experts", "layer 0 forward 0"),
+            Span(rank, "combine", 20, 22, "combine", "layer 0 forward 0"),
+            Span(rank, "compute", 22, 23, "experts", "layer 1 forward 0"),
+        ]
+    times = RankTimes(Timeline(tuple(spans), "simulated"), num_ranks=3)
+    assert times.critical_rank == 1
+    assert times.critical_ms(0) == pytest.approx(
+        {"experts": 0.010, "dispatch": 0.002, "restore": 0.008, "combine": 0.002}
+    )
+    of_both = {"experts": 0.015, "dispatch": 0.004, "restore": 0.016, "combine": 0.004, SLOWER_RANKS: 0.005}
+    assert times.mean_ms(0) == pytest.approx({kind: ms / 3 for kind, ms in of_both.items()})
+    # Until the step ends with layer 1's restore; rank 2 has nothing to do, in no layer.
+    assert times.mean_ms(1) == pytest.approx({"experts": 0.002 / 3, "restore": 0.034 / 3})
+    assert times.mean_ms()[SLOWER_RANKS] == pytest.approx((0.005 + 0.040) / 3)
+
+
+# --- what moved ---------------------------------------------------------------------------------------------------
+
+# Three ranks, two experts: even, even, then expert 1 is wanted ten times as much.
+TURN = [[[[4, 4]] * 3], [[[4, 4]] * 3], [[[1, 10]] * 3], [[[1, 10]] * 3], [[[1, 10]] * 3]]
+
+
+def test_an_expert_that_became_hot_is_named_with_its_new_replica(tmp_path):
+    strategy = Strategy(name="eplb", sharding=Fsep(slots_per_rank=1), balance=Eplb())
+    step = explain(strategy, replayed(tmp_path, TURN, strategy), micro_batch=3)
+    (layer,) = step.layers
+    hot, cold = layer.change.experts
+    assert (hot.expert, hot.replicas_before, hot.replicas_after) == (1, 1, 2)
+    assert (cold.expert, cold.replicas_before, cold.replicas_after) == (0, 2, 1)
+    assert (hot.load_over_mean, cold.load_over_mean) == (30 / 16.5, 3 / 16.5)
+    assert len(hot.gained_ranks) == 1
+    assert (hot.gained_ranks, hot.lost_ranks) == (cold.lost_ranks, cold.gained_ranks)
+    assert [1] in [layer.experts_R[rank] for rank in hot.gained_ranks]
+    assert (layer.change.since, layer.change.history, layer.num_kept) == (3, (2, 2), 0)
+    assert layer.change.max_over_mean_before > layer.change.max_over_mean_after
+
+
+def test_a_plan_that_moves_nothing_is_counted_and_the_newest_that_did_is_told(tmp_path):
+    strategy = Strategy(name="eplb", sharding=Fsep(slots_per_rank=1), balance=Eplb())
+    of = replayed(tmp_path, TURN, strategy)
+    before = explain(strategy, of, micro_batch=2).layers[0]
+    assert (before.change, before.num_kept) == (None, 2)
+    after = explain(strategy, of).layers[0]
+    assert (after.change.since, after.change.history, after.num_kept) == (3, (2, 2), 1)
+
+
+def test_the_history_that_a_plan_was_made_on_follows_predictor_lag_and_replan_every():
+    """Plans are made after micro-batches 1, 3 and 5, on two loads each, and used three micro-batches later."""
+    trace = generate(DRAWN, 4, 6, 2, seed=0)
+    step = explain(SLOW, declared(SLOW), micro_batch=6)
+    for index, layer in enumerate(step.layers):
+        assert layer.change.history in ((0, 1), (2, 3))
+        assert layer.change.since == layer.change.history[1] + 3
+        planned_for = trace.tokens_SLRE[2:4, index].sum(axis=0)
+        expected = plan_layout(LoadMatrix(planned_for), CLUSTER, SLOW.balance, 3)
+        assert layer.experts_R == [list(expected.experts_of(rank)) for rank in range(4)]
+
+
+def test_a_static_layout_has_no_history():
+    step = explain(Strategy(name="ep"), declared(Strategy(name="ep")))
+    assert all(layer.change is None and layer.num_kept == 0 for layer in step.layers)
+    assert "layout: the first one, made before any load was known, and for ever" in str(step)
+
+
+# --- the tree -----------------------------------------------------------------------------------------------------
+
+
+def test_the_tree_says_what_moved_and_that_times_are_simulated(tmp_path):
+    strategy = Strategy(name="eplb [hot]", sharding=Fsep(slots_per_rank=1), balance=Eplb())
+    step = explain(strategy, replayed(tmp_path, TURN, strategy), micro_batch=3)
+    text = str(step)
+    rank = step.layers[0].change.experts[0].gained_ranks[0]
+    assert text.startswith("SIMULATED: eplb [hot] of tiny, micro-batch 3 of 0 to 4, seed 0\n")
+    assert f"expert 1: 1 -> 2 replicas, it has 1.82 × the mean load; new on rank {rank}\n" in text
+    assert f"expert 0: 2 -> 1 replicas, it has 0.18 × the mean load; gone from rank {rank}\n" in text
+    assert "layout: planned by eplb on micro-batch 2 (last), in use since 3\n" in text
+    assert f"load: replayed from {tmp_path / 'trace.npz'}\n" in text
+
+
+def test_experts_without_tokens_are_named(tmp_path):
+    strategy = Strategy(name="ep")
+    step = explain(strategy, replayed(tmp_path, [[[[5, 0, 3], [5, 0, 3]]]], strategy))
+    assert step.layers[0].starved == [1]
+    assert step.layers[0].hottest(2) == [0, 2]
+    assert "hottest: expert 0 10 (1.88 × the mean), expert 2 6 (1.12 × the mean)\n" in str(step)
+    assert "without tokens: expert 1\n" in str(step)
+
+
+def test_a_layer_without_any_token_is_explained_too(tmp_path):
+    strategy = Strategy(name="ep")
+    step = explain(strategy, replayed(tmp_path, [[[[0, 0], [0, 0]]]], strategy))
+    assert step.step_ms == 0
+    assert "none, for there are no tokens" in str(step)
+
+
+def test_a_trainings_load_is_drawn_and_the_tree_says_so():
+    of = declared(FSEP).replace(
+        workload=Training(num_layers=3, context=16, batch=2, micro_batches=2, warmup=1, steps=4)
+    )
+    step = explain(FSEP, of)
+    assert (len(step.layers), step.num_micro_batches) == (3, 10)
+    assert {layer.num_tokens for layer in step.layers} == {4 * 16 * 2 * 2}
+    assert "load: drawn, log_normal with skew 1, drift 0.05, spread 0.1; what a training's own routers want" in str(
+        step
+    )
+
+
+def test_the_layer_in_detail_is_the_least_even_one_unless_one_is_chosen():
+    step = explain(Strategy(name="ep"), declared(Strategy(name="ep")))
+    worst = max(step.layers, key=lambda layer: layer.max_over_mean).layer
+    labels = [str(child.label) for child in explanation_tree(step).children]
+    assert labels[-1] == f"layer {worst}"
+    assert [str(explanation_tree(step, layer).children[-1].label) for layer in range(3)] == [
+        "layer 0",
+        "layer 1",
+        "layer 2",
+    ]
+
+
+# --- the command --------------------------------------------------------------------------------------------------
+
+app = typer.Typer(rich_markup_mode=None)
+
+
+@app.command()
+def command(
+    file: Path,
+    strategy: str | None = None,
+    layer: int | None = None,
+    micro_batch: int | None = None,
+    as_json: Annotated[bool, typer.Option("--json")] = False,
+) -> None:
+    raise typer.Exit(explain_command(file, strategy, layer, micro_batch, as_json))
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "experiment.json"
+    path.write_text(declared(Strategy(name="ep"), FSEP).to_json())
+    return path
+
+
+def test_the_command_explains_the_last_strategy_or_the_one_that_is_named(file):
+    last, named = (CliRunner().invoke(app, [str(file), *options]) for options in ([], ["--strategy", "ep"]))
+    assert (last.exit_code, named.exit_code) == (0, 0)
+    assert last.stdout.startswith("SIMULATED: fsep of tiny, micro-batch 6 of 0 to 6, seed 0\n")
+    assert named.stdout.startswith("SIMULATED: ep of tiny")
+
+
+def test_json_has_all_that_the_explanation_has(file):
+    done = CliRunner().invoke(app, [str(file), "--micro-batch", "4", "--json"])
+    data = json.loads(done.stdout)
+    step = explain(FSEP, declared(FSEP), micro_batch=4)
+    assert data == json.loads(step.to_json())
+    assert (data["source"], data["step_ms"], data["strategy"]["name"]) == ("simulated", step.step_ms, "fsep")
+    assert [layer["tokens_R"] for layer in data["layers"]] == [layer.tokens_R for layer in step.layers]
+    assert set(data) - {"source"} == set(StepExplanation.__dataclass_fields__)
+
+
+def test_in_a_pipe_no_line_is_cut(file, monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    text = CliRunner().invoke(app, [str(file)]).stdout
+    (header,) = (line for line in text.splitlines() if "experts max/mean   replicas moved" in line)
+    assert header.endswith("wait ms (mean)")
+    assert len(header) > 130
+    assert "…" not in text
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--layer", "3"], "layer=3 is not among the step's 3; use 0 to 2"),
+        (["--layer=-1"], "layer=-1 is not among the step's 3; use 0 to 2"),
+        (["--micro-batch", "7"], "micro_batch=7 is not among the workload's 7; use 0 to 6"),
+        (["--micro-batch=-1"], "micro_batch=-1 is not among the workload's 7; use 0 to 6"),
+        (["--strategy", "fesp"], "strategy='fesp' is not in tiny; choose one of ep, fsep"),
+    ],
+)
+def test_what_is_not_there_is_refused_with_its_bound(file, options, message):
+    done = CliRunner().invoke(app, [str(file), *options])
+    assert (done.exit_code, done.stdout, done.stderr) == (2, "", f"Error: {message}\n")
+
+
+def test_a_file_that_is_none_is_refused(tmp_path):
+    done = CliRunner().invoke(app, [str(tmp_path / "none.json")])
+    assert done.exit_code == 2
+    assert "is not a file; give the path of an experiment file" in done.stderr
+
+
+def test_a_strategy_that_does_not_fit_the_experiment_is_refused():
+    with pytest.raises(ValueError, match="slots_per_rank=1 gives 4 slots on 4 ranks for 6 experts; use at least 2"):
+        explain(FSEP.replace(sharding=Fsep(slots_per_rank=1)), declared(FSEP))

@@ -1,0 +1,265 @@
+"""The command line: every bad input has its message and exit code 2, and what runs says what it did."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from moesys.__main__ import app
+from moesys.config import ClusterSpec, CpSat, Fsep, ModelShape, Strategy
+from moesys.experiment import Experiment, Generated
+
+HEAD = "import moesys as ms\nfrom moesys.experiment import Experiment\n"
+
+
+def experiment(**changes) -> Experiment:
+    fields = {
+        "name": "small",
+        "model": ModelShape(hidden_size=8, intermediate_size=8, num_experts=4, top_k=2),
+        "cluster": ClusterSpec(ranks_per_node=2),
+        "strategies": (Strategy(name="ep"), Strategy(name="fsep", sharding=Fsep(slots_per_rank=3))),
+        "workload": Generated(warmup=1, steps=2, tokens_per_rank=32),
+        "seeds": (0, 1),
+    }
+    return Experiment(**fields | changes)
+
+
+@pytest.fixture(autouse=True)
+def _in_an_empty_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def moesys(*arguments: str) -> Result:
+    return CliRunner().invoke(app, [*arguments], prog_name="moesys")
+
+
+def write(name: str, text: str) -> None:
+    Path(name).write_text(text)
+
+
+BAD_FILES = [
+    pytest.param(
+        "nowhere.py",
+        None,
+        "nowhere.py is not a file; give the path of an experiment file, such as experiments/skew_sweep.py",
+        id="missing",
+    ),
+    pytest.param("a.yaml", "", "a.yaml is no experiment file; give a .py, .json or .toml file", id="suffix"),
+    pytest.param(
+        "a.py",
+        HEAD,
+        "a.py has no function that returns an Experiment; write one: def experiment() -> Experiment: ...",
+        id="no function",
+    ),
+    pytest.param(
+        "a.py",
+        HEAD + "def one() -> Experiment: ...\ndef two() -> Experiment: ...\n",
+        "a.py has 2 functions that return an Experiment (one, two); "
+        "keep one, and begin the names of its helpers with an underscore",
+        id="two functions",
+    ),
+    pytest.param(
+        "a.py",
+        HEAD + "def experiment(steps, *, seeds=8) -> Experiment: ...\n",
+        "a.py: experiment() needs steps; it is called without arguments, so give defaults",
+        id="parameters",
+    ),
+    pytest.param(
+        "a.py",
+        "def experiment():\n    return {}\n",
+        "a.py: experiment() returned dict; let it return an Experiment",
+        id="returns something else",
+    ),
+    pytest.param(
+        "a.py",
+        HEAD + "def _shape():\n    return ms.ModelShape(hidden_size=8)\n\ndef experiment():\n    return _shape()\n",
+        "a.py: experiment() failed\n"
+        '  File "a.py", line 7, in experiment\n    return _shape()\n'
+        '  File "a.py", line 4, in _shape\n    return ms.ModelShape(hidden_size=8)\n'
+        "ValidationError: intermediate_size: Field required; num_experts: Field required; top_k: Field required",
+        id="raises",
+    ),
+    pytest.param(
+        "a.py",
+        "import moesyss\n",
+        'a.py cannot be run\n  File "a.py", line 1, in <module>\n    import moesyss\n'
+        "ModuleNotFoundError: No module named 'moesyss'",
+        id="import",
+    ),
+    pytest.param(
+        "a.py",
+        "def experiment(:\n",
+        'a.py cannot be run\n  File "a.py", line 1\n    def experiment(:\nSyntaxError: invalid syntax',
+        id="syntax",
+    ),
+    pytest.param(
+        "a.json",
+        experiment().to_json().replace('"seeds": [', '"seeds": [1,'),
+        "a.json declares no experiment: seeds=[1, 0, 1] repeats a seed, which would add nothing; give each once",
+        id="seeds",
+    ),
+    pytest.param(
+        "a.toml",
+        experiment().to_toml().replace("name =", "nam =", 1),
+        "a.toml declares no experiment: name: Field required; nam: Extra inputs are not permitted",
+        id="field",
+    ),
+    pytest.param(
+        "a.toml",
+        "name = \n",
+        "a.toml declares no experiment: Invalid value (at line 1, column 8)",
+        id="toml",
+    ),
+    pytest.param(
+        "a.json",
+        experiment(workload={"kind": "replay", "trace": "gone.npz"}).to_json(),
+        "trace gone.npz does not exist; give a file that moesys.traces.save_trace wrote",
+        id="trace",
+    ),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "message"), BAD_FILES)
+def test_a_bad_file_is_refused_in_words(name, text, message):
+    if text is not None:
+        write(name, text)
+    result = moesys("run", name)
+    # Which part of a line Python underlines differs from release to release.
+    told = [line for line in result.stderr.splitlines() if line.strip(" ^~")]
+    assert told == f"Error: {message}".splitlines()
+    assert (result.stdout, result.exit_code) == ("", 2)
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("run",), "Missing argument 'file'."),
+        (("run", "a.json", "--seeds", "0"), "Invalid value for '--seeds': Input should be greater than or equal to 1"),
+        (("run", "a.json", "--thread", "1"), "No such option: --thread (Possible options: --threads)"),
+        (("rum", "a.json"), "No such command 'rum'. Did you mean 'run'?"),
+    ],
+    ids=["no file", "seeds", "option", "command"],
+)
+def test_a_bad_option_is_refused_in_a_line(arguments, message):
+    result = moesys(*arguments)
+    assert result.stderr.splitlines()[-1] == f"Error: {message}"
+    assert result.exit_code == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("nowhere",), "nowhere is not a run folder: it has no experiment.json; give one that a run made"),
+        (
+            ("{small}", "--metric", "speed"),
+            "--metric=speed is not recorded; choose one of "
+            "exposed_ms, inter_node_share, load_max_over_mean, restored_mib, step_ms",
+        ),
+        (
+            ("{small}", "--metric", "step_ms", "--format", "csv"),
+            "--metric prints a table, and --format=csv has all metrics; leave out one of them",
+        ),
+        (
+            ("{small}", "{other}", "--format", "json"),
+            "--format=json holds one comparison, and these folders make 2; give them one at a time",
+        ),
+    ],
+    ids=["folder", "metric", "metric and format", "two comparisons"],
+)
+def test_a_bad_comparison_is_refused_in_words(arguments, message):
+    write("small.json", experiment(seeds=(0,)).to_json())
+    write("other.json", experiment(name="other", seeds=(0,), workload=Generated(steps=1)).to_json())
+    for name in ("small.json", "other.json"):
+        assert moesys("run", name).exit_code == 0
+    folders = {name: str(next(Path("runs").glob(f"{name}-*"))) for name in ("small", "other")}
+    result = moesys("compare", *(argument.format(**folders) for argument in arguments))
+    assert (result.stderr, result.exit_code) == (f"Error: {message}\n", 2)
+
+
+def test_run_prints_a_line_a_trial_and_the_table_and_then_has_nothing_to_do():
+    write(
+        "small.py",
+        HEAD + f"def experiment() -> Experiment:\n    return Experiment.from_json({experiment().to_json()!r})\n",
+    )
+    first = moesys("run", "small.py")
+    assert first.exit_code == 0
+    lines = first.stdout.splitlines()
+    assert lines[0] == "small: 4 trials to run in the cost model"
+    assert [line[:6] for line in lines[1:5]] == ["[1/4] ", "[2/4] ", "[3/4] ", "[4/4] "]
+    assert lines[5] == "4 run: 4 of 4 trials are recorded"
+    assert lines[6].startswith("SIMULATED: small")
+    second = moesys("run", "small.py")
+    assert second.stdout.splitlines()[0] == "nothing to do: 4 of 4 trials are recorded"
+    assert second.stdout.splitlines()[1:] == lines[6:]
+    (folder,) = Path("runs").iterdir()
+    assert (folder / "table.txt").read_text().splitlines() == lines[6:]
+    assert (folder / "table.svg").read_text().startswith("<svg")
+    assert (
+        moesys("run", "small.py", "--seeds", "3")
+        .stdout.splitlines()[0]
+        .endswith("2 trials to run in the cost model, 4 recorded already")
+    )
+
+
+def test_a_format_for_machines_has_stdout_for_itself():
+    write("small.toml", experiment().to_toml())
+    result = moesys("run", "small.toml", "--format", "json")
+    assert json.loads(result.stdout)["source"] == "simulated"
+    assert "4 run: 4 of 4 trials are recorded" in result.stderr
+
+
+def test_a_failed_trial_gives_exit_code_1():
+    many = ModelShape(hidden_size=8, intermediate_size=8, num_experts=130, top_k=2)
+    failing = Strategy(name="failing", sharding=Fsep(slots_per_rank=130), balance=CpSat())
+    write("partly.json", experiment(model=many, strategies=(Strategy(name="ep"), failing), seeds=(0,)).to_json())
+    result = moesys("run", "partly.json")
+    assert result.exit_code == 1
+    assert "failing seed 0: FAILED after" in result.stdout
+    assert moesys("run", "partly.json").stdout.splitlines()[0] == (
+        "nothing to do: 2 of 2 trials are recorded, 1 of them failed (--retry-failed runs those again)"
+    )
+
+
+def test_folders_of_one_setting_share_a_table_and_a_rerun_gets_its_own():
+    ep, fsep = experiment().strategies
+    wide = fsep.replace(name="fsep", sharding=Fsep(slots_per_rank=4))
+    write("a.json", experiment(name="a").to_json())
+    write("b.json", experiment(name="b", strategies=(ep.replace(name="baseline"), wide)).to_json())
+    for name in ("a.json", "b.json"):
+        assert moesys("run", name).exit_code == 0
+    a, b = (str(next(Path("runs").glob(f"{name}-*"))) for name in "ab")
+    together = json.loads(moesys("compare", a, b, "--format", "json").stdout)
+    assert {row["name"]: row["n"] for row in together["rows"]} == {"ep": 2, "fsep": 2, f"fsep ({Path(b).name})": 2}
+    apart = moesys("compare", a, a).stdout
+    assert apart.count("SIMULATED: a") == 2
+
+
+def test_differing_environments_are_named(monkeypatch):
+    write("small.json", experiment().to_json())
+    assert moesys("run", "small.json", "--seeds", "1").exit_code == 0
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert "OMP_NUM_THREADS" in moesys("run", "small.json").stderr
+    folder = str(next(Path("runs").iterdir()))
+    warning = moesys("compare", folder).stderr.splitlines()
+    assert warning[0] == "Warning: these records come from 2 environments, which differ in"
+    assert any(line.startswith("  variables.OMP_NUM_THREADS: ") and line.endswith(" / 7") for line in warning)
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("run", "--help"), ("run", "nowhere.py")])
+def test_help_and_a_typo_do_not_wait_for_torch(arguments):
+    code = f"""
+import sys
+from moesys.__main__ import app
+try:
+    app({list(arguments)!r})
+except SystemExit:
+    sys.exit(str(sorted({{"torch", "scipy", "matplotlib"}} & set(sys.modules))))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stderr.splitlines()[-1] == "[]"

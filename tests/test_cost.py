@@ -1,0 +1,198 @@
+"""Cost formulas against numbers done by hand, and bytes against what the layers really put on the wire."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import moesys as ms
+from moesys import cost, presets
+from moesys.moe.sharded_experts import ShardedExperts
+from moesys.moe.whole_experts import WholeExperts
+
+# P_e = 3·7·5 = 105 elements divide by none of 2 and 4, so slices are padded on the wire.
+SHAPE = ms.ModelShape(hidden_size=7, intermediate_size=5, num_experts=6, top_k=2, dtype="bfloat16")
+CLUSTER = ms.ClusterSpec(num_nodes=2, ranks_per_node=2, intra_node_gb_per_s=100, inter_node_gb_per_s=10)
+
+
+# --- expert GEMMs ---
+
+
+def test_one_token_in_mixtrals_expert_takes_laers_time():
+    """LAER's planner: 1.484375 us a token and expert on an A100 (reference in ``presets``)."""
+    seconds = cost.expert_seconds(1.0, presets.LAER_E8K2, presets.LAER_A100, backward=False)
+    assert seconds == pytest.approx(1.484375e-6, rel=2e-3)
+    assert cost.expert_seconds(1.0, presets.LAER_E16K4, presets.LAER_A100, backward=False) == pytest.approx(seconds / 2)
+
+
+def test_backward_takes_twice_as_long_and_rows_may_be_an_array():
+    rows_R = np.array([0.0, 1.0, 1000.0])
+    forward_R, backward_R = (cost.expert_seconds(rows_R, SHAPE, CLUSTER, backward) for backward in (False, True))
+    assert backward_R.tolist() == (2 * forward_R).tolist()
+    assert forward_R.tolist() == [0.0, 6 * 7 * 5 / 237e12, 6000 * 7 * 5 / 237e12]
+
+
+# --- links ---
+
+
+def test_links_carry_what_crosses_them():
+    bytes_RR = np.zeros((4, 4))
+    bytes_RR[0, 1], bytes_RR[0, 2], bytes_RR[1, 3], bytes_RR[3, 2] = 1e9, 2e9, 3e9, 4e9
+    assert cost.link_seconds(bytes_RR, CLUSTER).tolist() == [
+        *(0.01, 0.0, 0.0, 0.04),  # out of ranks, inside nodes
+        *(0.0, 0.01, 0.04, 0.0),  # into ranks, inside nodes
+        *(0.5, 0.0),  # out of nodes: both ranks of node 0 share its link
+        *(0.0, 0.5),
+    ]
+    assert cost.transfer_seconds(bytes_RR, CLUSTER) == 0.5
+
+
+def test_dispatch_moves_the_plans_rows():
+    load = ms.LoadMatrix([[5, 0, 0, 0, 0, 2], [0, 0, 3, 0, 0, 0], [0] * 6, [0, 0, 0, 1, 0, 0]])
+    layout = ms.ExpertLayout([[0, 1], [2, 3], [4, -1], [5, -1]], 6)
+    plan = ms.split_tokens(load, layout, CLUSTER, ms.EvenSplit())
+    expected_RR = np.zeros((4, 4))
+    expected_RR[0, 3], expected_RR[3, 1] = 2 * 2 * 7, 1 * 2 * 7
+    assert np.array_equal(cost.dispatch_bytes(plan, SHAPE), expected_RR)
+    assert cost.dispatch_seconds(plan, SHAPE, CLUSTER) == 28 / 10e9
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[ms.ClusterSpec, ms.ExpertLayout]:
+    """A cluster of uneven nodes and a layout with empty slots and duplicates."""
+    sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=3))
+    R, E = sum(sizes), SHAPE.num_experts
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    slots = draw(st.integers(-(-E // R), 6))
+    expert_RS = rng.integers(-1, E, (R, slots))
+    expert_RS.flat[rng.choice(R * slots, E, replace=False)] = np.arange(E)
+    return ms.ClusterSpec(num_nodes=len(sizes), ranks_per_node=tuple(sizes)), ms.ExpertLayout(expert_RS, E)
+
+
+@given(cases(), st.integers(0, 2**32))
+def test_tokens_between_nodes_are_those_of_the_plan(case, seed):
+    cluster, layout = case
+    load = ms.LoadMatrix(np.random.default_rng(seed).integers(0, 99, (cluster.num_ranks, SHAPE.num_experts)))
+    plan = ms.split_tokens(load, layout, cluster, ms.EvenSplit())
+    bytes_RR = cost.dispatch_bytes(plan, SHAPE)
+    node_R = np.array(cluster.node_of_rank)
+    crossing = bytes_RR[node_R[:, None] != node_R].sum()
+    assert crossing == plan.inter_node_tokens(cluster.node_of_rank) * 2 * SHAPE.hidden_size
+
+
+# --- bytes of restore and reshard: formulas, and what the layers send ---
+
+
+@given(cases())
+def test_restored_bytes_are_those_of_the_formulas(case):
+    cluster, layout = case
+    R, b, s = cluster.num_ranks, 2, -(-SHAPE.expert_parameters // cluster.num_ranks)
+    distinct_R = (layout.replicas_RE > 0).sum(axis=1)
+    flat = cost.restore_bytes(layout, SHAPE, cluster, ms.Fsep(slots_per_rank=6))
+    assert sum(bytes_RR.sum(axis=0) for bytes_RR in flat) == pytest.approx(b * s * (R - 1) * distinct_R)
+    if R > 1:
+        between_RR, inside_RR = cost.restore_bytes(
+            layout, SHAPE, cluster, ms.Fsep(slots_per_rank=6, restore="hierarchical")
+        )
+        node_R = np.array(cluster.node_of_rank)
+        for node, g in enumerate(cluster.node_sizes):
+            members = np.flatnonzero(node_R == node)
+            received = between_RR[:, members].sum()
+            assert received == b * s * (R - g) * layout.num_distinct(members.tolist())
+        assert inside_RR[node_R[:, None] != node_R].sum() == 0
+
+
+class RecordingChannel:
+    """Stands for a ``Channel``: writes down what every all-to-all sends to each rank, and delivers nothing."""
+
+    def __init__(self) -> None:
+        self.sent_bytes: list[list[int]] = []
+
+    def all_to_all(
+        self,
+        rows_out: torch.Tensor,
+        rows_in: torch.Tensor,
+        out_counts: Sequence[int],
+        in_counts: Sequence[int],
+        *,
+        lane: str,
+        detail: str,
+    ) -> Any:
+        row_bytes = rows_in.shape[1] * rows_in.element_size()
+        self.sent_bytes.append([count * row_bytes for count in in_counts])
+        return SimpleNamespace(wait=lambda: None)
+
+
+def sent_by_layers(cluster: ms.ClusterSpec, layout: ms.ExpertLayout, sharding: ms.Fsep | ms.Ep) -> list[np.ndarray]:
+    """``bytes_RR`` of each all-to-all of a restore and of the reshard after it, as every rank's shards would send."""
+    R = cluster.num_ranks
+    by_rank = []
+    for rank in range(R):
+        shards: WholeExperts | ShardedExperts
+        if isinstance(sharding, ms.Ep):
+            shards = WholeExperts(SHAPE, torch.bfloat16, rank, R)
+            local = torch.zeros(len(shards.owned()), SHAPE.expert_parameters)
+        else:
+            hierarchical = sharding.restore == "hierarchical"
+            shards = ShardedExperts(SHAPE, torch.bfloat16, rank, R, cluster.node_of_rank, hierarchical)
+            local = torch.zeros(SHAPE.num_experts, len(shards.owned()))
+        channel = RecordingChannel()
+        shards.restore(local, layout, channel, "").wait()  # type: ignore[arg-type]
+        gradients = torch.zeros(len(shards.held_by_rank(layout)[rank]), shards.padded_parameters)
+        shards.reshard(gradients, layout, channel, "")  # type: ignore[arg-type]
+        by_rank.append(channel.sent_bytes)
+    sent = [np.array(rows, dtype=float) for rows in zip(*by_rank, strict=True)]
+    for bytes_RR in sent:
+        np.fill_diagonal(bytes_RR, 0)
+    return sent
+
+
+SHARDINGS = [
+    ms.Fsep(slots_per_rank=6),
+    ms.Fsep(slots_per_rank=6, restore="hierarchical"),
+    ms.Ep(slots_per_rank=6),
+]
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS, ids=["flat", "hierarchical", "ep"])
+@given(cases())
+def test_bytes_are_what_the_layers_send_from_each_rank_to_each(sharding, case):
+    cluster, layout = case
+    expected = [
+        *cost.restore_bytes(layout, SHAPE, cluster, sharding),
+        *cost.reshard_bytes(layout, SHAPE, cluster, sharding),
+    ]
+    assert [bytes_RR.tolist() for bytes_RR in sent_by_layers(cluster, layout, sharding)] == [
+        bytes_RR.tolist() for bytes_RR in expected
+    ]
+
+
+def test_owners_restore_nothing_and_send_no_gradients():
+    layout = ms.ExpertLayout([[0, 1], [2, 3], [4, 5], [-1, -1]], 6)
+    assert cost.restore_bytes(layout, SHAPE, CLUSTER, ms.Ep()) == ()
+    assert cost.reshard_bytes(layout, SHAPE, CLUSTER, ms.Ep()) == ()
+    assert cost.restore_seconds(layout, SHAPE, CLUSTER, ms.Ep()) == 0
+    assert cost.reshard_seconds(layout, SHAPE, CLUSTER, ms.Ep()) == 0
+
+
+def test_a_lent_expert_travels_whole_and_its_gradient_in_float32():
+    layout = ms.ExpertLayout([[0, 1], [2, 3], [4, 5], [0, -1]], 6)
+    sharding = ms.Ep(slots_per_rank=2)
+    assert cost.restore_seconds(layout, SHAPE, CLUSTER, sharding) == 2 * 105 / 10e9
+    assert cost.reshard_seconds(layout, SHAPE, CLUSTER, sharding) == 4 * 105 / 10e9
+
+
+def test_laers_restore_is_that_of_its_report():
+    """e8k2 on 32 ranks: 682.6 MB a rank, 528.5 MB of it between nodes, in one all-to-all."""
+    strategy, model, cluster = presets.fsep(2), presets.LAER_E8K2, presets.LAER_A100
+    layout = ms.ExpertLayout([[2 * (rank % 4), 2 * (rank % 4) + 1] for rank in range(32)], 8)
+    (bytes_RR,) = cost.restore_bytes(layout, model, cluster, strategy.sharding)
+    assert bytes_RR.sum(axis=0) == pytest.approx(682.6e6, rel=1e-4)
+    assert cost.link_seconds(bytes_RR, cluster)[-1] == pytest.approx(8 * 528.5e6 / 88.9539e9, rel=1e-4)

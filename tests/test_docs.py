@@ -1,0 +1,97 @@
+"""The docs are true: their Python runs, their errors are said, their names exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import moesys as ms
+from moesys import config, experiment
+from moesys.config import Declared
+
+ROOT = Path(__file__).parents[1]
+MAX_COLUMNS = 190
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+
+every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+
+
+def text_of(page: str) -> str:
+    return (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+
+
+def run_blocks(page: str) -> dict[str, Any]:
+    """The names that a page's Python blocks leave, run in order."""
+    names: dict[str, Any] = {}
+    for block in re.findall(r"^```python\n(.*?)^```", text_of(page), re.MULTILINE | re.DOTALL):
+        exec(compile(block, f"{page}.md", "exec"), names)
+    return names
+
+
+def declared_types() -> list[type[Declared]]:
+    found = [value for module in (config, experiment) for value in vars(module).values() if isinstance(value, type)]
+    return sorted({t for t in found if issubclass(t, Declared) and t is not Declared}, key=lambda t: t.__name__)
+
+
+@pytest.mark.parametrize("page", ["strategy", "tour"])
+def test_the_python_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run_blocks(page)
+
+
+def test_the_errors_of_the_reference_are_what_is_said() -> None:
+    names = run_blocks("strategy")
+    section = text_of("strategy").partition("\n## Errors\n")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `(.+?)` \| (.+?) \|$", section, re.MULTILINE)
+    assert len(rows) >= 10
+    for wrong, message in rows:
+        with pytest.raises(ValueError, match=re.escape(message)):
+            eval(wrong, names)
+
+
+@pytest.mark.parametrize("declared", declared_types(), ids=lambda declared: declared.__name__)
+def test_the_reference_names_every_field(declared: type[Declared]) -> None:
+    text = text_of("strategy")
+    missing = {field for field in declared.model_fields if f"`{field}`" not in text} - {"kind"}
+    assert f"`{declared.__name__}" in text or f"## {declared.__name__}" in text
+    assert not missing
+
+
+def test_the_toml_of_the_reference_is_the_strategy_beside_it() -> None:
+    toml = re.search(r"^```toml\n(.*?)^```", text_of("strategy"), re.MULTILINE | re.DOTALL)
+    assert toml
+    assert ms.Strategy.from_toml(toml[1]) == run_blocks("strategy")["unified"]
+
+
+def test_the_reading_example_reads_a_run_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    small = ms.Experiment(
+        name="first",
+        model=ms.ModelShape(hidden_size=16, intermediate_size=16, num_experts=4, top_k=2),
+        cluster=ms.ClusterSpec(ranks_per_node=4),
+        strategies=(ms.presets.fsep(2), ms.presets.laer(2)),
+        workload=ms.Generated(tokens_per_rank=64, warmup=0, steps=2),
+        seeds=(0, 1),
+    )
+    ms.run(small)
+    run_blocks("reading-results")
+    printed = capsys.readouterr().out
+    assert all(strategy.name in printed for strategy in small.strategies)
+
+
+@every_page
+def test_files_that_the_docs_name_are_there(page: Path) -> None:
+    named = re.findall(r"`((?:docs|experiments|tests|moesys)/[\w./-]*)`", page.read_text(encoding="utf-8"))
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+@every_page
+def test_lines_of_the_docs_fit_a_wide_window_but_for_tables(page: Path) -> None:
+    prose = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    too_long = [line for line in prose.splitlines() if len(line) > MAX_COLUMNS and not line.startswith("|")]
+    assert too_long == []

@@ -1,0 +1,81 @@
+"""StepPlan: all layers of a step, to be printed, kept and simulated."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+import moesys as ms
+from moesys.step import StepPlan, simulate
+
+MODEL = ms.ModelShape(hidden_size=8, intermediate_size=4, num_experts=3, top_k=2)
+CLUSTER = ms.ClusterSpec(num_nodes=1, ranks_per_node=2)
+STRATEGY = ms.Strategy(
+    name="both",
+    sharding=ms.Fsep(slots_per_rank=2, prefetch_layers=1),
+    balance=ms.Greedy(),
+    split=ms.FlowSplit(),
+    overlap=ms.Pipelined(chunks=2),
+)
+
+
+def plan_of(tokens_RE: object, turn: int = 0) -> ms.LayerPlan:
+    return ms.plan_layer(STRATEGY, MODEL, CLUSTER, ms.LoadMatrix(np.array(tokens_RE)), turn=turn)
+
+
+LAYERS = (plan_of([[4, 0, 1], [2, 3, 0]], turn=3), plan_of([[0, 9, 1], [1, 9, 0]], turn=3))
+PREVIOUS = (ms.ExpertLayout([[0, 1], [2, -1]], 3), ms.ExpertLayout([[0, 1], [1, 2]], 3))
+STEP = StepPlan(STRATEGY, MODEL, CLUSTER, LAYERS, PREVIOUS)
+
+
+@pytest.mark.parametrize("step", [STEP, StepPlan(STRATEGY, MODEL, CLUSTER, LAYERS[:1])], ids=["previous", "first"])
+def test_a_step_survives_json(step):
+    assert StepPlan.from_json(step.to_json()) == step
+
+
+def test_a_step_that_was_kept_simulates_as_before():
+    timeline = simulate(STEP)
+    assert timeline == simulate(StepPlan.from_json(STEP.to_json()))
+    assert timeline.source == "simulated"
+    assert {span.lane for span in timeline.spans} == {"compute", "dispatch", "combine", "restore", "reshard"}
+
+
+def test_no_time_depends_on_the_layouts_before():
+    assert simulate(STEP) == simulate(dataclasses.replace(STEP, previous=None))
+
+
+def test_the_rest_of_the_layers_and_latency_reach_the_simulator():
+    bare = simulate(STEP).length_us
+    assert simulate(STEP, other_seconds=0.001).length_us >= 2 * 3000 > bare
+    assert simulate(STEP, latency_seconds=0.001).length_us >= 8000 > bare
+
+
+def test_a_step_prints_every_layer():
+    assert str(STEP).splitlines() == [
+        "both: 2 layers on 2 ranks",
+        *f"layer 0: {LAYERS[0]}".splitlines(),
+        *f"layer 1: {LAYERS[1]}".splitlines(),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layers": ()}, "layers is empty; a step has at least one layer"),
+        ({"previous": PREVIOUS[:1]}, "previous has 1 layouts for 2 layers; give one a layer, or None"),
+        (
+            {"model": MODEL.replace(num_experts=4)},
+            "layers[0] is for 2 ranks and 3 experts, the step for 2 and 4; plan all for the same cluster and model",
+        ),
+        (
+            {"previous": (PREVIOUS[0], ms.ExpertLayout([[0, 1, 2]], 3))},
+            "previous[1] is for 1 ranks and 3 experts, the step for 2 and 3; plan all for the same cluster and model",
+        ),
+    ],
+)
+def test_what_a_step_refuses(changes, message):
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        dataclasses.replace(STEP, **changes)
+    assert str(error.value) == message

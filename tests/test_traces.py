@@ -1,0 +1,283 @@
+"""Traces: what is always true of them, how they are folded, scaled and drawn, and that files say what is wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+
+from moesys.experiment import Generated
+from moesys.traces import Trace, generate, load_trace, save_trace
+
+TRACE = Trace(np.arange(4 * 2 * 2 * 3).reshape(4, 2, 2, 3), top_k=2, name="counted", meta={"from": "a test"})
+
+counts = hnp.arrays(np.int64, hnp.array_shapes(min_dims=4, max_dims=4, max_side=4), elements=st.integers(0, 10**6))
+
+
+def assert_refuses(make, message):
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        make()
+    assert str(error.value) == message
+
+
+# --- Trace ---
+
+
+def test_a_trace_keeps_its_own_counts():
+    assert (TRACE.num_micro_batches, TRACE.num_layers, TRACE.num_ranks, TRACE.num_experts) == (4, 2, 2, 3)
+    assert TRACE.tokens_SLRE.dtype == np.int64
+    with pytest.raises(ValueError, match="read-only"):
+        TRACE.tokens_SLRE[0, 0, 0, 0] = 1
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        TRACE.name = "other"
+
+
+@pytest.mark.parametrize(
+    ("tokens_SLRE", "top_k", "message"),
+    [
+        (np.zeros((1, 1, 3), int), 1, "tokens_SLRE has shape (1, 1, 3); it needs 4 dimensions"),
+        (np.zeros((1, 1, 1, 3)), 1, "tokens_SLRE has dtype float64; it counts, so give integers"),
+        (
+            np.zeros((1, 0, 1, 3), int),
+            1,
+            "tokens_SLRE has shape (1, 0, 1, 3); it needs at least one micro-batch, layer, rank and expert",
+        ),
+        ([[[[1, 0], [0, -2]]]], 1, "tokens_SLRE[0, 0, 1, 1] = -2; counts cannot be negative"),
+        ([[[[1, 0]]]], 3, "top_k=3 does not fit 2 experts; give the experts a token goes to"),
+        ([[[[1, 0]]]], 0, "top_k=0 does not fit 2 experts; give the experts a token goes to"),
+    ],
+)
+def test_what_a_trace_refuses(tokens_SLRE, top_k, message):
+    assert_refuses(lambda: Trace(tokens_SLRE, top_k), message)
+
+
+# --- fold ---
+
+
+def test_folding_makes_consecutive_micro_batches_source_ranks():
+    folded = TRACE.fold(4)
+    assert folded.tokens_SLRE.shape == (2, 2, 4, 3)
+    for step, batch, rank in np.ndindex(2, 2, 2):
+        expected_LE = TRACE.tokens_SLRE[2 * step + batch, :, rank]
+        assert np.array_equal(folded.tokens_SLRE[step, :, 2 * batch + rank], expected_LE)
+    assert (folded.top_k, folded.name, folded.meta) == (TRACE.top_k, TRACE.name, TRACE.meta)
+
+
+def test_folding_drops_what_does_not_fill_a_micro_batch():
+    assert np.array_equal(TRACE.fold(6).tokens_SLRE, Trace(TRACE.tokens_SLRE[:3], 2).fold(6).tokens_SLRE)
+
+
+def test_folding_to_its_own_ranks_changes_nothing():
+    assert np.array_equal(TRACE.fold(2).tokens_SLRE, TRACE.tokens_SLRE)
+
+
+@pytest.mark.parametrize("num_ranks", [0, 1, 3, -2])
+def test_folding_names_the_multiples(num_ranks):
+    message = f"num_ranks={num_ranks} is no multiple of the trace's 2 source ranks; use a multiple of 2 from 2 to 8"
+    assert_refuses(lambda: TRACE.fold(num_ranks), message)
+
+
+def test_folding_more_than_there_is_says_how_much_there_is():
+    message = "num_ranks=10 needs 5 micro-batches of 2 source ranks, the trace has 4; use a multiple of 2 from 2 to 8"
+    assert_refuses(lambda: TRACE.fold(10), message)
+
+
+# --- scaled ---
+
+
+@given(tokens_SLRE=counts, tokens_per_rank=st.integers(1, 10**5), data=st.data())
+def test_scaling_is_exact_and_keeps_proportions(tokens_SLRE, tokens_per_rank, data):
+    top_k = data.draw(st.integers(1, tokens_SLRE.shape[3]))
+    target = tokens_per_rank * top_k
+    scaled_SLRE = Trace(tokens_SLRE, top_k).scaled(tokens_per_rank).tokens_SLRE
+    total_SLR1 = tokens_SLRE.sum(axis=-1, keepdims=True)
+    assert np.array_equal(scaled_SLRE.sum(axis=-1, keepdims=True), np.where(total_SLR1 > 0, target, 0))
+    assert (scaled_SLRE[tokens_SLRE == 0] == 0).all()
+    exact_SLRE = tokens_SLRE * target / np.maximum(total_SLR1, 1)
+    assert (np.abs(scaled_SLRE - exact_SLRE) < 1 + 1e-9).all()
+
+
+@given(st.integers(1, 50), st.integers(1, 4), st.integers(1, 1000), st.integers(0, 99))
+def test_scaling_leaves_a_tokens_experts_distinct(num_tokens, top_k, tokens_per_rank, seed):
+    trace = generate(Generated(skew=3, tokens_per_rank=num_tokens, steps=2, warmup=0), 2, 4, top_k, seed)
+    assert trace.scaled(tokens_per_rank).tokens_SLRE.max() <= tokens_per_rank
+
+
+def test_scaling_gives_the_lower_expert_an_equal_remainder():
+    assert Trace([[[[1, 1, 1]]]], top_k=1).scaled(4).tokens_SLRE.tolist() == [[[[2, 1, 1]]]]
+
+
+def test_scaling_to_nothing_and_beyond_int64_is_refused():
+    assert_refuses(lambda: TRACE.scaled(0), "tokens_per_rank=0; scale to at least one token")
+    message = f"tokens_per_rank={2**60} with counts of 47 passes 2**62; use fewer tokens"
+    assert_refuses(lambda: TRACE.scaled(2**60), message)
+
+
+# --- files ---
+
+
+def test_a_file_gives_back_the_trace(tmp_path):
+    path = tmp_path / "new folder" / "a.trace"
+    save_trace(Trace(TRACE.tokens_SLRE[:1], 1), path)
+    save_trace(TRACE, path)
+    loaded = load_trace(path)
+    assert np.array_equal(loaded.tokens_SLRE, TRACE.tokens_SLRE)
+    assert (loaded.top_k, loaded.name, loaded.meta) == (2, "counted", {"from": "a test"})
+    assert [file.name for file in path.parent.iterdir()] == ["a.trace"]
+
+
+def test_a_write_that_fails_leaves_the_old_file(tmp_path, monkeypatch):
+    path = tmp_path / "a.npz"
+    save_trace(TRACE, path)
+
+    def full_disk(file: object, **arrays: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(np, "savez_compressed", full_disk)
+    with pytest.raises(OSError, match="disk full"):
+        save_trace(Trace(TRACE.tokens_SLRE[:1], 1), path)
+    assert load_trace(path).num_micro_batches == 4
+    assert [file.name for file in tmp_path.iterdir()] == ["a.npz"]
+
+
+HEADER = {"version": 1, "top_k": 2, "name": "", "meta": {}}
+
+
+def write_npz(path: Path, header: object = HEADER, **arrays: object) -> None:
+    np.savez(path, **({"header": np.array(json.dumps(header))} | {"tokens_SLRE": TRACE.tokens_SLRE} | arrays))
+
+
+@pytest.mark.parametrize(
+    ("write", "reason"),
+    [
+        (lambda path: path.write_text("step,rank\n"), "it is not an .npz file"),
+        (lambda path: np.zeros(3).dump(path), "it is not an .npz file"),
+        (lambda path: np.savez(path, other=np.zeros(3)), "header is not a file in the archive"),
+        (lambda path: write_npz(path, header={"top_k": 2}), "version"),
+        (lambda path: write_npz(path, header=HEADER | {"version": 9}), "its version is 9, this moesys reads 1"),
+        (lambda path: write_npz(path, header=HEADER | {"top_k": 4}), "top_k=4 does not fit 3 experts"),
+        (lambda path: write_npz(path, tokens_SLRE=np.zeros((2, 3))), "tokens_SLRE has dtype float64"),
+        (lambda path: write_npz(path, header=["a"]), "list indices must be"),
+        (lambda path: write_npz(path, tokens_SLRE=np.array([None])), "Object arrays cannot be loaded"),
+    ],
+)
+def test_a_file_that_is_no_trace_says_why(tmp_path, write, reason):
+    path = tmp_path / "a.npz"
+    write(path)
+    with pytest.raises(ValueError, match="is no trace") as error:
+        load_trace(path)
+    assert str(error.value).startswith(f"{path} is no trace: {reason}")
+    assert str(error.value).endswith("; give a file that moesys.traces.save_trace wrote")
+
+
+def test_a_damaged_file_says_so(tmp_path):
+    path = tmp_path / "a.npz"
+    save_trace(TRACE, path)
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2 - 40 : len(content) // 2 + 40] = bytes(80)
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="is no trace"):
+        load_trace(path)
+
+
+def test_a_missing_file_is_named(tmp_path):
+    path = tmp_path / "nowhere.npz"
+    message = f"trace {path} does not exist; give a file that moesys.traces.save_trace wrote"
+    assert_refuses(lambda: load_trace(path), message)
+
+
+# --- generate ---
+
+workloads = st.builds(
+    Generated,
+    distribution=st.sampled_from(["uniform", "log_normal", "zipf"]),
+    skew=st.floats(0, 100),
+    drift=st.floats(0, 1),
+    spread=st.floats(0, 10),
+    num_layers=st.integers(1, 2),
+    tokens_per_rank=st.integers(1, 300),
+    warmup=st.integers(0, 1),
+    steps=st.integers(1, 2),
+)
+
+
+@given(workloads, st.integers(1, 3), st.integers(1, 6), st.integers(0, 2**40), st.data())
+def test_every_rank_routes_its_tokens_to_distinct_experts(workload, num_ranks, num_experts, seed, data):
+    top_k = data.draw(st.integers(1, num_experts))
+    trace = generate(workload, num_ranks, num_experts, top_k, seed)
+    S = workload.warmup + workload.steps
+    assert trace.tokens_SLRE.shape == (S, workload.num_layers, num_ranks, num_experts)
+    assert (trace.tokens_SLRE.sum(axis=-1) == workload.tokens_per_rank * top_k).all()
+    assert trace.tokens_SLRE.max() <= workload.tokens_per_rank
+    assert np.array_equal(generate(workload, num_ranks, num_experts, top_k, seed).tokens_SLRE, trace.tokens_SLRE)
+
+
+def test_more_steps_change_no_earlier_one():
+    short, long = (generate(Generated(steps=steps), 4, 8, 2, seed=3) for steps in (4, 9))
+    assert np.array_equal(long.tokens_SLRE[:9], short.tokens_SLRE)
+
+
+def test_seeds_layers_and_steps_differ():
+    trace, other = (generate(Generated(drift=1.0), 2, 16, 2, seed) for seed in (0, 1))
+    assert not np.array_equal(trace.tokens_SLRE, other.tokens_SLRE)
+    assert not np.array_equal(trace.tokens_SLRE[:, 0], trace.tokens_SLRE[:, 1])
+    assert not np.array_equal(trace.tokens_SLRE[0], trace.tokens_SLRE[1])
+
+
+def shares(workload: Generated, num_ranks: int = 2, num_experts: int = 16, seed: int = 0) -> np.ndarray:
+    """Each expert's share of a rank's tokens, [S, L, R, E]."""
+    trace = generate(workload, num_ranks, num_experts, 1, seed)
+    return trace.tokens_SLRE / workload.tokens_per_rank
+
+
+def test_uniform_is_uniform_whatever_the_skew():
+    share_SLRE = shares(Generated(distribution="uniform", skew=5.0, spread=0.0, tokens_per_rank=10**6))
+    assert np.abs(share_SLRE - 1 / 16).max() < 0.002
+
+
+def test_zipf_has_its_exponent():
+    share_SLRE = shares(Generated(distribution="zipf", skew=1.2, spread=0.0, tokens_per_rank=10**6))
+    expected_E = np.arange(1, 17) ** -1.2
+    assert np.abs(np.sort(share_SLRE)[..., ::-1] - expected_E / expected_E.sum()).max() < 0.003
+
+
+def test_log_normal_has_its_standard_deviation():
+    workload = Generated(skew=1.5, spread=0.0, steps=60, drift=1.0, tokens_per_rank=10**6)
+    log_share_SLRE = np.log(np.maximum(shares(workload), 1e-6))
+    assert log_share_SLRE.std(axis=-1, ddof=1).mean() == pytest.approx(1.5, rel=0.05)
+
+
+def test_without_drift_popularity_stays_and_with_full_drift_nothing_does():
+    def correlation(drift: float) -> float:
+        workload = Generated(drift=drift, spread=0.0, tokens_per_rank=10**5, steps=100, num_layers=1)
+        log_SE = np.log(np.maximum(shares(workload, num_ranks=1), 1e-5))[:, 0, 0]
+        return float(np.mean([np.corrcoef(a, b)[0, 1] for a, b in pairwise(log_SE)]))
+
+    assert correlation(0.0) > 0.999
+    assert correlation(0.2) == pytest.approx(0.8, abs=0.06)
+    assert abs(correlation(1.0)) < 0.1
+
+
+def test_spread_sets_ranks_apart():
+    together, apart = (shares(Generated(spread=spread, tokens_per_rank=10**5)) for spread in (0.0, 1.0))
+    assert np.abs(together[:, :, 0] - together[:, :, 1]).max() < 0.02
+    assert np.abs(apart[:, :, 0] - apart[:, :, 1]).max() > 0.1
+
+
+@pytest.mark.parametrize(
+    ("top_k", "seed", "message"),
+    [
+        (5, 0, "top_k=5 does not fit num_experts=4; use 1 <= top_k <= 4"),
+        (0, 0, "top_k=0 does not fit num_experts=4; use 1 <= top_k <= 4"),
+        (1, -1, "seed=-1 is negative; use 0 or more"),
+    ],
+)
+def test_what_the_generator_refuses(top_k, seed, message):
+    assert_refuses(lambda: generate(Generated(), 2, 4, top_k, seed), message)

@@ -1,0 +1,89 @@
+"""Text: the same bytes everywhere, and batches that depend on nothing but what names them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from moesys.train.text import Text, load_text
+
+
+def library(folder: Path, files: dict[str, bytes]) -> Path:
+    for name, content in files.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_bytes(content)
+    return folder
+
+
+def test_the_standard_library_is_the_same_text_every_time() -> None:
+    text = load_text()
+    assert text.bytes_N.dtype == torch.uint8
+    assert 1 << 20 <= len(text.bytes_N) <= 4 << 20
+    assert load_text().fingerprint == text.fingerprint
+    assert load_text(max_bytes=1000).fingerprint != text.fingerprint
+    assert bytes(text.bytes_N.tolist()).count(b"def ") > 1000
+
+
+def test_files_come_in_the_order_of_their_names_and_only_those_of_the_library(tmp_path: Path) -> None:
+    folder = library(
+        tmp_path,
+        {
+            "b.py": b"2",
+            "a/c.py": b"1",
+            "a.py": b"0",
+            "z/a.py": b"\xff",
+            "z/test/a.py": b"x",
+            "test/a.py": b"x",
+            "site-packages/a.py": b"x",
+            "_sysconfigdata__linux.py": b"x",
+            "a.txt": b"x",
+        },
+    )
+    (folder / "link.py").symlink_to(folder / "b.py")
+    assert bytes(load_text(folder).bytes_N.tolist()) == b"012\xff"
+    assert bytes(load_text(folder, max_bytes=3).bytes_N.tolist()) == b"012"
+
+
+def test_a_python_without_sources_is_told_so(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"no \.py files in .*; training needs their text, so use a Python"):
+        load_text(tmp_path)
+
+
+def test_a_split_leaves_nothing_out() -> None:
+    text = Text(torch.arange(100, dtype=torch.uint8))
+    train, held_out = text.split(held_out=0.25)
+    assert (len(train.bytes_N), len(held_out.bytes_N)) == (75, 25)
+    assert torch.equal(torch.cat([train.bytes_N, held_out.bytes_N]), text.bytes_N)
+
+
+def test_a_batch_depends_on_its_names_alone() -> None:
+    text = load_text(max_bytes=1 << 16)
+    first, _ = text.batch(3, 1, 2, seed=5, batch=4, context=16)
+    torch.manual_seed(1)
+    again, _ = text.batch(3, 1, 2, seed=5, batch=4, context=16)
+    assert torch.equal(first, again)
+    for step, micro_batch, rank, seed in ((4, 1, 2, 5), (3, 2, 2, 5), (3, 1, 3, 5), (3, 1, 2, 6), (1, 3, 2, 5)):
+        other, _ = text.batch(step, micro_batch, rank, seed=seed, batch=4, context=16)
+        assert not torch.equal(first, other), (step, micro_batch, rank, seed)
+
+
+def test_a_target_is_the_byte_behind_its_input() -> None:
+    text = Text(torch.arange(20, dtype=torch.uint8))
+    starts = set()
+    for step in range(50):
+        inputs_BC, targets_BC = text.batch(step, 0, 0, seed=0, batch=3, context=17)
+        assert inputs_BC.dtype == targets_BC.dtype == torch.int64
+        assert inputs_BC.shape == (3, 17)
+        assert torch.equal(targets_BC, inputs_BC + 1)
+        assert torch.equal(inputs_BC, inputs_BC[:, :1] + torch.arange(17))
+        starts |= set(inputs_BC[:, 0].tolist())
+    assert starts == {0, 1, 2}
+
+
+def test_a_text_shorter_than_a_sequence_is_refused() -> None:
+    text = Text(torch.arange(20, dtype=torch.uint8))
+    text.batch(0, 0, 0, seed=0, batch=1, context=19)
+    with pytest.raises(ValueError, match="context=20 needs 21 bytes of text but there are 20; use context <= 19"):
+        text.batch(0, 0, 0, seed=0, batch=1, context=20)
