@@ -3,7 +3,10 @@ TORCH ?= torch==2.13.0
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: test test-all lint
+.PHONY: demo test test-all lint
+
+demo: .venv/installed
+	$(BIN)/python -m moesys demo
 
 test: lint
 	$(BIN)/pytest

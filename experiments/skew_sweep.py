@@ -8,11 +8,9 @@ Look at where the curves part, and at the step from ``laer`` to ``laer+flow``: o
 falls again, because layouts are planned on older loads, and at equal drift a popularity moves the more the larger the
 skew (with ``drift=0`` it does not fall). Every strategy restores two slots a rank, so none pays more for its layout.
 
-Simulated; eight seeds take about fifteen seconds a skew on two cores. An experiment has one workload, and each skew is
-one experiment: ``experiment()`` is skew 1, and all of them, each in a run folder of its own, are
-
-    for one in experiments():
-        ms.run(one)
+Simulated; eight seeds take about fifteen seconds a skew on two cores. An experiment has one workload, so each skew is
+one, with a run folder of its own: ``moesys run`` runs all ``experiments()`` and draws the sweep, as
+``runs/skew_sweep.svg``; ``moesys explain`` takes ``experiment()``, which is skew 1.
 """
 
 import moesys as ms

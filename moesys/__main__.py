@@ -21,6 +21,10 @@ app = typer.Typer(
 bench = typer.Typer(help="Measure on this machine.", no_args_is_help=True, rich_markup_mode=None)
 app.add_typer(bench, name="bench")
 
+ExperimentFile = Annotated[
+    Path,
+    typer.Argument(metavar="FILE", help="A .py file with a function that returns an Experiment; or .json, .toml."),
+]
 Format = Annotated[
     Literal["table", "markdown", "csv", "json", "latex"],
     typer.Option("--format", help="All but table print nothing else to stdout."),
@@ -32,7 +36,10 @@ def demo(
     out: Annotated[Path, typer.Option(help="Folder of run folders.")] = Path("runs"),
     fresh: Annotated[bool, typer.Option("--fresh", help="Train again, in new run folders.")] = False,
 ) -> None:
-    """Train four strategies side by side here, and replay their routing on a cluster of 32 GPUs; under 3 minutes."""
+    """Train four strategies here, side by side. Then replay their routing on a cluster of 32 GPUs.
+
+    Under 3 minutes on 2 cores.
+    """
     from moesys.lab.demo import demo as run_demo
 
     raise typer.Exit(run_demo(out, fresh=fresh))
@@ -40,9 +47,7 @@ def demo(
 
 @app.command()
 def run(
-    file: Annotated[
-        Path, typer.Argument(help="A .py file with a function that returns an Experiment, or .json, .toml.")
-    ],
+    file: ExperimentFile,
     out: Annotated[Path, typer.Option(help="Folder of run folders.")] = Path("runs"),
     form: Format = "table",
     seeds: Annotated[int | None, typer.Option(min=1, help="Seeds 0 to N-1 in all, instead of the file's.")] = None,
@@ -51,7 +56,11 @@ def run(
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Run trials again that failed before.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Begin a new run folder.")] = False,
 ) -> None:
-    """Run an experiment, or what is left of it; exit code 1 if a trial failed."""
+    """Run an experiment, or what is left of it. Exit code 1 if a trial failed.
+
+    A .py file with experiments(), which returns a list, has them all run, one after another; of a sweep over one number
+    of the workload a chart is drawn too.
+    """
     from moesys.lab.commands.run import run_file
 
     code = run_file(
@@ -69,11 +78,11 @@ def run(
 
 @app.command()
 def compare(
-    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Run folders, as runs/demo-1234abcd.")],
+    folders: Annotated[list[Path], typer.Argument(metavar="DIR", help="Run folders, as runs/demo-1234abcd.")],
     form: Format = "table",
     metric: Annotated[str | None, typer.Option(help="One metric's samples, such as router_entropy.")] = None,
 ) -> None:
-    """Compare the strategies of run folders; those of one model, cluster and workload share a table."""
+    """Compare the strategies of run folders. Those of one model, cluster and workload share a table."""
     from moesys.lab.commands.compare import compare_folders
 
     raise typer.Exit(compare_folders(folders, form, metric))
@@ -81,15 +90,13 @@ def compare(
 
 @app.command()
 def explain(
-    file: Annotated[
-        Path, typer.Argument(help="A .py file with a function that returns an Experiment, or .json, .toml.")
-    ],
+    file: ExperimentFile,
     strategy: Annotated[str | None, typer.Option(help="One by name; the last by default.")] = None,
     layer: Annotated[int | None, typer.Option(help="In detail; the least even one by default.")] = None,
     micro_batch: Annotated[int | None, typer.Option(help="From 0; the last one by default.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print data instead of a tree.")] = False,
 ) -> None:
-    """Explain one step's plan: what moved and why, bytes by link, who waits for what."""
+    """Explain one step's plan. What moved and why, bytes by link, who waits for what."""
     from moesys.lab.explain_tree import explain_command
 
     raise typer.Exit(explain_command(file, strategy, layer, micro_batch, as_json))
@@ -97,7 +104,7 @@ def explain(
 
 @app.command()
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print data instead of a table.")] = False) -> None:
-    """Say what this machine has, and what each missing thing would enable; exit code 1 if something is broken."""
+    """Say what this machine has. And what each missing thing would enable; exit code 1 if something is broken."""
     from moesys.lab.doctor import doctor_command
 
     raise typer.Exit(doctor_command(as_json))
@@ -112,7 +119,7 @@ def bench_layer(
     threads: Annotated[int | None, typer.Option(min=1, help="Threads; torch's own choice by default.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write every sample to this file.")] = None,
 ) -> None:
-    """Compare one rank of MoELayer with transformers' own blocks; exit code 1 if an output is wrong."""
+    """Compare one rank of MoELayer with transformers' own blocks. Exit code 1 if an output is wrong."""
     from moesys.lab.bench import layer
 
     try:
@@ -133,7 +140,7 @@ def bench_overlap(
     threads: Annotated[int, typer.Option(min=1, help="Threads of a rank.")] = 1,
     json: Annotated[Path | None, typer.Option(help="Write every sample to this file.")] = None,
 ) -> None:
-    """Compare sequential with overlapped runs over paced links; exit code 1 if a bit differs."""
+    """Compare sequential with overlapped runs over paced links. Exit code 1 if a bit differs."""
     from moesys.lab.bench import overlap
 
     try:

@@ -25,9 +25,7 @@ from moesys.step import StepPlan, simulate
 SEEDS = tuple(range(MIN_SEEDS))
 # Micro-batches of 4 ranks that make one of the cluster's 32 source ranks.
 FOLD = 8
-MODEL = ModelShape(
-    hidden_size=64, intermediate_size=64, num_experts=16, top_k=2, router_aux_loss_coef=0.02, initializer_range=0.1
-)
+MODEL = ModelShape(hidden_size=64, intermediate_size=64, num_experts=16, top_k=2, initializer_range=0.1)
 CLUSTER = ClusterSpec(name="this machine", ranks_per_node=4)
 # Mixtral's layer with twice the experts.
 LARGE_MODEL = presets.LAER_E8K2.replace(num_experts=16)
@@ -41,7 +39,7 @@ def training_experiment() -> Experiment:
         model=MODEL,
         cluster=CLUSTER,
         strategies=_strategies(Ep(), Fsep(slots_per_rank=5, prefetch_layers=1, delay_reshard=True)),
-        workload=Training(num_layers=2, context=64, batch=4, warmup=4, steps=4 * FOLD, learning_rate=3e-3),
+        workload=Training(num_layers=2, context=64, batch=4, warmup=8, steps=5 * FOLD),
         seeds=SEEDS,
     )
 
@@ -57,7 +55,7 @@ def replay_experiment(traces: Path) -> Experiment:
         model=LARGE_MODEL,
         cluster=presets.LAER_A100,
         strategies=_strategies(Ep(slots_per_rank=2), Fsep(slots_per_rank=2, prefetch_layers=1, delay_reshard=True)),
-        workload=Replay(trace=str(traces / "seed-{seed}.npz"), warmup=1, tokens_per_rank=16384),
+        workload=Replay(trace=str(traces / "seed-{seed}.npz"), warmup=2, tokens_per_rank=16384),
         seeds=SEEDS,
     )
 

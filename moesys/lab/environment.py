@@ -16,10 +16,14 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from moesys.lab.files import in_words
+from moesys.lab.launch import LOOPBACK
 from moesys.lab.records import replace_file
 
 _PACKAGES = ("torch", "numpy", "scipy", "ortools", "triton")
 _VARIABLES = ("OMP_", "MKL_", "OPENBLAS_", "TORCH_", "CUDA_", "NCCL_", "GLOO_")
+# What the runner or torchrun sets for ranks, each in its own way, though the ranks run alike. Threads have a field.
+_SET_FOR_RANKS = {"OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
+_ONE_HOST = ("GLOO_SOCKET_IFNAME", LOOPBACK)
 
 
 @dataclass(frozen=True)
@@ -29,8 +33,8 @@ class Environment:
     git_commit: of the checkout that moesys runs from; empty where it does not run from one.
     git_diff: the file of the run folder that holds its uncommitted changes; empty where there are none.
     cpu_capability: the instructions that torch chose, such as AVX512; with threads and dtype the CPU's numerics class.
-    torch_threads: of each rank. variables: those set that steer BLAS, torch, CUDA, NCCL and gloo; the home folder in
-        them is written ``~``.
+    torch_threads: of each rank. variables: those set that steer BLAS, torch, CUDA, NCCL and gloo, less what is set for
+        ranks by whatever starts them; the home folder in them is written ``~``.
     """
 
     git_commit: str
@@ -91,7 +95,7 @@ def collect_environment(torch_threads: int | None = None) -> tuple[Environment, 
         variables={
             name: value.replace(str(Path.home()), "~")
             for name, value in sorted(os.environ.items())
-            if name.startswith(_VARIABLES)
+            if name.startswith(_VARIABLES) and name not in _SET_FOR_RANKS and (name, value) != _ONE_HOST
         },
     )
     return environment, diff

@@ -25,7 +25,7 @@ _COLLECTIVE_TIMEOUT_S = 120.0
 # Collectives notice lost ranks long before; this only ends what would hang for ever.
 _TRIAL_TIMEOUT_S = 24 * 3600.0
 _POLL_S = 0.01
-_LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
 class TrialError(Exception):
@@ -142,7 +142,7 @@ class JoinedRanks:
 
         if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
             # On one host gloo would take the interface of the host name, which on many laptops is none that works.
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
         torch.set_num_threads(threads)
         self._dist = dist
         store, self._rank, self._num_ranks = next(dist.rendezvous("env://"))

@@ -22,13 +22,14 @@ class RunResult:
     """What a run folder holds of an experiment after a run.
 
     ``records``: the last one of each trial that has any, in the order of ``Experiment.trials()``. ``num_run``: trials
-    of this run.
+    of this run. ``stopped``: a trial of this run failed, and ``fail_fast`` let none come after it.
     """
 
     experiment: Experiment
     path: Path
     records: tuple[Record, ...]
     num_run: int
+    stopped: bool = False
 
     @property
     def failed(self) -> tuple[Record, ...]:
@@ -80,7 +81,7 @@ def run(
         if book and left:
             book.begin(left, threads, progress or Silence())
             opened.callback(book.progress.end)
-        num_run = 0
+        num_run, stopped = 0, False
         try:
             for trial in left:
                 tick = book.start(trial) if book else _nothing
@@ -92,11 +93,11 @@ def run(
                 if book:
                     book.finish(outcome)
                 num_run += 1
-                if fail_fast and isinstance(outcome, TrialError):
+                if stopped := fail_fast and isinstance(outcome, TrialError):
                     break
         except KeyboardInterrupt:
             raise Interrupted(book.how_to_go_on() if book else "") from None
-        return place.share(book.result(num_run) if book else None)
+        return place.share(book.result(num_run, stopped) if book else None)
 
 
 class _Book:
@@ -160,8 +161,8 @@ class _Book:
     def records(self) -> tuple[Record, ...]:
         return tuple(self._recorded[trial.identity] for trial in self.trials if trial.identity in self._recorded)
 
-    def result(self, num_run: int) -> RunResult:
-        return RunResult(self.experiment, self.folder.path, self.records(), num_run)
+    def result(self, num_run: int, stopped: bool) -> RunResult:
+        return RunResult(self.experiment, self.folder.path, self.records(), num_run, stopped)
 
     def how_to_go_on(self) -> str:
         return (

@@ -51,7 +51,7 @@ def compare_folders(folders: Sequence[Path], form: Format = "table", metric: str
     return 0
 
 
-def report(result: RunResult, form: Format) -> None:
+def report(result: RunResult, form: Format) -> Comparison:
     """Print what a run folder says of its experiment, and leave ``table.txt`` and ``table.svg`` in it."""
     comparison = compare_records(result.experiment, result.records)
     folder = RunFolder(result.path)
@@ -59,6 +59,7 @@ def report(result: RunResult, form: Format) -> None:
     _save_table(comparison, environments, folder.path)
     _warn(environments)
     _print(comparison, form, environments)
+    return comparison
 
 
 def _print(comparison: Comparison, form: Format, environments: Sequence[Environment]) -> None:

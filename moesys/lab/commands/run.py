@@ -1,4 +1,4 @@
-"""``moesys run``: from an experiment file to its table.
+"""``moesys run``: from an experiment file to its table, or its tables.
 
 Exit codes, here and in ``moesys compare``: 0, all is well; 1, a trial failed; 2, what was asked for cannot be done, and
 a message says why; 130, Ctrl-C.
@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal, TextIO
 
-from moesys.lab.files import load_experiment
+from moesys.experiment import Experiment
+from moesys.lab.files import load_experiments
 from moesys.lab.progress import progress_on
-from moesys.lab.runner import Interrupted, run
+from moesys.lab.runner import Interrupted, RunResult, run
+
+if TYPE_CHECKING:
+    from moesys.lab.comparison import Comparison
 
 Format = Literal["table", "markdown", "csv", "json", "latex"]
 
@@ -29,41 +34,70 @@ def run_file(
     retry_failed: bool = False,
     fresh: bool = False,
 ) -> int:
-    """Run what is left of the experiment in ``file``, then print its table. Under torchrun only rank 0 speaks.
+    """Run what is left of each experiment in ``file``, and print its table; of a sweep, draw the chart beside the run
+    folders. Under torchrun only rank 0 speaks.
 
-    Progress goes where the table goes, but to stderr where the table is for a machine to read.
+    Progress goes where the tables go, but to stderr where a table is for a machine to read.
     """
     speaks = os.environ.get("RANK", "0") == "0"
     told = sys.stdout if form == "table" else sys.stderr
+    comparisons: list[Comparison] = []
+    code = 0
     try:
-        experiment = load_experiment(file)
-        if num_seeds is not None:
-            experiment = experiment.replace(seeds=tuple(range(num_seeds)))
-        result = run(
-            experiment,
-            out,
-            fail_fast=fail_fast,
-            retry_failed=retry_failed,
-            fresh=fresh,
-            threads=threads,
-            progress=progress_on(told),
-        )
+        for experiment in _experiments(file, form, num_seeds):
+            if comparisons:
+                print(file=told)
+            result = run(
+                experiment,
+                out,
+                fail_fast=fail_fast,
+                retry_failed=retry_failed,
+                fresh=fresh,
+                threads=threads,
+                progress=progress_on(told),
+            )
+            if speaks:
+                comparisons.append(_report(result, form, told))
+                code = max(code, result.exit_code)
+            if result.stopped:
+                break
     except ValueError as error:
         return refused(error) if speaks else 2
     except Interrupted as stop:
         if speaks:
             print(stop, file=sys.stderr)
         return 130
-    if not speaks:
-        return 0
-    print(result, file=told)
-    # Not at the top: a typo in the file is told before torch and scipy are there.
-    from moesys.lab.commands.compare import report
-
-    report(result, form)
-    return result.exit_code
+    if len(comparisons) > 1:
+        _draw(comparisons, out / file.stem, told)
+    return code
 
 
 def refused(error: ValueError) -> int:
     print(f"Error: {error}", file=sys.stderr)
     return 2
+
+
+def _experiments(file: Path, form: Format, num_seeds: int | None) -> list[Experiment]:
+    experiments = load_experiments(file)
+    if len(experiments) > 1 and form in ("csv", "json"):
+        raise ValueError(
+            f"--format={form} holds one comparison, and {file} has {len(experiments)} experiments; "
+            "leave it out here, and give their run folders to moesys compare one at a time"
+        )
+    seeds = {} if num_seeds is None else {"seeds": tuple(range(num_seeds))}
+    return [experiment.replace(**seeds) for experiment in experiments]
+
+
+def _report(result: RunResult, form: Format, told: TextIO) -> Comparison:
+    # Not at the top, here and below: a typo in the file is told before torch and scipy are there.
+    from moesys.lab.commands.compare import report
+
+    print(result, file=told)
+    return report(result, form)
+
+
+def _draw(comparisons: Sequence[Comparison], path_stem: Path, told: TextIO) -> None:
+    from moesys.lab.commands.sweep import draw_sweep
+
+    if paths := draw_sweep(comparisons, path_stem):
+        print(f"\nspeed-up along the sweep: {', '.join(str(path) for path in paths)}", file=told)
