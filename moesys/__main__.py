@@ -104,7 +104,7 @@ def explain(
 
 @app.command()
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print data instead of a table.")] = False) -> None:
-    """Say what this machine has. And what each missing thing would enable; exit code 1 if something is broken."""
+    """Say what this machine has, and what it lacks. Exit code 1 if something is broken."""
     from moesys.lab.doctor import doctor_command
 
     raise typer.Exit(doctor_command(as_json))

@@ -60,7 +60,7 @@ BAD_FILES = [
         "a.py",
         HEAD + "def one() -> Experiment: ...\ndef two() -> Experiment: ...\n",
         "a.py has 2 functions that return an Experiment (one, two); "
-        "keep one, and begin the names of its helpers with an underscore",
+        "keep one, and begin the names of its helpers with an underscore; or return them all from experiments()",
         id="two functions",
     ),
     pytest.param(
@@ -74,6 +74,25 @@ BAD_FILES = [
         "def experiment():\n    return {}\n",
         "a.py: experiment() returned dict; let it return an Experiment",
         id="returns something else",
+    ),
+    pytest.param(
+        "a.py",
+        "def experiments():\n    return [1]\n",
+        "a.py: experiments() returned something else; let it return a list of Experiments",
+        id="list of something else",
+    ),
+    pytest.param(
+        "a.py",
+        "def experiments():\n    return []\n",
+        "a.py: experiments() returned an empty list; let it return one Experiment or more",
+        id="empty list",
+    ),
+    pytest.param(
+        "a.py",
+        HEAD + f"def experiments():\n    return [Experiment.from_json({experiment().to_json()!r})] * 2\n",
+        "a.py: experiments() returned several Experiments of the name 'small', after which their run folders are "
+        "named; give each another name",
+        id="two of a name",
     ),
     pytest.param(
         "a.py",
@@ -139,7 +158,7 @@ def test_a_bad_file_is_refused_in_words(name, text, message):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("run",), "Missing argument 'file'."),
+        (("run",), "Missing argument 'FILE'."),
         (("run", "a.json", "--seeds", "0"), "Invalid value for '--seeds': Input should be greater than or equal to 1"),
         (("run", "a.json", "--thread", "1"), "No such option: --thread (Possible options: --threads)"),
         (("rum", "a.json"), "No such command 'rum'. Did you mean 'run'?"),
@@ -207,6 +226,67 @@ def test_run_prints_a_line_a_trial_and_the_table_and_then_has_nothing_to_do():
     )
 
 
+def a_sweep(skews=(0.0, 1.0), **changes) -> str:
+    one = experiment(workload=Generated(warmup=1, steps=2, tokens_per_rank=32), **changes).to_json()
+    return f"""{HEAD}
+def experiments() -> list[Experiment]:
+    one = Experiment.from_json({one!r})
+    return [
+        one.replace(name=f"skew-{{skew:g}}", workload=one.workload.replace(skew=skew)) for skew in {skews}
+    ]
+"""
+
+
+def test_experiments_of_one_file_run_one_after_another_and_a_sweep_is_drawn():
+    write("sweep.py", a_sweep())
+    result = moesys("run", "sweep.py")
+    assert result.exit_code == 0
+    for name in ("skew-0", "skew-1"):
+        assert f"{name}: 4 trials to run in the cost model\n" in result.stdout
+        assert f"SIMULATED: {name}" in result.stdout
+        assert (next(Path("runs").glob(f"{name}-*")) / "table.txt").exists()
+    assert result.stdout.splitlines()[-1] == "speed-up along the sweep: runs/sweep.svg, runs/sweep.png"
+    assert Path("runs/sweep.svg").exists()
+    assert Path("runs/sweep.png").exists()
+
+
+def test_experiments_that_are_no_sweep_have_their_tables_and_no_chart():
+    wide = "] + [one.replace(name='wide', model=one.model.replace(hidden_size=16))]"
+    write("a.py", a_sweep(skews=(0.5,)).replace("    ]", f"    {wide}"))
+    result = moesys("run", "a.py", "--seeds", "1", "--format", "markdown")
+    assert result.exit_code == 0
+    assert not list(Path("runs").glob("*.svg"))
+
+
+def test_of_several_experiments_one_is_explained_and_named():
+    write("sweep.py", a_sweep())
+    assert " of skew-0, " in moesys("explain", "sweep.py").stdout
+    write("sweep.py", a_sweep() + "\ndef experiment():\n    return experiments()[1]\n")
+    assert " of skew-1, " in moesys("explain", "sweep.py").stdout
+
+
+def test_tables_for_machines_are_printed_one_at_a_time():
+    write("sweep.py", a_sweep())
+    result = moesys("run", "sweep.py", "--format", "csv")
+    assert (result.stderr, result.exit_code) == (
+        "Error: --format=csv holds one comparison, and sweep.py has 2 experiments; "
+        "leave it out here, and give their run folders to moesys compare one at a time\n",
+        2,
+    )
+    assert not Path("runs").exists()
+
+
+def test_fail_fast_leaves_out_the_experiments_that_follow():
+    many = ModelShape(hidden_size=8, intermediate_size=8, num_experts=130, top_k=2)
+    failing = Strategy(name="failing", sharding=Fsep(slots_per_rank=130), balance=CpSat())
+    write("sweep.py", a_sweep(model=many, strategies=(failing,), seeds=(0,)))
+    result = moesys("run", "sweep.py", "--fail-fast")
+    assert result.exit_code == 1
+    assert "skew-1" not in result.stdout
+    assert moesys("run", "sweep.py", "--fail-fast", "--retry-failed").exit_code == 1
+    assert moesys("run", "sweep.py", "--fail-fast").stdout.count("trials are recorded") == 2
+
+
 def test_a_format_for_machines_has_stdout_for_itself():
     write("small.toml", experiment().to_toml())
     result = moesys("run", "small.toml", "--format", "json")
@@ -243,12 +323,12 @@ def test_folders_of_one_setting_share_a_table_and_a_rerun_gets_its_own():
 def test_differing_environments_are_named(monkeypatch):
     write("small.json", experiment().to_json())
     assert moesys("run", "small.json", "--seeds", "1").exit_code == 0
-    monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    assert "OMP_NUM_THREADS" in moesys("run", "small.json").stderr
+    monkeypatch.setenv("MKL_CBWR", "AVX2")
+    assert "MKL_CBWR" in moesys("run", "small.json").stderr
     folder = str(next(Path("runs").iterdir()))
     warning = moesys("compare", folder).stderr.splitlines()
     assert warning[0] == "Warning: these records come from 2 environments, which differ in"
-    assert any(line.startswith("  variables.OMP_NUM_THREADS: ") and line.endswith(" / 7") for line in warning)
+    assert any(line.startswith("  variables.MKL_CBWR: ") and line.endswith(" / AVX2") for line in warning)
 
 
 @pytest.mark.parametrize("arguments", [("--help",), ("run", "--help"), ("run", "nowhere.py")])

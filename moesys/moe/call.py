@@ -61,17 +61,19 @@ class LayerCall:
 
     def experts_for_forward(self) -> Sequence[ExpertWeights]:
         """Wait for the experts; dispatch is through, so the next layers' experts may travel."""
+        restored = self.restore().spread()
         for layer in self.upcoming:
             layer.prefetch()
         self.upcoming = ()
-        return self.restore().wait()
+        return restored.wait()
 
     def experts_for_backward(self) -> Sequence[ExpertWeights]:
         """Wait for the experts; the layers before restore theirs meanwhile, and gradients that waited set off."""
+        restored = self.restore().spread()
         runtime = self.owner.runtime
         if runtime is not None:
             runtime.behind_backward(self)
-        return self.restore().wait()
+        return restored.wait()
 
     @property
     def frees_after_forward(self) -> bool:

@@ -65,11 +65,9 @@ class ShardedExperts(ExpertShards):
         wire_Es = local.new_zeros(local.shape[0], self.wire_slice, dtype=self.dtype)
         wire_Es[:, : local.shape[1]] = local
         start = self._restore_hierarchical if self.hierarchical else self._restore_flat
-        return self.restored(start(wire_Es, held, channel, detail))
+        return start(wire_Es, held, channel, detail)
 
-    def _restore_flat(
-        self, wire_Es: Tensor, held: list[tuple[int, ...]], channel: Channel, detail: str
-    ) -> Callable[[], Sequence[Tensor]]:
+    def _restore_flat(self, wire_Es: Tensor, held: list[tuple[int, ...]], channel: Channel, detail: str) -> Restored:
         """One all-to-all: to every rank my slice of each expert it holds."""
         num_held = len(held[self.rank])
         received = self._new(wire_Es, self.num_ranks, num_held, self.wire_slice)
@@ -86,11 +84,11 @@ class ShardedExperts(ExpertShards):
             transfer.wait()
             return received.transpose(0, 1).reshape(num_held, self.padded_parameters).unbind()
 
-        return finish
+        return self.restored(finish)
 
     def _restore_hierarchical(
         self, wire_Es: Tensor, held: list[tuple[int, ...]], channel: Channel, detail: str
-    ) -> Callable[[], Sequence[Tensor]]:
+    ) -> Restored:
         """Two all-to-alls: one copy of each distinct expert into each node, then a spread inside nodes.
 
         A node's *carriers* share the first phase: slices of outside rank r are received by the rank whose place in the
@@ -128,8 +126,11 @@ class ShardedExperts(ExpertShards):
         sources_of = {rank: [r for r in range(self.num_ranks) if carrier(my_node, r) == rank] for rank in my_node}
         place = {expert: row for row, expert in enumerate(my_wanted)}
         num_held = len(held[self.rank])
+        received = self._new(wire_Es, self.num_ranks, num_held, self.wire_slice)
+        second: Transfer | None = None
 
-        def finish() -> Sequence[Tensor]:
+        def spread() -> None:
+            nonlocal second
             first.wait()
             have = {source: arrived[row] for row, source in enumerate(carried)}
             have[self.rank] = wire_Es.index_select(0, _index(my_wanted, wire_Es))
@@ -138,7 +139,6 @@ class ShardedExperts(ExpertShards):
                 for rank in my_node
                 for source in sources_of[self.rank]
             ]
-            received = self._new(wire_Es, self.num_ranks, num_held, self.wire_slice)
             second = channel.all_to_all(
                 received.view(-1, self.wire_slice),
                 torch.cat(spread),
@@ -147,12 +147,15 @@ class ShardedExperts(ExpertShards):
                 lane="restore",
                 detail=f"{detail} inside nodes",
             )
+
+        def finish() -> Sequence[Tensor]:
+            assert second is not None
             second.wait()
             sources = [source for rank in my_node for source in sources_of[rank]]
             in_rank_order = received[torch.tensor(sources, device=received.device).argsort()]
             return in_rank_order.transpose(0, 1).reshape(num_held, self.padded_parameters).unbind()
 
-        return finish
+        return self.restored(finish, spread)
 
     def reshard(self, grads_DP: Tensor, layout: ExpertLayout, channel: Channel, detail: str) -> Callable[[], Tensor]:
         held = self.held_by_rank(layout)

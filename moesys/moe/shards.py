@@ -36,15 +36,28 @@ class Restored(Sequence[ExpertWeights]):
     """
 
     def __init__(
-        self, shape: ModelShape, dtype: torch.dtype, memory: Memory, finish: Callable[[], Sequence[Tensor]]
+        self,
+        shape: ModelShape,
+        dtype: torch.dtype,
+        memory: Memory,
+        finish: Callable[[], Sequence[Tensor]],
+        spread: Callable[[], None] | None,
     ) -> None:
-        self._shape, self._dtype, self._memory, self._finish = shape, dtype, memory, finish
+        self._shape, self._dtype, self._memory = shape, dtype, memory
+        self._finish, self._spread = finish, spread
         self._experts: list[Tensor] | None = None
         self.keep_casts = False
 
+    def spread(self) -> Restored:
+        """Start what is left to start, so that it does not queue behind the restores of other layers. A collective."""
+        if self._spread is not None:
+            self._spread()
+            self._spread = None
+        return self
+
     def wait(self) -> Restored:
         if self._experts is None:
-            self._experts = list(self._finish())
+            self._experts = list(self.spread()._finish())
         return self
 
     def __len__(self) -> int:
@@ -96,9 +109,11 @@ class ExpertShards(ABC):
         """Memory for slot gradients, float32 [D, padded_parameters]."""
         return self.memory.empty((num_held, self.padded_parameters), torch.float32, device)
 
-    def restored(self, finish: Callable[[], Sequence[Tensor]]) -> Restored:
-        """What ``restore`` returns: ``finish`` waits, and gives the held experts [P_e] by slot."""
-        return Restored(self.shape, self.dtype, self.memory, finish)
+    def restored(self, finish: Callable[[], Sequence[Tensor]], spread: Callable[[], None] | None = None) -> Restored:
+        """What ``restore`` returns. ``spread``, if any, starts a second phase; ``finish``, called after it, waits and
+        gives the held experts [P_e] by slot.
+        """
+        return Restored(self.shape, self.dtype, self.memory, finish, spread)
 
     def held_by_rank(self, layout: ExpertLayout) -> list[tuple[int, ...]]:
         return [held_experts(layout.experts_of(rank)) for rank in range(self.num_ranks)]

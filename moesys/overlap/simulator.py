@@ -83,13 +83,13 @@ class _Transfer:
     detail: str
 
 
-@dataclass(frozen=True)
+@dataclass
 class _Exchange:
-    """All-to-alls of experts or gradients: the first is under way, the others are issued one by one when somebody waits
-    for the last.
+    """All-to-alls of experts or gradients, of which one begins where another ended: ``newest`` is under way, the
+    ``others`` are still to be issued.
     """
 
-    first: _Transfer
+    newest: _Transfer
     others: list[FloatArray]
 
 
@@ -124,6 +124,7 @@ class _Step:
 
     def forward(self, layer: int) -> None:
         def ready() -> None:
+            self._spread(layer)
             for following in range(layer + 1, min(layer + 1 + self.prefetch_layers, len(self.plans))):
                 self._start_restore(following)
             self._finish_restore(layer)
@@ -136,6 +137,7 @@ class _Step:
 
     def backward(self, layer: int) -> None:
         def ready() -> None:
+            self._spread(layer)
             for before in range(layer - 1, max(layer - 1 - self.prefetch_layers, -1), -1):
                 self._start_restore(before)
             self._start_reshards()
@@ -190,6 +192,11 @@ class _Step:
             all_bytes = restore_bytes(layout, self.model, self.cluster, self.strategy.sharding)
             self.experts[layer] = self._start(all_bytes, "restore", layer)
 
+    def _spread(self, layer: int) -> None:
+        """Issue what is left of a restore, so that it does not queue behind those of other layers."""
+        if (exchange := self.experts[layer]) is not None:
+            self._advance(exchange)
+
     def _finish_restore(self, layer: int) -> None:
         if (exchange := self.experts[layer]) is not None:
             self._finish(exchange)
@@ -212,10 +219,16 @@ class _Step:
         first, *others = (link_seconds(bytes_RR, self.cluster) for bytes_RR in all_bytes)
         return _Exchange(self._issue("weights", lane, first, f"layer {layer}"), others)
 
+    def _advance(self, exchange: _Exchange) -> None:
+        """Wait for all all-to-alls of the exchange but the last, which is then under way."""
+        while exchange.others:
+            self._wait(exchange.newest)
+            lane, detail = exchange.newest.lane, exchange.newest.detail
+            exchange.newest = self._issue("weights", lane, exchange.others.pop(0), detail)
+
     def _finish(self, exchange: _Exchange) -> None:
-        self._wait(exchange.first)
-        for seconds_L in exchange.others:
-            self._wait(self._issue("weights", exchange.first.lane, seconds_L, exchange.first.detail))
+        self._advance(exchange)
+        self._wait(exchange.newest)
 
     # --- lanes ----------------------------------------------------------------------------------------------
 
