@@ -50,6 +50,11 @@ def dispatch_bytes(plan: TokenPlan, model: ModelShape) -> FloatArray:
     return _between_ranks(bytes_RR)
 
 
+def restores_per_step(sharding: Sharding) -> int:
+    """Of a layer and micro-batch: 2 where experts are given back after forward, and so come again for backward."""
+    return 2 if isinstance(sharding, Fsep) and sharding.reshard_after_forward else 1
+
+
 def restore_bytes(
     layout: ExpertLayout, model: ModelShape, cluster: ClusterSpec, sharding: Sharding
 ) -> tuple[FloatArray, ...]:

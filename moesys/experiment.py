@@ -57,7 +57,7 @@ class Generated(Declared):
 
     kind: Literal["generated"] = "generated"
     distribution: Literal["uniform", "log_normal", "zipf"] = "log_normal"
-    skew: float = Field(1.0, ge=0)
+    skew: float = Field(1.0, ge=0, le=20)
     drift: float = Field(0.05, ge=0, le=1)
     spread: float = Field(0.1, ge=0)
     num_layers: int = Field(2, ge=1)
@@ -87,13 +87,13 @@ class Experiment(Declared):
 
     display_fields: ClassVar[frozenset[str]] = frozenset({"name", "description"})
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", description="names the run folder")
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100, description="names the run folder")
     description: str = ""
     model: ModelShape
     cluster: ClusterSpec
     strategies: tuple[Strategy, ...] = Field(min_length=1)
     workload: Workload
-    seeds: tuple[int, ...] = Field(tuple(range(8)), min_length=1)
+    seeds: tuple[Annotated[int, Field(ge=0)], ...] = Field(tuple(range(8)), min_length=1)
     repeat_baseline: bool = Field(False, description="run the baseline twice a seed; the second is a row of its own")
 
     @model_validator(mode="after")
@@ -101,8 +101,20 @@ class Experiment(Declared):
         names = [strategy.name for strategy in self.strategies]
         if repeated := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"strategies share the name {repeated[0]!r}; a table needs a name for each")
+        named: dict[str, str] = {}
+        for strategy in self.strategies:
+            if (other := named.setdefault(strategy.fingerprint(), strategy.name)) != strategy.name:
+                raise ValueError(
+                    f"strategies {other!r} and {strategy.name!r} are one strategy under two names, with the same "
+                    "trials; leave one out, or see noise and drift with repeat_baseline=True"
+                )
         if len(set(self.seeds)) < len(self.seeds):
             raise ValueError(f"seeds={list(self.seeds)} repeats a seed, which would add nothing; give each once")
+        if isinstance(self.workload, Replay) and "{seed}" not in self.workload.trace and len(self.seeds) > 1:
+            raise ValueError(
+                f"trace={self.workload.trace!r} is one routing for {len(self.seeds)} seeds, so their trials are equal; "
+                "use seeds=(0,), or a file a seed and {seed} in the path"
+            )
         for strategy in self.strategies:
             try:
                 strategy.slots(self.model, self.cluster)

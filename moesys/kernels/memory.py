@@ -26,7 +26,8 @@ GRAIN_BYTES = 1 << 16
 class Memory:
     """Uninitialised CPU tensors on pages that are used again as soon as no tensor lies on them.
 
-    What is idle is bounded by the most that was lent at once. Other devices have allocators of their own.
+    Idle and lent pages together are at most twice of what was lent at once. Storages cannot be resized. Other devices
+    have allocators of their own.
     """
 
     def __init__(self) -> None:

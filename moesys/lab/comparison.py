@@ -161,7 +161,7 @@ def agreement(
 ) -> Agreement | None:
     """Of the losses of the seeds that both have; None where there are none.
 
-    Two losses that are both not a number agree; one alone, or another number of steps, is infinitely far.
+    A loss that is not finite agrees with none, and another number of steps is infinitely far.
     """
     seeds = [seed for seed in baseline.keys() & losses.keys() if len(baseline[seed]) or len(losses[seed])]
     if not seeds:
@@ -180,10 +180,10 @@ def _differences(losses: Sequence[float], reference: Sequence[float], num_steps:
         return np.full(num_steps, math.inf)
     a, b = np.asarray(losses, dtype=np.float64), np.asarray(reference, dtype=np.float64)
     difference_S = np.zeros(num_steps)
-    apart = ~((a == b) | (np.isnan(a) & np.isnan(b)))
     with np.errstate(invalid="ignore", divide="ignore"):
         relative = np.abs(a - b) / np.abs(b)
-    difference_S[: len(a)] = np.where(apart, np.where(np.isfinite(relative), relative, math.inf), 0.0)
+    both_zero = (a == 0) & (b == 0)
+    difference_S[: len(a)] = np.where(both_zero, 0.0, np.where(np.isfinite(relative), relative, math.inf))
     return difference_S
 
 

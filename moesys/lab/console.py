@@ -14,8 +14,8 @@ from rich.measure import Measurement
 def print_full(content: RenderableType, notes: Sequence[str] = (), file: TextIO | None = None) -> None:
     """Print a table or a tree and, below it, its notes, one a line; ``file`` is stdout by default.
 
-    On a terminal it fits the window. In a pipe or a file it is plain and as wide as its content, because rich would cut
-    names at 80 columns there; the variable COLUMNS has the last word.
+    On a terminal it fits the window, and notes break between words. In a pipe or a file it is plain and as wide as its
+    content, because rich would cut names at 80 columns there; the variable COLUMNS has the last word.
     """
     file = file or sys.stdout
     console = Console(file=file)
@@ -24,4 +24,4 @@ def print_full(content: RenderableType, notes: Sequence[str] = (), file: TextIO 
         console = Console(file=file, width=Measurement.get(widest, widest.options, content).maximum)
     console.print(content)
     for note in notes:
-        console.print(note, soft_wrap=True, highlight=False, markup=False)
+        console.print(note, soft_wrap=not console.is_terminal, highlight=False, markup=False)

@@ -103,7 +103,7 @@ def _run(experiment: Experiment, out: Path, fresh: bool) -> RunResult:
 
 def _collect_traces(trained: RunResult) -> Path:
     """The folder with the baseline's routing of every seed, under names that a ``Replay`` finds."""
-    folder = trained.path / "traces"
+    folder = trained.path.resolve() / "traces"
     experiment = trained.experiment
     for seed in experiment.seeds:
         recorded = trace_path(trained.path, experiment.trial(experiment.baseline, seed))

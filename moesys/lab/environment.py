@@ -12,7 +12,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import torch
 from pydantic import TypeAdapter, ValidationError
 
 from moesys.lab.files import in_words
@@ -77,6 +76,9 @@ def collect_environment(torch_threads: int | None = None) -> tuple[Environment, 
     """This process's environment, and the text of its uncommitted changes; ``torch_threads`` is torch's own number by
     default.
     """
+    # Not at the top: whoever only reads environments need not wait for it.
+    import torch
+
     commit, diff = _git_state(Path(__file__).parents[1])
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
     driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if gpus else ""

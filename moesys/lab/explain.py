@@ -14,8 +14,8 @@ from io import StringIO
 import numpy as np
 
 from moesys.balance import min_max_load, split_tokens, window
-from moesys.config import ClusterSpec, EvenSplit, Fsep, Strategy
-from moesys.cost import FloatArray, dispatch_bytes, reshard_bytes, restore_bytes, transfer_seconds
+from moesys.config import ClusterSpec, EvenSplit, Strategy
+from moesys.cost import FloatArray, dispatch_bytes, reshard_bytes, restore_bytes, restores_per_step, transfer_seconds
 from moesys.experiment import Experiment, Generated, Replay, Training
 from moesys.lab.console import print_full
 from moesys.lab.rank_times import RankTimes
@@ -353,10 +353,9 @@ def _traffic(plan: LayerPlan, step: StepPlan) -> list[Traffic]:
             alone_ms=1000 * sum(transfer_seconds(bytes_RR, cluster) for bytes_RR in all_bytes),
         )
 
-    again = isinstance(sharding, Fsep) and sharding.reshard_after_forward
     return [
         traffic("dispatch", 2, rows_RR),
         traffic("combine", 2, rows_RR.T),
-        traffic("restore", 2 if again else 1, *restore_bytes(plan.layout, model, cluster, sharding)),
+        traffic("restore", restores_per_step(sharding), *restore_bytes(plan.layout, model, cluster, sharding)),
         traffic("reshard", 1, *reshard_bytes(plan.layout, model, cluster, sharding)),
     ]

@@ -110,7 +110,7 @@ class LiveProgress:
     def finish(self, record: Record) -> None:
         self._tally.add(record)
         if record.status == "failed":
-            self._console.print(Text(self._tally.line(record), style="red"), soft_wrap=True)
+            self._console.print(Text(self._tally.line(record), style="red"))
 
     def end(self) -> None:
         if self._display:
@@ -127,7 +127,8 @@ class _Display(Bars):
         self._steps: StepFile | None = None
         self._started_s = time.monotonic()
         super().__init__(
-            TextColumn("{task.description}"),
+            # Names are not markup.
+            TextColumn("{task.description}", markup=False),
             BarColumn(),
             MofNCompleteColumn(),
             console=console,
@@ -188,7 +189,8 @@ class _Tally:
     def seconds_left(self, num_left: int, elapsed_s: float) -> str:
         if not self._seconds:
             return ""
-        left_s = max(0.0, statistics.fmean(self._seconds) * num_left - elapsed_s)
+        # The mean would have the first trial's start of ranks in it, which comes once.
+        left_s = max(0.0, statistics.median(self._seconds) * num_left - elapsed_s)
         return f"about {int(left_s // 60)}:{int(left_s % 60):02} left"
 
     def _note(self, record: Record) -> None:

@@ -9,6 +9,7 @@ import multiprocessing
 import multiprocessing.connection
 import multiprocessing.context
 import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import os
 import pickle
 import queue
@@ -236,7 +237,7 @@ class LocalRanks:
         if self._store is None:
             # Served by this process, so that it outlives every rank and its port ends with the pool.
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        with _environment(dict.fromkeys(_THREAD_VARIABLES, "1")):
+        with _environment(dict.fromkeys(_THREAD_VARIABLES, "1")), _deaf_to_ctrl_c():
             _CONTEXT.set_forkserver_preload([*_PRELOAD, *self._preload])
             multiprocessing.forkserver.ensure_running()
         for rank in range(num_ranks):
@@ -315,6 +316,18 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _deaf_to_ctrl_c() -> Iterator[None]:
+    """A process started inside never hears Ctrl-C, not even while it imports: this process ends it."""
+    # Its start would end what is blocked here.
+    multiprocessing.resource_tracker.ensure_running()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @dataclass(frozen=True)

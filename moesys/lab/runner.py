@@ -78,11 +78,12 @@ def run(
         if book:
             opened.enter_context(closing(book.folder))
         left = place.share(book.left(retry_failed) if book else None)
-        if book and left:
-            book.begin(left, threads, progress or Silence())
-            opened.callback(book.progress.end)
         num_run, stopped = 0, False
         try:
+            if book and left:
+                told = progress or Silence()
+                opened.callback(told.end)
+                book.begin(left, threads, told)
             for trial in left:
                 tick = book.start(trial) if book else _nothing
                 outcome: Measurement | TrialError | None
@@ -117,14 +118,14 @@ class _Book:
         return tuple(trial for trial in self.trials if trial.identity in again or trial.identity not in self._recorded)
 
     def begin(self, left: Sequence[Trial], threads: int, progress: Progress) -> None:
-        # Not at the top: whoever has nothing left to run need not wait for torch.
-        from moesys.lab.environment import collect_environment, save_environment
-
-        self._environment = save_environment(*collect_environment(threads), self.folder.path)
         self._steps = StepFile(self.folder.path / ".steps")
         self.progress = progress
         anew = {trial.identity for trial in left}
         self.progress.begin(self.experiment, [r for r in self.records() if r.identity not in anew], len(left))
+        # Not at the top: whoever has nothing left to run need not wait for torch, and others are told before.
+        from moesys.lab.environment import collect_environment, save_environment
+
+        self._environment = save_environment(*collect_environment(threads), self.folder.path)
 
     def start(self, trial: Trial) -> Callable[[], None]:
         self._steps.clear()

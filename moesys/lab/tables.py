@@ -53,7 +53,7 @@ def comparison_sheet(comparison: Comparison, machine: str = "") -> Sheet:
         "plan ms": _median("plan_ms"),
         "between nodes %": _median("inter_node_share", ".1f", scale=100),
         "loss at end": lambda row: "" if row.final_loss is None else f"{row.final_loss:.4f}",
-        "n": lambda row: f"{row.n}" + (f" ({len(row.failed)} failed)" if row.failed else ""),
+        "n": _n_cell,
         "agreement": lambda row: _agreement_cell(row, comparison),
     }
     columns = {
@@ -82,6 +82,13 @@ def _median(metric: str, spec: str = "", scale: float = 1.0) -> Callable[[Row], 
         return format(value * scale, spec) if spec else figure(value)
 
     return cell
+
+
+def _n_cell(row: Row) -> str:
+    """Seeds that ended well; fewer may be paired with the baseline's."""
+    notes = [f"{row.speedup.n} paired"] if row.speedup is not None and row.speedup.n != row.n else []
+    notes += [f"{len(row.failed)} failed"] if row.failed else []
+    return f"{row.n}" + (f" ({', '.join(notes)})" if notes else "")
 
 
 def _speedup_cell(row: Row, comparison: Comparison) -> str:
@@ -154,10 +161,14 @@ def _sample_words(comparison: Comparison) -> str:
     return f"{asked}, {steps} {unit} each" if steps else asked
 
 
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
 def _source_words(comparison: Comparison, machine: str) -> str:
     experiment = comparison.experiment
     cluster = experiment.cluster
-    ranks = f"{cluster.num_ranks} ranks of {cluster.num_nodes} node{'s' * (cluster.num_nodes > 1)}"
+    ranks = f"{_counted(cluster.num_ranks, 'rank')} of {_counted(cluster.num_nodes, 'node')}"
     if comparison.source == "measured":
         how = f"Measured by the clock on {ranks}{f': {machine}' if machine else ''}."
     else:

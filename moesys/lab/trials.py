@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
-from moesys.config import ClusterSpec, Fsep, ModelShape, Strategy
-from moesys.cost import restore_bytes
+from moesys.config import ClusterSpec, ModelShape, Strategy
+from moesys.cost import restore_bytes, restores_per_step
 from moesys.experiment import Generated, Replay, Training
 from moesys.lab.records import Samples
 from moesys.load import IntArray, LoadMatrix
@@ -146,7 +146,11 @@ def routing_of(workload: Replay | Generated, model: ModelShape, cluster: Cluster
     if isinstance(workload, Generated):
         return generate(workload, cluster.num_ranks, model.num_experts, model.top_k, seed)
     path = workload.trace.replace("{seed}", str(seed))
-    trace = load_trace(path).fold(cluster.num_ranks)
+    trace = load_trace(path)
+    try:
+        trace = trace.fold(cluster.num_ranks)
+    except ValueError as error:
+        raise ValueError(f"trace {path} on a cluster of {cluster.num_ranks} ranks: {error}") from None
     if (trace.num_experts, trace.top_k) != (model.num_experts, model.top_k):
         raise ValueError(
             f"trace {path} is of {trace.num_experts} experts and top_k={trace.top_k}, but the model has "
@@ -156,6 +160,11 @@ def routing_of(workload: Replay | Generated, model: ModelShape, cluster: Cluster
         raise ValueError(
             f"warmup={workload.warmup} leaves nothing to time of the {trace.num_micro_batches} micro-batches that "
             f"trace {path} has on {cluster.num_ranks} ranks; use warmup <= {trace.num_micro_batches - 1}"
+        )
+    empty_S = trace.tokens_SLRE.sum(axis=(1, 2, 3)) == 0
+    if empty_S.any():
+        raise ValueError(
+            f"trace {path} has no token in micro-batch {empty_S.argmax()} on {cluster.num_ranks} ranks; leave it out"
         )
     return trace if workload.tokens_per_rank is None else trace.scaled(workload.tokens_per_rank)
 
@@ -170,15 +179,13 @@ def _simulated(step: StepPlan) -> dict[str, float]:
     restored_bytes = sum(
         bytes_RR.sum() for plan in step.layers for bytes_RR in restore_bytes(plan.layout, model, cluster, sharding)
     )
-    # Experts that are given back after the forward pass come again for the backward pass.
-    num_restores = 2 if isinstance(sharding, Fsep) and sharding.reshard_after_forward else 1
     routed = sum(plan.load.total for plan in tokens)
     leaving = sum(plan.inter_node_tokens(cluster.node_of_rank) for plan in tokens)
     return {
         "step_ms": timeline.length_us / 1000,
         "exposed_ms": exposed_ms(timeline),
         "load_max_over_mean": float(np.mean([plan.max_over_mean for plan in tokens])),
-        "restored_mib": float(num_restores * restored_bytes / 2**20),
+        "restored_mib": float(restores_per_step(sharding) * restored_bytes / 2**20),
         "inter_node_share": leaving / routed if routed else 0.0,
     }
 

@@ -168,8 +168,9 @@ def test_simulated_rows_have_a_speed_and_no_agreement():
     [
         ([1.0, 2.0], [1.0, 2.0], 0.0),
         ([1.0, 2.5], [1.0, 2.0], 0.25),
-        ([1.0, math.nan], [1.0, math.nan], 0.0),
-        ([1.0, math.inf], [1.0, math.inf], 0.0),
+        ([1.0, math.nan], [1.0, math.nan], math.inf),
+        ([1.0, math.inf], [1.0, math.inf], math.inf),
+        ([1.0, 0.0], [1.0, 0.0], 0.0),
         ([1.0, 2.0], [1.0, math.nan], math.inf),
         ([1.0, math.inf], [1.0, 2.0], math.inf),
         ([1.0, 2.0], [1.0, 0.0], math.inf),

@@ -17,6 +17,7 @@ from moesys.lab.environment import (
     load_environments,
     save_environment,
 )
+from moesys.lab.launch import LOOPBACK
 
 
 @pytest.fixture(scope="module")
@@ -56,13 +57,20 @@ def test_the_same_state_has_the_same_id(environment):
 
 
 def test_variables_that_steer_are_kept_and_homes_are_not(monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
     monkeypatch.setenv("TORCH_HOME", str(Path.home() / "models"))
     monkeypatch.setenv("SOMETHING_ELSE", "1")
     variables = collect_environment()[0].variables
-    assert variables["OMP_NUM_THREADS"] == "3"
+    assert variables["GLOO_SOCKET_IFNAME"] == "eth0"
     assert variables["TORCH_HOME"] == "~/models"
     assert "SOMETHING_ELSE" not in variables
+
+
+def test_what_starts_ranks_changes_no_environment(environment, monkeypatch):
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", LOOPBACK)
+    assert collect_environment(torch_threads=1)[0].variables == environment.variables
 
 
 def test_a_clean_checkout_has_a_commit_and_no_changes(package):
@@ -104,7 +112,7 @@ def test_saving_writes_the_file_and_the_changes_once(environment, tmp_path):
 
 def test_a_file_that_is_no_environment_is_named(tmp_path):
     (tmp_path / "environment-0.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"environment-0.json describes no environment: \n  git_commit: "):
+    with pytest.raises(ValueError, match=r"environment-0.json describes no environment: git_commit: Field required; "):
         load_environments(tmp_path)
 
 

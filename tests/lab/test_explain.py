@@ -65,6 +65,7 @@ def replayed(tmp_path: Path, tokens_SLRE, *strategies: Strategy) -> Experiment:
         cluster=ClusterSpec(ranks_per_node=R),
         strategies=strategies,
         workload=Replay(trace=str(tmp_path / "trace.npz")),
+        seeds=(0,),
     )
 
 
@@ -234,8 +235,8 @@ def test_experts_without_tokens_are_named(tmp_path):
 
 def test_a_layer_without_any_token_is_explained_too(tmp_path):
     strategy = Strategy(name="ep")
-    step = explain(strategy, replayed(tmp_path, [[[[0, 0], [0, 0]]]], strategy))
-    assert step.step_ms == 0
+    step = explain(strategy, replayed(tmp_path, [[[[0, 0], [0, 0]], [[1, 0], [0, 1]]]], strategy))
+    assert step.layers[0].num_tokens == 0
     assert "none, for there are no tokens" in str(step)
 
 

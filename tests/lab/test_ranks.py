@@ -43,6 +43,10 @@ def fail_on(failing: int) -> None:
     dist.barrier()
 
 
+def blocked_signals() -> set[int]:
+    return set(signal.pthread_sigmask(signal.SIG_BLOCK, []))
+
+
 def exit_on(failing: int, code: int) -> int:
     if dist.get_rank() == failing:
         sys.exit(code)
@@ -227,6 +231,11 @@ def test_a_rank_killed_between_runs_is_replaced(ranks: LocalRanks) -> None:
             os.kill(pid, 0)
             time.sleep(0.01)
     assert ranks.run(sum_of_ranks, 0.0, num_ranks=2) == [(0, 2, 1.0), (1, 2, 1.0)]
+
+
+def test_ctrl_c_is_for_this_process_and_not_for_ranks_from_their_first_import_on(ranks: LocalRanks) -> None:
+    assert all(signal.SIGINT in blocked for blocked in ranks.run(blocked_signals))
+    assert signal.SIGINT not in blocked_signals()
 
 
 def test_wrong_sizes_are_refused(ranks: LocalRanks) -> None:

@@ -12,6 +12,7 @@ import pytest
 from runner_cases import EP, FSEP, partly_failing, simulation, training
 
 from moesys.experiment import Replay
+from moesys.lab.environment import collect_environment, load_environments
 from moesys.lab.progress import Silence
 from moesys.lab.ranks import LocalRanks
 from moesys.lab.records import RunFolder
@@ -126,7 +127,7 @@ def test_ctrl_c_keeps_what_is_finished_and_says_how_to_go_on(tmp_path):
 
 
 def test_a_missing_trace_is_refused_before_anything_is_written(tmp_path):
-    experiment = simulation(workload=Replay(trace=str(tmp_path / "nowhere.npz")))
+    experiment = simulation(workload=Replay(trace=str(tmp_path / "nowhere.npz")), seeds=(0,))
     with pytest.raises(ValueError, match=r"nowhere\.npz does not exist"):
         run(experiment, tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
@@ -156,6 +157,8 @@ import torch.distributed as dist
 from moesys.lab import launch
 from moesys.lab.files import load_experiment
 from moesys.lab.runner import run
+# On both ranks at once, and not on one when the other has failed.
+import moesys.train.loop
 
 measured = launch.run_measured
 
@@ -191,6 +194,8 @@ def test_torchrun_gives_what_spawned_ranks_give_also_after_a_failure(tmp_path: P
         assert second == "1 run: 1 of 1 trials are recorded"
     (folder,) = out.glob("trained-*")
     _, record = RunFolder(folder).records()
+    here, _ = collect_environment(torch_threads=1)
+    assert load_environments(folder)[record.environment].variables == here.variables
     arguments = (FSEP, experiment.model, experiment.cluster, experiment.workload, 0, str)
     spawned = ranks.run(run_measured, *arguments, num_ranks=2)[0]
     assert spawned is not None

@@ -10,6 +10,7 @@ from pathlib import Path
 from rich import box
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from moesys.config import Strategy
 from moesys.experiment import Experiment
@@ -92,7 +93,7 @@ def _metric_table(comparison: Comparison, metric: str) -> Table:
         values = [value for of_seed in row.samples.get(metric, {}).values() for value in of_seed]
         median = row.median(metric)
         cells = [figure(value) for value in (median, min(values), max(values))] if median is not None else [""] * 3
-        table.add_row(row.name, *cells, str(len(row.samples.get(metric, {}))))
+        table.add_row(Text(row.name), *cells, str(len(row.samples.get(metric, {}))))
     return table
 
 
@@ -102,18 +103,18 @@ def _metric_table(comparison: Comparison, metric: str) -> Table:
 def _groups(folders: Sequence[RunFolder]) -> list[list[RunFolder]]:
     """Folders of one model, cluster and workload together; so a table never mixes simulated and measured.
 
-    A folder without a strategy that the others have not is a run of theirs once more, and gets a table of its own.
+    A folder all of whose trials the others have is a run of theirs once more, and gets a table of its own.
     """
     groups: dict[str, list[RunFolder]] = {}
     seen: dict[str, set[str]] = {}
     for folder in folders:
         experiment = folder.experiment()
         key = setting_fingerprint(experiment)
-        strategies = {strategy.fingerprint() for strategy in experiment.strategies}
-        if strategies <= seen.get(key, set()):
+        trials = {trial.identity for trial in experiment.trials()}
+        if trials <= seen.get(key, set()):
             key = f"{key} {folder.path}"
         groups.setdefault(key, []).append(folder)
-        seen[key] = seen.get(key, set()) | strategies
+        seen[key] = seen.get(key, set()) | trials
     return list(groups.values())
 
 
