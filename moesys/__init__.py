@@ -37,8 +37,10 @@ if TYPE_CHECKING:
     from moesys.experiment import Generated as Generated
     from moesys.experiment import Replay as Replay
     from moesys.experiment import Training as Training
+    from moesys.lab.commands.compare import compare as compare
     from moesys.lab.comparison import Comparison as Comparison
     from moesys.lab.comparison import compare_records as compare_records
+    from moesys.lab.explain import explain as explain
     from moesys.lab.runner import RunResult as RunResult
     from moesys.lab.runner import run as run
     from moesys.layout import ExpertLayout as ExpertLayout
@@ -106,7 +108,9 @@ _MODULE_OF = {
     "Training": "moesys.experiment",
     "WindowMean": "moesys.config",
     "clip_grad_norm_": "moesys.moe.gradients",
+    "compare": "moesys.lab.commands.compare",
     "compare_records": "moesys.lab.comparison",
+    "explain": "moesys.lab.explain",
     "generate": "moesys.traces",
     "link": "moesys.moe.runtime",
     "load_trace": "moesys.traces",

@@ -57,7 +57,7 @@ class Generated(Declared):
 
     kind: Literal["generated"] = "generated"
     distribution: Literal["uniform", "log_normal", "zipf"] = "log_normal"
-    skew: float = Field(1.0, ge=0, le=20)
+    skew: float = Field(1.0, ge=0, le=100)
     drift: float = Field(0.05, ge=0, le=1)
     spread: float = Field(0.1, ge=0)
     num_layers: int = Field(2, ge=1)

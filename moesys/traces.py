@@ -11,6 +11,7 @@ import zipfile
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -69,6 +70,12 @@ class Trace:
     @property
     def num_experts(self) -> int:
         return self.tokens_SLRE.shape[3]
+
+    @property
+    def digest(self) -> str:
+        """16 hex digits of the counts and their shape."""
+        counts = np.ascontiguousarray(self.tokens_SLRE, dtype="<i8")
+        return sha256(repr(counts.shape).encode() + counts.tobytes()).hexdigest()[:16]
 
     def fold(self, num_ranks: int) -> Trace:
         """The trace for a cluster of ``num_ranks`` = R·n ranks: n consecutive micro-batches become one, in which source

@@ -13,8 +13,8 @@ from pathlib import Path
 from moesys import presets
 from moesys.config import ClusterSpec, Ep, FlowSplit, Fsep, Greedy, ModelShape, Pipelined, Strategy
 from moesys.experiment import Experiment, Replay, Training
+from moesys.lab.commands import refused
 from moesys.lab.commands.compare import report
-from moesys.lab.commands.run import refused
 from moesys.lab.figures import computed_tokens, load_heat_map, loss_chart, timeline_chart
 from moesys.lab.progress import progress_on
 from moesys.lab.runner import Interrupted, RunResult, run, trace_path
@@ -68,7 +68,7 @@ def demo(out: Path, fresh: bool = False) -> int:
             return trained.exit_code
         print()
         replayed = _run(replay_experiment(_collect_traces(trained)), out, fresh)
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         return refused(error)
     except Interrupted as stop:
         print(stop, file=sys.stderr)

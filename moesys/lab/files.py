@@ -60,7 +60,7 @@ def _loaded(path: Path, all_of_them: bool) -> tuple[Experiment, ...]:
         raise ValueError(f"{path} declares no experiment: {in_words(error)}") from None
 
 
-def in_words(error: Exception) -> str:
+def in_words(error: BaseException) -> str:
     """An exception's message; pydantic's in one line, as ``field: message; field: message``."""
     if not isinstance(error, ValidationError):
         return str(error)
@@ -170,7 +170,7 @@ def _own_lines(path: Path, what: str) -> Iterator[None]:
     except SyntaxError as error:
         told = "".join(traceback.format_exception_only(error)).rstrip()
         raise ValueError(f"{what}\n{told}") from None
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         own = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
         lines = "".join(traceback.format_list(own))
         raise ValueError(f"{what}\n{lines}{type(error).__name__}: {in_words(error)}") from None

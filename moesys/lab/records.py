@@ -50,6 +50,7 @@ class Record:
     environment: id of the file ``environment-<id>.json`` beside the records.
     losses: of all steps, warm-up included, in nats a byte; empty where it was simulated.
     tokens_LE: tokens of each expert in each layer, over the timed steps.
+    routing: ``Trace.digest`` of what was replayed; empty for other workloads.
     error: one line, of a failed trial; trace: the whole traceback.
     """
 
@@ -67,6 +68,7 @@ class Record:
     samples: dict[str, Samples] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
     tokens_LE: list[list[int]] = field(default_factory=list)
+    routing: str = ""
     error: str = ""
     trace: str = ""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -66,15 +66,18 @@ def run(
     those again that failed before; ``fresh`` begins a new folder. ``threads`` are torch's, of each rank. Under torchrun
     every rank calls this and gets the same result.
 
+    A script that calls this needs ``if __name__ == "__main__":`` around the call: ranks are processes that import it.
+
     Raises ValueError, before any trial, for what cannot run or be resumed, and ``Interrupted`` for Ctrl-C.
     """
+    routing: dict[int, str] = {}
     if isinstance(experiment.workload, Replay):
         # A trace that is missing or does not fit is one error, not one a trial.
         for seed in experiment.seeds:
-            routing_of(experiment.workload, experiment.model, experiment.cluster, seed)
+            routing[seed] = routing_of(experiment.workload, experiment.model, experiment.cluster, seed).digest
     with ExitStack() as opened:
         place = opened.enter_context(closing(place_for(experiment, threads)))
-        book = place.on_writer(lambda: _Book(experiment, RunFolder.open(experiment, out, fresh=fresh)))
+        book = place.on_writer(lambda: _Book(experiment, RunFolder.open(experiment, out, fresh=fresh), routing))
         if book:
             opened.enter_context(closing(book.folder))
         left = place.share(book.left(retry_failed) if book else None)
@@ -102,16 +105,30 @@ def run(
 
 
 class _Book:
-    """The writer's side of a run: what is recorded, and who is told. Raises ValueError for records it cannot read."""
+    """The writer's side of a run: what is recorded, and who is told.
 
-    def __init__(self, experiment: Experiment, folder: RunFolder) -> None:
-        self.experiment, self.folder = experiment, folder
+    ``routing``: digests of the traces to replay, by seed. Raises ValueError for records that it cannot read, and for
+    those of other traces.
+    """
+
+    def __init__(self, experiment: Experiment, folder: RunFolder, routing: Mapping[int, str]) -> None:
+        self.experiment, self.folder, self._routing = experiment, folder, routing
         self.trials = experiment.trials()
         try:
             self._recorded = latest(folder.records())
+            self._check_routing()
         except ValueError:
             folder.close()
             raise
+
+    def _check_routing(self) -> None:
+        for record in self.records():
+            if record.status == "ok" and record.routing != self._routing.get(record.seed, ""):
+                raise ValueError(
+                    f"the trace of seed {record.seed} is another one than {self.folder.path} has replayed "
+                    f"({self._routing[record.seed]}, there {record.routing}); bring that back, or start a folder "
+                    "beside it with --fresh (fresh=True)"
+                )
 
     def left(self, retry_failed: bool) -> tuple[Trial, ...]:
         again = {record.identity for record in self._recorded.values() if retry_failed and record.status == "failed"}
@@ -147,6 +164,7 @@ class _Book:
             started=self._started.isoformat(timespec="seconds"),
             seconds=time.monotonic() - self._started_s,
             environment=self._environment,
+            routing=self._routing.get(trial.seed, ""),
         )
         if isinstance(outcome, TrialError):
             record = replace(record, status="failed", error=str(outcome), trace=outcome.trace)

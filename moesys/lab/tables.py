@@ -34,7 +34,8 @@ def comparison_table(comparison: Comparison, machine: str = "") -> tuple[Table, 
     sheet = comparison_sheet(comparison, machine)
     table = Table(title=Text(sheet.title, style="bold"), title_justify="left", box=box.SIMPLE_HEAD)
     for index, column in enumerate(sheet.columns):
-        table.add_column(Text(column), justify="right" if index else "left", no_wrap=True)
+        # Two short lines, because a terminal cuts one long line where the window is narrow.
+        table.add_column(Text(column.replace(" ", "\n", 1)), justify="right" if index else "left", no_wrap=True)
     for cells, best in zip(sheet.rows, sheet.best, strict=True):
         # Text, because in a string rich would take brackets for its markup.
         table.add_row(*(Text(cell) for cell in cells), style="bold green" if best else None)

@@ -11,14 +11,16 @@ from pathlib import Path
 import pytest
 from runner_cases import EP, FSEP, partly_failing, simulation, training
 
+from moesys.config import ClusterSpec
 from moesys.experiment import Replay
+from moesys.lab.commands.compare import compare
 from moesys.lab.environment import collect_environment, load_environments
 from moesys.lab.progress import Silence
 from moesys.lab.ranks import LocalRanks
 from moesys.lab.records import RunFolder
 from moesys.lab.runner import Interrupted, run, trace_path
 from moesys.lab.trials import run_measured
-from moesys.traces import load_trace
+from moesys.traces import Trace, load_trace, save_trace
 
 
 class Listener(Silence):
@@ -131,6 +133,30 @@ def test_a_missing_trace_is_refused_before_anything_is_written(tmp_path):
     with pytest.raises(ValueError, match=r"nowhere\.npz does not exist"):
         run(experiment, tmp_path / "runs")
     assert not (tmp_path / "runs").exists()
+
+
+def test_seeds_of_two_folders_make_one_comparison(tmp_path):
+    whole = run(simulation(seeds=(0, 1, 2)), tmp_path / "whole")
+    parts = [run(simulation(seeds=seeds), tmp_path / f"part-{seeds[0]}") for seeds in ((0,), (1, 2))]
+    (expected,), (merged,) = compare([whole.path]), compare([part.path for part in parts])
+    assert merged.n == expected.n == 3
+    assert [row.speedup for row in merged.rows] == [row.speedup for row in expected.rows]
+    assert len(compare([whole.path, parts[0].path])) == 2, "all of its trials are in the first folder"
+
+
+def test_a_trace_that_changed_is_refused(tmp_path):
+    path = tmp_path / "trace.npz"
+    save_trace(Trace([[[[3, 1]]], [[[2, 2]]]], top_k=1), path)
+    small = simulation().model.replace(num_experts=2, top_k=1)
+    replay = simulation(
+        model=small, cluster=ClusterSpec(), strategies=(EP,), workload=Replay(trace=str(path)), seeds=(0,)
+    )
+    assert run(replay, tmp_path / "runs").num_run == 1
+    assert run(replay, tmp_path / "runs").num_run == 0
+    save_trace(Trace([[[[4, 0]]], [[[2, 2]]]], top_k=1), path)
+    with pytest.raises(ValueError, match="the trace of seed 0 is another one than"):
+        run(replay, tmp_path / "runs")
+    assert run(replay, tmp_path / "runs", fresh=True).num_run == 1
 
 
 def test_spawned_ranks_train_record_routing_and_live_through_a_failure(tmp_path):

@@ -20,8 +20,8 @@ from moesys.timeline import Span, Timeline
 SHAPE = ms.ModelShape(hidden_size=64, intermediate_size=4096, num_experts=4, top_k=2)
 NUM_TOKENS = 256
 NUM_CHUNKS = 4
-# A chunk's tokens travel for 50 ms, a layer's experts for 60 ms: a rank may come late by that much on a busy machine.
-SLOW_TOKENS_GB_PER_S, FAST_TOKENS_GB_PER_S, EXPERTS_GB_PER_S = 3e-4, 1e-2, 5e-2
+# A chunk's tokens travel for 50 ms, a layer's experts for 150 ms: a rank may come late by that much on a busy machine.
+SLOW_TOKENS_GB_PER_S, FAST_TOKENS_GB_PER_S, EXPERTS_GB_PER_S = 3e-4, 1e-2, 2e-2
 
 EP = ms.Strategy(name="ep")
 FSEP = EP.replace(name="fsep", sharding=ms.Fsep(slots_per_rank=2))

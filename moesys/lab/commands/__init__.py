@@ -1,0 +1,19 @@
+"""What commands do behind the command line.
+
+Exit codes: 0, all is well; 1, a trial failed; 2, what was asked for cannot be done, and a message says why; 130,
+Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Literal
+
+Format = Literal["table", "markdown", "csv", "json", "latex"]
+
+
+def refused(error: ValueError | OSError) -> int:
+    """Say why; the exit code. What the system refuses is mostly a folder that cannot be written, or a full disk."""
+    what = f"{error.strerror}: {error.filename}" if isinstance(error, OSError) and error.filename else error
+    print(f"Error: {what}", file=sys.stderr)
+    return 2

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from moesys.config import Strategy
 from moesys.experiment import Experiment
-from moesys.lab.commands.run import Format, refused
+from moesys.lab.commands import Format, refused
 from moesys.lab.comparison import Comparison, compare_records
 from moesys.lab.console import print_full
 from moesys.lab.environment import Environment, differences, load_environments
@@ -22,6 +22,15 @@ from moesys.lab.formats import format_comparison
 from moesys.lab.records import RunFolder, setting_fingerprint
 from moesys.lab.runner import RunResult
 from moesys.lab.tables import comparison_table, figure
+
+
+def compare(runs: Sequence[Path | str]) -> list[Comparison]:
+    """What run folders say: one comparison for each model, cluster and workload among them.
+
+    Folders of one setting share it, so seeds and strategies may come from several. Raises ValueError for a folder that
+    is none, or that cannot be read.
+    """
+    return [_merged(group) for group in _groups([RunFolder(Path(folder)) for folder in runs])]
 
 
 def compare_folders(folders: Sequence[Path], form: Format = "table", metric: str | None = None) -> int:
@@ -38,7 +47,7 @@ def compare_folders(folders: Sequence[Path], form: Format = "table", metric: str
             raise ValueError(
                 f"--format={form} holds one comparison, and these folders make {len(groups)}; give them one at a time"
             )
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         return refused(error)
     environments = [_environments(group, comparison) for group, comparison in zip(groups, comparisons, strict=True)]
     _warn([environment for of_group in environments for environment in of_group])

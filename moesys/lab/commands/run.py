@@ -1,8 +1,4 @@
-"""``moesys run``: from an experiment file to its table, or its tables.
-
-Exit codes, here and in ``moesys compare``: 0, all is well; 1, a trial failed; 2, what was asked for cannot be done, and
-a message says why; 130, Ctrl-C.
-"""
+"""``moesys run``: from an experiment file to its table, or its tables."""
 
 from __future__ import annotations
 
@@ -10,17 +6,16 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from moesys.experiment import Experiment
+from moesys.lab.commands import Format, refused
 from moesys.lab.files import load_experiments
 from moesys.lab.progress import progress_on
 from moesys.lab.runner import Interrupted, RunResult, run
 
 if TYPE_CHECKING:
     from moesys.lab.comparison import Comparison
-
-Format = Literal["table", "markdown", "csv", "json", "latex"]
 
 
 def run_file(
@@ -61,7 +56,7 @@ def run_file(
                 code = max(code, result.exit_code)
             if result.stopped:
                 break
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         return refused(error) if speaks else 2
     except Interrupted as stop:
         if speaks:
@@ -70,11 +65,6 @@ def run_file(
     if len(comparisons) > 1:
         _draw(comparisons, out / file.stem, told)
     return code
-
-
-def refused(error: ValueError) -> int:
-    print(f"Error: {error}", file=sys.stderr)
-    return 2
 
 
 def _experiments(file: Path, form: Format, num_seeds: int | None) -> list[Experiment]:
