@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import moesys as ms
+from moesys.lab.comparison import JUDGED_STEPS
 from moesys.lab.files import load_experiment
 
 FOLDER = Path(__file__).parents[2] / "experiments"
@@ -20,10 +21,12 @@ every_file = pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 
 
 def in_small(experiment: ms.Experiment) -> ms.Experiment:
-    """The same strategies, in seconds: a narrow model, few tokens, two steps, one seed."""
-    model = experiment.model.replace(hidden_size=16, intermediate_size=16)
+    """The same strategies, in seconds: a narrow model, few tokens, one seed, and of a training as many steps as show a
+    wrong gradient. Weights are large, so that few tokens are near a tie.
+    """
+    model = experiment.model.replace(hidden_size=16, intermediate_size=16, initializer_range=0.1)
     if isinstance(experiment.workload, ms.Training):
-        workload = experiment.workload.replace(num_heads=2, context=16, batch=1, warmup=0, steps=2)
+        workload = experiment.workload.replace(num_heads=2, context=16, batch=1, warmup=0, steps=JUDGED_STEPS)
     else:
         workload = experiment.workload.replace(tokens_per_rank=512, warmup=1, steps=2)
     return experiment.replace(model=model, workload=workload, seeds=(0,), repeat_baseline=False)
