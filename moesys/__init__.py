@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from moesys import presets as presets
     from moesys.balance import plan_layout as plan_layout
     from moesys.balance import split_tokens as split_tokens
+    from moesys.config import Adaptive as Adaptive
     from moesys.config import ClusterSpec as ClusterSpec
     from moesys.config import CpSat as CpSat
     from moesys.config import Declared as Declared
@@ -20,12 +21,14 @@ if TYPE_CHECKING:
     from moesys.config import Ep as Ep
     from moesys.config import Eplb as Eplb
     from moesys.config import EvenSplit as EvenSplit
+    from moesys.config import FlexMoe as FlexMoe
     from moesys.config import FlowSplit as FlowSplit
     from moesys.config import Fsep as Fsep
     from moesys.config import Greedy as Greedy
     from moesys.config import Laer as Laer
     from moesys.config import Last as Last
     from moesys.config import ModelShape as ModelShape
+    from moesys.config import Oracle as Oracle
     from moesys.config import Ordered as Ordered
     from moesys.config import Pipelined as Pipelined
     from moesys.config import Proportional as Proportional
@@ -69,6 +72,7 @@ if TYPE_CHECKING:
 
 # The imports above are for type checkers; a test holds them and this table equal.
 _MODULE_OF = {
+    "Adaptive": "moesys.config",
     "ClusterSpec": "moesys.config",
     "CollectiveError": "moesys.overlap.channel",
     "Comparison": "moesys.lab.comparison",
@@ -80,6 +84,7 @@ _MODULE_OF = {
     "EvenSplit": "moesys.config",
     "Experiment": "moesys.experiment",
     "ExpertLayout": "moesys.layout",
+    "FlexMoe": "moesys.config",
     "FlowSplit": "moesys.config",
     "Fsep": "moesys.config",
     "Generated": "moesys.experiment",
@@ -92,6 +97,7 @@ _MODULE_OF = {
     "MoELayer": "moesys.moe.layer",
     "MoERuntime": "moesys.moe.runtime",
     "ModelShape": "moesys.config",
+    "Oracle": "moesys.config",
     "Ordered": "moesys.config",
     "Pipelined": "moesys.config",
     "Proportional": "moesys.config",

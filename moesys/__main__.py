@@ -55,6 +55,10 @@ def run(
     fail_fast: Annotated[bool, typer.Option("--fail-fast", help="Stop at the first trial that fails.")] = False,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Run trials again that failed before.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Begin a new run folder.")] = False,
+    record_routing: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="A training's routing; {seed} and {strategy} vary."),
+    ] = None,
 ) -> None:
     """Run an experiment, or what is left of it. Exit code 1 if a trial failed.
 
@@ -72,6 +76,7 @@ def run(
         fail_fast=fail_fast,
         retry_failed=retry_failed,
         fresh=fresh,
+        record_routing=record_routing,
     )
     raise typer.Exit(code)
 
@@ -100,6 +105,40 @@ def explain(
     from moesys.lab.explain_tree import explain_command
 
     raise typer.Exit(explain_command(file, strategy, layer, micro_batch, as_json))
+
+
+@app.command()
+def plan(
+    load: Annotated[
+        Path, typer.Option(metavar="FILE", help="Tokens [rank, expert] as .npy, .csv or .json; or a trace, .npz.")
+    ],
+    cluster: Annotated[str, typer.Option(help="Nodes x ranks a node, as 4x8; or a ClusterSpec in .json or .toml.")],
+    slots: Annotated[int | None, typer.Option(min=1, help="Slots a rank; one more than needed by default.")] = None,
+    balance: Annotated[str, typer.Option(help='A kind, or its JSON: {"kind": "greedy", "effort": 4}.')] = "greedy",
+    split: Annotated[str, typer.Option(help='A kind, or its JSON: {"kind": "flow", "max_inter_node": 0.1}.')] = "flow",
+    previous: Annotated[Path | None, typer.Option(help="A plan that --out wrote: the layout in force.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Write plan and certificate to this file, as JSON.")] = None,
+    micro_batch: Annotated[int | None, typer.Option(help="Of the trace, from 0; the last by default.")] = None,
+    layer: Annotated[int | None, typer.Option(help="Of the trace; the first by default.")] = None,
+) -> None:
+    """Plan one layer: who holds which expert, who computes what, and how far that can be from the best.
+
+    For example: moesys plan --load load.csv --cluster 4x8 --slots 3 --out plan.json
+    """
+    from moesys.lab.commands.plan import plan_command
+
+    code = plan_command(
+        load,
+        cluster,
+        slots=slots,
+        balance=balance,
+        split=split,
+        previous=previous,
+        out=out,
+        micro_batch=micro_batch,
+        layer=layer,
+    )
+    raise typer.Exit(code)
 
 
 @app.command()
@@ -148,6 +187,70 @@ def bench_overlap(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
     raise typer.Exit(overlap.main(part, num_tokens=tokens, repeats=repeats, threads=threads, json_path=json))
+
+
+@bench.command("planner")
+def bench_planner(
+    trace: Annotated[Path | None, typer.Option(help="Replay this trace; docs/traces.md says how to make one.")] = None,
+    ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Of the trace's ranks; all by default.")] = None,
+    slots: Annotated[
+        list[int] | None, typer.Option(min=1, help="Slots a rank, may be repeated; one more than needed by default.")
+    ] = None,
+    lag: Annotated[int, typer.Option(min=1, help="Iterations from the newest load planned on to the one scored.")] = 10,
+    from_iteration: Annotated[int | None, typer.Option(help="Score from this iteration on.")] = None,
+    to_iteration: Annotated[int | None, typer.Option(help="Score up to this iteration.")] = None,
+    layers: Annotated[list[int] | None, typer.Option(help="Of the trace, may be repeated; all by default.")] = None,
+    every: Annotated[int, typer.Option(min=1, help="Score every N-th micro-batch.")] = 1,
+    balance: Annotated[list[str] | None, typer.Option(help="A kind or its JSON, may be repeated.")] = None,
+    split: Annotated[list[str] | None, typer.Option(help="A kind or its JSON, may be repeated.")] = None,
+    predictor: Annotated[list[str] | None, typer.Option(help="A kind or its JSON, may be repeated.")] = None,
+    laer: Annotated[bool, typer.Option("--laer", help="LAER-MoE's two settings, on routing like its own.")] = False,
+    scale: Annotated[bool, typer.Option("--scale", help="Known loads from 8 to 1024 ranks.")] = False,
+    peer_eplb: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="--scale also times this checkout of deepseek-ai/EPLB.")
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Of drawn loads: --laer and --scale.")] = 3,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed repetitions of --scale.")] = 9,
+    json: Annotated[Path | None, typer.Option(help="Write every row to this file.")] = None,
+) -> None:
+    """Compare planners: --trace FILE, --laer or --scale.
+
+    Layouts are planned on the past only, and the tokens of a later micro-batch are split over them. For example:
+    moesys bench planner --trace run.npz --ranks-per-node 8 --slots 3 --slots 4 --lag 10
+    """
+    from moesys.lab.bench import planner
+    from moesys.lab.choices import balance_of, predictor_of, split_of
+
+    if (trace is not None) + laer + scale != 1:
+        raise typer.BadParameter("give one of --trace FILE, --laer and --scale")
+    try:
+        if scale:
+            from moesys.lab.bench import planner_scale
+
+            raise typer.Exit(planner_scale.main(num_seeds=seeds, repeats=repeats, peer_path=peer_eplb, json_path=json))
+        chosen = planner.contenders(
+            [balance_of(text) for text in balance or ()],
+            [split_of(text) for text in split or ()],
+            [predictor_of(text) for text in predictor or ()],
+        )
+        if laer:
+            raise typer.Exit(planner.main_laer(chosen if balance or split or predictor else None, seeds, json))
+        assert trace is not None
+        code = planner.main_trace(
+            trace,
+            ranks_per_node=ranks_per_node,
+            slots=slots or (),
+            chosen=chosen,
+            lag=lag,
+            from_iteration=from_iteration,
+            to_iteration=to_iteration,
+            layers=layers or (),
+            every=every,
+            json_path=json,
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    raise typer.Exit(code)
 
 
 def main() -> None:

@@ -12,12 +12,15 @@ from __future__ import annotations
 import hashlib
 import json
 import tomllib
+from functools import cached_property
+from itertools import accumulate
 from typing import Annotated, Any, ClassVar, Literal, Self
 
 import tomli_w
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 FINGERPRINT_SCHEMA = 1
+BYTES_PER_GB = 10**9
 
 DType = Literal["float32", "bfloat16", "float16"]
 BYTES_PER_ELEMENT: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -147,7 +150,9 @@ class ModelShape(Declared):
 
 
 class ClusterSpec(Declared):
-    """Ranks in nodes, and how fast bytes and flops go. Ranks are numbered node by node.
+    """Ranks in domains and nodes, and how fast bytes and flops go. Ranks are numbered node by node.
+
+    A domain is what the fastest links join (an NVLink domain): a node, a part of one, or whole nodes together.
 
     The default speeds are LAER-MoE's for A100-80GB nodes: its measured links (network_config.json), and the matmul rate
     behind its planner's 1.484375 us a token. GB/s are 1e9 bytes a second, one way.
@@ -155,6 +160,9 @@ class ClusterSpec(Declared):
 
     num_nodes: int = Field(1, ge=1)
     ranks_per_node: int | tuple[int, ...] = Field(1, description="one number for every node, or one a node")
+    ranks_per_domain: int | tuple[int, ...] | None = Field(
+        None, description="ranks that the fastest links join: one number for every domain, or one a domain; None: nodes"
+    )
     name: str = ""
     intra_node_gb_per_s: float = Field(216.269, gt=0, description="between two ranks of a node, GB/s")
     inter_node_gb_per_s: float = Field(88.9539, gt=0, description="in or out of a whole node, GB/s")
@@ -169,7 +177,25 @@ class ClusterSpec(Declared):
             )
         if min(self.node_sizes) < 1:
             raise ValueError(f"ranks_per_node={self.ranks_per_node} leaves a node without ranks; use at least 1")
+        self._check_domains()
         return self
+
+    def _check_domains(self) -> None:
+        sizes, declared = self.domain_sizes, self.ranks_per_domain
+        if min(sizes, default=0) < 1:
+            raise ValueError(f"ranks_per_domain={declared} leaves a domain without ranks; use at least 1")
+        if sum(sizes) != self.num_ranks:
+            raise ValueError(
+                f"ranks_per_domain={declared} does not add up to the {self.num_ranks} ranks of the nodes "
+                f"{self.node_sizes}; use a divisor or a multiple of the node sizes, or one number a domain"
+            )
+        node_ends, domain_ends = set(accumulate(self.node_sizes)), set(accumulate(sizes))
+        if not (node_ends <= domain_ends or domain_ends <= node_ends):
+            raise ValueError(
+                f"ranks_per_domain={declared} does not nest with the nodes {self.node_sizes}: every domain must lie in "
+                "one node, or every domain must be whole nodes; use a divisor or a multiple of the node sizes, or one "
+                "number a domain"
+            )
 
     @property
     def node_sizes(self) -> tuple[int, ...]:
@@ -181,26 +207,61 @@ class ClusterSpec(Declared):
     def num_ranks(self) -> int:
         return sum(self.node_sizes)
 
-    @property
+    @cached_property
     def node_of_rank(self) -> tuple[int, ...]:
         """Node index of each rank, [R]."""
         return tuple(node for node, size in enumerate(self.node_sizes) for _ in range(size))
+
+    @property
+    def domain_sizes(self) -> tuple[int, ...]:
+        """Ranks of each domain, in rank order; sums to R."""
+        match self.ranks_per_domain:
+            case None:
+                return self.node_sizes
+            case int(size):
+                return (size,) * max(1, self.num_ranks // max(1, size))
+            case sizes:
+                return sizes
+
+    @cached_property
+    def domain_of_rank(self) -> tuple[int, ...]:
+        """Domain index of each rank, [R]."""
+        return tuple(domain for domain, size in enumerate(self.domain_sizes) for _ in range(size))
 
 
 # --- sharding: what it takes for a rank to hold an expert ---------------------------------------------------
 
 SlotCount = Annotated[int, Field(ge=0, strict=True)]
+SlotGigabytes = Annotated[float, Field(ge=0)]
 
 
 class Ep(Declared):
     """Classic expert parallelism: every expert lives whole on its owner rank.
 
-    With ``slots_per_rank`` an owner lends copies of its experts to other ranks for the length of a micro-batch, so
-    that balancers can replicate them; masters and optimizer state stay with the owner.
+    With ``slots_per_rank``, or memory for them in ``slot_gb_per_rank``, an owner lends copies of its experts to other
+    ranks for the length of a micro-batch, so that balancers can replicate them; masters and optimizer state stay with
+    the owner.
     """
 
     kind: Literal["ep"] = "ep"
     slots_per_rank: SlotCount | tuple[SlotCount, ...] | None = None
+    slot_gb_per_rank: SlotGigabytes | tuple[SlotGigabytes, ...] | None = Field(
+        None, description="memory for experts in their compute dtype, 1e9 bytes a rank, instead of slots_per_rank"
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.slots_per_rank is not None and self.slot_gb_per_rank is not None:
+            raise ValueError(
+                f"slots_per_rank={self.slots_per_rank} and slot_gb_per_rank={self.slot_gb_per_rank} both say how many "
+                "experts a rank holds; give one of them"
+            )
+        return self
+
+    @property
+    def lends(self) -> bool:
+        """Whether other ranks than its owner may hold an expert."""
+        return self.slots_per_rank is not None or self.slot_gb_per_rank is not None
 
 
 class Fsep(Declared):
@@ -208,17 +269,30 @@ class Fsep(Declared):
     slots by all-to-all, so the layout may change every micro-batch.
 
     ``reshard_after_forward`` frees restored experts after forward and restores them again for backward (ZeRO-3);
-    without it they are kept. ``delay_reshard`` sends gradients home behind the backward of the layer before.
+    without it they are kept. ``delay_reshard`` sends gradients home behind the backward of the layer before. Slots are
+    given as a number or as memory: ``slots_per_rank`` or ``slot_gb_per_rank``.
     """
 
     kind: Literal["fsep"] = "fsep"
-    slots_per_rank: SlotCount | tuple[SlotCount, ...]
+    slots_per_rank: SlotCount | tuple[SlotCount, ...] | None = None
+    slot_gb_per_rank: SlotGigabytes | tuple[SlotGigabytes, ...] | None = Field(
+        None, description="memory for experts in their compute dtype, 1e9 bytes a rank, instead of slots_per_rank"
+    )
     prefetch_layers: int = Field(0, ge=0, description="restores of so many next layers are in flight (linked)")
     delay_reshard: bool = Field(False, description="gradients travel behind the next backward (linked)")
     reshard_after_forward: bool = True
     restore: Literal["flat", "hierarchical"] = Field(
         "flat", description="one all-to-all, or one copy a node and then a spread inside it"
     )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.slots_per_rank is None) == (self.slot_gb_per_rank is None):
+            raise ValueError(
+                f"slots_per_rank={self.slots_per_rank} and slot_gb_per_rank={self.slot_gb_per_rank}; "
+                "give one of them, which says how many experts a rank holds"
+            )
+        return self
 
 
 Sharding = Annotated[Ep | Fsep, Field(discriminator="kind")]
@@ -233,9 +307,25 @@ class Static(Declared):
 
 
 class Eplb(Declared):
-    """DeepSeek's EPLB, global form: replicate the heaviest expert per replica, then pack the heaviest first."""
+    """DeepSeek's EPLB: replicate the heaviest expert per replica, then pack the heaviest first.
+
+    ``hierarchical``: groups of experts are packed to nodes first, and an expert's replicas stay inside one node.
+    """
 
     kind: Literal["eplb"] = "eplb"
+    num_groups: int = Field(
+        1, ge=1, description="groups of consecutive experts; hierarchical only, a multiple of nodes"
+    )
+    hierarchical: bool = Field(False, description="groups to nodes, replicas inside a node, then ranks")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.num_groups > 1 and not self.hierarchical:
+            raise ValueError(
+                f"num_groups={self.num_groups} means nothing to EPLB's global form; "
+                "use hierarchical=True or num_groups=1"
+            )
+        return self
 
 
 class Laer(Declared):
@@ -245,21 +335,50 @@ class Laer(Declared):
     candidates: tuple[Literal["even", "proportional"], ...] = Field(("even", "proportional"), min_length=1)
 
 
+class FlexMoe(Declared):
+    """FlexMoE (arXiv 2304.03946) as a baseline: a few expand and shrink moves from the layout in force."""
+
+    kind: Literal["flex_moe"] = "flex_moe"
+    max_moves: int = Field(10, ge=0, description="replicas that change from one plan to the next")
+
+
+Within = Literal["cluster", "node", "domain"]
+MinReplicas = Annotated[int, Field(ge=1, description="replicas of every expert, on distinct ranks")]
+ReplicasWithin = Annotated[Within, Field(description="all replicas of an expert lie inside one of these")]
+
+
 class Greedy(Declared):
-    """Ours: proportional replicas on distinct ranks, spread over nodes, improved by local search."""
+    """Ours: replicas on distinct ranks, spread over nodes, improved by local search; anytime and monotone in its work.
+
+    With ``deadline_ms`` two ranks may plan differently. Their layouts still agree, for one rank plans and broadcasts,
+    but runs do not repeat bit by bit.
+    """
 
     kind: Literal["greedy"] = "greedy"
-    search_moves: int = Field(64, ge=0, description="accepted improvements after which local search stops")
+    effort: int = Field(1, ge=0, description="multiples of the default work, in iterations and never by a clock")
+    min_replicas: MinReplicas = 1
+    replicas_within: ReplicasWithin = "cluster"
+    max_moves: int | None = Field(
+        None, ge=0, description="replicas that may differ from the previous layout; None: all"
+    )
+    move_tokens: int = Field(
+        0, ge=0, description="what a moved replica costs, in tokens of the busiest rank over a plan's life"
+    )
+    deadline_ms: float | None = Field(
+        None, gt=0, description="the search ends after so much time; then runs do not repeat bit by bit"
+    )
 
 
 class CpSat(Declared):
-    """OR-Tools CP-SAT on the joint placement and split, hinted by ``Greedy`` and never worse than it; R × E <= 256."""
+    """OR-Tools CP-SAT on the joint placement and split, hinted by ``Greedy`` and never worse than it; R × E <= 4096."""
 
     kind: Literal["cp_sat"] = "cp_sat"
     deterministic_time: float = Field(2.0, gt=0, description="CP-SAT's work limit, in its deterministic seconds")
+    min_replicas: MinReplicas = 1
+    replicas_within: ReplicasWithin = "cluster"
 
 
-Balance = Annotated[Static | Eplb | Laer | Greedy | CpSat, Field(discriminator="kind")]
+Balance = Annotated[Static | Eplb | Laer | FlexMoe | Greedy | CpSat, Field(discriminator="kind")]
 
 # --- predictor: the load a layout is planned for -------------------------------------------------------------
 
@@ -284,7 +403,23 @@ class Ema(Declared):
     decay: float = Field(0.7, ge=0, lt=1)
 
 
-Predictor = Annotated[Last | WindowMean | Ema, Field(discriminator="kind")]
+class Adaptive(Declared):
+    """Of several predictors the one that was closest lately: each is tested on every load before it sees it."""
+
+    kind: Literal["adaptive"] = "adaptive"
+    candidates: tuple[Annotated[Last | WindowMean | Ema, Field(discriminator="kind")], ...] = Field(
+        (Last(), WindowMean(steps=5), Ema(decay=0.5), Ema(decay=0.9)), min_length=1
+    )
+    memory: int = Field(16, ge=1, description="loads over which an error is forgotten to 1/e")
+
+
+class Oracle(Declared):
+    """The load of the micro-batch that the plan will serve: what no predictor can beat. Replays only."""
+
+    kind: Literal["oracle"] = "oracle"
+
+
+Predictor = Annotated[Last | WindowMean | Ema | Adaptive | Oracle, Field(discriminator="kind")]
 
 # --- split: the current tokens over the replicas of their experts ----------------------------------------------
 
@@ -302,9 +437,13 @@ class Proportional(Declared):
 
 
 class FlowSplit(Declared):
-    """Exact: the least maximum load that the layout allows, then the least traffic between nodes."""
+    """Exact: the least maximum load that the layout allows, then little traffic between nodes."""
 
     kind: Literal["flow"] = "flow"
+    traffic: Literal["fast", "exact"] = Field("fast", description="traffic almost the least, or the least there is")
+    max_inter_node: float | None = Field(
+        None, ge=0, le=1, description="share of the routed tokens that may leave their node, before balance; None: any"
+    )
 
 
 Split = Annotated[EvenSplit | Proportional | FlowSplit, Field(discriminator="kind")]
@@ -351,7 +490,7 @@ class Strategy(Declared):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        if isinstance(self.sharding, Ep) and self.sharding.slots_per_rank is None and self.balance.kind != "static":
+        if isinstance(self.sharding, Ep) and not self.sharding.lends and self.balance.kind != "static":
             raise ValueError(
                 f"sharding=Ep() keeps every expert on its owner rank, but balance={type(self.balance).__name__}() "
                 "moves experts; use balance=Static(), Ep(slots_per_rank=...) or Fsep(slots_per_rank=...)"
@@ -362,8 +501,11 @@ class Strategy(Declared):
         """Slots of each rank, [R], checked against the model: every expert must find a slot.
 
         ``Ep()`` has as many slots as a rank owns experts: ceil(E / R) in rank order, the last ranks fewer.
+        ``slot_gb_per_rank`` has as many as its bytes hold experts in the compute dtype, and no rank more than E.
         """
         R, E, slots = cluster.num_ranks, model.num_experts, self.sharding.slots_per_rank
+        if self.sharding.slot_gb_per_rank is not None:
+            return self._slots_in_memory(self.sharding.slot_gb_per_rank, model, R)
         if slots is None:
             owned = -(-E // R)
             return tuple(max(0, min(owned, E - rank * owned)) for rank in range(R))
@@ -384,3 +526,28 @@ class Strategy(Declared):
                 f"slots_per_rank={list(slots)} gives {sum(slots)} slots for {E} experts; add at least {E - sum(slots)}"
             )
         return slots
+
+    @staticmethod
+    def _slots_in_memory(
+        slot_gb_per_rank: float | tuple[float, ...], model: ModelShape, num_ranks: int
+    ) -> tuple[int, ...]:
+        gb_R = slot_gb_per_rank if isinstance(slot_gb_per_rank, tuple) else (slot_gb_per_rank,) * num_ranks
+        if len(gb_R) != num_ranks:
+            raise ValueError(
+                f"slot_gb_per_rank names {len(gb_R)} ranks but the cluster has {num_ranks}; "
+                "give one number a rank, or one for all"
+            )
+        E, expert_bytes = model.num_experts, model.expert_parameters * model.bytes_per_element
+        # whole bytes: 0.6 GB is 600,000,000 bytes although no float is 0.6
+        slots_R = tuple(min(E, round(gb * BYTES_PER_GB) // expert_bytes) for gb in gb_R)
+        missing = E - sum(slots_R)
+        if missing > 0:
+            if isinstance(slot_gb_per_rank, tuple):
+                way_out = f"add room for {missing} more, {missing * expert_bytes / BYTES_PER_GB} GB"
+            else:
+                way_out = f"use at least {-(-E // num_ranks) * expert_bytes / BYTES_PER_GB}"
+            raise ValueError(
+                f"slot_gb_per_rank={slot_gb_per_rank} gives {sum(slots_R)} slots on {num_ranks} ranks for {E} experts "
+                f"of {expert_bytes / BYTES_PER_GB} GB; {way_out}"
+            )
+        return slots_R

@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from moesys.config import ClusterSpec, Declared, ModelShape, Strategy
+from moesys.config import ClusterSpec, Declared, ModelShape, Oracle, Strategy
 
 Source = Literal["measured", "simulated"]
 
@@ -52,7 +52,8 @@ class Generated(Declared):
 
     ``skew`` is the standard deviation of the logarithm of expert popularity (log-normal), or the exponent (Zipf).
     ``drift`` is the share of an expert's log-popularity that is drawn anew at each step; ``spread`` the standard
-    deviation of each source rank's own log-preference around it.
+    deviation of each source rank's own log-preference around it, which drifts as slowly. ``concentration``: tokens of a
+    document are alike, so a rank's shares in one micro-batch stray as if it had only so many tokens.
     """
 
     kind: Literal["generated"] = "generated"
@@ -60,6 +61,9 @@ class Generated(Declared):
     skew: float = Field(1.0, ge=0, le=100)
     drift: float = Field(0.05, ge=0, le=1)
     spread: float = Field(0.1, ge=0)
+    concentration: float | None = Field(
+        None, gt=0, description="of a Dirichlet distribution around the shares; None: no straying"
+    )
     num_layers: int = Field(2, ge=1)
     tokens_per_rank: int = Field(16384, ge=1)
     warmup: int = Field(5, ge=0, description="first micro-batches, which planners see and nobody times")
@@ -120,6 +124,12 @@ class Experiment(Declared):
                 strategy.slots(self.model, self.cluster)
             except ValueError as error:
                 raise ValueError(f"strategy {strategy.name!r}: {error}") from None
+            if isinstance(self.workload, Training) and isinstance(strategy.predictor, Oracle):
+                raise ValueError(
+                    f"strategy {strategy.name!r}: predictor=Oracle() plans for loads that are still to come, and "
+                    "workload=Training() knows none before they do; use workload=Replay(...) or Generated(...), or "
+                    "predictor=Adaptive()"
+                )
         if isinstance(self.workload, Training) and self.model.hidden_size % self.workload.num_heads:
             raise ValueError(
                 f"num_heads={self.workload.num_heads} does not divide hidden_size={self.model.hidden_size}; "

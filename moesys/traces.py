@@ -10,8 +10,9 @@ import os
 import zipfile
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import sha256
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -32,13 +33,15 @@ class Trace:
     """Tokens that each source rank routes to each expert, ``tokens_SLRE`` int64 [S, L, R, E], read-only.
 
     ``top_k``: experts a token goes to, so that a rank's counts in a layer sum to T·K. ``meta``: whatever says where the
-    trace is from. Raises ValueError for negative counts and empty dimensions.
+    trace is from. ``iterations``: the number of each micro-batch in the run it is from, rising, where not every one was
+    recorded; 0 to S-1 if left out. Raises ValueError for negative counts and empty dimensions.
     """
 
     tokens_SLRE: IntArray
     top_k: int
     name: str = ""
     meta: dict[str, str] = field(default_factory=dict)
+    iterations: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         tokens_SLRE = frozen_int64("tokens_SLRE", self.tokens_SLRE, num_dims=4)
@@ -53,7 +56,15 @@ class Trace:
             raise ValueError(
                 f"top_k={self.top_k} does not fit {tokens_SLRE.shape[3]} experts; give the experts a token goes to"
             )
+        iterations = tuple(map(int, self.iterations)) or tuple(range(len(tokens_SLRE)))
+        if len(iterations) != len(tokens_SLRE):
+            raise ValueError(
+                f"iterations has {len(iterations)} numbers for {len(tokens_SLRE)} micro-batches; give each one"
+            )
+        if fall := next((pair for pair in pairwise(iterations) if pair[0] >= pair[1]), None):
+            raise ValueError(f"iterations goes from {fall[0]} to {fall[1]}; give micro-batches in their order")
         object.__setattr__(self, "tokens_SLRE", tokens_SLRE)
+        object.__setattr__(self, "iterations", iterations)
 
     @property
     def num_micro_batches(self) -> int:
@@ -79,7 +90,8 @@ class Trace:
 
     def fold(self, num_ranks: int) -> Trace:
         """The trace for a cluster of ``num_ranks`` = R·n ranks: n consecutive micro-batches become one, in which source
-        rank j·R + r is rank r of the j-th of them. What does not fill a micro-batch at the end is dropped.
+        rank j·R + r is rank r of the j-th of them, and which has the first one's number. What does not fill a
+        micro-batch at the end is dropped.
 
         Raises ValueError where ``num_ranks`` is no multiple of R or more than all micro-batches give.
         """
@@ -93,7 +105,8 @@ class Trace:
                 f"num_ranks={num_ranks} needs {n} micro-batches of {R} source ranks, the trace has {S}; {multiples}"
             )
         whole = self.tokens_SLRE[: S // n * n].reshape(S // n, n, L, R, E)
-        return Trace(whole.swapaxes(1, 2).reshape(S // n, L, num_ranks, E), self.top_k, self.name, self.meta)
+        tokens_SLRE = whole.swapaxes(1, 2).reshape(S // n, L, num_ranks, E)
+        return Trace(tokens_SLRE, self.top_k, self.name, self.meta, self.iterations[: S // n * n : n])
 
     def scaled(self, tokens_per_rank: int) -> Trace:
         """Every source rank's counts scaled to sum to exactly ``tokens_per_rank`` · ``top_k``: by largest remainder, at
@@ -114,7 +127,7 @@ class Trace:
         scaled_SLRE, remainder_SLRE = np.divmod(self.tokens_SLRE * target, np.maximum(total_SLR1, 1))
         short_SLR1 = np.where(total_SLR1 > 0, target, 0) - scaled_SLRE.sum(axis=-1, keepdims=True)
         place_SLRE = np.argsort(np.argsort(-remainder_SLRE, axis=-1, kind="stable"), axis=-1, kind="stable")
-        return Trace(scaled_SLRE + (place_SLRE < short_SLR1), self.top_k, self.name, self.meta)
+        return replace(self, tokens_SLRE=scaled_SLRE + (place_SLRE < short_SLR1))
 
 
 # --- files --------------------------------------------------------------------------------------------------
@@ -128,7 +141,9 @@ def save_trace(trace: Trace, path: str | Path) -> None:
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with temporary.open("wb") as file:
-            np.savez_compressed(file, header=np.array(json.dumps(header)), tokens_SLRE=trace.tokens_SLRE)
+            np.savez_compressed(
+                file, header=np.array(json.dumps(header)), tokens_SLRE=trace.tokens_SLRE, iterations_S=trace.iterations
+            )
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
@@ -146,9 +161,10 @@ def load_trace(path: str | Path) -> Trace:
     try:
         with np.load(path, allow_pickle=False) as file:
             header, tokens_SLRE = json.loads(str(file["header"])), file["tokens_SLRE"]
+            iterations = tuple(file["iterations_S"].tolist()) if "iterations_S" in file else ()
         if header["version"] != FORMAT_VERSION:
             raise ValueError(f"its version is {header['version']}, this moesys reads {FORMAT_VERSION}")
-        return Trace(tokens_SLRE, header["top_k"], header["name"], header["meta"])
+        return Trace(tokens_SLRE, header["top_k"], header["name"], header["meta"], iterations)
     except KeyError as error:
         raise ValueError(f"{path} is no trace: {error.args[0]}; {way_out}") from None
     except (ValueError, TypeError, zipfile.BadZipFile, zlib.error) as error:
@@ -163,8 +179,10 @@ def generate(workload: Generated, num_ranks: int, num_experts: int, top_k: int, 
 
     An expert has a standard normal z in each layer, and each source rank its own besides. From one micro-batch to the
     next, z becomes (1 - drift)·z plus fresh noise that keeps its variance. Its log-popularity is skew·z (log-normal),
-    -skew·log(place of z, from 1 at the top) (Zipf), or 0; plus ``spread`` times the rank's own. A rank's T·K counts are
-    multinomial; but a token's experts are distinct, so what an expert gets beyond T goes to others in proportion.
+    -skew·log(place of z, from 1 at the top) (Zipf), or 0; plus ``spread`` times the rank's own. ``concentration`` c
+    replaces a rank's shares in a micro-batch by a draw from the Dirichlet distribution with parameters c·shares. A
+    rank's T·K counts are multinomial; but a token's experts are distinct, so what an expert gets beyond T goes to
+    others in proportion.
     """
     if not 1 <= top_k <= num_experts:
         raise ValueError(f"top_k={top_k} does not fit num_experts={num_experts}; use 1 <= top_k <= {num_experts}")
@@ -178,6 +196,8 @@ def generate(workload: Generated, num_ranks: int, num_experts: int, top_k: int, 
         own = _drifting(rng, workload.drift, (num_ranks, num_experts))
         for step in range(S):
             log_RE = _log_popularity(workload, next(shared)) + workload.spread * next(own)
+            if workload.concentration is not None:
+                log_RE = _strayed(rng, log_RE, workload.concentration)
             tokens_SLRE[step, layer] = _draw(rng, log_RE, workload.tokens_per_rank, top_k)
     meta = {"workload": workload.to_json(indent=None), "seed": str(seed)}
     return Trace(tokens_SLRE, top_k, workload.distribution, meta)
@@ -200,6 +220,13 @@ def _log_popularity(workload: Generated, z_1E: FloatArray) -> FloatArray:
         case "zipf":
             place_1E = np.argsort(np.argsort(-z_1E, kind="stable"), kind="stable")
             return -workload.skew * np.log1p(place_1E)
+
+
+def _strayed(rng: np.random.Generator, log_RE: FloatArray, concentration: float) -> FloatArray:
+    """Of each rank log-shares, up to a constant, of a draw from the Dirichlet distribution around its shares."""
+    share_RE = np.exp(log_RE - log_RE.max(axis=1, keepdims=True))
+    share_RE /= share_RE.sum(axis=1, keepdims=True)
+    return np.log(np.maximum(rng.standard_gamma(concentration * share_RE), np.finfo(np.float64).tiny))
 
 
 def _draw(rng: np.random.Generator, log_RE: FloatArray, num_tokens: int, top_k: int) -> IntArray:

@@ -277,9 +277,8 @@ def test_tables_for_machines_are_printed_one_at_a_time():
 
 
 def test_fail_fast_leaves_out_the_experiments_that_follow():
-    many = ModelShape(hidden_size=8, intermediate_size=8, num_experts=130, top_k=2)
-    failing = Strategy(name="failing", sharding=Fsep(slots_per_rank=130), balance=CpSat())
-    write("sweep.py", a_sweep(model=many, strategies=(failing,), seeds=(0,)))
+    failing = Strategy(name="failing", sharding=Fsep(slots_per_rank=4), balance=CpSat(min_replicas=3))
+    write("sweep.py", a_sweep(strategies=(failing,), seeds=(0,)))
     result = moesys("run", "sweep.py", "--fail-fast")
     assert result.exit_code == 1
     assert "skew-1" not in result.stdout
@@ -295,9 +294,8 @@ def test_a_format_for_machines_has_stdout_for_itself():
 
 
 def test_a_failed_trial_gives_exit_code_1():
-    many = ModelShape(hidden_size=8, intermediate_size=8, num_experts=130, top_k=2)
-    failing = Strategy(name="failing", sharding=Fsep(slots_per_rank=130), balance=CpSat())
-    write("partly.json", experiment(model=many, strategies=(Strategy(name="ep"), failing), seeds=(0,)).to_json())
+    failing = Strategy(name="failing", sharding=Fsep(slots_per_rank=4), balance=CpSat(min_replicas=3))
+    write("partly.json", experiment(strategies=(Strategy(name="ep"), failing), seeds=(0,)).to_json())
     result = moesys("run", "partly.json")
     assert result.exit_code == 1
     assert "failing seed 0: FAILED after" in result.stdout

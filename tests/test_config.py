@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 
 import pytest
 from hypothesis import given, settings
@@ -11,6 +12,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from moesys import config
 from moesys.config import (
+    Adaptive,
     Balance,
     ClusterSpec,
     CpSat,
@@ -19,12 +21,14 @@ from moesys.config import (
     Ep,
     Eplb,
     EvenSplit,
+    FlexMoe,
     FlowSplit,
     Fsep,
     Greedy,
     Laer,
     Last,
     ModelShape,
+    Oracle,
     Ordered,
     Overlap,
     Pipelined,
@@ -45,41 +49,67 @@ CLUSTER = ClusterSpec(num_nodes=2, ranks_per_node=2)
 EP = Strategy(name="ep")
 
 slots = st.integers(0, 9) | st.lists(st.integers(0, 9), min_size=1, max_size=4).map(tuple)
+gigabytes = st.floats(0, 1e3) | st.lists(st.floats(0, 1e3), min_size=1, max_size=4).map(tuple)
+holds = st.builds(dict, slots_per_rank=slots) | st.builds(dict, slot_gb_per_rank=gigabytes)
 fseps = st.builds(
-    Fsep,
-    slots_per_rank=slots,
+    lambda held, **fields: Fsep(**held, **fields),
+    holds,
     prefetch_layers=st.integers(0, 3),
     delay_reshard=st.booleans(),
     reshard_after_forward=st.booleans(),
     restore=st.sampled_from(["flat", "hierarchical"]),
 )
+within = st.sampled_from(["cluster", "node", "domain"])
 balances = st.one_of(
     st.builds(Static),
     st.builds(Eplb),
+    st.builds(Eplb, num_groups=st.integers(1, 8), hierarchical=st.just(True)),
+    st.builds(FlexMoe, max_moves=st.integers(0, 99)),
     st.builds(Laer, candidates=st.sampled_from([("even",), ("proportional",), ("even", "proportional")])),
-    st.builds(Greedy, search_moves=st.integers(0, 1000)),
-    st.builds(CpSat, deterministic_time=st.floats(1e-9, 1e9)),
+    st.builds(
+        Greedy,
+        effort=st.integers(0, 9),
+        min_replicas=st.integers(1, 3),
+        replicas_within=within,
+        max_moves=st.none() | st.integers(0, 99),
+        move_tokens=st.integers(0, 99),
+        deadline_ms=st.none() | st.floats(1e-3, 1e3),
+    ),
+    st.builds(CpSat, deterministic_time=st.floats(1e-9, 1e9), min_replicas=st.integers(1, 3), replicas_within=within),
+)
+single_predictors = st.one_of(
+    st.builds(Last),
+    st.builds(WindowMean, steps=st.integers(1, 99)),
+    st.builds(Ema, decay=st.floats(0, 1, exclude_max=True)),
 )
 freely = {
     "name": st.text(),
     "predictor": st.one_of(
-        st.builds(Last),
-        st.builds(WindowMean, steps=st.integers(1, 99)),
-        st.builds(Ema, decay=st.floats(0, 1, exclude_max=True)),
+        single_predictors,
+        st.builds(
+            Adaptive,
+            candidates=st.lists(single_predictors, min_size=1, max_size=3).map(tuple),
+            memory=st.integers(1, 99),
+        ),
+        st.builds(Oracle),
     ),
-    "split": st.sampled_from([EvenSplit(), Proportional(), FlowSplit()]),
+    "split": st.one_of(
+        st.sampled_from([EvenSplit(), Proportional()]),
+        st.builds(FlowSplit, traffic=st.sampled_from(["fast", "exact"]), max_inter_node=st.none() | st.floats(0, 1)),
+    ),
     "overlap": st.just(Sequential()) | st.builds(Pipelined, chunks=st.integers(1, 64)),
     "replan_every": st.integers(1, 99),
     "lag": st.integers(1, 99),
 }
 strategies = st.one_of(
-    st.builds(Strategy, sharding=fseps | st.builds(Ep, slots_per_rank=slots), balance=balances, **freely),
+    st.builds(Strategy, sharding=fseps | st.builds(lambda held: Ep(**held), holds), balance=balances, **freely),
     st.builds(Strategy, sharding=st.just(Ep()), balance=st.just(Static()), **freely),
 )
 clusters = st.builds(
     lambda sizes, name, gb_per_s: ClusterSpec(
         num_nodes=len(sizes),
         ranks_per_node=sizes[0] if len(set(sizes)) == 1 else sizes,
+        ranks_per_domain=math.gcd(*sizes),
         name=name,
         inter_node_gb_per_s=gb_per_s,
     ),
@@ -137,7 +167,9 @@ def test_toml_reads_as_people_write_it():
     [
         (lambda: Strategy(name="x", splitt=EvenSplit()), "Extra inputs are not permitted"),
         (lambda: EP.replace(splitt=EvenSplit()), "Extra inputs are not permitted"),
-        (lambda: EP.replace(sharding={"kind": "fsep", "slots": 2}), "Field required"),
+        (lambda: EP.replace(sharding={"kind": "fsep", "slots": 2}), "Extra inputs are not permitted"),
+        (lambda: Adaptive(candidates=()), "Tuple should have at least 1 item after validation, not 0"),
+        (lambda: FlowSplit(max_inter_node=1.5), "Input should be less than or equal to 1"),
         (lambda: EP.replace(overlap={"kind": "pipelined", "chunks": 2, "lanes": 1}), "Extra inputs are not permitted"),
         (lambda: Strategy.from_toml('name = "x"\nlagg = 2'), "Extra inputs are not permitted"),
         (lambda: MODEL.replace(top_k=0), "Input should be greater than or equal to 1"),
@@ -225,6 +257,49 @@ def test_replace_changes_what_it_names_and_checks_the_whole():
             "sharding=Ep() keeps every expert on its owner rank, but balance=Eplb() moves experts; "
             "use balance=Static(), Ep(slots_per_rank=...) or Fsep(slots_per_rank=...)",
         ),
+        (
+            lambda: CLUSTER.replace(ranks_per_domain=3),
+            "ranks_per_domain=3 does not add up to the 4 ranks of the nodes (2, 2); use a divisor or a multiple of the "
+            "node sizes, or one number a domain",
+        ),
+        (
+            lambda: CLUSTER.replace(ranks_per_domain=(2, 1)),
+            "ranks_per_domain=(2, 1) does not add up to the 4 ranks of the nodes (2, 2); use a divisor or a multiple "
+            "of the node sizes, or one number a domain",
+        ),
+        (
+            lambda: CLUSTER.replace(ranks_per_domain=(3, 1)),
+            "ranks_per_domain=(3, 1) does not nest with the nodes (2, 2): every domain must lie in one node, or every "
+            "domain must be whole nodes; use a divisor or a multiple of the node sizes, or one number a domain",
+        ),
+        (
+            lambda: CLUSTER.replace(ranks_per_domain=0),
+            "ranks_per_domain=0 leaves a domain without ranks; use at least 1",
+        ),
+        (
+            lambda: CLUSTER.replace(ranks_per_domain=(4, 0)),
+            "ranks_per_domain=(4, 0) leaves a domain without ranks; use at least 1",
+        ),
+        (
+            lambda: CLUSTER.replace(ranks_per_domain=()),
+            "ranks_per_domain=() leaves a domain without ranks; use at least 1",
+        ),
+        (
+            lambda: Eplb(num_groups=4),
+            "num_groups=4 means nothing to EPLB's global form; use hierarchical=True or num_groups=1",
+        ),
+        (
+            lambda: Ep(slots_per_rank=2, slot_gb_per_rank=1),
+            "slots_per_rank=2 and slot_gb_per_rank=1.0 both say how many experts a rank holds; give one of them",
+        ),
+        (
+            lambda: Fsep(slots_per_rank=2, slot_gb_per_rank=1),
+            "slots_per_rank=2 and slot_gb_per_rank=1.0; give one of them, which says how many experts a rank holds",
+        ),
+        (
+            lambda: Fsep(),
+            "slots_per_rank=None and slot_gb_per_rank=None; give one of them, which says how many experts a rank holds",
+        ),
     ],
 )
 def test_what_fields_refuse_together(declare, message):
@@ -264,6 +339,72 @@ def test_slots_of_every_rank(sharding, num_experts, slots_of_ranks):
     assert EP.replace(sharding=sharding).slots(model, CLUSTER) == slots_of_ranks
 
 
+# An expert of MODEL is 3 × 8 × 16 elements of 4 bytes.
+EXPERT_GB = 1536 / 1e9
+
+
+@pytest.mark.parametrize(
+    ("slot_gb_per_rank", "slots_of_ranks"),
+    [
+        (2 * EXPERT_GB, (2, 2, 2, 2)),
+        (3 * EXPERT_GB - 1e-9, (2, 2, 2, 2)),
+        (1.0, (8, 8, 8, 8)),
+        ((8 * EXPERT_GB, 0, EXPERT_GB, 1), (8, 0, 1, 8)),
+    ],
+)
+def test_memory_is_as_many_slots_as_experts_fit(slot_gb_per_rank, slots_of_ranks):
+    for sharding in (Fsep(slot_gb_per_rank=slot_gb_per_rank), Ep(slot_gb_per_rank=slot_gb_per_rank)):
+        assert EP.replace(sharding=sharding).slots(MODEL, CLUSTER) == slots_of_ranks
+
+
+@pytest.mark.parametrize("num_ranks", [1, 3, 7, 8])
+def test_the_memory_that_an_error_asks_for_is_enough(num_ranks):
+    model, cluster = MODEL.replace(num_experts=64, dtype="bfloat16"), ClusterSpec(ranks_per_node=num_ranks)
+    with pytest.raises(ValueError, match=r"slot_gb_per_rank=0\.0 gives 0 slots") as error:
+        EP.replace(sharding=Fsep(slot_gb_per_rank=0)).slots(model, cluster)
+    gb = float(str(error.value).rpartition("use at least ")[2])
+    slots = -(-64 // num_ranks)
+    assert EP.replace(sharding=Fsep(slot_gb_per_rank=gb)).slots(model, cluster) == (slots,) * num_ranks
+
+
+@pytest.mark.parametrize(
+    ("slot_gb_per_rank", "message"),
+    [
+        ((1, 1), "slot_gb_per_rank names 2 ranks but the cluster has 4; give one number a rank, or one for all"),
+        (
+            (4e-6, 4e-6, 0, 0),
+            "slot_gb_per_rank=(4e-06, 4e-06, 0.0, 0.0) gives 4 slots on 4 ranks for 8 experts of 1.536e-06 GB; "
+            "add room for 4 more, 6.144e-06 GB",
+        ),
+    ],
+)
+def test_memory_that_does_not_fit(slot_gb_per_rank, message):
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        EP.replace(sharding=Fsep(slot_gb_per_rank=slot_gb_per_rank)).slots(MODEL, CLUSTER)
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("ranks_per_node", "ranks_per_domain", "domain_sizes"),
+    [
+        ((8, 4), None, (8, 4)),
+        ((8, 4), 4, (4, 4, 4)),
+        ((8, 4), 12, (12,)),
+        ((8, 4), (8, 2, 2), (8, 2, 2)),
+        ((2, 2, 4), 4, (4, 4)),
+        ((2, 2, 3), (4, 3), (4, 3)),
+        ((1,), 1, (1,)),
+    ],
+)
+def test_domains_are_parts_of_nodes_or_whole_nodes(ranks_per_node, ranks_per_domain, domain_sizes):
+    cluster = ClusterSpec(
+        num_nodes=len(ranks_per_node), ranks_per_node=ranks_per_node, ranks_per_domain=ranks_per_domain
+    )
+    assert cluster.domain_sizes == domain_sizes
+    assert [cluster.domain_of_rank.count(domain) for domain in range(len(domain_sizes))] == list(domain_sizes)
+    assert list(cluster.domain_of_rank) == sorted(cluster.domain_of_rank)
+
+
 def test_ranks_are_numbered_node_by_node():
     uneven = CLUSTER.replace(ranks_per_node=(3, 1))
     assert (uneven.num_ranks, uneven.node_sizes, uneven.node_of_rank) == (4, (3, 1), (0, 0, 0, 1))
@@ -300,6 +441,7 @@ CHANGES = [
         {
             "num_nodes": 3,
             "ranks_per_node": 3,
+            "ranks_per_domain": 1,
             "intra_node_gb_per_s": 1.0,
             "inter_node_gb_per_s": 1.0,
             "expert_tflops": 1.0,
@@ -318,6 +460,8 @@ CHANGES = [
         },
     ),
     (Ep(slots_per_rank=2), {"slots_per_rank": None}),
+    (Ep(slot_gb_per_rank=2), {"slot_gb_per_rank": (2.0, 2.0)}),
+    (Fsep(slot_gb_per_rank=2), {"slot_gb_per_rank": (2.0, 2.0)}),
     (
         Fsep(slots_per_rank=2),
         {
@@ -329,8 +473,22 @@ CHANGES = [
         },
     ),
     (Laer(), {"candidates": ("proportional", "even")}),
-    (Greedy(), {"search_moves": 0}),
-    (CpSat(), {"deterministic_time": 1.0}),
+    (Eplb(hierarchical=True), {"num_groups": 2, "hierarchical": False}),
+    (FlexMoe(), {"max_moves": 9}),
+    (
+        Greedy(),
+        {
+            "effort": 0,
+            "min_replicas": 2,
+            "replicas_within": "node",
+            "max_moves": 0,
+            "move_tokens": 1,
+            "deadline_ms": 1.0,
+        },
+    ),
+    (CpSat(), {"deterministic_time": 1.0, "min_replicas": 2, "replicas_within": "domain"}),
+    (Adaptive(), {"candidates": (Last(),), "memory": 8}),
+    (FlowSplit(), {"traffic": "exact", "max_inter_node": 0.1}),
     (WindowMean(), {"steps": 4}),
     (Ema(), {"decay": 0.0}),
     (Pipelined(chunks=2), {"chunks": 3}),
@@ -359,7 +517,7 @@ def test_names_do_not_count_in_the_fingerprint():
 
 
 def test_members_with_the_same_fields_have_their_own_fingerprints():
-    members = [Static(), Eplb(), Last(), EvenSplit(), Proportional(), FlowSplit(), Sequential(), Ordered()]
+    members = [Static(), Eplb(), Last(), Oracle(), EvenSplit(), Proportional(), FlowSplit(), Sequential(), Ordered()]
     assert len({member.fingerprint() for member in members}) == len(members)
 
 

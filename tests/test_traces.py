@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -201,6 +202,7 @@ workloads = st.builds(
     skew=st.floats(0, 100),
     drift=st.floats(0, 1),
     spread=st.floats(0, 10),
+    concentration=st.none() | st.floats(1e-3, 1e3),
     num_layers=st.integers(1, 2),
     tokens_per_rank=st.integers(1, 300),
     warmup=st.integers(0, 1),
@@ -281,3 +283,73 @@ def test_spread_sets_ranks_apart():
 )
 def test_what_the_generator_refuses(top_k, seed, message):
     assert_refuses(lambda: generate(Generated(), 2, 4, top_k, seed), message)
+
+
+# --- iterations ---
+
+
+def test_micro_batches_have_the_numbers_of_their_run(tmp_path):
+    trace = dataclasses.replace(TRACE, iterations=(5, 15, 25, 35))
+    save_trace(trace, tmp_path / "a.npz")
+    assert load_trace(tmp_path / "a.npz").iterations == (5, 15, 25, 35)
+    assert trace.fold(4).iterations == (5, 25)
+    assert trace.scaled(7).iterations == trace.iterations
+    assert TRACE.iterations == (0, 1, 2, 3)
+
+
+def test_a_file_without_iterations_counts_from_zero(tmp_path):
+    write_npz(tmp_path / "a.npz")
+    assert load_trace(tmp_path / "a.npz").iterations == (0, 1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("iterations", "message"),
+    [
+        ((1, 2, 3), "iterations has 3 numbers for 4 micro-batches; give each one"),
+        ((1, 3, 3, 4), "iterations goes from 3 to 3; give micro-batches in their order"),
+    ],
+)
+def test_numbers_that_do_not_fit_are_refused(iterations, message):
+    assert_refuses(lambda: dataclasses.replace(TRACE, iterations=iterations), message)
+
+
+# --- concentration ---
+
+
+def test_concentration_has_the_variance_of_its_dirichlet_distribution():
+    concentration, top_k = 20.0, 1
+    workload = Generated(
+        distribution="uniform", spread=0.0, concentration=concentration, tokens_per_rank=10**6, steps=200, num_layers=1
+    )
+    share_SRE = generate(workload, 4, 8, top_k, seed=0).tokens_SLRE[:, 0] / 10**6
+    assert share_SRE.mean() == pytest.approx(1 / 8)
+    # every rank strays on its own, anew in each micro-batch
+    assert share_SRE.var() == pytest.approx(1 / 8 * 7 / 8 / (concentration + 1), rel=0.06)
+    assert abs(np.corrcoef(share_SRE[1:, :, 0].ravel(), share_SRE[:-1, :, 0].ravel())[0, 1]) < 0.1
+    assert abs(np.corrcoef(share_SRE[:, 0, 0], share_SRE[:, 1, 0])[0, 1]) < 0.2
+
+
+def test_a_large_concentration_does_not_stray():
+    plain, large = (Generated(steps=2, concentration=concentration) for concentration in (None, 1e9))
+    near, exact = (generate(workload, 2, 8, 2, seed=1).tokens_SLRE for workload in (large, plain))
+    assert np.abs(near[0] - exact[0]).max() < 0.05 * plain.tokens_per_rank
+
+
+@pytest.mark.parametrize("concentration", [1e-6, 0.1])
+def test_a_tiny_concentration_still_gives_distinct_experts(concentration):
+    workload = Generated(concentration=concentration, tokens_per_rank=50, steps=3)
+    tokens_SLRE = generate(workload, 2, 6, 3, seed=0).tokens_SLRE
+    assert (tokens_SLRE.sum(axis=-1) == 150).all()
+    assert tokens_SLRE.max() <= 50
+
+
+# --- its page ---
+
+
+def test_the_python_of_its_page_writes_a_trace(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    page = (Path(__file__).parents[1] / "docs" / "traces.md").read_text(encoding="utf-8")
+    (block,) = re.findall(r"^```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    exec(compile(block, "traces.md", "exec"), {})
+    written = load_trace("mine.npz")
+    assert (written.num_micro_batches, written.num_ranks, written.iterations[-1]) == (20, 16, 190)

@@ -1,13 +1,30 @@
 """Balance: from a load to the layout that fits it, and from a layout to where each token goes.
 
-Two time-scales. Slow: ``predict`` turns the history of loads into the one to plan for, ``plan_layout`` chooses who
+Two time-scales. Slow: ``LoadHistory`` turns the loads that were into the one to plan for, ``plan_layout`` chooses who
 holds what. Fast, every micro-batch: ``split_tokens`` divides the current tokens over the replicas. Everything is a
 pure function on integers: equal inputs give equal bytes, on every rank and in every run.
 """
 
-from moesys.balance.layouts import plan_layout
-from moesys.balance.max_load import min_max_load
-from moesys.balance.predictors import predict, window
+from moesys.balance.budget import replica_budget
+from moesys.balance.certificate import Certificate, certify
+from moesys.balance.cp_sat import CpSatPlan, solve_cp_sat
+from moesys.balance.layouts import plan_layout, plan_layouts
+from moesys.balance.max_load import TightSet, min_max_load, tight_set
+from moesys.balance.predictors import LoadHistory, window
 from moesys.balance.splits import split_tokens
 
-__all__ = ["min_max_load", "plan_layout", "predict", "split_tokens", "window"]
+__all__ = [
+    "Certificate",
+    "CpSatPlan",
+    "LoadHistory",
+    "TightSet",
+    "certify",
+    "min_max_load",
+    "plan_layout",
+    "plan_layouts",
+    "replica_budget",
+    "solve_cp_sat",
+    "split_tokens",
+    "tight_set",
+    "window",
+]

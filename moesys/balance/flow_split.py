@@ -1,95 +1,142 @@
-"""FlowSplit: the exact split. Least load of the busiest rank, then least traffic between nodes, then between ranks."""
+"""FlowSplit: the exact split. Least load of the busiest rank, then little traffic between nodes."""
 
 from __future__ import annotations
 
 import numpy as np
-from ortools.graph.python.min_cost_flow import SimpleMinCostFlow
 
-from moesys.balance.max_load import least_max_load
-from moesys.balance.quotas import fill_quotas
+from moesys.balance.compiled import compiled
+from moesys.balance.holders import list_holders
+from moesys.balance.levelling import least_max, new_level
+from moesys.balance.min_cost import cheapest_quotas
+from moesys.balance.push import push_down, share_out
+from moesys.balance.quotas import fill_quotas, levels_of
+from moesys.config import ClusterSpec, FlowSplit
 from moesys.layout import ExpertLayout, TokenPlan
-from moesys.load import IntArray, LoadMatrix
+from moesys.load import LoadMatrix
+
+NO_CAP = -1
 
 
-def flow_split(load: LoadMatrix, layout: ExpertLayout, node_of_rank: tuple[int, ...]) -> TokenPlan:
-    """Of all plans whose busiest rank has ``min_max_load``, one with the fewest tokens between nodes, and of those one
-    with the fewest tokens that leave their rank at all.
+def flow_split(load: LoadMatrix, layout: ExpertLayout, cluster: ClusterSpec, config: FlowSplit, turn: int) -> TokenPlan:
+    """Of all plans whose busiest rank has ``min_max_load``, one with few tokens between nodes; with
+    ``traffic="exact"`` one with the fewest, and of those the fewest that leave their rank at all.
 
-    Exact, on integers, by maximum flow and minimum-cost flow (OR-Tools); equal inputs give equal plans.
+    ``max_inter_node`` caps the share of tokens between nodes: then the busiest rank has the least load with which the
+    pushed quotas keep the cap, or, where no load does, reach the least traffic there is. ``turn`` rotates remainders.
+    Integers throughout: equal arguments give equal bytes.
     """
-    return fill_quotas(least_loaded_quotas(load, layout, node_of_rank), load, layout, node_of_rank)
+    cap = NO_CAP if config.max_inter_node is None else int(config.max_inter_node * load.total)
+    level_LR = levels_of(cluster)
+    node_R = np.asarray(cluster.node_of_rank)
+    if config.traffic == "fast":
+        entries, _ = split_fast(load.tokens_RE, layout.expert_RS, node_R, level_LR, turn, cap)
+        return TokenPlan.by_construction(entries, load, layout)
+    limit = least_limit(load.tokens_RE, layout.expert_RS, node_R, turn, cap)
+    holders = list_holders(layout.expert_RS, load.num_experts)
+    quota_RE = cheapest_quotas(load, layout, cluster.node_of_rank, limit)
+    tokens_P = quota_RE[holders.rank_P, holders.expert_P]
+    return TokenPlan.by_construction(fill_quotas(load.tokens_RE, tokens_P, holders, level_LR), load, layout)
 
 
-def least_loaded_quotas(load: LoadMatrix, layout: ExpertLayout, node_of_rank: tuple[int, ...]) -> IntArray:
-    """Tokens [R, E] of each expert for each rank: at most ``min_max_load`` a rank, for the least traffic."""
-    holds_RE = layout.replicas_RE > 0
-    quota_RE = np.where(holds_RE, load.tokens_E, 0)
-    shared = np.flatnonzero((holds_RE.sum(axis=0) > 1) & (load.tokens_E > 0))
-    if not shared.size:
-        return quota_RE
-    limit = least_max_load(load.tokens_E, holds_RE)
-    quota_RE[:, shared] = 0
-    room_R = limit - quota_RE.sum(axis=1)
-    quota_RE[:, shared] = _cheapest_quotas(
-        load.tokens_RE[:, shared], holds_RE[:, shared], room_R, np.asarray(node_of_rank)
-    )
-    return quota_RE
+@compiled
+def split_fast(tokens_RE, expert_RS, node_R, level_LR, turn, cap):  # type: ignore[no-untyped-def]
+    """Rows of the plan, int64 [N, 4], and its tokens between nodes; ``cap`` of those, or -1."""
+    holders = list_holders(expert_RS, tokens_RE.shape[1])
+    supply_NE, tokens_E = sums_by_node(tokens_RE, node_R)
+    # the mean is what can be hoped for, and with a good layout it is reached
+    limit = -(-tokens_E.sum() // _num_holding(holders))
+    tokens_P, crossing = _quotas(tokens_RE, supply_NE, tokens_E, node_R, holders, turn, limit)
+    if crossing < 0:
+        limit = least_max(tokens_E, holders, new_level(holders))
+        tokens_P, crossing = _quotas(tokens_RE, supply_NE, tokens_E, node_R, holders, turn, limit)
+    if cap >= 0 and crossing > cap:
+        limit = _relaxed_limit(tokens_RE, supply_NE, tokens_E, node_R, holders, turn, cap, limit)
+        tokens_P, crossing = _quotas(tokens_RE, supply_NE, tokens_E, node_R, holders, turn, limit)
+    return fill_quotas(tokens_RE, tokens_P, holders, level_LR), crossing
 
 
-def _cheapest_quotas(tokens_RE: IntArray, holds_RE: np.ndarray, room_R: IntArray, node_R: IntArray) -> IntArray:
-    """Tokens [R, E] of each expert for each rank, at most ``room_R`` a rank, for the least traffic.
+@compiled
+def least_crossing(tokens_RE, expert_RS, node_R):  # type: ignore[no-untyped-def]
+    """Tokens between nodes at the least load of the busiest rank."""
+    holders = list_holders(expert_RS, tokens_RE.shape[1])
+    supply_NE, tokens_E = sums_by_node(tokens_RE, node_R)
+    limit = least_max(tokens_E, holders, new_level(holders))
+    return _quotas(tokens_RE, supply_NE, tokens_E, node_R, holders, 0, limit)[1]
 
-    A minimum-cost flow over sources taken together by node. From (expert e, node n) tokens go
 
-    - to a holder d on n: as many as source d itself has for nothing, more for 1 each (they leave their rank);
-    - to the exchange of e, for more than all that could be saved inside nodes, and from it to any holder.
+@compiled
+def least_limit(tokens_RE, expert_RS, node_R, turn, cap):  # type: ignore[no-untyped-def]
+    """The limit on a rank's load that ``split_fast`` keeps."""
+    holders = list_holders(expert_RS, tokens_RE.shape[1])
+    supply_NE, tokens_E = sums_by_node(tokens_RE, node_R)
+    limit = least_max(tokens_E, holders, new_level(holders))
+    return limit if cap < 0 else _relaxed_limit(tokens_RE, supply_NE, tokens_E, node_R, holders, turn, cap, limit)
 
-    That the first tokens are d's own is exact although sources are not told apart: ``fill_quotas`` gives d its own
-    first.
-    """
+
+@compiled
+def _num_holding(holders):  # type: ignore[no-untyped-def]
+    """Ranks with a replica."""
+    num_holding = 0
+    for rank in range(holders.first_R.size - 1):
+        num_holding += holders.first_R[rank + 1] > holders.first_R[rank]
+    return num_holding
+
+
+@compiled
+def sums_by_node(tokens_RE, node_R):  # type: ignore[no-untyped-def]
+    """Tokens of each expert by node, int64 [N, E], and in all, int64 [E]."""
     num_ranks, num_experts = tokens_RE.shape
-    num_nodes = int(node_R[-1]) + 1
-    supply_EN = np.zeros((num_experts, num_nodes), dtype=np.int64)
-    np.add.at(supply_EN.T, node_R, tokens_RE)
-    tokens_E = supply_EN.sum(axis=1)
+    supply_NE = np.zeros((node_R[num_ranks - 1] + 1, num_experts), np.int64)
+    tokens_E = np.zeros(num_experts, np.int64)
+    for rank in range(num_ranks):
+        supply_E = supply_NE[node_R[rank]]
+        for expert in range(num_experts):
+            supply_E[expert] += tokens_RE[rank, expert]
+    for node in range(supply_NE.shape[0]):
+        for expert in range(num_experts):
+            tokens_E[expert] += supply_NE[node, expert]
+    return supply_NE, tokens_E
 
-    num_groups = num_experts * num_nodes
-    first_rank, first_exchange = num_groups, num_groups + num_ranks
-    sink = first_exchange + num_experts
-    # a cycle through the residual graph meets a vertex once, so it saves less than this inside nodes
-    between_nodes = sink + 1
 
-    expert, rank = np.nonzero(holds_RE.T)
-    group = expert * num_nodes + node_R[rank]
-    own = tokens_RE[rank, expert]
-    away = supply_EN[expert, node_R[rank]] - own
-    arcs = [
-        (group, first_rank + rank, own, 0),
-        (group, first_rank + rank, away, 1),
-        (first_rank + np.arange(num_ranks), np.full(num_ranks, sink), room_R, 0),
-    ]
-    if num_nodes > 1:
-        groups = np.arange(num_groups)
-        arcs.append((groups, first_exchange + groups // num_nodes, supply_EN.ravel(), between_nodes))
-        arcs.append((first_exchange + expert, first_rank + rank, tokens_E[expert], 0))
-    tail, head, capacity = (np.concatenate([arc[field] for arc in arcs]) for field in range(3))
-    cost = np.concatenate([np.full(len(arc[0]), arc[3]) for arc in arcs])
-    used = capacity > 0
+@compiled
+def _quotas(tokens_RE, supply_NE, tokens_E, node_R, holders, turn, limit):  # type: ignore[no-untyped-def]
+    """Tokens of each replica, int64 [P], so that no rank has more than ``limit``, and how many cross nodes; -1 of those
+    where no split keeps the limit.
+    """
+    holding_R = np.empty(node_R.size, np.bool_)
+    for rank in range(node_R.size):
+        holding_R[rank] = holders.first_R[rank + 1] > holders.first_R[rank]
+    shared = share_out(tokens_RE, supply_NE, tokens_E, node_R, holders, turn)
+    tokens_P = np.zeros(holders.rank_P.size, np.int64)
+    if push_down(shared, limit, holding_R) < 0:
+        return tokens_P, -1
+    crossing = 0
+    for expert in range(tokens_E.size):
+        first = holders.first_E[expert]
+        if holders.first_E[expert + 1] - first == 1:
+            tokens_P[first] = tokens_E[expert]
+            crossing += tokens_E[expert] - supply_NE[node_R[holders.rank_P[first]], expert]
+    for index in range(shared.replica_Q.size):
+        tokens_P[shared.replica_Q[index]] = shared.tokens_Q[index]
+    for group in range(shared.here_G.size):
+        crossing += max(shared.here_G[group] - shared.supply_G[group], 0)
+    return tokens_P, crossing
 
-    graph = SimpleMinCostFlow()
-    numbers = graph.add_arcs_with_capacity_and_unit_cost(
-        tail[used].astype(np.int32), head[used].astype(np.int32), capacity[used], cost[used]
-    )
-    graph.set_nodes_supplies(np.arange(num_groups, dtype=np.int32), supply_EN.ravel())
-    graph.set_node_supply(sink, -int(tokens_E.sum()))
-    status = graph.solve()
-    assert status == SimpleMinCostFlow.OPTIMAL, f"minimum-cost flow ended with {status}"
-    flow = np.zeros(len(tail), dtype=np.int64)
-    flow[used] = graph.flows(numbers)
 
-    quota_RE = np.zeros((num_ranks, num_experts), dtype=np.int64)
-    num_holders = len(expert)
-    quota_RE[rank, expert] = flow[:num_holders] + flow[num_holders : 2 * num_holders]
-    if num_nodes > 1:
-        quota_RE[rank, expert] += flow[-num_holders:]
-    return quota_RE
+@compiled
+def _relaxed_limit(tokens_RE, supply_NE, tokens_E, node_R, holders, turn, cap, lowest):  # type: ignore[no-untyped-def]
+    """The least limit, found by bisection, at which no more than ``cap`` tokens cross, or than must at any limit."""
+    highest = 0
+    for rank in range(node_R.size):
+        for position in range(holders.first_R[rank], holders.first_R[rank + 1]):
+            highest += tokens_E[holders.expert_P[holders.replica_P[position]]]
+    cap = max(cap, _quotas(tokens_RE, supply_NE, tokens_E, node_R, holders, turn, highest)[1])
+    # lowest - 1 is too low, highest is enough
+    low, high = lowest - 1, highest
+    while high - low > 1:
+        middle = (low + high) // 2
+        if _quotas(tokens_RE, supply_NE, tokens_E, node_R, holders, turn, middle)[1] <= cap:
+            high = middle
+        else:
+            low = middle
+    return high

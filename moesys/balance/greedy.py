@@ -1,110 +1,337 @@
-"""Greedy: ours. Proportional replicas on distinct ranks, spread over nodes, then improved by local search."""
+"""Greedy: ours. Layouts built on hubs, judged by what the best split will reach on later counts, then improved."""
 
 from __future__ import annotations
 
-import heapq
-from collections.abc import Sequence
+import time
+from dataclasses import dataclass
+from fractions import Fraction
+from functools import cached_property
 
-from moesys.balance.local_search import improved, water_filled
-from moesys.balance.replicas import common_shares, layout_from_rows, share_key, usable_slots
-from moesys.config import ClusterSpec
-from moesys.layout import ExpertLayout
-from moesys.load import LoadMatrix
+import numpy as np
+
+from moesys.balance.compiled import compiled
+from moesys.balance.flow_split import least_crossing, sums_by_node
+from moesys.balance.homes import home_of_experts, spread_replicas
+from moesys.balance.hubs import Site, build_on_hubs
+from moesys.balance.relabel import num_moves, relabelled, relabelled_inside_nodes
+from moesys.balance.replicas import usable_slots
+from moesys.balance.search import MILLION, NO_LIMIT, Fence, Scenarios, draw_scenarios, improve, weighted_miss
+from moesys.config import ClusterSpec, Greedy
+from moesys.layout import EMPTY, ExpertLayout
+from moesys.load import IntArray, LoadMatrix
+
+# Work at effort 1 by the number of slots, so that small plans, which are quick, are thorough.
+SCENARIO_SLOTS, FEWEST_SCENARIOS, MOST_SCENARIOS = 2048, 6, 16
+SEARCH_SLOTS, FEWEST_EVALUATIONS, MOST_EVALUATIONS = 3072, 8, 48
+# Evaluations between two looks at the clock, where there is a deadline.
+SLICE = 8
+
+# A token between nodes counts as a quarter of one more on the busiest rank. On LAER-MoE's A100 nodes, 8192 bytes over
+# an eighth of 89 GB/s take half as long as the 1.48 us of computing a token, and about half of that can be hidden.
+INTER_NODE_SHARE = 4
+# What a layout that moves every replica must gain at least, in millionths of the mean; one that moves fewer, less.
+LEAST_GAIN = 30_000
+# How many times the evaluations of a search go into mending a layout in force for the load itself: one scenario each.
+MENDING = 32
+
+# Compiled loops multiply tokens by up to 2**19.
+MOST_TOKENS = 2**42
+
+# Numbers of hubs to try: experts with at least so many eighths of a rank's mean, and as many of the heaviest as have
+# so many tenths of all tokens.
+HUB_EIGHTHS = np.array([16, 12, 8, 6, 4, 3, 2, 1])
+HUB_TENTHS = np.array([1, 2, 3, 4])
 
 
 def greedy_layout(
     load: LoadMatrix,
     cluster: ClusterSpec,
     slots_R: tuple[int, ...],
-    search_moves: int,
+    config: Greedy,
     previous: ExpertLayout | None,
 ) -> ExpertLayout:
-    """A layout that fills every usable slot, holds no expert twice on a rank, and is hard to improve.
+    """A layout on which ``FlowSplit`` reaches the mean, on this load and as nearly as can be on later ones.
 
-    Replicas go to the expert with the most tokens a replica, at most one a rank; they are placed heaviest first, on
-    the node with the fewest replicas of that expert and there on the least loaded rank. Local search then accepts at
-    most ``search_moves`` moves that lower, with tokens split as well as replicas allow, the busiest rank's load, or
-    at an equal one the sum of squared loads. ``previous`` is returned if by this measure it is as good, and holds no
-    expert twice.
+    Layouts are built on hubs (``hubs``), with several numbers of hubs, over the whole cluster and, where every node can
+    hold every expert, node by node for what its own ranks send; the best by its misses in ``search``'s scenarios and
+    its traffic between nodes is improved by local search. Every usable slot is filled, no expert twice on a rank.
+
+    ``previous`` is where a second search begins. A layout that moves replicas must earn them: ``move_tokens`` each, and
+    three hundredths of the mean for all of them. A new one is relabelled so that it moves the fewest. More ``effort``
+    never gives a worse layout by this measure. Integers decide, so equal arguments give equal bytes, but for a
+    deadline; and nothing depends on how experts, or ranks of a node, are numbered.
     """
-    tokens_E = load.tokens_E.tolist()
-    slots = usable_slots(slots_R, load.num_experts)
-    holders_E = _place(tokens_E, _capped_replicas(tokens_E, slots), slots, cluster)
-    holders_E = improved(holders_E, tokens_E, load.num_ranks, search_moves)
-    if previous is not None and previous.num_duplicates == 0:
-        before_E = [tuple(previous.replicas_RE[:, expert].nonzero()[0].tolist()) for expert in range(load.num_experts)]
-        before = water_filled(before_E, tokens_E, load.num_ranks)
-        if before.cost() <= water_filled(holders_E, tokens_E, load.num_ranks).cost():
-            return previous
-    rows: list[list[int]] = [[] for _ in slots_R]
-    for expert, holders in enumerate(holders_E):
-        for rank in holders:
-            rows[rank].append(expert)
-    return layout_from_rows(rows, slots_R, load.num_experts)
+    planner = _Planner(load, cluster, slots_R, config)
+    fresh = planner.improved(planner.built(), NO_LIMIT)
+    return planner.layout(fresh if previous is None else planner.earned(fresh, previous))
 
 
-def _capped_replicas(tokens_E: Sequence[int], slots_R: Sequence[int]) -> list[int]:
-    """One replica each, then more to the most tokens a replica (at a tie, the fewest replicas), one a rank at most."""
-    left, most = sum(slots_R) - len(tokens_E), sum(slots > 0 for slots in slots_R)
-    replicas_E = [1] * len(tokens_E)
-    heap = [(-share_key(tokens, 1, most), 1, expert) for expert, tokens in enumerate(tokens_E)]
-    heapq.heapify(heap)
-    while left and heap:
-        _, count, expert = heapq.heappop(heap)
-        if count < most:
-            replicas_E[expert] = count + 1
-            left -= 1
-            heapq.heappush(heap, (-share_key(tokens_E[expert], count + 1, most), count + 1, expert))
-    return replicas_E
+@dataclass(frozen=True, eq=False)
+class _Draft:
+    """A layout, and the parts of the cluster that its replicas keep to in search."""
+
+    planner: _Planner
+    expert_RS: IntArray
+    part_R: IntArray
+
+    @cached_property
+    def cost(self) -> int:
+        """In millionths of the mean: the miss on the load itself, the average of those in scenarios, and a share of the
+        traffic between nodes.
+        """
+        planner, weight_K = self.planner, self.planner.scenarios.weight_K
+        order_K, miss_K = np.arange(len(weight_K)), np.zeros(len(weight_K), dtype=np.int64)
+        weighted_miss(planner.scenarios, self.expert_RS, order_K, NO_LIMIT, miss_K)
+        miss = int(miss_K[0]) + int(miss_K[1:] @ weight_K[1:]) // max(int(weight_K[1:].sum()), 1)
+        if planner.cluster.num_nodes == 1:
+            return miss
+        crossing = least_crossing(planner.tokens_RE, self.expert_RS, planner.node_R)
+        return miss + crossing * MILLION // max(int(planner.tokens_E.sum()), 1) // INTER_NODE_SHARE
+
+    @cached_property
+    def replicas_RE(self) -> IntArray:
+        return ExpertLayout(self.expert_RS, len(self.planner.tokens_E)).replicas_RE
 
 
-def _place(
-    tokens_E: Sequence[int], replicas_E: Sequence[int], slots_R: Sequence[int], cluster: ClusterSpec
-) -> list[tuple[int, ...]]:
-    """The ranks that hold each expert, ascending.
+class _Planner:
+    """One plan's problem, and the steps that solve it.
 
-    An expert's first replica always finds a slot, for replicas are as many as slots. A later one may find free slots
-    only where the expert already is; its slot then goes to the heaviest expert that the rank has not.
+    Inside, experts are numbered from the heaviest on, and a node's ranks from the one with the most slots on.
     """
-    share_E = common_shares(tokens_E, replicas_E)
-    rows: list[list[int]] = [[] for _ in slots_R]
-    free_by_node: list[list[tuple[int, int]]] = [[] for _ in range(cluster.num_nodes)]
-    for rank, node in enumerate(cluster.node_of_rank):
-        if slots_R[rank]:
-            free_by_node[node].append((0, rank))
-    for expert in sorted(range(len(tokens_E)), key=lambda expert: -share_E[expert]):
-        taken_by_node: list[list[tuple[int, int]]] = [[] for _ in free_by_node]
-        for _ in range(replicas_E[expert]):
-            free = [node for node, ranks in enumerate(free_by_node) if ranks]
-            if not free:
+
+    def __init__(self, load: LoadMatrix, cluster: ClusterSpec, slots_R: tuple[int, ...], config: Greedy) -> None:
+        self.load, self.cluster, self.config, self.width = load, cluster, config, max(slots_R)
+        self.end = None if config.deadline_ms is None else time.monotonic() + config.deadline_ms / 1e3
+        self.node_R = np.array(cluster.node_of_rank)
+        usable_R = np.array(usable_slots(slots_R, load.num_experts))
+        self.rank_R = np.lexsort((-usable_R, self.node_R))
+        self.slots_R = usable_R[self.rank_R]
+        supply_NE, tokens_E = sums_by_node(load.tokens_RE, self.node_R)
+        self.scale = max(0, int(tokens_E.sum()).bit_length() - MOST_TOKENS.bit_length())
+        self.expert_E = np.lexsort((*-supply_NE, -tokens_E))
+        self.supply_NE = supply_NE[:, self.expert_E] >> self.scale
+        self.tokens_E = self.supply_NE.sum(axis=0)
+
+        index_in_node_R = np.arange(len(slots_R)) - np.searchsorted(self.node_R, self.node_R)
+        seat_R = np.lexsort((self.node_R, index_in_node_R))
+        self.seat_R = seat_R[self.slots_R[seat_R] > 0]
+        self.mean = max(int(self.tokens_E.sum()) // len(self.seat_R), 1)
+        num_slots = int(self.slots_R.sum())
+        evaluations = min(max(SEARCH_SLOTS // num_slots, FEWEST_EVALUATIONS), MOST_EVALUATIONS)
+        self.evaluations = config.effort * evaluations
+        scenarios = min(max(SCENARIO_SLOTS // num_slots, FEWEST_SCENARIOS), MOST_SCENARIOS)
+        self.scenarios_each = scenarios // 2 if config.effort else 0
+        self.scenarios = draw_scenarios(self.tokens_E, self.scenarios_each, self.scenarios_each)
+        # jumps tell layouts apart, but a search that follows them finds less
+        num_near = 1 + self.scenarios_each
+        self.near = Scenarios(self.scenarios.tokens_KE[:num_near], self.scenarios.weight_K[:num_near])
+
+    @cached_property
+    def tokens_RE(self) -> IntArray:
+        return self.load.tokens_RE[self.rank_R][:, self.expert_E] >> self.scale
+
+    def layout(self, draft: _Draft) -> ExpertLayout:
+        """With the caller's numbers, experts in order on every rank, and S as wide as the widest rank."""
+        last = len(self.expert_E)
+        named_RS = np.append(self.expert_E, last)[draft.expert_RS]  # EMPTY is -1: the last
+        named_RS.sort(axis=1)
+        named_RS[named_RS == last] = EMPTY
+        expert_RS = np.full((len(self.slots_R), self.width), EMPTY)
+        expert_RS[self.rank_R, : named_RS.shape[1]] = named_RS
+        return ExpertLayout(expert_RS, len(self.tokens_E))
+
+    # --- building
+
+    def built(self) -> _Draft:
+        """The best of the layouts that are built in one go."""
+        within = self.config.replicas_within
+        if within != "cluster":
+            return self.built_at_home(np.array(getattr(self.cluster, f"{within}_of_rank"))[self.rank_R])
+        everywhere_R = np.zeros_like(self.node_R)
+        if self.config.min_replicas > 1:
+            return self.built_at_home(everywhere_R)
+        drafts = []
+        slots_N = np.bincount(self.node_R, self.slots_R)
+        if self.cluster.num_nodes > 1 and (slots_N >= len(self.tokens_E)).all():
+            expert_RS, each = self.empty(), self.scenarios_each
+            if build_each_node(
+                self.slots_R, self.node_R, self.seat_R, self.supply_NE, each, HUB_EIGHTHS, HUB_TENTHS, expert_RS
+            ):
+                drafts.append(_Draft(self, expert_RS, self.node_R))
+                if drafts[0].cost == 0:
+                    return drafts[0]
+        expert_RS = self.empty()
+        self.build(expert_RS, self.seat_R, self.tokens_E, np.arange(len(self.tokens_E)))
+        drafts.append(_Draft(self, expert_RS, everywhere_R))
+        return drafts[0] if len(drafts) == 1 else min(drafts, key=lambda draft: draft.cost)
+
+    def built_at_home(self, part_R: IntArray) -> _Draft:
+        """Every expert in one part of the cluster, with the replicas that it needs."""
+        least = self.config.min_replicas
+        home_E = home_of_experts(self.tokens_E, self.slots_R, part_R, least)
+        expert_RS = self.empty()
+        for part in range(int(part_R.max()) + 1):
+            seat_R, order_D = self.seat_R[part_R[self.seat_R] == part], np.flatnonzero(home_E == part)
+            if not len(order_D):
+                continue
+            tokens_E = np.where(home_E == part, self.tokens_E, 0)
+            if least == 1:
+                self.build(expert_RS, seat_R, tokens_E, order_D)
+            else:
+                self.spread(expert_RS, seat_R, order_D)
+        return _Draft(self, expert_RS, part_R)
+
+    def empty(self) -> IntArray:
+        return np.full((len(self.slots_R), int(self.slots_R.max())), EMPTY)
+
+    def build(self, expert_RS: IntArray, seat_R: IntArray, tokens_E: IntArray, order_D: IntArray) -> None:
+        """Fills the rows of ``seat_R`` with the experts ``order_D``, balanced for ``tokens_E``."""
+        slots_R = np.zeros_like(self.slots_R)
+        slots_R[seat_R] = np.minimum(self.slots_R[seat_R], len(order_D))
+        site = Site(slots_R, self.node_R, seat_R, tokens_E, self.supply_NE, order_D)
+        found_RS = self.empty()
+        scenarios = draw_scenarios(tokens_E, self.scenarios_each, self.scenarios_each)
+        if best_on_hubs(site, scenarios, HUB_EIGHTHS, HUB_TENTHS, found_RS):
+            expert_RS[seat_R] = found_RS[seat_R]
+        else:
+            self.spread(expert_RS, seat_R, order_D)
+
+    def spread(self, expert_RS: IntArray, seat_R: IntArray, order_D: IntArray) -> None:
+        rows = spread_replicas(self.tokens_E, self.slots_R, self.config.min_replicas, order_D.tolist(), seat_R.tolist())
+        for rank, experts in zip(seat_R.tolist(), rows, strict=True):
+            expert_RS[rank, : len(experts)] = experts
+
+    # --- improving
+
+    def improved(self, draft: _Draft, most_moves: int) -> _Draft:
+        """After local search; at no time worse than before."""
+        expert_RS = draft.expert_RS.copy()
+        if not self.search(self.near, expert_RS, draft.part_R, self.evaluations, most_moves):
+            return draft
+        better = _Draft(self, expert_RS, draft.part_R)
+        return better if better.cost < draft.cost else draft
+
+    def mended(self, draft: _Draft, most_moves: int) -> _Draft:
+        """After a search for what the load itself needs, and then for what later ones do."""
+        expert_RS = draft.expert_RS.copy()
+        itself = Scenarios(self.scenarios.tokens_KE[:1], self.scenarios.weight_K[:1])
+        moves = self.search(itself, expert_RS, draft.part_R, MENDING * self.evaluations, most_moves)
+        better = _Draft(self, expert_RS, draft.part_R)
+        if moves and better.cost < draft.cost:
+            return self.improved(better, most_moves - moves)
+        return self.improved(draft, most_moves)
+
+    def search(
+        self, scenarios: Scenarios, expert_RS: IntArray, part_R: IntArray, evaluations: int, most_moves: int
+    ) -> int:
+        """Changes ``expert_RS``, in slices where there is a deadline; gives the moves."""
+        filled_R = (expert_RS != EMPTY).sum(axis=1)
+        fence = Fence(filled_R, part_R, np.array([self.config.min_replicas]))
+        all_moves, first_draw = 0, 1
+        while evaluations > 0 and (self.end is None or time.monotonic() < self.end):
+            most = evaluations if self.end is None else min(evaluations, SLICE)
+            _, spent, moves, first_draw = improve(scenarios, fence, expert_RS, most, most_moves - all_moves, first_draw)
+            all_moves += moves
+            evaluations -= spent
+            if spent < most:
                 break
-            node = min(free, key=lambda node: (len(taken_by_node[node]), free_by_node[node][0]))
-            # a rank that is taken comes back after the expert's last replica, so it cannot be taken twice
-            taken_by_node[node].append(heapq.heappop(free_by_node[node]))
-        for node, taken in enumerate(taken_by_node):
-            for tokens, rank in taken:
-                rows[rank].append(expert)
-                if len(rows[rank]) < slots_R[rank]:
-                    heapq.heappush(free_by_node[node], (tokens + share_E[expert], rank))
-    _fill_up(rows, tokens_E, slots_R)
-    holders_E: list[list[int]] = [[] for _ in tokens_E]
-    for rank, experts in enumerate(rows):
-        for expert in experts:
-            holders_E[expert].append(rank)
-    return [tuple(holders) for holders in holders_E]
+        return all_moves
+
+    def earned(self, fresh: _Draft, previous: ExpertLayout) -> _Draft:
+        """Of the layout in force, one near it and the new one, the one with the fewest moves that pays for them."""
+        before_RE = previous.replicas_RE[self.rank_R][:, self.expert_E]
+        most_moves = NO_LIMIT if self.config.max_moves is None else self.config.max_moves
+        drafts = []
+        if self.keeps_promises(before_RE, previous, fresh.part_R):
+            kept = _Draft(self, self.numbered(previous), fresh.part_R)
+            drafts = [kept, self.mended(kept, most_moves)]
+        if not drafts or drafts[-1].cost > fresh.cost:
+            for rows in (relabelled_inside_nodes, relabelled):
+                row_R = rows(fresh.replicas_RE, before_RE, self.slots_R, self.cluster)
+                drafts.append(_Draft(self, fresh.expert_RS[row_R], fresh.part_R))
+        moves = [num_moves(before_RE, draft.replicas_RE) for draft in drafts]
+        price = Fraction((self.config.move_tokens >> self.scale) * MILLION, self.mean) + Fraction(
+            LEAST_GAIN, int(self.slots_R.sum())
+        )
+        order = sorted(range(len(drafts)), key=lambda index: (moves[index], drafts[index].cost))
+        best = order[0]
+        for index in order[1:]:
+            pays = drafts[index].cost + price * (moves[index] - moves[best]) < drafts[best].cost
+            if pays and moves[index] <= most_moves:
+                best = index
+        return drafts[best]
+
+    def numbered(self, layout: ExpertLayout) -> IntArray:
+        """A layout's rows in the planner's numbers, as wide as the widest rank's usable slots."""
+        new_E = np.empty_like(self.expert_E)
+        new_E[self.expert_E] = np.arange(len(new_E))
+        rows_RS = layout.expert_RS[self.rank_R]
+        expert_RS = np.where(rows_RS == EMPTY, EMPTY, new_E[rows_RS])
+        # slots in use first, in their order
+        filled_first = np.argsort(expert_RS == EMPTY, axis=1, kind="stable")
+        return np.take_along_axis(expert_RS, filled_first, axis=1)[:, : int(self.slots_R.max())].copy()
+
+    def keeps_promises(self, before_RE: IntArray, previous: ExpertLayout, part_R: IntArray) -> bool:
+        """Whether a layout in force has what a new one would have: all slots filled, no duplicate, enough replicas,
+        all where they may be.
+        """
+        enough = (before_RE.sum(axis=0) >= self.config.min_replicas).all()
+        parts_PE = np.zeros((int(part_R.max()) + 1, len(self.tokens_E)), dtype=np.int64)
+        np.add.at(parts_PE, part_R, before_RE)
+        at_home = self.config.replicas_within == "cluster" or ((parts_PE > 0).sum(axis=0) == 1).all()
+        full = np.array_equal(before_RE.sum(axis=1), self.slots_R)
+        return bool(enough and at_home and full and not previous.num_duplicates)
 
 
-def _fill_up(rows: list[list[int]], tokens_E: Sequence[int], slots_R: Sequence[int]) -> None:
-    """Gives free slots to the experts with the most tokens a replica among those that their rank has not."""
-    replicas_E = [0] * len(tokens_E)
-    for experts in rows:
-        for expert in experts:
-            replicas_E[expert] += 1
-    for rank, experts in enumerate(rows):
-        while len(experts) < slots_R[rank]:
-            expert = min(
-                (expert for expert in range(len(tokens_E)) if expert not in experts),
-                key=lambda expert: (-share_key(tokens_E[expert], replicas_E[expert], len(rows)), replicas_E[expert]),
-            )
-            experts.append(expert)
-            replicas_E[expert] += 1
+@compiled
+def build_each_node(slots_R, node_R, seat_R, supply_NE, scenarios_each, eighths, tenths, expert_RS):  # type: ignore[no-untyped-def]
+    """Fills ``expert_RS``, node by node, with all experts, balanced for what the node's ranks send; False where some
+    node's layout cannot be built.
+    """
+    for node in range(supply_NE.shape[0]):
+        tokens_E = supply_NE[node]
+        order_E = np.argsort(-tokens_E, kind="mergesort")
+        of_node_R = seat_R[node_R[seat_R] == node]
+        own_slots_R = np.zeros_like(slots_R)
+        own_slots_R[of_node_R] = slots_R[of_node_R]
+        site = Site(own_slots_R, node_R, of_node_R, tokens_E, supply_NE, order_E)
+        scenarios = draw_scenarios(tokens_E, scenarios_each, scenarios_each)
+        found_RS = np.full(expert_RS.shape, EMPTY)
+        if not best_on_hubs(site, scenarios, eighths, tenths, found_RS):
+            return False
+        expert_RS[of_node_R] = found_RS[of_node_R]
+    return True
+
+
+@compiled
+def best_on_hubs(site, scenarios, eighths, tenths, expert_RS):  # type: ignore[no-untyped-def]
+    """Fills ``expert_RS`` with the layout of least miss over several numbers of hubs; False where none can be built."""
+    num_experts, num_ranks = site.order_D.size, site.seat_R.size
+    total = 0
+    for expert in site.order_D:
+        total += site.tokens_E[expert]
+    wanted = np.zeros(num_experts + 1, np.bool_)
+    # the fewest hubs: none where every slot is for one expert, else one or two
+    wanted[: min(3, num_experts + 1)] = True
+    wanted[num_experts] = True
+    for eighth in eighths:
+        count = 0
+        while count < num_experts and site.tokens_E[site.order_D[count]] * 8 * num_ranks >= eighth * total:
+            count += 1
+        wanted[count] = True
+    for tenth in tenths:
+        count = tokens = 0
+        while count < num_experts and tokens * 10 < tenth * total:
+            tokens += site.tokens_E[site.order_D[count]]
+            count += 1
+        wanted[count] = True
+    trial_RS = expert_RS.copy()
+    order_K, miss_K = np.arange(scenarios.weight_K.size), np.zeros(scenarios.weight_K.size, np.int64)
+    least = np.int64(NO_LIMIT)
+    for num_hubs in range(num_experts + 1):
+        if wanted[num_hubs] and least > 0 and build_on_hubs(site, num_hubs, trial_RS):
+            miss = weighted_miss(scenarios, trial_RS, order_K, least - 1, miss_K)
+            if miss < least:
+                least = miss
+                expert_RS[:] = trial_RS
+    return least < NO_LIMIT

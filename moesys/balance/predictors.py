@@ -1,91 +1,259 @@
-"""predict: from the loads that were to the load that a layout is planned for."""
+"""LoadHistory: the loads that were, as much of them as a predictor needs, and the load that it expects next."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
-from typing import assert_never
+from collections import deque
+from typing import Any, Protocol, assert_never
 
 import numpy as np
 
-from moesys.config import Ema, Last, Predictor, WindowMean
-from moesys.load import LoadMatrix
+from moesys.config import Adaptive, Ema, Last, Oracle, Predictor, WindowMean
+from moesys.load import IntArray, LoadMatrix
 
-# An Ema's result counts 1/256 tokens, so that experts with few tokens keep their differences.
-EMA_UNITS_PER_TOKEN = 256
+# An Ema keeps 2^-20 tokens and predicts 1/256 tokens, so that experts with few tokens keep their differences.
+EMA_KEPT_BITS = 20
+EMA_PREDICTED_BITS = 8
 EMA_WEIGHT_BITS = 24
-EMA_SMALLEST_WEIGHT = 1e-6
+ERROR_BITS = 16
 LARGEST_SUM = 2**62
 
 
-def window(config: Predictor) -> int:
-    """How many of the newest loads a predictor needs; older ones may be dropped.
+class LoadHistory:
+    """What a predictor remembers. ``observe`` every micro-batch's load; ``predicted`` is the load to plan for.
 
-    ``Ema`` weighs the load of k steps ago by decay^k of the newest; loads that weigh less than 1e-6 are left out:
-    39 loads are kept at decay 0.7, 1375 at 0.99.
+    - ``Last``: the newest load.
+    - ``WindowMean``: the sum of the newest ``steps`` loads, fewer at the start: their mean without its rounding.
+    - ``Ema``: in 1/256 tokens, the mean of all loads with weights decay^k for that of k micro-batches ago. Weights are
+      divided by the sum of those that there are, so that a short history is not drawn towards its first load.
+    - ``Adaptive``: what one candidate predicts, that with the least error (``_Contest``).
+
+    Counts of all but ``Last`` and a candidate like it are in fractions of a token: ``units_per_token``. Integers in
+    fixed point throughout: the same loads give the same bytes on every rank. Raises ValueError for ``Oracle``, which
+    has no history, for loads of different shapes, and for counts whose sums might pass 2**62.
     """
+
+    def __init__(self, config: Predictor) -> None:
+        self.config = config
+        self._memory = _memory_of(config)
+        self._shape_RE: tuple[int, ...] | None = None
+
+    def observe(self, load: LoadMatrix) -> None:
+        shape_RE = load.tokens_RE.shape
+        if self._shape_RE not in (None, shape_RE):
+            raise ValueError(
+                f"the load has shape {shape_RE} and those before it {self._shape_RE}; give loads of one cluster and "
+                "model, and begin a new history when either changes"
+            )
+        self._memory.add(load.tokens_RE)
+        self._shape_RE = shape_RE
+
+    def predicted(self) -> LoadMatrix:
+        """The load to plan for, in 1/``units_per_token`` tokens of one micro-batch. Raises ValueError before any."""
+        if self._shape_RE is None:
+            raise ValueError("no load was observed yet; observe one first, or plan on a uniform load")
+        return LoadMatrix(self._memory.estimate_RE())
+
+    @property
+    def units_per_token(self) -> int:
+        """How many counts of ``predicted`` are one token of a micro-batch."""
+        return self._memory.units_per_token
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything, as JSON can say it."""
+        return {
+            "predictor": self.config.model_dump(mode="json"),
+            "shape": None if self._shape_RE is None else list(self._shape_RE),
+            "memory": self._memory.state(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where another history stopped. Raises ValueError for that of another predictor."""
+        if state["predictor"] != self.config.model_dump(mode="json"):
+            raise ValueError(
+                f"the state is of predictor {state['predictor']}, this history of {self.config!r}; "
+                "resume with the same predictor, or begin a new history"
+            )
+        self._shape_RE = None if state["shape"] is None else tuple(state["shape"])
+        self._memory.restore(state["memory"])
+
+
+def window(config: Predictor) -> int | None:
+    """How many of the newest loads a prediction depends on; None: on all."""
     match config:
         case Last():
             return 1
         case WindowMean():
             return config.steps
-        case Ema():
-            if config.decay <= EMA_SMALLEST_WEIGHT:
-                return 1
-            return math.ceil(math.log(EMA_SMALLEST_WEIGHT) / math.log(config.decay))
+        case Ema() | Adaptive():
+            return None
+        case Oracle():
+            return 0
         case _:
             assert_never(config)
 
 
-def predict(history: Sequence[LoadMatrix], config: Predictor) -> LoadMatrix:
-    """The load to plan for, from the loads so far, oldest first; all of one shape. Only its proportions mean something.
+class _Memory(Protocol):
+    """What one kind of predictor keeps. A new one is empty; ``estimate_RE`` asks for a load first."""
 
-    ``Last`` returns the newest load; ``WindowMean`` the sum of the newest ``steps`` (fewer at the start), which is
-    their mean without its rounding; ``Ema`` the weighted mean in 1/256 tokens, rounded half up, with weights decay^k
-    of the newest that sum to 1 over the loads there are, so that a short history is not drawn towards its first load.
-    Weights are 24-bit integers: no floating point reaches the result.
+    @property
+    def units_per_token(self) -> int: ...
 
-    Raises ValueError for an empty history, loads of different shapes, and sums beyond 2**62.
-    """
-    if not history:
-        raise ValueError("history is empty; give at least one load (before the first one, plan on a uniform load)")
-    shapes = {load.tokens_RE.shape for load in history}
-    if len(shapes) > 1:
-        raise ValueError(
-            f"history has loads of shapes {sorted(shapes)}; give loads of one cluster and model, "
-            "and begin a new history when either changes"
-        )
-    newest = [load.tokens_RE for load in history[-window(config) :]]
+    def add(self, tokens_RE: IntArray) -> None: ...
+
+    def estimate_RE(self) -> IntArray: ...
+
+    def state(self) -> Any: ...
+
+    def restore(self, state: Any) -> None: ...
+
+
+def _memory_of(config: Predictor) -> _Memory:
     match config:
         case Last():
-            return history[-1]
+            return _Window(1)
         case WindowMean():
-            _check_sum(newest, len(newest))
-            return LoadMatrix(np.sum(newest, axis=0))
+            return _Window(config.steps)
         case Ema():
-            return LoadMatrix(_ema(newest, config.decay))
+            return _MovingAverage(config.decay)
+        case Adaptive():
+            return _Contest(config)
+        case Oracle():
+            raise ValueError(
+                "predictor=Oracle() plans for loads that are still to come, which only a replay knows; "
+                "use workload=Replay(...) or Generated(...), or predictor=Adaptive()"
+            )
         case _:
             assert_never(config)
 
 
-def _ema(tokens_KRE: list[np.ndarray], decay: float) -> np.ndarray:
-    """Weighted mean, [R, E], of K load arrays, oldest first, in 1/256 tokens."""
-    one = 1 << EMA_WEIGHT_BITS
-    step = round(decay * one)
-    weights = [one]
-    while len(weights) < len(tokens_KRE):
-        weights.append(weights[-1] * step >> EMA_WEIGHT_BITS)
-    total = sum(weights)
-    _check_sum(tokens_KRE, total)
-    weighted_RE = sum(weight * tokens_RE for weight, tokens_RE in zip(weights, reversed(tokens_KRE), strict=True))
-    whole_RE, rest_RE = np.divmod(weighted_RE, total)
-    return whole_RE * EMA_UNITS_PER_TOKEN + (rest_RE * EMA_UNITS_PER_TOKEN + total // 2) // total
+class _Window:
+    """The newest ``steps`` loads."""
+
+    def __init__(self, steps: int) -> None:
+        self._tokens_KRE: deque[IntArray] = deque(maxlen=steps)
+        self._steps = steps
+
+    @property
+    def units_per_token(self) -> int:
+        return len(self._tokens_KRE)
+
+    def add(self, tokens_RE: IntArray) -> None:
+        _check_count(tokens_RE, LARGEST_SUM // self._steps, "fewer steps, or predictor=Last()")
+        self._tokens_KRE.append(tokens_RE)
+
+    def estimate_RE(self) -> IntArray:
+        return np.sum(self._tokens_KRE, axis=0, dtype=np.int64)
+
+    def state(self) -> Any:
+        return [tokens_RE.tolist() for tokens_RE in self._tokens_KRE]
+
+    def restore(self, state: Any) -> None:
+        self._tokens_KRE.clear()
+        self._tokens_KRE.extend(np.array(tokens_RE, dtype=np.int64) for tokens_RE in state)
 
 
-def _check_sum(tokens_KRE: list[np.ndarray], total_weight: int) -> None:
-    largest = max(int(tokens_RE.max()) for tokens_RE in tokens_KRE)
-    if largest * total_weight >= LARGEST_SUM:
+class _MovingAverage:
+    """mean += (load - mean) / weight, where weight = 1 + decay · weight is the sum of the weights so far."""
+
+    units_per_token = 1 << EMA_PREDICTED_BITS
+
+    def __init__(self, decay: float) -> None:
+        one = 1 << EMA_WEIGHT_BITS
+        # a decay that rounds to 1 would never forget
+        self._decay = min(round(decay * one), one - 1)
+        self._weight = 0
+        self._mean_RE: IntArray | None = None
+
+    def add(self, tokens_RE: IntArray) -> None:
+        _check_count(tokens_RE, LARGEST_SUM >> EMA_KEPT_BITS, "loads of fewer micro-batches, or predictor=Last()")
+        one = 1 << EMA_WEIGHT_BITS
+        self._weight = one + (self._weight * self._decay >> EMA_WEIGHT_BITS)
+        load_RE = tokens_RE << EMA_KEPT_BITS
+        mean_RE = load_RE if self._mean_RE is None else self._mean_RE
+        self._mean_RE = mean_RE + _scaled(load_RE - mean_RE, one * one // self._weight)
+
+    def estimate_RE(self) -> IntArray:
+        assert self._mean_RE is not None, "an average was asked for before any load"
+        drop = EMA_KEPT_BITS - EMA_PREDICTED_BITS
+        return (self._mean_RE + (1 << (drop - 1))) >> drop
+
+    def state(self) -> Any:
+        return {"weight": self._weight, "mean": None if self._mean_RE is None else self._mean_RE.tolist()}
+
+    def restore(self, state: Any) -> None:
+        self._weight = state["weight"]
+        self._mean_RE = None if state["mean"] is None else np.array(state["mean"], dtype=np.int64)
+
+
+class _Contest:
+    """Several histories and the error of each: what it predicted, scaled to the load that came, against that load.
+
+    An error counts Σ_e |predicted - actual| in 2^-16 tokens; the sum of earlier errors first loses 1/``memory`` of
+    itself. The candidate with the least sum predicts, the first one at a tie and before there are errors.
+    """
+
+    def __init__(self, config: Adaptive) -> None:
+        self._histories = [LoadHistory(candidate) for candidate in config.candidates]
+        self._errors = [0] * len(self._histories)
+        self._memory = config.memory
+        self._begun = False
+
+    @property
+    def _best(self) -> LoadHistory:
+        return self._histories[self._errors.index(min(self._errors))]
+
+    @property
+    def units_per_token(self) -> int:
+        return self._best.units_per_token
+
+    def add(self, tokens_RE: IntArray) -> None:
+        load = LoadMatrix(tokens_RE)
+        if self._begun:
+            actual_E = load.tokens_E.tolist()
+            self._errors = [
+                error - error // self._memory + _error(history.predicted().tokens_E.tolist(), actual_E)
+                for error, history in zip(self._errors, self._histories, strict=True)
+            ]
+        for history in self._histories:
+            history.observe(load)
+        self._begun = True
+
+    def estimate_RE(self) -> IntArray:
+        return self._best.predicted().tokens_RE
+
+    def state(self) -> Any:
+        return {
+            "begun": self._begun,
+            "errors": list(self._errors),
+            "histories": [history.state_dict() for history in self._histories],
+        }
+
+    def restore(self, state: Any) -> None:
+        self._begun, self._errors = state["begun"], list(state["errors"])
+        for history, kept in zip(self._histories, state["histories"], strict=True):
+            history.load_state_dict(kept)
+
+
+def _error(predicted_E: list[int], actual_E: list[int]) -> int:
+    """Σ_e |p_e · Σa / Σp - a_e| in 2^-16 tokens, rounded down; all of Σa where nothing was predicted."""
+    predicted, actual = sum(predicted_E), sum(actual_E)
+    if not predicted:
+        return actual << ERROR_BITS
+    # Python's integers: the products pass 64 bits
+    apart = sum(abs(p * actual - a * predicted) for p, a in zip(predicted_E, actual_E, strict=True))
+    return (apart << ERROR_BITS) // predicted
+
+
+def _scaled(values_RE: IntArray, weight: int) -> IntArray:
+    """values · weight / 2^24, rounded half up, for weights up to 2^24: in halves, as the whole product may overflow."""
+    high_RE, low_RE = values_RE >> EMA_WEIGHT_BITS, values_RE & ((1 << EMA_WEIGHT_BITS) - 1)
+    return high_RE * weight + ((low_RE * weight + (1 << (EMA_WEIGHT_BITS - 1))) >> EMA_WEIGHT_BITS)
+
+
+def _check_count(tokens_RE: IntArray, bound: int, way_out: str) -> None:
+    largest = int(tokens_RE.max())
+    if largest >= bound:
         raise ValueError(
-            f"history has a count of {largest} tokens, and the sum with weights of {total_weight} may pass 2**62; "
-            "use a smaller decay or fewer steps, or predictor=Last()"
+            f"the load has a count of {largest} tokens, and this predictor's sums are below 2**62 only for counts "
+            f"below {bound}; use {way_out}"
         )

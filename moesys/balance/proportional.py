@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from moesys.balance.quotas import fill_quotas
+from moesys.balance.holders import list_holders
+from moesys.balance.quotas import fill_quotas, levels_of
+from moesys.config import ClusterSpec
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.load import IntArray, LoadMatrix
 
 
-def proportional_split(load: LoadMatrix, layout: ExpertLayout, node_of_rank: tuple[int, ...], turn: int) -> TokenPlan:
+def proportional_split(load: LoadMatrix, layout: ExpertLayout, cluster: ClusterSpec, turn: int) -> TokenPlan:
     """Rank d's quota of expert e is in proportion to the room that the other experts leave on d.
 
     Exactly: every other expert counts for floor(its tokens · its replicas on d / its replicas); the room is what that
@@ -27,7 +29,10 @@ def proportional_split(load: LoadMatrix, layout: ExpertLayout, node_of_rank: tup
     # rooms lose low bits only where their product with an expert's tokens would not fit int64
     room_RE >>= max(0, mean.bit_length() + int(load.tokens_E.max()).bit_length() - 62)
     weight_RE = np.where(room_RE.any(axis=0), room_RE, replicas_RE)
-    return fill_quotas(_apportioned(load.tokens_E, weight_RE, holds_RE, turn), load, layout, node_of_rank)
+    quota_RE = _apportioned(load.tokens_E, weight_RE, holds_RE, turn)
+    holders = list_holders(layout.expert_RS, load.num_experts)
+    tokens_P = quota_RE[holders.rank_P, holders.expert_P]
+    return TokenPlan.by_construction(fill_quotas(load.tokens_RE, tokens_P, holders, levels_of(cluster)), load, layout)
 
 
 def _apportioned(tokens_E: IntArray, weight_RE: IntArray, holds_RE: np.ndarray, turn: int) -> IntArray:

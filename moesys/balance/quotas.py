@@ -4,75 +4,142 @@ from __future__ import annotations
 
 import numpy as np
 
-from moesys.layout import ExpertLayout, TokenPlan
-from moesys.load import IntArray, LoadMatrix
+from moesys.balance.compiled import compiled
+from moesys.config import ClusterSpec
+from moesys.load import IntArray
 
 
-def fill_quotas(quota_RE: IntArray, load: LoadMatrix, layout: ExpertLayout, node_of_rank: tuple[int, ...]) -> TokenPlan:
-    """Every rank d gets ``quota_RE[d, e]`` tokens of expert e: its own first, then of its node, then of other nodes.
+def levels_of(cluster: ClusterSpec) -> IntArray:
+    """Which part of the cluster each rank is in, int64 [L, R], the finest parts first: domains and nodes, each once."""
+    domain_R, node_R = cluster.domain_of_rank, cluster.node_of_rank
+    if domain_R == node_R:
+        return np.array([node_R])
+    return np.array([domain_R, node_R] if max(domain_R) > max(node_R) else [node_R, domain_R])
 
-    Quotas of an expert sum to its tokens. Ranks in nodes form a tree, and on a tree whatever is matched below a link
-    never needs to cross it: so for these quotas no plan sends fewer tokens between nodes, and none of those fewer
-    between ranks. Where there is a choice, sources in rank order fill destinations in rank order.
+
+@compiled
+def fill_quotas(tokens_RE, tokens_P, holders, level_LR):  # type: ignore[no-untyped-def]
+    """Rows (source, expert, destination, tokens) int64 [N, 4], sorted, by which every replica gets ``tokens_P``.
+
+    A rank's own tokens come first, then those of its parts of the cluster, the finest first, then all others. Parts
+    form a tree, and on a tree whatever is matched below a link never needs to cross it: so for these quotas no plan
+    sends fewer tokens between nodes, and none of those fewer between ranks. Where there is a choice, sources in rank
+    order fill destinations in rank order. Quotas of an expert sum to its tokens.
     """
-    node_R = np.asarray(node_of_rank)
-    num_nodes = int(node_R[-1]) + 1
-    own_RE = np.minimum(load.tokens_RE, quota_RE)
-    rank, expert = np.nonzero(own_RE)
-    entries = [np.column_stack([rank, expert, rank, own_RE[rank, expert]])]
+    num_ranks, num_experts = tokens_RE.shape
+    # of a shared expert, every row ends a source's tokens or a replica's at some level
+    num_shared = most = 0
+    for expert in range(num_experts):
+        width = holders.first_E[expert + 1] - holders.first_E[expert]
+        if width > 1:
+            num_shared += 1
+            most += num_ranks + (level_LR.shape[0] + 2) * width
+    # one more than there are, to end the last stretch of experts with one replica
+    shared_F = np.full(num_shared + 1, num_experts)
+    only_E = np.zeros(num_experts, np.int64)
+    shared = 0
+    for expert in range(num_experts):
+        if holders.first_E[expert + 1] - holders.first_E[expert] > 1:
+            shared_F[shared] = expert
+            shared += 1
+        else:
+            only_E[expert] = holders.rank_P[holders.first_E[expert]]
+    supply_FR = np.empty((num_shared, num_ranks), np.int64)
+    for source in range(num_ranks):
+        for shared in range(num_shared):
+            supply_FR[shared, source] = tokens_RE[source, shared_F[shared]]
+    shared_N3 = np.empty((most, 3), np.int64)
+    next_F, end_F = np.zeros(num_shared, np.int64), np.zeros(num_shared, np.int64)
+    num_rows = 0
+    for shared in range(num_shared):
+        next_F[shared] = num_rows
+        expert = shared_F[shared]
+        num_rows = _fill_expert(supply_FR[shared], tokens_P, expert, holders, level_LR, shared_N3, num_rows)
+        end_F[shared] = num_rows
 
-    supply, demand = _listed(load.tokens_RE - own_RE), _listed(quota_RE - own_RE)
-    if num_nodes > 1:
-        supply, demand, inside = _match_inside_nodes(supply, demand, node_R, load.num_experts)
-        entries.append(inside)
-    # what is left of an expert's tokens equals what is left of its quotas
-    entries.append(_pair(supply, demand))
-    plan = np.concatenate(entries)
-    key = (plan[:, 0] * load.num_experts + plan[:, 1]) * load.num_ranks + plan[:, 2]
-    return TokenPlan(plan[np.argsort(key)], load, layout)
+    entries = np.empty((num_ranks * num_experts + num_rows + 1, 4), np.int64)
+    row = 0
+    for source in range(num_ranks):
+        begin = 0
+        for shared in range(num_shared + 1):
+            for expert in range(begin, shared_F[shared]):
+                # written in any case, and written over where there are no tokens: faster than to ask
+                entries[row, 0] = source
+                entries[row, 1] = expert
+                entries[row, 2] = only_E[expert]
+                entries[row, 3] = tokens_RE[source, expert]
+                row += tokens_RE[source, expert] > 0
+            if shared == num_shared:
+                break
+            expert = shared_F[shared]
+            while next_F[shared] < end_F[shared] and shared_N3[next_F[shared], 0] == source:
+                entries[row, 0] = source
+                entries[row, 1] = expert
+                entries[row, 2] = shared_N3[next_F[shared], 1]
+                entries[row, 3] = shared_N3[next_F[shared], 2]
+                row += 1
+                next_F[shared] += 1
+            begin = expert + 1
+    return entries[:row]
 
 
-def _listed(tokens_RE: IntArray) -> IntArray:
-    """Rows (expert, rank, tokens) with tokens > 0, sorted by expert, then rank."""
-    expert, rank = np.nonzero(tokens_RE.T)
-    return np.column_stack([expert, rank, tokens_RE[rank, expert]])
+@compiled
+def _fill_expert(supply_R, tokens_P, expert, holders, level_LR, rows_N3, first_row):  # type: ignore[no-untyped-def]
+    """Appends an expert's rows (source, destination, tokens), sorted; gives their end. Uses up ``supply_R``."""
+    num_ranks, num_levels = supply_R.size, level_LR.shape[0]
+    first, end = holders.first_E[expert], holders.first_E[expert + 1]
+    rank_P, demand_P = holders.rank_P[first:end], tokens_P[first:end].copy()
+    row = first_row
+    for index in range(end - first):
+        rank = rank_P[index]
+        tokens = min(supply_R[rank], demand_P[index])
+        if tokens:
+            rows_N3[row, 0], rows_N3[row, 1], rows_N3[row, 2] = rank, rank, tokens
+            supply_R[rank] -= tokens
+            demand_P[index] -= tokens
+            row += 1
+    for level in range(num_levels + 1):
+        source = index = 0
+        while source < num_ranks and index < end - first:
+            if supply_R[source] == 0:
+                source += 1
+                continue
+            if demand_P[index] == 0:
+                index += 1
+                continue
+            if level < num_levels and level_LR[level, source] != level_LR[level, rank_P[index]]:
+                if level_LR[level, source] < level_LR[level, rank_P[index]]:
+                    source += 1
+                else:
+                    index += 1
+                continue
+            tokens = min(supply_R[source], demand_P[index])
+            rows_N3[row, 0], rows_N3[row, 1], rows_N3[row, 2] = source, rank_P[index], tokens
+            supply_R[source] -= tokens
+            demand_P[index] -= tokens
+            row += 1
+    _sort_rows(rows_N3[first_row:row], num_ranks)
+    return row
 
 
-def _pair(supply: IntArray, demand: IntArray) -> IntArray:
-    """Rows (source, expert, destination, tokens) of two lists of (expert, rank, tokens) whose sums agree.
-
-    Both lists are laid end to end on one line of tokens, and wherever either has a boundary a new row begins.
-    """
-    ends_of_supply, ends_of_demand = np.cumsum(supply[:, 2]), np.cumsum(demand[:, 2])
-    end = np.union1d(ends_of_supply, ends_of_demand)
-    source, destination = np.searchsorted(ends_of_supply, end), np.searchsorted(ends_of_demand, end)
-    return np.column_stack([supply[source, 1], supply[source, 0], demand[destination, 1], np.diff(end, prepend=0)])
-
-
-def _match_inside_nodes(
-    supply: IntArray, demand: IntArray, node_R: IntArray, num_experts: int
-) -> tuple[IntArray, IntArray, IntArray]:
-    """Pairs what supply and demand of an expert have in common on a node; gives what is left of both, and the pairs."""
-    num_groups = num_experts * (int(node_R[-1]) + 1)
-    groups = [rows[:, 0] * (int(node_R[-1]) + 1) + node_R[rows[:, 1]] for rows in (supply, demand)]
-    # bincount adds in float64, which is exact up to 2**53 tokens
-    totals = [
-        np.bincount(group, rows[:, 2], num_groups).astype(np.int64)
-        for group, rows in zip(groups, (supply, demand), strict=True)
-    ]
-    common = np.minimum(*totals)
-    (supply_in, supply_left), (demand_in, demand_left) = (
-        _cut(rows, group, total, common) for rows, group, total in zip((supply, demand), groups, totals, strict=True)
-    )
-    return supply_left, demand_left, _pair(supply_in, demand_in)
-
-
-def _cut(rows: IntArray, group: IntArray, total: IntArray, common: IntArray) -> tuple[IntArray, IntArray]:
-    """Rows cut in two: of each group the first ``common`` tokens, and the rest. Rows are sorted by group."""
-    start = np.cumsum(total) - total
-    before = np.cumsum(rows[:, 2]) - rows[:, 2] - start[group]
-    taken = np.clip(common[group] - before, 0, rows[:, 2])
-    inside, left = rows.copy(), rows.copy()
-    inside[:, 2] = taken
-    left[:, 2] -= taken
-    return inside[taken > 0], left[left[:, 2] > 0]
+@compiled
+def _sort_rows(rows_N3, num_ranks):  # type: ignore[no-untyped-def]
+    """By source, counting them, then by destination, of which a source has few."""
+    first_R = np.zeros(num_ranks + 1, np.int64)
+    for row in range(rows_N3.shape[0]):
+        first_R[rows_N3[row, 0] + 1] += 1
+    for rank in range(num_ranks):
+        first_R[rank + 1] += first_R[rank]
+    end_R, unsorted_N3 = first_R[:-1].copy(), rows_N3.copy()
+    for row in range(unsorted_N3.shape[0]):
+        source, destination, tokens = unsorted_N3[row, 0], unsorted_N3[row, 1], unsorted_N3[row, 2]
+        place = end_R[source]
+        end_R[source] += 1
+        while place > first_R[source] and rows_N3[place - 1, 1] > destination:
+            rows_N3[place, 0], rows_N3[place, 1], rows_N3[place, 2] = (
+                source,
+                rows_N3[place - 1, 1],
+                rows_N3[place - 1, 2],
+            )
+            place -= 1
+        rows_N3[place, 0], rows_N3[place, 1], rows_N3[place, 2] = source, destination, tokens

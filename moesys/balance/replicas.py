@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -34,6 +35,16 @@ def usable_slots(slots_R: Iterable[int], num_experts: int) -> list[int]:
     The cap loses no expert: a rank with S_r >= E still holds all E, and without such a rank nothing is capped.
     """
     return [min(slots, num_experts) for slots in slots_R]
+
+
+def experts_with_room(replicas: int, slots_R: Sequence[int], num_experts: int) -> int:
+    """How many experts fit on these ranks with so many replicas each, no two of an expert on one rank.
+
+    k of them do if and only if min(S_r, k) over the ranks sum to k · ``replicas`` (Gale and Ryser), and then fewer do.
+    """
+    return bisect_right(
+        range(1, num_experts + 1), 0, key=lambda k: replicas * k > sum(min(each, k) for each in slots_R)
+    )
 
 
 def layout_from_rows(

@@ -17,8 +17,7 @@ def split_tokens(
 ) -> TokenPlan:
     """The tokens of ``load`` over the replicas of ``layout``, as ``config`` divides them.
 
-    ``turn``, the number of the micro-batch, rotates the tokens that do not divide evenly over the replicas;
-    ``FlowSplit`` has no use for it, for it leaves no remainder to chance.
+    ``turn``, the number of the micro-batch, rotates the tokens that do not divide evenly over the replicas.
 
     Raises ValueError when load, layout and cluster do not belong together.
     """
@@ -36,8 +35,8 @@ def split_tokens(
         case EvenSplit():
             return even_split(load, layout, cluster.node_of_rank, turn)
         case Proportional():
-            return proportional_split(load, layout, cluster.node_of_rank, turn)
+            return proportional_split(load, layout, cluster, turn)
         case FlowSplit():
-            return flow_split(load, layout, cluster.node_of_rank)
+            return flow_split(load, layout, cluster, config, turn)
         case _:
             assert_never(config)

@@ -6,7 +6,6 @@ of them in sequence, or in two chunks whose communication overlaps with computin
 
 from __future__ import annotations
 
-import shutil
 import sys
 from pathlib import Path
 
@@ -17,12 +16,14 @@ from moesys.lab.commands import refused
 from moesys.lab.commands.compare import report
 from moesys.lab.figures import computed_tokens, load_heat_map, loss_chart, timeline_chart
 from moesys.lab.progress import progress_on
-from moesys.lab.runner import Interrupted, RunResult, run, trace_path
+from moesys.lab.runner import Interrupted, RunResult, run
 from moesys.lab.statistics import MIN_SEEDS
 from moesys.lab.trials import walk
 from moesys.step import StepPlan, simulate
 
 SEEDS = tuple(range(MIN_SEEDS))
+# The baseline's routing under one seed.
+TRACE = "seed-{seed}.npz"
 # Micro-batches of 4 ranks that make one of the cluster's 32 source ranks.
 FOLD = 8
 MODEL = ModelShape(hidden_size=64, intermediate_size=64, num_experts=16, top_k=2, initializer_range=0.1)
@@ -55,7 +56,7 @@ def replay_experiment(traces: Path) -> Experiment:
         model=LARGE_MODEL,
         cluster=presets.LAER_A100,
         strategies=_strategies(Ep(slots_per_rank=2), Fsep(slots_per_rank=2, prefetch_layers=1, delay_reshard=True)),
-        workload=Replay(trace=str(traces / "seed-{seed}.npz"), warmup=2, tokens_per_rank=16384),
+        workload=Replay(trace=str(traces / TRACE), warmup=2, tokens_per_rank=16384),
         seeds=SEEDS,
     )
 
@@ -63,11 +64,13 @@ def replay_experiment(traces: Path) -> Experiment:
 def demo(out: Path, fresh: bool = False) -> int:
     """Train, compare, replay, compare, draw; trials that are recorded already are not run again. The exit code."""
     try:
-        trained = _run(training_experiment(), out, fresh)
+        # hidden, so that ``compare runs/*`` does not take it for a run folder
+        traces = out.resolve() / ".demo-traces"
+        trained = _run(training_experiment(), out, fresh, record_routing=traces / TRACE)
         if trained.failed:
             return trained.exit_code
         print()
-        replayed = _run(replay_experiment(_collect_traces(trained)), out, fresh)
+        replayed = _run(replay_experiment(traces), out, fresh)
     except (ValueError, OSError) as error:
         return refused(error)
     except Interrupted as stop:
@@ -94,21 +97,11 @@ def _strategies(ep: Ep, fsep: Fsep) -> tuple[Strategy, ...]:
     )
 
 
-def _run(experiment: Experiment, out: Path, fresh: bool) -> RunResult:
-    result = run(experiment, out, fresh=fresh, progress=progress_on(sys.stdout))
+def _run(experiment: Experiment, out: Path, fresh: bool, record_routing: Path | None = None) -> RunResult:
+    result = run(experiment, out, fresh=fresh, record_routing=record_routing, progress=progress_on(sys.stdout))
     print(result)
     report(result, "table")
     return result
-
-
-def _collect_traces(trained: RunResult) -> Path:
-    """The folder with the baseline's routing of every seed, under names that a ``Replay`` finds."""
-    folder = trained.path.resolve() / "traces"
-    experiment = trained.experiment
-    for seed in experiment.seeds:
-        recorded = trace_path(trained.path, experiment.trial(experiment.baseline, seed))
-        shutil.copyfile(recorded, folder / f"seed-{seed}.npz")
-    return folder
 
 
 def _draw_losses(trained: RunResult) -> list[Path]:

@@ -14,7 +14,7 @@ from io import StringIO
 import numpy as np
 
 from moesys.balance import min_max_load, split_tokens, window
-from moesys.config import ClusterSpec, EvenSplit, Strategy
+from moesys.config import ClusterSpec, EvenSplit, Oracle, Strategy
 from moesys.cost import FloatArray, dispatch_bytes, reshard_bytes, restore_bytes, restores_per_step, transfer_seconds
 from moesys.experiment import Experiment, Generated, Replay, Training
 from moesys.lab.console import print_full
@@ -44,7 +44,8 @@ class ExpertChange:
 class LayoutChange:
     """The newest plan that moved anything, against the layout that it replaced.
 
-    since: the micro-batch from which on it is in use. history: the first and last micro-batch that it was planned on.
+    since: the micro-batch from which on it is in use. history: the first and last micro-batch that it was planned on,
+    which with ``Oracle`` is the one to come.
     max_over_mean_before, max_over_mean_after: the busiest rank over the mean, on the load that it was planned for.
     """
 
@@ -167,9 +168,9 @@ def explain(strategy: Strategy, experiment: Experiment, *, micro_batch: int | No
             f"micro_batch={micro_batch} is not among the workload's {trace.num_micro_batches}; "
             f"use 0 to {trace.num_micro_batches - 1}"
         )
-    histories = [_History(strategy, experiment, layer) for layer in range(trace.num_layers)]
+    histories = [_History(strategy, experiment, layer, trace) for layer in range(trace.num_layers)]
     for history in histories:
-        history.walk(trace, micro_batch)
+        history.walk(micro_batch)
     plans = tuple(
         plan_layer(
             strategy,
@@ -241,19 +242,19 @@ class _KeptRequests(InlinePlanner):
 class _History:
     """One layer's layouts, micro-batch by micro-batch, as a trial has them."""
 
-    def __init__(self, strategy: Strategy, experiment: Experiment, layer: int) -> None:
-        self.strategy, self.cluster, self.layer = strategy, experiment.cluster, layer
+    def __init__(self, strategy: Strategy, experiment: Experiment, layer: int, trace: Trace) -> None:
+        self.strategy, self.cluster, self.tokens_SRE = strategy, experiment.cluster, trace.tokens_SLRE[:, layer]
         self.change: LayoutChange | None = None
         self.num_kept = 0
         self._planner = _KeptRequests()
-        self._schedule = LayoutSchedule(layer, strategy, experiment.model, experiment.cluster)
+        self._schedule = LayoutSchedule(layer, strategy, experiment.model, experiment.cluster, self.tokens_SRE)
         self._schedule.source = self._planner
 
     @property
     def layout(self) -> ExpertLayout:
         return self._schedule.layout
 
-    def walk(self, trace: Trace, micro_batch: int) -> None:
+    def walk(self, micro_batch: int) -> None:
         """Up to the layout of ``micro_batch``."""
         requests: dict[int, PlanRequest] = {}
         replaced, moved_after = self.layout, None
@@ -267,7 +268,7 @@ class _History:
                     replaced, moved_after, self.num_kept = before, made_after, 0
             if now < micro_batch:
                 self._planner.newest = None
-                self._schedule.observe(LoadMatrix(trace.tokens_SLRE[now, self.layer]))
+                self._schedule.observe(LoadMatrix(self.tokens_SRE[now]))
                 if self._planner.newest is not None:
                     requests[now] = self._planner.newest
         if moved_after is not None:
@@ -278,9 +279,11 @@ class _History:
             split_tokens(planned_for, layout, self.cluster, self.strategy.split).max_over_mean
             for layout in (replaced, self.layout)
         )
+        since, num_loads = made_after + self.strategy.lag, window(self.strategy.predictor)
+        first = 0 if num_loads is None else max(0, made_after + 1 - num_loads)
         return LayoutChange(
-            since=made_after + self.strategy.lag,
-            history=(max(0, made_after + 1 - window(self.strategy.predictor)), made_after),
+            since=since,
+            history=(since, since) if isinstance(self.strategy.predictor, Oracle) else (first, made_after),
             max_over_mean_before=before,
             max_over_mean_after=after,
             experts=list(_moved(replaced, self.layout, planned_for.tokens_E)),

@@ -102,10 +102,10 @@ def _schedule_words(strategy: Strategy) -> list[str]:
         )
         words.append(f"{sharding.restore} restores" + ", again for backward" * sharding.reshard_after_forward)
         words.append(f"gradients resharded {'behind the next backward' if sharding.delay_reshard else 'at once'}")
-    elif sharding.slots_per_rank is None:
-        words.append("experts stay on their owners")
-    else:
+    elif sharding.lends:
         words.append("experts lent by their owners, when they are needed")
+    else:
+        words.append("experts stay on their owners")
     return words
 
 

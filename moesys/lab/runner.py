@@ -14,7 +14,7 @@ from moesys.lab.launch import TrialError, place_for
 from moesys.lab.progress import Progress, Silence, StepFile
 from moesys.lab.records import Record, RunFolder, latest
 from moesys.lab.trials import Measurement, routing_of
-from moesys.traces import save_trace
+from moesys.traces import load_trace, save_trace
 
 
 @dataclass(frozen=True)
@@ -58,6 +58,7 @@ def run(
     retry_failed: bool = False,
     fresh: bool = False,
     threads: int = 1,
+    record_routing: str | Path | None = None,
     progress: Progress | None = None,
 ) -> RunResult:
     """Run the trials of ``experiment`` that its folder under ``out`` does not hold, in the order of their pairing.
@@ -66,10 +67,15 @@ def run(
     those again that failed before; ``fresh`` begins a new folder. ``threads`` are torch's, of each rank. Under torchrun
     every rank calls this and gets the same result.
 
+    ``record_routing``: a path that a training's routing is written to when all trials are through, as a trace for
+    ``Replay``: {seed} and {strategy} in it become the trial's. Without {strategy} it is the baseline's.
+
     A script that calls this needs ``if __name__ == "__main__":`` around the call: ranks are processes that import it.
 
     Raises ValueError, before any trial, for what cannot run or be resumed, and ``Interrupted`` for Ctrl-C.
     """
+    if record_routing is not None:
+        _check_recording(experiment, str(record_routing))
     routing: dict[int, str] = {}
     if isinstance(experiment.workload, Replay):
         # A trace that is missing or does not fit is one error, not one a trial.
@@ -101,6 +107,8 @@ def run(
                     break
         except KeyboardInterrupt:
             raise Interrupted(book.how_to_go_on() if book else "") from None
+        if record_routing is not None:
+            place.on_writer(lambda: book.write_routing(str(record_routing)) if book else None)
         return place.share(book.result(num_run, stopped) if book else None)
 
 
@@ -183,6 +191,14 @@ class _Book:
     def result(self, num_run: int, stopped: bool) -> RunResult:
         return RunResult(self.experiment, self.folder.path, self.records(), num_run, stopped)
 
+    def write_routing(self, path: str) -> None:
+        """Of every trial that did not fail, to the trial's own path."""
+        for trial in self.trials:
+            record = self._recorded.get(trial.identity)
+            wanted = not trial.repeat and ("{strategy}" in path or trial.strategy == self.experiment.baseline)
+            if wanted and record is not None and record.status == "ok":
+                save_trace(load_trace(trace_path(self.folder.path, trial)), _routing_path(path, trial))
+
     def how_to_go_on(self) -> str:
         return (
             f"stopped: {len(self.records())} of {len(self.trials)} trials are recorded in {self.folder.path}; "
@@ -193,6 +209,25 @@ class _Book:
 def trace_path(folder: Path, trial: Trial) -> Path:
     """Where a run folder keeps the routing of a measured trial, a ``moesys.traces.Trace``."""
     return folder / "traces" / f"{trial.identity}.npz"
+
+
+def _routing_path(path: str, trial: Trial) -> Path:
+    # A name is whatever people like to read; a file's is not.
+    name = trial.strategy.name.replace("/", "-")
+    return Path(path.replace("{seed}", str(trial.seed)).replace("{strategy}", name))
+
+
+def _check_recording(experiment: Experiment, path: str) -> None:
+    if experiment.source != "measured":
+        raise ValueError(
+            f"record_routing={path!r} records a training, and workload={type(experiment.workload).__name__} is none; "
+            "use workload=Training(...), or write drawn routing with save_trace(generate(...))"
+        )
+    if "{seed}" not in path and len(experiment.seeds) > 1:
+        raise ValueError(
+            f"record_routing={path!r} is one file for {len(experiment.seeds)} seeds; put {{seed}} into the path, or "
+            "use seeds=(0,)"
+        )
 
 
 def _nothing() -> None: ...

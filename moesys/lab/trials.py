@@ -119,13 +119,17 @@ def walk(
 ) -> Iterator[StepPlan]:
     """The step of each micro-batch of a workload, warm-up included.
 
-    Layouts follow from history as in training: the strategy's own predictor, ``replan_every`` and ``lag``.
+    Layouts follow from history as in training: the strategy's own predictor, ``replan_every`` and ``lag``. Only
+    ``Oracle`` knows what is to come.
     """
     from moesys.moe.planning import LayoutSchedule
     from moesys.step import StepPlan, plan_layer
 
     trace = routing_of(workload, model, cluster, seed)
-    schedules = [LayoutSchedule(layer, strategy, model, cluster) for layer in range(trace.num_layers)]
+    schedules = [
+        LayoutSchedule(layer, strategy, model, cluster, trace.tokens_SLRE[:, layer])
+        for layer in range(trace.num_layers)
+    ]
     previous = None
     for micro_batch, tokens_LRE in enumerate(trace.tokens_SLRE):
         plans = []

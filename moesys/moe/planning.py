@@ -14,15 +14,18 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from moesys.balance import plan_layout, predict, window
-from moesys.config import ClusterSpec, ModelShape, Static, Strategy
+from moesys.balance import LoadHistory, plan_layout
+from moesys.config import Balance, ClusterSpec, Greedy, ModelShape, Oracle, Static, Strategy
 from moesys.layout import ExpertLayout
-from moesys.load import LoadMatrix
+from moesys.load import IntArray, LoadMatrix
 
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """Everything a layout is a function of. ``layer`` only says which of a model's layers asked."""
+    """Everything a layout is a function of. ``layer`` only says which of a model's layers asked.
+
+    ``load`` counts 1/``units_per_token`` tokens of one micro-batch.
+    """
 
     layer: int
     load: LoadMatrix
@@ -30,9 +33,29 @@ class PlanRequest:
     strategy: Strategy
     slots_R: tuple[int, ...]
     previous: ExpertLayout
+    units_per_token: int = 1
 
     def solve(self) -> ExpertLayout:
-        return plan_layout(self.load, self.cluster, self.strategy.balance, self.slots_R, self.previous)
+        """The layout. One rank must ask for all: a planner with a deadline does not give every rank the same."""
+        return plan_layout(self.load, self.cluster, self._balance, self.slots_R, self.previous)
+
+    def solve_alike(self) -> ExpertLayout:
+        """The layout that every rank gets which asks: without a deadline."""
+        return plan_layout(self.load, self.cluster, _without_deadline(self._balance), self.slots_R, self.previous)
+
+    @property
+    def _balance(self) -> Balance:
+        """``move_tokens`` in the units of ``load``, of which a plan serves ``replan_every``."""
+        balance = self.strategy.balance
+        if not isinstance(balance, Greedy) or not balance.move_tokens:
+            return balance
+        return balance.replace(move_tokens=-(-balance.move_tokens * self.units_per_token // self.strategy.replan_every))
+
+
+def _without_deadline(balance: Balance) -> Balance:
+    if isinstance(balance, Greedy) and balance.deadline_ms is not None:
+        return balance.replace(deadline_ms=None)
+    return balance
 
 
 class PlanTicket(Protocol):
@@ -72,7 +95,7 @@ class InlinePlanner:
     """Plans at once, in the computing thread; a pure function, so all ranks get the same."""
 
     def submit(self, request: PlanRequest) -> PlanTicket:
-        return SolvedPlan(request.solve())
+        return SolvedPlan(request.solve_alike())
 
 
 @dataclass(frozen=True)
@@ -85,9 +108,20 @@ class PlanEvent:
 
 
 class LayoutSchedule:
-    """One layer's layouts over its micro-batches. The same calls on every rank give the same layouts."""
+    """One layer's layouts over its micro-batches. The same calls on every rank give the same layouts.
 
-    def __init__(self, layer: int, strategy: Strategy, model: ModelShape, cluster: ClusterSpec) -> None:
+    ``tokens_SRE``: this layer's loads of all micro-batches, which only a replay knows. ``predictor=Oracle()`` plans for
+    that of the first micro-batch that a plan serves, and raises ValueError where there is none to know.
+    """
+
+    def __init__(
+        self,
+        layer: int,
+        strategy: Strategy,
+        model: ModelShape,
+        cluster: ClusterSpec,
+        tokens_SRE: IntArray | None = None,
+    ) -> None:
         self.layer, self.strategy, self.cluster = layer, strategy, cluster
         self.slots_R = strategy.slots(model, cluster)
         self.source: PlanSource = InlinePlanner()
@@ -95,7 +129,8 @@ class LayoutSchedule:
         self.events: list[PlanEvent] = []
         self.num_experts = model.num_experts
         self.layout = self._first_layout()
-        self._history: deque[LoadMatrix] = deque(maxlen=window(strategy.predictor))
+        self._tokens_SRE = tokens_SRE if isinstance(strategy.predictor, Oracle) else None
+        self._history = None if self._tokens_SRE is not None else LoadHistory(strategy.predictor)
         self._pending: deque[tuple[int, PlanTicket]] = deque()
 
     @property
@@ -122,20 +157,30 @@ class LayoutSchedule:
 
     def observe(self, load: LoadMatrix) -> None:
         """The coming micro-batch's load is known and its layout settled: count it, and ask for a plan if it is time."""
-        self._history.append(load)
-        made_at = self.micro_batch
+        due = self.micro_batch + self.strategy.lag
         self.micro_batch += 1
-        if isinstance(self.strategy.balance, Static) or self.micro_batch % self.strategy.replan_every:
+        if isinstance(self.strategy.balance, Static):
+            return
+        if self._history is not None:
+            self._history.observe(load)
+        if self.micro_batch % self.strategy.replan_every:
+            return
+        if self._history is not None:
+            planned_for, units_per_token = self._history.predicted(), self._history.units_per_token
+        elif self._tokens_SRE is not None and due < len(self._tokens_SRE):
+            planned_for, units_per_token = LoadMatrix(self._tokens_SRE[due]), 1
+        else:
             return
         request = PlanRequest(
             layer=self.layer,
-            load=predict(list(self._history), self.strategy.predictor),
+            load=planned_for,
             cluster=self.cluster,
             strategy=self.strategy,
             slots_R=self.slots_R,
             previous=self.layout,
+            units_per_token=units_per_token,
         )
-        self._pending.append((made_at + self.strategy.lag, self.source.submit(request)))
+        self._pending.append((due, self.source.submit(request)))
 
     def state_dict(self, timeout_s: float) -> dict[str, Any]:
         """What a resumed run needs for the same bits; waits for plans that are being made."""
@@ -144,7 +189,7 @@ class LayoutSchedule:
         return {
             "micro_batch": self.micro_batch,
             "layout": self.layout.expert_RS.tolist(),
-            "history": [load.tokens_RE.tolist() for load in self._history],
+            "history": None if self._history is None else self._history.state_dict(),
             "pending": [(due, ticket.layout().expert_RS.tolist()) for due, ticket in self._pending],
         }
 
@@ -154,8 +199,9 @@ class LayoutSchedule:
         self.micro_batch = state["micro_batch"]
         if isinstance(self.strategy.balance, Static):
             return
-        self._history.clear()
         self._pending.clear()
+        if self._history is not None:
+            self._history = LoadHistory(self.strategy.predictor)
         if expert_RS.shape != self.layout.expert_RS.shape or ((expert_RS >= 0).sum(axis=1) > self.slots_R).any():
             self.layout = self._first_layout()
             self.events.append(
@@ -167,10 +213,17 @@ class LayoutSchedule:
             )
             return
         self.layout = ExpertLayout(expert_RS, self.num_experts)
-        self._history.extend(LoadMatrix(tokens_RE) for tokens_RE in state["history"])
         self._pending.extend((due, SolvedPlan(ExpertLayout(plan, self.num_experts))) for due, plan in state["pending"])
+        if self._history is None or state["history"] is None:
+            return
+        try:
+            self._history.load_state_dict(state["history"])
+        except ValueError:
+            self.events.append(
+                PlanEvent(self.layer, self.micro_batch, "history is of another predictor: begun anew, layout kept")
+            )
 
     def _first_layout(self) -> ExpertLayout:
         """Before the first load is known, all experts are alike."""
         uniform = LoadMatrix(np.ones((self.cluster.num_ranks, self.num_experts), dtype=np.int64))
-        return plan_layout(uniform, self.cluster, self.strategy.balance, self.slots_R)
+        return plan_layout(uniform, self.cluster, _without_deadline(self.strategy.balance), self.slots_R)

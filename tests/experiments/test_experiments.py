@@ -95,7 +95,7 @@ def test_the_flow_split_never_leaves_more_imbalance_than_the_even_split_over_the
     )
     rows = {row.name: row for row in compared(ablation, tmp_path).rows}
     for seed in ablation.seeds:
-        even, flow = (np.array(rows[name].samples["load_max_over_mean"][seed]) for name in ("both", "laer+flow"))
+        even, flow = (np.array(rows[name].samples["load_max_over_mean"][seed]) for name in ("laer+even", "laer+flow"))
         assert (flow <= even).all()
         assert flow.mean() < even.mean()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -187,8 +188,9 @@ def test_fresh_starts_a_folder_beside_and_each_experiment_finds_its_own(tmp_path
     for of, path in ((experiment(), folder.path), (wider, beside.path), (longer, other.path)):
         with RunFolder.open(of, tmp_path) as found:
             assert found.path == path
-    assert "\n  workload.steps: 3 there, 5 here\n" in refusal(
-        experiment(workload=Training(steps=5, warmup=1)), tmp_path
+    # folder and other are equally near
+    assert re.search(
+        r"\n  workload.steps: [34] there, 5 here\n", refusal(experiment(workload=Training(steps=5, warmup=1)), tmp_path)
     )
 
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 from runner_cases import EP, FSEP, partly_failing, simulation, training
 
-from moesys.config import ClusterSpec
+from moesys.balance import plan_layout
+from moesys.config import ClusterSpec, Static
 from moesys.experiment import Replay
 from moesys.lab.commands.compare import compare
 from moesys.lab.environment import collect_environment, load_environments
@@ -106,7 +107,11 @@ def test_only_retry_failed_runs_failed_trials_again_and_the_last_record_counts(t
     run(partly_failing(seeds=(0,)), tmp_path)
     again = run(partly_failing(seeds=(0,)), tmp_path)
     assert (again.num_run, again.exit_code) == (0, 1)
-    monkeypatch.setattr("moesys.balance.cp_sat.LARGEST_INSTANCE", 1000)
+
+    def mended(load, cluster, config, *rest):
+        return plan_layout(load, cluster, Static(), *rest)
+
+    monkeypatch.setattr("moesys.moe.planning.plan_layout", mended)
     listener = Listener()
     retried = run(partly_failing(seeds=(0,)), tmp_path, retry_failed=True, progress=listener)
     assert listener.told[0] == "1 recorded, 1 left"
@@ -164,7 +169,7 @@ def test_spawned_ranks_train_record_routing_and_live_through_a_failure(tmp_path)
     result = run(experiment, tmp_path)
     by_name = {record.strategy: record for record in result.records}
     failed = by_name["failing"]
-    assert re.match("2 of 2 ranks failed: ranks (0, 1|1, 0) raised ValueError: balance=CpSat", failed.error)
+    assert re.match("2 of 2 ranks failed: ranks (0, 1|1, 0) raised ValueError: min_replicas=3 needs", failed.error)
     assert "rank 1:\nTraceback" in failed.trace
     assert by_name["ep"].status == "ok"
     assert len(by_name["ep"].losses) == 3

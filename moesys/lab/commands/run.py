@@ -28,6 +28,7 @@ def run_file(
     fail_fast: bool = False,
     retry_failed: bool = False,
     fresh: bool = False,
+    record_routing: Path | None = None,
 ) -> int:
     """Run what is left of each experiment in ``file``, and print its table; of a sweep, draw the chart beside the run
     folders. Under torchrun only rank 0 speaks.
@@ -49,6 +50,7 @@ def run_file(
                 retry_failed=retry_failed,
                 fresh=fresh,
                 threads=threads,
+                record_routing=record_routing,
                 progress=progress_on(told),
             )
             if speaks:

@@ -1,0 +1,200 @@
+"""The least load of the busiest rank over all splits of a layout, compiled: loads are levelled until a cut proves it.
+
+The problem is a transport: tokens of an expert may go to any of its ranks, and no rank shall get more than a limit.
+Where some rank has more, tokens are pushed towards ranks that have room, along shortest paths of shared experts, all
+of one distance before any greater (Dinic's order). Where no path is left, the ranks that reach no room are a tight
+set: their experts are held nowhere else, so their mean is a lower bound, and the next limit (discrete Newton).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from moesys.balance.compiled import compiled
+from moesys.balance.holders import list_holders
+from moesys.load import IntArray
+
+
+class Level(NamedTuple):
+    """Scratch of ``least_max`` for P replicas, R ranks and E experts, and the state it leaves.
+
+    ``tokens_P`` int64: what each replica gets; ``load_R`` int64: its sums; ``tight_R`` bool: the ranks of the set that
+    proves the limit, none where that is the mean; ``overflow`` int64 [1]: tokens for which ranks filled to the mean
+    have no room.
+    """
+
+    tokens_P: IntArray
+    load_R: IntArray
+    tight_R: IntArray
+    overflow: IntArray
+    distance_R: IntArray
+    queue_R: IntArray
+    met_E: IntArray
+
+
+@compiled
+def new_level(holders):  # type: ignore[no-untyped-def]
+    """A ``Level`` for these holders."""
+    num_ranks, num_experts = holders.first_R.size - 1, holders.first_E.size - 1
+    return Level(
+        np.zeros(holders.rank_P.size, np.int64),
+        np.zeros(num_ranks, np.int64),
+        np.zeros(num_ranks, np.bool_),
+        np.zeros(1, np.int64),
+        np.zeros(num_ranks, np.int64),
+        np.zeros(num_ranks, np.int64),
+        np.zeros(num_experts, np.bool_),
+    )
+
+
+@compiled
+def least_max(tokens_E, holders, level):  # type: ignore[no-untyped-def]
+    """The least tokens of the busiest rank, for ``tokens_E`` int64 [E]; the split and its proof are in ``level``."""
+    mean = limit = _pour_all(tokens_E, holders, level)
+    level.tight_R[:] = False
+    level.overflow[0] = 0
+    while True:
+        num_queued, excess, reaches = _measure_distances(limit, holders, level)
+        if not excess:
+            return limit
+        if reaches:
+            _push_all(limit, num_queued, holders, level)
+            continue
+        tokens = num_tight = 0
+        for rank in range(level.load_R.size):
+            if limit == mean:
+                level.overflow[0] += max(level.load_R[rank] - mean, 0)
+            level.tight_R[rank] = level.distance_R[rank] < 0 and holders.first_R[rank + 1] > holders.first_R[rank]
+            if level.tight_R[rank]:
+                tokens += level.load_R[rank]
+                num_tight += 1
+        limit = -(-tokens // num_tight)
+
+
+@compiled
+def least_max_load(tokens_E, expert_RS):  # type: ignore[no-untyped-def]
+    """The same, and its tight set bool [R], for ``expert_RS`` int64 [R, S], -1 for an empty slot."""
+    holders = list_holders(expert_RS, tokens_E.size)
+    level = new_level(holders)
+    return least_max(tokens_E, holders, level), level.tight_R
+
+
+@compiled
+def _pour_all(tokens_E, holders, level):  # type: ignore[no-untyped-def]
+    """A first split: experts with few ranks first, each poured onto its ranks up to one level. Gives the mean."""
+    first_E, first_R, rank_P = holders.first_E, holders.first_R, holders.rank_P
+    tokens_P, load_R = level.tokens_P, level.load_R
+    load_R[:] = 0
+    total = num_holding = most = 0
+    for rank in range(load_R.size):
+        num_holding += first_R[rank + 1] > first_R[rank]
+    for expert in range(tokens_E.size):
+        total += tokens_E[expert]
+        first, width = first_E[expert], first_E[expert + 1] - first_E[expert]
+        most = max(most, width)
+        if width == 1:
+            tokens_P[first] = tokens_E[expert]
+            load_R[rank_P[first]] += tokens_E[expert]
+    width = 2
+    while width <= most:
+        next_width = most + 1
+        for expert in range(tokens_E.size):
+            first, end = first_E[expert], first_E[expert + 1]
+            if end - first == width:
+                pour(tokens_E[expert], first, end, rank_P, tokens_P, load_R)
+            elif end - first > width:
+                next_width = min(next_width, end - first)
+        width = next_width
+    return -(-total // num_holding)
+
+
+@compiled
+def pour(tokens, first, end, rank_P, tokens_P, load_R):  # type: ignore[no-untyped-def]
+    """Gives tokens to the lowest of the ranks ``rank_P[first:end]``, up to one level; higher ranks drop out."""
+    width, water = end - first, tokens
+    for replica in range(first, end):
+        tokens_P[replica] = 0
+        water += load_R[rank_P[replica]]
+    height, dropped = 0, True
+    while dropped:
+        dropped = False
+        height = water // width
+        for replica in range(first, end):
+            if tokens_P[replica] == 0 and load_R[rank_P[replica]] > height:
+                tokens_P[replica] = -1
+                water -= load_R[rank_P[replica]]
+                width -= 1
+                dropped = True
+    left = water - height * width
+    for replica in range(first, end):
+        if tokens_P[replica] < 0:
+            tokens_P[replica] = 0
+        else:
+            tokens_P[replica] = height - load_R[rank_P[replica]] + (left > 0)
+            load_R[rank_P[replica]] += tokens_P[replica]
+            left -= left > 0
+
+
+@compiled
+def _measure_distances(limit, holders, level):  # type: ignore[no-untyped-def]
+    """Steps from each rank to the nearest with room, -1 where none is reached; ranks queued by distance."""
+    num_ranks = level.load_R.size
+    num_queued, excess = 0, False
+    for rank in range(num_ranks):
+        excess = excess or level.load_R[rank] > limit
+        level.distance_R[rank] = -1
+        if level.load_R[rank] < limit and holders.first_R[rank + 1] > holders.first_R[rank]:
+            level.distance_R[rank] = 0
+            level.queue_R[num_queued] = rank
+            num_queued += 1
+    if not excess:
+        return num_queued, False, False
+    reaches = False
+    level.met_E[:] = False
+    done = 0
+    while done < num_queued:
+        target = level.queue_R[done]
+        done += 1
+        for index in range(holders.first_R[target], holders.first_R[target + 1]):
+            expert = holders.expert_P[holders.replica_P[index]]
+            if level.met_E[expert]:
+                continue
+            level.met_E[expert] = True
+            for replica in range(holders.first_E[expert], holders.first_E[expert + 1]):
+                rank = holders.rank_P[replica]
+                if level.distance_R[rank] < 0 and level.tokens_P[replica] > 0:
+                    level.distance_R[rank] = level.distance_R[target] + 1
+                    reaches = reaches or level.load_R[rank] > limit
+                    level.queue_R[num_queued] = rank
+                    num_queued += 1
+    return num_queued, True, reaches
+
+
+@compiled
+def _push_all(limit, num_queued, holders, level):  # type: ignore[no-untyped-def]
+    """Pushes what ranks have above the limit one step nearer, the farthest ranks first, so that it travels on."""
+    for position in range(num_queued - 1, -1, -1):
+        rank = level.queue_R[position]
+        if level.distance_R[rank] == 0:
+            return
+        for index in range(holders.first_R[rank], holders.first_R[rank + 1]):
+            if level.load_R[rank] <= limit:
+                break
+            replica = holders.replica_P[index]
+            expert = holders.expert_P[replica]
+            for other in range(holders.first_E[expert], holders.first_E[expert + 1]):
+                if level.load_R[rank] <= limit or level.tokens_P[replica] == 0:
+                    break
+                target = holders.rank_P[other]
+                if level.distance_R[target] != level.distance_R[rank] - 1:
+                    continue
+                tokens = min(level.load_R[rank] - limit, level.tokens_P[replica])
+                if level.distance_R[target] == 0:
+                    tokens = min(tokens, limit - level.load_R[target])
+                if tokens > 0:
+                    level.tokens_P[replica] -= tokens
+                    level.load_R[rank] -= tokens
+                    level.tokens_P[other] += tokens
+                    level.load_R[target] += tokens

@@ -1,0 +1,401 @@
+"""Quotas by pushing, compiled: which rank gets how many tokens of an expert, for the least traffic between nodes.
+
+Every token begins at home: where its own node holds the expert, there. No limit on loads allows less traffic, and
+pushing what ranks have above the limit along cheapest paths keeps it the least (successive shortest paths, on all ranks
+at once). A path goes from rank to rank, each time by tokens of an expert that both hold. A hop costs 1; a hop that
+takes tokens away from home ``CROSSING`` more, one that brings such tokens back as much less.
+
+A *phase* labels every rank with the cost of its cheapest path to a rank with room, and takes ``STEPS`` steps. In a
+*step* every rank above the limit, of those that pay for the fewest crossings, gives what it can along one of its
+cheapest hops. Tokens of an expert that stay in a node form a pool, and those that cross form one; a rank receives from
+the pool of the lowest number only: nodes' pools first, each kind by expert. Givers and receivers of a pool are served
+in the order of their ranks. No step depends on the order in which ranks or pools are visited, so that it can be written
+for tensors as well, with the same bytes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from moesys.balance.compiled import compiled, inlined
+from moesys.load import IntArray
+
+CROSSING = 1 << 20
+UNREACHED = 1 << 50
+STEPS = 4
+# Paths of cost and capacity that many ranks use at once can be left dearer than need be; after so many phases the
+# rest goes by hops alone, which ends for certain.
+COSTED_PHASES = 64
+
+
+class Shared(NamedTuple):
+    """Experts with several replicas and some tokens: F of them, Q replicas, G groups of an expert's replicas on a node.
+
+    All int64, by expert, then rank. ``replica_Q``: index in ``Holders``; ``rank_Q``, ``group_Q``; ``tokens_Q``: what
+    each gets; ``first_G`` [G + 1] and ``expert_G``: a group's replicas and its expert, counted in F; ``supply_G``:
+    tokens that the group's node has for the expert; ``here_G``: those its replicas get; ``first_F`` [F + 1]: the groups
+    of an expert; ``first_R`` [R + 1], ``of_rank_Q``: a rank's replicas; ``load_R``: tokens of a rank, of all experts.
+    """
+
+    replica_Q: IntArray
+    rank_Q: IntArray
+    group_Q: IntArray
+    tokens_Q: IntArray
+    first_G: IntArray
+    expert_G: IntArray
+    supply_G: IntArray
+    here_G: IntArray
+    first_F: IntArray
+    first_R: IntArray
+    of_rank_Q: IntArray
+    load_R: IntArray
+
+
+class Labels(NamedTuple):
+    """Costs of cheapest paths, int64. ``rank_R``: from a rank to room; ``inside_G``: from a group's best rank;
+    ``from_G``: of a token that leaves a rank of the group by its expert; ``exchange_F``: by the best of all groups. And
+    scratch of a step: ``hop_R`` the replica by which a rank gives, ``take_R`` what it may take, ``give_R``,
+    ``taker_R`` the pool that it receives from.
+    """
+
+    rank_R: IntArray
+    inside_G: IntArray
+    from_G: IntArray
+    exchange_F: IntArray
+    hop_R: IntArray
+    take_R: IntArray
+    give_R: IntArray
+    taker_R: IntArray
+
+
+@compiled
+def share_out(tokens_RE, supply_NE, tokens_E, node_R, holders, turn):  # type: ignore[no-untyped-def]
+    """``Shared`` with every token at home.
+
+    A rank keeps its own tokens of what it holds; what else its node has is shared evenly by the node's replicas, and
+    what comes from nodes without one by all. Remainders begin at replica ``turn``.
+    """
+    num_ranks, num_experts = tokens_RE.shape
+    load_R = np.zeros(num_ranks, np.int64)
+    num_shared = num_replicas = 0
+    for expert in range(num_experts):
+        first, end = holders.first_E[expert], holders.first_E[expert + 1]
+        if end - first == 1:
+            load_R[holders.rank_P[first]] += tokens_E[expert]
+        elif tokens_E[expert]:
+            num_shared += 1
+            num_replicas += end - first
+    replica_Q, rank_Q = np.empty(num_replicas, np.int64), np.empty(num_replicas, np.int64)
+    group_Q, tokens_Q = np.empty(num_replicas, np.int64), np.empty(num_replicas, np.int64)
+    first_G, expert_G = np.empty(num_replicas + 1, np.int64), np.empty(num_replicas, np.int64)
+    supply_G, here_G = np.empty(num_replicas, np.int64), np.empty(num_replicas, np.int64)
+    first_F = np.empty(num_shared + 1, np.int64)
+    shared = replica = group = 0
+    for expert in range(num_experts):
+        first, end = holders.first_E[expert], holders.first_E[expert + 1]
+        if end - first == 1 or not tokens_E[expert]:
+            continue
+        first_F[shared], first_Q, away = group, replica, tokens_E[expert]
+        node = -1
+        for index in range(first, end):
+            rank = holders.rank_P[index]
+            if node_R[rank] != node:
+                node = node_R[rank]
+                first_G[group], expert_G[group] = replica, shared
+                supply_G[group] = here_G[group] = supply_NE[node, expert]
+                away -= supply_NE[node, expert]
+                group += 1
+            replica_Q[replica], rank_Q[replica], group_Q[replica] = index, rank, group - 1
+            tokens_Q[replica] = tokens_RE[rank, expert]
+            replica += 1
+        first_G[group] = replica
+        for each in range(first_F[shared], group):
+            left = supply_G[each]
+            for index in range(first_G[each], first_G[each + 1]):
+                left -= tokens_Q[index]
+            _share_evenly(left, first_G[each], first_G[each + 1], turn, tokens_Q)
+        _share_evenly(away, first_Q, replica, turn, tokens_Q)
+        for each in range(first_F[shared], group):
+            here_G[each] = 0
+            for index in range(first_G[each], first_G[each + 1]):
+                here_G[each] += tokens_Q[index]
+        shared += 1
+    first_F[shared] = group
+
+    first_R = np.zeros(num_ranks + 1, np.int64)
+    for index in range(num_replicas):
+        first_R[rank_Q[index] + 1] += 1
+        load_R[rank_Q[index]] += tokens_Q[index]
+    for rank in range(num_ranks):
+        first_R[rank + 1] += first_R[rank]
+    next_R, of_rank_Q = first_R[:-1].copy(), np.empty(num_replicas, np.int64)
+    for index in range(num_replicas):
+        of_rank_Q[next_R[rank_Q[index]]] = index
+        next_R[rank_Q[index]] += 1
+    return Shared(
+        replica_Q,
+        rank_Q,
+        group_Q,
+        tokens_Q,
+        first_G[: group + 1],
+        expert_G[:group],
+        supply_G[:group],
+        here_G[:group],
+        first_F,
+        first_R,
+        of_rank_Q,
+        load_R,
+    )
+
+
+@compiled
+def _share_evenly(tokens, first, end, turn, tokens_Q):  # type: ignore[no-untyped-def]
+    each, left = tokens // (end - first), tokens % (end - first)
+    for index in range(end - first):
+        tokens_Q[first + index] += each + ((index - turn) % (end - first) < left)
+
+
+@compiled
+def push_down(shared, limit, holding_R):  # type: ignore[no-untyped-def]
+    """Pushes until no rank has more than ``limit``; gives the phases it took, or -1 where no split keeps the limit.
+
+    ``holding_R`` bool [R]: ranks with a replica, of any expert.
+    """
+    num_ranks, num_groups, num_shared = shared.load_R.size, shared.expert_G.size, shared.first_F.size - 1
+    labels = Labels(
+        np.empty(num_ranks, np.int64),
+        np.empty(num_groups, np.int64),
+        np.empty(num_groups, np.int64),
+        np.empty(num_shared, np.int64),
+        np.empty(num_ranks, np.int64),
+        np.empty(num_ranks, np.int64),
+        np.empty(num_ranks, np.int64),
+        np.empty(num_ranks, np.int64),
+    )
+    phases = 0
+    while shared.load_R.max() > limit:
+        crossing = CROSSING if phases < COSTED_PHASES else 0
+        _label(shared, limit, crossing, holding_R, labels)
+        cheapest = UNREACHED
+        for rank in range(num_ranks):
+            if shared.load_R[rank] > limit:
+                cheapest = min(cheapest, labels.rank_R[rank])
+        if cheapest > UNREACHED // 2:
+            return -1
+        dearest = (cheapest // CROSSING + 1) * CROSSING
+        for _ in range(STEPS):
+            if not _step(shared, limit, crossing, dearest, labels):
+                break
+        phases += 1
+    return phases
+
+
+@compiled
+def _label(shared, limit, crossing, holding_R, labels):  # type: ignore[no-untyped-def]
+    """Cheapest paths, by relaxing experts whose ranks have new labels until none has; what is reached does not depend
+    on their order. A bound stands for cycles that gain, which come up only where an earlier phase paid too much.
+    """
+    rank_Q, group_Q, tokens_Q = shared.rank_Q, shared.group_Q, shared.tokens_Q
+    first_G, first_F = shared.first_G, shared.first_F
+    rank_R, inside_G, from_G, exchange_F = labels.rank_R, labels.inside_G, labels.from_G, labels.exchange_F
+    num_ranks, num_shared = rank_R.size, exchange_F.size
+    waiting_F, queue_F = np.zeros(num_shared, np.bool_), np.empty(num_shared, np.int64)
+    done, num_waiting, bound = 0, 0, num_shared * (num_ranks + 1)
+    inside_G[:], from_G[:], exchange_F[:] = UNREACHED, UNREACHED, UNREACHED
+    for rank in range(num_ranks):
+        rank_R[rank] = UNREACHED
+        if shared.load_R[rank] < limit and holding_R[rank]:
+            rank_R[rank] = 0
+            for position in range(shared.first_R[rank], shared.first_R[rank + 1]):
+                expert = shared.expert_G[shared.group_Q[shared.of_rank_Q[position]]]
+                if not waiting_F[expert]:
+                    waiting_F[expert] = True
+                    queue_F[num_waiting] = expert
+                    num_waiting += 1
+    while num_waiting and done < bound:
+        expert = queue_F[done % num_shared]
+        done += 1
+        num_waiting -= 1
+        waiting_F[expert] = False
+        exchange = UNREACHED
+        for group in range(first_F[expert], first_F[expert + 1]):
+            inside = UNREACHED
+            for index in range(first_G[group], first_G[group + 1]):
+                inside = min(inside, rank_R[rank_Q[index]])
+            inside_G[group] = inside
+            leaves_home = shared.here_G[group] >= shared.supply_G[group]
+            exchange = min(exchange, inside + (crossing if leaves_home else 0))
+        exchange_F[expert] = exchange
+        for group in range(first_F[expert], first_F[expert + 1]):
+            from_G[group] = min(inside_G[group], _cost_to_leave(shared, labels, group, crossing))
+            if from_G[group] > UNREACHED // 2:
+                continue
+            for index in range(first_G[group], first_G[group + 1]):
+                rank = rank_Q[index]
+                if tokens_Q[index] == 0 or from_G[group] + 1 >= rank_R[rank]:
+                    continue
+                rank_R[rank] = from_G[group] + 1
+                for position in range(shared.first_R[rank], shared.first_R[rank + 1]):
+                    other = shared.expert_G[group_Q[shared.of_rank_Q[position]]]
+                    if not waiting_F[other]:
+                        waiting_F[other] = True
+                        queue_F[(done + num_waiting) % num_shared] = other
+                        num_waiting += 1
+
+
+@inlined
+def _cost_to_leave(shared, labels, group, crossing):  # type: ignore[no-untyped-def]
+    """Of a token that leaves a group for another node: cheaper by a crossing where it is not at home now."""
+    returns = shared.here_G[group] > shared.supply_G[group]
+    return labels.exchange_F[shared.expert_G[group]] - (crossing if returns else 0)
+
+
+@compiled
+def _step(shared, limit, crossing, dearest, labels):  # type: ignore[no-untyped-def]
+    """One step; whether any token moved."""
+    rank_Q, tokens_Q, group_Q, load_R = shared.rank_Q, shared.tokens_Q, shared.group_Q, shared.load_R
+    first_G, first_F, here_G, supply_G = shared.first_G, shared.first_F, shared.here_G, shared.supply_G
+    rank_R, inside_G, from_G = labels.rank_R, labels.inside_G, labels.from_G
+    hop_R, take_R, give_R, taker_R = labels.hop_R, labels.take_R, labels.give_R, labels.taker_R
+    num_groups, num_shared = inside_G.size, labels.exchange_F.size
+    local_G, across_F = np.zeros(num_groups, np.int64), np.zeros(num_shared, np.int64)
+    give_R[:], taker_R[:] = 0, -1
+    any_giver = False
+
+    for rank in range(rank_R.size):
+        if load_R[rank] <= limit or rank_R[rank] >= dearest:
+            continue
+        index = _find_hop(shared, labels, rank)
+        hop_R[rank] = index
+        if index < 0:
+            continue
+        group = group_Q[index]
+        give = min(load_R[rank] - limit, tokens_Q[index])
+        if from_G[group] == inside_G[group]:
+            local_G[group] += give
+        elif from_G[group] == _cost_to_leave(shared, labels, group, crossing):
+            if here_G[group] > supply_G[group]:
+                # what is not at home leaves for less, but no more than that
+                give = min(give, here_G[group] - supply_G[group] - _given(labels, shared, group, rank))
+            across_F[shared.expert_G[group]] += give
+        else:
+            give = 0
+        give_R[rank] = give
+        any_giver = any_giver or give > 0
+    if not any_giver:
+        return False
+
+    # the pool that each rank receives from, the lowest number first
+    for group in range(num_groups):
+        if local_G[group]:
+            for index in range(first_G[group], first_G[group + 1]):
+                _offer(shared, labels, limit, group, index, group)
+    for expert in range(num_shared):
+        if not across_F[expert]:
+            continue
+        for group in range(first_F[expert], first_F[expert + 1]):
+            leaves_home = here_G[group] >= supply_G[group]
+            if inside_G[group] + (crossing if leaves_home else 0) == labels.exchange_F[expert]:
+                for index in range(first_G[group], first_G[group + 1]):
+                    _offer(shared, labels, limit, group, index, num_groups + expert)
+
+    moved = False
+    for group in range(num_groups):
+        if not local_G[group]:
+            continue
+        open_tokens = 0
+        for index in range(first_G[group], first_G[group + 1]):
+            if taker_R[rank_Q[index]] == group:
+                open_tokens += take_R[rank_Q[index]]
+        giving = receiving = min(local_G[group], open_tokens)
+        moved = moved or giving > 0
+        for index in range(first_G[group], first_G[group + 1]):
+            rank = rank_Q[index]
+            if give_R[rank] and hop_R[rank] == index:
+                tokens = min(giving, give_R[rank])
+                giving -= tokens
+                tokens = -tokens
+            elif taker_R[rank] == group:
+                tokens = min(receiving, take_R[rank])
+                receiving -= tokens
+            else:
+                continue
+            tokens_Q[index] += tokens
+            load_R[rank] += tokens
+    for expert in range(num_shared):
+        if not across_F[expert]:
+            continue
+        open_tokens = 0
+        for group in range(first_F[expert], first_F[expert + 1]):
+            open_tokens += _open_to_cross(shared, labels, group, num_groups + expert)
+        giving = receiving = min(across_F[expert], open_tokens)
+        moved = moved or giving > 0
+        for group in range(first_F[expert], first_F[expert + 1]):
+            entering = min(receiving, _open_to_cross(shared, labels, group, num_groups + expert))
+            receiving -= entering
+            for index in range(first_G[group], first_G[group + 1]):
+                rank = rank_Q[index]
+                if give_R[rank] and hop_R[rank] == index and from_G[group] != inside_G[group]:
+                    tokens = min(giving, give_R[rank])
+                    giving -= tokens
+                    tokens = -tokens
+                elif taker_R[rank] == num_groups + expert:
+                    tokens = min(entering, take_R[rank])
+                    entering -= tokens
+                else:
+                    continue
+                tokens_Q[index] += tokens
+                load_R[rank] += tokens
+                here_G[group] += tokens
+    return moved
+
+
+@inlined
+def _find_hop(shared, labels, rank):  # type: ignore[no-untyped-def]
+    """The first replica of a rank by which its cheapest path begins; -1 where tokens for it have run out."""
+    for position in range(shared.first_R[rank], shared.first_R[rank + 1]):
+        index = shared.of_rank_Q[position]
+        if shared.tokens_Q[index] > 0 and labels.from_G[shared.group_Q[index]] + 1 == labels.rank_R[rank]:
+            return index
+    return -1
+
+
+@inlined
+def _offer(shared, labels, limit, group, index, pool):  # type: ignore[no-untyped-def]
+    """Lets a replica's rank take from a pool: up to the limit, or what it can pass on, if it is one of the best of its
+    group, gives nothing itself and has no pool yet.
+    """
+    rank = shared.rank_Q[index]
+    if labels.taker_R[rank] >= 0 or labels.give_R[rank] or labels.rank_R[rank] != labels.inside_G[group]:
+        return
+    take = limit - shared.load_R[rank]
+    if take <= 0:
+        hop = _find_hop(shared, labels, rank)
+        take = shared.tokens_Q[hop] if hop >= 0 else 0
+    if take > 0:
+        labels.taker_R[rank] = pool
+        labels.take_R[rank] = take
+
+
+@inlined
+def _given(labels, shared, group, before):  # type: ignore[no-untyped-def]
+    """What lower ranks of a group give away in this step already."""
+    tokens = 0
+    for index in range(shared.first_G[group], shared.first_G[group + 1]):
+        rank = shared.rank_Q[index]
+        if rank < before and labels.hop_R[rank] == index:
+            tokens += labels.give_R[rank]
+    return tokens
+
+
+@inlined
+def _open_to_cross(shared, labels, group, pool):  # type: ignore[no-untyped-def]
+    """Tokens that a group can take from other nodes: where some are missing at home, no more than those."""
+    tokens = 0
+    for index in range(shared.first_G[group], shared.first_G[group + 1]):
+        if labels.taker_R[shared.rank_Q[index]] == pool:
+            tokens += labels.take_R[shared.rank_Q[index]]
+    missing = shared.supply_G[group] - shared.here_G[group]
+    return min(tokens, missing) if missing > 0 else tokens

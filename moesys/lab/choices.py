@@ -1,0 +1,57 @@
+"""What the command line takes for a declaration: a kind, such as ``greedy``; JSON; a file; or ``4x8``."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from moesys.config import Balance, ClusterSpec, Predictor, Split
+from moesys.lab.files import in_words
+
+T = TypeVar("T")
+
+
+def balance_of(text: str) -> Balance:
+    """``greedy``, or ``{"kind": "greedy", "effort": 4}``. Raises ValueError for what is neither."""
+    return _member(text, "balance", TypeAdapter(Balance))
+
+
+def split_of(text: str) -> Split:
+    """``flow``, or ``{"kind": "flow", "max_inter_node": 0.1}``. Raises ValueError for what is neither."""
+    return _member(text, "split", TypeAdapter(Split))
+
+
+def predictor_of(text: str) -> Predictor:
+    """``last``, or ``{"kind": "ema", "decay": 0.9}``. Raises ValueError for what is neither."""
+    return _member(text, "predictor", TypeAdapter(Predictor))
+
+
+def cluster_of(text: str) -> ClusterSpec:
+    """``4x8``, 4 nodes of 8 ranks; or the path of a ``ClusterSpec`` in JSON or TOML. Raises ValueError for others."""
+    path = Path(text)
+    try:
+        if shorthand := re.fullmatch(r"(\d+)x(\d+)", text):
+            num_nodes, ranks_per_node = map(int, shorthand.groups())
+            return ClusterSpec(num_nodes=num_nodes, ranks_per_node=ranks_per_node)
+        if path.suffix not in (".json", ".toml") or not path.is_file():
+            raise ValueError("no .json or .toml file; give one, or nodes and ranks a node as in 4x8")
+        declared = path.read_text(encoding="utf-8")
+        return ClusterSpec.from_json(declared) if path.suffix == ".json" else ClusterSpec.from_toml(declared)
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, ValueError) as error:
+        raise ValueError(f"cluster={text!r}: {in_words(error)}") from None
+
+
+def _member(text: str, field: str, union: TypeAdapter[T]) -> T:
+    try:
+        fields: Any = json.loads(text) if text.lstrip().startswith("{") else {"kind": text}
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{field}={text!r} is no JSON: {error}") from None
+    try:
+        return union.validate_python(fields)
+    except ValidationError as error:
+        raise ValueError(f"{field}={text!r}: {in_words(error)}") from None

@@ -1,0 +1,195 @@
+"""``moesys plan``: one load's layout and split, with what proves how good they are."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.text import Text
+from rich.tree import Tree
+
+from moesys.balance import plan_layout, split_tokens
+from moesys.balance.certificate import Certificate, certify
+from moesys.config import Balance, ClusterSpec, CpSat, Greedy, Split
+from moesys.lab.choices import balance_of, cluster_of, split_of
+from moesys.lab.commands import refused
+from moesys.lab.console import print_full
+from moesys.layout import ExpertLayout
+from moesys.load import LoadMatrix
+from moesys.step import LayerPlan
+from moesys.traces import load_trace
+
+MOST_RANKS_SHOWN = 128
+MOST_EXPERTS_SHOWN = 16
+LOAD_SUFFIXES = (".npz", ".npy", ".csv", ".json")
+
+
+def plan_command(
+    load: Path,
+    cluster: str,
+    *,
+    slots: int | None = None,
+    balance: str = "greedy",
+    split: str = "flow",
+    previous: Path | None = None,
+    out: Path | None = None,
+    micro_batch: int | None = None,
+    layer: int | None = None,
+) -> int:
+    """Plan, certify, print, and write; the exit code, 2 where what was asked for cannot be."""
+    try:
+        spec, balance_config, split_config = cluster_of(cluster), balance_of(balance), split_of(split)
+        wanted = read_load(load, micro_batch, layer)
+        slots_per_rank = slots if slots is not None else -(-wanted.num_experts // spec.num_ranks) + 1
+        before = None if previous is None else read_layout(previous)
+        plan, certificate = make_plan(wanted, spec, slots_per_rank, balance_config, split_config, before)
+        tree = plan_tree(plan, certificate, spec, f"{load.name}: {balance_config.kind} + {split_config.kind}", before)
+        if out is not None:
+            save_plan(plan, certificate, out)
+    except (ValueError, OSError) as error:
+        return refused(error)
+    print_full(tree, [] if out is None else [f"Written to {out}."])
+    return 0
+
+
+def make_plan(
+    load: LoadMatrix,
+    cluster: ClusterSpec,
+    slots_per_rank: int,
+    balance: Balance,
+    split: Split,
+    previous: ExpertLayout | None = None,
+) -> tuple[LayerPlan, Certificate]:
+    """The layout planned on ``load``, its own split of it, and the certificate among all layouts with these slots."""
+    layout = plan_layout(load, cluster, balance, slots_per_rank, previous)
+    tokens = split_tokens(load, layout, cluster, split)
+    if isinstance(balance, Greedy | CpSat):
+        certificate = certify(
+            tokens,
+            cluster,
+            slots_per_rank=slots_per_rank,
+            min_replicas=balance.min_replicas,
+            replicas_within=balance.replicas_within,
+        )
+    else:
+        certificate = certify(tokens, cluster, slots_per_rank=slots_per_rank)
+    return LayerPlan(tokens, turn=0), certificate
+
+
+# --- files ------------------------------------------------------------------------------------------------------
+
+
+def read_load(path: Path, micro_batch: int | None = None, layer: int | None = None) -> LoadMatrix:
+    """A matrix [R, E] of tokens from a .npy, .csv or .json file; or one layer of a trace, an .npz file: by default the
+    first layer of the last micro-batch. Raises ValueError, which names the file, for anything else.
+    """
+    if path.suffix not in LOAD_SUFFIXES:
+        raise ValueError(f"load {path} is of no known kind; give one of {', '.join(LOAD_SUFFIXES)}")
+    if not path.is_file():
+        raise ValueError(f"load {path} is not a file; give a trace, or a matrix of tokens with a row a rank")
+    if path.suffix == ".npz":
+        return _of_trace(path, micro_batch, layer)
+    if micro_batch is not None or layer is not None:
+        raise ValueError(f"load {path} is one matrix; give --micro-batch and --layer with a trace (.npz) only")
+    try:
+        match path.suffix:
+            case ".npy":
+                return LoadMatrix(np.load(path, allow_pickle=False))
+            case ".csv":
+                return LoadMatrix(np.loadtxt(path, delimiter=",", dtype=np.int64, ndmin=2))
+            case _:
+                content = json.loads(path.read_text(encoding="utf-8"))
+                return LoadMatrix(content["tokens_RE"] if isinstance(content, dict) else content)
+    except KeyError as error:
+        raise ValueError(f"load {path} has no {error}; give a list of rows, or a plan that moesys wrote") from None
+    except (ValueError, TypeError, EOFError) as error:
+        raise ValueError(f"load {path}: {error}; give integers, a row a rank and a column an expert") from None
+
+
+def _of_trace(path: Path, micro_batch: int | None, layer: int | None) -> LoadMatrix:
+    trace = load_trace(path)
+    chosen: dict[str, int] = {}
+    for name, number, count, default in (
+        ("micro-batch", micro_batch, trace.num_micro_batches, trace.num_micro_batches - 1),
+        ("layer", layer, trace.num_layers, 0),
+    ):
+        chosen[name] = default if number is None else number
+        if not 0 <= chosen[name] < count:
+            raise ValueError(f"{name} {number} is not in {path}; it has 0 to {count - 1}")
+    return LoadMatrix(trace.tokens_SLRE[chosen["micro-batch"], chosen["layer"]])
+
+
+def read_layout(path: Path) -> ExpertLayout:
+    """The layout of a plan that was written before. Raises ValueError, which names the file, for anything else."""
+    try:
+        return LayerPlan.from_json(path.read_text(encoding="utf-8")).layout
+    except FileNotFoundError:
+        raise ValueError(f"previous {path} is not a file; give a plan that moesys plan --out wrote") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"previous {path}: {error}; give a plan that moesys plan --out wrote") from None
+
+
+def save_plan(plan: LayerPlan, certificate: Certificate, path: Path) -> None:
+    """``LayerPlan.to_json`` with the certificate beside it, complete or not at all."""
+    fields: dict[str, Any] = {**json.loads(plan.to_json()), "certificate": certificate.to_dict()}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        with temporary.open("w", encoding="utf-8") as file:
+            file.write(json.dumps(fields) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+# --- what is shown ----------------------------------------------------------------------------------------------
+
+
+def plan_tree(
+    plan: LayerPlan, certificate: Certificate, cluster: ClusterSpec, title: str, previous: ExpertLayout | None = None
+) -> Tree:
+    """Cluster, nodes and ranks with their experts and tokens; then the certificate.
+
+    Of a cluster of more than 128 ranks only each node's busiest and idlest rank are shown.
+    """
+    load, layout = plan.load, plan.layout
+    leaving = plan.tokens.inter_node_tokens(cluster.node_of_rank)
+    tree = Tree(Text(f"{title}, {load.total} tokens on {cluster.num_ranks} ranks", style="bold"))
+    held = _head(tree, f"layout: {int(layout.filled_R.sum())} replicas of {load.num_experts} experts")
+    if previous is not None:
+        moved = int(np.maximum(layout.replicas_RE - previous.replicas_RE, 0).sum())
+        _line(held, "moves", f"{moved} replicas are on ranks that did not hold them before")
+    _line(held, "between nodes", f"{leaving} tokens ({leaving / max(1, load.total):.2%})")
+    tokens_ER = np.zeros((load.num_experts, cluster.num_ranks), dtype=np.int64)
+    np.add.at(tokens_ER, (plan.tokens.entries[:, 1], plan.tokens.entries[:, 2]), plan.tokens.entries[:, 3])
+    first = 0
+    for node, size in enumerate(cluster.node_sizes):
+        ranks = list(range(first, first + size))
+        first += size
+        tokens_R = {rank: int(plan.tokens.tokens_R[rank]) for rank in ranks}
+        branch = _head(held, f"node {node}: {sum(tokens_R.values())} tokens")
+        by_tokens = sorted(ranks, key=lambda rank: (-tokens_R[rank], rank))
+        shown = ranks if cluster.num_ranks <= MOST_RANKS_SHOWN else sorted({by_tokens[0], by_tokens[-1]})
+        for rank in shown:
+            experts = sorted(set(layout.experts_of(rank)), key=lambda expert: (-tokens_ER[expert, rank], expert))
+            words = ", ".join(f"expert {expert} {tokens_ER[expert, rank]}" for expert in experts[:MOST_EXPERTS_SHOWN])
+            more = f" and {len(experts) - MOST_EXPERTS_SHOWN} more" if len(experts) > MOST_EXPERTS_SHOWN else ""
+            _line(branch, f"rank {rank}", f"{tokens_R[rank]} tokens: {words or 'no expert'}{more}")
+    proof = _head(tree, f"certificate: max/mean {certificate.max_over_mean:.4f}")
+    for line in str(certificate).splitlines():
+        name, _, words = line.partition(":")
+        _line(proof, name, words.strip())
+    return tree
+
+
+def _head(tree: Tree, words: str) -> Tree:
+    return tree.add(Text(words, style="bold"))
+
+
+def _line(tree: Tree, name: str, words: str) -> None:
+    tree.add(Text.assemble((f"{name}: ", "cyan"), words))

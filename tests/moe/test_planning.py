@@ -1,0 +1,150 @@
+"""LayoutSchedule: which loads a plan is made for, in which unit, and what a resumed one knows."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+import moesys as ms
+from moesys.balance import plan_layout
+from moesys.config import Greedy
+from moesys.layout import ExpertLayout
+from moesys.load import LoadMatrix
+from moesys.moe.planning import InlinePlanner, LayoutSchedule, PlanRequest, PlanTicket
+
+MODEL = ms.ModelShape(hidden_size=8, intermediate_size=8, num_experts=6, top_k=2)
+CLUSTER = ms.ClusterSpec(num_nodes=2, ranks_per_node=2)
+FSEP = ms.Strategy(name="fsep", sharding=ms.Fsep(slots_per_rank=3), balance=ms.Greedy(), split=ms.FlowSplit())
+TOKENS_SRE = np.random.default_rng(0).integers(0, 50, (12, 4, 6)) * np.array([1, 1, 4, 1, 9, 1])
+
+
+class Kept(InlinePlanner):
+    """Plans at once and keeps what it was asked."""
+
+    def __init__(self) -> None:
+        self.requests: list[PlanRequest] = []
+
+    def submit(self, request: PlanRequest) -> PlanTicket:
+        self.requests.append(request)
+        return super().submit(request)
+
+
+def walk(schedule: LayoutSchedule, first: int, last: int) -> list[ExpertLayout]:
+    """The layouts of micro-batches ``first`` to ``last`` - 1 of ``TOKENS_SRE``."""
+    layouts = []
+    for now in range(first, last):
+        schedule.settle(agreed=True)
+        layouts.append(schedule.layout)
+        schedule.observe(LoadMatrix(TOKENS_SRE[now]))
+    return layouts
+
+
+def requests_of(strategy: ms.Strategy) -> list[PlanRequest]:
+    schedule = LayoutSchedule(0, strategy, MODEL, CLUSTER, TOKENS_SRE)
+    schedule.source = kept = Kept()
+    walk(schedule, 0, len(TOKENS_SRE))
+    return kept.requests
+
+
+# --- the oracle
+
+
+@pytest.mark.parametrize(("replan_every", "lag"), [(1, 1), (1, 3), (4, 2)])
+def test_an_oracle_plans_for_the_first_micro_batch_that_its_plan_serves(replan_every: int, lag: int) -> None:
+    strategy = FSEP.replace(balance=ms.Eplb(), predictor=ms.Oracle(), replan_every=replan_every, lag=lag)
+    layouts = walk(LayoutSchedule(0, strategy, MODEL, CLUSTER, TOKENS_SRE), 0, 12)
+    made_after = range(replan_every - 1, 12 - lag, replan_every)
+    assert len(made_after) >= 2
+    for now in (made + lag for made in made_after):
+        assert layouts[now] == plan_layout(LoadMatrix(TOKENS_SRE[now]), CLUSTER, ms.Eplb(), 3)
+    # and asks for no plan that would serve after the end
+    assert len(requests_of(strategy)) == len(made_after)
+
+
+def test_only_replays_have_an_oracle() -> None:
+    strategy = FSEP.replace(predictor=ms.Oracle())
+    with pytest.raises(ValueError, match=r"plans for loads that are still to come, which only a replay knows"):
+        LayoutSchedule(0, strategy, MODEL, CLUSTER)
+    with pytest.raises(ValueError, match=r"use workload=Replay\(\.\.\.\) or Generated\(\.\.\.\)"):
+        ms.MoELayer(MODEL, strategy.replace(sharding=ms.Fsep(slots_per_rank=6)))
+
+
+def test_no_other_predictor_looks_ahead() -> None:
+    for predictor in (ms.Last(), ms.WindowMean(), ms.Ema(), ms.Adaptive()):
+        strategy = FSEP.replace(predictor=predictor)
+        knowing, not_knowing = (LayoutSchedule(0, strategy, MODEL, CLUSTER, known) for known in (TOKENS_SRE, None))
+        assert walk(knowing, 0, 12) == walk(not_knowing, 0, 12)
+
+
+# --- what a plan is made with
+
+
+@pytest.mark.parametrize(
+    ("predictor", "replan_every", "move_tokens"),
+    [
+        (ms.Last(), 1, [100, 100, 100]),
+        (ms.Last(), 3, [34, 34, 34]),
+        (ms.WindowMean(steps=2), 1, [100, 200, 200]),
+        (ms.Ema(), 1, [25600, 25600, 25600]),
+        (ms.Ema(), 2, [12800, 12800, 12800]),
+    ],
+)
+def test_moves_cost_tokens_over_a_plans_life_in_the_unit_of_the_load(
+    monkeypatch: pytest.MonkeyPatch, predictor: ms.Last, replan_every: int, move_tokens: list[int]
+) -> None:
+    asked: list[int] = []
+
+    def note(load: LoadMatrix, cluster: ms.ClusterSpec, config: Greedy, slots_R: object, previous: object) -> object:
+        asked.append(config.move_tokens)
+        return previous
+
+    strategy = FSEP.replace(balance=ms.Greedy(move_tokens=100), predictor=predictor, replan_every=replan_every)
+    requests = requests_of(strategy)
+    monkeypatch.setattr("moesys.moe.planning.plan_layout", note)
+    for request in requests:
+        request.solve()
+    assert asked[:3] == move_tokens
+
+
+def test_only_a_plan_that_one_rank_makes_for_all_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    deadlines: list[float | None] = []
+
+    def note(load: LoadMatrix, cluster: ms.ClusterSpec, config: Greedy, *rest: object) -> ExpertLayout:
+        deadlines.append(config.deadline_ms)
+        return plan_layout(load, cluster, ms.Static(), 3)
+
+    monkeypatch.setattr("moesys.moe.planning.plan_layout", note)
+    [request, *_] = requests_of(FSEP.replace(balance=ms.Greedy(deadline_ms=5.0)))
+    assert set(deadlines) == {None}
+    deadlines.clear()
+    request.solve()
+    request.solve_alike()
+    assert deadlines == [5.0, None]
+
+
+# --- resuming
+
+
+@pytest.mark.parametrize("predictor", [ms.Last(), ms.WindowMean(steps=3), ms.Ema(), ms.Adaptive()], ids=repr)
+@pytest.mark.parametrize("stop", [0, 1, 6])
+def test_a_schedule_that_was_stopped_goes_on_as_if_it_were_not(predictor: ms.Last, stop: int) -> None:
+    strategy = FSEP.replace(predictor=predictor, lag=2, balance=ms.Eplb())
+    straight, stopped, resumed = (LayoutSchedule(0, strategy, MODEL, CLUSTER) for _ in range(3))
+    walk(stopped, 0, stop)
+    resumed.load_state_dict(json.loads(json.dumps(stopped.state_dict(0.0))))
+    assert walk(resumed, stop, 12) == walk(straight, 0, 12)[stop:]
+    assert resumed.events == []
+
+
+def test_a_history_of_another_predictor_is_begun_anew_and_said() -> None:
+    stopped = LayoutSchedule(0, FSEP.replace(predictor=ms.Ema(decay=0.5)), MODEL, CLUSTER)
+    walk(stopped, 0, 5)
+    resumed = LayoutSchedule(0, FSEP.replace(predictor=ms.WindowMean(steps=2)), MODEL, CLUSTER)
+    resumed.load_state_dict(stopped.state_dict(0.0))
+    assert resumed.layout == stopped.layout
+    assert [event.what for event in resumed.events] == ["history is of another predictor: begun anew, layout kept"]
+    resumed.source = kept = Kept()
+    walk(resumed, 5, 6)
+    assert kept.requests[0].load == LoadMatrix(TOKENS_SRE[5])

@@ -1,0 +1,34 @@
+"""What an experiment refuses when it is declared."""
+
+from __future__ import annotations
+
+import pytest
+
+from moesys.config import Adaptive, ClusterSpec, Fsep, Greedy, ModelShape, Oracle, Predictor, Strategy
+from moesys.experiment import Experiment, Generated, Replay, Training, Workload
+
+
+def declared(workload: Workload, predictor: Predictor) -> Experiment:
+    planned = Strategy(name="planned", sharding=Fsep(slots_per_rank=2), balance=Greedy(), predictor=predictor)
+    return Experiment(
+        name="tiny",
+        model=ModelShape(hidden_size=16, intermediate_size=8, num_experts=4, top_k=2),
+        cluster=ClusterSpec(ranks_per_node=4),
+        strategies=(Strategy(name="ep"), planned),
+        workload=workload,
+        seeds=(0,),
+    )
+
+
+def test_training_refuses_an_oracle_and_names_the_strategy_that_has_it():
+    with pytest.raises(ValueError, match=r"strategy 'planned': predictor=Oracle\(\) plans for loads that are still"):
+        declared(Training(), Oracle())
+
+
+@pytest.mark.parametrize("workload", [Generated(), Replay(trace="routing.npz")], ids=lambda workload: workload.kind)
+def test_routing_that_is_known_beforehand_has_an_oracle(workload: Workload):
+    assert declared(workload, Oracle()).strategies[1].predictor == Oracle()
+
+
+def test_training_takes_what_the_refusal_recommends():
+    assert declared(Training(), Adaptive()).source == "measured"
