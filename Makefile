@@ -24,4 +24,5 @@ lint: .venv/installed
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install '$(TORCH)'
 	$(BIN)/pip install -e '.[test]'
+	$(BIN)/python -c 'from moesys.balance import warm_up; warm_up()'
 	touch $@

@@ -4,11 +4,12 @@ The speed-up over a layout that never changes, for expert popularities from almo
 standard deviation of their logarithm). LAER-MoE's planner with its even split stands beside the exact split over the
 same layouts and over ours. Skew is log-normal because that fits what routers do (deepseek-ai/DeepEP, issue 393).
 
-Look at where the curves part, and at the step from ``laer`` to ``laer+flow``: one layout, two splits. Beyond 1 the gain
-falls again, because layouts are planned on older loads, and at equal drift a popularity moves the more the larger the
-skew (with ``drift=0`` it does not fall). Every strategy restores two slots a rank, so none pays more for its layout.
+Look at where the curves part, and at the steps from ``laer`` to ``laer+flow``, one layout and two splits, and on to
+``greedy+flow``, one split and two layouts. Beyond 1 the gain falls again, because layouts are planned on older loads,
+and at equal drift a popularity moves the more the larger the skew (with ``drift=0`` it does not fall). Every strategy
+restores two slots a rank, so none pays more for its layout.
 
-Simulated; eight seeds take about fifteen seconds a skew on two cores. An experiment has one workload, so each skew is
+Simulated; eight seeds take less than ten seconds a skew on two cores. An experiment has one workload, so each skew is
 one, with a run folder of its own: ``moesys run`` runs all ``experiments()`` and draws the sweep, as
 ``runs/skew_sweep.svg``; ``moesys explain`` takes ``experiment()``, which is skew 1.
 """

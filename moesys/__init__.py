@@ -11,7 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from moesys import presets as presets
+    from moesys.balance import Certificate as Certificate
+    from moesys.balance import LoadHistory as LoadHistory
+    from moesys.balance import certify as certify
+    from moesys.balance import min_max_load as min_max_load
     from moesys.balance import plan_layout as plan_layout
+    from moesys.balance import plan_layouts as plan_layouts
+    from moesys.balance import replica_budget as replica_budget
     from moesys.balance import split_tokens as split_tokens
     from moesys.config import Adaptive as Adaptive
     from moesys.config import ClusterSpec as ClusterSpec
@@ -73,6 +79,7 @@ if TYPE_CHECKING:
 # The imports above are for type checkers; a test holds them and this table equal.
 _MODULE_OF = {
     "Adaptive": "moesys.config",
+    "Certificate": "moesys.balance",
     "ClusterSpec": "moesys.config",
     "CollectiveError": "moesys.overlap.channel",
     "Comparison": "moesys.lab.comparison",
@@ -93,6 +100,7 @@ _MODULE_OF = {
     "Last": "moesys.config",
     "LayerMetrics": "moesys.moe.layer",
     "LayerPlan": "moesys.step",
+    "LoadHistory": "moesys.balance",
     "LoadMatrix": "moesys.load",
     "MoELayer": "moesys.moe.layer",
     "MoERuntime": "moesys.moe.runtime",
@@ -113,6 +121,7 @@ _MODULE_OF = {
     "Trace": "moesys.traces",
     "Training": "moesys.experiment",
     "WindowMean": "moesys.config",
+    "certify": "moesys.balance",
     "clip_grad_norm_": "moesys.moe.gradients",
     "compare": "moesys.lab.commands.compare",
     "compare_records": "moesys.lab.comparison",
@@ -120,9 +129,12 @@ _MODULE_OF = {
     "generate": "moesys.traces",
     "link": "moesys.moe.runtime",
     "load_trace": "moesys.traces",
+    "min_max_load": "moesys.balance",
     "plan_layer": "moesys.step",
     "plan_layout": "moesys.balance",
+    "plan_layouts": "moesys.balance",
     "recompute": "moesys.moe.recompute",
+    "replica_budget": "moesys.balance",
     "router_loss": "moesys.moe.router",
     "run": "moesys.lab.runner",
     "save_trace": "moesys.traces",

@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import json
 import tomllib
-from functools import cached_property
 from itertools import accumulate
 from typing import Annotated, Any, ClassVar, Literal, Self
 
@@ -207,7 +206,7 @@ class ClusterSpec(Declared):
     def num_ranks(self) -> int:
         return sum(self.node_sizes)
 
-    @cached_property
+    @property
     def node_of_rank(self) -> tuple[int, ...]:
         """Node index of each rank, [R]."""
         return tuple(node for node, size in enumerate(self.node_sizes) for _ in range(size))
@@ -223,7 +222,7 @@ class ClusterSpec(Declared):
             case sizes:
                 return sizes
 
-    @cached_property
+    @property
     def domain_of_rank(self) -> tuple[int, ...]:
         """Domain index of each rank, [R]."""
         return tuple(domain for domain, size in enumerate(self.domain_sizes) for _ in range(size))

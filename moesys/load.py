@@ -18,7 +18,7 @@ def frozen_int64(name: str, values: Any, num_dims: int) -> IntArray:
         raise ValueError(f"{name} has dtype {array.dtype}; it counts, so give integers")
     if array.ndim != num_dims:
         raise ValueError(f"{name} has shape {array.shape}; it needs {num_dims} dimensions")
-    array = array.astype(np.int64)
+    array = array.astype(np.int64, order="C")
     array.setflags(write=False)
     return array
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-from moesys.balance import plan_layout, split_tokens
+from moesys.balance import Certificate, certify, plan_layout, split_tokens
 from moesys.config import ClusterSpec, ModelShape, Strategy
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.load import LoadMatrix
@@ -33,6 +34,11 @@ class LayerPlan:
     @property
     def layout(self) -> ExpertLayout:
         return self.tokens.layout
+
+    @cached_property
+    def certificate(self) -> Certificate:
+        """What bounds the busiest rank, of splits over this layout and of layouts with as many slots."""
+        return certify(self.tokens, ClusterSpec(ranks_per_node=self.layout.num_ranks))
 
     def to_json(self) -> str:
         return json.dumps(self._fields())

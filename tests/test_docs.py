@@ -31,15 +31,27 @@ def run_blocks(page: str) -> dict[str, Any]:
     return names
 
 
+def printed_beside_blocks(page: str) -> list[str]:
+    """The plain blocks of a page that follow a Python block, which are what it prints."""
+    return re.findall(r"^```python\n(?:.*?)^```\n\n```\n(.*?)^```", text_of(page), re.MULTILINE | re.DOTALL)
+
+
 def declared_types() -> list[type[Declared]]:
     found = [value for module in (config, experiment) for value in vars(module).values() if isinstance(value, type)]
     return sorted({t for t in found if issubclass(t, Declared) and t is not Declared}, key=lambda t: t.__name__)
 
 
-@pytest.mark.parametrize("page", ["strategy", "tour"])
+@pytest.mark.parametrize("page", ["balance", "strategy", "tour"])
 def test_the_python_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert run_blocks(page)
+
+
+def test_the_worked_example_prints_what_the_page_shows(capsys: pytest.CaptureFixture[str]) -> None:
+    run_blocks("balance")
+    shown = printed_beside_blocks("balance")
+    assert len(shown) == 2
+    assert capsys.readouterr().out == "".join(shown)
 
 
 def test_the_errors_of_the_reference_are_what_is_said() -> None:

@@ -12,6 +12,7 @@ from moesys.balance.layouts import plan_layout, plan_layouts
 from moesys.balance.max_load import TightSet, min_max_load, tight_set
 from moesys.balance.predictors import LoadHistory, window
 from moesys.balance.splits import split_tokens
+from moesys.balance.warm_up import warm_up
 
 __all__ = [
     "Certificate",
@@ -26,5 +27,6 @@ __all__ = [
     "solve_cp_sat",
     "split_tokens",
     "tight_set",
+    "warm_up",
     "window",
 ]

@@ -1,8 +1,49 @@
-"""How inner loops of the planners are compiled: by numba, once a machine; the machine code is kept on disk."""
+"""How inner loops of the planners are compiled: by numba, once a machine; the machine code is kept on disk.
 
-from numba import njit
+numba looks at the file of a function to see whether its machine code is old, but compiled functions contain those that
+they call, from other files as well. So the code is kept in a directory whose name is a digest of all these files.
+"""
 
-compiled = njit(cache=True, nogil=True)
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import cache
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+from numba import config, njit
+
+
+@cache
+def cache_dir() -> str:
+    """Below NUMBA_CACHE_DIR where that is set, else beside the byte code of this package, or of the user."""
+    here = Path(__file__).parent
+    digest = sha256()
+    for path in sorted(here.glob("*.py")):
+        digest.update(path.read_bytes())
+    places = (os.environ.get("NUMBA_CACHE_DIR"), here / "__pycache__", Path.home() / ".cache" / "moesys")
+    for place in places:
+        if place is not None and os.access(Path(place) if Path(place).exists() else Path(place).parent, os.W_OK):
+            return str(Path(place) / f"compiled-{digest.hexdigest()[:16]}")
+    return ""
+
+
+def _kept(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+    def decorate(function: Callable[..., Any]) -> Any:
+        settings = vars(config)
+        before = settings["CACHE_DIR"]
+        settings["CACHE_DIR"] = cache_dir() or before
+        try:
+            return njit(cache=True, nogil=True, **options)(function)
+        finally:
+            settings["CACHE_DIR"] = before
+
+    return decorate
+
+
+compiled = _kept()
 
 # For small functions in inner loops: a call counts references to every array of its arguments.
-inlined = njit(cache=True, nogil=True, inline="always")
+inlined = _kept(inline="always")

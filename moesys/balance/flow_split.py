@@ -9,7 +9,7 @@ from moesys.balance.holders import list_holders
 from moesys.balance.levelling import least_max, new_level
 from moesys.balance.min_cost import cheapest_quotas
 from moesys.balance.push import push_down, share_out
-from moesys.balance.quotas import fill_quotas, levels_of
+from moesys.balance.quotas import fill_quotas, levels_of, nodes_of
 from moesys.config import ClusterSpec, FlowSplit
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.load import LoadMatrix
@@ -27,7 +27,7 @@ def flow_split(load: LoadMatrix, layout: ExpertLayout, cluster: ClusterSpec, con
     """
     cap = NO_CAP if config.max_inter_node is None else int(config.max_inter_node * load.total)
     level_LR = levels_of(cluster)
-    node_R = np.asarray(cluster.node_of_rank)
+    node_R = nodes_of(cluster)
     if config.traffic == "fast":
         entries, _ = split_fast(load.tokens_RE, layout.expert_RS, node_R, level_LR, turn, cap)
         return TokenPlan.by_construction(entries, load, layout)
@@ -61,7 +61,7 @@ def least_crossing(tokens_RE, expert_RS, node_R):  # type: ignore[no-untyped-def
     holders = list_holders(expert_RS, tokens_RE.shape[1])
     supply_NE, tokens_E = sums_by_node(tokens_RE, node_R)
     limit = least_max(tokens_E, holders, new_level(holders))
-    return _quotas(tokens_RE, supply_NE, tokens_E, node_R, holders, 0, limit)[1]
+    return _quotas(tokens_RE, supply_NE, tokens_E, node_R, holders, np.int64(0), limit)[1]
 
 
 @compiled
@@ -126,7 +126,7 @@ def _quotas(tokens_RE, supply_NE, tokens_E, node_R, holders, turn, limit):  # ty
 @compiled
 def _relaxed_limit(tokens_RE, supply_NE, tokens_E, node_R, holders, turn, cap, lowest):  # type: ignore[no-untyped-def]
     """The least limit, found by bisection, at which no more than ``cap`` tokens cross, or than must at any limit."""
-    highest = 0
+    highest = np.int64(0)
     for rank in range(node_R.size):
         for position in range(holders.first_R[rank], holders.first_R[rank + 1]):
             highest += tokens_E[holders.expert_P[holders.replica_P[position]]]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -13,6 +14,7 @@ from moesys.balance.compiled import compiled
 from moesys.balance.flow_split import least_crossing, sums_by_node
 from moesys.balance.homes import home_of_experts, spread_replicas
 from moesys.balance.hubs import Site, build_on_hubs
+from moesys.balance.quotas import nodes_of
 from moesys.balance.relabel import num_moves, relabelled, relabelled_inside_nodes
 from moesys.balance.replicas import usable_slots
 from moesys.balance.search import MILLION, NO_LIMIT, Fence, Scenarios, draw_scenarios, improve, weighted_miss
@@ -62,7 +64,7 @@ def greedy_layout(
     deadline; and nothing depends on how experts, or ranks of a node, are numbered.
     """
     planner = _Planner(load, cluster, slots_R, config)
-    fresh = planner.improved(planner.built(), NO_LIMIT)
+    fresh = planner.best()
     return planner.layout(fresh if previous is None else planner.earned(fresh, previous))
 
 
@@ -102,7 +104,7 @@ class _Planner:
     def __init__(self, load: LoadMatrix, cluster: ClusterSpec, slots_R: tuple[int, ...], config: Greedy) -> None:
         self.load, self.cluster, self.config, self.width = load, cluster, config, max(slots_R)
         self.end = None if config.deadline_ms is None else time.monotonic() + config.deadline_ms / 1e3
-        self.node_R = np.array(cluster.node_of_rank)
+        self.node_R = nodes_of(cluster)
         usable_R = np.array(usable_slots(slots_R, load.num_experts))
         self.rank_R = np.lexsort((-usable_R, self.node_R))
         self.slots_R = usable_R[self.rank_R]
@@ -128,7 +130,10 @@ class _Planner:
 
     @cached_property
     def tokens_RE(self) -> IntArray:
-        return self.load.tokens_RE[self.rank_R][:, self.expert_E] >> self.scale
+        tokens_RE = np.ascontiguousarray(self.load.tokens_RE[self.rank_R][:, self.expert_E]) >> self.scale
+        # as a split's arrays are: for others it would be compiled anew
+        tokens_RE.setflags(write=False)
+        return tokens_RE
 
     def layout(self, draft: _Draft) -> ExpertLayout:
         """With the caller's numbers, experts in order on every rank, and S as wide as the widest rank."""
@@ -142,28 +147,39 @@ class _Planner:
 
     # --- building
 
-    def built(self) -> _Draft:
-        """The best of the layouts that are built in one go."""
+    def best(self) -> _Draft:
+        """The best of the layouts that are built in one go and then improved."""
+        best = None
+        for draft in self.built():
+            improved = self.improved(draft, NO_LIMIT)
+            if best is None or improved.cost < best.cost:
+                best = improved
+        assert best is not None
+        return best
+
+    def built(self) -> Iterator[_Draft]:
+        """Layouts by the parts of the cluster that replicas keep to; no more after one that costs nothing."""
         within = self.config.replicas_within
-        if within != "cluster":
-            return self.built_at_home(np.array(getattr(self.cluster, f"{within}_of_rank"))[self.rank_R])
         everywhere_R = np.zeros_like(self.node_R)
+        if within != "cluster":
+            yield self.built_at_home(np.array(getattr(self.cluster, f"{within}_of_rank"))[self.rank_R])
+            return
         if self.config.min_replicas > 1:
-            return self.built_at_home(everywhere_R)
-        drafts = []
+            yield self.built_at_home(everywhere_R)
+            return
         slots_N = np.bincount(self.node_R, self.slots_R)
         if self.cluster.num_nodes > 1 and (slots_N >= len(self.tokens_E)).all():
             expert_RS, each = self.empty(), self.scenarios_each
             if build_each_node(
                 self.slots_R, self.node_R, self.seat_R, self.supply_NE, each, HUB_EIGHTHS, HUB_TENTHS, expert_RS
             ):
-                drafts.append(_Draft(self, expert_RS, self.node_R))
-                if drafts[0].cost == 0:
-                    return drafts[0]
+                draft = _Draft(self, expert_RS, self.node_R)
+                yield draft
+                if draft.cost == 0:
+                    return
         expert_RS = self.empty()
         self.build(expert_RS, self.seat_R, self.tokens_E, np.arange(len(self.tokens_E)))
-        drafts.append(_Draft(self, expert_RS, everywhere_R))
-        return drafts[0] if len(drafts) == 1 else min(drafts, key=lambda draft: draft.cost)
+        yield _Draft(self, expert_RS, everywhere_R)
 
     def built_at_home(self, part_R: IntArray) -> _Draft:
         """Every expert in one part of the cluster, with the replicas that it needs."""

@@ -6,11 +6,10 @@ at once). A path goes from rank to rank, each time by tokens of an expert that b
 takes tokens away from home ``CROSSING`` more, one that brings such tokens back as much less.
 
 A *phase* labels every rank with the cost of its cheapest path to a rank with room, and takes ``STEPS`` steps. In a
-*step* every rank above the limit, of those that pay for the fewest crossings, gives what it can along one of its
-cheapest hops. Tokens of an expert that stay in a node form a pool, and those that cross form one; a rank receives from
-the pool of the lowest number only: nodes' pools first, each kind by expert. Givers and receivers of a pool are served
-in the order of their ranks. No step depends on the order in which ranks or pools are visited, so that it can be written
-for tensors as well, with the same bytes.
+*step* every rank above the limit gives what it can along one of its cheapest hops. Tokens of an expert that stay in a
+node form a pool, and those that cross form one; a rank receives from the pool of the lowest number only: nodes' pools
+first, each kind by expert. Givers and receivers of a pool are served in the order of their ranks. No step depends on
+the order in which ranks or pools are visited, so that ``push_tensors`` can do the same on tensors, to the same bytes.
 """
 
 from __future__ import annotations
@@ -25,9 +24,6 @@ from moesys.load import IntArray
 CROSSING = 1 << 20
 UNREACHED = 1 << 50
 STEPS = 4
-# Paths of cost and capacity that many ranks use at once can be left dearer than need be; after so many phases the
-# rest goes by hops alone, which ends for certain.
-COSTED_PHASES = 64
 
 
 class Shared(NamedTuple):
@@ -92,7 +88,8 @@ def share_out(tokens_RE, supply_NE, tokens_E, node_R, holders, turn):  # type: i
     first_G, expert_G = np.empty(num_replicas + 1, np.int64), np.empty(num_replicas, np.int64)
     supply_G, here_G = np.empty(num_replicas, np.int64), np.empty(num_replicas, np.int64)
     first_F = np.empty(num_shared + 1, np.int64)
-    shared = replica = group = 0
+    # typed, for numba compiles functions anew for constants
+    shared, replica, group = np.int64(0), np.int64(0), np.int64(0)
     for expert in range(num_experts):
         first, end = holders.first_E[expert], holders.first_E[expert + 1]
         if end - first == 1 or not tokens_E[expert]:
@@ -176,33 +173,30 @@ def push_down(shared, limit, holding_R):  # type: ignore[no-untyped-def]
     )
     phases = 0
     while shared.load_R.max() > limit:
-        crossing = CROSSING if phases < COSTED_PHASES else 0
-        _label(shared, limit, crossing, holding_R, labels)
-        cheapest = UNREACHED
+        _label(shared, limit, holding_R, labels)
+        reached = False
         for rank in range(num_ranks):
-            if shared.load_R[rank] > limit:
-                cheapest = min(cheapest, labels.rank_R[rank])
-        if cheapest > UNREACHED // 2:
+            reached = reached or (shared.load_R[rank] > limit and labels.rank_R[rank] < UNREACHED // 2)
+        if not reached:
             return -1
-        dearest = (cheapest // CROSSING + 1) * CROSSING
         for _ in range(STEPS):
-            if not _step(shared, limit, crossing, dearest, labels):
+            if not _step(shared, limit, labels):
                 break
         phases += 1
     return phases
 
 
 @compiled
-def _label(shared, limit, crossing, holding_R, labels):  # type: ignore[no-untyped-def]
+def _label(shared, limit, holding_R, labels):  # type: ignore[no-untyped-def]
     """Cheapest paths, by relaxing experts whose ranks have new labels until none has; what is reached does not depend
-    on their order. A bound stands for cycles that gain, which come up only where an earlier phase paid too much.
+    on their order. It ends, for no cycle gains: all tokens went along cheapest paths.
     """
     rank_Q, group_Q, tokens_Q = shared.rank_Q, shared.group_Q, shared.tokens_Q
     first_G, first_F = shared.first_G, shared.first_F
     rank_R, inside_G, from_G, exchange_F = labels.rank_R, labels.inside_G, labels.from_G, labels.exchange_F
     num_ranks, num_shared = rank_R.size, exchange_F.size
     waiting_F, queue_F = np.zeros(num_shared, np.bool_), np.empty(num_shared, np.int64)
-    done, num_waiting, bound = 0, 0, num_shared * (num_ranks + 1)
+    done = num_waiting = 0
     inside_G[:], from_G[:], exchange_F[:] = UNREACHED, UNREACHED, UNREACHED
     for rank in range(num_ranks):
         rank_R[rank] = UNREACHED
@@ -214,7 +208,7 @@ def _label(shared, limit, crossing, holding_R, labels):  # type: ignore[no-untyp
                     waiting_F[expert] = True
                     queue_F[num_waiting] = expert
                     num_waiting += 1
-    while num_waiting and done < bound:
+    while num_waiting:
         expert = queue_F[done % num_shared]
         done += 1
         num_waiting -= 1
@@ -226,10 +220,10 @@ def _label(shared, limit, crossing, holding_R, labels):  # type: ignore[no-untyp
                 inside = min(inside, rank_R[rank_Q[index]])
             inside_G[group] = inside
             leaves_home = shared.here_G[group] >= shared.supply_G[group]
-            exchange = min(exchange, inside + (crossing if leaves_home else 0))
+            exchange = min(exchange, inside + (CROSSING if leaves_home else 0))
         exchange_F[expert] = exchange
         for group in range(first_F[expert], first_F[expert + 1]):
-            from_G[group] = min(inside_G[group], _cost_to_leave(shared, labels, group, crossing))
+            from_G[group] = min(inside_G[group], _cost_to_leave(shared, labels, group))
             if from_G[group] > UNREACHED // 2:
                 continue
             for index in range(first_G[group], first_G[group + 1]):
@@ -246,14 +240,14 @@ def _label(shared, limit, crossing, holding_R, labels):  # type: ignore[no-untyp
 
 
 @inlined
-def _cost_to_leave(shared, labels, group, crossing):  # type: ignore[no-untyped-def]
+def _cost_to_leave(shared, labels, group):  # type: ignore[no-untyped-def]
     """Of a token that leaves a group for another node: cheaper by a crossing where it is not at home now."""
     returns = shared.here_G[group] > shared.supply_G[group]
-    return labels.exchange_F[shared.expert_G[group]] - (crossing if returns else 0)
+    return labels.exchange_F[shared.expert_G[group]] - (CROSSING if returns else 0)
 
 
 @compiled
-def _step(shared, limit, crossing, dearest, labels):  # type: ignore[no-untyped-def]
+def _step(shared, limit, labels):  # type: ignore[no-untyped-def]
     """One step; whether any token moved."""
     rank_Q, tokens_Q, group_Q, load_R = shared.rank_Q, shared.tokens_Q, shared.group_Q, shared.load_R
     first_G, first_F, here_G, supply_G = shared.first_G, shared.first_F, shared.here_G, shared.supply_G
@@ -265,7 +259,7 @@ def _step(shared, limit, crossing, dearest, labels):  # type: ignore[no-untyped-
     any_giver = False
 
     for rank in range(rank_R.size):
-        if load_R[rank] <= limit or rank_R[rank] >= dearest:
+        if load_R[rank] <= limit or rank_R[rank] > UNREACHED // 2:
             continue
         index = _find_hop(shared, labels, rank)
         hop_R[rank] = index
@@ -275,7 +269,7 @@ def _step(shared, limit, crossing, dearest, labels):  # type: ignore[no-untyped-
         give = min(load_R[rank] - limit, tokens_Q[index])
         if from_G[group] == inside_G[group]:
             local_G[group] += give
-        elif from_G[group] == _cost_to_leave(shared, labels, group, crossing):
+        elif from_G[group] == _cost_to_leave(shared, labels, group):
             if here_G[group] > supply_G[group]:
                 # what is not at home leaves for less, but no more than that
                 give = min(give, here_G[group] - supply_G[group] - _given(labels, shared, group, rank))
@@ -297,7 +291,7 @@ def _step(shared, limit, crossing, dearest, labels):  # type: ignore[no-untyped-
             continue
         for group in range(first_F[expert], first_F[expert + 1]):
             leaves_home = here_G[group] >= supply_G[group]
-            if inside_G[group] + (crossing if leaves_home else 0) == labels.exchange_F[expert]:
+            if inside_G[group] + (CROSSING if leaves_home else 0) == labels.exchange_F[expert]:
                 for index in range(first_G[group], first_G[group + 1]):
                     _offer(shared, labels, limit, group, index, num_groups + expert)
 

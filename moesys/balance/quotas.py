@@ -9,12 +9,18 @@ from moesys.config import ClusterSpec
 from moesys.load import IntArray
 
 
+def nodes_of(cluster: ClusterSpec) -> IntArray:
+    """The node of each rank, int64 [R]: ``node_of_rank``, but fast enough for every micro-batch."""
+    return np.repeat(np.arange(cluster.num_nodes), cluster.node_sizes)
+
+
 def levels_of(cluster: ClusterSpec) -> IntArray:
     """Which part of the cluster each rank is in, int64 [L, R], the finest parts first: domains and nodes, each once."""
-    domain_R, node_R = cluster.domain_of_rank, cluster.node_of_rank
-    if domain_R == node_R:
-        return np.array([node_R])
-    return np.array([domain_R, node_R] if max(domain_R) > max(node_R) else [node_R, domain_R])
+    node_R, domain_sizes = nodes_of(cluster), cluster.domain_sizes
+    if domain_sizes == cluster.node_sizes:
+        return node_R[None]
+    domain_R = np.repeat(np.arange(len(domain_sizes)), domain_sizes)
+    return np.stack([domain_R, node_R] if len(domain_sizes) > cluster.num_nodes else [node_R, domain_R])
 
 
 @compiled
@@ -34,9 +40,8 @@ def fill_quotas(tokens_RE, tokens_P, holders, level_LR):  # type: ignore[no-unty
         if width > 1:
             num_shared += 1
             most += num_ranks + (level_LR.shape[0] + 2) * width
-    # one more than there are, to end the last stretch of experts with one replica
-    shared_F = np.full(num_shared + 1, num_experts)
-    only_E = np.zeros(num_experts, np.int64)
+    # the only holder of an expert, -1 where there are several
+    only_E, shared_F = np.full(num_experts, -1), np.empty(num_shared, np.int64)
     shared = 0
     for expert in range(num_experts):
         if holders.first_E[expert + 1] - holders.first_E[expert] > 1:
@@ -48,30 +53,35 @@ def fill_quotas(tokens_RE, tokens_P, holders, level_LR):  # type: ignore[no-unty
     for source in range(num_ranks):
         for shared in range(num_shared):
             supply_FR[shared, source] = tokens_RE[source, shared_F[shared]]
+    # the first rank of each rank's part
+    first_LR = np.zeros_like(level_LR)
+    for level in range(level_LR.shape[0]):
+        for rank in range(1, num_ranks):
+            same = level_LR[level, rank] == level_LR[level, rank - 1]
+            first_LR[level, rank] = first_LR[level, rank - 1] if same else rank
     shared_N3 = np.empty((most, 3), np.int64)
     next_F, end_F = np.zeros(num_shared, np.int64), np.zeros(num_shared, np.int64)
     num_rows = 0
     for shared in range(num_shared):
         next_F[shared] = num_rows
         expert = shared_F[shared]
-        num_rows = _fill_expert(supply_FR[shared], tokens_P, expert, holders, level_LR, shared_N3, num_rows)
+        num_rows = _fill_expert(supply_FR[shared], tokens_P, expert, holders, level_LR, first_LR, shared_N3, num_rows)
         end_F[shared] = num_rows
 
-    entries = np.empty((num_ranks * num_experts + num_rows + 1, 4), np.int64)
+    entries = np.empty((num_ranks * num_experts + num_rows, 4), np.int64)
     row = 0
     for source in range(num_ranks):
-        begin = 0
-        for shared in range(num_shared + 1):
-            for expert in range(begin, shared_F[shared]):
-                # written in any case, and written over where there are no tokens: faster than to ask
-                entries[row, 0] = source
-                entries[row, 1] = expert
-                entries[row, 2] = only_E[expert]
-                entries[row, 3] = tokens_RE[source, expert]
-                row += tokens_RE[source, expert] > 0
-            if shared == num_shared:
-                break
-            expert = shared_F[shared]
+        shared = 0
+        for expert in range(num_experts):
+            tokens = tokens_RE[source, expert]
+            if only_E[expert] >= 0:
+                if tokens > 0:
+                    entries[row, 0] = source
+                    entries[row, 1] = expert
+                    entries[row, 2] = only_E[expert]
+                    entries[row, 3] = tokens
+                    row += 1
+                continue
             while next_F[shared] < end_F[shared] and shared_N3[next_F[shared], 0] == source:
                 entries[row, 0] = source
                 entries[row, 1] = expert
@@ -79,12 +89,12 @@ def fill_quotas(tokens_RE, tokens_P, holders, level_LR):  # type: ignore[no-unty
                 entries[row, 3] = shared_N3[next_F[shared], 2]
                 row += 1
                 next_F[shared] += 1
-            begin = expert + 1
+            shared += 1
     return entries[:row]
 
 
 @compiled
-def _fill_expert(supply_R, tokens_P, expert, holders, level_LR, rows_N3, first_row):  # type: ignore[no-untyped-def]
+def _fill_expert(supply_R, tokens_P, expert, holders, level_LR, first_LR, rows_N3, first_row):  # type: ignore[no-untyped-def]
     """Appends an expert's rows (source, destination, tokens), sorted; gives their end. Uses up ``supply_R``."""
     num_ranks, num_levels = supply_R.size, level_LR.shape[0]
     first, end = holders.first_E[expert], holders.first_E[expert + 1]
@@ -99,25 +109,31 @@ def _fill_expert(supply_R, tokens_P, expert, holders, level_LR, rows_N3, first_r
             demand_P[index] -= tokens
             row += 1
     for level in range(num_levels + 1):
-        source = index = 0
-        while source < num_ranks and index < end - first:
-            if supply_R[source] == 0:
-                source += 1
-                continue
-            if demand_P[index] == 0:
-                index += 1
-                continue
-            if level < num_levels and level_LR[level, source] != level_LR[level, rank_P[index]]:
-                if level_LR[level, source] < level_LR[level, rank_P[index]]:
+        first_index = 0
+        while first_index < end - first:
+            # the replicas of one part, and its ranks
+            end_index, source, end_source = end - first, 0, num_ranks
+            if level < num_levels:
+                part = level_LR[level, rank_P[first_index]]
+                end_index = first_index + 1
+                while end_index < end - first and level_LR[level, rank_P[end_index]] == part:
+                    end_index += 1
+                source, end_source = first_LR[level, rank_P[first_index]], rank_P[first_index] + 1
+                while end_source < num_ranks and level_LR[level, end_source] == part:
+                    end_source += 1
+            index = first_index
+            while source < end_source and index < end_index:
+                tokens = min(supply_R[source], demand_P[index])
+                if tokens:
+                    rows_N3[row, 0], rows_N3[row, 1], rows_N3[row, 2] = source, rank_P[index], tokens
+                    supply_R[source] -= tokens
+                    demand_P[index] -= tokens
+                    row += 1
+                if supply_R[source] == 0:
                     source += 1
                 else:
                     index += 1
-                continue
-            tokens = min(supply_R[source], demand_P[index])
-            rows_N3[row, 0], rows_N3[row, 1], rows_N3[row, 2] = source, rank_P[index], tokens
-            supply_R[source] -= tokens
-            demand_P[index] -= tokens
-            row += 1
+            first_index = end_index
     _sort_rows(rows_N3[first_row:row], num_ranks)
     return row
 

@@ -30,7 +30,8 @@ def relabelled(after_RE: IntArray, before_RE: IntArray, slots_R: IntArray, clust
     # a row may not go where slots differ: less than any number of replicas kept
     kept_RR[slots_R[:, None] != slots_R[None, :]] = -(kept_RR.sum() + 1)
     num_nodes = len(ranks_by_node)
-    kept_NN = np.full((num_nodes, num_nodes), np.iinfo(np.int64).min // 4)
+    # and nodes not where sizes differ
+    kept_NN = np.full((num_nodes, num_nodes), -(int(np.abs(kept_RR).sum()) + 1))
     row_NN: dict[tuple[int, int], IntArray] = {}
     for old, new in np.ndindex(num_nodes, num_nodes):
         if len(ranks_by_node[old]) == len(ranks_by_node[new]):

@@ -103,8 +103,11 @@ class SpawnedRanks(_OneProcess):
 
     def run(self, trial: Trial, experiment: Experiment, tick: Callable[[], None]) -> Measurement | None:
         # Not at the top: whoever has nothing left to run need not wait for torch.
+        from moesys.balance import warm_up
         from moesys.lab.ranks import LocalRanks, RankError
 
+        # here, and not on all ranks at once
+        warm_up(trial.strategy.balance, trial.strategy.split)
         if self._ranks is None:
             self._ranks = LocalRanks(
                 self._num_ranks,

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from moesys.balance import LoadHistory, plan_layout
+from moesys.balance import LoadHistory, plan_layout, warm_up
 from moesys.config import Balance, ClusterSpec, Greedy, ModelShape, Oracle, Static, Strategy
 from moesys.layout import ExpertLayout
 from moesys.load import IntArray, LoadMatrix
@@ -128,6 +128,8 @@ class LayoutSchedule:
         self.micro_batch = 0
         self.events: list[PlanEvent] = []
         self.num_experts = model.num_experts
+        # before any rank waits for another one's plan
+        warm_up(strategy.balance, strategy.split)
         self.layout = self._first_layout()
         self._tokens_SRE = tokens_SRE if isinstance(strategy.predictor, Oracle) else None
         self._history = None if self._tokens_SRE is not None else LoadHistory(strategy.predictor)

@@ -1,0 +1,26 @@
+"""warm_up: compiling the planners' inner loops before they are waited for."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moesys.balance.layouts import plan_layout
+from moesys.balance.splits import split_tokens
+from moesys.config import Balance, ClusterSpec, CpSat, FlowSplit, Greedy, Split, Static
+from moesys.load import LoadMatrix
+
+
+def warm_up(balance: Balance | None = None, split: Split | None = None) -> None:
+    """Runs the compiled loops that a planner and a split need (``Greedy``'s and ``FlowSplit``'s, if none are given).
+
+    They are compiled when they first run on a machine, which takes half a minute, and kept on disk beside the source
+    (or where NUMBA_CACHE_DIR says). Whoever starts several processes, or has others wait for a plan, calls this before;
+    where everything is compiled it takes less than a second, most of it imports, and next to nothing the next time.
+    """
+    cluster = ClusterSpec(num_nodes=2, ranks_per_node=2)
+    load = LoadMatrix(np.array([[9, 1, 1, 1], [1, 9, 1, 1], [5, 2, 2, 2], [1, 1, 1, 7]]))
+    planner = Greedy() if balance is None or isinstance(balance, Greedy | CpSat) else Static()
+    layout = plan_layout(load, cluster, planner, 3)
+    turned = LoadMatrix(load.tokens_RE[:, ::-1])
+    layout = plan_layout(turned, cluster, planner, 3, layout)
+    split_tokens(turned, layout, cluster, split or FlowSplit())
