@@ -23,8 +23,8 @@ from moesys.layout import EMPTY, ExpertLayout
 from moesys.load import IntArray, LoadMatrix
 
 # Work at effort 1 by the number of slots, so that small plans, which are quick, are thorough.
-SCENARIO_SLOTS, FEWEST_SCENARIOS, MOST_SCENARIOS = 2048, 6, 16
-SEARCH_SLOTS, FEWEST_EVALUATIONS, MOST_EVALUATIONS = 3072, 8, 48
+SCENARIO_SLOTS, FEWEST_SCENARIOS, MOST_SCENARIOS = 1536, 6, 16
+SEARCH_SLOTS, FEWEST_EVALUATIONS, MOST_EVALUATIONS = 2048, 6, 48
 # Evaluations between two looks at the clock, where there is a deadline.
 SLICE = 8
 
