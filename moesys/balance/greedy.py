@@ -33,6 +33,8 @@ SLICE = 8
 INTER_NODE_SHARE = 4
 # What a layout that moves every replica must gain at least, in millionths of the mean; one that moves fewer, less.
 LEAST_GAIN = 30_000
+# Cost at which no other layout is looked for, in millionths of the mean.
+GOOD_ENOUGH = 1000
 # How many times the evaluations of a search go into mending a layout in force for the load itself: one scenario each.
 MENDING = 32
 
@@ -158,7 +160,7 @@ class _Planner:
         return best
 
     def built(self) -> Iterator[_Draft]:
-        """Layouts by the parts of the cluster that replicas keep to; no more after one that costs nothing."""
+        """Layouts by the parts of the cluster that replicas keep to; no more after one that costs next to nothing."""
         within = self.config.replicas_within
         everywhere_R = np.zeros_like(self.node_R)
         if within != "cluster":
@@ -175,7 +177,7 @@ class _Planner:
             ):
                 draft = _Draft(self, expert_RS, self.node_R)
                 yield draft
-                if draft.cost == 0:
+                if draft.cost <= GOOD_ENOUGH:
                     return
         expert_RS = self.empty()
         self.build(expert_RS, self.seat_R, self.tokens_E, np.arange(len(self.tokens_E)))

@@ -17,6 +17,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from moesys.balance.compiled import compiled, inlined
 from moesys.load import IntArray
@@ -25,27 +26,30 @@ CROSSING = 1 << 20
 UNREACHED = 1 << 50
 STEPS = 4
 
+Indices = npt.NDArray[np.uint32]
+
 
 class Shared(NamedTuple):
     """Experts with several replicas and some tokens: F of them, Q replicas, G groups of an expert's replicas on a node.
 
-    All int64, by expert, then rank. ``replica_Q``: index in ``Holders``; ``rank_Q``, ``group_Q``; ``tokens_Q``: what
+    By expert, then rank; tokens are int64, indices uint32, of which numba need not ask whether they count from the end:
+    never subtract them. ``replica_Q``: index in ``Holders``; ``rank_Q``, ``group_Q``; ``tokens_Q``: what
     each gets; ``first_G`` [G + 1] and ``expert_G``: a group's replicas and its expert, counted in F; ``supply_G``:
     tokens that the group's node has for the expert; ``here_G``: those its replicas get; ``first_F`` [F + 1]: the groups
     of an expert; ``first_R`` [R + 1], ``of_rank_Q``: a rank's replicas; ``load_R``: tokens of a rank, of all experts.
     """
 
-    replica_Q: IntArray
-    rank_Q: IntArray
-    group_Q: IntArray
+    replica_Q: Indices
+    rank_Q: Indices
+    group_Q: Indices
     tokens_Q: IntArray
-    first_G: IntArray
-    expert_G: IntArray
+    first_G: Indices
+    expert_G: Indices
     supply_G: IntArray
     here_G: IntArray
-    first_F: IntArray
-    first_R: IntArray
-    of_rank_Q: IntArray
+    first_F: Indices
+    first_R: Indices
+    of_rank_Q: Indices
     load_R: IntArray
 
 
@@ -83,11 +87,11 @@ def share_out(tokens_RE, supply_NE, tokens_E, node_R, holders, turn):  # type: i
         elif tokens_E[expert]:
             num_shared += 1
             num_replicas += end - first
-    replica_Q, rank_Q = np.empty(num_replicas, np.int64), np.empty(num_replicas, np.int64)
-    group_Q, tokens_Q = np.empty(num_replicas, np.int64), np.empty(num_replicas, np.int64)
-    first_G, expert_G = np.empty(num_replicas + 1, np.int64), np.empty(num_replicas, np.int64)
+    replica_Q, rank_Q = np.empty(num_replicas, np.uint32), np.empty(num_replicas, np.uint32)
+    group_Q, tokens_Q = np.empty(num_replicas, np.uint32), np.empty(num_replicas, np.int64)
+    first_G, expert_G = np.empty(num_replicas + 1, np.uint32), np.empty(num_replicas, np.uint32)
     supply_G, here_G = np.empty(num_replicas, np.int64), np.empty(num_replicas, np.int64)
-    first_F = np.empty(num_shared + 1, np.int64)
+    first_F = np.empty(num_shared + 1, np.uint32)
     # typed, for numba compiles functions anew for constants
     shared, replica, group = np.int64(0), np.int64(0), np.int64(0)
     for expert in range(num_experts):
@@ -112,7 +116,7 @@ def share_out(tokens_RE, supply_NE, tokens_E, node_R, holders, turn):  # type: i
             left = supply_G[each]
             for index in range(first_G[each], first_G[each + 1]):
                 left -= tokens_Q[index]
-            _share_evenly(left, first_G[each], first_G[each + 1], turn, tokens_Q)
+            _share_evenly(left, np.int64(first_G[each]), np.int64(first_G[each + 1]), turn, tokens_Q)
         _share_evenly(away, first_Q, replica, turn, tokens_Q)
         for each in range(first_F[shared], group):
             here_G[each] = 0
@@ -121,13 +125,13 @@ def share_out(tokens_RE, supply_NE, tokens_E, node_R, holders, turn):  # type: i
         shared += 1
     first_F[shared] = group
 
-    first_R = np.zeros(num_ranks + 1, np.int64)
+    first_R = np.zeros(num_ranks + 1, np.uint32)
     for index in range(num_replicas):
         first_R[rank_Q[index] + 1] += 1
         load_R[rank_Q[index]] += tokens_Q[index]
     for rank in range(num_ranks):
         first_R[rank + 1] += first_R[rank]
-    next_R, of_rank_Q = first_R[:-1].copy(), np.empty(num_replicas, np.int64)
+    next_R, of_rank_Q = first_R[:-1].copy(), np.empty(num_replicas, np.uint32)
     for index in range(num_replicas):
         of_rank_Q[next_R[rank_Q[index]]] = index
         next_R[rank_Q[index]] += 1
@@ -195,7 +199,7 @@ def _label(shared, limit, holding_R, labels):  # type: ignore[no-untyped-def]
     first_G, first_F = shared.first_G, shared.first_F
     rank_R, inside_G, from_G, exchange_F = labels.rank_R, labels.inside_G, labels.from_G, labels.exchange_F
     num_ranks, num_shared = rank_R.size, exchange_F.size
-    waiting_F, queue_F = np.zeros(num_shared, np.bool_), np.empty(num_shared, np.int64)
+    waiting_F, queue_F = np.zeros(num_shared, np.bool_), np.empty(num_shared, np.uint32)
     done = num_waiting = 0
     inside_G[:], from_G[:], exchange_F[:] = UNREACHED, UNREACHED, UNREACHED
     for rank in range(num_ranks):

@@ -69,9 +69,10 @@ def fill_quotas(tokens_RE, tokens_P, holders, level_LR):  # type: ignore[no-unty
         end_F[shared] = num_rows
 
     entries = np.empty((num_ranks * num_experts + num_rows, 4), np.int64)
-    row = 0
+    # unsigned, so that numba need not ask whether it counts from the end
+    row, one = np.uint64(0), np.uint64(1)
     for source in range(num_ranks):
-        shared = 0
+        shared = np.uint64(0)
         for expert in range(num_experts):
             tokens = tokens_RE[source, expert]
             if only_E[expert] >= 0:
@@ -80,16 +81,18 @@ def fill_quotas(tokens_RE, tokens_P, holders, level_LR):  # type: ignore[no-unty
                     entries[row, 1] = expert
                     entries[row, 2] = only_E[expert]
                     entries[row, 3] = tokens
-                    row += 1
+                    row += one
                 continue
-            while next_F[shared] < end_F[shared] and shared_N3[next_F[shared], 0] == source:
+            next_row = next_F[shared]
+            while next_row < end_F[shared] and shared_N3[next_row, 0] == source:
                 entries[row, 0] = source
                 entries[row, 1] = expert
-                entries[row, 2] = shared_N3[next_F[shared], 1]
-                entries[row, 3] = shared_N3[next_F[shared], 2]
-                row += 1
-                next_F[shared] += 1
-            shared += 1
+                entries[row, 2] = shared_N3[next_row, 1]
+                entries[row, 3] = shared_N3[next_row, 2]
+                row += one
+                next_row += 1
+            next_F[shared] = next_row
+            shared += one
     return entries[:row]
 
 
