@@ -33,8 +33,8 @@ SLICE = 8
 INTER_NODE_SHARE = 4
 # What a layout that moves every replica must gain at least, in millionths of the mean; one that moves fewer, less.
 LEAST_GAIN = 30_000
-# Cost at which no other layout is looked for, in millionths of the mean.
-GOOD_ENOUGH = 1000
+# A miss at which layouts that keep less to nodes are not looked for, in millionths of the mean.
+GOOD_ENOUGH = 200
 # How many times the evaluations of a search go into mending a layout in force for the load itself: one scenario each.
 MENDING = 32
 
@@ -79,18 +79,21 @@ class _Draft:
     part_R: IntArray
 
     @cached_property
-    def cost(self) -> int:
-        """In millionths of the mean: the miss on the load itself, the average of those in scenarios, and a share of the
-        traffic between nodes.
-        """
-        planner, weight_K = self.planner, self.planner.scenarios.weight_K
+    def miss(self) -> int:
+        """In millionths of the mean: on the load itself, and the average of those in scenarios."""
+        weight_K = self.planner.scenarios.weight_K
         order_K, miss_K = np.arange(len(weight_K)), np.zeros(len(weight_K), dtype=np.int64)
-        weighted_miss(planner.scenarios, self.expert_RS, order_K, NO_LIMIT, miss_K)
-        miss = int(miss_K[0]) + int(miss_K[1:] @ weight_K[1:]) // max(int(weight_K[1:].sum()), 1)
+        weighted_miss(self.planner.scenarios, self.expert_RS, order_K, NO_LIMIT, miss_K)
+        return int(miss_K[0]) + int(miss_K[1:] @ weight_K[1:]) // max(int(weight_K[1:].sum()), 1)
+
+    @cached_property
+    def cost(self) -> int:
+        """The miss, and a share of the traffic between nodes."""
+        planner = self.planner
         if planner.cluster.num_nodes == 1:
-            return miss
+            return self.miss
         crossing = least_crossing(planner.tokens_RE, self.expert_RS, planner.node_R)
-        return miss + crossing * MILLION // max(int(planner.tokens_E.sum()), 1) // INTER_NODE_SHARE
+        return self.miss + crossing * MILLION // max(int(planner.tokens_E.sum()), 1) // INTER_NODE_SHARE
 
     @cached_property
     def replicas_RE(self) -> IntArray:
@@ -160,7 +163,9 @@ class _Planner:
         return best
 
     def built(self) -> Iterator[_Draft]:
-        """Layouts by the parts of the cluster that replicas keep to; no more after one that costs next to nothing."""
+        """Layouts by the parts of the cluster that replicas keep to; none that keep to them less, after one that misses
+        next to nothing.
+        """
         within = self.config.replicas_within
         everywhere_R = np.zeros_like(self.node_R)
         if within != "cluster":
@@ -177,7 +182,7 @@ class _Planner:
             ):
                 draft = _Draft(self, expert_RS, self.node_R)
                 yield draft
-                if draft.cost <= GOOD_ENOUGH:
+                if draft.miss <= GOOD_ENOUGH:
                     return
         expert_RS = self.empty()
         self.build(expert_RS, self.seat_R, self.tokens_E, np.arange(len(self.tokens_E)))
@@ -313,7 +318,8 @@ def build_each_node(slots_R, node_R, seat_R, supply_NE, scenarios_each, eighths,
         own_slots_R = np.zeros_like(slots_R)
         own_slots_R[of_node_R] = slots_R[of_node_R]
         site = Site(own_slots_R, node_R, of_node_R, tokens_E, supply_NE, order_E)
-        scenarios = draw_scenarios(tokens_E, scenarios_each, scenarios_each)
+        # a node's own loads vary more than those of all
+        scenarios = draw_scenarios(tokens_E, scenarios_each, 3 * scenarios_each)
         found_RS = np.full(expert_RS.shape, EMPTY)
         if not best_on_hubs(site, scenarios, eighths, tenths, found_RS):
             return False

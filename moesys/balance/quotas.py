@@ -42,11 +42,11 @@ def fill_quotas(tokens_RE, tokens_P, holders, level_LR):  # type: ignore[no-unty
             most += num_ranks + (level_LR.shape[0] + 2) * width
     # the only holder of an expert, -1 where there are several
     only_E, shared_F = np.full(num_experts, -1), np.empty(num_shared, np.int64)
-    shared = 0
+    found = 0
     for expert in range(num_experts):
         if holders.first_E[expert + 1] - holders.first_E[expert] > 1:
-            shared_F[shared] = expert
-            shared += 1
+            shared_F[found] = expert
+            found += 1
         else:
             only_E[expert] = holders.rank_P[holders.first_E[expert]]
     supply_FR = np.empty((num_shared, num_ranks), np.int64)
@@ -72,7 +72,7 @@ def fill_quotas(tokens_RE, tokens_P, holders, level_LR):  # type: ignore[no-unty
     # unsigned, so that numba need not ask whether it counts from the end
     row, one = np.uint64(0), np.uint64(1)
     for source in range(num_ranks):
-        shared = np.uint64(0)
+        place = np.uint64(0)
         for expert in range(num_experts):
             tokens = tokens_RE[source, expert]
             if only_E[expert] >= 0:
@@ -83,16 +83,16 @@ def fill_quotas(tokens_RE, tokens_P, holders, level_LR):  # type: ignore[no-unty
                     entries[row, 3] = tokens
                     row += one
                 continue
-            next_row = next_F[shared]
-            while next_row < end_F[shared] and shared_N3[next_row, 0] == source:
+            next_row = next_F[place]
+            while next_row < end_F[place] and shared_N3[next_row, 0] == source:
                 entries[row, 0] = source
                 entries[row, 1] = expert
                 entries[row, 2] = shared_N3[next_row, 1]
                 entries[row, 3] = shared_N3[next_row, 2]
                 row += one
                 next_row += 1
-            next_F[shared] = next_row
-            shared += one
+            next_F[place] = next_row
+            place += one
     return entries[:row]
 
 

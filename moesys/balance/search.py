@@ -27,11 +27,9 @@ NO_LIMIT = 1 << 60
 # Swaps that are tried before any is drawn.
 AIMED = 6
 
-# Standard deviations of experts' loads, in percent: a later sample's, and where they jump; and of what a jump adds to
-# any expert, in percent of the average one's tokens.
+# Standard deviations of experts' loads, in percent: a later sample's, and where they jump.
 DRIFT_PERCENT = 15
 JUMP_PERCENT = 45
-RISE_PERCENT = 25
 # A miss on the load itself comes first; then one on a jump counts a quarter of one on a drift.
 WEIGHTS = (1000, 4, 1)
 
@@ -57,26 +55,20 @@ class Fence(NamedTuple):
 def draw_scenarios(tokens_E, num_near, num_far):  # type: ignore[no-untyped-def]
     """The load, ``num_near`` loads that drifted, and ``num_far`` that jumped; a pure function, in integers.
 
-    Every expert's tokens are multiplied by 1 + σ·z, at least 0; where it jumps, it may rise by a share of the average
-    expert's tokens besides, so that none is too light to matter. Roughly normal z come from a hash.
+    Every expert's tokens are multiplied by 1 + σ·z, at least 0, with a roughly normal z from a hash.
     """
     num_experts = tokens_E.size
     tokens_KE = np.empty((1 + num_near + num_far, num_experts), np.int64)
     weight_K = np.empty(1 + num_near + num_far, np.int64)
     tokens_KE[0] = tokens_E
     weight_K[0] = WEIGHTS[0]
-    average = tokens_E.sum() // num_experts
     for scenario in range(1, 1 + num_near + num_far):
         near = scenario <= num_near
         weight_K[scenario] = WEIGHTS[1] if near else WEIGHTS[2]
         percent = DRIFT_PERCENT if near else JUMP_PERCENT
         for expert in range(num_experts):
-            bits = _mixed(scenario, expert)
-            factor = max(147_800 + _bell(bits) * percent * 10, 0)
+            factor = max(147_800 + _bell(_mixed(scenario, expert)) * percent * 10, 0)
             tokens_KE[scenario, expert] = tokens_E[expert] * factor // 147_800
-            if not near:
-                risen = max(_bell(bits >> np.uint64(32)), 0) * RISE_PERCENT * 10
-                tokens_KE[scenario, expert] += average * risen // 147_800
     return Scenarios(tokens_KE, weight_K)
 
 
