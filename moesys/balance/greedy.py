@@ -32,7 +32,7 @@ SLICE = 8
 # an eighth of 89 GB/s take half as long as the 1.48 us of computing a token, and about half of that can be hidden.
 INTER_NODE_SHARE = 4
 # What a layout that moves every replica must gain at least, in millionths of the mean; one that moves fewer, less.
-LEAST_GAIN = 30_000
+LEAST_GAIN = 60_000
 # A miss at which layouts that keep less to nodes are not looked for, in millionths of the mean.
 GOOD_ENOUGH = 200
 # How many times the evaluations of a search go into mending a layout in force for the load itself: one scenario each.
@@ -61,7 +61,7 @@ def greedy_layout(
     its traffic between nodes is improved by local search. Every usable slot is filled, no expert twice on a rank.
 
     ``previous`` is where a second search begins. A layout that moves replicas must earn them: ``move_tokens`` each, and
-    three hundredths of the mean for all of them. A new one is relabelled so that it moves the fewest. More ``effort``
+    six hundredths of the mean for all of them. A new one is relabelled so that it moves the fewest. More ``effort``
     never gives a worse layout by this measure. Integers decide, so equal arguments give equal bytes, but for a
     deadline; and nothing depends on how experts, or ranks of a node, are numbered.
     """

@@ -239,10 +239,14 @@ def test_the_scale_prints_both_tables_and_writes_every_row(tmp_path, capsys):
     )
     printed, told = capsys.readouterr()
     assert code == 0
-    assert printed.count("MEASURED") == 2
+    assert printed.count("MEASURED") == 3
     assert "large [3/3] small, EPLB's own code" in told
     written = json.loads(out.read_text())
     assert [len(written[part]) for part in ("sizes", "large")] == [4 * len(planner_scale.EXPONENTS), 3]
+    again = [row for row in written["moves"] if row["exponent"] == 1.0 and row["later"] == "15 % noise"]
+    eplb, greedy, budget = again
+    assert greedy["after"] <= greedy["before"]
+    assert budget["moves"] <= 0.15 * eplb["moves"]
     ours, quick, theirs = written["large"]
     assert ours["max_over_mean"] <= theirs["max_over_mean"] >= quick["max_over_mean"]
 

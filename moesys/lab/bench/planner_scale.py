@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moesys.balance import min_max_load, plan_layout
-from moesys.config import ClusterSpec, Eplb, EvenSplit, FlowSplit, Greedy, Laer, Last
+from moesys.config import Eplb, EvenSplit, FlowSplit, Greedy, Laer, Last
 from moesys.lab.bench.peer_eplb import PEER, Rebalance, even_max_over_mean, load_peer, peer_layouts
 from moesys.lab.bench.planner_large import (
     LARGE,
@@ -28,66 +28,21 @@ from moesys.lab.bench.planner_large import (
     large_report,
     large_rows,
 )
+from moesys.lab.bench.planner_loads import EXPONENTS, SIZES, Sample, Size, zipf_sample
+from moesys.lab.bench.planner_moves import MovesRow, moves_report, moves_rows
 from moesys.lab.bench.planner_replay import Contender
 from moesys.lab.bench.steps import steps_told
 from moesys.lab.bench.timing import interleave, machine_line
 from moesys.lab.console import print_full
-from moesys.load import LoadMatrix
 
 PACKAGES = ("numpy", "numba", "ortools", "torch")
-NOISE = 0.15
 
 
-@dataclass(frozen=True)
-class Size:
-    num_experts: int
-    num_ranks: int
-    ranks_per_node: int = 8
-
-    @property
-    def slots(self) -> int:
-        """One redundant slot a rank."""
-        return self.num_experts // self.num_ranks + 1
-
-    @property
-    def cluster(self) -> ClusterSpec:
-        return ClusterSpec(num_nodes=self.num_ranks // self.ranks_per_node, ranks_per_node=self.ranks_per_node)
-
-
-SIZES = (Size(64, 8), Size(128, 32), Size(256, 64), Size(512, 256))
-EXPONENTS = (0.5, 1.0, 1.5)
 CONTENDERS = (
     Contender(Greedy(), FlowSplit(), Last()),
     Contender(Eplb(), EvenSplit(), Last()),
     Contender(Laer(), EvenSplit(), Last()),
 )
-
-
-@dataclass(frozen=True)
-class Sample:
-    """Loads of one popularity: what is planned on, drawn again, and drawn after every expert's load was disturbed."""
-
-    exact: LoadMatrix
-    again: LoadMatrix
-    noisy: LoadMatrix
-
-
-def zipf_sample(size: Size, exponent: float, seed: int, tokens_per_rank: int = TOKENS_PER_RANK) -> Sample:
-    """Popularity place^-exponent in shuffled order; a rank's T·K choices are independent of one another.
-
-    So a hot expert may be chosen more often than there are tokens: harsher than a router. ``noisy``: under log-normal
-    noise of 15 %.
-    """
-    rng = np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, size.num_experts, size.num_ranks))))
-    share_E = np.arange(1, size.num_experts + 1) ** -exponent
-    rng.shuffle(share_E)
-    noisy_E = share_E * np.exp(NOISE * rng.standard_normal(size.num_experts))
-    choices = tokens_per_rank * TOP_K
-    exact, again, noisy = (
-        LoadMatrix(rng.multinomial(choices, popularity_E / popularity_E.sum(), size=size.num_ranks))
-        for popularity_E in (share_E, share_E, noisy_E)
-    )
-    return Sample(exact, again, noisy)
 
 
 @dataclass(frozen=True)
@@ -241,21 +196,24 @@ def main(
     """Measure, print, write; the exit code. Raises ValueError for a peer that is not there."""
     peer = load_peer(peer_path) if peer_path else None
     rows = scale_rows(sizes, num_seeds=num_seeds, repeats=repeats, peer=peer)
+    moves = moves_rows(sizes, EXPONENTS, num_seeds)
     large = large_rows(cases, repeats=repeats, peer=peer_path)
     table, legend = scale_report(rows, num_seeds, repeats)
     print_full(table, legend)
+    print_full(moves_report(moves), ["before, after: max/mean of the best split of the later load over either layout."])
     print_full(large_report(large))
     if json_path is not None:
-        json_path.write_text(json.dumps(to_json(rows, large), indent=1) + "\n")
+        json_path.write_text(json.dumps(to_json(rows, moves, large), indent=1) + "\n")
     return 0
 
 
-def to_json(rows: Sequence[ScaleRow], large: Sequence[LargeRow]) -> dict[str, Any]:
+def to_json(rows: Sequence[ScaleRow], moves: Sequence[MovesRow], large: Sequence[LargeRow]) -> dict[str, Any]:
     """Everything that was measured."""
     return {
         "benchmark": "planner scale",
         "source": "measured",
         "machine": machine_line(1, PACKAGES),
         "sizes": [asdict(row) for row in rows],
+        "moves": [asdict(row) for row in moves],
         "large": [asdict(row) for row in large],
     }
