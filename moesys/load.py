@@ -10,6 +10,9 @@ import numpy.typing as npt
 
 IntArray = npt.NDArray[np.int64]
 
+# Sums of two loads still fit int64.
+MOST_TOKENS = 2**61
+
 
 def frozen_int64(name: str, values: Any, num_dims: int) -> IntArray:
     """A read-only int64 copy of ``values``, or a ValueError that names it."""
@@ -40,6 +43,10 @@ class LoadMatrix:
         if tokens_RE.min() < 0:
             rank, expert = np.argwhere(tokens_RE < 0)[0]
             raise ValueError(f"tokens_RE[{rank}, {expert}] = {tokens_RE[rank, expert]}; counts cannot be negative")
+        if int(tokens_RE.max()) > MOST_TOKENS // tokens_RE.size and sum(map(int, tokens_RE.ravel())) > MOST_TOKENS:
+            raise ValueError(
+                f"tokens_RE sums to {sum(map(int, tokens_RE.ravel()))} tokens; use at most 2**61, or scale it"
+            )
         object.__setattr__(self, "tokens_RE", tokens_RE)
 
     @property

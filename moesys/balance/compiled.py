@@ -7,6 +7,7 @@ they call, from other files as well. So the code is kept in a directory whose na
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Callable
 from functools import cache
 from hashlib import sha256
@@ -18,15 +19,24 @@ from numba import config, njit
 
 @cache
 def cache_dir() -> str:
-    """Below NUMBA_CACHE_DIR where that is set, else beside the byte code of this package, or of the user."""
+    """Below NUMBA_CACHE_DIR where that is set, else beside the byte code of this package, or of the user.
+
+    Directories of older machine code are removed when there is new code to keep.
+    """
     here = Path(__file__).parent
     digest = sha256()
     for path in sorted(here.glob("*.py")):
-        digest.update(path.read_bytes())
+        source = path.read_bytes()
+        if b"balance.compiled import" in source:
+            digest.update(source)
     places = (os.environ.get("NUMBA_CACHE_DIR"), here / "__pycache__", Path.home() / ".cache" / "moesys")
     for place in places:
         if place is not None and os.access(Path(place) if Path(place).exists() else Path(place).parent, os.W_OK):
-            return str(Path(place) / f"compiled-{digest.hexdigest()[:16]}")
+            found = Path(place) / f"compiled-{digest.hexdigest()[:16]}"
+            if not found.exists():
+                for older in Path(place).glob("compiled-*"):
+                    shutil.rmtree(older, ignore_errors=True)
+            return str(found)
     return ""
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import numpy as np
 
 from moesys.balance.compiled import compiled
@@ -25,7 +27,7 @@ def flow_split(load: LoadMatrix, layout: ExpertLayout, cluster: ClusterSpec, con
     pushed quotas keep the cap, or, where no load does, reach the least traffic there is. ``turn`` rotates remainders.
     Integers throughout: equal arguments give equal bytes.
     """
-    cap = NO_CAP if config.max_inter_node is None else int(config.max_inter_node * load.total)
+    cap = NO_CAP if config.max_inter_node is None else int(Fraction(str(config.max_inter_node)) * load.total)
     level_LR = levels_of(cluster)
     node_R = nodes_of(cluster)
     if config.traffic == "fast":

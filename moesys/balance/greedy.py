@@ -15,7 +15,7 @@ from moesys.balance.flow_split import least_crossing, sums_by_node
 from moesys.balance.homes import home_of_experts, spread_replicas
 from moesys.balance.hubs import Site, build_on_hubs
 from moesys.balance.quotas import nodes_of
-from moesys.balance.relabel import num_moves, relabelled, relabelled_inside_nodes
+from moesys.balance.relabel import num_moves, relabelled, relabelled_inside
 from moesys.balance.replicas import usable_slots
 from moesys.balance.search import MILLION, NO_LIMIT, Fence, Scenarios, draw_scenarios, improve, weighted_miss
 from moesys.config import ClusterSpec, Greedy
@@ -58,11 +58,14 @@ def greedy_layout(
 
     Layouts are built on hubs (``hubs``), with several numbers of hubs, over the whole cluster and, where every node can
     hold every expert, node by node for what its own ranks send; the best by its misses in ``search``'s scenarios and
-    its traffic between nodes is improved by local search. Every usable slot is filled, no expert twice on a rank.
+    its traffic between nodes is improved by local search. Every usable slot is filled, no expert twice on a rank; under
+    ``replicas_within`` every slot that an expert of its part can use.
 
     ``previous`` is where a second search begins. A layout that moves replicas must earn them: ``move_tokens`` each, and
-    six hundredths of the mean for all of them. A new one is relabelled so that it moves the fewest. More ``effort``
-    never gives a worse layout by this measure. Integers decide, so equal arguments give equal bytes, but for a
+    six hundredths of the mean for all of them. A new one is relabelled so that it moves the fewest. One in force that
+    has duplicates or free slots is completed first, and one that breaks ``min_replicas`` or ``replicas_within`` is
+    replaced, whatever ``max_moves`` says. More ``effort``, without one in force, never gives a worse layout by this
+    measure. Integers decide, so equal arguments give equal bytes, but for a
     deadline; and nothing depends on how experts, or ranks of a node, are numbered.
     """
     planner = _Planner(load, cluster, slots_R, config)
@@ -125,7 +128,7 @@ class _Planner:
         self.mean = max(int(self.tokens_E.sum()) // len(self.seat_R), 1)
         num_slots = int(self.slots_R.sum())
         evaluations = min(max(SEARCH_SLOTS // num_slots, FEWEST_EVALUATIONS), MOST_EVALUATIONS)
-        self.evaluations = config.effort * evaluations
+        self.evaluations = evaluations
         scenarios = min(max(SCENARIO_SLOTS // num_slots, FEWEST_SCENARIOS), MOST_SCENARIOS)
         self.scenarios_each = scenarios // 2 if config.effort else 0
         self.scenarios = draw_scenarios(self.tokens_E, self.scenarios_each, self.scenarios_each)
@@ -227,51 +230,72 @@ class _Planner:
     # --- improving
 
     def improved(self, draft: _Draft, most_moves: int) -> _Draft:
-        """After local search; at no time worse than before."""
-        expert_RS = draft.expert_RS.copy()
-        if not self.search(self.near, expert_RS, draft.part_R, self.evaluations, most_moves):
-            return draft
-        better = _Draft(self, expert_RS, draft.part_R)
-        return better if better.cost < draft.cost else draft
+        """The cheapest of the layouts that local search has come to after each unit of effort, and of ``draft``."""
+        expert_RS, best, moves, first_draw = draft.expert_RS.copy(), draft, 0, 1
+        for _ in range(self.config.effort):
+            new_moves, first_draw, done = self.search(
+                self.near, expert_RS, draft.part_R, self.evaluations, most_moves - moves, first_draw
+            )
+            moves += new_moves
+            if new_moves:
+                trial = _Draft(self, expert_RS.copy(), draft.part_R)
+                best = trial if trial.cost < best.cost else best
+            if done:
+                break
+        return best
 
     def mended(self, draft: _Draft, most_moves: int) -> _Draft:
         """After a search for what the load itself needs, and then for what later ones do."""
         expert_RS = draft.expert_RS.copy()
         itself = Scenarios(self.scenarios.tokens_KE[:1], self.scenarios.weight_K[:1])
-        moves = self.search(itself, expert_RS, draft.part_R, MENDING * self.evaluations, most_moves)
+        evaluations = MENDING * self.evaluations * self.config.effort
+        moves, _, _ = self.search(itself, expert_RS, draft.part_R, evaluations, most_moves, 1)
         better = _Draft(self, expert_RS, draft.part_R)
         if moves and better.cost < draft.cost:
             return self.improved(better, most_moves - moves)
         return self.improved(draft, most_moves)
 
     def search(
-        self, scenarios: Scenarios, expert_RS: IntArray, part_R: IntArray, evaluations: int, most_moves: int
-    ) -> int:
-        """Changes ``expert_RS``, in slices where there is a deadline; gives the moves."""
+        self,
+        scenarios: Scenarios,
+        expert_RS: IntArray,
+        part_R: IntArray,
+        evaluations: int,
+        most_moves: int,
+        first_draw: int,
+    ) -> tuple[int, int, bool]:
+        """Changes ``expert_RS``, in slices where there is a deadline; gives the moves, the draw to go on from, and
+        whether there is nothing more to find, or no time.
+        """
         filled_R = (expert_RS != EMPTY).sum(axis=1)
         fence = Fence(filled_R, part_R, np.array([self.config.min_replicas]))
-        all_moves, first_draw = 0, 1
-        while evaluations > 0 and (self.end is None or time.monotonic() < self.end):
+        all_moves = 0
+        while evaluations > 0:
+            if self.end is not None and time.monotonic() >= self.end:
+                return all_moves, first_draw, True
             most = evaluations if self.end is None else min(evaluations, SLICE)
             _, spent, moves, first_draw = improve(scenarios, fence, expert_RS, most, most_moves - all_moves, first_draw)
             all_moves += moves
             evaluations -= spent
             if spent < most:
-                break
-        return all_moves
+                return all_moves, first_draw, True
+        return all_moves, first_draw, False
 
     def earned(self, fresh: _Draft, previous: ExpertLayout) -> _Draft:
         """Of the layout in force, one near it and the new one, the one with the fewest moves that pays for them."""
         before_RE = previous.replicas_RE[self.rank_R][:, self.expert_E]
         most_moves = NO_LIMIT if self.config.max_moves is None else self.config.max_moves
         drafts = []
-        if self.keeps_promises(before_RE, previous, fresh.part_R):
-            kept = _Draft(self, self.numbered(previous), fresh.part_R)
-            drafts = [kept, self.mended(kept, most_moves)]
+        if self.keeps_promises(before_RE, fresh.part_R):
+            kept = _Draft(self, self.completed(self.numbered(previous), fresh.part_R), fresh.part_R)
+            drafts = [kept, self.mended(kept, max(most_moves - num_moves(before_RE, kept.replicas_RE), 0))]
         if not drafts or drafts[-1].cost > fresh.cost:
-            for rows in (relabelled_inside_nodes, relabelled):
-                row_R = rows(fresh.replicas_RE, before_RE, self.slots_R, self.cluster)
-                drafts.append(_Draft(self, fresh.expert_RS[row_R], fresh.part_R))
+            cluster, within = self.cluster, self.config.replicas_within
+            finest = max(cluster.node_sizes, cluster.domain_sizes if within == "domain" else (), key=len)
+            rows = [relabelled_inside(fresh.replicas_RE, before_RE, self.slots_R, finest)]
+            if within != "domain":
+                rows.append(relabelled(fresh.replicas_RE, before_RE, self.slots_R, cluster))
+            drafts += [_Draft(self, fresh.expert_RS[row_R], fresh.part_R) for row_R in rows]
         moves = [num_moves(before_RE, draft.replicas_RE) for draft in drafts]
         price = Fraction((self.config.move_tokens >> self.scale) * MILLION, self.mean) + Fraction(
             LEAST_GAIN, int(self.slots_R.sum())
@@ -294,16 +318,37 @@ class _Planner:
         filled_first = np.argsort(expert_RS == EMPTY, axis=1, kind="stable")
         return np.take_along_axis(expert_RS, filled_first, axis=1)[:, : int(self.slots_R.max())].copy()
 
-    def keeps_promises(self, before_RE: IntArray, previous: ExpertLayout, part_R: IntArray) -> bool:
-        """Whether a layout in force has what a new one would have: all slots filled, no duplicate, enough replicas,
-        all where they may be.
+    def completed(self, expert_RS: IntArray, part_R: IntArray) -> IntArray:
+        """With another expert in the place of every duplicate and in every free slot: of the experts of the rank's part
+        that it has not, the one with the most tokens a replica.
         """
-        enough = (before_RE.sum(axis=0) >= self.config.min_replicas).all()
+        expert_RS = expert_RS.copy()
+        replicas_E = np.bincount(expert_RS[expert_RS != EMPTY], minlength=len(self.tokens_E)).tolist()
+        for rank, row_S in enumerate(expert_RS):
+            part_S = expert_RS[part_R == part_R[rank]] if self.config.replicas_within != "cluster" else None
+            for slot in range(int(self.slots_R[rank])):
+                expert = int(row_S[slot])
+                if expert != EMPTY and expert not in row_S[:slot]:
+                    continue
+                home = range(len(self.tokens_E)) if part_S is None else np.unique(part_S[part_S != EMPTY]).tolist()
+                others = [other for other in home if other not in row_S]
+                if expert != EMPTY:
+                    replicas_E[expert] -= 1
+                    row_S[slot] = EMPTY
+                if others:
+                    row_S[slot] = min(
+                        others, key=lambda other: (-int(self.tokens_E[other]) // replicas_E[other], other)
+                    )
+                    replicas_E[int(row_S[slot])] += 1
+        return expert_RS
+
+    def keeps_promises(self, before_RE: IntArray, part_R: IntArray) -> bool:
+        """Whether a layout in force has enough replicas of every expert, all where they may be."""
+        enough = ((before_RE > 0).sum(axis=0) >= self.config.min_replicas).all()
         parts_PE = np.zeros((int(part_R.max()) + 1, len(self.tokens_E)), dtype=np.int64)
         np.add.at(parts_PE, part_R, before_RE)
         at_home = self.config.replicas_within == "cluster" or ((parts_PE > 0).sum(axis=0) == 1).all()
-        full = np.array_equal(before_RE.sum(axis=1), self.slots_R)
-        return bool(enough and at_home and full and not previous.num_duplicates)
+        return bool(enough and at_home)
 
 
 @compiled

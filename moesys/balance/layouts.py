@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from numbers import Integral
 from typing import assert_never
 
 from moesys.balance.certificate import domains_of
@@ -92,10 +93,11 @@ def _checked_slots(load: LoadMatrix, cluster: ClusterSpec, slots_per_rank: int |
             f"the load counts {load.num_ranks} source ranks but the cluster has {cluster.num_ranks}; "
             "give one row of tokens_RE a rank"
         )
-    one_for_all = isinstance(slots_per_rank, int)
-    slots_R = (
-        (slots_per_rank,) * cluster.num_ranks if isinstance(slots_per_rank, int) else tuple(map(int, slots_per_rank))
-    )
+    one_for_all = not isinstance(slots_per_rank, Iterable)
+    given = tuple(slots_per_rank) if isinstance(slots_per_rank, Iterable) else (slots_per_rank,) * cluster.num_ranks
+    if not all(isinstance(slots, Integral) and not isinstance(slots, bool) for slots in given):
+        raise ValueError(f"slots_per_rank={slots_per_rank} counts slots; give integers")
+    slots_R = tuple(map(int, given))
     if len(slots_R) != cluster.num_ranks:
         raise ValueError(
             f"slots_per_rank names {len(slots_R)} ranks but the cluster has {cluster.num_ranks}; "

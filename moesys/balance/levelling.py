@@ -13,7 +13,6 @@ from typing import NamedTuple
 import numpy as np
 
 from moesys.balance.compiled import compiled
-from moesys.balance.holders import list_holders
 from moesys.load import IntArray
 
 
@@ -71,14 +70,6 @@ def least_max(tokens_E, holders, level):  # type: ignore[no-untyped-def]
                 tokens += level.load_R[rank]
                 num_tight += 1
         limit = -(-tokens // num_tight)
-
-
-@compiled
-def least_max_load(tokens_E, expert_RS):  # type: ignore[no-untyped-def]
-    """The same, and its tight set bool [R], for ``expert_RS`` int64 [R, S], -1 for an empty slot."""
-    holders = list_holders(expert_RS, tokens_E.size)
-    level = new_level(holders)
-    return least_max(tokens_E, holders, level), level.tight_R
 
 
 @compiled

@@ -47,13 +47,13 @@ def relabelled(after_RE: IntArray, before_RE: IntArray, slots_R: IntArray, clust
     return row_R
 
 
-def relabelled_inside_nodes(
-    after_RE: IntArray, before_RE: IntArray, slots_R: IntArray, cluster: ClusterSpec
+def relabelled_inside(
+    after_RE: IntArray, before_RE: IntArray, slots_R: IntArray, part_sizes: tuple[int, ...]
 ) -> IntArray:
-    """The same where every node stays where it is, and with it the traffic between nodes."""
+    """The same where every rank stays in its part of the cluster, of so many consecutive ranks each."""
     row_R = np.empty(len(slots_R), dtype=np.int64)
-    for end, size in zip(np.cumsum(cluster.node_sizes).tolist(), cluster.node_sizes, strict=True):
-        node = slice(end - size, end)
+    for end, size in zip(np.cumsum(part_sizes).tolist(), part_sizes, strict=True):
+        part = slice(end - size, end)
         one = ClusterSpec(ranks_per_node=size)
-        row_R[node] = relabelled(after_RE[node], before_RE[node], slots_R[node], one) + end - size
+        row_R[part] = relabelled(after_RE[part], before_RE[part], slots_R[part], one) + end - size
     return row_R

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from scipy.optimize import linear_sum_assignment
 
 from moesys.balance import min_max_load, plan_layout, split_tokens
-from moesys.balance.relabel import num_moves, relabelled, relabelled_inside_nodes
+from moesys.balance.greedy import _Planner
+from moesys.balance.relabel import num_moves, relabelled, relabelled_inside
 from moesys.config import ClusterSpec, Eplb, FlowSplit, Greedy, Static
 from moesys.layout import EMPTY, ExpertLayout
 from moesys.load import LoadMatrix
@@ -143,6 +144,18 @@ def test_values_do_not_depend_on_numbers_of_experts_nor_of_ranks_inside_a_node(i
     assert values[0] == values[1]
 
 
+def test_loads_beyond_int64_are_refused():
+    with pytest.raises(ValueError, match=r"use at most 2\*\*61, or scale it"):
+        LoadMatrix([[2**63 - 1, 2**63 - 1], [1, 1]])
+
+
+@pytest.mark.parametrize("slots", [2.0, True, [2.7, 2.7]])
+def test_slots_are_counted_in_integers(slots):
+    with pytest.raises(ValueError, match="counts slots; give integers"):
+        plan_layout(LoadMatrix([[1, 1]] * 2), ClusterSpec(ranks_per_node=2), Greedy(), slots)
+    assert plan_layout(LoadMatrix([[1, 1]] * 2), ClusterSpec(ranks_per_node=2), Greedy(), np.int64(2)).num_slots == 2
+
+
 def test_a_giant_load_is_planned_as_its_proportions_are():
     load, cluster = zipf_load(8, 24, 1.0), ClusterSpec(num_nodes=2, ranks_per_node=4)
     giant = LoadMatrix(load.tokens_RE * 2**44)
@@ -205,6 +218,50 @@ def test_a_deadline_gives_a_whole_layout_however_short_it_is():
         assert min_max_load(load, layout) <= 1.001 * load.total / 32
 
 
+@settings(max_examples=40, deadline=None)
+@given(
+    instance=instances(max_ranks=6, max_experts=10),
+    within=st.sampled_from(["cluster", "node", "domain"]),
+    budget=st.sampled_from([None, 0, 2]),
+    before=st.sampled_from([Static(), Eplb(), Greedy(effort=0)]),
+)
+def test_whatever_was_in_force_promises_are_kept(instance, within, budget, before):
+    sizes = [part for size in instance.cluster.node_sizes for part in ([1, size - 1] if size > 1 else [1])]
+    cluster = instance.cluster.replace(ranks_per_domain=tuple(sizes))
+    config = Greedy(replicas_within=within, max_moves=budget)
+    before = before.replace(replicas_within=within) if isinstance(before, Greedy) else before
+    try:
+        first = plan_layout(instance.load, cluster, before, instance.slots)
+        later = LoadMatrix(instance.load.tokens_RE[:, ::-1])
+        layout = plan_layout(later, cluster, config, instance.slots, first)
+    except ValueError:
+        assume(False)
+    assert layout.num_duplicates == 0
+    if within != "cluster":
+        place_R = np.array(getattr(cluster, f"{within}_of_rank"))
+        for expert in range(layout.num_experts):
+            assert len(set(place_R[layout.replicas_RE[:, expert] > 0])) == 1
+    if isinstance(before, Greedy) and budget is not None:
+        assert num_moves(first.replicas_RE, layout.replicas_RE) <= budget
+
+
+def test_more_effort_never_costs_more():
+    """An instance on which later moves raised the cost of what earlier ones had found."""
+    load = LoadMatrix(
+        [
+            [79, 193, 65, 61, 89, 153, 106, 99, 54, 74],
+            [75, 203, 55, 82, 89, 134, 136, 79, 71, 55],
+            [93, 178, 82, 75, 89, 139, 114, 97, 67, 53],
+            [105, 177, 86, 87, 99, 140, 98, 80, 58, 74],
+        ]
+    )
+    costs = [
+        _Planner(load, ClusterSpec(ranks_per_node=4), (3, 3, 3, 3), Greedy(effort=effort)).best().cost
+        for effort in (1, 2, 3, 6)
+    ]
+    assert costs == sorted(costs, reverse=True)
+
+
 # --- relabelling
 
 
@@ -241,6 +298,6 @@ def test_relabelling_maps_nodes_to_nodes_and_ranks_to_ranks_of_as_many_slots(see
     row_R = relabelled(after_RE, before_RE, slots_R, cluster)
     assert allowed(row_R)
     assert np.minimum(after_RE[row_R], before_RE).sum() == best
-    inside_R = relabelled_inside_nodes(after_RE, before_RE, slots_R, cluster)
+    inside_R = relabelled_inside(after_RE, before_RE, slots_R, cluster.node_sizes)
     assert (node_R[inside_R] == node_R).all()
     assert allowed(inside_R)
