@@ -119,7 +119,8 @@ class _Planner:
         supply_NE, tokens_E = sums_by_node(load.tokens_RE, self.node_R)
         self.scale = max(0, int(tokens_E.sum()).bit_length() - MOST_TOKENS.bit_length())
         self.expert_E = np.lexsort((*-supply_NE, -tokens_E))
-        self.supply_NE = supply_NE[:, self.expert_E] >> self.scale
+        # rows of it are read, and compiled loops are compiled anew for another order of memory
+        self.supply_NE = np.ascontiguousarray(supply_NE[:, self.expert_E]) >> self.scale
         self.tokens_E = self.supply_NE.sum(axis=0)
 
         index_in_node_R = np.arange(len(slots_R)) - np.searchsorted(self.node_R, self.node_R)
