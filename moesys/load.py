@@ -43,10 +43,10 @@ class LoadMatrix:
         if tokens_RE.min() < 0:
             rank, expert = np.argwhere(tokens_RE < 0)[0]
             raise ValueError(f"tokens_RE[{rank}, {expert}] = {tokens_RE[rank, expert]}; counts cannot be negative")
-        if int(tokens_RE.max()) > MOST_TOKENS // tokens_RE.size and sum(map(int, tokens_RE.ravel())) > MOST_TOKENS:
-            raise ValueError(
-                f"tokens_RE sums to {sum(map(int, tokens_RE.ravel()))} tokens; use at most 2**61, or scale it"
-            )
+        # lower counts cannot sum to more; these are summed where nothing wraps round
+        total = sum(tokens_RE.ravel().tolist()) if int(tokens_RE.max()) > MOST_TOKENS // tokens_RE.size else 0
+        if total > MOST_TOKENS:
+            raise ValueError(f"tokens_RE sums to {total} tokens; use at most 2**61, or scale it")
         object.__setattr__(self, "tokens_RE", tokens_RE)
 
     @property

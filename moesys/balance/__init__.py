@@ -11,6 +11,7 @@ from moesys.balance.cp_sat import CpSatPlan, solve_cp_sat
 from moesys.balance.layouts import plan_layout, plan_layouts
 from moesys.balance.max_load import TightSet, min_max_load, tight_set
 from moesys.balance.predictors import LoadHistory, window
+from moesys.balance.relabel import num_moves
 from moesys.balance.splits import split_tokens
 from moesys.balance.warm_up import warm_up
 
@@ -21,6 +22,7 @@ __all__ = [
     "TightSet",
     "certify",
     "min_max_load",
+    "num_moves",
     "plan_layout",
     "plan_layouts",
     "replica_budget",

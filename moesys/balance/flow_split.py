@@ -7,7 +7,7 @@ from fractions import Fraction
 import numpy as np
 
 from moesys.balance.compiled import compiled
-from moesys.balance.holders import list_holders
+from moesys.balance.holders import list_holders, num_holding
 from moesys.balance.levelling import least_max, new_level
 from moesys.balance.min_cost import cheapest_quotas
 from moesys.balance.push import push_down, share_out
@@ -31,7 +31,7 @@ def flow_split(load: LoadMatrix, layout: ExpertLayout, cluster: ClusterSpec, con
     level_LR = levels_of(cluster)
     node_R = nodes_of(cluster)
     if config.traffic == "fast":
-        entries, _ = split_fast(load.tokens_RE, layout.expert_RS, node_R, level_LR, turn, cap)
+        entries = split_fast(load.tokens_RE, layout.expert_RS, node_R, level_LR, turn, cap)
         return TokenPlan.by_construction(entries, load, layout)
     limit = least_limit(load.tokens_RE, layout.expert_RS, node_R, turn, cap)
     holders = list_holders(layout.expert_RS, load.num_experts)
@@ -42,19 +42,19 @@ def flow_split(load: LoadMatrix, layout: ExpertLayout, cluster: ClusterSpec, con
 
 @compiled
 def split_fast(tokens_RE, expert_RS, node_R, level_LR, turn, cap):  # type: ignore[no-untyped-def]
-    """Rows of the plan, int64 [N, 4], and its tokens between nodes; ``cap`` of those, or -1."""
+    """Rows of the plan, int64 [N, 4]; ``cap``: of its tokens between nodes, or -1."""
     holders = list_holders(expert_RS, tokens_RE.shape[1])
     supply_NE, tokens_E = sums_by_node(tokens_RE, node_R)
     # the mean is what can be hoped for, and with a good layout it is reached
-    limit = -(-tokens_E.sum() // _num_holding(holders))
+    limit = -(-tokens_E.sum() // num_holding(holders))
     tokens_P, crossing = _quotas(tokens_RE, supply_NE, tokens_E, node_R, holders, turn, limit)
     if crossing < 0:
         limit = least_max(tokens_E, holders, new_level(holders))
         tokens_P, crossing = _quotas(tokens_RE, supply_NE, tokens_E, node_R, holders, turn, limit)
     if cap >= 0 and crossing > cap:
         limit = _relaxed_limit(tokens_RE, supply_NE, tokens_E, node_R, holders, turn, cap, limit)
-        tokens_P, crossing = _quotas(tokens_RE, supply_NE, tokens_E, node_R, holders, turn, limit)
-    return fill_quotas(tokens_RE, tokens_P, holders, level_LR), crossing
+        tokens_P, _ = _quotas(tokens_RE, supply_NE, tokens_E, node_R, holders, turn, limit)
+    return fill_quotas(tokens_RE, tokens_P, holders, level_LR)
 
 
 @compiled
@@ -73,15 +73,6 @@ def least_limit(tokens_RE, expert_RS, node_R, turn, cap):  # type: ignore[no-unt
     supply_NE, tokens_E = sums_by_node(tokens_RE, node_R)
     limit = least_max(tokens_E, holders, new_level(holders))
     return limit if cap < 0 else _relaxed_limit(tokens_RE, supply_NE, tokens_E, node_R, holders, turn, cap, limit)
-
-
-@compiled
-def _num_holding(holders):  # type: ignore[no-untyped-def]
-    """Ranks with a replica."""
-    num_holding = 0
-    for rank in range(holders.first_R.size - 1):
-        num_holding += holders.first_R[rank + 1] > holders.first_R[rank]
-    return num_holding
 
 
 @compiled

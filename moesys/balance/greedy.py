@@ -10,11 +10,12 @@ from functools import cached_property
 
 import numpy as np
 
+from moesys.balance.certificate import domains_of
 from moesys.balance.compiled import compiled
 from moesys.balance.flow_split import least_crossing, sums_by_node
 from moesys.balance.homes import home_of_experts, spread_replicas
 from moesys.balance.hubs import Site, build_on_hubs
-from moesys.balance.quotas import nodes_of
+from moesys.balance.quotas import levels_of, nodes_of
 from moesys.balance.relabel import num_moves, relabelled, relabelled_inside
 from moesys.balance.replicas import usable_slots
 from moesys.balance.search import MILLION, NO_LIMIT, Fence, Scenarios, draw_scenarios, improve, weighted_miss
@@ -65,8 +66,8 @@ def greedy_layout(
     six hundredths of the mean for all of them. A new one is relabelled so that it moves the fewest. One in force that
     has duplicates or free slots is completed first, and one that breaks ``min_replicas`` or ``replicas_within`` is
     replaced, whatever ``max_moves`` says. More ``effort``, without one in force, never gives a worse layout by this
-    measure. Integers decide, so equal arguments give equal bytes, but for a
-    deadline; and nothing depends on how experts, or ranks of a node, are numbered.
+    measure. Integers decide, so equal arguments give equal bytes, but for a deadline; and nothing depends on how
+    experts, or ranks of a node, are numbered.
     """
     planner = _Planner(load, cluster, slots_R, config)
     fresh = planner.best()
@@ -106,15 +107,18 @@ class _Draft:
 class _Planner:
     """One plan's problem, and the steps that solve it.
 
-    Inside, experts are numbered from the heaviest on, and a node's ranks from the one with the most slots on.
+    Inside, experts are numbered from the heaviest on, and the ranks of a node, or of a domain where replicas stay in
+    one, from the one with the most slots on.
     """
 
     def __init__(self, load: LoadMatrix, cluster: ClusterSpec, slots_R: tuple[int, ...], config: Greedy) -> None:
         self.load, self.cluster, self.config, self.width = load, cluster, config, max(slots_R)
         self.end = None if config.deadline_ms is None else time.monotonic() + config.deadline_ms / 1e3
         self.node_R = nodes_of(cluster)
+        # ranks of one of these may stand for one another
+        self.finest_R = levels_of(cluster)[0] if config.replicas_within == "domain" else self.node_R
         usable_R = np.array(usable_slots(slots_R, load.num_experts))
-        self.rank_R = np.lexsort((-usable_R, self.node_R))
+        self.rank_R = np.lexsort((-usable_R, self.finest_R))
         self.slots_R = usable_R[self.rank_R]
         supply_NE, tokens_E = sums_by_node(load.tokens_RE, self.node_R)
         self.scale = max(0, int(tokens_E.sum()).bit_length() - MOST_TOKENS.bit_length())
@@ -128,8 +132,7 @@ class _Planner:
         self.seat_R = seat_R[self.slots_R[seat_R] > 0]
         self.mean = max(int(self.tokens_E.sum()) // len(self.seat_R), 1)
         num_slots = int(self.slots_R.sum())
-        evaluations = min(max(SEARCH_SLOTS // num_slots, FEWEST_EVALUATIONS), MOST_EVALUATIONS)
-        self.evaluations = evaluations
+        self.evaluations = min(max(SEARCH_SLOTS // num_slots, FEWEST_EVALUATIONS), MOST_EVALUATIONS)
         scenarios = min(max(SCENARIO_SLOTS // num_slots, FEWEST_SCENARIOS), MOST_SCENARIOS)
         self.scenarios_each = scenarios // 2 if config.effort else 0
         self.scenarios = draw_scenarios(self.tokens_E, self.scenarios_each, self.scenarios_each)
@@ -170,13 +173,9 @@ class _Planner:
         """Layouts by the parts of the cluster that replicas keep to; none that keep to them less, after one that misses
         next to nothing.
         """
-        within = self.config.replicas_within
-        everywhere_R = np.zeros_like(self.node_R)
-        if within != "cluster":
-            yield self.built_at_home(np.array(getattr(self.cluster, f"{within}_of_rank"))[self.rank_R])
-            return
-        if self.config.min_replicas > 1:
-            yield self.built_at_home(everywhere_R)
+        part_R = np.array(domains_of(self.cluster, self.config.replicas_within))[self.rank_R]
+        if self.config.replicas_within != "cluster" or self.config.min_replicas > 1:
+            yield self.built_at_home(part_R)
             return
         slots_N = np.bincount(self.node_R, self.slots_R)
         if self.cluster.num_nodes > 1 and (slots_N >= len(self.tokens_E)).all():
@@ -190,7 +189,7 @@ class _Planner:
                     return
         expert_RS = self.empty()
         self.build(expert_RS, self.seat_R, self.tokens_E, np.arange(len(self.tokens_E)))
-        yield _Draft(self, expert_RS, everywhere_R)
+        yield _Draft(self, expert_RS, part_R)
 
     def built_at_home(self, part_R: IntArray) -> _Draft:
         """Every expert in one part of the cluster, with the replicas that it needs."""
@@ -291,11 +290,10 @@ class _Planner:
             kept = _Draft(self, self.completed(self.numbered(previous), fresh.part_R), fresh.part_R)
             drafts = [kept, self.mended(kept, max(most_moves - num_moves(before_RE, kept.replicas_RE), 0))]
         if not drafts or drafts[-1].cost > fresh.cost:
-            cluster, within = self.cluster, self.config.replicas_within
-            finest = max(cluster.node_sizes, cluster.domain_sizes if within == "domain" else (), key=len)
-            rows = [relabelled_inside(fresh.replicas_RE, before_RE, self.slots_R, finest)]
-            if within != "domain":
-                rows.append(relabelled(fresh.replicas_RE, before_RE, self.slots_R, cluster))
+            part_sizes = tuple(np.bincount(self.finest_R).tolist())
+            rows = [relabelled_inside(fresh.replicas_RE, before_RE, self.slots_R, part_sizes)]
+            if self.config.replicas_within != "domain":
+                rows.append(relabelled(fresh.replicas_RE, before_RE, self.slots_R, self.cluster))
             drafts += [_Draft(self, fresh.expert_RS[row_R], fresh.part_R) for row_R in rows]
         moves = [num_moves(before_RE, draft.replicas_RE) for draft in drafts]
         price = Fraction((self.config.move_tokens >> self.scale) * MILLION, self.mean) + Fraction(
@@ -310,37 +308,31 @@ class _Planner:
         return drafts[best]
 
     def numbered(self, layout: ExpertLayout) -> IntArray:
-        """A layout's rows in the planner's numbers, as wide as the widest rank's usable slots."""
+        """A layout's rows in the planner's numbers, every expert once a rank."""
         new_E = np.empty_like(self.expert_E)
         new_E[self.expert_E] = np.arange(len(new_E))
-        rows_RS = layout.expert_RS[self.rank_R]
-        expert_RS = np.where(rows_RS == EMPTY, EMPTY, new_E[rows_RS])
-        # slots in use first, in their order
-        filled_first = np.argsort(expert_RS == EMPTY, axis=1, kind="stable")
-        return np.take_along_axis(expert_RS, filled_first, axis=1)[:, : int(self.slots_R.max())].copy()
+        expert_RS = self.empty()
+        for row_S, rank in zip(expert_RS, self.rank_R.tolist(), strict=True):
+            experts = sorted(set(new_E[list(layout.experts_of(rank))].tolist()))
+            row_S[: len(experts)] = experts
+        return expert_RS
 
     def completed(self, expert_RS: IntArray, part_R: IntArray) -> IntArray:
-        """With another expert in the place of every duplicate and in every free slot: of the experts of the rank's part
-        that it has not, the one with the most tokens a replica.
+        """With an expert in every free slot: of those of the rank's part that it lacks, the one with the most tokens a
+        replica.
         """
         expert_RS = expert_RS.copy()
         replicas_E = np.bincount(expert_RS[expert_RS != EMPTY], minlength=len(self.tokens_E)).tolist()
         for rank, row_S in enumerate(expert_RS):
-            part_S = expert_RS[part_R == part_R[rank]] if self.config.replicas_within != "cluster" else None
-            for slot in range(int(self.slots_R[rank])):
-                expert = int(row_S[slot])
-                if expert != EMPTY and expert not in row_S[:slot]:
-                    continue
-                home = range(len(self.tokens_E)) if part_S is None else np.unique(part_S[part_S != EMPTY]).tolist()
+            for slot in range(int((row_S != EMPTY).sum()), int(self.slots_R[rank])):
+                home = range(len(self.tokens_E))
+                if self.config.replicas_within != "cluster":
+                    home = np.setdiff1d(expert_RS[part_R == part_R[rank]], EMPTY).tolist()
                 others = [other for other in home if other not in row_S]
-                if expert != EMPTY:
-                    replicas_E[expert] -= 1
-                    row_S[slot] = EMPTY
-                if others:
-                    row_S[slot] = min(
-                        others, key=lambda other: (-int(self.tokens_E[other]) // replicas_E[other], other)
-                    )
-                    replicas_E[int(row_S[slot])] += 1
+                if not others:
+                    break
+                row_S[slot] = min(others, key=lambda other: (-int(self.tokens_E[other]) // replicas_E[other], other))
+                replicas_E[int(row_S[slot])] += 1
         return expert_RS
 
     def keeps_promises(self, before_RE: IntArray, part_R: IntArray) -> bool:

@@ -67,3 +67,9 @@ def list_holders(expert_RS, num_experts):  # type: ignore[no-untyped-def]
         replica_P[next_R[rank]] = replica
         next_R[rank] += 1
     return Holders(first_E, rank_P, expert_P, first_R, replica_P)
+
+
+@compiled
+def num_holding(holders):  # type: ignore[no-untyped-def]
+    """Ranks with a replica."""
+    return np.count_nonzero(holders.first_R[1:] > holders.first_R[:-1])

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from moesys.balance.compiled import compiled
+from moesys.balance.holders import num_holding
 from moesys.load import IntArray
 
 
@@ -75,12 +76,10 @@ def least_max(tokens_E, holders, level):  # type: ignore[no-untyped-def]
 @compiled
 def _pour_all(tokens_E, holders, level):  # type: ignore[no-untyped-def]
     """A first split: experts with few ranks first, each poured onto its ranks up to one level. Gives the mean."""
-    first_E, first_R, rank_P = holders.first_E, holders.first_R, holders.rank_P
+    first_E, rank_P = holders.first_E, holders.rank_P
     tokens_P, load_R = level.tokens_P, level.load_R
     load_R[:] = 0
-    total = num_holding = most = 0
-    for rank in range(load_R.size):
-        num_holding += first_R[rank + 1] > first_R[rank]
+    total = most = 0
     for expert in range(tokens_E.size):
         total += tokens_E[expert]
         first, width = first_E[expert], first_E[expert + 1] - first_E[expert]
@@ -98,7 +97,7 @@ def _pour_all(tokens_E, holders, level):  # type: ignore[no-untyped-def]
             elif end - first > width:
                 next_width = min(next_width, end - first)
         width = next_width
-    return -(-total // num_holding)
+    return -(-total // num_holding(holders))
 
 
 @compiled

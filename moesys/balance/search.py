@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 
 from moesys.balance.compiled import compiled
-from moesys.balance.holders import list_holders
+from moesys.balance.holders import list_holders, num_holding
 from moesys.balance.levelling import least_max, new_level
 from moesys.load import IntArray
 
@@ -97,17 +97,15 @@ def weighted_miss(scenarios, expert_RS, order_K, limit, miss_K):  # type: ignore
     num_experts = scenarios.tokens_KE.shape[1]
     holders = list_holders(expert_RS, num_experts)
     level = new_level(holders)
-    num_holding = 0
-    for rank in range(expert_RS.shape[0]):
-        num_holding += holders.first_R[rank + 1] > holders.first_R[rank]
+    num_ranks = num_holding(holders)
     miss = 0
     for scenario in order_K:
         total = 0
         for expert in range(num_experts):
             total += scenarios.tokens_KE[scenario, expert]
-        mean = -(-total // num_holding)
+        mean = -(-total // num_ranks)
         above = least_max(scenarios.tokens_KE[scenario], holders, level) - mean
-        miss_K[scenario] = (above + -(-level.overflow[0] // num_holding)) * MILLION // max(mean, 1)
+        miss_K[scenario] = (above + -(-level.overflow[0] // num_ranks)) * MILLION // max(mean, 1)
         miss += miss_K[scenario] * scenarios.weight_K[scenario]
         if miss > limit:
             break

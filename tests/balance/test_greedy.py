@@ -245,6 +245,19 @@ def test_whatever_was_in_force_promises_are_kept(instance, within, budget, befor
         assert num_moves(first.replicas_RE, layout.replicas_RE) <= budget
 
 
+def test_unequal_slots_do_not_mix_the_domains_of_a_node():
+    cluster, broken = ClusterSpec(num_nodes=2, ranks_per_node=4, ranks_per_domain=2), 0
+    domain_R = np.array(cluster.domain_of_rank)
+    for seed in range(60):
+        rng = np.random.default_rng(seed)
+        slots, num_experts = rng.integers(1, 4, 8).tolist(), 6
+        first, later = (LoadMatrix(rng.integers(0, 90, (8, num_experts))) for _ in range(2))
+        before = plan_layout(first, cluster, Static(), slots)
+        after = plan_layout(later, cluster, Greedy(replicas_within="domain"), slots, before)
+        broken += any(len(set(domain_R[after.replicas_RE[:, expert] > 0])) != 1 for expert in range(num_experts))
+    assert broken == 0
+
+
 def test_more_effort_never_costs_more():
     """An instance on which later moves raised the cost of what earlier ones had found."""
     load = LoadMatrix(

@@ -28,7 +28,7 @@ SMALL = ExpertLayout([[0, 1], [0, 2], [1, 3], [3, 0]], num_experts=4)
 
 def host_entries(load, layout, cluster, turn=0):
     node_R = np.asarray(cluster.node_of_rank)
-    return split_fast(load.tokens_RE, layout.expert_RS, node_R, levels_of(cluster), turn, -1)[0]
+    return split_fast(load.tokens_RE, layout.expert_RS, node_R, levels_of(cluster), turn, -1)
 
 
 def tensor_plan(load, layout, cluster, turn=0, **options):

@@ -10,7 +10,7 @@ import pytest
 from typer.testing import CliRunner
 
 from moesys.__main__ import app
-from moesys.balance import LoadHistory, plan_layout, split_tokens
+from moesys.balance import LoadHistory, num_moves, plan_layout, split_tokens
 from moesys.config import (
     ClusterSpec,
     Ema,
@@ -27,7 +27,7 @@ from moesys.config import (
 )
 from moesys.experiment import Generated
 from moesys.lab.bench import peer_eplb, planner, planner_large, planner_scale
-from moesys.lab.bench.planner_replay import Contender, LayerPlanner, Moment, moments, num_moves, replay_layer
+from moesys.lab.bench.planner_replay import Contender, LayerPlanner, Moment, moments, replay_layer
 from moesys.layout import ExpertLayout
 from moesys.load import LoadMatrix
 from moesys.traces import Trace, generate, save_trace
@@ -131,7 +131,7 @@ def test_a_score_is_what_the_plan_does():
         assert score.layout == layouts[-1].fingerprint()[:16]
         assert score.max_over_mean == plan.max_over_mean
         assert score.inter_node_share == plan.inter_node_tokens(CLUSTER.node_of_rank) / load.total
-    assert found[1].moves == num_moves(*layouts)
+    assert found[1].moves == num_moves(*(layout.replicas_RE for layout in layouts))
 
 
 def test_the_even_split_of_eplb_knows_no_nodes():
@@ -146,9 +146,9 @@ def test_the_even_split_of_eplb_knows_no_nodes():
 
 def test_moves_are_replicas_on_new_ranks():
     before = ExpertLayout([[0, 1], [2, 0]], num_experts=3)
-    assert num_moves(before, before) == 0
-    assert num_moves(before, ExpertLayout([[1, 0], [0, 2]], num_experts=3)) == 0
-    assert num_moves(before, ExpertLayout([[2, 1], [0, 2]], num_experts=3)) == 1
+    assert num_moves(before.replicas_RE, before.replicas_RE) == 0
+    assert num_moves(before.replicas_RE, ExpertLayout([[1, 0], [0, 2]], num_experts=3).replicas_RE) == 0
+    assert num_moves(before.replicas_RE, ExpertLayout([[2, 1], [0, 2]], num_experts=3).replicas_RE) == 1
 
 
 def test_a_flow_split_has_no_gap_and_a_gap_is_never_negative():

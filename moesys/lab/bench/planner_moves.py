@@ -11,7 +11,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from moesys.balance import min_max_load, plan_layout
+from moesys.balance import min_max_load, num_moves, plan_layout
 from moesys.config import Balance, Eplb, Greedy
 from moesys.lab.bench.planner_loads import Sample, Size, zipf_sample
 from moesys.lab.bench.steps import steps_told
@@ -97,7 +97,7 @@ def _second_plan(
     start = time.perf_counter()
     after = plan_layout(later, size.cluster, second, size.slots, before)
     layout_ms = (time.perf_counter() - start) * 1e3
-    moves = float(np.maximum(after.replicas_RE - before.replicas_RE, 0).sum())
+    moves = num_moves(before.replicas_RE, after.replicas_RE)
     mean = later.total / size.num_ranks
     return moves, min_max_load(later, before) / mean, min_max_load(later, after) / mean, layout_ms
 

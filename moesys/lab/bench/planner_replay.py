@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moesys.balance import LoadHistory, min_max_load, plan_layout, split_tokens
+from moesys.balance import LoadHistory, min_max_load, num_moves, plan_layout, split_tokens
 from moesys.config import Balance, ClusterSpec, Eplb, EvenSplit, Greedy, Oracle, Predictor, Split
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.load import IntArray, LoadMatrix
@@ -174,17 +174,12 @@ def replay_layer(
                     max_over_mean=plan.max_over_mean,
                     least_max_over_mean=least,
                     inter_node_share=plan.inter_node_tokens(cluster.node_of_rank) / max(1, current.total),
-                    moves=None if before is None else num_moves(before, layout),
+                    moves=None if before is None else num_moves(before.replicas_RE, layout.replicas_RE),
                     layout_ms=layout_ms,
                     split_ms=split_ms,
                     layout=layout.fingerprint()[:16],
                 )
             before = layout
-
-
-def num_moves(before: ExpertLayout, after: ExpertLayout) -> int:
-    """Replicas of ``after`` on ranks that did not hold them."""
-    return int(np.maximum(after.replicas_RE - before.replicas_RE, 0).sum())
 
 
 def _words(member: Balance | Split | Predictor) -> str:

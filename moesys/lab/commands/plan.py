@@ -11,7 +11,7 @@ import numpy as np
 from rich.text import Text
 from rich.tree import Tree
 
-from moesys.balance import plan_layout, split_tokens
+from moesys.balance import num_moves, plan_layout, split_tokens
 from moesys.balance.certificate import Certificate, certify
 from moesys.config import Balance, ClusterSpec, CpSat, Greedy, Split
 from moesys.lab.choices import balance_of, cluster_of, split_of
@@ -162,7 +162,7 @@ def plan_tree(
     tree = Tree(Text(f"{title}, {load.total} tokens on {cluster.num_ranks} ranks", style="bold"))
     held = _head(tree, f"layout: {int(layout.filled_R.sum())} replicas of {load.num_experts} experts")
     if previous is not None:
-        moved = int(np.maximum(layout.replicas_RE - previous.replicas_RE, 0).sum())
+        moved = num_moves(previous.replicas_RE, layout.replicas_RE)
         _line(held, "moves", f"{moved} replicas are on ranks that did not hold them before")
     _line(held, "between nodes", f"{leaving} tokens ({leaving / max(1, load.total):.2%})")
     tokens_ER = np.zeros((load.num_experts, cluster.num_ranks), dtype=np.int64)
