@@ -7,7 +7,7 @@ from fractions import Fraction
 import numpy as np
 
 from moesys.balance.compiled import compiled
-from moesys.balance.holders import list_holders, num_holding
+from moesys.balance.holders import list_holders
 from moesys.balance.levelling import least_max, new_level
 from moesys.balance.min_cost import cheapest_quotas
 from moesys.balance.push import push_down, share_out
@@ -46,7 +46,7 @@ def split_fast(tokens_RE, expert_RS, node_R, level_LR, turn, cap):  # type: igno
     holders = list_holders(expert_RS, tokens_RE.shape[1])
     supply_NE, tokens_E = sums_by_node(tokens_RE, node_R)
     # the mean is what can be hoped for, and with a good layout it is reached
-    limit = -(-tokens_E.sum() // num_holding(holders))
+    limit = -(-tokens_E.sum() // holders.holds_R.sum())
     tokens_P, crossing = _quotas(tokens_RE, supply_NE, tokens_E, node_R, holders, turn, limit)
     if crossing < 0:
         limit = least_max(tokens_E, holders, new_level(holders))
@@ -96,12 +96,9 @@ def _quotas(tokens_RE, supply_NE, tokens_E, node_R, holders, turn, limit):  # ty
     """Tokens of each replica, int64 [P], so that no rank has more than ``limit``, and how many cross nodes; -1 of those
     where no split keeps the limit.
     """
-    holding_R = np.empty(node_R.size, np.bool_)
-    for rank in range(node_R.size):
-        holding_R[rank] = holders.first_R[rank + 1] > holders.first_R[rank]
     shared = share_out(tokens_RE, supply_NE, tokens_E, node_R, holders, turn)
     tokens_P = np.zeros(holders.rank_P.size, np.int64)
-    if push_down(shared, limit, holding_R) < 0:
+    if push_down(shared, limit, holders.holds_R) < 0:
         return tokens_P, -1
     crossing = 0
     for expert in range(tokens_E.size):
@@ -119,10 +116,7 @@ def _quotas(tokens_RE, supply_NE, tokens_E, node_R, holders, turn, limit):  # ty
 @compiled
 def _relaxed_limit(tokens_RE, supply_NE, tokens_E, node_R, holders, turn, cap, lowest):  # type: ignore[no-untyped-def]
     """The least limit, found by bisection, at which no more than ``cap`` tokens cross, or than must at any limit."""
-    highest = np.int64(0)
-    for rank in range(node_R.size):
-        for position in range(holders.first_R[rank], holders.first_R[rank + 1]):
-            highest += tokens_E[holders.expert_P[holders.replica_P[position]]]
+    highest = tokens_E.sum()
     cap = max(cap, _quotas(tokens_RE, supply_NE, tokens_E, node_R, holders, turn, highest)[1])
     # lowest - 1 is too low, highest is enough
     low, high = lowest - 1, highest

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from moesys.balance.compiled import compiled
 from moesys.layout import EMPTY
@@ -14,18 +15,23 @@ from moesys.load import IntArray
 class Holders(NamedTuple):
     """The replicas of a layout: pairs of an expert and a rank that holds it, by expert, then rank. P of them.
 
-    A second slot of a rank for the same expert is no second replica. All fields are int64.
+    A second slot of a rank for the same expert is no second replica. All fields are int64, but for ``holds_R``.
 
     - ``first_E`` [E + 1]: expert e's replicas are ``first_E[e]`` up to ``first_E[e + 1]``;
     - ``rank_P``, ``expert_P`` [P]: whose they are;
-    - ``first_R`` [R + 1], ``replica_P`` [P]: rank r's replicas are ``replica_P[first_R[r]:first_R[r + 1]]``, by expert.
+    - ``holds_R`` bool [R]: ranks with a replica;
+    - ``shared_F`` [F]: experts with several replicas, those with the fewest first;
+    - ``first_R`` [R + 1], ``shared_Q`` [Q]: rank r's replicas of shared experts are
+      ``shared_Q[first_R[r]:first_R[r + 1]]``, by expert. By others no tokens can give way.
     """
 
     first_E: IntArray
     rank_P: IntArray
     expert_P: IntArray
+    holds_R: npt.NDArray[np.bool_]
+    shared_F: IntArray
     first_R: IntArray
-    replica_P: IntArray
+    shared_Q: IntArray
 
 
 @compiled
@@ -34,20 +40,30 @@ def list_holders(expert_RS, num_experts):  # type: ignore[no-untyped-def]
     num_ranks, num_slots = expert_RS.shape
     first_E = np.zeros(num_experts + 1, np.int64)
     last_rank_E = np.full(num_experts, -1, np.int64)
+    holds_R = np.zeros(num_ranks, np.bool_)
     for rank in range(num_ranks):
         for slot in range(num_slots):
             expert = expert_RS[rank, slot]
             if expert != EMPTY and last_rank_E[expert] != rank:
                 last_rank_E[expert] = rank
                 first_E[expert + 1] += 1
+                holds_R[rank] = True
+    # how many experts have so many replicas, and then where those begin in shared_F
+    first_W = np.zeros(num_ranks + 2, np.int64)
+    num_shared_replicas = 0
     for expert in range(num_experts):
+        width = first_E[expert + 1]
+        if width > 1:
+            first_W[width + 1] += 1
+            num_shared_replicas += width
         first_E[expert + 1] += first_E[expert]
+    for width in range(num_ranks + 1):
+        first_W[width + 1] += first_W[width]
     num_replicas = first_E[num_experts]
 
-    rank_P = np.empty(num_replicas, np.int64)
-    expert_P = np.empty(num_replicas, np.int64)
-    first_R = np.zeros(num_ranks + 1, np.int64)
-    next_E = first_E[:-1].copy()
+    rank_P, expert_P = np.empty(num_replicas, np.int64), np.empty(num_replicas, np.int64)
+    shared_F, shared_Q = np.empty(first_W[num_ranks + 1], np.int64), np.empty(num_shared_replicas, np.int64)
+    first_R, next_E = np.zeros(num_ranks + 1, np.int64), first_E[:-1].copy()
     last_rank_E[:] = -1
     for rank in range(num_ranks):
         for slot in range(num_slots):
@@ -57,19 +73,16 @@ def list_holders(expert_RS, num_experts):  # type: ignore[no-untyped-def]
                 rank_P[next_E[expert]] = rank
                 expert_P[next_E[expert]] = expert
                 next_E[expert] += 1
-                first_R[rank + 1] += 1
+                first_R[rank + 1] += first_E[expert + 1] - first_E[expert] > 1
     for rank in range(num_ranks):
         first_R[rank + 1] += first_R[rank]
-    replica_P = np.empty(num_replicas, np.int64)
     next_R = first_R[:-1].copy()
-    for replica in range(num_replicas):
-        rank = rank_P[replica]
-        replica_P[next_R[rank]] = replica
-        next_R[rank] += 1
-    return Holders(first_E, rank_P, expert_P, first_R, replica_P)
-
-
-@compiled
-def num_holding(holders):  # type: ignore[no-untyped-def]
-    """Ranks with a replica."""
-    return np.count_nonzero(holders.first_R[1:] > holders.first_R[:-1])
+    for expert in range(num_experts):
+        width = first_E[expert + 1] - first_E[expert]
+        if width > 1:
+            shared_F[first_W[width]] = expert
+            first_W[width] += 1
+            for replica in range(first_E[expert], first_E[expert + 1]):
+                shared_Q[next_R[rank_P[replica]]] = replica
+                next_R[rank_P[replica]] += 1
+    return Holders(first_E, rank_P, expert_P, holds_R, shared_F, first_R, shared_Q)

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moesys.balance.compiled import compiled
+from moesys.balance.compiled import borrowing, compiled
 from moesys.layout import EMPTY
 from moesys.load import IntArray
 
@@ -100,7 +100,7 @@ def build_on_hubs(site, num_hubs, expert_RS):  # type: ignore[no-untyped-def]
     return _place_missing(site, num_hubs, works) and _fill_up(site, num_hubs, works)
 
 
-@compiled
+@borrowing
 def _deal_hub_slots(site, num_hubs, hub_slots, open_R):  # type: ignore[no-untyped-def]
     """One hub's slot to every rank in seat order, then a second one, and so on."""
     while hub_slots:
@@ -110,7 +110,7 @@ def _deal_hub_slots(site, num_hubs, hub_slots, open_R):  # type: ignore[no-untyp
                 hub_slots -= 1
 
 
-@compiled
+@borrowing
 def _place_whole(site, num_hubs, works):  # type: ignore[no-untyped-def]
     """Experts that are not hubs, heaviest first, each to the rank with most room among those with a slot for it."""
     filled_R, open_R, room_R = works.filled_R, works.open_R, works.room_R
@@ -141,7 +141,7 @@ def _grow_tree(site, num_hubs):  # type: ignore[no-untyped-def]
     return parent_J
 
 
-@compiled
+@borrowing
 def _holds(works, rank, expert):  # type: ignore[no-untyped-def]
     held = False
     for slot in range(works.filled_R[rank]):
@@ -149,7 +149,7 @@ def _holds(works, rank, expert):  # type: ignore[no-untyped-def]
     return held
 
 
-@compiled
+@borrowing
 def _put(site, works, rank, hub, tokens):  # type: ignore[no-untyped-def]
     """A replica of a hub, and so many of its tokens, onto a rank with a free hub's slot."""
     works.expert_RS[rank, works.filled_R[rank]] = site.order_D[hub]
@@ -161,7 +161,7 @@ def _put(site, works, rank, hub, tokens):  # type: ignore[no-untyped-def]
     works.lacking_NJ[site.node_R[rank], hub] -= tokens
 
 
-@compiled
+@borrowing
 def _find_link(site, hub, parent, works):  # type: ignore[no-untyped-def]
     """A rank that can take the hub and its parent, where the hub's tokens have the least way to go; -1 for none."""
     best = -1
@@ -175,7 +175,7 @@ def _find_link(site, hub, parent, works):  # type: ignore[no-untyped-def]
     return best
 
 
-@compiled
+@borrowing
 def _find_leaf(site, hub, works):  # type: ignore[no-untyped-def]
     """A rank with one hub's slot that this hub can fill, where its tokens have the least way to go; -1 for none."""
     best = -1
@@ -189,7 +189,7 @@ def _find_leaf(site, hub, works):  # type: ignore[no-untyped-def]
     return best
 
 
-@compiled
+@borrowing
 def _place_hub(site, hub, parent, spare_links, works):  # type: ignore[no-untyped-def]
     """Fills leaves with a hub until what is left fits a link to its parent; gives the links still to spare."""
     rest_J, room_R = works.rest_J, works.room_R
@@ -211,14 +211,14 @@ def _place_hub(site, hub, parent, spare_links, works):  # type: ignore[no-untype
     return spare_links
 
 
-@compiled
+@borrowing
 def _share(site, works, rank, hub, parent, tokens):  # type: ignore[no-untyped-def]
     """A link: so many of the hub's tokens, and as many of its parent's as fill the rank."""
     _put(site, works, rank, hub, tokens)
     _put(site, works, rank, parent, min(max(works.rest_J[parent], 0), works.room_R[rank]))
 
 
-@compiled
+@borrowing
 def _place_missing(site, num_hubs, works):  # type: ignore[no-untyped-def]
     """Hubs without a replica, heaviest first, to the rank with the most room; False where no slot is left."""
     for hub in range(num_hubs):
@@ -234,7 +234,7 @@ def _place_missing(site, num_hubs, works):  # type: ignore[no-untyped-def]
     return True
 
 
-@compiled
+@borrowing
 def _fill_up(site, num_hubs, works):  # type: ignore[no-untyped-def]
     """Free slots, one a rank in turn: to the hub that fills most of the room; without room, to the most tokens a
     replica.

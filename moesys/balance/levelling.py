@@ -12,8 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moesys.balance.compiled import compiled
-from moesys.balance.holders import num_holding
+from moesys.balance.compiled import borrowing, compiled
 from moesys.load import IntArray
 
 
@@ -37,7 +36,7 @@ class Level(NamedTuple):
 @compiled
 def new_level(holders):  # type: ignore[no-untyped-def]
     """A ``Level`` for these holders."""
-    num_ranks, num_experts = holders.first_R.size - 1, holders.first_E.size - 1
+    num_ranks, num_experts = holders.holds_R.size, holders.first_E.size - 1
     return Level(
         np.zeros(holders.rank_P.size, np.int64),
         np.zeros(num_ranks, np.int64),
@@ -49,7 +48,7 @@ def new_level(holders):  # type: ignore[no-untyped-def]
     )
 
 
-@compiled
+@borrowing
 def least_max(tokens_E, holders, level):  # type: ignore[no-untyped-def]
     """The least tokens of the busiest rank, for ``tokens_E`` int64 [E]; the split and its proof are in ``level``."""
     mean = limit = _pour_all(tokens_E, holders, level)
@@ -66,41 +65,36 @@ def least_max(tokens_E, holders, level):  # type: ignore[no-untyped-def]
         for rank in range(level.load_R.size):
             if limit == mean:
                 level.overflow[0] += max(level.load_R[rank] - mean, 0)
-            level.tight_R[rank] = level.distance_R[rank] < 0 and holders.first_R[rank + 1] > holders.first_R[rank]
+            level.tight_R[rank] = level.distance_R[rank] < 0 and holders.holds_R[rank]
             if level.tight_R[rank]:
                 tokens += level.load_R[rank]
                 num_tight += 1
         limit = -(-tokens // num_tight)
 
 
-@compiled
+@borrowing
 def _pour_all(tokens_E, holders, level):  # type: ignore[no-untyped-def]
-    """A first split: experts with few ranks first, each poured onto its ranks up to one level. Gives the mean."""
+    """A first split: experts with the fewest ranks first, each poured onto its ranks up to one level. Gives the mean
+    of loads.
+    """
     first_E, rank_P = holders.first_E, holders.rank_P
     tokens_P, load_R = level.tokens_P, level.load_R
     load_R[:] = 0
-    total = most = 0
+    total = num_holding = 0
     for expert in range(tokens_E.size):
         total += tokens_E[expert]
-        first, width = first_E[expert], first_E[expert + 1] - first_E[expert]
-        most = max(most, width)
-        if width == 1:
+        first = first_E[expert]
+        if first_E[expert + 1] - first == 1:
             tokens_P[first] = tokens_E[expert]
             load_R[rank_P[first]] += tokens_E[expert]
-    width = 2
-    while width <= most:
-        next_width = most + 1
-        for expert in range(tokens_E.size):
-            first, end = first_E[expert], first_E[expert + 1]
-            if end - first == width:
-                pour(tokens_E[expert], first, end, rank_P, tokens_P, load_R)
-            elif end - first > width:
-                next_width = min(next_width, end - first)
-        width = next_width
-    return -(-total // num_holding(holders))
+    for expert in holders.shared_F:
+        pour(tokens_E[expert], first_E[expert], first_E[expert + 1], rank_P, tokens_P, load_R)
+    for rank in range(load_R.size):
+        num_holding += holders.holds_R[rank]
+    return -(-total // num_holding)
 
 
-@compiled
+@borrowing
 def pour(tokens, first, end, rank_P, tokens_P, load_R):  # type: ignore[no-untyped-def]
     """Gives tokens to the lowest of the ranks ``rank_P[first:end]``, up to one level; higher ranks drop out."""
     width, water = end - first, tokens
@@ -127,7 +121,7 @@ def pour(tokens, first, end, rank_P, tokens_P, load_R):  # type: ignore[no-untyp
             left -= left > 0
 
 
-@compiled
+@borrowing
 def _measure_distances(limit, holders, level):  # type: ignore[no-untyped-def]
     """Steps from each rank to the nearest with room, -1 where none is reached; ranks queued by distance."""
     num_ranks = level.load_R.size
@@ -135,7 +129,7 @@ def _measure_distances(limit, holders, level):  # type: ignore[no-untyped-def]
     for rank in range(num_ranks):
         excess = excess or level.load_R[rank] > limit
         level.distance_R[rank] = -1
-        if level.load_R[rank] < limit and holders.first_R[rank + 1] > holders.first_R[rank]:
+        if level.load_R[rank] < limit and holders.holds_R[rank]:
             level.distance_R[rank] = 0
             level.queue_R[num_queued] = rank
             num_queued += 1
@@ -148,7 +142,7 @@ def _measure_distances(limit, holders, level):  # type: ignore[no-untyped-def]
         target = level.queue_R[done]
         done += 1
         for index in range(holders.first_R[target], holders.first_R[target + 1]):
-            expert = holders.expert_P[holders.replica_P[index]]
+            expert = holders.expert_P[holders.shared_Q[index]]
             if level.met_E[expert]:
                 continue
             level.met_E[expert] = True
@@ -162,7 +156,7 @@ def _measure_distances(limit, holders, level):  # type: ignore[no-untyped-def]
     return num_queued, True, reaches
 
 
-@compiled
+@borrowing
 def _push_all(limit, num_queued, holders, level):  # type: ignore[no-untyped-def]
     """Pushes what ranks have above the limit one step nearer, the farthest ranks first, so that it travels on."""
     for position in range(num_queued - 1, -1, -1):
@@ -172,7 +166,7 @@ def _push_all(limit, num_queued, holders, level):  # type: ignore[no-untyped-def
         for index in range(holders.first_R[rank], holders.first_R[rank + 1]):
             if level.load_R[rank] <= limit:
                 break
-            replica = holders.replica_P[index]
+            replica = holders.shared_Q[index]
             expert = holders.expert_P[replica]
             for other in range(holders.first_E[expert], holders.first_E[expert + 1]):
                 if level.load_R[rank] <= limit or level.tokens_P[replica] == 0:

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from moesys.balance.compiled import compiled, inlined
+from moesys.balance.compiled import borrowing, compiled, inlined
 from moesys.load import IntArray
 
 CROSSING = 1 << 20
@@ -55,9 +55,11 @@ class Shared(NamedTuple):
 
 class Labels(NamedTuple):
     """Costs of cheapest paths, int64. ``rank_R``: from a rank to room; ``inside_G``: from a group's best rank;
-    ``from_G``: of a token that leaves a rank of the group by its expert; ``exchange_F``: by the best of all groups. And
-    scratch of a step: ``hop_R`` the replica by which a rank gives, ``take_R`` what it may take, ``give_R``,
-    ``taker_R`` the pool that it receives from.
+    ``from_G``: of a token that leaves a rank of the group by its expert; ``exchange_F``: by the best of all groups.
+
+    And scratch, ``waiting_F`` and ``queue_F`` for them; of a step ``hop_R``: the replica by which a rank gives,
+    ``take_R``: what it may take, ``give_R``, ``taker_R``: the pool that it receives from, ``local_G`` and ``across_F``:
+    what is given to each pool.
     """
 
     rank_R: IntArray
@@ -68,6 +70,10 @@ class Labels(NamedTuple):
     take_R: IntArray
     give_R: IntArray
     taker_R: IntArray
+    local_G: IntArray
+    across_F: IntArray
+    waiting_F: npt.NDArray[np.bool_]
+    queue_F: Indices
 
 
 @compiled
@@ -151,7 +157,7 @@ def share_out(tokens_RE, supply_NE, tokens_E, node_R, holders, turn):  # type: i
     )
 
 
-@compiled
+@borrowing
 def _share_evenly(tokens, first, end, turn, tokens_Q):  # type: ignore[no-untyped-def]
     each, left = tokens // (end - first), tokens % (end - first)
     for index in range(end - first):
@@ -159,10 +165,10 @@ def _share_evenly(tokens, first, end, turn, tokens_Q):  # type: ignore[no-untype
 
 
 @compiled
-def push_down(shared, limit, holding_R):  # type: ignore[no-untyped-def]
+def push_down(shared, limit, holds_R):  # type: ignore[no-untyped-def]
     """Pushes until no rank has more than ``limit``; gives the phases it took, or -1 where no split keeps the limit.
 
-    ``holding_R`` bool [R]: ranks with a replica, of any expert.
+    ``holds_R`` bool [R]: ranks with a replica, of any expert.
     """
     num_ranks, num_groups, num_shared = shared.load_R.size, shared.expert_G.size, shared.first_F.size - 1
     labels = Labels(
@@ -174,24 +180,33 @@ def push_down(shared, limit, holding_R):  # type: ignore[no-untyped-def]
         np.empty(num_ranks, np.int64),
         np.empty(num_ranks, np.int64),
         np.empty(num_ranks, np.int64),
+        np.empty(num_groups, np.int64),
+        np.empty(num_shared, np.int64),
+        np.empty(num_shared, np.bool_),
+        np.empty(num_shared, np.uint32),
     )
+    return _push(shared, limit, holds_R, labels)
+
+
+@borrowing
+def _push(shared, limit, holds_R, labels):  # type: ignore[no-untyped-def]
     phases = 0
-    while shared.load_R.max() > limit:
-        _label(shared, limit, holding_R, labels)
-        reached = False
-        for rank in range(num_ranks):
+    while True:
+        _label(shared, limit, holds_R, labels)
+        exceeds = reached = False
+        for rank in range(shared.load_R.size):
+            exceeds = exceeds or shared.load_R[rank] > limit
             reached = reached or (shared.load_R[rank] > limit and labels.rank_R[rank] < UNREACHED // 2)
         if not reached:
-            return -1
+            return -1 if exceeds else phases
         for _ in range(STEPS):
             if not _step(shared, limit, labels):
                 break
         phases += 1
-    return phases
 
 
-@compiled
-def _label(shared, limit, holding_R, labels):  # type: ignore[no-untyped-def]
+@borrowing
+def _label(shared, limit, holds_R, labels):  # type: ignore[no-untyped-def]
     """Cheapest paths, by relaxing experts whose ranks have new labels until none has; what is reached does not depend
     on their order. It ends, for no cycle gains: all tokens went along cheapest paths.
     """
@@ -199,12 +214,13 @@ def _label(shared, limit, holding_R, labels):  # type: ignore[no-untyped-def]
     first_G, first_F = shared.first_G, shared.first_F
     rank_R, inside_G, from_G, exchange_F = labels.rank_R, labels.inside_G, labels.from_G, labels.exchange_F
     num_ranks, num_shared = rank_R.size, exchange_F.size
-    waiting_F, queue_F = np.zeros(num_shared, np.bool_), np.empty(num_shared, np.uint32)
+    waiting_F, queue_F = labels.waiting_F, labels.queue_F
+    waiting_F[:] = False
     done = num_waiting = 0
     inside_G[:], from_G[:], exchange_F[:] = UNREACHED, UNREACHED, UNREACHED
     for rank in range(num_ranks):
         rank_R[rank] = UNREACHED
-        if shared.load_R[rank] < limit and holding_R[rank]:
+        if shared.load_R[rank] < limit and holds_R[rank]:
             rank_R[rank] = 0
             for position in range(shared.first_R[rank], shared.first_R[rank + 1]):
                 expert = shared.expert_G[shared.group_Q[shared.of_rank_Q[position]]]
@@ -250,7 +266,7 @@ def _cost_to_leave(shared, labels, group):  # type: ignore[no-untyped-def]
     return labels.exchange_F[shared.expert_G[group]] - (CROSSING if returns else 0)
 
 
-@compiled
+@borrowing
 def _step(shared, limit, labels):  # type: ignore[no-untyped-def]
     """One step; whether any token moved."""
     rank_Q, tokens_Q, group_Q, load_R = shared.rank_Q, shared.tokens_Q, shared.group_Q, shared.load_R
@@ -258,8 +274,8 @@ def _step(shared, limit, labels):  # type: ignore[no-untyped-def]
     rank_R, inside_G, from_G = labels.rank_R, labels.inside_G, labels.from_G
     hop_R, take_R, give_R, taker_R = labels.hop_R, labels.take_R, labels.give_R, labels.taker_R
     num_groups, num_shared = inside_G.size, labels.exchange_F.size
-    local_G, across_F = np.zeros(num_groups, np.int64), np.zeros(num_shared, np.int64)
-    give_R[:], taker_R[:] = 0, -1
+    local_G, across_F = labels.local_G, labels.across_F
+    local_G[:], across_F[:], give_R[:], taker_R[:] = 0, 0, 0, -1
     any_giver = False
 
     for rank in range(rank_R.size):

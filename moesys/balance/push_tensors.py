@@ -139,7 +139,7 @@ class PushTensors:
             device,
         )
         self._index_P, self._far_pool_P = torch.arange(len(node_P), device=device), num_groups + self.expert_P
-        self._holding_R = on_device(np.diff(holders.first_R) > 0)
+        self._holding_R = on_device(holders.holds_R)
         # pairs of an expert's replicas, one to give and one to take
         self._giver_A, self._taker_A, self._flat_A = on_device(giver_A), on_device(taker_A), on_device(flat_A)
         self._crosses_A = on_device(node_P[giver_A] != node_P[taker_A])

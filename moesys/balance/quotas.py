@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import numpy as np
 
-from moesys.balance.compiled import compiled
+from moesys.balance.compiled import borrowing, compiled
 from moesys.config import ClusterSpec
 from moesys.load import IntArray
 
@@ -23,6 +25,18 @@ def levels_of(cluster: ClusterSpec) -> IntArray:
     return np.stack([domain_R, node_R] if len(domain_sizes) > cluster.num_nodes else [node_R, domain_R])
 
 
+class Routes(NamedTuple):
+    """An expert's tokens from rank to rank, sorted; int64. ``route_N``: source * R + destination; ``tokens_N``."""
+
+    route_N: IntArray
+    tokens_N: IntArray
+
+
+@compiled
+def _new_routes(size):  # type: ignore[no-untyped-def]
+    return Routes(np.empty(size, np.int64), np.empty(size, np.int64))
+
+
 @compiled
 def fill_quotas(tokens_RE, tokens_P, holders, level_LR):  # type: ignore[no-untyped-def]
     """Rows (source, expert, destination, tokens) int64 [N, 4], sorted, by which every replica gets ``tokens_P``.
@@ -34,12 +48,13 @@ def fill_quotas(tokens_RE, tokens_P, holders, level_LR):  # type: ignore[no-unty
     """
     num_ranks, num_experts = tokens_RE.shape
     # of a shared expert, every row ends a source's tokens or a replica's at some level
-    num_shared = most = 0
+    num_shared = most = most_of_one = 0
     for expert in range(num_experts):
         width = holders.first_E[expert + 1] - holders.first_E[expert]
         if width > 1:
             num_shared += 1
             most += num_ranks + (level_LR.shape[0] + 2) * width
+            most_of_one = max(most_of_one, num_ranks + (level_LR.shape[0] + 2) * width)
     # the only holder of an expert, -1 where there are several
     only_E, shared_F = np.full(num_experts, -1), np.empty(num_shared, np.int64)
     found = 0
@@ -49,7 +64,8 @@ def fill_quotas(tokens_RE, tokens_P, holders, level_LR):  # type: ignore[no-unty
             found += 1
         else:
             only_E[expert] = holders.rank_P[holders.first_E[expert]]
-    supply_FR = np.empty((num_shared, num_ranks), np.int64)
+    # a line of the cache longer than a rank's row: at a power of two apart, rows would take the same places in it
+    supply_FR = np.empty((num_shared, num_ranks + 8), np.int64)
     for source in range(num_ranks):
         for shared in range(num_shared):
             supply_FR[shared, source] = tokens_RE[source, shared_F[shared]]
@@ -59,23 +75,31 @@ def fill_quotas(tokens_RE, tokens_P, holders, level_LR):  # type: ignore[no-unty
         for rank in range(1, num_ranks):
             same = level_LR[level, rank] == level_LR[level, rank - 1]
             first_LR[level, rank] = first_LR[level, rank - 1] if same else rank
-    shared_N3 = np.empty((most, 3), np.int64)
+    routes, scratch = _new_routes(most), (_new_routes(most_of_one), _new_routes(most_of_one), _new_routes(most_of_one))
+    demand_P = tokens_P.copy()
     next_F, end_F = np.zeros(num_shared, np.int64), np.zeros(num_shared, np.int64)
     num_rows = 0
     for shared in range(num_shared):
         next_F[shared] = num_rows
-        expert = shared_F[shared]
-        num_rows = _fill_expert(supply_FR[shared], tokens_P, expert, holders, level_LR, first_LR, shared_N3, num_rows)
+        first, end = holders.first_E[shared_F[shared]], holders.first_E[shared_F[shared] + 1]
+        num_rows += _fill_expert(
+            supply_FR[shared, :num_ranks],
+            demand_P[first:end],
+            holders.rank_P[first:end],
+            level_LR,
+            first_LR,
+            scratch,
+            Routes(routes.route_N[num_rows:], routes.tokens_N[num_rows:]),
+        )
         end_F[shared] = num_rows
-
     entries = np.empty((num_ranks * num_experts + num_rows, 4), np.int64)
     # unsigned, so that numba need not ask whether it counts from the end
     row, one = np.uint64(0), np.uint64(1)
     for source in range(num_ranks):
-        place = np.uint64(0)
+        place, first_route = np.uint64(0), source * num_ranks
         for expert in range(num_experts):
-            tokens = tokens_RE[source, expert]
             if only_E[expert] >= 0:
+                tokens = tokens_RE[source, expert]
                 if tokens > 0:
                     entries[row, 0] = source
                     entries[row, 1] = expert
@@ -84,11 +108,11 @@ def fill_quotas(tokens_RE, tokens_P, holders, level_LR):  # type: ignore[no-unty
                     row += one
                 continue
             next_row = next_F[place]
-            while next_row < end_F[place] and shared_N3[next_row, 0] == source:
+            while next_row < end_F[place] and routes.route_N[next_row] < first_route + num_ranks:
                 entries[row, 0] = source
                 entries[row, 1] = expert
-                entries[row, 2] = shared_N3[next_row, 1]
-                entries[row, 3] = shared_N3[next_row, 2]
+                entries[row, 2] = routes.route_N[next_row] - first_route
+                entries[row, 3] = routes.tokens_N[next_row]
                 row += one
                 next_row += 1
             next_F[place] = next_row
@@ -96,69 +120,68 @@ def fill_quotas(tokens_RE, tokens_P, holders, level_LR):  # type: ignore[no-unty
     return entries[:row]
 
 
-@compiled
-def _fill_expert(supply_R, tokens_P, expert, holders, level_LR, first_LR, rows_N3, first_row):  # type: ignore[no-untyped-def]
-    """Appends an expert's rows (source, destination, tokens), sorted; gives their end. Uses up ``supply_R``."""
-    num_ranks, num_levels = supply_R.size, level_LR.shape[0]
-    first, end = holders.first_E[expert], holders.first_E[expert + 1]
-    rank_P, demand_P = holders.rank_P[first:end], tokens_P[first:end].copy()
-    row = first_row
-    for index in range(end - first):
+@borrowing
+def _fill_expert(supply_R, demand_P, rank_P, level_LR, first_LR, scratch, routes):  # type: ignore[no-untyped-def]
+    """Lists an expert's routes in ``routes``; gives their number.
+
+    Uses up ``supply_R`` and ``demand_P``. Those of a level are found in order, so the levels are merged.
+    """
+    num_ranks, num_levels, width = supply_R.size, level_LR.shape[0], rank_P.size
+    kept, found, merged = scratch
+    num_kept = np.int64(0)
+    for index in range(width):
         rank = rank_P[index]
         tokens = min(supply_R[rank], demand_P[index])
         if tokens:
-            rows_N3[row, 0], rows_N3[row, 1], rows_N3[row, 2] = rank, rank, tokens
+            kept.route_N[num_kept], kept.tokens_N[num_kept] = rank * num_ranks + rank, tokens
             supply_R[rank] -= tokens
             demand_P[index] -= tokens
-            row += 1
+            num_kept += 1
     for level in range(num_levels + 1):
-        first_index = 0
-        while first_index < end - first:
+        first_index, num_found, one = 0, np.uint64(0), np.uint64(1)
+        while first_index < width:
             # the replicas of one part, and its ranks
-            end_index, source, end_source = end - first, 0, num_ranks
+            end_index, source, end_source = width, 0, num_ranks
             if level < num_levels:
                 part = level_LR[level, rank_P[first_index]]
                 end_index = first_index + 1
-                while end_index < end - first and level_LR[level, rank_P[end_index]] == part:
+                while end_index < width and level_LR[level, rank_P[end_index]] == part:
                     end_index += 1
                 source, end_source = first_LR[level, rank_P[first_index]], rank_P[first_index] + 1
                 while end_source < num_ranks and level_LR[level, end_source] == part:
                     end_source += 1
-            index = first_index
-            while source < end_source and index < end_index:
-                tokens = min(supply_R[source], demand_P[index])
+            giver, taker = np.uint64(source), np.uint64(first_index)
+            while giver < end_source and taker < end_index:
+                tokens = min(supply_R[giver], demand_P[taker])
                 if tokens:
-                    rows_N3[row, 0], rows_N3[row, 1], rows_N3[row, 2] = source, rank_P[index], tokens
-                    supply_R[source] -= tokens
-                    demand_P[index] -= tokens
-                    row += 1
-                if supply_R[source] == 0:
-                    source += 1
+                    found.route_N[num_found] = np.int64(giver) * num_ranks + rank_P[taker]
+                    found.tokens_N[num_found] = tokens
+                    supply_R[giver] -= tokens
+                    demand_P[taker] -= tokens
+                    num_found += one
+                if supply_R[giver] == 0:
+                    giver += one
                 else:
-                    index += 1
+                    taker += one
             first_index = end_index
-    _sort_rows(rows_N3[first_row:row], num_ranks)
-    return row
+        _merge(kept, num_kept, found, num_found, routes if level == num_levels else merged)
+        num_kept += np.int64(num_found)
+        kept, merged = merged, kept
+    return num_kept
 
 
-@compiled
-def _sort_rows(rows_N3, num_ranks):  # type: ignore[no-untyped-def]
-    """By source, counting them, then by destination, of which a source has few."""
-    first_R = np.zeros(num_ranks + 1, np.int64)
-    for row in range(rows_N3.shape[0]):
-        first_R[rows_N3[row, 0] + 1] += 1
-    for rank in range(num_ranks):
-        first_R[rank + 1] += first_R[rank]
-    end_R, unsorted_N3 = first_R[:-1].copy(), rows_N3.copy()
-    for row in range(unsorted_N3.shape[0]):
-        source, destination, tokens = unsorted_N3[row, 0], unsorted_N3[row, 1], unsorted_N3[row, 2]
-        place = end_R[source]
-        end_R[source] += 1
-        while place > first_R[source] and rows_N3[place - 1, 1] > destination:
-            rows_N3[place, 0], rows_N3[place, 1], rows_N3[place, 2] = (
-                source,
-                rows_N3[place - 1, 1],
-                rows_N3[place - 1, 2],
-            )
-            place -= 1
-        rows_N3[place, 0], rows_N3[place, 1], rows_N3[place, 2] = source, destination, tokens
+@borrowing
+def _merge(ones, num_ones, others, num_others, merged):  # type: ignore[no-untyped-def]
+    """Two sorted lists into one."""
+    index, row, one = np.uint64(0), np.uint64(0), np.uint64(1)
+    for place in range(np.uint64(num_ones)):
+        while index < num_others and others.route_N[index] < ones.route_N[place]:
+            merged.route_N[row], merged.tokens_N[row] = others.route_N[index], others.tokens_N[index]
+            index += one
+            row += one
+        merged.route_N[row], merged.tokens_N[row] = ones.route_N[place], ones.tokens_N[place]
+        row += one
+    while index < num_others:
+        merged.route_N[row], merged.tokens_N[row] = others.route_N[index], others.tokens_N[index]
+        index += one
+        row += one

@@ -16,8 +16,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moesys.balance.compiled import compiled
-from moesys.balance.holders import list_holders, num_holding
+from moesys.balance.compiled import borrowing, compiled
+from moesys.balance.holders import list_holders
 from moesys.balance.levelling import least_max, new_level
 from moesys.load import IntArray
 
@@ -72,7 +72,7 @@ def draw_scenarios(tokens_E, num_near, num_far):  # type: ignore[no-untyped-def]
     return Scenarios(tokens_KE, weight_K)
 
 
-@compiled
+@borrowing
 def _bell(bits):  # type: ignore[no-untyped-def]
     """A roughly normal number of mean 0 and standard deviation 147.8: the sum of the lowest four bytes, less 510."""
     total = np.int64(0)
@@ -82,7 +82,7 @@ def _bell(bits):  # type: ignore[no-untyped-def]
     return total - 510
 
 
-@compiled
+@borrowing
 def _mixed(scenario, expert):  # type: ignore[no-untyped-def]
     """64 well-mixed bits (the finaliser of SplitMix64)."""
     bits = np.uint64(scenario) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(expert + 1) * np.uint64(0xD1B54A32D192ED03)
@@ -97,7 +97,7 @@ def weighted_miss(scenarios, expert_RS, order_K, limit, miss_K):  # type: ignore
     num_experts = scenarios.tokens_KE.shape[1]
     holders = list_holders(expert_RS, num_experts)
     level = new_level(holders)
-    num_ranks = num_holding(holders)
+    num_ranks = holders.holds_R.sum()
     miss = 0
     for scenario in order_K:
         total = 0
@@ -242,7 +242,7 @@ def _aim(tokens_E, replicas_E, fence, expert_RS, inside_R, outside_R, too_much, 
     return num_aimed
 
 
-@compiled
+@borrowing
 def _sort_by_miss(order_K, miss_K, weight_K):  # type: ignore[no-untyped-def]
     """Scenarios with the greatest weighted miss first, so that a move that fails is given up early."""
     for index in range(1, order_K.size):
@@ -276,7 +276,7 @@ def _tight_sides(scenarios, scenario, fence, expert_RS, inside_R, outside_R):  #
     return num_inside, num_outside, tokens_inside - num_inside * (-(-tokens // max(num_inside + num_outside, 1)))
 
 
-@compiled
+@borrowing
 def _row_holds(expert_RS, rank, expert):  # type: ignore[no-untyped-def]
     held = False
     for slot in range(expert_RS.shape[1]):
@@ -284,7 +284,7 @@ def _row_holds(expert_RS, rank, expert):  # type: ignore[no-untyped-def]
     return held
 
 
-@compiled
+@borrowing
 def _stays(expert_RS, fence, rank, expert):  # type: ignore[no-untyped-def]
     """Whether another rank of the group holds the expert too."""
     for other in range(expert_RS.shape[0]):
