@@ -15,6 +15,7 @@ from moesys.balance.compiled import compiled
 from moesys.balance.flow_split import least_crossing, sums_by_node
 from moesys.balance.homes import home_of_experts, spread_replicas
 from moesys.balance.hubs import Site, build_on_hubs
+from moesys.balance.mending import mend
 from moesys.balance.quotas import levels_of, nodes_of
 from moesys.balance.relabel import num_moves, relabelled, relabelled_inside
 from moesys.balance.replicas import usable_slots
@@ -36,8 +37,8 @@ INTER_NODE_SHARE = 4
 LEAST_GAIN = 60_000
 # A miss at which layouts that keep less to nodes are not looked for, in millionths of the mean.
 GOOD_ENOUGH = 200
-# How many times the evaluations of a search go into mending a layout in force for the load itself: one scenario each.
-MENDING = 32
+# How many times the evaluations of a search follow mending: of the load itself, one scenario each.
+MENDING = 16
 
 # Compiled loops multiply tokens by up to 2**19.
 MOST_TOKENS = 2**42
@@ -245,15 +246,19 @@ class _Planner:
         return best
 
     def mended(self, draft: _Draft, most_moves: int) -> _Draft:
-        """After a search for what the load itself needs, and then for what later ones do."""
+        """With the replicas that the load itself needs, and after a search for what later ones do."""
         expert_RS = draft.expert_RS.copy()
         itself = Scenarios(self.scenarios.tokens_KE[:1], self.scenarios.weight_K[:1])
+        moves = mend(self.tokens_E, self.fence(expert_RS, draft.part_R), expert_RS, most_moves)
         evaluations = MENDING * self.evaluations * self.config.effort
-        moves, _, _ = self.search(itself, expert_RS, draft.part_R, evaluations, most_moves, 1)
+        moves += self.search(itself, expert_RS, draft.part_R, evaluations, most_moves - moves, 1)[0]
         better = _Draft(self, expert_RS, draft.part_R)
         if moves and better.cost < draft.cost:
             return self.improved(better, most_moves - moves)
         return self.improved(draft, most_moves)
+
+    def fence(self, expert_RS: IntArray, part_R: IntArray) -> Fence:
+        return Fence((expert_RS != EMPTY).sum(axis=1), part_R, np.array([self.config.min_replicas]))
 
     def search(
         self,
@@ -267,9 +272,7 @@ class _Planner:
         """Changes ``expert_RS``, in slices where there is a deadline; gives the moves, the draw to go on from, and
         whether there is nothing more to find, or no time.
         """
-        filled_R = (expert_RS != EMPTY).sum(axis=1)
-        fence = Fence(filled_R, part_R, np.array([self.config.min_replicas]))
-        all_moves = 0
+        fence, all_moves = self.fence(expert_RS, part_R), 0
         while evaluations > 0:
             if self.end is not None and time.monotonic() >= self.end:
                 return all_moves, first_draw, True

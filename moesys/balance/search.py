@@ -165,13 +165,13 @@ def improve(scenarios, fence, expert_RS, evaluations, most_moves, first_draw):  
             expert, leaving = expert_RS[tight, slot], expert_RS[other, other_slot]
             if scenarios.tokens_KE[0, expert] == 0 or moves + 1 + swaps > most_moves:
                 continue
-            if fence.group_R[tight] != fence.group_R[other] or _row_holds(expert_RS, other, expert):
+            if fence.group_R[tight] != fence.group_R[other] or row_holds(expert_RS, other, expert):
                 continue
             if swaps:
-                if _row_holds(expert_RS, tight, leaving):
+                if row_holds(expert_RS, tight, leaving):
                     continue
                 expert_RS[tight, slot] = leaving
-            elif replicas_E[leaving] <= fence.least_replicas[0] or not _stays(expert_RS, fence, other, leaving):
+            elif replicas_E[leaving] <= fence.least_replicas[0] or not stays(expert_RS, fence, other, leaving):
                 continue
             expert_RS[other, other_slot] = expert
             spent += 1
@@ -277,7 +277,7 @@ def _tight_sides(scenarios, scenario, fence, expert_RS, inside_R, outside_R):  #
 
 
 @borrowing
-def _row_holds(expert_RS, rank, expert):  # type: ignore[no-untyped-def]
+def row_holds(expert_RS, rank, expert):  # type: ignore[no-untyped-def]
     held = False
     for slot in range(expert_RS.shape[1]):
         held = held or expert_RS[rank, slot] == expert
@@ -285,9 +285,9 @@ def _row_holds(expert_RS, rank, expert):  # type: ignore[no-untyped-def]
 
 
 @borrowing
-def _stays(expert_RS, fence, rank, expert):  # type: ignore[no-untyped-def]
+def stays(expert_RS, fence, rank, expert):  # type: ignore[no-untyped-def]
     """Whether another rank of the group holds the expert too."""
     for other in range(expert_RS.shape[0]):
-        if other != rank and fence.group_R[other] == fence.group_R[rank] and _row_holds(expert_RS, other, expert):
+        if other != rank and fence.group_R[other] == fence.group_R[rank] and row_holds(expert_RS, other, expert):
             return True
     return False
