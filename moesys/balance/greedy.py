@@ -34,10 +34,11 @@ SLICE = 8
 # an eighth of 89 GB/s take half as long as the 1.48 us of computing a token, and about half of that can be hidden.
 INTER_NODE_SHARE = 4
 # What a layout that moves every replica must gain at least, in millionths of the mean; one that moves fewer, less.
-LEAST_GAIN = 60_000
+LEAST_GAIN = 40_000
 # A miss at which layouts that keep less to nodes are not looked for, in millionths of the mean.
 GOOD_ENOUGH = 200
-# How many times the evaluations of a search follow mending: of the load itself, one scenario each.
+# How many times the evaluations of a search go into mending, and then into a search for the load itself: one scenario
+# each.
 MENDING = 16
 
 # Compiled loops multiply tokens by up to 2**19.
@@ -63,15 +64,16 @@ def greedy_layout(
     its traffic between nodes is improved by local search. Every usable slot is filled, no expert twice on a rank; under
     ``replicas_within`` every slot that an expert of its part can use.
 
-    ``previous`` is where a second search begins. A layout that moves replicas must earn them: ``move_tokens`` each, and
-    six hundredths of the mean for all of them. A new one is relabelled so that it moves the fewest. One in force that
-    has duplicates or free slots is completed first, and one that breaks ``min_replicas`` or ``replicas_within`` is
+    Near ``previous`` two more are looked for: itself with the few replicas that the load needs elsewhere (``mending``),
+    and one built anew in which whole experts stay. A layout that moves replicas must earn them: ``move_tokens`` each,
+    and four hundredths of the mean for all of them. A new one is relabelled so that it moves the fewest. One in force
+    that has duplicates or free slots is completed first, and one that breaks ``min_replicas`` or ``replicas_within`` is
     replaced, whatever ``max_moves`` says. More ``effort``, without one in force, never gives a worse layout by this
     measure. Integers decide, so equal arguments give equal bytes, but for a deadline; and nothing depends on how
     experts, or ranks of a node, are numbered.
     """
     planner = _Planner(load, cluster, slots_R, config)
-    fresh = planner.best()
+    fresh = planner.best(planner.empty())
     return planner.layout(fresh if previous is None else planner.earned(fresh, previous))
 
 
@@ -160,39 +162,47 @@ class _Planner:
 
     # --- building
 
-    def best(self) -> _Draft:
-        """The best of the layouts that are built in one go and then improved."""
+    def best(self, before_RS: IntArray) -> _Draft:
+        """The best of the layouts that are built in one go, near ``before_RS``, and then improved."""
         best = None
-        for draft in self.built():
+        for draft in self.built(before_RS):
             improved = self.improved(draft, NO_LIMIT)
             if best is None or improved.cost < best.cost:
                 best = improved
         assert best is not None
         return best
 
-    def built(self) -> Iterator[_Draft]:
+    def built(self, before_RS: IntArray) -> Iterator[_Draft]:
         """Layouts by the parts of the cluster that replicas keep to; none that keep to them less, after one that misses
         next to nothing.
         """
         part_R = np.array(domains_of(self.cluster, self.config.replicas_within))[self.rank_R]
         if self.config.replicas_within != "cluster" or self.config.min_replicas > 1:
-            yield self.built_at_home(part_R)
+            yield self.built_at_home(part_R, before_RS)
             return
         slots_N = np.bincount(self.node_R, self.slots_R)
         if self.cluster.num_nodes > 1 and (slots_N >= len(self.tokens_E)).all():
             expert_RS, each = self.empty(), self.scenarios_each
             if build_each_node(
-                self.slots_R, self.node_R, self.seat_R, self.supply_NE, each, HUB_EIGHTHS, HUB_TENTHS, expert_RS
+                self.slots_R,
+                self.node_R,
+                self.seat_R,
+                self.supply_NE,
+                each,
+                HUB_EIGHTHS,
+                HUB_TENTHS,
+                before_RS,
+                expert_RS,
             ):
                 draft = _Draft(self, expert_RS, self.node_R)
                 yield draft
                 if draft.miss <= GOOD_ENOUGH:
                     return
         expert_RS = self.empty()
-        self.build(expert_RS, self.seat_R, self.tokens_E, np.arange(len(self.tokens_E)))
+        self.build(expert_RS, self.seat_R, self.tokens_E, np.arange(len(self.tokens_E)), before_RS)
         yield _Draft(self, expert_RS, part_R)
 
-    def built_at_home(self, part_R: IntArray) -> _Draft:
+    def built_at_home(self, part_R: IntArray, before_RS: IntArray) -> _Draft:
         """Every expert in one part of the cluster, with the replicas that it needs."""
         least = self.config.min_replicas
         home_E = home_of_experts(self.tokens_E, self.slots_R, part_R, least)
@@ -203,7 +213,7 @@ class _Planner:
                 continue
             tokens_E = np.where(home_E == part, self.tokens_E, 0)
             if least == 1:
-                self.build(expert_RS, seat_R, tokens_E, order_D)
+                self.build(expert_RS, seat_R, tokens_E, order_D, before_RS)
             else:
                 self.spread(expert_RS, seat_R, order_D)
         return _Draft(self, expert_RS, part_R)
@@ -211,11 +221,13 @@ class _Planner:
     def empty(self) -> IntArray:
         return np.full((len(self.slots_R), int(self.slots_R.max())), EMPTY)
 
-    def build(self, expert_RS: IntArray, seat_R: IntArray, tokens_E: IntArray, order_D: IntArray) -> None:
+    def build(
+        self, expert_RS: IntArray, seat_R: IntArray, tokens_E: IntArray, order_D: IntArray, before_RS: IntArray
+    ) -> None:
         """Fills the rows of ``seat_R`` with the experts ``order_D``, balanced for ``tokens_E``."""
         slots_R = np.zeros_like(self.slots_R)
         slots_R[seat_R] = np.minimum(self.slots_R[seat_R], len(order_D))
-        site = Site(slots_R, self.node_R, seat_R, tokens_E, self.supply_NE, order_D)
+        site = Site(slots_R, self.node_R, seat_R, tokens_E, self.supply_NE, order_D, before_RS)
         found_RS = self.empty()
         scenarios = draw_scenarios(tokens_E, self.scenarios_each, self.scenarios_each)
         if best_on_hubs(site, scenarios, HUB_EIGHTHS, HUB_TENTHS, found_RS):
@@ -246,16 +258,20 @@ class _Planner:
         return best
 
     def mended(self, draft: _Draft, most_moves: int) -> _Draft:
-        """With the replicas that the load itself needs, and after a search for what later ones do."""
-        expert_RS = draft.expert_RS.copy()
-        itself = Scenarios(self.scenarios.tokens_KE[:1], self.scenarios.weight_K[:1])
-        moves = mend(self.tokens_E, self.fence(expert_RS, draft.part_R), expert_RS, most_moves)
+        """The cheaper of two: searched for what the load itself needs and then for what later ones do; and the same
+        after replicas went where ranks have room. That takes the fewest moves, but of few ones each does less.
+        """
         evaluations = MENDING * self.evaluations * self.config.effort
-        moves += self.search(itself, expert_RS, draft.part_R, evaluations, most_moves - moves, 1)[0]
-        better = _Draft(self, expert_RS, draft.part_R)
-        if moves and better.cost < draft.cost:
-            return self.improved(better, most_moves - moves)
-        return self.improved(draft, most_moves)
+        itself = Scenarios(self.scenarios.tokens_KE[:1], self.scenarios.weight_K[:1])
+        best = draft
+        for by_room in (True, False):
+            expert_RS, moves = draft.expert_RS.copy(), 0
+            if by_room:
+                moves = mend(self.tokens_E, self.fence(expert_RS, draft.part_R), expert_RS, evaluations, most_moves)
+            moves += self.search(itself, expert_RS, draft.part_R, evaluations, most_moves - moves, 1)[0]
+            trial = self.improved(_Draft(self, expert_RS, draft.part_R), most_moves - moves)
+            best = trial if trial.cost < best.cost else best
+        return best
 
     def fence(self, expert_RS: IntArray, part_R: IntArray) -> Fence:
         return Fence((expert_RS != EMPTY).sum(axis=1), part_R, np.array([self.config.min_replicas]))
@@ -285,14 +301,16 @@ class _Planner:
         return all_moves, first_draw, False
 
     def earned(self, fresh: _Draft, previous: ExpertLayout) -> _Draft:
-        """Of the layout in force, one near it and the new one, the one with the fewest moves that pays for them."""
+        """Of the layout in force, itself mended, one built near it and the new one, the one with the fewest moves that
+        pays for them.
+        """
         before_RE = previous.replicas_RE[self.rank_R][:, self.expert_E]
         most_moves = NO_LIMIT if self.config.max_moves is None else self.config.max_moves
-        drafts = []
+        drafts = [self.best(self.numbered(previous))]
         if self.keeps_promises(before_RE, fresh.part_R):
             kept = _Draft(self, self.completed(self.numbered(previous), fresh.part_R), fresh.part_R)
-            drafts = [kept, self.mended(kept, max(most_moves - num_moves(before_RE, kept.replicas_RE), 0))]
-        if not drafts or drafts[-1].cost > fresh.cost:
+            drafts += [kept, self.mended(kept, max(most_moves - num_moves(before_RE, kept.replicas_RE), 0))]
+        if min(draft.cost for draft in drafts) > fresh.cost:
             part_sizes = tuple(np.bincount(self.finest_R).tolist())
             rows = [relabelled_inside(fresh.replicas_RE, before_RE, self.slots_R, part_sizes)]
             if self.config.replicas_within != "domain":
@@ -348,7 +366,7 @@ class _Planner:
 
 
 @compiled
-def build_each_node(slots_R, node_R, seat_R, supply_NE, scenarios_each, eighths, tenths, expert_RS):  # type: ignore[no-untyped-def]
+def build_each_node(slots_R, node_R, seat_R, supply_NE, scenarios_each, eighths, tenths, before_RS, expert_RS):  # type: ignore[no-untyped-def]
     """Fills ``expert_RS``, node by node, with all experts, balanced for what the node's ranks send; False where some
     node's layout cannot be built.
     """
@@ -358,7 +376,7 @@ def build_each_node(slots_R, node_R, seat_R, supply_NE, scenarios_each, eighths,
         of_node_R = seat_R[node_R[seat_R] == node]
         own_slots_R = np.zeros_like(slots_R)
         own_slots_R[of_node_R] = slots_R[of_node_R]
-        site = Site(own_slots_R, node_R, of_node_R, tokens_E, supply_NE, order_E)
+        site = Site(own_slots_R, node_R, of_node_R, tokens_E, supply_NE, order_E, before_RS)
         # a node's own loads vary more than those of all
         scenarios = draw_scenarios(tokens_E, scenarios_each, 3 * scenarios_each)
         found_RS = np.full(expert_RS.shape, EMPTY)

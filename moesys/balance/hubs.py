@@ -30,7 +30,8 @@ class Site(NamedTuple):
 
     ``slots_R``: usable slots, 0 for ranks that are left alone; ``node_R``; ``seat_R``: ranks with slots, in the order
     that goes round the nodes; ``tokens_E``: what is to be balanced; ``supply_NE``: of it, what each node's ranks send;
-    ``order_D``: the D experts to place, heaviest first.
+    ``order_D``: the D experts to place, heaviest first; ``before_RS``: what ranks hold now, all EMPTY for nothing.
+    Whole experts stay there as long as they leave hubs room, and hubs where their tokens have no longer way.
     """
 
     slots_R: IntArray
@@ -39,6 +40,7 @@ class Site(NamedTuple):
     tokens_E: IntArray
     supply_NE: IntArray
     order_D: IntArray
+    before_RS: IntArray
 
 
 class Works(NamedTuple):
@@ -110,11 +112,32 @@ def _deal_hub_slots(site, num_hubs, hub_slots, open_R):  # type: ignore[no-untyp
                 hub_slots -= 1
 
 
-@borrowing
+@compiled
 def _place_whole(site, num_hubs, works):  # type: ignore[no-untyped-def]
-    """Experts that are not hubs, heaviest first, each to the rank with most room among those with a slot for it."""
+    """Experts that are not hubs, heaviest first, each to where it is, or to the rank with most room among those with a
+    slot for it.
+    """
     filled_R, open_R, room_R = works.filled_R, works.open_R, works.room_R
+    whole_E = np.zeros(site.tokens_E.size, np.bool_)
+    whole_E[site.order_D[num_hubs:]] = True
+    hub_tokens = np.int64(0)
+    for expert in site.order_D[:num_hubs]:
+        hub_tokens += site.tokens_E[expert]
+    # half of what hubs take of a rank on average: where they have less room, less can give way
+    least_room = hub_tokens // site.seat_R.size // 2
+    for rank in site.seat_R:
+        for slot in range(site.before_RS.shape[1]):
+            expert = site.before_RS[rank, slot]
+            if expert == EMPTY or not whole_E[expert] or filled_R[rank] + open_R[rank] == site.slots_R[rank]:
+                continue
+            if room_R[rank] - site.tokens_E[expert] >= least_room:
+                whole_E[expert] = False
+                works.expert_RS[rank, filled_R[rank]] = expert
+                filled_R[rank] += 1
+                room_R[rank] -= site.tokens_E[expert]
     for expert in site.order_D[num_hubs:]:
+        if not whole_E[expert]:
+            continue
         best = -1
         for rank in site.seat_R:
             if filled_R[rank] + open_R[rank] < site.slots_R[rank] and (best < 0 or room_R[rank] > room_R[best]):
@@ -162,13 +185,27 @@ def _put(site, works, rank, hub, tokens):  # type: ignore[no-untyped-def]
 
 
 @borrowing
+def _nearer(site, hub, rank, best, works):  # type: ignore[no-untyped-def]
+    """Whether a hub's tokens have less way to a rank's node, or none more and the hub is there already."""
+    lacking = works.lacking_NJ[site.node_R[rank], hub]
+    best_lacking = works.lacking_NJ[site.node_R[best], hub]
+    if lacking != best_lacking:
+        return lacking > best_lacking
+    here = there = False
+    for slot in range(site.before_RS.shape[1]):
+        here = here or site.before_RS[rank, slot] == site.order_D[hub]
+        there = there or site.before_RS[best, slot] == site.order_D[hub]
+    return here and not there
+
+
+@borrowing
 def _find_link(site, hub, parent, works):  # type: ignore[no-untyped-def]
     """A rank that can take the hub and its parent, where the hub's tokens have the least way to go; -1 for none."""
     best = -1
     for rank in site.seat_R:
         if works.open_R[rank] < 2 or works.room_R[rank] <= 0:
             continue
-        if best >= 0 and works.lacking_NJ[site.node_R[rank], hub] <= works.lacking_NJ[site.node_R[best], hub]:
+        if best >= 0 and not _nearer(site, hub, rank, best, works):
             continue
         if not _holds(works, rank, site.order_D[hub]) and not _holds(works, rank, site.order_D[parent]):
             best = rank
@@ -182,7 +219,7 @@ def _find_leaf(site, hub, works):  # type: ignore[no-untyped-def]
     for rank in site.seat_R:
         if works.open_R[rank] != 1 or not 0 < works.room_R[rank] <= works.rest_J[hub]:
             continue
-        if best >= 0 and works.lacking_NJ[site.node_R[rank], hub] <= works.lacking_NJ[site.node_R[best], hub]:
+        if best >= 0 and not _nearer(site, hub, rank, best, works):
             continue
         if not _holds(works, rank, site.order_D[hub]):
             best = rank

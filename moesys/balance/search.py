@@ -171,7 +171,7 @@ def improve(scenarios, fence, expert_RS, evaluations, most_moves, first_draw):  
                 if row_holds(expert_RS, tight, leaving):
                     continue
                 expert_RS[tight, slot] = leaving
-            elif replicas_E[leaving] <= fence.least_replicas[0] or not stays(expert_RS, fence, other, leaving):
+            elif replicas_E[leaving] <= fence.least_replicas[0] or not _stays(expert_RS, fence, other, leaving):
                 continue
             expert_RS[other, other_slot] = expert
             spent += 1
@@ -285,7 +285,7 @@ def row_holds(expert_RS, rank, expert):  # type: ignore[no-untyped-def]
 
 
 @borrowing
-def stays(expert_RS, fence, rank, expert):  # type: ignore[no-untyped-def]
+def _stays(expert_RS, fence, rank, expert):  # type: ignore[no-untyped-def]
     """Whether another rank of the group holds the expert too."""
     for other in range(expert_RS.shape[0]):
         if other != rank and fence.group_R[other] == fence.group_R[rank] and row_holds(expert_RS, other, expert):
