@@ -31,6 +31,18 @@ Format = Annotated[
 ]
 
 
+def _in_a_folder(path: Path | None) -> Path | None:
+    """Refuses what could not be written when all is measured."""
+    if path is not None and not path.parent.is_dir():
+        raise typer.BadParameter(f"{path.parent} is not a folder; make it, or write elsewhere")
+    return path
+
+
+ResultFile = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Write what was measured to this file.", callback=_in_a_folder)
+]
+
+
 @app.command()
 def demo(
     out: Annotated[Path, typer.Option(help="Folder of run folders.")] = Path("runs"),
@@ -156,7 +168,7 @@ def bench_layer(
     tokens: Annotated[int | None, typer.Option(min=1, help="Tokens, instead of the shape's own number.")] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Timed repetitions.")] = 9,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads; torch's own choice by default.")] = None,
-    json: Annotated[Path | None, typer.Option(help="Write every sample to this file.")] = None,
+    json: ResultFile = None,
 ) -> None:
     """Compare one rank of MoELayer with transformers' own blocks. Exit code 1 if an output is wrong."""
     from moesys.lab.bench import layer
@@ -177,7 +189,7 @@ def bench_overlap(
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Timed repetitions.")] = 9,
     threads: Annotated[int, typer.Option(min=1, help="Threads of a rank.")] = 1,
-    json: Annotated[Path | None, typer.Option(help="Write every sample to this file.")] = None,
+    json: ResultFile = None,
 ) -> None:
     """Compare sequential with overlapped runs over paced links. Exit code 1 if a bit differs."""
     from moesys.lab.bench import overlap
@@ -211,7 +223,7 @@ def bench_planner(
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Of drawn loads: --laer and --scale.")] = 3,
     repeats: Annotated[int, typer.Option(min=1, help="Timed repetitions of --scale.")] = 9,
-    json: Annotated[Path | None, typer.Option(help="Write every row to this file.")] = None,
+    json: ResultFile = None,
 ) -> None:
     """Compare planners: --trace FILE, --laer or --scale.
 
@@ -223,6 +235,19 @@ def bench_planner(
 
     if (trace is not None) + laer + scale != 1:
         raise typer.BadParameter("give one of --trace FILE, --laer and --scale")
+    for_traces = {
+        "--ranks-per-node": ranks_per_node is not None,
+        "--slots": bool(slots),
+        "--lag": lag != 10,
+        "--from-iteration": from_iteration is not None,
+        "--to-iteration": to_iteration is not None,
+        "--layers": bool(layers),
+        "--every": every != 1,
+    }
+    chosen_from = {"--balance": bool(balance), "--split": bool(split), "--predictor": bool(predictor)}
+    unused = [name for name, given in (for_traces | (chosen_from if scale else {})).items() if given and trace is None]
+    if unused:
+        raise typer.BadParameter(f"{unused[0]} is not for {'--scale' if scale else '--laer'}; leave it out")
     try:
         if scale:
             from moesys.lab.bench import planner_scale

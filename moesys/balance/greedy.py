@@ -11,10 +11,10 @@ from functools import cached_property
 import numpy as np
 
 from moesys.balance.certificate import domains_of
-from moesys.balance.compiled import compiled
 from moesys.balance.flow_split import least_crossing, sums_by_node
 from moesys.balance.homes import home_of_experts, spread_replicas
-from moesys.balance.hubs import Site, build_on_hubs
+from moesys.balance.hub_choice import best_on_hubs, build_each_node
+from moesys.balance.hubs import Site
 from moesys.balance.mending import mend
 from moesys.balance.quotas import levels_of, nodes_of
 from moesys.balance.relabel import num_moves, relabelled, relabelled_inside
@@ -43,11 +43,6 @@ MENDING = 16
 
 # Compiled loops multiply tokens by up to 2**19.
 MOST_TOKENS = 2**42
-
-# Numbers of hubs to try: experts with at least so many eighths of a rank's mean, and as many of the heaviest as have
-# so many tenths of all tokens.
-HUB_EIGHTHS = np.array([16, 12, 8, 6, 4, 3, 2, 1])
-HUB_TENTHS = np.array([1, 2, 3, 4])
 
 
 def greedy_layout(
@@ -189,8 +184,6 @@ class _Planner:
                 self.seat_R,
                 self.supply_NE,
                 each,
-                HUB_EIGHTHS,
-                HUB_TENTHS,
                 before_RS,
                 expert_RS,
             ):
@@ -230,7 +223,7 @@ class _Planner:
         site = Site(slots_R, self.node_R, seat_R, tokens_E, self.supply_NE, order_D, before_RS)
         found_RS = self.empty()
         scenarios = draw_scenarios(tokens_E, self.scenarios_each, self.scenarios_each)
-        if best_on_hubs(site, scenarios, HUB_EIGHTHS, HUB_TENTHS, found_RS):
+        if best_on_hubs(site, scenarios, found_RS):
             expert_RS[seat_R] = found_RS[seat_R]
         else:
             self.spread(expert_RS, seat_R, order_D)
@@ -363,58 +356,3 @@ class _Planner:
         np.add.at(parts_PE, part_R, before_RE)
         at_home = self.config.replicas_within == "cluster" or ((parts_PE > 0).sum(axis=0) == 1).all()
         return bool(enough and at_home)
-
-
-@compiled
-def build_each_node(slots_R, node_R, seat_R, supply_NE, scenarios_each, eighths, tenths, before_RS, expert_RS):  # type: ignore[no-untyped-def]
-    """Fills ``expert_RS``, node by node, with all experts, balanced for what the node's ranks send; False where some
-    node's layout cannot be built.
-    """
-    for node in range(supply_NE.shape[0]):
-        tokens_E = supply_NE[node]
-        order_E = np.argsort(-tokens_E, kind="mergesort")
-        of_node_R = seat_R[node_R[seat_R] == node]
-        own_slots_R = np.zeros_like(slots_R)
-        own_slots_R[of_node_R] = slots_R[of_node_R]
-        site = Site(own_slots_R, node_R, of_node_R, tokens_E, supply_NE, order_E, before_RS)
-        # a node's own loads vary more than those of all
-        scenarios = draw_scenarios(tokens_E, scenarios_each, 3 * scenarios_each)
-        found_RS = np.full(expert_RS.shape, EMPTY)
-        if not best_on_hubs(site, scenarios, eighths, tenths, found_RS):
-            return False
-        expert_RS[of_node_R] = found_RS[of_node_R]
-    return True
-
-
-@compiled
-def best_on_hubs(site, scenarios, eighths, tenths, expert_RS):  # type: ignore[no-untyped-def]
-    """Fills ``expert_RS`` with the layout of least miss over several numbers of hubs; False where none can be built."""
-    num_experts, num_ranks = site.order_D.size, site.seat_R.size
-    total = 0
-    for expert in site.order_D:
-        total += site.tokens_E[expert]
-    wanted = np.zeros(num_experts + 1, np.bool_)
-    # the fewest hubs: none where every slot is for one expert, else one or two
-    wanted[: min(3, num_experts + 1)] = True
-    wanted[num_experts] = True
-    for eighth in eighths:
-        count = 0
-        while count < num_experts and site.tokens_E[site.order_D[count]] * 8 * num_ranks >= eighth * total:
-            count += 1
-        wanted[count] = True
-    for tenth in tenths:
-        count = tokens = 0
-        while count < num_experts and tokens * 10 < tenth * total:
-            tokens += site.tokens_E[site.order_D[count]]
-            count += 1
-        wanted[count] = True
-    trial_RS = expert_RS.copy()
-    order_K, miss_K = np.arange(scenarios.weight_K.size), np.zeros(scenarios.weight_K.size, np.int64)
-    least = np.int64(NO_LIMIT)
-    for num_hubs in range(num_experts + 1):
-        if wanted[num_hubs] and least > 0 and build_on_hubs(site, num_hubs, trial_RS):
-            miss = weighted_miss(scenarios, trial_RS, order_K, least - 1, miss_K)
-            if miss < least:
-                least = miss
-                expert_RS[:] = trial_RS
-    return least < NO_LIMIT

@@ -296,6 +296,9 @@ def test_the_command_takes_members_by_kind_and_as_json(tmp_path):
     [
         ([], "give one of --trace FILE, --laer and --scale"),
         (["--laer", "--scale"], "give one of --trace FILE, --laer and --scale"),
+        (["--scale", "--slots", "3"], "--slots is not for --scale; leave it out"),
+        (["--laer", "--every", "2"], "--every is not for --laer; leave it out"),
+        (["--scale", "--json", "nowhere/rows.json"], "nowhere is not a folder; make it, or write elsewhere"),
         (["--trace", "nowhere.npz"], "trace nowhere.npz does not exist"),
         (["--trace", "TRACE", "--ranks-per-node", "3"], "ranks_per_node=3 does not divide the trace's 8 ranks"),
         (["--trace", "TRACE", "--layers", "2"], "layers=[2] are not in the trace; its layers are 0 to 1"),
