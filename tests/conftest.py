@@ -15,6 +15,8 @@ from moesys.lab.ranks import LocalRanks
 
 def pytest_configure() -> None:
     torch.set_num_threads(1)
+    # before any kernel is imported: there is no GPU here
+    os.environ["TRITON_INTERPRET"] = "1"
     shared: dict[str, Any] = {"deadline": None, "derandomize": bool(os.environ.get("CI"))}
     settings.register_profile("quick", max_examples=25, **shared)
     settings.register_profile("sweep", max_examples=400, **shared)

@@ -1,0 +1,35 @@
+"""What kernels do to numbers: the same on a GPU and in Triton's interpreter, which cannot compute in bfloat16.
+
+The interpreter multiplies the bit patterns of bfloat16 as if they were integers, and cuts float32 off where bfloat16
+should round. So there operands are converted to float32 first, which changes no product, and results are rounded by
+hand. On a GPU both functions are what Triton does by itself.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+@triton.jit
+def operand(x):  # type: ignore[no-untyped-def]
+    """``x`` as ``tl.dot`` can multiply it."""
+    if INTERPRETED:
+        return x.to(tl.float32)
+    else:
+        return x
+
+
+@triton.jit
+def rounded(x, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """float32 ``x`` in ``dtype``, to the nearest, ties to even."""
+    if INTERPRETED and dtype == tl.bfloat16:
+        bits = x.to(tl.uint32, bitcast=True)
+        even = bits + 0x7FFF + ((bits >> 16) & 1)
+        # NaN has no neighbour to be rounded to
+        kept = tl.where(x == x, even, bits)
+        return (kept & 0xFFFF0000).to(tl.float32, bitcast=True).to(tl.bfloat16)
+    else:
+        return x.to(dtype)
