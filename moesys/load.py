@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 IntArray = npt.NDArray[np.int64]
 
-# Sums of two loads still fit int64.
+# Over the number of ranks: what all ranks together have room for, and sums of two loads, fit int64.
 MOST_TOKENS = 2**61
 
 
@@ -44,9 +44,13 @@ class LoadMatrix:
             rank, expert = np.argwhere(tokens_RE < 0)[0]
             raise ValueError(f"tokens_RE[{rank}, {expert}] = {tokens_RE[rank, expert]}; counts cannot be negative")
         # lower counts cannot sum to more; these are summed where nothing wraps round
-        total = sum(tokens_RE.ravel().tolist()) if int(tokens_RE.max()) > MOST_TOKENS // tokens_RE.size else 0
-        if total > MOST_TOKENS:
-            raise ValueError(f"tokens_RE sums to {total} tokens; use at most 2**61, or scale it")
+        most = MOST_TOKENS // len(tokens_RE)
+        total = sum(tokens_RE.ravel().tolist()) if int(tokens_RE.max()) > most // tokens_RE.size else 0
+        if total > most:
+            raise ValueError(
+                f"tokens_RE sums to {total} tokens; of {len(tokens_RE)} ranks use at most {most} (2**61 over "
+                "their number), or scale it"
+            )
         object.__setattr__(self, "tokens_RE", tokens_RE)
 
     @property

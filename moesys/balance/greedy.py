@@ -41,8 +41,8 @@ GOOD_ENOUGH = 200
 # each.
 MENDING = 16
 
-# Compiled loops multiply tokens by up to 2**19.
-MOST_TOKENS = 2**42
+# Compiled loops multiply twice what a scenario's experts have, up to 2.55 times as much each, by a million.
+MOST_TOKENS = 2**39
 
 
 def greedy_layout(
@@ -63,9 +63,9 @@ def greedy_layout(
     and one built anew in which whole experts stay. A layout that moves replicas must earn them: ``move_tokens`` each,
     and four hundredths of the mean for all of them. A new one is relabelled so that it moves the fewest. One in force
     that has duplicates or free slots is completed first, and one that breaks ``min_replicas`` or ``replicas_within`` is
-    replaced, whatever ``max_moves`` says. More ``effort``, without one in force, never gives a worse layout by this
-    measure. Integers decide, so equal arguments give equal bytes, but for a deadline; and nothing depends on how
-    experts, or ranks of a node, are numbered.
+    replaced, whatever ``max_moves`` says. More ``effort`` than 1, without one in force, never gives a worse layout by
+    this measure. Integers decide, so equal arguments give equal bytes, but for a deadline. Without a layout in force
+    nothing depends on how experts, or ranks of a node, are numbered.
     """
     planner = _Planner(load, cluster, slots_R, config)
     fresh = planner.best(planner.empty())
@@ -115,9 +115,11 @@ class _Planner:
         self.node_R = nodes_of(cluster)
         # ranks of one of these may stand for one another
         self.finest_R = levels_of(cluster)[0] if config.replicas_within == "domain" else self.node_R
+        self.part_R = np.array(domains_of(cluster, config.replicas_within))
         usable_R = np.array(usable_slots(slots_R, load.num_experts))
         self.rank_R = np.lexsort((-usable_R, self.finest_R))
         self.slots_R = usable_R[self.rank_R]
+        self.part_R = self.part_R[self.rank_R]
         supply_NE, tokens_E = sums_by_node(load.tokens_RE, self.node_R)
         self.scale = max(0, int(tokens_E.sum()).bit_length() - MOST_TOKENS.bit_length())
         self.expert_E = np.lexsort((*-supply_NE, -tokens_E))
@@ -171,7 +173,7 @@ class _Planner:
         """Layouts by the parts of the cluster that replicas keep to; none that keep to them less, after one that misses
         next to nothing.
         """
-        part_R = np.array(domains_of(self.cluster, self.config.replicas_within))[self.rank_R]
+        part_R = self.part_R
         if self.config.replicas_within != "cluster" or self.config.min_replicas > 1:
             yield self.built_at_home(part_R, before_RS)
             return
@@ -260,11 +262,23 @@ class _Planner:
         for by_room in (True, False):
             expert_RS, moves = draft.expert_RS.copy(), 0
             if by_room:
-                moves = mend(self.tokens_E, self.fence(expert_RS, draft.part_R), expert_RS, evaluations, most_moves)
+                moves = self.mend(expert_RS, draft.part_R, evaluations, most_moves)
             moves += self.search(itself, expert_RS, draft.part_R, evaluations, most_moves - moves, 1)[0]
             trial = self.improved(_Draft(self, expert_RS, draft.part_R), most_moves - moves)
             best = trial if trial.cost < best.cost else best
         return best
+
+    def mend(self, expert_RS: IntArray, part_R: IntArray, evaluations: int, most_moves: int) -> int:
+        """Changes ``expert_RS``, in slices where there is a deadline; gives the moves."""
+        fence, all_moves = self.fence(expert_RS, part_R), 0
+        if self.end is None:
+            return int(mend(self.tokens_E, fence, expert_RS, evaluations, most_moves))
+        while time.monotonic() < self.end:
+            moves = mend(self.tokens_E, fence, expert_RS, SLICE, most_moves - all_moves)
+            all_moves += moves
+            if not moves:
+                break
+        return all_moves
 
     def fence(self, expert_RS: IntArray, part_R: IntArray) -> Fence:
         return Fence((expert_RS != EMPTY).sum(axis=1), part_R, np.array([self.config.min_replicas]))
@@ -294,32 +308,35 @@ class _Planner:
         return all_moves, first_draw, False
 
     def earned(self, fresh: _Draft, previous: ExpertLayout) -> _Draft:
-        """Of the layout in force, itself mended, one built near it and the new one, the one with the fewest moves that
-        pays for them.
+        """Of the layout in force, itself mended, one built near it and the new one, the one whose cost and moves are
+        worth the least.
         """
-        before_RE = previous.replicas_RE[self.rank_R][:, self.expert_E]
+        before_RE, before_RS = previous.replicas_RE[self.rank_R][:, self.expert_E], self.numbered(previous)
         most_moves = NO_LIMIT if self.config.max_moves is None else self.config.max_moves
-        drafts = [self.best(self.numbered(previous))]
-        if self.keeps_promises(before_RE, fresh.part_R):
-            kept = _Draft(self, self.completed(self.numbered(previous), fresh.part_R), fresh.part_R)
+        price = Fraction((self.config.move_tokens >> self.scale) * MILLION, self.mean) + Fraction(
+            LEAST_GAIN, int(self.slots_R.sum())
+        )
+        part_sizes = tuple(np.bincount(self.finest_R).tolist())
+        near = self.best(before_RS)
+        row_R = relabelled_inside(near.replicas_RE, before_RE, self.slots_R, part_sizes)
+        drafts = [_Draft(self, near.expert_RS[row_R], near.part_R)]
+        if self.keeps_promises(before_RE, self.part_R):
+            kept = _Draft(self, self.completed(before_RS, self.part_R), self.part_R)
             drafts += [kept, self.mended(kept, max(most_moves - num_moves(before_RE, kept.replicas_RE), 0))]
-        if min(draft.cost for draft in drafts) > fresh.cost:
-            part_sizes = tuple(np.bincount(self.finest_R).tolist())
+
+        def choice(draft: _Draft) -> tuple[bool, Fraction, int]:
+            """The least is the best: within the budget, then cost and price; where nothing is, the fewest moves."""
+            moves = num_moves(before_RE, draft.replicas_RE)
+            over = max(moves - most_moves, 0)
+            return bool(over), draft.cost + price * moves if not over else Fraction(moves), moves
+
+        # however few replicas a relabelled one moves, it costs as much as before
+        if min(map(choice, drafts)) > (False, Fraction(fresh.cost), 0):
             rows = [relabelled_inside(fresh.replicas_RE, before_RE, self.slots_R, part_sizes)]
             if self.config.replicas_within != "domain":
                 rows.append(relabelled(fresh.replicas_RE, before_RE, self.slots_R, self.cluster))
             drafts += [_Draft(self, fresh.expert_RS[row_R], fresh.part_R) for row_R in rows]
-        moves = [num_moves(before_RE, draft.replicas_RE) for draft in drafts]
-        price = Fraction((self.config.move_tokens >> self.scale) * MILLION, self.mean) + Fraction(
-            LEAST_GAIN, int(self.slots_R.sum())
-        )
-        order = sorted(range(len(drafts)), key=lambda index: (moves[index], drafts[index].cost))
-        best = order[0]
-        for index in order[1:]:
-            pays = drafts[index].cost + price * (moves[index] - moves[best]) < drafts[best].cost
-            if pays and moves[index] <= most_moves:
-                best = index
-        return drafts[best]
+        return min(drafts, key=choice)
 
     def numbered(self, layout: ExpertLayout) -> IntArray:
         """A layout's rows in the planner's numbers, every expert once a rank."""

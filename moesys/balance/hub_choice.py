@@ -45,7 +45,7 @@ def best_on_hubs(site, scenarios, expert_RS):  # type: ignore[no-untyped-def]
         total += site.tokens_E[expert]
     wanted = np.zeros(num_experts + 1, np.bool_)
     # the fewest hubs: none where every slot is for one expert, else one or two
-    wanted[: min(3, num_experts + 1)] = True
+    wanted[:3] = True
     wanted[num_experts] = True
     for eighth in HUB_EIGHTHS:
         count = 0

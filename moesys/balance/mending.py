@@ -23,34 +23,33 @@ ROOMS, SHEDDERS = 4, 3
 def mend(tokens_E, fence, expert_RS, evaluations, most_moves):  # type: ignore[no-untyped-def]
     """Changes ``expert_RS`` by at most ``most_moves`` replicas, as ``fence`` allows; gives how many.
 
-    Every move lowers the overflow of ``tokens_E`` int64 [E]. It ends where there is none, where no rank with room can
-    lower it, or after measuring so many.
+    Every move lowers the overflow of ``tokens_E`` int64 [E]. It ends where there is none, where nothing that is tried
+    lowers it, or after ``evaluations`` measurements.
     """
     num_ranks, num_experts = expert_RS.shape[0], tokens_E.size
     replicas_GE = np.zeros((fence.group_R.max() + 1, num_experts), np.int64)
     for rank in range(num_ranks):
         for slot in range(fence.slots_R[rank]):
             replicas_GE[fence.group_R[rank], expert_RS[rank, slot]] += 1
-    room_R, shed_E = np.zeros(num_ranks, np.int64), np.zeros(num_experts, np.int64)
+    room_R, shed_GE = np.zeros(num_ranks, np.int64), np.zeros_like(replicas_GE)
     rooms, shedders = np.empty(ROOMS, np.int64), np.empty(SHEDDERS, np.int64)
-    moves, num_shedders, overflow, changed = 0, 0, np.int64(1), True
+    moves, overflow, changed = 0, np.int64(1), True
     while overflow > 0 and moves < most_moves and evaluations > 0:
         if changed:
             holders = list_holders(expert_RS, num_experts)
             level = new_level(holders)
             least_max(tokens_E, holders, level)
             overflow = level.overflow[0]
-            _measure(tokens_E, fence, holders, level, room_R, shed_E)
-            num_shedders = _greatest(shed_E, shedders)
+            _measure(tokens_E, fence, holders, level, room_R, shed_GE)
         num_rooms = _greatest(room_R, rooms)
         if num_rooms == 0:
             break
         least, best_rank, best_slot, best_expert = overflow, np.int64(-1), np.int64(0), np.int64(0)
         for rank in rooms[:num_rooms]:
             slot = _least_missed(rank, replicas_GE, fence, expert_RS, holders, level)
+            num_shedders = _greatest(shed_GE[fence.group_R[rank]], shedders)
             for expert in shedders[:num_shedders]:
-                known = replicas_GE[fence.group_R[rank], expert] > 0
-                if slot < 0 or not known or row_holds(expert_RS, rank, expert):
+                if slot < 0 or row_holds(expert_RS, rank, expert):
                     continue
                 leaving = expert_RS[rank, slot]
                 expert_RS[rank, slot] = expert
@@ -76,12 +75,12 @@ def mend(tokens_E, fence, expert_RS, evaluations, most_moves):  # type: ignore[n
 
 
 @borrowing
-def _measure(tokens_E, fence, holders, level, room_R, shed_E):  # type: ignore[no-untyped-def]
-    """What each rank lacks of the mean, and what each expert could take away from ranks above it, if it had others."""
+def _measure(tokens_E, fence, holders, level, room_R, shed_GE):  # type: ignore[no-untyped-def]
+    """What each rank lacks of the mean, and what each expert could take away from ranks of each group above it."""
     total = num_holding = 0
     for expert in range(tokens_E.size):
         total += tokens_E[expert]
-        shed_E[expert] = 0
+        shed_GE[:, expert] = 0
     for rank in range(room_R.size):
         num_holding += holders.holds_R[rank]
     mean = -(-total // num_holding)
@@ -90,7 +89,8 @@ def _measure(tokens_E, fence, holders, level, room_R, shed_E):  # type: ignore[n
     for replica in range(holders.rank_P.size):
         above = level.load_R[holders.rank_P[replica]] - mean
         if above > 0:
-            shed_E[holders.expert_P[replica]] += min(above, level.tokens_P[replica])
+            group = fence.group_R[holders.rank_P[replica]]
+            shed_GE[group, holders.expert_P[replica]] += min(above, level.tokens_P[replica])
 
 
 @borrowing

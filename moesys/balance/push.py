@@ -191,18 +191,26 @@ def push_down(shared, limit, holds_R):  # type: ignore[no-untyped-def]
 @borrowing
 def _push(shared, limit, holds_R, labels):  # type: ignore[no-untyped-def]
     phases = 0
-    while True:
+    while _exceeds(shared.load_R, limit):
         _label(shared, limit, holds_R, labels)
-        exceeds = reached = False
+        reached = False
         for rank in range(shared.load_R.size):
-            exceeds = exceeds or shared.load_R[rank] > limit
             reached = reached or (shared.load_R[rank] > limit and labels.rank_R[rank] < UNREACHED // 2)
         if not reached:
-            return -1 if exceeds else phases
+            return -1
         for _ in range(STEPS):
             if not _step(shared, limit, labels):
                 break
         phases += 1
+    return phases
+
+
+@borrowing
+def _exceeds(load_R, limit):  # type: ignore[no-untyped-def]
+    exceeds = False
+    for rank in range(load_R.size):
+        exceeds = exceeds or load_R[rank] > limit
+    return exceeds
 
 
 @borrowing

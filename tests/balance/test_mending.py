@@ -6,14 +6,15 @@ from balance_cases import instances
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from moesys.balance import min_max_load, num_moves, plan_layout
+from moesys.balance import min_max_load, num_moves, plan_layout, split_tokens
 from moesys.balance.holders import list_holders
 from moesys.balance.levelling import least_max, new_level
 from moesys.balance.mending import mend
 from moesys.balance.search import NO_LIMIT, Fence
-from moesys.config import ClusterSpec, Eplb, Greedy, Static
+from moesys.config import ClusterSpec, Eplb, FlowSplit, Greedy, Static
 from moesys.lab.bench.planner_loads import SIZES, zipf_sample
 from moesys.layout import EMPTY, ExpertLayout
+from moesys.load import LoadMatrix
 
 
 def overflow_of(tokens_E, expert_RS):
@@ -100,3 +101,56 @@ def test_a_plan_near_the_layout_in_force_keeps_whole_experts():
     alone_E = first.replicas_RE.sum(axis=0) == 1
     stay = (first.replicas_RE[:, alone_E] == second.replicas_RE[:, alone_E]).all(axis=0)
     assert stay.mean() > 0.8
+
+
+def test_promised_replicas_stay_where_they_are():
+    """One replica too few in force: the new layout is the old one but for that, on whichever ranks it lies."""
+    num_ranks, num_experts, cluster = 8, 12, ClusterSpec(ranks_per_node=8)
+    load = LoadMatrix(np.tile(np.arange(num_experts, 0, -1) * 100, (num_ranks, 1)))
+    first = plan_layout(load, cluster, Greedy(min_replicas=2), 4)
+    rows_RS = np.roll(first.expert_RS, 1, axis=0).copy()
+    expert = int(np.flatnonzero(first.replicas_RE.sum(axis=0) == 2)[0])
+    rank = int(np.flatnonzero((rows_RS == expert).any(axis=1))[0])
+    other = next(other for other in range(num_experts) if other not in rows_RS[rank])
+    rows_RS[rank][rows_RS[rank] == expert] = other
+    before = ExpertLayout(rows_RS, num_experts)
+    after = plan_layout(load, cluster, Greedy(min_replicas=2), 4, before)
+    assert num_moves(before.replicas_RE, after.replicas_RE) <= 2
+
+
+def test_more_budget_is_never_worse():
+    load = LoadMatrix(
+        [
+            [383, 493, 394, 21],
+            [930, 131, 591, 0],
+            [622, 435, 648, 57],
+            [500, 426, 656, 85],
+            [12, 542, 281, 158],
+            [185, 40, 475, 111],
+        ]
+    )
+    before = ExpertLayout([[1, -1], [2, 3], [1, 2], [-1, -1], [0, -1], [2, -1]], 4)
+    slots, cluster = (1, 2, 2, 0, 1, 1), ClusterSpec(ranks_per_node=6)
+    busiest = [
+        min_max_load(load, plan_layout(load, cluster, Greedy(max_moves=budget), slots, before)) for budget in range(4)
+    ]
+    assert busiest[1:] == [1704] * 3
+    assert busiest[0] >= busiest[1]
+
+
+def test_a_split_of_very_many_tokens_ends():
+    num_ranks, tokens_RE = 12, np.zeros((12, 2), np.int64)
+    tokens_RE[0, 0], tokens_RE[1, 1] = 2**56 - 2**52, 2**56 + 2**52
+    load = LoadMatrix(tokens_RE)
+    layout = ExpertLayout([[0]] + [[1]] * (num_ranks - 1), 2)
+    plan = split_tokens(load, layout, ClusterSpec(ranks_per_node=num_ranks), FlowSplit())
+    assert plan.tokens_R.max() == min_max_load(load, layout)
+
+
+def test_a_deadline_ends_mending_too():
+    size = next(size for size in SIZES if size.num_ranks == 64)
+    sample = zipf_sample(size, 1.5, 0)
+    before = plan_layout(sample.exact, size.cluster, Greedy(), size.slots)
+    late = Greedy(deadline_ms=1e-6, effort=100)
+    after = plan_layout(sample.noisy, size.cluster, late, size.slots, before)
+    assert after.num_duplicates == 0
