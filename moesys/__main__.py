@@ -35,6 +35,8 @@ def _in_a_folder(path: Path | None) -> Path | None:
     """Refuses what could not be written when all is measured."""
     if path is not None and not path.parent.is_dir():
         raise typer.BadParameter(f"{path.parent} is not a folder; make it, or write elsewhere")
+    if path is not None and path.is_dir():
+        raise typer.BadParameter(f"{path} is a folder; name a file in it")
     return path
 
 
@@ -181,6 +183,24 @@ def bench_layer(
     raise typer.Exit(code)
 
 
+@bench.command("kernels")
+def bench_kernels(
+    aot: Annotated[bool, typer.Option("--aot", help="Compile for a Hopper GPU and read the machine code.")] = False,
+    size: Annotated[str, typer.Option(help="One size by name, or all.")] = "all",
+    json: ResultFile = None,
+) -> None:
+    """Look at the kernels of one device. Exit code 1 if one falls short: spills, too much shared memory, no HGMMA."""
+    if not aot:
+        raise typer.BadParameter("kernels are not timed yet; give --aot, which needs no GPU")
+    from moesys.lab.bench import kernels_aot
+
+    try:
+        kernels_aot.select(size)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    raise typer.Exit(kernels_aot.main(size, json))
+
+
 @bench.command("overlap")
 def bench_overlap(
     part: Annotated[str, typer.Option(help="chunks, experts or all.")] = "all",
@@ -245,9 +265,15 @@ def bench_planner(
         "--every": every != 1,
     }
     chosen_from = {"--balance": bool(balance), "--split": bool(split), "--predictor": bool(predictor)}
-    unused = [name for name, given in (for_traces | (chosen_from if scale else {})).items() if given and trace is None]
-    if unused:
-        raise typer.BadParameter(f"{unused[0]} is not for {'--scale' if scale else '--laer'}; leave it out")
+    for_scale = {"--peer-eplb": peer_eplb is not None, "--repeats": repeats != 9}
+    if scale:
+        mode, refused = "--scale", for_traces | chosen_from
+    elif laer:
+        mode, refused = "--laer", for_traces | for_scale
+    else:
+        mode, refused = "--trace", for_scale | {"--seeds": seeds != 3}
+    if unused := [name for name, given in refused.items() if given]:
+        raise typer.BadParameter(f"{unused[0]} is not for {mode}; leave it out")
     try:
         if scale:
             from moesys.lab.bench import planner_scale

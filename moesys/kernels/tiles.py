@@ -15,6 +15,11 @@ from torch import Tensor
 
 # The interpreter runs programs one after another; a few of them show whether they share the tiles rightly.
 INTERPRETED_PROGRAMS = 3
+# Groups that a program writes the tiles of, with how many others it compares them at once, and how many tiles of each
+# it writes at once.
+OWN_GROUPS = 8
+COMPARED_GROUPS = 512
+WRITTEN_TILES = 128
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,75 @@ class Tiles(NamedTuple):
     row_M: Tensor
     count_1: Tensor
     block_rows: int
+
+
+def tile_table(first_G1: Tensor, num_rows: int, block_rows: int) -> Tiles:
+    """``Tiles`` of groups that begin at ``first_G1`` int32 [G + 1]; ``num_rows``: P, at least ``first_G1[G]``.
+
+    One kernel that does not wait for the host and is not compiled anew for other counts. Each of its programs reads all
+    of ``first_G1`` and writes the tiles of a few groups: 2·M + 1 int32 in all, -1 behind the tiles in use. Largest
+    first is Graham's rule for programs that take the next task when they are done ("Bounds on multiprocessing timing
+    anomalies", 1969).
+    """
+    num_groups = len(first_G1) - 1
+    most = -(-num_rows // block_rows) + num_groups
+    group_M, row_M = (torch.empty(most, dtype=torch.int32, device=first_G1.device) for _ in range(2))
+    count_1 = torch.empty(1, dtype=torch.int32, device=first_G1.device)
+    tables = (first_G1, group_M, row_M, count_1)
+    sizes = (block_rows, OWN_GROUPS, COMPARED_GROUPS, WRITTEN_TILES)
+    _write_tiles[(triton.cdiv(num_groups, OWN_GROUPS),)](*tables, num_groups, most, *sizes)
+    return Tiles(group_M, row_M, count_1, block_rows)
+
+
+@triton.jit
+def _rows_of(first_G1, group, num_groups):  # type: ignore[no-untyped-def]
+    """Each group's first row and number of rows; 0, 0 behind the last group."""
+    inside = group < num_groups
+    first_row = tl.load(first_G1 + group, mask=inside, other=0)
+    return first_row, tl.load(first_G1 + group + 1, mask=inside, other=0) - first_row
+
+
+@triton.jit(do_not_specialize=["num_groups", "most"])
+def _write_tiles(  # type: ignore[no-untyped-def]
+    first_G1,
+    group_M,
+    row_M,
+    count_1,
+    num_groups,
+    most,
+    BLOCK_ROWS: tl.constexpr,
+    OWN: tl.constexpr,
+    COMPARED: tl.constexpr,
+    WRITTEN: tl.constexpr,
+):
+    """A few groups a program. A group's first tile is the number of tiles of all groups that come before it, so no
+    program needs the order itself.
+    """
+    group = tl.program_id(0) * OWN + tl.arange(0, OWN)
+    first_row, rows = _rows_of(first_G1, group, num_groups)
+    first_tile = tl.zeros([OWN], tl.int32)
+    count = 0
+    for start in range(0, num_groups, COMPARED):
+        other = start + tl.arange(0, COMPARED)
+        _, other_rows = _rows_of(first_G1, other, num_groups)
+        other_tiles = tl.cdiv(other_rows, BLOCK_ROWS)
+        larger = other_rows[None, :] > rows[:, None]
+        tied = (other_rows[None, :] == rows[:, None]) & (other[None, :] < group[:, None])
+        first_tile += tl.sum(tl.where(larger | tied, other_tiles[None, :], 0), 1)
+        count += tl.sum(other_tiles, 0)
+    tiles = tl.cdiv(rows, BLOCK_ROWS)
+    for start in range(0, tl.max(tiles, 0), WRITTEN):
+        tile = start + tl.arange(0, WRITTEN)[None, :]
+        place, inside = first_tile[:, None] + tile, tile < tiles[:, None]
+        tl.store(group_M + place, group[:, None], mask=inside)
+        tl.store(row_M + place, first_row[:, None] + tile * BLOCK_ROWS, mask=inside)
+    # All programs share what is left.
+    for start in range(count + tl.program_id(0) * WRITTEN, most, tl.num_programs(0) * WRITTEN):
+        tile = start + tl.arange(0, WRITTEN)
+        tl.store(group_M + tile, -1, mask=tile < most)
+        tl.store(row_M + tile, -1, mask=tile < most)
+    if tl.program_id(0) == 0:
+        tl.store(count_1, count)
 
 
 def tile_table_reference(first_G1: Tensor, num_rows: int, block_rows: int) -> Tiles:

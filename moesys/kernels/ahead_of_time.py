@@ -1,0 +1,130 @@
+"""What a launch would compile, for a GPU that is not here; and what the machine code says about it.
+
+Inside ``compiling()`` a kernel that is launched is compiled for that GPU, with the hints that Triton takes from real
+arguments (which integers and addresses are multiples of 16), and not run. Tensors may be on the meta device, so shapes
+of any size cost no memory. It needs a process in which Triton does not interpret.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+HOPPER = GPUTarget("cuda", 90, 32)
+# What one block may have of a Hopper multiprocessor's shared memory.
+MOST_SHARED_BYTES = 232_448
+
+
+@dataclass(frozen=True)
+class MachineCode:
+    """One compiled kernel.
+
+    ``registers`` of a thread; ``stack_bytes`` of a thread; ``spills``: instructions that move registers to local memory
+    or back; ``shared_bytes`` of a block; ``mma``: the shapes of its warpgroup products, such as "64x128x16"; none where
+    it has no such product; ``copy_bytes``: the widths of its asynchronous copies from pointers; ``tma_loads``: how many
+    loads by descriptor it has; ``threads`` of a block.
+    """
+
+    name: str
+    registers: int
+    stack_bytes: int
+    spills: int
+    shared_bytes: int
+    mma: tuple[str, ...]
+    copy_bytes: tuple[int, ...]
+    tma_loads: int
+    threads: int
+
+
+@contextmanager
+def compiling(target: GPUTarget = HOPPER) -> Iterator[list[MachineCode]]:
+    """Launches compile and do not run; gives the list to which each appends its ``MachineCode``.
+
+    Raises RuntimeError in a process where Triton interprets.
+    """
+    if triton.knobs.runtime.interpret:
+        raise RuntimeError("TRITON_INTERPRET=1 compiles nothing; unset it, before kernels are imported")
+    found: list[MachineCode] = []
+
+    def launch(kernel: Any, grid: Any) -> Any:
+        def compile_only(*args: Any, **kwargs: Any) -> Any:
+            compiled = kernel.run(*args, grid=grid, warmup=True, **kwargs)
+            found.append(read_machine_code(compiled))
+            return compiled
+
+        return compile_only
+
+    before, driver_before = JITFunction.__getitem__, vars(driver).get("_active")
+    driver.set_active(_AbsentDriver(target))
+    JITFunction.__getitem__ = launch
+    try:
+        yield found
+    finally:
+        JITFunction.__getitem__ = before
+        driver.set_active(driver_before)
+
+
+class _AbsentDriver:
+    """As much of a driver as compiling asks for."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self._target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def read_machine_code(compiled: Any) -> MachineCode:
+    """From what ``triton.compile`` returned, by the disassembler that comes with Triton."""
+    with tempfile.TemporaryDirectory() as folder:
+        binary = Path(folder) / "kernel.cubin"
+        binary.write_bytes(compiled.asm["cubin"])
+        listing = _run_tool("-sass", str(binary))
+        usage = _run_tool("--dump-resource-usage", str(binary))
+    registers, stack = (_number(rf"{what}:(\d+)", usage) for what in ("REG", "STACK"))
+    return MachineCode(
+        name=compiled.metadata.name,
+        registers=registers,
+        stack_bytes=stack,
+        spills=len(re.findall(r"\b(?:STL|LDL)\b", listing)),
+        shared_bytes=int(compiled.metadata.shared),
+        mma=tuple(sorted(set(re.findall(r"\bHGMMA\.(\d+x\d+x\d+)", listing)))),
+        copy_bytes=tuple(sorted({_width(modifiers) for modifiers in re.findall(r"\bLDGSTS(\S*)", listing)})),
+        tma_loads=len(re.findall(r"\bUTMALDG\b", listing)),
+        threads=32 * int(compiled.metadata.num_warps),
+    )
+
+
+def _width(modifiers: str) -> int:
+    """Bytes that an instruction with these modifiers moves: 4 unless they say how many bits."""
+    bits = re.search(r"\.(64|128)\b", modifiers)
+    return int(bits.group(1)) // 8 if bits else 4
+
+
+def _number(pattern: str, text: str) -> int:
+    found = re.search(pattern, text)
+    if found is None:
+        raise RuntimeError(f"cuobjdump does not say {pattern}: {text[:400]}")
+    return int(found.group(1))
+
+
+def _run_tool(*arguments: str) -> str:
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    return subprocess.run([str(tool), *arguments], capture_output=True, text=True, check=True).stdout

@@ -1,0 +1,281 @@
+"""The experts of a layer on one device: routed rows through up, activation and down and back, forward and backward.
+
+Only x and the pre-activations h are kept for backward, which computes activations anew (SonicMoE's dataflow, arXiv
+2512.14080): 2·T·H + 4·T·K·I bytes in 16 bits, gated, and the routing. Everything runs on the device; the host is never
+asked how many rows an expert has.
+
+T tokens, H hidden, K choices of a token, P = T·K rows, E experts, I their width, U = 2·I where they are gated, else I.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moesys.kernels.activation_gradient import activation_gradient
+from moesys.kernels.activations import GATED
+from moesys.kernels.blocks import Blocks, blocks_for
+from moesys.kernels.combine import combine
+from moesys.kernels.down import down
+from moesys.kernels.input_gradient import input_gradient
+from moesys.kernels.numerics import INTERPRETED
+from moesys.kernels.routing import Routing, route
+from moesys.kernels.tiles import Block, Tiles, tile_table
+from moesys.kernels.up import up
+from moesys.kernels.weight_gradient import weight_gradient
+
+
+class Kept(NamedTuple):
+    """What backward needs besides the arguments of forward: pre-activations h [P, U], and the routing."""
+
+    h_PU: Tensor
+    routing: Routing
+
+
+class Gradients(NamedTuple):
+    """``dx_TH`` in x's dtype, ``dweight_TK`` float32; of the matrices one for each group, or None."""
+
+    dx_TH: Tensor
+    dweight_TK: Tensor
+    dgate_up_GUH: Tensor | None
+    ddown_GHI: Tensor | None
+
+
+def default_blocks(activation: str, x_TH: Tensor) -> Blocks:
+    """What is used where nothing was tuned; small ones for the interpreter."""
+    if x_TH.device.type == "cpu":
+        return Blocks.all_of(Block(rows=32, columns=32, contraction=32))
+    return blocks_for(activation, x_TH.dtype)
+
+
+def experts_forward(
+    x_TH: Tensor,
+    group_TK: Tensor,
+    weight_TK: Tensor,
+    gate_up_EUH: Tensor,
+    down_EHI: Tensor,
+    matrix_G: Tensor,
+    activation: str,
+    blocks: Blocks,
+) -> tuple[Tensor, Kept]:
+    """Output [T, H] in x's dtype.
+
+    ``group_TK`` integer [T, K]: the group (slot) that each choice of a token goes to; a choice outside of 0..G-1 adds
+    nothing. ``weight_TK`` float32. ``matrix_G`` int32 [G]: the expert, of ``gate_up`` and ``down``, in each group.
+    """
+    _check_device(x_TH)
+    routing = route(group_TK, len(matrix_G))
+    K = group_TK.shape[1]
+    h_PU, a_PI = up(
+        x_TH, gate_up_EUH, routing, _tiles(routing, blocks.up), matrix_G, K, activation=activation, block=blocks.up
+    )
+    y_PH = down(a_PI, down_EHI, routing.first_G1, _tiles(routing, blocks.down), matrix_G, blocks.down)
+    return combine(y_PH, routing.row_TK, weight_TK, x_TH.dtype), Kept(h_PU, routing)
+
+
+def experts_backward(
+    dy_TH: Tensor,
+    x_TH: Tensor,
+    weight_TK: Tensor,
+    gate_up_EUH: Tensor,
+    down_EHI: Tensor,
+    matrix_G: Tensor,
+    kept: Kept,
+    activation: str,
+    blocks: Blocks,
+    matrix_dtype: torch.dtype | None = torch.float32,
+) -> Gradients:
+    """All gradients; those of the matrices in ``matrix_dtype``, or none of them."""
+    routing, K = kept.routing, weight_TK.shape[1]
+    dh_PU, wa_PI, dweight_TK = activation_gradient(
+        dy_TH,
+        down_EHI,
+        kept.h_PU,
+        weight_TK,
+        routing,
+        _tiles(routing, blocks.activation_gradient),
+        matrix_G,
+        activation,
+        blocks.activation_gradient,
+    )
+    ddown = dgate_up = None
+    block = blocks.weight_gradient
+    if matrix_dtype is not None:
+        ddown = weight_gradient(dy_TH, wa_PI, routing.entry_P, routing.first_G1, K, "left", block, matrix_dtype)
+    del wa_PI
+    tiles = _tiles(routing, blocks.input_gradient)
+    dx_PH = input_gradient(dh_PU, gate_up_EUH, routing.first_G1, tiles, matrix_G, blocks.input_gradient)
+    dx_TH = combine(dx_PH, routing.row_TK, None, dy_TH.dtype)
+    del dx_PH
+    if matrix_dtype is not None:
+        dgate_up = weight_gradient(dh_PU, x_TH, routing.entry_P, routing.first_G1, K, "right", block, matrix_dtype)
+    return Gradients(dx_TH, dweight_TK, dgate_up, ddown)
+
+
+def _tiles(routing: Routing, block: Block) -> Tiles:
+    return tile_table(routing.first_G1, len(routing.entry_P), block.rows)
+
+
+def _check_device(x_TH: Tensor) -> None:
+    if x_TH.device.type == "cpu" and not INTERPRETED.value:
+        raise RuntimeError("x is on the CPU, where these kernels do not run; move it to a GPU")
+
+
+# --- as one op that autograd, torch.compile and checkpoints know ------------------------------------------------
+
+
+def moe_experts(
+    x_TH: Tensor,
+    expert_TK: Tensor,
+    weight_TK: Tensor,
+    gate_up_EUH: Tensor,
+    down_EHI: Tensor,
+    activation: str = "swiglu",
+) -> Tensor:
+    """Σ_k weight · expert(x), differentiable in x, the routing weights and both matrices.
+
+    Args:
+        x_TH: float32, float16 or bfloat16, like the matrices.
+        expert_TK: int32 or int64; a choice outside of 0..E-1 adds nothing.
+        weight_TK: any float dtype; used in float32.
+        gate_up_EUH: gate above up, as in transformers; ``down_EHI`` [E, H, I].
+        activation: swiglu or geglu, gated; gelu or relu2, with U = I.
+
+    Returns:
+        [T, H] in x's dtype. Gradients have their arguments' dtypes.
+
+    Raises:
+        ValueError: shapes or dtypes that do not go together. RuntimeError: tensors on the CPU.
+    """
+    _check_arguments(x_TH, expert_TK, weight_TK, gate_up_EUH, down_EHI, activation)
+    y_TH, *_ = _experts(x_TH, expert_TK, weight_TK.float(), gate_up_EUH, down_EHI, activation)
+    return y_TH
+
+
+def _check_arguments(
+    x_TH: Tensor, expert_TK: Tensor, weight_TK: Tensor, gate_up_EUH: Tensor, down_EHI: Tensor, activation: str
+) -> None:
+    if activation not in GATED:
+        raise ValueError(f"activation={activation!r} is not known; use one of {', '.join(GATED)}")
+    E, H, I = down_EHI.shape
+    wanted = {
+        "x_TH": (x_TH, (x_TH.shape[0], H)),
+        "expert_TK": (expert_TK, (x_TH.shape[0], expert_TK.shape[-1])),
+        "weight_TK": (weight_TK, tuple(expert_TK.shape)),
+        "gate_up_EUH": (gate_up_EUH, (E, 2 * I if GATED[activation] else I, H)),
+    }
+    for name, (tensor, shape) in wanted.items():
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} is of shape {tuple(tensor.shape)}; with down_EHI {(E, H, I)} it must be {shape}")
+    if not x_TH.dtype == gate_up_EUH.dtype == down_EHI.dtype:
+        raise ValueError(
+            f"x_TH, gate_up_EUH and down_EHI are {x_TH.dtype}, {gate_up_EUH.dtype} and {down_EHI.dtype}; use one dtype"
+        )
+
+
+@torch.library.custom_op("moesys::experts", mutates_args=())
+def _experts(
+    x_TH: Tensor, expert_TK: Tensor, weight_TK: Tensor, gate_up_EUH: Tensor, down_EHI: Tensor, activation: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    y_TH, kept = experts_forward(
+        x_TH.contiguous(),
+        expert_TK.contiguous(),
+        weight_TK.contiguous(),
+        gate_up_EUH.contiguous(),
+        down_EHI.contiguous(),
+        _each_its_own(down_EHI),
+        activation,
+        default_blocks(activation, x_TH),
+    )
+    return y_TH, kept.h_PU, *kept.routing
+
+
+@_experts.register_fake
+def _experts_fake(
+    x_TH: Tensor, expert_TK: Tensor, weight_TK: Tensor, gate_up_EUH: Tensor, down_EHI: Tensor, activation: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    T, K = expert_TK.shape
+    return (
+        x_TH.new_empty(x_TH.shape),
+        x_TH.new_empty(T * K, gate_up_EUH.shape[1]),
+        expert_TK.new_empty(T * K, dtype=torch.int32),
+        expert_TK.new_empty(T, K, dtype=torch.int32),
+        expert_TK.new_empty(gate_up_EUH.shape[0] + 1, dtype=torch.int32),
+    )
+
+
+@torch.library.custom_op("moesys::experts_backward", mutates_args=())
+def _experts_backward(
+    dy_TH: Tensor,
+    x_TH: Tensor,
+    weight_TK: Tensor,
+    gate_up_EUH: Tensor,
+    down_EHI: Tensor,
+    h_PU: Tensor,
+    entry_P: Tensor,
+    row_TK: Tensor,
+    first_E1: Tensor,
+    activation: str,
+    of_matrices: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    found = experts_backward(
+        dy_TH.contiguous(),
+        x_TH.contiguous(),
+        weight_TK.contiguous(),
+        gate_up_EUH.contiguous(),
+        down_EHI.contiguous(),
+        _each_its_own(down_EHI),
+        Kept(h_PU, Routing(entry_P, row_TK, first_E1)),
+        activation,
+        default_blocks(activation, x_TH),
+        gate_up_EUH.dtype if of_matrices else None,
+    )
+    none = x_TH.new_empty(0)
+    dgate_up = none if found.dgate_up_GUH is None else found.dgate_up_GUH
+    ddown = none.clone() if found.ddown_GHI is None else found.ddown_GHI
+    return found.dx_TH, found.dweight_TK, dgate_up, ddown
+
+
+@_experts_backward.register_fake
+def _experts_backward_fake(
+    dy_TH: Tensor,
+    x_TH: Tensor,
+    weight_TK: Tensor,
+    gate_up_EUH: Tensor,
+    down_EHI: Tensor,
+    h_PU: Tensor,
+    entry_P: Tensor,
+    row_TK: Tensor,
+    first_E1: Tensor,
+    activation: str,
+    of_matrices: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return (
+        x_TH.new_empty(x_TH.shape),
+        weight_TK.new_empty(weight_TK.shape),
+        gate_up_EUH.new_empty(gate_up_EUH.shape if of_matrices else 0),
+        down_EHI.new_empty(down_EHI.shape if of_matrices else 0),
+    )
+
+
+def _each_its_own(down_EHI: Tensor) -> Tensor:
+    return torch.arange(down_EHI.shape[0], dtype=torch.int32, device=down_EHI.device)
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x_TH, _, weight_TK, gate_up_EUH, down_EHI, activation = inputs
+    ctx.activation = activation
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(x_TH, weight_TK, gate_up_EUH, down_EHI, *output[1:])
+
+
+def _differentiate(ctx: Any, dy_TH: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    of_matrices = ctx.needs_input_grad[3] or ctx.needs_input_grad[4]
+    dx_TH, dweight_TK, dgate_up, ddown = _experts_backward(dy_TH, *ctx.saved_tensors, ctx.activation, of_matrices)
+    matrices = (dgate_up, ddown) if of_matrices else (None, None)
+    return dx_TH, None, dweight_TK, *matrices, None
+
+
+_experts.register_autograd(_differentiate, setup_context=_keep_for_backward)

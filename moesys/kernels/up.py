@@ -1,0 +1,184 @@
+"""Up: every token's rows through the first projection of its experts, and the activation.
+
+T tokens of width H, K choices each, P = T·K rows in expert order, G groups, E matrices, U = 2I with a gate and U = I
+without.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from moesys.kernels.activations import GATED, activate, activate_one, activation_reference
+from moesys.kernels.numerics import operand, rounded
+from moesys.kernels.routing import Routing
+from moesys.kernels.tiles import Block, Tiles, tile_of
+
+
+def up(
+    x_TH: Tensor,
+    gate_up_EUH: Tensor,
+    routing: Routing,
+    tiles: Tiles,
+    matrix_G: Tensor,
+    top_k: int,
+    activation: str,
+    block: Block,
+    descriptor: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """(h [P, U], a [P, I]): row p of h is ``gate_up[matrix_G[g]] @ x[entry_P[p] // K]``, a its activation.
+
+    The gather is part of the product, no gathered copy of x is written. Sums are float32; h is rounded once to the
+    dtype of x (float32, float16 or bfloat16, that of the weights too), and a is the activation, in float32, of the
+    rounded h, rounded once: what backward computes again from h is a to the bit. With a gate the weights are
+    [gate; up] along U, as in transformers. Rows behind the last group's are left unwritten.
+
+    A tile is ``block.rows`` x ``block.columns`` of a, which with a gate are twice as many columns of h. Reads P·H
+    elements of x for each column of tiles and U·H of weights for each row of them, less what the L2 cache keeps;
+    writes P·(U + I). ``descriptor``: weights of two bytes come by TMA where their rows are multiples of 16 bytes.
+
+    Source: the fusion of gather, product and activation of SonicMoE (arXiv:2512.14080) and ScatterMoE
+    (arXiv:2403.08245).
+    """
+    num_matrices, U, H = gate_up_EUH.shape
+    gated = GATED[activation]
+    I = U // 2 if gated else U
+    if tiles.block_rows != block.rows:
+        raise ValueError(f"tiles of {tiles.block_rows} rows for blocks of {block.rows}")
+    if not (x_TH.is_contiguous() and gate_up_EUH.is_contiguous()):
+        raise ValueError("x and the weights must be contiguous")
+    P = routing.entry_P.numel()
+    h_PU = torch.empty(P, U, dtype=x_TH.dtype, device=x_TH.device)
+    a_PI = torch.empty(P, I, dtype=x_TH.dtype, device=x_TH.device)
+    size = x_TH.element_size()
+    descriptor = descriptor and size == 2 and H * size % 16 == 0 and gate_up_EUH.data_ptr() % 16 == 0
+    halves = 2 if gated else 1
+    weights = (
+        TensorDescriptor.from_tensor(
+            gate_up_EUH.view(num_matrices * halves, I, H), [halves, block.columns, block.contraction]
+        )
+        if descriptor
+        else gate_up_EUH
+    )
+    _up[(block.num_programs(x_TH.device),)](
+        x_TH,
+        weights,
+        routing.entry_P,
+        routing.first_G1,
+        tiles.group_M,
+        tiles.row_M,
+        tiles.count_1,
+        matrix_G,
+        h_PU,
+        a_PI,
+        H=H,
+        I=I,
+        K=top_k,
+        activation=activation,
+        halves=halves,
+        block_rows=block.rows,
+        block_columns=block.columns,
+        block_contraction=block.contraction,
+        raster=block.raster,
+        stages=block.stages,
+        descriptor=descriptor,
+        num_warps=block.warps,
+        num_stages=block.stages,
+        enable_fp_fusion=True,
+    )
+    return h_PU, a_PI
+
+
+@triton.jit
+def _up(  # type: ignore[no-untyped-def]
+    x_ptr,
+    weights,
+    entry_ptr,
+    first_ptr,
+    group_ptr,
+    row_ptr,
+    count_ptr,
+    matrix_ptr,
+    h_ptr,
+    a_ptr,
+    H: tl.constexpr,
+    I: tl.constexpr,
+    K: tl.constexpr,
+    activation: tl.constexpr,
+    halves: tl.constexpr,
+    block_rows: tl.constexpr,
+    block_columns: tl.constexpr,
+    block_contraction: tl.constexpr,
+    raster: tl.constexpr,
+    stages: tl.constexpr,
+    descriptor: tl.constexpr,
+):
+    U: tl.constexpr = halves * I
+    dtype: tl.constexpr = h_ptr.dtype.element_ty
+    whole: tl.constexpr = H % block_contraction == 0
+    num_column_tiles: tl.constexpr = (I + block_columns - 1) // block_columns
+    num_row_tiles = tl.load(count_ptr)
+    in_rows = tl.arange(0, block_rows)
+    in_columns = tl.arange(0, block_columns)
+    in_contraction = tl.arange(0, block_contraction)
+    # Of the weights that a tile needs, those of the gate and those of up lie I rows apart.
+    in_both = tl.arange(0, halves * block_columns)
+    # Flat, so that the next tile's first operands are on their way while this one is stored.
+    for task in tl.range(tl.program_id(0), num_row_tiles * num_column_tiles, tl.num_programs(0), flatten=True):
+        row_tile, column_tile = tile_of(task, num_row_tiles, num_column_tiles, raster)
+        group = tl.load(group_ptr + row_tile)
+        row = tl.load(row_ptr + row_tile)
+        num_rows = tl.minimum(tl.load(first_ptr + group + 1) - row, block_rows)
+        matrix = tl.load(matrix_ptr + group)
+        column = column_tile * block_columns
+
+        # Rows and columns that a tile lacks are computed from others' operands, and not stored.
+        entry = tl.load(entry_ptr + row + tl.minimum(in_rows, num_rows - 1))
+        x_row = x_ptr + (entry // K).to(tl.int64)[:, None] * H
+        if not descriptor:
+            weight_base = weights + matrix.to(tl.int64) * (U * H)
+            weight_row = tl.minimum(column + in_both % block_columns, I - 1) + in_both // block_columns * I
+            weight_row = weight_base + weight_row.to(tl.int64)[None, :] * H
+        h = tl.zeros((block_rows, halves * block_columns), tl.float32)
+        for start in tl.range(0, H, block_contraction, num_stages=stages):
+            at = start + in_contraction
+            x = tl.load(x_row + at[None, :]) if whole else tl.load(x_row + at[None, :], mask=at[None, :] < H, other=0.0)
+            if descriptor:
+                weight = weights.load([matrix * halves, column, start])
+                weight = weight.reshape(halves * block_columns, block_contraction).T
+            elif whole:
+                weight = tl.load(weight_row + at[:, None])
+            else:
+                weight = tl.load(weight_row + at[:, None], mask=at[:, None] < H, other=0.0)
+            h = tl.dot(operand(x), operand(weight), h, input_precision="ieee")
+
+        mask = (in_rows < num_rows)[:, None] & (column + in_columns < I)[None, :]
+        h_tile = h_ptr + row.to(tl.int64) * U + column + in_rows[:, None] * U + in_columns[None, :]
+        a_tile = a_ptr + row.to(tl.int64) * I + column + in_rows[:, None] * I + in_columns[None, :]
+        if halves == 2:
+            gate, up = h.reshape(block_rows, 2, block_columns).permute(0, 2, 1).split()
+            gate, up = rounded(gate, dtype), rounded(up, dtype)
+            tl.store(h_tile, gate, mask=mask)
+            tl.store(h_tile + I, up, mask=mask)
+            a = activate(gate.to(tl.float32), up.to(tl.float32), activation)
+        else:
+            h = rounded(h, dtype)
+            tl.store(h_tile, h, mask=mask)
+            a = activate_one(h.to(tl.float32), activation)
+        tl.store(a_tile, rounded(a, dtype), mask=mask)
+
+
+def up_reference(
+    x_TH: Tensor, gate_up_EUH: Tensor, routing: Routing, matrix_G: Tensor, top_k: int, activation: str
+) -> tuple[Tensor, Tensor]:
+    """The same in plain torch, in the dtype of x; rows behind the last group's are zero."""
+    x_PH = x_TH[routing.entry_P.clamp_min(0).long() // top_k]
+    h_PU = x_TH.new_zeros(len(x_PH), gate_up_EUH.shape[1])
+    first = routing.first_G1.tolist()
+    for group, matrix in enumerate(matrix_G.tolist()):
+        rows = slice(first[group], first[group + 1])
+        h_PU[rows] = x_PH[rows] @ gate_up_EUH[matrix].t()
+    return h_PU, activation_reference(h_PU, activation)

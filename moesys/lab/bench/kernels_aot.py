@@ -1,0 +1,187 @@
+"""Kernels as a Hopper GPU would run them, compiled here: registers, spills, shared memory, tensor-core products."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import triton
+from rich import box
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor
+
+from moesys.kernels.activation_gradient import activation_gradient
+from moesys.kernels.ahead_of_time import MOST_SHARED_BYTES, MachineCode, compiling
+from moesys.kernels.blocks import blocks_for
+from moesys.kernels.combine import combine
+from moesys.kernels.down import down
+from moesys.kernels.input_gradient import input_gradient
+from moesys.kernels.routing import Routing, route
+from moesys.kernels.tiles import Block, Tiles, tile_table
+from moesys.kernels.up import up
+from moesys.kernels.weight_gradient import weight_gradient
+from moesys.lab.bench.steps import steps_told
+from moesys.lab.console import print_full
+
+GEMMS = {"up", "down", "activation_gradient", "input_gradient", "dW2", "dW1"}
+COPY_BYTES = 16
+
+
+class Size(NamedTuple):
+    """A layer: T tokens, H hidden, I expert width, E experts, K choices."""
+
+    name: str
+    T: int
+    H: int
+    I: int
+    E: int
+    K: int
+
+
+SIZES = (
+    Size("qwen3-30b", 32768, 2048, 768, 128, 8),
+    Size("olmoe", 32768, 2048, 1024, 64, 8),
+    Size("mixtral", 16384, 4096, 14336, 8, 2),
+    Size("deepseek-v3", 16384, 7168, 2048, 256, 8),
+    Size("fine", 40960, 768, 256, 128, 8),
+    Size("30b", 32768, 4096, 512, 128, 8),
+)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One kernel of one op at one size, as compiled for ``sm_90``; ``wrong``: where it falls short, "" for nowhere."""
+
+    size: str
+    op: str
+    tile: str
+    code: MachineCode
+
+    @property
+    def wrong(self) -> str:
+        code, found = self.code, []
+        if code.spills or code.stack_bytes:
+            found.append(f"{code.spills} spills, {code.stack_bytes} bytes of stack")
+        if code.shared_bytes > MOST_SHARED_BYTES:
+            found.append(f"{code.shared_bytes} bytes of shared memory, {MOST_SHARED_BYTES} is the most")
+        if self.op in GEMMS and self.tile and not code.mma:
+            found.append("no HGMMA")
+        if self.tile and any(width < COPY_BYTES for width in code.copy_bytes):
+            found.append(f"copies of {min(code.copy_bytes)} bytes")
+        return "; ".join(found)
+
+
+def compile_size(size: Size, dtype: torch.dtype, tell: Callable[[str], None]) -> list[Compiled]:
+    """Every kernel of forward and backward, gated by SiLU, at the blocks that ``blocks_for`` gives."""
+    T, H, I, E, K = size[1:]
+    P = T * K
+
+    def meta(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    blocks = blocks_for("swiglu", dtype)
+    routing = Routing(*(meta(*shape, dtype=torch.int32) for shape in ((P,), (T, K), (E + 1,))))
+    matrix_G = meta(E, dtype=torch.int32)
+    gate_up, down_proj, x, a = meta(E, 2 * I, H), meta(E, H, I), meta(T, H), meta(P, I)
+    h, weight = meta(P, 2 * I), meta(T, K, dtype=torch.float32)
+
+    def tiles(block: Block) -> Tiles:
+        most = -(-P // block.rows) + E
+        group_M, row_M, count_1 = (meta(n, dtype=torch.int32) for n in (most, most, 1))
+        return Tiles(group_M, row_M, count_1, block.rows)
+
+    entries, first = routing.entry_P, routing.first_G1
+    up_, down_, back, into, outer = (
+        blocks.up,
+        blocks.down,
+        blocks.activation_gradient,
+        blocks.input_gradient,
+        blocks.weight_gradient,
+    )
+    ops: dict[str, tuple[Block | None, Callable[[], object]]] = {
+        "route": (None, lambda: route(meta(T, K, dtype=torch.int64), E)),
+        "tiles": (None, lambda: tile_table(first, P, up_.rows)),
+        "up": (up_, lambda: up(x, gate_up, routing, tiles(up_), matrix_G, K, "swiglu", up_)),
+        "down": (down_, lambda: down(a, down_proj, first, tiles(down_), matrix_G, down_)),
+        "combine": (None, lambda: combine(meta(P, H), routing.row_TK, weight, dtype)),
+        "activation_gradient": (
+            back,
+            lambda: activation_gradient(x, down_proj, h, weight, routing, tiles(back), matrix_G, "swiglu", back),
+        ),
+        "input_gradient": (into, lambda: input_gradient(h, gate_up, first, tiles(into), matrix_G, into)),
+        "gather_sum": (None, lambda: combine(meta(P, H), routing.row_TK, None, dtype)),
+        "dW2": (outer, lambda: weight_gradient(x, a, entries, first, K, "left", outer, torch.float32)),
+        "dW1": (outer, lambda: weight_gradient(h, x, entries, first, K, "right", outer, torch.float32)),
+    }
+    found = []
+    for op, (block, launch) in ops.items():
+        tell(f"{size.name}: {op}")
+        with compiling() as compiled:
+            launch()
+        for code in compiled:
+            is_gemm = block is not None and (bool(code.mma) or len(compiled) == 1 or code is compiled[0])
+            tile = f"{block.rows}x{block.columns}x{block.contraction}" if is_gemm and block is not None else ""
+            found.append(Compiled(size.name, op, tile, code))
+    return found
+
+
+def aot_table(rows: Sequence[Compiled]) -> Table:
+    title = "COMPILED: kernels for sm_90, not run"
+    table = Table(title=Text(title, style="bold"), title_justify="left", box=box.SIMPLE_HEAD)
+    for name in ("size", "op", "kernel", "HGMMA", "falls short"):
+        table.add_column(name, no_wrap=name != "falls short")
+    for name in ("tile", "threads", "registers", "spills", "shared KB", "copies", "TMA"):
+        table.add_column(name, justify="right", no_wrap=True)
+    before = ""
+    for row in rows:
+        if before and row.size != before:
+            table.add_section()
+        before, code = row.size, row.code
+        table.add_row(
+            row.size,
+            row.op,
+            code.name,
+            " ".join(code.mma),
+            Text(row.wrong, style="red"),
+            row.tile,
+            str(code.threads),
+            str(code.registers),
+            str(code.spills),
+            f"{code.shared_bytes / 1000:.0f}",
+            " ".join(f"{width} B" for width in code.copy_bytes),
+            str(code.tma_loads),
+        )
+    return table
+
+
+def select(names: str) -> list[Size]:
+    """Sizes by name, or all. Raises ValueError for a name that is not known."""
+    if names == "all":
+        return list(SIZES)
+    found = [size for size in SIZES if size.name == names]
+    if not found:
+        raise ValueError(f"size={names!r} is not known; use all or one of {', '.join(size.name for size in SIZES)}")
+    return found
+
+
+def main(sizes: str, json_path: Path | None) -> int:
+    """Prints the table; 1 if a kernel falls short."""
+    chosen = select(sizes)
+    rows: list[Compiled] = []
+    with warnings.catch_warnings(), steps_told("compiling", 10 * len(chosen)) as tell:
+        warnings.simplefilter("ignore", UserWarning)
+        for size in chosen:
+            rows += compile_size(size, torch.bfloat16, tell)
+    short = sum(bool(row.wrong) for row in rows)
+    note = f"bfloat16, triton {triton.__version__}; {len(rows)} kernels, {short} of them fall short"
+    print_full(aot_table(rows), [note])
+    if json_path is not None:
+        data = [asdict(row) | {"wrong": row.wrong} for row in rows]
+        json_path.write_text(json.dumps(data, indent=1))
+    return int(short > 0)
