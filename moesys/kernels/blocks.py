@@ -11,8 +11,8 @@ from moesys.kernels.tiles import Block
 
 @dataclass(frozen=True)
 class Blocks:
-    """How each grouped GEMM is cut. Their ``contraction`` and ``activation_gradient.columns`` are part of the numerics
-    class; all else changes no bit.
+    """How each grouped GEMM is cut. Their ``contraction`` is part of the numerics class, and so are
+    ``activation_gradient.columns`` below 32; all else changes no bit.
     """
 
     up: Block
@@ -41,7 +41,7 @@ def blocks_for(activation: str, dtype: torch.dtype) -> Blocks:
     return Blocks(
         up=WIDE if activation == "relu2" else SQUARE,
         down=WIDE,
-        activation_gradient=SQUARE,
+        activation_gradient=SQUARE if activation == "gelu" else WIDE,
         input_gradient=WIDE,
-        weight_gradient=SQUARE,
+        weight_gradient=WIDE,
     )

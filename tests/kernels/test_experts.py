@@ -130,7 +130,7 @@ def test_what_is_kept_for_backward_is_x_and_h():
 @pytest.mark.parametrize("columns", [16, 64])
 @pytest.mark.parametrize("programs", [1, 5])
 def test_tiles_and_programs_change_no_bit(rows, columns, programs):
-    """``activation_gradient.columns`` stays: sums of the routing weight's gradient follow its column tiles."""
+    """But for ``activation_gradient.columns`` below 32, which sums of the routing weight's gradient follow."""
     x, expert, weight, gate_up, down = (tensor.detach() for tensor in arguments(torch.float16))
     matrix_G = torch.tensor([0, 1, 2, 3, 4, 1], dtype=torch.int32)
     dy_TH = torch.ones_like(x)
