@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from moesys import hf as hf
     from moesys import presets as presets
     from moesys.balance import Certificate as Certificate
     from moesys.balance import LoadHistory as LoadHistory
@@ -144,12 +145,12 @@ _MODULE_OF = {
     "update_router_bias": "moesys.moe.gradients",
 }
 
-__all__ = ["presets", *_MODULE_OF]
+__all__ = ["presets", *sorted([*_MODULE_OF, "hf"])]
 
 
 def __getattr__(name: str) -> Any:
-    if name == "presets":
-        return import_module("moesys.presets")
+    if name in ("hf", "presets"):
+        return import_module(f"moesys.{name}")
     if name in _MODULE_OF:
         return getattr(import_module(_MODULE_OF[name]), name)
     raise AttributeError(f"module 'moesys' has no attribute {name!r}; its public names are in moesys.__all__")

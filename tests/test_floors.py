@@ -19,6 +19,7 @@ FLOORS = (
     {"presets", "traces", "cost"},
     {"kernels"},
     {"overlap", "balance"},
+    {"hf"},
     {"step"},
     {"moe"},
     {"train"},
