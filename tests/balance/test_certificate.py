@@ -7,7 +7,7 @@ from itertools import chain, combinations, product
 import numpy as np
 import pytest
 from balance_cases import instances, layouts, zipf_load
-from hypothesis import assume, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from moesys.balance import min_max_load, plan_layout, split_tokens
@@ -59,7 +59,7 @@ def tiny(draw):
     return tokens_E, slots_R, domain_R
 
 
-@settings(max_examples=120)
+@settings(max_examples=120, suppress_health_check=[HealthCheck.filter_too_much])
 @given(instance=tiny(), min_replicas=st.integers(1, 2))
 def test_no_layout_is_below_the_bound(instance, min_replicas):
     tokens_E, slots_R, domain_R = instance
@@ -68,7 +68,7 @@ def test_no_layout_is_below_the_bound(instance, min_replicas):
     assert greatest_bound(tokens_E, slots_R, domain_R, min_replicas)[0] <= best
 
 
-@settings(max_examples=120)
+@settings(max_examples=120, suppress_health_check=[HealthCheck.filter_too_much])
 @given(instance=tiny())
 def test_components_bound_every_layout_and_are_filled_to_their_limit(instance):
     tokens_E, slots_R, _ = instance
