@@ -11,7 +11,8 @@ from torch.autograd.function import once_differentiable
 
 from moesys.moe.experts import as_gradients
 from moesys.moe.shards import Restored
-from moesys.overlap.chunked import ChunkedExecutor, ExpertWeights, Saved
+from moesys.overlap.chunked import ChunkedExecutor, Saved
+from moesys.overlap.expert_math import ExpertWeights
 from moesys.step import LayerPlan
 
 if TYPE_CHECKING:

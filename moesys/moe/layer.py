@@ -33,8 +33,10 @@ from moesys.moe.state import join_state, split_state
 from moesys.moe.whole_experts import WholeExperts
 from moesys.overlap.channel import Channel
 from moesys.overlap.chunked import ChunkedExecutor
+from moesys.overlap.expert_math import ExpertMath
 from moesys.overlap.record import Meter, Recorder
 from moesys.overlap.routes import build_routes, chunk_counts
+from moesys.overlap.slot_math import SlotMath
 from moesys.step import LayerPlan, plan_layer
 
 if TYPE_CHECKING:
@@ -112,6 +114,8 @@ class MoELayer(nn.Module):
         self.weight_channel = self.token_channel
         self.runtime: MoERuntime | None = None
         self.plan_timeout_s = PLAN_TIMEOUT_S
+        # None: kernels on a GPU, a GEMM a slot elsewhere.
+        self.expert_math: ExpertMath | None = None
         self.tokens_since_update_E = np.zeros(shape.num_experts, dtype=np.int64)
         self._prefetched: tuple[ExpertLayout, int, Restored] | None = None
         self._last_plan: LayerPlan | None = None
@@ -212,8 +216,8 @@ class MoELayer(nn.Module):
             agreed = gathered_RN[:, counts_CE.numel() :].amin(dim=0).tolist()
             for layer, vote in zip(deciding, agreed, strict=True):
                 layer.schedule.settle(bool(vote))
-        # Asked for every time, as it depends on the number of threads, which may change.
-        rule = _row_rule(self.shape, self.compute_dtype, expert_TK.device.type)
+        # Asked for every time, as it depends on the device and, on the CPU, on the number of threads, which may change.
+        math = self.expert_math or _expert_math(self.shape, self.compute_dtype, expert_TK.device.type)
         with self.meter.planning():
             load = LoadMatrix(tokens_RCE.sum(dim=1).numpy())
             schedule = self.schedule
@@ -229,9 +233,9 @@ class MoELayer(nn.Module):
                 np.ascontiguousarray(tokens_RCE.numpy().swapaxes(0, 1)),
                 plan.tokens,
                 self.token_channel.rank,
-                rule.min_rows,
+                math.min_rows,
             )
-        executor = ChunkedExecutor(routes, self.token_channel, rule, self.shards.memory)
+        executor = ChunkedExecutor(routes, self.token_channel, math, self.shards.memory)
         call = LayerCall(self, plan, executor, previous, checkpointed)
         if (prefetched := self._valid_prefetch()) is not None:
             call.adopt(prefetched)
@@ -387,10 +391,16 @@ def _cluster_of(num_ranks: int) -> ClusterSpec:
     return ClusterSpec(num_nodes=1, ranks_per_node=num_ranks)
 
 
-def _row_rule(shape: ModelShape, dtype: torch.dtype, device_type: str) -> RowRule:
-    """How the four row-wise GEMMs of an expert are called: up, down, and both of backward."""
+def _expert_math(shape: ModelShape, dtype: torch.dtype, device_type: str) -> ExpertMath:
+    """How experts are computed on this device."""
+    if device_type == "cuda":
+        # Here, so that Triton is loaded only where it runs.
+        from moesys.overlap.kernel_math import KernelMath
+
+        return KernelMath()
     H, I = shape.hidden_size, shape.intermediate_size
-    return RowRule.all_of(
+    # The four row-wise GEMMs of an expert: up, down, and both of backward.
+    rule = RowRule.all_of(
         [
             row_rule(H, 2 * I, dtype, transposed=True, device_type=device_type),
             row_rule(I, H, dtype, transposed=True, device_type=device_type),
@@ -398,3 +408,4 @@ def _row_rule(shape: ModelShape, dtype: torch.dtype, device_type: str) -> RowRul
             row_rule(2 * I, H, dtype, transposed=False, device_type=device_type),
         ]
     )
+    return SlotMath(rule)

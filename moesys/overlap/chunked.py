@@ -1,47 +1,33 @@
 """Dispatch, experts and combine, chunk by chunk; sequential is one chunk.
 
 While chunk i is computed, chunk i+1 is on its way to the experts and chunk i-1 on its way home. Chunks change when
-things happen and never what is computed: rows are multiplied by kernels that treat a row the same in any company
-(``kernels.rows``), and weight gradients sum over all rows at once in expert order (``routes``). Backward runs the same
-schedule on the output's gradient, and computes weight gradients while the last chunk travels home.
+things happen and never what is computed: a row comes out the same in any company, and weight gradients sum over all
+rows at once in expert order (``expert_math``). Backward runs the same schedule on the output's gradient, and computes
+weight gradients while the last chunk travels home.
 
 T tokens of this rank, H hidden, I expert width, K top-k, M arrivals, P expert rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from moesys.kernels.memory import Memory, Scratch
-from moesys.kernels.rows import RowRule, matmul_rows
-from moesys.kernels.swiglu import swiglu, swiglu_backward
 from moesys.overlap.channel import Channel, Transfer
-from moesys.overlap.routes import ChunkRoutes, Routes, SlotRows
-
-# Slots with few rows share gathers and activations, up to so many rows: calls cost more than such rows do.
-GROUP_ROWS = 2048
-ALIGNMENT_BYTES = 64
-# Combine works on blocks of so many elements, which stay in a core's cache.
-COMBINE_ELEMENTS = 1 << 18
-
-
-class ExpertWeights(NamedTuple):
-    """One expert: ``gate_up`` [2I, H], ``down`` [H, I]; float32 masters are cast just before each use."""
-
-    gate_up: Tensor
-    down: Tensor
-
-
-class ExpertGradients(NamedTuple):
-    """Where one expert's weight gradients are written, float32, in the shapes of the weights."""
-
-    gate_up: Tensor
-    down: Tensor
+from moesys.overlap.expert_math import (
+    Arrivals,
+    BackwardPass,
+    ExpertGradients,
+    ExpertMath,
+    ExpertWeights,
+    ForwardPass,
+    Workplace,
+)
+from moesys.overlap.routes import ChunkRoutes, Routes
 
 
 @dataclass(frozen=True)
@@ -59,52 +45,37 @@ WaitForExperts = Callable[[], Sequence[ExpertWeights]]
 class ChunkedExecutor:
     """Runs one micro-batch of one layer on one rank.
 
-    ``rule``: how GEMMs are called so that chunks change no bit; ``routes`` are padded by it. ``memory``: where large
-    tensors lie.
+    ``math``: how experts are computed; ``routes`` are padded for it. ``memory``: where large tensors lie.
     """
 
     routes: Routes
     channel: Channel
-    rule: RowRule
+    math: ExpertMath
     memory: Memory
 
     def forward(self, x_TH: Tensor, weight_TK: Tensor, wait_for_experts: WaitForExperts) -> tuple[Tensor, Saved]:
         """Output [T, H] in x's dtype. ``wait_for_experts`` is called once, when the first chunk has arrived."""
-        routes, dtype, H = self.routes, x_TH.dtype, x_TH.shape[1]
-        arrivals = self._arrivals(x_TH, routes.send_token_N)
-        memory, scratch = self.memory, Scratch(self.memory, x_TH.device)
-        weights: Sequence[ExpertWeights] = ()
-        h_P2I: Tensor | None = None
-        y_TH = memory.empty_like(x_TH)
+        arrivals = self._arrivals(x_TH, self.routes.send_token_N)
+        at = Workplace(self.memory, Scratch(self.memory, x_TH.device))
+        y_TH = self.memory.empty_like(x_TH)
+        math: ForwardPass | None = None
 
         def ready() -> None:
-            nonlocal h_P2I, weights
-            weights = wait_for_experts()
-            width = weights[0].gate_up.shape[0] if weights else 0
-            h_P2I = memory.empty((routes.num_rows, width), dtype, x_TH.device)
+            nonlocal math
+            math = self.math.forward(self.routes, arrivals, wait_for_experts(), at)
 
         def experts(chunk: ChunkRoutes) -> Tensor:
-            assert h_P2I is not None
-            y_PH = memory.empty((chunk.num_rows, H), dtype, x_TH.device)
-            for slots, rows, here in _groups(chunk):
-                sizes = [slot.padded for slot in slots]
-                x_NH = arrivals.take(chunk.gather_P[here], scratch, "x")
-                h_N2I = h_P2I[rows]
-                a_NI = scratch("a", (len(h_N2I), h_N2I.shape[1] // 2), dtype)
-                for slot, x, h in zip(slots, x_NH.split(sizes), h_N2I.split(sizes), strict=True):
-                    matmul_rows(x, _cast(weights[slot.slot].gate_up, dtype, scratch), h, self.rule)
-                swiglu(h_N2I, a_NI)
-                for slot, a, y in zip(slots, a_NI.split(sizes), y_PH[here].split(sizes), strict=True):
-                    matmul_rows(a, _cast(weights[slot.slot].down, dtype, scratch), y, self.rule)
-            return y_PH
+            assert math is not None
+            return math.experts(chunk)
 
         def combine(chunk: ChunkRoutes, home_NH: Tensor, home_TK: Tensor) -> None:
             tokens = slice(*chunk.tokens)
-            _weighted_sum(home_NH, home_TK.view_as(weight_TK[tokens]), weight_TK[tokens], y_TH[tokens], scratch)
+            place_TK = home_TK.view_as(weight_TK[tokens])
+            self.math.combine(home_NH, place_TK, weight_TK[tokens], y_TH[tokens], at.scratch)
 
         self._run(arrivals, ready, experts, combine, "forward")
-        assert h_P2I is not None
-        return y_TH, Saved(arrivals.rows, h_P2I)
+        assert math is not None
+        return y_TH, Saved(arrivals.rows, math.pre_activations())
 
     def backward(
         self,
@@ -117,76 +88,39 @@ class ChunkedExecutor:
         """(dx [T, H], dweight float32 [T, K]); each held expert's weight gradients are written into ``gradients``,
         or not computed where that is None.
         """
-        routes, dtype, device = self.routes, dy_TH.dtype, dy_TH.device
+        routes = self.routes
         arrivals = self._arrivals(dy_TH, routes.send_token_N)
-        saved_arrivals = _Arrivals(saved.arrivals_MH, arrivals.index)
-        memory, scratch = self.memory, Scratch(self.memory, device)
-        I = saved.h_P2I.shape[1] // 2
-        # With one chunk an expert's rows are all there at once, and nothing is kept for later.
-        one_chunk = len(routes.chunks) == 1
-        kept_rows = 0 if one_chunk else routes.num_rows
-        dh_P2I = memory.empty((kept_rows, 2 * I), dtype, device)
-        wa_PI = memory.empty((kept_rows, I), dtype, device)
-        weights: Sequence[ExpertWeights] = ()
-        dx_TH = memory.empty_like(dy_TH)
+        saved_arrivals = Arrivals(saved.arrivals_MH, arrivals.index)
+        at = Workplace(self.memory, Scratch(self.memory, dy_TH.device))
+        dx_TH = self.memory.empty_like(dy_TH)
         # Routing weights and their gradients travel in one message each: chunks of them would be all latency.
         weight_M, weights_here = self._weights_to_experts(weight_TK.reshape(-1)[routes.send_row_N])
         dweight_M = torch.empty_like(weight_M)
+        math: BackwardPass | None = None
 
         def ready() -> None:
-            nonlocal weights
+            nonlocal math
             weights_here()
             weights = wait_for_experts()
+            math = self.math.backward(routes, arrivals, saved_arrivals, saved.h_P2I, weight_M, weights, gradients, at)
 
         def experts(chunk: ChunkRoutes) -> Tensor:
-            dx_PH = memory.empty((chunk.num_rows, dy_TH.shape[1]), dtype, device)
-            dweight_P = weight_TK.new_empty(chunk.num_rows)
-            for slots, rows, here in _groups(chunk):
-                sizes = [slot.padded for slot in slots]
-                gather_N = chunk.gather_P[here]
-                dy_NH = arrivals.take(gather_N, scratch, "dy")
-                h_N2I = saved.h_P2I[rows]
-                da_NI = scratch("a", (len(h_N2I), I), dtype)
-                dh_N2I = scratch("dh", h_N2I.shape, dtype) if one_chunk else dh_P2I[rows]
-                wa_NI = scratch("wa", da_NI.shape, dtype) if one_chunk else wa_PI[rows]
-                for slot, dy, da in zip(slots, dy_NH.split(sizes), da_NI.split(sizes), strict=True):
-                    matmul_rows(dy, _cast(weights[slot.slot].down, dtype, scratch).t(), da, self.rule)
-                weight_N = weight_M[gather_N]
-                dweight_P[here] = swiglu_backward(h_N2I, da_NI, weight_N, dh_N2I, wa_NI)
-                for slot, dh, dx in zip(slots, dh_N2I.split(sizes), dx_PH[here].split(sizes), strict=True):
-                    matmul_rows(dh, _cast(weights[slot.slot].gate_up, dtype, scratch).t(), dx, self.rule)
-                if one_chunk and gradients is not None:
-                    x_NH = saved_arrivals.take(gather_N, scratch, "x")
-                    operands = (tensor.split(sizes) for tensor in (dh_N2I, x_NH, dy_NH, wa_NI))
-                    for slot, *rows_of_slot in zip(slots, *operands, strict=True):
-                        weight_gradient(slot.slot, *(tensor[: slot.valid] for tensor in rows_of_slot))
-            dweight_M[slice(*chunk.arrivals)] = dweight_P[chunk.return_M]
+            assert math is not None
+            dx_PH, dweight_M[slice(*chunk.arrivals)] = math.experts(chunk)
             return dx_PH
 
         def combine(chunk: ChunkRoutes, home_NH: Tensor, home_TK: Tensor) -> None:
             tokens = slice(*chunk.tokens)
-            _weighted_sum(home_NH, home_TK.view_as(weight_TK[tokens]), None, dx_TH[tokens], scratch)
-
-        def weight_gradient(slot: int, dh_N2I: Tensor, x_NH: Tensor, dy_NH: Tensor, wa_NI: Tensor) -> None:
-            assert gradients is not None
-            _gradient_mm(_aligned(dh_N2I), _aligned(x_NH), gradients[slot].gate_up, scratch)
-            _gradient_mm(_aligned(dy_NH), _aligned(wa_NI), gradients[slot].down, scratch)
+            self.math.combine(home_NH, home_TK.view_as(weight_TK[tokens]), None, dx_TH[tokens], at.scratch)
 
         dweights_home: Callable[[], Tensor] | None = None
 
         def after_experts() -> None:
             nonlocal dweights_home
             dweights_home = self._dweights_home(dweight_M)
-            if gradients is None:
-                return
-            for slot, rows, places in routes.order:
-                x_NH = saved_arrivals.take(places, scratch, "x")
-                dy_NH = arrivals.take(places, scratch, "dy")
-                weight_gradient(slot, dh_P2I.index_select(0, rows), x_NH, dy_NH, wa_PI.index_select(0, rows))
-            used = {slot.slot for chunk in routes.chunks for slot in chunk.slots}
-            for slot in set(range(len(gradients))) - used:
-                gradients[slot].gate_up.zero_()
-                gradients[slot].down.zero_()
+            if gradients is not None:
+                assert math is not None
+                math.weight_gradients(gradients)
 
         self._run(arrivals, ready, experts, combine, "backward", after_experts)
         assert dweights_home is not None
@@ -196,7 +130,7 @@ class ChunkedExecutor:
 
     def _run(
         self,
-        arrivals: _Arrivals,
+        arrivals: Arrivals,
         ready: Callable[[], None],
         experts: Callable[[ChunkRoutes], Tensor],
         combine: Callable[[ChunkRoutes, Tensor, Tensor], None],
@@ -240,13 +174,13 @@ class ChunkedExecutor:
         if len(chunks) > 1:
             finish()
 
-    def _arrivals(self, source: Tensor, send_index: Tensor) -> _Arrivals:
+    def _arrivals(self, source: Tensor, send_index: Tensor) -> Arrivals:
         if self.channel.num_ranks == 1:
-            return _Arrivals(source, send_index)
+            return Arrivals(source, send_index)
         received = self.memory.empty((self.routes.num_arrivals, *source.shape[1:]), source.dtype, source.device)
-        return _Arrivals(received, None, source, send_index)
+        return Arrivals(received, None, source, send_index)
 
-    def _dispatch(self, index: int, arrivals: _Arrivals, direction: str) -> Transfer | None:
+    def _dispatch(self, index: int, arrivals: Arrivals, direction: str) -> Transfer | None:
         if arrivals.source is None or arrivals.send_index is None:
             return None
         chunk = self.routes.chunks[index]
@@ -308,78 +242,3 @@ class ChunkedExecutor:
         out_R, in_R = (sent_R, arrived_R) if home else (arrived_R, sent_R)
         received = values.new_empty(sum(out_R))
         return received, self.channel.all_to_all(received, values, out_R, in_R, lane=lane, detail="weights")
-
-
-@dataclass(frozen=True)
-class _Arrivals:
-    """Rows by arrival. On one rank nothing travels: arrivals are the source's rows themselves, through ``index``."""
-
-    rows: Tensor
-    index: Tensor | None
-    source: Tensor | None = None
-    send_index: Tensor | None = None
-
-    def take(self, arrival_N: Tensor, scratch: Scratch, name: str) -> Tensor:
-        """Copies of these arrivals in ``scratch``, where they last until the next ones of that name."""
-        index = arrival_N if self.index is None else self.index[arrival_N]
-        taken = scratch(name, (len(index), *self.rows.shape[1:]), self.rows.dtype)
-        return torch.index_select(self.rows, 0, index, out=taken)
-
-
-def _groups(chunk: ChunkRoutes) -> Iterator[tuple[tuple[SlotRows, ...], slice, slice]]:
-    """Neighbouring slots that share gathers and activations, with their rows counted over all chunks and in this one.
-
-    A row's bits do not depend on its group, so groups are free to change with the chunks.
-    """
-    first = 0
-    for last, slot in enumerate(chunk.slots, start=1):
-        start, stop = chunk.slots[first].start, slot.start + slot.padded
-        if stop - start >= GROUP_ROWS or last == len(chunk.slots):
-            yield chunk.slots[first:last], slice(start, stop), slice(start - chunk.rows[0], stop - chunk.rows[0])
-            first = last
-
-
-def _cast(weight: Tensor, dtype: torch.dtype, scratch: Scratch) -> Tensor:
-    """``weight`` in ``dtype``; a cast one lasts until the next is cast, so that it is still in cache for its GEMM."""
-    if weight.dtype == dtype:
-        return weight
-    return scratch("weight", tuple(weight.shape), dtype).copy_(weight)
-
-
-def _weighted_sum(
-    rows_NH: Tensor, place_TK: Tensor, weight_TK: Tensor | None, out_TH: Tensor, scratch: Scratch
-) -> None:
-    """``out`` = the sum over k = 0..K-1, in that order, of each token's rows times its weights, in float32."""
-    top_k, H = place_TK.shape[1], rows_NH.shape[1]
-    block = max(1, COMBINE_ELEMENTS // (top_k * H))
-    for first in range(0, len(place_TK), block):
-        tokens = slice(first, first + block)
-        place_N = place_TK[tokens].reshape(-1)
-        taken = scratch("rows", (len(place_N), H), rows_NH.dtype)
-        torch.index_select(rows_NH, 0, place_N, out=taken)
-        if taken.dtype != torch.float32:
-            taken = scratch("float rows", (len(place_N), H), torch.float32).copy_(taken)
-        row_TKH = taken.view(-1, top_k, H)
-        if weight_TK is not None:
-            row_TKH.mul_(weight_TK[tokens, :, None])
-        total_TH = row_TKH[:, 0]
-        for k in range(1, top_k):
-            total_TH += row_TKH[:, k]
-        out_TH[tokens] = total_TH
-
-
-def _aligned(rows: Tensor) -> Tensor:
-    """The rows, at an address as allocations have it: BLAS sums narrow matrices in an order that depends on that."""
-    return rows if rows.data_ptr() % ALIGNMENT_BYTES == 0 else rows.clone()
-
-
-def _gradient_mm(left_NA: Tensor, right_NB: Tensor, out_AB: Tensor, scratch: Scratch) -> None:
-    """``out = leftᵀ @ right`` summed over rows in order; ``out`` is float32."""
-    if left_NA.dtype == torch.float32:
-        torch.mm(left_NA.t(), right_NB, out=out_AB)
-    elif left_NA.is_cuda:
-        out_AB.copy_(torch.mm(left_NA.t(), right_NB, out_dtype=torch.float32))
-    else:
-        # torch's CPU GEMM accumulates in float32 but has no float32 output for 16-bit operands: one rounding more.
-        rounded = scratch("gradient", tuple(out_AB.shape), left_NA.dtype)
-        out_AB.copy_(torch.mm(left_NA.t(), right_NB, out=rounded))

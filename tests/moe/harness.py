@@ -31,6 +31,7 @@ class Case:
     weights: dict[str, Tensor] = field(default_factory=dict)
     skew: float = 0.0
     shuffle_layouts: bool = False  # another layout for every micro-batch, whatever the planner would say
+    kernels: bool = False  # experts on Triton's kernels, as on a GPU
 
 
 class ShufflingPlanner:
@@ -58,6 +59,11 @@ def make_layer(case: Case) -> MoELayer:
         layer.load_full_state_dict(case.weights)
     if case.shuffle_layouts:
         layer.schedule.source = ShufflingPlanner()
+    if case.kernels:
+        # Here, so that ranks without such a case do not load Triton.
+        from moesys.overlap.kernel_math import KernelMath
+
+        layer.expert_math = KernelMath()
     return layer
 
 

@@ -1,0 +1,112 @@
+"""What is done to rows of experts, apart from when: the schedule (``chunked``) asks for it chunk by chunk.
+
+Two implementations: ``slot_math`` calls a GEMM a slot, on the CPU; ``kernel_math`` has Triton kernels for all slots at
+once. Both promise the same: what is computed of a row does not depend on its chunk, and weight gradients sum rows in
+expert order, whatever the chunks.
+
+T tokens of this rank, H hidden, I expert width, K top-k, M arrivals, P expert rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from moesys.kernels.memory import Memory, Scratch
+from moesys.overlap.routes import ChunkRoutes, Routes
+
+
+class ExpertWeights(NamedTuple):
+    """One expert: ``gate_up`` [2I, H], ``down`` [H, I]; float32 masters are cast just before each use."""
+
+    gate_up: Tensor
+    down: Tensor
+
+
+class ExpertGradients(NamedTuple):
+    """Where one expert's weight gradients are written, float32, in the shapes of the weights."""
+
+    gate_up: Tensor
+    down: Tensor
+
+
+@dataclass(frozen=True)
+class Arrivals:
+    """Rows by arrival. On one rank nothing travels: arrivals are the source's rows themselves, through ``index``."""
+
+    rows: Tensor
+    index: Tensor | None
+    source: Tensor | None = None
+    send_index: Tensor | None = None
+
+    def place(self, arrival_N: Tensor) -> Tensor:
+        """Which of ``rows`` these arrivals are."""
+        return arrival_N if self.index is None else self.index[arrival_N]
+
+    def take(self, arrival_N: Tensor, scratch: Scratch, name: str) -> Tensor:
+        """Copies of these arrivals in ``scratch``, where they last until the next ones of that name."""
+        index = self.place(arrival_N)
+        taken = scratch(name, (len(index), *self.rows.shape[1:]), self.rows.dtype)
+        return torch.index_select(self.rows, 0, index, out=taken)
+
+
+class Workplace(NamedTuple):
+    """Where the tensors of one pass lie: those that last, and those that are overwritten."""
+
+    memory: Memory
+    scratch: Scratch
+
+
+class ForwardPass(Protocol):
+    """Forward of one micro-batch, made when its experts are here; asked for every chunk in turn."""
+
+    def experts(self, chunk: ChunkRoutes) -> Tensor:
+        """y [P, H] of the chunk's expert rows, before routing weights."""
+
+    def pre_activations(self) -> Tensor:
+        """h [P, 2I] of all chunks, after the last."""
+
+
+class BackwardPass(Protocol):
+    """Backward of one micro-batch, made when its experts are here; asked for every chunk in turn."""
+
+    def experts(self, chunk: ChunkRoutes) -> tuple[Tensor, Tensor]:
+        """(dx [P, H] of the chunk's expert rows, dweight float32 [M] of its arrivals)."""
+
+    def weight_gradients(self, gradients: Sequence[ExpertGradients]) -> None:
+        """Writes those of every held expert, after the last chunk; zeros for one without rows."""
+
+
+class ExpertMath(Protocol):
+    """A way to compute experts. ``min_rows``: routes are padded to so many rows of a slot (``build_routes``)."""
+
+    @property
+    def min_rows(self) -> int: ...
+
+    def forward(self, routes: Routes, x: Arrivals, weights: Sequence[ExpertWeights], at: Workplace) -> ForwardPass: ...
+
+    def backward(
+        self,
+        routes: Routes,
+        dy: Arrivals,
+        x: Arrivals,
+        h_P2I: Tensor,
+        weight_M: Tensor,
+        weights: Sequence[ExpertWeights],
+        gradients: Sequence[ExpertGradients] | None,
+        at: Workplace,
+    ) -> BackwardPass:
+        """``weight_M``: routing weights by arrival, float32. ``gradients``: where ``weight_gradients`` will write, None
+        where it will not be called.
+        """
+
+    def combine(
+        self, rows_NH: Tensor, place_TK: Tensor, weight_TK: Tensor | None, out_TH: Tensor, scratch: Scratch
+    ) -> None:
+        """``out[t]`` = the sum over k = 0..K-1, in that order, of ``rows[place[t, k]]`` times its weight, if any; in
+        float32, rounded once.
+        """

@@ -1,0 +1,232 @@
+"""Experts on a GPU: Triton kernels that take all slots of a chunk at once, and gather rows as they multiply them.
+
+Nothing is padded: a kernel's row is summed in blocks of its own contraction, whoever shares its tile. Only x and the
+pre-activations are kept for backward, as on the CPU.
+
+On one rank nothing travels, and kernels gather from the tokens themselves: a row's *entry* is its (token, k), K entries
+a token. On several it is its arrival, one entry each. Either way a chunk's entries are numbered from its first.
+
+T tokens or arrivals of a chunk, K entries of each, P = T·K expert rows, M arrivals, H hidden, I expert width, S slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from moesys.kernels.activation_gradient import activation_gradient
+from moesys.kernels.combine import combine
+from moesys.kernels.down import down
+from moesys.kernels.experts import default_blocks
+from moesys.kernels.input_gradient import input_gradient
+from moesys.kernels.memory import Scratch
+from moesys.kernels.routing import Routing
+from moesys.kernels.tiles import Block, Tiles, tile_table
+from moesys.kernels.up import up
+from moesys.kernels.weight_gradient import weight_gradient
+from moesys.overlap.expert_math import Arrivals, ExpertGradients, ExpertWeights, Workplace
+from moesys.overlap.routes import ChunkRoutes, Routes
+
+ACTIVATION = "swiglu"
+
+
+@dataclass(frozen=True)
+class KernelMath:
+    """``ExpertMath`` by Triton kernels; on the CPU only in Triton's interpreter.
+
+    Blocks follow from the dtype and the device alone, so chunks change no bit.
+    """
+
+    @property
+    def min_rows(self) -> int:
+        return 1
+
+    def forward(self, routes: Routes, x: Arrivals, weights: Sequence[ExpertWeights], at: Workplace) -> KernelForward:
+        return KernelForward(routes, x, weights)
+
+    def backward(
+        self,
+        routes: Routes,
+        dy: Arrivals,
+        x: Arrivals,
+        h_P2I: Tensor,
+        weight_M: Tensor,
+        weights: Sequence[ExpertWeights],
+        gradients: Sequence[ExpertGradients] | None,
+        at: Workplace,
+    ) -> KernelBackward:
+        return KernelBackward(routes, dy, x, h_P2I, weight_M, weights, keep=gradients is not None)
+
+    def combine(
+        self, rows_NH: Tensor, place_TK: Tensor, weight_TK: Tensor | None, out_TH: Tensor, scratch: Scratch
+    ) -> None:
+        weight_TK = None if weight_TK is None else weight_TK.contiguous()
+        out_TH.copy_(combine(rows_NH, place_TK.int(), weight_TK, out_TH.dtype))
+
+
+class KernelForward:
+    """``ForwardPass`` by kernels."""
+
+    def __init__(self, routes: Routes, x: Arrivals, weights: Sequence[ExpertWeights]) -> None:
+        self.routes, self.x = routes, x
+        self.rows = x.rows.contiguous()
+        self.experts_here = _Stacked.of(weights, self.rows)
+        self.blocks = default_blocks(ACTIVATION, self.rows)
+        self.h: list[Tensor] = []
+
+    def experts(self, chunk: ChunkRoutes) -> Tensor:
+        if not chunk.num_rows:
+            return self.rows.new_empty(0, self.rows.shape[1])
+        here, blocks = self.experts_here, self.blocks
+        routing = _routing(self.routes, chunk, self.x, len(here.matrix_S))
+        h_P2I, a_PI = up(
+            self.rows[_sources(chunk, self.x)],
+            here.gate_up_S2IH,
+            routing,
+            _tiles(routing, blocks.up),
+            here.matrix_S,
+            routing.row_TK.shape[1],
+            activation=ACTIVATION,
+            block=blocks.up,
+        )
+        self.h.append(h_P2I)
+        return down(a_PI, here.down_SHI, routing.first_G1, _tiles(routing, blocks.down), here.matrix_S, blocks.down)
+
+    def pre_activations(self) -> Tensor:
+        if not self.h:
+            return self.rows.new_empty(0, self.experts_here.gate_up_S2IH.shape[1])
+        # Autograd keeps one tensor; several chunks' are copied together.
+        return self.h[0] if len(self.h) == 1 else torch.cat(self.h)
+
+
+class KernelBackward:
+    """``BackwardPass`` by kernels. ``keep``: what weight gradients need is kept until they are asked for."""
+
+    def __init__(
+        self,
+        routes: Routes,
+        dy: Arrivals,
+        x: Arrivals,
+        h_P2I: Tensor,
+        weight_M: Tensor,
+        weights: Sequence[ExpertWeights],
+        keep: bool,
+    ) -> None:
+        self.routes, self.dy, self.x, self.h_P2I, self.weight_M, self.keep = routes, dy, x, h_P2I, weight_M, keep
+        self.experts_here = _Stacked.of(weights, dy.rows)
+        self.blocks = default_blocks(ACTIVATION, dy.rows)
+        self.dh: list[Tensor] = []
+        self.wa: list[Tensor] = []
+
+    def experts(self, chunk: ChunkRoutes) -> tuple[Tensor, Tensor]:
+        rows, weight_M = self.dy.rows, self.weight_M[slice(*chunk.arrivals)]
+        if not chunk.num_rows:
+            return rows.new_empty(0, rows.shape[1]), torch.empty_like(weight_M)
+        here, blocks = self.experts_here, self.blocks
+        routing = _routing(self.routes, chunk, self.dy, len(here.matrix_S))
+        on_one_rank = self.dy.index is not None
+        weight_TK = (weight_M[chunk.home_TK] if on_one_rank else weight_M).view_as(routing.row_TK)
+        dh_P2I, wa_PI, dweight_TK = activation_gradient(
+            rows[_sources(chunk, self.dy)],
+            here.down_SHI,
+            self.h_P2I[slice(*chunk.rows)],
+            weight_TK,
+            routing,
+            _tiles(routing, blocks.activation_gradient),
+            here.matrix_S,
+            ACTIVATION,
+            blocks.activation_gradient,
+        )
+        if self.keep:
+            self.dh.append(dh_P2I)
+            self.wa.append(wa_PI)
+        tiles = _tiles(routing, blocks.input_gradient)
+        dx_PH = input_gradient(dh_P2I, here.gate_up_S2IH, routing.first_G1, tiles, here.matrix_S, blocks.input_gradient)
+        dweight_M = dweight_TK.view(-1)
+        if on_one_rank:
+            dweight_M = torch.empty_like(weight_M).index_copy_(0, chunk.home_TK, dweight_M)
+        return dx_PH, dweight_M
+
+    def weight_gradients(self, gradients: Sequence[ExpertGradients]) -> None:
+        if not self.dh:
+            for of_slot in gradients:
+                of_slot.gate_up.zero_()
+                of_slot.down.zero_()
+            return
+        first_G1, arrival_P, dh_P2I, wa_PI = self._expert_order(len(gradients))
+        place_P = self.dy.place(arrival_P).int()
+        x_MH, dy_MH, block = self.x.rows.contiguous(), self.dy.rows, self.blocks.weight_gradient
+        # Copied to where they belong, which is not one behind the other: an expert's two matrices are neighbours.
+        dgate_up_S2IH = weight_gradient(dh_P2I, x_MH, place_P, first_G1, 1, "right", block)
+        for of_slot, gradient in zip(gradients, dgate_up_S2IH, strict=True):
+            of_slot.gate_up.copy_(gradient)
+        del dgate_up_S2IH
+        ddown_SHI = weight_gradient(dy_MH, wa_PI, place_P, first_G1, 1, "left", block)
+        for of_slot, gradient in zip(gradients, ddown_SHI, strict=True):
+            of_slot.down.copy_(gradient)
+
+    def _expert_order(self, num_slots: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """All chunks' rows in expert order: (first_G1, the arrival of each, dh, weighted activations)."""
+        chunks, order = self.routes.chunks, self.routes.order
+        counts = [0] * num_slots
+        for slot in (slot for chunk in chunks for slot in chunk.slots):
+            counts[slot.slot] += slot.valid
+        first_G1 = _first(counts, self.dy.rows.device)
+        if len(chunks) == 1:
+            return first_G1, chunks[0].gather_P, self.dh[0], self.wa[0]
+        # The kernels read one side of the product through an index and the other, these, as it lies.
+        row_P = torch.cat([rows for _, rows, _ in order])
+        arrival_P = torch.cat([arrivals for _, _, arrivals in order])
+        return first_G1, arrival_P, torch.cat(self.dh).index_select(0, row_P), torch.cat(self.wa).index_select(0, row_P)
+
+
+@dataclass(frozen=True)
+class _Stacked:
+    """The held experts in the compute dtype as kernels want them, slot behind slot."""
+
+    gate_up_S2IH: Tensor
+    down_SHI: Tensor
+    matrix_S: Tensor
+
+    @staticmethod
+    def of(weights: Sequence[ExpertWeights], like: Tensor) -> _Stacked:
+        """In the dtype and on the device of ``like``. All weights are copied, until restores lay them out so."""
+        S = len(weights)
+        two_I, H = weights[0].gate_up.shape if S else (0, like.shape[1])
+        gate_up_S2IH, down_SHI = like.new_empty(S, two_I, H), like.new_empty(S, H, two_I // 2)
+        for slot in range(S):
+            expert = weights[slot]
+            gate_up_S2IH[slot] = expert.gate_up
+            down_SHI[slot] = expert.down
+        return _Stacked(gate_up_S2IH, down_SHI, torch.arange(S, dtype=torch.int32, device=like.device))
+
+
+def _sources(chunk: ChunkRoutes, arrivals: Arrivals) -> slice:
+    """Which of ``arrivals.rows`` a chunk's entries are numbered over."""
+    return slice(*(chunk.arrivals if arrivals.index is None else chunk.tokens))
+
+
+def _routing(routes: Routes, chunk: ChunkRoutes, arrivals: Arrivals, num_slots: int) -> Routing:
+    """The chunk's rows and entries; a held expert without rows is an empty group."""
+    counts = [0] * num_slots
+    for slot in chunk.slots:
+        counts[slot.slot] = slot.valid
+    if arrivals.index is None:
+        entry_P, row_TK = chunk.gather_P - chunk.arrivals[0], chunk.return_M[:, None]
+    else:
+        row_TK = chunk.return_M[chunk.home_TK].view(chunk.tokens[1] - chunk.tokens[0], -1)
+        entry_P = routes.send_row_N[chunk.gather_P] - chunk.tokens[0] * row_TK.shape[1]
+    return Routing(entry_P.int(), row_TK.int(), _first(counts, row_TK.device))
+
+
+def _first(counts: Sequence[int], device: torch.device) -> Tensor:
+    """Where groups of so many rows begin, int32 [G + 1]."""
+    return torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device)
+
+
+def _tiles(routing: Routing, block: Block) -> Tiles:
+    return tile_table(routing.first_G1, len(routing.entry_P), block.rows)
