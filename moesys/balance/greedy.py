@@ -115,11 +115,10 @@ class _Planner:
         self.node_R = nodes_of(cluster)
         # ranks of one of these may stand for one another
         self.finest_R = levels_of(cluster)[0] if config.replicas_within == "domain" else self.node_R
-        self.part_R = np.array(domains_of(cluster, config.replicas_within))
         usable_R = np.array(usable_slots(slots_R, load.num_experts))
         self.rank_R = np.lexsort((-usable_R, self.finest_R))
         self.slots_R = usable_R[self.rank_R]
-        self.part_R = self.part_R[self.rank_R]
+        self.part_R = np.array(domains_of(cluster, config.replicas_within))[self.rank_R]
         supply_NE, tokens_E = sums_by_node(load.tokens_RE, self.node_R)
         self.scale = max(0, int(tokens_E.sum()).bit_length() - MOST_TOKENS.bit_length())
         self.expert_E = np.lexsort((*-supply_NE, -tokens_E))
@@ -173,9 +172,8 @@ class _Planner:
         """Layouts by the parts of the cluster that replicas keep to; none that keep to them less, after one that misses
         next to nothing.
         """
-        part_R = self.part_R
         if self.config.replicas_within != "cluster" or self.config.min_replicas > 1:
-            yield self.built_at_home(part_R, before_RS)
+            yield self.built_at_home(before_RS)
             return
         slots_N = np.bincount(self.node_R, self.slots_R)
         if self.cluster.num_nodes > 1 and (slots_N >= len(self.tokens_E)).all():
@@ -195,11 +193,11 @@ class _Planner:
                     return
         expert_RS = self.empty()
         self.build(expert_RS, self.seat_R, self.tokens_E, np.arange(len(self.tokens_E)), before_RS)
-        yield _Draft(self, expert_RS, part_R)
+        yield _Draft(self, expert_RS, self.part_R)
 
-    def built_at_home(self, part_R: IntArray, before_RS: IntArray) -> _Draft:
+    def built_at_home(self, before_RS: IntArray) -> _Draft:
         """Every expert in one part of the cluster, with the replicas that it needs."""
-        least = self.config.min_replicas
+        least, part_R = self.config.min_replicas, self.part_R
         home_E = home_of_experts(self.tokens_E, self.slots_R, part_R, least)
         expert_RS = self.empty()
         for part in range(int(part_R.max()) + 1):

@@ -22,7 +22,7 @@ from moesys.kernels.down import down
 from moesys.kernels.input_gradient import input_gradient
 from moesys.kernels.numerics import INTERPRETED
 from moesys.kernels.routing import Routing, route
-from moesys.kernels.tiles import Block, Tiles, tile_table
+from moesys.kernels.tiles import Block, RowTiles
 from moesys.kernels.up import up
 from moesys.kernels.weight_gradient import weight_gradient
 
@@ -67,11 +67,11 @@ def experts_forward(
     """
     _check_device(x_TH)
     routing = route(group_TK, len(matrix_G))
-    K = group_TK.shape[1]
+    tiles, K = RowTiles(routing.first_G1, len(routing.entry_P)), group_TK.shape[1]
     h_PU, a_PI = up(
-        x_TH, gate_up_EUH, routing, _tiles(routing, blocks.up), matrix_G, K, activation=activation, block=blocks.up
+        x_TH, gate_up_EUH, routing, tiles.of(blocks.up), matrix_G, K, activation=activation, block=blocks.up
     )
-    y_PH = down(a_PI, down_EHI, routing.first_G1, _tiles(routing, blocks.down), matrix_G, blocks.down)
+    y_PH = down(a_PI, down_EHI, routing.first_G1, tiles.of(blocks.down), matrix_G, blocks.down)
     return combine(y_PH, routing.row_TK, weight_TK, x_TH.dtype), Kept(h_PU, routing)
 
 
@@ -89,33 +89,30 @@ def experts_backward(
 ) -> Gradients:
     """All gradients; those of the matrices in ``matrix_dtype``, or none of them."""
     routing, K = kept.routing, weight_TK.shape[1]
+    tiles = RowTiles(routing.first_G1, len(routing.entry_P))
     dh_PU, wa_PI, dweight_TK = activation_gradient(
         dy_TH,
         down_EHI,
         kept.h_PU,
         weight_TK,
         routing,
-        _tiles(routing, blocks.activation_gradient),
+        tiles.of(blocks.activation_gradient),
         matrix_G,
         activation,
         blocks.activation_gradient,
     )
     ddown = dgate_up = None
-    block = blocks.weight_gradient
+    outer = blocks.weight_gradient
     if matrix_dtype is not None:
-        ddown = weight_gradient(dy_TH, wa_PI, routing.entry_P, routing.first_G1, K, "left", block, matrix_dtype)
+        ddown = weight_gradient(dy_TH, wa_PI, routing.entry_P, routing.first_G1, K, "left", outer, matrix_dtype)
     del wa_PI
-    tiles = _tiles(routing, blocks.input_gradient)
-    dx_PH = input_gradient(dh_PU, gate_up_EUH, routing.first_G1, tiles, matrix_G, blocks.input_gradient)
+    block = blocks.input_gradient
+    dx_PH = input_gradient(dh_PU, gate_up_EUH, routing.first_G1, tiles.of(block), matrix_G, block)
     dx_TH = combine(dx_PH, routing.row_TK, None, dy_TH.dtype)
     del dx_PH
     if matrix_dtype is not None:
-        dgate_up = weight_gradient(dh_PU, x_TH, routing.entry_P, routing.first_G1, K, "right", block, matrix_dtype)
+        dgate_up = weight_gradient(dh_PU, x_TH, routing.entry_P, routing.first_G1, K, "right", outer, matrix_dtype)
     return Gradients(dx_TH, dweight_TK, dgate_up, ddown)
-
-
-def _tiles(routing: Routing, block: Block) -> Tiles:
-    return tile_table(routing.first_G1, len(routing.entry_P), block.rows)
 
 
 def _check_device(x_TH: Tensor) -> None:

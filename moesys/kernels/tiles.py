@@ -130,6 +130,20 @@ def _write_tiles(  # type: ignore[no-untyped-def]
         tl.store(count_1, count)
 
 
+class RowTiles:
+    """The ``Tiles`` of the same rows for several GEMMs: those whose blocks have as many rows share a table."""
+
+    def __init__(self, first_G1: Tensor, num_rows: int) -> None:
+        self._first_G1, self._num_rows = first_G1, num_rows
+        self._tiles: dict[int, Tiles] = {}
+
+    def of(self, block: Block) -> Tiles:
+        """The table for ``block.rows``, made when it is first asked for."""
+        if block.rows not in self._tiles:
+            self._tiles[block.rows] = tile_table(self._first_G1, self._num_rows, block.rows)
+        return self._tiles[block.rows]
+
+
 def tile_table_reference(first_G1: Tensor, num_rows: int, block_rows: int) -> Tiles:
     """``Tiles`` of groups that begin at ``first_G1`` int32 [G + 1]; ``num_rows``: P, at least ``first_G1[G]``."""
     first = first_G1.tolist()

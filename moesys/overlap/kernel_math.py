@@ -25,7 +25,7 @@ from moesys.kernels.experts import default_blocks
 from moesys.kernels.input_gradient import input_gradient
 from moesys.kernels.memory import Scratch
 from moesys.kernels.routing import Routing
-from moesys.kernels.tiles import Block, Tiles, tile_table
+from moesys.kernels.tiles import RowTiles
 from moesys.kernels.up import up
 from moesys.kernels.weight_gradient import weight_gradient
 from moesys.overlap.expert_math import Arrivals, ExpertGradients, ExpertWeights, Workplace
@@ -83,18 +83,19 @@ class KernelForward:
             return self.rows.new_empty(0, self.rows.shape[1])
         here, blocks = self.experts_here, self.blocks
         routing = _routing(self.routes, chunk, self.x, len(here.matrix_S))
+        tiles = RowTiles(routing.first_G1, len(routing.entry_P))
         h_P2I, a_PI = up(
             self.rows[_sources(chunk, self.x)],
             here.gate_up_S2IH,
             routing,
-            _tiles(routing, blocks.up),
+            tiles.of(blocks.up),
             here.matrix_S,
             routing.row_TK.shape[1],
             activation=ACTIVATION,
             block=blocks.up,
         )
         self.h.append(h_P2I)
-        return down(a_PI, here.down_SHI, routing.first_G1, _tiles(routing, blocks.down), here.matrix_S, blocks.down)
+        return down(a_PI, here.down_SHI, routing.first_G1, tiles.of(blocks.down), here.matrix_S, blocks.down)
 
     def pre_activations(self) -> Tensor:
         if not self.h:
@@ -128,6 +129,7 @@ class KernelBackward:
             return rows.new_empty(0, rows.shape[1]), torch.empty_like(weight_M)
         here, blocks = self.experts_here, self.blocks
         routing = _routing(self.routes, chunk, self.dy, len(here.matrix_S))
+        tiles = RowTiles(routing.first_G1, len(routing.entry_P))
         on_one_rank = self.dy.index is not None
         weight_TK = (weight_M[chunk.home_TK] if on_one_rank else weight_M).view_as(routing.row_TK)
         dh_P2I, wa_PI, dweight_TK = activation_gradient(
@@ -136,7 +138,7 @@ class KernelBackward:
             self.h_P2I[slice(*chunk.rows)],
             weight_TK,
             routing,
-            _tiles(routing, blocks.activation_gradient),
+            tiles.of(blocks.activation_gradient),
             here.matrix_S,
             ACTIVATION,
             blocks.activation_gradient,
@@ -144,8 +146,8 @@ class KernelBackward:
         if self.keep:
             self.dh.append(dh_P2I)
             self.wa.append(wa_PI)
-        tiles = _tiles(routing, blocks.input_gradient)
-        dx_PH = input_gradient(dh_P2I, here.gate_up_S2IH, routing.first_G1, tiles, here.matrix_S, blocks.input_gradient)
+        block = blocks.input_gradient
+        dx_PH = input_gradient(dh_P2I, here.gate_up_S2IH, routing.first_G1, tiles.of(block), here.matrix_S, block)
         dweight_M = dweight_TK.view(-1)
         if on_one_rank:
             dweight_M = torch.empty_like(weight_M).index_copy_(0, chunk.home_TK, dweight_M)
@@ -226,7 +228,3 @@ def _routing(routes: Routes, chunk: ChunkRoutes, arrivals: Arrivals, num_slots: 
 def _first(counts: Sequence[int], device: torch.device) -> Tensor:
     """Where groups of so many rows begin, int32 [G + 1]."""
     return torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device)
-
-
-def _tiles(routing: Routing, block: Block) -> Tiles:
-    return tile_table(routing.first_G1, len(routing.entry_P), block.rows)
