@@ -20,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from moesys.kernels.activations import GATED, slope_one, slopes, slopes_reference
 from moesys.kernels.numerics import operand, rounded
 from moesys.kernels.routing import Routing
-from moesys.kernels.tiles import Block, Tiles, tile_of
+from moesys.kernels.tiles import Block, Tiles, require_contiguous, tile_of
 
 # The routing weight's gradient is summed over so many columns at a time, in every tile, so that its bits do not depend
 # on how wide a tile is. The epilogue takes as many at a time, so that it fits in registers beside a 128x256 tile.
@@ -66,10 +66,8 @@ def activation_gradient(
         (dh [P, U], wa [P, I], both in h's dtype and undefined behind the last group; dweight float32 [T, K], 0 where an
         entry is dropped).
     """
-    if tiles.block_rows != block.rows:
-        raise ValueError(f"tiles of {tiles.block_rows} rows for blocks of {block.rows}")
-    if not all(tensor.is_contiguous() for tensor in (dy_TH, down_EHI, h_PU, weight_TK)):
-        raise ValueError("dy, the weights, h and the routing weights must be contiguous")
+    tiles.require(block)
+    require_contiguous(dy=dy_TH, down=down_EHI, h=h_PU, weight=weight_TK)
     T, K = weight_TK.shape
     P = len(routing.entry_P)
     H, I = down_EHI.shape[1:]
@@ -102,16 +100,9 @@ def activation_gradient(
         top_k=K,
         activation=activation,
         gated=GATED[activation],
-        block_rows=block.rows,
-        block_columns=block.columns,
-        block_contraction=block.contraction,
         sum_columns=sum_columns,
-        raster=block.raster,
-        stages=block.stages,
         descriptor=descriptor,
-        num_warps=block.warps,
-        num_stages=block.stages,
-        enable_fp_fusion=True,
+        **block.options(),
     )
     _add_partials[(triton.cdiv(T * K, SUM_ENTRIES),)](
         partial_PN, routing.row_TK, dweight_TK, T * K, N=num_sums, block_entries=SUM_ENTRIES

@@ -18,8 +18,7 @@ from moesys.kernels.activation_gradient import activation_gradient
 from moesys.kernels.activations import GATED
 from moesys.kernels.blocks import Blocks, blocks_for
 from moesys.kernels.combine import combine
-from moesys.kernels.down import down
-from moesys.kernels.input_gradient import input_gradient
+from moesys.kernels.grouped_gemm import grouped_gemm
 from moesys.kernels.numerics import INTERPRETED
 from moesys.kernels.routing import Routing, route
 from moesys.kernels.tiles import Block, RowTiles
@@ -71,7 +70,8 @@ def experts_forward(
     h_PU, a_PI = up(
         x_TH, gate_up_EUH, routing, tiles.of(blocks.up), matrix_G, K, activation=activation, block=blocks.up
     )
-    y_PH = down(a_PI, down_EHI, routing.first_G1, tiles.of(blocks.down), matrix_G, blocks.down)
+    block = blocks.down
+    y_PH = grouped_gemm(a_PI, down_EHI, routing.first_G1, tiles.of(block), matrix_G, block, transposed=True)
     return combine(y_PH, routing.row_TK, weight_TK, x_TH.dtype), Kept(h_PU, routing)
 
 
@@ -107,7 +107,7 @@ def experts_backward(
         ddown = weight_gradient(dy_TH, wa_PI, routing.entry_P, routing.first_G1, K, "left", outer, matrix_dtype)
     del wa_PI
     block = blocks.input_gradient
-    dx_PH = input_gradient(dh_PU, gate_up_EUH, routing.first_G1, tiles.of(block), matrix_G, block)
+    dx_PH = grouped_gemm(dh_PU, gate_up_EUH, routing.first_G1, tiles.of(block), matrix_G, block, transposed=False)
     dx_TH = combine(dx_PH, routing.row_TK, None, dy_TH.dtype)
     del dx_PH
     if matrix_dtype is not None:

@@ -6,7 +6,7 @@ G groups of rows that lie one behind the other, P rows in all.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -47,6 +47,19 @@ class Block:
             return INTERPRETED_PROGRAMS
         return torch.cuda.get_device_properties(device).multi_processor_count
 
+    def options(self) -> dict[str, Any]:
+        """What every grouped GEMM's kernel takes of it."""
+        return {
+            "block_rows": self.rows,
+            "block_columns": self.columns,
+            "block_contraction": self.contraction,
+            "raster": self.raster,
+            "stages": self.stages,
+            "num_warps": self.warps,
+            "num_stages": self.stages,
+            "enable_fp_fusion": True,
+        }
+
 
 class Tiles(NamedTuple):
     """Row tiles, largest groups first (of equal ones the lower), those of a group in row order; int32.
@@ -59,6 +72,18 @@ class Tiles(NamedTuple):
     row_M: Tensor
     count_1: Tensor
     block_rows: int
+
+    def require(self, block: Block) -> None:
+        """Raises ValueError where these are not the tiles of ``block``."""
+        if self.block_rows != block.rows:
+            raise ValueError(f"tiles of {self.block_rows} rows for blocks of {block.rows}; make them with block.rows")
+
+
+def require_contiguous(**tensors: Tensor) -> None:
+    """Raises ValueError, which names the tensor, where one is not."""
+    for name, tensor in tensors.items():
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} has strides {tensor.stride()}; it must be contiguous: call .contiguous()")
 
 
 def tile_table(first_G1: Tensor, num_rows: int, block_rows: int) -> Tiles:

@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from moesys.kernels.activations import GATED, activate, activate_one, activation_reference
 from moesys.kernels.numerics import operand, rounded
 from moesys.kernels.routing import Routing
-from moesys.kernels.tiles import Block, Tiles, tile_of
+from moesys.kernels.tiles import Block, Tiles, require_contiguous, tile_of
 
 
 def up(
@@ -46,10 +46,8 @@ def up(
     num_matrices, U, H = gate_up_EUH.shape
     gated = GATED[activation]
     I = U // 2 if gated else U
-    if tiles.block_rows != block.rows:
-        raise ValueError(f"tiles of {tiles.block_rows} rows for blocks of {block.rows}")
-    if not (x_TH.is_contiguous() and gate_up_EUH.is_contiguous()):
-        raise ValueError("x and the weights must be contiguous")
+    tiles.require(block)
+    require_contiguous(x=x_TH, gate_up=gate_up_EUH)
     P = routing.entry_P.numel()
     h_PU = torch.empty(P, U, dtype=x_TH.dtype, device=x_TH.device)
     a_PI = torch.empty(P, I, dtype=x_TH.dtype, device=x_TH.device)
@@ -79,15 +77,8 @@ def up(
         K=top_k,
         activation=activation,
         halves=halves,
-        block_rows=block.rows,
-        block_columns=block.columns,
-        block_contraction=block.contraction,
-        raster=block.raster,
-        stages=block.stages,
         descriptor=descriptor,
-        num_warps=block.warps,
-        num_stages=block.stages,
-        enable_fp_fusion=True,
+        **block.options(),
     )
     return h_PU, a_PI
 

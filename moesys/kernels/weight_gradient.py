@@ -19,7 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moesys.kernels.numerics import operand, rounded
-from moesys.kernels.tiles import Block, tile_of
+from moesys.kernels.tiles import Block, require_contiguous, tile_of
 
 
 def weight_gradient(
@@ -50,8 +50,7 @@ def weight_gradient(
     Returns:
         [G, L, R], zeros for a group without rows.
     """
-    if not (left.is_contiguous() and right.is_contiguous()):
-        raise ValueError("left and right must be contiguous")
+    require_contiguous(left=left, right=right)
     num_groups, L, R = len(first_G1) - 1, left.shape[1], right.shape[1]
     out_GLR = torch.empty((num_groups, L, R), dtype=dtype, device=left.device)
     num_tiles = num_groups * triton.cdiv(L, block.rows) * triton.cdiv(R, block.columns)
@@ -66,13 +65,7 @@ def weight_gradient(
         R=R,
         top_k=top_k,
         gather_left=gathered == "left",
-        block_rows=block.rows,
-        block_columns=block.columns,
-        block_contraction=block.contraction,
-        raster=block.raster,
-        num_warps=block.warps,
-        num_stages=block.stages,
-        enable_fp_fusion=True,
+        **block.options(),
     )
     return out_GLR
 
@@ -111,6 +104,7 @@ def _weight_gradient(  # type: ignore[no-untyped-def]
     block_columns: tl.constexpr,
     block_contraction: tl.constexpr,
     raster: tl.constexpr,
+    stages: tl.constexpr,
 ):
     tiles_along_L: tl.constexpr = (L + block_rows - 1) // block_rows
     tiles_along_R: tl.constexpr = (R + block_columns - 1) // block_columns
@@ -125,7 +119,7 @@ def _weight_gradient(  # type: ignore[no-untyped-def]
         # Entries are loaded one step ahead. Loaded in their own step they would be pipelined like the rows that wait
         # for them, and each stage of the pipeline would do for half a step.
         next_entry = tl.load(entry_ptr + first + step, mask=step < end - first, other=0)
-        for row in range(first, end, block_contraction):
+        for row in tl.range(first, end, block_contraction, num_stages=stages):
             in_group = step < end - row
             token = (next_entry // top_k).to(tl.int64)
             next_entry = tl.load(

@@ -20,9 +20,8 @@ from torch import Tensor
 
 from moesys.kernels.activation_gradient import activation_gradient
 from moesys.kernels.combine import combine
-from moesys.kernels.down import down
 from moesys.kernels.experts import default_blocks
-from moesys.kernels.input_gradient import input_gradient
+from moesys.kernels.grouped_gemm import grouped_gemm
 from moesys.kernels.memory import Scratch
 from moesys.kernels.routing import Routing
 from moesys.kernels.tiles import RowTiles
@@ -95,7 +94,10 @@ class KernelForward:
             block=blocks.up,
         )
         self.h.append(h_P2I)
-        return down(a_PI, here.down_SHI, routing.first_G1, tiles.of(blocks.down), here.matrix_S, blocks.down)
+        block = blocks.down
+        return grouped_gemm(
+            a_PI, here.down_SHI, routing.first_G1, tiles.of(block), here.matrix_S, block, transposed=True
+        )
 
     def pre_activations(self) -> Tensor:
         if not self.h:
@@ -147,7 +149,9 @@ class KernelBackward:
             self.dh.append(dh_P2I)
             self.wa.append(wa_PI)
         block = blocks.input_gradient
-        dx_PH = input_gradient(dh_P2I, here.gate_up_S2IH, routing.first_G1, tiles.of(block), here.matrix_S, block)
+        dx_PH = grouped_gemm(
+            dh_P2I, here.gate_up_S2IH, routing.first_G1, tiles.of(block), here.matrix_S, block, transposed=False
+        )
         dweight_M = dweight_TK.view(-1)
         if on_one_rank:
             dweight_M = torch.empty_like(weight_M).index_copy_(0, chunk.home_TK, dweight_M)

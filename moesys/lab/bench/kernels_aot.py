@@ -20,8 +20,7 @@ from moesys.kernels.activation_gradient import activation_gradient
 from moesys.kernels.ahead_of_time import MOST_SHARED_BYTES, MachineCode, compiling
 from moesys.kernels.blocks import blocks_for
 from moesys.kernels.combine import combine
-from moesys.kernels.down import down
-from moesys.kernels.input_gradient import input_gradient
+from moesys.kernels.grouped_gemm import grouped_gemm
 from moesys.kernels.routing import Routing, route
 from moesys.kernels.tiles import Block, Tiles, tile_table
 from moesys.kernels.up import up
@@ -108,13 +107,16 @@ def compile_size(size: Size, dtype: torch.dtype, tell: Callable[[str], None]) ->
         "route": (None, lambda: route(meta(T, K, dtype=torch.int64), E)),
         "tiles": (None, lambda: tile_table(first, P, up_.rows)),
         "up": (up_, lambda: up(x, gate_up, routing, tiles(up_), matrix_G, K, "swiglu", up_)),
-        "down": (down_, lambda: down(a, down_proj, first, tiles(down_), matrix_G, down_)),
+        "down": (down_, lambda: grouped_gemm(a, down_proj, first, tiles(down_), matrix_G, down_, transposed=True)),
         "combine": (None, lambda: combine(meta(P, H), routing.row_TK, weight, dtype)),
         "activation_gradient": (
             back,
             lambda: activation_gradient(x, down_proj, h, weight, routing, tiles(back), matrix_G, "swiglu", back),
         ),
-        "input_gradient": (into, lambda: input_gradient(h, gate_up, first, tiles(into), matrix_G, into)),
+        "input_gradient": (
+            into,
+            lambda: grouped_gemm(h, gate_up, first, tiles(into), matrix_G, into, transposed=False),
+        ),
         "gather_sum": (None, lambda: combine(meta(P, H), routing.row_TK, None, dtype)),
         "dW2": (outer, lambda: weight_gradient(x, a, entries, first, K, "left", outer, torch.float32)),
         "dW1": (outer, lambda: weight_gradient(h, x, entries, first, K, "right", outer, torch.float32)),

@@ -1,0 +1,167 @@
+"""The grouped GEMM: every group's rows through its matrix, as it lies or transposed.
+
+Down is one, of activations and ``down`` transposed; so is the gradient of up's input, of the gradients of h and
+``gate_up`` as it lies.
+
+P rows in order of groups, of width L; G groups, E matrices, N the width of the result.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from moesys.kernels.numerics import operand, rounded
+from moesys.kernels.tiles import Block, Tiles, require_contiguous, tile_of
+
+
+def grouped_gemm(
+    rows_PL: Tensor,
+    matrices: Tensor,
+    first_G1: Tensor,
+    tiles: Tiles,
+    matrix_G: Tensor,
+    block: Block,
+    *,
+    transposed: bool,
+    descriptor: bool = False,
+) -> Tensor:
+    """out [P, N]: row p is ``rows[p] @ matrices[matrix_G[g]]`` for the group g that it lies in.
+
+    ``matrices`` are [E, L, N], or [E, N, L] where they are ``transposed`` for the product. Sums are float32 and rounded
+    once to the dtype of the rows (float32, float16 or bfloat16, that of the matrices too). Rows behind the last
+    group's are left unwritten.
+
+    Reads P·L elements of the rows for each column of tiles and L·N of matrices for each row of them, less what the L2
+    cache keeps; writes P·N. ``descriptor``: rows and matrices, if of two bytes, come by TMA where their rows are
+    multiples of 16 bytes; changes no bit.
+
+    Source: the grouped GEMM of MegaBlocks (arXiv:2211.15841), over tiles instead of blocks of a sparse matrix.
+    """
+    tiles.require(block)
+    require_contiguous(rows=rows_PL, matrices=matrices)
+    P, L = rows_PL.shape
+    N = matrices.shape[1 if transposed else 2]
+    out_PN = torch.empty(P, N, dtype=rows_PL.dtype, device=rows_PL.device)
+    size = rows_PL.element_size()
+    places = (L * size, matrices.shape[2] * size, rows_PL.data_ptr(), matrices.data_ptr())
+    descriptor = descriptor and size == 2 and P > 0 and all(place % 16 == 0 for place in places)
+    rows: Tensor | TensorDescriptor = rows_PL
+    right: Tensor | TensorDescriptor = matrices
+    if descriptor:
+        box = (block.columns, block.contraction) if transposed else (block.contraction, block.columns)
+        rows = TensorDescriptor.from_tensor(rows_PL, [block.rows, block.contraction])
+        right = TensorDescriptor.from_tensor(matrices, [1, *box])
+    _grouped_gemm[(block.num_programs(rows_PL.device),)](
+        rows,
+        right,
+        first_G1,
+        tiles.group_M,
+        tiles.row_M,
+        tiles.count_1,
+        matrix_G,
+        out_PN,
+        L=L,
+        N=N,
+        transposed=transposed,
+        descriptor=descriptor,
+        **block.options(),
+    )
+    return out_PN
+
+
+@triton.jit
+def _grouped_gemm(  # type: ignore[no-untyped-def]
+    rows,
+    matrices,
+    first_ptr,
+    group_ptr,
+    row_ptr,
+    count_ptr,
+    matrix_ptr,
+    out_ptr,
+    L: tl.constexpr,
+    N: tl.constexpr,
+    transposed: tl.constexpr,
+    descriptor: tl.constexpr,
+    block_rows: tl.constexpr,
+    block_columns: tl.constexpr,
+    block_contraction: tl.constexpr,
+    raster: tl.constexpr,
+    stages: tl.constexpr,
+):
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    num_column_tiles: tl.constexpr = (N + block_columns - 1) // block_columns
+    num_row_tiles = tl.load(count_ptr)
+    in_rows = tl.arange(0, block_rows)
+    in_columns = tl.arange(0, block_columns)
+    in_contraction = tl.arange(0, block_contraction)
+    # Flat, so that the next tile's first operands are on their way while this one is stored.
+    for task in tl.range(tl.program_id(0), num_row_tiles * num_column_tiles, tl.num_programs(0), flatten=True):
+        row_tile, column_tile = tile_of(task, num_row_tiles, num_column_tiles, raster)
+        group = tl.load(group_ptr + row_tile)
+        row = tl.load(row_ptr + row_tile)
+        num_rows = tl.minimum(tl.load(first_ptr + group + 1) - row, block_rows)
+        matrix = tl.load(matrix_ptr + group)
+        column = column_tile * block_columns
+
+        if not descriptor:
+            # Rows that a tile lacks are computed from another's operands, and not stored.
+            left_row = rows + row.to(tl.int64) * L + tl.minimum(in_rows, num_rows - 1)[:, None] * L
+            right_tile = _right_tile(matrices, matrix, column, in_contraction, in_columns, L, N, transposed)
+        out = tl.zeros((block_rows, block_columns), tl.float32)
+        for start in tl.range(0, L, block_contraction, num_stages=stages):
+            at = start + in_contraction
+            if descriptor:
+                left = rows.load([row, start])
+                if transposed:
+                    right = matrices.load([matrix, column, start]).reshape(block_columns, block_contraction).T
+                else:
+                    right = matrices.load([matrix, start, column]).reshape(block_contraction, block_columns)
+            else:
+                if L % block_contraction == 0:
+                    left = tl.load(left_row + at[None, :])
+                else:
+                    left = tl.load(left_row + at[None, :], mask=at[None, :] < L, other=0.0)
+                if L % block_contraction == 0 and (transposed or N % block_columns == 0):
+                    right = tl.load(right_tile)
+                else:
+                    in_matrix = (at < L)[:, None] & (transposed | (column + in_columns < N))[None, :]
+                    right = tl.load(right_tile, mask=in_matrix, other=0.0)
+                right_tile += block_contraction * (1 if transposed else N)
+            out = tl.dot(operand(left), operand(right), out, input_precision="ieee")
+
+        mask = (in_rows < num_rows)[:, None] & (column + in_columns < N)[None, :]
+        out_tile = out_ptr + row.to(tl.int64) * N + column + in_rows[:, None] * N + in_columns[None, :]
+        tl.store(out_tile, rounded(out, dtype), mask=mask)
+
+
+@triton.jit
+def _right_tile(  # type: ignore[no-untyped-def]
+    matrices, matrix, column, in_contraction, in_columns, L: tl.constexpr, N: tl.constexpr, transposed: tl.constexpr
+):
+    """Where the first [contraction, columns] of a tile's matrix lie. Columns that a transposed one lacks are its last
+    one, so that no mask is needed.
+    """
+    base = matrices + matrix.to(tl.int64) * (L * N)
+    if transposed:
+        base += column.to(tl.int64) * L
+        return base + (tl.minimum(in_columns, N - 1 - column)[None, :] * L + in_contraction[:, None])
+    else:
+        return base + column + (in_contraction[:, None] * N + in_columns[None, :])
+
+
+def grouped_gemm_reference(
+    rows_PL: Tensor, matrices: Tensor, first_G1: Tensor, matrix_G: Tensor, *, transposed: bool
+) -> Tensor:
+    """The same in plain torch, in the dtype of the rows; rows behind the last group's are zero."""
+    matrices_ELN = matrices.mT if transposed else matrices
+    out_PN = rows_PL.new_zeros(len(rows_PL), matrices_ELN.shape[2])
+    first = first_G1.tolist()
+    for group, matrix in enumerate(matrix_G.tolist()):
+        rows = slice(first[group], first[group + 1])
+        out_PN[rows] = rows_PL[rows] @ matrices_ELN[matrix]
+    return out_PN
