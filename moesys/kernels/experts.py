@@ -21,7 +21,7 @@ from moesys.kernels.combine import combine
 from moesys.kernels.grouped_gemm import grouped_gemm
 from moesys.kernels.numerics import INTERPRETED
 from moesys.kernels.routing import Routing, route
-from moesys.kernels.tiles import Block, RowTiles
+from moesys.kernels.tiles import Block, RowTiles, groups_by_size
 from moesys.kernels.up import up
 from moesys.kernels.weight_gradient import weight_gradient
 
@@ -104,14 +104,15 @@ def experts_backward(
     ddown = dgate_up = None
     outer = blocks.weight_gradient
     if matrix_dtype is not None:
-        ddown = weight_gradient(dy_TH, wa_PI, routing.entry_P, routing.first_G1, K, "left", outer, matrix_dtype)
+        groups = (routing.entry_P, routing.first_G1, groups_by_size(routing.first_G1), K)
+        ddown = weight_gradient(dy_TH, wa_PI, *groups, "left", outer, matrix_dtype)
     del wa_PI
     block = blocks.input_gradient
     dx_PH = grouped_gemm(dh_PU, gate_up_EUH, routing.first_G1, tiles.of(block), matrix_G, block, transposed=False)
     dx_TH = combine(dx_PH, routing.row_TK, None, dy_TH.dtype)
     del dx_PH
     if matrix_dtype is not None:
-        dgate_up = weight_gradient(dh_PU, x_TH, routing.entry_P, routing.first_G1, K, "right", outer, matrix_dtype)
+        dgate_up = weight_gradient(dh_PU, x_TH, *groups, "right", outer, matrix_dtype)
     return Gradients(dx_TH, dweight_TK, dgate_up, ddown)
 
 

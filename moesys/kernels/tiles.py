@@ -112,6 +112,13 @@ def _rows_of(first_G1, group, num_groups):  # type: ignore[no-untyped-def]
     return first_row, tl.load(first_G1 + group + 1, mask=inside, other=0) - first_row
 
 
+@triton.jit
+def _is_before(other, other_rows, group, rows):  # type: ignore[no-untyped-def]
+    """[groups, others]: whether the other group is the larger one, or of equal ones the lower."""
+    larger = other_rows[None, :] > rows[:, None]
+    return larger | ((other_rows[None, :] == rows[:, None]) & (other[None, :] < group[:, None]))
+
+
 @triton.jit(do_not_specialize=["num_groups", "most"])
 def _write_tiles(  # type: ignore[no-untyped-def]
     first_G1,
@@ -134,11 +141,9 @@ def _write_tiles(  # type: ignore[no-untyped-def]
     count = 0
     for start in range(0, num_groups, COMPARED):
         other = start + tl.arange(0, COMPARED)
-        _, other_rows = _rows_of(first_G1, other, num_groups)
+        other_rows = _rows_of(first_G1, other, num_groups)[1]
         other_tiles = tl.cdiv(other_rows, BLOCK_ROWS)
-        larger = other_rows[None, :] > rows[:, None]
-        tied = (other_rows[None, :] == rows[:, None]) & (other[None, :] < group[:, None])
-        first_tile += tl.sum(tl.where(larger | tied, other_tiles[None, :], 0), 1)
+        first_tile += tl.sum(tl.where(_is_before(other, other_rows, group, rows), other_tiles[None, :], 0), 1)
         count += tl.sum(other_tiles, 0)
     tiles = tl.cdiv(rows, BLOCK_ROWS)
     for start in range(0, tl.max(tiles, 0), WRITTEN):
@@ -180,6 +185,40 @@ def tile_table_reference(first_G1: Tensor, num_rows: int, block_rows: int) -> Ti
     count_1 = torch.tensor([len(tiles)], dtype=torch.int32, device=first_G1.device)
     group_M, row_M = padded.view(most, 2).t().contiguous()
     return Tiles(group_M, row_M, count_1, block_rows)
+
+
+def groups_by_size(first_G1: Tensor) -> Tensor:
+    """int32 [G]: the groups that begin at ``first_G1`` int32 [G + 1], largest first, of equal ones the lower.
+
+    The order of ``Tiles`` for work that is one task a group, whatever its size. One kernel that does not wait for the
+    host.
+    """
+    num_groups = len(first_G1) - 1
+    group_G = torch.empty(num_groups, dtype=torch.int32, device=first_G1.device)
+    sizes = (OWN_GROUPS, COMPARED_GROUPS)
+    _write_groups[(triton.cdiv(num_groups, OWN_GROUPS),)](first_G1, group_G, num_groups, *sizes)
+    return group_G
+
+
+@triton.jit(do_not_specialize=["num_groups"])
+def _write_groups(  # type: ignore[no-untyped-def]
+    first_G1, group_G, num_groups, OWN: tl.constexpr, COMPARED: tl.constexpr
+):
+    """A few groups a program. A group's place is the number of groups that come before it."""
+    group = tl.program_id(0) * OWN + tl.arange(0, OWN)
+    rows = _rows_of(first_G1, group, num_groups)[1]
+    place = tl.zeros([OWN], tl.int32)
+    for start in range(0, num_groups, COMPARED):
+        other = start + tl.arange(0, COMPARED)
+        other_rows = _rows_of(first_G1, other, num_groups)[1]
+        is_one = (other < num_groups).to(tl.int32)
+        place += tl.sum(tl.where(_is_before(other, other_rows, group, rows), is_one[None, :], 0), 1)
+    tl.store(group_G + place, group, mask=group < num_groups)
+
+
+def groups_by_size_reference(first_G1: Tensor) -> Tensor:
+    """The same in plain torch."""
+    return (first_G1[1:] - first_G1[:-1]).argsort(descending=True, stable=True).int()
 
 
 @triton.jit

@@ -27,6 +27,7 @@ def weight_gradient(
     right: Tensor,
     entry_P: Tensor,
     first_G1: Tensor,
+    order_G: Tensor,
     top_k: int,
     gathered: Literal["left", "right"],
     block: Block,
@@ -44,6 +45,8 @@ def weight_gradient(
     Args:
         left: [P or T, L], right: [P or T, R]: float32, float16 or bfloat16, the same, contiguous like all arguments.
         entry_P: int32; first_G1: int32 [G + 1], where each group's rows begin (``routing.Routing``).
+        order_G: int32, every group once: in which order they are begun, best the largest first
+            (``tiles.groups_by_size``), so that none is left for the end; changes no bit.
         block: ``rows`` and ``columns`` are those of a tile of the result.
         dtype: of the result.
 
@@ -59,6 +62,7 @@ def weight_gradient(
         right,
         entry_P,
         first_G1,
+        order_G,
         out_GLR,
         num_tiles,
         L=L,
@@ -94,6 +98,7 @@ def _weight_gradient(  # type: ignore[no-untyped-def]
     right_ptr,
     entry_ptr,
     first_ptr,
+    order_ptr,
     out_ptr,
     num_tiles,
     L: tl.constexpr,
@@ -109,7 +114,7 @@ def _weight_gradient(  # type: ignore[no-untyped-def]
     tiles_along_L: tl.constexpr = (L + block_rows - 1) // block_rows
     tiles_along_R: tl.constexpr = (R + block_columns - 1) // block_columns
     for task in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        group = task // (tiles_along_L * tiles_along_R)
+        group = tl.load(order_ptr + task // (tiles_along_L * tiles_along_R))
         tile = tile_of(task % (tiles_along_L * tiles_along_R), tiles_along_L, tiles_along_R, raster)
         first, end = tl.load(first_ptr + group), tl.load(first_ptr + group + 1)
         on_left = tile[0] * block_rows + tl.arange(0, block_rows)

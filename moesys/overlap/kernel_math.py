@@ -24,7 +24,7 @@ from moesys.kernels.experts import default_blocks
 from moesys.kernels.grouped_gemm import grouped_gemm
 from moesys.kernels.memory import Scratch
 from moesys.kernels.routing import Routing
-from moesys.kernels.tiles import RowTiles
+from moesys.kernels.tiles import RowTiles, groups_by_size
 from moesys.kernels.up import up
 from moesys.kernels.weight_gradient import weight_gradient
 from moesys.overlap.expert_math import Arrivals, ExpertGradients, ExpertWeights, Workplace
@@ -164,14 +164,14 @@ class KernelBackward:
                 of_slot.down.zero_()
             return
         first_G1, arrival_P, dh_P2I, wa_PI = self._expert_order(len(gradients))
-        place_P = self.dy.place(arrival_P).int()
+        groups = (self.dy.place(arrival_P).int(), first_G1, groups_by_size(first_G1), 1)
         x_MH, dy_MH, block = self.x.rows.contiguous(), self.dy.rows, self.blocks.weight_gradient
         # Copied to where they belong, which is not one behind the other: an expert's two matrices are neighbours.
-        dgate_up_S2IH = weight_gradient(dh_P2I, x_MH, place_P, first_G1, 1, "right", block)
+        dgate_up_S2IH = weight_gradient(dh_P2I, x_MH, *groups, "right", block)
         for of_slot, gradient in zip(gradients, dgate_up_S2IH, strict=True):
             of_slot.gate_up.copy_(gradient)
         del dgate_up_S2IH
-        ddown_SHI = weight_gradient(dy_MH, wa_PI, place_P, first_G1, 1, "left", block)
+        ddown_SHI = weight_gradient(dy_MH, wa_PI, *groups, "left", block)
         for of_slot, gradient in zip(gradients, ddown_SHI, strict=True):
             of_slot.down.copy_(gradient)
 

@@ -14,7 +14,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moesys.kernels import tiles as module
-from moesys.kernels.tiles import Tiles, tile_of, tile_table, tile_table_reference
+from moesys.kernels.tiles import (
+    Tiles,
+    groups_by_size,
+    groups_by_size_reference,
+    tile_of,
+    tile_table,
+    tile_table_reference,
+)
 
 # Each case says which edge it is: (rows of each group, rows behind them that belong to none, rows of a tile).
 EDGES = {
@@ -37,6 +44,15 @@ def first_rows(rows_G: Sequence[int]) -> Tensor:
     return torch.tensor([0, *accumulate(rows_G)], dtype=torch.int32)
 
 
+def assert_same_order(first_G1: Tensor) -> None:
+    """And the same as of the tiles, where every group has one."""
+    order_G, expected_G = groups_by_size(first_G1), groups_by_size_reference(first_G1)
+    assert order_G.dtype == torch.int32
+    assert torch.equal(order_G, expected_G)
+    in_use = tile_table_reference(first_G1, int(first_G1[-1]), 1 << 20)
+    assert order_G[: int(in_use.count_1)].tolist() == in_use.group_M[: int(in_use.count_1)].tolist()
+
+
 def assert_same(actual: Tiles, expected: Tiles) -> None:
     assert actual.block_rows == expected.block_rows
     for name in ("group_M", "row_M", "count_1"):
@@ -48,6 +64,7 @@ def assert_same(actual: Tiles, expected: Tiles) -> None:
 def test_edges_agree_with_the_reference(rows_G: Sequence[int], dropped: int, block_rows: int) -> None:
     table = (first_rows(rows_G), sum(rows_G) + dropped, block_rows)
     assert_same(tile_table(*table), tile_table_reference(*table))
+    assert_same_order(table[0])
 
 
 def test_by_hand() -> None:
@@ -55,6 +72,7 @@ def test_by_hand() -> None:
     assert count_1.tolist() == [4]
     assert group_M.tolist() == [1, 1, 0, 3, -1, -1, -1]
     assert row_M.tolist() == [2, 6, 0, 7, -1, -1, -1]
+    assert groups_by_size(first_rows([2, 5, 0, 2])).tolist() == [1, 0, 3, 2]
 
 
 @given(
@@ -74,6 +92,7 @@ def test_any_groups_however_many_at_once(
         for name, size in {"OWN_GROUPS": own, "COMPARED_GROUPS": compared, "WRITTEN_TILES": written}.items():
             patch.setattr(module, name, size)
         assert_same(tile_table(*table), tile_table_reference(*table))
+        assert_same_order(table[0])
 
 
 def test_every_row_is_in_one_tile() -> None:
@@ -96,6 +115,7 @@ def test_a_thousand_groups() -> None:
     rows_G = torch.randint(0, 12, (1000,), generator=torch.Generator().manual_seed(0)).tolist()
     table = (first_rows(rows_G), sum(rows_G), 4)
     assert_same(tile_table(*table), tile_table_reference(*table))
+    assert_same_order(table[0])
 
 
 @triton.jit

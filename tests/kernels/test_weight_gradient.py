@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from moesys.kernels.routing import Routing, route_reference
-from moesys.kernels.tiles import Block
+from moesys.kernels.tiles import Block, groups_by_size_reference
 from moesys.kernels.weight_gradient import weight_gradient, weight_gradient_reference
 
 Side = Literal["left", "right"]
@@ -44,6 +44,7 @@ class Operands(NamedTuple):
     right: Tensor
     entry_P: Tensor
     first_G1: Tensor
+    order_G: Tensor
     top_k: int
     gathered: Side
 
@@ -58,7 +59,14 @@ def operands(case: tuple, dtype: torch.dtype, gathered: Side) -> Operands:
     left = torch.randn(T if gathered == "left" else T * K, L, generator=generator).to(dtype)
     right = torch.randn(T if gathered == "right" else T * K, R, generator=generator).to(dtype)
     (right if gathered == "left" else left)[int(routing.first_G1[-1]) :] = torch.nan
-    return Operands(left, right, routing.entry_P, routing.first_G1, K, gathered)
+    return Operands(
+        left, right, routing.entry_P, routing.first_G1, groups_by_size_reference(routing.first_G1), K, gathered
+    )
+
+
+def without_order(given: Operands) -> tuple:
+    """What the reference takes."""
+    return (*given[:4], *given[5:])
 
 
 def exact(given: Operands) -> tuple[Tensor, Tensor]:
@@ -87,7 +95,7 @@ def test_agrees_with_float64(case: tuple, dtype: torch.dtype, gathered: Side) ->
     assert out_GLR.shape == expected_GLR.shape
     # Products of 16 bits are exact in float32, so only float32's own roundings of a few rows are left.
     largest = magnitude_GLR.amax(dim=(1, 2), keepdim=True)
-    for found_GLR in (out_GLR, weight_gradient_reference(*given)):
+    for found_GLR in (out_GLR, weight_gradient_reference(*without_order(given))):
         assert ((found_GLR.double() - expected_GLR).abs() <= 1e-6 * largest).all()
     empty_G = given.first_G1[1:] == given.first_G1[:-1]
     assert (out_GLR[empty_G] == 0).all()
@@ -99,6 +107,13 @@ def test_tiles_and_programs_change_no_bit(other: Block, dtype: torch.dtype) -> N
     for gathered in ("left", "right"):
         given = operands(CASES["odd widths"], dtype, gathered)
         assert torch.equal(weight_gradient(*given, other), weight_gradient(*given, BLOCK))
+
+
+@pytest.mark.parametrize("order", [(4, 3, 2, 1, 0), (2, 0, 4, 1, 3)], ids=["from behind", "mixed"])
+def test_the_order_of_groups_changes_no_bit(order: tuple[int, ...]) -> None:
+    given = operands(CASES["empty groups, first, between and last"], torch.float32, "left")
+    other = given._replace(order_G=torch.tensor(order, dtype=torch.int32))
+    assert torch.equal(weight_gradient(*other, BLOCK), weight_gradient(*given, BLOCK))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
@@ -115,5 +130,5 @@ def test_steps_are_summed_in_order(order: tuple[int, ...], left_over: float) -> 
     for step, value in zip(order, (2.0**24, 1.0, -(2.0**24)), strict=True):
         left_P1[step * BLOCK.contraction] = value
     routing = route_reference(torch.zeros(rows, 1, dtype=torch.int64), 1)
-    given = Operands(left_P1, torch.ones(rows, 1), routing.entry_P, routing.first_G1, 1, "right")
+    given = Operands(left_P1, torch.ones(rows, 1), routing.entry_P, routing.first_G1, torch.zeros(1).int(), 1, "right")
     assert weight_gradient(*given, BLOCK).item() == left_over

@@ -22,7 +22,7 @@ from moesys.kernels.blocks import blocks_for
 from moesys.kernels.combine import combine
 from moesys.kernels.grouped_gemm import grouped_gemm
 from moesys.kernels.routing import Routing, route
-from moesys.kernels.tiles import Block, Tiles, tile_table
+from moesys.kernels.tiles import Block, Tiles, groups_by_size, tile_table
 from moesys.kernels.up import up
 from moesys.kernels.weight_gradient import weight_gradient
 from moesys.lab.bench.steps import steps_told
@@ -96,6 +96,7 @@ def compile_size(size: Size, dtype: torch.dtype, tell: Callable[[str], None]) ->
         return Tiles(group_M, row_M, count_1, block.rows)
 
     entries, first = routing.entry_P, routing.first_G1
+    groups = (entries, first, meta(E, dtype=torch.int32), K)
     up_, down_, back, into, outer = (
         blocks.up,
         blocks.down,
@@ -106,6 +107,7 @@ def compile_size(size: Size, dtype: torch.dtype, tell: Callable[[str], None]) ->
     ops: dict[str, tuple[Block | None, Callable[[], object]]] = {
         "route": (None, lambda: route(meta(T, K, dtype=torch.int64), E)),
         "tiles": (None, lambda: tile_table(first, P, up_.rows)),
+        "groups": (None, lambda: groups_by_size(first)),
         "up": (up_, lambda: up(x, gate_up, routing, tiles(up_), matrix_G, K, "swiglu", up_)),
         "down": (down_, lambda: grouped_gemm(a, down_proj, first, tiles(down_), matrix_G, down_, transposed=True)),
         "combine": (None, lambda: combine(meta(P, H), routing.row_TK, weight, dtype)),
@@ -118,8 +120,8 @@ def compile_size(size: Size, dtype: torch.dtype, tell: Callable[[str], None]) ->
             lambda: grouped_gemm(h, gate_up, first, tiles(into), matrix_G, into, transposed=False),
         ),
         "gather_sum": (None, lambda: combine(meta(P, H), routing.row_TK, None, dtype)),
-        "dW2": (outer, lambda: weight_gradient(x, a, entries, first, K, "left", outer, torch.float32)),
-        "dW1": (outer, lambda: weight_gradient(h, x, entries, first, K, "right", outer, torch.float32)),
+        "dW2": (outer, lambda: weight_gradient(x, a, *groups, "left", outer, torch.float32)),
+        "dW1": (outer, lambda: weight_gradient(h, x, *groups, "right", outer, torch.float32)),
     }
     found = []
     for op, (block, launch) in ops.items():
@@ -176,7 +178,7 @@ def main(sizes: str, json_path: Path | None) -> int:
     """Prints the table; 1 if a kernel falls short."""
     chosen = select(sizes)
     rows: list[Compiled] = []
-    with warnings.catch_warnings(), steps_told("compiling", 10 * len(chosen)) as tell:
+    with warnings.catch_warnings(), steps_told("compiling", 11 * len(chosen)) as tell:
         warnings.simplefilter("ignore", UserWarning)
         for size in chosen:
             rows += compile_size(size, torch.bfloat16, tell)
