@@ -20,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from moesys.kernels.activations import GATED, slope_one, slopes, slopes_reference
 from moesys.kernels.numerics import operand, rounded
 from moesys.kernels.routing import Routing
-from moesys.kernels.tiles import Block, Tiles, require_contiguous, tile_of
+from moesys.kernels.tiles import Block, Tiles, require_contiguous, require_matrices, tile_of
 
 # The routing weight's gradient is summed over so many columns at a time, in every tile, so that its bits do not depend
 # on how wide a tile is. The epilogue takes as many at a time, so that it fits in registers beside a 128x256 tile.
@@ -57,6 +57,7 @@ def activation_gradient(
 
     Args:
         dy_TH: float32, float16 or bfloat16, as are ``down_EHI`` and ``h_PU``; contiguous like all arguments.
+        down_EHI: each matrix contiguous; between two of them may be a gap.
         weight_TK: float32.
         routing: where the rows are; tiles: of ``block.rows`` rows.
         matrix_G: int32, which of the E matrices each group uses.
@@ -67,7 +68,8 @@ def activation_gradient(
         entry is dropped).
     """
     tiles.require(block)
-    require_contiguous(dy=dy_TH, down=down_EHI, h=h_PU, weight=weight_TK)
+    require_contiguous(dy=dy_TH, h=h_PU, weight=weight_TK)
+    require_matrices(down=down_EHI)
     T, K = weight_TK.shape
     P = len(routing.entry_P)
     H, I = down_EHI.shape[1:]
@@ -75,7 +77,8 @@ def activation_gradient(
     sum_columns = min(SUM_COLUMNS, block.columns)
     num_sums = triton.cdiv(I, sum_columns)
     size = down_EHI.element_size()
-    descriptor = descriptor and size == 2 and I * size % 16 == 0 and down_EHI.data_ptr() % 16 == 0
+    places = (I * size, down_EHI.stride(0) * size, down_EHI.data_ptr())
+    descriptor = descriptor and size == 2 and all(place % 16 == 0 for place in places)
     box = [1, block.contraction, block.columns]
     dh_PU = torch.empty_like(h_PU)
     wa_PI = torch.empty((P, I), dtype=h_PU.dtype, device=device)
@@ -98,6 +101,7 @@ def activation_gradient(
         H=H,
         I=I,
         top_k=K,
+        matrix_stride=down_EHI.stride(0),
         activation=activation,
         gated=GATED[activation],
         sum_columns=sum_columns,
@@ -155,6 +159,7 @@ def _activation_gradient(  # type: ignore[no-untyped-def]
     H: tl.constexpr,
     I: tl.constexpr,
     top_k: tl.constexpr,
+    matrix_stride: tl.constexpr,
     activation: tl.constexpr,
     gated: tl.constexpr,
     block_rows: tl.constexpr,
@@ -181,6 +186,8 @@ def _activation_gradient(  # type: ignore[no-untyped-def]
         first_column = column_tile * block_columns
         column = first_column + tl.arange(0, block_columns)
         matrix = tl.load(matrix_ptr + group)
+        if not descriptor:
+            down_matrix = down + matrix.to(tl.int64) * matrix_stride
         da = tl.zeros([block_rows, block_columns], dtype=tl.float32)
         for hidden in tl.range(0, H, block_contraction, num_stages=stages):
             step = tl.arange(0, block_contraction)
@@ -194,7 +201,7 @@ def _activation_gradient(  # type: ignore[no-untyped-def]
                 right = down.load([matrix, hidden, first_column]).reshape(block_contraction, block_columns)
             else:
                 right = tl.load(
-                    down + (matrix.to(tl.int64) * H + hidden) * I + (step * I)[:, None] + column[None, :],
+                    down_matrix + tl.cast(hidden, tl.int64) * I + (step * I)[:, None] + column[None, :],
                     mask=(column < I)[None, :] if whole else (hidden + step < H)[:, None] & (column < I)[None, :],
                     other=0.0,
                 )

@@ -86,8 +86,11 @@ def experts_backward(
     activation: str,
     blocks: Blocks,
     matrix_dtype: torch.dtype | None = torch.float32,
+    out: tuple[Tensor, Tensor] | tuple[None, None] = (None, None),
 ) -> Gradients:
-    """All gradients; those of the matrices in ``matrix_dtype``, or none of them."""
+    """All gradients; those of the matrices in ``matrix_dtype``, or none of them. ``out``: where those of gate_up and
+    down are written, in place of new tensors (``weight_gradient``).
+    """
     routing, K = kept.routing, weight_TK.shape[1]
     tiles = RowTiles(routing.first_G1, len(routing.entry_P))
     dh_PU, wa_PI, dweight_TK = activation_gradient(
@@ -105,14 +108,14 @@ def experts_backward(
     outer = blocks.weight_gradient
     if matrix_dtype is not None:
         groups = (routing.entry_P, routing.first_G1, groups_by_size(routing.first_G1), K)
-        ddown = weight_gradient(dy_TH, wa_PI, *groups, "left", outer, matrix_dtype)
+        ddown = weight_gradient(dy_TH, wa_PI, *groups, "left", outer, matrix_dtype, out[1])
     del wa_PI
     block = blocks.input_gradient
     dx_PH = grouped_gemm(dh_PU, gate_up_EUH, routing.first_G1, tiles.of(block), matrix_G, block, transposed=False)
     dx_TH = combine(dx_PH, routing.row_TK, None, dy_TH.dtype)
     del dx_PH
     if matrix_dtype is not None:
-        dgate_up = weight_gradient(dh_PU, x_TH, *groups, "right", outer, matrix_dtype)
+        dgate_up = weight_gradient(dh_PU, x_TH, *groups, "right", outer, matrix_dtype, out[0])
     return Gradients(dx_TH, dweight_TK, dgate_up, ddown)
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moesys.kernels.numerics import operand, rounded
-from moesys.kernels.tiles import Block, Tiles, require_contiguous, tile_of
+from moesys.kernels.tiles import Block, Tiles, require_contiguous, require_matrices, tile_of
 
 
 def grouped_gemm(
@@ -31,7 +31,8 @@ def grouped_gemm(
 ) -> Tensor:
     """out [P, N]: row p is ``rows[p] @ matrices[matrix_G[g]]`` for the group g that it lies in.
 
-    ``matrices`` are [E, L, N], or [E, N, L] where they are ``transposed`` for the product. Sums are float32 and rounded
+    ``matrices`` are [E, L, N], or [E, N, L] where they are ``transposed`` for the product; each is contiguous, and
+    between two of them may be a gap. Sums are float32 and rounded
     once to the dtype of the rows (float32, float16 or bfloat16, that of the matrices too). Rows behind the last
     group's are left unwritten.
 
@@ -42,12 +43,13 @@ def grouped_gemm(
     Source: the grouped GEMM of MegaBlocks (arXiv:2211.15841), over tiles instead of blocks of a sparse matrix.
     """
     tiles.require(block)
-    require_contiguous(rows=rows_PL, matrices=matrices)
+    require_contiguous(rows=rows_PL)
+    require_matrices(matrices=matrices)
     P, L = rows_PL.shape
     N = matrices.shape[1 if transposed else 2]
     out_PN = torch.empty(P, N, dtype=rows_PL.dtype, device=rows_PL.device)
     size = rows_PL.element_size()
-    places = (L * size, matrices.shape[2] * size, rows_PL.data_ptr(), matrices.data_ptr())
+    places = (L * size, matrices.shape[2] * size, matrices.stride(0) * size, rows_PL.data_ptr(), matrices.data_ptr())
     descriptor = descriptor and size == 2 and P > 0 and all(place % 16 == 0 for place in places)
     rows: Tensor | TensorDescriptor = rows_PL
     right: Tensor | TensorDescriptor = matrices
@@ -66,6 +68,7 @@ def grouped_gemm(
         out_PN,
         L=L,
         N=N,
+        matrix_stride=matrices.stride(0),
         transposed=transposed,
         descriptor=descriptor,
         **block.options(),
@@ -85,6 +88,7 @@ def _grouped_gemm(  # type: ignore[no-untyped-def]
     out_ptr,
     L: tl.constexpr,
     N: tl.constexpr,
+    matrix_stride: tl.constexpr,
     transposed: tl.constexpr,
     descriptor: tl.constexpr,
     block_rows: tl.constexpr,
@@ -111,7 +115,8 @@ def _grouped_gemm(  # type: ignore[no-untyped-def]
         if not descriptor:
             # Rows that a tile lacks are computed from another's operands, and not stored.
             left_row = rows + row.to(tl.int64) * L + tl.minimum(in_rows, num_rows - 1)[:, None] * L
-            right_tile = _right_tile(matrices, matrix, column, in_contraction, in_columns, L, N, transposed)
+            base = matrices + matrix.to(tl.int64) * matrix_stride
+            right_tile = _right_tile(base, column, in_contraction, in_columns, L, N, transposed)
         out = tl.zeros((block_rows, block_columns), tl.float32)
         for start in tl.range(0, L, block_contraction, num_stages=stages):
             at = start + in_contraction
@@ -141,12 +146,11 @@ def _grouped_gemm(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _right_tile(  # type: ignore[no-untyped-def]
-    matrices, matrix, column, in_contraction, in_columns, L: tl.constexpr, N: tl.constexpr, transposed: tl.constexpr
+    base, column, in_contraction, in_columns, L: tl.constexpr, N: tl.constexpr, transposed: tl.constexpr
 ):
-    """Where the first [contraction, columns] of a tile's matrix lie. Columns that a transposed one lacks are its last
-    one, so that no mask is needed.
+    """Where the first [contraction, columns] of a tile lie in the matrix at ``base``. Columns that a transposed one
+    lacks are its last one, so that no mask is needed.
     """
-    base = matrices + matrix.to(tl.int64) * (L * N)
     if transposed:
         base += column.to(tl.int64) * L
         return base + (tl.minimum(in_columns, N - 1 - column)[None, :] * L + in_contraction[:, None])

@@ -86,6 +86,13 @@ def require_contiguous(**tensors: Tensor) -> None:
             raise ValueError(f"{name} has strides {tensor.stride()}; it must be contiguous: call .contiguous()")
 
 
+def require_matrices(**tensors: Tensor) -> None:
+    """Raises ValueError, which names the tensor, where its matrices [E, ., .] are not contiguous, each by itself."""
+    for name, tensor in tensors.items():
+        if not tensor[:1].is_contiguous():
+            raise ValueError(f"{name} has strides {tensor.stride()}; each matrix must be contiguous")
+
+
 def tile_table(first_G1: Tensor, num_rows: int, block_rows: int) -> Tiles:
     """``Tiles`` of groups that begin at ``first_G1`` int32 [G + 1]; ``num_rows``: P, at least ``first_G1[G]``.
 

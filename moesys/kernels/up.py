@@ -15,7 +15,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from moesys.kernels.activations import GATED, activate, activate_one, activation_reference
 from moesys.kernels.numerics import operand, rounded
 from moesys.kernels.routing import Routing
-from moesys.kernels.tiles import Block, Tiles, require_contiguous, tile_of
+from moesys.kernels.tiles import Block, Tiles, require_contiguous, require_matrices, tile_of
 
 
 def up(
@@ -34,7 +34,8 @@ def up(
     The gather is part of the product, no gathered copy of x is written. Sums are float32; h is rounded once to the
     dtype of x (float32, float16 or bfloat16, that of the weights too), and a is the activation, in float32, of the
     rounded h, rounded once: what backward computes again from h is a to the bit. With a gate the weights are
-    [gate; up] along U, as in transformers. Rows behind the last group's are left unwritten.
+    [gate; up] along U, as in transformers; each matrix is contiguous, and between two of them may be a gap. Rows behind
+    the last group's are left unwritten.
 
     A tile is ``block.rows`` x ``block.columns`` of a, which with a gate are twice as many columns of h. Reads P·H
     elements of x for each column of tiles and U·H of weights for each row of them, less what the L2 cache keeps;
@@ -47,16 +48,18 @@ def up(
     gated = GATED[activation]
     I = U // 2 if gated else U
     tiles.require(block)
-    require_contiguous(x=x_TH, gate_up=gate_up_EUH)
+    require_contiguous(x=x_TH)
+    require_matrices(gate_up=gate_up_EUH)
     P = routing.entry_P.numel()
     h_PU = torch.empty(P, U, dtype=x_TH.dtype, device=x_TH.device)
     a_PI = torch.empty(P, I, dtype=x_TH.dtype, device=x_TH.device)
     size = x_TH.element_size()
-    descriptor = descriptor and size == 2 and H * size % 16 == 0 and gate_up_EUH.data_ptr() % 16 == 0
+    places = (H * size, gate_up_EUH.stride(0) * size, gate_up_EUH.data_ptr())
+    descriptor = descriptor and size == 2 and all(place % 16 == 0 for place in places)
     halves = 2 if gated else 1
     weights = (
         TensorDescriptor.from_tensor(
-            gate_up_EUH.view(num_matrices * halves, I, H), [halves, block.columns, block.contraction]
+            gate_up_EUH.view(num_matrices, halves, I, H), [1, halves, block.columns, block.contraction]
         )
         if descriptor
         else gate_up_EUH
@@ -75,6 +78,7 @@ def up(
         H=H,
         I=I,
         K=top_k,
+        matrix_stride=gate_up_EUH.stride(0),
         activation=activation,
         halves=halves,
         descriptor=descriptor,
@@ -98,6 +102,7 @@ def _up(  # type: ignore[no-untyped-def]
     H: tl.constexpr,
     I: tl.constexpr,
     K: tl.constexpr,
+    matrix_stride: tl.constexpr,
     activation: tl.constexpr,
     halves: tl.constexpr,
     block_rows: tl.constexpr,
@@ -130,7 +135,7 @@ def _up(  # type: ignore[no-untyped-def]
         entry = tl.load(entry_ptr + row + tl.minimum(in_rows, num_rows - 1))
         x_row = x_ptr + (entry // K).to(tl.int64)[:, None] * H
         if not descriptor:
-            weight_base = weights + matrix.to(tl.int64) * (U * H)
+            weight_base = weights + matrix.to(tl.int64) * matrix_stride
             weight_row = tl.minimum(column + in_both % block_columns, I - 1) + in_both // block_columns * I
             weight_row = weight_base + weight_row.to(tl.int64)[None, :] * H
         h = tl.zeros((block_rows, halves * block_columns), tl.float32)
@@ -138,7 +143,7 @@ def _up(  # type: ignore[no-untyped-def]
             at = start + in_contraction
             x = tl.load(x_row + at[None, :]) if whole else tl.load(x_row + at[None, :], mask=at[None, :] < H, other=0.0)
             if descriptor:
-                weight = weights.load([matrix * halves, column, start])
+                weight = weights.load([matrix, 0, column, start])
                 weight = weight.reshape(halves * block_columns, block_contraction).T
             elif whole:
                 weight = tl.load(weight_row + at[:, None])

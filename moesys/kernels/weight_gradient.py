@@ -32,6 +32,7 @@ def weight_gradient(
     gathered: Literal["left", "right"],
     block: Block,
     dtype: torch.dtype = torch.float32,
+    out_GLR: Tensor | None = None,
 ) -> Tensor:
     """``out[g] = Σ_p left[p]ᵀ · right[p]`` over the rows p of group g, in order; summed in float32, rounded once.
 
@@ -49,13 +50,21 @@ def weight_gradient(
             (``tiles.groups_by_size``), so that none is left for the end; changes no bit.
         block: ``rows`` and ``columns`` are those of a tile of the result.
         dtype: of the result.
+        out_GLR: where it is written, in place of a new tensor: of ``dtype``, each matrix contiguous; between two of
+            them may be a gap.
 
     Returns:
         [G, L, R], zeros for a group without rows.
     """
     require_contiguous(left=left, right=right)
     num_groups, L, R = len(first_G1) - 1, left.shape[1], right.shape[1]
-    out_GLR = torch.empty((num_groups, L, R), dtype=dtype, device=left.device)
+    if out_GLR is None:
+        out_GLR = torch.empty((num_groups, L, R), dtype=dtype, device=left.device)
+    elif (out_GLR.shape, out_GLR.dtype) != ((num_groups, L, R), dtype) or not out_GLR[:1].is_contiguous():
+        raise ValueError(
+            f"out_GLR is {out_GLR.dtype} of shape {tuple(out_GLR.shape)} and strides {out_GLR.stride()}; "
+            f"give contiguous matrices, {dtype} of shape {(num_groups, L, R)}"
+        )
     num_tiles = num_groups * triton.cdiv(L, block.rows) * triton.cdiv(R, block.columns)
     _weight_gradient[(min(num_tiles, block.num_programs(left.device)),)](
         left,
@@ -68,6 +77,7 @@ def weight_gradient(
         L=L,
         R=R,
         top_k=top_k,
+        matrix_stride=out_GLR.stride(0),
         gather_left=gathered == "left",
         **block.options(),
     )
@@ -104,6 +114,7 @@ def _weight_gradient(  # type: ignore[no-untyped-def]
     L: tl.constexpr,
     R: tl.constexpr,
     top_k: tl.constexpr,
+    matrix_stride: tl.constexpr,
     gather_left: tl.constexpr,
     block_rows: tl.constexpr,
     block_columns: tl.constexpr,
@@ -142,8 +153,9 @@ def _weight_gradient(  # type: ignore[no-untyped-def]
                 other=0.0,
             )
             total = tl.dot(operand(left).trans(), operand(right), total, input_precision="ieee")
+        out_matrix = out_ptr + tl.cast(group, tl.int64) * matrix_stride
         tl.store(
-            out_ptr + tl.cast(group, tl.int64) * (L * R) + (on_left.to(tl.int64) * R)[:, None] + on_right[None, :],
+            out_matrix + (on_left.to(tl.int64) * R)[:, None] + on_right[None, :],
             rounded(total, out_ptr.dtype.element_ty),
             mask=(on_left < L)[:, None] & (on_right < R)[None, :],
         )

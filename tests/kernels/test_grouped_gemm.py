@@ -143,5 +143,5 @@ def test_tiles_of_another_size_are_refused() -> None:
 
 def test_matrices_that_are_not_contiguous_are_refused() -> None:
     some = case(Shape(), torch.float32, transposed=False)
-    with pytest.raises(ValueError, match="it must be contiguous"):
+    with pytest.raises(ValueError, match="each matrix must be contiguous"):
         some._replace(matrices=some.matrices.mT).multiply()
