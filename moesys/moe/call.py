@@ -9,11 +9,10 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from moesys.layout import ExpertLayout
 from moesys.moe.experts import as_gradients
 from moesys.moe.shards import Restored
 from moesys.overlap.chunked import ChunkedExecutor, Saved
-from moesys.overlap.expert_math import ExpertWeights
-from moesys.step import LayerPlan
 
 if TYPE_CHECKING:
     from moesys.moe.layer import MoELayer
@@ -32,12 +31,12 @@ class LayerCall:
     def __init__(
         self,
         owner: MoELayer,
-        plan: LayerPlan,
+        layout: ExpertLayout,
         executor: ChunkedExecutor,
         previous: LayerCall | None,
         checkpointed: bool,
     ) -> None:
-        self.owner, self.plan, self.executor = owner, plan, executor
+        self.owner, self.layout, self.executor = owner, layout, executor
         self.previous, self.checkpointed = previous, checkpointed
         self.upcoming: Sequence[MoELayer] = ()
         self.expects_backward = torch.is_grad_enabled()
@@ -50,7 +49,7 @@ class LayerCall:
     def restore(self) -> Restored:
         """The experts of this call, on their way or here; starts bringing them if nobody has."""
         if self._restored is None:
-            self._restored = self.owner.start_restore(self.plan.layout)
+            self._restored = self.owner.start_restore(self.layout)
         return self._restored
 
     def adopt(self, restored: Restored) -> None:
@@ -60,7 +59,7 @@ class LayerCall:
     def release(self) -> None:
         self._restored = None
 
-    def experts_for_forward(self) -> Sequence[ExpertWeights]:
+    def experts_for_forward(self) -> Restored:
         """Wait for the experts; dispatch is through, so the next layers' experts may travel."""
         restored = self.restore().spread()
         for layer in self.upcoming:
@@ -68,7 +67,7 @@ class LayerCall:
         self.upcoming = ()
         return restored.wait()
 
-    def experts_for_backward(self) -> Sequence[ExpertWeights]:
+    def experts_for_backward(self) -> Restored:
         """Wait for the experts; the layers before restore theirs meanwhile, and gradients that waited set off."""
         restored = self.restore().spread()
         runtime = self.owner.runtime
@@ -106,11 +105,10 @@ class RoutedExperts(torch.autograd.Function):
         owner = call.owner
         weight_TK, masters, arrivals_MH, h_P2I = ctx.saved_tensors
         dy_TH = grad_outputs[0].contiguous()
-        held = call.executor.routes.held
         grads_DP = gradients = None
         if ctx.needs_input_grad[2]:
-            grads_DP = owner.shards.new_gradients(len(held), masters.device)
-            gradients = [as_gradients(flat_P, owner.shape) for flat_P in grads_DP]
+            grads_DP = owner.shards.new_gradients(call.layout, masters.device)
+            gradients = as_gradients(grads_DP, owner.shape)
         with torch.autocast(dy_TH.device.type, enabled=False):
             call.restore()
             dx_TH, dweight_TK = call.executor.backward(

@@ -15,18 +15,18 @@ from moesys.overlap.expert_math import ExpertGradients, ExpertWeights
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def expert_views(flat_P: Tensor, shape: ModelShape) -> tuple[Tensor, Tensor]:
-    """``gate_up`` [2I, H] and ``down`` [H, I] as views of a flat vector of at least P_e elements."""
+def expert_views(flat: Tensor, shape: ModelShape) -> tuple[Tensor, Tensor]:
+    """``gate_up`` [..., 2I, H] and ``down`` [..., H, I] as views of flat vectors [..., P] of at least P_e elements."""
     H, I = shape.hidden_size, shape.intermediate_size
-    return flat_P[: 2 * I * H].view(2 * I, H), flat_P[2 * I * H : 3 * I * H].view(H, I)
+    return flat[..., : 2 * I * H].unflatten(-1, (2 * I, H)), flat[..., 2 * I * H : 3 * I * H].unflatten(-1, (H, I))
 
 
-def as_weights(flat_P: Tensor, shape: ModelShape) -> ExpertWeights:
-    return ExpertWeights(*expert_views(flat_P, shape))
+def as_weights(flat: Tensor, shape: ModelShape) -> ExpertWeights:
+    return ExpertWeights(*expert_views(flat, shape))
 
 
-def as_gradients(flat_P: Tensor, shape: ModelShape) -> ExpertGradients:
-    return ExpertGradients(*expert_views(flat_P, shape))
+def as_gradients(flat_DP: Tensor, shape: ModelShape) -> ExpertGradients:
+    return ExpertGradients(*expert_views(flat_DP, shape))
 
 
 def initial_generator(seed: int, layer_index: int, expert: int | None) -> torch.Generator:

@@ -236,7 +236,7 @@ class MoELayer(nn.Module):
                 math.min_rows,
             )
         executor = ChunkedExecutor(routes, self.token_channel, math, self.shards.memory)
-        call = LayerCall(self, plan, executor, previous, checkpointed)
+        call = LayerCall(self, plan.layout, executor, previous, checkpointed)
         if (prefetched := self._valid_prefetch()) is not None:
             call.adopt(prefetched)
         self._prefetched = None
@@ -287,7 +287,7 @@ class MoELayer(nn.Module):
         """This rank's part of the masters' gradient; None where it comes later, straight into ``experts.grad``."""
 
         def start() -> Any:
-            return self.shards.reshard(grads_DP, call.plan.layout, self.weight_channel, f"layer {self.layer_index}")
+            return self.shards.reshard(grads_DP, call.layout, self.weight_channel, f"layer {self.layer_index}")
 
         if self.runtime is not None and self.delay_reshard and may_delay:
             self.runtime.delay(self, start)

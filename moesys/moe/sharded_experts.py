@@ -59,9 +59,9 @@ class ShardedExperts(ExpertShards):
         local[expert] = flat_P[self.owned().start : self.owned().stop]
 
     def restore(self, local: Tensor, layout: ExpertLayout, channel: Channel, detail: str) -> Restored:
-        held = self.held_by_rank(layout)
         if self.num_ranks == 1:
-            return self.restored(lambda: [local[expert] for expert in held[0]])
+            return self.restored(local.device, lambda: local)
+        held = self.held_by_rank(layout)
         wire_Es = local.new_zeros(local.shape[0], self.wire_slice, dtype=self.dtype)
         wire_Es[:, : local.shape[1]] = local
         start = self._restore_hierarchical if self.hierarchical else self._restore_flat
@@ -80,11 +80,11 @@ class ShardedExperts(ExpertShards):
             detail=detail,
         )
 
-        def finish() -> Sequence[Tensor]:
+        def finish() -> Tensor:
             transfer.wait()
-            return received.transpose(0, 1).reshape(num_held, self.padded_parameters).unbind()
+            return received.transpose(0, 1).reshape(num_held, self.padded_parameters)
 
-        return self.restored(finish)
+        return self.restored(received.device, finish)
 
     def _restore_hierarchical(
         self, wire_Es: Tensor, held: list[tuple[int, ...]], channel: Channel, detail: str
@@ -148,21 +148,20 @@ class ShardedExperts(ExpertShards):
                 detail=f"{detail} inside nodes",
             )
 
-        def finish() -> Sequence[Tensor]:
+        def finish() -> Tensor:
             assert second is not None
             second.wait()
             sources = [source for rank in my_node for source in sources_of[rank]]
             in_rank_order = received[torch.tensor(sources, device=received.device).argsort()]
-            return in_rank_order.transpose(0, 1).reshape(num_held, self.padded_parameters).unbind()
+            return in_rank_order.transpose(0, 1).reshape(num_held, self.padded_parameters)
 
-        return self.restored(finish, spread)
+        return self.restored(received.device, finish, spread)
 
     def reshard(self, grads_DP: Tensor, layout: ExpertLayout, channel: Channel, detail: str) -> Callable[[], Tensor]:
+        if self.num_ranks == 1:
+            return lambda: grads_DP
         held = self.held_by_rank(layout)
         num_held, num_owned = len(held[self.rank]), len(self.owned())
-        if self.num_ranks == 1:
-            rows = list(held[0])
-            return lambda: grads_DP if rows == sorted(rows) else add_in_order(grads_DP, rows, len(rows))
         received = self._new(grads_DP, sum(map(len, held)), self.wire_slice)
         transfer: Transfer = channel.all_to_all(
             received,

@@ -32,7 +32,7 @@ class Restored(Sequence[ExpertWeights]):
     """The held experts by slot index. ``wait`` first.
 
     A rank's own are its masters, which their user casts on use; or, with ``keep_casts``, they are cast here when they
-    are first asked for and stay so, for a backward that follows.
+    are first asked for and stay so, for a backward that follows. ``finish`` gives them as one tensor [D, P] or apart.
     """
 
     def __init__(
@@ -40,12 +40,14 @@ class Restored(Sequence[ExpertWeights]):
         shape: ModelShape,
         dtype: torch.dtype,
         memory: Memory,
-        finish: Callable[[], Sequence[Tensor]],
+        device: torch.device,
+        finish: Callable[[], Tensor | Sequence[Tensor]],
         spread: Callable[[], None] | None,
     ) -> None:
-        self._shape, self._dtype, self._memory = shape, dtype, memory
+        self._shape, self._dtype, self._memory, self._device = shape, dtype, memory, device
         self._finish, self._spread = finish, spread
         self._experts: list[Tensor] | None = None
+        self._together: Tensor | Sequence[Tensor] = ()
         self.keep_casts = False
 
     def spread(self) -> Restored:
@@ -57,7 +59,8 @@ class Restored(Sequence[ExpertWeights]):
 
     def wait(self) -> Restored:
         if self._experts is None:
-            self._experts = list(self.spread()._finish())
+            self._together = self.spread()._finish()
+            self._experts = list(self._together)
         return self
 
     def __len__(self) -> int:
@@ -70,6 +73,25 @@ class Restored(Sequence[ExpertWeights]):
             cast_P = self._memory.empty(tuple(flat_P.shape), self._dtype, flat_P.device)
             flat_P = self._experts[slot] = cast_P.copy_(flat_P)
         return as_weights(flat_P, self._shape)
+
+    def stacked(self) -> ExpertWeights:
+        """All of them in the compute dtype, [D, 2I, H] and [D, H, I]: views of what was restored where it is one tensor
+        of that dtype, else of a copy, which ``keep_casts`` keeps if it is a cast.
+        """
+        restored = self._together
+        if isinstance(restored, Tensor) and restored.dtype == self._dtype:
+            return as_weights(restored, self._shape)
+        size = (len(restored), self._shape.expert_parameters)
+        stacked_DP = self._memory.empty(size, self._dtype, self._device)
+        if isinstance(restored, Tensor):
+            stacked_DP.copy_(restored)
+        else:
+            for place_P, flat_P in zip(stacked_DP, restored, strict=True):
+                place_P.copy_(flat_P)
+        # Masters are float32: what has that dtype is no cast.
+        if self.keep_casts and self._dtype != torch.float32:
+            self._together = stacked_DP
+        return as_weights(stacked_DP, self._shape)
 
 
 class ExpertShards(ABC):
@@ -105,15 +127,21 @@ class ExpertShards(ABC):
     def padded_parameters(self) -> int:
         """Columns of a slot-gradient buffer: P_e, or R·s."""
 
-    def new_gradients(self, num_held: int, device: torch.device) -> Tensor:
+    def new_gradients(self, layout: ExpertLayout, device: torch.device) -> Tensor:
         """Memory for slot gradients, float32 [D, padded_parameters]."""
+        num_held = len(held_experts(layout.experts_of(self.rank)))
         return self.memory.empty((num_held, self.padded_parameters), torch.float32, device)
 
-    def restored(self, finish: Callable[[], Sequence[Tensor]], spread: Callable[[], None] | None = None) -> Restored:
+    def restored(
+        self,
+        device: torch.device,
+        finish: Callable[[], Tensor | Sequence[Tensor]],
+        spread: Callable[[], None] | None = None,
+    ) -> Restored:
         """What ``restore`` returns. ``spread``, if any, starts a second phase; ``finish``, called after it, waits and
-        gives the held experts [P_e] by slot.
+        gives the held experts by slot, [D, at least P_e] or one by one.
         """
-        return Restored(self.shape, self.dtype, self.memory, finish, spread)
+        return Restored(self.shape, self.dtype, self.memory, device, finish, spread)
 
     def held_by_rank(self, layout: ExpertLayout) -> list[tuple[int, ...]]:
         return [held_experts(layout.experts_of(rank)) for rank in range(self.num_ranks)]

@@ -68,12 +68,14 @@ class WholeExperts(ExpertShards):
             )
         place = {expert: row for row, expert in enumerate(e for experts in borrowed for e in experts)}
 
-        def finish() -> list[Tensor]:
+        def finish() -> Tensor | list[Tensor]:
             if transfer is not None:
                 transfer.wait()
+            if held[self.rank] == tuple(self.owned()):
+                return local
             return [received[place[e]] if e in place else local[e - first] for e in held[self.rank]]
 
-        return self.restored(finish)
+        return self.restored(local.device, finish)
 
     def reshard(self, grads_DP: Tensor, layout: ExpertLayout, channel: Channel, detail: str) -> Callable[[], Tensor]:
         held = self.held_by_rank(layout)

@@ -10,7 +10,7 @@ T tokens of this rank, H hidden, I expert width, K top-k, M arrivals, P expert r
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -23,8 +23,8 @@ from moesys.overlap.expert_math import (
     BackwardPass,
     ExpertGradients,
     ExpertMath,
-    ExpertWeights,
     ForwardPass,
+    HeldExperts,
     Workplace,
 )
 from moesys.overlap.routes import ChunkRoutes, Routes
@@ -38,7 +38,7 @@ class Saved:
     h_P2I: Tensor
 
 
-WaitForExperts = Callable[[], Sequence[ExpertWeights]]
+WaitForExperts = Callable[[], HeldExperts]
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class ChunkedExecutor:
         weight_TK: Tensor,
         saved: Saved,
         wait_for_experts: WaitForExperts,
-        gradients: Sequence[ExpertGradients] | None,
+        gradients: ExpertGradients | None,
     ) -> tuple[Tensor, Tensor]:
         """(dx [T, H], dweight float32 [T, K]); each held expert's weight gradients are written into ``gradients``,
         or not computed where that is None.

@@ -9,7 +9,6 @@ T tokens of this rank, H hidden, I expert width, K top-k, M arrivals, P expert r
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -21,17 +20,34 @@ from moesys.overlap.routes import ChunkRoutes, Routes
 
 
 class ExpertWeights(NamedTuple):
-    """One expert: ``gate_up`` [2I, H], ``down`` [H, I]; float32 masters are cast just before each use."""
+    """One expert: ``gate_up`` [2I, H], ``down`` [H, I]; or several, stacked: [S, 2I, H], [S, H, I]."""
 
     gate_up: Tensor
     down: Tensor
+
+
+class HeldExperts(Protocol):
+    """A rank's experts by slot index; float32 masters are cast just before each use."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, slot: int) -> ExpertWeights: ...
+
+    def stacked(self) -> ExpertWeights:
+        """All of them in the compute dtype. Each matrix is contiguous, but between two of them may be others."""
 
 
 class ExpertGradients(NamedTuple):
-    """Where one expert's weight gradients are written, float32, in the shapes of the weights."""
+    """Where the weight gradients of all held experts are written, float32: [S, 2I, H] and [S, H, I], each matrix
+    contiguous, but between two of them may be others.
+    """
 
     gate_up: Tensor
     down: Tensor
+
+    def of(self, slot: int) -> ExpertGradients:
+        """One expert's, in the shapes of its weights."""
+        return ExpertGradients(self.gate_up[slot], self.down[slot])
 
 
 @dataclass(frozen=True)
@@ -77,7 +93,7 @@ class BackwardPass(Protocol):
     def experts(self, chunk: ChunkRoutes) -> tuple[Tensor, Tensor]:
         """(dx [P, H] of the chunk's expert rows, dweight float32 [M] of its arrivals)."""
 
-    def weight_gradients(self, gradients: Sequence[ExpertGradients]) -> None:
+    def weight_gradients(self, gradients: ExpertGradients) -> None:
         """Writes those of every held expert, after the last chunk; zeros for one without rows."""
 
 
@@ -87,7 +103,7 @@ class ExpertMath(Protocol):
     @property
     def min_rows(self) -> int: ...
 
-    def forward(self, routes: Routes, x: Arrivals, weights: Sequence[ExpertWeights], at: Workplace) -> ForwardPass: ...
+    def forward(self, routes: Routes, x: Arrivals, weights: HeldExperts, at: Workplace) -> ForwardPass: ...
 
     def backward(
         self,
@@ -96,8 +112,8 @@ class ExpertMath(Protocol):
         x: Arrivals,
         h_P2I: Tensor,
         weight_M: Tensor,
-        weights: Sequence[ExpertWeights],
-        gradients: Sequence[ExpertGradients] | None,
+        weights: HeldExperts,
+        gradients: ExpertGradients | None,
         at: Workplace,
     ) -> BackwardPass:
         """``weight_M``: routing weights by arrival, float32. ``gradients``: where ``weight_gradients`` will write, None

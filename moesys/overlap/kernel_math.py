@@ -27,7 +27,7 @@ from moesys.kernels.routing import Routing
 from moesys.kernels.tiles import RowTiles, groups_by_size
 from moesys.kernels.up import up
 from moesys.kernels.weight_gradient import weight_gradient
-from moesys.overlap.expert_math import Arrivals, ExpertGradients, ExpertWeights, Workplace
+from moesys.overlap.expert_math import Arrivals, ExpertGradients, HeldExperts, Workplace
 from moesys.overlap.routes import ChunkRoutes, Routes
 
 ACTIVATION = "swiglu"
@@ -44,7 +44,7 @@ class KernelMath:
     def min_rows(self) -> int:
         return 1
 
-    def forward(self, routes: Routes, x: Arrivals, weights: Sequence[ExpertWeights], at: Workplace) -> KernelForward:
+    def forward(self, routes: Routes, x: Arrivals, weights: HeldExperts, at: Workplace) -> KernelForward:
         return KernelForward(routes, x, weights)
 
     def backward(
@@ -54,8 +54,8 @@ class KernelMath:
         x: Arrivals,
         h_P2I: Tensor,
         weight_M: Tensor,
-        weights: Sequence[ExpertWeights],
-        gradients: Sequence[ExpertGradients] | None,
+        weights: HeldExperts,
+        gradients: ExpertGradients | None,
         at: Workplace,
     ) -> KernelBackward:
         return KernelBackward(routes, dy, x, h_P2I, weight_M, weights, keep=gradients is not None)
@@ -70,7 +70,7 @@ class KernelMath:
 class KernelForward:
     """``ForwardPass`` by kernels."""
 
-    def __init__(self, routes: Routes, x: Arrivals, weights: Sequence[ExpertWeights]) -> None:
+    def __init__(self, routes: Routes, x: Arrivals, weights: HeldExperts) -> None:
         self.routes, self.x = routes, x
         self.rows = x.rows.contiguous()
         self.experts_here = _Stacked.of(weights, self.rows)
@@ -116,7 +116,7 @@ class KernelBackward:
         x: Arrivals,
         h_P2I: Tensor,
         weight_M: Tensor,
-        weights: Sequence[ExpertWeights],
+        weights: HeldExperts,
         keep: bool,
     ) -> None:
         self.routes, self.dy, self.x, self.h_P2I, self.weight_M, self.keep = routes, dy, x, h_P2I, weight_M, keep
@@ -157,23 +157,16 @@ class KernelBackward:
             dweight_M = torch.empty_like(weight_M).index_copy_(0, chunk.home_TK, dweight_M)
         return dx_PH, dweight_M
 
-    def weight_gradients(self, gradients: Sequence[ExpertGradients]) -> None:
+    def weight_gradients(self, gradients: ExpertGradients) -> None:
         if not self.dh:
-            for of_slot in gradients:
-                of_slot.gate_up.zero_()
-                of_slot.down.zero_()
+            gradients.gate_up.zero_()
+            gradients.down.zero_()
             return
-        first_G1, arrival_P, dh_P2I, wa_PI = self._expert_order(len(gradients))
+        first_G1, arrival_P, dh_P2I, wa_PI = self._expert_order(len(gradients.gate_up))
         groups = (self.dy.place(arrival_P).int(), first_G1, groups_by_size(first_G1), 1)
         x_MH, dy_MH, block = self.x.rows.contiguous(), self.dy.rows, self.blocks.weight_gradient
-        # Copied to where they belong, which is not one behind the other: an expert's two matrices are neighbours.
-        dgate_up_S2IH = weight_gradient(dh_P2I, x_MH, *groups, "right", block)
-        for of_slot, gradient in zip(gradients, dgate_up_S2IH, strict=True):
-            of_slot.gate_up.copy_(gradient)
-        del dgate_up_S2IH
-        ddown_SHI = weight_gradient(dy_MH, wa_PI, *groups, "left", block)
-        for of_slot, gradient in zip(gradients, ddown_SHI, strict=True):
-            of_slot.down.copy_(gradient)
+        weight_gradient(dh_P2I, x_MH, *groups, "right", block, out_GLR=gradients.gate_up)
+        weight_gradient(dy_MH, wa_PI, *groups, "left", block, out_GLR=gradients.down)
 
     def _expert_order(self, num_slots: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """All chunks' rows in expert order: (first_G1, the arrival of each, dh, weighted activations)."""
@@ -192,23 +185,16 @@ class KernelBackward:
 
 @dataclass(frozen=True)
 class _Stacked:
-    """The held experts in the compute dtype as kernels want them, slot behind slot."""
+    """The held experts as kernels want them."""
 
     gate_up_S2IH: Tensor
     down_SHI: Tensor
     matrix_S: Tensor
 
     @staticmethod
-    def of(weights: Sequence[ExpertWeights], like: Tensor) -> _Stacked:
-        """In the dtype and on the device of ``like``. All weights are copied, until restores lay them out so."""
-        S = len(weights)
-        two_I, H = weights[0].gate_up.shape if S else (0, like.shape[1])
-        gate_up_S2IH, down_SHI = like.new_empty(S, two_I, H), like.new_empty(S, H, two_I // 2)
-        for slot in range(S):
-            expert = weights[slot]
-            gate_up_S2IH[slot] = expert.gate_up
-            down_SHI[slot] = expert.down
-        return _Stacked(gate_up_S2IH, down_SHI, torch.arange(S, dtype=torch.int32, device=like.device))
+    def of(weights: HeldExperts, like: Tensor) -> _Stacked:
+        """On the device of ``like``."""
+        return _Stacked(*weights.stacked(), torch.arange(len(weights), dtype=torch.int32, device=like.device))
 
 
 def _sources(chunk: ChunkRoutes, arrivals: Arrivals) -> slice:

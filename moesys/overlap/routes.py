@@ -69,7 +69,7 @@ class ChunkRoutes:
 class Routes:
     """All chunks, and the expert order of each slot over all of them.
 
-    held: the distinct experts of this rank, by slot index (a duplicate has no slot index of its own).
+    held: the distinct experts of this rank, in order; a slot's index is its expert's place among them.
     send_token_N, send_row_N: for each row in wire order its token and its index token·K + k.
     by_destination_N, by_source_M: rows in wire order and arrivals, sorted by the rank they go to and come from: what
         one all-to-all over all chunks sends and delivers.
@@ -100,8 +100,8 @@ def chunk_counts(expert_TK: Tensor, num_experts: int, num_chunks: int) -> Tensor
 
 
 def held_experts(experts: tuple[int, ...]) -> tuple[int, ...]:
-    """Distinct experts in slot order: a duplicate shares its first slot's work."""
-    return tuple(dict.fromkeys(experts))
+    """Distinct experts, in order: a duplicate has no work of its own, and one rank alone has all, as masters lie."""
+    return tuple(sorted(set(experts)))
 
 
 def build_routes(expert_TK: Tensor, tokens_CRE: IntArray, plan: TokenPlan, rank: int, min_rows: int) -> Routes:

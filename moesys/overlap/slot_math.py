@@ -5,7 +5,7 @@ T tokens of this rank, H hidden, I expert width, K top-k, M arrivals, P expert r
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from moesys.kernels.memory import Scratch
 from moesys.kernels.rows import RowRule, matmul_rows
 from moesys.kernels.swiglu import swiglu, swiglu_backward
-from moesys.overlap.expert_math import Arrivals, ExpertGradients, ExpertWeights, Workplace
+from moesys.overlap.expert_math import Arrivals, ExpertGradients, HeldExperts, Workplace
 from moesys.overlap.routes import ChunkRoutes, Routes, SlotRows
 
 # Slots with few rows share gathers and activations, up to so many rows: calls cost more than such rows do.
@@ -34,7 +34,7 @@ class SlotMath:
     def min_rows(self) -> int:
         return self.rule.min_rows
 
-    def forward(self, routes: Routes, x: Arrivals, weights: Sequence[ExpertWeights], at: Workplace) -> SlotForward:
+    def forward(self, routes: Routes, x: Arrivals, weights: HeldExperts, at: Workplace) -> SlotForward:
         return SlotForward(self.rule, routes, x, weights, at)
 
     def backward(
@@ -44,8 +44,8 @@ class SlotMath:
         x: Arrivals,
         h_P2I: Tensor,
         weight_M: Tensor,
-        weights: Sequence[ExpertWeights],
-        gradients: Sequence[ExpertGradients] | None,
+        weights: HeldExperts,
+        gradients: ExpertGradients | None,
         at: Workplace,
     ) -> SlotBackward:
         return SlotBackward(self.rule, routes, dy, x, h_P2I, weight_M, weights, gradients, at)
@@ -74,11 +74,9 @@ class SlotMath:
 class SlotForward:
     """``ForwardPass``, slot by slot."""
 
-    def __init__(
-        self, rule: RowRule, routes: Routes, x: Arrivals, weights: Sequence[ExpertWeights], at: Workplace
-    ) -> None:
+    def __init__(self, rule: RowRule, routes: Routes, x: Arrivals, weights: HeldExperts, at: Workplace) -> None:
         self.rule, self.x, self.weights, self.at = rule, x, weights, at
-        width = weights[0].gate_up.shape[0] if weights else 0
+        width = weights[0].gate_up.shape[0] if len(weights) else 0
         self.h_P2I = at.memory.empty((routes.num_rows, width), x.rows.dtype, x.rows.device)
 
     def experts(self, chunk: ChunkRoutes) -> Tensor:
@@ -112,8 +110,8 @@ class SlotBackward:
         x: Arrivals,
         h_P2I: Tensor,
         weight_M: Tensor,
-        weights: Sequence[ExpertWeights],
-        gradients: Sequence[ExpertGradients] | None,
+        weights: HeldExperts,
+        gradients: ExpertGradients | None,
         at: Workplace,
     ) -> None:
         self.rule, self.routes, self.dy, self.x, self.h_P2I = rule, routes, dy, x, h_P2I
@@ -147,20 +145,20 @@ class SlotBackward:
                 x_NH = self.x.take(gather_N, scratch, "x")
                 operands = (tensor.split(sizes) for tensor in (dh_N2I, x_NH, dy_NH, wa_NI))
                 for slot, *rows_of_slot in zip(slots, *operands, strict=True):
-                    self._of_slot(self.gradients[slot.slot], *(tensor[: slot.valid] for tensor in rows_of_slot))
+                    self._of_slot(self.gradients.of(slot.slot), *(tensor[: slot.valid] for tensor in rows_of_slot))
         return dx_PH, dweight_P[chunk.return_M]
 
-    def weight_gradients(self, gradients: Sequence[ExpertGradients]) -> None:
+    def weight_gradients(self, gradients: ExpertGradients) -> None:
         scratch = self.at.scratch
         for slot, rows, places in self.routes.order:
             x_NH = self.x.take(places, scratch, "x")
             dy_NH = self.dy.take(places, scratch, "dy")
             dh_N2I, wa_NI = self.dh_P2I.index_select(0, rows), self.wa_PI.index_select(0, rows)
-            self._of_slot(gradients[slot], dh_N2I, x_NH, dy_NH, wa_NI)
+            self._of_slot(gradients.of(slot), dh_N2I, x_NH, dy_NH, wa_NI)
         used = {slot.slot for chunk in self.routes.chunks for slot in chunk.slots}
-        for slot in set(range(len(gradients))) - used:
-            gradients[slot].gate_up.zero_()
-            gradients[slot].down.zero_()
+        for slot in set(range(len(gradients.gate_up))) - used:
+            gradients.gate_up[slot].zero_()
+            gradients.down[slot].zero_()
 
     def _of_slot(self, gradients: ExpertGradients, dh_N2I: Tensor, x_NH: Tensor, dy_NH: Tensor, wa_NI: Tensor) -> None:
         _gradient_mm(_aligned(dh_N2I), _aligned(x_NH), gradients.gate_up, self.at.scratch)
