@@ -59,8 +59,8 @@ if TYPE_CHECKING:
     from moesys.moe.gradients import clip_grad_norm_ as clip_grad_norm_
     from moesys.moe.gradients import sync_gradients as sync_gradients
     from moesys.moe.gradients import update_router_bias as update_router_bias
-    from moesys.moe.layer import LayerMetrics as LayerMetrics
     from moesys.moe.layer import MoELayer as MoELayer
+    from moesys.moe.metrics import LayerMetrics as LayerMetrics
     from moesys.moe.recompute import recompute as recompute
     from moesys.moe.router import router_loss as router_loss
     from moesys.moe.runtime import MoERuntime as MoERuntime
@@ -99,7 +99,7 @@ _MODULE_OF = {
     "Greedy": "moesys.config",
     "Laer": "moesys.config",
     "Last": "moesys.config",
-    "LayerMetrics": "moesys.moe.layer",
+    "LayerMetrics": "moesys.moe.metrics",
     "LayerPlan": "moesys.step",
     "LoadHistory": "moesys.balance",
     "LoadMatrix": "moesys.load",

@@ -51,7 +51,7 @@ def default_blocks(activation: str, x_TH: Tensor) -> Blocks:
 
 def experts_forward(
     x_TH: Tensor,
-    group_TK: Tensor,
+    routing: Routing,
     weight_TK: Tensor,
     gate_up_EUH: Tensor,
     down_EHI: Tensor,
@@ -61,12 +61,11 @@ def experts_forward(
 ) -> tuple[Tensor, Kept]:
     """Output [T, H] in x's dtype.
 
-    ``group_TK`` integer [T, K]: the group (slot) that each choice of a token goes to; a choice outside of 0..G-1 adds
-    nothing. ``weight_TK`` float32. ``matrix_G`` int32 [G]: the expert, of ``gate_up`` and ``down``, in each group.
+    ``routing``: the rows of each group (slot) that choices of tokens go to (``routing.route``); a choice that it drops
+    adds nothing. ``weight_TK`` float32. ``matrix_G`` int32 [G]: the expert, of ``gate_up`` and ``down``, in each group.
     """
     _check_device(x_TH)
-    routing = route(group_TK, len(matrix_G))
-    tiles, K = RowTiles(routing.first_G1, len(routing.entry_P)), group_TK.shape[1]
+    tiles, K = RowTiles(routing.first_G1, len(routing.entry_P)), weight_TK.shape[1]
     h_PU, a_PI = up(
         x_TH, gate_up_EUH, routing, tiles.of(blocks.up), matrix_G, K, activation=activation, block=blocks.up
     )
@@ -182,7 +181,7 @@ def _experts(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     y_TH, kept = experts_forward(
         x_TH.contiguous(),
-        expert_TK.contiguous(),
+        route(expert_TK, len(down_EHI)),
         weight_TK.contiguous(),
         gate_up_EUH.contiguous(),
         down_EHI.contiguous(),

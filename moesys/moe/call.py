@@ -16,6 +16,7 @@ from moesys.overlap.chunked import ChunkedExecutor, Saved
 
 if TYPE_CHECKING:
     from moesys.moe.layer import MoELayer
+    from moesys.overlap.local import LocalExecutor
 
 
 class LayerCall:
@@ -32,7 +33,7 @@ class LayerCall:
         self,
         owner: MoELayer,
         layout: ExpertLayout,
-        executor: ChunkedExecutor,
+        executor: ChunkedExecutor | LocalExecutor,
         previous: LayerCall | None,
         checkpointed: bool,
     ) -> None:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,8 +20,11 @@ from moesys.kernels.rows import RowRule, row_rule
 from moesys.layout import ExpertLayout
 from moesys.load import LoadMatrix
 from moesys.moe.call import LayerCall, RoutedExperts
+from moesys.moe.device_plan import DevicePlan
 from moesys.moe.experts import DTYPES, initial_generator
+from moesys.moe.metrics import LayerMetrics
 from moesys.moe.planning import InlinePlanner, LayoutSchedule
+from moesys.moe.ranks import cluster_of, mesh_of
 from moesys.moe.recompute import current_tape
 from moesys.moe.router import Router
 from moesys.moe.sharded_experts import ShardedExperts
@@ -41,28 +42,10 @@ from moesys.step import LayerPlan, plan_layer
 
 if TYPE_CHECKING:
     from moesys.moe.runtime import MoERuntime
+    from moesys.overlap.local import LocalExecutor
 
 STATE_TIMEOUT_S = 600.0
 PLAN_TIMEOUT_S = 60.0
-
-
-@dataclass(frozen=True)
-class LayerMetrics:
-    """One layer's newest micro-batch, and its traffic, waiting and planning since metrics were last read.
-
-    ``load_max_over_mean``: the busiest rank's tokens over the mean. ``tokens_E`` over all ranks.
-    ``restored_mib``: received by this rank to have its experts. ``exposed_ms``: this rank blocked by communication.
-    ``plan_ms``: this rank's planning on the critical path, split and routes, without exchange of counts or waiting.
-    """
-
-    layer: int
-    micro_batch: int
-    load_max_over_mean: float
-    tokens_E: tuple[int, ...]
-    experts_without_tokens: int
-    restored_mib: float
-    exposed_ms: float
-    plan_ms: float
 
 
 class MoELayer(nn.Module):
@@ -96,11 +79,11 @@ class MoELayer(nn.Module):
     ) -> None:
         super().__init__()
         device = torch.device(device or "cpu")
-        self.mesh = _mesh_of(group, device.type)
+        self.mesh = mesh_of(group, device.type)
         self.group = None if self.mesh is None else self.mesh.get_group()
         num_ranks = dist.get_world_size(self.group) if self.group is not None else 1
         rank = dist.get_rank(self.group) if self.group is not None else 0
-        self.cluster = cluster if cluster is not None else _cluster_of(num_ranks)
+        self.cluster = cluster if cluster is not None else cluster_of(num_ranks)
         if self.cluster.num_ranks != num_ranks:
             raise ValueError(
                 f"cluster has {self.cluster.num_ranks} ranks but the group has {num_ranks}; "
@@ -116,9 +99,9 @@ class MoELayer(nn.Module):
         self.plan_timeout_s = PLAN_TIMEOUT_S
         # None: kernels on a GPU, a GEMM a slot elsewhere.
         self.expert_math: ExpertMath | None = None
-        self.tokens_since_update_E = np.zeros(shape.num_experts, dtype=np.int64)
+        self.tokens_since_update_E = torch.zeros(shape.num_experts, dtype=torch.int64)
         self._prefetched: tuple[ExpertLayout, int, Restored] | None = None
-        self._last_plan: LayerPlan | None = None
+        self._last_plan: LayerPlan | DevicePlan | None = None
 
         sharding = strategy.sharding
         self.shards: ExpertShards
@@ -172,39 +155,63 @@ class MoELayer(nn.Module):
 
     @property
     def last_plan(self) -> LayerPlan | None:
-        """The newest micro-batch's plan; None before the first."""
+        """The newest micro-batch's plan; None before the first. To read it may be to wait for the device."""
+        if isinstance(self._last_plan, DevicePlan):
+            self._last_plan = self._last_plan.read()
         return self._last_plan
 
     def metrics(self) -> LayerMetrics | None:
         """What the newest micro-batch did; None before the first. Counters of bytes and time begin anew."""
-        if self._last_plan is None:
+        if (plan := self.last_plan) is None:
             return None
-        tokens_E = self._last_plan.load.tokens_E
-        metrics = LayerMetrics(
-            layer=self.layer_index,
-            micro_batch=self._last_plan.turn,
-            load_max_over_mean=self._last_plan.tokens.max_over_mean,
-            tokens_E=tuple(tokens_E.tolist()),
-            experts_without_tokens=int((tokens_E == 0).sum()),
-            restored_mib=self.meter.bytes_of("restore") / 2**20,
-            exposed_ms=sum(self.meter.exposed_ms.values()),
-            plan_ms=self.meter.plan_ms,
-        )
+        metrics = LayerMetrics.of(self.layer_index, plan, self.meter)
         self.meter.clear()
         return metrics
 
     def update_router_bias(self) -> None:
         """Move the router's correction bias towards balance, by the tokens of all micro-batches since the last time."""
-        self.router.update_bias(torch.from_numpy(self.tokens_since_update_E).to(self.router.weight.device))
-        self.tokens_since_update_E[:] = 0
+        self.router.update_bias(self.tokens_since_update_E.to(self.router.weight.device))
+        self.tokens_since_update_E = torch.zeros_like(self.tokens_since_update_E)
 
     # --- planning -----------------------------------------------------------------------------------------
 
     def _plan_call(self, expert_TK: Tensor, checkpointed: bool) -> LayerCall:
-        """Exchange counts, agree on layouts, and plan: the only part of forward that recomputation leaves out."""
+        """Who computes what, and where it is sent: the only part of forward that recomputation leaves out."""
         learning = self.training and torch.is_grad_enabled()
         previous = self.runtime.enter(self) if self.runtime is not None else None
         upcoming = self.runtime.upcoming(self) if self.runtime is not None else []
+        # Asked for every time, as it depends on the device and, on the CPU, on the number of threads, which may change.
+        math = self.expert_math or _expert_math(self.shape, self.compute_dtype, expert_TK.device.type)
+        alone = self._plan_alone(expert_TK, math, learning)
+        executor = alone or self._plan_together(expert_TK, math, learning, upcoming)
+        call = LayerCall(self, self.schedule.layout, executor, previous, checkpointed)
+        if (prefetched := self._valid_prefetch()) is not None:
+            call.adopt(prefetched)
+        self._prefetched = None
+        call.upcoming = upcoming
+        if self.runtime is not None:
+            self.runtime.entered(call)
+        return call
+
+    def _plan_alone(self, expert_TK: Tensor, math: ExpertMath, learning: bool) -> LocalExecutor | None:
+        """On one rank, where ``math`` can: nothing is planned, and counts stay on the device until they are read."""
+        if self.token_channel.num_ranks > 1:
+            return None
+        with self.meter.planning():
+            executor = math.alone(expert_TK, self.shape.num_experts)
+        if executor is None:
+            return None
+        layout, turn, tokens_E = self.schedule.layout, self.schedule.micro_batch, executor.tokens_E
+        self._last_plan = DevicePlan(self.strategy, self.shape, self.cluster, layout, turn, tokens_E)
+        if learning:
+            self.schedule.pass_by()
+            self._count(tokens_E)
+        return executor
+
+    def _plan_together(
+        self, expert_TK: Tensor, math: ExpertMath, learning: bool, upcoming: list[MoELayer]
+    ) -> ChunkedExecutor:
+        """Exchange counts, agree on layouts, and plan."""
         deciding = [self, *upcoming]
         deadline = time.monotonic() + self.plan_timeout_s
         votes = [not learning or layer.schedule.ready(deadline) for layer in deciding]
@@ -216,8 +223,6 @@ class MoELayer(nn.Module):
             agreed = gathered_RN[:, counts_CE.numel() :].amin(dim=0).tolist()
             for layer, vote in zip(deciding, agreed, strict=True):
                 layer.schedule.settle(bool(vote))
-        # Asked for every time, as it depends on the device and, on the CPU, on the number of threads, which may change.
-        math = self.expert_math or _expert_math(self.shape, self.compute_dtype, expert_TK.device.type)
         with self.meter.planning():
             load = LoadMatrix(tokens_RCE.sum(dim=1).numpy())
             schedule = self.schedule
@@ -226,7 +231,7 @@ class MoELayer(nn.Module):
             )
             if learning:
                 schedule.observe(load)
-                self.tokens_since_update_E += load.tokens_E
+                self._count(torch.from_numpy(load.tokens_E))
             self._last_plan = plan
             routes = build_routes(
                 expert_TK,
@@ -235,15 +240,11 @@ class MoELayer(nn.Module):
                 self.token_channel.rank,
                 math.min_rows,
             )
-        executor = ChunkedExecutor(routes, self.token_channel, math, self.shards.memory)
-        call = LayerCall(self, plan.layout, executor, previous, checkpointed)
-        if (prefetched := self._valid_prefetch()) is not None:
-            call.adopt(prefetched)
-        self._prefetched = None
-        call.upcoming = upcoming
-        if self.runtime is not None:
-            self.runtime.entered(call)
-        return call
+        return ChunkedExecutor(routes, self.token_channel, math, self.shards.memory)
+
+    def _count(self, tokens_E: Tensor) -> None:
+        """For ``update_router_bias``; on the device of the newest counts."""
+        self.tokens_since_update_E = self.tokens_since_update_E.to(tokens_E.device) + tokens_E
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MoELayer:
         """Moves between devices, and refuses ``layer.bfloat16()`` and the like."""
@@ -333,7 +334,7 @@ class MoELayer(nn.Module):
     def set_extra_state(self, state: str) -> None:
         loaded = json.loads(state)
         self.schedule.load_state_dict(loaded)
-        self.tokens_since_update_E[:] = loaded["tokens_since_update"]
+        self.tokens_since_update_E = torch.tensor(loaded["tokens_since_update"], dtype=torch.int64)
         self._prefetched = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -368,27 +369,6 @@ class MoELayer(nn.Module):
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _mesh_of(group: dist.ProcessGroup | DeviceMesh | None, device_type: str) -> DeviceMesh | None:
-    """The ranks that share the experts, as a mesh; None for one rank without a process group."""
-    if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
-            raise ValueError(
-                f"group is a DeviceMesh of {group.ndim} dimensions; give the one-dimensional sub-mesh of experts"
-            )
-        return group
-    if group is None and dist.is_available() and dist.is_initialized():
-        group = dist.group.WORLD
-    return None if group is None else DeviceMesh.from_group(group, device_type)
-
-
-def _cluster_of(num_ranks: int) -> ClusterSpec:
-    """Nodes of LOCAL_WORLD_SIZE ranks where a launcher says so and it fits, else one node."""
-    per_node = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
-    if 0 < per_node < num_ranks and num_ranks % per_node == 0:
-        return ClusterSpec(num_nodes=num_ranks // per_node, ranks_per_node=per_node)
-    return ClusterSpec(num_nodes=1, ranks_per_node=num_ranks)
 
 
 def _expert_math(shape: ModelShape, dtype: torch.dtype, device_type: str) -> ExpertMath:

@@ -157,10 +157,14 @@ class LayoutSchedule:
                     PlanEvent(self.layer, self.micro_batch, f"plan due at {due} came too late: layout kept")
                 )
 
+    def pass_by(self) -> None:
+        """The coming micro-batch is run, and its load is for no plan: one rank has all experts under every layout."""
+        self.micro_batch += 1
+
     def observe(self, load: LoadMatrix) -> None:
         """The coming micro-batch's load is known and its layout settled: count it, and ask for a plan if it is time."""
         due = self.micro_batch + self.strategy.lag
-        self.micro_batch += 1
+        self.pass_by()
         if isinstance(self.strategy.balance, Static):
             return
         if self._history is not None:

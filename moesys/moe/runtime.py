@@ -20,7 +20,8 @@ from torch.autograd import Variable
 from moesys.kernels.memory import Memory
 from moesys.moe.call import LayerCall
 from moesys.moe.gradients import expert_group
-from moesys.moe.layer import PLAN_TIMEOUT_S, LayerMetrics, MoELayer
+from moesys.moe.layer import PLAN_TIMEOUT_S, MoELayer
+from moesys.moe.metrics import LayerMetrics
 from moesys.moe.planner_thread import PlannerThread
 from moesys.moe.planning import PlanEvent
 from moesys.moe.recompute import NO_BACKWARD, current_backward

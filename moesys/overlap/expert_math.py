@@ -10,13 +10,16 @@ T tokens of this rank, H hidden, I expert width, K top-k, M arrivals, P expert r
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from moesys.kernels.memory import Memory, Scratch
 from moesys.overlap.routes import ChunkRoutes, Routes
+
+if TYPE_CHECKING:
+    from moesys.overlap.local import LocalExecutor
 
 
 class ExpertWeights(NamedTuple):
@@ -102,6 +105,9 @@ class ExpertMath(Protocol):
 
     @property
     def min_rows(self) -> int: ...
+
+    def alone(self, expert_TK: Tensor, num_experts: int) -> LocalExecutor | None:
+        """What runs a micro-batch on one rank without the host knowing counts; None where it must know them."""
 
     def forward(self, routes: Routes, x: Arrivals, weights: HeldExperts, at: Workplace) -> ForwardPass: ...
 

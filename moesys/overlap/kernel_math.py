@@ -23,14 +23,13 @@ from moesys.kernels.combine import combine
 from moesys.kernels.experts import default_blocks
 from moesys.kernels.grouped_gemm import grouped_gemm
 from moesys.kernels.memory import Scratch
-from moesys.kernels.routing import Routing
+from moesys.kernels.routing import Routing, route
 from moesys.kernels.tiles import RowTiles, groups_by_size
 from moesys.kernels.up import up
 from moesys.kernels.weight_gradient import weight_gradient
 from moesys.overlap.expert_math import Arrivals, ExpertGradients, HeldExperts, Workplace
+from moesys.overlap.local import ACTIVATION, LocalExecutor
 from moesys.overlap.routes import ChunkRoutes, Routes
-
-ACTIVATION = "swiglu"
 
 
 @dataclass(frozen=True)
@@ -43,6 +42,9 @@ class KernelMath:
     @property
     def min_rows(self) -> int:
         return 1
+
+    def alone(self, expert_TK: Tensor, num_experts: int) -> LocalExecutor:
+        return LocalExecutor(route(expert_TK, num_experts))
 
     def forward(self, routes: Routes, x: Arrivals, weights: HeldExperts, at: Workplace) -> KernelForward:
         return KernelForward(routes, x, weights)

@@ -34,6 +34,9 @@ class SlotMath:
     def min_rows(self) -> int:
         return self.rule.min_rows
 
+    def alone(self, expert_TK: Tensor, num_experts: int) -> None:
+        """A GEMM a slot is called with the counts that routes have."""
+
     def forward(self, routes: Routes, x: Arrivals, weights: HeldExperts, at: Workplace) -> SlotForward:
         return SlotForward(self.rule, routes, x, weights, at)
 

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from moesys.kernels.activations import GATED, activation_reference
 from moesys.kernels.blocks import Blocks
 from moesys.kernels.experts import experts_backward, experts_forward, moe_experts
+from moesys.kernels.routing import route
 from moesys.kernels.tiles import Block
 
 T, H, I, E, K = 11, 40, 24, 5, 3
@@ -137,7 +138,7 @@ def test_tiles_and_programs_change_no_bit(rows, columns, programs):
 
     def run(block, back):
         blocks = Blocks(block, block, back, block, block)
-        y_TH, kept = experts_forward(x, expert, weight, gate_up, down, matrix_G, "swiglu", blocks)
+        y_TH, kept = experts_forward(x, route(expert, 6), weight, gate_up, down, matrix_G, "swiglu", blocks)
         return y_TH, *experts_backward(dy_TH, x, weight, gate_up, down, matrix_G, kept, "swiglu", blocks)
 
     usual = run(Block(32, 32, 16), Block(32, 16, 16))

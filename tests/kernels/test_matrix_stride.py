@@ -112,7 +112,7 @@ def test_gradients_are_written_where_they_belong() -> None:
         if not padding:
             gate_up, down = gate_up.contiguous(), down.contiguous()
         gradients = flat(padding)
-        y_TH, kept = experts_forward(x_TH, GROUP_TK, WEIGHT_TK, gate_up, down, MATRIX_G, "swiglu", blocks)
+        y_TH, kept = experts_forward(x_TH, ROUTING, WEIGHT_TK, gate_up, down, MATRIX_G, "swiglu", blocks)
         out = views(gradients) if padding else (None, None)
         found = experts_backward(
             dy_TH, x_TH, WEIGHT_TK, gate_up, down, MATRIX_G, kept, "swiglu", blocks, torch.float32, out

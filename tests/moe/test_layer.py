@@ -149,7 +149,7 @@ def test_the_correction_bias_moves_after_the_step_and_not_before() -> None:
     layer(tokens(3))
     layer(tokens(4, seed=1))
     assert layer.router.e_score_correction_bias.count_nonzero() == 0
-    tokens_E = torch.tensor(layer.tokens_since_update_E)
+    tokens_E = layer.tokens_since_update_E
     assert tokens_E.sum() == 14
     ms.update_router_bias(layer)
     expected = 0.01 * torch.sign(tokens_E.sum() / 6 - tokens_E)

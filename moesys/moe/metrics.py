@@ -1,0 +1,42 @@
+"""What one layer did, in numbers that a person asks for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moesys.overlap.record import Meter
+from moesys.step import LayerPlan
+
+
+@dataclass(frozen=True)
+class LayerMetrics:
+    """One layer's newest micro-batch, and its traffic, waiting and planning since metrics were last read.
+
+    ``load_max_over_mean``: the busiest rank's tokens over the mean. ``tokens_E`` over all ranks.
+    ``restored_mib``: received by this rank to have its experts. ``exposed_ms``: this rank blocked by communication.
+    ``plan_ms``: this rank's planning on the critical path, split and routes, without exchange of counts or waiting.
+    """
+
+    layer: int
+    micro_batch: int
+    load_max_over_mean: float
+    tokens_E: tuple[int, ...]
+    experts_without_tokens: int
+    restored_mib: float
+    exposed_ms: float
+    plan_ms: float
+
+    @classmethod
+    def of(cls, layer: int, plan: LayerPlan, meter: Meter) -> LayerMetrics:
+        """Of the micro-batch that ``plan`` is of; ``meter`` has counted since metrics were last read."""
+        tokens_E = plan.load.tokens_E
+        return cls(
+            layer=layer,
+            micro_batch=plan.turn,
+            load_max_over_mean=plan.tokens.max_over_mean,
+            tokens_E=tuple(tokens_E.tolist()),
+            experts_without_tokens=int((tokens_E == 0).sum()),
+            restored_mib=meter.bytes_of("restore") / 2**20,
+            exposed_ms=sum(meter.exposed_ms.values()),
+            plan_ms=meter.plan_ms,
+        )

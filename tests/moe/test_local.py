@@ -1,0 +1,212 @@
+"""One rank on kernels: nothing waits for the device, with the bits of the way that does, and counts when they are read.
+
+The interpreter's tensors are on the CPU; they stand for those of a GPU, where reading one would make the host wait.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from harness import Stack
+from torch import Tensor
+
+import moesys as ms
+from moesys.overlap.kernel_math import KernelMath
+
+SHAPE = ms.ModelShape(
+    hidden_size=20,
+    intermediate_size=12,
+    num_experts=3,
+    top_k=2,
+    scoring_func="sigmoid",
+    router_bias_update_rate=0.01,
+    router_aux_loss_coef=0.1,
+)
+EP = ms.Strategy(name="ep")
+# A layout of its own accord, with two slots for some experts.
+LAER = ms.Strategy(name="laer", sharding=ms.Fsep(slots_per_rank=5), balance=ms.Laer(), overlap=ms.Pipelined(chunks=3))
+BEHIND = ms.Strategy(
+    name="behind", sharding=ms.Fsep(slots_per_rank=3, prefetch_layers=1, delay_reshard=True), balance=ms.Greedy()
+)
+READS = ["item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__float__", "__index__"]
+# What has a size that only the device knows, or brings numbers there from memory that the host must wait to reuse.
+WAITS = ["bincount", "nonzero", "unique", "masked_select", "tensor", "as_tensor", "from_numpy"]
+
+
+class ThroughRoutes(KernelMath):
+    """Kernels by ``ChunkedExecutor``, which plans on the host."""
+
+    def alone(self, expert_TK: Tensor, num_experts: int) -> None:
+        pass
+
+
+@contextmanager
+def host_never_waits() -> Iterator[None]:
+    """Raises where code of moesys does what on a GPU waits for it."""
+
+    def refusing(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def refused(*args: Any, **options: Any) -> Any:
+            frame = sys._getframe(1)
+            while frame.f_back is not None and _package(frame) == "torch":
+                frame = frame.f_back
+            assert _package(frame) != "moesys", f"{name} in {frame.f_globals['__name__']}, line {frame.f_lineno}"
+            return function(*args, **options)
+
+        return refused
+
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, names in ((Tensor, READS), (torch, WAITS)):
+            for name in names:
+                patch.setattr(owner, name, refusing(name, getattr(owner, name)))
+        yield
+
+
+def _package(frame: Any) -> str:
+    return frame.f_globals.get("__name__", "").partition(".")[0]
+
+
+def tokens(count: int, seed: int = 0) -> Tensor:
+    return torch.randn(count, SHAPE.hidden_size, generator=torch.Generator().manual_seed(seed))
+
+
+def stack(strategy: ms.Strategy, dtype: str, math: KernelMath) -> Stack:
+    model = Stack(SHAPE.replace(dtype=dtype), strategy, num_layers=2)
+    for layer in model.moe:
+        layer.expert_math = math
+    return model
+
+
+def train(model: Stack, counts: list[int], checkpointed: bool = False) -> list[Tensor]:
+    """A step of so many tokens in each micro-batch: outputs, dx, gradients, and parameters and buffers after it."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for seed, count in enumerate(counts):
+        x = tokens(count, seed).requires_grad_()
+        y = model(x, checkpointed)
+        (y.square().sum() + ms.router_loss(model)).backward()
+        found += [y.detach(), x.grad]
+    found += [parameter.grad for parameter in model.parameters()]
+    ms.clip_grad_norm_(model, 1.0)
+    optimizer.step()
+    ms.update_router_bias(model)
+    return found + [tensor.detach().clone() for tensor in (*model.parameters(), *model.buffers())]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "dtype", "counts", "linked", "checkpointed"),
+    [
+        (EP, "float32", [9, 4], False, False),
+        (EP, "bfloat16", [13], False, False),
+        (LAER, "bfloat16", [7], False, True),
+        (BEHIND, "float32", [7, 7], True, False),
+        (EP, "bfloat16", [0], False, False),
+    ],
+    ids=["float32", "casts kept", "duplicates, chunks, recomputed", "linked, gradients come later", "no tokens"],
+)
+def test_the_host_never_waits_and_no_bit_changes(
+    strategy: ms.Strategy, dtype: str, counts: list[int], linked: bool, checkpointed: bool
+) -> None:
+    results = []
+    for math in (KernelMath(), ThroughRoutes()):
+        model = stack(strategy, dtype, math)
+        runtime = ms.link(model) if linked else None
+        if type(math) is KernelMath:
+            with host_never_waits():
+                results.append(train(model, counts, checkpointed))
+        else:
+            results.append(train(model, counts, checkpointed))
+        if runtime is not None:
+            runtime.close()
+    if strategy is LAER:
+        assert model.moe[0].schedule.layout.num_duplicates == 2
+    for place, (found, expected) in enumerate(zip(*results, strict=True)):
+        assert torch.equal(found, expected), place
+
+
+def test_the_host_waits_where_it_plans() -> None:
+    with host_never_waits(), pytest.raises(AssertionError, match=r"in moesys\.(moe\.layer|overlap)"):
+        train(stack(EP, "float32", ThroughRoutes()), [5])
+
+
+def layers(strategy: ms.Strategy = EP) -> tuple[ms.MoELayer, ms.MoELayer]:
+    """One on kernels, one that counts on the host."""
+    on_kernels, on_slots = (ms.MoELayer(SHAPE, strategy) for _ in range(2))
+    on_kernels.expert_math = KernelMath()
+    return on_kernels, on_slots
+
+
+def test_counts_are_read_late_and_are_those_of_the_host() -> None:
+    on_kernels, on_slots = layers()
+    for seed in range(3):
+        for layer in (on_kernels, on_slots):
+            layer(tokens(5 + seed, seed))
+    copied = copy.deepcopy(on_kernels)
+    for layer in (on_kernels, copied):
+        assert layer.last_plan == on_slots.last_plan
+        assert layer.last_plan is layer.last_plan
+        assert layer.metrics().tokens_E == on_slots.metrics().tokens_E
+        assert layer.get_extra_state() == on_slots.get_extra_state()
+        assert layer.tokens_since_update_E.tolist() == on_slots.tokens_since_update_E.tolist()
+    assert json.loads(on_kernels.get_extra_state())["micro_batch"] == 3
+    for layer in (on_kernels, on_slots):
+        layer.update_router_bias()
+        assert layer.tokens_since_update_E.count_nonzero() == 0
+    assert torch.equal(on_kernels.router.e_score_correction_bias, on_slots.router.e_score_correction_bias)
+
+
+def test_a_state_of_either_is_taken_up_by_the_other() -> None:
+    on_kernels, on_slots = layers(LAER)
+    for layer in (on_kernels, on_slots):
+        layer(tokens(5))
+    for source, target in ((on_kernels, on_slots), (on_slots, on_kernels)):
+        resumed = copy.deepcopy(target)
+        resumed.set_extra_state(source.get_extra_state())
+        resumed(tokens(6, seed=1))
+        assert resumed.last_plan.turn == 1
+        assert int(resumed.tokens_since_update_E.sum()) == 22
+        assert resumed.schedule.events == []
+
+
+def test_evaluation_counts_nothing() -> None:
+    on_kernels, _ = layers()
+    on_kernels.eval()(tokens(5))
+    with torch.no_grad():
+        on_kernels.train()(tokens(5))
+    assert on_kernels.schedule.micro_batch == 0
+    assert on_kernels.tokens_since_update_E.count_nonzero() == 0
+    assert on_kernels.last_plan.load.total == 10
+
+
+def test_x_and_h_are_saved_for_backward() -> None:
+    """Besides what lives anyway: masters and routing weights."""
+    kept: list[Tensor] = []
+    layer = ms.MoELayer(SHAPE.replace(dtype="bfloat16"), EP)
+    layer.expert_math = KernelMath()
+    x = tokens(7)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: (kept.append(tensor), tensor)[1], lambda t: t):
+        layer(x)
+    H, I, rows = SHAPE.hidden_size, SHAPE.intermediate_size, 7 * SHAPE.top_k
+    assert sorted(t.shape for t in kept if t.dtype == torch.bfloat16) == sorted([(7, H), (rows, 2 * I)])
+
+
+@pytest.mark.parametrize("strategy", [EP, LAER], ids=["ep", "fsep"])
+def test_masters_are_read_where_they_lie_or_cast_at_once(strategy: ms.Strategy) -> None:
+    for dtype in ("float32", "bfloat16"):
+        layer = ms.MoELayer(SHAPE.replace(dtype=dtype), strategy)
+        restored = layer.start_restore(layer.schedule.layout).wait()
+        gate_up, down = restored.stacked()
+        is_master = gate_up.untyped_storage().data_ptr() == layer.experts.untyped_storage().data_ptr()
+        assert is_master == (dtype == "float32")
+        assert gate_up.untyped_storage().data_ptr() == down.untyped_storage().data_ptr()
+        state = layer.full_state_dict()
+        assert torch.equal(gate_up, state["experts.gate_up_proj"].to(gate_up.dtype))
+        assert torch.equal(down, state["experts.down_proj"].to(down.dtype))
+        again = [restored.stacked().gate_up.data_ptr() for restored.keep_casts in (True, True)]
+        assert again[0] == again[1]
