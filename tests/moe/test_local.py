@@ -18,6 +18,8 @@ from harness import Stack
 from torch import Tensor
 
 import moesys as ms
+from moesys.kernels.memory import Memory
+from moesys.moe.shards import Restored
 from moesys.overlap.kernel_math import KernelMath
 
 SHAPE = ms.ModelShape(
@@ -208,5 +210,19 @@ def test_masters_are_read_where_they_lie_or_cast_at_once(strategy: ms.Strategy) 
         state = layer.full_state_dict()
         assert torch.equal(gate_up, state["experts.gate_up_proj"].to(gate_up.dtype))
         assert torch.equal(down, state["experts.down_proj"].to(down.dtype))
-        again = [restored.stacked().gate_up.data_ptr() for restored.keep_casts in (True, True)]
-        assert again[0] == again[1]
+        restored.keep_casts = True
+        kept, again = restored.stacked(), restored.stacked()
+        assert kept.gate_up.data_ptr() == again.gate_up.data_ptr()
+
+
+@pytest.mark.parametrize("num_lent", [0, 2], ids=["a rank without experts", "lent ones in 16 bits beside a master"])
+def test_experts_that_lie_apart_are_put_together(num_lent: int) -> None:
+    shape = SHAPE.replace(dtype="bfloat16")
+    master_P, *lent = torch.randn(1 + num_lent, shape.expert_parameters)
+    parts = [lent_P.bfloat16() for lent_P in lent] + [master_P] * bool(lent)
+    restored = Restored(shape, torch.bfloat16, Memory(), torch.device("cpu"), lambda: parts, None).wait()
+    stacked = restored.stacked()
+    assert stacked.gate_up.shape == (len(parts), 2 * shape.intermediate_size, shape.hidden_size)
+    for slot in range(len(restored)):
+        for together, apart in zip(stacked, restored[slot], strict=True):
+            assert torch.equal(together[slot], apart.bfloat16())
