@@ -2,7 +2,7 @@
 
 A ``LayerPlan`` is everything that is decided before a micro-batch runs through a layer: who wants what, who holds what,
 who goes where; a ``StepPlan`` is that for all layers of a step. Both can be printed, and survive a round trip through
-JSON.
+JSON. ``split_tables`` is what the same split of counts on a device needs: balance and kernels meet here too.
 """
 
 from __future__ import annotations
@@ -10,14 +10,20 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from moesys.balance import Certificate, certify, plan_layout, split_tokens
-from moesys.config import ClusterSpec, ModelShape, Strategy
+from moesys.balance.quotas import levels_of, nodes_of
+from moesys.config import ClusterSpec, FlowSplit, ModelShape, Strategy
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.load import LoadMatrix
 from moesys.overlap.simulator import simulate_step
 from moesys.timeline import Timeline
+
+if TYPE_CHECKING:
+    import torch
+
+    from moesys.kernels.split_tables import SplitTables
 
 
 @dataclass(frozen=True)
@@ -94,6 +100,33 @@ def plan_layer(
     if layout is None:
         layout = plan_layout(load, cluster, strategy.balance, strategy.slots(model, cluster))
     return LayerPlan(split_tokens(load, layout, cluster, strategy.split, turn), turn)
+
+
+def split_tables(
+    layout: ExpertLayout, cluster: ClusterSpec, config: FlowSplit, device: torch.device | str
+) -> SplitTables:
+    """Index tables on ``device``, made once a layout, with which ``kernels.split.split`` gives the plans of
+    ``split_tokens`` for counts that are there, and the host waits for none.
+
+    Raises ValueError when layout and cluster are not for the same ranks, for ``traffic="exact"`` and for a cap on
+    traffic, which only the host can keep.
+    """
+    if layout.num_ranks != cluster.num_ranks:
+        raise ValueError(
+            f"the layout is for {layout.num_ranks} ranks, the cluster has {cluster.num_ranks}; "
+            "plan both for the same ranks"
+        )
+    if config.traffic != "fast":
+        raise ValueError(f"traffic={config.traffic!r} is solved on the host only; use traffic='fast', or split_tokens")
+    if config.max_inter_node is not None:
+        raise ValueError(
+            f"max_inter_node={config.max_inter_node} takes a search over limits, which runs on the host only; "
+            "use max_inter_node=None, or split_tokens"
+        )
+    # Here, as plans and simulations do without torch.
+    from moesys.kernels.split_tables import tables_of
+
+    return tables_of(layout.expert_RS, layout.num_experts, nodes_of(cluster), levels_of(cluster), device)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ A *phase* labels every rank with the cost of its cheapest path to a rank with ro
 *step* every rank above the limit gives what it can along one of its cheapest hops. Tokens of an expert that stay in a
 node form a pool, and those that cross form one; a rank receives from the pool of the lowest number only: nodes' pools
 first, each kind by expert. Givers and receivers of a pool are served in the order of their ranks. No step depends on
-the order in which ranks or pools are visited, so that ``push_tensors`` can do the same on tensors, to the same bytes.
+the order in which ranks or pools are visited, so that ``kernels.split`` can do the same on a GPU, to the same bytes.
 """
 
 from __future__ import annotations

@@ -1,0 +1,91 @@
+"""What the kernels of a split know of a layout: index tables, made on the host once a layout.
+
+A *replica* is an expert on a rank that holds it, by expert, then rank; a second slot of a rank for the same expert is
+none. A *group* is an expert's replicas on one node. R ranks, E experts, P replicas, L levels of parts of the cluster.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+IntArray = npt.NDArray[np.int64]
+
+
+class SplitTables(NamedTuple):
+    """All int32, on one device.
+
+    - ``expert_P``, ``rank_P``: whose a replica is; ``slot_P``: its slot among its rank's distinct experts, in the order
+      of their first slots;
+    - ``replica_ER`` [E, R]: the replica of an expert on a rank, -1 where there is none;
+    - ``first_E1`` [E + 1]: expert e's replicas are ``first_E1[e]`` up to ``first_E1[e + 1]``;
+    - ``group_first_P``, ``group_last_P``: the first and the last replica of a replica's group;
+    - ``by_rank_P``: replicas by rank, then expert; ``first_R1`` [R + 1]: those of rank r are at ``first_R1[r]`` up to
+      ``first_R1[r + 1]`` there;
+    - ``node_first_R``, ``node_last_R``: the first and the last rank of a rank's node;
+    - ``part_first_LR``, ``part_last_LR``: those of its part of the cluster at each level. Parts of the first level are
+      ranks, that of the last is everything.
+    """
+
+    expert_P: Tensor
+    rank_P: Tensor
+    slot_P: Tensor
+    replica_ER: Tensor
+    first_E1: Tensor
+    group_first_P: Tensor
+    group_last_P: Tensor
+    by_rank_P: Tensor
+    first_R1: Tensor
+    node_first_R: Tensor
+    node_last_R: Tensor
+    part_first_LR: Tensor
+    part_last_LR: Tensor
+
+
+def tables_of(
+    expert_RS: IntArray, num_experts: int, node_R: IntArray, part_LR: IntArray, device: torch.device | str
+) -> SplitTables:
+    """The tables of ``expert_RS`` [R, S], the expert in every slot, -1 for none; every expert has a slot.
+
+    ``node_R``: each rank's node; ``part_LR``: its part of the cluster at each level between ranks and everything, the
+    finest first. Neither falls from one rank to the next.
+    """
+    num_ranks = len(expert_RS)
+    slot_ER = np.full((num_experts, num_ranks), -1)
+    for rank, expert_S in enumerate(expert_RS):
+        held = list(dict.fromkeys(expert_S[expert_S >= 0].tolist()))
+        slot_ER[held, rank] = np.arange(len(held))
+    expert_P, rank_P = np.nonzero(slot_ER >= 0)
+    replica_ER = np.full_like(slot_ER, -1)
+    replica_ER[expert_P, rank_P] = np.arange(len(rank_P))
+    by_rank_P = np.argsort(rank_P, kind="stable")
+    group_first_P, group_last_P = _ends_of(expert_P * num_ranks + node_R[rank_P])
+    node_first_R, node_last_R = _ends_of(node_R)
+    ranks = np.arange(num_ranks)
+    part_ends = [_ends_of(part_R) for part_R in (ranks, *part_LR, np.zeros_like(ranks))]
+    part_first_LR, part_last_LR = (np.stack(ends) for ends in zip(*part_ends, strict=True))
+    tables = (
+        expert_P,
+        rank_P,
+        slot_ER[expert_P, rank_P],
+        replica_ER,
+        np.searchsorted(expert_P, np.arange(num_experts + 1)),
+        group_first_P,
+        group_last_P,
+        by_rank_P,
+        np.searchsorted(rank_P[by_rank_P], np.arange(num_ranks + 1)),
+        node_first_R,
+        node_last_R,
+        part_first_LR,
+        part_last_LR,
+    )
+    return SplitTables(*(torch.as_tensor(table, dtype=torch.int32, device=device) for table in tables))
+
+
+def _ends_of(of_N: IntArray) -> tuple[IntArray, IntArray]:
+    """The first and the last place of the value at each place; values never fall."""
+    return np.searchsorted(of_N, of_N), np.searchsorted(of_N, of_N, side="right") - 1
