@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 import triton
 from rich import box
@@ -21,7 +22,10 @@ from moesys.kernels.ahead_of_time import MOST_SHARED_BYTES, MachineCode, compili
 from moesys.kernels.blocks import blocks_for
 from moesys.kernels.combine import combine
 from moesys.kernels.grouped_gemm import grouped_gemm
+from moesys.kernels.replicas import choose_replicas
 from moesys.kernels.routing import Routing, route
+from moesys.kernels.split import split
+from moesys.kernels.split_tables import SplitTables, tables_of
 from moesys.kernels.tiles import Block, Tiles, groups_by_size, tile_table
 from moesys.kernels.up import up
 from moesys.kernels.weight_gradient import weight_gradient
@@ -76,6 +80,13 @@ class Compiled:
         return "; ".join(found)
 
 
+def tables_of_64_ranks(num_experts: int) -> SplitTables:
+    """Of 8 nodes and 3 slots a rank, or as many as experts need."""
+    node_R, num_slots = np.arange(64) // 8, max(3, -(-num_experts // 64))
+    expert_RS = np.arange(64 * num_slots).reshape(64, num_slots) % num_experts
+    return tables_of(expert_RS, num_experts, node_R, node_R[None], "meta")
+
+
 def compile_size(size: Size, dtype: torch.dtype, tell: Callable[[str], None]) -> list[Compiled]:
     """Every kernel of forward and backward, gated by SiLU, at the blocks that ``blocks_for`` gives."""
     T, H, I, E, K = size[1:]
@@ -104,7 +115,11 @@ def compile_size(size: Size, dtype: torch.dtype, tell: Callable[[str], None]) ->
         blocks.input_gradient,
         blocks.weight_gradient,
     )
+    tables, expert_TK = tables_of_64_ranks(E), meta(T, K, dtype=torch.int64)
+    tokens_RE, tokens_P = (meta(*shape, dtype=torch.int64) for shape in ((64, E), tables.rank_P.shape))
     ops: dict[str, tuple[Block | None, Callable[[], object]]] = {
+        "split": (None, lambda: split(tokens_RE, tables)),
+        "replicas": (None, lambda: choose_replicas(expert_TK, routing, tokens_P, tables)),
         "route": (None, lambda: route(meta(T, K, dtype=torch.int64), E)),
         "tiles": (None, lambda: tile_table(first, P, up_.rows)),
         "groups": (None, lambda: groups_by_size(first)),
@@ -178,7 +193,7 @@ def main(sizes: str, json_path: Path | None) -> int:
     """Prints the table; 1 if a kernel falls short."""
     chosen = select(sizes)
     rows: list[Compiled] = []
-    with warnings.catch_warnings(), steps_told("compiling", 11 * len(chosen)) as tell:
+    with warnings.catch_warnings(), steps_told("compiling", 13 * len(chosen)) as tell:
         warnings.simplefilter("ignore", UserWarning)
         for size in chosen:
             rows += compile_size(size, torch.bfloat16, tell)
