@@ -186,19 +186,48 @@ def bench_layer(
 @bench.command("kernels")
 def bench_kernels(
     aot: Annotated[bool, typer.Option("--aot", help="Compile for a Hopper GPU and read the machine code.")] = False,
-    size: Annotated[str, typer.Option(help="One size by name, or all.")] = "all",
+    size: Annotated[str, typer.Option(help="Sizes by name, with commas between them, or all; with --aot one.")] = "all",
+    routing: Annotated[str, typer.Option(help="uniform, balanced, zipf, k-experts, router, or all.")] = "all",
+    contestants: Annotated[str, typer.Option(help="moesys, grouped_mm, 'grouped_mm compiled', transformers.")] = "all",
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=DIR", help="scattermoe, liger or sonicmoe in DIR; may be repeated."),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    repeats: Annotated[int, typer.Option(min=0, help="Timed repetitions; 0 only checks.")] = 15,
+    device: Annotated[str, typer.Option(help="cuda; or cpu, which rehearses a toy in Triton's interpreter.")] = "cuda",
+    extras: Annotated[bool, typer.Option(help="Check graphs, compile, checkpoints and large offsets too.")] = True,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Write kernels.json and kernels.md there.")] = None,
     json: ResultFile = None,
 ) -> None:
-    """Look at the kernels of one device. Exit code 1 if one falls short: spills, too much shared memory, no HGMMA."""
-    if not aot:
-        raise typer.BadParameter("kernels are not timed yet; give --aot, which needs no GPU")
-    from moesys.lab.bench import kernels_aot
+    """Check and time the kernels of one device beside others', on a GPU; or read them with --aot.
+
+    Exit code 1 if a check of ours fails. For example: moesys bench kernels --size olmoe,30b --routing zipf --out found
+    """
+    if aot:
+        from moesys.lab.bench import kernels_aot
+
+        try:
+            kernels_aot.select(size)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+        raise typer.Exit(kernels_aot.main(size, json))
+    from moesys.lab.bench import kernels
 
     try:
-        kernels_aot.select(size)
+        plan = kernels.plan(
+            size,
+            routing,
+            contestants,
+            peers=peer or (),
+            dtype=dtype,
+            repeats=repeats,
+            extras=extras,
+            device=device,
+        )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    raise typer.Exit(kernels_aot.main(size, json))
+    raise typer.Exit(kernels.main(plan, out))
 
 
 @bench.command("overlap")

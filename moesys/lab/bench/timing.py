@@ -37,14 +37,22 @@ def paired_ratio(longer_ms: Sequence[float], shorter_ms: Sequence[float]) -> Rat
     return Ratio(float(np.median(ratios)), *(float(p) for p in np.percentile(ratios, (20, 80))))
 
 
+def wall_ms(work: Callable[[], object]) -> float:
+    """Milliseconds by the host's clock."""
+    start = time.perf_counter()
+    work()
+    return (time.perf_counter() - start) * 1e3
+
+
 def interleave(
     contestants: Mapping[str, Callable[[], object]],
     repeats: int,
     *,
     before: Callable[[], object] = lambda: None,
+    stopwatch: Callable[[Callable[[], object]], float] = wall_ms,
     seed: int = 0,
 ) -> dict[str, list[float]]:
-    """Milliseconds of each contestant in each of ``repeats`` repetitions.
+    """Milliseconds of each contestant in each of ``repeats`` repetitions, by ``stopwatch``.
 
     A repetition runs every contestant once, in an order shuffled by ``seed``; one repetition of warm-up is left out.
     ``before`` runs before every run and is not timed.
@@ -55,9 +63,7 @@ def interleave(
         shuffle(order)
         for name in order:
             before()
-            start = time.perf_counter()
-            contestants[name]()
-            elapsed_ms = (time.perf_counter() - start) * 1e3
+            elapsed_ms = stopwatch(contestants[name])
             if repetition:
                 samples_ms[name].append(elapsed_ms)
     return samples_ms
