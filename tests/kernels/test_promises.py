@@ -1,0 +1,100 @@
+"""What kernels promise to whoever trains: no wait for the host, and one binary whatever the counts."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from moesys.kernels.experts import moe_experts
+
+T, H, I, E, K = 9, 32, 16, 4, 2
+# Whatever of a tensor needs its numbers on the host.
+HOST_READS = (
+    *("__bool__", "__int__", "__float__", "__index__", "__array__", "__iter__"),
+    *("item", "tolist", "numpy", "cpu", "nonzero", "unique", "masked_select"),
+)
+# One kernel, more than one signature: both sides of the weight gradient; with and without weights.
+SIGNATURES = {"_weight_gradient": 2, "_combine": 2}
+
+
+def test_counts_compile_nothing_anew() -> None:
+    """Nor does a layer without tokens, with one, or with other experts."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = Path(__file__).with_name("count_signatures.py")
+    environment["PYTHONPATH"] = os.pathsep.join([str(script.parents[2]), environment.get("PYTHONPATH", "")])
+    done = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    counted = json.loads(done.stdout)
+    assert len(counted["first"]) >= 10
+    for name, number in counted["first"].items():
+        assert number == SIGNATURES.get(name.rpartition(".")[2], 1), name
+    assert not any(counted["again"].values()), counted["again"]
+
+
+def layer(device: str = "cpu") -> tuple[Tensor, ...]:
+    generator = torch.Generator().manual_seed(5)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator).to(device).requires_grad_()
+
+    expert_TK = torch.randint(0, E, (T, K), generator=generator).to(device)
+    return normal(T, H), expert_TK, normal(T, K), normal(E, 2 * I, H), normal(E, H, I)
+
+
+def forward_backward(inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    y_TH = moe_experts(*inputs)
+    learnt = [tensor for tensor in inputs if tensor.requires_grad]
+    return y_TH, *torch.autograd.grad(y_TH, learnt, torch.ones_like(y_TH))
+
+
+@pytest.fixture
+def _host_unread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Code of moesys that would wait for a GPU raises. Triton's interpreter, which reads all the time, may."""
+
+    def refusing(name: str, usual: Callable[..., Any]) -> Callable[..., Any]:
+        def refused(*args: Any, **kwargs: Any) -> Any:
+            caller = sys._getframe(1).f_globals.get("__name__", "")
+            if caller.partition(".")[0] == "moesys":
+                raise AssertionError(f"{caller} calls {name}, which waits for the device")
+            return usual(*args, **kwargs)
+
+        return refused
+
+    for name in HOST_READS:
+        monkeypatch.setattr(Tensor, name, refusing(name, getattr(Tensor, name)))
+    monkeypatch.setattr(torch.cuda, "synchronize", refusing("torch.cuda.synchronize", torch.cuda.synchronize))
+
+
+@pytest.mark.usefixtures("_host_unread")
+def test_forward_and_backward_wait_for_nobody() -> None:
+    y_TH, *gradients = forward_backward(layer())
+    assert all(tensor.isfinite().all() for tensor in (y_TH, *gradients))
+
+
+@pytest.mark.usefixtures("_host_unread")
+@pytest.mark.parametrize(
+    "read", ["1 if tensor else 0", "int(tensor)", "tensor.tolist()", "tensor.cpu()", "[*tensor]", "range(tensor)"]
+)
+def test_the_guard_sees_a_wait(read: str) -> None:
+    """In code that calls itself a part of moesys."""
+    wait = eval(f"lambda tensor: {read}", {"__name__": "moesys.kernels.experts"})
+    with pytest.raises(AssertionError, match=r"moesys.kernels.experts calls \w+, which waits for the device"):
+        wait(torch.ones(1, dtype=torch.int64))
+
+
+def test_shapes_need_no_numbers() -> None:
+    """Fake tensors have none; what comes out has the shapes and dtypes of what is real."""
+    real = forward_backward(layer())
+    with FakeTensorMode():
+        fake = forward_backward(layer())
+    assert [(tensor.shape, tensor.dtype) for tensor in fake] == [(tensor.shape, tensor.dtype) for tensor in real]
