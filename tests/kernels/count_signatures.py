@@ -17,6 +17,7 @@ from torch import Tensor
 from moesys.kernels import ahead_of_time
 from moesys.kernels.blocks import Blocks
 from moesys.kernels.experts import experts_backward, experts_forward
+from moesys.kernels.routing import route
 from moesys.kernels.tiles import Block
 
 H, I, K = 128, 64, 2
@@ -34,7 +35,8 @@ def compute_layer(T: int, E: int) -> None:
     x_TH, weight_TK = meta(T, H), meta(T, K, dtype=torch.float32)
     matrices = (meta(E, 2 * I, H), meta(E, H, I), meta(E, dtype=torch.int32))
     blocks = Blocks.all_of(Block())
-    y_TH, kept = experts_forward(x_TH, meta(T, K, dtype=torch.int64), weight_TK, *matrices, "swiglu", blocks)
+    routing = route(meta(T, K, dtype=torch.int64), E)
+    y_TH, kept = experts_forward(x_TH, routing, weight_TK, *matrices, "swiglu", blocks)
     experts_backward(y_TH, x_TH, weight_TK, *matrices, kept, "swiglu", blocks)
 
 

@@ -15,8 +15,7 @@ from torch import Tensor
 
 from moesys.kernels.activation_gradient import _add_partials, activation_gradient, activation_gradient_reference
 from moesys.kernels.combine import combine, combine_reference
-from moesys.kernels.down import down, down_reference
-from moesys.kernels.input_gradient import input_gradient, input_gradient_reference
+from moesys.kernels.grouped_gemm import grouped_gemm, grouped_gemm_reference
 from moesys.kernels.routing import Routing
 from moesys.kernels.tiles import Block, Tiles
 from moesys.kernels.up import up, up_reference
@@ -99,17 +98,13 @@ def test_up(far: Far) -> None:
     far.close(a_PI, expected[1])
 
 
-def test_down(far: Far) -> None:
-    a, matrices = normal(ROWS, I), normal(2, H, I, seed=1)
-    y_PH = down(far.rows(a), far.matrices(matrices), far.routing.first_G1, far.tiles, far.matrix_G, BLOCK)
-    far.close(y_PH, down_reference(a, matrices, far.near_routing.first_G1, far.near_matrix_G))
-
-
-def test_input_gradient(far: Far) -> None:
-    dh, gate_up = normal(ROWS, U), normal(2, U, H, seed=1)
+@pytest.mark.parametrize("transposed", [True, False], ids=["down", "input gradient"])
+def test_grouped_gemm(far: Far, transposed: bool) -> None:
+    rows, matrices = normal(ROWS, I if transposed else U), normal(2, *((H, I) if transposed else (U, H)), seed=1)
     tables = (far.routing.first_G1, far.tiles, far.matrix_G)
-    dx_PH = input_gradient(far.rows(dh), far.matrices(gate_up), *tables, BLOCK)
-    far.close(dx_PH, input_gradient_reference(dh, gate_up, far.near_routing.first_G1, far.near_matrix_G))
+    out_PN = grouped_gemm(far.rows(rows), far.matrices(matrices), *tables, BLOCK, transposed=transposed)
+    near = (far.near_routing.first_G1, far.near_matrix_G)
+    far.close(out_PN, grouped_gemm_reference(rows, matrices, *near, transposed=transposed))
 
 
 def test_activation_gradient(far: Far) -> None:
@@ -144,7 +139,8 @@ def test_weight_gradient_of_far_rows_and_tokens(far: Far, gathered: Literal["lef
         near.reverse()
         sides.reverse()
     first_G1 = torch.tensor([FAR_ROW, FAR_ROW + FAR_ROWS], dtype=torch.int32)
-    out_GLR = weight_gradient(*sides, far.routing.entry_P, first_G1, 1, gathered, BLOCK)
+    order_G = torch.zeros(1, dtype=torch.int32)
+    out_GLR = weight_gradient(*sides, far.routing.entry_P, first_G1, order_G, 1, gathered, BLOCK)
     expected = weight_gradient_reference(*near, *far.near_routing[::2], 1, gathered)
     torch.testing.assert_close(out_GLR, expected[1:], rtol=2e-3, atol=2e-3)
 
@@ -155,7 +151,8 @@ def test_weight_gradient_of_a_far_group(far: Far) -> None:
     first_G1[1], first_G1[-2:] = NEAR_ROWS, torch.tensor([NEAR_ROWS, ROWS])
     block = Block(rows=32, columns=32, contraction=16, programs=FAR_MATRIX + 1)
     with only_outer_programs():
-        out_GLR = weight_gradient(by_token, by_row, far.near_routing.entry_P, first_G1, 1, "left", block, HALF)
+        groups = (first_G1, torch.arange(FAR_MATRIX + 1, dtype=torch.int32), 1)
+        out_GLR = weight_gradient(by_token, by_row, far.near_routing.entry_P, *groups, "left", block, HALF)
     expected = weight_gradient_reference(by_token, by_row, *far.near_routing[::2], 1, "left", HALF)
     torch.testing.assert_close(out_GLR[[0, -1]], expected, rtol=2e-3, atol=2e-3)
 

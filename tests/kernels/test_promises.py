@@ -23,8 +23,8 @@ HOST_READS = (
     *("__bool__", "__int__", "__float__", "__index__", "__array__", "__iter__"),
     *("item", "tolist", "numpy", "cpu", "nonzero", "unique", "masked_select"),
 )
-# One kernel, more than one signature: both sides of the weight gradient; with and without weights.
-SIGNATURES = {"_weight_gradient": 2, "_combine": 2}
+# Of one kernel more than one: a matrix as it lies or transposed; either side gathered; with and without weights.
+SIGNATURES = {"_grouped_gemm": 2, "_weight_gradient": 2, "_combine": 2}
 
 
 def test_counts_compile_nothing_anew() -> None:

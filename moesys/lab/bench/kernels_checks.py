@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 from moesys.kernels.blocks import Blocks
 from moesys.kernels.experts import experts_backward, experts_forward, moe_experts
+from moesys.kernels.routing import route
 from moesys.kernels.tiles import Block
 from moesys.lab.bench.kernels_aot import Size
 from moesys.lab.bench.kernels_contestants import OURS
@@ -75,7 +76,8 @@ def same_bits_in_other_blocks(layer: Layer) -> Finding:
     blocks = Blocks.all_of(Block(rows=64, columns=64, contraction=contraction, warps=4, stages=3, raster=3))
     matrix_G = torch.arange(layer.size.E, dtype=torch.int32, device=x_TH.device)
     matrices = (layer.gate_up_EUH, layer.down_EHI, matrix_G)
-    y_TH, kept = experts_forward(x_TH, layer.expert_TK, weight_TK, *matrices, "swiglu", blocks)
+    routing = route(layer.expert_TK, layer.size.E)
+    y_TH, kept = experts_forward(x_TH, routing, weight_TK, *matrices, "swiglu", blocks)
     gradients = experts_backward(layer.dy_TH, x_TH, weight_TK, *matrices, kept, "swiglu", blocks, dtype)
     differs = different((y_TH, *gradients), ours_on(layer).results())
     says = f"{differs} differ" if differs else f"tiles of {blocks.up.rows}x{blocks.up.columns}"
