@@ -119,8 +119,14 @@ def test_edges_are_the_hosts(split, tokens_RE, expert_RS, cluster):
     assert_is_the_hosts(split, load, ExpertLayout(expert_RS, load.num_experts), cluster, turn=1)
 
 
-def test_a_kernel_of_several_phases_brings_tokens_home_again():
-    assert_is_the_hosts(split, *where_much_must_cross(0, (3, 1, 4), 12), turn=2)
+@pytest.mark.parametrize(
+    ("seed", "nodes", "num_experts"),
+    [(3, (2, 2, 2), 4), (66, (2, 2, 2), 4), (15, (3, 3), 8)],
+    ids=["what is foreign leaves for less", "what is missing enters for less", "the limit rises"],
+)
+def test_the_kernels_bytes_are_the_hosts_where_much_must_cross(seed, nodes, num_experts):
+    """Found among seeds: each is wrong without the one line of the algorithm that it is named after."""
+    assert_is_the_hosts(split, *where_much_must_cross(seed, nodes, num_experts), turn=2)
 
 
 @pytest.mark.parametrize(
