@@ -236,7 +236,7 @@ def _push(  # type: ignore[no-untyped-def]
     """One program, one replica a lane: quotas with the least load of the busiest rank, then little traffic.
 
     A lane has its rank's load, and its group's tokens here and supply. Lanes without a replica are ranks, groups and
-    experts by themselves, without tokens and without room.
+    experts by themselves, without tokens.
     """
     lane = tl.arange(0, LANES)
     real = lane < num_replicas
@@ -282,7 +282,7 @@ def _push(  # type: ignore[no-untyped-def]
             # that leaves by the best group of its expert; for one that leaves a rank of the group.
             enter = tl.where(here >= supply, crossing, 0).to(tl.int64)
             leave = -tl.where(here > supply, crossing, 0).to(tl.int64)
-            label = tl.where(real & (load < limit), 0, UNREACHED)
+            label = tl.where(load < limit, 0, UNREACHED)
             near, exchange, cost = label, label, label
             rounds = 0
             changes = 1
