@@ -84,6 +84,8 @@ def plan(
             "kernels are timed on a GPU, and torch finds none here; --aot compiles and reads them without one, "
             "and --device cpu with TRITON_INTERPRET=1 rehearses this command on a toy"
         )
+    if device == "cuda" and INTERPRETED.value:
+        raise ValueError("Triton's interpreter would run the kernels on the host; unset TRITON_INTERPRET")
     if device == "cpu" and not INTERPRETED.value:
         raise ValueError("device='cpu' rehearses in Triton's interpreter; set TRITON_INTERPRET=1")
     if device not in ("cuda", "cpu"):

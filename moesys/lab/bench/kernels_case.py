@@ -65,13 +65,13 @@ def measure_case(
         meter.free()
     grouped = [measured[name].errors for name in GROUPED if name in measured and not measured[name].wrong]
     findings: list[Finding] = []
-    if OURS in measured and not measured[OURS].wrong:
+    if OURS in measured and measured[OURS].errors:
         ours = measured[OURS]
         ours.wrong = wrong_errors(ours.errors, dtype, grouped)
         tell(f"{size.name}, {routing}: bits of {OURS}")
         findings = [
             found_of(f"{size.name}, {routing}", "equal bits", partial(same_bits, layer, bit_runs)),
-            found_of(f"{size.name}, {routing}", "other tiles", partial(same_bits_in_other_blocks, layer)),
+            found_of(f"{size.name}, {routing}", "equal bits in other tiles", partial(same_bits_in_other_blocks, layer)),
         ]
         ours.wrong = "; ".join([ours.wrong, *(finding.says for finding in findings if not finding.holds)]).strip("; ")
         meter.free()
