@@ -15,9 +15,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moesys.kernels.activations import GATED, slope_one, slopes, slopes_reference
+from moesys.kernels.descriptors import matrices_by_tma, readable_by_tma, rows_by_tma, run_with_descriptors
+from moesys.kernels.gather import gather_rows
 from moesys.kernels.numerics import operand, rounded
 from moesys.kernels.routing import Routing
 from moesys.kernels.tiles import Block, Tiles, require_contiguous, require_matrices, tile_of
@@ -39,7 +40,6 @@ def activation_gradient(
     matrix_G: Tensor,
     activation: str,
     block: Block,
-    descriptor: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of ``y[t] += weight · down · activation(h)``, for every row, and its weighted activation.
 
@@ -61,7 +61,8 @@ def activation_gradient(
         weight_TK: float32.
         routing: where the rows are; tiles: of ``block.rows`` rows.
         matrix_G: int32, which of the E matrices each group uses.
-        descriptor: matrices, if of two bytes, come by TMA where their rows are multiples of 16 bytes; changes no bit.
+        block: ``block.operands`` "tma": down comes by TMA where it can read it. "specialised": dy does so too, from a
+            copy in expert order that costs 2·P·H elements more.
 
     Returns:
         (dh [P, U], wa [P, I], both in h's dtype and undefined behind the last group; dweight float32 [T, K], 0 where an
@@ -76,38 +77,25 @@ def activation_gradient(
     device = dy_TH.device
     sum_columns = min(SUM_COLUMNS, block.columns)
     num_sums = triton.cdiv(I, sum_columns)
-    size = down_EHI.element_size()
-    places = (I * size, down_EHI.stride(0) * size, down_EHI.data_ptr())
-    descriptor = descriptor and size == 2 and all(place % 16 == 0 for place in places)
-    box = [1, block.contraction, block.columns]
+    operands = block.operands if readable_by_tma(dy_TH, down_EHI) and P else "pointers"
+    dy = gather_rows(dy_TH, routing.entry_P, routing.first_G1, K) if operands == "specialised" else dy_TH
     dh_PU = torch.empty_like(h_PU)
     wa_PI = torch.empty((P, I), dtype=h_PU.dtype, device=device)
     partial_PN = torch.empty((P, num_sums), dtype=torch.float32, device=device)
     dweight_TK = torch.empty((T, K), dtype=torch.float32, device=device)
-    _activation_gradient[(block.num_programs(device),)](
-        dy_TH,
-        TensorDescriptor.from_tensor(down_EHI, box) if descriptor else down_EHI,
-        h_PU,
-        weight_TK,
-        routing.entry_P,
-        routing.first_G1,
-        tiles.group_M,
-        tiles.row_M,
-        tiles.count_1,
-        matrix_G,
-        dh_PU,
-        wa_PI,
-        partial_PN,
-        H=H,
-        I=I,
-        top_k=K,
-        matrix_stride=down_EHI.stride(0),
-        activation=activation,
-        gated=GATED[activation],
-        sum_columns=sum_columns,
-        descriptor=descriptor,
-        **block.options(),
-    )
+    tables = (routing.entry_P, routing.first_G1, tiles.group_M, tiles.row_M, tiles.count_1, matrix_G)
+    arguments = (dy, down_EHI, h_PU, weight_TK, *tables, dh_PU, wa_PI, partial_PN, P, len(down_EHI))
+    sizes = {
+        "H": H,
+        "I": I,
+        "top_k": K,
+        "matrix_stride": down_EHI.stride(0),
+        "activation": activation,
+        "gated": GATED[activation],
+        "sum_columns": sum_columns,
+    }
+    launch = _activation_gradient[(block.num_programs(device),)]
+    run_with_descriptors(lambda: launch(*arguments, **sizes, **block.options() | {"operands": operands}), device)
     _add_partials[(triton.cdiv(T * K, SUM_ENTRIES),)](
         partial_PN, routing.row_TK, dweight_TK, T * K, N=num_sums, block_entries=SUM_ENTRIES
     )
@@ -141,9 +129,9 @@ def activation_gradient_reference(
     return dh_PU, wa_PI, dweight_P.view(weight_TK.shape)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["P", "E"])
 def _activation_gradient(  # type: ignore[no-untyped-def]
-    dy_ptr,
+    dy,
     down,
     h_ptr,
     weight_ptr,
@@ -156,24 +144,32 @@ def _activation_gradient(  # type: ignore[no-untyped-def]
     dh_ptr,
     wa_ptr,
     partial_ptr,
+    P,
+    E,
     H: tl.constexpr,
     I: tl.constexpr,
     top_k: tl.constexpr,
     matrix_stride: tl.constexpr,
     activation: tl.constexpr,
     gated: tl.constexpr,
+    sum_columns: tl.constexpr,
     block_rows: tl.constexpr,
     block_columns: tl.constexpr,
     block_contraction: tl.constexpr,
-    sum_columns: tl.constexpr,
     raster: tl.constexpr,
     stages: tl.constexpr,
-    descriptor: tl.constexpr,
+    operands: tl.constexpr,
 ):
+    pointers: tl.constexpr = operands == "pointers"
+    specialised: tl.constexpr = operands == "specialised"
     U: tl.constexpr = 2 * I if gated else I
     num_column_tiles: tl.constexpr = (I + block_columns - 1) // block_columns
     num_sums: tl.constexpr = (I + sum_columns - 1) // sum_columns
     whole: tl.constexpr = H % block_contraction == 0
+    if not pointers:
+        down = matrices_by_tma(down, E, matrix_stride, H, I, block_contraction, block_columns)
+    if specialised:
+        dy = rows_by_tma(dy, P, H, block_rows, block_contraction)
     count = tl.load(count_ptr)
     for task in range(tl.program_id(0), count * num_column_tiles, tl.num_programs(0)):
         tile, column_tile = tile_of(task, count, num_column_tiles, raster)
@@ -182,22 +178,25 @@ def _activation_gradient(  # type: ignore[no-untyped-def]
         in_tile = tl.arange(0, block_rows) < num_rows
         # Rows behind the tile's end compute what token 0 would, and are not stored.
         entry = tl.load(entry_ptr + first_row + tl.arange(0, block_rows), mask=in_tile, other=0)
-        dy_rows = dy_ptr + (entry // top_k).to(tl.int64) * H
+        if not specialised:
+            dy_rows = dy + (entry // top_k).to(tl.int64) * H
         first_column = column_tile * block_columns
         column = first_column + tl.arange(0, block_columns)
         matrix = tl.load(matrix_ptr + group)
-        if not descriptor:
+        if pointers:
             down_matrix = down + matrix.to(tl.int64) * matrix_stride
         da = tl.zeros([block_rows, block_columns], dtype=tl.float32)
-        for hidden in tl.range(0, H, block_contraction, num_stages=stages):
+        for hidden in tl.range(0, H, block_contraction, num_stages=stages, warp_specialize=specialised):
             step = tl.arange(0, block_contraction)
-            if whole:
+            if specialised:
+                left = dy.load([first_row, hidden])
+            elif whole:
                 left = tl.load(dy_rows[:, None] + (hidden + step)[None, :])
             else:
                 left = tl.load(
                     dy_rows[:, None] + (hidden + step)[None, :], mask=(hidden + step < H)[None, :], other=0.0
                 )
-            if descriptor:
+            if not pointers:
                 right = down.load([matrix, hidden, first_column]).reshape(block_contraction, block_columns)
             else:
                 right = tl.load(

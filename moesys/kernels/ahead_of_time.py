@@ -33,7 +33,7 @@ class MachineCode:
     ``registers`` of a thread; ``stack_bytes`` of a thread; ``spills``: instructions that move registers to local memory
     or back; ``shared_bytes`` of a block; ``mma``: the shapes of its warpgroup products, such as "64x128x16"; none where
     it has no such product; ``copy_bytes``: the widths of its asynchronous copies from pointers; ``tma_loads``: how many
-    loads by descriptor it has; ``threads`` of a block.
+    loads by descriptor it has; ``threads`` of a block; ``specialised``: whether its warps have different work.
     """
 
     name: str
@@ -45,6 +45,7 @@ class MachineCode:
     copy_bytes: tuple[int, ...]
     tma_loads: int
     threads: int
+    specialised: bool
 
 
 @contextmanager
@@ -109,6 +110,7 @@ def read_machine_code(compiled: Any) -> MachineCode:
         copy_bytes=tuple(sorted({_width(modifiers) for modifiers in re.findall(r"\bLDGSTS(\S*)", listing)})),
         tma_loads=len(re.findall(r"\bUTMALDG\b", listing)),
         threads=32 * int(compiled.metadata.num_warps),
+        specialised="ttg.warp_specialize" in compiled.asm["ttgir"],
     )
 
 

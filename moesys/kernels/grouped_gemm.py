@@ -12,8 +12,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
+from moesys.kernels.descriptors import matrices_by_tma, readable_by_tma, rows_by_tma, run_with_descriptors
 from moesys.kernels.numerics import operand, rounded
 from moesys.kernels.tiles import Block, Tiles, require_contiguous, require_matrices, tile_of
 
@@ -27,7 +27,6 @@ def grouped_gemm(
     block: Block,
     *,
     transposed: bool,
-    descriptor: bool = False,
 ) -> Tensor:
     """out [P, N]: row p is ``rows[p] @ matrices[matrix_G[g]]`` for the group g that it lies in.
 
@@ -37,8 +36,8 @@ def grouped_gemm(
     group's are left unwritten.
 
     Reads P·L elements of the rows for each column of tiles and L·N of matrices for each row of them, less what the L2
-    cache keeps; writes P·N. ``descriptor``: rows and matrices, if of two bytes, come by TMA where their rows are
-    multiples of 16 bytes; changes no bit.
+    cache keeps; writes P·N. ``block.operands`` but for "pointers": rows and matrices come by TMA where it can read
+    them (``descriptors.readable_by_tma``).
 
     Source: the grouped GEMM of MegaBlocks (arXiv:2211.15841), over tiles instead of blocks of a sparse matrix.
     """
@@ -48,35 +47,16 @@ def grouped_gemm(
     P, L = rows_PL.shape
     N = matrices.shape[1 if transposed else 2]
     out_PN = torch.empty(P, N, dtype=rows_PL.dtype, device=rows_PL.device)
-    size = rows_PL.element_size()
-    places = (L * size, matrices.shape[2] * size, matrices.stride(0) * size, rows_PL.data_ptr(), matrices.data_ptr())
-    descriptor = descriptor and size == 2 and P > 0 and all(place % 16 == 0 for place in places)
-    rows: Tensor | TensorDescriptor = rows_PL
-    right: Tensor | TensorDescriptor = matrices
-    if descriptor:
-        box = (block.columns, block.contraction) if transposed else (block.contraction, block.columns)
-        rows = TensorDescriptor.from_tensor(rows_PL, [block.rows, block.contraction])
-        right = TensorDescriptor.from_tensor(matrices, [1, *box])
-    _grouped_gemm[(block.num_programs(rows_PL.device),)](
-        rows,
-        right,
-        first_G1,
-        tiles.group_M,
-        tiles.row_M,
-        tiles.count_1,
-        matrix_G,
-        out_PN,
-        L=L,
-        N=N,
-        matrix_stride=matrices.stride(0),
-        transposed=transposed,
-        descriptor=descriptor,
-        **block.options(),
-    )
+    arguments = (rows_PL, matrices, first_G1, tiles.group_M, tiles.row_M, tiles.count_1, matrix_G, out_PN)
+    sizes = {"L": L, "N": N, "matrix_stride": matrices.stride(0), "transposed": transposed, **block.options()}
+    if not readable_by_tma(rows_PL, matrices):
+        sizes["operands"] = "pointers"
+    launch = _grouped_gemm[(block.num_programs(rows_PL.device),)]
+    run_with_descriptors(lambda: launch(*arguments, P, len(matrices), **sizes), rows_PL.device)
     return out_PN
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["P", "E"])
 def _grouped_gemm(  # type: ignore[no-untyped-def]
     rows,
     matrices,
@@ -86,25 +66,38 @@ def _grouped_gemm(  # type: ignore[no-untyped-def]
     count_ptr,
     matrix_ptr,
     out_ptr,
+    P,
+    E,
     L: tl.constexpr,
     N: tl.constexpr,
     matrix_stride: tl.constexpr,
     transposed: tl.constexpr,
-    descriptor: tl.constexpr,
     block_rows: tl.constexpr,
     block_columns: tl.constexpr,
     block_contraction: tl.constexpr,
     raster: tl.constexpr,
     stages: tl.constexpr,
+    operands: tl.constexpr,
 ):
+    pointers: tl.constexpr = operands == "pointers"
+    specialised: tl.constexpr = operands == "specialised"
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     num_column_tiles: tl.constexpr = (N + block_columns - 1) // block_columns
     num_row_tiles = tl.load(count_ptr)
     in_rows = tl.arange(0, block_rows)
     in_columns = tl.arange(0, block_columns)
     in_contraction = tl.arange(0, block_contraction)
-    # Flat, so that the next tile's first operands are on their way while this one is stored.
-    for task in tl.range(tl.program_id(0), num_row_tiles * num_column_tiles, tl.num_programs(0), flatten=True):
+    if not pointers:
+        rows = rows_by_tma(rows, P, L, block_rows, block_contraction)
+        if transposed:
+            matrices = matrices_by_tma(matrices, E, matrix_stride, N, L, block_columns, block_contraction)
+        else:
+            matrices = matrices_by_tma(matrices, E, matrix_stride, L, N, block_contraction, block_columns)
+    # Flat, so that the next tile's first operands are on their way while this one is stored. In a flat loop Triton
+    # specialises no warps.
+    for task in tl.range(
+        tl.program_id(0), num_row_tiles * num_column_tiles, tl.num_programs(0), flatten=not specialised
+    ):
         row_tile, column_tile = tile_of(task, num_row_tiles, num_column_tiles, raster)
         group = tl.load(group_ptr + row_tile)
         row = tl.load(row_ptr + row_tile)
@@ -112,15 +105,15 @@ def _grouped_gemm(  # type: ignore[no-untyped-def]
         matrix = tl.load(matrix_ptr + group)
         column = column_tile * block_columns
 
-        if not descriptor:
+        if pointers:
             # Rows that a tile lacks are computed from another's operands, and not stored.
             left_row = rows + row.to(tl.int64) * L + tl.minimum(in_rows, num_rows - 1)[:, None] * L
             base = matrices + matrix.to(tl.int64) * matrix_stride
             right_tile = _right_tile(base, column, in_contraction, in_columns, L, N, transposed)
         out = tl.zeros((block_rows, block_columns), tl.float32)
-        for start in tl.range(0, L, block_contraction, num_stages=stages):
+        for start in tl.range(0, L, block_contraction, num_stages=stages, warp_specialize=specialised):
             at = start + in_contraction
-            if descriptor:
+            if not pointers:
                 left = rows.load([row, start])
                 if transposed:
                     right = matrices.load([matrix, column, start]).reshape(block_columns, block_contraction).T

@@ -6,7 +6,7 @@ G groups of rows that lie one behind the other, P rows in all.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import triton
@@ -22,13 +22,21 @@ COMPARED_GROUPS = 512
 WRITTEN_TILES = 128
 
 
+SPECIALISED_WARPS = 4
+
+Operands = Literal["pointers", "tma", "specialised"]
+
+
 @dataclass(frozen=True)
 class Block:
     """Sizes of one tile of a grouped GEMM, and how programs work on it.
 
     ``contraction`` decides in which groups products are summed, and so the bits; nothing else does. ``raster``: so
     many row tiles sweep all column tiles together, to find them in the L2 cache. ``programs``: how many are resident,
-    by default one a multiprocessor.
+    by default one a multiprocessor. ``operands``: by which way they come to the tensor cores. "pointers": copied
+    through addresses, gathered where the op gathers. "tma": by tensor descriptors. "specialised": so too, by a warp of
+    their own that runs ahead of the two groups of warps that multiply, which need ``warps`` = 4 of Triton; it adds two
+    groups more.
     """
 
     rows: int = 128
@@ -38,6 +46,14 @@ class Block:
     stages: int = 3
     raster: int = 8
     programs: int | None = None
+    operands: Operands = "pointers"
+
+    def __post_init__(self) -> None:
+        if self.operands == "specialised" and self.warps != SPECIALISED_WARPS:
+            raise ValueError(
+                f"warps={self.warps} with operands='specialised': Triton specialises blocks of {SPECIALISED_WARPS} "
+                f"warps alone; use warps={SPECIALISED_WARPS}"
+            )
 
     def num_programs(self, device: torch.device) -> int:
         """Resident programs on ``device``."""
@@ -55,6 +71,7 @@ class Block:
             "block_contraction": self.contraction,
             "raster": self.raster,
             "stages": self.stages,
+            "operands": self.operands,
             "num_warps": self.warps,
             "num_stages": self.stages,
             "enable_fp_fusion": True,

@@ -10,9 +10,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from moesys.kernels.activations import GATED, activate, activate_one, activation_reference
+from moesys.kernels.descriptors import halves_by_tma, readable_by_tma, rows_by_tma, run_with_descriptors
+from moesys.kernels.gather import gather_rows
 from moesys.kernels.numerics import operand, rounded
 from moesys.kernels.routing import Routing
 from moesys.kernels.tiles import Block, Tiles, require_contiguous, require_matrices, tile_of
@@ -27,7 +28,6 @@ def up(
     top_k: int,
     activation: str,
     block: Block,
-    descriptor: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """(h [P, U], a [P, I]): row p of h is ``gate_up[matrix_G[g]] @ x[entry_P[p] // K]``, a its activation.
 
@@ -39,7 +39,8 @@ def up(
 
     A tile is ``block.rows`` x ``block.columns`` of a, which with a gate are twice as many columns of h. Reads P·H
     elements of x for each column of tiles and U·H of weights for each row of them, less what the L2 cache keeps;
-    writes P·(U + I). ``descriptor``: weights of two bytes come by TMA where their rows are multiples of 16 bytes.
+    writes P·(U + I). ``block.operands`` "tma": weights come by TMA where it can read them. "specialised": x does so
+    too, from a copy in expert order that costs 2·P·H elements more.
 
     Source: the fusion of gather, product and activation of SonicMoE (arXiv:2512.14080) and ScatterMoE
     (arXiv:2403.08245).
@@ -53,43 +54,26 @@ def up(
     P = routing.entry_P.numel()
     h_PU = torch.empty(P, U, dtype=x_TH.dtype, device=x_TH.device)
     a_PI = torch.empty(P, I, dtype=x_TH.dtype, device=x_TH.device)
-    size = x_TH.element_size()
-    places = (H * size, gate_up_EUH.stride(0) * size, gate_up_EUH.data_ptr())
-    descriptor = descriptor and size == 2 and all(place % 16 == 0 for place in places)
-    halves = 2 if gated else 1
-    weights = (
-        TensorDescriptor.from_tensor(
-            gate_up_EUH.view(num_matrices, halves, I, H), [1, halves, block.columns, block.contraction]
-        )
-        if descriptor
-        else gate_up_EUH
-    )
-    _up[(block.num_programs(x_TH.device),)](
-        x_TH,
-        weights,
-        routing.entry_P,
-        routing.first_G1,
-        tiles.group_M,
-        tiles.row_M,
-        tiles.count_1,
-        matrix_G,
-        h_PU,
-        a_PI,
-        H=H,
-        I=I,
-        K=top_k,
-        matrix_stride=gate_up_EUH.stride(0),
-        activation=activation,
-        halves=halves,
-        descriptor=descriptor,
-        **block.options(),
-    )
+    operands = block.operands if readable_by_tma(x_TH, gate_up_EUH) and P else "pointers"
+    x = gather_rows(x_TH, routing.entry_P, routing.first_G1, top_k) if operands == "specialised" else x_TH
+    tables = (routing.entry_P, routing.first_G1, tiles.group_M, tiles.row_M, tiles.count_1, matrix_G)
+    arguments = (x, gate_up_EUH, *tables, h_PU, a_PI, P, num_matrices)
+    sizes = {
+        "H": H,
+        "I": I,
+        "K": top_k,
+        "matrix_stride": gate_up_EUH.stride(0),
+        "activation": activation,
+        "halves": 2 if gated else 1,
+    }
+    launch = _up[(block.num_programs(x_TH.device),)]
+    run_with_descriptors(lambda: launch(*arguments, **sizes, **block.options() | {"operands": operands}), x_TH.device)
     return h_PU, a_PI
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["P", "E"])
 def _up(  # type: ignore[no-untyped-def]
-    x_ptr,
+    x,
     weights,
     entry_ptr,
     first_ptr,
@@ -99,6 +83,8 @@ def _up(  # type: ignore[no-untyped-def]
     matrix_ptr,
     h_ptr,
     a_ptr,
+    P,
+    E,
     H: tl.constexpr,
     I: tl.constexpr,
     K: tl.constexpr,
@@ -110,8 +96,10 @@ def _up(  # type: ignore[no-untyped-def]
     block_contraction: tl.constexpr,
     raster: tl.constexpr,
     stages: tl.constexpr,
-    descriptor: tl.constexpr,
+    operands: tl.constexpr,
 ):
+    pointers: tl.constexpr = operands == "pointers"
+    specialised: tl.constexpr = operands == "specialised"
     U: tl.constexpr = halves * I
     dtype: tl.constexpr = h_ptr.dtype.element_ty
     whole: tl.constexpr = H % block_contraction == 0
@@ -122,8 +110,15 @@ def _up(  # type: ignore[no-untyped-def]
     in_contraction = tl.arange(0, block_contraction)
     # Of the weights that a tile needs, those of the gate and those of up lie I rows apart.
     in_both = tl.arange(0, halves * block_columns)
-    # Flat, so that the next tile's first operands are on their way while this one is stored.
-    for task in tl.range(tl.program_id(0), num_row_tiles * num_column_tiles, tl.num_programs(0), flatten=True):
+    if not pointers:
+        weights = halves_by_tma(weights, E, matrix_stride, halves, I, H, block_columns, block_contraction)
+    if specialised:
+        x = rows_by_tma(x, P, H, block_rows, block_contraction)
+    # Flat, so that the next tile's first operands are on their way while this one is stored. In a flat loop Triton
+    # specialises no warps.
+    for task in tl.range(
+        tl.program_id(0), num_row_tiles * num_column_tiles, tl.num_programs(0), flatten=not specialised
+    ):
         row_tile, column_tile = tile_of(task, num_row_tiles, num_column_tiles, raster)
         group = tl.load(group_ptr + row_tile)
         row = tl.load(row_ptr + row_tile)
@@ -132,24 +127,30 @@ def _up(  # type: ignore[no-untyped-def]
         column = column_tile * block_columns
 
         # Rows and columns that a tile lacks are computed from others' operands, and not stored.
-        entry = tl.load(entry_ptr + row + tl.minimum(in_rows, num_rows - 1))
-        x_row = x_ptr + (entry // K).to(tl.int64)[:, None] * H
-        if not descriptor:
+        if not specialised:
+            entry = tl.load(entry_ptr + row + tl.minimum(in_rows, num_rows - 1))
+            x_row = x + (entry // K).to(tl.int64)[:, None] * H
+        if pointers:
             weight_base = weights + matrix.to(tl.int64) * matrix_stride
             weight_row = tl.minimum(column + in_both % block_columns, I - 1) + in_both // block_columns * I
             weight_row = weight_base + weight_row.to(tl.int64)[None, :] * H
         h = tl.zeros((block_rows, halves * block_columns), tl.float32)
-        for start in tl.range(0, H, block_contraction, num_stages=stages):
+        for start in tl.range(0, H, block_contraction, num_stages=stages, warp_specialize=specialised):
             at = start + in_contraction
-            x = tl.load(x_row + at[None, :]) if whole else tl.load(x_row + at[None, :], mask=at[None, :] < H, other=0.0)
-            if descriptor:
+            if specialised:
+                left = x.load([row, start])
+            elif whole:
+                left = tl.load(x_row + at[None, :])
+            else:
+                left = tl.load(x_row + at[None, :], mask=at[None, :] < H, other=0.0)
+            if not pointers:
                 weight = weights.load([matrix, 0, column, start])
                 weight = weight.reshape(halves * block_columns, block_contraction).T
             elif whole:
                 weight = tl.load(weight_row + at[:, None])
             else:
                 weight = tl.load(weight_row + at[:, None], mask=at[:, None] < H, other=0.0)
-            h = tl.dot(operand(x), operand(weight), h, input_precision="ieee")
+            h = tl.dot(operand(left), operand(weight), h, input_precision="ieee")
 
         mask = (in_rows < num_rows)[:, None] & (column + in_columns < I)[None, :]
         h_tile = h_ptr + row.to(tl.int64) * U + column + in_rows[:, None] * U + in_columns[None, :]

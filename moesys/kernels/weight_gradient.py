@@ -121,6 +121,7 @@ def _weight_gradient(  # type: ignore[no-untyped-def]
     block_contraction: tl.constexpr,
     raster: tl.constexpr,
     stages: tl.constexpr,
+    operands: tl.constexpr,
 ):
     tiles_along_L: tl.constexpr = (L + block_rows - 1) // block_rows
     tiles_along_R: tl.constexpr = (R + block_columns - 1) // block_columns

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -75,12 +76,12 @@ def operands(case: Case, dtype: torch.dtype, activation: str = "swiglu") -> Oper
     return Operands(dy_TH.to(dtype), down_EHI.to(dtype), h_PU.to(dtype), weight_TK, routing, matrix_G, activation)
 
 
-def gradients(given: Operands, block: Block = BLOCK, descriptor: bool = False) -> dict[str, Tensor]:
+def gradients(given: Operands, block: Block = BLOCK) -> dict[str, Tensor]:
     """Rows of groups alone."""
     first_G1 = given.routing.first_G1
     tiles = tile_table_reference(first_G1, len(given.routing.entry_P), block.rows)
     *rest, matrix_G, activation = given
-    dh_PU, wa_PI, dweight_TK = activation_gradient(*rest, tiles, matrix_G, activation, block, descriptor)
+    dh_PU, wa_PI, dweight_TK = activation_gradient(*rest, tiles, matrix_G, activation, block)
     rows = int(first_G1[-1])
     return {"dh": dh_PU[:rows], "wa": wa_PI[:rows], "dweight": dweight_TK}
 
@@ -154,11 +155,16 @@ def test_tiles_and_programs_change_no_bit(other: Block, dtype: torch.dtype) -> N
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("name", ["replicas of a matrix", "odd widths"])
-def test_matrices_by_descriptor_change_no_bit(name: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("name", ["replicas of a matrix", "odd widths", "dropped choices"])
+@pytest.mark.parametrize(
+    "block",
+    [replace(BLOCK, operands="tma"), replace(BLOCK, operands="specialised", warps=4)],
+    ids=["tma", "specialised"],
+)
+def test_operands_by_tma_change_no_bit(block: Block, name: str, dtype: torch.dtype) -> None:
     """Where they cannot be (float32 here, and odd widths), they come by pointers."""
     given = operands(CASES[name], dtype)
-    expected, found = gradients(given), gradients(given, descriptor=True)
+    expected, found = gradients(given), gradients(given, block)
     assert all(torch.equal(found[part], expected[part]) for part in expected)
 
 

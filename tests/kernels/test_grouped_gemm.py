@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -16,6 +17,8 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 # of rounding and the roundings of the sum.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}
 BLOCK = Block(rows=16, columns=16, contraction=32, raster=2)
+BY_TMA = {"tma": replace(BLOCK, operands="tma"), "specialised": replace(BLOCK, operands="specialised", warps=4)}
+by_tma = pytest.mark.parametrize("block", BY_TMA.values(), ids=BY_TMA)
 either_way = pytest.mark.parametrize("transposed", [False, True], ids=["as it lies", "transposed"])
 
 
@@ -52,10 +55,10 @@ class Case(NamedTuple):
     matrix_G: Tensor
     transposed: bool
 
-    def multiply(self, block: Block = BLOCK, descriptor: bool = False) -> Tensor:
+    def multiply(self, block: Block = BLOCK) -> Tensor:
         tiles = tile_table_reference(self.first_G1, len(self.rows_PL), block.rows)
         operands = (self.rows_PL, self.matrices, self.first_G1, tiles, self.matrix_G, block)
-        return grouped_gemm(*operands, transposed=self.transposed, descriptor=descriptor)
+        return grouped_gemm(*operands, transposed=self.transposed)
 
     def rows(self) -> int:
         return int(self.first_G1[-1])
@@ -101,9 +104,10 @@ def test_edges(shape: Shape, dtype: torch.dtype, transposed: bool) -> None:
     [Shape(N=40), EDGES["everything whole tiles"], EDGES["replicas"], EDGES["no row"], EDGES["dropped rows"]],
     ids=["columns no multiple of the tile", "whole tiles", "replicas", "no row", "dropped rows"],
 )
-def test_operands_by_descriptor(shape: Shape, dtype: torch.dtype, transposed: bool) -> None:
+@by_tma
+def test_operands_by_tma(block: Block, shape: Shape, dtype: torch.dtype, transposed: bool) -> None:
     some = case(shape, dtype, transposed)
-    check(some, some.multiply(descriptor=True))
+    check(some, some.multiply(block))
 
 
 @either_way
@@ -112,10 +116,13 @@ def test_operands_by_descriptor(shape: Shape, dtype: torch.dtype, transposed: bo
     [(EDGES["nothing a multiple of anything"], torch.bfloat16), (Shape(), torch.float32)],
     ids=["rows that TMA cannot read", "float32"],
 )
-def test_descriptor_that_cannot_be_is_none(shape: Shape, dtype: torch.dtype, transposed: bool) -> None:
+@by_tma
+def test_what_tma_cannot_read_comes_by_pointers(
+    block: Block, shape: Shape, dtype: torch.dtype, transposed: bool
+) -> None:
     some = case(shape, dtype, transposed)
     rows = some.rows()
-    assert torch.equal(some.multiply()[:rows], some.multiply(descriptor=True)[:rows])
+    assert torch.equal(some.multiply()[:rows], some.multiply(block)[:rows])
 
 
 @either_way

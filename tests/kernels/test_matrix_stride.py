@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,12 +14,12 @@ from moesys.kernels.blocks import Blocks
 from moesys.kernels.experts import experts_backward, experts_forward
 from moesys.kernels.grouped_gemm import grouped_gemm
 from moesys.kernels.routing import route_reference
-from moesys.kernels.tiles import Block, groups_by_size, tile_table_reference
+from moesys.kernels.tiles import Block, Operands, groups_by_size, tile_table_reference
 from moesys.kernels.up import up
 from moesys.kernels.weight_gradient import weight_gradient
 
 T, K, E, I, H = 9, 2, 3, 24, 40
-BLOCK = Block(rows=16, columns=16, contraction=16)
+BLOCK = Block(rows=16, columns=16, contraction=16, warps=4)
 GENERATOR = torch.Generator().manual_seed(0)
 GROUP_TK = torch.tensor([[t % 4, (t + 1) % 3] for t in range(T)])  # 3: a choice that is dropped
 ROUTING = route_reference(GROUP_TK, E)
@@ -49,55 +50,48 @@ def rows(count: int, width: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(count, width, generator=torch.Generator().manual_seed(width)).to(dtype)
 
 
-def of_up(gate_up: Tensor, down: Tensor, descriptor: bool) -> tuple[Tensor, ...]:
+def of_up(gate_up: Tensor, down: Tensor, block: Block) -> tuple[Tensor, ...]:
     x_TH = rows(T, H, gate_up.dtype)
-    return up(x_TH, gate_up, ROUTING, TILES, MATRIX_G, K, activation="swiglu", block=BLOCK, descriptor=descriptor)
+    return up(x_TH, gate_up, ROUTING, TILES, MATRIX_G, K, activation="swiglu", block=block)
 
 
-def of_down(_: Tensor, matrices: Tensor, descriptor: bool) -> tuple[Tensor, ...]:
+def of_down(_: Tensor, matrices: Tensor, block: Block) -> tuple[Tensor, ...]:
     a_PI = rows(T * K, I, matrices.dtype)
-    return (
-        grouped_gemm(a_PI, matrices, ROUTING.first_G1, TILES, MATRIX_G, BLOCK, transposed=True, descriptor=descriptor),
-    )
+    return (grouped_gemm(a_PI, matrices, ROUTING.first_G1, TILES, MATRIX_G, block, transposed=True),)
 
 
-def of_input_gradient(gate_up: Tensor, _: Tensor, descriptor: bool) -> tuple[Tensor, ...]:
+def of_input_gradient(gate_up: Tensor, _: Tensor, block: Block) -> tuple[Tensor, ...]:
     dh_P2I = rows(T * K, 2 * I, gate_up.dtype)
-    return (
-        grouped_gemm(
-            dh_P2I, gate_up, ROUTING.first_G1, TILES, MATRIX_G, BLOCK, transposed=False, descriptor=descriptor
-        ),
-    )
+    return (grouped_gemm(dh_P2I, gate_up, ROUTING.first_G1, TILES, MATRIX_G, block, transposed=False),)
 
 
-def of_activation_gradient(_: Tensor, matrices: Tensor, descriptor: bool) -> tuple[Tensor, ...]:
+def of_activation_gradient(_: Tensor, matrices: Tensor, block: Block) -> tuple[Tensor, ...]:
     dy_TH, h_P2I = rows(T, H, matrices.dtype), rows(T * K, 2 * I, matrices.dtype)
-    return activation_gradient(
-        dy_TH, matrices, h_P2I, WEIGHT_TK, ROUTING, TILES, MATRIX_G, "swiglu", BLOCK, descriptor=descriptor
-    )
+    return activation_gradient(dy_TH, matrices, h_P2I, WEIGHT_TK, ROUTING, TILES, MATRIX_G, "swiglu", block)
 
 
 OPS = [of_up, of_down, of_input_gradient, of_activation_gradient]
-Op = Callable[[Tensor, Tensor, bool], tuple[Tensor, ...]]
+Op = Callable[[Tensor, Tensor, Block], tuple[Tensor, ...]]
 
 
 @pytest.mark.parametrize(
-    ("dtype", "padding", "descriptor"),
+    ("dtype", "padding", "operands"),
     [
-        (torch.float32, 0, False),
-        (torch.float32, 5, False),
-        (torch.bfloat16, 1, False),
-        (torch.bfloat16, 8, True),
-        (torch.bfloat16, 3, True),
+        (torch.float32, 0, "pointers"),
+        (torch.float32, 5, "pointers"),
+        (torch.bfloat16, 1, "pointers"),
+        (torch.bfloat16, 8, "tma"),
+        (torch.bfloat16, 8, "specialised"),
+        (torch.bfloat16, 3, "tma"),
     ],
-    ids=["neighbours", "a gap of 5", "16 bits", "descriptors", "a stride that TMA cannot have"],
+    ids=["neighbours", "a gap of 5", "16 bits", "TMA", "TMA of rows too", "a stride that TMA cannot have"],
 )
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.__name__[3:])
-def test_gaps_change_no_bit(op: Op, dtype: torch.dtype, padding: int, descriptor: bool) -> None:
+def test_gaps_change_no_bit(op: Op, dtype: torch.dtype, padding: int, operands: Operands) -> None:
     with_gaps = weights(padding, dtype)
     kept = int(ROUTING.first_G1[-1])
-    together = op(*(matrices.contiguous() for matrices in with_gaps), False)
-    for found, expected in zip(op(*with_gaps, descriptor), together, strict=True):
+    together = op(*(matrices.contiguous() for matrices in with_gaps), BLOCK)
+    for found, expected in zip(op(*with_gaps, replace(BLOCK, operands=operands)), together, strict=True):
         here = slice(None) if found.shape == WEIGHT_TK.shape else slice(kept)
         assert torch.equal(found[here], expected[here])
 
@@ -129,7 +123,7 @@ def test_gradients_are_written_where_they_belong() -> None:
 def test_gaps_within_a_matrix_are_refused(op: Op) -> None:
     gate_up, down = weights(0, torch.float32)
     with pytest.raises(ValueError, match="each matrix"):
-        op(gate_up.mT.contiguous().mT, down.mT.contiguous().mT, False)
+        op(gate_up.mT.contiguous().mT, down.mT.contiguous().mT, BLOCK)
 
 
 @pytest.mark.parametrize(

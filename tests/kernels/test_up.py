@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -18,6 +19,8 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 # of rounding and the roundings of the sum.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}
 BLOCK = Block(rows=16, columns=16, contraction=32, raster=2)
+BY_TMA = {"tma": replace(BLOCK, operands="tma"), "specialised": replace(BLOCK, operands="specialised", warps=4)}
+by_tma = pytest.mark.parametrize("block", BY_TMA.values(), ids=BY_TMA)
 
 
 class Shape(NamedTuple):
@@ -57,7 +60,7 @@ class Case(NamedTuple):
     K: int
     activation: str
 
-    def up(self, block: Block = BLOCK, descriptor: bool = False) -> tuple[Tensor, Tensor]:
+    def up(self, block: Block = BLOCK) -> tuple[Tensor, Tensor]:
         tiles = tile_table_reference(self.routing.first_G1, self.routing.entry_P.numel(), block.rows)
         return up(
             self.x_TH,
@@ -68,7 +71,6 @@ class Case(NamedTuple):
             self.K,
             self.activation,
             block,
-            descriptor=descriptor,
         )
 
     def rows(self) -> int:
@@ -136,12 +138,19 @@ def test_activations(activation: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("activation", ["swiglu", "gelu"])
 @pytest.mark.parametrize(
     "shape",
-    [Shape(T=30, I=21), EDGES["everything whole tiles"], EDGES["replicas"], EDGES["no token"]],
-    ids=["a width no multiple of the tile", "whole tiles", "replicas", "no token"],
+    [
+        Shape(T=30, I=21),
+        EDGES["everything whole tiles"],
+        EDGES["replicas"],
+        EDGES["no token"],
+        EDGES["dropped choices"],
+    ],
+    ids=["a width no multiple of the tile", "whole tiles", "replicas", "no token", "dropped choices"],
 )
-def test_weights_by_descriptor(shape: Shape, activation: str, dtype: torch.dtype) -> None:
+@by_tma
+def test_operands_by_tma(block: Block, shape: Shape, activation: str, dtype: torch.dtype) -> None:
     some = case(shape, dtype, activation)
-    check(some, *some.up(descriptor=True))
+    check(some, *some.up(block))
 
 
 @pytest.mark.parametrize(
@@ -149,11 +158,12 @@ def test_weights_by_descriptor(shape: Shape, activation: str, dtype: torch.dtype
     [(EDGES["nothing a multiple of anything"], torch.bfloat16), (Shape(), torch.float32)],
     ids=["rows that TMA cannot read", "float32"],
 )
-def test_descriptor_that_cannot_be_is_none(shape: Shape, dtype: torch.dtype) -> None:
+@by_tma
+def test_what_tma_cannot_read_comes_by_pointers(block: Block, shape: Shape, dtype: torch.dtype) -> None:
     some = case(shape, dtype)
     rows = some.rows()
-    for pointers, descriptors in zip(some.up(), some.up(descriptor=True), strict=True):
-        assert torch.equal(pointers[:rows], descriptors[:rows])
+    for expected, found in zip(some.up(), some.up(block), strict=True):
+        assert torch.equal(found[:rows], expected[:rows])
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
