@@ -1,10 +1,12 @@
-"""Which blocks the grouped GEMMs of a layer use where nobody has tuned them."""
+"""Which blocks the grouped GEMMs of a layer use: all five together, as JSON, and for which layers a choice holds."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import math
+from dataclasses import asdict, dataclass, fields
 
-import torch
+from torch import Tensor
 
 from moesys.kernels.tiles import Block
 
@@ -26,22 +28,41 @@ class Blocks:
         """The same for every one."""
         return Blocks(block, block, block, block, block)
 
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1)
 
-WIDE = Block(rows=128, columns=256, contraction=64, warps=8, stages=4)
-# A gated tile has as many columns of the gate again; and gelu in an epilogue leaves registers for no more.
-SQUARE = Block(rows=128, columns=128, contraction=64, warps=8, stages=4)
-# float32 has no tensor-core product here, and its operands take twice the shared memory.
-SINGLE = Block(rows=64, columns=64, contraction=32, warps=8, stages=3)
+    @staticmethod
+    def from_json(text: str) -> Blocks:
+        """Raises ValueError for anything that ``to_json`` does not write."""
+        try:
+            blocks = {name: Block(**block) for name, block in json.loads(text).items()}
+            return Blocks(**blocks)
+        except (AttributeError, TypeError, ValueError) as error:
+            names = ", ".join(field.name for field in fields(Blocks))
+            raise ValueError(f"these are no blocks: {error}; write an object of {names} by Blocks.to_json()") from None
 
 
-def blocks_for(activation: str, dtype: torch.dtype) -> Blocks:
-    """The largest blocks that compile for ``sm_90`` without spills (``moesys bench kernels --aot``)."""
-    if dtype == torch.float32:
-        return Blocks.all_of(SINGLE)
-    return Blocks(
-        up=WIDE if activation == "relu2" else SQUARE,
-        down=WIDE,
-        activation_gradient=SQUARE if activation == "gelu" else WIDE,
-        input_gradient=WIDE,
-        weight_gradient=WIDE,
-    )
+@dataclass(frozen=True)
+class ShapeClass:
+    """Layers that share a choice of blocks. ``rows_of_expert``: T·K / E, rounded to a power of two, at least 1."""
+
+    hidden: int
+    width: int
+    experts: int
+    top_k: int
+    activation: str
+    dtype: str
+    rows_of_expert: int
+
+    @staticmethod
+    def of(x_TH: Tensor, down_EHI: Tensor, num_rows: int, activation: str) -> ShapeClass:
+        """Of ``num_rows`` = T·K rows of x."""
+        E, H, I = down_EHI.shape
+        nearest = 1 << max(0, round(math.log2(max(1, num_rows) / max(1, E))))
+        top_k = max(1, num_rows // max(1, len(x_TH)))
+        return ShapeClass(H, I, E, top_k, activation, str(x_TH.dtype).removeprefix("torch."), nearest)
+
+    @property
+    def key(self) -> str:
+        """A name for files: one a class."""
+        return "-".join(str(value) for value in asdict(self).values())

@@ -16,12 +16,13 @@ from torch import Tensor
 
 from moesys.kernels.activation_gradient import activation_gradient
 from moesys.kernels.activations import GATED
-from moesys.kernels.blocks import Blocks, blocks_for
+from moesys.kernels.blocks import Blocks, ShapeClass
 from moesys.kernels.combine import combine
 from moesys.kernels.grouped_gemm import grouped_gemm
 from moesys.kernels.numerics import INTERPRETED
 from moesys.kernels.routing import Routing, route
-from moesys.kernels.tiles import Block, RowTiles, groups_by_size
+from moesys.kernels.tiles import RowTiles, groups_by_size
+from moesys.kernels.tuner import blocks_of
 from moesys.kernels.up import up
 from moesys.kernels.weight_gradient import weight_gradient
 
@@ -40,13 +41,6 @@ class Gradients(NamedTuple):
     dweight_TK: Tensor
     dgate_up_GUH: Tensor | None
     ddown_GHI: Tensor | None
-
-
-def default_blocks(activation: str, x_TH: Tensor) -> Blocks:
-    """What is used where nothing was tuned; small ones for the interpreter."""
-    if x_TH.device.type == "cpu":
-        return Blocks.all_of(Block(rows=32, columns=32, contraction=32))
-    return blocks_for(activation, x_TH.dtype)
 
 
 def experts_forward(
@@ -133,6 +127,7 @@ def moe_experts(
     gate_up_EUH: Tensor,
     down_EHI: Tensor,
     activation: str = "swiglu",
+    blocks: Blocks | None = None,
 ) -> Tensor:
     """Σ_k weight · expert(x), differentiable in x, the routing weights and both matrices.
 
@@ -142,6 +137,7 @@ def moe_experts(
         weight_TK: any float dtype; used in float32.
         gate_up_EUH: gate above up, as in transformers; ``down_EHI`` [E, H, I].
         activation: swiglu or geglu, gated; gelu or relu2, with U = I.
+        blocks: instead of what was tuned, or else is likely fast (``tuner.blocks_of``).
 
     Returns:
         [T, H] in x's dtype. Gradients have their arguments' dtypes.
@@ -150,7 +146,8 @@ def moe_experts(
         ValueError: shapes or dtypes that do not go together. RuntimeError: tensors on the CPU.
     """
     _check_arguments(x_TH, expert_TK, weight_TK, gate_up_EUH, down_EHI, activation)
-    y_TH, *_ = _experts(x_TH, expert_TK, weight_TK.float(), gate_up_EUH, down_EHI, activation)
+    given = blocks.to_json() if blocks else ""
+    y_TH, *_ = _experts(x_TH, expert_TK, weight_TK.float(), gate_up_EUH, down_EHI, activation, given)
     return y_TH
 
 
@@ -177,7 +174,13 @@ def _check_arguments(
 
 @torch.library.custom_op("moesys::experts", mutates_args=())
 def _experts(
-    x_TH: Tensor, expert_TK: Tensor, weight_TK: Tensor, gate_up_EUH: Tensor, down_EHI: Tensor, activation: str
+    x_TH: Tensor,
+    expert_TK: Tensor,
+    weight_TK: Tensor,
+    gate_up_EUH: Tensor,
+    down_EHI: Tensor,
+    activation: str,
+    blocks: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     y_TH, kept = experts_forward(
         x_TH.contiguous(),
@@ -187,14 +190,20 @@ def _experts(
         down_EHI.contiguous(),
         _each_its_own(down_EHI),
         activation,
-        default_blocks(activation, x_TH),
+        _blocks(blocks, x_TH, down_EHI, expert_TK.numel(), activation),
     )
     return y_TH, kept.h_PU, *kept.routing
 
 
 @_experts.register_fake
 def _experts_fake(
-    x_TH: Tensor, expert_TK: Tensor, weight_TK: Tensor, gate_up_EUH: Tensor, down_EHI: Tensor, activation: str
+    x_TH: Tensor,
+    expert_TK: Tensor,
+    weight_TK: Tensor,
+    gate_up_EUH: Tensor,
+    down_EHI: Tensor,
+    activation: str,
+    blocks: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     T, K = expert_TK.shape
     return (
@@ -218,6 +227,7 @@ def _experts_backward(
     row_TK: Tensor,
     first_E1: Tensor,
     activation: str,
+    blocks: str,
     of_matrices: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     found = experts_backward(
@@ -229,7 +239,7 @@ def _experts_backward(
         _each_its_own(down_EHI),
         Kept(h_PU, Routing(entry_P, row_TK, first_E1)),
         activation,
-        default_blocks(activation, x_TH),
+        _blocks(blocks, x_TH, down_EHI, weight_TK.numel(), activation),
         gate_up_EUH.dtype if of_matrices else None,
     )
     none = x_TH.new_empty(0)
@@ -250,6 +260,7 @@ def _experts_backward_fake(
     row_TK: Tensor,
     first_E1: Tensor,
     activation: str,
+    blocks: str,
     of_matrices: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return (
@@ -260,22 +271,28 @@ def _experts_backward_fake(
     )
 
 
+def _blocks(given: str, x_TH: Tensor, down_EHI: Tensor, num_rows: int, activation: str) -> Blocks:
+    if given:
+        return Blocks.from_json(given)
+    return blocks_of(ShapeClass.of(x_TH, down_EHI, num_rows, activation), x_TH.device)
+
+
 def _each_its_own(down_EHI: Tensor) -> Tensor:
     return torch.arange(down_EHI.shape[0], dtype=torch.int32, device=down_EHI.device)
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x_TH, _, weight_TK, gate_up_EUH, down_EHI, activation = inputs
-    ctx.activation = activation
+    x_TH, _, weight_TK, gate_up_EUH, down_EHI, ctx.activation, ctx.blocks = inputs
     ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(x_TH, weight_TK, gate_up_EUH, down_EHI, *output[1:])
 
 
 def _differentiate(ctx: Any, dy_TH: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     of_matrices = ctx.needs_input_grad[3] or ctx.needs_input_grad[4]
-    dx_TH, dweight_TK, dgate_up, ddown = _experts_backward(dy_TH, *ctx.saved_tensors, ctx.activation, of_matrices)
+    found = _experts_backward(dy_TH, *ctx.saved_tensors, ctx.activation, ctx.blocks, of_matrices)
+    dx_TH, dweight_TK, dgate_up, ddown = found
     matrices = (dgate_up, ddown) if of_matrices else (None, None)
-    return dx_TH, None, dweight_TK, *matrices, None
+    return dx_TH, None, dweight_TK, *matrices, None, None
 
 
 _experts.register_autograd(_differentiate, setup_context=_keep_for_backward)

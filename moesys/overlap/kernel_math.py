@@ -19,12 +19,13 @@ import torch
 from torch import Tensor
 
 from moesys.kernels.activation_gradient import activation_gradient
+from moesys.kernels.blocks import Blocks, ShapeClass
 from moesys.kernels.combine import combine
-from moesys.kernels.experts import default_blocks
 from moesys.kernels.grouped_gemm import grouped_gemm
 from moesys.kernels.memory import Scratch
 from moesys.kernels.routing import Routing, route
 from moesys.kernels.tiles import RowTiles, groups_by_size
+from moesys.kernels.tuner import blocks_of
 from moesys.kernels.up import up
 from moesys.kernels.weight_gradient import weight_gradient
 from moesys.overlap.expert_math import Arrivals, ExpertGradients, HeldExperts, Workplace
@@ -36,7 +37,7 @@ from moesys.overlap.routes import ChunkRoutes, Routes
 class KernelMath:
     """``ExpertMath`` by Triton kernels; on the CPU only in Triton's interpreter.
 
-    Blocks follow from the dtype and the device alone, so chunks change no bit.
+    Blocks follow from the shape of a call and the device, and not from its chunks, which so change no bit.
     """
 
     @property
@@ -76,7 +77,7 @@ class KernelForward:
         self.routes, self.x = routes, x
         self.rows = x.rows.contiguous()
         self.experts_here = _Stacked.of(weights, self.rows)
-        self.blocks = default_blocks(ACTIVATION, self.rows)
+        self.blocks = _blocks(self.rows, self.experts_here, routes)
         self.h: list[Tensor] = []
 
     def experts(self, chunk: ChunkRoutes) -> Tensor:
@@ -123,7 +124,7 @@ class KernelBackward:
     ) -> None:
         self.routes, self.dy, self.x, self.h_P2I, self.weight_M, self.keep = routes, dy, x, h_P2I, weight_M, keep
         self.experts_here = _Stacked.of(weights, dy.rows)
-        self.blocks = default_blocks(ACTIVATION, dy.rows)
+        self.blocks = _blocks(dy.rows, self.experts_here, routes)
         self.dh: list[Tensor] = []
         self.wa: list[Tensor] = []
 
@@ -197,6 +198,11 @@ class _Stacked:
     def of(weights: HeldExperts, like: Tensor) -> _Stacked:
         """On the device of ``like``."""
         return _Stacked(*weights.stacked(), torch.arange(len(weights), dtype=torch.int32, device=like.device))
+
+
+def _blocks(rows: Tensor, experts_here: _Stacked, routes: Routes) -> Blocks:
+    """Of all chunks together, which so use the same."""
+    return blocks_of(ShapeClass.of(rows, experts_here.down_SHI, routes.num_rows, ACTIVATION), rows.device)
 
 
 def _sources(chunk: ChunkRoutes, arrivals: Arrivals) -> slice:

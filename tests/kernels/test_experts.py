@@ -106,7 +106,7 @@ def test_recomputation_has_the_same_bits():
 def test_the_ops_keep_their_promises_to_torch():
     x, expert, weight, gate_up, down = arguments()
     # rows of dropped choices are not written, and what is compared here must be
-    torch.library.opcheck(torch.ops.moesys.experts.default, (x, expert % E, weight, gate_up, down, "swiglu"))
+    torch.library.opcheck(torch.ops.moesys.experts.default, (x, expert % E, weight, gate_up, down, "swiglu", ""))
 
 
 def test_what_is_kept_for_backward_is_x_and_h():

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from moesys.kernels.activation_gradient import activation_gradient
 from moesys.kernels.ahead_of_time import MOST_SHARED_BYTES, MachineCode, compiling
-from moesys.kernels.blocks import blocks_for
+from moesys.kernels.blocks import ShapeClass
 from moesys.kernels.combine import combine
 from moesys.kernels.grouped_gemm import grouped_gemm
 from moesys.kernels.replicas import choose_replicas
@@ -27,6 +27,7 @@ from moesys.kernels.routing import Routing, route
 from moesys.kernels.split import split
 from moesys.kernels.split_tables import SplitTables, tables_of
 from moesys.kernels.tiles import Block, Tiles, groups_by_size, tile_table
+from moesys.kernels.tuner import blocks_of
 from moesys.kernels.up import up
 from moesys.kernels.weight_gradient import weight_gradient
 from moesys.lab.bench.steps import steps_told
@@ -88,17 +89,17 @@ def tables_of_64_ranks(num_experts: int) -> SplitTables:
 
 
 def compile_size(size: Size, dtype: torch.dtype, tell: Callable[[str], None]) -> list[Compiled]:
-    """Every kernel of forward and backward, gated by SiLU, at the blocks that ``blocks_for`` gives."""
+    """Every kernel of forward and backward, gated by SiLU, at pinned blocks or the model's choice (``blocks_of``)."""
     T, H, I, E, K = size[1:]
     P = T * K
 
     def meta(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 
-    blocks = blocks_for("swiglu", dtype)
     routing = Routing(*(meta(*shape, dtype=torch.int32) for shape in ((P,), (T, K), (E + 1,))))
     matrix_G = meta(E, dtype=torch.int32)
     gate_up, down_proj, x, a = meta(E, 2 * I, H), meta(E, H, I), meta(T, H), meta(P, I)
+    blocks = blocks_of(ShapeClass.of(x, down_proj, P, "swiglu"), x.device)
     h, weight = meta(P, 2 * I), meta(T, K, dtype=torch.float32)
 
     def tiles(block: Block) -> Tiles:
