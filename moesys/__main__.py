@@ -186,7 +186,8 @@ def bench_layer(
 @bench.command("kernels")
 def bench_kernels(
     aot: Annotated[bool, typer.Option("--aot", help="Compile for a Hopper GPU and read the machine code.")] = False,
-    size: Annotated[str, typer.Option(help="Sizes by name, with commas between them, or all; with --aot one.")] = "all",
+    tune: Annotated[bool, typer.Option("--tune", help="Find the fastest blocks on this GPU, and keep them.")] = False,
+    size: Annotated[str, typer.Option(help="Sizes by name, with commas between them; with --aot, --tune one; or all.")] = "all",
     routing: Annotated[str, typer.Option(help="uniform, balanced, zipf, k-experts, router, or all.")] = "all",
     contestants: Annotated[str, typer.Option(help="moesys, grouped_mm, 'grouped_mm compiled', transformers.")] = "all",
     peer: Annotated[
@@ -200,18 +201,18 @@ def bench_kernels(
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Write kernels.json and kernels.md there.")] = None,
     json: ResultFile = None,
 ) -> None:
-    """Check and time the kernels of one device beside others', on a GPU; or read them with --aot.
+    """Check and time the kernels of one device beside others', on a GPU; read them with --aot, tune them with --tune.
 
     Exit code 1 if a check of ours fails. For example: moesys bench kernels --size olmoe,30b --routing zipf --out found
     """
-    if aot:
-        from moesys.lab.bench import kernels_aot
+    if aot or tune:
+        from moesys.lab.bench import kernels_aot, kernels_tune
 
         try:
             kernels_aot.select(size)
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
-        raise typer.Exit(kernels_aot.main(size, json))
+        raise typer.Exit(kernels_tune.main(size) if tune else kernels_aot.main(size, json))
     from moesys.lab.bench import kernels
 
     try:
