@@ -104,6 +104,11 @@ EDGES = {
         [[0, EMPTY], [0, 1], [1, 2]],
         ClusterSpec(num_nodes=3, ranks_per_node=1),
     ),
+    "a node's own tokens first, though domains are ranks": (
+        [[10], [0], [5], [0], [0], [0]],
+        [[EMPTY], [0], [EMPTY], [0], [EMPTY], [0]],
+        ClusterSpec(num_nodes=3, ranks_per_node=2, ranks_per_domain=1),
+    ),
     "near the end of int64": (
         [[3 * 2**45, 3 * 2**45, 0], [3 * 2**45, 0, 2**45]],
         [[0, 1], [0, 2]],
