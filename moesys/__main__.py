@@ -187,7 +187,7 @@ def bench_layer(
 def bench_kernels(
     aot: Annotated[bool, typer.Option("--aot", help="Compile for a Hopper GPU and read the machine code.")] = False,
     tune: Annotated[bool, typer.Option("--tune", help="Find the fastest blocks on this GPU, and keep them.")] = False,
-    size: Annotated[str, typer.Option(help="Sizes by name, with commas between them; with --aot, --tune one; or all.")] = "all",
+    size: Annotated[str, typer.Option(help="By name, with commas; one with --aot or --tune; or all.")] = "all",
     routing: Annotated[str, typer.Option(help="uniform, balanced, zipf, k-experts, router, or all.")] = "all",
     contestants: Annotated[str, typer.Option(help="moesys, grouped_mm, 'grouped_mm compiled', transformers.")] = "all",
     peer: Annotated[

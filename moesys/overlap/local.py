@@ -14,8 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moesys.kernels.experts import Kept, default_blocks, experts_backward, experts_forward
+from moesys.kernels.blocks import Blocks, ShapeClass
+from moesys.kernels.experts import Kept, experts_backward, experts_forward
 from moesys.kernels.routing import Routing
+from moesys.kernels.tuner import blocks_of
 from moesys.overlap.chunked import Saved, WaitForExperts
 from moesys.overlap.expert_math import ExpertGradients
 
@@ -39,14 +41,16 @@ class LocalExecutor:
     def forward(self, x_TH: Tensor, weight_TK: Tensor, wait_for_experts: WaitForExperts) -> tuple[Tensor, Saved]:
         """Output [T, H] in x's dtype."""
         x_TH = x_TH.contiguous()
+        gate_up_S2IH, down_SHI = wait_for_experts().stacked()
         y_TH, kept = experts_forward(
             x_TH,
             self.routing,
             weight_TK.contiguous(),
-            *wait_for_experts().stacked(),
+            gate_up_S2IH,
+            down_SHI,
             self._expert_G(),
             ACTIVATION,
-            default_blocks(ACTIVATION, x_TH),
+            self._blocks(x_TH, down_SHI),
         )
         return y_TH, Saved(x_TH, kept.h_PU)
 
@@ -61,15 +65,17 @@ class LocalExecutor:
         """(dx [T, H], dweight float32 [T, K]); every expert's weight gradients are written into ``gradients``, or not
         computed where that is None.
         """
+        gate_up_S2IH, down_SHI = wait_for_experts().stacked()
         found = experts_backward(
             dy_TH,
             saved.arrivals_MH,
             weight_TK.contiguous(),
-            *wait_for_experts().stacked(),
+            gate_up_S2IH,
+            down_SHI,
             self._expert_G(),
             Kept(saved.h_P2I, self.routing),
             ACTIVATION,
-            default_blocks(ACTIVATION, dy_TH),
+            self._blocks(dy_TH, down_SHI),
             None if gradients is None else torch.float32,
             (None, None) if gradients is None else gradients,
         )
@@ -79,3 +85,6 @@ class LocalExecutor:
         """The expert of each group: itself."""
         first_G1 = self.routing.first_G1
         return torch.arange(len(first_G1) - 1, dtype=torch.int32, device=first_G1.device)
+
+    def _blocks(self, like: Tensor, down_SHI: Tensor) -> Blocks:
+        return blocks_of(ShapeClass.of(like, down_SHI, len(self.routing.entry_P), ACTIVATION), like.device)
