@@ -1,8 +1,10 @@
 """What all tests share: local ranks started once, outputs born as NaN, one thread, and how long hypothesis searches."""
 
+import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,8 +28,40 @@ def pytest_configure() -> None:
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[LocalRanks]:
     """Four local ranks for all tests. They start with the first run, so tests without them do not pay."""
-    with LocalRanks(4, setup=fill_new_memory, preload=("hypothesis", "pytest")) as pool:
+    with LocalRanks(4, setup=set_up_rank, preload=("hypothesis", "pytest", "triton")) as pool:
         yield pool
+
+
+def set_up_rank() -> None:
+    fill_new_memory()
+    quicken_interpreter()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _quick_interpreter() -> None:
+    quicken_interpreter()
+
+
+def quicken_interpreter() -> None:
+    """Triton's interpreter puts its own functions into `triton.language` anew for every call of a device function, and
+    looks for overflows that it then says nothing of: half of its time. Here it does the one once a launch, and the
+    other never.
+    """
+    interpreter = importlib.import_module("triton.runtime.interpreter")
+    language = importlib.import_module("triton.language")
+    patch_language = interpreter._patch_lang
+    if getattr(patch_language, "_once_a_launch", False):
+        return
+    # All modules through which device functions see the language; of a function only its globals are looked at.
+    everywhere = SimpleNamespace(__globals__={"tl": language, "core": language.core})
+
+    def once_a_launch(_: object) -> object:
+        return patch_language(everywhere)
+
+    once_a_launch._once_a_launch = True
+    interpreter._patch_lang = once_a_launch
+    interpreter.InterpretedFunction.__call__ = lambda self, *args, **kwargs: self.rewrite()(*args, **kwargs)
+    object.__setattr__(interpreter.interpreter_builder.options, "sanitize_overflow", False)
 
 
 @pytest.fixture(scope="session", autouse=True)
