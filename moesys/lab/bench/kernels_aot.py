@@ -144,9 +144,9 @@ def compile_size(size: Size, dtype: torch.dtype, tell: Callable[[str], None]) ->
         tell(f"{size.name}: {op}")
         with compiling() as compiled:
             launch()
+        gemm = max(compiled, key=lambda code: (len(code.mma), code.shared_bytes)) if block else None
         for code in compiled:
-            is_gemm = block is not None and (bool(code.mma) or len(compiled) == 1 or code is compiled[0])
-            tile = f"{block.rows}x{block.columns}x{block.contraction}" if is_gemm and block is not None else ""
+            tile = f"{block.rows}x{block.columns}x{block.contraction}" if block and code is gemm else ""
             found.append(Compiled(size.name, op, tile, code))
     return found
 
