@@ -62,7 +62,7 @@ def activation_gradient(
         routing: where the rows are; tiles: of ``block.rows`` rows.
         matrix_G: int32, which of the E matrices each group uses.
         block: ``block.operands`` "tma": down comes by TMA where it can read it. "specialised": dy does so too, from a
-            copy in expert order that costs 2·P·H elements more.
+            copy in expert order that costs 2·P·H elements more; it spills at 128x256, and Triton 3.6 cannot compile it.
 
     Returns:
         (dh [P, U], wa [P, I], both in h's dtype and undefined behind the last group; dweight float32 [T, K], 0 where an

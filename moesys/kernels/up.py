@@ -40,7 +40,7 @@ def up(
     A tile is ``block.rows`` x ``block.columns`` of a, which with a gate are twice as many columns of h. Reads P·H
     elements of x for each column of tiles and U·H of weights for each row of them, less what the L2 cache keeps;
     writes P·(U + I). ``block.operands`` "tma": weights come by TMA where it can read them. "specialised": x does so
-    too, from a copy in expert order that costs 2·P·H elements more.
+    too, from a copy in expert order that costs 2·P·H elements more; with a gate, Triton 3.6 cannot compile it.
 
     Source: the fusion of gather, product and activation of SonicMoE (arXiv:2512.14080) and ScatterMoE
     (arXiv:2403.08245).
