@@ -107,14 +107,14 @@ def _fits(block: Block, op: str, activation: str, gemm: Gemm) -> bool:
     columns = gemm.halves * block.columns
     shared_bytes = block.stages * (block.rows + columns) * CONTRACTION * OPERAND_BYTES + EPILOGUE_BYTES
     sums = block.rows * columns // THREADS_THAT_MULTIPLY
-    too_wide = block.columns >= 2 * gemm.columns or block.rows >= 2 * max(gemm.rows, 64)
+    too_wide = block.columns > 2 * max(gemm.columns, 64) or block.rows > 2 * max(gemm.rows, 64)
     return shared_bytes <= MOST_SHARED_BYTES and sums <= _most_sums(block, op, activation) and not too_wide
 
 
 def _most_sums(block: Block, op: str, activation: str) -> int:
     """Sums of a thread beside which the epilogue fits, as read off compiled kernels."""
     fused = op in ("up", "activation_gradient")
-    if fused and not GATED[activation] and activation == "gelu":
+    if fused and activation == "gelu":
         return MOST_SUMS // 2
     if fused and (block.rows == 256 or (op == "activation_gradient" and block.operands == "specialised")):
         return MOST_SUMS // 2

@@ -22,6 +22,7 @@ SHAPES = {
     "qwen3-30b": SHAPE,
     "narrow experts": replace(SHAPE, hidden=768, width=64),
     "one row an expert": replace(SHAPE, rows_of_expert=1),
+    "widths of one": ShapeClass(1, 1, 1, 1, "swiglu", "bfloat16", 1),
     "one expert": replace(SHAPE, experts=1),
     "mixtral": ShapeClass(4096, 14336, 8, 2, "swiglu", "float16", 4096),
     "not gated": replace(SHAPE, activation="gelu"),
