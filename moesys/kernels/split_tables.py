@@ -19,8 +19,7 @@ IntArray = npt.NDArray[np.int64]
 class SplitTables(NamedTuple):
     """All int32, on one device.
 
-    - ``expert_P``, ``rank_P``: whose a replica is; ``slot_P``: its slot among its rank's distinct experts, in the order
-      of their first slots;
+    - ``expert_P``, ``rank_P``: whose a replica is; ``slot_P``: its place among its rank's distinct experts;
     - ``replica_ER`` [E, R]: the replica of an expert on a rank, -1 where there is none;
     - ``first_E1`` [E + 1]: expert e's replicas are ``first_E1[e]`` up to ``first_E1[e + 1]``;
     - ``group_first_P``, ``group_last_P``: the first and the last replica of a replica's group;
@@ -56,8 +55,8 @@ def tables_of(
     """
     num_ranks = len(expert_RS)
     slot_ER = np.full((num_experts, num_ranks), -1)
-    for rank, expert_S in enumerate(expert_RS):
-        held = list(dict.fromkeys(expert_S[expert_S >= 0].tolist()))
+    for rank in range(num_ranks):
+        held = np.unique(expert_RS[rank][expert_RS[rank] >= 0])
         slot_ER[held, rank] = np.arange(len(held))
     expert_P, rank_P = np.nonzero(slot_ER >= 0)
     replica_ER = np.full_like(slot_ER, -1)

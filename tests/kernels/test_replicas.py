@@ -65,7 +65,7 @@ def test_by_hand() -> None:
     found = choose_replicas(expert_TK, route(expert_TK, 3), torch.tensor([1, 2, 1, 0, 2, 1]), of_one_node(LAYOUT, 3))
     assert found.replica_TK.tolist() == [[0, 4], [1, 5], [-1, 1], [4, 2], [-1, -1]]
     assert found.rank_TK.tolist() == [[0, 2], [1, 1], [-1, 1], [2, 2], [-1, -1]]
-    assert found.slot_TK.tolist() == [[0, 0], [1, 0], [-1, 1], [0, 1], [-1, -1]]
+    assert found.slot_TK.tolist() == [[0, 1], [0, 1], [-1, 0], [1, 0], [-1, -1]]
 
 
 @settings(max_examples=15)
