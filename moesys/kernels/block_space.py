@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 from moesys.kernels.activations import GATED
@@ -83,6 +84,8 @@ def candidates(op: str, shape: ShapeClass, multiprocessors: int = MULTIPROCESSOR
     return found
 
 
+# Every forward and backward of an untuned layer asks for its blocks.
+@lru_cache(maxsize=1024)
 def blocks_for(shape: ShapeClass, multiprocessors: int = MULTIPROCESSORS) -> Blocks:
     """The first candidate of each op: what is used where nothing was tuned."""
     return Blocks(**{op: candidates(op, shape, multiprocessors)[0] for op in OPS})

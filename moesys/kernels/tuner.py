@@ -14,8 +14,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
-from importlib.metadata import version
+from functools import cache, lru_cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -60,7 +60,7 @@ def blocks_of(shape: ShapeClass, device: torch.device) -> Blocks:
     if device.type != "cuda":
         return blocks_for(shape)
     gpu = Gpu.of(device)
-    return _cached(cache_file(gpu)).get(shape.key) or blocks_for(shape, gpu.multiprocessors)
+    return _cached(gpu).get(shape.key) or blocks_for(shape, gpu.multiprocessors)
 
 
 def read_blocks(path: Path) -> Blocks:
@@ -74,16 +74,19 @@ def read_blocks(path: Path) -> Blocks:
 def tune_blocks(shape: ShapeClass, timer: Timer, gpu: Gpu) -> Blocks:
     """The fastest candidate of each op by ``timer``, one op after another; kept for ``blocks_of``.
 
-    Of equally fast ones the model's favourite, which is also what an op gets all of whose candidates failed.
+    Of equally fast ones the model's favourite, which is also what an op gets all of whose candidates failed. Raises
+    OSError, before anything is timed, where nothing can be kept.
     """
-    best = {}
+    path, best = cache_file(gpu), {}
+    # Nothing new, but what cannot be kept later is known before minutes of timing.
+    _keep(path, {})
     for op in OPS:
         blocks = candidates(op, shape, gpu.multiprocessors)
         taken_ms = timer(op, blocks)
         timed = [(ms, place) for place, ms in enumerate(taken_ms) if ms is not None]
         best[op] = blocks[min(timed)[1]] if timed else blocks[0]
     found = Blocks(**best)
-    _keep(cache_file(gpu), shape, found)
+    _keep(path, {shape.key: found})
     return found
 
 
@@ -92,17 +95,35 @@ def tune_blocks(shape: ShapeClass, timer: Timer, gpu: Gpu) -> Blocks:
 
 def cache_file(gpu: Gpu) -> Path:
     """In the folder that ``MOESYS_CACHE`` names, else the user's: one file for a GPU, its number of multiprocessors and
-    the versions of torch, Triton and moesys.
+    the versions of torch, Triton and moesys. Raises OSError where neither is known.
     """
-    user = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moesys"
-    folder = Path(os.environ.get(CACHE) or user)
-    versions = f"torch{torch.__version__}-triton{triton.__version__}-moesys{version('moesys')}"
-    name = f"blocks-{gpu.name}-{gpu.multiprocessors}-{versions}"
-    return folder / (re.sub(r"[^\w.+-]", "_", name) + ".json")
+    name = f"blocks-{gpu.name}-{gpu.multiprocessors}-{_versions()}"
+    return _folder() / (re.sub(r"[^\w.+-]", "_", name) + ".json")
 
 
-def _cached(path: Path) -> Mapping[str, Blocks]:
+def _folder() -> Path:
+    if named := os.environ.get(CACHE):
+        return Path(named)
     try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moesys"
+    except RuntimeError:
+        # As in a container whose user is but a number.
+        raise OSError(f"this user has no home folder to keep blocks in; name a folder by {CACHE}") from None
+
+
+@cache
+def _versions() -> str:
+    """Read from disk once, as every forward and backward asks for blocks."""
+    try:
+        moesys = version("moesys")
+    except PackageNotFoundError:
+        moesys = "-not-installed"
+    return f"torch{torch.__version__}-triton{triton.__version__}-moesys{moesys}"
+
+
+def _cached(gpu: Gpu) -> Mapping[str, Blocks]:
+    try:
+        path = cache_file(gpu)
         return _read(path, path.stat().st_mtime_ns)
     except OSError:
         return {}
@@ -122,17 +143,20 @@ def _parse(path: Path) -> Mapping[str, Blocks]:
         return {}
 
 
-def _keep(path: Path, shape: ShapeClass, blocks: Blocks) -> None:
-    """Adds one class to the file, which is complete at any time, and loses nothing that others add meanwhile."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+def _keep(path: Path, found: Mapping[str, Blocks]) -> None:
+    """Adds to the file, which is complete at any time, and loses nothing that others add meanwhile."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    with _alone(path.with_suffix(".lock")):
-        kept = {**_parse(path), shape.key: blocks}
-        try:
-            temporary.write_text(json.dumps({key: json.loads(of.to_json()) for key, of in kept.items()}, indent=1))
-            os.replace(temporary, path)
-        finally:
-            temporary.unlink(missing_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _alone(path.with_suffix(".lock")):
+            kept = {**_parse(path), **found}
+            try:
+                temporary.write_text(json.dumps({key: json.loads(of.to_json()) for key, of in kept.items()}, indent=1))
+                os.replace(temporary, path)
+            finally:
+                temporary.unlink(missing_ok=True)
+    except OSError as error:
+        raise OSError(f"blocks cannot be kept: {error}; name a folder that can be written to by {CACHE}") from None
 
 
 @contextmanager

@@ -6,11 +6,13 @@ import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
 import torch
 
+from moesys.kernels import tuner
 from moesys.kernels.block_space import CONTRACTION, MOST_SHARED_BYTES, OPS, blocks_for, candidates
 from moesys.kernels.blocks import Blocks, ShapeClass
 from moesys.kernels.experts import moe_experts
@@ -103,9 +105,9 @@ def test_where_all_fail_the_models_choice_stays() -> None:
 def test_what_was_found_is_kept_by_class() -> None:
     other = replace(SHAPE, rows_of_expert=512)
     found = {shape.key: tune_blocks(shape, Clock(place), GPU) for place, shape in enumerate((SHAPE, other))}
-    assert _cached(cache_file(GPU)) == found
+    assert _cached(GPU) == found
     again = tune_blocks(SHAPE, Clock(5), GPU)
-    assert _cached(cache_file(GPU)) == found | {SHAPE.key: again}
+    assert _cached(GPU) == found | {SHAPE.key: again}
 
 
 def test_files_are_told_apart_by_gpu_and_versions() -> None:
@@ -119,16 +121,61 @@ def test_a_damaged_file_is_ignored_and_written_anew(damage: str) -> None:
     path = cache_file(GPU)
     path.parent.mkdir()
     path.write_text(damage)
-    assert _cached(path) == {}
+    assert _cached(GPU) == {}
     found = tune_blocks(SHAPE, Clock(1), GPU)
-    assert _cached(path) == {SHAPE.key: found}
+    assert _cached(GPU) == {SHAPE.key: found}
+
+
+def test_a_folder_that_cannot_be_written_to_is_known_before_anything_is_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("MOESYS_CACHE", str(tmp_path / "file" / "cache"))
+    clock = Clock(0)
+    with pytest.raises(OSError, match=r"blocks cannot be kept: .*file/cache.*; name a folder .* by MOESYS_CACHE"):
+        tune_blocks(SHAPE, clock, GPU)
+    assert clock.asked == []
+    assert _cached(GPU) == {}
+
+
+def test_a_user_without_a_home_has_the_models_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", home)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Gpu, "of", lambda device: GPU)
+    found = tune_blocks(SHAPE, Clock(2), GPU)
+    assert blocks_of(SHAPE, torch.device("cuda")) == found
+    monkeypatch.delenv("MOESYS_CACHE")
+    assert blocks_of(SHAPE, torch.device("cuda")) == blocks_for(SHAPE, 100)
+    with pytest.raises(OSError, match="no home folder to keep blocks in; name a folder by MOESYS_CACHE"):
+        tune_blocks(SHAPE, Clock(2), GPU)
+
+
+def test_a_copy_that_is_not_installed_has_a_file_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(package: str) -> str:
+        raise PackageNotFoundError(package)
+
+    monkeypatch.setattr(tuner, "version", version)
+    tuner._versions.cache_clear()
+    try:
+        assert cache_file(GPU).name.endswith("-moesys-not-installed.json")
+    finally:
+        tuner._versions.cache_clear()
+
+
+def test_blocks_of_a_step_are_not_searched_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Gpu, "of", lambda device: GPU)
+    first = blocks_of(SHAPE, torch.device("cuda"))
+    assert blocks_of(replace(SHAPE), torch.device("cuda")) is first
 
 
 def test_two_writers_lose_nothing() -> None:
     shapes = [replace(SHAPE, rows_of_expert=1 << power) for power in range(16)]
     with ThreadPoolExecutor(4) as pool:
         found = dict(pool.map(lambda shape: (shape.key, tune_blocks(shape, Clock(2), GPU)), shapes))
-    assert _cached(cache_file(GPU)) == found
+    assert _cached(GPU) == found
     assert [path.suffix for path in sorted(cache_file(GPU).parent.iterdir())] == [".json", ".lock"]
 
 

@@ -50,12 +50,16 @@ def _in_words(block: Block) -> str:
 
 
 def main(sizes: str) -> int:
-    """Prints what was found; 2 without a GPU."""
+    """Prints what was found; 2 without a GPU, or where it cannot be kept."""
     if not torch.cuda.is_available():
         print("tuning times kernels on a GPU, and this machine has none that torch can use", file=sys.stderr)
         return 2
     chosen, gpu = select(sizes), Gpu.of(torch.device("cuda"))
-    with steps_told("tuning", len(OPS) * len(chosen)) as tell:
-        rows = [(size, *tune_size(size, tell)) for size in chosen]
+    try:
+        with steps_told("tuning", len(OPS) * len(chosen)) as tell:
+            rows = [(size, *tune_size(size, tell)) for size in chosen]
+    except OSError as error:
+        print(error, file=sys.stderr)
+        return 2
     print_full(tuned_table(rows, gpu), [f"kept in {cache_file(gpu)}"])
     return 0
