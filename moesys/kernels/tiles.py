@@ -6,7 +6,8 @@ G groups of rows that lie one behind the other, P rows in all.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple, get_args
 
 import torch
 import triton
@@ -21,10 +22,12 @@ OWN_GROUPS = 8
 COMPARED_GROUPS = 512
 WRITTEN_TILES = 128
 
-
 SPECIALISED_WARPS = 4
 
 Operands = Literal["pointers", "tma", "specialised"]
+# Of a block: products of tensor cores take 16 by 16 by 16 at least.
+LEAST = MappingProxyType({"rows": 16, "columns": 16, "contraction": 16, "warps": 1, "stages": 1, "raster": 1})
+POWERS_OF_TWO = ("rows", "columns", "contraction", "warps")
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ class Block:
     by default one a multiprocessor. ``operands``: by which way they come to the tensor cores. "pointers": copied
     through addresses, gathered where the op gathers. "tma": by tensor descriptors. "specialised": so too, by a warp of
     their own that runs ahead of the two groups of warps that multiply, which need ``warps`` = 4 of Triton; it adds two
-    groups more.
+    groups more. Raises ValueError for what no kernel can be cut into.
     """
 
     rows: int = 128
@@ -49,6 +52,15 @@ class Block:
     operands: Operands = "pointers"
 
     def __post_init__(self) -> None:
+        for name, least in LEAST.items():
+            value = getattr(self, name)
+            if type(value) is not int or value < least or (name in POWERS_OF_TWO and value & (value - 1)):
+                power = "a power of two, " if name in POWERS_OF_TWO else ""
+                raise ValueError(f"{name}={value!r}; use {power}{least} or more")
+        if self.programs is not None and (type(self.programs) is not int or self.programs < 1):
+            raise ValueError(f"programs={self.programs!r}; use 1 or more, or None for one a multiprocessor")
+        if self.operands not in get_args(Operands):
+            raise ValueError(f"operands={self.operands!r} is not known; use one of {', '.join(get_args(Operands))}")
         if self.operands == "specialised" and self.warps != SPECIALISED_WARPS:
             raise ValueError(
                 f"warps={self.warps} with operands='specialised': Triton specialises blocks of {SPECIALISED_WARPS} "

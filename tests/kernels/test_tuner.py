@@ -116,11 +116,14 @@ def test_files_are_told_apart_by_gpu_and_versions() -> None:
     assert len({path, cache_file(replace(GPU, multiprocessors=99)), cache_file(replace(GPU, name="b"))}) == 3
 
 
-@pytest.mark.parametrize("damage", ["", "{", "[1]", '{"a": {"up": 1}}', "null"])
+STRINGS = json.dumps({SHAPE.key: {op: {"rows": "128"} for op in OPS}})
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[1]", '{"a": {"up": 1}}', "null", "\udcff", STRINGS])
 def test_a_damaged_file_is_ignored_and_written_anew(damage: str) -> None:
     path = cache_file(GPU)
     path.parent.mkdir()
-    path.write_text(damage)
+    path.write_text(damage, errors="surrogateescape")
     assert _cached(GPU) == {}
     found = tune_blocks(SHAPE, Clock(1), GPU)
     assert _cached(GPU) == {SHAPE.key: found}
@@ -184,7 +187,9 @@ def test_blocks_round_trip_as_json() -> None:
     assert Blocks.from_json(blocks.to_json()) == blocks
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"up": {"height": 3}}', '{"across": {"rows": 64}}'])
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"up": {"height": 3}}', '{"across": {"rows": 64}}', '{"up": {"warps": 8.0}}']
+)
 def test_what_is_no_blocks_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="these are no blocks"):
         Blocks.from_json(text)
