@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from copy import copy
 from statistics import median
 
 import torch
@@ -32,9 +33,9 @@ META = torch.device("meta")
 
 
 class Operands:
-    """All that the five GEMMs take, random, or without values on the meta device."""
+    """All that the five GEMMs take, random, or without values on the meta device; experts are alike at first."""
 
-    def __init__(self, shape: ShapeClass, device: torch.device, skewed: bool) -> None:
+    def __init__(self, shape: ShapeClass, device: torch.device) -> None:
         H, I, E, K = shape.hidden, shape.width, shape.experts, shape.top_k
         T = max(1, shape.rows_of_expert * E // K)
         U = 2 * I if GATED[shape.activation] else I
@@ -48,15 +49,24 @@ class Operands:
         self.gate_up_EUH, self.down_EHI = normal(E, U, H, std=H**-0.5), normal(E, H, I, std=I**-0.5)
         self.weight_TK = torch.ones(T, K, device=device)
         self.matrix_E = torch.arange(E, dtype=torch.int32, device=device)
-        self.routing = self._route(T, K, E, skewed)
-        self.order_E = groups_by_size(self.routing.first_G1) if device != META else self.matrix_E
-
-    def _route(self, T: int, K: int, E: int, skewed: bool) -> Routing:
-        if self.device == META:
+        if device == META:
             sizes = ((T * K,), (T, K), (E + 1,))
-            return Routing(*(torch.empty(size, dtype=torch.int32, device=META) for size in sizes))
-        share_E = 1 / torch.arange(1, E + 1, device=self.device) ** (SKEW if skewed else 0.0)
-        return route(torch.multinomial(share_E.expand(T, E), min(K, E)), E)
+            self.routing = Routing(*(torch.empty(size, dtype=torch.int32, device=META) for size in sizes))
+            self.order_E = self.matrix_E
+        else:
+            self._route(0.0)
+
+    def skewed(self) -> Operands:
+        """The same tensors, which may fill a third of a GPU's memory, under a routing of large and small experts."""
+        other = copy(self)
+        other._route(SKEW)
+        return other
+
+    def _route(self, skew: float) -> None:
+        E, (T, K) = self.shape.experts, self.weight_TK.shape
+        share_E = 1 / torch.arange(1, E + 1, device=self.device) ** skew
+        self.routing = route(torch.multinomial(share_E.expand(T, E), min(K, E)), E)
+        self.order_E = groups_by_size(self.routing.first_G1)
 
     def tiles(self, block: Block) -> Tiles:
         """Of the routing; tables without values on the meta device."""
@@ -94,8 +104,9 @@ class GemmTimer:
     """
 
     def __init__(self, shape: ShapeClass, device: torch.device, tell: Callable[[str], None] = lambda _: None) -> None:
-        self._routings = [Operands(shape, device, skewed) for skewed in (False, True)]
-        self._meta = Operands(shape, META, skewed=False)
+        even = Operands(shape, device)
+        self._routings = [even, even.skewed()]
+        self._meta = Operands(shape, META)
         self._flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
         self._tell = tell
 

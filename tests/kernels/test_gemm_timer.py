@@ -19,7 +19,8 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("skewed", [False, True], ids=["even", "skewed"])
 def test_every_op_runs(skewed: bool) -> None:
-    operands, block = Operands(SHAPE, CPU, skewed), Block(16, 32, 16)
+    operands, block = Operands(SHAPE, CPU), Block(16, 32, 16)
+    operands = operands.skewed() if skewed else operands
     assert operands.num_rows == 32
     assert int(operands.routing.first_G1[-1]) == operands.num_rows
     for op in OPS:
@@ -29,12 +30,24 @@ def test_every_op_runs(skewed: bool) -> None:
 def test_a_skewed_routing_has_large_and_small_experts() -> None:
     torch.manual_seed(0)
     shape = ShapeClass(8, 8, 16, 1, "swiglu", "float16", 64)
-    rows_E = Operands(shape, CPU, skewed=True).routing.first_G1.diff()
+    even = Operands(shape, CPU)
+    skewed = even.skewed()
+    rows_E = skewed.routing.first_G1.diff()
     assert rows_E.max() > 3 * rows_E.min()
+    even_E = even.routing.first_G1.diff()
+    assert even_E.max() < 3 * even_E.min()
+    assert skewed.order_E[0] == rows_E.argmax()
+
+
+def test_both_routings_share_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gemm_timer, "FLUSH_BYTES", 16)
+    even, skewed = (vars(operands) for operands in GemmTimer(SHAPE, CPU)._routings)
+    apart = [name for name, found in even.items() if isinstance(found, torch.Tensor) and found is not skewed[name]]
+    assert apart == ["order_E"]
 
 
 def test_operands_without_values_have_the_same_shapes() -> None:
-    here, there = (vars(Operands(SHAPE, device, skewed=False)) for device in (CPU, META))
+    here, there = (vars(Operands(SHAPE, device)) for device in (CPU, META))
     for name, tensor in here.items():
         if isinstance(tensor, torch.Tensor):
             assert (there[name].shape, there[name].dtype) == (tensor.shape, tensor.dtype), name
