@@ -188,6 +188,24 @@ def test_a_layer_that_does_not_fit_is_a_line(monkeypatch: pytest.MonkeyPatch) ->
     assert output.count("OutOfMemoryError: no room") == 2
 
 
+def test_extras_that_cannot_be_drawn_are_lines_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> Layer:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(kernels, "draw_layer", full)
+    code, output = rehearse("--contestants", f"{OURS},grouped_mm", "--routing", "uniform", "--repeats", "0")
+    assert code == 1
+    assert output.count("OutOfMemoryError: no room") == 2
+    assert "tiles of 64x64" in output
+
+
+def test_a_folder_that_cannot_be_written_to_is_known_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_case", lambda *_: pytest.fail("measured already"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        kernels.main(kernels.plan(device="cpu", dtype="float32", extras=False), tmp_path / "file" / "found")
+
+
 # --- what is compared ----------------------------------------------------------------------------------------
 
 

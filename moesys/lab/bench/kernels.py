@@ -24,7 +24,7 @@ from moesys.lab.bench.kernels_checks import (
     recomputed,
 )
 from moesys.lab.bench.kernels_contestants import OURS, contestants
-from moesys.lab.bench.kernels_layer import Contestant, draw_layer
+from moesys.lab.bench.kernels_layer import Contestant, Layer, draw_layer
 from moesys.lab.bench.kernels_meters import CpuMeter, GpuMeter, Meter
 from moesys.lab.bench.kernels_report import Report, print_report, write_report
 from moesys.lab.bench.kernels_routing import ROUTINGS
@@ -137,6 +137,9 @@ def main(plan: Plan, out: Path | None = None) -> int:
             report.absent[name] = in_a_line(error)
     extras = plan.extras and OURS in here
     steps = len(plan.sizes) * len(plan.routings) * (len(here) + 1 + (OURS in here)) + 2 * extras
+    if out is not None:
+        # A folder that cannot be written to is known before anything is measured.
+        write_report(report, out)
     with steps_told("kernels", steps) as tell:
 
         def add(measured: list[Measured], findings: list[Finding]) -> None:
@@ -180,11 +183,15 @@ def _case(
 
 def _inside_torch(plan: Plan) -> list[Finding]:
     small = plan.scale.small
-    layer, other = (draw_layer(small, "uniform", plan.dtype, plan.device, seed) for seed in (0, 1))
+
+    def layer(seed: int = 0) -> Layer:
+        return draw_layer(small, "uniform", plan.dtype, plan.device, seed)
+
+    # Drawn by each check, so that one after which nothing can be drawn any more does not end the rest.
     checks = {
-        "torch.compile(fullgraph=True)": partial(compiled_whole, layer),
-        "activation checkpointing": partial(recomputed, layer),
+        "torch.compile(fullgraph=True)": lambda: compiled_whole(layer()),
+        "activation checkpointing": lambda: recomputed(layer()),
     }
     if plan.device.type == "cuda":
-        checks["CUDA graph"] = partial(graph_replayed, layer, other)
+        checks["CUDA graph"] = lambda: graph_replayed(layer(), layer(1))
     return [found_of(f"{small.name}, uniform", what, check) for what, check in checks.items()]
