@@ -34,12 +34,12 @@ POWERS_OF_TWO = ("rows", "columns", "contraction", "warps")
 class Block:
     """Sizes of one tile of a grouped GEMM, and how programs work on it.
 
-    ``contraction`` decides in which groups products are summed, and so the bits; nothing else does. ``raster``: so
-    many row tiles sweep all column tiles together, to find them in the L2 cache. ``programs``: how many are resident,
-    by default one a multiprocessor. ``operands``: by which way they come to the tensor cores. "pointers": copied
-    through addresses, gathered where the op gathers. "tma": by tensor descriptors. "specialised": so too, by a warp of
-    their own that runs ahead of the two groups of warps that multiply, which need ``warps`` = 4 of Triton; it adds two
-    groups more. Raises ValueError for what no kernel can be cut into.
+    ``contraction`` decides in which groups products are summed, and so the bits; nothing else does, but ``columns``
+    below 32 in the activation gradient. ``raster``: so many row tiles sweep all column tiles together, to find them in
+    the L2 cache. ``programs``: how many are resident, by default one a multiprocessor. ``operands``: by which way they
+    come to the tensor cores. "pointers": copied through addresses, gathered where the op gathers. "tma": by tensor
+    descriptors. "specialised": so too, by a warp of their own that runs ahead of the two groups of warps that multiply,
+    which need ``warps`` = 4 of Triton; it adds two groups more. Raises ValueError for what no kernel can be cut into.
     """
 
     rows: int = 128
