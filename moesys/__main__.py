@@ -205,6 +205,10 @@ def bench_kernels(
 
     Exit code 1 if a check of ours fails. For example: moesys bench kernels --size olmoe,30b --routing zipf --out found
     """
+    if aot and tune:
+        raise typer.BadParameter("--aot and --tune are two commands; give one of them")
+    if json is not None and not aot:
+        raise typer.BadParameter("--json is for --aot alone; to keep what is timed give --out DIR")
     if aot or tune:
         from moesys.lab.bench import kernels_aot, kernels_tune
 

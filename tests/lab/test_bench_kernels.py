@@ -127,10 +127,12 @@ def test_kernels_are_not_interpreted_beside_a_gpu(monkeypatch: pytest.MonkeyPatc
         (("--peer", "scattermoe"), "peer='scattermoe' names no folder; use NAME=DIR"),
         (("--peer", "momoe=."), "peer='momoe' is not known; use some of scattermoe, liger, sonicmoe"),
         (("--dtype", "float64"), "dtype='float64' is not known; use one of bfloat16, float16, float32"),
+        (("--json", "found.json"), "--json is for --aot alone; to keep what is timed give --out DIR"),
+        (("--aot", "--tune"), "--aot and --tune are two commands; give one of them"),
     ],
-    ids=["size", "routing", "contestant", "folder", "peer", "dtype"],
+    ids=["size", "routing", "contestant", "folder", "peer", "dtype", "file", "two commands"],
 )
-def test_an_unknown_name_is_refused(arguments: tuple[str, ...], message: str) -> None:
+def test_what_cannot_be_run_is_refused(arguments: tuple[str, ...], message: str) -> None:
     code, output = run("--device", "cpu", *arguments)
     assert code == 2
     assert message in " ".join(output.replace("│", " ").split())
