@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from moesys.config import Greedy as Greedy
     from moesys.config import Laer as Laer
     from moesys.config import Last as Last
+    from moesys.config import MegaKernel as MegaKernel
     from moesys.config import ModelShape as ModelShape
     from moesys.config import Oracle as Oracle
     from moesys.config import Ordered as Ordered
@@ -105,6 +106,7 @@ _MODULE_OF = {
     "LoadMatrix": "moesys.load",
     "MoELayer": "moesys.moe.layer",
     "MoERuntime": "moesys.moe.runtime",
+    "MegaKernel": "moesys.config",
     "ModelShape": "moesys.config",
     "Oracle": "moesys.config",
     "Ordered": "moesys.config",

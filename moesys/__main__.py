@@ -73,6 +73,9 @@ def run(
         Path | None,
         typer.Option(metavar="FILE", help="A training's routing; {seed} and {strategy} vary."),
     ] = None,
+    interpret: Annotated[
+        bool, typer.Option("--interpret", help="Experts by the GPU's kernels, slowly, in Triton's interpreter.")
+    ] = False,
 ) -> None:
     """Run an experiment, or what is left of it. Exit code 1 if a trial failed.
 
@@ -91,6 +94,7 @@ def run(
         retry_failed=retry_failed,
         fresh=fresh,
         record_routing=record_routing,
+        interpret=interpret,
     )
     raise typer.Exit(code)
 
@@ -187,6 +191,7 @@ def bench_layer(
 def bench_kernels(
     aot: Annotated[bool, typer.Option("--aot", help="Compile for a Hopper GPU and read the machine code.")] = False,
     tune: Annotated[bool, typer.Option("--tune", help="Find the fastest blocks on this GPU, and keep them.")] = False,
+    mega: Annotated[bool, typer.Option(help="With --aot: MegaKernels too.")] = True,
     size: Annotated[str, typer.Option(help="By name, with commas; one with --aot or --tune; or all.")] = "all",
     routing: Annotated[str, typer.Option(help="uniform, balanced, zipf, k-experts, router, or all.")] = "all",
     contestants: Annotated[str, typer.Option(help="moesys, grouped_mm, 'grouped_mm compiled', transformers.")] = "all",
@@ -210,13 +215,13 @@ def bench_kernels(
     if json is not None and not aot:
         raise typer.BadParameter("--json is for --aot alone; to keep what is timed give --out DIR")
     if aot or tune:
-        from moesys.lab.bench import kernels_aot, kernels_tune
+        from moesys.lab.bench import kernels_aot_report, kernels_tune
 
         try:
-            kernels_aot.select(size)
+            kernels_aot_report.select(size)
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
-        raise typer.Exit(kernels_tune.main(size) if tune else kernels_aot.main(size, json))
+        raise typer.Exit(kernels_tune.main(size) if tune else kernels_aot_report.main(size, json, mega))
     from moesys.lab.bench import kernels
 
     try:
@@ -237,15 +242,30 @@ def bench_kernels(
 
 @bench.command("overlap")
 def bench_overlap(
-    part: Annotated[str, typer.Option(help="chunks, experts or all.")] = "all",
+    part: Annotated[str, typer.Option(help="chunks, experts or all; or mega, MegaKernels on a GPU.")] = "all",
     tokens: Annotated[
         int | None, typer.Option(min=1, help="Tokens of a rank, instead of the part's own number.")
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Timed repetitions.")] = 9,
     threads: Annotated[int, typer.Option(min=1, help="Threads of a rank.")] = 1,
+    size: Annotated[str, typer.Option(help="Of --part mega: a layer by name.")] = "qwen3-30b",
+    dtype: Annotated[str, typer.Option(help="Of --part mega: bfloat16, float16 or float32.")] = "bfloat16",
+    gb_per_s: Annotated[float, typer.Option("--gb-per-s", help="Of --part mega: the pace of a rank's link.")] = 100.0,
+    device: Annotated[str, typer.Option(help="Of --part mega: cuda; or cpu, which rehearses a toy.")] = "cuda",
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Of --part mega: overlap_mega.json and .md there.")
+    ] = None,
     json: ResultFile = None,
 ) -> None:
     """Compare sequential with overlapped runs over paced links. Exit code 1 if a bit differs."""
+    if part == "mega":
+        from moesys.lab.bench import mega
+
+        try:
+            asked = mega.plan(size, dtype=dtype, gb_per_s=gb_per_s, num_tokens=tokens, repeats=repeats, device=device)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+        raise typer.Exit(mega.main(asked, out))
     from moesys.lab.bench import overlap
 
     try:

@@ -33,6 +33,9 @@ class Training(Declared):
     learning_rate: float = Field(1e-3, gt=0, description="of Adam")
     max_grad_norm: float = Field(1.0, gt=0)
     recompute: bool = Field(False, description="activation checkpointing of every block")
+    interpret: bool = Field(
+        False, description="experts by the GPU's kernels, on the CPU in Triton's interpreter; its times mean nothing"
+    )
 
 
 class Replay(Declared):

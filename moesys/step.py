@@ -194,6 +194,7 @@ def simulate(step_plan: StepPlan, *, other_seconds: float = 0.0, latency_seconds
     """What the step would do on its cluster, by the cost model: ``overlap.simulator`` says what that knows.
 
     ``other_seconds``: forward of the rest of a layer; ``latency_seconds``: what every all-to-all takes at least.
+    Raises ValueError for ``MegaKernel``, which that does not know.
     """
     return simulate_step(
         step_plan.strategy,

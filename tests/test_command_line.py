@@ -201,6 +201,16 @@ def test_a_bad_comparison_is_refused_in_words(arguments, message):
     assert (result.stderr, result.exit_code) == (f"Error: {message}\n", 2)
 
 
+def test_what_computes_nothing_is_not_interpreted():
+    write("small.json", experiment(seeds=(0,)).to_json())
+    result = moesys("run", "small.json", "--interpret")
+    assert result.stderr == (
+        "Error: --interpret has a training's kernels interpreted, and small computes nothing, as its workload is "
+        "Generated; leave it out\n"
+    )
+    assert result.exit_code == 2
+
+
 def test_run_prints_a_line_a_trial_and_the_table_and_then_has_nothing_to_do():
     write(
         "small.py",

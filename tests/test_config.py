@@ -27,6 +27,7 @@ from moesys.config import (
     Greedy,
     Laer,
     Last,
+    MegaKernel,
     ModelShape,
     Oracle,
     Ordered,
@@ -97,7 +98,9 @@ freely = {
         st.sampled_from([EvenSplit(), Proportional()]),
         st.builds(FlowSplit, traffic=st.sampled_from(["fast", "exact"]), max_inter_node=st.none() | st.floats(0, 1)),
     ),
-    "overlap": st.just(Sequential()) | st.builds(Pipelined, chunks=st.integers(1, 64)),
+    "overlap": st.just(Sequential())
+    | st.builds(Pipelined, chunks=st.integers(1, 64))
+    | st.builds(MegaKernel, dispatch_share=st.floats(0, 1), tile_columns=st.none() | st.just(64)),
     "replan_every": st.integers(1, 99),
     "lag": st.integers(1, 99),
 }
@@ -179,9 +182,25 @@ def test_toml_reads_as_people_write_it():
         (lambda: Ema(decay=1.0), "Input should be less than 1"),
         (lambda: Laer(candidates=()), "Tuple should have at least 1 item after validation, not 0"),
         (
-            lambda: EP.replace(overlap={"kind": "mega_kernel"}),
-            "Input tag 'mega_kernel' found using 'kind' does not match any of the expected tags: "
-            "'sequential', 'pipelined'",
+            lambda: EP.replace(overlap={"kind": "fused"}),
+            "Input tag 'fused' found using 'kind' does not match any of the expected tags: "
+            "'sequential', 'pipelined', 'mega_kernel'",
+        ),
+        (lambda: MegaKernel(dispatch_share=1.5), "Input should be less than or equal to 1"),
+        (
+            lambda: MegaKernel(fused="dispatch", combine_share=0.5),
+            "Value error, combine_share=0.5 mixes pushes with tiles of a product, but fused='dispatch' has them one "
+            "after another; use fused='both' or 'combine', or combine_share=0",
+        ),
+        (
+            lambda: MegaKernel(reduce_share=0.5, overlap_weight_gradients=False),
+            "Value error, reduce_share=0.5 mixes sums with weight gradients, which overlap_weight_gradients=False "
+            "computes elsewhere; use reduce_share=0 or overlap_weight_gradients=True",
+        ),
+        (lambda: MegaKernel(fetch_rows=24), "Value error, fetch_rows=24 is no power of two; use 16 or 32"),
+        (
+            lambda: MegaKernel(tile_rows=16, fetch_rows=32),
+            "Value error, fetch_rows=32 is more than tile_rows=16; use at most 16",
         ),
     ],
 )
@@ -492,6 +511,28 @@ CHANGES = [
     (WindowMean(), {"steps": 4}),
     (Ema(), {"decay": 0.0}),
     (Pipelined(chunks=2), {"chunks": 3}),
+    (
+        MegaKernel(),
+        {
+            "fused": "none",
+            "dispatch_share": 1.0,
+            "combine_share": 0.5,
+            "reduce_share": 0.5,
+            "granularity": "expert",
+            "tile_order": "slots",
+            "deduplicate": True,
+            "overlap_weight_gradients": False,
+            "fetch_rows": 16,
+            "sum_tokens": 32,
+            "tile_rows": 64,
+            "tile_columns": 64,
+            "warps": 4,
+            "stages": 3,
+            "programs": 1,
+            "rows_cap": 3.0,
+            "timeout_s": 5.0,
+        },
+    ),
 ]
 # Names are for people; a member's kind is its type; and a reduction there is but one.
 NOT_CHANGED = {(Strategy, "name"), (ClusterSpec, "name"), (Strategy, "reduction")}

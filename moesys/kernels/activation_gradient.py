@@ -20,6 +20,7 @@ from moesys.kernels.activations import GATED, slope_one, slopes, slopes_referenc
 from moesys.kernels.descriptors import matrices_by_tma, readable_by_tma, rows_by_tma, run_with_descriptors
 from moesys.kernels.gather import gather_rows
 from moesys.kernels.numerics import operand, rounded
+from moesys.kernels.products import rows_by_matrix
 from moesys.kernels.routing import Routing
 from moesys.kernels.tiles import Block, Tiles, require_contiguous, require_matrices, tile_of
 
@@ -181,33 +182,27 @@ def _activation_gradient(  # type: ignore[no-untyped-def]
         if not specialised:
             dy_rows = dy + (entry // top_k).to(tl.int64) * H
         first_column = column_tile * block_columns
-        column = first_column + tl.arange(0, block_columns)
         matrix = tl.load(matrix_ptr + group)
         if pointers:
-            down_matrix = down + matrix.to(tl.int64) * matrix_stride
-        da = tl.zeros([block_rows, block_columns], dtype=tl.float32)
-        for hidden in tl.range(0, H, block_contraction, num_stages=stages, warp_specialize=specialised):
-            step = tl.arange(0, block_contraction)
-            if specialised:
-                left = dy.load([first_row, hidden])
-            elif whole:
-                left = tl.load(dy_rows[:, None] + (hidden + step)[None, :])
-            else:
-                left = tl.load(
-                    dy_rows[:, None] + (hidden + step)[None, :], mask=(hidden + step < H)[None, :], other=0.0
-                )
-            if not pointers:
+            da = rows_by_matrix(
+                dy_rows[:, None], down + matrix.to(tl.int64) * matrix_stride, first_column,
+                H, I, False, block_columns, block_contraction, stages,
+            )  # fmt: skip
+        else:
+            da = tl.zeros([block_rows, block_columns], dtype=tl.float32)
+            for hidden in tl.range(0, H, block_contraction, num_stages=stages, warp_specialize=specialised):
+                step = hidden + tl.arange(0, block_contraction)
+                if specialised:
+                    left = dy.load([first_row, hidden])
+                elif whole:
+                    left = tl.load(dy_rows[:, None] + step[None, :])
+                else:
+                    left = tl.load(dy_rows[:, None] + step[None, :], mask=(step < H)[None, :], other=0.0)
                 right = down.load([matrix, hidden, first_column]).reshape(block_contraction, block_columns)
-            else:
-                right = tl.load(
-                    down_matrix + tl.cast(hidden, tl.int64) * I + (step * I)[:, None] + column[None, :],
-                    mask=(column < I)[None, :] if whole else (hidden + step < H)[:, None] & (column < I)[None, :],
-                    other=0.0,
-                )
-            da = tl.dot(operand(left), operand(right), da, input_precision="ieee")
+                da = tl.dot(operand(left), operand(right), da, input_precision="ieee")
         weight = tl.load(weight_ptr + entry, mask=in_tile, other=0.0)
         base = first_row.to(tl.int64)
-        _store_columns(
+        store_gradients(
             da,
             first_column,
             weight,
@@ -224,7 +219,7 @@ def _activation_gradient(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _store_columns(  # type: ignore[no-untyped-def]
+def store_gradients(  # type: ignore[no-untyped-def]
     da,
     first_column,
     weight,
@@ -246,11 +241,11 @@ def _store_columns(  # type: ignore[no-untyped-def]
     columns: tl.constexpr = da.shape[1]
     if columns > sum_columns:
         left, right = _halves(da)
-        _store_columns(
+        store_gradients(
             left, first_column, weight, num_rows, h_ptr, dh_ptr, wa_ptr, partial_ptr,
             I, activation, gated, sum_columns,
         )  # fmt: skip
-        _store_columns(
+        store_gradients(
             right, first_column + columns // 2, weight, num_rows, h_ptr, dh_ptr, wa_ptr, partial_ptr,
             I, activation, gated, sum_columns,
         )  # fmt: skip
@@ -303,7 +298,15 @@ def _add_partials(  # type: ignore[no-untyped-def]
     """Sum over N for the row of every entry, in order; 0 for an entry without one."""
     entry = tl.program_id(0) * block_entries + tl.arange(0, block_entries)
     row = tl.load(row_ptr + entry, mask=entry < num_entries, other=-1)
-    total = tl.zeros([block_entries], dtype=tl.float32)
-    for n in range(N):
-        total += tl.load(partial_ptr + row.to(tl.int64) * N + n, mask=row >= 0, other=0.0)
+    total = sum_of_partials(partial_ptr, row, row >= 0, N)
     tl.store(dweight_ptr + entry, total, mask=entry < num_entries)
+
+
+@triton.jit
+def sum_of_partials(partial_ptr, row, mask, N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of each of these rows the sum over N, in order."""
+    first = partial_ptr + row.to(tl.int64) * N
+    total = tl.zeros([row.shape[0]], dtype=tl.float32)
+    for n in range(N):
+        total += tl.load(first + n, mask=mask, other=0.0)
+    return total

@@ -32,8 +32,9 @@ class MachineCode:
 
     ``registers`` of a thread; ``stack_bytes`` of a thread; ``spills``: instructions that move registers to local memory
     or back; ``shared_bytes`` of a block; ``mma``: the shapes of its warpgroup products, such as "64x128x16"; none where
-    it has no such product; ``copy_bytes``: the widths of its asynchronous copies from pointers; ``tma_loads``: how many
-    loads by descriptor it has; ``threads`` of a block; ``specialised``: whether its warps have different work.
+    it has no such product; ``copy_bytes``: the widths of its asynchronous copies from pointers; ``load_bytes``,
+    ``store_bytes``: of its loads from and stores to global memory; ``tma_loads``: how many loads by descriptor it has;
+    ``threads`` of a block; ``specialised``: whether its warps have different work.
     """
 
     name: str
@@ -43,6 +44,8 @@ class MachineCode:
     shared_bytes: int
     mma: tuple[str, ...]
     copy_bytes: tuple[int, ...]
+    load_bytes: tuple[int, ...]
+    store_bytes: tuple[int, ...]
     tma_loads: int
     threads: int
     specialised: bool
@@ -107,17 +110,19 @@ def read_machine_code(compiled: Any) -> MachineCode:
         spills=len(re.findall(r"\b(?:STL|LDL)\b", listing)),
         shared_bytes=int(compiled.metadata.shared),
         mma=tuple(sorted(set(re.findall(r"\bHGMMA\.(\d+x\d+x\d+)", listing)))),
-        copy_bytes=tuple(sorted({_width(modifiers) for modifiers in re.findall(r"\bLDGSTS(\S*)", listing)})),
+        copy_bytes=_widths("LDGSTS", listing),
+        load_bytes=_widths("LDG", listing),
+        store_bytes=_widths("STG", listing),
         tma_loads=len(re.findall(r"\bUTMALDG\b", listing)),
         threads=32 * int(compiled.metadata.num_warps),
         specialised="ttg.warp_specialize" in compiled.asm["ttgir"],
     )
 
 
-def _width(modifiers: str) -> int:
-    """Bytes that an instruction with these modifiers moves: 4 unless they say how many bits."""
-    bits = re.search(r"\.(64|128)\b", modifiers)
-    return int(bits.group(1)) // 8 if bits else 4
+def _widths(instruction: str, listing: str) -> tuple[int, ...]:
+    """Bytes that these instructions move: 4 unless they say how many bits, each number once."""
+    bits = {re.search(r"\.[US]?(8|16|64|128)\b", of) for of in re.findall(rf"\b{instruction}(\.\S*)", listing)}
+    return tuple(sorted({int(found.group(1)) // 8 if found else 4 for found in bits}))
 
 
 def _number(pattern: str, text: str) -> int:

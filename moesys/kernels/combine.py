@@ -79,9 +79,18 @@ def _combine(  # type: ignore[no-untyped-def]
         kept = row >= 0
         in_row = column < tl.where(kept, H, 0)
         y = tl.load(y_ptr + row.to(tl.int64) * H + column, mask=in_row, other=0.0).to(tl.float32)
-        if weight_ptr is None:
-            total += y
-        else:
+        weight = None
+        if weight_ptr is not None:
             # 0 in place of a dropped choice's weight too, which may be anything
-            total = tl.fma(y, tl.load(weight_ptr + token * K + k, mask=kept, other=0.0), total)
+            weight = tl.load(weight_ptr + token * K + k, mask=kept, other=0.0)
+        total = plus_term(total, y, weight)
     tl.store(out_ptr + token * H + column, rounded(total, out_ptr.dtype.element_ty), mask=column < H)
+
+
+@triton.jit
+def plus_term(total, y, weight):  # type: ignore[no-untyped-def]
+    """float32 ``total`` and a row's ``y``, times its ``weight`` (None for 1) and rounded once."""
+    if weight is None:
+        return total + y
+    else:
+        return tl.fma(y, weight, total)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from moesys.kernels.descriptors import matrices_by_tma, readable_by_tma, rows_by_tma, run_with_descriptors
 from moesys.kernels.numerics import operand, rounded
+from moesys.kernels.products import rows_by_matrix
 from moesys.kernels.tiles import Block, Tiles, require_contiguous, require_matrices, tile_of
 
 
@@ -86,7 +87,6 @@ def _grouped_gemm(  # type: ignore[no-untyped-def]
     num_row_tiles = tl.load(count_ptr)
     in_rows = tl.arange(0, block_rows)
     in_columns = tl.arange(0, block_columns)
-    in_contraction = tl.arange(0, block_contraction)
     if not pointers:
         rows = rows_by_tma(rows, P, L, block_rows, block_contraction)
         if transposed:
@@ -109,46 +109,20 @@ def _grouped_gemm(  # type: ignore[no-untyped-def]
             # Rows that a tile lacks are computed from another's operands, and not stored.
             left_row = rows + row.to(tl.int64) * L + tl.minimum(in_rows, num_rows - 1)[:, None] * L
             base = matrices + matrix.to(tl.int64) * matrix_stride
-            right_tile = _right_tile(base, column, in_contraction, in_columns, L, N, transposed)
-        out = tl.zeros((block_rows, block_columns), tl.float32)
-        for start in tl.range(0, L, block_contraction, num_stages=stages, warp_specialize=specialised):
-            at = start + in_contraction
-            if not pointers:
+            out = rows_by_matrix(left_row, base, column, L, N, transposed, block_columns, block_contraction, stages)
+        else:
+            out = tl.zeros((block_rows, block_columns), tl.float32)
+            for start in tl.range(0, L, block_contraction, num_stages=stages, warp_specialize=specialised):
                 left = rows.load([row, start])
                 if transposed:
                     right = matrices.load([matrix, column, start]).reshape(block_columns, block_contraction).T
                 else:
                     right = matrices.load([matrix, start, column]).reshape(block_contraction, block_columns)
-            else:
-                if L % block_contraction == 0:
-                    left = tl.load(left_row + at[None, :])
-                else:
-                    left = tl.load(left_row + at[None, :], mask=at[None, :] < L, other=0.0)
-                if L % block_contraction == 0 and (transposed or N % block_columns == 0):
-                    right = tl.load(right_tile)
-                else:
-                    in_matrix = (at < L)[:, None] & (transposed | (column + in_columns < N))[None, :]
-                    right = tl.load(right_tile, mask=in_matrix, other=0.0)
-                right_tile += block_contraction * (1 if transposed else N)
-            out = tl.dot(operand(left), operand(right), out, input_precision="ieee")
+                out = tl.dot(operand(left), operand(right), out, input_precision="ieee")
 
         mask = (in_rows < num_rows)[:, None] & (column + in_columns < N)[None, :]
         out_tile = out_ptr + row.to(tl.int64) * N + column + in_rows[:, None] * N + in_columns[None, :]
         tl.store(out_tile, rounded(out, dtype), mask=mask)
-
-
-@triton.jit
-def _right_tile(  # type: ignore[no-untyped-def]
-    base, column, in_contraction, in_columns, L: tl.constexpr, N: tl.constexpr, transposed: tl.constexpr
-):
-    """Where the first [contraction, columns] of a tile lie in the matrix at ``base``. Columns that a transposed one
-    lacks are its last one, so that no mask is needed.
-    """
-    if transposed:
-        base += column.to(tl.int64) * L
-        return base + (tl.minimum(in_columns, N - 1 - column)[None, :] * L + in_contraction[:, None])
-    else:
-        return base + column + (in_contraction[:, None] * N + in_columns[None, :])
 
 
 def grouped_gemm_reference(

@@ -15,6 +15,7 @@ from moesys.kernels.activations import GATED, activate, activate_one, activation
 from moesys.kernels.descriptors import halves_by_tma, readable_by_tma, rows_by_tma, run_with_descriptors
 from moesys.kernels.gather import gather_rows
 from moesys.kernels.numerics import operand, rounded
+from moesys.kernels.products import rows_by_tiles
 from moesys.kernels.routing import Routing
 from moesys.kernels.tiles import Block, Tiles, require_contiguous, require_matrices, tile_of
 
@@ -101,15 +102,11 @@ def _up(  # type: ignore[no-untyped-def]
     pointers: tl.constexpr = operands == "pointers"
     specialised: tl.constexpr = operands == "specialised"
     U: tl.constexpr = halves * I
-    dtype: tl.constexpr = h_ptr.dtype.element_ty
     whole: tl.constexpr = H % block_contraction == 0
     num_column_tiles: tl.constexpr = (I + block_columns - 1) // block_columns
     num_row_tiles = tl.load(count_ptr)
     in_rows = tl.arange(0, block_rows)
-    in_columns = tl.arange(0, block_columns)
     in_contraction = tl.arange(0, block_contraction)
-    # Of the weights that a tile needs, those of the gate and those of up lie I rows apart.
-    in_both = tl.arange(0, halves * block_columns)
     if not pointers:
         weights = halves_by_tma(weights, E, matrix_stride, halves, I, H, block_columns, block_contraction)
     if specialised:
@@ -126,46 +123,79 @@ def _up(  # type: ignore[no-untyped-def]
         matrix = tl.load(matrix_ptr + group)
         column = column_tile * block_columns
 
-        # Rows and columns that a tile lacks are computed from others' operands, and not stored.
+        # Rows that a tile lacks are computed from another's operands, and not stored.
         if not specialised:
             entry = tl.load(entry_ptr + row + tl.minimum(in_rows, num_rows - 1))
             x_row = x + (entry // K).to(tl.int64)[:, None] * H
         if pointers:
-            weight_base = weights + matrix.to(tl.int64) * matrix_stride
-            weight_row = tl.minimum(column + in_both % block_columns, I - 1) + in_both // block_columns * I
-            weight_row = weight_base + weight_row.to(tl.int64)[None, :] * H
-        h = tl.zeros((block_rows, halves * block_columns), tl.float32)
-        for start in tl.range(0, H, block_contraction, num_stages=stages, warp_specialize=specialised):
-            at = start + in_contraction
-            if specialised:
-                left = x.load([row, start])
-            elif whole:
-                left = tl.load(x_row + at[None, :])
-            else:
-                left = tl.load(x_row + at[None, :], mask=at[None, :] < H, other=0.0)
-            if not pointers:
+            matrix_base = weights + matrix.to(tl.int64) * matrix_stride
+            h = rows_by_halves(x_row, matrix_base, column, H, I, halves, block_columns, block_contraction, stages)
+        else:
+            h = tl.zeros((block_rows, halves * block_columns), tl.float32)
+            for start in tl.range(0, H, block_contraction, num_stages=stages, warp_specialize=specialised):
+                at = start + in_contraction
+                if specialised:
+                    left = x.load([row, start])
+                elif whole:
+                    left = tl.load(x_row + at[None, :])
+                else:
+                    left = tl.load(x_row + at[None, :], mask=at[None, :] < H, other=0.0)
                 weight = weights.load([matrix, 0, column, start])
                 weight = weight.reshape(halves * block_columns, block_contraction).T
-            elif whole:
-                weight = tl.load(weight_row + at[:, None])
-            else:
-                weight = tl.load(weight_row + at[:, None], mask=at[:, None] < H, other=0.0)
-            h = tl.dot(operand(left), operand(weight), h, input_precision="ieee")
+                h = tl.dot(operand(left), operand(weight), h, input_precision="ieee")
+        base = row.to(tl.int64)
+        store_activations(h, h_ptr + base * U, a_ptr + base * I, num_rows, column, I, activation, halves)
 
-        mask = (in_rows < num_rows)[:, None] & (column + in_columns < I)[None, :]
-        h_tile = h_ptr + row.to(tl.int64) * U + column + in_rows[:, None] * U + in_columns[None, :]
-        a_tile = a_ptr + row.to(tl.int64) * I + column + in_rows[:, None] * I + in_columns[None, :]
-        if halves == 2:
-            gate, up = h.reshape(block_rows, 2, block_columns).permute(0, 2, 1).split()
-            gate, up = rounded(gate, dtype), rounded(up, dtype)
-            tl.store(h_tile, gate, mask=mask)
-            tl.store(h_tile + I, up, mask=mask)
-            a = activate(gate.to(tl.float32), up.to(tl.float32), activation)
-        else:
-            h = rounded(h, dtype)
-            tl.store(h_tile, h, mask=mask)
-            a = activate_one(h.to(tl.float32), activation)
-        tl.store(a_tile, rounded(a, dtype), mask=mask)
+
+@triton.jit
+def rows_by_halves(  # type: ignore[no-untyped-def]
+    left_row,
+    matrix,
+    column,
+    H: tl.constexpr,
+    I: tl.constexpr,
+    halves: tl.constexpr,
+    block_columns: tl.constexpr,
+    block_contraction: tl.constexpr,
+    stages: tl.constexpr,
+):
+    """float32 [rows, halves · block_columns] of h, from ``column`` of each half on; ``left_row`` [rows, 1] points to
+    rows of x, ``matrix`` to [halves · I, H].
+    """
+    # Of the matrix' rows that a tile needs, those of the gate and those of up lie I apart. Those that it lacks are the
+    # last one.
+    in_both = tl.arange(0, halves * block_columns)
+    matrix_row = tl.minimum(column + in_both % block_columns, I - 1) + in_both // block_columns * I
+    right_tile = matrix + matrix_row.to(tl.int64)[None, :] * H + tl.arange(0, block_contraction)[:, None]
+    return rows_by_tiles(left_row, right_tile, block_contraction, None, H, block_contraction, stages)
+
+
+@triton.jit
+def store_activations(  # type: ignore[no-untyped-def]
+    h, h_ptr, a_ptr, num_rows, column, I: tl.constexpr, activation: tl.constexpr, halves: tl.constexpr
+):
+    """Stores a tile of h, float32 [rows, halves · columns], and its activation; pointers are to the first of its
+    rows.
+    """
+    rows: tl.constexpr = h.shape[0]
+    columns: tl.constexpr = h.shape[1] // halves
+    dtype: tl.constexpr = h_ptr.dtype.element_ty
+    in_rows = tl.arange(0, rows)
+    in_columns = tl.arange(0, columns)
+    mask = (in_rows < num_rows)[:, None] & (column + in_columns < I)[None, :]
+    h_tile = h_ptr + column + in_rows[:, None] * (halves * I) + in_columns[None, :]
+    a_tile = a_ptr + column + in_rows[:, None] * I + in_columns[None, :]
+    if halves == 2:
+        gate, up = h.reshape(rows, 2, columns).permute(0, 2, 1).split()
+        gate, up = rounded(gate, dtype), rounded(up, dtype)
+        tl.store(h_tile, gate, mask=mask)
+        tl.store(h_tile + I, up, mask=mask)
+        a = activate(gate.to(tl.float32), up.to(tl.float32), activation)
+    else:
+        h = rounded(h, dtype)
+        tl.store(h_tile, h, mask=mask)
+        a = activate_one(h.to(tl.float32), activation)
+    tl.store(a_tile, rounded(a, dtype), mask=mask)
 
 
 def up_reference(

@@ -18,7 +18,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moesys.kernels.numerics import operand, rounded
+from moesys.kernels.numerics import rounded
+from moesys.kernels.products import columns_by_columns
 from moesys.kernels.tiles import Block, require_contiguous, tile_of
 
 
@@ -128,44 +129,29 @@ def _weight_gradient(  # type: ignore[no-untyped-def]
     for task in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         group = tl.load(order_ptr + task // (tiles_along_L * tiles_along_R))
         tile = tile_of(task % (tiles_along_L * tiles_along_R), tiles_along_L, tiles_along_R, raster)
-        first, end = tl.load(first_ptr + group), tl.load(first_ptr + group + 1)
-        on_left = tile[0] * block_rows + tl.arange(0, block_rows)
-        on_right = tile[1] * block_columns + tl.arange(0, block_columns)
-        total = tl.zeros([block_rows, block_columns], dtype=tl.float32)
-        step = tl.arange(0, block_contraction)
-        # Entries are loaded one step ahead. Loaded in their own step they would be pipelined like the rows that wait
-        # for them, and each stage of the pipeline would do for half a step.
-        next_entry = tl.load(entry_ptr + first + step, mask=step < end - first, other=0)
-        for row in tl.range(first, end, block_contraction, num_stages=stages):
-            in_group = step < end - row
-            token = (next_entry // top_k).to(tl.int64)
-            next_entry = tl.load(
-                entry_ptr + row + block_contraction + step, mask=step < end - row - block_contraction, other=0
-            )
-            # A step behind the group's end is zero on both sides, since zero times NaN would be NaN.
-            left = tl.load(
-                _rows(left_ptr, row, step, token, L, gather_left) + on_left[None, :],
-                mask=in_group[:, None] & (on_left < L)[None, :],
-                other=0.0,
-            )
-            right = tl.load(
-                _rows(right_ptr, row, step, token, R, not gather_left) + on_right[None, :],
-                mask=in_group[:, None] & (on_right < R)[None, :],
-                other=0.0,
-            )
-            total = tl.dot(operand(left).trans(), operand(right), total, input_precision="ieee")
-        out_matrix = out_ptr + tl.cast(group, tl.int64) * matrix_stride
-        tl.store(
-            out_matrix + (on_left.to(tl.int64) * R)[:, None] + on_right[None, :],
-            rounded(total, out_ptr.dtype.element_ty),
-            mask=(on_left < L)[:, None] & (on_right < R)[None, :],
-        )
+        store_outer_product(
+            left_ptr, right_ptr, entry_ptr, first_ptr, out_ptr, group, tile[0], tile[1],
+            L, R, matrix_stride, top_k, gather_left, block_rows, block_columns, block_contraction, stages,
+        )  # fmt: skip
 
 
 @triton.jit
-def _rows(ptr, row, step, token, width: tl.constexpr, gathered: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Where the rows of one step begin."""
-    if gathered:
-        return ptr + (token * width)[:, None]
-    else:
-        return ptr + tl.cast(row, tl.int64) * width + (step * width)[:, None]
+def store_outer_product(  # type: ignore[no-untyped-def]
+    left_ptr, right_ptr, entry_ptr, first_ptr, out_ptr, group, left_tile, right_tile, L, R, matrix_stride,
+    top_k: tl.constexpr, gather_left: tl.constexpr, block_rows: tl.constexpr, block_columns: tl.constexpr,
+    block_contraction: tl.constexpr, stages: tl.constexpr,
+):  # fmt: skip
+    """A tile of one group's matrix. ``entry_ptr``: see ``columns_by_columns``."""
+    first, end = tl.load(first_ptr + group), tl.load(first_ptr + group + 1)
+    on_left = left_tile * block_rows + tl.arange(0, block_rows)
+    on_right = right_tile * block_columns + tl.arange(0, block_columns)
+    total = columns_by_columns(
+        left_ptr, right_ptr, entry_ptr, top_k, gather_left, first, end,
+        on_left, on_right, L, R, block_contraction, stages,
+    )  # fmt: skip
+    out_matrix = out_ptr + tl.cast(group, tl.int64) * matrix_stride
+    tl.store(
+        out_matrix + (on_left.to(tl.int64) * R)[:, None] + on_right[None, :],
+        rounded(total, out_ptr.dtype.element_ty),
+        mask=(on_left < L)[:, None] & (on_right < R)[None, :],
+    )

@@ -1,7 +1,8 @@
 """explain: one step's plan, and why it is so: what is wanted, what moved, who goes where, who waits for what.
 
 Every figure is read off the objects that a trial in the cost model uses: the layouts of ``LayoutSchedule``, the token
-plans of ``plan_layer``, the bytes of ``cost``, the timeline of ``simulate``. So all times are a cost model's.
+plans of ``plan_layer``, the bytes of ``cost``, the timeline of ``simulate``. So all times are a cost model's; those of
+a ``MegaKernel``, which that does not know, are ``Sequential``'s, with nothing beside anything.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from io import StringIO
 import numpy as np
 
 from moesys.balance import min_max_load, split_tokens, window
-from moesys.config import ClusterSpec, EvenSplit, Oracle, Strategy
+from moesys.config import ClusterSpec, EvenSplit, MegaKernel, ModelShape, Oracle, Sequential, Strategy
 from moesys.cost import FloatArray, dispatch_bytes, reshard_bytes, restore_bytes, restores_per_step, transfer_seconds
 from moesys.experiment import Experiment, Generated, Replay, Training
 from moesys.lab.console import print_full
@@ -118,6 +119,22 @@ class LayerExplanation:
 
 
 @dataclass(frozen=True)
+class MegaMemory:
+    """What a ``MegaKernel`` takes of a rank's memory, in bytes.
+
+    symmetric_bytes: of the arena that peers reach, which all layers share. num_rows: of the rank that gets most, in any
+    layer, of ``most_rows`` that ``rows_cap`` allows. kept_bytes: of those rows from forward to backward, of a layer;
+    backward_bytes: more during backward.
+    """
+
+    symmetric_bytes: int
+    num_rows: int
+    most_rows: int
+    kept_bytes: int
+    backward_bytes: int
+
+
+@dataclass(frozen=True)
 class StepExplanation:
     """One micro-batch through all layers, forward and backward.
 
@@ -126,6 +143,7 @@ class StepExplanation:
         (``experts``, ``weight_gradients``) and of waiting by what for (``dispatch``, ``combine``, ``restore``,
         ``reshard``, ``slower ranks``). They add up to ``step_ms``.
     exposed_ms: all waiting, a mean over ranks.
+    mega: of a ``MegaKernel``, else None.
     """
 
     experiment: str
@@ -141,6 +159,7 @@ class StepExplanation:
     critical_ms: dict[str, float]
     mean_ms: dict[str, float]
     layers: tuple[LayerExplanation, ...]
+    mega: MegaMemory | None = None
 
     def to_json(self) -> str:
         declared = {name: getattr(self, name).model_dump(mode="json") for name in ("strategy", "cluster")}
@@ -182,7 +201,9 @@ def explain(strategy: Strategy, experiment: Experiment, *, micro_batch: int | No
         )
         for layer, history in enumerate(histories)
     )
-    step = StepPlan(strategy, experiment.model, experiment.cluster, plans)
+    fused = strategy.overlap if isinstance(strategy.overlap, MegaKernel) else None
+    simulated = strategy.replace(overlap=Sequential()) if fused else strategy
+    step = StepPlan(simulated, experiment.model, experiment.cluster, plans)
     timeline = simulate(step)
     times = RankTimes(timeline, experiment.cluster.num_ranks)
     return StepExplanation(
@@ -199,6 +220,26 @@ def explain(strategy: Strategy, experiment: Experiment, *, micro_batch: int | No
         critical_ms=times.critical_ms(),
         mean_ms=times.mean_ms(),
         layers=tuple(_explain_layer(layer, step, history, times) for layer, history in enumerate(histories)),
+        mega=_mega_memory(fused, experiment.model, plans) if fused else None,
+    )
+
+
+def _mega_memory(overlap: MegaKernel, model: ModelShape, plans: tuple[LayerPlan, ...]) -> MegaMemory:
+    # Here, as explanations of other strategies do without Triton.
+    from moesys.overlap.mega import symmetric_bytes
+
+    most_choices = max(int(plan.load.tokens_RE.sum(1).max()) for plan in plans)
+    num_replicas = max(int((plan.layout.replicas_RE > 0).sum()) for plan in plans)
+    num_rows = max(int(plan.tokens.tokens_R.max()) for plan in plans)
+    hidden, width, size = model.hidden_size, model.intermediate_size, model.bytes_per_element
+    waiting = overlap.combine_share > 0 or overlap.fused in ("dispatch", "none")
+    return MegaMemory(
+        symmetric_bytes(overlap, model, most_choices // model.top_k, plans[0].layout.num_ranks, num_replicas),
+        num_rows,
+        most_rows=int(overlap.rows_cap * most_choices),
+        # x and h; dy, dh and the weighted activations, and dx where it waits for a task that pushes it.
+        kept_bytes=num_rows * (hidden + 2 * width) * size,
+        backward_bytes=num_rows * (hidden * (1 + waiting) + 3 * width) * size,
     )
 
 

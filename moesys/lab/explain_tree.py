@@ -11,15 +11,16 @@ from rich.table import Table
 from rich.text import Text
 from rich.tree import Tree
 
-from moesys.config import ClusterSpec, Fsep, Pipelined, Strategy
+from moesys.config import ClusterSpec, Fsep, MegaKernel, Pipelined, Strategy
 from moesys.experiment import Experiment
 from moesys.lab.console import print_full
-from moesys.lab.explain import ExpertChange, LayerExplanation, StepExplanation, Traffic, explain
+from moesys.lab.explain import ExpertChange, LayerExplanation, MegaMemory, StepExplanation, Traffic, explain
 from moesys.lab.files import load_experiment
 from moesys.lab.tables import figure
 
 MOST_SHOWN = 12
 MIB = 2**20
+BYTES_PER_GB = 1e9
 
 
 def explain_command(
@@ -73,6 +74,10 @@ def explanation_tree(explanation: StepExplanation, layer: int | None = None) -> 
     schedule = _head(tree, "schedule")
     for words in _schedule_words(explanation.strategy):
         schedule.add(Text(words))
+    if explanation.mega is not None:
+        memory = _head(tree, "memory of a rank")
+        for words in _memory_words(explanation.mega):
+            memory.add(Text(words))
     _time_branch(tree, explanation)
     _head(tree, _count(len(layers), "layer")).add(_layers_table(layers))
     _layer_branch(tree, layers[layer], explanation)
@@ -92,6 +97,8 @@ def _schedule_words(strategy: Strategy) -> list[str]:
     overlap, sharding = strategy.overlap, strategy.sharding
     if isinstance(overlap, Pipelined):
         words = [f"tokens in {_count(overlap.chunks, 'chunk')}, the next arriving and the last going home behind one"]
+    elif isinstance(overlap, MegaKernel):
+        words = _mega_words(overlap)
     else:
         words = ["dispatch, experts and combine one after another"]
     if isinstance(sharding, Fsep):
@@ -107,6 +114,40 @@ def _schedule_words(strategy: Strategy) -> list[str]:
     else:
         words.append("experts stay on their owners")
     return words
+
+
+def _mega_words(overlap: MegaKernel) -> list[str]:
+    """In the order in which a rank's programs take tasks from their queue."""
+    share, order = overlap.dispatch_share, overlap.tile_order.replace("_", " ")
+    if overlap.fused in ("both", "dispatch"):
+        pulls = "all pulls first" if share == 1 else f"at least {share:.0%} of the first tasks pull rows"
+        words = [f"dispatch and the first product in one kernel: {pulls}, the others are tiles, {order}"]
+    else:
+        words = [f"dispatch in a kernel of its own, then the first product's tiles, {order}"]
+    if overlap.fused in ("both", "combine"):
+        share = overlap.combine_share
+        pushes = f"at most {share:.0%} of the tasks push rows home" if share else "tiles push their rows home"
+        words.append(f"the second product and combine in one kernel: {pushes}, then sums of what came home")
+    else:
+        words.append("the second product's tiles, pushes and sums in kernels of their own, one after another")
+    if overlap.overlap_weight_gradients:
+        share = overlap.reduce_share
+        sums = f"among them at most {share:.0%} sums" if share else "before the sums"
+        words.append(f"backward: tiles of weight gradients between pushes and sums, {sums}")
+    else:
+        words.append("backward: weight gradients when all else is done")
+    words.append(f"flags of each {overlap.granularity}" + ", a token pulled once a rank" * overlap.deduplicate)
+    words.append("times here are those of Sequential(): the cost model knows no MegaKernel")
+    return words
+
+
+def _memory_words(memory: MegaMemory) -> list[str]:
+    return [
+        f"{memory.symmetric_bytes / BYTES_PER_GB:.3f} GB that peers reach, for all layers together",
+        f"{memory.num_rows} private rows on the busiest, of {memory.most_rows} that rows_cap allows: "
+        f"{memory.kept_bytes / BYTES_PER_GB:.3f} GB a layer from forward to backward, "
+        f"{memory.backward_bytes / BYTES_PER_GB:.3f} GB more in backward",
+    ]
 
 
 # --- the step -----------------------------------------------------------------------------------------------------

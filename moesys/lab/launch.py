@@ -25,6 +25,8 @@ _COLLECTIVE_TIMEOUT_S = 120.0
 # Collectives notice lost ranks long before; this only ends what would hang for ever.
 _TRIAL_TIMEOUT_S = 24 * 3600.0
 _POLL_S = 0.01
+# Read when Triton is loaded.
+_INTERPRETING = {"TRITON_INTERPRET": "1"}
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
@@ -63,7 +65,9 @@ def place_for(experiment: Experiment, threads: int) -> Place:
         if joins:
             raise ValueError("this experiment runs in the cost model, which needs no ranks; leave torchrun out")
         return CostModel()
-    return (JoinedRanks if joins else SpawnedRanks)(experiment.cluster.num_ranks, threads)
+    workload = experiment.workload
+    interpret = isinstance(workload, Training) and workload.interpret
+    return (JoinedRanks if joins else SpawnedRanks)(experiment.cluster.num_ranks, threads, interpret)
 
 
 class _OneProcess:
@@ -95,10 +99,13 @@ class CostModel(_OneProcess):
 
 
 class SpawnedRanks(_OneProcess):
-    """Processes of this machine, started with the first trial and kept for all; after a failure they start anew."""
+    """Processes of this machine, started with the first trial and kept for all; after a failure they start anew.
 
-    def __init__(self, num_ranks: int, threads: int) -> None:
-        self._num_ranks, self._threads = num_ranks, threads
+    ``interpret``: kernels run in Triton's interpreter.
+    """
+
+    def __init__(self, num_ranks: int, threads: int, interpret: bool = False) -> None:
+        self._num_ranks, self._threads, self._interpret = num_ranks, threads, interpret
         self._ranks: LocalRanks | None = None
 
     def run(self, trial: Trial, experiment: Experiment, tick: Callable[[], None]) -> Measurement | None:
@@ -114,6 +121,7 @@ class SpawnedRanks(_OneProcess):
                 threads=self._threads,
                 timeout_s=_TRIAL_TIMEOUT_S,
                 collective_timeout_s=_COLLECTIVE_TIMEOUT_S,
+                environment=_INTERPRETING if self._interpret else {},
                 preload=("moesys.lab.trials", "moesys.train.loop"),
             )
         try:
@@ -133,7 +141,9 @@ class JoinedRanks:
     What ranks tell each other between trials goes through torchrun's store, which no failed collective can block.
     """
 
-    def __init__(self, num_ranks: int, threads: int) -> None:
+    def __init__(self, num_ranks: int, threads: int, interpret: bool = False) -> None:
+        if interpret:
+            os.environ.update(_INTERPRETING)
         world_size = int(os.environ["WORLD_SIZE"])
         if world_size != num_ranks:
             raise ValueError(

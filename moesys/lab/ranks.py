@@ -19,7 +19,7 @@ import threading
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -119,6 +119,8 @@ class LocalRanks:
         collective_timeout_s: seconds after which gloo gives up on a missing peer.
         grace_s: seconds that `run` leaves to the other ranks after the first failure, for tracebacks of their own.
         setup: a module-level function, called once in every process before its first run.
+        environment: variables that every process has from its start; heeded only by the first pool that this process
+            starts, like `preload`.
         preload: modules to import once, ahead of all ranks, beside torch and numpy; heeded only by the first pool that
             this process starts.
 
@@ -135,6 +137,7 @@ class LocalRanks:
         collective_timeout_s: float = 30.0,
         grace_s: float = 3.0,
         setup: Callable[[], None] | None = None,
+        environment: Mapping[str, str] | None = None,
         preload: Sequence[str] = (),
     ) -> None:
         for name, value in (("num_ranks", num_ranks), ("threads", threads)):
@@ -146,6 +149,7 @@ class LocalRanks:
         self._collective_timeout_s = collective_timeout_s
         self._grace_s = grace_s
         self._setup = setup
+        self._environment = {**(environment or {}), **dict.fromkeys(_THREAD_VARIABLES, "1")}
         self._preload = tuple(preload)
         self._num_runs = 0
         self._store: dist.TCPStore | None = None
@@ -237,7 +241,7 @@ class LocalRanks:
         if self._store is None:
             # Served by this process, so that it outlives every rank and its port ends with the pool.
             self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        with _environment(dict.fromkeys(_THREAD_VARIABLES, "1")), _deaf_to_ctrl_c():
+        with _environment(self._environment), _deaf_to_ctrl_c():
             _CONTEXT.set_forkserver_preload([*_PRELOAD, *self._preload])
             multiprocessing.forkserver.ensure_running()
         for rank in range(num_ranks):

@@ -172,6 +172,8 @@ def _source_words(comparison: Comparison, machine: str) -> str:
     ranks = f"{_counted(cluster.num_ranks, 'rank')} of {_counted(cluster.num_nodes, 'node')}"
     if comparison.source == "measured":
         how = f"Measured by the clock on {ranks}{f': {machine}' if machine else ''}."
+        if isinstance(experiment.workload, Training) and experiment.workload.interpret:
+            how += " Kernels ran in Triton's interpreter, whose times say nothing of a GPU's: only agreement counts."
     else:
         named = f" ({cluster.name})" if cluster.name else ""
         how = f"Simulated: a cost model's times for {ranks}{named}, no clock's."

@@ -102,7 +102,13 @@ def run_simulated(
     seed: int,
     tick: Callable[[], None] = lambda: None,
 ) -> Measurement:
-    """Walk the workload's routing through the cost model, a pure function of everything but ``tick``."""
+    """Walk the workload's routing through the cost model, a pure function of everything but ``tick``.
+
+    Raises ValueError for a strategy whose overlap that does not know.
+    """
+    from moesys.overlap.simulator import require_simulated
+
+    require_simulated(strategy)
     values: dict[str, list[float]] = {}
     tokens_SLE: list[IntArray] = []
     for micro_batch, step in enumerate(walk(strategy, model, cluster, workload, seed)):

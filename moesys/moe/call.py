@@ -17,6 +17,7 @@ from moesys.overlap.chunked import ChunkedExecutor, Saved
 if TYPE_CHECKING:
     from moesys.moe.layer import MoELayer
     from moesys.overlap.local import LocalExecutor
+    from moesys.overlap.mega import MegaExecutor
 
 
 class LayerCall:
@@ -33,7 +34,7 @@ class LayerCall:
         self,
         owner: MoELayer,
         layout: ExpertLayout,
-        executor: ChunkedExecutor | LocalExecutor,
+        executor: ChunkedExecutor | LocalExecutor | MegaExecutor,
         previous: LayerCall | None,
         checkpointed: bool,
     ) -> None:

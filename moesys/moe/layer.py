@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from moesys.config import ClusterSpec, Ep, Fsep, ModelShape, Pipelined, Strategy
-from moesys.kernels.memory import Memory
+from moesys.config import ClusterSpec, Ep, Fsep, MegaKernel, ModelShape, Pipelined, Strategy
 from moesys.kernels.rows import RowRule, row_rule
-from moesys.layout import ExpertLayout
+from moesys.layout import ExpertLayout, TokenPlan
 from moesys.load import LoadMatrix
 from moesys.moe.call import LayerCall, RoutedExperts
 from moesys.moe.device_plan import DevicePlan
@@ -43,6 +42,7 @@ from moesys.step import LayerPlan, plan_layer
 if TYPE_CHECKING:
     from moesys.moe.runtime import MoERuntime
     from moesys.overlap.local import LocalExecutor
+    from moesys.overlap.mega import MegaExecutor, MegaHome
 
 STATE_TIMEOUT_S = 600.0
 PLAN_TIMEOUT_S = 60.0
@@ -99,6 +99,7 @@ class MoELayer(nn.Module):
         self.plan_timeout_s = PLAN_TIMEOUT_S
         # None: kernels on a GPU, a GEMM a slot elsewhere.
         self.expert_math: ExpertMath | None = None
+        self.mega_home: MegaHome | None = None
         self.tokens_since_update_E = torch.zeros(shape.num_experts, dtype=torch.int64)
         self._prefetched: tuple[ExpertLayout, int, Restored] | None = None
         self._last_plan: LayerPlan | DevicePlan | None = None
@@ -111,14 +112,7 @@ class MoELayer(nn.Module):
                 self.shards = WholeExperts(shape, self.compute_dtype, rank, num_ranks)
                 self.reshard_after_forward, self.prefetch_layers, self.delay_reshard = False, 0, False
             case Fsep():
-                self.shards = ShardedExperts(
-                    shape,
-                    self.compute_dtype,
-                    rank,
-                    num_ranks,
-                    self.cluster.node_of_rank,
-                    sharding.restore == "hierarchical",
-                )
+                self.shards = self._sharded_experts(sharding, rank, num_ranks)
                 self.reshard_after_forward = sharding.reshard_after_forward
                 self.prefetch_layers, self.delay_reshard = sharding.prefetch_layers, sharding.delay_reshard
         self.num_chunks = strategy.overlap.chunks if isinstance(strategy.overlap, Pipelined) else 1
@@ -168,6 +162,14 @@ class MoELayer(nn.Module):
         self.meter.clear()
         return metrics
 
+    def check(self) -> None:
+        """Waits for the device. Raises ``PeerTimeoutError`` where a MegaKernel was given up, which else a later
+        micro-batch tells on a GPU.
+        """
+        home = self.mega_home if self.runtime is None else self.runtime.mega_home
+        if home is not None:
+            home.check()
+
     def update_router_bias(self) -> None:
         """Move the router's correction bias towards balance, by the tokens of all micro-batches since the last time."""
         self.router.update_bias(self.tokens_since_update_E.to(self.router.weight.device))
@@ -210,17 +212,18 @@ class MoELayer(nn.Module):
 
     def _plan_together(
         self, expert_TK: Tensor, math: ExpertMath, learning: bool, upcoming: list[MoELayer]
-    ) -> ChunkedExecutor:
+    ) -> ChunkedExecutor | MegaExecutor:
         """Exchange counts, agree on layouts, and plan."""
         deciding = [self, *upcoming]
         deadline = time.monotonic() + self.plan_timeout_s
         votes = [not learning or layer.schedule.ready(deadline) for layer in deciding]
         counts_CE = chunk_counts(expert_TK, self.shape.num_experts, self.num_chunks)
-        message = torch.cat([counts_CE.flatten(), torch.tensor(votes, dtype=torch.int64, device=counts_CE.device)])
-        gathered_RN = self.token_channel.all_gather(message, lane="counts").cpu()
+        said = torch.tensor([len(expert_TK), *votes], dtype=torch.int64, device=counts_CE.device)
+        gathered_RN = self.token_channel.all_gather(torch.cat([counts_CE.flatten(), said]), lane="counts").cpu()
         tokens_RCE = gathered_RN[:, : counts_CE.numel()].view(-1, *counts_CE.shape)
+        said_RN = gathered_RN[:, counts_CE.numel() :]
         if learning:
-            agreed = gathered_RN[:, counts_CE.numel() :].amin(dim=0).tolist()
+            agreed = said_RN[:, 1:].amin(dim=0).tolist()
             for layer, vote in zip(deciding, agreed, strict=True):
                 layer.schedule.settle(bool(vote))
         with self.meter.planning():
@@ -233,6 +236,8 @@ class MoELayer(nn.Module):
                 schedule.observe(load)
                 self._count(torch.from_numpy(load.tokens_E))
             self._last_plan = plan
+            if isinstance(self.strategy.overlap, MegaKernel):
+                return self._fused(self.strategy.overlap, expert_TK, plan.tokens, int(said_RN[:, 0].max()))
             routes = build_routes(
                 expert_TK,
                 np.ascontiguousarray(tokens_RCE.numpy().swapaxes(0, 1)),
@@ -241,6 +246,38 @@ class MoELayer(nn.Module):
                 math.min_rows,
             )
         return ChunkedExecutor(routes, self.token_channel, math, self.shards.memory)
+
+    def _sharded_experts(self, sharding: Fsep, rank: int, num_ranks: int) -> ShardedExperts:
+        overlap, hierarchical = self.strategy.overlap, sharding.restore == "hierarchical"
+        if isinstance(overlap, MegaKernel) and self.group is not None and not hierarchical:
+            # Here, so that Triton is loaded only where it runs.
+            from moesys.moe.pulled_experts import PulledExperts
+
+            return PulledExperts(
+                self.shape, self.compute_dtype, rank, self.cluster.node_of_rank, self.group, overlap.timeout_s
+            )
+        return ShardedExperts(self.shape, self.compute_dtype, rank, num_ranks, self.cluster.node_of_rank, hierarchical)
+
+    def _fused(self, overlap: MegaKernel, expert_TK: Tensor, plan: TokenPlan, most_tokens: int) -> MegaExecutor:
+        # Here, so that Triton is loaded only where it runs.
+        from moesys.overlap.mega import MegaHome, plan_mega
+
+        # Layers of a linked model take turns on one.
+        holder = self if self.runtime is None else self.runtime
+        if holder.mega_home is None:
+            holder.mega_home = MegaHome(self.group, expert_TK.device, overlap.timeout_s)
+        rank, hidden = self.token_channel.rank, self.shape.hidden_size
+        return plan_mega(
+            overlap,
+            holder.mega_home,
+            expert_TK,
+            plan,
+            rank,
+            most_tokens,
+            hidden,
+            self.compute_dtype,
+            self.token_channel.recorder,
+        )
 
     def _count(self, tokens_E: Tensor) -> None:
         """For ``update_router_bias``; on the device of the newest counts."""
@@ -260,7 +297,7 @@ class MoELayer(nn.Module):
         self.schedule.source = InlinePlanner()
         self.token_channel.pulse = None
         self.weight_channel = self.token_channel
-        self.shards.memory = Memory()
+        self.shards.unshare()
         self._prefetched = None
 
     # --- experts ------------------------------------------------------------------------------------------

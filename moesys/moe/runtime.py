@@ -11,13 +11,13 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from moesys.kernels.memory import Memory
 from moesys.moe.call import LayerCall
 from moesys.moe.gradients import expert_group
 from moesys.moe.layer import PLAN_TIMEOUT_S, MoELayer
@@ -29,6 +29,9 @@ from moesys.overlap.channel import Channel, group_timeout_s
 from moesys.overlap.pulse import Pulse
 from moesys.overlap.record import Meter, Recorder
 from moesys.timeline import Timeline
+
+if TYPE_CHECKING:
+    from moesys.overlap.mega import MegaHome
 
 
 @dataclass
@@ -101,15 +104,15 @@ class MoERuntime:
         self._position = -1
         self._learning_order = True
         self._newest: LayerCall | None = None
+        self.mega_home: MegaHome | None = None
         self._reshards: list[_Reshard] = []
         self._arrived: dict[MoELayer, Tensor] = {}
         self._flushing_backward = NO_BACKWARD
         # A runtime that is dropped without ``close`` leaves no thread behind.
         self._stop_threads = weakref.finalize(self, _stop, self._planner, self._pulse)
-        memory = Memory()
         for layer in self.layers:
             layer.runtime = self
-            layer.shards.memory = memory
+            layer.shards.share_with(self.layers[0].shards)
             layer.plan_timeout_s = PLAN_TIMEOUT_S if plan_timeout_s is None else plan_timeout_s
             layer.schedule.source = self._planner
             layer.weight_channel = Channel(
@@ -213,6 +216,11 @@ class MoERuntime:
     def metrics(self) -> list[LayerMetrics]:
         """The newest micro-batch of every layer that has run."""
         return [metrics for layer in self.layers if (metrics := layer.metrics()) is not None]
+
+    def check(self) -> None:
+        """``MoELayer.check`` of every layer: nothing that was computed until now is to be doubted."""
+        for layer in self.layers:
+            layer.check()
 
     @property
     def events(self) -> list[PlanEvent]:

@@ -143,6 +143,14 @@ class ExpertShards(ABC):
         """
         return Restored(self.shape, self.dtype, self.memory, device, finish, spread)
 
+    def share_with(self, first: ExpertShards) -> None:
+        """Use the memory of ``first``, as the layers of a linked model do."""
+        self.memory = first.memory
+
+    def unshare(self) -> None:
+        """Have memory of one's own again."""
+        self.memory = Memory()
+
     def held_by_rank(self, layout: ExpertLayout) -> list[tuple[int, ...]]:
         return [held_experts(layout.experts_of(rank)) for rank in range(self.num_ranks)]
 

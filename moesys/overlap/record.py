@@ -5,8 +5,11 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import NamedTuple
+
+import torch
 
 from moesys.timeline import Span, Timeline
 
@@ -40,6 +43,16 @@ class Meter:
         self.plan_ms = 0.0
 
 
+class Record(NamedTuple):
+    """What ``Recorder.add`` is told."""
+
+    lane: str
+    kind: str
+    start_us: float
+    end_us: float
+    detail: str
+
+
 class Recorder:
     """Spans of one rank, kept while ``enabled`` is set.
 
@@ -51,6 +64,7 @@ class Recorder:
         self.rank = rank
         self.enabled = enabled
         self._spans: list[Span] = []
+        self._later: list[Callable[[], Iterable[Record]]] = []
         self._lane_end_us: dict[str, float] = defaultdict(float)
         self._lock = threading.Lock()
 
@@ -74,10 +88,25 @@ class Recorder:
         yield
         self.add(lane, kind, start_us, self.now_us(), detail)
 
+    def add_later(self, read: Callable[[], Iterable[Record]]) -> None:
+        """Spans that are read when the timeline is asked for: to read what a device has recorded is to wait for it."""
+        if self.enabled:
+            self._later.append(read)
+
     def timeline(self) -> Timeline:
+        later, self._later = self._later, []
+        for read in later:
+            for record in read():
+                self.add(*record)
         with self._lock:
             return Timeline(tuple(self._spans), "measured")
 
     def clear(self) -> None:
         with self._lock:
             self._spans.clear()
+        self._later.clear()
+
+
+def stage(name: str, device: torch.device) -> AbstractContextManager[object]:
+    """What is launched inside, as a range of that name in NVIDIA's profilers; elsewhere nothing."""
+    return torch.cuda.nvtx.range(f"moesys {name}") if device.type == "cuda" else nullcontext()

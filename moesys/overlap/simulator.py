@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moesys.config import ClusterSpec, Fsep, ModelShape, Pipelined, Strategy
+from moesys.config import ClusterSpec, Fsep, MegaKernel, ModelShape, Pipelined, Strategy
 from moesys.cost import FloatArray, dispatch_bytes, expert_seconds, link_seconds, reshard_bytes, restore_bytes
 from moesys.layout import TokenPlan
 from moesys.overlap.links import ChannelName, Flow, Links
@@ -42,7 +42,10 @@ def simulate_step(
     other_seconds: forward of the rest of a layer (attention and so on), before its experts; backward takes twice that.
     latency_seconds: what every all-to-all takes before its first byte moves. 0 makes many chunks look better than they
         are.
+
+    Raises ValueError for a strategy whose overlap the model does not know (``require_simulated``).
     """
+    require_simulated(strategy)
     step = _Step(strategy, model, cluster, plans, other_seconds, Links(latency_seconds))
     for layer in range(len(plans)):
         step.forward(layer)
@@ -50,6 +53,15 @@ def simulate_step(
         step.backward(layer)
     step.flush()
     return Timeline(step.spans(), "simulated")
+
+
+def require_simulated(strategy: Strategy) -> None:
+    """Raises ValueError for ``MegaKernel``, whose tasks the model of cost does not know."""
+    if isinstance(strategy.overlap, MegaKernel):
+        raise ValueError(
+            f"strategy {strategy.name!r}: overlap=MegaKernel() can be run and not simulated, as the cost model knows "
+            "dispatch, experts and combine one after another or in chunks; use Sequential() or Pipelined(chunks=...)"
+        )
 
 
 def exposed_ms(timeline: Timeline) -> float:

@@ -24,7 +24,7 @@ from moesys.experiment import Training
 from moesys.load import IntArray
 from moesys.moe.gradients import clip_grad_norm_, expert_group, sync_gradients, update_router_bias
 from moesys.moe.router import router_loss
-from moesys.moe.runtime import link
+from moesys.moe.runtime import MoERuntime, link
 from moesys.step import LayerPlan
 from moesys.train.model import LanguageModel
 from moesys.train.text import Text, load_text
@@ -103,6 +103,8 @@ class _Trainer:
         # Expert masters are DTensors and the rest are not: foreach takes no mixture.
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=workload.learning_rate, foreach=False)
         self.runtime = link(self.model)
+        if workload.interpret:
+            _compute_by_kernels(self.runtime)
 
     def close(self) -> None:
         self.runtime.close()
@@ -139,6 +141,7 @@ class _Trainer:
             (part + router_loss(self.model) / (num_ranks * len(batches))).backward()
             loss += part.item()
             plans_ML.append([layer.last_plan for layer in self.runtime.layers if layer.last_plan is not None])
+        self.runtime.check()
         sync_gradients(self.model)
         clip_grad_norm_(self.model, self.workload.max_grad_norm)
         self.optimizer.step()
@@ -192,6 +195,21 @@ class _Trainer:
                 "install the same release of Python on every host"
             )
         return text.split()[0]
+
+
+def _compute_by_kernels(runtime: MoERuntime) -> None:
+    """Raises ValueError where Triton would compile them."""
+    # Here, so that Triton's kernels are loaded only where they run.
+    from moesys.kernels.numerics import INTERPRETED
+    from moesys.overlap.kernel_math import KernelMath
+
+    if not INTERPRETED.value:
+        raise ValueError(
+            "interpret=True runs kernels in Triton's interpreter, and here they are compiled; start Python with "
+            "TRITON_INTERPRET=1, or use interpret=False"
+        )
+    for layer in runtime.layers:
+        layer.expert_math = KernelMath()
 
 
 def _relative_entropy(tokens_LE: IntArray) -> float:

@@ -26,7 +26,9 @@ def in_small(experiment: ms.Experiment) -> ms.Experiment:
     """
     model = experiment.model.replace(hidden_size=16, intermediate_size=16, initializer_range=0.1)
     if isinstance(experiment.workload, ms.Training):
-        workload = experiment.workload.replace(num_heads=2, context=16, batch=1, warmup=0, steps=JUDGED_STEPS)
+        # The interpreter takes seconds a step.
+        steps = 2 if experiment.workload.interpret else JUDGED_STEPS
+        workload = experiment.workload.replace(num_heads=2, context=16, batch=1, warmup=0, steps=steps)
     else:
         workload = experiment.workload.replace(tokens_per_rank=512, warmup=1, steps=2)
     return experiment.replace(model=model, workload=workload, seeds=(0,), repeat_baseline=False)
@@ -47,6 +49,7 @@ def module_of(name: str) -> ModuleType:
 def test_there_are_the_experiments_that_the_docs_name() -> None:
     assert [path.stem for path in FILES] == [
         "convergence",
+        "mega_interpret",
         "overlap_ablation",
         "rebalance_ablation",
         "skew_sweep",
@@ -83,6 +86,8 @@ def test_an_experiment_runs_in_small_and_compares_all_its_strategies(path: Path,
     assert all(row.n == 1 and row.median("step_ms") > 0 for row in comparison.rows)
     if isinstance(experiment.workload, ms.Training):
         assert [row.name for row in comparison.rows if row.agreement and not row.agreement.holds] == []
+    if path.stem == "mega_interpret":
+        assert [row.agreement.bit_equal for row in comparison.rows if row is not comparison.baseline] == [True] * 3
     if path.stem == "overlap_ablation":
         by_name = {row.name: row.losses[0] for row in comparison.rows}
         for sharding in ("ep", "fsep"):

@@ -16,10 +16,10 @@ GEMMS = {"up", "down", "activation_gradient", "input_gradient", "dW1", "dW2"}
 SWEEP = os.environ.get("MOESYS_SWEEP") == "1"
 
 
-def compiled(folder, size, variables=None):
+def compiled(folder, size, *options, variables=None):
     """The report of ``moesys bench kernels --aot``, which says that nothing falls short."""
     environment = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", PINNED)}
-    command = [sys.executable, "-m", "moesys", "bench", "kernels", "--aot", "--size", size]
+    command = [sys.executable, "-m", "moesys", "bench", "kernels", "--aot", "--size", size, *options]
     done = subprocess.run(
         [*command, "--json", str(folder / "rows.json")],
         env=environment | (variables or {}),
@@ -35,7 +35,7 @@ def compiled(folder, size, variables=None):
 @pytest.mark.parametrize("size", ["all"] if SWEEP else ["qwen3-30b"])
 def test_no_spills_tensor_cores_and_wide_copies(tmp_path, size):
     """At the blocks that are used untuned, at least 128x128, with the hints of a real launch."""
-    rows = compiled(tmp_path, size)
+    rows = compiled(tmp_path, size, "--no-mega")
     for row in rows:
         code = row["code"]
         assert row["wrong"] == ""
@@ -47,6 +47,30 @@ def test_no_spills_tensor_cores_and_wide_copies(tmp_path, size):
             assert code["mma"]
             assert set(code["copy_bytes"]) <= {16}
     assert {row["op"] for row in rows} >= GEMMS | {"route", "tiles", "groups", "combine", "split", "replicas"}
+
+
+MEGA = """
+import json, torch
+from moesys.lab.bench.kernels_aot import SIZES
+from moesys.lab.bench.kernels_aot_mega import compile_mega
+rows = [row for size in SIZES[:{sizes}] for row in compile_mega(size, torch.bfloat16, print, {points})]
+print(json.dumps([(row.op, row.wrong, row.tile, row.code.copy_bytes, row.moves_rows) for row in rows]))
+"""
+
+
+@pytest.mark.timeout(900)
+def test_mega_kernels_spill_nothing_and_move_rows_in_words_of_16_bytes():
+    """One size where both kernels are fused; with MOESYS_SWEEP all points at all sizes."""
+    program = MEGA.format(sizes=6 if SWEEP else 1, points="" if SWEEP else "['fused']")
+    environment = {name: value for name, value in os.environ.items() if name not in ("TRITON_INTERPRET", PINNED)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    rows = json.loads(done.stdout.splitlines()[-1])
+    assert [(op, wrong) for op, wrong, *_ in rows if wrong] == []
+    assert {op.split()[-1] for op, *_ in rows} == {"up", "activation_gradient", "down", "input_gradient"}
+    # The waits before a product leave its operands' copies in a pipeline.
+    assert all(16 in widths for _, _, tile, widths, _ in rows if tile)
+    assert all(moves for *_, moves in rows) or SWEEP
 
 
 def test_an_interpreting_process_compiles_nothing():
@@ -66,7 +90,7 @@ def test_specialised_warps_and_descriptors_are_in_the_machine_code(tmp_path):
     )
     pinned = Blocks(square, wide, square, wide, Block(128, 256, 64, stages=4))
     (tmp_path / "blocks.json").write_text(pinned.to_json())
-    rows = compiled(tmp_path, "qwen3-30b", {"MOESYS_BLOCKS": str(tmp_path / "blocks.json")})
+    rows = compiled(tmp_path, "qwen3-30b", "--no-mega", variables={"MOESYS_BLOCKS": str(tmp_path / "blocks.json")})
     gemms = {row["op"]: row["code"] for row in rows if row["tile"] and row["op"] not in {"dW1", "dW2"}}
     assert set(gemms) == {"up", "down", "activation_gradient", "input_gradient"}
     for op, code in gemms.items():

@@ -21,6 +21,7 @@ from moesys.config import (
     FlowSplit,
     Fsep,
     Greedy,
+    MegaKernel,
     ModelShape,
     Pipelined,
     Strategy,
@@ -337,3 +338,51 @@ def test_a_file_that_is_none_is_refused(tmp_path):
 def test_a_strategy_that_does_not_fit_the_experiment_is_refused():
     with pytest.raises(ValueError, match="slots_per_rank=1 gives 4 slots on 4 ranks for 6 experts; use at least 2"):
         explain(FSEP.replace(sharding=Fsep(slots_per_rank=1)), declared(FSEP))
+
+
+@pytest.mark.parametrize(
+    ("overlap", "said"),
+    [
+        (
+            MegaKernel(),
+            (
+                "at least 25% of the first tasks pull rows, the others are tiles, largest first",
+                "in one kernel: tiles push their rows home, then sums",
+                "weight gradients between pushes and sums, before the sums",
+                "flags of each tile\n",
+            ),
+        ),
+        (
+            MegaKernel(dispatch_share=1, combine_share=0.5, reduce_share=0.25, granularity="expert", deduplicate=True),
+            (
+                "all pulls first",
+                "at most 50% of the tasks push rows home",
+                "among them at most 25% sums",
+                "flags of each expert, a token pulled once a rank\n",
+            ),
+        ),
+        (
+            MegaKernel(fused="none", overlap_weight_gradients=False, tile_order="slots"),
+            (
+                "dispatch in a kernel of its own, then the first product's tiles, slots",
+                "pushes and sums in kernels of their own",
+                "weight gradients when all else is done",
+            ),
+        ),
+    ],
+    ids=["default", "shares", "unfused"],
+)
+def test_a_mega_kernel_says_its_tasks_and_its_memory(overlap, said):
+    fused = FSEP.replace(name="fused", overlap=overlap)
+    step, plain = explain(fused, declared(fused)), explain(FSEP, declared(FSEP))
+    text = str(step)
+    assert all(words in text for words in said), text
+    assert "times here are those of Sequential()" in text
+    assert (step.step_ms, step.layers) == (plain.step_ms, plain.layers)
+    assert plain.mega is None
+    assert step.mega is not None
+    # T = 64, H = 16, K = 2 in float32: what is pulled, what is pushed, and less than as much of flags and choices.
+    assert 64 * 16 * 4 * 3 < step.mega.symmetric_bytes < 2 * 64 * 16 * 4 * 3
+    assert step.mega.num_rows == max(max(layer.tokens_R) for layer in step.layers)
+    assert step.mega.most_rows == 2 * 64 * 2
+    assert f"{step.mega.num_rows} private rows on the busiest, of 256 that rows_cap allows" in text

@@ -294,3 +294,16 @@ def test_memory_that_moesys_leaves_unwritten_shows(ranks: LocalRanks) -> None:
         assert integers.eq(torch.iinfo(torch.int32).max).all()
         assert bools.all()
     assert memory_outside_moesys().eq(1).all()
+
+
+def test_ranks_have_variables_from_their_start() -> None:
+    # In a process of its own, as this one's first pool has started already.
+    script = """
+import os
+from moesys.lab.ranks import LocalRanks
+if __name__ == "__main__":
+    with LocalRanks(1, environment={"MOESYS_TEST_VARIABLE": "here"}) as ranks:
+        print(ranks.run(os.getenv, "MOESYS_TEST_VARIABLE"), os.getenv("MOESYS_TEST_VARIABLE"))
+"""
+    told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert told == "['here'] None\n"

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from moesys.config import ClusterSpec, Ep, FlowSplit, Fsep, Greedy, ModelShape, Pipelined, Strategy
+from moesys.config import ClusterSpec, Ep, FlowSplit, Fsep, Greedy, MegaKernel, ModelShape, Pipelined, Strategy
 from moesys.experiment import Generated, Replay, Training
 from moesys.lab.trials import METRICS, run_measured, run_simulated
 from moesys.moe.planning import LayoutSchedule
@@ -47,6 +47,14 @@ def test_a_simulated_trial_is_a_function_of_its_arguments():
     first, again, other = (run_simulated(FSEP, MODEL, CLUSTER, workload, seed) for seed in (0, 0, 1))
     assert first == again
     assert first.samples != other.samples
+
+
+def test_a_mega_kernel_is_refused_before_anything_is_walked():
+    ticks: list[int] = []
+    fused = EP.replace(name="fused", overlap=MegaKernel())
+    with pytest.raises(ValueError, match=r"strategy 'fused': overlap=MegaKernel\(\) can be run and not simulated"):
+        run_simulated(fused, MODEL, CLUSTER, Generated(steps=2), seed=0, tick=lambda: ticks.append(1))
+    assert ticks == []
 
 
 def test_overlap_changes_no_load_and_no_traffic():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import math
 import os
 import threading
@@ -178,6 +179,13 @@ def test_a_step_tells_every_rank_the_same_and_its_numbers_add_up(ranks: LocalRan
     slices = 4 * 4 * 2 * 2 * 2
     expected_mib = 0.0 if strategy is EP else slices * 3 * (SHAPE.expert_parameters // 4) * 4 / 2**20
     assert by_rank[0][-1].restored_mib == expected_mib
+
+
+def test_compiled_kernels_are_not_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    numerics = importlib.import_module("moesys.kernels.numerics")
+    monkeypatch.setattr(numerics, "INTERPRETED", numerics.tl.constexpr(False))
+    with pytest.raises(ValueError, match="start Python with TRITON_INTERPRET=1, or use interpret=False"):
+        next(train(EP, SHAPE, cluster_of_all(), WORKLOAD.replace(interpret=True), seed=0))
 
 
 def test_one_rank_without_a_process_group_trains() -> None:

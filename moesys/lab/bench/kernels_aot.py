@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import json
-import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
-import triton
-from rich import box
-from rich.table import Table
-from rich.text import Text
 from torch import Tensor
 
 from moesys.kernels.activation_gradient import activation_gradient
@@ -30,11 +23,10 @@ from moesys.kernels.tiles import Block, Tiles, groups_by_size, tile_table
 from moesys.kernels.tuner import blocks_of
 from moesys.kernels.up import up
 from moesys.kernels.weight_gradient import weight_gradient
-from moesys.lab.bench.steps import steps_told
-from moesys.lab.console import print_full
 
-GEMMS = {"up", "down", "activation_gradient", "input_gradient", "dW2", "dW1"}
 COPY_BYTES = 16
+# Counts, places, weights and flags are loaded one at a time; no element of a row is.
+WORD_BYTES = 4
 
 
 class Size(NamedTuple):
@@ -56,16 +48,21 @@ SIZES = (
     Size("fine", 40960, 768, 256, 128, 8),
     Size("30b", 32768, 4096, 512, 128, 8),
 )
+NUM_OPS = 13
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """One kernel of one op at one size, as compiled for ``sm_90``; ``wrong``: where it falls short, "" for nowhere."""
+    """One kernel of one op at one size, as compiled for ``sm_90``; ``wrong``: where it falls short, "" for nowhere.
+
+    ``tile``: of its product, "" for none. ``moves_rows``: whether it copies rows from or to other ranks.
+    """
 
     size: str
     op: str
     tile: str
     code: MachineCode
+    moves_rows: bool = False
 
     @property
     def wrong(self) -> str:
@@ -74,10 +71,13 @@ class Compiled:
             found.append(f"{code.spills} spills, {code.stack_bytes} bytes of stack")
         if code.shared_bytes > MOST_SHARED_BYTES:
             found.append(f"{code.shared_bytes} bytes of shared memory, {MOST_SHARED_BYTES} is the most")
-        if self.op in GEMMS and self.tile and not code.mma:
+        if self.tile and not code.mma:
             found.append("no HGMMA")
         if self.tile and any(width < COPY_BYTES for width in code.copy_bytes):
             found.append(f"copies of {min(code.copy_bytes)} bytes")
+        for what, widths in (("loads", code.load_bytes), ("stores", code.store_bytes)):
+            if self.moves_rows and (min(widths) < WORD_BYTES or max(widths) < COPY_BYTES):
+                found.append(f"{what} of {min(widths)} to {max(widths)} bytes")
         return "; ".join(found)
 
 
@@ -151,35 +151,6 @@ def compile_size(size: Size, dtype: torch.dtype, tell: Callable[[str], None]) ->
     return found
 
 
-def aot_table(rows: Sequence[Compiled]) -> Table:
-    title = "COMPILED: kernels for sm_90, not run"
-    table = Table(title=Text(title, style="bold"), title_justify="left", box=box.SIMPLE_HEAD)
-    for name in ("size", "op", "kernel", "HGMMA", "falls short"):
-        table.add_column(name, no_wrap=name != "falls short")
-    for name in ("tile", "threads", "registers", "spills", "shared KB", "copies", "TMA"):
-        table.add_column(name, justify="right", no_wrap=True)
-    before = ""
-    for row in rows:
-        if before and row.size != before:
-            table.add_section()
-        before, code = row.size, row.code
-        table.add_row(
-            row.size,
-            row.op,
-            code.name,
-            " ".join(code.mma),
-            Text(row.wrong, style="red"),
-            row.tile,
-            str(code.threads),
-            str(code.registers),
-            str(code.spills),
-            f"{code.shared_bytes / 1000:.0f}",
-            " ".join(f"{width} B" for width in code.copy_bytes),
-            str(code.tma_loads),
-        )
-    return table
-
-
 def select(names: str) -> list[Size]:
     """Sizes by name, or all. Raises ValueError for a name that is not known."""
     if names == "all":
@@ -188,20 +159,3 @@ def select(names: str) -> list[Size]:
     if not found:
         raise ValueError(f"size={names!r} is not known; use all or one of {', '.join(size.name for size in SIZES)}")
     return found
-
-
-def main(sizes: str, json_path: Path | None) -> int:
-    """Prints the table; 1 if a kernel falls short."""
-    chosen = select(sizes)
-    rows: list[Compiled] = []
-    with warnings.catch_warnings(), steps_told("compiling", 13 * len(chosen)) as tell:
-        warnings.simplefilter("ignore", UserWarning)
-        for size in chosen:
-            rows += compile_size(size, torch.bfloat16, tell)
-    short = sum(bool(row.wrong) for row in rows)
-    note = f"bfloat16, triton {triton.__version__}; {len(rows)} kernels, {short} of them fall short"
-    print_full(aot_table(rows), [note])
-    if json_path is not None:
-        data = [asdict(row) | {"wrong": row.wrong} for row in rows]
-        json_path.write_text(json.dumps(data, indent=1))
-    return int(short > 0)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
-from moesys.experiment import Experiment
+from moesys.experiment import Experiment, Training
 from moesys.lab.commands import Format, refused
 from moesys.lab.files import load_experiments
 from moesys.lab.progress import progress_on
@@ -29,6 +29,7 @@ def run_file(
     retry_failed: bool = False,
     fresh: bool = False,
     record_routing: Path | None = None,
+    interpret: bool = False,
 ) -> int:
     """Run what is left of each experiment in ``file``, and print its table; of a sweep, draw the chart beside the run
     folders. Under torchrun only rank 0 speaks.
@@ -40,7 +41,7 @@ def run_file(
     comparisons: list[Comparison] = []
     code = 0
     try:
-        for experiment in _experiments(file, form, num_seeds):
+        for experiment in _experiments(file, form, num_seeds, interpret):
             if comparisons:
                 print(file=told)
             result = run(
@@ -69,7 +70,7 @@ def run_file(
     return code
 
 
-def _experiments(file: Path, form: Format, num_seeds: int | None) -> list[Experiment]:
+def _experiments(file: Path, form: Format, num_seeds: int | None, interpret: bool) -> list[Experiment]:
     experiments = load_experiments(file)
     if len(experiments) > 1 and form in ("csv", "json"):
         raise ValueError(
@@ -77,7 +78,20 @@ def _experiments(file: Path, form: Format, num_seeds: int | None) -> list[Experi
             "leave it out here, and give their run folders to moesys compare one at a time"
         )
     seeds = {} if num_seeds is None else {"seeds": tuple(range(num_seeds))}
-    return [experiment.replace(**seeds) for experiment in experiments]
+    workloads = [_interpreted(experiment) if interpret else experiment.workload for experiment in experiments]
+    return [
+        experiment.replace(workload=workload, **seeds)
+        for experiment, workload in zip(experiments, workloads, strict=True)
+    ]
+
+
+def _interpreted(experiment: Experiment) -> Training:
+    if not isinstance(experiment.workload, Training):
+        raise ValueError(
+            f"--interpret has a training's kernels interpreted, and {experiment.name} computes nothing, as its "
+            f"workload is {type(experiment.workload).__name__}; leave it out"
+        )
+    return experiment.workload.replace(interpret=True)
 
 
 def _report(result: RunResult, form: Format, told: TextIO) -> Comparison:

@@ -1,0 +1,57 @@
+"""Sums of rows in a given order: what each owner does with the gradients of its experts, one from each rank that
+computed them.
+
+float32 ``parts`` [N, P]; ``row_N`` int: the row of the result that each is added to, 0 ≤ row < ``num_rows``. A row is
+0 + its first part + its second …, by n, so that its bits depend on the order of ranks and on nothing else.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+COLUMNS = 1024
+WARPS = 4
+
+
+def ordered_sum(parts_NP: Tensor, row_N: Tensor, num_rows: int) -> Tensor:
+    """float32 [num_rows, P]; rows without parts are zeros."""
+    num_columns = parts_NP.shape[1]
+    out_EP = parts_NP.new_empty(num_rows, num_columns)
+    if not out_EP.numel():
+        return out_EP
+    order_N = torch.argsort(row_N, stable=True)
+    first_E1 = torch.searchsorted(row_N[order_N], torch.arange(num_rows + 1, device=row_N.device))
+    _ordered_sum[(num_rows, triton.cdiv(num_columns, COLUMNS))](
+        parts_NP,
+        order_N,
+        first_E1,
+        out_EP,
+        parts_NP.stride(0),
+        num_columns,
+        COLUMNS=COLUMNS,
+        num_warps=WARPS,
+    )
+    return out_EP
+
+
+@triton.jit
+def _ordered_sum(parts_ptr, order_ptr, first_ptr, out_ptr, part_stride, num_columns, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = column < num_columns
+    total = tl.zeros([COLUMNS], dtype=tl.float32)
+    for place in range(tl.load(first_ptr + row), tl.load(first_ptr + row + 1)):
+        part = tl.load(order_ptr + place)
+        total += tl.load(parts_ptr + part * part_stride + column, mask=inside, other=0.0)
+    tl.store(out_ptr + row * num_columns + column, total, mask=inside)
+
+
+def ordered_sum_reference(parts_NP: Tensor, row_N: Tensor, num_rows: int) -> Tensor:
+    """Part by part."""
+    total = parts_NP.new_zeros(num_rows, parts_NP.shape[1])
+    for part, row in zip(parts_NP, row_N.tolist(), strict=True):
+        total[row] += part
+    return total

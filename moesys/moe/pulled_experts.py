@@ -1,0 +1,110 @@
+"""PulledExperts: fully sharded expert parallelism where ranks reach each other's memory, with the bits of
+``ShardedExperts``.
+
+Nothing is sent. A rank shares its slice of every expert, once, however many ranks hold it, and each pulls the slices of
+its own; of slot gradients, each pulls the slice that it owns and adds them in rank order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moesys.config import ModelShape
+from moesys.kernels.ordered_sum import ordered_sum
+from moesys.kernels.pulls import Pull, PullRings, Wanted
+from moesys.layout import ExpertLayout
+from moesys.moe.sharded_experts import ShardedExperts
+from moesys.moe.shards import ExpertShards, Restored
+from moesys.overlap.channel import Channel
+
+
+class PulledExperts(ShardedExperts):
+    """``rings``: where ranks share; those of a linked model's layers are one."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        dtype: torch.dtype,
+        rank: int,
+        node_of_rank: Sequence[int],
+        group: dist.ProcessGroup,
+        timeout_s: float,
+    ) -> None:
+        super().__init__(shape, dtype, rank, dist.get_world_size(group), node_of_rank, hierarchical=False)
+        self.rings = PullRings(group, timeout_s)
+
+    def share_with(self, first: ExpertShards) -> None:
+        super().share_with(first)
+        if isinstance(first, PulledExperts):
+            self.rings = first.rings
+
+    def restore(self, local: Tensor, layout: ExpertLayout, channel: Channel, detail: str) -> Restored:
+        s, held = self.wire_slice, self.held_by_rank(layout)[self.rank]
+        wire_Es = local.new_zeros(local.shape[0], s, dtype=self.dtype)
+        wire_Es[:, : local.shape[1]] = local
+        restored_DP = self._new(wire_Es, len(held), self.padded_parameters)
+        wanted = [
+            Wanted(restored_DP[slot, rank * s : (rank + 1) * s], rank, expert * s * wire_Es.itemsize)
+            for rank in self._ranks_from_next()
+            for slot, expert in enumerate(held)
+        ]
+        ring = self.rings.ring("restore", wire_Es.nbytes, local.device)
+        arrive = self._arrival(ring.start(wire_Es, wanted), wanted, channel, "restore", detail)
+
+        def finish() -> Tensor:
+            arrive()
+            return restored_DP
+
+        return self.restored(local.device, finish)
+
+    def reshard(self, grads_DP: Tensor, layout: ExpertLayout, channel: Channel, detail: str) -> Callable[[], Tensor]:
+        s, held = self.wire_slice, self.held_by_rank(layout)
+        expert_N = [expert for experts in held for expert in experts]
+        received_No = self._new(grads_DP, len(expert_N), len(self.owned()))
+        place = {(rank, slot): n for n, (rank, slot) in enumerate(_slots(held))}
+        wanted = [
+            Wanted(received_No[place[rank, slot]], rank, (slot * self.num_ranks + self.rank) * s * grads_DP.itemsize)
+            for rank in self._ranks_from_next()
+            for slot in range(len(held[rank]))
+            if len(self.owned())
+        ]
+        most_bytes = layout.expert_RS.shape[1] * self.padded_parameters * grads_DP.itemsize
+        ring = self.rings.ring("reshard", most_bytes, grads_DP.device)
+        arrive = self._arrival(ring.start(grads_DP, wanted), wanted, channel, "reshard", detail)
+
+        def finish() -> Tensor:
+            arrive()
+            row_N = torch.tensor(expert_N, dtype=torch.int64).to(received_No.device, non_blocking=True)
+            return ordered_sum(received_No, row_N, self.shape.num_experts)
+
+        return finish
+
+    def _ranks_from_next(self) -> list[int]:
+        """All ranks, this one last: so that not all pull from the same one at once."""
+        return [(self.rank + 1 + place) % self.num_ranks for place in range(self.num_ranks)]
+
+    def _arrival(
+        self, pull: Pull, wanted: Sequence[Wanted], channel: Channel, lane: str, detail: str
+    ) -> Callable[[], None]:
+        """Counts what is pulled, as ``Channel.all_to_all`` does; the result waits, and records the span."""
+        for part in wanted:
+            if part.rank != self.rank:
+                same_node = self.node_of_rank[part.rank] == self.node_of_rank[self.rank]
+                channel.meter.wire_bytes[lane, "intra_node" if same_node else "inter_node"] += part.destination.nbytes
+        start_us = channel.recorder.now_us()
+
+        def arrive() -> None:
+            with channel.exposed(lane):
+                pull.wait()
+            channel.recorder.add(lane, lane, start_us, channel.recorder.now_us(), detail)
+
+        return arrive
+
+
+def _slots(held: Sequence[Sequence[int]]) -> list[tuple[int, int]]:
+    """(rank, slot) in rank order."""
+    return [(rank, slot) for rank, experts in enumerate(held) for slot in range(len(experts))]

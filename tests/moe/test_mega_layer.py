@@ -1,0 +1,91 @@
+"""A layer on MegaKernels: the bits of Sequential on the same kernels, over micro-batches, with FSEP, recomputed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from harness import Case, Stack, gradients_of, run_cases
+from test_bits import assert_same_bits
+
+import moesys as ms
+from moesys.lab.ranks import LocalRanks
+from moesys.overlap.kernel_math import KernelMath
+
+FSEP = ms.Strategy(name="fsep", sharding=ms.Fsep(slots_per_rank=3), balance=ms.Greedy(), split=ms.FlowSplit())
+SHAPE = ms.ModelShape(hidden_size=20, intermediate_size=12, num_experts=5, top_k=2, dtype="bfloat16")
+# Others are tried where less is around them (tests/overlap/test_mega.py).
+POINT = ms.MegaKernel(programs=1, deduplicate=True)
+# Smaller ones first: the heap grows between micro-batches. One rank has none, then all.
+TOKENS = [[3, 0, 5], [0, 11, 0]]
+
+
+def test_a_layer_over_two_micro_batches_with_fsep(ranks: LocalRanks) -> None:
+    sequential = Case(SHAPE, FSEP, TOKENS, kernels=True, shuffle_layouts=True)
+    mega = replace(sequential, strategy=FSEP.replace(overlap=POINT))
+    for rank, results in enumerate(ranks.run(run_cases, [sequential, mega], num_ranks=3, timeout_s=250)):
+        assert_same_bits(results, f"rank {rank}")
+
+
+def test_ranks_without_an_expert(ranks: LocalRanks) -> None:
+    shape = SHAPE.model_copy(update={"num_experts": 2, "top_k": 1})
+    sequential = Case(shape, ms.Strategy(name="ep"), [[9, 0, 4]], kernels=True)
+    mega = replace(sequential, strategy=ms.Strategy(name="ep+mega", overlap=ms.MegaKernel()))
+    for rank, results in enumerate(ranks.run(run_cases, [sequential, mega], num_ranks=3, timeout_s=250)):
+        assert_same_bits(results, f"rank {rank}")
+
+
+def train(overlap: ms.MegaKernel | ms.Sequential, checkpointed: bool, linked: bool) -> dict[str, torch.Tensor]:
+    """Two micro-batches through two layers, both under way before the first backward."""
+    model = Stack(SHAPE, FSEP.replace(overlap=overlap), num_layers=2)
+    for moe in model.moe:
+        moe.expert_math = KernelMath()
+    if linked:
+        ms.link(model)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    outputs = [
+        model(torch.randn(tokens + dist.get_rank(), SHAPE.hidden_size, generator=generator), checkpointed)
+        for tokens in (3, 5)
+    ]
+    for output in reversed(outputs):
+        output.square().sum().backward()
+    return {"first": outputs[0].detach(), "second": outputs[1].detach(), **gradients_of(model)}
+
+
+def all_ways() -> list[tuple[str, list[str]]]:
+    """Of each way to run it, what differs from Sequential."""
+    expected = train(ms.Sequential(), False, False)
+    differ = []
+    for name, checkpointed, linked in (("plain", False, False), ("recomputed", True, True)):
+        found = train(ms.MegaKernel(), checkpointed, linked)
+        assert found.keys() == expected.keys()
+        differ.append((name, [part for part in expected if not torch.equal(expected[part], found[part])]))
+    return differ
+
+
+def test_two_micro_batches_under_way_and_recomputation(ranks: LocalRanks) -> None:
+    for differ in ranks.run(all_ways, num_ranks=2, timeout_s=250):
+        assert differ == [("plain", []), ("recomputed", [])]
+
+
+PLAIN = """
+import torch, torch.distributed as dist, moesys as ms
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+from moesys.overlap.mega import MegaHome
+MegaHome(dist.group.WORLD, torch.device("cpu"), 1.0)
+"""
+
+
+def test_on_the_cpu_it_says_how_to_interpret() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-c", PLAIN], env=environment, capture_output=True, text=True, check=False, timeout=100
+    )
+    assert done.returncode != 0
+    assert "RuntimeError: overlap=MegaKernel() runs on GPUs; on the CPU use Sequential()" in done.stderr
+    assert "TRITON_INTERPRET=1" in done.stderr

@@ -1,0 +1,256 @@
+"""Random micro-batches on ranks, by MegaKernels and by what says what they must compute: what their tests share."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import moesys as ms
+from moesys.kernels.experts import experts_backward, experts_forward
+from moesys.kernels.memory import Memory
+from moesys.kernels.routing import route
+from moesys.kernels.tuner import ShapeClass, blocks_of
+from moesys.layout import EMPTY, ExpertLayout, TokenPlan
+from moesys.load import LoadMatrix
+from moesys.overlap.channel import Channel
+from moesys.overlap.chunked import ChunkedExecutor, Saved
+from moesys.overlap.expert_math import ExpertGradients, ExpertWeights
+from moesys.overlap.kernel_math import ACTIVATION, KernelMath
+from moesys.overlap.mega import MegaExecutor, MegaHome, plan_mega
+from moesys.overlap.record import Meter, Recorder
+from moesys.overlap.routes import build_routes, held_experts
+
+CPU = torch.device("cpu")
+TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Case:
+    """``tokens``: of each rank. ``dropped``: the part of all choices that go nowhere. ``repeats``: a token may choose
+    an expert twice. ``reversed_backward``: all points run forward before the last of them runs backward. ``late``: who
+    sleeps, for how long, and before what.
+    """
+
+    num_experts: int
+    top_k: int
+    hidden: int
+    width: int
+    dtype: str
+    tokens: tuple[int, ...]
+    slots: int
+    points: tuple[ms.MegaKernel, ...]
+    seed: int = 0
+    dropped: float = 0.0
+    repeats: bool = False
+    reversed_backward: bool = False
+    late: tuple[int, float, str] = (0, 0.0, "forward")
+
+    @property
+    def num_ranks(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """``HeldExperts`` as two tensors."""
+
+    gate_up: Tensor
+    down: Tensor
+
+    def stacked(self) -> tuple[Tensor, Tensor]:
+        return self.gate_up, self.down
+
+    def __len__(self) -> int:
+        return len(self.gate_up)
+
+    def __getitem__(self, slot: int) -> ExpertWeights:
+        return ExpertWeights(self.gate_up[slot], self.down[slot])
+
+
+Results = dict[str, Tensor]
+
+
+class Drawn:
+    """What ``case`` is made of, the same on all ranks."""
+
+    def __init__(self, case: Case) -> None:
+        self.case = case
+        numbers = np.random.default_rng(case.seed)
+        E, R = case.num_experts, case.num_ranks
+        expert_RS = np.full((R, case.slots), EMPTY)
+        # All experts somewhere, whichever ranks stay without; then replicas, some of them on the same rank.
+        first = numbers.permutation(expert_RS.size)[:E]
+        expert_RS.flat[first] = np.arange(E)
+        more = (expert_RS == EMPTY) & (numbers.random(expert_RS.shape) < 0.5)
+        expert_RS[more] = numbers.integers(0, E, more.sum())
+        self.layout = ExpertLayout(expert_RS, E)
+        self.expert_RTK = [self._choices(numbers, tokens) for tokens in case.tokens]
+        self.plan = self._plan(numbers)
+        generator = torch.Generator().manual_seed(case.seed)
+        dtype = getattr(torch, case.dtype)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(shape, generator=generator).to(dtype)
+
+        self.gate_up = normal(E, 2 * case.width, case.hidden) * 0.3
+        self.down = normal(E, case.hidden, case.width) * 0.3
+        self.x_RTH = [normal(tokens, case.hidden) for tokens in case.tokens]
+        self.dy_RTH = [normal(tokens, case.hidden) for tokens in case.tokens]
+        self.weight_RTK = [torch.rand(tokens, case.top_k, generator=generator) for tokens in case.tokens]
+
+    def _choices(self, numbers: np.random.Generator, tokens: int) -> Tensor:
+        E, K = self.case.num_experts, self.case.top_k
+        chosen = numbers.integers(0, E, (tokens, K))
+        if not self.case.repeats:
+            chosen = numbers.random((tokens, E)).argsort(1)[:, :K]
+        # On both sides of what there is.
+        nowhere = numbers.choice([-1, E], (tokens, K))
+        return torch.from_numpy(np.where(numbers.random((tokens, K)) < self.case.dropped, nowhere, chosen))
+
+    def _plan(self, numbers: np.random.Generator) -> TokenPlan:
+        E, R = self.case.num_experts, self.case.num_ranks
+        tokens_RE = np.stack([_counts(expert_TK, E) for expert_TK in self.expert_RTK])
+        tokens_RER = np.zeros((R, E, R), dtype=np.int64)
+        for source, expert in np.ndindex(R, E):
+            holders = np.flatnonzero(self.layout.replicas_RE[:, expert])
+            shares = numbers.dirichlet(np.full(len(holders), 0.5))
+            tokens_RER[source, expert, holders] = numbers.multinomial(tokens_RE[source, expert], shares)
+        return TokenPlan.from_dense(tokens_RER, LoadMatrix(tokens_RE), self.layout)
+
+    def held(self, rank: int) -> list[int]:
+        return list(held_experts(self.layout.experts_of(rank)))
+
+    def weights(self, rank: int) -> Weights:
+        return Weights(self.gate_up[self.held(rank)], self.down[self.held(rank)])
+
+    def new_gradients(self, rank: int) -> ExpertGradients:
+        num_held, H, I = len(self.held(rank)), self.case.hidden, self.case.width
+        return ExpertGradients(
+            torch.full((num_held, 2 * I, H), float("nan")), torch.full((num_held, H, I), float("nan"))
+        )
+
+    @cached_property
+    def replica_RTK(self) -> list[Tensor]:
+        """The number of each choice's replica, by (expert, rank), enumerated row by row."""
+        number = {(int(e), int(r)): p for p, (e, r) in enumerate(np.argwhere(self.layout.replicas_RE.T > 0))}
+        left = self.plan.tokens_RER.copy()
+        replica_RTK = []
+        for source, expert_TK in enumerate(self.expert_RTK):
+            replica_TK = torch.full_like(expert_TK, -1)
+            for (token, choice), expert in np.ndenumerate(expert_TK.numpy()):
+                if 0 <= expert < self.case.num_experts:
+                    destination = int(np.flatnonzero(left[source, expert])[0])
+                    left[source, expert, destination] -= 1
+                    replica_TK[token, choice] = number[int(expert), destination]
+            replica_RTK.append(replica_TK)
+        return replica_RTK
+
+
+def _counts(expert_TK: Tensor, num_experts: int) -> np.ndarray:
+    kept = expert_TK[(expert_TK >= 0) & (expert_TK < num_experts)]
+    return np.bincount(kept.numpy(), minlength=num_experts)
+
+
+def by_sequential(drawn: Drawn, rank: int) -> Results:
+    """What ``Sequential`` says on the same kernels. Collective. It has no words for choices that are dropped."""
+    counts_CRE = np.stack([_counts(expert_TK, drawn.case.num_experts) for expert_TK in drawn.expert_RTK])[None]
+    routes = build_routes(drawn.expert_RTK[rank], counts_CRE, drawn.plan, rank, 1)
+    group = dist.group.WORLD if drawn.case.num_ranks > 1 else None
+    channel = Channel(group, (0,) * drawn.case.num_ranks, Recorder(0), Meter())
+    executor = ChunkedExecutor(routes, channel, KernelMath(), Memory())
+    weights, gradients, weight_TK = drawn.weights(rank), drawn.new_gradients(rank), drawn.weight_RTK[rank]
+    y_TH, saved = executor.forward(drawn.x_RTH[rank], weight_TK, lambda: weights)
+    dx_TH, dweight_TK = executor.backward(drawn.dy_RTH[rank], weight_TK, saved, lambda: weights, gradients)
+    return _results(y_TH, dx_TH, dweight_TK, gradients)
+
+
+def by_one_process(drawn: Drawn, rank: int) -> Results:
+    """What stand-alone kernels say of all ranks' tokens at once, each replica as an expert of its own."""
+    expert_P = torch.from_numpy(np.argwhere(drawn.layout.replicas_RE.T > 0)[:, 0])
+    rank_P = np.argwhere(drawn.layout.replicas_RE.T > 0)[:, 1]
+    gate_up, down = drawn.gate_up[expert_P], drawn.down[expert_P]
+    routing = route(torch.cat(drawn.replica_RTK), len(expert_P))
+    x_TH, dy_TH, weight_TK = torch.cat(drawn.x_RTH), torch.cat(drawn.dy_RTH), torch.cat(drawn.weight_RTK)
+    matrix_P = torch.arange(len(expert_P), dtype=torch.int32)
+    blocks = blocks_of(ShapeClass.of(x_TH, down, len(routing.entry_P), ACTIVATION), CPU)
+    y_TH, kept = experts_forward(x_TH, routing, weight_TK, gate_up, down, matrix_P, ACTIVATION, blocks)
+    found = experts_backward(dy_TH, x_TH, weight_TK, gate_up, down, matrix_P, kept, ACTIVATION, blocks)
+    first = sum(drawn.case.tokens[:rank])
+    own = slice(first, first + drawn.case.tokens[rank])
+    assert found.dgate_up_GUH is not None
+    assert found.ddown_GHI is not None
+    here = torch.from_numpy(np.flatnonzero(rank_P == rank))
+    gradients = ExpertGradients(found.dgate_up_GUH[here], found.ddown_GHI[here])
+    return _results(y_TH[own], found.dx_TH[own], found.dweight_TK[own], gradients)
+
+
+class MegaRun:
+    """One rank's calls of a micro-batch, on a home that others may share."""
+
+    def __init__(self, drawn: Drawn, rank: int, home: MegaHome) -> None:
+        self.drawn, self.rank, self.home = drawn, rank, home
+        self.weights, self.weight_TK = drawn.weights(rank), drawn.weight_RTK[rank]
+
+    def forward(self, point: ms.MegaKernel) -> tuple[MegaExecutor, Tensor, Saved]:
+        self._be_late("forward")
+        case, x_TH = self.drawn.case, self.drawn.x_RTH[self.rank]
+        expert_TK, plan = self.drawn.expert_RTK[self.rank], self.drawn.plan
+        sizes = (max(case.tokens), case.hidden, x_TH.dtype)
+        executor = plan_mega(point, self.home, expert_TK, plan, self.rank, *sizes)
+        return executor, *executor.forward(x_TH, self.weight_TK, self._experts)
+
+    def backward(self, executor: MegaExecutor, y_TH: Tensor, saved: Saved) -> Results:
+        self._be_late("backward")
+        gradients, dy_TH = self.drawn.new_gradients(self.rank), self.drawn.dy_RTH[self.rank]
+        dx_TH, dweight_TK = executor.backward(dy_TH, self.weight_TK, saved, self._experts, gradients)
+        return _results(y_TH, dx_TH, dweight_TK, gradients)
+
+    def _experts(self) -> Weights:
+        self._be_late("experts")
+        return self.weights
+
+    def _be_late(self, now: str) -> None:
+        who, seconds, when = self.drawn.case.late
+        if (who, when) == (self.rank, now):
+            time.sleep(seconds)
+
+
+def new_home(num_ranks: int, timeout_s: float = TIMEOUT_S) -> MegaHome:
+    return MegaHome(dist.group.WORLD if num_ranks > 1 else None, CPU, timeout_s)
+
+
+def by_mega_kernels(drawn: Drawn, rank: int) -> list[Results]:
+    """Of each point of the search space. Collective."""
+    case, run = drawn.case, MegaRun(drawn, rank, new_home(drawn.case.num_ranks))
+    if case.reversed_backward:
+        called = [run.forward(point) for point in case.points]
+        return [run.backward(*call) for call in reversed(called)][::-1]
+    return [run.backward(*run.forward(point)) for point in case.points]
+
+
+def _results(y_TH: Tensor, dx_TH: Tensor, dweight_TK: Tensor, gradients: ExpertGradients) -> Results:
+    return {
+        "output": y_TH,
+        "dx": dx_TH,
+        "dweight": dweight_TK,
+        "dW1": gradients.gate_up,
+        "dW2": gradients.down,
+    }
+
+
+def differences(case: Case) -> list[str]:
+    """Where this rank's MegaKernels differ from what they must compute; empty where they do not."""
+    rank, drawn = dist.get_rank(), Drawn(case)
+    expected = by_one_process(drawn, rank) if case.dropped else by_sequential(drawn, rank)
+    return [
+        f"rank {rank}, {name} at {point!r}"
+        for point, found in zip(case.points, by_mega_kernels(drawn, rank), strict=True)
+        for name in expected
+        if not torch.equal(expected[name], found[name])
+    ]

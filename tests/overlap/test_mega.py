@@ -1,0 +1,141 @@
+"""MegaKernels change no bit: any shape, routing and layout, at any point of their search space."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from mega_case import Case, Drawn, MegaRun, by_one_process, by_sequential, differences, new_home
+from pydantic import ValidationError
+
+import moesys as ms
+from moesys.lab.ranks import LocalRanks
+
+# The sweep tries more, each at a few points.
+NUM_CASES = 200 if os.environ.get("MOESYS_SWEEP") == "1" else 10
+
+
+@st.composite
+def points(draw: st.DrawFn) -> ms.MegaKernel:
+    fused = draw(st.sampled_from(["both", "dispatch", "combine", "none"]))
+    overlaps = draw(st.booleans())
+    tile_rows = draw(st.sampled_from([None, 16, 32]))
+    return ms.MegaKernel(
+        fused=fused,
+        dispatch_share=draw(st.sampled_from([0.0, 0.25, 0.7, 1.0])),
+        combine_share=draw(st.sampled_from([0.0, 0.3, 0.99])) if fused in ("both", "combine") else 0.0,
+        reduce_share=draw(st.sampled_from([0.0, 0.5, 1.0])) if overlaps else 0.0,
+        granularity=draw(st.sampled_from(["tile", "expert"])),
+        tile_order=draw(st.sampled_from(["largest_first", "slots"])),
+        deduplicate=draw(st.booleans()),
+        overlap_weight_gradients=overlaps,
+        fetch_rows=draw(st.sampled_from([4, 16] if tile_rows == 16 else [8, 32])),
+        sum_tokens=draw(st.sampled_from([4, 16])),
+        tile_rows=tile_rows,
+        tile_columns=draw(st.sampled_from([None, 32, 64])),
+        programs=draw(st.sampled_from([None, 1, 7])),
+    )
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    num_ranks = draw(st.sampled_from([1, 2, 3, 4, 4]))
+    num_experts = draw(st.integers(1, 7))
+    tokens = st.one_of(st.just(0), st.integers(1, 44))
+    late = draw(st.one_of(st.just(0.0), st.floats(0.1, 1.0)))
+    return Case(
+        num_experts=num_experts,
+        top_k=draw(st.integers(1, min(num_experts, 5))),
+        hidden=draw(st.integers(1, 72)),
+        width=draw(st.integers(1, 72)),
+        dtype=draw(st.sampled_from(["float32", "float16", "bfloat16"])),
+        tokens=tuple(draw(st.lists(tokens, min_size=num_ranks, max_size=num_ranks))),
+        slots=-(-num_experts // num_ranks) + draw(st.integers(0, 3)),
+        # One resident program of a rank is always among them.
+        points=(ms.MegaKernel(programs=1), *draw(st.lists(points(), min_size=2, max_size=3))),
+        seed=draw(st.integers(0, 10_000)),
+        dropped=draw(st.sampled_from([0.0, 0.0, 0.3])),
+        repeats=draw(st.booleans()),
+        reversed_backward=draw(st.booleans()),
+        late=(draw(st.integers(0, num_ranks - 1)), late, draw(st.sampled_from(["forward", "experts", "backward"]))),
+    )
+
+
+@pytest.mark.timeout(7200)
+@settings(max_examples=NUM_CASES, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(case=cases())
+def test_no_point_changes_a_bit(ranks: LocalRanks, case: Case) -> None:
+    found = ranks.run(differences, case, num_ranks=case.num_ranks, timeout_s=600)
+    assert not any(found), found
+
+
+SOME = (
+    ms.MegaKernel(programs=1, deduplicate=True, granularity="expert"),
+    ms.MegaKernel(combine_share=0.5, reduce_share=0.5, deduplicate=True, tile_rows=16, fetch_rows=4),
+)
+USUAL = Case(5, 2, 40, 24, "float32", (35, 22, 9, 17), 3, SOME)
+# Each case says which edge it is.
+EDGES = {
+    "no token anywhere": replace(USUAL, tokens=(0, 0, 0, 0)),
+    "one token in all": replace(USUAL, tokens=(0, 1, 0, 0)),
+    "fewer experts than ranks": replace(USUAL, num_experts=2, top_k=2, slots=1),
+    "more choices than ranks": replace(USUAL, num_experts=7, top_k=7, tokens=(6, 13), slots=4),
+    "experts chosen twice by a token": replace(USUAL, num_experts=3, top_k=3, repeats=True, seed=1),
+    "sizes that nothing divides": replace(USUAL, hidden=37, width=13, dtype="bfloat16"),
+    "smaller than any tile": replace(USUAL, hidden=1, width=1, dtype="float16"),
+    "all choices dropped": replace(USUAL, dropped=1.0),
+    "ranks that no power of two numbers": replace(USUAL, tokens=(5, 0, 23)),
+    "several tiles of columns, one late rank": replace(USUAL, hidden=70, width=66, late=(2, 1.0, "experts")),
+    "two micro-batches under way, backward from the last": replace(USUAL, reversed_backward=True),
+}
+
+
+@pytest.mark.parametrize("name", EDGES)
+def test_edges(ranks: LocalRanks, name: str) -> None:
+    case = EDGES[name]
+    found = ranks.run(differences, case, num_ranks=case.num_ranks, timeout_s=200)
+    assert not any(found), found
+
+
+def test_tiles_narrower_than_a_partial_sum_are_refused_by_name() -> None:
+    """They would group the columns of the routing weights' gradients in another way."""
+    with pytest.raises(ValidationError, match=r"tile_columns\s.*greater than or equal to 32"):
+        ms.MegaKernel(tile_columns=16)
+
+
+def test_both_oracles_say_the_same(ranks: LocalRanks) -> None:
+    """Sequential over ranks, and one process with each replica as an expert of its own."""
+    assert not any(ranks.run(oracles_differ, replace(USUAL, dtype="bfloat16"), timeout_s=100))
+
+
+def oracles_differ(case: Case) -> list[str]:
+    rank, drawn = dist.get_rank(), Drawn(case)
+    expected, found = by_sequential(drawn, rank), by_one_process(drawn, rank)
+    return [name for name in expected if not torch.equal(expected[name], found[name])]
+
+
+def test_layers_share_a_home_that_grows(ranks: LocalRanks) -> None:
+    """Forward of all, then backward from the last, each on the memory of its forward; one rank is slow to grow."""
+    small = replace(USUAL, tokens=(5, 0, 9, 3), late=(1, 0.5, "forward"))
+    layers = [small, replace(small, tokens=(30, 8, 40, 1), seed=1), replace(small, top_k=3, hidden=20), small]
+    assert not any(ranks.run(shared_home_differs, layers, timeout_s=200))
+
+
+def shared_home_differs(layers: list[Case]) -> list[str]:
+    rank, home = dist.get_rank(), new_home(4)
+    drawn = [Drawn(case) for case in layers]
+    runs = [MegaRun(each, rank, home) for each in drawn]
+    calls = [run.forward(ms.MegaKernel()) for run in runs]
+    found = [run.backward(*call) for run, call in zip(runs[::-1], calls[::-1], strict=True)][::-1]
+    expected = [by_sequential(each, rank) for each in drawn]
+    return [
+        f"{name} of layer {layer}"
+        for layer, results in enumerate(expected)
+        for name in results
+        if not torch.equal(results[name], found[layer][name])
+    ]

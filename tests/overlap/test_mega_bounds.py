@@ -1,0 +1,60 @@
+"""How much memory a MegaKernel may take, said before anything runs."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import moesys as ms
+from moesys.overlap.mega import require_rows, symmetric_bytes
+
+# Every token of four ranks wants experts 0 and 1, which rank 0 holds.
+SKEWED = np.array([[8, 8, 0, 0]] * 4)
+SHAPE = ms.ModelShape(hidden_size=1536, intermediate_size=768, num_experts=128, top_k=8, dtype="bfloat16")
+
+
+def plan(tokens_RE) -> ms.TokenPlan:
+    model = ms.ModelShape(hidden_size=8, intermediate_size=8, num_experts=4, top_k=2)
+    strategy = ms.Strategy(name="ep", sharding=ms.Ep(slots_per_rank=2))
+    return ms.plan_layer(strategy, model, ms.ClusterSpec(ranks_per_node=4), ms.LoadMatrix(tokens_RE)).tokens
+
+
+def test_rows_beyond_the_cap_are_refused_with_the_cap_that_would_do():
+    tokens = plan(SKEWED)
+    rows_R = tokens.tokens_R
+    enough = float(rows_R.max() / 16)
+    assert enough > 1
+    words = (
+        f"rank {rows_R.argmax()} would get {rows_R.max()} rows, more than rows_cap=1 times 16 choices of a rank; "
+        rf"use MegaKernel\(rows_cap={enough:g}\)"
+    )
+    with pytest.raises(ValueError, match=words):
+        require_rows(ms.MegaKernel(rows_cap=1.0), tokens, 8, 2)
+    require_rows(ms.MegaKernel(rows_cap=enough), tokens, 8, 2)
+
+
+def test_what_the_error_names_is_enough_when_it_is_rounded():
+    """16 rows over 3 choices: 5.333... would round down to a cap that is still too low."""
+    tokens = plan([[3, 3, 0, 0], [3, 2, 0, 0], [3, 2, 0, 0], [0, 0, 0, 0]])
+    with pytest.raises(ValueError, match="more than rows_cap=1 ") as refused:
+        require_rows(ms.MegaKernel(rows_cap=1.0), tokens, 3, 1)
+    named = float(str(refused.value).partition("MegaKernel(rows_cap=")[2].partition(")")[0])
+    require_rows(ms.MegaKernel(rows_cap=named), tokens, 3, 1)
+
+
+def test_no_tokens_anywhere_are_within_any_cap():
+    require_rows(ms.MegaKernel(rows_cap=1.0), plan(np.zeros((4, 4), dtype=int)), 0, 2)
+
+
+def test_a_cap_below_one_is_refused():
+    with pytest.raises(ValueError, match=r"rows_cap"):
+        ms.MegaKernel(rows_cap=0.9)
+
+
+def test_symmetric_memory_is_at_most_a_quarter_of_unieps():
+    """T=32768, H=1536, K=8 in 16 bits, for which UniEP (arXiv 2604.19241) says 7.7 GB."""
+    found = symmetric_bytes(ms.MegaKernel(), SHAPE, 32768, num_ranks=8, num_replicas=128)
+    rows = 2 * 32768 * 1536 * (1 + 8)
+    assert rows < found <= 7.7e9 / 4
+    # Flags, choices and weights are a small part.
+    assert found - rows < 0.01 * found

@@ -1,0 +1,92 @@
+"""A rank that dies in a MegaKernel's micro-batch ends all others within their time-out, and they say where it was."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch.distributed as dist
+from conftest import set_up_rank
+from mega_case import Case, Drawn, MegaRun, new_home
+
+import moesys as ms
+from moesys.kernels.signals import PeerTimeoutError
+from moesys.lab.ranks import LocalRanks
+
+TIMEOUT_S = 5.0
+VICTIM = 2
+# Every rank has rows of every other, and every layout as many replicas: one heap for all.
+FIRST = Case(8, 2, 20, 8, "float32", (9, 9, 9, 9), 2, (), dropped=0.5)
+
+
+@pytest.fixture(scope="module")
+def mortal_ranks() -> Iterator[LocalRanks]:
+    with LocalRanks(4, setup=set_up_rank, preload=("hypothesis", "pytest", "triton")) as pool:
+        yield pool
+
+
+class DyingRun(MegaRun):
+    """Ends the process of the victim before what its case calls late."""
+
+    def _be_late(self, now: str) -> None:
+        if (self.rank, now) == (VICTIM, self.drawn.case.late[2]):
+            os._exit(1)
+
+
+def survive(second: Case, point: ms.MegaKernel) -> tuple[list[str], list[float]]:
+    """A micro-batch that goes well, one in which the victim dies, and another try: what they say after how long."""
+    rank, home = dist.get_rank(), new_home(4, TIMEOUT_S)
+    well = MegaRun(Drawn(FIRST), rank, home)
+    well.backward(*well.forward(point))
+    run = DyingRun(Drawn(second), rank, home)
+    said, seconds = [], []
+    for _ in range(2):
+        began = time.monotonic()
+        with pytest.raises(PeerTimeoutError) as raised:
+            run.backward(*run.forward(point))
+        assert raised.value.peer == VICTIM, raised.value
+        said.append(str(raised.value))
+        seconds.append(time.monotonic() - began)
+    return said, seconds
+
+
+# Each case says where the victim dies: (before what, point, the stage that waits for it, epoch that it has reached).
+DEATHS = {
+    "before it publishes": ("forward", ms.MegaKernel(), "publish: flag 2 is at epoch 2, not 3"),
+    "before it pulls": ("experts", ms.MegaKernel(granularity="expert"), "combine: flag "),
+    "between its directions": ("backward", ms.MegaKernel(deduplicate=True), "publish: flag 2 is at epoch 3, not 4"),
+}
+
+
+@pytest.mark.parametrize("name", DEATHS)
+def test_all_others_end_in_time_and_say_where_it_was(mortal_ranks: LocalRanks, name: str) -> None:
+    when, point, where = DEATHS[name]
+    # Choices that were dropped before are not now: what the dead one said last does not fit what is asked of it.
+    second = replace(FIRST, seed=5, dropped=0.0, late=(VICTIM, 0.0, when))
+    outcomes = mortal_ranks.outcomes(survive, second, point, expect_dead={VICTIM}, timeout_s=60)
+    for outcome in outcomes:
+        if outcome.rank == VICTIM:
+            assert outcome.kind == "died"
+            continue
+        assert outcome.kind == "returned", outcome
+        said, seconds = outcome.result
+        for words in said:
+            assert f"waited 5 s for rank {VICTIM} in {where}" in words
+            assert "of expert" in words or "combine" not in words
+        # What the interpreter takes for tasks that need not wait.
+        assert seconds[0] < TIMEOUT_S + 15
+        assert seconds[1] < 15
+
+
+def be_late(case: Case) -> None:
+    rank, home = dist.get_rank(), new_home(4, TIMEOUT_S)
+    run = MegaRun(Drawn(case), rank, home)
+    run.backward(*run.forward(ms.MegaKernel()))
+
+
+@pytest.mark.parametrize("when", ["forward", "experts", "backward"])
+def test_less_than_the_time_out_harms_nothing(mortal_ranks: LocalRanks, when: str) -> None:
+    mortal_ranks.run(be_late, replace(FIRST, tokens=(4, 3, 5, 2), late=(VICTIM, TIMEOUT_S / 3, when)), timeout_s=60)
