@@ -42,7 +42,7 @@ def test_tables_by_hand() -> None:
     assert {name: table.tolist() for name, table in found._asdict().items()} == {
         "expert_P": [0, 0, 0, 1, 1, 1, 2],
         "rank_P": [0, 2, 3, 0, 2, 3, 3],
-        "slot_P": [1, 0, 2, 0, 1, 0, 1],
+        "slot_P": [0, 0, 0, 1, 1, 1, 2],
         "replica_ER": [[0, -1, 1, 2], [3, -1, 4, 5], [-1, -1, -1, 6]],
         "first_E1": [0, 3, 6, 7],
         "group_first_P": [0, 1, 1, 3, 4, 4, 6],
