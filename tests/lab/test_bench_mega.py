@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,6 +27,7 @@ PLAN = mega.Plan(
 )
 
 
+@pytest.mark.skipif(os.environ.get("MOESYS_SWEEP") != "1", reason="long: make test-all")
 def test_the_whole_path_on_a_toy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert mega.main(PLAN, tmp_path) == 0
     told = capsys.readouterr().out
@@ -39,6 +41,7 @@ def test_the_whole_path_on_a_toy(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert [sorted(row["samples_ms"]) for row in data["contestants"][1:]] == [["backward", "forward"]] * 2
 
 
+@pytest.mark.skipif(os.environ.get("MOESYS_SWEEP") != "1", reason="long: make test-all")
 def test_what_differs_by_a_bit_is_told_and_not_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     results = mega._Together.results
 
