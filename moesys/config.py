@@ -154,7 +154,8 @@ class ClusterSpec(Declared):
     A domain is what the fastest links join (an NVLink domain): a node, a part of one, or whole nodes together.
 
     The default speeds are LAER-MoE's for A100-80GB nodes: its measured links (network_config.json), and the matmul rate
-    behind its planner's 1.484375 us a token. GB/s are 1e9 bytes a second, one way.
+    behind its planner's 1.484375 us a token. GB/s are 1e9 bytes a second, one way. What else slows a step is left out by
+    default: tiles of one element, no waves, no latency; presets and ``moesys bench calibrate`` fill it in.
     """
 
     num_nodes: int = Field(1, ge=1)
@@ -166,6 +167,17 @@ class ClusterSpec(Declared):
     intra_node_gb_per_s: float = Field(216.269, gt=0, description="between two ranks of a node, GB/s")
     inter_node_gb_per_s: float = Field(88.9539, gt=0, description="in or out of a whole node, GB/s")
     expert_tflops: float = Field(237.0, gt=0, description="dense matmul rate a rank reaches, TFLOP/s")
+    memory_gb_per_s: float = Field(2039.0, gt=0, description="of a rank's own memory, GB/s")
+    multiprocessors: int = Field(1, ge=1, description="of a rank: products run in waves of so many tiles")
+    tile_rows: int = Field(1, ge=1, description="rows of a tile; an expert's rows are rounded up to whole tiles")
+    tile_columns: int = Field(1, ge=1, description="columns of a tile of a product")
+    copy_share: float = Field(
+        0.0, ge=0, lt=1, description="part of a rank's computing that is lost while rows of tokens travel beside it"
+    )
+    launch_us: float = Field(0.0, ge=0, description="from the end of one kernel to the start of the next")
+    flag_us: float = Field(0.0, ge=0, description="from a flag's release on one rank to its sight on another")
+    intra_node_us: float = Field(0.0, ge=0, description="a message inside a node takes so long before its first byte")
+    inter_node_us: float = Field(0.0, ge=0, description="a message between nodes takes so long before its first byte")
 
     @model_validator(mode="after")
     def _check(self) -> Self:
