@@ -39,6 +39,8 @@ def points(draw: st.DrawFn) -> ms.MegaKernel:
         tile_rows=tile_rows,
         tile_columns=draw(st.sampled_from([None, 32, 64])),
         programs=draw(st.sampled_from([None, 1, 7])),
+        # All rows on one of the most ranks there are: what a plan drawn at random may ask for.
+        rows_cap=4.0,
     )
 
 
@@ -57,7 +59,7 @@ def cases(draw: st.DrawFn) -> Case:
         tokens=tuple(draw(st.lists(tokens, min_size=num_ranks, max_size=num_ranks))),
         slots=-(-num_experts // num_ranks) + draw(st.integers(0, 3)),
         # One resident program of a rank is always among them.
-        points=(ms.MegaKernel(programs=1), *draw(st.lists(points(), min_size=2, max_size=3))),
+        points=(ms.MegaKernel(programs=1, rows_cap=4.0), *draw(st.lists(points(), min_size=2, max_size=3))),
         seed=draw(st.integers(0, 10_000)),
         dropped=draw(st.sampled_from([0.0, 0.0, 0.3])),
         repeats=draw(st.booleans()),
