@@ -154,8 +154,8 @@ class ClusterSpec(Declared):
     A domain is what the fastest links join (an NVLink domain): a node, a part of one, or whole nodes together.
 
     The default speeds are LAER-MoE's for A100-80GB nodes: its measured links (network_config.json), and the matmul rate
-    behind its planner's 1.484375 us a token. GB/s are 1e9 bytes a second, one way. What else slows a step is left out by
-    default: tiles of one element, no waves, no latency; presets and ``moesys bench calibrate`` fill it in.
+    behind its planner's 1.484375 us a token. GB/s are 1e9 bytes a second, one way. What else slows a step costs nothing
+    by default: memory, tiles of one element, no waves, no latency; presets and ``moesys bench calibrate`` fill it in.
     """
 
     num_nodes: int = Field(1, ge=1)
@@ -167,7 +167,9 @@ class ClusterSpec(Declared):
     intra_node_gb_per_s: float = Field(216.269, gt=0, description="between two ranks of a node, GB/s")
     inter_node_gb_per_s: float = Field(88.9539, gt=0, description="in or out of a whole node, GB/s")
     expert_tflops: float = Field(237.0, gt=0, description="dense matmul rate a rank reaches, TFLOP/s")
-    memory_gb_per_s: float = Field(2039.0, gt=0, description="of a rank's own memory, GB/s")
+    memory_gb_per_s: float | None = Field(
+        None, gt=0, description="of a rank's own memory, GB/s; None: it costs no time"
+    )
     multiprocessors: int = Field(1, ge=1, description="of a rank: products run in waves of so many tiles")
     tile_rows: int = Field(1, ge=1, description="rows of a tile; an expert's rows are rounded up to whole tiles")
     tile_columns: int = Field(1, ge=1, description="columns of a tile of a product")

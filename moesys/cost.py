@@ -2,7 +2,9 @@
 
 Traffic is a matrix ``bytes_RR`` [source, destination], float64, its diagonal zero: what a rank keeps is free. Links are
 each rank's way out and in inside its node, and each node's way out and in; all work at once, at full rate in both
-directions. Nothing here knows latency, how efficient a GEMM of few rows is, or memory traffic.
+directions. Products of an expert's rows run in tiles, and tiles in waves: one wave is a tile on each multiprocessor.
+With the defaults of a ``ClusterSpec`` tiles are of one element, waves of one tile, and memory costs no time: then all
+that counts is flops.
 
 R ranks, N nodes, E experts, H hidden, I expert width, P_e = 3·H·I parameters of an expert, b bytes of an element,
 s = ceil(P_e / R) the wire slice of an expert that is sharded over all ranks.
@@ -10,7 +12,7 @@ s = ceil(P_e / R) the wire slice of an expert that is sharded over all ranks.
 
 from __future__ import annotations
 
-from typing import TypeVar, assert_never
+from typing import Literal, TypeVar, assert_never
 
 import numpy as np
 import numpy.typing as npt
@@ -34,6 +36,110 @@ def expert_seconds(rows: Rows, model: ModelShape, cluster: ClusterSpec, backward
     """
     flops = 6 * model.hidden_size * model.intermediate_size * (2 if backward else 1)
     return rows * (flops / (cluster.expert_tflops * 1e12))
+
+
+ExpertPass = Literal["forward", "input_gradients", "weight_gradients"]
+
+
+def rows_of(plan: TokenPlan) -> FloatArray:
+    """Rows that each rank computes for each expert, ``rows_RE`` float64 [R, E]."""
+    shape = (plan.load.num_ranks, plan.load.num_experts)
+    _, expert, destination, tokens = plan.entries.T
+    place = destination * shape[1] + expert
+    rows = np.bincount(place, weights=tokens, minlength=shape[0] * shape[1]).astype(np.float64)
+    return rows.reshape(shape)
+
+
+def pass_seconds(rows_RE: FloatArray, model: ModelShape, cluster: ClusterSpec, of: ExpertPass) -> FloatArray:
+    """Seconds [R] of each rank's two grouped products of a pass, as the kernels have them.
+
+    Rows read, written: x, then h before and a after the activation [forward, up: H to 2I]; a, y [down: I to H]. The
+    gradients of inputs: dy and h, then dh and the weighted a [H to I]; dh, dx [2I to H]. Of weights, float32: dy, a;
+    x, dh. By default all three together are ``expert_seconds`` forward and backward.
+    """
+    H, I, b = model.hidden_size, model.intermediate_size, model.bytes_per_element
+    match of:
+        case "forward":
+            up = product_seconds(rows_RE, 2 * I, H, (H + 3 * I) * b, 2 * H * I * b, cluster)
+            return up + product_seconds(rows_RE, H, I, (H + I) * b, H * I * b, cluster)
+        case "input_gradients":
+            activation = product_seconds(rows_RE, I, H, (H + 5 * I) * b, H * I * b, cluster)
+            return activation + product_seconds(rows_RE, H, 2 * I, (H + 2 * I) * b, 2 * H * I * b, cluster)
+        case "weight_gradients":
+            down = weight_gradient_seconds(rows_RE, H, I, b, cluster)
+            return down + weight_gradient_seconds(rows_RE, 2 * I, H, b, cluster)
+        case _:
+            assert_never(of)
+
+
+def product_seconds(
+    rows_RE: FloatArray, columns: int, depth: int, row_bytes: int, expert_bytes: int, cluster: ClusterSpec
+) -> FloatArray:
+    """Seconds [R] of one grouped product: of each expert's rows [rows, depth] with its weights [depth, columns].
+
+    An expert's rows are rounded up to whole tiles, a rank's tiles to whole waves. ``row_bytes``: read and written for a
+    row, ``expert_bytes`` for an expert that has rows; tiles find the rest in the cache.
+    """
+    tiles_R = _whole(rows_RE, cluster.tile_rows).sum(axis=-1) * -(-columns // cluster.tile_columns)
+    waves_R = _whole(tiles_R, cluster.multiprocessors)
+    num_bytes_R = rows_RE.sum(axis=-1) * row_bytes + (rows_RE > 0).sum(axis=-1) * float(expert_bytes)
+    busy_R = np.maximum(waves_R * tile_seconds(depth, cluster), memory_seconds(num_bytes_R, cluster))
+    return busy_R + cluster.launch_us * 1e-6
+
+
+def weight_gradient_seconds(
+    rows_RE: FloatArray, rows_out: int, columns: int, element_bytes: int, cluster: ClusterSpec
+) -> FloatArray:
+    """Seconds [R] of one grouped product of gradients: [rows_out, columns] for each expert, over all its rows.
+
+    A tile of an expert takes as long as the expert has rows, so tiles differ: the last wave is as long as the mean of
+    all, and no wave is shorter than the longest tile.
+    """
+    tiles = -(-rows_out // cluster.tile_rows) * -(-columns // cluster.tile_columns)
+    num_R = (rows_RE > 0).sum(axis=-1) * float(tiles)
+    mean_R = rows_RE.sum(axis=-1) * tiles / np.maximum(num_R, 1)
+    depth_R = np.maximum(_whole(num_R, cluster.multiprocessors) * mean_R, rows_RE.max(axis=-1))
+    num_bytes_R = rows_RE.sum(axis=-1) * ((rows_out + columns) * element_bytes)
+    num_bytes_R = num_bytes_R + num_R / tiles * (rows_out * columns * GRADIENT_BYTES)
+    busy_R = np.maximum(depth_R * tile_seconds(1, cluster), memory_seconds(num_bytes_R, cluster))
+    return busy_R + cluster.launch_us * 1e-6
+
+
+def tile_seconds(depth: int, cluster: ClusterSpec) -> float:
+    """Seconds of one tile on one multiprocessor, of a product over ``depth``."""
+    flops = 2 * cluster.tile_rows * cluster.tile_columns * depth
+    return flops * cluster.multiprocessors / (cluster.expert_tflops * 1e12)
+
+
+def _whole(count: FloatArray, unit: int) -> FloatArray:
+    """Units that hold ``count``. Of one element there may be parts, such as the mean rows of a chunk."""
+    return count if unit == 1 else np.ceil(count / unit)
+
+
+def gather_seconds(rows_R: Rows, model: ModelShape, cluster: ClusterSpec) -> Rows:
+    """Seconds in which a rank puts rows in another order: each is read once and written once."""
+    return (
+        memory_seconds(rows_R * (2 * model.hidden_size * model.bytes_per_element), cluster) + cluster.launch_us * 1e-6
+    )
+
+
+def sum_seconds(choices_R: Rows, model: ModelShape, cluster: ClusterSpec) -> Rows:
+    """Seconds of combine's weighted sum: K rows of each token are read, one is written. ``choices_R``: K a token."""
+    row_bytes = model.hidden_size * model.bytes_per_element * (1 + 1 / model.top_k)
+    return memory_seconds(choices_R * row_bytes, cluster) + cluster.launch_us * 1e-6
+
+
+def memory_seconds(num_bytes: Rows, cluster: ClusterSpec) -> Rows:
+    """Seconds in which a rank reads and writes so many bytes of its own memory; 0 where its speed is not declared."""
+    per_second = None if cluster.memory_gb_per_s is None else cluster.memory_gb_per_s * 1e9
+    return num_bytes * (0.0 if per_second is None else 1 / per_second)
+
+
+def roofline_seconds(flops: Rows, num_bytes: Rows, cluster: ClusterSpec) -> Rows:
+    """Seconds of work that is not described further, such as attention: its flops at the matmul rate or its bytes at
+    the memory's, whichever takes longer (Williams et al., Roofline, CACM 2009).
+    """
+    return np.maximum(flops / (cluster.expert_tflops * 1e12), memory_seconds(num_bytes, cluster))[()]
 
 
 # --- traffic ------------------------------------------------------------------------------------------------

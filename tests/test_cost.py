@@ -196,3 +196,62 @@ def test_laers_restore_is_that_of_its_report():
     (bytes_RR,) = cost.restore_bytes(layout, model, cluster, strategy.sharding)
     assert bytes_RR.sum(axis=0) == pytest.approx(682.6e6, rel=1e-4)
     assert cost.link_seconds(bytes_RR, cluster)[-1] == pytest.approx(8 * 528.5e6 / 88.9539e9, rel=1e-4)
+
+
+# --- products in tiles and waves ---
+
+PASSES: tuple[cost.ExpertPass, ...] = ("forward", "input_gradients", "weight_gradients")
+TILED = CLUSTER.replace(multiprocessors=10, tile_rows=16, tile_columns=4)
+
+
+@given(st.integers(0, 2**32))
+def test_without_tiles_waves_and_memory_only_flops_count(seed):
+    rows_RE = np.random.default_rng(seed).integers(0, 300, (4, 6)).astype(float)
+    forward_R, inputs_R, weights_R = (cost.pass_seconds(rows_RE, SHAPE, CLUSTER, of) for of in PASSES)
+    assert forward_R == pytest.approx(cost.expert_seconds(rows_RE.sum(1), SHAPE, CLUSTER, backward=False), rel=1e-12)
+    assert inputs_R == pytest.approx(forward_R, rel=1e-12)
+    assert weights_R == pytest.approx(forward_R, rel=1e-12)
+
+
+def test_rows_fill_tiles_and_tiles_fill_waves():
+    """17 and 1 rows are 2 + 1 tiles of 16; 10 columns, 3 of 4: 9 tiles, one wave of 10; 40 columns: 30 tiles, 3."""
+    rows_RE = np.array([[17.0, 1.0, 0.0, 0.0, 0.0, 0.0]])
+    tile = 2 * 16 * 4 * 7 / (237e12 / 10)
+    assert cost.product_seconds(rows_RE, 10, 7, 0, 0, TILED).tolist() == [tile]
+    assert cost.product_seconds(rows_RE, 40, 7, 0, 0, TILED).tolist() == [3 * tile]
+    late = TILED.replace(launch_us=5)
+    assert cost.product_seconds(rows_RE, 40, 7, 0, 0, late) == pytest.approx([3 * tile + 5e-6])
+
+
+def test_a_wave_of_weight_gradients_is_no_shorter_than_its_longest_tile():
+    """32 by 4 elements are two tiles an expert: of 30 rows and of 10, beside one another on 10 multiprocessors."""
+    rows_RE = np.array([[30.0, 10.0, 0.0, 0.0, 0.0, 0.0], [20.0] * 6])
+    row = 2 * 16 * 4 / (237e12 / 10)
+    # twelve tiles of 20 rows are two waves
+    assert cost.weight_gradient_seconds(rows_RE, 32, 4, 2, TILED) == pytest.approx([30 * row, 40 * row])
+
+
+def test_few_rows_take_as_long_as_their_experts_take_to_be_read():
+    slow = CLUSTER.replace(memory_gb_per_s=1e-3)
+    rows_RE = np.array([[3.0, 0.0, 1.0, 0.0, 0.0, 0.0]])
+    # x, h and a of four rows with both experts' up projections; a and y with both down projections
+    num_bytes = 4 * 2 * (7 + 15) + 2 * 2 * (2 * 7 * 5) + 4 * 2 * (7 + 5) + 2 * 2 * 7 * 5
+    assert cost.pass_seconds(rows_RE, SHAPE, slow, "forward") == pytest.approx([num_bytes / 1e6])
+    assert cost.gather_seconds(4.0, SHAPE, slow) == pytest.approx(4 * 2 * 2 * 7 / 1e6)
+    assert cost.sum_seconds(4.0, SHAPE, slow) == pytest.approx((4 + 2) * 2 * 7 / 1e6)
+    assert cost.gather_seconds(4.0, SHAPE, CLUSTER) == 0
+
+
+def test_a_roofline_is_the_higher_of_flops_and_bytes():
+    cluster = CLUSTER.replace(memory_gb_per_s=1000)
+    assert cost.roofline_seconds(237e12, 1e12, cluster) == 1
+    assert cost.roofline_seconds(237e12, 3e12, cluster) == 3
+    assert cost.roofline_seconds(237e12, 3e12, CLUSTER) == 1
+
+
+@given(cases(), st.integers(0, 2**32))
+def test_rows_of_a_plan_are_those_that_its_ranks_compute(case, seed):
+    cluster, layout = case
+    load = ms.LoadMatrix(np.random.default_rng(seed).integers(0, 99, (cluster.num_ranks, SHAPE.num_experts)))
+    plan = ms.split_tokens(load, layout, cluster, ms.EvenSplit())
+    assert cost.rows_of(plan).tolist() == plan.tokens_RER.sum(axis=0).T.tolist()
