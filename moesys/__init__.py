@@ -67,10 +67,14 @@ if TYPE_CHECKING:
     from moesys.moe.runtime import MoERuntime as MoERuntime
     from moesys.moe.runtime import link as link
     from moesys.overlap.channel import CollectiveError as CollectiveError
+    from moesys.overlap.critical_path import PathPart as PathPart
+    from moesys.overlap.simulator import RestOfStep as RestOfStep
+    from moesys.overlap.simulator import Simulation as Simulation
     from moesys.step import LayerPlan as LayerPlan
     from moesys.step import StepPlan as StepPlan
     from moesys.step import plan_layer as plan_layer
     from moesys.step import simulate as simulate
+    from moesys.step import simulation as simulation
     from moesys.timeline import Span as Span
     from moesys.timeline import Timeline as Timeline
     from moesys.traces import Trace as Trace
@@ -111,10 +115,13 @@ _MODULE_OF = {
     "Oracle": "moesys.config",
     "Ordered": "moesys.config",
     "Pipelined": "moesys.config",
+    "PathPart": "moesys.overlap.critical_path",
     "Proportional": "moesys.config",
     "Replay": "moesys.experiment",
+    "RestOfStep": "moesys.overlap.simulator",
     "RunResult": "moesys.lab.runner",
     "Sequential": "moesys.config",
+    "Simulation": "moesys.overlap.simulator",
     "Span": "moesys.timeline",
     "Static": "moesys.config",
     "StepPlan": "moesys.step",
@@ -142,6 +149,7 @@ _MODULE_OF = {
     "run": "moesys.lab.runner",
     "save_trace": "moesys.traces",
     "simulate": "moesys.step",
+    "simulation": "moesys.step",
     "split_tokens": "moesys.balance",
     "sync_gradients": "moesys.moe.gradients",
     "update_router_bias": "moesys.moe.gradients",

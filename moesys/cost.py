@@ -12,6 +12,7 @@ s = ceil(P_e / R) the wire slice of an expert that is sharded over all ranks.
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from typing import Literal, TypeVar, assert_never
 
 import numpy as np
@@ -150,10 +151,11 @@ def dispatch_bytes(plan: TokenPlan, model: ModelShape) -> FloatArray:
 
     Combine, and dispatch of the output's gradient, send as much: combine is the transposed matrix.
     """
-    bytes_RR = np.zeros((plan.load.num_ranks, plan.load.num_ranks))
+    R = plan.load.num_ranks
     source, _, destination, tokens = plan.entries.T
-    np.add.at(bytes_RR, (source, destination), tokens * (model.bytes_per_element * model.hidden_size))
-    return _between_ranks(bytes_RR)
+    row_bytes = model.bytes_per_element * model.hidden_size
+    bytes_RR = np.bincount(source * R + destination, weights=tokens * row_bytes, minlength=R * R).astype(np.float64)
+    return _between_ranks(bytes_RR.reshape(R, R))
 
 
 def restores_per_step(sharding: Sharding) -> int:
@@ -248,17 +250,55 @@ def _between_ranks(bytes_RR: FloatArray) -> FloatArray:
 # --- links --------------------------------------------------------------------------------------------------
 
 
-def link_seconds(bytes_RR: FloatArray, cluster: ClusterSpec) -> FloatArray:
-    """Seconds that each link is busy with ``bytes_RR`` alone, [2·R + 2·N]: ranks' ways out, ranks' ways in, nodes' ways
+@dataclass(frozen=True, eq=False)
+class LinkLoad:
+    """What an all-to-all asks of the links.
+
+    seconds_L: float64 [2·R + 2·N], that each link is busy with it alone: ranks' ways out, ranks' ways in, nodes' ways
     out, nodes' ways in. A rank's own are for bytes within its node; a node's are shared by its ranks.
+    used_4R: bool [4, R], whether a rank sends within its node, receives within it, sends to other nodes, receives from
+    them: on which of those four it has to wait.
     """
+
+    seconds_L: FloatArray
+    used_4R: npt.NDArray[np.bool_]
+
+    def part(self, of: float) -> LinkLoad:
+        """So much of every message."""
+        return replace(self, seconds_L=self.seconds_L * of)
+
+    def messages(self) -> LinkLoad:
+        """Between the same ranks, without bytes worth counting."""
+        return replace(self, seconds_L=np.zeros_like(self.seconds_L))
+
+    def reversed(self) -> LinkLoad:
+        """The way home: what came in goes out."""
+        R = self.used_4R.shape[1]
+        out_R, in_R, rest = np.split(self.seconds_L, [R, 2 * R])
+        out_N, in_N = np.split(rest, 2)
+        return LinkLoad(np.concatenate([in_R, out_R, in_N, out_N]), self.used_4R[[1, 0, 3, 2]])
+
+
+def link_load(bytes_RR: FloatArray, cluster: ClusterSpec) -> LinkLoad:
+    """Of an all-to-all of ``bytes_RR``, whose diagonal is zero."""
     node_R = np.asarray(cluster.node_of_rank)
-    same_node_RR = node_R[:, None] == node_R[None, :]
-    intra_RR = np.where(same_node_RR, bytes_RR, 0.0)
-    inter_RR = np.where(same_node_RR, 0.0, bytes_RR)
-    out_N, in_N = (np.bincount(node_R, weights=inter_RR.sum(axis=axis), minlength=cluster.num_nodes) for axis in (1, 0))
+    first_N = np.searchsorted(node_R, np.arange(cluster.num_nodes))
+    here_R = np.arange(len(node_R))
+    to_RN, from_RN = np.add.reduceat(bytes_RR, first_N, axis=1), np.add.reduceat(bytes_RR, first_N, axis=0).T
+    inside = [toward_RN[here_R, node_R] for toward_RN in (to_RN, from_RN)]
+    outside = []
+    for toward_RN in (to_RN, from_RN):
+        toward_RN[here_R, node_R] = 0.0
+        outside.append(toward_RN.sum(axis=1))
+    between = [np.add.reduceat(bytes_R, first_N) for bytes_R in outside]
     intra, inter = cluster.intra_node_gb_per_s * 1e9, cluster.inter_node_gb_per_s * 1e9
-    return np.concatenate([intra_RR.sum(axis=1) / intra, intra_RR.sum(axis=0) / intra, out_N / inter, in_N / inter])
+    seconds_L = np.concatenate([*(bytes_R / intra for bytes_R in inside), *(bytes_N / inter for bytes_N in between)])
+    return LinkLoad(seconds_L, np.stack([*inside, *outside]) > 0)
+
+
+def link_seconds(bytes_RR: FloatArray, cluster: ClusterSpec) -> FloatArray:
+    """``LinkLoad.seconds_L`` of ``bytes_RR``: seconds that each link is busy with it alone, [2·R + 2·N]."""
+    return link_load(bytes_RR, cluster).seconds_L
 
 
 def transfer_seconds(bytes_RR: FloatArray, cluster: ClusterSpec) -> float:

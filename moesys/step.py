@@ -8,6 +8,7 @@ JSON. ``split_tables`` is what the same split of counts on a device needs: balan
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ from moesys.balance.quotas import levels_of, nodes_of
 from moesys.config import ClusterSpec, FlowSplit, ModelShape, Strategy
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.load import LoadMatrix
-from moesys.overlap.simulator import simulate_step
+from moesys.overlap.simulator import RestOfStep, Simulation, run_step
 from moesys.timeline import Timeline
 
 if TYPE_CHECKING:
@@ -191,16 +192,27 @@ class StepPlan:
 
 
 def simulate(step_plan: StepPlan, *, other_seconds: float = 0.0, latency_seconds: float = 0.0) -> Timeline:
-    """What the step would do on its cluster, by the cost model: ``overlap.simulator`` says what that knows.
+    """``simulation`` of one micro-batch, of which only the timeline is wanted.
 
     ``other_seconds``: forward of the rest of a layer; ``latency_seconds``: what every all-to-all takes at least.
-    Raises ValueError for ``MegaKernel``, which that does not know.
+    Raises ValueError for ``MegaKernel``, which the cost model does not know.
     """
-    return simulate_step(
-        step_plan.strategy,
-        step_plan.model,
-        step_plan.cluster,
-        [plan.tokens for plan in step_plan.layers],
-        other_seconds=other_seconds,
-        latency_seconds=latency_seconds,
-    )
+    return simulation([step_plan], RestOfStep(other_seconds=other_seconds, latency_seconds=latency_seconds)).timeline
+
+
+def simulation(micro_batches: Sequence[StepPlan], rest: RestOfStep | None = None) -> Simulation:
+    """What a step of these micro-batches would do on their cluster, by the cost model: its timeline, and the critical
+    path through it. ``overlap.simulator`` says what that knows.
+
+    Raises ValueError for micro-batches of different strategies, models or clusters, for none, and for ``MegaKernel``.
+    """
+    if not micro_batches:
+        raise ValueError("micro_batches is empty; a step has at least one")
+    first = micro_batches[0]
+    for index, other in enumerate(micro_batches):
+        if (other.strategy, other.model, other.cluster) != (first.strategy, first.model, first.cluster):
+            raise ValueError(
+                f"micro_batches[{index}] has another strategy, model or cluster than the first; a step has one of each"
+            )
+    plans = [[plan.tokens for plan in step_plan.layers] for step_plan in micro_batches]
+    return run_step(first.strategy, first.model, first.cluster, plans, rest)

@@ -1,96 +1,156 @@
-"""The links of a simulated cluster: which all-to-all gets how much of which link, and when it ends.
+"""The links of a simulated cluster: which all-to-all gets how much of which link, and when it ends on which rank.
 
 As in the layers of a linked model there are two channels: tokens on one, experts and their gradients on the other. A
 channel runs one all-to-all at a time, in the order in which they are issued. An all-to-all of either channel uses many
-links at once; where both channels want a link, each gets half of it. It ends, for all ranks, with its last link.
+links at once; where both channels want a link, each gets half of it. A rank is through with the last of its own links,
+as one is that has sent and received what is its own, whoever else still sends (NCCL's and gloo's all-to-alls are
+messages between pairs). A node's ranks share its links, and are through with them together.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from copy import copy
 from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
-from moesys.cost import FloatArray
+from moesys.config import ClusterSpec
+from moesys.cost import FloatArray, LinkLoad
+from moesys.load import IntArray
 
 ChannelName = Literal["tokens", "weights"]
 
 
 @dataclass(eq=False)
 class Flow:
-    """One all-to-all. Times in seconds, settled once ``end`` is there.
+    """One all-to-all. Times in seconds; ``end_R`` and ``end`` are settled once they are there.
 
     start: when the last rank has issued it, or later, when its channel is free.
-    left_L: seconds that each link still needs for it at full rate.
+    latency_L: from then on until a link's first byte.
+    left_L: seconds that each link still needs for it at full rate. end_L: when it was through, where nothing is left.
+    end_R: when each rank is through, settled for all at once; -inf for one that sends and receives nothing.
     """
 
     start: float
+    load: LinkLoad
+    latency_L: FloatArray
     left_L: FloatArray
-    end: float | None = None
+    end_L: FloatArray | None = None
+    end_R: FloatArray | None = None
+
+    def begin_L(self, clock: float) -> FloatArray:
+        return np.maximum(self.start + self.latency_L, clock)
 
 
 class Links:
-    """Runs flows on two channels. ``latency_seconds``: what every flow takes before its first byte moves."""
+    """Runs flows on two channels of ``cluster``.
 
-    def __init__(self, latency_seconds: float = 0.0) -> None:
-        self._latency = latency_seconds
+    A message's latency is ``intra_node_us`` or ``inter_node_us``; all messages of a flow set off at once.
+    """
+
+    def __init__(self, cluster: ClusterSpec) -> None:
+        R, N = cluster.num_ranks, cluster.num_nodes
+        self._latency_L = np.repeat(np.array([cluster.intra_node_us, cluster.inter_node_us]) * 1e-6, (2 * R, 2 * N))
+        self._link_4R = links_of_ranks(cluster)
         self._clock = 0.0
         self._queues: dict[ChannelName, deque[Flow]] = {"tokens": deque(), "weights": deque()}
 
-    def issue(self, channel: ChannelName, ready: float, seconds_L: FloatArray) -> Flow:
-        """Queue a flow. ``ready`` must not lie before the end of a flow that has been waited for."""
+    def issue(self, channel: ChannelName, ready: float, load: LinkLoad, latency_seconds: float = 0.0) -> Flow:
+        """Queue a flow. ``ready`` must not lie before the end of a flow that has been waited for. ``latency_seconds``:
+        of its messages, beside the cluster's.
+        """
         assert ready >= self._clock
-        flow = Flow(ready, seconds_L)
+        flow = Flow(ready, load, self._latency_L + latency_seconds, load.seconds_L)
         self._queues[channel].append(flow)
         return flow
 
-    def end_of(self, flow: Flow) -> float:
-        """When the flow ends. Everything that is issued later must be ready at that time or later, as when all ranks
-        wait for it: then nothing that is still unknown can slow it.
+    def end_of(self, flow: Flow) -> FloatArray:
+        """When the flow ends for each rank, [R]. What is issued later must be ready at that time or later, as
+        when all ranks wait for it: then nothing that is still unknown can slow it.
         """
-        while flow.end is None:
+        while flow.end_R is None:
             self._advance()
-        return flow.end
+        return flow.end_R
+
+    def if_nothing_follows(self) -> list[tuple[float, FloatArray]]:
+        """(start, end of each rank) of all flows that have not ended, if no more were issued."""
+        if not any(self._queues.values()):
+            return []
+        # A flow's arrays are replaced and never changed, so that copies may share them.
+        rest = copy(self)
+        rest._queues = {name: deque(map(copy, queue)) for name, queue in self._queues.items()}
+        flows = [flow for queue in rest._queues.values() for flow in queue]
+        ends = [rest.end_of(flow) for flow in flows]
+        return [(flow.start, end_R) for flow, end_R in zip(flows, ends, strict=True)]
 
     def _advance(self) -> None:
-        """Go to the next time at which a flow begins to move or ends."""
+        """Go to the next time at which a flow ends."""
         heads = [queue[0] for queue in self._queues.values() if queue]
-        moving = [flow for flow in heads if flow.start + self._latency <= self._clock]
-        beginnings = [flow.start + self._latency for flow in heads if flow not in moving]
-        ends = [self._clock + seconds for seconds in _seconds_left(moving)]
-        until = min([*beginnings, *ends])
-        for flow, left_L in zip(moving, _left_after(moving, until - self._clock), strict=True):
-            flow.left_L = left_L
-        self._clock = until
-        for flow, end in zip(moving, ends, strict=True):
+        ends = _ends(heads, self._clock)
+        ends_R = [self._ends_of_ranks(flow, end_L) for flow, end_L in zip(heads, ends, strict=True)]
+        ends_of_all = [max(flow.start, float(end_R.max())) for flow, end_R in zip(heads, ends_R, strict=True)]
+        until = min(ends_of_all)
+        left = _left_after(heads, self._clock, until)
+        for flow, end_L, end_R, end, left_L in zip(heads, ends, ends_R, ends_of_all, left, strict=True):
+            flow.end_L = end_L
+            flow.left_L = np.where(end_L <= until, 0.0, left_L)
             if end <= until:
-                flow.end = until
+                flow.end_R = end_R
+        self._clock = until
         for queue in self._queues.values():
-            if queue and queue[0].end is not None:
+            if queue and queue[0].end_R is not None:
                 queue.popleft()
                 if queue:
                     queue[0].start = max(queue[0].start, until)
 
+    def _ends_of_ranks(self, flow: Flow, end_L: FloatArray) -> FloatArray:
+        return np.where(flow.load.used_4R, end_L[self._link_4R], -np.inf).max(axis=0)
 
-def _seconds_left(moving: list[Flow]) -> list[float]:
-    """How long each of at most two flows takes from now on. A link with a and b seconds of work for two flows, half of
-    it for each while both want it, is through with the first after a + min(a, b).
+
+def links_of_ranks(cluster: ClusterSpec) -> IntArray:
+    """Each rank's own four of all links, [4, R]: out of the rank, into it, out of its node, into it."""
+    R, N, node_R = cluster.num_ranks, cluster.num_nodes, np.asarray(cluster.node_of_rank)
+    return np.stack([np.arange(R), R + np.arange(R), 2 * R + node_R, 2 * R + N + node_R])
+
+
+def _ends(heads: list[Flow], clock: float) -> list[FloatArray]:
+    """When each link is through with each of at most two flows. Where both want it each has half, so that of a and b
+    seconds of work, both begun, the first is done after a + min(a, b).
     """
-    if len(moving) < 2:
-        return [float(flow.left_L.max()) for flow in moving]
-    first, second = moving
-    shared_L = np.minimum(first.left_L, second.left_L)
-    return [float((flow.left_L + shared_L).max()) for flow in moving]
-
-
-def _left_after(moving: list[Flow], seconds: float) -> list[FloatArray]:
-    """What is left for each link after so many seconds: it gave a flow half of them, or all that the other left."""
-    if len(moving) < 2:
-        return [np.maximum(flow.left_L - seconds, 0.0) for flow in moving]
-    first, second = moving
+    begins = [flow.begin_L(clock) for flow in heads]
+    if len(heads) == 1:
+        return [_end_of(heads[0], begins[0], begins[0] + heads[0].left_L)]
+    both_L = np.maximum(*begins)
+    alone = [np.minimum(both_L - begin_L, flow.left_L) for flow, begin_L in zip(heads, begins, strict=True)]
+    shared = [flow.left_L - alone_L for flow, alone_L in zip(heads, alone, strict=True)]
+    together_L = both_L + np.minimum(*shared)
     return [
-        np.maximum(mine.left_L - np.maximum(seconds / 2, seconds - other.left_L), 0.0)
-        for mine, other in ((first, second), (second, first))
+        _end_of(flow, begin_L, np.where(shared_L > 0, together_L + shared_L, begin_L + flow.left_L))
+        for flow, begin_L, shared_L in zip(heads, begins, shared, strict=True)
+    ]
+
+
+def _end_of(flow: Flow, begin_L: FloatArray, end_L: FloatArray) -> FloatArray:
+    """What has ended keeps its end."""
+    return end_L if flow.end_L is None else np.where(flow.left_L > 0, end_L, flow.end_L)
+
+
+def _left_after(heads: list[Flow], clock: float, until: float) -> list[FloatArray]:
+    """What is left for each link at ``until``: alone it has worked at full rate; beside the other at half, or at all
+    that the other left.
+    """
+    begins = [flow.begin_L(clock) for flow in heads]
+    both_L = np.maximum(*begins) if len(heads) == 2 else np.full_like(begins[0], np.inf)
+    shared = []
+    for flow, begin_L in zip(heads, begins, strict=True):
+        alone_L = np.maximum(np.minimum(both_L, until) - begin_L, 0.0)
+        shared.append(np.maximum(flow.left_L - alone_L, 0.0))
+    if len(heads) == 1:
+        return shared
+    together_L = np.maximum(until - both_L, 0.0)
+    return [
+        np.maximum(mine_L - np.maximum(together_L / 2, together_L - other_L), 0.0)
+        for mine_L, other_L in (shared, reversed(shared))
     ]

@@ -1,28 +1,83 @@
 """A step of all MoE layers on the lanes of a simulated cluster: forward in order, backward in reverse.
 
 Every rank runs the program of a linked model (``overlap.chunked``, ``moe.call``, ``moe.runtime``): the same collectives
-in the same order, issued and waited for at the same points. What is modelled: the GEMMs of each rank's own rows;
-all-to-alls, which start when the last rank has issued them and end for all ranks at once (so a rank that is late makes
-all others wait); links shared by tokens and experts (``overlap.links``); chunks of exactly 1/C of everything.
+in the same order, issued and waited for at the same points. What is modelled: the products of each rank's own rows, in
+tiles and waves; gathers and weighted sums; the rest of a layer; recomputation; all-to-alls, which start when the last
+rank has issued them, as each pair of ranks begins when both are there (so a rank that is late makes all others wait)
+and of which a rank is through with its own messages (``overlap.links``); links shared by tokens and experts; computing
+that is slower while messages move beside it; the exchange of counts and of routing weights, as messages without bytes;
+chunks of exactly 1/C of everything.
 
-What is not: routers, exchange of counts, the small messages of routing weights, gathers, activations and weighted sums,
-recomputation, planning, the optimizer, GEMMs that are slow because they are small, computing that is slow because bytes
-move, and links that are slower than declared because many messages are short or meet in a switch.
+What is not: routers and planning, copies of experts before and behind their way, and links that are slower than
+declared because many messages are short or meet in a switch.
+
+R ranks. Seconds inside, microseconds in the ``Timeline``.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
 
 import numpy as np
 
 from moesys.config import ClusterSpec, Fsep, MegaKernel, ModelShape, Pipelined, Strategy
-from moesys.cost import FloatArray, dispatch_bytes, expert_seconds, link_seconds, reshard_bytes, restore_bytes
+from moesys.cost import (
+    FloatArray,
+    LinkLoad,
+    dispatch_bytes,
+    gather_seconds,
+    link_load,
+    pass_seconds,
+    reshard_bytes,
+    restore_bytes,
+    rows_of,
+    sum_seconds,
+)
 from moesys.layout import TokenPlan
-from moesys.overlap.links import ChannelName, Flow, Links
-from moesys.timeline import Span, Timeline
+from moesys.overlap.critical_path import START, Event, PathPart, Transfer, Work, walk_back
+from moesys.overlap.links import ChannelName, Links
+from moesys.timeline import Block, Timeline
+
+Recompute = Literal["none", "layers", "computing"]
+Direction = Literal["forward", "recomputation", "backward"]
+
+
+@dataclass(frozen=True)
+class RestOfStep:
+    """What a step does beside the experts of its layers.
+
+    other_seconds: forward of the rest of a layer (attention, norms, router), before its experts, a number or one a rank
+        [R]; backward takes twice that.
+    recompute: ``layers``, as ``moesys.recompute`` does it: in backward the whole layer runs forward once more before,
+        and its rows travel once more. ``computing``, as LAER-MoE does it: rows that have travelled are kept.
+    optimizer_seconds: at the end of the step.
+    latency_seconds: what every all-to-all with bytes takes before the first, beside what the cluster declares.
+    """
+
+    other_seconds: float | FloatArray = 0.0
+    recompute: Recompute = "none"
+    optimizer_seconds: float = 0.0
+    latency_seconds: float = 0.0
+
+
+@dataclass(frozen=True, eq=False)
+class Simulation:
+    """A step: ``timeline`` of blocks, and the path through them that sets its length."""
+
+    cluster: ClusterSpec
+    timeline: Timeline
+    length_seconds: float
+    _events: tuple[Event, ...]
+    _last: tuple[int, int]
+
+    @cached_property
+    def critical_path(self) -> tuple[PathPart, ...]:
+        """From the start of the step to its end without a gap: its seconds add up to ``length_seconds``."""
+        return walk_back(self._events, *self._last, self.length_seconds, self.cluster)
 
 
 def simulate_step(
@@ -34,25 +89,38 @@ def simulate_step(
     other_seconds: float = 0.0,
     latency_seconds: float = 0.0,
 ) -> Timeline:
-    """Forward and backward of one micro-batch through layers with these ``plans``, in order; zero is the step's start.
+    """``run_step`` of one micro-batch: forward and backward of layers with these ``plans``, in order."""
+    rest = RestOfStep(other_seconds=other_seconds, latency_seconds=latency_seconds)
+    return run_step(strategy, model, cluster, [plans], rest).timeline
 
-    Spans as a measured step has them: lanes ``compute`` (kinds ``experts``, ``weight_gradients``, ``other``),
-    ``dispatch``, ``combine``, ``restore``, ``reshard`` (kinds named alike). What takes no rank any time has no span.
 
-    other_seconds: forward of the rest of a layer (attention and so on), before its experts; backward takes twice that.
-    latency_seconds: what every all-to-all takes before its first byte moves. 0 makes many chunks look better than they
-        are.
+def run_step(
+    strategy: Strategy,
+    model: ModelShape,
+    cluster: ClusterSpec,
+    micro_batches: Sequence[Sequence[TokenPlan]],
+    rest: RestOfStep | None = None,
+) -> Simulation:
+    """Forward and backward of each micro-batch through all layers, one micro-batch after another; zero is the start.
+
+    ``micro_batches``: the plans of each, layer by layer. Spans as a measured step has them: lanes ``compute`` (kinds
+    ``experts``, ``weight_gradients``, ``gather``, ``sum``, ``other``, ``optimizer``), ``counts``, ``dispatch``,
+    ``combine``, ``restore``, ``reshard`` (kinds named alike). What takes a rank no time has no span.
 
     Raises ValueError for a strategy whose overlap the model does not know (``require_simulated``).
     """
     require_simulated(strategy)
-    step = _Step(strategy, model, cluster, plans, other_seconds, Links(latency_seconds))
-    for layer in range(len(plans)):
-        step.forward(layer)
-    for layer in reversed(range(len(plans))):
-        step.backward(layer)
-    step.flush()
-    return Timeline(step.spans(), "simulated")
+    rest = RestOfStep() if rest is None else rest
+    step = _Step(strategy, model, cluster, rest)
+    for number, plans in enumerate(micro_batches):
+        step.begin(plans, f", micro-batch {number}" if len(micro_batches) > 1 else "")
+        for layer in range(len(plans)):
+            step.forward(layer)
+        for layer in reversed(range(len(plans))):
+            step.backward(layer)
+        step.flush()
+    step.finish()
+    return step.simulation()
 
 
 def require_simulated(strategy: Strategy) -> None:
@@ -68,31 +136,14 @@ def exposed_ms(timeline: Timeline) -> float:
     """Mean over ranks of the milliseconds in which a rank does not compute, until the last one is done: communication
     that nothing hides, and waiting for slower ranks.
     """
-    busy_us = _busy_us(timeline)
+    busy_us = timeline.busy_us("compute")
     return (timeline.length_us - sum(busy_us.values()) / len(busy_us)) / 1000 if busy_us else 0.0
 
 
 def critical_rank(timeline: Timeline) -> int:
     """The rank that computes longest, for which others wait; the lowest of equals, and 0 of an empty timeline."""
-    busy_us = _busy_us(timeline)
+    busy_us = timeline.busy_us("compute")
     return min(busy_us, key=lambda rank: (-busy_us[rank], rank), default=0)
-
-
-def _busy_us(timeline: Timeline) -> dict[int, float]:
-    """Microseconds that each rank of the timeline computes."""
-    busy_us: dict[int, float] = defaultdict(float)
-    for span in timeline.spans:
-        busy_us[span.rank] += span.duration_us if span.lane == "compute" else 0.0
-    return busy_us
-
-
-@dataclass(frozen=True)
-class _Transfer:
-    """An all-to-all that has been issued."""
-
-    flow: Flow
-    lane: str
-    detail: str
 
 
 @dataclass
@@ -101,24 +152,18 @@ class _Exchange:
     ``others`` are still to be issued.
     """
 
-    newest: _Transfer
-    others: list[FloatArray]
+    newest: Transfer
+    others: list[LinkLoad]
+    detail: str
 
 
 class _Step:
-    """Clocks of all ranks, ``now_R`` in seconds, and what is on its way."""
+    """Clocks of all ranks, ``now_R``, what holds each up until then, and what is on its way."""
 
-    def __init__(
-        self,
-        strategy: Strategy,
-        model: ModelShape,
-        cluster: ClusterSpec,
-        plans: Sequence[TokenPlan],
-        other_seconds: float,
-        links: Links,
-    ) -> None:
-        self.strategy, self.model, self.cluster, self.plans = strategy, model, cluster, plans
-        self.other_seconds, self.links = other_seconds, links
+    def __init__(self, strategy: Strategy, model: ModelShape, cluster: ClusterSpec, rest: RestOfStep) -> None:
+        self.strategy, self.model, self.cluster, self.rest = strategy, model, cluster, rest
+        self.suffix = ""
+        self.links = Links(cluster)
         self.num_chunks = strategy.overlap.chunks if isinstance(strategy.overlap, Pipelined) else 1
         sharding = strategy.sharding
         self.prefetch_layers, self.delay_reshard, self.reshard_after_forward = 0, False, False
@@ -126,11 +171,18 @@ class _Step:
             self.prefetch_layers, self.delay_reshard = sharding.prefetch_layers, sharding.delay_reshard
             self.reshard_after_forward = sharding.reshard_after_forward
         self.now_R = np.zeros(cluster.num_ranks)
-        self.experts: dict[int, _Exchange | None] = {}
+        self.cause_R = np.full(cluster.num_ranks, START)
+        self.events: list[Event] = []
+        self.newest_of: dict[ChannelName, int] = {"tokens": START, "weights": START}
         self.waiting_reshards: deque[int] = deque()
         self.reshards: deque[_Exchange] = deque()
-        self.transfers: list[_Transfer] = []
-        self.computed: list[tuple[str, str, FloatArray, FloatArray]] = []
+
+    def begin(self, plans: Sequence[TokenPlan], suffix: str) -> None:
+        """A micro-batch; experts that were brought for another one are not used. ``suffix``: of every detail."""
+        self.plans, self.suffix = plans, suffix
+        self.experts: dict[int, _Exchange | None] = {}
+        self.restores: dict[int, tuple[LinkLoad, ...]] = {}
+        self.rows: dict[int, tuple[FloatArray, LinkLoad]] = {}
 
     # --- a layer --------------------------------------------------------------------------------------------
 
@@ -141,13 +193,18 @@ class _Step:
                 self._start_restore(following)
             self._finish_restore(layer)
 
-        self._compute(self.other_seconds, "other", f"layer {layer} forward")
+        self._compute(self.rest.other_seconds, "other", f"layer {layer} forward")
+        self._exchange_counts(layer)
         self._start_restore(layer)
-        self._run(layer, backward=False, ready=ready)
+        self._run(layer, "forward", ready)
         if self.reshard_after_forward:
             del self.experts[layer]
 
     def backward(self, layer: int) -> None:
+        def found() -> None:
+            self._spread(layer)
+            self._finish_restore(layer)
+
         def ready() -> None:
             self._spread(layer)
             for before in range(layer - 1, max(layer - 1 - self.prefetch_layers, -1), -1):
@@ -155,54 +212,114 @@ class _Step:
             self._start_reshards()
             self._finish_restore(layer)
 
+        if self.rest.recompute == "layers":
+            self._compute(self.rest.other_seconds, "other", f"layer {layer} recomputation")
+            self._start_restore(layer)
+            self._run(layer, "recomputation", found)
         self._start_restore(layer)
-        self._run(layer, backward=True, ready=ready)
+        self._run(layer, "backward", ready)
         del self.experts[layer]
         self.waiting_reshards.append(layer)
         if not self.delay_reshard:
             self._start_reshards()
         self._finish_reshards()
-        self._compute(2 * self.other_seconds, "other", f"layer {layer} backward")
+        if self.rest.recompute == "computing":
+            self._compute(self.rest.other_seconds, "other", f"layer {layer} recomputation")
+        self._compute(2 * self.rest.other_seconds, "other", f"layer {layer} backward")
 
     def flush(self) -> None:
         """Gradients that were to travel behind a layer that does not come."""
         self._start_reshards()
         self._finish_reshards()
 
-    def _run(self, layer: int, backward: bool, ready: Callable[[], None]) -> None:
-        """The schedule of ``ChunkedExecutor``; with one chunk, weight gradients are computed before rows go home."""
-        plan, chunks = self.plans[layer], self.num_chunks
-        name = f"layer {layer} {'backward' if backward else 'forward'}"
-        bytes_RR = dispatch_bytes(plan, self.model)
-        dispatch_L = link_seconds(bytes_RR, self.cluster) / chunks
-        combine_L = link_seconds(bytes_RR.T, self.cluster) / chunks
-        all_R = expert_seconds(plan.tokens_R.astype(np.float64), self.model, self.cluster, backward)
-        weight_gradients_R = all_R / 2 if backward and chunks > 1 else 0 * all_R
-        experts_R = (all_R - weight_gradients_R) / chunks
+    def finish(self) -> None:
+        self._compute(self.rest.optimizer_seconds, "optimizer", "")
 
-        dispatched = deque([self._issue("tokens", "dispatch", dispatch_L, f"{name} 0")])
-        going_home: deque[_Transfer] = deque()
+    def _run(self, layer: int, direction: Direction, ready: Callable[[], None]) -> None:
+        """The schedule of ``ChunkedExecutor``."""
+        chunks, name = self.num_chunks, f"layer {layer} {direction}"
+        rows_RE, whole = self._rows(layer)
+        dispatch, combine = whole.part(1 / chunks), whole.reversed().part(1 / chunks)
+        here_R, chosen_R = rows_RE.sum(axis=1) / chunks, self.plans[layer].load.tokens_RE.sum(axis=1) / chunks
+        backward = direction == "backward"
+        going_home: deque[tuple[int, Transfer]] = deque()
+
+        def send(chunk: int) -> Transfer:
+            self._gather(chosen_R, f"{name} {chunk}")
+            return self._issue("tokens", "dispatch", dispatch, f"{name} {chunk}")
+
+        def finish() -> None:
+            chunk, transfer = going_home.popleft()
+            self._wait(transfer)
+            self._compute(sum_seconds(chosen_R, self.model, self.cluster), "sum", f"{name} {chunk}")
+
+        if backward:
+            weights = self._send("tokens", "dispatch", whole.messages(), f"{name} weights")
+        dispatched = deque([send(0)])
         for chunk in range(chunks):
             if chunk + 1 < chunks:
-                dispatched.append(self._issue("tokens", "dispatch", dispatch_L, f"{name} {chunk + 1}"))
+                dispatched.append(send(chunk + 1))
             self._wait(dispatched.popleft())
             if chunk == 0:
+                if backward:
+                    self._wait(weights)
                 ready()
-            self._compute(experts_R, "experts", f"{name} {chunk}")
-            going_home.append(self._issue("tokens", "combine", combine_L, f"{name} {chunk}"))
+            self._experts(rows_RE / chunks, layer, direction, chunk)
+            self._gather(here_R, f"{name} {chunk}")
+            going_home.append((chunk, self._issue("tokens", "combine", combine, f"{name} {chunk}")))
             if chunk:
-                self._wait(going_home.popleft())
-        self._compute(weight_gradients_R, "weight_gradients", name)
-        self._wait(going_home.popleft())
+                finish()
+        if chunks == 1:
+            finish()
+        if backward:
+            weights = self._send("tokens", "combine", whole.reversed().messages(), f"{name} weights")
+            seconds_R = pass_seconds(rows_RE, self.model, self.cluster, "weight_gradients")
+            self._compute(seconds_R, "weight_gradients", name)
+        if chunks > 1:
+            finish()
+        if backward:
+            self._wait(weights)
+
+    def _experts(self, rows_RE: FloatArray, layer: int, direction: Direction, chunk: int) -> None:
+        def run(of: Literal["forward", "input_gradients"], name: Direction) -> None:
+            seconds_R = pass_seconds(rows_RE, self.model, self.cluster, of)
+            self._compute(seconds_R, "experts", f"layer {layer} {name} {chunk}")
+
+        if direction == "backward":
+            if self.rest.recompute == "computing":
+                run("forward", "recomputation")
+            run("input_gradients", direction)
+        else:
+            run("forward", direction)
+
+    def _gather(self, rows_R: FloatArray, detail: str) -> None:
+        if self.cluster.num_ranks > 1:
+            self._compute(gather_seconds(rows_R, self.model, self.cluster), "gather", detail)
+
+    def _rows(self, layer: int) -> tuple[FloatArray, LinkLoad]:
+        """Of each rank and expert, and what their way to it asks of the links."""
+        if layer not in self.rows:
+            plan = self.plans[layer]
+            self.rows[layer] = rows_of(plan), link_load(dispatch_bytes(plan, self.model), self.cluster)
+        return self.rows[layer]
+
+    def _exchange_counts(self, layer: int) -> None:
+        """An all-gather: nobody knows what comes before all have said what they send."""
+        sizes = np.array(self.cluster.node_sizes)
+        others = np.array([sizes.repeat(sizes) > 1, np.full(self.cluster.num_ranks, len(sizes) > 1)])
+        counts = LinkLoad(np.zeros(2 * (self.cluster.num_ranks + len(sizes))), others.repeat(2, axis=0))
+        self._wait(self._send("tokens", "counts", counts, f"layer {layer}"))
 
     # --- experts and their gradients ------------------------------------------------------------------------
 
     def _start_restore(self, layer: int) -> None:
         """Unless the layer's experts are under way or here."""
         if layer not in self.experts:
-            layout = self.plans[layer].layout
-            all_bytes = restore_bytes(layout, self.model, self.cluster, self.strategy.sharding)
-            self.experts[layer] = self._start(all_bytes, "restore", layer)
+            if layer not in self.restores:
+                layout = self.plans[layer].layout
+                all_bytes = restore_bytes(layout, self.model, self.cluster, self.strategy.sharding)
+                self.restores[layer] = tuple(link_load(bytes_RR, self.cluster) for bytes_RR in all_bytes)
+            self.experts[layer] = self._start(self.restores[layer], "restore", layer)
 
     def _spread(self, layer: int) -> None:
         """Issue what is left of a restore, so that it does not queue behind those of other layers."""
@@ -218,25 +335,25 @@ class _Step:
         while self.waiting_reshards:
             layer = self.waiting_reshards.popleft()
             all_bytes = reshard_bytes(self.plans[layer].layout, self.model, self.cluster, self.strategy.sharding)
-            if (exchange := self._start(all_bytes, "reshard", layer)) is not None:
+            loads = tuple(link_load(bytes_RR, self.cluster) for bytes_RR in all_bytes)
+            if (exchange := self._start(loads, "reshard", layer)) is not None:
                 self.reshards.append(exchange)
 
     def _finish_reshards(self) -> None:
         while self.reshards:
             self._finish(self.reshards.popleft())
 
-    def _start(self, all_bytes: tuple[FloatArray, ...], lane: str, layer: int) -> _Exchange | None:
-        if not all_bytes:
+    def _start(self, loads: tuple[LinkLoad, ...], lane: str, layer: int) -> _Exchange | None:
+        if not loads:
             return None
-        first, *others = (link_seconds(bytes_RR, self.cluster) for bytes_RR in all_bytes)
-        return _Exchange(self._issue("weights", lane, first, f"layer {layer}"), others)
+        first, *others = loads
+        return _Exchange(self._issue("weights", lane, first, f"layer {layer}"), others, f"layer {layer}")
 
     def _advance(self, exchange: _Exchange) -> None:
         """Wait for all all-to-alls of the exchange but the last, which is then under way."""
         while exchange.others:
             self._wait(exchange.newest)
-            lane, detail = exchange.newest.lane, exchange.newest.detail
-            exchange.newest = self._issue("weights", lane, exchange.others.pop(0), detail)
+            exchange.newest = self._issue("weights", exchange.newest.lane, exchange.others.pop(0), exchange.detail)
 
     def _finish(self, exchange: _Exchange) -> None:
         self._advance(exchange)
@@ -244,33 +361,67 @@ class _Step:
 
     # --- lanes ----------------------------------------------------------------------------------------------
 
-    def _issue(self, channel: ChannelName, lane: str, seconds_L: FloatArray, detail: str) -> _Transfer:
-        transfer = _Transfer(self.links.issue(channel, float(self.now_R.max()), seconds_L), lane, detail)
-        self.transfers.append(transfer)
+    def _issue(self, channel: ChannelName, lane: str, load: LinkLoad, detail: str) -> Transfer:
+        """An all-to-all of rows, experts or gradients."""
+        return self._send(channel, lane, load, detail, self.rest.latency_seconds)
+
+    def _send(
+        self, channel: ChannelName, lane: str, load: LinkLoad, detail: str, latency_seconds: float = 0.0
+    ) -> Transfer:
+        last = int(self.now_R.argmax())
+        issued, number = float(self.now_R[last]), len(self.events)
+        flow = self.links.issue(channel, issued, load, latency_seconds)
+        behind, self.newest_of[channel] = self.newest_of[channel], number
+        transfer = Transfer(number, flow, lane, detail + self.suffix, issued, last, int(self.cause_R[last]), behind)
+        self.events.append(transfer)
         return transfer
 
-    def _wait(self, transfer: _Transfer) -> None:
-        self.now_R = np.maximum(self.now_R, self.links.end_of(transfer.flow))
+    def _wait(self, transfer: Transfer) -> None:
+        end_R = self.links.end_of(transfer.flow)
+        self.cause_R = np.where(end_R > self.now_R, transfer.number, self.cause_R)
+        self.now_R = np.maximum(self.now_R, end_R)
 
     def _compute(self, seconds_R: FloatArray | float, kind: str, detail: str) -> None:
-        end_R = self.now_R + seconds_R
-        self.computed.append((kind, detail, self.now_R, end_R))
-        self.now_R = end_R
+        end_R = self._end_of_work(np.broadcast_to(seconds_R, self.now_R.shape))
+        if (end_R > self.now_R).any():
+            number, detail = len(self.events), detail + self.suffix
+            work = Work(number, kind, detail, self.now_R, end_R, self.cause_R, np.arange(len(end_R)))
+            self.cause_R = np.where(end_R > self.now_R, work.number, self.cause_R)
+            self.events.append(work)
+            self.now_R = end_R
 
-    def spans(self) -> tuple[Span, ...]:
-        """All spans, mostly in the order of a ``Timeline``, which then has little to sort."""
-        computed = [
-            ((1e6 * start_R).tolist(), (1e6 * end_R).tolist(), kind, detail)
-            for kind, detail, start_R, end_R in self.computed
-            if (end_R > start_R).any()
-        ]
-        moved = [
-            (1e6 * transfer.flow.start, 1e6 * end, transfer.lane, transfer.detail)
-            for transfer in sorted(self.transfers, key=lambda transfer: transfer.lane)
-            if (end := self.links.end_of(transfer.flow)) > transfer.flow.start
-        ]
-        spans = []
-        for rank in range(self.cluster.num_ranks):
-            spans += [Span(rank, "compute", start[rank], end[rank], *what) for start, end, *what in computed]
-            spans += [Span(rank, lane, start, end, lane, detail) for start, end, lane, detail in moved]
-        return tuple(spans)
+    def _end_of_work(self, seconds_R: FloatArray) -> FloatArray:
+        """Of computing that begins now: while messages of a rank move, it loses ``copy_share`` to them."""
+        moving = self.links.if_nothing_follows() if self.cluster.copy_share else []
+        start_FR = np.array([np.full(len(end_R), start) for start, end_R in moving]).reshape(-1, len(seconds_R))
+        end_FR = np.array([end_R for _, end_R in moving]).reshape(-1, len(seconds_R))
+        at_R, left_R = self.now_R, seconds_R
+        for until_R in np.sort(np.concatenate([start_FR, end_FR]), axis=0):
+            until_R = np.maximum(until_R, at_R)
+            beside_R = ((start_FR <= at_R) & (at_R < end_FR)).any(axis=0)
+            rate_R = np.where(beside_R, 1 - self.cluster.copy_share, 1.0)
+            taken_R = np.minimum(left_R / rate_R, until_R - at_R)
+            left_R = left_R - taken_R * rate_R
+            at_R = np.where(left_R > 0, until_R, at_R + taken_R)
+        return at_R + left_R
+
+    # --- what has happened ----------------------------------------------------------------------------------
+
+    def simulation(self) -> Simulation:
+        last = int(self.now_R.argmax())
+        blocks = map(self._block, self.events)
+        return Simulation(
+            cluster=self.cluster,
+            timeline=Timeline.of_blocks(block for block in blocks if (block.end_us_R > block.start_us_R).any()),
+            length_seconds=float(self.now_R[last]),
+            _events=tuple(self.events),
+            _last=(int(self.cause_R[last]), last),
+        )
+
+    def _block(self, event: Event) -> Block:
+        if isinstance(event, Work):
+            return Block("compute", event.kind, event.detail, 1e6 * event.start_R, 1e6 * event.end_R)
+        start_R = np.full(self.cluster.num_ranks, event.flow.start)
+        end_R = self.links.end_of(event.flow)
+        end_R = np.where(end_R < start_R, np.nan, end_R)
+        return Block(event.lane, event.lane, event.detail, 1e6 * start_R, 1e6 * end_R)
