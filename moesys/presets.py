@@ -60,16 +60,110 @@ LAER_E8K2 = MIXTRAL_8X7B.replace(router_aux_loss_coef=0.0)
 # LAER-MoE's mixtral-8x7b e16k4: twice the experts, each of half the width.
 LAER_E16K4 = LAER_E8K2.replace(intermediate_size=7168, num_experts=16, top_k=4)
 
-# LAER-MoE's testbed, 4 nodes of 8 A100-80GB. Bandwidths: network_config.json of its artifact. Matmul rate: the 1.484375
-# us that its planner allows one token in one of Mixtral's experts, 6 x 4096 x 14336 flops.
-LAER_A100 = ClusterSpec(
-    name="4 x 8 A100-80GB",
-    num_nodes=4,
-    ranks_per_node=8,
-    intra_node_gb_per_s=216.269,
-    inter_node_gb_per_s=88.9539,
-    expert_tflops=237.0,
-)
+# --- clusters ---------------------------------------------------------------------------------------------------------
+#
+# Nodes of 8 GPUs. Every number is one of: [sheet], its maker's data sheet; [measured], published by who measured it;
+# [derived], from such numbers, as said. Read on 2026-11-22. `moesys bench calibrate` measures your own.
+#
+# Data sheets: NVIDIA A100 80GB (2021), H100 (2023), H200 (2023), HGX B200 (2024): memory, multiprocessors, and NVLink
+# of 300, 450, 450 and 900 GB/s one way. H800 is H100 with NVLink of 200. Streams reach nine tenths of a memory's rate.
+#
+# expert_tflops [measured]: the best published forward of a whole MoE layer, not of one dense product, of which H100 and
+# H200 reach 794.5 and B200 1745 (github.com/stas00/ml-engineering, "Maximum Achievable Matmul FLOPS").
+#
+# inter_node_gb_per_s [derived]: DeepEP V2's README (2026) has 90 GB/s for each GPU of 2 nodes with a ConnectX-7 of
+# 400 Gb/s each, and counts rows that stay in their node, which are half: 45 of 50 GB/s, for 8 GPUs.
+#
+# intra_node_us, inter_node_us, flag_us [measured]: what NCCL's own model expects of one hop of a ring
+# (src/graph/tuning.cc, commit 01afd20): Simple over NVLink and over network; LL, whose flags travel with the data, over
+# NVLink.
+#
+# launch_us [measured]: NVIDIA's blog "Getting Started with CUDA Graphs" (2019), on V100: kernels of 2.9 us in a stream
+# follow one another every 3.8 us. No newer figure was found.
+#
+# copy_share [derived]: the multiprocessors that DeepEP takes for its copies, 24 (V1's own choice; B200: V2's README).
+
+
+def _nodes_of_8(num_nodes: int, name: str, **fields: float) -> ClusterSpec:
+    hops = {"intra_node_us": 3.4, "inter_node_us": 9.6, "flag_us": 0.47, "launch_us": 0.9}
+    shape = {"num_nodes": num_nodes, "ranks_per_node": 8, "name": f"{num_nodes} x 8 {name}"}
+    return ClusterSpec.model_validate(shape | hops | fields)
+
+
+def a100(num_nodes: int = 1) -> ClusterSpec:
+    """Nodes of 8 A100-80GB SXM with 4 NICs of 200 Gb/s, as LAER-MoE measured them (arXiv 2602.11686)."""
+    return _nodes_of_8(
+        num_nodes,
+        "A100-80GB",
+        # [measured] network_config.json of LAER-MoE's artifact (2026); 300 and 100 GB/s by data sheet.
+        intra_node_gb_per_s=216.269,
+        inter_node_gb_per_s=88.9539,
+        # [measured] the 1.484375 us of its planner for a token in one of Mixtral's experts, 6 x 4096 x 14336 flops.
+        expert_tflops=237.0,
+        memory_gb_per_s=2039.0,
+        multiprocessors=108,
+        # MegaBlocks' tiles, chosen on A100 (arXiv 2211.15841).
+        tile_rows=128,
+        tile_columns=128,
+        # What NCCL's copies take of an A100 is not published.
+        copy_share=0.0,
+    )
+
+
+def _hopper(num_nodes: int, name: str, **fields: float) -> ClusterSpec:
+    # Tiles: most of SonicMoE's (arXiv 2512.14080).
+    shared = {
+        "inter_node_gb_per_s": 360.0,
+        "memory_gb_per_s": 3350.0,
+        "multiprocessors": 132,
+        "tile_rows": 128,
+        "tile_columns": 256,
+        "copy_share": 24 / 132,
+    }
+    return _nodes_of_8(num_nodes, name, **(shared | fields))
+
+
+def h800(num_nodes: int = 1) -> ClusterSpec:
+    """Nodes of 8 H800 SXM with 8 NICs of 400 Gb/s."""
+    # [derived] DeepEP V1's 153 GB/s (docs/legacy.md, 2025) count rows that stay on their GPU, which are one in 8.
+    return _hopper(num_nodes, "H800", intra_node_gb_per_s=134.0, expert_tflops=594.0)
+
+
+def h100(num_nodes: int = 1) -> ClusterSpec:
+    """Nodes of 8 H100 SXM with 8 NICs of 400 Gb/s."""
+    # [measured] 370 of 450 GB/s: NCCL's developers (github.com/NVIDIA/nccl-tests issue 212, 2024). 594: SonicMoE (arXiv
+    # 2512.14080, 2025), figure 14, 32768 tokens of 4096, 64 experts of 2048, top 4.
+    return _hopper(num_nodes, "H100", intra_node_gb_per_s=370.0, expert_tflops=594.0)
+
+
+def h200(num_nodes: int = 1) -> ClusterSpec:
+    """Nodes of 8 H200 SXM with 8 NICs of 400 Gb/s: H100 with faster memory."""
+    # [measured] 613: Liger-Kernel's expert-parallel MoE (README of liger_cute_kernels, 2026), Mixtral's layer, one GPU.
+    return _hopper(num_nodes, "H200", intra_node_gb_per_s=370.0, expert_tflops=613.0, memory_gb_per_s=4800.0)
+
+
+def b200(num_nodes: int = 1) -> ClusterSpec:
+    """Nodes of 8 B200 SXM with 8 NICs of 400 Gb/s."""
+    return _nodes_of_8(
+        num_nodes,
+        "B200",
+        # [derived] DeepEP V2's README (2026): 643 GB/s with 24 multiprocessors, of which one row in 8 stays on its GPU.
+        intra_node_gb_per_s=563.0,
+        inter_node_gb_per_s=360.0,
+        # [derived] 1745 of a dense product, times 594 / 794.5 of H100: no rate of a MoE layer was found.
+        expert_tflops=1305.0,
+        # [measured] what the driver says of the bus (github.com/pytorch/ao pull 4002, 2026); 8000 by data sheet.
+        memory_gb_per_s=7672.0,
+        multiprocessors=148,
+        # A pair of multiprocessors shares a tile of 256 rows (CUTLASS's Blackwell kernels).
+        tile_rows=128,
+        tile_columns=256,
+        copy_share=24 / 148,
+    )
+
+
+# LAER-MoE's testbed.
+LAER_A100 = a100(num_nodes=4)
 
 Slots = SlotCount | tuple[SlotCount, ...]
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+from pathlib import Path
+
 import pytest
 
 from moesys import presets
 from moesys.config import ClusterSpec, Declared, Ep, EvenSplit, Fsep, Laer, Sequential, Static, Strategy, WindowMean
 
 CONSTANTS = {name: value for name, value in vars(presets).items() if isinstance(value, Declared)}
+CLUSTERS = [presets.a100, presets.h800, presets.h100, presets.h200, presets.b200]
 
 
 @pytest.mark.parametrize("name", CONSTANTS)
@@ -57,8 +61,60 @@ def test_models_agree_with_transformers():
 
 
 def test_laers_cluster_is_the_one_the_defaults_are_for():
-    assert ClusterSpec(name=presets.LAER_A100.name, num_nodes=4, ranks_per_node=8) == presets.LAER_A100
-    assert presets.LAER_A100.num_ranks == 32
+    default = ClusterSpec()
+    for field in ("intra_node_gb_per_s", "inter_node_gb_per_s", "expert_tflops"):
+        assert getattr(presets.LAER_A100, field) == getattr(default, field)
+    assert presets.LAER_A100.node_sizes == (8,) * 4
+    assert presets.LAER_A100.name == "4 x 8 A100-80GB"
+
+
+@pytest.mark.parametrize("make", CLUSTERS)
+def test_clusters_have_the_nodes_asked_for(make):
+    cluster = make(num_nodes=3)
+    assert cluster.node_sizes == (8,) * 3
+    assert make() == cluster.replace(num_nodes=1, name=cluster.name.replace("3", "1", 1))
+    assert ClusterSpec.from_toml(cluster.to_toml()) == cluster
+
+
+# Of one GPU: dense bfloat16 TFLOP/s, NVLink GB/s one way and memory GB/s by data sheet; GB/s of a node's NICs.
+SHEETS = {
+    "a100": (312, 300, 2039, 100),
+    "h800": (989.5, 200, 3350, 400),
+    "h100": (989.5, 450, 3350, 400),
+    "h200": (989.5, 450, 4800, 400),
+    "b200": (2250, 900, 8000, 400),
+}
+
+
+@pytest.mark.parametrize("make", CLUSTERS)
+def test_no_cluster_is_faster_than_its_data_sheet(make):
+    tflops, nvlink_gb_per_s, memory_gb_per_s, nics_gb_per_s = SHEETS[make.__name__]
+    cluster = make()
+    assert 0.5 * tflops < cluster.expert_tflops < tflops
+    assert 0.5 * nvlink_gb_per_s < cluster.intra_node_gb_per_s < nvlink_gb_per_s
+    assert 0.9 * memory_gb_per_s < cluster.memory_gb_per_s <= memory_gb_per_s
+    assert 0.8 * nics_gb_per_s < cluster.inter_node_gb_per_s < nics_gb_per_s
+
+
+def test_no_newer_gpu_is_slower():
+    speeds = ("expert_tflops", "memory_gb_per_s", "intra_node_gb_per_s", "inter_node_gb_per_s", "multiprocessors")
+    for older, newer in itertools.pairwise([presets.a100(), presets.h100(), presets.h200(), presets.b200()]):
+        assert all(getattr(older, speed) <= getattr(newer, speed) for speed in speeds)
+    cut = presets.h100().replace(name="1 x 8 H800", intra_node_gb_per_s=presets.h800().intra_node_gb_per_s)
+    assert cut == presets.h800()
+
+
+def test_the_page_of_clusters_tells_their_numbers():
+    page = (Path(__file__).parent.parent / "docs" / "clusters.md").read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("|")]
+    (header,) = [row for row in rows if row[0] == "field" and "`presets.h100`" in row]
+    fields = {row[0].strip("`"): row[1:] for row in rows if row[0].strip("`") in ClusterSpec.model_fields}
+    for column, name in enumerate(header[1:]):
+        if name.startswith("`presets."):
+            cluster = getattr(presets, name.strip("`").removeprefix("presets."))()
+            for field in set(ClusterSpec.model_fields) - {"num_nodes", "ranks_per_node", "ranks_per_domain", "name"}:
+                told = fields[field][column].split()[0]
+                assert float(told) == pytest.approx(getattr(cluster, field), rel=1e-3), (name, field)
 
 
 def test_strategies_are_what_they_are_called():
