@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import triton
@@ -39,6 +39,9 @@ from moesys.kernels.tiles import INTERPRETED_PROGRAMS, Block
 from moesys.kernels.tuner import INTERPRETED
 
 Granularity = Literal["tile", "expert"]
+
+# Registers of a multiprocessor of NVIDIA's, of which one thread may have so many.
+NUM_REGISTERS, MOST_REGISTERS, THREADS_OF_WARP = 65536, 255, 32
 
 
 @dataclass(frozen=True)
@@ -194,6 +197,15 @@ def arrange(
     flags = combine_flags(table, heap.rank, block_rows, point.granularity == "expert")
     matrix_G = torch.arange(len(replicas.own_G), dtype=torch.int32, device=routing.row_TK.device)
     return MegaRows(table, tiles, flags, entry_N, first_row_N, first_tile_N, matrix_G, top_k)
+
+
+def launch_options(block: Block, multiplies: bool) -> dict[str, Any]:
+    """What a launch takes of ``block``. One that only moves rows may have all registers that its one program on a
+    multiprocessor can: left to itself, the assembler spills to make room for more programs than there are.
+    """
+    if multiplies:
+        return block.options()
+    return block.options() | {"maxnreg": min(MOST_REGISTERS, NUM_REGISTERS // (THREADS_OF_WARP * block.warps))}
 
 
 @triton.jit

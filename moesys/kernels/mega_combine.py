@@ -22,7 +22,7 @@ from torch import Tensor
 from moesys.kernels.heap import RANK, at
 from moesys.kernels.homeward import push_dweights, push_rows, push_tile, raise_at_sources, sum_rows
 from moesys.kernels.link import arrive, set_off
-from moesys.kernels.mega import MegaMemory, MegaPoint, MegaRows, parts_of
+from moesys.kernels.mega import MegaMemory, MegaPoint, MegaRows, launch_options, parts_of
 from moesys.kernels.numerics import rounded
 from moesys.kernels.products import rows_by_matrix
 from moesys.kernels.signals import raise_flag
@@ -175,7 +175,7 @@ def _launch(
             sum_tokens=point.sum_tokens,
             push_columns=PUSH_COLUMNS,
             **outer_options,
-            **block.options(),
+            **launch_options(block, multiply or (outer_products and gradients is not None)),
         )
     return out_TH
 

@@ -23,7 +23,7 @@ from moesys.kernels.activations import GATED
 from moesys.kernels.exchange import OrderedTiles
 from moesys.kernels.heap import RANK, at
 from moesys.kernels.link import arrive, set_off
-from moesys.kernels.mega import MegaMemory, MegaPoint, MegaRows, parts_of, raise_or_count
+from moesys.kernels.mega import MegaMemory, MegaPoint, MegaRows, launch_options, parts_of, raise_or_count
 from moesys.kernels.products import rows_by_matrix
 from moesys.kernels.signals import DISPATCH, PUBLISH, wait
 from moesys.kernels.task_queue import leave, mixed_task, take
@@ -135,7 +135,7 @@ def _launch(
             fetch_rows=point.fetch_rows,
             fetch_columns=FETCH_COLUMNS,
             sum_columns=min(SUM_COLUMNS, block.columns),
-            **block.options(),
+            **launch_options(block, multiply),
         )
 
 
