@@ -191,11 +191,16 @@ def restore_bytes(
 
 
 def reshard_bytes(
-    layout: ExpertLayout, model: ModelShape, cluster: ClusterSpec, sharding: Sharding
+    layout: ExpertLayout,
+    model: ModelShape,
+    cluster: ClusterSpec,
+    sharding: Sharding,
+    gradient_bytes: int = GRADIENT_BYTES,
 ) -> tuple[FloatArray, ...]:
-    """``bytes_RR`` of the all-to-all that brings a layer's expert gradients home in float32: a flat restore backwards.
+    """``bytes_RR`` of the all-to-all that brings a layer's expert gradients home: a flat restore backwards.
 
-    None where every gradient is at home already. Optimizer state never moves.
+    None where every gradient is at home already. Optimizer state never moves. ``gradient_bytes``: of one element, which
+    the layers send in float32.
     """
     held_RE = (layout.replicas_RE > 0).astype(np.int64)
     match sharding:
@@ -203,9 +208,9 @@ def reshard_bytes(
             if cluster.num_ranks == 1:
                 return ()
             wire_slice = -(-model.expert_parameters // cluster.num_ranks)
-            return (_flat(held_RE.sum(axis=1), float(GRADIENT_BYTES * wire_slice)).T,)
+            return (_flat(held_RE.sum(axis=1), float(gradient_bytes * wire_slice)).T,)
         case Ep():
-            return tuple(lent_RR.T for lent_RR in _lent(held_RE, float(GRADIENT_BYTES * model.expert_parameters)))
+            return tuple(lent_RR.T for lent_RR in _lent(held_RE, float(gradient_bytes * model.expert_parameters)))
         case _:
             assert_never(sharding)
 

@@ -38,7 +38,22 @@ class Training(Declared):
     )
 
 
-class Replay(Declared):
+class Simulated(Declared):
+    """What a workload of the cost model says of the rest of a step, which moves and computes the same under every
+    strategy.
+    """
+
+    micro_batches: int = Field(1, ge=1, description="forward and backward passes of a step, each with its own plans")
+    other_ms: float = Field(
+        0.0, ge=0, description="forward of the rest of a layer, such as attention; backward takes twice that"
+    )
+    recompute: Literal["none", "layers", "computing"] = Field(
+        "none", description="in backward run layers forward again: whole, or computing alone, keeping what travelled"
+    )
+    optimizer_ms: float = Field(0.0, ge=0, description="at the end of a step")
+
+
+class Replay(Simulated):
     """Recorded routing through the cost model: trace files of ``moesys.traces``.
 
     A trace of fewer ranks than the cluster has is folded: consecutive micro-batches become further source ranks.
@@ -50,7 +65,7 @@ class Replay(Declared):
     tokens_per_rank: int | None = Field(None, ge=1, description="scale every rank to so many tokens; None: as recorded")
 
 
-class Generated(Declared):
+class Generated(Simulated):
     """Drawn routing through the cost model, with a declared skew.
 
     ``skew`` is the standard deviation of the logarithm of expert popularity (log-normal), or the exponent (Zipf).
@@ -70,7 +85,7 @@ class Generated(Declared):
     num_layers: int = Field(2, ge=1)
     tokens_per_rank: int = Field(16384, ge=1)
     warmup: int = Field(5, ge=0, description="first micro-batches, which planners see and nobody times")
-    steps: int = Field(20, ge=1, description="timed micro-batches after the warm-up")
+    steps: int = Field(20, ge=1, description="timed steps after the warm-up")
 
 
 Workload = Annotated[Training | Replay | Generated, Field(discriminator="kind")]

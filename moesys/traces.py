@@ -175,7 +175,8 @@ def load_trace(path: str | Path) -> Trace:
 
 
 def generate(workload: Generated, num_ranks: int, num_experts: int, top_k: int, seed: int) -> Trace:
-    """Routing of ``warmup + steps`` micro-batches, a pure function of the arguments; more steps change no earlier one.
+    """Routing of ``warmup`` micro-batches and those of ``steps`` steps, a pure function of the arguments; more steps
+    change no earlier one.
 
     An expert has a standard normal z in each layer, and each source rank its own besides. From one micro-batch to the
     next, z becomes (1 - drift)·z plus fresh noise that keeps its variance. Its log-popularity is skew·z (log-normal),
@@ -188,7 +189,7 @@ def generate(workload: Generated, num_ranks: int, num_experts: int, top_k: int, 
         raise ValueError(f"top_k={top_k} does not fit num_experts={num_experts}; use 1 <= top_k <= {num_experts}")
     if seed < 0:
         raise ValueError(f"seed={seed} is negative; use 0 or more")
-    S = workload.warmup + workload.steps
+    S = workload.warmup + workload.steps * workload.micro_batches
     tokens_SLRE = np.empty((S, workload.num_layers, num_ranks, num_experts), dtype=np.int64)
     for layer in range(workload.num_layers):
         rng = np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, layer))))

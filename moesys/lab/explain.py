@@ -20,12 +20,12 @@ from moesys.cost import FloatArray, dispatch_bytes, reshard_bytes, restore_bytes
 from moesys.experiment import Experiment, Generated, Replay, Training
 from moesys.lab.console import print_full
 from moesys.lab.rank_times import RankTimes
-from moesys.lab.trials import routing_of
+from moesys.lab.trials import rest_of, routing_of
 from moesys.layout import ExpertLayout
 from moesys.load import IntArray, LoadMatrix
 from moesys.moe.planning import InlinePlanner, LayoutSchedule, PlanRequest, PlanTicket
 from moesys.overlap.simulator import exposed_ms
-from moesys.step import LayerPlan, StepPlan, plan_layer, simulate
+from moesys.step import LayerPlan, StepPlan, plan_layer, simulation
 from moesys.traces import Trace
 
 
@@ -204,7 +204,7 @@ def explain(strategy: Strategy, experiment: Experiment, *, micro_batch: int | No
     fused = strategy.overlap if isinstance(strategy.overlap, MegaKernel) else None
     simulated = strategy.replace(overlap=Sequential()) if fused else strategy
     step = StepPlan(simulated, experiment.model, experiment.cluster, plans)
-    timeline = simulate(step)
+    timeline = simulation([step], rest_of(experiment.workload)).timeline
     times = RankTimes(timeline, experiment.cluster.num_ranks)
     return StepExplanation(
         experiment=experiment.name,

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bars
 from rich.text import Text
 
-from moesys.experiment import Experiment, Trial
+from moesys.experiment import Experiment, Generated, Replay, Training, Trial
 from moesys.lab.records import Record
 
 
@@ -161,7 +161,13 @@ class _Tally:
         self.num_trials = len(experiment.trials())
         self.num_done = len(recorded)
         workload = experiment.workload
-        self.num_steps = None if workload.kind == "replay" else workload.warmup + workload.steps
+        match workload:
+            case Replay():
+                self.num_steps = None
+            case Generated():
+                self.num_steps = workload.warmup + workload.steps * workload.micro_batches
+            case Training():
+                self.num_steps = workload.warmup + workload.steps
         self._widest = max(len(strategy.name) for strategy in experiment.strategies)
         self._step_ms: dict[str, list[float]] = {}
         self._seconds: list[float] = []

@@ -6,11 +6,9 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator
 
-from moesys.overlap.simulator import critical_rank
+from moesys.overlap.simulator import SLOWER_RANKS, critical_rank
 from moesys.timeline import Span, Timeline
 
-# What a rank waits for where no all-to-all moves: those that have not come to it yet.
-SLOWER_RANKS = "slower ranks"
 # The layer of a wait of a rank that has nothing to do at all.
 OF_NO_LAYER = -1
 

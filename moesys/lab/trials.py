@@ -13,12 +13,13 @@ import numpy as np
 
 from moesys.config import ClusterSpec, ModelShape, Strategy
 from moesys.cost import restore_bytes, restores_per_step
-from moesys.experiment import Generated, Replay, Training
+from moesys.experiment import Generated, Replay, Training, Workload
 from moesys.lab.records import Samples
 from moesys.load import IntArray, LoadMatrix
 from moesys.traces import Trace, generate, load_trace
 
 if TYPE_CHECKING:
+    from moesys.overlap.simulator import RestOfStep
     from moesys.step import StepPlan
 
 # Unit and direction of every metric that a trial may have, in the order in which tables show them.
@@ -111,19 +112,36 @@ def run_simulated(
     require_simulated(strategy)
     values: dict[str, list[float]] = {}
     tokens_SLE: list[IntArray] = []
-    for micro_batch, step in enumerate(walk(strategy, model, cluster, workload, seed)):
-        if micro_batch >= workload.warmup:
-            for name, value in _simulated(step).items():
+    step: list[StepPlan] = []
+    for number, micro_batch in enumerate(walk(strategy, model, cluster, workload, seed)):
+        if number >= workload.warmup:
+            step.append(micro_batch)
+        if len(step) == workload.micro_batches:
+            for name, value in _simulated(step, rest_of(workload)).items():
                 values.setdefault(name, []).append(value)
-            tokens_SLE.append(np.stack([plan.load.tokens_E for plan in step.layers]))
+            tokens_SLE += [np.stack([plan.load.tokens_E for plan in of_step.layers]) for of_step in step]
+            step = []
         tick()
     return Measurement(_samples(values), tokens_LE=np.sum(tokens_SLE, axis=0).tolist())
+
+
+def rest_of(workload: Workload) -> RestOfStep:
+    """What a workload says of a step beside routing. Of a training nobody knows but whether it recomputes."""
+    from moesys.overlap.simulator import RestOfStep
+
+    if isinstance(workload, Training):
+        return RestOfStep(recompute="layers" if workload.recompute else "none")
+    return RestOfStep(
+        other_seconds=workload.other_ms / 1000,
+        recompute=workload.recompute,
+        optimizer_seconds=workload.optimizer_ms / 1000,
+    )
 
 
 def walk(
     strategy: Strategy, model: ModelShape, cluster: ClusterSpec, workload: Replay | Generated, seed: int
 ) -> Iterator[StepPlan]:
-    """The step of each micro-batch of a workload, warm-up included.
+    """The plans of each micro-batch of a workload, warm-up included.
 
     Layouts follow from history as in training: the strategy's own predictor, ``replan_every`` and ``lag``. Only
     ``Oracle`` knows what is to come.
@@ -166,10 +184,12 @@ def routing_of(workload: Replay | Generated, model: ModelShape, cluster: Cluster
             f"trace {path} is of {trace.num_experts} experts and top_k={trace.top_k}, but the model has "
             f"num_experts={model.num_experts} and top_k={model.top_k}; replay it on a model that has as many"
         )
-    if trace.num_micro_batches <= workload.warmup:
+    if (most := trace.num_micro_batches - workload.micro_batches) < workload.warmup:
+        way_out = f"warmup <= {most}" if most >= 0 else f"micro_batches <= {trace.num_micro_batches}"
         raise ValueError(
             f"warmup={workload.warmup} leaves nothing to time of the {trace.num_micro_batches} micro-batches that "
-            f"trace {path} has on {cluster.num_ranks} ranks; use warmup <= {trace.num_micro_batches - 1}"
+            f"trace {path} has on {cluster.num_ranks} ranks, with micro_batches={workload.micro_batches} a step; "
+            f"use {way_out}"
         )
     empty_S = trace.tokens_SLRE.sum(axis=(1, 2, 3)) == 0
     if empty_S.any():
@@ -179,15 +199,15 @@ def routing_of(workload: Replay | Generated, model: ModelShape, cluster: Cluster
     return trace if workload.tokens_per_rank is None else trace.scaled(workload.tokens_per_rank)
 
 
-def _simulated(step: StepPlan) -> dict[str, float]:
+def _simulated(step: list[StepPlan], rest: RestOfStep) -> dict[str, float]:
     from moesys.overlap.simulator import exposed_ms
-    from moesys.step import simulate
+    from moesys.step import simulation
 
-    model, cluster, sharding = step.model, step.cluster, step.strategy.sharding
-    timeline = simulate(step)
-    tokens = [plan.tokens for plan in step.layers]
+    model, cluster, sharding = step[0].model, step[0].cluster, step[0].strategy.sharding
+    timeline = simulation(step, rest).timeline
+    tokens = [plan.tokens for micro_batch in step for plan in micro_batch.layers]
     restored_bytes = sum(
-        bytes_RR.sum() for plan in step.layers for bytes_RR in restore_bytes(plan.layout, model, cluster, sharding)
+        bytes_RR.sum() for plan in tokens for bytes_RR in restore_bytes(plan.layout, model, cluster, sharding)
     )
     routed = sum(plan.load.total for plan in tokens)
     leaving = sum(plan.inter_node_tokens(cluster.node_of_rank) for plan in tokens)

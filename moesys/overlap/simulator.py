@@ -26,6 +26,7 @@ import numpy as np
 
 from moesys.config import ClusterSpec, Fsep, MegaKernel, ModelShape, Pipelined, Strategy
 from moesys.cost import (
+    GRADIENT_BYTES,
     FloatArray,
     LinkLoad,
     dispatch_bytes,
@@ -42,6 +43,9 @@ from moesys.overlap.critical_path import START, Event, PathPart, Transfer, Work,
 from moesys.overlap.links import ChannelName, Links
 from moesys.timeline import Block, Timeline
 
+# What a rank waits for where an all-to-all has not begun: those that have not come to it yet.
+SLOWER_RANKS = "slower ranks"
+
 Recompute = Literal["none", "layers", "computing"]
 Direction = Literal["forward", "recomputation", "backward"]
 
@@ -55,24 +59,44 @@ class RestOfStep:
     recompute: ``layers``, as ``moesys.recompute`` does it: in backward the whole layer runs forward once more before,
         and its rows travel once more. ``computing``, as LAER-MoE does it: rows that have travelled are kept.
     optimizer_seconds: at the end of the step.
-    latency_seconds: what every all-to-all with bytes takes before the first, beside what the cluster declares.
+    latency_seconds: what every all-to-all of rows, experts or gradients takes before its first byte, beside what the
+        cluster declares.
+    gradient_bytes: of one element of an expert's gradient on its way home.
+    travel_behind_rest: as FSDP does with its prefetch limit of 1, and no linked model: a layer's experts set off before
+        the rest of the layer, in backward before that of the layer above; gradients are waited for at the end only.
     """
 
     other_seconds: float | FloatArray = 0.0
     recompute: Recompute = "none"
     optimizer_seconds: float = 0.0
     latency_seconds: float = 0.0
+    gradient_bytes: int = GRADIENT_BYTES
+    travel_behind_rest: bool = False
 
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
-    """A step: ``timeline`` of blocks, and the path through them that sets its length."""
+    """A step: ``timeline`` of blocks, and the path through them that sets its length.
+
+    waited_R: seconds [R] that each rank waited, by the lane of what it waited for, and as ``slower ranks`` where that
+        had not begun. With ``computed_R``, and the end of a rank that is through early, that is all of its step.
+    """
 
     cluster: ClusterSpec
     timeline: Timeline
     length_seconds: float
+    waited_R: dict[str, FloatArray]
     _events: tuple[Event, ...]
     _last: tuple[int, int]
+
+    @cached_property
+    def computed_R(self) -> dict[str, FloatArray]:
+        """Seconds [R] that each rank computed, by kind."""
+        computed_R: dict[str, FloatArray] = {}
+        for event in self._events:
+            if isinstance(event, Work):
+                computed_R[event.kind] = computed_R.get(event.kind, 0.0) + (event.end_R - event.start_R)
+        return computed_R
 
     @cached_property
     def critical_path(self) -> tuple[PathPart, ...]:
@@ -173,6 +197,7 @@ class _Step:
         self.now_R = np.zeros(cluster.num_ranks)
         self.cause_R = np.full(cluster.num_ranks, START)
         self.events: list[Event] = []
+        self.waited_R: dict[str, FloatArray] = {}
         self.newest_of: dict[ChannelName, int] = {"tokens": START, "weights": START}
         self.waiting_reshards: deque[int] = deque()
         self.reshards: deque[_Exchange] = deque()
@@ -193,6 +218,8 @@ class _Step:
                 self._start_restore(following)
             self._finish_restore(layer)
 
+        if self.rest.travel_behind_rest:
+            self._start_restore(layer)
         self._compute(self.rest.other_seconds, "other", f"layer {layer} forward")
         self._exchange_counts(layer)
         self._start_restore(layer)
@@ -222,7 +249,11 @@ class _Step:
         self.waiting_reshards.append(layer)
         if not self.delay_reshard:
             self._start_reshards()
-        self._finish_reshards()
+        if self.rest.travel_behind_rest:
+            if layer:
+                self._start_restore(layer - 1)
+        else:
+            self._finish_reshards()
         if self.rest.recompute == "computing":
             self._compute(self.rest.other_seconds, "other", f"layer {layer} recomputation")
         self._compute(2 * self.rest.other_seconds, "other", f"layer {layer} backward")
@@ -334,7 +365,8 @@ class _Step:
     def _start_reshards(self) -> None:
         while self.waiting_reshards:
             layer = self.waiting_reshards.popleft()
-            all_bytes = reshard_bytes(self.plans[layer].layout, self.model, self.cluster, self.strategy.sharding)
+            layout, sharding = self.plans[layer].layout, self.strategy.sharding
+            all_bytes = reshard_bytes(layout, self.model, self.cluster, sharding, self.rest.gradient_bytes)
             loads = tuple(link_load(bytes_RR, self.cluster) for bytes_RR in all_bytes)
             if (exchange := self._start(loads, "reshard", layer)) is not None:
                 self.reshards.append(exchange)
@@ -378,6 +410,9 @@ class _Step:
 
     def _wait(self, transfer: Transfer) -> None:
         end_R = self.links.end_of(transfer.flow)
+        begun_R = np.clip(transfer.flow.start, self.now_R, np.maximum(end_R, self.now_R))
+        for kind, seconds_R in (SLOWER_RANKS, begun_R - self.now_R), (transfer.lane, end_R - begun_R):
+            self.waited_R[kind] = self.waited_R.get(kind, 0.0) + np.maximum(seconds_R, 0.0)
         self.cause_R = np.where(end_R > self.now_R, transfer.number, self.cause_R)
         self.now_R = np.maximum(self.now_R, end_R)
 
@@ -414,6 +449,7 @@ class _Step:
             cluster=self.cluster,
             timeline=Timeline.of_blocks(block for block in blocks if (block.end_us_R > block.start_us_R).any()),
             length_seconds=float(self.now_R[last]),
+            waited_R=self.waited_R,
             _events=tuple(self.events),
             _last=(int(self.cause_R[last]), last),
         )

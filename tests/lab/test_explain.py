@@ -30,9 +30,10 @@ from moesys.config import (
 from moesys.experiment import Experiment, Generated, Replay, Training
 from moesys.lab.explain import StepExplanation, explain
 from moesys.lab.explain_tree import explain_command, explanation_tree
-from moesys.lab.rank_times import SLOWER_RANKS, RankTimes
+from moesys.lab.rank_times import RankTimes
 from moesys.lab.trials import run_simulated
 from moesys.load import LoadMatrix
+from moesys.overlap.simulator import SLOWER_RANKS
 from moesys.timeline import Span, Timeline
 from moesys.traces import Trace, generate, save_trace
 
