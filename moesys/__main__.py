@@ -126,6 +126,32 @@ def explain(
 
 
 @app.command()
+def simulate(
+    file: Annotated[
+        Path, typer.Argument(metavar="FILE", help="An experiment in .py, .json or .toml; or a StepPlan in .json.")
+    ],
+    strategy: Annotated[list[str] | None, typer.Option(help="By name, may be repeated; all by default.")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Draw so many, or take the first of a trace.")] = None,
+    cluster: Annotated[
+        str | None,
+        typer.Option(help="Nodes x ranks a node at the experiment's speeds, as 128x8; or a ClusterSpec in a file."),
+    ] = None,
+    step: Annotated[int, typer.Option(min=0, help="Of the timed steps, from 0; planners have seen those before.")] = 0,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write a trace for Perfetto and a chart of each strategy there.")
+    ] = None,
+) -> None:
+    """Simulate one step of each strategy: how long, what is exposed, and what the step waits for.
+
+    For example: moesys simulate experiments/rebalance_ablation.py --cluster 16x8 --layers 32 --out found
+    """
+    from moesys.lab.commands.simulate import simulate_command
+
+    code = simulate_command(file, strategies=strategy or (), layers=layers, cluster=cluster, step=step, out=out)
+    raise typer.Exit(code)
+
+
+@app.command()
 def plan(
     load: Annotated[
         Path, typer.Option(metavar="FILE", help="Tokens [rank, expert] as .npy, .csv or .json; or a trace, .npz.")

@@ -76,10 +76,33 @@ class Timeline:
 
     @cached_property
     def spans(self) -> tuple[Span, ...]:
+        return tuple(self._spans_of(range(len(self.blocks[0].start_us_R) if self.blocks else 0)))
+
+    def only(self, ranks: Iterable[int]) -> Timeline:
+        """Of some ranks, in their order; of a simulated one no other spans are spelled out."""
+        timeline, wanted = object.__new__(type(self)), sorted(set(ranks))
+        spans = self._spans_of(wanted) if self.blocks else (span for span in self.spans if span.rank in set(wanted))
+        timeline.__dict__.update(blocks=(), source=self.source, spans=tuple(spans))
+        return timeline
+
+    def _spans_of(self, ranks: Iterable[int]) -> Iterator[Span]:
+        """By construction: what a dataclass would check of half a million is known."""
         by_lane = sorted(self.blocks, key=lambda block: block.lane)
         table = [(block, block.start_us_R.tolist(), block.end_us_R.tolist()) for block in by_lane]
-        num_ranks = len(self.blocks[0].start_us_R) if self.blocks else 0
-        return tuple(span for rank in range(num_ranks) for span in _spans_of(rank, table))
+        for rank in ranks:
+            for block, start_us_R, end_us_R in table:
+                start_us, end_us = start_us_R[rank], end_us_R[rank]
+                if end_us >= start_us:
+                    span = object.__new__(Span)
+                    span.__dict__.update(
+                        rank=rank,
+                        lane=block.lane,
+                        start_us=start_us,
+                        end_us=end_us,
+                        kind=block.kind,
+                        detail=block.detail,
+                    )
+                    yield span
 
     def of(self, kind: str, rank: int | None = None) -> tuple[Span, ...]:
         """The spans of one kind, of one rank or of all."""
@@ -118,19 +141,3 @@ class Timeline:
         if len(sources) != 1:
             raise ValueError(f"cannot merge timelines from {sorted(sources)}; compare them side by side instead")
         return Timeline((span for timeline in timelines for span in timeline.spans), sources.pop())
-
-
-def _spans_of(rank: int, table: list[tuple[Block, list[float], list[float]]]) -> Iterator[Span]:
-    """A rank's spans, by construction: what a dataclass would check of half a million is known."""
-    for block, start_us_R, end_us_R in table:
-        if end_us_R[rank] >= start_us_R[rank]:
-            span = object.__new__(Span)
-            span.__dict__.update(
-                rank=rank,
-                lane=block.lane,
-                start_us=start_us_R[rank],
-                end_us=end_us_R[rank],
-                kind=block.kind,
-                detail=block.detail,
-            )
-            yield span

@@ -5,22 +5,48 @@ threads, spans are complete events of Chrome's trace event format.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from moesys.timeline import Timeline
+from moesys.overlap.critical_path import PathPart
+from moesys.timeline import Source, Timeline
+
+# Of the process that shows the critical path; ranks have their own numbers.
+PATH_PROCESS = -1
 
 
-def write_chrome_trace(timeline: Timeline, path: Path) -> Path:
-    """Writes ``path``, and gives it. Times are microseconds from the first span's start."""
+def write_chrome_trace(timeline: Timeline, path: Path, critical_path: Sequence[PathPart] = ()) -> Path:
+    """Writes ``path``, and gives it. Times are microseconds from the first span's start, which is the path's too."""
     path.parent.mkdir(parents=True, exist_ok=True)
     trace = {
-        "traceEvents": _events(timeline),
+        "traceEvents": [*_path_events(critical_path, timeline.source), *_events(timeline)],
         "displayTimeUnit": "ms",
         "otherData": {"source": timeline.source.upper()},
     }
     path.write_text(json.dumps(trace), encoding="utf-8")
     return path
+
+
+def _path_events(critical_path: Sequence[PathPart], source: Source) -> Iterator[dict[str, Any]]:
+    """A process of its own above the ranks, with one event a part, named for where it was."""
+    if critical_path:
+        name = {"name": f"{source.upper()}: critical path"}
+        yield {"ph": "M", "name": "process_name", "pid": PATH_PROCESS, "args": name}
+        yield {"ph": "M", "name": "process_sort_index", "pid": PATH_PROCESS, "args": {"sort_index": PATH_PROCESS}}
+    end_us = 0.0
+    for part in critical_path:
+        start_us, end_us = end_us, end_us + 1e6 * part.seconds
+        yield {
+            "ph": "X",
+            "name": part.where,
+            "cat": part.lane,
+            "pid": PATH_PROCESS,
+            "tid": 0,
+            "ts": round(start_us, 3),
+            "dur": round(end_us - start_us, 3),
+            "args": {"kind": part.kind, "detail": part.detail, "share": round(part.share, 6)},
+        }
 
 
 def _events(timeline: Timeline) -> list[dict[str, Any]]:

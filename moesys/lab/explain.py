@@ -250,20 +250,22 @@ def _routing(experiment: Experiment) -> tuple[Trace, str]:
         drawn: Replay | Generated = workload
         words = f"replayed from {workload.trace}"
     else:
-        drawn = _like(workload) if isinstance(workload, Training) else workload
+        drawn = like(workload) if isinstance(workload, Training) else workload
         words = f"drawn, {drawn.distribution} with skew {drawn.skew:g}, drift {drawn.drift:g}, spread {drawn.spread:g}"
     if isinstance(workload, Training):
         words += "; what a training's own routers want is known only once it runs"
     return routing_of(drawn, experiment.model, experiment.cluster, experiment.seeds[0]), words
 
 
-def _like(workload: Training) -> Generated:
+def like(workload: Training) -> Generated:
     """As many layers, micro-batches and tokens as a training has."""
     return Generated(
         num_layers=workload.num_layers,
         tokens_per_rank=workload.batch * workload.context,
         warmup=workload.warmup * workload.micro_batches,
-        steps=workload.steps * workload.micro_batches,
+        steps=workload.steps,
+        micro_batches=workload.micro_batches,
+        recompute="layers" if workload.recompute else "none",
     )
 
 

@@ -40,9 +40,14 @@ class PathPart:
     share: float
 
     @property
+    def is_of_rank(self) -> bool:
+        """Not of a node."""
+        return not self.lane.startswith("NIC")
+
+    @property
     def where(self) -> str:
         """As in ``rank 17's NVLink in`` or ``rank 3's experts``."""
-        owner = "node" if self.lane.startswith("NIC") else "rank"
+        owner = "rank" if self.is_of_rank else "node"
         return f"{owner} {self.rank}'s {self.kind.replace('_', ' ') if self.lane == 'compute' else self.lane}"
 
 

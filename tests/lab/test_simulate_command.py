@@ -1,0 +1,148 @@
+"""moesys simulate: its figures are the simulator's, files can be read, what cannot be is refused in words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from lab_cases import experiment
+from typer.testing import CliRunner
+
+from moesys.__main__ import app
+from moesys.config import ClusterSpec, Fsep, Greedy, ModelShape, Strategy
+from moesys.experiment import Experiment, Generated, Replay, Training
+from moesys.lab.tables import figure
+from moesys.lab.trials import rest_of, run_simulated, walk
+from moesys.load import LoadMatrix
+from moesys.overlap.critical_path import by_place
+from moesys.step import StepPlan, plan_layer, simulation
+from moesys.traces import Trace, save_trace
+
+MODEL = ModelShape(hidden_size=16, intermediate_size=8, num_experts=4, top_k=2)
+CLUSTER = ClusterSpec(num_nodes=2, ranks_per_node=2, inter_node_us=5)
+EP = Strategy(name="ep")
+FSEP = Strategy(name="fsep", sharding=Fsep(slots_per_rank=2, prefetch_layers=1), balance=Greedy())
+WORKLOAD = Generated(warmup=1, steps=3, micro_batches=2, tokens_per_rank=64, other_ms=0.1, recompute="layers")
+
+
+def declared(**changes) -> Experiment:
+    fields = {"model": MODEL, "cluster": CLUSTER, "strategies": (EP, FSEP), "workload": WORKLOAD}
+    return experiment(**fields | changes)
+
+
+def written(folder: Path, of: Experiment) -> Path:
+    (folder / "experiment.json").write_text(of.to_json())
+    return folder / "experiment.json"
+
+
+def run(*arguments: object) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["simulate", *map(str, arguments)])
+    return result.exit_code, result.output
+
+
+def rows(output: str) -> dict[str, list[str]]:
+    return {line.split()[0]: line.split() for line in output.splitlines() if line.startswith(("  ep", "  fsep"))}
+
+
+def test_every_figure_is_that_of_the_simulator(tmp_path):
+    code, output = run(written(tmp_path, declared()), "--step", 2)
+    assert code == 0
+    assert "SIMULATED: tiny, one step of 2 layers on 4 ranks of 2 nodes" in output
+    for strategy in (EP, FSEP):
+        micro_batches = list(walk(strategy, MODEL, CLUSTER, WORKLOAD, seed=0))[-2:]
+        step = simulation(micro_batches, rest_of(WORKLOAD))
+        trial = run_simulated(strategy, MODEL, CLUSTER, WORKLOAD, seed=0)
+        step_ms, _, imbalance, experts_ms, other_ms, exposed_ms, *waits_ms = rows(output)[strategy.name][1:10]
+        assert step_ms == figure(trial.samples["step_ms"].values[2]) == figure(1e3 * step.length_seconds)
+        assert exposed_ms == figure(trial.samples["exposed_ms"].values[2])
+        assert imbalance == f"{trial.samples['load_max_over_mean'].values[2]:.2f}"
+        assert sum(map(float, waits_ms)) == pytest.approx(float(exposed_ms), abs=3e-3)
+        computed_ms = 1e3 * sum(seconds_R.mean() for seconds_R in step.computed_R.values())
+        assert float(experts_ms) + float(other_ms) == pytest.approx(computed_ms, abs=3e-3)
+        where, _, share = by_place(step.critical_path)[0]
+        assert f"{where} {100 * share:.0f} %" in " ".join(output.split())
+
+
+def test_strategies_layers_and_clusters_are_chosen(tmp_path):
+    file = written(tmp_path, declared())
+    code, output = run(file, "--strategy", "fsep", "--layers", 3, "--cluster", "3x2")
+    assert code == 0
+    assert "one step of 3 layers on 6 ranks of 3 nodes" in output
+    assert list(rows(output)) == ["fsep"]
+    # The speeds are the experiment's, so that a file that says the same gives the same.
+    (tmp_path / "six.json").write_text(CLUSTER.replace(num_nodes=3).to_json())
+    assert run(file, "--strategy", "fsep", "--layers", 3, "--cluster", tmp_path / "six.json") == (code, output)
+
+
+def test_a_training_is_simulated_with_drawn_routing(tmp_path):
+    workload = Training(num_layers=3, context=16, batch=2, micro_batches=2, warmup=1, steps=4, recompute=True)
+    code, output = run(written(tmp_path, declared(workload=workload)), "--step", 3)
+    assert code == 0
+    assert "one step of 3 layers on 4 ranks" in output
+
+
+def test_a_plan_of_one_step_is_simulated(tmp_path):
+    load = LoadMatrix(np.arange(16).reshape(4, 4))
+    plan = StepPlan(FSEP, MODEL, CLUSTER, tuple(plan_layer(FSEP, MODEL, CLUSTER, load) for _ in range(3)))
+    (tmp_path / "plan.json").write_text(plan.to_json())
+    code, output = run(tmp_path / "plan.json", "--layers", 2)
+    assert code == 0
+    assert "SIMULATED: plan, one step of 2 layers" in output
+    two = StepPlan(FSEP, MODEL, CLUSTER, plan.layers[:2])
+    assert rows(output)["fsep"][1] == figure(1e3 * simulation([two]).length_seconds)
+
+
+def test_traces_and_charts_are_written(tmp_path):
+    code, output = run(written(tmp_path, declared()), "--out", tmp_path / "found", "--strategy", "fsep")
+    assert code == 0
+    assert output.splitlines()[-1].startswith("written to ")
+    assert {path.name for path in (tmp_path / "found").iterdir()} == {"fsep.trace.json", "fsep.svg", "fsep.png"}
+    trace = json.loads((tmp_path / "found" / "fsep.trace.json").read_text())
+    assert trace["otherData"] == {"source": "SIMULATED"}
+    parts = [event for event in trace["traceEvents"] if event["pid"] == -1 and event["ph"] == "X"]
+    assert sum(event["args"]["share"] for event in parts) == pytest.approx(1, abs=1e-4)
+    assert {event["pid"] for event in trace["traceEvents"]} == {-1, 0, 1, 2, 3}
+
+
+def test_of_many_ranks_some_are_drawn_and_those_on_the_path_first(tmp_path):
+    """Rank 70 of 80 has all the rows."""
+    load = np.zeros((1, 1, 80, 4), dtype=int)
+    load[0, 0, 70, 3] = 1000
+    save_trace(Trace(load, top_k=2), tmp_path / "trace.npz")
+    ranks = ClusterSpec(num_nodes=10, ranks_per_node=8)
+    replay = Replay(trace=str(tmp_path / "trace.npz"))
+    one = declared(cluster=ranks, workload=replay, strategies=(EP,), seeds=(0,))
+    assert run(written(tmp_path, one), "--out", tmp_path / "found")[0] == 0
+    events = json.loads((tmp_path / "found" / "ep.trace.json").read_text())["traceEvents"]
+    drawn = {event["pid"] for event in events} - {-1}
+    assert len(drawn) == 64
+    assert 3 in drawn, "expert 3 is on rank 3, which alone computes"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{file}", "--strategy", "best"], "strategy='best' is not in tiny; choose one of ep, fsep"),
+        (["{file}", "--step", "3"], "step=3 is not among the workload's timed steps"),
+        (["{file}", "--cluster", "many"], "cluster='many': no .json or .toml file"),
+        (["{file}", "--cluster", "1x1"], "Error: "),
+        (["{plan}", "--step", "1"], "--step is for experiments"),
+        (["{plan}", "--layers", "2"], "layers=2 is more than the 1 that there are"),
+        (["missing.json"], "missing.json is not a file"),
+        (["{broken}"], "is no StepPlan: KeyError('model')"),
+        (["{text}"], "is no StepPlan and no experiment"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_words(tmp_path, arguments, message):
+    only_fsep = declared(strategies=(FSEP.replace(sharding=Fsep(slots_per_rank=(1, 1, 1, 1))),))
+    of = only_fsep if "1x1" in arguments else declared()
+    plan = StepPlan(EP, MODEL, CLUSTER, (plan_layer(EP, MODEL, CLUSTER, LoadMatrix(np.ones((4, 4), dtype=int))),))
+    (tmp_path / "plan.json").write_text(plan.to_json())
+    (tmp_path / "broken.json").write_text('{"layers": []}')
+    (tmp_path / "text.json").write_text("a step")
+    files = {"file": written(tmp_path, of)} | {name: tmp_path / f"{name}.json" for name in ("plan", "broken", "text")}
+    code, output = run(*(argument.format(**files) for argument in arguments))
+    assert code == 2
+    assert message in output
