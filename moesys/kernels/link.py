@@ -7,7 +7,6 @@ Where there is no link a kernel is compiled without a trace of it.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,9 +14,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import globaltimer
 
-from moesys.kernels.heap import INTERPRETED_POLL_S
+from moesys.kernels.clock import nap, now_ns
 from moesys.kernels.numerics import INTERPRETED
 
 # Places in a link.
@@ -30,26 +28,6 @@ def new_link(gb_per_s: float, device: torch.device) -> Tensor:
     return torch.tensor([0, round(gb_per_s * NS_PER_MS.value)], dtype=torch.int64, device=device)
 
 
-def _host_ns() -> int:
-    return time.perf_counter_ns()
-
-
-def _nap() -> None:
-    time.sleep(INTERPRETED_POLL_S)
-
-
-# Called by the interpreter alone, in branches that are never compiled.
-_host_ns.__triton_builtin__ = _nap.__triton_builtin__ = True  # type: ignore[attr-defined]
-
-
-@triton.jit
-def _now_ns():  # type: ignore[no-untyped-def]
-    if INTERPRETED:
-        return _host_ns()
-    else:
-        return globaltimer()
-
-
 @triton.jit
 def set_off(link_ptr, away, row_bytes):  # type: ignore[no-untyped-def]
     """When those rows that are ``away``, of so many bytes each, will be through if they set off now."""
@@ -58,12 +36,12 @@ def set_off(link_ptr, away, row_bytes):  # type: ignore[no-untyped-def]
     else:
         num_bytes = tl.sum(away.to(tl.int64), 0) * row_bytes
         took_ns = num_bytes * NS_PER_MS // tl.load(link_ptr + BYTES_PER_MS)
-        now_ns = _now_ns()
+        start_ns = now_ns()
         found = tl.atomic_add(link_ptr + FREE_AT, 0, sem="relaxed", scope="gpu")
         free_at, through = found - 1, found
         while found != free_at:
             free_at = found
-            through = tl.maximum(free_at, now_ns) + took_ns
+            through = tl.maximum(free_at, start_ns) + took_ns
             found = tl.atomic_cas(link_ptr + FREE_AT, free_at, through, sem="relaxed", scope="gpu")
         return through
 
@@ -72,11 +50,11 @@ def set_off(link_ptr, away, row_bytes):  # type: ignore[no-untyped-def]
 def arrive(link_ptr, through):  # type: ignore[no-untyped-def]
     """Waits until then."""
     if link_ptr is not None:
-        now_ns = _now_ns()
-        while now_ns < through:
+        at_ns = now_ns()
+        while at_ns < through:
             if INTERPRETED:
-                _nap()
-            now_ns = _now_ns()
+                nap()
+            at_ns = now_ns()
 
 
 @contextmanager

@@ -10,13 +10,12 @@ then on every wait returns at once, so that all kernels end, and ``raise_if_give
 
 from __future__ import annotations
 
-import time
-
 import torch
 import triton
 import triton.language as tl
 
-from moesys.kernels.heap import ABORT, INTERPRETED_POLL_S, NUM_RANKS, POLLS, RANK, REPORT, REPORT_WORDS, Heap, at
+from moesys.kernels.clock import nap, polls_by_now
+from moesys.kernels.heap import ABORT, NUM_RANKS, POLLS, RANK, REPORT, REPORT_WORDS, Heap, at
 from moesys.kernels.numerics import INTERPRETED
 
 # What is waited for, by number.
@@ -89,19 +88,6 @@ class Watch:
         raise_if_given_up(self._heap)
 
 
-def _nap() -> None:
-    time.sleep(INTERPRETED_POLL_S)
-
-
-def _polls_by_now() -> int:
-    return int(time.monotonic() / INTERPRETED_POLL_S)
-
-
-# Called by the interpreter alone, in branches that are never compiled.
-_nap.__triton_builtin__ = True  # type: ignore[attr-defined]
-_polls_by_now.__triton_builtin__ = True  # type: ignore[attr-defined]
-
-
 @triton.jit
 def raise_flag(flag, epoch, mask=None):  # type: ignore[no-untyped-def]
     """A flag, or all of a tensor of pointers, after everything that this program has stored."""
@@ -119,11 +105,11 @@ def wait(flag, mask, epoch, peer, expert, index, stage: tl.constexpr, world):  #
     left = tl.load(world + POLLS)
     if INTERPRETED:
         # By the clock, as a poll takes several times as long here, the longer the more ranks share a core.
-        end = left + _polls_by_now()
+        end = left + polls_by_now()
     while (tl.min(found, 0) < epoch) & (left > 0):
         if INTERPRETED:
-            _nap()
-            left = end - _polls_by_now()
+            nap()
+            left = end - polls_by_now()
         else:
             left -= 1
         aborted = tl.atomic_add(abort, 0, sem="acquire", scope="sys") != 0

@@ -13,9 +13,8 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import globaltimer
 
-from moesys.kernels.numerics import INTERPRETED
+from moesys.kernels.clock import now_ns
 
 # What a task is, by number; 0 for one that was not there.
 KINDS = ("", "fetch", "product", "push", "sum", "outer_product")
@@ -82,23 +81,6 @@ def _clock_offset_ns(device: torch.device) -> int:
         after_ns = time.perf_counter_ns()
         tries.append((after_ns - before_ns, (before_ns + after_ns) // 2 - device_ns))
     return min(tries)[1]
-
-
-def _host_ns() -> int:
-    return time.perf_counter_ns()
-
-
-# Called by the interpreter alone, in branches that are never compiled.
-_host_ns.__triton_builtin__ = True  # type: ignore[attr-defined]
-
-
-@triton.jit
-def now_ns():  # type: ignore[no-untyped-def]
-    """Nanoseconds: of a clock that all GPUs of a node share, or of the one that all processes of a machine share."""
-    if INTERPRETED:
-        return _host_ns()
-    else:
-        return globaltimer()
 
 
 @triton.jit

@@ -9,8 +9,10 @@ import torch
 import triton
 import triton.language as tl
 
+import moesys.kernels.clock
 from moesys.kernels import link
-from moesys.kernels.link import _now_ns, arrive, carried, new_link, set_off
+from moesys.kernels.clock import now_ns
+from moesys.kernels.link import arrive, carried, new_link, set_off
 
 CPU = torch.device("cpu")
 # 20 KB on a link of 2 MB/s: 10 ms.
@@ -26,8 +28,8 @@ def clock(monkeypatch):
     def nap():
         clock.ns += POLL_NS
 
-    monkeypatch.setattr(link, "_host_ns", lambda: clock.ns)
-    monkeypatch.setattr(link, "_nap", nap)
+    monkeypatch.setattr(moesys.kernels.clock, "host_ns", lambda: clock.ns)
+    monkeypatch.setattr(link, "nap", nap)
     return clock
 
 
@@ -38,7 +40,7 @@ def _message(link_ptr, num_away, row_bytes, ROWS: tl.constexpr):
     first = set_off(link_ptr, away, row_bytes)
     second = set_off(link_ptr, away, row_bytes)
     arrive(link_ptr, first)
-    tl.store(link_ptr + 2, _now_ns())
+    tl.store(link_ptr + 2, now_ns())
     arrive(link_ptr, second)
 
 
