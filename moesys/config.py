@@ -512,6 +512,9 @@ class MegaKernel(Declared):
     rows_cap: float = Field(
         2.0, ge=1, description="a rank gets at most so many times the choices of the rank with most tokens"
     )
+    most_tokens: int | None = Field(
+        None, ge=1, description="tokens of a rank in a micro-batch; given, devices plan and no host waits; None: any"
+    )
     timeout_s: float = Field(30.0, gt=0, description="a wait for a peer that takes longer is given up, on all ranks")
 
     @model_validator(mode="after")

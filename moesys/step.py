@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from moesys.balance import Certificate, certify, plan_layout, split_tokens
 from moesys.balance.quotas import levels_of, nodes_of
-from moesys.config import ClusterSpec, FlowSplit, ModelShape, Strategy
+from moesys.config import ClusterSpec, EvenSplit, FlowSplit, ModelShape, Split, Strategy
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.load import LoadMatrix
 from moesys.overlap.simulator import RestOfStep, Simulation, run_step
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     import torch
 
     from moesys.kernels.split_tables import SplitTables
+    from moesys.overlap.device_split import DeviceSplit
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,31 @@ def split_tables(
     from moesys.kernels.split_tables import tables_of
 
     return tables_of(layout.expert_RS, layout.num_experts, nodes_of(cluster), levels_of(cluster), device)
+
+
+def split_on_device(config: Split) -> bool:
+    """Whether ``device_split`` knows it."""
+    match config:
+        case EvenSplit():
+            return True
+        case FlowSplit():
+            return config.traffic == "fast" and config.max_inter_node is None
+        case _:
+            return False
+
+
+def device_split(
+    layout: ExpertLayout, cluster: ClusterSpec, config: EvenSplit | FlowSplit, device: torch.device | str
+) -> DeviceSplit:
+    """What makes the plans of ``split_tokens`` on ``device``, once a layout. Raises ValueError as ``split_tables``."""
+    # Here, as plans and simulations do without Triton.
+    from moesys.kernels.even_split import even_tables
+    from moesys.overlap.device_split import DeviceSplit
+
+    if isinstance(config, FlowSplit):
+        return DeviceSplit(split_tables(layout, cluster, config, device), None)
+    tables = split_tables(layout, cluster, FlowSplit(), device)
+    return DeviceSplit(tables, even_tables(layout.expert_RS, nodes_of(cluster), device))
 
 
 @dataclass(frozen=True)

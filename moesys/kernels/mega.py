@@ -17,6 +17,7 @@ from torch import Tensor
 from moesys.kernels.activations import GATED
 from moesys.kernels.block_space import SINGLE
 from moesys.kernels.blocks import Blocks
+from moesys.kernels.counts import send_counts
 from moesys.kernels.exchange import (
     Exchange,
     Flags,
@@ -123,6 +124,8 @@ class MegaMemory:
         self.heap, self.watch = heap, Watch(heap)
         self.times: TaskTimes | None = None
         self.epoch_1 = self._zeros(1)
+        # How many exchanges of counts there have been, for each peer (``counts``).
+        self.exchanges_R = self._zeros(heap.num_ranks)
         # A pace for what is pulled and pushed (``link``), None for as fast as it goes.
         self.link: Tensor | None = None
         # Tasks taken, and programs that are done.
@@ -170,9 +173,15 @@ class MegaRows:
     top_k: int
 
 
-def announce(memory: MegaMemory, expert_TK: Tensor, num_experts: int, shared: Mapping[str, Tensor]) -> Routing:
-    """Publishes this rank's choices and ``shared`` regions. ``expert_TK``: what is not in 0..E-1 is dropped."""
+def announce(
+    memory: MegaMemory, expert_TK: Tensor, num_experts: int, shared: Mapping[str, Tensor], with_counts: bool = False
+) -> Routing:
+    """Publishes this rank's choices and ``shared`` regions, and its counts if all are to plan by them (``counts``).
+    ``expert_TK``: what is not in 0..E-1 is dropped.
+    """
     routing = route(expert_TK, num_experts)
+    if with_counts:
+        send_counts(memory.heap, memory.exchanges_R, routing.first_G1)
     publish(memory.heap, memory.epoch_1, {"entry": routing.entry_P, "position": routing.row_TK, **shared})
     return routing
 

@@ -19,7 +19,7 @@ from moesys.kernels.rows import RowRule, row_rule
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.load import LoadMatrix
 from moesys.moe.call import LayerCall, RoutedExperts
-from moesys.moe.device_plan import DevicePlan
+from moesys.moe.device_plan import DevicePlan, DevicePlanner, RanksPlan, plans_on_device
 from moesys.moe.experts import DTYPES, initial_generator
 from moesys.moe.metrics import LayerMetrics
 from moesys.moe.planning import InlinePlanner, LayoutSchedule
@@ -102,7 +102,10 @@ class MoELayer(nn.Module):
         self.mega_home: MegaHome | None = None
         self.tokens_since_update_E = torch.zeros(shape.num_experts, dtype=torch.int64)
         self._prefetched: tuple[ExpertLayout, int, Restored] | None = None
-        self._last_plan: LayerPlan | DevicePlan | None = None
+        self._last_plan: LayerPlan | DevicePlan | RanksPlan | None = None
+        self._device_planner = DevicePlanner(strategy, shape, self.cluster, rank) if plans_on_device(strategy) else None
+        # The plan whose counts are not added up yet.
+        self._uncounted: RanksPlan | None = None
 
         sharding = strategy.sharding
         self.shards: ExpertShards
@@ -143,6 +146,7 @@ class MoELayer(nn.Module):
         y_TH = RoutedExperts.apply(
             x_TH.to(self.compute_dtype), routing.weight_TK, _local(self.experts), call, replay
         ).to(x.dtype)
+        self._learn_from_device()
         if self.shared_experts is not None:
             y_TH = y_TH + self.shared_experts(x_TH)
         return y_TH.view(x.shape)
@@ -150,7 +154,7 @@ class MoELayer(nn.Module):
     @property
     def last_plan(self) -> LayerPlan | None:
         """The newest micro-batch's plan; None before the first. To read it may be to wait for the device."""
-        if isinstance(self._last_plan, DevicePlan):
+        if isinstance(self._last_plan, DevicePlan | RanksPlan):
             self._last_plan = self._last_plan.read()
         return self._last_plan
 
@@ -163,8 +167,8 @@ class MoELayer(nn.Module):
         return metrics
 
     def check(self) -> None:
-        """Waits for the device. Raises ``PeerTimeoutError`` where a MegaKernel was given up, which else a later
-        micro-batch tells on a GPU.
+        """Waits for the device. Raises ``PeerTimeoutError`` where a MegaKernel was given up, and ValueError where one
+        was planned more rows than ``rows_cap``, which else a later micro-batch tells on a GPU.
         """
         home = self.mega_home if self.runtime is None else self.runtime.mega_home
         if home is not None:
@@ -185,7 +189,11 @@ class MoELayer(nn.Module):
         # Asked for every time, as it depends on the device and, on the CPU, on the number of threads, which may change.
         math = self.expert_math or _expert_math(self.shape, self.compute_dtype, expert_TK.device.type)
         alone = self._plan_alone(expert_TK, math, learning)
-        executor = alone or self._plan_together(expert_TK, math, learning, upcoming)
+        executor = (
+            alone
+            or self._plan_on_device(expert_TK, learning, upcoming)
+            or self._plan_together(expert_TK, math, learning, upcoming)
+        )
         call = LayerCall(self, self.schedule.layout, executor, previous, checkpointed)
         if (prefetched := self._valid_prefetch()) is not None:
             call.adopt(prefetched)
@@ -209,6 +217,42 @@ class MoELayer(nn.Module):
             self.schedule.pass_by()
             self._count(tokens_E)
         return executor
+
+    def _plan_on_device(self, expert_TK: Tensor, learning: bool, upcoming: list[MoELayer]) -> MegaExecutor | None:
+        """On several ranks, where the strategy lets them: forward plans, and counts stay on the device until they are
+        read. Hosts meet only to agree on layouts that are due.
+        """
+        if self._device_planner is None:
+            return None
+        if learning:
+            self._settle([self, *upcoming])
+        with self.meter.planning():
+            schedule, home = self.schedule, self._mega_home(expert_TK.device)
+            executor, plan = self._device_planner.begin(
+                home, expert_TK, schedule.layout, schedule.micro_batch, self.compute_dtype, self.token_channel.recorder
+            )
+        self._last_plan = plan
+        self._uncounted = plan if learning else None
+        if learning:
+            schedule.expect(plan.load)
+        return executor
+
+    def _learn_from_device(self) -> None:
+        """Forward is launched: its counts are on their way."""
+        if (plan := self._uncounted) is not None:
+            self._uncounted = None
+            self._count(plan.tokens_E)
+            self.schedule.ask()
+
+    def _settle(self, deciding: list[MoELayer]) -> None:
+        """All ranks use the layouts that are due, or none does. Where none is due nobody waits: ranks know alike."""
+        if not any(layer.schedule.due for layer in deciding):
+            return
+        deadline = time.monotonic() + self.plan_timeout_s
+        votes = torch.tensor([layer.schedule.ready(deadline) for layer in deciding], dtype=torch.int64)
+        gathered_RN = self.token_channel.all_gather(votes.to(self.experts.device), lane="counts").cpu()
+        for layer, vote in zip(deciding, gathered_RN.amin(dim=0).tolist(), strict=True):
+            layer.schedule.settle(bool(vote))
 
     def _plan_together(
         self, expert_TK: Tensor, math: ExpertMath, learning: bool, upcoming: list[MoELayer]
@@ -260,24 +304,30 @@ class MoELayer(nn.Module):
 
     def _fused(self, overlap: MegaKernel, expert_TK: Tensor, plan: TokenPlan, most_tokens: int) -> MegaExecutor:
         # Here, so that Triton is loaded only where it runs.
-        from moesys.overlap.mega import MegaHome, plan_mega
+        from moesys.overlap.mega import plan_mega
 
-        # Layers of a linked model take turns on one.
-        holder = self if self.runtime is None else self.runtime
-        if holder.mega_home is None:
-            holder.mega_home = MegaHome(self.group, expert_TK.device, overlap.timeout_s)
-        rank, hidden = self.token_channel.rank, self.shape.hidden_size
         return plan_mega(
             overlap,
-            holder.mega_home,
+            self._mega_home(expert_TK.device),
             expert_TK,
             plan,
-            rank,
+            self.token_channel.rank,
             most_tokens,
-            hidden,
+            self.shape.hidden_size,
             self.compute_dtype,
             self.token_channel.recorder,
         )
+
+    def _mega_home(self, device: torch.device) -> MegaHome:
+        from moesys.overlap.mega import MegaHome
+
+        overlap = self.strategy.overlap
+        assert isinstance(overlap, MegaKernel)
+        # Layers of a linked model take turns on one.
+        holder = self if self.runtime is None else self.runtime
+        if holder.mega_home is None:
+            holder.mega_home = MegaHome(self.group, device, overlap.timeout_s)
+        return holder.mega_home
 
     def _count(self, tokens_E: Tensor) -> None:
         """For ``update_router_bias``; on the device of the newest counts."""

@@ -1,14 +1,16 @@
 """When a layer's layout changes: history in, plans asked for, layouts agreed on.
 
-After the loads of micro-batch t are known, a plan may be asked for; it is used from micro-batch t + lag on, by every
-rank or by none: each rank says whether it has the plan (a vote that travels with the counts), and where one has not,
-after waiting for it, all keep the old layout. That is recorded as an event, for it ends the claim of equal bits.
+After the loads of micro-batch t are known, a plan may be asked for; loads that a device counted are read when one is
+asked for, and not before. It is used from micro-batch t + lag on, by every rank or by none: each rank says whether it
+has the plan (a vote that travels with the counts), and where one has not, after waiting for it, all keep the old
+layout. That is recorded as an event, for it ends the claim of equal bits.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -134,6 +136,9 @@ class LayoutSchedule:
         self._tokens_SRE = tokens_SRE if isinstance(strategy.predictor, Oracle) else None
         self._history = None if self._tokens_SRE is not None else LoadHistory(strategy.predictor)
         self._pending: deque[tuple[int, PlanTicket]] = deque()
+        # Loads that the history has not seen, and for which micro-batch a plan is still to be asked for.
+        self._unread: list[Callable[[], LoadMatrix]] = []
+        self._asked_for: int | None = None
 
     @property
     def due(self) -> bool:
@@ -163,15 +168,29 @@ class LayoutSchedule:
 
     def observe(self, load: LoadMatrix) -> None:
         """The coming micro-batch's load is known and its layout settled: count it, and ask for a plan if it is time."""
+        self.expect(lambda: load)
+        self.ask()
+
+    def expect(self, load: Callable[[], LoadMatrix]) -> None:
+        """The coming micro-batch is run with its settled layout, and its load can be read once it has been launched;
+        then ``ask`` is to follow.
+        """
         due = self.micro_batch + self.strategy.lag
         self.pass_by()
         if isinstance(self.strategy.balance, Static):
             return
         if self._history is not None:
-            self._history.observe(load)
-        if self.micro_batch % self.strategy.replan_every:
+            self._unread.append(load)
+        if self.micro_batch % self.strategy.replan_every == 0:
+            self._asked_for = due
+
+    def ask(self) -> None:
+        """Ask for a plan if it is time, which reads the loads of all micro-batches since the last."""
+        due, self._asked_for = self._asked_for, None
+        if due is None:
             return
         if self._history is not None:
+            self._read()
             planned_for, units_per_token = self._history.predicted(), self._history.units_per_token
         elif self._tokens_SRE is not None and due < len(self._tokens_SRE):
             planned_for, units_per_token = LoadMatrix(self._tokens_SRE[due]), 1
@@ -188,10 +207,18 @@ class LayoutSchedule:
         )
         self._pending.append((due, self.source.submit(request)))
 
+    def _read(self) -> None:
+        """The history learns what it has not seen. Waits for the device that counted it."""
+        for load in self._unread:
+            assert self._history is not None
+            self._history.observe(load())
+        self._unread.clear()
+
     def state_dict(self, timeout_s: float) -> dict[str, Any]:
         """What a resumed run needs for the same bits; waits for plans that are being made."""
         for _, ticket in self._pending:
             ticket.ready(timeout_s)
+        self._read()
         return {
             "micro_batch": self.micro_batch,
             "layout": self.layout.expert_RS.tolist(),
@@ -206,6 +233,7 @@ class LayoutSchedule:
         if isinstance(self.strategy.balance, Static):
             return
         self._pending.clear()
+        self._unread.clear()
         if self._history is not None:
             self._history = LoadHistory(self.strategy.predictor)
         if expert_RS.shape != self.layout.expert_RS.shape or ((expert_RS >= 0).sum(axis=1) > self.slots_R).any():

@@ -9,7 +9,6 @@ T tokens of this rank, H hidden, I expert width, K top-k, N rows here.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from torch import Tensor
 
 from moesys.config import MegaKernel, ModelShape
 from moesys.kernels.blocks import Blocks
+from moesys.kernels.counts import count_regions, receive_counts
 from moesys.kernels.exchange import Replicas, most_flags, publish, regions
 from moesys.kernels.heap import Heap, Plan
 from moesys.kernels.mega import MegaMemory, MegaPoint, MegaRows, announce, arrange
@@ -32,10 +32,12 @@ from moesys.kernels.tiles import Block, groups_by_size
 from moesys.kernels.weight_gradient import weight_gradient
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.overlap.chunked import Saved, WaitForExperts
+from moesys.overlap.device_split import DeviceSplit, PendingPlan
 from moesys.overlap.expert_math import ExpertGradients
 from moesys.overlap.kernel_math import ACTIVATION
 from moesys.overlap.record import Recorder, stage
 from moesys.overlap.routes import held_experts
+from moesys.overlap.row_limit import RowLimit, require_rows, room_for_rows
 from moesys.overlap.stages import Stages, at_once
 from moesys.overlap.task_spans import task_spans
 
@@ -54,26 +56,35 @@ class MegaHome:
                 "TRITON_INTERPRET=1, which runs it slowly in Triton's interpreter"
             )
         self._group, self._device, self._timeout_s = group, device, timeout_s
-        self._memory: dict[tuple[int, int, torch.dtype], tuple[int, int, MegaMemory]] = {}
+        self.num_ranks = dist.get_world_size(group) if group is not None else 1
+        self.limit = RowLimit(device)
+        self._memory: dict[tuple[int, int, torch.dtype], tuple[tuple[int, int, int], MegaMemory]] = {}
 
-    def memory(self, tokens: int, top_k: int, hidden: int, dtype: torch.dtype, flags: int) -> MegaMemory:
-        """For at most so many tokens on any rank and flags of any source. Collective: all ranks ask for the same."""
-        kind = (top_k, hidden, dtype)
-        most_tokens, most_flags_, memory = self._memory.get(kind, (-1, -1, None))
-        if memory is None or tokens > most_tokens or flags > most_flags_:
-            tokens, flags = max(tokens, most_tokens), max(flags, most_flags_)
+    def memory(
+        self, tokens: int, top_k: int, hidden: int, dtype: torch.dtype, flags: int, num_experts: int
+    ) -> MegaMemory:
+        """For at most so many tokens on any rank, flags of any source, and experts. Collective: all ranks ask for the
+        same.
+        """
+        kind, wanted = (top_k, hidden, dtype), (tokens, flags, num_experts)
+        sizes, memory = self._memory.get(kind, ((0, 0, 0), None))
+        if memory is None or any(more > size for more, size in zip(wanted, sizes, strict=True)):
+            tokens, flags, num_experts = (max(pair) for pair in zip(wanted, sizes, strict=True))
             # What is there is freed first: both may not fit.
             self._memory.pop(kind, None)
             memory = None
-            num_ranks = dist.get_world_size(self._group) if self._group is not None else 1
-            wanted = regions(tokens, top_k, hidden, dtype, num_ranks, flags)
-            memory = MegaMemory(Heap.of_group(wanted, self._group, self._device, self._timeout_s))
-            self._memory[kind] = (tokens, flags, memory)
+            shared = regions(tokens, top_k, hidden, dtype, self.num_ranks, flags)
+            shared = {**shared, **count_regions(self.num_ranks, num_experts)}
+            memory = MegaMemory(Heap.of_group(shared, self._group, self._device, self._timeout_s))
+            self._memory[kind] = ((tokens, flags, num_experts), memory)
         return memory
 
     def check(self) -> None:
-        """Waits for the device. Raises ``PeerTimeoutError`` if any micro-batch until now was given up."""
-        for _, _, memory in self._memory.values():
+        """Waits for the device. Raises ``PeerTimeoutError`` if any micro-batch until now was given up, and ValueError
+        if a plan that a device made had too many rows for a rank.
+        """
+        self.limit.wait()
+        for _, memory in self._memory.values():
             memory.watch.wait()
 
 
@@ -125,26 +136,44 @@ def plan_mega(
         tokens_by_replica(plan, device),
         replicas,
         int(plan.tokens_R[rank]),
-        home.memory(most_tokens, top_k, hidden, dtype, flags),
+        home.memory(most_tokens, top_k, hidden, dtype, flags, plan.load.num_experts),
         blocks,
         point,
         recorder,
     )
 
 
-def require_rows(overlap: MegaKernel, plan: TokenPlan, most_tokens: int, top_k: int) -> None:
-    """Raises ValueError where a rank would get more rows than ``overlap.rows_cap``, times the ``most_tokens`` · K
-    choices of any rank, allows.
+def plan_mega_later(
+    overlap: MegaKernel,
+    home: MegaHome,
+    expert_TK: Tensor,
+    num_experts: int,
+    split: DeviceSplit,
+    replicas: Replicas,
+    turn: int,
+    hidden: int,
+    dtype: torch.dtype,
+    recorder: Recorder | None = None,
+) -> tuple[MegaExecutor, PendingPlan]:
+    """The executor of one micro-batch, and its plan, which forward makes on the device as ``split`` says, for at most
+    ``overlap.most_tokens`` on any rank. Collective where the home has no room yet; else no rank waits for another here.
+
+    Raises ValueError, on this rank alone, for more tokens than that.
     """
-    choices, rank = most_tokens * top_k, int(plan.tokens_R.argmax())
-    num_rows = int(plan.tokens_R[rank])
-    if num_rows > overlap.rows_cap * choices:
-        # Rounded up, so that what is named is enough.
-        enough = math.ceil(100 * num_rows / choices) / 100
+    num_tokens, top_k = expert_TK.shape
+    most_tokens = overlap.most_tokens or 0
+    if num_tokens > most_tokens:
         raise ValueError(
-            f"rank {rank} would get {num_rows} rows, more than rows_cap={overlap.rows_cap:g} times {choices} choices "
-            f"of a rank; use MegaKernel(rows_cap={enough:g}), or a balance or split that loads ranks more evenly"
+            f"{num_tokens} tokens of a rank, but most_tokens={most_tokens}, for which all ranks have memory; "
+            f"use MegaKernel(most_tokens={num_tokens}), or None where nobody knows"
         )
+    point = point_of(overlap)
+    blocks = point.blocks(ACTIVATION, dtype, expert_TK.device)
+    flags = _flags(blocks, most_tokens, top_k, hidden, len(replicas.rank_P))
+    memory = home.memory(most_tokens, top_k, hidden, dtype, flags, num_experts)
+    room = room_for_rows(overlap, most_tokens, top_k, home.num_ranks)
+    pending = PendingPlan(split, turn, home.limit, room, most_tokens * top_k)
+    return MegaExecutor(expert_TK, num_experts, pending, replicas, room, memory, blocks, point, recorder), pending
 
 
 def symmetric_bytes(overlap: MegaKernel, model: ModelShape, most_tokens: int, num_ranks: int, num_replicas: int) -> int:
@@ -154,7 +183,8 @@ def symmetric_bytes(overlap: MegaKernel, model: ModelShape, most_tokens: int, nu
     dtype, top_k, hidden = getattr(torch, model.dtype), model.top_k, model.hidden_size
     blocks = point_of(overlap).blocks(ACTIVATION, dtype, torch.device("cuda"))
     flags = _flags(blocks, most_tokens, top_k, hidden, num_replicas)
-    return Plan.of(regions(most_tokens, top_k, hidden, dtype, num_ranks, flags)).num_bytes
+    shared = regions(most_tokens, top_k, hidden, dtype, num_ranks, flags)
+    return Plan.of({**shared, **count_regions(num_ranks, model.num_experts)}).num_bytes
 
 
 def _flags(blocks: Blocks, most_tokens: int, top_k: int, hidden: int, num_replicas: int) -> int:
@@ -166,13 +196,14 @@ def _flags(blocks: Blocks, most_tokens: int, top_k: int, hidden: int, num_replic
 class MegaExecutor:
     """Runs one micro-batch of one layer on one rank by MegaKernels.
 
-    ``tokens_RP`` int64: the plan; ``num_rows``: what it sends here; ``blocks``: all of as many rows. ``recorder``
-    gets spans of every task while it is enabled.
+    ``plan``: the host's, int64 [R, P], or one that each forward makes of all ranks' counts. ``num_rows``: what it sends
+    here, or may send at most. ``blocks``: all of as many rows. ``recorder`` gets spans of every task while it is
+    enabled.
     """
 
     expert_TK: Tensor
     num_experts: int
-    tokens_RP: Tensor
+    plan: Tensor | PendingPlan
     replicas: Replicas
     num_rows: int
     memory: MegaMemory
@@ -185,7 +216,8 @@ class MegaExecutor:
         """Output [T, H] in x's dtype, and the rows of x and h in expert order.
 
         Raises ``PeerTimeoutError``: on the CPU if a rank waited in vain; on a GPU if one did in a direction before,
-        as far as the host knows by now (``MegaHome.check`` waits until it knows).
+        as far as the host knows by now (``MegaHome.check`` waits until it knows). So ValueError, if a device's plan
+        has too many rows for a rank.
         """
         return at_once(self.forward_stages(x_TH, weight_TK, wait_for_experts))
 
@@ -194,14 +226,15 @@ class MegaExecutor:
     ) -> Stages[tuple[Tensor, Saved]]:
         """``forward``, stage by stage."""
         memory, blocks, point, device = self.memory, self.blocks, self.point, x_TH.device
-        memory.watch.look()
+        self._look()
         with self._recording():
             with stage("publish x", device):
-                routing = announce(memory, self.expert_TK, self.num_experts, {"x": x_TH})
+                with_counts = isinstance(self.plan, PendingPlan)
+                routing = announce(memory, self.expert_TK, self.num_experts, {"x": x_TH}, with_counts)
             yield
             with stage("arrange", device):
                 rows = self._rows = arrange(
-                    memory, routing, self.tokens_RP, self.replicas, self.num_rows, blocks.up.rows, point
+                    memory, routing, self._tokens_RP(), self.replicas, self.num_rows, blocks.up.rows, point
                 )
             gate_up, down = wait_for_experts().stacked()
             with stage("dispatch and up", device):
@@ -210,7 +243,7 @@ class MegaExecutor:
             with stage("down and combine", device):
                 y_TH = down_combine(memory, rows, a_NI, down, weight_TK.contiguous(), blocks.down, point)
             yield
-        memory.watch.note()
+        self._note()
         return y_TH, Saved(x_NH, h_NU)
 
     def backward(
@@ -237,7 +270,7 @@ class MegaExecutor:
         """``backward``, stage by stage."""
         rows, memory, blocks, point, device = self._rows, self.memory, self.blocks, self.point, dy_TH.device
         assert rows is not None
-        memory.watch.look()
+        self._look()
         with self._recording():
             with stage("publish dy", device):
                 publish(memory.heap, memory.epoch_1, {"x": dy_TH, "weight": weight_TK})
@@ -268,8 +301,25 @@ class MegaExecutor:
             if outer is not None and fused is None:
                 with stage("weight gradients", device):
                     _weight_gradients(outer, rows.exchange.first_G1, blocks.weight_gradient)
-        memory.watch.note()
+        self._note()
         return dx_TH, dweight_TK
+
+    def _tokens_RP(self) -> Tensor:
+        if not isinstance(self.plan, PendingPlan):
+            return self.plan
+        memory = self.memory
+        return self.plan.make(receive_counts(memory.heap, memory.epoch_1, memory.exchanges_R, self.num_experts))
+
+    def _look(self) -> None:
+        if isinstance(self.plan, PendingPlan):
+            self.plan.limit.look()
+        self.memory.watch.look()
+
+    def _note(self) -> None:
+        # First, as ranks that were given up leave no counts that mean anything.
+        self.memory.watch.note()
+        if isinstance(self.plan, PendingPlan):
+            self.plan.limit.note()
 
     @contextmanager
     def _recording(self) -> Iterator[None]:

@@ -10,12 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moesys.balance import min_max_load, plan_layout, split_tokens
-from moesys.config import ClusterSpec, Eplb, FlowSplit, Greedy, Laer
+from moesys.config import ClusterSpec, Eplb, EvenSplit, FlowSplit, Greedy, Laer, Proportional
 from moesys.kernels.split import split
 from moesys.kernels.split_reference import split_reference
 from moesys.layout import EMPTY, ExpertLayout, TokenPlan
 from moesys.load import LoadMatrix
-from moesys.step import split_tables
+from moesys.overlap.mega import tokens_by_replica
+from moesys.step import device_split, split_on_device, split_tables
 
 TWO_NODES = ClusterSpec(num_nodes=2, ranks_per_node=2)
 
@@ -193,3 +194,21 @@ SMALL = ExpertLayout([[0, 1], [0, 2], [1, 3], [3, 0]], num_experts=4)
 def test_what_the_host_alone_can_do_is_refused(cluster, config, message):
     with pytest.raises(ValueError, match=message):
         split_tables(SMALL, cluster, config, "cpu")
+
+
+@given(data=st.data(), instance=instances(max_ranks=10), turn=st.integers(-3, 9))
+def test_even_shares_are_the_hosts(data, instance, turn):
+    """Duplicates of a rank share, and count twice."""
+    layout = data.draw(layouts(instance))
+    for each in (layout, ExpertLayout(np.concatenate([layout.expert_RS] * 2, axis=1), layout.num_experts)):
+        expected = split_tokens(instance.load, each, instance.cluster, EvenSplit(), turn)
+        found_RP = device_split(each, instance.cluster, EvenSplit(), "cpu").tokens_RP(
+            torch.tensor(instance.load.tokens_RE), turn
+        )
+        assert torch.equal(found_RP, tokens_by_replica(expected, torch.device("cpu")))
+
+
+def test_what_devices_cannot_split_is_known():
+    assert [split_on_device(config) for config in (EvenSplit(), FlowSplit())] == [True, True]
+    for config in (Proportional(), FlowSplit(traffic="exact"), FlowSplit(max_inter_node=0.5)):
+        assert not split_on_device(config)

@@ -22,9 +22,10 @@ from moesys.overlap.channel import Channel
 from moesys.overlap.chunked import ChunkedExecutor, Saved
 from moesys.overlap.expert_math import ExpertGradients, ExpertWeights
 from moesys.overlap.kernel_math import ACTIVATION, KernelMath
-from moesys.overlap.mega import MegaExecutor, MegaHome, plan_mega
+from moesys.overlap.mega import MegaExecutor, MegaHome, plan_mega, plan_mega_later, replicas_of
 from moesys.overlap.record import Meter, Recorder
 from moesys.overlap.routes import build_routes, held_experts
+from moesys.step import device_split, split_tokens
 
 CPU = torch.device("cpu")
 TIMEOUT_S = 60.0
@@ -33,8 +34,9 @@ TIMEOUT_S = 60.0
 @dataclass(frozen=True)
 class Case:
     """``tokens``: of each rank. ``dropped``: the part of all choices that go nowhere. ``repeats``: a token may choose
-    an expert twice. ``reversed_backward``: all points run forward before the last of them runs backward. ``late``: who
-    sleeps, for how long, and before what.
+    an expert twice. ``split``: makes the plan, of micro-batch ``turn``, which is random without it; points with
+    ``most_tokens`` have the device make it. ``reversed_backward``: all points run forward before the last of them runs
+    backward. ``late``: who sleeps, for how long, and before what.
     """
 
     num_experts: int
@@ -48,12 +50,18 @@ class Case:
     seed: int = 0
     dropped: float = 0.0
     repeats: bool = False
+    split: ms.EvenSplit | ms.FlowSplit | None = None
+    turn: int = 0
     reversed_backward: bool = False
     late: tuple[int, float, str] = (0, 0.0, "forward")
 
     @property
     def num_ranks(self) -> int:
         return len(self.tokens)
+
+    @property
+    def cluster(self) -> ms.ClusterSpec:
+        return ms.ClusterSpec(ranks_per_node=self.num_ranks)
 
 
 @dataclass(frozen=True)
@@ -116,6 +124,9 @@ class Drawn:
     def _plan(self, numbers: np.random.Generator) -> TokenPlan:
         E, R = self.case.num_experts, self.case.num_ranks
         tokens_RE = np.stack([_counts(expert_TK, E) for expert_TK in self.expert_RTK])
+        if self.case.split is not None:
+            load = LoadMatrix(tokens_RE)
+            return split_tokens(load, self.layout, self.case.cluster, self.case.split, self.case.turn)
         tokens_RER = np.zeros((R, E, R), dtype=np.int64)
         for source, expert in np.ndindex(R, E):
             holders = np.flatnonzero(self.layout.replicas_RE[:, expert])
@@ -199,11 +210,20 @@ class MegaRun:
 
     def forward(self, point: ms.MegaKernel) -> tuple[MegaExecutor, Tensor, Saved]:
         self._be_late("forward")
-        case, x_TH = self.drawn.case, self.drawn.x_RTH[self.rank]
-        expert_TK, plan = self.drawn.expert_RTK[self.rank], self.drawn.plan
-        sizes = (max(case.tokens), case.hidden, x_TH.dtype)
-        executor = plan_mega(point, self.home, expert_TK, plan, self.rank, *sizes)
-        return executor, *executor.forward(x_TH, self.weight_TK, self._experts)
+        executor = self.plan(point)
+        return executor, *executor.forward(self.drawn.x_RTH[self.rank], self.weight_TK, self._experts)
+
+    def plan(self, point: ms.MegaKernel) -> MegaExecutor:
+        """By the host, or, where ``most_tokens`` are declared, by the forward to come."""
+        case, layout = self.drawn.case, self.drawn.layout
+        expert_TK, dtype = self.drawn.expert_RTK[self.rank], self.drawn.x_RTH[self.rank].dtype
+        if point.most_tokens is None:
+            sizes = (max(case.tokens), case.hidden, dtype)
+            return plan_mega(point, self.home, expert_TK, self.drawn.plan, self.rank, *sizes)
+        assert case.split is not None
+        split, replicas = device_split(layout, case.cluster, case.split, CPU), replicas_of(layout, self.rank, CPU)
+        sizes = (case.hidden, dtype)
+        return plan_mega_later(point, self.home, expert_TK, case.num_experts, split, replicas, case.turn, *sizes)[0]
 
     def backward(self, executor: MegaExecutor, y_TH: Tensor, saved: Saved) -> Results:
         self._be_late("backward")

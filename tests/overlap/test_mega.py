@@ -21,7 +21,8 @@ NUM_CASES = 200 if os.environ.get("MOESYS_SWEEP") == "1" else 4
 
 
 @st.composite
-def points(draw: st.DrawFn) -> ms.MegaKernel:
+def points(draw: st.DrawFn, most_tokens: tuple[int | None, ...]) -> ms.MegaKernel:
+    """``most_tokens``: with a number, the device makes the plan."""
     fused = draw(st.sampled_from(["both", "dispatch", "combine", "none"]))
     overlaps = draw(st.booleans())
     tile_rows = draw(st.sampled_from([None, 16, 32]))
@@ -39,6 +40,7 @@ def points(draw: st.DrawFn) -> ms.MegaKernel:
         tile_rows=tile_rows,
         tile_columns=draw(st.sampled_from([None, 32, 64])),
         programs=draw(st.sampled_from([None, 1, 7])),
+        most_tokens=draw(st.sampled_from(most_tokens)),
         # All rows on one of the most ranks there are: what a plan drawn at random may ask for.
         rows_cap=4.0,
     )
@@ -48,7 +50,11 @@ def points(draw: st.DrawFn) -> ms.MegaKernel:
 def cases(draw: st.DrawFn) -> Case:
     num_ranks = draw(st.sampled_from([1, 2, 3, 4, 4]))
     num_experts = draw(st.integers(1, 7))
-    tokens = st.one_of(st.just(0), st.integers(1, 44))
+    tokens = draw(st.lists(st.one_of(st.just(0), st.integers(1, 44)), min_size=num_ranks, max_size=num_ranks))
+    split = draw(st.sampled_from([None, ms.EvenSplit(), ms.FlowSplit(), ms.FlowSplit()]))
+    # Ranks may have more memory than they need.
+    bound = max(1, max(tokens)) + draw(st.sampled_from([0, 9]))
+    homes = (None,) if split is None else (None, bound, bound)
     late = draw(st.one_of(st.just(0.0), st.floats(0.1, 1.0)))
     return Case(
         num_experts=num_experts,
@@ -56,13 +62,15 @@ def cases(draw: st.DrawFn) -> Case:
         hidden=draw(st.integers(1, 72)),
         width=draw(st.integers(1, 72)),
         dtype=draw(st.sampled_from(["float32", "float16", "bfloat16"])),
-        tokens=tuple(draw(st.lists(tokens, min_size=num_ranks, max_size=num_ranks))),
+        tokens=tuple(tokens),
         slots=-(-num_experts // num_ranks) + draw(st.integers(0, 3)),
         # One resident program of a rank is always among them.
-        points=(ms.MegaKernel(programs=1, rows_cap=4.0), *draw(st.lists(points(), min_size=2, max_size=3))),
+        points=(ms.MegaKernel(programs=1, rows_cap=4.0), *draw(st.lists(points(homes), min_size=2, max_size=3))),
         seed=draw(st.integers(0, 10_000)),
         dropped=draw(st.sampled_from([0.0, 0.0, 0.3])),
         repeats=draw(st.booleans()),
+        split=split,
+        turn=draw(st.integers(0, 3)),
         reversed_backward=draw(st.booleans()),
         late=(draw(st.integers(0, num_ranks - 1)), late, draw(st.sampled_from(["forward", "experts", "backward"]))),
     )
@@ -81,8 +89,16 @@ SOME = (
     ms.MegaKernel(combine_share=0.5, reduce_share=0.5, deduplicate=True, tile_rows=16, fetch_rows=4),
 )
 USUAL = Case(5, 2, 40, 24, "float32", (35, 22, 9, 17), 3, SOME)
+# The plan of the first comes from the host, that of the others is made on the device.
+HOMES = (ms.MegaKernel(), *(point.replace(most_tokens=50, rows_cap=4.0) for point in SOME))
+PLANNED = replace(USUAL, points=HOMES, split=ms.FlowSplit())
 # Each case says which edge it is.
 EDGES = {
+    "planned on the device": PLANNED,
+    "planned there, remainders turned, some dropped": replace(PLANNED, split=ms.EvenSplit(), turn=3, dropped=0.3),
+    "planned there, no token anywhere": replace(PLANNED, tokens=(0, 0, 0, 0)),
+    "planned there, one late rank": replace(PLANNED, tokens=(5, 0, 23), late=(1, 1.0, "forward")),
+    "planned there, backward from the last": replace(PLANNED, reversed_backward=True, tokens=(35, 0, 9, 17)),
     "no token anywhere": replace(USUAL, tokens=(0, 0, 0, 0)),
     "one token in all": replace(USUAL, tokens=(0, 1, 0, 0)),
     "fewer experts than ranks": replace(USUAL, num_experts=2, top_k=2, slots=1),

@@ -1,0 +1,62 @@
+"""The token plan of a micro-batch, made on the device from all ranks' counts: the host launches, and reads nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from moesys.kernels.even_split import EvenTables, even_split
+from moesys.kernels.split import split
+from moesys.kernels.split_tables import SplitTables
+from moesys.overlap.row_limit import RowLimit
+
+
+@dataclass(frozen=True)
+class DeviceSplit:
+    """What a layout's splits are made by: ``EvenSplit`` where ``even`` is given, else ``FlowSplit(traffic="fast")``."""
+
+    tables: SplitTables
+    even: EvenTables | None
+
+    def tokens_RP(self, tokens_RE: Tensor, turn: int) -> Tensor:
+        """What each source of ``tokens_RE`` int64 [R, E] sends to each replica, int64 [R, P]: the host's plan."""
+        if self.even is not None:
+            return even_split(tokens_RE, self.even, turn)
+        return split(tokens_RE, self.tables, turn).tokens_RP
+
+
+@dataclass
+class PendingPlan:
+    """The plan of a micro-batch, which is on the device once its forward has been launched.
+
+    ``turn``: the micro-batch's number. ``room``: rows for which there is memory on a rank, of ``choices`` that one has
+    at most. ``tokens_RE``, ``tokens_RP`` int64: what ranks want, and where it goes; kept for who asks later.
+    """
+
+    split: DeviceSplit
+    turn: int
+    limit: RowLimit
+    room: int
+    choices: int
+    tokens_RE: Tensor | None = field(default=None, init=False)
+    tokens_RP: Tensor | None = field(default=None, init=False)
+
+    def make(self, tokens_RE: Tensor) -> Tensor:
+        """The plan to run by, int64 [R, P]: without a token where a rank would get too many (``RowLimit``)."""
+        self.tokens_RE, self.tokens_RP = tokens_RE, self.split.tokens_RP(tokens_RE, self.turn)
+        return self.limit.keep(self.tokens_RP, self.split.tables, self.room, self.choices)
+
+    def wanted_RE(self) -> Tensor:
+        """``tokens_RE``, when forward has been launched."""
+        assert self.tokens_RE is not None
+        return self.tokens_RE
+
+    def entries(self) -> Tensor:
+        """Rows (source, expert, destination, tokens) int64 [N, 4] of a ``TokenPlan``. The host waits for it."""
+        assert self.tokens_RP is not None
+        tokens_RP, tables = self.tokens_RP.cpu(), self.split.tables
+        source, replica = tokens_RP.nonzero(as_tuple=True)
+        expert, destination = (of_P.cpu()[replica].long() for of_P in (tables.expert_P, tables.rank_P))
+        return torch.stack([source, expert, destination, tokens_RP[source, replica]], dim=1)

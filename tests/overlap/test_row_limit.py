@@ -1,0 +1,71 @@
+"""More rows than a rank has room for: devices that plan run nothing then, and every rank says what would be enough."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from mega_case import Case, Drawn, MegaRun, new_home
+
+import moesys as ms
+from moesys.lab.ranks import LocalRanks
+from moesys.overlap.row_limit import RowLimit, room_for_rows
+from moesys.step import split_tables
+
+# The experts of four ranks, of which the first holds one more; each source sends so many tokens to each replica.
+LAYOUT = ms.ExpertLayout(np.array([[0, 1], [1, 2], [3, -1], [4, -1]]), 5)
+TOKENS_RP = torch.tensor([[3, 1, 0, 2, 0, 1], [0, 4, 0, 0, 0, 0], [0, 0, 0, 0, 5, 0], [1, 0, 1, 0, 0, 0]])
+ROWS_R = [3 + 1 + 1 + 4, 1 + 2, 5, 1]
+
+
+def test_a_plan_is_kept_if_it_fits_and_else_none_is():
+    tables = split_tables(LAYOUT, ms.ClusterSpec(ranks_per_node=4), ms.FlowSplit(), "cpu")
+    limit = RowLimit(torch.device("cpu"))
+    assert torch.equal(limit.keep(TOKENS_RP, tables, max(ROWS_R), 7), TOKENS_RP)
+    limit.wait()
+    assert not limit.keep(TOKENS_RP, tables, max(ROWS_R) - 1, 7).any()
+    # A later plan that fits takes nothing back.
+    limit.keep(TOKENS_RP, tables, max(ROWS_R), 7)
+    words = r"rank 0 would get 9 rows, more than the 8 that rows_cap allows for 7 .* use MegaKernel\(rows_cap=1.29\)"
+    with pytest.raises(ValueError, match=words):
+        limit.wait()
+    with pytest.raises(ValueError, match=words):
+        limit.note()
+
+
+def test_room_is_what_the_cap_says_and_never_more_than_all_choices():
+    assert room_for_rows(ms.MegaKernel(rows_cap=1.5), 10, 3, num_ranks=4) == 45
+    assert room_for_rows(ms.MegaKernel(rows_cap=9.0), 10, 3, num_ranks=4) == 120
+
+
+# All experts have one holder, whom every token of four ranks wants.
+SKEWED = Case(2, 2, 20, 8, "float32", (9, 9, 9, 9), 1, (), split=ms.EvenSplit())
+POINT = ms.MegaKernel(most_tokens=9, rows_cap=1.0)
+
+
+def refused(case: Case) -> list[str]:
+    """A micro-batch with too many rows for a rank, again, and one of more tokens than were declared."""
+    rank, home = dist.get_rank(), new_home(4)
+    run = MegaRun(Drawn(case), rank, home)
+    said = []
+    for point in (POINT, POINT, POINT.replace(most_tokens=8)):
+        with pytest.raises(ValueError, match="use MegaKernel") as error:
+            run.forward(point)
+        said.append(str(error.value))
+    return said
+
+
+def test_every_rank_refuses_alike_and_none_waits(ranks: LocalRanks) -> None:
+    rows_R = Drawn(SKEWED).plan.tokens_R
+    assert rows_R.max() == 36
+    said = ranks.run(refused, SKEWED, timeout_s=100)
+    assert len({tuple(words) for words in said}) == 1
+    first, second, third = said[0]
+    assert first == second
+    assert first in {
+        f"rank {rank} would get 36 rows, more than the 18 that rows_cap allows for 18 choices of a rank; use "
+        "MegaKernel(rows_cap=2), or a balance or split that loads ranks more evenly"
+        for rank in np.flatnonzero(rows_R == 36)
+    }
+    assert third.startswith("9 tokens of a rank, but most_tokens=8, for which all ranks have memory")
