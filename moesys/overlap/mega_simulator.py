@@ -10,9 +10,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from moesys.config import ClusterSpec, MegaKernel, ModelShape
-from moesys.cost import FloatArray, dispatch_bytes, expert_seconds, link_seconds
+from moesys.cost import FloatArray, gather_seconds
 from moesys.layout import TokenPlan
 from moesys.load import IntArray
+from moesys.overlap.mega_blocks import queues_of_blocks
+from moesys.overlap.mega_events import Times, run_all, seconds_a_byte
+from moesys.overlap.mega_queues import FETCH, OUTER_PRODUCT, PRODUCT, PUSH, SUM, Queues
+from moesys.overlap.mega_work import Work
+from moesys.overlap.tile_tasks import BoolArray
 
 
 @dataclass(frozen=True)
@@ -57,9 +62,7 @@ def publish_seconds(model: ModelShape, cluster: ClusterSpec, plan: TokenPlan) ->
     """[R]: from when a rank enters until its first kernel needs the layer's experts. It copies its tokens to where
     others pull them, T·H elements read and written.
     """
-    tokens_R = plan.load.tokens_RE.sum(axis=1) / model.top_k
-    row_bytes = model.hidden_size * model.bytes_per_element
-    return cluster.launch_us * 1e-6 + tokens_R * (2 * row_bytes / (cluster.memory_gb_per_s * 1e9))
+    return gather_seconds(plan.load.tokens_RE.sum(axis=1) / model.top_k, model, cluster)
 
 
 def mega_pass(
@@ -74,21 +77,80 @@ def mega_pass(
     """Each rank enters at ``start_R`` and has its experts at ``experts_R``, None: before it needs them. Until then it
     publishes (``publish_seconds``), and from then on its kernels run.
     """
-    ready_R = start_R + publish_seconds(model, cluster, plan)
-    if experts_R is not None:
-        ready_R = np.maximum(ready_R, experts_R)
-    bytes_RR = dispatch_bytes(plan, model)
-    dispatch_L, combine_L = link_seconds(bytes_RR, cluster), link_seconds(bytes_RR.T, cluster)
-    # Both sides hidden behind the products, or the products behind them.
-    experts_R_ = expert_seconds(plan.tokens_R.astype(np.float64), model, cluster, backward)
-    begun = float(ready_R.max())
-    end_R = np.full(len(ready_R), max(begun + dispatch_L.max() + combine_L.max(), float((ready_R + experts_R_).max())))
-    return MegaPass(
-        end_R=end_R,
-        computed=(Computed("experts", ready_R, ready_R + experts_R_),),
-        moved=(
-            Moved("dispatch", ready_R, np.full_like(end_R, begun + dispatch_L.max()), dispatch_L),
-            Moved("combine", np.full_like(end_R, begun + dispatch_L.max()), end_R, combine_L),
-        ),
-        waited_for_R=np.full(len(end_R), int((ready_R + experts_R_).argmax())),
+    work = Work(overlap, model, cluster, backward)
+    published_R = start_R + publish_seconds(model, cluster, plan)
+    begin_R = published_R if experts_R is None else np.maximum(published_R, experts_R)
+    gap_seconds, byte_seconds_L = cluster.launch_us * 1e-6, seconds_a_byte(cluster)
+    queues = queues_of_blocks(work, cluster, plan, published_R, begin_R + gap_seconds)
+    times = run_all(
+        queues.runs, queues.gates, queues.launches, byte_seconds_L, work.programs, gap_seconds, cluster.flag_us * 1e-6
     )
+    return pass_of(queues, times, work.programs, byte_seconds_L, begin_R, plan)
+
+
+def pass_of(
+    queues: Queues, times: Times, programs: int, byte_seconds_L: FloatArray, begin_R: FloatArray, plan: TokenPlan
+) -> MegaPass:
+    """What ranks that began at ``begin_R`` did, of tiles or of blocks."""
+    end_R = begin_R.copy()
+    np.maximum.at(end_R, queues.launches.rank, times.end_L)
+    pulls = queues.kind == FETCH
+    moved = tuple(
+        _moved(kind, queues, times, chosen, byte_seconds_L, begin_R)
+        for kind, chosen in (("dispatch", pulls), ("combine", ~pulls))
+    )
+    return MegaPass(end_R, _computed(queues, times, programs), moved, _waited_for(queues, times, plan))
+
+
+def _computed(queues: Queues, times: Times, programs: int) -> tuple[Computed, ...]:
+    """What programs were busy with, as if all of a rank did it together: A's products as late as they can have been,
+    then B's, weight gradients, and sums, each kind after the other as early as it can have been.
+    """
+    rank_L, second_L = queues.launches.rank, queues.combines_L
+    R, second_X = int(rank_L.max()) + 1, second_L[queues.launch]
+    seconds = queues.runs.tasks * queues.runs.compute / programs
+    end_R, at_R = np.zeros(R), np.full(R, np.inf)
+    np.maximum.at(end_R, rank_L[~second_L], times.end_L[~second_L])
+    np.minimum.at(at_R, rank_L[second_L], times.begin_L[second_L])
+
+    def busy_R(chosen: BoolArray) -> FloatArray:
+        return np.bincount(queues.rank[chosen], weights=seconds[chosen], minlength=R).astype(np.float64)
+
+    found = [Computed("experts", end_R - busy_R((queues.kind == PRODUCT) & ~second_X), end_R)]
+    for kind, name in ((PRODUCT, "experts"), (OUTER_PRODUCT, "weight_gradients"), (SUM, "sum")):
+        until_R = at_R + busy_R((queues.kind == kind) & second_X)
+        found.append(Computed(name, at_R, until_R))
+        at_R = until_R
+    return tuple(found)
+
+
+def _moved(
+    kind: str, queues: Queues, times: Times, chosen: BoolArray, byte_seconds_L: FloatArray, begin_R: FloatArray
+) -> Moved:
+    """By the runs that are chosen and move something; a rank without any has nothing, at its beginning."""
+    runs, links = queues.runs, queues.runs.links
+    run_Y = np.repeat(np.arange(len(runs.tasks)), np.diff(links.first))
+    amount = runs.link_bytes * runs.tasks[run_Y] * chosen[run_Y]
+    seconds_L = np.bincount(links.value, weights=amount, minlength=len(byte_seconds_L)) * byte_seconds_L
+    moving = np.flatnonzero(chosen & (np.diff(links.first) > 0) & (runs.tasks > 0))
+    start_R, end_R = np.full(len(begin_R), np.inf), begin_R.copy()
+    np.minimum.at(start_R, queues.rank[moving], times.ready[moving] + runs.compute[moving])
+    np.maximum.at(end_R, queues.rank[moving], times.end[moving])
+    return Moved(kind, np.where(np.isfinite(start_R), start_R, begin_R), end_R, seconds_L)
+
+
+def _waited_for(queues: Queues, times: Times, plan: TokenPlan) -> IntArray:
+    R = plan.load.num_ranks
+    pushed_R, waited_R, last_R = np.zeros(R), np.zeros(R), np.zeros(R)
+    pushes = (
+        queues.combines_L[queues.launch] & ((queues.kind == PRODUCT) | (queues.kind == PUSH)) & (queues.runs.tasks > 0)
+    )
+    np.maximum.at(pushed_R, queues.rank[pushes], times.end[pushes])
+    sums = queues.kind == SUM
+    np.add.at(waited_R, queues.rank[sums], times.waited[sums])
+    source, _, destination, _ = plan.entries.T
+    np.maximum.at(last_R, source, pushed_R[destination])
+    found_R = np.arange(R)
+    last = (pushed_R[destination] == last_R[source]) & (waited_R[source] > 0)
+    found_R[source[last]] = destination[last]
+    return found_R
