@@ -384,6 +384,39 @@ def bench_planner(
     raise typer.Exit(code)
 
 
+def _spec_file(path: Path | None) -> Path | None:
+    if path is not None and path.suffix not in (".toml", ".json"):
+        raise typer.BadParameter(f"{path} is neither .toml nor .json; name a file of one of these kinds")
+    return _in_a_folder(path)
+
+
+@bench.command("calibrate")
+def bench_calibrate(
+    ranks: Annotated[int | None, typer.Option(min=1, help="Local ranks; one a core by default, at most 8.")] = None,
+    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="cuda takes the ranks of torchrun.")] = "cpu",
+    threads: Annotated[int, typer.Option(min=1, help="Threads of a rank.")] = 1,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed windows of everything.")] = 7,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the ClusterSpec there, .toml or .json.", callback=_spec_file),
+    ] = None,
+    json: ResultFile = None,
+) -> None:
+    """Measure this machine or cluster, and write it down as a ClusterSpec for simulations.
+
+    Under torchrun it measures the ranks that torchrun started, links inside hosts and between them apart. For example:
+    moesys bench calibrate --ranks 2 --out here.toml
+    """
+    from moesys.lab.bench import calibrate_report
+
+    try:
+        calibrate_report.check(ranks, device)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    code = calibrate_report.main(ranks, device, threads=threads, repeats=repeats, out=out, json_path=json)
+    raise typer.Exit(code)
+
+
 def main() -> None:
     app()
 

@@ -108,13 +108,11 @@ def test_the_page_of_clusters_tells_their_numbers():
     page = (Path(__file__).parent.parent / "docs" / "clusters.md").read_text(encoding="utf-8")
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in page.splitlines() if line.startswith("|")]
     (header,) = [row for row in rows if row[0] == "field" and "`presets.h100`" in row]
-    fields = {row[0].strip("`"): row[1:] for row in rows if row[0].strip("`") in ClusterSpec.model_fields}
-    for column, name in enumerate(header[1:]):
-        if name.startswith("`presets."):
-            cluster = getattr(presets, name.strip("`").removeprefix("presets."))()
-            for field in set(ClusterSpec.model_fields) - {"num_nodes", "ranks_per_node", "ranks_per_domain", "name"}:
-                told = fields[field][column].split()[0]
-                assert float(told) == pytest.approx(getattr(cluster, field), rel=1e-3), (name, field)
+    told = {row[0].strip("`"): row[1:] for row in rows if len(row) == len(header)}
+    for field in set(ClusterSpec.model_fields) - {"num_nodes", "ranks_per_node", "ranks_per_domain", "name"}:
+        for make, cell in zip(CLUSTERS, told[field], strict=True):
+            assert float(cell.split()[0]) == pytest.approx(getattr(make(), field), rel=1e-3), (make.__name__, field)
+    assert header[1:] == [f"`presets.{make.__name__}`" for make in CLUSTERS]
 
 
 def test_strategies_are_what_they_are_called():

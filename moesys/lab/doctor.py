@@ -7,7 +7,6 @@ broken is imported inside the check that is about it.
 from __future__ import annotations
 
 import json
-import os
 import platform
 import shutil
 import subprocess
@@ -139,7 +138,7 @@ def _gpus() -> Iterator[Check]:
         told = _output("nvidia-smi", "nvlink", "--status")
         links = sum("GB/s" in line for line in told.splitlines())
         if links:
-            yield Check("NVLink", f"{links} links up", "ok")
+            yield Check("NVLink", f"{links} links up", "ok", "how fast: moesys bench calibrate, under torchrun")
         else:
             yield Check("NVLink", "none, or nvidia-smi does not tell", "missing", "fast dispatch inside a node")
 
@@ -178,7 +177,8 @@ def _local_ranks() -> Iterator[Check]:
         sums = ranks.run(_sum_of_ranks)
     if sums != [3.0, 3.0]:
         raise RuntimeError(f"two ranks added 1 and 2 to {sums}")
-    yield Check("local ranks", f"2 started and added a tensor in {perf_counter() - start_s:.1f} s", "ok")
+    found = f"2 started and added a tensor in {perf_counter() - start_s:.1f} s"
+    yield Check("local ranks", found, "ok", "simulate what they would do: moesys bench calibrate --out here.toml")
 
 
 def _sum_of_ranks() -> float:
@@ -208,9 +208,9 @@ def _git() -> Iterator[Check]:
 
 
 def _cpu() -> Iterator[Check]:
-    from moesys.lab.environment import cpu_name
+    from moesys.lab.environment import available_cores, cpu_name
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = available_cores()
     found = f"{cpu_name()}, {cores} core{'s' * (cores > 1)}"
     if cores < MANY_RANKS:
         yield Check(

@@ -90,7 +90,7 @@ def collect_environment(torch_threads: int | None = None) -> tuple[Environment, 
         platform=platform.platform(),
         cpu=cpu_name(),
         cpu_capability=torch.backends.cpu.get_cpu_capability(),
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cores=available_cores(),
         torch_threads=torch_threads or torch.get_num_threads(),
         gpus=gpus,
         gpu_driver=driver.partition("\n")[0],
@@ -101,6 +101,11 @@ def collect_environment(torch_threads: int | None = None) -> tuple[Environment, 
         },
     )
     return environment, diff
+
+
+def available_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def save_environment(environment: Environment, diff: str, folder: Path) -> str:
