@@ -54,6 +54,8 @@ if TYPE_CHECKING:
     from moesys.lab.explain import explain as explain
     from moesys.lab.runner import RunResult as RunResult
     from moesys.lab.runner import run as run
+    from moesys.lab.tuning import TuneResult as TuneResult
+    from moesys.lab.tuning import tune as tune
     from moesys.layout import ExpertLayout as ExpertLayout
     from moesys.layout import TokenPlan as TokenPlan
     from moesys.load import LoadMatrix as LoadMatrix
@@ -81,6 +83,12 @@ if TYPE_CHECKING:
     from moesys.traces import generate as generate
     from moesys.traces import load_trace as load_trace
     from moesys.traces import save_trace as save_trace
+    from moesys.tuner.space import EpChoices as EpChoices
+    from moesys.tuner.space import FsepChoices as FsepChoices
+    from moesys.tuner.space import MegaKernelChoices as MegaKernelChoices
+    from moesys.tuner.space import PipelinedChoices as PipelinedChoices
+    from moesys.tuner.space import SequentialChoices as SequentialChoices
+    from moesys.tuner.space import Space as Space
 
 # The imports above are for type checkers; a test holds them and this table equal.
 _MODULE_OF = {
@@ -93,6 +101,7 @@ _MODULE_OF = {
     "Declared": "moesys.config",
     "Ema": "moesys.config",
     "Ep": "moesys.config",
+    "EpChoices": "moesys.tuner.space",
     "Eplb": "moesys.config",
     "EvenSplit": "moesys.config",
     "Experiment": "moesys.experiment",
@@ -100,6 +109,7 @@ _MODULE_OF = {
     "FlexMoe": "moesys.config",
     "FlowSplit": "moesys.config",
     "Fsep": "moesys.config",
+    "FsepChoices": "moesys.tuner.space",
     "Generated": "moesys.experiment",
     "Greedy": "moesys.config",
     "Laer": "moesys.config",
@@ -108,20 +118,24 @@ _MODULE_OF = {
     "LayerPlan": "moesys.step",
     "LoadHistory": "moesys.balance",
     "LoadMatrix": "moesys.load",
+    "MegaKernel": "moesys.config",
+    "MegaKernelChoices": "moesys.tuner.space",
     "MoELayer": "moesys.moe.layer",
     "MoERuntime": "moesys.moe.runtime",
-    "MegaKernel": "moesys.config",
     "ModelShape": "moesys.config",
     "Oracle": "moesys.config",
     "Ordered": "moesys.config",
-    "Pipelined": "moesys.config",
     "PathPart": "moesys.overlap.critical_path",
+    "Pipelined": "moesys.config",
+    "PipelinedChoices": "moesys.tuner.space",
     "Proportional": "moesys.config",
     "Replay": "moesys.experiment",
     "RestOfStep": "moesys.overlap.simulator",
     "RunResult": "moesys.lab.runner",
     "Sequential": "moesys.config",
+    "SequentialChoices": "moesys.tuner.space",
     "Simulation": "moesys.overlap.simulator",
+    "Space": "moesys.tuner.space",
     "Span": "moesys.timeline",
     "Static": "moesys.config",
     "StepPlan": "moesys.step",
@@ -130,6 +144,7 @@ _MODULE_OF = {
     "TokenPlan": "moesys.layout",
     "Trace": "moesys.traces",
     "Training": "moesys.experiment",
+    "TuneResult": "moesys.lab.tuning",
     "WindowMean": "moesys.config",
     "certify": "moesys.balance",
     "clip_grad_norm_": "moesys.moe.gradients",
@@ -152,6 +167,7 @@ _MODULE_OF = {
     "simulation": "moesys.step",
     "split_tokens": "moesys.balance",
     "sync_gradients": "moesys.moe.gradients",
+    "tune": "moesys.lab.tuning",
     "update_router_bias": "moesys.moe.gradients",
 }
 

@@ -152,6 +152,47 @@ def simulate(
 
 
 @app.command()
+def tune(
+    file: ExperimentFile,
+    space: Annotated[
+        Path | None, typer.Option(metavar="SPACE", help="A Space in .json or .toml; by default all that may pay.")
+    ] = None,
+    out: Annotated[Path, typer.Option(help="Folder of run folders.")] = Path("runs"),
+    budget: Annotated[int, typer.Option(min=1, help="Points to look at in the cost model, before neighbours.")] = 256,
+    timed: Annotated[
+        int | None, typer.Option(min=0, max=30, help="Timed trials; 30 of a training by default, else 0.")
+    ] = None,
+    seeds: Annotated[int | None, typer.Option(min=1, help="Of the file's, for the cost model; 2 by default.")] = None,
+    memory_gb: Annotated[
+        float | None, typer.Option("--memory-gb", min=0, help="Of a rank, 1e9 bytes; enough by default.")
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, help="Of what the search draws.")] = 0,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of a rank in timed trials.")] = 1,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Begin anew, and keep the old journal beside.")] = False,
+) -> None:
+    """Search the fastest strategy for an experiment, and say why each of its fields is what it is.
+
+    Closed forms rule points out, the cost model ranks the rest; a training's best are timed on real ranks. The same
+    command goes on where it was stopped. For example: moesys tune experiments/skew_sweep.py --memory-gb 80
+    """
+    from moesys.lab.commands.tune import tune_file
+
+    code = tune_file(
+        file,
+        space,
+        out,
+        budget=budget,
+        timed=timed,
+        num_seeds=seeds,
+        memory_gb=memory_gb,
+        seed=seed,
+        threads=threads,
+        fresh=fresh,
+    )
+    raise typer.Exit(code)
+
+
+@app.command()
 def plan(
     load: Annotated[
         Path, typer.Option(metavar="FILE", help="Tokens [rank, expert] as .npy, .csv or .json; or a trace, .npz.")

@@ -23,7 +23,7 @@ FLOORS = (
     {"step"},
     {"moe"},
     {"train"},
-    {"tune"},
+    {"tuner"},
     {"lab"},
     {"__main__"},
 )

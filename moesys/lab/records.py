@@ -165,7 +165,7 @@ class RunFolder:
         out = Path(out)
         folder = _new_folder(experiment, out) if fresh else _folder_to_resume(experiment, out)
         folder.mkdir(parents=True, exist_ok=True)
-        lock = _take_lock(folder)
+        lock = take_lock(folder)
         try:
             # Only now, under the lock, is what is there for certain.
             saved = folder / _EXPERIMENT
@@ -304,7 +304,7 @@ def _refusal(folder: Path, there: Experiment, here: Experiment) -> str:
     )
 
 
-def _take_lock(folder: Path) -> IO[str]:
+def take_lock(folder: Path) -> IO[str]:
     """Hold the folder's lock for as long as the file that this returns is open; it names who holds it."""
     lock = (folder / _LOCK).open("a+", encoding="utf-8")
     try:

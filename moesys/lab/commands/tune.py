@@ -1,0 +1,84 @@
+"""``moesys tune``: from an experiment file to its fastest strategy and the reasons for it."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tomllib
+from pathlib import Path
+
+from pydantic import ValidationError
+
+from moesys.lab.commands import refused
+from moesys.lab.console import print_full
+from moesys.lab.files import in_words, load_experiment
+from moesys.tuner.space import Space
+
+
+def tune_file(
+    file: Path,
+    space: Path | None = None,
+    out: Path = Path("runs"),
+    *,
+    budget: int = 256,
+    timed: int | None = None,
+    num_seeds: int | None = None,
+    memory_gb: float | None = None,
+    seed: int = 0,
+    threads: int = 1,
+    fresh: bool = False,
+) -> int:
+    """Tune the experiment in ``file``, print what was found, and leave it in a folder; under torchrun rank 0 speaks."""
+    speaks = os.environ.get("RANK", "0") == "0"
+    try:
+        experiment = load_experiment(file)
+        declared = None if space is None else space_of(space)
+        # Not at the top: a typo in the file is told before torch is there.
+        from moesys.lab.tune_progress import TuneProgress
+        from moesys.lab.tuning import NUM_SEEDS, tune
+
+        with TuneProgress() as told:
+            result = tune(
+                experiment,
+                declared,
+                out=out,
+                budget=budget,
+                timed=timed,
+                seeds=NUM_SEEDS if num_seeds is None else num_seeds,
+                memory_gb=memory_gb,
+                seed=seed,
+                threads=threads,
+                fresh=fresh,
+                told=told if speaks else None,
+            )
+    except (ValueError, OSError) as error:
+        return refused(error) if speaks else 2
+    except KeyboardInterrupt:
+        if speaks:
+            print("stopped: what was found out is in the journal; the same command goes on from there", file=sys.stderr)
+        return 130
+    if speaks:
+        from moesys.lab.tune_tables import choices_table, measured_table, simulated_table
+
+        tuned = result.tuned
+        print_full(*simulated_table(tuned, experiment.name))
+        if tuned.timing is not None:
+            print_full(*measured_table(tuned, experiment.name))
+        print_full(choices_table(tuned))
+        print(
+            f"Decided by {tuned.decided_by} times: {tuned.speedup:.3f} x as fast as {tuned.baseline.name}.\n"
+            f"The strategy and its reasons: {result.path / 'tuned.toml'}\n"
+            f"With it as the last strategy, for moesys run and explain: {result.path / 'experiment.toml'}"
+        )
+    return 0
+
+
+def space_of(path: Path) -> Space:
+    """A ``Space`` in JSON or TOML. Raises ValueError for what is none."""
+    if path.suffix not in (".json", ".toml") or not path.is_file():
+        raise ValueError(f"space={str(path)!r} is no .json or .toml file; give one that declares a Space")
+    text = path.read_text(encoding="utf-8")
+    try:
+        return Space.from_json(text) if path.suffix == ".json" else Space.from_toml(text)
+    except (tomllib.TOMLDecodeError, ValidationError) as error:
+        raise ValueError(f"{path} declares no space: {in_words(error)}") from None

@@ -1,0 +1,101 @@
+"""What a step takes at least, by the busiest lane: closed forms that rule a point out before anybody simulates it.
+
+R ranks, E experts, L layers. All are bounds of the simulated step, whatever the strategy hides behind what.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from moesys.balance.certificate import greatest_bound
+from moesys.config import Fsep, MegaKernel, Strategy
+from moesys.cost import (
+    GRADIENT_BYTES,
+    ExpertPass,
+    FloatArray,
+    dispatch_bytes,
+    expert_seconds,
+    link_seconds,
+    pass_seconds,
+    reshard_bytes,
+    restore_bytes,
+    restores_per_step,
+    rows_of,
+)
+from moesys.load import LoadMatrix
+from moesys.step import LayerPlan, StepPlan
+from moesys.tuner.space import Setting
+
+
+def load_bound_ms(strategy: Strategy, loads: Sequence[LoadMatrix], setting: Setting) -> float:
+    """Of a step of one micro-batch with these ``loads``, layer by layer, under the best layouts that any planner finds.
+
+    Computing: in each layer the rows that its busiest rank has at least (``balance.greatest_bound``), as all ranks meet
+    between layers; for MegaKernels, whose ranks do not, the mean. Links: an expert is held once at least.
+    """
+    model, cluster = setting.model, setting.cluster
+    slots_R = strategy.slots(model, cluster)
+    rows = 0
+    for load in loads:
+        if isinstance(strategy.overlap, MegaKernel):
+            rows += load.total // cluster.num_ranks
+        else:
+            rows += greatest_bound(load.tokens_E.tolist(), slots_R, (0,) * cluster.num_ranks)[0]
+    return 1000 * max(_compute_seconds(rows, setting), len(loads) * _sharding_seconds(strategy, setting))
+
+
+def plan_bound_ms(step: StepPlan) -> float:
+    """Of a step whose layouts and splits are known: the busiest rank of each layer, or the busiest link of all.
+
+    Of MegaKernels, which have tiles of their own and pull a row once for several experts if told to, less is sure.
+    """
+    model, cluster, sharding = step.model, step.cluster, step.strategy.sharding
+    setting = Setting(model, cluster, len(step.layers))
+    fused = step.strategy.overlap if isinstance(step.strategy.overlap, MegaKernel) else None
+    if fused:
+        rows_R = sum(plan.tokens.tokens_R for plan in step.layers)
+        computing = _compute_seconds(float(np.max(rows_R)), setting)
+    else:
+        computing = sum(float(_products_seconds(plan, setting).max()) for plan in step.layers)
+    link_busy = np.zeros(2 * (cluster.num_ranks + cluster.num_nodes))
+    for plan in step.layers:
+        if not (fused and fused.deduplicate):
+            bytes_RR = dispatch_bytes(plan.tokens, model)
+            # There and back, forward and backward.
+            link_busy += 2 * link_seconds(bytes_RR + bytes_RR.T, cluster)
+        for bytes_RR in restore_bytes(plan.layout, model, cluster, sharding):
+            link_busy += restores_per_step(sharding) * link_seconds(bytes_RR, cluster)
+        for bytes_RR in reshard_bytes(plan.layout, model, cluster, sharding):
+            link_busy += link_seconds(bytes_RR, cluster)
+    return 1000 * max(computing, float(link_busy.max()))
+
+
+def _products_seconds(plan: LayerPlan, setting: Setting) -> FloatArray:
+    """Seconds [R] of each rank's products, in whole tiles and waves; in chunks there would be more of them."""
+    passes: tuple[ExpertPass, ...] = ("forward", "input_gradients", "weight_gradients")
+    rows_RE = rows_of(plan.tokens)
+    return np.sum([pass_seconds(rows_RE, setting.model, setting.cluster, of) for of in passes], axis=0)
+
+
+def _compute_seconds(rows: float, setting: Setting) -> float:
+    """Forward and backward, at the matmul rate."""
+    model, cluster = setting.model, setting.cluster
+    return expert_seconds(rows, model, cluster, False) + expert_seconds(rows, model, cluster, True)
+
+
+def _sharding_seconds(strategy: Strategy, setting: Setting) -> float:
+    """A layer's restores and reshard on the busiest way out of a node, where every expert is held by one rank.
+
+    What leaves nodes: for each expert held, a slice from every rank outside its holder's node, and a slice of its
+    gradient to each. There are R - g of those at least, g ranks in the largest node; one node sends its N-th part.
+    """
+    model, cluster = setting.model, setting.cluster
+    if not isinstance(strategy.sharding, Fsep):
+        return 0.0
+    wire_slice = -(-model.expert_parameters // cluster.num_ranks)
+    travels = model.bytes_per_element * restores_per_step(strategy.sharding) + GRADIENT_BYTES
+    outside = cluster.num_ranks - max(cluster.node_sizes)
+    out_of_a_node = model.num_experts * wire_slice * outside * travels / cluster.num_nodes
+    return out_of_a_node / (cluster.inter_node_gb_per_s * 1e9)

@@ -1,0 +1,101 @@
+"""The space that is searched where nobody declares one: what may pay on this model and cluster, and fits in memory."""
+
+from __future__ import annotations
+
+from moesys.config import (
+    Adaptive,
+    Eplb,
+    EvenSplit,
+    FlexMoe,
+    FlowSplit,
+    Fsep,
+    Greedy,
+    Laer,
+    Last,
+    Proportional,
+    Split,
+    Static,
+    Strategy,
+    WindowMean,
+)
+from moesys.tuner.memory import rank_memory
+from moesys.tuner.space import (
+    EpChoices,
+    FsepChoices,
+    MegaKernelChoices,
+    OverlapChoices,
+    PipelinedChoices,
+    SequentialChoices,
+    Setting,
+    ShardingChoices,
+    Space,
+)
+
+_CAPS = (0.02, 0.05, 0.1)
+
+
+def default_space(
+    setting: Setting, tokens_per_rank: int, *, memory_gb: float | None = None, mega_kernels: bool = True
+) -> Space:
+    """Everything a strategy can say, at a few values a field. ``memory_gb``: of a rank, 1e9 bytes.
+
+    Left out: planners that take seconds a plan (``CpSat``), predictors that know what is to come, plans that come late
+    (``lag``), and ``MegaKernel`` where nothing can run it.
+    """
+    cluster = setting.cluster
+    if cluster.num_ranks == 1:
+        return Space(overlap=_overlaps(mega_kernels))
+    counts = _slot_counts(setting, tokens_per_rank, memory_gb)
+    nodes = cluster.num_nodes > 1
+    sharding: list[ShardingChoices] = [EpChoices(slots_per_rank=(None, *counts))]
+    if counts:
+        hierarchical = nodes and max(cluster.node_sizes) > 1
+        sharding.append(
+            FsepChoices(
+                slots_per_rank=counts,
+                prefetch_layers=tuple(range(min(3, setting.num_layers))),
+                delay_reshard=(False, True) if setting.num_layers > 1 else (False,),
+                reshard_after_forward=(True, False),
+                restore=("flat", "hierarchical") if hierarchical else ("flat",),
+            )
+        )
+    splits: list[Split] = [EvenSplit(), Proportional(), FlowSplit()]
+    splits += [FlowSplit(max_inter_node=cap) for cap in _CAPS if nodes]
+    return Space(
+        sharding=tuple(sharding),
+        balance=(Static(), Eplb(), Laer(), FlexMoe(), Greedy()),
+        predictor=(Last(), WindowMean(steps=5), Adaptive()),
+        split=tuple(splits),
+        overlap=_overlaps(mega_kernels),
+        replan_every=(1, 4, 16),
+    )
+
+
+def _slot_counts(setting: Setting, tokens_per_rank: int, memory_gb: float | None) -> tuple[int, ...]:
+    """From as many slots a rank as experts need to twice as many, as far as memory goes."""
+    experts = setting.model.num_experts
+    needed = -(-experts // setting.cluster.num_ranks)
+    counts = sorted({needed, needed + 1, needed + 2, needed + -(-needed // 2), 2 * needed})
+
+    def fits(slots: int) -> bool:
+        plain = Strategy(name="fsep", sharding=Fsep(slots_per_rank=slots))
+        return memory_gb is None or rank_memory(plain, setting, tokens_per_rank).gb <= memory_gb
+
+    return tuple(slots for slots in counts if slots <= experts and fits(slots))
+
+
+def _overlaps(mega_kernels: bool) -> tuple[OverlapChoices, ...]:
+    plain: tuple[OverlapChoices, ...] = (SequentialChoices(), PipelinedChoices(chunks=(2, 4, 8)))
+    if not mega_kernels:
+        return plain
+    return (
+        *plain,
+        MegaKernelChoices(
+            fused=("both", "dispatch", "combine"),
+            dispatch_share=(0.1, 0.25, 0.5),
+            combine_share=(0.0, 0.25),
+            granularity=("tile", "expert"),
+            tile_order=("largest_first", "slots"),
+            deduplicate=(False, True),
+        ),
+    )

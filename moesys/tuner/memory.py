@@ -1,0 +1,94 @@
+"""What a rank must hold at once under a strategy, at least: closed forms of shapes.
+
+P_e parameters of an expert, b bytes of an element, R ranks, E experts, S slots, L layers, T tokens a rank, K top-k, H
+hidden size, I expert width. Left out: embeddings, attention, logits, buffers of messages on their way, and what an
+allocator wastes. So what does not fit by this count does not fit, and what fits by it may still not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moesys.config import BYTES_PER_GB, Ep, Fsep, MegaKernel, ModelShape, Strategy
+from moesys.cost import GRADIENT_BYTES
+from moesys.tuner.space import Setting
+
+# Of a parameter: its master, its gradient, and the two moments of Adam, all float32.
+_STATE_BYTES = 16
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Bytes of the rank that holds most. ``state_bytes``: masters, gradients and optimizer of the experts it owns;
+    ``slot_bytes``: experts in the compute dtype, in as many layers as have theirs at once; ``gradient_bytes``: of held
+    experts, on their way home; ``row_bytes``: saved for backward; ``shared_bytes``: rows that peers reach.
+    """
+
+    state_bytes: int
+    slot_bytes: int
+    gradient_bytes: int
+    row_bytes: int
+    shared_bytes: int
+
+    @property
+    def gb(self) -> float:
+        """1e9 bytes."""
+        all_bytes = self.state_bytes + self.slot_bytes + self.gradient_bytes + self.row_bytes + self.shared_bytes
+        return all_bytes / BYTES_PER_GB
+
+
+def rank_memory(strategy: Strategy, setting: Setting, tokens_per_rank: int, *, recompute: bool = False) -> RankMemory:
+    """At least, for ``tokens_per_rank`` tokens of each rank in a micro-batch, evenly balanced.
+
+    Raises ValueError for a strategy that does not fit the model.
+    """
+    model, cluster, num_layers = setting.model, setting.cluster, setting.num_layers
+    slots = min(model.num_experts, max(strategy.slots(model, cluster)))
+    return RankMemory(
+        state_bytes=_STATE_BYTES * _owned_parameters(strategy, setting) * num_layers,
+        slot_bytes=_slot_bytes(strategy, setting, slots),
+        gradient_bytes=_layers_of_gradients(strategy, setting) * slots * model.expert_parameters * GRADIENT_BYTES,
+        row_bytes=_row_bytes(model, tokens_per_rank) * (1 if recompute else num_layers),
+        shared_bytes=_shared_bytes(strategy, model, tokens_per_rank),
+    )
+
+
+def _owned_parameters(strategy: Strategy, setting: Setting) -> int:
+    experts, num_ranks = setting.model.num_experts, setting.cluster.num_ranks
+    if isinstance(strategy.sharding, Fsep):
+        return -(-setting.model.expert_parameters // num_ranks) * experts
+    return -(-experts // num_ranks) * setting.model.expert_parameters
+
+
+def _slot_bytes(strategy: Strategy, setting: Setting, slots: int) -> int:
+    """A rank that owns its experts whole and computes in float32 uses its masters."""
+    model, sharding, num_layers = setting.model, strategy.sharding, setting.num_layers
+    layers_at_once = num_layers
+    if isinstance(sharding, Fsep) and sharding.reshard_after_forward:
+        layers_at_once = min(num_layers, 1 + sharding.prefetch_layers)
+    if isinstance(sharding, Ep) and model.dtype == "float32":
+        slots = max(0, slots - -(-model.num_experts // setting.cluster.num_ranks))
+    return layers_at_once * slots * model.expert_parameters * model.bytes_per_element
+
+
+def _layers_of_gradients(strategy: Strategy, setting: Setting) -> int:
+    """None where nobody borrows: gradients are born in their place."""
+    sharding = strategy.sharding
+    if setting.cluster.num_ranks == 1 or (isinstance(sharding, Ep) and not sharding.lends):
+        return 0
+    delayed = isinstance(sharding, Fsep) and sharding.delay_reshard
+    return min(setting.num_layers, 1 + delayed)
+
+
+def _row_bytes(model: ModelShape, tokens_per_rank: int) -> int:
+    """A layer's saved rows [T·K, H] and pre-activations [T·K, 2I]."""
+    width = model.hidden_size + 2 * model.intermediate_size
+    return tokens_per_rank * model.top_k * width * model.bytes_per_element
+
+
+def _shared_bytes(strategy: Strategy, model: ModelShape, tokens_per_rank: int) -> int:
+    """Two parities of rows that are pulled and of rows that are pushed home, for all layers together."""
+    if not isinstance(strategy.overlap, MegaKernel):
+        return 0
+    rows = tokens_per_rank * (1 + model.top_k)
+    return 2 * rows * model.hidden_size * model.bytes_per_element

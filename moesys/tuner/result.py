@@ -1,0 +1,109 @@
+"""What a tuning decided and why: the strategy, what kind of time chose it, and what every other choice would cost."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from moesys.config import Declared, Strategy
+from moesys.experiment import Source
+from moesys.tuner.search import Alternative, SearchResult
+from moesys.tuner.space import Space, value_words
+from moesys.tuner.timing import TimingResult
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One field of the strategy, a dotted path as in TOML.
+
+    ``next_best``: the best other value of the space, and ``costs``: how much longer a simulated step is with it, 0.02
+    for 2 %; at least so much where ``at_least``. Both None where the space or the cost model has no other.
+    """
+
+    field: str
+    value: str
+    next_best: str | None = None
+    costs: float | None = None
+    at_least: bool = False
+
+    def __str__(self) -> str:
+        if self.next_best is None or self.costs is None:
+            return "nothing else in the space"
+        if abs(self.costs) < 5e-5:
+            return f"{self.next_best} is as fast, simulated"
+        least = "at least " if self.at_least else ""
+        return f"{self.next_best} would cost {least}{100 * self.costs:+.2f} %, simulated"
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """``strategy``: the pick, called ``tuned``. ``decided_by``: which kind of time it is the fastest by; the other kind
+    only said where to look. ``speedup``: the baseline's time over its own, both of that kind.
+
+    ``num_combinations`` of the space; ``timing``: None where nothing was timed.
+    """
+
+    strategy: Strategy
+    baseline: Strategy
+    decided_by: Source
+    speedup: float
+    choices: tuple[Choice, ...]
+    space: Space
+    search: SearchResult
+    timing: TimingResult | None
+
+    def to_toml(self) -> str:
+        """The strategy as a file, the reasons beside its fields as comments."""
+        counted = f"{self.search.num_points} of {self.space.num_combinations} combinations looked at"
+        trials = f", {self.timing.num_trials} timed trials" if self.timing else ""
+        head = (
+            f"# Found by moesys tune: {counted}{trials}.\n"
+            f"# Decided by {self.decided_by} times: {self.speedup:.3f} x as fast as {self.baseline.name!r}.\n"
+            "# Beside a field: the best other value that was tried, and what it would cost.\n"
+        )
+        reasons = {choice.field: str(choice) for choice in self.choices}
+        return head + "\n".join(_commented(self.strategy.to_toml(), reasons)) + "\n"
+
+
+def choices_of(strategy: Strategy, space: Space, search: SearchResult, step_ms: float | None) -> tuple[Choice, ...]:
+    """Every field that the space has values for. ``step_ms``: of ``strategy``, simulated; None if that cannot be."""
+    found = []
+    for field, value in _fields(strategy, space):
+        alternative: Alternative | None = search.alternatives.get(field)
+        if alternative is None or step_ms is None:
+            found.append(Choice(field, value_words(value)))
+            continue
+        costs = alternative.ms / step_ms - 1
+        found.append(
+            Choice(field, value_words(value), value_words(alternative.neighbour.value), costs, alternative.at_least)
+        )
+    return tuple(found)
+
+
+def _fields(strategy: Strategy, space: Space) -> Iterator[tuple[str, Any]]:
+    """Dotted paths and values, of sharding and overlap field by field."""
+    for name in ("sharding", "overlap"):
+        part: Declared = getattr(strategy, name)
+        kind = getattr(part, "kind", "")
+        yield f"{name}.kind", kind
+        listed = {
+            field for choices in getattr(space, name) if choices.kind == kind for field in type(choices).model_fields
+        }
+        for field in type(part).model_fields:
+            if field in listed and field != "kind":
+                yield f"{name}.{field}", getattr(part, field)
+    for name in ("balance", "predictor", "split", "replan_every", "lag"):
+        yield name, getattr(strategy, name)
+
+
+def _commented(toml: str, reasons: dict[str, str]) -> Iterator[str]:
+    """Lines of TOML; reasons behind the line of their field, or of the table of their name."""
+    table = ""
+    for line in toml.splitlines():
+        if line.startswith("["):
+            table = line.strip("[]")
+            path = table
+        else:
+            path = f"{table}.".lstrip(".") + line.partition("=")[0].strip()
+        yield f"{line}  # {reasons[path]}" if path in reasons else line

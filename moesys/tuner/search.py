@@ -1,0 +1,189 @@
+"""The search in the cost model: a glance at many points, ever longer looks at fewer, then steps to better neighbours.
+
+Points that are drawn by chance find the region; steps of one field at a time find its best point, and end where no
+change of one field is faster. Deterministic given a seed.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby, islice
+
+from moesys.config import Strategy
+from moesys.tuner.costs import Costs, Fidelity, ladder
+from moesys.tuner.journal import Entry
+from moesys.tuner.space import Neighbour, Space
+
+# Of each look, the part that gets a longer one, and how many do at least.
+_KEPT_SHARE, _KEPT = 1 / 3, 6
+# Of a field's values, how many are looked at as long as the point that they would replace.
+_LOOKED_AT_LONG = 2
+# Members of each other kind of sharding or overlap that one step tries.
+_OF_ANOTHER_KIND = 16
+# Milliseconds that differ by less than that are one: sums in another order.
+_EQUAL = 1e-9
+
+
+@dataclass(frozen=True)
+class Ranked:
+    """A strategy and what it costs on all of the workload, simulated."""
+
+    strategy: Strategy
+    ms: float
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """The best other value of a field of the pick, and a step's milliseconds with it; a bound where ``at_least``."""
+
+    neighbour: Neighbour
+    ms: float
+    at_least: bool
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """``ranking``: best first. ``alternatives``: of the best, by field. ``refused``: points that the cost model does
+    not know, with its reason. ``num_points``: points that were simulated or pruned.
+    """
+
+    ranking: tuple[Ranked, ...]
+    alternatives: dict[str, Alternative]
+    refused: tuple[tuple[Strategy, str], ...]
+    num_points: int
+
+
+class Search:
+    """One search of ``space``, from ``starts``: strategies that somebody wrote, which get the longest look in any case.
+
+    ``budget``: points to look at, starts included; all of a space that has no more. Neighbours come on top: as many
+    steps as are faster, and those of the pick, which say why it was chosen.
+    """
+
+    def __init__(self, space: Space, starts: Sequence[Strategy], costs: Costs, *, budget: int, seed: int) -> None:
+        self.space, self.starts, self.costs, self.budget = space, tuple(starts), costs, budget
+        self.draws = random.Random(seed)
+        self.rungs = ladder(costs.plans.workload)
+        self.refused: dict[str, tuple[Strategy, str]] = {}
+
+    def run(self) -> SearchResult:
+        """Raises ValueError where the cost model knows none of the points."""
+        alive = self._candidates()
+        started = {strategy.fingerprint() for strategy in self.starts}
+        for rung, fidelity in enumerate(self.rungs):
+            self.costs.told.stage(f"simulating {len(alive)} points, {fidelity}", len(alive))
+            ranked = self._ranked(alive, fidelity, keep=started)
+            kept = max(_KEPT, math.ceil(len(ranked) * _KEPT_SHARE))
+            if rung + 1 < len(self.rungs):
+                best = {one.strategy.fingerprint() for one in ranked[:kept]} | started
+                alive = [one.strategy for one in ranked if one.strategy.fingerprint() in best]
+        if not ranked:
+            reason = next((reason for _, reason in self.refused.values()), "none fits")
+            raise ValueError(f"the cost model knows no point of the space: {reason}; widen space, or raise memory_gb")
+        found = {one.strategy.fingerprint(): one for one in ranked}
+        alternatives = self._step_on(ranked[0], found)
+        # Stable, so that of equals the start comes first, then what was drawn, then neighbours.
+        ranking = sorted(found.values(), key=lambda one: one.ms)
+        return SearchResult(tuple(ranking), alternatives, tuple(self.refused.values()), len(self.costs.looked_at))
+
+    def by_glance(self, strategy: Strategy) -> list[Strategy]:
+        """Neighbours, those first that are fastest at a glance; those that the cost model does not know are last."""
+        seen: list[tuple[float, int, Strategy]] = []
+        for neighbours in self._neighbours(strategy).values():
+            for one in neighbours:
+                ms = self._cost(one.strategy, self.rungs[0]).ms
+                seen.append((math.inf if ms is None else ms, len(seen), one.strategy))
+        return [point for _, _, point in sorted(seen, key=lambda one: one[:2])]
+
+    def around(self, pick: Strategy, found: SearchResult) -> SearchResult:
+        """``found`` with the alternatives of a pick that something else than the cost model chose."""
+        entry = self._cost(pick, self.rungs[-1], prune=False)
+        if entry.ms is None:
+            return replace(found, alternatives={}, refused=tuple(self.refused.values()))
+        ranked = {one.strategy.fingerprint(): one for one in found.ranking}
+        ranked.setdefault(pick.fingerprint(), Ranked(pick, entry.ms))
+        return SearchResult(
+            tuple(sorted(ranked.values(), key=lambda one: one.ms)),
+            self._alternatives(Ranked(pick, entry.ms)),
+            tuple(self.refused.values()),
+            len(self.costs.looked_at),
+        )
+
+    def _candidates(self) -> list[Strategy]:
+        """The starts, and points of the space: all, or some by chance."""
+        setting, by_fingerprint = self.costs.setting, {start.fingerprint(): start for start in self.starts}
+        exhausts = self.space.num_combinations <= self.budget
+        points = self.space.points(setting) if exhausts else self.space.drawn(setting, self.draws)
+        new = (point for point in points if point.fingerprint() not in by_fingerprint and self.costs.fits(point))
+        for point in islice(new, max(0, self.budget - len(by_fingerprint))):
+            by_fingerprint[point.fingerprint()] = point
+        return list(by_fingerprint.values())
+
+    def _ranked(self, points: Sequence[Strategy], fidelity: Fidelity, keep: set[str]) -> list[Ranked]:
+        """Those that were simulated, fastest first; equals in the order they came in. Nothing in ``keep`` is pruned."""
+        found = []
+        for point in points:
+            entry = self._cost(point, fidelity, prune=point.fingerprint() not in keep)
+            if entry.stage == "simulated" and entry.ms is not None:
+                found.append(Ranked(point, entry.ms))
+        return sorted(found, key=lambda one: one.ms)
+
+    def _cost(self, point: Strategy, fidelity: Fidelity, prune: bool = True) -> Entry:
+        entry = self.costs.of(point, fidelity, prune=prune)
+        if entry.stage == "refused":
+            self.refused.setdefault(entry.fingerprint, (point, entry.reason))
+        return entry
+
+    # --- neighbours ---------------------------------------------------------------------------------------------
+
+    def _step_on(self, pick: Ranked, found: dict[str, Ranked]) -> dict[str, Alternative]:
+        """Go to the fastest neighbour until none is faster; ``found`` gets all that were simulated. The last point's
+        alternatives.
+        """
+        while True:
+            alternatives = self._alternatives(pick)
+            exact = [Ranked(one.neighbour.strategy, one.ms) for one in alternatives.values() if not one.at_least]
+            for one in exact:
+                found.setdefault(one.strategy.fingerprint(), one)
+            best = min(exact, key=lambda one: one.ms, default=pick)
+            if best.ms >= pick.ms * (1 - _EQUAL):
+                return alternatives
+            pick = best
+
+    def _alternatives(self, pick: Ranked) -> dict[str, Alternative]:
+        """The best other value of each field, after a glance at all of them."""
+        by_field = self._neighbours(pick.strategy)
+        glance, whole = self.rungs[0], self.rungs[-1]
+        self.costs.told.stage(
+            f"simulating neighbours of {pick.strategy.name}", sum(len(neighbours) for neighbours in by_field.values())
+        )
+        found = {}
+        for field, neighbours in by_field.items():
+            glances = [(self._cost(one.strategy, glance), one) for one in neighbours]
+            seen = sorted(
+                ((entry.ms, place) for place, (entry, _) in enumerate(glances) if entry.ms is not None),
+            )
+            looks = []
+            for _, place in seen[:_LOOKED_AT_LONG]:
+                entry = self._cost(neighbours[place].strategy, whole)
+                if entry.ms is not None:
+                    looks.append(Alternative(neighbours[place], entry.ms, at_least=entry.stage == "pruned"))
+            if looks:
+                found[field] = min(looks, key=lambda one: (one.ms, one.at_least))
+        return found
+
+    def _neighbours(self, strategy: Strategy) -> dict[str, list[Neighbour]]:
+        """Those that fit, by field."""
+        fitting = [one for one in self.space.neighbours(strategy, self.costs.setting) if self.costs.fits(one.strategy)]
+        by_field: dict[str, list[Neighbour]] = {}
+        for field, of_field in groupby(fitting, key=lambda one: one.field):
+            by_kind = groupby(of_field, key=lambda one: getattr(one.value, "kind", ""))
+            for _, neighbours in by_kind:
+                listed = list(neighbours)
+                if field.endswith(".kind") and len(listed) > _OF_ANOTHER_KIND:
+                    listed = self.draws.sample(listed, _OF_ANOTHER_KIND)
+                by_field.setdefault(field, []).extend(listed)
+        return by_field

@@ -1,0 +1,109 @@
+"""Tuning from end to end: prune, simulate, time, and say why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from itertools import zip_longest
+
+from moesys.config import ClusterSpec, ModelShape, Strategy
+from moesys.tuner.costs import Costs, Told
+from moesys.tuner.default_space import default_space
+from moesys.tuner.journal import Journal
+from moesys.tuner.result import Tuned, choices_of
+from moesys.tuner.search import Search, SearchResult
+from moesys.tuner.space import Setting, Space
+from moesys.tuner.timing import Rounds, Timer
+from moesys.tuner.workload import Plans, Workload
+
+# Strategies of the recipe that are timed whatever the cost model thinks of them, the baseline aside.
+_STARTS_TIMED = 3
+
+
+def tune_workload(
+    workload: Workload,
+    model: ModelShape,
+    cluster: ClusterSpec,
+    strategies: Sequence[Strategy],
+    *,
+    journal: Journal,
+    told: Told,
+    space: Space | None = None,
+    budget: int = 256,
+    seed: int = 0,
+    memory_gb: float | None = None,
+    recompute: bool = False,
+    mega_kernels: bool = True,
+    timer: Timer | None = None,
+    trials: int = 0,
+) -> Tuned:
+    """The fastest strategy found. ``strategies``: where the search starts, the baseline first.
+
+    space: None for ``default_space``, with ``MegaKernel`` if ``mega_kernels``. budget: points to look at in the cost
+    model. memory_gb: of a rank, 1e9 bytes; None: enough. timer, trials: with both, the best are timed at last, and
+    clocks decide; simulated and measured times are never in one ranking.
+
+    Raises ValueError where nothing of the space can be simulated, where the baseline cannot, or its trials fail.
+    """
+    plans = Plans(workload, model, cluster)
+    loads = plans.loads(strategies[0], workload.seeds[0], 1)[0]
+    setting = Setting(model, cluster, len(loads))
+    starts = [setting.plainest(strategy).replace(name=strategy.name) for strategy in strategies]
+    if space is None:
+        tokens_per_rank = loads[0].total // (model.top_k * cluster.num_ranks)
+        space = default_space(setting, tokens_per_rank, memory_gb=memory_gb, mega_kernels=mega_kernels)
+    costs = Costs(plans, journal, setting, memory_gb=memory_gb, recompute=recompute, like=starts[0], told=told)
+    search = Search(space, starts, costs, budget=budget, seed=seed)
+    found = search.run()
+    baseline_ms = next((one.ms for one in found.ranking if one.strategy == starts[0]), None)
+    if timer is None or not trials:
+        if baseline_ms is None:
+            raise ValueError(
+                f"the cost model does not know the baseline, strategy {starts[0].name!r}; put another one first"
+            )
+        pick, speedup, timing = found.ranking[0].strategy, baseline_ms / found.ranking[0].ms, None
+    else:
+        rounds = Rounds(
+            timer,
+            journal,
+            starts[0],
+            promising(found, starts),
+            search.by_glance,
+            trials=trials,
+            seed=seed,
+            first_seed=workload.seeds[0],
+            told=told,
+        )
+        timing = rounds.run()
+        pick, speedup = timing.ranking[0].strategy, 1 / timing.ranking[0].ratio
+        found = search.around(pick, found)
+    pick_ms = next((one.ms for one in found.ranking if one.strategy.fingerprint() == pick.fingerprint()), None)
+    return Tuned(
+        strategy=pick.replace(name="tuned"),
+        baseline=starts[0],
+        decided_by="simulated" if timing is None else "measured",
+        speedup=speedup,
+        choices=choices_of(pick, space, found, pick_ms),
+        space=space,
+        search=found,
+        timing=timing,
+    )
+
+
+def promising(found: SearchResult, starts: Sequence[Strategy]) -> list[Strategy]:
+    """In which order to time: some of the starts; then the fastest of each kind of sharding and overlap by turns, as a
+    model that is wrong about a kind is wrong about all of it; points that cannot be simulated last of their kind.
+    """
+    kinds: dict[tuple[str, str], list[Strategy]] = {}
+    # Neighbours of the pick were refused last.
+    refused = [strategy for strategy, _ in reversed(found.refused)]
+    for strategy in [*(one.strategy for one in found.ranking), *refused]:
+        kinds.setdefault((strategy.sharding.kind, strategy.overlap.kind), []).append(strategy)
+    by_turns = [strategy for turn in zip_longest(*kinds.values()) for strategy in turn if strategy is not None]
+    return _distinct([*starts[1 : 1 + _STARTS_TIMED], *by_turns])
+
+
+def _distinct(strategies: Iterable[Strategy]) -> list[Strategy]:
+    by_fingerprint: dict[str, Strategy] = {}
+    for strategy in strategies:
+        by_fingerprint.setdefault(strategy.fingerprint(), strategy)
+    return list(by_fingerprint.values())

@@ -1,0 +1,88 @@
+"""A workload in the cost model, for many strategies: those that plan alike share their plans.
+
+Layouts and splits depend on slots, balance, predictor and split, and neither on how experts travel nor on what runs
+beside what. Planning takes most of the time, so each placement is walked once.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from moesys.config import ClusterSpec, Fsep, ModelShape, Sequential, Strategy
+from moesys.load import LoadMatrix
+from moesys.step import StepPlan
+
+# Plans of so many bytes are remembered, those used last.
+_MOST_BYTES = 2**30
+
+
+class Workload(Protocol):
+    """What the lab knows of an experiment."""
+
+    @property
+    def seeds(self) -> tuple[int, ...]: ...
+
+    @property
+    def num_steps(self) -> int:
+        """Timed steps that each seed has."""
+
+    def check(self, strategy: Strategy) -> None:
+        """Raises ValueError for what the cost model does not know."""
+
+    def walk(self, strategy: Strategy, seed: int) -> Iterator[StepPlan]:
+        """The timed steps, planned from history as in training. Raises ValueError where that cannot be."""
+
+    def step_ms(self, step: StepPlan) -> float:
+        """Simulated. Raises ValueError for what the cost model does not know after all."""
+
+
+@dataclass
+class _Walk:
+    """Steps of one placement and seed as far as anybody has asked for them."""
+
+    rest: Iterator[StepPlan]
+    steps: list[StepPlan] = field(default_factory=list)
+    num_bytes: int = 0
+
+    def first(self, num_steps: int) -> list[StepPlan]:
+        while len(self.steps) < num_steps:
+            # What comes before does not change a step's time, and would be kept with it.
+            step = replace(next(self.rest), previous=None)
+            self.steps.append(step)
+            self.num_bytes += sum(plan.tokens.entries.nbytes + plan.load.tokens_RE.nbytes for plan in step.layers)
+        return self.steps[:num_steps]
+
+
+class Plans:
+    """Steps of ``workload`` under any strategy."""
+
+    def __init__(self, workload: Workload, model: ModelShape, cluster: ClusterSpec) -> None:
+        self.workload, self.model, self.cluster = workload, model, cluster
+        self._walks: OrderedDict[tuple[str, int], _Walk] = OrderedDict()
+        self._loads: dict[int, list[tuple[LoadMatrix, ...]]] = {}
+
+    def steps(self, strategy: Strategy, seed: int, num_steps: int) -> list[StepPlan]:
+        """The first timed steps. Raises ValueError where they cannot be planned."""
+        placement = self.placement(strategy)
+        key = (placement.fingerprint(), seed)
+        walk = self._walks.pop(key, None) or _Walk(self.workload.walk(placement, seed))
+        steps = walk.first(num_steps)
+        self._walks[key] = walk
+        while len(self._walks) > 1 and sum(walk.num_bytes for walk in self._walks.values()) > _MOST_BYTES:
+            self._walks.popitem(last=False)
+        return [replace(step, strategy=strategy) for step in steps]
+
+    def loads(self, like: Strategy, seed: int, num_steps: int) -> list[tuple[LoadMatrix, ...]]:
+        """What routers want in those steps, layer by layer: the same under every strategy, so any will do."""
+        if len(self._loads.get(seed, ())) < num_steps:
+            steps = self.steps(like, seed, num_steps)
+            self._loads[seed] = [tuple(plan.load for plan in step.layers) for step in steps]
+        return self._loads[seed][:num_steps]
+
+    def placement(self, strategy: Strategy) -> Strategy:
+        """The strategy that plans as this one does and is plain in all else."""
+        slots_R = strategy.slots(self.model, self.cluster)
+        return strategy.replace(name="placement", sharding=Fsep(slots_per_rank=slots_R), overlap=Sequential())
