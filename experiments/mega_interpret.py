@@ -2,8 +2,8 @@
 
 Experts one after another on stand-alone kernels (``sequential``), and the same in MegaKernels at three points of their
 search space (UniEP, arXiv 2604.19241): as they come; unfused, flags and fetches of whole experts; and with pushes,
-sums and weight gradients as tasks of their own. Two ranks pull and push over shared memory, and wait for each other's
-flags, with experts that follow the load under FSEP.
+sums and weight gradients as tasks of their own, and plans made on the device. Two ranks pull and push over shared
+memory, and wait for each other's flags, with experts that follow the load under FSEP.
 
 Look at agreement: every row must be bit-equal. Triton's interpreter runs the kernels on the CPU, thousands of times
 slower than a GPU, so no time in the table means anything.
@@ -22,7 +22,7 @@ def experiment() -> ms.Experiment:
     points = {
         "mega": ms.MegaKernel(),
         "mega/unfused": ms.MegaKernel(fused="none", granularity="expert", tile_order="slots", deduplicate=True),
-        "mega/tasks": ms.MegaKernel(combine_share=0.5, reduce_share=0.5, programs=1),
+        "mega/tasks": ms.MegaKernel(combine_share=0.5, reduce_share=0.5, programs=1, most_tokens=16),
     }
     return ms.Experiment(
         name="mega-interpret",

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from moesys.balance import Certificate, certify, plan_layout, split_tokens
 from moesys.balance.quotas import levels_of, nodes_of
-from moesys.config import ClusterSpec, EvenSplit, FlowSplit, ModelShape, Split, Strategy
+from moesys.config import ClusterSpec, EvenSplit, FlowSplit, MegaKernel, ModelShape, Split, Strategy
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.load import LoadMatrix
 from moesys.overlap.simulator import RestOfStep, Simulation, run_step
@@ -140,6 +140,14 @@ def split_on_device(config: Split) -> bool:
             return config.traffic == "fast" and config.max_inter_node is None
         case _:
             return False
+
+
+def plans_on_device(strategy: Strategy) -> bool:
+    """Whether several ranks plan without a host that waits: what a rank may have is declared beforehand, and the split
+    is one that devices make.
+    """
+    overlap = strategy.overlap
+    return isinstance(overlap, MegaKernel) and overlap.most_tokens is not None and split_on_device(strategy.split)
 
 
 def device_split(

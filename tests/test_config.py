@@ -539,6 +539,7 @@ CHANGES = [
             "stages": 3,
             "programs": 1,
             "rows_cap": 3.0,
+            "most_tokens": 64,
             "timeout_s": 5.0,
         },
     ),

@@ -25,7 +25,7 @@ from moesys.layout import ExpertLayout
 from moesys.load import IntArray, LoadMatrix
 from moesys.moe.planning import InlinePlanner, LayoutSchedule, PlanRequest, PlanTicket
 from moesys.overlap.simulator import exposed_ms
-from moesys.step import LayerPlan, StepPlan, plan_layer, simulation
+from moesys.step import LayerPlan, StepPlan, plan_layer, plans_on_device, simulation
 from moesys.traces import Trace
 
 
@@ -123,13 +123,14 @@ class MegaMemory:
     """What a ``MegaKernel`` takes of a rank's memory, in bytes.
 
     symmetric_bytes: of the arena that peers reach, which all layers share. num_rows: of the rank that gets most, in any
-    layer, of ``most_rows`` that ``rows_cap`` allows. kept_bytes: of those rows from forward to backward, of a layer;
-    backward_bytes: more during backward.
+    layer, of ``most_rows`` that ``rows_cap`` allows. held_rows: for which there is memory, all of them where devices
+    plan. kept_bytes: of those from forward to backward, of a layer; backward_bytes: more during backward.
     """
 
     symmetric_bytes: int
     num_rows: int
     most_rows: int
+    held_rows: int
     kept_bytes: int
     backward_bytes: int
 
@@ -220,26 +221,33 @@ def explain(strategy: Strategy, experiment: Experiment, *, micro_batch: int | No
         critical_ms=times.critical_ms(),
         mean_ms=times.mean_ms(),
         layers=tuple(_explain_layer(layer, step, history, times) for layer, history in enumerate(histories)),
-        mega=_mega_memory(fused, experiment.model, plans) if fused else None,
+        mega=_mega_memory(fused, plans_on_device(strategy), experiment.model, plans) if fused else None,
     )
 
 
-def _mega_memory(overlap: MegaKernel, model: ModelShape, plans: tuple[LayerPlan, ...]) -> MegaMemory:
+def _mega_memory(overlap: MegaKernel, on_device: bool, model: ModelShape, plans: tuple[LayerPlan, ...]) -> MegaMemory:
     # Here, as explanations of other strategies do without Triton.
     from moesys.overlap.mega import symmetric_bytes
+    from moesys.overlap.row_limit import room_for_rows
 
-    most_choices = max(int(plan.load.tokens_RE.sum(1).max()) for plan in plans)
+    most_tokens = max(int(plan.load.tokens_RE.sum(1).max()) for plan in plans) // model.top_k
+    if on_device and overlap.most_tokens is not None:
+        most_tokens = overlap.most_tokens
+    num_ranks = plans[0].layout.num_ranks
     num_replicas = max(int((plan.layout.replicas_RE > 0).sum()) for plan in plans)
     num_rows = max(int(plan.tokens.tokens_R.max()) for plan in plans)
+    most_rows = room_for_rows(overlap, most_tokens, model.top_k, num_ranks)
+    held_rows = most_rows if on_device else num_rows
     hidden, width, size = model.hidden_size, model.intermediate_size, model.bytes_per_element
     waiting = overlap.combine_share > 0 or overlap.fused in ("dispatch", "none")
     return MegaMemory(
-        symmetric_bytes(overlap, model, most_choices // model.top_k, plans[0].layout.num_ranks, num_replicas),
+        symmetric_bytes(overlap, model, most_tokens, num_ranks, num_replicas),
         num_rows,
-        most_rows=int(overlap.rows_cap * most_choices),
+        most_rows,
+        held_rows,
         # x and h; dy, dh and the weighted activations, and dx where it waits for a task that pushes it.
-        kept_bytes=num_rows * (hidden + 2 * width) * size,
-        backward_bytes=num_rows * (hidden * (1 + waiting) + 3 * width) * size,
+        kept_bytes=held_rows * (hidden + 2 * width) * size,
+        backward_bytes=held_rows * (hidden * (1 + waiting) + 3 * width) * size,
     )
 
 

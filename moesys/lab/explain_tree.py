@@ -17,6 +17,7 @@ from moesys.lab.console import print_full
 from moesys.lab.explain import ExpertChange, LayerExplanation, MegaMemory, StepExplanation, Traffic, explain
 from moesys.lab.files import load_experiment
 from moesys.lab.tables import figure
+from moesys.step import plans_on_device, split_on_device
 
 MOST_SHOWN = 12
 MIB = 2**20
@@ -98,7 +99,7 @@ def _schedule_words(strategy: Strategy) -> list[str]:
     if isinstance(overlap, Pipelined):
         words = [f"tokens in {_count(overlap.chunks, 'chunk')}, the next arriving and the last going home behind one"]
     elif isinstance(overlap, MegaKernel):
-        words = _mega_words(overlap)
+        words = [*_mega_words(overlap), _planning_words(strategy)]
     else:
         words = ["dispatch, experts and combine one after another"]
     if isinstance(sharding, Fsep):
@@ -141,10 +142,24 @@ def _mega_words(overlap: MegaKernel) -> list[str]:
     return words
 
 
+def _planning_words(strategy: Strategy) -> str:
+    """Where ranks plan a micro-batch, and why."""
+    overlap = strategy.overlap
+    if plans_on_device(strategy):
+        return "planned on the devices, from counts that travel with the tokens' flag: no host waits"
+    if not split_on_device(strategy.split):
+        return (
+            "planned on the hosts, which wait for all counts: devices split by EvenSplit() or plain FlowSplit() alone"
+        )
+    assert isinstance(overlap, MegaKernel)
+    return "planned on the hosts, which wait for all counts: MegaKernel(most_tokens=...) would let devices plan"
+
+
 def _memory_words(memory: MegaMemory) -> list[str]:
     return [
         f"{memory.symmetric_bytes / BYTES_PER_GB:.3f} GB that peers reach, for all layers together",
-        f"{memory.num_rows} private rows on the busiest, of {memory.most_rows} that rows_cap allows: "
+        f"{memory.num_rows} private rows on the busiest, of {memory.most_rows} that rows_cap allows"
+        f"{' and there is always memory for' if memory.held_rows > memory.num_rows else ''}: "
         f"{memory.kept_bytes / BYTES_PER_GB:.3f} GB a layer from forward to backward, "
         f"{memory.backward_bytes / BYTES_PER_GB:.3f} GB more in backward",
     ]

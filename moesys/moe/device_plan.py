@@ -12,20 +12,12 @@ from moesys.config import ClusterSpec, MegaKernel, ModelShape, Proportional, Str
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.load import LoadMatrix
 from moesys.overlap.record import Recorder
-from moesys.step import LayerPlan, device_split, plan_layer, split_on_device
+from moesys.step import LayerPlan, device_split, plan_layer
 
 if TYPE_CHECKING:
     from moesys.kernels.exchange import Replicas
     from moesys.overlap.device_split import DeviceSplit, PendingPlan
     from moesys.overlap.mega import MegaExecutor, MegaHome
-
-
-def plans_on_device(strategy: Strategy) -> bool:
-    """Whether several ranks plan without a host that waits: tokens are bounded beforehand, and the split is one that
-    devices make.
-    """
-    overlap = strategy.overlap
-    return isinstance(overlap, MegaKernel) and overlap.most_tokens is not None and split_on_device(strategy.split)
 
 
 @dataclass(frozen=True)
@@ -68,7 +60,7 @@ class RanksPlan:
 
 
 class DevicePlanner:
-    """Makes the executors of one layer on one of several ranks, whose forwards plan: ``plans_on_device`` is true."""
+    """Makes the executors of one layer on one of several ranks, whose forwards plan, as ``plans_on_device`` allows."""
 
     def __init__(self, strategy: Strategy, shape: ModelShape, cluster: ClusterSpec, rank: int) -> None:
         assert isinstance(strategy.overlap, MegaKernel)

@@ -19,7 +19,7 @@ from moesys.kernels.rows import RowRule, row_rule
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.load import LoadMatrix
 from moesys.moe.call import LayerCall, RoutedExperts
-from moesys.moe.device_plan import DevicePlan, DevicePlanner, RanksPlan, plans_on_device
+from moesys.moe.device_plan import DevicePlan, DevicePlanner, RanksPlan
 from moesys.moe.experts import DTYPES, initial_generator
 from moesys.moe.metrics import LayerMetrics
 from moesys.moe.planning import InlinePlanner, LayoutSchedule
@@ -37,7 +37,7 @@ from moesys.overlap.expert_math import ExpertMath
 from moesys.overlap.record import Meter, Recorder
 from moesys.overlap.routes import build_routes, chunk_counts
 from moesys.overlap.slot_math import SlotMath
-from moesys.step import LayerPlan, plan_layer
+from moesys.step import LayerPlan, plan_layer, plans_on_device
 
 if TYPE_CHECKING:
     from moesys.moe.runtime import MoERuntime

@@ -24,6 +24,7 @@ from moesys.config import (
     MegaKernel,
     ModelShape,
     Pipelined,
+    Proportional,
     Strategy,
     WindowMean,
 )
@@ -351,11 +352,20 @@ def test_a_strategy_that_does_not_fit_the_experiment_is_refused():
                 "in one kernel: tiles push their rows home, then sums",
                 "weight gradients between pushes and sums, before the sums",
                 "flags of each tile\n",
+                "planned on the hosts, which wait for all counts: MegaKernel(most_tokens=...) would let devices plan",
             ),
         ),
         (
-            MegaKernel(dispatch_share=1, combine_share=0.5, reduce_share=0.25, granularity="expert", deduplicate=True),
+            MegaKernel(
+                dispatch_share=1,
+                combine_share=0.5,
+                reduce_share=0.25,
+                granularity="expert",
+                deduplicate=True,
+                most_tokens=64,
+            ),
             (
+                "planned on the devices, from counts that travel with the tokens' flag: no host waits",
                 "all pulls first",
                 "at most 50% of the tasks push rows home",
                 "among them at most 25% sums",
@@ -387,3 +397,12 @@ def test_a_mega_kernel_says_its_tasks_and_its_memory(overlap, said):
     assert step.mega.num_rows == max(max(layer.tokens_R) for layer in step.layers)
     assert step.mega.most_rows == 2 * 64 * 2
     assert f"{step.mega.num_rows} private rows on the busiest, of 256 that rows_cap allows" in text
+    held_rows = 256 if overlap.most_tokens else step.mega.num_rows
+    # Gate and up halves of h beside x, in float32.
+    assert step.mega.kept_bytes == held_rows * (16 + 2 * MODEL.intermediate_size) * 4
+    assert ("there is always memory" in text) == (overlap.most_tokens is not None)
+
+
+def test_hosts_plan_what_devices_cannot_split():
+    fused = FSEP.replace(name="fused", split=Proportional(), overlap=MegaKernel(most_tokens=64))
+    assert "which wait for all counts: devices split by EvenSplit()" in str(explain(fused, declared(fused)))

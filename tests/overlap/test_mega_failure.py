@@ -19,7 +19,7 @@ from moesys.lab.ranks import LocalRanks
 TIMEOUT_S = 5.0
 VICTIM = 2
 # Every rank has rows of every other, and every layout as many replicas: one heap for all.
-FIRST = Case(8, 2, 20, 8, "float32", (9, 9, 9, 9), 2, (), dropped=0.5)
+FIRST = Case(8, 2, 20, 8, "float32", (9, 9, 9, 9), 2, (), dropped=0.5, split=ms.FlowSplit())
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +56,11 @@ def survive(second: Case, point: ms.MegaKernel) -> tuple[list[str], list[float]]
 # Each case says where the victim dies: (before what, point, the stage that waits for it, epoch that it has reached).
 DEATHS = {
     "before it publishes": ("forward", ms.MegaKernel(), "publish: flag 2 is at epoch 2, not 3"),
+    "before it says what it wants": (
+        "forward",
+        ms.MegaKernel(most_tokens=9, rows_cap=4.0),
+        "publish: flag 2 is at epoch 2, not 3",
+    ),
     "before it pulls": ("experts", ms.MegaKernel(granularity="expert"), "combine: flag "),
     "between its directions": ("backward", ms.MegaKernel(deduplicate=True), "publish: flag 2 is at epoch 3, not 4"),
 }

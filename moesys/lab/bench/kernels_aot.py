@@ -14,7 +14,10 @@ from moesys.kernels.activation_gradient import activation_gradient
 from moesys.kernels.ahead_of_time import MOST_SHARED_BYTES, MachineCode, compiling
 from moesys.kernels.blocks import ShapeClass
 from moesys.kernels.combine import combine
+from moesys.kernels.counts import count_regions, receive_counts, send_counts
+from moesys.kernels.exchange import regions
 from moesys.kernels.grouped_gemm import grouped_gemm
+from moesys.kernels.heap import Heap
 from moesys.kernels.replicas import choose_replicas
 from moesys.kernels.routing import Routing, route
 from moesys.kernels.split import split
@@ -48,7 +51,7 @@ SIZES = (
     Size("fine", 40960, 768, 256, 128, 8),
     Size("30b", 32768, 4096, 512, 128, 8),
 )
-NUM_OPS = 13
+NUM_OPS = 14
 
 
 @dataclass(frozen=True)
@@ -88,6 +91,16 @@ def tables_of_64_ranks(num_experts: int) -> SplitTables:
     return tables_of(expert_RS, num_experts, node_R, node_R[None], "meta")
 
 
+def exchange_counts(first_E1: Tensor) -> Tensor:
+    """As each of 64 ranks does."""
+    num_experts, dtype = len(first_E1) - 1, torch.bfloat16
+    shared = {**regions(1, 1, 1, dtype, 64, 1), **count_regions(64, num_experts)}
+    heap = Heap.virtual(shared, 64, first_E1.device)[0]
+    exchanges_R, epoch_1 = first_E1.new_empty(64), first_E1.new_empty(1)
+    send_counts(heap, exchanges_R, first_E1)
+    return receive_counts(heap, epoch_1, exchanges_R, num_experts)
+
+
 def compile_size(size: Size, dtype: torch.dtype, tell: Callable[[str], None]) -> list[Compiled]:
     """Every kernel of forward and backward, gated by SiLU, at pinned blocks or the model's choice (``blocks_of``)."""
     T, H, I, E, K = size[1:]
@@ -119,6 +132,7 @@ def compile_size(size: Size, dtype: torch.dtype, tell: Callable[[str], None]) ->
     tables, expert_TK = tables_of_64_ranks(E), meta(T, K, dtype=torch.int64)
     tokens_RE, tokens_P = (meta(*shape, dtype=torch.int64) for shape in ((64, E), tables.rank_P.shape))
     ops: dict[str, tuple[Block | None, Callable[[], object]]] = {
+        "counts": (None, lambda: exchange_counts(first)),
         "split": (None, lambda: split(tokens_RE, tables)),
         "replicas": (None, lambda: choose_replicas(expert_TK, routing, tokens_P, tables)),
         "route": (None, lambda: route(meta(T, K, dtype=torch.int64), E)),
