@@ -22,9 +22,8 @@ from moesys.lab.bench.mega_report import SEQUENTIAL, STAND_ALONE, WHOLE, Contest
 CPU = torch.device("cpu")
 TINY = Size("tiny", 6, 16, 16, 2, 1)
 # A link that takes 0.2 ms for the half of 6 rows that leaves.
-PLAN = mega.Plan(
-    TINY, 2, torch.float32, {SEQUENTIAL: mega.UNFUSED, "fused": MegaPoint()}, 1e-3, repeats=1, bit_runs=1, device=CPU
-)
+POINTS = {SEQUENTIAL: mega.UNFUSED, "fused": MegaPoint(), mega.ON_DEVICE: MegaPoint()}
+PLAN = mega.Plan(TINY, 2, torch.float32, POINTS, 1e-3, repeats=1, bit_runs=1, device=CPU)
 
 
 @pytest.mark.skipif(os.environ.get("MOESYS_SWEEP") != "1", reason="long: make test-all")
@@ -36,9 +35,9 @@ def test_the_whole_path_on_a_toy(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert page.startswith("# MegaKernels over paced links, rehearsed: ")
     assert "It does not show NVLink's latency" in page
     data = json.loads((tmp_path / "overlap_mega.json").read_text())
-    assert [row["name"] for row in data["contestants"]] == [STAND_ALONE, SEQUENTIAL, "fused"]
-    assert [row["wrong"] for row in data["contestants"]] == [""] * 3
-    assert [sorted(row["samples_ms"]) for row in data["contestants"][1:]] == [["backward", "forward"]] * 2
+    assert [row["name"] for row in data["contestants"]] == [STAND_ALONE, *POINTS]
+    assert [row["wrong"] for row in data["contestants"]] == [""] * 4
+    assert [sorted(row["samples_ms"]) for row in data["contestants"][1:]] == [["backward", "forward"]] * 3
 
 
 @pytest.mark.skipif(os.environ.get("MOESYS_SWEEP") != "1", reason="long: make test-all")

@@ -40,8 +40,11 @@ RANKS_TIMEOUT_S = 600.0
 UNFUSED = MegaPoint(fuse_dispatch=False, fuse_combine=False, fuse_weight_gradients=False)
 # What a rank's share of the multiprocessors is multiplied by: communication alone may be quicker with fewer.
 SHARES = {SEQUENTIAL: 1.0, f"{SEQUENTIAL}, 3/4 of programs": 0.75, f"{SEQUENTIAL}, 1/2 of programs": 0.5}
+# Planned by its forward, and so by the graph that has captured it; all others' plan is made beforehand.
+ON_DEVICE = "fused, planned on the device"
 POINTS = {
     "fused": MegaPoint(),
+    ON_DEVICE: MegaPoint(),
     "fused, no weight gradients beside": MegaPoint(fuse_weight_gradients=False),
     "fused dispatch": replace(UNFUSED, fuse_dispatch=True),
     "fused combine": replace(UNFUSED, fuse_combine=True),
@@ -190,7 +193,7 @@ def _on_streams(plan: Plan, layer: Layer, tell: Callable[[str], None]) -> list[C
         STAND_ALONE: sequential_runs(layer, [memory.link for memory in memories])
     }
     for name, point in plan.points.items():
-        runs[name] = [MegaRun(layer, rank, point, memory) for rank, memory in enumerate(memories)]
+        runs[name] = [MegaRun(layer, rank, point, memory, name == ON_DEVICE) for rank, memory in enumerate(memories)]
     together = {name: _Together(of_ranks, streams) for name, of_ranks in runs.items()}
     expected = {name: of.clone() for name, of in together[STAND_ALONE].results().items()}
     found = {name: Contestant(name) for name in together}
@@ -263,7 +266,7 @@ def _on_rank(plan: Plan, expected: Mapping[str, Tensor]) -> list[Contestant]:
     layer = draw_layer(plan.size, plan.num_ranks, plan.dtype, plan.device)
     memory = MegaMemory(Heap.between_processes(regions_of(layer, list(plan.points.values())), dist.group.WORLD))
     memory.link = new_link(plan.gb_per_s, plan.device)
-    runs = {name: MegaRun(layer, rank, point, memory) for name, point in plan.points.items()}
+    runs = {name: MegaRun(layer, rank, point, memory, name == ON_DEVICE) for name, point in plan.points.items()}
     found = {name: Contestant(name) for name in runs}
     own = {name: right for name, right in expected.items() if name.endswith(f" of rank {rank}")}
     for name, run in runs.items():

@@ -13,17 +13,21 @@ import torch
 from torch import Tensor
 
 from moesys.balance import split_tokens
-from moesys.config import ClusterSpec, EvenSplit
+from moesys.config import ClusterSpec, EvenSplit, FlowSplit, MegaKernel
+from moesys.kernels.counts import count_regions
 from moesys.kernels.exchange import most_flags, regions
 from moesys.kernels.heap import Region
 from moesys.kernels.mega import MegaMemory, MegaPoint
 from moesys.lab.bench.kernels_aot import Size
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.load import LoadMatrix
+from moesys.overlap.device_split import PendingPlan
 from moesys.overlap.expert_math import ExpertGradients, ExpertWeights
 from moesys.overlap.local import ACTIVATION
 from moesys.overlap.mega import MegaExecutor, replicas_of, tokens_by_replica
+from moesys.overlap.row_limit import RowLimit, room_for_rows
 from moesys.overlap.stages import Stages
+from moesys.step import device_split
 
 DIRECTIONS = ("forward", "backward")
 
@@ -113,21 +117,29 @@ def regions_of(layer: Layer, points: Sequence[MegaPoint]) -> dict[str, Region]:
         blocks = point.blocks(ACTIVATION, dtype, layer.device)
         column_tiles = -(-H // min(blocks.down.columns, blocks.input_gradient.columns))
         flags = max(flags, most_flags(layer.most_tokens, K, E, blocks.down.rows, column_tiles))
-    return dict(regions(layer.most_tokens, K, H, dtype, layer.num_ranks, flags))
+    shared = regions(layer.most_tokens, K, H, dtype, layer.num_ranks, flags)
+    return {**shared, **count_regions(layer.num_ranks, E)}
 
 
 class MegaRun:
-    """One rank at one point: forward and backward in stages, and what came out."""
+    """One rank at one point: forward and backward in stages, and what came out. ``on_device``: its forward plans, by
+    the exact split, which knows no other plan where experts have one holder.
+    """
 
-    def __init__(self, layer: Layer, rank: int, point: MegaPoint, memory: MegaMemory) -> None:
+    def __init__(self, layer: Layer, rank: int, point: MegaPoint, memory: MegaMemory, on_device: bool = False) -> None:
         self._x_TH, self._dy_TH = layer.x_RTH[rank], layer.dy_RTH[rank]
         self._weight_TK, self._held = layer.weight_RTK[rank], layer.held_R[rank]
+        plan: Tensor | PendingPlan = tokens_by_replica(layer.plan, layer.device)
+        num_rows = int(layer.plan.tokens_R[rank])
+        if on_device:
+            plan = _pending(layer)
+            num_rows = plan.room
         self._executor = MegaExecutor(
             layer.expert_RTK[rank],
             layer.size.E,
-            tokens_by_replica(layer.plan, layer.device),
+            plan,
             replicas_of(layer.plan.layout, rank, layer.device),
-            int(layer.plan.tokens_R[rank]),
+            num_rows,
             memory,
             point.blocks(ACTIVATION, self._x_TH.dtype, layer.device),
             point,
@@ -148,3 +160,12 @@ class MegaRun:
                 self._dy_TH, self._weight_TK, self._saved, lambda: self._held, self._gradients
             )
             self.results["dgate_up"], self.results["ddown"] = self._gradients
+
+
+def _pending(layer: Layer) -> PendingPlan:
+    """With room for what is sent here, if that is more than is usual."""
+    cluster, choices = ClusterSpec(ranks_per_node=layer.num_ranks), layer.most_tokens * layer.size.K
+    usual = room_for_rows(MegaKernel(), layer.most_tokens, layer.size.K, layer.num_ranks)
+    room = max(usual, int(layer.plan.tokens_R.max()))
+    split = device_split(layer.plan.layout, cluster, FlowSplit(), layer.device)
+    return PendingPlan(split, 0, RowLimit(layer.device), room, choices)
