@@ -12,12 +12,10 @@ from torch.autograd.function import once_differentiable
 from moesys.layout import ExpertLayout
 from moesys.moe.experts import as_gradients
 from moesys.moe.shards import Restored
-from moesys.overlap.chunked import ChunkedExecutor, Saved
+from moesys.overlap.executor import Executor, Saved
 
 if TYPE_CHECKING:
     from moesys.moe.layer import MoELayer
-    from moesys.overlap.local import LocalExecutor
-    from moesys.overlap.mega import MegaExecutor
 
 
 class LayerCall:
@@ -34,7 +32,7 @@ class LayerCall:
         self,
         owner: MoELayer,
         layout: ExpertLayout,
-        executor: ChunkedExecutor | LocalExecutor | MegaExecutor,
+        executor: Executor,
         previous: LayerCall | None,
         checkpointed: bool,
     ) -> None:

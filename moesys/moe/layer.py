@@ -33,6 +33,7 @@ from moesys.moe.state import join_state, split_state
 from moesys.moe.whole_experts import WholeExperts
 from moesys.overlap.channel import Channel
 from moesys.overlap.chunked import ChunkedExecutor
+from moesys.overlap.executor import Executor
 from moesys.overlap.expert_math import ExpertMath
 from moesys.overlap.record import Meter, Recorder
 from moesys.overlap.routes import build_routes, chunk_counts
@@ -254,9 +255,7 @@ class MoELayer(nn.Module):
         for layer, vote in zip(deciding, gathered_RN.amin(dim=0).tolist(), strict=True):
             layer.schedule.settle(bool(vote))
 
-    def _plan_together(
-        self, expert_TK: Tensor, math: ExpertMath, learning: bool, upcoming: list[MoELayer]
-    ) -> ChunkedExecutor | MegaExecutor:
+    def _plan_together(self, expert_TK: Tensor, math: ExpertMath, learning: bool, upcoming: list[MoELayer]) -> Executor:
         """Exchange counts, agree on layouts, and plan."""
         deciding = [self, *upcoming]
         deadline = time.monotonic() + self.plan_timeout_s

@@ -18,27 +18,9 @@ from torch import Tensor
 
 from moesys.kernels.memory import Memory, Scratch
 from moesys.overlap.channel import Channel, Transfer
-from moesys.overlap.expert_math import (
-    Arrivals,
-    BackwardPass,
-    ExpertGradients,
-    ExpertMath,
-    ForwardPass,
-    HeldExperts,
-    Workplace,
-)
+from moesys.overlap.executor import Saved, WaitForExperts
+from moesys.overlap.expert_math import Arrivals, BackwardPass, ExpertGradients, ExpertMath, ForwardPass, Workplace
 from moesys.overlap.routes import ChunkRoutes, Routes
-
-
-@dataclass(frozen=True)
-class Saved:
-    """What backward needs: arrived rows of x [M, H] (x itself on one rank) and pre-activations h [P, 2I]."""
-
-    arrivals_MH: Tensor
-    h_P2I: Tensor
-
-
-WaitForExperts = Callable[[], HeldExperts]
 
 
 @dataclass(frozen=True)

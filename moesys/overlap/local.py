@@ -18,7 +18,7 @@ from moesys.kernels.blocks import Blocks, ShapeClass
 from moesys.kernels.experts import Kept, experts_backward, experts_forward
 from moesys.kernels.routing import Routing
 from moesys.kernels.tuner import blocks_of
-from moesys.overlap.chunked import Saved, WaitForExperts
+from moesys.overlap.executor import Saved, WaitForExperts
 from moesys.overlap.expert_math import ExpertGradients
 
 ACTIVATION = "swiglu"

@@ -31,8 +31,8 @@ from moesys.kernels.task_times import TaskTimes
 from moesys.kernels.tiles import Block, groups_by_size
 from moesys.kernels.weight_gradient import weight_gradient
 from moesys.layout import ExpertLayout, TokenPlan
-from moesys.overlap.chunked import Saved, WaitForExperts
 from moesys.overlap.device_split import DeviceSplit, PendingPlan
+from moesys.overlap.executor import Saved, WaitForExperts
 from moesys.overlap.expert_math import ExpertGradients
 from moesys.overlap.kernel_math import ACTIVATION
 from moesys.overlap.record import Recorder, stage

@@ -19,7 +19,8 @@ from moesys.kernels.tuner import ShapeClass, blocks_of
 from moesys.layout import EMPTY, ExpertLayout, TokenPlan
 from moesys.load import LoadMatrix
 from moesys.overlap.channel import Channel
-from moesys.overlap.chunked import ChunkedExecutor, Saved
+from moesys.overlap.chunked import ChunkedExecutor
+from moesys.overlap.executor import Saved
 from moesys.overlap.expert_math import ExpertGradients, ExpertWeights
 from moesys.overlap.kernel_math import ACTIVATION, KernelMath
 from moesys.overlap.mega import MegaExecutor, MegaHome, plan_mega, plan_mega_later, replicas_of

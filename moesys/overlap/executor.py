@@ -1,0 +1,46 @@
+"""What runs one micro-batch of one layer on one rank, whatever its overlap: what ``moe`` asks of it.
+
+T tokens of this rank, H hidden, I expert width, K top-k, M arrivals, P expert rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from moesys.overlap.expert_math import ExpertGradients, HeldExperts
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What backward needs: arrived rows of x [M, H] (x itself on one rank) and pre-activations h [P, 2I]."""
+
+    arrivals_MH: Tensor
+    h_P2I: Tensor
+
+
+WaitForExperts = Callable[[], HeldExperts]
+
+
+class Executor(Protocol):
+    """Made for one routing: forward, recomputed or not, and then backward."""
+
+    def forward(self, x_TH: Tensor, weight_TK: Tensor, wait_for_experts: WaitForExperts) -> tuple[Tensor, Saved]:
+        """Output [T, H] in x's dtype, of routing weights float32 [T, K]. ``wait_for_experts`` is called once, when they
+        are needed.
+        """
+
+    def backward(
+        self,
+        dy_TH: Tensor,
+        weight_TK: Tensor,
+        saved: Saved,
+        wait_for_experts: WaitForExperts,
+        gradients: ExpertGradients | None,
+    ) -> tuple[Tensor, Tensor]:
+        """(dx [T, H], dweight float32 [T, K]); each held expert's weight gradients are written into ``gradients``, or
+        not computed where that is None.
+        """
