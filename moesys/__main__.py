@@ -76,6 +76,12 @@ def run(
     interpret: Annotated[
         bool, typer.Option("--interpret", help="Experts by the GPU's kernels, slowly, in Triton's interpreter.")
     ] = False,
+    strategy: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="FILE", help="A further Strategy, .toml or .json, as moesys tune writes; may be repeated."
+        ),
+    ] = None,
 ) -> None:
     """Run an experiment, or what is left of it. Exit code 1 if a trial failed.
 
@@ -95,6 +101,7 @@ def run(
         fresh=fresh,
         record_routing=record_routing,
         interpret=interpret,
+        strategies=strategy or (),
     )
     raise typer.Exit(code)
 
@@ -114,7 +121,9 @@ def compare(
 @app.command()
 def explain(
     file: ExperimentFile,
-    strategy: Annotated[str | None, typer.Option(help="One by name; the last by default.")] = None,
+    strategy: Annotated[
+        str | None, typer.Option(help="One by name, or a Strategy's .toml or .json; the last by default.")
+    ] = None,
     layer: Annotated[int | None, typer.Option(help="In detail; the least even one by default.")] = None,
     micro_batch: Annotated[int | None, typer.Option(help="From 0; the last one by default.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print data instead of a tree.")] = False,

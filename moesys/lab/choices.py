@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
-from moesys.config import Balance, ClusterSpec, Predictor, Split
+from moesys.config import Balance, ClusterSpec, Predictor, Split, Strategy
 from moesys.lab.files import in_words
 
 T = TypeVar("T")
@@ -29,6 +29,17 @@ def split_of(text: str) -> Split:
 def predictor_of(text: str) -> Predictor:
     """``last``, or ``{"kind": "ema", "decay": 0.9}``. Raises ValueError for what is neither."""
     return _member(text, "predictor", TypeAdapter(Predictor))
+
+
+def strategy_of(path: Path) -> Strategy:
+    """A ``Strategy`` in JSON or TOML, such as ``moesys tune`` writes. Raises ValueError for what is none."""
+    if path.suffix not in (".json", ".toml") or not path.is_file():
+        raise ValueError(f"strategy={str(path)!r} is no .json or .toml file; give one that declares a Strategy")
+    declared = path.read_text(encoding="utf-8")
+    try:
+        return Strategy.from_json(declared) if path.suffix == ".json" else Strategy.from_toml(declared)
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, ValidationError) as error:
+        raise ValueError(f"{path} declares no strategy: {in_words(error)}") from None
 
 
 def cluster_of(text: str) -> ClusterSpec:

@@ -13,6 +13,7 @@ from rich.tree import Tree
 
 from moesys.config import ClusterSpec, Fsep, MegaKernel, Pipelined, Strategy
 from moesys.experiment import Experiment
+from moesys.lab.choices import strategy_of
 from moesys.lab.console import print_full
 from moesys.lab.explain import ExpertChange, LayerExplanation, MegaMemory, StepExplanation, Traffic, explain
 from moesys.lab.files import load_experiment
@@ -31,7 +32,9 @@ def explain_command(
     micro_batch: int | None = None,
     as_json: bool = False,
 ) -> int:
-    """Explain a strategy of the experiment in ``file``, by default the last one; 2 where what was asked for is not."""
+    """Explain a strategy of the experiment in ``file``, by default the last one, or one in a file of its own; 2 where
+    what was asked for is not.
+    """
     try:
         experiment = load_experiment(file)
         explanation = explain(_chosen(strategy, experiment), experiment, micro_batch=micro_batch)
@@ -50,8 +53,12 @@ def _chosen(name: str | None, experiment: Experiment) -> Strategy:
     if name is None:
         return experiment.strategies[-1]
     names = [strategy.name for strategy in experiment.strategies]
+    if name not in names and Path(name).suffix in (".json", ".toml"):
+        return strategy_of(Path(name))
     if name not in names:
-        raise ValueError(f"strategy={name!r} is not in {experiment.name}; choose one of {', '.join(names)}")
+        raise ValueError(
+            f"strategy={name!r} is not in {experiment.name}; choose one of {', '.join(names)}, or a .toml or .json file"
+        )
     return experiment.strategies[names.index(name)]
 
 

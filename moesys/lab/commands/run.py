@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
 from moesys.experiment import Experiment, Training
+from moesys.lab.choices import strategy_of
 from moesys.lab.commands import Format, refused
 from moesys.lab.files import load_experiments
 from moesys.lab.progress import progress_on
@@ -30,9 +31,10 @@ def run_file(
     fresh: bool = False,
     record_routing: Path | None = None,
     interpret: bool = False,
+    strategies: Sequence[Path] = (),
 ) -> int:
     """Run what is left of each experiment in ``file``, and print its table; of a sweep, draw the chart beside the run
-    folders. Under torchrun only rank 0 speaks.
+    folders. ``strategies``: files of further ones, for each experiment. Under torchrun only rank 0 speaks.
 
     Progress goes where the tables go, but to stderr where a table is for a machine to read.
     """
@@ -41,7 +43,7 @@ def run_file(
     comparisons: list[Comparison] = []
     code = 0
     try:
-        for experiment in _experiments(file, form, num_seeds, interpret):
+        for experiment in _experiments(file, form, num_seeds, interpret, strategies):
             if comparisons:
                 print(file=told)
             result = run(
@@ -70,7 +72,9 @@ def run_file(
     return code
 
 
-def _experiments(file: Path, form: Format, num_seeds: int | None, interpret: bool) -> list[Experiment]:
+def _experiments(
+    file: Path, form: Format, num_seeds: int | None, interpret: bool, strategies: Sequence[Path]
+) -> list[Experiment]:
     experiments = load_experiments(file)
     if len(experiments) > 1 and form in ("csv", "json"):
         raise ValueError(
@@ -78,9 +82,10 @@ def _experiments(file: Path, form: Format, num_seeds: int | None, interpret: boo
             "leave it out here, and give their run folders to moesys compare one at a time"
         )
     seeds = {} if num_seeds is None else {"seeds": tuple(range(num_seeds))}
+    further = tuple(strategy_of(path) for path in strategies)
     workloads = [_interpreted(experiment) if interpret else experiment.workload for experiment in experiments]
     return [
-        experiment.replace(workload=workload, **seeds)
+        experiment.replace(workload=workload, strategies=(*experiment.strategies, *further), **seeds)
         for experiment, workload in zip(experiments, workloads, strict=True)
     ]
 

@@ -1,0 +1,101 @@
+"""Small workloads and spaces: quick to exhaust, and each with another best strategy."""
+
+from __future__ import annotations
+
+from moesys.config import (
+    ClusterSpec,
+    Eplb,
+    EvenSplit,
+    FlowSplit,
+    Greedy,
+    Last,
+    ModelShape,
+    Proportional,
+    Static,
+    Strategy,
+    WindowMean,
+)
+from moesys.experiment import Generated
+from moesys.lab.tuning import SimulatedWorkload
+from moesys.tuner.costs import Costs, ladder
+from moesys.tuner.journal import Entry, Journal
+from moesys.tuner.space import (
+    EpChoices,
+    FsepChoices,
+    PipelinedChoices,
+    SequentialChoices,
+    Setting,
+    Space,
+)
+from moesys.tuner.workload import Plans
+
+EP = Strategy(name="ep")
+MODEL = ModelShape(hidden_size=256, intermediate_size=512, num_experts=8, top_k=2, dtype="bfloat16")
+# Computing, links inside and links between nodes in turn are what a step waits for.
+CLUSTERS = {
+    "slow ranks": ClusterSpec(num_nodes=2, ranks_per_node=2, expert_tflops=2.0),
+    "slow links": ClusterSpec(num_nodes=2, ranks_per_node=2, intra_node_gb_per_s=8.0, inter_node_gb_per_s=2.0),
+    "even": ClusterSpec(
+        num_nodes=2,
+        ranks_per_node=2,
+        intra_node_gb_per_s=60.0,
+        inter_node_gb_per_s=20.0,
+        expert_tflops=20.0,
+        intra_node_us=5.0,
+        inter_node_us=15.0,
+        launch_us=3.0,
+        copy_share=0.1,
+    ),
+}
+SPACE = Space(
+    sharding=(
+        EpChoices(slots_per_rank=(None, 3)),
+        FsepChoices(slots_per_rank=(2, 3, 4), prefetch_layers=(0, 1), delay_reshard=(False, True)),
+    ),
+    balance=(Static(), Eplb(), Greedy()),
+    predictor=(Last(), WindowMean(steps=3)),
+    split=(EvenSplit(), Proportional(), FlowSplit()),
+    overlap=(SequentialChoices(), PipelinedChoices(chunks=(2, 4, 8))),
+)
+
+
+def drawn(cluster: ClusterSpec, skew: float = 1.0, tokens_per_rank: int = 512, **changes) -> SimulatedWorkload:
+    fields = {"skew": skew, "num_layers": 2, "tokens_per_rank": tokens_per_rank, "warmup": 2, "steps": 4}
+    return SimulatedWorkload.of(MODEL, cluster, Generated(**fields | changes), (0,))
+
+
+def setting_of(workload: SimulatedWorkload) -> Setting:
+    return Setting(workload.model, workload.cluster, workload.workload.num_layers)
+
+
+class Told:
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.stages: list[str] = []
+        self.entries: list[Entry] = []
+
+    def stage(self, words: str, num_points: int) -> None:
+        self.stages.append(words)
+
+    def point(self, entry: Entry) -> None:
+        self.entries.append(entry)
+
+
+def costs_of(workload: SimulatedWorkload, journal: Journal | None = None, **changes) -> Costs:
+    fields = {"memory_gb": None, "recompute": False, "like": EP, "told": Told()}
+    plans = Plans(workload, workload.model, workload.cluster)
+    return Costs(plans, journal or Journal(None, {}), setting_of(workload), **fields | changes)
+
+
+def exhausted(workload: SimulatedWorkload, space: Space) -> dict[str, float]:
+    """Milliseconds of every point on all of the workload, by fingerprint."""
+    costs, whole = costs_of(workload), ladder(workload)[-1]
+    found = {}
+    for point in space.points(setting_of(workload)):
+        entry = costs.of(point, whole, prune=False)
+        assert entry.ms is not None, entry.reason
+        found[entry.fingerprint] = entry.ms
+    return found
+
+
