@@ -29,12 +29,15 @@ from typing import Any, Literal, Self, TypeVar
 import torch
 import torch.distributed as dist
 
+from moesys.lab.namespaces import RankNetwork, enter_namespace, in_namespace
+
 T = TypeVar("T")
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _PRELOAD = ("numpy", "torch", "torch.distributed", __name__)
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
+_STORE_ADDRESS = "127.0.0.1"
 _PR_SET_PDEATHSIG = 1
 # How long a rank that must end by itself may take before it is killed.
 _EXIT_S = 5.0
@@ -123,9 +126,10 @@ class LocalRanks:
             starts, like `preload`.
         preload: modules to import once, ahead of all ranks, beside torch and numpy; heeded only by the first pool that
             this process starts.
+        network: the hosts that ranks live on (`shaped_links`), as long as the pool does; None: this machine itself.
 
     Raises:
-        ValueError: `num_ranks` or `threads` is below 1.
+        ValueError: `num_ranks` or `threads` is below 1, or `network` has places for another number of ranks.
     """
 
     def __init__(
@@ -139,10 +143,16 @@ class LocalRanks:
         setup: Callable[[], None] | None = None,
         environment: Mapping[str, str] | None = None,
         preload: Sequence[str] = (),
+        network: RankNetwork | None = None,
     ) -> None:
         for name, value in (("num_ranks", num_ranks), ("threads", threads)):
             if value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
+        if network is not None and len(network.namespace_of_rank) != num_ranks:
+            raise ValueError(
+                f"network has places for {len(network.namespace_of_rank)} ranks but num_ranks={num_ranks}; "
+                "make hosts for exactly the ranks of the pool"
+            )
         self.num_ranks = num_ranks
         self._threads = threads
         self._timeout_s = timeout_s
@@ -151,6 +161,7 @@ class LocalRanks:
         self._setup = setup
         self._environment = {**(environment or {}), **dict.fromkeys(_THREAD_VARIABLES, "1")}
         self._preload = tuple(preload)
+        self._network = network
         self._num_runs = 0
         self._store: dist.TCPStore | None = None
         self._processes: dict[int, _RankProcess] = {}
@@ -240,7 +251,8 @@ class LocalRanks:
         """Starts those of the first `num_ranks` processes that are not alive."""
         if self._store is None:
             # Served by this process, so that it outlives every rank and its port ends with the pool.
-            self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            network = self._network
+            self._store = _new_store() if network is None else in_namespace(network.store_namespace, _new_store)
         with _environment(self._environment), _deaf_to_ctrl_c():
             _CONTEXT.set_forkserver_preload([*_PRELOAD, *self._preload])
             multiprocessing.forkserver.ensure_running()
@@ -249,7 +261,12 @@ class LocalRanks:
                 self._processes.pop(rank).discard()
             if rank not in self._processes:
                 settings = _Settings(
-                    rank, self._store.port, self._threads, timedelta(seconds=self._collective_timeout_s), self._setup
+                    rank,
+                    self._store.port,
+                    self._threads,
+                    timedelta(seconds=self._collective_timeout_s),
+                    self._setup,
+                    self._network,
                 )
                 self._processes[rank] = _RankProcess.start(settings)
 
@@ -301,6 +318,10 @@ class LocalRanks:
             raise
 
 
+def _new_store() -> dist.TCPStore:
+    return dist.TCPStore(_STORE_ADDRESS, 0, is_master=True, wait_for_workers=False)
+
+
 def _failure_text(outcome: Outcome) -> str:
     if outcome.kind == "silent" and outcome.trace:
         return f"{outcome.reason}; it was in:\n{outcome.trace}"
@@ -343,6 +364,7 @@ class _Settings:
     threads: int
     collective_timeout: timedelta
     setup: Callable[[], None] | None
+    network: RankNetwork | None
 
 
 @dataclass(frozen=True)
@@ -481,10 +503,16 @@ def _serve(settings: _Settings, jobs: Connection, stacks: Connection) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1, file=stacks.fileno(), all_threads=True)
     os.environ.update({name: str(settings.threads) for name in _THREAD_VARIABLES})
+    store_address = _STORE_ADDRESS
+    if (network := settings.network) is not None:
+        # Before any socket or thread of gloo's: they belong where the thread is that makes them.
+        enter_namespace(network.namespace_of_rank[settings.rank])
+        os.environ["GLOO_SOCKET_IFNAME"] = network.interface
+        store_address = network.store_address
     # Otherwise gloo takes the interface of the host name, which on many laptops is none that works.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
     torch.set_num_threads(settings.threads)
-    store = dist.TCPStore("127.0.0.1", settings.store_port, is_master=False)
+    store = dist.TCPStore(store_address, settings.store_port, is_master=False)
     inbox: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(jobs, inbox), name="rank-inbox", daemon=True).start()
     setup = settings.setup
