@@ -63,7 +63,7 @@ def host_never_waits() -> Iterator[None]:
 
 
 def train(strategy: ms.Strategy, guard: bool, linked: bool, checkpointed: bool) -> dict[str, Any]:
-    """Micro-batches through two layers, one more than lead to a layout. The first makes what lasts: no guard watches."""
+    """Micro-batches through two layers, one more than lead to a layout. The first makes what lasts, unguarded."""
     model = Stack(SHAPE, strategy, num_layers=2)
     for moe in model.moe:
         moe.expert_math = KernelMath()

@@ -97,5 +97,3 @@ def exhausted(workload: SimulatedWorkload, space: Space) -> dict[str, float]:
         assert entry.ms is not None, entry.reason
         found[entry.fingerprint] = entry.ms
     return found
-
-
