@@ -51,8 +51,9 @@ class Block:
 
 @dataclass(frozen=True, init=False, eq=False, repr=False)
 class Timeline:
-    """Spans of all ranks, sorted; on one lane of one rank none overlap. ``source``: did a clock or a model make it.
+    """Spans of all ranks, sorted by rank, lane and time; on one lane of one rank none overlap.
 
+    ``source``: did a clock or a model make it.
     ``blocks``: what a model has, whose spans are spelled out only when somebody reads them; empty of a measured one.
     """
 

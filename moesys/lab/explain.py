@@ -24,6 +24,7 @@ from moesys.lab.trials import rest_of, routing_of
 from moesys.layout import ExpertLayout
 from moesys.load import IntArray, LoadMatrix
 from moesys.moe.planning import InlinePlanner, LayoutSchedule, PlanRequest, PlanTicket
+from moesys.overlap.critical_path import by_place
 from moesys.overlap.simulator import exposed_ms
 from moesys.step import LayerPlan, StepPlan, plan_layer, plans_on_device, simulation
 from moesys.traces import Trace
@@ -136,14 +137,24 @@ class MegaMemory:
 
 
 @dataclass(frozen=True)
+class PathPlace:
+    """A place on the critical path, such as ``node 2's NIC in``, and how much of the path is there."""
+
+    where: str
+    ms: float
+    share: float
+
+
+@dataclass(frozen=True)
 class StepExplanation:
     """One micro-batch through all layers, forward and backward.
 
     routing: where the load comes from. micro_batch: of 0..num_micro_batches-1, warm-up included.
     critical_ms, mean_ms: milliseconds of the rank that computes longest, and the mean over ranks: of computing by kind
-        (``experts``, ``weight_gradients``) and of waiting by what for (``dispatch``, ``combine``, ``restore``,
+        (``COMPUTED_KINDS``) and of waiting by what for (``dispatch``, ``combine``, ``restore``,
         ``reshard``, ``slower ranks``). They add up to ``step_ms``.
     exposed_ms: all waiting, a mean over ranks.
+    critical_path: what sets the step's length, most milliseconds first; they add up to ``step_ms``.
     mega: of a ``MegaKernel``, else None.
     """
 
@@ -159,6 +170,7 @@ class StepExplanation:
     critical_rank: int
     critical_ms: dict[str, float]
     mean_ms: dict[str, float]
+    critical_path: list[PathPlace]
     layers: tuple[LayerExplanation, ...]
     mega: MegaMemory | None = None
 
@@ -203,9 +215,10 @@ def explain(strategy: Strategy, experiment: Experiment, *, micro_batch: int | No
         for layer, history in enumerate(histories)
     )
     fused = strategy.overlap if isinstance(strategy.overlap, MegaKernel) else None
-    simulated = strategy.replace(overlap=Sequential()) if fused else strategy
-    step = StepPlan(simulated, experiment.model, experiment.cluster, plans)
-    timeline = simulation([step], rest_of(experiment.workload)).timeline
+    known = strategy.replace(overlap=Sequential()) if fused else strategy
+    step = StepPlan(known, experiment.model, experiment.cluster, plans)
+    simulated = simulation([step], rest_of(experiment.workload))
+    timeline = simulated.timeline
     times = RankTimes(timeline, experiment.cluster.num_ranks)
     return StepExplanation(
         experiment=experiment.name,
@@ -220,6 +233,9 @@ def explain(strategy: Strategy, experiment: Experiment, *, micro_batch: int | No
         critical_rank=times.critical_rank,
         critical_ms=times.critical_ms(),
         mean_ms=times.mean_ms(),
+        critical_path=[
+            PathPlace(where, 1000 * seconds, share) for where, seconds, share in by_place(simulated.critical_path)
+        ],
         layers=tuple(_explain_layer(layer, step, history, times) for layer, history in enumerate(histories)),
         mega=_mega_memory(fused, plans_on_device(strategy), experiment.model, plans) if fused else None,
     )

@@ -18,9 +18,11 @@ from moesys.lab.console import print_full
 from moesys.lab.explain import ExpertChange, LayerExplanation, MegaMemory, StepExplanation, Traffic, explain
 from moesys.lab.files import load_experiment
 from moesys.lab.tables import figure
+from moesys.overlap.simulator import COMPUTED_KINDS
 from moesys.step import plans_on_device, split_on_device
 
 MOST_SHOWN = 12
+MOST_PLACES = 5
 MIB = 2**20
 BYTES_PER_GB = 1e9
 
@@ -180,6 +182,12 @@ def _time_branch(tree: Tree, explanation: StepExplanation) -> None:
         tree, f"step {figure(explanation.step_ms)} ms, of which {figure(explanation.exposed_ms)} ms exposed (mean)"
     )
     branch.add(_ms_table(explanation.critical_rank, explanation.critical_ms, explanation.mean_ms))
+    path = _head(tree, "critical path: what the step waited for, from its start to its end")
+    for place in explanation.critical_path[:MOST_PLACES]:
+        _line(path, place.where, f"{100 * place.share:.0f} % of the step ({figure(place.ms)} ms)")
+    if rest := explanation.critical_path[MOST_PLACES:]:
+        share = sum(place.share for place in rest)
+        _line(path, _count(len(rest), "other place"), f"{100 * share:.0f} %")
 
 
 def _ms_table(critical_rank: int, critical_ms: dict[str, float], mean_ms: dict[str, float]) -> Table:
@@ -190,7 +198,7 @@ def _ms_table(critical_rank: int, critical_ms: dict[str, float], mean_ms: dict[s
 
 
 def _kind_words(kind: str) -> str:
-    return f"computes {kind.replace('_', ' ')}" if kind in ("experts", "weight_gradients") else f"waits for {kind}"
+    return f"computes {kind.replace('_', ' ')}" if kind in COMPUTED_KINDS else f"waits for {kind}"
 
 
 def _layers_table(layers: Iterable[LayerExplanation]) -> Table:
@@ -219,7 +227,7 @@ def _moved_cell(layer: LayerExplanation) -> str:
 
 
 def _waiting(ms: dict[str, float]) -> float:
-    return sum(value for kind, value in ms.items() if kind not in ("experts", "weight_gradients"))
+    return sum(value for kind, value in ms.items() if kind not in COMPUTED_KINDS)
 
 
 # --- a layer ------------------------------------------------------------------------------------------------------

@@ -43,6 +43,8 @@ from moesys.overlap.critical_path import START, Event, PathPart, Transfer, Work,
 from moesys.overlap.links import ChannelName, Links
 from moesys.timeline import Block, Timeline
 
+# Of spans on the lane ``compute``.
+COMPUTED_KINDS = ("experts", "weight_gradients", "gather", "sum", "other", "optimizer")
 # What a rank waits for where an all-to-all has not begun: those that have not come to it yet.
 SLOWER_RANKS = "slower ranks"
 
@@ -99,6 +101,15 @@ class Simulation:
         return computed_R
 
     @cached_property
+    def moved_L(self) -> dict[str, FloatArray]:
+        """Seconds that each link would have been busy at its full rate, [2·R + 2·N] as in ``LinkLoad``, by lane."""
+        moved_L: dict[str, FloatArray] = {}
+        for event in self._events:
+            if isinstance(event, Transfer):
+                moved_L[event.lane] = moved_L.get(event.lane, 0.0) + event.flow.load.seconds_L
+        return moved_L
+
+    @cached_property
     def critical_path(self) -> tuple[PathPart, ...]:
         """From the start of the step to its end without a gap: its seconds add up to ``length_seconds``."""
         return walk_back(self._events, *self._last, self.length_seconds, self.cluster)
@@ -127,9 +138,9 @@ def run_step(
 ) -> Simulation:
     """Forward and backward of each micro-batch through all layers, one micro-batch after another; zero is the start.
 
-    ``micro_batches``: the plans of each, layer by layer. Spans as a measured step has them: lanes ``compute`` (kinds
-    ``experts``, ``weight_gradients``, ``gather``, ``sum``, ``other``, ``optimizer``), ``counts``, ``dispatch``,
-    ``combine``, ``restore``, ``reshard`` (kinds named alike). What takes a rank no time has no span.
+    ``micro_batches``: the plans of each, layer by layer. Spans are named as a measured step's: lanes ``compute`` (kinds
+    are ``COMPUTED_KINDS``), ``counts``, ``dispatch``, ``combine``, ``restore`` and ``reshard``, whose kinds are named
+    alike. What takes no rank any time has no span.
 
     Raises ValueError for a strategy whose overlap the model does not know (``require_simulated``).
     """
@@ -403,7 +414,9 @@ class _Step:
         last = int(self.now_R.argmax())
         issued, number = float(self.now_R[last]), len(self.events)
         flow = self.links.issue(channel, issued, load, latency_seconds)
-        behind, self.newest_of[channel] = self.newest_of[channel], number
+        behind = self.newest_of[channel]
+        if load.used_4R.any():
+            self.newest_of[channel] = number
         transfer = Transfer(number, flow, lane, detail + self.suffix, issued, last, int(self.cause_R[last]), behind)
         self.events.append(transfer)
         return transfer

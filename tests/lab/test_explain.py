@@ -138,6 +138,25 @@ def test_computing_and_waiting_add_up_to_the_step_and_layers_to_all(strategy):
         assert sum(layer.critical_ms.get(kind, 0.0) for layer in step.layers) == pytest.approx(ms)
 
 
+def test_the_critical_path_is_as_long_as_the_step_and_named_in_the_tree():
+    step = explain(SLOW, declared(SLOW))
+    assert sum(place.ms for place in step.critical_path) == pytest.approx(step.step_ms)
+    assert sum(place.share for place in step.critical_path) == pytest.approx(1)
+    first = step.critical_path[0]
+    assert first.ms == max(place.ms for place in step.critical_path)
+    assert f"{first.where}: {100 * first.share:.0f} % of the step" in str(step)
+
+
+def test_what_a_workload_says_of_the_rest_of_a_step_is_explained():
+    rest = DRAWN.replace(other_ms=2.0, recompute="computing")
+    step = explain(FSEP, declared(FSEP).replace(workload=rest))
+    assert step.mean_ms["other"] == pytest.approx(3 * (1 + 1 + 2) * 2.0)
+    assert "computes other" in str(step)
+    kept = explain(FSEP, declared(FSEP).replace(workload=DRAWN.replace(other_ms=2.0)))
+    assert kept.exposed_ms == pytest.approx(explain(FSEP, declared(FSEP)).exposed_ms)
+    assert step.mean_ms["experts"] == pytest.approx(1.5 * kept.mean_ms["experts"])
+
+
 def test_a_wait_belongs_to_the_all_to_all_that_ended_it():
     """Rank 0 from 0 to 10: dispatch and the longer restore, then experts, then slower rank 1, then combine; all the
     while, what layer 1 needs is on its way and holds up nobody.

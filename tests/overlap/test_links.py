@@ -1,76 +1,134 @@
-"""Two channels of all-to-alls over shared links: who gets how much, and when each ends."""
+"""Links: who gets how much of what, against a scalar simulation of each link by itself."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moesys.overlap.links import Links
+import moesys as ms
+from moesys.cost import LinkLoad, link_load
+from moesys.overlap.links import Flow, Links
+
+FOUR = ms.ClusterSpec(num_nodes=2, ranks_per_node=2, intra_node_gb_per_s=4, inter_node_gb_per_s=1)
 
 
-def seconds(*work: float) -> np.ndarray:
-    return np.array(work)
+def load(*messages: tuple[int, int, float]) -> LinkLoad:
+    """(source, destination, GB)."""
+    bytes_RR = np.zeros((4, 4))
+    for source, destination, gigabytes in messages:
+        bytes_RR[source, destination] += gigabytes * 1e9
+    return link_load(bytes_RR, FOUR)
 
 
-def test_an_all_to_all_alone_takes_as_long_as_its_busiest_link():
-    links = Links()
-    flow = links.issue("tokens", 1.0, seconds(2.0, 3.0, 0.0))
-    assert (links.end_of(flow), flow.start) == (4.0, 1.0)
+@dataclass
+class Job:
+    channel: str
+    begin: float
+    left: float
+    end: float = -1.0
 
 
-def test_a_channel_runs_one_all_to_all_at_a_time_in_order():
-    links = Links()
-    first, second = links.issue("tokens", 0.0, seconds(1.0, 0.0)), links.issue("tokens", 0.5, seconds(0.0, 1.0))
-    assert (links.end_of(second), second.start, links.end_of(first)) == (2.0, 1.0, 1.0)
+def shared(jobs: list[Job]) -> None:
+    """One link that gives every channel with work half of itself, or all where the other has none; in tiny events."""
+    clock = 0.0
+    while waiting := [job for job in jobs if job.end < 0]:
+        active = [job for job in waiting if job.begin <= clock]
+        for job in active:
+            if job.left <= 0:
+                job.end = clock
+        active = [job for job in active if job.end < 0]
+        later = [job.begin for job in waiting if job.begin > clock]
+        if not active:
+            if not later:
+                return
+            clock = min(later)
+            continue
+        rate = 1 / len(active)
+        step = min(min(job.left for job in active) / rate, *(begin - clock for begin in later), np.inf)
+        for job in active:
+            job.left = 0.0 if job.left / rate <= step else job.left - step * rate
+        clock += step
 
 
-def test_channels_with_different_links_do_not_disturb_each_other():
-    links = Links()
-    tokens, weights = links.issue("tokens", 0.0, seconds(2.0, 0.0)), links.issue("weights", 0.0, seconds(0.0, 3.0))
-    assert (links.end_of(tokens), links.end_of(weights)) == (2.0, 3.0)
+@given(st.integers(0, 2**32))
+def test_every_link_serves_its_flows_as_it_would_alone(seed):
+    rng = np.random.default_rng(seed)
+    cluster = FOUR.replace(intra_node_us=float(rng.choice([0, 2e5])), inter_node_us=float(rng.choice([0, 1e6])))
+    links, flows, channels, now = Links(cluster), [], [], 0.0
+    for _ in range(8):
+        bytes_RR = rng.integers(0, 5, (4, 4)) * rng.integers(0, 2, (4, 4)) * 1e9
+        np.fill_diagonal(bytes_RR, 0)
+        channels.append(str(rng.choice(["tokens", "weights"])))
+        flows.append(links.issue(channels[-1], now, link_load(bytes_RR, cluster)))  # type: ignore[arg-type]
+        now += float(rng.choice([0.0, 0.3, 2.0]))
+        if rng.random() < 0.4:
+            awaited = flows[rng.integers(len(flows))]
+            now = max(now, float(links.end_of(awaited).max()))
+    for flow in flows:
+        links.end_of(flow)
+    for link in range(12):
+        latency = (cluster.intra_node_us if link < 8 else cluster.inter_node_us) * 1e-6
+        jobs = [
+            Job(channel, flow.start + latency, flow.load.seconds_L[link])
+            for channel, flow in zip(channels, flows, strict=True)
+        ]
+        shared(jobs)
+        for flow, job in zip(flows, jobs, strict=True):
+            assert flow.end_L is not None
+            assert flow.end_L[link] == pytest.approx(job.end)
+    for channel in ("tokens", "weights"):
+        own = [f for f, of in zip(flows, channels, strict=True) if of == channel and f.load.used_4R.any()]
+        for before, after in pairwise(own):
+            assert after.start >= links.end_of(before).max()
 
 
-def test_channels_share_a_link_half_and_half_until_one_is_through():
-    links = Links()
-    weights = links.issue("weights", 0.0, seconds(10.0))
-    tokens = links.issue("tokens", 4.0, seconds(2.0))
-    assert links.end_of(tokens) == 8.0
-    assert links.end_of(weights) == 12.0
+def test_a_rank_is_through_with_its_own_messages():
+    links = Links(FOUR)
+    # 4 GB inside node 0 take a second; 3 GB between nodes take three.
+    flow = links.issue("tokens", 1.0, load((0, 1, 4), (1, 2, 3)))
+    assert links.end_of(flow).tolist() == [2.0, 4.0, 4.0, -np.inf]
 
 
-def test_what_one_link_gains_when_the_other_flow_has_left_it_is_not_lost():
-    links = Links()
-    weights, tokens = links.issue("weights", 0.0, seconds(4.0, 0.0)), links.issue("tokens", 0.0, seconds(1.0, 6.0))
-    assert links.end_of(weights) == 5.0
-    assert links.end_of(tokens) == 6.0
+def test_what_sends_nothing_is_through_at_once():
+    links = Links(FOUR.replace(intra_node_us=1e6))
+    links.issue("tokens", 0.0, load((0, 1, 4)))
+    nothing = links.issue("tokens", 0.0, load())
+    assert links.end_of(nothing).tolist() == [-np.inf] * 4
+    links.issue("weights", 0.5, load((0, 1, 4)))
 
 
-def test_latency_comes_before_the_first_byte_and_counts_for_each():
-    links = Links(latency_seconds=0.25)
-    first, second = links.issue("tokens", 0.0, seconds(1.0)), links.issue("tokens", 0.0, seconds(0.0))
-    assert links.end_of(second) == 1.5
-    assert (first.start, second.start) == (0.0, 1.25)
+def test_the_ranks_of_a_node_share_its_way_out():
+    links = Links(FOUR)
+    assert links.end_of(links.issue("tokens", 0.0, load((0, 2, 1), (1, 3, 2)))).tolist() == [3.0, 3.0, 3.0, 3.0]
 
 
-works = st.lists(st.floats(0, 10), min_size=3, max_size=3).map(np.array)
+def test_two_channels_share_a_link_and_others_do_not_wait():
+    links = Links(FOUR)
+    tokens = links.issue("tokens", 0.0, load((0, 1, 4)))
+    weights = links.issue("weights", 0.5, load((0, 1, 4), (2, 3, 4)))
+    # Alone for half a second; then each has half of the link, until the first is through.
+    assert links.end_of(tokens).tolist() == [1.5, 1.5, -np.inf, -np.inf]
+    assert links.end_of(weights).tolist() == [2.0, 2.0, 1.5, 1.5]
 
 
-@given(st.lists(st.tuples(st.sampled_from(["tokens", "weights"]), st.floats(0, 5), works), min_size=1, max_size=8))
-def test_nothing_is_faster_than_its_links_or_slower_than_one_after_another(issued):
-    links, ready, flows = Links(), 0.0, []
-    for channel, pause, work_L in issued:
-        ready += pause
-        flows.append((channel, ready, links.issue(channel, ready, work_L.copy()), work_L))
-    end = max(links.end_of(flow) for *_, flow, _ in flows)
-    assert end <= ready + sum(work_L.max() for *_, work_L in flows) + 1e-9
-    assert end >= np.sum([work_L for *_, work_L in flows], axis=0).max() - 1e-9
-    for which in ("tokens", "weights"):
-        last_end = 0.0
-        for channel, ready, flow, work_L in flows:
-            if channel == which:
-                assert flow.start == pytest.approx(max(ready, last_end))
-                assert flow.end is not None
-                assert flow.end >= flow.start + work_L.max() - 1e-9
-                last_end = flow.end
+def test_messages_set_off_at_once_and_a_channel_takes_one_flow_after_another():
+    late = Links(FOUR.replace(intra_node_us=1e5, inter_node_us=5e5))
+    first = late.issue("tokens", 0.0, load((0, 1, 4), (1, 2, 1)))
+    second = late.issue("tokens", 0.0, load((0, 1, 4)).messages())
+    assert late.end_of(first).tolist() == [1.1, 1.5, 1.5, -np.inf]
+    assert late.end_of(second).tolist() == [1.6, 1.6, -np.inf, -np.inf]
+
+
+def test_what_would_be_if_nothing_followed_changes_nothing():
+    links = Links(FOUR)
+    first: Flow = links.issue("tokens", 0.0, load((0, 1, 4)))
+    links.issue("tokens", 0.0, load((0, 1, 8)))
+    assert [(start, end_R[0]) for start, end_R in links.if_nothing_follows()] == [(0.0, 1.0), (1.0, 3.0)]
+    links.issue("weights", 0.0, load((0, 1, 1)))
+    assert links.end_of(first)[0] == 1.25
+    assert Links(FOUR).if_nothing_follows() == []
