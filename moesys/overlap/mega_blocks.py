@@ -83,23 +83,42 @@ class RankBlocks:
         self.rows_G = self.rows_GR.sum(axis=1)
         self.choices = int(plan.load.tokens_RE[rank].sum())
         self.tiles = RowTiles.of(self.rows_G, self.sizes.rows, work.overlap.tile_order)
-        self.copied_GR = self._copied(plan) if work.overlap.deduplicate else None
+        self.copied_GR, self.copies_from_G = self._copied(plan) if work.overlap.deduplicate else (None, None)
         self.most = max(1, work.programs // 4)
         # One for its sums, one for its pushes, of each row tile or group that it has come, and that it is multiplied.
         self.home, self.pushed, self.arrived = gates, gates + 1, gates + 2
         self.multiplied = self.arrived + (len(self.rows_G) if self.by_expert else len(self.tiles))
-        self.num_gates = self.multiplied + len(self.tiles) - gates
+        # Of each group that all of it has come.
+        self.grouped = self.multiplied + len(self.tiles)
+        self.num_gates = self.grouped + len(self.rows_G) - gates
 
     def launches(self) -> list[Launch]:
         return [*self._dispatch(), *self._combine()]
 
-    def _copied(self, plan: TokenPlan) -> FloatArray:
-        """The part of each block whose tokens an earlier group brings, if tokens choose experts independently."""
+    def _copied(self, plan: TokenPlan) -> tuple[FloatArray, IntArray]:
+        """The part of each block whose tokens an earlier group brings, if tokens choose experts independently; and of
+        each group the earlier one that its fetches wait for to copy rows, -1 for none: the last that is as likely to be
+        needed as not.
+        """
         order = np.argsort(self.tiles.first_tile_G, kind="stable")
-        earlier_GR = np.zeros(self.rows_GR.shape)
-        earlier_GR[order] = self.rows_GR[order].cumsum(axis=0) - self.rows_GR[order]
         choices_R = np.maximum(plan.load.tokens_RE.sum(axis=1), 1)
-        return 1 - (1 - earlier_GR / choices_R) ** (self.work.model.top_k - 1)
+        until = self.rows_GR[order].cumsum(axis=0) / choices_R
+        before = until - self.rows_GR[order] / choices_R
+        others = self.work.model.top_k - 1
+        copied_GR = np.zeros(self.rows_GR.shape)
+        copied_GR[order] = 1 - (1 - before) ** others
+        # That a row is a copy from each group, in order; of rows of the sources that later groups have.
+        share_R = self.rows_GR.sum(axis=0) / max(1, self.rows_GR.sum())
+        from_group = ((1 - before) ** others - (1 - until) ** others) @ share_R
+        ends = np.r_[0.0, from_group.cumsum()]
+        copies_from_G = np.full(len(order), -1)
+        for place, group in enumerate(order):
+            # With flags of experts nothing of a group can be copied before all of it has come.
+            rows = max(1, self.rows_G[group]) if self.by_expert else self.sizes.fetch_rows
+            need = 1 - 0.5 ** (1 / rows)
+            last = np.searchsorted(ends, ends[place] - need, "right") - 1
+            copies_from_G[group] = order[last] if last >= 0 else -1
+        return copied_GR, copies_from_G
 
     def _dispatch(self) -> list[Launch]:
         work, sizes, tiles = self.work, self.sizes, self.tiles
@@ -125,13 +144,20 @@ class RankBlocks:
         rows_XR /= np.maximum(count, 1)[:, None]
         pulled = rows_XR.sum(axis=1)
         gate = self.arrived + (tiles.group_M if self.by_expert else tile)
+        opens = (np.arange(len(count)), gate[of_tile])
+        wait = np.full(len(count), -1)
+        if self.copies_from_G is not None:
+            group = tiles.group_M[of_tile]
+            opens = (np.r_[opens[0], opens[0]], np.r_[opens[1], self.grouped + group])
+            wait = np.where(self.copies_from_G[group] >= 0, self.grouped + self.copies_from_G[group], -1)
         fetches = RunsOfKind.of(
             FETCH,
             count,
             memory=work.fetch_seconds(pulled, rows / np.maximum(count, 1) - pulled),
             floor=np.where(rows_XR > 0, self.seen_R, 0.0).max(axis=1, initial=0.0),
             group=tiles.group_M[of_tile],
-            opens=(np.arange(len(count)), gate[of_tile]),
+            gate=wait,
+            opens=opens,
             bytes_XR=rows_XR * work.row_bytes,
         )
         of_piece = mixture.piece_of
