@@ -229,7 +229,6 @@ def simulate(step_plan: StepPlan, *, other_seconds: float = 0.0, latency_seconds
     """``simulation`` of one micro-batch, of which only the timeline is wanted.
 
     ``other_seconds``: forward of the rest of a layer; ``latency_seconds``: what every all-to-all takes at least.
-    Raises ValueError for ``MegaKernel``, which the cost model does not know.
     """
     return simulation([step_plan], RestOfStep(other_seconds=other_seconds, latency_seconds=latency_seconds)).timeline
 
@@ -238,7 +237,7 @@ def simulation(micro_batches: Sequence[StepPlan], rest: RestOfStep | None = None
     """What a step of these micro-batches would do on their cluster, by the cost model: its timeline, and the critical
     path through it. ``overlap.simulator`` says what that knows.
 
-    Raises ValueError for micro-batches of different strategies, models or clusters, for none, and for ``MegaKernel``.
+    Raises ValueError for micro-batches of different strategies, models or clusters, and for none.
     """
     if not micro_batches:
         raise ValueError("micro_batches is empty; a step has at least one")

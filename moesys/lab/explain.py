@@ -1,8 +1,7 @@
 """explain: one step's plan, and why it is so: what is wanted, what moved, who goes where, who waits for what.
 
 Every figure is read off the objects that a trial in the cost model uses: the layouts of ``LayoutSchedule``, the token
-plans of ``plan_layer``, the bytes of ``cost``, the timeline of ``simulate``. So all times are a cost model's; those of
-a ``MegaKernel``, which that does not know, are ``Sequential``'s, with nothing beside anything.
+plans of ``plan_layer``, the bytes of ``cost``, the timeline of ``simulation``. So all times are a cost model's.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from io import StringIO
 import numpy as np
 
 from moesys.balance import min_max_load, split_tokens, window
-from moesys.config import ClusterSpec, EvenSplit, MegaKernel, ModelShape, Oracle, Sequential, Strategy
+from moesys.config import ClusterSpec, EvenSplit, MegaKernel, ModelShape, Oracle, Strategy
 from moesys.cost import FloatArray, dispatch_bytes, reshard_bytes, restore_bytes, restores_per_step, transfer_seconds
 from moesys.experiment import Experiment, Generated, Replay, Training
 from moesys.lab.console import print_full
@@ -215,8 +214,7 @@ def explain(strategy: Strategy, experiment: Experiment, *, micro_batch: int | No
         for layer, history in enumerate(histories)
     )
     fused = strategy.overlap if isinstance(strategy.overlap, MegaKernel) else None
-    known = strategy.replace(overlap=Sequential()) if fused else strategy
-    step = StepPlan(known, experiment.model, experiment.cluster, plans)
+    step = StepPlan(strategy, experiment.model, experiment.cluster, plans)
     simulated = simulation([step], rest_of(experiment.workload))
     timeline = simulated.timeline
     times = RankTimes(timeline, experiment.cluster.num_ranks)

@@ -147,7 +147,6 @@ def _mega_words(overlap: MegaKernel) -> list[str]:
     else:
         words.append("backward: weight gradients when all else is done")
     words.append(f"flags of each {overlap.granularity}" + ", a token pulled once a rank" * overlap.deduplicate)
-    words.append("times here are those of Sequential(): the cost model knows no MegaKernel")
     return words
 
 

@@ -6,7 +6,8 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator
 
-from moesys.overlap.simulator import SLOWER_RANKS, critical_rank
+from moesys.overlap.lanes import SLOWER_RANKS
+from moesys.overlap.simulator import critical_rank
 from moesys.timeline import Span, Timeline
 
 # The layer of a wait of a rank that has nothing to do at all.

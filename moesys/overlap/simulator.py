@@ -39,14 +39,14 @@ from moesys.cost import (
     sum_seconds,
 )
 from moesys.layout import TokenPlan
-from moesys.overlap.critical_path import START, Event, PathPart, Transfer, Work, walk_back
-from moesys.overlap.links import ChannelName, Links
-from moesys.timeline import Block, Timeline
+from moesys.overlap.critical_path import PathPart, Transfer
+from moesys.overlap.lanes import Lanes
+from moesys.overlap.links import ChannelName
+from moesys.overlap.mega_simulator import mega_pass, publish_seconds
+from moesys.timeline import Timeline
 
 # Of spans on the lane ``compute``.
 COMPUTED_KINDS = ("experts", "weight_gradients", "gather", "sum", "other", "optimizer")
-# What a rank waits for where an all-to-all has not begun: those that have not come to it yet.
-SLOWER_RANKS = "slower ranks"
 
 Recompute = Literal["none", "layers", "computing"]
 Direction = Literal["forward", "recomputation", "backward"]
@@ -78,41 +78,42 @@ class RestOfStep:
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
-    """A step: ``timeline`` of blocks, and the path through them that sets its length.
-
-    waited_R: seconds [R] that each rank waited, by the lane of what it waited for, and as ``slower ranks`` where that
-        had not begun. With ``computed_R``, and the end of a rank that is through early, that is all of its step.
-    """
+    """A step: ``timeline`` of blocks, and what its length follows from."""
 
     cluster: ClusterSpec
     timeline: Timeline
-    length_seconds: float
-    waited_R: dict[str, FloatArray]
-    _events: tuple[Event, ...]
-    _last: tuple[int, int]
+    _lanes: Lanes
+
+    @property
+    def length_seconds(self) -> float:
+        return float(self._lanes.now_R.max())
 
     @cached_property
     def computed_R(self) -> dict[str, FloatArray]:
         """Seconds [R] that each rank computed, by kind."""
         computed_R: dict[str, FloatArray] = {}
-        for event in self._events:
-            if isinstance(event, Work):
-                computed_R[event.kind] = computed_R.get(event.kind, 0.0) + (event.end_R - event.start_R)
+        for block in self.timeline.blocks:
+            if block.lane == "compute":
+                computed_R[block.kind] = computed_R.get(block.kind, 0.0) + 1e-6 * (block.end_us_R - block.start_us_R)
         return computed_R
 
-    @cached_property
+    @property
+    def waited_R(self) -> dict[str, FloatArray]:
+        """Seconds [R] that each rank waited, by the lane of what it waited for, as ``SLOWER_RANKS`` where that had not
+        begun, and as ``mega_kernel`` inside of one. With ``computed_R``, and the end of a rank that is through early,
+        that is all of its step.
+        """
+        return self._lanes.waited_R
+
+    @property
     def moved_L(self) -> dict[str, FloatArray]:
         """Seconds that each link would have been busy at its full rate, [2·R + 2·N] as in ``LinkLoad``, by lane."""
-        moved_L: dict[str, FloatArray] = {}
-        for event in self._events:
-            if isinstance(event, Transfer):
-                moved_L[event.lane] = moved_L.get(event.lane, 0.0) + event.flow.load.seconds_L
-        return moved_L
+        return self._lanes.moved_L
 
     @cached_property
     def critical_path(self) -> tuple[PathPart, ...]:
         """From the start of the step to its end without a gap: its seconds add up to ``length_seconds``."""
-        return walk_back(self._events, *self._last, self.length_seconds, self.cluster)
+        return self._lanes.critical_path()
 
 
 def simulate_step(
@@ -139,12 +140,9 @@ def run_step(
     """Forward and backward of each micro-batch through all layers, one micro-batch after another; zero is the start.
 
     ``micro_batches``: the plans of each, layer by layer. Spans are named as a measured step's: lanes ``compute`` (kinds
-    are ``COMPUTED_KINDS``), ``counts``, ``dispatch``, ``combine``, ``restore`` and ``reshard``, whose kinds are named
-    alike. What takes no rank any time has no span.
-
-    Raises ValueError for a strategy whose overlap the model does not know (``require_simulated``).
+    are ``COMPUTED_KINDS``), ``counts``, ``dispatch``, ``combine``, ``restore``, ``reshard`` and ``mega_kernel``,
+    whose kinds are named alike. What takes no rank any time has no span.
     """
-    require_simulated(strategy)
     rest = RestOfStep() if rest is None else rest
     step = _Step(strategy, model, cluster, rest)
     for number, plans in enumerate(micro_batches):
@@ -156,15 +154,6 @@ def run_step(
         step.flush()
     step.finish()
     return step.simulation()
-
-
-def require_simulated(strategy: Strategy) -> None:
-    """Raises ValueError for ``MegaKernel``, whose tasks the model of cost does not know."""
-    if isinstance(strategy.overlap, MegaKernel):
-        raise ValueError(
-            f"strategy {strategy.name!r}: overlap=MegaKernel() can be run and not simulated, as the cost model knows "
-            "dispatch, experts and combine one after another or in chunks; use Sequential() or Pipelined(chunks=...)"
-        )
 
 
 def exposed_ms(timeline: Timeline) -> float:
@@ -198,18 +187,16 @@ class _Step:
     def __init__(self, strategy: Strategy, model: ModelShape, cluster: ClusterSpec, rest: RestOfStep) -> None:
         self.strategy, self.model, self.cluster, self.rest = strategy, model, cluster, rest
         self.suffix = ""
-        self.links = Links(cluster)
         self.num_chunks = strategy.overlap.chunks if isinstance(strategy.overlap, Pipelined) else 1
         sharding = strategy.sharding
         self.prefetch_layers, self.delay_reshard, self.reshard_after_forward = 0, False, False
         if isinstance(sharding, Fsep):
             self.prefetch_layers, self.delay_reshard = sharding.prefetch_layers, sharding.delay_reshard
             self.reshard_after_forward = sharding.reshard_after_forward
-        self.now_R = np.zeros(cluster.num_ranks)
-        self.cause_R = np.full(cluster.num_ranks, START)
-        self.events: list[Event] = []
-        self.waited_R: dict[str, FloatArray] = {}
-        self.newest_of: dict[ChannelName, int] = {"tokens": START, "weights": START}
+        overlap = strategy.overlap
+        # Beside MegaKernels copy engines bring experts that are sharded; all else is sent by kernels.
+        pulled = isinstance(overlap, MegaKernel) and isinstance(sharding, Fsep) and sharding.restore == "flat"
+        self.lanes = Lanes(cluster, 0.0 if pulled else cluster.copy_share)
         self.waiting_reshards: deque[int] = deque()
         self.reshards: deque[_Exchange] = deque()
 
@@ -278,6 +265,27 @@ class _Step:
         self._compute(self.rest.optimizer_seconds, "optimizer", "")
 
     def _run(self, layer: int, direction: Direction, ready: Callable[[], None]) -> None:
+        if isinstance(self.strategy.overlap, MegaKernel):
+            self._run_fused(self.strategy.overlap, layer, direction, ready)
+        else:
+            self._run_chunks(layer, direction, ready)
+
+    def _run_fused(self, overlap: MegaKernel, layer: int, direction: Direction, ready: Callable[[], None]) -> None:
+        """The schedule of ``MegaExecutor``: rows and experts are there for all before the first kernel."""
+        plan, name, entered_R = self.plans[layer], f"layer {layer} {direction}", self.lanes.now_R
+        rows_RE, whole = self._rows(layer)
+        self._compute(publish_seconds(self.model, self.cluster, plan), "gather", name)
+        ready()
+        if direction == "backward" and self.rest.recompute == "computing":
+            again_R = pass_seconds(rows_RE, self.model, self.cluster, "forward")
+            self._compute(again_R, "experts", f"layer {layer} recomputation")
+        backward = direction == "backward"
+        found = mega_pass(overlap, self.model, self.cluster, plan, entered_R, backward, self.lanes.now_R)
+        seconds_L = np.sum([moved.link_seconds_L for moved in found.moved], axis=0)
+        both_ways = LinkLoad(seconds_L, whole.used_4R | whole.reversed().used_4R)
+        self.lanes.run_fused(found, both_ways, name + self.suffix)
+
+    def _run_chunks(self, layer: int, direction: Direction, ready: Callable[[], None]) -> None:
         """The schedule of ``ChunkedExecutor``."""
         chunks, name = self.num_chunks, f"layer {layer} {direction}"
         rows_RE, whole = self._rows(layer)
@@ -292,19 +300,19 @@ class _Step:
 
         def finish() -> None:
             chunk, transfer = going_home.popleft()
-            self._wait(transfer)
+            self.lanes.wait(transfer)
             self._compute(sum_seconds(chosen_R, self.model, self.cluster), "sum", f"{name} {chunk}")
 
         if backward:
-            weights = self._send("tokens", "dispatch", whole.messages(), f"{name} weights")
+            weights = self._message("dispatch", whole, f"{name} weights")
         dispatched = deque([send(0)])
         for chunk in range(chunks):
             if chunk + 1 < chunks:
                 dispatched.append(send(chunk + 1))
-            self._wait(dispatched.popleft())
+            self.lanes.wait(dispatched.popleft())
             if chunk == 0:
                 if backward:
-                    self._wait(weights)
+                    self.lanes.wait(weights)
                 ready()
             self._experts(rows_RE / chunks, layer, direction, chunk)
             self._gather(here_R, f"{name} {chunk}")
@@ -314,13 +322,13 @@ class _Step:
         if chunks == 1:
             finish()
         if backward:
-            weights = self._send("tokens", "combine", whole.reversed().messages(), f"{name} weights")
+            weights = self._message("combine", whole.reversed(), f"{name} weights")
             seconds_R = pass_seconds(rows_RE, self.model, self.cluster, "weight_gradients")
             self._compute(seconds_R, "weight_gradients", name)
         if chunks > 1:
             finish()
         if backward:
-            self._wait(weights)
+            self.lanes.wait(weights)
 
     def _experts(self, rows_RE: FloatArray, layer: int, direction: Direction, chunk: int) -> None:
         def run(of: Literal["forward", "input_gradients"], name: Direction) -> None:
@@ -350,7 +358,7 @@ class _Step:
         sizes = np.array(self.cluster.node_sizes)
         others = np.array([sizes.repeat(sizes) > 1, np.full(self.cluster.num_ranks, len(sizes) > 1)])
         counts = LinkLoad(np.zeros(2 * (self.cluster.num_ranks + len(sizes))), others.repeat(2, axis=0))
-        self._wait(self._send("tokens", "counts", counts, f"layer {layer}"))
+        self.lanes.wait(self._message("counts", counts, f"layer {layer}"))
 
     # --- experts and their gradients ------------------------------------------------------------------------
 
@@ -395,82 +403,23 @@ class _Step:
     def _advance(self, exchange: _Exchange) -> None:
         """Wait for all all-to-alls of the exchange but the last, which is then under way."""
         while exchange.others:
-            self._wait(exchange.newest)
+            self.lanes.wait(exchange.newest)
             exchange.newest = self._issue("weights", exchange.newest.lane, exchange.others.pop(0), exchange.detail)
 
     def _finish(self, exchange: _Exchange) -> None:
         self._advance(exchange)
-        self._wait(exchange.newest)
-
-    # --- lanes ----------------------------------------------------------------------------------------------
+        self.lanes.wait(exchange.newest)
 
     def _issue(self, channel: ChannelName, lane: str, load: LinkLoad, detail: str) -> Transfer:
         """An all-to-all of rows, experts or gradients."""
-        return self._send(channel, lane, load, detail, self.rest.latency_seconds)
+        return self.lanes.send(channel, lane, load, detail + self.suffix, self.rest.latency_seconds)
 
-    def _send(
-        self, channel: ChannelName, lane: str, load: LinkLoad, detail: str, latency_seconds: float = 0.0
-    ) -> Transfer:
-        last = int(self.now_R.argmax())
-        issued, number = float(self.now_R[last]), len(self.events)
-        flow = self.links.issue(channel, issued, load, latency_seconds)
-        behind = self.newest_of[channel]
-        if load.used_4R.any():
-            self.newest_of[channel] = number
-        transfer = Transfer(number, flow, lane, detail + self.suffix, issued, last, int(self.cause_R[last]), behind)
-        self.events.append(transfer)
-        return transfer
-
-    def _wait(self, transfer: Transfer) -> None:
-        end_R = self.links.end_of(transfer.flow)
-        begun_R = np.clip(transfer.flow.start, self.now_R, np.maximum(end_R, self.now_R))
-        for kind, seconds_R in (SLOWER_RANKS, begun_R - self.now_R), (transfer.lane, end_R - begun_R):
-            self.waited_R[kind] = self.waited_R.get(kind, 0.0) + np.maximum(seconds_R, 0.0)
-        self.cause_R = np.where(end_R > self.now_R, transfer.number, self.cause_R)
-        self.now_R = np.maximum(self.now_R, end_R)
+    def _message(self, lane: str, load: LinkLoad, detail: str) -> Transfer:
+        """An all-to-all of a few numbers."""
+        return self.lanes.send("tokens", lane, load.messages(), detail + self.suffix)
 
     def _compute(self, seconds_R: FloatArray | float, kind: str, detail: str) -> None:
-        end_R = self._end_of_work(np.broadcast_to(seconds_R, self.now_R.shape))
-        if (end_R > self.now_R).any():
-            number, detail = len(self.events), detail + self.suffix
-            work = Work(number, kind, detail, self.now_R, end_R, self.cause_R, np.arange(len(end_R)))
-            self.cause_R = np.where(end_R > self.now_R, work.number, self.cause_R)
-            self.events.append(work)
-            self.now_R = end_R
-
-    def _end_of_work(self, seconds_R: FloatArray) -> FloatArray:
-        """Of computing that begins now: while messages of a rank move, it loses ``copy_share`` to them."""
-        moving = self.links.if_nothing_follows() if self.cluster.copy_share else []
-        start_FR = np.array([np.full(len(end_R), start) for start, end_R in moving]).reshape(-1, len(seconds_R))
-        end_FR = np.array([end_R for _, end_R in moving]).reshape(-1, len(seconds_R))
-        at_R, left_R = self.now_R, seconds_R
-        for until_R in np.sort(np.concatenate([start_FR, end_FR]), axis=0):
-            until_R = np.maximum(until_R, at_R)
-            beside_R = ((start_FR <= at_R) & (at_R < end_FR)).any(axis=0)
-            rate_R = np.where(beside_R, 1 - self.cluster.copy_share, 1.0)
-            taken_R = np.minimum(left_R / rate_R, until_R - at_R)
-            left_R = left_R - taken_R * rate_R
-            at_R = np.where(left_R > 0, until_R, at_R + taken_R)
-        return at_R + left_R
-
-    # --- what has happened ----------------------------------------------------------------------------------
+        self.lanes.compute(seconds_R, kind, detail + self.suffix)
 
     def simulation(self) -> Simulation:
-        last = int(self.now_R.argmax())
-        blocks = map(self._block, self.events)
-        return Simulation(
-            cluster=self.cluster,
-            timeline=Timeline.of_blocks(block for block in blocks if (block.end_us_R > block.start_us_R).any()),
-            length_seconds=float(self.now_R[last]),
-            waited_R=self.waited_R,
-            _events=tuple(self.events),
-            _last=(int(self.cause_R[last]), last),
-        )
-
-    def _block(self, event: Event) -> Block:
-        if isinstance(event, Work):
-            return Block("compute", event.kind, event.detail, 1e6 * event.start_R, 1e6 * event.end_R)
-        start_R = np.full(self.cluster.num_ranks, event.flow.start)
-        end_R = self.links.end_of(event.flow)
-        end_R = np.where(end_R < start_R, np.nan, end_R)
-        return Block(event.lane, event.lane, event.detail, 1e6 * start_R, 1e6 * end_R)
+        return Simulation(self.cluster, Timeline.of_blocks(self.lanes.blocks()), self.lanes)

@@ -49,12 +49,49 @@ def test_a_simulated_trial_is_a_function_of_its_arguments():
     assert first.samples != other.samples
 
 
-def test_a_mega_kernel_is_refused_before_anything_is_walked():
+def test_a_mega_kernel_is_walked_as_others_are():
+    workload = Generated(steps=3, tokens_per_rank=100)
+    fused, plain = (
+        values(run_simulated(EP.replace(name=n, overlap=o), MODEL, CLUSTER, workload, seed=0))
+        for n, o in (("fused", MegaKernel()), ("plain", Pipelined(chunks=1)))
+    )
+    assert fused["inter_node_share"] == plain["inter_node_share"]
+    assert fused["step_ms"] != plain["step_ms"]
+
+
+def test_a_step_of_several_micro_batches_has_one_sample_and_all_their_bytes():
+    two = Generated(warmup=1, steps=3, micro_batches=2, tokens_per_rank=64)
+    one = two.replace(steps=6, micro_batches=1)
     ticks: list[int] = []
-    fused = EP.replace(name="fused", overlap=MegaKernel())
-    with pytest.raises(ValueError, match=r"strategy 'fused': overlap=MegaKernel\(\) can be run and not simulated"):
-        run_simulated(fused, MODEL, CLUSTER, Generated(steps=2), seed=0, tick=lambda: ticks.append(1))
-    assert ticks == []
+    of_two = values(run_simulated(FSEP, MODEL, CLUSTER, two, seed=0, tick=lambda: ticks.append(1)))
+    of_one = values(run_simulated(FSEP, MODEL, CLUSTER, one, seed=0))
+    assert len(ticks) == 1 + 3 * 2
+    for name in ("step_ms", "restored_mib", "exposed_ms"):
+        assert of_two[name] == pytest.approx(
+            [a + b for a, b in zip(of_one[name][::2], of_one[name][1::2], strict=True)]
+        )
+    for name in ("load_max_over_mean", "inter_node_share"):
+        assert of_two[name] == pytest.approx(
+            [(a + b) / 2 for a, b in zip(of_one[name][::2], of_one[name][1::2], strict=True)]
+        )
+
+
+def test_the_rest_of_a_step_takes_its_time():
+    bare = Generated(warmup=0, steps=2, num_layers=3, tokens_per_rank=64)
+    rest = bare.replace(other_ms=2.0, optimizer_ms=5.0, recompute="computing")
+    lengths = [values(run_simulated(EP, MODEL, CLUSTER, workload, seed=0))["step_ms"] for workload in (bare, rest)]
+    added = [longer - shorter for shorter, longer in zip(*lengths, strict=True)]
+    # Forward once, once more for backward, and backward twice; experts of so few rows are nothing beside that.
+    assert added == pytest.approx([3 * 4 * 2.0 + 5.0] * 2, rel=1e-3)
+
+
+def test_a_trace_must_hold_a_whole_step(tmp_path):
+    workload = replay(tmp_path, [[[[2, 1, 1, 0], [1, 2, 0, 1]]]] * 3, micro_batches=2)
+    assert len(values(run_simulated(EP, MODEL, CLUSTER, workload, seed=0))["step_ms"]) == 1
+    with pytest.raises(ValueError, match=r"warmup=2 leaves nothing .* micro_batches=2 a step; use warmup <= 1"):
+        run_simulated(EP, MODEL, CLUSTER, workload.replace(warmup=2), seed=0)
+    with pytest.raises(ValueError, match=r"micro_batches=4 a step; use micro_batches <= 3"):
+        run_simulated(EP, MODEL, CLUSTER, workload.replace(micro_batches=4), seed=0)
 
 
 def test_overlap_changes_no_load_and_no_traffic():

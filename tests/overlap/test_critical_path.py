@@ -13,6 +13,8 @@ from test_simulator import AHEAD, EP, FOUR, FREE, FSEP, HOME, MODEL, ON_DEMAND, 
 import moesys as ms
 from moesys import cost
 from moesys.overlap.critical_path import by_kind, by_place
+from moesys.overlap.lanes import Lanes
+from moesys.overlap.mega_simulator import Computed, MegaPass, Moved, mega_pass
 from moesys.overlap.simulator import RestOfStep, Simulation, exposed_ms, run_step
 
 EVEN = np.full((4, 4), 100)
@@ -209,6 +211,52 @@ def test_experts_may_travel_behind_the_rest_of_a_layer():
 def test_gradients_may_travel_in_fewer_bytes():
     wide, narrow = (step_of(FSEP, FOUR, EVEN, gradient_bytes=size).moved_L["reshard"] for size in (4, 2))
     assert narrow == pytest.approx(wide / 2)
+
+
+# --- MegaKernels ---
+
+
+@given(steps(*ON_DEMAND, *AHEAD), rests, st.booleans())
+def test_a_step_of_mega_kernels_is_as_long_as_its_path(step, rest, slowed):
+    strategy, cluster, layers = step
+    cluster = cluster.replace(**(SLOWED | LATE if slowed else {}))
+    found = run_step(strategy.replace(overlap=ms.MegaKernel()), MODEL, cluster, [layers, layers], rest)
+    length = found.length_seconds
+    assert sum(part.seconds for part in found.critical_path) == pytest.approx(length, rel=1e-9)
+    assert found.timeline.length_us == pytest.approx(1e6 * length)
+    computed_R = np.sum(list(found.computed_R.values()), axis=0)
+    waited_R = np.sum(list(found.waited_R.values()), axis=0)
+    assert (computed_R + waited_R).max() == pytest.approx(length)
+    assert ms.Timeline(found.timeline.spans, "simulated").spans == tuple(sorted(found.timeline.spans))
+    moved_L = np.sum(list(found.moved_L.values()), axis=0)
+    assert moved_L.max() <= length * (1 + 1e-9)
+
+
+def test_a_pass_of_a_mega_kernel_is_that_of_its_own_simulator_where_it_is_alone():
+    fused = EP.replace(overlap=ms.MegaKernel())
+    (plan,) = plans(fused, FOUR, EVEN)
+    start_R = np.zeros(4)
+    forward = mega_pass(fused.overlap, MODEL, FOUR, plan, start_R, backward=False)
+    backward = mega_pass(fused.overlap, MODEL, FOUR, plan, forward.end_R, backward=True)
+    assert run_step(fused, MODEL, FOUR, [[plan]]).length_seconds == pytest.approx(backward.end_R.max())
+
+
+@pytest.mark.parametrize(("of_weights", "end"), [((0, 1), 3.0), ((1, 0), 2.0)], ids=["same link", "another"])
+def test_experts_on_the_same_links_slow_a_mega_kernel_down(of_weights, end):
+    """Rank 0's rows take two seconds to rank 1, all of its pass. Experts take one on that link, or back."""
+    two = ms.ClusterSpec(ranks_per_node=2, intra_node_gb_per_s=1)
+    rows_RR, experts_RR = np.zeros((2, 2)), np.zeros((2, 2))
+    rows_RR[0, 1], experts_RR[of_weights] = 2e9, 1e9
+    lanes, rows, end_R = Lanes(two, 0.0), cost.link_load(rows_RR, two), np.full(2, 2.0)
+    weights = lanes.send("weights", "restore", cost.link_load(experts_RR, two), "layer 1")
+    moved = Moved("dispatch", np.zeros(2), end_R, rows.seconds_L)
+    computed = Computed("experts", np.zeros(2), np.ones(2))
+    lanes.run_fused(MegaPass(end_R, (computed,), (moved,), np.arange(2)), rows, "layer 0 forward")
+    assert lanes.now_R.tolist() == [end, end]
+    assert sum(part.seconds for part in lanes.critical_path()) == end
+    lanes.wait(weights)
+    assert lanes.now_R.tolist() == [end, end]
+    assert lanes.moved_L["dispatch"].max() == 2.0
 
 
 # --- what may never make a step slower ---

@@ -339,10 +339,3 @@ def test_all_to_alls_are_issued_in_the_order_of_the_layers(ranks: LocalRanks, mo
             (lane, detail.removesuffix(" between nodes").removesuffix(" inside nodes")) for lane, detail in measured
         ]
         assert without_phase == simulated
-
-
-def test_a_mega_kernel_is_not_simulated_as_something_else():
-    fused = EP.replace(name="fused", overlap=ms.MegaKernel())
-    step = ms.StepPlan(fused, MODEL, FOUR, (ms.plan_layer(fused, MODEL, FOUR, ms.LoadMatrix(np.full((4, 4), 16))),))
-    with pytest.raises(ValueError, match=r"'fused': overlap=MegaKernel\(\) .* use Sequential\(\) or Pipelined"):
-        ms.simulate(step)
