@@ -1,8 +1,8 @@
 """Blocks of a layer under ``MegaKernel``: runs of equal tasks, one for each row tile and stage, in the order of queues.
 
-A task of a block is the mean of those that it stands for. All tasks of a row tile follow one another, where kernels
-take the first columns of a whole sweep first; and a rank's sums begin when all of its rows are home, where kernels
-begin each when its own are.
+A task of a block is the mean of those that it stands for. Tasks of a row tile follow one another, where kernels take
+the first columns of a whole sweep first; and a rank's sums begin when all of its rows are home, where kernels begin
+each when its own are.
 
 R ranks, G groups and M row tiles of a rank, X runs.
 """
@@ -30,7 +30,11 @@ from moesys.overlap.mega_queues import (
     joined,
 )
 from moesys.overlap.mega_work import Work
-from moesys.overlap.tile_tasks import RASTER, WHOLE, RowTiles, parts_of, rows_of_groups
+from moesys.overlap.tile_tasks import RASTER, WHOLE, RowTiles, parts_of, rows_of_groups, swept
+
+# Parts of its columns that a sweep of tiles which push is taken in. In one, tiles that push to the same peer would all
+# be done at one time.
+COLUMN_PARTS = 3
 
 
 @dataclass(frozen=True)
@@ -83,7 +87,7 @@ class RankBlocks:
         self.rows_G = self.rows_GR.sum(axis=1)
         self.choices = int(plan.load.tokens_RE[rank].sum())
         self.tiles = RowTiles.of(self.rows_G, self.sizes.rows, work.overlap.tile_order)
-        self.copied_GR, self.copies_from_G = self._copied(plan) if work.overlap.deduplicate else (None, None)
+        self.copies = self._copied(plan) if work.overlap.deduplicate else None
         self.most = max(1, work.programs // 4)
         # One for its sums, one for its pushes, of each row tile or group that it has come, and that it is multiplied.
         self.home, self.pushed, self.arrived = gates, gates + 1, gates + 2
@@ -136,8 +140,8 @@ class RankBlocks:
         in_tile = mixture.first % sizes.fetches * sizes.fetch_rows
         rows = np.clip(tiles.rows_M[of_tile] - in_tile, 0, (mixture.end - mixture.first) * sizes.fetch_rows)
         rows_XR = self._rows(tiles.group_M[of_tile], tiles.row_M[of_tile] + in_tile, rows)
-        if self.copied_GR is not None:
-            rows_XR *= 1 - self.copied_GR[tiles.group_M[of_tile]]
+        if self.copies is not None:
+            rows_XR *= 1 - self.copies[0][tiles.group_M[of_tile]]
         rows_XR[:, self.rank] = 0.0
         # Fetches without rows take no time, and no program is asked for them.
         count = -(-rows // sizes.fetch_rows)
@@ -146,10 +150,10 @@ class RankBlocks:
         gate = self.arrived + (tiles.group_M if self.by_expert else tile)
         opens = (np.arange(len(count)), gate[of_tile])
         wait = np.full(len(count), -1)
-        if self.copies_from_G is not None:
-            group = tiles.group_M[of_tile]
+        if self.copies is not None:
+            group, copies_from_G = tiles.group_M[of_tile], self.copies[1]
             opens = (np.r_[opens[0], opens[0]], np.r_[opens[1], self.grouped + group])
-            wait = np.where(self.copies_from_G[group] >= 0, self.grouped + self.copies_from_G[group], -1)
+            wait = np.where(copies_from_G[group] >= 0, self.grouped + copies_from_G[group], -1)
         fetches = RunsOfKind.of(
             FETCH,
             count,
@@ -184,14 +188,16 @@ class RankBlocks:
         pushed = (tile, np.full(len(tiles), self.pushed))
         tail = self._tail()
         if not work.apart:
+            of_run, part = swept(len(tiles), COLUMN_PARTS)
+            tasks = columns // COLUMN_PARTS + (part < columns % COLUMN_PARTS)
             multiplied = RunsOfKind.of(
                 PRODUCT,
-                np.full(len(tiles), columns),
-                compute=seconds_M,
-                group=tiles.group_M,
-                flops=flops_M,
-                opens=pushed,
-                bytes_XR=bytes_MR / columns,
+                tasks,
+                compute=seconds_M[of_run],
+                group=tiles.group_M[of_run],
+                flops=flops_M[of_run],
+                opens=(np.arange(len(of_run)), np.full(len(of_run), self.pushed)),
+                bytes_XR=bytes_MR[of_run] / columns,
             )
             head = [Launch.plain(self.rank, work.launch_names[1], multiplied, True)]
         else:

@@ -3,7 +3,7 @@
 The same rules as the kernels' own (``kernels.task_queue``, ``kernels.exchange``, ``kernels.mega``), in numpy. A test
 holds both side by side.
 
-R ranks, G groups of a rank (the experts that it holds, in the order of its slots), M row tiles, N rows of a rank.
+R ranks, G groups of a rank (the experts that it holds, each once, in order), M row tiles, N rows of a rank.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class TileSizes:
 
 def rows_of_groups(plan: TokenPlan, rank: int) -> tuple[IntArray, IntArray]:
     """(expert of each group [G], rows of each group from each source [G, R]) of ``rank``."""
-    expert_G = np.array(list(dict.fromkeys(plan.layout.experts_of(rank))), dtype=np.int64)
+    expert_G = np.unique(np.array(plan.layout.experts_of(rank), dtype=np.int64))
     group_E = np.full(plan.load.num_experts, -1)
     group_E[expert_G] = np.arange(len(expert_G))
     source, expert, _, tokens = plan.entries[plan.entries[:, 2] == rank].T
