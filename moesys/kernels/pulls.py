@@ -66,6 +66,10 @@ class PullRing:
         """The most that a rank can share at once."""
         return self._heap.plan.regions["shared"].shape[1]
 
+    @property
+    def arena_bytes(self) -> int:
+        return self._heap.plan.num_bytes
+
     def start(self, shared: Tensor, wanted: Sequence[Wanted]) -> Pull:
         """``shared``: contiguous. All ranks start the same pulls in the same order.
 
@@ -141,6 +145,11 @@ class PullRings:
     def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
         self._group, self._timeout_s = group, timeout_s
         self._rings: dict[str, PullRing] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all arenas that this rank has here."""
+        return sum(ring.arena_bytes for ring in self._rings.values())
 
     def ring(self, name: str, num_bytes: int, device: torch.device) -> PullRing:
         """Where a rank can share so many bytes. Collective: all ranks ask for the same."""

@@ -14,10 +14,11 @@ from io import StringIO
 import numpy as np
 
 from moesys.balance import min_max_load, split_tokens, window
-from moesys.config import ClusterSpec, EvenSplit, MegaKernel, ModelShape, Oracle, Strategy
+from moesys.config import ClusterSpec, EvenSplit, Oracle, Strategy
 from moesys.cost import FloatArray, dispatch_bytes, reshard_bytes, restore_bytes, restores_per_step, transfer_seconds
 from moesys.experiment import Experiment, Generated, Replay, Training
 from moesys.lab.console import print_full
+from moesys.lab.mega_memory import MegaMemory, mega_memory
 from moesys.lab.rank_times import RankTimes
 from moesys.lab.trials import rest_of, routing_of
 from moesys.layout import ExpertLayout
@@ -25,7 +26,7 @@ from moesys.load import IntArray, LoadMatrix
 from moesys.moe.planning import InlinePlanner, LayoutSchedule, PlanRequest, PlanTicket
 from moesys.overlap.critical_path import by_place
 from moesys.overlap.simulator import exposed_ms
-from moesys.step import LayerPlan, StepPlan, plan_layer, plans_on_device, simulation
+from moesys.step import LayerPlan, StepPlan, plan_layer, simulation
 from moesys.traces import Trace
 
 
@@ -119,23 +120,6 @@ class LayerExplanation:
 
 
 @dataclass(frozen=True)
-class MegaMemory:
-    """What a ``MegaKernel`` takes of a rank's memory, in bytes.
-
-    symmetric_bytes: of the arena that peers reach, which all layers share. num_rows: of the rank that gets most, in any
-    layer, of ``most_rows`` that ``rows_cap`` allows. held_rows: for which there is memory, all of them where devices
-    plan. kept_bytes: of those from forward to backward, of a layer; backward_bytes: more during backward.
-    """
-
-    symmetric_bytes: int
-    num_rows: int
-    most_rows: int
-    held_rows: int
-    kept_bytes: int
-    backward_bytes: int
-
-
-@dataclass(frozen=True)
 class PathPlace:
     """A place on the critical path, such as ``node 2's NIC in``, and how much of the path is there."""
 
@@ -213,7 +197,6 @@ def explain(strategy: Strategy, experiment: Experiment, *, micro_batch: int | No
         )
         for layer, history in enumerate(histories)
     )
-    fused = strategy.overlap if isinstance(strategy.overlap, MegaKernel) else None
     step = StepPlan(strategy, experiment.model, experiment.cluster, plans)
     simulated = simulation([step], rest_of(experiment.workload))
     timeline = simulated.timeline
@@ -235,33 +218,7 @@ def explain(strategy: Strategy, experiment: Experiment, *, micro_batch: int | No
             PathPlace(where, 1000 * seconds, share) for where, seconds, share in by_place(simulated.critical_path)
         ],
         layers=tuple(_explain_layer(layer, step, history, times) for layer, history in enumerate(histories)),
-        mega=_mega_memory(fused, plans_on_device(strategy), experiment.model, plans) if fused else None,
-    )
-
-
-def _mega_memory(overlap: MegaKernel, on_device: bool, model: ModelShape, plans: tuple[LayerPlan, ...]) -> MegaMemory:
-    # Here, as explanations of other strategies do without Triton.
-    from moesys.overlap.mega import symmetric_bytes
-    from moesys.overlap.row_limit import room_for_rows
-
-    most_tokens = max(int(plan.load.tokens_RE.sum(1).max()) for plan in plans) // model.top_k
-    if on_device and overlap.most_tokens is not None:
-        most_tokens = overlap.most_tokens
-    num_ranks = plans[0].layout.num_ranks
-    num_replicas = max(int((plan.layout.replicas_RE > 0).sum()) for plan in plans)
-    num_rows = max(int(plan.tokens.tokens_R.max()) for plan in plans)
-    most_rows = room_for_rows(overlap, most_tokens, model.top_k, num_ranks)
-    held_rows = most_rows if on_device else num_rows
-    hidden, width, size = model.hidden_size, model.intermediate_size, model.bytes_per_element
-    waiting = overlap.combine_share > 0 or overlap.fused in ("dispatch", "none")
-    return MegaMemory(
-        symmetric_bytes(overlap, model, most_tokens, num_ranks, num_replicas),
-        num_rows,
-        most_rows,
-        held_rows,
-        # x and h; dy, dh and the weighted activations, and dx where it waits for a task that pushes it.
-        kept_bytes=held_rows * (hidden + 2 * width) * size,
-        backward_bytes=held_rows * (hidden * (1 + waiting) + 3 * width) * size,
+        mega=mega_memory(strategy, experiment.model, plans),
     )
 
 

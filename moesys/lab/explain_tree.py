@@ -15,8 +15,9 @@ from moesys.config import ClusterSpec, Fsep, MegaKernel, Pipelined, Strategy
 from moesys.experiment import Experiment
 from moesys.lab.choices import strategy_of
 from moesys.lab.console import print_full
-from moesys.lab.explain import ExpertChange, LayerExplanation, MegaMemory, StepExplanation, Traffic, explain
+from moesys.lab.explain import ExpertChange, LayerExplanation, StepExplanation, Traffic, explain
 from moesys.lab.files import load_experiment
+from moesys.lab.mega_memory import MegaMemory
 from moesys.lab.tables import figure
 from moesys.overlap.simulator import COMPUTED_KINDS
 from moesys.step import plans_on_device, split_on_device
@@ -164,8 +165,10 @@ def _planning_words(strategy: Strategy) -> str:
 
 
 def _memory_words(memory: MegaMemory) -> list[str]:
+    pulled_gb = memory.pulled_bytes / BYTES_PER_GB
     return [
         f"{memory.symmetric_bytes / BYTES_PER_GB:.3f} GB that peers reach, for all layers together",
+        *([f"{pulled_gb:.3f} GB where they pull experts and gradients, for all layers together"] if pulled_gb else []),
         f"{memory.num_rows} private rows on the busiest, of {memory.most_rows} that rows_cap allows"
         f"{' and there is always memory for' if memory.held_rows > memory.num_rows else ''}: "
         f"{memory.kept_bytes / BYTES_PER_GB:.3f} GB a layer from forward to backward, "

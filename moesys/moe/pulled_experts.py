@@ -14,8 +14,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moesys.config import ModelShape
+from moesys.kernels.heap import Plan
 from moesys.kernels.ordered_sum import ordered_sum
-from moesys.kernels.pulls import Pull, PullRings, Wanted
+from moesys.kernels.pulls import Pull, PullRings, Wanted, pull_regions
 from moesys.layout import ExpertLayout
 from moesys.moe.sharded_experts import ShardedExperts
 from moesys.moe.shards import ExpertShards, Restored
@@ -103,6 +104,17 @@ class PulledExperts(ShardedExperts):
             channel.recorder.add(lane, lane, start_us, channel.recorder.now_us(), detail)
 
         return arrive
+
+
+def ring_bytes(shape: ModelShape, num_ranks: int, num_slots: int) -> int:
+    """Bytes of each rank's arenas where layers like ``shape`` share experts and their gradients, with ``num_slots`` on
+    every rank: once for all layers of a linked model.
+    """
+    wire_slice = -(-shape.expert_parameters // num_ranks)
+    restored_bytes = shape.num_experts * wire_slice * shape.bytes_per_element
+    resharded_bytes = num_slots * num_ranks * wire_slice * torch.float32.itemsize
+    shared = (restored_bytes, resharded_bytes)
+    return sum(Plan.of(pull_regions(num_bytes, num_ranks)).num_bytes for num_bytes in shared)
 
 
 def _slots(held: Sequence[Sequence[int]]) -> list[tuple[int, int]]:

@@ -34,6 +34,7 @@ from moesys.lab.explain_tree import explain_command, explanation_tree
 from moesys.lab.rank_times import RankTimes
 from moesys.lab.trials import run_simulated
 from moesys.load import LoadMatrix
+from moesys.moe.pulled_experts import ring_bytes
 from moesys.overlap.lanes import SLOWER_RANKS
 from moesys.timeline import Span, Timeline
 from moesys.traces import Trace, generate, save_trace
@@ -342,7 +343,7 @@ def test_in_a_pipe_no_line_is_cut(file, monkeypatch):
         (["--layer=-1"], "layer=-1 is not among the step's 3; use 0 to 2"),
         (["--micro-batch", "7"], "micro_batch=7 is not among the workload's 7; use 0 to 6"),
         (["--micro-batch=-1"], "micro_batch=-1 is not among the workload's 7; use 0 to 6"),
-        (["--strategy", "fesp"], "strategy='fesp' is not in tiny; choose one of ep, fsep, or a"),
+        (["--strategy", "fesp"], "strategy='fesp' is not in tiny; choose one of ep, fsep, or a .toml or .json file"),
     ],
 )
 def test_what_is_not_there_is_refused_with_its_bound(file, options, message):
@@ -423,6 +424,21 @@ def test_a_mega_kernel_says_its_tasks_and_its_memory(overlap, said):
     # Gate and up halves of h beside x, in float32.
     assert step.mega.kept_bytes == held_rows * (16 + 2 * MODEL.intermediate_size) * 4
     assert ("there is always memory" in text) == (overlap.most_tokens is not None)
+    assert step.mega.pulled_bytes == ring_bytes(MODEL, CLUSTER.num_ranks, num_slots=3) > 0
+    assert "GB where they pull experts and gradients, for all layers together" in text
+
+
+@pytest.mark.parametrize(
+    "sharding",
+    [Ep(slots_per_rank=2), Fsep(slots_per_rank=3, restore="hierarchical")],
+    ids=["whole experts", "node by node"],
+)
+def test_experts_that_nobody_pulls_take_no_memory(sharding):
+    fused = FSEP.replace(sharding=sharding, overlap=MegaKernel())
+    step = explain(fused, declared(fused))
+    assert step.mega is not None
+    assert step.mega.pulled_bytes == 0
+    assert "where they pull experts" not in str(step)
 
 
 def test_hosts_plan_what_devices_cannot_split():

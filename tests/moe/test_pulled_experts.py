@@ -16,7 +16,7 @@ from moesys.kernels.heap import Heap
 from moesys.kernels.pulls import PullRing, PullRings, Wanted, pull_regions
 from moesys.kernels.signals import PeerTimeoutError
 from moesys.layout import ExpertLayout
-from moesys.moe.pulled_experts import PulledExperts
+from moesys.moe.pulled_experts import PulledExperts, ring_bytes
 from moesys.moe.sharded_experts import ShardedExperts
 from moesys.overlap.channel import Channel
 from moesys.overlap.kernel_math import KernelMath
@@ -115,6 +115,9 @@ def step(overlap: ms.Overlap) -> list[torch.Tensor]:
     pulled = isinstance(overlap, ms.MegaKernel)
     assert all(isinstance(layer.shards, PulledExperts) == pulled for layer in layers)
     assert len({id(layer.shards.rings) for layer in layers if isinstance(layer.shards, PulledExperts)}) == pulled
+    for layer in layers:
+        if isinstance(layer.shards, PulledExperts):
+            assert layer.shards.rings.num_bytes == ring_bytes(shape, dist.get_world_size(), num_slots=2)
     runtime.close()
     return [*outputs, x_TH.grad, *(whole(p.grad) for p in model.parameters())]
 
