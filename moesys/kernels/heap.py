@@ -175,6 +175,15 @@ class Heap:
         return Heap._of(plan, dist.get_rank(group), arena, handle.buffer_ptrs, timeout_s, (handle,))
 
 
+def require_no_capture(what: str) -> None:
+    """Before ``what`` is replaced by more of it: raises RuntimeError while a CUDA graph is captured."""
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{what} would have to grow while a CUDA graph is captured; run a micro-batch of this size once, on all "
+            "ranks, before the capture"
+        )
+
+
 def _new_shared_memory(num_bytes: int) -> tuple[Path, Tensor]:
     """A file in memory where the system has such a folder, else one that the system may keep in memory."""
     folder = SHARED_FOLDER if SHARED_FOLDER.is_dir() else None

@@ -31,7 +31,7 @@ from moesys.kernels.exchange import (
     publish,
     pull_choices,
 )
-from moesys.kernels.heap import Heap
+from moesys.kernels.heap import Heap, require_no_capture
 from moesys.kernels.routing import Routing, route
 from moesys.kernels.signals import Watch, raise_flag
 from moesys.kernels.task_queue import WHOLE
@@ -134,9 +134,13 @@ class MegaMemory:
         self.arrived, self.fetched_G = self._zeros(0), self._zeros(0)
         # Of each tile of a product that its rows may be pushed; how many of a group and column of tiles have been.
         self.multiplied, self.pushed = self._zeros(0), self._zeros(0)
+        self._outgrown: list[Tensor] = []
 
     def require(self, fetches: int, groups: int, row_tiles: int, column_tiles: int) -> None:
-        """Room for so many flags. New ones are behind every epoch, as zeros."""
+        """Room for so many flags, of which new ones are behind every epoch, as zeros.
+
+        Raises RuntimeError where that takes new memory while a CUDA graph is captured.
+        """
         sizes = {
             "arrived": max(fetches, groups),
             "fetched_G": groups,
@@ -144,8 +148,12 @@ class MegaMemory:
             "pushed": groups * column_tiles,
         }
         for name, size in sizes.items():
-            if len(getattr(self, name)) < size:
-                setattr(self, name, self._zeros(size))
+            old = getattr(self, name)
+            if len(old) < size:
+                require_no_capture("flags of a MegaKernel")
+                # A graph captured before goes on with the old ones: they are enough for what it launches.
+                self._outgrown.append(old)
+                setattr(self, name, self._zeros(max(size, 2 * len(old))))
 
     def records(self, launch: str, most_tasks: int) -> Tensor | None:
         """Where the next launch writes down its tasks."""

@@ -22,7 +22,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moesys.kernels.copies import PROGRAMS, Copy, start_copies
-from moesys.kernels.heap import BASES, RANK, Heap, Region, at
+from moesys.kernels.heap import BASES, RANK, Heap, Region, at, require_no_capture
 from moesys.kernels.signals import PUBLISH, PULL, raise_flag, raise_if_given_up, wait
 
 # How often a rank may share before peers have pulled the first time.
@@ -155,6 +155,7 @@ class PullRings:
         """Where a rank can share so many bytes. Collective: all ranks ask for the same."""
         ring = self._rings.get(name)
         if ring is None or ring.num_bytes < num_bytes:
+            require_no_capture("the arena of experts")
             if ring is not None:
                 ring.drain()
             wanted = pull_regions(num_bytes, dist.get_world_size(self._group))

@@ -22,7 +22,7 @@ from moesys.config import MegaKernel, ModelShape
 from moesys.kernels.blocks import Blocks
 from moesys.kernels.counts import count_regions, receive_counts
 from moesys.kernels.exchange import Replicas, most_flags, publish, regions
-from moesys.kernels.heap import Heap, Plan
+from moesys.kernels.heap import Heap, Plan, require_no_capture
 from moesys.kernels.mega import MegaMemory, MegaPoint, MegaRows, announce, arrange
 from moesys.kernels.mega_combine import WeightGradients, down_combine, input_gradient_combine
 from moesys.kernels.mega_dispatch import dispatch_activation_gradient, dispatch_up
@@ -44,7 +44,8 @@ from moesys.overlap.task_spans import task_spans
 
 class MegaHome:
     """Where the MegaKernels of a group's layers meet: one heap, which layers take turns on, as an epoch ends before the
-    next begins (``kernels.exchange.regions``). It grows, on all ranks at once, when a micro-batch needs more.
+    next begins (``kernels.exchange.regions``). It grows, on all ranks at once, when a micro-batch needs more: at least
+    to twice of what was too little, so that sizes that creep up seldom make a new one.
 
     Raises RuntimeError on the CPU where Triton does not interpret.
     """
@@ -65,11 +66,16 @@ class MegaHome:
     ) -> MegaMemory:
         """For at most so many tokens on any rank, flags of any source, and experts. Collective: all ranks ask for the
         same.
+
+        Raises RuntimeError where it would have to grow while a CUDA graph is captured.
         """
         kind, wanted = (top_k, hidden, dtype), (tokens, flags, num_experts)
         sizes, memory = self._memory.get(kind, ((0, 0, 0), None))
         if memory is None or any(more > size for more, size in zip(wanted, sizes, strict=True)):
-            tokens, flags, num_experts = (max(pair) for pair in zip(wanted, sizes, strict=True))
+            require_no_capture("the arena of a MegaKernel")
+            tokens, flags, num_experts = (
+                size if more <= size else max(more, 2 * size) for more, size in zip(wanted, sizes, strict=True)
+            )
             # What is there is freed first: both may not fit.
             self._memory.pop(kind, None)
             memory = None

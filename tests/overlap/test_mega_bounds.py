@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import weakref
+
 import numpy as np
 import pytest
+import torch
 
 import moesys as ms
-from moesys.overlap.mega import require_rows, symmetric_bytes
+from moesys.kernels.heap import Heap
+from moesys.kernels.mega import MegaMemory
+from moesys.overlap.mega import MegaHome, require_rows, symmetric_bytes
 
 # Every token of four ranks wants experts 0 and 1, which rank 0 holds.
 SKEWED = np.array([[8, 8, 0, 0]] * 4)
@@ -58,3 +63,56 @@ def test_symmetric_memory_is_at_most_a_quarter_of_unieps():
     assert rows < found <= 7.7e9 / 4
     # Flags, choices and weights are a small part.
     assert found - rows < 0.01 * found
+
+
+# --- growth -------------------------------------------------------------------------------------------------------
+
+CPU = torch.device("cpu")
+
+
+def capturing(monkeypatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+
+
+def test_flags_double_and_what_a_graph_may_hold_lives_on():
+    memory = MegaMemory(Heap.virtual({}, 1, CPU)[0])
+    memory.require(10, 2, 3, 4)
+    held = weakref.ref(memory.arrived)
+    memory.require(11, 2, 3, 4)
+    assert (len(memory.arrived), len(memory.multiplied)) == (20, 12)
+    assert held() is not None
+    grown = memory.arrived
+    memory.require(20, 2, 3, 4)
+    assert memory.arrived is grown
+
+
+def test_the_heap_doubles_only_what_was_too_little():
+    home = MegaHome(None, CPU, 1.0)
+
+    def tokens(asked: int, flags: int = 5) -> tuple[int, int]:
+        regions = home.memory(asked, 2, 8, torch.float32, flags, 4).heap.plan.regions
+        return regions["x"].shape[0], regions["combined"].shape[-1]
+
+    first = tokens(10)
+    assert first[0] == 10
+    assert tokens(11) == (20, first[1])
+    assert tokens(20) == (20, first[1])
+    assert tokens(50) == (50, first[1])
+    assert tokens(1, flags=6)[0] == 50
+    assert tokens(1, flags=6)[1] > first[1]
+
+
+def test_nothing_grows_while_a_graph_is_captured(monkeypatch):
+    home = MegaHome(None, CPU, 1.0)
+    memory = home.memory(10, 2, 8, torch.float32, 5, 4)
+    memory.require(10, 2, 3, 4)
+    capturing(monkeypatch)
+    assert home.memory(10, 2, 8, torch.float32, 5, 4) is memory
+    memory.require(10, 2, 3, 4)
+    words = "would have to grow while a CUDA graph is captured; run a micro-batch of this size once"
+    with pytest.raises(RuntimeError, match=f"flags of a MegaKernel {words}"):
+        memory.require(11, 2, 3, 4)
+    with pytest.raises(RuntimeError, match=f"the arena of a MegaKernel {words}"):
+        home.memory(11, 2, 8, torch.float32, 5, 4)
+    assert home.memory(10, 2, 8, torch.float32, 5, 4) is memory
