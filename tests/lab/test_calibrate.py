@@ -20,9 +20,10 @@ from typer.testing import CliRunner, Result
 
 from moesys import presets
 from moesys.__main__ import app
-from moesys.config import ClusterSpec
+from moesys.config import ClusterSpec, ModelShape
 from moesys.lab.bench import calibrate, calibrate_rank, calibrate_report
-from moesys.lab.bench.calibrate import CPU_GRID, CUDA_GRID, Grid
+from moesys.lab.bench.calibrate import CPU_GRID, CUDA_GRID, Grid, LayerCase
+from moesys.lab.bench.calibrate_check import STRATEGIES, check_steps
 from moesys.lab.bench.calibrate_fit import fit_messages, fit_products, predicted_seconds
 from moesys.lab.bench.calibrate_rank import BesideCopies, Effort, ExpertCase
 from moesys.lab.bench.joined import JoinedRanks
@@ -35,6 +36,7 @@ TINY = Grid(
     beside_copies=ExpertCase((32,), 32, 32),
     memory_bytes=1 << 20,
     message_bytes=(64, 1024, 16384),
+    layers=(LayerCase(ModelShape(hidden_size=16, intermediate_size=16, num_experts=4, top_k=2), 24),),
 )
 QUICK = Effort(repeats=2, window_s=0.001)
 
@@ -83,10 +85,10 @@ def known_cluster(**fields) -> ClusterSpec:
     seed=st.integers(0, 2**32),
 )
 def test_rate_and_tiles_are_found_in_times_of_products(rate, rows, noise, seed):
-    draw = random.Random(seed)
+    draw, cases = random.Random(seed), CPU_GRID.cases[:11]
     true = known_cluster(expert_tflops=rate, tile_rows=rows, memory_gb_per_s=1e4)
-    seconds = [predicted_seconds(case, true, "float32") * (1 + draw.uniform(-noise, noise)) for case in CPU_GRID.cases]
-    found = fit_products(CPU_GRID.cases, seconds, known_cluster(memory_gb_per_s=1e4), "float32", CPU_GRID.tiles)
+    seconds = [predicted_seconds(case, true, "float32") * (1 + draw.uniform(-noise, noise)) for case in cases]
+    found = fit_products(cases, seconds, known_cluster(memory_gb_per_s=1e4), "float32", CPU_GRID.tiles)
     assert found.cluster.expert_tflops == pytest.approx(rate, rel=1e-3 + 2 * noise)
     assert found.cluster.tile_rows == rows
     assert max(map(abs, found.errors)) <= 1e-3 + 4 * noise
@@ -227,6 +229,20 @@ def test_real_ranks_become_a_cluster_with_links_inside_and_between_nodes(ranks: 
     assert ClusterSpec.from_json(calibrate_report.spec_text(found, ".json")) == found.cluster
 
 
+def test_steps_of_a_layer_are_measured_and_simulated(ranks: LocalRanks):
+    """The simulated step follows the figures, and the measured one does not."""
+    slow = known_cluster(ranks_per_node=4, expert_tflops=1e-4, intra_node_us=1e4, intra_node_gb_per_s=0.1)
+    layer = LayerCase(ModelShape(hidden_size=16, intermediate_size=16, num_experts=4, top_k=2), 48)
+    checks = check_steps(ranks, slow, [layer], repeats=2)
+    assert [check.strategy for check in checks] == [strategy.name for strategy in STRATEGIES]
+    for check in checks:
+        assert check.measured_ms.n == 2
+        assert check.measured_ms.median > 0
+        # Dispatch and combine, there and back, wait for ten milliseconds each.
+        assert check.simulated_ms > 40
+        assert check.error == pytest.approx(check.simulated_ms / check.measured_ms.median - 1)
+
+
 def sends_where_it_should(between: str) -> dict[int, int]:
     """Bytes of this rank's all-to-alls to each peer, under two nodes of two."""
     sent = {}
@@ -331,7 +347,10 @@ def test_two_ranks_are_measured_shown_and_written():
     assert cluster.name.startswith("1 x 2 ")
     assert "MEASURED: 1 x 2 " in done.output
     assert "there is no such link" in done.output
+    assert "MEASURED and SIMULATED: steps of one MoE layer" in done.output
     written = json.loads(Path("samples.json").read_text())
+    assert [step["strategy"] for step in written["steps"]] == ["sequential", "pipelined 4"]
+    assert all(step["simulated_ms"] > 0 for step in written["steps"])
     assert written["cluster"] == cluster.model_dump(mode="json")
     assert np.shape(written["samples_s"]["expert products"]) == (2, len(TINY.cases), 2)
     assert {"launch", "memory copy", "all-to-all of ranks", "rank 0 to 1"} <= set(written["samples_s"])

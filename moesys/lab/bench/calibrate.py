@@ -13,7 +13,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from moesys.config import ClusterSpec, DType
+from moesys.config import ClusterSpec, DType, ModelShape
 from moesys.cost import link_seconds
 from moesys.lab.bench import calibrate_rank as on_rank
 from moesys.lab.bench.calibrate_fit import MessageLine, Spread, fit_messages, fit_products, predicted_seconds
@@ -39,11 +39,19 @@ class Ranks(Protocol):
 
 
 @dataclass(frozen=True)
+class LayerCase:
+    """A layer, and how many tokens each rank has."""
+
+    shape: ModelShape
+    num_tokens: int
+
+
+@dataclass(frozen=True)
 class Grid:
     """What is measured on one kind of device.
 
     tiles: (rows, columns) among which the fit chooses. memory_bytes: copied at once. longest_message_s: larger messages
-    than take so long are left out.
+    than take so long are left out. layers: whose steps are measured and simulated in the end, if any.
     """
 
     dtype: DType
@@ -53,6 +61,7 @@ class Grid:
     memory_bytes: int
     message_bytes: tuple[int, ...]
     longest_message_s: float = 0.25
+    layers: tuple[LayerCase, ...] = ()
 
 
 def _cases(
@@ -65,12 +74,18 @@ def _cases(
 
 CPU_GRID = Grid(
     dtype="float32",
-    cases=_cases([(256, 512), (512, 512), (512, 1024)], [1, 6, 12, 24, 48, 100, 300, 1000], [(8, 32), (8, 100)]),
-    # One core computes one tile of all columns at a time: columns need no rounding.
-    tiles=tuple((rows, 1) for rows in (1, 2, 4, 8, 16, 32)),
+    cases=_cases(
+        [(256, 512), (512, 512), (512, 1024)], [7, 21, 41, 71, 101, 151, 301, 1001], [(8, 21), (8, 51), (8, 101)]
+    ),
+    # Rows alone are rounded: to bring a matrix into the order that the CPU likes costs as much as some rows.
+    tiles=tuple((rows, 1) for rows in (1, 2, 4, 8, 16, 24, 32, 48, 64)),
     beside_copies=ExpertCase((256,), 512, 512),
     memory_bytes=64 << 20,
     message_bytes=tuple(1 << power for power in range(10, 24, 2)),
+    layers=tuple(
+        LayerCase(ModelShape(hidden_size=512, intermediate_size=width, num_experts=8, top_k=2), tokens)
+        for width, tokens in ((512, 256), (512, 1024), (1024, 512))
+    ),
 )
 CUDA_GRID = Grid(
     dtype="bfloat16",

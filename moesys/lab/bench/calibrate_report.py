@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, is_dataclass
 from pathlib import Path
@@ -16,7 +16,8 @@ import torch
 from rich.table import Table
 
 from moesys.config import ClusterSpec
-from moesys.lab.bench.calibrate import PARTS, Calibration, Figure, Link, calibrate
+from moesys.lab.bench.calibrate import GRIDS, PARTS, Calibration, Figure, Link, calibrate
+from moesys.lab.bench.calibrate_check import StepCheck, check_steps
 from moesys.lab.bench.calibrate_rank import Effort
 from moesys.lab.bench.joined import JoinedRanks, joins
 from moesys.lab.bench.steps import steps_told
@@ -44,26 +45,33 @@ def main(
     """
     ranks, cluster, writes = _start(num_ranks, device_type, threads)
     try:
-        with steps_told("calibrate", len(PARTS)) if writes else _untold() as tell:
+        grid = GRIDS[device_type]
+        with steps_told("calibrate", len(PARTS) + bool(grid.layers)) if writes else _untold() as tell:
             found = calibrate(
                 ranks,
                 cluster,
                 device_type=device_type,
+                grid=grid,
                 effort=Effort(repeats=repeats),
                 tell=tell,
                 keep=lambda samples: _keep(samples, json_path if writes else None),
             )
+            if grid.layers:
+                tell("steps of a layer")
+            checks = check_steps(ranks, found.cluster, grid.layers, repeats)
     finally:
         ranks.close()
     if writes:
         print_full(products_table(found))
         if found.links:
             print_full(links_table(found))
+        if checks:
+            print_full(steps_table(checks))
         print_full(figures_table(found), legend(found, threads))
         if out is not None:
             replace_file(out, spec_text(found, out.suffix))
         if json_path is not None:
-            replace_file(json_path, json.dumps(to_json(found, threads), indent=1) + "\n")
+            replace_file(json_path, json.dumps(to_json(found, checks, threads), indent=1) + "\n")
     return 0
 
 
@@ -149,6 +157,30 @@ def links_table(found: Calibration) -> Table:
     return table
 
 
+def steps_table(checks: Sequence[StepCheck]) -> Table:
+    """What the figures are for: a step as measured, and as simulated with them."""
+    title = "MEASURED and SIMULATED: steps of one MoE layer, forward + backward"
+    table = Table(title=title, title_justify="left")
+    for column in ("H", "I", "E", "K", "tokens a rank"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("strategy", no_wrap=True)
+    for column in ("measured, ms", "p20 to p80", "n", "simulated, ms", "error"):
+        table.add_column(column, justify="right", no_wrap=True)
+    for check in checks:
+        shape, measured = check.case.shape, check.measured_ms
+        table.add_row(
+            *map(str, (shape.hidden_size, shape.intermediate_size, shape.num_experts, shape.top_k)),
+            str(check.case.num_tokens),
+            check.strategy,
+            _number(measured.median),
+            f"{_number(measured.p20)} to {_number(measured.p80)}",
+            str(measured.n),
+            _number(check.simulated_ms),
+            f"{check.error:+.0%}",
+        )
+    return table
+
+
 def legend(found: Calibration, threads: int) -> list[str]:
     lines = [
         f"{machine_line(threads)}; {found.cluster.num_ranks} ranks, all measured at once.",
@@ -160,7 +192,7 @@ def legend(found: Calibration, threads: int) -> list[str]:
     return lines
 
 
-def to_json(found: Calibration, threads: int) -> dict[str, Any]:
+def to_json(found: Calibration, checks: Sequence[StepCheck], threads: int) -> dict[str, Any]:
     """Everything that was measured, with all samples."""
     return {
         "benchmark": "calibrate",
@@ -178,7 +210,18 @@ def to_json(found: Calibration, threads: int) -> dict[str, Any]:
             )
         ],
         "links": [asdict(link) for link in found.links],
+        "steps": [plain_step(check) for check in checks],
         "samples_s": plain(found.samples),
+    }
+
+
+def plain_step(check: StepCheck) -> dict[str, Any]:
+    return {
+        "model": check.case.shape.model_dump(mode="json"),
+        "num_tokens": check.case.num_tokens,
+        "strategy": check.strategy,
+        "measured_ms": asdict(check.measured_ms),
+        "simulated_ms": check.simulated_ms,
     }
 
 
