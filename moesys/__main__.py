@@ -143,7 +143,10 @@ def simulate(
     layers: Annotated[int | None, typer.Option(min=1, help="Draw so many, or take the first of a trace.")] = None,
     cluster: Annotated[
         str | None,
-        typer.Option(help="Nodes x ranks a node at the experiment's speeds, as 128x8; or a ClusterSpec in a file."),
+        typer.Option(
+            help="Nodes x ranks a node at the experiment's speeds, as 128x8; nodes of a preset, as h100:16; or a "
+            "ClusterSpec in a file."
+        ),
     ] = None,
     step: Annotated[int, typer.Option(min=0, help="Of the timed steps, from 0; planners have seen those before.")] = 0,
     out: Annotated[
@@ -206,7 +209,12 @@ def plan(
     load: Annotated[
         Path, typer.Option(metavar="FILE", help="Tokens [rank, expert] as .npy, .csv or .json; or a trace, .npz.")
     ],
-    cluster: Annotated[str, typer.Option(help="Nodes x ranks a node, as 4x8; or a ClusterSpec in .json or .toml.")],
+    cluster: Annotated[
+        str,
+        typer.Option(
+            help="Nodes x ranks a node, as 4x8; nodes of a preset, as h100:4; or a ClusterSpec in .json or .toml."
+        ),
+    ],
     slots: Annotated[int | None, typer.Option(min=1, help="Slots a rank; one more than needed by default.")] = None,
     balance: Annotated[str, typer.Option(help='A kind, or its JSON: {"kind": "greedy", "effort": 4}.')] = "greedy",
     split: Annotated[str, typer.Option(help='A kind, or its JSON: {"kind": "flow", "max_inter_node": 0.1}.')] = "flow",

@@ -1,4 +1,4 @@
-"""What the command line takes for a declaration: a kind, such as ``greedy``; JSON; a file; or ``4x8``."""
+"""What the command line takes for a declaration: a kind, such as ``greedy``; JSON; a file; ``4x8`` or ``h100:4``."""
 
 from __future__ import annotations
 
@@ -10,10 +10,13 @@ from typing import Any, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
+from moesys import presets
 from moesys.config import Balance, ClusterSpec, Predictor, Split, Strategy
 from moesys.lab.files import in_words
 
 T = TypeVar("T")
+
+_PRESETS = {make.__name__: make for make in (presets.a100, presets.h800, presets.h100, presets.h200, presets.b200)}
 
 
 def balance_of(text: str) -> Balance:
@@ -43,14 +46,23 @@ def strategy_of(path: Path) -> Strategy:
 
 
 def cluster_of(text: str) -> ClusterSpec:
-    """``4x8``, 4 nodes of 8 ranks; or the path of a ``ClusterSpec`` in JSON or TOML. Raises ValueError for others."""
+    """``4x8``, 4 nodes of 8 ranks; ``h100:4``, 4 nodes of a preset; or the path of a ``ClusterSpec`` in JSON or TOML.
+
+    Raises ValueError for others.
+    """
     path = Path(text)
     try:
         if shorthand := re.fullmatch(r"(\d+)x(\d+)", text):
             num_nodes, ranks_per_node = map(int, shorthand.groups())
             return ClusterSpec(num_nodes=num_nodes, ranks_per_node=ranks_per_node)
+        if preset := re.fullmatch(rf"({'|'.join(_PRESETS)}):(\d+)", text):
+            name, count = preset.groups()
+            return _PRESETS[name](int(count))
         if path.suffix not in (".json", ".toml") or not path.is_file():
-            raise ValueError("no .json or .toml file; give one, or nodes and ranks a node as in 4x8")
+            raise ValueError(
+                "no .json or .toml file; give one, or nodes and ranks a node as in 4x8, or nodes of a preset as in "
+                f"h100:4 ({', '.join(_PRESETS)})"
+            )
         declared = path.read_text(encoding="utf-8")
         return ClusterSpec.from_json(declared) if path.suffix == ".json" else ClusterSpec.from_toml(declared)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, ValueError) as error:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
+from moesys import presets
 from moesys.__main__ import app
 from moesys.balance import min_max_load
 from moesys.config import ClusterSpec
@@ -56,6 +57,7 @@ def test_clusters_are_a_shorthand_or_a_file(tmp_path):
     (tmp_path / "a.json").write_text(spec.to_json())
     (tmp_path / "a.toml").write_text(spec.to_toml())
     assert cluster_of("4x8") == ClusterSpec(num_nodes=4, ranks_per_node=8)
+    assert cluster_of("h200:16") == presets.h200(16)
     assert cluster_of(str(tmp_path / "a.json")) == cluster_of(str(tmp_path / "a.toml")) == spec
 
 
@@ -70,6 +72,8 @@ def test_members_are_a_kind_or_json():
     ("take", "text", "message"),
     [
         (cluster_of, "4", "cluster='4': no .json or .toml file; give one, or nodes and ranks a node as in 4x8"),
+        (cluster_of, "h900:4", "or nodes of a preset as in h100:4 (a100, h800, h100, h200, b200)"),
+        (cluster_of, "b200:0", "cluster='b200:0': num_nodes: Input should be greater than or equal to 1"),
         (cluster_of, "0x8", "cluster='0x8': num_nodes: Input should be greater than or equal to 1"),
         (balance_of, "best", "balance='best': Input tag 'best' found using 'kind' does not match any of the expected"),
         (split_of, "{", "split='{' is no JSON"),
