@@ -18,9 +18,8 @@ from moesys.config import ClusterSpec, ModelShape, Strategy
 from moesys.experiment import Experiment, Generated, Replay, Training, Trial
 from moesys.lab.launch import Place, TrialError, place_for
 from moesys.lab.records import replace_file, setting_fingerprint, take_lock
-from moesys.lab.trials import Measurement, routing_of, walk
-from moesys.overlap.simulator import require_simulated
-from moesys.step import StepPlan, simulation
+from moesys.lab.trials import Measurement, rest_of, routing_of, walk
+from moesys.step import simulation
 from moesys.traces import save_trace
 from moesys.tuner.costs import Told
 from moesys.tuner.journal import Entry, Journal
@@ -28,6 +27,7 @@ from moesys.tuner.result import Tuned
 from moesys.tuner.space import Setting, Space
 from moesys.tuner.timing import MOST_TRIALS, TrialFailedError
 from moesys.tuner.tune import tune_workload
+from moesys.tuner.workload import Step
 
 JOURNAL, STRATEGY, EXPERIMENT, ROUTING = "journal.jsonl", "tuned.toml", "experiment.toml", "routing.npz"
 # Seeds that the cost model looks at: paired, a few tell strategies apart.
@@ -95,7 +95,7 @@ def tune(
                     budget=budget,
                     seed=seed,
                     memory_gb=memory_gb,
-                    recompute=isinstance(experiment.workload, Training) and experiment.workload.recompute,
+                    recompute=rest_of(experiment.workload).recompute != "none",
                     mega_kernels=not trains,
                     timer=ranks.step_ms if timed else None,
                     trials=timed,
@@ -179,7 +179,7 @@ def median_ms(measurement: Measurement) -> float:
 
 @dataclass(frozen=True)
 class SimulatedWorkload:
-    """Drawn or recorded routing in the cost model."""
+    """Drawn or recorded routing in the cost model: a ``tuner.workload.Workload``."""
 
     model: ModelShape
     cluster: ClusterSpec
@@ -193,17 +193,17 @@ class SimulatedWorkload:
     ) -> SimulatedWorkload:
         """Raises ValueError for a trace that is missing or does not fit."""
         lengths = [routing_of(workload, model, cluster, seed).num_micro_batches for seed in seeds]
-        return cls(model, cluster, workload, seeds, min(lengths) - workload.warmup)
+        return cls(model, cluster, workload, seeds, (min(lengths) - workload.warmup) // workload.micro_batches)
 
-    def check(self, strategy: Strategy) -> None:
-        require_simulated(strategy)
+    def walk(self, strategy: Strategy, seed: int) -> Iterator[Step]:
+        micro_batches = islice(
+            walk(strategy, self.model, self.cluster, self.workload, seed), self.workload.warmup, None
+        )
+        while step := tuple(islice(micro_batches, self.workload.micro_batches)):
+            yield step
 
-    def walk(self, strategy: Strategy, seed: int) -> Iterator[StepPlan]:
-        steps = walk(strategy, self.model, self.cluster, self.workload, seed)
-        return islice(steps, self.workload.warmup, None)
-
-    def step_ms(self, step: StepPlan) -> float:
-        return 1000 * simulation([step]).length_seconds
+    def step_ms(self, step: Step) -> float:
+        return 1000 * simulation(step, rest_of(self.workload)).length_seconds
 
 
 class _Folder:
@@ -233,24 +233,28 @@ class _Folder:
         experiment, seeds = self.experiment, self.experiment.seeds[:num_seeds]
         workload = experiment.workload
         if isinstance(workload, Training):
-            num_steps = self._record_routing(ranks, seeds[0])
-            workload = Replay(trace=str(self.path / ROUTING), warmup=int(num_steps * _UNTIMED_SHARE))
+            self._record_routing(ranks, seeds[0])
+            workload = Replay(
+                trace=str(self.path / ROUTING),
+                warmup=int(workload.steps * _UNTIMED_SHARE) * workload.micro_batches,
+                micro_batches=workload.micro_batches,
+                recompute=rest_of(workload).recompute,
+            )
             seeds = seeds[:1]
         return SimulatedWorkload.of(experiment.model, experiment.cluster, workload, seeds)
 
-    def _record_routing(self, ranks: _Ranks, seed: int) -> int:
-        """Micro-batches of the routing in the folder, recorded now if it is not there."""
+    def _record_routing(self, ranks: _Ranks, seed: int) -> None:
+        """Into the folder, if it is not there."""
         workload, baseline = self.experiment.workload, self.experiment.baseline
         assert isinstance(workload, Training)
         # As the tuner calls it, which takes the trial from the journal.
         setting = Setting(self.experiment.model, self.experiment.cluster, workload.num_layers)
         baseline = setting.plainest(baseline).replace(name=baseline.name)
         of, path = f"seed {seed}", self.path / ROUTING
-        num_steps = workload.steps * workload.micro_batches
         if self.journal.find(baseline.fingerprint(), of) is not None:
             if not path.exists():
                 raise ValueError(f"{path} is gone, on which its journal stands; begin anew with --fresh (fresh=True)")
-            return num_steps
+            return
         try:
             measurement = ranks.run(baseline, seed)
         except TrialFailedError as error:
@@ -261,7 +265,6 @@ class _Folder:
         # First, so that whoever finds the trial finds its routing.
         save_trace(measurement.routing, path)
         self.journal.add(Entry.about(baseline, "measured", of, median_ms(measurement)))
-        return num_steps
 
     def keep(self, tuned: Tuned) -> TuneResult:
         """Write the strategy, and an experiment that has it as its last."""

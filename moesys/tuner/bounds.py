@@ -25,12 +25,13 @@ from moesys.cost import (
     rows_of,
 )
 from moesys.load import LoadMatrix
-from moesys.step import LayerPlan, StepPlan
+from moesys.step import LayerPlan
 from moesys.tuner.space import Setting
+from moesys.tuner.workload import Step, layers_of
 
 
 def load_bound_ms(strategy: Strategy, loads: Sequence[LoadMatrix], setting: Setting) -> float:
-    """Of a step of one micro-batch with these ``loads``, layer by layer, under the best layouts that any planner finds.
+    """Of a step with these ``loads``, of all its layers and micro-batches, under the best layouts that there are.
 
     Computing: in each layer the rows that its busiest rank has at least (``balance.greatest_bound``), as all ranks meet
     between layers; for MegaKernels, whose ranks do not, the mean. Links: an expert is held once at least.
@@ -46,21 +47,21 @@ def load_bound_ms(strategy: Strategy, loads: Sequence[LoadMatrix], setting: Sett
     return 1000 * max(_compute_seconds(rows, setting), len(loads) * _sharding_seconds(strategy, setting))
 
 
-def plan_bound_ms(step: StepPlan) -> float:
+def plan_bound_ms(step: Step) -> float:
     """Of a step whose layouts and splits are known: the busiest rank of each layer, or the busiest link of all.
 
     Of MegaKernels, which have tiles of their own and pull a row once for several experts if told to, less is sure.
     """
-    model, cluster, sharding = step.model, step.cluster, step.strategy.sharding
-    setting = Setting(model, cluster, len(step.layers))
-    fused = step.strategy.overlap if isinstance(step.strategy.overlap, MegaKernel) else None
+    model, cluster, strategy = step[0].model, step[0].cluster, step[0].strategy
+    setting, sharding, layers = Setting(model, cluster, len(step[0].layers)), strategy.sharding, layers_of(step)
+    fused = strategy.overlap if isinstance(strategy.overlap, MegaKernel) else None
     if fused:
-        rows_R = sum(plan.tokens.tokens_R for plan in step.layers)
+        rows_R = sum(plan.tokens.tokens_R for plan in layers)
         computing = _compute_seconds(float(np.max(rows_R)), setting)
     else:
-        computing = sum(float(_products_seconds(plan, setting).max()) for plan in step.layers)
+        computing = sum(float(_products_seconds(plan, setting).max()) for plan in layers)
     link_busy = np.zeros(2 * (cluster.num_ranks + cluster.num_nodes))
-    for plan in step.layers:
+    for plan in layers:
         if not (fused and fused.deduplicate):
             bytes_RR = dispatch_bytes(plan.tokens, model)
             # There and back, forward and backward.

@@ -1,7 +1,7 @@
 """The search in the cost model: a glance at many points, ever longer looks at fewer, then steps to better neighbours.
 
-Points that are drawn by chance find the region; steps of one field at a time find its best point, and end where no
-change of one field is faster. Deterministic given a seed.
+Points that are drawn by chance find the region; steps of one field, or of sharding, balance and split at once, find its
+best point, and end where no change of one field is faster. Deterministic given a seed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from itertools import groupby, islice
 from moesys.config import Strategy
 from moesys.tuner.costs import Costs, Fidelity, ladder
 from moesys.tuner.journal import Entry
-from moesys.tuner.space import Neighbour, Space
+from moesys.tuner.space import PLACEMENT, Neighbour, Space
 
 # Of each look, the part that gets a longer one, and how many do at least.
 _KEPT_SHARE, _KEPT = 1 / 3, 6
@@ -23,6 +23,8 @@ _KEPT_SHARE, _KEPT = 1 / 3, 6
 _LOOKED_AT_LONG = 2
 # Members of each other kind of sharding or overlap that one step tries.
 _OF_ANOTHER_KIND = 16
+# Other placements that one step tries.
+_PLACED_ELSEWHERE = 24
 # Milliseconds that differ by less than that are one: sums in another order.
 _EQUAL = 1e-9
 
@@ -178,7 +180,8 @@ class Search:
     def _neighbours(self, strategy: Strategy) -> dict[str, list[Neighbour]]:
         """Those that fit, by field."""
         fitting = [one for one in self.space.neighbours(strategy, self.costs.setting) if self.costs.fits(one.strategy)]
-        by_field: dict[str, list[Neighbour]] = {}
+        replaced = self.space.replaced(strategy, self.costs.setting, self.draws, _PLACED_ELSEWHERE)
+        by_field: dict[str, list[Neighbour]] = {PLACEMENT: [one for one in replaced if self.costs.fits(one.strategy)]}
         for field, of_field in groupby(fitting, key=lambda one: one.field):
             by_kind = groupby(of_field, key=lambda one: getattr(one.value, "kind", ""))
             for _, neighbours in by_kind:

@@ -31,6 +31,8 @@ from moesys.config import (
     Strategy,
 )
 
+# What ``Space.replaced`` calls the fields that it changes at once.
+PLACEMENT = "sharding, balance and split"
 # Points that are drawn with the same plans.
 _SHARING_PLANS = 4
 
@@ -179,6 +181,20 @@ class Space(Declared):
             if point is not None and (fingerprint := point.fingerprint()) not in seen:
                 seen.add(fingerprint)
                 yield Neighbour(field, value, point)
+
+    def replaced(self, strategy: Strategy, setting: Setting, draws: random.Random, count: int) -> list[Neighbour]:
+        """``strategy`` with another sharding, balance and split at once, as none of them pays without the others: all
+        of them, or ``count`` by chance.
+        """
+        combinations = list(itertools.product(self.shardings(), self.balance, self.split))
+        if len(combinations) > count:
+            combinations = draws.sample(combinations, count)
+        predictor, overlap = strategy.predictor, strategy.overlap
+        points = (
+            setting.point(sharding, balance, predictor, split, overlap, strategy.replan_every, strategy.lag)
+            for sharding, balance, split in combinations
+        )
+        return [Neighbour(PLACEMENT, point.name, point) for point in _once(points)]
 
     def _changes(self, strategy: Strategy) -> Iterator[tuple[str, Any, dict[str, Any]]]:
         unions: tuple[tuple[str, Declared, tuple[Declared, ...], Callable[[dict[str, Any]], Declared]], ...] = (

@@ -45,11 +45,11 @@ def tune_workload(
     Raises ValueError where nothing of the space can be simulated, where the baseline cannot, or its trials fail.
     """
     plans = Plans(workload, model, cluster)
-    loads = plans.loads(strategies[0], workload.seeds[0], 1)[0]
-    setting = Setting(model, cluster, len(loads))
+    layers = plans.steps(strategies[0], workload.seeds[0], 1)[0][0].layers
+    setting = Setting(model, cluster, len(layers))
     starts = [setting.plainest(strategy).replace(name=strategy.name) for strategy in strategies]
     if space is None:
-        tokens_per_rank = loads[0].total // (model.top_k * cluster.num_ranks)
+        tokens_per_rank = layers[0].load.total // (model.top_k * cluster.num_ranks)
         space = default_space(setting, tokens_per_rank, memory_gb=memory_gb, mega_kernels=mega_kernels)
     costs = Costs(plans, journal, setting, memory_gb=memory_gb, recompute=recompute, like=starts[0], told=told)
     search = Search(space, starts, costs, budget=budget, seed=seed)

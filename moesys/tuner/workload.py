@@ -13,10 +13,14 @@ from typing import Protocol
 
 from moesys.config import ClusterSpec, Fsep, ModelShape, Sequential, Strategy
 from moesys.load import LoadMatrix
-from moesys.step import StepPlan
+from moesys.step import LayerPlan, StepPlan
 
 # Plans of so many bytes are remembered, those used last.
 _MOST_BYTES = 2**30
+
+
+# The plans of a step's micro-batches.
+Step = tuple[StepPlan, ...]
 
 
 class Workload(Protocol):
@@ -29,30 +33,32 @@ class Workload(Protocol):
     def num_steps(self) -> int:
         """Timed steps that each seed has."""
 
-    def check(self, strategy: Strategy) -> None:
-        """Raises ValueError for what the cost model does not know."""
-
-    def walk(self, strategy: Strategy, seed: int) -> Iterator[StepPlan]:
+    def walk(self, strategy: Strategy, seed: int) -> Iterator[Step]:
         """The timed steps, planned from history as in training. Raises ValueError where that cannot be."""
 
-    def step_ms(self, step: StepPlan) -> float:
-        """Simulated. Raises ValueError for what the cost model does not know after all."""
+    def step_ms(self, step: Step) -> float:
+        """Simulated. Raises ValueError for what the cost model does not know."""
+
+
+def layers_of(step: Step) -> list[LayerPlan]:
+    """All layers of all micro-batches."""
+    return [plan for micro_batch in step for plan in micro_batch.layers]
 
 
 @dataclass
 class _Walk:
     """Steps of one placement and seed as far as anybody has asked for them."""
 
-    rest: Iterator[StepPlan]
-    steps: list[StepPlan] = field(default_factory=list)
+    rest: Iterator[Step]
+    steps: list[Step] = field(default_factory=list)
     num_bytes: int = 0
 
-    def first(self, num_steps: int) -> list[StepPlan]:
+    def first(self, num_steps: int) -> list[Step]:
         while len(self.steps) < num_steps:
             # What comes before does not change a step's time, and would be kept with it.
-            step = replace(next(self.rest), previous=None)
+            step = tuple(replace(micro_batch, previous=None) for micro_batch in next(self.rest))
             self.steps.append(step)
-            self.num_bytes += sum(plan.tokens.entries.nbytes + plan.load.tokens_RE.nbytes for plan in step.layers)
+            self.num_bytes += sum(plan.tokens.entries.nbytes + plan.load.tokens_RE.nbytes for plan in layers_of(step))
         return self.steps[:num_steps]
 
 
@@ -64,7 +70,7 @@ class Plans:
         self._walks: OrderedDict[tuple[str, int], _Walk] = OrderedDict()
         self._loads: dict[int, list[tuple[LoadMatrix, ...]]] = {}
 
-    def steps(self, strategy: Strategy, seed: int, num_steps: int) -> list[StepPlan]:
+    def steps(self, strategy: Strategy, seed: int, num_steps: int) -> list[Step]:
         """The first timed steps. Raises ValueError where they cannot be planned."""
         placement = self.placement(strategy)
         key = (placement.fingerprint(), seed)
@@ -73,13 +79,13 @@ class Plans:
         self._walks[key] = walk
         while len(self._walks) > 1 and sum(walk.num_bytes for walk in self._walks.values()) > _MOST_BYTES:
             self._walks.popitem(last=False)
-        return [replace(step, strategy=strategy) for step in steps]
+        return [tuple(replace(micro_batch, strategy=strategy) for micro_batch in step) for step in steps]
 
     def loads(self, like: Strategy, seed: int, num_steps: int) -> list[tuple[LoadMatrix, ...]]:
-        """What routers want in those steps, layer by layer: the same under every strategy, so any will do."""
+        """What routers want in those steps, by micro-batch and layer: the same under every strategy, so any will do."""
         if len(self._loads.get(seed, ())) < num_steps:
             steps = self.steps(like, seed, num_steps)
-            self._loads[seed] = [tuple(plan.load for plan in step.layers) for step in steps]
+            self._loads[seed] = [tuple(plan.load for plan in layers_of(step)) for step in steps]
         return self._loads[seed][:num_steps]
 
     def placement(self, strategy: Strategy) -> Strategy:

@@ -1,0 +1,184 @@
+"""The search in the cost model against all there is to find, and what it keeps to on the way."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tuner_cases import CLUSTERS, EP, SPACE, costs_of, drawn, exhausted, setting_of
+
+from moesys.config import CpSat, Eplb, FlowSplit, Fsep, Greedy, MegaKernel, Pipelined, Sequential, Static, Strategy
+from moesys.step import simulation
+from moesys.tuner.bounds import load_bound_ms, plan_bound_ms
+from moesys.tuner.costs import Fidelity, ladder
+from moesys.tuner.search import Search, SearchResult
+from moesys.tuner.space import (
+    EpChoices,
+    FsepChoices,
+    MegaKernelChoices,
+    PipelinedChoices,
+    SequentialChoices,
+    Space,
+)
+
+SWEEP = os.environ.get("MOESYS_SWEEP") == "1"
+# As SPACE, with less to exhaust.
+SMALL = SPACE.replace(
+    sharding=(EpChoices(slots_per_rank=(None, 3)), FsepChoices(slots_per_rank=(2, 3), delay_reshard=(False, True))),
+    balance=(Static(), Greedy()),
+    predictor=SPACE.predictor[:1],
+    split=(SPACE.split[0], FlowSplit()),
+    overlap=(SequentialChoices(), PipelinedChoices(chunks=(2, 8))),
+)
+
+
+def searched(workload, space: Space = SMALL, budget: int = 16, seed: int = 0, **changes) -> SearchResult:
+    return Search(space, [EP], costs_of(workload, **changes), budget=budget, seed=seed).run()
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS.values(), ids=list(CLUSTERS))
+@pytest.mark.parametrize("skew", (0.3, 1.0, 1.5) if SWEEP else (1.0,))
+def test_the_pick_is_within_5_percent_of_all_points(cluster, skew):
+    space, budget, seeds = (SPACE, 32, range(6)) if SWEEP else (SMALL, 8, range(2))
+    for tokens_per_rank in (512, 4096) if SWEEP else (512,):
+        workload = drawn(cluster, skew, tokens_per_rank)
+        step_ms = exhausted(workload, space)
+        for seed in seeds:
+            found = searched(workload, space, budget, seed)
+            pick = found.ranking[0]
+            assert pick.ms == step_ms[pick.strategy.fingerprint()]
+            assert pick.ms <= 1.05 * min(step_ms.values())
+            # A search that looked at all would show nothing.
+            assert found.num_points <= 0.8 * len(step_ms)
+
+
+def test_a_space_within_the_budget_is_exhausted():
+    workload = drawn(CLUSTERS["slow links"], steps=2)
+    step_ms = exhausted(workload, SMALL)
+    found = searched(workload, budget=10_000)
+    assert found.ranking[0].ms == min(step_ms.values())
+    assert found.num_points >= len(step_ms)
+
+
+def test_one_seed_gives_one_search():
+    workload = drawn(CLUSTERS["slow links"], steps=2)
+    first, second, other = (searched(workload, budget=10, seed=seed) for seed in (3, 3, 4))
+    assert first == second
+    assert first != other
+
+
+def test_no_single_field_would_be_faster():
+    workload = drawn(CLUSTERS["even"])
+    found, costs = searched(workload), costs_of(workload)
+    pick = found.ranking[0]
+    whole = ladder(workload)[-1]
+    for neighbour in SMALL.neighbours(pick.strategy, setting_of(workload)):
+        entry = costs.of(neighbour.strategy, whole, prune=False)
+        assert entry.ms >= pick.ms * (1 - 1e-9), neighbour
+        alternative = found.alternatives[neighbour.field]
+        assert alternative.ms <= entry.ms or alternative.at_least
+
+
+def test_what_the_baseline_costs_is_known_however_slow_it_is():
+    slow = Strategy(name="slow", sharding=Fsep(slots_per_rank=8), overlap=Pipelined(chunks=8))
+    workload = drawn(CLUSTERS["slow links"])
+    found = Search(SMALL, [slow], costs_of(workload, like=slow), budget=12, seed=0).run()
+    assert any(one.strategy == slow for one in found.ranking[1:])
+
+
+def test_points_that_cannot_be_planned_are_refused_with_the_reason():
+    space = SMALL.replace(balance=(Static(), CpSat(min_replicas=5)))
+    found = searched(drawn(CLUSTERS["even"], steps=2), space, budget=30)
+    assert found.refused
+    assert all(isinstance(strategy.balance, CpSat) and "min_replicas=5" in reason for strategy, reason in found.refused)
+    assert not any(isinstance(one.strategy.balance, CpSat) for one in found.ranking)
+
+
+def test_mega_kernels_that_cannot_be_simulated_wait_for_a_clock():
+    class WithoutMegaKernels:
+        def __init__(self, workload):
+            self.seeds, self.num_steps, self.walk = workload.seeds, workload.num_steps, workload.walk
+            self.model, self.cluster, self.workload = workload.model, workload.cluster, workload.workload
+            self.simulated = workload.step_ms
+
+        def step_ms(self, step):
+            if isinstance(step[0].strategy.overlap, MegaKernel):
+                raise ValueError("no model of that")
+            return self.simulated(step)
+
+    space = SMALL.replace(overlap=(SequentialChoices(), MegaKernelChoices(deduplicate=(False, True))))
+    found = searched(WithoutMegaKernels(drawn(CLUSTERS["even"], steps=2)), space, budget=20)
+    assert {reason for _, reason in found.refused} == {"no model of that"}
+    assert all(isinstance(strategy.overlap, MegaKernel) for strategy, _ in found.refused)
+    assert all(isinstance(one.strategy.overlap, Sequential) for one in found.ranking)
+
+
+def test_memory_rules_points_out_and_says_why():
+    workload = drawn(CLUSTERS["even"])
+    free = costs_of(workload)
+    tight = costs_of(workload, memory_gb=0.04)
+    wide = EP.replace(name="wide", sharding=Fsep(slots_per_rank=8, reshard_after_forward=False))
+    assert [costs.fits(wide) for costs in (free, tight)] == [True, False]
+    assert tight.fits(EP)
+    (entry,) = tight.journal.entries()
+    assert (entry.stage, entry.ms) == ("pruned", None)
+    assert "GB at least, and has 0.04" in entry.reason
+
+
+def test_a_point_is_pruned_only_by_a_bound_above_the_best():
+    workload = drawn(CLUSTERS["slow ranks"], skew=1.5)
+    costs, whole = costs_of(workload), ladder(workload)[-1]
+    balanced = EP.replace(name="b", sharding=Fsep(slots_per_rank=4), balance=Greedy(), split=FlowSplit())
+    best = costs.of(balanced, whole)
+    pruned = costs.of(EP, whole)
+    assert (best.stage, pruned.stage) == ("simulated", "pruned")
+    assert pruned.ms > best.ms
+    assert costs.of(EP, whole, prune=False).ms >= pruned.ms
+
+
+def test_looks_get_longer_until_all_is_seen():
+    workload = drawn(CLUSTERS["even"], steps=30)
+    assert [str(fidelity) for fidelity in ladder(workload)] == [
+        "2 steps of seed 0",
+        "8 steps of seed 0",
+        "30 steps of seed 0",
+    ]
+    assert str(Fidelity((0, 3), 4)) == "4 steps of seeds 0, 3"
+
+
+@given(data=st.data())
+def test_bounds_are_below_what_is_simulated(data):
+    cluster = data.draw(st.sampled_from(list(CLUSTERS.values())))
+    changes = {
+        "micro_batches": data.draw(st.integers(1, 2)),
+        "recompute": data.draw(st.sampled_from(("none", "layers", "computing"))),
+        "num_layers": data.draw(st.integers(1, 3)),
+    }
+    skew, tokens = data.draw(st.floats(0, 3)), data.draw(st.integers(1, 600))
+    workload = drawn(cluster, skew, tokens, steps=1, **changes)
+    sharding = data.draw(
+        st.sampled_from(
+            [
+                EP.sharding,
+                Fsep(slots_per_rank=2, reshard_after_forward=False),
+                Fsep(slots_per_rank=3, prefetch_layers=1, delay_reshard=True),
+                Fsep(slots_per_rank=4, restore="hierarchical"),
+            ]
+        )
+    )
+    balance = Static() if sharding == EP.sharding else data.draw(st.sampled_from([Static(), Eplb(), Greedy()]))
+    strategy = Strategy(
+        name="drawn",
+        sharding=sharding,
+        balance=balance,
+        split=data.draw(st.sampled_from(SPACE.split)),
+        overlap=data.draw(st.sampled_from([Sequential(), Pipelined(chunks=2), Pipelined(chunks=5)])),
+    )
+    (step,) = workload.walk(strategy, 0)
+    step_ms = workload.step_ms(step)
+    assert plan_bound_ms(step) <= step_ms * (1 + 1e-9)
+    loads = [plan.load for micro_batch in step for plan in micro_batch.layers]
+    assert load_bound_ms(strategy, loads, setting_of(workload)) <= step_ms * (1 + 1e-9)
+    assert step_ms >= 1000 * simulation(step).length_seconds * (1 - 1e-9)

@@ -1,0 +1,161 @@
+"""Spaces: what is a point, what is one point in several words, who is whose neighbour; and what a rank must hold."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from pydantic import ValidationError
+from tuner_cases import CLUSTERS, EP, MODEL, SPACE
+
+from moesys.config import (
+    ClusterSpec,
+    EvenSplit,
+    FlowSplit,
+    Fsep,
+    Greedy,
+    Last,
+    MegaKernel,
+    Pipelined,
+    Sequential,
+    Strategy,
+    WindowMean,
+)
+from moesys.tuner.default_space import default_space
+from moesys.tuner.memory import rank_memory
+from moesys.tuner.space import (
+    EpChoices,
+    FsepChoices,
+    MegaKernelChoices,
+    Setting,
+    Space,
+)
+
+CLUSTER = CLUSTERS["even"]
+SETTING = Setting(MODEL, CLUSTER, num_layers=2)
+
+
+def test_a_space_survives_toml_and_json():
+    assert Space.from_json(SPACE.to_json()) == SPACE
+    assert Space.from_toml(SPACE.to_toml()) == SPACE
+    with pytest.raises(ValidationError, match="at least 1 item"):
+        Space(balance=())
+    with pytest.raises(ValidationError, match="chunk"):
+        Space.from_toml('[[overlap]]\nkind = "pipelined"\nchunk = [2]')
+
+
+def test_points_fit_and_each_comes_once():
+    space = SPACE.replace(sharding=(EpChoices(), FsepChoices(slots_per_rank=(1, 2, 3))))
+    points = list(space.points(SETTING))
+    assert len({point.fingerprint() for point in points}) == len(points) < space.num_combinations
+    for point in points:
+        assert Strategy.from_json(point.to_json()) == point
+        assert sum(point.slots(MODEL, CLUSTER)) >= MODEL.num_experts
+    # One slot on each of 4 ranks is too few for 8 experts, and Ep without slots moves none.
+    assert {point.sharding.slots_per_rank for point in points} == {None, 2, 3}
+    assert all(point.balance.kind == "static" for point in points if point.sharding.kind == "ep")
+
+
+def test_drawn_points_are_points_of_the_space_in_an_order_by_chance():
+    points = {point.fingerprint() for point in SPACE.points(SETTING)}
+    drawn = [point.fingerprint() for point in SPACE.drawn(SETTING, random.Random(0))]
+    assert len(set(drawn)) == len(drawn)
+    assert set(drawn) <= points
+    assert len(drawn) > 0.9 * len(points)
+    again = [point.fingerprint() for point in SPACE.drawn(SETTING, random.Random(0))]
+    other = [point.fingerprint() for point in SPACE.drawn(SETTING, random.Random(1))]
+    assert drawn == again != other
+
+
+def test_what_changes_nothing_is_said_in_one_way():
+    wordy = Strategy(
+        name="wordy",
+        sharding=Fsep(slots_per_rank=2, prefetch_layers=7, restore="hierarchical"),
+        predictor=WindowMean(),
+        split=FlowSplit(),
+        replan_every=4,
+        lag=2,
+    )
+    plain = SETTING.plainest(wordy)
+    assert plain.predictor == Last()
+    assert (plain.replan_every, plain.lag, plain.split) == (1, 1, EvenSplit())
+    assert plain.sharding == Fsep(slots_per_rank=2, prefetch_layers=1, restore="hierarchical")
+    one_node = Setting(MODEL, ClusterSpec(ranks_per_node=4), num_layers=2)
+    assert one_node.plainest(wordy).sharding.restore == "flat"
+    kept = wordy.replace(sharding=Fsep(slots_per_rank=3), balance=Greedy())
+    assert SETTING.plainest(kept).fingerprint() == kept.fingerprint()
+
+
+def test_neighbours_differ_in_the_field_that_they_are_called_after():
+    start = Strategy(
+        name="start", sharding=Fsep(slots_per_rank=3), balance=Greedy(), split=FlowSplit(), overlap=Pipelined(chunks=2)
+    )
+    by_field = {}
+    for neighbour in SPACE.neighbours(start, SETTING):
+        by_field.setdefault(neighbour.field, []).append(neighbour)
+        assert neighbour.strategy.fingerprint() != start.fingerprint()
+    assert {neighbour.value for neighbour in by_field["sharding.slots_per_rank"]} == {2, 4}
+    assert {neighbour.value for neighbour in by_field["overlap.chunks"]} == {4, 8}
+    assert [neighbour.value for neighbour in by_field["overlap.kind"]] == [Sequential()]
+    assert [neighbour.strategy.overlap for neighbour in by_field["overlap.kind"]] == [Sequential()]
+    assert all(one.strategy.sharding.kind == "ep" for one in by_field["sharding.kind"])
+    for neighbour in by_field["sharding.prefetch_layers"]:
+        changed = start.sharding.replace(prefetch_layers=neighbour.value)
+        assert neighbour.strategy.fingerprint() == start.replace(sharding=changed).fingerprint()
+
+
+def test_fields_of_mega_kernels_that_exclude_each_other_are_no_points():
+    choices = MegaKernelChoices(fused=("both", "none"), combine_share=(0.0, 0.5))
+    overlaps = Space(overlap=(choices,)).overlaps()
+    assert MegaKernel(fused="none", combine_share=0.0) in overlaps
+    assert all(overlap.fused == "both" for overlap in overlaps if overlap.combine_share)
+    assert len(overlaps) == 3
+
+
+def test_every_field_of_a_union_can_be_searched_or_has_a_reason():
+    """A field that is added to a strategy must be given values, or be named here."""
+    not_speed = {"rows_cap", "timeout_s", "slot_gb_per_rank"}
+    for choices, member in (
+        (EpChoices, EP.sharding),
+        (FsepChoices, Fsep(slots_per_rank=1)),
+        (MegaKernelChoices, MegaKernel()),
+    ):
+        assert set(choices.model_fields) == set(type(member).model_fields) - not_speed
+    parts = set(Strategy.model_fields) - {"name", "reduction"}
+    assert set(Space.model_fields) == parts
+
+
+def test_the_default_space_keeps_to_memory_ranks_and_layers():
+    wide = default_space(SETTING, 512)
+    assert {choices.kind for choices in wide.sharding} == {"ep", "fsep"}
+    assert {choices.kind for choices in wide.overlap} == {"sequential", "pipelined", "mega_kernel"}
+    fsep = next(choices for choices in wide.sharding if choices.kind == "fsep")
+    assert (min(fsep.slots_per_rank), max(fsep.slots_per_rank)) == (2, 4)
+    assert set(fsep.restore) == {"flat", "hierarchical"}
+    fits = rank_memory(Strategy(name="f", sharding=Fsep(slots_per_rank=3)), SETTING, 512).gb
+    tight = default_space(SETTING, 512, memory_gb=fits)
+    assert max(tight.sharding[1].slots_per_rank) == 3
+    alone = default_space(Setting(MODEL, ClusterSpec(), 1), 512, mega_kernels=False)
+    assert {choices.kind for choices in alone.sharding} == {"ep"}
+    assert {choices.kind for choices in alone.overlap} == {"sequential", "pipelined"}
+
+
+def test_memory_of_a_rank_by_hand():
+    P = 3 * 256 * 512
+    fsep = Strategy(name="f", sharding=Fsep(slots_per_rank=3, prefetch_layers=1, delay_reshard=True))
+    memory = rank_memory(fsep, SETTING, tokens_per_rank=100)
+    assert memory.state_bytes == 16 * 8 * (P // 4) * 2
+    assert memory.slot_bytes == 2 * 3 * P * 2
+    assert memory.gradient_bytes == 2 * 3 * P * 4
+    assert memory.row_bytes == 2 * 100 * 2 * (256 + 2 * 512) * 2
+    assert memory.gb == pytest.approx(
+        (memory.state_bytes + memory.slot_bytes + memory.gradient_bytes + memory.row_bytes) / 1e9
+    )
+    one_layer = rank_memory(
+        Strategy(name="f", sharding=Fsep(slots_per_rank=3)), SETTING, tokens_per_rank=100, recompute=True
+    )
+    assert one_layer.slot_bytes == 3 * P * 2
+    assert one_layer.row_bytes * 2 == memory.row_bytes
+    fused = rank_memory(EP.replace(overlap=MegaKernel()), SETTING, tokens_per_rank=100)
+    assert fused.shared_bytes == 2 * (100 + 100 * 2) * 256 * 2
+    assert fused.gradient_bytes == 0

@@ -1,0 +1,159 @@
+"""Timed trials, with a clock that is made up: how many there are, who is in them, who wins, what fails."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from tuner_cases import CLUSTERS, EP, SPACE, Told, drawn, exhausted, setting_of
+
+from moesys.config import FlowSplit, Greedy, Static
+from moesys.tuner.journal import Journal
+from moesys.tuner.space import EpChoices, FsepChoices, PipelinedChoices, SequentialChoices
+from moesys.tuner.timing import MOST_TRIALS, Rounds, TrialFailedError
+from moesys.tuner.tune import tune_workload
+
+SMALL = SPACE.replace(
+    sharding=(EpChoices(slots_per_rank=(None, 3)), FsepChoices(slots_per_rank=(2, 3), delay_reshard=(False, True))),
+    balance=(Static(), Greedy()),
+    predictor=SPACE.predictor[:1],
+    split=(SPACE.split[0], FlowSplit()),
+    overlap=(SequentialChoices(), PipelinedChoices(chunks=(2, 8))),
+)
+POINTS = list(SMALL.points(setting_of(drawn(CLUSTERS["even"], steps=1))))
+
+
+class Clock:
+    """Milliseconds by fingerprint, off by up to the share ``noise`` each time; every call is kept."""
+
+    def __init__(self, ms, noise=0.0, fails=()):
+        self.ms, self.noise, self.fails = ms, random.Random(0), set(fails)
+        self.share, self.calls = noise, []
+
+    def __call__(self, strategy, seed):
+        self.calls.append((strategy.fingerprint(), seed))
+        if strategy.fingerprint() in self.fails:
+            raise TrialFailedError("it broke")
+        return self.ms[strategy.fingerprint()] * self.noise.uniform(1 - self.share, 1 + self.share)
+
+
+def rounds(clock, candidates=POINTS[1:20], journal=None, trials=MOST_TRIALS, neighbours=lambda strategy: []):
+    return Rounds(
+        clock,
+        journal or Journal(None, {}),
+        POINTS[0],
+        candidates,
+        neighbours,
+        trials=trials,
+        seed=0,
+        first_seed=5,
+        told=Told(),
+    )
+
+
+def falling(points):
+    """The later, the faster."""
+    return {point.fingerprint(): 100.0 - place for place, point in enumerate(points)}
+
+
+@pytest.mark.parametrize("trials", [2, 3, 7, 12, 30])
+def test_trials_are_never_more_than_asked_for(trials):
+    clock = Clock(falling(POINTS))
+    result = rounds(clock, trials=trials).run()
+    assert len(clock.calls) == result.num_trials <= trials
+    assert len(set(clock.calls)) == len(clock.calls)
+
+
+def test_every_round_has_the_baseline_and_a_seed_of_its_own():
+    clock = Clock(falling(POINTS))
+    rounds(clock).run()
+    seeds = [seed for _, seed in clock.calls]
+    assert seeds == sorted(seeds)
+    assert sorted(set(seeds)) == [seed for fingerprint, seed in clock.calls if fingerprint == POINTS[0].fingerprint()]
+    # Where the baseline stands in a round is by chance.
+    places = [
+        [fingerprint for fingerprint, of in clock.calls if of == seed].index(POINTS[0].fingerprint())
+        for seed in set(seeds)
+    ]
+    assert len(set(places)) > 1
+
+
+def test_the_fastest_wins_although_a_machine_drifts():
+    ms = falling(POINTS)
+
+    def drifting(strategy, seed):
+        return ms[strategy.fingerprint()] * 1.5**seed
+
+    result = rounds(drifting, POINTS[1:10]).run()
+    best = result.ranking[0]
+    assert best.strategy == POINTS[9]
+    assert best.ratio == pytest.approx((100 - 9) / 100)
+    assert result.baseline.ratio == 1
+
+
+def test_neighbours_of_the_best_come_in_later_rounds():
+    best, others = POINTS[30], POINTS[1:10]
+    clock = Clock(falling(POINTS))
+    result = rounds(clock, others, neighbours=lambda strategy: [best]).run()
+    assert result.ranking[0].strategy == best
+    assert len(result.ranking[0].ms_by_seed) > 1
+
+
+def test_failed_trials_are_named_and_not_run_again():
+    failing = POINTS[1]
+    clock = Clock(falling(POINTS), fails=[failing.fingerprint()])
+    result = rounds(clock).run()
+    assert result.failed == ((failing, "it broke"),)
+    assert [fingerprint for fingerprint, _ in clock.calls].count(failing.fingerprint()) == 1
+    with pytest.raises(ValueError, match=r"the baseline, strategy .* fails: it broke; put another one first"):
+        rounds(Clock(falling(POINTS), fails=[POINTS[0].fingerprint()])).run()
+
+
+def test_trials_of_the_journal_are_not_run_again(tmp_path):
+    first, second = Clock(falling(POINTS)), Clock(falling(POINTS))
+    whole = rounds(first, journal=Journal(tmp_path / "journal.jsonl", {})).run()
+    again = rounds(second, journal=Journal(tmp_path / "journal.jsonl", {})).run()
+    assert again == whole
+    assert second.calls == []
+
+
+def test_too_many_trials_are_refused():
+    with pytest.raises(ValueError, match="31 timed trials; use 2 to 30, or 0 for none"):
+        rounds(Clock({}), trials=31)
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS.values(), ids=list(CLUSTERS))
+def test_30_trials_find_the_clocks_best_though_the_model_is_wrong(cluster):
+    """The clock knows another machine than the model: each kind of sharding and overlap is off by its own factor, each
+    point by up to 5 %, and each trial by up to 1 %.
+    """
+    workload = drawn(cluster, steps=2)
+    simulated_ms = exhausted(workload, SMALL)
+    off = random.Random(1)
+    by_kind = {
+        kind: off.uniform(0.7, 1.4) for kind in [("ep", "sequential"), ("ep", "pipelined"), ("fsep", "sequential")]
+    }
+    ms = {
+        point.fingerprint(): simulated_ms[point.fingerprint()]
+        * by_kind.get((point.sharding.kind, point.overlap.kind), 1.0)
+        * off.uniform(0.95, 1.05)
+        for point in POINTS
+    }
+    clock = Clock(ms, noise=0.01)
+    tuned = tune_workload(
+        workload,
+        workload.model,
+        workload.cluster,
+        [EP],
+        journal=Journal(None, {}),
+        told=Told(),
+        space=SMALL,
+        budget=16,
+        timer=clock,
+        trials=MOST_TRIALS,
+    )
+    assert tuned.decided_by == "measured"
+    assert len(clock.calls) <= 30
+    assert ms[tuned.strategy.fingerprint()] <= 1.05 * min(ms.values())
+    assert math.isclose(tuned.speedup, ms[EP.fingerprint()] / ms[tuned.strategy.fingerprint()], rel_tol=0.02)
