@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import Field, ValidationError
+from pydantic import BeforeValidator, Field, PlainSerializer, ValidationError
 
 from moesys.config import (
     Balance,
@@ -39,13 +39,20 @@ _SHARING_PLANS = 4
 T = TypeVar("T")
 Listed = Annotated[tuple[T, ...], Field(min_length=1)]
 Slots = SlotCount | tuple[SlotCount, ...]
+_NONE = "none"
+# TOML's lists have no null.
+OrNone = Annotated[
+    T | None,
+    BeforeValidator(lambda value: None if value == _NONE else value),
+    PlainSerializer(lambda value: _NONE if value is None else value, when_used="json"),
+]
 
 
 class EpChoices(Declared):
-    """Values for the fields of ``Ep``."""
+    """Values for the fields of ``Ep``; ``none`` in a file is no slots to lend."""
 
     kind: Literal["ep"] = "ep"
-    slots_per_rank: Listed[Slots | None] = (None,)
+    slots_per_rank: Listed[OrNone[Slots]] = (None,)
 
 
 class FsepChoices(Declared):
@@ -86,11 +93,11 @@ class MegaKernelChoices(Declared):
     overlap_weight_gradients: Listed[bool] = (True,)
     fetch_rows: Listed[int] = (32,)
     sum_tokens: Listed[int] = (16,)
-    tile_rows: Listed[int | None] = (None,)
-    tile_columns: Listed[int | None] = (None,)
-    warps: Listed[int | None] = (None,)
-    stages: Listed[int | None] = (None,)
-    programs: Listed[int | None] = (None,)
+    tile_rows: Listed[OrNone[int]] = (None,)
+    tile_columns: Listed[OrNone[int]] = (None,)
+    warps: Listed[OrNone[int]] = (None,)
+    stages: Listed[OrNone[int]] = (None,)
+    programs: Listed[OrNone[int]] = (None,)
 
 
 ShardingChoices = Annotated[EpChoices | FsepChoices, Field(discriminator="kind")]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import islice
 
 import pytest
 from pydantic import ValidationError
@@ -38,6 +39,8 @@ SETTING = Setting(MODEL, CLUSTER, num_layers=2)
 def test_a_space_survives_toml_and_json():
     assert Space.from_json(SPACE.to_json()) == SPACE
     assert Space.from_toml(SPACE.to_toml()) == SPACE
+    mega = SPACE.replace(overlap=(MegaKernelChoices(tile_rows=(None, 128)),))
+    assert Space.from_toml(mega.to_toml()) == mega
     with pytest.raises(ValidationError, match="at least 1 item"):
         Space(balance=())
     with pytest.raises(ValidationError, match="chunk"):
@@ -57,14 +60,16 @@ def test_points_fit_and_each_comes_once():
 
 
 def test_drawn_points_are_points_of_the_space_in_an_order_by_chance():
-    points = {point.fingerprint() for point in SPACE.points(SETTING)}
-    drawn = [point.fingerprint() for point in SPACE.drawn(SETTING, random.Random(0))]
+    space = SPACE.replace(sharding=SPACE.sharding[:1], split=SPACE.split[:2])
+    points = {point.fingerprint() for point in space.points(SETTING)}
+    drawn = [point.fingerprint() for point in space.drawn(SETTING, random.Random(0))]
     assert len(set(drawn)) == len(drawn)
-    assert set(drawn) <= points
-    assert len(drawn) > 0.9 * len(points)
-    again = [point.fingerprint() for point in SPACE.drawn(SETTING, random.Random(0))]
-    other = [point.fingerprint() for point in SPACE.drawn(SETTING, random.Random(1))]
-    assert drawn == again != other
+    assert set(drawn) == points
+    again, other = (
+        [point.fingerprint() for point in islice(space.drawn(SETTING, random.Random(seed)), 20)] for seed in (0, 1)
+    )
+    assert again == drawn[:20]
+    assert other != again
 
 
 def test_what_changes_nothing_is_said_in_one_way():
@@ -114,7 +119,7 @@ def test_fields_of_mega_kernels_that_exclude_each_other_are_no_points():
 
 def test_every_field_of_a_union_can_be_searched_or_has_a_reason():
     """A field that is added to a strategy must be given values, or be named here."""
-    not_speed = {"rows_cap", "timeout_s", "slot_gb_per_rank"}
+    not_speed = {"rows_cap", "most_tokens", "timeout_s", "slot_gb_per_rank"}
     for choices, member in (
         (EpChoices, EP.sharding),
         (FsepChoices, Fsep(slots_per_rank=1)),
