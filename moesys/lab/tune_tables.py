@@ -17,12 +17,13 @@ MOST_SHOWN = 8
 def simulated_table(tuned: Tuned, name: str) -> tuple[Table, list[str]]:
     """The fastest points in the cost model and the baseline, on all of the workload."""
     table = _table(f"SIMULATED: {name}, tuning", "strategy", "step ms", "speed-up")
-    ranking = tuned.search.ranking
-    baseline_ms = next((one.ms for one in ranking if one.strategy == tuned.baseline), None)
-    for place, one in enumerate(ranking):
-        if place < MOST_SHOWN or one.strategy == tuned.baseline:
-            ratio = "" if baseline_ms is None else f"{baseline_ms / one.ms:.3f}"
-            _row(table, one.strategy.name, figure(one.ms), "baseline" if one.strategy == tuned.baseline else ratio)
+    baseline = tuned.search.baseline
+    shown = list(tuned.search.ranking[:MOST_SHOWN])
+    # It is shown where it is slow or too large as well.
+    shown += [baseline] if baseline is not None and baseline not in shown else []
+    for one in shown:
+        ratio = "" if baseline is None else f"{baseline.ms / one.ms:.3f}"
+        _row(table, one.strategy.name, figure(one.ms), "baseline" if one == baseline else ratio)
     notes = [
         f"{tuned.search.num_points} of {tuned.space.num_combinations} combinations were looked at in the cost model; "
         f"speed-up is over {tuned.baseline.name}."

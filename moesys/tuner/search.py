@@ -48,11 +48,13 @@ class Alternative:
 
 @dataclass(frozen=True)
 class SearchResult:
-    """``ranking``: best first. ``alternatives``: of the best, by field. ``refused``: points that the cost model does
-    not know, with its reason. ``num_points``: points that were simulated or pruned.
+    """``ranking``: best first, of what fits. ``baseline``: None where it cannot be simulated. ``alternatives``: of the
+    best, by field. ``refused``: points that the cost model does not know, with its reason. ``num_points``: points that
+    were simulated, pruned or refused.
     """
 
     ranking: tuple[Ranked, ...]
+    baseline: Ranked | None
     alternatives: dict[str, Alternative]
     refused: tuple[tuple[Strategy, str], ...]
     num_points: int
@@ -82,14 +84,17 @@ class Search:
             if rung + 1 < len(self.rungs):
                 best = {one.strategy.fingerprint() for one in ranked[:kept]} | started
                 alive = [one.strategy for one in ranked if one.strategy.fingerprint() in best]
-        if not ranked:
-            reason = next((reason for _, reason in self.refused.values()), "none fits")
+        baseline = next((one for one in ranked if one.strategy == self.starts[0]), None)
+        found = {one.strategy.fingerprint(): one for one in ranked if self.costs.fits(one.strategy)}
+        if not found:
+            reason = next((reason for _, reason in self.refused.values()), f"none fits into {self.costs.memory_gb} GB")
             raise ValueError(f"the cost model knows no point of the space: {reason}; widen space, or raise memory_gb")
-        found = {one.strategy.fingerprint(): one for one in ranked}
-        alternatives = self._step_on(ranked[0], found)
+        alternatives = self._step_on(next(iter(found.values())), found)
         # Stable, so that of equals the start comes first, then what was drawn, then neighbours.
         ranking = sorted(found.values(), key=lambda one: one.ms)
-        return SearchResult(tuple(ranking), alternatives, tuple(self.refused.values()), len(self.costs.looked_at))
+        return SearchResult(
+            tuple(ranking), baseline, alternatives, tuple(self.refused.values()), len(self.costs.looked_at)
+        )
 
     def by_glance(self, strategy: Strategy) -> list[Strategy]:
         """Neighbours, those first that are fastest at a glance; those that the cost model does not know are last."""
@@ -109,6 +114,7 @@ class Search:
         ranked.setdefault(pick.fingerprint(), Ranked(pick, entry.ms))
         return SearchResult(
             tuple(sorted(ranked.values(), key=lambda one: one.ms)),
+            found.baseline,
             self._alternatives(Ranked(pick, entry.ms)),
             tuple(self.refused.values()),
             len(self.costs.looked_at),

@@ -54,13 +54,12 @@ def tune_workload(
     costs = Costs(plans, journal, setting, memory_gb=memory_gb, recompute=recompute, like=starts[0], told=told)
     search = Search(space, starts, costs, budget=budget, seed=seed)
     found = search.run()
-    baseline_ms = next((one.ms for one in found.ranking if one.strategy == starts[0]), None)
     if timer is None or not trials:
-        if baseline_ms is None:
+        if found.baseline is None:
             raise ValueError(
                 f"the cost model does not know the baseline, strategy {starts[0].name!r}; put another one first"
             )
-        pick, speedup, timing = found.ranking[0].strategy, baseline_ms / found.ranking[0].ms, None
+        pick, speedup, timing = found.ranking[0].strategy, found.baseline.ms / found.ranking[0].ms, None
     else:
         rounds = Rounds(
             timer,

@@ -8,10 +8,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
 
+from pydantic import ValidationError
+
+from moesys.config import Strategy
 from moesys.experiment import Experiment, Training
 from moesys.lab.choices import strategy_of
 from moesys.lab.commands import Format, refused
-from moesys.lab.files import load_experiments
+from moesys.lab.files import in_words, load_experiments
 from moesys.lab.progress import progress_on
 from moesys.lab.runner import Interrupted, RunResult, run
 
@@ -82,12 +85,22 @@ def _experiments(
             "leave it out here, and give their run folders to moesys compare one at a time"
         )
     seeds = {} if num_seeds is None else {"seeds": tuple(range(num_seeds))}
-    further = tuple(strategy_of(path) for path in strategies)
+    further = [strategy_of(path) for path in strategies]
     workloads = [_interpreted(experiment) if interpret else experiment.workload for experiment in experiments]
     return [
-        experiment.replace(workload=workload, strategies=(*experiment.strategies, *further), **seeds)
+        _with(further, experiment.replace(workload=workload, **seeds))
         for experiment, workload in zip(experiments, workloads, strict=True)
     ]
+
+
+def _with(further: Sequence[Strategy], experiment: Experiment) -> Experiment:
+    """Those that the experiment has under another name are there already."""
+    there = {strategy.fingerprint() for strategy in experiment.strategies}
+    new = [strategy for strategy in further if strategy.fingerprint() not in there]
+    try:
+        return experiment.replace(strategies=(*experiment.strategies, *new)) if new else experiment
+    except ValidationError as error:
+        raise ValueError(in_words(error)) from None
 
 
 def _interpreted(experiment: Experiment) -> Training:

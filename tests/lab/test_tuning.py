@@ -1,0 +1,218 @@
+"""``moesys tune`` from end to end: simulated and timed, killed and resumed, and what it leaves for other commands."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from runner_cases import EP, FSEP, simulation, training
+
+from moesys.config import FlowSplit, Fsep, Greedy, MegaKernel, Static, Strategy
+from moesys.experiment import Experiment
+from moesys.lab.commands.run import run_file
+from moesys.lab.commands.tune import tune_file
+from moesys.lab.explain_tree import explain_command
+from moesys.lab.files import load_experiment
+from moesys.lab.trials import run_simulated
+from moesys.lab.tuning import tune
+from moesys.tuner.space import EpChoices, FsepChoices, MegaKernelChoices, PipelinedChoices, SequentialChoices, Space
+
+SPACE = Space(
+    sharding=(EpChoices(), FsepChoices(slots_per_rank=(4, 5), prefetch_layers=(0, 1))),
+    balance=(Static(), Greedy()),
+    split=(FlowSplit(),),
+    overlap=(SequentialChoices(), PipelinedChoices(chunks=(2,))),
+)
+
+
+def written(tmp_path: Path, experiment: Experiment, space: Space | None = None) -> tuple[Path, Path | None]:
+    file = tmp_path / "experiment.json"
+    file.write_text(experiment.to_json())
+    if space is None:
+        return file, None
+    (tmp_path / "space.toml").write_text(space.to_toml())
+    return file, tmp_path / "space.toml"
+
+
+def journal_of(folder: Path) -> list[dict]:
+    (path,) = folder.glob("*-tuned/journal.jsonl")
+    return [json.loads(line) for line in path.read_bytes().split(b"\n")[1:-1]]
+
+
+def test_what_is_found_can_be_run_and_explained(tmp_path, capsys):
+    file, space = written(tmp_path, simulation(strategies=(EP, FSEP)), SPACE)
+    assert tune_file(file, space, tmp_path, budget=6) == 0
+    told = capsys.readouterr().out
+    assert "SIMULATED: simulated, tuning" in told
+    assert "MEASURED" not in told
+    assert "Decided by simulated times" in told
+    (folder,) = tmp_path.glob("simulated-*-tuned")
+    text = (folder / "tuned.toml").read_text()
+    tuned = Strategy.from_toml(text)
+    # A reason stands beside every field that the space has other values for.
+    assert "would cost" in text
+    assert [line for line in text.splitlines() if line.startswith("kind") and "#" in line]
+    experiment = load_experiment(folder / "experiment.toml")
+    assert experiment.strategies[-1] == tuned
+    assert run_file(file, tmp_path / "runs", strategies=[folder / "tuned.toml"]) == 0
+    assert run_file(folder / "experiment.toml", tmp_path / "runs") == 0
+    assert explain_command(file, str(folder / "tuned.toml")) == 0
+    assert explain_command(folder / "experiment.toml") == 0
+    assert "tuned" in capsys.readouterr().out
+    # Under another name it is there already.
+    (tmp_path / "ep.toml").write_text(EP.replace(name="again").to_toml())
+    assert run_file(file, tmp_path / "runs", strategies=[tmp_path / "ep.toml"]) == 0
+    (tmp_path / "ep.toml").write_text(FSEP.replace(name="ep", lag=3).to_toml())
+    assert run_file(file, tmp_path / "runs", strategies=[tmp_path / "ep.toml"]) == 2
+    assert "strategies share the name 'ep'" in capsys.readouterr().err
+
+
+def test_a_start_that_does_not_fit_is_the_baseline_and_never_the_pick(tmp_path):
+    wide = EP.replace(name="wide", sharding=Fsep(slots_per_rank=8, reshard_after_forward=False))
+    plain = training().model.expert_parameters
+    workload = simulation().workload.replace(tokens_per_rank=1, num_layers=8)
+    experiment = simulation(strategies=(wide, EP), workload=workload)
+    # Room for a rank's 4 experts and their optimizer in 8 layers, and not for 8 more in each.
+    result = tune(experiment, SPACE, out=tmp_path, budget=6, memory_gb=8 * 4 * plain * 20 / 1e9)
+    assert result.tuned.search.baseline.strategy.name == "wide"
+    assert all(one.strategy.name != "wide" for one in result.tuned.search.ranking)
+
+
+def test_the_result_is_what_run_simulates(tmp_path):
+    experiment = simulation()
+    result = tune(experiment, SPACE, out=tmp_path, budget=6)
+    tuned, ranking = result.tuned, result.tuned.search.ranking
+    assert tuned.decided_by == "simulated"
+    assert tuned.strategy.fingerprint() == ranking[0].strategy.fingerprint()
+    values = [
+        value
+        for seed in (0, 1)
+        for value in run_simulated(tuned.strategy, experiment.model, experiment.cluster, experiment.workload, seed)
+        .samples["step_ms"]
+        .values
+    ]
+    assert ranking[0].ms == pytest.approx(sum(values) / len(values))
+
+
+def test_another_folder_or_seed_gives_the_same_costs(tmp_path):
+    first = tune(simulation(), SPACE, out=tmp_path / "a", budget=6)
+    again = tune(simulation(), SPACE, out=tmp_path / "a", budget=6)
+    elsewhere = tune(simulation(), SPACE, out=tmp_path / "b", budget=6)
+    assert first.tuned == again.tuned == elsewhere.tuned
+    assert len(journal_of(tmp_path / "a")) == len(journal_of(tmp_path / "b"))
+
+
+def test_a_killed_tuning_goes_on_where_it_was(tmp_path):
+    experiment = simulation(workload=simulation().workload.replace(steps=6))
+    file, space = written(tmp_path, experiment, SPACE)
+    whole = tune(experiment, SPACE, out=tmp_path / "whole", budget=16)
+    lines = journal_of(tmp_path / "whole")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-m", "moesys", "tune", str(file), "--space", str(space), "--budget", "16"]
+    command += ["--out", str(tmp_path / "killed")]
+    runner = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    deadline_s = time.monotonic() + 120
+    kept: list[dict] = []
+    while time.monotonic() < deadline_s and runner.poll() is None and len(kept) < len(lines) // 3:
+        time.sleep(0.005)
+        kept = journal_of(tmp_path / "killed") if list(tmp_path.glob("killed/*/journal.jsonl")) else []
+    runner.kill()
+    assert runner.wait() == -signal.SIGKILL
+    runner.stderr.close()
+    kept = journal_of(tmp_path / "killed")
+    assert 0 < len(kept) < len(lines)
+    resumed = tune(experiment, SPACE, out=tmp_path / "killed", budget=16)
+    # No cost was found out twice, and the end is the same.
+    assert journal_of(tmp_path / "killed") == lines
+    assert lines[: len(kept)] == kept
+    assert resumed.tuned == whole.tuned
+
+
+def test_a_training_is_timed_and_clocks_decide(tmp_path, capsys):
+    experiment = training(workload=training().workload.replace(steps=3))
+    file, space = written(tmp_path, experiment, SPACE)
+    assert tune_file(file, space, tmp_path, budget=4, timed=6) == 0
+    told = capsys.readouterr().out
+    assert "MEASURED: trained, tuning" in told
+    assert "SIMULATED: trained, tuning" in told
+    assert "Decided by measured times" in told
+    entries = journal_of(tmp_path)
+    timed = [entry for entry in entries if entry["stage"] == "measured"]
+    assert 2 <= len(timed) <= 6
+    assert timed[0]["name"] == "ep"
+    # The second time there is nothing left to find out.
+    assert tune_file(file, space, tmp_path, budget=4, timed=6) == 0
+    assert journal_of(tmp_path) == entries
+    (folder,) = tmp_path.glob("trained-*-tuned")
+    (folder / "routing.npz").unlink()
+    assert tune_file(file, space, tmp_path, budget=4, timed=6) == 2
+    assert "routing.npz is gone, on which its journal stands" in capsys.readouterr().err
+
+
+def test_mega_kernels_are_in_the_table_of_what_cannot_be_simulated_or_in_the_ranking(tmp_path):
+    space = SPACE.replace(overlap=(SequentialChoices(), MegaKernelChoices()))
+    result = tune(simulation(), space, out=tmp_path, budget=20)
+    ranked = [one.strategy for one in result.tuned.search.ranking]
+    refused = [strategy for strategy, _ in result.tuned.search.refused]
+    assert any(isinstance(strategy.overlap, MegaKernel) for strategy in ranked + refused)
+
+
+@pytest.mark.parametrize(
+    ("experiment", "options", "reason"),
+    [
+        (simulation(), {"timed": 3}, "workload=Generated is run by the cost model and by no clock; use timed=0"),
+        (training(), {"timed": 31}, "timed=31; use 2 to 30 trials, or 0 for none"),
+        (
+            training(workload=training().workload.replace(interpret=True)),
+            {"timed": 2},
+            "whose times mean nothing; use timed=0, or interpret=False",
+        ),
+        (
+            simulation(),
+            {"memory_gb": 0.0},
+            r"knows no point of the space: none fits into 0.0 GB; widen space, or raise memory_gb",
+        ),
+    ],
+)
+def test_what_cannot_be_tuned_is_refused(tmp_path, experiment, options, reason):
+    with pytest.raises(ValueError, match=reason):
+        tune(experiment, SPACE, out=tmp_path, budget=3, **options)
+
+
+def test_a_folder_of_another_workload_is_another_folder_and_fresh_keeps_the_old(tmp_path):
+    tune(simulation(), SPACE, out=tmp_path, budget=3)
+    tune(simulation(workload=simulation().workload.replace(skew=0.2)), SPACE, out=tmp_path, budget=3)
+    folders = sorted(tmp_path.glob("simulated-*-tuned"))
+    assert len(folders) == 2
+    before = (folders[0] / "journal.jsonl").read_bytes()
+    experiment = load_experiment(folders[0] / "experiment.toml")
+    tune(simulation(workload=experiment.workload), SPACE, out=tmp_path, budget=3, fresh=True)
+    assert (folders[0] / "before" / "journal.jsonl").read_bytes() == before
+
+
+def test_a_strategy_that_is_called_tuned_keeps_its_name(tmp_path):
+    named = FSEP.replace(name="tuned", sharding=Fsep(slots_per_rank=8))
+    result = tune(simulation(strategies=(EP, named)), SPACE, out=tmp_path, budget=4)
+    assert [strategy.name for strategy in result.experiment.strategies] == ["ep", "tuned", "tuned-2"]
+    assert Strategy.from_toml((result.path / "tuned.toml").read_text()) == result.tuned.strategy
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reason"),
+    [
+        ("space.txt", "", "is no .json or .toml file"),
+        ("space.toml", "balnce = []", "declares no space: balnce: Extra inputs are not permitted"),
+        ("space.json", "{", "declares no space"),
+    ],
+)
+def test_a_space_that_is_none_is_told(tmp_path, capsys, name, text, reason):
+    (tmp_path / name).write_text(text)
+    file, _ = written(tmp_path, simulation())
+    assert tune_file(file, tmp_path / name, tmp_path) == 2
+    assert reason in capsys.readouterr().err
