@@ -15,6 +15,9 @@ from moesys.config import ClusterSpec, Declared, ModelShape, Oracle, Strategy
 
 Source = Literal["measured", "simulated"]
 
+# 100 Gbit/s: more than the memory of one machine moves between processes.
+MAX_SHAPED_GB_PER_S = 12.5
+
 
 class Training(Declared):
     """Real training on real ranks: a byte-level language model on the source code of Python's standard library.
@@ -35,6 +38,10 @@ class Training(Declared):
     recompute: bool = Field(False, description="activation checkpointing of every block")
     interpret: bool = Field(
         False, description="experts by the GPU's kernels, on the CPU in Triton's interpreter; its times mean nothing"
+    )
+    shaped_links: bool = Field(
+        False,
+        description="nodes are network namespaces of this machine, as far apart as the cluster declares",
     )
 
 
@@ -148,12 +155,27 @@ class Experiment(Declared):
                     "workload=Training() knows none before they do; use workload=Replay(...) or Generated(...), or "
                     "predictor=Adaptive()"
                 )
+        if isinstance(self.workload, Training) and self.workload.shaped_links:
+            self._check_links()
         if isinstance(self.workload, Training) and self.model.hidden_size % self.workload.num_heads:
             raise ValueError(
                 f"num_heads={self.workload.num_heads} does not divide hidden_size={self.model.hidden_size}; "
                 "choose a divisor"
             )
         return self
+
+    def _check_links(self) -> None:
+        nodes, gb_per_s = self.cluster.num_nodes, self.cluster.inter_node_gb_per_s
+        if nodes < 2:
+            raise ValueError(
+                f"shaped_links=True shapes the links between nodes, and num_nodes={nodes}; "
+                "use ClusterSpec(num_nodes=2, ...) or shaped_links=False"
+            )
+        if gb_per_s > MAX_SHAPED_GB_PER_S:
+            raise ValueError(
+                f"shaped_links=True makes links of inter_node_gb_per_s={gb_per_s}, which no machine fills; "
+                f"declare at most {MAX_SHAPED_GB_PER_S}, such as 0.0625 for 500 Mbit/s"
+            )
 
     @property
     def source(self) -> Source:

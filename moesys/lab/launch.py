@@ -8,11 +8,14 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from moesys.config import ClusterSpec, ModelShape, Strategy
 from moesys.experiment import Experiment, Training, Trial
+from moesys.lab.namespaces import lacks
+from moesys.lab.shaped_links import ShapedLinks, shaped_links
 from moesys.lab.trials import Measurement, run_measured, run_simulated
 
 if TYPE_CHECKING:
@@ -67,7 +70,18 @@ def place_for(experiment: Experiment, threads: int) -> Place:
         return CostModel()
     workload = experiment.workload
     interpret = isinstance(workload, Training) and workload.interpret
+    if isinstance(workload, Training) and workload.shaped_links:
+        if joins:
+            raise ValueError("shaped_links=True puts ranks into hosts of its own making; leave torchrun out")
+        if reason := lacks():
+            raise ValueError(f"shaped_links=True cannot be had: {reason}; or use shaped_links=False")
+        return SpawnedRanks(experiment.cluster.num_ranks, threads, interpret, experiment.cluster)
     return (JoinedRanks if joins else SpawnedRanks)(experiment.cluster.num_ranks, threads, interpret)
+
+
+def shaped_cluster(cluster: ClusterSpec) -> AbstractContextManager[ShapedLinks]:
+    """A host for each node of ``cluster``, behind links as fast and as far as it declares."""
+    return shaped_links(cluster.num_nodes, cluster.inter_node_gb_per_s * 8e3, cluster.inter_node_us)
 
 
 class _OneProcess:
@@ -101,12 +115,13 @@ class CostModel(_OneProcess):
 class SpawnedRanks(_OneProcess):
     """Processes of this machine, started with the first trial and kept for all; after a failure they start anew.
 
-    ``interpret``: kernels run in Triton's interpreter.
+    ``interpret``: kernels run in Triton's interpreter. ``hosts``: a cluster whose nodes are hosts with shaped links.
     """
 
-    def __init__(self, num_ranks: int, threads: int, interpret: bool = False) -> None:
-        self._num_ranks, self._threads, self._interpret = num_ranks, threads, interpret
+    def __init__(self, num_ranks: int, threads: int, interpret: bool = False, hosts: ClusterSpec | None = None) -> None:
+        self._num_ranks, self._threads, self._interpret, self._hosts = num_ranks, threads, interpret, hosts
         self._ranks: LocalRanks | None = None
+        self._opened = ExitStack()
 
     def run(self, trial: Trial, experiment: Experiment, tick: Callable[[], None]) -> Measurement | None:
         # Not at the top: whoever has nothing left to run need not wait for torch.
@@ -116,6 +131,9 @@ class SpawnedRanks(_OneProcess):
         # here, and not on all ranks at once
         warm_up(trial.strategy.balance, trial.strategy.split)
         if self._ranks is None:
+            network = None
+            if self._hosts is not None:
+                network = self._opened.enter_context(shaped_cluster(self._hosts)).plan.network(self._hosts.node_sizes)
             self._ranks = LocalRanks(
                 self._num_ranks,
                 threads=self._threads,
@@ -123,15 +141,16 @@ class SpawnedRanks(_OneProcess):
                 collective_timeout_s=_COLLECTIVE_TIMEOUT_S,
                 environment=_INTERPRETING if self._interpret else {},
                 preload=("moesys.lab.trials", "moesys.train.loop"),
+                network=network,
             )
+            self._opened.callback(self._ranks.close)
         try:
             return self._ranks.run(run_measured, *_arguments(trial, experiment), tick)[0]
         except RankError as error:
             raise _of_ranks(error) from None
 
     def close(self) -> None:
-        if self._ranks is not None:
-            self._ranks.close()
+        self._opened.close()
 
 
 class JoinedRanks:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from moesys.balance import warm_up
 from moesys.config import Ep, EvenSplit, FlowSplit, ModelShape, Pipelined, Strategy
 from moesys.lab.bench.shaped_calibration import Calibration, calibrate
 from moesys.lab.bench.shaped_case import Case, Measured, measure
@@ -146,12 +147,20 @@ def split_case(hosts: int, mbit_per_s: float, latency_us: float) -> Case:
 def bench_shaped(plans: Sequence[Plan], repeats: int = 7, seed: int = 0) -> list[CaseResult]:
     """Measure and simulate. Raises RuntimeError where this machine can make no such hosts."""
     results = []
+    for strategy in {strategy for one in plans for strategy in one.case.strategies}:
+        # Here, and not on all ranks at once.
+        warm_up(strategy.balance, strategy.split)
     with steps_told("shaped links", len(plans)) as begin:
         for number, latency_us in dict.fromkeys((one.case.num_hosts, one.case.latency_us) for one in plans):
             together = [one for one in plans if (one.case.num_hosts, one.case.latency_us) == (number, latency_us)]
             with (
                 shaped_links(number, MBIT_PER_S[0], latency_us) as links,
-                LocalRanks(number, network=links.plan.network(1), collective_timeout_s=300.0) as ranks,
+                LocalRanks(
+                    number,
+                    network=links.plan.network(1),
+                    collective_timeout_s=300.0,
+                    preload=("moesys.lab.bench.shaped_case",),
+                ) as ranks,
             ):
                 for one in together:
                     begin(

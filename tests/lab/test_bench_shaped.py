@@ -1,0 +1,148 @@
+"""bench shaped: its cases, what calibration makes of timings, its report, and, for root, a tiny run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import moesys as ms
+from moesys.config import ClusterSpec, ModelShape, Strategy
+from moesys.lab import launch, namespaces
+from moesys.lab.bench import shaped, shaped_report
+from moesys.lab.bench.shaped import CaseResult, Plan, Setting, bench_shaped, half_mbit_per_s, overlap_case, split_case
+from moesys.lab.bench.shaped_calibration import Calibration, fit_line
+from moesys.lab.bench.shaped_case import Case, chosen_experts
+from moesys.overlap.simulator import RestOfStep
+from moesys.presets import LAER_E8K2
+
+LACKS = namespaces.lacks()
+
+
+@given(st.floats(0, 10), st.floats(1e-6, 10), st.lists(st.integers(1, 10**6), min_size=2, max_size=6, unique=True))
+def test_a_line_is_found_again(intercept: float, slope: float, x: list[int]) -> None:
+    found = fit_line(x, [intercept + slope * value for value in x])
+    assert found == pytest.approx((intercept, slope), rel=1e-3, abs=1e-6 * max(1, slope) * max(x))
+
+
+def test_a_line_never_promises_less_than_nothing() -> None:
+    assert fit_line([1, 2], [1.0, 3.0])[0] == 0
+    intercept, slope = fit_line([1, 2], [3.0, 1.0])
+    assert intercept > 0
+    assert slope == 0
+
+
+def test_the_cases_of_the_full_run() -> None:
+    plans = shaped.plan()
+    assert {plan.case.num_hosts for plan in plans} == {2, 4}
+    assert sum(plan.half for plan in plans) == 4
+    assert sum(len(plan.case.strategies) for plan in plans) >= 12
+    asked = shaped.plan((2,), (100.0, 500.0), 250.0)
+    assert [(p.case.mbit_per_s, p.case.latency_us, p.half) for p in asked] == [(100, 250, False), (500, 250, False)]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (((3,),), "hosts=3 is not measured here; use 2 or 4"),
+        (((2,), (5.0,)), "mbit=5 must be between 10 and 10000"),
+        (((2,), (), -1.0), "latency_us=-1 must be between"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(arguments: tuple[tuple[int, ...]], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        shaped.plan(*arguments)
+
+
+@pytest.mark.parametrize("case", [overlap_case(2, 100, 0), overlap_case(4, 100, 0), split_case(4, 100, 0)])
+def test_tokens_choose_as_declared(case: Case) -> None:
+    num_tokens, E = case.num_tokens[0], case.shape.num_experts
+    chosen_TK = torch.stack(chosen_experts(case, num_tokens, torch.Generator().manual_seed(3)), dim=1)
+    assert chosen_TK.shape == (num_tokens, case.shape.top_k)
+    assert (chosen_TK.sort(dim=1).values.diff(dim=1) > 0).all()
+    shares = chosen_TK.flatten().bincount(minlength=E) / chosen_TK.numel()
+    assert shares.tolist() == pytest.approx(case.popularity or [1 / E] * E, abs=E / num_tokens)
+
+
+def calibration(case: Case, compute_ms: float, goodput: float) -> Calibration:
+    cluster = case.cluster.replace(inter_node_gb_per_s=case.cluster.inter_node_gb_per_s * goodput)
+    return Calibration(cluster, RestOfStep(), {"tokens": compute_ms}, {})
+
+
+def test_the_bandwidth_of_half_moves_its_bytes_while_all_is_computed() -> None:
+    case = overlap_case(2, 400, 0)
+    mbit = half_mbit_per_s(case, calibration(case, 200.0, 0.5))
+    rows = case.num_tokens[0] * case.shape.top_k / 2
+    assert 4 * rows * case.shape.hidden_size * 4 * 8 / (mbit * 0.5 * 1e6) == pytest.approx(0.2, rel=0.05)
+    assert half_mbit_per_s(case, calibration(case, 1e6, 0.5)) == 100
+    assert half_mbit_per_s(case, calibration(case, 1e-3, 0.5)) == 2000
+
+
+def test_the_report_says_what_was_found() -> None:
+    case = overlap_case(2, 400, 1000)
+    times = ([100.0, 120.0, 110.0], [80.0, 90.0, 70.0])
+    settings = [
+        Setting(strategy, samples, 55.0, simulated, 1.0, 0.5)
+        for strategy, samples, simulated in zip(case.strategies, times, (99.0, 100.0), strict=False)
+    ]
+    result = CaseResult(case, True, "relay", calibration(case, 60.0, 0.5), settings, ["pipelined 4"])
+    assert [row[-1] for row in shaped_report.rows(result)] == ["-10%", "+25%", ""]
+    page = shaped_report.markdown([result])
+    assert "| 2 x 400 Mbit/s, 1000 us (half) | pipelined 2 | 80 [70, 90] | 1.33 [1.28, 1.48] |" in page
+    assert "Simulated within 15% of measured: 1 of 2 settings; median of errors 17.5%, worst 25.0%." in page
+    assert "latency by a delaying relay" in page
+    assert "differs by a bit" in page
+    assert "50% of the step of 'sequential' is blocked; 'pipelined 2' is 1.33 [1.28, 1.48] times as fast." in page
+    data = json.loads(shaped_report.to_json([result]))
+    assert data["cases"][0]["settings"][0]["samples_ms"] == times[0]
+
+
+@pytest.mark.skipif(bool(LACKS), reason=LACKS)
+def test_a_tiny_run() -> None:
+    shape = ModelShape(hidden_size=16, intermediate_size=16, num_experts=4, top_k=1)
+    case = replace(split_case(2, 500, 0), shape=shape, num_tokens=(48, 80))
+    (result,) = bench_shaped([Plan(case)], repeats=1)
+    assert result.differing == []
+    assert [setting.strategy for setting in result.settings] == list(case.strategies)
+    even, capped, _ = result.settings
+    # Each rank's own split is exact; of both together tokens are rounded.
+    assert capped.inter_node_share <= 0.45 + 2 / 128
+    assert capped.max_over_mean < even.max_over_mean
+    for setting in result.settings:
+        assert setting.simulated_ms > 0
+        assert len(setting.samples_ms) == 1
+    cluster = result.calibration.cluster
+    assert cluster.inter_node_us >= 0
+    assert 0 <= cluster.copy_share < 1
+
+
+# --- experiments on shaped links ----------------------------------------------------------------------------
+
+
+def experiment(**changes: object) -> ms.Experiment:
+    cluster = ClusterSpec(num_nodes=2, ranks_per_node=1, inter_node_gb_per_s=0.05)
+    fields = {"name": "x", "model": LAER_E8K2, "cluster": cluster, "strategies": (Strategy(name="a"),)}
+    return ms.Experiment(**(fields | {"workload": ms.Training(shaped_links=True)} | changes))  # type: ignore[arg-type]
+
+
+def test_an_experiment_says_what_shaped_links_need() -> None:
+    with pytest.raises(ValueError, match="num_nodes=1; use ClusterSpec"):
+        experiment(cluster=ClusterSpec(ranks_per_node=2))
+    with pytest.raises(
+        ValueError, match=r"inter_node_gb_per_s=88\.9539, which no machine fills; declare at most 12\.5"
+    ):
+        experiment(cluster=ClusterSpec(num_nodes=2, ranks_per_node=1))
+
+
+def test_a_place_with_shaped_links_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "lacks", lambda: "no such kernel")
+    with pytest.raises(ValueError, match="shaped_links=True cannot be had: no such kernel; or use shaped_links=False"):
+        launch.place_for(experiment(), threads=1)
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ValueError, match="leave torchrun out"):
+        launch.place_for(experiment(), threads=1)
