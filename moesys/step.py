@@ -11,11 +11,11 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, assert_never
 
 from moesys.balance import Certificate, certify, plan_layout, split_tokens
 from moesys.balance.quotas import levels_of, nodes_of
-from moesys.config import ClusterSpec, EvenSplit, FlowSplit, MegaKernel, ModelShape, Split, Strategy
+from moesys.config import ClusterSpec, EvenSplit, FlowSplit, MegaKernel, ModelShape, Proportional, Split, Strategy
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.load import LoadMatrix
 from moesys.overlap.simulator import RestOfStep, Simulation, run_step
@@ -133,13 +133,7 @@ def split_tables(
 
 def split_on_device(config: Split) -> bool:
     """Whether ``device_split`` knows it."""
-    match config:
-        case EvenSplit():
-            return True
-        case FlowSplit():
-            return config.traffic == "fast" and config.max_inter_node is None
-        case _:
-            return False
+    return not isinstance(config, FlowSplit) or (config.traffic == "fast" and config.max_inter_node is None)
 
 
 def plans_on_device(strategy: Strategy) -> bool:
@@ -150,18 +144,24 @@ def plans_on_device(strategy: Strategy) -> bool:
     return isinstance(overlap, MegaKernel) and overlap.most_tokens is not None and split_on_device(strategy.split)
 
 
-def device_split(
-    layout: ExpertLayout, cluster: ClusterSpec, config: EvenSplit | FlowSplit, device: torch.device | str
-) -> DeviceSplit:
+def device_split(layout: ExpertLayout, cluster: ClusterSpec, config: Split, device: torch.device | str) -> DeviceSplit:
     """What makes the plans of ``split_tokens`` on ``device``, once a layout. Raises ValueError as ``split_tables``."""
     # Here, as plans and simulations do without Triton.
     from moesys.kernels.even_split import even_tables
+    from moesys.kernels.proportional_split import proportional_tables
     from moesys.overlap.device_split import DeviceSplit
 
-    if isinstance(config, FlowSplit):
-        return DeviceSplit(split_tables(layout, cluster, config, device), None)
-    tables = split_tables(layout, cluster, FlowSplit(), device)
-    return DeviceSplit(tables, even_tables(layout.expert_RS, nodes_of(cluster), device))
+    # Of the layout alone, whatever splits over it.
+    tables = split_tables(layout, cluster, config if isinstance(config, FlowSplit) else FlowSplit(), device)
+    match config:
+        case EvenSplit():
+            return DeviceSplit(tables, even_tables(layout.expert_RS, nodes_of(cluster), device))
+        case Proportional():
+            return DeviceSplit(tables, proportional_tables(tables, layout.replicas_RE))
+        case FlowSplit():
+            return DeviceSplit(tables, None)
+        case _:
+            assert_never(config)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moesys.kernels.quotas import fill_quotas, lanes_of, sum_before, sum_of
 from moesys.kernels.split_tables import SplitTables
 
 # A bound that costs nothing: ordinary loads of 64 ranks take 10 to 30, the wildest that were tried no more than 64.
@@ -32,10 +33,6 @@ STEPS = tl.constexpr(4)
 CROSSING = tl.constexpr(1 << 20)
 UNREACHED = tl.constexpr(1 << 50)
 UNBOUNDED = tl.constexpr(1 << 62)
-# The fewest lanes of a program, those that a warp gets, and the most warps.
-FEWEST_LANES = 32
-LANES_OF_WARP = 64
-MOST_WARPS = 32
 
 
 class TensorPlan(NamedTuple):
@@ -83,8 +80,7 @@ def split(tokens_RE: Tensor, tables: SplitTables, turn: int | Tensor = 0, phases
     turn_1 = turn if isinstance(turn, Tensor) else tokens_RE.new_full((1,), turn)
     home_P, supply_P, quota_P = (tokens_RE.new_empty(num_replicas) for _ in range(3))
     limit, converged = tokens_RE.new_empty(()), tokens_RE.new_empty((), dtype=torch.bool)
-    tokens_RP = tokens_RE.new_empty(num_ranks, num_replicas)
-    of_ranks, of_replicas = _lanes(num_ranks), _lanes(num_replicas)
+    of_ranks, of_replicas = lanes_of(num_ranks), lanes_of(num_replicas)
     _share_out[(num_experts,)](
         tokens_RE,
         turn_1,
@@ -114,48 +110,13 @@ def split(tokens_RE: Tensor, tables: SplitTables, turn: int | Tensor = 0, phases
         phases,
         **of_replicas,
     )
-    _fill_quotas[(num_replicas,)](
-        tokens_RE,
-        quota_P,
-        tables.expert_P,
-        tables.rank_P,
-        tables.replica_ER,
-        tables.part_first_LR,
-        tables.part_last_LR,
-        tokens_RP,
-        num_ranks,
-        num_experts,
-        num_replicas,
-        len(tables.part_first_LR),
-        **of_ranks,
-    )
-    return TensorPlan(tokens_RP, limit, converged)
-
-
-def _lanes(number: int) -> dict[str, int]:
-    """A program of at least so many lanes, two of them a thread."""
-    lanes = max(FEWEST_LANES, triton.next_power_of_2(number))
-    return {"LANES": lanes, "num_warps": min(MOST_WARPS, max(1, lanes // LANES_OF_WARP))}
-
-
-@triton.jit
-def _sum(values, first, last):  # type: ignore[no-untyped-def]
-    """Of the values from lane ``first`` to lane ``last``, the sum."""
-    up_to = tl.cumsum(values, 0)
-    return tl.gather(up_to, last, 0) - tl.gather(up_to - values, first, 0)
-
-
-@triton.jit
-def _sum_before(values, first):  # type: ignore[no-untyped-def]
-    """Of the values from lane ``first`` up to the own, which does not count, the sum."""
-    before = tl.cumsum(values, 0) - values
-    return before - tl.gather(before, first, 0)
+    return TensorPlan(fill_quotas(tokens_RE, quota_P, tables), limit, converged)
 
 
 @triton.jit
 def _serve(amount, wish, first):  # type: ignore[no-untyped-def]
     """What each lane gets: lanes from ``first`` on in turn what they wish, while some of the amount is left."""
-    return tl.minimum(tl.maximum(amount - _sum_before(wish, first), 0), wish)
+    return tl.minimum(tl.maximum(amount - sum_before(wish, first), 0), wish)
 
 
 @triton.jit
@@ -206,9 +167,9 @@ def _share_out(  # type: ignore[no-untyped-def]
     held = replica >= 0
     holds = held.to(tl.int64)
     own = tl.where(held, tokens, 0)
-    supply = _sum(tokens, first, last)
-    holders = _sum(holds, first, last)
-    near = _share(supply - _sum(own, first, last), _sum_before(holds, first), tl.maximum(holders, 1), turn)
+    supply = sum_of(tokens, first, last)
+    holders = sum_of(holds, first, last)
+    near = _share(supply - sum_of(own, first, last), sum_before(holds, first), tl.maximum(holders, 1), turn)
     away = tl.sum(tl.where(holders == 0, tokens, 0), 0)
     far = _share(away, tl.cumsum(holds, 0) - holds, tl.sum(holds, 0), turn)
     tl.store(home_P + replica, own + near + far, mask=held)
@@ -259,13 +220,13 @@ def _push(  # type: ignore[no-untyped-def]
 
     supply = tl.load(supply_P + lane, mask=real, other=0)
     tokens = tl.load(home_P + lane, mask=real, other=0)
-    load = _sum(tl.gather(tokens, by_rank, 0), rank_first, rank_last)
-    here = _sum(tokens, group_first, group_last)
+    load = sum_of(tl.gather(tokens, by_rank, 0), rank_first, rank_last)
+    here = sum_of(tokens, group_first, group_last)
     # The mean of all ranks that hold anything, and that of each expert's.
     holding = tl.sum(one_a_rank.to(tl.int64), 0)
     width = expert_last - expert_first + 1
     mean = (tl.sum(tokens, 0) + holding - 1) // holding
-    limit = tl.maximum(mean, tl.max((_sum(tokens, expert_first, expert_last) + width - 1) // width, 0))
+    limit = tl.maximum(mean, tl.max((sum_of(tokens, expert_first, expert_last) + width - 1) // width, 0))
 
     busiest = tl.max(load, 0)
     crossing = 0
@@ -275,8 +236,8 @@ def _push(  # type: ignore[no-untyped-def]
             # The least limit is known. Once more from home, now for the least traffic.
             crossing = crossing + CROSSING
             tokens = tl.load(home_P + lane, mask=real, other=0)
-            load = _sum(tl.gather(tokens, by_rank, 0), rank_first, rank_last)
-            here = _sum(tokens, group_first, group_last)
+            load = sum_of(tl.gather(tokens, by_rank, 0), rank_first, rank_last)
+            here = sum_of(tokens, group_first, group_last)
         else:
             # Labels: what the cheapest path to room costs. From a rank; from the best rank of the group; for a token
             # that leaves by the best group of its expert; for one that leaves a rank of the group.
@@ -318,12 +279,12 @@ def _push(  # type: ignore[no-untyped-def]
                 give = _serve(tl.where(local, UNBOUNDED, leaving), wish, group_first)
                 give_near = tl.where(local, give, 0)
                 give_far = give - give_near
-                given_near = _sum(give_near, group_first, group_last)
-                given_far = _sum(give_far, expert_first, expert_last)
+                given_near = sum_of(give_near, group_first, group_last)
+                given_far = sum_of(give_far, expert_first, expert_last)
 
                 # What each rank takes, from one pool: those inside of nodes are numbered first.
                 passed = tl.gather(tl.where(is_hop & (give == 0), tokens, 0), by_rank, 0)
-                room = tl.maximum(limit - load, 0) + _sum(passed, rank_first, rank_last)
+                room = tl.maximum(limit - load, 0) + sum_of(passed, rank_first, rank_last)
                 takes = (label == near) & (room > 0)
                 for_far = takes & (near + enter == exchange) & (given_far > 0)
                 pool = tl.where(for_far, LANES + expert_first, 2 * LANES)
@@ -334,17 +295,17 @@ def _push(  # type: ignore[no-untyped-def]
                 take_far = take - take_near
 
                 # Where some tokens are missing at home, a group takes no more than those.
-                open_far = _sum(take_far, group_first, group_last)
+                open_far = sum_of(take_far, group_first, group_last)
                 open_far = tl.where(foreign < 0, tl.minimum(open_far, -foreign), open_far)
                 open_once = tl.where(one_a_group, open_far, 0)
-                moved_near = tl.minimum(given_near, _sum(take_near, group_first, group_last))
-                moved_far = tl.minimum(given_far, _sum(open_once, expert_first, expert_last))
+                moved_near = tl.minimum(given_near, sum_of(take_near, group_first, group_last))
+                moved_far = tl.minimum(given_far, sum_of(open_once, expert_first, expert_last))
                 entering = tl.gather(_serve(moved_far, open_once, expert_first), group_first, 0)
                 far = _serve(entering, take_far, group_first) - _serve(moved_far, give_far, expert_first)
                 moved = far + _serve(moved_near, take_near, group_first) - _serve(moved_near, give_near, group_first)
                 tokens += moved
-                load += _sum(tl.gather(moved, by_rank, 0), rank_first, rank_last)
-                here += _sum(far, group_first, group_last)
+                load += sum_of(tl.gather(moved, by_rank, 0), rank_first, rank_last)
+                here += sum_of(far, group_first, group_last)
                 moving = tl.sum((moved != 0).to(tl.int32), 0)
                 step += 1
 
@@ -357,49 +318,3 @@ def _push(  # type: ignore[no-untyped-def]
     tl.store(quota_P + lane, tokens, mask=real)
     tl.store(limit_1, limit)
     tl.store(converged_1, (crossing > 0) & (busiest <= limit))
-
-
-@triton.jit(do_not_specialize=["num_ranks", "num_experts", "num_replicas", "num_levels"])
-def _fill_quotas(  # type: ignore[no-untyped-def]
-    tokens_RE,
-    quota_P,
-    expert_P,
-    rank_P,
-    replica_ER,
-    part_first_LR,
-    part_last_LR,
-    tokens_RP,
-    num_ranks,
-    num_experts,
-    num_replicas,
-    num_levels,
-    LANES: tl.constexpr,
-):
-    """One replica a program, one source a lane: what each source sends to the replica.
-
-    In each part of the cluster, an expert's sources lie on a line one after another, each as long as its tokens, and so
-    do its replicas: what a source sends to a replica is where the two overlap. Finest parts come first.
-    """
-    replica = tl.program_id(0).to(tl.int64)
-    expert, own_rank = tl.load(expert_P + replica).to(tl.int64), tl.load(rank_P + replica)
-    rank = tl.arange(0, LANES)
-    inside = rank < num_ranks
-    own = rank == own_rank
-    supply = tl.load(tokens_RE + rank.to(tl.int64) * num_experts + expert, mask=inside, other=0)
-    holder = tl.load(replica_ER + expert * num_ranks + rank, mask=inside, other=-1)
-    demand = tl.load(quota_P + holder, mask=holder >= 0, other=0)
-    sent = tl.zeros([LANES], tl.int64)
-    for level in range(num_levels):
-        first = tl.load(part_first_LR + level * num_ranks + rank, mask=inside, other=rank)
-        last = tl.load(part_last_LR + level * num_ranks + rank, mask=inside, other=rank)
-        begin, begin_demand = _sum_before(supply, first), _sum_before(demand, first)
-        end, end_demand = begin + supply, begin_demand + demand
-        own_first = tl.sum(tl.where(own, first, 0), 0)
-        own_begin, own_end = tl.sum(tl.where(own, begin_demand, 0), 0), tl.sum(tl.where(own, end_demand, 0), 0)
-        overlap = tl.maximum(tl.minimum(end, own_end) - tl.maximum(begin, own_begin), 0)
-        sent += tl.where(first == own_first, overlap, 0)
-        # The shorter line of a part is used up, the longer one as far as that reaches.
-        length, length_demand = tl.gather(end, last, 0), tl.gather(end_demand, last, 0)
-        supply = tl.minimum(supply, tl.maximum(end - length_demand, 0))
-        demand = tl.minimum(demand, tl.maximum(end_demand - length, 0))
-    tl.store(tokens_RP + rank.to(tl.int64) * num_replicas + replica, sent, mask=inside)

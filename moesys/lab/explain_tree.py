@@ -157,9 +157,7 @@ def _planning_words(strategy: Strategy) -> str:
     if plans_on_device(strategy):
         return "planned on the devices, from counts that travel with the tokens' flag: no host waits"
     if not split_on_device(strategy.split):
-        return (
-            "planned on the hosts, which wait for all counts: devices split by EvenSplit() or plain FlowSplit() alone"
-        )
+        return "planned on the hosts, which wait for all counts: devices keep no cap and know no exact traffic"
     assert isinstance(overlap, MegaKernel)
     return "planned on the hosts, which wait for all counts: MegaKernel(most_tokens=...) would let devices plan"
 

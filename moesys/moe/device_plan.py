@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from moesys.config import ClusterSpec, MegaKernel, ModelShape, Proportional, Strategy
+from moesys.config import ClusterSpec, MegaKernel, ModelShape, Strategy
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.load import LoadMatrix
 from moesys.overlap.record import Recorder
@@ -64,7 +64,6 @@ class DevicePlanner:
 
     def __init__(self, strategy: Strategy, shape: ModelShape, cluster: ClusterSpec, rank: int) -> None:
         assert isinstance(strategy.overlap, MegaKernel)
-        assert not isinstance(strategy.split, Proportional)
         self._overlap, self._split = strategy.overlap, strategy.split
         self._shape, self._cluster, self._rank = shape, cluster, rank
         # Tables of the newest layout, on the device since it was settled.

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from moesys.kernels.even_split import EvenTables, even_split
+from moesys.kernels.proportional_split import ProportionalTables, proportional_split
 from moesys.kernels.split import split
 from moesys.kernels.split_tables import SplitTables
 from moesys.overlap.row_limit import RowLimit
@@ -15,16 +16,22 @@ from moesys.overlap.row_limit import RowLimit
 
 @dataclass(frozen=True)
 class DeviceSplit:
-    """What a layout's splits are made by: ``EvenSplit`` where ``even`` is given, else ``FlowSplit(traffic="fast")``."""
+    """What a layout's splits are made by: ``shares`` are the tables of ``EvenSplit`` or ``Proportional``; None is
+    ``FlowSplit(traffic="fast")``.
+    """
 
     tables: SplitTables
-    even: EvenTables | None
+    shares: EvenTables | ProportionalTables | None
 
     def tokens_RP(self, tokens_RE: Tensor, turn: int) -> Tensor:
         """What each source of ``tokens_RE`` int64 [R, E] sends to each replica, int64 [R, P]: the host's plan."""
-        if self.even is not None:
-            return even_split(tokens_RE, self.even, turn)
-        return split(tokens_RE, self.tables, turn).tokens_RP
+        match self.shares:
+            case EvenTables():
+                return even_split(tokens_RE, self.shares, turn)
+            case ProportionalTables():
+                return proportional_split(tokens_RE, self.shares, turn)
+            case None:
+                return split(tokens_RE, self.tables, turn).tokens_RP
 
 
 @dataclass

@@ -196,19 +196,37 @@ def test_what_the_host_alone_can_do_is_refused(cluster, config, message):
         split_tables(SMALL, cluster, config, "cpu")
 
 
+def assert_shares_are_the_hosts(config, load, layout, cluster, turn):
+    expected = split_tokens(load, layout, cluster, config, turn)
+    found_RP = device_split(layout, cluster, config, "cpu").tokens_RP(torch.tensor(load.tokens_RE), turn)
+    assert torch.equal(found_RP, tokens_by_replica(expected, torch.device("cpu")))
+
+
 @given(data=st.data(), instance=instances(max_ranks=10), turn=st.integers(-3, 9))
 def test_even_shares_are_the_hosts(data, instance, turn):
     """Duplicates of a rank share, and count twice."""
     layout = data.draw(layouts(instance))
-    for each in (layout, ExpertLayout(np.concatenate([layout.expert_RS] * 2, axis=1), layout.num_experts)):
-        expected = split_tokens(instance.load, each, instance.cluster, EvenSplit(), turn)
-        found_RP = device_split(each, instance.cluster, EvenSplit(), "cpu").tokens_RP(
-            torch.tensor(instance.load.tokens_RE), turn
-        )
-        assert torch.equal(found_RP, tokens_by_replica(expected, torch.device("cpu")))
+    twice = ExpertLayout(np.concatenate([layout.expert_RS] * 2, axis=1), layout.num_experts)
+    for each in (layout, twice):
+        assert_shares_are_the_hosts(EvenSplit(), instance.load, each, instance.cluster, turn)
+
+
+# A program of the interpreter a replica.
+@settings(max_examples=15)
+@given(data=st.data(), instance=instances(max_ranks=8, max_experts=6), turn=st.integers(-3, 9))
+def test_shares_by_room_are_the_hosts(data, instance, turn):
+    layout, cluster = data.draw(layouts(instance)), data.draw(with_domains(instance.cluster))
+    assert_shares_are_the_hosts(Proportional(), instance.load, layout, cluster, turn)
+
+
+def test_rooms_whose_products_do_not_fit_lose_the_hosts_bits():
+    """Two experts of 2^40 tokens, more or less, over three ranks."""
+    layout = ExpertLayout([[0, 1], [0, 2], [1, 2]], 3)
+    load = LoadMatrix([[2**40 + 12345, 7, 2**33 + 1], [2**39 - 1, 2**38 + 3, 5], [11, 2**40 - 77, 3]])
+    assert_shares_are_the_hosts(Proportional(), load, layout, ClusterSpec(ranks_per_node=3), 1)
 
 
 def test_what_devices_cannot_split_is_known():
-    assert [split_on_device(config) for config in (EvenSplit(), FlowSplit())] == [True, True]
-    for config in (Proportional(), FlowSplit(traffic="exact"), FlowSplit(max_inter_node=0.5)):
+    assert all(split_on_device(config) for config in (EvenSplit(), Proportional(), FlowSplit()))
+    for config in (FlowSplit(traffic="exact"), FlowSplit(max_inter_node=0.5)):
         assert not split_on_device(config)

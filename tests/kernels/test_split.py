@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from moesys.kernels import split as module
+from moesys.kernels import quotas
 from moesys.kernels.split import TensorPlan, split
 from moesys.kernels.split_reference import split_reference
 from moesys.kernels.split_tables import SplitTables, tables_of
@@ -88,7 +88,7 @@ def test_more_lanes_than_one_warp_has(monkeypatch: pytest.MonkeyPatch) -> None:
     tokens_RE = skewed(2, 9, 6)
     plan = split(tokens_RE, found)
     assert_same(plan, split_reference(tokens_RE, found))
-    monkeypatch.setattr(module, "FEWEST_LANES", 128)
+    monkeypatch.setattr(quotas, "FEWEST_LANES", 128)
     assert_same(split(tokens_RE, found), plan)
 
 
@@ -135,7 +135,7 @@ def test_nothing_waits_for_a_count(monkeypatch: pytest.MonkeyPatch) -> None:
 
 ONE_BINARY = """
 import torch
-from moesys.kernels import replicas, routing, split
+from moesys.kernels import quotas, replicas, routing, split
 from moesys.kernels.ahead_of_time import compiling
 from moesys.kernels.split_tables import SplitTables
 
@@ -153,7 +153,7 @@ with compiling():
         plan = split.split(empty(R, E, dtype=torch.int64), found, turn=R, phases=R)
         route = routing.Routing(empty(T * K), empty(T, K), empty(E + 1))
         replicas.choose_replicas(empty(T, K, dtype=torch.int64), route, plan.tokens_RP[0], found)
-for kernel in (split._share_out, split._push, split._fill_quotas, replicas._search):
+for kernel in (split._share_out, split._push, quotas._fill_quotas, replicas._search):
     [cache] = kernel.device_caches.values()
     print(len(cache[0]))
 """

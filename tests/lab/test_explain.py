@@ -24,7 +24,6 @@ from moesys.config import (
     MegaKernel,
     ModelShape,
     Pipelined,
-    Proportional,
     Strategy,
     WindowMean,
 )
@@ -442,5 +441,5 @@ def test_experts_that_nobody_pulls_take_no_memory(sharding):
 
 
 def test_hosts_plan_what_devices_cannot_split():
-    fused = FSEP.replace(name="fused", split=Proportional(), overlap=MegaKernel(most_tokens=64))
-    assert "which wait for all counts: devices split by EvenSplit()" in str(explain(fused, declared(fused)))
+    fused = FSEP.replace(name="fused", split=FlowSplit(max_inter_node=0.5), overlap=MegaKernel(most_tokens=64))
+    assert "which wait for all counts: devices keep no cap" in str(explain(fused, declared(fused)))

@@ -51,7 +51,7 @@ class Case:
     seed: int = 0
     dropped: float = 0.0
     repeats: bool = False
-    split: ms.EvenSplit | ms.FlowSplit | None = None
+    split: ms.EvenSplit | ms.Proportional | ms.FlowSplit | None = None
     turn: int = 0
     reversed_backward: bool = False
     late: tuple[int, float, str] = (0, 0.0, "forward")

@@ -51,7 +51,7 @@ def cases(draw: st.DrawFn) -> Case:
     num_ranks = draw(st.sampled_from([1, 2, 3, 4, 4]))
     num_experts = draw(st.integers(1, 7))
     tokens = draw(st.lists(st.one_of(st.just(0), st.integers(1, 44)), min_size=num_ranks, max_size=num_ranks))
-    split = draw(st.sampled_from([None, ms.EvenSplit(), ms.FlowSplit(), ms.FlowSplit()]))
+    split = draw(st.sampled_from([None, ms.EvenSplit(), ms.Proportional(), ms.FlowSplit()]))
     # Ranks may have more memory than they need.
     bound = max(1, max(tokens)) + draw(st.sampled_from([0, 9]))
     homes = (None,) if split is None else (None, bound, bound)

@@ -19,7 +19,7 @@ from moesys.lab.ranks import LocalRanks
 TIMEOUT_S = 5.0
 VICTIM = 2
 # Every rank has rows of every other, and every layout as many replicas: one heap for all.
-FIRST = Case(8, 2, 20, 8, "float32", (9, 9, 9, 9), 2, (), dropped=0.5, split=ms.FlowSplit())
+FIRST = Case(8, 2, 20, 8, "float32", (9, 9, 9, 9), 2, (), dropped=0.5)
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ class DyingRun(MegaRun):
 def survive(second: Case, point: ms.MegaKernel) -> tuple[list[str], list[float]]:
     """A micro-batch that goes well, one in which the victim dies, and another try: what they say after how long."""
     rank, home = dist.get_rank(), new_home(4, TIMEOUT_S)
-    well = MegaRun(Drawn(FIRST), rank, home)
+    well = MegaRun(Drawn(replace(FIRST, split=second.split)), rank, home)
     well.backward(*well.forward(point))
     run = DyingRun(Drawn(second), rank, home)
     said, seconds = [], []
@@ -71,6 +71,8 @@ def test_all_others_end_in_time_and_say_where_it_was(mortal_ranks: LocalRanks, n
     when, point, where = DEATHS[name]
     # Choices that were dropped before are not now: what the dead one said last does not fit what is asked of it.
     second = replace(FIRST, seed=5, dropped=0.0, late=(VICTIM, 0.0, when))
+    if point.most_tokens is not None:
+        second = replace(second, split=ms.EvenSplit())
     outcomes = mortal_ranks.outcomes(survive, second, point, expect_dead={VICTIM}, timeout_s=60)
     for outcome in outcomes:
         if outcome.rank == VICTIM:
