@@ -95,10 +95,11 @@ PLANNED = replace(USUAL, points=HOMES, split=ms.FlowSplit())
 # Each case says which edge it is.
 EDGES = {
     "planned on the device": PLANNED,
-    "planned there, remainders turned, some dropped": replace(PLANNED, split=ms.EvenSplit(), turn=3, dropped=0.3),
-    "planned there, no token anywhere": replace(PLANNED, tokens=(0, 0, 0, 0)),
-    "planned there, one late rank": replace(PLANNED, tokens=(5, 0, 23), late=(1, 1.0, "forward")),
-    "planned there, backward from the last": replace(PLANNED, reversed_backward=True, tokens=(35, 0, 9, 17)),
+    "planned there, some dropped": replace(PLANNED, points=HOMES[1:2], split=ms.EvenSplit(), turn=3, dropped=0.3),
+    "planned there, no token anywhere": replace(PLANNED, points=HOMES[1:2], tokens=(0, 0, 0, 0)),
+    "planned there, one late rank, backward from the last": replace(
+        PLANNED, points=HOMES[1:], tokens=(5, 0, 23), late=(1, 1.0, "forward"), reversed_backward=True
+    ),
     "no token anywhere": replace(USUAL, tokens=(0, 0, 0, 0)),
     "one token in all": replace(USUAL, tokens=(0, 1, 0, 0)),
     "fewer experts than ranks": replace(USUAL, num_experts=2, top_k=2, slots=1),
