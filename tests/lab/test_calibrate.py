@@ -356,6 +356,16 @@ def test_two_ranks_are_measured_shown_and_written():
     assert {"launch", "memory copy", "all-to-all of ranks", "rank 0 to 1"} <= set(written["samples_s"])
 
 
+@pytest.mark.parametrize(("load", "warned"), [(2.1, True), (1.9, False)])
+def test_other_work_is_warned_of(monkeypatch, load, warned):
+    monkeypatch.setattr(calibrate_report, "available_cores", lambda: 2)
+    monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
+    said = calibrate_report.other_work()
+    assert said == ["The machine had other work (load 2.1 on 2 cores): measure again when it has none."][: int(warned)]
+    found = calibrate.calibrate(KnownRanks(presets.h100(), TINY), presets.h100(), grid=TINY)
+    assert ("other work" in calibrate_report.spec_text(found, ".toml", said)) == warned
+
+
 @pytest.mark.usefixtures("_tiny")
 def test_what_was_measured_outlives_a_crash(monkeypatch: pytest.MonkeyPatch):
     class Crashing(KnownRanks):

@@ -43,6 +43,7 @@ def main(
 
     ``json_path`` gets all samples so far after each part, so that what was measured outlives a crash.
     """
+    disturbed = other_work()
     ranks, cluster, writes = _start(num_ranks, device_type, threads)
     try:
         grid = GRIDS[device_type]
@@ -67,9 +68,9 @@ def main(
             print_full(links_table(found))
         if checks:
             print_full(steps_table(checks))
-        print_full(figures_table(found), legend(found, threads))
+        print_full(figures_table(found), [*legend(found, threads), *disturbed])
         if out is not None:
-            replace_file(out, spec_text(found, out.suffix))
+            replace_file(out, spec_text(found, out.suffix, disturbed))
         if json_path is not None:
             replace_file(json_path, json.dumps(to_json(found, checks, threads), indent=1) + "\n")
     return 0
@@ -90,12 +91,20 @@ def check(num_ranks: int | None, device_type: str) -> None:
         )
 
 
-def spec_text(found: Calibration, suffix: str) -> str:
+def other_work() -> list[str]:
+    """A warning where more work waits for the machine than it has cores, before anything is measured."""
+    cores, load = available_cores(), os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    if load <= cores:
+        return []
+    return [f"The machine had other work (load {load:.1f} on {cores} cores): measure again when it has none."]
+
+
+def spec_text(found: Calibration, suffix: str, warnings: Sequence[str] = ()) -> str:
     """The ``ClusterSpec`` for a file; TOML says above it what was not measured."""
     if suffix == ".json":
         return found.cluster.to_json() + "\n"
     notes = [f"{figure.field}: {figure.how}" for figure in found.figures if not figure.measured]
-    head = ["Measured by moesys bench calibrate.", *notes]
+    head = ["Measured by moesys bench calibrate.", *warnings, *notes]
     return "".join(f"# {line}\n" for line in head) + "\n" + found.cluster.to_toml()
 
 
