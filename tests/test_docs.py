@@ -47,6 +47,12 @@ def test_the_python_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytes
     assert run_blocks(page)
 
 
+def test_the_space_of_the_tuning_page_is_one() -> None:
+    declared = re.search(r"^```toml\n(.*?)^```", text_of("tuning"), re.MULTILINE | re.DOTALL)
+    assert declared
+    assert ms.Space.from_toml(declared[1]).num_combinations == 720
+
+
 def test_the_worked_example_prints_what_the_page_shows(capsys: pytest.CaptureFixture[str]) -> None:
     run_blocks("balance")
     shown = printed_beside_blocks("balance")
