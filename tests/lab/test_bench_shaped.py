@@ -15,9 +15,8 @@ from moesys.config import ClusterSpec, ModelShape, Strategy
 from moesys.lab import launch, namespaces
 from moesys.lab.bench import shaped, shaped_report
 from moesys.lab.bench.shaped import CaseResult, Plan, Setting, bench_shaped, half_mbit_per_s, overlap_case, split_case
-from moesys.lab.bench.shaped_calibration import Calibration, fit_line
-from moesys.lab.bench.shaped_case import Case, chosen_experts
-from moesys.overlap.simulator import RestOfStep
+from moesys.lab.bench.shaped_calibration import Calibration, LinkFigures, calibration, fit_line
+from moesys.lab.bench.shaped_case import CHUNKS, MOST_TOKENS, SOME_TOKENS, Case, chosen_experts, even_case
 from moesys.presets import LAER_E8K2
 
 LACKS = namespaces.lacks()
@@ -68,18 +67,43 @@ def test_tokens_choose_as_declared(case: Case) -> None:
     assert shares.tolist() == pytest.approx(case.popularity or [1 / E] * E, abs=E / num_tokens)
 
 
-def calibration(case: Case, compute_ms: float, goodput: float) -> Calibration:
-    cluster = case.cluster.replace(inter_node_gb_per_s=case.cluster.inter_node_gb_per_s * goodput)
-    return Calibration(cluster, RestOfStep(), {"tokens": compute_ms}, {})
+def test_calibration_looks_at_even_tokens() -> None:
+    case = replace(split_case(2, 500, 0), num_tokens=(48, 80))
+    even = even_case(case)
+    assert (even.num_tokens, even.popularity, even.shape) == ((64, 64), (), case.shape)
+    chosen_T = chosen_experts(even, 64, torch.Generator().manual_seed(3))[0]
+    assert chosen_T.bincount().tolist() == [16] * 4
+
+
+def calibrated(case: Case, gflops: float, goodput: float) -> Calibration:
+    """Of ranks that compute so fast, spend 6 ms a layer and 20 ms a further chunk besides."""
+    shape = case.shape
+    ms_a_row = 18 * shape.hidden_size * shape.intermediate_size / gflops * 1e-6
+    rows = sum(case.num_tokens) // case.num_hosts * shape.top_k
+    most_ms, some_ms = (6 + 24 + share * rows * ms_a_row for share in (MOST_TOKENS, SOME_TOKENS))
+    links = LinkFigures(0.5, 8e-3 / (goodput * case.mbit_per_s), 0.1, {})
+    return calibration(case, links, {"most": most_ms, "some": some_ms, "chunks": most_ms + (CHUNKS - 1) * 20})
+
+
+def test_calibration_tells_a_rate_from_what_chunks_and_layers_cost() -> None:
+    case = split_case(2, 500, 0)
+    found = calibrated(case, 50.0, 0.5)
+    assert found.cluster.expert_tflops == pytest.approx(0.05, rel=1e-6)
+    assert found.cluster.launch_us == pytest.approx(2000)
+    assert found.rest.other_seconds == pytest.approx(0.006 / 3)
+    assert found.cluster.inter_node_gb_per_s == pytest.approx(0.5 * 500 / 8e3)
+    assert found.cluster.inter_node_us == pytest.approx(500)
+    assert found.cluster.copy_share == 0.1
 
 
 def test_the_bandwidth_of_half_moves_its_bytes_while_all_is_computed() -> None:
     case = overlap_case(2, 400, 0)
-    mbit = half_mbit_per_s(case, calibration(case, 200.0, 0.5))
-    rows = case.num_tokens[0] * case.shape.top_k / 2
-    assert 4 * rows * case.shape.hidden_size * 4 * 8 / (mbit * 0.5 * 1e6) == pytest.approx(0.2, rel=0.05)
-    assert half_mbit_per_s(case, calibration(case, 1e6, 0.5)) == 100
-    assert half_mbit_per_s(case, calibration(case, 1e-3, 0.5)) == 2000
+    mbit = half_mbit_per_s(case, calibrated(case, 50.0, 0.5))
+    rows, shape = case.num_tokens[0] * case.shape.top_k, case.shape
+    compute_s = rows * 18 * shape.hidden_size * shape.intermediate_size / 50e9
+    assert 4 * rows / 2 * shape.hidden_size * 4 * 8 / (mbit * 0.5 * 1e6) == pytest.approx(compute_s, rel=0.05)
+    assert half_mbit_per_s(case, calibrated(case, 1.0, 0.5)) == 100
+    assert half_mbit_per_s(case, calibrated(case, 1e6, 0.5)) == 2000
 
 
 def test_the_report_says_what_was_found() -> None:
@@ -89,7 +113,7 @@ def test_the_report_says_what_was_found() -> None:
         Setting(strategy, samples, 55.0, simulated, 1.0, 0.5)
         for strategy, samples, simulated in zip(case.strategies, times, (99.0, 100.0), strict=False)
     ]
-    result = CaseResult(case, True, "relay", calibration(case, 60.0, 0.5), settings, ["pipelined 4"])
+    result = CaseResult(case, True, "relay", calibrated(case, 50.0, 0.5), settings, ["pipelined 4"])
     assert [row[-1] for row in shaped_report.rows(result)] == ["-10%", "+25%", ""]
     page = shaped_report.markdown([result])
     assert "| 2 x 400 Mbit/s, 1000 us (half) | pipelined 2 | 80 [70, 90] | 1.33 [1.28, 1.48] |" in page

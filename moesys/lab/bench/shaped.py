@@ -15,8 +15,8 @@ from pathlib import Path
 
 from moesys.balance import warm_up
 from moesys.config import Ep, EvenSplit, FlowSplit, ModelShape, Pipelined, Strategy
-from moesys.lab.bench.shaped_calibration import Calibration, calibrate
-from moesys.lab.bench.shaped_case import Case, Measured, measure
+from moesys.lab.bench.shaped_calibration import Calibration, calibration, link_figures, slowest
+from moesys.lab.bench.shaped_case import Case, Measured, compute_ms, measure
 from moesys.lab.bench.steps import steps_told
 from moesys.lab.bench.timing import Ratio, paired_ratio
 from moesys.lab.namespaces import lacks
@@ -29,6 +29,7 @@ LATENCY_US = 1000.0
 _CHUNKS = (2, 4)
 # Where a case's bandwidth is None it is chosen such that half of the first strategy's step is communication.
 _HALF_FROM, _HALF_TO = 100.0, 2000.0
+_PROBE_REPEATS = 3
 _RUN_S = 1200.0
 
 SEQUENTIAL = Strategy(name="sequential")
@@ -117,7 +118,7 @@ def plan(
             chosen.insert(1, Plan(overlap_case(number, 400.0, latency_us or 0.0), half=True))
             if latency_us is None:
                 chosen.append(Plan(overlap_case(number, 400.0, LATENCY_US), half=True))
-            chosen.append(Plan(split_case(number, 1000.0, latency_us or 0.0)))
+            chosen.append(Plan(split_case(number, 2000.0, latency_us or 0.0)))
         plans += sorted(chosen, key=lambda one: one.case.latency_us)
     return plans
 
@@ -141,7 +142,7 @@ def split_case(hosts: int, mbit_per_s: float, latency_us: float) -> Case:
         # With 4 a split without a cap would be the same.
         splits = (*splits, EVEN.replace(name="flow, no cap", split=FlowSplit()))
     popularity = (0.2, 0.2, 0.55, 0.05)
-    return Case("split", mbit_per_s, latency_us, (4096 // hosts,) * hosts, shape, splits, popularity)
+    return Case("split", mbit_per_s, latency_us, (5120 // hosts,) * hosts, shape, splits, popularity)
 
 
 def bench_shaped(plans: Sequence[Plan], repeats: int = 7, seed: int = 0) -> list[CaseResult]:
@@ -167,41 +168,49 @@ def bench_shaped(plans: Sequence[Plan], repeats: int = 7, seed: int = 0) -> list
                         f"{number} hosts, {'half' if one.half else f'{one.case.mbit_per_s:g} Mbit/s'}, {one.case.name}"
                     )
                     case = one.case
-                    calibration = calibrate(ranks, links, case, repeats, seed)
                     if one.half:
-                        case = replace(case, mbit_per_s=half_mbit_per_s(case, calibration))
-                        calibration = calibrate(ranks, links, case, repeats, seed)
+                        links.reshape(case.mbit_per_s)
+                        probed = _computed_ms(ranks.run(compute_ms, case, _PROBE_REPEATS, seed, timeout_s=_RUN_S))
+                        probe = calibration(case, link_figures(ranks, case, _PROBE_REPEATS), probed)
+                        case = replace(case, mbit_per_s=half_mbit_per_s(case, probe))
+                    links.reshape(case.mbit_per_s)
+                    figures = link_figures(ranks, case, repeats)
                     by_rank = ranks.run(measure, case, repeats, seed, timeout_s=_RUN_S)
+                    calibrated = calibration(case, figures, _computed_ms([rank.computed_ms for rank in by_rank]))
                     settings = [
-                        _setting(case, strategy, by_rank, calibration)
+                        _setting(case, strategy, by_rank, calibrated)
                         for strategy in case.strategies
                         if by_rank[0].same_bits[strategy.name]
                     ]
                     differing = [name for name, same in by_rank[0].same_bits.items() if not same]
-                    results.append(CaseResult(case, one.half, links.plan.delay, calibration, settings, differing))
+                    results.append(CaseResult(case, one.half, links.plan.delay, calibrated, settings, differing))
     return results
 
 
-def half_mbit_per_s(case: Case, calibration: Calibration) -> float:
+def half_mbit_per_s(case: Case, probe: Calibration) -> float:
     """The bandwidth over which messages of the first strategy's step take as long as its computing: by what was
     calibrated over the case's own, of which gloo gets a part.
     """
     shape, num_ranks = case.shape, case.num_hosts
-    rows = max(case.num_tokens) * shape.top_k * (num_ranks - 1) / num_ranks
+    rows = max(case.num_tokens) * shape.top_k
+    compute_s = rows * 18 * shape.hidden_size * shape.intermediate_size / (probe.cluster.expert_tflops * 1e12)
     # Dispatch and combine, forward and backward.
-    num_bytes = 4 * case.num_layers * rows * shape.hidden_size * shape.bytes_per_element
-    part = calibration.cluster.inter_node_gb_per_s / case.cluster.inter_node_gb_per_s
-    mbit_per_s = num_bytes * 8e-6 / (calibration.compute_ms["tokens"] * 1e-3) / part
-    return float(f"{min(_HALF_TO, max(_HALF_FROM, mbit_per_s)):.2g}")
+    num_bytes = 4 * rows * (num_ranks - 1) / num_ranks * shape.hidden_size * shape.bytes_per_element
+    part = probe.cluster.inter_node_gb_per_s / case.cluster.inter_node_gb_per_s
+    return float(f"{min(_HALF_TO, max(_HALF_FROM, num_bytes * 8e-6 / compute_s / part)):.2g}")
 
 
-def _setting(case: Case, strategy: Strategy, by_rank: Sequence[Measured], calibration: Calibration) -> Setting:
+def _computed_ms(by_rank: Sequence[dict[str, list[float]]]) -> dict[str, float]:
+    return {name: slowest([rank[name] for rank in by_rank]) for name in by_rank[0]}
+
+
+def _setting(case: Case, strategy: Strategy, by_rank: Sequence[Measured], calibrated: Calibration) -> Setting:
     name = strategy.name
     samples = zip(*(rank.samples_ms[name] for rank in by_rank), strict=True)
     layers = tuple(LayerPlan.from_json(text) for text in by_rank[0].plans[name])
-    step = simulation([StepPlan(strategy, case.shape, calibration.cluster, layers)], calibration.rest)
+    step = simulation([StepPlan(strategy, case.shape, calibrated.cluster, layers)], calibrated.rest)
     tokens = [layer.tokens for layer in layers]
-    leaving = sum(plan.inter_node_tokens(calibration.cluster.node_of_rank) for plan in tokens)
+    leaving = sum(plan.inter_node_tokens(calibrated.cluster.node_of_rank) for plan in tokens)
     return Setting(
         strategy=strategy,
         samples_ms=[max(of_ranks) for of_ranks in samples],

@@ -1,10 +1,10 @@
 """What the simulator is told of hosts and links, each figure measured by itself: no step that is to be predicted is
 looked at.
 
-- computing: the first strategy's step over links as fast as the machine, less what it was blocked by communication, of
-  all tokens, of half of them, and of all in chunks: a rate, what a chunk costs, and what a layer costs besides;
-- links: all-to-alls of several sizes: latency and bandwidth, as gloo gets them;
-- how much slower products are while messages move.
+- links: all-to-alls of several sizes: latency and bandwidth, as gloo gets them; and how much slower products are while
+  messages move;
+- computing: steps of other numbers of tokens, less what they were blocked by communication (``shaped_case.Pieces``): a
+  rate, what a chunk costs, and what a layer costs besides.
 
 All ranks do the same at once, so that cores which ranks share are shared.
 """
@@ -12,64 +12,90 @@ All ranks do the same at once, so that cores which ranks share are shared.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from moesys.config import ClusterSpec
-from moesys.lab.bench.shaped_case import Case, beside_ms, compute_ms, exchange_ms
+from moesys.lab.bench.shaped_case import (
+    CHUNKS,
+    MOST_TOKENS,
+    SOME_TOKENS,
+    Case,
+    beside_ms,
+    even_case,
+    exchange_ms,
+)
 from moesys.lab.ranks import LocalRanks
-from moesys.lab.shaped_links import ShapedLinks
 from moesys.overlap.simulator import RestOfStep
 
-# So fast that only gloo's own time is left.
-UNSHAPED_MBIT_PER_S = 20_000.0
-_CHUNKS = 4
 # Kernels that ``overlap.simulator`` launches for a layer, forward and backward: for each chunk, and besides.
 _LAUNCHES_A_CHUNK, _LAUNCHES_A_LAYER = 10, 2
+# Of the sizes of all-to-alls: how long the links alone would take.
+_EXCHANGES_MS = (10, 40)
+_SMALL_BYTES = 1000
+# Computing twice as many tokens takes at least so much longer; less is what a machine that is busy otherwise shows.
+_LEAST_GROWTH = 1.25
 _RUN_S = 600.0
 
 
 @dataclass(frozen=True)
-class Calibration:
-    """``cluster`` and ``rest`` are for the simulator; they follow from the milliseconds, by work and by bytes."""
+class LinkFigures:
+    """latency_ms, ms_a_byte: of the line through ``exchange_ms``, by bytes that a rank sends. copy_share: part of
+    computing that is lost beside messages.
+    """
 
-    cluster: ClusterSpec
-    rest: RestOfStep
-    compute_ms: dict[str, float]
+    latency_ms: float
+    ms_a_byte: float
+    copy_share: float
     exchange_ms: dict[int, float]
 
 
-def calibrate(ranks: LocalRanks, links: ShapedLinks, case: Case, repeats: int, seed: int) -> Calibration:
-    """Over the case's links, which are shaped when this returns."""
-    links.reshape(UNSHAPED_MBIT_PER_S)
-    by_rank = ranks.run(compute_ms, case, _CHUNKS, repeats, seed, timeout_s=_RUN_S)
-    computed_ms = {name: _slowest([rank[name] for rank in by_rank]) for name in by_rank[0]}
-    whole_ms, half_ms, chunks_ms = (computed_ms[name] for name in ("tokens", "half", "chunks"))
-    links.reshape(case.mbit_per_s)
-    sizes = [1000, *(round(case.mbit_per_s * 125 * milliseconds) for milliseconds in (10, 40))]
-    exchanges_ms = {size: _slowest(ranks.run(exchange_ms, size, repeats, timeout_s=_RUN_S)) for size in sizes}
-    latency_ms, ms_a_byte = fit_line(list(exchanges_ms), list(exchanges_ms.values()))
-    alone_ms, together_ms = _beside(ranks, case, ms_a_byte, repeats)
+@dataclass(frozen=True)
+class Calibration:
+    """``cluster`` and ``rest`` are for the simulator; they follow from ``links`` and the milliseconds of computing."""
 
-    shape, layers, rows = case.shape, case.num_layers, max(case.num_tokens) * case.shape.top_k
-    # On a machine that is busy with something else half may seem as long as all.
-    fixed_ms, row_ms = fit_line([rows / 2, rows], [min(half_ms, 0.9 * whole_ms), whole_ms])
-    launch_ms = max(0.0, chunks_ms - whole_ms) / (_CHUNKS - 1) / (_LAUNCHES_A_CHUNK * layers)
-    # A rank that sends nothing to itself computes what it is sent: tokens are even, so as many rows as it has.
-    flops_a_row = 18 * shape.hidden_size * shape.intermediate_size * layers
+    cluster: ClusterSpec
+    rest: RestOfStep
+    links: LinkFigures
+    computed_ms: dict[str, float]
+
+
+def link_figures(ranks: LocalRanks, case: Case, repeats: int) -> LinkFigures:
+    """Of links that are shaped as the case has them."""
+    sizes = [_SMALL_BYTES, *(round(case.mbit_per_s * 125 * milliseconds) for milliseconds in _EXCHANGES_MS)]
+    exchanges_ms = {size: slowest(ranks.run(exchange_ms, size, repeats, timeout_s=_RUN_S)) for size in sizes}
+    latency_ms, ms_a_byte = fit_line(list(exchanges_ms), list(exchanges_ms.values()))
+    # Messages that are under way longer than the products take.
+    first = ranks.run(beside_ms, case.shape, _SMALL_BYTES, 1, timeout_s=_RUN_S)
+    num_bytes = round(2 * max(alone_ms[0] for alone_ms, _ in first) / ms_a_byte)
+    by_rank = ranks.run(beside_ms, case.shape, num_bytes, repeats, timeout_s=_RUN_S)
+    alone_ms, together_ms = (slowest([rank[which] for rank in by_rank]) for which in (0, 1))
+    return LinkFigures(latency_ms, ms_a_byte, min(0.9, max(0.0, 1 - alone_ms / together_ms)), exchanges_ms)
+
+
+def calibration(case: Case, links: LinkFigures, computed_ms: Mapping[str, float]) -> Calibration:
+    """``computed_ms``: of ``Pieces``, the slowest rank's."""
+    shape, layers = case.shape, case.num_layers
+    most_ms, some_ms, chunks_ms = (computed_ms[name] for name in ("most", "some", "chunks"))
+    rows = even_case(case).num_tokens[0] * shape.top_k
+    fixed_ms, row_ms = fit_line(
+        [rows * SOME_TOKENS, rows * MOST_TOKENS], [min(some_ms, most_ms / _LEAST_GROWTH), most_ms]
+    )
+    launch_ms = max(0.0, chunks_ms - most_ms) / (CHUNKS - 1) / (_LAUNCHES_A_CHUNK * layers)
     other_ms = max(0.0, fixed_ms / layers - (_LAUNCHES_A_CHUNK + _LAUNCHES_A_LAYER) * launch_ms)
+    # ``cost.expert_seconds``, forward and backward.
+    flops_a_row = 18 * shape.hidden_size * shape.intermediate_size * layers
     cluster = case.cluster.replace(
-        inter_node_gb_per_s=1e-6 / ms_a_byte,
-        inter_node_us=latency_ms * 1e3,
+        inter_node_gb_per_s=1e-6 / links.ms_a_byte,
+        inter_node_us=links.latency_ms * 1e3,
         expert_tflops=flops_a_row / (row_ms * 1e-3) / 1e12,
         launch_us=launch_ms * 1e3,
-        copy_share=min(0.9, max(0.0, 1 - alone_ms / together_ms)),
+        copy_share=links.copy_share,
     )
     # The simulator counts the rest of a layer once forward and twice backward.
-    rest = RestOfStep(other_seconds=other_ms * 1e-3 / 3)
-    return Calibration(cluster, rest, computed_ms, exchanges_ms)
+    return Calibration(cluster, RestOfStep(other_seconds=other_ms * 1e-3 / 3), links, dict(computed_ms))
 
 
 def fit_line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
@@ -87,14 +113,6 @@ def fit_line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
     return float(intercept), float(slope)
 
 
-def _beside(ranks: LocalRanks, case: Case, ms_a_byte: float, repeats: int) -> tuple[float, float]:
-    """Products alone, and beside an all-to-all that takes longer than they."""
-    first = ranks.run(beside_ms, case.shape, 1000, 1, timeout_s=_RUN_S)
-    takes_ms = max(alone_ms[0] for alone_ms, _ in first)
-    by_rank = ranks.run(beside_ms, case.shape, round(2 * takes_ms / ms_a_byte), repeats, timeout_s=_RUN_S)
-    return _slowest([alone for alone, _ in by_rank]), _slowest([together for _, together in by_rank])
-
-
-def _slowest(by_rank: Sequence[Sequence[float]]) -> float:
+def slowest(by_rank: Sequence[Sequence[float]]) -> float:
     """Of the slowest rank in each repetition, the median."""
     return statistics.median([max(of_ranks) for of_ranks in zip(*by_rank, strict=True)])

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,8 @@ from moesys.overlap.record import Meter, Recorder
 
 # How far a token leans towards the experts that it is to choose: more than initial noise could turn.
 _LEANING = 6.0
+# Of the steps that calibration looks at: shares of a case's tokens, none of them all, and chunks.
+MOST_TOKENS, SOME_TOKENS, CHUNKS = 0.75, 0.375, 4
 # Products that are timed beside messages: as many rows as a chunk gives an expert, and milliseconds of them.
 _PRODUCT_ROWS, _PRODUCTS = 128, 10
 
@@ -67,12 +69,14 @@ class Measured:
     samples_ms: of each repetition; none where bits differ.
     exposed_ms: blocked by communication, or by waiting for another rank, median.
     plans: of each layer, as ``LayerPlan.to_json``.
+    computed_ms: of each repetition of the steps that calibration looks at (``Pieces``).
     """
 
     same_bits: dict[str, bool]
     samples_ms: dict[str, list[float]]
     exposed_ms: dict[str, float]
     plans: dict[str, list[str]]
+    computed_ms: dict[str, list[float]]
 
 
 class Layers(nn.Module):
@@ -155,7 +159,9 @@ def chosen_experts(case: Case, num_tokens: int, generator: torch.Generator) -> l
 
 
 def measure(case: Case, repeats: int, seed: int) -> Measured:
-    """Every strategy of the case, interleaved; a collective of all ranks."""
+    """Every strategy of the case and, interleaved with them, what calibration wants of computing, so that whatever else
+    the machine does slows both; a collective of all ranks.
+    """
     steps = {strategy.name: Step(case, strategy, seed) for strategy in case.strategies}
     results = {name: step.results() for name, step in steps.items()}
     first = next(iter(results.values()))
@@ -167,48 +173,73 @@ def measure(case: Case, repeats: int, seed: int) -> Measured:
     dist.all_reduce(same, dist.ReduceOp.MIN)
     same_bits = {name: bool(verdict) for name, verdict in zip(steps, same.tolist(), strict=True)}
     timed = {name: step for name, step in steps.items() if same_bits[name]}
+    pieces = Pieces(case, seed)
 
     def prepare() -> None:
-        for step in timed.values():
+        for step in (*timed.values(), *pieces.steps.values()):
             step.prepare()
 
-    contestants: dict[str, Callable[[], object]] = {name: step.run for name, step in timed.items()}
-    samples_ms = interleave(contestants, repeats, before=prepare, seed=seed)
+    contestants: dict[str, Callable[[], object]] = {name: step.run for name, step in (timed | pieces.steps).items()}
+    all_ms = interleave(contestants, repeats, before=prepare, seed=seed)
     exposed_ms = {name: statistics.median(step.exposed_ms[-repeats:]) for name, step in timed.items()}
     plans = {name: step.plans() for name, step in timed.items()}
-    for step in steps.values():
+    computed_ms = pieces.computed_ms(all_ms)
+    for step in (*steps.values(), *pieces.steps.values()):
         step.close()
     dist.barrier()
-    return Measured(same_bits, samples_ms, exposed_ms, plans)
+    return Measured(same_bits, {name: all_ms[name] for name in timed}, exposed_ms, plans, computed_ms)
 
 
-def compute_ms(case: Case, chunks: int, repeats: int, seed: int) -> dict[str, list[float]]:
-    """The milliseconds in which this rank was not blocked by communication, of each repetition of the first strategy's
-    step: with all ``"tokens"``, with ``"half"`` of them, and with all in ``"chunks"``, interleaved. All ranks compute
-    at once, as in training.
-    """
-    first = case.strategies[0]
-    steps = {
-        "tokens": Step(case, first, seed),
-        "half": Step(case, first, seed, 0.5),
-        "chunks": Step(case, first.replace(overlap=Pipelined(chunks=chunks)), seed),
-    }
+def compute_ms(case: Case, repeats: int, seed: int) -> dict[str, list[float]]:
+    """What calibration wants of computing, by itself; a collective of all ranks."""
+    pieces = Pieces(case, seed)
 
     def prepare() -> None:
-        for step in steps.values():
+        for step in pieces.steps.values():
             step.prepare()
 
-    for step in steps.values():
-        step.results()
-    contestants: dict[str, Callable[[], object]] = {name: step.run for name, step in steps.items()}
-    steps_ms = interleave(contestants, repeats, before=prepare, seed=seed)
-    for step in steps.values():
+    contestants: dict[str, Callable[[], object]] = {name: step.run for name, step in pieces.steps.items()}
+    computed_ms = pieces.computed_ms(interleave(contestants, repeats, before=prepare, seed=seed))
+    for step in pieces.steps.values():
         step.close()
     dist.barrier()
-    return {
-        name: [taken - exposed for taken, exposed in zip(steps_ms[name], step.exposed_ms[-repeats:], strict=True)]
-        for name, step in steps.items()
-    }
+    return computed_ms
+
+
+class Pieces:
+    """Steps of even tokens that are none of the case's own: of ``"most"`` of its tokens, of ``"some"``, and of most in
+    ``"chunks"``. All ranks compute at once, as in training.
+    """
+
+    def __init__(self, case: Case, seed: int) -> None:
+        even = even_case(case)
+        sequential = even.strategies[0]
+        chunked = sequential.replace(overlap=Pipelined(chunks=CHUNKS))
+        self.steps = {
+            "piece: most": Step(even, sequential, seed, MOST_TOKENS),
+            "piece: some": Step(even, sequential, seed, SOME_TOKENS),
+            "piece: chunks": Step(even, chunked, seed, MOST_TOKENS),
+        }
+        for step in self.steps.values():
+            step.results()
+
+    def computed_ms(self, steps_ms: Mapping[str, list[float]]) -> dict[str, list[float]]:
+        """Of each repetition, the milliseconds in which this rank was not blocked by communication."""
+        return {
+            name.removeprefix("piece: "): [
+                taken - exposed
+                for taken, exposed in zip(steps_ms[name], step.exposed_ms[-len(steps_ms[name]) :], strict=True)
+            ]
+            for name, step in self.steps.items()
+        }
+
+
+def even_case(case: Case) -> Case:
+    """As many tokens of the same shape, every expert's and every rank's the same, so that each computes as many rows as
+    it has.
+    """
+    num_tokens = (sum(case.num_tokens) // case.num_hosts,) * case.num_hosts
+    return replace(case, num_tokens=num_tokens, popularity=(), strategies=(Strategy(name="sequential"),))
 
 
 def exchange_ms(num_bytes: int, repeats: int) -> list[float]:

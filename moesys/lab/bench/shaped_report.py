@@ -74,7 +74,8 @@ def notes(results: Sequence[CaseResult]) -> list[str]:
         f"Measured: forward and backward of one layer, the slowest rank's, median [p20, p80] of {repeats} repetitions, "
         "interleaved in shuffled order within a case. Speed-up: over the case's first strategy, paired by repetition. "
         "Blocked: by messages or another rank, mean over ranks. Output and dx have the bits of the first strategy.",
-        "Simulated: by the cost model, on hosts and links calibrated in the same run, apart from these steps. (half): "
+        "Simulated: by the cost model, on hosts and links calibrated in the same run, interleaved with these steps and "
+        "apart from them: all-to-alls by themselves, computing by steps of fewer tokens, evenly spread. (half): "
         "bandwidth chosen so that messages take half of the first strategy's step.",
         f"Simulated within {_BAR:.0%} of measured: {sum(error <= _BAR for error in errors)} of {len(errors)} settings; "
         f"median of errors {statistics.median(errors):.1%}, worst {max(errors):.1%}.",
@@ -173,8 +174,8 @@ def to_json(results: Sequence[CaseResult]) -> str:
                 "model": case.shape.model_dump(mode="json"),
                 "cluster": result.calibration.cluster.model_dump(mode="json"),
                 "other_seconds": result.calibration.rest.other_seconds,
-                "compute_ms": result.calibration.compute_ms,
-                "exchange_ms": result.calibration.exchange_ms,
+                "computed_ms": result.calibration.computed_ms,
+                "exchange_ms": result.calibration.links.exchange_ms,
                 "settings": [
                     {
                         "strategy": setting.strategy.model_dump(mode="json"),
