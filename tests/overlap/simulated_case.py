@@ -30,7 +30,7 @@ PLAIN = GPU.replace(memory_gb_per_s=None, launch_us=0, flag_us=0, intra_node_us=
 SHAPES = {
     "UniEP's test": (1536, 480, 64, 8),
     "Qwen3-30B": (2048, 768, 128, 8),
-    "FlashComm's test": (5120, 2560, 160, 8),
+    "160 experts": (5120, 2560, 160, 8),
     "Mixtral": (4096, 14336, 8, 2),
 }
 
@@ -94,5 +94,5 @@ def drawn_case(seed: int, deduplicate: bool = False) -> Case:
         deduplicate=deduplicate,
     )
     name = one_of(*SHAPES)
-    tokens = one_of(500, 1000) if name in ("FlashComm's test", "Mixtral") else one_of(500, 1000, 2000)
+    tokens = one_of(500, 1000) if name in ("160 experts", "Mixtral") else one_of(500, 1000, 2000)
     return Case(name, one_of(1, 2, 4, 8), tokens, one_of(0.0, 0.5, 1.0), overlap, one_of(True, False))

@@ -62,7 +62,7 @@ OF_BOTH = pytest.mark.parametrize("of", [mega_pass, lambda *layer: tile_pass(*la
 
 @OF_BOTH
 @pytest.mark.parametrize(("num_ranks", "skew", "scale"), [(2, 0.0, 1), (2, 1.0, 1), (8, 0.0, 10)])
-@pytest.mark.parametrize("name", ["UniEP's test", "FlashComm's test"])
+@pytest.mark.parametrize("name", ["UniEP's test", "160 experts"])
 def test_one_kernel_after_another_takes_as_long_as_sequential(of, name, num_ranks, skew, scale):
     """Without what either has of its own: kernels publish, ``Sequential`` copies. And but for the order of pulls: 13
     programs for 8 ranks, or skewed loads, have many ranks ask one source at a time, while an all-to-all uses all links.

@@ -1,0 +1,117 @@
+"""UniEP's published range (arXiv 2604.19241, abstract: 1.03x to 1.38x over the state of the art, on Hopper), simulated.
+
+A layer's forward and backward on one node: ``Sequential`` against the best of a few points of ``MegaKernel``'s search
+space, both under the same ``ClusterSpec``. The paper names neither its shapes nor its baselines in what is public; here
+are those that its authors' repository tests whole layers with (Triton-distributed, commit 1512a811), and Qwen3-30B-A3B,
+which that holds its layer against.
+
+The constants are the cluster's: matmul rate, memory, NVLink, multiprocessors, microseconds of a launch, a flag and a
+message, and ``copy_share``, which neither of the two uses. None is fitted to the range.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import product
+
+import numpy as np
+
+from moesys.config import ClusterSpec, MegaKernel, ModelShape, Strategy
+from moesys.layout import TokenPlan
+from moesys.load import LoadMatrix
+from moesys.overlap.mega_simulator import mega_pass
+from moesys.overlap.simulator import simulate_step
+from moesys.step import plan_layer
+
+PUBLISHED = (1.03, 1.38)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """``tokens`` of each rank."""
+
+    name: str
+    model: ModelShape
+    tokens: int
+
+
+def _layer(name: str, hidden: int, width: int, experts: int, top_k: int, tokens: int) -> Layer:
+    model = ModelShape(hidden_size=hidden, intermediate_size=width, num_experts=experts, top_k=top_k, dtype="bfloat16")
+    return Layer(name, model, tokens)
+
+
+LAYERS = (
+    _layer("mega EP test", 1536, 480, 64, 8, 1024),
+    _layer("mega EP test", 1536, 480, 64, 8, 8192),
+    _layer("mega EP test", 1536, 480, 64, 8, 32768),
+    _layer("FlashComm overlap test", 8192, 2560, 160, 8, 4096),
+    _layer("Qwen3-30B-A3B", 2048, 768, 128, 8, 8192),
+)
+
+POINTS = tuple(
+    MegaKernel(dispatch_share=dispatch, combine_share=combine, deduplicate=deduplicate)
+    for dispatch, combine, deduplicate in product((0.0, 0.25, 0.5), (0.0, 0.1, 0.25), (False, True))
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """Milliseconds of one layer's forward and backward; ``best``: the point of the search space that is quickest."""
+
+    layer: Layer
+    sequential_ms: float
+    mega_ms: float
+    best: MegaKernel
+
+    @property
+    def ratio(self) -> float:
+        return self.sequential_ms / self.mega_ms
+
+
+def uniep_rows(
+    cluster: ClusterSpec, layers: Sequence[Layer] = LAYERS, points: Sequence[MegaKernel] = POINTS, seed: int = 0
+) -> list[Row]:
+    """Of each layer, with experts that are equally popular and tokens that choose them by chance."""
+    rows = []
+    for layer in layers:
+        strategy, numbers = Strategy(name="sequential"), np.random.default_rng(seed)
+        even_E = np.full(layer.model.num_experts, 1 / layer.model.num_experts)
+        load = LoadMatrix(numbers.multinomial(layer.tokens * layer.model.top_k, even_E, size=cluster.num_ranks))
+        plan = plan_layer(strategy, layer.model, cluster, load).tokens
+        timeline = simulate_step(strategy, layer.model, cluster, [plan])
+        # Whatever the overlap, nobody knows what comes before all have said what they send.
+        counts_ms = sum(span.duration_us for span in timeline.of("counts", rank=0)) / 1000
+        mega_ms = [counts_ms + _mega_ms(point, layer.model, cluster, plan) for point in points]
+        best = int(np.argmin(mega_ms))
+        rows.append(Row(layer, timeline.length_us / 1000, mega_ms[best], points[best]))
+    return rows
+
+
+def _mega_ms(overlap: MegaKernel, model: ModelShape, cluster: ClusterSpec, plan: TokenPlan) -> float:
+    start_R = np.zeros(cluster.num_ranks)
+    for backward in (False, True):
+        start_R = mega_pass(overlap, model, cluster, plan, start_R, backward).end_R
+    return float(start_R.max()) * 1000
+
+
+def uniep_table(rows: Sequence[Row], cluster: ClusterSpec) -> str:
+    """Markdown: published beside simulated."""
+    low, high = PUBLISHED
+    lines = [
+        f"SIMULATED, {cluster.name or f'{cluster.num_ranks} ranks'}; published: {low}x to {high}x",
+        "",
+        "| layer | H, I, E, K | tokens a rank | sequential ms | MegaKernel ms | ratio | best point |",
+        "|---|---|---:|---:|---:|---:|---|",
+    ]
+    for row in rows:
+        model = row.layer.model
+        sizes = f"{model.hidden_size}, {model.intermediate_size}, {model.num_experts}, {model.top_k}"
+        point = ", ".join(
+            f"{name}={getattr(row.best, name)}" for name in ("dispatch_share", "combine_share", "deduplicate")
+        )
+        lines.append(
+            f"| {row.layer.name} | {sizes} | {row.layer.tokens} | {row.sequential_ms:.3f} | {row.mega_ms:.3f} | "
+            f"{row.ratio:.2f} | {point} |"
+        )
+    return "\n".join(lines)
