@@ -43,6 +43,13 @@ class Training(Declared):
         False,
         description="nodes are network namespaces of this machine, as far apart as the cluster declares",
     )
+    device: Literal["cpu", "cuda"] = Field("cpu", description="where ranks compute; cuda: each on a GPU of its host")
+
+    @model_validator(mode="after")
+    def _interprets_on_the_cpu(self) -> Self:
+        if self.interpret and self.device != "cpu":
+            raise ValueError(f"interpret=True runs kernels on the CPU, so device={self.device!r} is not used; drop one")
+        return self
 
 
 class Simulated(Declared):

@@ -1,7 +1,8 @@
 """``moesys demo``: four strategies train side by side on this machine, and their routing is replayed on 32 GPUs.
 
 The same four in both tables: experts whole on their owners, or fully sharded under a layout that follows the load; each
-of them in sequence, or in two chunks whose communication overlaps with computing.
+of them in sequence, or in two chunks whose communication overlaps with computing. Where torch finds a GPU, ranks train
+there, and two more have MegaKernels.
 """
 
 from __future__ import annotations
@@ -10,7 +11,18 @@ import sys
 from pathlib import Path
 
 from moesys import presets
-from moesys.config import ClusterSpec, Ep, FlowSplit, Fsep, Greedy, ModelShape, Pipelined, Strategy
+from moesys.config import (
+    ClusterSpec,
+    Ep,
+    FlowSplit,
+    Fsep,
+    Greedy,
+    MegaKernel,
+    ModelShape,
+    Pipelined,
+    Sequential,
+    Strategy,
+)
 from moesys.experiment import Experiment, Replay, Training
 from moesys.lab.commands import refused
 from moesys.lab.commands.compare import report
@@ -33,14 +45,27 @@ LARGE_MODEL = presets.LAER_E8K2.replace(num_experts=16)
 
 
 def training_experiment() -> Experiment:
-    """Real training on four local ranks: a byte-level language model with two layers of 16 experts."""
+    """Real training on four local ranks: a byte-level language model with two layers of 16 experts; on GPUs where there
+    are any, and then also with MegaKernels.
+    """
+    # Not at the top: the command line imports this, and need not wait for torch.
+    from moesys.train.device import best_device
+
+    device = best_device()
+    strategies = _strategies(Ep(), Fsep(slots_per_rank=5, prefetch_layers=1, delay_reshard=True))
+    if device == "cuda":
+        strategies += tuple(
+            one.replace(name=f"{one.name}+mega", overlap=MegaKernel())
+            for one in strategies
+            if isinstance(one.overlap, Sequential)
+        )
     return Experiment(
         name="demo",
-        description="Four strategies train the same small language model on the same text.",
+        description=f"{len(strategies)} strategies train the same small language model on the same text.",
         model=MODEL,
         cluster=CLUSTER,
-        strategies=_strategies(Ep(), Fsep(slots_per_rank=5, prefetch_layers=1, delay_reshard=True)),
-        workload=Training(num_layers=2, context=64, batch=4, warmup=8, steps=5 * FOLD),
+        strategies=strategies,
+        workload=Training(num_layers=2, context=64, batch=4, warmup=8, steps=5 * FOLD, device=device),
         seeds=SEEDS,
     )
 
@@ -66,7 +91,9 @@ def demo(out: Path, fresh: bool = False) -> int:
     try:
         # hidden, so that ``compare runs/*`` does not take it for a run folder
         traces = out.resolve() / ".demo-traces"
-        trained = _run(training_experiment(), out, fresh, record_routing=traces / TRACE)
+        training = training_experiment()
+        print(_where(training))
+        trained = _run(training, out, fresh, record_routing=traces / TRACE)
         if trained.failed:
             return trained.exit_code
         print()
@@ -82,6 +109,15 @@ def demo(out: Path, fresh: bool = False) -> int:
         if path.suffix == ".png":
             print(f"  {path}")
     return replayed.exit_code
+
+
+def _where(training: Experiment) -> str:
+    """What this machine lets the demo show."""
+    assert isinstance(training.workload, Training)
+    if training.workload.device == "cpu":
+        return "no GPU here: four strategies train on the CPU, and MegaKernels are left out"
+    names = ", ".join(one.name for one in training.strategies if isinstance(one.overlap, MegaKernel))
+    return f"training on GPUs, with MegaKernels too: {names}"
 
 
 def _strategies(ep: Ep, fsep: Fsep) -> tuple[Strategy, ...]:

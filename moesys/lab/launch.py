@@ -30,6 +30,8 @@ _TRIAL_TIMEOUT_S = 24 * 3600.0
 _POLL_S = 0.01
 # Read when Triton is loaded.
 _INTERPRETING = {"TRITON_INTERPRET": "1"}
+# Read when torch first maps peers' memory: more ranks than GPUs may use it.
+_SHARING_GPUS = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
@@ -69,14 +71,14 @@ def place_for(experiment: Experiment, threads: int) -> Place:
             raise ValueError("this experiment runs in the cost model, which needs no ranks; leave torchrun out")
         return CostModel()
     workload = experiment.workload
-    interpret = isinstance(workload, Training) and workload.interpret
-    if isinstance(workload, Training) and workload.shaped_links:
+    assert isinstance(workload, Training)
+    if workload.shaped_links:
         if joins:
             raise ValueError("shaped_links=True puts ranks into hosts of its own making; leave torchrun out")
         if reason := lacks():
             raise ValueError(f"shaped_links=True cannot be had: {reason}; or use shaped_links=False")
-        return SpawnedRanks(experiment.cluster.num_ranks, threads, interpret, experiment.cluster)
-    return (JoinedRanks if joins else SpawnedRanks)(experiment.cluster.num_ranks, threads, interpret)
+        return SpawnedRanks(experiment.cluster.num_ranks, threads, workload, experiment.cluster)
+    return (JoinedRanks if joins else SpawnedRanks)(experiment.cluster.num_ranks, threads, workload)
 
 
 def shaped_cluster(cluster: ClusterSpec) -> AbstractContextManager[ShapedLinks]:
@@ -115,11 +117,12 @@ class CostModel(_OneProcess):
 class SpawnedRanks(_OneProcess):
     """Processes of this machine, started with the first trial and kept for all; after a failure they start anew.
 
-    ``interpret``: kernels run in Triton's interpreter. ``hosts``: a cluster whose nodes are hosts with shaped links.
+    ``hosts``: a cluster whose nodes are hosts with shaped links.
     """
 
-    def __init__(self, num_ranks: int, threads: int, interpret: bool = False, hosts: ClusterSpec | None = None) -> None:
-        self._num_ranks, self._threads, self._interpret, self._hosts = num_ranks, threads, interpret, hosts
+    def __init__(self, num_ranks: int, threads: int, workload: Training, hosts: ClusterSpec | None = None) -> None:
+        self._num_ranks, self._threads, self._workload, self._hosts = num_ranks, threads, workload, hosts
+        self._backend = _backend_of(workload, num_ranks)
         self._ranks: LocalRanks | None = None
         self._opened = ExitStack()
 
@@ -139,9 +142,10 @@ class SpawnedRanks(_OneProcess):
                 threads=self._threads,
                 timeout_s=_TRIAL_TIMEOUT_S,
                 collective_timeout_s=_COLLECTIVE_TIMEOUT_S,
-                environment=_INTERPRETING if self._interpret else {},
+                environment=_environment_of(self._workload),
                 preload=("moesys.lab.trials", "moesys.train.loop"),
                 network=network,
+                backend=self._backend,
             )
             self._opened.callback(self._ranks.close)
         try:
@@ -160,9 +164,8 @@ class JoinedRanks:
     What ranks tell each other between trials goes through torchrun's store, which no failed collective can block.
     """
 
-    def __init__(self, num_ranks: int, threads: int, interpret: bool = False) -> None:
-        if interpret:
-            os.environ.update(_INTERPRETING)
+    def __init__(self, num_ranks: int, threads: int, workload: Training) -> None:
+        os.environ.update(_environment_of(workload))
         world_size = int(os.environ["WORLD_SIZE"])
         if world_size != num_ranks:
             raise ValueError(
@@ -172,6 +175,7 @@ class JoinedRanks:
         import torch
         import torch.distributed as dist
 
+        self._backend = _backend_of(workload, int(os.environ.get("LOCAL_WORLD_SIZE", world_size)))
         if os.environ.get("LOCAL_WORLD_SIZE") == os.environ["WORLD_SIZE"]:
             # On one host gloo would take the interface of the host name, which on many laptops is none that works.
             os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
@@ -209,7 +213,7 @@ class JoinedRanks:
         measurement, reason, trace = None, "", ""
         try:
             self._dist.init_process_group(
-                "gloo",
+                self._backend,
                 store=self._dist.PrefixStore(f"run{self._num_runs}", self._store),
                 rank=self._rank,
                 world_size=self._num_ranks,
@@ -245,6 +249,23 @@ class JoinedRanks:
         while not self._store.check(keys):
             time.sleep(_POLL_S)
         return [pickle.loads(self._store.get(key)) for key in keys]
+
+
+def _environment_of(workload: Training) -> dict[str, str]:
+    """What ranks must have before they load anything."""
+    if workload.device == "cuda":
+        return _SHARING_GPUS
+    return _INTERPRETING if workload.interpret else {}
+
+
+def _backend_of(workload: Training, ranks_of_host: int) -> str:
+    """Raises ValueError for GPUs where there are none."""
+    if workload.device == "cpu":
+        return "gloo"
+    # Not at the top: whoever has nothing left to run need not wait for torch.
+    from moesys.train.device import gpu_backend
+
+    return gpu_backend(ranks_of_host)
 
 
 def _arguments(trial: Trial, experiment: Experiment) -> tuple[Strategy, ModelShape, ClusterSpec, Training, int]:

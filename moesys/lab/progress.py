@@ -211,5 +211,7 @@ def _median_ms(record: Record) -> float:
 
 def _opening(experiment: Experiment, num_recorded: int, num_left: int) -> str:
     recorded = f", {num_recorded} recorded already" if num_recorded else ""
-    where = f"on {experiment.cluster.num_ranks} ranks" if experiment.source == "measured" else "in the cost model"
+    on_gpus = " on GPUs" if isinstance(experiment.workload, Training) and experiment.workload.device == "cuda" else ""
+    measured = experiment.source == "measured"
+    where = f"on {experiment.cluster.num_ranks} ranks{on_gpus}" if measured else "in the cost model"
     return f"{experiment.name}: {num_left} trials to run {where}{recorded}"

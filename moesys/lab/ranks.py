@@ -95,7 +95,7 @@ class RankError(RuntimeError):
 
 
 class LocalRanks:
-    """Processes on this machine that run functions as the ranks of a gloo group.
+    """Processes on this machine that run functions as the ranks of a process group.
 
     ```python
     def total(value: float) -> float:
@@ -127,6 +127,7 @@ class LocalRanks:
         preload: modules to import once, ahead of all ranks, beside torch and numpy; heeded only by the first pool that
             this process starts.
         network: the hosts that ranks live on (`shaped_links`), as long as the pool does; None: this machine itself.
+        backend: of the group, as `dist.init_process_group` knows it.
 
     Raises:
         ValueError: `num_ranks` or `threads` is below 1, or `network` has places for another number of ranks.
@@ -144,6 +145,7 @@ class LocalRanks:
         environment: Mapping[str, str] | None = None,
         preload: Sequence[str] = (),
         network: RankNetwork | None = None,
+        backend: str = "gloo",
     ) -> None:
         for name, value in (("num_ranks", num_ranks), ("threads", threads)):
             if value < 1:
@@ -162,6 +164,7 @@ class LocalRanks:
         self._environment = {**(environment or {}), **dict.fromkeys(_THREAD_VARIABLES, "1")}
         self._preload = tuple(preload)
         self._network = network
+        self._backend = backend
         self._num_runs = 0
         self._store: dist.TCPStore | None = None
         self._processes: dict[int, _RankProcess] = {}
@@ -267,6 +270,7 @@ class LocalRanks:
                     timedelta(seconds=self._collective_timeout_s),
                     self._setup,
                     self._network,
+                    self._backend,
                 )
                 self._processes[rank] = _RankProcess.start(settings)
 
@@ -365,6 +369,7 @@ class _Settings:
     collective_timeout: timedelta
     setup: Callable[[], None] | None
     network: RankNetwork | None
+    backend: str
 
 
 @dataclass(frozen=True)
@@ -539,7 +544,7 @@ def _answer(job: _Job, settings: _Settings, store: dist.Store, setup: Callable[[
             setup()
         fn, args = pickle.loads(job.call)
         dist.init_process_group(
-            "gloo",
+            settings.backend,
             store=dist.PrefixStore(f"run{job.run}", store),
             rank=settings.rank,
             world_size=job.num_ranks,

@@ -26,6 +26,7 @@ from moesys.moe.gradients import clip_grad_norm_, expert_group, sync_gradients, 
 from moesys.moe.router import router_loss
 from moesys.moe.runtime import MoERuntime, link
 from moesys.step import LayerPlan
+from moesys.train.device import device_of
 from moesys.train.model import LanguageModel
 from moesys.train.text import Text, load_text
 
@@ -96,7 +97,10 @@ class _Trainer:
         group: dist.ProcessGroup | None,
     ) -> None:
         self.workload, self.seed = workload, seed
-        self.model = LanguageModel(shape, strategy, workload, seed, cluster=cluster, group=group)
+        self.device = device_of(workload.device, dist.get_rank() if dist.is_initialized() else 0)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        self.model = LanguageModel(shape, strategy, workload, seed, cluster=cluster, group=group, device=self.device)
         self.group = expert_group(self.model)
         self.rank = dist.get_rank(self.group) if self.group is not None else 0
         self.text = self._agreed(load_text())
@@ -123,6 +127,8 @@ class _Trainer:
             dist.barrier(self.group)
         begin_ns = time.perf_counter_ns()
         loss, plans_ML = self._update(batches)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         step_ms = (time.perf_counter_ns() - begin_ns) / 1e6
         return self._result(step, step_ms, loss, plans_ML)
 
@@ -134,8 +140,9 @@ class _Trainer:
         plans_ML = []
         self.optimizer.zero_grad()
         for inputs_BC, targets_BC in batches:
-            logits_BCV = self.model(inputs_BC)
-            nats_N = functional.cross_entropy(logits_BCV.flatten(0, 1), targets_BC.flatten(), reduction="none")
+            logits_BCV = self.model(inputs_BC.to(self.device))
+            targets_N = targets_BC.flatten().to(self.device)
+            nats_N = functional.cross_entropy(logits_BCV.flatten(0, 1), targets_N, reduction="none")
             part = nats_N.double().sum() / num_tokens
             # Gradients are summed over ranks and micro-batches, and each has a router loss that is a mean already.
             (part + router_loss(self.model) / (num_ranks * len(batches))).backward()

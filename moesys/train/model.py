@@ -28,8 +28,8 @@ class LanguageModel(nn.Module):
     """Logits of the next byte, float32 [B, C, V], from bytes, int64 [B, C].
 
     Embeddings of bytes and places, ``num_layers`` blocks, a norm and a head of its own; pre-norm residual blocks of
-    causal attention and a ``MoELayer`` of ``model`` under ``strategy``. ``cluster`` and ``group`` are those of
-    ``MoELayer``. With ``workload.recompute`` blocks keep their inputs only and run again in backward.
+    causal attention and a ``MoELayer`` of ``model`` under ``strategy``. ``cluster``, ``group`` and ``device``
+    are those of ``MoELayer``. With ``workload.recompute`` blocks keep their inputs only and run again in backward.
 
     Parameters are float32 and start from ``seed`` and their names alone: not from ranks, not from the strategy. All
     but the experts are replicated on every rank. Raises ValueError where the heads do not divide the hidden size.
@@ -44,6 +44,7 @@ class LanguageModel(nn.Module):
         *,
         cluster: ClusterSpec | None = None,
         group: dist.ProcessGroup | DeviceMesh | None = None,
+        device: torch.device | None = None,
     ) -> None:
         super().__init__()
         H = model.hidden_size
@@ -55,13 +56,16 @@ class LanguageModel(nn.Module):
         self.blocks = nn.ModuleList(
             Block(
                 workload.num_heads,
-                MoELayer(model, strategy, group, cluster=cluster, layer_index=index, seed=seed),
+                MoELayer(model, strategy, group, cluster=cluster, layer_index=index, seed=seed, device=device),
             )
             for index in range(workload.num_layers)
         )
         self.norm = nn.RMSNorm(H, dtype=PARAMETER_DTYPE)
         self.head = nn.Linear(H, VOCABULARY, bias=False, dtype=PARAMETER_DTYPE)
         self._draw(model.initializer_range, seed)
+        # Drawn on the CPU, so that every device starts from the same weights.
+        if device is not None and device.type != "cpu":
+            self.to(device)
 
     @torch.no_grad()
     def _draw(self, std: float, seed: int) -> None:

@@ -53,7 +53,7 @@ def test_the_demo_trains_replays_draws_and_resumes(tmp_path, capsys):
 
 def test_full_size_experiments_can_be_told_apart_and_paired(tmp_path):
     training, replay = demo.training_experiment(), demo.replay_experiment(tmp_path)
-    assert [s.name for s in training.strategies] == [s.name for s in replay.strategies]
+    assert [s.name for s in training.strategies][:4] == [s.name for s in replay.strategies]
     assert training.model.num_experts == replay.model.num_experts
     folded = training.workload.steps * training.workload.micro_batches // demo.FOLD
     assert replay.cluster.num_ranks == demo.FOLD * training.cluster.num_ranks

@@ -1,0 +1,94 @@
+"""Where ranks train: which GPU is whose, what carries messages, and what is refused. No GPU is needed to know."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import moesys as ms
+from moesys.lab import demo
+from moesys.lab.files import load_experiment
+from moesys.lab.launch import place_for
+from moesys.train import device
+from moesys.train.device import best_device, device_of, gpu_backend
+
+
+@pytest.fixture
+def gpus(monkeypatch):
+    """A machine with so many GPUs, as far as torch says."""
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+
+    def have(count: int) -> None:
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+
+    return have
+
+
+def test_gpus_are_dealt_in_turn_and_shared_where_they_are_fewer(gpus, monkeypatch):
+    gpus(2)
+    assert [device_of("cuda", rank).index for rank in range(5)] == [0, 1, 0, 1, 0]
+    assert device_of("cpu", 3) == torch.device("cpu")
+    # The second host of several.
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert device_of("cuda", 8).index == 1
+    assert (gpu_backend(2), gpu_backend(3)) == ("cpu:gloo,cuda:nccl", "gloo")
+
+
+def test_training_on_gpus_that_are_not_there_is_refused_before_any_trial(gpus, tmp_path):
+    gpus(0)
+    assert best_device() == "cpu"
+    on_gpus = demo.training_experiment()
+    assert on_gpus.workload.device == "cpu"
+    on_gpus = on_gpus.replace(workload=on_gpus.workload.replace(device="cuda"))
+    with pytest.raises(ValueError, match="device='cuda' trains on GPUs, and torch finds none here; use device='cpu'"):
+        ms.run(on_gpus, tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_the_interpreter_runs_on_the_cpu():
+    with pytest.raises(ValueError, match="interpret=True runs kernels on the CPU"):
+        ms.Training(interpret=True, device="cuda")
+
+
+def test_ranks_that_share_gpus_may_map_each_others_memory(gpus, monkeypatch):
+    started = {}
+    monkeypatch.setattr("moesys.lab.ranks.LocalRanks", lambda *sizes, **options: started.update(options) or _Refusing())
+    gpus(1)
+    experiment = demo.training_experiment()
+    with pytest.raises(_StartedError):
+        place_for(experiment, threads=1).run(experiment.trials()[0], experiment, lambda: None)
+    assert started["backend"] == "gloo"
+    assert started["environment"] == {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
+
+
+class _StartedError(Exception):
+    pass
+
+
+class _Refusing:
+    def run(self, *_: object) -> None:
+        raise _StartedError
+
+
+@pytest.mark.parametrize("show", ["demo", "overlap_ablation"])
+def test_what_shows_overlap_shows_mega_kernels_where_a_gpu_is(gpus, show, pytestconfig):
+    def experiment() -> ms.Experiment:
+        if show == "demo":
+            return demo.training_experiment()
+        return load_experiment(pytestconfig.rootpath / "experiments" / f"{show}.py")
+
+    def fused(experiment: ms.Experiment) -> list[str]:
+        return [one.name for one in experiment.strategies if isinstance(one.overlap, ms.MegaKernel)]
+
+    gpus(0)
+    without = experiment()
+    gpus(4)
+    shown = experiment()
+    assert (without.workload.device, fused(without)) == ("cpu", [])
+    assert shown.workload.device == "cuda"
+    assert fused(shown) == (["ep+mega", "fsep+mega"] if show == "demo" else ["ep/mega", "fsep/mega"])
+    # The rest is the same, so that rows can be found again.
+    rest = [one for one in shown.strategies if not isinstance(one.overlap, ms.MegaKernel)]
+    assert rest == list(without.strategies)
+    assert device.best_device() == "cuda"
