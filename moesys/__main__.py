@@ -504,6 +504,23 @@ def bench_shaped(
     raise typer.Exit(shaped.main(asked, repeats=repeats, out=out, json_path=json))
 
 
+@bench.command("simulate")
+def bench_simulate(
+    overlap: Annotated[str, typer.Option(help="sequential, pipelined, mega_kernel or all.")] = "sequential",
+    most_ranks: Annotated[int, typer.Option(min=1, help="Leave larger clusters out.")] = 1024,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed repetitions.")] = 3,
+    json: ResultFile = None,
+) -> None:
+    """Time the simulator: one layer on 32 ranks, 32 layers on up to 1,024."""
+    from moesys.lab.bench import simulate as bench_of
+
+    try:
+        bench_of.select(overlap)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    raise typer.Exit(bench_of.main(overlap, most_ranks=most_ranks, repeats=repeats, json_path=json))
+
+
 def main() -> None:
     app()
 
