@@ -109,12 +109,12 @@ def test_another_folder_or_seed_gives_the_same_costs(tmp_path):
 
 
 def test_a_killed_tuning_goes_on_where_it_was(tmp_path):
-    experiment = simulation(workload=simulation().workload.replace(steps=6))
+    experiment = simulation(workload=simulation().workload.replace(steps=4))
     file, space = written(tmp_path, experiment, SPACE)
-    whole = tune(experiment, SPACE, out=tmp_path / "whole", budget=16)
+    whole = tune(experiment, SPACE, out=tmp_path / "whole", budget=12)
     lines = journal_of(tmp_path / "whole")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    command = [sys.executable, "-m", "moesys", "tune", str(file), "--space", str(space), "--budget", "16"]
+    command = [sys.executable, "-m", "moesys", "tune", str(file), "--space", str(space), "--budget", "12"]
     command += ["--out", str(tmp_path / "killed")]
     runner = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     deadline_s = time.monotonic() + 120
@@ -127,7 +127,7 @@ def test_a_killed_tuning_goes_on_where_it_was(tmp_path):
     runner.stderr.close()
     kept = journal_of(tmp_path / "killed")
     assert 0 < len(kept) < len(lines)
-    resumed = tune(experiment, SPACE, out=tmp_path / "killed", budget=16)
+    resumed = tune(experiment, SPACE, out=tmp_path / "killed", budget=12)
     # No cost was found out twice, and the end is the same.
     assert journal_of(tmp_path / "killed") == lines
     assert lines[: len(kept)] == kept

@@ -43,7 +43,7 @@ def searched(workload, space: Space = SMALL, budget: int = 16, seed: int = 0, **
 def test_the_pick_is_within_5_percent_of_all_points(cluster, skew):
     space, budget, seeds = (SPACE, 32, range(6)) if SWEEP else (SMALL, 8, range(2))
     for tokens_per_rank in (512, 4096) if SWEEP else (512,):
-        workload = drawn(cluster, skew, tokens_per_rank)
+        workload = drawn(cluster, skew, tokens_per_rank, steps=4 if SWEEP else 3)
         step_ms = exhausted(workload, space)
         for seed in seeds:
             found = searched(workload, space, budget, seed)
