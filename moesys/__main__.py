@@ -359,6 +359,40 @@ def bench_overlap(
     raise typer.Exit(overlap.main(part, num_tokens=tokens, repeats=repeats, threads=threads, json_path=json))
 
 
+ReportFolder = Annotated[
+    Path | None,
+    typer.Option(
+        "--out", metavar="DIR", help="Write the tables as a dated page into this folder.", exists=True, file_okay=False
+    ),
+]
+
+
+@bench.command("reproduce")
+def bench_reproduce(
+    out: ReportFolder = None,
+    planners: Annotated[bool, typer.Option(help="Time planners too, the one part that is measured.")] = True,
+    fit: Annotated[bool, typer.Option("--fit", help="Fit the free constants again, for minutes.")] = False,
+) -> None:
+    """Simulate LAER-MoE's published measurements, with the error of every figure.
+
+    24 rows of three methods, breakdown, ablation; the constants and their sources.
+    """
+    from moesys.lab.bench import reproduce_main
+
+    raise typer.Exit(reproduce_main.main(out, with_planners=planners, with_fit=fit))
+
+
+@bench.command("beyond")
+def bench_beyond(out: ReportFolder = None) -> None:
+    """Simulate what lies beyond LAER-MoE: on its 24 rows, and on three models and 8 to 1,024 GPUs.
+
+    Stage by stage: static, LAER's layout, flow split, our layout, overlap.
+    """
+    from moesys.lab.bench import beyond_report
+
+    raise typer.Exit(beyond_report.main(out))
+
+
 @bench.command("planner")
 def bench_planner(
     trace: Annotated[Path | None, typer.Option(help="Replay this trace; docs/traces.md says how to make one.")] = None,

@@ -1,0 +1,100 @@
+"""What lies beyond LAER-MoE: its 24 rows with our split, our layouts and overlap, one after another.
+
+Everything but what a stage names stays as LAER-MoE has it: hardware, attention, dispatcher, recomputation, traffic of
+parameters; drawn routing and constants are those of ``moesys bench reproduce``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from moesys.config import Overlap, Pipelined, Sequential
+from moesys.lab.bench.laer_constants import CONSTANTS
+from moesys.lab.bench.laer_plans import ROW_ITERATIONS, Planner, Plans, mean_max_over_mean
+from moesys.lab.bench.laer_published import ROWS
+from moesys.lab.bench.laer_step import MODELS, Constants, LaerModel, Seconds, laer_strategy
+from moesys.lab.bench.reproduce import SEEDS, mean_seconds, planned
+
+_SEQUENTIAL = Sequential()
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A step of the waterfall: what differs from the stage before is in its name."""
+
+    name: str
+    planner: Planner
+    overlap: Overlap = _SEQUENTIAL
+    gradient_bytes: int = 2
+
+
+STAGES = (
+    Stage("static", "FSDP+EP"),
+    Stage("LAER's layout", "LAER"),
+    Stage("flow split", "LAER, flow"),
+    Stage("our layout", "greedy, flow"),
+    Stage("overlap: unified", "greedy, flow", Pipelined(chunks=4)),
+    Stage("its gradients in float32", "greedy, flow", Pipelined(chunks=4), gradient_bytes=4),
+)
+LAER_STAGE, UNIFIED_STAGE = 1, 4
+
+
+@dataclass(frozen=True)
+class Fall:
+    """A shape at a stage. inter_node_share: of the routed rows."""
+
+    model: str
+    stage: Stage
+    seconds: Seconds
+    max_over_mean: float
+    inter_node_share: float
+
+
+@dataclass(frozen=True)
+class Beyond:
+    """All shapes at all stages."""
+
+    falls: tuple[Fall, ...]
+
+    def of(self, model: LaerModel, stage: Stage) -> Fall:
+        return next(fall for fall in self.falls if MODELS[fall.model] == model and fall.stage == stage)
+
+    def geometric_mean(self, stage: Stage, over: Stage) -> float:
+        """Over the 24 rows: how many times the seconds of ``over`` are those of ``stage``."""
+        ratios = [
+            self.of(MODELS[row.model], over).seconds.total / self.of(MODELS[row.model], stage).seconds.total
+            for row in ROWS
+        ]
+        return math.exp(sum(map(math.log, ratios)) / len(ratios))
+
+
+def beyond(
+    constants: Constants = CONSTANTS,
+    seeds: Sequence[int] = SEEDS,
+    iterations: Sequence[int] = ROW_ITERATIONS,
+    tell: Callable[[str], None] | None = None,
+) -> Beyond:
+    """The waterfall of every shape; the same arguments give the same figures."""
+    planners = tuple(dict.fromkeys(stage.planner for stage in STAGES))
+    found = planned(planners, constants, seeds, iterations=iterations, tell=tell)
+    falls = []
+    for model, name in {model: name for name, model in reversed(MODELS.items())}.items():
+        if tell:
+            tell(f"stages of {name}")
+        for stage in STAGES:
+            plans = found[model.setting, stage.planner]
+            strategy = laer_strategy(model).replace(overlap=stage.overlap)
+            changed = replace(model, gradient_bytes=stage.gradient_bytes)
+            seconds = mean_seconds(changed, constants, plans, iterations, strategy=strategy)
+            falls.append(
+                Fall(name, stage, seconds, mean_max_over_mean(plans, iterations), _inter_node_share(plans, constants))
+            )
+    return Beyond(tuple(falls))
+
+
+def _inter_node_share(found: Sequence[Plans], constants: Constants) -> float:
+    nodes = constants.cluster.node_of_rank
+    plans = [plan for of_seed in found for parts in of_seed.values() for part in parts for plan in part]
+    return sum(plan.inter_node_tokens(nodes) for plan in plans) / sum(plan.load.total for plan in plans)
