@@ -1,6 +1,9 @@
 # The torch to install: the pin takes the CPU build where there is one. On a GPU machine: make test TORCH='torch>=2.11,<2.14'
 TORCH ?= torch==2.13.0
 PYTHON ?= python3
+# Files of tests that run at once: many wait for ranks, so that two fill two cores.
+WORKERS ?= 2
+PYTEST = $(BIN)/pytest -n $(WORKERS) --dist loadfile
 BIN := .venv/bin
 
 .PHONY: demo test test-all lint
@@ -9,10 +12,10 @@ demo: .venv/installed
 	$(BIN)/python -m moesys demo
 
 test: lint
-	$(BIN)/pytest
+	$(PYTEST)
 
 test-all: lint
-	MOESYS_SWEEP=1 $(BIN)/pytest
+	MOESYS_SWEEP=1 $(PYTEST)
 
 lint: .venv/installed
 	$(BIN)/ruff check

@@ -19,6 +19,8 @@ def pytest_configure() -> None:
     torch.set_num_threads(1)
     # before any kernel is imported: there is no GPU here
     os.environ["TRITON_INTERPRET"] = "1"
+    # a terminal's width would cut tables, and workers of pytest-xdist inherit one
+    os.environ.pop("COLUMNS", None)
     shared: dict[str, Any] = {"deadline": None, "derandomize": bool(os.environ.get("CI"))}
     settings.register_profile("quick", max_examples=25, **shared)
     settings.register_profile("sweep", max_examples=400, **shared)

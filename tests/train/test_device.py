@@ -70,6 +70,8 @@ class _Refusing:
     def run(self, *_: object) -> None:
         raise _StartedError
 
+    def close(self) -> None: ...
+
 
 @pytest.mark.parametrize("show", ["demo", "overlap_ablation"])
 def test_what_shows_overlap_shows_mega_kernels_where_a_gpu_is(gpus, show, pytestconfig):
