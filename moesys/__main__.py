@@ -382,6 +382,14 @@ def bench_reproduce(
     raise typer.Exit(reproduce_main.main(out, with_planners=planners, with_fit=fit))
 
 
+@bench.command("uniep")
+def bench_uniep(out: ReportFolder = None) -> None:
+    """Simulate MegaKernels against one stage after another on Hopper, beside the range that UniEP published."""
+    from moesys.lab.bench import uniep_report
+
+    raise typer.Exit(uniep_report.main(out))
+
+
 @bench.command("beyond")
 def bench_beyond(out: ReportFolder = None) -> None:
     """Simulate what lies beyond LAER-MoE: on its 24 rows, and on three models and 8 to 1,024 GPUs.

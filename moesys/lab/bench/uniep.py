@@ -94,26 +94,3 @@ def uniep_rows(
         best = int(np.argmin(mega_ms))
         rows.append(Row(layer, step_ms(Sequential()), step_ms(APART), mega_ms[best], points[best]))
     return rows
-
-
-def uniep_table(rows: Sequence[Row], cluster: ClusterSpec) -> str:
-    """Markdown: published beside simulated."""
-    low, high = PUBLISHED
-    lines = [
-        f"SIMULATED, {cluster.name or f'{cluster.num_ranks} ranks'}; published: {low}x to {high}x",
-        "",
-        "| layer | H, I, E, K | tokens a rank | sequential ms | kernels apart ms | MegaKernel ms | to sequential "
-        "| to apart | best point |",
-        "|---|---|---:|---:|---:|---:|---:|---:|---|",
-    ]
-    for row in rows:
-        model = row.layer.model
-        sizes = f"{model.hidden_size}, {model.intermediate_size}, {model.num_experts}, {model.top_k}"
-        point = ", ".join(
-            f"{name}={getattr(row.best, name)}" for name in ("dispatch_share", "combine_share", "deduplicate")
-        )
-        lines.append(
-            f"| {row.layer.name} | {sizes} | {row.layer.tokens} | {row.sequential_ms:.3f} | "
-            f"{row.apart_ms:.3f} | {row.mega_ms:.3f} | {row.ratio:.2f} | {row.apart_ms / row.mega_ms:.2f} | {point} |"
-        )
-    return "\n".join(lines)
