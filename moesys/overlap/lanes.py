@@ -89,9 +89,11 @@ class Lanes:
             until_R = np.maximum(until_R, at_R)
             beside_R = ((start_FR <= at_R) & (at_R < end_FR)).any(axis=0)
             rate_R = np.where(beside_R, 1 - self._copy_share, 1.0)
-            taken_R = np.minimum(left_R / rate_R, until_R - at_R)
-            left_R = left_R - taken_R * rate_R
-            at_R = np.where(left_R > 0, until_R, at_R + taken_R)
+            # Compared and not subtracted: what a rounding left over would last until the messages have moved.
+            through_R = left_R / rate_R <= until_R - at_R
+            end_R = np.where(through_R, at_R + left_R / rate_R, until_R)
+            left_R = np.where(through_R, 0.0, left_R - (until_R - at_R) * rate_R)
+            at_R = end_R
         return at_R + left_R
 
     # --- moving ---------------------------------------------------------------------------------------------
