@@ -10,7 +10,7 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, islice
+from itertools import chain, groupby, islice
 
 from moesys.config import Strategy
 from moesys.tuner.costs import Costs, Fidelity, ladder
@@ -74,7 +74,7 @@ class Search:
         self.refused: dict[str, tuple[Strategy, str]] = {}
 
     def run(self) -> SearchResult:
-        """Raises ValueError where the cost model knows none of the points."""
+        """Raises ValueError where the space has no point, or the cost model knows none."""
         alive = self._candidates()
         started = {strategy.fingerprint() for strategy in self.starts}
         for rung, fidelity in enumerate(self.rungs):
@@ -125,7 +125,17 @@ class Search:
         setting, by_fingerprint = self.costs.setting, {start.fingerprint(): start for start in self.starts}
         exhausts = self.space.num_combinations <= self.budget
         points = self.space.points(setting) if exhausts else self.space.drawn(setting, self.draws)
-        new = (point for point in points if point.fingerprint() not in by_fingerprint and self.costs.fits(point))
+        points = iter(points)
+        if (first := next(points, None)) is None:
+            raise ValueError(
+                "space has no point: no combination of its values is a Strategy for this model and cluster; "
+                "list others, such as slots_per_rank for a balance that moves experts"
+            )
+        new = (
+            point
+            for point in chain([first], points)
+            if point.fingerprint() not in by_fingerprint and self.costs.fits(point)
+        )
         for point in islice(new, max(0, self.budget - len(by_fingerprint))):
             by_fingerprint[point.fingerprint()] = point
         return list(by_fingerprint.values())

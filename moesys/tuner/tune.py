@@ -42,7 +42,8 @@ def tune_workload(
     model. memory_gb: of a rank, 1e9 bytes; None: enough. timer, trials: with both, the best are timed at last, and
     clocks decide; simulated and measured times are never in one ranking.
 
-    Raises ValueError where nothing of the space can be simulated, where the baseline cannot, or its trials fail.
+    Raises ValueError where the space has no point or nothing of it can be simulated, where the baseline cannot, or its
+    trials fail.
     """
     plans = Plans(workload, model, cluster)
     layers = plans.steps(strategies[0], workload.seeds[0], 1)[0][0].layers

@@ -209,10 +209,12 @@ def test_a_strategy_that_is_called_tuned_keeps_its_name(tmp_path):
         ("space.txt", "", "is no .json or .toml file"),
         ("space.toml", "balnce = []", "declares no space: balnce: Extra inputs are not permitted"),
         ("space.json", "{", "declares no space"),
+        ("space.toml", b"\xff", "space.toml declares no space: 'utf-8' codec"),
+        ("space.toml", 'balance = [{ kind = "greedy" }]\nsharding = [{ kind = "ep" }]', "space has no point"),
     ],
 )
 def test_a_space_that_is_none_is_told(tmp_path, capsys, name, text, reason):
-    (tmp_path / name).write_text(text)
+    (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     file, _ = written(tmp_path, simulation())
     assert tune_file(file, tmp_path / name, tmp_path) == 2
     assert reason in capsys.readouterr().err

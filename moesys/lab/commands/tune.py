@@ -77,8 +77,8 @@ def space_of(path: Path) -> Space:
     """A ``Space`` in JSON or TOML. Raises ValueError for what is none."""
     if path.suffix not in (".json", ".toml") or not path.is_file():
         raise ValueError(f"space={str(path)!r} is no .json or .toml file; give one that declares a Space")
-    text = path.read_text(encoding="utf-8")
     try:
+        text = path.read_text(encoding="utf-8")
         return Space.from_json(text) if path.suffix == ".json" else Space.from_toml(text)
-    except (tomllib.TOMLDecodeError, ValidationError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, ValidationError) as error:
         raise ValueError(f"{path} declares no space: {in_words(error)}") from None
