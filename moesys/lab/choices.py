@@ -38,8 +38,8 @@ def strategy_of(path: Path) -> Strategy:
     """A ``Strategy`` in JSON or TOML, such as ``moesys tune`` writes. Raises ValueError for what is none."""
     if path.suffix not in (".json", ".toml") or not path.is_file():
         raise ValueError(f"strategy={str(path)!r} is no .json or .toml file; give one that declares a Strategy")
-    declared = path.read_text(encoding="utf-8")
     try:
+        declared = path.read_text(encoding="utf-8")
         return Strategy.from_json(declared) if path.suffix == ".json" else Strategy.from_toml(declared)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, ValidationError) as error:
         raise ValueError(f"{path} declares no strategy: {in_words(error)}") from None

@@ -107,6 +107,14 @@ def test_traces_and_charts_are_written(tmp_path):
     assert {event["pid"] for event in trace["traceEvents"]} == {-1, 0, 1, 2, 3}
 
 
+def test_where_nothing_can_be_written_nothing_is_simulated(tmp_path):
+    (tmp_path / "found").write_text("")
+    code, output = run(written(tmp_path, declared()), "--out", tmp_path / "found")
+    assert code == 2
+    assert "SIMULATED" not in output
+    assert str(tmp_path / "found") in output.replace("\n", "")
+
+
 def test_of_many_ranks_some_are_drawn_and_those_on_the_path_first(tmp_path):
     """Rank 70 of 80 has all the rows."""
     load = np.zeros((1, 1, 80, 4), dtype=int)
@@ -134,6 +142,8 @@ def test_of_many_ranks_some_are_drawn_and_those_on_the_path_first(tmp_path):
         (["missing.json"], "missing.json is not a file"),
         (["{broken}"], "is no StepPlan: KeyError('model')"),
         (["{text}"], "is no StepPlan and no experiment"),
+        (["{number}"], "number.json declares no experiment: Input should be an object"),
+        (["{bytes}"], "bytes.json is no StepPlan and no experiment: 'utf-8' codec"),
     ],
 )
 def test_what_cannot_be_is_refused_in_words(tmp_path, arguments, message):
@@ -143,7 +153,10 @@ def test_what_cannot_be_is_refused_in_words(tmp_path, arguments, message):
     (tmp_path / "plan.json").write_text(plan.to_json())
     (tmp_path / "broken.json").write_text('{"layers": []}')
     (tmp_path / "text.json").write_text("a step")
-    files = {"file": written(tmp_path, of)} | {name: tmp_path / f"{name}.json" for name in ("plan", "broken", "text")}
+    (tmp_path / "number.json").write_text("5")
+    (tmp_path / "bytes.json").write_bytes(b"\xff")
+    names = ("plan", "broken", "text", "number", "bytes")
+    files = {"file": written(tmp_path, of)} | {name: tmp_path / f"{name}.json" for name in names}
     code, output = run(*(argument.format(**files) for argument in arguments))
     assert code == 2
     assert message in output

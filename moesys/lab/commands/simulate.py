@@ -68,6 +68,9 @@ def simulate_command(
 ) -> int:
     """Simulate, print, write; the exit code, 2 where what was asked for cannot be."""
     try:
+        if out is not None:
+            # Before all is simulated.
+            out.mkdir(parents=True, exist_ok=True)
         name, todo = _todo(file, strategies, layers, cluster, step)
         steps = []
         with Console(stderr=True).status("") as status:
@@ -113,12 +116,13 @@ def _step_plan(file: Path) -> StepPlan | None:
         return None
     try:
         text = file.read_text(encoding="utf-8")
-        if "layers" not in json.loads(text):
+        fields = json.loads(text)
+        if not isinstance(fields, dict) or "layers" not in fields:
             return None
         return StepPlan.from_json(text)
     except (KeyError, TypeError) as error:
         raise ValueError(f"{file} is no StepPlan: {error!r}; write one with StepPlan.to_json()") from None
-    except (json.JSONDecodeError, ValidationError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, ValidationError) as error:
         raise ValueError(f"{file} is no StepPlan and no experiment: {in_words(error)}") from None
 
 
