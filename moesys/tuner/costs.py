@@ -77,8 +77,6 @@ class Costs:
         self.best_ms: dict[Fidelity, float] = {}
         self._load_bounds: dict[tuple[object, ...], float] = {}
         self.looked_at: set[str] = set()
-        # Why none can be simulated; None before anybody has tried.
-        self._no_mega_kernels: str | None = None
 
     def fits(self, strategy: Strategy) -> bool:
         """Whether a rank can hold what the strategy has it hold; if not, that is in the journal."""
@@ -110,7 +108,6 @@ class Costs:
     def _found_out(self, strategy: Strategy, fidelity: Fidelity, prune: bool) -> Entry:
         best_ms = self.best_ms.get(fidelity, math.inf) if prune else math.inf
         try:
-            self._check(strategy)
             for bound_ms, what in self._bounds(strategy, fidelity) if prune else ():
                 if bound_ms > best_ms:
                     reason = f"{what} take {bound_ms:.4g} ms at least, and the best so far {best_ms:.4g} in all"
@@ -119,20 +116,6 @@ class Costs:
         except ValueError as error:
             return Entry.about(strategy, "refused", str(fidelity), None, str(error))
         return Entry.about(strategy, "simulated", str(fidelity), ms)
-
-    def _check(self, strategy: Strategy) -> None:
-        """Before its layouts are planned. Raises ValueError where MegaKernels cannot be simulated."""
-        if not isinstance(strategy.overlap, MegaKernel):
-            return
-        if self._no_mega_kernels is None:
-            step = self.plans.steps(self.like.replace(overlap=MegaKernel()), self.plans.workload.seeds[0], 1)[0]
-            self._no_mega_kernels = ""
-            try:
-                self.plans.workload.step_ms(step)
-            except ValueError as error:
-                self._no_mega_kernels = str(error)
-        if self._no_mega_kernels:
-            raise ValueError(self._no_mega_kernels)
 
     def _bounds(self, strategy: Strategy, fidelity: Fidelity) -> Iterator[tuple[float, str]]:
         """Before its layouts are planned, and after."""

@@ -174,7 +174,9 @@ def test_bounds_are_below_what_is_simulated(data):
         sharding=sharding,
         balance=balance,
         split=data.draw(st.sampled_from(SPACE.split)),
-        overlap=data.draw(st.sampled_from([Sequential(), Pipelined(chunks=2), Pipelined(chunks=5)])),
+        overlap=data.draw(
+            st.sampled_from([Sequential(), Pipelined(chunks=2), Pipelined(chunks=5), MegaKernel(deduplicate=True)])
+        ),
     )
     (step,) = workload.walk(strategy, 0)
     step_ms = workload.step_ms(step)
