@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import date
 from pathlib import Path
 
 from moesys.lab.bench.beyond import LAER_STAGE, STAGES, UNIFIED_STAGE, Beyond, beyond
@@ -13,9 +12,8 @@ from moesys.lab.bench.beyond_large import SIZES, LargeFall, large_falls
 from moesys.lab.bench.beyond_large import STAGES as LARGE_STAGES
 from moesys.lab.bench.laer_step import MODELS
 from moesys.lab.bench.reproduce import SEEDS
-from moesys.lab.bench.reproduce_report import Section, page, table
+from moesys.lab.bench.reproduce_report import Section, show, table
 from moesys.lab.bench.steps import steps_told
-from moesys.lab.console import print_full
 
 BAR = 1.15
 
@@ -105,12 +103,7 @@ def main(out: Path | None = None) -> int:
         parts = row_sections(beyond(tell=tell))
         falls = large_falls(tell=tell)
     parts += large_sections(_by_gpu(falls))
-    for made, notes in parts:
-        print_full(made, notes)
-    if out is not None:
-        today = date.today().isoformat()
-        path = out / f"beyond_simulated_{today}.md"
-        path.write_text(page(f"SIMULATED: beyond LAER-MoE, {today}", INTRODUCTION, parts))
+    show(parts, "beyond LAER-MoE", INTRODUCTION, "beyond", out)
     return 0
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from datetime import date
 from pathlib import Path
 
 from moesys.lab.bench.laer_constants import CONSTANTS
 from moesys.lab.bench.laer_fit import fit
 from moesys.lab.bench.reproduce import SEEDS, reproduce
 from moesys.lab.bench.reproduce_planner import planner_times
-from moesys.lab.bench.reproduce_report import Section, fit_section, page, planner_section, sections
+from moesys.lab.bench.reproduce_report import Section, fit_section, planner_section, sections, show
 from moesys.lab.bench.steps import steps_told
-from moesys.lab.console import print_full
 
 # Planners of two settings, then four shapes, breakdown and ablation.
 STEPS = len(SEEDS) * (5 + 3) + 4 + 2
@@ -37,11 +35,5 @@ def main(out: Path | None = None, *, with_planners: bool = True, with_fit: bool 
     if with_fit:
         with steps_told("fit", 0) as tell:
             parts.append(fit_section(fit(tell=tell)))
-    for made, notes in parts:
-        print_full(made, notes)
-    if out is not None:
-        today = date.today().isoformat()
-        title = f"SIMULATED: LAER-MoE's measurements, {today}"
-        path = out / f"laer_reproduction_simulated_{today}.md"
-        path.write_text(page(title, INTRODUCTION, parts))
+    show(parts, "LAER-MoE's measurements", INTRODUCTION, "laer_reproduction", out)
     return 0

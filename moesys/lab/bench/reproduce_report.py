@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
+from datetime import date
 from io import StringIO
+from pathlib import Path
 
 from rich import box
 from rich.table import Table
@@ -150,6 +152,16 @@ def page(title: str, introduction: Sequence[str], found: Sequence[Section]) -> s
     """A page of docs/measured."""
     parts = [f"# {title}", *introduction, "```\n" + rendered(found).strip("\n") + "\n```"]
     return "\n\n".join(parts) + "\n"
+
+
+def show(parts: Sequence[Section], subject: str, introduction: Sequence[str], name: str, out: Path | None) -> None:
+    """Print the tables; with a folder ``out``, write them there too, as ``<name>_simulated_<date>.md``."""
+    for made, notes in parts:
+        print_full(made, notes)
+    if out is not None:
+        today = date.today().isoformat()
+        title = f"SIMULATED: {subject}, {today}"
+        (out / f"{name}_simulated_{today}.md").write_text(page(title, introduction, parts))
 
 
 def planner_section(times: Sequence[PlannerTime]) -> Section:

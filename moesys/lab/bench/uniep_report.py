@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import date
 from pathlib import Path
 
 from moesys import presets
 from moesys.config import ClusterSpec
-from moesys.lab.bench.reproduce_report import Section, page, table
+from moesys.lab.bench.reproduce_report import Section, show, table
 from moesys.lab.bench.steps import steps_told
 from moesys.lab.bench.uniep import LAYERS, POINTS, PUBLISHED, Row, uniep_rows
-from moesys.lab.console import print_full
 
 CLUSTERS = (presets.h100(), presets.h800())
 
@@ -34,12 +32,7 @@ def main(out: Path | None = None) -> int:
                 tell(f"{cluster.name}: {layer.name}, {layer.tokens} tokens")
                 rows += uniep_rows(cluster, [layer])
             parts.append(uniep_section(rows, cluster))
-    for made, notes in parts:
-        print_full(made, notes)
-    if out is not None:
-        today = date.today().isoformat()
-        path = out / f"uniep_simulated_{today}.md"
-        path.write_text(page(f"SIMULATED: UniEP's range, {today}", INTRODUCTION, parts))
+    show(parts, "UniEP's range", INTRODUCTION, "uniep", out)
     return 0
 
 
