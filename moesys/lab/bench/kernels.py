@@ -65,6 +65,20 @@ class Plan:
     device: torch.device
 
 
+def require_device(device: str, dtype: str, *, without_gpu: str) -> None:
+    """Raises ValueError where the kernels cannot be run as asked; ``without_gpu`` says what else there is."""
+    if device not in ("cuda", "cpu"):
+        raise ValueError(f"device={device!r} is not known; use cuda or cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError(without_gpu)
+    if device == "cuda" and INTERPRETED.value:
+        raise ValueError("Triton's interpreter would run the kernels on the host; unset TRITON_INTERPRET")
+    if device == "cpu" and not INTERPRETED.value:
+        raise ValueError("device='cpu' rehearses in Triton's interpreter; set TRITON_INTERPRET=1")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype={dtype!r} is not known; use one of {', '.join(DTYPES)}")
+
+
 def plan(
     sizes: str = "all",
     routings: str = "all",
@@ -79,19 +93,14 @@ def plan(
     """From the words of a command line, several with commas between them. Raises ValueError for one that is not known,
     and where the device is not there.
     """
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError(
+    require_device(
+        device,
+        dtype,
+        without_gpu=(
             "kernels are timed on a GPU, and torch finds none here; --aot compiles and reads them without one, "
             "and --device cpu with TRITON_INTERPRET=1 rehearses this command on a toy"
-        )
-    if device == "cuda" and INTERPRETED.value:
-        raise ValueError("Triton's interpreter would run the kernels on the host; unset TRITON_INTERPRET")
-    if device == "cpu" and not INTERPRETED.value:
-        raise ValueError("device='cpu' rehearses in Triton's interpreter; set TRITON_INTERPRET=1")
-    if device not in ("cuda", "cpu"):
-        raise ValueError(f"device={device!r} is not known; use cuda or cpu")
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype={dtype!r} is not known; use one of {', '.join(DTYPES)}")
+        ),
+    )
     scale = ON_GPU if device == "cuda" else IN_INTERPRETER
     by_name = {size.name: size for size in scale.sizes}
     chosen = contestants([] if names == "all" else names.split(","), _folders(peers))

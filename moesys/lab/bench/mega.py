@@ -18,8 +18,7 @@ from torch import Tensor
 from moesys.kernels.heap import Heap
 from moesys.kernels.link import new_link
 from moesys.kernels.mega import MegaMemory, MegaPoint
-from moesys.kernels.numerics import INTERPRETED
-from moesys.lab.bench.kernels import DTYPES
+from moesys.lab.bench.kernels import DTYPES, require_device
 from moesys.lab.bench.kernels_aot import SIZES, Size
 from moesys.lab.bench.kernels_checks import in_a_line
 from moesys.lab.bench.kernels_meters import CpuMeter, GpuMeter
@@ -79,19 +78,14 @@ def plan(
     device: str = "cuda",
 ) -> Plan:
     """From the words of a command line. Raises ValueError for one that is not known, or without the device."""
-    if device not in ("cuda", "cpu"):
-        raise ValueError(f"device={device!r} is not known; use cuda or cpu")
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError(
+    require_device(
+        device,
+        dtype,
+        without_gpu=(
             "MegaKernels are timed on a GPU, and torch finds none here; --device cpu with TRITON_INTERPRET=1 rehearses "
             "this command on a toy, and moesys run experiments/mega_interpret.py trains with them"
-        )
-    if device == "cuda" and INTERPRETED.value:
-        raise ValueError("Triton's interpreter would run the kernels on the host; unset TRITON_INTERPRET")
-    if device == "cpu" and not INTERPRETED.value:
-        raise ValueError("device='cpu' rehearses in Triton's interpreter; set TRITON_INTERPRET=1")
-    if dtype not in DTYPES:
-        raise ValueError(f"dtype={dtype!r} is not known; use one of {', '.join(DTYPES)}")
+        ),
+    )
     if gb_per_s <= 0:
         raise ValueError(f"gb_per_s={gb_per_s:g} must be more than 0, the pace of a rank's link")
     if device == "cpu":
