@@ -167,36 +167,62 @@ def combine_flags(exchange: Exchange, rank: int, block_rows: int, of_experts: bo
 
 
 class OrderedTiles(NamedTuple):
-    """``tiles``; of each group the number of its first, int64 [G]; of each tile the number of the first tile behind its
-    group, int32 [M], M behind the last.
+    """``tiles``, those of a group in turns; of each group the number of its first, int64 [G]; of each tile the number
+    of the first tile behind its group, int32 [M], M behind the last; of each tile the number that it would have if
+    those of a group came as they lie, int64 [M].
     """
 
     tiles: Tiles
     first_tile_G: Tensor
     group_end_M: Tensor
+    lies_M: Tensor
 
 
-def ordered_tiles(first_G1: Tensor, num_rows: int, block_rows: int, order: TileOrder) -> OrderedTiles:
-    """Row tiles with groups in this order."""
-    rows_G = first_G1.diff().long()
-    group_G = torch.arange(len(rows_G), device=rows_G.device)
+def ordered_tiles(exchange: Exchange, rank: int, block_rows: int, order: TileOrder) -> OrderedTiles:
+    """Row tiles of ``rank`` with groups in this order.
+
+    Rows of a group lie source by source, so ranks that took tiles as they lie would all pull from the same source, and
+    push to it. A rank begins with the tile in which its own rows begin, goes round from there to the one before it, and
+    takes one tile of each of R parts of this round in turn: any few tiles have rows of as many sources as they can, and
+    ranks that are equally far on have them of different ones.
+    """
+    first_G1, num_ranks = exchange.first_G1.long(), exchange.num_ranks
+    rows_G, device = first_G1.diff(), first_G1.device
+    most = -(-len(exchange.source_N) // block_rows) + len(rows_G)
+    tile_M = torch.arange(most, device=device)
+    if not len(rows_G):
+        nothing = torch.full_like(tile_M, -1).int()
+        tiles = Tiles(nothing, nothing, nothing.new_zeros(1), block_rows)
+        return OrderedTiles(tiles, rows_G, torch.full_like(nothing, most), tile_M)
     if order == "largest_first":
         group_G = torch.argsort(rows_G, descending=True, stable=True)
-    tiles_G = -(-rows_G[group_G] // block_rows)
-    end_G = tiles_G.cumsum(0)
-    first_tile_G = torch.empty_like(group_G).index_copy_(0, group_G, end_G - tiles_G)
-    count_1 = tiles_G.sum().int().view(1)
-    most = -(-num_rows // block_rows) + len(rows_G)
-    tile_M = torch.arange(most, device=rows_G.device)
-    if len(rows_G):
-        at_M = torch.searchsorted(end_G, tile_M, right=True).clamp(max=len(rows_G) - 1)
-        group_M, row_M = group_G[at_M], first_G1[group_G[at_M]] + (tile_M - (end_G - tiles_G)[at_M]) * block_rows
-        group_end_M = end_G[at_M]
     else:
-        group_M = row_M = group_end_M = tile_M
-    used_M = tile_M < count_1
-    tiles = Tiles(torch.where(used_M, group_M, -1).int(), torch.where(used_M, row_M, -1).int(), count_1, block_rows)
-    return OrderedTiles(tiles, first_tile_G, torch.where(used_M, group_end_M, most).int())
+        group_G = torch.arange(len(rows_G), device=device)
+    tiles_G = (rows_G + block_rows - 1) // block_rows
+    end_G = tiles_G[group_G].cumsum(0)
+    at_M = torch.searchsorted(end_G, tile_M, right=True)
+    used_M, group_M = at_M < len(rows_G), group_G[at_M.clamp(max=len(rows_G) - 1)]
+    group_end_G = torch.empty_like(group_G).index_copy_(0, group_G, end_G)
+    first_tile_G = group_end_G - tiles_G
+    begin_G = (exchange.block_first_B[rank:-1:num_ranks] - first_G1[:-1]) // block_rows
+    # One table, as each operator on small ones costs a launch.
+    of_M = torch.stack([first_tile_G, group_end_G, tiles_G, begin_G, first_G1[:-1]]).index_select(1, group_M)
+    first_tile_M, group_end_M, tiles_M, begin_M, first_row_M = of_M
+    in_turn_M = _in_turn(tile_M - first_tile_M, tiles_M, begin_M, num_ranks)
+    row_M = torch.where(used_M, first_row_M + in_turn_M * block_rows, -1).int()
+    return OrderedTiles(
+        tiles=Tiles(torch.where(used_M, group_M, -1).int(), row_M, end_G[-1:].int(), block_rows),
+        first_tile_G=first_tile_G,
+        group_end_M=torch.where(used_M, group_end_M, most).int(),
+        lies_M=torch.where(used_M, first_tile_M + in_turn_M, tile_M),
+    )
+
+
+def _in_turn(place_M: Tensor, tiles_M: Tensor, begin_M: Tensor, parts: int) -> Tensor:
+    """Which of the ``tiles_M`` of a group is taken at ``place_M``, both from 0; the round begins at ``begin_M``."""
+    part_M = place_M % parts
+    in_round_M = part_M * (tiles_M // parts) + torch.minimum(part_M, tiles_M % parts) + place_M // parts
+    return (begin_M + in_round_M) % tiles_M.clamp(min=1)
 
 
 def publish(heap: Heap, epoch_1: Tensor, filled: Mapping[str, Tensor]) -> None:
@@ -315,10 +341,12 @@ def first_rows(exchange: Exchange, position_NK: Tensor, tiles: OrderedTiles) -> 
     in_block_NK = position_NK - list_RP[source_N1, replica_NK]
     row_NK = exchange.block_first_B.long()[group_NK * num_ranks + source_N1] + in_block_NK
 
-    def tile_of_row(group: Tensor, row: Tensor) -> Tensor:
-        return tiles.first_tile_G[group] + (row - exchange.first_G1.long()[group]) // tiles.tiles.block_rows
-
-    tile_NK = torch.where(here_NK, tile_of_row(group_NK, row_NK), torch.iinfo(torch.int64).max)
+    number_M = torch.empty_like(tiles.lies_M)
+    number_M.index_copy_(0, tiles.lies_M, torch.arange(len(number_M), device=device))
+    lies_NK = tiles.first_tile_G[group_NK] + (row_NK - exchange.first_G1[group_NK]) // tiles.tiles.block_rows
+    # Places of what is not here may lie outside.
+    tile_NK = number_M[lies_NK.clamp(0, len(number_M) - 1)]
+    tile_NK = torch.where(here_NK, tile_NK, torch.iinfo(torch.int64).max)
     tile_N, k_N = tile_NK.min(1)
     row_N = torch.arange(len(k_N), device=device)
     own_group_N = torch.searchsorted(exchange.first_G1[1:].long(), row_N, right=True).clamp(max=num_groups - 1)

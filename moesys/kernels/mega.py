@@ -209,7 +209,7 @@ def arrange(
     heap, top_k = memory.heap, routing.row_TK.shape[1]
     table = exchange(tokens_RP, routing.row_TK, replicas, heap.rank, num_rows)
     entry_N, position_NK = pull_choices(heap, memory.epoch_1, table, top_k, point.deduplicate)
-    tiles = ordered_tiles(table.first_G1, num_rows, block_rows, point.tile_order)
+    tiles = ordered_tiles(table, heap.rank, block_rows, point.tile_order)
     first_row_N, first_tile_N = (None, None) if position_NK is None else first_rows(table, position_NK, tiles)
     flags = combine_flags(table, heap.rank, block_rows, point.granularity == "expert")
     matrix_G = torch.arange(len(replicas.own_G), dtype=torch.int32, device=routing.row_TK.device)

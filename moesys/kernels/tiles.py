@@ -91,7 +91,7 @@ class Block:
 
 
 class Tiles(NamedTuple):
-    """Row tiles, largest groups first (of equal ones the lower), those of a group in row order; int32.
+    """Row tiles, int32. Those of ``tile_table`` come largest groups first, of equal ones the lower, in row order.
 
     ``group_M``, ``row_M`` [M]: a tile's group and first row, M = ⌈P / block_rows⌉ + G, of which ``count_1`` [1] are in
     use. A tile ends after ``block_rows`` rows or with its group.

@@ -86,7 +86,7 @@ class RankBlocks:
         _, self.rows_GR = rows_of_groups(plan, rank)
         self.rows_G = self.rows_GR.sum(axis=1)
         self.choices = int(plan.load.tokens_RE[rank].sum())
-        self.tiles = RowTiles.of(self.rows_G, self.sizes.rows, work.overlap.tile_order)
+        self.tiles = RowTiles.of(self.rows_GR, rank, self.sizes.rows, work.overlap.tile_order)
         self.copies = self._copied(plan) if work.overlap.deduplicate else None
         self.most = max(1, work.programs // 4)
         # One for its sums, one for its pushes, of each row tile or group that it has come, and that it is multiplied.

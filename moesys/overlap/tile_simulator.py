@@ -76,7 +76,7 @@ class _Rows:
         self.rank = rank
         expert_G, rows_GR = rows_of_groups(plan, rank)
         self.rows_G = rows_GR.sum(axis=1)
-        self.tiles = RowTiles.of(self.rows_G, work.sizes.rows, work.overlap.tile_order)
+        self.tiles = RowTiles.of(rows_GR, rank, work.sizes.rows, work.overlap.tile_order)
         (num_groups, num_ranks), blocks = rows_GR.shape, rows_GR.ravel()
         self.source_N = np.repeat(np.tile(np.arange(num_ranks), num_groups), blocks)
         group_N = np.repeat(np.arange(num_groups), self.rows_G)
@@ -87,7 +87,7 @@ class _Rows:
             of_source = self.source_N == source
             self.token_N[of_source] = token[place_N[of_source]]
         in_group_N = np.arange(len(group_N)) - (self.rows_G.cumsum() - self.rows_G)[group_N]
-        self.tile_N = self.tiles.first_tile_G[group_N] + in_group_N // work.sizes.rows
+        self.tile_N = self.tiles.number_M[self.tiles.first_tile_G[group_N] + in_group_N // work.sizes.rows]
         self.fetch_N = self.tile_N * work.sizes.fetches + in_group_N % work.sizes.rows // work.sizes.fetch_rows
         # The row of an earlier group that brings the same token, -1 where there is none.
         self.copied_N = np.full(len(group_N), -1)

@@ -61,10 +61,11 @@ def rows_of_groups(plan: TokenPlan, rank: int) -> tuple[IntArray, IntArray]:
 
 @dataclass(frozen=True)
 class RowTiles:
-    """Row tiles of a rank in the order of its queue.
+    """Row tiles of a rank in the order of its queue (``kernels.exchange.ordered_tiles``).
 
     ``group_M``, ``row_M``, ``rows_M``: a tile's group, first row and rows. ``first_tile_G``: the number of a group's
     first tile; ``tiles_G``: how many it has. ``end_M``: the number of the first tile behind a tile's group.
+    ``number_M``: the number of each tile, of tiles as they lie in their groups.
     """
 
     group_M: IntArray
@@ -73,25 +74,35 @@ class RowTiles:
     end_M: IntArray
     first_tile_G: IntArray
     tiles_G: IntArray
+    number_M: IntArray
 
     @staticmethod
-    def of(rows_G: IntArray, tile_rows: int, order: str) -> RowTiles:
-        """Of groups that have ``rows_G`` rows, which lie one behind the other."""
+    def of(rows_GR: IntArray, rank: int, tile_rows: int, order: str) -> RowTiles:
+        """Of groups that have ``rows_GR`` rows of each source, which lie one behind the other."""
+        rows_G, num_ranks = rows_GR.sum(axis=1), rows_GR.shape[1]
         group_G = np.argsort(-rows_G, kind="stable") if order == "largest_first" else np.arange(len(rows_G))
         tiles_G = -(-rows_G // tile_rows)
         end_G = tiles_G[group_G].cumsum()
         first_tile_G = np.empty_like(tiles_G)
         first_tile_G[group_G] = end_G - tiles_G[group_G]
         group_M = np.repeat(group_G, tiles_G[group_G])
-        in_group_M = np.arange(len(group_M)) - first_tile_G[group_M]
+        tile, tiles_M = np.arange(len(group_M)), tiles_G[group_M]
+        # From one's own rows on, one tile of each of as many parts as there are ranks in turn.
+        turn_M, part_M = np.divmod(tile - first_tile_G[group_M], num_ranks)
+        each_M, longer_M = np.divmod(tiles_M, num_ranks)
+        begin_M = (rows_GR[:, :rank].sum(axis=1) // tile_rows)[group_M]
+        lies_M = (begin_M + part_M * each_M + np.minimum(part_M, longer_M) + turn_M) % tiles_M
+        number_M = np.empty_like(tile)
+        number_M[first_tile_G[group_M] + lies_M] = tile
         first_G = rows_G.cumsum() - rows_G
         return RowTiles(
             group_M=group_M,
-            row_M=first_G[group_M] + in_group_M * tile_rows,
-            rows_M=np.minimum(rows_G[group_M] - in_group_M * tile_rows, tile_rows),
-            end_M=first_tile_G[group_M] + tiles_G[group_M],
+            row_M=first_G[group_M] + lies_M * tile_rows,
+            rows_M=np.minimum(rows_G[group_M] - lies_M * tile_rows, tile_rows),
+            end_M=first_tile_G[group_M] + tiles_M,
             first_tile_G=first_tile_G,
             tiles_G=tiles_G,
+            number_M=number_M,
         )
 
     def __len__(self) -> int:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 
 import numpy as np
 import pytest
@@ -27,7 +28,6 @@ from moesys.kernels.exchange import (
 )
 from moesys.kernels.heap import Heap
 from moesys.kernels.routing import route
-from moesys.kernels.tiles import tile_table_reference
 from moesys.layout import EMPTY, ExpertLayout, TokenPlan
 from moesys.load import LoadMatrix
 from moesys.overlap.mega import replicas_of, tokens_by_replica
@@ -207,7 +207,7 @@ def test_a_token_is_copied_from_where_it_comes_first(drawn: Micro, block_rows: i
     positions = [route(e, drawn.layout.num_experts).row_TK for e in drawn.expert_RTK]
     for rank in range(drawn.num_ranks):
         table = drawn.tables(rank)
-        tiles = ordered_tiles(table.first_G1, len(table.source_N), block_rows, order)
+        tiles = ordered_tiles(table, rank, block_rows, order)
         groups = list(drawn.arriving(rank).values())
         here = [(group, row) for group, rows in enumerate(groups) for row in rows]
         position_NK = torch.full((len(here), drawn.top_k), -1, dtype=torch.int32)
@@ -236,32 +236,70 @@ def test_a_token_is_copied_from_where_it_comes_first(drawn: Micro, block_rows: i
                 assert (found, tile) == (-1, -1)
 
 
-@given(
-    rows_G=st.lists(st.integers(0, 40), max_size=8), behind=st.integers(0, 20), block_rows=st.sampled_from([1, 4, 16])
-)
-def test_tiles_come_in_both_orders(rows_G: list[int], behind: int, block_rows: int) -> None:
-    first_G1 = torch.tensor([0, *accumulate(rows_G)], dtype=torch.int32)
-    num_rows = int(first_G1[-1]) + behind
-    by_size = ordered_tiles(first_G1, num_rows, block_rows, "largest_first")
-    for found, expected in zip(by_size.tiles, tile_table_reference(first_G1, num_rows, block_rows), strict=True):
-        assert torch.equal(found, expected) if isinstance(found, Tensor) else found == expected
-    by_slot = ordered_tiles(first_G1, num_rows, block_rows, "slots")
-    most = len(by_slot.tiles.group_M)
-    in_slots = [
-        (group, row)
-        for group in range(len(rows_G))
-        for row in range(int(first_G1[group]), int(first_G1[group + 1]), block_rows)
-    ]
-    used = len(in_slots)
-    assert by_slot.tiles.count_1.tolist() == [used]
-    pairs = list(zip(by_slot.tiles.group_M.tolist(), by_slot.tiles.row_M.tolist(), strict=True))
-    assert pairs == in_slots + [(-1, -1)] * (most - used)
-    for tiles in (by_size, by_slot):
+def came(tokens_RG: Sequence[Sequence[int]], rank: int, behind: int = 0) -> Exchange:
+    """What comes to ``rank``, which holds all there is, from each source."""
+    tokens_RP = torch.tensor(tokens_RG, dtype=torch.int64)
+    num_replicas = tokens_RP.shape[1]
+    held = torch.arange(num_replicas)
+    replicas = Replicas(torch.full_like(held, rank), held, held)
+    nothing = torch.full((0, 1), -1)
+    return exchange(tokens_RP, nothing, replicas, rank, int(tokens_RP.sum()) + behind)
+
+
+def queue_of(tokens_RG: Sequence[Sequence[int]], rank: int, block_rows: int, order: str) -> list[tuple[int, int]]:
+    """(group, first row) of a rank's row tiles in turn, enumerated."""
+    rows_G = [sum(of_group) for of_group in zip(*tokens_RG, strict=True)]
+    first_G = [0, *accumulate(rows_G)]
+    groups = range(len(rows_G))
+    queue = []
+    for group in sorted(groups, key=lambda g: -rows_G[g]) if order == "largest_first" else groups:
+        tiles = deque(range(first_G[group], first_G[group + 1], block_rows))
+        tiles.rotate(-(sum(tokens_RG[source][group] for source in range(rank)) // block_rows))
+        # One of each part of the round in turn; the first parts are the longer ones.
+        parts = [part.tolist() for part in np.array_split(np.array(tiles, dtype=np.int64), len(tokens_RG))]
+        queue += [(group, row) for turn in zip_longest(*parts) for row in turn if row is not None]
+    return queue
+
+
+@st.composite
+def tokens_of_groups(draw: st.DrawFn) -> list[list[int]]:
+    """From each rank."""
+    num_ranks, num_groups = draw(st.integers(1, 5)), draw(st.integers(0, 6))
+    tokens = st.one_of(st.just(0), st.integers(0, 30))
+    return [draw(st.lists(tokens, min_size=num_groups, max_size=num_groups)) for _ in range(num_ranks)]
+
+
+ORDER = st.sampled_from(["largest_first", "slots"])
+
+
+@given(tokens_RG=tokens_of_groups(), behind=st.integers(0, 20), block_rows=st.sampled_from([1, 4, 16]), order=ORDER)
+def test_tiles_come_in_both_orders_from_one_s_own_rows_on(tokens_RG, behind: int, block_rows: int, order) -> None:
+    for rank in range(len(tokens_RG)):
+        table = came(tokens_RG, rank, behind)
+        tiles = ordered_tiles(table, rank, block_rows, order)
+        expected = queue_of(tokens_RG, rank, block_rows, order)
+        used, most = len(expected), -(-len(table.source_N) // block_rows) + len(tokens_RG[0])
+        assert tiles.tiles.block_rows == block_rows
+        assert tiles.tiles.count_1.tolist() == [used]
         group_M, ends_M = tiles.tiles.group_M.tolist(), tiles.group_end_M.tolist()
+        assert list(zip(group_M, tiles.tiles.row_M.tolist(), strict=True)) == expected + [(-1, -1)] * (most - used)
         for tile, group in enumerate(group_M[:used]):
             mine = [m for m, other in enumerate(group_M) if other == group]
             assert (int(tiles.first_tile_G[group]), ends_M[tile]) == (min(mine), max(mine) + 1)
         assert ends_M[used:] == [most] * (most - used)
+
+
+@given(num_ranks=st.integers(1, 9), tiles=st.integers(1, 4), groups=st.integers(1, 3), order=ORDER)
+def test_ranks_that_are_equally_far_ask_different_sources(num_ranks: int, tiles: int, groups: int, order) -> None:
+    tokens_RG = [[tiles * 4] * groups] * num_ranks
+    asked_RM = []
+    for rank in range(num_ranks):
+        table = came(tokens_RG, rank)
+        asked_RM.append(table.source_N[ordered_tiles(table, rank, 4, order).tiles.row_M[: groups * tiles * num_ranks]])
+        # First those from here, which need no link; then each source as often as any other.
+        assert asked_RM[-1].view(-1, num_ranks)[:, 0].eq(rank).all()
+        assert all(sorted(turn) == list(range(num_ranks)) for turn in asked_RM[-1].view(-1, num_ranks).tolist())
+    assert all(len(set(asked)) == num_ranks for asked in torch.stack(asked_RM, 1).tolist())
 
 
 def test_what_a_dead_source_said_before_leads_nowhere_else() -> None:
@@ -274,15 +312,14 @@ def test_what_a_dead_source_said_before_leads_nowhere_else() -> None:
     entry_N, position_NK = pull_choices(heap[0], torch.ones(1, dtype=torch.int32), table, 2, True)
     assert entry_N.tolist() == [0, 0, 0, -1]
     assert position_NK is not None
-    tiles = ordered_tiles(table.first_G1, 4, 1, "slots")
+    tiles = ordered_tiles(table, 0, 1, "slots")
     assert [found.tolist() for found in first_rows(table, position_NK, tiles)] == [[-1] * 4] * 2
 
 
 @pytest.mark.parametrize("order", ["largest_first", "slots"])
 def test_more_row_tiles_than_16_bits_number(order) -> None:
-    first_G1 = torch.tensor([0, 70_000, 70_003, 200_003], dtype=torch.int32)
-    tiles = ordered_tiles(first_G1, 200_003, 2, order)
-    assert int(tiles.tiles.count_1) == 35_000 + 2 + 65_000
-    group_M, row_M = tiles.tiles.group_M[:100_002].long(), tiles.tiles.row_M[:100_002].long()
-    assert sorted(row_M.tolist()) == [*range(0, 70_000, 2), 70_000, 70_002, *range(70_003, 200_003, 2)]
-    assert torch.equal(tiles.first_tile_G[group_M] + (row_M - first_G1.long()[group_M]) // 2, torch.arange(100_002))
+    tokens_RG = [[30_000, 1, 100_001], [40_000, 2, 29_999]]
+    tiles = ordered_tiles(came(tokens_RG, 1), 1, 2, order).tiles
+    assert int(tiles.count_1) == 35_000 + 2 + 65_000
+    expected = queue_of(tokens_RG, 1, 2, order)
+    assert list(zip(tiles.group_M.tolist(), tiles.row_M.tolist(), strict=True))[: len(expected)] == expected

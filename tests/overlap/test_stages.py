@@ -88,7 +88,7 @@ def test_tables_of_an_exchange_never_wait_for_the_device():
     tokens_RP, position_TK, rank_P, expert_P, own_G = numbers
     table = exchange(tokens_RP, position_TK, Replicas(rank_P, expert_P, own_G), 0, N)
     for order in ("largest_first", "slots"):
-        tiles = ordered_tiles(table.first_G1, N, 16, order)
+        tiles = ordered_tiles(table, 0, 16, order)
         first_rows(table, torch.empty(N, K, dtype=torch.int32, device="meta"), tiles)
     for of_experts in (False, True):
         combine_flags(table, 0, 16, of_experts)

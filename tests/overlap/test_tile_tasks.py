@@ -8,17 +8,20 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
 from mega_case import Case, Drawn, MegaRun, new_home
 
 import moesys as ms
 from moesys.kernels import task_queue, tiles
+from moesys.kernels.exchange import Replicas, exchange, ordered_tiles
 from moesys.kernels.task_times import KINDS as KERNEL_KINDS
 from moesys.kernels.task_times import TaskTimes
 from moesys.overlap.kernel_math import ACTIVATION
 from moesys.overlap.mega import point_of
 from moesys.overlap.mega_queues import KINDS, WEIGHT_GRADIENTS
 from moesys.overlap.tile_simulator import tile_pass
-from moesys.overlap.tile_tasks import RASTER, WHOLE, TileSizes
+from moesys.overlap.tile_tasks import RASTER, WHOLE, RowTiles, TileSizes
 
 SIZES = {"tile_rows": 16, "tile_columns": 32, "fetch_rows": 16, "sum_tokens": 16}
 POINTS = (
@@ -62,6 +65,33 @@ def test_tiles_are_those_of_the_kernels_in_their_order(ranks):
                 if queues.launches.rank[launch] == rank and queues.names[launch] not in WEIGHT_GRADIENTS
             ]
             assert here == of_kernels[rank][place][backward]
+
+
+@given(
+    rows_GR=st.integers(1, 5).flatmap(lambda R: st.lists(st.lists(st.integers(0, 30), min_size=R, max_size=R))),
+    tile_rows=st.sampled_from([1, 4, 16]),
+    order=st.sampled_from(["largest_first", "slots"]),
+)
+def test_row_tiles_are_those_of_the_kernels(rows_GR, tile_rows, order):
+    num_ranks, num_groups = len(rows_GR[0]) if rows_GR else 1, len(rows_GR)
+    rows_GR = np.array(rows_GR, dtype=np.int64).reshape(num_groups, num_ranks)
+    held = torch.arange(num_groups)
+    for rank in range(num_ranks):
+        replicas = Replicas(torch.full_like(held, rank), held, held)
+        no_choice = torch.full((0, 1), -1)
+        table = exchange(torch.from_numpy(rows_GR.T.copy()), no_choice, replicas, rank, int(rows_GR.sum()))
+        of_kernels = ordered_tiles(table, rank, tile_rows, order)
+        used = int(of_kernels.tiles.count_1)
+        found = RowTiles.of(rows_GR, rank, tile_rows, order)
+        assert found.group_M.tolist() == of_kernels.tiles.group_M[:used].tolist()
+        assert found.row_M.tolist() == of_kernels.tiles.row_M[:used].tolist()
+        assert found.end_M.tolist() == of_kernels.group_end_M[:used].tolist()
+        assert found.first_tile_G.tolist() == of_kernels.first_tile_G.tolist()
+        ends_G = rows_GR.sum(axis=1).cumsum()
+        assert (found.rows_M == np.minimum(ends_G[found.group_M] - found.row_M, tile_rows)).all()
+        # A row is in the tile that its place among its group's tiles is the number of.
+        in_group_M = (found.row_M - (ends_G - rows_GR.sum(axis=1))[found.group_M]) // tile_rows
+        assert (found.number_M[found.first_tile_G[found.group_M] + in_group_M] == np.arange(used)).all()
 
 
 def test_kinds_and_shares_are_called_as_kernels_call_them():

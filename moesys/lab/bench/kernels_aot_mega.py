@@ -129,6 +129,7 @@ def _rows(size: Size, num_rows: int, num_groups: int, block: Block, point: MegaP
     table = Exchange(
         replicas, meta(R, P, dtype=torch.int64), meta(G + 1), meta(B), meta(B), meta(N), meta(N), meta(T, K), meta(T, K)
     )
-    tiles = OrderedTiles(Tiles(meta(M), meta(M), meta(1), block.rows), meta(G, dtype=torch.int64), meta(M))
+    number_G, number_M = meta(G, dtype=torch.int64), meta(M, dtype=torch.int64)
+    tiles = OrderedTiles(Tiles(meta(M), meta(M), meta(1), block.rows), number_G, meta(M), number_M)
     first_N = meta(N) if point.deduplicate else None
     return MegaRows(table, tiles, Flags(meta(B), meta(T, K)), meta(N), first_N, first_N, meta(G), K)
