@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from itertools import product
 
 import numpy as np
 import pytest
@@ -19,7 +20,7 @@ from moesys.overlap.mega_work import Work
 from moesys.overlap.simulator import simulate_step
 from moesys.overlap.tile_simulator import tile_pass
 
-# The first of 260 that were looked at: 248 are within 2 %, all within 4.4 %, and 0.5 % is the mean.
+# The first of 260 that were looked at: 252 are within 2 %, all within 4.7 %, and 0.4 % is the mean.
 NUM_DRAWN = 260 if os.environ.get("MOESYS_SWEEP") == "1" else 24
 SMALL = ms.ModelShape(hidden_size=512, intermediate_size=256, num_experts=8, top_k=2, dtype="bfloat16")
 
@@ -60,13 +61,16 @@ def test_blocks_agree_less_where_tokens_travel_once_as_tiles_know_which():
 OF_BOTH = pytest.mark.parametrize("of", [mega_pass, lambda *layer: tile_pass(*layer).result], ids=["blocks", "tiles"])
 
 
+EVEN = product(["UniEP's test", "160 experts"], [(2, 0.0, 1), (2, 1.0, 1), (8, 0.0, 1), (8, 0.0, 10)])
+
+
 @OF_BOTH
-@pytest.mark.parametrize(("num_ranks", "skew", "scale"), [(2, 0.0, 1), (2, 1.0, 1), (8, 0.0, 10)])
-@pytest.mark.parametrize("name", ["UniEP's test", "160 experts"])
-def test_one_kernel_after_another_takes_as_long_as_sequential(of, name, num_ranks, skew, scale):
-    """Without what either has of its own: kernels publish, ``Sequential`` copies. And but for the order of pulls: 13
-    programs for 8 ranks, or skewed loads, have many ranks ask one source at a time, while an all-to-all uses all links.
+@pytest.mark.parametrize(("name", "layer"), [*EVEN, *product(["Qwen3-30B", "160 experts", "Mixtral"], [(8, 1.0, 1)])])
+def test_one_kernel_after_another_takes_as_long_as_sequential(of, name, layer):
+    """Without what either has of its own: kernels publish, ``Sequential`` copies. 13 programs for 8 ranks, and skewed
+    loads, are where ranks that asked one source at a time would take longer than an all-to-all, which uses all links.
     """
+    num_ranks, skew, scale = layer
     model, plan = shape(name), plan_of(shape(name), num_ranks, 1000, skew)
     cluster = PLAIN.replace(
         ranks_per_node=num_ranks,
