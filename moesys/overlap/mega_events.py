@@ -147,13 +147,14 @@ def _run(  # type: ignore[no-untyped-def]
 
     # Tasks of one run that programs took together: as a list, numbers of which are used again.
     part_run, part_count, part_left, part_memory = [0], [0], [0], [0.0]
-    part_next, part_taken = [0], [0.0]
+    part_next, part_taken, part_rounds = [0], [0.0], [0]
     unused = [0]
     # Parts that wait for a gate, each of which names the next.
     waiting = np.full(len(gates.pending), -1)
 
     virtual, updated, active = np.zeros(num_links), np.zeros(num_links), np.zeros(num_links)
-    version = np.zeros(num_links, dtype=np.int64)
+    # When each is looked at next: no later than the first part on it can be through.
+    version, due = np.zeros(num_links, dtype=np.int64), np.full(num_links, np.inf)
     # Of each link, the parts that move bytes on it, by the virtual time at which they are through.
     queues = [[(0.0, 0)] for _ in range(num_links)]
     for link in range(num_links):
@@ -204,7 +205,7 @@ def _run(  # type: ignore[no-untyped-def]
                     low, high = low + 1, high - 1
             elif kind == _COMPUTED:
                 run = part_run[what]
-                part_memory[what] = now + runs.memory[run]
+                part_memory[what] = now + part_rounds[what] * runs.memory[run]
                 first, last = runs.links.first[run], runs.links.first[run + 1]
                 part_left[what] = last - first
                 if first == last:
@@ -223,7 +224,18 @@ def _run(  # type: ignore[no-untyped-def]
                         changed.append(link)
             elif kind == _LINK:
                 if seen == version[what]:
-                    virtual[what], updated[what] = queues[what][0][0], now
+                    due[what] = np.inf
+                    if active[what] > 0:
+                        virtual[what] += (now - updated[what]) / (active[what] * seconds_a_byte[what])
+                    updated[what] = now
+                    if not is_changed[what]:
+                        is_changed[what] = True
+                        changed.append(what)
+                    left = (queues[what][0][0] - virtual[what]) * active[what] * seconds_a_byte[what]
+                    if now + left > now * (1 + 1e-12):
+                        # More parts have come since.
+                        continue
+                    virtual[what] = queues[what][0][0]
                     through = virtual[what] * (1 + 1e-12)
                     while len(queues[what]) > 0 and queues[what][0][0] <= through:
                         part = heapq.heappop(queues[what])[1]
@@ -233,9 +245,6 @@ def _run(  # type: ignore[no-untyped-def]
                             at = max(now, part_memory[part]) + runs.latency[part_run[part]]
                             number += 1
                             heapq.heappush(events, (at, number, _ENDED, part, 0))
-                    if not is_changed[what]:
-                        is_changed[what] = True
-                        changed.append(what)
             else:
                 run = part_run[what]
                 end[run] = now
@@ -245,7 +254,7 @@ def _run(  # type: ignore[no-untyped-def]
                 idle[launch] += part_count[what]
                 unused.append(what)
                 for place in range(runs.opens.first[run], runs.opens.first[run + 1]):
-                    told.append((runs.opens.value[place], launches.rank[launch], part_count[what]))
+                    told.append((runs.opens.value[place], launches.rank[launch], part_count[what] * part_rounds[what]))
 
         while len(told) > 0:
             gate, teller, times = told.pop()
@@ -263,8 +272,13 @@ def _run(  # type: ignore[no-untyped-def]
             behind = launches.first[launch] + launches.runs[launch]
             while idle[launch] > 0 and at_run[launch] < behind:
                 run = at_run[launch]
-                takes = min(idle[launch], runs.tasks[run] - in_run[run])
-                in_run[run] += takes
+                left = runs.tasks[run] - in_run[run]
+                # Where nothing else is held meanwhile, several after another: half of what each program has yet to do.
+                rounds = 1
+                if runs.links.first[run] == runs.links.first[run + 1]:
+                    rounds = max(1, left // (2 * programs))
+                takes = min(idle[launch], left // rounds)
+                in_run[run] += takes * rounds
                 idle[launch] -= takes
                 if in_run[run] == runs.tasks[run]:
                     at_run[launch] += 1
@@ -280,7 +294,9 @@ def _run(  # type: ignore[no-untyped-def]
                     part_memory.append(0.0)
                     part_next.append(-1)
                     part_taken.append(0.0)
+                    part_rounds.append(0)
                 part_run[part], part_count[part], part_next[part], part_taken[part] = run, takes, -1, now
+                part_rounds[part] = rounds
                 if np.isnan(taken[run]):
                     taken[run] = now
                 gate = runs.gate[run]
@@ -311,15 +327,18 @@ def _run(  # type: ignore[no-untyped-def]
             if np.isnan(ready[run]):
                 ready[run] = begins
             number += 1
-            heapq.heappush(events, (begins + runs.compute[run], number, _COMPUTED, part, 0))
+            heapq.heappush(events, (begins + part_rounds[part] * runs.compute[run], number, _COMPUTED, part, 0))
         begun.clear()
 
         for link in changed:
             is_changed[link] = False
-            version[link] += 1
             if len(queues[link]) > 0:
-                wait = (queues[link][0][0] - virtual[link]) * active[link] * seconds_a_byte[link]
-                number += 1
-                heapq.heappush(events, (updated[link] + max(wait, 0.0), number, _LINK, link, version[link]))
+                left = (queues[link][0][0] - virtual[link]) * active[link] * seconds_a_byte[link]
+                at = updated[link] + max(left, 0.0)
+                if at < due[link]:
+                    due[link] = at
+                    version[link] += 1
+                    number += 1
+                    heapq.heappush(events, (at, number, _LINK, link, version[link]))
         changed.clear()
     return taken, ready, end, waited, begin_L, end_L

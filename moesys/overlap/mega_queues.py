@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
+from scipy.sparse import coo_array
 
 from moesys.config import ClusterSpec
 from moesys.cost import FloatArray
@@ -26,18 +27,21 @@ FETCH, PRODUCT, PUSH, SUM, OUTER_PRODUCT = range(len(KINDS))
 WEIGHT_GRADIENTS = ("weight_gradient_up", "weight_gradient_down")
 
 Pairs = tuple[IntArray, IntArray]
+# (run, peer, bytes of a task that they exchange).
+Exchanged = tuple[IntArray, IntArray, FloatArray]
 Number = TypeVar("Number", np.int64, np.float64)
 
 
 @dataclass(frozen=True)
 class RunsOfKind:
-    """Runs of one kind and launch, in order of their numbers, as ``mega_events.Runs`` has them.
+    """Runs of one kind and launch, a rank's in order of their numbers, as ``mega_events.Runs`` has them.
 
-    ``group``: whose rows they handle, -1 for sums. ``flops``: of a task, whole tiles. ``opens``: pairs of run and gate.
-    ``bytes_XR``: that a task exchanges with each peer, None where none does.
+    ``rank``: rising. ``group``: whose rows they handle, -1 for sums. ``flops``: of a task, whole tiles. ``opens``:
+    pairs of run and gate. ``exchanged``: what a task exchanges with peers.
     """
 
     kind: int
+    rank: IntArray
     tasks: IntArray
     compute: FloatArray
     memory: FloatArray
@@ -46,11 +50,12 @@ class RunsOfKind:
     group: IntArray
     flops: FloatArray
     opens: Pairs
-    bytes_XR: FloatArray | None
+    exchanged: Exchanged
 
     @staticmethod
     def of(
         kind: int,
+        rank: IntArray | int,
         tasks: IntArray,
         *,
         compute: FloatArray | None = None,
@@ -60,13 +65,14 @@ class RunsOfKind:
         group: IntArray | None = None,
         flops: FloatArray | None = None,
         opens: Pairs | None = None,
-        bytes_XR: FloatArray | None = None,
+        exchanged: Exchanged | None = None,
     ) -> RunsOfKind:
         """What is not said is nothing."""
         zero, none = np.zeros(len(tasks)), np.full(len(tasks), -1)
         nowhere = np.zeros(0, dtype=np.int64)
         return RunsOfKind(
             kind,
+            np.broadcast_to(rank, len(tasks)),
             tasks,
             zero if compute is None else compute,
             zero if memory is None else memory,
@@ -75,7 +81,7 @@ class RunsOfKind:
             none if group is None else group,
             zero if flops is None else flops,
             (nowhere, nowhere) if opens is None else opens,
-            bytes_XR,
+            (nowhere, nowhere, np.zeros(0)) if exchanged is None else exchanged,
         )
 
     def __len__(self) -> int:
@@ -84,26 +90,29 @@ class RunsOfKind:
 
 @dataclass(frozen=True)
 class Launch:
-    """Runs of several kinds, and ``order``: which comes when, of all of them one kind behind the other.
+    """A launch of each of ``ranks``: runs of several kinds, and ``order``, which comes when, of all of them one kind
+    behind the other, rank by rank.
 
     ``name``: as kernels are called; ``combines``: whether it is of B, or behind it.
     """
 
-    rank: int
+    ranks: IntArray
     name: str
     kinds: tuple[RunsOfKind, ...]
     order: IntArray
     combines: bool
 
     @staticmethod
-    def plain(rank: int, name: str, kind: RunsOfKind, combines: bool) -> Launch:
-        return Launch(rank, name, (kind,), np.arange(len(kind)), combines)
+    def plain(ranks: IntArray, name: str, kind: RunsOfKind, combines: bool) -> Launch:
+        return Launch(ranks, name, (kind,), np.arange(len(kind)), combines)
 
 
 def joined(first: Launch, second: Launch) -> Launch:
     """All tasks of the first, then all of the second, in one launch."""
+    kinds = first.kinds + second.kinds
     order = np.concatenate([first.order, len(first.order) + second.order])
-    return Launch(first.rank, first.name, first.kinds + second.kinds, order, first.combines)
+    rank = np.concatenate([kind.rank for kind in kinds])
+    return Launch(first.ranks, first.name, kinds, order[np.argsort(rank[order], kind="stable")], first.combines)
 
 
 @dataclass(frozen=True)
@@ -132,27 +141,42 @@ class Queues:
         gate_opens: Pairs,
         cluster: ClusterSpec,
         start_R: FloatArray,
+        together: float = 1.0,
+        a_program: float = 1.0,
     ) -> Queues:
         """``gate_rank``: of each gate; ``gate_opens``: pairs of gates, the first of which counts the second down.
 
-        ``start_R``: seconds at which each rank's first launch begins.
+        ``start_R``: seconds at which each rank's first launch begins. ``together``: so many tasks of a
+        run are one, for which a program that counts for ``a_program`` takes as long as those for all of them; so a
+        run's seconds of programs and its bytes stay what they are.
         """
-        size_L = np.array([len(launch.order) for launch in all_launches])
-        first_L = size_L.cumsum() - size_L
+        ranks, sizes = [launch.ranks for launch in all_launches], [len(launch.order) for launch in all_launches]
         kinds = [kind for launch in all_launches for kind in launch.kinds]
+        firsts = np.cumsum([0, *map(len, kinds)])[:-1]
+        rank = np.concatenate([kind.rank for kind in kinds])
+        # A rank's launches one behind the other.
+        stage_L, rank_L = np.repeat(np.arange(len(ranks)), list(map(len, ranks))), np.concatenate(ranks)
+        by_rank = np.lexsort((stage_L, rank_L))
+        stage_L, rank_L = stage_L[by_rank], rank_L[by_rank]
+        stage = np.repeat(np.arange(len(sizes)), sizes)
         # Of each place in the queues the run, one kind behind the other, and of each run its place.
-        order = np.concatenate([first + launch.order for first, launch in zip(first_L, all_launches, strict=True)])
+        behind = np.cumsum([0, *sizes])
+        order = np.concatenate([first + launch.order for first, launch in zip(behind, all_launches, strict=False)])
+        order = order[np.lexsort((stage, rank[order]))]
         place = np.empty_like(order)
         place[order] = np.arange(len(order))
-        firsts = np.cumsum([0, *map(len, kinds)])[:-1]
+        size_L = np.zeros((int(rank_L.max()) + 1, len(sizes)), dtype=np.int64)
+        np.add.at(size_L, (rank[order], stage[order]), 1)
+        size_L = size_L[rank_L, stage_L]
 
         def placed(values: list[npt.NDArray[Number]]) -> npt.NDArray[Number]:
             return np.concatenate(values)[order]
 
-        rank_L = np.array([launch.rank for launch in all_launches])
-        rank_X, kind_X = np.repeat(rank_L, size_L), placed([np.full(len(kind), kind.kind) for kind in kinds])
-        tasks = placed([kind.tasks for kind in kinds])
-        links, link_bytes, latency = _links(rank_X, kind_X == FETCH, _peers(kinds, firsts, place), cluster)
+        rank_X, kind_X = rank[order], placed([np.full(len(kind), kind.kind) for kind in kinds])
+        whole = placed([kind.tasks for kind in kinds])
+        tasks = np.ceil(whole / together - 1e-9).astype(np.int64)
+        times = whole / np.maximum(tasks, 1)
+        links, link_bytes, latency = _links(rank_X, kind_X == FETCH, _peers(kinds, firsts, place, times), cluster)
         opener = np.concatenate([place[first + kind.opens[0]] for first, kind in zip(firsts, kinds, strict=True)])
         opened = np.concatenate([kind.opens[1] for kind in kinds])
         num_gates = len(gate_rank)
@@ -160,8 +184,8 @@ class Queues:
         pending += np.bincount(gate_opens[1], minlength=num_gates)
         runs = Runs(
             tasks=tasks,
-            compute=placed([kind.compute for kind in kinds]),
-            memory=placed([kind.memory for kind in kinds]),
+            compute=placed([kind.compute for kind in kinds]) * (times / a_program),
+            memory=placed([kind.memory for kind in kinds]) * (times / a_program),
             latency=latency,
             floor=placed([kind.floor for kind in kinds]),
             gate=placed([kind.gate for kind in kinds]),
@@ -173,31 +197,27 @@ class Queues:
         return Queues(
             kind=kind_X,
             group=placed([kind.group for kind in kinds]),
-            flops=placed([kind.flops for kind in kinds]),
-            number=placed([np.arange(len(kind)) for kind in kinds]),
+            flops=placed([kind.flops for kind in kinds]) * times,
+            number=placed([np.arange(len(kind)) - np.searchsorted(kind.rank, kind.rank) for kind in kinds]),
             rank=rank_X,
             launch=np.repeat(np.arange(len(size_L)), size_L),
-            names=tuple(launch.name for launch in all_launches),
-            combines_L=np.array([launch.combines for launch in all_launches]),
+            names=tuple(all_launches[number].name for number in stage_L.tolist()),
+            combines_L=np.array([launch.combines for launch in all_launches])[stage_L],
             runs=runs,
             gates=gates,
-            launches=Launches(rank_L, first_L, size_L, start_R[rank_L]),
+            launches=Launches(rank_L, size_L.cumsum() - size_L, size_L, start_R[rank_L]),
         )
 
 
-def _peers(kinds: Sequence[RunsOfKind], firsts: IntArray, place: IntArray) -> tuple[IntArray, IntArray, FloatArray]:
-    """(run, peer, bytes of a task that they exchange)."""
-    found = [(np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64), np.zeros(0))]
-    for first, kind in zip(firsts, kinds, strict=True):
-        if kind.bytes_XR is not None:
-            run, peer = np.nonzero(kind.bytes_XR)
-            found.append((place[first + run], peer, kind.bytes_XR[run, peer]))
+def _peers(kinds: Sequence[RunsOfKind], firsts: IntArray, place: IntArray, times: FloatArray) -> Exchanged:
+    """Of all kinds, ``times`` as much a task."""
+    found = [(place[first + kind.exchanged[0]], *kind.exchanged[1:]) for first, kind in zip(firsts, kinds, strict=True)]
     run, peer, amount = (np.concatenate(values) for values in zip(*found, strict=True))
-    return run, peer, amount
+    return run, peer, amount * times[run]
 
 
 def _links(
-    rank_X: IntArray, pulls_X: BoolArray, peers: tuple[IntArray, IntArray, FloatArray], cluster: ClusterSpec
+    rank_X: IntArray, pulls_X: BoolArray, peers: Exchanged, cluster: ClusterSpec
 ) -> tuple[Table, FloatArray, FloatArray]:
     """Which links each run moves bytes over, how many a task, and the latency behind them, [X]."""
     R, N, node_R = cluster.num_ranks, cluster.num_nodes, np.asarray(cluster.node_of_rank)
@@ -207,9 +227,9 @@ def _links(
     intra = node_R[sender] == node_R[receiver]
     out = np.where(intra, sender, 2 * R + node_R[sender])
     into = np.where(intra, R + receiver, 2 * R + N + node_R[receiver])
-    num_links = 2 * (R + N)
-    key, inverse = np.unique(np.concatenate([run, run]) * num_links + np.concatenate([out, into]), return_inverse=True)
-    total = np.bincount(inverse, weights=np.concatenate([amount, amount]), minlength=len(key)).astype(np.float64)
+    crossed = (np.concatenate([run, run]), np.concatenate([out, into]))
+    bytes_XL = coo_array((np.concatenate([amount, amount]), crossed), shape=(len(rank_X), 2 * (R + N))).tocsr()
     latency = np.zeros(len(rank_X), dtype=np.float64)
     np.maximum.at(latency, run, np.where(intra, cluster.intra_node_us, cluster.inter_node_us) * 1e-6)
-    return Table.of(key // num_links, key % num_links, len(rank_X)), total, latency
+    table = Table(bytes_XL.indptr.astype(np.int64), bytes_XL.indices.astype(np.int64))
+    return table, bytes_XL.data, latency

@@ -16,6 +16,7 @@ from moesys.load import IntArray
 from moesys.overlap.mega_blocks import queues_of_blocks
 from moesys.overlap.mega_events import Times, run_all, seconds_a_byte
 from moesys.overlap.mega_queues import FETCH, OUTER_PRODUCT, PRODUCT, PUSH, SUM, Queues
+from moesys.overlap.mega_units import Coarseness
 from moesys.overlap.mega_work import Work
 from moesys.overlap.tile_tasks import BoolArray
 
@@ -73,6 +74,7 @@ def mega_pass(
     start_R: FloatArray,
     backward: bool,
     experts_R: FloatArray | None = None,
+    coarse: Coarseness | None = None,
 ) -> MegaPass:
     """Each rank enters at ``start_R`` and has its experts at ``experts_R``, None: before it needs them. Until then it
     publishes (``publish_seconds``), and from then on its kernels run.
@@ -81,11 +83,12 @@ def mega_pass(
     published_R = start_R + publish_seconds(model, cluster, plan)
     begin_R = published_R if experts_R is None else np.maximum(published_R, experts_R)
     gap_seconds, byte_seconds_L = cluster.launch_us * 1e-6, seconds_a_byte(cluster)
-    queues = queues_of_blocks(work, cluster, plan, published_R, begin_R + gap_seconds)
+    coarse = Coarseness.of(work, plan) if coarse is None else coarse
+    queues = queues_of_blocks(work, cluster, plan, published_R, begin_R + gap_seconds, coarse)
     times = run_all(
-        queues.runs, queues.gates, queues.launches, byte_seconds_L, work.programs, gap_seconds, cluster.flag_us * 1e-6
+        queues.runs, queues.gates, queues.launches, byte_seconds_L, coarse.programs, gap_seconds, cluster.flag_us * 1e-6
     )
-    return pass_of(queues, times, work.programs, byte_seconds_L, begin_R, plan)
+    return pass_of(queues, times, coarse.programs, byte_seconds_L, begin_R, plan)
 
 
 def pass_of(

@@ -25,6 +25,7 @@ from moesys.overlap.mega_queues import (
     PUSH,
     SUM,
     WEIGHT_GRADIENTS,
+    Exchanged,
     Launch,
     Pairs,
     Queues,
@@ -33,7 +34,16 @@ from moesys.overlap.mega_queues import (
 )
 from moesys.overlap.mega_simulator import MegaPass, pass_of, publish_seconds
 from moesys.overlap.mega_work import Products, Work
-from moesys.overlap.tile_tasks import RASTER, WHOLE, BoolArray, RowTiles, mixed, parts_of, rows_of_groups, swept
+from moesys.overlap.tile_tasks import (
+    RASTER,
+    WHOLE,
+    BoolArray,
+    RowTiles,
+    mixed,
+    parts_of,
+    rows_of_groups,
+    swept,
+)
 
 
 @dataclass(frozen=True)
@@ -158,18 +168,19 @@ class _Tasks:
                 opens = (np.concatenate([fetch, earlier]), np.concatenate([opens[1], copied + waiter]))
         fetches = RunsOfKind.of(
             FETCH,
+            rows.rank,
             np.ones_like(fetch),
             memory=work.fetch_seconds(rows_FR.sum(axis=1), local_F),
             floor=floor_F,
             gate=wait_F,
             group=group_F,
             opens=opens,
-            bytes_XR=rows_FR * work.row_bytes,
+            exchanged=_exchanged(rows_FR * work.row_bytes),
         )
         of_rows = work.first_product(rows.rows_G)
         row_tile, _ = swept(len(tiles), of_rows.columns)
         gate = arrived + (tiles.group_M[row_tile] if self.by_expert else row_tile)
-        products = self._products(of_rows, tiles.group_M[row_tile], gate=gate)
+        products = self._products(rows.rank, of_rows, tiles.group_M[row_tile], gate=gate)
         sweep = np.arange(len(row_tile)) // (RASTER * of_rows.columns)
         needed = tiles.needed_fetches(sizes, self.by_expert)[sweep]
         is_work = mixed(num_fetches, needed, parts_of(work.overlap.dispatch_share))
@@ -188,15 +199,16 @@ class _Tasks:
         tail = self._tail(rows, choices_T)
         if work.apart:
             multiplied, all_M = self._gates(rank, len(tiles)), np.arange(len(tiles))
-            products = self._products(of_rows, group, opens=(np.arange(len(row_tile)), multiplied + row_tile))
+            products = self._products(rank, of_rows, group, opens=(np.arange(len(row_tile)), multiplied + row_tile))
             pushes = RunsOfKind.of(
                 PUSH,
+                rank,
                 np.ones_like(all_M),
                 memory=work.push_seconds(rows_MR.sum(axis=1), local_M),
                 gate=multiplied + all_M,
                 group=tiles.group_M,
                 opens=(tile, gate),
-                bytes_XR=rows_MR * work.row_bytes,
+                exchanged=_exchanged(rows_MR * work.row_bytes),
             )
             needed = np.minimum((all_M // RASTER + 1) * RASTER, len(tiles)) * of_rows.columns
             is_work = mixed(len(row_tile), needed, WHOLE - parts_of(work.overlap.combine_share))
@@ -206,9 +218,9 @@ class _Tasks:
             # Of a row tile and column, the task that pushes it.
             task_MC = np.empty((len(tiles), of_rows.columns), dtype=np.int64)
             task_MC[row_tile, column_tile] = np.arange(len(row_tile))
-            bytes_XR = rows_MR[row_tile] * (width * work.model.bytes_per_element)[:, None]
-            products = self._products(of_rows, group, opens=(task_MC[tile, column], gate), bytes_XR=bytes_XR)
-            head = [Launch.plain(rank, work.launch_names[1], products, True)]
+            exchanged = _exchanged(rows_MR[row_tile] * (width * work.model.bytes_per_element)[:, None])
+            products = self._products(rank, of_rows, group, opens=(task_MC[tile, column], gate), exchanged=exchanged)
+            head = [Launch.plain(np.array([rank]), work.launch_names[1], products, True)]
         if work.overlap.fused in ("both", "combine"):
             return [joined(head[0], tail[0]), *tail[1:]]
         return head + tail
@@ -224,41 +236,47 @@ class _Tasks:
         tokens = np.minimum(self.tokens_R[rank] - block * work.sizes.sum_tokens, work.sizes.sum_tokens)
         width = np.minimum(work.model.hidden_size - column * work.sizes.columns, work.sizes.columns)
         seconds = work.sum_seconds(choices, tokens.astype(np.float64), width.astype(np.float64))
-        sums = RunsOfKind.of(SUM, np.ones_like(number), compute=seconds, gate=self.home_R[rank] + number)
+        sums = RunsOfKind.of(SUM, rank, np.ones_like(number), compute=seconds, gate=self.home_R[rank] + number)
         each = work.weight_gradients(rows.rows_G) if work.backward else ()
         group = [np.repeat(np.arange(len(rows.rows_G)), of.tiles_G) for of in each]
         if not overlap.overlap_weight_gradients:
             # A launch for each matrix, whose tiles come largest groups first.
             by_size = np.argsort(np.argsort(-rows.rows_G, kind="stable"))
-            tail = [Launch.plain(rank, work.launch_names[1], sums, True)]
+            tail = [Launch.plain(np.array([rank]), work.launch_names[1], sums, True)]
             for name, of, of_tile in zip(WEIGHT_GRADIENTS, each, group, strict=False):
                 in_order = of_tile[np.argsort(by_size[of_tile], kind="stable")]
-                tail.append(Launch.plain(rank, name, self._products(of, in_order, kind=OUTER_PRODUCT), True))
+                tail.append(
+                    Launch.plain(np.array([rank]), name, self._products(rank, of, in_order, kind=OUTER_PRODUCT), True)
+                )
             return tail
         if not each:
-            return [Launch.plain(rank, work.launch_names[1], sums, True)]
-        up, down = (self._products(of, of_tile, kind=OUTER_PRODUCT) for of, of_tile in zip(each, group, strict=True))
+            return [Launch.plain(np.array([rank]), work.launch_names[1], sums, True)]
+        up, down = (
+            self._products(rank, of, of_tile, kind=OUTER_PRODUCT) for of, of_tile in zip(each, group, strict=True)
+        )
         is_sum = mixed(len(up) + len(down), np.zeros_like(number), WHOLE - parts_of(overlap.reduce_share))
-        return [Launch(rank, work.launch_names[1], (up, down, sums), _order(is_sum), True)]
+        return [Launch(np.array([rank]), work.launch_names[1], (up, down, sums), _order(is_sum), True)]
 
     def _products(
         self,
+        rank: int,
         of: Products,
         group: IntArray,
         kind: int = PRODUCT,
         gate: IntArray | None = None,
         opens: Pairs | None = None,
-        bytes_XR: FloatArray | None = None,
+        exchanged: Exchanged | None = None,
     ) -> RunsOfKind:
         return RunsOfKind.of(
             kind,
+            rank,
             np.ones_like(group),
             compute=of.seconds_G[group],
             gate=gate,
             group=group,
             flops=of.tile_flops_G[group],
             opens=opens,
-            bytes_XR=bytes_XR,
+            exchanged=exchanged,
         )
 
     def _mixed(
@@ -267,8 +285,8 @@ class _Tasks:
         """In one launch, or in one each."""
         name = self.work.launch_names[combines]
         if self.work.overlap.fused in ("both", "combine" if combines else "dispatch"):
-            return [Launch(rank, name, (first, work), _order(is_work), combines)]
-        return [Launch.plain(rank, name, kind, combines) for kind in (first, work)]
+            return [Launch(np.array([rank]), name, (first, work), _order(is_work), combines)]
+        return [Launch.plain(np.array([rank]), name, kind, combines) for kind in (first, work)]
 
     # --- flags ----------------------------------------------------------------------------------------------
 
@@ -300,6 +318,11 @@ def _order(is_work: BoolArray) -> IntArray:
     order[~is_work] = np.arange(num_first)
     order[is_work] = np.arange(num_first, len(is_work))
     return order
+
+
+def _exchanged(bytes_XR: FloatArray) -> Exchanged:
+    run, peer = np.nonzero(bytes_XR)
+    return run, peer, bytes_XR[run, peer]
 
 
 def _distinct(left: IntArray, right: IntArray) -> Pairs:

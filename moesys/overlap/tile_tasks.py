@@ -61,7 +61,8 @@ def rows_of_groups(plan: TokenPlan, rank: int) -> tuple[IntArray, IntArray]:
 
 @dataclass(frozen=True)
 class RowTiles:
-    """Row tiles of a rank in the order of its queue (``kernels.exchange.ordered_tiles``).
+    """Row tiles of a rank in the order of its queue (``kernels.exchange.ordered_tiles``), or of all ranks, one behind
+    the other.
 
     ``group_M``, ``row_M``, ``rows_M``: a tile's group, first row and rows. ``first_tile_G``: the number of a group's
     first tile; ``tiles_G``: how many it has. ``end_M``: the number of the first tile behind a tile's group.
@@ -79,8 +80,15 @@ class RowTiles:
     @staticmethod
     def of(rows_GR: IntArray, rank: int, tile_rows: int, order: str) -> RowTiles:
         """Of groups that have ``rows_GR`` rows of each source, which lie one behind the other."""
-        rows_G, num_ranks = rows_GR.sum(axis=1), rows_GR.shape[1]
-        group_G = np.argsort(-rows_G, kind="stable") if order == "largest_first" else np.arange(len(rows_G))
+        rows_G, before_G = rows_GR.sum(axis=1), rows_GR[:, :rank].sum(axis=1)
+        return RowTiles.of_ranks(np.full(len(rows_G), rank), rows_G, before_G, rows_GR.shape[1], tile_rows, order)
+
+    @staticmethod
+    def of_ranks(
+        rank_G: IntArray, rows_G: IntArray, before_G: IntArray, num_ranks: int, tile_rows: int, order: str
+    ) -> RowTiles:
+        """Of groups of ranks, rising, with ``rows_G`` rows, ``before_G`` of them from sources before their own rank."""
+        group_G = np.lexsort((-rows_G if order == "largest_first" else np.zeros_like(rows_G), rank_G))
         tiles_G = -(-rows_G // tile_rows)
         end_G = tiles_G[group_G].cumsum()
         first_tile_G = np.empty_like(tiles_G)
@@ -90,7 +98,7 @@ class RowTiles:
         # From one's own rows on, one tile of each of as many parts as there are ranks in turn.
         turn_M, part_M = np.divmod(tile - first_tile_G[group_M], num_ranks)
         each_M, longer_M = np.divmod(tiles_M, num_ranks)
-        begin_M = (rows_GR[:, :rank].sum(axis=1) // tile_rows)[group_M]
+        begin_M = (before_G // tile_rows)[group_M]
         lies_M = (begin_M + part_M * each_M + np.minimum(part_M, longer_M) + turn_M) % tiles_M
         number_M = np.empty_like(tile)
         number_M[first_tile_G[group_M] + lies_M] = tile

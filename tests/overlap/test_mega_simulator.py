@@ -16,6 +16,7 @@ from moesys import cost
 from moesys.overlap.mega_blocks import queues_of_blocks
 from moesys.overlap.mega_queues import PRODUCT
 from moesys.overlap.mega_simulator import mega_pass, publish_seconds
+from moesys.overlap.mega_units import Coarseness
 from moesys.overlap.mega_work import Work
 from moesys.overlap.simulator import simulate_step
 from moesys.overlap.tile_simulator import tile_pass
@@ -49,13 +50,40 @@ def test_blocks_agree_with_tiles():
 
 
 def test_blocks_agree_less_where_tokens_travel_once_as_tiles_know_which():
-    """What a fetch copies depends on which tokens chose what, and blocks know only how many did."""
+    """What a fetch copies depends on which tokens chose what, and blocks know only how many did. Of 86 that were looked
+    at 81 are within 2 %, all within 5.6 %.
+    """
     errors = []
     for seed in range(NUM_DRAWN // 3):
         tiles, blocks = both(drawn_case(seed, deduplicate=True))
         errors.append(abs(blocks / tiles - 1))
-    assert max(errors) <= 0.1
-    assert np.mean(errors) <= 0.04
+    assert max(errors) <= 0.06
+    assert np.mean(errors) <= 0.01
+
+
+def test_coarse_blocks_agree_with_fine_ones_on_many_ranks():
+    """Of 60 that were looked at 56 are within 2 %, all within 4.6 %, and 0.6 % is the mean."""
+    errors = []
+    for seed in range(60 if NUM_DRAWN == 260 else 8):
+        case, numbers = drawn_case(seed), np.random.default_rng(seed + 999)
+        cluster = GPU.replace(num_nodes=int(numbers.choice([2, 4])), multiprocessors=int(numbers.choice([13, 33, 132])))
+        tokens = int(numbers.choice([2000, 4000]))
+        popularity = np.exp(case.skew * numbers.normal(size=case.model.num_experts))
+        choices = numbers.multinomial(tokens * case.model.top_k, popularity / popularity.sum(), size=cluster.num_ranks)
+        strategy = ms.Strategy(
+            name="fsep",
+            sharding=ms.Fsep(slots_per_rank=max(2, -(-case.model.num_experts // cluster.num_ranks) + 1)),
+            balance=ms.Greedy(),
+            split=ms.FlowSplit(),
+        )
+        plan = ms.plan_layer(strategy, case.model, cluster, ms.LoadMatrix(choices)).tokens
+        layer = (case.overlap, case.model, cluster, plan, np.zeros(cluster.num_ranks), case.backward)
+        work = Work(case.overlap, case.model, cluster, case.backward)
+        coarse, fine = mega_pass(*layer), mega_pass(*layer, coarse=Coarseness.fine(work))
+        assert coarse.moved[0].link_seconds_L == pytest.approx(fine.moved[0].link_seconds_L, rel=1e-9)
+        errors.append(abs(length(coarse.end_R) / length(fine.end_R) - 1))
+    assert max(errors) <= 0.05
+    assert np.mean(errors) <= 0.01
 
 
 OF_BOTH = pytest.mark.parametrize("of", [mega_pass, lambda *layer: tile_pass(*layer).result], ids=["blocks", "tiles"])
@@ -166,7 +194,10 @@ def test_no_pass_is_shorter_than_its_path_or_its_busiest_lane_and_nothing_is_los
 def test_tiles_and_blocks_have_the_same_work(layer):
     overlap, model, cluster, plan, start_R, backward = layer
     work = Work(overlap, model, cluster, backward)
-    tiles, blocks = tile_pass(*layer).queues, queues_of_blocks(work, cluster, plan, start_R, start_R)
+    tiles, blocks = (
+        tile_pass(*layer).queues,
+        queues_of_blocks(work, cluster, plan, start_R, start_R, Coarseness.fine(work)),
+    )
     flops = [float((queues.runs.tasks * queues.flops).sum()) for queues in (tiles, blocks)]
     assert flops[0] == pytest.approx(flops[1], rel=1e-12)
     assert flops[0] >= (2 if backward else 1) * 6 * 512 * 256 * plan.load.total

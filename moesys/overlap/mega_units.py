@@ -1,0 +1,197 @@
+"""What blocks of a layer under ``MegaKernel`` are made of: groups of rows, row tiles taken together, and mixtures of
+fetches, or pushes, with products.
+
+All ranks are handled at once: what belongs to a rank lies behind what belongs to those before it. R ranks, G groups of
+all ranks, M row tiles, U units of row tiles, B blocks of rows (of a group and a source), X runs, P pieces of work.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from moesys.cost import FloatArray
+from moesys.layout import TokenPlan
+from moesys.load import IntArray
+from moesys.overlap.mega_work import Work
+from moesys.overlap.tile_tasks import RASTER, WHOLE, RowTiles
+
+# A rank's first and last row tiles are units of their own, as nothing else goes on then.
+EDGE = 4
+# Up to so many ranks nothing is taken together.
+FINE_RANKS = 8
+# Units that the busiest rank keeps, and programs that a rank counts for, where something is.
+UNITS, PROGRAMS = 16, 8
+
+
+@dataclass(frozen=True)
+class Coarseness:
+    """``unit_tiles``: row tiles that a block takes together at most. ``programs``: for how many those of a rank count;
+    ``tasks``: how many of its tasks are one.
+    """
+
+    unit_tiles: int
+    programs: int
+    tasks: float
+
+    @staticmethod
+    def fine(work: Work) -> Coarseness:
+        """Every row tile, program and task by itself."""
+        return Coarseness(1, work.programs, 1.0)
+
+    @staticmethod
+    def of(work: Work, plan: TokenPlan) -> Coarseness:
+        """Fine on few ranks; on more, as coarse as leaves the busiest rank enough: a sweep's row tiles, or four sweeps'
+        on very many.
+        """
+        tiles, most = int(plan.tokens_R.max()) // work.sizes.rows, RASTER
+        if plan.load.num_ranks <= FINE_RANKS or tiles < UNITS * 2:
+            return Coarseness.fine(work)
+        if plan.load.num_ranks > FINE_RANKS * 32:
+            most *= 4
+        programs = min(work.programs, PROGRAMS)
+        unit_tiles = min(most, 1 << (tiles // UNITS).bit_length() - 1)
+        return Coarseness(unit_tiles, programs, work.programs / programs * (PROGRAMS / programs))
+
+
+def sums(key: IntArray, amount: FloatArray | IntArray, size: int) -> FloatArray:
+    """By key; of integers, below 2^53, they are exact."""
+    return np.bincount(key, weights=amount, minlength=size).astype(np.float64)
+
+
+def meetings(first: IntArray, end: IntArray, end_B: IntArray) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """(piece, block, where both begin, where one ends) wherever a piece, from ``first`` to ``end``, and a block meet.
+    Blocks lie one behind the other and end at ``end_B``.
+    """
+    low, high = np.searchsorted(end_B, first, "right"), np.searchsorted(end_B, end, "left")
+    count = np.where(end > first, high - low + 1, 0)
+    piece = np.repeat(np.arange(len(first)), count)
+    block = np.arange(len(piece)) - np.repeat(count.cumsum() - count, count) + low[piece]
+    begin = np.maximum(first[piece], np.where(block > 0, end_B[block - 1], 0))
+    return piece, block, begin, np.minimum(end[piece], end_B[block])
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The experts that ranks hold, by (rank, expert), and the rows that come to them, by (group, source).
+
+    ``rank_G``, ``rows_G``: of each; ``number_G``: among its rank's. ``source_B``, ``group_B``, ``rows_B``: of blocks
+    that have rows. ``end_B``: the first row behind each. Rows of all ranks are numbered one behind the other.
+    """
+
+    rank_G: IntArray
+    rows_G: IntArray
+    number_G: IntArray
+    source_B: IntArray
+    group_B: IntArray
+    rows_B: IntArray
+    end_B: IntArray
+
+    @staticmethod
+    def of(plan: TokenPlan) -> Groups:
+        num_experts = plan.load.num_experts
+        held = np.flatnonzero(plan.layout.replicas_RE > 0)
+        rank_G = held // num_experts
+        source, expert, rank, tokens = plan.entries[plan.entries[:, 3] > 0].T
+        group = np.searchsorted(held, rank * num_experts + expert)
+        order = np.lexsort((source, group))
+        rows_B = tokens[order]
+        rows_G = sums(group, tokens, len(held)).astype(np.int64)
+        number_G = np.arange(len(held)) - np.searchsorted(rank_G, rank_G)
+        return Groups(rank_G, rows_G, number_G, source[order], group[order], rows_B, rows_B.cumsum())
+
+    def before_own(self) -> IntArray:
+        """Rows of a group from sources before its own rank, [G]."""
+        before = self.source_B < self.rank_G[self.group_B]
+        return sums(self.group_B[before], self.rows_B[before], len(self.rows_G)).astype(np.int64)
+
+    def by_size(self) -> IntArray:
+        """A rank's groups, those with most rows first."""
+        return np.lexsort((-self.rows_G, self.rank_G))
+
+
+@dataclass(frozen=True)
+class Units:
+    """Row tiles that blocks take together, in order of queues: of one group and one sweep.
+
+    ``tiles_U``: how many. ``first_U``: row tiles of the rank before them. ``end_U``: of all ranks until then.
+    """
+
+    rank_U: IntArray
+    tiles_U: IntArray
+    first_U: IntArray
+    end_U: IntArray
+    group_U: IntArray
+
+    @staticmethod
+    def of(tiles: RowTiles, rank_M: IntArray, most: int) -> Units:
+        """Of at most ``most`` row tiles, a divisor of ``RASTER`` or a multiple."""
+        number_M = np.arange(len(tiles)) - np.searchsorted(rank_M, rank_M)
+        tiles_left_M = np.searchsorted(rank_M, rank_M, "right") - np.arange(len(tiles))
+        follows = np.zeros(len(tiles), dtype=bool)
+        follows[1:] = tiles.group_M[1:] == tiles.group_M[:-1]
+        alone_M = (number_M < EDGE) | (tiles_left_M <= EDGE)
+        tile_U = np.flatnonzero(~follows | (number_M % most == 0) | alone_M)
+        end_U = np.r_[tile_U, len(tiles)][1:]
+        return Units(rank_M[tile_U], end_U - tile_U, number_M[tile_U], end_U, tiles.group_M[tile_U])
+
+    def __len__(self) -> int:
+        return len(self.tiles_U)
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Runs of tasks that come first, cut where work comes between them, and pieces of work: ``tile_tasks.mixed`` for
+    runs.
+
+    ``first``, ``end``: numbers of the first tasks of each run, of all ranks' one behind the other; ``unit``: whose.
+    ``piece_of``, ``piece``: the unit of work and the tasks of each piece. ``order``: of runs of first tasks, then of
+    pieces of work.
+    """
+
+    first: IntArray
+    end: IntArray
+    unit: IntArray
+    piece_of: IntArray
+    piece: IntArray
+    order: IntArray
+
+    @staticmethod
+    def of(
+        num_ranks: int,
+        first: tuple[IntArray, IntArray],
+        work: tuple[IntArray, IntArray],
+        needed: IntArray,
+        parts: int,
+        most: int,
+    ) -> Mixture:
+        """``first``: rank and first tasks of each unit that has some; ``work``: rank and work of each unit of work, and
+        how many of its rank's first ones it has ``needed``. Pieces have at most ``most`` tasks.
+        """
+        end_F = first[1].cumsum()
+        end_R = sums(first[0], first[1], num_ranks).astype(np.int64).cumsum()
+        begin_R = np.r_[0, end_R[:-1]]
+        pieces = -(-work[1] // most)
+        piece_of = np.repeat(np.arange(len(pieces)), pieces)
+        in_unit = np.arange(len(piece_of)) - np.repeat(pieces.cumsum() - pieces, pieces)
+        piece = np.minimum(work[1][piece_of] - in_unit * most, most)
+        rank = work[0][piece_of]
+        before = end_R[rank]
+        if parts < WHOLE:
+            middle = piece.cumsum() - piece
+            middle = middle - middle[np.searchsorted(rank, rank)] + piece // 2
+            least = np.maximum(needed[piece_of], middle * parts // (WHOLE - parts))
+            # No rank's are more than the first of the next one's, so this goes rank by rank.
+            before = np.maximum.accumulate(np.minimum(begin_R[rank] + least, before)) if len(before) else before
+        cuts = np.unique(np.concatenate([[0], end_F, before]))
+        unit = np.searchsorted(end_F, cuts[:-1], "right")
+        rank_of_run = first[0][unit]
+        order = np.lexsort(
+            (
+                np.r_[np.ones(len(unit)), np.zeros(len(piece))],
+                np.r_[cuts[:-1], before],
+                np.r_[rank_of_run, rank],
+            )
+        )
+        return Mixture(cuts[:-1], cuts[1:], unit, piece_of, piece, order)
