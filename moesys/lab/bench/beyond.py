@@ -1,16 +1,19 @@
 """What lies beyond LAER-MoE: its 24 rows with our split, our layouts and overlap, one after another.
 
 Everything but what a stage names stays as LAER-MoE has it: hardware, attention, dispatcher, recomputation, traffic of
-parameters; drawn routing and constants are those of ``moesys bench reproduce``.
+parameters; drawn routing and constants are those of ``moesys bench reproduce``. Overlap pays for its finer pieces:
+where there is some, launches, flags and latencies take time and products come in waves of tiles, which LAER-MoE's own
+stages are spared.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 
-from moesys.config import Overlap, Pipelined, Sequential
+from moesys import presets
+from moesys.config import ClusterSpec, MegaKernel, Overlap, Pipelined, Sequential
 from moesys.lab.bench.laer_constants import CONSTANTS
 from moesys.lab.bench.laer_plans import ROW_ITERATIONS, Planner, Plans, mean_max_over_mean
 from moesys.lab.bench.laer_published import ROWS
@@ -35,10 +38,11 @@ STAGES = (
     Stage("LAER's layout", "LAER"),
     Stage("flow split", "LAER, flow"),
     Stage("our layout", "greedy, flow"),
-    Stage("overlap: unified", "greedy, flow", Pipelined(chunks=4)),
-    Stage("its gradients in float32", "greedy, flow", Pipelined(chunks=4), gradient_bytes=4),
+    Stage("overlap in 4 chunks", "greedy, flow", Pipelined(chunks=4)),
+    Stage("MegaKernel: unified", "greedy, flow", MegaKernel()),
+    Stage("its gradients in float32", "greedy, flow", MegaKernel(), gradient_bytes=4),
 )
-LAER_STAGE, UNIFIED_STAGE = 1, 4
+LAER_STAGE, UNIFIED_STAGE = 1, 5
 
 
 @dataclass(frozen=True)
@@ -62,10 +66,11 @@ class Beyond:
         return next(fall for fall in self.falls if MODELS[fall.model] == model and fall.stage == stage)
 
     def geometric_mean(self, stage: Stage, over: Stage) -> float:
-        """Over the 24 rows: how many times the seconds of ``over`` are those of ``stage``."""
+        """Over the rows of the shapes simulated: how many times the seconds of ``over`` are those of ``stage``."""
         ratios = [
             self.of(MODELS[row.model], over).seconds.total / self.of(MODELS[row.model], stage).seconds.total
             for row in ROWS
+            if any(MODELS[fall.model] == MODELS[row.model] for fall in self.falls)
         ]
         return math.exp(sum(map(math.log, ratios)) / len(ratios))
 
@@ -75,23 +80,32 @@ def beyond(
     seeds: Sequence[int] = SEEDS,
     iterations: Sequence[int] = ROW_ITERATIONS,
     tell: Callable[[str], None] | None = None,
+    models: Collection[LaerModel] = tuple(MODELS.values()),
 ) -> Beyond:
     """The waterfall of every shape; the same arguments give the same figures."""
     planners = tuple(dict.fromkeys(stage.planner for stage in STAGES))
     found = planned(planners, constants, seeds, iterations=iterations, tell=tell)
     falls = []
-    for model, name in {model: name for name, model in reversed(MODELS.items())}.items():
+    for model, name in {model: name for name, model in reversed(MODELS.items()) if model in models}.items():
         if tell:
             tell(f"stages of {name}")
         for stage in STAGES:
             plans = found[model.setting, stage.planner]
             strategy = laer_strategy(model).replace(overlap=stage.overlap)
             changed = replace(model, gradient_bytes=stage.gradient_bytes)
-            seconds = mean_seconds(changed, constants, plans, iterations, strategy=strategy)
+            cluster = constants.cluster if stage.overlap == _SEQUENTIAL else in_tiles(constants.cluster)
+            seconds = mean_seconds(changed, constants, plans, iterations, strategy=strategy, cluster=cluster)
             falls.append(
                 Fall(name, stage, seconds, mean_max_over_mean(plans, iterations), _inter_node_share(plans, constants))
             )
     return Beyond(tuple(falls))
+
+
+def in_tiles(cluster: ClusterSpec) -> ClusterSpec:
+    """With the multiprocessors, tiles and latencies of an A100, as overlap needs them."""
+    gpu = presets.a100(cluster.num_nodes)
+    names = ("multiprocessors", "tile_rows", "tile_columns", "launch_us", "flag_us", "intra_node_us", "inter_node_us")
+    return cluster.replace(**{name: getattr(gpu, name) for name in names})
 
 
 def _inter_node_share(found: Sequence[Plans], constants: Constants) -> float:

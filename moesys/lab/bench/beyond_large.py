@@ -24,6 +24,7 @@ from moesys.config import (
     Greedy,
     Laer,
     Last,
+    MegaKernel,
     ModelShape,
     Overlap,
     Pipelined,
@@ -93,7 +94,8 @@ STAGES = (
     LargeStage("LAER's layout", Contender(_LAER, EvenSplit(), WindowMean(steps=5))),
     LargeStage("flow split", Contender(_LAER, FlowSplit(), WindowMean(steps=5))),
     LargeStage("our layout", Contender(Greedy(), FlowSplit(), Adaptive())),
-    LargeStage("overlap: unified", Contender(Greedy(), FlowSplit(), Adaptive()), Pipelined(chunks=4)),
+    LargeStage("4 chunks", Contender(Greedy(), FlowSplit(), Adaptive()), Pipelined(chunks=4)),
+    LargeStage("unified", Contender(Greedy(), FlowSplit(), Adaptive()), MegaKernel()),
 )
 LAER_STAGE = 1
 

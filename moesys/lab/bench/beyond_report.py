@@ -20,8 +20,9 @@ BAR = 1.15
 INTRODUCTION = (
     "`python -m moesys bench beyond`: strategies between LAER-MoE and `unified`, stage by stage. Nothing here was "
     "measured. What the simulator is worth is in the page of `python -m moesys bench reproduce`.",
-    "Unified is FSEP with our layout, the flow split and overlap. Overlap is `Pipelined(chunks=4)`. Each stage changes "
-    "what its name says, and keeps the rest.",
+    "Unified is FSEP with our layout, the flow split and overlap by `MegaKernel()`, as if programs reached the memory "
+    "of other nodes as they reach their own node's. Before it stands overlap by `Pipelined(chunks=4)`, which needs no "
+    "such thing. Each other stage changes what its name says, and keeps the rest.",
 )
 
 

@@ -124,12 +124,13 @@ def iteration_seconds(
     micro_batches: Sequence[Sequence[TokenPlan]],
     strategy: Strategy | None = None,
     communication_optimised: bool = True,
+    cluster: ClusterSpec | None = None,
 ) -> Seconds:
     """Of an iteration of ``micro_batches``, whose first ``num_layers`` plans are the model's layers."""
     rest = model.rest_of_step(constants, communication_optimised)
     used = strategy or laer_strategy(model, communication_optimised)
     plans = [part[: model.num_layers] for part in micro_batches]
-    simulation = run_step(used, model.layer, constants.cluster, plans, rest)
+    simulation = run_step(used, model.layer, cluster or constants.cluster, plans, rest)
     computed, waited = simulation.computed_R, simulation.waited_R
     late = sum(float(waited.get(lane, np.zeros(1)).mean()) for lane in ("restore", "reshard"))
     return Seconds(

@@ -12,7 +12,7 @@ from dataclasses import astuple, dataclass
 
 import numpy as np
 
-from moesys.config import Strategy
+from moesys.config import ClusterSpec, Strategy
 from moesys.lab.bench.laer_constants import CONSTANTS
 from moesys.lab.bench.laer_plans import (
     BREAKDOWN_ITERATION,
@@ -130,10 +130,11 @@ def mean_seconds(
     *,
     strategy: Strategy | None = None,
     optimised: bool = True,
+    cluster: ClusterSpec | None = None,
 ) -> Seconds:
-    """The mean over iterations and seeds."""
+    """The mean over iterations and seeds; on the cluster of ``constants`` where no other is given."""
     all_seconds = [
-        iteration_seconds(model, constants, plans[iteration], strategy, communication_optimised=optimised)
+        iteration_seconds(model, constants, plans[iteration], strategy, optimised, cluster)
         for plans in found
         for iteration in iterations
     ]
