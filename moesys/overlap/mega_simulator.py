@@ -83,7 +83,7 @@ def mega_pass(
     published_R = start_R + publish_seconds(model, cluster, plan)
     begin_R = published_R if experts_R is None else np.maximum(published_R, experts_R)
     gap_seconds, byte_seconds_L = cluster.launch_us * 1e-6, seconds_a_byte(cluster)
-    coarse = Coarseness.of(work, plan) if coarse is None else coarse
+    coarse = Coarseness.of(work, plan, cluster) if coarse is None else coarse
     queues = queues_of_blocks(work, cluster, plan, published_R, begin_R + gap_seconds, coarse)
     times = run_all(
         queues.runs, queues.gates, queues.launches, byte_seconds_L, coarse.programs, gap_seconds, cluster.flag_us * 1e-6

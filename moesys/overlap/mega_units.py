@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from moesys.config import ClusterSpec
 from moesys.cost import FloatArray
 from moesys.layout import TokenPlan
 from moesys.load import IntArray
@@ -21,8 +22,9 @@ from moesys.overlap.tile_tasks import RASTER, WHOLE, RowTiles
 EDGE = 4
 # Up to so many ranks nothing is taken together.
 FINE_RANKS = 8
-# Units that the busiest rank keeps, and programs that a rank counts for, where something is.
-UNITS, PROGRAMS = 16, 8
+# Units that the busiest rank keeps, and programs that a rank counts for, where something is. With more ranks in a
+# domain of fast links those decide how long a rank takes, and so which programs compute while others push.
+UNITS, PROGRAMS, PROGRAMS_OF_LARGE_DOMAINS = 16, 8, 32
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class Coarseness:
         return Coarseness(1, work.programs, 1.0)
 
     @staticmethod
-    def of(work: Work, plan: TokenPlan) -> Coarseness:
+    def of(work: Work, plan: TokenPlan, cluster: ClusterSpec) -> Coarseness:
         """Fine on few ranks; on more, as coarse as leaves the busiest rank enough: a sweep's row tiles, or four sweeps'
         on very many.
         """
@@ -50,9 +52,11 @@ class Coarseness:
             return Coarseness.fine(work)
         if plan.load.num_ranks > FINE_RANKS * 32:
             most *= 4
-        programs = min(work.programs, PROGRAMS)
+        small = max(np.bincount(cluster.node_of_rank)) <= FINE_RANKS
+        most_programs = PROGRAMS if small else PROGRAMS_OF_LARGE_DOMAINS
+        programs = min(work.programs, most_programs)
         unit_tiles = min(most, 1 << (tiles // UNITS).bit_length() - 1)
-        return Coarseness(unit_tiles, programs, work.programs / programs * (PROGRAMS / programs))
+        return Coarseness(unit_tiles, programs, work.programs / programs * (most_programs / programs))
 
 
 def sums(key: IntArray, amount: FloatArray | IntArray, size: int) -> FloatArray:

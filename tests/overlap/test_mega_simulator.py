@@ -65,25 +65,39 @@ def test_coarse_blocks_agree_with_fine_ones_on_many_ranks():
     """Of 60 that were looked at 56 are within 2 %, all within 4.6 %, and 0.6 % is the mean."""
     errors = []
     for seed in range(60 if NUM_DRAWN == 260 else 8):
-        case, numbers = drawn_case(seed), np.random.default_rng(seed + 999)
+        numbers = np.random.default_rng(seed + 999)
         cluster = GPU.replace(num_nodes=int(numbers.choice([2, 4])), multiprocessors=int(numbers.choice([13, 33, 132])))
-        tokens = int(numbers.choice([2000, 4000]))
-        popularity = np.exp(case.skew * numbers.normal(size=case.model.num_experts))
-        choices = numbers.multinomial(tokens * case.model.top_k, popularity / popularity.sum(), size=cluster.num_ranks)
-        strategy = ms.Strategy(
-            name="fsep",
-            sharding=ms.Fsep(slots_per_rank=max(2, -(-case.model.num_experts // cluster.num_ranks) + 1)),
-            balance=ms.Greedy(),
-            split=ms.FlowSplit(),
-        )
-        plan = ms.plan_layer(strategy, case.model, cluster, ms.LoadMatrix(choices)).tokens
-        layer = (case.overlap, case.model, cluster, plan, np.zeros(cluster.num_ranks), case.backward)
-        work = Work(case.overlap, case.model, cluster, case.backward)
-        coarse, fine = mega_pass(*layer), mega_pass(*layer, coarse=Coarseness.fine(work))
-        assert coarse.moved[0].link_seconds_L == pytest.approx(fine.moved[0].link_seconds_L, rel=1e-9)
-        errors.append(abs(length(coarse.end_R) / length(fine.end_R) - 1))
+        errors.append(coarse_error(drawn_case(seed), cluster, numbers))
     assert max(errors) <= 0.05
     assert np.mean(errors) <= 0.01
+
+
+def test_coarse_blocks_agree_less_in_a_large_domain():
+    """Where programs that push for themselves compute and push in turn: 12 that were looked at are within
+    8.3 %, and 3.6 % is the mean."""
+    cluster, errors = GPU.replace(ranks_per_node=32, multiprocessors=132, intra_node_gb_per_s=360), []
+    for seed in range(12 if NUM_DRAWN == 260 else 2):
+        errors.append(coarse_error(drawn_case(seed), cluster.replace(expert_tflops=620), np.random.default_rng(seed)))
+    assert max(errors) <= 0.1
+
+
+def coarse_error(case: Case, cluster: ms.ClusterSpec, numbers: np.random.Generator) -> float:
+    """How much longer or shorter than by fine blocks, over that; the same bytes move in both."""
+    tokens = int(numbers.choice([2000, 4000]))
+    popularity = np.exp(case.skew * numbers.normal(size=case.model.num_experts))
+    choices = numbers.multinomial(tokens * case.model.top_k, popularity / popularity.sum(), size=cluster.num_ranks)
+    strategy = ms.Strategy(
+        name="fsep",
+        sharding=ms.Fsep(slots_per_rank=max(2, -(-case.model.num_experts // cluster.num_ranks) + 1)),
+        balance=ms.Greedy(),
+        split=ms.FlowSplit(),
+    )
+    plan = ms.plan_layer(strategy, case.model, cluster, ms.LoadMatrix(choices)).tokens
+    layer = (case.overlap, case.model, cluster, plan, np.zeros(cluster.num_ranks), case.backward)
+    work = Work(case.overlap, case.model, cluster, case.backward)
+    coarse, fine = mega_pass(*layer), mega_pass(*layer, coarse=Coarseness.fine(work))
+    assert coarse.moved[0].link_seconds_L == pytest.approx(fine.moved[0].link_seconds_L, rel=1e-9)
+    return abs(length(coarse.end_R) / length(fine.end_R) - 1)
 
 
 OF_BOTH = pytest.mark.parametrize("of", [mega_pass, lambda *layer: tile_pass(*layer).result], ids=["blocks", "tiles"])
