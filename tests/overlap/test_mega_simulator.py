@@ -74,7 +74,8 @@ def test_coarse_blocks_agree_with_fine_ones_on_many_ranks():
 
 def test_coarse_blocks_agree_less_in_a_large_domain():
     """Where programs that push for themselves compute and push in turn: 12 that were looked at are within
-    8.3 %, and 3.6 % is the mean."""
+    8.3 %, and 3.6 % is the mean.
+    """
     cluster, errors = GPU.replace(ranks_per_node=32, multiprocessors=132, intra_node_gb_per_s=360), []
     for seed in range(12 if NUM_DRAWN == 260 else 2):
         errors.append(coarse_error(drawn_case(seed), cluster.replace(expert_tflops=620), np.random.default_rng(seed)))

@@ -77,15 +77,27 @@ CLUSTERS: dict[str, Callable[[int], ClusterSpec]] = {"H100": presets.h100, "H200
 
 
 _SEQUENTIAL = Sequential()
+# As programs come, one pull for a token, pulls before products where links are slow, and both.
+MEGA_KERNELS = (
+    MegaKernel(),
+    MegaKernel(deduplicate=True),
+    MegaKernel(dispatch_share=1.0, combine_share=0.25),
+    MegaKernel(dispatch_share=1.0, deduplicate=True),
+)
+# They are compared on up to so many ranks; more take what those took.
+COMPARED_RANKS = 128
 
 
 @dataclass(frozen=True)
 class LargeStage:
-    """A step of the waterfall; ``LAER's`` layouts are its proportional ones, as those of large sizes are."""
+    """A step of the waterfall; ``LAER's`` layouts are its proportional ones, as those of large sizes are.
+
+    overlaps: of which the simulator takes the fastest.
+    """
 
     name: str
     contender: Contender
-    overlap: Overlap = _SEQUENTIAL
+    overlaps: tuple[Overlap, ...] = (_SEQUENTIAL,)
 
 
 _LAER = Laer(candidates=("proportional",))
@@ -94,8 +106,8 @@ STAGES = (
     LargeStage("LAER's layout", Contender(_LAER, EvenSplit(), WindowMean(steps=5))),
     LargeStage("flow split", Contender(_LAER, FlowSplit(), WindowMean(steps=5))),
     LargeStage("our layout", Contender(Greedy(), FlowSplit(), Adaptive())),
-    LargeStage("4 chunks", Contender(Greedy(), FlowSplit(), Adaptive()), Pipelined(chunks=4)),
-    LargeStage("unified", Contender(Greedy(), FlowSplit(), Adaptive()), MegaKernel()),
+    LargeStage("4 chunks", Contender(Greedy(), FlowSplit(), Adaptive()), (Pipelined(chunks=4),)),
+    LargeStage("unified", Contender(Greedy(), FlowSplit(), Adaptive()), MEGA_KERNELS),
 )
 LAER_STAGE = 1
 
@@ -106,6 +118,7 @@ class LargeFall:
     mean over ranks. inter_node_share: of the routed rows.
     """
 
+    overlap: Overlap
     model: str
     gpu: str
     num_ranks: int
@@ -124,21 +137,26 @@ def large_falls(
     tell: Callable[[str], None] | None = None,
 ) -> list[LargeFall]:
     """All stages of every model on every cluster. Plans know nodes and no GPUs, so GPUs share them."""
-    found = []
+    found: list[LargeFall] = []
+    fastest: dict[tuple[LargeModel, str, LargeStage], Overlap] = {}
     for model in models:
-        for num_ranks in sizes:
+        for num_ranks in sorted(sizes):
             if tell:
                 tell(f"{model.name} on {num_ranks} GPUs")
             slots = slots_of(model.layer, num_ranks)
             clusters = {gpu: CLUSTERS[gpu](num_ranks // 8) for gpu in gpus}
             plans: dict[Contender, list[TokenPlan]] = {}
+            first = clusters[gpus[0]]
             for stage in STAGES:
                 if stage.contender not in plans:
-                    first = next(iter(clusters.values()))
                     plans[stage.contender] = _planned(stage.contender, model.layer, first, slots)
                 of_stage = plans[stage.contender]
                 for gpu, cluster in clusters.items():
-                    found.append(_fall(model, gpu, cluster, slots, stage, of_stage))
+                    taken = fastest.get((model, gpu, stage))
+                    overlaps = (taken,) if taken and num_ranks > COMPARED_RANKS else stage.overlaps
+                    falls = [_fall(model, gpu, cluster, slots, stage, overlap, of_stage) for overlap in overlaps]
+                    found.append(min(falls, key=lambda fall: fall.layer_ms))
+                    fastest[model, gpu, stage] = found[-1].overlap
     return found
 
 
@@ -172,14 +190,21 @@ def _planned(contender: Contender, layer: ModelShape, cluster: ClusterSpec, slot
 
 
 def _fall(
-    model: LargeModel, gpu: str, cluster: ClusterSpec, slots: int, stage: LargeStage, plans: Sequence[TokenPlan]
+    model: LargeModel,
+    gpu: str,
+    cluster: ClusterSpec,
+    slots: int,
+    stage: LargeStage,
+    overlap: Overlap,
+    plans: Sequence[TokenPlan],
 ) -> LargeFall:
     sharding = Fsep(slots_per_rank=slots, prefetch_layers=1, delay_reshard=True)
-    strategy = Strategy(name=stage.name, sharding=sharding, overlap=stage.overlap)
+    strategy = Strategy(name=stage.name, sharding=sharding, overlap=overlap)
     rest = RestOfStep(other_seconds=model.other_seconds(cluster))
     simulation = run_step(strategy, model.layer, cluster, [plans], rest)
     computed = float(sum(seconds_R.mean() for seconds_R in simulation.computed_R.values()))
     return LargeFall(
+        overlap=overlap,
         model=model.name,
         gpu=gpu,
         num_ranks=cluster.num_ranks,

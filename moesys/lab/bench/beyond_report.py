@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from moesys.config import Overlap
 from moesys.lab.bench.beyond import LAER_STAGE, STAGES, UNIFIED_STAGE, Beyond, beyond
+from moesys.lab.bench.beyond_large import COMPARED_RANKS, MEGA_KERNELS, SIZES, LargeFall, large_falls
 from moesys.lab.bench.beyond_large import LAER_STAGE as LARGE_LAER_STAGE
 from moesys.lab.bench.beyond_large import MODELS as LARGE_MODELS
-from moesys.lab.bench.beyond_large import SIZES, LargeFall, large_falls
 from moesys.lab.bench.beyond_large import STAGES as LARGE_STAGES
 from moesys.lab.bench.laer_step import MODELS
 from moesys.lab.bench.reproduce import SEEDS
@@ -16,6 +17,8 @@ from moesys.lab.bench.reproduce_report import Section, show, table
 from moesys.lab.bench.steps import steps_told
 
 BAR = 1.15
+# Letters for points in tables.
+POINTS: dict[Overlap, str] = dict(zip(MEGA_KERNELS, "abcd", strict=True))
 
 INTRODUCTION = (
     "`python -m moesys bench beyond`: strategies between LAER-MoE and `unified`, stage by stage. Nothing here was "
@@ -70,14 +73,14 @@ def large_sections(falls: Sequence[LargeFall]) -> list[Section]:
     """Published models on 8 to 1,024 GPUs."""
     columns = ["model", "GPUs", "slots", "LAER ms"]
     columns += [stage.name for stage in LARGE_STAGES if stage != LARGE_STAGES[LARGE_LAER_STAGE]]
-    columns += ["max/mean", "unified", "exposed ms", "unified", "inter-node %", "unified"]
+    columns += ["by", "max/mean", "unified", "exposed ms", "unified", "inter-node %", "unified"]
     made = table("SIMULATED: times as fast as LAER's layout, a layer's forward and backward", columns)
     for index in range(0, len(falls), len(LARGE_STAGES)):
         stages = falls[index : index + len(LARGE_STAGES)]
         laer, unified = stages[LARGE_LAER_STAGE], stages[-1]
         cells = [laer.model, f"{laer.num_ranks} {laer.gpu}", str(laer.slots), f"{laer.layer_ms:.2f}"]
         cells += [f"{laer.layer_ms / stage.layer_ms:.3f}" for stage in stages if stage is not laer]
-        cells += [f"{laer.max_over_mean:.3f}", f"{unified.max_over_mean:.3f}"]
+        cells += [POINTS[unified.overlap], f"{laer.max_over_mean:.3f}", f"{unified.max_over_mean:.3f}"]
         cells += [f"{laer.exposed_ms:.1f}", f"{unified.exposed_ms:.1f}"]
         cells += [f"{100 * laer.inter_node_share:.0f}", f"{100 * unified.inter_node_share:.0f}"]
         made.add_row(*cells)
@@ -94,8 +97,16 @@ def large_sections(falls: Sequence[LargeFall]) -> list[Section]:
         "Log-normal routing of skew 1, 8,192 tokens a rank, experts restored every pass, float32 gradients.",
         "max/mean, exposed and inter-node: of LAER's layout, then of unified.",
         f"Where a stage before it is faster than unified: {where_not}.",
+        "by: which of four points of MegaKernel's search space the simulator finds fastest on up to "
+        f"{COMPARED_RANKS} GPUs, and the last of these on more.",
+        *(f"{letter}: {_point(overlap)}." for overlap, letter in POINTS.items()),
     ]
     return [(made, notes)]
+
+
+def _point(overlap: Overlap) -> str:
+    fields = overlap.model_dump(exclude_defaults=True)
+    return "MegaKernel(" + ", ".join(f"{name}={value}" for name, value in fields.items()) + ")"
 
 
 def main(out: Path | None = None) -> int:

@@ -1,6 +1,6 @@
 """``moesys bench simulate``: how long the simulator takes for a step, of few ranks and of many.
 
-Layers of Qwen3-30B-A3B's shape, experts sharded over all ranks, layouts by ``Greedy`` and splits by ``FlowSplit`` on
+Layers of Qwen3-30B-A3B's shape on H100, experts sharded over all ranks, layouts by ``Greedy`` and splits by ``FlowSplit`` on
 drawn loads. A few layers are planned and repeated; planning is not timed.
 """
 
@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from moesys import presets
-from moesys.config import ClusterSpec, FlowSplit, Fsep, Greedy, MegaKernel, Overlap, Pipelined, Sequential, Strategy
+from moesys.config import FlowSplit, Fsep, Greedy, MegaKernel, Overlap, Pipelined, Sequential, Strategy
 from moesys.experiment import Generated
 from moesys.lab.bench.timing import machine_line, wall_ms
 from moesys.lab.console import print_full
@@ -97,7 +97,7 @@ def time_step(name: str, overlap: Overlap, layers: int, ranks: int, repeats: int
 
 def step_plan(overlap: Overlap, layers: int, ranks: int) -> StepPlan:
     """``PLANNED_LAYERS`` drawn and planned, again and again."""
-    cluster = ClusterSpec(num_nodes=ranks // RANKS_PER_NODE, ranks_per_node=RANKS_PER_NODE)
+    cluster = presets.h100(ranks // RANKS_PER_NODE)
     strategy = Strategy(
         name=overlap.kind,
         sharding=Fsep(slots_per_rank=-(-MODEL.num_experts // ranks) + 1, prefetch_layers=1, delay_reshard=True),
