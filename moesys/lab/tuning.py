@@ -76,7 +76,7 @@ def tune(
     """
     trains = isinstance(experiment.workload, Training)
     timed = MOST_TRIALS * trains if timed is None else timed
-    _check(experiment, timed, budget, seeds)
+    _check(experiment, timed, budget, seeds, memory_gb)
     with closing(place_for(experiment, threads)) as place:
         if not place.writes:
             return _follow(place, experiment)
@@ -116,10 +116,12 @@ class Silence:
     def point(self, entry: Entry) -> None: ...
 
 
-def _check(experiment: Experiment, timed: int, budget: int, seeds: int) -> None:
+def _check(experiment: Experiment, timed: int, budget: int, seeds: int, memory_gb: float | None) -> None:
     workload = experiment.workload
     if budget < 1 or seeds < 1:
         raise ValueError(f"budget={budget} and seeds={seeds}; both are 1 or more")
+    if memory_gb is not None and memory_gb <= 0:
+        raise ValueError(f"memory_gb={memory_gb} holds nothing; declare what a GPU has, or leave it out for enough")
     if timed and not isinstance(workload, Training):
         raise ValueError(
             f"timed={timed}: workload={type(workload).__name__} is run by the cost model and by no clock; "

@@ -338,7 +338,9 @@ def queues_of_blocks(
     """All blocks of all ranks, which have published at ``published_R`` and launch at ``start_R`` seconds."""
     blocks = Blocks(work, cluster, plan, published_R, coarse)
     # Whoever pushes rows home tells, when all are there, those whose rows they are.
-    destination, source = np.unique(plan.entries[:, [2, 0]], axis=0).T
+    destination, source = np.divmod(
+        np.unique(plan.entries[:, 2] * cluster.num_ranks + plan.entries[:, 0]), cluster.num_ranks
+    )
     return Queues.of(
         blocks.launches(),
         blocks.gate_rank,

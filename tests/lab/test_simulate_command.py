@@ -134,7 +134,7 @@ def test_of_many_ranks_some_are_drawn_and_those_on_the_path_first(tmp_path):
     ("arguments", "message"),
     [
         (["{file}", "--strategy", "best"], "strategy='best' is not in tiny; choose one of ep, fsep"),
-        (["{file}", "--step", "3"], "step=3 is not among the workload's timed steps"),
+        (["{file}", "--step", "3"], "step=3 is none of the workload's"),
         (["{file}", "--cluster", "many"], "cluster='many': no .json or .toml file"),
         (["{file}", "--cluster", "1x1"], "Error: "),
         (["{plan}", "--step", "1"], "--step is for experiments"),

@@ -174,9 +174,10 @@ def test_mega_kernels_are_simulated_with_the_others(tmp_path):
         ),
         (
             simulation(),
-            {"memory_gb": 0.0},
-            r"knows no point of the space: none fits into 0.0 GB; widen space, or raise memory_gb",
+            {"memory_gb": 1e-6},
+            r"knows no point of the space: none fits into 1e-06 GB; widen space, or raise memory_gb",
         ),
+        (simulation(), {"memory_gb": 0.0}, "memory_gb=0.0 holds nothing; declare what a GPU has"),
     ],
 )
 def test_what_cannot_be_tuned_is_refused(tmp_path, experiment, options, reason):

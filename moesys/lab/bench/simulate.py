@@ -1,6 +1,6 @@
 """``moesys bench simulate``: how long the simulator takes for a step, of few ranks and of many.
 
-Layers of Qwen3-30B-A3B's shape on H100, experts sharded over all ranks, layouts by ``Greedy`` and splits by ``FlowSplit`` on
+Layers of Qwen3-30B-A3B on H100, experts sharded over all ranks, layouts by ``Greedy`` and splits by ``FlowSplit`` on
 drawn loads. A few layers are planned and repeated; planning is not timed.
 """
 

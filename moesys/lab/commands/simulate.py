@@ -159,11 +159,15 @@ def _step(strategy: Strategy, experiment: Experiment, layers: int | None, step: 
     """The plans of one timed step of the first seed, whose layouts follow from the micro-batches before."""
     workload = experiment.workload
     assert isinstance(workload, Replay | Generated)
+    if isinstance(workload, Generated) and step >= workload.steps:
+        raise ValueError(
+            f"step={step} is none of the workload's {workload.steps} timed steps; use 0 to {workload.steps - 1}"
+        )
     first = workload.warmup + step * workload.micro_batches
     every = walk(strategy, experiment.model, experiment.cluster, workload, experiment.seeds[0])
     plans = list(islice(every, first, first + workload.micro_batches))
     if len(plans) < workload.micro_batches:
-        raise ValueError(f"step={step} is not among the workload's timed steps; use a smaller one, or 0 for the first")
+        raise ValueError(f"step={step} is behind the trace's last timed step; use a smaller one, or 0 for the first")
     return (_first_layers(plan, layers) for plan in plans)
 
 
