@@ -32,8 +32,10 @@ class Choice:
             return "nothing else in the space"
         if abs(self.costs) < 5e-5:
             return f"{self.next_best} is as fast, simulated"
+        if self.costs < 0:
+            return f"{self.next_best} would save {-100 * self.costs:.2f} %, simulated; the clock chose otherwise"
         least = "at least " if self.at_least else ""
-        return f"{self.next_best} would cost {least}{100 * self.costs:+.2f} %, simulated"
+        return f"{self.next_best} would cost {least}{100 * self.costs:.2f} %, simulated"
 
 
 @dataclass(frozen=True)
