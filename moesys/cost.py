@@ -164,18 +164,19 @@ def restores_per_step(sharding: Sharding) -> int:
 
 
 def restore_bytes(
-    layout: ExpertLayout, model: ModelShape, cluster: ClusterSpec, sharding: Sharding
+    layout: ExpertLayout, model: ModelShape, cluster: ClusterSpec, sharding: Sharding, every_slot: bool = False
 ) -> tuple[FloatArray, ...]:
     """``bytes_RR`` of each all-to-all, one after another, that gives every rank the experts of ``layout``.
 
-    An expert that a rank holds twice is sent once. Wire slices are padded to s, and padding is counted.
+    An expert that a rank holds twice is sent once, unless ``every_slot`` of ``Fsep`` has its own messages. Wire slices
+    are padded to s, and padding is counted.
 
     - ``Fsep``, flat: one, in which a rank receives b·s·(experts held) from every other rank (LAER-MoE, section 4).
     - ``Fsep``, hierarchical: two. A node of g ranks receives b·s·(R - g)·(distinct experts in the node) from outside;
       then its ranks, each of which has carried a share of that, spread it inside.
     - ``Ep``: an expert travels whole, b·P_e, from its owner to each other rank that holds it. None if nobody borrows.
     """
-    held_RE = (layout.replicas_RE > 0).astype(np.int64)
+    held_RE = _sent(layout, every_slot)
     match sharding:
         case Fsep():
             slice_bytes = float(model.bytes_per_element * -(-model.expert_parameters // cluster.num_ranks))
@@ -196,13 +197,14 @@ def reshard_bytes(
     cluster: ClusterSpec,
     sharding: Sharding,
     gradient_bytes: int = GRADIENT_BYTES,
+    every_slot: bool = False,
 ) -> tuple[FloatArray, ...]:
     """``bytes_RR`` of the all-to-all that brings a layer's expert gradients home: a flat restore backwards.
 
     None where every gradient is at home already. Optimizer state never moves. ``gradient_bytes``: of one element, which
     the layers send in float32.
     """
-    held_RE = (layout.replicas_RE > 0).astype(np.int64)
+    held_RE = _sent(layout, every_slot)
     match sharding:
         case Fsep():
             if cluster.num_ranks == 1:
@@ -213,6 +215,10 @@ def reshard_bytes(
             return tuple(lent_RR.T for lent_RR in _lent(held_RE, float(gradient_bytes * model.expert_parameters)))
         case _:
             assert_never(sharding)
+
+
+def _sent(layout: ExpertLayout, every_slot: bool) -> IntArray:
+    return layout.replicas_RE if every_slot else (layout.replicas_RE > 0).astype(np.int64)
 
 
 def _flat(held_R: IntArray, slice_bytes: float) -> FloatArray:

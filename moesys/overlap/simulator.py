@@ -64,6 +64,7 @@ class RestOfStep:
     latency_seconds: what every all-to-all of rows, experts or gradients takes before its first byte, beside what the
         cluster declares.
     gradient_bytes: of one element of an expert's gradient on its way home.
+    every_slot_travels: an expert that a rank holds twice comes twice, and so do its gradients go home, as LAER-MoE's.
     travel_behind_rest: as FSDP does with its prefetch limit of 1, and no linked model: a layer's experts set off before
         the rest of the layer, in backward before that of the layer above; gradients are waited for at the end only.
     """
@@ -73,6 +74,7 @@ class RestOfStep:
     optimizer_seconds: float = 0.0
     latency_seconds: float = 0.0
     gradient_bytes: int = GRADIENT_BYTES
+    every_slot_travels: bool = False
     travel_behind_rest: bool = False
 
 
@@ -366,8 +368,8 @@ class _Step:
         """Unless the layer's experts are under way or here."""
         if layer not in self.experts:
             if layer not in self.restores:
-                layout = self.plans[layer].layout
-                all_bytes = restore_bytes(layout, self.model, self.cluster, self.strategy.sharding)
+                layout, sharding = self.plans[layer].layout, self.strategy.sharding
+                all_bytes = restore_bytes(layout, self.model, self.cluster, sharding, self.rest.every_slot_travels)
                 self.restores[layer] = tuple(link_load(bytes_RR, self.cluster) for bytes_RR in all_bytes)
             self.experts[layer] = self._start(self.restores[layer], "restore", layer)
 
@@ -385,7 +387,8 @@ class _Step:
         while self.waiting_reshards:
             layer = self.waiting_reshards.popleft()
             layout, sharding = self.plans[layer].layout, self.strategy.sharding
-            all_bytes = reshard_bytes(layout, self.model, self.cluster, sharding, self.rest.gradient_bytes)
+            of_element, every_slot = self.rest.gradient_bytes, self.rest.every_slot_travels
+            all_bytes = reshard_bytes(layout, self.model, self.cluster, sharding, of_element, every_slot)
             loads = tuple(link_load(bytes_RR, self.cluster) for bytes_RR in all_bytes)
             if (exchange := self._start(loads, "reshard", layer)) is not None:
                 self.reshards.append(exchange)

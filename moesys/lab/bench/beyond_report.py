@@ -6,13 +6,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from moesys.config import Overlap
-from moesys.lab.bench.beyond import LAER_STAGE, STAGES, UNIFIED_STAGE, Beyond, beyond
+from moesys.lab.bench.beyond import LAER_STAGE, SEEDS, STAGES, UNIFIED_STAGE, Beyond, beyond
 from moesys.lab.bench.beyond_large import COMPARED_RANKS, MEGA_KERNELS, SIZES, LargeFall, large_falls
 from moesys.lab.bench.beyond_large import LAER_STAGE as LARGE_LAER_STAGE
 from moesys.lab.bench.beyond_large import MODELS as LARGE_MODELS
 from moesys.lab.bench.beyond_large import STAGES as LARGE_STAGES
 from moesys.lab.bench.laer_step import MODELS
-from moesys.lab.bench.reproduce import SEEDS
 from moesys.lab.bench.reproduce_report import Section, show, table
 from moesys.lab.bench.steps import steps_told
 

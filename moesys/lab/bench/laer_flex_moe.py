@@ -22,17 +22,18 @@ def laer_flex_moe_layout(tokens_RE: IntArray, previous: ExpertLayout, cluster: C
     to the one with the most. In each node it is taken from the idlest rank that holds it; it goes to the first rank
     that holds the hot expert and something else, in place of the heaviest other expert there, which goes where the
     taken one was; if there is none, it goes where the taken one was. It is kept if the busiest rank falls, or the ratio
-    of busiest to idlest; else the plan ends. Loads are those of an even split inside nodes.
+    of busiest to idlest; else the plan ends. Loads are those of an even split inside nodes, in whole tokens: a token
+    more or less decides where two layouts are alike but for that.
     """
     slots, nodes = previous.num_slots, _nodes(cluster)
     held_RE = previous.replicas_RE.copy()
     tokens_E = tokens_RE.sum(axis=0)
-    rows_R = _even_rows(tokens_RE, held_RE, nodes)
+    rows_R = even_rows(tokens_RE, held_RE, nodes)
     for _ in range(MAX_MOVES):
         moved_RE = _moved(tokens_E, held_RE, rows_R, nodes, slots)
         if moved_RE is None:
             break
-        moved_rows_R = _even_rows(tokens_RE, moved_RE, nodes)
+        moved_rows_R = even_rows(tokens_RE, moved_RE, nodes)
         if not (moved_rows_R.max() < rows_R.max() or _ratio(moved_rows_R) < _ratio(rows_R)):
             break
         held_RE, rows_R = moved_RE, moved_rows_R
@@ -41,7 +42,7 @@ def laer_flex_moe_layout(tokens_RE: IntArray, previous: ExpertLayout, cluster: C
 
 
 def _moved(
-    tokens_E: IntArray, held_RE: IntArray, rows_R: np.ndarray, nodes: list[IntArray], slots: int
+    tokens_E: IntArray, held_RE: IntArray, rows_R: IntArray, nodes: list[IntArray], slots: int
 ) -> IntArray | None:
     """Replicas after one move; None where no expert has one to give."""
     replicas_E = held_RE.sum(axis=0)
@@ -71,20 +72,32 @@ def _moved(
     return moved_RE
 
 
-def _even_rows(tokens_RE: IntArray, held_RE: IntArray, nodes: list[IntArray]) -> np.ndarray:
-    """Rows of each rank, [R], when replicas of a node share its tokens evenly, and all do where a node has none."""
-    rows_R = np.zeros(len(tokens_RE))
-    all_E = held_RE.sum(axis=0)
-    for ranks in nodes:
-        wanted_E = tokens_RE[ranks].sum(axis=0)
-        here_E = held_RE[ranks].sum(axis=0)
-        rows_R[ranks] += held_RE[ranks] @ np.where(here_E > 0, wanted_E / np.maximum(here_E, 1), 0.0)
-        rows_R += held_RE @ np.where(here_E == 0, wanted_E / all_E, 0.0)
+def even_rows(tokens_RE: IntArray, held_RE: IntArray, nodes: list[IntArray]) -> IntArray:
+    """Rows of each rank, [R], when a rank's tokens are shared by the replicas of its node, or by all where its node has
+    none: evenly, and what is left over goes one each to the first of them.
+    """
+    rows_R = np.zeros(len(tokens_RE), dtype=np.int64)
+    missing_NE = np.array([held_RE[ranks].sum(axis=0) == 0 for ranks in nodes])
+    for ranks, missing_E in zip(nodes, missing_NE, strict=True):
+        rows_R[ranks] += _shared(tokens_RE[ranks], held_RE[ranks])
+        if missing_E.any():
+            rows_R += _shared(tokens_RE[ranks] * missing_E, held_RE)
     return rows_R
 
 
-def _ratio(rows_R: np.ndarray) -> float:
-    return float(rows_R.max() / max(rows_R.min(), 1.0))
+def _shared(tokens_SE: IntArray, held_RE: IntArray) -> IntArray:
+    """Rows [R] that sources S bring to the replicas of R ranks; none of an expert without replicas."""
+    most = held_RE.sum(axis=0)
+    each_SE, extra_SE = np.divmod(tokens_SE, np.maximum(most, 1))
+    last_RE = held_RE.cumsum(axis=0)
+    # Of a source's extra tokens, those that fall to replicas up to and including each rank's.
+    extras_RE = np.minimum(extra_SE[:, None], last_RE).sum(axis=0)
+    rows_RE = held_RE * each_SE.sum(axis=0) + np.diff(extras_RE, axis=0, prepend=0)
+    return rows_RE.sum(axis=1)
+
+
+def _ratio(rows_R: IntArray) -> float:
+    return float(rows_R.max() / max(rows_R.min(), 1))
 
 
 def _nodes(cluster: ClusterSpec) -> list[IntArray]:

@@ -1,9 +1,10 @@
 """One iteration of LAER-MoE's experiments on the simulator: its models, its hardware, and what is not its experts.
 
-The simulator runs the program of this project's layers. Three things differ in LAER-MoE's, and are told to it: rows
-that have travelled are kept for backward and not sent again (``recompute="computing"``), gradients of experts travel in
-bfloat16, and without its communication optimisations FSDP brings a layer's experts while that layer's attention runs,
-and takes its gradients home behind the attention's backward (``travel_behind_rest``).
+The simulator runs the program of this project's layers. Four things differ in LAER-MoE's, and are told to it: rows that
+have travelled are kept for backward and not sent again (``recompute="computing"``), gradients of experts travel in
+bfloat16, every slot has its own messages (``every_slot_travels``), and without its communication optimisations FSDP
+brings a layer's experts while that layer's attention runs, and takes its gradients home behind the attention's backward
+(``travel_behind_rest``).
 """
 
 from __future__ import annotations
@@ -73,6 +74,7 @@ class LaerModel:
             recompute="computing",
             optimizer_seconds=head / tflops,
             gradient_bytes=self.gradient_bytes,
+            every_slot_travels=True,
             travel_behind_rest=not communication_optimised,
         )
 

@@ -6,13 +6,13 @@ from pathlib import Path
 
 from moesys.lab.bench.laer_constants import CONSTANTS
 from moesys.lab.bench.laer_fit import fit
-from moesys.lab.bench.reproduce import SEEDS, reproduce
+from moesys.lab.bench.reproduce import RATES_GB_PER_S, SEEDS, reproduce
 from moesys.lab.bench.reproduce_planner import planner_times
 from moesys.lab.bench.reproduce_report import Section, fit_section, planner_section, sections, show
 from moesys.lab.bench.steps import steps_told
 
-# Planners of two settings, then four shapes, breakdown and ablation.
-STEPS = len(SEEDS) * (5 + 3) + 4 + 2
+# Planners of two settings, then four shapes, breakdown, ablation and its rates.
+STEPS = len(SEEDS) * (5 + 3) + 4 + 2 + len(RATES_GB_PER_S)
 
 INTRODUCTION = (
     "`python -m moesys bench reproduce`: seconds of an iteration as the simulator has them, beside those that LAER-MoE "
