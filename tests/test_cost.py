@@ -109,6 +109,17 @@ def test_restored_bytes_are_those_of_the_formulas(case):
         assert inside_RR[node_R[:, None] != node_R].sum() == 0
 
 
+def test_with_messages_of_every_slot_an_expert_held_twice_travels_twice():
+    layout = ms.ExpertLayout([[0, 0], [1, 2]], num_experts=3)
+    cluster, sharding = ms.ClusterSpec(ranks_per_node=2), ms.Fsep(slots_per_rank=2)
+    slice_bytes = -(-SHAPE.expert_parameters // 2)
+    for every_slot, slots_of_first in ((False, 1), (True, 2)):
+        (restored_RR,) = cost.restore_bytes(layout, SHAPE, cluster, sharding, every_slot)
+        assert restored_RR.tolist() == [[0, 2 * 2 * slice_bytes], [2 * slots_of_first * slice_bytes, 0]]
+        (home_RR,) = cost.reshard_bytes(layout, SHAPE, cluster, sharding, 2, every_slot)
+        assert (home_RR == restored_RR.T).all()
+
+
 class RecordingChannel:
     """Stands for a ``Channel``: writes down what every all-to-all sends to each rank, and delivers nothing."""
 

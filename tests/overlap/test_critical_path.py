@@ -213,6 +213,20 @@ def test_gradients_may_travel_in_fewer_bytes():
     assert narrow == pytest.approx(wide / 2)
 
 
+def test_every_slot_may_have_its_own_messages():
+    """Rank 0 holds expert 0 twice: half of what it holds is sent for nothing."""
+    layout = ms.ExpertLayout([[0, 0], [1, 2], [3, 1], [2, 3]], num_experts=4)
+    plan = ms.split_tokens(ms.LoadMatrix(EVEN), layout, FOUR, ms.EvenSplit())
+    once, twice = (
+        run_step(fsep(), MODEL, FOUR, [[plan]], RestOfStep(every_slot_travels=every_slot)).moved_L
+        for every_slot in (False, True)
+    )
+    for lane, sending in (("restore", 0), ("reshard", 1)):
+        in_and_out = np.array([once[lane][:8], twice[lane][:8]]).reshape(2, 2, 4)
+        received = in_and_out[:, 1 - sending]
+        assert received[1] == pytest.approx(received[0] * [2, 1, 1, 1])
+
+
 # --- MegaKernels ---
 
 
