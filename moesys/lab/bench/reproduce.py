@@ -36,7 +36,7 @@ from moesys.lab.bench.laer_published import (
 from moesys.lab.bench.laer_step import MODELS, Constants, LaerModel, Seconds, iteration_seconds
 
 # An iteration's layers are drawn once a seed, and the hottest expert of a few makes it slow: speed-ups of single seeds
-# spread by 2 to 6 %, so that the mean of sixteen is known to 1.5 %.
+# spread by 1 to 4 %, so that the mean of sixteen is known to 1 %.
 SEEDS = tuple(range(16))
 ABLATED: dict[str, Planner] = {"no_pq": "no_pq", "no_comm_opt": "LAER", "no_even": "no_even"}
 ABLATION_MODEL = "mixtral-8x7b-e8k2"
