@@ -46,6 +46,9 @@ STAGES = (
     Stage("its gradients in float32", "greedy, flow", MegaKernel(), gradient_bytes=4),
 )
 LAER_STAGE, UNIFIED_STAGE = 1, 5
+# Which LAER-MoE's fitted rows cannot tell from the constants, within the error of their draws (the page of
+# ``moesys bench reproduce``).
+OTHER_FIT = replace(CONSTANTS, calm=9.0, dispatcher_ms=12.0)
 
 
 @dataclass(frozen=True)
@@ -84,15 +87,16 @@ def beyond(
     iterations: Sequence[int] = ITERATIONS,
     tell: Callable[[str], None] | None = None,
     models: Collection[LaerModel] = tuple(MODELS.values()),
+    stages: Sequence[Stage] = STAGES,
 ) -> Beyond:
     """The waterfall of every shape; the same arguments give the same figures."""
-    planners = tuple(dict.fromkeys(stage.planner for stage in STAGES))
+    planners = tuple(dict.fromkeys(stage.planner for stage in stages))
     found = planned(planners, constants, seeds, iterations=iterations, tell=tell)
     falls = []
     for model, name in {model: name for name, model in reversed(MODELS.items()) if model in models}.items():
         if tell:
             tell(f"stages of {name}")
-        for stage in STAGES:
+        for stage in stages:
             plans = found[model.setting, stage.planner]
             strategy = laer_strategy(model).replace(overlap=stage.overlap)
             changed = replace(model, gradient_bytes=stage.gradient_bytes)
