@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moesys.overlap.messages import Messages, exchange
 from moesys.overlap.pulse import Pulse
 from moesys.overlap.record import Meter, Recorder
 
@@ -34,7 +35,7 @@ class CollectiveError(RuntimeError):
 class Transfer:
     """A collective in flight. ``wait`` blocks until it is done, and counts how long that took as exposed time."""
 
-    def __init__(self, channel: Channel, lane: str, detail: str, work: dist.Work | None) -> None:
+    def __init__(self, channel: Channel, lane: str, detail: str, work: dist.Work | Messages | None) -> None:
         self._channel, self._lane, self._detail, self._work = channel, lane, detail, work
         self._start_us = channel.recorder.now_us()
         self._unrecorded = threading.Lock()
@@ -104,17 +105,9 @@ class Channel:
             if source != self.rank and count:
                 same_node = self.node_of_rank[source] == self.node_of_rank[self.rank]
                 self.meter.wire_bytes[lane, "intra_node" if same_node else "inter_node"] += count * row_bytes
-        work = self.guard(
-            lane,
-            lambda: dist.all_to_all_single(
-                _as_bytes(rows_out),
-                _as_bytes(rows_in),
-                [count * row_bytes for count in out_counts],
-                [count * row_bytes for count in in_counts],
-                group=self.group,
-                async_op=True,
-            ),
-        )
+        group, received, sent = self.group, _as_bytes(rows_out), _as_bytes(rows_in)
+        out_bytes, in_bytes = ([count * row_bytes for count in counts] for counts in (out_counts, in_counts))
+        work = self.guard(lane, lambda: exchange(received, sent, out_bytes, in_bytes, group))
         return Transfer(self, lane, detail, work)
 
     def all_gather(self, values_N: Tensor, *, lane: str) -> Tensor:

@@ -24,6 +24,8 @@ import moesys as ms
 from moesys.lab.bench.paced_group import make_paced_group
 from moesys.lab.ranks import LocalRanks
 from moesys.moe.runtime import MoERuntime
+from moesys.overlap import channel, messages
+from moesys.overlap.messages import Messages
 from moesys.timeline import Span, Timeline
 
 SHAPE = ms.ModelShape(hidden_size=64, intermediate_size=128, num_experts=4, top_k=2)
@@ -47,8 +49,9 @@ class Step:
 class HeldTransfer:
     """A transfer under way, which is done when somebody waits for it; a ``dist.Work`` as far as channels need one."""
 
-    def __init__(self, work: dist.Work) -> None:
+    def __init__(self, work: Messages) -> None:
         self._work = work
+        work.get_future()
         self._future: Future[None] = Future()
 
     def wait(self) -> bool:
@@ -71,7 +74,7 @@ class HeldTransfer:
 def held_transfers(runtime: MoERuntime) -> Iterator[None]:
     """All-to-alls are held, and experts compute until those that are in flight have arrived."""
     transfers: list[HeldTransfer] = []
-    send, span = dist.all_to_all_single, runtime.recorder.span
+    send, span = messages.exchange, runtime.recorder.span
 
     def held(*arguments: Any, **options: Any) -> HeldTransfer:
         transfers.append(HeldTransfer(send(*arguments, **options)))
@@ -85,7 +88,7 @@ def held_transfers(runtime: MoERuntime) -> Iterator[None]:
                     transfer.arrive()
             yield
 
-    with mock.patch.object(dist, "all_to_all_single", held), mock.patch.object(runtime.recorder, "span", until_arrived):
+    with mock.patch.object(channel, "exchange", held), mock.patch.object(runtime.recorder, "span", until_arrived):
         yield
 
 

@@ -14,11 +14,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import cycle
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from moesys.overlap.messages import Messages, exchange
 
 # More than a rank's caches keep: weights come from memory, as they do when layers take turns.
 COLD_BYTES = {"cpu": 64 << 20, "cuda": 512 << 20}
@@ -159,10 +160,12 @@ def products_beside_copies(
         dist.barrier()
         alone = _seconds_of(work, calls, device)
         dist.barrier()
-        exchange = _begin_exchange(sent, received, splits)
+        travelling = _begin_exchange(sent, received, splits)
+        # So that somebody learns when it ends.
+        travelling.get_future()
         beside = _seconds_of(work, calls, device)
-        travelled = not exchange.is_completed()
-        exchange.wait()
+        travelled = not travelling.is_completed()
+        travelling.wait()
         if travelled:
             alone_s.append(alone / calls)
             beside_s.append(beside / calls)
@@ -246,8 +249,10 @@ def _expert_call(case: ExpertCase, pool_N: Tensor) -> Callable[[], object]:
     return one_by_one
 
 
-def _begin_exchange(sent: Tensor, received: Tensor, splits: list[int]) -> Any:
-    return dist.all_to_all_single(received, sent, splits, splits, async_op=True)
+def _begin_exchange(sent: Tensor, received: Tensor, splits: list[int]) -> dist.Work | Messages:
+    """As layers begin it."""
+    assert dist.group.WORLD is not None
+    return exchange(received, sent, splits, splits, dist.group.WORLD)
 
 
 def _growing(

@@ -19,6 +19,7 @@ from moesys.lab.bench.timing import interleave
 from moesys.moe.layer import MoELayer
 from moesys.moe.runtime import link
 from moesys.overlap.channel import Channel
+from moesys.overlap.messages import exchange
 from moesys.overlap.record import Meter, Recorder
 
 # How far a token leans towards the experts that it is to choose: more than initial noise could turn.
@@ -262,6 +263,8 @@ def exchange_ms(num_bytes: int, repeats: int) -> list[float]:
 
 def beside_ms(shape: ModelShape, num_bytes: int, repeats: int) -> tuple[list[float], list[float]]:
     """Milliseconds of the same products of H by 2I, alone and while an all-to-all of ``num_bytes`` is under way."""
+    group = dist.group.WORLD
+    assert group is not None
     num_ranks, rank = dist.get_world_size(), dist.get_rank()
     sent = torch.ones(num_ranks, num_bytes // (num_ranks - 1), dtype=torch.uint8)
     received = torch.empty_like(sent)
@@ -282,7 +285,7 @@ def beside_ms(shape: ModelShape, num_bytes: int, repeats: int) -> tuple[list[flo
         dist.barrier()
         alone_ms.append(products_ms())
         dist.barrier()
-        moving = dist.all_to_all_single(received, sent, counts, counts, async_op=True)
+        moving = exchange(received, sent, counts, counts, group)
         together_ms.append(products_ms())
         moving.wait()
     return alone_ms[1:], together_ms[1:]
