@@ -34,12 +34,14 @@ class RankNetwork:
     interface: the one that gloo uses, called alike in all of them.
     store_namespace: of the store that ranks meet at.
     store_address: of the store, as ranks reach it; not through ``interface``, whose bytes are the ranks' own.
+    share_of_rank: the control group that each rank joins for its host's share of the processor, [R]; empty: none.
     """
 
     namespace_of_rank: tuple[str, ...]
     interface: str
     store_namespace: str
     store_address: str
+    share_of_rank: tuple[Path, ...] = ()
 
 
 class CommandError(OSError):

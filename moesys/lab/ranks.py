@@ -29,6 +29,7 @@ from typing import Any, Literal, Self, TypeVar
 import torch
 import torch.distributed as dist
 
+from moesys.lab import processor_shares
 from moesys.lab.namespaces import RankNetwork, enter_namespace, in_namespace
 
 T = TypeVar("T")
@@ -512,6 +513,8 @@ def _serve(settings: _Settings, jobs: Connection, stacks: Connection) -> None:
     if (network := settings.network) is not None:
         # Before any socket or thread of gloo's: they belong where the thread is that makes them.
         enter_namespace(network.namespace_of_rank[settings.rank])
+        if network.share_of_rank:
+            processor_shares.join(network.share_of_rank[settings.rank])
         os.environ["GLOO_SOCKET_IFNAME"] = network.interface
         store_address = network.store_address
     # Otherwise gloo takes the interface of the host name, which on many laptops is none that works.

@@ -2,7 +2,8 @@
 
 A host's link is a veth pair, shaped in both directions by ``tbf``. What leaves one host for another is held for the
 latency once, by ``netem`` on its way out of the switch, or, where the kernel has none, by a relay that is the switch
-(``delaying_relay``). A second network, which nothing shapes, leads to the store at which ranks meet.
+(``delaying_relay``). A second network, which nothing shapes, leads to the store at which ranks meet. A host may have a
+share of the processor that nobody adds to and nobody takes from (``processor_shares``).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from moesys.lab.namespaces import (
     run_commands,
     tbf_command,
 )
+from moesys.lab.processor_shares import processor_shares
 
 INTERFACE = "eth0"
 _STORE_ADDRESS = "198.19.0.254"
@@ -55,6 +57,8 @@ class LinkPlan:
     mbit_per_s: of each host's link, each way, headers included.
     latency_us: from host to host, one way.
     delay: what holds packets for the latency.
+    cpus_per_host: processors that the ranks of a host have together, their communication included; None: as many as
+        they can get. ``shares``: the control groups that see to it, [hosts].
     """
 
     names: tuple[str, ...]
@@ -62,6 +66,8 @@ class LinkPlan:
     mbit_per_s: float
     latency_us: float = 0.0
     delay: Delay = "none"
+    cpus_per_host: float | None = None
+    shares: tuple[Path, ...] = ()
 
     def __post_init__(self) -> None:
         if not 2 <= len(self.names) <= 250:
@@ -70,6 +76,8 @@ class LinkPlan:
             raise ValueError(f"mbit_per_s={self.mbit_per_s} must be between 1 and 100000")
         if not 0 <= self.latency_us <= 1e6:
             raise ValueError(f"latency_us={self.latency_us} must be between 0 and 1000000")
+        if self.cpus_per_host is not None and not 0.01 <= self.cpus_per_host <= 1000:
+            raise ValueError(f"cpus_per_host={self.cpus_per_host} must be between 0.01 and 1000, or None")
 
     @property
     def ports(self) -> tuple[str, ...]:
@@ -135,7 +143,9 @@ class LinkPlan:
         if len(sizes) != len(self.names):
             raise ValueError(f"ranks_per_host={sizes} names {len(sizes)} hosts of {len(self.names)}")
         homes = tuple(name for name, size in zip(self.names, sizes, strict=True) for _ in range(size))
-        return RankNetwork(homes, INTERFACE, self.switch, _STORE_ADDRESS)
+        share_of = dict(zip(self.names, self.shares, strict=False))
+        shares = tuple(share_of[home] for home in homes if home in share_of)
+        return RankNetwork(homes, INTERFACE, self.switch, _STORE_ADDRESS, shares)
 
     def _cable(self, here: str, there: str, name: str, address: str) -> Command:
         ends = (here, "type", "veth", "peer", "name", there, "netns", name, "address", address)
@@ -164,8 +174,11 @@ class ShapedLinks:
 
 
 @contextmanager
-def shaped_links(num_hosts: int, mbit_per_s: float, latency_us: float = 0.0) -> Iterator[ShapedLinks]:
-    """``num_hosts`` hosts behind links of ``mbit_per_s`` 10^6 bits a second each way, ``latency_us`` from each other.
+def shaped_links(
+    num_hosts: int, mbit_per_s: float, latency_us: float = 0.0, *, cpus_per_host: float | None = None
+) -> Iterator[ShapedLinks]:
+    """``num_hosts`` hosts behind links of ``mbit_per_s`` 10^6 bits a second each way, ``latency_us`` from each other,
+    each with ``cpus_per_host`` of this machine's processors, or with as many as it can get.
 
     They end with the block. What a killed process has left, the next one that comes here removes.
 
@@ -176,6 +189,7 @@ def shaped_links(num_hosts: int, mbit_per_s: float, latency_us: float = 0.0) -> 
         switch=namespace_name("switch"),
         mbit_per_s=mbit_per_s,
         latency_us=latency_us,
+        cpus_per_host=cpus_per_host,
     )
     if reason := lacks():
         raise RuntimeError(f"shaped links cannot be made: {reason}")
@@ -185,6 +199,8 @@ def shaped_links(num_hosts: int, mbit_per_s: float, latency_us: float = 0.0) -> 
             opened.callback(remove_namespace, name)
         if latency_us:
             plan = replace(plan, delay=_delay(plan.switch))
+        if cpus_per_host is not None:
+            plan = replace(plan, shares=opened.enter_context(processor_shares(plan.names, cpus_per_host)))
         run_commands([*plan.make(), *plan.shape()])
         for name in plan.names:
             in_namespace(name, _settle_tcp)
