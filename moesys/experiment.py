@@ -43,7 +43,22 @@ class Training(Declared):
         False,
         description="nodes are network namespaces of this machine, as far apart as the cluster declares",
     )
+    cpus_per_host: float | None = Field(
+        None,
+        ge=0.01,
+        le=1000,
+        description="of shaped_links: processors that the ranks of a node have together; None: as many as they can get",
+    )
     device: Literal["cpu", "cuda"] = Field("cpu", description="where ranks compute; cuda: each on a GPU of its host")
+
+    @model_validator(mode="after")
+    def _shares_are_of_hosts(self) -> Self:
+        if self.cpus_per_host is not None and not self.shaped_links:
+            raise ValueError(
+                f"cpus_per_host={self.cpus_per_host:g} is of hosts with shaped links; use shaped_links=True or leave "
+                "cpus_per_host out"
+            )
+        return self
 
     @model_validator(mode="after")
     def _interprets_on_the_cpu(self) -> Self:

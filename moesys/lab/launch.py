@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from moesys.config import ClusterSpec, ModelShape, Strategy
 from moesys.experiment import Experiment, Training, Trial
 from moesys.lab.namespaces import lacks
+from moesys.lab.processor_shares import lacks_shares
 from moesys.lab.shaped_links import ShapedLinks, shaped_links
 from moesys.lab.trials import Measurement, run_measured, run_simulated
 
@@ -77,13 +78,16 @@ def place_for(experiment: Experiment, threads: int) -> Place:
             raise ValueError("shaped_links=True puts ranks into hosts of its own making; leave torchrun out")
         if reason := lacks():
             raise ValueError(f"shaped_links=True cannot be had: {reason}; or use shaped_links=False")
+        if workload.cpus_per_host is not None and (reason := lacks_shares()):
+            raise ValueError(f"cpus_per_host={workload.cpus_per_host:g} cannot be had: {reason}")
         return SpawnedRanks(experiment.cluster.num_ranks, threads, workload, experiment.cluster)
     return (JoinedRanks if joins else SpawnedRanks)(experiment.cluster.num_ranks, threads, workload)
 
 
-def shaped_cluster(cluster: ClusterSpec) -> AbstractContextManager[ShapedLinks]:
+def shaped_cluster(cluster: ClusterSpec, cpus_per_host: float | None) -> AbstractContextManager[ShapedLinks]:
     """A host for each node of ``cluster``, behind links as fast and as far as it declares."""
-    return shaped_links(cluster.num_nodes, cluster.inter_node_gb_per_s * 8e3, cluster.inter_node_us)
+    mbit_per_s = cluster.inter_node_gb_per_s * 8e3
+    return shaped_links(cluster.num_nodes, mbit_per_s, cluster.inter_node_us, cpus_per_host=cpus_per_host)
 
 
 class _OneProcess:
@@ -136,7 +140,8 @@ class SpawnedRanks(_OneProcess):
         if self._ranks is None:
             network = None
             if self._hosts is not None:
-                network = self._opened.enter_context(shaped_cluster(self._hosts)).plan.network(self._hosts.node_sizes)
+                links = self._opened.enter_context(shaped_cluster(self._hosts, self._workload.cpus_per_host))
+                network = links.plan.network(self._hosts.node_sizes)
             self._ranks = LocalRanks(
                 self._num_ranks,
                 threads=self._threads,

@@ -136,8 +136,10 @@ def has_netem(namespace: str) -> bool:
 
 
 def burst_bytes(mbit_per_s: float) -> int:
-    """What a link may send at once after a pause: a millisecond's worth, so that a late timer costs no bandwidth."""
-    return max(4096, round(mbit_per_s * 125))
+    """What a link may send at once after a pause: four milliseconds' worth, so that a late timer costs no bandwidth,
+    and packets may be large: each costs hosts processor time that elsewhere their network cards spend.
+    """
+    return max(4096, round(mbit_per_s * 500))
 
 
 def tbf_command(namespace: str, interface: str, mbit_per_s: float, parent: Sequence[str] = ("root",)) -> Command:

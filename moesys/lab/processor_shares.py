@@ -79,7 +79,7 @@ def find_shares(mounts: Path = _MOUNTS) -> ProcessorShares | None:
 
 def lacks_shares() -> str:
     """Why hosts cannot be given a share of the processor here, with the way out; empty where they can be."""
-    way_out = "leave cpus_per_host out, or use a machine of your own"
+    way_out = "leave shares out, or use a machine of your own"
     shares = find_shares()
     if shares is None:
         return f"no control groups for the processor are mounted; {way_out}"

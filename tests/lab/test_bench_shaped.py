@@ -17,6 +17,7 @@ from moesys.lab.bench import shaped, shaped_report
 from moesys.lab.bench.shaped import CaseResult, Plan, Setting, bench_shaped, half_mbit_per_s, overlap_case, split_case
 from moesys.lab.bench.shaped_calibration import Calibration, LinkFigures, calibration, fit_line
 from moesys.lab.bench.shaped_case import CHUNKS, MOST_TOKENS, SOME_TOKENS, Case, chosen_experts, even_case
+from moesys.lab.processor_shares import lacks_shares
 from moesys.presets import LAER_E8K2
 
 LACKS = namespaces.lacks()
@@ -97,13 +98,11 @@ def test_calibration_tells_a_rate_from_what_chunks_and_layers_cost() -> None:
 
 
 def test_the_bandwidth_of_half_moves_its_bytes_while_all_is_computed() -> None:
-    case = overlap_case(2, 400, 0)
-    mbit = half_mbit_per_s(case, calibrated(case, 50.0, 0.5))
-    rows, shape = case.num_tokens[0] * case.shape.top_k, case.shape
-    compute_s = rows * 18 * shape.hidden_size * shape.intermediate_size / 50e9
-    assert 4 * rows / 2 * shape.hidden_size * 4 * 8 / (mbit * 0.5 * 1e6) == pytest.approx(compute_s, rel=0.05)
-    assert half_mbit_per_s(case, calibrated(case, 1.0, 0.5)) == 100
-    assert half_mbit_per_s(case, calibrated(case, 1e6, 0.5)) == 2000
+    # Computing takes 10 ms, and 400 ms more for all tokens; four times 30 ms of messages are to take as long.
+    computed_ms = {"most": 10 + 400 * MOST_TOKENS, "some": 10 + 400 * SOME_TOKENS}
+    assert half_mbit_per_s(1400, {1000: 1.0, 10**6: 30.0}, computed_ms) == pytest.approx(1400 * 120 / 410, rel=0.05)
+    assert half_mbit_per_s(200, {10**6: 1.0}, computed_ms) == 100
+    assert half_mbit_per_s(200, {10**6: 1e4}, computed_ms) == 2000
 
 
 def test_the_report_says_what_was_found() -> None:
@@ -113,12 +112,14 @@ def test_the_report_says_what_was_found() -> None:
         Setting(strategy, samples, 55.0, simulated, 1.0, 0.5)
         for strategy, samples, simulated in zip(case.strategies, times, (99.0, 100.0), strict=False)
     ]
-    result = CaseResult(case, True, "relay", calibrated(case, 50.0, 0.5), settings, ["pipelined 4"])
+    result = CaseResult(case, True, "relay", 0.45, calibrated(case, 50.0, 0.5), settings, ["pipelined 4"])
     assert [row[-1] for row in shaped_report.rows(result)] == ["-10%", "+25%", ""]
     page = shaped_report.markdown([result])
     assert "| 2 x 400 Mbit/s, 1000 us (half) | pipelined 2 | 80 [70, 90] | 1.33 [1.28, 1.48] |" in page
     assert "Simulated within 15% of measured: 1 of 2 settings; median of errors 17.5%, worst 25.0%." in page
     assert "latency by a delaying relay" in page
+    assert "each of 2 has 0.45 of a processor" in page
+    assert "2 of them compete for its cores" in shaped_report.markdown([replace(result, cpus_per_host=None)])
     assert "differs by a bit" in page
     assert "50% of the step of 'sequential' is blocked; 'pipelined 2' is 1.33 [1.28, 1.48] times as fast." in page
     data = json.loads(shaped_report.to_json([result]))
@@ -129,7 +130,7 @@ def test_the_report_says_what_was_found() -> None:
 def test_a_tiny_run() -> None:
     shape = ModelShape(hidden_size=16, intermediate_size=16, num_experts=4, top_k=1)
     case = replace(split_case(2, 500, 0), shape=shape, num_tokens=(48, 80))
-    (result,) = bench_shaped([Plan(case)], repeats=1)
+    (result,) = bench_shaped([Plan(case)], repeats=1, shares=not lacks_shares())
     assert result.differing == []
     assert [setting.strategy for setting in result.settings] == list(case.strategies)
     even, capped, _ = result.settings
@@ -160,6 +161,15 @@ def test_an_experiment_says_what_shaped_links_need() -> None:
         ValueError, match=r"inter_node_gb_per_s=88\.9539, which no machine fills; declare at most 12\.5"
     ):
         experiment(cluster=ClusterSpec(num_nodes=2, ranks_per_node=1))
+
+
+def test_shares_of_the_processor_are_of_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match=r"cpus_per_host=0\.5 is of hosts with shaped links"):
+        ms.Training(cpus_per_host=0.5)
+    monkeypatch.setattr(launch, "lacks", lambda: "")
+    monkeypatch.setattr(launch, "lacks_shares", lambda: "no groups; use another machine")
+    with pytest.raises(ValueError, match=r"cpus_per_host=0\.5 cannot be had: no groups; use another machine"):
+        launch.place_for(experiment(workload=ms.Training(shaped_links=True, cpus_per_host=0.5)), threads=1)
 
 
 def test_a_place_with_shaped_links_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:

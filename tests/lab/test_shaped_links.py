@@ -32,7 +32,7 @@ def qdiscs(plan: LinkPlan) -> list[str]:
 def test_every_link_is_shaped_both_ways() -> None:
     shaped = [(c[2], c[c.index("dev") + 1]) for c in PLAN.shape() if c[0] == "tc" and "tbf" in c]
     assert sorted(shaped) == sorted([(h, "eth0") for h in PLAN.names] + [("switch", f"up{i}") for i in range(3)])
-    assert all("rate 200000kbit burst 25000" in line for line in qdiscs(PLAN))
+    assert all("rate 200000kbit burst 100000" in line for line in qdiscs(PLAN))
 
 
 def test_netem_delays_on_the_way_out_of_the_switch_alone() -> None:

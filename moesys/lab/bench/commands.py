@@ -303,6 +303,9 @@ def bench_shaped(
         float | None, typer.Option("--latency-us", help="Between hosts, one way; instead of the cases' own.")
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, help="Timed repetitions.")] = 7,
+    shares: Annotated[
+        bool, typer.Option(help="Each host has its share of the processor; without, hosts compete for it.")
+    ] = True,
     out: Annotated[
         Path | None, typer.Option(metavar="FILE", help="Write a page there, in Markdown.", callback=_in_a_folder)
     ] = None,
@@ -310,7 +313,7 @@ def bench_shaped(
 ) -> None:
     """Measure overlap and splits between hosts with slow links, and see how far the simulator is. Linux, root.
 
-    Hosts are network namespaces of this machine. All cases take about six minutes on 2 cores. Exit code 1 if a bit
+    Hosts are network namespaces of this machine. All cases take about eight minutes on 2 cores. Exit code 1 if a bit
     differs. For example: moesys bench shaped --hosts 2 --mbit 100 --mbit 500 --out shaped.md
     """
     from moesys.lab.bench import shaped
@@ -319,7 +322,7 @@ def bench_shaped(
         asked = shaped.plan(hosts or (2, 4), mbit or (), latency_us)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    raise typer.Exit(shaped.main(asked, repeats=repeats, out=out, json_path=json))
+    raise typer.Exit(shaped.main(asked, repeats=repeats, shares=shares, out=out, json_path=json))
 
 
 @bench.command("simulate")

@@ -1,8 +1,8 @@
 """What the simulator is told of hosts and links, each figure measured by itself: no step that is to be predicted is
 looked at.
 
-- links: all-to-alls of several sizes: latency and bandwidth, as gloo gets them; and how much slower products are while
-  messages move;
+- links: all-to-alls of the sizes that steps have: latency and bandwidth, as gloo gets them; and how much slower
+  products are while messages move;
 - computing: steps of other numbers of tokens, less what they were blocked by communication (``shaped_case.Pieces``): a
   rate, what a chunk costs, and what a layer costs besides.
 
@@ -32,8 +32,6 @@ from moesys.overlap.simulator import RestOfStep
 
 # Kernels that ``overlap.simulator`` launches for a layer, forward and backward: for each chunk, and besides.
 _LAUNCHES_A_CHUNK, _LAUNCHES_A_LAYER = 10, 2
-# Of the sizes of all-to-alls: how long the links alone would take.
-_EXCHANGES_MS = (10, 40)
 _SMALL_BYTES = 1000
 # Computing twice as many tokens takes at least so much longer; less is what a machine that is busy otherwise shows.
 _LEAST_GROWTH = 1.25
@@ -62,17 +60,29 @@ class Calibration:
     computed_ms: dict[str, float]
 
 
+def exchanges_ms(ranks: LocalRanks, case: Case, repeats: int) -> dict[int, float]:
+    """All-to-alls as large as the case's, by bytes that a rank sends: of next to nothing, of the smallest of its
+    chunks, and of all its rows at once.
+    """
+    even, shape = even_case(case), case.shape
+    row_bytes = shape.hidden_size * shape.bytes_per_element
+    away_bytes = round(even.num_tokens[0] * shape.top_k * (1 - 1 / case.num_hosts) * row_bytes)
+    sizes = [_SMALL_BYTES, away_bytes // CHUNKS, away_bytes]
+    return {size: slowest(ranks.run(exchange_ms, size, repeats, timeout_s=_RUN_S)) for size in sizes}
+
+
 def link_figures(ranks: LocalRanks, case: Case, repeats: int) -> LinkFigures:
     """Of links that are shaped as the case has them."""
-    sizes = [_SMALL_BYTES, *(round(case.mbit_per_s * 125 * milliseconds) for milliseconds in _EXCHANGES_MS)]
-    exchanges_ms = {size: slowest(ranks.run(exchange_ms, size, repeats, timeout_s=_RUN_S)) for size in sizes}
-    latency_ms, ms_a_byte = fit_line(list(exchanges_ms), list(exchanges_ms.values()))
+    found_ms = exchanges_ms(ranks, case, repeats)
+    latency_ms, ms_a_byte = fit_line(list(found_ms), list(found_ms.values()))
+    # What a link lets through at once is not its rate.
+    ms_a_byte = max(ms_a_byte, 8e-3 / case.mbit_per_s)
     # Messages that are under way longer than the products take.
     first = ranks.run(beside_ms, case.shape, _SMALL_BYTES, 1, timeout_s=_RUN_S)
     num_bytes = round(2 * max(alone_ms[0] for alone_ms, _ in first) / ms_a_byte)
     by_rank = ranks.run(beside_ms, case.shape, num_bytes, repeats, timeout_s=_RUN_S)
     alone_ms, together_ms = (slowest([rank[which] for rank in by_rank]) for which in (0, 1))
-    return LinkFigures(latency_ms, ms_a_byte, min(0.9, max(0.0, 1 - alone_ms / together_ms)), exchanges_ms)
+    return LinkFigures(latency_ms, ms_a_byte, min(0.9, max(0.0, 1 - alone_ms / together_ms)), found_ms)
 
 
 def calibration(case: Case, links: LinkFigures, computed_ms: Mapping[str, float]) -> Calibration:

@@ -68,15 +68,16 @@ def notes(results: Sequence[CaseResult]) -> list[str]:
     settings = [setting for result in results for setting in result.settings]
     errors = [abs(setting.error) for setting in settings]
     delays = "; ".join(_DELAYS[delay] for delay in dict.fromkeys(result.delay for result in results))
+    shares = "; ".join(dict.fromkeys(_share_of(result) for result in results))
     told = [
-        f"{machine_line(1)}. Hosts are network namespaces of this machine with one rank each, which share its cores; "
+        f"{machine_line(1)}. Hosts are network namespaces of this machine with one rank each; {shares}; "
         f"links are shaped by tbf both ways; {delays}.",
         f"Measured: forward and backward of one layer, the slowest rank's, median [p20, p80] of {repeats} repetitions, "
         "interleaved in shuffled order within a case. Speed-up: over the case's first strategy, paired by repetition. "
         "Blocked: by messages or another rank, mean over ranks. Output and dx have the bits of the first strategy.",
         "Simulated: by the cost model, on hosts and links calibrated in the same run, interleaved with these steps and "
-        "apart from them: all-to-alls by themselves, computing by steps of fewer tokens, evenly spread. (half): "
-        "bandwidth chosen so that messages take half of the first strategy's step.",
+        "apart from them: all-to-alls as large as theirs by themselves, computing by steps of fewer tokens, evenly "
+        "spread. (half): bandwidth chosen so that messages take half of the first strategy's step.",
         f"Simulated within {_BAR:.0%} of measured: {sum(error <= _BAR for error in errors)} of {len(errors)} settings; "
         f"median of errors {statistics.median(errors):.1%}, worst {max(errors):.1%}.",
     ]
@@ -89,6 +90,13 @@ def notes(results: Sequence[CaseResult]) -> list[str]:
                 f"{result.speed_up(best)} times as fast."
             )
     return told
+
+
+def _share_of(result: CaseResult) -> str:
+    hosts, cpus = result.case.num_hosts, result.cpus_per_host
+    if cpus is None:
+        return f"{hosts} of them compete for its cores"
+    return f"each of {hosts} has {cpus:.2g} of a processor, by a control group, whether the others compute or wait"
 
 
 def calibrations(results: Sequence[CaseResult]) -> list[tuple[str, ...]]:
@@ -169,6 +177,7 @@ def to_json(results: Sequence[CaseResult]) -> str:
                 "mbit_per_s": case.mbit_per_s,
                 "latency_us": case.latency_us,
                 "delay": result.delay,
+                "cpus_per_host": result.cpus_per_host,
                 "num_tokens": case.num_tokens,
                 "popularity": case.popularity,
                 "model": case.shape.model_dump(mode="json"),
