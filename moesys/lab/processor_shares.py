@@ -16,9 +16,9 @@ from typing import Literal
 
 from moesys.lab.namespaces import leftovers, namespace_name
 
-# Of a limit: short, so that a thread that has used its share up waits for little; yet longer than the tick by which
-# kernels notice (4 ms and less), or a thread would be noticed late and then wait for several.
-PERIOD_US = 5_000
+# Of a limit: short, so that a thread that has used its share up waits for little; yet some ticks long, by which kernels
+# notice (4 ms and less), or a thread would be noticed late, wait for several, and its group's other threads with it.
+PERIOD_US = 10_000
 # The kernel's least.
 _LEAST_QUOTA_US = 1_000
 _MOUNTS = Path("/proc/self/mounts")

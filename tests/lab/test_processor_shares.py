@@ -47,7 +47,7 @@ def test_the_kernel_says_where_its_groups_are(tmp_path: Path) -> None:
 def test_a_group_of_the_second_manner(tmp_path: Path) -> None:
     group = ProcessorShares(tmp_path, 2).make("host0", 0.5)
     assert (tmp_path / "cgroup.subtree_control").read_text() == "+cpu"
-    assert {path.name: path.read_text() for path in group.iterdir()} == {"cpu.max": "2500 5000"}
+    assert {path.name: path.read_text() for path in group.iterdir()} == {"cpu.max": "5000 10000"}
 
 
 def test_whoever_cannot_have_shares_is_told_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
