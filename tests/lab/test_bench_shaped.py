@@ -15,7 +15,7 @@ from moesys.config import ClusterSpec, ModelShape, Strategy
 from moesys.lab import launch, namespaces
 from moesys.lab.bench import shaped, shaped_report
 from moesys.lab.bench.shaped import CaseResult, Plan, Setting, bench_shaped, half_mbit_per_s, overlap_case, split_case
-from moesys.lab.bench.shaped_calibration import Calibration, LinkFigures, calibration, fit_line
+from moesys.lab.bench.shaped_calibration import Calibration, LinkFigures, away_bytes, calibration, fit_line
 from moesys.lab.bench.shaped_case import CHUNKS, MOST_TOKENS, SOME_TOKENS, Case, chosen_experts, even_case
 from moesys.lab.processor_shares import lacks_shares
 from moesys.presets import LAER_E8K2
@@ -77,22 +77,28 @@ def test_calibration_looks_at_even_tokens() -> None:
 
 
 def calibrated(case: Case, gflops: float, goodput: float) -> Calibration:
-    """Of ranks that compute so fast, spend 6 ms a layer and 20 ms a further chunk besides."""
+    """Of ranks that compute so fast, spend 6 ms a layer and 20 ms a further chunk besides, and lose a tenth beside
+    messages.
+    """
     shape = case.shape
     ms_a_row = 18 * shape.hidden_size * shape.intermediate_size / gflops * 1e-6
     rows = sum(case.num_tokens) // case.num_hosts * shape.top_k
     most_ms, some_ms = (6 + 24 + share * rows * ms_a_row for share in (MOST_TOKENS, SOME_TOKENS))
     links = LinkFigures(0.5, 8e-3 / (goodput * case.mbit_per_s), 0.1, {})
-    return calibration(case, links, {"most": most_ms, "some": some_ms, "chunks": most_ms + (CHUNKS - 1) * 20})
+    whole_ms = most_ms + (CHUNKS - 1) * 20
+    moved_ms = 4 * (0.5 + MOST_TOKENS * away_bytes(case) * links.ms_a_byte)
+    chunks_ms = whole_ms / 0.9 if moved_ms > whole_ms / 0.9 else whole_ms + 0.1 * moved_ms
+    return calibration(case, links, {"most": most_ms, "some": some_ms, "chunks": chunks_ms})
 
 
-def test_calibration_tells_a_rate_from_what_chunks_and_layers_cost() -> None:
-    case = split_case(2, 500, 0)
+@pytest.mark.parametrize("mbit", [20.0, 500.0])
+def test_calibration_tells_a_rate_from_what_chunks_and_layers_cost(mbit: float) -> None:
+    case = split_case(2, mbit, 0)
     found = calibrated(case, 50.0, 0.5)
     assert found.cluster.expert_tflops == pytest.approx(0.05, rel=1e-6)
     assert found.cluster.launch_us == pytest.approx(2000)
     assert found.rest.other_seconds == pytest.approx(0.006 / 3)
-    assert found.cluster.inter_node_gb_per_s == pytest.approx(0.5 * 500 / 8e3)
+    assert found.cluster.inter_node_gb_per_s == pytest.approx(0.5 * mbit / 8e3)
     assert found.cluster.inter_node_us == pytest.approx(500)
     assert found.cluster.copy_share == 0.1
 

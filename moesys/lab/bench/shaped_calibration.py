@@ -64,11 +64,15 @@ def exchanges_ms(ranks: LocalRanks, case: Case, repeats: int) -> dict[int, float
     """All-to-alls as large as the case's, by bytes that a rank sends: of next to nothing, of the smallest of its
     chunks, and of all its rows at once.
     """
-    even, shape = even_case(case), case.shape
-    row_bytes = shape.hidden_size * shape.bytes_per_element
-    away_bytes = round(even.num_tokens[0] * shape.top_k * (1 - 1 / case.num_hosts) * row_bytes)
-    sizes = [_SMALL_BYTES, away_bytes // CHUNKS, away_bytes]
+    sizes = [_SMALL_BYTES, away_bytes(case) // CHUNKS, away_bytes(case)]
     return {size: slowest(ranks.run(exchange_ms, size, repeats, timeout_s=_RUN_S)) for size in sizes}
+
+
+def away_bytes(case: Case) -> int:
+    """Of a rank's rows that go to other ranks, tokens being even."""
+    shape = case.shape
+    rows = even_case(case).num_tokens[0] * shape.top_k
+    return round(rows * (1 - 1 / case.num_hosts) * shape.hidden_size * shape.bytes_per_element)
 
 
 def link_figures(ranks: LocalRanks, case: Case, repeats: int) -> LinkFigures:
@@ -93,7 +97,10 @@ def calibration(case: Case, links: LinkFigures, computed_ms: Mapping[str, float]
     fixed_ms, row_ms = fit_line(
         [rows * SOME_TOKENS, rows * MOST_TOKENS], [min(some_ms, most_ms / _LEAST_GROWTH), most_ms]
     )
-    launch_ms = max(0.0, chunks_ms - most_ms) / (CHUNKS - 1) / (_LAUNCHES_A_CHUNK * layers)
+    # In chunks computing goes on beside messages, as long as there are any: what it loses to them is no launch's.
+    moved_ms = 4 * (links.latency_ms + MOST_TOKENS * away_bytes(case) * links.ms_a_byte)
+    lost_ms = links.copy_share * min(moved_ms, chunks_ms)
+    launch_ms = max(0.0, chunks_ms - most_ms - lost_ms) / (CHUNKS - 1) / (_LAUNCHES_A_CHUNK * layers)
     other_ms = max(0.0, fixed_ms / layers - (_LAUNCHES_A_CHUNK + _LAUNCHES_A_LAYER) * launch_ms)
     # ``cost.expert_seconds``, forward and backward.
     flops_a_row = 18 * shape.hidden_size * shape.intermediate_size * layers
