@@ -186,7 +186,8 @@ class Queues:
             tasks=tasks,
             compute=placed([kind.compute for kind in kinds]) * (times / a_program),
             memory=placed([kind.memory for kind in kinds]) * (times / a_program),
-            latency=latency,
+            # A program that takes them one after another has as many latencies.
+            latency=latency * np.maximum(times / a_program, 1.0),
             floor=placed([kind.floor for kind in kinds]),
             gate=placed([kind.gate for kind in kinds]),
             opens=Table.of(opener, opened, len(tasks)),

@@ -82,6 +82,17 @@ def test_coarse_blocks_agree_less_in_a_large_domain():
     assert max(errors) <= 0.1
 
 
+@pytest.mark.parametrize("programs", [1, 3])
+def test_few_programs_have_all_their_latencies_in_coarse_blocks(programs):
+    """Tasks that one program takes one after another are one task of a block, and no latency of theirs is lost."""
+    cluster = PLAIN.replace(num_nodes=16, ranks_per_node=1, multiprocessors=programs, inter_node_us=1000)
+    plan = plan_of(SMALL, 16, 4000)
+    layer = (ms.MegaKernel(dispatch_share=1.0), SMALL, cluster, plan, np.zeros(16), False)
+    coarse = mega_pass(*layer, coarse=Coarseness(2, programs, 8 / programs))
+    fine = mega_pass(*layer, coarse=Coarseness(1, programs, 1.0))
+    assert length(coarse.end_R) == pytest.approx(length(fine.end_R), rel=0.1)
+
+
 def coarse_error(case: Case, cluster: ms.ClusterSpec, numbers: np.random.Generator) -> float:
     """How much longer or shorter than by fine blocks, over that; the same bytes move in both."""
     tokens = int(numbers.choice([2000, 4000]))
