@@ -20,8 +20,9 @@ from moesys.overlap.tile_tasks import RASTER, WHOLE, RowTiles
 
 # A rank's first and last row tiles are units of their own, as nothing else goes on then.
 EDGE = 4
-# Up to so many ranks nothing is taken together.
-FINE_RANKS = 8
+# Up to so many ranks nothing is taken together. Up to more, no fewer row tiles of the busiest rank than these: together
+# they are up to a sixth off, and alone they simulate nearly as fast; nor what few programs do, where each counts.
+FINE_RANKS, SOME_RANKS, FINE_TILES = 8, 64, 128
 # Units that the busiest rank keeps, and programs that a rank counts for, where something is. With more ranks in a
 # domain of fast links those decide how long a rank takes, and so which programs compute while others push.
 UNITS, PROGRAMS, PROGRAMS_OF_LARGE_DOMAINS = 16, 8, 32
@@ -44,11 +45,12 @@ class Coarseness:
 
     @staticmethod
     def of(work: Work, plan: TokenPlan, cluster: ClusterSpec) -> Coarseness:
-        """Fine on few ranks; on more, as coarse as leaves the busiest rank enough: a sweep's row tiles, or four sweeps'
-        on very many.
+        """Fine on few ranks, on some more with few row tiles or programs, and where programs have less than a task
+        each; else as coarse as leaves the busiest rank enough: a sweep's row tiles, or four sweeps' on very many.
         """
         tiles, most = int(plan.tokens_R.max()) // work.sizes.rows, RASTER
-        if plan.load.num_ranks <= FINE_RANKS or tiles < UNITS * 2:
+        fine_ranks = SOME_RANKS if tiles < FINE_TILES or work.programs <= PROGRAMS else FINE_RANKS
+        if plan.load.num_ranks <= fine_ranks or tiles < UNITS * 2 or tiles * work.columns < work.programs:
             return Coarseness.fine(work)
         if plan.load.num_ranks > FINE_RANKS * 32:
             most *= 4

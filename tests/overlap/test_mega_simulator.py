@@ -13,6 +13,7 @@ from simulated_case import GPU, PLAIN, SHAPES, Case, drawn_case, plan_of, shape
 
 import moesys as ms
 from moesys import cost
+from moesys.layout import TokenPlan
 from moesys.overlap.mega_blocks import queues_of_blocks
 from moesys.overlap.mega_queues import PRODUCT
 from moesys.overlap.mega_simulator import mega_pass, publish_seconds
@@ -62,7 +63,7 @@ def test_blocks_agree_less_where_tokens_travel_once_as_tiles_know_which():
 
 
 def test_coarse_blocks_agree_with_fine_ones_on_many_ranks():
-    """Of 60 that were looked at 56 are within 2 %, all within 4.6 %, and 0.6 % is the mean."""
+    """Of 60 that were looked at 41 are no coarser than fine ones, and the others are within 1.7 %."""
     errors = []
     for seed in range(60 if NUM_DRAWN == 260 else 8):
         numbers = np.random.default_rng(seed + 999)
@@ -73,8 +74,8 @@ def test_coarse_blocks_agree_with_fine_ones_on_many_ranks():
 
 
 def test_coarse_blocks_agree_less_in_a_large_domain():
-    """Where programs that push for themselves compute and push in turn: 12 that were looked at are within
-    8.3 %, and 3.6 % is the mean.
+    """Where programs that push for themselves compute and push in turn: of 12 that were looked at 9 are no coarser than
+    fine ones, and the others are within 5.0 %.
     """
     cluster, errors = GPU.replace(ranks_per_node=32, multiprocessors=132, intra_node_gb_per_s=360), []
     for seed in range(12 if NUM_DRAWN == 260 else 2):
@@ -93,18 +94,41 @@ def test_few_programs_have_all_their_latencies_in_coarse_blocks(programs):
     assert length(coarse.end_R) == pytest.approx(length(fine.end_R), rel=0.1)
 
 
+@pytest.mark.parametrize("seed", [0, 2, 3])
+def test_blocks_of_few_tokens_on_dozens_of_ranks_are_not_much_longer_than_fine_ones(seed):
+    """Row tiles taken together made these 15 to 19 % longer: a rank has 62."""
+    cluster, model = ms.presets.a100(8), shape("Qwen3-30B")
+    plan = replicated_plan(model, cluster, 1000, 2.0, np.random.default_rng(seed))
+    layer = (ms.MegaKernel(combine_share=0.25), model, cluster, plan, np.zeros(64), False)
+    fine = Coarseness.fine(Work(*layer[:3], False))
+    assert length(mega_pass(*layer).end_R) == pytest.approx(length(mega_pass(*layer, coarse=fine).end_R), rel=0.05)
+
+
+def test_coarse_blocks_with_fewer_tasks_than_programs_take_a_whole_task():
+    model = ms.ModelShape(hidden_size=256, intermediate_size=64, num_experts=16, top_k=1, dtype="bfloat16")
+    cluster, overlap = GPU.replace(num_nodes=2), ms.MegaKernel(programs=500, tile_rows=32, fused="none")
+    layer = (overlap, model, cluster, plan_of(model, 16, 5000), np.zeros(16), True)
+    fine = Coarseness.fine(Work(overlap, model, cluster, True))
+    assert length(mega_pass(*layer).end_R) == pytest.approx(length(mega_pass(*layer, coarse=fine).end_R), rel=0.03)
+
+
+def replicated_plan(
+    model: ms.ModelShape, cluster: ms.ClusterSpec, tokens: int, skew: float, numbers: np.random.Generator
+) -> TokenPlan:
+    """Of experts with replicas, planned by ``Greedy`` and split by ``FlowSplit``."""
+    slots = max(2, -(-model.num_experts // cluster.num_ranks) + 1)
+    popularity = np.exp(skew * numbers.normal(size=model.num_experts))
+    choices = numbers.multinomial(tokens * model.top_k, popularity / popularity.sum(), size=cluster.num_ranks)
+    strategy = ms.Strategy(
+        name="fsep", sharding=ms.Fsep(slots_per_rank=slots), balance=ms.Greedy(), split=ms.FlowSplit()
+    )
+    return ms.plan_layer(strategy, model, cluster, ms.LoadMatrix(choices)).tokens
+
+
 def coarse_error(case: Case, cluster: ms.ClusterSpec, numbers: np.random.Generator) -> float:
     """How much longer or shorter than by fine blocks, over that; the same bytes move in both."""
     tokens = int(numbers.choice([2000, 4000]))
-    popularity = np.exp(case.skew * numbers.normal(size=case.model.num_experts))
-    choices = numbers.multinomial(tokens * case.model.top_k, popularity / popularity.sum(), size=cluster.num_ranks)
-    strategy = ms.Strategy(
-        name="fsep",
-        sharding=ms.Fsep(slots_per_rank=max(2, -(-case.model.num_experts // cluster.num_ranks) + 1)),
-        balance=ms.Greedy(),
-        split=ms.FlowSplit(),
-    )
-    plan = ms.plan_layer(strategy, case.model, cluster, ms.LoadMatrix(choices)).tokens
+    plan = replicated_plan(case.model, cluster, tokens, case.skew, numbers)
     layer = (case.overlap, case.model, cluster, plan, np.zeros(cluster.num_ranks), case.backward)
     work = Work(case.overlap, case.model, cluster, case.backward)
     coarse, fine = mega_pass(*layer), mega_pass(*layer, coarse=Coarseness.fine(work))
