@@ -25,7 +25,7 @@ EDGE = 4
 FINE_RANKS, SOME_RANKS, FINE_TILES = 8, 64, 128
 # Units that the busiest rank keeps, and programs that a rank counts for, where something is. With more ranks in a
 # domain of fast links those decide how long a rank takes, and so which programs compute while others push.
-UNITS, PROGRAMS, PROGRAMS_OF_LARGE_DOMAINS = 16, 8, 32
+UNITS, PROGRAMS, PROGRAMS_OF_LARGE_DOMAINS = 16, 16, 32
 
 
 @dataclass(frozen=True)

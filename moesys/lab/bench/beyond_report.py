@@ -98,6 +98,7 @@ def large_sections(falls: Sequence[LargeFall]) -> list[Section]:
         "Log-normal routing of skew 1, 8,192 tokens a rank, experts restored every pass, float32 gradients.",
         "max/mean, exposed and inter-node: of LAER's layout, then of unified.",
         f"Where a stage before it is faster than unified: {where_not}.",
+        "Other stages have no search: LAER's as published, overlap in chunks by four of them.",
         "by: which of four points of MegaKernel's search space the simulator finds fastest on up to "
         f"{COMPARED_RANKS} GPUs, and the last of these on more.",
         *(f"{letter}: {_point(overlap)}." for overlap, letter in POINTS.items()),
