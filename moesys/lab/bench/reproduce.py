@@ -154,9 +154,9 @@ def seed_seconds(
     optimised: bool = True,
     cluster: ClusterSpec | None = None,
 ) -> list[Seconds]:
-    """Of each seed the mean over iterations."""
+    """Of each seed the mean over iterations; on the cluster of ``constants`` where no other is given."""
     return [
-        _mean(
+        mean_seconds(
             iteration_seconds(model, constants, plans[iteration], strategy, optimised, cluster)
             for iteration in iterations
         )
@@ -164,24 +164,8 @@ def seed_seconds(
     ]
 
 
-def mean_seconds(
-    model: LaerModel,
-    constants: Constants,
-    found: Sequence[Plans],
-    iterations: Sequence[int],
-    *,
-    strategy: Strategy | None = None,
-    optimised: bool = True,
-    cluster: ClusterSpec | None = None,
-) -> Seconds:
-    """The mean over iterations and seeds; on the cluster of ``constants`` where no other is given."""
-    of_seeds = seed_seconds(
-        model, constants, found, iterations, strategy=strategy, optimised=optimised, cluster=cluster
-    )
-    return _mean(of_seeds)
-
-
-def _mean(all_seconds: Iterable[Seconds]) -> Seconds:
+def mean_seconds(all_seconds: Iterable[Seconds]) -> Seconds:
+    """Of iterations, or of seeds; part by part."""
     return Seconds(*np.mean([astuple(seconds) for seconds in all_seconds], axis=0).tolist())
 
 
@@ -225,7 +209,7 @@ def reproduce(
     for published in BREAKDOWN:
         model = MODELS[published.model]
         plans = found[model.setting, published.method]
-        parts.append(Part(published, mean_seconds(model, constants, plans, (BREAKDOWN_ITERATION,))))
+        parts.append(Part(published, mean_seconds(seed_seconds(model, constants, plans, (BREAKDOWN_ITERATION,)))))
     say("ablation")
     model = MODELS[ABLATION_MODEL]
     of_model = next(row.simulated for row in rows if row.published.model == ABLATION_MODEL)
@@ -233,14 +217,16 @@ def reproduce(
     for name, planner in ABLATED.items():
         plans = found[model.setting, planner]
         optimised = name != "no_comm_opt"
-        ablation_s[name] = mean_seconds(model, constants, plans, iterations, optimised=optimised).total
+        ablation_s[name] = mean_seconds(seed_seconds(model, constants, plans, iterations, optimised=optimised)).total
     unhidden = {}
     for rate in RATES_GB_PER_S:
         say(f"{rate:g} GB/s between nodes")
         slower = replace(constants, inter_node_gb_per_s=rate)
-        static_s = mean_seconds(model, slower, found[model.setting, "FSDP+EP"], iterations).total
+        static_s = mean_seconds(seed_seconds(model, slower, found[model.setting, "FSDP+EP"], iterations)).total
         plans = found[model.setting, "LAER"]
-        with_and_without = [mean_seconds(model, slower, plans, iterations, optimised=is_so) for is_so in (True, False)]
+        with_and_without = [
+            mean_seconds(seed_seconds(model, slower, plans, iterations, optimised=is_so)) for is_so in (True, False)
+        ]
         unhidden[rate] = (with_and_without[0].total / static_s, with_and_without[1].total / static_s)
     return Reproduction(
         rows=rows,
