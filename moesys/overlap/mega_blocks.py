@@ -176,13 +176,11 @@ class Blocks:
             )
             head = [Launch.plain(self.all_ranks, work.launch_names[1], multiplied, True)]
         else:
-            tiles_R = np.bincount(self.rank_M, minlength=len(self.all_ranks))
-            last_U = np.minimum((units.first_U // self.sweep + 1) * self.sweep, tiles_R[units.rank_U])
             mixture = Mixture.of(
                 len(self.all_ranks),
                 (units.rank_U, units.tiles_U * columns),
                 (units.rank_U, units.tiles_U),
-                last_U * columns,
+                self._swept_tiles() * columns,
                 WHOLE - parts_of(work.overlap.combine_share) if self._fused("combine") else WHOLE,
                 # One piece a unit.
                 self.sweep,
@@ -270,13 +268,16 @@ class Blocks:
 
     def _needed_tiles(self) -> IntArray:
         """How many row tiles the sweep of each unit needs, from its rank's first on, [U]."""
-        begin_R = np.searchsorted(self.rank_M, self.all_ranks)
-        tiles_R = np.bincount(self.rank_M, minlength=len(self.all_ranks))
-        last_U = np.minimum((self.units.first_U // self.sweep + 1) * self.sweep, tiles_R[self.units.rank_U])
+        last_U = self._swept_tiles()
         if not self.by_expert:
             return last_U
-        begin_U = begin_R[self.units.rank_U]
+        begin_U = np.searchsorted(self.rank_M, self.units.rank_U)
         return self.tiles.end_M[begin_U + last_U - 1] - begin_U
+
+    def _swept_tiles(self) -> IntArray:
+        """How many row tiles its rank has until the end of each unit's sweep, [U]."""
+        tiles_R = np.bincount(self.rank_M, minlength=len(self.all_ranks))
+        return np.minimum((self.units.first_U // self.sweep + 1) * self.sweep, tiles_R[self.units.rank_U])
 
     def _parts(self) -> tuple[IntArray, IntArray]:
         """(unit, part of the columns) of each run, sweep by sweep, where all units push a part before the next."""

@@ -34,16 +34,7 @@ from moesys.overlap.mega_queues import (
 )
 from moesys.overlap.mega_simulator import MegaPass, pass_of, publish_seconds
 from moesys.overlap.mega_work import Products, Work
-from moesys.overlap.tile_tasks import (
-    RASTER,
-    WHOLE,
-    BoolArray,
-    RowTiles,
-    mixed,
-    parts_of,
-    rows_of_groups,
-    swept,
-)
+from moesys.overlap.tile_tasks import RASTER, WHOLE, BoolArray, RowTiles, mixed, parts_of, rows_of_groups, swept
 
 
 @dataclass(frozen=True)
