@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[1]
 
 FLOORS = (
     {"config", "experiment", "load", "layout", "timeline"},
-    {"presets", "traces", "cost"},
+    {"presets", "traces", "cost", "compiled"},
     {"kernels"},
     {"overlap", "balance"},
     {"hf"},

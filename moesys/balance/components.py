@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moesys.balance.compiled import compiled
+from moesys.compiled import compiled
 from moesys.load import IntArray
 
 # 3^16 / 2 pairs of sets are visited at worst, in about a second

@@ -6,12 +6,12 @@ from fractions import Fraction
 
 import numpy as np
 
-from moesys.balance.compiled import compiled
 from moesys.balance.holders import list_holders
 from moesys.balance.levelling import least_max, new_level
 from moesys.balance.min_cost import cheapest_quotas
 from moesys.balance.push import push_down, share_out
 from moesys.balance.quotas import fill_quotas, levels_of, nodes_of
+from moesys.compiled import compiled
 from moesys.config import ClusterSpec, FlowSplit
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.load import LoadMatrix

@@ -7,7 +7,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from moesys.balance.compiled import compiled
+from moesys.compiled import compiled
 from moesys.layout import EMPTY
 from moesys.load import IntArray
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from moesys.balance.compiled import compiled
 from moesys.balance.hubs import Site, build_on_hubs
 from moesys.balance.search import NO_LIMIT, draw_scenarios, weighted_miss
+from moesys.compiled import compiled
 from moesys.layout import EMPTY
 
 # Numbers of hubs to try: experts with at least so many eighths of a rank's mean, and as many of the heaviest as have

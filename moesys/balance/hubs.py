@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moesys.balance.compiled import borrowing, compiled
+from moesys.compiled import borrowing, compiled
 from moesys.layout import EMPTY
 from moesys.load import IntArray
 

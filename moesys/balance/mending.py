@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from moesys.balance.compiled import borrowing, compiled
 from moesys.balance.holders import list_holders
 from moesys.balance.levelling import least_max, new_level
 from moesys.balance.search import row_holds
+from moesys.compiled import borrowing, compiled
 
 # Ranks and experts that are tried with one another for a move: those with most room, those with most to shed.
 ROOMS, SHEDDERS = 4, 3

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from moesys.balance.compiled import borrowing, compiled, inlined
+from moesys.compiled import borrowing, compiled, inlined
 from moesys.load import IntArray
 
 CROSSING = 1 << 20

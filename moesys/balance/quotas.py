@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moesys.balance.compiled import borrowing, compiled
+from moesys.compiled import borrowing, compiled
 from moesys.config import ClusterSpec
 from moesys.load import IntArray
 

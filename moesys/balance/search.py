@@ -16,9 +16,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moesys.balance.compiled import borrowing, compiled
 from moesys.balance.holders import list_holders
 from moesys.balance.levelling import least_max, new_level
+from moesys.compiled import borrowing, compiled
 from moesys.load import IntArray
 
 MILLION = 1_000_000

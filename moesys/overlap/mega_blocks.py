@@ -41,16 +41,10 @@ PIECES = 4
 
 
 class Blocks:
-    """What all ranks do, and their gates.
+    """What all ranks do, and their gates."""
 
-    ``published_R``: seconds at which each has published.
-    """
-
-    def __init__(
-        self, work: Work, cluster: ClusterSpec, plan: TokenPlan, published_R: FloatArray, coarse: Coarseness
-    ) -> None:
-        self.work, self.plan, self.published_R = work, plan, published_R
-        self.flag_seconds = cluster.flag_us * 1e-6
+    def __init__(self, work: Work, cluster: ClusterSpec, plan: TokenPlan, coarse: Coarseness) -> None:
+        self.work, self.plan = work, plan
         self.sizes, self.by_expert = work.sizes, work.overlap.granularity == "expert"
         self.all_ranks = np.arange(cluster.num_ranks)
         self.groups = groups = Groups.of(plan)
@@ -105,9 +99,7 @@ class Blocks:
         if self.copies is not None:
             a_task = a_task * (1 - self.copies[0][block])
         away = source != rank[run]
-        seen = self.published_R[source] + np.where(away, self.flag_seconds, 0.0)
-        floor = np.zeros(len(group))
-        np.maximum.at(floor, run[a_task > 0], seen[a_task > 0])
+        needs = (run[a_task > 0], source[a_task > 0])
         run, source, a_task = run[away], source[away], a_task[away]
         pulled = sums(run, a_task, len(group))
         gate_U = self.arrived + (units.group_U if self.by_expert else np.arange(len(units)))
@@ -122,9 +114,9 @@ class Blocks:
             rank,
             count,
             memory=work.fetch_seconds(pulled, rows - pulled),
-            floor=floor,
             group=groups.number_G[group],
             gate=wait,
+            needs=needs,
             opens=opens,
             exchanged=(run, source, a_task * work.row_bytes),
         )
@@ -332,22 +324,19 @@ def queues_of_blocks(
     work: Work,
     cluster: ClusterSpec,
     plan: TokenPlan,
-    published_R: FloatArray,
-    start_R: FloatArray,
     coarse: Coarseness,
 ) -> Queues:
-    """All blocks of all ranks, which have published at ``published_R`` and launch at ``start_R`` seconds."""
-    blocks = Blocks(work, cluster, plan, published_R, coarse)
+    """All blocks of all ranks."""
+    blocks = Blocks(work, cluster, plan, coarse)
     # Whoever pushes rows home tells, when all are there, those whose rows they are.
-    destination, source = np.divmod(
-        np.unique(plan.entries[:, 2] * cluster.num_ranks + plan.entries[:, 0]), cluster.num_ranks
-    )
+    sends_RR = np.zeros((cluster.num_ranks, cluster.num_ranks), dtype=bool)
+    sends_RR[plan.entries[:, 2], plan.entries[:, 0]] = True
+    destination, source = np.nonzero(sends_RR)
     return Queues.of(
         blocks.launches(),
         blocks.gate_rank,
         (blocks.pushed + destination, blocks.home + source),
         cluster,
-        start_R,
         coarse.tasks,
         work.programs / coarse.programs,
     )

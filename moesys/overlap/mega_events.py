@@ -8,74 +8,28 @@ Runs of one task each are tiles, longer ones blocks: programs that take tasks of
 A link gives each task that has bytes left on it the same part of its rate (processor sharing, kept by one virtual time
 a link), whatever else the task waits for: bytes go through all links of their way at once.
 
-The loop is compiled by numba and kept on disk; it calls no function of another file.
+The loop is compiled by numba. It allocates nothing, so that no references are counted: what it works on it is given.
 """
 
 from __future__ import annotations
 
-import heapq
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
+import numpy.typing as npt
 
-from moesys.config import ClusterSpec
+from moesys.compiled import borrowing
 from moesys.cost import FloatArray
 from moesys.load import IntArray
+from moesys.overlap.mega_links import SharedLinks, begin, first_end, look_at, take_first
+from moesys.overlap.mega_runs import Gates, Launches, Runs
 
-_COMPUTED, _ENDED, _LINK, _OPENED, _LAUNCHED = range(5)
-
-
-class Table(NamedTuple):
-    """Lists of numbers, one behind the other: list i is ``value[first[i] : first[i + 1]]``."""
-
-    first: IntArray
-    value: IntArray
-
-    @staticmethod
-    def of(key: IntArray, value: IntArray, size: int) -> Table:
-        """``size`` lists, each of the values that have its number as key, in order."""
-        order = np.argsort(key, kind="stable")
-        first = np.concatenate([[0], np.bincount(key, minlength=size).cumsum()])
-        return Table(first.astype(np.int64), value[order].astype(np.int64))
-
-
-class Runs(NamedTuple):
-    """All runs, launch by launch in the order of their queues. Seconds and bytes of one task.
-
-    ``tasks``: of each. ``compute``: before bytes move. ``memory``: that the rank's own memory takes beside links.
-    ``latency``: behind both. ``floor``: before which none is ready. ``gate``: that it waits for, -1 for none.
-    ``opens``: gates that each task counts down. ``links`` and ``link_bytes``, in the same order: what moves over which.
-    """
-
-    tasks: IntArray
-    compute: FloatArray
-    memory: FloatArray
-    latency: FloatArray
-    floor: FloatArray
-    gate: IntArray
-    opens: Table
-    links: Table
-    link_bytes: FloatArray
-
-
-class Gates(NamedTuple):
-    """``pending``: counts until each opens. ``rank``: whose programs wait for it. ``opens``: gates it counts down."""
-
-    pending: IntArray
-    rank: IntArray
-    opens: Table
-
-
-class Launches(NamedTuple):
-    """Of each its ``rank``, ``first`` run, number of ``runs``; a rank's in order. ``start``: seconds before which it
-    does not begin.
-    """
-
-    rank: IntArray
-    first: IntArray
-    runs: IntArray
-    start: FloatArray
+_COMPUTED, _ENDED, _OPENED, _LAUNCHED = range(4)
+_LINK = -1
+# Bits of an event's word: the number of a part, gate or launch, then its kind, then how many were found before it.
+_KIND, _FOUND = 28, 30
+# Of floats that would be equal if they were exact.
+_THROUGH = 1 + 1e-12
 
 
 class Times(NamedTuple):
@@ -91,254 +45,346 @@ class Times(NamedTuple):
     end_L: FloatArray
 
 
+# What the loop knows of a run, of tasks of one that programs took together (a part, whose number is used again when
+# they are done), of a launch and of a gate, a row each: events go from rank to rank, and a row is read at once.
+_RUN = np.dtype(
+    [
+        *((name, "f8") for name in ("compute", "memory", "latency", "floor", "first_taken", "ready", "end", "waited")),
+        *((name, "i4") for name in ("tasks", "taken", "launch", "gate", "links", "links_end", "opens", "opens_end")),
+    ],
+    align=True,
+)
+# ``programs`` hold it, each of which does ``rounds`` tasks; it is on ``links`` yet. ``before``: what came to its gate
+# before it.
+_PART = np.dtype(
+    [
+        *((name, "f8") for name in ("taken", "memory_end")),
+        *((name, "i4") for name in ("run", "programs", "rounds", "links", "before")),
+    ],
+    align=True,
+)
+# ``run``: whose tasks are taken; ``idle`` and ``gone``: programs without work, and through; ``next``: of its rank.
+_LAUNCH = np.dtype(
+    [
+        *((name, "f8") for name in ("begin", "end")),
+        *((name, "i4") for name in ("rank", "run", "runs_end", "idle", "gone", "next")),
+    ],
+    align=True,
+)
+# ``last_part``: what came to it last.
+_GATE = np.dtype(
+    [("open_at", "f8"), *((name, "i4") for name in ("pending", "rank", "last_part", "opens", "opens_end"))], align=True
+)
+
+
 def run_all(
     runs: Runs,
     gates: Gates,
     launches: Launches,
+    published_R: FloatArray,
+    start_R: FloatArray,
     seconds_a_byte: FloatArray,
     programs: int,
     gap_seconds: float,
     flag_seconds: float,
 ) -> Times:
-    """``programs``: of every launch. ``gap_seconds``: from the end of a launch to the next one's begin.
+    """Ranks have published at ``published_R`` and launch first at ``start_R``. ``programs``: of every launch.
+    ``gap_seconds``: from the end of a launch to the next one's begin; ``flag_seconds``: until others see one.
 
     Raises RuntimeError where tasks wait for each other, which no queue that is topological as numbered allows.
     """
-    # Arrays of one kind, so that the loop is compiled once.
-    runs = Runs(*(_plain(field) for field in runs))
-    gates = Gates(*(_plain(field) for field in gates))
-    launches = Launches(*(_plain(field) for field in launches))
-    times = Times(*_run(runs, gates, launches, seconds_a_byte, programs, gap_seconds, flag_seconds))
+    num_ranks, num_launches = int(launches.rank.max()) + 1, len(launches.rank)
+    launch_X = np.repeat(np.arange(num_launches), launches.runs)
+    needing, needed = runs.needs
+    floor, own = np.zeros(len(launch_X)), launches.rank[launch_X[needing]]
+    np.maximum.at(floor, needing, published_R[needed] + np.where(own == needed, 0.0, flag_seconds))
+    run_rows = _rows(
+        _RUN,
+        len(launch_X),
+        compute=runs.compute,
+        memory=runs.memory,
+        latency=runs.latency,
+        floor=floor,
+        first_taken=np.nan,
+        ready=np.nan,
+        end=np.nan,
+        tasks=runs.tasks,
+        launch=launch_X,
+        gate=runs.gate,
+        links=runs.links.first[:-1],
+        links_end=runs.links.first[1:],
+        opens=runs.opens.first[:-1],
+        opens_end=runs.opens.first[1:],
+    )
+    by_rank = np.argsort(launches.rank, kind="stable")
+    is_first = np.diff(launches.rank[by_rank], prepend=-1) > 0
+    following = np.full(num_launches, -1)
+    following[by_rank[:-1][~is_first[1:]]] = by_rank[1:][~is_first[1:]]
+    launch_rows = _rows(
+        _LAUNCH,
+        num_launches,
+        begin=np.nan,
+        end=np.nan,
+        rank=launches.rank,
+        run=launches.first,
+        runs_end=launches.first + launches.runs,
+        next=following,
+    )
+    gate_rows = _rows(
+        _GATE,
+        len(gates.rank),
+        pending=gates.pending,
+        rank=gates.rank,
+        last_part=-1,
+        opens=gates.opens.first[:-1],
+        opens_end=gates.opens.first[1:],
+    )
+    # A part each may wait, compute or move; a gate each may open, and a rank's launch begin.
+    num_parts = num_ranks * programs
+    size = num_parts + len(gate_rows) + num_ranks
+    events = _Events(np.empty(size), np.empty(size, dtype=np.int64), np.zeros(2, dtype=np.int64))
+    for launch in by_rank[is_first]:
+        _push(events, start_R[launches.rank[launch]], _LAUNCHED, launch)
+    # A rank's parts are on no more links each than its run with most.
+    num_links, most_R = len(seconds_a_byte), np.zeros(num_ranks, dtype=np.int64)
+    np.maximum.at(most_R, launches.rank[launch_X], np.diff(runs.links.first))
+    _run(
+        run_rows,
+        np.zeros(num_parts, dtype=_PART),
+        launch_rows,
+        gate_rows,
+        events,
+        SharedLinks.of(seconds_a_byte, int(most_R.sum()) * programs),
+        (runs.links.value, runs.link_bytes, runs.opens.value, gates.opens.value),
+        (np.arange(num_parts), np.empty(num_parts, dtype=np.int64), np.empty(num_launches, dtype=np.int64)),
+        (np.empty(num_links, dtype=np.int64), np.zeros(num_links, dtype=np.bool_)),
+        np.empty(len(gates.opens.value) + 1, dtype=np.int64),
+        programs,
+        gap_seconds,
+        flag_seconds,
+    )
+    times = Times(
+        *(run_rows[name] for name in ("first_taken", "ready", "end", "waited")),
+        *(launch_rows[name] for name in ("begin", "end")),
+    )
     if np.isnan(times.end_L).any():
         raise RuntimeError(f"{np.isnan(times.end_L).sum()} launches never end: their queues are not topological")
     return times
 
 
-def seconds_a_byte(cluster: ClusterSpec) -> FloatArray:
-    """Of each link, [2·R + 2·N], as ``cost.link_seconds`` has them."""
-    intra, inter = 1 / (cluster.intra_node_gb_per_s * 1e9), 1 / (cluster.inter_node_gb_per_s * 1e9)
-    return np.concatenate([np.full(2 * cluster.num_ranks, intra), np.full(2 * cluster.num_nodes, inter)])
+def _rows(dtype: np.dtype[Any], size: int, **columns: Any) -> npt.NDArray[Any]:
+    found = np.zeros(size, dtype=dtype)
+    for name, values in columns.items():
+        found[name] = values
+    return found
 
 
-def _plain(field: Any) -> Any:
-    if isinstance(field, Table):
-        return Table(*map(_plain, field))
-    return np.require(field, requirements=["C", "W"])
+class _Events(NamedTuple):
+    """A binary heap of seconds and words; ``counts``: how many there are, and were."""
+
+    at: FloatArray
+    word: IntArray
+    counts: IntArray
 
 
-def _compiled(function: Any) -> Any:
-    return njit(cache=True, nogil=True)(function)
+@borrowing
+def _push(events, at, kind, of):  # type: ignore[no-untyped-def]
+    place = events.counts[0]
+    events.counts[0] += 1
+    events.counts[1] += 1
+    word = (events.counts[1] << _FOUND) | (kind << _KIND) | of
+    while place > 0:
+        above = (place - 1) >> 1
+        if events.at[above] < at or (events.at[above] == at and events.word[above] < word):
+            break
+        events.at[place], events.word[place] = events.at[above], events.word[above]
+        place = above
+    events.at[place], events.word[place] = at, word
 
 
-@_compiled
+@borrowing
+def _pop(events):  # type: ignore[no-untyped-def]
+    """The word of the first event; of equal times in the order in which they were found."""
+    first = events.word[0]
+    events.counts[0] -= 1
+    size = events.counts[0]
+    at, word = events.at[size], events.word[size]
+    place = 0
+    while True:
+        below = 2 * place + 1
+        if below >= size:
+            break
+        right = below + 1
+        if right < size and (
+            events.at[right] < events.at[below]
+            or (events.at[right] == events.at[below] and events.word[right] < events.word[below])
+        ):
+            below = right
+        if at < events.at[below] or (at == events.at[below] and word < events.word[below]):
+            break
+        events.at[place], events.word[place] = events.at[below], events.word[below]
+        place = below
+    events.at[place], events.word[place] = at, word
+    return first
+
+
+@borrowing
 def _run(  # type: ignore[no-untyped-def]
-    runs, gates, launches, seconds_a_byte, programs, gap_seconds, flag_seconds
+    runs, parts, launches, gates, events, links, tables, stacks, changes, told, programs, gap_seconds, flag_seconds
 ):
-    num_runs, num_links, num_launches = len(runs.tasks), len(seconds_a_byte), len(launches.rank)
-    taken, ready, end = np.full(num_runs, np.nan), np.full(num_runs, np.nan), np.full(num_runs, np.nan)
-    waited = np.zeros(num_runs)
-    begin_L, end_L = np.full(num_launches, np.nan), np.full(num_launches, np.nan)
-    pending, open_at = gates.pending.copy(), np.zeros(len(gates.pending))
-    launch_of, in_run = np.zeros(num_runs, dtype=np.int64), np.zeros(num_runs, dtype=np.int64)
-    # Of each launch the run whose tasks are taken, programs that have nothing to do, and programs that are gone.
-    at_run, idle = launches.first.copy(), np.zeros(num_launches, dtype=np.int64)
-    gone = np.zeros(num_launches, dtype=np.int64)
-    next_launch, last_of_rank = np.full(num_launches, -1), np.full(launches.rank.max() + 1, -1)
-
-    # Tasks of one run that programs took together: as a list, numbers of which are used again.
-    part_run, part_count, part_left, part_memory = [0], [0], [0], [0.0]
-    part_next, part_taken, part_rounds = [0], [0.0], [0]
-    unused = [0]
-    # Parts that wait for a gate, each of which names the next.
-    waiting = np.full(len(gates.pending), -1)
-
-    virtual, updated, active = np.zeros(num_links), np.zeros(num_links), np.zeros(num_links)
-    # When each is looked at next: no later than the first part on it can be through.
-    version, due = np.zeros(num_links, dtype=np.int64), np.full(num_links, np.inf)
-    # Of each link, the parts that move bytes on it, by the virtual time at which they are through.
-    queues = [[(0.0, 0)] for _ in range(num_links)]
-    for link in range(num_links):
-        queues[link].pop()
-    changed, is_changed = [0], np.zeros(num_links, dtype=np.bool_)
-    changed.pop()
-
-    # (seconds, number, kind, of what, version): equal times in the order in which they were found.
-    events = [(0.0, 0, 0, 0, 0)]
-    events.pop()
-    number = 0
-    for launch in range(num_launches):
-        rank = launches.rank[launch]
-        if last_of_rank[rank] >= 0:
-            next_launch[last_of_rank[rank]] = launch
-        else:
-            number += 1
-            heapq.heappush(events, (launches.start[launch], number, _LAUNCHED, launch, 0))
-        last_of_rank[rank] = launch
-        launch_of[launches.first[launch] : launches.first[launch] + launches.runs[launch]] = launch
-
-    # Gates that are counted down: which, by whose tasks, by how many.
-    told = [(0, 0, 0)]
-    told.pop()
-    # Launches that have programs with nothing to do, and parts that are ready.
-    serving, begun = [0], [0]
-    serving.pop()
-    begun.pop()
-    while len(events) > 0:
-        now = events[0][0]
-        while len(events) > 0 and events[0][0] == now:
-            _, _, kind, what, seen = heapq.heappop(events)
-            if kind == _LAUNCHED:
-                begin_L[what] = now
-                idle[what] = programs
-                serving.append(what)
-            elif kind == _OPENED:
-                part = waiting[what]
-                waiting[what] = -1
-                first_begun = len(begun)
-                while part >= 0:
-                    begun.append(part)
-                    part = part_next[part]
+    link_of, link_bytes, opened_by_run, opened_by_gate = tables
+    # Numbers of parts that are not used, parts that are ready, launches with idle programs, links with more on them.
+    unused, begun, serving = stacks
+    changed, is_changed = changes
+    num_unused, num_begun, num_serving, num_changed = len(unused), 0, 0, 0
+    while True:
+        now = links.due[links.first_due[1]]
+        if events.counts[0] > 0:
+            now = min(now, events.at[0])
+        if now == np.inf:
+            break
+        while True:
+            if events.counts[0] > 0 and events.at[0] == now:
+                word = _pop(events)
+                kind, what = (word >> _KIND) & ((1 << (_FOUND - _KIND)) - 1), word & ((1 << _KIND) - 1)
+            elif links.due[links.first_due[1]] == now:
+                kind, what = _LINK, links.first_due[1]
+            else:
+                break
+            if kind == _LINK:
+                at = first_end(links, what)
+                if at > now * _THROUGH:
+                    # More parts have come since.
+                    look_at(links, what, at)
+                    continue
+                through = links.through[links.root_L[what]]
+                links.got[what], links.updated[what] = through, now
+                through *= _THROUGH
+                while links.root_L[what] >= 0 and links.through[links.root_L[what]] <= through:
+                    number = take_first(links, what)
+                    part = parts[number]
+                    links.active[what] -= part.programs
+                    part.links -= 1
+                    if part.links == 0:
+                        _push(events, max(now, part.memory_end) + runs[part.run].latency, _ENDED, number)
+                look_at(links, what, first_end(links, what))
+            elif kind == _COMPUTED:
+                part = parts[what]
+                run = runs[part.run]
+                part.memory_end = now + part.rounds * run.memory
+                for place in range(run.links, run.links_end):
+                    link = link_of[place]
+                    begin(links, link, link_bytes[place], what, part.programs, now)
+                    if not is_changed[link]:
+                        is_changed[link] = True
+                        changed[num_changed] = link
+                        num_changed += 1
+            elif kind == _ENDED:
+                part = parts[what]
+                run = runs[part.run]
+                run.end = now
+                launch = launches[run.launch]
+                if launch.idle == 0:
+                    serving[num_serving] = run.launch
+                    num_serving += 1
+                launch.idle += part.programs
+                unused[num_unused] = what
+                num_unused += 1
+                for place in range(run.opens, run.opens_end):
+                    told[0], num_told = opened_by_run[place], 1
+                    teller, times = launch.rank, part.programs * part.rounds
+                    while num_told > 0:
+                        num_told -= 1
+                        number = told[num_told]
+                        gate = gates[number]
+                        gate.pending -= times
+                        gate.open_at = max(gate.open_at, now + (flag_seconds if gate.rank != teller else 0.0))
+                        if gate.pending == 0:
+                            if gate.last_part >= 0:
+                                _push(events, gate.open_at, _OPENED, number)
+                            # What it opens is told by its rank, once.
+                            teller, times = gate.rank, 1
+                            for other in range(gate.opens, gate.opens_end):
+                                told[num_told] = opened_by_gate[other]
+                                num_told += 1
+            elif kind == _LAUNCHED:
+                launches[what].begin = now
+                launches[what].idle = programs
+                serving[num_serving] = what
+                num_serving += 1
+            else:
+                number = gates[what].last_part
+                gates[what].last_part = -1
+                low = num_begun
+                while number >= 0:
+                    begun[num_begun] = number
+                    num_begun += 1
+                    number = parts[number].before
                 # In the order in which they came.
-                low, high = first_begun, len(begun) - 1
+                high = num_begun - 1
                 while low < high:
                     begun[low], begun[high] = begun[high], begun[low]
                     low, high = low + 1, high - 1
-            elif kind == _COMPUTED:
-                run = part_run[what]
-                part_memory[what] = now + part_rounds[what] * runs.memory[run]
-                first, last = runs.links.first[run], runs.links.first[run + 1]
-                part_left[what] = last - first
-                if first == last:
-                    at = part_memory[what] + runs.latency[run]
-                    number += 1
-                    heapq.heappush(events, (at, number, _ENDED, what, 0))
-                for place in range(first, last):
-                    link = runs.links.value[place]
-                    if active[link] > 0:
-                        virtual[link] += (now - updated[link]) / (active[link] * seconds_a_byte[link])
-                    updated[link] = now
-                    active[link] += part_count[what]
-                    heapq.heappush(queues[link], (virtual[link] + runs.link_bytes[place], what))
-                    if not is_changed[link]:
-                        is_changed[link] = True
-                        changed.append(link)
-            elif kind == _LINK:
-                if seen == version[what]:
-                    due[what] = np.inf
-                    if active[what] > 0:
-                        virtual[what] += (now - updated[what]) / (active[what] * seconds_a_byte[what])
-                    updated[what] = now
-                    if not is_changed[what]:
-                        is_changed[what] = True
-                        changed.append(what)
-                    left = (queues[what][0][0] - virtual[what]) * active[what] * seconds_a_byte[what]
-                    if now + left > now * (1 + 1e-12):
-                        # More parts have come since.
-                        continue
-                    virtual[what] = queues[what][0][0]
-                    through = virtual[what] * (1 + 1e-12)
-                    while len(queues[what]) > 0 and queues[what][0][0] <= through:
-                        part = heapq.heappop(queues[what])[1]
-                        active[what] -= part_count[part]
-                        part_left[part] -= 1
-                        if part_left[part] == 0:
-                            at = max(now, part_memory[part]) + runs.latency[part_run[part]]
-                            number += 1
-                            heapq.heappush(events, (at, number, _ENDED, part, 0))
-            else:
-                run = part_run[what]
-                end[run] = now
-                launch = launch_of[run]
-                if idle[launch] == 0:
-                    serving.append(launch)
-                idle[launch] += part_count[what]
-                unused.append(what)
-                for place in range(runs.opens.first[run], runs.opens.first[run + 1]):
-                    told.append((runs.opens.value[place], launches.rank[launch], part_count[what] * part_rounds[what]))
 
-        while len(told) > 0:
-            gate, teller, times = told.pop()
-            pending[gate] -= times
-            seen_at = now + (flag_seconds if gates.rank[gate] != teller else 0.0)
-            open_at[gate] = max(open_at[gate], seen_at)
-            if pending[gate] == 0:
-                if waiting[gate] >= 0:
-                    number += 1
-                    heapq.heappush(events, (open_at[gate], number, _OPENED, gate, 0))
-                for place in range(gates.opens.first[gate], gates.opens.first[gate + 1]):
-                    told.append((gates.opens.value[place], gates.rank[gate], 1))
-
-        for launch in serving:
-            behind = launches.first[launch] + launches.runs[launch]
-            while idle[launch] > 0 and at_run[launch] < behind:
-                run = at_run[launch]
-                left = runs.tasks[run] - in_run[run]
+        for place in range(num_serving):
+            launch = launches[serving[place]]
+            while launch.idle > 0 and launch.run < launch.runs_end:
+                run_number = launch.run
+                run = runs[run_number]
+                left = run.tasks - run.taken
                 # Where nothing else is held meanwhile, several after another: half of what each program has yet to do.
-                rounds = 1
-                if runs.links.first[run] == runs.links.first[run + 1]:
-                    rounds = max(1, left // (2 * programs))
-                takes = min(idle[launch], left // rounds)
-                in_run[run] += takes * rounds
-                idle[launch] -= takes
-                if in_run[run] == runs.tasks[run]:
-                    at_run[launch] += 1
+                rounds = max(1, left // (2 * programs)) if run.links == run.links_end else 1
+                takes = min(launch.idle, left // rounds)
+                run.taken += takes * rounds
+                launch.idle -= takes
+                if run.taken == run.tasks:
+                    launch.run += 1
                 if takes == 0:
                     continue
-                if len(unused) > 0:
-                    part = unused.pop()
+                num_unused -= 1
+                number = unused[num_unused]
+                part = parts[number]
+                part.run, part.programs, part.rounds, part.taken = run_number, takes, rounds, now
+                part.links, part.before = run.links_end - run.links, -1
+                if np.isnan(run.first_taken):
+                    run.first_taken = now
+                if run.gate >= 0 and (gates[run.gate].pending > 0 or gates[run.gate].open_at > now):
+                    gate = gates[run.gate]
+                    if gate.pending <= 0 and gate.last_part < 0:
+                        _push(events, gate.open_at, _OPENED, run.gate)
+                    part.before = gate.last_part
+                    gate.last_part = number
                 else:
-                    part = len(part_run)
-                    part_run.append(0)
-                    part_count.append(0)
-                    part_left.append(0)
-                    part_memory.append(0.0)
-                    part_next.append(-1)
-                    part_taken.append(0.0)
-                    part_rounds.append(0)
-                part_run[part], part_count[part], part_next[part], part_taken[part] = run, takes, -1, now
-                part_rounds[part] = rounds
-                if np.isnan(taken[run]):
-                    taken[run] = now
-                gate = runs.gate[run]
-                if gate >= 0 and (pending[gate] > 0 or open_at[gate] > now):
-                    if pending[gate] <= 0 and waiting[gate] < 0:
-                        number += 1
-                        heapq.heappush(events, (open_at[gate], number, _OPENED, gate, 0))
-                    part_next[part] = waiting[gate]
-                    waiting[gate] = part
-                else:
-                    begun.append(part)
-            if idle[launch] > 0:
-                gone[launch] += idle[launch]
-                idle[launch] = 0
-                if gone[launch] == programs:
-                    end_L[launch] = now
-                    following = next_launch[launch]
-                    if following >= 0:
-                        number += 1
-                        at = max(now + gap_seconds, launches.start[following])
-                        heapq.heappush(events, (at, number, _LAUNCHED, following, 0))
-        serving.clear()
+                    begun[num_begun] = number
+                    num_begun += 1
+            if launch.idle > 0:
+                launch.gone += launch.idle
+                launch.idle = 0
+                if launch.gone == programs:
+                    launch.end = now
+                    if launch.next >= 0:
+                        _push(events, now + gap_seconds, _LAUNCHED, launch.next)
+        num_serving = 0
 
-        for part in begun:
-            run = part_run[part]
-            begins = max(now, runs.floor[run])
-            waited[run] += (begins - part_taken[part]) * part_count[part]
-            if np.isnan(ready[run]):
-                ready[run] = begins
-            number += 1
-            heapq.heappush(events, (begins + part_rounds[part] * runs.compute[run], number, _COMPUTED, part, 0))
-        begun.clear()
+        for place in range(num_begun):
+            number = begun[place]
+            part = parts[number]
+            run = runs[part.run]
+            begins = max(now, run.floor)
+            run.waited += (begins - part.taken) * part.programs
+            if np.isnan(run.ready):
+                run.ready = begins
+            at = begins + part.rounds * run.compute
+            if part.links > 0:
+                _push(events, at, _COMPUTED, number)
+            else:
+                _push(events, at + part.rounds * run.memory + run.latency, _ENDED, number)
+        num_begun = 0
 
-        for link in changed:
+        for place in range(num_changed):
+            link = changed[place]
             is_changed[link] = False
-            if len(queues[link]) > 0:
-                left = (queues[link][0][0] - virtual[link]) * active[link] * seconds_a_byte[link]
-                at = updated[link] + max(left, 0.0)
-                if at < due[link]:
-                    due[link] = at
-                    version[link] += 1
-                    number += 1
-                    heapq.heappush(events, (at, number, _LINK, link, version[link]))
-        changed.clear()
-    return taken, ready, end, waited, begin_L, end_L
+            at = first_end(links, link)
+            if at < links.due[link]:
+                look_at(links, link, at)
+        num_changed = 0

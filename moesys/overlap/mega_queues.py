@@ -11,12 +11,12 @@ from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
-from scipy.sparse import coo_array
 
+from moesys.compiled import borrowing
 from moesys.config import ClusterSpec
 from moesys.cost import FloatArray
 from moesys.load import IntArray
-from moesys.overlap.mega_events import Gates, Launches, Runs, Table
+from moesys.overlap.mega_runs import Gates, Launches, Pairs, Runs, Table
 from moesys.overlap.tile_tasks import BoolArray
 
 # As ``kernels.task_times`` calls them.
@@ -26,7 +26,6 @@ FETCH, PRODUCT, PUSH, SUM, OUTER_PRODUCT = range(len(KINDS))
 # Launches of their own, of a layer's two matrices.
 WEIGHT_GRADIENTS = ("weight_gradient_up", "weight_gradient_down")
 
-Pairs = tuple[IntArray, IntArray]
 # (run, peer, bytes of a task that they exchange).
 Exchanged = tuple[IntArray, IntArray, FloatArray]
 Number = TypeVar("Number", np.int64, np.float64)
@@ -34,10 +33,10 @@ Number = TypeVar("Number", np.int64, np.float64)
 
 @dataclass(frozen=True)
 class RunsOfKind:
-    """Runs of one kind and launch, a rank's in order of their numbers, as ``mega_events.Runs`` has them.
+    """Runs of one kind and launch, a rank's in order of their numbers, as ``mega_runs.Runs`` has them.
 
-    ``rank``: rising. ``group``: whose rows they handle, -1 for sums. ``flops``: of a task, whole tiles. ``opens``:
-    pairs of run and gate. ``exchanged``: what a task exchanges with peers.
+    ``rank``: rising. ``group``: whose rows they handle, -1 for sums. ``flops``: of a task, whole tiles. ``needs``:
+    pairs of run and rank, ``opens``: of run and gate. ``exchanged``: what a task exchanges with peers.
     """
 
     kind: int
@@ -45,10 +44,10 @@ class RunsOfKind:
     tasks: IntArray
     compute: FloatArray
     memory: FloatArray
-    floor: FloatArray
     gate: IntArray
     group: IntArray
     flops: FloatArray
+    needs: Pairs
     opens: Pairs
     exchanged: Exchanged
 
@@ -60,10 +59,10 @@ class RunsOfKind:
         *,
         compute: FloatArray | None = None,
         memory: FloatArray | None = None,
-        floor: FloatArray | None = None,
         gate: IntArray | None = None,
         group: IntArray | None = None,
         flops: FloatArray | None = None,
+        needs: Pairs | None = None,
         opens: Pairs | None = None,
         exchanged: Exchanged | None = None,
     ) -> RunsOfKind:
@@ -76,10 +75,10 @@ class RunsOfKind:
             tasks,
             zero if compute is None else compute,
             zero if memory is None else memory,
-            zero if floor is None else floor,
             none if gate is None else gate,
             none if group is None else group,
             zero if flops is None else flops,
+            (nowhere, nowhere) if needs is None else needs,
             (nowhere, nowhere) if opens is None else opens,
             (nowhere, nowhere, np.zeros(0)) if exchanged is None else exchanged,
         )
@@ -140,13 +139,12 @@ class Queues:
         gate_rank: IntArray,
         gate_opens: Pairs,
         cluster: ClusterSpec,
-        start_R: FloatArray,
         together: float = 1.0,
         a_program: float = 1.0,
     ) -> Queues:
         """``gate_rank``: of each gate; ``gate_opens``: pairs of gates, the first of which counts the second down.
 
-        ``start_R``: seconds at which each rank's first launch begins. ``together``: so many tasks of a
+        ``together``: so many tasks of a
         run are one, for which a program that counts for ``a_program`` takes as long as those for all of them; so a
         run's seconds of programs and its bytes stay what they are.
         """
@@ -179,6 +177,8 @@ class Queues:
         links, link_bytes, latency = _links(rank_X, kind_X == FETCH, _peers(kinds, firsts, place, times), cluster)
         opener = np.concatenate([place[first + kind.opens[0]] for first, kind in zip(firsts, kinds, strict=True)])
         opened = np.concatenate([kind.opens[1] for kind in kinds])
+        needing = np.concatenate([place[first + kind.needs[0]] for first, kind in zip(firsts, kinds, strict=True)])
+        needed = np.concatenate([kind.needs[1] for kind in kinds])
         num_gates = len(gate_rank)
         pending = np.bincount(opened, weights=tasks[opener], minlength=num_gates)
         pending += np.bincount(gate_opens[1], minlength=num_gates)
@@ -188,8 +188,8 @@ class Queues:
             memory=placed([kind.memory for kind in kinds]) * (times / a_program),
             # A program that takes them one after another has as many latencies.
             latency=latency * np.maximum(times / a_program, 1.0),
-            floor=placed([kind.floor for kind in kinds]),
             gate=placed([kind.gate for kind in kinds]),
+            needs=(needing, needed),
             opens=Table.of(opener, opened, len(tasks)),
             links=links,
             link_bytes=link_bytes,
@@ -206,7 +206,7 @@ class Queues:
             combines_L=np.array([launch.combines for launch in all_launches])[stage_L],
             runs=runs,
             gates=gates,
-            launches=Launches(rank_L, size_L.cumsum() - size_L, size_L, start_R[rank_L]),
+            launches=Launches(rank_L, size_L.cumsum() - size_L, size_L),
         )
 
 
@@ -221,16 +221,51 @@ def _links(
     rank_X: IntArray, pulls_X: BoolArray, peers: Exchanged, cluster: ClusterSpec
 ) -> tuple[Table, FloatArray, FloatArray]:
     """Which links each run moves bytes over, how many a task, and the latency behind them, [X]."""
-    R, N, node_R = cluster.num_ranks, cluster.num_nodes, np.asarray(cluster.node_of_rank)
     run, peer, amount = peers
-    own, pulls = rank_X[run], pulls_X[run]
-    sender, receiver = np.where(pulls, peer, own), np.where(pulls, own, peer)
-    intra = node_R[sender] == node_R[receiver]
-    out = np.where(intra, sender, 2 * R + node_R[sender])
-    into = np.where(intra, R + receiver, 2 * R + N + node_R[receiver])
-    crossed = (np.concatenate([run, run]), np.concatenate([out, into]))
-    bytes_XL = coo_array((np.concatenate([amount, amount]), crossed), shape=(len(rank_X), 2 * (R + N))).tocsr()
-    latency = np.zeros(len(rank_X), dtype=np.float64)
-    np.maximum.at(latency, run, np.where(intra, cluster.intra_node_us, cluster.inter_node_us) * 1e-6)
-    table = Table(bytes_XL.indptr.astype(np.int64), bytes_XL.indices.astype(np.int64))
-    return table, bytes_XL.data, latency
+    latency_X, first, link = (
+        np.zeros(len(rank_X)),
+        np.zeros(len(rank_X) + 1, np.int64),
+        np.empty(2 * len(run), np.int64),
+    )
+    link_bytes = np.empty(2 * len(run))
+    node_R = np.asarray(cluster.node_of_rank, dtype=np.int64)
+    latency_seconds = (cluster.intra_node_us * 1e-6, cluster.inter_node_us * 1e-6)
+    found = _crossed(
+        rank_X.astype(np.int64),
+        pulls_X,
+        Table.of(run, np.arange(len(run)), len(rank_X)),
+        peer.astype(np.int64),
+        amount.astype(np.float64),
+        node_R,
+        cluster.num_nodes,
+        latency_seconds,
+        (first, link, link_bytes, latency_X),
+        np.full(2 * (cluster.num_ranks + cluster.num_nodes), -1),
+    )
+    return Table(first, link[:found]), link_bytes[:found], latency_X
+
+
+@borrowing
+def _crossed(  # type: ignore[no-untyped-def]
+    rank_X, pulls_X, entries, peer, amount, node_R, num_nodes, latency_seconds, found, place_L
+):
+    """Fills ``found`` run by run, a link of each once, and says how many these are. ``place_L``: -1 for all links."""
+    first, link_of, link_bytes, latency_X = found
+    R, size = len(node_R), 0
+    for run in range(len(rank_X)):
+        own, first[run] = rank_X[run], size
+        for entry in entries.value[entries.first[run] : entries.first[run + 1]]:
+            sender, receiver = (peer[entry], own) if pulls_X[run] else (own, peer[entry])
+            apart = node_R[sender] != node_R[receiver]
+            latency_X[run] = max(latency_X[run], latency_seconds[1] if apart else latency_seconds[0])
+            out, into = sender, R + receiver
+            if apart:
+                out, into = 2 * R + node_R[sender], 2 * R + num_nodes + node_R[receiver]
+            for link in (out, into):
+                # Places of runs before are behind.
+                if place_L[link] < first[run]:
+                    place_L[link], link_of[size], link_bytes[size] = size, link, 0.0
+                    size += 1
+                link_bytes[place_L[link]] += amount[entry]
+    first[len(rank_X)] = size
+    return size

@@ -5,6 +5,8 @@ R ranks, L links as in ``cost.link_seconds``. All times in seconds.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,8 +16,9 @@ from moesys.cost import FloatArray, gather_seconds
 from moesys.layout import TokenPlan
 from moesys.load import IntArray
 from moesys.overlap.mega_blocks import queues_of_blocks
-from moesys.overlap.mega_events import Times, run_all, seconds_a_byte
+from moesys.overlap.mega_events import Times, run_all
 from moesys.overlap.mega_queues import FETCH, OUTER_PRODUCT, PRODUCT, PUSH, SUM, Queues
+from moesys.overlap.mega_runs import Runs, seconds_a_byte
 from moesys.overlap.mega_units import Coarseness
 from moesys.overlap.mega_work import Work
 from moesys.overlap.tile_tasks import BoolArray
@@ -66,6 +69,73 @@ def publish_seconds(model: ModelShape, cluster: ClusterSpec, plan: TokenPlan) ->
     return gather_seconds(plan.load.tokens_RE.sum(axis=1) / model.top_k, model, cluster)
 
 
+@dataclass(frozen=True)
+class QueuedPass:
+    """A pass whose queues are known before anybody enters it.
+
+    ``runs``: as ``queues`` has them, without links that need not be looked at. ``publish_seconds_R``: see above.
+    """
+
+    cluster: ClusterSpec
+    plan: TokenPlan
+    queues: Queues
+    runs: Runs
+    programs: int
+    publish_seconds_R: FloatArray
+
+    @staticmethod
+    def of(
+        overlap: MegaKernel,
+        model: ModelShape,
+        cluster: ClusterSpec,
+        plan: TokenPlan,
+        backward: bool,
+        coarse: Coarseness | None = None,
+    ) -> QueuedPass:
+        work = Work(overlap, model, cluster, backward)
+        coarse = Coarseness.of(work, plan, cluster) if coarse is None else coarse
+        queues = queues_of_blocks(work, cluster, plan, coarse)
+        runs = queues.runs
+        if coarse.quiet > 0:
+            runs = runs.without_quiet_links(seconds_a_byte(cluster), coarse.quiet)
+        return QueuedPass(cluster, plan, queues, runs, coarse.programs, publish_seconds(model, cluster, plan))
+
+    def run(self, start_R: FloatArray, experts_R: FloatArray | None = None) -> MegaPass:
+        """Each rank enters at ``start_R`` and has its experts at ``experts_R``, None: before it needs them. Until then
+        it publishes, and from then on its kernels run.
+        """
+        published_R = start_R + self.publish_seconds_R
+        begin_R = published_R if experts_R is None else np.maximum(published_R, experts_R)
+        queues, gap_seconds, byte_seconds_L = self.queues, self.cluster.launch_us * 1e-6, seconds_a_byte(self.cluster)
+        times = run_all(
+            self.runs,
+            queues.gates,
+            queues.launches,
+            published_R,
+            begin_R + gap_seconds,
+            byte_seconds_L,
+            self.programs,
+            gap_seconds,
+            self.cluster.flag_us * 1e-6,
+        )
+        return pass_of(queues, times, self.programs, byte_seconds_L, begin_R, self.plan)
+
+
+def queued_ahead(
+    overlap: MegaKernel, model: ModelShape, cluster: ClusterSpec, passes: Iterable[tuple[TokenPlan, bool]]
+) -> Iterator[QueuedPass]:
+    """Passes, of a plan and whether backward, each of which is queued while the one before it runs."""
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        before: Future[QueuedPass] | None = None
+        for plan, backward in passes:
+            following = pool.submit(QueuedPass.of, overlap, model, cluster, plan, backward)
+            if before is not None:
+                yield before.result()
+            before = following
+        if before is not None:
+            yield before.result()
+
+
 def mega_pass(
     overlap: MegaKernel,
     model: ModelShape,
@@ -76,19 +146,8 @@ def mega_pass(
     experts_R: FloatArray | None = None,
     coarse: Coarseness | None = None,
 ) -> MegaPass:
-    """Each rank enters at ``start_R`` and has its experts at ``experts_R``, None: before it needs them. Until then it
-    publishes (``publish_seconds``), and from then on its kernels run.
-    """
-    work = Work(overlap, model, cluster, backward)
-    published_R = start_R + publish_seconds(model, cluster, plan)
-    begin_R = published_R if experts_R is None else np.maximum(published_R, experts_R)
-    gap_seconds, byte_seconds_L = cluster.launch_us * 1e-6, seconds_a_byte(cluster)
-    coarse = Coarseness.of(work, plan, cluster) if coarse is None else coarse
-    queues = queues_of_blocks(work, cluster, plan, published_R, begin_R + gap_seconds, coarse)
-    times = run_all(
-        queues.runs, queues.gates, queues.launches, byte_seconds_L, coarse.programs, gap_seconds, cluster.flag_us * 1e-6
-    )
-    return pass_of(queues, times, coarse.programs, byte_seconds_L, begin_R, plan)
+    """``QueuedPass.run`` of one whose queues nobody else needs."""
+    return QueuedPass.of(overlap, model, cluster, plan, backward, coarse).run(start_R, experts_R)
 
 
 def pass_of(

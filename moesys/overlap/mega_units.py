@@ -23,6 +23,8 @@ EDGE = 4
 # Up to so many ranks nothing is taken together. Up to more, no fewer row tiles of the busiest rank than these: together
 # they are up to a sixth off, and alone they simulate nearly as fast; nor what few programs do, where each counts.
 FINE_RANKS, SOME_RANKS, FINE_TILES = 8, 64, 128
+# Links that are busy for less than this part of the busiest one's time are not shared where tiles are taken together.
+QUIET = 1 / 16
 # Units that the busiest rank keeps, and programs that a rank counts for, where something is. With more ranks in a
 # domain of fast links those decide how long a rank takes, and so which programs compute while others push.
 UNITS, PROGRAMS, PROGRAMS_OF_LARGE_DOMAINS = 16, 16, 32
@@ -31,12 +33,14 @@ UNITS, PROGRAMS, PROGRAMS_OF_LARGE_DOMAINS = 16, 16, 32
 @dataclass(frozen=True)
 class Coarseness:
     """``unit_tiles``: row tiles that a block takes together at most. ``programs``: for how many those of a rank count;
-    ``tasks``: how many of its tasks are one.
+    ``tasks``: how many of its tasks are one. ``quiet``: links that are busy for less than this part of the busiest
+    one's time are as if a task had each for itself.
     """
 
     unit_tiles: int
     programs: int
     tasks: float
+    quiet: float = 0.0
 
     @staticmethod
     def fine(work: Work) -> Coarseness:
@@ -58,7 +62,7 @@ class Coarseness:
         most_programs = PROGRAMS if small else PROGRAMS_OF_LARGE_DOMAINS
         programs = min(work.programs, most_programs)
         unit_tiles = min(most, 1 << (tiles // UNITS).bit_length() - 1)
-        return Coarseness(unit_tiles, programs, work.programs / programs * (most_programs / programs))
+        return Coarseness(unit_tiles, programs, work.programs / programs * (most_programs / programs), QUIET)
 
 
 def sums(key: IntArray, amount: FloatArray | IntArray, size: int) -> FloatArray:
@@ -190,7 +194,8 @@ class Mixture:
             least = np.maximum(needed[piece_of], middle * parts // (WHOLE - parts))
             # No rank's are more than the first of the next one's, so this goes rank by rank.
             before = np.maximum.accumulate(np.minimum(begin_R[rank] + least, before)) if len(before) else before
-        cuts = np.unique(np.concatenate([[0], end_F, before]))
+        cuts = np.sort(np.concatenate([[0], end_F, before]))
+        cuts = cuts[np.diff(cuts, prepend=-1) > 0]
         unit = np.searchsorted(end_F, cuts[:-1], "right")
         rank_of_run = first[0][unit]
         order = np.lexsort(

@@ -42,7 +42,7 @@ from moesys.layout import TokenPlan
 from moesys.overlap.critical_path import PathPart, Transfer
 from moesys.overlap.lanes import Lanes
 from moesys.overlap.links import ChannelName
-from moesys.overlap.mega_simulator import mega_pass, publish_seconds
+from moesys.overlap.mega_simulator import publish_seconds, queued_ahead
 from moesys.timeline import Timeline
 
 # Of spans on the lane ``compute``.
@@ -208,6 +208,11 @@ class _Step:
         self.experts: dict[int, _Exchange | None] = {}
         self.restores: dict[int, tuple[LinkLoad, ...]] = {}
         self.rows: dict[int, tuple[FloatArray, LinkLoad]] = {}
+        if isinstance(self.strategy.overlap, MegaKernel):
+            forward = [(plan, False) for plan in plans]
+            again = 2 if self.rest.recompute == "layers" else 1
+            backward = [(plan, number == again) for plan in reversed(plans) for number in range(1, again + 1)]
+            self.queued = queued_ahead(self.strategy.overlap, self.model, self.cluster, forward + backward)
 
     # --- a layer --------------------------------------------------------------------------------------------
 
@@ -268,11 +273,11 @@ class _Step:
 
     def _run(self, layer: int, direction: Direction, ready: Callable[[], None]) -> None:
         if isinstance(self.strategy.overlap, MegaKernel):
-            self._run_fused(self.strategy.overlap, layer, direction, ready)
+            self._run_fused(layer, direction, ready)
         else:
             self._run_chunks(layer, direction, ready)
 
-    def _run_fused(self, overlap: MegaKernel, layer: int, direction: Direction, ready: Callable[[], None]) -> None:
+    def _run_fused(self, layer: int, direction: Direction, ready: Callable[[], None]) -> None:
         """The schedule of ``MegaExecutor``: rows and experts are there for all before the first kernel."""
         plan, name, entered_R = self.plans[layer], f"layer {layer} {direction}", self.lanes.now_R
         rows_RE, whole = self._rows(layer)
@@ -281,8 +286,7 @@ class _Step:
         if direction == "backward" and self.rest.recompute == "computing":
             again_R = pass_seconds(rows_RE, self.model, self.cluster, "forward")
             self._compute(again_R, "experts", f"layer {layer} recomputation")
-        backward = direction == "backward"
-        found = mega_pass(overlap, self.model, self.cluster, plan, entered_R, backward, self.lanes.now_R)
+        found = next(self.queued).run(entered_R, self.lanes.now_R)
         seconds_L = np.sum([moved.link_seconds_L for moved in found.moved], axis=0)
         both_ways = LinkLoad(seconds_L, whole.used_4R | whole.reversed().used_4R)
         self.lanes.run_fused(found, both_ways, name + self.suffix)

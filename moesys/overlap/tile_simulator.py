@@ -17,7 +17,7 @@ from moesys.config import ClusterSpec, MegaKernel, ModelShape
 from moesys.cost import FloatArray
 from moesys.layout import TokenPlan
 from moesys.load import IntArray
-from moesys.overlap.mega_events import Times, run_all, seconds_a_byte
+from moesys.overlap.mega_events import Times, run_all
 from moesys.overlap.mega_queues import (
     FETCH,
     OUTER_PRODUCT,
@@ -32,6 +32,7 @@ from moesys.overlap.mega_queues import (
     RunsOfKind,
     joined,
 )
+from moesys.overlap.mega_runs import seconds_a_byte
 from moesys.overlap.mega_simulator import MegaPass, pass_of, publish_seconds
 from moesys.overlap.mega_work import Products, Work
 from moesys.overlap.tile_tasks import RASTER, WHOLE, BoolArray, RowTiles, mixed, parts_of, rows_of_groups, swept
@@ -60,9 +61,17 @@ def tile_pass(
     published_R = start_R + publish_seconds(model, cluster, plan)
     begin_R = published_R if experts_R is None else np.maximum(published_R, experts_R)
     byte_seconds_L = seconds_a_byte(cluster)
-    queues = _Tasks(work, cluster, plan, published_R).queues(begin_R + gap_seconds)
+    queues = _Tasks(work, cluster, plan).queues()
     times = run_all(
-        queues.runs, queues.gates, queues.launches, byte_seconds_L, work.programs, gap_seconds, cluster.flag_us * 1e-6
+        queues.runs,
+        queues.gates,
+        queues.launches,
+        published_R,
+        begin_R + gap_seconds,
+        byte_seconds_L,
+        work.programs,
+        gap_seconds,
+        cluster.flag_us * 1e-6,
     )
     return TilePass(queues, times, pass_of(queues, times, work.programs, byte_seconds_L, begin_R, plan))
 
@@ -105,8 +114,8 @@ class _Rows:
 class _Tasks:
     """All tasks of all ranks, and the gates that they wait for."""
 
-    def __init__(self, work: Work, cluster: ClusterSpec, plan: TokenPlan, published_R: FloatArray) -> None:
-        self.work, self.cluster, self.plan, self.published_R = work, cluster, plan, published_R
+    def __init__(self, work: Work, cluster: ClusterSpec, plan: TokenPlan) -> None:
+        self.work, self.cluster, self.plan = work, cluster, plan
         self.by_expert = work.overlap.granularity == "expert"
         self.gate_rank: list[IntArray] = []
         none = np.zeros(0, dtype=np.int64)
@@ -118,7 +127,7 @@ class _Tasks:
         # Of each sum one.
         self.home_R = np.array([self._gates(r, int(blocks) * work.columns) for r, blocks in enumerate(self.blocks_R)])
 
-    def queues(self, start_R: FloatArray) -> Queues:
+    def queues(self) -> Queues:
         R, loads = self.cluster.num_ranks, self.plan.load.tokens_RE
         token_of_S = [_drawn_tokens(tokens_E, self.work.model.top_k, source) for source, tokens_E in enumerate(loads)]
         tokens_SX = self.plan.tokens_RER.reshape(R, -1)
@@ -128,7 +137,7 @@ class _Tasks:
             rows = _Rows(self.work, self.plan, rank, token_of_S, list_SER)
             launches += [*self._dispatch(rows), *self._combine(rows, np.bincount(token_of_S[rank], minlength=1))]
         opens = np.concatenate([np.stack(pair) for pair in self.gate_opens], axis=1)
-        return Queues.of(launches, np.concatenate(self.gate_rank), (opens[0], opens[1]), self.cluster, start_R)
+        return Queues.of(launches, np.concatenate(self.gate_rank), (opens[0], opens[1]), self.cluster)
 
     # --- tasks of a rank ------------------------------------------------------------------------------------
 
@@ -141,9 +150,7 @@ class _Tasks:
         rows_FR = np.zeros((num_fetches, self.cluster.num_ranks))
         np.add.at(rows_FR, (rows.fetch_N[pulled_N], rows.source_N[pulled_N]), 1)
         local_F = rows_FR[:, rows.rank] + np.bincount(rows.fetch_N[~pulled_N], minlength=num_fetches)
-        seen_R = self.published_R + self.cluster.flag_us * 1e-6
-        seen_R[rows.rank] = self.published_R[rows.rank]
-        floor_F = np.where(rows_FR > 0, seen_R, 0.0).max(axis=1, initial=0.0)
+        needing, needed = np.nonzero(rows_FR)
         rows_FR[:, rows.rank] = 0
         fetch = np.arange(num_fetches)
         opens = (fetch, arrived + (group_F if self.by_expert else fetch // sizes.fetches))
@@ -162,8 +169,8 @@ class _Tasks:
             rows.rank,
             np.ones_like(fetch),
             memory=work.fetch_seconds(rows_FR.sum(axis=1), local_F),
-            floor=floor_F,
             gate=wait_F,
+            needs=(needing, needed),
             group=group_F,
             opens=opens,
             exchanged=_exchanged(rows_FR * work.row_bytes),

@@ -242,11 +242,11 @@ def test_no_pass_is_shorter_than_its_path_or_its_busiest_lane_and_nothing_is_los
 
 @given(layers())
 def test_tiles_and_blocks_have_the_same_work(layer):
-    overlap, model, cluster, plan, start_R, backward = layer
+    overlap, model, cluster, plan, _, backward = layer
     work = Work(overlap, model, cluster, backward)
     tiles, blocks = (
         tile_pass(*layer).queues,
-        queues_of_blocks(work, cluster, plan, start_R, start_R, Coarseness.fine(work)),
+        queues_of_blocks(work, cluster, plan, Coarseness.fine(work)),
     )
     flops = [float((queues.runs.tasks * queues.flops).sum()) for queues in (tiles, blocks)]
     assert flops[0] == pytest.approx(flops[1], rel=1e-12)

@@ -1,7 +1,8 @@
-"""How inner loops of the planners are compiled: by numba, once a machine; the machine code is kept on disk.
+"""How inner loops of planners and simulators are compiled: by numba, once a machine; the machine code is kept on disk.
 
 numba looks at the file of a function to see whether its machine code is old, but compiled functions contain those that
-they call, from other files as well. So the code is kept in a directory whose name is a digest of all these files.
+they call, from other files of their package as well. So a package's code is kept in a directory whose name is a digest
+of all these files.
 """
 
 from __future__ import annotations
@@ -18,23 +19,22 @@ from numba import config, njit
 
 
 @cache
-def cache_dir() -> str:
-    """Below NUMBA_CACHE_DIR where that is set, else beside the byte code of this package, or of the user.
+def cache_dir(package: Path) -> str:
+    """Of a package's directory: below NUMBA_CACHE_DIR where that is set, else beside its byte code, or of the user.
 
     Directories of older machine code are removed when there is new code to keep.
     """
-    here = Path(__file__).parent
     digest = sha256()
-    for path in sorted(here.glob("*.py")):
+    for path in sorted(package.glob("*.py")):
         source = path.read_bytes()
-        if b"balance.compiled import" in source:
+        if b"moesys.compiled import" in source:
             digest.update(source)
-    places = (os.environ.get("NUMBA_CACHE_DIR"), here / "__pycache__", Path.home() / ".cache" / "moesys")
+    places = (os.environ.get("NUMBA_CACHE_DIR"), package / "__pycache__", Path.home() / ".cache" / "moesys")
     for place in places:
         if place is not None and os.access(Path(place) if Path(place).exists() else Path(place).parent, os.W_OK):
-            found = Path(place) / f"compiled-{digest.hexdigest()[:16]}"
+            found = Path(place) / f"{package.name}-{digest.hexdigest()[:16]}"
             if not found.exists():
-                for older in Path(place).glob("compiled-*"):
+                for older in Path(place).glob(f"{package.name}-*"):
                     shutil.rmtree(older, ignore_errors=True)
             return str(found)
     return ""
@@ -44,7 +44,7 @@ def _kept(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     def decorate(function: Callable[..., Any]) -> Any:
         settings = vars(config)
         before = settings["CACHE_DIR"]
-        settings["CACHE_DIR"] = cache_dir() or before
+        settings["CACHE_DIR"] = cache_dir(Path(function.__code__.co_filename).parent) or before
         try:
             return njit(cache=True, nogil=True, **options)(function)
         finally:

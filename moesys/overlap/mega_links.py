@@ -1,0 +1,143 @@
+"""Links that tasks share, each part of them the same: processor sharing, kept by one virtual time a link.
+
+A part is tasks that move equal bytes at once. Each link knows how many bytes a task on it has got so far, if it has
+been there all the time; a part is through when that has grown by its own bytes. The compiled loop of ``mega_events``
+calls this for each part and link.
+
+L links, N nodes: a part on a link.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from moesys.compiled import borrowing
+from moesys.cost import FloatArray
+from moesys.load import IntArray
+
+
+class SharedLinks(NamedTuple):
+    """Of each link: seconds of a byte, ``got``: bytes that a task on it has got so far, ``updated``: the seconds until
+    which that is so, ``active``: tasks that share it, ``due``: seconds at which it is looked at next, no later than its
+    first part can be through, [L + 1], the last of no link.
+
+    ``root_L``: nodes of the parts on each, a pairing heap by ``through``, bytes got by which they are through;
+    ``part``, ``child``, ``beside``: of nodes. ``spare``: nodes without a part, and ``num_spare`` of them.
+    ``first_due``: a tournament of links, whose winner is at 1 and whose leaves are the latter half.
+    """
+
+    byte_seconds: FloatArray
+    got: FloatArray
+    updated: FloatArray
+    active: FloatArray
+    due: FloatArray
+    root_L: IntArray
+    through: FloatArray
+    part: IntArray
+    child: IntArray
+    beside: IntArray
+    spare: IntArray
+    num_spare: IntArray
+    first_due: IntArray
+
+    @staticmethod
+    def of(byte_seconds: FloatArray, num_nodes: int) -> SharedLinks:
+        """With nothing on them, and room for so many nodes."""
+        num_links = len(byte_seconds)
+        leaves = 1 << num_links.bit_length()
+        # No link wins until one is due.
+        first_due = np.full(2 * leaves, num_links)
+        first_due[leaves : leaves + num_links] = np.arange(num_links)
+        return SharedLinks(
+            byte_seconds=byte_seconds,
+            got=np.zeros(num_links),
+            updated=np.zeros(num_links),
+            active=np.zeros(num_links),
+            due=np.full(num_links + 1, np.inf),
+            root_L=np.full(num_links, -1),
+            through=np.empty(num_nodes),
+            part=np.empty(num_nodes, dtype=np.int64),
+            child=np.empty(num_nodes, dtype=np.int64),
+            beside=np.empty(num_nodes, dtype=np.int64),
+            spare=np.arange(num_nodes),
+            num_spare=np.full(1, num_nodes),
+            first_due=first_due,
+        )
+
+
+@borrowing
+def look_at(links, link, at):  # type: ignore[no-untyped-def]
+    """``link`` is due at ``at``."""
+    links.due[link] = at
+    first_due = links.first_due
+    place = (len(first_due) // 2 + link) // 2
+    while place > 0:
+        left, right = first_due[2 * place], first_due[2 * place + 1]
+        winner = left if links.due[left] <= links.due[right] else right
+        if winner == first_due[place] and winner != link:
+            break
+        first_due[place] = winner
+        place //= 2
+
+
+@borrowing
+def first_end(links, link):  # type: ignore[no-untyped-def]
+    """Seconds at which the first part on ``link`` is through, if none comes."""
+    root = links.root_L[link]
+    if root < 0:
+        return np.inf
+    left = (links.through[root] - links.got[link]) * links.active[link] * links.byte_seconds[link]
+    return links.updated[link] + max(left, 0.0)
+
+
+@borrowing
+def begin(links, link, num_bytes, part, tasks, now):  # type: ignore[no-untyped-def]
+    """``part`` moves so many bytes for each of its tasks over ``link`` from ``now`` on."""
+    if links.active[link] > 0:
+        links.got[link] += (now - links.updated[link]) / (links.active[link] * links.byte_seconds[link])
+    links.updated[link] = now
+    links.active[link] += tasks
+    links.num_spare[0] -= 1
+    node = links.spare[links.num_spare[0]]
+    links.through[node], links.part[node] = links.got[link] + num_bytes, part
+    links.child[node], links.beside[node] = -1, -1
+    root = links.root_L[link]
+    links.root_L[link] = node if root < 0 else _melded(links, root, node)
+
+
+@borrowing
+def take_first(links, link):  # type: ignore[no-untyped-def]
+    """The first part on ``link``, which is off it now. Its tasks still count."""
+    root = links.root_L[link]
+    links.spare[links.num_spare[0]] = root
+    links.num_spare[0] += 1
+    # Those below the root two by two, then all of these from the last to the first.
+    node, melded = links.child[root], -1
+    while node >= 0:
+        other = links.beside[node]
+        following = -1
+        if other >= 0:
+            following = links.beside[other]
+            node = _melded(links, node, other)
+        links.beside[node] = melded
+        melded, node = node, following
+    if melded >= 0:
+        node = links.beside[melded]
+        while node >= 0:
+            following = links.beside[node]
+            melded = _melded(links, melded, node)
+            node = following
+    links.root_L[link] = melded
+    return links.part[root]
+
+
+@borrowing
+def _melded(links, one, other):  # type: ignore[no-untyped-def]
+    """The root of two heaps: the first one's where parts are through at once."""
+    if links.through[other] < links.through[one]:
+        one, other = other, one
+    links.beside[other] = links.child[one]
+    links.child[one] = other
+    return one
