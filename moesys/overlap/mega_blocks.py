@@ -61,6 +61,7 @@ class Blocks:
         self.units = Units.of(self.tiles, self.rank_M, coarse.unit_tiles)
         self.copies = self._copied() if work.overlap.deduplicate else None
         self.sweep = max(RASTER, coarse.unit_tiles)
+        self.column_parts = COLUMN_PARTS if coarse.unit_tiles < self.sweep else 1
         self.most = max(1, work.programs // PIECES) * coarse.unit_tiles
         # Of each rank one for its sums and one for its pushes, of each unit or group that it has come, of each unit
         # that it is multiplied, of each group that all of it has come.
@@ -149,17 +150,17 @@ class Blocks:
         head: list[Launch]
         if not work.apart:
             of_run, part = self._parts()
-            run_UC = np.empty((len(units), COLUMN_PARTS), dtype=np.int64)
+            run_UC = np.empty((len(units), self.column_parts), dtype=np.int64)
             run_UC[of_run, part] = np.arange(len(of_run))
             exchanged = (
                 run_UC[unit].ravel(),
-                np.repeat(source, COLUMN_PARTS),
-                np.repeat(tile_bytes / columns, COLUMN_PARTS),
+                np.repeat(source, self.column_parts),
+                np.repeat(tile_bytes / columns, self.column_parts),
             )
             multiplied = RunsOfKind.of(
                 PRODUCT,
                 units.rank_U[of_run],
-                units.tiles_U[of_run] * (columns // COLUMN_PARTS + (part < columns % COLUMN_PARTS)),
+                units.tiles_U[of_run] * (columns // self.column_parts + (part < columns % self.column_parts)),
                 compute=seconds_U[of_run],
                 group=number_U[of_run],
                 flops=flops_U[of_run],
@@ -274,7 +275,10 @@ class Blocks:
     def _parts(self) -> tuple[IntArray, IntArray]:
         """(unit, part of the columns) of each run, sweep by sweep, where all units push a part before the next."""
         units = self.units
-        unit, part = np.tile(np.arange(len(units)), COLUMN_PARTS), np.repeat(np.arange(COLUMN_PARTS), len(units))
+        unit, part = (
+            np.tile(np.arange(len(units)), self.column_parts),
+            np.repeat(np.arange(self.column_parts), len(units)),
+        )
         order = np.lexsort((unit, part, (units.first_U // self.sweep)[unit], units.rank_U[unit]))
         return unit[order], part[order]
 

@@ -33,11 +33,10 @@ _THROUGH = 1 + 1e-12
 
 
 class Times(NamedTuple):
-    """Seconds: of each run when its first task was taken, its first was ready, its last was done; how long its tasks
-    waited, all together; of each launch its begin and end.
+    """Seconds: of each run when its first task was ready, its last was done; how long its tasks waited, all together;
+    of each launch its begin and end.
     """
 
-    taken: FloatArray
     ready: FloatArray
     end: FloatArray
     waited: FloatArray
@@ -49,7 +48,7 @@ class Times(NamedTuple):
 # they are done), of a launch and of a gate, a row each: events go from rank to rank, and a row is read at once.
 _RUN = np.dtype(
     [
-        *((name, "f8") for name in ("compute", "memory", "latency", "floor", "first_taken", "ready", "end", "waited")),
+        *((name, "f8") for name in ("compute", "memory", "latency", "floor", "ready", "end", "waited")),
         *((name, "i4") for name in ("tasks", "taken", "launch", "gate", "links", "links_end", "opens", "opens_end")),
     ],
     align=True,
@@ -105,7 +104,6 @@ def run_all(
         memory=runs.memory,
         latency=runs.latency,
         floor=floor,
-        first_taken=np.nan,
         ready=np.nan,
         end=np.nan,
         tasks=runs.tasks,
@@ -164,7 +162,7 @@ def run_all(
         flag_seconds,
     )
     times = Times(
-        *(run_rows[name] for name in ("first_taken", "ready", "end", "waited")),
+        *(run_rows[name] for name in ("ready", "end", "waited")),
         *(launch_rows[name] for name in ("begin", "end")),
     )
     if np.isnan(times.end_L).any():
@@ -257,10 +255,10 @@ def _run(  # type: ignore[no-untyped-def]
                     # More parts have come since.
                     look_at(links, what, at)
                     continue
-                through = links.through[links.root_L[what]]
+                through = links.nodes[links.root_L[what]].through
                 links.got[what], links.updated[what] = through, now
                 through *= _THROUGH
-                while links.root_L[what] >= 0 and links.through[links.root_L[what]] <= through:
+                while links.root_L[what] >= 0 and links.nodes[links.root_L[what]].through <= through:
                     number = take_first(links, what)
                     part = parts[number]
                     links.active[what] -= part.programs
@@ -346,8 +344,6 @@ def _run(  # type: ignore[no-untyped-def]
                 part = parts[number]
                 part.run, part.programs, part.rounds, part.taken = run_number, takes, rounds, now
                 part.links, part.before = run.links_end - run.links, -1
-                if np.isnan(run.first_taken):
-                    run.first_taken = now
                 if run.gate >= 0 and (gates[run.gate].pending > 0 or gates[run.gate].open_at > now):
                     gate = gates[run.gate]
                     if gate.pending <= 0 and gate.last_part < 0:

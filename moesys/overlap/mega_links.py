@@ -9,13 +9,17 @@ L links, N nodes: a part on a link.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from moesys.compiled import borrowing
 from moesys.cost import FloatArray
 from moesys.load import IntArray
+
+# ``through``: bytes got by which its part is through. A row each, as they are spread over memory.
+_NODE = np.dtype([("through", "f8"), *((name, "i4") for name in ("part", "child", "beside"))], align=True)
 
 
 class SharedLinks(NamedTuple):
@@ -23,9 +27,8 @@ class SharedLinks(NamedTuple):
     which that is so, ``active``: tasks that share it, ``due``: seconds at which it is looked at next, no later than its
     first part can be through, [L + 1], the last of no link.
 
-    ``root_L``: nodes of the parts on each, a pairing heap by ``through``, bytes got by which they are through;
-    ``part``, ``child``, ``beside``: of nodes. ``spare``: nodes without a part, and ``num_spare`` of them.
-    ``first_due``: a tournament of links, whose winner is at 1 and whose leaves are the latter half.
+    ``root_L``: of the ``nodes`` of parts on each, a pairing heap. ``spare``: nodes without a part, and ``num_spare`` of
+    them. ``first_due``: a tournament of links, whose winner is at 1 and whose leaves are the latter half.
     """
 
     byte_seconds: FloatArray
@@ -34,10 +37,7 @@ class SharedLinks(NamedTuple):
     active: FloatArray
     due: FloatArray
     root_L: IntArray
-    through: FloatArray
-    part: IntArray
-    child: IntArray
-    beside: IntArray
+    nodes: npt.NDArray[Any]
     spare: IntArray
     num_spare: IntArray
     first_due: IntArray
@@ -57,10 +57,7 @@ class SharedLinks(NamedTuple):
             active=np.zeros(num_links),
             due=np.full(num_links + 1, np.inf),
             root_L=np.full(num_links, -1),
-            through=np.empty(num_nodes),
-            part=np.empty(num_nodes, dtype=np.int64),
-            child=np.empty(num_nodes, dtype=np.int64),
-            beside=np.empty(num_nodes, dtype=np.int64),
+            nodes=np.empty(num_nodes, dtype=_NODE),
             spare=np.arange(num_nodes),
             num_spare=np.full(1, num_nodes),
             first_due=first_due,
@@ -88,7 +85,7 @@ def first_end(links, link):  # type: ignore[no-untyped-def]
     root = links.root_L[link]
     if root < 0:
         return np.inf
-    left = (links.through[root] - links.got[link]) * links.active[link] * links.byte_seconds[link]
+    left = (links.nodes[root].through - links.got[link]) * links.active[link] * links.byte_seconds[link]
     return links.updated[link] + max(left, 0.0)
 
 
@@ -100,11 +97,11 @@ def begin(links, link, num_bytes, part, tasks, now):  # type: ignore[no-untyped-
     links.updated[link] = now
     links.active[link] += tasks
     links.num_spare[0] -= 1
-    node = links.spare[links.num_spare[0]]
-    links.through[node], links.part[node] = links.got[link] + num_bytes, part
-    links.child[node], links.beside[node] = -1, -1
+    number = links.spare[links.num_spare[0]]
+    node = links.nodes[number]
+    node.through, node.part, node.child, node.beside = links.got[link] + num_bytes, part, -1, -1
     root = links.root_L[link]
-    links.root_L[link] = node if root < 0 else _melded(links, root, node)
+    links.root_L[link] = number if root < 0 else _melded(links.nodes, root, number)
 
 
 @borrowing
@@ -114,30 +111,30 @@ def take_first(links, link):  # type: ignore[no-untyped-def]
     links.spare[links.num_spare[0]] = root
     links.num_spare[0] += 1
     # Those below the root two by two, then all of these from the last to the first.
-    node, melded = links.child[root], -1
+    nodes = links.nodes
+    node, melded = np.int64(nodes[root].child), np.int64(-1)
     while node >= 0:
-        other = links.beside[node]
-        following = -1
+        other, following = np.int64(nodes[node].beside), np.int64(-1)
         if other >= 0:
-            following = links.beside[other]
-            node = _melded(links, node, other)
-        links.beside[node] = melded
+            following = np.int64(nodes[other].beside)
+            node = _melded(nodes, node, other)
+        nodes[node].beside = melded
         melded, node = node, following
     if melded >= 0:
-        node = links.beside[melded]
+        node = np.int64(nodes[melded].beside)
         while node >= 0:
-            following = links.beside[node]
-            melded = _melded(links, melded, node)
+            following = np.int64(nodes[node].beside)
+            melded = _melded(nodes, melded, node)
             node = following
     links.root_L[link] = melded
-    return links.part[root]
+    return nodes[root].part
 
 
 @borrowing
-def _melded(links, one, other):  # type: ignore[no-untyped-def]
+def _melded(nodes, one, other):  # type: ignore[no-untyped-def]
     """The root of two heaps: the first one's where parts are through at once."""
-    if links.through[other] < links.through[one]:
+    if nodes[other].through < nodes[one].through:
         one, other = other, one
-    links.beside[other] = links.child[one]
-    links.child[one] = other
+    nodes[other].beside = nodes[one].child
+    nodes[one].child = other
     return one

@@ -73,7 +73,8 @@ def publish_seconds(model: ModelShape, cluster: ClusterSpec, plan: TokenPlan) ->
 class QueuedPass:
     """A pass whose queues are known before anybody enters it.
 
-    ``runs``: as ``queues`` has them, without links that need not be looked at. ``publish_seconds_R``: see above.
+    ``runs``: as ``queues`` has them, without links that need not be looked at. ``link_seconds``, ``publish_seconds_R``:
+    see there.
     """
 
     cluster: ClusterSpec
@@ -81,6 +82,7 @@ class QueuedPass:
     queues: Queues
     runs: Runs
     programs: int
+    link_seconds: tuple[FloatArray, FloatArray]
     publish_seconds_R: FloatArray
 
     @staticmethod
@@ -94,11 +96,10 @@ class QueuedPass:
     ) -> QueuedPass:
         work = Work(overlap, model, cluster, backward)
         coarse = Coarseness.of(work, plan, cluster) if coarse is None else coarse
-        queues = queues_of_blocks(work, cluster, plan, coarse)
-        runs = queues.runs
-        if coarse.quiet > 0:
-            runs = runs.without_quiet_links(seconds_a_byte(cluster), coarse.quiet)
-        return QueuedPass(cluster, plan, queues, runs, coarse.programs, publish_seconds(model, cluster, plan))
+        queues, byte_seconds_L = queues_of_blocks(work, cluster, plan, coarse), seconds_a_byte(cluster)
+        link_seconds, publish_seconds_R = link_seconds_of(queues, byte_seconds_L), publish_seconds(model, cluster, plan)
+        runs = queues.runs.without_quiet_links(byte_seconds_L, coarse.quiet) if coarse.quiet > 0 else queues.runs
+        return QueuedPass(cluster, plan, queues, runs, coarse.programs, link_seconds, publish_seconds_R)
 
     def run(self, start_R: FloatArray, experts_R: FloatArray | None = None) -> MegaPass:
         """Each rank enters at ``start_R`` and has its experts at ``experts_R``, None: before it needs them. Until then
@@ -106,19 +107,19 @@ class QueuedPass:
         """
         published_R = start_R + self.publish_seconds_R
         begin_R = published_R if experts_R is None else np.maximum(published_R, experts_R)
-        queues, gap_seconds, byte_seconds_L = self.queues, self.cluster.launch_us * 1e-6, seconds_a_byte(self.cluster)
+        queues, gap_seconds = self.queues, self.cluster.launch_us * 1e-6
         times = run_all(
             self.runs,
             queues.gates,
             queues.launches,
             published_R,
             begin_R + gap_seconds,
-            byte_seconds_L,
+            seconds_a_byte(self.cluster),
             self.programs,
             gap_seconds,
             self.cluster.flag_us * 1e-6,
         )
-        return pass_of(queues, times, self.programs, byte_seconds_L, begin_R, self.plan)
+        return pass_of(queues, times, self.programs, self.link_seconds, begin_R, self.plan)
 
 
 def queued_ahead(
@@ -150,16 +151,34 @@ def mega_pass(
     return QueuedPass.of(overlap, model, cluster, plan, backward, coarse).run(start_R, experts_R)
 
 
+def link_seconds_of(queues: Queues, byte_seconds_L: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """``Moved.link_seconds_L`` of ``dispatch`` and of ``combine``."""
+    runs, links = queues.runs, queues.runs.links
+    run_Y = np.repeat(np.arange(len(runs.tasks)), np.diff(links.first))
+    seconds_Y = runs.link_bytes * runs.tasks[run_Y] * byte_seconds_L[links.value]
+    pulled_Y = (queues.kind == FETCH)[run_Y]
+    pulled_L, pushed_L = (
+        np.bincount(links.value[of], weights=seconds_Y[of], minlength=len(byte_seconds_L)).astype(np.float64)
+        for of in (pulled_Y, ~pulled_Y)
+    )
+    return pulled_L, pushed_L
+
+
 def pass_of(
-    queues: Queues, times: Times, programs: int, byte_seconds_L: FloatArray, begin_R: FloatArray, plan: TokenPlan
+    queues: Queues,
+    times: Times,
+    programs: int,
+    link_seconds: tuple[FloatArray, FloatArray],
+    begin_R: FloatArray,
+    plan: TokenPlan,
 ) -> MegaPass:
-    """What ranks that began at ``begin_R`` did, of tiles or of blocks."""
+    """What ranks that began at ``begin_R`` did, of tiles or of blocks. ``link_seconds``: of the above."""
     end_R = begin_R.copy()
     np.maximum.at(end_R, queues.launches.rank, times.end_L)
     pulls = queues.kind == FETCH
     moved = tuple(
-        _moved(kind, queues, times, chosen, byte_seconds_L, begin_R)
-        for kind, chosen in (("dispatch", pulls), ("combine", ~pulls))
+        _moved(kind, queues, times, chosen, seconds_L, begin_R)
+        for kind, chosen, seconds_L in zip(("dispatch", "combine"), (pulls, ~pulls), link_seconds, strict=True)
     )
     return MegaPass(end_R, _computed(queues, times, programs), moved, _waited_for(queues, times, plan))
 
@@ -187,14 +206,11 @@ def _computed(queues: Queues, times: Times, programs: int) -> tuple[Computed, ..
 
 
 def _moved(
-    kind: str, queues: Queues, times: Times, chosen: BoolArray, byte_seconds_L: FloatArray, begin_R: FloatArray
+    kind: str, queues: Queues, times: Times, chosen: BoolArray, seconds_L: FloatArray, begin_R: FloatArray
 ) -> Moved:
     """By the runs that are chosen and move something; a rank without any has nothing, at its beginning."""
-    runs, links = queues.runs, queues.runs.links
-    run_Y = np.repeat(np.arange(len(runs.tasks)), np.diff(links.first))
-    amount = runs.link_bytes * runs.tasks[run_Y] * chosen[run_Y]
-    seconds_L = np.bincount(links.value, weights=amount, minlength=len(byte_seconds_L)) * byte_seconds_L
-    moving = np.flatnonzero(chosen & (np.diff(links.first) > 0) & (runs.tasks > 0))
+    runs = queues.runs
+    moving = np.flatnonzero(chosen & (np.diff(runs.links.first) > 0) & (runs.tasks > 0))
     start_R, end_R = np.full(len(begin_R), np.inf), begin_R.copy()
     np.minimum.at(start_R, queues.rank[moving], times.ready[moving] + runs.compute[moving])
     np.maximum.at(end_R, queues.rank[moving], times.end[moving])

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from moesys.compiled import borrowing
 from moesys.config import ClusterSpec
 from moesys.cost import FloatArray
 from moesys.layout import TokenPlan
@@ -18,16 +19,13 @@ from moesys.load import IntArray
 from moesys.overlap.mega_work import Work
 from moesys.overlap.tile_tasks import RASTER, WHOLE, RowTiles
 
-# A rank's first and last row tiles are units of their own, as nothing else goes on then.
-EDGE = 4
 # Up to so many ranks nothing is taken together. Up to more, no fewer row tiles of the busiest rank than these: together
 # they are up to a sixth off, and alone they simulate nearly as fast; nor what few programs do, where each counts.
-FINE_RANKS, SOME_RANKS, FINE_TILES = 8, 64, 128
+FINE_RANKS, SOME_RANKS, FINE_TILES, FEW_PROGRAMS = 8, 64, 128, 16
+# Units that the busiest rank keeps, where something is.
+UNITS = 16
 # Links that are busy for less than this part of the busiest one's time are not shared where tiles are taken together.
 QUIET = 1 / 16
-# Units that the busiest rank keeps, and programs that a rank counts for, where something is. With more ranks in a
-# domain of fast links those decide how long a rank takes, and so which programs compute while others push.
-UNITS, PROGRAMS, PROGRAMS_OF_LARGE_DOMAINS = 16, 16, 32
 
 
 @dataclass(frozen=True)
@@ -50,19 +48,19 @@ class Coarseness:
     @staticmethod
     def of(work: Work, plan: TokenPlan, cluster: ClusterSpec) -> Coarseness:
         """Fine on few ranks, on some more with few row tiles or programs, and where programs have less than a task
-        each; else as coarse as leaves the busiest rank enough: a sweep's row tiles, or four sweeps' on very many.
+        each; else a sweep's row tiles together, if that leaves the busiest rank enough, and as many times fewer
+        programs, so that those go through a unit in as many rounds. Where most links are of a large domain, and on
+        some hundred ranks, that is a tenth off, and half a sweep's a twentieth.
         """
-        tiles, most = int(plan.tokens_R.max()) // work.sizes.rows, RASTER
-        fine_ranks = SOME_RANKS if tiles < FINE_TILES or work.programs <= PROGRAMS else FINE_RANKS
-        if plan.load.num_ranks <= fine_ranks or tiles < UNITS * 2 or tiles * work.columns < work.programs:
+        tiles, R = int(plan.tokens_R.max()) // work.sizes.rows, plan.load.num_ranks
+        fine_ranks = SOME_RANKS if tiles < FINE_TILES or work.programs <= FEW_PROGRAMS else FINE_RANKS
+        if fine_ranks >= R or tiles < UNITS * 2 or tiles * work.columns < work.programs:
             return Coarseness.fine(work)
-        if plan.load.num_ranks > FINE_RANKS * 32:
-            most *= 4
-        small = max(np.bincount(cluster.node_of_rank)) <= FINE_RANKS
-        most_programs = PROGRAMS if small else PROGRAMS_OF_LARGE_DOMAINS
-        programs = min(work.programs, most_programs)
+        large_domains = max(np.bincount(cluster.node_of_rank)) > FINE_RANKS
+        most = RASTER // 2 if large_domains or SOME_RANKS < R <= SOME_RANKS * 4 else RASTER
         unit_tiles = min(most, 1 << (tiles // UNITS).bit_length() - 1)
-        return Coarseness(unit_tiles, programs, work.programs / programs * (most_programs / programs), QUIET)
+        programs = max(1, work.programs // unit_tiles)
+        return Coarseness(unit_tiles, programs, work.programs / programs, QUIET)
 
 
 def sums(key: IntArray, amount: FloatArray | IntArray, size: int) -> FloatArray:
@@ -72,14 +70,36 @@ def sums(key: IntArray, amount: FloatArray | IntArray, size: int) -> FloatArray:
 
 def meetings(first: IntArray, end: IntArray, end_B: IntArray) -> tuple[IntArray, IntArray, IntArray, IntArray]:
     """(piece, block, where both begin, where one ends) wherever a piece, from ``first`` to ``end``, and a block meet.
-    Blocks lie one behind the other and end at ``end_B``.
+    Pieces share nothing. Blocks lie one behind the other and end at ``end_B``.
     """
-    low, high = np.searchsorted(end_B, first, "right"), np.searchsorted(end_B, end, "left")
-    count = np.where(end > first, high - low + 1, 0)
-    piece = np.repeat(np.arange(len(first)), count)
-    block = np.arange(len(piece)) - np.repeat(count.cumsum() - count, count) + low[piece]
-    begin = np.maximum(first[piece], np.where(block > 0, end_B[block - 1], 0))
-    return piece, block, begin, np.minimum(end[piece], end_B[block])
+    # Each piece but the first that meets a block begins where the one before it ends, so there are no more than these.
+    found = np.empty((4, len(first) + len(end_B)), dtype=np.int64)
+    piece, block, begin, until = found[:, : _meet(first, end, end_B, found)]
+    return piece, block, begin, until
+
+
+@borrowing
+def _meet(first, end, end_B, found):  # type: ignore[no-untyped-def]
+    """Fills ``found`` and says how many there are."""
+    size, num_blocks = 0, len(end_B)
+    for piece in range(len(first)):
+        begin = first[piece]
+        if begin >= end[piece]:
+            continue
+        low, high = 0, num_blocks - 1
+        while low < high:
+            middle = (low + high) >> 1
+            if end_B[middle] > begin:
+                high = middle
+            else:
+                low = middle + 1
+        while begin < end[piece]:
+            until = min(end[piece], end_B[low])
+            if until > begin:
+                found[0, size], found[1, size], found[2, size], found[3, size] = piece, low, begin, until
+                size += 1
+            begin, low = until, low + 1
+    return size
 
 
 @dataclass(frozen=True)
@@ -141,7 +161,8 @@ class Units:
         tiles_left_M = np.searchsorted(rank_M, rank_M, "right") - np.arange(len(tiles))
         follows = np.zeros(len(tiles), dtype=bool)
         follows[1:] = tiles.group_M[1:] == tiles.group_M[:-1]
-        alone_M = (number_M < EDGE) | (tiles_left_M <= EDGE)
+        # A rank's first and last are units of their own, as nothing else goes on then.
+        alone_M = (number_M == 0) | (tiles_left_M == 1)
         tile_U = np.flatnonzero(~follows | (number_M % most == 0) | alone_M)
         end_U = np.r_[tile_U, len(tiles)][1:]
         return Units(rank_M[tile_U], end_U - tile_U, number_M[tile_U], end_U, tiles.group_M[tile_U])

@@ -33,7 +33,7 @@ from moesys.overlap.mega_queues import (
     joined,
 )
 from moesys.overlap.mega_runs import seconds_a_byte
-from moesys.overlap.mega_simulator import MegaPass, pass_of, publish_seconds
+from moesys.overlap.mega_simulator import MegaPass, link_seconds_of, pass_of, publish_seconds
 from moesys.overlap.mega_work import Products, Work
 from moesys.overlap.tile_tasks import RASTER, WHOLE, BoolArray, RowTiles, mixed, parts_of, rows_of_groups, swept
 
@@ -73,7 +73,9 @@ def tile_pass(
         gap_seconds,
         cluster.flag_us * 1e-6,
     )
-    return TilePass(queues, times, pass_of(queues, times, work.programs, byte_seconds_L, begin_R, plan))
+    return TilePass(
+        queues, times, pass_of(queues, times, work.programs, link_seconds_of(queues, byte_seconds_L), begin_R, plan)
+    )
 
 
 class _Rows:
