@@ -139,7 +139,8 @@ class Blocks:
         products, columns = work.second_product(groups.rows_G), work.columns
         row_M = self.tiles.row_M
         tile, block, first, end = meetings(row_M, row_M + self.tiles.rows_M, groups.end_B)
-        unit, source, shared = np.searchsorted(units.end_U, tile, "right"), groups.source_B[block], end - first
+        unit = np.repeat(np.arange(len(units)), units.tiles_U)[tile]
+        source, shared = groups.source_B[block], end - first
         away = source != units.rank_U[unit]
         local_U = sums(unit[~away], shared[~away], len(units)) / units.tiles_U
         unit, source, shared = unit[away], source[away], shared[away] / units.tiles_U[unit[away]]

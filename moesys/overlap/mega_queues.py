@@ -16,7 +16,7 @@ from moesys.compiled import borrowing
 from moesys.config import ClusterSpec
 from moesys.cost import FloatArray
 from moesys.load import IntArray
-from moesys.overlap.mega_runs import Gates, Launches, Pairs, Runs, Table
+from moesys.overlap.mega_runs import Gates, Launches, Pairs, Runs, Table, number_in_rank
 from moesys.overlap.tile_tasks import BoolArray
 
 # As ``kernels.task_times`` calls them.
@@ -199,7 +199,7 @@ class Queues:
             kind=kind_X,
             group=placed([kind.group for kind in kinds]),
             flops=placed([kind.flops for kind in kinds]) * times,
-            number=placed([np.arange(len(kind)) - np.searchsorted(kind.rank, kind.rank) for kind in kinds]),
+            number=placed([number_in_rank(kind.rank) for kind in kinds]),
             rank=rank_X,
             launch=np.repeat(np.arange(len(size_L)), size_L),
             names=tuple(all_launches[number].name for number in stage_L.tolist()),

@@ -81,6 +81,12 @@ class Launches(NamedTuple):
     runs: IntArray
 
 
+def number_in_rank(rank: IntArray) -> IntArray:
+    """Of what lies rank by rank, how many of its rank come before each."""
+    size = np.bincount(rank)
+    return np.arange(len(rank)) - np.repeat(size.cumsum() - size, size)
+
+
 def seconds_a_byte(cluster: ClusterSpec) -> FloatArray:
     """Of each link, [2·R + 2·N], as ``cost.link_seconds`` has them."""
     intra, inter = 1 / (cluster.intra_node_gb_per_s * 1e9), 1 / (cluster.inter_node_gb_per_s * 1e9)

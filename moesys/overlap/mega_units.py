@@ -16,6 +16,7 @@ from moesys.config import ClusterSpec
 from moesys.cost import FloatArray
 from moesys.layout import TokenPlan
 from moesys.load import IntArray
+from moesys.overlap.mega_runs import number_in_rank
 from moesys.overlap.mega_work import Work
 from moesys.overlap.tile_tasks import RASTER, WHOLE, RowTiles
 
@@ -128,8 +129,7 @@ class Groups:
         order = np.lexsort((source, group))
         rows_B = tokens[order]
         rows_G = sums(group, tokens, len(held)).astype(np.int64)
-        number_G = np.arange(len(held)) - np.searchsorted(rank_G, rank_G)
-        return Groups(rank_G, rows_G, number_G, source[order], group[order], rows_B, rows_B.cumsum())
+        return Groups(rank_G, rows_G, number_in_rank(rank_G), source[order], group[order], rows_B, rows_B.cumsum())
 
     def before_own(self) -> IntArray:
         """Rows of a group from sources before its own rank, [G]."""
@@ -145,27 +145,27 @@ class Groups:
 class Units:
     """Row tiles that blocks take together, in order of queues: of one group and one sweep.
 
-    ``tiles_U``: how many. ``first_U``: row tiles of the rank before them. ``end_U``: of all ranks until then.
+    ``tiles_U``: how many. ``first_U``: row tiles of the rank before them.
     """
 
     rank_U: IntArray
     tiles_U: IntArray
     first_U: IntArray
-    end_U: IntArray
     group_U: IntArray
 
     @staticmethod
     def of(tiles: RowTiles, rank_M: IntArray, most: int) -> Units:
         """Of at most ``most`` row tiles, a divisor of ``RASTER`` or a multiple."""
-        number_M = np.arange(len(tiles)) - np.searchsorted(rank_M, rank_M)
-        tiles_left_M = np.searchsorted(rank_M, rank_M, "right") - np.arange(len(tiles))
+        number_M = number_in_rank(rank_M)
         follows = np.zeros(len(tiles), dtype=bool)
         follows[1:] = tiles.group_M[1:] == tiles.group_M[:-1]
         # A rank's first and last are units of their own, as nothing else goes on then.
-        alone_M = (number_M == 0) | (tiles_left_M == 1)
+        alone_M = number_M == 0
+        alone_M[:-1] |= alone_M[1:]
+        alone_M[-1:] = True
         tile_U = np.flatnonzero(~follows | (number_M % most == 0) | alone_M)
         end_U = np.r_[tile_U, len(tiles)][1:]
-        return Units(rank_M[tile_U], end_U - tile_U, number_M[tile_U], end_U, tiles.group_M[tile_U])
+        return Units(rank_M[tile_U], end_U - tile_U, number_M[tile_U], tiles.group_M[tile_U])
 
     def __len__(self) -> int:
         return len(self.tiles_U)
