@@ -82,24 +82,34 @@ def meetings(first: IntArray, end: IntArray, end_B: IntArray) -> tuple[IntArray,
 @borrowing
 def _meet(first, end, end_B, found):  # type: ignore[no-untyped-def]
     """Fills ``found`` and says how many there are."""
-    size, num_blocks = 0, len(end_B)
+    size, last, low = 0, len(end_B) - 1, 0
     for piece in range(len(first)):
         begin = first[piece]
         if begin >= end[piece]:
             continue
-        low, high = 0, num_blocks - 1
+        # Most pieces begin where the one before them ended, or little later.
+        low = min(low, last)
+        near = min(low + 8, last)
+        while low < near and end_B[low] <= begin:
+            low += 1
+        high = low
+        if end_B[low] <= begin or (low > 0 and end_B[low - 1] > begin):
+            low, high = 0, last
         while low < high:
             middle = (low + high) >> 1
             if end_B[middle] > begin:
                 high = middle
             else:
                 low = middle + 1
-        while begin < end[piece]:
+        while True:
             until = min(end[piece], end_B[low])
             if until > begin:
                 found[0, size], found[1, size], found[2, size], found[3, size] = piece, low, begin, until
                 size += 1
-            begin, low = until, low + 1
+            begin = until
+            if begin == end[piece]:
+                break
+            low += 1
     return size
 
 
@@ -122,13 +132,15 @@ class Groups:
     @staticmethod
     def of(plan: TokenPlan) -> Groups:
         num_experts = plan.load.num_experts
-        held = np.flatnonzero(plan.layout.replicas_RE > 0)
-        rank_G = held // num_experts
-        source, expert, rank, tokens = plan.entries[plan.entries[:, 3] > 0].T
-        group = np.searchsorted(held, rank * num_experts + expert)
-        order = np.lexsort((source, group))
+        held_RE = plan.layout.replicas_RE > 0
+        rank_G = np.nonzero(held_RE)[0]
+        group_RE = held_RE.cumsum() - 1
+        source, expert, rank, tokens = plan.entries.T
+        group = group_RE[rank * num_experts + expert]
+        # Sources rise in a plan's entries.
+        order = np.argsort(group, kind="stable")
         rows_B = tokens[order]
-        rows_G = sums(group, tokens, len(held)).astype(np.int64)
+        rows_G = sums(group, tokens, len(rank_G)).astype(np.int64)
         return Groups(rank_G, rows_G, number_in_rank(rank_G), source[order], group[order], rows_B, rows_B.cumsum())
 
     def before_own(self) -> IntArray:
