@@ -1,9 +1,9 @@
 """Blocks of a layer under ``MegaKernel``: runs of equal tasks of a row tile, or of several, and stage, in the order of
 queues.
 
-A task of a block is the mean of those that it stands for. Tasks of a row tile follow one another, where kernels take
-the first columns of a whole sweep first; and a rank's sums begin when all of its rows are home, where kernels begin
-each when its own are.
+A task of a block is the mean of those that it stands for. A's tasks of a row tile follow one another, where kernels
+take the first columns of a whole sweep first; and a rank's sums begin when all of its rows are home, where kernels
+begin each when its own are.
 
 All ranks are handled at once: what belongs to a rank lies behind what belongs to those before it. R ranks, G groups of
 all ranks, M row tiles, U units of row tiles, B blocks of rows (of a group and a source), X runs, P pieces of work.
@@ -33,9 +33,9 @@ from moesys.overlap.mega_units import Coarseness, Groups, Mixture, Units, meetin
 from moesys.overlap.mega_work import Work
 from moesys.overlap.tile_tasks import RASTER, WHOLE, RowTiles, parts_of
 
-# Parts of its columns that a sweep of tiles which push is taken in. In one, tiles that push to the same peer would all
-# be done at one time.
-COLUMN_PARTS = 3
+# Parts that a sweep is taken in of B's columns, where its tiles are not taken together. In one, tiles that push to the
+# same peer would all be done at one time.
+COLUMN_PARTS = 8
 # Pieces of work have a quarter as many tasks as a rank has programs, of each row tile of a unit.
 PIECES = 4
 
@@ -61,7 +61,7 @@ class Blocks:
         self.units = Units.of(self.tiles, self.rank_M, coarse.unit_tiles)
         self.copies = self._copied() if work.overlap.deduplicate else None
         self.sweep = max(RASTER, coarse.unit_tiles)
-        self.column_parts = COLUMN_PARTS if coarse.unit_tiles < self.sweep else 1
+        self.column_parts = max(1, min(work.columns, COLUMN_PARTS // coarse.unit_tiles))
         self.most = max(1, work.programs // PIECES) * coarse.unit_tiles
         # Of each rank one for its sums and one for its pushes, of each unit or group that it has come, of each unit
         # that it is multiplied, of each group that all of it has come.
@@ -148,11 +148,11 @@ class Blocks:
         tile_bytes = shared * work.row_bytes
         seconds_U, flops_U = products.seconds_G[units.group_U], products.tile_flops_G[units.group_U]
         number_U = groups.number_G[units.group_U]
+        of_part, part, tasks = self._parts()
         head: list[Launch]
         if not work.apart:
-            of_run, part = self._parts()
             run_UC = np.empty((len(units), self.column_parts), dtype=np.int64)
-            run_UC[of_run, part] = np.arange(len(of_run))
+            run_UC[of_part, part] = np.arange(len(of_part))
             exchanged = (
                 run_UC[unit].ravel(),
                 np.repeat(source, self.column_parts),
@@ -160,26 +160,26 @@ class Blocks:
             )
             multiplied = RunsOfKind.of(
                 PRODUCT,
-                units.rank_U[of_run],
-                units.tiles_U[of_run] * (columns // self.column_parts + (part < columns % self.column_parts)),
-                compute=seconds_U[of_run],
-                group=number_U[of_run],
-                flops=flops_U[of_run],
-                opens=(np.arange(len(of_run)), self.pushed + units.rank_U[of_run]),
+                units.rank_U[of_part],
+                tasks,
+                compute=seconds_U[of_part],
+                group=number_U[of_part],
+                flops=flops_U[of_part],
+                opens=(np.arange(len(of_part)), self.pushed + units.rank_U[of_part]),
                 exchanged=exchanged,
             )
             head = [Launch.plain(self.all_ranks, work.launch_names[1], multiplied, True)]
         else:
             mixture = Mixture.of(
                 len(self.all_ranks),
-                (units.rank_U, units.tiles_U * columns),
+                (units.rank_U[of_part], tasks),
                 (units.rank_U, units.tiles_U),
                 self._swept_tiles() * columns,
                 WHOLE - parts_of(work.overlap.combine_share) if self._fused("combine") else WHOLE,
                 # One piece a unit.
                 self.sweep,
             )
-            of_run = mixture.unit
+            of_run = of_part[mixture.unit]
             multiplied = RunsOfKind.of(
                 PRODUCT,
                 units.rank_U[of_run],
@@ -273,15 +273,15 @@ class Blocks:
         tiles_R = np.bincount(self.rank_M, minlength=len(self.all_ranks))
         return np.minimum((self.units.first_U // self.sweep + 1) * self.sweep, tiles_R[self.units.rank_U])
 
-    def _parts(self) -> tuple[IntArray, IntArray]:
-        """(unit, part of the columns) of each run, sweep by sweep, where all units push a part before the next."""
-        units = self.units
-        unit, part = (
-            np.tile(np.arange(len(units)), self.column_parts),
-            np.repeat(np.arange(self.column_parts), len(units)),
-        )
+    def _parts(self) -> tuple[IntArray, IntArray, IntArray]:
+        """(unit, part of B's columns, tasks) of each run of products, sweep by sweep, of whose units all do a part before
+        the next.
+        """
+        units, parts, columns = self.units, self.column_parts, self.work.columns
+        unit, part = np.tile(np.arange(len(units)), parts), np.repeat(np.arange(parts), len(units))
         order = np.lexsort((unit, part, (units.first_U // self.sweep)[unit], units.rank_U[unit]))
-        return unit[order], part[order]
+        unit, part = unit[order], part[order]
+        return unit, part, units.tiles_U[unit] * (columns // parts + (part < columns % parts))
 
     def _copied(self) -> tuple[FloatArray, IntArray]:
         """The part of each block whose tokens an earlier group of its rank brings, if tokens choose experts

@@ -45,27 +45,26 @@ def test_blocks_agree_with_tiles():
     for seed in range(NUM_DRAWN):
         tiles, blocks = both(drawn_case(seed))
         errors.append(abs(blocks / tiles - 1))
-    assert np.mean(np.array(errors) <= 0.02) >= 0.95
-    assert max(errors) <= 0.05
-    assert np.mean(errors) <= 0.01
+    assert max(errors) <= 0.02
+    assert np.mean(errors) <= 0.005
 
 
 def test_blocks_agree_less_where_tokens_travel_once_as_tiles_know_which():
     """What a fetch copies depends on which tokens chose what, and blocks know only how many did. Of 86 that were looked
-    at 81 are within 2 %, all within 5.6 %.
+    at 83 are within 2 %, all within 3.2 %.
     """
     errors = []
     for seed in range(NUM_DRAWN // 3):
         tiles, blocks = both(drawn_case(seed, deduplicate=True))
         errors.append(abs(blocks / tiles - 1))
-    assert max(errors) <= 0.06
+    assert max(errors) <= 0.04
     assert np.mean(errors) <= 0.01
 
 
 def test_coarse_blocks_agree_with_fine_ones_on_many_ranks():
-    """Of 60 that were looked at 41 are no coarser than fine ones, and the others are within 1.7 %."""
+    """Of 60 that were looked at 36 are no coarser than fine ones, and the others are within 3.8 %."""
     errors = []
-    for seed in range(60 if NUM_DRAWN == 260 else 8):
+    for seed in range(60 if NUM_DRAWN == 260 else 12):
         numbers = np.random.default_rng(seed + 999)
         cluster = GPU.replace(num_nodes=int(numbers.choice([2, 4])), multiprocessors=int(numbers.choice([13, 33, 132])))
         errors.append(coarse_error(drawn_case(seed), cluster, numbers))
@@ -74,13 +73,25 @@ def test_coarse_blocks_agree_with_fine_ones_on_many_ranks():
 
 
 def test_coarse_blocks_agree_less_in_a_large_domain():
-    """Where programs that push for themselves compute and push in turn: of 12 that were looked at 9 are no coarser than
-    fine ones, and the others are within 5.0 %.
+    """Where programs that push for themselves compute and push in turn: of 24 that were looked at 8 are no coarser than
+    fine ones, and the others are within 6.0 %.
     """
     cluster, errors = GPU.replace(ranks_per_node=32, multiprocessors=132, intra_node_gb_per_s=360), []
-    for seed in range(12 if NUM_DRAWN == 260 else 2):
+    for seed in range(24 if NUM_DRAWN == 260 else 3):
         errors.append(coarse_error(drawn_case(seed), cluster.replace(expert_tflops=620), np.random.default_rng(seed)))
     assert max(errors) <= 0.1
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("model", [ms.presets.QWEN3_30B_A3B] + [ms.presets.DEEPSEEK_V3] * (NUM_DRAWN == 260))
+def test_coarse_blocks_agree_with_fine_ones_on_hundreds_of_ranks(model, backward):
+    """Of these four they are 0.5 to 2.3 % longer."""
+    cluster = ms.presets.h100(32)
+    plan = replicated_plan(model, cluster, 4096, 1.0, np.random.default_rng(0))
+    overlap = ms.MegaKernel()
+    layer = (overlap, model, cluster, plan, np.zeros(256), backward)
+    fine = Coarseness.fine(Work(overlap, model, cluster, backward))
+    assert length(mega_pass(*layer).end_R) == pytest.approx(length(mega_pass(*layer, coarse=fine).end_R), rel=0.05)
 
 
 @pytest.mark.parametrize("programs", [1, 3])
@@ -127,7 +138,7 @@ def replicated_plan(
 
 def coarse_error(case: Case, cluster: ms.ClusterSpec, numbers: np.random.Generator) -> float:
     """How much longer or shorter than by fine blocks, over that; the same bytes move in both."""
-    tokens = int(numbers.choice([2000, 4000]))
+    tokens = int(numbers.choice([4000, 8000]))
     plan = replicated_plan(case.model, cluster, tokens, case.skew, numbers)
     layer = (case.overlap, case.model, cluster, plan, np.zeros(cluster.num_ranks), case.backward)
     work = Work(case.overlap, case.model, cluster, case.backward)
