@@ -274,8 +274,8 @@ class Blocks:
         return np.minimum((self.units.first_U // self.sweep + 1) * self.sweep, tiles_R[self.units.rank_U])
 
     def _parts(self) -> tuple[IntArray, IntArray, IntArray]:
-        """(unit, part of B's columns, tasks) of each run of products, sweep by sweep; a sweep's units all do a part before
-        they do the next.
+        """(unit, part of B's columns, tasks) of each run of products, sweep by sweep; of a sweep all units do a part
+        before the next.
         """
         units, parts, columns = self.units, self.column_parts, self.work.columns
         unit, part = np.tile(np.arange(len(units)), parts), np.repeat(np.arange(parts), len(units))
