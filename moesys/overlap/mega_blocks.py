@@ -93,15 +93,17 @@ class Blocks:
         of_piece = np.clip(self.tiles.rows_M[tile] - in_tile, 0, (end - first) * sizes.fetch_rows)
         count = sums(run, -(-of_piece // sizes.fetch_rows), len(group)).astype(np.int64)
         rows = sums(run, of_piece, len(group)) / np.maximum(count, 1)
-        first = self.tiles.row_M[tile] + in_tile
-        piece, block, first, end = meetings(first, first + of_piece, groups.end_B)
+        begin = self.tiles.row_M[tile]
+        piece, block, first, end = meetings(begin + in_tile, begin + in_tile + of_piece, groups.end_B)
+        # Fetches that have rows of the block.
+        bring = (end - 1 - begin[piece]) // sizes.fetch_rows - (first - begin[piece]) // sizes.fetch_rows + 1
         run, source = run[piece], groups.source_B[block]
         a_task = (end - first) / count[run]
         if self.copies is not None:
             a_task = a_task * (1 - self.copies[0][block])
         away = source != rank[run]
         needs = (run[a_task > 0], source[a_task > 0])
-        run, source, a_task = run[away], source[away], a_task[away]
+        run, source, a_task, share = run[away], source[away], a_task[away], (bring / count[run])[away]
         pulled = sums(run, a_task, len(group))
         gate_U = self.arrived + (units.group_U if self.by_expert else np.arange(len(units)))
         opens = (np.arange(len(group)), gate_U[unit])
@@ -119,7 +121,7 @@ class Blocks:
             gate=wait,
             needs=needs,
             opens=opens,
-            exchanged=(run, source, a_task * work.row_bytes),
+            exchanged=(run, source, a_task * work.row_bytes, share),
         )
         unit = mixture.piece_of
         group = units.group_U[unit]
@@ -145,7 +147,7 @@ class Blocks:
         local_U = sums(unit[~away], shared[~away], len(units)) / units.tiles_U
         unit, source, shared = unit[away], source[away], shared[away] / units.tiles_U[unit[away]]
         # Of a row tile of each unit.
-        tile_bytes = shared * work.row_bytes
+        tile_bytes, tile_share = shared * work.row_bytes, 1 / units.tiles_U[unit]
         seconds_U, flops_U = products.seconds_G[units.group_U], products.tile_flops_G[units.group_U]
         number_U = groups.number_G[units.group_U]
         of_part, part, tasks = self._parts()
@@ -157,6 +159,7 @@ class Blocks:
                 run_UC[unit].ravel(),
                 np.repeat(source, self.column_parts),
                 np.repeat(tile_bytes / columns, self.column_parts),
+                np.repeat(tile_share, self.column_parts),
             )
             multiplied = RunsOfKind.of(
                 PRODUCT,
@@ -198,7 +201,7 @@ class Blocks:
                 gate=self.multiplied + np.arange(len(units)),
                 group=number_U,
                 opens=(np.arange(len(units)), self.pushed + units.rank_U),
-                exchanged=(unit, source, tile_bytes),
+                exchanged=(unit, source, tile_bytes, tile_share),
             )
             head = self._mixed(True, multiplied, pushes, mixture.order)
         tail = self._tail()

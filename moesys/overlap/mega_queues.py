@@ -26,8 +26,8 @@ FETCH, PRODUCT, PUSH, SUM, OUTER_PRODUCT = range(len(KINDS))
 # Launches of their own, of a layer's two matrices.
 WEIGHT_GRADIENTS = ("weight_gradient_up", "weight_gradient_down")
 
-# (run, peer, bytes of a task that they exchange).
-Exchanged = tuple[IntArray, IntArray, FloatArray]
+# (run, peer, bytes of a task that they exchange, part of the run's tasks that do).
+Exchanged = tuple[IntArray, IntArray, FloatArray, FloatArray]
 Number = TypeVar("Number", np.int64, np.float64)
 
 
@@ -80,7 +80,7 @@ class RunsOfKind:
             zero if flops is None else flops,
             (nowhere, nowhere) if needs is None else needs,
             (nowhere, nowhere) if opens is None else opens,
-            (nowhere, nowhere, np.zeros(0)) if exchanged is None else exchanged,
+            (nowhere, nowhere, np.zeros(0), np.zeros(0)) if exchanged is None else exchanged,
         )
 
     def __len__(self) -> int:
@@ -213,15 +213,17 @@ class Queues:
 def _peers(kinds: Sequence[RunsOfKind], firsts: IntArray, place: IntArray, times: FloatArray) -> Exchanged:
     """Of all kinds, ``times`` as much a task."""
     found = [(place[first + kind.exchanged[0]], *kind.exchanged[1:]) for first, kind in zip(firsts, kinds, strict=True)]
-    run, peer, amount = (np.concatenate(values) for values in zip(*found, strict=True))
-    return run, peer, amount * times[run]
+    run, peer, amount, share = (np.concatenate(values) for values in zip(*found, strict=True))
+    return run, peer, amount * times[run], share
 
 
 def _links(
     rank_X: IntArray, pulls_X: BoolArray, peers: Exchanged, cluster: ClusterSpec
 ) -> tuple[Table, FloatArray, FloatArray]:
-    """Which links each run moves bytes over, how many a task, and the latency behind them, [X]."""
-    run, peer, amount = peers
+    """Which links each run moves bytes over, how many a task, and the latency behind them, [X], in the mean of its tasks:
+    some wait for no peer, and one that waits for several waits for them at once.
+    """
+    run, peer, amount, share = peers
     latency_X, first, link = (
         np.zeros(len(rank_X)),
         np.zeros(len(rank_X) + 1, np.int64),
@@ -236,6 +238,7 @@ def _links(
         Table.of(run, np.arange(len(run)), len(rank_X)),
         peer.astype(np.int64),
         amount.astype(np.float64),
+        share.astype(np.float64),
         node_R,
         cluster.num_nodes,
         latency_seconds,
@@ -247,17 +250,19 @@ def _links(
 
 @borrowing
 def _crossed(  # type: ignore[no-untyped-def]
-    rank_X, pulls_X, entries, peer, amount, node_R, num_nodes, latency_seconds, found, place_L
+    rank_X, pulls_X, entries, peer, amount, share, node_R, num_nodes, latency_seconds, found, place_L
 ):
     """Fills ``found`` run by run, a link of each once, and says how many these are. ``place_L``: -1 for all links."""
     first, link_of, link_bytes, latency_X = found
     R, size = len(node_R), 0
     for run in range(len(rank_X)):
-        own, first[run] = rank_X[run], size
+        own, first[run], longest = rank_X[run], size, 0.0
         for entry in entries.value[entries.first[run] : entries.first[run + 1]]:
             sender, receiver = (peer[entry], own) if pulls_X[run] else (own, peer[entry])
             apart = node_R[sender] != node_R[receiver]
-            latency_X[run] = max(latency_X[run], latency_seconds[1] if apart else latency_seconds[0])
+            latency = latency_seconds[1] if apart else latency_seconds[0]
+            latency_X[run] += share[entry] * latency
+            longest = max(longest, latency)
             out, into = sender, R + receiver
             if apart:
                 out, into = 2 * R + node_R[sender], 2 * R + num_nodes + node_R[receiver]
@@ -267,5 +272,6 @@ def _crossed(  # type: ignore[no-untyped-def]
                     place_L[link], link_of[size], link_bytes[size] = size, link, 0.0
                     size += 1
                 link_bytes[place_L[link]] += amount[entry]
+        latency_X[run] = min(latency_X[run], longest)
     first[len(rank_X)] = size
     return size

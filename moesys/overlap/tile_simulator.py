@@ -322,7 +322,7 @@ def _order(is_work: BoolArray) -> IntArray:
 
 def _exchanged(bytes_XR: FloatArray) -> Exchanged:
     run, peer = np.nonzero(bytes_XR)
-    return run, peer, bytes_XR[run, peer]
+    return run, peer, bytes_XR[run, peer], np.ones(len(run))
 
 
 def _distinct(left: IntArray, right: IntArray) -> Pairs:
