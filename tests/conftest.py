@@ -12,6 +12,7 @@ import torch
 from hypothesis import settings
 
 from moesys.kernels.memory import Memory
+from moesys.lab import ranks as lab_ranks
 from moesys.lab.ranks import LocalRanks
 
 
@@ -30,8 +31,17 @@ def pytest_configure() -> None:
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[LocalRanks]:
     """Four local ranks for all tests. They start with the first run, so tests without them do not pay."""
-    with LocalRanks(4, setup=set_up_rank, preload=("hypothesis", "pytest", "triton")) as pool:
+    with LocalRanks(4, setup=set_up_rank) as pool:
         yield pool
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _preloaded_ranks() -> Iterator[None]:
+    """Whoever starts the first ranks of this process, those of all later pools find loaded what any of them needs."""
+    needed = ("hypothesis", "pytest", "triton", "moesys.lab.trials", "moesys.train.loop", "moesys.overlap.mega")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lab_ranks, "_PRELOAD", (*lab_ranks._PRELOAD, *needed))
+        yield
 
 
 def set_up_rank() -> None:

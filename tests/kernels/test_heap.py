@@ -126,7 +126,7 @@ def die_while_others_map(folder: Path) -> None:
 
 
 def test_a_peer_that_dies_meanwhile_leaves_no_file_of_the_others(tmp_path: Path) -> None:
-    with LocalRanks(3, setup=set_up_rank, preload=("triton", "pytest", "hypothesis")) as pool:
+    with LocalRanks(3, setup=set_up_rank) as pool:
         outcomes = pool.outcomes(die_while_others_map, tmp_path, expect_dead={1}, timeout_s=60)
     assert [outcome.kind for outcome in outcomes] == ["raised", "died", "raised"]
     # Its own alone: nothing of a process runs when it is killed.

@@ -29,7 +29,7 @@ SHORT_S = 1.0
 
 @pytest.fixture(scope="module")
 def mortal_ranks() -> Iterator[LocalRanks]:
-    with LocalRanks(4, setup=set_up_rank, preload=("hypothesis", "pytest", "triton")) as pool:
+    with LocalRanks(4, setup=set_up_rank) as pool:
         yield pool
 
 

@@ -25,7 +25,7 @@ STRATEGIES = {
     ),
 }
 GRACE_S = 1.5
-COLLECTIVE_TIMEOUT_S = 3.0
+COLLECTIVE_TIMEOUT_S = 5.0
 
 
 @pytest.fixture(scope="module")

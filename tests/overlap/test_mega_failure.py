@@ -24,7 +24,7 @@ FIRST = Case(8, 2, 20, 8, "float32", (9, 9, 9, 9), 2, (), dropped=0.5)
 
 @pytest.fixture(scope="module")
 def mortal_ranks() -> Iterator[LocalRanks]:
-    with LocalRanks(4, setup=set_up_rank, preload=("hypothesis", "pytest", "triton")) as pool:
+    with LocalRanks(4, setup=set_up_rank) as pool:
         yield pool
 
 
