@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -101,8 +101,13 @@ def exchange_counts(first_E1: Tensor) -> Tensor:
     return receive_counts(heap, epoch_1, exchanges_R, num_experts)
 
 
-def compile_size(size: Size, dtype: torch.dtype, tell: Callable[[str], None]) -> list[Compiled]:
-    """Every kernel of forward and backward, gated by SiLU, at pinned blocks or the model's choice (``blocks_of``)."""
+def compile_size(
+    size: Size, dtype: torch.dtype, tell: Callable[[str], None], only: Container[str] | None = None
+) -> list[Compiled]:
+    """Every kernel of forward and backward, gated by SiLU, at pinned blocks or the model's choice (``blocks_of``).
+
+    ``only``: names of the ops that are asked for; None for all.
+    """
     T, H, I, E, K = size[1:]
     P = T * K
 
@@ -155,6 +160,8 @@ def compile_size(size: Size, dtype: torch.dtype, tell: Callable[[str], None]) ->
     }
     found = []
     for op, (block, launch) in ops.items():
+        if only is not None and op not in only:
+            continue
         tell(f"{size.name}: {op}")
         with compiling() as compiled:
             launch()
