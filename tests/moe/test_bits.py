@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from itertools import product
 
 import pytest
 import torch
@@ -12,7 +13,11 @@ import moesys as ms
 from moesys.lab.ranks import LocalRanks
 
 # The sweep tries more; random sizes at random chunk counts are in test_sweep.py.
-CHUNKS = (1, 2, 3, 5, 16) if os.environ.get("MOESYS_SWEEP") == "1" else (2, 16)
+SWEEP = os.environ.get("MOESYS_SWEEP") == "1"
+CHUNKS = (1, 2, 3, 5, 16) if SWEEP else (2, 16)
+# Every dtype on few ranks and on many, every number of ranks.
+FEW = [("float32", 1), ("bfloat16", 2), ("bfloat16", 3), ("float32", 4)]
+HOMES = [*product(("float32", "bfloat16"), (1, 2, 3, 4))] if SWEEP else FEW
 PARTS = ("outputs", "dx")
 
 
@@ -57,8 +62,7 @@ def assert_same_bits(results: list[dict], what: str) -> None:
         assert not first["gradients"]["experts"].isnan().any()
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("dtype", "num_ranks"), HOMES)
 def test_overlap_changes_no_bit(ranks: LocalRanks, dtype: str, num_ranks: int) -> None:
     cases, names = [], []
     for name, changes, tokens, skew in EDGES:

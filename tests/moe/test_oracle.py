@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from itertools import product
+
 import pytest
 import torch
 from harness import Case, inputs, run_cases
@@ -100,17 +104,31 @@ def relative(actual: Tensor, expected: Tensor) -> float:
     return float((actual.double() - expected.double()).norm() / expected.double().norm())
 
 
-@pytest.mark.parametrize(("H", "I", "tokens"), [(64, 48, 40), (1024, 96, 24)], ids=["H64", "H1024"])
-@pytest.mark.parametrize("num_ranks", [1, 2, 4])
-@pytest.mark.parametrize("model", [mixtral, qwen3_moe, olmoe, deepseek_v3])
+SMALL, WIDE = (64, 48, 40), (1024, 96, 24)
+MODELS = (mixtral, qwen3_moe, olmoe, deepseek_v3)
+# Every model on one rank and on four; long rows on one rank and, where routing differs most, on several.
+FEW = [
+    *((model, num_ranks, SMALL) for model in MODELS for num_ranks in (1, 4)),
+    *((model, 1, WIDE) for model in MODELS),
+    (mixtral, 2, SMALL),
+    (deepseek_v3, 2, WIDE),
+    (olmoe, 4, WIDE),
+]
+ALL = [*product(MODELS, (1, 2, 4), (SMALL, WIDE))]
+
+
+@pytest.mark.parametrize(
+    ("model", "num_ranks", "sizes"),
+    ALL if os.environ.get("MOESYS_SWEEP") == "1" else FEW,
+    ids=lambda value: f"H{value[0]}" if isinstance(value, tuple) else None,
+)
 def test_agrees_with_transformers(
     ranks: LocalRanks,
-    model,
-    H: int,
-    I: int,
-    tokens: int,
+    model: Callable[[int, int], tuple[ms.ModelShape, nn.Module]],
     num_ranks: int,
+    sizes: tuple[int, ...],
 ) -> None:
+    H, I, tokens = sizes
     shape, oracle = model(H, I)
     weights = {name: tensor.detach().clone() for name, tensor in oracle.state_dict().items()}
     counts = [[tokens + 3 * rank - 5 * batch for rank in range(num_ranks)] for batch in range(3)]
