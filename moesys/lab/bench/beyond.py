@@ -91,7 +91,8 @@ def beyond(
 ) -> Beyond:
     """The waterfall of every shape; the same arguments give the same figures."""
     planners = tuple(dict.fromkeys(stage.planner for stage in stages))
-    found = planned(planners, constants, seeds, iterations=iterations, tell=tell)
+    settings = tuple(dict.fromkeys(model.setting for model in models))
+    found = planned(planners, constants, seeds, settings, iterations, tell)
     falls = []
     for model, name in {model: name for name, model in reversed(MODELS.items()) if model in models}.items():
         if tell:
