@@ -1,7 +1,7 @@
 # The torch to install: the pin takes the CPU build where there is one. On a GPU machine: make test TORCH='torch>=2.11,<2.14'
 TORCH ?= torch==2.13.0
 PYTHON ?= python3
-# Files of tests that run at once: many wait for ranks, so that two fill two cores.
+# Files of tests that run at once: many wait for ranks, so that two fill two cores. mypy has as many processes.
 WORKERS ?= 2
 PYTEST = $(BIN)/pytest -n $(WORKERS) --dist loadfile
 BIN := .venv/bin
@@ -20,7 +20,7 @@ test-all: lint
 lint: .venv/installed
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/mypy
+	MYPY_NUM_WORKERS=$(WORKERS) $(BIN)/mypy
 
 # torch first: the range in pyproject.toml would choose a CUDA build of several gigabytes.
 .venv/installed: pyproject.toml
