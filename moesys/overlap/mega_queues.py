@@ -220,8 +220,8 @@ def _peers(kinds: Sequence[RunsOfKind], firsts: IntArray, place: IntArray, times
 def _links(
     rank_X: IntArray, pulls_X: BoolArray, peers: Exchanged, cluster: ClusterSpec
 ) -> tuple[Table, FloatArray, FloatArray]:
-    """Which links each run moves bytes over, how many a task, and the latency behind them, [X]: in the mean of its tasks,
-    of which some wait for no peer; one that waits for several waits for them at once.
+    """Which links each run moves bytes over, how many a task, and the latency behind them, [X]. That is the mean of its
+    tasks', of which some wait for no peer; one that waits for several waits for them at once.
     """
     run, peer, amount, share = peers
     latency_X, first, link = (
