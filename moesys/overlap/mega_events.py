@@ -374,7 +374,7 @@ def _run(  # type: ignore[no-untyped-def]
             if part.links > 0:
                 _push(events, at, _COMPUTED, number)
             else:
-                _push(events, at + part.rounds * run.memory + run.latency, _ENDED, number)
+                _push(events, at + part.rounds * (run.memory + run.latency), _ENDED, number)
         num_begun = 0
 
         for place in range(num_changed):

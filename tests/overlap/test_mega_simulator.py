@@ -17,7 +17,7 @@ from moesys.layout import TokenPlan
 from moesys.overlap.mega_blocks import queues_of_blocks
 from moesys.overlap.mega_queues import PRODUCT
 from moesys.overlap.mega_simulator import mega_pass, publish_seconds
-from moesys.overlap.mega_units import Coarseness
+from moesys.overlap.mega_units import QUIET, Coarseness
 from moesys.overlap.mega_work import Work
 from moesys.overlap.simulator import simulate_step
 from moesys.overlap.tile_simulator import tile_pass
@@ -116,6 +116,19 @@ def test_few_programs_have_all_their_latencies_in_coarse_blocks(programs):
     coarse = mega_pass(*layer, coarse=Coarseness(2, programs, 8 / programs))
     fine = mega_pass(*layer, coarse=Coarseness(1, programs, 1.0))
     assert length(coarse.end_R) == pytest.approx(length(fine.end_R), rel=0.1)
+
+
+@pytest.mark.parametrize("programs", [1, 3])
+def test_links_that_are_not_shared_have_all_their_latencies(programs):
+    """One link is so slow that no other is shared, and programs take fetches of a row one after another."""
+    cluster = PLAIN.replace(num_nodes=2, ranks_per_node=2, multiprocessors=programs)
+    cluster = cluster.replace(intra_node_gb_per_s=0.01, inter_node_gb_per_s=1e4, inter_node_us=1000)
+    tokens_RE = np.zeros((4, 8), dtype=np.int64)
+    tokens_RE[0, 2], tokens_RE[0, 4], tokens_RE[1:, 0] = 20, 400, (0, 400, 0)
+    plan = ms.plan_layer(ms.Strategy(name="ep"), SMALL, cluster, ms.LoadMatrix(tokens_RE)).tokens
+    layer = (ms.MegaKernel(dispatch_share=1.0, fetch_rows=1), SMALL, cluster, plan, np.zeros(4), False)
+    quiet, shared = (mega_pass(*layer, coarse=Coarseness(1, programs, 1.0, quiet=part)) for part in (QUIET, 0.0))
+    assert length(quiet.end_R) == pytest.approx(length(shared.end_R), rel=0.01)
 
 
 @pytest.mark.parametrize("seed", [0, 2, 3])
