@@ -92,7 +92,8 @@ def first_end(links, link):  # type: ignore[no-untyped-def]
 @borrowing
 def begin(links, link, num_bytes, part, tasks, now):  # type: ignore[no-untyped-def]
     """``part`` moves so many bytes for each of its tasks over ``link`` from ``now`` on."""
-    if links.active[link] > 0:
+    # What is on an infinitely fast link is through before time goes on.
+    if links.active[link] > 0 and now > links.updated[link]:
         links.got[link] += (now - links.updated[link]) / (links.active[link] * links.byte_seconds[link])
     links.updated[link] = now
     links.active[link] += tasks

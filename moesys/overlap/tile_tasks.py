@@ -37,9 +37,14 @@ class TileSizes:
 
     @staticmethod
     def of(overlap: MegaKernel, model: ModelShape) -> TileSizes:
-        """What ``overlap`` declares, else what kernels take on a GPU."""
+        """What ``overlap`` declares, else what kernels take on a GPU. Raises ValueError where a fetch has more rows."""
         usual = (64, 64) if model.dtype == "float32" else (128, 256)
         rows, columns = overlap.tile_rows or usual[0], overlap.tile_columns or usual[1]
+        if rows % overlap.fetch_rows:
+            raise ValueError(
+                f"fetch_rows={overlap.fetch_rows} is more than the {rows} rows of a tile that kernels choose for "
+                f"dtype={model.dtype!r}; use at most {rows}, or declare tile_rows"
+            )
         return TileSizes(rows, columns, max(16, columns // 2), overlap.fetch_rows, overlap.sum_tokens)
 
     @property

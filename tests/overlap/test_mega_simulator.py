@@ -226,6 +226,24 @@ def test_what_travels_alone_takes_its_link(of):
     )
 
 
+@OF_BOTH
+def test_links_can_be_faster_than_a_float_can_say(of):
+    fast = PLAIN.replace(ranks_per_node=4, intra_node_gb_per_s=1e280)
+    layers = [
+        (ms.MegaKernel(), SMALL, cluster, plan_of(SMALL, 4, 900), np.zeros(4), True)
+        for cluster in (fast, fast.replace(intra_node_gb_per_s=1e300))
+    ]
+    first, second = (length(of(*layer).end_R) for layer in layers)
+    assert first == pytest.approx(second, rel=1e-2)
+
+
+@OF_BOTH
+def test_a_fetch_of_more_rows_than_a_tile_that_is_not_declared_is_refused(of):
+    layer = (SMALL, GPU.replace(ranks_per_node=2), plan_of(SMALL, 2, 70), np.zeros(2), False)
+    with pytest.raises(ValueError, match=r"fetch_rows=256 is more than the 128 rows .* use at most 128"):
+        of(ms.MegaKernel(fetch_rows=256), *layer)
+
+
 # --- bounds and sums --------------------------------------------------------------------------------------------
 
 
