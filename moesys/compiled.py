@@ -22,19 +22,23 @@ from numba import config, njit
 def cache_dir(package: Path) -> str:
     """Of a package's directory: below NUMBA_CACHE_DIR where that is set, else beside its byte code, or of the user.
 
-    Directories of older machine code are removed when there is new code to keep.
+    Directories of older machine code, and nothing else, are removed when there is new code to keep. Empty where none of
+    these can be written to.
     """
-    digest = sha256()
+    # How functions are compiled is no part of what numba looks at either.
+    digest = sha256(Path(__file__).read_bytes())
     for path in sorted(package.glob("*.py")):
         source = path.read_bytes()
         if b"moesys.compiled import" in source:
             digest.update(source)
-    places = (os.environ.get("NUMBA_CACHE_DIR"), package / "__pycache__", Path.home() / ".cache" / "moesys")
+    # Not Path.home(), which raises where a user has none.
+    of_user = os.path.expanduser("~/.cache/moesys")
+    places = (os.environ.get("NUMBA_CACHE_DIR"), package / "__pycache__", of_user)
     for place in places:
         if place is not None and os.access(Path(place) if Path(place).exists() else Path(place).parent, os.W_OK):
             found = Path(place) / f"{package.name}-{digest.hexdigest()[:16]}"
             if not found.exists():
-                for older in Path(place).glob(f"{package.name}-*"):
+                for older in Path(place).glob(f"{package.name}-{'[0-9a-f]' * 16}"):
                     shutil.rmtree(older, ignore_errors=True)
             return str(found)
     return ""
@@ -47,6 +51,9 @@ def _kept(**options: Any) -> Callable[[Callable[..., Any]], Any]:
         settings["CACHE_DIR"] = cache_dir(Path(function.__code__.co_filename).parent) or before
         try:
             return njit(cache=True, nogil=True, **options)(function)
+        except RuntimeError:
+            # Nowhere to keep it: it is compiled by every process.
+            return njit(nogil=True, **options)(function)
         finally:
             settings["CACHE_DIR"] = before
 
