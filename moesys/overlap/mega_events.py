@@ -156,7 +156,7 @@ def run_all(
         (runs.links.value, runs.link_bytes, runs.opens.value, gates.opens.value),
         (np.arange(num_parts), np.empty(num_parts, dtype=np.int64), np.empty(num_launches, dtype=np.int64)),
         (np.empty(num_links, dtype=np.int64), np.zeros(num_links, dtype=np.bool_)),
-        np.empty(len(gates.opens.value) + 1, dtype=np.int64),
+        np.empty((2, len(gates.opens.value) + 1), dtype=np.int64),
         programs,
         gap_seconds,
         flag_seconds,
@@ -228,12 +228,14 @@ def _pop(events):  # type: ignore[no-untyped-def]
 
 @borrowing
 def _run(  # type: ignore[no-untyped-def]
-    runs, parts, launches, gates, events, links, tables, stacks, changes, told, programs, gap_seconds, flag_seconds
+    runs, parts, launches, gates, events, links, tables, stacks, changes, tells, programs, gap_seconds, flag_seconds
 ):
     link_of, link_bytes, opened_by_run, opened_by_gate = tables
     # Numbers of parts that are not used, parts that are ready, launches with idle programs, links with more on them.
     unused, begun, serving = stacks
     changed, is_changed = changes
+    # Gates that are to be counted down, and the ranks that do.
+    told, tellers = tells[0], tells[1]
     num_unused, num_begun, num_serving, num_changed = len(unused), 0, 0, 0
     while True:
         now = links.due[links.first_due[1]]
@@ -289,11 +291,11 @@ def _run(  # type: ignore[no-untyped-def]
                 unused[num_unused] = what
                 num_unused += 1
                 for place in range(run.opens, run.opens_end):
-                    told[0], num_told = opened_by_run[place], 1
-                    teller, times = launch.rank, part.programs * part.rounds
+                    told[0], tellers[0], num_told = opened_by_run[place], launch.rank, 1
+                    times = part.programs * part.rounds
                     while num_told > 0:
                         num_told -= 1
-                        number = told[num_told]
+                        number, teller = told[num_told], tellers[num_told]
                         gate = gates[number]
                         gate.pending -= times
                         gate.open_at = max(gate.open_at, now + (flag_seconds if gate.rank != teller else 0.0))
@@ -301,9 +303,9 @@ def _run(  # type: ignore[no-untyped-def]
                             if gate.last_part >= 0:
                                 _push(events, gate.open_at, _OPENED, number)
                             # What it opens is told by its rank, once.
-                            teller, times = gate.rank, 1
+                            times = 1
                             for other in range(gate.opens, gate.opens_end):
-                                told[num_told] = opened_by_gate[other]
+                                told[num_told], tellers[num_told] = opened_by_gate[other], gate.rank
                                 num_told += 1
             elif kind == _LAUNCHED:
                 launches[what].begin = now
