@@ -100,7 +100,9 @@ class Blocks:
         run, source = run[piece], groups.source_B[block]
         a_task = (end - first) / count[run]
         if self.copies is not None:
-            a_task = a_task * (1 - self.copies[0][block])
+            # A fetch of which all rows are copied pulls nothing.
+            copied = self.copies[0][block]
+            a_task, bring = a_task * (1 - copied), bring * (1 - copied ** ((end - first) / bring))
         away = source != rank[run]
         needs = (run[a_task > 0], source[a_task > 0])
         run, source, a_task, share = run[away], source[away], a_task[away], (bring / count[run])[away]

@@ -74,6 +74,15 @@ def test_blocks_agree_less_where_tokens_travel_once_as_tiles_know_which():
     assert np.mean(errors) <= 0.01
 
 
+def test_fetches_that_only_copy_wait_for_no_link():
+    """Four experts are on each of two ranks, and a token chooses four of all."""
+    model, cluster = SMALL.replace(top_k=4), GPU.replace(ranks_per_node=2, intra_node_us=100)
+    overlap = ms.MegaKernel(deduplicate=True, dispatch_share=1.0, fetch_rows=1, programs=1)
+    layer = (overlap, model, cluster, plan_of(model, 2, 200), np.zeros(2), False)
+    tiles, blocks = tile_pass(*layer), mega_pass(*layer)
+    assert blocks.moved[0].end_R == pytest.approx(tiles.result.moved[0].end_R, rel=0.05)
+
+
 def test_coarse_blocks_agree_with_fine_ones_on_many_ranks():
     """Of 60 that were looked at 36 are no coarser than fine ones, and the others are within 3.8 %."""
     errors = []
