@@ -137,20 +137,6 @@ def queued_ahead(
             yield before.result()
 
 
-def mega_pass(
-    overlap: MegaKernel,
-    model: ModelShape,
-    cluster: ClusterSpec,
-    plan: TokenPlan,
-    start_R: FloatArray,
-    backward: bool,
-    experts_R: FloatArray | None = None,
-    coarse: Coarseness | None = None,
-) -> MegaPass:
-    """``QueuedPass.run`` of one whose queues nobody else needs."""
-    return QueuedPass.of(overlap, model, cluster, plan, backward, coarse).run(start_R, experts_R)
-
-
 def link_seconds_of(queues: Queues, byte_seconds_L: FloatArray) -> tuple[FloatArray, FloatArray]:
     """``Moved.link_seconds_L`` of ``dispatch`` and of ``combine``."""
     runs, links = queues.runs, queues.runs.links

@@ -56,7 +56,7 @@ def tile_pass(
     backward: bool,
     experts_R: FloatArray | None = None,
 ) -> TilePass:
-    """As ``mega_simulator.mega_pass``."""
+    """As ``mega_simulator.QueuedPass``."""
     work, gap_seconds = Work(overlap, model, cluster, backward), cluster.launch_us * 1e-6
     published_R = start_R + publish_seconds(model, cluster, plan)
     begin_R = published_R if experts_R is None else np.maximum(published_R, experts_R)

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 import numpy as np
 
 import moesys as ms
+from moesys.cost import FloatArray
 from moesys.layout import TokenPlan
+from moesys.overlap.mega_simulator import MegaPass, QueuedPass
+from moesys.overlap.mega_units import Coarseness
 
 # A GPU of few multiprocessors, so that small layers keep it as busy as large ones keep an H100.
 GPU = ms.ClusterSpec(
@@ -33,6 +36,20 @@ SHAPES = {
     "160 experts": (5120, 2560, 160, 8),
     "Mixtral": (4096, 14336, 8, 2),
 }
+
+
+def mega_pass(
+    overlap: ms.MegaKernel,
+    model: ms.ModelShape,
+    cluster: ms.ClusterSpec,
+    plan: TokenPlan,
+    start_R: FloatArray,
+    backward: bool,
+    experts_R: FloatArray | None = None,
+    coarse: Coarseness | None = None,
+) -> MegaPass:
+    """Queued and run, of blocks; ``tile_pass`` of tiles."""
+    return QueuedPass.of(overlap, model, cluster, plan, backward, coarse).run(start_R, experts_R)
 
 
 def shape(name: str) -> ms.ModelShape:

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from simulated_case import mega_pass
 from test_simulator import AHEAD, EP, FOUR, FREE, FSEP, HOME, MODEL, ON_DEMAND, chunked, fsep, plans, steps
 
 import moesys as ms
 from moesys import cost
 from moesys.overlap.critical_path import by_kind, by_place
 from moesys.overlap.lanes import Lanes
-from moesys.overlap.mega_simulator import Computed, MegaPass, Moved, mega_pass
+from moesys.overlap.mega_simulator import Computed, MegaPass, Moved
 from moesys.overlap.simulator import RestOfStep, Simulation, exposed_ms, run_step
 
 EVEN = np.full((4, 4), 100)
