@@ -60,7 +60,6 @@ class Blocks:
         self.rank_M = groups.rank_G[self.tiles.group_M]
         self.units = Units.of(self.tiles, self.rank_M, coarse.unit_tiles)
         self.copies = self._copied() if work.overlap.deduplicate else None
-        self.sweep = max(RASTER, coarse.unit_tiles)
         self.column_parts = max(1, min(work.columns, COLUMN_PARTS // coarse.unit_tiles))
         self.most = max(1, work.programs // PIECES) * coarse.unit_tiles
         # Of each rank one for its sums and one for its pushes, of each unit or group that it has come, of each unit
@@ -182,7 +181,7 @@ class Blocks:
                 self._swept_tiles() * columns,
                 WHOLE - parts_of(work.overlap.combine_share) if self._fused("combine") else WHOLE,
                 # One piece a unit.
-                self.sweep,
+                RASTER,
             )
             of_run = of_part[mixture.unit]
             multiplied = RunsOfKind.of(
@@ -276,7 +275,7 @@ class Blocks:
     def _swept_tiles(self) -> IntArray:
         """How many row tiles its rank has until the end of each unit's sweep, [U]."""
         tiles_R = np.bincount(self.rank_M, minlength=len(self.all_ranks))
-        return np.minimum((self.units.first_U // self.sweep + 1) * self.sweep, tiles_R[self.units.rank_U])
+        return np.minimum((self.units.first_U // RASTER + 1) * RASTER, tiles_R[self.units.rank_U])
 
     def _parts(self) -> tuple[IntArray, IntArray, IntArray]:
         """(unit, part of B's columns, tasks) of each run of products, sweep by sweep; of a sweep all units do a part
@@ -284,7 +283,7 @@ class Blocks:
         """
         units, parts, columns = self.units, self.column_parts, self.work.columns
         unit, part = np.tile(np.arange(len(units)), parts), np.repeat(np.arange(parts), len(units))
-        order = np.lexsort((unit, part, (units.first_U // self.sweep)[unit], units.rank_U[unit]))
+        order = np.lexsort((unit, part, (units.first_U // RASTER)[unit], units.rank_U[unit]))
         unit, part = unit[order], part[order]
         return unit, part, units.tiles_U[unit] * (columns // parts + (part < columns % parts))
 

@@ -35,8 +35,8 @@ class Runs(NamedTuple):
 
     ``tasks``: of each. ``compute``: before bytes move. ``memory``: that the rank's own memory takes beside links.
     ``latency``: behind both. ``gate``: that it waits for, -1 for none. ``needs``: pairs of a run and a rank that must
-    have published.
-    ``opens``: gates that each task counts down. ``links`` and ``link_bytes``, in the same order: what moves over which.
+    have published. ``opens``: gates that each task counts down. ``links`` and ``link_bytes``, in the same order: what
+    moves over which.
     """
 
     tasks: IntArray
@@ -49,13 +49,12 @@ class Runs(NamedTuple):
     links: Table
     link_bytes: FloatArray
 
-    def without_quiet_links(self, byte_seconds_L: FloatArray, quiet: float) -> Runs:
+    def without_quiet_links(self, byte_seconds_L: FloatArray, busy_L: FloatArray, quiet: float) -> Runs:
         """Where links that are busy for less than ``quiet`` of the busiest one's time are not shared: a task takes as
-        long for its bytes on one as if it had that for itself.
+        long for its bytes on one as if it had that for itself. ``busy_L``: seconds.
         """
         run_Y = np.repeat(np.arange(len(self.tasks)), np.diff(self.links.first))
         seconds_Y = self.link_bytes * byte_seconds_L[self.links.value]
-        busy_L = np.bincount(self.links.value, weights=seconds_Y * self.tasks[run_Y], minlength=len(byte_seconds_L))
         shared_Y = (busy_L >= quiet * busy_L.max())[self.links.value]
         memory = self.memory.copy()
         np.maximum.at(memory, run_Y[~shared_Y], seconds_Y[~shared_Y])

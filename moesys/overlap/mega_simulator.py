@@ -98,7 +98,9 @@ class QueuedPass:
         coarse = Coarseness.of(work, plan, cluster) if coarse is None else coarse
         queues, byte_seconds_L = queues_of_blocks(work, cluster, plan, coarse), seconds_a_byte(cluster)
         link_seconds, publish_seconds_R = link_seconds_of(queues, byte_seconds_L), publish_seconds(model, cluster, plan)
-        runs = queues.runs.without_quiet_links(byte_seconds_L, coarse.quiet) if coarse.quiet > 0 else queues.runs
+        runs = queues.runs
+        if coarse.quiet > 0:
+            runs = runs.without_quiet_links(byte_seconds_L, link_seconds[0] + link_seconds[1], coarse.quiet)
         return QueuedPass(cluster, plan, queues, runs, coarse.programs, link_seconds, publish_seconds_R)
 
     def run(self, start_R: FloatArray, experts_R: FloatArray | None = None) -> MegaPass:

@@ -167,7 +167,7 @@ class Units:
 
     @staticmethod
     def of(tiles: RowTiles, rank_M: IntArray, most: int) -> Units:
-        """Of at most ``most`` row tiles, a divisor of ``RASTER`` or a multiple."""
+        """Of at most ``most`` row tiles, a divisor of ``RASTER``."""
         number_M = number_in_rank(rank_M)
         follows = np.zeros(len(tiles), dtype=bool)
         follows[1:] = tiles.group_M[1:] == tiles.group_M[:-1]
