@@ -35,17 +35,18 @@ class Layer:
     tokens: int
 
 
-def _layer(name: str, hidden: int, width: int, experts: int, top_k: int, tokens: int) -> Layer:
+def bfloat16_layer(name: str, hidden: int, width: int, experts: int, top_k: int, tokens: int) -> Layer:
     model = ModelShape(hidden_size=hidden, intermediate_size=width, num_experts=experts, top_k=top_k, dtype="bfloat16")
     return Layer(name, model, tokens)
 
 
+MEGA_EP_TEST_32K = bfloat16_layer("mega EP test", 1536, 480, 64, 8, 32768)
 LAYERS = (
-    _layer("mega EP test", 1536, 480, 64, 8, 1024),
-    _layer("mega EP test", 1536, 480, 64, 8, 8192),
-    _layer("mega EP test", 1536, 480, 64, 8, 32768),
-    _layer("FlashComm overlap test", 8192, 2560, 160, 8, 4096),
-    _layer("Qwen3-30B-A3B", 2048, 768, 128, 8, 8192),
+    bfloat16_layer("mega EP test", 1536, 480, 64, 8, 1024),
+    bfloat16_layer("mega EP test", 1536, 480, 64, 8, 8192),
+    MEGA_EP_TEST_32K,
+    bfloat16_layer("FlashComm overlap test", 8192, 2560, 160, 8, 4096),
+    bfloat16_layer("Qwen3-30B-A3B", 2048, 768, 128, 8, 8192),
 )
 
 POINTS = tuple(
@@ -75,22 +76,27 @@ class Row:
         return self.sequential_ms / self.mega_ms
 
 
-def uniep_rows(
-    cluster: ClusterSpec, layers: Sequence[Layer] = LAYERS, points: Sequence[MegaKernel] = POINTS, seed: int = 0
-) -> list[Row]:
-    """Of each layer, with experts that are equally popular and tokens that choose them by chance."""
-    rows = []
-    for layer in layers:
-        numbers = np.random.default_rng(seed)
-        even_E = np.full(layer.model.num_experts, 1 / layer.model.num_experts)
-        load = LoadMatrix(numbers.multinomial(layer.tokens * layer.model.top_k, even_E, size=cluster.num_ranks))
-        plan = plan_layer(Strategy(name="ep"), layer.model, cluster, load).tokens
+def even_plan(of: Layer, cluster: ClusterSpec, seed: int = 0) -> TokenPlan:
+    """Of experts that are equally popular and tokens that choose them by chance."""
+    even_E = np.full(of.model.num_experts, 1 / of.model.num_experts)
+    numbers = np.random.default_rng(seed)
+    load = LoadMatrix(numbers.multinomial(of.tokens * of.model.top_k, even_E, size=cluster.num_ranks))
+    return plan_layer(Strategy(name="ep"), of.model, cluster, load).tokens
 
-        def step_ms(overlap: Overlap, model: ModelShape = layer.model, plan: TokenPlan = plan) -> float:
+
+def uniep_rows(
+    cluster: ClusterSpec, layers: Sequence[Layer] = LAYERS, points: Sequence[MegaKernel] = POINTS
+) -> list[Row]:
+    """Of each layer, by ``even_plan``."""
+    rows = []
+    for of in layers:
+        plan = even_plan(of, cluster)
+
+        def step_ms(overlap: Overlap, model: ModelShape = of.model, plan: TokenPlan = plan) -> float:
             strategy = Strategy(name="simulated", overlap=overlap)
             return simulate_step(strategy, model, cluster, [plan]).length_us / 1000
 
         mega_ms = [step_ms(point) for point in points]
         best = int(np.argmin(mega_ms))
-        rows.append(Row(layer, step_ms(Sequential()), step_ms(APART), mega_ms[best], points[best]))
+        rows.append(Row(of, step_ms(Sequential()), step_ms(APART), mega_ms[best], points[best]))
     return rows

@@ -10,6 +10,7 @@ from moesys.config import ClusterSpec
 from moesys.lab.bench.reproduce_report import Section, show, table
 from moesys.lab.bench.steps import steps_told
 from moesys.lab.bench.uniep import LAYERS, POINTS, PUBLISHED, Row, uniep_rows
+from moesys.lab.bench.uniep_parts import PARTS, Part
 
 CLUSTERS = (presets.h100(), presets.h800())
 
@@ -25,13 +26,15 @@ INTRODUCTION = (
 def main(out: Path | None = None) -> int:
     """Simulate, print, write; the exit code."""
     parts = []
-    with steps_told("uniep", len(CLUSTERS) * len(LAYERS)) as tell:
+    with steps_told("uniep", len(CLUSTERS) * len(LAYERS) + 1) as tell:
         for cluster in CLUSTERS:
             rows = []
             for layer in LAYERS:
                 tell(f"{cluster.name}: {layer.name}, {layer.tokens} tokens")
                 rows += uniep_rows(cluster, [layer])
             parts.append(uniep_section(rows, cluster))
+        tell("kernels that others measured")
+        parts.append(parts_section(PARTS))
     show(parts, "UniEP's range", INTRODUCTION, "uniep", out)
     return 0
 
@@ -59,5 +62,30 @@ def uniep_section(rows: Sequence[Row], cluster: ClusterSpec) -> Section:
     notes = [
         "to sequential: rows gathered, sent, computed and summed by kernels of their own, and sent by NCCL's.",
         "to apart: the MegaKernel's own tasks, launched one kind after another.",
+    ]
+    return made, notes
+
+
+def parts_section(parts: Sequence[Part]) -> Section:
+    """Kernels that others measured, each beside what is simulated of such a part."""
+    columns = ["part", "layer", "cluster", "tokens a rank", "H, I, E, K", "not published", "published ms"]
+    made = table("SIMULATED beside published: parts of a layer forward", [*columns, "simulated ms", "err %"], left=3)
+    for part in parts:
+        model, simulated_ms = part.layer.model, part.simulated_ms()
+        made.add_row(
+            part.what,
+            part.layer.name,
+            part.cluster.name,
+            f"{part.layer.tokens:,}",
+            f"{model.hidden_size}, {model.intermediate_size}, {model.num_experts}, {model.top_k}",
+            part.assumed,
+            f"{part.published_ms:.3f}",
+            f"{simulated_ms:.3f}",
+            f"{100 * (simulated_ms / part.published_ms - 1):+.0f}",
+        )
+    notes = [
+        "mega EP test: Triton-distributed's documentation, where a token is sent to a rank once; one figure, 5.9 ms, "
+        "stands there for dispatch and product in one kernel.",
+        "Kraken: its pull request 32, whose times are of the exchange of counts as well, which is not simulated.",
     ]
     return made, notes
