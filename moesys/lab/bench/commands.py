@@ -316,13 +316,13 @@ def bench_shaped(
     Hosts are network namespaces of this machine. All cases take about eight minutes on 2 cores. Exit code 1 if a bit
     differs. For example: moesys bench shaped --hosts 2 --mbit 100 --mbit 500 --out shaped.md
     """
-    from moesys.lab.bench import shaped
+    from moesys.lab.bench import shaped, shaped_main
 
     try:
         asked = shaped.plan(hosts or (2, 4), mbit or (), latency_us)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    raise typer.Exit(shaped.main(asked, repeats=repeats, shares=shares, out=out, json_path=json))
+    raise typer.Exit(shaped_main.main(asked, repeats=repeats, shares=shares, out=out, json_path=json))
 
 
 @bench.command("simulate")

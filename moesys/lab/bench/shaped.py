@@ -9,10 +9,8 @@ how far the simulator is from a clock.
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from moesys.balance import warm_up
 from moesys.config import Ep, EvenSplit, FlowSplit, ModelShape, Pipelined, Strategy
@@ -21,8 +19,6 @@ from moesys.lab.bench.shaped_case import MOST_TOKENS, SOME_TOKENS, Case, Measure
 from moesys.lab.bench.steps import steps_told
 from moesys.lab.bench.timing import Ratio, paired_ratio
 from moesys.lab.environment import available_cores
-from moesys.lab.namespaces import lacks
-from moesys.lab.processor_shares import lacks_shares
 from moesys.lab.ranks import LocalRanks
 from moesys.lab.shaped_links import Delay, shaped_links
 from moesys.step import LayerPlan, StepPlan, simulation
@@ -254,29 +250,3 @@ def _setting(case: Case, strategy: Strategy, by_rank: Sequence[Measured], calibr
         max_over_mean=statistics.fmean(plan.max_over_mean for plan in tokens),
         inter_node_share=leaving / sum(plan.load.total for plan in tokens),
     )
-
-
-def main(
-    plans: Sequence[Plan],
-    *,
-    repeats: int = 7,
-    shares: bool = True,
-    out: Path | None = None,
-    json_path: Path | None = None,
-) -> int:
-    """Measure, print, write; the exit code: 1 if a bit was wrong, 2 where no such hosts can be made."""
-    if reason := lacks():
-        print(f"error: shaped links cannot be made: {reason}", file=sys.stderr)
-        return 2
-    if shares and (reason := lacks_shares()):
-        print(f"error: hosts cannot have a share of the processor: {reason}; or use --no-shares", file=sys.stderr)
-        return 2
-    from moesys.lab.bench import shaped_report
-
-    results = bench_shaped(plans, repeats, shares=shares)
-    shaped_report.show(results)
-    if out is not None:
-        out.write_text(shaped_report.markdown(results))
-    if json_path is not None:
-        json_path.write_text(shaped_report.to_json(results))
-    return int(any(result.differing for result in results))
