@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from moesys.config import ModelShape
-from moesys.overlap.expert_math import ExpertGradients, ExpertWeights
+from moesys.overlap.held_experts import ExpertGradients, ExpertWeights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

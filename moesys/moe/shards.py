@@ -24,7 +24,7 @@ from moesys.kernels.memory import Memory
 from moesys.layout import ExpertLayout
 from moesys.moe.experts import as_weights
 from moesys.overlap.channel import Channel
-from moesys.overlap.expert_math import ExpertWeights
+from moesys.overlap.held_experts import ExpertWeights
 from moesys.overlap.routes import held_experts
 
 

@@ -19,7 +19,8 @@ from torch import Tensor
 from moesys.kernels.memory import Memory, Scratch
 from moesys.overlap.channel import Channel, Transfer
 from moesys.overlap.executor import Saved, WaitForExperts
-from moesys.overlap.expert_math import Arrivals, BackwardPass, ExpertGradients, ExpertMath, ForwardPass, Workplace
+from moesys.overlap.expert_math import Arrivals, BackwardPass, ExpertMath, ForwardPass, Workplace
+from moesys.overlap.held_experts import ExpertGradients
 from moesys.overlap.routes import ChunkRoutes, Routes
 
 

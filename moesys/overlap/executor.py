@@ -11,7 +11,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from moesys.overlap.expert_math import ExpertGradients, HeldExperts
+from moesys.overlap.held_experts import ExpertGradients, HeldExperts
 
 
 @dataclass(frozen=True)

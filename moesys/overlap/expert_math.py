@@ -16,41 +16,11 @@ import torch
 from torch import Tensor
 
 from moesys.kernels.memory import Memory, Scratch
+from moesys.overlap.held_experts import ExpertGradients, HeldExperts
 from moesys.overlap.routes import ChunkRoutes, Routes
 
 if TYPE_CHECKING:
     from moesys.overlap.local import LocalExecutor
-
-
-class ExpertWeights(NamedTuple):
-    """One expert: ``gate_up`` [2I, H], ``down`` [H, I]; or several, stacked: [S, 2I, H], [S, H, I]."""
-
-    gate_up: Tensor
-    down: Tensor
-
-
-class HeldExperts(Protocol):
-    """A rank's experts by slot index; float32 masters are cast just before each use."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, slot: int) -> ExpertWeights: ...
-
-    def stacked(self) -> ExpertWeights:
-        """All of them in the compute dtype. Each matrix is contiguous, but between two of them may be others."""
-
-
-class ExpertGradients(NamedTuple):
-    """Where the weight gradients of all held experts are written, float32: [S, 2I, H] and [S, H, I], each matrix
-    contiguous, but between two of them may be others.
-    """
-
-    gate_up: Tensor
-    down: Tensor
-
-    def of(self, slot: int) -> ExpertGradients:
-        """One expert's, in the shapes of its weights."""
-        return ExpertGradients(self.gate_up[slot], self.down[slot])
 
 
 @dataclass(frozen=True)

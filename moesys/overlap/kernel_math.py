@@ -28,7 +28,8 @@ from moesys.kernels.tiles import RowTiles, groups_by_size
 from moesys.kernels.tuner import blocks_of
 from moesys.kernels.up import up
 from moesys.kernels.weight_gradient import weight_gradient
-from moesys.overlap.expert_math import Arrivals, ExpertGradients, HeldExperts, Workplace
+from moesys.overlap.expert_math import Arrivals, Workplace
+from moesys.overlap.held_experts import ExpertGradients, HeldExperts
 from moesys.overlap.local import ACTIVATION, LocalExecutor
 from moesys.overlap.routes import ChunkRoutes, Routes
 

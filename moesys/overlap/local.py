@@ -19,7 +19,7 @@ from moesys.kernels.experts import Kept, experts_backward, experts_forward
 from moesys.kernels.routing import Routing
 from moesys.kernels.tuner import blocks_of
 from moesys.overlap.executor import Saved, WaitForExperts
-from moesys.overlap.expert_math import ExpertGradients
+from moesys.overlap.held_experts import ExpertGradients
 
 ACTIVATION = "swiglu"
 

@@ -33,7 +33,7 @@ from moesys.kernels.weight_gradient import weight_gradient
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.overlap.device_split import DeviceSplit, PendingPlan
 from moesys.overlap.executor import Saved, WaitForExperts
-from moesys.overlap.expert_math import ExpertGradients
+from moesys.overlap.held_experts import ExpertGradients
 from moesys.overlap.kernel_math import ACTIVATION
 from moesys.overlap.record import Recorder, stage
 from moesys.overlap.routes import held_experts

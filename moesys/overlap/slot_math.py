@@ -14,7 +14,8 @@ from torch import Tensor
 from moesys.kernels.memory import Scratch
 from moesys.kernels.rows import RowRule, matmul_rows
 from moesys.kernels.swiglu import swiglu, swiglu_backward
-from moesys.overlap.expert_math import Arrivals, ExpertGradients, HeldExperts, Workplace
+from moesys.overlap.expert_math import Arrivals, Workplace
+from moesys.overlap.held_experts import ExpertGradients, HeldExperts
 from moesys.overlap.routes import ChunkRoutes, Routes, SlotRows
 
 # Slots with few rows share gathers and activations, up to so many rows: calls cost more than such rows do.

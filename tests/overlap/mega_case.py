@@ -21,7 +21,7 @@ from moesys.load import LoadMatrix
 from moesys.overlap.channel import Channel
 from moesys.overlap.chunked import ChunkedExecutor
 from moesys.overlap.executor import Saved
-from moesys.overlap.expert_math import ExpertGradients, ExpertWeights
+from moesys.overlap.held_experts import ExpertGradients, ExpertWeights
 from moesys.overlap.kernel_math import ACTIVATION, KernelMath
 from moesys.overlap.mega import MegaExecutor, MegaHome, plan_mega, plan_mega_later, replicas_of
 from moesys.overlap.record import Meter, Recorder

@@ -22,7 +22,7 @@ from moesys.lab.bench.kernels_aot import Size
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.load import LoadMatrix
 from moesys.overlap.device_split import PendingPlan
-from moesys.overlap.expert_math import ExpertGradients, ExpertWeights
+from moesys.overlap.held_experts import ExpertGradients, ExpertWeights
 from moesys.overlap.local import ACTIVATION
 from moesys.overlap.mega import MegaExecutor, replicas_of, tokens_by_replica
 from moesys.overlap.row_limit import RowLimit, room_for_rows
