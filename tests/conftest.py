@@ -12,7 +12,7 @@ import torch
 from hypothesis import settings
 
 from moesys.kernels.memory import Memory
-from moesys.lab import ranks as lab_ranks
+from moesys.lab import rank_process
 from moesys.lab.ranks import LocalRanks
 
 
@@ -40,7 +40,7 @@ def _preloaded_ranks() -> Iterator[None]:
     """Whoever starts the first ranks of this process, those of all later pools find loaded what any of them needs."""
     needed = ("hypothesis", "pytest", "triton", "moesys.lab.trials", "moesys.train.loop", "moesys.overlap.mega")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lab_ranks, "_PRELOAD", (*lab_ranks._PRELOAD, *needed))
+        patch.setattr(rank_process, "_PRELOAD", (*rank_process._PRELOAD, *needed))
         yield
 
 

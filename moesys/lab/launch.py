@@ -133,7 +133,8 @@ class SpawnedRanks(_OneProcess):
     def run(self, trial: Trial, experiment: Experiment, tick: Callable[[], None]) -> Measurement | None:
         # Not at the top: whoever has nothing left to run need not wait for torch.
         from moesys.balance import warm_up
-        from moesys.lab.ranks import LocalRanks, RankError
+        from moesys.lab.outcomes import RankError
+        from moesys.lab.ranks import LocalRanks
 
         # here, and not on all ranks at once
         warm_up(trial.strategy.balance, trial.strategy.split)
@@ -211,7 +212,7 @@ class JoinedRanks:
         return shared
 
     def run(self, trial: Trial, experiment: Experiment, tick: Callable[[], None]) -> Measurement | None:
-        from moesys.lab.ranks import Outcome, RankError
+        from moesys.lab.outcomes import Outcome, RankError
 
         self._num_runs += 1
         begin_s = time.monotonic()

@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 
 from moesys.lab.bench.paced_group import Pace, make_paced_group
-from moesys.lab.ranks import LocalRanks, RankError
+from moesys.lab.outcomes import RankError
+from moesys.lab.ranks import LocalRanks
 
 
 def all_kinds_of_data() -> None:

@@ -12,7 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moesys.lab.ranks import LocalRanks, RankError
+from moesys.lab.outcomes import RankError
+from moesys.lab.ranks import LocalRanks
 
 
 def sum_of_ranks(offset: float) -> tuple[int, int, float]:

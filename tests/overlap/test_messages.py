@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moesys.lab.ranks import LocalRanks, RankError
+from moesys.lab.outcomes import RankError
+from moesys.lab.ranks import LocalRanks
 from moesys.overlap.messages import Messages, exchange
 
 

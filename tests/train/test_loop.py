@@ -19,7 +19,8 @@ from torch import Tensor
 
 import moesys as ms
 from moesys.experiment import Training
-from moesys.lab.ranks import LocalRanks, RankError
+from moesys.lab.outcomes import RankError
+from moesys.lab.ranks import LocalRanks
 from moesys.train import LanguageModel, StepResult, Text, loop, train
 
 # Narrow models start from wider weights: an update of Adam, which is as large in any width, is 5 % of 0.02.
