@@ -1,12 +1,8 @@
-"""transformers' MoE models on the experts of this package: ``experts_implementation="moesys"``.
+"""The experts' computation on any device, in plain torch, forward and backward.
 
-    ms.hf.register()
-    model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="moesys")
-
-transformers calls the registered function with a layer's experts module, its tokens and their routing, and wants the
-weighted sum back. Rows are in order of (expert, token, choice), products treat a row the same in any company
-(``kernels.rows``), combine sums choices in order in float32 and rounds once, a weight gradient sums all rows of its
-expert in one product: a token's output does not depend on other tokens, and equal inputs give equal bits.
+Rows are in order of (expert, token, choice), products treat a row the same in any company (``kernels.rows``), combine
+sums choices in order in float32 and rounds once, a weight gradient sums all rows of its expert in one product: a
+token's output does not depend on other tokens, and equal inputs give equal bits.
 
 T tokens, H hidden, I expert width, J rows of the up projection (2I with a gate), K top-k, E experts, P rows of experts
 with their padding, N such rows of a few experts; A and B any widths. *Wide* is the dtype that activations and sums are
@@ -15,207 +11,24 @@ computed in: float32, or float64 where products are float64.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from moesys.kernels.experts import moe_experts
+from moesys.hf.expert_rows import ExpertRows
+from moesys.hf.experts_module import ExpertsModule
 from moesys.kernels.memory import Memory, Scratch
-from moesys.kernels.routing import route_reference
+from moesys.kernels.row_functions import ParameterGradients, by_rows, by_rows_backward, row_blocks
 from moesys.kernels.rows import RowRule, matmul_rows, row_rule
 from moesys.kernels.swiglu import swiglu, swiglu_backward
 from moesys.overlap.routes import SlotRows
 
-NAME = "moesys"
-OLDEST_TRANSFORMERS = (5, 17)
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-# Experts with few rows share gathers and activations, up to so many rows: calls cost more than such rows do.
-GROUP_ROWS = 2048
 ALIGNMENT_BYTES = 64
 # Combine works on blocks of so many elements, which stay in a core's cache.
 COMBINE_ELEMENTS = 1 << 18
-# On a CPU torch computes the last elements of an array, fewer than these, by another path than the rest ...
-TAIL_ELEMENTS = 64
-# ... and from so many elements on it cuts an array between threads, which gives it more ends.
-THREADED_ELEMENTS = 1 << 15
-
-
-def register() -> str:
-    """Make ``experts_implementation="moesys"`` known to transformers in this process; returns that name.
-
-    Once is enough, and more often does no harm. Models choose an implementation when they are made (an argument of
-    ``from_pretrained`` and ``from_config``), or later by ``model.set_experts_implementation("moesys")``.
-    """
-    try:
-        import transformers
-    except ImportError as error:
-        raise ImportError(f"moesys.hf needs transformers: {_advice()}") from error
-    version = transformers.__version__
-    if tuple(map(int, re.findall(r"\d+", version)[:2])) < OLDEST_TRANSFORMERS:
-        raise ImportError(f"transformers {version} is too old for moesys.hf: {_advice()}")
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
-
-    if NAME not in ALL_EXPERTS_FUNCTIONS:
-        ExpertsInterface.register(NAME, partial(experts_forward, Memory()))
-    return NAME
-
-
-def _advice() -> str:
-    return f"pip install 'transformers>={'.'.join(map(str, OLDEST_TRANSFORMERS))}'"
-
-
-def experts_forward(
-    memory: Memory, module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
-) -> Tensor:
-    """Output [T, H] of transformers' experts ``module`` for tokens [T, H] and the experts and weights [T, K] that they
-    chose. An expert that the module does not have is another rank's: its choice counts for nothing.
-
-    On a GPU by the kernels, where they compute the same; else row by row, with ``memory`` for large intermediate
-    results.
-    """
-    experts = _Experts.of(module)
-    forward = _by_kernels if hidden_states.is_cuda and experts.has_kernels else _by_rows
-    return forward(experts, memory, module, hidden_states, top_k_index, top_k_weights)
-
-
-def _by_kernels(
-    experts: _Experts, _: Memory, module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
-) -> Tensor:
-    gate_up_EUH, down_EHI = (getattr(module, name) for name in experts.names)
-    dtype = _compute_dtype(gate_up_EUH)
-    y_TH = moe_experts(
-        hidden_states.to(dtype), top_k_index, top_k_weights, gate_up_EUH.to(dtype), down_EHI.to(dtype), "swiglu"
-    )
-    return y_TH.to(hidden_states.dtype)
-
-
-# A loop over the experts that have tokens is nothing that a compiled graph could hold.
-@torch.compiler.disable
-def _by_rows(
-    experts: _Experts,
-    memory: Memory,
-    module: nn.Module,
-    hidden_states: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-) -> Tensor:
-    projections = [getattr(module, name) for name in experts.names]
-    dtype = _compute_dtype(projections[0])
-    y_TH: Tensor = RoutedExperts.apply(
-        experts, dtype, memory, hidden_states, top_k_weights, top_k_index, *projections, *experts.parameters
-    )
-    return y_TH
-
-
-def _compute_dtype(weight: Tensor) -> torch.dtype:
-    """Of the products: autocast's, or else the weights'."""
-    if weight.dtype not in DTYPES:
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-        raise TypeError(f'experts have dtype {weight.dtype}; experts_implementation="{NAME}" takes {names}')
-    device_type = weight.device.type
-    if weight.dtype != torch.float64 and torch.is_autocast_enabled(device_type):
-        return torch.get_autocast_dtype(device_type)
-    return weight.dtype
-
-
-@dataclass(frozen=True)
-class _Experts:
-    """What an experts module computes, in the terms of transformers' ``use_experts_implementation``.
-
-    names: of the up and down projection, then of their biases if there are any.
-    transposed: projections are [E, in, out], not [E, out, in].
-    swiglu: the activation is SwiGLU of ``[gate | up]``, so that its kernel may take its place.
-    dtype: of the projections.
-    norm: of an expert's output, before the routing weight.
-    parameters: all others of the module, which activation and norm may use.
-    """
-
-    names: tuple[str, ...]
-    transposed: bool
-    swiglu: bool
-    dtype: torch.dtype
-    activation: Callable[[Tensor], Tensor]
-    norm: Callable[[Tensor], Tensor] | None
-    parameters: tuple[nn.Parameter, ...]
-
-    @property
-    def has_kernels(self) -> bool:
-        """Whether ``kernels.experts`` computes the same: SwiGLU, with nothing besides, in 32 or 16 bits."""
-        plain = self.swiglu and not self.transposed and self.norm is None and len(self.names) == 2
-        return plain and self.dtype != torch.float64
-
-    @staticmethod
-    def of(module: Any) -> _Experts:
-        names = ["gate_up_proj" if module.has_gate else "up_proj", "down_proj"]
-        if module.has_bias:
-            names += [f"{name}_bias" for name in names]
-        # older versions do not have it
-        has_norm = getattr(module, "has_post_expert_norm", False)
-        return _Experts(
-            names=tuple(names),
-            transposed=module.is_transposed,
-            swiglu=_is_swiglu(module),
-            dtype=module.down_proj.dtype,
-            activation=module._apply_gate if module.has_gate else module.act_fn,
-            norm=module.post_expert_norm if has_norm else None,
-            parameters=tuple(p for name, p in module.named_parameters() if name not in names),
-        )
-
-
-def _is_swiglu(module: Any) -> bool:
-    from transformers.activations import SiLUActivation
-    from transformers.integrations import moe
-
-    if not module.has_gate or type(module)._apply_gate is not moe._default_apply_gate:
-        return False
-    return module.act_fn is nn.functional.silu or isinstance(module.act_fn, nn.SiLU | SiLUActivation)
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """The rows of all experts, each expert's padded to the least number that ``kernels.rows`` allows.
-
-    entry_P: the choice t·K + k that a row is of; padding repeats its expert's first row.
-    row_TK: the row of each choice, P for those that have none.
-    """
-
-    entry_P: Tensor
-    row_TK: Tensor
-    experts: tuple[SlotRows, ...]
-
-    @staticmethod
-    def of(index_TK: Tensor, num_experts: int, min_rows: int) -> _Rows:
-        routing = route_reference(index_TK, num_experts)
-        first_E, valid_E = routing.first_G1[:-1].long(), routing.first_G1.diff().long()
-        padded_E = torch.where(valid_E > 0, valid_E.clamp(min=min_rows), 0)
-        start_E = padded_E.cumsum(0) - padded_E
-        expert_P = torch.repeat_interleave(padded_E)
-        offset_P = torch.arange(len(expert_P), device=expert_P.device) - start_E[expert_P]
-        offset_P = torch.where(offset_P < valid_E[expert_P], offset_P, 0)
-        kept_TK = routing.row_TK >= 0
-        shift_TK = (start_E - first_E)[torch.where(kept_TK, index_TK, 0).long()]
-        starts, valids, paddeds = torch.stack([start_E, valid_E, padded_E]).tolist()
-        return _Rows(
-            entry_P=routing.entry_P[first_E[expert_P] + offset_P],
-            row_TK=torch.where(kept_TK, routing.row_TK + shift_TK, len(expert_P)).int(),
-            experts=tuple(SlotRows(e, starts[e], valids[e], paddeds[e]) for e in range(num_experts) if valids[e]),
-        )
-
-    def groups(self) -> Iterator[tuple[tuple[SlotRows, ...], slice]]:
-        """Neighbouring experts, and the rows they have together."""
-        first = 0
-        for last, expert in enumerate(self.experts, start=1):
-            start, stop = self.experts[first].start, expert.start + expert.padded
-            if stop - start >= GROUP_ROWS or last == len(self.experts):
-                yield self.experts[first:last], slice(start, stop)
-                first = last
 
 
 class _Linear(NamedTuple):
@@ -257,7 +70,7 @@ class _Parts(NamedTuple):
     others: tuple[Any, ...]
 
     @staticmethod
-    def of(experts: _Experts, tensors: Sequence[Tensor | None]) -> _Parts:
+    def of(experts: ExpertsModule, tensors: Sequence[Tensor | None]) -> _Parts:
         named = len(experts.names)
         up_bias, down_bias = tensors[2:4] if named == 4 else (None, None)
         return _Parts(tensors[0], tensors[1], up_bias, down_bias, tuple(tensors[named:]))
@@ -273,7 +86,7 @@ class RoutedExperts(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        experts: _Experts,
+        experts: ExpertsModule,
         dtype: torch.dtype,
         memory: Memory,
         x_TH: Tensor,
@@ -283,7 +96,7 @@ class RoutedExperts(torch.autograd.Function):
     ) -> Tensor:
         with torch.autocast(x_TH.device.type, enabled=False):
             call = _Call(experts, parameters, dtype, memory)
-            rows = _Rows.of(index_TK, len(parameters[0]), call.rule.min_rows)
+            rows = ExpertRows.of(index_TK, len(parameters[0]), call.rule.min_rows)
             y_TH, h_PJ = call.forward(rows, x_TH, weight_TK)
         ctx.description = experts, dtype, memory, rows.experts
         ctx.save_for_backward(x_TH, weight_TK, h_PJ, rows.entry_P, rows.row_TK, *parameters)
@@ -301,7 +114,7 @@ class RoutedExperts(torch.autograd.Function):
         ]
         with torch.autocast(x_TH.device.type, enabled=False):
             call = _Call(experts, parameters, dtype, memory)
-            rows = _Rows(entry_P, row_TK, with_rows)
+            rows = ExpertRows(entry_P, row_TK, with_rows)
             dx_TH, dweight_TK = call.backward(
                 rows, grad_outputs[0], x_TH, weight_TK, h_PJ, needs_x, _Parts.of(experts, gradients)
             )
@@ -311,7 +124,9 @@ class RoutedExperts(torch.autograd.Function):
 class _Call:
     """What forward and backward of one call do: gathers, products, activations, sums."""
 
-    def __init__(self, experts: _Experts, parameters: Sequence[Tensor], dtype: torch.dtype, memory: Memory) -> None:
+    def __init__(
+        self, experts: ExpertsModule, parameters: Sequence[Tensor], dtype: torch.dtype, memory: Memory
+    ) -> None:
         parts = _Parts.of(experts, parameters)
         self.experts, self.dtype, self.memory = experts, dtype, memory
         self.up = _Linear(parts.up, parts.up_bias, experts.transposed)
@@ -321,7 +136,7 @@ class _Call:
         self.device = parts.up.device
         self.scratch = Scratch(memory, self.device)
 
-    def forward(self, rows: _Rows, x_TH: Tensor, weight_TK: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, rows: ExpertRows, x_TH: Tensor, weight_TK: Tensor) -> tuple[Tensor, Tensor]:
         """(y [T, H] in x's dtype, pre-activations [P, J])."""
         P, (H, J) = len(rows.entry_P), self.up.sizes
         h_PJ = self.memory.empty((P, J), self.dtype, self.device)
@@ -337,7 +152,7 @@ class _Call:
 
     def backward(
         self,
-        rows: _Rows,
+        rows: ExpertRows,
         dy_TH: Tensor,
         x_TH: Tensor,
         weight_TK: Tensor,
@@ -354,7 +169,7 @@ class _Call:
         weight_P1[rows.row_TK.reshape(-1)] = weight_TK.reshape(-1).to(self.wide)
         dweight_P1 = torch.zeros_like(weight_P1)
         dx_P1H = self._rows_and_none(P, H) if needs_x else None
-        others = _Others(self.experts.parameters, gradients.others)
+        others = ParameterGradients(self.experts.parameters, gradients.others)
         for experts, here in rows.groups():
             token_N = rows.entry_P[here] // weight_TK.shape[1]
             h_NJ, weight_N, dy_NH = h_PJ[here], weight_P1[here], self._take(dy_TH, token_N, "dy")
@@ -424,7 +239,7 @@ class _Call:
         return a_NI
 
     def _activation_backward(
-        self, h_NJ: Tensor, da_NI: Tensor, weight_N: Tensor, dh_NJ: Tensor, wa_NI: Tensor, others: _Others
+        self, h_NJ: Tensor, da_NI: Tensor, weight_N: Tensor, dh_NJ: Tensor, wa_NI: Tensor, others: ParameterGradients
     ) -> Tensor:
         """As ``swiglu_backward``."""
         if self.experts.swiglu and self.wide == torch.float32:
@@ -475,98 +290,12 @@ class _Call:
             return rows_TH.mul_(weight_T[:, None])
 
         out_TH = like_TH.new_empty(like_TH.shape)
-        for tokens in _blocks(len(row_TK), COMBINE_ELEMENTS // rows_P1H.shape[1]):
+        for tokens in row_blocks(len(row_TK), COMBINE_ELEMENTS // rows_P1H.shape[1]):
             total_TH = part(tokens, 0)
             for k in range(1, row_TK.shape[1]):
                 total_TH += part(tokens, k)
             out_TH[tokens] = total_TH
         return out_TH
-
-
-class _Others:
-    """Gradients of the parameters of activation and norm, summed wide, block of rows after block of rows."""
-
-    def __init__(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
-        needed = [(p, gradient) for p, gradient in zip(parameters, gradients, strict=True) if gradient is not None]
-        self.parameters = [parameter for parameter, _ in needed]
-        self._gradients = [gradient for _, gradient in needed]
-        self._sums = [torch.zeros_like(g, dtype=torch.promote_types(g.dtype, torch.float32)) for g in self._gradients]
-
-    def add(self, gradients: Sequence[Tensor | None]) -> None:
-        """None is for parameters that were not used."""
-        for total, gradient in zip(self._sums, gradients, strict=True):
-            if gradient is not None:
-                total += gradient
-
-    def write(self) -> None:
-        for gradient, total in zip(self._gradients, self._sums, strict=True):
-            gradient.copy_(total)
-
-
-def by_rows(function: Callable[[Tensor], Tensor], x_NA: Tensor, out_NB: Tensor) -> None:
-    """``out = function(x)``, computed wide by any torch code that works on each row by itself.
-
-    A row's bits depend on no other row: rows go through in blocks with padding, so that a block's end, which torch
-    computes in another way, holds no row that counts.
-    """
-    for block, padding in _padded_blocks(x_NA, out_NB.shape[1]):
-        out_NB[block] = function(_wide(x_NA[block], padding))[: len(out_NB[block])]
-
-
-def by_rows_backward(
-    function: Callable[[Tensor], Tensor],
-    x_NA: Tensor,
-    dy_NB: Tensor,
-    weight_N: Tensor,
-    dx_NA: Tensor,
-    wy_NB: Tensor,
-    others: _Others,
-) -> Tensor:
-    """Gradients of ``weight * function(x)`` by autograd, as ``swiglu_backward`` gives those of SwiGLU.
-
-    Writes ``dx`` [N, A] and ``wy = weight * function(x)`` [N, B], which may lie on the inputs, adds to ``others``, and
-    returns dL/dweight [N], wide.
-    """
-    dweight_N = torch.empty_like(weight_N)
-    for block, padding in _padded_blocks(x_NA, dy_NB.shape[1]):
-        num_rows = len(dy_NB[block])
-        x, dy, weight = (_wide(rows[block], padding) for rows in (x_NA, dy_NB, weight_N[:, None]))
-        # What fills up is not there.
-        weight[num_rows:] = 0
-        with torch.enable_grad():
-            y = function(x.requires_grad_())
-            dx, *dothers = torch.autograd.grad(y, (x, *others.parameters), (dy * weight).to(y.dtype), allow_unused=True)
-        y = y.detach()
-        others.add(dothers)
-        dweight_N[block] = (dy * y).sum(dim=1)[:num_rows]
-        dx_NA[block] = dx[:num_rows]
-        wy_NB[block] = (y * weight)[:num_rows]
-    return dweight_N
-
-
-def _padded_blocks(x_NA: Tensor, out_width: int) -> Iterator[tuple[slice, int]]:
-    """Blocks of rows, and how many rows are to be put behind each so that its end is none of its own."""
-    width, narrow = max(x_NA.shape[1], out_width), min(x_NA.shape[1], out_width)
-    if x_NA.device.type != "cpu":
-        return ((block, 0) for block in _blocks(len(x_NA), len(x_NA)))
-    padding = -(-TAIL_ELEMENTS // narrow)
-    return ((block, padding) for block in _blocks(len(x_NA), (THREADED_ELEMENTS - 1) // width - padding))
-
-
-def _wide(rows_NA: Tensor, padding: int) -> Tensor:
-    """A wide copy with so many copies of the first row behind it."""
-    wide = rows_NA.new_empty(
-        (len(rows_NA) + padding, rows_NA.shape[1]), dtype=torch.promote_types(rows_NA.dtype, torch.float32)
-    )
-    wide[: len(rows_NA)] = rows_NA
-    wide[len(rows_NA) :] = rows_NA[:1]
-    return wide
-
-
-def _blocks(num_rows: int, rows_per_block: int) -> Iterator[slice]:
-    """Where there are rows, at least one each."""
-    step = max(1, rows_per_block)
-    return (slice(first, min(first + step, num_rows)) for first in range(0, num_rows, step))
 
 
 def _by_expert(experts: Sequence[SlotRows], *rows: Tensor) -> Iterator[tuple[Any, ...]]:

@@ -37,13 +37,15 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHExperts
 
 import moesys as ms
-from moesys import hf
+from moesys.hf import expert_rows, registration, routed_experts
+from moesys.hf.experts_module import ExpertsModule
+from moesys.kernels import row_functions
 from moesys.kernels.memory import Memory
 from moesys.kernels.rows import LARGEST_MINIMUM
 
 ms.hf.register()
 
-PAGE = Path(__file__).parents[1] / "docs" / "transformers.md"
+PAGE = Path(__file__).parents[2] / "docs" / "transformers.md"
 
 # Relative norms of differences. Both sides round in their own order.
 OUTPUT_TOLERANCE = 2e-6
@@ -462,8 +464,9 @@ def test_blocks_change_no_bit(kind: Callable[[], nn.Module], monkeypatch: pytest
     """But of what is summed over all rows without a product: gradients of an activation's and a norm's parameters."""
     module, tokens = experts(kind), batch(150)
     whole = run(module, tokens)
-    for name, elements in {"GROUP_ROWS": 1, "COMBINE_ELEMENTS": 5 * H, "THREADED_ELEMENTS": 700}.items():
-        monkeypatch.setattr(ms.hf, name, elements)
+    monkeypatch.setattr(expert_rows, "GROUP_ROWS", 1)
+    monkeypatch.setattr(routed_experts, "COMBINE_ELEMENTS", 5 * H)
+    monkeypatch.setattr(row_functions, "THREADED_ELEMENTS", 700)
     cut = run(module, tokens)
     assert_agree(cut, whole, 1e-6)
     assert_same_bits(*({name: t for name, t in results.items() if "." not in name} for results in (cut, whole)))
@@ -590,12 +593,12 @@ def test_the_kernels_of_a_gpu_compute_the_same():
     module = MixtralExperts(config)
     for parameter in module.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
-    experts = hf._Experts.of(module)
+    experts = ExpertsModule.of(module)
     assert experts.has_kernels
     x_TH, index_TK, weight_TK = torch.randn(9, 48), torch.randint(0, 5, (9, 2)), torch.rand(9, 2)
     dy_TH = torch.randn(9, 48)
     found = []
-    for forward in (hf._by_kernels, hf._by_rows):
+    for forward in (registration._by_kernels, registration._by_rows):
         inputs = [x_TH.clone().requires_grad_(), weight_TK.clone().requires_grad_()]
         y_TH = forward(experts, Memory(), module, inputs[0], index_TK, inputs[1])
         found.append([y_TH, *torch.autograd.grad(y_TH, [*inputs, *module.parameters()], dy_TH)])

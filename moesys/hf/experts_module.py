@@ -1,0 +1,63 @@
+"""What an experts module of transformers computes, and with which parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class ExpertsModule:
+    """What an experts module computes, in the terms of transformers' ``use_experts_implementation``.
+
+    names: of the up and down projection, then of their biases if there are any.
+    transposed: projections are [E, in, out], not [E, out, in].
+    swiglu: the activation is SwiGLU of ``[gate | up]``, so that its kernel may take its place.
+    dtype: of the projections.
+    norm: of an expert's output, before the routing weight.
+    parameters: all others of the module, which activation and norm may use.
+    """
+
+    names: tuple[str, ...]
+    transposed: bool
+    swiglu: bool
+    dtype: torch.dtype
+    activation: Callable[[Tensor], Tensor]
+    norm: Callable[[Tensor], Tensor] | None
+    parameters: tuple[nn.Parameter, ...]
+
+    @property
+    def has_kernels(self) -> bool:
+        """Whether ``kernels.experts`` computes the same: SwiGLU, with nothing besides, in 32 or 16 bits."""
+        plain = self.swiglu and not self.transposed and self.norm is None and len(self.names) == 2
+        return plain and self.dtype != torch.float64
+
+    @staticmethod
+    def of(module: Any) -> ExpertsModule:
+        names = ["gate_up_proj" if module.has_gate else "up_proj", "down_proj"]
+        if module.has_bias:
+            names += [f"{name}_bias" for name in names]
+        # older versions do not have it
+        has_norm = getattr(module, "has_post_expert_norm", False)
+        return ExpertsModule(
+            names=tuple(names),
+            transposed=module.is_transposed,
+            swiglu=_is_swiglu(module),
+            dtype=module.down_proj.dtype,
+            activation=module._apply_gate if module.has_gate else module.act_fn,
+            norm=module.post_expert_norm if has_norm else None,
+            parameters=tuple(p for name, p in module.named_parameters() if name not in names),
+        )
+
+
+def _is_swiglu(module: Any) -> bool:
+    from transformers.activations import SiLUActivation
+    from transformers.integrations import moe
+
+    if not module.has_gate or type(module)._apply_gate is not moe._default_apply_gate:
+        return False
+    return module.act_fn is nn.functional.silu or isinstance(module.act_fn, nn.SiLU | SiLUActivation)

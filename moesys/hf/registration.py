@@ -1,0 +1,104 @@
+"""What transformers calls for ``experts_implementation="moesys"``, and how it comes to know it.
+
+The registered function has a layer's experts module, its tokens and their routing, and gives the weighted sum back.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from moesys.hf.experts_module import ExpertsModule
+from moesys.hf.routed_experts import RoutedExperts
+from moesys.kernels.experts import moe_experts
+from moesys.kernels.memory import Memory
+
+NAME = "moesys"
+OLDEST_TRANSFORMERS = (5, 17)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def register() -> str:
+    """Make ``experts_implementation="moesys"`` known to transformers in this process; returns that name.
+
+    Once is enough, and more often does no harm. Models choose an implementation when they are made (an argument of
+    ``from_pretrained`` and ``from_config``), or later by ``model.set_experts_implementation("moesys")``.
+    """
+    try:
+        import transformers
+    except ImportError as error:
+        raise ImportError(f"moesys.hf needs transformers: {_advice()}") from error
+    version = transformers.__version__
+    if tuple(map(int, re.findall(r"\d+", version)[:2])) < OLDEST_TRANSFORMERS:
+        raise ImportError(f"transformers {version} is too old for moesys.hf: {_advice()}")
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
+
+    if NAME not in ALL_EXPERTS_FUNCTIONS:
+        ExpertsInterface.register(NAME, partial(experts_forward, Memory()))
+    return NAME
+
+
+def _advice() -> str:
+    return f"pip install 'transformers>={'.'.join(map(str, OLDEST_TRANSFORMERS))}'"
+
+
+def experts_forward(
+    memory: Memory, module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """Output [T, H] of transformers' experts ``module`` for tokens [T, H] and the experts and weights [T, K] that they
+    chose. An expert that the module does not have is another rank's: its choice counts for nothing.
+
+    On a GPU by the kernels, where they compute the same; else row by row, with ``memory`` for large intermediate
+    results.
+    """
+    experts = ExpertsModule.of(module)
+    forward = _by_kernels if hidden_states.is_cuda and experts.has_kernels else _by_rows
+    return forward(experts, memory, module, hidden_states, top_k_index, top_k_weights)
+
+
+def _by_kernels(
+    experts: ExpertsModule,
+    _: Memory,
+    module: nn.Module,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+) -> Tensor:
+    gate_up_EUH, down_EHI = (getattr(module, name) for name in experts.names)
+    dtype = _compute_dtype(gate_up_EUH)
+    y_TH = moe_experts(
+        hidden_states.to(dtype), top_k_index, top_k_weights, gate_up_EUH.to(dtype), down_EHI.to(dtype), "swiglu"
+    )
+    return y_TH.to(hidden_states.dtype)
+
+
+# A loop over the experts that have tokens is nothing that a compiled graph could hold.
+@torch.compiler.disable
+def _by_rows(
+    experts: ExpertsModule,
+    memory: Memory,
+    module: nn.Module,
+    hidden_states: Tensor,
+    top_k_index: Tensor,
+    top_k_weights: Tensor,
+) -> Tensor:
+    projections = [getattr(module, name) for name in experts.names]
+    dtype = _compute_dtype(projections[0])
+    y_TH: Tensor = RoutedExperts.apply(
+        experts, dtype, memory, hidden_states, top_k_weights, top_k_index, *projections, *experts.parameters
+    )
+    return y_TH
+
+
+def _compute_dtype(weight: Tensor) -> torch.dtype:
+    """Of the products: autocast's, or else the weights'."""
+    if weight.dtype not in DTYPES:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        raise TypeError(f'experts have dtype {weight.dtype}; experts_implementation="{NAME}" takes {names}')
+    device_type = weight.device.type
+    if weight.dtype != torch.float64 and torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return weight.dtype
