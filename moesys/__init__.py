@@ -70,8 +70,8 @@ if TYPE_CHECKING:
     from moesys.moe.runtime import link as link
     from moesys.overlap.channel import CollectiveError as CollectiveError
     from moesys.overlap.critical_path import PathPart as PathPart
+    from moesys.overlap.simulation import Simulation as Simulation
     from moesys.overlap.simulator import RestOfStep as RestOfStep
-    from moesys.overlap.simulator import Simulation as Simulation
     from moesys.step import LayerPlan as LayerPlan
     from moesys.step import StepPlan as StepPlan
     from moesys.step import plan_layer as plan_layer
@@ -134,7 +134,7 @@ _MODULE_OF = {
     "RunResult": "moesys.lab.runner",
     "Sequential": "moesys.config",
     "SequentialChoices": "moesys.tuner.space",
-    "Simulation": "moesys.overlap.simulator",
+    "Simulation": "moesys.overlap.simulation",
     "Space": "moesys.tuner.space",
     "Span": "moesys.timeline",
     "Static": "moesys.config",

@@ -18,7 +18,8 @@ from moesys.balance.quotas import levels_of, nodes_of
 from moesys.config import ClusterSpec, EvenSplit, FlowSplit, MegaKernel, ModelShape, Proportional, Split, Strategy
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.load import LoadMatrix
-from moesys.overlap.simulator import RestOfStep, Simulation, run_step
+from moesys.overlap.simulation import Simulation
+from moesys.overlap.simulator import RestOfStep, run_step
 from moesys.timeline import Timeline
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from moesys.layout import ExpertLayout
 from moesys.load import IntArray, LoadMatrix
 from moesys.moe.planning import InlinePlanner, LayoutSchedule, PlanRequest, PlanTicket
 from moesys.overlap.critical_path import by_place
-from moesys.overlap.simulator import exposed_ms
+from moesys.overlap.simulation import exposed_ms
 from moesys.step import LayerPlan, StepPlan, plan_layer, simulation
 from moesys.traces import Trace
 

@@ -19,7 +19,7 @@ from moesys.lab.explain import ExpertChange, LayerExplanation, StepExplanation, 
 from moesys.lab.files import load_experiment
 from moesys.lab.mega_memory import MegaMemory
 from moesys.lab.tables import figure
-from moesys.overlap.simulator import COMPUTED_KINDS
+from moesys.overlap.simulation import COMPUTED_KINDS
 from moesys.step import plans_on_device, split_on_device
 
 MOST_SHOWN = 12

@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from moesys.overlap.lanes import SLOWER_RANKS
-from moesys.overlap.simulator import critical_rank
+from moesys.overlap.simulation import critical_rank
 from moesys.timeline import Span, Timeline
 
 # The layer of a wait of a rank that has nothing to do at all.

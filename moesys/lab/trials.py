@@ -194,7 +194,7 @@ def routing_of(workload: Replay | Generated, model: ModelShape, cluster: Cluster
 
 
 def _simulated(step: list[StepPlan], rest: RestOfStep) -> dict[str, float]:
-    from moesys.overlap.simulator import exposed_ms
+    from moesys.overlap.simulation import exposed_ms
     from moesys.step import simulation
 
     model, cluster, sharding = step[0].model, step[0].cluster, step[0].strategy.sharding

@@ -16,7 +16,8 @@ from moesys import cost
 from moesys.overlap.critical_path import by_kind, by_place
 from moesys.overlap.lanes import Lanes
 from moesys.overlap.mega_simulator import Computed, MegaPass, Moved
-from moesys.overlap.simulator import RestOfStep, Simulation, exposed_ms, run_step
+from moesys.overlap.simulation import Simulation, exposed_ms
+from moesys.overlap.simulator import RestOfStep, run_step
 
 EVEN = np.full((4, 4), 100)
 SLOWED = {"copy_share": 0.3, "memory_gb_per_s": 1.0, "multiprocessors": 3, "tile_rows": 8, "tile_columns": 16}

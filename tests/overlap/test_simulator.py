@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 import moesys as ms
 from moesys import cost
 from moesys.lab.ranks import LocalRanks
-from moesys.overlap.simulator import critical_rank, exposed_ms, simulate_step
+from moesys.overlap.simulation import critical_rank, exposed_ms
+from moesys.overlap.simulator import simulate_step
 
 MODEL = ms.ModelShape(hidden_size=64, intermediate_size=96, num_experts=4, top_k=2, dtype="bfloat16")
 FOUR = ms.ClusterSpec(num_nodes=2, ranks_per_node=2, intra_node_gb_per_s=50, inter_node_gb_per_s=20, expert_tflops=1)

@@ -28,7 +28,8 @@ from moesys.lab.files import in_words, load_experiment
 from moesys.lab.tables import figure
 from moesys.lab.trials import rest_of, walk
 from moesys.overlap.critical_path import by_place
-from moesys.overlap.simulator import RestOfStep, Simulation, exposed_ms
+from moesys.overlap.simulation import Simulation, exposed_ms
+from moesys.overlap.simulator import RestOfStep
 from moesys.step import StepPlan, simulation
 
 MOST_TRACED_RANKS = 64
