@@ -8,27 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from math import isqrt
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
 from ortools.graph.python.linear_sum_assignment import SimpleLinearSumAssignment
 
-from moesys.balance.certificate import domains_of, greatest_bound
+from moesys.balance.certificate import greatest_bound
 from moesys.balance.components import MOST_EXPERTS, fill_components, least_by_components
+from moesys.balance.cp_sat_model import solve
+from moesys.balance.cp_sat_problem import Problem, filled_up
 from moesys.balance.greedy import greedy_layout
 from moesys.balance.max_load import min_max_load, tight_set
-from moesys.balance.replicas import layout_from_rows, share_key, usable_slots
-from moesys.balance.splits import split_tokens
-from moesys.config import ClusterSpec, CpSat, FlowSplit, Greedy
+from moesys.config import ClusterSpec, CpSat, Greedy
 from moesys.layout import ExpertLayout
-from moesys.load import IntArray, LoadMatrix
-
-if TYPE_CHECKING:
-    from ortools.sat.python.cp_model import CpModel, IntVar, LinearExprT
-
-Rows = Sequence[Sequence[int]]
+from moesys.load import LoadMatrix
 
 # ranks × experts up to which all ranks are planned at once, up to which planning some of them anew still helps, and
 # of those that are
@@ -39,11 +33,8 @@ FREED_AT_ONCE = 64
 TURNS = 16
 MOST_TURNS = 64
 MIXER = 0x9E3779B1
-RANDOM_SEED = 1
 # CP-SAT adds in int64, with room for sums of a few times all tokens
 MOST_TOKENS = 1 << 50
-# experts that tell equal ranks apart; their weights are powers of two
-SYMMETRY_EXPERTS = 14
 
 
 @dataclass(frozen=True)
@@ -95,7 +86,7 @@ def solve_cp_sat(
             "matter, or use balance=Greedy()"
         )
     start = _greedy(load, cluster, slots_R, config, previous)
-    problem = _Problem.of(load, cluster, slots_R, config)
+    problem = Problem.of(load, cluster, slots_R, config)
     bound, layout = _by_bounds(problem, start)
     time = config.deterministic_time
     if min_max_load(load, layout) > bound:
@@ -120,63 +111,7 @@ def _greedy(
     return greedy_layout(load, cluster, slots_R, same, previous)
 
 
-@dataclass(frozen=True)
-class _Problem:
-    load: LoadMatrix
-    cluster: ClusterSpec
-    slots_R: tuple[int, ...]
-    usable_R: list[int]
-    domain_R: tuple[int, ...]
-    min_replicas: int
-    tokens_E: list[int]
-    supply_NE: IntArray
-
-    @classmethod
-    def of(cls, load: LoadMatrix, cluster: ClusterSpec, slots_R: tuple[int, ...], config: CpSat) -> _Problem:
-        supply_NE = np.zeros((cluster.num_nodes, load.num_experts), dtype=np.int64)
-        np.add.at(supply_NE, np.asarray(cluster.node_of_rank), load.tokens_RE)
-        return cls(
-            load=load,
-            cluster=cluster,
-            slots_R=slots_R,
-            usable_R=usable_slots(slots_R, load.num_experts),
-            domain_R=domains_of(cluster, config.replicas_within),
-            min_replicas=config.min_replicas,
-            tokens_E=load.tokens_E.tolist(),
-            supply_NE=supply_NE,
-        )
-
-    @property
-    def node_R(self) -> tuple[int, ...]:
-        return self.cluster.node_of_rank
-
-    @property
-    def one_domain(self) -> bool:
-        return len(set(self.domain_R)) == 1
-
-    def quotas(self, layout: ExpertLayout) -> IntArray:
-        """Tokens [R, E] that each rank computes of each expert under the exact split."""
-        plan = split_tokens(self.load, layout, self.cluster, FlowSplit(traffic="exact"))
-        quota_RE = np.zeros_like(self.load.tokens_RE)
-        np.add.at(quota_RE, (plan.entries[:, 2], plan.entries[:, 1]), plan.entries[:, 3])
-        return quota_RE
-
-    def inter_node(self, quota_RE: IntArray) -> int:
-        """Tokens between nodes: what a node computes of an expert beyond what its own sources have."""
-        quota_NE = np.zeros_like(self.supply_NE)
-        np.add.at(quota_NE, np.asarray(self.node_R), quota_RE)
-        return int(np.maximum(quota_NE - self.supply_NE, 0).sum())
-
-    def cost(self, layout: ExpertLayout) -> tuple[int, int]:
-        """What is minimised: tokens of the busiest rank, then tokens between nodes."""
-        quota_RE = self.quotas(layout)
-        return int(quota_RE.sum(axis=1).max()), self.inter_node(quota_RE)
-
-    def layout(self, rows: Rows) -> ExpertLayout:
-        return layout_from_rows(rows, self.slots_R, len(self.tokens_E))
-
-
-def _by_bounds(problem: _Problem, start: ExpertLayout) -> tuple[int, ExpertLayout]:
+def _by_bounds(problem: Problem, start: ExpertLayout) -> tuple[int, ExpertLayout]:
     """What counting alone proves of the busiest rank, and the better of ``start`` and a layout made from the proof."""
     bound, _ = greatest_bound(problem.tokens_E, problem.slots_R, problem.domain_R, problem.min_replicas)
     high = min_max_load(problem.load, start)
@@ -188,30 +123,10 @@ def _by_bounds(problem: _Problem, start: ExpertLayout) -> tuple[int, ExpertLayou
     rows = fill_components(components, problem.tokens_E, problem.usable_R, bound)
     if bound == high or rows is None:
         return bound, start
-    return bound, _relabelled(problem, problem.layout(_filled_up(problem, rows)))
+    return bound, _relabelled(problem, problem.layout(filled_up(problem, rows)))
 
 
-def _filled_up(problem: _Problem, rows: Rows) -> list[list[int]]:
-    """Rows whose free slots have gone to the experts with the most tokens a replica that their rank has not.
-
-    A slot stays free where all experts of the domain are on the rank already.
-    """
-    filled = [list(row) for row in rows]
-    replicas_E = [sum(expert in row for row in rows) for expert in range(len(problem.tokens_E))]
-    home_E = {expert: problem.domain_R[rank] for rank, row in enumerate(rows) for expert in row}
-    for rank, row in enumerate(filled):
-        absent = {expert for expert, home in home_E.items() if home == problem.domain_R[rank]} - set(row)
-        while len(row) < problem.usable_R[rank] and absent:
-            expert = min(
-                absent, key=lambda e: (-share_key(problem.tokens_E[e], replicas_E[e], len(rows)), replicas_E[e], e)
-            )
-            row.append(expert)
-            absent.remove(expert)
-            replicas_E[expert] += 1
-    return filled
-
-
-def _relabelled(problem: _Problem, layout: ExpertLayout) -> ExpertLayout:
+def _relabelled(problem: Problem, layout: ExpertLayout) -> ExpertLayout:
     """The same rows on ranks with equally many slots, where the most of their tokens are at home on the node.
 
     The layout itself where that is no better, for the split may answer with other tokens.
@@ -230,12 +145,12 @@ def _relabelled(problem: _Problem, layout: ExpertLayout) -> ExpertLayout:
     return min(layout, problem.layout(rows), key=problem.cost)
 
 
-def _less_busy(problem: _Problem, layout: ExpertLayout, bound: int, seconds: float) -> tuple[ExpertLayout, int, float]:
+def _less_busy(problem: Problem, layout: ExpertLayout, bound: int, seconds: float) -> tuple[ExpertLayout, int, float]:
     """A layout whose busiest rank has fewer tokens, if one is found; the bound; deterministic seconds spent."""
     busiest, spent, turn = min_max_load(problem.load, layout), 0.0, 0
     while busiest > bound and spent < seconds and turn < MOST_TURNS:
         free, share = _freed(problem, layout, turn)
-        answer = _solve(problem, layout, free, (bound, busiest), False, share * seconds)
+        answer = solve(problem, layout, free, (bound, busiest), False, share * seconds)
         if len(free) == layout.num_ranks:
             bound = max(bound, answer.bound)
         if answer.layout is not None and (found := min_max_load(problem.load, answer.layout)) < busiest:
@@ -244,12 +159,12 @@ def _less_busy(problem: _Problem, layout: ExpertLayout, bound: int, seconds: flo
     return (_relabelled(problem, layout) if problem.one_domain else layout), bound, spent
 
 
-def _less_traffic(problem: _Problem, layout: ExpertLayout, seconds: float) -> tuple[ExpertLayout, int]:
+def _less_traffic(problem: Problem, layout: ExpertLayout, seconds: float) -> tuple[ExpertLayout, int]:
     """A layout as good in the busiest rank with fewer tokens between nodes, if one is found; the bound on these."""
     (busiest, inter_node), bound, spent, turn = problem.cost(layout), 0, 0.0, 0
     while inter_node > bound and spent < seconds and turn < MOST_TURNS:
         free, share = _freed(problem, layout, turn)
-        answer = _solve(problem, layout, free, (busiest, busiest), True, share * seconds)
+        answer = solve(problem, layout, free, (busiest, busiest), True, share * seconds)
         if len(free) == layout.num_ranks:
             bound = max(bound, answer.bound)
         if answer.layout is not None and (found := problem.cost(answer.layout)) < (busiest, inter_node):
@@ -258,7 +173,7 @@ def _less_traffic(problem: _Problem, layout: ExpertLayout, seconds: float) -> tu
     return layout, bound
 
 
-def _freed(problem: _Problem, layout: ExpertLayout, turn: int) -> tuple[tuple[int, ...], float]:
+def _freed(problem: Problem, layout: ExpertLayout, turn: int) -> tuple[tuple[int, ...], float]:
     """Ranks to plan anew, and the part of the time for it.
 
     At first all, where they are few enough: only that proves a bound. Then half from the tight set and half from
@@ -278,141 +193,3 @@ def _freed(problem: _Problem, layout: ExpertLayout, turn: int) -> tuple[tuple[in
         picks = [rank for pick in picks for rank in (pick, int(shared_RR[pick].argmax()))]
         size = max(size, 4)
     return tuple(sorted(list(dict.fromkeys(picks))[:size])), 1 / TURNS
-
-
-@dataclass(frozen=True)
-class _Answer:
-    """What a solve found, None without a solution; the bound of its objective; deterministic seconds it took."""
-
-    layout: ExpertLayout | None
-    bound: int
-    seconds: float
-
-
-def _solve(
-    problem: _Problem,
-    layout: ExpertLayout,
-    free: tuple[int, ...],
-    limits: tuple[int, int],
-    least_traffic: bool,
-    seconds: float,
-) -> _Answer:
-    """Plans the ``free`` ranks anew; the others keep their experts, and all ranks share the tokens anew.
-
-    Minimises the busiest rank's tokens, which lie in ``limits``, or within the same limits the tokens between nodes.
-    Free ranks may hold what any of them holds now.
-    """
-    # imported here because it brings pandas along, which no other planner needs
-    from ortools.sat.python import cp_model
-
-    tokens_E, high = problem.tokens_E, limits[1]
-    whole = len(free) == layout.num_ranks
-    exchangeable = _exchangeable(problem, least_traffic) if whole else []
-    hint_rows, hint_quota_RE = _in_order(problem, layout, exchangeable)
-    movable = range(len(tokens_E)) if whole else sorted({expert for rank in free for expert in hint_rows[rank]})
-    model = cp_model.CpModel()
-    holds: dict[tuple[int, int], IntVar] = {}
-    tokens: dict[tuple[int, int], IntVar] = {}
-    for rank, row in enumerate(hint_rows):
-        for expert in movable if rank in free else row:
-            most = min(tokens_E[expert], high)
-            tokens[rank, expert] = model.new_int_var(0, most, f"x[{rank},{expert}]")
-            model.add_hint(tokens[rank, expert], int(hint_quota_RE[rank, expert]))
-            if rank in free:
-                holds[rank, expert] = model.new_bool_var(f"y[{rank},{expert}]")
-                model.add_hint(holds[rank, expert], expert in row)
-                model.add(tokens[rank, expert] <= most * holds[rank, expert])
-
-    for expert, amount in enumerate(tokens_E):
-        model.add(sum(tokens[rank, expert] for rank in range(len(hint_rows)) if (rank, expert) in tokens) == amount)
-        kept = [rank for rank, row in enumerate(hint_rows) if rank not in free and expert in row]
-        needed = max(problem.min_replicas, -(-amount // high) if high else 1)
-        model.add(sum(holds[rank, expert] for rank in free if expert in movable) + len(kept) >= needed)
-        if not problem.one_domain and expert in movable:
-            _keep_inside_one_domain(model, problem, {rank: holds[rank, expert] for rank in free}, kept)
-    busiest = model.new_int_var(*limits, "busiest")
-    for rank, row in enumerate(hint_rows):
-        model.add(sum(tokens[rank, expert] for expert in (movable if rank in free else row)) <= busiest)
-    for rank in free:
-        model.add(sum(holds[rank, expert] for expert in movable) <= problem.usable_R[rank])
-    _order(model, problem, holds, exchangeable)
-    model.minimize(_imports(model, problem, tokens) if least_traffic else busiest)
-
-    solver = cp_model.CpSolver()
-    solver.parameters.num_workers = 1
-    solver.parameters.random_seed = RANDOM_SEED
-    solver.parameters.max_deterministic_time = seconds
-    status = solver.solve(model)
-    spent = solver.response_proto.deterministic_time
-    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
-        return _Answer(None, 0, spent)
-    # a whole number, held exactly: tokens are at most 2^50
-    bound = int(solver.best_objective_bound)
-    rows = [
-        [expert for expert in movable if solver.boolean_value(holds[rank, expert])] if rank in free else row
-        for rank, row in enumerate(hint_rows)
-    ]
-    return _Answer(problem.layout(_filled_up(problem, rows)), bound, spent)
-
-
-def _keep_inside_one_domain(
-    model: CpModel, problem: _Problem, holds_by_rank: dict[int, IntVar], kept: Sequence[int]
-) -> None:
-    """One expert: of the domains where free ranks could hold it, one; the domain of ranks that keep it, if any do."""
-    home = {problem.domain_R[rank] for rank in kept}
-    here = {domain: model.new_bool_var("") for domain in sorted({problem.domain_R[rank] for rank in holds_by_rank})}
-    model.add_at_most_one(here.values())
-    for rank, holds in holds_by_rank.items():
-        domain = problem.domain_R[rank]
-        model.add_implication(holds, here[domain])
-        if home and domain not in home:
-            model.add(holds == 0)
-
-
-def _imports(model: CpModel, problem: _Problem, tokens: dict[tuple[int, int], IntVar]) -> LinearExprT:
-    """Tokens between nodes: for each node and expert, what its ranks compute beyond what its sources have."""
-    imports = []
-    for (node, expert), supply in np.ndenumerate(problem.supply_NE):
-        computed = [tokens[rank, e] for rank, e in tokens if e == expert and problem.node_R[rank] == node]
-        if computed and supply < problem.tokens_E[expert]:
-            imports.append(model.new_int_var(0, problem.tokens_E[expert] - int(supply), f"i[{node},{expert}]"))
-            model.add(imports[-1] >= sum(computed) - int(supply))
-    return sum(imports)
-
-
-def _exchangeable(problem: _Problem, least_traffic: bool) -> list[list[int]]:
-    """Ranks that could change places in any solution: equal slots and domain, and for the traffic one node."""
-    classes: dict[tuple[int, int, int], list[int]] = {}
-    for rank, usable in enumerate(problem.usable_R):
-        node = problem.node_R[rank] if least_traffic else 0
-        classes.setdefault((usable, problem.domain_R[rank], node), []).append(rank)
-    return list(classes.values())
-
-
-def _codes(tokens_E: Sequence[int]) -> dict[int, int]:
-    """Weights of the heaviest experts, whose sum tells the ranks that hold them apart."""
-    heaviest = sorted(range(len(tokens_E)), key=lambda expert: (-tokens_E[expert], expert))[:SYMMETRY_EXPERTS]
-    return {expert: 1 << (SYMMETRY_EXPERTS - place) for place, expert in enumerate(heaviest)}
-
-
-def _order(
-    model: CpModel, problem: _Problem, holds: dict[tuple[int, int], IntVar], exchangeable: Sequence[Sequence[int]]
-) -> None:
-    """Of solutions that differ by an exchange of ranks, keeps those with codes in falling order."""
-    codes = _codes(problem.tokens_E)
-    for ranks in exchangeable:
-        for before, after in pairwise(ranks):
-            model.add(sum(code * (holds[before, expert] - holds[after, expert]) for expert, code in codes.items()) >= 0)
-
-
-def _in_order(
-    problem: _Problem, layout: ExpertLayout, exchangeable: Sequence[Sequence[int]]
-) -> tuple[list[Sequence[int]], IntArray]:
-    """Rows and quotas [R, E] of a layout, ranks exchanged so that ``_order`` keeps it."""
-    quota_RE, codes = problem.quotas(layout), _codes(problem.tokens_E)
-    source_R = list(range(layout.num_ranks))
-    for ranks in exchangeable:
-        by_code = sorted(ranks, key=lambda rank: -sum(codes.get(expert, 0) for expert in layout.experts_of(rank)))
-        for rank, source in zip(ranks, by_code, strict=True):
-            source_R[rank] = source
-    return [layout.experts_of(source) for source in source_R], quota_RE[source_R]

@@ -1,0 +1,99 @@
+"""What CpSat solves: a load, the slots it may fill, and what a layout costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from moesys.balance.certificate import domains_of
+from moesys.balance.replicas import layout_from_rows, share_key, usable_slots
+from moesys.balance.splits import split_tokens
+from moesys.config import ClusterSpec, CpSat, FlowSplit
+from moesys.layout import ExpertLayout
+from moesys.load import IntArray, LoadMatrix
+
+Rows = Sequence[Sequence[int]]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A load, and where its experts may go.
+
+    ``usable_R``: slots of a rank that can hold distinct experts; ``domain_R``: the domain of each rank, inside one of
+    which all replicas of an expert lie; ``tokens_E``: of all sources; ``supply_NE``: of the sources on a node.
+    """
+
+    load: LoadMatrix
+    cluster: ClusterSpec
+    slots_R: tuple[int, ...]
+    usable_R: list[int]
+    domain_R: tuple[int, ...]
+    min_replicas: int
+    tokens_E: list[int]
+    supply_NE: IntArray
+
+    @classmethod
+    def of(cls, load: LoadMatrix, cluster: ClusterSpec, slots_R: tuple[int, ...], config: CpSat) -> Problem:
+        supply_NE = np.zeros((cluster.num_nodes, load.num_experts), dtype=np.int64)
+        np.add.at(supply_NE, np.asarray(cluster.node_of_rank), load.tokens_RE)
+        return cls(
+            load=load,
+            cluster=cluster,
+            slots_R=slots_R,
+            usable_R=usable_slots(slots_R, load.num_experts),
+            domain_R=domains_of(cluster, config.replicas_within),
+            min_replicas=config.min_replicas,
+            tokens_E=load.tokens_E.tolist(),
+            supply_NE=supply_NE,
+        )
+
+    @property
+    def node_R(self) -> tuple[int, ...]:
+        return self.cluster.node_of_rank
+
+    @property
+    def one_domain(self) -> bool:
+        return len(set(self.domain_R)) == 1
+
+    def quotas(self, layout: ExpertLayout) -> IntArray:
+        """Tokens [R, E] that each rank computes of each expert under the exact split."""
+        plan = split_tokens(self.load, layout, self.cluster, FlowSplit(traffic="exact"))
+        quota_RE = np.zeros_like(self.load.tokens_RE)
+        np.add.at(quota_RE, (plan.entries[:, 2], plan.entries[:, 1]), plan.entries[:, 3])
+        return quota_RE
+
+    def inter_node(self, quota_RE: IntArray) -> int:
+        """Tokens between nodes: what a node computes of an expert beyond what its own sources have."""
+        quota_NE = np.zeros_like(self.supply_NE)
+        np.add.at(quota_NE, np.asarray(self.node_R), quota_RE)
+        return int(np.maximum(quota_NE - self.supply_NE, 0).sum())
+
+    def cost(self, layout: ExpertLayout) -> tuple[int, int]:
+        """What is minimised: tokens of the busiest rank, then tokens between nodes."""
+        quota_RE = self.quotas(layout)
+        return int(quota_RE.sum(axis=1).max()), self.inter_node(quota_RE)
+
+    def layout(self, rows: Rows) -> ExpertLayout:
+        return layout_from_rows(rows, self.slots_R, len(self.tokens_E))
+
+
+def filled_up(problem: Problem, rows: Rows) -> list[list[int]]:
+    """Rows whose free slots have gone to the experts with the most tokens a replica that their rank has not.
+
+    A slot stays free where all experts of the domain are on the rank already.
+    """
+    filled = [list(row) for row in rows]
+    replicas_E = [sum(expert in row for row in rows) for expert in range(len(problem.tokens_E))]
+    home_E = {expert: problem.domain_R[rank] for rank, row in enumerate(rows) for expert in row}
+    for rank, row in enumerate(filled):
+        absent = {expert for expert, home in home_E.items() if home == problem.domain_R[rank]} - set(row)
+        while len(row) < problem.usable_R[rank] and absent:
+            expert = min(
+                absent, key=lambda e: (-share_key(problem.tokens_E[e], replicas_E[e], len(rows)), replicas_E[e], e)
+            )
+            row.append(expert)
+            absent.remove(expert)
+            replicas_E[expert] += 1
+    return filled
