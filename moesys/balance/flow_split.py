@@ -9,8 +9,9 @@ import numpy as np
 from moesys.balance.holders import list_holders
 from moesys.balance.levelling import least_max, new_level
 from moesys.balance.min_cost import cheapest_quotas
-from moesys.balance.push import push_down, share_out
+from moesys.balance.push import push_down
 from moesys.balance.quotas import fill_quotas, levels_of, nodes_of
+from moesys.balance.share_out import share_out
 from moesys.compiled import compiled
 from moesys.config import ClusterSpec, FlowSplit
 from moesys.layout import ExpertLayout, TokenPlan
