@@ -14,30 +14,28 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
-from moesys.config import ClusterSpec, Ep, Fsep, MegaKernel, ModelShape, Pipelined, Strategy
-from moesys.kernels.rows import RowRule, row_rule
+from moesys.config import ClusterSpec, Fsep, MegaKernel, ModelShape, Pipelined, Strategy
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.load import LoadMatrix
 from moesys.moe.call import LayerCall, RoutedExperts
 from moesys.moe.device_plan import DevicePlan, DevicePlanner, RanksPlan
+from moesys.moe.expert_math import expert_math_on
 from moesys.moe.experts import DTYPES, initial_generator
 from moesys.moe.metrics import LayerMetrics
 from moesys.moe.planning import InlinePlanner, LayoutSchedule
 from moesys.moe.ranks import cluster_of, mesh_of
 from moesys.moe.recompute import current_tape
 from moesys.moe.router import Router
-from moesys.moe.sharded_experts import ShardedExperts
-from moesys.moe.shards import ExpertShards, Restored
+from moesys.moe.sharding import shards_of
+from moesys.moe.shards import Restored
 from moesys.moe.shared import SharedExperts
 from moesys.moe.state import join_state, split_state
-from moesys.moe.whole_experts import WholeExperts
 from moesys.overlap.channel import Channel
 from moesys.overlap.chunked import ChunkedExecutor
 from moesys.overlap.executor import Executor
 from moesys.overlap.expert_math import ExpertMath
 from moesys.overlap.record import Meter, Recorder
 from moesys.overlap.routes import build_routes, chunk_counts
-from moesys.overlap.slot_math import SlotMath
 from moesys.step import LayerPlan, plan_layer, plans_on_device
 
 if TYPE_CHECKING:
@@ -98,7 +96,7 @@ class MoELayer(nn.Module):
         self.weight_channel = self.token_channel
         self.runtime: MoERuntime | None = None
         self.plan_timeout_s = PLAN_TIMEOUT_S
-        # None: kernels on a GPU, a GEMM a slot elsewhere.
+        # None: that of the device.
         self.expert_math: ExpertMath | None = None
         self.mega_home: MegaHome | None = None
         self.tokens_since_update_E = torch.zeros(shape.num_experts, dtype=torch.int64)
@@ -108,17 +106,12 @@ class MoELayer(nn.Module):
         # The plan whose counts are not added up yet.
         self._uncounted: RanksPlan | None = None
 
-        sharding = strategy.sharding
-        self.shards: ExpertShards
+        self.shards = shards_of(strategy, shape, self.cluster, rank, self.group)
         # EP keeps what it lent until backward: sending it twice would cost more than the memory is worth.
-        match sharding:
-            case Ep():
-                self.shards = WholeExperts(shape, self.compute_dtype, rank, num_ranks)
-                self.reshard_after_forward, self.prefetch_layers, self.delay_reshard = False, 0, False
-            case Fsep():
-                self.shards = self._sharded_experts(sharding, rank, num_ranks)
-                self.reshard_after_forward = sharding.reshard_after_forward
-                self.prefetch_layers, self.delay_reshard = sharding.prefetch_layers, sharding.delay_reshard
+        self.reshard_after_forward, self.prefetch_layers, self.delay_reshard = False, 0, False
+        if isinstance(sharding := strategy.sharding, Fsep):
+            self.reshard_after_forward = sharding.reshard_after_forward
+            self.prefetch_layers, self.delay_reshard = sharding.prefetch_layers, sharding.delay_reshard
         self.num_chunks = strategy.overlap.chunks if isinstance(strategy.overlap, Pipelined) else 1
         # Drawn on the CPU, so that every device starts from the same weights.
         generator = initial_generator(seed, layer_index, expert=None)
@@ -188,7 +181,7 @@ class MoELayer(nn.Module):
         previous = self.runtime.enter(self) if self.runtime is not None else None
         upcoming = self.runtime.upcoming(self) if self.runtime is not None else []
         # Asked for every time, as it depends on the device and, on the CPU, on the number of threads, which may change.
-        math = self.expert_math or _expert_math(self.shape, self.compute_dtype, expert_TK.device.type)
+        math = self.expert_math or expert_math_on(self.shape, self.compute_dtype, expert_TK.device.type)
         alone = self._plan_alone(expert_TK, math, learning)
         executor = (
             alone
@@ -289,17 +282,6 @@ class MoELayer(nn.Module):
                 math.min_rows,
             )
         return ChunkedExecutor(routes, self.token_channel, math, self.shards.memory)
-
-    def _sharded_experts(self, sharding: Fsep, rank: int, num_ranks: int) -> ShardedExperts:
-        overlap, hierarchical = self.strategy.overlap, sharding.restore == "hierarchical"
-        if isinstance(overlap, MegaKernel) and self.group is not None and not hierarchical:
-            # Here, so that Triton is loaded only where it runs.
-            from moesys.moe.pulled_experts import PulledExperts
-
-            return PulledExperts(
-                self.shape, self.compute_dtype, rank, self.cluster.node_of_rank, self.group, overlap.timeout_s
-            )
-        return ShardedExperts(self.shape, self.compute_dtype, rank, num_ranks, self.cluster.node_of_rank, hierarchical)
 
     def _fused(self, overlap: MegaKernel, expert_TK: Tensor, plan: TokenPlan, most_tokens: int) -> MegaExecutor:
         # Here, so that Triton is loaded only where it runs.
@@ -455,23 +437,3 @@ class MoELayer(nn.Module):
 
 def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _expert_math(shape: ModelShape, dtype: torch.dtype, device_type: str) -> ExpertMath:
-    """How experts are computed on this device."""
-    if device_type == "cuda":
-        # Here, so that Triton is loaded only where it runs.
-        from moesys.overlap.kernel_math import KernelMath
-
-        return KernelMath()
-    H, I = shape.hidden_size, shape.intermediate_size
-    # The four row-wise GEMMs of an expert: up, down, and both of backward.
-    rule = RowRule.all_of(
-        [
-            row_rule(H, 2 * I, dtype, transposed=True, device_type=device_type),
-            row_rule(I, H, dtype, transposed=True, device_type=device_type),
-            row_rule(H, I, dtype, transposed=False, device_type=device_type),
-            row_rule(2 * I, H, dtype, transposed=False, device_type=device_type),
-        ]
-    )
-    return SlotMath(rule)

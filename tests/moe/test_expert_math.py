@@ -11,7 +11,7 @@ from torch import Tensor
 
 import moesys as ms
 from moesys.lab.ranks import LocalRanks
-from moesys.moe.layer import _expert_math
+from moesys.moe.expert_math import expert_math_on
 from moesys.overlap.kernel_math import KernelMath
 from moesys.overlap.slot_math import SlotMath
 
@@ -94,4 +94,4 @@ def test_masters_without_gradient_and_rows_with_gaps() -> None:
 
 @pytest.mark.parametrize(("device_type", "kind"), [("cpu", SlotMath), ("cuda", KernelMath)])
 def test_the_device_says_how_experts_are_computed(device_type: str, kind: type) -> None:
-    assert isinstance(_expert_math(shape("float32", 4, 2), torch.float32, device_type), kind)
+    assert isinstance(expert_math_on(shape("float32", 4, 2), torch.float32, device_type), kind)

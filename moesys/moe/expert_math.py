@@ -1,0 +1,30 @@
+"""How a layer computes its experts on a device."""
+
+from __future__ import annotations
+
+import torch
+
+from moesys.config import ModelShape
+from moesys.kernels.rows import RowRule, row_rule
+from moesys.overlap.expert_math import ExpertMath
+from moesys.overlap.slot_math import SlotMath
+
+
+def expert_math_on(shape: ModelShape, dtype: torch.dtype, device_type: str) -> ExpertMath:
+    """Kernels on a GPU, a GEMM a slot elsewhere."""
+    if device_type == "cuda":
+        # Here, so that Triton is loaded only where it runs.
+        from moesys.overlap.kernel_math import KernelMath
+
+        return KernelMath()
+    H, I = shape.hidden_size, shape.intermediate_size
+    # The four row-wise GEMMs of an expert: up, down, and both of backward.
+    rule = RowRule.all_of(
+        [
+            row_rule(H, 2 * I, dtype, transposed=True, device_type=device_type),
+            row_rule(I, H, dtype, transposed=True, device_type=device_type),
+            row_rule(H, I, dtype, transposed=False, device_type=device_type),
+            row_rule(2 * I, H, dtype, transposed=False, device_type=device_type),
+        ]
+    )
+    return SlotMath(rule)
