@@ -15,6 +15,9 @@ from moesys.kernels.memory import Memory
 from moesys.lab import rank_process
 from moesys.lab.ranks import LocalRanks
 
+# what tests share says on failure what it compared, as tests do
+pytest.register_assert_rewrite("hf_cases")
+
 
 def pytest_configure() -> None:
     torch.set_num_threads(1)
