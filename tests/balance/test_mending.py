@@ -12,7 +12,7 @@ from moesys.balance.levelling import least_max, new_level
 from moesys.balance.mending import mend
 from moesys.balance.search import NO_LIMIT, Fence
 from moesys.config import ClusterSpec, Eplb, FlowSplit, Greedy, Static
-from moesys.lab.bench.planner_loads import SIZES, zipf_sample
+from moesys.lab.bench.planner.loads import SIZES, zipf_sample
 from moesys.layout import EMPTY, ExpertLayout
 from moesys.load import LoadMatrix
 

@@ -21,8 +21,8 @@ from moesys.__main__ import app
 from moesys.kernels.blocks import Blocks
 from moesys.kernels.tiles import Block
 from moesys.kernels.tuner import PINNED
-from moesys.lab.bench.kernels_aot import SIZES, Compiled, compile_size
-from moesys.lab.bench.kernels_aot_mega import POINTS, compile_mega
+from moesys.lab.bench.kernels.aot import SIZES, Compiled, compile_size
+from moesys.lab.bench.kernels.aot_mega import POINTS, compile_mega
 
 # 3.6 cannot specialise epilogues that split a tile.
 SPECIALISES = not triton.__version__.startswith("3.6.")

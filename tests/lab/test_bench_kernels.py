@@ -18,15 +18,15 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from moesys.__main__ import app
-from moesys.lab.bench import kernels, kernels_checks, kernels_contestants, kernels_peers
-from moesys.lab.bench.kernels_aot import Size
-from moesys.lab.bench.kernels_case import FLOPS, Measured, measure_case
-from moesys.lab.bench.kernels_checks import wrong_errors
-from moesys.lab.bench.kernels_contestants import GROUPED, OURS, grouped_mm_experts
-from moesys.lab.bench.kernels_layer import Contestant, Layer, Results, Run, draw_layer
-from moesys.lab.bench.kernels_meters import Bytes, CpuMeter, GpuMeter
-from moesys.lab.bench.kernels_reference import relative_errors
-from moesys.lab.bench.kernels_routing import draw_routing
+from moesys.lab.bench.kernels import checks, contest, contestants, peers
+from moesys.lab.bench.kernels.aot import Size
+from moesys.lab.bench.kernels.case import FLOPS, Measured, measure_case
+from moesys.lab.bench.kernels.checks import wrong_errors
+from moesys.lab.bench.kernels.contestants import GROUPED, OURS, grouped_mm_experts
+from moesys.lab.bench.kernels.drawn_layer import Contestant, Layer, Results, Run, draw_layer
+from moesys.lab.bench.kernels.meters import Bytes, CpuMeter, GpuMeter
+from moesys.lab.bench.kernels.reference import relative_errors
+from moesys.lab.bench.kernels.routing import draw_routing
 
 # Rows of a multiple of 16 bytes, as torch's grouped GEMM wants them.
 TINY = Size("tiny", 10, 16, 8, 3, 2)
@@ -36,7 +36,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def _tiny_scale(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "IN_INTERPRETER", kernels.Scale((TINY,), TINY, FAR, bit_runs=2))
+    monkeypatch.setattr(contest, "IN_INTERPRETER", contest.Scale((TINY,), TINY, FAR, bit_runs=2))
 
 
 def run(*arguments: str) -> tuple[int, str]:
@@ -91,8 +91,8 @@ def test_a_rehearsal_checks_and_times_everything(tmp_path: Path) -> None:
 
 
 def test_what_is_wrong_of_ours_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = kernels_contestants.moe_experts
-    monkeypatch.setattr(kernels_contestants, "moe_experts", lambda *inputs: right(*inputs) * 1.001)
+    right = contestants.moe_experts
+    monkeypatch.setattr(contestants, "moe_experts", lambda *inputs: right(*inputs) * 1.001)
     code, output = rehearse(
         *("--contestants", f"{OURS},grouped_mm", "--routing", "uniform", "--repeats", "1"),
         *("--no-extras", "--out", str(tmp_path)),
@@ -115,7 +115,7 @@ def test_a_machine_without_a_gpu_is_told_what_it_can_do() -> None:
 def test_kernels_are_not_interpreted_beside_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ValueError, match="unset TRITON_INTERPRET"):
-        kernels.plan()
+        contest.plan()
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_what_cannot_be_run_is_refused(arguments: tuple[str, ...], message: str)
 def test_it_needs_no_planner_and_no_experiment() -> None:
     """A GPU image may have neither pydantic nor OR-Tools."""
     absent = "import sys; sys.modules.update(dict.fromkeys(('pydantic', 'ortools', 'numba', 'scipy', 'transformers')));"
-    code = f"{absent} import moesys.__main__, moesys.lab.bench.kernels"
+    code = f"{absent} import moesys.__main__, moesys.lab.bench.kernels.contest"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
@@ -184,7 +184,7 @@ def test_a_layer_that_does_not_fit_is_a_line(monkeypatch: pytest.MonkeyPatch) ->
     def full(*_: Any) -> Layer:
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr("moesys.lab.bench.kernels_case.draw_layer", full)
+    monkeypatch.setattr("moesys.lab.bench.kernels.case.draw_layer", full)
     code, output = rehearse("--contestants", f"{OURS},grouped_mm", "--routing", "uniform", "--no-extras")
     assert code == 1
     assert output.count("OutOfMemoryError: no room") == 2
@@ -194,7 +194,7 @@ def test_extras_that_cannot_be_drawn_are_lines_and_the_rest_goes_on(monkeypatch:
     def full(*_: Any) -> Layer:
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(kernels, "draw_layer", full)
+    monkeypatch.setattr(contest, "draw_layer", full)
     code, output = rehearse("--contestants", f"{OURS},grouped_mm", "--routing", "uniform", "--repeats", "0")
     assert code == 1
     assert output.count("OutOfMemoryError: no room") == 2
@@ -202,10 +202,10 @@ def test_extras_that_cannot_be_drawn_are_lines_and_the_rest_goes_on(monkeypatch:
 
 
 def test_a_folder_that_cannot_be_written_to_is_known_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "_case", lambda *_: pytest.fail("measured already"))
+    monkeypatch.setattr(contest, "_case", lambda *_: pytest.fail("measured already"))
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
-        kernels.main(kernels.plan(device="cpu", dtype="float32", extras=False), tmp_path / "file" / "found")
+        contest.main(contest.plan(device="cpu", dtype="float32", extras=False), tmp_path / "file" / "found")
 
 
 # --- what is compared ----------------------------------------------------------------------------------------
@@ -261,10 +261,10 @@ def test_bits_that_change_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def drifting(*inputs: Tensor) -> Tensor:
         return grouped_mm_experts(*inputs) + (1e-6 if next(runs) == 2 else 0.0)
 
-    monkeypatch.setattr(kernels_checks, "moe_experts", drifting)
-    finding = kernels_checks.same_bits(drawn, 3)
+    monkeypatch.setattr(checks, "moe_experts", drifting)
+    finding = checks.same_bits(drawn, 3)
     assert (finding.holds, finding.says) == (False, "y differ from run to run")
-    assert not kernels_checks.same_bits_in_other_blocks(drawn).holds
+    assert not checks.same_bits_in_other_blocks(drawn).holds
 
 
 def test_a_wrong_far_row_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -272,8 +272,8 @@ def test_a_wrong_far_row_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
         y_TH = grouped_mm_experts(*inputs)
         return torch.cat([y_TH[:-1], torch.zeros_like(y_TH[:1])])
 
-    monkeypatch.setattr(kernels_checks, "moe_experts", forgetting)
-    finding = kernels_checks.far_offsets(FAR, torch.float32, CPU)
+    monkeypatch.setattr(checks, "moe_experts", forgetting)
+    finding = checks.far_offsets(FAR, torch.float32, CPU)
     assert not finding.holds
     assert "y is off by" in finding.says
 
@@ -338,7 +338,7 @@ def test_sonicmoes_layout_is_converted(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
     try:
         drawn = layer()
-        errors = relative_errors(drawn, Run(kernels_peers.sonicmoe(tmp_path), drawn).results())
+        errors = relative_errors(drawn, Run(peers.sonicmoe(tmp_path), drawn).results())
     finally:
         for name in [name for name in sys.modules if name.partition(".")[0] == "sonicmoe"]:
             del sys.modules[name]
@@ -407,8 +407,8 @@ def test_a_gpus_clock_and_allocator() -> None:
 @pytest.mark.parametrize("seed", [0, 1], ids=["same data", "new data"])
 def test_a_graph_that_replays_nothing_is_found(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """This one is right only where the data stay the same."""
-    monkeypatch.setattr(kernels_checks, "moe_experts", grouped_mm_experts)
-    finding = kernels_checks.graph_replayed(layer(), layer(seed=seed))
+    monkeypatch.setattr(checks, "moe_experts", grouped_mm_experts)
+    finding = checks.graph_replayed(layer(), layer(seed=seed))
     assert finding.holds == (seed == 0)
 
 

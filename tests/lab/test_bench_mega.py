@@ -14,21 +14,21 @@ from typer.testing import CliRunner
 
 from moesys.__main__ import app
 from moesys.kernels.mega import MegaPoint
-from moesys.lab.bench import mega
-from moesys.lab.bench.kernels_aot import Size
-from moesys.lab.bench.mega_case import draw_layer
-from moesys.lab.bench.mega_report import SEQUENTIAL, STAND_ALONE, WHOLE, Contestant, Report
+from moesys.lab.bench.kernels.aot import Size
+from moesys.lab.bench.mega import contest
+from moesys.lab.bench.mega.case import draw_layer
+from moesys.lab.bench.mega.report import SEQUENTIAL, STAND_ALONE, WHOLE, Contestant, Report
 
 CPU = torch.device("cpu")
 TINY = Size("tiny", 6, 16, 16, 2, 1)
 # A link that takes 0.2 ms for the half of 6 rows that leaves.
-POINTS = {SEQUENTIAL: mega.UNFUSED, "fused": MegaPoint(), mega.ON_DEVICE: MegaPoint()}
-PLAN = mega.Plan(TINY, 2, torch.float32, POINTS, 1e-3, repeats=1, bit_runs=1, device=CPU)
+POINTS = {SEQUENTIAL: contest.UNFUSED, "fused": MegaPoint(), contest.ON_DEVICE: MegaPoint()}
+PLAN = contest.Plan(TINY, 2, torch.float32, POINTS, 1e-3, repeats=1, bit_runs=1, device=CPU)
 
 
 @pytest.mark.skipif(os.environ.get("MOESYS_SWEEP") != "1", reason="long: make test-all")
 def test_the_whole_path_on_a_toy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert mega.main(PLAN, tmp_path) == 0
+    assert contest.main(PLAN, tmp_path) == 0
     told = capsys.readouterr().out
     assert "REHEARSED: MegaKernels over paced links" in told
     page = (tmp_path / "overlap_mega.md").read_text()
@@ -42,22 +42,22 @@ def test_the_whole_path_on_a_toy(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 @pytest.mark.skipif(os.environ.get("MOESYS_SWEEP") != "1", reason="long: make test-all")
 def test_what_differs_by_a_bit_is_told_and_not_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    results = mega._Together.results
+    results = contest._Together.results
 
-    def off_by_a_bit(self: mega._Together) -> dict[str, Tensor]:
+    def off_by_a_bit(self: contest._Together) -> dict[str, Tensor]:
         found = results(self)
         return found | {"dx of rank 1": found["dx of rank 1"].nextafter(torch.tensor(1e9))}
 
-    monkeypatch.setattr(mega._Together, "results", off_by_a_bit)
-    assert mega.main(replace(PLAN, points={"fused": MegaPoint()}), tmp_path) == 1
+    monkeypatch.setattr(contest._Together, "results", off_by_a_bit)
+    assert contest.main(replace(PLAN, points={"fused": MegaPoint()}), tmp_path) == 1
     _, fused = json.loads((tmp_path / "overlap_mega.json").read_text())["contestants"]
     assert fused == {"name": "fused", "wrong": "dx of rank 1 differs", "samples_ms": {}}
 
 
 def test_all_programs_of_all_ranks_are_resident_together() -> None:
     for share in (1, 33):
-        programs = {name: point.programs for name, point in mega.points_of(share).items()}
-        assert set(mega.POINTS) < set(programs)
+        programs = {name: point.programs for name, point in contest.points_of(share).items()}
+        assert set(contest.POINTS) < set(programs)
         assert all(1 <= number <= share for number in programs.values())
         assert programs[SEQUENTIAL] == share
 

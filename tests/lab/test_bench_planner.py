@@ -26,8 +26,8 @@ from moesys.config import (
     WindowMean,
 )
 from moesys.experiment import Generated
-from moesys.lab.bench import peer_eplb, planner, planner_large, planner_scale
-from moesys.lab.bench.planner_replay import Contender, LayerPlanner, Moment, moments, replay_layer
+from moesys.lab.bench.planner import contest, large, peer_eplb, scale
+from moesys.lab.bench.planner.replay import Contender, LayerPlanner, Moment, moments, replay_layer
 from moesys.layout import ExpertLayout
 from moesys.load import LoadMatrix
 from moesys.traces import Trace, generate, save_trace
@@ -160,7 +160,7 @@ def test_a_flow_split_has_no_gap_and_a_gap_is_never_negative():
 
 def test_a_summary_is_of_all_scores():
     found = scores(NUMBERED.tokens_SLRE[:, 0], CONTENDERS[1:3])
-    even, flow = planner.summarise(found)
+    even, flow = contest.summarise(found)
     worst = [one.max_over_mean for one in found if "even" in one.contender]
     assert (even.num_scores, even.worst, even.max_over_mean) == (6, max(worst), pytest.approx(np.mean(worst)))
     assert flow.max_over_mean <= even.max_over_mean
@@ -168,8 +168,8 @@ def test_a_summary_is_of_all_scores():
 
 
 def test_contenders_are_all_combinations_of_what_is_given():
-    assert planner.contenders() == planner.DEFAULT_CONTENDERS
-    chosen = planner.contenders([Eplb(), Greedy()], [], [Last(), Ema(decay=0.9)])
+    assert contest.contenders() == contest.DEFAULT_CONTENDERS
+    chosen = contest.contenders([Eplb(), Greedy()], [], [Last(), Ema(decay=0.9)])
     assert {one.name for one in chosen} == {
         f"{balance} + {split}, {predictor}"
         for balance in ("eplb", "greedy")
@@ -193,21 +193,21 @@ def fake_eplb(folder: Path) -> Path:
 
 
 def test_sizes_are_measured_with_the_peer_beside_ours(tmp_path):
-    size = planner_scale.Size(num_experts=16, num_ranks=8, ranks_per_node=4)
+    size = scale.Size(num_experts=16, num_ranks=8, ranks_per_node=4)
     peer = peer_eplb.load_peer(fake_eplb(tmp_path))
-    rows = planner_scale.scale_rows([size], [1.0], num_seeds=2, repeats=1, tokens_per_rank=64, peer=peer)
+    rows = scale.scale_rows([size], [1.0], num_seeds=2, repeats=1, tokens_per_rank=64, peer=peer)
     ours, eplb, _, theirs = rows
     assert [row.contender for row in rows] == ["greedy + flow", "eplb + even", "laer + even", "EPLB's own code"]
     assert ours.max_over_mean <= eplb.max_over_mean < theirs.max_over_mean
     assert ours.gap == pytest.approx(0)
     assert ours.duplicates == 0
     assert all(row.layout_ms > 0 and row.next_sample >= 1 and row.noisy >= 1 for row in rows)
-    table, _ = planner_scale.scale_report(rows, 2, 1)
+    table, _ = scale.scale_report(rows, 2, 1)
     assert table.row_count == 4
 
 
 def test_a_zipf_sample_has_its_exponent_in_an_order_of_its_own():
-    sample = planner_scale.zipf_sample(planner_scale.Size(16, 8), 1.5, seed=0, tokens_per_rank=10**5)
+    sample = scale.zipf_sample(scale.Size(16, 8), 1.5, seed=0, tokens_per_rank=10**5)
     share_E = np.sort(sample.exact.tokens_E)[::-1] / sample.exact.total
     expected_E = np.arange(1, 17) ** -1.5
     assert np.abs(share_E - expected_E / expected_E.sum()).max() < 0.002
@@ -223,26 +223,24 @@ def test_even_shares_of_replicas():
 
 
 def test_large_cases_report_time_and_memory():
-    case = planner_large.Large("small", num_layers=2, num_experts=8, num_ranks=8, slots=2, uniform=False)
-    row = planner_large.measure_large(case, repeats=1, contender="greedy")
+    case = large.Large("small", num_layers=2, num_experts=8, num_ranks=8, slots=2, uniform=False)
+    row = large.measure_large(case, repeats=1, contender="greedy")
     assert row.layout_ms > 0
     assert 1 <= row.max_over_mean <= row.worst
-    assert planner_large.large_report([row]).row_count == 1
+    assert large.large_report([row]).row_count == 1
 
 
 def test_the_scale_prints_both_tables_and_writes_every_row(tmp_path, capsys):
-    case = planner_large.Large("small", num_layers=2, num_experts=8, num_ranks=8, slots=2, uniform=True)
-    size = planner_scale.Size(num_experts=8, num_ranks=4, ranks_per_node=2)
+    case = large.Large("small", num_layers=2, num_experts=8, num_ranks=8, slots=2, uniform=True)
+    size = scale.Size(num_experts=8, num_ranks=4, ranks_per_node=2)
     out = tmp_path / "rows.json"
-    code = planner_scale.main(
-        sizes=[size], cases=[case], num_seeds=1, repeats=1, peer_path=fake_eplb(tmp_path), json_path=out
-    )
+    code = scale.main(sizes=[size], cases=[case], num_seeds=1, repeats=1, peer_path=fake_eplb(tmp_path), json_path=out)
     printed, told = capsys.readouterr()
     assert code == 0
     assert printed.count("MEASURED") == 3
     assert "large [3/3] small, EPLB's own code" in told
     written = json.loads(out.read_text())
-    assert [len(written[part]) for part in ("sizes", "large")] == [4 * len(planner_scale.EXPONENTS), 3]
+    assert [len(written[part]) for part in ("sizes", "large")] == [4 * len(scale.EXPONENTS), 3]
     again = [row for row in written["moves"] if row["exponent"] == 1.0 and row["later"] == "15 % noise"]
     eplb, greedy, budget = again
     assert greedy["after"] <= greedy["before"]
@@ -276,7 +274,7 @@ def test_the_command_prints_a_table_and_writes_every_row(tmp_path):
     assert "MEASURED" in output
     written = json.loads(out.read_text())
     assert {row["setting"] for row in written["summaries"]} == {"2 slots", "3 slots"}
-    assert len(written["summaries"]) == 2 * len(planner.DEFAULT_CONTENDERS)
+    assert len(written["summaries"]) == 2 * len(contest.DEFAULT_CONTENDERS)
     assert {(score["layer"], score["known"], score["scored"]) for score in written["scores"]} == {
         (1, known, known + 10) for known in (0, 30, 60)
     }

@@ -13,10 +13,18 @@ from hypothesis import strategies as st
 import moesys as ms
 from moesys.config import ClusterSpec, ModelShape, Strategy
 from moesys.lab import launch, namespaces
-from moesys.lab.bench import shaped, shaped_report
-from moesys.lab.bench.shaped import CaseResult, Plan, Setting, bench_shaped, half_mbit_per_s, overlap_case, split_case
-from moesys.lab.bench.shaped_calibration import Calibration, LinkFigures, away_bytes, calibration, fit_line
-from moesys.lab.bench.shaped_case import CHUNKS, MOST_TOKENS, SOME_TOKENS, Case, chosen_experts, even_case
+from moesys.lab.bench.shaped import cases, report
+from moesys.lab.bench.shaped.calibration import Calibration, LinkFigures, away_bytes, calibration, fit_line
+from moesys.lab.bench.shaped.cases import (
+    CaseResult,
+    Plan,
+    Setting,
+    bench_shaped,
+    half_mbit_per_s,
+    overlap_case,
+    split_case,
+)
+from moesys.lab.bench.shaped.rank import CHUNKS, MOST_TOKENS, SOME_TOKENS, Case, chosen_experts, even_case
 from moesys.lab.processor_shares import lacks_shares
 from moesys.presets import LAER_E8K2
 
@@ -37,11 +45,11 @@ def test_a_line_never_promises_less_than_nothing() -> None:
 
 
 def test_the_cases_of_the_full_run() -> None:
-    plans = shaped.plan()
+    plans = cases.plan()
     assert {plan.case.num_hosts for plan in plans} == {2, 4}
     assert sum(plan.half for plan in plans) == 4
     assert sum(len(plan.case.strategies) for plan in plans) >= 12
-    asked = shaped.plan((2,), (100.0, 500.0), 250.0)
+    asked = cases.plan((2,), (100.0, 500.0), 250.0)
     assert [(p.case.mbit_per_s, p.case.latency_us, p.half) for p in asked] == [(100, 250, False), (500, 250, False)]
 
 
@@ -55,7 +63,7 @@ def test_the_cases_of_the_full_run() -> None:
 )
 def test_what_cannot_be_measured_is_refused(arguments: tuple[tuple[int, ...]], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        shaped.plan(*arguments)
+        cases.plan(*arguments)
 
 
 @pytest.mark.parametrize("case", [overlap_case(2, 100, 0), overlap_case(4, 100, 0), split_case(4, 100, 0)])
@@ -119,16 +127,16 @@ def test_the_report_says_what_was_found() -> None:
         for strategy, samples, simulated in zip(case.strategies, times, (99.0, 100.0), strict=False)
     ]
     result = CaseResult(case, True, "relay", 0.45, calibrated(case, 50.0, 0.5), settings, ["pipelined 4"])
-    assert [row[-1] for row in shaped_report.rows(result)] == ["-10%", "+25%", ""]
-    page = shaped_report.markdown([result])
+    assert [row[-1] for row in report.rows(result)] == ["-10%", "+25%", ""]
+    page = report.markdown([result])
     assert "| 2 x 400 Mbit/s, 1000 us (half) | pipelined 2 | 80 [70, 90] | 1.33 [1.28, 1.48] |" in page
     assert "Simulated within 15% of measured: 1 of 2 settings; median of errors 17.5%, worst 25.0%." in page
     assert "latency by a delaying relay" in page
     assert "each of 2 has 0.45 of a processor" in page
-    assert "2 of them compete for its cores" in shaped_report.markdown([replace(result, cpus_per_host=None)])
+    assert "2 of them compete for its cores" in report.markdown([replace(result, cpus_per_host=None)])
     assert "differs by a bit" in page
     assert "50% of the step of 'sequential' is blocked; 'pipelined 2' is 1.33 [1.28, 1.48] times as fast." in page
-    data = json.loads(shaped_report.to_json([result]))
+    data = json.loads(report.to_json([result]))
     assert data["cases"][0]["settings"][0]["samples_ms"] == times[0]
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import moesys as ms
-from moesys.lab.bench.uniep import Layer, uniep_rows
-from moesys.lab.bench.uniep_report import uniep_section
+from moesys.lab.bench.uniep.report import uniep_section
+from moesys.lab.bench.uniep.rows import Layer, uniep_rows
 from moesys.lab.console import print_full
 
 MODEL = ms.ModelShape(hidden_size=1024, intermediate_size=512, num_experts=16, top_k=4, dtype="bfloat16")

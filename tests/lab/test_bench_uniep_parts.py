@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from moesys.lab.bench.uniep import bfloat16_layer
-from moesys.lab.bench.uniep_parts import PARTS
-from moesys.lab.bench.uniep_report import parts_section
+from moesys.lab.bench.uniep.parts import PARTS
+from moesys.lab.bench.uniep.report import parts_section
+from moesys.lab.bench.uniep.rows import bfloat16_layer
 from moesys.lab.console import print_full
 
 SMALL = bfloat16_layer("a layer", 1536, 480, 64, 8, 512)

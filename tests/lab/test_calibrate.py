@@ -21,11 +21,12 @@ from typer.testing import CliRunner, Result
 from moesys import presets
 from moesys.__main__ import app
 from moesys.config import ClusterSpec, ModelShape
-from moesys.lab.bench import calibrate, calibrate_rank, calibrate_report
-from moesys.lab.bench.calibrate import CPU_GRID, CUDA_GRID, Grid, LayerCase
-from moesys.lab.bench.calibrate_check import STRATEGIES, check_steps
-from moesys.lab.bench.calibrate_fit import fit_messages, fit_products, predicted_seconds
-from moesys.lab.bench.calibrate_rank import BesideCopies, Effort, ExpertCase
+from moesys.lab.bench.calibrate import measurement, report
+from moesys.lab.bench.calibrate import rank as on_rank
+from moesys.lab.bench.calibrate.check import STRATEGIES, check_steps
+from moesys.lab.bench.calibrate.fit import fit_messages, fit_products, predicted_seconds
+from moesys.lab.bench.calibrate.measurement import CPU_GRID, CUDA_GRID, Grid, LayerCase
+from moesys.lab.bench.calibrate.rank import BesideCopies, Effort, ExpertCase
 from moesys.lab.bench.joined import JoinedRanks
 from moesys.lab.ranks import LocalRanks
 
@@ -115,7 +116,7 @@ class KnownRanks:
         return [self._of(fn, args, rank) for rank in range(self.cluster.num_ranks)]
 
     def _of(self, fn, args, rank):
-        cluster, ranks = self.cluster, calibrate_rank
+        cluster, ranks = self.cluster, on_rank
         peers = {"ranks": cluster.node_sizes[0] - 1, "nodes": cluster.node_sizes[0] * cluster.num_ranks // 2}
         if fn is ranks.launches:
             return [cluster.launch_us * 1e-6] * 3
@@ -167,7 +168,7 @@ def test_a_known_cluster_is_found_again(device_type, cluster, grid):
     told: list[str] = []
     ranks = KnownRanks(cluster, grid)
     shape = ClusterSpec(num_nodes=cluster.num_nodes, ranks_per_node=cluster.ranks_per_node)
-    found = calibrate.calibrate(
+    found = measurement.calibrate(
         ranks,
         shape,
         device_type=device_type,
@@ -179,7 +180,7 @@ def test_a_known_cluster_is_found_again(device_type, cluster, grid):
         expected, figure = getattr(cluster, field), getattr(found.cluster, field)
         assert figure == (pytest.approx(expected, rel=2e-3) if isinstance(expected, float) else expected), field
     assert all(figure.measured for figure in found.figures if not (device_type == "cpu" and figure.field == "flag_us"))
-    assert told == list(calibrate.PARTS)
+    assert told == list(measurement.PARTS)
     assert len(kept) == len(ranks.calls)
     assert all(before < after for before, after in itertools.pairwise(kept))
     (pair,) = {link.line.latency_us for link in found.links if link.name == "rank 0 to 1"}
@@ -193,14 +194,14 @@ def test_what_is_not_there_is_not_measured_and_says_so():
     ]:
         cluster = presets.h100(2).replace(num_nodes=nodes, ranks_per_node=size, multiprocessors=1, flag_us=0.0)
         grid = CUDA_GRID
-        found = calibrate.calibrate(KnownRanks(cluster, grid), cluster, grid=grid)
+        found = measurement.calibrate(KnownRanks(cluster, grid), cluster, grid=grid)
         assert {figure.field for figure in found.figures if not figure.measured} == missing
         there, absent = ("intra_node", "inter_node") if nodes == 1 else ("inter_node", "intra_node")
         for unit in ("gb_per_s", "us"):
             expected = pytest.approx(getattr(cluster, f"{there}_{unit}"), rel=2e-3)
             assert getattr(found.cluster, f"{there}_{unit}") == expected
             assert getattr(found.cluster, f"{absent}_{unit}") == expected
-        text = calibrate_report.spec_text(found, ".toml")
+        text = report.spec_text(found, ".toml")
         assert ClusterSpec.from_toml(text) == found.cluster
         assert "# flag_us: not measured: on the CPU flags are seen by Triton's interpreter alone" in text
 
@@ -210,7 +211,7 @@ def test_what_is_not_there_is_not_measured_and_says_so():
 
 def test_real_ranks_become_a_cluster_with_links_inside_and_between_nodes(ranks: LocalRanks):
     shape = ClusterSpec(num_nodes=2, ranks_per_node=2)
-    found = calibrate.calibrate(ranks, shape, grid=TINY, effort=QUICK, name="four")
+    found = measurement.calibrate(ranks, shape, grid=TINY, effort=QUICK, name="four")
     assert (found.cluster.num_ranks, found.cluster.name) == (4, "four")
     names = [link.name for link in found.links]
     assert names == [
@@ -226,7 +227,7 @@ def test_real_ranks_become_a_cluster_with_links_inside_and_between_nodes(ranks: 
     assert all(spread.n == QUICK.repeats for link in found.links for spread in link.seconds.values())
     assert all(spread.median > 0 and spread.n == 4 * QUICK.repeats for spread in found.product_seconds)
     assert found.cluster.memory_gb_per_s > 0
-    assert ClusterSpec.from_json(calibrate_report.spec_text(found, ".json")) == found.cluster
+    assert ClusterSpec.from_json(report.spec_text(found, ".json")) == found.cluster
 
 
 def test_steps_of_a_layer_are_measured_and_simulated(ranks: LocalRanks):
@@ -246,15 +247,15 @@ def test_steps_of_a_layer_are_measured_and_simulated(ranks: LocalRanks):
 def sends_where_it_should(between: str) -> dict[int, int]:
     """Bytes of this rank's all-to-alls to each peer, under two nodes of two."""
     sent = {}
-    begin = calibrate_rank._begin_exchange
+    begin = on_rank._begin_exchange
 
     def spy(out, into, splits):
         for peer, num_bytes in enumerate(splits):
             sent[peer] = max(sent.get(peer, 0), num_bytes)
         return begin(out, into, splits)
 
-    with mock.patch.object(calibrate_rank, "_begin_exchange", spy):
-        calibrate_rank.all_to_alls((8, 16), (0, 0, 1, 1), between, 1.0, QUICK, "cpu")
+    with mock.patch.object(on_rank, "_begin_exchange", spy):
+        on_rank.all_to_alls((8, 16), (0, 0, 1, 1), between, 1.0, QUICK, "cpu")
     return sent
 
 
@@ -273,10 +274,10 @@ def sizes_in_time(longest_s: float) -> list[int]:
     def seconds_of(work, calls, device):
         return calls * work() * pace_s
 
-    with mock.patch.object(calibrate_rank, "_seconds_of", seconds_of):
+    with mock.patch.object(on_rank, "_seconds_of", seconds_of):
         of_size = lambda size: lambda: size  # noqa: E731
         return list(
-            calibrate_rank._growing((1, 10, 100, 1000, 10_000, 100_000), of_size, longest_s, QUICK, torch.device("cpu"))
+            on_rank._growing((1, 10, 100, 1000, 10_000, 100_000), of_size, longest_s, QUICK, torch.device("cpu"))
         )
 
 
@@ -295,7 +296,7 @@ def test_products_are_those_of_the_experts():
     def spy(left, right, out):
         multiplied.append((tuple(left.shape), int(right.t()[0, 0])))
 
-    call = calibrate_rank._expert_call(case, pool_N)
+    call = on_rank._expert_call(case, pool_N)
     with mock.patch.object(torch, "mm", spy):
         call(), call(), call()
     one_layer = [((2, 4), 0), ((2, 6), 96), ((3, 4), 48), ((3, 6), 120)]
@@ -337,7 +338,7 @@ def bench(*arguments: str) -> Result:
 @pytest.fixture
 def _tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(calibrate.GRIDS, "cpu", TINY)
+    monkeypatch.setitem(measurement.GRIDS, "cpu", TINY)
 
 
 @pytest.mark.usefixtures("_tiny")
@@ -360,19 +361,19 @@ def test_two_ranks_are_measured_shown_and_written():
 
 @pytest.mark.parametrize(("load", "warned"), [(2.1, True), (1.9, False)])
 def test_other_work_is_warned_of(monkeypatch, load, warned):
-    monkeypatch.setattr(calibrate_report, "available_cores", lambda: 2)
+    monkeypatch.setattr(report, "available_cores", lambda: 2)
     monkeypatch.setattr(os, "getloadavg", lambda: (load, 0.0, 0.0))
-    said = calibrate_report.other_work()
+    said = report.other_work()
     assert said == ["The machine had other work (load 2.1 on 2 cores): measure again when it has none."][: int(warned)]
-    found = calibrate.calibrate(KnownRanks(presets.h100(), TINY), presets.h100(), grid=TINY)
-    assert ("other work" in calibrate_report.spec_text(found, ".toml", said)) == warned
+    found = measurement.calibrate(KnownRanks(presets.h100(), TINY), presets.h100(), grid=TINY)
+    assert ("other work" in report.spec_text(found, ".toml", said)) == warned
 
 
 @pytest.mark.usefixtures("_tiny")
 def test_what_was_measured_outlives_a_crash(monkeypatch: pytest.MonkeyPatch):
     class Crashing(KnownRanks):
         def run(self, fn, *args, timeout_s=None):
-            if fn is calibrate_rank.expert_products:
+            if fn is on_rank.expert_products:
                 raise RuntimeError("lost")
             return super().run(fn, *args)
 
@@ -380,9 +381,9 @@ def test_what_was_measured_outlives_a_crash(monkeypatch: pytest.MonkeyPatch):
             self.calls.append("closed")
 
     crashing = Crashing(presets.h100().replace(ranks_per_node=2), TINY)
-    monkeypatch.setattr(calibrate_report, "_start", lambda *_: (crashing, crashing.cluster, True))
+    monkeypatch.setattr(report, "_start", lambda *_: (crashing, crashing.cluster, True))
     with pytest.raises(RuntimeError, match="lost"):
-        calibrate_report.main(2, json_path=Path("samples.json"), out=Path("here.toml"))
+        report.main(2, json_path=Path("samples.json"), out=Path("here.toml"))
     written = json.loads(Path("samples.json").read_text())
     assert not written["finished"]
     assert written["samples_s"].keys() == {"launch", "memory copy"}
@@ -411,4 +412,4 @@ def test_what_cannot_be_is_refused(arguments, variables, message, monkeypatch):
 def test_gpus_are_those_of_torchrun(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ValueError, match="takes the ranks that torchrun starts, one a GPU; run torchrun"):
-        calibrate_report.check(None, "cuda")
+        report.check(None, "cuda")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moesys.lab.bench.laer_routing import LAER_E8K2_ROUTING, LAER_E16K4_ROUTING
-from moesys.lab.bench.planner import LAER as PUBLISHED_PLANNER
-from moesys.lab.bench.planner import laer_settings, replay, summarise
+from moesys.lab.bench.laer.routing import LAER_E8K2_ROUTING, LAER_E16K4_ROUTING
+from moesys.lab.bench.planner.contest import LAER as PUBLISHED_PLANNER
+from moesys.lab.bench.planner.contest import laer_settings, replay, summarise
 from moesys.traces import generate
 
 NUM_NODES, RANKS_PER_NODE, NUM_GROUPS = 4, 8, 4

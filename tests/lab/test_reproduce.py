@@ -11,16 +11,23 @@ from hypothesis import strategies as st
 
 from moesys.balance import split_tokens
 from moesys.config import ClusterSpec, EvenSplit
-from moesys.lab.bench.beyond import LAER_STAGE, STAGES, UNIFIED_STAGE, beyond
-from moesys.lab.bench.beyond_large import MIXTRAL, large_falls, slots_of
-from moesys.lab.bench.laer_constants import CONSTANTS, FITTED, SOURCES
-from moesys.lab.bench.laer_fit import misfit
-from moesys.lab.bench.laer_flex_moe import even_rows, laer_flex_moe_layout
-from moesys.lab.bench.laer_published import ABLATION_S, METHODS, PLANNER_MS, ROWS
-from moesys.lab.bench.laer_step import E16K4_8X22B
-from moesys.lab.bench.reproduce import Row, least_worst_error, median_and_worst, planned, reproduce, simulated_rows
-from moesys.lab.bench.reproduce_planner import planner_times
-from moesys.lab.bench.reproduce_report import ABLATION_BAR, EXPERTS_BAR, MEDIAN_BAR, page, sections
+from moesys.lab.bench.beyond.large import MIXTRAL, large_falls, slots_of
+from moesys.lab.bench.beyond.rows import LAER_STAGE, STAGES, UNIFIED_STAGE, beyond
+from moesys.lab.bench.laer.constants import CONSTANTS, FITTED, SOURCES
+from moesys.lab.bench.laer.fit import misfit
+from moesys.lab.bench.laer.flex_moe import even_rows, laer_flex_moe_layout
+from moesys.lab.bench.laer.planner_times import planner_times
+from moesys.lab.bench.laer.published import ABLATION_S, METHODS, PLANNER_MS, ROWS
+from moesys.lab.bench.laer.report import ABLATION_BAR, EXPERTS_BAR, MEDIAN_BAR, page, sections
+from moesys.lab.bench.laer.reproduction import (
+    Row,
+    least_worst_error,
+    median_and_worst,
+    planned,
+    reproduce,
+    simulated_rows,
+)
+from moesys.lab.bench.laer.step import E16K4_8X22B
 from moesys.layout import ExpertLayout
 from moesys.load import LoadMatrix
 

@@ -13,8 +13,8 @@ from moesys.kernels.exchange import Replicas, combine_flags, exchange, first_row
 from moesys.kernels.heap import Heap
 from moesys.kernels.mega import MegaMemory, MegaPoint
 from moesys.kernels.signals import PeerTimeoutError, Watch, raise_if_given_up
-from moesys.lab.bench.kernels_aot import Size
-from moesys.lab.bench.mega_case import MegaRun, draw_layer, regions_of
+from moesys.lab.bench.kernels.aot import Size
+from moesys.lab.bench.mega.case import MegaRun, draw_layer, regions_of
 from moesys.overlap.stages import at_once, side_by_side
 
 CPU = torch.device("cpu")

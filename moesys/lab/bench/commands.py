@@ -75,17 +75,18 @@ def bench_kernels(
     if json is not None and not aot:
         raise typer.BadParameter("--json is for --aot alone; to keep what is timed give --out DIR")
     if aot or tune:
-        from moesys.lab.bench import kernels_aot_report, kernels_tune
+        from moesys.lab.bench.kernels import aot_report
+        from moesys.lab.bench.kernels import tune as tuning
 
         try:
-            kernels_aot_report.select(size)
+            aot_report.select(size)
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
-        raise typer.Exit(kernels_tune.main(size) if tune else kernels_aot_report.main(size, json, mega))
-    from moesys.lab.bench import kernels
+        raise typer.Exit(tuning.main(size) if tune else aot_report.main(size, json, mega))
+    from moesys.lab.bench.kernels import contest
 
     try:
-        plan = kernels.plan(
+        plan = contest.plan(
             size,
             routing,
             contestants,
@@ -97,7 +98,7 @@ def bench_kernels(
         )
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    raise typer.Exit(kernels.main(plan, out))
+    raise typer.Exit(contest.main(plan, out))
 
 
 @bench.command("overlap")
@@ -119,20 +120,22 @@ def bench_overlap(
 ) -> None:
     """Compare sequential with overlapped runs over paced links. Exit code 1 if a bit differs."""
     if part == "mega":
-        from moesys.lab.bench import mega
+        from moesys.lab.bench.mega import contest
 
         try:
-            asked = mega.plan(size, dtype=dtype, gb_per_s=gb_per_s, num_tokens=tokens, repeats=repeats, device=device)
+            asked = contest.plan(
+                size, dtype=dtype, gb_per_s=gb_per_s, num_tokens=tokens, repeats=repeats, device=device
+            )
         except ValueError as error:
             raise typer.BadParameter(str(error)) from None
-        raise typer.Exit(mega.main(asked, out))
-    from moesys.lab.bench import overlap
+        raise typer.Exit(contest.main(asked, out))
+    from moesys.lab.bench.overlap import parts
 
     try:
-        overlap.select(part)
+        parts.select(part)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    raise typer.Exit(overlap.main(part, num_tokens=tokens, repeats=repeats, threads=threads, json_path=json))
+    raise typer.Exit(parts.main(part, num_tokens=tokens, repeats=repeats, threads=threads, json_path=json))
 
 
 ReportFolder = Annotated[
@@ -153,17 +156,17 @@ def bench_reproduce(
 
     24 rows of three methods, breakdown, ablation; the constants and their sources.
     """
-    from moesys.lab.bench import reproduce_main
+    from moesys.lab.bench.laer import main
 
-    raise typer.Exit(reproduce_main.main(out, with_planners=planners, with_fit=fit))
+    raise typer.Exit(main.main(out, with_planners=planners, with_fit=fit))
 
 
 @bench.command("uniep")
 def bench_uniep(out: ReportFolder = None) -> None:
     """Simulate MegaKernels against one stage after another on Hopper, beside the range that UniEP published."""
-    from moesys.lab.bench import uniep_report
+    from moesys.lab.bench.uniep import report
 
-    raise typer.Exit(uniep_report.main(out))
+    raise typer.Exit(report.main(out))
 
 
 @bench.command("beyond")
@@ -172,9 +175,9 @@ def bench_beyond(out: ReportFolder = None) -> None:
 
     Stage by stage: static, LAER's layout, flow split, our layout, overlap.
     """
-    from moesys.lab.bench import beyond_report
+    from moesys.lab.bench.beyond import report
 
-    raise typer.Exit(beyond_report.main(out))
+    raise typer.Exit(report.main(out))
 
 
 @bench.command("planner")
@@ -206,7 +209,7 @@ def bench_planner(
     Layouts are planned on the past only, and the tokens of a later micro-batch are split over them. For example:
     moesys bench planner --trace run.npz --ranks-per-node 8 --slots 3 --slots 4 --lag 10
     """
-    from moesys.lab.bench import planner
+    from moesys.lab.bench.planner import contest
     from moesys.lab.choices import balance_of, predictor_of, split_of
 
     if (trace is not None) + laer + scale != 1:
@@ -232,18 +235,18 @@ def bench_planner(
         raise typer.BadParameter(f"{unused[0]} is not for {mode}; leave it out")
     try:
         if scale:
-            from moesys.lab.bench import planner_scale
+            from moesys.lab.bench.planner import scale as over_sizes
 
-            raise typer.Exit(planner_scale.main(num_seeds=seeds, repeats=repeats, peer_path=peer_eplb, json_path=json))
-        chosen = planner.contenders(
+            raise typer.Exit(over_sizes.main(num_seeds=seeds, repeats=repeats, peer_path=peer_eplb, json_path=json))
+        chosen = contest.contenders(
             [balance_of(text) for text in balance or ()],
             [split_of(text) for text in split or ()],
             [predictor_of(text) for text in predictor or ()],
         )
         if laer:
-            raise typer.Exit(planner.main_laer(chosen if balance or split or predictor else None, seeds, json))
+            raise typer.Exit(contest.main_laer(chosen if balance or split or predictor else None, seeds, json))
         assert trace is not None
-        code = planner.main_trace(
+        code = contest.main_trace(
             trace,
             ranks_per_node=ranks_per_node,
             slots=slots or (),
@@ -283,13 +286,13 @@ def bench_calibrate(
     Under torchrun it measures the ranks that torchrun started, links inside hosts and between them apart. For example:
     moesys bench calibrate --ranks 2 --out here.toml
     """
-    from moesys.lab.bench import calibrate_report
+    from moesys.lab.bench.calibrate import report
 
     try:
-        calibrate_report.check(ranks, device)
+        report.check(ranks, device)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    code = calibrate_report.main(ranks, device, threads=threads, repeats=repeats, out=out, json_path=json)
+    code = report.main(ranks, device, threads=threads, repeats=repeats, out=out, json_path=json)
     raise typer.Exit(code)
 
 
@@ -316,13 +319,13 @@ def bench_shaped(
     Hosts are network namespaces of this machine. All cases take about eight minutes on 2 cores. Exit code 1 if a bit
     differs. For example: moesys bench shaped --hosts 2 --mbit 100 --mbit 500 --out shaped.md
     """
-    from moesys.lab.bench import shaped, shaped_main
+    from moesys.lab.bench.shaped import cases, main
 
     try:
-        asked = shaped.plan(hosts or (2, 4), mbit or (), latency_us)
+        asked = cases.plan(hosts or (2, 4), mbit or (), latency_us)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-    raise typer.Exit(shaped_main.main(asked, repeats=repeats, shares=shares, out=out, json_path=json))
+    raise typer.Exit(main.main(asked, repeats=repeats, shares=shares, out=out, json_path=json))
 
 
 @bench.command("simulate")

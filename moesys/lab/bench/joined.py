@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from moesys.config import ClusterSpec
-from moesys.lab.bench.calibrate_rank import rank_device
+from moesys.lab.bench.calibrate.rank import rank_device
 from moesys.lab.launch import LOOPBACK
 
 T = TypeVar("T")
