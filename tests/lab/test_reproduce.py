@@ -14,11 +14,11 @@ from moesys.config import ClusterSpec, EvenSplit
 from moesys.lab.bench.beyond.large import MIXTRAL, large_falls, slots_of
 from moesys.lab.bench.beyond.rows import LAER_STAGE, STAGES, UNIFIED_STAGE, beyond
 from moesys.lab.bench.laer.constants import CONSTANTS, FITTED, SOURCES
-from moesys.lab.bench.laer.fit import misfit
+from moesys.lab.bench.laer.fit import fit, misfit
 from moesys.lab.bench.laer.flex_moe import even_rows, laer_flex_moe_layout
 from moesys.lab.bench.laer.planner_times import planner_times
 from moesys.lab.bench.laer.published import ABLATION_S, METHODS, PLANNER_MS, ROWS
-from moesys.lab.bench.laer.report import ABLATION_BAR, EXPERTS_BAR, MEDIAN_BAR, page, sections
+from moesys.lab.bench.laer.report import ABLATION_BAR, EXPERTS_BAR, MEDIAN_BAR, fit_section, page, sections
 from moesys.lab.bench.laer.reproduction import (
     Row,
     least_worst_error,
@@ -137,6 +137,21 @@ def test_a_perfect_simulation_has_no_misfit():
     late = [Row(row, {method: (1.1 * row.seconds(method),) for method in METHODS}) for row in ROWS]
     # All 10 % late: seconds are wrong by that, and speed-ups are right.
     assert misfit(late) == pytest.approx(np.sqrt(0.1**2 * 3 / 5))
+
+
+def test_the_fit_draws_its_best_routings_again_and_knows_what_draws_cannot_tell(monkeypatch):
+    tiny = {"SKEW_GROWTHS": (2.5,), "CALMS": (4.0, 9.0), "DISPATCHERS_MS": (8.0, 40.0), "FINALISTS": 1}
+    draws = {"COARSE_SEEDS": (0, 1), "COARSE_ITERATIONS": (1,), "SEEDS": (0, 1), "ROW_ITERATIONS": (1,)}
+    for name, value in (tiny | draws).items():
+        monkeypatch.setattr(f"moesys.lab.bench.laer.fit.{name}", value)
+    best, late = found = fit()
+    assert (best.constants.dispatcher_ms, late.constants.dispatcher_ms) == (8.0, 40.0)
+    assert best.constants.calm == late.constants.calm
+    assert best.behind(best) == (0, 0)
+    above, error = late.behind(best)
+    assert above > 0.1 > 10 * error > 0
+    made, _ = fit_section(found)
+    assert made.row_count == 2
 
 
 def test_flex_moe_of_laer_moe_gives_the_hot_expert_a_replica_more_in_every_node():

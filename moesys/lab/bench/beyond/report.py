@@ -40,8 +40,8 @@ def row_sections(found: Beyond, refitted: Beyond) -> list[Section]:
     value = found.geometric_mean(STAGES[UNIFIED_STAGE], laer)
     notes = [
         f"{STAGES[UNIFIED_STAGE].name}: {value:.3f}, where {BAR} was wanted: {'met' if value >= BAR else 'not met'}.",
-        f"By other constants, calm {OTHER_FIT.calm:g} and dispatcher_ms {OTHER_FIT.dispatcher_ms:g}, which LAER-MoE's "
-        f"fitted rows cannot tell from these: {refitted.geometric_mean(STAGES[UNIFIED_STAGE], laer):.3f}.",
+        f"With calm {OTHER_FIT.calm:g} and dispatcher_ms {OTHER_FIT.dispatcher_ms:g}, which fit LAER-MoE's rows worse, "
+        f"but by less than two standard errors: {refitted.geometric_mean(STAGES[UNIFIED_STAGE], laer):.3f}.",
         "Up to unified, expert gradients travel in bfloat16, as LAER-MoE's do; ours travel in float32: the last row.",
     ]
     columns = ("model", "stage", "s", "over LAER", "max/mean", "exposed s", "experts late s", "inter-node %")

@@ -64,6 +64,11 @@ class Row:
     def fitted(self) -> bool:
         return self.published.dataset == "wikitext" and self.published.aux_loss == 0
 
+    def without_seed(self, place: int) -> Row:
+        """Of all seeds but one."""
+        kept = {name: (*seconds[:place], *seconds[place + 1 :]) for name, seconds in self.of_seeds.items()}
+        return Row(self.published, kept)
+
     def error(self, method: Method) -> float:
         """Of the seconds."""
         return self.simulated[method] / self.published.seconds(method) - 1
