@@ -5,7 +5,7 @@ R ranks, E experts, L layers. All are bounds of the simulated step, whatever the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from moesys.cost import (
     FloatArray,
     dispatch_bytes,
     expert_seconds,
+    link_load,
     link_seconds,
     pass_seconds,
     reshard_bytes,
@@ -33,22 +34,51 @@ from moesys.tuner.workload import Step, layers_of
 def load_bound_ms(strategy: Strategy, loads: Sequence[LoadMatrix], setting: Setting) -> float:
     """Of a step with these ``loads``, of all its layers and micro-batches, under the best layouts that there are.
 
-    Computing: in each layer the rows that its busiest rank has at least (``balance.greatest_bound``), as all ranks meet
-    between layers; for MegaKernels, whose ranks do not, the mean. Links: an expert is held once at least.
+    Computing: where ranks meet, the rows that a layer's busiest rank has at least (``balance.greatest_bound``); where
+    they do not, and for MegaKernels, whose ranks never do, the mean. Links: an expert is held once at least.
     """
+    if isinstance(strategy.overlap, MegaKernel):
+        computing = _compute_seconds(sum(load.total // setting.cluster.num_ranks for load in loads), setting)
+    else:
+        L = setting.num_layers
+        micro_batches = [loads[first : first + L] for first in range(0, len(loads), L)]
+        computing = sum(_least_computing(strategy, loads_L, setting) for loads_L in micro_batches)
+    return 1000 * max(computing, len(loads) * _sharding_seconds(strategy, setting))
+
+
+def _least_computing(strategy: Strategy, loads_L: Sequence[LoadMatrix], setting: Setting) -> float:
+    """Seconds of a micro-batch's products, whoever holds what."""
     model, cluster = setting.model, setting.cluster
     slots_R = strategy.slots(model, cluster)
-    rows = 0
-    for load in loads:
-        if isinstance(strategy.overlap, MegaKernel):
-            rows += load.total // cluster.num_ranks
-        else:
-            rows += greatest_bound(load.tokens_E.tolist(), slots_R, (0,) * cluster.num_ranks)[0]
-    return 1000 * max(_compute_seconds(rows, setting), len(loads) * _sharding_seconds(strategy, setting))
+    busiest_L = [greatest_bound(load.tokens_E.tolist(), slots_R, (0,) * cluster.num_ranks)[0] for load in loads_L]
+    # Who wants more experts than it can hold sends rows under every layout.
+    meets_L = [bool(((load.tokens_RE > 0).sum(axis=1) > slots_R).all()) for load in loads_L]
+    seconds = 0.0
+    for stretch in _stretches(meets_L):
+        mean = sum(expert_seconds(loads_L[of].total / cluster.num_ranks, model, cluster, back) for of, back in stretch)
+        seconds += max(mean, *(expert_seconds(float(busiest_L[of]), model, cluster, back) for of, back in stretch))
+    return seconds
+
+
+def _stretches(meets_L: Sequence[bool]) -> Iterator[list[tuple[int, bool]]]:
+    """The passes of a micro-batch, (layer, whether backward), in order; those together between which a rank may go on
+    while others are still at one.
+
+    All exchange counts before a layer's forward. Backward begins with rows that travel: whoever sends or receives some
+    waits for all, and who does not goes on alone. ``meets_L``: whether every rank surely does.
+    """
+    stretch: list[tuple[int, bool]] = []
+    forward = [(layer, False) for layer in range(len(meets_L))]
+    for layer, backward in [*forward, *((layer, True) for layer, _ in reversed(forward))]:
+        if stretch and (not backward or meets_L[layer]):
+            yield stretch
+            stretch = []
+        stretch.append((layer, backward))
+    yield stretch
 
 
 def plan_bound_ms(step: Step) -> float:
-    """Of a step whose layouts and splits are known: the busiest rank of each layer, or the busiest link of all.
+    """Of a step whose layouts and splits are known: the busiest rank between meetings, or the busiest link of all.
 
     Of MegaKernels, which have tiles of their own and pull a row once for several experts if told to, less is sure.
     """
@@ -59,7 +89,7 @@ def plan_bound_ms(step: Step) -> float:
         rows_R = sum(plan.tokens.tokens_R for plan in layers)
         computing = _compute_seconds(float(np.max(rows_R)), setting)
     else:
-        computing = sum(float(_products_seconds(plan, setting).max()) for plan in layers)
+        computing = sum(_computing(micro_batch.layers, setting) for micro_batch in step)
     link_busy = np.zeros(2 * (cluster.num_ranks + cluster.num_nodes))
     for plan in layers:
         if not (fused and fused.deduplicate):
@@ -73,9 +103,23 @@ def plan_bound_ms(step: Step) -> float:
     return 1000 * max(computing, float(link_busy.max()))
 
 
-def _products_seconds(plan: LayerPlan, setting: Setting) -> FloatArray:
+def _computing(plans_L: Sequence[LayerPlan], setting: Setting) -> float:
+    """Seconds of a micro-batch's products."""
+    meets_L = [_all_send_or_receive(plan, setting) for plan in plans_L]
+    return sum(
+        float(np.sum([_products_seconds(plans_L[of], setting, back) for of, back in stretch], axis=0).max())
+        for stretch in _stretches(meets_L)
+    )
+
+
+def _all_send_or_receive(plan: LayerPlan, setting: Setting) -> bool:
+    load = link_load(dispatch_bytes(plan.tokens, setting.model), setting.cluster)
+    return bool(load.used_4R.any(axis=0).all())
+
+
+def _products_seconds(plan: LayerPlan, setting: Setting, backward: bool) -> FloatArray:
     """Seconds [R] of each rank's products, in whole tiles and waves; in chunks there would be more of them."""
-    passes: tuple[ExpertPass, ...] = ("forward", "input_gradients", "weight_gradients")
+    passes: tuple[ExpertPass, ...] = ("input_gradients", "weight_gradients") if backward else ("forward",)
     rows_RE = rows_of(plan.tokens)
     return np.sum([pass_seconds(rows_RE, setting.model, setting.cluster, of) for of in passes], axis=0)
 

@@ -89,7 +89,7 @@ class Costs:
             return True
         fingerprint = strategy.fingerprint()
         of = f"{_MEMORY} {self.memory_gb:g} GB"
-        if self.journal.find(fingerprint, of) is None:
+        if self.journal.find(fingerprint, of, pruned=True) is None:
             reason = f"a rank holds {needed_gb:.2f} GB at least, and has {self.memory_gb:g}"
             self.journal.add(Entry.about(strategy, "pruned", of, None, reason))
         return False
@@ -97,10 +97,15 @@ class Costs:
     def of(self, strategy: Strategy, fidelity: Fidelity, *, prune: bool = True) -> Entry:
         """``simulated``; ``pruned`` where a bound is above the best of this fidelity; or ``refused``."""
         self.looked_at.add(strategy.fingerprint())
-        entry = self.journal.find(strategy.fingerprint(), str(fidelity))
-        if entry is None or (entry.stage == "pruned" and not prune):
-            entry = self.journal.add(self._found_out(strategy, fidelity, prune))
-        if entry.stage == "simulated" and entry.ms is not None:
+        fingerprint, of = strategy.fingerprint(), str(fidelity)
+        # First, and by this search's best: a search that goes on, or another one, then does what it would have done.
+        bound = self.journal.find(fingerprint, of, pruned=True) if prune else None
+        if bound is not None and bound.ms is not None and bound.ms > self.best_ms.get(fidelity, math.inf):
+            entry = bound
+        else:
+            entry = self.journal.find(fingerprint, of) or self.journal.add(self._found_out(strategy, fidelity, prune))
+        # What does not fit rules nothing out.
+        if entry.stage == "simulated" and entry.ms is not None and self.fits(strategy):
             self.best_ms[fidelity] = min(self.best_ms.get(fidelity, math.inf), entry.ms)
         self.told.point(entry)
         return entry

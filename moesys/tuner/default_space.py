@@ -35,9 +35,15 @@ _CAPS = (0.02, 0.05, 0.1)
 
 
 def default_space(
-    setting: Setting, tokens_per_rank: int, *, memory_gb: float | None = None, mega_kernels: bool = True
+    setting: Setting,
+    tokens_per_rank: int,
+    *,
+    memory_gb: float | None = None,
+    recompute: bool = False,
+    mega_kernels: bool = True,
 ) -> Space:
-    """Everything a strategy can say, at a few values a field. ``memory_gb``: of a rank, 1e9 bytes.
+    """Everything a strategy can say, at a few values a field. ``memory_gb``: of a rank, 1e9 bytes; ``recompute``: only
+    one layer's rows are in it.
 
     Left out: planners that take seconds a plan (``CpSat``), predictors that know what is to come, plans that come late
     (``lag``), and ``MegaKernel`` where nothing can run it.
@@ -45,7 +51,7 @@ def default_space(
     cluster = setting.cluster
     if cluster.num_ranks == 1:
         return Space(overlap=_overlaps(mega_kernels))
-    counts = _slot_counts(setting, tokens_per_rank, memory_gb)
+    counts = _slot_counts(setting, tokens_per_rank, memory_gb, recompute)
     nodes = cluster.num_nodes > 1
     sharding: list[ShardingChoices] = [EpChoices(slots_per_rank=(None, *counts))]
     if counts:
@@ -71,7 +77,7 @@ def default_space(
     )
 
 
-def _slot_counts(setting: Setting, tokens_per_rank: int, memory_gb: float | None) -> tuple[int, ...]:
+def _slot_counts(setting: Setting, tokens_per_rank: int, memory_gb: float | None, recompute: bool) -> tuple[int, ...]:
     """From as many slots a rank as experts need to twice as many, as far as memory goes."""
     experts = setting.model.num_experts
     needed = -(-experts // setting.cluster.num_ranks)
@@ -79,7 +85,7 @@ def _slot_counts(setting: Setting, tokens_per_rank: int, memory_gb: float | None
 
     def fits(slots: int) -> bool:
         plain = Strategy(name="fsep", sharding=Fsep(slots_per_rank=slots))
-        return memory_gb is None or rank_memory(plain, setting, tokens_per_rank).gb <= memory_gb
+        return memory_gb is None or rank_memory(plain, setting, tokens_per_rank, recompute=recompute).gb <= memory_gb
 
     return tuple(slots for slots in counts if slots <= experts and fits(slots))
 

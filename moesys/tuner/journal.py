@@ -66,7 +66,7 @@ class Journal:
 
     def __init__(self, path: Path | None, setting: dict[str, str]) -> None:
         self.path = path
-        self._found: dict[tuple[str, str], Entry] = {}
+        self._found: dict[tuple[str, str, bool], Entry] = {}
         if path is None:
             return
         head = json.dumps({"schema": JOURNAL_SCHEMA, "setting": setting}).encode() + b"\n"
@@ -102,8 +102,9 @@ class Journal:
                 "begin anew with --fresh (fresh=True), or use another folder"
             )
 
-    def find(self, fingerprint: str, of: str) -> Entry | None:
-        return self._found.get((fingerprint, of))
+    def find(self, fingerprint: str, of: str, *, pruned: bool = False) -> Entry | None:
+        """What it cost or why it was refused; with ``pruned``, what ruled it out before anybody tried."""
+        return self._found.get((fingerprint, of, pruned))
 
     def add(self, entry: Entry) -> Entry:
         """Written when this returns; on the disk where a clock was waited for."""
@@ -116,8 +117,8 @@ class Journal:
         return entry
 
     def entries(self) -> tuple[Entry, ...]:
-        """The newest for each strategy and what it is of."""
+        """The newest for each strategy and what it is of; bounds beside costs."""
         return tuple(self._found.values())
 
     def _keep(self, entry: Entry) -> None:
-        self._found[entry.fingerprint, entry.of] = entry
+        self._found[entry.fingerprint, entry.of, entry.stage == "pruned"] = entry

@@ -98,15 +98,17 @@ class Search:
 
     def by_glance(self, strategy: Strategy) -> list[Strategy]:
         """Neighbours, those first that are fastest at a glance; those that the cost model does not know are last."""
+        neighbours = [one.strategy for of_field in self._neighbours(strategy).values() for one in of_field]
+        self.costs.told.stage(f"glancing at neighbours of {strategy.name}", len(neighbours))
         seen: list[tuple[float, int, Strategy]] = []
-        for neighbours in self._neighbours(strategy).values():
-            for one in neighbours:
-                ms = self._cost(one.strategy, self.rungs[0]).ms
-                seen.append((math.inf if ms is None else ms, len(seen), one.strategy))
+        for neighbour in neighbours:
+            ms = self._cost(neighbour, self.rungs[0]).ms
+            seen.append((math.inf if ms is None else ms, len(seen), neighbour))
         return [point for _, _, point in sorted(seen, key=lambda one: one[:2])]
 
     def around(self, pick: Strategy, found: SearchResult) -> SearchResult:
         """``found`` with the alternatives of a pick that something else than the cost model chose."""
+        self.costs.told.stage(f"simulating {pick.name}", 1)
         entry = self._cost(pick, self.rungs[-1], prune=False)
         if entry.ms is None:
             return replace(found, alternatives={}, refused=tuple(self.refused.values()))
@@ -136,7 +138,7 @@ class Search:
             for point in chain([first], points)
             if point.fingerprint() not in by_fingerprint and self.costs.fits(point)
         )
-        for point in islice(new, max(0, self.budget - len(by_fingerprint))):
+        for point in islice(new, None if exhausts else max(0, self.budget - len(by_fingerprint))):
             by_fingerprint[point.fingerprint()] = point
         return list(by_fingerprint.values())
 
@@ -187,6 +189,9 @@ class Search:
             looks = []
             for _, place in seen[:_LOOKED_AT_LONG]:
                 entry = self._cost(neighbours[place].strategy, whole)
+                if entry.ms is not None and entry.stage == "pruned" and entry.ms <= pick.ms:
+                    # Of a pick that is not the fastest: a bound below it says nothing.
+                    entry = self._cost(neighbours[place].strategy, whole, prune=False)
                 if entry.ms is not None:
                     looks.append(Alternative(neighbours[place], entry.ms, at_least=entry.stage == "pruned"))
             if looks:

@@ -51,7 +51,9 @@ def tune_workload(
     starts = [setting.plainest(strategy).replace(name=strategy.name) for strategy in strategies]
     if space is None:
         tokens_per_rank = layers[0].load.total // (model.top_k * cluster.num_ranks)
-        space = default_space(setting, tokens_per_rank, memory_gb=memory_gb, mega_kernels=mega_kernels)
+        space = default_space(
+            setting, tokens_per_rank, memory_gb=memory_gb, recompute=recompute, mega_kernels=mega_kernels
+        )
     costs = Costs(plans, journal, setting, memory_gb=memory_gb, recompute=recompute, like=starts[0], told=told)
     search = Search(space, starts, costs, budget=budget, seed=seed)
     found = search.run()

@@ -4,15 +4,31 @@ from __future__ import annotations
 
 import os
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tuner_cases import CLUSTERS, EP, SPACE, costs_of, drawn, exhausted, setting_of
+from tuner_cases import CLUSTERS, EP, MODEL, SPACE, Told, costs_of, drawn, exhausted, setting_of
 
-from moesys.config import CpSat, Eplb, FlowSplit, Fsep, Greedy, MegaKernel, Pipelined, Sequential, Static, Strategy
-from moesys.step import simulation
+from moesys.config import (
+    ClusterSpec,
+    CpSat,
+    Ep,
+    Eplb,
+    FlowSplit,
+    Fsep,
+    Greedy,
+    MegaKernel,
+    Pipelined,
+    Sequential,
+    Static,
+    Strategy,
+)
+from moesys.load import LoadMatrix
+from moesys.step import StepPlan, plan_layer, simulation
 from moesys.tuner.bounds import load_bound_ms, plan_bound_ms
 from moesys.tuner.costs import Fidelity, ladder
+from moesys.tuner.memory import rank_memory
 from moesys.tuner.search import Search, SearchResult
 from moesys.tuner.space import (
     EpChoices,
@@ -20,6 +36,7 @@ from moesys.tuner.space import (
     MegaKernelChoices,
     PipelinedChoices,
     SequentialChoices,
+    Setting,
     Space,
 )
 
@@ -60,6 +77,21 @@ def test_a_space_within_the_budget_is_exhausted():
     found = searched(workload, budget=10_000)
     assert found.ranking[0].ms == min(step_ms.values())
     assert found.num_points >= len(step_ms)
+
+
+def test_a_space_within_the_budget_is_exhausted_whatever_the_starts():
+    space = Space(
+        sharding=(FsepChoices(slots_per_rank=(2, 3)),),
+        balance=(Greedy(),),
+        split=(FlowSplit(),),
+        overlap=(SequentialChoices(), PipelinedChoices(chunks=(2,))),
+    )
+    workload = drawn(CLUSTERS["even"], steps=2)
+    starts = [EP, *(EP.replace(name=f"{chunks}", overlap=Pipelined(chunks=chunks)) for chunks in (8, 16))]
+    told = Told()
+    Search(space, starts, costs_of(workload, told=told), budget=space.num_combinations, seed=0).run()
+    assert space.num_combinations == 4
+    assert told.stages[0] == "simulating 7 points, 2 steps of seed 0"
 
 
 def test_one_seed_gives_one_search():
@@ -127,6 +159,50 @@ def test_memory_rules_points_out_and_says_why():
     assert "GB at least, and has 0.04" in entry.reason
 
 
+def test_a_start_that_does_not_fit_rules_nothing_out():
+    workload = drawn(ClusterSpec(ranks_per_node=4, expert_tflops=0.1), skew=3.0, steps=2)
+    sharding = Fsep(slots_per_rank=8, reshard_after_forward=False)
+    wide = Strategy(name="wide", sharding=sharding, balance=Greedy(), split=FlowSplit())
+    space = SMALL.replace(sharding=(EpChoices(), FsepChoices(slots_per_rank=(2, 3))))
+    gb = max(rank_memory(point, setting_of(workload), 512).gb for point in space.points(setting_of(workload)))
+    costs = costs_of(workload, memory_gb=gb, like=wide)
+    assert not costs.fits(wide)
+    found = Search(space, [wide], costs, budget=30, seed=0).run()
+    step_ms = exhausted(workload, space)
+    assert found.baseline.ms < min(step_ms.values())
+    assert found.ranking[0].ms == min(step_ms.values())
+
+
+def test_what_another_search_ruled_out_is_looked_at_where_its_best_is_not_there():
+    workload = drawn(CLUSTERS["slow ranks"], skew=1.5)
+    costs, whole = costs_of(workload), ladder(workload)[-1]
+    balanced = EP.replace(name="b", sharding=Fsep(slots_per_rank=4), balance=Greedy(), split=FlowSplit())
+    costs.of(balanced, whole)
+    assert costs.of(EP, whole).stage == "pruned"
+    alone = costs_of(workload, costs.journal)
+    assert alone.of(EP, whole).stage == "simulated"
+    # Both are kept, so that either search goes on as it was.
+    assert costs.of(EP, whole).stage == "pruned"
+    assert alone.of(EP, whole).stage == "simulated"
+
+
+def test_a_bound_below_a_pick_that_is_not_the_fastest_says_nothing():
+    workload, told = drawn(CLUSTERS["slow ranks"], skew=1.5, steps=2), Told()
+    costs = costs_of(workload, told=told)
+    search = Search(SMALL, [EP], costs, budget=10, seed=0)
+    found = search.run()
+    slow = Strategy(name="slow", sharding=Fsep(slots_per_rank=2), overlap=Pipelined(chunks=8))
+    told.stages.clear()
+    around = search.around(slow, found)
+    assert told.stages == ["simulating slow", "simulating neighbours of slow"]
+    slow_ms = next(one.ms for one in around.ranking if one.strategy == slow)
+    faster = [one for one in around.alternatives.values() if one.ms < slow_ms]
+    assert faster
+    for one in faster:
+        assert not one.at_least
+        assert one.ms == costs.of(one.neighbour.strategy, search.rungs[-1], prune=False).ms
+
+
 def test_a_point_is_pruned_only_by_a_bound_above_the_best():
     workload = drawn(CLUSTERS["slow ranks"], skew=1.5)
     costs, whole = costs_of(workload), ladder(workload)[-1]
@@ -184,3 +260,39 @@ def test_bounds_are_below_what_is_simulated(data):
     loads = [plan.load for micro_batch in step for plan in micro_batch.layers]
     assert load_bound_ms(strategy, loads, setting_of(workload)) <= step_ms * (1 + 1e-9)
     assert step_ms >= 1000 * simulation(step).length_seconds * (1 - 1e-9)
+
+
+def test_ranks_that_do_not_meet_work_at_once():
+    """Each rank's tokens stay, and each layer has another busy rank: both backward passes are computed side by side."""
+    model, cluster = MODEL.replace(num_experts=2, top_k=1), ClusterSpec(ranks_per_node=2)
+    loads = [LoadMatrix(np.diag(tokens_R)) for tokens_R in ([1000, 0], [0, 1000])]
+    step = (StepPlan(EP, model, cluster, tuple(plan_layer(EP, model, cluster, load) for load in loads)),)
+    step_ms = 1000 * simulation(step).length_seconds
+    assert plan_bound_ms(step) == pytest.approx(step_ms)
+    assert load_bound_ms(EP, loads, Setting(model, cluster, 2)) <= step_ms * (1 + 1e-9)
+    # Where all send, they meet.
+    loads = [LoadMatrix(load.tokens_RE + 1) for load in loads]
+    step = (StepPlan(EP, model, cluster, tuple(plan_layer(EP, model, cluster, load) for load in loads)),)
+    bound_ms = plan_bound_ms(step)
+    assert load_bound_ms(EP, loads, Setting(model, cluster, 2)) == pytest.approx(bound_ms)
+    assert bound_ms > 1.4 * step_ms
+
+
+@given(data=st.data())
+def test_bounds_are_below_what_is_simulated_where_most_tokens_stay(data):
+    sizes = data.draw(st.sampled_from([(3,), (2, 2), (1, 3), (1, 1, 1, 1)]))
+    cluster = ClusterSpec(num_nodes=len(sizes), ranks_per_node=sizes, expert_tflops=0.1)
+    model = MODEL.replace(num_experts=6, top_k=1)
+    sharding = data.draw(st.sampled_from([Ep(), Fsep(slots_per_rank=2, prefetch_layers=2, delay_reshard=True)]))
+    overlap = data.draw(st.sampled_from([Sequential(), Pipelined(chunks=3)]))
+    strategy = Strategy(name="drawn", sharding=sharding, overlap=overlap)
+    numbers = np.random.default_rng(data.draw(st.integers(0, 2**32)))
+    num_layers, shape = data.draw(st.integers(2, 4)), (cluster.num_ranks, 6)
+    owns_RE = np.arange(6) // 2 == np.arange(shape[0])[:, None]
+    some = [(numbers.random(shape) < 0.5) & (owns_RE | (numbers.random(shape) < 0.05)) for _ in range(2 * num_layers)]
+    loads = [LoadMatrix(numbers.integers(0, 500, shape) * some_RE) for some_RE in some]
+    plans = [plan_layer(strategy, model, cluster, load) for load in loads]
+    step = tuple(StepPlan(strategy, model, cluster, tuple(half)) for half in (plans[:num_layers], plans[num_layers:]))
+    step_ms = 1000 * simulation(step).length_seconds
+    assert plan_bound_ms(step) <= step_ms * (1 + 1e-9)
+    assert load_bound_ms(strategy, loads, Setting(model, cluster, num_layers)) <= step_ms * (1 + 1e-9)

@@ -47,6 +47,18 @@ def test_a_space_survives_toml_and_json():
         Space.from_toml('[[overlap]]\nkind = "pipelined"\nchunk = [2]')
 
 
+def test_recomputation_leaves_room_for_more_slots():
+    setting, tokens_per_rank = Setting(MODEL, CLUSTER, num_layers=16), 20_000
+    plain = Strategy(name="fsep", sharding=Fsep(slots_per_rank=3))
+    gb = rank_memory(plain, setting, tokens_per_rank, recompute=True).gb
+    assert rank_memory(plain, setting, tokens_per_rank).gb > 2 * gb
+    kept, recomputed = (
+        default_space(setting, tokens_per_rank, memory_gb=gb, recompute=recompute) for recompute in (False, True)
+    )
+    assert [choices.slots_per_rank for choices in kept.sharding] == [(None,)]
+    assert [choices.slots_per_rank for choices in recomputed.sharding] == [(None, 2, 3), (2, 3)]
+
+
 def test_points_fit_and_each_comes_once():
     space = SPACE.replace(sharding=(EpChoices(), FsepChoices(slots_per_rank=(1, 2, 3))))
     points = list(space.points(SETTING))
