@@ -103,6 +103,15 @@ def collect_environment(torch_threads: int | None = None) -> tuple[Environment, 
     return environment, diff
 
 
+def source_digest() -> str:
+    """12 hex digits of the source of moesys, as it lies there: committed or not, in a checkout or installed."""
+    package, digest = Path(__file__).parents[1], sha256()
+    for file in sorted(package.rglob("*.py")):
+        source = file.read_bytes()
+        digest.update(f"{file.relative_to(package).as_posix()} {len(source)}\n".encode() + source)
+    return digest.hexdigest()[:12]
+
+
 def available_cores() -> int:
     """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

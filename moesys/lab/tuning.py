@@ -9,8 +9,7 @@ import shutil
 import statistics
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import dataclass
-from importlib.metadata import version
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
@@ -81,7 +80,7 @@ def tune(
         if not place.writes:
             return _follow(place, experiment)
         try:
-            with closing(_Folder(experiment, Path(out), fresh)) as folder:
+            with closing(_Folder(experiment, Path(out), fresh, threads)) as folder:
                 ranks = _Ranks(place, experiment)
                 workload = folder.workload(ranks, seeds)
                 tuned = tune_workload(
@@ -120,7 +119,7 @@ def _check(experiment: Experiment, timed: int, budget: int, seeds: int, memory_g
     workload = experiment.workload
     if budget < 1 or seeds < 1:
         raise ValueError(f"budget={budget} and seeds={seeds}; both are 1 or more")
-    if memory_gb is not None and memory_gb <= 0:
+    if memory_gb is not None and not memory_gb > 0:
         raise ValueError(f"memory_gb={memory_gb} holds nothing; declare what a GPU has, or leave it out for enough")
     if timed and not isinstance(workload, Training):
         raise ValueError(
@@ -211,11 +210,11 @@ class SimulatedWorkload:
 class _Folder:
     """``<out>/<name>-<fingerprint>-tuned``, which one process at a time may write.
 
-    Raises ValueError for one of another model, cluster, workload or version of moesys.
+    Raises ValueError for one of another model, cluster, workload, trace, machine or source of moesys.
     """
 
-    def __init__(self, experiment: Experiment, out: Path, fresh: bool) -> None:
-        self.experiment = experiment
+    def __init__(self, experiment: Experiment, out: Path, fresh: bool, threads: int) -> None:
+        self.experiment, self._threads = experiment, threads
         self.path = out / f"{experiment.name}-{setting_fingerprint(experiment)}-tuned"
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = take_lock(self.path)
@@ -282,14 +281,15 @@ class _Folder:
     def _setting(self) -> dict[str, str]:
         """What costs depend on besides the strategy."""
         # Not at the top: torch is there only where something is tuned.
-        from moesys.lab.environment import collect_environment
+        from moesys.lab.environment import collect_environment, source_digest
 
         experiment, workload = self.experiment, self.experiment.workload
-        environment, _ = collect_environment()
         setting = {name: getattr(experiment, name).fingerprint()[:12] for name in ("model", "cluster", "workload")}
-        setting["moesys"] = environment.git_commit or version("moesys")
+        setting["moesys"] = source_digest()
         if isinstance(workload, Training):
-            setting["machine"] = environment.machine_line
+            environment, _ = collect_environment(self._threads)
+            # The source says more than its commit.
+            setting["machine"] = replace(environment, git_commit="", git_diff="").machine_line
         if isinstance(workload, Replay):
             setting["trace"] = routing_of(workload, experiment.model, experiment.cluster, experiment.seeds[0]).digest
         return setting

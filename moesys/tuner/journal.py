@@ -7,10 +7,11 @@ in the journal taken from there.
 from __future__ import annotations
 
 import json
+import math
 import os
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, get_args
 
 from moesys.config import Strategy
 
@@ -50,9 +51,15 @@ class Entry:
     def from_line(cls, line: bytes) -> Self:
         """Raises ValueError for what is no entry."""
         try:
-            return cls(**json.loads(line))
+            entry = cls(**json.loads(line))
         except TypeError as error:
             raise ValueError(str(error)) from None
+        if entry.stage not in get_args(Stage):
+            raise ValueError(f"stage={entry.stage!r} is none of {', '.join(get_args(Stage))}")
+        none = entry.ms is None and entry.stage in ("pruned", "refused")
+        if not none and not (isinstance(entry.ms, int | float) and 0 <= entry.ms < math.inf):
+            raise ValueError(f"ms={entry.ms!r} of stage={entry.stage!r} are no milliseconds")
+        return entry
 
 
 class Journal:

@@ -68,7 +68,7 @@ def tune_workload(
             timer,
             journal,
             starts[0],
-            promising(found, starts),
+            [one for one in promising(found, starts) if costs.fits(one)],
             search.by_glance,
             trials=trials,
             seed=seed,
@@ -76,7 +76,15 @@ def tune_workload(
             told=told,
         )
         timing = rounds.run()
-        pick, speedup = timing.ranking[0].strategy, 1 / timing.ranking[0].ratio
+        # The baseline is timed whether it fits or not.
+        best = next((timed for timed in timing.ranking if costs.fits(timed.strategy)), None)
+        if best is None:
+            raise ValueError(
+                f"nothing that fits into {memory_gb} GB was timed to the end, "
+                f"{next((f'such as {strategy.name}: {reason}' for strategy, reason in timing.failed), 'nor begun')}; "
+                "raise timed, or memory_gb"
+            )
+        pick, speedup = best.strategy, 1 / best.ratio
         found = search.around(pick, found)
     pick_ms = next((one.ms for one in found.ranking if one.strategy.fingerprint() == pick.fingerprint()), None)
     return Tuned(

@@ -16,6 +16,7 @@ from moesys.lab.environment import (
     differences,
     load_environments,
     save_environment,
+    source_digest,
 )
 from moesys.lab.launch import LOOPBACK
 
@@ -125,3 +126,17 @@ def test_differences_name_the_fields_with_both_values(environment):
         "variables.OMP_NUM_THREADS": ("1", ""),
     }
     assert differences(a, a) == {}
+
+
+def test_another_source_has_another_digest_whether_committed_or_not(package, monkeypatch):
+    (package / "lab").mkdir()
+    monkeypatch.setattr("moesys.lab.environment.__file__", str(package / "lab" / "environment.py"))
+    first = source_digest()
+    git(package.parent, "commit", "--allow-empty", "-qm", "second")
+    (package / "notes.md").write_text("nothing")
+    assert source_digest() == first
+    (package / "lab" / "new.py").write_text("b = 2\n")
+    second = source_digest()
+    (package / "__init__.py").write_text("a = 2\n")
+    assert len({first, second, source_digest()}) == 3
+    assert len(first) == 12

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -15,6 +16,7 @@ from runner_cases import EP, FSEP, simulation, training
 
 from moesys.config import FlowSplit, Fsep, Greedy, Static, Strategy
 from moesys.experiment import Experiment
+from moesys.lab import environment
 from moesys.lab.commands.run import run_file
 from moesys.lab.commands.tune import tune_file
 from moesys.lab.explain_tree import explain_command
@@ -155,6 +157,88 @@ def test_a_training_is_timed_and_clocks_decide(tmp_path, capsys):
     assert "routing.npz is gone, on which its journal stands" in capsys.readouterr().err
 
 
+def test_a_journal_is_of_one_source_and_of_times_of_one_number_of_threads(tmp_path, monkeypatch):
+    experiment = training(workload=training().workload.replace(steps=1))
+    tune(experiment, SPACE, out=tmp_path, budget=2, timed=2)
+    # Whatever torch has in this process.
+    monkeypatch.setattr("torch.get_num_threads", lambda: 7)
+    tune(experiment, SPACE, out=tmp_path, budget=2, timed=2)
+    with pytest.raises(ValueError, match=r"is of another machine, under which .* begin anew with --fresh"):
+        tune(experiment, SPACE, out=tmp_path, budget=2, timed=2, threads=2)
+    monkeypatch.setattr(environment, "source_digest", lambda: "0123456789ab")
+    with pytest.raises(ValueError, match=r"is of another moesys, under which .* begin anew with --fresh"):
+        tune(experiment, SPACE, out=tmp_path, budget=2, timed=2)
+
+
+UNDER_TORCHRUN = """
+import os, sys
+from pathlib import Path
+import torch.distributed as dist
+from moesys.lab import launch
+from moesys.lab.files import load_experiment
+from moesys.lab.tuning import tune
+from moesys.tuner.space import Space
+
+measured = launch.run_measured
+
+def fails_on_rank_1(strategy, *arguments):
+    if strategy.name == "fsep" and dist.get_rank() == 1:
+        raise RuntimeError("only here")
+    return measured(strategy, *arguments)
+
+class Told:
+    stages, points = 0, 0
+    def stage(self, words, num_points):
+        self.stages += 1
+    def point(self, entry):
+        self.points += 1
+
+experiment, told = load_experiment(Path("experiment.json")), Told()
+space = Space.from_toml(Path("space.toml").read_text())
+launch.run_measured = fails_on_rank_1
+result = tune(experiment, space, out="runs", budget=2, timed=5, told=told)
+failed = [f"{strategy.name}: {reason}" for strategy, reason in result.tuned.timing.failed]
+try:
+    tune(experiment, space, out="runs", budget=2, timed=5, threads=2)
+except ValueError as error:
+    refusal = str(error)
+# Nothing is left to find out.
+again = tune(experiment, space, out="runs", budget=2, timed=5).tuned == result.tuned
+text = [result.tuned.to_toml(), str(failed), refusal, str(again)]
+Path(os.environ["RANK"]).write_text("|".join(text) + f"|{told.stages > 0}")
+"""
+
+
+@pytest.mark.timeout(120)
+def test_under_torchrun_all_ranks_end_with_what_one_writes_also_where_one_fails(tmp_path):
+    written(tmp_path, training(), SPACE)
+    (tmp_path / "script.py").write_text(UNDER_TORCHRUN)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "script.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    *first, speaks = (tmp_path / "0").read_text().split("|")
+    *second, listens = (tmp_path / "1").read_text().split("|")
+    assert first == second
+    toml, failed, refusal, again = first
+    assert (speaks, listens, again) == ("True", "False", "True")
+    assert "fsep: 2 of 2 ranks failed: rank 1 raised RuntimeError: only here; rank 0 raised" in failed
+    assert "is of another machine" in refusal
+    (folder,) = (tmp_path / "runs").glob("trained-*-tuned")
+    assert (folder / "tuned.toml").read_text() == toml
+    # The fastest of its journal, and each finding once.
+    entries = journal_of(tmp_path / "runs")
+    timed = [entry for entry in entries if entry["stage"] == "measured"]
+    assert 2 <= len(timed) <= 5
+    assert [entry["name"] for entry in entries if entry["stage"] == "refused"] == ["fsep"]
+    assert len({(entry["fingerprint"], entry["of"], entry["stage"]) for entry in entries}) == len(entries)
+    of_pick = [entry for entry in timed if entry["fingerprint"] == Strategy.from_toml(toml).fingerprint()]
+    ms = {(entry["fingerprint"], entry["of"]): entry["ms"] for entry in timed}
+    of_baseline = [ms[timed[0]["fingerprint"], entry["of"]] for entry in of_pick]
+    ratio = math.prod(entry["ms"] / base for entry, base in zip(of_pick, of_baseline, strict=True))
+    assert f"{ratio ** (-1 / len(of_pick)):.3f} x as fast as 'ep'" in toml
+
+
 def test_mega_kernels_are_simulated_with_the_others(tmp_path):
     space = SPACE.replace(overlap=(SequentialChoices(), MegaKernelChoices()))
     found = tune(simulation(), space, out=tmp_path, budget=20).tuned.search
@@ -178,6 +262,7 @@ def test_mega_kernels_are_simulated_with_the_others(tmp_path):
             r"knows no point of the space: none fits into 1e-06 GB; widen space, or raise memory_gb",
         ),
         (simulation(), {"memory_gb": 0.0}, "memory_gb=0.0 holds nothing; declare what a GPU has"),
+        (simulation(), {"memory_gb": float("nan")}, "memory_gb=nan holds nothing; declare what a GPU has"),
     ],
 )
 def test_what_cannot_be_tuned_is_refused(tmp_path, experiment, options, reason):

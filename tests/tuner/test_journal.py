@@ -61,10 +61,25 @@ def test_other_files_are_no_journals(tmp_path, text):
         Journal(tmp_path / "journal.jsonl", SETTING)
 
 
-def test_a_damaged_line_is_named(tmp_path):
+WHOLE = json.loads(entry().to_line())
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"stage": "simulated"},
+        WHOLE | {"stage": "guessed"},
+        WHOLE | {"ms": "fast"},
+        WHOLE | {"ms": None},
+        WHOLE | {"ms": float("nan")},
+        WHOLE | {"ms": -1.0},
+        [1],
+    ],
+)
+def test_a_damaged_line_is_named(tmp_path, fields):
     path = tmp_path / "journal.jsonl"
     Journal(path, SETTING).add(entry())
     with path.open("ab") as file:
-        file.write(b'{"stage": "simulated"}\n')
+        file.write(json.dumps(fields).encode() + b"\n")
     with pytest.raises(ValueError, match=r"line 3 of .* is no entry of a tuning.*delete the line"):
         Journal(path, SETTING)

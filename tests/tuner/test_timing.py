@@ -8,8 +8,9 @@ import random
 import pytest
 from tuner_cases import CLUSTERS, EP, SPACE, Told, drawn, exhausted, setting_of
 
-from moesys.config import FlowSplit, Greedy, Static
+from moesys.config import FlowSplit, Fsep, Greedy, Static
 from moesys.tuner.journal import Journal
+from moesys.tuner.memory import rank_memory
 from moesys.tuner.space import EpChoices, FsepChoices, PipelinedChoices, SequentialChoices
 from moesys.tuner.timing import MOST_TRIALS, Rounds, TrialFailedError
 from moesys.tuner.tune import tune_workload
@@ -157,3 +158,35 @@ def test_30_trials_find_the_clocks_best_though_the_model_is_wrong(cluster):
     assert len(clock.calls) <= 30
     assert ms[tuned.strategy.fingerprint()] <= 1.05 * min(ms.values())
     assert math.isclose(tuned.speedup, ms[EP.fingerprint()] / ms[tuned.strategy.fingerprint()], rel_tol=0.02)
+
+
+def test_what_does_not_fit_is_no_pick_however_fast_the_clock_says_it_is():
+    workload = drawn(CLUSTERS["even"], steps=1)
+    wide, wider = (EP.replace(name=f"{slots}", sharding=Fsep(slots_per_rank=slots)) for slots in (7, 8))
+    gb = max(rank_memory(point, setting_of(workload), 512).gb for point in POINTS)
+
+    def tuned(clock):
+        return tune_workload(
+            workload,
+            workload.model,
+            workload.cluster,
+            [wide, wider, EP],
+            journal=Journal(None, {}),
+            told=Told(),
+            space=SMALL,
+            budget=8,
+            memory_gb=gb,
+            timer=clock,
+            trials=6,
+        )
+
+    clock = Clock(falling([EP, *POINTS[1:], wide, wider]))
+    found = tuned(clock)
+    assert found.timing.ranking[0].strategy == wide
+    assert wider.fingerprint() not in {fingerprint for fingerprint, _ in clock.calls}
+    assert rank_memory(found.strategy, setting_of(workload), 512).gb <= gb
+    fastest = found.timing.ranking[1]
+    assert found.strategy.fingerprint() == fastest.strategy.fingerprint()
+    assert found.speedup == 1 / fastest.ratio < 1
+    with pytest.raises(ValueError, match=r"nothing that fits into .* GB was timed to the end, such as .*: it broke"):
+        tuned(Clock(falling([wide]), fails=[point.fingerprint() for point in POINTS]))
