@@ -148,6 +148,11 @@ class ModelShape(Declared):
         return BYTES_PER_ELEMENT[self.dtype]
 
 
+# One byte a second, and 11 days: what is slower is a slip, and times of it would end beyond what a float holds.
+SLOWEST_GB_PER_S = 1e-9
+Microseconds = Annotated[float, Field(ge=0, le=1e12)]
+
+
 class ClusterSpec(Declared):
     """Ranks in domains and nodes, and how fast bytes and flops go. Ranks are numbered node by node.
 
@@ -164,11 +169,11 @@ class ClusterSpec(Declared):
         None, description="ranks that the fastest links join: one number for every domain, or one a domain; None: nodes"
     )
     name: str = ""
-    intra_node_gb_per_s: float = Field(216.269, gt=0, description="between two ranks of a node, GB/s")
-    inter_node_gb_per_s: float = Field(88.9539, gt=0, description="in or out of a whole node, GB/s")
-    expert_tflops: float = Field(237.0, gt=0, description="dense matmul rate a rank reaches, TFLOP/s")
+    intra_node_gb_per_s: float = Field(216.269, ge=SLOWEST_GB_PER_S, description="between two ranks of a node, GB/s")
+    inter_node_gb_per_s: float = Field(88.9539, ge=SLOWEST_GB_PER_S, description="in or out of a whole node, GB/s")
+    expert_tflops: float = Field(237.0, ge=1e-12, le=1e12, description="dense matmul rate a rank reaches, TFLOP/s")
     memory_gb_per_s: float | None = Field(
-        None, gt=0, description="of a rank's own memory, GB/s; None: it costs no time"
+        None, ge=SLOWEST_GB_PER_S, description="of a rank's own memory, GB/s; None: it costs no time"
     )
     multiprocessors: int = Field(1, ge=1, description="of a rank: products run in waves of so many tiles")
     tile_rows: int = Field(1, ge=1, description="rows of a tile; an expert's rows are rounded up to whole tiles")
@@ -176,10 +181,10 @@ class ClusterSpec(Declared):
     copy_share: float = Field(
         0.0, ge=0, lt=1, description="part of a rank's computing that is lost while rows of tokens travel beside it"
     )
-    launch_us: float = Field(0.0, ge=0, description="from the end of one kernel to the start of the next")
-    flag_us: float = Field(0.0, ge=0, description="from a flag's release on one rank to its sight on another")
-    intra_node_us: float = Field(0.0, ge=0, description="a message inside a node takes so long before its first byte")
-    inter_node_us: float = Field(0.0, ge=0, description="a message between nodes takes so long before its first byte")
+    launch_us: Microseconds = Field(0.0, description="from the end of one kernel to the start of the next")
+    flag_us: Microseconds = Field(0.0, description="from a flag's release on one rank to its sight on another")
+    intra_node_us: Microseconds = Field(0.0, description="a message inside a node takes so long before its first byte")
+    inter_node_us: Microseconds = Field(0.0, description="a message between nodes takes so long before its first byte")
 
     @model_validator(mode="after")
     def _check(self) -> Self:

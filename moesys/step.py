@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, assert_never
 
+import numpy as np
+
 from moesys.balance import Certificate, certify, plan_layout, split_tokens
 from moesys.balance.quotas import levels_of, nodes_of
 from moesys.config import ClusterSpec, EvenSplit, FlowSplit, MegaKernel, ModelShape, Proportional, Split, Strategy
@@ -69,7 +71,9 @@ class LayerPlan:
     def _from_fields(cls, fields: dict[str, Any]) -> LayerPlan:
         load = LoadMatrix(fields["tokens_RE"])
         layout = ExpertLayout(fields["expert_RS"], fields["num_experts"])
-        return cls(TokenPlan(fields["entries"], load, layout), fields["turn"])
+        # JSON does not say how long the rows of no entries are.
+        entries = fields["entries"] or np.zeros((0, 4), dtype=np.int64)
+        return cls(TokenPlan(entries, load, layout), fields["turn"])
 
     def __str__(self) -> str:
         tokens_R = self.tokens.tokens_R.tolist()

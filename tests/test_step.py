@@ -30,7 +30,12 @@ PREVIOUS = (ms.ExpertLayout([[0, 1], [2, -1]], 3), ms.ExpertLayout([[0, 1], [1, 
 STEP = StepPlan(STRATEGY, MODEL, CLUSTER, LAYERS, PREVIOUS)
 
 
-@pytest.mark.parametrize("step", [STEP, StepPlan(STRATEGY, MODEL, CLUSTER, LAYERS[:1])], ids=["previous", "first"])
+EMPTY = StepPlan(STRATEGY, MODEL, CLUSTER, (plan_of(np.zeros((2, 3), dtype=int)),))
+
+
+@pytest.mark.parametrize(
+    "step", [STEP, StepPlan(STRATEGY, MODEL, CLUSTER, LAYERS[:1]), EMPTY], ids=["previous", "first", "no tokens"]
+)
 def test_a_step_survives_json(step):
     assert StepPlan.from_json(step.to_json()) == step
 

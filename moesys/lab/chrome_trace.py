@@ -43,8 +43,7 @@ def _path_events(critical_path: Sequence[PathPart], source: Source) -> Iterator[
             "cat": part.lane,
             "pid": PATH_PROCESS,
             "tid": 0,
-            "ts": round(start_us, 3),
-            "dur": round(end_us - start_us, 3),
+            **_times(start_us, end_us),
             "args": {"kind": part.kind, "detail": part.detail, "share": round(part.share, 6)},
         }
 
@@ -66,9 +65,14 @@ def _events(timeline: Timeline) -> list[dict[str, Any]]:
                 "cat": span.lane,
                 "pid": span.rank,
                 "tid": lanes[span.lane],
-                "ts": round(span.start_us - zero_us, 3),
-                "dur": round(span.duration_us, 3),
+                **_times(span.start_us - zero_us, span.end_us - zero_us),
                 "args": {"detail": span.detail},
             }
         )
     return events
+
+
+def _times(start_us: float, end_us: float) -> dict[str, float]:
+    """In whole nanoseconds. Both ends are rounded, not the length, or a span could end after the next one begins."""
+    start_ns, end_ns = round(1000 * start_us), round(1000 * end_us)
+    return {"ts": start_ns / 1000, "dur": (end_ns - start_ns) / 1000}

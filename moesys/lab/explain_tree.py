@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from rich.tree import Tree
 from moesys.config import ClusterSpec, Fsep, MegaKernel, Pipelined, Strategy
 from moesys.experiment import Experiment
 from moesys.lab.choices import strategy_of
+from moesys.lab.commands import refused
 from moesys.lab.console import print_full
 from moesys.lab.explain import ExpertChange, LayerExplanation, StepExplanation, Traffic, explain
 from moesys.lab.files import load_experiment
@@ -42,13 +42,12 @@ def explain_command(
         experiment = load_experiment(file)
         explanation = explain(_chosen(strategy, experiment), experiment, micro_batch=micro_batch)
         tree = explanation_tree(explanation, layer)
-    except ValueError as error:
-        print(f"Error: {error}", file=sys.stderr)
-        return 2
-    if as_json:
-        print(explanation.to_json())
-    else:
-        print_full(tree)
+        if as_json:
+            print(explanation.to_json())
+        else:
+            print_full(tree)
+    except (ValueError, OSError) as error:
+        return refused(error)
     return 0
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import sys
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -10,14 +14,18 @@ import pytest
 from lab_cases import experiment
 from typer.testing import CliRunner
 
+import moesys as ms
 from moesys.__main__ import app
 from moesys.config import ClusterSpec, Fsep, Greedy, ModelShape, Strategy
 from moesys.experiment import Experiment, Generated, Replay, Training
 from moesys.lab.bench import simulate as bench
+from moesys.lab.chrome_trace import write_chrome_trace
+from moesys.lab.commands.simulate import simulate_command
+from moesys.lab.explain_tree import explain_command
 from moesys.lab.tables import figure
 from moesys.lab.trials import rest_of, run_simulated, walk
 from moesys.load import LoadMatrix
-from moesys.overlap.critical_path import by_place
+from moesys.overlap.critical_path import PathPart, by_place
 from moesys.step import StepPlan, plan_layer, simulation
 from moesys.traces import Trace, save_trace
 
@@ -107,6 +115,53 @@ def test_traces_and_charts_are_written(tmp_path):
     assert {event["pid"] for event in trace["traceEvents"]} == {-1, 0, 1, 2, 3}
 
 
+def test_files_of_strategies_whose_names_look_alike_are_numbered(tmp_path):
+    alike = tuple(FSEP.replace(name=name, lag=lag) for lag, name in enumerate(("a/b", "a_b-2", "a_b"), start=1))
+    code, output = run(written(tmp_path, declared(strategies=alike)), "--out", tmp_path / "found")
+    assert code == 0
+    names = {path.name for path in (tmp_path / "found").iterdir()}
+    assert names == {f"{stem}{end}" for stem in ("a_b", "a_b-2", "a_b-3") for end in (".trace.json", ".svg", ".png")}
+    assert all(name in output.replace("\n", "") for name in names)
+
+
+def test_events_of_a_lane_do_not_overlap_in_nanoseconds(tmp_path):
+    ends_us = np.cumsum(np.random.default_rng(0).random(1000))
+    spans = [ms.Span(0, "compute", start, end, "experts") for start, end in pairwise([0.0, *ends_us.tolist()])]
+    path = [PathPart(0, "compute", "experts", "", 1e-6 * span.duration_us, 1e-3) for span in spans]
+    trace = write_chrome_trace(ms.Timeline(spans, "simulated"), tmp_path / "trace.json", path)
+    events = json.loads(trace.read_text())["traceEvents"]
+    for process in (-1, 0):
+        of_lane = [event for event in events if event["pid"] == process and event["ph"] == "X"]
+        assert len(of_lane) == 1000
+        for before, after in pairwise(of_lane):
+            assert 1000 * after["ts"] - 1000 * (before["ts"] + before["dur"]) == pytest.approx(0, abs=1e-6)
+
+
+def test_a_step_that_takes_no_time_has_no_speed_up(tmp_path):
+    load = LoadMatrix(np.zeros((4, 4), dtype=int))
+    plan = StepPlan(EP, MODEL, ClusterSpec(num_nodes=2, ranks_per_node=2), (plan_layer(EP, MODEL, CLUSTER, load),))
+    (tmp_path / "plan.json").write_text(plan.to_json())
+    code, output = run(tmp_path / "plan.json")
+    assert code == 0
+    assert rows(output)["ep"][:3] == ["ep", "0.000", "1.00"]
+
+
+def test_a_reader_who_has_enough_is_no_error_and_a_full_disk_is_one(tmp_path, monkeypatch, capsys):
+    file = written(tmp_path, declared())
+
+    def fails(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    for command in (simulate_command, explain_command):
+        monkeypatch.setattr(sys.modules[command.__module__], "print_full", fails)
+        number = errno.ENOSPC
+        assert command(file) == 2
+        assert "Error: [Errno 28] No space left on device" in capsys.readouterr().err
+        number = errno.EPIPE
+        with pytest.raises(BrokenPipeError):
+            command(file)
+
+
 def test_where_nothing_can_be_written_nothing_is_simulated(tmp_path):
     (tmp_path / "found").write_text("")
     code, output = run(written(tmp_path, declared()), "--out", tmp_path / "found")
@@ -136,7 +191,7 @@ def test_of_many_ranks_some_are_drawn_and_those_on_the_path_first(tmp_path):
         (["{file}", "--strategy", "best"], "strategy='best' is not in tiny; choose one of ep, fsep"),
         (["{file}", "--step", "3"], "step=3 is none of the workload's"),
         (["{file}", "--cluster", "many"], "cluster='many': no .json or .toml file"),
-        (["{file}", "--cluster", "1x1"], "Error: "),
+        (["{file}", "--cluster", "1x1"], "Error: strategy 'fsep': slots_per_rank names 4 ranks but the cluster has 1"),
         (["{plan}", "--step", "1"], "--step is for experiments"),
         (["{plan}", "--layers", "2"], "layers=2 is more than the 1 that there are"),
         (["missing.json"], "missing.json is not a file"),

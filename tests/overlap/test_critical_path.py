@@ -298,3 +298,26 @@ def test_what_a_cluster_lacks_never_makes_a_sequential_step_faster(step, name):
         for of in (cluster, cluster.replace(**{name: (SLOWED | LATE)[name]}))
     ]
     assert lengths[1] >= lengths[0] * (1 - 1e-9)
+
+
+SLOWEST = {
+    "intra_node_gb_per_s": 1e-9,
+    "inter_node_gb_per_s": 1e-9,
+    "memory_gb_per_s": 1e-9,
+    "expert_tflops": 1e-12,
+    "launch_us": 1e12,
+    "flag_us": 1e12,
+    "intra_node_us": 1e12,
+    "inter_node_us": 1e12,
+}
+
+
+@pytest.mark.parametrize("overlap", [ms.Sequential(), ms.Pipelined(chunks=3), ms.MegaKernel()], ids=lambda of: of.kind)
+@pytest.mark.parametrize("field", [*SLOWEST, "all"])
+@pytest.mark.filterwarnings("error")
+def test_the_slowest_cluster_that_can_be_declared_has_an_end(overlap, field):
+    slowest = FOUR.replace(**(SLOWEST if field == "all" else {field: SLOWEST[field]}))
+    strategy = FSEP.replace(overlap=overlap)
+    found = run_step(strategy, MODEL, slowest, [plans(strategy, slowest, EVEN, EVEN)])
+    assert 0 < found.length_seconds < 1e18
+    assert sum(part.seconds for part in found.critical_path) == pytest.approx(found.length_seconds)

@@ -9,11 +9,18 @@ from __future__ import annotations
 import sys
 from typing import Literal
 
+from moesys.lab.files import in_words
+
 Format = Literal["table", "markdown", "csv", "json", "latex"]
 
 
 def refused(error: ValueError | OSError) -> int:
-    """Say why; the exit code. What the system refuses is mostly a folder that cannot be written, or a full disk."""
-    what = f"{error.strerror}: {error.filename}" if isinstance(error, OSError) and error.filename else error
+    """Say why; the exit code. What the system refuses is mostly a folder that cannot be written, or a full disk.
+
+    A reader who has enough, such as ``head``, is no error: raised again, ``typer`` ends in silence.
+    """
+    if isinstance(error, BrokenPipeError):
+        raise error
+    what = f"{error.strerror}: {error.filename}" if isinstance(error, OSError) and error.filename else in_words(error)
     print(f"Error: {what}", file=sys.stderr)
     return 2

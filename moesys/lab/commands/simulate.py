@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, count, islice
 from pathlib import Path
 
 import numpy as np
@@ -80,9 +80,9 @@ def simulate_command(
                 plans = tuple(micro_batches)
                 steps.append(SimulatedStep(plans, simulation(plans, rest)))
         print_full(step_table(name, steps), LEGEND)
-        for simulated in steps if out is not None else ():
+        for stem, simulated in _by_stem(steps).items() if out is not None else ():
             assert out is not None
-            print("written to " + ", ".join(map(str, _write(simulated, out, name))))
+            print("written to " + ", ".join(map(str, _write(simulated, out / stem, name))))
     except (ValueError, OSError) as error:
         return refused(error)
     return 0
@@ -212,7 +212,7 @@ def _cells(step: SimulatedStep, baseline_seconds: float) -> Iterator[str]:
     exposed = exposed_ms(of.timeline)
     yield step.strategy.name
     yield figure(1e3 * of.length_seconds)
-    yield f"{baseline_seconds / of.length_seconds:.2f}"
+    yield f"{baseline_seconds / of.length_seconds:.2f}" if of.length_seconds else ""
     yield f"{step.max_over_mean:.2f}"
     yield figure(experts_ms)
     yield figure(sum(computed_ms.values()) - experts_ms)
@@ -223,15 +223,25 @@ def _cells(step: SimulatedStep, baseline_seconds: float) -> Iterator[str]:
     yield ", ".join(f"{where} {100 * share:.0f} %" for where, _, share in by_place(of.critical_path)[:3])
 
 
-def _write(step: SimulatedStep, out: Path, name: str) -> list[Path]:
+def _by_stem(steps: Sequence[SimulatedStep]) -> dict[str, SimulatedStep]:
+    """By the strategy's name as files may have it; a number behind it where another strategy's looks the same."""
+    found: dict[str, SimulatedStep] = {}
+    for step in steps:
+        stem = re.sub(r"[^\w.+-]", "_", step.strategy.name)
+        numbered = (f"{stem}-{number}" for number in count(2))
+        found[next(name for name in chain([stem], numbered) if name not in found)] = step
+    return found
+
+
+def _write(step: SimulatedStep, stem: Path, name: str) -> list[Path]:
     """A trace for Perfetto, and a chart."""
-    of, stem = step.simulation, re.sub(r"[^\w.+-]", "_", step.strategy.name)
+    of = step.simulation
     num_ranks = of.cluster.num_ranks
     traced = of.timeline.only(_some_ranks(of, MOST_TRACED_RANKS))
     drawn = _some_ranks(of, MOST_DRAWN_RANKS)
-    trace = write_chrome_trace(traced, out / f"{stem}.trace.json", of.critical_path)
+    trace = write_chrome_trace(traced, stem.with_name(f"{stem.name}.trace.json"), of.critical_path)
     words = f"{name}, {step.strategy.name}" + f" on {num_ranks} ranks" * (num_ranks > MOST_DRAWN_RANKS)
-    return [trace, *timeline_chart(of.timeline.only(drawn), out / stem, name=words)]
+    return [trace, *timeline_chart(of.timeline.only(drawn), stem, name=words)]
 
 
 def _some_ranks(of: Simulation, most: int) -> list[int]:
