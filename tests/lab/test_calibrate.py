@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import json
 import os
@@ -21,6 +22,7 @@ from typer.testing import CliRunner, Result
 from moesys import presets
 from moesys.__main__ import app
 from moesys.config import ClusterSpec, ModelShape
+from moesys.lab.bench import commands
 from moesys.lab.bench.calibrate import measurement, report
 from moesys.lab.bench.calibrate import rank as on_rank
 from moesys.lab.bench.calibrate.check import STRATEGIES, check_steps
@@ -407,6 +409,35 @@ def test_what_cannot_be_is_refused(arguments, variables, message, monkeypatch):
         done = bench(*arguments)
     assert done.exit_code == 2
     assert message in " ".join(done.output.replace("│", " ").split())
+
+
+@pytest.mark.usefixtures("_tiny")
+def test_a_folder_that_takes_no_file_is_refused_before_anything_is_measured(monkeypatch):
+    def refuses(**_: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(commands, "TemporaryFile", refuses)
+    done = bench("--out", "here.toml")
+    assert done.exit_code == 2
+    assert ". takes no file: Read-only file system; write elsewhere" in " ".join(done.output.split())
+
+
+@pytest.mark.usefixtures("_tiny")
+def test_what_was_measured_is_written_before_it_is_printed(monkeypatch):
+    class Known(KnownRanks):
+        def close(self) -> None: ...
+
+    def stops(*_: object) -> None:
+        raise BrokenPipeError
+
+    known = Known(presets.h100().replace(ranks_per_node=2), TINY)
+    monkeypatch.setattr(report, "_start", lambda *_: (known, known.cluster, True))
+    monkeypatch.setattr(report, "check_steps", lambda *_: [])
+    monkeypatch.setattr(report, "print_full", stops)
+    with pytest.raises(BrokenPipeError):
+        report.main(2, json_path=Path("samples.json"), out=Path("here.toml"))
+    assert "cluster" in json.loads(Path("samples.json").read_text())
+    ClusterSpec.from_toml(Path("here.toml").read_text())
 
 
 def test_gpus_are_those_of_torchrun(monkeypatch):

@@ -141,8 +141,9 @@ def test_a_step_that_takes_no_time_has_no_speed_up(tmp_path):
     load = LoadMatrix(np.zeros((4, 4), dtype=int))
     plan = StepPlan(EP, MODEL, ClusterSpec(num_nodes=2, ranks_per_node=2), (plan_layer(EP, MODEL, CLUSTER, load),))
     (tmp_path / "plan.json").write_text(plan.to_json())
-    code, output = run(tmp_path / "plan.json")
+    code, output = run(tmp_path / "plan.json", "--out", tmp_path / "found")
     assert code == 0
+    assert [path.name for path in (tmp_path / "found").iterdir()] == ["ep.trace.json"]
     assert rows(output)["ep"][:3] == ["ep", "0.000", "1.00"]
 
 
@@ -160,6 +161,9 @@ def test_a_reader_who_has_enough_is_no_error_and_a_full_disk_is_one(tmp_path, mo
         number = errno.EPIPE
         with pytest.raises(BrokenPipeError):
             command(file)
+    with pytest.raises(BrokenPipeError):
+        simulate_command(file, strategies=["ep"], out=tmp_path / "found")
+    assert len(list((tmp_path / "found").iterdir())) == 3
 
 
 def test_where_nothing_can_be_written_nothing_is_simulated(tmp_path):

@@ -6,6 +6,7 @@ Commands import what they need when they run, so that ``--help`` does not wait f
 from __future__ import annotations
 
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Annotated, Literal
 
 import typer
@@ -19,6 +20,11 @@ def _in_a_folder(path: Path | None) -> Path | None:
         raise typer.BadParameter(f"{path.parent} is not a folder; make it, or write elsewhere")
     if path is not None and path.is_dir():
         raise typer.BadParameter(f"{path} is a folder; name a file in it")
+    if path is not None:
+        try:
+            TemporaryFile(dir=path.parent).close()
+        except OSError as error:
+            raise typer.BadParameter(f"{path.parent} takes no file: {error.strerror}; write elsewhere") from None
     return path
 
 

@@ -79,10 +79,11 @@ def simulate_command(
                 status.update(f"{of_strategy}: planning and simulating")
                 plans = tuple(micro_batches)
                 steps.append(SimulatedStep(plans, simulation(plans, rest)))
+            # Before the table is printed, whose reader may stop before its end.
+            files = [] if out is None else [_write(of, out / stem, name) for stem, of in _by_stem(steps).items()]
         print_full(step_table(name, steps), LEGEND)
-        for stem, simulated in _by_stem(steps).items() if out is not None else ():
-            assert out is not None
-            print("written to " + ", ".join(map(str, _write(simulated, out / stem, name))))
+        for paths in files:
+            print("written to " + ", ".join(map(str, paths)))
     except (ValueError, OSError) as error:
         return refused(error)
     return 0
@@ -234,14 +235,14 @@ def _by_stem(steps: Sequence[SimulatedStep]) -> dict[str, SimulatedStep]:
 
 
 def _write(step: SimulatedStep, stem: Path, name: str) -> list[Path]:
-    """A trace for Perfetto, and a chart."""
+    """A trace for Perfetto, and a chart where there is something to draw."""
     of = step.simulation
     num_ranks = of.cluster.num_ranks
     traced = of.timeline.only(_some_ranks(of, MOST_TRACED_RANKS))
-    drawn = _some_ranks(of, MOST_DRAWN_RANKS)
+    drawn = of.timeline.only(_some_ranks(of, MOST_DRAWN_RANKS))
     trace = write_chrome_trace(traced, stem.with_name(f"{stem.name}.trace.json"), of.critical_path)
     words = f"{name}, {step.strategy.name}" + f" on {num_ranks} ranks" * (num_ranks > MOST_DRAWN_RANKS)
-    return [trace, *timeline_chart(of.timeline.only(drawn), stem, name=words)]
+    return [trace, *(timeline_chart(drawn, stem, name=words) if drawn.spans else [])]
 
 
 def _some_ranks(of: Simulation, most: int) -> list[int]:

@@ -63,16 +63,17 @@ def main(
     finally:
         ranks.close()
     if writes:
+        # First, as whoever reads what is printed may stop before its end.
+        if out is not None:
+            replace_file(out, spec_text(found, out.suffix, disturbed))
+        if json_path is not None:
+            replace_file(json_path, json.dumps(to_json(found, checks, threads), indent=1) + "\n")
         print_full(products_table(found))
         if found.links:
             print_full(links_table(found))
         if checks:
             print_full(steps_table(checks))
         print_full(figures_table(found), [*legend(found, threads), *disturbed])
-        if out is not None:
-            replace_file(out, spec_text(found, out.suffix, disturbed))
-        if json_path is not None:
-            replace_file(json_path, json.dumps(to_json(found, checks, threads), indent=1) + "\n")
     return 0
 
 
