@@ -10,7 +10,7 @@ from moesys.overlap.lanes import SLOWER_RANKS
 from moesys.overlap.simulation import critical_rank
 from moesys.timeline import Span, Timeline
 
-# The layer of a wait of a rank that has nothing to do at all.
+# The layer of the optimizer, of waits beside it, and of a wait of a rank that has nothing to do at all.
 OF_NO_LAYER = -1
 
 
@@ -75,5 +75,5 @@ def _spent(spans: list[Span], end_us: float) -> Iterator[tuple[int, str, float]]
 
 
 def _layer_of(span: Span) -> int:
-    """The simulator's details begin with ``layer`` and its number."""
-    return int(span.detail.split()[1])
+    """The simulator's details begin with ``layer`` and its number, but for the optimizer's."""
+    return int(span.detail.split()[1]) if span.detail.startswith("layer ") else OF_NO_LAYER

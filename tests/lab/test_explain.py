@@ -157,6 +157,19 @@ def test_what_a_workload_says_of_the_rest_of_a_step_is_explained():
     assert step.mean_ms["experts"] == pytest.approx(1.5 * kept.mean_ms["experts"])
 
 
+@pytest.mark.parametrize("strategy", [Strategy(name="ep"), SLOW], ids=lambda strategy: strategy.name)
+def test_the_optimizer_is_of_no_layer(strategy):
+    step = explain(strategy, declared(strategy).replace(workload=DRAWN.replace(optimizer_ms=2.0)))
+    bare = explain(strategy, declared(strategy))
+    assert step.mean_ms["optimizer"] == step.critical_ms["optimizer"] == pytest.approx(2.0)
+    assert step.step_ms == pytest.approx(bare.step_ms + 2.0)
+    assert sum(step.mean_ms.values()) == pytest.approx(step.step_ms)
+    assert not any("optimizer" in layer.mean_ms for layer in step.layers)
+    for kind in ("experts", "weight_gradients"):
+        assert sum(layer.mean_ms[kind] for layer in step.layers) == pytest.approx(step.mean_ms[kind])
+    assert "computes optimizer" in str(step)
+
+
 def test_a_wait_belongs_to_the_all_to_all_that_ended_it():
     """Rank 0 from 0 to 10: dispatch and the longer restore, then experts, then slower rank 1, then combine; all the
     while, what layer 1 needs is on its way and holds up nobody.
