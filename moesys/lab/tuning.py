@@ -80,9 +80,9 @@ def tune(
         if not place.writes:
             return _follow(place, experiment)
         try:
-            with closing(_Folder(experiment, Path(out), fresh, threads)) as folder:
+            with closing(_Folder(experiment, Path(out), fresh, threads, seeds)) as folder:
                 ranks = _Ranks(place, experiment)
-                workload = folder.workload(ranks, seeds)
+                workload = folder.workload(ranks)
                 tuned = tune_workload(
                     workload,
                     experiment.model,
@@ -213,8 +213,8 @@ class _Folder:
     Raises ValueError for one of another model, cluster, workload, trace, machine or source of moesys.
     """
 
-    def __init__(self, experiment: Experiment, out: Path, fresh: bool, threads: int) -> None:
-        self.experiment, self._threads = experiment, threads
+    def __init__(self, experiment: Experiment, out: Path, fresh: bool, threads: int, num_seeds: int) -> None:
+        self.experiment, self._threads, self._seeds = experiment, threads, experiment.seeds[:num_seeds]
         self.path = out / f"{experiment.name}-{setting_fingerprint(experiment)}-tuned"
         self.path.mkdir(parents=True, exist_ok=True)
         self._lock = take_lock(self.path)
@@ -229,10 +229,9 @@ class _Folder:
     def close(self) -> None:
         self._lock.close()
 
-    def workload(self, ranks: _Ranks, num_seeds: int) -> SimulatedWorkload:
+    def workload(self, ranks: _Ranks) -> SimulatedWorkload:
         """What the cost model runs; of a training, the routing of the baseline's first trial."""
-        experiment, seeds = self.experiment, self.experiment.seeds[:num_seeds]
-        workload = experiment.workload
+        experiment, workload, seeds = self.experiment, self.experiment.workload, self._seeds
         if isinstance(workload, Training):
             self._record_routing(ranks, seeds[0])
             workload = Replay(
@@ -291,7 +290,8 @@ class _Folder:
             # The source says more than its commit.
             setting["machine"] = replace(environment, git_commit="", git_diff="").machine_line
         if isinstance(workload, Replay):
-            setting["trace"] = routing_of(workload, experiment.model, experiment.cluster, experiment.seeds[0]).digest
+            routings = [routing_of(workload, experiment.model, experiment.cluster, seed) for seed in self._seeds]
+            setting["trace"] = " ".join(routing.digest for routing in routings)
         return setting
 
 

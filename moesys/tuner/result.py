@@ -100,12 +100,25 @@ def _fields(strategy: Strategy, space: Space) -> Iterator[tuple[str, Any]]:
 
 
 def _commented(toml: str, reasons: dict[str, str]) -> Iterator[str]:
-    """Lines of TOML; reasons behind the line of their field, or of the table of their name."""
+    """Lines of TOML; reasons behind the line of their field, or of the table of their name. A field that is none, for
+    which TOML has no word, has a line of its own in its table.
+    """
+    lines = list(_paths(toml))
+    unsaid = reasons.keys() - {path for _, path in lines}
+    for line, path in lines:
+        yield f"{line}  # {reasons[path]}" if path in reasons else line
+        if line.startswith("["):
+            yield from (
+                f"# {field} is none: {reasons[field]}" for field in sorted(unsaid) if field.startswith(f"{path}.")
+            )
+
+
+def _paths(toml: str) -> Iterator[tuple[str, str]]:
+    """Each line, and the dotted path of what it declares."""
     table = ""
     for line in toml.splitlines():
         if line.startswith("["):
             table = line.strip("[]")
-            path = table
+            yield line, table
         else:
-            path = f"{table}.".lstrip(".") + line.partition("=")[0].strip()
-        yield f"{line}  # {reasons[path]}" if path in reasons else line
+            yield line, f"{table}.".lstrip(".") + line.partition("=")[0].strip()

@@ -15,7 +15,7 @@ import pytest
 from runner_cases import EP, FSEP, simulation, training
 
 from moesys.config import FlowSplit, Fsep, Greedy, Static, Strategy
-from moesys.experiment import Experiment
+from moesys.experiment import Experiment, Generated, Replay
 from moesys.lab import environment
 from moesys.lab.commands.run import run_file
 from moesys.lab.commands.tune import tune_file
@@ -23,6 +23,7 @@ from moesys.lab.explain_tree import explain_command
 from moesys.lab.files import load_experiment
 from moesys.lab.trials import run_simulated
 from moesys.lab.tuning import tune
+from moesys.traces import generate, save_trace
 from moesys.tuner.space import EpChoices, FsepChoices, MegaKernelChoices, PipelinedChoices, SequentialChoices, Space
 
 SPACE = Space(
@@ -237,6 +238,32 @@ def test_under_torchrun_all_ranks_end_with_what_one_writes_also_where_one_fails(
     of_baseline = [ms[timed[0]["fingerprint"], entry["of"]] for entry in of_pick]
     ratio = math.prod(entry["ms"] / base for entry, base in zip(of_pick, of_baseline, strict=True))
     assert f"{ratio ** (-1 / len(of_pick)):.3f} x as fast as 'ep'" in toml
+
+
+def test_a_journal_is_of_the_traces_of_all_seeds_that_are_looked_at(tmp_path):
+    def record(seed: int, skew: float) -> None:
+        drawn = Generated(steps=3, tokens_per_rank=32, skew=skew)
+        save_trace(generate(drawn, num_ranks=2, num_experts=8, top_k=2, seed=seed), tmp_path / f"{seed}.npz")
+
+    experiment = simulation(workload=Replay(trace=str(tmp_path / "{seed}.npz"), warmup=1))
+    for seed in (0, 1):
+        record(seed, skew=1.0)
+    first = tune(experiment, SPACE, out=tmp_path, budget=3)
+    record(1, skew=2.0)
+    with pytest.raises(ValueError, match=r"is of another trace, under which .* begin anew with --fresh"):
+        tune(experiment, SPACE, out=tmp_path, budget=3)
+    assert tune(experiment, SPACE, out=tmp_path, budget=3, fresh=True).tuned != first.tuned
+
+
+def test_a_space_of_one_point_is_that_point_and_says_so_beside_every_field(tmp_path):
+    result = tune(simulation(strategies=(FSEP, EP)), Space(), out=tmp_path)
+    text = (result.path / "tuned.toml").read_text()
+    assert Strategy.from_toml(text).fingerprint() in {EP.fingerprint(), FSEP.fingerprint()}
+    result = tune(simulation(strategies=(EP,)), Space(), out=tmp_path)
+    text = (result.path / "tuned.toml").read_text()
+    assert Strategy.from_toml(text).fingerprint() == EP.fingerprint()
+    assert "[sharding]\n# sharding.slots_per_rank is none: nothing else in the space\n" in text
+    assert text.count("nothing else in the space") == len(result.tuned.choices) == 8
 
 
 def test_mega_kernels_are_simulated_with_the_others(tmp_path):
