@@ -417,6 +417,10 @@ def test_a_folder_that_takes_no_file_is_refused_before_anything_is_measured(monk
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
 
     monkeypatch.setattr(commands, "TemporaryFile", refuses)
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "ranks=3, but torchrun started 2" in bench("--out", "nowhere/here.toml", "--ranks", "3").output
+    monkeypatch.setenv("RANK", "0")
     done = bench("--out", "here.toml")
     assert done.exit_code == 2
     assert ". takes no file: Read-only file system; write elsewhere" in " ".join(done.output.split())

@@ -5,6 +5,7 @@ Commands import what they need when they run, so that ``--help`` does not wait f
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Annotated, Literal
@@ -15,7 +16,11 @@ bench = typer.Typer(help="Measure on this machine.", no_args_is_help=True, rich_
 
 
 def _in_a_folder(path: Path | None) -> Path | None:
-    """Refuses what could not be written when all is measured."""
+    """Refuses what could not be written when all is measured. The first of torchrun's ranks writes; other hosts need
+    no such folder.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        return path
     if path is not None and not path.parent.is_dir():
         raise typer.BadParameter(f"{path.parent} is not a folder; make it, or write elsewhere")
     if path is not None and path.is_dir():
