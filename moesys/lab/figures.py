@@ -25,6 +25,8 @@ from moesys.timeline import Span, Timeline
 
 _STYLE: dict[Any, Any] = {
     "svg.hashsalt": "moesys",
+    # Names of strategies are no formulas, whatever is in them.
+    "text.parse_math": False,
     "font.size": 9,
     "axes.titlesize": 10,
     "axes.titlelocation": "left",

@@ -77,6 +77,13 @@ def test_a_dot_in_a_name_is_kept(tmp_path):
     assert (svg.name, png.name) == ("fsep-v1.5.svg", "fsep-v1.5.png")
 
 
+def test_dollars_in_a_name_are_no_formula(tmp_path):
+    svg, _ = timeline_chart(timeline(), tmp_path / "time", name=r"$\frac$, 5 $ a rank")
+    assert svg.read_bytes().startswith(b"<?xml")
+    losses = {r"$\frac$": {0: [5.0, 4.0]}, "fsep": {0: [5.0, 4.1]}}
+    assert loss_chart(losses, tmp_path / "loss", name="tiny")[0].exists()
+
+
 def test_the_same_data_gives_the_same_svg(tmp_path):
     first, second = draw_all(tmp_path / "a"), draw_all(tmp_path / "b")
     assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]
