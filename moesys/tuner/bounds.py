@@ -85,17 +85,20 @@ def plan_bound_ms(step: Step) -> float:
     model, cluster, strategy = step[0].model, step[0].cluster, step[0].strategy
     setting, sharding, layers = Setting(model, cluster, len(step[0].layers)), strategy.sharding, layers_of(step)
     fused = strategy.overlap if isinstance(strategy.overlap, MegaKernel) else None
+    dispatched = [[link_load(dispatch_bytes(plan.tokens, model), cluster) for plan in of.layers] for of in step]
     if fused:
         rows_R = sum(plan.tokens.tokens_R for plan in layers)
         computing = _compute_seconds(float(np.max(rows_R)), setting)
     else:
-        computing = sum(_computing(micro_batch.layers, setting) for micro_batch in step)
+        computing = sum(
+            _computing(of.layers, [bool(load.used_4R.any(axis=0).all()) for load in load_L], setting)
+            for of, load_L in zip(step, dispatched, strict=True)
+        )
     link_busy = np.zeros(2 * (cluster.num_ranks + cluster.num_nodes))
+    if not (fused and fused.deduplicate):
+        # There and back, forward and backward.
+        link_busy += 2 * sum(load.seconds_L + load.reversed().seconds_L for load_L in dispatched for load in load_L)
     for plan in layers:
-        if not (fused and fused.deduplicate):
-            bytes_RR = dispatch_bytes(plan.tokens, model)
-            # There and back, forward and backward.
-            link_busy += 2 * link_seconds(bytes_RR + bytes_RR.T, cluster)
         for bytes_RR in restore_bytes(plan.layout, model, cluster, sharding):
             link_busy += restores_per_step(sharding) * link_seconds(bytes_RR, cluster)
         for bytes_RR in reshard_bytes(plan.layout, model, cluster, sharding):
@@ -103,18 +106,12 @@ def plan_bound_ms(step: Step) -> float:
     return 1000 * max(computing, float(link_busy.max()))
 
 
-def _computing(plans_L: Sequence[LayerPlan], setting: Setting) -> float:
+def _computing(plans_L: Sequence[LayerPlan], meets_L: Sequence[bool], setting: Setting) -> float:
     """Seconds of a micro-batch's products."""
-    meets_L = [_all_send_or_receive(plan, setting) for plan in plans_L]
     return sum(
         float(np.sum([_products_seconds(plans_L[of], setting, back) for of, back in stretch], axis=0).max())
         for stretch in _stretches(meets_L)
     )
-
-
-def _all_send_or_receive(plan: LayerPlan, setting: Setting) -> bool:
-    load = link_load(dispatch_bytes(plan.tokens, setting.model), setting.cluster)
-    return bool(load.used_4R.any(axis=0).all())
 
 
 def _products_seconds(plan: LayerPlan, setting: Setting, backward: bool) -> FloatArray:
