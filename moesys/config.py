@@ -148,6 +148,7 @@ class ModelShape(Declared):
         return BYTES_PER_ELEMENT[self.dtype]
 
 
+MOST_RANKS = 2**20
 # One byte a second, and 11 days: what is slower is a slip, and times of it would end beyond what a float holds.
 SLOWEST_GB_PER_S = 1e-9
 Microseconds = Annotated[float, Field(ge=0, le=1e12)]
@@ -188,6 +189,13 @@ class ClusterSpec(Declared):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        # Before anything is as long as there are ranks.
+        per_node = self.ranks_per_node
+        num_ranks = sum(per_node) if isinstance(per_node, tuple) else self.num_nodes * per_node
+        if max(num_ranks, self.num_nodes) > MOST_RANKS:
+            raise ValueError(
+                f"num_nodes={self.num_nodes} and ranks_per_node={per_node} are more than {MOST_RANKS} ranks; use fewer"
+            )
         if isinstance(self.ranks_per_node, tuple) and len(self.ranks_per_node) != self.num_nodes:
             raise ValueError(
                 f"ranks_per_node={list(self.ranks_per_node)} names {len(self.ranks_per_node)} nodes but "

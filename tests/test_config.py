@@ -267,6 +267,14 @@ def test_replace_changes_what_it_names_and_checks_the_whole():
             "ranks_per_node=[8, 8, 4] names 3 nodes but num_nodes=2; give one number a node, or one number for all",
         ),
         (
+            lambda: ClusterSpec(num_nodes=99_999_999_999, ranks_per_node=2),
+            "num_nodes=99999999999 and ranks_per_node=2 are more than 1048576 ranks; use fewer",
+        ),
+        (
+            lambda: ClusterSpec(num_nodes=2, ranks_per_node=(8, 10**12)),
+            "num_nodes=2 and ranks_per_node=(8, 1000000000000) are more than 1048576 ranks; use fewer",
+        ),
+        (
             lambda: CLUSTER.replace(ranks_per_node=0),
             "ranks_per_node=0 leaves a node without ranks; use at least 1",
         ),
