@@ -9,7 +9,7 @@ Look at exposed ms, which is what ``ep`` loses to wires and to waiting, and at h
 expert on every node, so that tokens stay inside: it would win at no skew at all (try ``skew=0``). The price is its
 restores, and memory for eight experts a rank where ``ep`` has one.
 
-Simulated; eight seeds take less than a minute on two cores. The model knows no latency, which flatters many chunks.
+Simulated; eight seeds take less than a minute on two cores.
 """
 
 import moesys as ms

@@ -440,7 +440,7 @@ class Adaptive(Declared):
 
 
 class Oracle(Declared):
-    """The load of the micro-batch that the plan will serve: what no predictor can beat. Replays only."""
+    """The load of the micro-batch that the plan will serve: what no predictor can beat. Simulations only."""
 
     kind: Literal["oracle"] = "oracle"
 

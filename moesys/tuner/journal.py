@@ -26,7 +26,8 @@ class Entry:
 
     fingerprint: of the strategy; ``name``, in words; ``strategy``, all its fields.
     stage: ``pruned``, by closed forms; ``simulated``; ``measured``; ``refused``, by the cost model or by a failure.
-    of: what ``ms`` is of: ``4 micro-batches of seeds 0, 1``, or ``seed 3``. Costs of other words cannot be compared.
+    of: what ``ms`` is of: ``20 steps of seeds 0, 1``, or ``seed 3``. Costs of other words cannot be compared. What is
+        too large has no ``ms``, and ``memory 80 GB`` here.
     ms: a step's milliseconds: a lower bound where it is pruned; None where there is none.
     reason: why it was pruned or refused.
     """
