@@ -180,7 +180,7 @@ class ClusterSpec(Declared):
     tile_rows: int = Field(1, ge=1, description="rows of a tile; an expert's rows are rounded up to whole tiles")
     tile_columns: int = Field(1, ge=1, description="columns of a tile of a product")
     copy_share: float = Field(
-        0.0, ge=0, lt=1, description="part of a rank's computing that is lost while rows of tokens travel beside it"
+        0.0, ge=0, lt=1, description="part of a rank's computing that is lost while its messages move beside it"
     )
     launch_us: Microseconds = Field(0.0, description="from the end of one kernel to the start of the next")
     flag_us: Microseconds = Field(0.0, description="from a flag's release on one rank to its sight on another")
