@@ -140,7 +140,8 @@ def test_a_perfect_simulation_has_no_misfit():
 
 
 def test_the_fit_draws_its_best_routings_again_and_knows_what_draws_cannot_tell(monkeypatch):
-    tiny = {"SKEW_GROWTHS": (2.5,), "CALMS": (4.0, 9.0), "DISPATCHERS_MS": (8.0, 40.0), "FINALISTS": 1}
+    tiny = {"SKEW_GROWTHS": (2.5,), "CALMS": (4.0, 9.0), "DISPATCHERS_MS": (8.0,), "FINALISTS": 1}
+    tiny["FINAL_DISPATCHERS_MS"] = (8.0, 40.0)
     draws = {"COARSE_SEEDS": (0, 1), "COARSE_ITERATIONS": (1,), "SEEDS": (0, 1), "ROW_ITERATIONS": (1,)}
     for name, value in (tiny | draws).items():
         monkeypatch.setattr(f"moesys.lab.bench.laer.fit.{name}", value)

@@ -161,7 +161,9 @@ ReportFolder = Annotated[
 def bench_reproduce(
     out: ReportFolder = None,
     planners: Annotated[bool, typer.Option(help="Time planners too, the one part that is measured.")] = True,
-    fit: Annotated[bool, typer.Option("--fit", help="Fit the free constants again, for minutes.")] = False,
+    fit: Annotated[
+        bool, typer.Option("--fit", help="Fit the free constants again, for more than half an hour.")
+    ] = False,
 ) -> None:
     """Simulate LAER-MoE's published measurements, with the error of every figure.
 

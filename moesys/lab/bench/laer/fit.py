@@ -17,11 +17,14 @@ from moesys.lab.bench.laer.step import Constants
 
 SKEW_GROWTHS = (2.0, 2.5, 3.0)
 CALMS = (4.0, 6.0, 9.0, 14.0)
-DISPATCHERS_MS = (4.0, 6.0, 8.0, 10.0, 12.0, 16.0)
+DISPATCHERS_MS = (4.0, 8.0, 12.0, 16.0)
 # The whole grid: half of the seeds, and one of the rows' three iterations, as experts stay hot over many.
 COARSE_SEEDS, COARSE_ITERATIONS = SEEDS[:8], (44,)
 # Routings of the grid that are drawn again, by all seeds and iterations of the rows.
 FINALISTS = 4
+FINAL_DISPATCHERS_MS = (8.0, 10.0, 12.0)
+# Of two settings, what ``tell`` is told: a seed's plans of each method.
+NUM_TOLD = 2 * len(METHODS) * (len(SKEW_GROWTHS) * len(CALMS) * len(COARSE_SEEDS) + FINALISTS * len(SEEDS))
 _MISFIT = attrgetter("misfit")
 
 
@@ -43,22 +46,24 @@ class Fit:
 
 def fit(tell: Callable[[str], None] | None = None) -> list[Fit]:
     """The finalists, best first: the routings of the whole grid's best points, by all draws."""
-    coarse = sorted(_points(product(SKEW_GROWTHS, CALMS), COARSE_SEEDS, COARSE_ITERATIONS, tell), key=_MISFIT)
-    routings = dict.fromkeys((one.constants.skew_growth, one.constants.calm) for one in coarse)
-    return sorted(_points(list(routings)[:FINALISTS], SEEDS, ROW_ITERATIONS, tell), key=_MISFIT)
+    grid = _points(product(SKEW_GROWTHS, CALMS), DISPATCHERS_MS, COARSE_SEEDS, COARSE_ITERATIONS, tell)
+    routings = dict.fromkeys((one.constants.skew_growth, one.constants.calm) for one in sorted(grid, key=_MISFIT))
+    finalists = _points(list(routings)[:FINALISTS], FINAL_DISPATCHERS_MS, SEEDS, ROW_ITERATIONS, tell)
+    return sorted(finalists, key=_MISFIT)
 
 
 def _points(
     routings: Iterable[tuple[float, float]],
+    dispatchers_ms: Sequence[float],
     seeds: Sequence[int],
     iterations: Sequence[int],
     tell: Callable[[str], None] | None,
 ) -> Iterator[Fit]:
-    """Of each (skew_growth, calm), with every dispatcher_ms."""
+    """Of each (skew_growth, calm), with each of ``dispatchers_ms``."""
     for skew_growth, calm in routings:
         constants = replace(CONSTANTS, skew_growth=skew_growth, calm=calm)
         plans = planned(METHODS, constants, seeds, iterations=iterations, tell=tell)
-        for dispatcher_ms in DISPATCHERS_MS:
+        for dispatcher_ms in dispatchers_ms:
             tried = replace(constants, dispatcher_ms=dispatcher_ms)
             rows = [row for row in simulated_rows(tried, plans, iterations) if row.fitted]
             without = tuple(misfit([row.without_seed(place) for row in rows]) for place in range(len(seeds)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from moesys.lab.bench.laer.constants import CONSTANTS
-from moesys.lab.bench.laer.fit import fit
+from moesys.lab.bench.laer.fit import NUM_TOLD, fit
 from moesys.lab.bench.laer.planner_times import planner_times
 from moesys.lab.bench.laer.report import Section, fit_section, planner_section, sections, show
 from moesys.lab.bench.laer.reproduction import RATES_GB_PER_S, SEEDS, reproduce
@@ -33,7 +33,7 @@ def main(out: Path | None = None, *, with_planners: bool = True, with_fit: bool 
         with steps_told("planners", 25) as tell:
             parts.append(planner_section(planner_times(tell=tell)))
     if with_fit:
-        with steps_told("fit", 0) as tell:
+        with steps_told("fit", NUM_TOLD) as tell:
             parts.append(fit_section(fit(tell=tell)))
     show(parts, "LAER-MoE's measurements", INTRODUCTION, "laer_reproduction", out)
     return 0
