@@ -259,7 +259,9 @@ def test_bounds_are_below_what_is_simulated(data):
     assert plan_bound_ms(step) <= step_ms * (1 + 1e-9)
     loads = [plan.load for micro_batch in step for plan in micro_batch.layers]
     assert load_bound_ms(strategy, loads, setting_of(workload)) <= step_ms * (1 + 1e-9)
-    assert step_ms >= 1000 * simulation(step).length_seconds * (1 - 1e-9)
+    # Without recomputation a step is no longer; but MegaKernels that begin at other times share links in another order.
+    if not isinstance(strategy.overlap, MegaKernel):
+        assert step_ms >= 1000 * simulation(step).length_seconds * (1 - 1e-9)
 
 
 def test_ranks_that_do_not_meet_work_at_once():
