@@ -18,7 +18,8 @@ class Choice:
     """One field of the strategy, a dotted path as in TOML.
 
     ``next_best``: the best other value of the space, and ``costs``: how much longer a simulated step is with it, 0.02
-    for 2 %; at least so much where ``at_least``. Both None where the space or the cost model has no other.
+    for 2 %; at least so much where ``at_least``. Both None where the space or the cost model has no other that goes
+    with the other fields.
     """
 
     field: str
@@ -29,7 +30,7 @@ class Choice:
 
     def __str__(self) -> str:
         if self.next_best is None or self.costs is None:
-            return "nothing else in the space"
+            return "no other value goes with the rest"
         if abs(self.costs) < 5e-5:
             return f"{self.next_best} is as fast, simulated"
         if self.costs < 0:
