@@ -85,7 +85,9 @@ def plan_bound_ms(step: Step) -> float:
     model, cluster, strategy = step[0].model, step[0].cluster, step[0].strategy
     setting, sharding, layers = Setting(model, cluster, len(step[0].layers)), strategy.sharding, layers_of(step)
     fused = strategy.overlap if isinstance(strategy.overlap, MegaKernel) else None
-    dispatched = [[link_load(dispatch_bytes(plan.tokens, model), cluster) for plan in of.layers] for of in step]
+    # Not of rows that are pulled once for several experts.
+    known = () if fused and fused.deduplicate else step
+    dispatched = [[link_load(dispatch_bytes(plan.tokens, model), cluster) for plan in of.layers] for of in known]
     if fused:
         rows_R = sum(plan.tokens.tokens_R for plan in layers)
         computing = _compute_seconds(float(np.max(rows_R)), setting)
@@ -95,9 +97,8 @@ def plan_bound_ms(step: Step) -> float:
             for of, load_L in zip(step, dispatched, strict=True)
         )
     link_busy = np.zeros(2 * (cluster.num_ranks + cluster.num_nodes))
-    if not (fused and fused.deduplicate):
-        # There and back, forward and backward.
-        link_busy += 2 * sum(load.seconds_L + load.reversed().seconds_L for load_L in dispatched for load in load_L)
+    # There and back, forward and backward.
+    link_busy += 2 * sum(load.seconds_L + load.reversed().seconds_L for load_L in dispatched for load in load_L)
     for plan in layers:
         for bytes_RR in restore_bytes(plan.layout, model, cluster, sharding):
             link_busy += restores_per_step(sharding) * link_seconds(bytes_RR, cluster)

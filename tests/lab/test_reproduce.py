@@ -18,7 +18,7 @@ from moesys.lab.bench.laer.fit import fit, misfit
 from moesys.lab.bench.laer.flex_moe import even_rows, laer_flex_moe_layout
 from moesys.lab.bench.laer.planner_times import planner_times
 from moesys.lab.bench.laer.published import ABLATION_S, METHODS, PLANNER_MS, ROWS
-from moesys.lab.bench.laer.report import ABLATION_BAR, EXPERTS_BAR, MEDIAN_BAR, fit_section, page, sections
+from moesys.lab.bench.laer.report import ABLATION_BAR, EXPERTS_BAR, MEDIAN_BAR, fit_section, sections
 from moesys.lab.bench.laer.reproduction import (
     Row,
     least_worst_error,
@@ -28,6 +28,7 @@ from moesys.lab.bench.laer.reproduction import (
     simulated_rows,
 )
 from moesys.lab.bench.laer.step import E16K4_8X22B
+from moesys.lab.bench.pages import page
 from moesys.layout import ExpertLayout
 from moesys.load import LoadMatrix
 

@@ -72,9 +72,9 @@ def main(overlap: str, *, most_ranks: int, repeats: int, json_path: Path | None)
                 print(f"{name}, {layers} layers on {ranks} ranks: {figure(timings[-1].step_ms)} ms", flush=True)
     threads = 2 if "mega_kernel" in select(overlap) else 1
     footer = f"MEASURED: medians of {repeats}; planning is not in it. {machine_line(threads, ('numpy', 'numba'))}"
-    print_full(_table(timings), [footer])
     if json_path is not None:
         json_path.write_text(json.dumps([asdict(timing) for timing in timings], indent=2), encoding="utf-8")
+    print_full(_table(timings), [footer])
     return 0
 
 

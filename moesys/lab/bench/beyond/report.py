@@ -11,8 +11,8 @@ from moesys.lab.bench.beyond.large import LAER_STAGE as LARGE_LAER_STAGE
 from moesys.lab.bench.beyond.large import MODELS as LARGE_MODELS
 from moesys.lab.bench.beyond.large import STAGES as LARGE_STAGES
 from moesys.lab.bench.beyond.rows import LAER_STAGE, OTHER_FIT, SEEDS, STAGES, UNIFIED_STAGE, Beyond, beyond
-from moesys.lab.bench.laer.report import Section, show, table
 from moesys.lab.bench.laer.step import MODELS
+from moesys.lab.bench.pages import Section, show, table
 from moesys.lab.bench.steps import steps_told
 
 BAR = 1.15
@@ -112,7 +112,7 @@ def _point(overlap: Overlap) -> str:
 
 
 def main(out: Path | None = None) -> int:
-    """Simulate, print, write; the exit code."""
+    """Simulate, write, print; the exit code."""
     with steps_told("beyond", 2 * (4 + 2) * len(SEEDS) + 2 * 4 + len(LARGE_MODELS) * len(SIZES)) as tell:
         found = beyond(tell=tell)
         parts = row_sections(found, beyond(OTHER_FIT, stages=(STAGES[LAER_STAGE], STAGES[UNIFIED_STAGE]), tell=tell))

@@ -39,7 +39,7 @@ def main(
     out: Path | None = None,
     json_path: Path | None = None,
 ) -> int:
-    """Measure, print, write. Under torchrun all ranks call it, and the first prints and writes.
+    """Measure, write, print. Under torchrun all ranks call it, and the first writes and prints.
 
     ``json_path`` gets all samples so far after each part, so that what was measured outlives a crash.
     """

@@ -7,8 +7,9 @@ from pathlib import Path
 from moesys.lab.bench.laer.constants import CONSTANTS
 from moesys.lab.bench.laer.fit import NUM_TOLD, fit
 from moesys.lab.bench.laer.planner_times import planner_times
-from moesys.lab.bench.laer.report import Section, fit_section, planner_section, sections, show
+from moesys.lab.bench.laer.report import fit_section, planner_section, sections
 from moesys.lab.bench.laer.reproduction import RATES_GB_PER_S, SEEDS, reproduce
+from moesys.lab.bench.pages import Section, show
 from moesys.lab.bench.steps import steps_told
 
 # Planners of two settings, then four shapes, breakdown, ablation and its rates.
@@ -25,7 +26,7 @@ INTRODUCTION = (
 
 
 def main(out: Path | None = None, *, with_planners: bool = True, with_fit: bool = False) -> int:
-    """Simulate, print, write; the exit code."""
+    """Simulate, write, print; the exit code."""
     with steps_told("reproduce", STEPS) as tell:
         found = reproduce(tell=tell)
     parts: list[Section] = sections(found, CONSTANTS)

@@ -1,16 +1,9 @@
-"""The reproduction's tables, on the screen and as a page of docs/measured."""
+"""The reproduction's tables."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict
-from datetime import date
-from io import StringIO
-from pathlib import Path
-
-from rich import box
-from rich.table import Table
-from rich.text import Text
 
 from moesys.lab.bench.laer.constants import FITTED, SOURCES
 from moesys.lab.bench.laer.fit import CALMS, FINALISTS, SKEW_GROWTHS, Fit
@@ -18,21 +11,11 @@ from moesys.lab.bench.laer.planner_times import MOST_LAER_RANKS, PLANNERS, Plann
 from moesys.lab.bench.laer.published import METHODS
 from moesys.lab.bench.laer.reproduction import Reproduction, Row, least_worst_error, median_and_worst
 from moesys.lab.bench.laer.step import Constants
+from moesys.lab.bench.pages import Section, table
 from moesys.lab.bench.timing import machine_line
-from moesys.lab.console import print_full
 
 # The bars that this project set itself: of errors of speed-ups, of expert seconds, of the ablation in points.
 MEDIAN_BAR, WORST_BAR, EXPERTS_BAR, ABLATION_BAR = 0.05, 0.12, 0.06, 0.05
-
-Section = tuple[Table, list[str]]
-
-
-def table(title: str, columns: Sequence[str], left: int = 1) -> Table:
-    """Columns after the first ``left`` are right-aligned."""
-    made = Table(title=Text(title, style="bold"), title_justify="left", box=box.SIMPLE_HEAD)
-    for index, column in enumerate(columns):
-        made.add_column(column, justify="left" if index < left else "right", no_wrap=True)
-    return made
 
 
 def sections(found: Reproduction, constants: Constants) -> list[Section]:
@@ -176,31 +159,6 @@ def _balance(found: Reproduction) -> Section:
         made.add_row(setting, planner, f"{value:.3f}")
     made.add_row("e8k2", "no_pq or no_even, in hindsight", f"{found.hindsight:.3f}")
     return made, ["Means over layers, the micro-batches of the simulated iterations and seeds."]
-
-
-def rendered(found: Sequence[Section]) -> str:
-    """As plain text."""
-    text = StringIO()
-    for made, notes in found:
-        print_full(made, notes, file=text)
-        text.write("\n")
-    return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"
-
-
-def page(title: str, introduction: Sequence[str], found: Sequence[Section]) -> str:
-    """A page of docs/measured."""
-    parts = [f"# {title}", *introduction, "```\n" + rendered(found).strip("\n") + "\n```"]
-    return "\n\n".join(parts) + "\n"
-
-
-def show(parts: Sequence[Section], subject: str, introduction: Sequence[str], name: str, out: Path | None) -> None:
-    """Print the tables; with a folder ``out``, write them there too, as ``<name>_simulated_<date>.md``."""
-    for made, notes in parts:
-        print_full(made, notes)
-    if out is not None:
-        today = date.today().isoformat()
-        title = f"SIMULATED: {subject}, {today}"
-        (out / f"{name}_simulated_{today}.md").write_text(page(title, introduction, parts))
 
 
 def planner_section(times: Sequence[PlannerTime]) -> Section:

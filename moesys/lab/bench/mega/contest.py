@@ -134,9 +134,9 @@ def main(plan: Plan, out: Path | None = None) -> int:
         plan.bit_runs,
         found,
     )
-    print_report(report)
     if out is not None:
         write_report(report, out)
+    print_report(report)
     return int(not report.holds)
 
 

@@ -231,10 +231,10 @@ def main(
     threads: int = 1,
     json_path: Path | None = None,
 ) -> int:
-    """Measure, print, write; the exit code: 1 if a bit was wrong."""
+    """Measure, write, print; the exit code: 1 if a bit was wrong."""
     measured = bench_overlap(select(part, num_tokens), repeats=repeats, num_ranks=num_ranks, threads=threads)
     table, legend = report(measured, num_ranks, threads)
-    print_full(table, legend)
     if json_path is not None:
         json_path.write_text(json.dumps(to_json(measured, num_ranks, threads), indent=1) + "\n")
+    print_full(table, legend)
     return 0 if all(result.same_bits for part_result in measured for result in part_result.results) else 1

@@ -296,12 +296,12 @@ def main_laer(chosen: Sequence[Contender] | None, num_seeds: int, json_path: Pat
 
 
 def show(scores: Sequence[Score], source: str, json_path: Path | None) -> int:
-    """Print and write; the exit code."""
+    """Write and print; the exit code."""
     summaries = summarise(scores)
     table, legend = report(summaries, source)
-    print_full(table, legend)
     if json_path is not None:
         json_path.write_text(json.dumps(to_json(scores, summaries, source), indent=1) + "\n")
+    print_full(table, legend)
     return 0
 
 

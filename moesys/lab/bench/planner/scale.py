@@ -193,17 +193,17 @@ def main(
     peer_path: Path | None = None,
     json_path: Path | None = None,
 ) -> int:
-    """Measure, print, write; the exit code. Raises ValueError for a peer that is not there."""
+    """Measure, write, print; the exit code. Raises ValueError for a peer that is not there."""
     peer = load_peer(peer_path) if peer_path else None
     rows = scale_rows(sizes, num_seeds=num_seeds, repeats=repeats, peer=peer)
     moves = moves_rows(sizes, EXPONENTS, num_seeds)
     large = large_rows(cases, repeats=repeats, peer=peer_path)
     table, legend = scale_report(rows, num_seeds, repeats)
+    if json_path is not None:
+        json_path.write_text(json.dumps(to_json(rows, moves, large), indent=1) + "\n")
     print_full(table, legend)
     print_full(moves_report(moves), ["before, after: max/mean of the best split of the later load over either layout."])
     print_full(large_report(large))
-    if json_path is not None:
-        json_path.write_text(json.dumps(to_json(rows, moves, large), indent=1) + "\n")
     return 0
 
 

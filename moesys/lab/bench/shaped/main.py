@@ -20,7 +20,7 @@ def main(
     out: Path | None = None,
     json_path: Path | None = None,
 ) -> int:
-    """Measure, print, write; the exit code: 1 if a bit was wrong, 2 where no such hosts can be made."""
+    """Measure, write, print; the exit code: 1 if a bit was wrong, 2 where no such hosts can be made."""
     if reason := lacks():
         print(f"error: shaped links cannot be made: {reason}", file=sys.stderr)
         return 2
@@ -28,9 +28,9 @@ def main(
         print(f"error: hosts cannot have a share of the processor: {reason}; or use --no-shares", file=sys.stderr)
         return 2
     results = bench_shaped(plans, repeats, shares=shares)
-    show(results)
     if out is not None:
         out.write_text(markdown(results))
     if json_path is not None:
         json_path.write_text(to_json(results))
+    show(results)
     return int(any(result.differing for result in results))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from moesys import presets
 from moesys.config import ClusterSpec
-from moesys.lab.bench.laer.report import Section, show, table
+from moesys.lab.bench.pages import Section, show, table
 from moesys.lab.bench.steps import steps_told
 from moesys.lab.bench.uniep.parts import PARTS, Part
 from moesys.lab.bench.uniep.rows import LAYERS, POINTS, PUBLISHED, Row, uniep_rows
@@ -24,7 +24,7 @@ INTRODUCTION = (
 
 
 def main(out: Path | None = None) -> int:
-    """Simulate, print, write; the exit code."""
+    """Simulate, write, print; the exit code."""
     parts = []
     with steps_told("uniep", len(CLUSTERS) * len(LAYERS) + 1) as tell:
         for cluster in CLUSTERS:
