@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from moesys import hf as hf
-    from moesys import presets as presets
     from moesys.balance import Certificate as Certificate
     from moesys.balance import LoadHistory as LoadHistory
     from moesys.balance import certify as certify
@@ -44,18 +43,19 @@ if TYPE_CHECKING:
     from moesys.config import Static as Static
     from moesys.config import Strategy as Strategy
     from moesys.config import WindowMean as WindowMean
-    from moesys.experiment import Experiment as Experiment
-    from moesys.experiment import Generated as Generated
-    from moesys.experiment import Replay as Replay
-    from moesys.experiment import Training as Training
+    from moesys.config import presets as presets
+    from moesys.config.experiment import Experiment as Experiment
+    from moesys.config.experiment import Generated as Generated
+    from moesys.config.experiment import Replay as Replay
+    from moesys.config.experiment import Training as Training
     from moesys.lab.commands.compare import compare as compare
-    from moesys.lab.comparison import Comparison as Comparison
-    from moesys.lab.comparison import compare_records as compare_records
-    from moesys.lab.explain import explain as explain
-    from moesys.lab.runner import RunResult as RunResult
-    from moesys.lab.runner import run as run
-    from moesys.lab.tuning import TuneResult as TuneResult
-    from moesys.lab.tuning import tune as tune
+    from moesys.lab.explanation.explanation import explain as explain
+    from moesys.lab.runs.comparison import Comparison as Comparison
+    from moesys.lab.runs.comparison import compare_records as compare_records
+    from moesys.lab.runs.runner import RunResult as RunResult
+    from moesys.lab.runs.runner import run as run
+    from moesys.lab.runs.tuning import TuneResult as TuneResult
+    from moesys.lab.runs.tuning import tune as tune
     from moesys.layout import ExpertLayout as ExpertLayout
     from moesys.layout import TokenPlan as TokenPlan
     from moesys.load import LoadMatrix as LoadMatrix
@@ -68,10 +68,10 @@ if TYPE_CHECKING:
     from moesys.moe.router import router_loss as router_loss
     from moesys.moe.runtime import MoERuntime as MoERuntime
     from moesys.moe.runtime import link as link
-    from moesys.overlap.channel import CollectiveError as CollectiveError
-    from moesys.overlap.critical_path import PathPart as PathPart
-    from moesys.overlap.simulation import Simulation as Simulation
-    from moesys.overlap.simulator import RestOfStep as RestOfStep
+    from moesys.overlap.comm.channel import CollectiveError as CollectiveError
+    from moesys.simulator.critical_path import PathPart as PathPart
+    from moesys.simulator.simulation import Simulation as Simulation
+    from moesys.simulator.step_program import RestOfStep as RestOfStep
     from moesys.step import LayerPlan as LayerPlan
     from moesys.step import StepPlan as StepPlan
     from moesys.step import plan_layer as plan_layer
@@ -95,8 +95,8 @@ _MODULE_OF = {
     "Adaptive": "moesys.config",
     "Certificate": "moesys.balance",
     "ClusterSpec": "moesys.config",
-    "CollectiveError": "moesys.overlap.channel",
-    "Comparison": "moesys.lab.comparison",
+    "CollectiveError": "moesys.overlap.comm.channel",
+    "Comparison": "moesys.lab.runs.comparison",
     "CpSat": "moesys.config",
     "Declared": "moesys.config",
     "Ema": "moesys.config",
@@ -104,13 +104,13 @@ _MODULE_OF = {
     "EpChoices": "moesys.tuner.space",
     "Eplb": "moesys.config",
     "EvenSplit": "moesys.config",
-    "Experiment": "moesys.experiment",
+    "Experiment": "moesys.config.experiment",
     "ExpertLayout": "moesys.layout",
     "FlexMoe": "moesys.config",
     "FlowSplit": "moesys.config",
     "Fsep": "moesys.config",
     "FsepChoices": "moesys.tuner.space",
-    "Generated": "moesys.experiment",
+    "Generated": "moesys.config.experiment",
     "Greedy": "moesys.config",
     "Laer": "moesys.config",
     "Last": "moesys.config",
@@ -125,16 +125,16 @@ _MODULE_OF = {
     "ModelShape": "moesys.config",
     "Oracle": "moesys.config",
     "Ordered": "moesys.config",
-    "PathPart": "moesys.overlap.critical_path",
+    "PathPart": "moesys.simulator.critical_path",
     "Pipelined": "moesys.config",
     "PipelinedChoices": "moesys.tuner.space",
     "Proportional": "moesys.config",
-    "Replay": "moesys.experiment",
-    "RestOfStep": "moesys.overlap.simulator",
-    "RunResult": "moesys.lab.runner",
+    "Replay": "moesys.config.experiment",
+    "RestOfStep": "moesys.simulator.step_program",
+    "RunResult": "moesys.lab.runs.runner",
     "Sequential": "moesys.config",
     "SequentialChoices": "moesys.tuner.space",
-    "Simulation": "moesys.overlap.simulation",
+    "Simulation": "moesys.simulator.simulation",
     "Space": "moesys.tuner.space",
     "Span": "moesys.timeline",
     "Static": "moesys.config",
@@ -143,14 +143,14 @@ _MODULE_OF = {
     "Timeline": "moesys.timeline",
     "TokenPlan": "moesys.layout",
     "Trace": "moesys.traces",
-    "Training": "moesys.experiment",
-    "TuneResult": "moesys.lab.tuning",
+    "Training": "moesys.config.experiment",
+    "TuneResult": "moesys.lab.runs.tuning",
     "WindowMean": "moesys.config",
     "certify": "moesys.balance",
     "clip_grad_norm_": "moesys.moe.gradients",
     "compare": "moesys.lab.commands.compare",
-    "compare_records": "moesys.lab.comparison",
-    "explain": "moesys.lab.explain",
+    "compare_records": "moesys.lab.runs.comparison",
+    "explain": "moesys.lab.explanation.explanation",
     "generate": "moesys.traces",
     "link": "moesys.moe.runtime",
     "load_trace": "moesys.traces",
@@ -161,22 +161,25 @@ _MODULE_OF = {
     "recompute": "moesys.moe.recompute",
     "replica_budget": "moesys.balance",
     "router_loss": "moesys.moe.router",
-    "run": "moesys.lab.runner",
+    "run": "moesys.lab.runs.runner",
     "save_trace": "moesys.traces",
     "simulate": "moesys.step",
     "simulation": "moesys.step",
     "split_tokens": "moesys.balance",
     "sync_gradients": "moesys.moe.gradients",
-    "tune": "moesys.lab.tuning",
+    "tune": "moesys.lab.runs.tuning",
     "update_router_bias": "moesys.moe.gradients",
 }
+
+# Names that are modules themselves.
+_ROOMS = {"hf": "moesys.hf", "presets": "moesys.config.presets"}
 
 __all__ = ["presets", *sorted([*_MODULE_OF, "hf"])]
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("hf", "presets"):
-        return import_module(f"moesys.{name}")
+    if name in _ROOMS:
+        return import_module(_ROOMS[name])
     if name in _MODULE_OF:
         return getattr(import_module(_MODULE_OF[name]), name)
     raise AttributeError(f"module 'moesys' has no attribute {name!r}; its public names are in moesys.__all__")

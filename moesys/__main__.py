@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from moesys.lab.bench.commands import bench
+from moesys.bench.commands import bench
 
 app = typer.Typer(
     name="moesys",
@@ -41,7 +41,7 @@ def demo(
 
     Under 3 minutes on 2 cores.
     """
-    from moesys.lab.demo import demo as run_demo
+    from moesys.lab.commands.demo import demo as run_demo
 
     raise typer.Exit(run_demo(out, fresh=fresh))
 
@@ -116,7 +116,7 @@ def explain(
     as_json: Annotated[bool, typer.Option("--json", help="Print data instead of a tree.")] = False,
 ) -> None:
     """Explain one step's plan. What moved and why, bytes by link, who waits for what."""
-    from moesys.lab.explain_tree import explain_command
+    from moesys.lab.commands.explain import explain_command
 
     raise typer.Exit(explain_command(file, strategy, layer, micro_batch, as_json))
 
@@ -233,7 +233,7 @@ def plan(
 @app.command()
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print data instead of a table.")] = False) -> None:
     """Say what this machine has, and what it lacks. Exit code 1 if something is broken."""
-    from moesys.lab.doctor import doctor_command
+    from moesys.lab.commands.doctor import doctor_command
 
     raise typer.Exit(doctor_command(as_json))
 

@@ -16,18 +16,18 @@ from typing import TYPE_CHECKING, Any, assert_never
 import numpy as np
 
 from moesys.balance import Certificate, certify, plan_layout, split_tokens
-from moesys.balance.quotas import levels_of, nodes_of
+from moesys.balance.flow.quotas import levels_of, nodes_of
 from moesys.config import ClusterSpec, EvenSplit, FlowSplit, MegaKernel, ModelShape, Proportional, Split, Strategy
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.load import LoadMatrix
-from moesys.overlap.simulation import Simulation
-from moesys.overlap.simulator import RestOfStep, run_step
+from moesys.simulator.simulation import Simulation
+from moesys.simulator.step_program import RestOfStep, run_step
 from moesys.timeline import Timeline
 
 if TYPE_CHECKING:
     import torch
 
-    from moesys.kernels.split_tables import SplitTables
+    from moesys.kernels.split.tables import SplitTables
     from moesys.overlap.device_split import DeviceSplit
 
 
@@ -131,7 +131,7 @@ def split_tables(
             "use max_inter_node=None, or split_tokens"
         )
     # Here, as plans and simulations do without torch.
-    from moesys.kernels.split_tables import tables_of
+    from moesys.kernels.split.tables import tables_of
 
     return tables_of(layout.expert_RS, layout.num_experts, nodes_of(cluster), levels_of(cluster), device)
 
@@ -152,8 +152,8 @@ def plans_on_device(strategy: Strategy) -> bool:
 def device_split(layout: ExpertLayout, cluster: ClusterSpec, config: Split, device: torch.device | str) -> DeviceSplit:
     """What makes the plans of ``split_tokens`` on ``device``, once a layout. Raises ValueError as ``split_tables``."""
     # Here, as plans and simulations do without Triton.
-    from moesys.kernels.even_split import even_tables
-    from moesys.kernels.proportional_split import proportional_tables
+    from moesys.kernels.split.even import even_tables
+    from moesys.kernels.split.proportional import proportional_tables
     from moesys.overlap.device_split import DeviceSplit
 
     # Of the layout alone, whatever splits over it.

@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from moesys.experiment import Generated
+from moesys.config.experiment import Generated
 from moesys.load import IntArray, frozen_int64
 
 FORMAT_VERSION = 1

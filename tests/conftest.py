@@ -11,9 +11,9 @@ import pytest
 import torch
 from hypothesis import settings
 
-from moesys.kernels.memory import Memory
-from moesys.lab import rank_process
-from moesys.lab.ranks import LocalRanks
+from moesys.kernels.cpu.page_pool import Memory
+from moesys.lab.ranks import rank_process
+from moesys.lab.ranks.pool import LocalRanks
 
 # what tests share says on failure what it compared, as tests do
 pytest.register_assert_rewrite("hf_cases")
@@ -41,7 +41,14 @@ def ranks() -> Iterator[LocalRanks]:
 @pytest.fixture(scope="session", autouse=True)
 def _preloaded_ranks() -> Iterator[None]:
     """Whoever starts the first ranks of this process, those of all later pools find loaded what any of them needs."""
-    needed = ("hypothesis", "pytest", "triton", "moesys.lab.trials", "moesys.train.loop", "moesys.overlap.mega")
+    needed = (
+        "hypothesis",
+        "pytest",
+        "triton",
+        "moesys.lab.runs.trials",
+        "moesys.train.loop",
+        "moesys.overlap.mega_executor",
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rank_process, "_PRELOAD", (*rank_process._PRELOAD, *needed))
         yield

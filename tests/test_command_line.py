@@ -12,9 +12,9 @@ from typer.testing import CliRunner, Result
 
 from moesys.__main__ import app
 from moesys.config import ClusterSpec, CpSat, Fsep, ModelShape, Strategy
-from moesys.experiment import Experiment, Generated
+from moesys.config.experiment import Experiment, Generated
 
-HEAD = "import moesys as ms\nfrom moesys.experiment import Experiment\n"
+HEAD = "import moesys as ms\nfrom moesys.config.experiment import Experiment\n"
 
 
 def experiment(**changes) -> Experiment:

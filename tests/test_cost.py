@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import moesys as ms
-from moesys import cost, presets
+from moesys import cost
+from moesys.config import presets
 from moesys.moe.sharded_experts import ShardedExperts
 from moesys.moe.whole_experts import WholeExperts
 

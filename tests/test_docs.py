@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import moesys as ms
-from moesys import config, experiment
-from moesys.config import Declared
+from moesys import config
+from moesys.config import Declared, experiment
 
 ROOT = Path(__file__).parents[1]
 MAX_COLUMNS = 190

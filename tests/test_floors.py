@@ -15,39 +15,67 @@ from moesys import config
 ROOT = Path(__file__).parents[1]
 
 FLOORS = (
-    {"config", "experiment", "load", "layout", "timeline"},
-    {"presets", "traces", "cost", "compiled"},
+    {"config", "load", "layout", "timeline", "compiled"},
     {"kernels"},
-    {"overlap", "balance"},
+    {"traces", "cost"},
+    {"overlap", "balance", "simulator"},
     {"hf"},
     {"step"},
     {"moe"},
     {"train"},
     {"tuner"},
     {"lab"},
+    {"bench"},
     {"__main__"},
 )
 FLOOR_OF = {unit: floor for floor, units in enumerate(FLOORS) for unit in units}
 
+# Floors inside a room, of folders and of files by their names; "*" are the files that are not named.
+FLOORS_IN = {
+    "config": (
+        {"base"},
+        {"model", "cluster", "sharding", "balance", "predictor", "split", "overlap"},
+        {"strategy"},
+        {"experiment"},
+        {"presets", "laer_routing"},
+        {"__init__"},
+    ),
+    "kernels": ({"cpu", "routing"}, {"experts"}, {"split", "symmetric"}, {"mega"}),
+    "balance": (
+        {"replicas", "flow"},
+        {"baselines"},
+        {"splits", "certificate"},
+        {"greedy"},
+        {"cp_sat"},
+        {"layouts"},
+        {"*"},
+        {"__init__"},
+    ),
+    "overlap": ({"comm"}, {"*"}),
+    "simulator": ({"mega"}, {"*"}),
+    "lab": ({"slow_links"}, {"ranks"}, {"runs"}, {"show"}, {"explanation"}, {"commands"}),
+}
+
 # Units of moesys that a unit may not import although they are not above it.
 CLOSED = {
     "kernels": set(FLOOR_OF) - {"kernels"},
-    "presets": set(FLOOR_OF) - {"presets", "config"},
-    "balance": {"kernels", "overlap"},
-    "overlap": {"balance"},
+    "config": set(FLOOR_OF) - {"config"},
+    "balance": {"kernels", "overlap", "simulator"},
+    "overlap": {"balance", "simulator"},
+    "simulator": {"kernels", "balance", "overlap"},
 }
 # Who alone may import a package, and packages that a unit may not import at all.
-ONLY_IN = {"ortools": {"balance"}, "cupy": {"kernels"}, "rich": {"lab"}, "experiments": set()}
+ONLY_IN = {"ortools": {"balance"}, "cupy": {"kernels"}, "rich": {"lab", "bench"}, "experiments": set()}
 REFUSED = {
     "config": {"torch"},
-    "experiment": {"torch"},
     "load": {"torch"},
     "layout": {"torch"},
     "timeline": {"torch"},
+    "simulator": {"torch", "triton"},
     "balance": {"triton"},
     "kernels": {"pydantic", "ortools", "rich"},
 }
-MAY_PRINT = {"lab", "__main__"}
+MAY_PRINT = {"lab", "bench", "__main__"}
 
 CONTAINERS = {"list", "dict", "set", "bytearray", "deque", "defaultdict", "Counter", "OrderedDict", "WeakKeyDictionary"}
 MUTATORS = {
@@ -100,6 +128,13 @@ def shared_state(tree: ast.Module) -> list[str]:
     return found
 
 
+def floor_in(room: str, place: str) -> int:
+    """The floor of a folder or file of a room that has floors inside; what no floor names is on that of "*", or on top."""
+    floors = FLOORS_IN[room]
+    named = (floor for wanted in (place, "*") for floor, places in enumerate(floors) if wanted in places)
+    return next(named, len(floors))
+
+
 def violations(path: str, source: str) -> list[str]:
     """What a file of moesys does against the table; ``path`` relative to moesys/, as in ``balance/greedy.py``."""
     tree = ast.parse(source)
@@ -116,6 +151,10 @@ def violations(path: str, source: str) -> list[str]:
                 found.append(f"{target} has no floor")
             elif FLOOR_OF[target] > FLOOR_OF[unit] or target in CLOSED.get(unit, ()):
                 found.append(f"{unit} imports {target}")
+            elif target == unit and unit in FLOORS_IN:
+                place = (rest.split(".") + ["__init__"])[1] if "." in rest or rest == target else "__init__"
+                if floor_in(unit, place) > floor_in(unit, parts[1]):
+                    found.append(f"{unit}/{parts[1]} imports {unit}/{place}")
         elif unit not in ONLY_IN.get(package, {unit}) or package in REFUSED.get(unit, ()):
             found.append(f"{unit} imports {package}")
         elif package == "cupy" and top_level:
@@ -138,8 +177,8 @@ def test_a_file_keeps_to_its_floor(path):
 @pytest.mark.parametrize(
     ("path", "source", "violation"),
     [
-        ("config.py", "import moesys.moe.layer", "config imports moe"),
-        ("config.py", "import torch", "config imports torch"),
+        ("config/base.py", "import moesys.moe.layer", "config imports moe"),
+        ("config/base.py", "import torch", "config imports torch"),
         ("layout.py", "def f():\n    from torch import Tensor", "layout imports torch"),
         ("overlap/a.py", "from moesys import step", "overlap imports step"),
         ("overlap/a.py", "from ..balance import plan", "overlap imports balance"),
@@ -149,7 +188,11 @@ def test_a_file_keeps_to_its_floor(path):
         ("balance/a.py", "import triton.language as tl", "balance imports triton"),
         ("kernels/a.py", "from moesys.config import Strategy", "kernels imports config"),
         ("kernels/a.py", "import cupy", "kernels imports cupy outside a function"),
-        ("presets.py", "import moesys.layout", "presets imports layout"),
+        ("config/presets.py", "import moesys.layout", "config imports layout"),
+        ("config/base.py", "from moesys.config.model import ModelShape", "config/base imports config/model"),
+        ("balance/flow/a.py", "import moesys.balance.greedy.b", "balance/flow imports balance/greedy"),
+        ("lab/runs/a.py", "from moesys.lab.show import b", "lab/runs imports lab/show"),
+        ("simulator/a.py", "from moesys.overlap.b import c", "simulator imports overlap"),
         ("step.py", "from ortools.sat.python import cp_model", "step imports ortools"),
         ("moe/a.py", "import cupy", "moe imports cupy"),
         ("train/a.py", "from rich.console import Console", "train imports rich"),

@@ -7,8 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from moesys import presets
-from moesys.config import ClusterSpec, Declared, Ep, EvenSplit, Fsep, Laer, Sequential, Static, Strategy, WindowMean
+from moesys.config import (
+    ClusterSpec,
+    Declared,
+    Ep,
+    EvenSplit,
+    Fsep,
+    Laer,
+    Sequential,
+    Static,
+    Strategy,
+    WindowMean,
+    presets,
+)
 
 CONSTANTS = {name: value for name, value in vars(presets).items() if isinstance(value, Declared)}
 CLUSTERS = [presets.a100, presets.h800, presets.h100, presets.h200, presets.b200]

@@ -7,11 +7,11 @@ pure function on integers: equal inputs give equal bytes, on every rank and in e
 
 from moesys.balance.budget import replica_budget
 from moesys.balance.certificate import Certificate, certify
-from moesys.balance.cp_sat import CpSatPlan, solve_cp_sat
+from moesys.balance.cp_sat.cp_sat import CpSatPlan, solve_cp_sat
+from moesys.balance.flow.max_load import TightSet, min_max_load, tight_set
+from moesys.balance.greedy.relabel import num_moves
 from moesys.balance.layouts import plan_layout, plan_layouts
-from moesys.balance.max_load import TightSet, min_max_load, tight_set
 from moesys.balance.predictors import LoadHistory, window
-from moesys.balance.relabel import num_moves
 from moesys.balance.splits import split_tokens
 from moesys.balance.warm_up import warm_up
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from moesys.balance.flow.max_load import min_max_load
 from moesys.balance.layouts import plan_layout
-from moesys.balance.max_load import min_max_load
 from moesys.config import ClusterSpec, Greedy
 from moesys.load import LoadMatrix
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any, Literal
 
-from moesys.balance.max_load import TightSet, tight_set
+from moesys.balance.flow.max_load import TightSet, tight_set
 from moesys.config import ClusterSpec, Within
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.load import LoadMatrix

@@ -7,14 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 from numbers import Integral
 from typing import assert_never
 
+from moesys.balance.baselines.eplb import eplb_layout
+from moesys.balance.baselines.flex_moe import flex_moe_layout
+from moesys.balance.baselines.laer import laer_layout
+from moesys.balance.baselines.static import static_layout
 from moesys.balance.certificate import domains_of
-from moesys.balance.cp_sat import cp_sat_layout
-from moesys.balance.eplb import eplb_layout
-from moesys.balance.flex_moe import flex_moe_layout
-from moesys.balance.greedy import greedy_layout
-from moesys.balance.laer import laer_layout
+from moesys.balance.cp_sat.cp_sat import cp_sat_layout
+from moesys.balance.greedy.greedy import greedy_layout
 from moesys.balance.replicas import experts_with_room
-from moesys.balance.static import static_layout
 from moesys.config import Balance, ClusterSpec, CpSat, Eplb, FlexMoe, Greedy, Laer, Static
 from moesys.layout import ExpertLayout
 from moesys.load import LoadMatrix

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import assert_never
 
-from moesys.balance.even_split import even_split
-from moesys.balance.flow_split import flow_split
-from moesys.balance.proportional import proportional_split
+from moesys.balance.baselines.even_split import even_split
+from moesys.balance.baselines.proportional_split import proportional_split
+from moesys.balance.flow.flow_split import flow_split
 from moesys.config import ClusterSpec, EvenSplit, FlowSplit, Proportional, Split
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.load import LoadMatrix

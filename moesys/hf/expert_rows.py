@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moesys.kernels.routing import route_reference
+from moesys.kernels.routing.routing import route_reference
 from moesys.overlap.routes import SlotRows
 
 # Experts with few rows share gathers and activations, up to so many rows: calls cost more than such rows do.

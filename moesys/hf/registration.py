@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from moesys.hf.experts_module import ExpertsModule
 from moesys.hf.routed_experts import RoutedExperts
-from moesys.kernels.experts import moe_experts
-from moesys.kernels.memory import Memory
+from moesys.kernels.cpu.page_pool import Memory
+from moesys.kernels.experts.experts import moe_experts
 
 NAME = "moesys"
 OLDEST_TRANSFORMERS = (5, 17)

@@ -20,10 +20,10 @@ from torch.autograd.function import once_differentiable
 
 from moesys.hf.expert_rows import ExpertRows
 from moesys.hf.experts_module import ExpertsModule
-from moesys.kernels.memory import Memory, Scratch
-from moesys.kernels.row_functions import ParameterGradients, by_rows, by_rows_backward, row_blocks
-from moesys.kernels.rows import RowRule, matmul_rows, row_rule
-from moesys.kernels.swiglu import swiglu, swiglu_backward
+from moesys.kernels.cpu.page_pool import Memory, Scratch
+from moesys.kernels.cpu.row_invariant_gemm import RowRule, matmul_rows, row_rule
+from moesys.kernels.cpu.row_invariant_ops import ParameterGradients, by_rows, by_rows_backward, row_blocks
+from moesys.kernels.experts.swiglu import swiglu, swiglu_backward
 from moesys.overlap.routes import SlotRows
 
 ALIGNMENT_BYTES = 64

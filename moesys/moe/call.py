@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moesys.layout import ExpertLayout
-from moesys.moe.experts import as_gradients
+from moesys.moe.expert_parameters import as_gradients
 from moesys.moe.shards import Restored
 from moesys.overlap.executor import Executor, Saved
 

@@ -11,13 +11,13 @@ from torch import Tensor
 from moesys.config import ClusterSpec, MegaKernel, ModelShape, Strategy
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.load import LoadMatrix
-from moesys.overlap.record import Recorder
+from moesys.overlap.comm.record import Recorder
 from moesys.step import LayerPlan, device_split, plan_layer
 
 if TYPE_CHECKING:
-    from moesys.kernels.exchange import Replicas
+    from moesys.kernels.mega.exchange import Replicas
     from moesys.overlap.device_split import DeviceSplit, PendingPlan
-    from moesys.overlap.mega import MegaExecutor, MegaHome
+    from moesys.overlap.mega_executor import MegaExecutor, MegaHome
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class DevicePlanner:
     ) -> tuple[MegaExecutor, RanksPlan]:
         """One micro-batch, number ``turn``. Raises as ``plan_mega_later``."""
         # Here, so that Triton is loaded only where it runs.
-        from moesys.overlap.mega import plan_mega_later, replicas_of
+        from moesys.overlap.mega_executor import plan_mega_later, replicas_of
 
         device = expert_TK.device
         if self._tables is None or self._tables[0] is not layout:

@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch
 
 from moesys.config import ModelShape
-from moesys.kernels.rows import RowRule, row_rule
+from moesys.kernels.cpu.row_invariant_gemm import RowRule, row_rule
 from moesys.overlap.expert_math import ExpertMath
-from moesys.overlap.slot_math import SlotMath
+from moesys.overlap.experts_cpu import SlotMath
 
 
 def expert_math_on(shape: ModelShape, dtype: torch.dtype, device_type: str) -> ExpertMath:
     """Kernels on a GPU, a GEMM a slot elsewhere."""
     if device_type == "cuda":
         # Here, so that Triton is loaded only where it runs.
-        from moesys.overlap.kernel_math import KernelMath
+        from moesys.overlap.experts_triton import KernelMath
 
         return KernelMath()
     H, I = shape.hidden_size, shape.intermediate_size

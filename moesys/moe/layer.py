@@ -20,7 +20,7 @@ from moesys.load import LoadMatrix
 from moesys.moe.call import LayerCall, RoutedExperts
 from moesys.moe.device_plan import DevicePlan, DevicePlanner, RanksPlan
 from moesys.moe.expert_math import expert_math_on
-from moesys.moe.experts import DTYPES, initial_generator
+from moesys.moe.expert_parameters import DTYPES, initial_generator
 from moesys.moe.metrics import LayerMetrics
 from moesys.moe.planning import InlinePlanner, LayoutSchedule
 from moesys.moe.ranks import cluster_of, mesh_of
@@ -30,18 +30,18 @@ from moesys.moe.sharding import shards_of
 from moesys.moe.shards import Restored
 from moesys.moe.shared import SharedExperts
 from moesys.moe.state import join_state, split_state
-from moesys.overlap.channel import Channel
 from moesys.overlap.chunked import ChunkedExecutor
+from moesys.overlap.comm.channel import Channel
+from moesys.overlap.comm.record import Meter, Recorder
 from moesys.overlap.executor import Executor
 from moesys.overlap.expert_math import ExpertMath
-from moesys.overlap.record import Meter, Recorder
 from moesys.overlap.routes import build_routes, chunk_counts
 from moesys.step import LayerPlan, plan_layer, plans_on_device
 
 if TYPE_CHECKING:
     from moesys.moe.runtime import MoERuntime
-    from moesys.overlap.local import LocalExecutor
-    from moesys.overlap.mega import MegaExecutor, MegaHome
+    from moesys.overlap.mega_executor import MegaExecutor, MegaHome
+    from moesys.overlap.single_rank import LocalExecutor
 
 STATE_TIMEOUT_S = 600.0
 PLAN_TIMEOUT_S = 60.0
@@ -285,7 +285,7 @@ class MoELayer(nn.Module):
 
     def _fused(self, overlap: MegaKernel, expert_TK: Tensor, plan: TokenPlan, most_tokens: int) -> MegaExecutor:
         # Here, so that Triton is loaded only where it runs.
-        from moesys.overlap.mega import plan_mega
+        from moesys.overlap.mega_executor import plan_mega
 
         return plan_mega(
             overlap,
@@ -300,7 +300,7 @@ class MoELayer(nn.Module):
         )
 
     def _mega_home(self, device: torch.device) -> MegaHome:
-        from moesys.overlap.mega import MegaHome
+        from moesys.overlap.mega_executor import MegaHome
 
         overlap = self.strategy.overlap
         assert isinstance(overlap, MegaKernel)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moesys.overlap.record import Meter
+from moesys.overlap.comm.record import Meter
 from moesys.step import LayerPlan
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from moesys.layout import ExpertLayout
 from moesys.moe.planning import PlanRequest
-from moesys.overlap.channel import Channel
+from moesys.overlap.comm.channel import Channel
 
 
 class ThreadTicket:

@@ -14,13 +14,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moesys.config import ModelShape
-from moesys.kernels.heap import Plan
-from moesys.kernels.ordered_sum import ordered_sum
-from moesys.kernels.pulls import Pull, PullRings, Wanted, pull_regions
+from moesys.kernels.symmetric.heap import Plan
+from moesys.kernels.symmetric.ordered_sum import ordered_sum
+from moesys.kernels.symmetric.pulls import Pull, PullRings, Wanted, pull_regions
 from moesys.layout import ExpertLayout
 from moesys.moe.sharded_experts import ShardedExperts
 from moesys.moe.shards import ExpertShards, Restored
-from moesys.overlap.channel import Channel
+from moesys.overlap.comm.channel import Channel
 
 
 class PulledExperts(ShardedExperts):

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from moesys.config import ModelShape
-from moesys.kernels.topk import topk_by_index
+from moesys.kernels.routing.topk import topk_by_index
 
 # What the published sigmoid routers add before they divide by a sum; it leaves a softmax's sum (>= 1/E) unchanged.
 SUM_EPS = 1e-20

@@ -25,13 +25,13 @@ from moesys.moe.metrics import LayerMetrics
 from moesys.moe.planner_thread import PlannerThread
 from moesys.moe.planning import PlanEvent
 from moesys.moe.recompute import NO_BACKWARD, current_backward
-from moesys.overlap.channel import Channel, group_timeout_s
-from moesys.overlap.pulse import Pulse
-from moesys.overlap.record import Meter, Recorder
+from moesys.overlap.comm.channel import Channel, group_timeout_s
+from moesys.overlap.comm.heartbeat import Pulse
+from moesys.overlap.comm.record import Meter, Recorder
 from moesys.timeline import Timeline
 
 if TYPE_CHECKING:
-    from moesys.overlap.mega import MegaHome
+    from moesys.overlap.mega_executor import MegaHome
 
 
 @dataclass

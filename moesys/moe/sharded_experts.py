@@ -12,9 +12,9 @@ from torch import Tensor
 
 from moesys.config import ModelShape
 from moesys.layout import ExpertLayout
-from moesys.moe.experts import initial_expert
+from moesys.moe.expert_parameters import initial_expert
 from moesys.moe.shards import ExpertShards, Restored, add_in_order
-from moesys.overlap.channel import Channel, Transfer
+from moesys.overlap.comm.channel import Channel, Transfer
 
 
 class ShardedExperts(ExpertShards):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 
 from moesys.config import ClusterSpec, Ep, Fsep, MegaKernel, ModelShape, Strategy
-from moesys.moe.experts import DTYPES
+from moesys.moe.expert_parameters import DTYPES
 from moesys.moe.sharded_experts import ShardedExperts
 from moesys.moe.shards import ExpertShards
 from moesys.moe.whole_experts import WholeExperts

@@ -20,10 +20,10 @@ import torch
 from torch import Tensor
 
 from moesys.config import ModelShape
-from moesys.kernels.memory import Memory
+from moesys.kernels.cpu.page_pool import Memory
 from moesys.layout import ExpertLayout
-from moesys.moe.experts import as_weights
-from moesys.overlap.channel import Channel
+from moesys.moe.expert_parameters import as_weights
+from moesys.overlap.comm.channel import Channel
 from moesys.overlap.held_experts import ExpertWeights
 from moesys.overlap.routes import held_experts
 

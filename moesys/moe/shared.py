@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from moesys.config import ModelShape
-from moesys.moe.experts import DTYPES
+from moesys.moe.expert_parameters import DTYPES
 
 
 class SharedExperts(nn.Module):

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from moesys.config import ModelShape
-from moesys.moe.experts import expert_views
+from moesys.moe.expert_parameters import expert_views
 
 GATE_UP, DOWN = "experts.gate_up_proj", "experts.down_proj"
 

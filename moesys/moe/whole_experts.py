@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from moesys.layout import ExpertLayout
-from moesys.moe.experts import initial_expert
+from moesys.moe.expert_parameters import initial_expert
 from moesys.moe.shards import ExpertShards, Restored, add_in_order
-from moesys.overlap.channel import Channel
+from moesys.overlap.comm.channel import Channel
 
 
 class WholeExperts(ExpertShards):

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moesys.kernels.memory import Memory, Scratch
-from moesys.overlap.channel import Channel, Transfer
+from moesys.kernels.cpu.page_pool import Memory, Scratch
+from moesys.overlap.comm.channel import Channel, Transfer
 from moesys.overlap.executor import Saved, WaitForExperts
 from moesys.overlap.expert_math import Arrivals, BackwardPass, ExpertMath, ForwardPass, Workplace
 from moesys.overlap.held_experts import ExpertGradients

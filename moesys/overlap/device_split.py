@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from moesys.kernels.even_split import EvenTables, even_split
-from moesys.kernels.proportional_split import ProportionalTables, proportional_split
-from moesys.kernels.split import split
-from moesys.kernels.split_tables import SplitTables
+from moesys.kernels.split.even import EvenTables, even_split
+from moesys.kernels.split.flow import split
+from moesys.kernels.split.proportional import ProportionalTables, proportional_split
+from moesys.kernels.split.tables import SplitTables
 from moesys.overlap.row_limit import RowLimit
 
 

@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from moesys.kernels.memory import Memory, Scratch
+from moesys.kernels.cpu.page_pool import Memory, Scratch
 from moesys.overlap.held_experts import ExpertGradients, HeldExperts
 from moesys.overlap.routes import ChunkRoutes, Routes
 
 if TYPE_CHECKING:
-    from moesys.overlap.local import LocalExecutor
+    from moesys.overlap.single_rank import LocalExecutor
 
 
 @dataclass(frozen=True)

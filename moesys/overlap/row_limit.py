@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from moesys.config import MegaKernel
-from moesys.kernels.split_tables import SplitTables
+from moesys.kernels.split.tables import SplitTables
 from moesys.layout import TokenPlan
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from moesys.kernels.task_times import TaskTime
-from moesys.overlap.record import Record
+from moesys.kernels.mega.task_times import TaskTime
+from moesys.overlap.comm.record import Record
 
 
 def task_spans(tasks: Sequence[TaskTime], expert_G: Sequence[int]) -> Iterator[Record]:

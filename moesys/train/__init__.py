@@ -4,8 +4,8 @@
 nothing else: every strategy trains the same model on the same text.
 """
 
+from moesys.train.language_model import LanguageModel
 from moesys.train.loop import StepResult, train
-from moesys.train.model import LanguageModel
 from moesys.train.text import Text, load_text
 
 __all__ = ["LanguageModel", "StepResult", "Text", "load_text", "train"]

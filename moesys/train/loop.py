@@ -20,14 +20,14 @@ from torch import Tensor
 from torch.nn import functional
 
 from moesys.config import ClusterSpec, ModelShape, Strategy
-from moesys.experiment import Training
+from moesys.config.experiment import Training
 from moesys.load import IntArray
 from moesys.moe.gradients import clip_grad_norm_, expert_group, sync_gradients, update_router_bias
 from moesys.moe.router import router_loss
 from moesys.moe.runtime import MoERuntime, link
 from moesys.step import LayerPlan
 from moesys.train.device import device_of
-from moesys.train.model import LanguageModel
+from moesys.train.language_model import LanguageModel
 from moesys.train.text import Text, load_text
 
 
@@ -207,8 +207,8 @@ class _Trainer:
 def _compute_by_kernels(runtime: MoERuntime) -> None:
     """Raises ValueError where Triton would compile them."""
     # Here, so that Triton's kernels are loaded only where they run.
-    from moesys.kernels.numerics import INTERPRETED
-    from moesys.overlap.kernel_math import KernelMath
+    from moesys.kernels.experts.numerics import INTERPRETED
+    from moesys.overlap.experts_triton import KernelMath
 
     if not INTERPRETED.value:
         raise ValueError(

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from moesys.config import Declared, Strategy
-from moesys.experiment import Source
+from moesys.config.experiment import Source
 from moesys.tuner.search import Alternative, SearchResult
 from moesys.tuner.space import Space, value_words
 from moesys.tuner.timing import TimingResult

@@ -8,8 +8,8 @@ from balance_cases import instances, zipf_load
 from hypothesis import given, settings
 
 from moesys.balance import plan_layout
-from moesys.balance.eplb import heaviest_replicated
-from moesys.balance.laer import BYTES_PER_TOKEN, laer_seconds, proportional_replicas
+from moesys.balance.baselines.eplb import heaviest_replicated
+from moesys.balance.baselines.laer import BYTES_PER_TOKEN, laer_seconds, proportional_replicas
 from moesys.config import ClusterSpec, Ep, Eplb, Greedy, Laer, ModelShape, Static, Strategy
 from moesys.layout import EMPTY, ExpertLayout
 from moesys.load import LoadMatrix

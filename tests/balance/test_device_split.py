@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 import torch
 from balance_cases import instances, layouts, zipf_load
+from flow_reference import split_reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moesys.balance import min_max_load, plan_layout, split_tokens
 from moesys.config import ClusterSpec, Eplb, EvenSplit, FlowSplit, Greedy, Laer, Proportional
-from moesys.kernels.split import split
-from moesys.kernels.split_reference import split_reference
+from moesys.kernels.split.flow import split
 from moesys.layout import EMPTY, ExpertLayout, TokenPlan
 from moesys.load import LoadMatrix
-from moesys.overlap.mega import tokens_by_replica
+from moesys.overlap.mega_executor import tokens_by_replica
 from moesys.step import device_split, split_on_device, split_tables
 
 TWO_NODES = ClusterSpec(num_nodes=2, ranks_per_node=2)

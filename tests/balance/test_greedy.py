@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from scipy.optimize import linear_sum_assignment
 
 from moesys.balance import min_max_load, plan_layout, split_tokens
-from moesys.balance.greedy import _Planner
-from moesys.balance.relabel import num_moves, relabelled, relabelled_inside
+from moesys.balance.greedy.greedy import _Planner
+from moesys.balance.greedy.relabel import num_moves, relabelled, relabelled_inside
 from moesys.config import ClusterSpec, Eplb, FlowSplit, Greedy, Static
 from moesys.layout import EMPTY, ExpertLayout
 from moesys.load import LoadMatrix

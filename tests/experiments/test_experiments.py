@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import moesys as ms
-from moesys.lab.comparison import JUDGED_STEPS
-from moesys.lab.files import load_experiment
-from moesys.lab.namespaces import lacks
+from moesys.lab.runs.comparison import JUDGED_STEPS
+from moesys.lab.runs.files import load_experiment
+from moesys.lab.slow_links.namespaces import lacks
 
 FOLDER = Path(__file__).parents[2] / "experiments"
 FILES = sorted(FOLDER.glob("*.py"))

@@ -14,7 +14,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 import moesys as ms
 from moesys.hf import registration
 from moesys.hf.experts_module import ExpertsModule
-from moesys.kernels.memory import Memory
+from moesys.kernels.cpu.page_pool import Memory
 
 
 def test_registering_again_changes_nothing() -> None:

@@ -29,8 +29,8 @@ from hf_cases import (
 from torch import Tensor, nn
 
 from moesys.hf import expert_rows, routed_experts
-from moesys.kernels import row_functions
-from moesys.kernels.rows import LARGEST_MINIMUM
+from moesys.kernels.cpu import row_invariant_ops
+from moesys.kernels.cpu.row_invariant_gemm import LARGEST_MINIMUM
 
 
 @every_kind
@@ -191,7 +191,7 @@ def test_blocks_change_no_bit(kind: Callable[[], nn.Module], monkeypatch: pytest
     whole = run(module, tokens)
     monkeypatch.setattr(expert_rows, "GROUP_ROWS", 1)
     monkeypatch.setattr(routed_experts, "COMBINE_ELEMENTS", 5 * H)
-    monkeypatch.setattr(row_functions, "THREADED_ELEMENTS", 700)
+    monkeypatch.setattr(row_invariant_ops, "THREADED_ELEMENTS", 700)
     cut = run(module, tokens)
     assert_agree(cut, whole, 1e-6)
     assert_same_bits(*({name: t for name, t in results.items() if "." not in name} for results in (cut, whole)))

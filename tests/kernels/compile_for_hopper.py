@@ -18,11 +18,11 @@ import triton
 from typer.testing import CliRunner
 
 from moesys.__main__ import app
-from moesys.kernels.blocks import Blocks
-from moesys.kernels.tiles import Block
-from moesys.kernels.tuner import PINNED
-from moesys.lab.bench.kernels.aot import SIZES, Compiled, compile_size
-from moesys.lab.bench.kernels.aot_mega import POINTS, compile_mega
+from moesys.bench.kernels.aot import SIZES, Compiled, compile_size
+from moesys.bench.kernels.aot_mega import POINTS, compile_mega
+from moesys.kernels.experts.tile_config import Blocks
+from moesys.kernels.experts.tile_tuner import PINNED
+from moesys.kernels.experts.tiles import Block
 
 # 3.6 cannot specialise epilogues that split a tile.
 SPECIALISES = not triton.__version__.startswith("3.6.")

@@ -14,11 +14,11 @@ import torch
 import triton
 from torch import Tensor
 
-from moesys.kernels import ahead_of_time
-from moesys.kernels.blocks import Blocks
-from moesys.kernels.experts import experts_backward, experts_forward
-from moesys.kernels.routing import route
-from moesys.kernels.tiles import Block
+from moesys.kernels.experts import ahead_of_time
+from moesys.kernels.experts.experts import experts_backward, experts_forward
+from moesys.kernels.experts.tile_config import Blocks
+from moesys.kernels.experts.tiles import Block
+from moesys.kernels.routing.routing import route
 
 H, I, K = 128, 64, 2
 FIRST = (256, 8)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from compile_for_hopper import PRODUCTS, SPECIALISES
 
-from moesys.kernels.tuner import PINNED
+from moesys.kernels.experts.tile_tuner import PINNED
 
 GEMMS = {*PRODUCTS, "dW1", "dW2"}
 SWEEP = os.environ.get("MOESYS_SWEEP") == "1"
@@ -65,7 +65,7 @@ def test_mega_kernels_spill_nothing_and_move_rows_in_words_of_16_bytes(compiled)
 
 
 def test_an_interpreting_process_compiles_nothing():
-    from moesys.kernels.ahead_of_time import compiling
+    from moesys.kernels.experts.ahead_of_time import compiling
 
     with pytest.raises(RuntimeError, match="TRITON_INTERPRET=1 compiles nothing"), compiling():
         pass

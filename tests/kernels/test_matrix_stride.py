@@ -9,14 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from moesys.kernels.activation_gradient import activation_gradient
-from moesys.kernels.blocks import Blocks
-from moesys.kernels.experts import experts_backward, experts_forward
-from moesys.kernels.grouped_gemm import grouped_gemm
-from moesys.kernels.routing import route_reference
-from moesys.kernels.tiles import Block, Operands, groups_by_size, tile_table_reference
-from moesys.kernels.up import up
-from moesys.kernels.weight_gradient import weight_gradient
+from moesys.kernels.experts.activation_gradient import activation_gradient
+from moesys.kernels.experts.experts import experts_backward, experts_forward
+from moesys.kernels.experts.grouped_gemm import grouped_gemm
+from moesys.kernels.experts.tile_config import Blocks
+from moesys.kernels.experts.tiles import Block, Operands, groups_by_size, tile_table_reference
+from moesys.kernels.experts.up import up
+from moesys.kernels.experts.weight_gradient import weight_gradient
+from moesys.kernels.routing.routing import route_reference
 
 T, K, E, I, H = 9, 2, 3, 24, 40
 BLOCK = Block(rows=16, columns=16, contraction=16, warps=4)

@@ -13,13 +13,17 @@ import torch
 from far_memory import give_sparse_outputs, only_outer_programs, sparse
 from torch import Tensor
 
-from moesys.kernels.activation_gradient import _add_partials, activation_gradient, activation_gradient_reference
-from moesys.kernels.combine import combine, combine_reference
-from moesys.kernels.grouped_gemm import grouped_gemm, grouped_gemm_reference
-from moesys.kernels.routing import Routing
-from moesys.kernels.tiles import Block, Tiles
-from moesys.kernels.up import up, up_reference
-from moesys.kernels.weight_gradient import weight_gradient, weight_gradient_reference
+from moesys.kernels.experts.activation_gradient import (
+    _add_partials,
+    activation_gradient,
+    activation_gradient_reference,
+)
+from moesys.kernels.experts.combine import combine, combine_reference
+from moesys.kernels.experts.grouped_gemm import grouped_gemm, grouped_gemm_reference
+from moesys.kernels.experts.tiles import Block, Tiles
+from moesys.kernels.experts.up import up, up_reference
+from moesys.kernels.experts.weight_gradient import weight_gradient, weight_gradient_reference
+from moesys.kernels.routing.routing import Routing
 
 H, I = 32, 16
 U = 2 * I

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from moesys.kernels.experts import moe_experts
+from moesys.kernels.experts.experts import moe_experts
 
 T, H, I, E, K = 9, 32, 16, 4, 2
 # Whatever of a tensor needs its numbers on the host.
@@ -87,8 +87,8 @@ def test_forward_and_backward_wait_for_nobody() -> None:
 )
 def test_the_guard_sees_a_wait(read: str) -> None:
     """In code that calls itself a part of moesys."""
-    wait = eval(f"lambda tensor: {read}", {"__name__": "moesys.kernels.experts"})
-    with pytest.raises(AssertionError, match=r"moesys.kernels.experts calls \w+, which waits for the device"):
+    wait = eval(f"lambda tensor: {read}", {"__name__": "moesys.kernels.experts.experts"})
+    with pytest.raises(AssertionError, match=r"moesys.kernels.experts.experts calls \w+, which waits for the device"):
         wait(torch.ones(1, dtype=torch.int64))
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 
 from moesys.config import ClusterSpec, Fsep, ModelShape, Strategy
-from moesys.experiment import Experiment, Generated, Training, Trial
-from moesys.lab.records import Record, Samples
+from moesys.config.experiment import Experiment, Generated, Training, Trial
+from moesys.lab.runs.records import Record, Samples
 
 MODEL = ModelShape(hidden_size=16, intermediate_size=8, num_experts=4, top_k=2)
 CLUSTER = ClusterSpec(num_nodes=1, ranks_per_node=4)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moesys.config import ClusterSpec, CpSat, FlowSplit, Fsep, Greedy, ModelShape, Pipelined, Strategy
-from moesys.experiment import Experiment, Generated, Training
+from moesys.config.experiment import Experiment, Generated, Training
 
 EP = Strategy(name="ep")
 PIPELINED = EP.replace(name="ep+pipelined", overlap=Pipelined(chunks=2))

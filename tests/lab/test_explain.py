@@ -27,14 +27,15 @@ from moesys.config import (
     Strategy,
     WindowMean,
 )
-from moesys.experiment import Experiment, Generated, Replay, Training
-from moesys.lab.explain import StepExplanation, explain
-from moesys.lab.explain_tree import explain_command, explanation_tree
-from moesys.lab.rank_times import RankTimes
-from moesys.lab.trials import run_simulated
+from moesys.config.experiment import Experiment, Generated, Replay, Training
+from moesys.lab.commands.explain import explain_command
+from moesys.lab.explanation.explain_tree import explanation_tree
+from moesys.lab.explanation.explanation import StepExplanation, explain
+from moesys.lab.explanation.rank_times import RankTimes
+from moesys.lab.runs.trials import run_simulated
 from moesys.load import LoadMatrix
 from moesys.moe.pulled_experts import ring_bytes
-from moesys.overlap.lanes import SLOWER_RANKS
+from moesys.simulator.lanes import SLOWER_RANKS
 from moesys.timeline import Span, Timeline
 from moesys.traces import Trace, generate, save_trace
 

@@ -61,7 +61,7 @@ def make_layer(case: Case) -> MoELayer:
         layer.schedule.source = ShufflingPlanner()
     if case.kernels:
         # Here, so that ranks without such a case do not load Triton.
-        from moesys.overlap.kernel_math import KernelMath
+        from moesys.overlap.experts_triton import KernelMath
 
         layer.expert_math = KernelMath()
     return layer

@@ -10,7 +10,7 @@ import torch
 from harness import Case, run_cases
 
 import moesys as ms
-from moesys.lab.ranks import LocalRanks
+from moesys.lab.ranks.pool import LocalRanks
 
 # The sweep tries more; random sizes at random chunk counts are in test_sweep.py.
 SWEEP = os.environ.get("MOESYS_SWEEP") == "1"

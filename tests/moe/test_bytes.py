@@ -8,7 +8,7 @@ import torch.distributed as dist
 from harness import ShufflingPlanner
 
 import moesys as ms
-from moesys.lab.ranks import LocalRanks
+from moesys.lab.ranks.pool import LocalRanks
 
 # P_e = 3·7·5 = 105 elements divide by none of 2 and 4, so slices are padded on the wire.
 SHAPE = ms.ModelShape(hidden_size=7, intermediate_size=5, num_experts=6, top_k=2)

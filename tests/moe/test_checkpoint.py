@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 import moesys as ms
-from moesys.lab.ranks import LocalRanks
+from moesys.lab.ranks.pool import LocalRanks
 from moesys.moe.gradients import update_router_bias
 
 SHAPE = ms.ModelShape(

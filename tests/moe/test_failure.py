@@ -12,7 +12,7 @@ import torch.distributed as dist
 from harness import Stack
 
 import moesys as ms
-from moesys.lab.ranks import LocalRanks
+from moesys.lab.ranks.pool import LocalRanks
 
 SHAPE = ms.ModelShape(hidden_size=16, intermediate_size=8, num_experts=6, top_k=2)
 STRATEGIES = {

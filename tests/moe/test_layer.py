@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 import moesys as ms
-from moesys.lab.ranks import LocalRanks
+from moesys.lab.ranks.pool import LocalRanks
 from moesys.overlap.routes import build_routes
 
 SHAPE = ms.ModelShape(hidden_size=16, intermediate_size=12, num_experts=6, top_k=2)

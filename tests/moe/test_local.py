@@ -18,9 +18,9 @@ from harness import Stack
 from torch import Tensor
 
 import moesys as ms
-from moesys.kernels.memory import Memory
+from moesys.kernels.cpu.page_pool import Memory
 from moesys.moe.shards import Restored
-from moesys.overlap.kernel_math import KernelMath
+from moesys.overlap.experts_triton import KernelMath
 
 SHAPE = ms.ModelShape(
     hidden_size=20,

@@ -13,8 +13,8 @@ from harness import Case, Stack, gradients_of, run_cases
 from test_bits import assert_same_bits
 
 import moesys as ms
-from moesys.lab.ranks import LocalRanks
-from moesys.overlap.kernel_math import KernelMath
+from moesys.lab.ranks.pool import LocalRanks
+from moesys.overlap.experts_triton import KernelMath
 
 FSEP = ms.Strategy(name="fsep", sharding=ms.Fsep(slots_per_rank=3), balance=ms.Greedy(), split=ms.FlowSplit())
 SHAPE = ms.ModelShape(hidden_size=20, intermediate_size=12, num_experts=5, top_k=2, dtype="bfloat16")
@@ -76,7 +76,7 @@ PLAIN = """
 import torch, torch.distributed as dist, moesys as ms
 dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
 
-from moesys.overlap.mega import MegaHome
+from moesys.overlap.mega_executor import MegaHome
 MegaHome(dist.group.WORLD, torch.device("cpu"), 1.0)
 """
 

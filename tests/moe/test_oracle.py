@@ -16,7 +16,7 @@ from transformers.models.olmoe.modeling_olmoe import OlmoeConfig, OlmoeSparseMoe
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeSparseMoeBlock
 
 import moesys as ms
-from moesys.lab.ranks import LocalRanks
+from moesys.lab.ranks.pool import LocalRanks
 
 OUTPUT_TOLERANCE = 1e-6
 GRADIENT_TOLERANCE = 2e-6

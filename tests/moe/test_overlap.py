@@ -21,11 +21,11 @@ from harness import Stack
 from torch.futures import Future
 
 import moesys as ms
-from moesys.lab.bench.paced_group import make_paced_group
-from moesys.lab.ranks import LocalRanks
+from moesys.bench.paced_group import make_paced_group
+from moesys.lab.ranks.pool import LocalRanks
 from moesys.moe.runtime import MoERuntime
-from moesys.overlap import channel, messages
-from moesys.overlap.messages import Messages
+from moesys.overlap.comm import channel, messages
+from moesys.overlap.comm.messages import Messages
 from moesys.timeline import Span, Timeline
 
 SHAPE = ms.ModelShape(hidden_size=64, intermediate_size=128, num_experts=4, top_k=2)

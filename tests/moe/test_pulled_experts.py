@@ -12,15 +12,15 @@ import torch.distributed as dist
 from harness import Stack, whole
 
 import moesys as ms
-from moesys.kernels.heap import Heap
-from moesys.kernels.pulls import PullRing, PullRings, Wanted, pull_regions
-from moesys.kernels.signals import PeerTimeoutError
+from moesys.kernels.symmetric.heap import Heap
+from moesys.kernels.symmetric.pulls import PullRing, PullRings, Wanted, pull_regions
+from moesys.kernels.symmetric.signals import PeerTimeoutError
 from moesys.layout import ExpertLayout
 from moesys.moe.pulled_experts import PulledExperts, ring_bytes
 from moesys.moe.sharded_experts import ShardedExperts
-from moesys.overlap.channel import Channel
-from moesys.overlap.kernel_math import KernelMath
-from moesys.overlap.record import Meter, Recorder
+from moesys.overlap.comm.channel import Channel
+from moesys.overlap.comm.record import Meter, Recorder
+from moesys.overlap.experts_triton import KernelMath
 
 TIMEOUT_S = 30.0
 E = 6

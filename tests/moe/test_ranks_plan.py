@@ -15,8 +15,8 @@ from test_local import READS, WAITS
 from torch import Tensor
 
 import moesys as ms
-from moesys.lab.ranks import LocalRanks
-from moesys.overlap.kernel_math import KernelMath
+from moesys.lab.ranks.pool import LocalRanks
+from moesys.overlap.experts_triton import KernelMath
 
 SHAPE = ms.ModelShape(
     hidden_size=20,
@@ -36,7 +36,7 @@ PLANNED = FSEP.replace(name="planned", balance=ms.Greedy(), replan_every=2, pred
 # What reads a kernel's words on the CPU alone, where it has ended; on a GPU a copy of them is looked at later.
 ON_THE_CPU = ("raise_if_given_up", "_raise_if_found")
 # Experts and their gradients, which no plan of tokens is about, are brought by tables that the host makes of layouts.
-OF_LAYOUTS = ("moesys.moe.pulled_experts", "moesys.kernels.copies")
+OF_LAYOUTS = ("moesys.moe.pulled_experts", "moesys.kernels.symmetric.copies")
 
 
 @contextmanager

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import moesys as ms
-from moesys.lab.outcomes import RankError
-from moesys.lab.ranks import LocalRanks
+from moesys.lab.ranks.outcomes import RankError
+from moesys.lab.ranks.pool import LocalRanks
 from moesys.layout import ExpertLayout
 from moesys.moe.planning import PlanRequest, SolvedPlan
 

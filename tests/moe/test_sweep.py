@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 import moesys as ms
-from moesys.lab.ranks import LocalRanks
+from moesys.lab.ranks.pool import LocalRanks
 
 
 @st.composite

@@ -12,19 +12,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 import moesys as ms
-from moesys.kernels.experts import experts_backward, experts_forward
-from moesys.kernels.memory import Memory
-from moesys.kernels.routing import route
-from moesys.kernels.tuner import ShapeClass, blocks_of
+from moesys.kernels.cpu.page_pool import Memory
+from moesys.kernels.experts.experts import experts_backward, experts_forward
+from moesys.kernels.experts.tile_tuner import ShapeClass, blocks_of
+from moesys.kernels.routing.routing import route
 from moesys.layout import EMPTY, ExpertLayout, TokenPlan
 from moesys.load import LoadMatrix
-from moesys.overlap.channel import Channel
 from moesys.overlap.chunked import ChunkedExecutor
+from moesys.overlap.comm.channel import Channel
+from moesys.overlap.comm.record import Meter, Recorder
 from moesys.overlap.executor import Saved
+from moesys.overlap.experts_triton import ACTIVATION, KernelMath
 from moesys.overlap.held_experts import ExpertGradients, ExpertWeights
-from moesys.overlap.kernel_math import ACTIVATION, KernelMath
-from moesys.overlap.mega import MegaExecutor, MegaHome, plan_mega, plan_mega_later, replicas_of
-from moesys.overlap.record import Meter, Recorder
+from moesys.overlap.mega_executor import MegaExecutor, MegaHome, plan_mega, plan_mega_later, replicas_of
 from moesys.overlap.routes import build_routes, held_experts
 from moesys.step import device_split, split_tokens
 

@@ -8,12 +8,12 @@ from mega_case import CPU, Case, Drawn
 from torch import Tensor
 
 import moesys as ms
-from moesys.kernels.counts import count_regions, receive_counts
-from moesys.kernels.exchange import regions
-from moesys.kernels.heap import Heap
-from moesys.kernels.mega import MegaMemory, MegaPoint, MegaRows, announce, arrange
+from moesys.kernels.mega.arguments import MegaMemory, MegaPoint, MegaRows, announce, arrange
+from moesys.kernels.mega.exchange import regions
+from moesys.kernels.symmetric.counts import count_regions, receive_counts
+from moesys.kernels.symmetric.heap import Heap
 from moesys.overlap.device_split import PendingPlan
-from moesys.overlap.mega import replicas_of, tokens_by_replica
+from moesys.overlap.mega_executor import replicas_of, tokens_by_replica
 from moesys.overlap.row_limit import RowLimit
 from moesys.step import device_split
 

@@ -14,7 +14,7 @@ from mega_case import Case, Drawn, MegaRun, by_one_process, by_sequential, diffe
 from pydantic import ValidationError
 
 import moesys as ms
-from moesys.lab.ranks import LocalRanks
+from moesys.lab.ranks.pool import LocalRanks
 
 # The sweep tries more, each at a few points.
 NUM_CASES = 200 if os.environ.get("MOESYS_SWEEP") == "1" else 4

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import moesys as ms
-from moesys.kernels.heap import Heap
-from moesys.kernels.mega import MegaMemory
-from moesys.overlap.mega import MegaHome, require_rows, symmetric_bytes
+from moesys.kernels.mega.arguments import MegaMemory
+from moesys.kernels.symmetric.heap import Heap
+from moesys.overlap.mega_executor import MegaHome, require_rows, symmetric_bytes
 
 # Every token of four ranks wants experts 0 and 1, which rank 0 holds.
 SKEWED = np.array([[8, 8, 0, 0]] * 4)

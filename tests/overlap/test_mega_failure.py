@@ -13,8 +13,8 @@ from conftest import set_up_rank
 from mega_case import Case, Drawn, MegaRun, new_home
 
 import moesys as ms
-from moesys.kernels.signals import PeerTimeoutError
-from moesys.lab.ranks import LocalRanks
+from moesys.kernels.symmetric.signals import PeerTimeoutError
+from moesys.lab.ranks.pool import LocalRanks
 
 TIMEOUT_S = 5.0
 VICTIM = 2

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from mega_case import Case, Drawn, MegaRun, new_home
 
 import moesys as ms
-from moesys.lab.ranks import LocalRanks
+from moesys.lab.ranks.pool import LocalRanks
 from moesys.overlap.row_limit import RowLimit, room_for_rows
 from moesys.step import split_tables
 

@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moesys.kernels import signals
-from moesys.kernels.exchange import Replicas, combine_flags, exchange, first_rows, ordered_tiles
-from moesys.kernels.heap import Heap
-from moesys.kernels.mega import MegaMemory, MegaPoint
-from moesys.kernels.signals import PeerTimeoutError, Watch, raise_if_given_up
-from moesys.lab.bench.kernels.aot import Size
-from moesys.lab.bench.mega.case import MegaRun, draw_layer, regions_of
+from moesys.bench.kernels.aot import Size
+from moesys.bench.mega.case import MegaRun, draw_layer, regions_of
+from moesys.kernels.mega.arguments import MegaMemory, MegaPoint
+from moesys.kernels.mega.exchange import Replicas, combine_flags, exchange, first_rows, ordered_tiles
+from moesys.kernels.symmetric import signals
+from moesys.kernels.symmetric.heap import Heap
+from moesys.kernels.symmetric.signals import PeerTimeoutError, Watch, raise_if_given_up
 from moesys.overlap.stages import at_once, side_by_side
 
 CPU = torch.device("cpu")

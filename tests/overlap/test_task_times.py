@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 import moesys as ms
-from moesys.kernels.task_times import TaskTimes
-from moesys.lab.chrome_trace import write_chrome_trace
+from moesys.kernels.mega.task_times import TaskTimes
+from moesys.lab.show.chrome_trace import write_chrome_trace
 from moesys.moe.shards import Restored
-from moesys.overlap.record import Record, Recorder, stage
+from moesys.overlap.comm.record import Record, Recorder, stage
 from moesys.overlap.routes import held_experts
 from moesys.timeline import Timeline
 

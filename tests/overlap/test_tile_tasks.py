@@ -11,17 +11,18 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from mega_case import Case, Drawn, MegaRun, new_home
+from tile_simulator import tile_pass
 
 import moesys as ms
-from moesys.kernels import task_queue, tiles
-from moesys.kernels.exchange import Replicas, exchange, ordered_tiles
-from moesys.kernels.task_times import KINDS as KERNEL_KINDS
-from moesys.kernels.task_times import TaskTimes
-from moesys.overlap.kernel_math import ACTIVATION
-from moesys.overlap.mega import point_of
-from moesys.overlap.mega_queues import KINDS, WEIGHT_GRADIENTS
-from moesys.overlap.tile_simulator import tile_pass
-from moesys.overlap.tile_tasks import RASTER, WHOLE, RowTiles, TileSizes
+from moesys.kernels.experts import tiles
+from moesys.kernels.mega import task_queue
+from moesys.kernels.mega.exchange import Replicas, exchange, ordered_tiles
+from moesys.kernels.mega.task_times import KINDS as KERNEL_KINDS
+from moesys.kernels.mega.task_times import TaskTimes
+from moesys.overlap.experts_triton import ACTIVATION
+from moesys.overlap.mega_executor import point_of
+from moesys.simulator.mega.queues import KINDS, WEIGHT_GRADIENTS
+from moesys.simulator.mega.tile_tasks import RASTER, WHOLE, RowTiles, TileSizes
 
 SIZES = {"tile_rows": 16, "tile_columns": 32, "fetch_rows": 16, "sum_tokens": 16}
 POINTS = (

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from mega_case import Case, Drawn, MegaRun, new_home
 
 import moesys as ms
-from moesys.kernels import signals
-from moesys.kernels.heap import Heap
-from moesys.lab.ranks import LocalRanks
+from moesys.kernels.symmetric import signals
+from moesys.kernels.symmetric.heap import Heap
+from moesys.lab.ranks.pool import LocalRanks
 
 CASE = Case(5, 2, 40, 24, "float32", (35, 22, 9), 3, (), split=ms.FlowSplit())
 POINT = ms.MegaKernel(deduplicate=True, combine_share=0.3)

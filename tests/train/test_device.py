@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import moesys as ms
-from moesys.lab import demo
-from moesys.lab.files import load_experiment
-from moesys.lab.launch import place_for
+from moesys.lab.commands import demo
+from moesys.lab.runs.files import load_experiment
+from moesys.lab.runs.launch import place_for
 from moesys.train import device
 from moesys.train.device import best_device, device_of, gpu_backend
 
@@ -53,7 +53,9 @@ def test_the_interpreter_runs_on_the_cpu():
 
 def test_ranks_that_share_gpus_may_map_each_others_memory(gpus, monkeypatch):
     started = {}
-    monkeypatch.setattr("moesys.lab.ranks.LocalRanks", lambda *sizes, **options: started.update(options) or _Refusing())
+    monkeypatch.setattr(
+        "moesys.lab.ranks.pool.LocalRanks", lambda *sizes, **options: started.update(options) or _Refusing()
+    )
     gpus(1)
     experiment = demo.training_experiment()
     with pytest.raises(_StartedError):

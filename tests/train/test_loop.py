@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import moesys as ms
-from moesys.experiment import Training
-from moesys.lab.outcomes import RankError
-from moesys.lab.ranks import LocalRanks
+from moesys.config.experiment import Training
+from moesys.lab.ranks.outcomes import RankError
+from moesys.lab.ranks.pool import LocalRanks
 from moesys.train import LanguageModel, StepResult, Text, loop, train
 
 # Narrow models start from wider weights: an update of Adam, which is as large in any width, is 5 % of 0.02.
@@ -183,7 +183,7 @@ def test_a_step_tells_every_rank_the_same_and_its_numbers_add_up(ranks: LocalRan
 
 
 def test_compiled_kernels_are_not_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    numerics = importlib.import_module("moesys.kernels.numerics")
+    numerics = importlib.import_module("moesys.kernels.experts.numerics")
     monkeypatch.setattr(numerics, "INTERPRETED", numerics.tl.constexpr(False))
     with pytest.raises(ValueError, match="start Python with TRITON_INTERPRET=1, or use interpret=False"):
         next(train(EP, SHAPE, cluster_of_all(), WORKLOAD.replace(interpret=True), seed=0))

@@ -15,8 +15,8 @@ from moesys.config import (
     Strategy,
     WindowMean,
 )
-from moesys.experiment import Generated
-from moesys.lab.tuning import SimulatedWorkload
+from moesys.config.experiment import Generated
+from moesys.lab.runs.tuning import SimulatedWorkload
 from moesys.tuner.costs import Costs, ladder
 from moesys.tuner.journal import Entry, Journal
 from moesys.tuner.space import (

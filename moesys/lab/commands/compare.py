@@ -13,15 +13,15 @@ from rich.table import Table
 from rich.text import Text
 
 from moesys.config import Strategy
-from moesys.experiment import Experiment
+from moesys.config.experiment import Experiment
 from moesys.lab.commands import Format, refused
-from moesys.lab.comparison import Comparison, compare_records
-from moesys.lab.console import print_full
-from moesys.lab.environment import Environment, differences, load_environments
-from moesys.lab.formats import format_comparison
-from moesys.lab.records import RunFolder, setting_fingerprint
-from moesys.lab.runner import RunResult
-from moesys.lab.tables import comparison_table, figure
+from moesys.lab.runs.comparison import Comparison, compare_records
+from moesys.lab.runs.environment import Environment, differences, load_environments
+from moesys.lab.runs.records import RunFolder, setting_fingerprint
+from moesys.lab.runs.runner import RunResult
+from moesys.lab.show.console import print_full
+from moesys.lab.show.formats import format_comparison
+from moesys.lab.show.tables import comparison_table, figure
 
 
 def compare(runs: Sequence[Path | str]) -> list[Comparison]:

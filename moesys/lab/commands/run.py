@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, TextIO
 from pydantic import ValidationError
 
 from moesys.config import Strategy
-from moesys.experiment import Experiment, Training
-from moesys.lab.choices import strategy_of
+from moesys.config.experiment import Experiment, Training
 from moesys.lab.commands import Format, refused
-from moesys.lab.files import in_words, load_experiments
-from moesys.lab.progress import progress_on
-from moesys.lab.runner import Interrupted, RunResult, run
+from moesys.lab.runs.choices import strategy_of
+from moesys.lab.runs.files import in_words, load_experiments
+from moesys.lab.runs.progress import progress_on
+from moesys.lab.runs.runner import Interrupted, RunResult, run
 
 if TYPE_CHECKING:
-    from moesys.lab.comparison import Comparison
+    from moesys.lab.runs.comparison import Comparison
 
 
 def run_file(

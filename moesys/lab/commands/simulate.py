@@ -17,19 +17,19 @@ from rich.table import Table
 from rich.text import Text
 
 from moesys.config import ClusterSpec, Strategy
-from moesys.experiment import Experiment, Generated, Replay, Training
-from moesys.lab.choices import cluster_of
-from moesys.lab.chrome_trace import write_chrome_trace
+from moesys.config.experiment import Experiment, Generated, Replay, Training
 from moesys.lab.commands import refused
-from moesys.lab.console import print_full
-from moesys.lab.explain import like
-from moesys.lab.figures import timeline_chart
-from moesys.lab.files import in_words, load_experiment
-from moesys.lab.tables import figure
-from moesys.lab.trials import rest_of, walk
-from moesys.overlap.critical_path import by_place
-from moesys.overlap.simulation import Simulation, exposed_ms
-from moesys.overlap.simulator import RestOfStep
+from moesys.lab.explanation.explanation import like
+from moesys.lab.runs.choices import cluster_of
+from moesys.lab.runs.files import in_words, load_experiment
+from moesys.lab.runs.trials import rest_of, walk
+from moesys.lab.show.chrome_trace import write_chrome_trace
+from moesys.lab.show.console import print_full
+from moesys.lab.show.figures import timeline_chart
+from moesys.lab.show.tables import figure
+from moesys.simulator.critical_path import by_place
+from moesys.simulator.simulation import Simulation, exposed_ms
+from moesys.simulator.step_program import RestOfStep
 from moesys.step import StepPlan, simulation
 
 MOST_TRACED_RANKS = 64

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from moesys.experiment import Experiment
-from moesys.lab.comparison import Comparison
+from moesys.config.experiment import Experiment
+from moesys.lab.runs.comparison import Comparison
 
 
 def swept_field(experiments: Sequence[Experiment]) -> str | None:
@@ -30,7 +30,7 @@ def draw_sweep(comparisons: Sequence[Comparison], path_stem: Path) -> list[Path]
     if (field := swept_field(experiments)) is None:
         return []
     # Not at the top: most runs draw nothing.
-    from moesys.lab.figures import speedup_chart
+    from moesys.lab.show.figures import speedup_chart
 
     first = experiments[0]
     rows = [{row.name: row for row in comparison.rows if not row.repeat} for comparison in comparisons]

@@ -10,8 +10,8 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from moesys.lab.commands import refused
-from moesys.lab.console import print_full
-from moesys.lab.files import in_words, load_experiment
+from moesys.lab.runs.files import in_words, load_experiment
+from moesys.lab.show.console import print_full
 from moesys.tuner.space import Space
 
 
@@ -34,8 +34,8 @@ def tune_file(
         experiment = load_experiment(file)
         declared = None if space is None else space_of(space)
         # Not at the top: a typo in the file is told before torch is there.
-        from moesys.lab.tune_progress import TuneProgress
-        from moesys.lab.tuning import NUM_SEEDS, tune
+        from moesys.lab.runs.tuning import NUM_SEEDS, tune
+        from moesys.lab.show.tune_progress import TuneProgress
 
         with TuneProgress() as told:
             result = tune(
@@ -58,7 +58,7 @@ def tune_file(
             print("stopped: what was found out is in the journal; the same command goes on from there", file=sys.stderr)
         return 130
     if speaks:
-        from moesys.lab.tune_tables import choices_table, measured_table, simulated_table
+        from moesys.lab.show.tune_tables import choices_table, measured_table, simulated_table
 
         tuned = result.tuned
         print_full(*simulated_table(tuned, experiment.name))

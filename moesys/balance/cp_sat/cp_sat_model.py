@@ -1,0 +1,159 @@
+"""The CP-SAT model that plans some ranks anew, and its solution."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from moesys.balance.cp_sat.cp_sat_problem import Problem, filled_up
+from moesys.layout import ExpertLayout
+from moesys.load import IntArray
+
+if TYPE_CHECKING:
+    from ortools.sat.python.cp_model import CpModel, IntVar, LinearExprT
+
+RANDOM_SEED = 1
+# experts that tell equal ranks apart; their weights are powers of two
+SYMMETRY_EXPERTS = 14
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a solve found, None without a solution; the bound of its objective; deterministic seconds it took."""
+
+    layout: ExpertLayout | None
+    bound: int
+    seconds: float
+
+
+def solve(
+    problem: Problem,
+    layout: ExpertLayout,
+    free: tuple[int, ...],
+    limits: tuple[int, int],
+    least_traffic: bool,
+    seconds: float,
+) -> Answer:
+    """Plans the ``free`` ranks anew; the others keep their experts, and all ranks share the tokens anew.
+
+    Minimises the busiest rank's tokens, which lie in ``limits``, or within the same limits the tokens between nodes.
+    Free ranks may hold what any of them holds now.
+    """
+    # imported here because it brings pandas along, which no other planner needs
+    from ortools.sat.python import cp_model
+
+    tokens_E, high = problem.tokens_E, limits[1]
+    whole = len(free) == layout.num_ranks
+    exchangeable = _exchangeable(problem, least_traffic) if whole else []
+    hint_rows, hint_quota_RE = _in_order(problem, layout, exchangeable)
+    movable = range(len(tokens_E)) if whole else sorted({expert for rank in free for expert in hint_rows[rank]})
+    model = cp_model.CpModel()
+    holds: dict[tuple[int, int], IntVar] = {}
+    tokens: dict[tuple[int, int], IntVar] = {}
+    for rank, row in enumerate(hint_rows):
+        for expert in movable if rank in free else row:
+            most = min(tokens_E[expert], high)
+            tokens[rank, expert] = model.new_int_var(0, most, f"x[{rank},{expert}]")
+            model.add_hint(tokens[rank, expert], int(hint_quota_RE[rank, expert]))
+            if rank in free:
+                holds[rank, expert] = model.new_bool_var(f"y[{rank},{expert}]")
+                model.add_hint(holds[rank, expert], expert in row)
+                model.add(tokens[rank, expert] <= most * holds[rank, expert])
+
+    for expert, amount in enumerate(tokens_E):
+        model.add(sum(tokens[rank, expert] for rank in range(len(hint_rows)) if (rank, expert) in tokens) == amount)
+        kept = [rank for rank, row in enumerate(hint_rows) if rank not in free and expert in row]
+        needed = max(problem.min_replicas, -(-amount // high) if high else 1)
+        model.add(sum(holds[rank, expert] for rank in free if expert in movable) + len(kept) >= needed)
+        if not problem.one_domain and expert in movable:
+            _keep_inside_one_domain(model, problem, {rank: holds[rank, expert] for rank in free}, kept)
+    busiest = model.new_int_var(*limits, "busiest")
+    for rank, row in enumerate(hint_rows):
+        model.add(sum(tokens[rank, expert] for expert in (movable if rank in free else row)) <= busiest)
+    for rank in free:
+        model.add(sum(holds[rank, expert] for expert in movable) <= problem.usable_R[rank])
+    _order(model, problem, holds, exchangeable)
+    model.minimize(_imports(model, problem, tokens) if least_traffic else busiest)
+
+    solver = cp_model.CpSolver()
+    solver.parameters.num_workers = 1
+    solver.parameters.random_seed = RANDOM_SEED
+    solver.parameters.max_deterministic_time = seconds
+    status = solver.solve(model)
+    spent = solver.response_proto.deterministic_time
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        return Answer(None, 0, spent)
+    # a whole number, held exactly: tokens are at most 2^50
+    bound = int(solver.best_objective_bound)
+    rows = [
+        [expert for expert in movable if solver.boolean_value(holds[rank, expert])] if rank in free else row
+        for rank, row in enumerate(hint_rows)
+    ]
+    return Answer(problem.layout(filled_up(problem, rows)), bound, spent)
+
+
+def _keep_inside_one_domain(
+    model: CpModel, problem: Problem, holds_by_rank: dict[int, IntVar], kept: Sequence[int]
+) -> None:
+    """One expert: of the domains where free ranks could hold it, one; the domain of ranks that keep it, if any do."""
+    home = {problem.domain_R[rank] for rank in kept}
+    here = {domain: model.new_bool_var("") for domain in sorted({problem.domain_R[rank] for rank in holds_by_rank})}
+    model.add_at_most_one(here.values())
+    for rank, holds in holds_by_rank.items():
+        domain = problem.domain_R[rank]
+        model.add_implication(holds, here[domain])
+        if home and domain not in home:
+            model.add(holds == 0)
+
+
+def _imports(model: CpModel, problem: Problem, tokens: dict[tuple[int, int], IntVar]) -> LinearExprT:
+    """Tokens between nodes: for each node and expert, what its ranks compute beyond what its sources have."""
+    imports = []
+    for (node, expert), supply in np.ndenumerate(problem.supply_NE):
+        computed = [tokens[rank, e] for rank, e in tokens if e == expert and problem.node_R[rank] == node]
+        if computed and supply < problem.tokens_E[expert]:
+            imports.append(model.new_int_var(0, problem.tokens_E[expert] - int(supply), f"i[{node},{expert}]"))
+            model.add(imports[-1] >= sum(computed) - int(supply))
+    return sum(imports)
+
+
+def _exchangeable(problem: Problem, least_traffic: bool) -> list[list[int]]:
+    """Ranks that could change places in any solution: equal slots and domain, and for the traffic one node."""
+    classes: dict[tuple[int, int, int], list[int]] = {}
+    for rank, usable in enumerate(problem.usable_R):
+        node = problem.node_R[rank] if least_traffic else 0
+        classes.setdefault((usable, problem.domain_R[rank], node), []).append(rank)
+    return list(classes.values())
+
+
+def _codes(tokens_E: Sequence[int]) -> dict[int, int]:
+    """Weights of the heaviest experts, whose sum tells the ranks that hold them apart."""
+    heaviest = sorted(range(len(tokens_E)), key=lambda expert: (-tokens_E[expert], expert))[:SYMMETRY_EXPERTS]
+    return {expert: 1 << (SYMMETRY_EXPERTS - place) for place, expert in enumerate(heaviest)}
+
+
+def _order(
+    model: CpModel, problem: Problem, holds: dict[tuple[int, int], IntVar], exchangeable: Sequence[Sequence[int]]
+) -> None:
+    """Of solutions that differ by an exchange of ranks, keeps those with codes in falling order."""
+    codes = _codes(problem.tokens_E)
+    for ranks in exchangeable:
+        for before, after in pairwise(ranks):
+            model.add(sum(code * (holds[before, expert] - holds[after, expert]) for expert, code in codes.items()) >= 0)
+
+
+def _in_order(
+    problem: Problem, layout: ExpertLayout, exchangeable: Sequence[Sequence[int]]
+) -> tuple[list[Sequence[int]], IntArray]:
+    """Rows and quotas [R, E] of a layout, ranks exchanged so that ``_order`` keeps it."""
+    quota_RE, codes = problem.quotas(layout), _codes(problem.tokens_E)
+    source_R = list(range(layout.num_ranks))
+    for ranks in exchangeable:
+        by_code = sorted(ranks, key=lambda rank: -sum(codes.get(expert, 0) for expert in layout.experts_of(rank)))
+        for rank, source in zip(ranks, by_code, strict=True):
+            source_R[rank] = source
+    return [layout.experts_of(source) for source in source_R], quota_RE[source_R]

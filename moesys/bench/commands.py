@@ -1,0 +1,358 @@
+"""``moesys bench``: what is measured, compiled or simulated on this machine.
+
+Commands import what they need when they run, so that ``--help`` does not wait for torch.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from tempfile import TemporaryFile
+from typing import Annotated, Literal
+
+import typer
+
+bench = typer.Typer(help="Measure on this machine.", no_args_is_help=True, rich_markup_mode=None)
+
+
+def _in_a_folder(path: Path | None) -> Path | None:
+    """Refuses what could not be written when all is measured. The first of torchrun's ranks writes; other hosts need
+    no such folder.
+    """
+    if os.environ.get("RANK", "0") != "0":
+        return path
+    if path is not None and not path.parent.is_dir():
+        raise typer.BadParameter(f"{path.parent} is not a folder; make it, or write elsewhere")
+    if path is not None and path.is_dir():
+        raise typer.BadParameter(f"{path} is a folder; name a file in it")
+    if path is not None:
+        try:
+            TemporaryFile(dir=path.parent).close()
+        except OSError as error:
+            raise typer.BadParameter(f"{path.parent} takes no file: {error.strerror}; write elsewhere") from None
+    return path
+
+
+ResultFile = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="Write what was measured to this file.", callback=_in_a_folder)
+]
+
+
+@bench.command("layer")
+def bench_layer(
+    shape: Annotated[str, typer.Option(help="One shape by name, or all.")] = "all",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or all.")] = "all",
+    tokens: Annotated[int | None, typer.Option(min=1, help="Tokens, instead of the shape's own number.")] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed repetitions.")] = 9,
+    threads: Annotated[int | None, typer.Option(min=1, help="Threads; torch's own choice by default.")] = None,
+    json: ResultFile = None,
+) -> None:
+    """Compare one rank of MoELayer with transformers' own blocks. Exit code 1 if an output is wrong."""
+    from moesys.bench import layer
+
+    try:
+        layer.select(shape, dtype)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    code = layer.main(shape, dtype, num_tokens=tokens, repeats=repeats, threads=threads, json_path=json)
+    raise typer.Exit(code)
+
+
+@bench.command("kernels")
+def bench_kernels(
+    aot: Annotated[bool, typer.Option("--aot", help="Compile for a Hopper GPU and read the machine code.")] = False,
+    tune: Annotated[bool, typer.Option("--tune", help="Find the fastest blocks on this GPU, and keep them.")] = False,
+    mega: Annotated[bool, typer.Option(help="With --aot: MegaKernels too.")] = True,
+    size: Annotated[str, typer.Option(help="By name, with commas; one with --aot or --tune; or all.")] = "all",
+    routing: Annotated[str, typer.Option(help="uniform, balanced, zipf, k-experts, router, or all.")] = "all",
+    contestants: Annotated[str, typer.Option(help="moesys, grouped_mm, 'grouped_mm compiled', transformers.")] = "all",
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=DIR", help="scattermoe, liger or sonicmoe in DIR; may be repeated."),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    repeats: Annotated[int, typer.Option(min=0, help="Timed repetitions; 0 only checks.")] = 15,
+    device: Annotated[str, typer.Option(help="cuda; or cpu, which rehearses a toy in Triton's interpreter.")] = "cuda",
+    extras: Annotated[bool, typer.Option(help="Check graphs, compile, checkpoints and large offsets too.")] = True,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Write kernels.json and kernels.md there.")] = None,
+    json: ResultFile = None,
+) -> None:
+    """Check and time the kernels of one device beside others', on a GPU; read them with --aot, tune them with --tune.
+
+    Exit code 1 if a check of ours fails. For example: moesys bench kernels --size olmoe,30b --routing zipf --out found
+    """
+    if aot and tune:
+        raise typer.BadParameter("--aot and --tune are two commands; give one of them")
+    if json is not None and not aot:
+        raise typer.BadParameter("--json is for --aot alone; to keep what is timed give --out DIR")
+    if aot or tune:
+        from moesys.bench.kernels import aot_report
+        from moesys.bench.kernels import tune as tuning
+
+        try:
+            aot_report.select(size)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+        raise typer.Exit(tuning.main(size) if tune else aot_report.main(size, json, mega))
+    from moesys.bench.kernels import contest
+
+    try:
+        plan = contest.plan(
+            size,
+            routing,
+            contestants,
+            peers=peer or (),
+            dtype=dtype,
+            repeats=repeats,
+            extras=extras,
+            device=device,
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    raise typer.Exit(contest.main(plan, out))
+
+
+@bench.command("overlap")
+def bench_overlap(
+    part: Annotated[str, typer.Option(help="chunks, experts or all; or mega, MegaKernels on a GPU.")] = "all",
+    tokens: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of a rank, instead of the part's own number.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed repetitions.")] = 9,
+    threads: Annotated[int, typer.Option(min=1, help="Threads of a rank.")] = 1,
+    size: Annotated[str, typer.Option(help="Of --part mega: a layer by name.")] = "qwen3-30b",
+    dtype: Annotated[str, typer.Option(help="Of --part mega: bfloat16, float16 or float32.")] = "bfloat16",
+    gb_per_s: Annotated[float, typer.Option("--gb-per-s", help="Of --part mega: the pace of a rank's link.")] = 100.0,
+    device: Annotated[str, typer.Option(help="Of --part mega: cuda; or cpu, which rehearses a toy.")] = "cuda",
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Of --part mega: overlap_mega.json and .md there.")
+    ] = None,
+    json: ResultFile = None,
+) -> None:
+    """Compare sequential with overlapped runs over paced links. Exit code 1 if a bit differs."""
+    if part == "mega":
+        from moesys.bench.mega import contest
+
+        try:
+            asked = contest.plan(
+                size, dtype=dtype, gb_per_s=gb_per_s, num_tokens=tokens, repeats=repeats, device=device
+            )
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from None
+        raise typer.Exit(contest.main(asked, out))
+    from moesys.bench.overlap import parts
+
+    try:
+        parts.select(part)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    raise typer.Exit(parts.main(part, num_tokens=tokens, repeats=repeats, threads=threads, json_path=json))
+
+
+ReportFolder = Annotated[
+    Path | None,
+    typer.Option(
+        "--out", metavar="DIR", help="Write the tables as a dated page into this folder.", exists=True, file_okay=False
+    ),
+]
+
+
+@bench.command("reproduce")
+def bench_reproduce(
+    out: ReportFolder = None,
+    planners: Annotated[bool, typer.Option(help="Time planners too, the one part that is measured.")] = True,
+    fit: Annotated[
+        bool, typer.Option("--fit", help="Fit the free constants again, for more than half an hour.")
+    ] = False,
+) -> None:
+    """Simulate LAER-MoE's published measurements, with the error of every figure.
+
+    24 rows of three methods, breakdown, ablation; the constants and their sources.
+    """
+    from moesys.bench.laer import main
+
+    raise typer.Exit(main.main(out, with_planners=planners, with_fit=fit))
+
+
+@bench.command("uniep")
+def bench_uniep(out: ReportFolder = None) -> None:
+    """Simulate MegaKernels against one stage after another on Hopper, beside the range that UniEP published."""
+    from moesys.bench.uniep import report
+
+    raise typer.Exit(report.main(out))
+
+
+@bench.command("beyond")
+def bench_beyond(out: ReportFolder = None) -> None:
+    """Simulate what lies beyond LAER-MoE: on its 24 rows, and on three models and 8 to 1,024 GPUs.
+
+    Stage by stage: static, LAER's layout, flow split, our layout, overlap.
+    """
+    from moesys.bench.beyond import report
+
+    raise typer.Exit(report.main(out))
+
+
+@bench.command("planner")
+def bench_planner(
+    trace: Annotated[Path | None, typer.Option(help="Replay this trace; docs/traces.md says how to make one.")] = None,
+    ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Of the trace's ranks; all by default.")] = None,
+    slots: Annotated[
+        list[int] | None, typer.Option(min=1, help="Slots a rank, may be repeated; one more than needed by default.")
+    ] = None,
+    lag: Annotated[int, typer.Option(min=1, help="Iterations from the newest load planned on to the one scored.")] = 10,
+    from_iteration: Annotated[int | None, typer.Option(help="Score from this iteration on.")] = None,
+    to_iteration: Annotated[int | None, typer.Option(help="Score up to this iteration.")] = None,
+    layers: Annotated[list[int] | None, typer.Option(help="Of the trace, may be repeated; all by default.")] = None,
+    every: Annotated[int, typer.Option(min=1, help="Score every N-th micro-batch.")] = 1,
+    balance: Annotated[list[str] | None, typer.Option(help="A kind or its JSON, may be repeated.")] = None,
+    split: Annotated[list[str] | None, typer.Option(help="A kind or its JSON, may be repeated.")] = None,
+    predictor: Annotated[list[str] | None, typer.Option(help="A kind or its JSON, may be repeated.")] = None,
+    laer: Annotated[bool, typer.Option("--laer", help="LAER-MoE's two settings, on routing like its own.")] = False,
+    scale: Annotated[bool, typer.Option("--scale", help="Known loads from 8 to 1024 ranks.")] = False,
+    peer_eplb: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="--scale also times this checkout of deepseek-ai/EPLB.")
+    ] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Of drawn loads: --laer and --scale.")] = 3,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed repetitions of --scale.")] = 9,
+    json: ResultFile = None,
+) -> None:
+    """Compare planners: --trace FILE, --laer or --scale.
+
+    Layouts are planned on the past only, and the tokens of a later micro-batch are split over them. For example:
+    moesys bench planner --trace run.npz --ranks-per-node 8 --slots 3 --slots 4 --lag 10
+    """
+    from moesys.bench.planner import contest
+    from moesys.lab.runs.choices import balance_of, predictor_of, split_of
+
+    if (trace is not None) + laer + scale != 1:
+        raise typer.BadParameter("give one of --trace FILE, --laer and --scale")
+    for_traces = {
+        "--ranks-per-node": ranks_per_node is not None,
+        "--slots": bool(slots),
+        "--lag": lag != 10,
+        "--from-iteration": from_iteration is not None,
+        "--to-iteration": to_iteration is not None,
+        "--layers": bool(layers),
+        "--every": every != 1,
+    }
+    chosen_from = {"--balance": bool(balance), "--split": bool(split), "--predictor": bool(predictor)}
+    for_scale = {"--peer-eplb": peer_eplb is not None, "--repeats": repeats != 9}
+    if scale:
+        mode, refused = "--scale", for_traces | chosen_from
+    elif laer:
+        mode, refused = "--laer", for_traces | for_scale
+    else:
+        mode, refused = "--trace", for_scale | {"--seeds": seeds != 3}
+    if unused := [name for name, given in refused.items() if given]:
+        raise typer.BadParameter(f"{unused[0]} is not for {mode}; leave it out")
+    try:
+        if scale:
+            from moesys.bench.planner import scale as over_sizes
+
+            raise typer.Exit(over_sizes.main(num_seeds=seeds, repeats=repeats, peer_path=peer_eplb, json_path=json))
+        chosen = contest.contenders(
+            [balance_of(text) for text in balance or ()],
+            [split_of(text) for text in split or ()],
+            [predictor_of(text) for text in predictor or ()],
+        )
+        if laer:
+            raise typer.Exit(contest.main_laer(chosen if balance or split or predictor else None, seeds, json))
+        assert trace is not None
+        code = contest.main_trace(
+            trace,
+            ranks_per_node=ranks_per_node,
+            slots=slots or (),
+            chosen=chosen,
+            lag=lag,
+            from_iteration=from_iteration,
+            to_iteration=to_iteration,
+            layers=layers or (),
+            every=every,
+            json_path=json,
+        )
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    raise typer.Exit(code)
+
+
+def _spec_file(path: Path | None) -> Path | None:
+    if path is not None and path.suffix not in (".toml", ".json"):
+        raise typer.BadParameter(f"{path} is neither .toml nor .json; name a file of one of these kinds")
+    return _in_a_folder(path)
+
+
+@bench.command("calibrate")
+def bench_calibrate(
+    ranks: Annotated[int | None, typer.Option(min=1, help="Local ranks; one a core by default, at most 8.")] = None,
+    device: Annotated[Literal["cpu", "cuda"], typer.Option(help="cuda takes the ranks of torchrun.")] = "cpu",
+    threads: Annotated[int, typer.Option(min=1, help="Threads of a rank.")] = 1,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed windows of everything.")] = 7,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write the ClusterSpec there, .toml or .json.", callback=_spec_file),
+    ] = None,
+    json: ResultFile = None,
+) -> None:
+    """Measure this machine or cluster, and write it down as a ClusterSpec for simulations.
+
+    Under torchrun it measures the ranks that torchrun started, links inside hosts and between them apart. For example:
+    moesys bench calibrate --ranks 2 --out here.toml
+    """
+    from moesys.bench.calibrate import report
+
+    try:
+        report.check(ranks, device)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    code = report.main(ranks, device, threads=threads, repeats=repeats, out=out, json_path=json)
+    raise typer.Exit(code)
+
+
+@bench.command("shaped")
+def bench_shaped(
+    hosts: Annotated[list[int] | None, typer.Option(help="2 or 4, may be repeated; both by default.")] = None,
+    mbit: Annotated[
+        list[float] | None, typer.Option(help="Of each link, may be repeated; instead of the cases' own.")
+    ] = None,
+    latency_us: Annotated[
+        float | None, typer.Option("--latency-us", help="Between hosts, one way; instead of the cases' own.")
+    ] = None,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed repetitions.")] = 7,
+    shares: Annotated[
+        bool, typer.Option(help="Each host has its share of the processor; without, hosts compete for it.")
+    ] = True,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a page there, in Markdown.", callback=_in_a_folder)
+    ] = None,
+    json: ResultFile = None,
+) -> None:
+    """Measure overlap and splits between hosts with slow links, and see how far the simulator is. Linux, root.
+
+    Hosts are network namespaces of this machine. All cases take about eight minutes on 2 cores. Exit code 1 if a bit
+    differs. For example: moesys bench shaped --hosts 2 --mbit 100 --mbit 500 --out shaped.md
+    """
+    from moesys.bench.shaped import cases, main
+
+    try:
+        asked = cases.plan(hosts or (2, 4), mbit or (), latency_us)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    raise typer.Exit(main.main(asked, repeats=repeats, shares=shares, out=out, json_path=json))
+
+
+@bench.command("simulate")
+def bench_simulate(
+    overlap: Annotated[str, typer.Option(help="sequential, pipelined, mega_kernel or all.")] = "sequential",
+    most_ranks: Annotated[int, typer.Option(min=1, help="Leave larger clusters out.")] = 1024,
+    repeats: Annotated[int, typer.Option(min=1, help="Timed repetitions.")] = 3,
+    json: ResultFile = None,
+) -> None:
+    """Time the simulator: one layer on 32 ranks, 32 layers on up to 1,024."""
+    from moesys.bench import simulate as bench_of
+
+    try:
+        bench_of.select(overlap)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+    raise typer.Exit(bench_of.main(overlap, most_ranks=most_ranks, repeats=repeats, json_path=json))

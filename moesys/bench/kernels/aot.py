@@ -1,0 +1,182 @@
+"""Kernels as a Hopper GPU would run them, compiled here: registers, spills, shared memory, tensor-core products."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moesys.kernels.experts.activation_gradient import activation_gradient
+from moesys.kernels.experts.ahead_of_time import MOST_SHARED_BYTES, MachineCode, compiling
+from moesys.kernels.experts.combine import combine
+from moesys.kernels.experts.grouped_gemm import grouped_gemm
+from moesys.kernels.experts.tile_config import ShapeClass
+from moesys.kernels.experts.tile_tuner import blocks_of
+from moesys.kernels.experts.tiles import Block, Tiles, groups_by_size, tile_table
+from moesys.kernels.experts.up import up
+from moesys.kernels.experts.weight_gradient import weight_gradient
+from moesys.kernels.mega.exchange import regions
+from moesys.kernels.routing.routing import Routing, route
+from moesys.kernels.split.flow import split
+from moesys.kernels.split.replica_choice import choose_replicas
+from moesys.kernels.split.tables import SplitTables, tables_of
+from moesys.kernels.symmetric.counts import count_regions, receive_counts, send_counts
+from moesys.kernels.symmetric.heap import Heap
+
+COPY_BYTES = 16
+# Counts, places, weights and flags are loaded one at a time; no element of a row is.
+WORD_BYTES = 4
+
+
+class Size(NamedTuple):
+    """A layer: T tokens, H hidden, I expert width, E experts, K choices."""
+
+    name: str
+    T: int
+    H: int
+    I: int
+    E: int
+    K: int
+
+
+SIZES = (
+    Size("qwen3-30b", 32768, 2048, 768, 128, 8),
+    Size("olmoe", 32768, 2048, 1024, 64, 8),
+    Size("mixtral", 16384, 4096, 14336, 8, 2),
+    Size("deepseek-v3", 16384, 7168, 2048, 256, 8),
+    Size("fine", 40960, 768, 256, 128, 8),
+    Size("30b", 32768, 4096, 512, 128, 8),
+)
+NUM_OPS = 14
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """One kernel of one op at one size, as compiled for ``sm_90``; ``wrong``: where it falls short, "" for nowhere.
+
+    ``tile``: of its product, "" for none. ``moves_rows``: whether it copies rows from or to other ranks.
+    """
+
+    size: str
+    op: str
+    tile: str
+    code: MachineCode
+    moves_rows: bool = False
+
+    @property
+    def wrong(self) -> str:
+        code, found = self.code, []
+        if code.spills or code.stack_bytes:
+            found.append(f"{code.spills} spills, {code.stack_bytes} bytes of stack")
+        if code.shared_bytes > MOST_SHARED_BYTES:
+            found.append(f"{code.shared_bytes} bytes of shared memory, {MOST_SHARED_BYTES} is the most")
+        if self.tile and not code.mma:
+            found.append("no HGMMA")
+        if self.tile and any(width < COPY_BYTES for width in code.copy_bytes):
+            found.append(f"copies of {min(code.copy_bytes)} bytes")
+        for what, widths in (("loads", code.load_bytes), ("stores", code.store_bytes)):
+            if self.moves_rows and (min(widths) < WORD_BYTES or max(widths) < COPY_BYTES):
+                found.append(f"{what} of {min(widths)} to {max(widths)} bytes")
+        return "; ".join(found)
+
+
+def tables_of_64_ranks(num_experts: int) -> SplitTables:
+    """Of 8 nodes and 3 slots a rank, or as many as experts need."""
+    node_R, num_slots = np.arange(64) // 8, max(3, -(-num_experts // 64))
+    expert_RS = np.arange(64 * num_slots).reshape(64, num_slots) % num_experts
+    return tables_of(expert_RS, num_experts, node_R, node_R[None], "meta")
+
+
+def exchange_counts(first_E1: Tensor) -> Tensor:
+    """As each of 64 ranks does."""
+    num_experts, dtype = len(first_E1) - 1, torch.bfloat16
+    shared = {**regions(1, 1, 1, dtype, 64, 1), **count_regions(64, num_experts)}
+    heap = Heap.virtual(shared, 64, first_E1.device)[0]
+    exchanges_R, epoch_1 = first_E1.new_empty(64), first_E1.new_empty(1)
+    send_counts(heap, exchanges_R, first_E1)
+    return receive_counts(heap, epoch_1, exchanges_R, num_experts)
+
+
+def compile_size(
+    size: Size, dtype: torch.dtype, tell: Callable[[str], None], only: Container[str] | None = None
+) -> list[Compiled]:
+    """Every kernel of forward and backward, gated by SiLU, at pinned blocks or the model's choice (``blocks_of``).
+
+    ``only``: names of the ops that are asked for; None for all.
+    """
+    T, H, I, E, K = size[1:]
+    P = T * K
+
+    def meta(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device="meta")
+
+    routing = Routing(*(meta(*shape, dtype=torch.int32) for shape in ((P,), (T, K), (E + 1,))))
+    matrix_G = meta(E, dtype=torch.int32)
+    gate_up, down_proj, x, a = meta(E, 2 * I, H), meta(E, H, I), meta(T, H), meta(P, I)
+    blocks = blocks_of(ShapeClass.of(x, down_proj, P, "swiglu"), x.device)
+    h, weight = meta(P, 2 * I), meta(T, K, dtype=torch.float32)
+
+    def tiles(block: Block) -> Tiles:
+        most = -(-P // block.rows) + E
+        group_M, row_M, count_1 = (meta(n, dtype=torch.int32) for n in (most, most, 1))
+        return Tiles(group_M, row_M, count_1, block.rows)
+
+    entries, first = routing.entry_P, routing.first_G1
+    groups = (entries, first, meta(E, dtype=torch.int32), K)
+    up_, down_, back, into, outer = (
+        blocks.up,
+        blocks.down,
+        blocks.activation_gradient,
+        blocks.input_gradient,
+        blocks.weight_gradient,
+    )
+    tables, expert_TK = tables_of_64_ranks(E), meta(T, K, dtype=torch.int64)
+    tokens_RE, tokens_P = (meta(*shape, dtype=torch.int64) for shape in ((64, E), tables.rank_P.shape))
+    ops: dict[str, tuple[Block | None, Callable[[], object]]] = {
+        "counts": (None, lambda: exchange_counts(first)),
+        "split": (None, lambda: split(tokens_RE, tables)),
+        "replicas": (None, lambda: choose_replicas(expert_TK, routing, tokens_P, tables)),
+        "route": (None, lambda: route(meta(T, K, dtype=torch.int64), E)),
+        "tiles": (None, lambda: tile_table(first, P, up_.rows)),
+        "groups": (None, lambda: groups_by_size(first)),
+        "up": (up_, lambda: up(x, gate_up, routing, tiles(up_), matrix_G, K, "swiglu", up_)),
+        "down": (down_, lambda: grouped_gemm(a, down_proj, first, tiles(down_), matrix_G, down_, transposed=True)),
+        "combine": (None, lambda: combine(meta(P, H), routing.row_TK, weight, dtype)),
+        "activation_gradient": (
+            back,
+            lambda: activation_gradient(x, down_proj, h, weight, routing, tiles(back), matrix_G, "swiglu", back),
+        ),
+        "input_gradient": (
+            into,
+            lambda: grouped_gemm(h, gate_up, first, tiles(into), matrix_G, into, transposed=False),
+        ),
+        "gather_sum": (None, lambda: combine(meta(P, H), routing.row_TK, None, dtype)),
+        "dW2": (outer, lambda: weight_gradient(x, a, *groups, "left", outer, torch.float32)),
+        "dW1": (outer, lambda: weight_gradient(h, x, *groups, "right", outer, torch.float32)),
+    }
+    found = []
+    for op, (block, launch) in ops.items():
+        if only is not None and op not in only:
+            continue
+        tell(f"{size.name}: {op}")
+        with compiling() as compiled:
+            launch()
+        gemm = max(compiled, key=lambda code: (len(code.mma), code.shared_bytes)) if block else None
+        for code in compiled:
+            tile = f"{block.rows}x{block.columns}x{block.contraction}" if block and code is gemm else ""
+            found.append(Compiled(size.name, op, tile, code))
+    return found
+
+
+def select(names: str) -> list[Size]:
+    """Sizes by name, or all. Raises ValueError for a name that is not known."""
+    if names == "all":
+        return list(SIZES)
+    found = [size for size in SIZES if size.name == names]
+    if not found:
+        raise ValueError(f"size={names!r} is not known; use all or one of {', '.join(size.name for size in SIZES)}")
+    return found

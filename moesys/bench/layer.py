@@ -1,0 +1,384 @@
+"""One rank of ``MoELayer`` against transformers' own blocks of the same weights, forward and backward.
+
+T tokens, H hidden, I expert width, E experts, K top-k.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from rich.table import Table
+from torch import Tensor, nn
+
+from moesys.bench.timing import Ratio, interleave, machine_line, paired_ratio
+from moesys.config import ModelShape, Strategy
+from moesys.lab.show.console import print_full
+from moesys.moe.expert_parameters import DTYPES
+from moesys.moe.layer import MoELayer
+
+OURS = "moesys"
+PEERS = ("eager", "grouped_mm")
+# The same blocks with float32 parameters and gradients, as ours are, computing in 16 bits under autocast.
+MASTERED = {"eager": "eager, float32 masters", "grouped_mm": "grouped_mm, float32 masters"}
+# Largest ‖a - b‖ / ‖b‖ from the eager block at which a speed is shown. The eager block adds experts up in bfloat16.
+TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
+
+Family = Literal["mixtral", "qwen3_moe", "olmoe", "deepseek_v3"]
+Direction = Literal["forward + backward", "forward"]
+DIRECTIONS: tuple[Direction, ...] = ("forward + backward", "forward")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A published layer, scaled to what a laptop runs in about a second."""
+
+    name: str
+    family: Family
+    num_tokens: int
+    shape: ModelShape
+
+
+def _softmax_case(name: str, family: Family, T: int, H: int, I: int, E: int, K: int) -> Case:
+    shape = ModelShape(hidden_size=H, intermediate_size=I, num_experts=E, top_k=K, norm_topk_prob=family != "olmoe")
+    return Case(name, family, T, shape)
+
+
+CASES = (
+    _softmax_case("mixtral", "mixtral", T=1024, H=1024, I=896, E=8, K=2),
+    _softmax_case("qwen3-moe", "qwen3_moe", T=2048, H=768, I=384, E=32, K=4),
+    _softmax_case("olmoe", "olmoe", T=2048, H=768, I=512, E=32, K=4),
+    Case(
+        "deepseek-v3",
+        "deepseek_v3",
+        num_tokens=1024,
+        shape=ModelShape(
+            hidden_size=1024,
+            intermediate_size=256,
+            num_experts=32,
+            top_k=4,
+            scoring_func="sigmoid",
+            n_group=8,
+            topk_group=4,
+            n_shared_experts=1,
+            routed_scaling_factor=2.5,
+        ),
+    ),
+    _softmax_case("small-experts", "qwen3_moe", T=4096, H=512, I=128, E=64, K=8),
+    _softmax_case("few-tokens", "qwen3_moe", T=64, H=1024, I=384, E=32, K=4),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """What was measured for one case, dtype and direction.
+
+    differences: of each contestant but the eager block from it, ‖a - b‖ / ‖b‖, the worst over output and gradients.
+    samples_ms: milliseconds of each contestant by repetition; empty where an output was wrong.
+    """
+
+    case: str
+    num_tokens: int
+    shape: ModelShape
+    direction: Direction
+    differences: dict[str, float]
+    samples_ms: dict[str, list[float]] = field(default_factory=dict)
+
+    @property
+    def matched(self) -> bool:
+        return all(difference <= TOLERANCE[self.shape.dtype] for difference in self.differences.values())
+
+    def median_ms(self, contestant: str) -> float:
+        return torch.tensor(self.samples_ms[contestant], dtype=torch.float64).median().item()
+
+    def best_of(self, contestants: Iterable[str]) -> str:
+        return min(contestants, key=self.median_ms)
+
+    @property
+    def peers(self) -> tuple[str, ...]:
+        """All contestants but us."""
+        return tuple(name for name in self.samples_ms if name != OURS)
+
+    def speedup(self, peer: str) -> Ratio:
+        """Its time over ours: above 1, we are faster."""
+        return paired_ratio(self.samples_ms[peer], self.samples_ms[OURS])
+
+
+def select(shape: str = "all", dtype: str = "all", num_tokens: int | None = None) -> list[Case]:
+    """The cases of these names, in every dtype asked for. Raises ValueError for a name that is not there."""
+    names, dtypes = [case.name for case in CASES], list(TOLERANCE)
+    if shape not in ("all", *names):
+        raise ValueError(f"shape={shape!r} is none of {', '.join(names)}; 'all' runs every one")
+    if dtype not in ("all", *dtypes):
+        raise ValueError(f"dtype={dtype!r} is none of {', '.join(dtypes)}; 'all' runs both")
+    return [
+        Case(case.name, case.family, num_tokens or case.num_tokens, case.shape.replace(dtype=chosen))
+        for case in CASES
+        if shape in ("all", case.name)
+        for chosen in (dtypes if dtype == "all" else [dtype])
+    ]
+
+
+def bench_layer(cases: list[Case], *, repeats: int = 9, threads: int | None = None, seed: int = 0) -> Iterator[Row]:
+    """Measure each case, one row a direction; ``threads`` is torch's own number by default.
+
+    Outputs and gradients are compared with those of the eager block first, and a contestant that differs stops the
+    timing of its case.
+    """
+    threads_before = torch.get_num_threads()
+    torch.set_num_threads(threads or threads_before)
+    try:
+        for case in cases:
+            yield from _measure(case, repeats, seed)
+    finally:
+        torch.set_num_threads(threads_before)
+
+
+def report(rows: list[Row], threads: int | None = None) -> tuple[Table, list[str]]:
+    """The table and its legend."""
+    table = Table(title="MEASURED: one rank of MoELayer and transformers' blocks, ms (median)", title_justify="left")
+    for column in ("direction", "shape", "T", "dtype"):
+        table.add_column(column, no_wrap=True)
+    for column in (OURS, *PEERS, f"better / {OURS}", *MASTERED.values(), f"better / {OURS}"):
+        table.add_column(column.replace(", ", ",\n"), justify="right", no_wrap=True)
+    for direction in DIRECTIONS:
+        for row in (row for row in rows if row.direction == direction):
+            labels = (direction, row.case, str(row.num_tokens), row.shape.dtype)
+            if not row.samples_ms:
+                wrong = ", ".join(f"{name} by {difference:.1e}" for name, difference in row.differences.items())
+                table.add_row(*labels, f"differs from eager: {wrong}")
+                continue
+            cells = [f"{row.median_ms(OURS):.1f}"]
+            for peers in (PEERS, tuple(MASTERED.values())):
+                if set(peers) <= set(row.peers):
+                    cells += [f"{row.median_ms(peer):.1f}" for peer in peers]
+                    cells.append(str(row.speedup(row.best_of(peers))))
+            table.add_row(*labels, *cells)
+        table.add_section()
+    repeats = max((len(row.samples_ms.get(OURS, ())) for row in rows), default=0)
+    legend = [
+        machine_line(threads or torch.get_num_threads(), ("torch", "transformers")),
+        f"Ratio: its time over ours, above 1 we are faster; median [p20, p80] of {repeats} repetitions, paired. "
+        "'better' is the faster of the two.",
+        "A speed is shown where output and gradients match the eager block in the same run, within "
+        + ", ".join(f"{tolerance:g} ({dtype})" for dtype, tolerance in TOLERANCE.items())
+        + " of their norm.",
+        "bfloat16: parameters and gradients of eager and grouped_mm are bfloat16. Ours are float32, as an optimiser "
+        "wants them, and cast once a pass; so are those of the blocks with float32 masters, under torch.autocast.",
+        "Tokens are random, of those that both routers send to the same experts. Forward runs without autograd.",
+    ]
+    return table, legend
+
+
+def to_json(rows: list[Row], threads: int | None = None) -> dict[str, Any]:
+    """Everything that was measured, with all samples."""
+    return {
+        "benchmark": "layer",
+        "source": "measured",
+        "machine": machine_line(threads or torch.get_num_threads(), ("torch", "transformers")),
+        "rows": [
+            {
+                "shape": row.case,
+                "num_tokens": row.num_tokens,
+                "model": row.shape.model_dump(mode="json"),
+                "direction": row.direction,
+                "matched": row.matched,
+                "differences": row.differences,
+                "samples_ms": row.samples_ms,
+                "ratios": {peer: asdict(row.speedup(peer)) for peer in row.peers},
+            }
+            for row in rows
+        ],
+    }
+
+
+def main(
+    shape: str,
+    dtype: str,
+    *,
+    num_tokens: int | None = None,
+    repeats: int = 9,
+    threads: int | None = None,
+    json_path: Path | None = None,
+) -> int:
+    """Measure, write, print; the exit code: 1 if an output was wrong."""
+    rows = []
+    for row in bench_layer(select(shape, dtype, num_tokens), repeats=repeats, threads=threads):
+        print(f"measured {row.case}, {row.shape.dtype}, {row.direction}", file=sys.stderr)
+        rows.append(row)
+    table, legend = report(rows, threads)
+    if json_path is not None:
+        json_path.write_text(json.dumps(to_json(rows, threads), indent=1) + "\n")
+    print_full(table, legend)
+    return 0 if all(row.matched for row in rows) else 1
+
+
+# --- one case ---------------------------------------------------------------------------------------------
+
+
+def _measure(case: Case, repeats: int, seed: int) -> Iterator[Row]:
+    layer, block = _make_layer(case, seed), _make_block(case)
+    block.load_state_dict(layer.full_state_dict())
+    block.to(DTYPES[case.shape.dtype])
+    # Both begin from the same numbers: what bfloat16 cannot hold is taken from our masters too.
+    layer.load_full_state_dict({name: tensor.float() for name, tensor in block.state_dict().items()})
+    x, dy = _tokens(case, layer, block, seed)
+    runs = {OURS: _Run(layer, x, dy)} | {peer: _Run(block, x, dy, peer) for peer in PEERS}
+    mastered = _make_block(case)
+    if x.dtype != torch.float32:
+        mastered.load_state_dict(layer.full_state_dict())
+        _route_in_float32(mastered)
+        runs |= {name: _Run(mastered, x, dy, peer, autocast=True) for peer, name in MASTERED.items()}
+
+    def forget() -> None:
+        x.grad = None
+        layer.zero_grad(set_to_none=True)
+        block.zero_grad(set_to_none=True)
+        mastered.zero_grad(set_to_none=True)
+
+    results = {}
+    for name, run in runs.items():
+        forget()
+        results[name] = run.results()
+    differences = {
+        name: max(_relative(result[part], value) for part, value in results["eager"].items())
+        for name, result in results.items()
+        if name != "eager"
+    }
+    del results
+    for direction in DIRECTIONS:
+        row = Row(case.name, case.num_tokens, case.shape, direction, differences)
+        if row.matched:
+            contestants: dict[str, Callable[[], object]] = {
+                name: run.forward if direction == "forward" else run.forward_backward for name, run in runs.items()
+            }
+            row.samples_ms.update(interleave(contestants, repeats, before=forget, seed=seed))
+        yield row
+
+
+@dataclass(frozen=True)
+class _Run:
+    """One contestant: a module, its input, the gradient of its output, which experts of transformers it uses, and
+    whether it computes in the input's dtype by autocast.
+    """
+
+    module: nn.Module
+    x: Tensor
+    dy: Tensor
+    implementation: str | None = None
+    autocast: bool = False
+
+    def _call(self) -> Tensor:
+        if self.implementation is not None:
+            experts: Any = self.module.experts
+            experts.config._experts_implementation = self.implementation
+        with torch.autocast(self.x.device.type, self.x.dtype, enabled=self.autocast):
+            return self.module(self.x)
+
+    def forward(self) -> None:
+        with torch.no_grad():
+            self._call()
+
+    def forward_backward(self) -> Tensor:
+        y = self._call()
+        y.backward(self.dy)
+        return y
+
+    def results(self) -> dict[str, Tensor]:
+        """Output and gradients, by the names and in the shapes of the block."""
+        y = self.forward_backward()
+        assert self.x.grad is not None
+        results = {"output": y.detach(), "dx": self.x.grad}
+        for name, parameter in self.module.named_parameters():
+            assert parameter.grad is not None, name
+            results[name.replace("router.", "gate.")] = parameter.grad
+        if self.implementation is not None:
+            gate_up, down = results.pop("experts.gate_up_proj"), results.pop("experts.down_proj")
+            results["experts"] = torch.cat([gate_up.flatten(1), down.flatten(1)], dim=1)
+        return {name: tensor.clone() for name, tensor in results.items()}
+
+
+def _relative(actual: Tensor, expected: Tensor) -> float:
+    """‖actual - expected‖ / ‖expected‖; NaN counts as infinite."""
+    difference = (actual.float() - expected.float()).norm() / expected.float().norm()
+    return float(difference.nan_to_num(nan=torch.inf))
+
+
+def _make_layer(case: Case, seed: int) -> MoELayer:
+    return MoELayer(case.shape, Strategy(name="ep"), seed=seed)
+
+
+def _make_block(case: Case) -> nn.Module:
+    """transformers' block of the case's family and shape, uninitialised."""
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Config, DeepseekV3MoE
+    from transformers.models.mixtral.modeling_mixtral import MixtralConfig, MixtralSparseMoeBlock
+    from transformers.models.olmoe.modeling_olmoe import OlmoeConfig, OlmoeSparseMoeBlock
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeSparseMoeBlock
+
+    shape = case.shape
+    H, I, E = shape.hidden_size, shape.intermediate_size, shape.num_experts
+    common: dict[str, Any] = {"hidden_size": H, "num_experts_per_tok": shape.top_k}
+    module: nn.Module
+    match case.family:
+        case "mixtral":
+            module = MixtralSparseMoeBlock(MixtralConfig(intermediate_size=I, num_local_experts=E, **common))
+        case "qwen3_moe":
+            qwen3 = Qwen3MoeConfig(
+                moe_intermediate_size=I, num_experts=E, norm_topk_prob=shape.norm_topk_prob, **common
+            )
+            module = Qwen3MoeSparseMoeBlock(qwen3)
+        case "olmoe":
+            olmoe = OlmoeConfig(intermediate_size=I, num_experts=E, norm_topk_prob=shape.norm_topk_prob, **common)
+            module = OlmoeSparseMoeBlock(olmoe)
+        case "deepseek_v3":
+            deepseek = DeepseekV3Config(
+                moe_intermediate_size=I,
+                n_routed_experts=E,
+                n_group=shape.n_group,
+                topk_group=shape.topk_group,
+                n_shared_experts=shape.n_shared_experts,
+                routed_scaling_factor=shape.routed_scaling_factor,
+                norm_topk_prob=shape.norm_topk_prob,
+                **common,
+            )
+            module = DeepseekV3MoE(deepseek)
+    return module
+
+
+def _route_in_float32(block: nn.Module) -> None:
+    """Keep autocast out of the router, as ours does: in 16 bits it would choose other experts."""
+    gate: Any = block.gate
+    route = gate.forward
+
+    def forward(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        with torch.autocast(x.device.type, enabled=False):
+            logits, weight_TK, expert_TK = route(x.float())
+        return logits, weight_TK.to(x.dtype), expert_TK
+
+    gate.forward = forward
+
+
+@torch.no_grad()
+def _tokens(case: Case, layer: MoELayer, block: nn.Module, seed: int) -> tuple[Tensor, Tensor]:
+    """x and dy, both [1, T, H]: random tokens that both routers send to the same experts.
+
+    transformers' softmax routers compute in the block's dtype. In bfloat16 they choose another expert here and there,
+    and outputs could not be compared.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    dtype, T, H = DTYPES[case.shape.dtype], case.num_tokens, case.shape.hidden_size
+    gate: Any = block.gate
+    pool_NH = torch.randn(4 * T, H, generator=generator).to(dtype)
+    while len(pool_NH) >= T:
+        x_TH = pool_NH[:T]
+        ours_TK, theirs_TK = layer.router(x_TH).expert_TK, gate(x_TH[None])[2]
+        alike_T = (ours_TK.sort(dim=1).values == theirs_TK.sort(dim=1).values).all(dim=1)
+        if alike_T.all():
+            return x_TH[None].requires_grad_(), torch.randn(1, T, H, generator=generator).to(dtype)
+        pool_NH = torch.cat([x_TH[alike_T], pool_NH[T:]])
+    raise RuntimeError(f"{case.name}: too few of {4 * T} tokens are routed alike by moesys and transformers")

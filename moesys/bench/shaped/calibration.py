@@ -1,0 +1,127 @@
+"""What the simulator is told of hosts and links, each figure measured by itself: no step that is to be predicted is
+looked at.
+
+- links: all-to-alls of the sizes that steps have: latency and bandwidth, as gloo gets them; and how much slower
+  products are while messages move;
+- computing: steps of other numbers of tokens, less what they were blocked by communication (``shaped_case.Pieces``): a
+  rate, what a chunk costs, and what a layer costs besides.
+
+All ranks do the same at once, so that cores which ranks share are shared.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from moesys.bench.shaped.rank import CHUNKS, MOST_TOKENS, SOME_TOKENS, Case, beside_ms, even_case, exchange_ms
+from moesys.config import ClusterSpec
+from moesys.lab.ranks.pool import LocalRanks
+from moesys.simulator.step_program import RestOfStep
+
+# Kernels that ``overlap.simulator`` launches for a layer, forward and backward: for each chunk, and besides.
+_LAUNCHES_A_CHUNK, _LAUNCHES_A_LAYER = 10, 2
+_SMALL_BYTES = 1000
+# Computing twice as many tokens takes at least so much longer; less is what a machine that is busy otherwise shows.
+_LEAST_GROWTH = 1.25
+_RUN_S = 600.0
+
+
+@dataclass(frozen=True)
+class LinkFigures:
+    """latency_ms, ms_a_byte: of the line through ``exchange_ms``, by bytes that a rank sends. copy_share: part of
+    computing that is lost beside messages.
+    """
+
+    latency_ms: float
+    ms_a_byte: float
+    copy_share: float
+    exchange_ms: dict[int, float]
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """``cluster`` and ``rest`` are for the simulator; they follow from ``links`` and the milliseconds of computing."""
+
+    cluster: ClusterSpec
+    rest: RestOfStep
+    links: LinkFigures
+    computed_ms: dict[str, float]
+
+
+def exchanges_ms(ranks: LocalRanks, case: Case, repeats: int) -> dict[int, float]:
+    """All-to-alls as large as the case's, by bytes that a rank sends: of next to nothing, of the smallest of its
+    chunks, and of all its rows at once.
+    """
+    sizes = [_SMALL_BYTES, away_bytes(case) // CHUNKS, away_bytes(case)]
+    return {size: slowest(ranks.run(exchange_ms, size, repeats, timeout_s=_RUN_S)) for size in sizes}
+
+
+def away_bytes(case: Case) -> int:
+    """Of a rank's rows that go to other ranks, tokens being even."""
+    shape = case.shape
+    rows = even_case(case).num_tokens[0] * shape.top_k
+    return round(rows * (1 - 1 / case.num_hosts) * shape.hidden_size * shape.bytes_per_element)
+
+
+def link_figures(ranks: LocalRanks, case: Case, repeats: int) -> LinkFigures:
+    """Of links that are shaped as the case has them."""
+    found_ms = exchanges_ms(ranks, case, repeats)
+    latency_ms, ms_a_byte = fit_line(list(found_ms), list(found_ms.values()))
+    # What a link lets through at once is not its rate.
+    ms_a_byte = max(ms_a_byte, 8e-3 / case.mbit_per_s)
+    # Messages that are under way longer than the products take.
+    first = ranks.run(beside_ms, case.shape, _SMALL_BYTES, 1, timeout_s=_RUN_S)
+    num_bytes = round(2 * max(alone_ms[0] for alone_ms, _ in first) / ms_a_byte)
+    by_rank = ranks.run(beside_ms, case.shape, num_bytes, repeats, timeout_s=_RUN_S)
+    alone_ms, together_ms = (slowest([rank[which] for rank in by_rank]) for which in (0, 1))
+    return LinkFigures(latency_ms, ms_a_byte, min(0.9, max(0.0, 1 - alone_ms / together_ms)), found_ms)
+
+
+def calibration(case: Case, links: LinkFigures, computed_ms: Mapping[str, float]) -> Calibration:
+    """``computed_ms``: of ``Pieces``, the slowest rank's."""
+    shape, layers = case.shape, case.num_layers
+    most_ms, some_ms, chunks_ms = (computed_ms[name] for name in ("most", "some", "chunks"))
+    rows = even_case(case).num_tokens[0] * shape.top_k
+    fixed_ms, row_ms = fit_line(
+        [rows * SOME_TOKENS, rows * MOST_TOKENS], [min(some_ms, most_ms / _LEAST_GROWTH), most_ms]
+    )
+    # In chunks computing goes on beside messages, as long as there are any: what it loses to them is no launch's.
+    moved_ms = 4 * (links.latency_ms + MOST_TOKENS * away_bytes(case) * links.ms_a_byte)
+    lost_ms = links.copy_share * min(moved_ms, chunks_ms)
+    launch_ms = max(0.0, chunks_ms - most_ms - lost_ms) / (CHUNKS - 1) / (_LAUNCHES_A_CHUNK * layers)
+    other_ms = max(0.0, fixed_ms / layers - (_LAUNCHES_A_CHUNK + _LAUNCHES_A_LAYER) * launch_ms)
+    # ``cost.expert_seconds``, forward and backward.
+    flops_a_row = 18 * shape.hidden_size * shape.intermediate_size * layers
+    cluster = case.cluster.replace(
+        inter_node_gb_per_s=1e-6 / links.ms_a_byte,
+        inter_node_us=links.latency_ms * 1e3,
+        expert_tflops=flops_a_row / (row_ms * 1e-3) / 1e12,
+        launch_us=launch_ms * 1e3,
+        copy_share=links.copy_share,
+    )
+    # The simulator counts the rest of a layer once forward and twice backward.
+    return Calibration(cluster, RestOfStep(other_seconds=other_ms * 1e-3 / 3), links, dict(computed_ms))
+
+
+def fit_line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
+    """(intercept, slope) of the line that is least far from the points, relative to each; neither is below zero.
+
+    ``fit_line([1, 2, 4], [3.0, 5.0, 9.0])`` is (1.0, 2.0).
+    """
+    over_y = 1 / np.asarray(y, dtype=np.float64)
+    columns = np.stack([over_y, np.asarray(x) * over_y], axis=1)
+    intercept, slope = np.linalg.lstsq(columns, np.ones(len(over_y)), rcond=None)[0]
+    if intercept < 0:
+        return 0.0, float(columns[:, 1].sum() / (columns[:, 1] ** 2).sum())
+    if slope < 0:
+        return float(over_y.sum() / (over_y**2).sum()), 0.0
+    return float(intercept), float(slope)
+
+
+def slowest(by_rank: Sequence[Sequence[float]]) -> float:
+    """Of the slowest rank in each repetition, the median."""
+    return statistics.median([max(of_ranks) for of_ranks in zip(*by_rank, strict=True)])

@@ -1,0 +1,252 @@
+"""``bench shaped``: steps of MoE layers between hosts with slow links, measured and simulated side by side.
+
+Hosts are network namespaces of this machine with one rank and a share of its processor each (``lab.shaped_links``), so
+that a host that waits does not speed the others up, as on machines of their own. Three questions: what overlap
+gains where communication is half of the step and elsewhere, whether an exact split pays that keeps tokens at home, and
+how far the simulator is from a clock.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from moesys.balance import warm_up
+from moesys.bench.shaped.calibration import Calibration, calibration, exchanges_ms, link_figures, slowest
+from moesys.bench.shaped.rank import MOST_TOKENS, SOME_TOKENS, Case, Measured, compute_ms, measure
+from moesys.bench.steps import steps_told
+from moesys.bench.timing import Ratio, paired_ratio
+from moesys.config import Ep, EvenSplit, FlowSplit, ModelShape, Pipelined, Strategy
+from moesys.lab.ranks.pool import LocalRanks
+from moesys.lab.runs.environment import available_cores
+from moesys.lab.slow_links.shaped_links import Delay, shaped_links
+from moesys.step import LayerPlan, StepPlan, simulation
+
+MBIT_PER_S = (100.0, 2000.0)
+LATENCY_US = 1000.0
+# Of the cores that hosts share out; the rest is for what the kernel and a relay do for their links.
+SHARED_OUT = 0.9
+# Tokens of a rank: steps so long that a few milliseconds of waking up, for each of their messages, are little.
+_OVERLAP_TOKENS = 1024
+_SPLIT_TOKENS = 2048
+_CHUNKS = (2, 4)
+# Where a case's bandwidth is None it is chosen such that half of the first strategy's step is communication.
+_HALF_FROM, _PROBED_MBIT, _HALF_TO = 100.0, 200.0, 2000.0
+_PROBE_REPEATS = 3
+# Links do not get faster quite as their bandwidth does, so the second looks from nearby.
+_PROBES = 2
+_RUN_S = 1200.0
+# Of ranks: memory that is freed is kept, or a step now and then would wait for pages of it.
+_KEEPING_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(1 << 25)}
+
+SEQUENTIAL = Strategy(name="sequential")
+OVERLAPS = (
+    SEQUENTIAL,
+    *(SEQUENTIAL.replace(name=f"pipelined {chunks}", overlap=Pipelined(chunks=chunks)) for chunks in _CHUNKS),
+)
+EVEN = Strategy(name="even split", sharding=Ep(slots_per_rank=3), split=EvenSplit())
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One strategy of a case.
+
+    samples_ms: the slowest rank's step, by repetition. exposed_ms: mean over ranks, median over repetitions.
+    simulated_ms: by the cost model, on the calibrated cluster. max_over_mean, inter_node_share: of its plans.
+    """
+
+    strategy: Strategy
+    samples_ms: list[float]
+    exposed_ms: float
+    simulated_ms: float
+    max_over_mean: float
+    inter_node_share: float
+
+    @property
+    def median_ms(self) -> float:
+        return statistics.median(self.samples_ms)
+
+    @property
+    def error(self) -> float:
+        """Simulated over measured, less 1."""
+        return self.simulated_ms / self.median_ms - 1
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """``settings`` in the order of the case's strategies; ``differing`` are those that were not timed because output or
+    dx differ by a bit. ``half``: its bandwidth was chosen. ``cpus_per_host``: None where hosts competed for the cores.
+    """
+
+    case: Case
+    half: bool
+    delay: Delay
+    cpus_per_host: float | None
+    calibration: Calibration
+    settings: list[Setting]
+    differing: list[str]
+
+    @property
+    def communication_share(self) -> float:
+        """Of the first strategy's step, as measured: blocked by messages or by another rank."""
+        return self.settings[0].exposed_ms / self.settings[0].median_ms
+
+    def speed_up(self, setting: Setting) -> Ratio:
+        """The first strategy's time over this one's, paired by repetition: above 1 it is faster."""
+        return paired_ratio(self.settings[0].samples_ms, setting.samples_ms)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A case to be run; ``half``: its bandwidth is still to be chosen, from a probe over the bandwidth that it has."""
+
+    case: Case
+    half: bool = False
+
+
+def plan(
+    hosts: Sequence[int] = (2, 4), mbit_per_s: Sequence[float] = (), latency_us: float | None = None
+) -> list[Plan]:
+    """The cases: overlap over each bandwidth, where communication is half, and there once more with a latency; and
+    splits of a skewed router's tokens. Given bandwidths, and a latency, replace the rest.
+
+    Raises ValueError for hosts other than 2 or 4, and for bandwidths and latencies out of range.
+    """
+    if strange := [number for number in hosts if number not in (2, 4)]:
+        raise ValueError(f"hosts={strange[0]} is not measured here; use 2 or 4")
+    for mbit in mbit_per_s:
+        if not 10 <= mbit <= 10_000:
+            raise ValueError(f"mbit={mbit:g} must be between 10 and 10000")
+    if latency_us is not None and not 0 <= latency_us <= 100_000:
+        raise ValueError(f"latency_us={latency_us:g} must be between 0 and 100000")
+    plans = []
+    for number in hosts:
+        chosen = [Plan(overlap_case(number, mbit, latency_us or 0.0)) for mbit in mbit_per_s or MBIT_PER_S]
+        if not mbit_per_s:
+            chosen.insert(1, Plan(overlap_case(number, _PROBED_MBIT, latency_us or 0.0), half=True))
+            if latency_us is None:
+                chosen.append(Plan(overlap_case(number, _PROBED_MBIT, LATENCY_US), half=True))
+            chosen.append(Plan(split_case(number, 2000.0, latency_us or 0.0)))
+        plans += sorted(chosen, key=lambda one: one.case.latency_us)
+    return plans
+
+
+def overlap_case(hosts: int, mbit_per_s: float, latency_us: float) -> Case:
+    """Even tokens, four experts, in one piece and in chunks.
+
+    H and I are such that communication is half of a step near 200 Mbit/s, with 2 hosts as with 4: there bytes are few
+    for the computing, and moving them costs a host little of its processor. An expert has hundreds of rows in the
+    smallest chunk, so that reading its weights once more for each chunk costs little as well.
+    """
+    shape = ModelShape(hidden_size=256, intermediate_size=1024, num_experts=4, top_k=2)
+    return Case("overlap", mbit_per_s, latency_us, (_OVERLAP_TOKENS,) * hosts, shape, OVERLAPS)
+
+
+def split_case(hosts: int, mbit_per_s: float, latency_us: float) -> Case:
+    """A skewed router, and ranks that hold some experts more than they own, so that tokens have a choice.
+
+    2 hosts: more than half of all tokens want one expert; every rank holds three of four, two of them lent. The even
+    split keeps what it can at home and has the busiest rank compute 1.5 times the mean; the exact one sends as many
+    tokens away as its cap allows, 1.2 times, and without one 1.1.
+    4 hosts: each of eight experts is half as popular as the one before, and every rank has one more than its own two.
+    The busiest rank computes 1.76 times the mean by the even split and 1.22 by the exact one, which may not send more
+    tokens between hosts than that does. One expert a rank travels, so that balance matters more than the links.
+    """
+    popularity: tuple[float, ...] = (0.2, 0.2, 0.55, 0.05)
+    cap = 0.45
+    if hosts == 4:
+        halves = [0.5**expert for expert in range(8)]
+        popularity, cap = tuple(half / sum(halves) for half in halves), 0.52
+    shape = ModelShape(hidden_size=256, intermediate_size=1024, num_experts=len(popularity), top_k=1)
+    splits = (
+        EVEN,
+        EVEN.replace(name=f"flow, cap {cap:g}", split=FlowSplit(max_inter_node=cap)),
+        EVEN.replace(name="flow, no cap", split=FlowSplit()),
+    )
+    return Case("split", mbit_per_s, latency_us, (_SPLIT_TOKENS,) * hosts, shape, splits, popularity)
+
+
+def share_of_cores(hosts: int) -> float:
+    """Processors of each host, such that all of them can have theirs at once."""
+    return SHARED_OUT * available_cores() / hosts
+
+
+def bench_shaped(plans: Sequence[Plan], repeats: int = 7, seed: int = 0, *, shares: bool = True) -> list[CaseResult]:
+    """Measure and simulate. ``shares``: whether hosts have a share of the processor, or compete for it. Raises
+    RuntimeError where this machine can make no such hosts.
+    """
+    results = []
+    for strategy in {strategy for one in plans for strategy in one.case.strategies}:
+        # Here, and not on all ranks at once.
+        warm_up(strategy.balance, strategy.split)
+    with steps_told("shaped links", len(plans)) as begin:
+        for number, latency_us in dict.fromkeys((one.case.num_hosts, one.case.latency_us) for one in plans):
+            cpus = share_of_cores(number) if shares else None
+            together = [one for one in plans if (one.case.num_hosts, one.case.latency_us) == (number, latency_us)]
+            with (
+                shaped_links(number, MBIT_PER_S[0], latency_us, cpus_per_host=cpus) as links,
+                LocalRanks(
+                    number,
+                    network=links.plan.network(1),
+                    collective_timeout_s=300.0,
+                    environment=_KEEPING_MEMORY,
+                    preload=("moesys.bench.shaped.rank",),
+                ) as ranks,
+            ):
+                for one in together:
+                    begin(
+                        f"{number} hosts, {'half' if one.half else f'{one.case.mbit_per_s:g} Mbit/s'}, {one.case.name}"
+                    )
+                    case = one.case
+                    if one.half:
+                        probed = _computed_ms(ranks.run(compute_ms, case, _PROBE_REPEATS, seed, timeout_s=_RUN_S))
+                        for _ in range(_PROBES):
+                            links.reshape(case.mbit_per_s)
+                            moved = exchanges_ms(ranks, case, _PROBE_REPEATS)
+                            case = replace(case, mbit_per_s=half_mbit_per_s(case.mbit_per_s, moved, probed))
+                    links.reshape(case.mbit_per_s)
+                    figures = link_figures(ranks, case, repeats)
+                    by_rank = ranks.run(measure, case, repeats, seed, timeout_s=_RUN_S)
+                    calibrated = calibration(case, figures, _computed_ms([rank.computed_ms for rank in by_rank]))
+                    settings = [
+                        _setting(case, strategy, by_rank, calibrated)
+                        for strategy in case.strategies
+                        if by_rank[0].same_bits[strategy.name]
+                    ]
+                    differing = [name for name, same in by_rank[0].same_bits.items() if not same]
+                    results.append(CaseResult(case, one.half, links.plan.delay, cpus, calibrated, settings, differing))
+    return results
+
+
+def half_mbit_per_s(mbit_per_s: float, moved_ms: Mapping[int, float], computed_ms: Mapping[str, float]) -> float:
+    """The bandwidth over which messages of a sequential step take as long as its computing.
+
+    moved_ms: all-to-alls over ``mbit_per_s``, by bytes; the largest moves all rows once. computed_ms: of ``Pieces``.
+    """
+    a_token_ms = (computed_ms["most"] - computed_ms["some"]) / (MOST_TOKENS - SOME_TOKENS)
+    step_ms = computed_ms["most"] + (1 - MOST_TOKENS) * a_token_ms
+    # Dispatch and combine, forward and backward.
+    all_moved_ms = 4 * moved_ms[max(moved_ms)]
+    return float(f"{min(_HALF_TO, max(_HALF_FROM, mbit_per_s * all_moved_ms / step_ms)):.2g}")
+
+
+def _computed_ms(by_rank: Sequence[dict[str, list[float]]]) -> dict[str, float]:
+    return {name: slowest([rank[name] for rank in by_rank]) for name in by_rank[0]}
+
+
+def _setting(case: Case, strategy: Strategy, by_rank: Sequence[Measured], calibrated: Calibration) -> Setting:
+    name = strategy.name
+    samples = zip(*(rank.samples_ms[name] for rank in by_rank), strict=True)
+    layers = tuple(LayerPlan.from_json(text) for text in by_rank[0].plans[name])
+    step = simulation([StepPlan(strategy, case.shape, calibrated.cluster, layers)], calibrated.rest)
+    tokens = [layer.tokens for layer in layers]
+    leaving = sum(plan.inter_node_tokens(calibrated.cluster.node_of_rank) for plan in tokens)
+    return Setting(
+        strategy=strategy,
+        samples_ms=[max(of_ranks) for of_ranks in samples],
+        exposed_ms=statistics.fmean(rank.exposed_ms[name] for rank in by_rank),
+        simulated_ms=step.length_seconds * 1e3,
+        max_over_mean=statistics.fmean(plan.max_over_mean for plan in tokens),
+        inter_node_share=leaving / sum(plan.load.total for plan in tokens),
+    )

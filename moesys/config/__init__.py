@@ -1,0 +1,69 @@
+"""What people declare: the shape of a model, a cluster, a strategy, an experiment.
+
+Every type here is a frozen pydantic model that refuses unknown fields, says the way out in its errors, and
+survives a round trip through JSON and TOML. Nothing here imports torch, so that ``--help`` and a typo in a
+strategy answer at once.
+
+R ranks, E experts, S slots a rank, K top-k, H hidden size, I expert width, P_e parameters of an expert.
+"""
+
+from moesys.config.balance import (
+    Balance,
+    CpSat,
+    Eplb,
+    FlexMoe,
+    Greedy,
+    Laer,
+    MinReplicas,
+    ReplicasWithin,
+    Static,
+    Within,
+)
+from moesys.config.base import BYTES_PER_GB, Declared, DType
+from moesys.config.cluster import ClusterSpec, Microseconds
+from moesys.config.model import ModelShape
+from moesys.config.overlap import MegaKernel, Overlap, Pipelined, Sequential
+from moesys.config.predictor import Adaptive, Ema, Last, Oracle, Predictor, WindowMean
+from moesys.config.sharding import Ep, Fsep, Sharding, SlotCount, SlotGigabytes
+from moesys.config.split import EvenSplit, FlowSplit, Proportional, Split
+from moesys.config.strategy import Ordered, Strategy
+
+__all__ = [
+    "BYTES_PER_GB",
+    "Adaptive",
+    "Balance",
+    "ClusterSpec",
+    "CpSat",
+    "DType",
+    "Declared",
+    "Ema",
+    "Ep",
+    "Eplb",
+    "EvenSplit",
+    "FlexMoe",
+    "FlowSplit",
+    "Fsep",
+    "Greedy",
+    "Laer",
+    "Last",
+    "MegaKernel",
+    "Microseconds",
+    "MinReplicas",
+    "ModelShape",
+    "Oracle",
+    "Ordered",
+    "Overlap",
+    "Pipelined",
+    "Predictor",
+    "Proportional",
+    "ReplicasWithin",
+    "Sequential",
+    "Sharding",
+    "SlotCount",
+    "SlotGigabytes",
+    "Split",
+    "Static",
+    "Strategy",
+    "WindowMean",
+    "Within",
+]

@@ -1,0 +1,90 @@
+"""Balance: a layout from history."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from moesys.config.base import Declared
+
+
+class Static(Declared):
+    """The same layout for ever: experts in order over the slots."""
+
+    kind: Literal["static"] = "static"
+
+
+class Eplb(Declared):
+    """DeepSeek's EPLB: replicate the heaviest expert per replica, then pack the heaviest first.
+
+    ``hierarchical``: groups of experts are packed to nodes first, and an expert's replicas stay inside one node.
+    """
+
+    kind: Literal["eplb"] = "eplb"
+    num_groups: int = Field(
+        1, ge=1, description="groups of consecutive experts; hierarchical only, a multiple of nodes"
+    )
+    hierarchical: bool = Field(False, description="groups to nodes, replicas inside a node, then ranks")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.num_groups > 1 and not self.hierarchical:
+            raise ValueError(
+                f"num_groups={self.num_groups} means nothing to EPLB's global form; "
+                "use hierarchical=True or num_groups=1"
+            )
+        return self
+
+
+class Laer(Declared):
+    """LAER-MoE's planner: candidate replica counts, placement that spreads over nodes, the cheaper one by its cost."""
+
+    kind: Literal["laer"] = "laer"
+    candidates: tuple[Literal["even", "proportional"], ...] = Field(("even", "proportional"), min_length=1)
+
+
+class FlexMoe(Declared):
+    """FlexMoE (arXiv 2304.03946) as a baseline: a few expand and shrink moves from the layout in force."""
+
+    kind: Literal["flex_moe"] = "flex_moe"
+    max_moves: int = Field(10, ge=0, description="replicas that change from one plan to the next")
+
+
+Within = Literal["cluster", "node", "domain"]
+MinReplicas = Annotated[int, Field(ge=1, description="replicas of every expert, on distinct ranks")]
+ReplicasWithin = Annotated[Within, Field(description="all replicas of an expert lie inside one of these")]
+
+
+class Greedy(Declared):
+    """Ours: replicas on distinct ranks, spread over nodes, improved by local search; anytime and monotone in its work.
+
+    With ``deadline_ms`` two ranks may plan differently. Their layouts still agree, for one rank plans and broadcasts,
+    but runs do not repeat bit by bit.
+    """
+
+    kind: Literal["greedy"] = "greedy"
+    effort: int = Field(1, ge=0, description="multiples of the default work, in iterations and never by a clock")
+    min_replicas: MinReplicas = 1
+    replicas_within: ReplicasWithin = "cluster"
+    max_moves: int | None = Field(
+        None, ge=0, description="replicas that may differ from the previous layout; None: all"
+    )
+    move_tokens: int = Field(
+        0, ge=0, description="what a moved replica costs, in tokens of the busiest rank over a plan's life"
+    )
+    deadline_ms: float | None = Field(
+        None, gt=0, description="the search ends after so much time; then runs do not repeat bit by bit"
+    )
+
+
+class CpSat(Declared):
+    """OR-Tools CP-SAT on the joint placement and split, hinted by ``Greedy`` and never worse than it; R × E <= 4096."""
+
+    kind: Literal["cp_sat"] = "cp_sat"
+    deterministic_time: float = Field(2.0, gt=0, description="CP-SAT's work limit, in its deterministic seconds")
+    min_replicas: MinReplicas = 1
+    replicas_within: ReplicasWithin = "cluster"
+
+
+Balance = Annotated[Static | Eplb | Laer | FlexMoe | Greedy | CpSat, Field(discriminator="kind")]

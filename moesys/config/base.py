@@ -1,0 +1,61 @@
+"""What everything declared has in common: frozen, strict about names, JSON and TOML, a fingerprint."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tomllib
+from typing import Any, ClassVar, Literal, Self
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict
+
+FINGERPRINT_SCHEMA = 1
+BYTES_PER_GB = 10**9
+
+DType = Literal["float32", "bfloat16", "float16"]
+BYTES_PER_ELEMENT: dict[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+class Declared(BaseModel):
+    """Base of everything a person declares: frozen, strict about names, re-validated by ``replace``."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", revalidate_instances="always", allow_inf_nan=False)
+
+    display_fields: ClassVar[frozenset[str]] = frozenset({"name"})
+
+    def replace(self, **changes: Any) -> Self:
+        """A copy with some fields changed, validated as a whole."""
+        fields = {field: getattr(self, field) for field in type(self).model_fields}
+        return type(self).model_validate(fields | changes)
+
+    def to_json(self, indent: int | None = 2) -> str:
+        return self.model_dump_json(indent=indent)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        return cls.model_validate_json(text)
+
+    def to_toml(self) -> str:
+        """TOML has no null, so fields that are ``None`` are left out; ``None`` is their default."""
+        return tomli_w.dumps(self.model_dump(mode="json", exclude_none=True))
+
+    @classmethod
+    def from_toml(cls, text: str) -> Self:
+        return cls.model_validate(tomllib.loads(text))
+
+    def fingerprint(self) -> str:
+        """64 hex digits: sha256 over all fields, defaults written out, display names left out.
+
+        Two declarations with one fingerprint describe the same computation, whatever they are called.
+        """
+        identity = {"schema": FINGERPRINT_SCHEMA, "type": type(self).__name__, "fields": _identity(self)}
+        return hashlib.sha256(json.dumps(identity, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def _identity(value: Any) -> Any:
+    if isinstance(value, Declared):
+        return {f: _identity(getattr(value, f)) for f in type(value).model_fields if f not in value.display_fields}
+    if isinstance(value, tuple | list):
+        return [_identity(item) for item in value]
+    return value

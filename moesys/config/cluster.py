@@ -1,0 +1,116 @@
+"""A cluster: its ranks, what joins them, and how fast bytes and flops go."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from typing import Annotated, Self
+
+from pydantic import Field, model_validator
+
+from moesys.config.base import Declared
+
+MOST_RANKS = 2**20
+# One byte a second, and 11 days: what is slower is a slip, and times of it would end beyond what a float holds.
+SLOWEST_GB_PER_S = 1e-9
+Microseconds = Annotated[float, Field(ge=0, le=1e12)]
+
+
+class ClusterSpec(Declared):
+    """Ranks in domains and nodes, and how fast bytes and flops go. Ranks are numbered node by node.
+
+    A domain is what the fastest links join (an NVLink domain): a node, a part of one, or whole nodes together.
+
+    The default speeds are LAER-MoE's for A100-80GB nodes: its measured links (network_config.json), and the matmul rate
+    behind its planner's 1.484375 us a token. GB/s are 1e9 bytes a second, one way. What else slows a step costs nothing
+    by default: memory, tiles of one element, no waves, no latency; presets and ``moesys bench calibrate`` fill it in.
+    """
+
+    num_nodes: int = Field(1, ge=1)
+    ranks_per_node: int | tuple[int, ...] = Field(1, description="one number for every node, or one a node")
+    ranks_per_domain: int | tuple[int, ...] | None = Field(
+        None, description="ranks that the fastest links join: one number for every domain, or one a domain; None: nodes"
+    )
+    name: str = ""
+    intra_node_gb_per_s: float = Field(216.269, ge=SLOWEST_GB_PER_S, description="between two ranks of a node, GB/s")
+    inter_node_gb_per_s: float = Field(88.9539, ge=SLOWEST_GB_PER_S, description="in or out of a whole node, GB/s")
+    expert_tflops: float = Field(237.0, ge=1e-12, le=1e12, description="dense matmul rate a rank reaches, TFLOP/s")
+    memory_gb_per_s: float | None = Field(
+        None, ge=SLOWEST_GB_PER_S, description="of a rank's own memory, GB/s; None: it costs no time"
+    )
+    multiprocessors: int = Field(1, ge=1, description="of a rank: products run in waves of so many tiles")
+    tile_rows: int = Field(1, ge=1, description="rows of a tile; an expert's rows are rounded up to whole tiles")
+    tile_columns: int = Field(1, ge=1, description="columns of a tile of a product")
+    copy_share: float = Field(
+        0.0, ge=0, lt=1, description="part of a rank's computing that is lost while its messages move beside it"
+    )
+    launch_us: Microseconds = Field(0.0, description="from the end of one kernel to the start of the next")
+    flag_us: Microseconds = Field(0.0, description="from a flag's release on one rank to its sight on another")
+    intra_node_us: Microseconds = Field(0.0, description="a message inside a node takes so long before its first byte")
+    inter_node_us: Microseconds = Field(0.0, description="a message between nodes takes so long before its first byte")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        # Before anything is as long as there are ranks.
+        per_node = self.ranks_per_node
+        num_ranks = sum(per_node) if isinstance(per_node, tuple) else self.num_nodes * per_node
+        if max(num_ranks, self.num_nodes) > MOST_RANKS:
+            raise ValueError(
+                f"num_nodes={self.num_nodes} and ranks_per_node={per_node} are more than {MOST_RANKS} ranks; use fewer"
+            )
+        if isinstance(self.ranks_per_node, tuple) and len(self.ranks_per_node) != self.num_nodes:
+            raise ValueError(
+                f"ranks_per_node={list(self.ranks_per_node)} names {len(self.ranks_per_node)} nodes but "
+                f"num_nodes={self.num_nodes}; give one number a node, or one number for all"
+            )
+        if min(self.node_sizes) < 1:
+            raise ValueError(f"ranks_per_node={self.ranks_per_node} leaves a node without ranks; use at least 1")
+        self._check_domains()
+        return self
+
+    def _check_domains(self) -> None:
+        sizes, declared = self.domain_sizes, self.ranks_per_domain
+        if min(sizes, default=0) < 1:
+            raise ValueError(f"ranks_per_domain={declared} leaves a domain without ranks; use at least 1")
+        if sum(sizes) != self.num_ranks:
+            raise ValueError(
+                f"ranks_per_domain={declared} does not add up to the {self.num_ranks} ranks of the nodes "
+                f"{self.node_sizes}; use a divisor or a multiple of the node sizes, or one number a domain"
+            )
+        node_ends, domain_ends = set(accumulate(self.node_sizes)), set(accumulate(sizes))
+        if not (node_ends <= domain_ends or domain_ends <= node_ends):
+            raise ValueError(
+                f"ranks_per_domain={declared} does not nest with the nodes {self.node_sizes}: every domain must lie in "
+                "one node, or every domain must be whole nodes; use a divisor or a multiple of the node sizes, or one "
+                "number a domain"
+            )
+
+    @property
+    def node_sizes(self) -> tuple[int, ...]:
+        if isinstance(self.ranks_per_node, tuple):
+            return self.ranks_per_node
+        return (self.ranks_per_node,) * self.num_nodes
+
+    @property
+    def num_ranks(self) -> int:
+        return sum(self.node_sizes)
+
+    @property
+    def node_of_rank(self) -> tuple[int, ...]:
+        """Node index of each rank, [R]."""
+        return tuple(node for node, size in enumerate(self.node_sizes) for _ in range(size))
+
+    @property
+    def domain_sizes(self) -> tuple[int, ...]:
+        """Ranks of each domain, in rank order; sums to R."""
+        match self.ranks_per_domain:
+            case None:
+                return self.node_sizes
+            case int(size):
+                return (size,) * max(1, self.num_ranks // max(1, size))
+            case sizes:
+                return sizes
+
+    @property
+    def domain_of_rank(self) -> tuple[int, ...]:
+        """Domain index of each rank, [R]."""
+        return tuple(domain for domain, size in enumerate(self.domain_sizes) for _ in range(size))

@@ -1,0 +1,89 @@
+"""Overlap: what runs beside what."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from moesys.config.base import Declared
+
+
+class Sequential(Declared):
+    """Dispatch, experts and combine one after another."""
+
+    kind: Literal["sequential"] = "sequential"
+
+
+class Pipelined(Declared):
+    """Tokens in ``chunks``: dispatch of the next and combine of the last in flight while one is computed."""
+
+    kind: Literal["pipelined"] = "pipelined"
+    chunks: int = Field(ge=1)
+
+
+class MegaKernel(Declared):
+    """Dispatch and experts, experts and combine fused into kernels whose programs take tasks from a queue (UniEP, arXiv
+    2604.19241). Its fields are one search space: which sides are fused, in which order tasks come, how fine flags are.
+    None of them changes a bit. Runs on GPUs that reach each other's memory; on the CPU in Triton's interpreter.
+    """
+
+    kind: Literal["mega_kernel"] = "mega_kernel"
+    fused: Literal["both", "dispatch", "combine", "none"] = Field(
+        "both", description="sides that are one kernel with the product beside them"
+    )
+    dispatch_share: float = Field(
+        0.25, ge=0, le=1, description="at least this part of the first tasks pulls rows; 1: all before any product"
+    )
+    combine_share: float = Field(
+        0.0, ge=0, lt=1, description="at most this part of the tasks pushes rows home; 0: tiles push their own"
+    )
+    reduce_share: float = Field(
+        0.0, ge=0, le=1, description="at most this part of backward's last tasks sums rows beside weight gradients"
+    )
+    granularity: Literal["tile", "expert"] = Field("tile", description="what one flag stands for")
+    tile_order: Literal["largest_first", "slots"] = Field("largest_first", description="of experts in the queue")
+    deduplicate: bool = Field(False, description="a token that goes to several experts of a rank is pulled once")
+    overlap_weight_gradients: bool = Field(True, description="their tiles are tasks of backward's combine")
+    fetch_rows: int = Field(32, ge=1, description="rows that one task pulls; a power of two that divides tile_rows")
+    sum_tokens: int = Field(16, ge=1, description="tokens that one task sums; a power of two")
+    tile_rows: int | None = Field(None, ge=16, description="rows of a tile, a power of two; None: the kernels' choice")
+    tile_columns: int | None = Field(
+        None, ge=32, description="columns of a tile, a power of two; less would change the router's gradient"
+    )
+    warps: int | None = Field(None, ge=1, description="warps of a program, a power of two")
+    stages: int | None = Field(None, ge=1, description="steps of a product whose operands are on their way")
+    programs: int | None = Field(None, ge=1, description="resident programs of a rank; None: one a multiprocessor")
+    rows_cap: float = Field(
+        2.0, ge=1, description="a rank gets at most so many times the choices of the rank with most tokens"
+    )
+    most_tokens: int | None = Field(
+        None, ge=1, description="tokens of a rank in a micro-batch; given, devices plan and no host waits; None: any"
+    )
+    timeout_s: float = Field(30.0, gt=0, description="a wait for a peer that takes longer is given up, on all ranks")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.combine_share > 0 and self.fused in ("dispatch", "none"):
+            raise ValueError(
+                f"combine_share={self.combine_share} mixes pushes with tiles of a product, but fused={self.fused!r} "
+                "has them one after another; use fused='both' or 'combine', or combine_share=0"
+            )
+        if self.reduce_share > 0 and not self.overlap_weight_gradients:
+            raise ValueError(
+                f"reduce_share={self.reduce_share} mixes sums with weight gradients, which "
+                "overlap_weight_gradients=False computes elsewhere; use reduce_share=0 or overlap_weight_gradients=True"
+            )
+        for name in ("fetch_rows", "sum_tokens", "tile_rows", "tile_columns", "warps"):
+            value = getattr(self, name)
+            if value is not None and value & (value - 1):
+                nearest = 1 << value.bit_length()
+                raise ValueError(f"{name}={value} is no power of two; use {nearest // 2} or {nearest}")
+        if self.tile_rows is not None and self.tile_rows % self.fetch_rows:
+            raise ValueError(
+                f"fetch_rows={self.fetch_rows} is more than tile_rows={self.tile_rows}; use at most {self.tile_rows}"
+            )
+        return self
+
+
+Overlap = Annotated[Sequential | Pipelined | MegaKernel, Field(discriminator="kind")]

@@ -1,0 +1,75 @@
+"""Sharding: what it takes for a rank to hold an expert."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from moesys.config.base import Declared
+
+SlotCount = Annotated[int, Field(ge=0, strict=True)]
+SlotGigabytes = Annotated[float, Field(ge=0)]
+
+
+class Ep(Declared):
+    """Classic expert parallelism: every expert lives whole on its owner rank.
+
+    With ``slots_per_rank``, or memory for them in ``slot_gb_per_rank``, an owner lends copies of its experts to other
+    ranks for the length of a micro-batch, so that balancers can replicate them; masters and optimizer state stay with
+    the owner.
+    """
+
+    kind: Literal["ep"] = "ep"
+    slots_per_rank: SlotCount | tuple[SlotCount, ...] | None = None
+    slot_gb_per_rank: SlotGigabytes | tuple[SlotGigabytes, ...] | None = Field(
+        None, description="memory for experts in their compute dtype, 1e9 bytes a rank, instead of slots_per_rank"
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.slots_per_rank is not None and self.slot_gb_per_rank is not None:
+            raise ValueError(
+                f"slots_per_rank={self.slots_per_rank} and slot_gb_per_rank={self.slot_gb_per_rank} both say how many "
+                "experts a rank holds; give one of them"
+            )
+        return self
+
+    @property
+    def lends(self) -> bool:
+        """Whether other ranks than its owner may hold an expert."""
+        return self.slots_per_rank is not None or self.slot_gb_per_rank is not None
+
+
+class Fsep(Declared):
+    """Fully sharded expert parallelism (LAER-MoE, section 4): every expert is sharded over all ranks and restored into
+    slots by all-to-all, so the layout may change every micro-batch.
+
+    ``reshard_after_forward`` frees restored experts after forward and restores them again for backward (ZeRO-3);
+    without it they are kept. ``delay_reshard`` sends gradients home behind the backward of the layer before. Slots are
+    given as a number or as memory: ``slots_per_rank`` or ``slot_gb_per_rank``.
+    """
+
+    kind: Literal["fsep"] = "fsep"
+    slots_per_rank: SlotCount | tuple[SlotCount, ...] | None = None
+    slot_gb_per_rank: SlotGigabytes | tuple[SlotGigabytes, ...] | None = Field(
+        None, description="memory for experts in their compute dtype, 1e9 bytes a rank, instead of slots_per_rank"
+    )
+    prefetch_layers: int = Field(0, ge=0, description="restores of so many next layers are in flight (linked)")
+    delay_reshard: bool = Field(False, description="gradients travel behind the next backward (linked)")
+    reshard_after_forward: bool = True
+    restore: Literal["flat", "hierarchical"] = Field(
+        "flat", description="one all-to-all, or one copy a node and then a spread inside it"
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if (self.slots_per_rank is None) == (self.slot_gb_per_rank is None):
+            raise ValueError(
+                f"slots_per_rank={self.slots_per_rank} and slot_gb_per_rank={self.slot_gb_per_rank}; "
+                "give one of them, which says how many experts a rank holds"
+            )
+        return self
+
+
+Sharding = Annotated[Ep | Fsep, Field(discriminator="kind")]

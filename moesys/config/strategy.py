@@ -1,0 +1,100 @@
+"""A strategy: everything that decides how an MoE layer runs, and nothing that decides what it computes."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from moesys.config.balance import Balance, Static
+from moesys.config.base import BYTES_PER_GB, Declared
+from moesys.config.cluster import ClusterSpec
+from moesys.config.model import ModelShape
+from moesys.config.overlap import Overlap, Sequential
+from moesys.config.predictor import Last, Predictor
+from moesys.config.sharding import Ep, Sharding
+from moesys.config.split import EvenSplit, Split
+
+
+class Ordered(Declared):
+    """The same bits for every overlap: rows of an expert by (source rank, token, k), replicas by rank."""
+
+    kind: Literal["ordered"] = "ordered"
+
+
+class Strategy(Declared):
+    """Everything that decides how an MoE layer runs, and nothing that decides what it computes."""
+
+    name: str
+    sharding: Sharding = Ep()
+    balance: Balance = Static()
+    predictor: Predictor = Last()
+    split: Split = EvenSplit()
+    overlap: Overlap = Sequential()
+    reduction: Ordered = Ordered()
+    replan_every: int = Field(1, ge=1, description="a layout is planned after every so many micro-batches")
+    lag: int = Field(1, ge=1, description="a plan made on micro-batch t is used from t + lag on")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if isinstance(self.sharding, Ep) and not self.sharding.lends and self.balance.kind != "static":
+            raise ValueError(
+                f"sharding=Ep() keeps every expert on its owner rank, but balance={type(self.balance).__name__}() "
+                "moves experts; use balance=Static(), Ep(slots_per_rank=...) or Fsep(slots_per_rank=...)"
+            )
+        return self
+
+    def slots(self, model: ModelShape, cluster: ClusterSpec) -> tuple[int, ...]:
+        """Slots of each rank, [R], checked against the model: every expert must find a slot.
+
+        ``Ep()`` has as many slots as a rank owns experts: ceil(E / R) in rank order, the last ranks fewer.
+        ``slot_gb_per_rank`` has as many as its bytes hold experts in the compute dtype, and no rank more than E.
+        """
+        R, E, slots = cluster.num_ranks, model.num_experts, self.sharding.slots_per_rank
+        if self.sharding.slot_gb_per_rank is not None:
+            return self._slots_in_memory(self.sharding.slot_gb_per_rank, model, R)
+        if slots is None:
+            owned = -(-E // R)
+            return tuple(max(0, min(owned, E - rank * owned)) for rank in range(R))
+        if isinstance(slots, int):
+            if slots * R < E:
+                raise ValueError(
+                    f"slots_per_rank={slots} gives {slots * R} slots on {R} ranks for {E} experts; "
+                    f"use at least {-(-E // R)}"
+                )
+            return (slots,) * R
+        if len(slots) != R:
+            raise ValueError(
+                f"slots_per_rank names {len(slots)} ranks but the cluster has {R}; "
+                "give one number a rank, or one for all"
+            )
+        if sum(slots) < E:
+            raise ValueError(
+                f"slots_per_rank={list(slots)} gives {sum(slots)} slots for {E} experts; add at least {E - sum(slots)}"
+            )
+        return slots
+
+    @staticmethod
+    def _slots_in_memory(
+        slot_gb_per_rank: float | tuple[float, ...], model: ModelShape, num_ranks: int
+    ) -> tuple[int, ...]:
+        gb_R = slot_gb_per_rank if isinstance(slot_gb_per_rank, tuple) else (slot_gb_per_rank,) * num_ranks
+        if len(gb_R) != num_ranks:
+            raise ValueError(
+                f"slot_gb_per_rank names {len(gb_R)} ranks but the cluster has {num_ranks}; "
+                "give one number a rank, or one for all"
+            )
+        E, expert_bytes = model.num_experts, model.expert_parameters * model.bytes_per_element
+        # whole bytes: 0.6 GB is 600,000,000 bytes although no float is 0.6
+        slots_R = tuple(min(E, round(gb * BYTES_PER_GB) // expert_bytes) for gb in gb_R)
+        missing = E - sum(slots_R)
+        if missing > 0:
+            if isinstance(slot_gb_per_rank, tuple):
+                way_out = f"add room for {missing} more, {missing * expert_bytes / BYTES_PER_GB} GB"
+            else:
+                way_out = f"use at least {-(-E // num_ranks) * expert_bytes / BYTES_PER_GB}"
+            raise ValueError(
+                f"slot_gb_per_rank={slot_gb_per_rank} gives {sum(slots_R)} slots on {num_ranks} ranks for {E} experts "
+                f"of {expert_bytes / BYTES_PER_GB} GB; {way_out}"
+            )
+        return slots_R

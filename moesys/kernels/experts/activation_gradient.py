@@ -1,0 +1,317 @@
+"""Backward through the down projection and the activation in one grouped GEMM, which nothing but h is kept for.
+
+The gradient of the weighted activation stays in the accumulator. Its epilogue computes the activation again from h, and
+with it all that the rest of backward needs: the gradient of h, the weighted activation (the operand of the down
+projection's weight gradient) and the routing weight's gradient. That dataflow is SonicMoE's (arXiv 2512.14080), which
+so keeps neither the activation nor the output of each expert.
+
+T tokens, H hidden, K choices of a token, P = T·K rows in order of groups, G groups, E matrices, I expert width, U = 2·I
+where the activation is gated, else I, M row tiles, N groups of columns.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moesys.kernels.experts.activations import GATED, slope_one, slopes, slopes_reference
+from moesys.kernels.experts.descriptors import (
+    matrices_by_tma,
+    readable_by_tma,
+    rows_by_tma,
+    run_with_descriptors,
+)
+from moesys.kernels.experts.gather import gather_rows
+from moesys.kernels.experts.numerics import operand, rounded
+from moesys.kernels.experts.products import rows_by_matrix
+from moesys.kernels.experts.tiles import Block, Tiles, require_contiguous, require_matrices, tile_of
+from moesys.kernels.routing.routing import Routing
+
+# The routing weight's gradient is summed over so many columns at a time, in every tile, so that its bits do not depend
+# on how wide a tile is. The epilogue takes as many at a time, so that it fits in registers beside a 128x256 tile.
+SUM_COLUMNS = 32
+# Entries of a program that adds partial sums.
+SUM_ENTRIES = 128
+
+
+def activation_gradient(
+    dy_TH: Tensor,
+    down_EHI: Tensor,
+    h_PU: Tensor,
+    weight_TK: Tensor,
+    routing: Routing,
+    tiles: Tiles,
+    matrix_G: Tensor,
+    activation: str,
+    block: Block,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of ``y[t] += weight · down · activation(h)``, for every row, and its weighted activation.
+
+    For row p of token t with routing weight w, group g and ``a = activation(h[p])``, all in float32:
+
+        da = dy[t] @ down[matrix_G[g]]
+        dh[p] = w · da · ∂a/∂h      rounded once
+        wa[p] = w · a               rounded once
+        dweight = Σ_I da · a        in float32, 32 columns at a time, whose sums are added in order
+
+    Reads P·H elements of dy, gathered, and each group's H·I of down, once for every tile of the other side and mostly
+    from the L2 cache; reads P·U of h; writes P·(U + I) and P·⌈I / 32⌉ float32 partial sums, which are read again.
+
+    Bits depend on ``block.contraction``; those of dweight also on ``block.columns`` where it is below 32.
+
+    Args:
+        dy_TH: float32, float16 or bfloat16, as are ``down_EHI`` and ``h_PU``; contiguous like all arguments.
+        down_EHI: each matrix contiguous; between two of them may be a gap.
+        weight_TK: float32.
+        routing: where the rows are; tiles: of ``block.rows`` rows.
+        matrix_G: int32, which of the E matrices each group uses.
+        block: ``block.operands`` "tma": down comes by TMA where it can read it. "specialised": dy does so too, from a
+            copy in expert order that costs 2·P·H elements more; it spills at 128x256, and Triton 3.6 cannot compile it.
+
+    Returns:
+        (dh [P, U], wa [P, I], both in h's dtype and undefined behind the last group; dweight float32 [T, K], 0 where an
+        entry is dropped).
+    """
+    tiles.require(block)
+    require_contiguous(dy=dy_TH, h=h_PU, weight=weight_TK)
+    require_matrices(down=down_EHI)
+    T, K = weight_TK.shape
+    P = len(routing.entry_P)
+    H, I = down_EHI.shape[1:]
+    device = dy_TH.device
+    sum_columns = min(SUM_COLUMNS, block.columns)
+    num_sums = triton.cdiv(I, sum_columns)
+    operands = block.operands if readable_by_tma(dy_TH, down_EHI) and P else "pointers"
+    dy = gather_rows(dy_TH, routing.entry_P, routing.first_G1, K) if operands == "specialised" else dy_TH
+    dh_PU = torch.empty_like(h_PU)
+    wa_PI = torch.empty((P, I), dtype=h_PU.dtype, device=device)
+    partial_PN = torch.empty((P, num_sums), dtype=torch.float32, device=device)
+    dweight_TK = torch.empty((T, K), dtype=torch.float32, device=device)
+    tables = (routing.entry_P, routing.first_G1, tiles.group_M, tiles.row_M, tiles.count_1, matrix_G)
+    arguments = (dy, down_EHI, h_PU, weight_TK, *tables, dh_PU, wa_PI, partial_PN, P, len(down_EHI))
+    sizes = {
+        "H": H,
+        "I": I,
+        "top_k": K,
+        "matrix_stride": down_EHI.stride(0),
+        "activation": activation,
+        "gated": GATED[activation],
+        "sum_columns": sum_columns,
+    }
+    launch = _activation_gradient[(block.num_programs(device),)]
+    run_with_descriptors(lambda: launch(*arguments, **sizes, **block.options() | {"operands": operands}), device)
+    _add_partials[(triton.cdiv(T * K, SUM_ENTRIES),)](
+        partial_PN, routing.row_TK, dweight_TK, T * K, N=num_sums, block_entries=SUM_ENTRIES
+    )
+    return dh_PU, wa_PI, dweight_TK
+
+
+def activation_gradient_reference(
+    dy_TH: Tensor,
+    down_EHI: Tensor,
+    h_PU: Tensor,
+    weight_TK: Tensor,
+    routing: Routing,
+    matrix_G: Tensor,
+    activation: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The same in plain torch; rows behind the last group are zeros."""
+    P, U = h_PU.shape
+    I = down_EHI.shape[2]
+    dh_PU, wa_PI = h_PU.new_zeros(P, U), h_PU.new_zeros(P, I)
+    dweight_P = weight_TK.new_zeros(weight_TK.numel())
+    first = routing.first_G1.tolist()
+    for group, matrix in enumerate(matrix_G.tolist()):
+        rows = slice(first[group], first[group + 1])
+        entry = routing.entry_P[rows].long()
+        da = dy_TH[entry // weight_TK.shape[1]].float() @ down_EHI[matrix].float()
+        a, slope = slopes_reference(h_PU[rows], activation)
+        weight = weight_TK.reshape(-1)[entry, None]
+        dh_PU[rows] = (weight * da.repeat(1, U // I) * slope).to(h_PU.dtype)
+        wa_PI[rows] = (weight * a).to(h_PU.dtype)
+        dweight_P[entry] = (da * a).sum(1)
+    return dh_PU, wa_PI, dweight_P.view(weight_TK.shape)
+
+
+@triton.jit(do_not_specialize=["P", "E"])
+def _activation_gradient(  # type: ignore[no-untyped-def]
+    dy,
+    down,
+    h_ptr,
+    weight_ptr,
+    entry_ptr,
+    first_ptr,
+    tile_group_ptr,
+    tile_row_ptr,
+    count_ptr,
+    matrix_ptr,
+    dh_ptr,
+    wa_ptr,
+    partial_ptr,
+    P,
+    E,
+    H: tl.constexpr,
+    I: tl.constexpr,
+    top_k: tl.constexpr,
+    matrix_stride: tl.constexpr,
+    activation: tl.constexpr,
+    gated: tl.constexpr,
+    sum_columns: tl.constexpr,
+    block_rows: tl.constexpr,
+    block_columns: tl.constexpr,
+    block_contraction: tl.constexpr,
+    raster: tl.constexpr,
+    stages: tl.constexpr,
+    operands: tl.constexpr,
+):
+    pointers: tl.constexpr = operands == "pointers"
+    specialised: tl.constexpr = operands == "specialised"
+    U: tl.constexpr = 2 * I if gated else I
+    num_column_tiles: tl.constexpr = (I + block_columns - 1) // block_columns
+    num_sums: tl.constexpr = (I + sum_columns - 1) // sum_columns
+    whole: tl.constexpr = H % block_contraction == 0
+    if not pointers:
+        down = matrices_by_tma(down, E, matrix_stride, H, I, block_contraction, block_columns)
+    if specialised:
+        dy = rows_by_tma(dy, P, H, block_rows, block_contraction)
+    count = tl.load(count_ptr)
+    for task in range(tl.program_id(0), count * num_column_tiles, tl.num_programs(0)):
+        tile, column_tile = tile_of(task, count, num_column_tiles, raster)
+        group, first_row = tl.load(tile_group_ptr + tile), tl.load(tile_row_ptr + tile)
+        num_rows = tl.load(first_ptr + group + 1) - first_row
+        in_tile = tl.arange(0, block_rows) < num_rows
+        # Rows behind the tile's end compute what token 0 would, and are not stored.
+        entry = tl.load(entry_ptr + first_row + tl.arange(0, block_rows), mask=in_tile, other=0)
+        if not specialised:
+            dy_rows = dy + (entry // top_k).to(tl.int64) * H
+        first_column = column_tile * block_columns
+        matrix = tl.load(matrix_ptr + group)
+        if pointers:
+            da = rows_by_matrix(
+                dy_rows[:, None], down + matrix.to(tl.int64) * matrix_stride, first_column,
+                H, I, False, block_columns, block_contraction, stages,
+            )  # fmt: skip
+        else:
+            da = tl.zeros([block_rows, block_columns], dtype=tl.float32)
+            for hidden in tl.range(0, H, block_contraction, num_stages=stages, warp_specialize=specialised):
+                step = hidden + tl.arange(0, block_contraction)
+                if specialised:
+                    left = dy.load([first_row, hidden])
+                elif whole:
+                    left = tl.load(dy_rows[:, None] + step[None, :])
+                else:
+                    left = tl.load(dy_rows[:, None] + step[None, :], mask=(step < H)[None, :], other=0.0)
+                right = down.load([matrix, hidden, first_column]).reshape(block_contraction, block_columns)
+                da = tl.dot(operand(left), operand(right), da, input_precision="ieee")
+        weight = tl.load(weight_ptr + entry, mask=in_tile, other=0.0)
+        base = first_row.to(tl.int64)
+        store_gradients(
+            da,
+            first_column,
+            weight,
+            num_rows,
+            h_ptr + base * U,
+            dh_ptr + base * U,
+            wa_ptr + base * I,
+            partial_ptr + base * num_sums,
+            I,
+            activation,
+            gated,
+            sum_columns,
+        )
+
+
+@triton.jit
+def store_gradients(  # type: ignore[no-untyped-def]
+    da,
+    first_column,
+    weight,
+    num_rows,
+    h_ptr,
+    dh_ptr,
+    wa_ptr,
+    partial_ptr,
+    I: tl.constexpr,
+    activation: tl.constexpr,
+    gated: tl.constexpr,
+    sum_columns: tl.constexpr,
+):
+    """All that follows from ``da`` [rows, columns]; pointers are to the first of its rows.
+
+    A tile is halved until it is as wide as one partial sum, since what a whole one needs does not fit in registers.
+    """
+    rows: tl.constexpr = da.shape[0]
+    columns: tl.constexpr = da.shape[1]
+    if columns > sum_columns:
+        left, right = _halves(da)
+        store_gradients(
+            left, first_column, weight, num_rows, h_ptr, dh_ptr, wa_ptr, partial_ptr,
+            I, activation, gated, sum_columns,
+        )  # fmt: skip
+        store_gradients(
+            right, first_column + columns // 2, weight, num_rows, h_ptr, dh_ptr, wa_ptr, partial_ptr,
+            I, activation, gated, sum_columns,
+        )  # fmt: skip
+    else:
+        row = tl.arange(0, rows)
+        column = first_column + tl.arange(0, columns)
+        in_tile = (row < num_rows)[:, None] & (column < I)[None, :]
+        at_I = (row * I)[:, None] + column[None, :]
+        dtype: tl.constexpr = wa_ptr.dtype.element_ty
+        weighted = da * weight[:, None]
+        if gated:
+            at_U = (row * (2 * I))[:, None] + column[None, :]
+            gate = tl.load(h_ptr + at_U, mask=in_tile, other=0.0).to(tl.float32)
+            up = tl.load(h_ptr + at_U + I, mask=in_tile, other=0.0).to(tl.float32)
+            a, along_gate, along_up = slopes(gate, up, activation)
+            tl.store(dh_ptr + at_U, rounded(weighted * along_gate, dtype), mask=in_tile)
+            tl.store(dh_ptr + at_U + I, rounded(weighted * along_up, dtype), mask=in_tile)
+        else:
+            h = tl.load(h_ptr + at_I, mask=in_tile, other=0.0).to(tl.float32)
+            a, along = slope_one(h, activation)
+            tl.store(dh_ptr + at_I, rounded(weighted * along, dtype), mask=in_tile)
+        tl.store(wa_ptr + at_I, rounded(a * weight[:, None], dtype), mask=in_tile)
+        num_sums: tl.constexpr = (I + sum_columns - 1) // sum_columns
+        sums = _row_sums(tl.where(in_tile, da * a, 0.0))
+        # the last tile may be wider than what is left, by whole sums
+        rows_to_store = tl.where(first_column < I, num_rows, 0)
+        tl.store(partial_ptr + row * num_sums + first_column // sum_columns, sums, mask=row < rows_to_store)
+
+
+@triton.jit
+def _halves(x):  # type: ignore[no-untyped-def]
+    """Left and right half of the columns of ``x`` [rows, columns]."""
+    return x.reshape(x.shape[0], 2, x.shape[1] // 2).permute(0, 2, 1).split()
+
+
+@triton.jit
+def _row_sums(x):  # type: ignore[no-untyped-def]
+    """Sums of the rows of ``x``, neighbours first: an order that does not depend on which thread holds what."""
+    if x.shape[1] > 1:
+        even, odd = x.reshape(x.shape[0], x.shape[1] // 2, 2).split()
+        return _row_sums(even + odd)
+    else:
+        return x.reshape(x.shape[0])
+
+
+@triton.jit(do_not_specialize=["num_entries"])
+def _add_partials(  # type: ignore[no-untyped-def]
+    partial_ptr, row_ptr, dweight_ptr, num_entries, N: tl.constexpr, block_entries: tl.constexpr
+):
+    """Sum over N for the row of every entry, in order; 0 for an entry without one."""
+    entry = tl.program_id(0) * block_entries + tl.arange(0, block_entries)
+    row = tl.load(row_ptr + entry, mask=entry < num_entries, other=-1)
+    total = sum_of_partials(partial_ptr, row, row >= 0, N)
+    tl.store(dweight_ptr + entry, total, mask=entry < num_entries)
+
+
+@triton.jit
+def sum_of_partials(partial_ptr, row, mask, N: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Of each of these rows the sum over N, in order."""
+    first = partial_ptr + row.to(tl.int64) * N
+    total = tl.zeros([row.shape[0]], dtype=tl.float32)
+    for n in range(N):
+        total += tl.load(first + n, mask=mask, other=0.0)
+    return total

@@ -1,0 +1,298 @@
+"""The experts of a layer on one device: routed rows through up, activation and down and back, forward and backward.
+
+Only x and the pre-activations h are kept for backward, which computes activations anew (SonicMoE's dataflow, arXiv
+2512.14080): 2·T·H + 4·T·K·I bytes in 16 bits, gated, and the routing. Everything runs on the device; the host is never
+asked how many rows an expert has.
+
+T tokens, H hidden, K choices of a token, P = T·K rows, E experts, I their width, U = 2·I where they are gated, else I.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from moesys.kernels.experts.activation_gradient import activation_gradient
+from moesys.kernels.experts.activations import GATED
+from moesys.kernels.experts.combine import combine
+from moesys.kernels.experts.grouped_gemm import grouped_gemm
+from moesys.kernels.experts.numerics import INTERPRETED
+from moesys.kernels.experts.tile_config import Blocks, ShapeClass
+from moesys.kernels.experts.tile_tuner import blocks_of
+from moesys.kernels.experts.tiles import RowTiles, groups_by_size
+from moesys.kernels.experts.up import up
+from moesys.kernels.experts.weight_gradient import weight_gradient
+from moesys.kernels.routing.routing import Routing, route
+
+
+class Kept(NamedTuple):
+    """What backward needs besides the arguments of forward: pre-activations h [P, U], and the routing."""
+
+    h_PU: Tensor
+    routing: Routing
+
+
+class Gradients(NamedTuple):
+    """``dx_TH`` in x's dtype, ``dweight_TK`` float32; of the matrices one for each group, or None."""
+
+    dx_TH: Tensor
+    dweight_TK: Tensor
+    dgate_up_GUH: Tensor | None
+    ddown_GHI: Tensor | None
+
+
+def experts_forward(
+    x_TH: Tensor,
+    routing: Routing,
+    weight_TK: Tensor,
+    gate_up_EUH: Tensor,
+    down_EHI: Tensor,
+    matrix_G: Tensor,
+    activation: str,
+    blocks: Blocks,
+) -> tuple[Tensor, Kept]:
+    """Output [T, H] in x's dtype.
+
+    ``routing``: the rows of each group (slot) that choices of tokens go to (``routing.route``); a choice that it drops
+    adds nothing. ``weight_TK`` float32. ``matrix_G`` int32 [G]: the expert, of ``gate_up`` and ``down``, in each group.
+    """
+    _check_device(x_TH)
+    tiles, K = RowTiles(routing.first_G1, len(routing.entry_P)), weight_TK.shape[1]
+    h_PU, a_PI = up(
+        x_TH, gate_up_EUH, routing, tiles.of(blocks.up), matrix_G, K, activation=activation, block=blocks.up
+    )
+    block = blocks.down
+    y_PH = grouped_gemm(a_PI, down_EHI, routing.first_G1, tiles.of(block), matrix_G, block, transposed=True)
+    return combine(y_PH, routing.row_TK, weight_TK, x_TH.dtype), Kept(h_PU, routing)
+
+
+def experts_backward(
+    dy_TH: Tensor,
+    x_TH: Tensor,
+    weight_TK: Tensor,
+    gate_up_EUH: Tensor,
+    down_EHI: Tensor,
+    matrix_G: Tensor,
+    kept: Kept,
+    activation: str,
+    blocks: Blocks,
+    matrix_dtype: torch.dtype | None = torch.float32,
+    out: tuple[Tensor, Tensor] | tuple[None, None] = (None, None),
+) -> Gradients:
+    """All gradients; those of the matrices in ``matrix_dtype``, or none of them. ``out``: where those of gate_up and
+    down are written, in place of new tensors (``weight_gradient``).
+    """
+    routing, K = kept.routing, weight_TK.shape[1]
+    tiles = RowTiles(routing.first_G1, len(routing.entry_P))
+    dh_PU, wa_PI, dweight_TK = activation_gradient(
+        dy_TH,
+        down_EHI,
+        kept.h_PU,
+        weight_TK,
+        routing,
+        tiles.of(blocks.activation_gradient),
+        matrix_G,
+        activation,
+        blocks.activation_gradient,
+    )
+    ddown = dgate_up = None
+    outer = blocks.weight_gradient
+    if matrix_dtype is not None:
+        groups = (routing.entry_P, routing.first_G1, groups_by_size(routing.first_G1), K)
+        ddown = weight_gradient(dy_TH, wa_PI, *groups, "left", outer, matrix_dtype, out[1])
+    del wa_PI
+    block = blocks.input_gradient
+    dx_PH = grouped_gemm(dh_PU, gate_up_EUH, routing.first_G1, tiles.of(block), matrix_G, block, transposed=False)
+    dx_TH = combine(dx_PH, routing.row_TK, None, dy_TH.dtype)
+    del dx_PH
+    if matrix_dtype is not None:
+        dgate_up = weight_gradient(dh_PU, x_TH, *groups, "right", outer, matrix_dtype, out[0])
+    return Gradients(dx_TH, dweight_TK, dgate_up, ddown)
+
+
+def _check_device(x_TH: Tensor) -> None:
+    if x_TH.device.type == "cpu" and not INTERPRETED.value:
+        raise RuntimeError("x is on the CPU, where these kernels do not run; move it to a GPU")
+
+
+# --- as one op that autograd, torch.compile and checkpoints know ------------------------------------------------
+
+
+def moe_experts(
+    x_TH: Tensor,
+    expert_TK: Tensor,
+    weight_TK: Tensor,
+    gate_up_EUH: Tensor,
+    down_EHI: Tensor,
+    activation: str = "swiglu",
+    blocks: Blocks | None = None,
+) -> Tensor:
+    """Σ_k weight · expert(x), differentiable in x, the routing weights and both matrices.
+
+    Args:
+        x_TH: float32, float16 or bfloat16, like the matrices.
+        expert_TK: int32 or int64; a choice outside of 0..E-1 adds nothing.
+        weight_TK: any float dtype; used in float32.
+        gate_up_EUH: gate above up, as in transformers; ``down_EHI`` [E, H, I].
+        activation: swiglu or geglu, gated; gelu or relu2, with U = I.
+        blocks: instead of what was tuned, or else is likely fast (``tuner.blocks_of``).
+
+    Returns:
+        [T, H] in x's dtype. Gradients have their arguments' dtypes.
+
+    Raises:
+        ValueError: shapes or dtypes that do not go together. RuntimeError: tensors on the CPU.
+    """
+    _check_arguments(x_TH, expert_TK, weight_TK, gate_up_EUH, down_EHI, activation)
+    given = blocks.to_json() if blocks else ""
+    y_TH, *_ = _experts(x_TH, expert_TK, weight_TK.float(), gate_up_EUH, down_EHI, activation, given)
+    return y_TH
+
+
+def _check_arguments(
+    x_TH: Tensor, expert_TK: Tensor, weight_TK: Tensor, gate_up_EUH: Tensor, down_EHI: Tensor, activation: str
+) -> None:
+    if activation not in GATED:
+        raise ValueError(f"activation={activation!r} is not known; use one of {', '.join(GATED)}")
+    E, H, I = down_EHI.shape
+    wanted = {
+        "x_TH": (x_TH, (x_TH.shape[0], H)),
+        "expert_TK": (expert_TK, (x_TH.shape[0], expert_TK.shape[-1])),
+        "weight_TK": (weight_TK, tuple(expert_TK.shape)),
+        "gate_up_EUH": (gate_up_EUH, (E, 2 * I if GATED[activation] else I, H)),
+    }
+    for name, (tensor, shape) in wanted.items():
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} is of shape {tuple(tensor.shape)}; with down_EHI {(E, H, I)} it must be {shape}")
+    if not x_TH.dtype == gate_up_EUH.dtype == down_EHI.dtype:
+        raise ValueError(
+            f"x_TH, gate_up_EUH and down_EHI are {x_TH.dtype}, {gate_up_EUH.dtype} and {down_EHI.dtype}; use one dtype"
+        )
+
+
+@torch.library.custom_op("moesys::experts", mutates_args=())
+def _experts(
+    x_TH: Tensor,
+    expert_TK: Tensor,
+    weight_TK: Tensor,
+    gate_up_EUH: Tensor,
+    down_EHI: Tensor,
+    activation: str,
+    blocks: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    y_TH, kept = experts_forward(
+        x_TH.contiguous(),
+        route(expert_TK, len(down_EHI)),
+        weight_TK.contiguous(),
+        gate_up_EUH.contiguous(),
+        down_EHI.contiguous(),
+        _each_its_own(down_EHI),
+        activation,
+        _blocks(blocks, x_TH, down_EHI, expert_TK.numel(), activation),
+    )
+    return y_TH, kept.h_PU, *kept.routing
+
+
+@_experts.register_fake
+def _experts_fake(
+    x_TH: Tensor,
+    expert_TK: Tensor,
+    weight_TK: Tensor,
+    gate_up_EUH: Tensor,
+    down_EHI: Tensor,
+    activation: str,
+    blocks: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    T, K = expert_TK.shape
+    return (
+        x_TH.new_empty(x_TH.shape),
+        x_TH.new_empty(T * K, gate_up_EUH.shape[1]),
+        expert_TK.new_empty(T * K, dtype=torch.int32),
+        expert_TK.new_empty(T, K, dtype=torch.int32),
+        expert_TK.new_empty(gate_up_EUH.shape[0] + 1, dtype=torch.int32),
+    )
+
+
+@torch.library.custom_op("moesys::experts_backward", mutates_args=())
+def _experts_backward(
+    dy_TH: Tensor,
+    x_TH: Tensor,
+    weight_TK: Tensor,
+    gate_up_EUH: Tensor,
+    down_EHI: Tensor,
+    h_PU: Tensor,
+    entry_P: Tensor,
+    row_TK: Tensor,
+    first_E1: Tensor,
+    activation: str,
+    blocks: str,
+    of_matrices: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    found = experts_backward(
+        dy_TH.contiguous(),
+        x_TH.contiguous(),
+        weight_TK.contiguous(),
+        gate_up_EUH.contiguous(),
+        down_EHI.contiguous(),
+        _each_its_own(down_EHI),
+        Kept(h_PU, Routing(entry_P, row_TK, first_E1)),
+        activation,
+        _blocks(blocks, x_TH, down_EHI, weight_TK.numel(), activation),
+        gate_up_EUH.dtype if of_matrices else None,
+    )
+    none = x_TH.new_empty(0)
+    dgate_up = none if found.dgate_up_GUH is None else found.dgate_up_GUH
+    ddown = none.clone() if found.ddown_GHI is None else found.ddown_GHI
+    return found.dx_TH, found.dweight_TK, dgate_up, ddown
+
+
+@_experts_backward.register_fake
+def _experts_backward_fake(
+    dy_TH: Tensor,
+    x_TH: Tensor,
+    weight_TK: Tensor,
+    gate_up_EUH: Tensor,
+    down_EHI: Tensor,
+    h_PU: Tensor,
+    entry_P: Tensor,
+    row_TK: Tensor,
+    first_E1: Tensor,
+    activation: str,
+    blocks: str,
+    of_matrices: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return (
+        x_TH.new_empty(x_TH.shape),
+        weight_TK.new_empty(weight_TK.shape),
+        gate_up_EUH.new_empty(gate_up_EUH.shape if of_matrices else 0),
+        down_EHI.new_empty(down_EHI.shape if of_matrices else 0),
+    )
+
+
+def _blocks(given: str, x_TH: Tensor, down_EHI: Tensor, num_rows: int, activation: str) -> Blocks:
+    if given:
+        return Blocks.from_json(given)
+    return blocks_of(ShapeClass.of(x_TH, down_EHI, num_rows, activation), x_TH.device)
+
+
+def _each_its_own(down_EHI: Tensor) -> Tensor:
+    return torch.arange(down_EHI.shape[0], dtype=torch.int32, device=down_EHI.device)
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x_TH, _, weight_TK, gate_up_EUH, down_EHI, ctx.activation, ctx.blocks = inputs
+    ctx.mark_non_differentiable(*output[1:])
+    ctx.save_for_backward(x_TH, weight_TK, gate_up_EUH, down_EHI, *output[1:])
+
+
+def _differentiate(ctx: Any, dy_TH: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    of_matrices = ctx.needs_input_grad[3] or ctx.needs_input_grad[4]
+    found = _experts_backward(dy_TH, *ctx.saved_tensors, ctx.activation, ctx.blocks, of_matrices)
+    dx_TH, dweight_TK, dgate_up, ddown = found
+    matrices = (dgate_up, ddown) if of_matrices else (None, None)
+    return dx_TH, None, dweight_TK, *matrices, None, None
+
+
+_experts.register_autograd(_differentiate, setup_context=_keep_for_backward)

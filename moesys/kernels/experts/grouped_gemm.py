@@ -1,0 +1,143 @@
+"""The grouped GEMM: every group's rows through its matrix, as it lies or transposed.
+
+Down is one, of activations and ``down`` transposed; so is the gradient of up's input, of the gradients of h and
+``gate_up`` as it lies.
+
+P rows in order of groups, of width L; G groups, E matrices, N the width of the result.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moesys.kernels.experts.descriptors import (
+    matrices_by_tma,
+    readable_by_tma,
+    rows_by_tma,
+    run_with_descriptors,
+)
+from moesys.kernels.experts.numerics import operand, rounded
+from moesys.kernels.experts.products import rows_by_matrix
+from moesys.kernels.experts.tiles import Block, Tiles, require_contiguous, require_matrices, tile_of
+
+
+def grouped_gemm(
+    rows_PL: Tensor,
+    matrices: Tensor,
+    first_G1: Tensor,
+    tiles: Tiles,
+    matrix_G: Tensor,
+    block: Block,
+    *,
+    transposed: bool,
+) -> Tensor:
+    """out [P, N]: row p is ``rows[p] @ matrices[matrix_G[g]]`` for the group g that it lies in.
+
+    ``matrices`` are [E, L, N], or [E, N, L] where they are ``transposed`` for the product; each is contiguous, and
+    between two of them may be a gap. Sums are float32 and rounded
+    once to the dtype of the rows (float32, float16 or bfloat16, that of the matrices too). Rows behind the last
+    group's are left unwritten.
+
+    Reads P·L elements of the rows for each column of tiles and L·N of matrices for each row of them, less what the L2
+    cache keeps; writes P·N. ``block.operands`` but for "pointers": rows and matrices come by TMA where it can read
+    them (``descriptors.readable_by_tma``).
+
+    Source: the grouped GEMM of MegaBlocks (arXiv:2211.15841), over tiles instead of blocks of a sparse matrix.
+    """
+    tiles.require(block)
+    require_contiguous(rows=rows_PL)
+    require_matrices(matrices=matrices)
+    P, L = rows_PL.shape
+    N = matrices.shape[1 if transposed else 2]
+    out_PN = torch.empty(P, N, dtype=rows_PL.dtype, device=rows_PL.device)
+    arguments = (rows_PL, matrices, first_G1, tiles.group_M, tiles.row_M, tiles.count_1, matrix_G, out_PN)
+    sizes = {"L": L, "N": N, "matrix_stride": matrices.stride(0), "transposed": transposed, **block.options()}
+    if not readable_by_tma(rows_PL, matrices):
+        sizes["operands"] = "pointers"
+    launch = _grouped_gemm[(block.num_programs(rows_PL.device),)]
+    run_with_descriptors(lambda: launch(*arguments, P, len(matrices), **sizes), rows_PL.device)
+    return out_PN
+
+
+@triton.jit(do_not_specialize=["P", "E"])
+def _grouped_gemm(  # type: ignore[no-untyped-def]
+    rows,
+    matrices,
+    first_ptr,
+    group_ptr,
+    row_ptr,
+    count_ptr,
+    matrix_ptr,
+    out_ptr,
+    P,
+    E,
+    L: tl.constexpr,
+    N: tl.constexpr,
+    matrix_stride: tl.constexpr,
+    transposed: tl.constexpr,
+    block_rows: tl.constexpr,
+    block_columns: tl.constexpr,
+    block_contraction: tl.constexpr,
+    raster: tl.constexpr,
+    stages: tl.constexpr,
+    operands: tl.constexpr,
+):
+    pointers: tl.constexpr = operands == "pointers"
+    specialised: tl.constexpr = operands == "specialised"
+    dtype: tl.constexpr = out_ptr.dtype.element_ty
+    num_column_tiles: tl.constexpr = (N + block_columns - 1) // block_columns
+    num_row_tiles = tl.load(count_ptr)
+    in_rows = tl.arange(0, block_rows)
+    in_columns = tl.arange(0, block_columns)
+    if not pointers:
+        rows = rows_by_tma(rows, P, L, block_rows, block_contraction)
+        if transposed:
+            matrices = matrices_by_tma(matrices, E, matrix_stride, N, L, block_columns, block_contraction)
+        else:
+            matrices = matrices_by_tma(matrices, E, matrix_stride, L, N, block_contraction, block_columns)
+    # Flat, so that the next tile's first operands are on their way while this one is stored. In a flat loop Triton
+    # specialises no warps.
+    for task in tl.range(
+        tl.program_id(0), num_row_tiles * num_column_tiles, tl.num_programs(0), flatten=not specialised
+    ):
+        row_tile, column_tile = tile_of(task, num_row_tiles, num_column_tiles, raster)
+        group = tl.load(group_ptr + row_tile)
+        row = tl.load(row_ptr + row_tile)
+        num_rows = tl.minimum(tl.load(first_ptr + group + 1) - row, block_rows)
+        matrix = tl.load(matrix_ptr + group)
+        column = column_tile * block_columns
+
+        if pointers:
+            # Rows that a tile lacks are computed from another's operands, and not stored.
+            left_row = rows + row.to(tl.int64) * L + tl.minimum(in_rows, num_rows - 1)[:, None] * L
+            base = matrices + matrix.to(tl.int64) * matrix_stride
+            out = rows_by_matrix(left_row, base, column, L, N, transposed, block_columns, block_contraction, stages)
+        else:
+            out = tl.zeros((block_rows, block_columns), tl.float32)
+            for start in tl.range(0, L, block_contraction, num_stages=stages, warp_specialize=specialised):
+                left = rows.load([row, start])
+                if transposed:
+                    right = matrices.load([matrix, column, start]).reshape(block_columns, block_contraction).T
+                else:
+                    right = matrices.load([matrix, start, column]).reshape(block_contraction, block_columns)
+                out = tl.dot(operand(left), operand(right), out, input_precision="ieee")
+
+        mask = (in_rows < num_rows)[:, None] & (column + in_columns < N)[None, :]
+        out_tile = out_ptr + row.to(tl.int64) * N + column + in_rows[:, None] * N + in_columns[None, :]
+        tl.store(out_tile, rounded(out, dtype), mask=mask)
+
+
+def grouped_gemm_reference(
+    rows_PL: Tensor, matrices: Tensor, first_G1: Tensor, matrix_G: Tensor, *, transposed: bool
+) -> Tensor:
+    """The same in plain torch, in the dtype of the rows; rows behind the last group's are zero."""
+    matrices_ELN = matrices.mT if transposed else matrices
+    out_PN = rows_PL.new_zeros(len(rows_PL), matrices_ELN.shape[2])
+    first = first_G1.tolist()
+    for group, matrix in enumerate(matrix_G.tolist()):
+        rows = slice(first[group], first[group + 1])
+        out_PN[rows] = rows_PL[rows] @ matrices_ELN[matrix]
+    return out_PN

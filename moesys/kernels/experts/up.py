@@ -1,0 +1,211 @@
+"""Up: every token's rows through the first projection of its experts, and the activation.
+
+T tokens of width H, K choices each, P = T·K rows in expert order, G groups, E matrices, U = 2I with a gate and U = I
+without.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moesys.kernels.experts.activations import GATED, activate, activate_one, activation_reference
+from moesys.kernels.experts.descriptors import halves_by_tma, readable_by_tma, rows_by_tma, run_with_descriptors
+from moesys.kernels.experts.gather import gather_rows
+from moesys.kernels.experts.numerics import operand, rounded
+from moesys.kernels.experts.products import rows_by_tiles
+from moesys.kernels.experts.tiles import Block, Tiles, require_contiguous, require_matrices, tile_of
+from moesys.kernels.routing.routing import Routing
+
+
+def up(
+    x_TH: Tensor,
+    gate_up_EUH: Tensor,
+    routing: Routing,
+    tiles: Tiles,
+    matrix_G: Tensor,
+    top_k: int,
+    activation: str,
+    block: Block,
+) -> tuple[Tensor, Tensor]:
+    """(h [P, U], a [P, I]): row p of h is ``gate_up[matrix_G[g]] @ x[entry_P[p] // K]``, a its activation.
+
+    The gather is part of the product, no gathered copy of x is written. Sums are float32; h is rounded once to the
+    dtype of x (float32, float16 or bfloat16, that of the weights too), and a is the activation, in float32, of the
+    rounded h, rounded once: what backward computes again from h is a to the bit. With a gate the weights are
+    [gate; up] along U, as in transformers; each matrix is contiguous, and between two of them may be a gap. Rows behind
+    the last group's are left unwritten.
+
+    A tile is ``block.rows`` x ``block.columns`` of a, which with a gate are twice as many columns of h. Reads P·H
+    elements of x for each column of tiles and U·H of weights for each row of them, less what the L2 cache keeps;
+    writes P·(U + I). ``block.operands`` "tma": weights come by TMA where it can read them. "specialised": x does so
+    too, from a copy in expert order that costs 2·P·H elements more; with a gate, Triton 3.6 cannot compile it.
+
+    Source: the fusion of gather, product and activation of SonicMoE (arXiv:2512.14080) and ScatterMoE
+    (arXiv:2403.08245).
+    """
+    num_matrices, U, H = gate_up_EUH.shape
+    gated = GATED[activation]
+    I = U // 2 if gated else U
+    tiles.require(block)
+    require_contiguous(x=x_TH)
+    require_matrices(gate_up=gate_up_EUH)
+    P = routing.entry_P.numel()
+    h_PU = torch.empty(P, U, dtype=x_TH.dtype, device=x_TH.device)
+    a_PI = torch.empty(P, I, dtype=x_TH.dtype, device=x_TH.device)
+    operands = block.operands if readable_by_tma(x_TH, gate_up_EUH) and P else "pointers"
+    x = gather_rows(x_TH, routing.entry_P, routing.first_G1, top_k) if operands == "specialised" else x_TH
+    tables = (routing.entry_P, routing.first_G1, tiles.group_M, tiles.row_M, tiles.count_1, matrix_G)
+    arguments = (x, gate_up_EUH, *tables, h_PU, a_PI, P, num_matrices)
+    sizes = {
+        "H": H,
+        "I": I,
+        "K": top_k,
+        "matrix_stride": gate_up_EUH.stride(0),
+        "activation": activation,
+        "halves": 2 if gated else 1,
+    }
+    launch = _up[(block.num_programs(x_TH.device),)]
+    run_with_descriptors(lambda: launch(*arguments, **sizes, **block.options() | {"operands": operands}), x_TH.device)
+    return h_PU, a_PI
+
+
+@triton.jit(do_not_specialize=["P", "E"])
+def _up(  # type: ignore[no-untyped-def]
+    x,
+    weights,
+    entry_ptr,
+    first_ptr,
+    group_ptr,
+    row_ptr,
+    count_ptr,
+    matrix_ptr,
+    h_ptr,
+    a_ptr,
+    P,
+    E,
+    H: tl.constexpr,
+    I: tl.constexpr,
+    K: tl.constexpr,
+    matrix_stride: tl.constexpr,
+    activation: tl.constexpr,
+    halves: tl.constexpr,
+    block_rows: tl.constexpr,
+    block_columns: tl.constexpr,
+    block_contraction: tl.constexpr,
+    raster: tl.constexpr,
+    stages: tl.constexpr,
+    operands: tl.constexpr,
+):
+    pointers: tl.constexpr = operands == "pointers"
+    specialised: tl.constexpr = operands == "specialised"
+    U: tl.constexpr = halves * I
+    whole: tl.constexpr = H % block_contraction == 0
+    num_column_tiles: tl.constexpr = (I + block_columns - 1) // block_columns
+    num_row_tiles = tl.load(count_ptr)
+    in_rows = tl.arange(0, block_rows)
+    in_contraction = tl.arange(0, block_contraction)
+    if not pointers:
+        weights = halves_by_tma(weights, E, matrix_stride, halves, I, H, block_columns, block_contraction)
+    if specialised:
+        x = rows_by_tma(x, P, H, block_rows, block_contraction)
+    # Flat, so that the next tile's first operands are on their way while this one is stored. In a flat loop Triton
+    # specialises no warps.
+    for task in tl.range(
+        tl.program_id(0), num_row_tiles * num_column_tiles, tl.num_programs(0), flatten=not specialised
+    ):
+        row_tile, column_tile = tile_of(task, num_row_tiles, num_column_tiles, raster)
+        group = tl.load(group_ptr + row_tile)
+        row = tl.load(row_ptr + row_tile)
+        num_rows = tl.minimum(tl.load(first_ptr + group + 1) - row, block_rows)
+        matrix = tl.load(matrix_ptr + group)
+        column = column_tile * block_columns
+
+        # Rows that a tile lacks are computed from another's operands, and not stored.
+        if not specialised:
+            entry = tl.load(entry_ptr + row + tl.minimum(in_rows, num_rows - 1))
+            x_row = x + (entry // K).to(tl.int64)[:, None] * H
+        if pointers:
+            matrix_base = weights + matrix.to(tl.int64) * matrix_stride
+            h = rows_by_halves(x_row, matrix_base, column, H, I, halves, block_columns, block_contraction, stages)
+        else:
+            h = tl.zeros((block_rows, halves * block_columns), tl.float32)
+            for start in tl.range(0, H, block_contraction, num_stages=stages, warp_specialize=specialised):
+                at = start + in_contraction
+                if specialised:
+                    left = x.load([row, start])
+                elif whole:
+                    left = tl.load(x_row + at[None, :])
+                else:
+                    left = tl.load(x_row + at[None, :], mask=at[None, :] < H, other=0.0)
+                weight = weights.load([matrix, 0, column, start])
+                weight = weight.reshape(halves * block_columns, block_contraction).T
+                h = tl.dot(operand(left), operand(weight), h, input_precision="ieee")
+        base = row.to(tl.int64)
+        store_activations(h, h_ptr + base * U, a_ptr + base * I, num_rows, column, I, activation, halves)
+
+
+@triton.jit
+def rows_by_halves(  # type: ignore[no-untyped-def]
+    left_row,
+    matrix,
+    column,
+    H: tl.constexpr,
+    I: tl.constexpr,
+    halves: tl.constexpr,
+    block_columns: tl.constexpr,
+    block_contraction: tl.constexpr,
+    stages: tl.constexpr,
+):
+    """float32 [rows, halves · block_columns] of h, from ``column`` of each half on; ``left_row`` [rows, 1] points to
+    rows of x, ``matrix`` to [halves · I, H].
+    """
+    # Of the matrix' rows that a tile needs, those of the gate and those of up lie I apart. Those that it lacks are the
+    # last one.
+    in_both = tl.arange(0, halves * block_columns)
+    matrix_row = tl.minimum(column + in_both % block_columns, I - 1) + in_both // block_columns * I
+    right_tile = matrix + matrix_row.to(tl.int64)[None, :] * H + tl.arange(0, block_contraction)[:, None]
+    return rows_by_tiles(left_row, right_tile, block_contraction, None, H, block_contraction, stages)
+
+
+@triton.jit
+def store_activations(  # type: ignore[no-untyped-def]
+    h, h_ptr, a_ptr, num_rows, column, I: tl.constexpr, activation: tl.constexpr, halves: tl.constexpr
+):
+    """Stores a tile of h, float32 [rows, halves · columns], and its activation; pointers are to the first of its
+    rows.
+    """
+    rows: tl.constexpr = h.shape[0]
+    columns: tl.constexpr = h.shape[1] // halves
+    dtype: tl.constexpr = h_ptr.dtype.element_ty
+    in_rows = tl.arange(0, rows)
+    in_columns = tl.arange(0, columns)
+    mask = (in_rows < num_rows)[:, None] & (column + in_columns < I)[None, :]
+    h_tile = h_ptr + column + in_rows[:, None] * (halves * I) + in_columns[None, :]
+    a_tile = a_ptr + column + in_rows[:, None] * I + in_columns[None, :]
+    if halves == 2:
+        gate, up = h.reshape(rows, 2, columns).permute(0, 2, 1).split()
+        gate, up = rounded(gate, dtype), rounded(up, dtype)
+        tl.store(h_tile, gate, mask=mask)
+        tl.store(h_tile + I, up, mask=mask)
+        a = activate(gate.to(tl.float32), up.to(tl.float32), activation)
+    else:
+        h = rounded(h, dtype)
+        tl.store(h_tile, h, mask=mask)
+        a = activate_one(h.to(tl.float32), activation)
+    tl.store(a_tile, rounded(a, dtype), mask=mask)
+
+
+def up_reference(
+    x_TH: Tensor, gate_up_EUH: Tensor, routing: Routing, matrix_G: Tensor, top_k: int, activation: str
+) -> tuple[Tensor, Tensor]:
+    """The same in plain torch, in the dtype of x; rows behind the last group's are zero."""
+    x_PH = x_TH[routing.entry_P.clamp_min(0).long() // top_k]
+    h_PU = x_TH.new_zeros(len(x_PH), gate_up_EUH.shape[1])
+    first = routing.first_G1.tolist()
+    for group, matrix in enumerate(matrix_G.tolist()):
+        rows = slice(first[group], first[group + 1])
+        h_PU[rows] = x_PH[rows] @ gate_up_EUH[matrix].t()
+    return h_PU, activation_reference(h_PU, activation)

@@ -1,0 +1,157 @@
+"""Gradients of the experts' matrices: for every group, the sum over its rows of an outer product.
+
+One program at a time owns one tile of one group's matrix and adds the group's rows in their order, so the sum does not
+depend on which program does it, on how many there are, or on the size of the tile; only on ``block.contraction``, which
+says how many rows one product takes. One side of the product is not stored by rows: it is read from its token, whose
+index is loaded in the loop (ScatterMoE, arXiv 2403.08245, reads so without a permuted copy).
+
+G groups, P rows in order of groups, T tokens, L and R the widths of both sides.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Literal
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moesys.kernels.experts.numerics import rounded
+from moesys.kernels.experts.products import columns_by_columns
+from moesys.kernels.experts.tiles import Block, require_contiguous, tile_of
+
+
+def weight_gradient(
+    left: Tensor,
+    right: Tensor,
+    entry_P: Tensor,
+    first_G1: Tensor,
+    order_G: Tensor,
+    top_k: int,
+    gathered: Literal["left", "right"],
+    block: Block,
+    dtype: torch.dtype = torch.float32,
+    out_GLR: Tensor | None = None,
+) -> Tensor:
+    """``out[g] = Σ_p left[p]ᵀ · right[p]`` over the rows p of group g, in order; summed in float32, rounded once.
+
+    The side that is ``gathered`` is [T, width], and its row p is ``side[entry_P[p] // top_k]``; the other is
+    [P, width]. For the up projection: left = dh [P, U], right = x [T, H]. For the down projection: left = dy [T, H],
+    right = weighted activations [P, I].
+
+    Reads each side once for every tile of the other, mostly from the L2 cache: at least P·(L + R) elements; writes
+    G·L·R. Bits depend on ``block.contraction`` and on nothing else of ``block``.
+
+    Args:
+        left: [P or T, L], right: [P or T, R]: float32, float16 or bfloat16, the same, contiguous like all arguments.
+        entry_P: int32; first_G1: int32 [G + 1], where each group's rows begin (``routing.Routing``).
+        order_G: int32, every group once: in which order they are begun, best the largest first
+            (``tiles.groups_by_size``), so that none is left for the end; changes no bit.
+        block: ``rows`` and ``columns`` are those of a tile of the result.
+        dtype: of the result.
+        out_GLR: where it is written, in place of a new tensor: of ``dtype``, each matrix contiguous; between two of
+            them may be a gap.
+
+    Returns:
+        [G, L, R], zeros for a group without rows.
+    """
+    require_contiguous(left=left, right=right)
+    num_groups, L, R = len(first_G1) - 1, left.shape[1], right.shape[1]
+    if out_GLR is None:
+        out_GLR = torch.empty((num_groups, L, R), dtype=dtype, device=left.device)
+    elif (out_GLR.shape, out_GLR.dtype) != ((num_groups, L, R), dtype) or not out_GLR[:1].is_contiguous():
+        raise ValueError(
+            f"out_GLR is {out_GLR.dtype} of shape {tuple(out_GLR.shape)} and strides {out_GLR.stride()}; "
+            f"give contiguous matrices, {dtype} of shape {(num_groups, L, R)}"
+        )
+    num_tiles = num_groups * triton.cdiv(L, block.rows) * triton.cdiv(R, block.columns)
+    _weight_gradient[(min(num_tiles, block.num_programs(left.device)),)](
+        left,
+        right,
+        entry_P,
+        first_G1,
+        order_G,
+        out_GLR,
+        num_tiles,
+        L=L,
+        R=R,
+        top_k=top_k,
+        matrix_stride=out_GLR.stride(0),
+        gather_left=gathered == "left",
+        **block.options(),
+    )
+    return out_GLR
+
+
+def weight_gradient_reference(
+    left: Tensor,
+    right: Tensor,
+    entry_P: Tensor,
+    first_G1: Tensor,
+    top_k: int,
+    gathered: Literal["left", "right"],
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """The same in plain torch."""
+    token_P = (entry_P // top_k).clamp_min(0)
+    left_PL = left[token_P] if gathered == "left" else left
+    right_PR = right[token_P] if gathered == "right" else right
+    first = first_G1.tolist()
+    groups = [slice(*bounds) for bounds in pairwise(first)]
+    return torch.stack([left_PL[rows].float().t() @ right_PR[rows].float() for rows in groups]).to(dtype)
+
+
+@triton.jit(do_not_specialize=["num_tiles"])
+def _weight_gradient(  # type: ignore[no-untyped-def]
+    left_ptr,
+    right_ptr,
+    entry_ptr,
+    first_ptr,
+    order_ptr,
+    out_ptr,
+    num_tiles,
+    L: tl.constexpr,
+    R: tl.constexpr,
+    top_k: tl.constexpr,
+    matrix_stride: tl.constexpr,
+    gather_left: tl.constexpr,
+    block_rows: tl.constexpr,
+    block_columns: tl.constexpr,
+    block_contraction: tl.constexpr,
+    raster: tl.constexpr,
+    stages: tl.constexpr,
+    operands: tl.constexpr,
+):
+    tiles_along_L: tl.constexpr = (L + block_rows - 1) // block_rows
+    tiles_along_R: tl.constexpr = (R + block_columns - 1) // block_columns
+    for task in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
+        group = tl.load(order_ptr + task // (tiles_along_L * tiles_along_R))
+        tile = tile_of(task % (tiles_along_L * tiles_along_R), tiles_along_L, tiles_along_R, raster)
+        store_outer_product(
+            left_ptr, right_ptr, entry_ptr, first_ptr, out_ptr, group, tile[0], tile[1],
+            L, R, matrix_stride, top_k, gather_left, block_rows, block_columns, block_contraction, stages,
+        )  # fmt: skip
+
+
+@triton.jit
+def store_outer_product(  # type: ignore[no-untyped-def]
+    left_ptr, right_ptr, entry_ptr, first_ptr, out_ptr, group, left_tile, right_tile, L, R, matrix_stride,
+    top_k: tl.constexpr, gather_left: tl.constexpr, block_rows: tl.constexpr, block_columns: tl.constexpr,
+    block_contraction: tl.constexpr, stages: tl.constexpr,
+):  # fmt: skip
+    """A tile of one group's matrix. ``entry_ptr``: see ``columns_by_columns``."""
+    first, end = tl.load(first_ptr + group), tl.load(first_ptr + group + 1)
+    on_left = left_tile * block_rows + tl.arange(0, block_rows)
+    on_right = right_tile * block_columns + tl.arange(0, block_columns)
+    total = columns_by_columns(
+        left_ptr, right_ptr, entry_ptr, top_k, gather_left, first, end,
+        on_left, on_right, L, R, block_contraction, stages,
+    )  # fmt: skip
+    out_matrix = out_ptr + tl.cast(group, tl.int64) * matrix_stride
+    tl.store(
+        out_matrix + (on_left.to(tl.int64) * R)[:, None] + on_right[None, :],
+        rounded(total, out_ptr.dtype.element_ty),
+        mask=(on_left < L)[:, None] & (on_right < R)[None, :],
+    )

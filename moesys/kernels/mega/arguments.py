@@ -1,0 +1,249 @@
+"""What both MegaKernels are told: the point of the search space, and what lies where on this rank.
+
+R ranks, T tokens of this rank, K choices of each, N rows here in order of groups, G groups, M row tiles, H hidden.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moesys.kernels.experts.activations import GATED
+from moesys.kernels.experts.tile_config import Blocks
+from moesys.kernels.experts.tile_space import SINGLE
+from moesys.kernels.experts.tile_tuner import INTERPRETED
+from moesys.kernels.experts.tiles import INTERPRETED_PROGRAMS, Block
+from moesys.kernels.mega.exchange import (
+    Exchange,
+    Flags,
+    OrderedTiles,
+    Replicas,
+    TileOrder,
+    combine_flags,
+    exchange,
+    first_rows,
+    ordered_tiles,
+    publish,
+    pull_choices,
+)
+from moesys.kernels.mega.task_queue import WHOLE
+from moesys.kernels.mega.task_times import TaskTimes
+from moesys.kernels.routing.routing import Routing, route
+from moesys.kernels.symmetric.counts import send_counts
+from moesys.kernels.symmetric.heap import Heap, require_no_capture
+from moesys.kernels.symmetric.signals import Watch, raise_flag
+
+Granularity = Literal["tile", "expert"]
+
+# Registers of a multiprocessor of NVIDIA's, of which one thread may have so many.
+NUM_REGISTERS, MOST_REGISTERS, THREADS_OF_WARP = 65536, 255, 32
+
+
+@dataclass(frozen=True)
+class MegaPoint:
+    """One point of the search space (UniEP, arXiv 2604.19241). None of its fields changes a bit.
+
+    ``fuse_dispatch``, ``fuse_combine``: that side is one launch with its product, else one launch after another.
+    ``dispatch_share``: at least this part of the tasks before the last fetch are fetches; 1 pulls all first, 0 pulls
+    what the next tiles need. ``combine_share``: 0 has tiles of the product push their rows themselves; else pushes are
+    tasks of their own, at most this part of the tasks. ``reduce_share``: at most this part of the last tasks sums rows
+    that came home while there are tiles of weight gradients. ``granularity`` of the flags that are waited for.
+    ``deduplicate``: a token that goes to several experts of a rank is pulled once. ``fuse_weight_gradients``: their
+    tiles are tasks of backward's combine. ``fetch_rows``: rows of one fetch, ``sum_tokens``: tokens of one sum, powers
+    of two. ``rows``, ``columns`` (at least ``SUM_COLUMNS``), ``warps``, ``stages``: of every product's tiles, None for
+    what is likely fast; with a gate, a tile of ``up`` has half of the columns twice. ``programs``: how many are
+    resident, by default one a multiprocessor.
+    """
+
+    fuse_dispatch: bool = True
+    fuse_combine: bool = True
+    dispatch_share: float = 0.25
+    combine_share: float = 0.0
+    reduce_share: float = 0.0
+    granularity: Granularity = "tile"
+    tile_order: TileOrder = "largest_first"
+    deduplicate: bool = False
+    fuse_weight_gradients: bool = True
+    fetch_rows: int = 32
+    sum_tokens: int = 16
+    rows: int | None = None
+    columns: int | None = None
+    warps: int | None = None
+    stages: int | None = None
+    programs: int | None = None
+
+    def blocks(self, activation: str, dtype: torch.dtype, device: torch.device) -> Blocks:
+        """Tiles of all products: of as many rows, as they share a table, and with operands through pointers, as rows
+        that other programs have just stored are not to be read by TMA.
+        """
+        if device.type == "cpu":
+            usual = INTERPRETED
+        else:
+            usual = (
+                SINGLE if dtype == torch.float32 else Block(rows=128, columns=256, contraction=64, warps=8, stages=4)
+            )
+        block = replace(
+            usual,
+            rows=self.rows or usual.rows,
+            columns=self.columns or usual.columns,
+            warps=self.warps or usual.warps,
+            stages=self.stages or usual.stages,
+        )
+        halved = replace(block, columns=max(16, block.columns // 2)) if GATED[activation] else block
+        return replace(Blocks.all_of(block), up=halved)
+
+    def num_programs(self, device: torch.device) -> int:
+        """Resident programs on ``device``."""
+        if self.programs is not None:
+            return self.programs
+        if device.type != "cuda":
+            return INTERPRETED_PROGRAMS
+        return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def parts_of(share: float) -> int:
+    """A share of the tasks as kernels are told it."""
+    return round(share * WHOLE.value)
+
+
+class MegaMemory:
+    """What lasts from epoch to epoch on one rank: the heap, and flags and counters that only its own programs use.
+
+    Flags hold epochs and counters return to zero by themselves, so nothing here is cleared between launches.
+    ``epoch_1`` int32, on the device, so that a captured graph counts on when it is replayed. ``times``: where launches
+    write down when each task ran, None where nobody asks.
+    """
+
+    def __init__(self, heap: Heap) -> None:
+        self.heap, self.watch = heap, Watch(heap)
+        self.times: TaskTimes | None = None
+        self.epoch_1 = self._zeros(1)
+        # How many exchanges of counts there have been, for each peer (``counts``).
+        self.exchanges_R = self._zeros(heap.num_ranks)
+        # A pace for what is pulled and pushed (``link``), None for as fast as it goes.
+        self.link: Tensor | None = None
+        # Tasks taken, and programs that are done.
+        self.queue_2 = self._zeros(2)
+        # Of each fetch, or each group, that its rows have arrived; how many fetches of a group have.
+        self.arrived, self.fetched_G = self._zeros(0), self._zeros(0)
+        # Of each tile of a product that its rows may be pushed; how many of a group and column of tiles have been.
+        self.multiplied, self.pushed = self._zeros(0), self._zeros(0)
+        self._outgrown: list[Tensor] = []
+
+    def require(self, fetches: int, groups: int, row_tiles: int, column_tiles: int) -> None:
+        """Room for so many flags, of which new ones are behind every epoch, as zeros.
+
+        Raises RuntimeError where that takes new memory while a CUDA graph is captured.
+        """
+        sizes = {
+            "arrived": max(fetches, groups),
+            "fetched_G": groups,
+            "multiplied": row_tiles * column_tiles,
+            "pushed": groups * column_tiles,
+        }
+        for name, size in sizes.items():
+            old = getattr(self, name)
+            if len(old) < size:
+                require_no_capture("flags of a MegaKernel")
+                # A graph captured before goes on with the old ones: they are enough for what it launches.
+                self._outgrown.append(old)
+                setattr(self, name, self._zeros(max(size, 2 * len(old))))
+
+    def records(self, launch: str, most_tasks: int) -> Tensor | None:
+        """Where the next launch writes down its tasks."""
+        return None if self.times is None else self.times.of_launch(launch, most_tasks, self.heap.arena.device)
+
+    def _zeros(self, size: int) -> Tensor:
+        return torch.zeros(size, dtype=torch.int32, device=self.heap.arena.device)
+
+
+@dataclass(frozen=True)
+class MegaRows:
+    """The rows of one micro-batch on this rank, the same in both directions.
+
+    ``entry_N`` int32: a row's choice t·K + k at its source. ``first_row_N``, ``first_tile_N``: see ``first_rows``, None
+    without de-duplication. ``matrix_G``: which matrix a group uses, int32.
+    """
+
+    exchange: Exchange
+    tiles: OrderedTiles
+    flags: Flags
+    entry_N: Tensor
+    first_row_N: Tensor | None
+    first_tile_N: Tensor | None
+    matrix_G: Tensor
+    top_k: int
+
+
+def announce(
+    memory: MegaMemory, expert_TK: Tensor, num_experts: int, shared: Mapping[str, Tensor], with_counts: bool = False
+) -> Routing:
+    """Publishes this rank's choices and ``shared`` regions, and its counts if all are to plan by them (``counts``).
+    ``expert_TK``: what is not in 0..E-1 is dropped.
+    """
+    routing = route(expert_TK, num_experts)
+    if with_counts:
+        send_counts(memory.heap, memory.exchanges_R, routing.first_G1)
+    publish(memory.heap, memory.epoch_1, {"entry": routing.entry_P, "position": routing.row_TK, **shared})
+    return routing
+
+
+def arrange(
+    memory: MegaMemory,
+    routing: Routing,
+    tokens_RP: Tensor,
+    replicas: Replicas,
+    num_rows: int,
+    block_rows: int,
+    point: MegaPoint,
+) -> MegaRows:
+    """Finds the rows that come here, when all ranks have announced theirs; ``num_rows``: N, at least what the plan
+    sends here.
+    """
+    heap, top_k = memory.heap, routing.row_TK.shape[1]
+    table = exchange(tokens_RP, routing.row_TK, replicas, heap.rank, num_rows)
+    entry_N, position_NK = pull_choices(heap, memory.epoch_1, table, top_k, point.deduplicate)
+    tiles = ordered_tiles(table, heap.rank, block_rows, point.tile_order)
+    first_row_N, first_tile_N = (None, None) if position_NK is None else first_rows(table, position_NK, tiles)
+    flags = combine_flags(table, heap.rank, block_rows, point.granularity == "expert")
+    matrix_G = torch.arange(len(replicas.own_G), dtype=torch.int32, device=routing.row_TK.device)
+    return MegaRows(table, tiles, flags, entry_N, first_row_N, first_tile_N, matrix_G, top_k)
+
+
+def launch_options(block: Block, multiplies: bool) -> dict[str, Any]:
+    """What a launch takes of ``block``. One that only moves rows may have all registers that its one program on a
+    multiprocessor can: left to itself, the assembler spills to make room for more programs than there are.
+    """
+    if multiplies:
+        return block.options()
+    return block.options() | {"maxnreg": min(MOST_REGISTERS, NUM_REGISTERS // (THREADS_OF_WARP * block.warps))}
+
+
+@triton.jit
+def raise_or_count(  # type: ignore[no-untyped-def]
+    flag_ptr, count_ptr, index, group, of_group, epoch, experts: tl.constexpr
+):
+    """A flag of this rank: that of ``index``, or, with flags of ``experts``, that of ``group`` when this is the last of
+    ``of_group`` that come to it. The counter returns to zero.
+    """
+    if experts:
+        if is_last(count_ptr + group, of_group):
+            raise_flag(flag_ptr + group, epoch)
+    else:
+        raise_flag(flag_ptr + index, epoch)
+
+
+@triton.jit
+def is_last(count_ptr, of):  # type: ignore[no-untyped-def]
+    """Whether ``of`` programs have come here now; what the others stored before is seen by the last."""
+    tl.debug_barrier()
+    last = tl.atomic_add(count_ptr, 1, sem="acq_rel", scope="gpu") == of - 1
+    if last:
+        tl.store(count_ptr, 0)
+    return last

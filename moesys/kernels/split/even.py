@@ -1,0 +1,63 @@
+"""The even split of counts that are on a device: operators of torch on tables of R·Q numbers, none of which waits.
+
+It is ``EvenSplit`` (docs/balance.md), LAER-MoE's lite routing, to the byte: a source's tokens for an expert go evenly
+over the slots that hold it on the source's node, or over all slots where its node has none; what is left over goes one
+each to consecutive slots, the first of which ``turn`` moves.
+
+R ranks, E experts, P replicas, as in ``split_tables``; Q filled slots, by expert, then rank.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from moesys.kernels.split.tables import IntArray
+
+
+class EvenTables(NamedTuple):
+    """All int64, on one device, made once a layout.
+
+    ``expert_Q``: what a slot holds. ``sharing_RQ``: over how many slots a source's tokens for that expert go;
+    ``place_RQ``: the slot's place among them, -1 where it is none of them. ``last_P``: the last slot of a replica.
+    """
+
+    expert_Q: Tensor
+    sharing_RQ: Tensor
+    place_RQ: Tensor
+    last_P: Tensor
+
+
+def even_tables(expert_RS: IntArray, node_R: IntArray, device: torch.device | str) -> EvenTables:
+    """The tables of ``expert_RS`` [R, S], the expert in every slot, -1 for none; ``node_R``: each rank's node."""
+    rank_Q, slot_Q = np.nonzero(expert_RS >= 0)
+    expert_Q = expert_RS[rank_Q, slot_Q]
+    by_expert_Q = np.argsort(expert_Q, kind="stable")
+    expert_Q, rank_Q = expert_Q[by_expert_Q], rank_Q[by_expert_Q]
+    near_RQ = node_R[:, None] == node_R[rank_Q]
+    open_RQ = near_RQ | (_counted(near_RQ, expert_Q)[1] == 0)
+    place_RQ, sharing_RQ = _counted(open_RQ, expert_Q)
+    last_Q = np.r_[(np.diff(expert_Q) != 0) | (np.diff(rank_Q) != 0), True]
+    tables = (expert_Q, sharing_RQ, np.where(open_RQ, place_RQ, -1), np.flatnonzero(last_Q))
+    return EvenTables(*(torch.as_tensor(table, dtype=torch.int64, device=device) for table in tables))
+
+
+def _counted(chosen_RQ: npt.NDArray[np.bool_], expert_Q: IntArray) -> tuple[IntArray, IntArray]:
+    """[R, Q] both: of the chosen slots of a slot's expert, how many come before it, and how many there are."""
+    up_to_RQ = chosen_RQ.cumsum(1)
+    first_Q, last_Q = np.searchsorted(expert_Q, expert_Q), np.searchsorted(expert_Q, expert_Q, side="right") - 1
+    before_RQ = (up_to_RQ - chosen_RQ)[:, first_Q]
+    return up_to_RQ - chosen_RQ - before_RQ, up_to_RQ[:, last_Q] - before_RQ
+
+
+def even_split(tokens_RE: Tensor, tables: EvenTables, turn: int) -> Tensor:
+    """``tokens_RP`` int64: what each source of ``tokens_RE`` int64 [R, E] sends to each replica."""
+    tokens_RQ = tokens_RE[:, tables.expert_Q]
+    first_RQ = (tables.place_RQ - turn) % tables.sharing_RQ
+    share_RQ = tokens_RQ // tables.sharing_RQ + (first_RQ < tokens_RQ % tables.sharing_RQ)
+    end_RP = torch.where(tables.place_RQ >= 0, share_RQ, 0).cumsum(1)[:, tables.last_P]
+    return torch.cat([end_RP[:, :1], end_RP.diff(dim=1)], dim=1)

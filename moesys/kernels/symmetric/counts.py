@@ -1,0 +1,112 @@
+"""Counts of all ranks' choices, through the symmetric heap: what a plan on the device is made from.
+
+A rank writes its row into every peer's table and then publishes its epoch (``exchange.publish``): one flag says that
+its tokens may be pulled and that its counts are there, so counts cost no wait between ranks of their own.
+
+There are two tables, used in turn, as a fast rank may be one exchange ahead: its flag is enough to let it go on, and
+where it sends no rows to a slow peer, and gets none, it may publish again before that has read its first counts. It is
+never two ahead. It writes for exchange n + 2 after it has seen all peers publish n + 1, and a peer publishes that
+behind its own reading of n, on one stream. Which table it is, each rank counts on its device, so that a captured graph
+goes on alternating when it is replayed; all ranks make the same exchanges, in the same order.
+
+R ranks, E experts of a layer, at most as many as the tables have columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moesys.kernels.symmetric.heap import RANK, Heap, Region, at
+from moesys.kernels.symmetric.signals import PUBLISH, wait
+
+BLOCK_EXPERTS = 256
+
+
+def count_regions(num_ranks: int, num_experts: int) -> Mapping[str, Region]:
+    """What ranks share: both tables."""
+    return {"counts": Region((2, num_ranks, num_experts), torch.int64)}
+
+
+def send_counts(heap: Heap, exchanges_R: Tensor, first_E1: Tensor) -> None:
+    """Writes this rank's counts, which are the differences of ``first_E1`` int32 [E + 1], into every rank's table; to
+    be published. ``exchanges_R`` int32 [R]: how many there have been.
+    """
+    _send[(heap.num_ranks,)](
+        heap.world,
+        heap.offset("counts"),
+        exchanges_R,
+        first_E1,
+        heap.num_ranks,
+        len(first_E1) - 1,
+        heap.plan.regions["counts"].shape[2],
+        BLOCK_EXPERTS,
+    )
+
+
+@triton.jit(do_not_specialize=["num_ranks", "num_experts", "num_columns"])
+def _send(  # type: ignore[no-untyped-def]
+    world, counts, exchanges_R, first_E1, num_ranks, num_experts, num_columns, BLOCK: tl.constexpr
+):
+    """A program a peer."""
+    peer = tl.program_id(0)
+    table = tl.load(exchanges_R + peer) % 2
+    row = (table * num_ranks + tl.load(world + RANK)) * num_columns
+    for start in range(0, num_experts, BLOCK):
+        expert = start + tl.arange(0, BLOCK)
+        inside = expert < num_experts
+        first = tl.load(first_E1 + expert, mask=inside, other=0)
+        count = tl.load(first_E1 + expert + 1, mask=inside, other=0) - first
+        tl.store(at(world, peer, counts, tl.int64) + row + expert, count.to(tl.int64), mask=inside)
+
+
+def receive_counts(heap: Heap, epoch_1: Tensor, exchanges_R: Tensor, num_experts: int) -> Tensor:
+    """``tokens_RE`` int64 of all ranks, when all have published ``epoch_1``; zeros of one that was given up."""
+    tokens_RE = torch.empty(heap.num_ranks, num_experts, dtype=torch.int64, device=epoch_1.device)
+    _receive[(heap.num_ranks,)](
+        heap.world,
+        heap.offset("published"),
+        heap.offset("counts"),
+        epoch_1,
+        exchanges_R,
+        tokens_RE,
+        heap.num_ranks,
+        num_experts,
+        heap.plan.regions["counts"].shape[2],
+        BLOCK_EXPERTS,
+    )
+    return tokens_RE
+
+
+@triton.jit(do_not_specialize=["num_ranks", "num_experts", "num_columns"])
+def _receive(  # type: ignore[no-untyped-def]
+    world,
+    published,
+    counts,
+    epoch_ptr,
+    exchanges_R,
+    tokens_RE,
+    num_ranks,
+    num_experts,
+    num_columns,
+    BLOCK: tl.constexpr,
+):
+    """A program a source, which counts the exchange for itself."""
+    source = tl.program_id(0)
+    own, epoch = tl.load(world + RANK), tl.load(epoch_ptr)
+    peer = source + tl.arange(0, 1)
+    flag = at(world, own, published, tl.int32) + peer
+    wait(flag, peer < num_ranks, epoch, peer, -1, peer, PUBLISH, world)
+    # What lies in the table of one that was given up is another exchange's, perhaps of another layer.
+    published_at = tl.max(tl.atomic_add(flag, 0, mask=peer < num_ranks, sem="acquire", scope="sys"), 0)
+    exchange = tl.load(exchanges_R + source)
+    row = at(world, own, counts, tl.int64) + (exchange % 2 * num_ranks + source) * num_columns
+    for start in range(0, num_experts, BLOCK):
+        expert = start + tl.arange(0, BLOCK)
+        count = tl.where(published_at >= epoch, tl.load(row + expert, mask=expert < num_experts, other=0), 0)
+        tl.store(tokens_RE + source * num_experts + expert, count, mask=expert < num_experts)
+    tl.store(exchanges_R + source, exchange + 1)

@@ -1,0 +1,220 @@
+"""Symmetric heap: one arena a rank, with the same regions at the same places in each, which peers read and write by
+address.
+
+Three homes, one way to use them: memory shared between processes of the CPU, where kernels run in Triton's interpreter;
+virtual ranks inside one device; GPUs that map each other's memory (``torch.distributed._symmetric_memory``). A kernel
+gets ``world``, with the addresses of all ranks' arenas as its own rank sees them, and the offset of a region. Arenas
+are never handed to a kernel as tensors: the interpreter copies those back when it ends, over what peers have written.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moesys.kernels.experts.numerics import INTERPRETED
+
+# Regions begin at multiples of a cache line of both kinds of machine, and so at multiples of any load's width.
+ALIGNMENT = 128
+SHARED_FOLDER = Path("/dev/shm")
+# A wait that takes longer is given up.
+TIMEOUT_S = 30.0
+# A flag of one's own arena is polled in about this time. Ranks that are interpreted share cores, and leave them to each
+# other while they wait.
+GPU_POLL_S = 1e-6
+INTERPRETED_POLL_S = 5e-4
+# What every arena begins with (``signals``): 1 + the rank that has given up; why this one did.
+REPORT_WORDS = 7
+SIGNALS = {"abort": ((1,), torch.int32), "report": ((REPORT_WORDS,), torch.int32)}
+ABORT, REPORT = tl.constexpr(0), tl.constexpr(ALIGNMENT)
+# Places in ``world``; the bases of all ranks follow.
+NUM_RANKS, RANK, POLLS, BASES = (tl.constexpr(place) for place in range(4))
+
+
+class Region(NamedTuple):
+    """A tensor that every rank has at the same place of its arena."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return torch.Size(self.shape).numel() * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where regions lie: ``offset`` in bytes of each, and the bytes of an arena."""
+
+    regions: Mapping[str, Region]
+    offset: Mapping[str, int]
+    num_bytes: int
+
+    @staticmethod
+    def of(regions: Mapping[str, Region]) -> Plan:
+        """These regions behind those of ``signals``."""
+        together = {name: Region(*region) for name, region in (*SIGNALS.items(), *regions.items())}
+        offset, end = {}, 0
+        for name, region in together.items():
+            offset[name] = end
+            end += -(-region.num_bytes // ALIGNMENT) * ALIGNMENT
+        return Plan(together, offset, end)
+
+
+@dataclass(frozen=True, eq=False)
+class Heap:
+    """One rank's sight of all arenas.
+
+    ``arena``: this rank's own, bytes, born as zeros. ``world`` int64 [3 + R], on the arena's device: R, this rank, how
+    often a flag is asked for before its waiter gives up, and where each rank's arena begins, at addresses that are
+    valid for this rank. Memory is given back when the last rank's heap is gone, however its process ends.
+    """
+
+    plan: Plan
+    rank: int
+    num_ranks: int
+    timeout_s: float
+    arena: Tensor
+    world: Tensor
+    # What keeps peers' memory mapped.
+    mapped: tuple[object, ...]
+
+    @staticmethod
+    def _of(
+        plan: Plan, rank: int, arena: Tensor, bases: Sequence[int], timeout_s: float, mapped: Sequence[object]
+    ) -> Heap:
+        polls = max(1, int(timeout_s / (INTERPRETED_POLL_S if INTERPRETED.value else GPU_POLL_S)))
+        world = torch.tensor([len(bases), rank, polls, *bases], dtype=torch.int64, device=arena.device)
+        return Heap(plan, rank, len(bases), timeout_s, arena, world, tuple(mapped))
+
+    def offset(self, region: str) -> int:
+        """Bytes from the beginning of every arena."""
+        return self.plan.offset[region]
+
+    def own(self, region: str) -> Tensor:
+        """This rank's part, for torch's operators."""
+        found, start = self.plan.regions[region], self.plan.offset[region]
+        return self.arena[start : start + found.num_bytes].view(found.dtype).view(found.shape)
+
+    @staticmethod
+    def virtual(
+        regions: Mapping[str, Region], num_ranks: int, device: torch.device | str, timeout_s: float = TIMEOUT_S
+    ) -> list[Heap]:
+        """Of ranks that are streams of one process on one device; one rank alone has no peers."""
+        plan = Plan.of(regions)
+        arenas = [torch.zeros(plan.num_bytes, dtype=torch.uint8, device=device) for _ in range(num_ranks)]
+        bases = [arena.data_ptr() for arena in arenas]
+        return [Heap._of(plan, rank, arena, bases, timeout_s, arenas) for rank, arena in enumerate(arenas)]
+
+    @staticmethod
+    def of_group(
+        regions: Mapping[str, Region],
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+        timeout_s: float = TIMEOUT_S,
+    ) -> Heap:
+        """Of the ranks of ``group``, wherever they are; None is one rank alone. Collective."""
+        if group is None:
+            return Heap.virtual(regions, 1, device, timeout_s)[0]
+        if device.type == "cpu":
+            return Heap.between_processes(regions, group, timeout_s)
+        return Heap.between_gpus(regions, group, device, timeout_s)
+
+    @staticmethod
+    def between_processes(
+        regions: Mapping[str, Region], group: dist.ProcessGroup, timeout_s: float = TIMEOUT_S
+    ) -> Heap:
+        """Of the CPU processes of ``group`` on one machine. Collective.
+
+        Raises OSError where the memory cannot be had or a peer's is not on this machine.
+        """
+        plan, rank = Plan.of(regions), dist.get_rank(group)
+        path, own = _new_shared_memory(plan.num_bytes)
+        paths: list[str] = [""] * dist.get_world_size(group)
+        try:
+            dist.all_gather_object(paths, str(path), group=group)
+            try:
+                arenas = [own if peer == rank else _map(Path(name)) for peer, name in enumerate(paths)]
+            finally:
+                # Everyone has mapped it, or will not.
+                dist.barrier(group)
+        finally:
+            # Without a name it goes when the last process that maps it goes, even if a peer has died in here.
+            path.unlink()
+        return Heap._of(plan, rank, own, [arena.data_ptr() for arena in arenas], timeout_s, arenas)
+
+    @staticmethod
+    def between_gpus(
+        regions: Mapping[str, Region], group: dist.ProcessGroup, device: torch.device, timeout_s: float = TIMEOUT_S
+    ) -> Heap:
+        """Of the GPUs of ``group``, which reach each other by NVLink or PCIe. Collective.
+
+        Several ranks may share a GPU if ``TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1`` is set before torch is used.
+        Raises RuntimeError where torch cannot map a peer's memory.
+        """
+        import torch.distributed._symmetric_memory as symmetric_memory
+
+        plan = Plan.of(regions)
+        arena = symmetric_memory.empty(plan.num_bytes, dtype=torch.uint8, device=device)
+        arena.zero_()
+        handle = symmetric_memory.rendezvous(arena, group)
+        # No rank writes into an arena that its owner has still to clear.
+        torch.cuda.synchronize(device)
+        dist.barrier(group)
+        return Heap._of(plan, dist.get_rank(group), arena, handle.buffer_ptrs, timeout_s, (handle,))
+
+
+def require_no_capture(what: str) -> None:
+    """Before ``what`` is replaced by more of it: raises RuntimeError while a CUDA graph is captured."""
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            f"{what} would have to grow while a CUDA graph is captured; run a micro-batch of this size once, on all "
+            "ranks, before the capture"
+        )
+
+
+def _new_shared_memory(num_bytes: int) -> tuple[Path, Tensor]:
+    """A file in memory where the system has such a folder, else one that the system may keep in memory."""
+    folder = SHARED_FOLDER if SHARED_FOLDER.is_dir() else None
+    descriptor, name = tempfile.mkstemp(prefix="moesys-heap-", dir=folder)
+    try:
+        if hasattr(os, "posix_fallocate"):
+            # Now, as memory that is missing later ends a process without a word.
+            os.posix_fallocate(descriptor, 0, num_bytes)
+        else:
+            os.ftruncate(descriptor, num_bytes)
+    except OSError as error:
+        Path(name).unlink()
+        raise OSError(
+            error.errno,
+            f"{num_bytes / 2**20:.0f} MiB of memory to share between ranks are not to be had in {Path(name).parent}; "
+            "give that folder more room, or the layer fewer tokens at once",
+        ) from None
+    finally:
+        os.close(descriptor)
+    return Path(name), _map(Path(name))
+
+
+def _map(path: Path) -> Tensor:
+    with path.open("r+b") as file:
+        return torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=torch.uint8)
+
+
+@triton.jit
+def at(world, rank, offset, dtype: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Where a region begins on a rank, or on each of a tensor of ranks."""
+    base = tl.load(world + BASES + rank).to(tl.pointer_type(dtype))
+    # Regions are aligned, and arenas more so: without the hint a compiler would move one element at a time. It keeps a
+    # hint about a sum of a pointer, and forgets one about what is made a pointer.
+    return tl.multiple_of(base + offset // (dtype.primitive_bitwidth // 8), 16)

@@ -1,0 +1,187 @@
+"""What every rank shares, and its peers pull: parts of experts, and gradients of them, beside the MegaKernels.
+
+A pull is announced by all ranks in the same order. Each copies what it shares into its arena and says so; then, on a
+stream of its own, it waits for its peers' word, copies what it wants from their arenas (``copies``), and says that it
+has it. Arenas hold what was shared last and the time before, so two pulls are under way at most: before the third, a
+rank makes its first one come before all that it launches behind it. So a rank that waits until its peers have pulled
+waits for nothing that they have still to launch.
+
+R ranks.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from moesys.kernels.symmetric.copies import PROGRAMS, Copy, start_copies
+from moesys.kernels.symmetric.heap import BASES, RANK, Heap, Region, at, require_no_capture
+from moesys.kernels.symmetric.signals import PUBLISH, PULL, raise_flag, raise_if_given_up, wait
+
+# How often a rank may share before peers have pulled the first time.
+DEPTH = 2
+
+
+class Wanted(NamedTuple):
+    """Contiguous ``destination`` gets as many bytes of what ``rank`` shares, from ``first_byte`` on."""
+
+    destination: Tensor
+    rank: int
+    first_byte: int
+
+
+class Pull:
+    """On its way until ``wait``, after which what is launched finds it there."""
+
+    def __init__(self, ring: PullRing, epoch: int, wanted: Sequence[Wanted]) -> None:
+        self._ring, self.epoch, self.wanted = ring, epoch, wanted
+        self.done: torch.cuda.Event | None = None
+
+    def wait(self) -> None:
+        """Raises ``PeerTimeoutError`` on the CPU if a peer does not share in time; on a GPU the host does not wait."""
+        self._ring.settle(self)
+
+
+class PullRing:
+    """One rank's side of all pulls over one heap with ``pull_regions``."""
+
+    def __init__(self, heap: Heap, programs: int = PROGRAMS) -> None:
+        self._heap, self._programs = heap, programs
+        self._bases = heap.world[BASES.value :].tolist()
+        self._device = heap.arena.device
+        # Before what else is ready, as a layer waits for it.
+        self._stream = torch.cuda.Stream(self._device, priority=-1) if self._device.type == "cuda" else None
+        self._epoch = 0
+        self._pending: deque[Pull] = deque()
+
+    @property
+    def num_bytes(self) -> int:
+        """The most that a rank can share at once."""
+        return self._heap.plan.regions["shared"].shape[1]
+
+    @property
+    def arena_bytes(self) -> int:
+        return self._heap.plan.num_bytes
+
+    def start(self, shared: Tensor, wanted: Sequence[Wanted]) -> Pull:
+        """``shared``: contiguous. All ranks start the same pulls in the same order.
+
+        Raises ValueError where more is shared than there is room for.
+        """
+        as_bytes = shared.view(-1).view(torch.uint8)
+        if len(as_bytes) > self.num_bytes:
+            raise ValueError(
+                f"shared has {len(as_bytes)} bytes, but the ring has room for {self.num_bytes}; "
+                "make it of the most that any rank shares"
+            )
+        if len(self._pending) == DEPTH:
+            self.settle(self._pending[0])
+        self._epoch += 1
+        pull = Pull(self, self._epoch, wanted)
+        self._await("pulled", self._epoch - DEPTH)
+        self._heap.own("shared")[self._epoch % DEPTH, : len(as_bytes)].copy_(as_bytes)
+        self._tell("published", self._epoch)
+        self._pending.append(pull)
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(self._stream):
+                self._run(pull)
+                for part in wanted:
+                    part.destination.record_stream(self._stream)
+                pull.done = self._stream.record_event()
+        return pull
+
+    def settle(self, pull: Pull) -> None:
+        """This pull, and all before it, come before what is launched from now on."""
+        while self._pending and self._pending[0].epoch <= pull.epoch:
+            first = self._pending.popleft()
+            if first.done is None:
+                self._run(first)
+                raise_if_given_up(self._heap)
+            else:
+                torch.cuda.current_stream(self._device).wait_event(first.done)
+
+    def drain(self) -> None:
+        """Settle all, and wait for the device."""
+        if self._pending:
+            self.settle(self._pending[-1])
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def _run(self, pull: Pull) -> None:
+        self._await("published", pull.epoch)
+        first_byte = self._heap.offset("shared") + pull.epoch % DEPTH * self.num_bytes
+        copies = [
+            Copy(
+                part.destination.data_ptr(),
+                self._bases[part.rank] + first_byte + part.first_byte,
+                part.destination.nbytes,
+            )
+            for part in pull.wanted
+        ]
+        start_copies(copies, self._device, self._programs)
+        self._tell("pulled", pull.epoch)
+
+    def _await(self, region: str, epoch: int) -> None:
+        stage = PUBLISH if region == "published" else PULL
+        heap, ranks = self._heap, triton.next_power_of_2(self._heap.num_ranks)
+        _await_all[(1,)](heap.world, heap.offset(region), epoch, heap.num_ranks, stage=stage, RANKS=ranks)
+
+    def _tell(self, region: str, epoch: int) -> None:
+        heap, ranks = self._heap, triton.next_power_of_2(self._heap.num_ranks)
+        _tell_all[(1,)](heap.world, heap.offset(region), epoch, heap.num_ranks, RANKS=ranks)
+
+
+class PullRings:
+    """The rings of a group, by name, each as large as has been asked for."""
+
+    def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
+        self._group, self._timeout_s = group, timeout_s
+        self._rings: dict[str, PullRing] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all arenas that this rank has here."""
+        return sum(ring.arena_bytes for ring in self._rings.values())
+
+    def ring(self, name: str, num_bytes: int, device: torch.device) -> PullRing:
+        """Where a rank can share so many bytes. Collective: all ranks ask for the same."""
+        ring = self._rings.get(name)
+        if ring is None or ring.num_bytes < num_bytes:
+            require_no_capture("the arena of experts")
+            if ring is not None:
+                ring.drain()
+            wanted = pull_regions(num_bytes, dist.get_world_size(self._group))
+            ring = self._rings[name] = PullRing(Heap.of_group(wanted, self._group, device, self._timeout_s))
+        return ring
+
+
+def pull_regions(num_bytes: int, num_ranks: int) -> Mapping[str, Region]:
+    """Room for what a rank shares at once, a multiple of 16 bytes, ``DEPTH`` times; flags that hold epochs."""
+    return {
+        "shared": Region((DEPTH, -(-num_bytes // 16) * 16), torch.uint8),
+        "published": Region((num_ranks,), torch.int32),
+        "pulled": Region((num_ranks,), torch.int32),
+    }
+
+
+@triton.jit(do_not_specialize=["epoch"])
+def _await_all(world, flags, epoch, num_ranks, stage: tl.constexpr, RANKS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Until every rank has told this one ``epoch``."""
+    peer = tl.arange(0, RANKS)
+    flag = at(world, tl.load(world + RANK), flags, tl.int32) + tl.minimum(peer, num_ranks - 1)
+    wait(flag, peer < num_ranks, epoch, peer, -1, peer, stage, world)
+
+
+@triton.jit(do_not_specialize=["epoch"])
+def _tell_all(world, flags, epoch, num_ranks, RANKS: tl.constexpr):  # type: ignore[no-untyped-def]
+    peer = tl.arange(0, RANKS)
+    flag = at(world, tl.minimum(peer, num_ranks - 1), flags, tl.int32) + tl.load(world + RANK)
+    raise_flag(flag, epoch, peer < num_ranks)

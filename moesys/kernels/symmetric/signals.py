@@ -1,0 +1,146 @@
+"""Signals between ranks, and between the programs of a rank: flags that hold the epoch in which they were last raised.
+
+An epoch is one direction of one micro-batch of one layer. A flag is raised by storing the epoch, and waited for until
+it is at least that, so it never has to be cleared. Everything a program stored before it raises a flag is seen by who
+has waited for it (release and acquire at system scope, by atomics that Triton has had since 3.6).
+
+Nobody waits for ever. A program that gives up writes down for whom and for what it waited, and tells all ranks; from
+then on every wait returns at once, so that all kernels end, and ``raise_if_given_up`` says on each what was written.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from moesys.kernels.experts.numerics import INTERPRETED
+from moesys.kernels.symmetric.clock import nap, polls_by_now
+from moesys.kernels.symmetric.heap import ABORT, NUM_RANKS, POLLS, RANK, REPORT, REPORT_WORDS, Heap, at
+
+# What is waited for, by number.
+STAGES = ("publish", "dispatch", "combine", "pull")
+PUBLISH, DISPATCH, COMBINE, PULL = (tl.constexpr(stage) for stage in range(len(STAGES)))
+
+
+class PeerTimeoutError(RuntimeError):
+    """A rank waited in vain, this one or another; ``peer`` is for whom."""
+
+    def __init__(self, message: str, peer: int) -> None:
+        super().__init__(message)
+        self.peer = peer
+
+
+def raise_if_given_up(heap: Heap) -> None:
+    """Waits for the device. Raises ``PeerTimeoutError`` if a kernel of this rank, or of a peer's, gave up; so does each
+    later call, as ranks that were left behind are in no common epoch.
+    """
+    first = heap.rank if int(heap.own("report")[0]) else int(heap.own("abort")[0]) - 1
+    if first < 0:
+        return
+    report = torch.empty(REPORT_WORDS, dtype=torch.int32, device=heap.arena.device)
+    _read_report[(1,)](heap.world, first, report, REPORT_WORDS)
+    _, stage, peer, expert, flag, found, wanted = report.tolist()
+    raise PeerTimeoutError(
+        ("" if first == heap.rank else f"rank {heap.rank} stopped: ")
+        + f"rank {first} waited {heap.timeout_s:g} s for rank {peer} in {STAGES[stage]}: flag {flag}"
+        + (f" of expert {expert}" if expert >= 0 else "")
+        + f" is at epoch {found}, not {wanted}; rank {peer} is dead, stuck, or ran another step",
+        peer,
+    )
+
+
+@triton.jit(do_not_specialize=["rank"])
+def _read_report(world, rank, out_ptr, WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A peer's too: it lies in that rank's arena."""
+    for word in range(WORDS):
+        tl.store(out_ptr + word, tl.load(at(world, rank, REPORT, tl.int32) + word))
+
+
+class Watch:
+    """Tells the host of kernels that gave up, without making it wait for those that run.
+
+    On a GPU every direction ends with a copy of what peers say into memory of the host, and whoever looks there sees
+    what has arrived by then: an error comes with a later direction than the one that failed. All waits in between
+    return at once. In a captured graph the copy is a part of it. On the CPU kernels have ended when they return.
+    """
+
+    def __init__(self, heap: Heap) -> None:
+        self._heap = heap
+        self._abort_1 = torch.zeros(1, dtype=torch.int32).pin_memory() if heap.arena.is_cuda else None
+
+    def note(self) -> None:
+        """At the end of a direction. On the CPU raises ``PeerTimeoutError`` at once."""
+        if self._abort_1 is None:
+            raise_if_given_up(self._heap)
+        else:
+            self._abort_1.copy_(self._heap.own("abort"), non_blocking=True)
+
+    def look(self) -> None:
+        """Raises ``PeerTimeoutError`` if a direction that has ended by now was given up."""
+        if self._abort_1 is not None and int(self._abort_1):
+            self.wait()
+
+    def wait(self) -> None:
+        """Raises ``PeerTimeoutError`` if any direction was given up, when the device has done all of them."""
+        if self._heap.arena.is_cuda:
+            torch.cuda.synchronize(self._heap.arena.device)
+        raise_if_given_up(self._heap)
+
+
+@triton.jit
+def raise_flag(flag, epoch, mask=None):  # type: ignore[no-untyped-def]
+    """A flag, or all of a tensor of pointers, after everything that this program has stored."""
+    tl.debug_barrier()
+    tl.atomic_xchg(flag, epoch, mask=mask, sem="release", scope="sys")
+
+
+@triton.jit
+def wait(flag, mask, epoch, peer, expert, index, stage: tl.constexpr, world):  # type: ignore[no-untyped-def]
+    """Until all flags of a tensor of pointers into this rank's memory are at ``epoch``; ``peer``, ``expert`` and
+    ``index`` of each are what is reported of it. What is stored behind them may be read afterwards.
+    """
+    abort = at(world, tl.load(world + RANK), ABORT, tl.int32)
+    found = _poll(flag, mask, epoch)
+    left = tl.load(world + POLLS)
+    if INTERPRETED:
+        # By the clock, as a poll takes several times as long here, the longer the more ranks share a core.
+        end = left + polls_by_now()
+    while (tl.min(found, 0) < epoch) & (left > 0):
+        if INTERPRETED:
+            nap()
+            left = end - polls_by_now()
+        else:
+            left -= 1
+        aborted = tl.atomic_add(abort, 0, sem="acquire", scope="sys") != 0
+        left = tl.where(aborted, 0, left)
+        found = _poll(flag, mask, epoch)
+        if (left <= 0) & (tl.min(found, 0) < epoch):  # noqa: SIM102, as these are no Python booleans
+            if not aborted:
+                _give_up(found, epoch, peer, expert, index, stage, world)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _poll(flag, mask, epoch):  # type: ignore[no-untyped-def]
+    return tl.where(mask, tl.atomic_add(flag, 0, mask=mask, sem="acquire", scope="sys"), epoch)
+
+
+@triton.jit
+def _give_up(found, epoch, peer, expert, index, stage: tl.constexpr, world):  # type: ignore[no-untyped-def]
+    """The first program of a rank that gives up writes its report, and then tells all ranks whose it is."""
+    own = tl.load(world + RANK).to(tl.int32)
+    report = at(world, own, REPORT, tl.int32)
+    if tl.atomic_cas(report, 0, 1, sem="acq_rel", scope="sys") == 0:
+        furthest_behind = tl.min(found, 0)
+        lane = tl.arange(0, found.shape[0])
+        late = lane == tl.min(tl.where(found == furthest_behind, lane, found.shape[0]), 0)
+        tl.store(report + 1, stage)
+        tl.store(report + 2, tl.sum(tl.where(late, peer, 0), 0))
+        tl.store(report + 3, tl.sum(tl.where(late, expert, 0), 0))
+        tl.store(report + 4, tl.sum(tl.where(late, index, 0), 0))
+        tl.store(report + 5, furthest_behind)
+        tl.store(report + 6, epoch)
+        tl.debug_barrier()
+        for rank in range(tl.load(world + NUM_RANKS).to(tl.int32)):
+            tl.atomic_xchg(at(world, rank, ABORT, tl.int32), own + 1, sem="release", scope="sys")

@@ -1,0 +1,331 @@
+"""``moesys doctor``: what this machine has, and what each thing that is missing would enable.
+
+Every check stands alone: one that fails is a row of the table and not the end of it. So whatever may be missing or
+broken is imported inside the check that is about it.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, requires, version
+from pathlib import Path
+from typing import Literal
+
+from rich import box
+from rich.table import Table
+from rich.text import Text
+
+from moesys.lab.show.console import print_full
+
+State = Literal["ok", "slow", "missing", "broken"]
+
+STYLES: dict[State, str] = {"ok": "green", "slow": "yellow", "missing": "yellow", "broken": "bold red"}
+# Contraction and columns: small enough to be probed at many places in a call and in memory, and larger.
+PROBED_SHAPES = ((64, 128), (256, 512), (1024, 1024))
+PROBED_DTYPES = ("float32", "bfloat16", "float16")
+RANKS_TIMEOUT_S = 60.0
+MANY_RANKS = 4
+ROW_BY_ROW = "row by row"
+GIB = 2**30
+OLDEST_PYTHON, OLDEST_TORCH = (3, 11), (2, 11)
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that was looked for.
+
+    state: ``broken`` where the default install cannot do without it, ``missing`` where it can, ``slow`` where it is
+    there but not as fast as it could be. hint: what it would enable, or what to do; empty where nothing is to be said.
+    """
+
+    name: str
+    found: str
+    state: State
+    hint: str = ""
+
+
+def examine() -> list[Check]:
+    """All checks of this machine, in the order in which one thing needs another."""
+    checks: list[Check] = []
+    for about, look in _CHECKS.items():
+        try:
+            checks += look()
+        except Exception as error:
+            checks.append(Check(about, f"{type(error).__name__}: {error}".partition("\n")[0], "broken", _REINSTALL))
+    return checks
+
+
+def doctor_command(as_json: bool = False) -> int:
+    """Print what ``examine`` finds; 1 where something that the default install needs is broken."""
+    checks = examine()
+    if as_json:
+        print(json.dumps([asdict(check) for check in checks], indent=2))
+    else:
+        print_full(checks_table(checks), [_verdict(checks)])
+    return int(any(check.state == "broken" for check in checks))
+
+
+def checks_table(checks: list[Check]) -> Table:
+    table = Table(title=Text("What this machine has", style="bold"), title_justify="left", box=box.SIMPLE_HEAD)
+    for column in ("check", "found", "state", "what it would enable, or what to do"):
+        table.add_column(column)
+    for check in checks:
+        table.add_row(Text(check.name), Text(check.found), Text(check.state, STYLES[check.state]), Text(check.hint))
+    return table
+
+
+def _verdict(checks: list[Check]) -> str:
+    broken = [check.name for check in checks if check.state == "broken"]
+    if broken:
+        return f"Broken: {', '.join(broken)}. moesys does not run as installed until that is mended."
+    return "All that the default install needs is there."
+
+
+# --- software -------------------------------------------------------------------------------------------------------
+
+
+def _python() -> Iterator[Check]:
+    if sys.version_info >= OLDEST_PYTHON:
+        yield Check("Python", platform.python_version(), "ok")
+    else:
+        hint = f"install Python {OLDEST_PYTHON[0]}.{OLDEST_PYTHON[1]} or newer"
+        yield Check("Python", platform.python_version(), "broken", hint)
+
+
+def _packages() -> Iterator[Check]:
+    try:
+        declared = requires("moesys") or []
+    except PackageNotFoundError:
+        yield Check("packages", "moesys is not installed, so nothing says which", "missing", _REINSTALL)
+        return
+    names = [line.split(";")[0].rstrip("0123456789.,<>=!~ ") for line in declared if "extra ==" not in line]
+    there = {name: _version(name) for name in names}
+    if absent := [name for name, found in there.items() if not found]:
+        yield Check("packages", f"no {', '.join(absent)}", "broken", _REINSTALL)
+    else:
+        yield Check("packages", ", ".join(f"{name} {found}" for name, found in sorted(there.items())), "ok")
+
+
+def _torch() -> Iterator[Check]:
+    import torch
+
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else "ROCm" if torch.version.hip else "CPU only"
+    found = f"{torch.__version__}, {build}"
+    if tuple(int(part) for part in torch.__version__.split(".")[:2]) < OLDEST_TORCH:
+        yield Check("torch", found, "broken", f"install torch {OLDEST_TORCH[0]}.{OLDEST_TORCH[1]} or newer")
+    else:
+        yield Check("torch", found, "ok")
+
+
+def _gpus() -> Iterator[Check]:
+    import torch
+
+    if not torch.cuda.is_available():
+        why = "torch is built for the CPU only" if not torch.version.cuda else "torch sees none: a driver is missing?"
+        yield Check("GPU", f"none ({why})", "missing", "training on GPUs; on CPU ranks and in the cost model all works")
+        return
+    devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    for name in dict.fromkeys(device.name for device in devices):
+        alike = [device for device in devices if device.name == name]
+        yield Check("GPU", f"{len(alike)} × {name}, {alike[0].total_memory / GIB:.0f} GiB", "ok")
+    if len(devices) > 1:
+        told = _output("nvidia-smi", "nvlink", "--status")
+        links = sum("GB/s" in line for line in told.splitlines())
+        if links:
+            yield Check("NVLink", f"{links} links up", "ok", "how fast: moesys bench calibrate, under torchrun")
+        else:
+            yield Check("NVLink", "none, or nvidia-smi does not tell", "missing", "fast dispatch inside a node")
+
+
+def _optional() -> Iterator[Check]:
+    cupy = next((name for name in ("cupy-cuda12x", "cupy-cuda13x", "cupy") if _version(name)), "cupy")
+    for title, package, hint in (
+        ("Triton", "triton", "GPU kernels; comes with CUDA builds of torch on Linux"),
+        ("CuPy", cupy, "GPU kernels in CUDA C++: pip install 'moesys[cuda12]' or 'moesys[cuda13]'"),
+        ("Numba", "numba", "nothing yet: all planners run without it"),
+    ):
+        found = _version(package)
+        yield Check(title, found, "ok") if found else Check(title, "not installed", "missing", hint)
+
+
+def _backends() -> Iterator[Check]:
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_gloo_available():
+        yield Check("gloo", "in torch", "ok")
+    else:
+        yield Check("gloo", "not in this torch", "broken", "ranks on CPUs: install a torch with gloo")
+    if dist.is_available() and dist.is_nccl_available():
+        yield Check("NCCL", "in torch", "ok")
+    else:
+        yield Check("NCCL", "not in this torch", "missing", "ranks on GPUs: install a CUDA build of torch")
+
+
+def _local_ranks() -> Iterator[Check]:
+    from time import perf_counter
+
+    from moesys.lab.ranks.pool import LocalRanks
+
+    start_s = perf_counter()
+    with LocalRanks(2, timeout_s=RANKS_TIMEOUT_S) as ranks:
+        sums = ranks.run(_sum_of_ranks)
+    if sums != [3.0, 3.0]:
+        raise RuntimeError(f"two ranks added 1 and 2 to {sums}")
+    found = f"2 started and added a tensor in {perf_counter() - start_s:.1f} s"
+    yield Check("local ranks", found, "ok", "simulate what they would do: moesys bench calibrate --out here.toml")
+
+
+def _sum_of_ranks() -> float:
+    import torch
+    import torch.distributed as dist
+
+    value_1 = torch.tensor([1.0 + dist.get_rank()])
+    dist.all_reduce(value_1)
+    return value_1.item()
+
+
+def _git() -> Iterator[Check]:
+    if not shutil.which("git"):
+        yield Check("git", "not installed", "missing", "records that say which code they come from")
+        return
+    from moesys.lab.runs.environment import collect_environment
+
+    environment, _ = collect_environment()
+    if environment.git_commit:
+        changes = " with uncommitted changes" if environment.git_dirty else ""
+        yield Check("git", f"commit {environment.git_commit[:8]}{changes}", "ok")
+    else:
+        yield Check("git", "moesys does not run from a checkout", "ok", "records name the version, but no commit")
+
+
+# --- machine --------------------------------------------------------------------------------------------------------
+
+
+def _cpu() -> Iterator[Check]:
+    from moesys.lab.runs.environment import available_cores, cpu_name
+
+    cores = available_cores()
+    found = f"{cpu_name()}, {cores} core{'s' * (cores > 1)}"
+    if cores < MANY_RANKS:
+        yield Check(
+            "CPU", found, "slow", f"{MANY_RANKS} ranks share them: measured times are those of a crowded machine"
+        )
+    else:
+        yield Check("CPU", found, "ok")
+
+
+def _memory() -> Iterator[Check]:
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        yield Check("memory", "this system does not tell", "ok")
+        return
+    kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
+    total, free = (kib[name] / 2**20 for name in ("MemTotal", "MemAvailable"))
+    yield Check("memory", f"{total:.1f} GiB, {free:.1f} GiB of it free", "ok")
+
+
+def _huge_pages(file: Path = Path("/sys/kernel/mm/transparent_hugepage/enabled")) -> Iterator[Check]:
+    try:
+        mode = file.read_text(encoding="utf-8").partition("[")[2].partition("]")[0]
+    except OSError:
+        mode = ""
+    if mode == "never":
+        yield Check("huge pages", mode, "slow", f"faster first touch of large tensors: echo madvise > {file}, as root")
+    else:
+        yield Check("huge pages", mode or "this system does not tell", "ok")
+
+
+def _blas() -> Iterator[Check]:
+    import torch
+
+    built = torch.__config__.show().partition("BLAS_INFO=")[2].partition(",")[0] or "no BLAS named"
+    if torch.backends.mkldnn.is_available():
+        yield Check("BLAS", f"{built}, oneDNN", "ok")
+    else:
+        yield Check("BLAS", f"{built}, no oneDNN", "slow", "faster products on the CPU: a torch built with oneDNN")
+
+
+def _half_precision() -> Iterator[Check]:
+    import torch
+
+    has = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
+    units = [name for name in ("avx512_bf16", "amx_bf16", "bf16") if has.get(name)]
+    capability = torch.backends.cpu.get_cpu_capability()
+    if units:
+        yield Check("bfloat16", f"{capability}, {', '.join(units)}", "ok")
+    else:
+        yield Check("bfloat16", f"{capability}, no instructions for it", "slow", "use dtype='float32' on this CPU")
+
+
+def _numerics_class() -> Iterator[Check]:
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for dtype in PROBED_DTYPES:
+            words = [f"{rows}×{columns} {_rule_words(rows, columns, dtype)}" for rows, columns in PROBED_SHAPES]
+            found = f"1 thread, as ranks have: {'; '.join(words)}"
+            if ROW_BY_ROW in found:
+                hint = "calls of few rows differ in their last bits, so experts of these shapes are slow"
+                yield Check(f"numerics, {dtype}", found, "slow", hint)
+            else:
+                hint = "calls of fewer rows are padded, so that overlap changes no bit" if "at least" in found else ""
+                yield Check(f"numerics, {dtype}", found, "ok", hint)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _rule_words(contraction: int, columns: int, dtype: str) -> str:
+    import torch
+
+    from moesys.kernels.cpu.row_invariant_gemm import row_rule
+
+    rule = row_rule(contraction, columns, getattr(torch, dtype), transposed=True, device_type="cpu")
+    if rule.tile_rows is not None:
+        return ROW_BY_ROW
+    return f"at least {rule.min_rows} rows" if rule.min_rows > 1 else "any number of rows"
+
+
+# --- tools ----------------------------------------------------------------------------------------------------------
+
+_REINSTALL = "install moesys again: pip install -e ."
+
+_CHECKS: dict[str, Callable[[], Iterator[Check]]] = {
+    "Python": _python,
+    "packages": _packages,
+    "torch": _torch,
+    "GPU": _gpus,
+    "GPU kernels": _optional,
+    "backends": _backends,
+    "local ranks": _local_ranks,
+    "git": _git,
+    "CPU": _cpu,
+    "memory": _memory,
+    "huge pages": _huge_pages,
+    "BLAS": _blas,
+    "bfloat16": _half_precision,
+    "numerics": _numerics_class,
+}
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _output(*command: str) -> str:
+    """What a command prints within five seconds; nothing where it is not there."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=False, timeout=5).stdout
+    except (OSError, subprocess.TimeoutExpired):
+        return ""

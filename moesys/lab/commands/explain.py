@@ -1,0 +1,50 @@
+"""``moesys explain``: one step's plan as a tree for the terminal, or as JSON."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from moesys.config import Strategy
+from moesys.config.experiment import Experiment
+from moesys.lab.commands import refused
+from moesys.lab.explanation.explain_tree import explanation_tree
+from moesys.lab.explanation.explanation import explain
+from moesys.lab.runs.choices import strategy_of
+from moesys.lab.runs.files import load_experiment
+from moesys.lab.show.console import print_full
+
+
+def explain_command(
+    file: Path,
+    strategy: str | None = None,
+    layer: int | None = None,
+    micro_batch: int | None = None,
+    as_json: bool = False,
+) -> int:
+    """Explain a strategy of the experiment in ``file``, by default the last one, or one in a file of its own; 2 where
+    what was asked for is not.
+    """
+    try:
+        experiment = load_experiment(file)
+        explanation = explain(_chosen(strategy, experiment), experiment, micro_batch=micro_batch)
+        tree = explanation_tree(explanation, layer)
+        if as_json:
+            print(explanation.to_json())
+        else:
+            print_full(tree)
+    except (ValueError, OSError) as error:
+        return refused(error)
+    return 0
+
+
+def _chosen(name: str | None, experiment: Experiment) -> Strategy:
+    if name is None:
+        return experiment.strategies[-1]
+    names = [strategy.name for strategy in experiment.strategies]
+    if name not in names and Path(name).suffix in (".json", ".toml"):
+        return strategy_of(Path(name))
+    if name not in names:
+        raise ValueError(
+            f"strategy={name!r} is not in {experiment.name}; choose one of {', '.join(names)}, or a .toml or .json file"
+        )
+    return experiment.strategies[names.index(name)]

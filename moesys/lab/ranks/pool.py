@@ -1,0 +1,262 @@
+"""A pool of local ranks: processes that are started once and run one function after another on fresh gloo groups."""
+
+import concurrent.futures
+import contextlib
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from datetime import timedelta
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import torch.distributed as dist
+
+from moesys.lab.ranks.outcomes import Outcome, RankError
+from moesys.lab.ranks.rank_process import (
+    DEATH_S,
+    Job,
+    RankProcess,
+    RankSettings,
+    ensure_server,
+    kill_all,
+    stacks_of,
+)
+from moesys.lab.ranks.tensor_pickle import pickled
+from moesys.lab.slow_links.namespaces import RankNetwork, in_namespace
+
+T = TypeVar("T")
+
+_STORE_ADDRESS = "127.0.0.1"
+# How long a rank that must end by itself may take before it is killed.
+_EXIT_S = 5.0
+
+
+class LocalRanks:
+    """Processes on this machine that run functions as the ranks of a process group.
+
+    ```python
+    def total(value: float) -> float:
+        value_1 = torch.tensor([value + dist.get_rank()])
+        dist.all_reduce(value_1)
+        return value_1.item()
+
+    with LocalRanks(4) as ranks:
+        ranks.run(total, 10.0)               # [46.0, 46.0, 46.0, 46.0]
+        ranks.run(total, 10.0, num_ranks=2)  # [21.0, 21.0]
+    ```
+
+    Processes start when a run needs them and stay until `close()`; after a run in which a rank failed, all are killed
+    and the next run starts new ones. Between runs a process keeps what a function leaves in it: random generators,
+    module globals, default dtype. Every run has a default process group of its own. Output goes to this process's
+    stdout and stderr. When this process ends, however it ends, so do they, without running exit handlers.
+
+    As for any forkserver, a script that uses this needs `if __name__ == "__main__":`.
+
+    Args:
+        num_ranks: the most ranks that a run may have.
+        threads: threads of torch's CPU operators in a rank; numpy's BLAS always has one.
+        timeout_s: seconds that a run may take, unless it says otherwise.
+        collective_timeout_s: seconds after which gloo gives up on a missing peer.
+        grace_s: seconds that `run` leaves to the other ranks after the first failure, for tracebacks of their own.
+        setup: a module-level function, called once in every process before its first run.
+        environment: variables that every process has from its start; heeded only by the first pool that this process
+            starts, like `preload`.
+        preload: modules to import once, ahead of all ranks, beside torch and numpy; heeded only by the first pool that
+            this process starts.
+        network: the hosts that ranks live on (`shaped_links`), as long as the pool does; None: this machine itself.
+        backend: of the group, as `dist.init_process_group` knows it.
+
+    Raises:
+        ValueError: `num_ranks` or `threads` is below 1, or `network` has places for another number of ranks.
+    """
+
+    def __init__(
+        self,
+        num_ranks: int,
+        *,
+        threads: int = 1,
+        timeout_s: float = 60.0,
+        collective_timeout_s: float = 30.0,
+        grace_s: float = 3.0,
+        setup: Callable[[], None] | None = None,
+        environment: Mapping[str, str] | None = None,
+        preload: Sequence[str] = (),
+        network: RankNetwork | None = None,
+        backend: str = "gloo",
+    ) -> None:
+        for name, value in (("num_ranks", num_ranks), ("threads", threads)):
+            if value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
+        if network is not None and len(network.namespace_of_rank) != num_ranks:
+            raise ValueError(
+                f"network has places for {len(network.namespace_of_rank)} ranks but num_ranks={num_ranks}; "
+                "make hosts for exactly the ranks of the pool"
+            )
+        self.num_ranks = num_ranks
+        self._threads = threads
+        self._timeout_s = timeout_s
+        self._collective_timeout_s = collective_timeout_s
+        self._grace_s = grace_s
+        self._setup = setup
+        self._environment = dict(environment or {})
+        self._preload = tuple(preload)
+        self._network = network
+        self._backend = backend
+        self._num_runs = 0
+        self._store: dist.TCPStore | None = None
+        self._processes: dict[int, RankProcess] = {}
+        self._askers = concurrent.futures.ThreadPoolExecutor(num_ranks, thread_name_prefix="rank")
+        self._one_run = threading.Lock()
+        # Also runs when the interpreter exits, before multiprocessing would wait for the processes.
+        self._finalizer = weakref.finalize(self, kill_all, self._processes)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def run(
+        self, fn: Callable[..., T], *args: Any, num_ranks: int | None = None, timeout_s: float | None = None
+    ) -> list[T]:
+        """Calls `fn(*args)` on each of the first `num_ranks` ranks (default: all) and gives the results by rank.
+
+        `fn` is a module-level function; it, `args` and the results are pickled, tensors by value.
+
+        Raises:
+            RankError: a rank raised, died, or gave no answer within `timeout_s` seconds.
+            ValueError: `num_ranks` is not between 1 and the size of the pool.
+        """
+        outcomes = self.outcomes(fn, *args, num_ranks=num_ranks, timeout_s=timeout_s, grace_s=self._grace_s)
+        if any(outcome.kind != "returned" for outcome in outcomes):
+            raise RankError(outcomes)
+        return [outcome.result for outcome in outcomes]
+
+    def outcomes(
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        num_ranks: int | None = None,
+        timeout_s: float | None = None,
+        grace_s: float | None = None,
+        expect_dead: Collection[int] = (),
+    ) -> list[Outcome]:
+        """As `run`, but tells what became of every rank, by rank, where some are meant to fail.
+
+        Args:
+            fn: see `run`.
+            args: see `run`.
+            num_ranks: see `run`.
+            timeout_s: see `run`.
+            grace_s: seconds left to the other ranks after the first failure; None leaves them all of `timeout_s`.
+            expect_dead: ranks that `fn` kills or stops: the run ends when all others have answered, and the death of
+                these does not start the grace.
+
+        Raises:
+            ValueError: `num_ranks` is not between 1 and the size of the pool.
+        """
+        num_ranks = self.num_ranks if num_ranks is None else num_ranks
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        if not 1 <= num_ranks <= self.num_ranks:
+            raise ValueError(f"num_ranks={num_ranks} must be between 1 and {self.num_ranks}, the ranks of the pool")
+        call = pickled((fn, args))
+        with self._one_run, self._killed_on_error():
+            self._num_runs += 1
+            self._start(num_ranks)
+            job = Job(self._num_runs, num_ranks, list(sys.path), call)
+            outcomes = self._collect(job, timeout_s, grace_s, expect_dead)
+            if all(outcome.kind == "returned" for outcome in outcomes):
+                for rank in range(num_ranks):
+                    self._processes[rank].leave_group()
+            else:
+                kill_all(self._processes)
+        return outcomes
+
+    def close(self) -> None:
+        """Ends all processes; a later run would start new ones."""
+        with self._one_run:
+            for process in self._processes.values():
+                process.dismiss()
+            deadline_s = time.monotonic() + _EXIT_S
+            for process in self._processes.values():
+                process.process.join(max(0.0, deadline_s - time.monotonic()))
+            kill_all(self._processes)
+            self._store = None
+
+    def _start(self, num_ranks: int) -> None:
+        """Starts those of the first `num_ranks` processes that are not alive."""
+        if self._store is None:
+            # Served by this process, so that it outlives every rank and its port ends with the pool.
+            network = self._network
+            self._store = _new_store() if network is None else in_namespace(network.store_namespace, _new_store)
+        ensure_server(self._environment, self._preload)
+        for rank in range(num_ranks):
+            if rank in self._processes and self._processes[rank].is_dead():
+                self._processes.pop(rank).discard()
+            if rank not in self._processes:
+                settings = RankSettings(
+                    rank,
+                    _STORE_ADDRESS if self._network is None else self._network.store_address,
+                    self._store.port,
+                    self._threads,
+                    timedelta(seconds=self._collective_timeout_s),
+                    self._setup,
+                    self._network,
+                    self._backend,
+                )
+                self._processes[rank] = RankProcess.start(settings)
+
+    def _collect(
+        self, job: Job, timeout_s: float, grace_s: float | None, expect_dead: Collection[int]
+    ) -> list[Outcome]:
+        begin_s = time.monotonic()
+        deadline_s = begin_s + timeout_s
+        limit = f"within {timeout_s:g} s"
+        asked = {self._askers.submit(self._processes[rank].ask, job): rank for rank in range(job.num_ranks)}
+        outcomes: dict[int, Outcome] = {}
+        while any(rank not in outcomes and rank not in expect_dead for rank in range(job.num_ranks)):
+            waiting = [future for future, rank in asked.items() if rank not in outcomes]
+            done, _ = concurrent.futures.wait(
+                waiting, max(0.0, deadline_s - time.monotonic()), concurrent.futures.FIRST_COMPLETED
+            )
+            if not done:
+                break
+            for future in done:
+                rank = asked[future]
+                outcomes[rank] = future.result()
+                if outcomes[rank].kind == "returned" or rank in expect_dead or grace_s is None:
+                    continue
+                if time.monotonic() + grace_s < deadline_s:
+                    deadline_s = time.monotonic() + grace_s
+                    limit = f"within {grace_s:g} s of the first failure"
+        # A rank that kills itself may be a moment later than the peers that do not wait for it.
+        concurrent.futures.wait([future for future, rank in asked.items() if rank not in outcomes], DEATH_S)
+        outcomes |= {rank: future.result() for future, rank in asked.items() if rank not in outcomes and future.done()}
+        silent = [rank for rank in range(job.num_ranks) if rank not in outcomes]
+        stacks = stacks_of([self._processes[rank] for rank in silent])
+        now_s = time.monotonic()
+        for rank in silent:
+            self._processes[rank].process.kill()
+            outcomes[rank] = Outcome(
+                rank, "silent", now_s - begin_s, now_s, reason=f"gave no answer {limit}", trace=stacks[rank]
+            )
+        # Their threads still read the pipes, which are about to be closed.
+        concurrent.futures.wait(asked)
+        return [outcomes[rank] for rank in range(job.num_ranks)]
+
+    @contextlib.contextmanager
+    def _killed_on_error(self) -> Iterator[None]:
+        """Kills all ranks when the run itself breaks off, as by Ctrl-C, for nobody would read their answers."""
+        try:
+            yield
+        except BaseException:
+            kill_all(self._processes)
+            raise
+
+
+def _new_store() -> dist.TCPStore:
+    return dist.TCPStore(_STORE_ADDRESS, 0, is_master=True, wait_for_workers=False)

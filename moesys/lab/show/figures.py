@@ -1,0 +1,277 @@
+"""Figures as SVG and PNG: loads before and after balancing, spans of ranks, speed-up along a parameter, losses.
+
+Every function draws one figure, writes it to ``<path_stem>.svg`` and ``<path_stem>.png`` and gives the two paths. Every
+title says ``MEASURED`` or ``SIMULATED``. The same data gives the same bytes of SVG. Colours are told apart by
+colour-blind eyes (Okabe and Ito's palette, and cividis from light to dark for counts).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+
+from moesys.config.experiment import Source
+from moesys.lab.runs.statistics import CONFIDENCE, PairedRatio
+from moesys.layout import TokenPlan
+from moesys.load import IntArray
+from moesys.timeline import Span, Timeline
+
+_STYLE: dict[Any, Any] = {
+    "svg.hashsalt": "moesys",
+    # Names of strategies are no formulas, whatever is in them.
+    "text.parse_math": False,
+    "font.size": 9,
+    "axes.titlesize": 10,
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "legend.frameon": False,
+}
+_OKABE_ITO = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#000000")
+_DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (5, 1.5, 1, 1.5)))
+# What ranks do most keeps its colour from figure to figure; other kinds take what is left.
+_KIND_COLOURS = {
+    "experts": "#0072B2",
+    "weight_gradients": "#56B4E9",
+    "dispatch": "#E69F00",
+    "combine": "#D55E00",
+    "restore": "#009E73",
+    "reshard": "#CC79A7",
+    "counts": "#F0E442",
+}
+_OTHER_COLOURS = ("#999999", "#444444", "#7B4173", "#8C6D31", "#637939", "#9C9EDE")
+_MAX_ANNOTATED = 16 * 8
+
+
+def computed_tokens(plan: TokenPlan) -> IntArray:
+    """Tokens that each rank computes for each expert under a plan, int64 [R, E]."""
+    tokens_RE = np.zeros((plan.load.num_ranks, plan.load.num_experts), dtype=np.int64)
+    _, expert, destination, tokens = plan.entries.T
+    np.add.at(tokens_RE, (destination, expert), tokens)
+    return tokens_RE
+
+
+def load_heat_map(
+    before_RE: IntArray,
+    after_RE: IntArray,
+    path_stem: Path,
+    *,
+    name: str,
+    source: Source,
+    labels: tuple[str, str] = ("before", "after"),
+) -> list[Path]:
+    """Tokens of each expert on each rank, before and after balancing, on one colour scale; above them the ranks' sums
+    and their mean. Where there are no tokens the map is white.
+
+    ``before_RE``, ``after_RE``: tokens computed, int [R, E], as ``computed_tokens`` counts them.
+    """
+    if before_RE.shape != after_RE.shape:
+        raise ValueError(f"before has shape {before_RE.shape} and after {after_RE.shape}; give [R, E] of one layer")
+    R, E = before_RE.shape
+    most, busiest = max(before_RE.max(), after_RE.max(), 1), max(before_RE.sum(1).max(), after_RE.sum(1).max(), 1)
+    with mpl.rc_context(_STYLE):
+        panel_inches = min(max(0.45 * R, 3.0), 6.0)
+        figure = Figure(figsize=(2 * panel_inches + 1.6, min(max(0.24 * E, 2.6), 9.0) + 1.9), layout="constrained")
+        figure.suptitle(f"{source.upper()}: {name}, tokens of each expert on each rank", x=0.01, ha="left")
+        sums, maps = figure.subplots(2, 2, sharex=True, sharey="row", height_ratios=(1, max(2.5, min(0.24 * E, 7))))
+        for tokens_RE, label, top, axes in zip((before_RE, after_RE), labels, sums, maps, strict=True):
+            tokens_R = tokens_RE.sum(1)
+            mean = tokens_R.mean()
+            top.bar(range(R), tokens_R, color="#56B4E9", width=0.8)
+            top.axhline(mean, color="black", linewidth=0.8, linestyle="--")
+            top.set(title=f"{label}: max/mean {tokens_R.max() / mean if mean else 1:.2f}", ylim=(0, 1.05 * busiest))
+            shown_ER = np.ma.masked_equal(tokens_RE.T, 0)
+            image = axes.imshow(shown_ER, cmap="cividis_r", vmin=0, vmax=most, aspect="auto")
+            axes.spines[:].set_visible(True)
+            axes.set_xlabel("rank")
+            axes.xaxis.get_major_locator().set_params(integer=True)
+            axes.yaxis.get_major_locator().set_params(integer=True)
+            if R * E <= _MAX_ANNOTATED:
+                _write_counts(axes, tokens_RE, most)
+        sums[0].set_ylabel("tokens")
+        maps[0].set_ylabel("expert")
+        figure.colorbar(image, ax=list(maps), label="tokens", aspect=30, pad=0.02)
+        return _save(figure, path_stem)
+
+
+def timeline_chart(
+    timeline: Timeline, path_stem: Path, *, name: str, ranks: Sequence[int] | None = None, max_ranks: int = 8
+) -> list[Path]:
+    """Spans of ranks over time: each rank's lanes one under another, computation above its communication.
+
+    Of more than ``max_ranks`` ranks only some are drawn, evenly chosen, and the one that ends last in any case;
+    ``ranks`` chooses others.
+    """
+    if not timeline.spans:
+        raise ValueError("the timeline has no spans; record or simulate a step first")
+    all_ranks = sorted({span.rank for span in timeline.spans})
+    chosen = list(ranks) if ranks is not None else _some_ranks(timeline, all_ranks, max_ranks)
+    spans = [span for span in timeline.spans if span.rank in set(chosen)]
+    rows = {row: index for index, row in enumerate(_lanes(spans, chosen))}
+    kinds = list(dict.fromkeys(span.kind for lane in _lanes_in_order(spans) for span in spans if span.lane == lane))
+    spare = iter(_OTHER_COLOURS * len(kinds))
+    colours = {kind: _KIND_COLOURS.get(kind) or next(spare) for kind in kinds}
+    zero_us = min(span.start_us for span in timeline.spans)
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(10, 0.2 * len(rows) + 1.7), layout="constrained")
+        axes = figure.subplots()
+        for (rank, lane), row in rows.items():
+            on_lane = [span for span in spans if (span.rank, span.lane) == (rank, lane)]
+            axes.broken_barh(
+                [((span.start_us - zero_us) / 1e3, span.duration_us / 1e3) for span in on_lane],
+                (row - 0.4, 0.8),
+                facecolors=[colours[span.kind] for span in on_lane],
+                edgecolor="white",
+                linewidth=0.3,
+            )
+        _label_lanes(axes, list(rows))
+        shown = f"{len(chosen)} of {len(all_ranks)} ranks" if len(chosen) < len(all_ranks) else f"{len(chosen)} ranks"
+        axes.set(xlabel="ms", xlim=(0, timeline.length_us / 1e3 or 1), ylim=(len(rows) - 0.4, -0.6))
+        axes.set_title(f"{timeline.source.upper()}: {name}, {shown}")
+        figure.legend(
+            handles=[Patch(color=colour, label=kind.replace("_", " ")) for kind, colour in colours.items()],
+            loc="outside lower center",
+            ncols=min(len(colours), 8),
+        )
+        return _save(figure, path_stem)
+
+
+def speedup_chart(
+    parameter: str,
+    values: Sequence[float],
+    speedups: Mapping[str, Sequence[PairedRatio | None]],
+    path_stem: Path,
+    *,
+    name: str,
+    source: Source,
+    baseline: str,
+) -> list[Path]:
+    """Speed-up of each strategy along a parameter, with the band of its interval; None leaves a gap.
+
+    ``values``: of the parameter, one for each ratio of every strategy. ``parameter`` names it, with its unit.
+    """
+    for strategy, ratios in speedups.items():
+        if len(ratios) != len(values):
+            raise ValueError(
+                f"{strategy} has {len(ratios)} ratios for {len(values)} values of {parameter}; give as many"
+            )
+    nan = float("nan")
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(6.4, 4), layout="constrained")
+        axes = figure.subplots()
+        axes.axhline(1, color="black", linewidth=0.8, linestyle="--")
+        for index, (strategy, ratios) in enumerate(speedups.items()):
+            colour = _OKABE_ITO[index % len(_OKABE_ITO)]
+            # One seed has no interval, and no band.
+            low, high = (
+                [nan if ratio is None or getattr(ratio, end) is None else getattr(ratio, end) for ratio in ratios]
+                for end in ("low", "high")
+            )
+            middle = [nan if ratio is None else ratio.estimate for ratio in ratios]
+            axes.fill_between(values, low, high, color=colour, alpha=0.2, linewidth=0)
+            axes.plot(values, middle, color=colour, marker="osD^vPX*"[index % 8], markersize=4, label=strategy)
+        n = sorted({ratio.n for ratios in speedups.values() for ratio in ratios if ratio is not None})
+        seeds = f"n = {n[0]}" if len(n) == 1 else f"n = {n[0]} to {n[-1]}" if n else "n = 0"
+        axes.set(xlabel=parameter, ylabel=f"speed-up against {baseline}", xticks=list(values))
+        axes.set_title(f"{source.upper()}: {name}\nband: {100 * CONFIDENCE:.0f} % interval, paired by seed, {seeds}")
+        axes.grid(axis="y", linewidth=0.3)
+        axes.legend()
+        return _save(figure, path_stem)
+
+
+def loss_chart(losses: Mapping[str, Mapping[int, Sequence[float]]], path_stem: Path, *, name: str) -> list[Path]:
+    """Losses over steps, the mean over seeds, and below them the largest relative difference from the first strategy's.
+
+    ``losses``: by strategy, the baseline first, and seed, in nats a byte; every sequence as long as the others.
+    Strategies compute the same, so their lines lie on one another above, and only the lower panel tells them apart.
+    """
+    shared = sorted(set.intersection(*(set(by_seed) for by_seed in losses.values()))) if losses else []
+    if not shared:
+        raise ValueError("the strategies share no seed with losses; run the same seeds of each")
+    curves = {strategy: np.array([by_seed[seed] for seed in shared]) for strategy, by_seed in losses.items()}
+    baseline, *others = curves
+    with mpl.rc_context(_STYLE):
+        figure = Figure(figsize=(6.4, 5), layout="constrained")
+        top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
+        equal = []
+        for index, (strategy, losses_NS) in enumerate(curves.items()):
+            line = {"color": _OKABE_ITO[index % len(_OKABE_ITO)], "linestyle": _DASHES[index % len(_DASHES)]}
+            top.plot(losses_NS.mean(0), label=strategy, linewidth=1.5, **line)
+            with np.errstate(invalid="ignore"):
+                apart_S = np.where(losses_NS == curves[baseline], 0, np.abs(losses_NS / curves[baseline] - 1)).max(0)
+            if strategy in others and not apart_S.any():
+                equal.append(strategy)
+            elif strategy in others:
+                bottom.plot(np.where(apart_S > 0, apart_S, np.nan), label=strategy, linewidth=1, **line)
+        n = f"{len(shared)} seed{'s' * (len(shared) > 1)}"
+        top.set(ylabel="loss, nats a byte", title=f"MEASURED: {name}, mean of {n}")
+        top.legend()
+        bottom.set(xlabel="step", ylabel=f"|loss / {baseline}'s − 1|")
+        bottom.set_title("largest of all seeds" + (f"; bit-equal: {', '.join(equal)}" if equal else ""), fontsize=9)
+        if bottom.lines:
+            bottom.set_yscale("log")
+        else:
+            bottom.set_yticks([])
+            bottom.text(0.5, 0.5, "no loss differs in a bit", ha="center", va="center", transform=bottom.transAxes)
+        return _save(figure, path_stem)
+
+
+def _save(figure: Figure, path_stem: Path) -> list[Path]:
+    path_stem.parent.mkdir(parents=True, exist_ok=True)
+    svg, png = (path_stem.with_name(f"{path_stem.name}.{form}") for form in ("svg", "png"))
+    figure.savefig(svg, metadata={"Date": None})
+    figure.savefig(png, dpi=150)
+    return [svg, png]
+
+
+def _write_counts(axes: Axes, tokens_RE: IntArray, most: int) -> None:
+    for (rank, expert), tokens in np.ndenumerate(tokens_RE):
+        if tokens:
+            colour = "white" if tokens > 0.5 * most else "black"
+            axes.text(rank, expert, str(tokens), ha="center", va="center", fontsize=6, color=colour)
+
+
+def _some_ranks(timeline: Timeline, all_ranks: list[int], count: int) -> list[int]:
+    if len(all_ranks) <= count:
+        return all_ranks
+    last = max(timeline.spans, key=lambda span: span.end_us).rank
+    evenly = [all_ranks[i] for i in np.linspace(0, len(all_ranks) - 1, count).astype(int)]
+    if last not in evenly:
+        evenly[min(range(count), key=lambda i: abs(evenly[i] - last))] = last
+    return evenly
+
+
+def _lanes(spans: Sequence[Span], ranks: Sequence[int]) -> list[tuple[int, str]]:
+    """(rank, lane) from top to bottom."""
+    there = {(span.rank, span.lane) for span in spans}
+    return [(rank, lane) for rank in ranks for lane in _lanes_in_order(spans) if (rank, lane) in there]
+
+
+def _lanes_in_order(spans: Sequence[Span]) -> list[str]:
+    """The lane of computation, then the others as they first appear in time."""
+    first_seen = dict.fromkeys(span.lane for span in sorted(spans, key=lambda span: span.start_us))
+    return sorted(first_seen, key=lambda lane: lane != "compute")
+
+
+def _label_lanes(axes: Axes, rows: list[tuple[int, str]]) -> None:
+    """Lanes at the ticks; a line and a name for every rank."""
+    axes.set_yticks(range(len(rows)), [lane.replace("_", " ") for _, lane in rows], fontsize=7)
+    axes.tick_params(axis="y", length=0)
+    for rank in dict.fromkeys(rank for rank, _ in rows):
+        of_rank = [index for index, row in enumerate(rows) if row[0] == rank]
+        if of_rank[0]:
+            axes.axhline(of_rank[0] - 0.5, color="black", linewidth=0.5)
+        axes.annotate(
+            f"rank {rank}",
+            (1.01, (of_rank[0] + of_rank[-1]) / 2),
+            xycoords=("axes fraction", "data"),
+            va="center",
+            annotation_clip=False,
+        )

@@ -1,0 +1,229 @@
+"""Experts on a GPU: Triton kernels that take all slots of a chunk at once, and gather rows as they multiply them.
+
+Nothing is padded: a kernel's row is summed in blocks of its own contraction, whoever shares its tile. Only x and the
+pre-activations are kept for backward, as on the CPU.
+
+On one rank nothing travels, and kernels gather from the tokens themselves: a row's *entry* is its (token, k), K entries
+a token. On several it is its arrival, one entry each. Either way a chunk's entries are numbered from its first.
+
+T tokens or arrivals of a chunk, K entries of each, P = T·K expert rows, M arrivals, H hidden, I expert width, S slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from moesys.kernels.cpu.page_pool import Scratch
+from moesys.kernels.experts.activation_gradient import activation_gradient
+from moesys.kernels.experts.combine import combine
+from moesys.kernels.experts.grouped_gemm import grouped_gemm
+from moesys.kernels.experts.tile_config import Blocks, ShapeClass
+from moesys.kernels.experts.tile_tuner import blocks_of
+from moesys.kernels.experts.tiles import RowTiles, groups_by_size
+from moesys.kernels.experts.up import up
+from moesys.kernels.experts.weight_gradient import weight_gradient
+from moesys.kernels.routing.routing import Routing, route
+from moesys.overlap.expert_math import Arrivals, Workplace
+from moesys.overlap.held_experts import ExpertGradients, HeldExperts
+from moesys.overlap.routes import ChunkRoutes, Routes
+from moesys.overlap.single_rank import ACTIVATION, LocalExecutor
+
+
+@dataclass(frozen=True)
+class KernelMath:
+    """``ExpertMath`` by Triton kernels; on the CPU only in Triton's interpreter.
+
+    Blocks follow from the shape of a call and the device, and not from its chunks, which so change no bit.
+    """
+
+    @property
+    def min_rows(self) -> int:
+        return 1
+
+    def alone(self, expert_TK: Tensor, num_experts: int) -> LocalExecutor:
+        return LocalExecutor(route(expert_TK, num_experts))
+
+    def forward(self, routes: Routes, x: Arrivals, weights: HeldExperts, at: Workplace) -> KernelForward:
+        return KernelForward(routes, x, weights)
+
+    def backward(
+        self,
+        routes: Routes,
+        dy: Arrivals,
+        x: Arrivals,
+        h_P2I: Tensor,
+        weight_M: Tensor,
+        weights: HeldExperts,
+        gradients: ExpertGradients | None,
+        at: Workplace,
+    ) -> KernelBackward:
+        return KernelBackward(routes, dy, x, h_P2I, weight_M, weights, keep=gradients is not None)
+
+    def combine(
+        self, rows_NH: Tensor, place_TK: Tensor, weight_TK: Tensor | None, out_TH: Tensor, scratch: Scratch
+    ) -> None:
+        weight_TK = None if weight_TK is None else weight_TK.contiguous()
+        out_TH.copy_(combine(rows_NH, place_TK.int(), weight_TK, out_TH.dtype))
+
+
+class KernelForward:
+    """``ForwardPass`` by kernels."""
+
+    def __init__(self, routes: Routes, x: Arrivals, weights: HeldExperts) -> None:
+        self.routes, self.x = routes, x
+        self.rows = x.rows.contiguous()
+        self.experts_here = _Stacked.of(weights, self.rows)
+        self.blocks = _blocks(self.rows, self.experts_here, routes)
+        self.h: list[Tensor] = []
+
+    def experts(self, chunk: ChunkRoutes) -> Tensor:
+        if not chunk.num_rows:
+            return self.rows.new_empty(0, self.rows.shape[1])
+        here, blocks = self.experts_here, self.blocks
+        routing = _routing(self.routes, chunk, self.x, len(here.matrix_S))
+        tiles = RowTiles(routing.first_G1, len(routing.entry_P))
+        h_P2I, a_PI = up(
+            self.rows[_sources(chunk, self.x)],
+            here.gate_up_S2IH,
+            routing,
+            tiles.of(blocks.up),
+            here.matrix_S,
+            routing.row_TK.shape[1],
+            activation=ACTIVATION,
+            block=blocks.up,
+        )
+        self.h.append(h_P2I)
+        block = blocks.down
+        return grouped_gemm(
+            a_PI, here.down_SHI, routing.first_G1, tiles.of(block), here.matrix_S, block, transposed=True
+        )
+
+    def pre_activations(self) -> Tensor:
+        if not self.h:
+            return self.rows.new_empty(0, self.experts_here.gate_up_S2IH.shape[1])
+        # Autograd keeps one tensor; several chunks' are copied together.
+        return self.h[0] if len(self.h) == 1 else torch.cat(self.h)
+
+
+class KernelBackward:
+    """``BackwardPass`` by kernels. ``keep``: what weight gradients need is kept until they are asked for."""
+
+    def __init__(
+        self,
+        routes: Routes,
+        dy: Arrivals,
+        x: Arrivals,
+        h_P2I: Tensor,
+        weight_M: Tensor,
+        weights: HeldExperts,
+        keep: bool,
+    ) -> None:
+        self.routes, self.dy, self.x, self.h_P2I, self.weight_M, self.keep = routes, dy, x, h_P2I, weight_M, keep
+        self.experts_here = _Stacked.of(weights, dy.rows)
+        self.blocks = _blocks(dy.rows, self.experts_here, routes)
+        self.dh: list[Tensor] = []
+        self.wa: list[Tensor] = []
+
+    def experts(self, chunk: ChunkRoutes) -> tuple[Tensor, Tensor]:
+        rows, weight_M = self.dy.rows, self.weight_M[slice(*chunk.arrivals)]
+        if not chunk.num_rows:
+            return rows.new_empty(0, rows.shape[1]), torch.empty_like(weight_M)
+        here, blocks = self.experts_here, self.blocks
+        routing = _routing(self.routes, chunk, self.dy, len(here.matrix_S))
+        tiles = RowTiles(routing.first_G1, len(routing.entry_P))
+        on_one_rank = self.dy.index is not None
+        weight_TK = (weight_M[chunk.home_TK] if on_one_rank else weight_M).view_as(routing.row_TK)
+        dh_P2I, wa_PI, dweight_TK = activation_gradient(
+            rows[_sources(chunk, self.dy)],
+            here.down_SHI,
+            self.h_P2I[slice(*chunk.rows)],
+            weight_TK,
+            routing,
+            tiles.of(blocks.activation_gradient),
+            here.matrix_S,
+            ACTIVATION,
+            blocks.activation_gradient,
+        )
+        if self.keep:
+            self.dh.append(dh_P2I)
+            self.wa.append(wa_PI)
+        block = blocks.input_gradient
+        dx_PH = grouped_gemm(
+            dh_P2I, here.gate_up_S2IH, routing.first_G1, tiles.of(block), here.matrix_S, block, transposed=False
+        )
+        dweight_M = dweight_TK.view(-1)
+        if on_one_rank:
+            dweight_M = torch.empty_like(weight_M).index_copy_(0, chunk.home_TK, dweight_M)
+        return dx_PH, dweight_M
+
+    def weight_gradients(self, gradients: ExpertGradients) -> None:
+        if not self.dh:
+            gradients.gate_up.zero_()
+            gradients.down.zero_()
+            return
+        first_G1, arrival_P, dh_P2I, wa_PI = self._expert_order(len(gradients.gate_up))
+        groups = (self.dy.place(arrival_P).int(), first_G1, groups_by_size(first_G1), 1)
+        x_MH, dy_MH, block = self.x.rows.contiguous(), self.dy.rows, self.blocks.weight_gradient
+        weight_gradient(dh_P2I, x_MH, *groups, "right", block, out_GLR=gradients.gate_up)
+        weight_gradient(dy_MH, wa_PI, *groups, "left", block, out_GLR=gradients.down)
+
+    def _expert_order(self, num_slots: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """All chunks' rows in expert order: (first_G1, the arrival of each, dh, weighted activations)."""
+        chunks, order = self.routes.chunks, self.routes.order
+        counts = [0] * num_slots
+        for slot in (slot for chunk in chunks for slot in chunk.slots):
+            counts[slot.slot] += slot.valid
+        first_G1 = _first(counts, self.dy.rows.device)
+        if len(chunks) == 1:
+            return first_G1, chunks[0].gather_P, self.dh[0], self.wa[0]
+        # The kernels read one side of the product through an index and the other, these, as it lies.
+        row_P = torch.cat([rows for _, rows, _ in order])
+        arrival_P = torch.cat([arrivals for _, _, arrivals in order])
+        return first_G1, arrival_P, torch.cat(self.dh).index_select(0, row_P), torch.cat(self.wa).index_select(0, row_P)
+
+
+@dataclass(frozen=True)
+class _Stacked:
+    """The held experts as kernels want them."""
+
+    gate_up_S2IH: Tensor
+    down_SHI: Tensor
+    matrix_S: Tensor
+
+    @staticmethod
+    def of(weights: HeldExperts, like: Tensor) -> _Stacked:
+        """On the device of ``like``."""
+        return _Stacked(*weights.stacked(), torch.arange(len(weights), dtype=torch.int32, device=like.device))
+
+
+def _blocks(rows: Tensor, experts_here: _Stacked, routes: Routes) -> Blocks:
+    """Of all chunks together, which so use the same."""
+    return blocks_of(ShapeClass.of(rows, experts_here.down_SHI, routes.num_rows, ACTIVATION), rows.device)
+
+
+def _sources(chunk: ChunkRoutes, arrivals: Arrivals) -> slice:
+    """Which of ``arrivals.rows`` a chunk's entries are numbered over."""
+    return slice(*(chunk.arrivals if arrivals.index is None else chunk.tokens))
+
+
+def _routing(routes: Routes, chunk: ChunkRoutes, arrivals: Arrivals, num_slots: int) -> Routing:
+    """The chunk's rows and entries; a held expert without rows is an empty group."""
+    counts = [0] * num_slots
+    for slot in chunk.slots:
+        counts[slot.slot] = slot.valid
+    if arrivals.index is None:
+        entry_P, row_TK = chunk.gather_P - chunk.arrivals[0], chunk.return_M[:, None]
+    else:
+        row_TK = chunk.return_M[chunk.home_TK].view(chunk.tokens[1] - chunk.tokens[0], -1)
+        entry_P = routes.send_row_N[chunk.gather_P] - chunk.tokens[0] * row_TK.shape[1]
+    return Routing(entry_P.int(), row_TK.int(), _first(counts, row_TK.device))
+
+
+def _first(counts: Sequence[int], device: torch.device) -> Tensor:
+    """Where groups of so many rows begin, int32 [G + 1]."""
+    return torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device)

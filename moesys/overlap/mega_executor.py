@@ -1,0 +1,371 @@
+"""Dispatch, experts and combine as two MegaKernels a direction: pulls, products and pushes overlap by themselves.
+
+The kernels are those of ``kernels.mega_dispatch`` and ``kernels.mega_combine``; here is which is called when, and what
+is kept from forward to backward. Rows come in expert order at once, so that nothing is ever sorted anew, and every
+row is computed as ``kernel_math`` computes it: no point of the search space changes a bit.
+
+T tokens of this rank, H hidden, I expert width, K top-k, N rows here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from moesys.config import MegaKernel, ModelShape
+from moesys.kernels.experts.numerics import INTERPRETED
+from moesys.kernels.experts.tile_config import Blocks
+from moesys.kernels.experts.tiles import Block, groups_by_size
+from moesys.kernels.experts.weight_gradient import weight_gradient
+from moesys.kernels.mega.arguments import MegaMemory, MegaPoint, MegaRows, announce, arrange
+from moesys.kernels.mega.exchange import Replicas, most_flags, publish, regions
+from moesys.kernels.mega.mega_combine import WeightGradients, down_combine, input_gradient_combine
+from moesys.kernels.mega.mega_dispatch import dispatch_activation_gradient, dispatch_up
+from moesys.kernels.mega.task_times import TaskTimes
+from moesys.kernels.symmetric.counts import count_regions, receive_counts
+from moesys.kernels.symmetric.heap import Heap, Plan, require_no_capture
+from moesys.layout import ExpertLayout, TokenPlan
+from moesys.overlap.comm.record import Recorder, stage
+from moesys.overlap.device_split import DeviceSplit, PendingPlan
+from moesys.overlap.executor import Saved, WaitForExperts
+from moesys.overlap.experts_triton import ACTIVATION
+from moesys.overlap.held_experts import ExpertGradients
+from moesys.overlap.routes import held_experts
+from moesys.overlap.row_limit import RowLimit, require_rows, room_for_rows
+from moesys.overlap.stages import Stages, at_once
+from moesys.overlap.task_spans import task_spans
+
+
+class MegaHome:
+    """Where the MegaKernels of a group's layers meet: one heap, which layers take turns on, as an epoch ends before the
+    next begins (``kernels.exchange.regions``). It grows, on all ranks at once, when a micro-batch needs more: at least
+    to twice of what was too little, so that sizes that creep up seldom make a new one.
+
+    Raises RuntimeError on the CPU where Triton does not interpret.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, device: torch.device, timeout_s: float) -> None:
+        if device.type == "cpu" and not INTERPRETED.value:
+            raise RuntimeError(
+                "overlap=MegaKernel() runs on GPUs; on the CPU use Sequential() or Pipelined(), or start Python with "
+                "TRITON_INTERPRET=1, which runs it slowly in Triton's interpreter"
+            )
+        self._group, self._device, self._timeout_s = group, device, timeout_s
+        self.num_ranks = dist.get_world_size(group) if group is not None else 1
+        self.limit = RowLimit(device)
+        self._memory: dict[tuple[int, int, torch.dtype], tuple[tuple[int, int, int], MegaMemory]] = {}
+
+    def memory(
+        self, tokens: int, top_k: int, hidden: int, dtype: torch.dtype, flags: int, num_experts: int
+    ) -> MegaMemory:
+        """For at most so many tokens on any rank, flags of any source, and experts. Collective: all ranks ask for the
+        same.
+
+        Raises RuntimeError where it would have to grow while a CUDA graph is captured.
+        """
+        kind, wanted = (top_k, hidden, dtype), (tokens, flags, num_experts)
+        sizes, memory = self._memory.get(kind, ((0, 0, 0), None))
+        if memory is None or any(more > size for more, size in zip(wanted, sizes, strict=True)):
+            require_no_capture("the arena of a MegaKernel")
+            tokens, flags, num_experts = (
+                size if more <= size else max(more, 2 * size) for more, size in zip(wanted, sizes, strict=True)
+            )
+            # What is there is freed first: both may not fit.
+            self._memory.pop(kind, None)
+            memory = None
+            shared = regions(tokens, top_k, hidden, dtype, self.num_ranks, flags)
+            shared = {**shared, **count_regions(self.num_ranks, num_experts)}
+            memory = MegaMemory(Heap.of_group(shared, self._group, self._device, self._timeout_s))
+            self._memory[kind] = ((tokens, flags, num_experts), memory)
+        return memory
+
+    def check(self) -> None:
+        """Waits for the device. Raises ``PeerTimeoutError`` if any micro-batch until now was given up, and ValueError
+        if a plan that a device made had too many rows for a rank.
+        """
+        self.limit.wait()
+        for _, memory in self._memory.values():
+            memory.watch.wait()
+
+
+def point_of(overlap: MegaKernel) -> MegaPoint:
+    """What kernels are told of a declared MegaKernel."""
+    return MegaPoint(
+        fuse_dispatch=overlap.fused in ("both", "dispatch"),
+        fuse_combine=overlap.fused in ("both", "combine"),
+        dispatch_share=overlap.dispatch_share,
+        combine_share=overlap.combine_share,
+        reduce_share=overlap.reduce_share,
+        granularity=overlap.granularity,
+        tile_order=overlap.tile_order,
+        deduplicate=overlap.deduplicate,
+        fuse_weight_gradients=overlap.overlap_weight_gradients,
+        fetch_rows=overlap.fetch_rows,
+        sum_tokens=overlap.sum_tokens,
+        rows=overlap.tile_rows,
+        columns=overlap.tile_columns,
+        warps=overlap.warps,
+        stages=overlap.stages,
+        programs=overlap.programs,
+    )
+
+
+def plan_mega(
+    overlap: MegaKernel,
+    home: MegaHome,
+    expert_TK: Tensor,
+    plan: TokenPlan,
+    rank: int,
+    most_tokens: int,
+    hidden: int,
+    dtype: torch.dtype,
+    recorder: Recorder | None = None,
+) -> MegaExecutor:
+    """The executor of one micro-batch; ``most_tokens``: of any rank. Collective.
+
+    Raises ValueError, on all ranks alike, where one would get more rows than ``overlap.rows_cap`` allows.
+    """
+    point, device, top_k = point_of(overlap), expert_TK.device, expert_TK.shape[1]
+    require_rows(overlap, plan, most_tokens, top_k)
+    blocks = point.blocks(ACTIVATION, dtype, device)
+    replicas = replicas_of(plan.layout, rank, device)
+    flags = _flags(blocks, most_tokens, top_k, hidden, len(replicas.rank_P))
+    return MegaExecutor(
+        expert_TK,
+        plan.load.num_experts,
+        tokens_by_replica(plan, device),
+        replicas,
+        int(plan.tokens_R[rank]),
+        home.memory(most_tokens, top_k, hidden, dtype, flags, plan.load.num_experts),
+        blocks,
+        point,
+        recorder,
+    )
+
+
+def plan_mega_later(
+    overlap: MegaKernel,
+    home: MegaHome,
+    expert_TK: Tensor,
+    num_experts: int,
+    split: DeviceSplit,
+    replicas: Replicas,
+    turn: int,
+    hidden: int,
+    dtype: torch.dtype,
+    recorder: Recorder | None = None,
+) -> tuple[MegaExecutor, PendingPlan]:
+    """The executor of one micro-batch, and its plan, which forward makes on the device as ``split`` says, for at most
+    ``overlap.most_tokens`` on any rank. Collective where the home has no room yet; else no rank waits for another here.
+
+    Raises ValueError, on this rank alone, for more tokens than that.
+    """
+    num_tokens, top_k = expert_TK.shape
+    most_tokens = overlap.most_tokens or 0
+    if num_tokens > most_tokens:
+        raise ValueError(
+            f"{num_tokens} tokens of a rank, but most_tokens={most_tokens}, for which all ranks have memory; "
+            f"use MegaKernel(most_tokens={num_tokens}), or None where nobody knows"
+        )
+    point = point_of(overlap)
+    blocks = point.blocks(ACTIVATION, dtype, expert_TK.device)
+    flags = _flags(blocks, most_tokens, top_k, hidden, len(replicas.rank_P))
+    memory = home.memory(most_tokens, top_k, hidden, dtype, flags, num_experts)
+    room = room_for_rows(overlap, most_tokens, top_k, home.num_ranks)
+    pending = PendingPlan(split, turn, home.limit, room, most_tokens * top_k)
+    return MegaExecutor(expert_TK, num_experts, pending, replicas, room, memory, blocks, point, recorder), pending
+
+
+def symmetric_bytes(overlap: MegaKernel, model: ModelShape, most_tokens: int, num_ranks: int, num_replicas: int) -> int:
+    """Bytes of the arena that each of ``num_ranks`` GPUs has for all layers like ``model``, with at most so many tokens
+    on any rank and so many replicas in a layout.
+    """
+    dtype, top_k, hidden = getattr(torch, model.dtype), model.top_k, model.hidden_size
+    blocks = point_of(overlap).blocks(ACTIVATION, dtype, torch.device("cuda"))
+    flags = _flags(blocks, most_tokens, top_k, hidden, num_replicas)
+    shared = regions(most_tokens, top_k, hidden, dtype, num_ranks, flags)
+    return Plan.of({**shared, **count_regions(num_ranks, model.num_experts)}).num_bytes
+
+
+def _flags(blocks: Blocks, most_tokens: int, top_k: int, hidden: int, num_replicas: int) -> int:
+    column_tiles = -(-hidden // min(blocks.down.columns, blocks.input_gradient.columns))
+    return most_flags(most_tokens, top_k, num_replicas, blocks.down.rows, column_tiles)
+
+
+@dataclass
+class MegaExecutor:
+    """Runs one micro-batch of one layer on one rank by MegaKernels.
+
+    ``plan``: the host's, int64 [R, P], or one that each forward makes of all ranks' counts. ``num_rows``: what it sends
+    here, or may send at most. ``blocks``: all of as many rows. ``recorder`` gets spans of every task while it is
+    enabled.
+    """
+
+    expert_TK: Tensor
+    num_experts: int
+    plan: Tensor | PendingPlan
+    replicas: Replicas
+    num_rows: int
+    memory: MegaMemory
+    blocks: Blocks
+    point: MegaPoint
+    recorder: Recorder | None = None
+    _rows: MegaRows | None = field(default=None, init=False)
+
+    def forward(self, x_TH: Tensor, weight_TK: Tensor, wait_for_experts: WaitForExperts) -> tuple[Tensor, Saved]:
+        """Output [T, H] in x's dtype, and the rows of x and h in expert order.
+
+        Raises ``PeerTimeoutError``: on the CPU if a rank waited in vain; on a GPU if one did in a direction before,
+        as far as the host knows by now (``MegaHome.check`` waits until it knows). So ValueError, if a device's plan
+        has too many rows for a rank.
+        """
+        return at_once(self.forward_stages(x_TH, weight_TK, wait_for_experts))
+
+    def forward_stages(
+        self, x_TH: Tensor, weight_TK: Tensor, wait_for_experts: WaitForExperts
+    ) -> Stages[tuple[Tensor, Saved]]:
+        """``forward``, stage by stage."""
+        memory, blocks, point, device = self.memory, self.blocks, self.point, x_TH.device
+        self._look()
+        with self._recording():
+            with stage("publish x", device):
+                with_counts = isinstance(self.plan, PendingPlan)
+                routing = announce(memory, self.expert_TK, self.num_experts, {"x": x_TH}, with_counts)
+            yield
+            with stage("arrange", device):
+                rows = self._rows = arrange(
+                    memory, routing, self._tokens_RP(), self.replicas, self.num_rows, blocks.up.rows, point
+                )
+            gate_up, down = wait_for_experts().stacked()
+            with stage("dispatch and up", device):
+                x_NH, h_NU, a_NI = dispatch_up(memory, rows, gate_up, ACTIVATION, blocks.up, point)
+            yield
+            with stage("down and combine", device):
+                y_TH = down_combine(memory, rows, a_NI, down, weight_TK.contiguous(), blocks.down, point)
+            yield
+        self._note()
+        return y_TH, Saved(x_NH, h_NU)
+
+    def backward(
+        self,
+        dy_TH: Tensor,
+        weight_TK: Tensor,
+        saved: Saved,
+        wait_for_experts: WaitForExperts,
+        gradients: ExpertGradients | None,
+    ) -> tuple[Tensor, Tensor]:
+        """(dx [T, H], dweight float32 [T, K]); each held expert's weight gradients are written into ``gradients``,
+        or not computed where that is None. Raises as ``forward`` does.
+        """
+        return at_once(self.backward_stages(dy_TH, weight_TK, saved, wait_for_experts, gradients))
+
+    def backward_stages(
+        self,
+        dy_TH: Tensor,
+        weight_TK: Tensor,
+        saved: Saved,
+        wait_for_experts: WaitForExperts,
+        gradients: ExpertGradients | None,
+    ) -> Stages[tuple[Tensor, Tensor]]:
+        """``backward``, stage by stage."""
+        rows, memory, blocks, point, device = self._rows, self.memory, self.blocks, self.point, dy_TH.device
+        assert rows is not None
+        self._look()
+        with self._recording():
+            with stage("publish dy", device):
+                publish(memory.heap, memory.epoch_1, {"x": dy_TH, "weight": weight_TK})
+            yield
+            gate_up, down = wait_for_experts().stacked()
+            with stage("dispatch and activation gradient", device):
+                dy_NH, dh_NU, wa_NI, partial_NS = dispatch_activation_gradient(
+                    memory, rows, down, saved.h_P2I, ACTIVATION, blocks.activation_gradient, point
+                )
+            yield
+            outer = None
+            if gradients is not None:
+                outer = WeightGradients(dh_NU, saved.arrivals_MH, gradients.gate_up, dy_NH, wa_NI, gradients.down)
+            fused = outer if point.fuse_weight_gradients else None
+            with stage("input gradient and combine", device):
+                dx_TH, dweight_TK = input_gradient_combine(
+                    memory,
+                    rows,
+                    dh_NU,
+                    gate_up,
+                    partial_NS,
+                    fused,
+                    blocks.input_gradient,
+                    blocks.weight_gradient,
+                    point,
+                )
+            yield
+            if outer is not None and fused is None:
+                with stage("weight gradients", device):
+                    _weight_gradients(outer, rows.exchange.first_G1, blocks.weight_gradient)
+        self._note()
+        return dx_TH, dweight_TK
+
+    def _tokens_RP(self) -> Tensor:
+        if not isinstance(self.plan, PendingPlan):
+            return self.plan
+        memory = self.memory
+        return self.plan.make(receive_counts(memory.heap, memory.epoch_1, memory.exchanges_R, self.num_experts))
+
+    def _look(self) -> None:
+        if isinstance(self.plan, PendingPlan):
+            self.plan.limit.look()
+        self.memory.watch.look()
+
+    def _note(self) -> None:
+        # First, as ranks that were given up leave no counts that mean anything.
+        self.memory.watch.note()
+        if isinstance(self.plan, PendingPlan):
+            self.plan.limit.note()
+
+    @contextmanager
+    def _recording(self) -> Iterator[None]:
+        """Task times of what is launched inside."""
+        recorder, replicas = self.recorder, self.replicas
+        if recorder is None or not recorder.enabled:
+            yield
+            return
+        times = self.memory.times = TaskTimes()
+        try:
+            yield
+        finally:
+            self.memory.times = None
+        recorder.add_later(lambda: task_spans(times.read(), replicas.expert_P[replicas.own_G].tolist()))
+
+
+def _weight_gradients(sides: WeightGradients, first_G1: Tensor, block: Block) -> None:
+    """Both weight gradients by launches of their own."""
+    in_order = torch.arange(len(sides.dh_NU), dtype=torch.int32, device=first_G1.device)
+    tables = (in_order, first_G1, groups_by_size(first_G1), 1)
+    weight_gradient(sides.dh_NU, sides.x_NH, *tables, "right", block, out_GLR=sides.dgate_up_GUH)
+    weight_gradient(sides.dy_NH, sides.wa_NI, *tables, "left", block, out_GLR=sides.ddown_GHI)
+
+
+def replicas_of(layout: ExpertLayout, rank: int, device: torch.device) -> Replicas:
+    """Duplicates of an expert on one rank share the first one's work."""
+    expert_P, rank_P = np.nonzero(layout.replicas_RE.T)
+    place = {(int(r), int(e)): p for p, (e, r) in enumerate(zip(expert_P, rank_P, strict=True))}
+    own = [place[rank, expert] for expert in held_experts(layout.experts_of(rank))]
+    # What numpy finds is every other number of one array, and kernels read numbers that lie side by side.
+    tables = (np.ascontiguousarray(values, dtype=np.int64) for values in (rank_P, expert_P, own))
+    return Replicas(*(torch.from_numpy(table).to(device) for table in tables))
+
+
+def tokens_by_replica(plan: TokenPlan, device: torch.device) -> Tensor:
+    """What each source sends to each replica, int64 [R, P]."""
+    index_RE = np.full((plan.layout.num_ranks, plan.layout.num_experts), -1)
+    expert_P, rank_P = np.nonzero(plan.layout.replicas_RE.T)
+    index_RE[rank_P, expert_P] = np.arange(len(rank_P))
+    source, expert, destination, tokens = plan.entries.T
+    tokens_RP = np.zeros((plan.layout.num_ranks, len(rank_P)), dtype=np.int64)
+    tokens_RP[source, index_RE[destination, expert]] = tokens
+    return torch.from_numpy(tokens_RP).to(device)

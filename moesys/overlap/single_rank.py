@@ -1,0 +1,90 @@
+"""One rank alone, by kernels: nothing travels, and the host is asked nothing.
+
+Every choice of a token goes to its expert here, so routes are what a counting sort on the device makes of the choices:
+rows in order of (expert, token, k), which is the order that ``routes`` gives one rank. Chunks have nothing to overlap
+with: whatever the strategy, the batch is one.
+
+T tokens, H hidden, I expert width, K top-k, P = T·K rows, E experts, all of them here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from moesys.kernels.experts.experts import Kept, experts_backward, experts_forward
+from moesys.kernels.experts.tile_config import Blocks, ShapeClass
+from moesys.kernels.experts.tile_tuner import blocks_of
+from moesys.kernels.routing.routing import Routing
+from moesys.overlap.executor import Saved, WaitForExperts
+from moesys.overlap.held_experts import ExpertGradients
+
+ACTIVATION = "swiglu"
+
+
+@dataclass(frozen=True)
+class LocalExecutor:
+    """Runs one micro-batch of one layer, whose rows are ``routing``'s, one group an expert.
+
+    It records no spans: the host only launches, and does not know when the device computes.
+    """
+
+    routing: Routing
+
+    @property
+    def tokens_E(self) -> Tensor:
+        """Choices of each expert, int64 [E], on the device."""
+        return self.routing.first_G1.diff().long()
+
+    def forward(self, x_TH: Tensor, weight_TK: Tensor, wait_for_experts: WaitForExperts) -> tuple[Tensor, Saved]:
+        """Output [T, H] in x's dtype."""
+        x_TH = x_TH.contiguous()
+        gate_up_S2IH, down_SHI = wait_for_experts().stacked()
+        y_TH, kept = experts_forward(
+            x_TH,
+            self.routing,
+            weight_TK.contiguous(),
+            gate_up_S2IH,
+            down_SHI,
+            self._expert_G(),
+            ACTIVATION,
+            self._blocks(x_TH, down_SHI),
+        )
+        return y_TH, Saved(x_TH, kept.h_PU)
+
+    def backward(
+        self,
+        dy_TH: Tensor,
+        weight_TK: Tensor,
+        saved: Saved,
+        wait_for_experts: WaitForExperts,
+        gradients: ExpertGradients | None,
+    ) -> tuple[Tensor, Tensor]:
+        """(dx [T, H], dweight float32 [T, K]); every expert's weight gradients are written into ``gradients``, or not
+        computed where that is None.
+        """
+        gate_up_S2IH, down_SHI = wait_for_experts().stacked()
+        found = experts_backward(
+            dy_TH,
+            saved.arrivals_MH,
+            weight_TK.contiguous(),
+            gate_up_S2IH,
+            down_SHI,
+            self._expert_G(),
+            Kept(saved.h_P2I, self.routing),
+            ACTIVATION,
+            self._blocks(dy_TH, down_SHI),
+            None if gradients is None else torch.float32,
+            (None, None) if gradients is None else gradients,
+        )
+        return found.dx_TH, found.dweight_TK
+
+    def _expert_G(self) -> Tensor:
+        """The expert of each group: itself."""
+        first_G1 = self.routing.first_G1
+        return torch.arange(len(first_G1) - 1, dtype=torch.int32, device=first_G1.device)
+
+    def _blocks(self, like: Tensor, down_SHI: Tensor) -> Blocks:
+        return blocks_of(ShapeClass.of(like, down_SHI, len(self.routing.entry_P), ACTIVATION), like.device)

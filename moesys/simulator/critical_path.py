@@ -1,0 +1,147 @@
+"""What a simulated step waited for: a chain of blocks from its start to its end, of which each began when the one
+before it ended. So no step with the same blocks can be shorter than it, and to shorten the step is to shorten one.
+
+The simulator writes down what let every block begin; nothing is guessed from times.
+
+R ranks. Times in seconds.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from moesys.config import ClusterSpec
+from moesys.cost import FloatArray
+from moesys.load import IntArray
+from moesys.simulator.links import Flow, links_of_ranks
+
+# Of ``Work.cause_R`` and ``Transfer.cause``: nothing but the start of the step.
+START = -1
+LINK_LANES = ("NVLink out", "NVLink in", "NIC out", "NIC in")
+
+
+@dataclass(frozen=True)
+class PathPart:
+    """A piece of the critical path.
+
+    rank: who computed; of a link whose it is, a rank's or, of a NIC, the node's number.
+    lane: ``compute`` or one of ``LINK_LANES``. share: of the step.
+    """
+
+    rank: int
+    lane: str
+    kind: str
+    detail: str
+    seconds: float
+    share: float
+
+    @property
+    def is_of_rank(self) -> bool:
+        """Not of a node."""
+        return not self.lane.startswith("NIC")
+
+    @property
+    def where(self) -> str:
+        """As in ``rank 17's NVLink in`` or ``rank 3's experts``."""
+        owner = "rank" if self.is_of_rank else "node"
+        return f"{owner} {self.rank}'s {self.kind.replace('_', ' ') if self.lane == 'compute' else self.lane}"
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """Computing on all ranks, event ``number``.
+
+    cause_R: number of the event that each rank was held up by until it began.
+    by_R: where the work of another rank held this one up to the end, whose; its own number elsewhere.
+    """
+
+    number: int
+    kind: str
+    detail: str
+    start_R: FloatArray
+    end_R: FloatArray
+    cause_R: IntArray
+    by_R: IntArray
+
+
+@dataclass(frozen=True, eq=False)
+class Transfer:
+    """An all-to-all that has been issued, event ``number``.
+
+    issued: when the last rank did, ``issued_by``, which event ``cause`` had held up until then.
+    behind: number of the event before it on its channel.
+    """
+
+    number: int
+    flow: Flow
+    lane: str
+    detail: str
+    issued: float
+    issued_by: int
+    cause: int
+    behind: int
+
+
+Event = Work | Transfer
+
+
+def walk_back(
+    events: Sequence[Event], cause: int, rank: int, length: float, cluster: ClusterSpec
+) -> tuple[PathPart, ...]:
+    """The path that ends with event ``cause`` on ``rank``, from the start of the step on. ``length`` of the step."""
+    parts: list[PathPart] = []
+    link_4R, node_R = links_of_ranks(cluster), cluster.node_of_rank
+
+    def add(owner: int, lane: str, event: Event, seconds: float) -> None:
+        if seconds > 0:
+            kind = event.kind if isinstance(event, Work) else event.lane
+            parts.append(PathPart(owner, lane, kind, event.detail, seconds, seconds / length))
+
+    while cause != START:
+        event = events[cause]
+        match event:
+            case Work():
+                by = int(event.by_R[rank])
+                add(by, "compute", event, float(event.end_R[rank] - event.start_R[by]))
+                cause, rank = int(event.cause_R[by]), by
+            case Transfer():
+                link, end = _last_link(event.flow, rank, link_4R)
+                add(rank if link < 2 else node_R[rank], LINK_LANES[link], event, end - event.flow.start)
+                if event.flow.start > event.issued:
+                    behind = events[event.behind]
+                    assert isinstance(behind, Transfer)
+                    assert behind.flow.end_R is not None
+                    cause, rank = event.behind, int(behind.flow.end_R.argmax())
+                else:
+                    cause, rank = event.cause, event.issued_by
+    return tuple(reversed(parts))
+
+
+def _last_link(flow: Flow, rank: int, link_4R: IntArray) -> tuple[int, float]:
+    """Which of its four links a rank was last through with, and when."""
+    assert flow.end_L is not None
+    ends_4 = np.where(flow.load.used_4R[:, rank], flow.end_L[link_4R[:, rank]], -np.inf)
+    link = int(ends_4.argmax())
+    return link, float(ends_4[link])
+
+
+def by_place(path: Iterable[PathPart]) -> list[tuple[str, float, float]]:
+    """(where, seconds, share of the step) of each place on a path, most seconds first: what to make faster."""
+    seconds: dict[str, float] = defaultdict(float)
+    share: dict[str, float] = defaultdict(float)
+    for part in path:
+        seconds[part.where] += part.seconds
+        share[part.where] += part.share
+    return sorted(((where, seconds[where], share[where]) for where in seconds), key=lambda row: -row[1])
+
+
+def by_kind(path: Iterable[PathPart]) -> dict[str, float]:
+    """Seconds of a path by what was done: experts, dispatch, restore and so on, most first."""
+    seconds: dict[str, float] = defaultdict(float)
+    for part in path:
+        seconds[part.kind] += part.seconds
+    return dict(sorted(seconds.items(), key=lambda item: -item[1]))

@@ -1,0 +1,351 @@
+"""Blocks of a layer under ``MegaKernel``: runs of equal tasks of a row tile, or of several, and stage, in the order of
+queues.
+
+A task of a block is the mean of those that it stands for. A's tasks of a row tile follow one another, where kernels
+take the first columns of a whole sweep first; and a rank's sums begin when all of its rows are home, where kernels
+begin each when its own are.
+
+All ranks are handled at once: what belongs to a rank lies behind what belongs to those before it. R ranks, G groups of
+all ranks, M row tiles, U units of row tiles, B blocks of rows (of a group and a source), X runs, P pieces of work.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moesys.config import ClusterSpec
+from moesys.cost import FloatArray
+from moesys.layout import TokenPlan
+from moesys.load import IntArray
+from moesys.simulator.mega.queues import (
+    FETCH,
+    OUTER_PRODUCT,
+    PRODUCT,
+    PUSH,
+    SUM,
+    WEIGHT_GRADIENTS,
+    Launch,
+    Queues,
+    RunsOfKind,
+    joined,
+)
+from moesys.simulator.mega.task_seconds import Work
+from moesys.simulator.mega.tile_tasks import RASTER, WHOLE, RowTiles, parts_of
+from moesys.simulator.mega.units import Coarseness, Groups, Mixture, Units, meetings, sums
+
+# Parts that a sweep is taken in of B's columns, where its tiles are not taken together. In one, tiles that push to the
+# same peer would all be done at one time.
+COLUMN_PARTS = 8
+# Pieces of work have a quarter as many tasks as a rank has programs, of each row tile of a unit.
+PIECES = 4
+
+
+class Blocks:
+    """What all ranks do, and their gates."""
+
+    def __init__(self, work: Work, cluster: ClusterSpec, plan: TokenPlan, coarse: Coarseness) -> None:
+        self.work, self.plan = work, plan
+        self.sizes, self.by_expert = work.sizes, work.overlap.granularity == "expert"
+        self.all_ranks = np.arange(cluster.num_ranks)
+        self.groups = groups = Groups.of(plan)
+        self.choices_R = plan.load.tokens_RE.sum(axis=1)
+        self.tiles = RowTiles.of_ranks(
+            groups.rank_G,
+            groups.rows_G,
+            groups.before_own(),
+            len(self.all_ranks),
+            self.sizes.rows,
+            work.overlap.tile_order,
+        )
+        self.rank_M = groups.rank_G[self.tiles.group_M]
+        self.units = Units.of(self.tiles, self.rank_M, coarse.unit_tiles)
+        self.copies = self._copied() if work.overlap.deduplicate else None
+        self.column_parts = max(1, min(work.columns, COLUMN_PARTS // coarse.unit_tiles))
+        self.most = max(1, work.programs // PIECES) * coarse.unit_tiles
+        # Of each rank one for its sums and one for its pushes, of each unit or group that it has come, of each unit
+        # that it is multiplied, of each group that all of it has come.
+        arrivals = groups.rank_G if self.by_expert else self.units.rank_U
+        gates = [self.all_ranks, self.all_ranks, arrivals, self.units.rank_U, groups.rank_G]
+        self.gate_rank = np.concatenate(gates)
+        self.home, self.pushed, self.arrived, self.multiplied, self.grouped = np.cumsum([0, *map(len, gates)])[:-1]
+
+    def launches(self) -> list[Launch]:
+        return [*self._dispatch(), *self._combine()]
+
+    def _dispatch(self) -> list[Launch]:
+        work, sizes, units, groups = self.work, self.sizes, self.units, self.groups
+        products = work.first_product(groups.rows_G)
+        mixture = Mixture.of(
+            len(self.all_ranks),
+            (units.rank_U, units.tiles_U * sizes.fetches),
+            (units.rank_U, units.tiles_U * products.columns),
+            self._needed_tiles() * sizes.fetches,
+            parts_of(work.overlap.dispatch_share) if self._fused("dispatch") else WHOLE,
+            self.most,
+        )
+        unit = mixture.unit
+        group, rank = units.group_U[unit], units.rank_U[unit]
+        # Fetches of each run, row tile by row tile; those without rows take no time, and no program is asked for them.
+        tile_ends = np.arange(1, len(self.tiles) + 1) * sizes.fetches
+        run, tile, first, end = meetings(mixture.first, mixture.end, tile_ends)
+        in_tile = (first - tile * sizes.fetches) * sizes.fetch_rows
+        of_piece = np.clip(self.tiles.rows_M[tile] - in_tile, 0, (end - first) * sizes.fetch_rows)
+        count = sums(run, -(-of_piece // sizes.fetch_rows), len(group)).astype(np.int64)
+        rows = sums(run, of_piece, len(group)) / np.maximum(count, 1)
+        begin = self.tiles.row_M[tile]
+        piece, block, first, end = meetings(begin + in_tile, begin + in_tile + of_piece, groups.end_B)
+        # Fetches that have rows of the block.
+        bring = (end - 1 - begin[piece]) // sizes.fetch_rows - (first - begin[piece]) // sizes.fetch_rows + 1
+        run, source = run[piece], groups.source_B[block]
+        a_task = (end - first) / count[run]
+        if self.copies is not None:
+            # A fetch of which all rows are copied pulls nothing.
+            copied = self.copies[0][block]
+            a_task, bring = a_task * (1 - copied), bring * (1 - copied ** ((end - first) / bring))
+        away = source != rank[run]
+        needs = (run[a_task > 0], source[a_task > 0])
+        run, source, a_task, share = run[away], source[away], a_task[away], (bring / count[run])[away]
+        pulled = sums(run, a_task, len(group))
+        gate_U = self.arrived + (units.group_U if self.by_expert else np.arange(len(units)))
+        opens = (np.arange(len(group)), gate_U[unit])
+        wait = np.full(len(group), -1)
+        if self.copies is not None:
+            copies_from_G = self.copies[1]
+            opens = (np.r_[opens[0], opens[0]], np.r_[opens[1], self.grouped + group])
+            wait = np.where(copies_from_G[group] >= 0, self.grouped + copies_from_G[group], -1)
+        fetches = RunsOfKind.of(
+            FETCH,
+            rank,
+            count,
+            memory=work.fetch_seconds(pulled, rows - pulled),
+            group=groups.number_G[group],
+            gate=wait,
+            needs=needs,
+            opens=opens,
+            exchanged=(run, source, a_task * work.row_bytes, share),
+        )
+        unit = mixture.piece_of
+        group = units.group_U[unit]
+        multiplied = RunsOfKind.of(
+            PRODUCT,
+            units.rank_U[unit],
+            mixture.piece,
+            compute=products.seconds_G[group],
+            gate=gate_U[unit],
+            group=groups.number_G[group],
+            flops=products.tile_flops_G[group],
+        )
+        return self._mixed(False, fetches, multiplied, mixture.order)
+
+    def _combine(self) -> list[Launch]:
+        work, units, groups = self.work, self.units, self.groups
+        products, columns = work.second_product(groups.rows_G), work.columns
+        row_M = self.tiles.row_M
+        tile, block, first, end = meetings(row_M, row_M + self.tiles.rows_M, groups.end_B)
+        unit = np.repeat(np.arange(len(units)), units.tiles_U)[tile]
+        source, shared = groups.source_B[block], end - first
+        away = source != units.rank_U[unit]
+        local_U = sums(unit[~away], shared[~away], len(units)) / units.tiles_U
+        unit, source, shared = unit[away], source[away], shared[away] / units.tiles_U[unit[away]]
+        # Of a row tile of each unit.
+        tile_bytes, tile_share = shared * work.row_bytes, 1 / units.tiles_U[unit]
+        seconds_U, flops_U = products.seconds_G[units.group_U], products.tile_flops_G[units.group_U]
+        number_U = groups.number_G[units.group_U]
+        of_part, part, tasks = self._parts()
+        head: list[Launch]
+        if not work.apart:
+            run_UC = np.empty((len(units), self.column_parts), dtype=np.int64)
+            run_UC[of_part, part] = np.arange(len(of_part))
+            exchanged = (
+                run_UC[unit].ravel(),
+                np.repeat(source, self.column_parts),
+                np.repeat(tile_bytes / columns, self.column_parts),
+                np.repeat(tile_share, self.column_parts),
+            )
+            multiplied = RunsOfKind.of(
+                PRODUCT,
+                units.rank_U[of_part],
+                tasks,
+                compute=seconds_U[of_part],
+                group=number_U[of_part],
+                flops=flops_U[of_part],
+                opens=(np.arange(len(of_part)), self.pushed + units.rank_U[of_part]),
+                exchanged=exchanged,
+            )
+            head = [Launch.plain(self.all_ranks, work.launch_names[1], multiplied, True)]
+        else:
+            mixture = Mixture.of(
+                len(self.all_ranks),
+                (units.rank_U[of_part], tasks),
+                (units.rank_U, units.tiles_U),
+                self._swept_tiles() * columns,
+                WHOLE - parts_of(work.overlap.combine_share) if self._fused("combine") else WHOLE,
+                # One piece a unit.
+                RASTER,
+            )
+            of_run = of_part[mixture.unit]
+            multiplied = RunsOfKind.of(
+                PRODUCT,
+                units.rank_U[of_run],
+                mixture.end - mixture.first,
+                compute=seconds_U[of_run],
+                group=number_U[of_run],
+                flops=flops_U[of_run],
+                opens=(np.arange(len(of_run)), self.multiplied + of_run),
+            )
+            away_U = sums(unit, shared, len(units))
+            pushes = RunsOfKind.of(
+                PUSH,
+                units.rank_U,
+                mixture.piece,
+                memory=work.push_seconds(away_U, local_U),
+                gate=self.multiplied + np.arange(len(units)),
+                group=number_U,
+                opens=(np.arange(len(units)), self.pushed + units.rank_U),
+                exchanged=(unit, source, tile_bytes, tile_share),
+            )
+            head = self._mixed(True, multiplied, pushes, mixture.order)
+        tail = self._tail()
+        if self._fused("combine"):
+            return [joined(head[0], tail[0]), *tail[1:]]
+        return head + tail
+
+    def _tail(self) -> list[Launch]:
+        """Weight gradients and sums, the last of B's tasks; or weight gradients by launches of their own behind it."""
+        work, overlap, groups, R = self.work, self.work.overlap, self.groups, len(self.all_ranks)
+        tokens_R = -(-self.choices_R // work.model.top_k)
+        tasks_R = -(-tokens_R // work.sizes.sum_tokens) * work.columns
+        width_R = np.full(R, float(work.model.hidden_size))
+        seconds_R = work.sum_seconds(self.choices_R.astype(np.float64), tokens_R.astype(np.float64), width_R)
+        each = work.weight_gradients(groups.rows_G) if work.backward else ()
+        fused = each if overlap.overlap_weight_gradients else ()
+        # Of both matrices of each group, a rank's first ones first.
+        group_Y = np.tile(np.arange(len(groups.rows_G)), len(fused))
+        by_rank = np.argsort(groups.rank_G[group_Y], kind="stable")
+        group_Y = group_Y[by_rank]
+        count_Y, seconds_Y, flops_Y = (
+            np.concatenate([np.zeros(0, dtype), *(getattr(of, name) for of in fused)])[by_rank]
+            for name, dtype in (("tiles_G", np.int64), ("seconds_G", np.float64), ("tile_flops_G", np.float64))
+        )
+        parts = WHOLE - parts_of(overlap.reduce_share)
+        mixture = Mixture.of(
+            R,
+            (groups.rank_G[group_Y], count_Y),
+            (self.all_ranks, tasks_R),
+            np.zeros(R, dtype=np.int64),
+            parts,
+            self.most if parts < WHOLE else max(1, int(tasks_R.max())),
+        )
+        group = group_Y[mixture.unit]
+        outer = RunsOfKind.of(
+            OUTER_PRODUCT,
+            groups.rank_G[group],
+            mixture.end - mixture.first,
+            compute=seconds_Y[mixture.unit],
+            group=groups.number_G[group],
+            flops=flops_Y[mixture.unit],
+        )
+        rank = mixture.piece_of
+        sums = RunsOfKind.of(
+            SUM, rank, mixture.piece, compute=(seconds_R / np.maximum(tasks_R, 1))[rank], gate=self.home + rank
+        )
+        tail = [Launch(self.all_ranks, work.launch_names[1], (outer, sums), mixture.order, True)]
+        if not fused:
+            by_size = groups.by_size()
+            for name, of in zip(WEIGHT_GRADIENTS, each, strict=False):
+                runs = RunsOfKind.of(
+                    OUTER_PRODUCT,
+                    groups.rank_G[by_size],
+                    of.tiles_G[by_size],
+                    compute=of.seconds_G[by_size],
+                    group=groups.number_G[by_size],
+                    flops=of.tile_flops_G[by_size],
+                )
+                tail.append(Launch.plain(self.all_ranks, name, runs, True))
+        return tail
+
+    def _needed_tiles(self) -> IntArray:
+        """How many row tiles the sweep of each unit needs, from its rank's first on, [U]."""
+        last_U = self._swept_tiles()
+        if not self.by_expert:
+            return last_U
+        begin_U = np.searchsorted(self.rank_M, self.units.rank_U)
+        return self.tiles.end_M[begin_U + last_U - 1] - begin_U
+
+    def _swept_tiles(self) -> IntArray:
+        """How many row tiles its rank has until the end of each unit's sweep, [U]."""
+        tiles_R = np.bincount(self.rank_M, minlength=len(self.all_ranks))
+        return np.minimum((self.units.first_U // RASTER + 1) * RASTER, tiles_R[self.units.rank_U])
+
+    def _parts(self) -> tuple[IntArray, IntArray, IntArray]:
+        """(unit, part of B's columns, tasks) of each run of products, sweep by sweep; of a sweep all units do a part
+        before the next.
+        """
+        units, parts, columns = self.units, self.column_parts, self.work.columns
+        unit, part = np.tile(np.arange(len(units)), parts), np.repeat(np.arange(parts), len(units))
+        order = np.lexsort((unit, part, (units.first_U // RASTER)[unit], units.rank_U[unit]))
+        unit, part = unit[order], part[order]
+        return unit, part, units.tiles_U[unit] * (columns // parts + (part < columns % parts))
+
+    def _copied(self) -> tuple[FloatArray, IntArray]:
+        """The part of each block whose tokens an earlier group of its rank brings, if tokens choose experts
+        independently, [B]; and of each group the earlier one that its fetches wait for to copy rows, -1 for none: the
+        last that is as likely to be needed as not.
+        """
+        groups, R = self.groups, len(self.all_ranks)
+        choices_R = np.maximum(self.choices_R, 1)
+        copied_B, copies_from_G = np.zeros(len(groups.rows_B)), np.full(len(groups.rows_G), -1)
+        others = self.work.model.top_k - 1
+        for rank in self.all_ranks:
+            group = np.flatnonzero(groups.rank_G == rank)
+            of_rank = np.flatnonzero(groups.rank_G[groups.group_B] == rank)
+            place_G = np.argsort(self.tiles.first_tile_G[group], kind="stable")
+            rows_GR = np.zeros((len(group), R))
+            rows_GR[groups.number_G[groups.group_B[of_rank]], groups.source_B[of_rank]] = groups.rows_B[of_rank]
+            until = rows_GR[place_G].cumsum(axis=0) / choices_R
+            before = until - rows_GR[place_G] / choices_R
+            copied_GR = np.zeros(rows_GR.shape)
+            copied_GR[place_G] = 1 - (1 - before) ** others
+            copied_B[of_rank] = copied_GR[groups.number_G[groups.group_B[of_rank]], groups.source_B[of_rank]]
+            # That a row is a copy from each group, in order; of rows of the sources that later groups have.
+            share_R = rows_GR.sum(axis=0) / max(1, rows_GR.sum())
+            ends = np.r_[0.0, (((1 - before) ** others - (1 - until) ** others) @ share_R).cumsum()]
+            for place, number in enumerate(place_G):
+                # With flags of experts nothing of a group can be copied before all of it has come.
+                rows = max(1, groups.rows_G[group[number]]) if self.by_expert else self.sizes.fetch_rows
+                last = np.searchsorted(ends, ends[place] - (1 - 0.5 ** (1 / rows)), "right") - 1
+                if last >= 0:
+                    copies_from_G[group[number]] = group[place_G[last]]
+        return copied_B, copies_from_G
+
+    def _fused(self, side: str) -> bool:
+        return self.work.overlap.fused in ("both", side)
+
+    def _mixed(self, combines: bool, first: RunsOfKind, work: RunsOfKind, order: IntArray) -> list[Launch]:
+        """In one launch, or in one each."""
+        name = self.work.launch_names[combines]
+        if self._fused("combine" if combines else "dispatch"):
+            return [Launch(self.all_ranks, name, (first, work), order, combines)]
+        return [Launch.plain(self.all_ranks, name, kind, combines) for kind in (first, work)]
+
+
+def queues_of_blocks(
+    work: Work,
+    cluster: ClusterSpec,
+    plan: TokenPlan,
+    coarse: Coarseness,
+) -> Queues:
+    """All blocks of all ranks."""
+    blocks = Blocks(work, cluster, plan, coarse)
+    # Whoever pushes rows home tells, when all are there, those whose rows they are.
+    sends_RR = np.zeros((cluster.num_ranks, cluster.num_ranks), dtype=bool)
+    sends_RR[plan.entries[:, 2], plan.entries[:, 0]] = True
+    destination, source = np.nonzero(sends_RR)
+    return Queues.of(
+        blocks.launches(),
+        blocks.gate_rank,
+        (blocks.pushed + destination, blocks.home + source),
+        cluster,
+        coarse.tasks,
+        work.programs / coarse.programs,
+    )

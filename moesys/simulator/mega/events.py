@@ -1,0 +1,388 @@
+"""Discrete events of tasks on programs, gates that they wait for, and links that they share.
+
+A launch is a queue of runs on one rank: so many equal tasks one after another, which its programs take in order. A task
+has its gate open, computes, then moves bytes over links, and holds its program until all of them are through. A task
+that is done counts down gates; a gate opens when it is at zero, a flag's time later where who waits is another rank.
+Runs of one task each are tiles, longer ones blocks: programs that take tasks of a run at once go through it together.
+
+A link gives each task that has bytes left on it the same part of its rate (processor sharing, kept by one virtual time
+a link), whatever else the task waits for: bytes go through all links of their way at once.
+
+The loop is compiled by numba. It allocates nothing, so that no references are counted: what it works on it is given.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from moesys.compiled import borrowing
+from moesys.cost import FloatArray
+from moesys.load import IntArray
+from moesys.simulator.mega.shared_links import SharedLinks, begin, first_end, look_at, take_first
+from moesys.simulator.mega.task_runs import Gates, Launches, Runs
+
+_COMPUTED, _ENDED, _OPENED, _LAUNCHED = range(4)
+_LINK = -1
+# Bits of an event's word: the number of a part, gate or launch, then its kind, then how many were found before it.
+_KIND, _FOUND = 28, 30
+# Of floats that would be equal if they were exact.
+_THROUGH = 1 + 1e-12
+
+
+class Times(NamedTuple):
+    """Seconds: of each run when its first task was ready, its last was done; how long its tasks waited, all together;
+    of each launch its begin and end.
+    """
+
+    ready: FloatArray
+    end: FloatArray
+    waited: FloatArray
+    begin_L: FloatArray
+    end_L: FloatArray
+
+
+# What the loop knows of a run, of tasks of one that programs took together (a part, whose number is used again when
+# they are done), of a launch and of a gate, a row each: events go from rank to rank, and a row is read at once.
+_RUN = np.dtype(
+    [
+        *((name, "f8") for name in ("compute", "memory", "latency", "floor", "ready", "end", "waited")),
+        *((name, "i4") for name in ("tasks", "taken", "launch", "gate", "links", "links_end", "opens", "opens_end")),
+    ],
+    align=True,
+)
+# ``programs`` hold it, each of which does ``rounds`` tasks; it is on ``links`` yet. ``before``: what came to its gate
+# before it.
+_PART = np.dtype(
+    [
+        *((name, "f8") for name in ("taken", "memory_end")),
+        *((name, "i4") for name in ("run", "programs", "rounds", "links", "before")),
+    ],
+    align=True,
+)
+# ``run``: whose tasks are taken; ``idle`` and ``gone``: programs without work, and through; ``next``: of its rank.
+_LAUNCH = np.dtype(
+    [
+        *((name, "f8") for name in ("begin", "end")),
+        *((name, "i4") for name in ("rank", "run", "runs_end", "idle", "gone", "next")),
+    ],
+    align=True,
+)
+# ``last_part``: what came to it last.
+_GATE = np.dtype(
+    [("open_at", "f8"), *((name, "i4") for name in ("pending", "rank", "last_part", "opens", "opens_end"))], align=True
+)
+
+
+def run_all(
+    runs: Runs,
+    gates: Gates,
+    launches: Launches,
+    published_R: FloatArray,
+    start_R: FloatArray,
+    seconds_a_byte: FloatArray,
+    programs: int,
+    gap_seconds: float,
+    flag_seconds: float,
+) -> Times:
+    """Ranks have published at ``published_R`` and launch first at ``start_R``. ``programs``: of every launch.
+    ``gap_seconds``: from the end of a launch to the next one's begin; ``flag_seconds``: until others see one.
+
+    Raises RuntimeError where tasks wait for each other, which no queue that is topological as numbered allows.
+    """
+    num_ranks, num_launches = int(launches.rank.max()) + 1, len(launches.rank)
+    launch_X = np.repeat(np.arange(num_launches), launches.runs)
+    needing, needed = runs.needs
+    floor, own = np.zeros(len(launch_X)), launches.rank[launch_X[needing]]
+    np.maximum.at(floor, needing, published_R[needed] + np.where(own == needed, 0.0, flag_seconds))
+    run_rows = _rows(
+        _RUN,
+        len(launch_X),
+        compute=runs.compute,
+        memory=runs.memory,
+        latency=runs.latency,
+        floor=floor,
+        ready=np.nan,
+        end=np.nan,
+        tasks=runs.tasks,
+        launch=launch_X,
+        gate=runs.gate,
+        links=runs.links.first[:-1],
+        links_end=runs.links.first[1:],
+        opens=runs.opens.first[:-1],
+        opens_end=runs.opens.first[1:],
+    )
+    by_rank = np.argsort(launches.rank, kind="stable")
+    is_first = np.diff(launches.rank[by_rank], prepend=-1) > 0
+    following = np.full(num_launches, -1)
+    following[by_rank[:-1][~is_first[1:]]] = by_rank[1:][~is_first[1:]]
+    launch_rows = _rows(
+        _LAUNCH,
+        num_launches,
+        begin=np.nan,
+        end=np.nan,
+        rank=launches.rank,
+        run=launches.first,
+        runs_end=launches.first + launches.runs,
+        next=following,
+    )
+    gate_rows = _rows(
+        _GATE,
+        len(gates.rank),
+        pending=gates.pending,
+        rank=gates.rank,
+        last_part=-1,
+        opens=gates.opens.first[:-1],
+        opens_end=gates.opens.first[1:],
+    )
+    # A part each may wait, compute or move; a gate each may open, and a rank's launch begin.
+    num_parts = num_ranks * programs
+    size = num_parts + len(gate_rows) + num_ranks
+    events = _Events(np.empty(size), np.empty(size, dtype=np.int64), np.zeros(2, dtype=np.int64))
+    for launch in by_rank[is_first]:
+        _push(events, start_R[launches.rank[launch]], _LAUNCHED, launch)
+    # A rank's parts are on no more links each than its run with most.
+    num_links, most_R = len(seconds_a_byte), np.zeros(num_ranks, dtype=np.int64)
+    np.maximum.at(most_R, launches.rank[launch_X], np.diff(runs.links.first))
+    _run(
+        run_rows,
+        np.zeros(num_parts, dtype=_PART),
+        launch_rows,
+        gate_rows,
+        events,
+        SharedLinks.of(seconds_a_byte, int(most_R.sum()) * programs),
+        (runs.links.value, runs.link_bytes, runs.opens.value, gates.opens.value),
+        (np.arange(num_parts), np.empty(num_parts, dtype=np.int64), np.empty(num_launches, dtype=np.int64)),
+        (np.empty(num_links, dtype=np.int64), np.zeros(num_links, dtype=np.bool_)),
+        np.empty((2, len(gates.opens.value) + 1), dtype=np.int64),
+        programs,
+        gap_seconds,
+        flag_seconds,
+    )
+    times = Times(
+        *(run_rows[name] for name in ("ready", "end", "waited")),
+        *(launch_rows[name] for name in ("begin", "end")),
+    )
+    if np.isnan(times.end_L).any():
+        raise RuntimeError(f"{np.isnan(times.end_L).sum()} launches never end: their queues are not topological")
+    return times
+
+
+def _rows(dtype: np.dtype[Any], size: int, **columns: Any) -> npt.NDArray[Any]:
+    found = np.zeros(size, dtype=dtype)
+    for name, values in columns.items():
+        found[name] = values
+    return found
+
+
+class _Events(NamedTuple):
+    """A binary heap of seconds and words; ``counts``: how many there are, and were."""
+
+    at: FloatArray
+    word: IntArray
+    counts: IntArray
+
+
+@borrowing
+def _push(events, at, kind, of):  # type: ignore[no-untyped-def]
+    place = events.counts[0]
+    events.counts[0] += 1
+    events.counts[1] += 1
+    word = (events.counts[1] << _FOUND) | (kind << _KIND) | of
+    while place > 0:
+        above = (place - 1) >> 1
+        if events.at[above] < at or (events.at[above] == at and events.word[above] < word):
+            break
+        events.at[place], events.word[place] = events.at[above], events.word[above]
+        place = above
+    events.at[place], events.word[place] = at, word
+
+
+@borrowing
+def _pop(events):  # type: ignore[no-untyped-def]
+    """The word of the first event; of equal times in the order in which they were found."""
+    first = events.word[0]
+    events.counts[0] -= 1
+    size = events.counts[0]
+    at, word = events.at[size], events.word[size]
+    place = 0
+    while True:
+        below = 2 * place + 1
+        if below >= size:
+            break
+        right = below + 1
+        if right < size and (
+            events.at[right] < events.at[below]
+            or (events.at[right] == events.at[below] and events.word[right] < events.word[below])
+        ):
+            below = right
+        if at < events.at[below] or (at == events.at[below] and word < events.word[below]):
+            break
+        events.at[place], events.word[place] = events.at[below], events.word[below]
+        place = below
+    events.at[place], events.word[place] = at, word
+    return first
+
+
+@borrowing
+def _run(  # type: ignore[no-untyped-def]
+    runs, parts, launches, gates, events, links, tables, stacks, changes, tells, programs, gap_seconds, flag_seconds
+):
+    link_of, link_bytes, opened_by_run, opened_by_gate = tables
+    # Numbers of parts that are not used, parts that are ready, launches with idle programs, links with more on them.
+    unused, begun, serving = stacks
+    changed, is_changed = changes
+    # Gates that are to be counted down, and the ranks that do.
+    told, tellers = tells[0], tells[1]
+    num_unused, num_begun, num_serving, num_changed = len(unused), 0, 0, 0
+    while True:
+        now = links.due[links.first_due[1]]
+        if events.counts[0] > 0:
+            now = min(now, events.at[0])
+        if now == np.inf:
+            break
+        while True:
+            if events.counts[0] > 0 and events.at[0] == now:
+                word = _pop(events)
+                kind, what = (word >> _KIND) & ((1 << (_FOUND - _KIND)) - 1), word & ((1 << _KIND) - 1)
+            elif links.due[links.first_due[1]] == now:
+                kind, what = _LINK, links.first_due[1]
+            else:
+                break
+            if kind == _LINK:
+                at = first_end(links, what)
+                if at > now * _THROUGH:
+                    # More parts have come since.
+                    look_at(links, what, at)
+                    continue
+                through = links.nodes[links.root_L[what]].through
+                links.got[what], links.updated[what] = through, now
+                through *= _THROUGH
+                while links.root_L[what] >= 0 and links.nodes[links.root_L[what]].through <= through:
+                    number = take_first(links, what)
+                    part = parts[number]
+                    links.active[what] -= part.programs
+                    part.links -= 1
+                    if part.links == 0:
+                        _push(events, max(now, part.memory_end) + runs[part.run].latency, _ENDED, number)
+                look_at(links, what, first_end(links, what))
+            elif kind == _COMPUTED:
+                part = parts[what]
+                run = runs[part.run]
+                part.memory_end = now + part.rounds * run.memory
+                for place in range(run.links, run.links_end):
+                    link = link_of[place]
+                    begin(links, link, link_bytes[place], what, part.programs, now)
+                    if not is_changed[link]:
+                        is_changed[link] = True
+                        changed[num_changed] = link
+                        num_changed += 1
+            elif kind == _ENDED:
+                part = parts[what]
+                run = runs[part.run]
+                run.end = now
+                launch = launches[run.launch]
+                if launch.idle == 0:
+                    serving[num_serving] = run.launch
+                    num_serving += 1
+                launch.idle += part.programs
+                unused[num_unused] = what
+                num_unused += 1
+                for place in range(run.opens, run.opens_end):
+                    told[0], tellers[0], num_told = opened_by_run[place], launch.rank, 1
+                    times = part.programs * part.rounds
+                    while num_told > 0:
+                        num_told -= 1
+                        number, teller = told[num_told], tellers[num_told]
+                        gate = gates[number]
+                        gate.pending -= times
+                        gate.open_at = max(gate.open_at, now + (flag_seconds if gate.rank != teller else 0.0))
+                        if gate.pending == 0:
+                            if gate.last_part >= 0:
+                                _push(events, gate.open_at, _OPENED, number)
+                            # What it opens is told by its rank, once.
+                            times = 1
+                            for other in range(gate.opens, gate.opens_end):
+                                told[num_told], tellers[num_told] = opened_by_gate[other], gate.rank
+                                num_told += 1
+            elif kind == _LAUNCHED:
+                launches[what].begin = now
+                launches[what].idle = programs
+                serving[num_serving] = what
+                num_serving += 1
+            else:
+                number = gates[what].last_part
+                gates[what].last_part = -1
+                low = num_begun
+                while number >= 0:
+                    begun[num_begun] = number
+                    num_begun += 1
+                    number = parts[number].before
+                # In the order in which they came.
+                high = num_begun - 1
+                while low < high:
+                    begun[low], begun[high] = begun[high], begun[low]
+                    low, high = low + 1, high - 1
+
+        for place in range(num_serving):
+            launch = launches[serving[place]]
+            while launch.idle > 0 and launch.run < launch.runs_end:
+                run_number = launch.run
+                run = runs[run_number]
+                left = run.tasks - run.taken
+                # Where nothing else is held meanwhile, several after another: half of what each program has yet to do.
+                rounds = max(1, left // (2 * programs)) if run.links == run.links_end else 1
+                takes = min(launch.idle, left // rounds)
+                run.taken += takes * rounds
+                launch.idle -= takes
+                if run.taken == run.tasks:
+                    launch.run += 1
+                if takes == 0:
+                    continue
+                num_unused -= 1
+                number = unused[num_unused]
+                part = parts[number]
+                part.run, part.programs, part.rounds, part.taken = run_number, takes, rounds, now
+                part.links, part.before = run.links_end - run.links, -1
+                if run.gate >= 0 and (gates[run.gate].pending > 0 or gates[run.gate].open_at > now):
+                    gate = gates[run.gate]
+                    if gate.pending <= 0 and gate.last_part < 0:
+                        _push(events, gate.open_at, _OPENED, run.gate)
+                    part.before = gate.last_part
+                    gate.last_part = number
+                else:
+                    begun[num_begun] = number
+                    num_begun += 1
+            if launch.idle > 0:
+                launch.gone += launch.idle
+                launch.idle = 0
+                if launch.gone == programs:
+                    launch.end = now
+                    if launch.next >= 0:
+                        _push(events, now + gap_seconds, _LAUNCHED, launch.next)
+        num_serving = 0
+
+        for place in range(num_begun):
+            number = begun[place]
+            part = parts[number]
+            run = runs[part.run]
+            begins = max(now, run.floor)
+            run.waited += (begins - part.taken) * part.programs
+            if np.isnan(run.ready):
+                run.ready = begins
+            at = begins + part.rounds * run.compute
+            if part.links > 0:
+                _push(events, at, _COMPUTED, number)
+            else:
+                _push(events, at + part.rounds * (run.memory + run.latency), _ENDED, number)
+        num_begun = 0
+
+        for place in range(num_changed):
+            link = changed[place]
+            is_changed[link] = False
+            at = first_end(links, link)
+            if at < links.due[link]:
+                look_at(links, link, at)
+        num_changed = 0

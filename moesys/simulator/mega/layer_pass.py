@@ -1,0 +1,222 @@
+"""One pass of one layer under ``MegaKernel`` on simulated ranks: forward, or backward.
+
+R ranks, L links as in ``cost.link_seconds``. All times in seconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from moesys.config import ClusterSpec, MegaKernel, ModelShape
+from moesys.cost import FloatArray, gather_seconds
+from moesys.layout import TokenPlan
+from moesys.load import IntArray
+from moesys.simulator.mega.blocks import queues_of_blocks
+from moesys.simulator.mega.events import Times, run_all
+from moesys.simulator.mega.queues import FETCH, OUTER_PRODUCT, PRODUCT, PUSH, SUM, Queues
+from moesys.simulator.mega.task_runs import Runs, seconds_a_byte
+from moesys.simulator.mega.task_seconds import Work
+from moesys.simulator.mega.tile_tasks import BoolArray
+from moesys.simulator.mega.units import Coarseness
+
+
+@dataclass(frozen=True)
+class Computed:
+    """What multiprocessors did, of one kind: ``experts``, ``weight_gradients`` or ``sum``.
+
+    Lasts as long on each rank as all its programs together need for it, so what is missing until the pass ends was
+    waited. No two of a rank overlap.
+    """
+
+    kind: str
+    start_R: FloatArray
+    end_R: FloatArray
+
+
+@dataclass(frozen=True)
+class Moved:
+    """Rows that travelled, ``dispatch`` or ``combine``: from the first that each rank pulled, or pushed, to its last.
+
+    ``link_seconds_L`` [2·R + 2·N]: what the links were busy with, as ``cost.link_seconds`` has them.
+    """
+
+    kind: str
+    start_R: FloatArray
+    end_R: FloatArray
+    link_seconds_L: FloatArray
+
+
+@dataclass(frozen=True)
+class MegaPass:
+    """``end_R``: when each rank is through. ``waited_for_R``: the rank whose rows came home last, for each that waited
+    for rows; its own number where its own work was last.
+    """
+
+    end_R: FloatArray
+    computed: tuple[Computed, ...]
+    moved: tuple[Moved, ...]
+    waited_for_R: IntArray
+
+
+def publish_seconds(model: ModelShape, cluster: ClusterSpec, plan: TokenPlan) -> FloatArray:
+    """[R]: from when a rank enters until its first kernel needs the layer's experts. It copies its tokens to where
+    others pull them, T·H elements read and written.
+    """
+    return gather_seconds(plan.load.tokens_RE.sum(axis=1) / model.top_k, model, cluster)
+
+
+@dataclass(frozen=True)
+class QueuedPass:
+    """A pass whose queues are known before anybody enters it.
+
+    ``runs``: as ``queues`` has them, without links that need not be looked at. ``link_seconds``, ``publish_seconds_R``:
+    see there.
+    """
+
+    cluster: ClusterSpec
+    plan: TokenPlan
+    queues: Queues
+    runs: Runs
+    programs: int
+    link_seconds: tuple[FloatArray, FloatArray]
+    publish_seconds_R: FloatArray
+
+    @staticmethod
+    def of(
+        overlap: MegaKernel,
+        model: ModelShape,
+        cluster: ClusterSpec,
+        plan: TokenPlan,
+        backward: bool,
+        coarse: Coarseness | None = None,
+    ) -> QueuedPass:
+        work = Work(overlap, model, cluster, backward)
+        coarse = Coarseness.of(work, plan, cluster) if coarse is None else coarse
+        queues, byte_seconds_L = queues_of_blocks(work, cluster, plan, coarse), seconds_a_byte(cluster)
+        link_seconds, publish_seconds_R = link_seconds_of(queues, byte_seconds_L), publish_seconds(model, cluster, plan)
+        runs = queues.runs
+        if coarse.quiet > 0:
+            runs = runs.without_quiet_links(byte_seconds_L, link_seconds[0] + link_seconds[1], coarse.quiet)
+        return QueuedPass(cluster, plan, queues, runs, coarse.programs, link_seconds, publish_seconds_R)
+
+    def run(self, start_R: FloatArray, experts_R: FloatArray | None = None) -> MegaPass:
+        """Each rank enters at ``start_R`` and has its experts at ``experts_R``, None: before it needs them. Until then
+        it publishes, and from then on its kernels run.
+        """
+        published_R = start_R + self.publish_seconds_R
+        begin_R = published_R if experts_R is None else np.maximum(published_R, experts_R)
+        queues, gap_seconds = self.queues, self.cluster.launch_us * 1e-6
+        times = run_all(
+            self.runs,
+            queues.gates,
+            queues.launches,
+            published_R,
+            begin_R + gap_seconds,
+            seconds_a_byte(self.cluster),
+            self.programs,
+            gap_seconds,
+            self.cluster.flag_us * 1e-6,
+        )
+        return pass_of(queues, times, self.programs, self.link_seconds, begin_R, self.plan)
+
+
+def queued_ahead(
+    overlap: MegaKernel, model: ModelShape, cluster: ClusterSpec, passes: Iterable[tuple[TokenPlan, bool]]
+) -> Iterator[QueuedPass]:
+    """Passes, of a plan and whether backward, each of which is queued while the one before it runs."""
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        before: Future[QueuedPass] | None = None
+        for plan, backward in passes:
+            following = pool.submit(QueuedPass.of, overlap, model, cluster, plan, backward)
+            if before is not None:
+                yield before.result()
+            before = following
+        if before is not None:
+            yield before.result()
+
+
+def link_seconds_of(queues: Queues, byte_seconds_L: FloatArray) -> tuple[FloatArray, FloatArray]:
+    """``Moved.link_seconds_L`` of ``dispatch`` and of ``combine``."""
+    runs, links = queues.runs, queues.runs.links
+    run_Y = np.repeat(np.arange(len(runs.tasks)), np.diff(links.first))
+    seconds_Y = runs.link_bytes * runs.tasks[run_Y] * byte_seconds_L[links.value]
+    pulled_Y = (queues.kind == FETCH)[run_Y]
+    pulled_L, pushed_L = (
+        np.bincount(links.value[of], weights=seconds_Y[of], minlength=len(byte_seconds_L)).astype(np.float64)
+        for of in (pulled_Y, ~pulled_Y)
+    )
+    return pulled_L, pushed_L
+
+
+def pass_of(
+    queues: Queues,
+    times: Times,
+    programs: int,
+    link_seconds: tuple[FloatArray, FloatArray],
+    begin_R: FloatArray,
+    plan: TokenPlan,
+) -> MegaPass:
+    """What ranks that began at ``begin_R`` did, of tiles or of blocks. ``link_seconds``: of the above."""
+    end_R = begin_R.copy()
+    np.maximum.at(end_R, queues.launches.rank, times.end_L)
+    pulls = queues.kind == FETCH
+    moved = tuple(
+        _moved(kind, queues, times, chosen, seconds_L, begin_R)
+        for kind, chosen, seconds_L in zip(("dispatch", "combine"), (pulls, ~pulls), link_seconds, strict=True)
+    )
+    return MegaPass(end_R, _computed(queues, times, programs), moved, _waited_for(queues, times, plan))
+
+
+def _computed(queues: Queues, times: Times, programs: int) -> tuple[Computed, ...]:
+    """What programs were busy with, as if all of a rank did it together: A's products as late as they can have been,
+    then B's, weight gradients, and sums, each kind after the other as early as it can have been.
+    """
+    rank_L, second_L = queues.launches.rank, queues.combines_L
+    R, second_X = int(rank_L.max()) + 1, second_L[queues.launch]
+    seconds = queues.runs.tasks * queues.runs.compute / programs
+    end_R, at_R = np.zeros(R), np.full(R, np.inf)
+    np.maximum.at(end_R, rank_L[~second_L], times.end_L[~second_L])
+    np.minimum.at(at_R, rank_L[second_L], times.begin_L[second_L])
+
+    def busy_R(chosen: BoolArray) -> FloatArray:
+        return np.bincount(queues.rank[chosen], weights=seconds[chosen], minlength=R).astype(np.float64)
+
+    found = [Computed("experts", end_R - busy_R((queues.kind == PRODUCT) & ~second_X), end_R)]
+    for kind, name in ((PRODUCT, "experts"), (OUTER_PRODUCT, "weight_gradients"), (SUM, "sum")):
+        until_R = at_R + busy_R((queues.kind == kind) & second_X)
+        found.append(Computed(name, at_R, until_R))
+        at_R = until_R
+    return tuple(found)
+
+
+def _moved(
+    kind: str, queues: Queues, times: Times, chosen: BoolArray, seconds_L: FloatArray, begin_R: FloatArray
+) -> Moved:
+    """By the runs that are chosen and move something; a rank without any has nothing, at its beginning."""
+    runs = queues.runs
+    moving = np.flatnonzero(chosen & (np.diff(runs.links.first) > 0) & (runs.tasks > 0))
+    start_R, end_R = np.full(len(begin_R), np.inf), begin_R.copy()
+    np.minimum.at(start_R, queues.rank[moving], times.ready[moving] + runs.compute[moving])
+    np.maximum.at(end_R, queues.rank[moving], times.end[moving])
+    return Moved(kind, np.where(np.isfinite(start_R), start_R, begin_R), end_R, seconds_L)
+
+
+def _waited_for(queues: Queues, times: Times, plan: TokenPlan) -> IntArray:
+    R = plan.load.num_ranks
+    pushed_R, waited_R, last_R = np.zeros(R), np.zeros(R), np.zeros(R)
+    pushes = (
+        queues.combines_L[queues.launch] & ((queues.kind == PRODUCT) | (queues.kind == PUSH)) & (queues.runs.tasks > 0)
+    )
+    np.maximum.at(pushed_R, queues.rank[pushes], times.end[pushes])
+    sums = queues.kind == SUM
+    np.add.at(waited_R, queues.rank[sums], times.waited[sums])
+    source, _, destination, _ = plan.entries.T
+    np.maximum.at(last_R, source, pushed_R[destination])
+    found_R = np.arange(R)
+    last = (pushed_R[destination] == last_R[source]) & (waited_R[source] > 0)
+    found_R[source[last]] = destination[last]
+    return found_R

@@ -1,0 +1,277 @@
+"""The queues of all ranks, put together from runs of tasks that are alike in kind, for ``mega_events``.
+
+R ranks, L links as in ``cost.link_seconds``, X runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from moesys.compiled import borrowing
+from moesys.config import ClusterSpec
+from moesys.cost import FloatArray
+from moesys.load import IntArray
+from moesys.simulator.mega.task_runs import Gates, Launches, Pairs, Runs, Table, number_in_rank
+from moesys.simulator.mega.tile_tasks import BoolArray
+
+# As ``kernels.task_times`` calls them.
+KINDS = ("fetch", "product", "push", "sum", "outer_product")
+FETCH, PRODUCT, PUSH, SUM, OUTER_PRODUCT = range(len(KINDS))
+
+# Launches of their own, of a layer's two matrices.
+WEIGHT_GRADIENTS = ("weight_gradient_up", "weight_gradient_down")
+
+# (run, peer, bytes of a task that they exchange, part of the run's tasks that do).
+Exchanged = tuple[IntArray, IntArray, FloatArray, FloatArray]
+Number = TypeVar("Number", np.int64, np.float64)
+
+
+@dataclass(frozen=True)
+class RunsOfKind:
+    """Runs of one kind and launch, a rank's in order of their numbers, as ``mega_runs.Runs`` has them.
+
+    ``rank``: rising. ``group``: whose rows they handle, -1 for sums. ``flops``: of a task, whole tiles. ``needs``:
+    pairs of run and rank, ``opens``: of run and gate. ``exchanged``: what a task exchanges with peers.
+    """
+
+    kind: int
+    rank: IntArray
+    tasks: IntArray
+    compute: FloatArray
+    memory: FloatArray
+    gate: IntArray
+    group: IntArray
+    flops: FloatArray
+    needs: Pairs
+    opens: Pairs
+    exchanged: Exchanged
+
+    @staticmethod
+    def of(
+        kind: int,
+        rank: IntArray | int,
+        tasks: IntArray,
+        *,
+        compute: FloatArray | None = None,
+        memory: FloatArray | None = None,
+        gate: IntArray | None = None,
+        group: IntArray | None = None,
+        flops: FloatArray | None = None,
+        needs: Pairs | None = None,
+        opens: Pairs | None = None,
+        exchanged: Exchanged | None = None,
+    ) -> RunsOfKind:
+        """What is not said is nothing."""
+        zero, none = np.zeros(len(tasks)), np.full(len(tasks), -1)
+        nowhere = np.zeros(0, dtype=np.int64)
+        return RunsOfKind(
+            kind,
+            np.broadcast_to(rank, len(tasks)),
+            tasks,
+            zero if compute is None else compute,
+            zero if memory is None else memory,
+            none if gate is None else gate,
+            none if group is None else group,
+            zero if flops is None else flops,
+            (nowhere, nowhere) if needs is None else needs,
+            (nowhere, nowhere) if opens is None else opens,
+            (nowhere, nowhere, np.zeros(0), np.zeros(0)) if exchanged is None else exchanged,
+        )
+
+    def __len__(self) -> int:
+        return len(self.tasks)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A launch of each of ``ranks``: runs of several kinds, and ``order``, which comes when, of all of them one kind
+    behind the other, rank by rank.
+
+    ``name``: as kernels are called; ``combines``: whether it is of B, or behind it.
+    """
+
+    ranks: IntArray
+    name: str
+    kinds: tuple[RunsOfKind, ...]
+    order: IntArray
+    combines: bool
+
+    @staticmethod
+    def plain(ranks: IntArray, name: str, kind: RunsOfKind, combines: bool) -> Launch:
+        return Launch(ranks, name, (kind,), np.arange(len(kind)), combines)
+
+
+def joined(first: Launch, second: Launch) -> Launch:
+    """All tasks of the first, then all of the second, in one launch."""
+    kinds = first.kinds + second.kinds
+    order = np.concatenate([first.order, len(first.order) + second.order])
+    rank = np.concatenate([kind.rank for kind in kinds])
+    return Launch(first.ranks, first.name, kinds, order[np.argsort(rank[order], kind="stable")], first.combines)
+
+
+@dataclass(frozen=True)
+class Queues:
+    """What ``mega_events`` runs, and of each run, [X], its kind, group, flops of a task, number, rank and launch.
+
+    ``number``: among those of its kind and launch. ``names``, ``combines_L``: of launches.
+    """
+
+    kind: IntArray
+    group: IntArray
+    flops: FloatArray
+    number: IntArray
+    rank: IntArray
+    launch: IntArray
+    names: tuple[str, ...]
+    combines_L: BoolArray
+    runs: Runs
+    gates: Gates
+    launches: Launches
+
+    @staticmethod
+    def of(
+        all_launches: Sequence[Launch],
+        gate_rank: IntArray,
+        gate_opens: Pairs,
+        cluster: ClusterSpec,
+        together: float = 1.0,
+        a_program: float = 1.0,
+    ) -> Queues:
+        """``gate_rank``: of each gate; ``gate_opens``: pairs of gates, the first of which counts the second down.
+
+        ``together``: so many tasks of a
+        run are one, for which a program that counts for ``a_program`` takes as long as those for all of them; so a
+        run's seconds of programs and its bytes stay what they are.
+        """
+        ranks, sizes = [launch.ranks for launch in all_launches], [len(launch.order) for launch in all_launches]
+        kinds = [kind for launch in all_launches for kind in launch.kinds]
+        firsts = np.cumsum([0, *map(len, kinds)])[:-1]
+        rank = np.concatenate([kind.rank for kind in kinds])
+        # A rank's launches one behind the other.
+        stage_L, rank_L = np.repeat(np.arange(len(ranks)), list(map(len, ranks))), np.concatenate(ranks)
+        by_rank = np.lexsort((stage_L, rank_L))
+        stage_L, rank_L = stage_L[by_rank], rank_L[by_rank]
+        stage = np.repeat(np.arange(len(sizes)), sizes)
+        # Of each place in the queues the run, one kind behind the other, and of each run its place.
+        behind = np.cumsum([0, *sizes])
+        order = np.concatenate([first + launch.order for first, launch in zip(behind, all_launches, strict=False)])
+        order = order[np.lexsort((stage, rank[order]))]
+        place = np.empty_like(order)
+        place[order] = np.arange(len(order))
+        size_L = np.zeros((int(rank_L.max()) + 1, len(sizes)), dtype=np.int64)
+        np.add.at(size_L, (rank[order], stage[order]), 1)
+        size_L = size_L[rank_L, stage_L]
+
+        def placed(values: list[npt.NDArray[Number]]) -> npt.NDArray[Number]:
+            return np.concatenate(values)[order]
+
+        rank_X, kind_X = rank[order], placed([np.full(len(kind), kind.kind) for kind in kinds])
+        whole = placed([kind.tasks for kind in kinds])
+        tasks = np.ceil(whole / together - 1e-9).astype(np.int64)
+        times = whole / np.maximum(tasks, 1)
+        links, link_bytes, latency = _links(rank_X, kind_X == FETCH, _peers(kinds, firsts, place, times), cluster)
+        opener = np.concatenate([place[first + kind.opens[0]] for first, kind in zip(firsts, kinds, strict=True)])
+        opened = np.concatenate([kind.opens[1] for kind in kinds])
+        needing = np.concatenate([place[first + kind.needs[0]] for first, kind in zip(firsts, kinds, strict=True)])
+        needed = np.concatenate([kind.needs[1] for kind in kinds])
+        num_gates = len(gate_rank)
+        pending = np.bincount(opened, weights=tasks[opener], minlength=num_gates)
+        pending += np.bincount(gate_opens[1], minlength=num_gates)
+        runs = Runs(
+            tasks=tasks,
+            compute=placed([kind.compute for kind in kinds]) * (times / a_program),
+            memory=placed([kind.memory for kind in kinds]) * (times / a_program),
+            # A program that takes them one after another has as many latencies.
+            latency=latency * np.maximum(times / a_program, 1.0),
+            gate=placed([kind.gate for kind in kinds]),
+            needs=(needing, needed),
+            opens=Table.of(opener, opened, len(tasks)),
+            links=links,
+            link_bytes=link_bytes,
+        )
+        gates = Gates(pending.astype(np.int64), gate_rank, Table.of(*gate_opens, num_gates))
+        return Queues(
+            kind=kind_X,
+            group=placed([kind.group for kind in kinds]),
+            flops=placed([kind.flops for kind in kinds]) * times,
+            number=placed([number_in_rank(kind.rank) for kind in kinds]),
+            rank=rank_X,
+            launch=np.repeat(np.arange(len(size_L)), size_L),
+            names=tuple(all_launches[number].name for number in stage_L.tolist()),
+            combines_L=np.array([launch.combines for launch in all_launches])[stage_L],
+            runs=runs,
+            gates=gates,
+            launches=Launches(rank_L, size_L.cumsum() - size_L, size_L),
+        )
+
+
+def _peers(kinds: Sequence[RunsOfKind], firsts: IntArray, place: IntArray, times: FloatArray) -> Exchanged:
+    """Of all kinds, ``times`` as much a task."""
+    found = [(place[first + kind.exchanged[0]], *kind.exchanged[1:]) for first, kind in zip(firsts, kinds, strict=True)]
+    run, peer, amount, share = (np.concatenate(values) for values in zip(*found, strict=True))
+    return run, peer, amount * times[run], share
+
+
+def _links(
+    rank_X: IntArray, pulls_X: BoolArray, peers: Exchanged, cluster: ClusterSpec
+) -> tuple[Table, FloatArray, FloatArray]:
+    """Which links each run moves bytes over, how many a task, and the latency behind them, [X]. That is the mean of its
+    tasks', of which some wait for no peer; one that waits for several waits for them at once.
+    """
+    run, peer, amount, share = peers
+    latency_X, first, link = (
+        np.zeros(len(rank_X)),
+        np.zeros(len(rank_X) + 1, np.int64),
+        np.empty(2 * len(run), np.int64),
+    )
+    link_bytes = np.empty(2 * len(run))
+    node_R = np.asarray(cluster.node_of_rank, dtype=np.int64)
+    latency_seconds = (cluster.intra_node_us * 1e-6, cluster.inter_node_us * 1e-6)
+    found = _crossed(
+        rank_X.astype(np.int64),
+        pulls_X,
+        Table.of(run, np.arange(len(run)), len(rank_X)),
+        peer.astype(np.int64),
+        amount.astype(np.float64),
+        share.astype(np.float64),
+        node_R,
+        cluster.num_nodes,
+        latency_seconds,
+        (first, link, link_bytes, latency_X),
+        np.full(2 * (cluster.num_ranks + cluster.num_nodes), -1),
+    )
+    return Table(first, link[:found]), link_bytes[:found], latency_X
+
+
+@borrowing
+def _crossed(  # type: ignore[no-untyped-def]
+    rank_X, pulls_X, entries, peer, amount, share, node_R, num_nodes, latency_seconds, found, place_L
+):
+    """Fills ``found`` run by run, a link of each once, and says how many these are. ``place_L``: -1 for all links."""
+    first, link_of, link_bytes, latency_X = found
+    R, size = len(node_R), 0
+    for run in range(len(rank_X)):
+        own, first[run], longest = rank_X[run], size, 0.0
+        for entry in entries.value[entries.first[run] : entries.first[run + 1]]:
+            sender, receiver = (peer[entry], own) if pulls_X[run] else (own, peer[entry])
+            apart = node_R[sender] != node_R[receiver]
+            latency = latency_seconds[1] if apart else latency_seconds[0]
+            latency_X[run] += share[entry] * latency
+            longest = max(longest, latency)
+            out, into = sender, R + receiver
+            if apart:
+                out, into = 2 * R + node_R[sender], 2 * R + num_nodes + node_R[receiver]
+            for link in (out, into):
+                # Places of runs before are behind.
+                if place_L[link] < first[run]:
+                    place_L[link], link_of[size], link_bytes[size] = size, link, 0.0
+                    size += 1
+                link_bytes[place_L[link]] += amount[entry]
+        latency_X[run] = min(latency_X[run], longest)
+    first[len(rank_X)] = size
+    return size

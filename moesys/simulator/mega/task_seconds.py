@@ -1,0 +1,118 @@
+"""What each task of a MegaKernel takes: seconds of a program for flops and for bytes of its own rank's memory.
+
+A program has an even part of its rank's matmul rate and of its memory's: of ``programs`` parts, or of one for each
+multiprocessor where those are more. So it moves no faster than its part of memory, which is all that keeps one program
+from having a link for itself. A tile takes the longer of its flops, those of rows and columns that it lacks included,
+and its part of the bytes that its group reads and writes at least once.
+
+Left out, as in the model of ``Sequential``: tables of routing, routing weights and their gradients, epilogues.
+H hidden, I expert width, G groups of a rank, b bytes of an element.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from moesys.config import ClusterSpec, MegaKernel, ModelShape
+from moesys.cost import GRADIENT_BYTES, FloatArray, memory_seconds
+from moesys.load import IntArray
+from moesys.simulator.mega.tile_tasks import TileSizes
+
+# A and B, forward and backward.
+DIRECTIONS = (("dispatch_up", "down_combine"), ("dispatch_activation_gradient", "input_gradient_combine"))
+
+
+@dataclass(frozen=True)
+class Products:
+    """Tiles of one product of every group. ``columns``: of tiles; ``tiles_G``: in all; ``seconds_G``: of one."""
+
+    columns: int
+    tiles_G: IntArray
+    seconds_G: FloatArray
+    tile_flops_G: FloatArray
+
+
+@dataclass(frozen=True)
+class Program:
+    """One program of a rank: seconds of a flop, and of a byte of its rank's memory, 0 where that is not declared."""
+
+    flop_seconds: float
+    byte_seconds: float
+
+    @staticmethod
+    def of(cluster: ClusterSpec, programs: int) -> Program:
+        parts = max(programs, cluster.multiprocessors)
+        return Program(parts / (cluster.expert_tflops * 1e12), parts * memory_seconds(1.0, cluster))
+
+
+def num_programs(overlap: MegaKernel, cluster: ClusterSpec) -> int:
+    """Resident on a rank."""
+    return overlap.programs or cluster.multiprocessors
+
+
+class Work:
+    """Tasks of ``overlap`` on ranks of ``cluster``, in one direction."""
+
+    def __init__(self, overlap: MegaKernel, model: ModelShape, cluster: ClusterSpec, backward: bool) -> None:
+        self.overlap, self.model, self.backward = overlap, model, backward
+        self.sizes = TileSizes.of(overlap, model)
+        self.programs = num_programs(overlap, cluster)
+        self.program = Program.of(cluster, self.programs)
+        self.row_bytes = model.hidden_size * model.bytes_per_element
+        self.apart = overlap.combine_share > 0 or overlap.fused in ("dispatch", "none")
+        self.launch_names = DIRECTIONS[backward]
+        # Columns of B's product, and of sums: H elements.
+        self.columns = -(-model.hidden_size // self.sizes.columns)
+
+    def first_product(self, rows_G: IntArray) -> Products:
+        """A's: ``gate_up`` and the activation, or ``down`` and the activation's gradient."""
+        H, I = self.model.hidden_size, self.model.intermediate_size
+        if self.backward:
+            return self._by_rows(rows_G, H, I, self.sizes.columns, 1, H + 5 * I)
+        return self._by_rows(rows_G, H, I, self.sizes.halves, 2, H + 3 * I)
+
+    def second_product(self, rows_G: IntArray) -> Products:
+        """B's: ``down``, or ``gate_up`` transposed."""
+        H, L = self.model.hidden_size, self.model.intermediate_size * (2 if self.backward else 1)
+        return self._by_rows(rows_G, L, H, self.sizes.columns, 1, H + L)
+
+    def weight_gradients(self, rows_G: IntArray) -> tuple[Products, Products]:
+        """Of ``gate_up`` and of ``down``."""
+        H, I = self.model.hidden_size, self.model.intermediate_size
+        return self._by_columns(rows_G, 2 * I, H), self._by_columns(rows_G, H, I)
+
+    def fetch_seconds(self, pulled: FloatArray, local: FloatArray) -> FloatArray:
+        """Of a program, for rows from peers, which are written, and rows from here, which are read as well."""
+        return (pulled + 2 * local) * (self.row_bytes * self.program.byte_seconds)
+
+    def push_seconds(self, away: FloatArray, local: FloatArray) -> FloatArray:
+        """Of a program whose task pushes whole rows: all are read, those that stay are written."""
+        return self.fetch_seconds(away, local)
+
+    def sum_seconds(self, rows: FloatArray, tokens: FloatArray, columns: FloatArray) -> FloatArray:
+        """Of a program that sums ``rows`` in all of so many tokens, in so many columns."""
+        return (rows + tokens) * columns * (self.model.bytes_per_element * self.program.byte_seconds)
+
+    def _by_rows(
+        self, rows_G: IntArray, contraction: int, width: int, columns: int, halves: int, row_elements: int
+    ) -> Products:
+        """``halves``: matrices that a tile has so many columns of."""
+        num_columns = -(-width // columns)
+        tiles_G = -(-rows_G // self.sizes.rows) * num_columns
+        flops = np.full(rows_G.shape, 2.0 * self.sizes.rows * columns * halves * contraction)
+        bytes_G = (halves * width * contraction + rows_G * row_elements) * self.model.bytes_per_element
+        return self._products(num_columns, tiles_G, flops, bytes_G)
+
+    def _by_columns(self, rows_G: IntArray, left: int, right: int) -> Products:
+        num_columns = -(-right // self.sizes.columns)
+        tiles = -(-left // self.sizes.rows) * num_columns
+        flops_G = rows_G * np.float64(2 * self.sizes.rows * self.sizes.columns)
+        bytes_G = left * right * GRADIENT_BYTES + rows_G * (left + right) * self.model.bytes_per_element
+        return self._products(num_columns, np.full(rows_G.shape, tiles), flops_G, bytes_G)
+
+    def _products(self, num_columns: int, tiles_G: IntArray, flops_G: FloatArray, bytes_G: IntArray) -> Products:
+        tile_bytes_G = bytes_G / np.maximum(tiles_G, 1)
+        seconds_G = np.maximum(flops_G * self.program.flop_seconds, tile_bytes_G * self.program.byte_seconds)
+        return Products(num_columns, tiles_G, seconds_G, flops_G)

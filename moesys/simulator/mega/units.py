@@ -1,0 +1,241 @@
+"""What blocks of a layer under ``MegaKernel`` are made of: groups of rows, row tiles taken together, and mixtures of
+fetches, or pushes, with products.
+
+All ranks are handled at once: what belongs to a rank lies behind what belongs to those before it. R ranks, G groups of
+all ranks, M row tiles, U units of row tiles, B blocks of rows (of a group and a source), X runs, P pieces of work.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from moesys.compiled import borrowing
+from moesys.config import ClusterSpec
+from moesys.cost import FloatArray
+from moesys.layout import TokenPlan
+from moesys.load import IntArray
+from moesys.simulator.mega.task_runs import number_in_rank
+from moesys.simulator.mega.task_seconds import Work
+from moesys.simulator.mega.tile_tasks import RASTER, WHOLE, RowTiles
+
+# Up to so many ranks nothing is taken together. Up to more, no fewer row tiles of the busiest rank than these: together
+# they are up to a sixth off, and alone they simulate nearly as fast; nor what few programs do, where each counts.
+FINE_RANKS, SOME_RANKS, FINE_TILES, FEW_PROGRAMS = 8, 64, 128, 16
+# Units that the busiest rank keeps, where something is.
+UNITS = 16
+# Links that are busy for less than this part of the busiest one's time are not shared where tiles are taken together.
+QUIET = 1 / 16
+
+
+@dataclass(frozen=True)
+class Coarseness:
+    """``unit_tiles``: row tiles that a block takes together at most. ``programs``: for how many those of a rank count;
+    ``tasks``: how many of its tasks are one. ``quiet``: links that are busy for less than this part of the busiest
+    one's time are as if a task had each for itself.
+    """
+
+    unit_tiles: int
+    programs: int
+    tasks: float
+    quiet: float = 0.0
+
+    @staticmethod
+    def fine(work: Work) -> Coarseness:
+        """Every row tile, program and task by itself."""
+        return Coarseness(1, work.programs, 1.0)
+
+    @staticmethod
+    def of(work: Work, plan: TokenPlan, cluster: ClusterSpec) -> Coarseness:
+        """Fine on few ranks, on some more with few row tiles or programs, and where programs have less than a task
+        each; else a sweep's row tiles together, if that leaves the busiest rank enough, and as many times fewer
+        programs, so that those go through a unit in as many rounds. Where most links are of a large domain, and on
+        some hundred ranks, that is a tenth off, and half a sweep's a twentieth.
+        """
+        tiles, R = int(plan.tokens_R.max()) // work.sizes.rows, plan.load.num_ranks
+        fine_ranks = SOME_RANKS if tiles < FINE_TILES or work.programs <= FEW_PROGRAMS else FINE_RANKS
+        if fine_ranks >= R or tiles < UNITS * 2 or tiles * work.columns < work.programs:
+            return Coarseness.fine(work)
+        large_domains = max(np.bincount(cluster.node_of_rank)) > FINE_RANKS
+        most = RASTER // 2 if large_domains or SOME_RANKS < R <= SOME_RANKS * 4 else RASTER
+        unit_tiles = min(most, 1 << (tiles // UNITS).bit_length() - 1)
+        programs = max(1, work.programs // unit_tiles)
+        return Coarseness(unit_tiles, programs, work.programs / programs, QUIET)
+
+
+def sums(key: IntArray, amount: FloatArray | IntArray, size: int) -> FloatArray:
+    """By key; of integers, below 2^53, they are exact."""
+    return np.bincount(key, weights=amount, minlength=size).astype(np.float64)
+
+
+def meetings(first: IntArray, end: IntArray, end_B: IntArray) -> tuple[IntArray, IntArray, IntArray, IntArray]:
+    """(piece, block, where both begin, where one ends) wherever a piece, from ``first`` to ``end``, and a block meet.
+    Pieces share nothing. Blocks lie one behind the other and end at ``end_B``.
+    """
+    # Each piece but the first that meets a block begins where the one before it ends, so there are no more than these.
+    found = np.empty((4, len(first) + len(end_B)), dtype=np.int64)
+    piece, block, begin, until = found[:, : _meet(first, end, end_B, found)]
+    return piece, block, begin, until
+
+
+@borrowing
+def _meet(first, end, end_B, found):  # type: ignore[no-untyped-def]
+    """Fills ``found`` and says how many there are."""
+    size, last, low = 0, len(end_B) - 1, 0
+    for piece in range(len(first)):
+        begin = first[piece]
+        if begin >= end[piece]:
+            continue
+        # Most pieces begin where the one before them ended, or little later.
+        low = min(low, last)
+        near = min(low + 8, last)
+        while low < near and end_B[low] <= begin:
+            low += 1
+        high = low
+        if end_B[low] <= begin or (low > 0 and end_B[low - 1] > begin):
+            low, high = 0, last
+        while low < high:
+            middle = (low + high) >> 1
+            if end_B[middle] > begin:
+                high = middle
+            else:
+                low = middle + 1
+        while True:
+            until = min(end[piece], end_B[low])
+            if until > begin:
+                found[0, size], found[1, size], found[2, size], found[3, size] = piece, low, begin, until
+                size += 1
+            begin = until
+            if begin == end[piece]:
+                break
+            low += 1
+    return size
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The experts that ranks hold, by (rank, expert), and the rows that come to them, by (group, source).
+
+    ``rank_G``, ``rows_G``: of each; ``number_G``: among its rank's. ``source_B``, ``group_B``, ``rows_B``: of blocks
+    that have rows. ``end_B``: the first row behind each. Rows of all ranks are numbered one behind the other.
+    """
+
+    rank_G: IntArray
+    rows_G: IntArray
+    number_G: IntArray
+    source_B: IntArray
+    group_B: IntArray
+    rows_B: IntArray
+    end_B: IntArray
+
+    @staticmethod
+    def of(plan: TokenPlan) -> Groups:
+        num_experts = plan.load.num_experts
+        held_RE = plan.layout.replicas_RE > 0
+        rank_G = np.nonzero(held_RE)[0]
+        group_RE = held_RE.cumsum() - 1
+        source, expert, rank, tokens = plan.entries.T
+        group = group_RE[rank * num_experts + expert]
+        # Sources rise in a plan's entries.
+        order = np.argsort(group, kind="stable")
+        rows_B = tokens[order]
+        rows_G = sums(group, tokens, len(rank_G)).astype(np.int64)
+        return Groups(rank_G, rows_G, number_in_rank(rank_G), source[order], group[order], rows_B, rows_B.cumsum())
+
+    def before_own(self) -> IntArray:
+        """Rows of a group from sources before its own rank, [G]."""
+        before = self.source_B < self.rank_G[self.group_B]
+        return sums(self.group_B[before], self.rows_B[before], len(self.rows_G)).astype(np.int64)
+
+    def by_size(self) -> IntArray:
+        """A rank's groups, those with most rows first."""
+        return np.lexsort((-self.rows_G, self.rank_G))
+
+
+@dataclass(frozen=True)
+class Units:
+    """Row tiles that blocks take together, in order of queues: of one group and one sweep.
+
+    ``tiles_U``: how many. ``first_U``: row tiles of the rank before them.
+    """
+
+    rank_U: IntArray
+    tiles_U: IntArray
+    first_U: IntArray
+    group_U: IntArray
+
+    @staticmethod
+    def of(tiles: RowTiles, rank_M: IntArray, most: int) -> Units:
+        """Of at most ``most`` row tiles, a divisor of ``RASTER``."""
+        number_M = number_in_rank(rank_M)
+        follows = np.zeros(len(tiles), dtype=bool)
+        follows[1:] = tiles.group_M[1:] == tiles.group_M[:-1]
+        # A rank's first and last are units of their own, as nothing else goes on then.
+        alone_M = number_M == 0
+        alone_M[:-1] |= alone_M[1:]
+        alone_M[-1:] = True
+        tile_U = np.flatnonzero(~follows | (number_M % most == 0) | alone_M)
+        end_U = np.r_[tile_U, len(tiles)][1:]
+        return Units(rank_M[tile_U], end_U - tile_U, number_M[tile_U], tiles.group_M[tile_U])
+
+    def __len__(self) -> int:
+        return len(self.tiles_U)
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Runs of tasks that come first, cut where work comes between them, and pieces of work: ``tile_tasks.mixed`` for
+    runs.
+
+    ``first``, ``end``: numbers of the first tasks of each run, of all ranks' one behind the other; ``unit``: whose.
+    ``piece_of``, ``piece``: the unit of work and the tasks of each piece. ``order``: of runs of first tasks, then of
+    pieces of work.
+    """
+
+    first: IntArray
+    end: IntArray
+    unit: IntArray
+    piece_of: IntArray
+    piece: IntArray
+    order: IntArray
+
+    @staticmethod
+    def of(
+        num_ranks: int,
+        first: tuple[IntArray, IntArray],
+        work: tuple[IntArray, IntArray],
+        needed: IntArray,
+        parts: int,
+        most: int,
+    ) -> Mixture:
+        """``first``: rank and first tasks of each unit that has some; ``work``: rank and work of each unit of work, and
+        how many of its rank's first ones it has ``needed``. Pieces have at most ``most`` tasks.
+        """
+        end_F = first[1].cumsum()
+        end_R = sums(first[0], first[1], num_ranks).astype(np.int64).cumsum()
+        begin_R = np.r_[0, end_R[:-1]]
+        pieces = -(-work[1] // most)
+        piece_of = np.repeat(np.arange(len(pieces)), pieces)
+        in_unit = np.arange(len(piece_of)) - np.repeat(pieces.cumsum() - pieces, pieces)
+        piece = np.minimum(work[1][piece_of] - in_unit * most, most)
+        rank = work[0][piece_of]
+        before = end_R[rank]
+        if parts < WHOLE:
+            middle = piece.cumsum() - piece
+            middle = middle - middle[np.searchsorted(rank, rank)] + piece // 2
+            least = np.maximum(needed[piece_of], middle * parts // (WHOLE - parts))
+            # No rank's are more than the first of the next one's, so this goes rank by rank.
+            before = np.maximum.accumulate(np.minimum(begin_R[rank] + least, before)) if len(before) else before
+        cuts = np.sort(np.concatenate([[0], end_F, before]))
+        cuts = cuts[np.diff(cuts, prepend=-1) > 0]
+        unit = np.searchsorted(end_F, cuts[:-1], "right")
+        rank_of_run = first[0][unit]
+        order = np.lexsort(
+            (
+                np.r_[np.ones(len(unit)), np.zeros(len(piece))],
+                np.r_[cuts[:-1], before],
+                np.r_[rank_of_run, rank],
+            )
+        )
+        return Mixture(cuts[:-1], cuts[1:], unit, piece_of, piece, order)

@@ -1,0 +1,375 @@
+"""A step of all MoE layers on the lanes of a simulated cluster: forward in order, backward in reverse.
+
+Every rank runs the program of a linked model (``overlap.chunked``, ``moe.call``, ``moe.runtime``): the same collectives
+in the same order, issued and waited for at the same points. What is modelled: the products of each rank's own rows, in
+tiles and waves; gathers and weighted sums; the rest of a layer; recomputation; all-to-alls, which start when the last
+rank has issued them, as each pair of ranks begins when both are there (so a rank that is late makes all others wait)
+and of which a rank is through with its own messages (``overlap.links``); links shared by tokens and experts; computing
+that is slower while messages move beside it; the exchange of counts and of routing weights, as messages without bytes;
+chunks of exactly 1/C of everything.
+
+What is not: routers and planning, copies of experts before and behind their way, and links that are slower than
+declared because many messages are short or meet in a switch.
+
+R ranks. Seconds inside, microseconds in the ``Timeline``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from moesys.config import ClusterSpec, Fsep, MegaKernel, ModelShape, Pipelined, Strategy
+from moesys.cost import (
+    GRADIENT_BYTES,
+    FloatArray,
+    LinkLoad,
+    dispatch_bytes,
+    gather_seconds,
+    link_load,
+    pass_seconds,
+    reshard_bytes,
+    restore_bytes,
+    rows_of,
+    sum_seconds,
+)
+from moesys.layout import TokenPlan
+from moesys.simulator.critical_path import Transfer
+from moesys.simulator.lanes import Lanes
+from moesys.simulator.links import ChannelName
+from moesys.simulator.mega.layer_pass import publish_seconds, queued_ahead
+from moesys.simulator.simulation import Simulation
+from moesys.timeline import Timeline
+
+Recompute = Literal["none", "layers", "computing"]
+Direction = Literal["forward", "recomputation", "backward"]
+
+
+@dataclass(frozen=True)
+class RestOfStep:
+    """What a step does beside the experts of its layers.
+
+    other_seconds: forward of the rest of a layer (attention, norms, router), before its experts, a number or one a rank
+        [R]; backward takes twice that.
+    recompute: ``layers``, as ``moesys.recompute`` does it: in backward the whole layer runs forward once more before,
+        and its rows travel once more. ``computing``, as LAER-MoE does it: rows that have travelled are kept.
+    optimizer_seconds: at the end of the step.
+    latency_seconds: what every all-to-all of rows, experts or gradients takes before its first byte, beside what the
+        cluster declares.
+    gradient_bytes: of one element of an expert's gradient on its way home.
+    every_slot_travels: an expert that a rank holds twice comes twice, and so do its gradients go home, as LAER-MoE's.
+    travel_behind_rest: as FSDP does with its prefetch limit of 1, and no linked model: a layer's experts set off before
+        the rest of the layer, in backward before that of the layer above; gradients are waited for at the end only.
+    """
+
+    other_seconds: float | FloatArray = 0.0
+    recompute: Recompute = "none"
+    optimizer_seconds: float = 0.0
+    latency_seconds: float = 0.0
+    gradient_bytes: int = GRADIENT_BYTES
+    every_slot_travels: bool = False
+    travel_behind_rest: bool = False
+
+
+def simulate_step(
+    strategy: Strategy,
+    model: ModelShape,
+    cluster: ClusterSpec,
+    plans: Sequence[TokenPlan],
+    *,
+    other_seconds: float = 0.0,
+    latency_seconds: float = 0.0,
+) -> Timeline:
+    """``run_step`` of one micro-batch: forward and backward of layers with these ``plans``, in order."""
+    rest = RestOfStep(other_seconds=other_seconds, latency_seconds=latency_seconds)
+    return run_step(strategy, model, cluster, [plans], rest).timeline
+
+
+def run_step(
+    strategy: Strategy,
+    model: ModelShape,
+    cluster: ClusterSpec,
+    micro_batches: Sequence[Sequence[TokenPlan]],
+    rest: RestOfStep | None = None,
+) -> Simulation:
+    """Forward and backward of each micro-batch through all layers, one micro-batch after another; zero is the start.
+
+    ``micro_batches``: the plans of each, layer by layer. Spans are named as a measured step's: lanes ``compute`` (its
+    kinds are ``simulation.COMPUTED_KINDS``), ``counts``, ``dispatch``, ``combine``, ``restore``, ``reshard`` and
+    ``mega_kernel``, whose kinds are named alike. What takes no rank any time has no span.
+    """
+    rest = RestOfStep() if rest is None else rest
+    step = _Step(strategy, model, cluster, rest)
+    for number, plans in enumerate(micro_batches):
+        step.begin(plans, f", micro-batch {number}" if len(micro_batches) > 1 else "")
+        for layer in range(len(plans)):
+            step.forward(layer)
+        for layer in reversed(range(len(plans))):
+            step.backward(layer)
+        step.flush()
+    step.finish()
+    return step.simulation()
+
+
+@dataclass
+class _Exchange:
+    """All-to-alls of experts or gradients, of which one begins where another ended: ``newest`` is under way, the
+    ``others`` are still to be issued.
+    """
+
+    newest: Transfer
+    others: list[LinkLoad]
+    detail: str
+
+
+class _Step:
+    """Clocks of all ranks, ``now_R``, what holds each up until then, and what is on its way."""
+
+    def __init__(self, strategy: Strategy, model: ModelShape, cluster: ClusterSpec, rest: RestOfStep) -> None:
+        self.strategy, self.model, self.cluster, self.rest = strategy, model, cluster, rest
+        self.suffix = ""
+        self.num_chunks = strategy.overlap.chunks if isinstance(strategy.overlap, Pipelined) else 1
+        sharding = strategy.sharding
+        self.prefetch_layers, self.delay_reshard, self.reshard_after_forward = 0, False, False
+        if isinstance(sharding, Fsep):
+            self.prefetch_layers, self.delay_reshard = sharding.prefetch_layers, sharding.delay_reshard
+            self.reshard_after_forward = sharding.reshard_after_forward
+        overlap = strategy.overlap
+        # Beside MegaKernels copy engines bring experts that are sharded; all else is sent by kernels.
+        pulled = isinstance(overlap, MegaKernel) and isinstance(sharding, Fsep) and sharding.restore == "flat"
+        self.lanes = Lanes(cluster, 0.0 if pulled else cluster.copy_share)
+        self.waiting_reshards: deque[int] = deque()
+        self.reshards: deque[_Exchange] = deque()
+
+    def begin(self, plans: Sequence[TokenPlan], suffix: str) -> None:
+        """A micro-batch; experts that were brought for another one are not used. ``suffix``: of every detail."""
+        self.plans, self.suffix = plans, suffix
+        self.experts: dict[int, _Exchange | None] = {}
+        self.restores: dict[int, tuple[LinkLoad, ...]] = {}
+        self.rows: dict[int, tuple[FloatArray, LinkLoad]] = {}
+        if isinstance(self.strategy.overlap, MegaKernel):
+            forward = [(plan, False) for plan in plans]
+            again = 2 if self.rest.recompute == "layers" else 1
+            backward = [(plan, number == again) for plan in reversed(plans) for number in range(1, again + 1)]
+            self.queued = queued_ahead(self.strategy.overlap, self.model, self.cluster, forward + backward)
+
+    # --- a layer --------------------------------------------------------------------------------------------
+
+    def forward(self, layer: int) -> None:
+        def ready() -> None:
+            self._spread(layer)
+            for following in range(layer + 1, min(layer + 1 + self.prefetch_layers, len(self.plans))):
+                self._start_restore(following)
+            self._finish_restore(layer)
+
+        if self.rest.travel_behind_rest:
+            self._start_restore(layer)
+        self._compute(self.rest.other_seconds, "other", f"layer {layer} forward")
+        self._exchange_counts(layer)
+        self._start_restore(layer)
+        self._run(layer, "forward", ready)
+        if self.reshard_after_forward:
+            del self.experts[layer]
+
+    def backward(self, layer: int) -> None:
+        def found() -> None:
+            self._spread(layer)
+            self._finish_restore(layer)
+
+        def ready() -> None:
+            self._spread(layer)
+            for before in range(layer - 1, max(layer - 1 - self.prefetch_layers, -1), -1):
+                self._start_restore(before)
+            self._start_reshards()
+            self._finish_restore(layer)
+
+        if self.rest.recompute == "layers":
+            self._compute(self.rest.other_seconds, "other", f"layer {layer} recomputation")
+            self._start_restore(layer)
+            self._run(layer, "recomputation", found)
+        self._start_restore(layer)
+        self._run(layer, "backward", ready)
+        del self.experts[layer]
+        self.waiting_reshards.append(layer)
+        if not self.delay_reshard:
+            self._start_reshards()
+        if self.rest.travel_behind_rest:
+            if layer:
+                self._start_restore(layer - 1)
+        else:
+            self._finish_reshards()
+        if self.rest.recompute == "computing":
+            self._compute(self.rest.other_seconds, "other", f"layer {layer} recomputation")
+        self._compute(2 * self.rest.other_seconds, "other", f"layer {layer} backward")
+
+    def flush(self) -> None:
+        """Gradients that were to travel behind a layer that does not come."""
+        self._start_reshards()
+        self._finish_reshards()
+
+    def finish(self) -> None:
+        self._compute(self.rest.optimizer_seconds, "optimizer", "")
+
+    def _run(self, layer: int, direction: Direction, ready: Callable[[], None]) -> None:
+        if isinstance(self.strategy.overlap, MegaKernel):
+            self._run_fused(layer, direction, ready)
+        else:
+            self._run_chunks(layer, direction, ready)
+
+    def _run_fused(self, layer: int, direction: Direction, ready: Callable[[], None]) -> None:
+        """The schedule of ``MegaExecutor``: rows and experts are there for all before the first kernel."""
+        plan, name, entered_R = self.plans[layer], f"layer {layer} {direction}", self.lanes.now_R
+        rows_RE, whole = self._rows(layer)
+        self._compute(publish_seconds(self.model, self.cluster, plan), "gather", name)
+        ready()
+        if direction == "backward" and self.rest.recompute == "computing":
+            again_R = pass_seconds(rows_RE, self.model, self.cluster, "forward")
+            self._compute(again_R, "experts", f"layer {layer} recomputation")
+        found = next(self.queued).run(entered_R, self.lanes.now_R)
+        seconds_L = np.sum([moved.link_seconds_L for moved in found.moved], axis=0)
+        both_ways = LinkLoad(seconds_L, whole.used_4R | whole.reversed().used_4R)
+        self.lanes.run_fused(found, both_ways, name + self.suffix)
+
+    def _run_chunks(self, layer: int, direction: Direction, ready: Callable[[], None]) -> None:
+        """The schedule of ``ChunkedExecutor``."""
+        chunks, name = self.num_chunks, f"layer {layer} {direction}"
+        rows_RE, whole = self._rows(layer)
+        dispatch, combine = whole.part(1 / chunks), whole.reversed().part(1 / chunks)
+        here_R, chosen_R = rows_RE.sum(axis=1) / chunks, self.plans[layer].load.tokens_RE.sum(axis=1) / chunks
+        backward = direction == "backward"
+        going_home: deque[tuple[int, Transfer]] = deque()
+
+        def send(chunk: int) -> Transfer:
+            self._gather(chosen_R, f"{name} {chunk}")
+            return self._issue("tokens", "dispatch", dispatch, f"{name} {chunk}")
+
+        def finish() -> None:
+            chunk, transfer = going_home.popleft()
+            self.lanes.wait(transfer)
+            self._compute(sum_seconds(chosen_R, self.model, self.cluster), "sum", f"{name} {chunk}")
+
+        if backward:
+            weights = self._message("dispatch", whole, f"{name} weights")
+        dispatched = deque([send(0)])
+        for chunk in range(chunks):
+            if chunk + 1 < chunks:
+                dispatched.append(send(chunk + 1))
+            self.lanes.wait(dispatched.popleft())
+            if chunk == 0:
+                if backward:
+                    self.lanes.wait(weights)
+                ready()
+            self._experts(rows_RE / chunks, layer, direction, chunk)
+            self._gather(here_R, f"{name} {chunk}")
+            going_home.append((chunk, self._issue("tokens", "combine", combine, f"{name} {chunk}")))
+            if chunk:
+                finish()
+        if chunks == 1:
+            finish()
+        if backward:
+            weights = self._message("combine", whole.reversed(), f"{name} weights")
+            seconds_R = pass_seconds(rows_RE, self.model, self.cluster, "weight_gradients")
+            self._compute(seconds_R, "weight_gradients", name)
+        if chunks > 1:
+            finish()
+        if backward:
+            self.lanes.wait(weights)
+
+    def _experts(self, rows_RE: FloatArray, layer: int, direction: Direction, chunk: int) -> None:
+        def run(of: Literal["forward", "input_gradients"], name: Direction) -> None:
+            seconds_R = pass_seconds(rows_RE, self.model, self.cluster, of)
+            self._compute(seconds_R, "experts", f"layer {layer} {name} {chunk}")
+
+        if direction == "backward":
+            if self.rest.recompute == "computing":
+                run("forward", "recomputation")
+            run("input_gradients", direction)
+        else:
+            run("forward", direction)
+
+    def _gather(self, rows_R: FloatArray, detail: str) -> None:
+        if self.cluster.num_ranks > 1:
+            self._compute(gather_seconds(rows_R, self.model, self.cluster), "gather", detail)
+
+    def _rows(self, layer: int) -> tuple[FloatArray, LinkLoad]:
+        """Of each rank and expert, and what their way to it asks of the links."""
+        if layer not in self.rows:
+            plan = self.plans[layer]
+            self.rows[layer] = rows_of(plan), link_load(dispatch_bytes(plan, self.model), self.cluster)
+        return self.rows[layer]
+
+    def _exchange_counts(self, layer: int) -> None:
+        """An all-gather: nobody knows what comes before all have said what they send."""
+        sizes = np.array(self.cluster.node_sizes)
+        others = np.array([sizes.repeat(sizes) > 1, np.full(self.cluster.num_ranks, len(sizes) > 1)])
+        counts = LinkLoad(np.zeros(2 * (self.cluster.num_ranks + len(sizes))), others.repeat(2, axis=0))
+        self.lanes.wait(self._message("counts", counts, f"layer {layer}"))
+
+    # --- experts and their gradients ------------------------------------------------------------------------
+
+    def _start_restore(self, layer: int) -> None:
+        """Unless the layer's experts are under way or here."""
+        if layer not in self.experts:
+            if layer not in self.restores:
+                layout, sharding = self.plans[layer].layout, self.strategy.sharding
+                all_bytes = restore_bytes(layout, self.model, self.cluster, sharding, self.rest.every_slot_travels)
+                self.restores[layer] = tuple(link_load(bytes_RR, self.cluster) for bytes_RR in all_bytes)
+            self.experts[layer] = self._start(self.restores[layer], "restore", layer)
+
+    def _spread(self, layer: int) -> None:
+        """Issue what is left of a restore, so that it does not queue behind those of other layers."""
+        if (exchange := self.experts[layer]) is not None:
+            self._advance(exchange)
+
+    def _finish_restore(self, layer: int) -> None:
+        if (exchange := self.experts[layer]) is not None:
+            self._finish(exchange)
+            self.experts[layer] = None
+
+    def _start_reshards(self) -> None:
+        while self.waiting_reshards:
+            layer = self.waiting_reshards.popleft()
+            layout, sharding = self.plans[layer].layout, self.strategy.sharding
+            of_element, every_slot = self.rest.gradient_bytes, self.rest.every_slot_travels
+            all_bytes = reshard_bytes(layout, self.model, self.cluster, sharding, of_element, every_slot)
+            loads = tuple(link_load(bytes_RR, self.cluster) for bytes_RR in all_bytes)
+            if (exchange := self._start(loads, "reshard", layer)) is not None:
+                self.reshards.append(exchange)
+
+    def _finish_reshards(self) -> None:
+        while self.reshards:
+            self._finish(self.reshards.popleft())
+
+    def _start(self, loads: tuple[LinkLoad, ...], lane: str, layer: int) -> _Exchange | None:
+        if not loads:
+            return None
+        first, *others = loads
+        return _Exchange(self._issue("weights", lane, first, f"layer {layer}"), others, f"layer {layer}")
+
+    def _advance(self, exchange: _Exchange) -> None:
+        """Wait for all all-to-alls of the exchange but the last, which is then under way."""
+        while exchange.others:
+            self.lanes.wait(exchange.newest)
+            exchange.newest = self._issue("weights", exchange.newest.lane, exchange.others.pop(0), exchange.detail)
+
+    def _finish(self, exchange: _Exchange) -> None:
+        self._advance(exchange)
+        self.lanes.wait(exchange.newest)
+
+    def _issue(self, channel: ChannelName, lane: str, load: LinkLoad, detail: str) -> Transfer:
+        """An all-to-all of rows, experts or gradients."""
+        return self.lanes.send(channel, lane, load, detail + self.suffix, self.rest.latency_seconds)
+
+    def _message(self, lane: str, load: LinkLoad, detail: str) -> Transfer:
+        """An all-to-all of a few numbers."""
+        return self.lanes.send("tokens", lane, load.messages(), detail + self.suffix)
+
+    def _compute(self, seconds_R: FloatArray | float, kind: str, detail: str) -> None:
+        self.lanes.compute(seconds_R, kind, detail + self.suffix)
+
+    def simulation(self) -> Simulation:
+        return Simulation(self.cluster, Timeline.of_blocks(self.lanes.blocks()), self.lanes)

@@ -1,0 +1,156 @@
+"""Mending: few replicas, each of which lowers what ranks filled to the mean have no room for."""
+
+import numpy as np
+import pytest
+from balance_cases import instances
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from moesys.balance import min_max_load, num_moves, plan_layout, split_tokens
+from moesys.balance.flow.holders import list_holders
+from moesys.balance.flow.min_max_flow import least_max, new_level
+from moesys.balance.greedy.repair import mend
+from moesys.balance.greedy.search import NO_LIMIT, Fence
+from moesys.bench.planner.loads import SIZES, zipf_sample
+from moesys.config import ClusterSpec, Eplb, FlowSplit, Greedy, Static
+from moesys.layout import EMPTY, ExpertLayout
+from moesys.load import LoadMatrix
+
+
+def overflow_of(tokens_E, expert_RS):
+    holders = list_holders(expert_RS, len(tokens_E))
+    level = new_level(holders)
+    least_max(tokens_E, holders, level)
+    return int(level.overflow[0])
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    instance=instances(max_ranks=8, max_experts=14),
+    budget=st.integers(0, 6),
+    least=st.integers(1, 2),
+    by_node=st.booleans(),
+)
+def test_every_move_lowers_the_overflow_within_the_fence(instance, budget, least, by_node):
+    tokens_E, num_experts = instance.load.tokens_E, instance.load.num_experts
+    before = plan_layout(instance.load, instance.cluster, Static(), instance.slots)
+    assume(before.num_duplicates == 0)
+    filled_R = before.filled_R
+    node_R = np.array(instance.cluster.node_of_rank)
+    group_R = node_R if by_node else np.zeros_like(node_R)
+    expert_RS, least_replicas_E = before.expert_RS.copy(), np.minimum(before.replicas_RE.sum(axis=0), least)
+    overflow = overflow_of(tokens_E, expert_RS)
+    for _ in range(budget):
+        earlier_RS = expert_RS.copy()
+        moves = mend(tokens_E, Fence(filled_R, group_R, np.array([least])), expert_RS, NO_LIMIT, 1)
+        now = ExpertLayout(expert_RS, num_experts)
+        assert moves == num_moves(ExpertLayout(earlier_RS, num_experts).replicas_RE, now.replicas_RE) <= 1
+        assert now.num_duplicates == 0
+        assert (now.filled_R == filled_R).all()
+        assert (now.replicas_RE.sum(axis=0) >= least_replicas_E).all()
+        for group in range(group_R.max() + 1):
+            held = (before.replicas_RE[group_R == group].sum(axis=0) > 0).tolist()
+            assert (now.replicas_RE[group_R == group].sum(axis=0) > 0).tolist() == held
+        later = overflow_of(tokens_E, expert_RS)
+        assert later < overflow if moves else later == overflow
+        overflow = later
+    at_once_RS = before.expert_RS.copy()
+    mend(tokens_E, Fence(filled_R, group_R, np.array([least])), at_once_RS, NO_LIMIT, budget)
+    np.testing.assert_array_equal(at_once_RS, expert_RS)
+
+
+def test_a_replica_goes_to_the_rank_that_has_room():
+    """Expert 0 has three times the mean of a rank, and rank 2 one fourth of it; expert 2 can spare a replica."""
+    tokens_E = np.array([300, 25, 50, 25])
+    expert_RS = np.array([[0, 1], [0, 3], [2, 1], [2, 0]])
+    fence = Fence(np.full(4, 2), np.zeros(4, np.int64), np.array([1]))
+    assert overflow_of(tokens_E, expert_RS) > 0
+    assert mend(tokens_E, fence, expert_RS, NO_LIMIT, NO_LIMIT) == 1
+    assert overflow_of(tokens_E, expert_RS) == 0
+    assert 0 in expert_RS[2]
+    assert (expert_RS != EMPTY).all()
+
+
+@pytest.mark.parametrize("exponent", [0.5, 1.0, 1.5])
+def test_a_few_moves_make_a_layout_fit_a_later_load(exponent):
+    """At most 15 % of the replicas that EPLB moves, for 0.5 % of balance; and without a budget at most 60 %."""
+    size = next(size for size in SIZES if size.num_ranks == 64)
+    moves, of_eplb, worst = [], [], []
+    for seed in range(3):
+        sample = zipf_sample(size, exponent, seed)
+        before, eplb = (plan_layout(sample.exact, size.cluster, kind, size.slots) for kind in (Greedy(), Eplb()))
+        eplb_later = plan_layout(sample.noisy, size.cluster, Eplb(), size.slots)
+        of_eplb.append(num_moves(eplb.replicas_RE, eplb_later.replicas_RE))
+        budget = int(0.15 * of_eplb[-1])
+        few = plan_layout(sample.noisy, size.cluster, Greedy(max_moves=budget, effort=8), size.slots, before)
+        assert num_moves(before.replicas_RE, few.replicas_RE) <= budget
+        worst.append(min_max_load(sample.noisy, few) * size.num_ranks / sample.noisy.total)
+        free = plan_layout(sample.noisy, size.cluster, Greedy(), size.slots, before)
+        moves.append(num_moves(before.replicas_RE, free.replicas_RE))
+    assert max(worst) <= 1.005
+    assert sum(moves) <= 0.6 * sum(of_eplb)
+
+
+def test_a_plan_near_the_layout_in_force_keeps_whole_experts():
+    """On a cluster of one node the load is the same, so nothing has a reason to move."""
+    size = next(size for size in SIZES if size.num_ranks == 64)
+    sample = zipf_sample(size, 1.0, 0)
+    cluster = ClusterSpec(ranks_per_node=64)
+    first = plan_layout(sample.exact, cluster, Greedy(), size.slots)
+    second = plan_layout(sample.exact, cluster, Greedy(), size.slots, first)
+    alone_E = first.replicas_RE.sum(axis=0) == 1
+    stay = (first.replicas_RE[:, alone_E] == second.replicas_RE[:, alone_E]).all(axis=0)
+    assert stay.mean() > 0.8
+
+
+def test_promised_replicas_stay_where_they_are():
+    """One replica too few in force: the new layout is the old one but for that, on whichever ranks it lies."""
+    num_ranks, num_experts, cluster = 8, 12, ClusterSpec(ranks_per_node=8)
+    load = LoadMatrix(np.tile(np.arange(num_experts, 0, -1) * 100, (num_ranks, 1)))
+    first = plan_layout(load, cluster, Greedy(min_replicas=2), 4)
+    rows_RS = np.roll(first.expert_RS, 1, axis=0).copy()
+    expert = int(np.flatnonzero(first.replicas_RE.sum(axis=0) == 2)[0])
+    rank = int(np.flatnonzero((rows_RS == expert).any(axis=1))[0])
+    other = next(other for other in range(num_experts) if other not in rows_RS[rank])
+    rows_RS[rank][rows_RS[rank] == expert] = other
+    before = ExpertLayout(rows_RS, num_experts)
+    after = plan_layout(load, cluster, Greedy(min_replicas=2), 4, before)
+    assert num_moves(before.replicas_RE, after.replicas_RE) <= 2
+
+
+def test_more_budget_is_never_worse():
+    load = LoadMatrix(
+        [
+            [383, 493, 394, 21],
+            [930, 131, 591, 0],
+            [622, 435, 648, 57],
+            [500, 426, 656, 85],
+            [12, 542, 281, 158],
+            [185, 40, 475, 111],
+        ]
+    )
+    before = ExpertLayout([[1, -1], [2, 3], [1, 2], [-1, -1], [0, -1], [2, -1]], 4)
+    slots, cluster = (1, 2, 2, 0, 1, 1), ClusterSpec(ranks_per_node=6)
+    busiest = [
+        min_max_load(load, plan_layout(load, cluster, Greedy(max_moves=budget), slots, before)) for budget in range(4)
+    ]
+    assert busiest[1:] == [1704] * 3
+    assert busiest[0] >= busiest[1]
+
+
+def test_a_split_of_very_many_tokens_ends():
+    num_ranks, tokens_RE = 12, np.zeros((12, 2), np.int64)
+    tokens_RE[0, 0], tokens_RE[1, 1] = 2**56 - 2**52, 2**56 + 2**52
+    load = LoadMatrix(tokens_RE)
+    layout = ExpertLayout([[0]] + [[1]] * (num_ranks - 1), 2)
+    plan = split_tokens(load, layout, ClusterSpec(ranks_per_node=num_ranks), FlowSplit())
+    assert plan.tokens_R.max() == min_max_load(load, layout)
+
+
+def test_a_deadline_ends_mending_too():
+    size = next(size for size in SIZES if size.num_ranks == 64)
+    sample = zipf_sample(size, 1.5, 0)
+    before = plan_layout(sample.exact, size.cluster, Greedy(), size.slots)
+    late = Greedy(deadline_ms=1e-6, effort=100)
+    after = plan_layout(sample.noisy, size.cluster, late, size.slots, before)
+    assert after.num_duplicates == 0

@@ -1,0 +1,99 @@
+"""Rows multiplied in company have the bits of rows multiplied alone, from the probed number of rows on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from moesys.kernels.cpu.row_invariant_gemm import RowRule, matmul_rows, row_rule
+
+# Each case says which edge it is: (contraction, columns).
+SIZES = {
+    "an expert's up projection": (256, 192),
+    "an expert's down projection": (96, 256),
+    "odd in both": (37, 45),
+    "as narrow as is probed": (64, 16),
+    "too narrow to be probed": (64, 7),
+    "short rows": (5, 64),
+}
+MOST_ROWS = 150
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+# Two threads cut rows between them, which only wide matrices are worth.
+THREADS_AND_SIZES = [(1, name) for name in SIZES] + [(2, name) for name in SIZES if name.startswith("an expert's")]
+
+
+@pytest.fixture(scope="module")
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+def product(x_MK: torch.Tensor, weight_NK: torch.Tensor, rule: RowRule) -> torch.Tensor:
+    out_MN = torch.full((len(x_MK), len(weight_NK)), torch.nan, dtype=x_MK.dtype)
+    matmul_rows(x_MK, weight_NK, out_MN, rule)
+    return out_MN
+
+
+@pytest.mark.parametrize("transposed", [True, False], ids=["x @ w.T", "x @ w"])
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize(("threads", "size"), THREADS_AND_SIZES, indirect=["threads"])
+def test_rows_have_the_same_bits_in_any_company(threads: int, size: str, dtype: torch.dtype, transposed: bool) -> None:
+    contraction, columns = SIZES[size]
+    rule = row_rule(contraction, columns, dtype, transposed, "cpu")
+    generator = torch.Generator().manual_seed(contraction * columns)
+    weight = torch.randn(columns, contraction, generator=generator).to(dtype)
+    weight_NK = weight if transposed else weight.t().contiguous().t()
+    x_MK = torch.randn(MOST_ROWS, contraction, generator=generator).to(dtype)
+    together = product(x_MK, weight_NK, rule)
+    some_counts = torch.randint(rule.min_rows, MOST_ROWS + 1, (12,), generator=generator).tolist()
+    for count in (*range(rule.min_rows, rule.min_rows + 12), *some_counts):
+        first = int(torch.randint(MOST_ROWS - count + 1, (), generator=generator))
+        alone = product(x_MK[first : first + count].clone(), weight_NK, rule)
+        assert torch.equal(alone, together[first : first + count]), (count, first)
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize(("contraction", "columns"), SIZES.values(), ids=SIZES)
+@pytest.mark.parametrize(
+    "rule", [RowRule(), RowRule(tile_rows=1), RowRule(tile_rows=64)], ids=["calls", "rows", "tiles"]
+)
+def test_product_is_right(contraction: int, columns: int, dtype: torch.dtype, rule: RowRule) -> None:
+    generator = torch.Generator().manual_seed(columns)
+    x_MK = torch.randn(130, contraction, generator=generator).to(dtype)
+    weight_NK = torch.randn(columns, contraction, generator=generator).to(dtype)
+    expected = x_MK.double() @ weight_NK.double().t()
+    error = (product(x_MK, weight_NK, rule).double() - expected).norm() / expected.norm()
+    assert error <= (1e-6 if dtype == torch.float32 else 4e-3)
+
+
+@pytest.mark.parametrize("transposed", [True, False], ids=["x @ w.T", "x @ w"])
+def test_probe_finds_calls_that_are_too_short(transposed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A product that goes another way below six rows, as BLAS libraries do, has a minimum of six."""
+
+    def multiply(x_MK: torch.Tensor, weight_NK: torch.Tensor, out_MN: torch.Tensor) -> None:
+        torch.mm(x_MK.double(), weight_NK.t().double(), out=(exact := out_MN.double()))
+        out_MN.copy_(exact if len(x_MK) >= 6 else exact * (1 + 2**-20))
+
+    monkeypatch.setattr("moesys.kernels.cpu.row_invariant_gemm._multiply", multiply)
+    # A size that no other test has probed, since the probe remembers.
+    assert row_rule(71, 33, torch.float32, transposed, "cpu") == RowRule(min_rows=6)
+
+
+def test_probe_finds_that_mkl_multiplies_single_rows_another_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The known case: float32 in MKL has the same bits only from 4 rows on with one thread, and oneDNN from 2."""
+    if not torch.backends.mkl.is_available():
+        pytest.skip("this torch has no MKL, whose kernels the test is about")
+    monkeypatch.setattr("moesys.kernels.cpu.row_invariant_gemm._ONEDNN", False)
+    rule = row_rule(1000, 520, torch.float32, True, "cpu")
+    assert rule.tile_rows is not None or rule.min_rows > 1
+
+
+def test_one_rule_keeps_them_all() -> None:
+    assert RowRule.all_of([RowRule(4), RowRule(2)]) == RowRule(4)
+    assert RowRule.all_of([RowRule(4), RowRule(tile_rows=1), RowRule(tile_rows=64)]) == RowRule(4, tile_rows=1)

@@ -1,0 +1,178 @@
+"""The experts as one op: against autograd through plain torch, under compile and checkpoints, and what it keeps."""
+
+import re
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from moesys.kernels.experts.activations import GATED, activation_reference
+from moesys.kernels.experts.experts import experts_backward, experts_forward, moe_experts
+from moesys.kernels.experts.tile_config import Blocks
+from moesys.kernels.experts.tiles import Block
+from moesys.kernels.routing.routing import route
+
+T, H, I, E, K = 11, 40, 24, 5, 3
+
+
+def arguments(dtype=torch.float32, activation="swiglu", tokens=T):
+    generator = torch.Generator().manual_seed(7)
+
+    def normal(*shape, std=1.0):
+        return (torch.randn(shape, generator=generator) * std).to(dtype).requires_grad_()
+
+    U = 2 * I if GATED[activation] else I
+    expert_TK = torch.randint(0, E + 1, (tokens, K), generator=generator)  # E: a choice that is not held here
+    weight_TK = torch.rand(tokens, K, generator=generator).requires_grad_()
+    return normal(tokens, H), expert_TK, weight_TK, normal(E, U, H, std=0.2), normal(E, H, I, std=0.2)
+
+
+def reference(x_TH, expert_TK, weight_TK, gate_up_EUH, down_EHI, activation="swiglu"):
+    """Token by token, in float64."""
+    rows = []
+    for token, experts in enumerate(expert_TK.tolist()):
+        total_H = torch.zeros(H, dtype=torch.float64)
+        for k, expert in enumerate(experts):
+            if expert < E:
+                h_U = gate_up_EUH[expert].double() @ x_TH[token].double()
+                total_H = total_H + weight_TK[token, k].double() * (
+                    down_EHI[expert].double() @ _activate(h_U, activation)
+                )
+        rows.append(total_H)
+    return torch.stack(rows)
+
+
+def _activate(h_U, activation):
+    if activation == "swiglu":
+        return torch.nn.functional.silu(h_U[:I]) * h_U[I:]
+    if activation == "geglu":
+        return torch.nn.functional.gelu(h_U[:I]) * h_U[I:]
+    return torch.nn.functional.gelu(h_U) if activation == "gelu" else torch.nn.functional.relu(h_U) ** 2
+
+
+def with_gradients(function, inputs, *more):
+    y_TH = function(*inputs, *more)
+    dy_TH = torch.randn(y_TH.shape, generator=torch.Generator().manual_seed(3)).to(y_TH.dtype)
+    learnt = [tensor for tensor in inputs if tensor.requires_grad]
+    return [y_TH.detach(), *torch.autograd.grad(y_TH, learnt, dy_TH)]
+
+
+def relative_error(found, expected):
+    return float((found.double() - expected.double()).norm() / expected.double().norm())
+
+
+@pytest.mark.parametrize("activation", list(GATED))
+def test_output_and_every_gradient_in_float32(activation):
+    inputs = arguments(activation=activation)
+    for found, expected in zip(
+        with_gradients(moe_experts, inputs, activation), with_gradients(reference, inputs, activation), strict=True
+    ):
+        assert relative_error(found, expected) < 1e-6
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(torch.bfloat16, 1.5e-2), (torch.float16, 2e-3)], ids=str)
+def test_output_and_every_gradient_in_16_bits(dtype, most):
+    inputs = arguments(dtype)
+    for found, expected in zip(with_gradients(moe_experts, inputs), with_gradients(reference, inputs), strict=True):
+        assert relative_error(found, expected) < most
+
+
+def test_no_tokens():
+    inputs = arguments(tokens=0)
+    y_TH, dx_TH, dweight_TK, dgate_up, ddown = with_gradients(moe_experts, inputs)
+    assert y_TH.shape == dx_TH.shape == (0, H)
+    assert dweight_TK.shape == (0, K)
+    assert not dgate_up.any()
+    assert not ddown.any()
+
+
+def test_a_compiled_graph_without_breaks_has_the_same_bits():
+    inputs = arguments()
+    compiled = torch.compile(moe_experts, fullgraph=True, backend="aot_eager")
+    for found, expected in zip(with_gradients(compiled, inputs), with_gradients(moe_experts, inputs), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_recomputation_has_the_same_bits():
+    inputs = arguments()
+
+    def recomputed(*tensors):
+        return checkpoint(moe_experts, *tensors, use_reentrant=False)
+
+    for found, expected in zip(with_gradients(recomputed, inputs), with_gradients(moe_experts, inputs), strict=True):
+        assert torch.equal(found, expected)
+
+
+def test_the_ops_keep_their_promises_to_torch():
+    x, expert, weight, gate_up, down = arguments()
+    # rows of dropped choices are not written, and what is compared here must be
+    torch.library.opcheck(torch.ops.moesys.experts.default, (x, expert % E, weight, gate_up, down, "swiglu", ""))
+
+
+def test_what_is_kept_for_backward_is_x_and_h():
+    """2·T·H + 4·T·K·I bytes in 16 bits, besides arguments that live anyway and int32 of the routing."""
+    inputs = arguments(torch.bfloat16)
+    kept = []
+
+    def pack(tensor):
+        kept.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        moe_experts(*inputs)
+    parameters = {tensor.data_ptr() for tensor in inputs[3:]}
+    activations = [t for t in kept if t.is_floating_point() and t.data_ptr() not in parameters]
+    sizes = sorted(tensor.numel() * tensor.element_size() for tensor in activations if tensor.dtype == torch.bfloat16)
+    assert sizes == sorted([2 * T * H, 4 * T * K * I])
+    assert [t.shape for t in activations if t.dtype == torch.float32] == [(T, K)]
+
+
+@pytest.mark.parametrize("rows", [16, 32])
+@pytest.mark.parametrize("columns", [16, 64])
+@pytest.mark.parametrize("programs", [1, 5])
+def test_tiles_and_programs_change_no_bit(rows, columns, programs):
+    """But for ``activation_gradient.columns`` below 32, which sums of the routing weight's gradient follow."""
+    x, expert, weight, gate_up, down = (tensor.detach() for tensor in arguments(torch.float16))
+    matrix_G = torch.tensor([0, 1, 2, 3, 4, 1], dtype=torch.int32)
+    dy_TH = torch.ones_like(x)
+
+    def run(block, back):
+        blocks = Blocks(block, block, back, block, block)
+        y_TH, kept = experts_forward(x, route(expert, 6), weight, gate_up, down, matrix_G, "swiglu", blocks)
+        return y_TH, *experts_backward(dy_TH, x, weight, gate_up, down, matrix_G, kept, "swiglu", blocks)
+
+    usual = run(Block(32, 32, 16), Block(32, 16, 16))
+    other = run(Block(rows, columns, 16, raster=2, programs=programs), Block(rows, 16, 16, raster=3, programs=programs))
+    for found, expected in zip(other, usual, strict=True):
+        assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"activation": "silu"}, "activation='silu' is not known; use one of swiglu, geglu, gelu, relu2"),
+        (
+            {"activation": "gelu"},
+            "gate_up_EUH is of shape (5, 48, 40); with down_EHI (5, 40, 24) it must be (5, 24,",
+        ),
+        (
+            {"x": torch.zeros(T, H, dtype=torch.float16)},
+            "torch.float16, torch.float32 and torch.float32; use one",
+        ),
+        ({"weight": torch.zeros(T, K + 1)}, "weight_TK is of shape (11, 4)"),
+    ],
+    ids=["activation", "ungated", "dtype", "weight"],
+)
+def test_what_does_not_go_together_is_refused(change, message):
+    x, expert, weight, gate_up, down = arguments()
+    with pytest.raises(ValueError, match=re.escape(message)):
+        moe_experts(
+            change.get("x", x), expert, change.get("weight", weight), gate_up, down, change.get("activation", "swiglu")
+        )
+
+
+def test_the_reference_activation_is_torchs_own():
+    h_U = torch.randn(2 * I, generator=torch.Generator().manual_seed(1))
+    for activation, gated in GATED.items():
+        h = h_U if gated else h_U[:I]
+        torch.testing.assert_close(activation_reference(h, activation), _activate(h, activation))

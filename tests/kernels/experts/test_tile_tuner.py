@@ -1,0 +1,241 @@
+"""The tuner: finds the fastest of its space by any clock, keeps what it found, and never chooses by itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+
+import pytest
+import torch
+
+from moesys.kernels.experts import tile_tuner
+from moesys.kernels.experts.experts import moe_experts
+from moesys.kernels.experts.tile_config import Blocks, ShapeClass
+from moesys.kernels.experts.tile_space import CONTRACTION, MOST_SHARED_BYTES, OPS, blocks_for, candidates
+from moesys.kernels.experts.tile_tuner import INTERPRETED, Gpu, _cached, blocks_of, cache_file, tune_blocks
+from moesys.kernels.experts.tiles import Block
+
+SHAPE = ShapeClass(2048, 768, 128, 8, "swiglu", "bfloat16", 2048)
+SHAPES = {
+    "qwen3-30b": SHAPE,
+    "narrow experts": replace(SHAPE, hidden=768, width=64),
+    "one row an expert": replace(SHAPE, rows_of_expert=1),
+    "widths of one": ShapeClass(1, 1, 1, 1, "swiglu", "bfloat16", 1),
+    "one expert": replace(SHAPE, experts=1),
+    "mixtral": ShapeClass(4096, 14336, 8, 2, "swiglu", "float16", 4096),
+    "not gated": replace(SHAPE, activation="gelu"),
+    "relu2": replace(SHAPE, activation="relu2"),
+}
+GPU = Gpu("NVIDIA Made-up / 9", 100)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOESYS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("MOESYS_BLOCKS", raising=False)
+
+
+class Clock:
+    """Says how long a block takes: the farther from the fastest in the list, the longer; remembers what was asked."""
+
+    def __init__(self, fastest: int, failing: tuple[int, ...] = ()) -> None:
+        self.fastest, self.failing = fastest, failing
+        self.asked: list[tuple[str, int]] = []
+
+    def __call__(self, op: str, blocks: Sequence[Block]) -> list[float | None]:
+        self.asked.append((op, len(blocks)))
+        return [
+            None if place in self.failing else 1.0 + abs(place - self.fastest % len(blocks))
+            for place in range(len(blocks))
+        ]
+
+
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+@pytest.mark.parametrize("op", OPS)
+def test_every_candidate_fits_and_changes_no_bit(op: str, shape: ShapeClass) -> None:
+    found = candidates(op, shape)
+    assert 1 <= len(found) <= 12
+    assert len(set(found)) == len(found)
+    for block in found:
+        halves = 2 if op == "up" and shape.activation == "swiglu" else 1
+        stage_bytes = 2 * block.contraction * (block.rows + halves * block.columns)
+        assert block.stages * stage_bytes <= MOST_SHARED_BYTES
+        assert block.rows * halves * block.columns <= 128 * 256
+        # the numerics class: one contraction, and no tile narrower than a partial sum
+        assert block.contraction == CONTRACTION
+        assert block.columns >= 32
+
+
+def test_the_models_choice_for_a_large_layer_is_wide_tiles_by_pointers() -> None:
+    chosen = blocks_for(SHAPE)
+    wide = Block(128, 256, 64, warps=8, stages=4)
+    assert chosen == Blocks(replace(wide, columns=128), wide, wide, wide, wide)
+
+
+def test_few_rows_an_expert_get_low_tiles() -> None:
+    assert blocks_for(replace(SHAPE, rows_of_expert=16)).down.rows == 64
+
+
+def test_float32_has_one_candidate() -> None:
+    assert [len(candidates(op, replace(SHAPE, dtype="float32"))) for op in OPS] == [1] * 5
+
+
+@pytest.mark.parametrize("fastest", [0, 3, -1], ids=["first", "fourth", "last"])
+def test_the_fastest_of_the_space_is_found_one_op_at_a_time(fastest: int) -> None:
+    clock = Clock(fastest)
+    found = tune_blocks(SHAPE, clock, GPU)
+    assert clock.asked == [(op, len(candidates(op, SHAPE, 100))) for op in OPS]
+    assert found == Blocks(**{op: candidates(op, SHAPE, 100)[fastest] for op in OPS})
+
+
+def test_candidates_that_fail_are_dropped() -> None:
+    found = tune_blocks(SHAPE, Clock(0, failing=(0, 1)), GPU)
+    assert found == Blocks(**{op: candidates(op, SHAPE, 100)[2] for op in OPS})
+
+
+def test_where_all_fail_the_models_choice_stays() -> None:
+    assert tune_blocks(SHAPE, Clock(0, failing=tuple(range(12))), GPU) == blocks_for(SHAPE, 100)
+
+
+def test_what_was_found_is_kept_by_class() -> None:
+    other = replace(SHAPE, rows_of_expert=512)
+    found = {shape.key: tune_blocks(shape, Clock(place), GPU) for place, shape in enumerate((SHAPE, other))}
+    assert _cached(GPU) == found
+    again = tune_blocks(SHAPE, Clock(5), GPU)
+    assert _cached(GPU) == found | {SHAPE.key: again}
+
+
+def test_files_are_told_apart_by_gpu_and_versions() -> None:
+    path = cache_file(GPU)
+    assert path.name.startswith(f"blocks-NVIDIA_Made-up___9-100-torch{torch.__version__}-triton")
+    assert len({path, cache_file(replace(GPU, multiprocessors=99)), cache_file(replace(GPU, name="b"))}) == 3
+
+
+STRINGS = json.dumps({SHAPE.key: {op: {"rows": "128"} for op in OPS}})
+
+
+@pytest.mark.parametrize("damage", ["", "{", "[1]", '{"a": {"up": 1}}', "null", "\udcff", STRINGS])
+def test_a_damaged_file_is_ignored_and_written_anew(damage: str) -> None:
+    path = cache_file(GPU)
+    path.parent.mkdir()
+    path.write_text(damage, errors="surrogateescape")
+    assert _cached(GPU) == {}
+    found = tune_blocks(SHAPE, Clock(1), GPU)
+    assert _cached(GPU) == {SHAPE.key: found}
+
+
+def test_a_folder_that_cannot_be_written_to_is_known_before_anything_is_timed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("MOESYS_CACHE", str(tmp_path / "file" / "cache"))
+    clock = Clock(0)
+    with pytest.raises(OSError, match=r"blocks cannot be kept: .*file/cache.*; name a folder .* by MOESYS_CACHE"):
+        tune_blocks(SHAPE, clock, GPU)
+    assert clock.asked == []
+    assert _cached(GPU) == {}
+
+
+def test_a_user_without_a_home_has_the_models_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    def home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", home)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Gpu, "of", lambda device: GPU)
+    found = tune_blocks(SHAPE, Clock(2), GPU)
+    assert blocks_of(SHAPE, torch.device("cuda")) == found
+    monkeypatch.delenv("MOESYS_CACHE")
+    assert blocks_of(SHAPE, torch.device("cuda")) == blocks_for(SHAPE, 100)
+    with pytest.raises(OSError, match="no home folder to keep blocks in; name a folder by MOESYS_CACHE"):
+        tune_blocks(SHAPE, Clock(2), GPU)
+
+
+def test_a_copy_that_is_not_installed_has_a_file_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(package: str) -> str:
+        raise PackageNotFoundError(package)
+
+    monkeypatch.setattr(tile_tuner, "version", version)
+    tile_tuner._versions.cache_clear()
+    try:
+        assert cache_file(GPU).name.endswith("-moesys-not-installed.json")
+    finally:
+        tile_tuner._versions.cache_clear()
+
+
+def test_blocks_of_a_step_are_not_searched_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Gpu, "of", lambda device: GPU)
+    first = blocks_of(SHAPE, torch.device("cuda"))
+    assert blocks_of(replace(SHAPE), torch.device("cuda")) is first
+
+
+def test_two_writers_lose_nothing() -> None:
+    shapes = [replace(SHAPE, rows_of_expert=1 << power) for power in range(16)]
+    with ThreadPoolExecutor(4) as pool:
+        found = dict(pool.map(lambda shape: (shape.key, tune_blocks(shape, Clock(2), GPU)), shapes))
+    assert _cached(GPU) == found
+    assert [path.suffix for path in sorted(cache_file(GPU).parent.iterdir())] == [".json", ".lock"]
+
+
+def test_blocks_round_trip_as_json() -> None:
+    blocks = blocks_for(SHAPE)
+    assert Blocks.from_json(blocks.to_json()) == blocks
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"up": {"height": 3}}', '{"across": {"rows": 64}}', '{"up": {"warps": 8.0}}']
+)
+def test_what_is_no_blocks_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="these are no blocks"):
+        Blocks.from_json(text)
+
+
+def test_the_pinned_file_wins_over_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pinned = Blocks.all_of(Block(16, 64, 32))
+    path = tmp_path / "pinned.json"
+    path.write_text(pinned.to_json())
+    assert blocks_of(SHAPE, CPU) == Blocks.all_of(INTERPRETED)
+    monkeypatch.setenv("MOESYS_BLOCKS", str(path))
+    assert blocks_of(SHAPE, CPU) == pinned
+    path.write_text("{}")
+    with pytest.raises(ValueError, match=r"MOESYS_BLOCKS=.*pinned\.json: these are no blocks"):
+        blocks_of(SHAPE, CPU)
+
+
+def test_a_gpu_uses_what_was_tuned_unless_blocks_are_pinned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Gpu, "of", lambda device: GPU)
+    cuda = torch.device("cuda")
+    assert blocks_of(SHAPE, cuda) == blocks_for(SHAPE, 100)
+    found = tune_blocks(SHAPE, Clock(2), GPU)
+    assert blocks_of(SHAPE, cuda) == found != blocks_for(SHAPE, 100)
+    assert blocks_of(replace(SHAPE, top_k=2), cuda) == blocks_for(replace(SHAPE, top_k=2), 100)
+    pinned = Blocks.all_of(Block(16, 64, 32))
+    (tmp_path / "pinned.json").write_text(pinned.to_json())
+    monkeypatch.setenv("MOESYS_BLOCKS", str(tmp_path / "pinned.json"))
+    assert blocks_of(SHAPE, cuda) == pinned
+
+
+def test_the_argument_wins_over_the_pinned_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x_TH, gate_up, down = (torch.randn(s, generator=generator) for s in ((5, 32), (2, 32, 32), (2, 32, 16)))
+    expert_TK, weight_TK = torch.tensor([[0], [1], [1], [0], [1]]), torch.ones(5, 1)
+    expected = moe_experts(x_TH, expert_TK, weight_TK, gate_up, down)
+    (tmp_path / "pinned.json").write_text("not blocks")
+    monkeypatch.setenv("MOESYS_BLOCKS", str(tmp_path / "pinned.json"))
+    with pytest.raises(ValueError, match="MOESYS_BLOCKS"):
+        moe_experts(x_TH, expert_TK, weight_TK, gate_up, down)
+    given = Blocks.all_of(Block(16, 64, 32))
+    assert torch.equal(moe_experts(x_TH, expert_TK, weight_TK, gate_up, down, blocks=given), expected)
+
+
+def test_shapes_are_classed_by_rows_of_an_expert() -> None:
+    x_TH, down_EHI = torch.empty(300, 64, dtype=torch.bfloat16), torch.empty(8, 64, 32)
+    shape = ShapeClass.of(x_TH, down_EHI, 600, "swiglu")
+    assert shape == ShapeClass(64, 32, 8, 2, "swiglu", "bfloat16", 64)
+    assert ShapeClass.of(x_TH[:0], down_EHI, 0, "swiglu").rows_of_expert == 1
+    assert json.loads(json.dumps({shape.key: 1})) == {"64-32-8-2-swiglu-bfloat16-64": 1}

@@ -1,0 +1,190 @@
+"""Up in the interpreter: h against exact sums, a against the activation of that h, one set of bits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from moesys.kernels.experts.activations import GATED, activation_reference
+from moesys.kernels.experts.tiles import Block, tile_table_reference
+from moesys.kernels.experts.up import up, up_reference
+from moesys.kernels.routing.routing import Routing, route_reference
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+# Relative to the largest value of all; and to that of the row: the last place of the dtype, which covers half a place
+# of rounding and the roundings of the sum.
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}
+BLOCK = Block(rows=16, columns=16, contraction=32, raster=2)
+BY_TMA = {"tma": replace(BLOCK, operands="tma"), "specialised": replace(BLOCK, operands="specialised", warps=4)}
+by_tma = pytest.mark.parametrize("block", BY_TMA.values(), ids=BY_TMA)
+
+
+class Shape(NamedTuple):
+    """T tokens, H hidden, I width, G groups, K choices; what is chosen; and which matrix each group uses."""
+
+    T: int = 21
+    H: int = 40
+    I: int = 24
+    G: int = 4
+    K: int = 2
+    choices: str = "any"
+    matrices: tuple[int, ...] | None = None
+
+
+EDGES = {
+    "nothing a multiple of anything": Shape(T=37, H=51, I=27, G=5, K=3),
+    "everything whole tiles": Shape(T=16, H=64, I=32, G=2, K=2),
+    "one token": Shape(T=1),
+    "no token": Shape(T=0),
+    "one choice, fewer rows than a tile": Shape(T=3, K=1),
+    "each token to every group": Shape(G=3, K=3),
+    "empty groups": Shape(G=7, choices="odd groups"),
+    "all to one group": Shape(T=40, K=1, choices="last group"),
+    "dropped choices": Shape(choices="some dropped"),
+    "all dropped": Shape(choices="all dropped"),
+    "replicas": Shape(matrices=(1, 0, 1, 2)),
+    "width of one": Shape(I=1),
+    "hidden of one": Shape(H=1),
+}
+
+
+class Case(NamedTuple):
+    x_TH: Tensor
+    gate_up_EUH: Tensor
+    routing: Routing
+    matrix_G: Tensor
+    K: int
+    activation: str
+
+    def up(self, block: Block = BLOCK) -> tuple[Tensor, Tensor]:
+        tiles = tile_table_reference(self.routing.first_G1, self.routing.entry_P.numel(), block.rows)
+        return up(
+            self.x_TH,
+            self.gate_up_EUH,
+            self.routing,
+            tiles,
+            self.matrix_G,
+            self.K,
+            self.activation,
+            block,
+        )
+
+    def rows(self) -> int:
+        return int(self.routing.first_G1[-1])
+
+
+def case(shape: Shape, dtype: torch.dtype, activation: str = "swiglu") -> Case:
+    generator = torch.Generator().manual_seed(shape.T)
+    T, H, G, K = shape.T, shape.H, shape.G, shape.K
+    group_TK = torch.rand(T, G, generator=generator).argsort(dim=1)[:, :K]
+    if shape.choices == "odd groups":
+        group_TK = group_TK % (G // 2) * 2 + 1
+    elif shape.choices == "last group":
+        group_TK = torch.full_like(group_TK, G - 1)
+    elif shape.choices == "some dropped":
+        group_TK = torch.where(torch.rand(T, K, generator=generator) < 0.3, G, group_TK)
+        group_TK[0] = -1
+    elif shape.choices == "all dropped":
+        group_TK = torch.full_like(group_TK, G)
+    matrices = shape.matrices or tuple(reversed(range(G)))
+    U = shape.I * (2 if GATED[activation] else 1)
+    x_TH = torch.randn(T, H, generator=generator).to(dtype)
+    gate_up_EUH = (torch.randn(max(matrices) + 1, U, H, generator=generator) / H**0.5).to(dtype)
+    matrix_G = torch.tensor(matrices, dtype=torch.int32)
+    return Case(x_TH, gate_up_EUH, route_reference(group_TK, G), matrix_G, K, activation)
+
+
+def assert_close(actual: Tensor, exact: Tensor) -> None:
+    """Within ``TOLERANCE``; NaN, with which outputs are born, is not."""
+    if exact.numel() == 0:
+        return
+    error, size = (actual.double() - exact).abs(), exact.abs()
+    scale = size.max() if actual.dtype == torch.float32 else size.amax(dim=1, keepdim=True)
+    assert (error <= TOLERANCE[actual.dtype] * scale).all()
+
+
+def check(case: Case, h_PU: Tensor, a_PI: Tensor) -> None:
+    rows = case.rows()
+    reference = up_reference(
+        case.x_TH.double(), case.gate_up_EUH.double(), case.routing, case.matrix_G, case.K, case.activation
+    )
+    assert h_PU.dtype == a_PI.dtype == case.x_TH.dtype
+    assert h_PU.shape == reference[0].shape
+    assert a_PI.shape == reference[1].shape
+    assert_close(h_PU[:rows], reference[0][:rows])
+    # of the rounded h, so that the comparison has one rounding in it
+    assert_close(a_PI[:rows], activation_reference(h_PU[:rows].float(), case.activation).double())
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("shape", EDGES.values(), ids=EDGES)
+def test_edges(shape: Shape, dtype: torch.dtype) -> None:
+    edge = case(shape, dtype)
+    check(edge, *edge.up())
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("activation", GATED)
+def test_activations(activation: str, dtype: torch.dtype) -> None:
+    any_case = case(Shape(), dtype, activation)
+    check(any_case, *any_case.up())
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+@pytest.mark.parametrize("activation", ["swiglu", "gelu"])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        Shape(T=30, I=21),
+        EDGES["everything whole tiles"],
+        EDGES["replicas"],
+        EDGES["no token"],
+        EDGES["dropped choices"],
+    ],
+    ids=["a width no multiple of the tile", "whole tiles", "replicas", "no token", "dropped choices"],
+)
+@by_tma
+def test_operands_by_tma(block: Block, shape: Shape, activation: str, dtype: torch.dtype) -> None:
+    some = case(shape, dtype, activation)
+    check(some, *some.up(block))
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [(EDGES["nothing a multiple of anything"], torch.bfloat16), (Shape(), torch.float32)],
+    ids=["rows that TMA cannot read", "float32"],
+)
+@by_tma
+def test_what_tma_cannot_read_comes_by_pointers(block: Block, shape: Shape, dtype: torch.dtype) -> None:
+    some = case(shape, dtype)
+    rows = some.rows()
+    for expected, found in zip(some.up(), some.up(block), strict=True):
+        assert torch.equal(found[:rows], expected[:rows])
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("activation", ["swiglu", "relu2"])
+def test_tiles_change_no_bit(activation: str, dtype: torch.dtype) -> None:
+    """Nor does a second run."""
+    some = case(Shape(T=37, choices="some dropped"), dtype, activation)
+    rows = some.rows()
+    expected = some.up()
+    for block in (
+        BLOCK,
+        Block(rows=32, columns=16, contraction=32, raster=1, programs=1),
+        Block(rows=16, columns=32, contraction=32, raster=8, programs=7),
+        Block(rows=64, columns=64, contraction=32, raster=3, programs=2, stages=5, warps=4),
+    ):
+        for actual, first in zip(some.up(block), expected, strict=True):
+            assert torch.equal(actual[:rows], first[:rows]), block
+
+
+def test_tiles_of_another_size_are_refused() -> None:
+    some = case(Shape(), torch.float32)
+    tiles = tile_table_reference(some.routing.first_G1, some.routing.entry_P.numel(), 32)
+    with pytest.raises(ValueError, match="tiles of 32 rows for blocks of 16"):
+        up(some.x_TH, some.gate_up_EUH, some.routing, tiles, some.matrix_G, some.K, "swiglu", BLOCK)

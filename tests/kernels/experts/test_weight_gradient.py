@@ -1,0 +1,134 @@
+"""Gradients of experts' matrices in the interpreter: right, zero where nothing is, with bits that no tile decides."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from moesys.kernels.experts.tiles import Block, groups_by_size_reference
+from moesys.kernels.experts.weight_gradient import weight_gradient, weight_gradient_reference
+from moesys.kernels.routing.routing import Routing, route_reference
+
+Side = Literal["left", "right"]
+BLOCK = Block(rows=16, columns=32, contraction=16)
+# The same bits are promised for all of these.
+OTHER_BLOCKS = {
+    "the same once more": BLOCK,
+    "wide tiles": Block(rows=32, columns=64, contraction=16),
+    "narrow tiles": Block(rows=16, columns=16, contraction=16, raster=2),
+    "one program, rasters of one": Block(rows=16, columns=32, contraction=16, raster=1, programs=1),
+    "more programs than tiles": Block(rows=32, columns=16, contraction=16, programs=99),
+}
+# Each case says which edge it is: (group of every choice, G, L, R).
+CASES = {
+    "one token": ([[1, 0]], 3, 20, 24),
+    "one choice": ([[t % 3] for t in range(20)], 3, 16, 32),
+    "every expert chosen": ([[0, 1, 2, 3]] * 7, 4, 16, 16),
+    "odd widths": ([[t % 2, 2] for t in range(19)], 3, 19, 37),
+    "one by one": ([[0], [1], [0]], 2, 1, 1),
+    "empty groups, first, between and last": ([[1, 3]] * 9, 5, 16, 24),
+    "all tokens to one group": ([[2]] * 50, 3, 16, 24),
+    "dropped choices": ([[t % 4 - 1, (t + 2) % 4] for t in range(21)], 3, 16, 24),
+    "everything dropped": ([[-1, 7]] * 5, 3, 20, 24),
+    "groups end with a step": ([[t // 16] for t in range(48)], 3, 16, 16),
+    "no tokens": ([], 2, 16, 16),
+}
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+class Operands(NamedTuple):
+    left: Tensor
+    right: Tensor
+    entry_P: Tensor
+    first_G1: Tensor
+    order_G: Tensor
+    top_k: int
+    gathered: Side
+
+
+def operands(case: tuple, dtype: torch.dtype, gathered: Side) -> Operands:
+    """Rows behind the last group are NaN."""
+    groups, G, L, R = case
+    group_TK = torch.tensor(groups).reshape(len(groups), -1 if groups else 2).long()
+    T, K = group_TK.shape
+    routing: Routing = route_reference(group_TK, G)
+    generator = torch.Generator().manual_seed(T * 1000 + L * 10 + R)
+    left = torch.randn(T if gathered == "left" else T * K, L, generator=generator).to(dtype)
+    right = torch.randn(T if gathered == "right" else T * K, R, generator=generator).to(dtype)
+    (right if gathered == "left" else left)[int(routing.first_G1[-1]) :] = torch.nan
+    return Operands(
+        left, right, routing.entry_P, routing.first_G1, groups_by_size_reference(routing.first_G1), K, gathered
+    )
+
+
+def without_order(given: Operands) -> tuple:
+    """What the reference takes."""
+    return (*given[:4], *given[5:])
+
+
+def exact(given: Operands) -> tuple[Tensor, Tensor]:
+    """(sums, sums of magnitudes) in float64, by a loop over rows."""
+    G, L, R = len(given.first_G1) - 1, given.left.shape[1], given.right.shape[1]
+    out_GLR, magnitude_GLR = torch.zeros(2, G, L, R, dtype=torch.float64)
+    first = given.first_G1.tolist()
+    for group in range(G):
+        for row in range(first[group], first[group + 1]):
+            token = int(given.entry_P[row]) // given.top_k
+            left_L = given.left[token if given.gathered == "left" else row].double()
+            right_R = given.right[token if given.gathered == "right" else row].double()
+            out_GLR[group] += left_L[:, None] * right_R
+            magnitude_GLR[group] += (left_L[:, None] * right_R).abs()
+    return out_GLR, magnitude_GLR
+
+
+@pytest.mark.parametrize("gathered", ["left", "right"])
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_agrees_with_float64(case: tuple, dtype: torch.dtype, gathered: Side) -> None:
+    given = operands(case, dtype, gathered)
+    expected_GLR, magnitude_GLR = exact(given)
+    out_GLR = weight_gradient(*given, BLOCK)
+    assert out_GLR.dtype == torch.float32
+    assert out_GLR.shape == expected_GLR.shape
+    # Products of 16 bits are exact in float32, so only float32's own roundings of a few rows are left.
+    largest = magnitude_GLR.amax(dim=(1, 2), keepdim=True)
+    for found_GLR in (out_GLR, weight_gradient_reference(*without_order(given))):
+        assert ((found_GLR.double() - expected_GLR).abs() <= 1e-6 * largest).all()
+    empty_G = given.first_G1[1:] == given.first_G1[:-1]
+    assert (out_GLR[empty_G] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("other", OTHER_BLOCKS.values(), ids=OTHER_BLOCKS)
+def test_tiles_and_programs_change_no_bit(other: Block, dtype: torch.dtype) -> None:
+    for gathered in ("left", "right"):
+        given = operands(CASES["odd widths"], dtype, gathered)
+        assert torch.equal(weight_gradient(*given, other), weight_gradient(*given, BLOCK))
+
+
+@pytest.mark.parametrize("order", [(4, 3, 2, 1, 0), (2, 0, 4, 1, 3)], ids=["from behind", "mixed"])
+def test_the_order_of_groups_changes_no_bit(order: tuple[int, ...]) -> None:
+    given = operands(CASES["empty groups, first, between and last"], torch.float32, "left")
+    other = given._replace(order_G=torch.tensor(order, dtype=torch.int32))
+    assert torch.equal(weight_gradient(*other, BLOCK), weight_gradient(*given, BLOCK))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["float16", "bfloat16"])
+def test_a_result_in_16_bits_is_the_float32_sum_rounded_once(dtype: torch.dtype) -> None:
+    given = operands(CASES["dropped choices"], dtype, "right")
+    assert torch.equal(weight_gradient(*given, BLOCK, dtype), weight_gradient(*given, BLOCK).to(dtype))
+
+
+@pytest.mark.parametrize(("order", "left_over"), [((0, 1, 2), 0.0), ((1, 0, 2), 0.0), ((0, 2, 1), 1.0)])
+def test_steps_are_summed_in_order(order: tuple[int, ...], left_over: float) -> None:
+    """Steps of rows that hold a large, a small and a minus large value: what is left depends on the order."""
+    rows = 3 * BLOCK.contraction
+    left_P1 = torch.zeros(rows, 1)
+    for step, value in zip(order, (2.0**24, 1.0, -(2.0**24)), strict=True):
+        left_P1[step * BLOCK.contraction] = value
+    routing = route_reference(torch.zeros(rows, 1, dtype=torch.int64), 1)
+    given = Operands(left_P1, torch.ones(rows, 1), routing.entry_P, routing.first_G1, torch.zeros(1).int(), 1, "right")
+    assert weight_gradient(*given, BLOCK).item() == left_over

@@ -1,0 +1,152 @@
+"""Routing metadata: the rows of a stable sort, from kernels, whatever the sizes of their blocks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from moesys.kernels.routing import routing as module
+from moesys.kernels.routing.routing import Routing, route, route_reference
+
+INTEGERS = {"int32": torch.int32, "int64": torch.int64}
+
+
+def choices(T: int, K: int, low: int, high: int, seed: int = 0) -> Tensor:
+    """[T, K] in low..high-1; tokens may choose a group twice."""
+    return torch.randint(low, high, (T, K), generator=torch.Generator().manual_seed(seed))
+
+
+def experts(T: int, K: int, E: int) -> Tensor:
+    """[T, K] without repetition in a row, as routers choose."""
+    return torch.rand(T, E, generator=torch.Generator().manual_seed(T)).argsort(dim=1)[:, :K]
+
+
+# Each case says which edge it is: (choices, groups).
+EDGES = {
+    "no tokens": (choices(0, 4, 0, 3), 3),
+    "one token": (choices(1, 3, 0, 5), 5),
+    "one choice of one group": (torch.zeros(1, 1, dtype=torch.int64), 1),
+    "one choice a token": (choices(70, 1, 0, 6), 6),
+    "every group chosen by every token": (experts(40, 6, 6), 6),
+    "a block exactly full": (choices(module.BLOCK_CHOICES // 4, 4, 0, 7), 7),
+    "one choice behind a full block": (choices(module.BLOCK_CHOICES + 1, 1, 0, 7), 7),
+    "several blocks": (experts(150, 3, 11), 11),
+    "all tokens to one group": (torch.full((90, 2), 4), 9),
+    "groups in falling order": (torch.arange(199, -1, -1).view(100, 2) // 7, 29),
+    "empty groups at both ends and between": (2 * choices(60, 3, 1, 4), 12),
+    "more groups than choices": (choices(5, 2, 0, 50), 50),
+    "some dropped by the id of expert parallelism": (choices(100, 2, 0, 5), 4),
+    "some dropped on either side": (choices(100, 2, -3, 7), 4),
+    "all dropped": (torch.full((70, 2), 4), 4),
+    "a first block without any choice kept": (torch.arange(300).view(150, 2) // 150 - 1, 2),
+    "ids at the ends of int32": (torch.tensor([[-(2**31), 2**31 - 1], [0, -1], [2, 1]]), 2),
+}
+
+
+def assert_same(actual: Routing, expected: Routing) -> None:
+    for name, value in expected._asdict().items():
+        assert getattr(actual, name).dtype == torch.int32, name
+        assert torch.equal(getattr(actual, name), value), name
+
+
+@pytest.mark.parametrize("dtype", INTEGERS.values(), ids=INTEGERS)
+@pytest.mark.parametrize(("group_TK", "G"), EDGES.values(), ids=EDGES)
+def test_edges_agree_with_the_reference(group_TK: Tensor, G: int, dtype: torch.dtype) -> None:
+    group_TK = group_TK.to(dtype)
+    before = group_TK.clone()
+    routing = route(group_TK, G)
+    assert_same(routing, route_reference(group_TK, G))
+    assert torch.equal(group_TK, before)
+
+
+def test_by_hand() -> None:
+    routing = route(torch.tensor([[1, 0], [3, 1], [1, 2]]), 3)
+    assert routing.first_G1.tolist() == [0, 1, 4, 5]
+    assert routing.entry_P.tolist() == [1, 0, 3, 4, 5, -1]
+    assert routing.row_TK.tolist() == [[1, 0], [-1, 2], [3, 4]]
+
+
+@given(
+    T=st.integers(0, 60),
+    K=st.integers(1, 7),
+    G=st.integers(1, 40),
+    low=st.integers(-2, 0),
+    beyond=st.integers(0, 2),
+    narrow=st.booleans(),
+    seed=st.integers(0, 1 << 16),
+    block=st.sampled_from([16, 32, 128]),
+    scanned=st.sampled_from([4, 16, 1024]),
+)
+def test_any_choices_in_blocks_of_any_size(
+    T: int, K: int, G: int, low: int, beyond: int, narrow: bool, seed: int, block: int, scanned: int
+) -> None:
+    group_TK = choices(T, K, low, G + beyond, seed)
+    # Some of the groups only, so that a few are crowded.
+    group_TK = group_TK // 3 if narrow else group_TK
+    with pytest.MonkeyPatch.context() as patch:
+        for name, size in {"BLOCK_CHOICES": block, "SCANNED": scanned}.items():
+            patch.setattr(module, name, size)
+        assert_same(route(group_TK, G), route_reference(group_TK, G))
+
+
+def test_prefix_sums_of_several_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "BLOCK_CHOICES", 16)
+    monkeypatch.setattr(module, "SCANNED", 4)
+    # Ten blocks and ten groups are three steps each.
+    group_TK = choices(80, 2, 0, 10)
+    assert_same(route(group_TK, 10), route_reference(group_TK, 10))
+
+
+def test_rows_and_choices_undo_each_other() -> None:
+    group_TK, G = choices(130, 3, -1, 10), 9
+    entry_P, row_TK, first_G1 = route(group_TK, G)
+    kept = int(first_G1[-1])
+    assert sorted(entry_P[:kept].tolist()) == [
+        entry for entry, group in enumerate(group_TK.flatten().tolist()) if 0 <= group < G
+    ]
+    assert torch.equal(row_TK.flatten()[entry_P[:kept].long()], torch.arange(kept, dtype=torch.int32))
+    sorted_P = group_TK.flatten()[entry_P[:kept].long()]
+    assert torch.equal(sorted_P, torch.repeat_interleave(torch.arange(G), first_G1.diff()))
+
+
+def test_the_same_bytes_twice() -> None:
+    group_TK = choices(150, 4, -1, 14)
+    assert_same(route(group_TK, 13), route(group_TK, 13))
+
+
+def test_a_thousand_groups() -> None:
+    group_TK = experts(60, 8, 1000)
+    assert_same(route(group_TK, 1000), route_reference(group_TK, 1000))
+
+
+def test_ids_are_compared_before_they_are_narrowed() -> None:
+    group_TK = torch.tensor([[2**32, 1], [0, 2**33 + 1], [-(2**32), -(2**63)]])
+    assert route(group_TK, 2).row_TK.tolist() == [[-1, 1], [0, -1], [-1, -1]]
+
+
+def test_choices_need_not_be_contiguous() -> None:
+    group_TK = choices(4, 40, 0, 6).t()
+    assert_same(route(group_TK, 6), route_reference(group_TK, 6))
+
+
+@pytest.mark.parametrize(
+    ("group_TK", "G", "message"),
+    [
+        (torch.zeros(2, 2), 1, "choices are torch.float32 of 2 dimensions; give int32 or int64 [T, K]"),
+        (torch.zeros(2, dtype=torch.int32), 1, "choices are torch.int32 of 1 dimensions; give int32 or int64 [T, K]"),
+        (torch.zeros(2, 2, dtype=torch.int32), 0, "num_groups=0; use at least 1"),
+        (
+            torch.zeros(1, 1, dtype=torch.int32).expand(1 << 30, 2),
+            1,
+            f"{1 << 31} choices; rows are numbered by int32, so use at most {(1 << 31) - module.BLOCK_CHOICES}",
+        ),
+    ],
+    ids=["floats", "one dimension", "no group", "more rows than int32 counts"],
+)
+def test_what_is_refused(group_TK: Tensor, G: int, message: str) -> None:
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        route(group_TK, G)
+    assert str(error.value) == message

@@ -1,0 +1,193 @@
+"""The split in three launches: what the reference has, without waiting for a count. The host's bytes: tests/balance."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from flow_reference import split_reference
+from torch import Tensor
+
+from moesys.kernels.split import sources
+from moesys.kernels.split.flow import TensorPlan, split
+from moesys.kernels.split.tables import SplitTables, tables_of
+
+FOUR = [[0, 1], [0, 2], [1, 3], [3, 0]]
+
+
+def tables(expert_RS: list[list[int]], num_experts: int, nodes: list[int]) -> SplitTables:
+    """For nodes of so many ranks; domains are nodes."""
+    node_R = np.repeat(np.arange(len(nodes)), nodes)
+    return tables_of(np.array(expert_RS), num_experts, node_R, node_R[None], "cpu")
+
+
+def skewed(seed: int, num_ranks: int, num_experts: int) -> Tensor:
+    rng = np.random.default_rng(seed)
+    return torch.from_numpy(rng.poisson(40 * rng.lognormal(0, 1.5, (num_ranks, num_experts))))
+
+
+def assert_same(actual: TensorPlan, expected: TensorPlan) -> None:
+    for name, value in expected._asdict().items():
+        assert getattr(actual, name).dtype == value.dtype, name
+        assert torch.equal(getattr(actual, name), value), name
+
+
+def test_tables_by_hand() -> None:
+    """Ranks 0, 1 | 2, 3 in nodes; rank 0 has expert 1 twice, rank 1 nothing."""
+    found = tables([[1, 1, 0], [-1, -1, -1], [0, -1, 1], [1, 2, 0]], 3, [2, 2])
+    assert {name: table.tolist() for name, table in found._asdict().items()} == {
+        "expert_P": [0, 0, 0, 1, 1, 1, 2],
+        "rank_P": [0, 2, 3, 0, 2, 3, 3],
+        "slot_P": [0, 0, 0, 1, 1, 1, 2],
+        "replica_ER": [[0, -1, 1, 2], [3, -1, 4, 5], [-1, -1, -1, 6]],
+        "first_E1": [0, 3, 6, 7],
+        "group_first_P": [0, 1, 1, 3, 4, 4, 6],
+        "group_last_P": [0, 2, 2, 3, 5, 5, 6],
+        "by_rank_P": [0, 3, 1, 4, 2, 5, 6],
+        "first_R1": [0, 2, 2, 4, 7],
+        "node_first_R": [0, 0, 2, 2],
+        "node_last_R": [1, 1, 3, 3],
+        "part_first_LR": [[0, 1, 2, 3], [0, 0, 2, 2], [0, 0, 0, 0]],
+        "part_last_LR": [[0, 1, 2, 3], [1, 1, 3, 3], [3, 3, 3, 3]],
+    }
+    assert {table.dtype for table in found} == {torch.int32}
+
+
+@pytest.mark.parametrize("split", [split, split_reference])
+def test_by_hand(split) -> None:  # type: ignore[no-untyped-def]
+    """Rank 0 wants 8 of expert 0, which both hold, and keeps the 5 that the limit leaves it."""
+    found = tables([[0], [0]], 1, [2])
+    plan = split(torch.tensor([[8], [2]]), found)
+    assert plan.tokens_RP.tolist() == [[5, 3], [0, 2]]
+    assert plan.to_entries(found).tolist() == [[0, 0, 0, 5], [0, 0, 1, 3], [1, 0, 1, 2]]
+    assert (int(plan.limit_tokens), bool(plan.converged)) == (5, True)
+
+
+CHAIN = [[max(rank - 1, 0), min(rank, 8)] for rank in range(10)]
+
+
+@pytest.mark.parametrize(("phases", "converged"), [(1, False), (8, False), (9, True)])
+def test_too_few_phases_leave_what_the_reference_leaves(phases: int, converged: bool) -> None:
+    """Each rank shares an expert with the next one: paths of many hops. It takes 9 phases."""
+    found, tokens_RE = tables(CHAIN, 9, [3, 3, 4]), skewed(4, 10, 9)
+    plan = split(tokens_RE, found, 1, phases)
+    assert_same(plan, split_reference(tokens_RE, found, 1, phases))
+    assert plan.converged == converged
+    sent_RE = torch.zeros_like(tokens_RE).index_add(1, found.expert_P.long(), plan.tokens_RP)
+    assert torch.equal(sent_RE, tokens_RE)
+
+
+def test_more_lanes_than_one_warp_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """41 replicas, 9 ranks: lanes behind the last, and a power of two of them that is not the least."""
+    rng = np.random.default_rng(7)
+    found = tables(np.argsort(rng.random((9, 6)), axis=1).tolist(), 6, [4, 5])
+    tokens_RE = skewed(2, 9, 6)
+    plan = split(tokens_RE, found)
+    assert_same(plan, split_reference(tokens_RE, found))
+    monkeypatch.setattr(sources, "FEWEST_LANES", 128)
+    assert_same(split(tokens_RE, found), plan)
+
+
+def test_the_same_bytes_twice_and_arguments_untouched() -> None:
+    found, tokens_RE = tables(FOUR, 4, [2, 2]), skewed(1, 4, 4)
+    before = tokens_RE.clone()
+    assert_same(split(tokens_RE, found), split(tokens_RE, found))
+    assert torch.equal(tokens_RE, before)
+    assert_same(split(tokens_RE.t().contiguous().t(), found), split(tokens_RE, found))
+
+
+def test_the_turn_rotates_remainders_and_may_be_a_tensor() -> None:
+    """Three tokens for expert 1 come from the other node: two for the one rank, one for the other, in turn."""
+    found, tokens_RE = tables([[0], [0], [1], [1]], 2, [2, 2]), torch.tensor([[9, 3], [0, 0], [0, 0], [0, 0]])
+    for turn, expected_P in enumerate([[5, 4, 2, 1], [5, 4, 1, 2], [5, 4, 2, 1]]):
+        plan = split(tokens_RE, found, turn)
+        assert plan.tokens_RP.sum(0).tolist() == expected_P
+        assert_same(split(tokens_RE, found, torch.tensor(turn)), plan)
+
+
+WAITS = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__index__", "__float__")
+
+
+def test_nothing_waits_for_a_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors that do not give their values to code of the package; the interpreter, which is none, still gets them."""
+
+    def guarded(name: str):  # type: ignore[no-untyped-def]
+        method = getattr(Tensor, name)
+
+        def call(tensor: Tensor, *args: object, **options: object) -> object:
+            if sys._getframe(1).f_globals["__name__"].startswith("moesys."):
+                raise AssertionError(f"{name} waits for the device")
+            return method(tensor, *args, **options)
+
+        return call
+
+    found, tokens_RE = tables(FOUR, 4, [2, 2]), skewed(1, 4, 4)
+    for name in WAITS:
+        monkeypatch.setattr(Tensor, name, guarded(name))
+    split(tokens_RE, found, torch.tensor(3))
+    with pytest.raises(AssertionError, match="waits for the device"):
+        split_reference(tokens_RE, found)
+
+
+ONE_BINARY = """
+import collections
+import torch
+import triton
+from moesys.kernels import ahead_of_time, replicas, routing, split
+from moesys.kernels.split.tables import SplitTables
+
+def empty(*shape, dtype=torch.int32):
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+def tables(R, E, P):
+    shapes = ((P,), (P,), (P,), (E, R), (E + 1,), (P,), (P,), (P,), (R + 1,), (R,), (R,), (3, R), (3, R))
+    return SplitTables(*(empty(*shape) for shape in shapes))
+
+signatures = collections.defaultdict(set)
+
+def count(*, fn, key, **_):
+    signatures[fn.name].add(str(key))
+    # Instead of compiling.
+    return True
+
+triton.knobs.runtime.jit_cache_hook = count
+ahead_of_time.read_machine_code = lambda compiled: compiled
+with ahead_of_time.compiling():
+    # of one, and sizes that are and are not multiples of 16
+    for R, E, P, T, K in ((1, 1, 1, 1, 1), (16, 16, 32, 512, 4), (31, 7, 29, 300, 3)):
+        found = tables(R, E, P)
+        plan = split.split(empty(R, E, dtype=torch.int64), found, turn=R, phases=R)
+        route = routing.Routing(empty(T * K), empty(T, K), empty(E + 1))
+        replicas.choose_replicas(empty(T, K, dtype=torch.int64), route, plan.tokens_RP[0], found)
+print(*(f"{name}:{len(keys)}" for name, keys in sorted(signatures.items())))
+"""
+
+
+@pytest.mark.timeout(300)
+def test_no_count_makes_a_second_binary() -> None:
+    """What would be compiled for Hopper, on tensors without values: an op that waits for one raises."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, "-W", "ignore", "-c", ONE_BINARY]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    expected = ["_fill_quotas:1", "_push:1", "_search:1", "_share_out:1"]
+    assert [name.rpartition(".")[2] for name in done.stdout.split()] == expected, done.stderr[-4000:]
+
+
+@pytest.mark.parametrize(
+    ("tokens_RE", "phases", "message"),
+    [
+        (torch.ones(4, 3).long(), 9, "tokens_RE is torch.int64 [4, 3], the layout needs int64 [4, 4]; count tokens by"),
+        (torch.ones(4, 4), 9, "tokens_RE is torch.float32 [4, 4], the layout needs int64 [4, 4]; count tokens by"),
+        (torch.ones(4, 4, device="meta").long(), 9, "tokens_RE is on meta, the tables on cpu; use one device"),
+        (torch.ones(4, 4).long(), 0, "phases=0 leaves no push; use at least 1"),
+    ],
+    ids=["another layout's", "floats", "on another device", "no phases"],
+)
+def test_what_is_refused(tokens_RE: Tensor, phases: int, message: str) -> None:
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        split(tokens_RE, tables(FOUR, 4, [2, 2]), phases=phases)
+    assert str(error.value).startswith(message)

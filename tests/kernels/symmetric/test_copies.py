@@ -1,0 +1,62 @@
+"""Copies move exactly the bytes they are told to, between any addresses, by copy engines where there are some."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from moesys.kernels.symmetric import copies
+from moesys.kernels.symmetric.copies import BLOCK_WORDS, Copy, start_copies
+
+CPU = torch.device("cpu")
+UNTOUCHED = 255
+
+
+@pytest.mark.parametrize(
+    ("destination", "source", "num_bytes"),
+    [
+        pytest.param(0, 0, 64, id="aligned"),
+        pytest.param(0, 0, 0, id="nothing"),
+        pytest.param(5, 21, 83, id="head and tail of the same alignment"),
+        pytest.param(3, 3, 9, id="shorter than its head"),
+        pytest.param(4, 8, 41, id="words of 4 bytes"),
+        pytest.param(6, 10, 41, id="words of 4 bytes behind a head"),
+        pytest.param(1, 2, 37, id="bytes"),
+        pytest.param(16, 32, 3 * 4 * BLOCK_WORDS + 20, id="several blocks of a program"),
+        pytest.param(1, 2, 3 * BLOCK_WORDS + 5, id="several blocks of bytes"),
+    ],
+)
+@pytest.mark.parametrize("programs", [1, 3])
+def test_a_copy_moves_its_bytes_and_no_others(destination, source, num_bytes, programs):
+    came = torch.randint(0, 255, (source + num_bytes + 32,), dtype=torch.uint8)
+    went = torch.full((destination + num_bytes + 32,), UNTOUCHED, dtype=torch.uint8)
+    assert came.data_ptr() % 16 == went.data_ptr() % 16 == 0
+    start_copies([Copy(went.data_ptr() + destination, came.data_ptr() + source, num_bytes)], CPU, programs)
+    assert torch.equal(went[destination : destination + num_bytes], came[source : source + num_bytes])
+    assert (went[:destination] == UNTOUCHED).all()
+    assert (went[destination + num_bytes :] == UNTOUCHED).all()
+
+
+def test_copies_of_one_call_are_all_made():
+    came, went = torch.arange(300, dtype=torch.int16), torch.zeros(300, dtype=torch.int16)
+    parts = [(0, 10, 20), (100, 0, 7), (50, 200, 33)]
+    table = [Copy(went.data_ptr() + 2 * to, came.data_ptr() + 2 * at, 2 * length) for to, at, length in parts]
+    start_copies(table, CPU)
+    start_copies([], CPU)
+    wanted = torch.zeros_like(went)
+    for to, at, length in parts:
+        wanted[to : to + length] = came[at : at + length]
+    assert torch.equal(went, wanted)
+
+
+def test_with_cupy_copy_engines_are_asked(monkeypatch):
+    """On a pretended GPU: which calls CuPy's runtime gets."""
+    asked = []
+    runtime = SimpleNamespace(memcpyAsync=lambda *call: asked.append(call), memcpyDefault=4)
+    monkeypatch.setattr(copies, "_copy_engines", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=77))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
+    start_copies([Copy(1, 2, 3), Copy(4, 5, 6)], torch.device("cuda", 0))
+    assert asked == [(1, 2, 3, 4, 77), (4, 5, 6, 4, 77)]

@@ -1,0 +1,140 @@
+"""Arenas: regions lie apart and at the same places, peers reach them, and nothing of them is left behind."""
+
+from __future__ import annotations
+
+import gc
+import os
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import triton
+import triton.language as tl
+from conftest import set_up_rank
+
+from moesys.kernels.symmetric import heap as module
+from moesys.kernels.symmetric.heap import ALIGNMENT, Heap, Plan, Region, at
+from moesys.lab.ranks.pool import LocalRanks
+
+REGIONS = {
+    "halves": Region((3, 5), torch.bfloat16),
+    "nothing": Region((0, 7), torch.float32),
+    "numbers": Region((4,), torch.int32),
+    "one": Region((1,), torch.int64),
+}
+
+
+@triton.jit
+def _read(world, offset, out_ptr, num_ranks, N: tl.constexpr):
+    """Each rank's ``N`` numbers, one rank behind the other."""
+    lane = tl.arange(0, N)
+    for rank in range(num_ranks):
+        tl.store(out_ptr + rank * N + lane, tl.load(at(world, rank, offset, tl.int32) + lane))
+
+
+def read_all(heap: Heap) -> list[list[int]]:
+    numbers_RN = torch.full((heap.num_ranks, 4), -1, dtype=torch.int32)
+    _read[(1,)](heap.world, heap.offset("numbers"), numbers_RN, heap.num_ranks, 4)
+    return numbers_RN.tolist()
+
+
+def test_regions_lie_apart_behind_those_of_signals() -> None:
+    plan = Plan.of(REGIONS)
+    assert list(plan.offset) == ["abort", "report", *REGIONS]
+    # What signals find without being told.
+    assert (plan.offset["abort"], plan.offset["report"]) == (module.ABORT.value, module.REPORT.value)
+    ends = {name: plan.offset[name] + region.num_bytes for name, region in plan.regions.items()}
+    for before, behind in pairwise(plan.offset):
+        assert ends[before] <= plan.offset[behind]
+    assert all(offset % ALIGNMENT == 0 for offset in plan.offset.values())
+    assert plan.num_bytes >= max(ends.values())
+
+
+def test_virtual_ranks_reach_each_other() -> None:
+    heaps = Heap.virtual(REGIONS, 3, "cpu")
+    for heap in heaps:
+        assert not heap.arena.any()
+        assert [heap.own(name).shape for name in REGIONS] == [region.shape for region in REGIONS.values()]
+        heap.own("halves").fill_(7)
+        heap.own("numbers").copy_(torch.arange(4) + 10 * heap.rank)
+        heap.own("one").fill_(-1)
+    expected = [[0, 1, 2, 3], [10, 11, 12, 13], [20, 21, 22, 23]]
+    assert [read_all(heap) for heap in heaps] == [expected] * 3
+
+
+def test_memory_lasts_while_one_of_its_ranks_does() -> None:
+    last = Heap.virtual(REGIONS, 2, "cpu")[1]
+    gc.collect()
+    assert read_all(last) == [[0] * 4] * 2
+
+
+def heap_in(folder: Path) -> Heap:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "SHARED_FOLDER", folder)
+        return Heap.between_processes(REGIONS, dist.group.WORLD)
+
+
+def processes_reach_each_other(folder: Path) -> tuple[list[list[int]], list[list[int]], list[str]]:
+    heap = heap_in(folder)
+    heap.own("numbers").copy_(torch.arange(4) + 10 * heap.rank)
+    dist.barrier()
+    left = os.listdir(folder)
+    together = read_all(heap)
+    # The others' memory is mapped here when its owner has let go.
+    if heap.rank == 0:
+        del heap
+        gc.collect()
+    dist.barrier()
+    return together, together if dist.get_rank() == 0 else read_all(heap), left
+
+
+def test_processes_reach_each_other(ranks: LocalRanks, tmp_path: Path) -> None:
+    expected = [[0, 1, 2, 3], [10, 11, 12, 13], [20, 21, 22, 23]]
+    for together, later, left in ranks.run(processes_reach_each_other, tmp_path, num_ranks=3):
+        assert together == later == expected
+        assert left == []
+
+
+def what_is_left(folder: Path, times: int) -> tuple[list[int], list[int], list[str]]:
+    """Open files and mapped arenas after each of many heaps."""
+    files, arenas = [], []
+    for _ in range(times):
+        heap = heap_in(folder)
+        read_all(heap)
+        del heap
+        gc.collect()
+        files.append(len(os.listdir("/proc/self/fd")))
+        arenas.append(Path("/proc/self/maps").read_text().count("moesys-heap-"))
+    dist.barrier()
+    return files, arenas, os.listdir(folder)
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="open files are counted in /proc")
+def test_nothing_is_left_of_a_heap(ranks: LocalRanks, tmp_path: Path) -> None:
+    for files, arenas, left in ranks.run(what_is_left, tmp_path, 4, num_ranks=2):
+        assert len(set(files[1:])) == 1
+        assert arenas == [0] * 4
+        assert left == []
+
+
+def die_while_others_map(folder: Path) -> None:
+    if dist.get_rank() == 1:
+        dist.barrier = lambda group: os._exit(1)
+    heap_in(folder)
+
+
+def test_a_peer_that_dies_meanwhile_leaves_no_file_of_the_others(tmp_path: Path) -> None:
+    with LocalRanks(3, setup=set_up_rank) as pool:
+        outcomes = pool.outcomes(die_while_others_map, tmp_path, expect_dead={1}, timeout_s=60)
+    assert [outcome.kind for outcome in outcomes] == ["raised", "died", "raised"]
+    # Its own alone: nothing of a process runs when it is killed.
+    assert len(os.listdir(tmp_path)) == 1
+
+
+def test_memory_that_is_not_to_be_had_is_asked_for_at_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(module, "SHARED_FOLDER", tmp_path)
+    with pytest.raises(OSError, match=rf"1099511627776 MiB of memory .* in {tmp_path}; give that folder more room"):
+        module._new_shared_memory(1 << 60)
+    assert os.listdir(tmp_path) == []

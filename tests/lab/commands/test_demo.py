@@ -1,0 +1,60 @@
+"""The demo, in small: both tables, the figures, and nothing to do the second time."""
+
+from __future__ import annotations
+
+import pytest
+
+from moesys.lab.commands import demo
+
+
+@pytest.fixture
+def _in_small(monkeypatch):
+    """Two seeds of as many steps as make one micro-batch of the cluster."""
+    training, replay = demo.training_experiment, demo.replay_experiment
+
+    def short_training():
+        whole = training()
+        return whole.replace(seeds=(0, 1), workload=whole.workload.replace(warmup=0, steps=demo.FOLD))
+
+    def short_replay(traces):
+        whole = replay(traces)
+        return whole.replace(seeds=(0, 1), workload=whole.workload.replace(warmup=0))
+
+    monkeypatch.setattr(demo, "training_experiment", short_training)
+    monkeypatch.setattr(demo, "replay_experiment", short_replay)
+
+
+@pytest.mark.usefixtures("_in_small")
+def test_the_demo_trains_replays_draws_and_resumes(tmp_path, capsys):
+    assert demo.demo(tmp_path / "runs") == 0
+    printed = capsys.readouterr().out
+    assert printed.index("MEASURED: demo") < printed.index("SIMULATED: demo-cluster")
+    measured, simulated = printed.split("SIMULATED: demo-cluster")
+    for name in ("ep", "ep+pipelined", "fsep", "unified"):
+        assert any(line.split()[:1] == [name] for line in measured.splitlines())
+        assert any(line.split()[:1] == [name] for line in simulated.splitlines())
+    assert "bit-equal" in next(line for line in measured.splitlines() if line.split()[:1] == ["ep+pipelined"])
+    figures = sorted(path.name for path in tmp_path.glob("runs/*/figures/*.png"))
+    assert figures == [
+        "load.png",
+        "losses.png",
+        *(f"timeline-{name}.png" for name in ("ep+pipelined", "ep", "fsep", "unified")),
+    ]
+    assert len(list(tmp_path.glob("runs/*/figures/*.svg"))) == len(figures)
+
+    assert demo.demo(tmp_path / "runs") == 0
+    again = capsys.readouterr().out
+    assert again.count("nothing to do: 8 of 8 trials are recorded") == 2
+    # What is recorded is what is shown, whenever it is shown.
+    assert [line for line in again.splitlines() if "[" in line] == [
+        line for line in printed.splitlines() if "[" in line and not line.startswith("[")
+    ]
+
+
+def test_full_size_experiments_can_be_told_apart_and_paired(tmp_path):
+    training, replay = demo.training_experiment(), demo.replay_experiment(tmp_path)
+    assert [s.name for s in training.strategies][:4] == [s.name for s in replay.strategies]
+    assert training.model.num_experts == replay.model.num_experts
+    folded = training.workload.steps * training.workload.micro_batches // demo.FOLD
+    assert replay.cluster.num_ranks == demo.FOLD * training.cluster.num_ranks
+    assert folded > replay.workload.warmup

@@ -1,0 +1,143 @@
+"""doctor: what is there, what is missing, what is broken; and it says so whatever fails."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+from moesys.kernels.cpu.row_invariant_gemm import row_rule
+from moesys.lab.commands import doctor
+from moesys.lab.commands.doctor import Check, doctor_command
+
+app = typer.Typer(rich_markup_mode=None)
+
+
+@app.command()
+def command(as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
+    raise typer.Exit(doctor_command(as_json))
+
+
+def only(monkeypatch: pytest.MonkeyPatch, **looks) -> None:
+    """Makes these the only checks."""
+    monkeypatch.setattr(doctor, "_CHECKS", looks)
+
+
+def test_this_machine_has_what_the_default_install_needs():
+    done = CliRunner().invoke(app, ["--json"])
+    checks = {check["name"]: check for check in json.loads(done.stdout)}
+    assert done.exit_code == 0
+    assert not [check for check in checks.values() if check["state"] == "broken"]
+    assert {"Python", "packages", "torch", "gloo", "git", "CPU", "memory", "BLAS", "bfloat16"} <= set(checks)
+    assert checks["local ranks"]["found"].startswith("2 started and added a tensor in ")
+    assert "moesys bench calibrate" in checks["local ranks"]["hint"]
+    assert torch.__version__ in checks["torch"]["found"]
+
+
+def test_without_a_gpu_it_says_what_one_would_enable(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.version, "cuda", None)
+    assert list(doctor._gpus()) == [
+        Check(
+            "GPU",
+            "none (torch is built for the CPU only)",
+            "missing",
+            "training on GPUs; on CPU ranks and in the cost model all works",
+        )
+    ]
+
+
+def test_gpus_are_counted_by_kind(monkeypatch):
+    class Device:
+        name, total_memory = "A100", 80 * 2**30
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: Device())
+    monkeypatch.setattr(doctor, "_output", lambda *command: "GPU 0\n\t Link 0: 25 GB/s\n\t Link 1: 25 GB/s\n")
+    nvlink = Check("NVLink", "2 links up", "ok", "how fast: moesys bench calibrate, under torchrun")
+    assert list(doctor._gpus()) == [Check("GPU", "2 × A100, 80 GiB", "ok"), nvlink]
+
+
+def test_a_package_that_is_missing_is_named_and_breaks(monkeypatch):
+    monkeypatch.setattr(doctor, "requires", lambda name: ["numpy>=1.26", "absent-one>=2,<3", 'absent; extra == "test"'])
+    (check,) = doctor._packages()
+    assert (check.found, check.state) == ("no absent-one", "broken")
+
+
+def test_an_optional_package_that_is_missing_breaks_nothing(monkeypatch):
+    monkeypatch.setattr(doctor, "_version", lambda package: "")
+    assert {check.name: check.state for check in doctor._optional()} == dict.fromkeys(
+        ("Triton", "CuPy", "Numba"), "missing"
+    )
+
+
+def test_a_torch_without_gloo_is_broken_and_the_exit_code_says_so(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "is_gloo_available", lambda: False)
+    only(monkeypatch, python=doctor._python, backends=doctor._backends)
+    done = CliRunner().invoke(app)
+    assert done.exit_code == 1
+    assert "Broken: gloo. moesys does not run as installed until that is mended." in done.stdout
+
+
+def test_a_check_that_fails_is_a_row_and_not_the_end(monkeypatch):
+    def fails():
+        raise ImportError("libmkl.so: cannot open\nmore")
+
+    only(monkeypatch, torch=fails, Python=doctor._python)
+    done = CliRunner().invoke(app, ["--json"])
+    broken, python = json.loads(done.stdout)
+    assert (done.exit_code, python["state"]) == (1, "ok")
+    assert broken == {
+        "name": "torch",
+        "found": "ImportError: libmkl.so: cannot open",
+        "state": "broken",
+        "hint": "install moesys again: pip install -e .",
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "found", "state"),
+    [
+        ("always [madvise] never", "madvise", "ok"),
+        ("[always] madvise never", "always", "ok"),
+        ("always madvise [never]", "never", "slow"),
+        (None, "this system does not tell", "ok"),
+    ],
+)
+def test_huge_pages_are_slow_only_where_they_are_switched_off(tmp_path: Path, text, found, state):
+    file = tmp_path / "enabled"
+    if text is not None:
+        file.write_text(text)
+    (check,) = doctor._huge_pages(file)
+    assert (check.found, check.state) == (found, state)
+    assert bool(check.hint) == (state == "slow")
+
+
+def test_the_numerics_class_is_what_the_row_rules_of_one_thread_are(monkeypatch):
+    monkeypatch.setattr(doctor, "PROBED_SHAPES", ((32, 48), (8, 64)))
+    threads = torch.get_num_threads()
+    checks = {check.name: check for check in doctor._numerics_class()}
+    assert torch.get_num_threads() == threads
+    for dtype in ("float32", "bfloat16", "float16"):
+        rule = row_rule(32, 48, getattr(torch, dtype), transposed=True, device_type="cpu")
+        words = "row by row" if rule.tile_rows else "any number of rows"
+        words = f"at least {rule.min_rows} rows" if rule.min_rows > 1 else words
+        check = checks[f"numerics, {dtype}"]
+        assert check.found == f"1 thread, as ranks have: 32×48 {words}; 8×64 row by row"
+        assert check.state == "slow"
+
+
+def test_in_a_pipe_no_cell_is_cut(monkeypatch):
+    monkeypatch.delenv("COLUMNS", raising=False)
+    long = Check("brackets [like these]", "f" * 90, "missing", "h" * 90)
+    only(monkeypatch, long=lambda: [long])
+    (row,) = (line for line in CliRunner().invoke(app).stdout.splitlines() if "missing" in line)
+    assert row.split("  ")[1].strip() == "brackets [like these]"
+    assert long.found in row
+    assert long.hint in row

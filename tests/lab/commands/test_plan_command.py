@@ -1,0 +1,159 @@
+"""moesys plan: loads and clusters from files, a plan that can be read back, a certificate that holds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from moesys.__main__ import app
+from moesys.balance import min_max_load
+from moesys.config import ClusterSpec, presets
+from moesys.config.experiment import Generated
+from moesys.lab.commands.plan import read_load
+from moesys.lab.runs.choices import balance_of, cluster_of, predictor_of, split_of
+from moesys.step import LayerPlan
+from moesys.traces import generate, save_trace
+
+TRACE = generate(Generated(num_layers=2, warmup=0, steps=3, tokens_per_rank=100), 8, 12, 2, seed=0)
+TOKENS_RE = TRACE.tokens_SLRE[2, 1]
+
+
+@pytest.fixture
+def loads(tmp_path: Path) -> Path:
+    """A folder with one load in every form."""
+    save_trace(TRACE, tmp_path / "load.npz")
+    np.save(tmp_path / "load.npy", TOKENS_RE)
+    np.savetxt(tmp_path / "load.csv", TOKENS_RE, delimiter=",", fmt="%d")
+    (tmp_path / "load.json").write_text(json.dumps(TOKENS_RE.tolist()))
+    return tmp_path
+
+
+def run(*arguments: object) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["plan", *map(str, arguments)])
+    return result.exit_code, result.output
+
+
+# --- what it reads ---
+
+
+@pytest.mark.parametrize("suffix", ["npz", "npy", "csv", "json"])
+def test_every_form_of_a_load_is_the_same_load(loads, suffix):
+    layer = {"layer": 1} if suffix == "npz" else {}
+    assert np.array_equal(read_load(loads / f"load.{suffix}", **layer).tokens_RE, TOKENS_RE)
+
+
+def test_a_trace_gives_its_last_micro_batch_and_first_layer(loads):
+    assert np.array_equal(read_load(loads / "load.npz").tokens_RE, TRACE.tokens_SLRE[2, 0])
+    assert np.array_equal(read_load(loads / "load.npz", 0, 1).tokens_RE, TRACE.tokens_SLRE[0, 1])
+
+
+def test_clusters_are_a_shorthand_or_a_file(tmp_path):
+    spec = ClusterSpec(num_nodes=2, ranks_per_node=(3, 5))
+    (tmp_path / "a.json").write_text(spec.to_json())
+    (tmp_path / "a.toml").write_text(spec.to_toml())
+    assert cluster_of("4x8") == ClusterSpec(num_nodes=4, ranks_per_node=8)
+    assert cluster_of("h200:16") == presets.h200(16)
+    assert cluster_of(str(tmp_path / "a.json")) == cluster_of(str(tmp_path / "a.toml")) == spec
+
+
+def test_members_are_a_kind_or_json():
+    assert balance_of("eplb").kind == "eplb"
+    assert balance_of('{"kind": "flex_moe", "max_moves": 3}').max_moves == 3
+    assert split_of("even").kind == "even"
+    assert predictor_of('{"kind": "ema", "decay": 0.25}').decay == 0.25
+
+
+@pytest.mark.parametrize(
+    ("take", "text", "message"),
+    [
+        (cluster_of, "4", "cluster='4': no .json or .toml file; give one, or nodes and ranks a node as in 4x8"),
+        (cluster_of, "h900:4", "or nodes of a preset as in h100:4 (a100, h800, h100, h200, b200)"),
+        (cluster_of, "b200:0", "cluster='b200:0': num_nodes: Input should be greater than or equal to 1"),
+        (cluster_of, "0x8", "cluster='0x8': num_nodes: Input should be greater than or equal to 1"),
+        (balance_of, "best", "balance='best': Input tag 'best' found using 'kind' does not match any of the expected"),
+        (split_of, "{", "split='{' is no JSON"),
+        (predictor_of, '{"kind": "ema", "decay": 2}', "ema.decay: Input should be less than 1"),
+    ],
+)
+def test_what_cannot_be_taken_says_why(take, text, message):
+    with pytest.raises(ValueError, match=r"cluster|balance|split|predictor") as error:
+        take(text)
+    assert message in str(error.value)
+
+
+# --- what it gives ---
+
+
+def test_the_plan_is_printed_as_a_tree_and_read_back_from_its_file(loads):
+    out = loads / "plans" / "plan.json"
+    code, output = run("--load", loads / "load.csv", "--cluster", "2x4", "--slots", 3, "--out", out)
+    assert code == 0, output
+    plan = LayerPlan.from_json(out.read_text())
+    certificate = json.loads(out.read_text())["certificate"]
+    assert np.array_equal(plan.load.tokens_RE, TOKENS_RE)
+    assert plan.layout.num_slots == 3
+    assert certificate["max_tokens"] == plan.tokens.tokens_R.max()
+    assert certificate["layout_bound"] == min_max_load(plan.load, plan.layout)
+    for rank, tokens in enumerate(plan.tokens.tokens_R.tolist()):
+        assert f"rank {rank}: {tokens} tokens: expert" in output
+    for words in ("node 0:", "node 1:", "certificate: max/mean", "busiest rank:", "any layout: at least", str(out)):
+        assert words in output
+    assert [file.name for file in out.parent.iterdir()] == ["plan.json"]
+
+
+def test_a_previous_plan_is_where_the_next_one_begins(loads):
+    first, second = loads / "first.json", loads / "second.json"
+    chosen = ("--cluster", "2x4", "--slots", 3, "--balance", '{"kind": "flex_moe", "max_moves": 1}')
+    assert run("--load", loads / "load.csv", *chosen, "--out", first)[0] == 0
+    code, output = run("--load", loads / "load.npz", *chosen, "--previous", first, "--out", second)
+    assert code == 0, output
+    before, after = (LayerPlan.from_json(file.read_text()).layout for file in (first, second))
+    moved = int(np.maximum(after.replicas_RE - before.replicas_RE, 0).sum())
+    assert moved <= 1
+    assert f"moves: {moved} replicas" in output
+
+
+def test_slots_are_one_more_than_needed_by_default(loads):
+    assert run("--load", loads / "load.npy", "--cluster", "2x4", "--out", loads / "p.json")[0] == 0
+    assert LayerPlan.from_json((loads / "p.json").read_text()).layout.num_slots == 3
+
+
+def test_of_a_large_cluster_only_extremes_are_shown(tmp_path):
+    np.save(tmp_path / "load.npy", np.random.default_rng(0).integers(0, 9, (160, 8)))
+    code, output = run("--load", tmp_path / "load.npy", "--cluster", "20x8", "--balance", "static", "--split", "even")
+    assert code == 0, output
+    assert output.count("├── rank ") + output.count("└── rank ") <= 2 * 20
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--load", "load.txt"), "load load.txt is of no known kind; give one of .npz, .npy, .csv, .json"),
+        (("--load", "gone.csv"), "load gone.csv is not a file; give a trace, or a matrix of tokens with a row a rank"),
+        (("--load", "words.csv"), "load words.csv: could not convert string"),
+        (("--load", "half.json"), "give integers, a row a rank and a column an expert"),
+        (
+            ("--load", "load.csv", "--layer", 1),
+            "is one matrix; give --micro-batch and --layer with a trace (.npz)",
+        ),
+        (("--load", "load.npz", "--layer", 2), "layer 2 is not in load.npz; it has 0 to 1"),
+        (("--load", "load.npz", "--micro-batch", -1), "micro-batch -1 is not in load.npz; it has 0 to 2"),
+        (("--load", "load.csv", "--slots", 1), "slots_per_rank=1 gives 8 slots on 8 ranks for 12 experts"),
+        (("--load", "load.csv", "--cluster", "1x4"), "the load counts 8 source ranks but the cluster has 4"),
+        (("--load", "load.csv", "--previous", "gone"), "previous gone is not a file; give a plan that moesys plan"),
+        (("--load", "load.csv", "--previous", "half.json"), "previous half.json: "),
+        (("--load", "load.csv", "--balance", "best"), "balance='best'"),
+    ],
+)
+def test_what_it_refuses(loads, monkeypatch, arguments, message):
+    monkeypatch.chdir(loads)
+    (loads / "words.csv").write_text("a,b\n")
+    (loads / "half.json").write_text("[[1, 0.5]]")
+    code, output = run("--cluster", "2x4", *arguments)
+    assert code == 2
+    assert message in output
+    assert "Traceback" not in output

@@ -1,0 +1,234 @@
+"""moesys simulate: its figures are the simulator's, files can be read, what cannot be is refused in words."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import sys
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from lab_cases import experiment
+from typer.testing import CliRunner
+
+import moesys as ms
+from moesys.__main__ import app
+from moesys.bench import simulate as bench
+from moesys.config import ClusterSpec, Fsep, Greedy, ModelShape, Strategy
+from moesys.config.experiment import Experiment, Generated, Replay, Training
+from moesys.lab.commands.explain import explain_command
+from moesys.lab.commands.simulate import simulate_command
+from moesys.lab.runs.trials import rest_of, run_simulated, walk
+from moesys.lab.show.chrome_trace import write_chrome_trace
+from moesys.lab.show.tables import figure
+from moesys.load import LoadMatrix
+from moesys.simulator.critical_path import PathPart, by_place
+from moesys.step import StepPlan, plan_layer, simulation
+from moesys.traces import Trace, save_trace
+
+MODEL = ModelShape(hidden_size=16, intermediate_size=8, num_experts=4, top_k=2)
+CLUSTER = ClusterSpec(num_nodes=2, ranks_per_node=2, inter_node_us=5)
+EP = Strategy(name="ep")
+FSEP = Strategy(name="fsep", sharding=Fsep(slots_per_rank=2, prefetch_layers=1), balance=Greedy())
+WORKLOAD = Generated(warmup=1, steps=3, micro_batches=2, tokens_per_rank=64, other_ms=0.1, recompute="layers")
+
+
+def declared(**changes) -> Experiment:
+    fields = {"model": MODEL, "cluster": CLUSTER, "strategies": (EP, FSEP), "workload": WORKLOAD}
+    return experiment(**fields | changes)
+
+
+def written(folder: Path, of: Experiment) -> Path:
+    (folder / "experiment.json").write_text(of.to_json())
+    return folder / "experiment.json"
+
+
+def run(*arguments: object) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["simulate", *map(str, arguments)])
+    return result.exit_code, result.output
+
+
+def rows(output: str) -> dict[str, list[str]]:
+    return {line.split()[0]: line.split() for line in output.splitlines() if line.startswith(("  ep", "  fsep"))}
+
+
+def test_every_figure_is_that_of_the_simulator(tmp_path):
+    code, output = run(written(tmp_path, declared()), "--step", 2)
+    assert code == 0
+    assert "SIMULATED: tiny, one step of 2 layers on 4 ranks of 2 nodes" in output
+    for strategy in (EP, FSEP):
+        micro_batches = list(walk(strategy, MODEL, CLUSTER, WORKLOAD, seed=0))[-2:]
+        step = simulation(micro_batches, rest_of(WORKLOAD))
+        trial = run_simulated(strategy, MODEL, CLUSTER, WORKLOAD, seed=0)
+        step_ms, _, imbalance, experts_ms, other_ms, exposed_ms, *waits_ms = rows(output)[strategy.name][1:10]
+        assert step_ms == figure(trial.samples["step_ms"].values[2]) == figure(1e3 * step.length_seconds)
+        assert exposed_ms == figure(trial.samples["exposed_ms"].values[2])
+        assert imbalance == f"{trial.samples['load_max_over_mean'].values[2]:.2f}"
+        assert sum(map(float, waits_ms)) == pytest.approx(float(exposed_ms), abs=3e-3)
+        computed_ms = 1e3 * sum(seconds_R.mean() for seconds_R in step.computed_R.values())
+        assert float(experts_ms) + float(other_ms) == pytest.approx(computed_ms, abs=3e-3)
+        where, _, share = by_place(step.critical_path)[0]
+        assert f"{where} {100 * share:.0f} %" in " ".join(output.split())
+
+
+def test_strategies_layers_and_clusters_are_chosen(tmp_path):
+    file = written(tmp_path, declared())
+    code, output = run(file, "--strategy", "fsep", "--layers", 3, "--cluster", "3x2")
+    assert code == 0
+    assert "one step of 3 layers on 6 ranks of 3 nodes" in output
+    assert list(rows(output)) == ["fsep"]
+    # The speeds are the experiment's, so that a file that says the same gives the same.
+    (tmp_path / "six.json").write_text(CLUSTER.replace(num_nodes=3).to_json())
+    assert run(file, "--strategy", "fsep", "--layers", 3, "--cluster", tmp_path / "six.json") == (code, output)
+
+
+def test_a_training_is_simulated_with_drawn_routing(tmp_path):
+    workload = Training(num_layers=3, context=16, batch=2, micro_batches=2, warmup=1, steps=4, recompute=True)
+    code, output = run(written(tmp_path, declared(workload=workload)), "--step", 3)
+    assert code == 0
+    assert "one step of 3 layers on 4 ranks" in output
+
+
+def test_a_plan_of_one_step_is_simulated(tmp_path):
+    load = LoadMatrix(np.arange(16).reshape(4, 4))
+    plan = StepPlan(FSEP, MODEL, CLUSTER, tuple(plan_layer(FSEP, MODEL, CLUSTER, load) for _ in range(3)))
+    (tmp_path / "plan.json").write_text(plan.to_json())
+    code, output = run(tmp_path / "plan.json", "--layers", 2)
+    assert code == 0
+    assert "SIMULATED: plan, one step of 2 layers" in output
+    two = StepPlan(FSEP, MODEL, CLUSTER, plan.layers[:2])
+    assert rows(output)["fsep"][1] == figure(1e3 * simulation([two]).length_seconds)
+
+
+def test_traces_and_charts_are_written(tmp_path):
+    code, output = run(written(tmp_path, declared()), "--out", tmp_path / "found", "--strategy", "fsep")
+    assert code == 0
+    assert output.splitlines()[-1].startswith("written to ")
+    assert {path.name for path in (tmp_path / "found").iterdir()} == {"fsep.trace.json", "fsep.svg", "fsep.png"}
+    trace = json.loads((tmp_path / "found" / "fsep.trace.json").read_text())
+    assert trace["otherData"] == {"source": "SIMULATED"}
+    parts = [event for event in trace["traceEvents"] if event["pid"] == -1 and event["ph"] == "X"]
+    assert sum(event["args"]["share"] for event in parts) == pytest.approx(1, abs=1e-4)
+    assert {event["pid"] for event in trace["traceEvents"]} == {-1, 0, 1, 2, 3}
+
+
+def test_files_of_strategies_whose_names_look_alike_are_numbered(tmp_path):
+    alike = tuple(FSEP.replace(name=name, lag=lag) for lag, name in enumerate(("a/b", "a_b-2", "a_b"), start=1))
+    code, output = run(written(tmp_path, declared(strategies=alike)), "--out", tmp_path / "found")
+    assert code == 0
+    names = {path.name for path in (tmp_path / "found").iterdir()}
+    assert names == {f"{stem}{end}" for stem in ("a_b", "a_b-2", "a_b-3") for end in (".trace.json", ".svg", ".png")}
+    assert all(name in output.replace("\n", "") for name in names)
+
+
+def test_events_of_a_lane_do_not_overlap_in_nanoseconds(tmp_path):
+    ends_us = np.cumsum(np.random.default_rng(0).random(1000))
+    spans = [ms.Span(0, "compute", start, end, "experts") for start, end in pairwise([0.0, *ends_us.tolist()])]
+    path = [PathPart(0, "compute", "experts", "", 1e-6 * span.duration_us, 1e-3) for span in spans]
+    trace = write_chrome_trace(ms.Timeline(spans, "simulated"), tmp_path / "trace.json", path)
+    events = json.loads(trace.read_text())["traceEvents"]
+    for process in (-1, 0):
+        of_lane = [event for event in events if event["pid"] == process and event["ph"] == "X"]
+        assert len(of_lane) == 1000
+        for before, after in pairwise(of_lane):
+            assert 1000 * after["ts"] - 1000 * (before["ts"] + before["dur"]) == pytest.approx(0, abs=1e-6)
+
+
+def test_a_step_that_takes_no_time_has_no_speed_up(tmp_path):
+    load = LoadMatrix(np.zeros((4, 4), dtype=int))
+    plan = StepPlan(EP, MODEL, ClusterSpec(num_nodes=2, ranks_per_node=2), (plan_layer(EP, MODEL, CLUSTER, load),))
+    (tmp_path / "plan.json").write_text(plan.to_json())
+    code, output = run(tmp_path / "plan.json", "--out", tmp_path / "found")
+    assert code == 0
+    assert [path.name for path in (tmp_path / "found").iterdir()] == ["ep.trace.json"]
+    assert rows(output)["ep"][:3] == ["ep", "0.000", "1.00"]
+
+
+def test_a_reader_who_has_enough_is_no_error_and_a_full_disk_is_one(tmp_path, monkeypatch, capsys):
+    file = written(tmp_path, declared())
+
+    def fails(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    for command in (simulate_command, explain_command):
+        monkeypatch.setattr(sys.modules[command.__module__], "print_full", fails)
+        number = errno.ENOSPC
+        assert command(file) == 2
+        assert "Error: [Errno 28] No space left on device" in capsys.readouterr().err
+        number = errno.EPIPE
+        with pytest.raises(BrokenPipeError):
+            command(file)
+    with pytest.raises(BrokenPipeError):
+        simulate_command(file, strategies=["ep"], out=tmp_path / "found")
+    assert len(list((tmp_path / "found").iterdir())) == 3
+
+
+def test_where_nothing_can_be_written_nothing_is_simulated(tmp_path):
+    (tmp_path / "found").write_text("")
+    code, output = run(written(tmp_path, declared()), "--out", tmp_path / "found")
+    assert code == 2
+    assert "SIMULATED" not in output
+    assert str(tmp_path / "found") in output.replace("\n", "")
+
+
+def test_of_many_ranks_some_are_drawn_and_those_on_the_path_first(tmp_path):
+    """Rank 70 of 80 has all the rows."""
+    load = np.zeros((1, 1, 80, 4), dtype=int)
+    load[0, 0, 70, 3] = 1000
+    save_trace(Trace(load, top_k=2), tmp_path / "trace.npz")
+    ranks = ClusterSpec(num_nodes=10, ranks_per_node=8)
+    replay = Replay(trace=str(tmp_path / "trace.npz"))
+    one = declared(cluster=ranks, workload=replay, strategies=(EP,), seeds=(0,))
+    assert run(written(tmp_path, one), "--out", tmp_path / "found")[0] == 0
+    events = json.loads((tmp_path / "found" / "ep.trace.json").read_text())["traceEvents"]
+    drawn = {event["pid"] for event in events} - {-1}
+    assert len(drawn) == 64
+    assert 3 in drawn, "expert 3 is on rank 3, which alone computes"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["{file}", "--strategy", "best"], "strategy='best' is not in tiny; choose one of ep, fsep"),
+        (["{file}", "--step", "3"], "step=3 is none of the workload's"),
+        (["{file}", "--cluster", "many"], "cluster='many': no .json or .toml file"),
+        (["{file}", "--cluster", "1x1"], "Error: strategy 'fsep': slots_per_rank names 4 ranks but the cluster has 1"),
+        (["{plan}", "--step", "1"], "--step is for experiments"),
+        (["{plan}", "--layers", "2"], "layers=2 is more than the 1 that there are"),
+        (["missing.json"], "missing.json is not a file"),
+        (["{broken}"], "is no StepPlan: KeyError('model')"),
+        (["{text}"], "is no StepPlan and no experiment"),
+        (["{number}"], "number.json declares no experiment: Input should be an object"),
+        (["{bytes}"], "bytes.json is no StepPlan and no experiment: 'utf-8' codec"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_words(tmp_path, arguments, message):
+    only_fsep = declared(strategies=(FSEP.replace(sharding=Fsep(slots_per_rank=(1, 1, 1, 1))),))
+    of = only_fsep if "1x1" in arguments else declared()
+    plan = StepPlan(EP, MODEL, CLUSTER, (plan_layer(EP, MODEL, CLUSTER, LoadMatrix(np.ones((4, 4), dtype=int))),))
+    (tmp_path / "plan.json").write_text(plan.to_json())
+    (tmp_path / "broken.json").write_text('{"layers": []}')
+    (tmp_path / "text.json").write_text("a step")
+    (tmp_path / "number.json").write_text("5")
+    (tmp_path / "bytes.json").write_bytes(b"\xff")
+    names = ("plan", "broken", "text", "number", "bytes")
+    files = {"file": written(tmp_path, of)} | {name: tmp_path / f"{name}.json" for name in names}
+    code, output = run(*(argument.format(**files) for argument in arguments))
+    assert code == 2
+    assert message in output
+
+
+def test_the_bench_times_what_it_says(tmp_path, monkeypatch):
+    monkeypatch.setattr(bench, "SIZES", ((1, 8), (3, 8), (1, 16)))
+    arguments = ["bench", "simulate", "--most-ranks", "8", "--repeats", "1", "--json", str(tmp_path / "found.json")]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert [(of["layers"], of["ranks"]) for of in found] == [(1, 8), (3, 8)]
+    plan = bench.step_plan(bench.OVERLAPS["sequential"], 3, 8)
+    assert found[1]["num_spans"] == len(simulation([plan]).timeline.spans)
+    assert min(found[1][name] for name in ("step_ms", "path_ms", "spans_ms")) > 0
+    assert CliRunner().invoke(app, ["bench", "simulate", "--overlap", "best"]).exit_code == 2

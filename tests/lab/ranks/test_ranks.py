@@ -1,0 +1,310 @@
+"""LocalRanks: results by rank, failures that name themselves, and nothing left behind."""
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moesys.lab.ranks.outcomes import RankError
+from moesys.lab.ranks.pool import LocalRanks
+
+
+def sum_of_ranks(offset: float) -> tuple[int, int, float]:
+    value_1 = torch.tensor([offset + dist.get_rank()])
+    dist.all_reduce(value_1)
+    return dist.get_rank(), dist.get_world_size(), value_1.item()
+
+
+def process_and_threads() -> tuple[int, int]:
+    return os.getpid(), torch.get_num_threads()
+
+
+def big_tensor(num_values: int) -> torch.Tensor:
+    return torch.full((num_values,), float(dist.get_rank()))
+
+
+def tensors_back(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return tensors
+
+
+def view_of_large_storage() -> torch.Tensor:
+    return torch.arange(1_000_000)[10:13]
+
+
+def fail_on(failing: int) -> None:
+    if dist.get_rank() == failing:
+        raise ValueError(f"boom\non {failing}")
+    dist.barrier()
+
+
+def blocked_signals() -> set[int]:
+    return set(signal.pthread_sigmask(signal.SIG_BLOCK, []))
+
+
+def exit_on(failing: int, code: int) -> int:
+    if dist.get_rank() == failing:
+        sys.exit(code)
+    return dist.get_rank()
+
+
+def signal_on(failing: int, number: int) -> int:
+    if dist.get_rank() == failing:
+        os.kill(os.getpid(), number)
+    return dist.get_rank()
+
+
+def sleep_on(sleeping: int, seconds: float) -> int:
+    if dist.get_rank() == sleeping:
+        time.sleep(seconds)
+    return dist.get_rank()
+
+
+def unpicklable_result() -> object:
+    return lambda: None
+
+
+def unwritten_memory() -> list[torch.Tensor]:
+    source = """
+like = torch.zeros(2, dtype=torch.int32)
+made = [torch.empty(2), torch.empty_like(like), like.new_empty(1, dtype=torch.bool)]
+"""
+    scope = {"__name__": "moesys.probe", "torch": torch}
+    exec(source, scope)
+    return scope["made"]
+
+
+def memory_outside_moesys() -> torch.Tensor:
+    return torch.empty(3).fill_(1.0)
+
+
+def running(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("num_ranks", [4, 1, 2, 3])
+def test_each_run_has_a_group_of_exactly_its_ranks(ranks: LocalRanks, num_ranks: int) -> None:
+    total = num_ranks * 10.0 + sum(range(num_ranks))
+    assert ranks.run(sum_of_ranks, 10.0, num_ranks=num_ranks) == [(rank, num_ranks, total) for rank in range(num_ranks)]
+
+
+def test_processes_stay_between_runs_and_have_one_thread(ranks: LocalRanks) -> None:
+    first = ranks.run(process_and_threads)
+    assert ranks.run(process_and_threads, num_ranks=3) == first[:3]
+    assert len({pid for pid, _ in first}) == 4
+    assert all(threads == 1 for _, threads in first)
+
+
+def test_starting_again_takes_well_under_a_second(ranks: LocalRanks) -> None:
+    ranks.run(process_and_threads)
+    with LocalRanks(2, threads=2) as pool:
+        begin_s = time.monotonic()
+        pool.run(process_and_threads)
+        assert time.monotonic() - begin_s < 5.0  # 0.1 s on a quiet machine
+        assert all(threads == 2 for _, threads in pool.run(process_and_threads))
+
+
+def test_results_of_100_mb_come_back_by_value(ranks: LocalRanks) -> None:
+    zeros, ones = ranks.run(big_tensor, 25_000_000, num_ranks=2)
+    assert zeros.nbytes == ones.nbytes == 100_000_000
+    assert zeros.eq(0).all()
+    assert ones.eq(1).all()
+    ones[0] = 7.0
+    assert not ones.is_shared()
+
+
+def test_tensors_of_every_kind_survive_the_journey(ranks: LocalRanks) -> None:
+    sent = {
+        "bfloat16": torch.tensor([[1.5, -2.0]], dtype=torch.bfloat16),
+        "bool": torch.tensor([True, False]),
+        "complex": torch.tensor([1 + 2j]),
+        "empty": torch.zeros(0, 3, dtype=torch.int64),
+        "scalar": torch.tensor(3, dtype=torch.int16),
+        "transposed": torch.arange(6.0).reshape(2, 3).T,
+        "requires_grad": torch.ones(2, requires_grad=True),
+        "parameter": torch.nn.Parameter(torch.ones(2)),
+    }
+    (back,) = ranks.run(tensors_back, sent, num_ranks=1)
+    for name, tensor in sent.items():
+        assert type(back[name]) is type(tensor), name
+        assert back[name].requires_grad == tensor.requires_grad, name
+        torch.testing.assert_close(back[name], tensor, rtol=0, atol=0)
+
+
+def test_a_view_does_not_bring_its_storage(ranks: LocalRanks) -> None:
+    (view,) = ranks.run(view_of_large_storage, num_ranks=1)
+    assert view.tolist() == [10, 11, 12]
+    assert view.untyped_storage().nbytes() == 24
+
+
+def test_an_exception_comes_back_with_the_tracebacks_of_all_that_failed(ranks: LocalRanks) -> None:
+    with pytest.raises(RankError, match=r"^3 of 3 ranks failed: rank 1 raised ValueError: boom; rank") as caught:
+        ranks.run(fail_on, 1, num_ranks=3)
+    failures = caught.value.failures
+    assert next(iter(failures)) == 1
+    assert set(failures) == {0, 1, 2}
+    assert "in fail_on" in failures[1]
+    assert "ValueError: boom\non 1" in failures[1]
+    assert "dist.barrier()" in failures[0]
+    assert failures[1] in str(caught.value) + "\n"
+    assert ranks.run(sum_of_ranks, 0.0, num_ranks=2) == [(0, 2, 1.0), (1, 2, 1.0)]
+
+
+def test_others_that_do_not_fail_get_a_short_grace(ranks: LocalRanks) -> None:
+    with LocalRanks(2, grace_s=0.2) as pool, pytest.raises(RankError) as caught:
+        pool.run(fail_first_sleep_second)
+    assert "rank 1 gave no answer within 0.2 s of the first failure" in str(caught.value)
+    assert "in fail_first_sleep_second" in caught.value.failures[1]
+
+
+def fail_first_sleep_second() -> None:
+    if dist.get_rank() == 0:
+        raise ValueError("first")
+    time.sleep(60)
+
+
+def test_a_result_that_cannot_be_pickled_is_a_failure(ranks: LocalRanks) -> None:
+    with pytest.raises(RankError, match="unpicklable_result"):
+        ranks.run(unpicklable_result, num_ranks=1)
+
+
+@pytest.mark.parametrize(
+    ("fn", "args", "reason"),
+    [
+        (signal_on, (2, signal.SIGKILL), "rank 2 was killed by signal 9"),
+        (exit_on, (2, 3), "rank 2 exited with code 3"),
+    ],
+    ids=["killed", "exited"],
+)
+def test_a_dead_rank_is_named(ranks: LocalRanks, fn: object, args: tuple[int, int], reason: str) -> None:
+    with pytest.raises(RankError, match=f"^1 of 3 ranks failed: {reason}$") as caught:
+        ranks.run(fn, *args, num_ranks=3)
+    assert caught.value.failures == {2: reason.partition(" ")[2].partition(" ")[2]}
+
+
+def test_ranks_without_an_answer_are_named_with_their_stacks(ranks: LocalRanks) -> None:
+    with pytest.raises(RankError, match=r"^1 of 3 ranks failed: rank 1 gave no answer within 5 s") as caught:
+        ranks.run(sleep_on, 1, 60.0, num_ranks=3, timeout_s=5.0)
+    assert "in sleep_on" in caught.value.failures[1]
+    with pytest.raises(RankError, match=r"^2 of 3 ranks failed: ranks 0, 2 gave no answer within 5 s"):
+        ranks.run(barrier_without, 1, num_ranks=3, timeout_s=5.0)
+
+
+def barrier_without(missing: int) -> None:
+    if dist.get_rank() != missing:
+        dist.barrier()
+
+
+def test_outcomes_tells_who_died_and_what_the_others_returned(ranks: LocalRanks) -> None:
+    pids = [pid for pid, _ in ranks.run(process_and_threads)]
+    killed = ranks.outcomes(signal_on, 2, signal.SIGKILL, expect_dead={2})
+    assert [outcome.kind for outcome in killed] == ["returned", "returned", "died", "returned"]
+    assert [outcome.result for outcome in killed] == [0, 1, None, 3]
+    assert killed[2].reason == "was killed by signal 9"
+    stopped = ranks.outcomes(signal_on, 0, signal.SIGSTOP, num_ranks=2, expect_dead={0})
+    assert [outcome.kind for outcome in stopped] == ["silent", "returned"]
+    assert not any(running(pid) for pid in pids)
+
+
+def test_outcomes_measures_each_rank(ranks: LocalRanks) -> None:
+    quick, slow = ranks.outcomes(sleep_on, 1, 0.3, num_ranks=2)
+    assert slow.seconds >= 0.3
+    assert slow.ended_s - quick.ended_s > 0
+    assert quick.seconds < slow.seconds
+
+
+def test_a_rank_killed_between_runs_is_replaced(ranks: LocalRanks) -> None:
+    pid, _ = ranks.run(process_and_threads, num_ranks=2)[1]
+    os.kill(pid, signal.SIGKILL)
+    # Until nothing is left: a zombie's threads may still hold its pipes open.
+    with contextlib.suppress(ProcessLookupError):
+        while True:
+            os.kill(pid, 0)
+            time.sleep(0.01)
+    assert ranks.run(sum_of_ranks, 0.0, num_ranks=2) == [(0, 2, 1.0), (1, 2, 1.0)]
+
+
+def test_ctrl_c_is_for_this_process_and_not_for_ranks_from_their_first_import_on(ranks: LocalRanks) -> None:
+    assert all(signal.SIGINT in blocked for blocked in ranks.run(blocked_signals))
+    assert signal.SIGINT not in blocked_signals()
+
+
+def test_wrong_sizes_are_refused(ranks: LocalRanks) -> None:
+    with pytest.raises(ValueError, match="num_ranks=5 must be between 1 and 4, the ranks of the pool"):
+        ranks.run(process_and_threads, num_ranks=5)
+    with pytest.raises(ValueError, match="threads=0 must be at least 1"):
+        LocalRanks(2, threads=0)
+
+
+def test_close_leaves_no_process(ranks: LocalRanks) -> None:
+    with LocalRanks(2) as pool:
+        pids = [pid for pid, _ in pool.run(process_and_threads)]
+        assert all(running(pid) for pid in pids)
+    assert not any(running(pid) for pid in pids)
+
+
+ORPHANING = """
+import os, signal, sys, time
+import torch.distributed as dist
+from moesys.lab.ranks.pool import LocalRanks
+
+def end_parent(parent, pids_path):
+    with open(f"{pids_path}{dist.get_rank()}", "w") as file:
+        file.write(str(os.getpid()))
+    dist.barrier()
+    if dist.get_rank() == 0:
+        os.kill(parent, signal.SIGKILL)
+    if dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(60)
+
+if __name__ == "__main__":
+    LocalRanks(3).run(end_parent, os.getpid(), sys.argv[1])
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a stopped process with its parent")
+def test_ranks_end_with_a_killed_parent_even_while_stopped(tmp_path: Path) -> None:
+    script = tmp_path / "orphaning.py"
+    script.write_text(ORPHANING)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    ended = subprocess.run([sys.executable, script, f"{tmp_path}/pid"], env=environment, timeout=60, check=False)
+    assert ended.returncode == -signal.SIGKILL
+    pids = [int((tmp_path / f"pid{rank}").read_text()) for rank in range(3)]
+    deadline_s = time.monotonic() + 20
+    while any(running(pid) for pid in pids) and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    assert not any(running(pid) for pid in pids)
+
+
+def test_memory_that_moesys_leaves_unwritten_shows(ranks: LocalRanks) -> None:
+    here = unwritten_memory()
+    (there,) = ranks.run(unwritten_memory, num_ranks=1)
+    for floats, integers, bools in (here, there):
+        assert floats.isnan().all()
+        assert integers.eq(torch.iinfo(torch.int32).max).all()
+        assert bools.all()
+    assert memory_outside_moesys().eq(1).all()
+
+
+def test_ranks_have_variables_from_their_start() -> None:
+    # In a process of its own, as this one's first pool has started already.
+    script = """
+import os
+from moesys.lab.ranks.pool import LocalRanks
+if __name__ == "__main__":
+    with LocalRanks(1, environment={"MOESYS_TEST_VARIABLE": "here"}) as ranks:
+        print(ranks.run(os.getenv, "MOESYS_TEST_VARIABLE"), os.getenv("MOESYS_TEST_VARIABLE"))
+"""
+    told = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout
+    assert told == "['here'] None\n"

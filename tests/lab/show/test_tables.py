@@ -1,0 +1,263 @@
+"""Tables say what was measured, how sure it is, and keep every name whole in every format."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from lab_cases import EP, FSEP, FSEP_WIDE, MODEL, experiment, record, records, simulated
+from rich.console import Console
+
+from moesys.lab.runs.comparison import Comparison, compare_records
+from moesys.lab.runs.records import Samples, setting_fingerprint
+from moesys.lab.runs.statistics import PairedRatio
+from moesys.lab.show.console import print_full
+from moesys.lab.show.formats import format_comparison, to_csv, to_json, to_latex, to_markdown
+from moesys.lab.show.tables import comparison_sheet, comparison_table, figure, ratio_words
+
+MS = {"ep": 10.0, "fsep": 8.0, FSEP_WIDE.name: 5.0}
+
+
+def measured(**changes) -> Comparison:
+    of = experiment(**{"strategies": (EP, FSEP, FSEP_WIDE), "seeds": tuple(range(8))} | changes)
+    return compare_records(of, records(of, MS))
+
+
+def printed(comparison: Comparison) -> str:
+    file = io.StringIO()
+    print_full(*comparison_table(comparison, "a machine"), file=file)
+    return file.getvalue()
+
+
+def cells(comparison: Comparison, name: str) -> dict[str, str]:
+    sheet = comparison_sheet(comparison)
+    return next(dict(zip(sheet.columns, row, strict=True)) for row in sheet.rows if row[0] == name)
+
+
+def test_the_title_says_measured_or_simulated():
+    assert printed(measured()).startswith("MEASURED: tiny")
+    of = simulated()
+    assert printed(compare_records(of, records(of, MS))).startswith("SIMULATED: tiny")
+
+
+def test_a_row_by_hand():
+    of = experiment(seeds=(0, 1))
+    some = [record(trial, step_ms=MS[trial.strategy.name]) for trial in of.trials()]
+    some = [replace(each, samples=each.samples | {"plan_ms": Samples("ms", "lower", [0.25])}) for each in some]
+    comparison = compare_records(of, some)
+    assert cells(comparison, "fsep") == {
+        "strategy": "fsep",
+        "step ms": f"{comparison.rows[1].median('step_ms'):.3f}",
+        "speed-up [95 %]": "? 1.25 [1.25, 1.25]",
+        "exposed ms": "2.100",
+        "load max/mean": "1.50",
+        "plan ms": "0.250",
+        "loss at end": "4.0625",
+        "n": "2",
+        "agreement": "bit-equal",
+    }
+    assert cells(comparison, "ep")["speed-up [95 %]"] == "baseline"
+    assert cells(comparison, "ep")["agreement"] == "reference"
+
+
+def test_a_simulated_table_has_no_loss_and_no_agreement():
+    of = simulated()
+    share = {"inter_node_share": Samples("", "lower", [0.125])}
+    some = [replace(each, samples=each.samples | share) for each in records(of, MS)]
+    row = cells(compare_records(of, some), "fsep")
+    assert row["agreement"] == "n/a"
+    assert row["between nodes %"] == "12.5"
+    assert not row.keys() & {"loss at end", "exposed ms", "plan ms"}
+
+
+def test_trainings_that_part_late_are_told_by_the_step():
+    of = experiment(seeds=range(8))
+    late = [
+        replace(each, losses=[4.0] * 20 + [5.0] * (4 if each.strategy == "fsep" else 0) + [4.0] * 4)
+        if each.strategy == "fsep"
+        else replace(each, losses=[4.0] * 28)
+        for each in records(of, MS)
+    ]
+    comparison = compare_records(of, late)
+    assert cells(comparison, "fsep")["agreement"] == "for 20 of 28 steps"
+    assert cells(comparison, "fsep")["speed-up [95 %]"] != "differs"
+    assert any("sends a token to another expert" in note for note in legend(comparison))
+
+
+def test_where_numbers_differ_no_speed_is_shown():
+    of = experiment(seeds=range(8))
+    wrong = [replace(each, losses=[9.0] * 4) if each.strategy == "fsep" else each for each in records(of, MS)]
+    comparison = compare_records(of, wrong)
+    assert cells(comparison, "fsep")["speed-up [95 %]"] == "differs"
+    assert cells(comparison, "fsep")["agreement"] == "1.2e+00"
+    assert any(
+        "Above 0.0001 (float32) within the first 10 steps the numbers differ, and no speed is shown." in note
+        for note in legend(comparison)
+    )
+    assert comparison.best == frozenset()
+
+
+def legend(comparison: Comparison, machine: str = "") -> list[str]:
+    return comparison_table(comparison, machine)[1]
+
+
+def test_the_legend_names_source_machine_fingerprint_and_seeds():
+    comparison = measured()
+    notes = "\n".join(legend(comparison, "two cores"))
+    assert "Measured by the clock on 4 ranks of 1 node: two cores." in notes
+    assert f"Fingerprint {setting_fingerprint(comparison.experiment)} " in notes
+    assert "8 asked for, 3 steps each" in notes
+    assert "too few seeds" not in notes
+    assert "?: too few seeds to tell" in "\n".join(legend(measured(seeds=(0, 1))))
+    of = simulated()
+    assert "no clock's" in legend(compare_records(of, records(of, MS)))[-1]
+
+
+def test_failures_and_starved_experts_are_told():
+    of = experiment()
+    some = records(of, MS)
+    first = of.trials()[0]
+    some[0] = replace(some[0], status="failed", error="RuntimeError: [red]rank 2 died")
+    some[1] = replace(some[1], samples=some[1].samples | {"starved_experts": Samples("", "lower", [0.0, 1.0])})
+    comparison = compare_records(of, some)
+    text = printed(comparison)
+    assert f"Failed: {first.strategy.name}, seed {first.seed}: RuntimeError: [red]rank 2 died\n" in text
+    assert "1 (1 failed)" in text
+    assert f"Experts without a single token in some step: {some[1].strategy}." in text
+
+
+@pytest.mark.parametrize(
+    ("ratio", "words"),
+    [
+        (PairedRatio(8, 1.234, 1.1, 1.38, 0.01), "1.23 [1.10, 1.38]"),
+        (PairedRatio(8, 1.02, 0.95, 1.09, 0.4), "~ 1.02 [0.95, 1.09]"),
+        (PairedRatio(3, 1.02, 0.95, 1.09, 0.4), "~ 1.02 [0.95, 1.09]"),
+        (PairedRatio(3, 1.23, 1.1, 1.38, 0.25), "? 1.23 [1.10, 1.38]"),
+        (PairedRatio(1, 1.23, None, None, 1.0), "? 1.23"),
+    ],
+)
+def test_a_ratio_says_how_sure_it_is(ratio, words):
+    assert ratio_words(ratio) == words
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        (0.0, "0.000"),
+        (0.0123, "0.012"),
+        (1.2345, "1.234"),
+        (12.345, "12.35"),
+        (123.45, "123.5"),
+        (12345.6, "12346"),
+        (0.00012, "1.20e-04"),
+        (2e7, "2.00e+07"),
+        (math.inf, "inf"),
+        (math.nan, "nan"),
+    ],
+)
+def test_figures_keep_four_digits(value, words):
+    assert figure(value) == words
+
+
+def test_the_best_row_is_bold_green_on_a_terminal():
+    file = io.StringIO()
+    Console(file=file, force_terminal=True, width=200, color_system="standard").print(comparison_table(measured())[0])
+    green = [line for line in file.getvalue().splitlines() if "\x1b[1;32m" in line]
+    assert len(green) == 1
+    assert FSEP_WIDE.name in green[0]
+
+
+def test_a_pipe_gets_the_full_width():
+    code = (
+        "from test_tables import *; name = 'a-strategy-with-a-name-as-long-as-' + 'x' * 60\n"
+        "of = experiment(strategies=(EP, FSEP.replace(name=name)))\n"
+        "print_full(*comparison_table(compare_records(of, records(of, {'ep': 10.0, name: 8.0}))))"
+    )
+    env = {"PYTHONPATH": str(Path(__file__).parents[1]), "PYTHONIOENCODING": "utf-8"}
+    text = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
+    assert "-as-long-as-" + "x" * 60 + " " in text
+    assert "…" not in text
+    assert "\x1b" not in text
+
+
+def test_columns_has_the_last_word(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "60")
+    assert max(map(len, printed(measured()).splitlines()[:8])) <= 60
+
+
+def test_brackets_in_names_are_no_markup():
+    of = experiment(strategies=(EP, FSEP.replace(name="[bold]fsep[/nothing]")))
+    assert "[bold]fsep[/nothing]" in printed(compare_records(of, records(of, {"ep": 1.0, "[bold]fsep[/nothing]": 2.0})))
+
+
+def test_markdown_keeps_names_and_cells_apart():
+    text = to_markdown(measured(), "two cores")
+    head, rule, *rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert head.startswith("| strategy | step ms | speed-up [95 %] |")
+    assert rule.count("|") == head.count("|")
+    assert rows[1].startswith("| **fsep\\_wide\\|a&b** | **")
+    assert all(row.replace("\\|", "").count("|") == head.count("|") for row in rows)
+    assert text.startswith("### MEASURED: tiny\n\n|")
+    assert text.endswith("of model, cluster and workload.\n")
+
+
+def test_csv_has_one_row_a_strategy_with_unrounded_figures():
+    comparison = measured()
+    rows = list(csv.DictReader(io.StringIO(to_csv(comparison))))
+    assert [row["strategy"] for row in rows] == ["ep", FSEP_WIDE.name, "fsep"]
+    assert float(rows[1]["median step_ms (ms)"]) == comparison.rows[1].median("step_ms")
+    assert float(rows[1]["speedup"]) == comparison.rows[1].speedup.estimate
+    assert rows[1]["verdict"] == "faster"
+    assert rows[0]["speedup"] == ""
+    assert rows[1]["source"] == "measured"
+
+
+def test_latex_escapes_what_tex_would_read():
+    odd = FSEP.replace(name=r"[a] 50% $x_1 #2 {b} ~^\ & more")
+    of = experiment(strategies=(EP, odd))
+    text = to_latex(compare_records(of, records(of, {"ep": 10.0, odd.name: 8.0})))
+    assert r"{[}a{]} 50\% \$x\_1 \#2 \{b\} $\sim$\textasciicircum{}\textbackslash{} \& more & " in text
+    head = r"strategy & step ms & speed-up {[}95 \%{]} & exposed ms & load max/mean & loss at end & n & agreement \\"
+    assert head in text
+    assert r"\begin{tabular}{lrrrrrrr}" in text
+    assert text.index(r"\toprule") < text.index(r"\midrule") < text.index(r"\bottomrule")
+    assert text.count("{") == text.count("}")
+
+
+def test_json_holds_every_sample_and_the_experiment():
+    comparison = measured()
+    fields = json.loads(to_json(comparison, "two cores"))
+    assert fields["source"] == "measured"
+    assert fields["best"] == [FSEP_WIDE.name]
+    assert fields["experiment"] == comparison.experiment.model_dump(mode="json")
+    row = fields["rows"][1]
+    assert row["samples"]["step_ms"]["values_by_seed"]["3"] == comparison.rows[1].samples["step_ms"][3]
+    assert row["speedup"]["verdict"] == "faster"
+    assert row["agreement"]["bit_equal"] is True
+
+
+def test_json_holds_losses_that_are_no_numbers():
+    of = experiment()
+    some = [replace(each, losses=[math.nan, math.inf]) for each in records(of, MS)]
+    text = to_json(compare_records(of, some))
+    fields = json.loads(text, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert fields["rows"][0]["losses_by_seed"]["0"] == ["NaN", "Infinity"]
+
+
+@pytest.mark.parametrize("form", ["markdown", "csv", "json", "latex"])
+def test_every_format_shows_an_experiment_without_records(form):
+    text = format_comparison(compare_records(experiment(), []), form)
+    assert text.endswith("\n")
+    assert "fsep" in text
+
+
+def test_the_dtype_is_in_the_legend():
+    comparison = measured(model=MODEL.replace(dtype="bfloat16"))
+    assert any("Above 0.02 (bfloat16)" in note for note in legend(comparison))

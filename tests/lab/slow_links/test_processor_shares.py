@@ -1,0 +1,117 @@
+"""Hosts with a share of the processor: what the kernel is told, and, for root, what a busy host gets of it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from moesys.lab.ranks.pool import LocalRanks
+from moesys.lab.slow_links import namespaces, processor_shares
+from moesys.lab.slow_links.namespaces import namespace_name
+from moesys.lab.slow_links.processor_shares import ProcessorShares, find_shares, lacks_shares
+from moesys.lab.slow_links.shaped_links import LinkPlan, shaped_links
+
+LACKS = lacks_shares()
+shares_can_be_had = pytest.mark.skipif(bool(LACKS), reason=LACKS)
+
+
+@pytest.mark.parametrize("cpus", [0.01, 0.05, 0.45, 0.9, 3.6])
+def test_both_manners_say_the_same(cpus: float) -> None:
+    first, second = (ProcessorShares(Path("/"), version).settings(cpus) for version in (1, 2))
+    assert second == {"cpu.max": f"{first['cpu.cfs_quota_us']} {first['cpu.cfs_period_us']}"}
+    quota_us, period_us = int(first["cpu.cfs_quota_us"]), int(first["cpu.cfs_period_us"])
+    assert quota_us / period_us == pytest.approx(cpus, rel=0.01)
+    # What the kernel takes.
+    assert quota_us >= 1000
+    assert 1000 <= period_us <= 1_000_000
+
+
+def test_the_kernel_says_where_its_groups_are(tmp_path: Path) -> None:
+    unified, mounts = tmp_path / "unified", tmp_path / "mounts"
+    unified.mkdir()
+    second = f"cgroup2 {unified} cgroup2 rw,relatime 0 0\n"
+    mounts.write_text(f"proc /proc proc rw 0 0\n{second}cgroup /sys/cpu,cpuacct cgroup rw,cpu,cpuacct 0 0\n")
+    assert find_shares(mounts) == ProcessorShares(Path("/sys/cpu,cpuacct"), 1)
+    mounts.write_text(f"cgroup /sys/cpuset cgroup rw,cpuset 0 0\n{second}")
+    assert find_shares(mounts) is None
+    (unified / "cgroup.controllers").write_text("cpuset cpu io\n")
+    assert find_shares(mounts) == ProcessorShares(unified, 2)
+    assert find_shares(tmp_path / "none") is None
+
+
+def test_a_group_of_the_second_manner(tmp_path: Path) -> None:
+    group = ProcessorShares(tmp_path, 2).make("host0", 0.5)
+    assert (tmp_path / "cgroup.subtree_control").read_text() == "+cpu"
+    assert {path.name: path.read_text() for path in group.iterdir()} == {"cpu.max": "5000 10000"}
+
+
+def test_whoever_cannot_have_shares_is_told_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(processor_shares, "find_shares", lambda: None)
+    assert "no control groups for the processor are mounted; leave shares out" in lacks_shares()
+    monkeypatch.setattr(processor_shares, "find_shares", lambda: ProcessorShares(tmp_path / "none", 1))
+    assert "(No such file or directory); leave shares out" in lacks_shares()
+    with (
+        pytest.raises(RuntimeError, match=r"cpus_per_host=0\.5: control groups cannot be made"),
+        processor_shares.processor_shares(("host0",), 0.5),
+    ):
+        raise AssertionError
+
+
+def test_ranks_join_the_group_of_their_host() -> None:
+    shares = (Path("/groups/host0"), Path("/groups/host1"))
+    plan = LinkPlan(("host0", "host1"), "switch", 100, cpus_per_host=0.5, shares=shares)
+    assert plan.network((2, 1)).share_of_rank == (shares[0], shares[0], shares[1])
+    assert LinkPlan(("host0", "host1"), "switch", 100).network(1).share_of_rank == ()
+    with pytest.raises(ValueError, match=r"cpus_per_host=0\.001 must be between 0\.01 and 1000, or None"):
+        LinkPlan(("host0", "host1"), "switch", 100, cpus_per_host=0.001)
+
+
+# --- for root ------------------------------------------------------------------------------------------------
+
+
+def busy(seconds: float) -> tuple[float, float]:
+    """(seconds by the clock, seconds of the processor) of a loop."""
+    begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
+    while time.perf_counter() - begin_s < seconds:
+        pass
+    return time.perf_counter() - begin_s, time.process_time() - begin_cpu_s
+
+
+@shares_can_be_had
+@pytest.mark.skipif(bool(namespaces.lacks()), reason=namespaces.lacks())
+def test_a_host_gets_no_more_than_its_share_though_nobody_else_computes() -> None:
+    with shaped_links(2, 100, cpus_per_host=0.5) as links, LocalRanks(2, network=links.plan.network(1)) as ranks:
+        groups = links.plan.shares
+        assert all(group.is_dir() for group in groups)
+        ((clock_s, processor_s),) = ranks.run(busy, 1.0, num_ranks=1)
+        throttled = [dict(line.split() for line in (group / "cpu.stat").read_text().splitlines()) for group in groups]
+    # A tick late at most; a busy machine gives less.
+    assert 0 < processor_s <= 0.5 * clock_s + 0.02
+    assert int(throttled[0]["nr_throttled"]) > 0
+    assert not any(group.exists() for group in groups)
+
+
+def stay_inside() -> None:
+    with processor_shares.processor_shares((namespace_name("host0"),), 0.5) as (group,):
+        processor_shares.join(group)
+        print("up", flush=True)
+        time.sleep(60)
+
+
+@shares_can_be_had
+def test_what_a_killed_process_leaves_the_next_one_removes() -> None:
+    script = "from test_processor_shares import stay_inside; stay_inside()"
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=environment) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == "up\n"
+        child.kill()
+    shares = find_shares()
+    assert shares is not None
+    assert [name for name in shares.remove_leftovers() if name.startswith(f"moesys-{child.pid}-")]
+    assert not list(shares.folder.glob(f"moesys-{child.pid}-*"))

@@ -1,0 +1,25 @@
+"""Ranks' clocks on lanes: how long computing takes beside messages."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import moesys as ms
+from moesys.cost import link_load
+from moesys.simulator.lanes import Lanes
+
+PAIR = ms.ClusterSpec(num_nodes=2, ranks_per_node=1, inter_node_gb_per_s=1.0)
+# One second on the way.
+MESSAGE = link_load(np.array([[0.0, 1e9], [0.0, 0.0]]), PAIR)
+
+
+@pytest.mark.parametrize("copy_share", [24 / 132, 24 / 148, 0.3, 0.5])
+def test_computing_beside_messages_loses_its_share_and_no_more(copy_share):
+    # Many, as what is lost in rounding shows in few.
+    for seconds in np.random.default_rng(0).uniform(0.0, 1.5, 1000):
+        lanes = Lanes(PAIR, copy_share)
+        lanes.send("tokens", "dispatch", MESSAGE, "")
+        lanes.compute(seconds, "experts", "")
+        expected = min(seconds / (1 - copy_share), seconds + copy_share)
+        assert lanes.now_R == pytest.approx([expected] * 2, rel=1e-9)

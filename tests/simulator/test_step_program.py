@@ -1,0 +1,342 @@
+"""The simulated step: closed forms where there are some, bounds and orders where there are not."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+import moesys as ms
+from moesys import cost
+from moesys.lab.ranks.pool import LocalRanks
+from moesys.simulator.simulation import critical_rank, exposed_ms
+from moesys.simulator.step_program import simulate_step
+
+MODEL = ms.ModelShape(hidden_size=64, intermediate_size=96, num_experts=4, top_k=2, dtype="bfloat16")
+FOUR = ms.ClusterSpec(num_nodes=2, ranks_per_node=2, intra_node_gb_per_s=50, inter_node_gb_per_s=20, expert_tflops=1)
+# Beyond what a float holds once it is in bytes a second: communication takes exactly no time.
+FREE = FOUR.replace(intra_node_gb_per_s=1e300, inter_node_gb_per_s=1e300)
+
+EP = ms.Strategy(name="ep")
+FSEP = ms.Strategy(name="fsep", sharding=ms.Fsep(slots_per_rank=2))
+
+
+def plans(strategy: ms.Strategy, cluster: ms.ClusterSpec, *loads: Any) -> list[ms.TokenPlan]:
+    return [ms.plan_layer(strategy, MODEL, cluster, ms.LoadMatrix(tokens_RE)).tokens for tokens_RE in loads]
+
+
+def fsep(**options: Any) -> ms.Strategy:
+    return FSEP.replace(sharding=ms.Fsep(**({"slots_per_rank": 2} | options)))
+
+
+def chunked(strategy: ms.Strategy, chunks: int) -> ms.Strategy:
+    return strategy.replace(overlap=ms.Pipelined(chunks=chunks))
+
+
+@st.composite
+def steps(draw: st.DrawFn, *shardings: ms.Ep | ms.Fsep) -> tuple[ms.Strategy, ms.ClusterSpec, list[ms.TokenPlan]]:
+    """A strategy without chunks, a cluster of uneven nodes, and plans of one to three layers; idle ranks included."""
+    sizes = draw(st.sampled_from([(1,), (3,), (2, 2), (1, 3), (1, 2, 1)]))
+    speed = st.sampled_from([0.1, 1.0, 10.0, 1000.0])
+    cluster = ms.ClusterSpec(
+        num_nodes=len(sizes),
+        ranks_per_node=sizes,
+        intra_node_gb_per_s=draw(speed),
+        inter_node_gb_per_s=draw(speed),
+        expert_tflops=0.1,
+    )
+    sharding = draw(st.sampled_from(shardings))
+    strategy = ms.Strategy(
+        name="drawn",
+        sharding=sharding,
+        balance=ms.Static() if sharding == ms.Ep() else draw(st.sampled_from([ms.Static(), ms.Greedy()])),
+        split=draw(st.sampled_from([ms.EvenSplit(), ms.FlowSplit()])),
+    )
+    rng = np.random.default_rng(draw(st.integers(0, 2**32)))
+    shape = (cluster.num_ranks, MODEL.num_experts)
+    loads = [rng.integers(0, 200, shape) * rng.integers(0, 2, shape) for _ in range(draw(st.integers(1, 3)))]
+    assume(all(load.any() for load in loads))
+    return strategy, cluster, plans(strategy, cluster, *loads)
+
+
+ON_DEMAND = (
+    ms.Ep(),
+    ms.Ep(slots_per_rank=4),
+    ms.Fsep(slots_per_rank=4),
+    ms.Fsep(slots_per_rank=4, restore="hierarchical"),
+    ms.Fsep(slots_per_rank=4, reshard_after_forward=False),
+)
+AHEAD = (
+    ms.Fsep(slots_per_rank=4, prefetch_layers=1),
+    ms.Fsep(slots_per_rank=4, prefetch_layers=2, delay_reshard=True),
+    ms.Fsep(slots_per_rank=4, prefetch_layers=1, delay_reshard=True, restore="hierarchical"),
+)
+
+
+def expert_seconds(plan: ms.TokenPlan, cluster: ms.ClusterSpec) -> np.ndarray:
+    """Forward and backward, [R]."""
+    rows_R = plan.tokens_R.astype(float)
+    return cost.expert_seconds(rows_R, MODEL, cluster, False) + cost.expert_seconds(rows_R, MODEL, cluster, True)
+
+
+# --- closed forms ---
+
+
+@pytest.mark.parametrize("strategy", [EP, FSEP, chunked(EP, 4)], ids=["ep", "fsep", "pipelined"])
+def test_a_balanced_step_without_communication_takes_the_time_of_its_flops(strategy):
+    even = np.full((4, 4), 128)
+    timeline = simulate_step(strategy, MODEL, FREE, plans(strategy, FREE, even, even))
+    flops = 2 * 18 * (4 * 128) * MODEL.hidden_size * MODEL.intermediate_size
+    assert timeline.length_us == pytest.approx(flops / 1e12 * 1e6, rel=1e-12)
+    assert exposed_ms(timeline) == pytest.approx(0, abs=1e-9)
+    assert timeline.source == "simulated"
+
+
+def test_without_communication_the_busiest_rank_sets_the_pace_of_each_layer():
+    first, second = np.full((4, 4), 10), np.full((4, 4), 10)
+    first[:, 1], second[:, 2] = 70, 50
+    timeline = simulate_step(EP, MODEL, FREE, plans(EP, FREE, first, second))
+    seconds = 18 * (4 * 70 + 4 * 50) * 64 * 96 / 1e12
+    assert timeline.length_us == pytest.approx(1e6 * seconds)
+    assert critical_rank(timeline) == 1
+    busy_R = np.array([80, 320, 240, 80])
+    assert exposed_ms(timeline) == pytest.approx(1000 * (seconds - 18 * busy_R.mean() * 64 * 96 / 1e12))
+
+
+def test_a_sequential_layer_is_a_sum():
+    load = np.array([[50, 20, 0, 9], [5, 5, 5, 5], [0, 0, 0, 80], [31, 0, 2, 1]])
+    (plan,) = plans(EP, FOUR, load)
+    seconds = 4 * cost.dispatch_seconds(plan, MODEL, FOUR) + expert_seconds(plan, FOUR).max()
+    assert simulate_step(EP, MODEL, FOUR, [plan]).length_us == pytest.approx(1e6 * seconds)
+
+
+@pytest.mark.parametrize("gb_per_s", [1, 10])
+def test_two_chunks_hide_all_but_the_ends(gb_per_s):
+    """All of rank 0's rows go to rank 1 in d seconds, and home in d; experts take e, weight gradients e once more."""
+    cluster = ms.ClusterSpec(num_nodes=1, ranks_per_node=2, intra_node_gb_per_s=gb_per_s, expert_tflops=1)
+    (plan,) = plans(EP, cluster, [[0, 0, 1000, 0], [0, 0, 0, 0]])
+    d = cost.dispatch_seconds(plan, MODEL, cluster)
+    e = cost.expert_seconds(1000.0, MODEL, cluster, backward=False)
+    slow_links = gb_per_s == 1
+    assert (d > e) is slow_links
+    assert simulate_step(EP, MODEL, cluster, [plan]).length_us == pytest.approx(1e6 * (4 * d + 3 * e))
+    timeline = simulate_step(chunked(EP, 2), MODEL, cluster, [plan])
+    assert timeline.length_us == pytest.approx(1e6 * (4 * d if slow_links else (d + e) + (d / 2 + 2 * e)))
+    assert [span.detail for span in timeline.of("weight_gradients", rank=1)] == ["layer 0 backward"]
+
+
+HOME = np.diag([4000] * 4)
+
+
+def local_step(**options: Any) -> tuple[float, float, float, float]:
+    """Microseconds of three layers whose tokens stay where they are, and of a restore, a reshard, forward experts."""
+    strategy = fsep(slots_per_rank=1, **options)
+    layers = plans(strategy, FOUR, HOME, HOME, HOME)
+    restore = cost.restore_seconds(layers[0].layout, MODEL, FOUR, strategy.sharding)
+    reshard = cost.reshard_seconds(layers[0].layout, MODEL, FOUR, strategy.sharding)
+    forward = cost.expert_seconds(4000.0, MODEL, FOUR, backward=False)
+    assert restore < forward
+    assert restore + reshard < 2 * forward
+    length_us = simulate_step(strategy, MODEL, FOUR, layers).length_us
+    return length_us, 1e6 * restore, 1e6 * reshard, 1e6 * forward
+
+
+def test_on_demand_every_restore_and_reshard_is_exposed():
+    length, restore, reshard, forward = local_step()
+    assert length == pytest.approx(3 * (2 * restore + 3 * forward + reshard))
+
+
+def test_experts_that_are_kept_are_restored_once():
+    length, restore, reshard, forward = local_step(reshard_after_forward=False)
+    assert length == pytest.approx(3 * (restore + 3 * forward + reshard))
+
+
+def test_prefetch_leaves_the_first_restore_of_each_direction_exposed():
+    length, restore, reshard, forward = local_step(prefetch_layers=1)
+    assert length == pytest.approx(2 * restore + 3 * (3 * forward + reshard))
+
+
+def test_delayed_gradients_leave_the_last_reshard_exposed():
+    length, restore, reshard, forward = local_step(prefetch_layers=1, delay_reshard=True)
+    assert length == pytest.approx(2 * restore + 3 * 3 * forward + reshard)
+
+
+def test_the_rest_of_a_layer_is_computed_once_forward_and_twice_backward():
+    layers = plans(EP, FREE, np.full((4, 4), 3), np.full((4, 4), 5))
+    bare = simulate_step(EP, MODEL, FREE, layers)
+    timeline = simulate_step(EP, MODEL, FREE, layers, other_seconds=0.01)
+    assert timeline.length_us == pytest.approx(bare.length_us + 2 * 3 * 10_000)
+    assert len(timeline.of("other", rank=0)) == 4
+
+
+def test_every_all_to_all_has_its_latency():
+    layers = plans(FSEP, FOUR, np.full((4, 4), 3))
+    bare, late = (simulate_step(FSEP, MODEL, FREE, layers, latency_seconds=seconds) for seconds in (0.0, 0.001))
+    # Dispatch and combine twice, the reshard; both restores run beside a dispatch.
+    assert late.length_us == pytest.approx(bare.length_us + 5000)
+
+
+# --- whatever the step ---
+
+
+@given(steps(*ON_DEMAND, *AHEAD), st.integers(1, 5))
+def test_every_rank_computes_its_own_rows_and_nothing_else(step, chunks):
+    strategy, cluster, layers = step
+    timeline = simulate_step(chunked(strategy, chunks), MODEL, cluster, layers)
+    busy_us = defaultdict(float)
+    for span in timeline.spans:
+        if span.lane == "compute":
+            busy_us[span.rank] += span.duration_us
+    expected_R = 1e6 * sum(expert_seconds(plan, cluster) for plan in layers)
+    assert [busy_us[rank] for rank in range(cluster.num_ranks)] == pytest.approx(expected_R.tolist())
+
+
+@given(steps(*ON_DEMAND, *AHEAD), st.integers(1, 5))
+def test_a_step_is_neither_shorter_than_any_lane_nor_longer_than_everything_in_turn(step, chunks):
+    strategy, cluster, layers = step
+    length = simulate_step(chunked(strategy, chunks), MODEL, cluster, layers).length_us / 1e6
+    restores = 1 if isinstance(strategy.sharding, ms.Ep) or not strategy.sharding.reshard_after_forward else 2
+    traffic = []
+    for plan in layers:
+        bytes_RR = cost.dispatch_bytes(plan, MODEL)
+        traffic += [bytes_RR, bytes_RR.T] * 2
+        traffic += cost.restore_bytes(plan.layout, MODEL, cluster, strategy.sharding) * restores
+        traffic += cost.reshard_bytes(plan.layout, MODEL, cluster, strategy.sharding)
+    links = [cost.link_seconds(bytes_RR, cluster) for bytes_RR in traffic]
+    compute = [expert_seconds(plan, cluster) for plan in layers]
+    assert length >= max(np.sum(links, axis=0).max(), np.sum(compute, axis=0).max()) * (1 - 1e-9)
+    in_turn = sum(link.max() for link in links) + sum(seconds_R.max() for seconds_R in compute)
+    assert length <= in_turn * (1 + 1e-9)
+
+
+@given(steps(ms.Ep()), st.integers(1, 6))
+def test_chunks_never_make_a_step_slower_where_only_tokens_travel(step, chunks):
+    # Beside a restore on demand the whole of an undivided dispatch travels unseen, and only two of many chunks.
+    strategy, cluster, layers = step
+    whole = simulate_step(strategy, MODEL, cluster, layers)
+    assert simulate_step(chunked(strategy, chunks), MODEL, cluster, layers).length_us <= whole.length_us * (1 + 1e-9)
+
+
+def test_chunks_help_where_communication_matters_and_latency_makes_too_many_hurt():
+    layers = plans(EP, FOUR, np.full((4, 4), 100))
+    lengths = [simulate_step(chunked(EP, chunks), MODEL, FOUR, layers).length_us for chunks in (1, 2, 4)]
+    assert lengths[0] > 1.05 * lengths[1] > 1.05 * lengths[2]
+    late = [
+        simulate_step(chunked(EP, chunks), MODEL, FOUR, layers, latency_seconds=1e-4).length_us for chunks in (1, 64)
+    ]
+    assert late[1] > late[0]
+
+
+@given(steps(ms.Ep()), st.data())
+def test_more_tokens_for_one_expert_never_make_a_sequential_step_faster(step, data):
+    strategy, cluster, layers = step
+    before = layers[0].load.tokens_RE
+    after = before.copy()
+    source = data.draw(st.integers(0, cluster.num_ranks - 1))
+    expert = data.draw(st.integers(0, MODEL.num_experts - 1))
+    after[source, expert] += data.draw(st.integers(1, 500))
+    less, more = (simulate_step(strategy, MODEL, cluster, plans(strategy, cluster, load)) for load in (before, after))
+    assert more.length_us >= less.length_us * (1 - 1e-12)
+
+
+def test_of_two_loads_alike_in_all_but_balance_the_uneven_one_is_slower():
+    even, uneven = np.full((4, 4), 50), np.tile([80, 50, 50, 20], (4, 1))
+    lengths = [simulate_step(EP, MODEL, FOUR, plans(EP, FOUR, load)).length_us for load in (even, uneven)]
+    assert lengths[1] > 1.3 * lengths[0]
+
+
+@given(steps(*ON_DEMAND, *AHEAD), st.integers(1, 3))
+def test_the_same_step_gives_the_same_timeline(step, chunks):
+    strategy, cluster, layers = step
+    one, other = (simulate_step(chunked(strategy, chunks), MODEL, cluster, layers) for _ in range(2))
+    assert one == other
+
+
+def test_one_rank_alone_waits_for_nothing():
+    alone = ms.ClusterSpec()
+    strategy = fsep(slots_per_rank=4)
+    timeline = simulate_step(strategy, MODEL, alone, plans(strategy, alone, [[5, 0, 7, 1]]))
+    assert {span.lane for span in timeline.spans} == {"compute"}
+    assert exposed_ms(timeline) == pytest.approx(0, abs=1e-12)
+
+
+def test_a_rank_without_rows_counts_as_one_that_waits():
+    """Rank 0 computes for itself, others have nothing to do: three of four ranks wait all the time."""
+    (plan,) = plans(EP, FREE, np.diag([8, 0, 0, 0]))
+    timeline = simulate_step(EP, MODEL, FREE, [plan])
+    assert exposed_ms(timeline) == pytest.approx(0.75 * timeline.length_us / 1000)
+
+
+def test_an_empty_timeline_has_no_exposed_time():
+    empty = ms.Timeline((), "simulated")
+    assert (exposed_ms(empty), critical_rank(empty)) == (0.0, 0)
+
+
+# --- the program is that of the layers ---
+
+
+def issued_by_layers(strategy: ms.Strategy, cluster: ms.ClusterSpec) -> list[tuple[str, str]]:
+    """Lane and detail of every all-to-all of a step, as a linked model of three layers issues them on one rank."""
+    layers = torch.nn.ModuleList(ms.MoELayer(MODEL, strategy, cluster=cluster, layer_index=index) for index in range(3))
+    runtime = ms.link(layers)
+    issued: list[tuple[str, str]] = []
+
+    def listen(channel: Any, layer: int) -> None:
+        original = channel.all_to_all
+
+        def all_to_all(*args: Any, lane: str, detail: str = "") -> Any:
+            issued.append((lane, detail if lane in ("restore", "reshard") else f"layer {layer} {detail}"))
+            return original(*args, lane=lane, detail=detail)
+
+        channel.all_to_all = all_to_all
+
+    for layer in layers:
+        listen(layer.token_channel, layer.layer_index)
+        listen(layer.weight_channel, layer.layer_index)
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(2):
+        issued.clear()
+        x = torch.randn(32, MODEL.hidden_size, generator=generator, requires_grad=True)
+        y = x
+        for layer in layers:
+            y = y + layer(y)
+        y.sum().backward()
+    runtime.close()
+    return [(lane, detail) for lane, detail in issued if "weights" not in detail]
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        EP,
+        chunked(EP, 3),
+        fsep(),
+        chunked(fsep(prefetch_layers=1, delay_reshard=True), 2),
+        fsep(prefetch_layers=2, restore="hierarchical"),
+        chunked(fsep(reshard_after_forward=False, delay_reshard=True), 1),
+    ],
+    ids=["ep", "ep-3", "fsep", "fsep-ahead-2", "hierarchical-ahead", "kept"],
+)
+def test_all_to_alls_are_issued_in_the_order_of_the_layers(ranks: LocalRanks, monkeypatch, strategy):
+    simulated: list[tuple[str, str]] = []
+    from moesys.simulator import step_program
+
+    original = step_program._Step._issue
+
+    def issue(self: Any, channel: Any, lane: str, seconds_L: Any, detail: str) -> Any:
+        simulated.append((lane, detail))
+        return original(self, channel, lane, seconds_L, detail)
+
+    monkeypatch.setattr(step_program._Step, "_issue", issue)
+    simulate_step(strategy, MODEL, FOUR, plans(strategy, FOUR, *[np.full((4, 4), 16)] * 3))
+    for measured in ranks.run(issued_by_layers, strategy, FOUR):
+        without_phase = [
+            (lane, detail.removesuffix(" between nodes").removesuffix(" inside nodes")) for lane, detail in measured
+        ]
+        assert without_phase == simulated
