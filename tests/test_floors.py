@@ -129,7 +129,7 @@ def shared_state(tree: ast.Module) -> list[str]:
 
 
 def floor_in(room: str, place: str) -> int:
-    """The floor of a folder or file of a room that has floors inside; what no floor names is on that of "*", or on top."""
+    """The floor of a folder or file of a room with floors inside; what no floor names is on that of "*", or on top."""
     floors = FLOORS_IN[room]
     named = (floor for wanted in (place, "*") for floor, places in enumerate(floors) if wanted in places)
     return next(named, len(floors))
@@ -152,7 +152,7 @@ def violations(path: str, source: str) -> list[str]:
             elif FLOOR_OF[target] > FLOOR_OF[unit] or target in CLOSED.get(unit, ()):
                 found.append(f"{unit} imports {target}")
             elif target == unit and unit in FLOORS_IN:
-                place = (rest.split(".") + ["__init__"])[1] if "." in rest or rest == target else "__init__"
+                place = (*rest.split("."), "__init__")[1]
                 if floor_in(unit, place) > floor_in(unit, parts[1]):
                     found.append(f"{unit}/{parts[1]} imports {unit}/{place}")
         elif unit not in ONLY_IN.get(package, {unit}) or package in REFUSED.get(unit, ()):

@@ -24,7 +24,7 @@ from moesys.kernels.experts.descriptors import (
     run_with_descriptors,
 )
 from moesys.kernels.experts.gather import gather_rows
-from moesys.kernels.experts.numerics import operand, rounded
+from moesys.kernels.experts.numerics import dot, rounded
 from moesys.kernels.experts.products import rows_by_matrix
 from moesys.kernels.experts.tiles import Block, Tiles, require_contiguous, require_matrices, tile_of
 from moesys.kernels.routing.routing import Routing
@@ -204,7 +204,7 @@ def _activation_gradient(  # type: ignore[no-untyped-def]
                 else:
                     left = tl.load(dy_rows[:, None] + step[None, :], mask=(step < H)[None, :], other=0.0)
                 right = down.load([matrix, hidden, first_column]).reshape(block_contraction, block_columns)
-                da = tl.dot(operand(left), operand(right), da, input_precision="ieee")
+                da = dot(left, right, da)
         weight = tl.load(weight_ptr + entry, mask=in_tile, other=0.0)
         base = first_row.to(tl.int64)
         store_gradients(

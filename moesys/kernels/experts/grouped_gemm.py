@@ -19,7 +19,7 @@ from moesys.kernels.experts.descriptors import (
     rows_by_tma,
     run_with_descriptors,
 )
-from moesys.kernels.experts.numerics import operand, rounded
+from moesys.kernels.experts.numerics import dot, rounded
 from moesys.kernels.experts.products import rows_by_matrix
 from moesys.kernels.experts.tiles import Block, Tiles, require_contiguous, require_matrices, tile_of
 
@@ -123,7 +123,7 @@ def _grouped_gemm(  # type: ignore[no-untyped-def]
                     right = matrices.load([matrix, column, start]).reshape(block_columns, block_contraction).T
                 else:
                     right = matrices.load([matrix, start, column]).reshape(block_contraction, block_columns)
-                out = tl.dot(operand(left), operand(right), out, input_precision="ieee")
+                out = dot(left, right, out)
 
         mask = (in_rows < num_rows)[:, None] & (column + in_columns < N)[None, :]
         out_tile = out_ptr + row.to(tl.int64) * N + column + in_rows[:, None] * N + in_columns[None, :]

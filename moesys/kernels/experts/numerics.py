@@ -2,7 +2,8 @@
 
 The interpreter multiplies the bit patterns of bfloat16 as if they were integers, and cuts float32 off where bfloat16
 should round. So there operands are converted to float32 first, which changes no product, and results are rounded by
-hand. On a GPU both functions are what Triton does by itself.
+hand. It multiplies tiles by numpy's BLAS, whose sums depend on how large the tile is on some processors (OpenBLAS on
+those without AVX-512). So there products are summed element by element. On a GPU all is what Triton does by itself.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 @triton.jit
-def operand(x):  # type: ignore[no-untyped-def]
-    """``x`` as ``tl.dot`` can multiply it."""
+def dot(left, right, total):  # type: ignore[no-untyped-def]
+    """``total`` + ``left`` [M, K] @ ``right`` [K, N] in float32. M and N change no element's bits."""
     if INTERPRETED:
-        return x.to(tl.float32)
+        return total + tl.sum(left.to(tl.float32)[:, :, None] * right.to(tl.float32)[None, :, :], axis=1)
     else:
-        return x
+        return tl.dot(left, right, total, input_precision="ieee")
 
 
 @triton.jit

@@ -9,7 +9,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moesys.kernels.experts.numerics import operand
+from moesys.kernels.experts.numerics import dot
 
 
 @triton.jit
@@ -73,7 +73,7 @@ def rows_by_tiles(  # type: ignore[no-untyped-def]
         else:
             right = tl.load(right_tile, mask=(at < L)[:, None] & column_mask[None, :], other=0.0)
         right_tile += right_step
-        out = tl.dot(operand(left), operand(right), out, input_precision="ieee")
+        out = dot(left, right, out)
     return out
 
 
@@ -123,7 +123,7 @@ def columns_by_columns(  # type: ignore[no-untyped-def]
             mask=in_group[:, None] & (right_column < R)[None, :],
             other=0.0,
         )
-        total = tl.dot(operand(left).trans(), operand(right), total, input_precision="ieee")
+        total = dot(left.trans(), right, total)
     return total
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from moesys.kernels.experts.activations import GATED, activate, activate_one, activation_reference
 from moesys.kernels.experts.descriptors import halves_by_tma, readable_by_tma, rows_by_tma, run_with_descriptors
 from moesys.kernels.experts.gather import gather_rows
-from moesys.kernels.experts.numerics import operand, rounded
+from moesys.kernels.experts.numerics import dot, rounded
 from moesys.kernels.experts.products import rows_by_tiles
 from moesys.kernels.experts.tiles import Block, Tiles, require_contiguous, require_matrices, tile_of
 from moesys.kernels.routing.routing import Routing
@@ -142,7 +142,7 @@ def _up(  # type: ignore[no-untyped-def]
                     left = tl.load(x_row + at[None, :], mask=at[None, :] < H, other=0.0)
                 weight = weights.load([matrix, 0, column, start])
                 weight = weight.reshape(halves * block_columns, block_contraction).T
-                h = tl.dot(operand(left), operand(weight), h, input_precision="ieee")
+                h = dot(left, weight, h)
         base = row.to(tl.int64)
         store_activations(h, h_ptr + base * U, a_ptr + base * I, num_rows, column, I, activation, halves)
 
