@@ -1,7 +1,7 @@
 """Trains eight strategies under two seeds in two checkouts, and compares losses to the last bit.
 
 ``python tests/golden/compare_training.py OTHER`` in a checkout; OTHER is the root of the one to compare it with, such
-as a worktree of the commit before. Exit code 1 where a loss differs. Some minutes on two cores.
+as a worktree of the commit before. Exit code 1 where a loss differs. Three minutes on two cores.
 
 Bits hold on one machine with one torch only, so both are trained here. The experiments of this file run in each of them
 by its own ``moesys run``.
@@ -88,7 +88,9 @@ def losses_of(checkout: Path) -> Losses:
     environment = os.environ | {"PYTHONPATH": str(checkout)}
     with TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "moesys", "run", str(Path(__file__).resolve()), "--out", folder]
-        subprocess.run(command, cwd=folder, env=environment, stdout=sys.stderr, check=True)
+        # progress goes to stderr where the table is for a machine to read
+        command += ["--format", "json"]
+        subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.DEVNULL, check=True)
         lines = [line for path in Path(folder).glob("*/records.jsonl") for line in path.read_text().splitlines()]
     records = [json.loads(line) for line in lines]
     return {(record["strategy"], record["seed"]): record["losses"] for record in records}

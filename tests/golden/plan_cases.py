@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from hashlib import sha256
+from importlib.metadata import version
 from itertools import product
 
 import numpy as np
@@ -60,7 +61,11 @@ def drawn_load(cluster: ms.ClusterSpec, num_experts: int, seed: int) -> ms.LoadM
 
 
 def plan_lines() -> Iterator[str]:
-    """One line a plan. A balancer that refuses a setting, as for want of slots, has no line there."""
+    """The release of OR-Tools, which searches for ``CpSat``; then one line a plan.
+
+    A balancer that refuses a setting, as for want of slots, has no line there.
+    """
+    yield f"OR-Tools {version('ortools')}"
     every_case = product(enumerate(SETTINGS), enumerate(BALANCERS), (False, True))
     for seed, ((i, setting), (j, balancer), in_force) in enumerate(every_case):
         cluster, num_experts, slots = SETTINGS[setting]
