@@ -1,7 +1,8 @@
 """Trains eight strategies under two seeds in two checkouts, and compares losses to the last bit.
 
 ``python tests/golden/compare_training.py OTHER`` in a checkout; OTHER is the root of the one to compare it with, such
-as a worktree of the commit before. Exit code 1 where a loss differs. Three minutes on two cores.
+as a worktree of the commit before. Exit code 1 where a loss differs. Three minutes on two cores, and two
+more in a checkout whose planners are still to be compiled.
 
 Bits hold on one machine with one torch only, so both are trained here. The experiments of this file run in each of them
 by its own ``moesys run``.
