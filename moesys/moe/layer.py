@@ -208,7 +208,7 @@ class MoELayer(nn.Module):
         layout, turn, tokens_E = self.schedule.layout, self.schedule.micro_batch, executor.tokens_E
         self._last_plan = DevicePlan(self.strategy, self.shape, self.cluster, layout, turn, tokens_E)
         if learning:
-            self.schedule.pass_by()
+            self.schedule.advance()
             self._count(tokens_E)
         return executor
 
@@ -228,7 +228,7 @@ class MoELayer(nn.Module):
         self._last_plan = plan
         self._uncounted = plan if learning else None
         if learning:
-            schedule.expect(plan.load)
+            schedule.record(plan.load)
         return executor
 
     def _learn_from_device(self) -> None:
@@ -236,7 +236,7 @@ class MoELayer(nn.Module):
         if (plan := self._uncounted) is not None:
             self._uncounted = None
             self._count(plan.tokens_E)
-            self.schedule.ask()
+            self.schedule.request()
 
     def _settle(self, deciding: list[MoELayer]) -> None:
         """All ranks use the layouts that are due, or none does. Where none is due nobody waits: ranks know alike."""
@@ -246,7 +246,7 @@ class MoELayer(nn.Module):
         votes = torch.tensor([layer.schedule.ready(deadline) for layer in deciding], dtype=torch.int64)
         gathered_RN = self.token_channel.all_gather(votes.to(self.experts.device), lane="counts").cpu()
         for layer, vote in zip(deciding, gathered_RN.amin(dim=0).tolist(), strict=True):
-            layer.schedule.settle(bool(vote))
+            layer.schedule.commit(bool(vote))
 
     def _plan_together(self, expert_TK: Tensor, math: ExpertMath, learning: bool, upcoming: list[MoELayer]) -> Executor:
         """Exchange counts, agree on layouts, and plan."""
@@ -261,7 +261,7 @@ class MoELayer(nn.Module):
         if learning:
             agreed = said_RN[:, 1:].amin(dim=0).tolist()
             for layer, vote in zip(deciding, agreed, strict=True):
-                layer.schedule.settle(bool(vote))
+                layer.schedule.commit(bool(vote))
         with self.meter.planning():
             load = LoadMatrix(tokens_RCE.sum(dim=1).numpy())
             schedule = self.schedule
@@ -326,7 +326,7 @@ class MoELayer(nn.Module):
         """Plan and restore on demand again, as before ``link``."""
         self.runtime = None
         self.schedule.source = InlinePlanner()
-        self.token_channel.pulse = None
+        self.token_channel.heartbeat = None
         self.weight_channel = self.token_channel
         self.shards.unshare()
         self._prefetched = None

@@ -26,7 +26,7 @@ from moesys.moe.planner_thread import PlannerThread
 from moesys.moe.planning import PlanEvent
 from moesys.moe.recompute import NO_BACKWARD, current_backward
 from moesys.overlap.comm.channel import Channel, group_timeout_s
-from moesys.overlap.comm.heartbeat import Pulse
+from moesys.overlap.comm.heartbeat import Heartbeat
 from moesys.overlap.comm.record import Meter, Recorder
 from moesys.timeline import Timeline
 
@@ -95,9 +95,9 @@ class MoERuntime:
             if weight_group is None:
                 weight_group = self._new_group(group, dist.get_backend(group))
             planner_group = self._new_group(group, "gloo")
-        self._pulse = Pulse(dist.get_rank()) if group is not None else None
+        self._heartbeat = Heartbeat(dist.get_rank()) if group is not None else None
         plan_channel = Channel(planner_group, self.layers[0].cluster.node_of_rank, Recorder(0), Meter())
-        plan_channel.pulse = self._pulse
+        plan_channel.heartbeat = self._heartbeat
         self._planner = PlannerThread(plan_channel)
         self.num_passes = 0
         self._order: list[MoELayer] = []
@@ -109,7 +109,7 @@ class MoERuntime:
         self._arrived: dict[MoELayer, Tensor] = {}
         self._flushing_backward = NO_BACKWARD
         # A runtime that is dropped without ``close`` leaves no thread behind.
-        self._stop_threads = weakref.finalize(self, _stop, self._planner, self._pulse)
+        self._stop_threads = weakref.finalize(self, _stop, self._planner, self._heartbeat)
         for layer in self.layers:
             layer.runtime = self
             layer.shards.share_with(self.layers[0].shards)
@@ -119,7 +119,7 @@ class MoERuntime:
                 weight_group, layer.cluster.node_of_rank, self.recorder, layer.meter, layer.experts.device.type
             )
             layer.token_channel.recorder = self.recorder
-            layer.token_channel.pulse = layer.weight_channel.pulse = self._pulse
+            layer.token_channel.heartbeat = layer.weight_channel.heartbeat = self._heartbeat
 
     def _new_group(self, group: dist.ProcessGroup, backend: str) -> dist.ProcessGroup:
         members = dist.get_process_group_ranks(group)
@@ -237,8 +237,8 @@ class MoERuntime:
             return
         self._stop_threads.detach()
         self._planner.close()
-        if self._pulse is not None:
-            self._pulse.close()
+        if self._heartbeat is not None:
+            self._heartbeat.close()
         for layer in self.layers:
             layer.unlink()
         for group in self._groups:
@@ -246,7 +246,7 @@ class MoERuntime:
         self._groups = []
 
 
-def _stop(planner: PlannerThread, pulse: Pulse | None) -> None:
+def _stop(planner: PlannerThread, heartbeat: Heartbeat | None) -> None:
     planner.stop()
-    if pulse is not None:
-        pulse.stop()
+    if heartbeat is not None:
+        heartbeat.stop()
