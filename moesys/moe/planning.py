@@ -150,7 +150,7 @@ class LayoutSchedule:
         due = [ticket for due, ticket in self._pending if due <= self.micro_batch]
         return all(ticket.ready(max(0.0, deadline_s - time.monotonic())) for ticket in due)
 
-    def settle(self, agreed: bool) -> None:
+    def commit(self, agreed: bool) -> None:
         """The outcome of the vote, the same on all ranks: use the newest plan that is due, or drop what is due."""
         while self.due:
             due, ticket = self._pending.popleft()
@@ -162,21 +162,21 @@ class LayoutSchedule:
                     PlanEvent(self.layer, self.micro_batch, f"plan due at {due} came too late: layout kept")
                 )
 
-    def pass_by(self) -> None:
+    def advance(self) -> None:
         """The coming micro-batch is run, and its load is for no plan: one rank has all experts under every layout."""
         self.micro_batch += 1
 
     def observe(self, load: LoadMatrix) -> None:
         """The coming micro-batch's load is known and its layout settled: count it, and ask for a plan if it is time."""
-        self.expect(lambda: load)
-        self.ask()
+        self.record(lambda: load)
+        self.request()
 
-    def expect(self, load: Callable[[], LoadMatrix]) -> None:
+    def record(self, load: Callable[[], LoadMatrix]) -> None:
         """The coming micro-batch is run with its settled layout, and its load can be read once it has been launched;
-        then ``ask`` is to follow.
+        then ``request`` is to follow.
         """
         due = self.micro_batch + self.strategy.lag
-        self.pass_by()
+        self.advance()
         if isinstance(self.strategy.balance, Static):
             return
         if self._history is not None:
@@ -184,7 +184,7 @@ class LayoutSchedule:
         if self.micro_batch % self.strategy.replan_every == 0:
             self._asked_for = due
 
-    def ask(self) -> None:
+    def request(self) -> None:
         """Ask for a plan if it is time, which reads the loads of all micro-batches since the last."""
         due, self._asked_for = self._asked_for, None
         if due is None:

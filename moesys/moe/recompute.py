@@ -11,13 +11,11 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 
-if TYPE_CHECKING:
-    from moesys.moe.call import LayerCall
-
+from moesys.moe.call import LayerCall
 
 NO_BACKWARD = -1
 
@@ -34,14 +32,16 @@ class Tape:
 
     def next_call(self, layer: int) -> LayerCall:
         """The recorded call that this forward repeats."""
-        if self.next_call_at >= len(self.calls) or self.calls[self.next_call_at].layer != layer:
-            recorded = [call.layer for call in self.calls]
+        if self.next_call_at >= len(self.calls) or self.calls[self.next_call_at].store.layer_index != layer:
+            recorded = [call.store.layer_index for call in self.calls]
             raise RuntimeError(
                 f"recomputation reached MoE layer {layer} as call {self.next_call_at}, but the first pass recorded "
                 f"layers {recorded}; a checkpointed region must run the same layers both times"
             )
         self.next_call_at += 1
-        return self.calls[self.next_call_at - 1]
+        call = self.calls[self.next_call_at - 1]
+        call.replayed = True
+        return call
 
     def inner_tape(self) -> Tape:
         """The tape of a region inside this one: a new one while recording, the recorded one while replaying."""
@@ -79,12 +79,12 @@ def recompute() -> tuple[AbstractContextManager[None], AbstractContextManager[No
     outer = _tape.get()
     if outer is None:
         tape = Tape()
-        return _Playing(tape, "record"), _Playing(tape, "replay")
+        return _TapeContext(tape, "record"), _TapeContext(tape, "replay")
     # When an outer region is recomputed, the first pass of an inner one is a repetition too.
-    return _Playing(tape := outer.inner_tape(), outer.mode), _Playing(tape, "replay")
+    return _TapeContext(tape := outer.inner_tape(), outer.mode), _TapeContext(tape, "replay")
 
 
-class _Playing(AbstractContextManager[None]):
+class _TapeContext(AbstractContextManager[None]):
     """Runs a region on its tape, from the start; may be entered again, for graphs that are kept."""
 
     def __init__(self, tape: Tape, mode: Literal["record", "replay"]) -> None:

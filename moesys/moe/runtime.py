@@ -11,34 +11,32 @@ import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd import Variable
 
-from moesys.moe.call import LayerCall
+from moesys.moe.call import LayerCall, Neighbours
+from moesys.moe.expert_store import ExpertStore
 from moesys.moe.gradients import expert_group
-from moesys.moe.layer import PLAN_TIMEOUT_S, MoELayer
+from moesys.moe.layer import MoELayer
+from moesys.moe.lookahead import PLAN_TIMEOUT_S, NoLookahead, SharedMegaHome
 from moesys.moe.metrics import LayerMetrics
 from moesys.moe.planner_thread import PlannerThread
 from moesys.moe.planning import PlanEvent
 from moesys.moe.recompute import NO_BACKWARD, current_backward
 from moesys.overlap.comm.channel import Channel, group_timeout_s
-from moesys.overlap.comm.heartbeat import Pulse
+from moesys.overlap.comm.heartbeat import Heartbeat
 from moesys.overlap.comm.record import Meter, Recorder
 from moesys.timeline import Timeline
-
-if TYPE_CHECKING:
-    from moesys.overlap.mega_executor import MegaHome
 
 
 @dataclass
 class _Reshard:
     """A gradient on its way home: waiting to set off (``finish`` is None), or under way."""
 
-    layer: MoELayer
+    store: ExpertStore
     start: Callable[[], Callable[[], Tensor]]
     finish: Callable[[], Tensor] | None = field(default=None)
 
@@ -50,7 +48,7 @@ def link(
     record_spans: bool = False,
     weight_group: dist.ProcessGroup | None = None,
 ) -> MoERuntime:
-    """Join the MoE layers of ``model`` under one runtime; a collective where they share a process group.
+    """Joins the MoE layers of ``model`` under one runtime; a collective where they share a process group.
 
     ``plan_timeout_s``: how long a rank waits for layouts that are due before all ranks keep the old ones; at most half
     of the group's time-out, so that waiting fails no collective. By default 60 s, or that half.
@@ -75,7 +73,7 @@ class MoERuntime:
     ) -> None:
         self.layers = [module for module in model.modules() if isinstance(module, MoELayer)]
         group = expert_group(model)
-        if any(layer.runtime is not None for layer in self.layers):
+        if any(not isinstance(layer.lookahead, NoLookahead) for layer in self.layers):
             raise ValueError("a layer of this model is linked already; close its runtime first")
         if len({layer.layer_index for layer in self.layers}) < len(self.layers):
             raise ValueError(
@@ -95,31 +93,26 @@ class MoERuntime:
             if weight_group is None:
                 weight_group = self._new_group(group, dist.get_backend(group))
             planner_group = self._new_group(group, "gloo")
-        self._pulse = Pulse(dist.get_rank()) if group is not None else None
+        self._heartbeat = Heartbeat(dist.get_rank()) if group is not None else None
         plan_channel = Channel(planner_group, self.layers[0].cluster.node_of_rank, Recorder(0), Meter())
-        plan_channel.pulse = self._pulse
+        plan_channel.heartbeat = self._heartbeat
         self._planner = PlannerThread(plan_channel)
-        self.num_passes = 0
-        self._order: list[MoELayer] = []
+        self.plan_timeout_s = PLAN_TIMEOUT_S if plan_timeout_s is None else plan_timeout_s
+        self.mega_home = SharedMegaHome()
+        self._num_passes = 0
+        self._order: list[ExpertStore] = []
         self._position = -1
-        self._learning_order = True
         self._newest: LayerCall | None = None
-        self.mega_home: MegaHome | None = None
         self._reshards: list[_Reshard] = []
-        self._arrived: dict[MoELayer, Tensor] = {}
+        self._arrived: dict[ExpertStore, Tensor] = {}
         self._flushing_backward = NO_BACKWARD
         # A runtime that is dropped without ``close`` leaves no thread behind.
-        self._stop_threads = weakref.finalize(self, _stop, self._planner, self._pulse)
+        self._stop_threads = weakref.finalize(self, _stop, self._planner, self._heartbeat)
         for layer in self.layers:
-            layer.runtime = self
-            layer.shards.share_with(self.layers[0].shards)
-            layer.plan_timeout_s = PLAN_TIMEOUT_S if plan_timeout_s is None else plan_timeout_s
-            layer.schedule.source = self._planner
-            layer.weight_channel = Channel(
+            weight_channel = Channel(
                 weight_group, layer.cluster.node_of_rank, self.recorder, layer.meter, layer.experts.device.type
             )
-            layer.token_channel.recorder = self.recorder
-            layer.token_channel.pulse = layer.weight_channel.pulse = self._pulse
+            layer.join(self, self.layers[0], weight_channel, self._planner, self._heartbeat)
 
     def _new_group(self, group: dist.ProcessGroup, backend: str) -> dist.ProcessGroup:
         members = dist.get_process_group_ranks(group)
@@ -132,25 +125,20 @@ class MoERuntime:
 
     # --- forward ------------------------------------------------------------------------------------------
 
-    def enter(self, layer: MoELayer) -> LayerCall | None:
-        """A layer begins a micro-batch: learn the order, and give the call of the layer before in the same pass."""
-        known = layer in self._order
+    def enter(self, store: ExpertStore) -> Neighbours:
+        """A layer begins a micro-batch: learns the order, and returns the call of the layer before in the same pass,
+        and the layers whose experts may set off while this one computes; none while the order is being learnt.
+        """
+        known = store in self._order
         if not known:
-            self._order.append(layer)
-        position = self._order.index(layer)
+            self._order.append(store)
+        position = self._order.index(store)
         if position <= self._position:
             self._end_pass()
         previous = self._newest if position == self._position + 1 else None
         self._position = position
-        self._learning_order = not known
-        return previous
-
-    def upcoming(self, layer: MoELayer) -> list[MoELayer]:
-        """The layers whose experts may set off while ``layer`` computes; none while the order is being learnt."""
-        if self._learning_order:
-            return []
-        following = self._position + 1
-        return self._order[following : following + layer.prefetch_layers]
+        upcoming = self._order[position + 1 : position + 1 + store.prefetch_layers] if known else []
+        return Neighbours(previous, tuple(upcoming), self._num_passes)
 
     def entered(self, call: LayerCall) -> None:
         """The call that ``enter`` announced; without a backward to come, nothing follows from it."""
@@ -160,7 +148,7 @@ class MoERuntime:
         """What was brought ahead, and which call was last, holds within one forward pass. The next layer to run may run
         after an optimizer step, and ranks may differ in what they still hold on to: collectives follow from neither.
         """
-        self.num_passes += 1
+        self._num_passes += 1
         self._position = -1
         self._newest = None
 
@@ -172,7 +160,7 @@ class MoERuntime:
         """
         self._end_pass()
         before = call.previous
-        for _ in range(call.owner.prefetch_layers):
+        for _ in range(call.store.prefetch_layers):
             if before is None:
                 break
             before.restore()
@@ -181,24 +169,25 @@ class MoERuntime:
             if reshard.finish is None:
                 reshard.finish = reshard.start()
 
-    def delay(self, layer: MoELayer, start: Callable[[], Callable[[], Tensor]]) -> None:
-        """Send a gradient home later: behind the next layer's backward, or at the end of this one."""
+    def delay(self, store: ExpertStore, start: Callable[[], Callable[[], Tensor]]) -> bool:
+        """Sends a gradient home later: behind the next layer's backward, or at the end of this one."""
         if self._flushing_backward != current_backward():
             # What is left of a backward that raised belongs to no step.
             self._reshards.clear()
             self._arrived.clear()
             self._flushing_backward = current_backward()
             Variable._execution_engine.queue_callback(self._flush)
-        self._reshards.append(_Reshard(layer, start))
+        self._reshards.append(_Reshard(store, start))
+        return True
 
     def after_backward(self) -> None:
         """A layer's backward is through: gradients that travelled behind it have arrived."""
         while self._reshards and self._reshards[0].finish is not None:
             reshard = self._reshards.pop(0)
             assert reshard.finish is not None
-            arrived = self._arrived.pop(reshard.layer, None)
+            arrived = self._arrived.pop(reshard.store, None)
             gradient = reshard.finish()
-            self._arrived[reshard.layer] = gradient if arrived is None else arrived.add_(gradient)
+            self._arrived[reshard.store] = gradient if arrived is None else arrived.add_(gradient)
 
     def _flush(self) -> None:
         self._flushing_backward = NO_BACKWARD
@@ -207,8 +196,8 @@ class MoERuntime:
                 reshard.finish = reshard.start()
         self.after_backward()
         # As autograd does: a layer's gradients of one backward are added up before they are added to ``.grad``.
-        for layer, gradient in self._arrived.items():
-            layer.accumulate_gradient(gradient)
+        for store, gradient in self._arrived.items():
+            store.masters.accumulate_gradient(gradient)
         self._arrived.clear()
 
     # --- what a person asks -------------------------------------------------------------------------------
@@ -232,13 +221,13 @@ class MoERuntime:
         return self.recorder.timeline()
 
     def close(self) -> None:
-        """Stop the planner and unlink the layers, which then plan and restore on demand."""
+        """Stops the planner and unlinks the layers, which then plan and restore on demand."""
         if not self._stop_threads.alive:
             return
         self._stop_threads.detach()
         self._planner.close()
-        if self._pulse is not None:
-            self._pulse.close()
+        if self._heartbeat is not None:
+            self._heartbeat.close()
         for layer in self.layers:
             layer.unlink()
         for group in self._groups:
@@ -246,7 +235,7 @@ class MoERuntime:
         self._groups = []
 
 
-def _stop(planner: PlannerThread, pulse: Pulse | None) -> None:
+def _stop(planner: PlannerThread, heartbeat: Heartbeat | None) -> None:
     planner.stop()
-    if pulse is not None:
-        pulse.stop()
+    if heartbeat is not None:
+        heartbeat.stop()

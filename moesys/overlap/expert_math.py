@@ -1,6 +1,6 @@
 """What is done to rows of experts, apart from when: the schedule (``chunked``) asks for it chunk by chunk.
 
-Two implementations: ``slot_math`` calls a GEMM a slot, on the CPU; ``kernel_math`` has Triton kernels for all slots at
+Two implementations: ``experts_cpu`` calls a GEMM a slot; ``experts_triton`` has Triton kernels for all slots at
 once. Both promise the same: what is computed of a row does not depend on its chunk, and weight gradients sum rows in
 expert order, whatever the chunks.
 
@@ -20,7 +20,7 @@ from moesys.overlap.held_experts import ExpertGradients, HeldExperts
 from moesys.overlap.routes import ChunkRoutes, Routes
 
 if TYPE_CHECKING:
-    from moesys.overlap.single_rank import LocalExecutor
+    from moesys.overlap.single_rank import SingleRankExecutor
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class ExpertMath(Protocol):
     @property
     def min_rows(self) -> int: ...
 
-    def alone(self, expert_TK: Tensor, num_experts: int) -> LocalExecutor | None:
+    def alone(self, expert_TK: Tensor, num_experts: int) -> SingleRankExecutor | None:
         """What runs a micro-batch on one rank without the host knowing counts; None where it must know them."""
 
     def forward(self, routes: Routes, x: Arrivals, weights: HeldExperts, at: Workplace) -> ForwardPass: ...

@@ -31,7 +31,7 @@ from moesys.kernels.routing.routing import Routing, route
 from moesys.overlap.expert_math import Arrivals, Workplace
 from moesys.overlap.held_experts import ExpertGradients, HeldExperts
 from moesys.overlap.routes import ChunkRoutes, Routes
-from moesys.overlap.single_rank import ACTIVATION, LocalExecutor
+from moesys.overlap.single_rank import ACTIVATION, SingleRankExecutor
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class KernelMath:
     def min_rows(self) -> int:
         return 1
 
-    def alone(self, expert_TK: Tensor, num_experts: int) -> LocalExecutor:
-        return LocalExecutor(route(expert_TK, num_experts))
+    def alone(self, expert_TK: Tensor, num_experts: int) -> SingleRankExecutor:
+        return SingleRankExecutor(route(expert_TK, num_experts))
 
     def forward(self, routes: Routes, x: Arrivals, weights: HeldExperts, at: Workplace) -> KernelForward:
         return KernelForward(routes, x, weights)

@@ -25,7 +25,7 @@ ACTIVATION = "swiglu"
 
 
 @dataclass(frozen=True)
-class LocalExecutor:
+class SingleRankExecutor:
     """Runs one micro-batch of one layer, whose rows are ``routing``'s, one group an expert.
 
     It records no spans: the host only launches, and does not know when the device computes.

@@ -110,8 +110,8 @@ def test_planning_is_neither_waiting_for_counts_nor_for_plans(monkeypatch: pytes
     layer.metrics()
     monkeypatch.setattr(layer.token_channel, "all_gather", slow(layer.token_channel.all_gather, 0.5))
     monkeypatch.setattr(layer.schedule, "ready", slow(layer.schedule.ready, 0.5))
-    monkeypatch.setattr("moesys.moe.layer.build_routes", slow(build_routes, 0.02))
-    monkeypatch.setattr("moesys.moe.layer.plan_layer", slow(ms.plan_layer, 0.02))
+    monkeypatch.setattr("moesys.moe.planners.build_routes", slow(build_routes, 0.02))
+    monkeypatch.setattr("moesys.moe.planners.plan_layer", slow(ms.plan_layer, 0.02))
     for _ in range(2):
         layer(tokens(1))
     assert 80 <= layer.metrics().plan_ms < 500

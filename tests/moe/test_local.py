@@ -133,7 +133,7 @@ def test_the_host_never_waits_and_no_bit_changes(
 
 
 def test_the_host_waits_where_it_plans() -> None:
-    with host_never_waits(), pytest.raises(AssertionError, match=r"in moesys\.(moe\.layer|overlap)"):
+    with host_never_waits(), pytest.raises(AssertionError, match=r"in moesys\.(moe\.planners|overlap)"):
         train(stack(EP, "float32", ThroughRoutes()), [5])
 
 
@@ -202,7 +202,7 @@ def test_x_and_h_are_saved_for_backward() -> None:
 def test_masters_are_read_where_they_lie_or_cast_at_once(strategy: ms.Strategy) -> None:
     for dtype in ("float32", "bfloat16"):
         layer = ms.MoELayer(SHAPE.replace(dtype=dtype), strategy)
-        restored = layer.start_restore(layer.schedule.layout).wait()
+        restored = layer.store.start_restore(layer.schedule.layout).wait()
         gate_up, down = restored.stacked()
         is_master = gate_up.untyped_storage().data_ptr() == layer.experts.untyped_storage().data_ptr()
         assert is_master == (dtype == "float32")

@@ -35,7 +35,7 @@ def walk(schedule: LayoutSchedule, first: int, last: int) -> list[ExpertLayout]:
     """The layouts of micro-batches ``first`` to ``last`` - 1 of ``TOKENS_SRE``."""
     layouts = []
     for now in range(first, last):
-        schedule.settle(agreed=True)
+        schedule.commit(agreed=True)
         layouts.append(schedule.layout)
         schedule.observe(LoadMatrix(TOKENS_SRE[now]))
     return layouts

@@ -298,7 +298,7 @@ def issued_by_layers(strategy: ms.Strategy, cluster: ms.ClusterSpec) -> list[tup
 
     for layer in layers:
         listen(layer.token_channel, layer.layer_index)
-        listen(layer.weight_channel, layer.layer_index)
+        listen(layer.store.channel, layer.layer_index)
     generator = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(2):
         issued.clear()

@@ -282,7 +282,7 @@ class _History:
         replaced, moved_after = self.layout, None
         for now in range(micro_batch + 1):
             before = self.layout
-            self._schedule.settle(agreed=True)
+            self._schedule.commit(agreed=True)
             if (made_after := now - self.strategy.lag) in requests:
                 if np.array_equal(before.replicas_RE, self.layout.replicas_RE):
                     self.num_kept += 1

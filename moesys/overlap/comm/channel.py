@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moesys.overlap.comm.heartbeat import Pulse
+from moesys.overlap.comm.heartbeat import Heartbeat
 from moesys.overlap.comm.messages import Messages, exchange
 from moesys.overlap.comm.record import Meter, Recorder
 
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class CollectiveError(RuntimeError):
-    """A collective failed. ``silent_ranks`` neither failed with it nor have a pulse: they are dead, hung, or gone."""
+    """A collective failed. ``silent_ranks`` neither failed with it nor have a heartbeat: dead, hung, or gone."""
 
     def __init__(self, message: str, silent_ranks: tuple[int, ...]) -> None:
         super().__init__(message)
@@ -62,7 +62,7 @@ class Channel:
     ``node_of_rank`` [R] tells links apart: bytes within a node, bytes between nodes. Spans go to ``recorder``, which
     the layers of a model share, counts to ``meter``, which belongs to one layer.
 
-    A collective that fails raises ``CollectiveError``, which names the ranks that are gone: with a ``pulse`` after
+    A collective that fails raises ``CollectiveError``, which names the ranks that are gone: with a ``heartbeat`` after
     ``failure_grace_s`` seconds, without one when all others have failed, at the latest after the group's time-out.
     """
 
@@ -82,7 +82,7 @@ class Channel:
         self.meter = meter
         self.device_type = device_type
         self.failure_grace_s = FAILURE_GRACE_S
-        self.pulse: Pulse | None = None
+        self.heartbeat: Heartbeat | None = None
 
     def all_to_all(
         self,
@@ -136,7 +136,7 @@ class Channel:
             raise self._failure(kind, error) from error
 
     def _failure(self, kind: str, error: RuntimeError) -> CollectiveError:
-        """Sign as a survivor, and find out who neither signs nor has a pulse."""
+        """Sign as a survivor, and find out who neither signs nor has a heartbeat."""
         assert self.group is not None
         members = dist.get_process_group_ranks(self.group)
         me = members[self.rank]
@@ -144,8 +144,8 @@ class Channel:
         try:
             store = dist.distributed_c10d._get_default_store()
             store.set(f"moesys/survivor/{me}", kind)
-            if self.pulse is not None:
-                silent = self._unsigned(store, self.pulse.without_pulse(members, self.failure_grace_s))
+            if self.heartbeat is not None:
+                silent = self._unsigned(store, self.heartbeat.silent_ranks(members, self.failure_grace_s))
             else:
                 silent = self._missing_from_roll_call(store, members)
         except RuntimeError:

@@ -1,4 +1,4 @@
-"""Pulse: a sign of life of every rank, by which a failed collective tells dead ranks from those that wait for them."""
+"""Heartbeat: every rank's sign of life, by which a failed collective tells dead ranks from those that wait for them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch.distributed as dist
 PERIOD_S = 0.5
 
 
-class Pulse:
+class Heartbeat:
     """Counts up a key of the rendezvous store twice a second, from a daemon thread; ``close`` it to stop.
 
-    A stopped, killed or finished process has no pulse. One that computes, or waits in a collective, has.
+    A stopped, killed or finished process has no heartbeat. One that computes, or waits in a collective, has.
     """
 
     def __init__(self, rank: int) -> None:
@@ -23,11 +23,11 @@ class Pulse:
         self._rank = rank
         self._closed = threading.Event()
         self._beat()
-        self._thread = threading.Thread(target=self._run, name="moesys-pulse", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="moesys-heartbeat", daemon=True)
         self._thread.start()
 
-    def without_pulse(self, ranks: Collection[int], grace_s: float) -> set[int]:
-        """The ranks whose pulse does not move for ``grace_s`` seconds; returns at once when all have moved."""
+    def silent_ranks(self, ranks: Collection[int], grace_s: float) -> set[int]:
+        """Returns the ranks whose heartbeat does not move for ``grace_s`` seconds; at once when all have moved."""
         seen = {rank: self._count(rank) for rank in ranks}
         silent = set(ranks)
         deadline = time.monotonic() + grace_s
@@ -60,4 +60,4 @@ class Pulse:
 
 
 def _key(rank: int) -> str:
-    return f"moesys/pulse/{rank}"
+    return f"moesys/heartbeat/{rank}"

@@ -1,0 +1,100 @@
+"""ExpertStore: a layer's experts on this rank, from masters into the slots of a layout, and gradients home again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.distributed as dist
+from torch import Tensor
+
+from moesys.config import ClusterSpec, Ep, Fsep, MegaKernel, ModelShape, Sharding, Strategy
+from moesys.layout import ExpertLayout
+from moesys.moe.expert_parameters import DTYPES
+from moesys.moe.masters import Masters
+from moesys.moe.planning import LayoutSchedule
+from moesys.moe.sharded_experts import ShardedExperts
+from moesys.moe.shards import ExpertShards, Restored
+from moesys.moe.whole_experts import WholeExperts
+from moesys.overlap.comm.channel import Channel
+
+
+class ExpertStore:
+    """Restores experts for a call, or ahead of the coming one, and reshards their gradients.
+
+    ``shards`` is the geometry, ``masters`` has the parameters; ``schedule`` says which layout the coming micro-batch
+    has. ``channel``: where experts and their gradients travel; one of their own in a linked model.
+    """
+
+    def __init__(
+        self,
+        layer_index: int,
+        sharding: Sharding,
+        shards: ExpertShards,
+        masters: Masters,
+        schedule: LayoutSchedule,
+        channel: Channel,
+    ) -> None:
+        self.layer_index, self.shards, self.masters = layer_index, shards, masters
+        self.schedule, self.channel = schedule, channel
+        # EP keeps what it lent until backward: sending it twice would cost more than the memory is worth.
+        self.reshard_after_forward, self.prefetch_layers, self.delay_reshard = False, 0, False
+        if isinstance(sharding, Fsep):
+            self.reshard_after_forward = sharding.reshard_after_forward
+            self.prefetch_layers, self.delay_reshard = sharding.prefetch_layers, sharding.delay_reshard
+        self._prefetched: tuple[ExpertLayout, int, Restored] | None = None
+
+    def start_restore(self, layout: ExpertLayout) -> Restored:
+        """Starts bringing the experts of ``layout`` here. A collective."""
+        return self.shards.restore(self.masters.local(), layout, self.channel, f"layer {self.layer_index}")
+
+    def prefetch(self, pass_number: int) -> None:
+        """Starts bringing the experts of the coming micro-batch, whose layout is settled, unless it is done already."""
+        if not self._is_prefetched(pass_number):
+            layout = self.schedule.layout
+            self._prefetched = (layout, pass_number, self.start_restore(layout))
+
+    def take_prefetched(self, pass_number: int) -> Restored | None:
+        """Returns what was brought ahead for this pass and layout, if anything, and forgets it."""
+        restored = self._prefetched[2] if self._prefetched is not None and self._is_prefetched(pass_number) else None
+        self.drop_prefetched()
+        return restored
+
+    def drop_prefetched(self) -> None:
+        """Forgets what was brought ahead."""
+        self._prefetched = None
+
+    def _is_prefetched(self, pass_number: int) -> bool:
+        """Whether experts were brought ahead for this very pass: one that was broken off leaves some behind, which the
+        next optimizer step makes stale.
+        """
+        return self._prefetched is not None and self._prefetched[:2] == (self.schedule.layout, pass_number)
+
+    def new_gradients(self, layout: ExpertLayout) -> Tensor:
+        """Returns memory for the gradients of the slots of ``layout``, float32 [D, padded_parameters]."""
+        return self.shards.new_gradients(layout, self.masters.local().device)
+
+    def start_reshard(self, grads_DP: Tensor, layout: ExpertLayout) -> Callable[[], Tensor]:
+        """Starts sending slot gradients to the owners; the result waits, and gives this rank's part of the masters'
+        gradient. A collective.
+        """
+        return self.shards.reshard(grads_DP, layout, self.channel, f"layer {self.layer_index}")
+
+
+def shards_of(
+    strategy: Strategy, shape: ModelShape, cluster: ClusterSpec, rank: int, group: dist.ProcessGroup | None
+) -> ExpertShards:
+    """Returns this rank's shards, as a strategy asks for them. ``group``: the ranks of ``cluster``; None for one rank
+    alone.
+    """
+    dtype = DTYPES[shape.dtype]
+    match strategy.sharding:
+        case Ep():
+            return WholeExperts(shape, dtype, rank, cluster.num_ranks)
+        case Fsep(restore=restore):
+            overlap, hierarchical = strategy.overlap, restore == "hierarchical"
+            if isinstance(overlap, MegaKernel) and group is not None and not hierarchical:
+                # Here, so that Triton is loaded only where it runs.
+                from moesys.moe.pulled_experts import PulledExperts
+
+                return PulledExperts(shape, dtype, rank, cluster.node_of_rank, group, overlap.timeout_s)
+            return ShardedExperts(shape, dtype, rank, cluster.num_ranks, cluster.node_of_rank, hierarchical)

@@ -1,0 +1,267 @@
+"""Planners: who computes what in one micro-batch, and where rows are sent, from the choices of its tokens.
+
+Three, of which a layer has one for good (``planner_of``): ``AlonePlanner``, where one rank needs no counts on the host;
+``HostPlanner``, where hosts exchange counts and plan; ``DevicePlanner``, where devices do it in the forward.
+
+T tokens of this rank, K top-k, E experts, C chunks, R ranks.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moesys.config import ClusterSpec, MegaKernel, ModelShape, Pipelined, Strategy
+from moesys.layout import ExpertLayout
+from moesys.load import LoadMatrix
+from moesys.moe.expert_parameters import DTYPES
+from moesys.moe.lookahead import Lookahead
+from moesys.moe.planning import LayoutSchedule
+from moesys.moe.shards import ExpertShards
+from moesys.moe.unread_plans import DevicesPlan, SingleRankPlan
+from moesys.overlap.chunked import ChunkedExecutor
+from moesys.overlap.comm.channel import Channel
+from moesys.overlap.executor import Executor
+from moesys.overlap.expert_math import ExpertMath
+from moesys.overlap.routes import build_routes, chunk_counts
+from moesys.step import LayerPlan, device_split, plan_layer, plans_on_device
+
+if TYPE_CHECKING:
+    from moesys.kernels.mega.exchange import Replicas
+    from moesys.overlap.device_split import DeviceSplit
+    from moesys.overlap.mega_executor import MegaHome
+
+
+class Planned(NamedTuple):
+    """``counts``: to be called once, when forward is launched; gives the choices of each expert, int64 [E], on all
+    ranks. None where nobody learns from the micro-batch.
+    """
+
+    executor: Executor
+    plan: LayerPlan | SingleRankPlan | DevicesPlan
+    counts: Callable[[], Tensor] | None
+
+
+@dataclass
+class Planner(ABC):
+    """Plans the micro-batches of one layer on one rank, over the layouts of ``schedule``."""
+
+    strategy: Strategy
+    shape: ModelShape
+    cluster: ClusterSpec
+    schedule: LayoutSchedule
+    shards: ExpertShards
+    channel: Channel
+
+    @abstractmethod
+    def plan(
+        self,
+        expert_TK: Tensor,
+        math: ExpertMath,
+        learning: bool,
+        upcoming: Sequence[LayoutSchedule],
+        lookahead: Lookahead,
+    ) -> Planned:
+        """Plans a micro-batch of choices int64 [T, K], and settles the layouts of the next layers, ``upcoming``.
+
+        ``learning``: layouts may change, and the schedule learns from the micro-batch.
+        """
+
+    def _mega_home(self, overlap: MegaKernel, lookahead: Lookahead, device: torch.device) -> MegaHome:
+        return lookahead.mega_home.get(self.channel.group, device, overlap.timeout_s)
+
+
+@dataclass
+class AlonePlanner(Planner):
+    """One rank: nothing is planned, and counts stay on the device until they are read. Where ``math`` must know them,
+    ``counting`` plans.
+    """
+
+    counting: Planner
+
+    def plan(
+        self,
+        expert_TK: Tensor,
+        math: ExpertMath,
+        learning: bool,
+        upcoming: Sequence[LayoutSchedule],
+        lookahead: Lookahead,
+    ) -> Planned:
+        with self.channel.meter.planning():
+            executor = math.alone(expert_TK, self.shape.num_experts)
+        if executor is None:
+            return self.counting.plan(expert_TK, math, learning, upcoming, lookahead)
+        schedule = self.schedule
+        plan = SingleRankPlan(
+            self.strategy, self.shape, self.cluster, schedule.layout, schedule.micro_batch, executor.tokens_E
+        )
+        if learning:
+            schedule.advance()
+        return Planned(executor, plan, (lambda: plan.tokens_E) if learning else None)
+
+
+@dataclass
+class HostPlanner(Planner):
+    """Hosts exchange counts, agree on layouts, and each makes the same plan."""
+
+    def plan(
+        self,
+        expert_TK: Tensor,
+        math: ExpertMath,
+        learning: bool,
+        upcoming: Sequence[LayoutSchedule],
+        lookahead: Lookahead,
+    ) -> Planned:
+        schedule, overlap = self.schedule, self.strategy.overlap
+        deciding = [schedule, *upcoming]
+        deadline_s = time.monotonic() + lookahead.plan_timeout_s
+        votes = [not learning or each.ready(deadline_s) for each in deciding]
+        num_chunks = overlap.chunks if isinstance(overlap, Pipelined) else 1
+        counts_CE = chunk_counts(expert_TK, self.shape.num_experts, num_chunks)
+        said = torch.tensor([len(expert_TK), *votes], dtype=torch.int64, device=counts_CE.device)
+        gathered_RN = self.channel.all_gather(torch.cat([counts_CE.flatten(), said]), lane="counts").cpu()
+        tokens_RCE = gathered_RN[:, : counts_CE.numel()].view(-1, *counts_CE.shape)
+        said_RN = gathered_RN[:, counts_CE.numel() :]
+        if learning:
+            _commit(deciding, said_RN[:, 1:])
+        with self.channel.meter.planning():
+            load = LoadMatrix(tokens_RCE.sum(dim=1).numpy())
+            plan = plan_layer(
+                self.strategy, self.shape, self.cluster, load, layout=schedule.layout, turn=schedule.micro_batch
+            )
+            if learning:
+                schedule.observe(load)
+            if isinstance(overlap, MegaKernel):
+                home, most_tokens = self._mega_home(overlap, lookahead, expert_TK.device), int(said_RN[:, 0].max())
+                executor = self._mega_executor(overlap, home, expert_TK, plan, most_tokens)
+            else:
+                executor = self._chunked_executor(expert_TK, plan, tokens_RCE, math)
+        return Planned(executor, plan, (lambda: torch.from_numpy(load.tokens_E)) if learning else None)
+
+    def _chunked_executor(
+        self, expert_TK: Tensor, plan: LayerPlan, tokens_RCE: Tensor, math: ExpertMath
+    ) -> ChunkedExecutor:
+        tokens_CRE = np.ascontiguousarray(tokens_RCE.numpy().swapaxes(0, 1))
+        routes = build_routes(expert_TK, tokens_CRE, plan.tokens, self.channel.rank, math.min_rows)
+        return ChunkedExecutor(routes, self.channel, math, self.shards.memory)
+
+    def _mega_executor(
+        self, overlap: MegaKernel, home: MegaHome, expert_TK: Tensor, plan: LayerPlan, most_tokens: int
+    ) -> Executor:
+        # Here, so that Triton is loaded only where it runs.
+        from moesys.overlap.mega_executor import plan_mega
+
+        return plan_mega(
+            overlap,
+            home,
+            expert_TK,
+            plan.tokens,
+            self.channel.rank,
+            most_tokens,
+            self.shape.hidden_size,
+            DTYPES[self.shape.dtype],
+            self.channel.recorder,
+        )
+
+
+@dataclass
+class DevicePlanner(Planner):
+    """Devices exchange counts and plan in the forward of a MegaKernel, as ``plans_on_device`` allows. Hosts meet only
+    to agree on layouts that are due.
+    """
+
+    def __post_init__(self) -> None:
+        # Tables of the newest layout, on the device since it was settled.
+        self._tables: tuple[ExpertLayout, DeviceSplit, Replicas] | None = None
+
+    def plan(
+        self,
+        expert_TK: Tensor,
+        math: ExpertMath,
+        learning: bool,
+        upcoming: Sequence[LayoutSchedule],
+        lookahead: Lookahead,
+    ) -> Planned:
+        # Here, so that Triton is loaded only where it runs.
+        from moesys.overlap.mega_executor import plan_mega_later
+
+        schedule, overlap, device = self.schedule, self.strategy.overlap, expert_TK.device
+        assert isinstance(overlap, MegaKernel)
+        if learning:
+            self._agree([schedule, *upcoming], lookahead.plan_timeout_s, device)
+        layout, turn = schedule.layout, schedule.micro_batch
+        with self.channel.meter.planning():
+            split, replicas = self._tables_of(layout, device)
+            executor, pending = plan_mega_later(
+                overlap,
+                self._mega_home(overlap, lookahead, device),
+                expert_TK,
+                self.shape.num_experts,
+                split,
+                replicas,
+                turn,
+                self.shape.hidden_size,
+                DTYPES[self.shape.dtype],
+                self.channel.recorder,
+            )
+        plan = DevicesPlan(layout, pending)
+        if not learning:
+            return Planned(executor, plan, None)
+        schedule.record(plan.load)
+
+        def counts() -> Tensor:
+            tokens_E = plan.tokens_E
+            schedule.request()
+            return tokens_E
+
+        return Planned(executor, plan, counts)
+
+    def _agree(self, deciding: Sequence[LayoutSchedule], timeout_s: float, device: torch.device) -> None:
+        """All ranks use the layouts that are due, or none does. Where none is due nobody waits: ranks know alike."""
+        if not any(schedule.due for schedule in deciding):
+            return
+        deadline_s = time.monotonic() + timeout_s
+        votes = torch.tensor([schedule.ready(deadline_s) for schedule in deciding], dtype=torch.int64)
+        _commit(deciding, self.channel.all_gather(votes.to(device), lane="counts").cpu())
+
+    def _tables_of(self, layout: ExpertLayout, device: torch.device) -> tuple[DeviceSplit, Replicas]:
+        from moesys.overlap.mega_executor import replicas_of
+
+        if self._tables is None or self._tables[0] is not layout:
+            split = device_split(layout, self.cluster, self.strategy.split, device)
+            self._tables = layout, split, replicas_of(layout, self.channel.rank, device)
+        return self._tables[1:]
+
+
+def planner_of(
+    strategy: Strategy,
+    shape: ModelShape,
+    cluster: ClusterSpec,
+    schedule: LayoutSchedule,
+    shards: ExpertShards,
+    channel: Channel,
+) -> Planner:
+    """Returns the planner of one layer on one of the ranks of ``cluster``."""
+    parts = (strategy, shape, cluster, schedule, shards, channel)
+    match plans_on_device(strategy), cluster.num_ranks:
+        case True, 1:
+            return AlonePlanner(*parts, DevicePlanner(*parts))
+        case False, 1:
+            return AlonePlanner(*parts, HostPlanner(*parts))
+        case True, _:
+            return DevicePlanner(*parts)
+        case _:
+            return HostPlanner(*parts)
+
+
+def _commit(schedules: Sequence[LayoutSchedule], votes_RN: Tensor) -> None:
+    """All ranks use the plans of a schedule that are due where every one of them has voted for it."""
+    for schedule, vote in zip(schedules, votes_RN.amin(dim=0).tolist(), strict=True):
+        schedule.commit(bool(vote))

@@ -1,0 +1,92 @@
+"""RoutedExperts: the autograd.Function of a layer, which runs a planned ``LayerCall`` forward and backward."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from moesys.moe.call import LayerCall
+from moesys.moe.expert_parameters import as_gradients
+from moesys.moe.lookahead import Lookahead
+from moesys.moe.shards import Restored
+from moesys.overlap.executor import Saved
+
+
+class RoutedExperts(torch.autograd.Function):
+    """y [T, H] from x [T, H], routing weights float32 [T, K] and this rank's masters.
+
+    Saves the arrived rows of x and the pre-activations, and no expert that can be restored.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x_TH: Tensor, weight_TK: Tensor, masters: Tensor, call: LayerCall, lookahead: Lookahead
+    ) -> Tensor:
+        store = call.store
+
+        def wait_for_experts() -> Restored:
+            # Dispatch is through, so the next layers' experts may travel.
+            restored = call.restore().spread()
+            call.prefetch_upcoming()
+            return restored.wait()
+
+        with torch.autocast(x_TH.device.type, enabled=False):
+            call.restore().keep_casts = call.expects_backward and not store.reshard_after_forward
+            y_TH, saved = call.executor.forward(x_TH, weight_TK, wait_for_experts)
+        ctx.call, ctx.lookahead = call, lookahead
+        ctx.save_for_backward(weight_TK, masters, saved.arrivals_MH, saved.h_P2I)
+        # What a recomputation restores, the backward right behind it uses.
+        if store.reshard_after_forward and not call.replayed:
+            call.release()
+        return y_TH
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        call: LayerCall = ctx.call
+        lookahead: Lookahead = ctx.lookahead
+        store = call.store
+        weight_TK, _, arrivals_MH, h_P2I = ctx.saved_tensors
+        dy_TH = grad_outputs[0].contiguous()
+        grads_DP = gradients = None
+        if ctx.needs_input_grad[2]:
+            grads_DP = store.new_gradients(call.layout)
+            gradients = as_gradients(grads_DP, store.shards.shape)
+
+        def wait_for_experts() -> Restored:
+            # Meanwhile the layers before restore theirs, and gradients that waited set off.
+            restored = call.restore().spread()
+            lookahead.behind_backward(call)
+            return restored.wait()
+
+        with torch.autocast(dy_TH.device.type, enabled=False):
+            call.restore()
+            dx_TH, dweight_TK = call.executor.backward(
+                dy_TH, weight_TK, Saved(arrivals_MH, h_P2I), wait_for_experts, gradients
+            )
+        call.release()
+        dmasters = None
+        if grads_DP is not None:
+            start = partial(store.start_reshard, grads_DP, call.layout)
+            may_delay = store.delay_reshard and _reaches_grad(ctx.next_functions[2][0])
+            if not (may_delay and lookahead.delay(store, start)):
+                dmasters = start()()
+        lookahead.after_backward()
+        return dx_TH, dweight_TK, dmasters, None, None
+
+
+def _reaches_grad(node: Any) -> bool:
+    """Whether this backward ends in the ``.grad`` of the leaf behind ``node``: not so for ``torch.autograd.grad``, nor
+    for other ``inputs`` of ``backward``.
+    """
+    while node.next_functions:
+        node = node.next_functions[0][0]
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        # What torch raises for leaves under torch.autograd.grad.
+        return False
