@@ -19,7 +19,6 @@ from moesys.layout import ExpertLayout, TokenPlan
 from moesys.load import LoadMatrix
 from moesys.moe.call import LayerCall, RoutedExperts
 from moesys.moe.device_plan import DevicePlan, DevicePlanner, RanksPlan
-from moesys.moe.expert_math import expert_math_on
 from moesys.moe.expert_parameters import DTYPES, initial_generator
 from moesys.moe.metrics import LayerMetrics
 from moesys.moe.planning import InlinePlanner, LayoutSchedule
@@ -34,7 +33,8 @@ from moesys.overlap.chunked import ChunkedExecutor
 from moesys.overlap.comm.channel import Channel
 from moesys.overlap.comm.record import Meter, Recorder
 from moesys.overlap.executor import Executor
-from moesys.overlap.expert_math import ExpertMath
+from moesys.overlap.expert_compute import ExpertCompute
+from moesys.overlap.experts_on_device import experts_on_device
 from moesys.overlap.routes import build_routes, chunk_counts
 from moesys.step import LayerPlan, plan_layer, plans_on_device
 
@@ -97,7 +97,7 @@ class MoELayer(nn.Module):
         self.runtime: MoERuntime | None = None
         self.plan_timeout_s = PLAN_TIMEOUT_S
         # None: that of the device.
-        self.expert_math: ExpertMath | None = None
+        self.expert_compute: ExpertCompute | None = None
         self.mega_home: MegaHome | None = None
         self.tokens_since_update_E = torch.zeros(shape.num_experts, dtype=torch.int64)
         self._prefetched: tuple[ExpertLayout, int, Restored] | None = None
@@ -181,12 +181,12 @@ class MoELayer(nn.Module):
         previous = self.runtime.enter(self) if self.runtime is not None else None
         upcoming = self.runtime.upcoming(self) if self.runtime is not None else []
         # Asked for every time, as it depends on the device and, on the CPU, on the number of threads, which may change.
-        math = self.expert_math or expert_math_on(self.shape, self.compute_dtype, expert_TK.device.type)
-        alone = self._plan_alone(expert_TK, math, learning)
+        compute = self.expert_compute or experts_on_device(self.shape, self.compute_dtype, expert_TK.device.type)
+        alone = self._plan_alone(expert_TK, compute, learning)
         executor = (
             alone
             or self._plan_on_device(expert_TK, learning, upcoming)
-            or self._plan_together(expert_TK, math, learning, upcoming)
+            or self._plan_together(expert_TK, compute, learning, upcoming)
         )
         call = LayerCall(self, self.schedule.layout, executor, previous, checkpointed)
         if (prefetched := self._valid_prefetch()) is not None:
@@ -197,12 +197,12 @@ class MoELayer(nn.Module):
             self.runtime.entered(call)
         return call
 
-    def _plan_alone(self, expert_TK: Tensor, math: ExpertMath, learning: bool) -> LocalExecutor | None:
-        """On one rank, where ``math`` can: nothing is planned, and counts stay on the device until they are read."""
+    def _plan_alone(self, expert_TK: Tensor, compute: ExpertCompute, learning: bool) -> LocalExecutor | None:
+        """On one rank, where ``compute`` can: nothing is planned, and counts stay on the device until they are read."""
         if self.token_channel.num_ranks > 1:
             return None
         with self.meter.planning():
-            executor = math.alone(expert_TK, self.shape.num_experts)
+            executor = compute.alone(expert_TK, self.shape.num_experts)
         if executor is None:
             return None
         layout, turn, tokens_E = self.schedule.layout, self.schedule.micro_batch, executor.tokens_E
@@ -248,7 +248,9 @@ class MoELayer(nn.Module):
         for layer, vote in zip(deciding, gathered_RN.amin(dim=0).tolist(), strict=True):
             layer.schedule.settle(bool(vote))
 
-    def _plan_together(self, expert_TK: Tensor, math: ExpertMath, learning: bool, upcoming: list[MoELayer]) -> Executor:
+    def _plan_together(
+        self, expert_TK: Tensor, compute: ExpertCompute, learning: bool, upcoming: list[MoELayer]
+    ) -> Executor:
         """Exchange counts, agree on layouts, and plan."""
         deciding = [self, *upcoming]
         deadline = time.monotonic() + self.plan_timeout_s
@@ -279,9 +281,9 @@ class MoELayer(nn.Module):
                 np.ascontiguousarray(tokens_RCE.numpy().swapaxes(0, 1)),
                 plan.tokens,
                 self.token_channel.rank,
-                math.min_rows,
+                compute.min_rows,
             )
-        return ChunkedExecutor(routes, self.token_channel, math, self.shards.memory)
+        return ChunkedExecutor(routes, self.token_channel, compute, self.shards.memory)
 
     def _fused(self, overlap: MegaKernel, expert_TK: Tensor, plan: TokenPlan, most_tokens: int) -> MegaExecutor:
         # Here, so that Triton is loaded only where it runs.
