@@ -4,10 +4,10 @@ Every rank runs the program of a linked model: the stages of a layer are those o
 run, and experts travel around them as in ``moe.call`` and ``moe.runtime``. So collectives are the same, in the same
 order, issued and waited for at the same points. What is modelled: the products of each rank's own rows, in tiles and
 waves; gathers and weighted sums; the rest of a layer; recomputation; all-to-alls, which start when the last rank has
-issued them, as each pair of ranks begins when both are there (so a rank that is late makes all others wait) and of which
-a rank is through with its own messages (``simulator.links``); links shared by tokens and experts; computing that is
-slower while messages move beside it; the exchange of counts and of routing weights, as messages without bytes; chunks
-of exactly 1/C of everything.
+issued them, as each pair of ranks begins when both are there (so a rank that is late makes all others wait) and of
+which a rank is through with its own messages (``simulator.links``); links shared by tokens and experts; computing that
+is slower while messages move beside it; the exchange of counts and of routing weights, as messages without bytes;
+chunks of exactly 1/C of everything.
 
 What is not: routers and planning, copies of experts before and behind their way, and links that are slower than
 declared because many messages are short or meet in a switch.
