@@ -40,7 +40,7 @@ from moesys.cost import (
 )
 from moesys.layout import TokenPlan
 from moesys.schedule import Stage, num_chunks, schedule_of
-from moesys.simulator.critical_path import Transfer
+from moesys.simulator.critical_path import AllToAll
 from moesys.simulator.lanes import Lanes
 from moesys.simulator.links import ChannelName
 from moesys.simulator.mega.layer_pass import publish_seconds, queued_ahead
@@ -110,7 +110,7 @@ class _Exchange:
     ``others`` are still to be issued.
     """
 
-    newest: Transfer
+    newest: AllToAll
     others: list[LinkLoad]
     detail: str
 
@@ -191,7 +191,7 @@ class _Step:
         plan, chunks, name, entered_R = self.plans[layer], self.num_chunks, f"layer {layer} {way}", self.lanes.now_R
         rows_RE, whole = self._rows(layer)
         here_R, chosen_R = rows_RE.sum(axis=1) / chunks, plan.load.tokens_RE.sum(axis=1) / chunks
-        under_way: dict[Stage, Transfer] = {}
+        under_way: dict[Stage, AllToAll] = {}
         stages = schedule_of(self.strategy.overlap, "backward" if way == "backward" else "forward")
         for stage, earlier in stages.items():
             for message in earlier:
@@ -333,11 +333,11 @@ class _Step:
         self._advance(exchange)
         self.lanes.wait(exchange.newest)
 
-    def _issue(self, channel: ChannelName, lane: str, load: LinkLoad, detail: str) -> Transfer:
+    def _issue(self, channel: ChannelName, lane: str, load: LinkLoad, detail: str) -> AllToAll:
         """An all-to-all of rows, experts or gradients."""
         return self.lanes.send(channel, lane, load, detail + self.suffix, self.rest.latency_seconds)
 
-    def _message(self, lane: str, load: LinkLoad, detail: str) -> Transfer:
+    def _message(self, lane: str, load: LinkLoad, detail: str) -> AllToAll:
         """An all-to-all of a few numbers."""
         return self.lanes.send("tokens", lane, load.messages(), detail + self.suffix)
 
