@@ -240,7 +240,7 @@ def simulate(step_plan: StepPlan, *, other_seconds: float = 0.0, latency_seconds
 
 def simulation(micro_batches: Sequence[StepPlan], rest: RestOfStep | None = None) -> Simulation:
     """What a step of these micro-batches would do on their cluster, by the cost model: its timeline, and the critical
-    path through it. ``overlap.simulator`` says what that knows.
+    path through it. ``simulator.step_program`` says what that knows.
 
     Raises ValueError for micro-batches of different strategies, models or clusters, and for none.
     """

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 FLOORS = (
     {"config", "load", "layout", "timeline", "compiled"},
     {"kernels"},
-    {"traces", "cost"},
+    {"traces", "cost", "schedule"},
     {"overlap", "balance", "simulator"},
     {"hf"},
     {"step"},
@@ -72,6 +72,7 @@ REFUSED = {
     "load": {"torch"},
     "layout": {"torch"},
     "timeline": {"torch"},
+    "schedule": {"torch"},
     "simulator": {"torch", "triton"},
     "balance": {"triton"},
     "kernels": {"pydantic", "ortools", "rich"},
@@ -255,7 +256,7 @@ def test_the_table_sees(path, source, violation):
     [
         ("kernels/a.py", "from .b import c\ndef f():\n    import cupy"),
         ("layout.py", "from moesys.load import LoadMatrix"),
-        ("step.py", "from moesys.balance import plan_layout\nfrom moesys.overlap import schedule"),
+        ("step.py", "from moesys.balance import plan_layout\nfrom moesys.overlap import chunked"),
         ("lab/a.py", "import rich\nprint(1)"),
         ("moe/a.py", "TABLE = {1: 2}\ndef f():\n    seen = []\n    seen.append(TABLE[1])"),
     ],

@@ -13,7 +13,6 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moesys.config import ClusterSpec, ModelShape, Strategy
 from moesys.moe.call import LayerCall
-from moesys.moe.expert_math import expert_math_on
 from moesys.moe.expert_parameters import DTYPES, initial_generator
 from moesys.moe.expert_store import ExpertStore, shards_of
 from moesys.moe.lookahead import Lookahead, NoLookahead
@@ -31,7 +30,8 @@ from moesys.moe.unread_plans import DevicesPlan, SingleRankPlan
 from moesys.overlap.comm.channel import Channel
 from moesys.overlap.comm.heartbeat import Heartbeat
 from moesys.overlap.comm.record import Meter, Recorder
-from moesys.overlap.expert_math import ExpertMath
+from moesys.overlap.expert_compute import ExpertCompute
+from moesys.overlap.experts_on_device import experts_on_device
 from moesys.step import LayerPlan
 
 STATE_TIMEOUT_S = 600.0
@@ -83,7 +83,7 @@ class MoELayer(nn.Module):
         self.shards = shards_of(strategy, shape, self.cluster, rank, self.group)
         self.meter = Meter()
         # None: that of the device.
-        self.expert_math: ExpertMath | None = None
+        self.expert_compute: ExpertCompute | None = None
         self.tokens_since_update_E = torch.zeros(shape.num_experts, dtype=torch.int64)
         self._last_plan: LayerPlan | SingleRankPlan | DevicesPlan | None = None
         # Drawn on the CPU, so that every device starts from the same weights.
@@ -141,9 +141,9 @@ class MoELayer(nn.Module):
         learning = self.training and torch.is_grad_enabled()
         neighbours = self.lookahead.enter(self.store)
         # Asked for every time, as it depends on the device and, on the CPU, on the number of threads, which may change.
-        math = self.expert_math or expert_math_on(self.shape, DTYPES[self.shape.dtype], expert_TK.device.type)
+        compute = self.expert_compute or experts_on_device(self.shape, DTYPES[self.shape.dtype], expert_TK.device.type)
         upcoming = [store.schedule for store in neighbours.upcoming]
-        executor, self._last_plan, counts = self.planner.plan(expert_TK, math, learning, upcoming, self.lookahead)
+        executor, self._last_plan, counts = self.planner.plan(expert_TK, compute, learning, upcoming, self.lookahead)
         call = LayerCall(self.store, executor, neighbours, counts)
         self.lookahead.entered(call)
         return call

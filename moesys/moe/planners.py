@@ -29,7 +29,7 @@ from moesys.moe.unread_plans import DevicesPlan, SingleRankPlan
 from moesys.overlap.chunked import ChunkedExecutor
 from moesys.overlap.comm.channel import Channel
 from moesys.overlap.executor import Executor
-from moesys.overlap.expert_math import ExpertMath
+from moesys.overlap.expert_compute import ExpertCompute
 from moesys.overlap.routes import build_routes, chunk_counts
 from moesys.step import LayerPlan, device_split, plan_layer, plans_on_device
 
@@ -64,7 +64,7 @@ class Planner(ABC):
     def plan(
         self,
         expert_TK: Tensor,
-        math: ExpertMath,
+        compute: ExpertCompute,
         learning: bool,
         upcoming: Sequence[LayoutSchedule],
         lookahead: Lookahead,
@@ -80,7 +80,7 @@ class Planner(ABC):
 
 @dataclass
 class AlonePlanner(Planner):
-    """One rank: nothing is planned, and counts stay on the device until they are read. Where ``math`` must know them,
+    """One rank: nothing is planned, and counts stay on the device until they are read. Where ``compute`` must know them,
     ``counting`` plans.
     """
 
@@ -89,15 +89,15 @@ class AlonePlanner(Planner):
     def plan(
         self,
         expert_TK: Tensor,
-        math: ExpertMath,
+        compute: ExpertCompute,
         learning: bool,
         upcoming: Sequence[LayoutSchedule],
         lookahead: Lookahead,
     ) -> Planned:
         with self.channel.meter.planning():
-            executor = math.alone(expert_TK, self.shape.num_experts)
+            executor = compute.alone(expert_TK, self.shape.num_experts)
         if executor is None:
-            return self.counting.plan(expert_TK, math, learning, upcoming, lookahead)
+            return self.counting.plan(expert_TK, compute, learning, upcoming, lookahead)
         schedule = self.schedule
         plan = SingleRankPlan(
             self.strategy, self.shape, self.cluster, schedule.layout, schedule.micro_batch, executor.tokens_E
@@ -114,7 +114,7 @@ class HostPlanner(Planner):
     def plan(
         self,
         expert_TK: Tensor,
-        math: ExpertMath,
+        compute: ExpertCompute,
         learning: bool,
         upcoming: Sequence[LayoutSchedule],
         lookahead: Lookahead,
@@ -142,15 +142,15 @@ class HostPlanner(Planner):
                 home, most_tokens = self._mega_home(overlap, lookahead, expert_TK.device), int(said_RN[:, 0].max())
                 executor = self._mega_executor(overlap, home, expert_TK, plan, most_tokens)
             else:
-                executor = self._chunked_executor(expert_TK, plan, tokens_RCE, math)
+                executor = self._chunked_executor(expert_TK, plan, tokens_RCE, compute)
         return Planned(executor, plan, (lambda: torch.from_numpy(load.tokens_E)) if learning else None)
 
     def _chunked_executor(
-        self, expert_TK: Tensor, plan: LayerPlan, tokens_RCE: Tensor, math: ExpertMath
+        self, expert_TK: Tensor, plan: LayerPlan, tokens_RCE: Tensor, compute: ExpertCompute
     ) -> ChunkedExecutor:
         tokens_CRE = np.ascontiguousarray(tokens_RCE.numpy().swapaxes(0, 1))
-        routes = build_routes(expert_TK, tokens_CRE, plan.tokens, self.channel.rank, math.min_rows)
-        return ChunkedExecutor(routes, self.channel, math, self.shards.memory)
+        routes = build_routes(expert_TK, tokens_CRE, plan.tokens, self.channel.rank, compute.min_rows)
+        return ChunkedExecutor(routes, self.channel, compute, self.shards.memory)
 
     def _mega_executor(
         self, overlap: MegaKernel, home: MegaHome, expert_TK: Tensor, plan: LayerPlan, most_tokens: int
@@ -184,7 +184,7 @@ class DevicePlanner(Planner):
     def plan(
         self,
         expert_TK: Tensor,
-        math: ExpertMath,
+        compute: ExpertCompute,
         learning: bool,
         upcoming: Sequence[LayoutSchedule],
         lookahead: Lookahead,

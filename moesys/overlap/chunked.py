@@ -1,16 +1,16 @@
 """Dispatch, experts and combine, chunk by chunk; sequential is one chunk.
 
-While chunk i is computed, chunk i+1 is on its way to the experts and chunk i-1 on its way home. Chunks change when
-things happen and never what is computed: a row comes out the same in any company, and weight gradients sum over all
-rows at once in expert order (``expert_math``). Backward runs the same schedule on the output's gradient, and computes
-weight gradients while the last chunk travels home.
+``schedule.chunk_schedule`` says what comes when, and here is what each stage does. Chunks change when things happen and
+never what is computed: a row comes out the same in any company, and weight gradients sum over all rows at once in
+expert order (``expert_compute``).
 
-T tokens of this rank, H hidden, I expert width, K top-k, M arrivals, P expert rows.
+T tokens of this rank, H hidden, I expert width, K top-k, M arrivals, N rows in wire order, P expert rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -19,46 +19,52 @@ from torch import Tensor
 from moesys.kernels.cpu.page_pool import Memory, Scratch
 from moesys.overlap.comm.channel import Channel, Transfer
 from moesys.overlap.executor import Saved, WaitForExperts
-from moesys.overlap.expert_math import Arrivals, BackwardPass, ExpertMath, ForwardPass, Workplace
+from moesys.overlap.expert_compute import Arrivals, BackwardPass, ExpertCompute, ForwardPass, Workplace
 from moesys.overlap.held_experts import ExpertGradients
-from moesys.overlap.routes import ChunkRoutes, Routes
+from moesys.overlap.routes import Routes
+from moesys.schedule import Direction, Stage, chunk_schedule
 
 
 @dataclass(frozen=True)
 class ChunkedExecutor:
     """Runs one micro-batch of one layer on one rank.
 
-    ``math``: how experts are computed; ``routes`` are padded for it. ``memory``: where large tensors lie.
+    ``compute``: how experts are computed; ``routes`` are padded for it. ``memory``: where large tensors lie.
     """
 
     routes: Routes
     channel: Channel
-    math: ExpertMath
+    compute: ExpertCompute
     memory: Memory
 
     def forward(self, x_TH: Tensor, weight_TK: Tensor, wait_for_experts: WaitForExperts) -> tuple[Tensor, Saved]:
         """Output [T, H] in x's dtype. ``wait_for_experts`` is called once, when the first chunk has arrived."""
-        arrivals = self._arrivals(x_TH, self.routes.send_token_N)
+        messages = _Messages(self.routes, self.channel, self.memory, x_TH, "forward")
         at = Workplace(self.memory, Scratch(self.memory, x_TH.device))
         y_TH = self.memory.empty_like(x_TH)
-        math: ForwardPass | None = None
-
-        def ready() -> None:
-            nonlocal math
-            math = self.math.forward(self.routes, arrivals, wait_for_experts(), at)
-
-        def experts(chunk: ChunkRoutes) -> Tensor:
-            assert math is not None
-            return math.experts(chunk)
-
-        def combine(chunk: ChunkRoutes, home_NH: Tensor, home_TK: Tensor) -> None:
-            tokens = slice(*chunk.tokens)
-            place_TK = home_TK.view_as(weight_TK[tokens])
-            self.math.combine(home_NH, place_TK, weight_TK[tokens], y_TH[tokens], at.scratch)
-
-        self._run(arrivals, ready, experts, combine, "forward")
-        assert math is not None
-        return y_TH, Saved(arrivals.rows, math.pre_activations())
+        forward_pass: ForwardPass
+        for stage, earlier in chunk_schedule(len(self.routes.chunks), "forward").items():
+            messages.wait(earlier)
+            chunk = self.routes.chunks[stage.chunk]
+            match stage.kind:
+                case "dispatch":
+                    messages.dispatch(stage)
+                case "wait_for_experts":
+                    forward_pass = self.compute.forward(self.routes, messages.arrivals, wait_for_experts(), at)
+                case "experts":
+                    with self._span("experts", f"forward {stage.chunk}"):
+                        y_PH = forward_pass.experts(chunk)
+                case "combine":
+                    messages.combine(stage, y_PH)
+                case "sum":
+                    tokens = slice(*chunk.tokens)
+                    home_NH, home_TK = messages.take_home(stage)
+                    with self._span("combine", f"forward {stage.chunk}"):
+                        place_TK = home_TK.view_as(weight_TK[tokens])
+                        self.compute.combine(home_NH, place_TK, weight_TK[tokens], y_TH[tokens], at.scratch)
+                case _:
+                    raise AssertionError(f"no stage of tokens in chunks: {stage}")
+        return y_TH, Saved(messages.arrivals.rows, forward_pass.pre_activations())
 
     def backward(
         self,
@@ -72,156 +78,154 @@ class ChunkedExecutor:
         or not computed where that is None.
         """
         routes = self.routes
-        arrivals = self._arrivals(dy_TH, routes.send_token_N)
-        saved_arrivals = Arrivals(saved.arrivals_MH, arrivals.index)
+        messages = _Messages(routes, self.channel, self.memory, dy_TH, "backward")
+        saved_arrivals = Arrivals(saved.arrivals_MH, messages.arrivals.index)
         at = Workplace(self.memory, Scratch(self.memory, dy_TH.device))
-        dx_TH = self.memory.empty_like(dy_TH)
-        # Routing weights and their gradients travel in one message each: chunks of them would be all latency.
-        weight_M, weights_here = self._weights_to_experts(weight_TK.reshape(-1)[routes.send_row_N])
-        dweight_M = torch.empty_like(weight_M)
-        math: BackwardPass | None = None
-
-        def ready() -> None:
-            nonlocal math
-            weights_here()
-            weights = wait_for_experts()
-            math = self.math.backward(routes, arrivals, saved_arrivals, saved.h_P2I, weight_M, weights, gradients, at)
-
-        def experts(chunk: ChunkRoutes) -> Tensor:
-            assert math is not None
-            dx_PH, dweight_M[slice(*chunk.arrivals)] = math.experts(chunk)
-            return dx_PH
-
-        def combine(chunk: ChunkRoutes, home_NH: Tensor, home_TK: Tensor) -> None:
-            tokens = slice(*chunk.tokens)
-            self.math.combine(home_NH, home_TK.view_as(weight_TK[tokens]), None, dx_TH[tokens], at.scratch)
-
-        dweights_home: Callable[[], Tensor] | None = None
-
-        def after_experts() -> None:
-            nonlocal dweights_home
-            dweights_home = self._dweights_home(dweight_M)
-            if gradients is not None:
-                assert math is not None
-                math.weight_gradients(gradients)
-
-        self._run(arrivals, ready, experts, combine, "backward", after_experts)
-        assert dweights_home is not None
-        dweight_TK = torch.empty_like(weight_TK)
-        dweight_TK.view(-1)[routes.send_row_N] = dweights_home()
+        dx_TH, dweight_TK = self.memory.empty_like(dy_TH), torch.empty_like(weight_TK)
+        backward_pass: BackwardPass
+        for stage, earlier in chunk_schedule(len(routes.chunks), "backward").items():
+            messages.wait(earlier)
+            chunk = routes.chunks[stage.chunk]
+            match stage.kind:
+                case "dispatch_weights":
+                    messages.dispatch_weights(stage, weight_TK.reshape(-1)[routes.send_row_N])
+                case "dispatch":
+                    messages.dispatch(stage)
+                case "wait_for_experts":
+                    weight_M = messages.arrived_weights()
+                    dweight_M = torch.empty_like(weight_M)
+                    backward_pass = self.compute.backward(
+                        routes,
+                        messages.arrivals,
+                        saved_arrivals,
+                        saved.h_P2I,
+                        weight_M,
+                        wait_for_experts(),
+                        gradients,
+                        at,
+                    )
+                case "experts":
+                    with self._span("experts", f"backward {stage.chunk}"):
+                        dx_PH, dweight_M[slice(*chunk.arrivals)] = backward_pass.experts(chunk)
+                case "combine":
+                    messages.combine(stage, dx_PH)
+                case "sum":
+                    tokens = slice(*chunk.tokens)
+                    home_NH, home_TK = messages.take_home(stage)
+                    with self._span("combine", f"backward {stage.chunk}"):
+                        place_TK = home_TK.view_as(weight_TK[tokens])
+                        self.compute.combine(home_NH, place_TK, None, dx_TH[tokens], at.scratch)
+                case "combine_dweights":
+                    messages.combine_dweights(stage, dweight_M)
+                case "weight_gradients":
+                    if gradients is not None:
+                        with self._span("weight_gradients", "backward"):
+                            backward_pass.weight_gradients(gradients)
+                case "gather_dweights":
+                    dweight_TK.view(-1)[routes.send_row_N] = messages.dweights_home()
+                case _:
+                    raise AssertionError(f"no stage of tokens in chunks: {stage}")
         return dx_TH, dweight_TK
 
-    def _run(
-        self,
-        arrivals: Arrivals,
-        ready: Callable[[], None],
-        experts: Callable[[ChunkRoutes], Tensor],
-        combine: Callable[[ChunkRoutes, Tensor, Tensor], None],
-        direction: str,
-        after_experts: Callable[[], None] | None = None,
+    def _span(self, kind: str, detail: str) -> AbstractContextManager[None]:
+        return self.channel.recorder.span("compute", kind, detail)
+
+
+class _Messages:
+    """What travels in one direction: issued by a stage, waited for by those that need it. On one rank nothing does."""
+
+    def __init__(
+        self, routes: Routes, channel: Channel, memory: Memory, source_TH: Tensor, direction: Direction
     ) -> None:
-        """The schedule: experts of a chunk run while the next chunk arrives and the last one goes home."""
-        chunks, recorder = self.routes.chunks, self.channel.recorder
-        dispatched = [self._dispatch(0, arrivals, direction)]
-        going_home: list[tuple[int, Tensor, Transfer | None]] = []
+        self._routes, self._channel, self._memory, self._direction = routes, channel, memory, direction
+        self._alone = channel.num_ranks == 1
+        self._under_way: dict[Stage, Transfer] = {}
+        # Rows of each chunk that are home, or on their way.
+        self._home: dict[int, Tensor] = {}
+        if self._alone:
+            self.arrivals = Arrivals(source_TH, routes.send_token_N)
+        else:
+            rows_MH = memory.empty((routes.num_arrivals, *source_TH.shape[1:]), source_TH.dtype, source_TH.device)
+            self.arrivals = Arrivals(rows_MH, None, source_TH, routes.send_token_N)
 
-        def finish() -> None:
-            index, home, transfer = going_home.pop(0)
-            chunk = chunks[index]
-            if transfer is None:
-                # On one rank nothing has put the rows in wire order.
-                home_TK = chunk.return_M[chunk.home_TK]
-            else:
+    def wait(self, stages: Iterable[Stage]) -> None:
+        """Waits for those of ``stages`` that are messages."""
+        for stage in stages:
+            if (transfer := self._under_way.pop(stage, None)) is not None:
                 transfer.wait()
-                home_TK = chunk.home_TK
-            with recorder.span("compute", "combine", f"{direction} {index}"):
-                combine(chunk, home, home_TK)
 
-        for index, chunk in enumerate(chunks):
-            if index + 1 < len(chunks):
-                dispatched.append(self._dispatch(index + 1, arrivals, direction))
-            if (arriving := dispatched.pop(0)) is not None:
-                arriving.wait()
-            if index == 0:
-                ready()
-            with recorder.span("compute", "experts", f"{direction} {index}"):
-                rows = experts(chunk)
-            going_home.append((index, *self._send_home(chunk, rows, f"{direction} {index}")))
-            if index:
-                finish()
-        if len(chunks) == 1:
-            finish()
-        if after_experts is not None:
-            with recorder.span("compute", "weight_gradients", direction):
-                after_experts()
-        if len(chunks) > 1:
-            finish()
-
-    def _arrivals(self, source: Tensor, send_index: Tensor) -> Arrivals:
-        if self.channel.num_ranks == 1:
-            return Arrivals(source, send_index)
-        received = self.memory.empty((self.routes.num_arrivals, *source.shape[1:]), source.dtype, source.device)
-        return Arrivals(received, None, source, send_index)
-
-    def _dispatch(self, index: int, arrivals: Arrivals, direction: str) -> Transfer | None:
-        if arrivals.source is None or arrivals.send_index is None:
-            return None
-        chunk = self.routes.chunks[index]
-        return self.channel.all_to_all(
-            arrivals.rows[slice(*chunk.arrivals)],
-            arrivals.source.index_select(0, arrivals.send_index[slice(*chunk.sent)]),
+    def dispatch(self, stage: Stage) -> None:
+        """A chunk's rows set off to their experts, where they are ``arrivals``."""
+        source, send_index = self.arrivals.source, self.arrivals.send_index
+        if source is None or send_index is None:
+            return
+        chunk = self._routes.chunks[stage.chunk]
+        self._under_way[stage] = self._channel.all_to_all(
+            self.arrivals.rows[slice(*chunk.arrivals)],
+            source.index_select(0, send_index[slice(*chunk.sent)]),
             chunk.arrive_counts_R,
             chunk.send_counts_R,
             lane="dispatch",
-            detail=f"{direction} {index}",
+            detail=f"{self._direction} {stage.chunk}",
         )
 
-    def _send_home(self, chunk: ChunkRoutes, rows: Tensor, detail: str) -> tuple[Tensor, Transfer | None]:
-        """Rows in wire order at their source and the transfer to wait for; on one rank the rows themselves."""
-        if self.channel.num_ranks == 1:
-            return rows, None
-        home = self.memory.empty((chunk.sent[1] - chunk.sent[0], *rows.shape[1:]), rows.dtype, rows.device)
-        transfer = self.channel.all_to_all(
-            home,
-            rows.index_select(0, chunk.return_M),
+    def combine(self, stage: Stage, rows_PH: Tensor) -> None:
+        """A chunk's expert rows set off home."""
+        if self._alone:
+            self._home[stage.chunk] = rows_PH
+            return
+        chunk = self._routes.chunks[stage.chunk]
+        num_rows = chunk.sent[1] - chunk.sent[0]
+        home_NH = self._memory.empty((num_rows, *rows_PH.shape[1:]), rows_PH.dtype, rows_PH.device)
+        self._under_way[stage] = self._channel.all_to_all(
+            home_NH,
+            rows_PH.index_select(0, chunk.return_M),
             chunk.send_counts_R,
             chunk.arrive_counts_R,
             lane="combine",
-            detail=detail,
+            detail=f"{self._direction} {stage.chunk}",
         )
-        return home, transfer
+        self._home[stage.chunk] = home_NH
 
-    def _weights_to_experts(self, weight_N: Tensor) -> tuple[Tensor, Callable[[], None]]:
-        """Routing weights in wire order go to their experts: a buffer by arrival, and what fills it when called."""
-        if self.channel.num_ranks == 1:
-            return weight_N, lambda: None
-        received, transfer = self._exchange_all(weight_N[self.routes.by_destination_N], "dispatch", home=False)
-        weight_M = torch.empty_like(received)
+    def take_home(self, stage: Stage) -> tuple[Tensor, Tensor]:
+        """Returns the rows of a chunk that are home, once, and which of them is each (token, k)'s."""
+        chunk, home_NH = self._routes.chunks[stage.chunk], self._home.pop(stage.chunk)
+        # On one rank nothing has put the rows in wire order.
+        return home_NH, chunk.return_M[chunk.home_TK] if self._alone else chunk.home_TK
 
-        def finish() -> None:
-            transfer.wait()
-            weight_M[self.routes.by_source_M] = received
+    # Routing weights and their gradients travel in one message each: chunks of them would be all latency.
 
-        return weight_M, finish
+    def dispatch_weights(self, stage: Stage, weight_N: Tensor) -> None:
+        """Routing weights in wire order set off to the experts of their rows."""
+        self._weights = weight_N
+        if not self._alone:
+            self._weights = self._exchange(stage, weight_N[self._routes.by_destination_N], home=False)
 
-    def _dweights_home(self, dweight_M: Tensor) -> Callable[[], Tensor]:
-        """Gradients of routing weights by arrival go home: when called, they are there in wire order."""
-        if self.channel.num_ranks == 1:
-            return lambda: dweight_M
-        received, transfer = self._exchange_all(dweight_M[self.routes.by_source_M], "combine", home=True)
+    def arrived_weights(self) -> Tensor:
+        """Returns the routing weights by arrival, [M]."""
+        if self._alone:
+            return self._weights
+        return torch.empty_like(self._weights).index_copy_(0, self._routes.by_source_M, self._weights)
 
-        def finish() -> Tensor:
-            transfer.wait()
-            dweight_N = torch.empty_like(received)
-            dweight_N[self.routes.by_destination_N] = received
-            return dweight_N
+    def combine_dweights(self, stage: Stage, dweight_M: Tensor) -> None:
+        """Gradients of routing weights by arrival set off home."""
+        self._dweights = dweight_M
+        if not self._alone:
+            self._dweights = self._exchange(stage, dweight_M[self._routes.by_source_M], home=True)
 
-        return finish
+    def dweights_home(self) -> Tensor:
+        """Returns the gradients of routing weights in wire order, [N]."""
+        if self._alone:
+            return self._dweights
+        return torch.empty_like(self._dweights).index_copy_(0, self._routes.by_destination_N, self._dweights)
 
-    def _exchange_all(self, values: Tensor, lane: str, *, home: bool) -> tuple[Tensor, Transfer]:
-        """One number a row, of all chunks at once, to the experts or home."""
-        sent_R = [sum(counts) for counts in zip(*(c.send_counts_R for c in self.routes.chunks), strict=True)]
-        arrived_R = [sum(counts) for counts in zip(*(c.arrive_counts_R for c in self.routes.chunks), strict=True)]
+    def _exchange(self, stage: Stage, values: Tensor, *, home: bool) -> Tensor:
+        """One number a row, of all chunks, to the experts or home; returns what will have arrived."""
+        chunks = self._routes.chunks
+        sent_R = [sum(counts) for counts in zip(*(chunk.send_counts_R for chunk in chunks), strict=True)]
+        arrived_R = [sum(counts) for counts in zip(*(chunk.arrive_counts_R for chunk in chunks), strict=True)]
         out_R, in_R = (sent_R, arrived_R) if home else (arrived_R, sent_R)
         received = values.new_empty(sum(out_R))
-        return received, self.channel.all_to_all(received, values, out_R, in_R, lane=lane, detail="weights")
+        lane = "combine" if home else "dispatch"
+        self._under_way[stage] = self._channel.all_to_all(received, values, out_R, in_R, lane=lane, detail="weights")
+        return received

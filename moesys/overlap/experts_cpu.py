@@ -14,7 +14,7 @@ from torch import Tensor
 from moesys.kernels.cpu.page_pool import Scratch
 from moesys.kernels.cpu.row_invariant_gemm import RowRule, matmul_rows
 from moesys.kernels.experts.swiglu import swiglu, swiglu_backward
-from moesys.overlap.expert_math import Arrivals, Workplace
+from moesys.overlap.expert_compute import Arrivals, Workplace
 from moesys.overlap.held_experts import ExpertGradients, HeldExperts
 from moesys.overlap.routes import ChunkRoutes, Routes, SlotRows
 
@@ -26,8 +26,8 @@ COMBINE_ELEMENTS = 1 << 18
 
 
 @dataclass(frozen=True)
-class SlotMath:
-    """``ExpertMath`` by torch's GEMMs. ``rule``: how they are called so that chunks change no bit."""
+class CpuExperts:
+    """``ExpertCompute`` by torch's GEMMs. ``rule``: how they are called so that chunks change no bit."""
 
     rule: RowRule
 
@@ -38,8 +38,8 @@ class SlotMath:
     def alone(self, expert_TK: Tensor, num_experts: int) -> None:
         """A GEMM a slot is called with the counts that routes have."""
 
-    def forward(self, routes: Routes, x: Arrivals, weights: HeldExperts, at: Workplace) -> SlotForward:
-        return SlotForward(self.rule, routes, x, weights, at)
+    def forward(self, routes: Routes, x: Arrivals, weights: HeldExperts, at: Workplace) -> CpuForward:
+        return CpuForward(self.rule, routes, x, weights, at)
 
     def backward(
         self,
@@ -51,8 +51,8 @@ class SlotMath:
         weights: HeldExperts,
         gradients: ExpertGradients | None,
         at: Workplace,
-    ) -> SlotBackward:
-        return SlotBackward(self.rule, routes, dy, x, h_P2I, weight_M, weights, gradients, at)
+    ) -> CpuBackward:
+        return CpuBackward(self.rule, routes, dy, x, h_P2I, weight_M, weights, gradients, at)
 
     def combine(
         self, rows_NH: Tensor, place_TK: Tensor, weight_TK: Tensor | None, out_TH: Tensor, scratch: Scratch
@@ -75,7 +75,7 @@ class SlotMath:
             out_TH[tokens] = total_TH
 
 
-class SlotForward:
+class CpuForward:
     """``ForwardPass``, slot by slot."""
 
     def __init__(self, rule: RowRule, routes: Routes, x: Arrivals, weights: HeldExperts, at: Workplace) -> None:
@@ -103,7 +103,7 @@ class SlotForward:
         return self.h_P2I
 
 
-class SlotBackward:
+class CpuBackward:
     """``BackwardPass``, slot by slot."""
 
     def __init__(

@@ -28,15 +28,15 @@ from moesys.kernels.experts.tiles import RowTiles, groups_by_size
 from moesys.kernels.experts.up import up
 from moesys.kernels.experts.weight_gradient import weight_gradient
 from moesys.kernels.routing.routing import Routing, route
-from moesys.overlap.expert_math import Arrivals, Workplace
+from moesys.overlap.expert_compute import Arrivals, Workplace
 from moesys.overlap.held_experts import ExpertGradients, HeldExperts
 from moesys.overlap.routes import ChunkRoutes, Routes
 from moesys.overlap.single_rank import ACTIVATION, SingleRankExecutor
 
 
 @dataclass(frozen=True)
-class KernelMath:
-    """``ExpertMath`` by Triton kernels; on the CPU only in Triton's interpreter.
+class TritonExperts:
+    """``ExpertCompute`` by Triton kernels; on the CPU only in Triton's interpreter.
 
     Blocks follow from the shape of a call and the device, and not from its chunks, which so change no bit.
     """
@@ -48,8 +48,8 @@ class KernelMath:
     def alone(self, expert_TK: Tensor, num_experts: int) -> SingleRankExecutor:
         return SingleRankExecutor(route(expert_TK, num_experts))
 
-    def forward(self, routes: Routes, x: Arrivals, weights: HeldExperts, at: Workplace) -> KernelForward:
-        return KernelForward(routes, x, weights)
+    def forward(self, routes: Routes, x: Arrivals, weights: HeldExperts, at: Workplace) -> TritonForward:
+        return TritonForward(routes, x, weights)
 
     def backward(
         self,
@@ -61,8 +61,8 @@ class KernelMath:
         weights: HeldExperts,
         gradients: ExpertGradients | None,
         at: Workplace,
-    ) -> KernelBackward:
-        return KernelBackward(routes, dy, x, h_P2I, weight_M, weights, keep=gradients is not None)
+    ) -> TritonBackward:
+        return TritonBackward(routes, dy, x, h_P2I, weight_M, weights, keep=gradients is not None)
 
     def combine(
         self, rows_NH: Tensor, place_TK: Tensor, weight_TK: Tensor | None, out_TH: Tensor, scratch: Scratch
@@ -71,7 +71,7 @@ class KernelMath:
         out_TH.copy_(combine(rows_NH, place_TK.int(), weight_TK, out_TH.dtype))
 
 
-class KernelForward:
+class TritonForward:
     """``ForwardPass`` by kernels."""
 
     def __init__(self, routes: Routes, x: Arrivals, weights: HeldExperts) -> None:
@@ -110,7 +110,7 @@ class KernelForward:
         return self.h[0] if len(self.h) == 1 else torch.cat(self.h)
 
 
-class KernelBackward:
+class TritonBackward:
     """``BackwardPass`` by kernels. ``keep``: what weight gradients need is kept until they are asked for."""
 
     def __init__(

@@ -2,7 +2,7 @@
 
 The kernels are those of ``kernels.mega_dispatch`` and ``kernels.mega_combine``; here is which is called when, and what
 is kept from forward to backward. Rows come in expert order at once, so that nothing is ever sorted anew, and every
-row is computed as ``kernel_math`` computes it: no point of the search space changes a bit.
+row is computed as ``experts_triton`` computes it: no point of the search space changes a bit.
 
 T tokens of this rank, H hidden, I expert width, K top-k, N rows here.
 """

@@ -107,7 +107,8 @@ def held_experts(experts: tuple[int, ...]) -> tuple[int, ...]:
 def build_routes(expert_TK: Tensor, tokens_CRE: IntArray, plan: TokenPlan, rank: int, min_rows: int) -> Routes:
     """The routes of ``rank`` whose routing is ``expert_TK``, by every rank's ``chunk_counts`` [C, R, E] and the plan.
 
-    ``min_rows``: a slot's rows of a chunk are padded to at least so many (``kernels.rows``); none stay none.
+    ``min_rows``: a slot's rows of a chunk are padded to at least so many (``kernels.cpu.row_invariant_gemm``); none
+    stay none.
     """
     num_chunks, num_ranks, num_experts = tokens_CRE.shape
     num_tokens, top_k = expert_TK.shape

@@ -43,7 +43,9 @@ def _too_many(rank: int, num_rows: int, choices: int, bound: str) -> ValueError:
 
 
 class RowLimit:
-    """Of plans that a device makes. ``note``, ``look`` and ``wait`` tell the host, as those of ``signals.Watch`` do."""
+    """The limit of plans that a device makes. ``note``, ``look`` and ``wait`` tell the host, as those of
+    ``kernels.symmetric.signals.Watch`` do.
+    """
 
     def __init__(self, device: torch.device) -> None:
         # The rank that would have got too many rows, how many, how many there was room for, and the choices of a rank;

@@ -19,7 +19,7 @@ from moesys.cost import FloatArray
 from moesys.load import IntArray
 from moesys.simulator.links import Flow, links_of_ranks
 
-# Of ``Work.cause_R`` and ``Transfer.cause``: nothing but the start of the step.
+# Of ``Computing.cause_R`` and ``AllToAll.cause``: nothing but the start of the step.
 START = -1
 LINK_LANES = ("NVLink out", "NVLink in", "NIC out", "NIC in")
 
@@ -52,7 +52,7 @@ class PathPart:
 
 
 @dataclass(frozen=True, eq=False)
-class Work:
+class Computing:
     """Computing on all ranks, event ``number``.
 
     cause_R: number of the event that each rank was held up by until it began.
@@ -69,7 +69,7 @@ class Work:
 
 
 @dataclass(frozen=True, eq=False)
-class Transfer:
+class AllToAll:
     """An all-to-all that has been issued, event ``number``.
 
     issued: when the last rank did, ``issued_by``, which event ``cause`` had held up until then.
@@ -86,7 +86,7 @@ class Transfer:
     behind: int
 
 
-Event = Work | Transfer
+Event = Computing | AllToAll
 
 
 def walk_back(
@@ -98,22 +98,22 @@ def walk_back(
 
     def add(owner: int, lane: str, event: Event, seconds: float) -> None:
         if seconds > 0:
-            kind = event.kind if isinstance(event, Work) else event.lane
+            kind = event.kind if isinstance(event, Computing) else event.lane
             parts.append(PathPart(owner, lane, kind, event.detail, seconds, seconds / length))
 
     while cause != START:
         event = events[cause]
         match event:
-            case Work():
+            case Computing():
                 by = int(event.by_R[rank])
                 add(by, "compute", event, float(event.end_R[rank] - event.start_R[by]))
                 cause, rank = int(event.cause_R[by]), by
-            case Transfer():
+            case AllToAll():
                 link, end = _last_link(event.flow, rank, link_4R)
                 add(rank if link < 2 else node_R[rank], LINK_LANES[link], event, end - event.flow.start)
                 if event.flow.start > event.issued:
                     behind = events[event.behind]
-                    assert isinstance(behind, Transfer)
+                    assert isinstance(behind, AllToAll)
                     assert behind.flow.end_R is not None
                     cause, rank = event.behind, int(behind.flow.end_R.argmax())
                 else:

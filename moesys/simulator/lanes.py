@@ -11,7 +11,7 @@ import numpy as np
 
 from moesys.config import ClusterSpec
 from moesys.cost import FloatArray, LinkLoad
-from moesys.simulator.critical_path import START, Event, PathPart, Transfer, Work, walk_back
+from moesys.simulator.critical_path import START, AllToAll, Computing, Event, PathPart, walk_back
 from moesys.simulator.links import ChannelName, Links, links_of_ranks
 from moesys.simulator.mega.layer_pass import MegaPass
 from moesys.timeline import Block
@@ -37,7 +37,7 @@ class Lanes:
         self._cause_R = np.full(cluster.num_ranks, START)
         self._events: list[Event] = []
         self._newest_of: dict[ChannelName, int] = {"tokens": START, "weights": START}
-        self._drawn: list[Block | Transfer] = []
+        self._drawn: list[Block | AllToAll] = []
 
     # --- computing ------------------------------------------------------------------------------------------
 
@@ -74,7 +74,7 @@ class Lanes:
         return LinkLoad(np.minimum(load.seconds_L, room_L), load.used_4R)
 
     def _work(self, kind: str, detail: str, end_R: FloatArray, by_R: np.ndarray) -> None:
-        work = Work(len(self._events), kind, detail, self.now_R, end_R, self._cause_R, by_R)
+        work = Computing(len(self._events), kind, detail, self.now_R, end_R, self._cause_R, by_R)
         self._cause_R = np.where(end_R > self.now_R, work.number, self._cause_R)
         self._events.append(work)
         self.now_R = end_R
@@ -100,14 +100,14 @@ class Lanes:
 
     def send(
         self, channel: ChannelName, lane: str, load: LinkLoad, detail: str, latency_seconds: float = 0.0
-    ) -> Transfer:
+    ) -> AllToAll:
         """Issue an all-to-all, on every rank as soon as it is there."""
         transfer = self._put(channel, lane, load, detail, latency_seconds)
         self._drawn.append(transfer)
         self._count_moved(lane, load.seconds_L)
         return transfer
 
-    def wait(self, transfer: Transfer) -> None:
+    def wait(self, transfer: AllToAll) -> None:
         """Every rank goes on when its own messages have moved."""
         end_R = self._links.end_of(transfer.flow)
         begun_R = np.clip(transfer.flow.start, self.now_R, np.maximum(end_R, self.now_R))
@@ -118,14 +118,14 @@ class Lanes:
 
     def _put(
         self, channel: ChannelName, lane: str, load: LinkLoad, detail: str, latency_seconds: float = 0.0
-    ) -> Transfer:
+    ) -> AllToAll:
         last = int(self.now_R.argmax())
         issued, number = float(self.now_R[last]), len(self._events)
         flow = self._links.issue(channel, issued, load, latency_seconds)
         behind = self._newest_of[channel]
         if load.used_4R.any():
             self._newest_of[channel] = number
-        transfer = Transfer(number, flow, lane, detail, issued, last, int(self._cause_R[last]), behind)
+        transfer = AllToAll(number, flow, lane, detail, issued, last, int(self._cause_R[last]), behind)
         self._events.append(transfer)
         return transfer
 
@@ -143,7 +143,7 @@ class Lanes:
         last = int(self.now_R.argmax())
         return walk_back(self._events, int(self._cause_R[last]), last, float(self.now_R[last]), self.cluster)
 
-    def _block(self, transfer: Transfer) -> Block:
+    def _block(self, transfer: AllToAll) -> Block:
         end_R = self._links.end_of(transfer.flow)
         start_R = np.full(len(end_R), transfer.flow.start)
         return _block(transfer.lane, transfer.lane, transfer.detail, start_R, np.where(end_R < start_R, np.nan, end_R))

@@ -1,11 +1,12 @@
 """A step of all MoE layers on the lanes of a simulated cluster: forward in order, backward in reverse.
 
-Every rank runs the program of a linked model (``overlap.chunked``, ``moe.call``, ``moe.runtime``): the same collectives
-in the same order, issued and waited for at the same points. What is modelled: the products of each rank's own rows, in
-tiles and waves; gathers and weighted sums; the rest of a layer; recomputation; all-to-alls, which start when the last
-rank has issued them, as each pair of ranks begins when both are there (so a rank that is late makes all others wait)
-and of which a rank is through with its own messages (``overlap.links``); links shared by tokens and experts; computing
-that is slower while messages move beside it; the exchange of counts and of routing weights, as messages without bytes;
+Every rank runs the program of a linked model: the stages of a layer are those of ``moesys.schedule``, which executors
+run, and experts travel around them as in ``moe.call`` and ``moe.runtime``. So collectives are the same, in the same
+order, issued and waited for at the same points. What is modelled: the products of each rank's own rows, in tiles and
+waves; gathers and weighted sums; the rest of a layer; recomputation; all-to-alls, which start when the last rank has
+issued them, as each pair of ranks begins when both are there (so a rank that is late makes all others wait) and of
+which a rank is through with its own messages (``simulator.links``); links shared by tokens and experts; computing that
+is slower while messages move beside it; the exchange of counts and of routing weights, as messages without bytes;
 chunks of exactly 1/C of everything.
 
 What is not: routers and planning, copies of experts before and behind their way, and links that are slower than
@@ -17,13 +18,13 @@ R ranks. Seconds inside, microseconds in the ``Timeline``.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, assert_never
 
 import numpy as np
 
-from moesys.config import ClusterSpec, Fsep, MegaKernel, ModelShape, Pipelined, Strategy
+from moesys.config import ClusterSpec, Fsep, MegaKernel, ModelShape, Strategy
 from moesys.cost import (
     GRADIENT_BYTES,
     FloatArray,
@@ -38,7 +39,8 @@ from moesys.cost import (
     sum_seconds,
 )
 from moesys.layout import TokenPlan
-from moesys.simulator.critical_path import Transfer
+from moesys.schedule import Stage, num_chunks, schedule_of
+from moesys.simulator.critical_path import AllToAll
 from moesys.simulator.lanes import Lanes
 from moesys.simulator.links import ChannelName
 from moesys.simulator.mega.layer_pass import publish_seconds, queued_ahead
@@ -46,7 +48,8 @@ from moesys.simulator.simulation import Simulation
 from moesys.timeline import Timeline
 
 Recompute = Literal["none", "layers", "computing"]
-Direction = Literal["forward", "recomputation", "backward"]
+# A way through a layer; recomputation is forward once more.
+Way = Literal["forward", "recomputation", "backward"]
 
 
 @dataclass(frozen=True)
@@ -73,20 +76,6 @@ class RestOfStep:
     gradient_bytes: int = GRADIENT_BYTES
     every_slot_travels: bool = False
     travel_behind_rest: bool = False
-
-
-def simulate_step(
-    strategy: Strategy,
-    model: ModelShape,
-    cluster: ClusterSpec,
-    plans: Sequence[TokenPlan],
-    *,
-    other_seconds: float = 0.0,
-    latency_seconds: float = 0.0,
-) -> Timeline:
-    """``run_step`` of one micro-batch: forward and backward of layers with these ``plans``, in order."""
-    rest = RestOfStep(other_seconds=other_seconds, latency_seconds=latency_seconds)
-    return run_step(strategy, model, cluster, [plans], rest).timeline
 
 
 def run_step(
@@ -121,7 +110,7 @@ class _Exchange:
     ``others`` are still to be issued.
     """
 
-    newest: Transfer
+    newest: AllToAll
     others: list[LinkLoad]
     detail: str
 
@@ -132,7 +121,7 @@ class _Step:
     def __init__(self, strategy: Strategy, model: ModelShape, cluster: ClusterSpec, rest: RestOfStep) -> None:
         self.strategy, self.model, self.cluster, self.rest = strategy, model, cluster, rest
         self.suffix = ""
-        self.num_chunks = strategy.overlap.chunks if isinstance(strategy.overlap, Pipelined) else 1
+        self.num_chunks = num_chunks(strategy.overlap)
         sharding = strategy.sharding
         self.prefetch_layers, self.delay_reshard, self.reshard_after_forward = 0, False, False
         if isinstance(sharding, Fsep):
@@ -160,39 +149,22 @@ class _Step:
     # --- a layer --------------------------------------------------------------------------------------------
 
     def forward(self, layer: int) -> None:
-        def ready() -> None:
-            self._spread(layer)
-            for following in range(layer + 1, min(layer + 1 + self.prefetch_layers, len(self.plans))):
-                self._start_restore(following)
-            self._finish_restore(layer)
-
         if self.rest.travel_behind_rest:
             self._start_restore(layer)
         self._compute(self.rest.other_seconds, "other", f"layer {layer} forward")
         self._exchange_counts(layer)
         self._start_restore(layer)
-        self._run(layer, "forward", ready)
+        self._run(layer, "forward")
         if self.reshard_after_forward:
             del self.experts[layer]
 
     def backward(self, layer: int) -> None:
-        def found() -> None:
-            self._spread(layer)
-            self._finish_restore(layer)
-
-        def ready() -> None:
-            self._spread(layer)
-            for before in range(layer - 1, max(layer - 1 - self.prefetch_layers, -1), -1):
-                self._start_restore(before)
-            self._start_reshards()
-            self._finish_restore(layer)
-
         if self.rest.recompute == "layers":
             self._compute(self.rest.other_seconds, "other", f"layer {layer} recomputation")
             self._start_restore(layer)
-            self._run(layer, "recomputation", found)
+            self._run(layer, "recomputation")
         self._start_restore(layer)
-        self._run(layer, "backward", ready)
+        self._run(layer, "backward")
         del self.experts[layer]
         self.waiting_reshards.append(layer)
         if not self.delay_reshard:
@@ -214,82 +186,83 @@ class _Step:
     def finish(self) -> None:
         self._compute(self.rest.optimizer_seconds, "optimizer", "")
 
-    def _run(self, layer: int, direction: Direction, ready: Callable[[], None]) -> None:
-        if isinstance(self.strategy.overlap, MegaKernel):
-            self._run_fused(layer, direction, ready)
-        else:
-            self._run_chunks(layer, direction, ready)
-
-    def _run_fused(self, layer: int, direction: Direction, ready: Callable[[], None]) -> None:
-        """The schedule of ``MegaExecutor``: rows and experts are there for all before the first kernel."""
-        plan, name, entered_R = self.plans[layer], f"layer {layer} {direction}", self.lanes.now_R
+    def _run(self, layer: int, way: Way) -> None:
+        """Goes through the stages that executors go through, and takes the time of each."""
+        plan, chunks, name, entered_R = self.plans[layer], self.num_chunks, f"layer {layer} {way}", self.lanes.now_R
         rows_RE, whole = self._rows(layer)
-        self._compute(publish_seconds(self.model, self.cluster, plan), "gather", name)
-        ready()
-        if direction == "backward" and self.rest.recompute == "computing":
+        here_R, chosen_R = rows_RE.sum(axis=1) / chunks, plan.load.tokens_RE.sum(axis=1) / chunks
+        under_way: dict[Stage, AllToAll] = {}
+        stages = schedule_of(self.strategy.overlap, "backward" if way == "backward" else "forward")
+        for stage, earlier in stages.items():
+            for message in earlier:
+                if message in under_way:
+                    self.lanes.wait(under_way.pop(message))
+            detail = f"{name} {stage.chunk}"
+            match stage.kind:
+                case "dispatch_weights":
+                    under_way[stage] = self._message("dispatch", whole, f"{name} weights")
+                case "dispatch":
+                    self._gather(chosen_R, detail)
+                    under_way[stage] = self._issue("tokens", "dispatch", whole.part(1 / chunks), detail)
+                case "publish":
+                    self._compute(publish_seconds(self.model, self.cluster, plan), "gather", name)
+                case "wait_for_experts":
+                    self._wait_for_experts(layer, way)
+                case "experts":
+                    self._experts(rows_RE / chunks, layer, way, stage.chunk)
+                case "combine":
+                    self._gather(here_R, detail)
+                    under_way[stage] = self._issue("tokens", "combine", whole.reversed().part(1 / chunks), detail)
+                case "sum":
+                    self._compute(sum_seconds(chosen_R, self.model, self.cluster), "sum", detail)
+                case "combine_dweights":
+                    under_way[stage] = self._message("combine", whole.reversed(), f"{name} weights")
+                case "weight_gradients":
+                    seconds_R = pass_seconds(rows_RE, self.model, self.cluster, "weight_gradients")
+                    self._compute(seconds_R, "weight_gradients", name)
+                case "gather_dweights":
+                    pass  # one number a row
+                case "mega_kernels":
+                    self._run_fused(layer, way, entered_R)
+                case _:
+                    assert_never(stage.kind)
+
+    def _run_fused(self, layer: int, way: Way, entered_R: FloatArray) -> None:
+        """MegaKernels of ranks that entered the layer at ``entered_R``."""
+        rows_RE, whole = self._rows(layer)
+        if way == "backward" and self.rest.recompute == "computing":
             again_R = pass_seconds(rows_RE, self.model, self.cluster, "forward")
             self._compute(again_R, "experts", f"layer {layer} recomputation")
         found = next(self.queued).run(entered_R, self.lanes.now_R)
         seconds_L = np.sum([moved.link_seconds_L for moved in found.moved], axis=0)
         both_ways = LinkLoad(seconds_L, whole.used_4R | whole.reversed().used_4R)
-        self.lanes.run_fused(found, both_ways, name + self.suffix)
+        self.lanes.run_fused(found, both_ways, f"layer {layer} {way}{self.suffix}")
 
-    def _run_chunks(self, layer: int, direction: Direction, ready: Callable[[], None]) -> None:
-        """The schedule of ``ChunkedExecutor``."""
-        chunks, name = self.num_chunks, f"layer {layer} {direction}"
-        rows_RE, whole = self._rows(layer)
-        dispatch, combine = whole.part(1 / chunks), whole.reversed().part(1 / chunks)
-        here_R, chosen_R = rows_RE.sum(axis=1) / chunks, self.plans[layer].load.tokens_RE.sum(axis=1) / chunks
-        backward = direction == "backward"
-        going_home: deque[tuple[int, Transfer]] = deque()
+    def _wait_for_experts(self, layer: int, way: Way) -> None:
+        """Experts of layers to come set off meanwhile; in backward gradients that waited, too."""
+        self._spread(layer)
+        following = range(0)
+        if way == "forward":
+            following = range(layer + 1, min(layer + 1 + self.prefetch_layers, len(self.plans)))
+        elif way == "backward":
+            following = range(layer - 1, max(layer - 1 - self.prefetch_layers, -1), -1)
+        for other in following:
+            self._start_restore(other)
+        if way == "backward":
+            self._start_reshards()
+        self._finish_restore(layer)
 
-        def send(chunk: int) -> Transfer:
-            self._gather(chosen_R, f"{name} {chunk}")
-            return self._issue("tokens", "dispatch", dispatch, f"{name} {chunk}")
-
-        def finish() -> None:
-            chunk, transfer = going_home.popleft()
-            self.lanes.wait(transfer)
-            self._compute(sum_seconds(chosen_R, self.model, self.cluster), "sum", f"{name} {chunk}")
-
-        if backward:
-            weights = self._message("dispatch", whole, f"{name} weights")
-        dispatched = deque([send(0)])
-        for chunk in range(chunks):
-            if chunk + 1 < chunks:
-                dispatched.append(send(chunk + 1))
-            self.lanes.wait(dispatched.popleft())
-            if chunk == 0:
-                if backward:
-                    self.lanes.wait(weights)
-                ready()
-            self._experts(rows_RE / chunks, layer, direction, chunk)
-            self._gather(here_R, f"{name} {chunk}")
-            going_home.append((chunk, self._issue("tokens", "combine", combine, f"{name} {chunk}")))
-            if chunk:
-                finish()
-        if chunks == 1:
-            finish()
-        if backward:
-            weights = self._message("combine", whole.reversed(), f"{name} weights")
-            seconds_R = pass_seconds(rows_RE, self.model, self.cluster, "weight_gradients")
-            self._compute(seconds_R, "weight_gradients", name)
-        if chunks > 1:
-            finish()
-        if backward:
-            self.lanes.wait(weights)
-
-    def _experts(self, rows_RE: FloatArray, layer: int, direction: Direction, chunk: int) -> None:
-        def run(of: Literal["forward", "input_gradients"], name: Direction) -> None:
+    def _experts(self, rows_RE: FloatArray, layer: int, way: Way, chunk: int) -> None:
+        def run(of: Literal["forward", "input_gradients"], name: Way) -> None:
             seconds_R = pass_seconds(rows_RE, self.model, self.cluster, of)
             self._compute(seconds_R, "experts", f"layer {layer} {name} {chunk}")
 
-        if direction == "backward":
+        if way == "backward":
             if self.rest.recompute == "computing":
                 run("forward", "recomputation")
-            run("input_gradients", direction)
+            run("input_gradients", way)
         else:
-            run("forward", direction)
+            run("forward", way)
 
     def _gather(self, rows_R: FloatArray, detail: str) -> None:
         if self.cluster.num_ranks > 1:
@@ -360,11 +333,11 @@ class _Step:
         self._advance(exchange)
         self.lanes.wait(exchange.newest)
 
-    def _issue(self, channel: ChannelName, lane: str, load: LinkLoad, detail: str) -> Transfer:
+    def _issue(self, channel: ChannelName, lane: str, load: LinkLoad, detail: str) -> AllToAll:
         """An all-to-all of rows, experts or gradients."""
         return self.lanes.send(channel, lane, load, detail + self.suffix, self.rest.latency_seconds)
 
-    def _message(self, lane: str, load: LinkLoad, detail: str) -> Transfer:
+    def _message(self, lane: str, load: LinkLoad, detail: str) -> AllToAll:
         """An all-to-all of a few numbers."""
         return self.lanes.send("tokens", lane, load.messages(), detail + self.suffix)
 

@@ -208,7 +208,7 @@ def _compute_by_kernels(runtime: MoERuntime) -> None:
     """Raises ValueError where Triton would compile them."""
     # Here, so that Triton's kernels are loaded only where they run.
     from moesys.kernels.experts.numerics import INTERPRETED
-    from moesys.overlap.experts_triton import KernelMath
+    from moesys.overlap.experts_triton import TritonExperts
 
     if not INTERPRETED.value:
         raise ValueError(
@@ -216,7 +216,7 @@ def _compute_by_kernels(runtime: MoERuntime) -> None:
             "TRITON_INTERPRET=1, or use interpret=False"
         )
     for layer in runtime.layers:
-        layer.expert_math = KernelMath()
+        layer.expert_compute = TritonExperts()
 
 
 def _relative_entropy(tokens_LE: IntArray) -> float:

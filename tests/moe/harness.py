@@ -61,9 +61,9 @@ def make_layer(case: Case) -> MoELayer:
         layer.schedule.source = ShufflingPlanner()
     if case.kernels:
         # Here, so that ranks without such a case do not load Triton.
-        from moesys.overlap.experts_triton import KernelMath
+        from moesys.overlap.experts_triton import TritonExperts
 
-        layer.expert_math = KernelMath()
+        layer.expert_compute = TritonExperts()
     return layer
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 import moesys as ms
 from moesys.kernels.cpu.page_pool import Memory
 from moesys.moe.shards import Restored
-from moesys.overlap.experts_triton import KernelMath
+from moesys.overlap.experts_triton import TritonExperts
 
 SHAPE = ms.ModelShape(
     hidden_size=20,
@@ -42,7 +42,7 @@ READS = ["item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__
 WAITS = ["bincount", "nonzero", "unique", "masked_select", "tensor", "as_tensor", "from_numpy"]
 
 
-class ThroughRoutes(KernelMath):
+class ThroughRoutes(TritonExperts):
     """Kernels by ``ChunkedExecutor``, which plans on the host."""
 
     def alone(self, expert_TK: Tensor, num_experts: int) -> None:
@@ -78,10 +78,10 @@ def tokens(count: int, seed: int = 0) -> Tensor:
     return torch.randn(count, SHAPE.hidden_size, generator=torch.Generator().manual_seed(seed))
 
 
-def stack(strategy: ms.Strategy, dtype: str, math: KernelMath) -> Stack:
+def stack(strategy: ms.Strategy, dtype: str, compute: TritonExperts) -> Stack:
     model = Stack(SHAPE.replace(dtype=dtype), strategy, num_layers=2)
     for layer in model.moe:
-        layer.expert_math = math
+        layer.expert_compute = compute
     return model
 
 
@@ -116,10 +116,10 @@ def test_the_host_never_waits_and_no_bit_changes(
     strategy: ms.Strategy, dtype: str, counts: list[int], linked: bool, checkpointed: bool
 ) -> None:
     results = []
-    for math in (KernelMath(), ThroughRoutes()):
-        model = stack(strategy, dtype, math)
+    for compute in (TritonExperts(), ThroughRoutes()):
+        model = stack(strategy, dtype, compute)
         runtime = ms.link(model) if linked else None
-        if type(math) is KernelMath:
+        if type(compute) is TritonExperts:
             with host_never_waits():
                 results.append(train(model, counts, checkpointed))
         else:
@@ -140,7 +140,7 @@ def test_the_host_waits_where_it_plans() -> None:
 def layers(strategy: ms.Strategy = EP) -> tuple[ms.MoELayer, ms.MoELayer]:
     """One on kernels, one that counts on the host."""
     on_kernels, on_slots = (ms.MoELayer(SHAPE, strategy) for _ in range(2))
-    on_kernels.expert_math = KernelMath()
+    on_kernels.expert_compute = TritonExperts()
     return on_kernels, on_slots
 
 
@@ -190,7 +190,7 @@ def test_x_and_h_are_saved_for_backward() -> None:
     """Besides what lives anyway: masters and routing weights."""
     kept: list[Tensor] = []
     layer = ms.MoELayer(SHAPE.replace(dtype="bfloat16"), EP)
-    layer.expert_math = KernelMath()
+    layer.expert_compute = TritonExperts()
     x = tokens(7)
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: (kept.append(tensor), tensor)[1], lambda t: t):
         layer(x)

@@ -14,7 +14,7 @@ from test_bits import assert_same_bits
 
 import moesys as ms
 from moesys.lab.ranks.pool import LocalRanks
-from moesys.overlap.experts_triton import KernelMath
+from moesys.overlap.experts_triton import TritonExperts
 
 FSEP = ms.Strategy(name="fsep", sharding=ms.Fsep(slots_per_rank=3), balance=ms.Greedy(), split=ms.FlowSplit())
 SHAPE = ms.ModelShape(hidden_size=20, intermediate_size=12, num_experts=5, top_k=2, dtype="bfloat16")
@@ -43,7 +43,7 @@ def train(overlap: ms.MegaKernel | ms.Sequential, checkpointed: bool, linked: bo
     """Two micro-batches through two layers, both under way before the first backward."""
     model = Stack(SHAPE, FSEP.replace(overlap=overlap), num_layers=2)
     for moe in model.moe:
-        moe.expert_math = KernelMath()
+        moe.expert_compute = TritonExperts()
     if linked:
         ms.link(model)
     generator = torch.Generator().manual_seed(dist.get_rank())

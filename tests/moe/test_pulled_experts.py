@@ -20,7 +20,7 @@ from moesys.moe.pulled_experts import PulledExperts, ring_bytes
 from moesys.moe.sharded_experts import ShardedExperts
 from moesys.overlap.comm.channel import Channel
 from moesys.overlap.comm.record import Meter, Recorder
-from moesys.overlap.experts_triton import KernelMath
+from moesys.overlap.experts_triton import TritonExperts
 
 TIMEOUT_S = 30.0
 E = 6
@@ -103,7 +103,7 @@ def step(overlap: ms.Overlap) -> list[torch.Tensor]:
     model = Stack(shape, LINKED.replace(overlap=overlap), 4)
     layers = [module for module in model.modules() if isinstance(module, ms.MoELayer)]
     for layer in layers:
-        layer.expert_math = KernelMath()
+        layer.expert_compute = TritonExperts()
     runtime = ms.link(model)
     x_TH = torch.randn(5, 16, generator=torch.Generator().manual_seed(dist.get_rank()), requires_grad=True)
     outputs = []

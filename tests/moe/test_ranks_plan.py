@@ -16,7 +16,7 @@ from torch import Tensor
 
 import moesys as ms
 from moesys.lab.ranks.pool import LocalRanks
-from moesys.overlap.experts_triton import KernelMath
+from moesys.overlap.experts_triton import TritonExperts
 
 SHAPE = ms.ModelShape(
     hidden_size=20,
@@ -66,7 +66,7 @@ def train(strategy: ms.Strategy, guard: bool, linked: bool, checkpointed: bool) 
     """Micro-batches through two layers, one more than lead to a layout. The first makes what lasts, unguarded."""
     model = Stack(SHAPE, strategy, num_layers=2)
     for moe in model.moe:
-        moe.expert_math = KernelMath()
+        moe.expert_compute = TritonExperts()
     runtime = ms.link(model) if linked else None
     generator = torch.Generator().manual_seed(dist.get_rank())
     found: dict[str, Any] = {}

@@ -1,8 +1,8 @@
 """One pass of one layer under ``MegaKernel``, task by task, on a few simulated ranks.
 
-Every task that the kernels have, in the order of their queues (``tile_tasks``), on as many programs, waits for the same
-flags, takes what ``mega_work`` says, and shares links with the others (``mega_events``). This is what the block level
-(``mega_simulator``) is held against. Which tokens chose which experts is drawn once for all: a plan knows counts only.
+Every task that the kernels have, in the order of their queues (``task_order``), on as many programs, waits for the same
+flags, takes what ``task_seconds`` says, and shares links with the others (``events``). This is what the block level
+(``layer_pass``) is held against. Which tokens chose which experts is drawn once for all: a plan knows counts only.
 
 R ranks, G groups and M row tiles of a rank, N its rows, K choices of a token.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from task_order import mixed, needed_fetches, numbers_in_groups, rows_of_groups, swept, tiles_of_rank
 
 from moesys.config import ClusterSpec, MegaKernel, ModelShape
 from moesys.cost import FloatArray
@@ -34,8 +35,8 @@ from moesys.simulator.mega.queues import (
     joined,
 )
 from moesys.simulator.mega.task_runs import seconds_a_byte
-from moesys.simulator.mega.task_seconds import Products, Work
-from moesys.simulator.mega.tile_tasks import RASTER, WHOLE, BoolArray, RowTiles, mixed, parts_of, rows_of_groups, swept
+from moesys.simulator.mega.task_seconds import Products, TaskSeconds
+from moesys.simulator.mega.tile_order import RASTER, WHOLE, BoolArray, parts_of
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,8 @@ def tile_pass(
     backward: bool,
     experts_R: FloatArray | None = None,
 ) -> TilePass:
-    """As ``mega_simulator.QueuedPass``."""
-    work, gap_seconds = Work(overlap, model, cluster, backward), cluster.launch_us * 1e-6
+    """As ``layer_pass.QueuedPass``."""
+    work, gap_seconds = TaskSeconds(overlap, model, cluster, backward), cluster.launch_us * 1e-6
     published_R = start_R + publish_seconds(model, cluster, plan)
     begin_R = published_R if experts_R is None else np.maximum(published_R, experts_R)
     byte_seconds_L = seconds_a_byte(cluster)
@@ -84,11 +85,13 @@ class _Rows:
     ``token_of_S``: of each source's choices in the order of its list; ``list_SER``: where in that its pieces begin.
     """
 
-    def __init__(self, work: Work, plan: TokenPlan, rank: int, token_of_S: list[IntArray], list_SER: IntArray) -> None:
+    def __init__(
+        self, work: TaskSeconds, plan: TokenPlan, rank: int, token_of_S: list[IntArray], list_SER: IntArray
+    ) -> None:
         self.rank = rank
         expert_G, rows_GR = rows_of_groups(plan, rank)
         self.rows_G = rows_GR.sum(axis=1)
-        self.tiles = RowTiles.of(rows_GR, rank, work.sizes.rows, work.overlap.tile_order)
+        self.tiles = tiles_of_rank(rows_GR, rank, work.sizes.rows, work.overlap.tile_order)
         (num_groups, num_ranks), blocks = rows_GR.shape, rows_GR.ravel()
         self.source_N = np.repeat(np.tile(np.arange(num_ranks), num_groups), blocks)
         group_N = np.repeat(np.arange(num_groups), self.rows_G)
@@ -99,7 +102,8 @@ class _Rows:
             of_source = self.source_N == source
             self.token_N[of_source] = token[place_N[of_source]]
         in_group_N = np.arange(len(group_N)) - (self.rows_G.cumsum() - self.rows_G)[group_N]
-        self.tile_N = self.tiles.number_M[self.tiles.first_tile_G[group_N] + in_group_N // work.sizes.rows]
+        number_M = numbers_in_groups(self.tiles, self.rows_G, work.sizes.rows)
+        self.tile_N = number_M[self.tiles.first_tile_G[group_N] + in_group_N // work.sizes.rows]
         self.fetch_N = self.tile_N * work.sizes.fetches + in_group_N % work.sizes.rows // work.sizes.fetch_rows
         # The row of an earlier group that brings the same token, -1 where there is none.
         self.copied_N = np.full(len(group_N), -1)
@@ -116,7 +120,7 @@ class _Rows:
 class _Tasks:
     """All tasks of all ranks, and the gates that they wait for."""
 
-    def __init__(self, work: Work, cluster: ClusterSpec, plan: TokenPlan) -> None:
+    def __init__(self, work: TaskSeconds, cluster: ClusterSpec, plan: TokenPlan) -> None:
         self.work, self.cluster, self.plan = work, cluster, plan
         self.by_expert = work.overlap.granularity == "expert"
         self.gate_rank: list[IntArray] = []
@@ -182,7 +186,7 @@ class _Tasks:
         gate = arrived + (tiles.group_M[row_tile] if self.by_expert else row_tile)
         products = self._products(rows.rank, of_rows, tiles.group_M[row_tile], gate=gate)
         sweep = np.arange(len(row_tile)) // (RASTER * of_rows.columns)
-        needed = tiles.needed_fetches(sizes, self.by_expert)[sweep]
+        needed = needed_fetches(tiles, sizes, self.by_expert)[sweep]
         is_work = mixed(num_fetches, needed, parts_of(work.overlap.dispatch_share))
         return self._mixed(rows.rank, False, fetches, products, is_work)
 

@@ -22,7 +22,7 @@ from moesys.overlap.chunked import ChunkedExecutor
 from moesys.overlap.comm.channel import Channel
 from moesys.overlap.comm.record import Meter, Recorder
 from moesys.overlap.executor import Saved
-from moesys.overlap.experts_triton import ACTIVATION, KernelMath
+from moesys.overlap.experts_triton import ACTIVATION, TritonExperts
 from moesys.overlap.held_experts import ExpertGradients, ExpertWeights
 from moesys.overlap.mega_executor import MegaExecutor, MegaHome, plan_mega, plan_mega_later, replicas_of
 from moesys.overlap.routes import build_routes, held_experts
@@ -175,7 +175,7 @@ def by_sequential(drawn: Drawn, rank: int) -> Results:
     routes = build_routes(drawn.expert_RTK[rank], counts_CRE, drawn.plan, rank, 1)
     group = dist.group.WORLD if drawn.case.num_ranks > 1 else None
     channel = Channel(group, (0,) * drawn.case.num_ranks, Recorder(0), Meter())
-    executor = ChunkedExecutor(routes, channel, KernelMath(), Memory())
+    executor = ChunkedExecutor(routes, channel, TritonExperts(), Memory())
     weights, gradients, weight_TK = drawn.weights(rank), drawn.new_gradients(rank), drawn.weight_RTK[rank]
     y_TH, saved = executor.forward(drawn.x_RTH[rank], weight_TK, lambda: weights)
     dx_TH, dweight_TK = executor.backward(drawn.dy_RTH[rank], weight_TK, saved, lambda: weights, gradients)

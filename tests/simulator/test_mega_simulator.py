@@ -18,9 +18,9 @@ from moesys.layout import TokenPlan
 from moesys.simulator.mega.blocks import queues_of_blocks
 from moesys.simulator.mega.layer_pass import publish_seconds
 from moesys.simulator.mega.queues import PRODUCT
-from moesys.simulator.mega.task_seconds import Work
+from moesys.simulator.mega.task_seconds import TaskSeconds
 from moesys.simulator.mega.units import QUIET, Coarseness
-from moesys.simulator.step_program import simulate_step
+from moesys.simulator.step_program import run_step
 
 # The first of 260 that were looked at: all are within 1.8 %, and 0.2 % is the mean.
 NUM_DRAWN = 260 if os.environ.get("MOESYS_SWEEP") == "1" else 24
@@ -112,7 +112,7 @@ def test_coarse_blocks_agree_with_fine_ones_on_hundreds_of_ranks(model, backward
     plan = replicated_plan(model, cluster, 4096, 1.0, np.random.default_rng(0))
     overlap = ms.MegaKernel()
     layer = (overlap, model, cluster, plan, np.zeros(256), backward)
-    fine = Coarseness.fine(Work(overlap, model, cluster, backward))
+    fine = Coarseness.fine(TaskSeconds(overlap, model, cluster, backward))
     assert length(mega_pass(*layer).end_R) == pytest.approx(length(mega_pass(*layer, coarse=fine).end_R), rel=0.05)
 
 
@@ -146,7 +146,7 @@ def test_blocks_of_few_tokens_on_dozens_of_ranks_are_not_much_longer_than_fine_o
     cluster, model = ms.presets.a100(8), shape("Qwen3-30B")
     plan = replicated_plan(model, cluster, 1000, 2.0, np.random.default_rng(seed))
     layer = (ms.MegaKernel(combine_share=0.25), model, cluster, plan, np.zeros(64), False)
-    fine = Coarseness.fine(Work(*layer[:3], False))
+    fine = Coarseness.fine(TaskSeconds(*layer[:3], False))
     assert length(mega_pass(*layer).end_R) == pytest.approx(length(mega_pass(*layer, coarse=fine).end_R), rel=0.05)
 
 
@@ -154,7 +154,7 @@ def test_coarse_blocks_with_fewer_tasks_than_programs_take_a_whole_task():
     model = ms.ModelShape(hidden_size=256, intermediate_size=64, num_experts=16, top_k=1, dtype="bfloat16")
     cluster, overlap = GPU.replace(num_nodes=2), ms.MegaKernel(programs=500, tile_rows=32, fused="none")
     layer = (overlap, model, cluster, plan_of(model, 16, 5000), np.zeros(16), True)
-    fine = Coarseness.fine(Work(overlap, model, cluster, True))
+    fine = Coarseness.fine(TaskSeconds(overlap, model, cluster, True))
     assert length(mega_pass(*layer).end_R) == pytest.approx(length(mega_pass(*layer, coarse=fine).end_R), rel=0.03)
 
 
@@ -176,7 +176,7 @@ def coarse_error(case: Case, cluster: ms.ClusterSpec, numbers: np.random.Generat
     tokens = int(numbers.choice([4000, 8000]))
     plan = replicated_plan(case.model, cluster, tokens, case.skew, numbers)
     layer = (case.overlap, case.model, cluster, plan, np.zeros(cluster.num_ranks), case.backward)
-    work = Work(case.overlap, case.model, cluster, case.backward)
+    work = TaskSeconds(case.overlap, case.model, cluster, case.backward)
     coarse, fine = mega_pass(*layer), mega_pass(*layer, coarse=Coarseness.fine(work))
     assert coarse.moved[0].link_seconds_L == pytest.approx(fine.moved[0].link_seconds_L, rel=1e-9)
     return abs(length(coarse.end_R) / length(fine.end_R) - 1)
@@ -203,7 +203,7 @@ def test_one_kernel_after_another_takes_as_long_as_sequential(of, name, layer):
         intra_node_gb_per_s=36 * scale,
     )
     overlap = ms.MegaKernel(fused="none", overlap_weight_gradients=False)
-    sequential = simulate_step(ms.Strategy(name="ep"), model, cluster, [plan]).length_us * 1e-6
+    sequential = run_step(ms.Strategy(name="ep"), model, cluster, [[plan]]).timeline.length_us * 1e-6
     start_R = np.zeros(num_ranks)
     found = sum(length(of(overlap, model, cluster, plan, start_R, backward).end_R) for backward in (False, True))
     assert found == pytest.approx(sequential, rel=0.02)
@@ -307,7 +307,7 @@ def test_no_pass_is_shorter_than_its_path_or_its_busiest_lane_and_nothing_is_los
 @given(layers())
 def test_tiles_and_blocks_have_the_same_work(layer):
     overlap, model, cluster, plan, _, backward = layer
-    work = Work(overlap, model, cluster, backward)
+    work = TaskSeconds(overlap, model, cluster, backward)
     tiles, blocks = (
         tile_pass(*layer).queues,
         queues_of_blocks(work, cluster, plan, Coarseness.fine(work)),

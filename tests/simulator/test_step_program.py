@@ -16,7 +16,7 @@ import moesys as ms
 from moesys import cost
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.simulator.simulation import critical_rank, exposed_ms
-from moesys.simulator.step_program import simulate_step
+from moesys.simulator.step_program import RestOfStep, run_step
 
 MODEL = ms.ModelShape(hidden_size=64, intermediate_size=96, num_experts=4, top_k=2, dtype="bfloat16")
 FOUR = ms.ClusterSpec(num_nodes=2, ranks_per_node=2, intra_node_gb_per_s=50, inter_node_gb_per_s=20, expert_tflops=1)
@@ -25,6 +25,13 @@ FREE = FOUR.replace(intra_node_gb_per_s=1e300, inter_node_gb_per_s=1e300)
 
 EP = ms.Strategy(name="ep")
 FSEP = ms.Strategy(name="fsep", sharding=ms.Fsep(slots_per_rank=2))
+
+
+def simulate_step(
+    strategy: ms.Strategy, model: ms.ModelShape, cluster: ms.ClusterSpec, layers: list[ms.TokenPlan], **rest: float
+) -> ms.Timeline:
+    """One micro-batch through layers with these plans, in order; ``rest`` as in ``RestOfStep``."""
+    return run_step(strategy, model, cluster, [layers], RestOfStep(**rest)).timeline
 
 
 def plans(strategy: ms.Strategy, cluster: ms.ClusterSpec, *loads: Any) -> list[ms.TokenPlan]:

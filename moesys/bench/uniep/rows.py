@@ -20,7 +20,7 @@ import numpy as np
 from moesys.config import ClusterSpec, MegaKernel, ModelShape, Overlap, Sequential, Strategy
 from moesys.layout import TokenPlan
 from moesys.load import LoadMatrix
-from moesys.simulator.step_program import simulate_step
+from moesys.simulator.step_program import run_step
 from moesys.step import plan_layer
 
 PUBLISHED = (1.03, 1.38)
@@ -94,7 +94,7 @@ def uniep_rows(
 
         def step_ms(overlap: Overlap, model: ModelShape = of.model, plan: TokenPlan = plan) -> float:
             strategy = Strategy(name="simulated", overlap=overlap)
-            return simulate_step(strategy, model, cluster, [plan]).length_us / 1000
+            return run_step(strategy, model, cluster, [[plan]]).timeline.length_us / 1000
 
         mega_ms = [step_ms(point) for point in points]
         best = int(np.argmin(mega_ms))

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from moesys.config import ClusterSpec, ModelShape, Strategy
-from moesys.cost import restore_bytes, restores_per_step
 from moesys.config.experiment import Generated, Replay, Training, Workload
+from moesys.cost import restore_bytes, restores_per_step
 from moesys.lab.runs.records import Samples
 from moesys.load import IntArray, LoadMatrix
 from moesys.traces import Trace, generate, load_trace

@@ -29,8 +29,8 @@ from moesys.simulator.mega.queues import (
     RunsOfKind,
     joined,
 )
-from moesys.simulator.mega.task_seconds import Work
-from moesys.simulator.mega.tile_tasks import RASTER, WHOLE, RowTiles, parts_of
+from moesys.simulator.mega.task_seconds import TaskSeconds
+from moesys.simulator.mega.tile_order import RASTER, WHOLE, OrderedTiles, parts_of
 from moesys.simulator.mega.units import Coarseness, Groups, Mixture, Units, meetings, sums
 
 # Parts that a sweep is taken in of B's columns, where its tiles are not taken together. In one, tiles that push to the
@@ -43,13 +43,13 @@ PIECES = 4
 class Blocks:
     """What all ranks do, and their gates."""
 
-    def __init__(self, work: Work, cluster: ClusterSpec, plan: TokenPlan, coarse: Coarseness) -> None:
+    def __init__(self, work: TaskSeconds, cluster: ClusterSpec, plan: TokenPlan, coarse: Coarseness) -> None:
         self.work, self.plan = work, plan
         self.sizes, self.by_expert = work.sizes, work.overlap.granularity == "expert"
         self.all_ranks = np.arange(cluster.num_ranks)
         self.groups = groups = Groups.of(plan)
         self.choices_R = plan.load.tokens_RE.sum(axis=1)
-        self.tiles = RowTiles.of_ranks(
+        self.tiles = OrderedTiles.of(
             groups.rank_G,
             groups.rows_G,
             groups.before_own(),
@@ -330,7 +330,7 @@ class Blocks:
 
 
 def queues_of_blocks(
-    work: Work,
+    work: TaskSeconds,
     cluster: ClusterSpec,
     plan: TokenPlan,
     coarse: Coarseness,

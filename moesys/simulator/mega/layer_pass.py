@@ -19,8 +19,8 @@ from moesys.simulator.mega.blocks import queues_of_blocks
 from moesys.simulator.mega.events import Times, run_all
 from moesys.simulator.mega.queues import FETCH, OUTER_PRODUCT, PRODUCT, PUSH, SUM, Queues
 from moesys.simulator.mega.task_runs import Runs, seconds_a_byte
-from moesys.simulator.mega.task_seconds import Work
-from moesys.simulator.mega.tile_tasks import BoolArray
+from moesys.simulator.mega.task_seconds import TaskSeconds
+from moesys.simulator.mega.tile_order import BoolArray
 from moesys.simulator.mega.units import Coarseness
 
 
@@ -94,7 +94,7 @@ class QueuedPass:
         backward: bool,
         coarse: Coarseness | None = None,
     ) -> QueuedPass:
-        work = Work(overlap, model, cluster, backward)
+        work = TaskSeconds(overlap, model, cluster, backward)
         coarse = Coarseness.of(work, plan, cluster) if coarse is None else coarse
         queues, byte_seconds_L = queues_of_blocks(work, cluster, plan, coarse), seconds_a_byte(cluster)
         link_seconds, publish_seconds_R = link_seconds_of(queues, byte_seconds_L), publish_seconds(model, cluster, plan)

@@ -1,4 +1,4 @@
-"""The queues of all ranks, put together from runs of tasks that are alike in kind, for ``mega_events``.
+"""The queues of all ranks, put together from runs of tasks that are alike in kind, for ``events``.
 
 R ranks, L links as in ``cost.link_seconds``, X runs.
 """
@@ -17,9 +17,9 @@ from moesys.config import ClusterSpec
 from moesys.cost import FloatArray
 from moesys.load import IntArray
 from moesys.simulator.mega.task_runs import Gates, Launches, Pairs, Runs, Table, number_in_rank
-from moesys.simulator.mega.tile_tasks import BoolArray
+from moesys.simulator.mega.tile_order import BoolArray
 
-# As ``kernels.task_times`` calls them.
+# As ``kernels.mega.task_times`` calls them.
 KINDS = ("fetch", "product", "push", "sum", "outer_product")
 FETCH, PRODUCT, PUSH, SUM, OUTER_PRODUCT = range(len(KINDS))
 
@@ -33,7 +33,7 @@ Number = TypeVar("Number", np.int64, np.float64)
 
 @dataclass(frozen=True)
 class RunsOfKind:
-    """Runs of one kind and launch, a rank's in order of their numbers, as ``mega_runs.Runs`` has them.
+    """Runs of one kind and launch, a rank's in order of their numbers, as ``task_runs.Runs`` has them.
 
     ``rank``: rising. ``group``: whose rows they handle, -1 for sums. ``flops``: of a task, whole tiles. ``needs``:
     pairs of run and rank, ``opens``: of run and gate. ``exchanged``: what a task exchanges with peers.
@@ -116,7 +116,7 @@ def joined(first: Launch, second: Launch) -> Launch:
 
 @dataclass(frozen=True)
 class Queues:
-    """What ``mega_events`` runs, and of each run, [X], its kind, group, flops of a task, number, rank and launch.
+    """What ``events`` runs, and of each run, [X], its kind, group, flops of a task, number, rank and launch.
 
     ``number``: among those of its kind and launch. ``names``, ``combines_L``: of launches.
     """

@@ -1,7 +1,7 @@
 """Links that tasks share, each part of them the same: processor sharing, kept by one virtual time a link.
 
 A part is tasks that move equal bytes at once. Each link knows how many bytes a task on it has got so far, if it has
-been there all the time; a part is through when that has grown by its own bytes. The compiled loop of ``mega_events``
+been there all the time; a part is through when that has grown by its own bytes. The compiled loop of ``events``
 calls this for each part and link.
 
 L links, N nodes: a part on a link.

@@ -18,7 +18,7 @@ import numpy as np
 from moesys.config import ClusterSpec, MegaKernel, ModelShape
 from moesys.cost import GRADIENT_BYTES, FloatArray, memory_seconds
 from moesys.load import IntArray
-from moesys.simulator.mega.tile_tasks import TileSizes
+from moesys.simulator.mega.tile_order import TileSizes
 
 # A and B, forward and backward.
 DIRECTIONS = (("dispatch_up", "down_combine"), ("dispatch_activation_gradient", "input_gradient_combine"))
@@ -52,7 +52,7 @@ def num_programs(overlap: MegaKernel, cluster: ClusterSpec) -> int:
     return overlap.programs or cluster.multiprocessors
 
 
-class Work:
+class TaskSeconds:
     """Tasks of ``overlap`` on ranks of ``cluster``, in one direction."""
 
     def __init__(self, overlap: MegaKernel, model: ModelShape, cluster: ClusterSpec, backward: bool) -> None:

@@ -17,8 +17,8 @@ from moesys.cost import FloatArray
 from moesys.layout import TokenPlan
 from moesys.load import IntArray
 from moesys.simulator.mega.task_runs import number_in_rank
-from moesys.simulator.mega.task_seconds import Work
-from moesys.simulator.mega.tile_tasks import RASTER, WHOLE, RowTiles
+from moesys.simulator.mega.task_seconds import TaskSeconds
+from moesys.simulator.mega.tile_order import RASTER, WHOLE, OrderedTiles
 
 # Up to so many ranks nothing is taken together. Up to more, no fewer row tiles of the busiest rank than these: together
 # they are up to a sixth off, and alone they simulate nearly as fast; nor what few programs do, where each counts.
@@ -42,12 +42,12 @@ class Coarseness:
     quiet: float = 0.0
 
     @staticmethod
-    def fine(work: Work) -> Coarseness:
+    def fine(work: TaskSeconds) -> Coarseness:
         """Every row tile, program and task by itself."""
         return Coarseness(1, work.programs, 1.0)
 
     @staticmethod
-    def of(work: Work, plan: TokenPlan, cluster: ClusterSpec) -> Coarseness:
+    def of(work: TaskSeconds, plan: TokenPlan, cluster: ClusterSpec) -> Coarseness:
         """Fine on few ranks, on some more with few row tiles or programs, and where programs have less than a task
         each; else a sweep's row tiles together, if that leaves the busiest rank enough, and as many times fewer
         programs, so that those go through a unit in as many rounds. Where most links are of a large domain, and on
@@ -166,7 +166,7 @@ class Units:
     group_U: IntArray
 
     @staticmethod
-    def of(tiles: RowTiles, rank_M: IntArray, most: int) -> Units:
+    def of(tiles: OrderedTiles, rank_M: IntArray, most: int) -> Units:
         """Of at most ``most`` row tiles, a divisor of ``RASTER``."""
         number_M = number_in_rank(rank_M)
         follows = np.zeros(len(tiles), dtype=bool)
@@ -185,8 +185,7 @@ class Units:
 
 @dataclass(frozen=True)
 class Mixture:
-    """Runs of tasks that come first, cut where work comes between them, and pieces of work: ``tile_tasks.mixed`` for
-    runs.
+    """Runs of tasks that come first, cut where work comes between them, and pieces of work.
 
     ``first``, ``end``: numbers of the first tasks of each run, of all ranks' one behind the other; ``unit``: whose.
     ``piece_of``, ``piece``: the unit of work and the tasks of each piece. ``order``: of runs of first tasks, then of

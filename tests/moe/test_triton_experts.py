@@ -11,9 +11,9 @@ from torch import Tensor
 
 import moesys as ms
 from moesys.lab.ranks.pool import LocalRanks
-from moesys.moe.expert_math import expert_math_on
-from moesys.overlap.experts_cpu import SlotMath
-from moesys.overlap.experts_triton import KernelMath
+from moesys.overlap.experts_cpu import CpuExperts
+from moesys.overlap.experts_on_device import experts_on_device
+from moesys.overlap.experts_triton import TritonExperts
 
 # float32 sums in another order; bfloat16 rounds h, dh and the weighted activation to 8 bits on either way.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 4 * 2.0**-8}
@@ -92,6 +92,6 @@ def test_masters_without_gradient_and_rows_with_gaps() -> None:
     assert difference(dxs[1], dxs[0]) <= TOLERANCE["float32"]
 
 
-@pytest.mark.parametrize(("device_type", "kind"), [("cpu", SlotMath), ("cuda", KernelMath)])
+@pytest.mark.parametrize(("device_type", "kind"), [("cpu", CpuExperts), ("cuda", TritonExperts)])
 def test_the_device_says_how_experts_are_computed(device_type: str, kind: type) -> None:
-    assert isinstance(expert_math_on(shape("float32", 4, 2), torch.float32, device_type), kind)
+    assert isinstance(experts_on_device(shape("float32", 4, 2), torch.float32, device_type), kind)

@@ -1,4 +1,4 @@
-"""How a layer computes its experts on a device."""
+"""What computes a layer's experts on a device."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import torch
 
 from moesys.config import ModelShape
 from moesys.kernels.cpu.row_invariant_gemm import RowRule, row_rule
-from moesys.overlap.expert_math import ExpertMath
-from moesys.overlap.experts_cpu import SlotMath
+from moesys.overlap.expert_compute import ExpertCompute
+from moesys.overlap.experts_cpu import CpuExperts
 
 
-def expert_math_on(shape: ModelShape, dtype: torch.dtype, device_type: str) -> ExpertMath:
-    """Kernels on a GPU, a GEMM a slot elsewhere."""
+def experts_on_device(shape: ModelShape, dtype: torch.dtype, device_type: str) -> ExpertCompute:
+    """Returns Triton's kernels on a GPU, and a GEMM a slot elsewhere."""
     if device_type == "cuda":
         # Here, so that Triton is loaded only where it runs.
-        from moesys.overlap.experts_triton import KernelMath
+        from moesys.overlap.experts_triton import TritonExperts
 
-        return KernelMath()
+        return TritonExperts()
     H, I = shape.hidden_size, shape.intermediate_size
     # The four row-wise GEMMs of an expert: up, down, and both of backward.
     rule = RowRule.all_of(
@@ -27,4 +27,4 @@ def expert_math_on(shape: ModelShape, dtype: torch.dtype, device_type: str) -> E
             row_rule(2 * I, H, dtype, transposed=False, device_type=device_type),
         ]
     )
-    return SlotMath(rule)
+    return CpuExperts(rule)

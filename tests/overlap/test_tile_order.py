@@ -11,6 +11,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from mega_case import Case, Drawn, MegaRun, new_home
+from task_order import numbers_in_groups, tiles_of_rank
 from tile_simulator import tile_pass
 
 import moesys as ms
@@ -22,7 +23,7 @@ from moesys.kernels.mega.task_times import TaskTimes
 from moesys.overlap.experts_triton import ACTIVATION
 from moesys.overlap.mega_executor import point_of
 from moesys.simulator.mega.queues import KINDS, WEIGHT_GRADIENTS
-from moesys.simulator.mega.tile_tasks import RASTER, WHOLE, RowTiles, TileSizes
+from moesys.simulator.mega.tile_order import RASTER, WHOLE, TileSizes
 
 SIZES = {"tile_rows": 16, "tile_columns": 32, "fetch_rows": 16, "sum_tokens": 16}
 POINTS = (
@@ -83,16 +84,16 @@ def test_row_tiles_are_those_of_the_kernels(rows_GR, tile_rows, order):
         table = exchange(torch.from_numpy(rows_GR.T.copy()), no_choice, replicas, rank, int(rows_GR.sum()))
         of_kernels = ordered_tiles(table, rank, tile_rows, order)
         used = int(of_kernels.tiles.count_1)
-        found = RowTiles.of(rows_GR, rank, tile_rows, order)
+        found = tiles_of_rank(rows_GR, rank, tile_rows, order)
         assert found.group_M.tolist() == of_kernels.tiles.group_M[:used].tolist()
         assert found.row_M.tolist() == of_kernels.tiles.row_M[:used].tolist()
         assert found.end_M.tolist() == of_kernels.group_end_M[:used].tolist()
         assert found.first_tile_G.tolist() == of_kernels.first_tile_G.tolist()
         ends_G = rows_GR.sum(axis=1).cumsum()
         assert (found.rows_M == np.minimum(ends_G[found.group_M] - found.row_M, tile_rows)).all()
-        # A row is in the tile that its place among its group's tiles is the number of.
-        in_group_M = (found.row_M - (ends_G - rows_GR.sum(axis=1))[found.group_M]) // tile_rows
-        assert (found.number_M[found.first_tile_G[found.group_M] + in_group_M] == np.arange(used)).all()
+        # Every place of a group is that of one tile.
+        number_M = numbers_in_groups(found, rows_GR.sum(axis=1), tile_rows)
+        assert sorted(number_M.tolist()) == list(range(used))
 
 
 def test_kinds_and_shares_are_called_as_kernels_call_them():

@@ -1,8 +1,8 @@
-"""What is done to rows of experts, apart from when: the schedule (``chunked``) asks for it chunk by chunk.
+"""What is done to rows of experts, apart from when: the schedule (``moesys.schedule``) asks for it chunk by chunk.
 
-Two implementations: ``experts_cpu`` calls a GEMM a slot; ``experts_triton`` has Triton kernels for all slots at
-once. Both promise the same: what is computed of a row does not depend on its chunk, and weight gradients sum rows in
-expert order, whatever the chunks.
+Two implementations: ``experts_cpu`` calls a GEMM a slot, on the CPU; ``experts_triton`` has Triton kernels for all
+slots at once. Both promise the same: what is computed of a row does not depend on its chunk, and weight gradients sum
+rows in expert order, whatever the chunks.
 
 T tokens of this rank, H hidden, I expert width, K top-k, M arrivals, P expert rows.
 """
@@ -70,7 +70,7 @@ class BackwardPass(Protocol):
         """Writes those of every held expert, after the last chunk; zeros for one without rows."""
 
 
-class ExpertMath(Protocol):
+class ExpertCompute(Protocol):
     """A way to compute experts. ``min_rows``: routes are padded to so many rows of a slot (``build_routes``)."""
 
     @property
