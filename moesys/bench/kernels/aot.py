@@ -22,7 +22,6 @@ from moesys.kernels.experts.weight_gradient import weight_gradient
 from moesys.kernels.mega.exchange import regions
 from moesys.kernels.routing.routing import Routing, route
 from moesys.kernels.split.flow import split
-from moesys.kernels.split.replica_choice import choose_replicas
 from moesys.kernels.split.tables import SplitTables, tables_of
 from moesys.kernels.symmetric.counts import count_regions, receive_counts, send_counts
 from moesys.kernels.symmetric.heap import Heap
@@ -51,7 +50,7 @@ SIZES = (
     Size("fine", 40960, 768, 256, 128, 8),
     Size("30b", 32768, 4096, 512, 128, 8),
 )
-NUM_OPS = 14
+NUM_OPS = 13
 
 
 @dataclass(frozen=True)
@@ -134,12 +133,10 @@ def compile_size(
         blocks.input_gradient,
         blocks.weight_gradient,
     )
-    tables, expert_TK = tables_of_64_ranks(E), meta(T, K, dtype=torch.int64)
-    tokens_RE, tokens_P = (meta(*shape, dtype=torch.int64) for shape in ((64, E), tables.rank_P.shape))
+    tables, tokens_RE = tables_of_64_ranks(E), meta(64, E, dtype=torch.int64)
     ops: dict[str, tuple[Block | None, Callable[[], object]]] = {
         "counts": (None, lambda: exchange_counts(first)),
         "split": (None, lambda: split(tokens_RE, tables)),
-        "replicas": (None, lambda: choose_replicas(expert_TK, routing, tokens_P, tables)),
         "route": (None, lambda: route(meta(T, K, dtype=torch.int64), E)),
         "tiles": (None, lambda: tile_table(first, P, up_.rows)),
         "groups": (None, lambda: groups_by_size(first)),

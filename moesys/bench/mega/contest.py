@@ -181,10 +181,10 @@ def _on_streams(plan: Plan, layer: Layer, tell: Callable[[str], None]) -> list[C
     heaps = Heap.virtual(regions_of(layer, list(plan.points.values())), plan.num_ranks, plan.device)
     memories = [MegaMemory(heap) for heap in heaps]
     for memory in memories:
-        memory.link = new_link(plan.gb_per_s, plan.device)
+        memory.pace = new_link(plan.gb_per_s, plan.device)
     streams = [torch.cuda.Stream(plan.device) for _ in memories]
     runs: dict[str, Sequence[MegaRun | SequentialRun]] = {
-        STAND_ALONE: sequential_runs(layer, [memory.link for memory in memories])
+        STAND_ALONE: sequential_runs(layer, [memory.pace for memory in memories])
     }
     for name, point in plan.points.items():
         runs[name] = [MegaRun(layer, rank, point, memory, name == ON_DEVICE) for rank, memory in enumerate(memories)]
@@ -259,7 +259,7 @@ def _on_rank(plan: Plan, expected: Mapping[str, Tensor]) -> list[Contestant]:
     rank = dist.get_rank()
     layer = draw_layer(plan.size, plan.num_ranks, plan.dtype, plan.device)
     memory = MegaMemory(Heap.between_processes(regions_of(layer, list(plan.points.values())), dist.group.WORLD))
-    memory.link = new_link(plan.gb_per_s, plan.device)
+    memory.pace = new_link(plan.gb_per_s, plan.device)
     runs = {name: MegaRun(layer, rank, point, memory, name == ON_DEVICE) for name, point in plan.points.items()}
     found = {name: Contestant(name) for name in runs}
     own = {name: right for name, right in expected.items() if name.endswith(f" of rank {rank}")}

@@ -30,6 +30,17 @@ LEAST = MappingProxyType({"rows": 16, "columns": 16, "contraction": 16, "warps":
 POWERS_OF_TWO = ("rows", "columns", "contraction", "warps")
 
 
+class Tiling(NamedTuple):
+    """What a kernel is compiled for, as a constexpr: fields of a ``Block``."""
+
+    rows: int
+    columns: int
+    contraction: int
+    raster: int
+    stages: int
+    operands: Operands
+
+
 @dataclass(frozen=True)
 class Block:
     """Sizes of one tile of a grouped GEMM, and how programs work on it.
@@ -75,19 +86,19 @@ class Block:
             return INTERPRETED_PROGRAMS
         return torch.cuda.get_device_properties(device).multi_processor_count
 
-    def options(self) -> dict[str, Any]:
-        """What every grouped GEMM's kernel takes of it."""
+    def options(self, operands: Operands | None = None) -> dict[str, Any]:
+        """What every grouped GEMM's kernel takes of it; ``operands`` in place of its own."""
         return {
-            "block_rows": self.rows,
-            "block_columns": self.columns,
-            "block_contraction": self.contraction,
-            "raster": self.raster,
-            "stages": self.stages,
-            "operands": self.operands,
+            "tiling": self.tiling._replace(operands=operands or self.operands),
             "num_warps": self.warps,
             "num_stages": self.stages,
             "enable_fp_fusion": True,
         }
+
+    @property
+    def tiling(self) -> Tiling:
+        """What kernels are told of it."""
+        return Tiling(self.rows, self.columns, self.contraction, self.raster, self.stages, self.operands)
 
 
 class Tiles(NamedTuple):
@@ -106,6 +117,14 @@ class Tiles(NamedTuple):
         """Raises ValueError where these are not the tiles of ``block``."""
         if self.block_rows != block.rows:
             raise ValueError(f"tiles of {self.block_rows} rows for blocks of {block.rows}; make them with block.rows")
+
+
+class Groups(NamedTuple):
+    """Groups of rows as kernels of products take them: where each begins, its row tiles, and its matrix (int32)."""
+
+    first_G1: Tensor
+    tiles: Tiles
+    matrix_G: Tensor
 
 
 def require_contiguous(**tensors: Tensor) -> None:
@@ -134,10 +153,10 @@ def tile_table(first_G1: Tensor, num_rows: int, block_rows: int) -> Tiles:
     most = -(-num_rows // block_rows) + num_groups
     group_M, row_M = (torch.empty(most, dtype=torch.int32, device=first_G1.device) for _ in range(2))
     count_1 = torch.empty(1, dtype=torch.int32, device=first_G1.device)
-    tables = (first_G1, group_M, row_M, count_1)
+    tiles = Tiles(group_M, row_M, count_1, block_rows)
     sizes = (block_rows, OWN_GROUPS, COMPARED_GROUPS, WRITTEN_TILES)
-    _write_tiles[(triton.cdiv(num_groups, OWN_GROUPS),)](*tables, num_groups, most, *sizes)
-    return Tiles(group_M, row_M, count_1, block_rows)
+    _write_tiles[(triton.cdiv(num_groups, OWN_GROUPS),)](first_G1, tiles, num_groups, most, *sizes)
+    return tiles
 
 
 @triton.jit
@@ -158,9 +177,7 @@ def _is_before(other, other_rows, group, rows):  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["num_groups", "most"])
 def _write_tiles(  # type: ignore[no-untyped-def]
     first_G1,
-    group_M,
-    row_M,
-    count_1,
+    table,
     num_groups,
     most,
     BLOCK_ROWS: tl.constexpr,
@@ -185,15 +202,15 @@ def _write_tiles(  # type: ignore[no-untyped-def]
     for start in range(0, tl.max(tiles, 0), WRITTEN):
         tile = start + tl.arange(0, WRITTEN)[None, :]
         place, inside = first_tile[:, None] + tile, tile < tiles[:, None]
-        tl.store(group_M + place, group[:, None], mask=inside)
-        tl.store(row_M + place, first_row[:, None] + tile * BLOCK_ROWS, mask=inside)
+        tl.store(table.group_M + place, group[:, None], mask=inside)
+        tl.store(table.row_M + place, first_row[:, None] + tile * BLOCK_ROWS, mask=inside)
     # All programs share what is left.
     for start in range(count + tl.program_id(0) * WRITTEN, most, tl.num_programs(0) * WRITTEN):
         tile = start + tl.arange(0, WRITTEN)
-        tl.store(group_M + tile, -1, mask=tile < most)
-        tl.store(row_M + tile, -1, mask=tile < most)
+        tl.store(table.group_M + tile, -1, mask=tile < most)
+        tl.store(table.row_M + tile, -1, mask=tile < most)
     if tl.program_id(0) == 0:
-        tl.store(count_1, count)
+        tl.store(table.count_1, count)
 
 
 class RowTiles:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import triton
@@ -112,6 +112,48 @@ def parts_of(share: float) -> int:
     return round(share * WHOLE.value)
 
 
+class OwnFlags(NamedTuple):
+    """Flags and counters, int32, that only a rank's own programs use.
+
+    ``arrived``: of each fetch, or each group, that its rows have arrived; ``fetched_G``: how many fetches of a group
+    have. ``multiplied``: of each tile of a product that its rows may be pushed; ``pushed``: how many of a group and
+    column of tiles have been.
+    """
+
+    arrived: Tensor
+    fetched_G: Tensor
+    multiplied: Tensor
+    pushed: Tensor
+
+
+class Offsets(NamedTuple):
+    """Where regions begin in every arena, in bytes (``exchange.regions``)."""
+
+    published: int
+    x: int
+    weight: int
+    staging: int
+    combined: int
+    dweight: int
+
+
+class Launch(NamedTuple):
+    """What the tasks of a launch are told of their rank, which is not about rows.
+
+    ``world``: see ``Heap``; ``pace``: of what is pulled and pushed (``pacing``), None for as fast as it goes;
+    ``epoch_1``; ``queue_2``: tasks taken, and programs that are done; ``times``: where tasks write down when they ran.
+    """
+
+    world: Tensor
+    pace: Tensor | None
+    offsets: Offsets
+    epoch_1: Tensor
+    queue_2: Tensor
+    flags: OwnFlags
+    times: Tensor | None
+    num_ranks: int
+
+
 class MegaMemory:
     """What lasts from epoch to epoch on one rank: the heap, and flags and counters that only its own programs use.
 
@@ -126,14 +168,9 @@ class MegaMemory:
         self.epoch_1 = self._zeros(1)
         # How many exchanges of counts there have been, for each peer (``counts``).
         self.exchanges_R = self._zeros(heap.num_ranks)
-        # A pace for what is pulled and pushed (``link``), None for as fast as it goes.
-        self.link: Tensor | None = None
-        # Tasks taken, and programs that are done.
+        self.pace: Tensor | None = None
         self.queue_2 = self._zeros(2)
-        # Of each fetch, or each group, that its rows have arrived; how many fetches of a group have.
-        self.arrived, self.fetched_G = self._zeros(0), self._zeros(0)
-        # Of each tile of a product that its rows may be pushed; how many of a group and column of tiles have been.
-        self.multiplied, self.pushed = self._zeros(0), self._zeros(0)
+        self.flags = OwnFlags(*(self._zeros(0) for _ in OwnFlags._fields))
         self._outgrown: list[Tensor] = []
 
     def require(self, fetches: int, groups: int, row_tiles: int, column_tiles: int) -> None:
@@ -148,23 +185,32 @@ class MegaMemory:
             "pushed": groups * column_tiles,
         }
         for name, size in sizes.items():
-            old = getattr(self, name)
+            old = getattr(self.flags, name)
             if len(old) < size:
                 require_no_capture("flags of a MegaKernel")
                 # A graph captured before goes on with the old ones: they are enough for what it launches.
                 self._outgrown.append(old)
-                setattr(self, name, self._zeros(max(size, 2 * len(old))))
+                self.flags = self.flags._replace(**{name: self._zeros(max(size, 2 * len(old)))})
 
-    def records(self, launch: str, most_tasks: int) -> Tensor | None:
-        """Where the next launch writes down its tasks."""
-        return None if self.times is None else self.times.of_launch(launch, most_tasks, self.heap.arena.device)
+    def launch(self, name: str, most_tasks: int) -> Launch:
+        """For the next launch, of at most so many tasks."""
+        heap = self.heap
+        return Launch(
+            world=heap.world,
+            pace=self.pace,
+            offsets=Offsets(*(heap.offset(region) for region in Offsets._fields)),
+            epoch_1=self.epoch_1,
+            queue_2=self.queue_2,
+            flags=self.flags,
+            times=None if self.times is None else self.times.of_launch(name, most_tasks, heap.arena.device),
+            num_ranks=heap.num_ranks,
+        )
 
     def _zeros(self, size: int) -> Tensor:
         return torch.zeros(size, dtype=torch.int32, device=self.heap.arena.device)
 
 
-@dataclass(frozen=True)
-class MegaRows:
+class MegaRows(NamedTuple):
     """The rows of one micro-batch on this rank, the same in both directions.
 
     ``entry_N`` int32: a row's choice t·K + k at its source. ``first_row_N``, ``first_tile_N``: see ``first_rows``, None
@@ -227,16 +273,16 @@ def launch_options(block: Block, multiplies: bool) -> dict[str, Any]:
 
 @triton.jit
 def raise_or_count(  # type: ignore[no-untyped-def]
-    flag_ptr, count_ptr, index, group, of_group, epoch, experts: tl.constexpr
+    flags, fetch, group, of_group, epoch, experts: tl.constexpr
 ):
-    """A flag of this rank: that of ``index``, or, with flags of ``experts``, that of ``group`` when this is the last of
-    ``of_group`` that come to it. The counter returns to zero.
+    """Says that a ``fetch`` has arrived, or, with flags of ``experts``, its ``group`` when this is the last of
+    ``of_group`` fetches that come to it. The counter returns to zero.
     """
     if experts:
-        if is_last(count_ptr + group, of_group):
-            raise_flag(flag_ptr + group, epoch)
+        if is_last(flags.fetched_G + group, of_group):
+            raise_flag(flags.arrived + group, epoch)
     else:
-        raise_flag(flag_ptr + index, epoch)
+        raise_flag(flags.arrived + fetch, epoch)
 
 
 @triton.jit

@@ -42,7 +42,6 @@ def test_tables_by_hand() -> None:
     assert {name: table.tolist() for name, table in found._asdict().items()} == {
         "expert_P": [0, 0, 0, 1, 1, 1, 2],
         "rank_P": [0, 2, 3, 0, 2, 3, 3],
-        "slot_P": [0, 0, 0, 1, 1, 1, 2],
         "replica_ER": [[0, -1, 1, 2], [3, -1, 4, 5], [-1, -1, -1, 6]],
         "first_E1": [0, 3, 6, 7],
         "group_first_P": [0, 1, 1, 3, 4, 4, 6],
@@ -137,14 +136,15 @@ ONE_BINARY = """
 import collections
 import torch
 import triton
-from moesys.kernels import ahead_of_time, replicas, routing, split
+from moesys.kernels.experts import ahead_of_time
+from moesys.kernels.split import flow
 from moesys.kernels.split.tables import SplitTables
 
 def empty(*shape, dtype=torch.int32):
     return torch.empty(shape, dtype=dtype, device="meta")
 
 def tables(R, E, P):
-    shapes = ((P,), (P,), (P,), (E, R), (E + 1,), (P,), (P,), (P,), (R + 1,), (R,), (R,), (3, R), (3, R))
+    shapes = ((P,), (P,), (E, R), (E + 1,), (P,), (P,), (P,), (R + 1,), (R,), (R,), (3, R), (3, R))
     return SplitTables(*(empty(*shape) for shape in shapes))
 
 signatures = collections.defaultdict(set)
@@ -158,11 +158,9 @@ triton.knobs.runtime.jit_cache_hook = count
 ahead_of_time.read_machine_code = lambda compiled: compiled
 with ahead_of_time.compiling():
     # of one, and sizes that are and are not multiples of 16
-    for R, E, P, T, K in ((1, 1, 1, 1, 1), (16, 16, 32, 512, 4), (31, 7, 29, 300, 3)):
+    for R, E, P in ((1, 1, 1), (16, 16, 32), (31, 7, 29)):
         found = tables(R, E, P)
-        plan = split.split(empty(R, E, dtype=torch.int64), found, turn=R, phases=R)
-        route = routing.Routing(empty(T * K), empty(T, K), empty(E + 1))
-        replicas.choose_replicas(empty(T, K, dtype=torch.int64), route, plan.tokens_RP[0], found)
+        flow.split(empty(R, E, dtype=torch.int64), found, turn=R, phases=R)
 print(*(f"{name}:{len(keys)}" for name, keys in sorted(signatures.items())))
 """
 
@@ -173,7 +171,7 @@ def test_no_count_makes_a_second_binary() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-W", "ignore", "-c", ONE_BINARY]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    expected = ["_fill_quotas:1", "_push:1", "_search:1", "_share_out:1"]
+    expected = ["_fill_quotas:1", "_push:1", "_share_out:1"]
     assert [name.rpartition(".")[2] for name in done.stdout.split()] == expected, done.stderr[-4000:]
 
 
