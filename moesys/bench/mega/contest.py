@@ -24,7 +24,8 @@ from moesys.bench.mega.report import SEQUENTIAL, STAND_ALONE, Contestant, Report
 from moesys.bench.mega.sequential import SequentialRun, sequential_runs
 from moesys.bench.steps import steps_told
 from moesys.bench.timing import interleave, wall_ms
-from moesys.kernels.mega.arguments import MegaMemory, MegaPoint
+from moesys.config import MegaKernel
+from moesys.kernels.mega.arguments import MegaMemory
 from moesys.kernels.symmetric.heap import Heap
 from moesys.kernels.symmetric.pacing import new_link
 from moesys.lab.ranks.pool import LocalRanks
@@ -36,21 +37,21 @@ TOY_RANKS, TOY_BIT_RUNS = 2, 2
 WARM_UPS = 3
 RANKS_TIMEOUT_S = 600.0
 
-UNFUSED = MegaPoint(fuse_dispatch=False, fuse_combine=False, fuse_weight_gradients=False)
+UNFUSED = MegaKernel(fused="none", overlap_weight_gradients=False)
 # What a rank's share of the multiprocessors is multiplied by: communication alone may be quicker with fewer.
 SHARES = {SEQUENTIAL: 1.0, f"{SEQUENTIAL}, 3/4 of programs": 0.75, f"{SEQUENTIAL}, 1/2 of programs": 0.5}
 # Planned by its forward, and so by the graph that has captured it; all others' plan is made beforehand.
 ON_DEVICE = "fused, planned on the device"
 POINTS = {
-    "fused": MegaPoint(),
-    ON_DEVICE: MegaPoint(),
-    "fused, no weight gradients beside": MegaPoint(fuse_weight_gradients=False),
+    "fused": MegaKernel(),
+    ON_DEVICE: MegaKernel(),
+    "fused, no weight gradients beside": MegaKernel(overlap_weight_gradients=False),
     "fused dispatch": replace(UNFUSED, fuse_dispatch=True),
     "fused combine": replace(UNFUSED, fuse_combine=True),
-    "fetches first": MegaPoint(dispatch_share=1.0),
-    "fetches when needed": MegaPoint(dispatch_share=0.0),
-    "pushes as tasks": MegaPoint(combine_share=0.25, reduce_share=0.25),
-    "experts, de-duplicated": MegaPoint(granularity="expert", deduplicate=True),
+    "fetches first": MegaKernel(dispatch_share=1.0),
+    "fetches when needed": MegaKernel(dispatch_share=0.0),
+    "pushes as tasks": MegaKernel(combine_share=0.25, reduce_share=0.25),
+    "experts, de-duplicated": MegaKernel(granularity="expert", deduplicate=True),
 }
 
 
@@ -61,7 +62,7 @@ class Plan:
     size: Size
     num_ranks: int
     dtype: torch.dtype
-    points: Mapping[str, MegaPoint]
+    points: Mapping[str, MegaKernel]
     gb_per_s: float
     repeats: int
     bit_runs: int
@@ -109,10 +110,10 @@ def plan(
     )
 
 
-def points_of(share: int) -> dict[str, MegaPoint]:
+def points_of(share: int) -> dict[str, MegaKernel]:
     """By name; ``share``: the programs of a rank, which so all are resident together (``overlap.stages``)."""
-    sequential = {name: replace(UNFUSED, programs=max(1, int(share * part))) for name, part in SHARES.items()}
-    return sequential | {name: replace(point, programs=share) for name, point in POINTS.items()}
+    sequential = {name: UNFUSED.replace(programs=max(1, int(share * part))) for name, part in SHARES.items()}
+    return sequential | {name: point.replace(programs=share) for name, point in POINTS.items()}
 
 
 def main(plan: Plan, out: Path | None = None) -> int:

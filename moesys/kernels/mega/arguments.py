@@ -1,4 +1,4 @@
-"""What both MegaKernels are told: the point of the search space, and what lies where on this rank.
+"""What both MegaKernels are told: what lies where on this rank, from epoch to epoch and for one micro-batch.
 
 R ranks, T tokens of this rank, K choices of each, N rows here in order of groups, G groups, M row tiles, H hidden.
 """
@@ -6,25 +6,18 @@ R ranks, T tokens of this rank, K choices of each, N rows here in order of group
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from moesys.kernels.experts.activations import GATED
-from moesys.kernels.experts.tile_config import Blocks
-from moesys.kernels.experts.tile_space import SINGLE
-from moesys.kernels.experts.tile_tuner import INTERPRETED
-from moesys.kernels.experts.tiles import INTERPRETED_PROGRAMS, Block
 from moesys.kernels.mega.exchange import (
     Exchange,
     Flags,
     OrderedTiles,
     Replicas,
-    TileOrder,
     combine_flags,
     exchange,
     first_rows,
@@ -32,84 +25,12 @@ from moesys.kernels.mega.exchange import (
     publish,
     pull_choices,
 )
-from moesys.kernels.mega.task_queue import WHOLE
+from moesys.kernels.mega.point import MegaPoint
 from moesys.kernels.mega.task_times import TaskTimes
 from moesys.kernels.routing.routing import Routing, route
 from moesys.kernels.symmetric.counts import send_counts
 from moesys.kernels.symmetric.heap import Heap, require_no_capture
 from moesys.kernels.symmetric.signals import Watch, raise_flag
-
-Granularity = Literal["tile", "expert"]
-
-# Registers of a multiprocessor of NVIDIA's, of which one thread may have so many.
-NUM_REGISTERS, MOST_REGISTERS, THREADS_OF_WARP = 65536, 255, 32
-
-
-@dataclass(frozen=True)
-class MegaPoint:
-    """One point of the search space (UniEP, arXiv 2604.19241). None of its fields changes a bit.
-
-    ``fuse_dispatch``, ``fuse_combine``: that side is one launch with its product, else one launch after another.
-    ``dispatch_share``: at least this part of the tasks before the last fetch are fetches; 1 pulls all first, 0 pulls
-    what the next tiles need. ``combine_share``: 0 has tiles of the product push their rows themselves; else pushes are
-    tasks of their own, at most this part of the tasks. ``reduce_share``: at most this part of the last tasks sums rows
-    that came home while there are tiles of weight gradients. ``granularity`` of the flags that are waited for.
-    ``deduplicate``: a token that goes to several experts of a rank is pulled once. ``fuse_weight_gradients``: their
-    tiles are tasks of backward's combine. ``fetch_rows``: rows of one fetch, ``sum_tokens``: tokens of one sum, powers
-    of two. ``rows``, ``columns`` (at least ``SUM_COLUMNS``), ``warps``, ``stages``: of every product's tiles, None for
-    what is likely fast; with a gate, a tile of ``up`` has half of the columns twice. ``programs``: how many are
-    resident, by default one a multiprocessor.
-    """
-
-    fuse_dispatch: bool = True
-    fuse_combine: bool = True
-    dispatch_share: float = 0.25
-    combine_share: float = 0.0
-    reduce_share: float = 0.0
-    granularity: Granularity = "tile"
-    tile_order: TileOrder = "largest_first"
-    deduplicate: bool = False
-    fuse_weight_gradients: bool = True
-    fetch_rows: int = 32
-    sum_tokens: int = 16
-    rows: int | None = None
-    columns: int | None = None
-    warps: int | None = None
-    stages: int | None = None
-    programs: int | None = None
-
-    def blocks(self, activation: str, dtype: torch.dtype, device: torch.device) -> Blocks:
-        """Tiles of all products: of as many rows, as they share a table, and with operands through pointers, as rows
-        that other programs have just stored are not to be read by TMA.
-        """
-        if device.type == "cpu":
-            usual = INTERPRETED
-        else:
-            usual = (
-                SINGLE if dtype == torch.float32 else Block(rows=128, columns=256, contraction=64, warps=8, stages=4)
-            )
-        block = replace(
-            usual,
-            rows=self.rows or usual.rows,
-            columns=self.columns or usual.columns,
-            warps=self.warps or usual.warps,
-            stages=self.stages or usual.stages,
-        )
-        halved = replace(block, columns=max(16, block.columns // 2)) if GATED[activation] else block
-        return replace(Blocks.all_of(block), up=halved)
-
-    def num_programs(self, device: torch.device) -> int:
-        """Resident programs on ``device``."""
-        if self.programs is not None:
-            return self.programs
-        if device.type != "cuda":
-            return INTERPRETED_PROGRAMS
-        return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def parts_of(share: float) -> int:
-    """A share of the tasks as kernels are told it."""
-    return round(share * WHOLE.value)
 
 
 class OwnFlags(NamedTuple):
@@ -260,15 +181,6 @@ def arrange(
     flags = combine_flags(table, heap.rank, block_rows, point.granularity == "expert")
     matrix_G = torch.arange(len(replicas.own_G), dtype=torch.int32, device=routing.row_TK.device)
     return MegaRows(table, tiles, flags, entry_N, first_row_N, first_tile_N, matrix_G, top_k)
-
-
-def launch_options(block: Block, multiplies: bool) -> dict[str, Any]:
-    """What a launch takes of ``block``. One that only moves rows may have all registers that its one program on a
-    multiprocessor can: left to itself, the assembler spills to make room for more programs than there are.
-    """
-    if multiplies:
-        return block.options()
-    return block.options() | {"maxnreg": min(MOST_REGISTERS, NUM_REGISTERS // (THREADS_OF_WARP * block.warps))}
 
 
 @triton.jit

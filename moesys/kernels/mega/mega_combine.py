@@ -23,7 +23,8 @@ from moesys.kernels.experts.numerics import rounded
 from moesys.kernels.experts.products import rows_by_matrix
 from moesys.kernels.experts.tiles import Block, Tiling, tile_of
 from moesys.kernels.experts.weight_gradient import OuterProduct, store_outer_product
-from moesys.kernels.mega.arguments import MegaMemory, MegaPoint, MegaRows, launch_options, parts_of
+from moesys.kernels.mega.arguments import MegaMemory, MegaRows
+from moesys.kernels.mega.point import MegaPoint, fuses, launch_options, num_programs, parts_of
 from moesys.kernels.mega.push_rows import (
     Homes,
     RowTile,
@@ -147,7 +148,7 @@ def input_gradient_combine(
 
 def _combined(memory: MegaMemory, rows: MegaRows, rows_NL: Tensor, matrices: Tensor, point: MegaPoint) -> Combined:
     H, T = memory.heap.plan.regions["x"].shape[1], len(rows.exchange.replica_TK)
-    out_NH = rows_NL.new_empty(len(rows_NL), H) if point.combine_share > 0 or not point.fuse_combine else None
+    out_NH = rows_NL.new_empty(len(rows_NL), H) if point.combine_share > 0 or not fuses(point, "combine") else None
     return Combined(rows_NL, matrices, out_NH, rows_NL.new_empty(T, H))
 
 
@@ -169,7 +170,7 @@ def _launch(
     memory.require(0, num_groups, row_tiles, column_tiles)
     outer_sizes = None if gradients is None else _outer_sizes(gradients, block, outer)
     kinds: tuple[tuple[bool, ...], ...] = ((True, True, True, True),)
-    if not point.fuse_combine:
+    if not fuses(point, "combine"):
         kinds = ((True, False, False, False), (False, True, False, False), (False, False, True, True))
     name = "down_combine" if transposed else "input_gradient_combine"
     most_outer = 0 if outer_sizes is None else num_groups * (outer_sizes.tiles_of_up + outer_sizes.tiles_of_down)
@@ -192,12 +193,12 @@ def _launch(
             push=push and data.out_NH is not None,
             outer=outer_sizes if outer_products else None,
             sums=sums,
-            product_share=WHOLE.value - parts_of(point.combine_share) if point.fuse_combine else 0,
+            product_share=WHOLE.value - parts_of(point.combine_share) if fuses(point, "combine") else 0,
             outer_share=WHOLE.value - parts_of(point.reduce_share),
             sum_tokens=point.sum_tokens,
             push_columns=PUSH_COLUMNS,
         )
-        _mega_combine[(point.num_programs(data.out_TH.device),)](
+        _mega_combine[(num_programs(point, data.out_TH.device),)](
             memory.launch(name, most_tasks),
             rows,
             data,

@@ -25,15 +25,9 @@ from moesys.kernels.experts.activations import GATED
 from moesys.kernels.experts.products import rows_by_matrix
 from moesys.kernels.experts.tiles import Block, tile_of
 from moesys.kernels.experts.up import rows_by_halves, store_activations
-from moesys.kernels.mega.arguments import (
-    MegaMemory,
-    MegaPoint,
-    MegaRows,
-    launch_options,
-    parts_of,
-    raise_or_count,
-)
+from moesys.kernels.mega.arguments import MegaMemory, MegaRows, raise_or_count
 from moesys.kernels.mega.exchange import OrderedTiles
+from moesys.kernels.mega.point import MegaPoint, fuses, launch_options, num_programs, parts_of
 from moesys.kernels.mega.task_queue import leave, mixed_task, take
 from moesys.kernels.mega.task_times import FETCH, PRODUCT, begin_task, end_task, task_is_ready
 from moesys.kernels.symmetric.heap import RANK, at
@@ -140,8 +134,8 @@ def _launch(
         fetch_columns=FETCH_COLUMNS,
     )
     # Fetches and products: in one launch, or in one each.
-    for fetch, multiply in ((True, True),) if point.fuse_dispatch else ((True, False), (False, True)):
-        _mega_dispatch[(point.num_programs(data.rows_NH.device),)](
+    for fetch, multiply in ((True, True),) if fuses(point, "dispatch") else ((True, False), (False, True)):
+        _mega_dispatch[(num_programs(point, data.rows_NH.device),)](
             memory.launch(name, fetch * most_fetches + multiply * most_products),
             rows,
             _needed_tiles(rows.tiles, block.raster) if by_expert else None,
