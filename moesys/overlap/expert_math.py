@@ -1,8 +1,8 @@
 """What is done to rows of experts, apart from when: the schedule (``chunked``) asks for it chunk by chunk.
 
-Two implementations: ``slot_math`` calls a GEMM a slot, on the CPU; ``kernel_math`` has Triton kernels for all slots at
-once. Both promise the same: what is computed of a row does not depend on its chunk, and weight gradients sum rows in
-expert order, whatever the chunks.
+Two implementations: ``experts_cpu`` calls a GEMM a slot, on the CPU; ``experts_triton`` has Triton kernels for all
+slots at once. Both promise the same: what is computed of a row does not depend on its chunk, and weight gradients sum
+rows in expert order, whatever the chunks.
 
 T tokens of this rank, H hidden, I expert width, K top-k, M arrivals, P expert rows.
 """
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from moesys.kernels.cpu.page_pool import Memory, Scratch
+from moesys.kernels.cpu.page_pool import PagePool, Scratch
 from moesys.overlap.held_experts import ExpertGradients, HeldExperts
 from moesys.overlap.routes import ChunkRoutes, Routes
 
@@ -46,7 +46,7 @@ class Arrivals:
 class Workplace(NamedTuple):
     """Where the tensors of one pass lie: those that last, and those that are overwritten."""
 
-    memory: Memory
+    memory: PagePool
     scratch: Scratch
 
 

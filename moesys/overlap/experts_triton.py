@@ -22,7 +22,7 @@ from moesys.kernels.cpu.page_pool import Scratch
 from moesys.kernels.experts.activation_gradient import activation_gradient
 from moesys.kernels.experts.combine import combine
 from moesys.kernels.experts.grouped_gemm import grouped_gemm
-from moesys.kernels.experts.tile_config import Blocks, ShapeClass
+from moesys.kernels.experts.tile_config import ShapeClass, TileConfigs
 from moesys.kernels.experts.tile_tuner import blocks_of
 from moesys.kernels.experts.tiles import RowTiles, groups_by_size
 from moesys.kernels.experts.up import up
@@ -201,7 +201,7 @@ class _Stacked:
         return _Stacked(*weights.stacked(), torch.arange(len(weights), dtype=torch.int32, device=like.device))
 
 
-def _blocks(rows: Tensor, experts_here: _Stacked, routes: Routes) -> Blocks:
+def _blocks(rows: Tensor, experts_here: _Stacked, routes: Routes) -> TileConfigs:
     """Of all chunks together, which so use the same."""
     return blocks_of(ShapeClass.of(rows, experts_here.down_SHI, routes.num_rows, ACTIVATION), rows.device)
 

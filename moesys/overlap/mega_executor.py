@@ -20,8 +20,8 @@ from torch import Tensor
 
 from moesys.config import MegaKernel, ModelShape
 from moesys.kernels.experts.numerics import INTERPRETED
-from moesys.kernels.experts.tile_config import Blocks
-from moesys.kernels.experts.tiles import Block, groups_by_size
+from moesys.kernels.experts.tile_config import TileConfig, TileConfigs
+from moesys.kernels.experts.tiles import groups_by_size
 from moesys.kernels.experts.weight_gradient import weight_gradient
 from moesys.kernels.mega.arguments import MegaMemory, MegaRows, announce, arrange
 from moesys.kernels.mega.exchange import Replicas, most_flags, publish, regions
@@ -171,7 +171,7 @@ def symmetric_bytes(overlap: MegaKernel, model: ModelShape, most_tokens: int, nu
     return Plan.of({**shared, **count_regions(num_ranks, model.num_experts)}).num_bytes
 
 
-def _flags(blocks: Blocks, most_tokens: int, top_k: int, hidden: int, num_replicas: int) -> int:
+def _flags(blocks: TileConfigs, most_tokens: int, top_k: int, hidden: int, num_replicas: int) -> int:
     column_tiles = -(-hidden // min(blocks.down.columns, blocks.input_gradient.columns))
     return most_flags(most_tokens, top_k, num_replicas, blocks.down.rows, column_tiles)
 
@@ -191,7 +191,7 @@ class MegaExecutor:
     replicas: Replicas
     num_rows: int
     memory: MegaMemory
-    blocks: Blocks
+    blocks: TileConfigs
     point: MegaKernel
     recorder: Recorder | None = None
     _rows: MegaRows | None = field(default=None, init=False)
@@ -320,7 +320,7 @@ class MegaExecutor:
         recorder.add_later(lambda: task_spans(times.read(), replicas.expert_P[replicas.own_G].tolist()))
 
 
-def _weight_gradients(sides: WeightGradients, first_G1: Tensor, block: Block) -> None:
+def _weight_gradients(sides: WeightGradients, first_G1: Tensor, block: TileConfig) -> None:
     """Both weight gradients by launches of their own."""
     in_order = torch.arange(len(sides.dh_NU), dtype=torch.int32, device=first_G1.device)
     tables = (in_order, first_G1, groups_by_size(first_G1), 1)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from moesys.kernels.experts.experts import Kept, experts_backward, experts_forward
-from moesys.kernels.experts.tile_config import Blocks, ShapeClass
+from moesys.kernels.experts.tile_config import ShapeClass, TileConfigs
 from moesys.kernels.experts.tile_tuner import blocks_of
 from moesys.kernels.routing.routing import Routing
 from moesys.overlap.executor import Saved, WaitForExperts
@@ -86,5 +86,5 @@ class LocalExecutor:
         first_G1 = self.routing.first_G1
         return torch.arange(len(first_G1) - 1, dtype=torch.int32, device=first_G1.device)
 
-    def _blocks(self, like: Tensor, down_SHI: Tensor) -> Blocks:
+    def _blocks(self, like: Tensor, down_SHI: Tensor) -> TileConfigs:
         return blocks_of(ShapeClass.of(like, down_SHI, len(self.routing.entry_P), ACTIVATION), like.device)

@@ -20,7 +20,8 @@ from moesys.kernels.experts.activation_gradient import (
 )
 from moesys.kernels.experts.combine import combine, combine_reference
 from moesys.kernels.experts.grouped_gemm import grouped_gemm, grouped_gemm_reference
-from moesys.kernels.experts.tiles import Block, Tiles
+from moesys.kernels.experts.tile_config import TileConfig
+from moesys.kernels.experts.tiles import Tiles
 from moesys.kernels.experts.up import up, up_reference
 from moesys.kernels.experts.weight_gradient import weight_gradient, weight_gradient_reference
 from moesys.kernels.routing.routing import Routing
@@ -31,7 +32,7 @@ NEAR_ROWS, FAR_ROWS = 3, 5
 ROWS = NEAR_ROWS + FAR_ROWS
 # Of a row of I elements, a token of H, a matrix of H·I: each begins at a multiple of 2³² elements.
 FAR_ROW, FAR_TOKEN, FAR_MATRIX = 2**32 // I, 2**32 // H, 2**32 // (H * I)
-BLOCK = Block(rows=16, columns=32, contraction=16, programs=2)
+BLOCK = TileConfig(rows=16, columns=32, contraction=16, programs=2)
 HALF = torch.float16
 
 
@@ -153,7 +154,7 @@ def test_weight_gradient_of_a_far_group(far: Far) -> None:
     by_token, by_row = normal(ROWS, H), normal(ROWS, I, seed=1)
     first_G1 = sparse(FAR_MATRIX + 2, dtype=torch.int32)
     first_G1[1], first_G1[-2:] = NEAR_ROWS, torch.tensor([NEAR_ROWS, ROWS])
-    block = Block(rows=32, columns=32, contraction=16, programs=FAR_MATRIX + 1)
+    block = TileConfig(rows=32, columns=32, contraction=16, programs=FAR_MATRIX + 1)
     with only_outer_programs():
         groups = (first_G1, torch.arange(FAR_MATRIX + 1, dtype=torch.int32), 1)
         out_GLR = weight_gradient(by_token, by_row, far.near_routing.entry_P, *groups, "left", block, HALF)

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import moesys as ms
-from moesys.kernels.cpu.page_pool import Memory
+from moesys.kernels.cpu.page_pool import PagePool
 from moesys.kernels.experts.experts import experts_backward, experts_forward
 from moesys.kernels.experts.tile_tuner import ShapeClass, blocks_of
 from moesys.kernels.routing.routing import route
@@ -175,7 +175,7 @@ def by_sequential(drawn: Drawn, rank: int) -> Results:
     routes = build_routes(drawn.expert_RTK[rank], counts_CRE, drawn.plan, rank, 1)
     group = dist.group.WORLD if drawn.case.num_ranks > 1 else None
     channel = Channel(group, (0,) * drawn.case.num_ranks, Recorder(0), Meter())
-    executor = ChunkedExecutor(routes, channel, KernelMath(), Memory())
+    executor = ChunkedExecutor(routes, channel, KernelMath(), PagePool())
     weights, gradients, weight_TK = drawn.weights(rank), drawn.new_gradients(rank), drawn.weight_RTK[rank]
     y_TH, saved = executor.forward(drawn.x_RTH[rank], weight_TK, lambda: weights)
     dx_TH, dweight_TK = executor.backward(drawn.dy_RTH[rank], weight_TK, saved, lambda: weights, gradients)

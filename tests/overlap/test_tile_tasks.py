@@ -14,7 +14,7 @@ from mega_case import Case, Drawn, MegaRun, new_home
 from tile_simulator import tile_pass
 
 import moesys as ms
-from moesys.kernels.experts import tiles
+from moesys.kernels.experts.tile_config import TileConfig
 from moesys.kernels.mega import task_queue
 from moesys.kernels.mega.exchange import Replicas, exchange, ordered_tiles
 from moesys.kernels.mega.point import blocks_at
@@ -97,7 +97,7 @@ def test_row_tiles_are_those_of_the_kernels(rows_GR, tile_rows, order):
 
 def test_kinds_and_shares_are_called_as_kernels_call_them():
     assert task_queue.WHOLE.value == WHOLE
-    assert tiles.Block().raster == RASTER
+    assert TileConfig().raster == RASTER
     assert ("", *KINDS) == KERNEL_KINDS
 
 

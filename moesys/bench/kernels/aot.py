@@ -14,9 +14,9 @@ from moesys.kernels.experts.activation_gradient import activation_gradient
 from moesys.kernels.experts.ahead_of_time import MOST_SHARED_BYTES, MachineCode, compiling
 from moesys.kernels.experts.combine import combine
 from moesys.kernels.experts.grouped_gemm import grouped_gemm
-from moesys.kernels.experts.tile_config import ShapeClass
+from moesys.kernels.experts.tile_config import ShapeClass, TileConfig
 from moesys.kernels.experts.tile_tuner import blocks_of
-from moesys.kernels.experts.tiles import Block, Tiles, groups_by_size, tile_table
+from moesys.kernels.experts.tiles import Tiles, groups_by_size, tile_table
 from moesys.kernels.experts.up import up
 from moesys.kernels.experts.weight_gradient import weight_gradient
 from moesys.kernels.mega.exchange import regions
@@ -119,7 +119,7 @@ def compile_size(
     blocks = blocks_of(ShapeClass.of(x, down_proj, P, "swiglu"), x.device)
     h, weight = meta(P, 2 * I), meta(T, K, dtype=torch.float32)
 
-    def tiles(block: Block) -> Tiles:
+    def tiles(block: TileConfig) -> Tiles:
         most = -(-P // block.rows) + E
         group_M, row_M, count_1 = (meta(n, dtype=torch.int32) for n in (most, most, 1))
         return Tiles(group_M, row_M, count_1, block.rows)
@@ -134,7 +134,7 @@ def compile_size(
         blocks.weight_gradient,
     )
     tables, tokens_RE = tables_of_64_ranks(E), meta(64, E, dtype=torch.int64)
-    ops: dict[str, tuple[Block | None, Callable[[], object]]] = {
+    ops: dict[str, tuple[TileConfig | None, Callable[[], object]]] = {
         "counts": (None, lambda: exchange_counts(first)),
         "split": (None, lambda: split(tokens_RE, tables)),
         "route": (None, lambda: route(meta(T, K, dtype=torch.int64), E)),

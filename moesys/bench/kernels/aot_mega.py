@@ -14,7 +14,8 @@ from moesys.bench.kernels.aot import Compiled, Size
 from moesys.config import MegaKernel
 from moesys.kernels.experts.activation_gradient import SUM_COLUMNS
 from moesys.kernels.experts.ahead_of_time import compiling
-from moesys.kernels.experts.tiles import Block, Tiles
+from moesys.kernels.experts.tile_config import TileConfig
+from moesys.kernels.experts.tiles import Tiles
 from moesys.kernels.mega.arguments import MegaMemory, MegaRows
 from moesys.kernels.mega.exchange import Exchange, Flags, OrderedTiles, Replicas, most_flags, regions
 from moesys.kernels.mega.mega_combine import WeightGradients, down_combine, input_gradient_combine
@@ -39,7 +40,7 @@ NUM_MEGA_OPS = 13
 class Part(NamedTuple):
     """A kernel that an op launches: the block of its product or None, and whether it copies rows between ranks."""
 
-    block: Block | None
+    block: TileConfig | None
     moves_rows: bool
 
 
@@ -83,10 +84,10 @@ def _launched(size: Size, dtype: torch.dtype, point: MegaKernel) -> Iterator[Lau
     partial_NS = meta(N, triton.cdiv(I, min(SUM_COLUMNS, back.columns)), dtype=torch.float32)
     gradients = WeightGradients(h_NU, x_NH, dgate_up, x_NH, a_NI, ddown) if point.overlap_weight_gradients else None
 
-    def dispatching(block: Block) -> tuple[Part, ...]:
+    def dispatching(block: TileConfig) -> tuple[Part, ...]:
         return (Part(block, True),) if fuses(point, "dispatch") else (Part(None, True), Part(block, False))
 
-    def combining(block: Block, beside_sums: Block | None) -> tuple[Part, ...]:
+    def combining(block: TileConfig, beside_sums: TileConfig | None) -> tuple[Part, ...]:
         if fuses(point, "combine"):
             return (Part(block, True),)
         return Part(block, False), Part(None, True), Part(beside_sums, True)
@@ -115,13 +116,13 @@ def _launched(size: Size, dtype: torch.dtype, point: MegaKernel) -> Iterator[Lau
     )
 
 
-def _memory(size: Size, dtype: torch.dtype, num_groups: int, block: Block) -> MegaMemory:
+def _memory(size: Size, dtype: torch.dtype, num_groups: int, block: TileConfig) -> MegaMemory:
     column_tiles = triton.cdiv(size.H, block.columns)
     flags = most_flags(size.T, size.K, num_groups * NUM_RANKS, block.rows, column_tiles)
     return MegaMemory(Heap.virtual(regions(size.T, size.K, size.H, dtype, NUM_RANKS, flags), NUM_RANKS, "meta")[0])
 
 
-def _rows(size: Size, num_rows: int, num_groups: int, block: Block, point: MegaKernel) -> MegaRows:
+def _rows(size: Size, num_rows: int, num_groups: int, block: TileConfig, point: MegaKernel) -> MegaRows:
     def meta(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 

@@ -27,7 +27,7 @@ from moesys.bench.timing import interleave, wall_ms
 from moesys.config import MegaKernel
 from moesys.kernels.mega.arguments import MegaMemory
 from moesys.kernels.symmetric.heap import Heap
-from moesys.kernels.symmetric.pacing import new_link
+from moesys.kernels.symmetric.pacing import paced_link
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.overlap.stages import side_by_side
 
@@ -182,7 +182,7 @@ def _on_streams(plan: Plan, layer: Layer, tell: Callable[[str], None]) -> list[C
     heaps = Heap.virtual(regions_of(layer, list(plan.points.values())), plan.num_ranks, plan.device)
     memories = [MegaMemory(heap) for heap in heaps]
     for memory in memories:
-        memory.pace = new_link(plan.gb_per_s, plan.device)
+        memory.pace = paced_link(plan.gb_per_s, plan.device)
     streams = [torch.cuda.Stream(plan.device) for _ in memories]
     runs: dict[str, Sequence[MegaRun | SequentialRun]] = {
         STAND_ALONE: sequential_runs(layer, [memory.pace for memory in memories])
@@ -239,7 +239,7 @@ def _record(
 
 def _on_processes(plan: Plan, layer: Layer, tell: Callable[[str], None]) -> list[Contestant]:
     tell(f"bits of {STAND_ALONE}")
-    runs = sequential_runs(layer, [new_link(plan.gb_per_s, plan.device) for _ in range(plan.num_ranks)])
+    runs = sequential_runs(layer, [paced_link(plan.gb_per_s, plan.device) for _ in range(plan.num_ranks)])
     expected = _Together(runs, ()).results()
     tell("bits and times of MegaKernels")
     with LocalRanks(plan.num_ranks, environment={"TRITON_INTERPRET": "1"}, timeout_s=RANKS_TIMEOUT_S) as ranks:
@@ -260,7 +260,7 @@ def _on_rank(plan: Plan, expected: Mapping[str, Tensor]) -> list[Contestant]:
     rank = dist.get_rank()
     layer = draw_layer(plan.size, plan.num_ranks, plan.dtype, plan.device)
     memory = MegaMemory(Heap.between_processes(regions_of(layer, list(plan.points.values())), dist.group.WORLD))
-    memory.pace = new_link(plan.gb_per_s, plan.device)
+    memory.pace = paced_link(plan.gb_per_s, plan.device)
     runs = {name: MegaRun(layer, rank, point, memory, name == ON_DEVICE) for name, point in plan.points.items()}
     found = {name: Contestant(name) for name in runs}
     own = {name: right for name, right in expected.items() if name.endswith(f" of rank {rank}")}

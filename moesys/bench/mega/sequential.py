@@ -24,7 +24,7 @@ from moesys.kernels.experts.up import up
 from moesys.kernels.experts.weight_gradient import weight_gradient
 from moesys.kernels.mega.exchange import exchange
 from moesys.kernels.routing.routing import Routing, route
-from moesys.kernels.symmetric.pacing import carried
+from moesys.kernels.symmetric.pacing import paced_copies
 from moesys.overlap.mega_executor import replicas_of, tokens_by_replica
 from moesys.overlap.single_rank import ACTIVATION
 from moesys.overlap.stages import Stages
@@ -132,15 +132,15 @@ class SequentialRun:
         yield
 
     def _pulled(self, source: Tensor) -> Tensor:
-        with carried(self._link, self._away_bytes):
+        with paced_copies(self._link, self._away_bytes):
             return source.index_select(0, self._home_N // self._top_k)
 
     def _push(self, rows_NH: Tensor) -> None:
-        with carried(self._link, self._away_bytes):
+        with paced_copies(self._link, self._away_bytes):
             self._shared.rows_home.index_copy_(0, self._home_N, rows_NH)
 
 
 def sequential_runs(layer: Layer, links: Sequence[Tensor | None]) -> list[SequentialRun]:
-    """Of all ranks, which share this device; ``links``: of each (``kernels.link``)."""
+    """Of all ranks, which share this device; ``links``: of each (``pacing``)."""
     shared = Shared(layer)
     return [SequentialRun(layer, rank, shared, link) for rank, link in enumerate(links)]

@@ -28,14 +28,8 @@ from moesys.kernels.experts.descriptors import (
 from moesys.kernels.experts.gather import gather_rows
 from moesys.kernels.experts.numerics import dot, rounded
 from moesys.kernels.experts.products import rows_by_matrix
-from moesys.kernels.experts.tiles import (
-    Block,
-    Groups,
-    Tiles,
-    require_contiguous,
-    require_matrices,
-    tile_of,
-)
+from moesys.kernels.experts.tile_config import TileConfig
+from moesys.kernels.experts.tiles import Groups, Tiles, require_contiguous, require_matrices, tile_of
 from moesys.kernels.routing.routing import Routing
 
 # The routing weight's gradient is summed over so many columns at a time, in every tile, so that its bits do not depend
@@ -54,7 +48,7 @@ def activation_gradient(
     tiles: Tiles,
     matrix_G: Tensor,
     activation: str,
-    block: Block,
+    block: TileConfig,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of ``y[t] += weight · down · activation(h)``, for every row, and its weighted activation.
 

@@ -19,7 +19,7 @@ from moesys.kernels.experts.activations import GATED
 from moesys.kernels.experts.combine import combine
 from moesys.kernels.experts.grouped_gemm import grouped_gemm
 from moesys.kernels.experts.numerics import INTERPRETED
-from moesys.kernels.experts.tile_config import Blocks, ShapeClass
+from moesys.kernels.experts.tile_config import ShapeClass, TileConfigs
 from moesys.kernels.experts.tile_tuner import blocks_of
 from moesys.kernels.experts.tiles import RowTiles, groups_by_size
 from moesys.kernels.experts.up import up
@@ -51,7 +51,7 @@ def experts_forward(
     down_EHI: Tensor,
     matrix_G: Tensor,
     activation: str,
-    blocks: Blocks,
+    blocks: TileConfigs,
 ) -> tuple[Tensor, Kept]:
     """Output [T, H] in x's dtype.
 
@@ -77,7 +77,7 @@ def experts_backward(
     matrix_G: Tensor,
     kept: Kept,
     activation: str,
-    blocks: Blocks,
+    blocks: TileConfigs,
     matrix_dtype: torch.dtype | None = torch.float32,
     out: tuple[Tensor, Tensor] | tuple[None, None] = (None, None),
 ) -> Gradients:
@@ -127,7 +127,7 @@ def moe_experts(
     gate_up_EUH: Tensor,
     down_EHI: Tensor,
     activation: str = "swiglu",
-    blocks: Blocks | None = None,
+    blocks: TileConfigs | None = None,
 ) -> Tensor:
     """Σ_k weight · expert(x), differentiable in x, the routing weights and both matrices.
 
@@ -137,7 +137,7 @@ def moe_experts(
         weight_TK: any float dtype; used in float32.
         gate_up_EUH: gate above up, as in transformers; ``down_EHI`` [E, H, I].
         activation: swiglu or geglu, gated; gelu or relu2, with U = I.
-        blocks: instead of what was tuned, or else is likely fast (``tuner.blocks_of``).
+        blocks: instead of what was tuned, or else is likely fast (``tile_tuner.blocks_of``).
 
     Returns:
         [T, H] in x's dtype. Gradients have their arguments' dtypes.
@@ -271,9 +271,9 @@ def _experts_backward_fake(
     )
 
 
-def _blocks(given: str, x_TH: Tensor, down_EHI: Tensor, num_rows: int, activation: str) -> Blocks:
+def _blocks(given: str, x_TH: Tensor, down_EHI: Tensor, num_rows: int, activation: str) -> TileConfigs:
     if given:
-        return Blocks.from_json(given)
+        return TileConfigs.from_json(given)
     return blocks_of(ShapeClass.of(x_TH, down_EHI, num_rows, activation), x_TH.device)
 
 

@@ -23,14 +23,8 @@ from moesys.kernels.experts.descriptors import (
 )
 from moesys.kernels.experts.numerics import dot, rounded
 from moesys.kernels.experts.products import rows_by_matrix
-from moesys.kernels.experts.tiles import (
-    Block,
-    Groups,
-    Tiles,
-    require_contiguous,
-    require_matrices,
-    tile_of,
-)
+from moesys.kernels.experts.tile_config import TileConfig
+from moesys.kernels.experts.tiles import Groups, Tiles, require_contiguous, require_matrices, tile_of
 
 
 def grouped_gemm(
@@ -39,7 +33,7 @@ def grouped_gemm(
     first_G1: Tensor,
     tiles: Tiles,
     matrix_G: Tensor,
-    block: Block,
+    block: TileConfig,
     *,
     transposed: bool,
 ) -> Tensor:

@@ -18,14 +18,8 @@ from moesys.kernels.experts.descriptors import halves_by_tma, readable_by_tma, r
 from moesys.kernels.experts.gather import gather_rows
 from moesys.kernels.experts.numerics import dot, rounded
 from moesys.kernels.experts.products import rows_by_tiles
-from moesys.kernels.experts.tiles import (
-    Block,
-    Groups,
-    Tiles,
-    require_contiguous,
-    require_matrices,
-    tile_of,
-)
+from moesys.kernels.experts.tile_config import TileConfig
+from moesys.kernels.experts.tiles import Groups, Tiles, require_contiguous, require_matrices, tile_of
 from moesys.kernels.routing.routing import Routing
 
 
@@ -37,7 +31,7 @@ def up(
     matrix_G: Tensor,
     top_k: int,
     activation: str,
-    block: Block,
+    block: TileConfig,
 ) -> tuple[Tensor, Tensor]:
     """(h [P, U], a [P, I]): row p of h is ``gate_up[matrix_G[g]] @ x[entry_P[p] // K]``, a its activation.
 

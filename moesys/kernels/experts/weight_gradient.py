@@ -20,7 +20,8 @@ from torch import Tensor
 
 from moesys.kernels.experts.numerics import rounded
 from moesys.kernels.experts.products import Gather, Side, columns_by_columns
-from moesys.kernels.experts.tiles import Block, require_contiguous, tile_of
+from moesys.kernels.experts.tile_config import TileConfig
+from moesys.kernels.experts.tiles import require_contiguous, tile_of
 
 
 def weight_gradient(
@@ -31,7 +32,7 @@ def weight_gradient(
     order_G: Tensor,
     top_k: int,
     gathered: Literal["left", "right"],
-    block: Block,
+    block: TileConfig,
     dtype: torch.dtype = torch.float32,
     out_GLR: Tensor | None = None,
 ) -> Tensor:

@@ -21,10 +21,11 @@ from torch import Tensor
 
 from moesys.kernels.experts.numerics import rounded
 from moesys.kernels.experts.products import rows_by_matrix
-from moesys.kernels.experts.tiles import Block, Tiling, tile_of
+from moesys.kernels.experts.tile_config import TileConfig, Tiling, usual_programs
+from moesys.kernels.experts.tiles import tile_of
 from moesys.kernels.experts.weight_gradient import OuterProduct, store_outer_product
 from moesys.kernels.mega.arguments import MegaMemory, MegaRows
-from moesys.kernels.mega.point import MegaPoint, fuses, launch_options, num_programs, parts_of
+from moesys.kernels.mega.point import MegaPoint, fuses, launch_options, parts_of
 from moesys.kernels.mega.push_rows import (
     Homes,
     RowTile,
@@ -117,7 +118,13 @@ class CombineSizes(NamedTuple):
 
 
 def down_combine(
-    memory: MegaMemory, rows: MegaRows, a_NI: Tensor, down: Tensor, weight_TK: Tensor, block: Block, point: MegaPoint
+    memory: MegaMemory,
+    rows: MegaRows,
+    a_NI: Tensor,
+    down: Tensor,
+    weight_TK: Tensor,
+    block: TileConfig,
+    point: MegaPoint,
 ) -> Tensor:
     """y [T, H]: each token's rows by ``down``, wherever they are, times its routing weights (float32)."""
     data = _combined(memory, rows, a_NI, down, point)._replace(weight_TK=weight_TK)
@@ -132,8 +139,8 @@ def input_gradient_combine(
     gate_up: Tensor,
     partial_NS: Tensor,
     gradients: WeightGradients | None,
-    block: Block,
-    outer: Block,
+    block: TileConfig,
+    outer: TileConfig,
     point: MegaPoint,
 ) -> tuple[Tensor, Tensor]:
     """(dx [T, H], dweight float32 [T, K]); writes ``gradients``, whose tiles are ``outer``, where there are any."""
@@ -158,8 +165,8 @@ def _launch(
     data: Combined,
     transposed: bool,
     gradients: WeightGradients | None,
-    block: Block,
-    outer: Block,
+    block: TileConfig,
+    outer: TileConfig,
     point: MegaPoint,
 ) -> None:
     heap, tiles = memory.heap, rows.tiles.tiles
@@ -198,7 +205,7 @@ def _launch(
             sum_tokens=point.sum_tokens,
             push_columns=PUSH_COLUMNS,
         )
-        _mega_combine[(num_programs(point, data.out_TH.device),)](
+        _mega_combine[(point.programs or usual_programs(data.out_TH.device),)](
             memory.launch(name, most_tasks),
             rows,
             data,
@@ -210,7 +217,7 @@ def _launch(
         )
 
 
-def _outer_sizes(gradients: WeightGradients, block: Block, outer: Block) -> OuterSizes:
+def _outer_sizes(gradients: WeightGradients, block: TileConfig, outer: TileConfig) -> OuterSizes:
     (_, U, H), (_, _, I) = gradients.dgate_up_GUH.shape, gradients.ddown_GHI.shape
 
     def tiles(left: int, right: int) -> int:

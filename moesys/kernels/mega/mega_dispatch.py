@@ -23,11 +23,12 @@ from torch import Tensor
 from moesys.kernels.experts.activation_gradient import SUM_COLUMNS, Epilogue, GradientRows, store_gradients
 from moesys.kernels.experts.activations import GATED
 from moesys.kernels.experts.products import rows_by_matrix
-from moesys.kernels.experts.tiles import Block, tile_of
+from moesys.kernels.experts.tile_config import TileConfig, usual_programs
+from moesys.kernels.experts.tiles import tile_of
 from moesys.kernels.experts.up import rows_by_halves, store_activations
 from moesys.kernels.mega.arguments import MegaMemory, MegaRows, raise_or_count
 from moesys.kernels.mega.exchange import OrderedTiles
-from moesys.kernels.mega.point import MegaPoint, fuses, launch_options, num_programs, parts_of
+from moesys.kernels.mega.point import MegaPoint, fuses, launch_options, parts_of
 from moesys.kernels.mega.task_queue import leave, mixed_task, take
 from moesys.kernels.mega.task_times import FETCH, PRODUCT, begin_task, end_task, task_is_ready
 from moesys.kernels.symmetric.heap import RANK, at
@@ -75,7 +76,7 @@ class DispatchSizes(NamedTuple):
 
 
 def dispatch_up(
-    memory: MegaMemory, rows: MegaRows, gate_up: Tensor, activation: str, block: Block, point: MegaPoint
+    memory: MegaMemory, rows: MegaRows, gate_up: Tensor, activation: str, block: TileConfig, point: MegaPoint
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(x [N, H], h [N, U], a [N, I]) of the rows that come here, from region ``x`` of every rank; see ``up``."""
     _, U, H = gate_up.shape
@@ -91,7 +92,7 @@ def dispatch_activation_gradient(
     down: Tensor,
     h_NU: Tensor,
     activation: str,
-    block: Block,
+    block: TileConfig,
     point: MegaPoint,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(dy [N, H], dh [N, U], weighted a [N, I], partial sums float32 [N, ⌈I / 32⌉] of the routing weights' gradients),
@@ -109,7 +110,7 @@ def dispatch_activation_gradient(
 
 
 def _launch(
-    memory: MegaMemory, rows: MegaRows, data: Dispatched, activation: str, block: Block, point: MegaPoint
+    memory: MegaMemory, rows: MegaRows, data: Dispatched, activation: str, block: TileConfig, point: MegaPoint
 ) -> None:
     tiles, I = rows.tiles.tiles, data.narrow_NI.shape[1]
     tiles.require(block)
@@ -135,7 +136,7 @@ def _launch(
     )
     # Fetches and products: in one launch, or in one each.
     for fetch, multiply in ((True, True),) if fuses(point, "dispatch") else ((True, False), (False, True)):
-        _mega_dispatch[(num_programs(point, data.rows_NH.device),)](
+        _mega_dispatch[(point.programs or usual_programs(data.rows_NH.device),)](
             memory.launch(name, fetch * most_fetches + multiply * most_products),
             rows,
             _needed_tiles(rows.tiles, block.raster) if by_expert else None,

@@ -8,10 +8,9 @@ from typing import Any, Literal, Protocol
 import torch
 
 from moesys.kernels.experts.activations import GATED
-from moesys.kernels.experts.tile_config import Blocks
+from moesys.kernels.experts.tile_config import TileConfig, TileConfigs
 from moesys.kernels.experts.tile_space import SINGLE
 from moesys.kernels.experts.tile_tuner import INTERPRETED
-from moesys.kernels.experts.tiles import INTERPRETED_PROGRAMS, Block
 from moesys.kernels.mega.exchange import TileOrder
 from moesys.kernels.mega.task_queue import WHOLE
 
@@ -71,14 +70,16 @@ def fuses(point: MegaPoint, side: Literal["dispatch", "combine"]) -> bool:
     return point.fused in ("both", side)
 
 
-def blocks_at(point: MegaPoint, activation: str, dtype: torch.dtype, device: torch.device) -> Blocks:
+def blocks_at(point: MegaPoint, activation: str, dtype: torch.dtype, device: torch.device) -> TileConfigs:
     """Tiles of all products: of as many rows, as they share a table, and with operands through pointers, as rows that
     other programs have just stored are not to be read by TMA.
     """
     if device.type == "cpu":
         usual = INTERPRETED
     else:
-        usual = SINGLE if dtype == torch.float32 else Block(rows=128, columns=256, contraction=64, warps=8, stages=4)
+        usual = (
+            SINGLE if dtype == torch.float32 else TileConfig(rows=128, columns=256, contraction=64, warps=8, stages=4)
+        )
     block = replace(
         usual,
         rows=point.tile_rows or usual.rows,
@@ -87,16 +88,7 @@ def blocks_at(point: MegaPoint, activation: str, dtype: torch.dtype, device: tor
         stages=point.stages or usual.stages,
     )
     halved = replace(block, columns=max(16, block.columns // 2)) if GATED[activation] else block
-    return replace(Blocks.all_of(block), up=halved)
-
-
-def num_programs(point: MegaPoint, device: torch.device) -> int:
-    """Resident programs on ``device``."""
-    if point.programs is not None:
-        return point.programs
-    if device.type != "cuda":
-        return INTERPRETED_PROGRAMS
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    return replace(TileConfigs.all_of(block), up=halved)
 
 
 def parts_of(share: float) -> int:
@@ -104,7 +96,7 @@ def parts_of(share: float) -> int:
     return round(share * WHOLE.value)
 
 
-def launch_options(block: Block, multiplies: bool) -> dict[str, Any]:
+def launch_options(block: TileConfig, multiplies: bool) -> dict[str, Any]:
     """What a launch takes of ``block``. One that only moves rows may have all registers that its one program on a
     multiprocessor can: left to itself, the assembler spills to make room for more programs than there are.
     """

@@ -11,7 +11,7 @@ of an expert are neighbours, those of a rank are once they are gathered, so that
 sums. Lanes talk through ``tl.gather`` and ``tl.cumsum`` alone, which synchronise by themselves: no program reads memory
 that it has written, or that another program of the same launch writes. All is int64 where it counts tokens.
 
-R ranks, E experts, P replicas, as in ``split_tables``.
+R ranks, E experts, P replicas, as in ``tables``.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A lane has a rank; what lanes need of each other goes through prefix sums and gathers inside the program.
 
-R ranks, E experts, P replicas, as in ``split_tables``.
+R ranks, E experts, P replicas, as in ``tables``.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The tasks of MegaKernels as a host sees them: which there are, and in which order programs take them.
 
-The same rules as the kernels' own (``kernels.task_queue``, ``kernels.exchange``, ``kernels.mega``), in numpy. A test
+The same rules as the kernels' own (``kernels.mega``), in numpy. A test
 holds both side by side.
 
 R ranks, G groups of a rank (the experts that it holds, each once, in order), M row tiles, N rows of a rank.
@@ -66,7 +66,7 @@ def rows_of_groups(plan: TokenPlan, rank: int) -> tuple[IntArray, IntArray]:
 
 @dataclass(frozen=True)
 class RowTiles:
-    """Row tiles of a rank in the order of its queue (``kernels.exchange.ordered_tiles``), or of all ranks, one behind
+    """Row tiles of a rank in the order of its queue (``exchange.ordered_tiles``), or of all ranks, one behind
     the other.
 
     ``group_M``, ``row_M``, ``rows_M``: a tile's group, first row and rows. ``first_tile_G``: the number of a group's

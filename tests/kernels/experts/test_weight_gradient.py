@@ -8,19 +8,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from moesys.kernels.experts.tiles import Block, groups_by_size_reference
+from moesys.kernels.experts.tile_config import TileConfig
+from moesys.kernels.experts.tiles import groups_by_size_reference
 from moesys.kernels.experts.weight_gradient import weight_gradient, weight_gradient_reference
 from moesys.kernels.routing.routing import Routing, route_reference
 
 Side = Literal["left", "right"]
-BLOCK = Block(rows=16, columns=32, contraction=16)
+BLOCK = TileConfig(rows=16, columns=32, contraction=16)
 # The same bits are promised for all of these.
 OTHER_BLOCKS = {
     "the same once more": BLOCK,
-    "wide tiles": Block(rows=32, columns=64, contraction=16),
-    "narrow tiles": Block(rows=16, columns=16, contraction=16, raster=2),
-    "one program, rasters of one": Block(rows=16, columns=32, contraction=16, raster=1, programs=1),
-    "more programs than tiles": Block(rows=32, columns=16, contraction=16, programs=99),
+    "wide tiles": TileConfig(rows=32, columns=64, contraction=16),
+    "narrow tiles": TileConfig(rows=16, columns=16, contraction=16, raster=2),
+    "one program, rasters of one": TileConfig(rows=16, columns=32, contraction=16, raster=1, programs=1),
+    "more programs than tiles": TileConfig(rows=32, columns=16, contraction=16, programs=99),
 }
 # Each case says which edge it is: (group of every choice, G, L, R).
 CASES = {
@@ -103,7 +104,7 @@ def test_agrees_with_float64(case: tuple, dtype: torch.dtype, gathered: Side) ->
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("other", OTHER_BLOCKS.values(), ids=OTHER_BLOCKS)
-def test_tiles_and_programs_change_no_bit(other: Block, dtype: torch.dtype) -> None:
+def test_tiles_and_programs_change_no_bit(other: TileConfig, dtype: torch.dtype) -> None:
     for gathered in ("left", "right"):
         given = operands(CASES["odd widths"], dtype, gathered)
         assert torch.equal(weight_gradient(*given, other), weight_gradient(*given, BLOCK))
