@@ -7,7 +7,7 @@ the same runs in Triton's interpreter, on a toy, with a process a rank, where ti
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -46,8 +46,8 @@ POINTS = {
     "fused": MegaKernel(),
     ON_DEVICE: MegaKernel(),
     "fused, no weight gradients beside": MegaKernel(overlap_weight_gradients=False),
-    "fused dispatch": replace(UNFUSED, fuse_dispatch=True),
-    "fused combine": replace(UNFUSED, fuse_combine=True),
+    "fused dispatch": UNFUSED.replace(fused="dispatch"),
+    "fused combine": UNFUSED.replace(fused="combine"),
     "fetches first": MegaKernel(dispatch_share=1.0),
     "fetches when needed": MegaKernel(dispatch_share=0.0),
     "pushes as tasks": MegaKernel(combine_share=0.25, reduce_share=0.25),
