@@ -22,7 +22,7 @@ from moesys.config import MegaKernel, ModelShape
 from moesys.kernels.experts.numerics import INTERPRETED
 from moesys.kernels.experts.tile_config import TileConfig, TileConfigs
 from moesys.kernels.experts.tiles import groups_by_size
-from moesys.kernels.experts.weight_gradient import weight_gradient
+from moesys.kernels.experts.weight_gradient import RowsOfGroups, weight_gradient
 from moesys.kernels.mega.arguments import MegaMemory, MegaRows, announce, arrange
 from moesys.kernels.mega.exchange import Replicas, most_flags, publish, regions
 from moesys.kernels.mega.mega_combine import WeightGradients, down_combine, input_gradient_combine
@@ -277,8 +277,7 @@ class MegaExecutor:
                     gate_up,
                     partial_NS,
                     fused,
-                    blocks.input_gradient,
-                    blocks.weight_gradient,
+                    blocks,
                     point,
                 )
             yield
@@ -323,9 +322,9 @@ class MegaExecutor:
 def _weight_gradients(sides: WeightGradients, first_G1: Tensor, block: TileConfig) -> None:
     """Both weight gradients by launches of their own."""
     in_order = torch.arange(len(sides.dh_NU), dtype=torch.int32, device=first_G1.device)
-    tables = (in_order, first_G1, groups_by_size(first_G1), 1)
-    weight_gradient(sides.dh_NU, sides.x_NH, *tables, "right", block, out_GLR=sides.dgate_up_GUH)
-    weight_gradient(sides.dy_NH, sides.wa_NI, *tables, "left", block, out_GLR=sides.ddown_GHI)
+    groups = RowsOfGroups(in_order, first_G1, groups_by_size(first_G1))
+    weight_gradient(sides.dh_NU, sides.x_NH, groups, 1, "right", block, out_GLR=sides.dgate_up_GUH)
+    weight_gradient(sides.dy_NH, sides.wa_NI, groups, 1, "left", block, out_GLR=sides.ddown_GHI)
 
 
 def replicas_of(layout: ExpertLayout, rank: int, device: torch.device) -> Replicas:

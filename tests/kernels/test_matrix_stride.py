@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from moesys.kernels.experts.activation_gradient import activation_gradient
-from moesys.kernels.experts.experts import experts_backward, experts_forward
+from moesys.kernels.experts.experts import ExpertMatrices, experts_backward, experts_forward
 from moesys.kernels.experts.grouped_gemm import grouped_gemm
 from moesys.kernels.experts.tile_config import Operands, TileConfig, TileConfigs
-from moesys.kernels.experts.tiles import groups_by_size, tile_table_reference
+from moesys.kernels.experts.tiles import Groups, groups_by_size, tile_table_reference
 from moesys.kernels.experts.up import up
-from moesys.kernels.experts.weight_gradient import weight_gradient
+from moesys.kernels.experts.weight_gradient import RowsOfGroups, weight_gradient
 from moesys.kernels.routing.routing import route_reference
 
 T, K, E, I, H = 9, 2, 3, 24, 40
@@ -67,7 +67,8 @@ def of_input_gradient(gate_up: Tensor, _: Tensor, block: TileConfig) -> tuple[Te
 
 def of_activation_gradient(_: Tensor, matrices: Tensor, block: TileConfig) -> tuple[Tensor, ...]:
     dy_TH, h_P2I = rows(T, H, matrices.dtype), rows(T * K, 2 * I, matrices.dtype)
-    return activation_gradient(dy_TH, matrices, h_P2I, WEIGHT_TK, ROUTING, TILES, MATRIX_G, "swiglu", block)
+    groups = Groups(ROUTING.first_G1, TILES, MATRIX_G)
+    return activation_gradient(dy_TH, matrices, h_P2I, WEIGHT_TK, ROUTING, groups, "swiglu", block)
 
 
 OPS = [of_up, of_down, of_input_gradient, of_activation_gradient]
@@ -106,11 +107,10 @@ def test_gradients_are_written_where_they_belong() -> None:
         if not padding:
             gate_up, down = gate_up.contiguous(), down.contiguous()
         gradients = flat(padding)
-        y_TH, kept = experts_forward(x_TH, ROUTING, WEIGHT_TK, gate_up, down, MATRIX_G, "swiglu", blocks)
+        matrices = ExpertMatrices(gate_up, down, MATRIX_G, "swiglu")
+        y_TH, kept = experts_forward(x_TH, ROUTING, WEIGHT_TK, matrices, blocks)
         out = views(gradients) if padding else (None, None)
-        found = experts_backward(
-            dy_TH, x_TH, WEIGHT_TK, gate_up, down, MATRIX_G, kept, "swiglu", blocks, torch.float32, out
-        )
+        found = experts_backward(dy_TH, x_TH, WEIGHT_TK, matrices, kept, blocks, torch.float32, out)
         results.append([y_TH, *found])
         if padding:
             assert gradients[:, 3 * I * H :].isnan().all()
@@ -137,9 +137,7 @@ def test_a_gradient_that_does_not_fit_is_refused(out_GLR: Tensor) -> None:
         weight_gradient(
             dh_PI,
             x_TH,
-            ROUTING.entry_P,
-            ROUTING.first_G1,
-            groups_by_size(ROUTING.first_G1),
+            RowsOfGroups(ROUTING.entry_P, ROUTING.first_G1, groups_by_size(ROUTING.first_G1)),
             K,
             "right",
             BLOCK,

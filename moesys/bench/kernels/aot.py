@@ -16,9 +16,9 @@ from moesys.kernels.experts.combine import combine
 from moesys.kernels.experts.grouped_gemm import grouped_gemm
 from moesys.kernels.experts.tile_config import ShapeClass, TileConfig
 from moesys.kernels.experts.tile_tuner import blocks_of
-from moesys.kernels.experts.tiles import Tiles, groups_by_size, tile_table
+from moesys.kernels.experts.tiles import Groups, Tiles, groups_by_size, tile_table
 from moesys.kernels.experts.up import up
-from moesys.kernels.experts.weight_gradient import weight_gradient
+from moesys.kernels.experts.weight_gradient import RowsOfGroups, weight_gradient
 from moesys.kernels.mega.exchange import regions
 from moesys.kernels.routing.routing import Routing, route
 from moesys.kernels.split.flow import split
@@ -125,7 +125,7 @@ def compile_size(
         return Tiles(group_M, row_M, count_1, block.rows)
 
     entries, first = routing.entry_P, routing.first_G1
-    groups = (entries, first, meta(E, dtype=torch.int32), K)
+    groups = RowsOfGroups(entries, first, meta(E, dtype=torch.int32))
     up_, down_, back, into, outer = (
         blocks.up,
         blocks.down,
@@ -145,15 +145,17 @@ def compile_size(
         "combine": (None, lambda: combine(meta(P, H), routing.row_TK, weight, dtype)),
         "activation_gradient": (
             back,
-            lambda: activation_gradient(x, down_proj, h, weight, routing, tiles(back), matrix_G, "swiglu", back),
+            lambda: activation_gradient(
+                x, down_proj, h, weight, routing, Groups(first, tiles(back), matrix_G), "swiglu", back
+            ),
         ),
         "input_gradient": (
             into,
             lambda: grouped_gemm(h, gate_up, first, tiles(into), matrix_G, into, transposed=False),
         ),
         "gather_sum": (None, lambda: combine(meta(P, H), routing.row_TK, None, dtype)),
-        "dW2": (outer, lambda: weight_gradient(x, a, *groups, "left", outer, torch.float32)),
-        "dW1": (outer, lambda: weight_gradient(h, x, *groups, "right", outer, torch.float32)),
+        "dW2": (outer, lambda: weight_gradient(x, a, groups, K, "left", outer, torch.float32)),
+        "dW1": (outer, lambda: weight_gradient(h, x, groups, K, "right", outer, torch.float32)),
     }
     found = []
     for op, (block, launch) in ops.items():

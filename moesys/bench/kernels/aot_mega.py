@@ -112,7 +112,7 @@ def _launched(size: Size, dtype: torch.dtype, point: MegaKernel) -> Iterator[Lau
     yield Launched(
         "input_gradient",
         combining(into, outer if gradients else None),
-        lambda: input_gradient_combine(memory, rows, h_NU, gate_up, partial_NS, gradients, into, outer, point),
+        lambda: input_gradient_combine(memory, rows, h_NU, gate_up, partial_NS, gradients, blocks, point),
     )
 
 

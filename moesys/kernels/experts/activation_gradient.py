@@ -29,7 +29,7 @@ from moesys.kernels.experts.gather import gather_rows
 from moesys.kernels.experts.numerics import dot, rounded
 from moesys.kernels.experts.products import rows_by_matrix
 from moesys.kernels.experts.tile_config import TileConfig
-from moesys.kernels.experts.tiles import Groups, Tiles, require_contiguous, require_matrices, tile_of
+from moesys.kernels.experts.tiles import Groups, require_contiguous, require_matrices, tile_of
 from moesys.kernels.routing.routing import Routing
 
 # The routing weight's gradient is summed over so many columns at a time, in every tile, so that its bits do not depend
@@ -45,8 +45,7 @@ def activation_gradient(
     h_PU: Tensor,
     weight_TK: Tensor,
     routing: Routing,
-    tiles: Tiles,
-    matrix_G: Tensor,
+    groups: Groups,
     activation: str,
     block: TileConfig,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -54,7 +53,7 @@ def activation_gradient(
 
     For row p of token t with routing weight w, group g and ``a = activation(h[p])``, all in float32:
 
-        da = dy[t] @ down[matrix_G[g]]
+        da = dy[t] @ down[groups.matrix_G[g]]
         dh[p] = w · da · ∂a/∂h      rounded once
         wa[p] = w · a               rounded once
         dweight = Σ_I da · a        in float32, 32 columns at a time, whose sums are added in order
@@ -68,8 +67,7 @@ def activation_gradient(
         dy_TH: float32, float16 or bfloat16, as are ``down_EHI`` and ``h_PU``; contiguous like all arguments.
         down_EHI: each matrix contiguous; between two of them may be a gap.
         weight_TK: float32.
-        routing: where the rows are; tiles: of ``block.rows`` rows.
-        matrix_G: int32, which of the E matrices each group uses.
+        routing: where the rows are; groups: of its rows, in tiles of ``block.rows``, with the matrix of each.
         block: ``block.operands`` "tma": down comes by TMA where it can read it. "specialised": dy does so too, from a
             copy in expert order that costs 2·P·H elements more; it spills at 128x256, and Triton 3.6 cannot compile it.
 
@@ -77,7 +75,7 @@ def activation_gradient(
         (dh [P, U], wa [P, I], both in h's dtype and undefined behind the last group; dweight float32 [T, K], 0 where an
         entry is dropped).
     """
-    tiles.require(block)
+    groups.tiles.require(block)
     require_contiguous(dy=dy_TH, h=h_PU, weight=weight_TK)
     require_matrices(down=down_EHI)
     T, K = weight_TK.shape
@@ -93,7 +91,6 @@ def activation_gradient(
     partial_PN = torch.empty((P, num_sums), dtype=torch.float32, device=device)
     dweight_TK = torch.empty((T, K), dtype=torch.float32, device=device)
     rows = BackwardRows(routing.entry_P, weight_TK, GradientRows(h_PU, dh_PU, wa_PI, partial_PN))
-    groups = Groups(routing.first_G1, tiles, matrix_G)
     epilogue = Epilogue(I, activation, GATED[activation], sum_columns)
     sizes = GradientSizes(H, K, down_EHI.stride(0), epilogue)
     arguments = (dy, down_EHI, rows, groups, P, len(down_EHI), sizes)

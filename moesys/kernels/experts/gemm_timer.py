@@ -19,9 +19,9 @@ from moesys.kernels.experts.activations import GATED
 from moesys.kernels.experts.ahead_of_time import compiling
 from moesys.kernels.experts.grouped_gemm import grouped_gemm
 from moesys.kernels.experts.tile_config import ShapeClass, TileConfig
-from moesys.kernels.experts.tiles import Tiles, groups_by_size, tile_table
+from moesys.kernels.experts.tiles import Groups, Tiles, groups_by_size, tile_table
 from moesys.kernels.experts.up import up
-from moesys.kernels.experts.weight_gradient import weight_gradient
+from moesys.kernels.experts.weight_gradient import RowsOfGroups, weight_gradient
 from moesys.kernels.routing.routing import Routing, route
 
 REPEATS = 9
@@ -80,20 +80,20 @@ class Operands:
         """``op`` once; "weight_gradient" is both matrices'."""
         routing, matrix_E = self.routing, self.matrix_E
         first, K, activation = routing.first_G1, self.shape.top_k, self.shape.activation
-        groups = (routing.entry_P, first, self.order_E, K)
+        groups = RowsOfGroups(routing.entry_P, first, self.order_E)
         match op:
             case "up":
                 up(self.x_TH, self.gate_up_EUH, routing, tiles, matrix_E, K, activation, block)
             case "down":
                 grouped_gemm(self.a_PI, self.down_EHI, first, tiles, matrix_E, block, transposed=True)
             case "activation_gradient":
-                given = (self.x_TH, self.down_EHI, self.h_PU, self.weight_TK, routing, tiles, matrix_E)
-                activation_gradient(*given, activation, block)
+                given = (self.x_TH, self.down_EHI, self.h_PU, self.weight_TK, routing)
+                activation_gradient(*given, Groups(first, tiles, matrix_E), activation, block)
             case "input_gradient":
                 grouped_gemm(self.h_PU, self.gate_up_EUH, first, tiles, matrix_E, block, transposed=False)
             case "weight_gradient":
-                weight_gradient(self.x_TH, self.a_PI, *groups, "left", block)
-                weight_gradient(self.h_PU, self.x_TH, *groups, "right", block)
+                weight_gradient(self.x_TH, self.a_PI, groups, K, "left", block)
+                weight_gradient(self.h_PU, self.x_TH, groups, K, "right", block)
 
 
 class GemmTimer:

@@ -24,12 +24,23 @@ from moesys.kernels.experts.tile_config import TileConfig
 from moesys.kernels.experts.tiles import require_contiguous, tile_of
 
 
+class RowsOfGroups(NamedTuple):
+    """Which rows each group has, int32.
+
+    ``entry_P``, ``first_G1`` [G + 1]: each row's choice, and where each group's rows begin (``routing.Routing``).
+    ``order_G``: every group once, in which order they are begun, best the largest first (``tiles.groups_by_size``), so
+    that none is left for the end; changes no bit.
+    """
+
+    entry_P: Tensor
+    first_G1: Tensor
+    order_G: Tensor
+
+
 def weight_gradient(
     left: Tensor,
     right: Tensor,
-    entry_P: Tensor,
-    first_G1: Tensor,
-    order_G: Tensor,
+    groups: RowsOfGroups,
     top_k: int,
     gathered: Literal["left", "right"],
     block: TileConfig,
@@ -47,9 +58,6 @@ def weight_gradient(
 
     Args:
         left: [P or T, L], right: [P or T, R]: float32, float16 or bfloat16, the same, contiguous like all arguments.
-        entry_P: int32; first_G1: int32 [G + 1], where each group's rows begin (``routing.Routing``).
-        order_G: int32, every group once: in which order they are begun, best the largest first
-            (``tiles.groups_by_size``), so that none is left for the end; changes no bit.
         block: ``rows`` and ``columns`` are those of a tile of the result.
         dtype: of the result.
         out_GLR: where it is written, in place of a new tensor: of ``dtype``, each matrix contiguous; between two of
@@ -59,7 +67,7 @@ def weight_gradient(
         [G, L, R], zeros for a group without rows.
     """
     require_contiguous(left=left, right=right)
-    num_groups, L, R = len(first_G1) - 1, left.shape[1], right.shape[1]
+    num_groups, L, R = len(groups.first_G1) - 1, left.shape[1], right.shape[1]
     if out_GLR is None:
         out_GLR = torch.empty((num_groups, L, R), dtype=dtype, device=left.device)
     elif (out_GLR.shape, out_GLR.dtype) != ((num_groups, L, R), dtype) or not out_GLR[:1].is_contiguous():
@@ -71,7 +79,7 @@ def weight_gradient(
     _weight_gradient[(min(num_tiles, block.num_programs(left.device)),)](
         left,
         right,
-        RowsOfGroups(entry_P, first_G1, order_G),
+        groups,
         out_GLR,
         num_tiles,
         OuterSizes(L, R, out_GLR.stride(0), Gather(gathered == "left", top_k)),
@@ -96,14 +104,6 @@ def weight_gradient_reference(
     first = first_G1.tolist()
     groups = [slice(*bounds) for bounds in pairwise(first)]
     return torch.stack([left_PL[rows].float().t() @ right_PR[rows].float() for rows in groups]).to(dtype)
-
-
-class RowsOfGroups(NamedTuple):
-    """Which rows a group has, and which group is begun when: see ``weight_gradient``."""
-
-    entry_P: Tensor
-    first_G1: Tensor
-    order_G: Tensor
 
 
 class OuterSizes(NamedTuple):

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from moesys.kernels.experts.numerics import rounded
 from moesys.kernels.experts.products import rows_by_matrix
-from moesys.kernels.experts.tile_config import TileConfig, Tiling, usual_programs
+from moesys.kernels.experts.tile_config import TileConfig, TileConfigs, Tiling, usual_programs
 from moesys.kernels.experts.tiles import tile_of
 from moesys.kernels.experts.weight_gradient import OuterProduct, store_outer_product
 from moesys.kernels.mega.arguments import MegaMemory, MegaRows
@@ -139,14 +139,13 @@ def input_gradient_combine(
     gate_up: Tensor,
     partial_NS: Tensor,
     gradients: WeightGradients | None,
-    block: TileConfig,
-    outer: TileConfig,
+    blocks: TileConfigs,
     point: MegaPoint,
 ) -> tuple[Tensor, Tensor]:
-    """(dx [T, H], dweight float32 [T, K]); writes ``gradients``, whose tiles are ``outer``, where there are any."""
+    """(dx [T, H], dweight float32 [T, K]); writes ``gradients`` where there are any."""
     heap = memory.heap
     data = _combined(memory, rows, dh_NU, gate_up, point)._replace(partial_NS=partial_NS)
-    _launch(memory, rows, data, False, gradients, block, outer, point)
+    _launch(memory, rows, data, False, gradients, blocks.input_gradient, blocks.weight_gradient, point)
     T, K = rows.exchange.replica_TK.shape
     dweight_TK = heap.own("dweight")[: T * K].view(T, K)
     # A dropped choice has none, and what lies in the region is another micro-batch's.

@@ -48,12 +48,6 @@ class TensorPlan(NamedTuple):
     limit_tokens: Tensor
     converged: Tensor
 
-    def to_entries(self, tables: SplitTables) -> Tensor:
-        """Rows (source, expert, destination, tokens) int64 [N, 4] of a ``TokenPlan``, sorted. The host waits for it."""
-        source, replica = self.tokens_RP.nonzero(as_tuple=True)
-        tokens = self.tokens_RP[source, replica]
-        return torch.stack([source, tables.expert_P[replica], tables.rank_P[replica], tokens], dim=1)
-
 
 def split(tokens_RE: Tensor, tables: SplitTables, turn: int | Tensor = 0, phases: int = PHASES) -> TensorPlan:
     """The split of ``tokens_RE``, int64 [R, E], over the replicas of ``tables``.

@@ -1,4 +1,4 @@
-"""From quotas of replicas to sources: who sends how much to each, with the fewest tokens on wires.
+"""Fills the quotas of replicas: how much each source sends to each, with the fewest tokens on wires.
 
 A lane has a rank; what lanes need of each other goes through prefix sums and gathers inside the program.
 

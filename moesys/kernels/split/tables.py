@@ -1,4 +1,4 @@
-"""What the kernels of a split know of a layout: index tables, made on the host once a layout.
+"""Index tables of a layout, by which the splits on a device find replicas: made on the host, once a layout.
 
 A *replica* is an expert on a rank that holds it, by expert, then rank; a second slot of a rank for the same expert is
 none. A *group* is an expert's replicas on one node. R ranks, E experts, P replicas, L levels of parts of the cluster.
@@ -80,6 +80,16 @@ def tables_of(
         part_last_LR,
     )
     return SplitTables(*(torch.as_tensor(table, dtype=torch.int32, device=device) for table in tables))
+
+
+def entries_of(tokens_RP: Tensor, tables: SplitTables) -> Tensor:
+    """Returns rows (source, expert, destination, tokens) int64 [N, 4] of the plan ``tokens_RP`` int64, sorted, on the
+    host, which waits for them.
+    """
+    tokens_RP = tokens_RP.cpu()
+    source, replica = tokens_RP.nonzero(as_tuple=True)
+    expert, destination = (of_P.cpu()[replica].long() for of_P in (tables.expert_P, tables.rank_P))
+    return torch.stack([source, expert, destination, tokens_RP[source, replica]], dim=1)
 
 
 def _ends_of(of_N: IntArray) -> tuple[IntArray, IntArray]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moesys.kernels.split import sources
 from moesys.kernels.split.flow import TensorPlan, split
-from moesys.kernels.split.tables import SplitTables, tables_of
+from moesys.kernels.split.tables import SplitTables, entries_of, tables_of
 
 FOUR = [[0, 1], [0, 2], [1, 3], [3, 0]]
 
@@ -62,7 +62,7 @@ def test_by_hand(split) -> None:  # type: ignore[no-untyped-def]
     found = tables([[0], [0]], 1, [2])
     plan = split(torch.tensor([[8], [2]]), found)
     assert plan.tokens_RP.tolist() == [[5, 3], [0, 2]]
-    assert plan.to_entries(found).tolist() == [[0, 0, 0, 5], [0, 0, 1, 3], [1, 0, 1, 2]]
+    assert entries_of(plan.tokens_RP, found).tolist() == [[0, 0, 0, 5], [0, 0, 1, 3], [1, 0, 1, 2]]
     assert (int(plan.limit_tokens), bool(plan.converged)) == (5, True)
 
 
