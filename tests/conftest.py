@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import settings
 
-from moesys.kernels.cpu.page_pool import Memory
+from moesys.kernels.cpu.page_pool import PagePool
 from moesys.lab.ranks import rank_process
 from moesys.lab.ranks.pool import LocalRanks
 
@@ -97,12 +97,12 @@ def fill_new_memory(set_attribute: Callable[[object, str, object], None] = setat
     """Makes memory that `moesys` takes unwritten recognisable: NaN, the largest integer, or True.
 
     Covers `torch.empty`, `torch.empty_like` and `Tensor.new_empty` where code of the package calls them, and
-    `Memory`, whose pages hold what was there before.
+    `PagePool`, whose pages hold what was there before.
     """
     set_attribute(torch, "empty", _filling(torch.empty))
     set_attribute(torch, "empty_like", _filling(torch.empty_like))
     set_attribute(torch.Tensor, "new_empty", _filling(_new_empty))
-    set_attribute(Memory, "empty", _filling(Memory.empty))
+    set_attribute(PagePool, "empty", _filling(PagePool.empty))
 
 
 def _filling(new: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

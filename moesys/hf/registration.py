@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from moesys.hf.experts_module import ExpertsModule
 from moesys.hf.routed_experts import RoutedExperts
-from moesys.kernels.cpu.page_pool import Memory
+from moesys.kernels.cpu.page_pool import PagePool
 from moesys.kernels.experts.experts import moe_experts
 
 NAME = "moesys"
@@ -37,7 +37,7 @@ def register() -> str:
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 
     if NAME not in ALL_EXPERTS_FUNCTIONS:
-        ExpertsInterface.register(NAME, partial(experts_forward, Memory()))
+        ExpertsInterface.register(NAME, partial(experts_forward, PagePool()))
     return NAME
 
 
@@ -46,7 +46,7 @@ def _advice() -> str:
 
 
 def experts_forward(
-    memory: Memory, module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+    memory: PagePool, module: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
     """Output [T, H] of transformers' experts ``module`` for tokens [T, H] and the experts and weights [T, K] that they
     chose. An expert that the module does not have is another rank's: its choice counts for nothing.
@@ -61,7 +61,7 @@ def experts_forward(
 
 def _by_kernels(
     experts: ExpertsModule,
-    _: Memory,
+    _: PagePool,
     module: nn.Module,
     hidden_states: Tensor,
     top_k_index: Tensor,
@@ -79,7 +79,7 @@ def _by_kernels(
 @torch.compiler.disable
 def _by_rows(
     experts: ExpertsModule,
-    memory: Memory,
+    memory: PagePool,
     module: nn.Module,
     hidden_states: Tensor,
     top_k_index: Tensor,

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from moesys.hf.expert_rows import ExpertRows
 from moesys.hf.experts_module import ExpertsModule
-from moesys.kernels.cpu.page_pool import Memory, Scratch
+from moesys.kernels.cpu.page_pool import PagePool, Scratch
 from moesys.kernels.cpu.row_invariant_gemm import RowRule, matmul_rows, row_rule
 from moesys.kernels.cpu.row_invariant_ops import ParameterGradients, by_rows, by_rows_backward, row_blocks
 from moesys.kernels.experts.swiglu import swiglu, swiglu_backward
@@ -88,7 +88,7 @@ class RoutedExperts(torch.autograd.Function):
         ctx: Any,
         experts: ExpertsModule,
         dtype: torch.dtype,
-        memory: Memory,
+        memory: PagePool,
         x_TH: Tensor,
         weight_TK: Tensor,
         index_TK: Tensor,
@@ -125,7 +125,7 @@ class _Call:
     """What forward and backward of one call do: gathers, products, activations, sums."""
 
     def __init__(
-        self, experts: ExpertsModule, parameters: Sequence[Tensor], dtype: torch.dtype, memory: Memory
+        self, experts: ExpertsModule, parameters: Sequence[Tensor], dtype: torch.dtype, memory: PagePool
     ) -> None:
         parts = _Parts.of(experts, parameters)
         self.experts, self.dtype, self.memory = experts, dtype, memory

@@ -80,8 +80,8 @@ class Planner(ABC):
 
 @dataclass
 class AlonePlanner(Planner):
-    """One rank: nothing is planned, and counts stay on the device until they are read. Where ``compute`` must know them,
-    ``counting`` plans.
+    """One rank: nothing is planned, and counts stay on the device until they are read. Where ``compute`` must know
+    them, ``counting`` plans.
     """
 
     counting: Planner

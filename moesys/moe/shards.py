@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from moesys.config import ModelShape
-from moesys.kernels.cpu.page_pool import Memory
+from moesys.kernels.cpu.page_pool import PagePool
 from moesys.layout import ExpertLayout
 from moesys.moe.expert_parameters import as_weights
 from moesys.overlap.comm.channel import Channel
@@ -39,7 +39,7 @@ class Restored(Sequence[ExpertWeights]):
         self,
         shape: ModelShape,
         dtype: torch.dtype,
-        memory: Memory,
+        memory: PagePool,
         device: torch.device,
         finish: Callable[[], Tensor | Sequence[Tensor]],
         spread: Callable[[], None] | None,
@@ -104,7 +104,7 @@ class ExpertShards(ABC):
 
     def __init__(self, shape: ModelShape, dtype: torch.dtype, rank: int, num_ranks: int) -> None:
         self.shape, self.dtype, self.rank, self.num_ranks = shape, dtype, rank, num_ranks
-        self.memory = Memory()
+        self.memory = PagePool()
 
     @abstractmethod
     def initial(self, seed: int, layer_index: int) -> Tensor:
@@ -149,7 +149,7 @@ class ExpertShards(ABC):
 
     def unshare(self) -> None:
         """Have memory of one's own again."""
-        self.memory = Memory()
+        self.memory = PagePool()
 
     def held_by_rank(self, layout: ExpertLayout) -> list[tuple[int, ...]]:
         return [held_experts(layout.experts_of(rank)) for rank in range(self.num_ranks)]

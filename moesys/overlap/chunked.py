@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moesys.kernels.cpu.page_pool import Memory, Scratch
+from moesys.kernels.cpu.page_pool import PagePool, Scratch
 from moesys.overlap.comm.channel import Channel, Transfer
 from moesys.overlap.executor import Saved, WaitForExperts
 from moesys.overlap.expert_compute import Arrivals, BackwardPass, ExpertCompute, ForwardPass, Workplace
@@ -35,7 +35,7 @@ class ChunkedExecutor:
     routes: Routes
     channel: Channel
     compute: ExpertCompute
-    memory: Memory
+    memory: PagePool
 
     def forward(self, x_TH: Tensor, weight_TK: Tensor, wait_for_experts: WaitForExperts) -> tuple[Tensor, Saved]:
         """Output [T, H] in x's dtype. ``wait_for_experts`` is called once, when the first chunk has arrived."""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import torch
 from torch import Tensor
 
 from moesys.kernels.split.even import EvenTables, even_split
 from moesys.kernels.split.flow import split
 from moesys.kernels.split.proportional import ProportionalTables, proportional_split
-from moesys.kernels.split.tables import SplitTables
+from moesys.kernels.split.tables import SplitTables, entries_of
 from moesys.overlap.row_limit import RowLimit
 
 
@@ -63,7 +62,4 @@ class PendingPlan:
     def entries(self) -> Tensor:
         """Rows (source, expert, destination, tokens) int64 [N, 4] of a ``TokenPlan``. The host waits for it."""
         assert self.tokens_RP is not None
-        tokens_RP, tables = self.tokens_RP.cpu(), self.split.tables
-        source, replica = tokens_RP.nonzero(as_tuple=True)
-        expert, destination = (of_P.cpu()[replica].long() for of_P in (tables.expert_P, tables.rank_P))
-        return torch.stack([source, expert, destination, tokens_RP[source, replica]], dim=1)
+        return entries_of(self.tokens_RP, self.split.tables)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from moesys.kernels.cpu.page_pool import Memory, Scratch
+from moesys.kernels.cpu.page_pool import PagePool, Scratch
 from moesys.overlap.held_experts import ExpertGradients, HeldExperts
 from moesys.overlap.routes import ChunkRoutes, Routes
 
@@ -46,7 +46,7 @@ class Arrivals:
 class Workplace(NamedTuple):
     """Where the tensors of one pass lie: those that last, and those that are overwritten."""
 
-    memory: Memory
+    memory: PagePool
     scratch: Scratch
 
 

@@ -22,11 +22,11 @@ from moesys.kernels.cpu.page_pool import Scratch
 from moesys.kernels.experts.activation_gradient import activation_gradient
 from moesys.kernels.experts.combine import combine
 from moesys.kernels.experts.grouped_gemm import grouped_gemm
-from moesys.kernels.experts.tile_config import Blocks, ShapeClass
+from moesys.kernels.experts.tile_config import ShapeClass, TileConfigs
 from moesys.kernels.experts.tile_tuner import blocks_of
-from moesys.kernels.experts.tiles import RowTiles, groups_by_size
+from moesys.kernels.experts.tiles import Groups, RowTiles, groups_by_size
 from moesys.kernels.experts.up import up
-from moesys.kernels.experts.weight_gradient import weight_gradient
+from moesys.kernels.experts.weight_gradient import RowsOfGroups, weight_gradient
 from moesys.kernels.routing.routing import Routing, route
 from moesys.overlap.expert_compute import Arrivals, Workplace
 from moesys.overlap.held_experts import ExpertGradients, HeldExperts
@@ -138,16 +138,16 @@ class TritonBackward:
         tiles = RowTiles(routing.first_G1, len(routing.entry_P))
         on_one_rank = self.dy.index is not None
         weight_TK = (weight_M[chunk.home_TK] if on_one_rank else weight_M).view_as(routing.row_TK)
+        block = blocks.activation_gradient
         dh_P2I, wa_PI, dweight_TK = activation_gradient(
             rows[_sources(chunk, self.dy)],
             here.down_SHI,
             self.h_P2I[slice(*chunk.rows)],
             weight_TK,
             routing,
-            tiles.of(blocks.activation_gradient),
-            here.matrix_S,
+            Groups(routing.first_G1, tiles.of(block), here.matrix_S),
             ACTIVATION,
-            blocks.activation_gradient,
+            block,
         )
         if self.keep:
             self.dh.append(dh_P2I)
@@ -167,10 +167,10 @@ class TritonBackward:
             gradients.down.zero_()
             return
         first_G1, arrival_P, dh_P2I, wa_PI = self._expert_order(len(gradients.gate_up))
-        groups = (self.dy.place(arrival_P).int(), first_G1, groups_by_size(first_G1), 1)
+        groups = RowsOfGroups(self.dy.place(arrival_P).int(), first_G1, groups_by_size(first_G1))
         x_MH, dy_MH, block = self.x.rows.contiguous(), self.dy.rows, self.blocks.weight_gradient
-        weight_gradient(dh_P2I, x_MH, *groups, "right", block, out_GLR=gradients.gate_up)
-        weight_gradient(dy_MH, wa_PI, *groups, "left", block, out_GLR=gradients.down)
+        weight_gradient(dh_P2I, x_MH, groups, 1, "right", block, out_GLR=gradients.gate_up)
+        weight_gradient(dy_MH, wa_PI, groups, 1, "left", block, out_GLR=gradients.down)
 
     def _expert_order(self, num_slots: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """All chunks' rows in expert order: (first_G1, the arrival of each, dh, weighted activations)."""
@@ -201,7 +201,7 @@ class _Stacked:
         return _Stacked(*weights.stacked(), torch.arange(len(weights), dtype=torch.int32, device=like.device))
 
 
-def _blocks(rows: Tensor, experts_here: _Stacked, routes: Routes) -> Blocks:
+def _blocks(rows: Tensor, experts_here: _Stacked, routes: Routes) -> TileConfigs:
     """Of all chunks together, which so use the same."""
     return blocks_of(ShapeClass.of(rows, experts_here.down_SHI, routes.num_rows, ACTIVATION), rows.device)
 

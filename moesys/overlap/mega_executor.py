@@ -1,6 +1,6 @@
 """Dispatch, experts and combine as two MegaKernels a direction: pulls, products and pushes overlap by themselves.
 
-The kernels are those of ``kernels.mega_dispatch`` and ``kernels.mega_combine``; here is which is called when, and what
+The kernels are those of ``kernels.mega``; here is which is called when, and what
 is kept from forward to backward. Rows come in expert order at once, so that nothing is ever sorted anew, and every
 row is computed as ``experts_triton`` computes it: no point of the search space changes a bit.
 
@@ -20,13 +20,14 @@ from torch import Tensor
 
 from moesys.config import MegaKernel, ModelShape
 from moesys.kernels.experts.numerics import INTERPRETED
-from moesys.kernels.experts.tile_config import Blocks
-from moesys.kernels.experts.tiles import Block, groups_by_size
-from moesys.kernels.experts.weight_gradient import weight_gradient
-from moesys.kernels.mega.arguments import MegaMemory, MegaPoint, MegaRows, announce, arrange
+from moesys.kernels.experts.tile_config import TileConfig, TileConfigs
+from moesys.kernels.experts.tiles import groups_by_size
+from moesys.kernels.experts.weight_gradient import RowsOfGroups, weight_gradient
+from moesys.kernels.mega.arguments import MegaMemory, MegaRows, announce, arrange
 from moesys.kernels.mega.exchange import Replicas, most_flags, publish, regions
 from moesys.kernels.mega.mega_combine import WeightGradients, down_combine, input_gradient_combine
 from moesys.kernels.mega.mega_dispatch import dispatch_activation_gradient, dispatch_up
+from moesys.kernels.mega.point import blocks_at
 from moesys.kernels.mega.task_times import TaskTimes
 from moesys.kernels.symmetric.counts import count_regions, receive_counts
 from moesys.kernels.symmetric.heap import Heap, Plan, require_no_capture
@@ -44,8 +45,8 @@ from moesys.overlap.task_spans import task_spans
 
 class MegaHome:
     """Where the MegaKernels of a group's layers meet: one heap, which layers take turns on, as an epoch ends before the
-    next begins (``kernels.exchange.regions``). It grows, on all ranks at once, when a micro-batch needs more: at least
-    to twice of what was too little, so that sizes that creep up seldom make a new one.
+    next begins (``kernels.mega.exchange.regions``). It grows, on all ranks at once, when a micro-batch needs more: at
+    least to twice of what was too little, so that sizes that creep up seldom make a new one.
 
     Raises RuntimeError on the CPU where Triton does not interpret.
     """
@@ -94,28 +95,6 @@ class MegaHome:
             memory.watch.wait()
 
 
-def point_of(overlap: MegaKernel) -> MegaPoint:
-    """What kernels are told of a declared MegaKernel."""
-    return MegaPoint(
-        fuse_dispatch=overlap.fused in ("both", "dispatch"),
-        fuse_combine=overlap.fused in ("both", "combine"),
-        dispatch_share=overlap.dispatch_share,
-        combine_share=overlap.combine_share,
-        reduce_share=overlap.reduce_share,
-        granularity=overlap.granularity,
-        tile_order=overlap.tile_order,
-        deduplicate=overlap.deduplicate,
-        fuse_weight_gradients=overlap.overlap_weight_gradients,
-        fetch_rows=overlap.fetch_rows,
-        sum_tokens=overlap.sum_tokens,
-        rows=overlap.tile_rows,
-        columns=overlap.tile_columns,
-        warps=overlap.warps,
-        stages=overlap.stages,
-        programs=overlap.programs,
-    )
-
-
 def plan_mega(
     overlap: MegaKernel,
     home: MegaHome,
@@ -131,9 +110,9 @@ def plan_mega(
 
     Raises ValueError, on all ranks alike, where one would get more rows than ``overlap.rows_cap`` allows.
     """
-    point, device, top_k = point_of(overlap), expert_TK.device, expert_TK.shape[1]
+    device, top_k = expert_TK.device, expert_TK.shape[1]
     require_rows(overlap, plan, most_tokens, top_k)
-    blocks = point.blocks(ACTIVATION, dtype, device)
+    blocks = blocks_at(overlap, ACTIVATION, dtype, device)
     replicas = replicas_of(plan.layout, rank, device)
     flags = _flags(blocks, most_tokens, top_k, hidden, len(replicas.rank_P))
     return MegaExecutor(
@@ -144,7 +123,7 @@ def plan_mega(
         int(plan.tokens_R[rank]),
         home.memory(most_tokens, top_k, hidden, dtype, flags, plan.load.num_experts),
         blocks,
-        point,
+        overlap,
         recorder,
     )
 
@@ -173,13 +152,12 @@ def plan_mega_later(
             f"{num_tokens} tokens of a rank, but most_tokens={most_tokens}, for which all ranks have memory; "
             f"use MegaKernel(most_tokens={num_tokens}), or None where nobody knows"
         )
-    point = point_of(overlap)
-    blocks = point.blocks(ACTIVATION, dtype, expert_TK.device)
+    blocks = blocks_at(overlap, ACTIVATION, dtype, expert_TK.device)
     flags = _flags(blocks, most_tokens, top_k, hidden, len(replicas.rank_P))
     memory = home.memory(most_tokens, top_k, hidden, dtype, flags, num_experts)
     room = room_for_rows(overlap, most_tokens, top_k, home.num_ranks)
     pending = PendingPlan(split, turn, home.limit, room, most_tokens * top_k)
-    return MegaExecutor(expert_TK, num_experts, pending, replicas, room, memory, blocks, point, recorder), pending
+    return MegaExecutor(expert_TK, num_experts, pending, replicas, room, memory, blocks, overlap, recorder), pending
 
 
 def symmetric_bytes(overlap: MegaKernel, model: ModelShape, most_tokens: int, num_ranks: int, num_replicas: int) -> int:
@@ -187,13 +165,13 @@ def symmetric_bytes(overlap: MegaKernel, model: ModelShape, most_tokens: int, nu
     on any rank and so many replicas in a layout.
     """
     dtype, top_k, hidden = getattr(torch, model.dtype), model.top_k, model.hidden_size
-    blocks = point_of(overlap).blocks(ACTIVATION, dtype, torch.device("cuda"))
+    blocks = blocks_at(overlap, ACTIVATION, dtype, torch.device("cuda"))
     flags = _flags(blocks, most_tokens, top_k, hidden, num_replicas)
     shared = regions(most_tokens, top_k, hidden, dtype, num_ranks, flags)
     return Plan.of({**shared, **count_regions(num_ranks, model.num_experts)}).num_bytes
 
 
-def _flags(blocks: Blocks, most_tokens: int, top_k: int, hidden: int, num_replicas: int) -> int:
+def _flags(blocks: TileConfigs, most_tokens: int, top_k: int, hidden: int, num_replicas: int) -> int:
     column_tiles = -(-hidden // min(blocks.down.columns, blocks.input_gradient.columns))
     return most_flags(most_tokens, top_k, num_replicas, blocks.down.rows, column_tiles)
 
@@ -213,8 +191,8 @@ class MegaExecutor:
     replicas: Replicas
     num_rows: int
     memory: MegaMemory
-    blocks: Blocks
-    point: MegaPoint
+    blocks: TileConfigs
+    point: MegaKernel
     recorder: Recorder | None = None
     _rows: MegaRows | None = field(default=None, init=False)
 
@@ -290,7 +268,7 @@ class MegaExecutor:
             outer = None
             if gradients is not None:
                 outer = WeightGradients(dh_NU, saved.arrivals_MH, gradients.gate_up, dy_NH, wa_NI, gradients.down)
-            fused = outer if point.fuse_weight_gradients else None
+            fused = outer if point.overlap_weight_gradients else None
             with stage("input gradient and combine", device):
                 dx_TH, dweight_TK = input_gradient_combine(
                     memory,
@@ -299,8 +277,7 @@ class MegaExecutor:
                     gate_up,
                     partial_NS,
                     fused,
-                    blocks.input_gradient,
-                    blocks.weight_gradient,
+                    blocks,
                     point,
                 )
             yield
@@ -342,12 +319,12 @@ class MegaExecutor:
         recorder.add_later(lambda: task_spans(times.read(), replicas.expert_P[replicas.own_G].tolist()))
 
 
-def _weight_gradients(sides: WeightGradients, first_G1: Tensor, block: Block) -> None:
+def _weight_gradients(sides: WeightGradients, first_G1: Tensor, block: TileConfig) -> None:
     """Both weight gradients by launches of their own."""
     in_order = torch.arange(len(sides.dh_NU), dtype=torch.int32, device=first_G1.device)
-    tables = (in_order, first_G1, groups_by_size(first_G1), 1)
-    weight_gradient(sides.dh_NU, sides.x_NH, *tables, "right", block, out_GLR=sides.dgate_up_GUH)
-    weight_gradient(sides.dy_NH, sides.wa_NI, *tables, "left", block, out_GLR=sides.ddown_GHI)
+    groups = RowsOfGroups(in_order, first_G1, groups_by_size(first_G1))
+    weight_gradient(sides.dh_NU, sides.x_NH, groups, 1, "right", block, out_GLR=sides.dgate_up_GUH)
+    weight_gradient(sides.dy_NH, sides.wa_NI, groups, 1, "left", block, out_GLR=sides.ddown_GHI)
 
 
 def replicas_of(layout: ExpertLayout, rank: int, device: torch.device) -> Replicas:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moesys.kernels.experts.experts import Kept, experts_backward, experts_forward
-from moesys.kernels.experts.tile_config import Blocks, ShapeClass
+from moesys.kernels.experts.experts import ExpertMatrices, Kept, experts_backward, experts_forward
+from moesys.kernels.experts.tile_config import ShapeClass, TileConfigs
 from moesys.kernels.experts.tile_tuner import blocks_of
 from moesys.kernels.routing.routing import Routing
 from moesys.overlap.executor import Saved, WaitForExperts
@@ -46,10 +46,7 @@ class SingleRankExecutor:
             x_TH,
             self.routing,
             weight_TK.contiguous(),
-            gate_up_S2IH,
-            down_SHI,
-            self._expert_G(),
-            ACTIVATION,
+            self._matrices(gate_up_S2IH, down_SHI),
             self._blocks(x_TH, down_SHI),
         )
         return y_TH, Saved(x_TH, kept.h_PU)
@@ -70,21 +67,19 @@ class SingleRankExecutor:
             dy_TH,
             saved.arrivals_MH,
             weight_TK.contiguous(),
-            gate_up_S2IH,
-            down_SHI,
-            self._expert_G(),
+            self._matrices(gate_up_S2IH, down_SHI),
             Kept(saved.h_P2I, self.routing),
-            ACTIVATION,
             self._blocks(dy_TH, down_SHI),
             None if gradients is None else torch.float32,
             (None, None) if gradients is None else gradients,
         )
         return found.dx_TH, found.dweight_TK
 
-    def _expert_G(self) -> Tensor:
+    def _matrices(self, gate_up_S2IH: Tensor, down_SHI: Tensor) -> ExpertMatrices:
         """The expert of each group: itself."""
         first_G1 = self.routing.first_G1
-        return torch.arange(len(first_G1) - 1, dtype=torch.int32, device=first_G1.device)
+        expert_G = torch.arange(len(first_G1) - 1, dtype=torch.int32, device=first_G1.device)
+        return ExpertMatrices(gate_up_S2IH, down_SHI, expert_G, ACTIVATION)
 
-    def _blocks(self, like: Tensor, down_SHI: Tensor) -> Blocks:
+    def _blocks(self, like: Tensor, down_SHI: Tensor) -> TileConfigs:
         return blocks_of(ShapeClass.of(like, down_SHI, len(self.routing.entry_P), ACTIVATION), like.device)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from moesys.balance import min_max_load, plan_layout, split_tokens
 from moesys.config import ClusterSpec, Eplb, EvenSplit, FlowSplit, Greedy, Laer, Proportional
 from moesys.kernels.split.flow import split
+from moesys.kernels.split.tables import entries_of
 from moesys.layout import EMPTY, ExpertLayout, TokenPlan
 from moesys.load import LoadMatrix
 from moesys.overlap.mega_executor import tokens_by_replica
@@ -26,7 +27,7 @@ def assert_is_the_hosts(split, load, layout, cluster, turn=0):
     plan = split(torch.tensor(load.tokens_RE), tables, turn)
     assert plan.converged
     expected = split_tokens(load, layout, cluster, FlowSplit(), turn)
-    assert plan.to_entries(tables).numpy().tobytes() == expected.entries.tobytes()
+    assert entries_of(plan.tokens_RP, tables).numpy().tobytes() == expected.entries.tobytes()
     assert plan.limit_tokens == min_max_load(load, layout)
     assert expected.tokens_R.max() == plan.limit_tokens
 
@@ -173,7 +174,7 @@ def test_too_few_phases_show_and_lose_no_token():
     for phases in (1, 2, 4, 64):
         plan = split_reference(torch.tensor(load.tokens_RE), tables, phases=phases)
         converged.append(bool(plan.converged))
-        valid = TokenPlan(plan.to_entries(tables).numpy(), load, layout)
+        valid = TokenPlan(entries_of(plan.tokens_RP, tables).numpy(), load, layout)
         assert plan.limit_tokens <= least <= valid.tokens_R.max()
         assert converged[-1] == (valid == expected)
     assert converged == [False, False, False, True]

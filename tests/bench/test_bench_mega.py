@@ -16,12 +16,12 @@ from moesys.bench.kernels.aot import Size
 from moesys.bench.mega import contest
 from moesys.bench.mega.case import draw_layer
 from moesys.bench.mega.report import SEQUENTIAL, STAND_ALONE, WHOLE, Contestant, Report
-from moesys.kernels.mega.arguments import MegaPoint
+from moesys.config import MegaKernel
 
 CPU = torch.device("cpu")
 TINY = Size("tiny", 6, 16, 16, 2, 1)
 # A link that takes 0.2 ms for the half of 6 rows that leaves.
-POINTS = {SEQUENTIAL: contest.UNFUSED, "fused": MegaPoint(), contest.ON_DEVICE: MegaPoint()}
+POINTS = {SEQUENTIAL: contest.UNFUSED, "fused": MegaKernel(), contest.ON_DEVICE: MegaKernel()}
 PLAN = contest.Plan(TINY, 2, torch.float32, POINTS, 1e-3, repeats=1, bit_runs=1, device=CPU)
 
 
@@ -48,7 +48,7 @@ def test_what_differs_by_a_bit_is_told_and_not_timed(monkeypatch: pytest.MonkeyP
         return found | {"dx of rank 1": found["dx of rank 1"].nextafter(torch.tensor(1e9))}
 
     monkeypatch.setattr(contest._Together, "results", off_by_a_bit)
-    assert contest.main(replace(PLAN, points={"fused": MegaPoint()}), tmp_path) == 1
+    assert contest.main(replace(PLAN, points={"fused": MegaKernel()}), tmp_path) == 1
     _, fused = json.loads((tmp_path / "overlap_mega.json").read_text())["contestants"]
     assert fused == {"name": "fused", "wrong": "dx of rank 1 differs", "samples_ms": {}}
 

@@ -14,7 +14,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 import moesys as ms
 from moesys.hf import registration
 from moesys.hf.experts_module import ExpertsModule
-from moesys.kernels.cpu.page_pool import Memory
+from moesys.kernels.cpu.page_pool import PagePool
 
 
 def test_registering_again_changes_nothing() -> None:
@@ -73,7 +73,7 @@ def test_the_kernels_of_a_gpu_compute_the_same():
     found = []
     for forward in (registration._by_kernels, registration._by_rows):
         inputs = [x_TH.clone().requires_grad_(), weight_TK.clone().requires_grad_()]
-        y_TH = forward(experts, Memory(), module, inputs[0], index_TK, inputs[1])
+        y_TH = forward(experts, PagePool(), module, inputs[0], index_TK, inputs[1])
         found.append([y_TH, *torch.autograd.grad(y_TH, [*inputs, *module.parameters()], dy_TH)])
     for by_kernels, by_rows in zip(*found, strict=True):
         assert relative(by_kernels, by_rows) < OUTPUT_TOLERANCE

@@ -20,9 +20,8 @@ from typer.testing import CliRunner
 from moesys.__main__ import app
 from moesys.bench.kernels.aot import SIZES, Compiled, compile_size
 from moesys.bench.kernels.aot_mega import POINTS, compile_mega
-from moesys.kernels.experts.tile_config import Blocks
+from moesys.kernels.experts.tile_config import TileConfig, TileConfigs
 from moesys.kernels.experts.tile_tuner import PINNED
-from moesys.kernels.experts.tiles import Block
 
 # 3.6 cannot specialise epilogues that split a tile.
 SPECIALISES = not triton.__version__.startswith("3.6.")
@@ -41,10 +40,10 @@ def main(folder: Path, sweep: bool) -> None:
 
 def compile_pinned(path: Path) -> list[Compiled]:
     wide, square = (
-        Block(128, columns, 64, warps=4, stages=stages, operands="specialised")
+        TileConfig(128, columns, 64, warps=4, stages=stages, operands="specialised")
         for columns, stages in ((256, 4), (128, 4))
     )
-    path.write_text(Blocks(square, wide, square, wide, Block(128, 256, 64, stages=4)).to_json())
+    path.write_text(TileConfigs(square, wide, square, wide, TileConfig(128, 256, 64, stages=4)).to_json())
     os.environ[PINNED] = str(path)
     try:
         return compile_size(SIZES[0], torch.bfloat16, print, PRODUCTS)

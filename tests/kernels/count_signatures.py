@@ -15,9 +15,8 @@ import triton
 from torch import Tensor
 
 from moesys.kernels.experts import ahead_of_time
-from moesys.kernels.experts.experts import experts_backward, experts_forward
-from moesys.kernels.experts.tile_config import Blocks
-from moesys.kernels.experts.tiles import Block
+from moesys.kernels.experts.experts import ExpertMatrices, experts_backward, experts_forward
+from moesys.kernels.experts.tile_config import TileConfig, TileConfigs
 from moesys.kernels.routing.routing import route
 
 H, I, K = 128, 64, 2
@@ -33,11 +32,11 @@ def compute_layer(T: int, E: int) -> None:
         return torch.empty(shape, dtype=dtype, device="meta")
 
     x_TH, weight_TK = meta(T, H), meta(T, K, dtype=torch.float32)
-    matrices = (meta(E, 2 * I, H), meta(E, H, I), meta(E, dtype=torch.int32))
-    blocks = Blocks.all_of(Block())
+    matrices = ExpertMatrices(meta(E, 2 * I, H), meta(E, H, I), meta(E, dtype=torch.int32), "swiglu")
+    blocks = TileConfigs.all_of(TileConfig())
     routing = route(meta(T, K, dtype=torch.int64), E)
-    y_TH, kept = experts_forward(x_TH, routing, weight_TK, *matrices, "swiglu", blocks)
-    experts_backward(y_TH, x_TH, weight_TK, *matrices, kept, "swiglu", blocks)
+    y_TH, kept = experts_forward(x_TH, routing, weight_TK, matrices, blocks)
+    experts_backward(y_TH, x_TH, weight_TK, matrices, kept, blocks)
 
 
 def main() -> None:

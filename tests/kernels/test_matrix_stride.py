@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from moesys.kernels.experts.activation_gradient import activation_gradient
-from moesys.kernels.experts.experts import experts_backward, experts_forward
+from moesys.kernels.experts.experts import ExpertMatrices, experts_backward, experts_forward
 from moesys.kernels.experts.grouped_gemm import grouped_gemm
-from moesys.kernels.experts.tile_config import Blocks
-from moesys.kernels.experts.tiles import Block, Operands, groups_by_size, tile_table_reference
+from moesys.kernels.experts.tile_config import Operands, TileConfig, TileConfigs
+from moesys.kernels.experts.tiles import Groups, groups_by_size, tile_table_reference
 from moesys.kernels.experts.up import up
-from moesys.kernels.experts.weight_gradient import weight_gradient
+from moesys.kernels.experts.weight_gradient import RowsOfGroups, weight_gradient
 from moesys.kernels.routing.routing import route_reference
 
 T, K, E, I, H = 9, 2, 3, 24, 40
-BLOCK = Block(rows=16, columns=16, contraction=16, warps=4)
+BLOCK = TileConfig(rows=16, columns=16, contraction=16, warps=4)
 GENERATOR = torch.Generator().manual_seed(0)
 GROUP_TK = torch.tensor([[t % 4, (t + 1) % 3] for t in range(T)])  # 3: a choice that is dropped
 ROUTING = route_reference(GROUP_TK, E)
@@ -50,28 +50,29 @@ def rows(count: int, width: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(count, width, generator=torch.Generator().manual_seed(width)).to(dtype)
 
 
-def of_up(gate_up: Tensor, down: Tensor, block: Block) -> tuple[Tensor, ...]:
+def of_up(gate_up: Tensor, down: Tensor, block: TileConfig) -> tuple[Tensor, ...]:
     x_TH = rows(T, H, gate_up.dtype)
     return up(x_TH, gate_up, ROUTING, TILES, MATRIX_G, K, activation="swiglu", block=block)
 
 
-def of_down(_: Tensor, matrices: Tensor, block: Block) -> tuple[Tensor, ...]:
+def of_down(_: Tensor, matrices: Tensor, block: TileConfig) -> tuple[Tensor, ...]:
     a_PI = rows(T * K, I, matrices.dtype)
     return (grouped_gemm(a_PI, matrices, ROUTING.first_G1, TILES, MATRIX_G, block, transposed=True),)
 
 
-def of_input_gradient(gate_up: Tensor, _: Tensor, block: Block) -> tuple[Tensor, ...]:
+def of_input_gradient(gate_up: Tensor, _: Tensor, block: TileConfig) -> tuple[Tensor, ...]:
     dh_P2I = rows(T * K, 2 * I, gate_up.dtype)
     return (grouped_gemm(dh_P2I, gate_up, ROUTING.first_G1, TILES, MATRIX_G, block, transposed=False),)
 
 
-def of_activation_gradient(_: Tensor, matrices: Tensor, block: Block) -> tuple[Tensor, ...]:
+def of_activation_gradient(_: Tensor, matrices: Tensor, block: TileConfig) -> tuple[Tensor, ...]:
     dy_TH, h_P2I = rows(T, H, matrices.dtype), rows(T * K, 2 * I, matrices.dtype)
-    return activation_gradient(dy_TH, matrices, h_P2I, WEIGHT_TK, ROUTING, TILES, MATRIX_G, "swiglu", block)
+    groups = Groups(ROUTING.first_G1, TILES, MATRIX_G)
+    return activation_gradient(dy_TH, matrices, h_P2I, WEIGHT_TK, ROUTING, groups, "swiglu", block)
 
 
 OPS = [of_up, of_down, of_input_gradient, of_activation_gradient]
-Op = Callable[[Tensor, Tensor, Block], tuple[Tensor, ...]]
+Op = Callable[[Tensor, Tensor, TileConfig], tuple[Tensor, ...]]
 
 
 @pytest.mark.parametrize(
@@ -99,18 +100,17 @@ def test_gaps_change_no_bit(op: Op, dtype: torch.dtype, padding: int, operands: 
 def test_gradients_are_written_where_they_belong() -> None:
     """Into one flat buffer, from forward and backward on another, and nothing behind an expert's parameters."""
     x_TH, dy_TH = rows(T, H, torch.float32), rows(T, H, torch.float32).flip(0)
-    blocks = Blocks.all_of(BLOCK)
+    blocks = TileConfigs.all_of(BLOCK)
     results = []
     for padding in (0, 5):
         gate_up, down = weights(padding, torch.float32)
         if not padding:
             gate_up, down = gate_up.contiguous(), down.contiguous()
         gradients = flat(padding)
-        y_TH, kept = experts_forward(x_TH, ROUTING, WEIGHT_TK, gate_up, down, MATRIX_G, "swiglu", blocks)
+        matrices = ExpertMatrices(gate_up, down, MATRIX_G, "swiglu")
+        y_TH, kept = experts_forward(x_TH, ROUTING, WEIGHT_TK, matrices, blocks)
         out = views(gradients) if padding else (None, None)
-        found = experts_backward(
-            dy_TH, x_TH, WEIGHT_TK, gate_up, down, MATRIX_G, kept, "swiglu", blocks, torch.float32, out
-        )
+        found = experts_backward(dy_TH, x_TH, WEIGHT_TK, matrices, kept, blocks, torch.float32, out)
         results.append([y_TH, *found])
         if padding:
             assert gradients[:, 3 * I * H :].isnan().all()
@@ -137,9 +137,7 @@ def test_a_gradient_that_does_not_fit_is_refused(out_GLR: Tensor) -> None:
         weight_gradient(
             dh_PI,
             x_TH,
-            ROUTING.entry_P,
-            ROUTING.first_G1,
-            groups_by_size(ROUTING.first_G1),
+            RowsOfGroups(ROUTING.entry_P, ROUTING.first_G1, groups_by_size(ROUTING.first_G1)),
             K,
             "right",
             BLOCK,

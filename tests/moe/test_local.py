@@ -18,7 +18,7 @@ from harness import Stack
 from torch import Tensor
 
 import moesys as ms
-from moesys.kernels.cpu.page_pool import Memory
+from moesys.kernels.cpu.page_pool import PagePool
 from moesys.moe.shards import Restored
 from moesys.overlap.experts_triton import TritonExperts
 
@@ -220,7 +220,7 @@ def test_experts_that_lie_apart_are_put_together(num_lent: int) -> None:
     shape = SHAPE.replace(dtype="bfloat16")
     master_P, *lent = torch.randn(1 + num_lent, shape.expert_parameters)
     parts = [lent_P.bfloat16() for lent_P in lent] + [master_P] * bool(lent)
-    restored = Restored(shape, torch.bfloat16, Memory(), torch.device("cpu"), lambda: parts, None).wait()
+    restored = Restored(shape, torch.bfloat16, PagePool(), torch.device("cpu"), lambda: parts, None).wait()
     stacked = restored.stacked()
     assert stacked.gate_up.shape == (len(parts), 2 * shape.intermediate_size, shape.hidden_size)
     for slot in range(len(restored)):

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 import moesys as ms
-from moesys.kernels.cpu.page_pool import Memory
-from moesys.kernels.experts.experts import experts_backward, experts_forward
+from moesys.kernels.cpu.page_pool import PagePool
+from moesys.kernels.experts.experts import ExpertMatrices, experts_backward, experts_forward
 from moesys.kernels.experts.tile_tuner import ShapeClass, blocks_of
 from moesys.kernels.routing.routing import route
 from moesys.layout import EMPTY, ExpertLayout, TokenPlan
@@ -175,7 +175,7 @@ def by_sequential(drawn: Drawn, rank: int) -> Results:
     routes = build_routes(drawn.expert_RTK[rank], counts_CRE, drawn.plan, rank, 1)
     group = dist.group.WORLD if drawn.case.num_ranks > 1 else None
     channel = Channel(group, (0,) * drawn.case.num_ranks, Recorder(0), Meter())
-    executor = ChunkedExecutor(routes, channel, TritonExperts(), Memory())
+    executor = ChunkedExecutor(routes, channel, TritonExperts(), PagePool())
     weights, gradients, weight_TK = drawn.weights(rank), drawn.new_gradients(rank), drawn.weight_RTK[rank]
     y_TH, saved = executor.forward(drawn.x_RTH[rank], weight_TK, lambda: weights)
     dx_TH, dweight_TK = executor.backward(drawn.dy_RTH[rank], weight_TK, saved, lambda: weights, gradients)
@@ -189,10 +189,10 @@ def by_one_process(drawn: Drawn, rank: int) -> Results:
     gate_up, down = drawn.gate_up[expert_P], drawn.down[expert_P]
     routing = route(torch.cat(drawn.replica_RTK), len(expert_P))
     x_TH, dy_TH, weight_TK = torch.cat(drawn.x_RTH), torch.cat(drawn.dy_RTH), torch.cat(drawn.weight_RTK)
-    matrix_P = torch.arange(len(expert_P), dtype=torch.int32)
+    matrices = ExpertMatrices(gate_up, down, torch.arange(len(expert_P), dtype=torch.int32), ACTIVATION)
     blocks = blocks_of(ShapeClass.of(x_TH, down, len(routing.entry_P), ACTIVATION), CPU)
-    y_TH, kept = experts_forward(x_TH, routing, weight_TK, gate_up, down, matrix_P, ACTIVATION, blocks)
-    found = experts_backward(dy_TH, x_TH, weight_TK, gate_up, down, matrix_P, kept, ACTIVATION, blocks)
+    y_TH, kept = experts_forward(x_TH, routing, weight_TK, matrices, blocks)
+    found = experts_backward(dy_TH, x_TH, weight_TK, matrices, kept, blocks)
     first = sum(drawn.case.tokens[:rank])
     own = slice(first, first + drawn.case.tokens[rank])
     assert found.dgate_up_GUH is not None

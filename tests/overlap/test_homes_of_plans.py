@@ -8,7 +8,7 @@ from mega_case import CPU, Case, Drawn
 from torch import Tensor
 
 import moesys as ms
-from moesys.kernels.mega.arguments import MegaMemory, MegaPoint, MegaRows, announce, arrange
+from moesys.kernels.mega.arguments import MegaMemory, MegaRows, announce, arrange
 from moesys.kernels.mega.exchange import regions
 from moesys.kernels.symmetric.counts import count_regions, receive_counts
 from moesys.kernels.symmetric.heap import Heap
@@ -26,7 +26,7 @@ CASES = {
 }
 
 
-def arranged(drawn: Drawn, on_device: bool, point: MegaPoint) -> list[MegaRows]:
+def arranged(drawn: Drawn, on_device: bool, point: ms.MegaKernel) -> list[MegaRows]:
     """Of each rank."""
     case, most = drawn.case, max(1, *drawn.case.tokens)
     shared = regions(most, case.top_k, case.hidden, torch.float32, case.num_ranks, 1)
@@ -54,8 +54,10 @@ def arranged(drawn: Drawn, on_device: bool, point: MegaPoint) -> list[MegaRows]:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("point", [MegaPoint(deduplicate=True), MegaPoint(granularity="expert", tile_order="slots")])
-def test_both_homes_enumerate_the_same(name: str, point: MegaPoint) -> None:
+@pytest.mark.parametrize(
+    "point", [ms.MegaKernel(deduplicate=True), ms.MegaKernel(granularity="expert", tile_order="slots")]
+)
+def test_both_homes_enumerate_the_same(name: str, point: ms.MegaKernel) -> None:
     drawn = Drawn(CASES[name])
     for by_host, by_device in zip(arranged(drawn, False, point), arranged(drawn, True, point), strict=True):
         for of_host, of_device in ((by_host.exchange, by_device.exchange), (by_host.flags, by_device.flags)):

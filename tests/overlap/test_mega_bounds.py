@@ -78,13 +78,13 @@ def capturing(monkeypatch) -> None:
 def test_flags_double_and_what_a_graph_may_hold_lives_on():
     memory = MegaMemory(Heap.virtual({}, 1, CPU)[0])
     memory.require(10, 2, 3, 4)
-    held = weakref.ref(memory.arrived)
+    held = weakref.ref(memory.flags.arrived)
     memory.require(11, 2, 3, 4)
-    assert (len(memory.arrived), len(memory.multiplied)) == (20, 12)
+    assert (len(memory.flags.arrived), len(memory.flags.multiplied)) == (20, 12)
     assert held() is not None
-    grown = memory.arrived
+    grown = memory.flags.arrived
     memory.require(20, 2, 3, 4)
-    assert memory.arrived is grown
+    assert memory.flags.arrived is grown
 
 
 def test_the_heap_doubles_only_what_was_too_little():

@@ -10,7 +10,8 @@ import torch
 
 from moesys.bench.kernels.aot import Size
 from moesys.bench.mega.case import MegaRun, draw_layer, regions_of
-from moesys.kernels.mega.arguments import MegaMemory, MegaPoint
+from moesys.config import MegaKernel
+from moesys.kernels.mega.arguments import MegaMemory
 from moesys.kernels.mega.exchange import Replicas, combine_flags, exchange, first_rows, ordered_tiles
 from moesys.kernels.symmetric import signals
 from moesys.kernels.symmetric.heap import Heap
@@ -61,7 +62,7 @@ def test_streams_wait_for_each_other_between_stages(monkeypatch):
 
 @pytest.mark.parametrize(
     "point",
-    [MegaPoint(), MegaPoint(deduplicate=True, granularity="expert", fuse_dispatch=False)],
+    [MegaKernel(), MegaKernel(deduplicate=True, granularity="expert", fused="combine")],
     ids=["fused", "unfused, de-duplicated"],
 )
 def test_only_combines_wait_for_peers_that_run(point):

@@ -15,13 +15,13 @@ from task_order import numbers_in_groups, tiles_of_rank
 from tile_simulator import tile_pass
 
 import moesys as ms
-from moesys.kernels.experts import tiles
+from moesys.kernels.experts.tile_config import TileConfig
 from moesys.kernels.mega import task_queue
 from moesys.kernels.mega.exchange import Replicas, exchange, ordered_tiles
+from moesys.kernels.mega.point import blocks_at
 from moesys.kernels.mega.task_times import KINDS as KERNEL_KINDS
 from moesys.kernels.mega.task_times import TaskTimes
 from moesys.overlap.experts_triton import ACTIVATION
-from moesys.overlap.mega_executor import point_of
 from moesys.simulator.mega.queues import KINDS, WEIGHT_GRADIENTS
 from moesys.simulator.mega.tile_order import RASTER, WHOLE, TileSizes
 
@@ -98,7 +98,7 @@ def test_row_tiles_are_those_of_the_kernels(rows_GR, tile_rows, order):
 
 def test_kinds_and_shares_are_called_as_kernels_call_them():
     assert task_queue.WHOLE.value == WHOLE
-    assert tiles.Block().raster == RASTER
+    assert TileConfig().raster == RASTER
     assert ("", *KINDS) == KERNEL_KINDS
 
 
@@ -107,7 +107,7 @@ def test_kinds_and_shares_are_called_as_kernels_call_them():
 def test_tiles_are_as_large_as_those_of_a_gpu(dtype, declared):
     overlap = ms.MegaKernel(**declared)
     model = ms.ModelShape(hidden_size=64, intermediate_size=48, num_experts=4, top_k=2, dtype=dtype)
-    blocks = point_of(overlap).blocks(ACTIVATION, getattr(torch, dtype), torch.device("cuda"))
+    blocks = blocks_at(overlap, ACTIVATION, getattr(torch, dtype), torch.device("cuda"))
     sizes = TileSizes.of(overlap, model)
     assert (blocks.down.rows, blocks.down.columns, blocks.up.columns) == (sizes.rows, sizes.columns, sizes.halves)
     for block in (blocks.activation_gradient, blocks.input_gradient, blocks.weight_gradient):

@@ -175,7 +175,7 @@ def products_beside_copies(
 def flag_ping_pongs(pair: tuple[int, int], effort: Effort) -> list[float]:
     """Seconds from a flag's release on one GPU to its sight on another, by window; empty on ranks that only wait."""
     # Not at the top: it imports Triton, which a CPU need not have.
-    from moesys.kernels.symmetric.ping_pong import PingPong
+    from moesys.bench.calibrate.ping_pong import PingPong
 
     assert dist.group.WORLD is not None
     device = rank_device("cuda")

@@ -14,15 +14,14 @@ from moesys.kernels.experts.activation_gradient import activation_gradient
 from moesys.kernels.experts.ahead_of_time import MOST_SHARED_BYTES, MachineCode, compiling
 from moesys.kernels.experts.combine import combine
 from moesys.kernels.experts.grouped_gemm import grouped_gemm
-from moesys.kernels.experts.tile_config import ShapeClass
+from moesys.kernels.experts.tile_config import ShapeClass, TileConfig
 from moesys.kernels.experts.tile_tuner import blocks_of
-from moesys.kernels.experts.tiles import Block, Tiles, groups_by_size, tile_table
+from moesys.kernels.experts.tiles import Groups, Tiles, groups_by_size, tile_table
 from moesys.kernels.experts.up import up
-from moesys.kernels.experts.weight_gradient import weight_gradient
+from moesys.kernels.experts.weight_gradient import RowsOfGroups, weight_gradient
 from moesys.kernels.mega.exchange import regions
 from moesys.kernels.routing.routing import Routing, route
 from moesys.kernels.split.flow import split
-from moesys.kernels.split.replica_choice import choose_replicas
 from moesys.kernels.split.tables import SplitTables, tables_of
 from moesys.kernels.symmetric.counts import count_regions, receive_counts, send_counts
 from moesys.kernels.symmetric.heap import Heap
@@ -51,7 +50,7 @@ SIZES = (
     Size("fine", 40960, 768, 256, 128, 8),
     Size("30b", 32768, 4096, 512, 128, 8),
 )
-NUM_OPS = 14
+NUM_OPS = 13
 
 
 @dataclass(frozen=True)
@@ -120,13 +119,13 @@ def compile_size(
     blocks = blocks_of(ShapeClass.of(x, down_proj, P, "swiglu"), x.device)
     h, weight = meta(P, 2 * I), meta(T, K, dtype=torch.float32)
 
-    def tiles(block: Block) -> Tiles:
+    def tiles(block: TileConfig) -> Tiles:
         most = -(-P // block.rows) + E
         group_M, row_M, count_1 = (meta(n, dtype=torch.int32) for n in (most, most, 1))
         return Tiles(group_M, row_M, count_1, block.rows)
 
     entries, first = routing.entry_P, routing.first_G1
-    groups = (entries, first, meta(E, dtype=torch.int32), K)
+    groups = RowsOfGroups(entries, first, meta(E, dtype=torch.int32))
     up_, down_, back, into, outer = (
         blocks.up,
         blocks.down,
@@ -134,12 +133,10 @@ def compile_size(
         blocks.input_gradient,
         blocks.weight_gradient,
     )
-    tables, expert_TK = tables_of_64_ranks(E), meta(T, K, dtype=torch.int64)
-    tokens_RE, tokens_P = (meta(*shape, dtype=torch.int64) for shape in ((64, E), tables.rank_P.shape))
-    ops: dict[str, tuple[Block | None, Callable[[], object]]] = {
+    tables, tokens_RE = tables_of_64_ranks(E), meta(64, E, dtype=torch.int64)
+    ops: dict[str, tuple[TileConfig | None, Callable[[], object]]] = {
         "counts": (None, lambda: exchange_counts(first)),
         "split": (None, lambda: split(tokens_RE, tables)),
-        "replicas": (None, lambda: choose_replicas(expert_TK, routing, tokens_P, tables)),
         "route": (None, lambda: route(meta(T, K, dtype=torch.int64), E)),
         "tiles": (None, lambda: tile_table(first, P, up_.rows)),
         "groups": (None, lambda: groups_by_size(first)),
@@ -148,15 +145,17 @@ def compile_size(
         "combine": (None, lambda: combine(meta(P, H), routing.row_TK, weight, dtype)),
         "activation_gradient": (
             back,
-            lambda: activation_gradient(x, down_proj, h, weight, routing, tiles(back), matrix_G, "swiglu", back),
+            lambda: activation_gradient(
+                x, down_proj, h, weight, routing, Groups(first, tiles(back), matrix_G), "swiglu", back
+            ),
         ),
         "input_gradient": (
             into,
             lambda: grouped_gemm(h, gate_up, first, tiles(into), matrix_G, into, transposed=False),
         ),
         "gather_sum": (None, lambda: combine(meta(P, H), routing.row_TK, None, dtype)),
-        "dW2": (outer, lambda: weight_gradient(x, a, *groups, "left", outer, torch.float32)),
-        "dW1": (outer, lambda: weight_gradient(h, x, *groups, "right", outer, torch.float32)),
+        "dW2": (outer, lambda: weight_gradient(x, a, groups, K, "left", outer, torch.float32)),
+        "dW1": (outer, lambda: weight_gradient(h, x, groups, K, "right", outer, torch.float32)),
     }
     found = []
     for op, (block, launch) in ops.items():

@@ -11,24 +11,27 @@ import triton
 from torch import Tensor
 
 from moesys.bench.kernels.aot import Compiled, Size
+from moesys.config import MegaKernel
 from moesys.kernels.experts.activation_gradient import SUM_COLUMNS
 from moesys.kernels.experts.ahead_of_time import compiling
-from moesys.kernels.experts.tiles import Block, Tiles
-from moesys.kernels.mega.arguments import MegaMemory, MegaPoint, MegaRows
+from moesys.kernels.experts.tile_config import TileConfig
+from moesys.kernels.experts.tiles import Tiles
+from moesys.kernels.mega.arguments import MegaMemory, MegaRows
 from moesys.kernels.mega.exchange import Exchange, Flags, OrderedTiles, Replicas, most_flags, regions
 from moesys.kernels.mega.mega_combine import WeightGradients, down_combine, input_gradient_combine
 from moesys.kernels.mega.mega_dispatch import dispatch_activation_gradient, dispatch_up
+from moesys.kernels.mega.point import blocks_at, fuses
 from moesys.kernels.symmetric.heap import Heap
 
 NUM_RANKS = 8
 ACTIVATION = "swiglu"
 # Points that differ in code; shares and orders of tiles are numbers.
-POINTS: Mapping[str, MegaPoint] = MappingProxyType(
+POINTS: Mapping[str, MegaKernel] = MappingProxyType(
     {
-        "fused": MegaPoint(),
-        "apart": MegaPoint(combine_share=0.25, reduce_share=0.25, deduplicate=True, granularity="expert"),
-        "unfused": MegaPoint(fuse_dispatch=False, fuse_combine=False),
-        "no wgrad": MegaPoint(fuse_weight_gradients=False),
+        "fused": MegaKernel(),
+        "apart": MegaKernel(combine_share=0.25, reduce_share=0.25, deduplicate=True, granularity="expert"),
+        "unfused": MegaKernel(fused="none"),
+        "no wgrad": MegaKernel(overlap_weight_gradients=False),
     }
 )
 NUM_MEGA_OPS = 13
@@ -37,7 +40,7 @@ NUM_MEGA_OPS = 13
 class Part(NamedTuple):
     """A kernel that an op launches: the block of its product or None, and whether it copies rows between ranks."""
 
-    block: Block | None
+    block: TileConfig | None
     moves_rows: bool
 
 
@@ -65,11 +68,11 @@ def compile_mega(
     return found
 
 
-def _launched(size: Size, dtype: torch.dtype, point: MegaPoint) -> Iterator[Launched]:
+def _launched(size: Size, dtype: torch.dtype, point: MegaKernel) -> Iterator[Launched]:
     T, H, I, E, K = size[1:]
     # As many rows come as go, to one replica more than this rank's part of the experts.
     N, G = T * K, -(-E // NUM_RANKS) + 1
-    blocks = point.blocks(ACTIVATION, dtype, torch.device("meta"))
+    blocks = blocks_at(point, ACTIVATION, dtype, torch.device("meta"))
     back, into, outer = blocks.activation_gradient, blocks.input_gradient, blocks.weight_gradient
     memory, rows = _memory(size, dtype, G, blocks.down), _rows(size, N, G, blocks.down, point)
 
@@ -79,17 +82,17 @@ def _launched(size: Size, dtype: torch.dtype, point: MegaPoint) -> Iterator[Laun
     x_NH, h_NU, a_NI, gate_up, down = meta(N, H), meta(N, 2 * I), meta(N, I), meta(G, 2 * I, H), meta(G, H, I)
     weight_TK, dgate_up, ddown = (meta(*shape, dtype=torch.float32) for shape in ((T, K), gate_up.shape, down.shape))
     partial_NS = meta(N, triton.cdiv(I, min(SUM_COLUMNS, back.columns)), dtype=torch.float32)
-    gradients = WeightGradients(h_NU, x_NH, dgate_up, x_NH, a_NI, ddown) if point.fuse_weight_gradients else None
+    gradients = WeightGradients(h_NU, x_NH, dgate_up, x_NH, a_NI, ddown) if point.overlap_weight_gradients else None
 
-    def dispatching(block: Block) -> tuple[Part, ...]:
-        return (Part(block, True),) if point.fuse_dispatch else (Part(None, True), Part(block, False))
+    def dispatching(block: TileConfig) -> tuple[Part, ...]:
+        return (Part(block, True),) if fuses(point, "dispatch") else (Part(None, True), Part(block, False))
 
-    def combining(block: Block, beside_sums: Block | None) -> tuple[Part, ...]:
-        if point.fuse_combine:
+    def combining(block: TileConfig, beside_sums: TileConfig | None) -> tuple[Part, ...]:
+        if fuses(point, "combine"):
             return (Part(block, True),)
         return Part(block, False), Part(None, True), Part(beside_sums, True)
 
-    if point.fuse_weight_gradients:
+    if point.overlap_weight_gradients:
         yield Launched(
             "up",
             dispatching(blocks.up),
@@ -109,17 +112,17 @@ def _launched(size: Size, dtype: torch.dtype, point: MegaPoint) -> Iterator[Laun
     yield Launched(
         "input_gradient",
         combining(into, outer if gradients else None),
-        lambda: input_gradient_combine(memory, rows, h_NU, gate_up, partial_NS, gradients, into, outer, point),
+        lambda: input_gradient_combine(memory, rows, h_NU, gate_up, partial_NS, gradients, blocks, point),
     )
 
 
-def _memory(size: Size, dtype: torch.dtype, num_groups: int, block: Block) -> MegaMemory:
+def _memory(size: Size, dtype: torch.dtype, num_groups: int, block: TileConfig) -> MegaMemory:
     column_tiles = triton.cdiv(size.H, block.columns)
     flags = most_flags(size.T, size.K, num_groups * NUM_RANKS, block.rows, column_tiles)
     return MegaMemory(Heap.virtual(regions(size.T, size.K, size.H, dtype, NUM_RANKS, flags), NUM_RANKS, "meta")[0])
 
 
-def _rows(size: Size, num_rows: int, num_groups: int, block: Block, point: MegaPoint) -> MegaRows:
+def _rows(size: Size, num_rows: int, num_groups: int, block: TileConfig, point: MegaKernel) -> MegaRows:
     def meta(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
         return torch.empty(shape, dtype=dtype, device="meta")
 

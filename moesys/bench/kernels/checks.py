@@ -16,9 +16,8 @@ from moesys.bench.kernels.aot import Size
 from moesys.bench.kernels.contestants import OURS
 from moesys.bench.kernels.drawn_layer import Contestant, Layer, Results, Run, draw_layer
 from moesys.bench.kernels.reference import relative_errors
-from moesys.kernels.experts.experts import experts_backward, experts_forward, moe_experts
-from moesys.kernels.experts.tile_config import Blocks
-from moesys.kernels.experts.tiles import Block
+from moesys.kernels.experts.experts import ExpertMatrices, experts_backward, experts_forward, moe_experts
+from moesys.kernels.experts.tile_config import TileConfig, TileConfigs
 from moesys.kernels.routing.routing import route
 
 # Largest ‖found - right‖ / ‖right‖ at which a contestant is timed ...
@@ -73,12 +72,12 @@ def same_bits_in_other_blocks(layer: Layer) -> Finding:
     """Other tiles of the same contraction."""
     x_TH, weight_TK, dtype = layer.x_TH, layer.weight_TK, layer.x_TH.dtype
     contraction = 32 if dtype == torch.float32 or x_TH.device.type == "cpu" else 64
-    blocks = Blocks.all_of(Block(rows=64, columns=64, contraction=contraction, warps=4, stages=3, raster=3))
+    blocks = TileConfigs.all_of(TileConfig(rows=64, columns=64, contraction=contraction, warps=4, stages=3, raster=3))
     matrix_G = torch.arange(layer.size.E, dtype=torch.int32, device=x_TH.device)
-    matrices = (layer.gate_up_EUH, layer.down_EHI, matrix_G)
+    matrices = ExpertMatrices(layer.gate_up_EUH, layer.down_EHI, matrix_G, "swiglu")
     routing = route(layer.expert_TK, layer.size.E)
-    y_TH, kept = experts_forward(x_TH, routing, weight_TK, *matrices, "swiglu", blocks)
-    gradients = experts_backward(layer.dy_TH, x_TH, weight_TK, *matrices, kept, "swiglu", blocks, dtype)
+    y_TH, kept = experts_forward(x_TH, routing, weight_TK, matrices, blocks)
+    gradients = experts_backward(layer.dy_TH, x_TH, weight_TK, matrices, kept, blocks, dtype)
     differs = different((y_TH, *gradients), ours_on(layer).results())
     says = f"{differs} differ" if differs else f"tiles of {blocks.up.rows}x{blocks.up.columns}"
     return Finding(_where(layer), "equal bits in other tiles", not differs, says)

@@ -13,14 +13,13 @@ from rich.text import Text
 from moesys.bench.kernels.aot import Size, select
 from moesys.bench.steps import steps_told
 from moesys.kernels.experts.gemm_timer import GemmTimer
-from moesys.kernels.experts.tile_config import Blocks, ShapeClass
+from moesys.kernels.experts.tile_config import ShapeClass, TileConfig, TileConfigs
 from moesys.kernels.experts.tile_space import OPS, blocks_for
 from moesys.kernels.experts.tile_tuner import Gpu, cache_file, tune_blocks
-from moesys.kernels.experts.tiles import Block
 from moesys.lab.show.console import print_full
 
 
-def tune_size(size: Size, tell: Callable[[str], None]) -> tuple[ShapeClass, Blocks]:
+def tune_size(size: Size, tell: Callable[[str], None]) -> tuple[ShapeClass, TileConfigs]:
     """In bfloat16, gated by SiLU; what was found is kept for layers of the same class."""
     device = torch.device("cuda")
     x_TH, down_EHI = (
@@ -32,7 +31,7 @@ def tune_size(size: Size, tell: Callable[[str], None]) -> tuple[ShapeClass, Bloc
     return shape, tune_blocks(shape, timer, Gpu.of(device))
 
 
-def tuned_table(rows: Sequence[tuple[Size, ShapeClass, Blocks]], gpu: Gpu) -> Table:
+def tuned_table(rows: Sequence[tuple[Size, ShapeClass, TileConfigs]], gpu: Gpu) -> Table:
     """What was found, beside what is used untuned."""
     table = Table(title=Text(f"TUNED: {gpu.name}", style="bold"), title_justify="left", box=box.SIMPLE_HEAD)
     for name in ("size", "op", "fastest", "untuned"):
@@ -44,7 +43,7 @@ def tuned_table(rows: Sequence[tuple[Size, ShapeClass, Blocks]], gpu: Gpu) -> Ta
     return table
 
 
-def _in_words(block: Block) -> str:
+def _in_words(block: TileConfig) -> str:
     tile = f"{block.rows}x{block.columns}x{block.contraction}"
     return f"{tile}, {block.warps} warps, {block.stages} stages, {block.operands}"
 

@@ -15,8 +15,9 @@ from torch import Tensor
 from moesys.balance import split_tokens
 from moesys.bench.kernels.aot import Size
 from moesys.config import ClusterSpec, EvenSplit, FlowSplit, MegaKernel
-from moesys.kernels.mega.arguments import MegaMemory, MegaPoint
+from moesys.kernels.mega.arguments import MegaMemory
 from moesys.kernels.mega.exchange import most_flags, regions
+from moesys.kernels.mega.point import blocks_at
 from moesys.kernels.symmetric.counts import count_regions
 from moesys.kernels.symmetric.heap import Region
 from moesys.layout import ExpertLayout, TokenPlan
@@ -109,12 +110,12 @@ def draw_layer(size: Size, num_ranks: int, dtype: torch.dtype, device: torch.dev
     )
 
 
-def regions_of(layer: Layer, points: Sequence[MegaPoint]) -> dict[str, Region]:
+def regions_of(layer: Layer, points: Sequence[MegaKernel]) -> dict[str, Region]:
     """What the heap of these points needs."""
     _, _, H, _, E, K = layer.size
     dtype, flags = layer.x_RTH[0].dtype, 0
     for point in points:
-        blocks = point.blocks(ACTIVATION, dtype, layer.device)
+        blocks = blocks_at(point, ACTIVATION, dtype, layer.device)
         column_tiles = -(-H // min(blocks.down.columns, blocks.input_gradient.columns))
         flags = max(flags, most_flags(layer.most_tokens, K, E, blocks.down.rows, column_tiles))
     shared = regions(layer.most_tokens, K, H, dtype, layer.num_ranks, flags)
@@ -126,7 +127,7 @@ class MegaRun:
     the exact split, which knows no other plan where experts have one holder.
     """
 
-    def __init__(self, layer: Layer, rank: int, point: MegaPoint, memory: MegaMemory, on_device: bool = False) -> None:
+    def __init__(self, layer: Layer, rank: int, point: MegaKernel, memory: MegaMemory, on_device: bool = False) -> None:
         self._x_TH, self._dy_TH = layer.x_RTH[rank], layer.dy_RTH[rank]
         self._weight_TK, self._held = layer.weight_RTK[rank], layer.held_R[rank]
         plan: Tensor | PendingPlan = tokens_by_replica(layer.plan, layer.device)
@@ -141,7 +142,7 @@ class MegaRun:
             replicas_of(layer.plan.layout, rank, layer.device),
             num_rows,
             memory,
-            point.blocks(ACTIVATION, self._x_TH.dtype, layer.device),
+            blocks_at(point, ACTIVATION, self._x_TH.dtype, layer.device),
             point,
         )
         self._gradients = ExpertGradients(

@@ -7,7 +7,7 @@ the same runs in Triton's interpreter, on a toy, with a process a rank, where ti
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -24,9 +24,10 @@ from moesys.bench.mega.report import SEQUENTIAL, STAND_ALONE, Contestant, Report
 from moesys.bench.mega.sequential import SequentialRun, sequential_runs
 from moesys.bench.steps import steps_told
 from moesys.bench.timing import interleave, wall_ms
-from moesys.kernels.mega.arguments import MegaMemory, MegaPoint
+from moesys.config import MegaKernel
+from moesys.kernels.mega.arguments import MegaMemory
 from moesys.kernels.symmetric.heap import Heap
-from moesys.kernels.symmetric.pacing import new_link
+from moesys.kernels.symmetric.pacing import paced_link
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.overlap.stages import side_by_side
 
@@ -36,21 +37,21 @@ TOY_RANKS, TOY_BIT_RUNS = 2, 2
 WARM_UPS = 3
 RANKS_TIMEOUT_S = 600.0
 
-UNFUSED = MegaPoint(fuse_dispatch=False, fuse_combine=False, fuse_weight_gradients=False)
+UNFUSED = MegaKernel(fused="none", overlap_weight_gradients=False)
 # What a rank's share of the multiprocessors is multiplied by: communication alone may be quicker with fewer.
 SHARES = {SEQUENTIAL: 1.0, f"{SEQUENTIAL}, 3/4 of programs": 0.75, f"{SEQUENTIAL}, 1/2 of programs": 0.5}
 # Planned by its forward, and so by the graph that has captured it; all others' plan is made beforehand.
 ON_DEVICE = "fused, planned on the device"
 POINTS = {
-    "fused": MegaPoint(),
-    ON_DEVICE: MegaPoint(),
-    "fused, no weight gradients beside": MegaPoint(fuse_weight_gradients=False),
-    "fused dispatch": replace(UNFUSED, fuse_dispatch=True),
-    "fused combine": replace(UNFUSED, fuse_combine=True),
-    "fetches first": MegaPoint(dispatch_share=1.0),
-    "fetches when needed": MegaPoint(dispatch_share=0.0),
-    "pushes as tasks": MegaPoint(combine_share=0.25, reduce_share=0.25),
-    "experts, de-duplicated": MegaPoint(granularity="expert", deduplicate=True),
+    "fused": MegaKernel(),
+    ON_DEVICE: MegaKernel(),
+    "fused, no weight gradients beside": MegaKernel(overlap_weight_gradients=False),
+    "fused dispatch": UNFUSED.replace(fused="dispatch"),
+    "fused combine": UNFUSED.replace(fused="combine"),
+    "fetches first": MegaKernel(dispatch_share=1.0),
+    "fetches when needed": MegaKernel(dispatch_share=0.0),
+    "pushes as tasks": MegaKernel(combine_share=0.25, reduce_share=0.25),
+    "experts, de-duplicated": MegaKernel(granularity="expert", deduplicate=True),
 }
 
 
@@ -61,7 +62,7 @@ class Plan:
     size: Size
     num_ranks: int
     dtype: torch.dtype
-    points: Mapping[str, MegaPoint]
+    points: Mapping[str, MegaKernel]
     gb_per_s: float
     repeats: int
     bit_runs: int
@@ -109,10 +110,10 @@ def plan(
     )
 
 
-def points_of(share: int) -> dict[str, MegaPoint]:
+def points_of(share: int) -> dict[str, MegaKernel]:
     """By name; ``share``: the programs of a rank, which so all are resident together (``overlap.stages``)."""
-    sequential = {name: replace(UNFUSED, programs=max(1, int(share * part))) for name, part in SHARES.items()}
-    return sequential | {name: replace(point, programs=share) for name, point in POINTS.items()}
+    sequential = {name: UNFUSED.replace(programs=max(1, int(share * part))) for name, part in SHARES.items()}
+    return sequential | {name: point.replace(programs=share) for name, point in POINTS.items()}
 
 
 def main(plan: Plan, out: Path | None = None) -> int:
@@ -181,10 +182,10 @@ def _on_streams(plan: Plan, layer: Layer, tell: Callable[[str], None]) -> list[C
     heaps = Heap.virtual(regions_of(layer, list(plan.points.values())), plan.num_ranks, plan.device)
     memories = [MegaMemory(heap) for heap in heaps]
     for memory in memories:
-        memory.link = new_link(plan.gb_per_s, plan.device)
+        memory.pace = paced_link(plan.gb_per_s, plan.device)
     streams = [torch.cuda.Stream(plan.device) for _ in memories]
     runs: dict[str, Sequence[MegaRun | SequentialRun]] = {
-        STAND_ALONE: sequential_runs(layer, [memory.link for memory in memories])
+        STAND_ALONE: sequential_runs(layer, [memory.pace for memory in memories])
     }
     for name, point in plan.points.items():
         runs[name] = [MegaRun(layer, rank, point, memory, name == ON_DEVICE) for rank, memory in enumerate(memories)]
@@ -238,7 +239,7 @@ def _record(
 
 def _on_processes(plan: Plan, layer: Layer, tell: Callable[[str], None]) -> list[Contestant]:
     tell(f"bits of {STAND_ALONE}")
-    runs = sequential_runs(layer, [new_link(plan.gb_per_s, plan.device) for _ in range(plan.num_ranks)])
+    runs = sequential_runs(layer, [paced_link(plan.gb_per_s, plan.device) for _ in range(plan.num_ranks)])
     expected = _Together(runs, ()).results()
     tell("bits and times of MegaKernels")
     with LocalRanks(plan.num_ranks, environment={"TRITON_INTERPRET": "1"}, timeout_s=RANKS_TIMEOUT_S) as ranks:
@@ -259,7 +260,7 @@ def _on_rank(plan: Plan, expected: Mapping[str, Tensor]) -> list[Contestant]:
     rank = dist.get_rank()
     layer = draw_layer(plan.size, plan.num_ranks, plan.dtype, plan.device)
     memory = MegaMemory(Heap.between_processes(regions_of(layer, list(plan.points.values())), dist.group.WORLD))
-    memory.link = new_link(plan.gb_per_s, plan.device)
+    memory.pace = paced_link(plan.gb_per_s, plan.device)
     runs = {name: MegaRun(layer, rank, point, memory, name == ON_DEVICE) for name, point in plan.points.items()}
     found = {name: Contestant(name) for name in runs}
     own = {name: right for name, right in expected.items() if name.endswith(f" of rank {rank}")}

@@ -19,12 +19,12 @@ from moesys.kernels.experts.combine import combine
 from moesys.kernels.experts.grouped_gemm import grouped_gemm
 from moesys.kernels.experts.tile_config import ShapeClass
 from moesys.kernels.experts.tile_tuner import blocks_of
-from moesys.kernels.experts.tiles import RowTiles, groups_by_size
+from moesys.kernels.experts.tiles import Groups, RowTiles, groups_by_size
 from moesys.kernels.experts.up import up
-from moesys.kernels.experts.weight_gradient import weight_gradient
+from moesys.kernels.experts.weight_gradient import RowsOfGroups, weight_gradient
 from moesys.kernels.mega.exchange import exchange
 from moesys.kernels.routing.routing import Routing, route
-from moesys.kernels.symmetric.pacing import carried
+from moesys.kernels.symmetric.pacing import paced_copies
 from moesys.overlap.mega_executor import replicas_of, tokens_by_replica
 from moesys.overlap.single_rank import ACTIVATION
 from moesys.overlap.stages import Stages
@@ -110,8 +110,7 @@ class SequentialRun:
             self._h_NU,
             weight_N1,
             self._routing,
-            self._tiles.of(block),
-            self._matrix_S,
+            Groups(first_G1, self._tiles.of(block), self._matrix_S),
             ACTIVATION,
             block,
         )
@@ -121,9 +120,9 @@ class SequentialRun:
         shared.dweight_home.index_copy_(0, self._home_N, dweight_N1.view(-1))
         self._push(dx_NH)
         dgate_up, ddown = self._gradients
-        groups = (self._routing.entry_P, first_G1, groups_by_size(first_G1), 1)
-        weight_gradient(dh_NU, self._x_NH, *groups, "right", blocks.weight_gradient, out_GLR=dgate_up)
-        weight_gradient(dy_NH, wa_NI, *groups, "left", blocks.weight_gradient, out_GLR=ddown)
+        groups = RowsOfGroups(self._routing.entry_P, first_G1, groups_by_size(first_G1))
+        weight_gradient(dh_NU, self._x_NH, groups, 1, "right", blocks.weight_gradient, out_GLR=dgate_up)
+        weight_gradient(dy_NH, wa_NI, groups, 1, "left", blocks.weight_gradient, out_GLR=ddown)
         yield
         home = shared.rows_home[self._own]
         self.results["dx"] = combine(home, self._place_TK, None, home.dtype)
@@ -132,15 +131,15 @@ class SequentialRun:
         yield
 
     def _pulled(self, source: Tensor) -> Tensor:
-        with carried(self._link, self._away_bytes):
+        with paced_copies(self._link, self._away_bytes):
             return source.index_select(0, self._home_N // self._top_k)
 
     def _push(self, rows_NH: Tensor) -> None:
-        with carried(self._link, self._away_bytes):
+        with paced_copies(self._link, self._away_bytes):
             self._shared.rows_home.index_copy_(0, self._home_N, rows_NH)
 
 
 def sequential_runs(layer: Layer, links: Sequence[Tensor | None]) -> list[SequentialRun]:
-    """Of all ranks, which share this device; ``links``: of each (``kernels.link``)."""
+    """Of all ranks, which share this device; ``links``: of each (``pacing``)."""
     shared = Shared(layer)
     return [SequentialRun(layer, rank, shared, link) for rank, link in enumerate(links)]

@@ -23,7 +23,7 @@ HUGE_PAGE_BYTES = 1 << 21
 GRAIN_BYTES = 1 << 16
 
 
-class Memory:
+class PagePool:
     """Uninitialised CPU tensors on pages that are used again as soon as no tensor lies on them.
 
     Idle and lent pages together are at most twice of what was lent at once. Storages cannot be resized. Other devices
@@ -74,14 +74,14 @@ class Memory:
         self._peak_lent_bytes = max(self._peak_lent_bytes, self._mapped_bytes - self._idle_bytes)
         return pages
 
-    def __reduce__(self) -> tuple[type[Memory], tuple[()]]:
-        return Memory, ()
+    def __reduce__(self) -> tuple[type[PagePool], tuple[()]]:
+        return PagePool, ()
 
 
 class Scratch:
     """Buffers that are overwritten again and again, each grown to the largest size that was asked for."""
 
-    def __init__(self, memory: Memory, device: torch.device) -> None:
+    def __init__(self, memory: PagePool, device: torch.device) -> None:
         self._memory, self._device = memory, device
         self._buffers: dict[str, Tensor] = {}
 

@@ -11,6 +11,8 @@ where the activation is gated, else I, M row tiles, N groups of columns.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -26,7 +28,8 @@ from moesys.kernels.experts.descriptors import (
 from moesys.kernels.experts.gather import gather_rows
 from moesys.kernels.experts.numerics import dot, rounded
 from moesys.kernels.experts.products import rows_by_matrix
-from moesys.kernels.experts.tiles import Block, Tiles, require_contiguous, require_matrices, tile_of
+from moesys.kernels.experts.tile_config import TileConfig
+from moesys.kernels.experts.tiles import Groups, require_contiguous, require_matrices, tile_of
 from moesys.kernels.routing.routing import Routing
 
 # The routing weight's gradient is summed over so many columns at a time, in every tile, so that its bits do not depend
@@ -42,16 +45,15 @@ def activation_gradient(
     h_PU: Tensor,
     weight_TK: Tensor,
     routing: Routing,
-    tiles: Tiles,
-    matrix_G: Tensor,
+    groups: Groups,
     activation: str,
-    block: Block,
+    block: TileConfig,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of ``y[t] += weight · down · activation(h)``, for every row, and its weighted activation.
 
     For row p of token t with routing weight w, group g and ``a = activation(h[p])``, all in float32:
 
-        da = dy[t] @ down[matrix_G[g]]
+        da = dy[t] @ down[groups.matrix_G[g]]
         dh[p] = w · da · ∂a/∂h      rounded once
         wa[p] = w · a               rounded once
         dweight = Σ_I da · a        in float32, 32 columns at a time, whose sums are added in order
@@ -65,8 +67,7 @@ def activation_gradient(
         dy_TH: float32, float16 or bfloat16, as are ``down_EHI`` and ``h_PU``; contiguous like all arguments.
         down_EHI: each matrix contiguous; between two of them may be a gap.
         weight_TK: float32.
-        routing: where the rows are; tiles: of ``block.rows`` rows.
-        matrix_G: int32, which of the E matrices each group uses.
+        routing: where the rows are; groups: of its rows, in tiles of ``block.rows``, with the matrix of each.
         block: ``block.operands`` "tma": down comes by TMA where it can read it. "specialised": dy does so too, from a
             copy in expert order that costs 2·P·H elements more; it spills at 128x256, and Triton 3.6 cannot compile it.
 
@@ -74,7 +75,7 @@ def activation_gradient(
         (dh [P, U], wa [P, I], both in h's dtype and undefined behind the last group; dweight float32 [T, K], 0 where an
         entry is dropped).
     """
-    tiles.require(block)
+    groups.tiles.require(block)
     require_contiguous(dy=dy_TH, h=h_PU, weight=weight_TK)
     require_matrices(down=down_EHI)
     T, K = weight_TK.shape
@@ -89,19 +90,12 @@ def activation_gradient(
     wa_PI = torch.empty((P, I), dtype=h_PU.dtype, device=device)
     partial_PN = torch.empty((P, num_sums), dtype=torch.float32, device=device)
     dweight_TK = torch.empty((T, K), dtype=torch.float32, device=device)
-    tables = (routing.entry_P, routing.first_G1, tiles.group_M, tiles.row_M, tiles.count_1, matrix_G)
-    arguments = (dy, down_EHI, h_PU, weight_TK, *tables, dh_PU, wa_PI, partial_PN, P, len(down_EHI))
-    sizes = {
-        "H": H,
-        "I": I,
-        "top_k": K,
-        "matrix_stride": down_EHI.stride(0),
-        "activation": activation,
-        "gated": GATED[activation],
-        "sum_columns": sum_columns,
-    }
+    rows = BackwardRows(routing.entry_P, weight_TK, GradientRows(h_PU, dh_PU, wa_PI, partial_PN))
+    epilogue = Epilogue(I, activation, GATED[activation], sum_columns)
+    sizes = GradientSizes(H, K, down_EHI.stride(0), epilogue)
+    arguments = (dy, down_EHI, rows, groups, P, len(down_EHI), sizes)
     launch = _activation_gradient[(block.num_programs(device),)]
-    run_with_descriptors(lambda: launch(*arguments, **sizes, **block.options() | {"operands": operands}), device)
+    run_with_descriptors(lambda: launch(*arguments, **block.options(operands)), device)
     _add_partials[(triton.cdiv(T * K, SUM_ENTRIES),)](
         partial_PN, routing.row_TK, dweight_TK, T * K, N=num_sums, block_entries=SUM_ENTRIES
     )
@@ -135,67 +129,80 @@ def activation_gradient_reference(
     return dh_PU, wa_PI, dweight_P.view(weight_TK.shape)
 
 
+class GradientRows(NamedTuple):
+    """What ``store_gradients`` reads of each row, h, and writes: its gradient, the weighted activation, partial sums
+    of the routing weight's gradient.
+    """
+
+    h_PU: Tensor
+    dh_PU: Tensor
+    wa_PI: Tensor
+    partial_PN: Tensor
+
+
+class BackwardRows(NamedTuple):
+    """Each row's choice, the routing weights of all choices, and what the epilogue reads and writes."""
+
+    entry_P: Tensor
+    weight_TK: Tensor
+    gradients: GradientRows
+
+
+class Epilogue(NamedTuple):
+    """What ``store_gradients`` is compiled for; ``sum_columns``: of one partial sum."""
+
+    I: int
+    activation: str
+    gated: bool
+    sum_columns: int
+
+
+class GradientSizes(NamedTuple):
+    """What the kernel is compiled for; ``matrix_stride``: elements between two matrices."""
+
+    H: int
+    top_k: int
+    matrix_stride: int
+    epilogue: Epilogue
+
+
 @triton.jit(do_not_specialize=["P", "E"])
 def _activation_gradient(  # type: ignore[no-untyped-def]
-    dy,
-    down,
-    h_ptr,
-    weight_ptr,
-    entry_ptr,
-    first_ptr,
-    tile_group_ptr,
-    tile_row_ptr,
-    count_ptr,
-    matrix_ptr,
-    dh_ptr,
-    wa_ptr,
-    partial_ptr,
-    P,
-    E,
-    H: tl.constexpr,
-    I: tl.constexpr,
-    top_k: tl.constexpr,
-    matrix_stride: tl.constexpr,
-    activation: tl.constexpr,
-    gated: tl.constexpr,
-    sum_columns: tl.constexpr,
-    block_rows: tl.constexpr,
-    block_columns: tl.constexpr,
-    block_contraction: tl.constexpr,
-    raster: tl.constexpr,
-    stages: tl.constexpr,
-    operands: tl.constexpr,
+    dy, down, rows, groups, P, E, sizes: tl.constexpr, tiling: tl.constexpr
 ):
-    pointers: tl.constexpr = operands == "pointers"
-    specialised: tl.constexpr = operands == "specialised"
-    U: tl.constexpr = 2 * I if gated else I
+    H: tl.constexpr = sizes.H
+    I: tl.constexpr = sizes.epilogue.I
+    block_rows: tl.constexpr = tiling.rows
+    block_columns: tl.constexpr = tiling.columns
+    block_contraction: tl.constexpr = tiling.contraction
+    pointers: tl.constexpr = tiling.operands == "pointers"
+    specialised: tl.constexpr = tiling.operands == "specialised"
+    U: tl.constexpr = 2 * I if sizes.epilogue.gated else I
     num_column_tiles: tl.constexpr = (I + block_columns - 1) // block_columns
-    num_sums: tl.constexpr = (I + sum_columns - 1) // sum_columns
+    num_sums: tl.constexpr = (I + sizes.epilogue.sum_columns - 1) // sizes.epilogue.sum_columns
     whole: tl.constexpr = H % block_contraction == 0
     if not pointers:
-        down = matrices_by_tma(down, E, matrix_stride, H, I, block_contraction, block_columns)
+        down = matrices_by_tma(down, E, sizes.matrix_stride, H, I, block_contraction, block_columns)
     if specialised:
         dy = rows_by_tma(dy, P, H, block_rows, block_contraction)
-    count = tl.load(count_ptr)
+    count = tl.load(groups.tiles.count_1)
     for task in range(tl.program_id(0), count * num_column_tiles, tl.num_programs(0)):
-        tile, column_tile = tile_of(task, count, num_column_tiles, raster)
-        group, first_row = tl.load(tile_group_ptr + tile), tl.load(tile_row_ptr + tile)
-        num_rows = tl.load(first_ptr + group + 1) - first_row
+        tile, column_tile = tile_of(task, count, num_column_tiles, tiling.raster)
+        group, first_row = tl.load(groups.tiles.group_M + tile), tl.load(groups.tiles.row_M + tile)
+        num_rows = tl.load(groups.first_G1 + group + 1) - first_row
         in_tile = tl.arange(0, block_rows) < num_rows
         # Rows behind the tile's end compute what token 0 would, and are not stored.
-        entry = tl.load(entry_ptr + first_row + tl.arange(0, block_rows), mask=in_tile, other=0)
+        entry = tl.load(rows.entry_P + first_row + tl.arange(0, block_rows), mask=in_tile, other=0)
         if not specialised:
-            dy_rows = dy + (entry // top_k).to(tl.int64) * H
+            dy_rows = dy + (entry // sizes.top_k).to(tl.int64) * H
         first_column = column_tile * block_columns
-        matrix = tl.load(matrix_ptr + group)
+        matrix = tl.load(groups.matrix_G + group)
         if pointers:
-            da = rows_by_matrix(
-                dy_rows[:, None], down + matrix.to(tl.int64) * matrix_stride, first_column,
-                H, I, False, block_columns, block_contraction, stages,
-            )  # fmt: skip
+            base = down + matrix.to(tl.int64) * sizes.matrix_stride
+            da = rows_by_matrix(dy_rows[:, None], base, first_column, H, I, False, tiling)
         else:
             da = tl.zeros([block_rows, block_columns], dtype=tl.float32)
-            for hidden in tl.range(0, H, block_contraction, num_stages=stages, warp_specialize=specialised):
+            for hidden in tl.range(0, H, block_contraction, num_stages=tiling.stages, warp_specialize=specialised):
                 step = hidden + tl.arange(0, block_contraction)
                 if specialised:
                     left = dy.load([first_row, hidden])
@@ -205,79 +212,54 @@ def _activation_gradient(  # type: ignore[no-untyped-def]
                     left = tl.load(dy_rows[:, None] + step[None, :], mask=(step < H)[None, :], other=0.0)
                 right = down.load([matrix, hidden, first_column]).reshape(block_contraction, block_columns)
                 da = dot(left, right, da)
-        weight = tl.load(weight_ptr + entry, mask=in_tile, other=0.0)
-        base = first_row.to(tl.int64)
-        store_gradients(
-            da,
-            first_column,
-            weight,
-            num_rows,
-            h_ptr + base * U,
-            dh_ptr + base * U,
-            wa_ptr + base * I,
-            partial_ptr + base * num_sums,
-            I,
-            activation,
-            gated,
-            sum_columns,
-        )
+        weight = tl.load(rows.weight_TK + entry, mask=in_tile, other=0.0)
+        row = first_row.to(tl.int64)
+        of = rows.gradients
+        here = GradientRows(of.h_PU + row * U, of.dh_PU + row * U, of.wa_PI + row * I, of.partial_PN + row * num_sums)
+        store_gradients(da, first_column, weight, num_rows, here, sizes.epilogue)
 
 
 @triton.jit
 def store_gradients(  # type: ignore[no-untyped-def]
-    da,
-    first_column,
-    weight,
-    num_rows,
-    h_ptr,
-    dh_ptr,
-    wa_ptr,
-    partial_ptr,
-    I: tl.constexpr,
-    activation: tl.constexpr,
-    gated: tl.constexpr,
-    sum_columns: tl.constexpr,
+    da, first_column, weight, num_rows, pointers, sizes: tl.constexpr
 ):
-    """All that follows from ``da`` [rows, columns]; pointers are to the first of its rows.
+    """All that follows from ``da`` [rows, columns]; ``pointers``: ``GradientRows``, to the first of its rows.
 
     A tile is halved until it is as wide as one partial sum, since what a whole one needs does not fit in registers.
     """
     rows: tl.constexpr = da.shape[0]
     columns: tl.constexpr = da.shape[1]
-    if columns > sum_columns:
+    I: tl.constexpr = sizes.I
+    if columns > sizes.sum_columns:
         left, right = _halves(da)
-        store_gradients(
-            left, first_column, weight, num_rows, h_ptr, dh_ptr, wa_ptr, partial_ptr,
-            I, activation, gated, sum_columns,
-        )  # fmt: skip
-        store_gradients(
-            right, first_column + columns // 2, weight, num_rows, h_ptr, dh_ptr, wa_ptr, partial_ptr,
-            I, activation, gated, sum_columns,
-        )  # fmt: skip
+        store_gradients(left, first_column, weight, num_rows, pointers, sizes)
+        store_gradients(right, first_column + columns // 2, weight, num_rows, pointers, sizes)
     else:
         row = tl.arange(0, rows)
         column = first_column + tl.arange(0, columns)
         in_tile = (row < num_rows)[:, None] & (column < I)[None, :]
         at_I = (row * I)[:, None] + column[None, :]
-        dtype: tl.constexpr = wa_ptr.dtype.element_ty
+        dtype: tl.constexpr = pointers.wa_PI.dtype.element_ty
         weighted = da * weight[:, None]
-        if gated:
+        if sizes.gated:
             at_U = (row * (2 * I))[:, None] + column[None, :]
-            gate = tl.load(h_ptr + at_U, mask=in_tile, other=0.0).to(tl.float32)
-            up = tl.load(h_ptr + at_U + I, mask=in_tile, other=0.0).to(tl.float32)
-            a, along_gate, along_up = slopes(gate, up, activation)
-            tl.store(dh_ptr + at_U, rounded(weighted * along_gate, dtype), mask=in_tile)
-            tl.store(dh_ptr + at_U + I, rounded(weighted * along_up, dtype), mask=in_tile)
+            gate = tl.load(pointers.h_PU + at_U, mask=in_tile, other=0.0).to(tl.float32)
+            up = tl.load(pointers.h_PU + at_U + I, mask=in_tile, other=0.0).to(tl.float32)
+            a, along_gate, along_up = slopes(gate, up, sizes.activation)
+            tl.store(pointers.dh_PU + at_U, rounded(weighted * along_gate, dtype), mask=in_tile)
+            tl.store(pointers.dh_PU + at_U + I, rounded(weighted * along_up, dtype), mask=in_tile)
         else:
-            h = tl.load(h_ptr + at_I, mask=in_tile, other=0.0).to(tl.float32)
-            a, along = slope_one(h, activation)
-            tl.store(dh_ptr + at_I, rounded(weighted * along, dtype), mask=in_tile)
-        tl.store(wa_ptr + at_I, rounded(a * weight[:, None], dtype), mask=in_tile)
-        num_sums: tl.constexpr = (I + sum_columns - 1) // sum_columns
+            h = tl.load(pointers.h_PU + at_I, mask=in_tile, other=0.0).to(tl.float32)
+            a, along = slope_one(h, sizes.activation)
+            tl.store(pointers.dh_PU + at_I, rounded(weighted * along, dtype), mask=in_tile)
+        tl.store(pointers.wa_PI + at_I, rounded(a * weight[:, None], dtype), mask=in_tile)
+        num_sums: tl.constexpr = (I + sizes.sum_columns - 1) // sizes.sum_columns
         sums = _row_sums(tl.where(in_tile, da * a, 0.0))
         # the last tile may be wider than what is left, by whole sums
         rows_to_store = tl.where(first_column < I, num_rows, 0)
-        tl.store(partial_ptr + row * num_sums + first_column // sum_columns, sums, mask=row < rows_to_store)
+        tl.store(
+            pointers.partial_PN + row * num_sums + first_column // sizes.sum_columns, sums, mask=row < rows_to_store
+        )
 
 
 @triton.jit

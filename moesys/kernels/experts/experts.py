@@ -9,6 +9,7 @@ T tokens, H hidden, K choices of a token, P = T·K rows, E experts, I their widt
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -19,11 +20,11 @@ from moesys.kernels.experts.activations import GATED
 from moesys.kernels.experts.combine import combine
 from moesys.kernels.experts.grouped_gemm import grouped_gemm
 from moesys.kernels.experts.numerics import INTERPRETED
-from moesys.kernels.experts.tile_config import Blocks, ShapeClass
+from moesys.kernels.experts.tile_config import ShapeClass, TileConfigs
 from moesys.kernels.experts.tile_tuner import blocks_of
-from moesys.kernels.experts.tiles import RowTiles, groups_by_size
+from moesys.kernels.experts.tiles import Groups, RowTiles, groups_by_size
 from moesys.kernels.experts.up import up
-from moesys.kernels.experts.weight_gradient import weight_gradient
+from moesys.kernels.experts.weight_gradient import RowsOfGroups, weight_gradient
 from moesys.kernels.routing.routing import Routing, route
 
 
@@ -43,26 +44,27 @@ class Gradients(NamedTuple):
     ddown_GHI: Tensor | None
 
 
+class ExpertMatrices(NamedTuple):
+    """The matrices of experts, the one in each group (slot), int32 [G], and what stands between both products."""
+
+    gate_up_EUH: Tensor
+    down_EHI: Tensor
+    matrix_G: Tensor
+    activation: str
+
+
 def experts_forward(
-    x_TH: Tensor,
-    routing: Routing,
-    weight_TK: Tensor,
-    gate_up_EUH: Tensor,
-    down_EHI: Tensor,
-    matrix_G: Tensor,
-    activation: str,
-    blocks: Blocks,
+    x_TH: Tensor, routing: Routing, weight_TK: Tensor, experts: ExpertMatrices, blocks: TileConfigs
 ) -> tuple[Tensor, Kept]:
     """Output [T, H] in x's dtype.
 
     ``routing``: the rows of each group (slot) that choices of tokens go to (``routing.route``); a choice that it drops
-    adds nothing. ``weight_TK`` float32. ``matrix_G`` int32 [G]: the expert, of ``gate_up`` and ``down``, in each group.
+    adds nothing. ``weight_TK`` float32.
     """
     _check_device(x_TH)
+    gate_up_EUH, down_EHI, matrix_G, activation = experts
     tiles, K = RowTiles(routing.first_G1, len(routing.entry_P)), weight_TK.shape[1]
-    h_PU, a_PI = up(
-        x_TH, gate_up_EUH, routing, tiles.of(blocks.up), matrix_G, K, activation=activation, block=blocks.up
-    )
+    h_PU, a_PI = up(x_TH, gate_up_EUH, routing, tiles.of(blocks.up), matrix_G, K, activation, blocks.up)
     block = blocks.down
     y_PH = grouped_gemm(a_PI, down_EHI, routing.first_G1, tiles.of(block), matrix_G, block, transposed=True)
     return combine(y_PH, routing.row_TK, weight_TK, x_TH.dtype), Kept(h_PU, routing)
@@ -72,19 +74,17 @@ def experts_backward(
     dy_TH: Tensor,
     x_TH: Tensor,
     weight_TK: Tensor,
-    gate_up_EUH: Tensor,
-    down_EHI: Tensor,
-    matrix_G: Tensor,
+    experts: ExpertMatrices,
     kept: Kept,
-    activation: str,
-    blocks: Blocks,
+    blocks: TileConfigs,
     matrix_dtype: torch.dtype | None = torch.float32,
     out: tuple[Tensor, Tensor] | tuple[None, None] = (None, None),
 ) -> Gradients:
     """All gradients; those of the matrices in ``matrix_dtype``, or none of them. ``out``: where those of gate_up and
     down are written, in place of new tensors (``weight_gradient``).
     """
-    routing, K = kept.routing, weight_TK.shape[1]
+    gate_up_EUH, down_EHI, matrix_G, activation = experts
+    routing, K, block = kept.routing, weight_TK.shape[1], blocks.activation_gradient
     tiles = RowTiles(routing.first_G1, len(routing.entry_P))
     dh_PU, wa_PI, dweight_TK = activation_gradient(
         dy_TH,
@@ -92,23 +92,22 @@ def experts_backward(
         kept.h_PU,
         weight_TK,
         routing,
-        tiles.of(blocks.activation_gradient),
-        matrix_G,
+        Groups(routing.first_G1, tiles.of(block), matrix_G),
         activation,
-        blocks.activation_gradient,
+        block,
     )
     ddown = dgate_up = None
     outer = blocks.weight_gradient
     if matrix_dtype is not None:
-        groups = (routing.entry_P, routing.first_G1, groups_by_size(routing.first_G1), K)
-        ddown = weight_gradient(dy_TH, wa_PI, *groups, "left", outer, matrix_dtype, out[1])
+        groups = RowsOfGroups(routing.entry_P, routing.first_G1, groups_by_size(routing.first_G1))
+        ddown = weight_gradient(dy_TH, wa_PI, groups, K, "left", outer, matrix_dtype, out[1])
     del wa_PI
     block = blocks.input_gradient
     dx_PH = grouped_gemm(dh_PU, gate_up_EUH, routing.first_G1, tiles.of(block), matrix_G, block, transposed=False)
     dx_TH = combine(dx_PH, routing.row_TK, None, dy_TH.dtype)
     del dx_PH
     if matrix_dtype is not None:
-        dgate_up = weight_gradient(dh_PU, x_TH, *groups, "right", outer, matrix_dtype, out[0])
+        dgate_up = weight_gradient(dh_PU, x_TH, groups, K, "right", outer, matrix_dtype, out[0])
     return Gradients(dx_TH, dweight_TK, dgate_up, ddown)
 
 
@@ -127,7 +126,7 @@ def moe_experts(
     gate_up_EUH: Tensor,
     down_EHI: Tensor,
     activation: str = "swiglu",
-    blocks: Blocks | None = None,
+    blocks: TileConfigs | None = None,
 ) -> Tensor:
     """Σ_k weight · expert(x), differentiable in x, the routing weights and both matrices.
 
@@ -137,7 +136,7 @@ def moe_experts(
         weight_TK: any float dtype; used in float32.
         gate_up_EUH: gate above up, as in transformers; ``down_EHI`` [E, H, I].
         activation: swiglu or geglu, gated; gelu or relu2, with U = I.
-        blocks: instead of what was tuned, or else is likely fast (``tuner.blocks_of``).
+        blocks: instead of what was tuned, or else is likely fast (``tile_tuner.blocks_of``).
 
     Returns:
         [T, H] in x's dtype. Gradients have their arguments' dtypes.
@@ -186,10 +185,7 @@ def _experts(
         x_TH.contiguous(),
         route(expert_TK, len(down_EHI)),
         weight_TK.contiguous(),
-        gate_up_EUH.contiguous(),
-        down_EHI.contiguous(),
-        _each_its_own(down_EHI),
-        activation,
+        _each_its_own(gate_up_EUH, down_EHI, activation),
         _blocks(blocks, x_TH, down_EHI, expert_TK.numel(), activation),
     )
     return y_TH, kept.h_PU, *kept.routing
@@ -217,28 +213,15 @@ def _experts_fake(
 
 @torch.library.custom_op("moesys::experts_backward", mutates_args=())
 def _experts_backward(
-    dy_TH: Tensor,
-    x_TH: Tensor,
-    weight_TK: Tensor,
-    gate_up_EUH: Tensor,
-    down_EHI: Tensor,
-    h_PU: Tensor,
-    entry_P: Tensor,
-    row_TK: Tensor,
-    first_E1: Tensor,
-    activation: str,
-    blocks: str,
-    of_matrices: bool,
+    dy_TH: Tensor, saved: Sequence[Tensor], activation: str, blocks: str, of_matrices: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x_TH, weight_TK, gate_up_EUH, down_EHI, h_PU, *routing = saved
     found = experts_backward(
         dy_TH.contiguous(),
         x_TH.contiguous(),
         weight_TK.contiguous(),
-        gate_up_EUH.contiguous(),
-        down_EHI.contiguous(),
-        _each_its_own(down_EHI),
-        Kept(h_PU, Routing(entry_P, row_TK, first_E1)),
-        activation,
+        _each_its_own(gate_up_EUH, down_EHI, activation),
+        Kept(h_PU, Routing(*routing)),
         _blocks(blocks, x_TH, down_EHI, weight_TK.numel(), activation),
         gate_up_EUH.dtype if of_matrices else None,
     )
@@ -250,19 +233,9 @@ def _experts_backward(
 
 @_experts_backward.register_fake
 def _experts_backward_fake(
-    dy_TH: Tensor,
-    x_TH: Tensor,
-    weight_TK: Tensor,
-    gate_up_EUH: Tensor,
-    down_EHI: Tensor,
-    h_PU: Tensor,
-    entry_P: Tensor,
-    row_TK: Tensor,
-    first_E1: Tensor,
-    activation: str,
-    blocks: str,
-    of_matrices: bool,
+    dy_TH: Tensor, saved: Sequence[Tensor], activation: str, blocks: str, of_matrices: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x_TH, weight_TK, gate_up_EUH, down_EHI, *_ = saved
     return (
         x_TH.new_empty(x_TH.shape),
         weight_TK.new_empty(weight_TK.shape),
@@ -271,14 +244,16 @@ def _experts_backward_fake(
     )
 
 
-def _blocks(given: str, x_TH: Tensor, down_EHI: Tensor, num_rows: int, activation: str) -> Blocks:
+def _blocks(given: str, x_TH: Tensor, down_EHI: Tensor, num_rows: int, activation: str) -> TileConfigs:
     if given:
-        return Blocks.from_json(given)
+        return TileConfigs.from_json(given)
     return blocks_of(ShapeClass.of(x_TH, down_EHI, num_rows, activation), x_TH.device)
 
 
-def _each_its_own(down_EHI: Tensor) -> Tensor:
-    return torch.arange(down_EHI.shape[0], dtype=torch.int32, device=down_EHI.device)
+def _each_its_own(gate_up_EUH: Tensor, down_EHI: Tensor, activation: str) -> ExpertMatrices:
+    """Every expert in the group of its number."""
+    matrix_E = torch.arange(down_EHI.shape[0], dtype=torch.int32, device=down_EHI.device)
+    return ExpertMatrices(gate_up_EUH.contiguous(), down_EHI.contiguous(), matrix_E, activation)
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -289,7 +264,7 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
 
 def _differentiate(ctx: Any, dy_TH: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     of_matrices = ctx.needs_input_grad[3] or ctx.needs_input_grad[4]
-    found = _experts_backward(dy_TH, *ctx.saved_tensors, ctx.activation, ctx.blocks, of_matrices)
+    found = _experts_backward(dy_TH, list(ctx.saved_tensors), ctx.activation, ctx.blocks, of_matrices)
     dx_TH, dweight_TK, dgate_up, ddown = found
     matrices = (dgate_up, ddown) if of_matrices else (None, None)
     return dx_TH, None, dweight_TK, *matrices, None, None

@@ -18,10 +18,10 @@ from moesys.kernels.experts.activation_gradient import activation_gradient
 from moesys.kernels.experts.activations import GATED
 from moesys.kernels.experts.ahead_of_time import compiling
 from moesys.kernels.experts.grouped_gemm import grouped_gemm
-from moesys.kernels.experts.tile_config import ShapeClass
-from moesys.kernels.experts.tiles import Block, Tiles, groups_by_size, tile_table
+from moesys.kernels.experts.tile_config import ShapeClass, TileConfig
+from moesys.kernels.experts.tiles import Groups, Tiles, groups_by_size, tile_table
 from moesys.kernels.experts.up import up
-from moesys.kernels.experts.weight_gradient import weight_gradient
+from moesys.kernels.experts.weight_gradient import RowsOfGroups, weight_gradient
 from moesys.kernels.routing.routing import Routing, route
 
 REPEATS = 9
@@ -68,7 +68,7 @@ class Operands:
         self.routing = route(torch.multinomial(share_E.expand(T, E), min(K, E)), E)
         self.order_E = groups_by_size(self.routing.first_G1)
 
-    def tiles(self, block: Block) -> Tiles:
+    def tiles(self, block: TileConfig) -> Tiles:
         """Of the routing; tables without values on the meta device."""
         if self.device != META:
             return tile_table(self.routing.first_G1, self.num_rows, block.rows)
@@ -76,28 +76,28 @@ class Operands:
         group_M, row_M, count_1 = (torch.empty(n, dtype=torch.int32, device=META) for n in (most, most, 1))
         return Tiles(group_M, row_M, count_1, block.rows)
 
-    def launch(self, op: str, block: Block, tiles: Tiles) -> None:
+    def launch(self, op: str, block: TileConfig, tiles: Tiles) -> None:
         """``op`` once; "weight_gradient" is both matrices'."""
         routing, matrix_E = self.routing, self.matrix_E
         first, K, activation = routing.first_G1, self.shape.top_k, self.shape.activation
-        groups = (routing.entry_P, first, self.order_E, K)
+        groups = RowsOfGroups(routing.entry_P, first, self.order_E)
         match op:
             case "up":
                 up(self.x_TH, self.gate_up_EUH, routing, tiles, matrix_E, K, activation, block)
             case "down":
                 grouped_gemm(self.a_PI, self.down_EHI, first, tiles, matrix_E, block, transposed=True)
             case "activation_gradient":
-                given = (self.x_TH, self.down_EHI, self.h_PU, self.weight_TK, routing, tiles, matrix_E)
-                activation_gradient(*given, activation, block)
+                given = (self.x_TH, self.down_EHI, self.h_PU, self.weight_TK, routing)
+                activation_gradient(*given, Groups(first, tiles, matrix_E), activation, block)
             case "input_gradient":
                 grouped_gemm(self.h_PU, self.gate_up_EUH, first, tiles, matrix_E, block, transposed=False)
             case "weight_gradient":
-                weight_gradient(self.x_TH, self.a_PI, *groups, "left", block)
-                weight_gradient(self.h_PU, self.x_TH, *groups, "right", block)
+                weight_gradient(self.x_TH, self.a_PI, groups, K, "left", block)
+                weight_gradient(self.h_PU, self.x_TH, groups, K, "right", block)
 
 
 class GemmTimer:
-    """``tuner.Timer`` by events of a CUDA device: the sum of medians of both routings.
+    """``tile_tuner.Timer`` by events of a CUDA device: the sum of medians of both routings.
 
     Candidates are interleaved, the L2 cache is flushed before each run, and what spills or does not compile is dropped
     before it is run.
@@ -110,7 +110,7 @@ class GemmTimer:
         self._flush = torch.empty(FLUSH_BYTES, dtype=torch.int8, device=device)
         self._tell = tell
 
-    def __call__(self, op: str, blocks: Sequence[Block]) -> list[float | None]:
+    def __call__(self, op: str, blocks: Sequence[TileConfig]) -> list[float | None]:
         self._tell(op)
         taken_ms: list[float | None] = [0.0 if self._compiles(op, block) else None for block in blocks]
         for operands in self._routings:
@@ -122,7 +122,7 @@ class GemmTimer:
                 taken_ms[place] = before + median(samples) if samples else None
         return taken_ms
 
-    def _compiles(self, op: str, block: Block) -> bool:
+    def _compiles(self, op: str, block: TileConfig) -> bool:
         """Whether all kernels of ``op`` compile and none spills."""
         try:
             with warnings.catch_warnings(), compiling(triton.runtime.driver.active.get_current_target()) as found:
@@ -133,7 +133,7 @@ class GemmTimer:
             return False
         return not any(code.spills or code.stack_bytes for code in found)
 
-    def _time(self, operands: Operands, op: str, blocks: Sequence[Block]) -> list[list[float]]:
+    def _time(self, operands: Operands, op: str, blocks: Sequence[TileConfig]) -> list[list[float]]:
         """Milliseconds of each block in each repetition after the first; none for a block that does not run."""
         samples_ms: list[list[float]] = [[] for _ in blocks]
         tiles = [operands.tiles(block) for block in blocks]

@@ -8,6 +8,8 @@ P rows in order of groups, of width L; G groups, E matrices, N the width of the 
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -21,7 +23,8 @@ from moesys.kernels.experts.descriptors import (
 )
 from moesys.kernels.experts.numerics import dot, rounded
 from moesys.kernels.experts.products import rows_by_matrix
-from moesys.kernels.experts.tiles import Block, Tiles, require_contiguous, require_matrices, tile_of
+from moesys.kernels.experts.tile_config import TileConfig
+from moesys.kernels.experts.tiles import Groups, Tiles, require_contiguous, require_matrices, tile_of
 
 
 def grouped_gemm(
@@ -30,7 +33,7 @@ def grouped_gemm(
     first_G1: Tensor,
     tiles: Tiles,
     matrix_G: Tensor,
-    block: Block,
+    block: TileConfig,
     *,
     transposed: bool,
 ) -> Tensor:
@@ -53,43 +56,39 @@ def grouped_gemm(
     P, L = rows_PL.shape
     N = matrices.shape[1 if transposed else 2]
     out_PN = torch.empty(P, N, dtype=rows_PL.dtype, device=rows_PL.device)
-    arguments = (rows_PL, matrices, first_G1, tiles.group_M, tiles.row_M, tiles.count_1, matrix_G, out_PN)
-    sizes = {"L": L, "N": N, "matrix_stride": matrices.stride(0), "transposed": transposed, **block.options()}
-    if not readable_by_tma(rows_PL, matrices):
-        sizes["operands"] = "pointers"
+    groups, E = Groups(first_G1, tiles, matrix_G), len(matrices)
+    sizes = GemmSizes(L, N, matrices.stride(0), transposed)
+    options = block.options() if readable_by_tma(rows_PL, matrices) else block.options("pointers")
     launch = _grouped_gemm[(block.num_programs(rows_PL.device),)]
-    run_with_descriptors(lambda: launch(*arguments, P, len(matrices), **sizes), rows_PL.device)
+    run_with_descriptors(lambda: launch(rows_PL, matrices, groups, out_PN, P, E, sizes, **options), rows_PL.device)
     return out_PN
+
+
+class GemmSizes(NamedTuple):
+    """What the kernel is compiled for: see ``grouped_gemm``; elements between two matrices."""
+
+    L: int
+    N: int
+    matrix_stride: int
+    transposed: bool
 
 
 @triton.jit(do_not_specialize=["P", "E"])
 def _grouped_gemm(  # type: ignore[no-untyped-def]
-    rows,
-    matrices,
-    first_ptr,
-    group_ptr,
-    row_ptr,
-    count_ptr,
-    matrix_ptr,
-    out_ptr,
-    P,
-    E,
-    L: tl.constexpr,
-    N: tl.constexpr,
-    matrix_stride: tl.constexpr,
-    transposed: tl.constexpr,
-    block_rows: tl.constexpr,
-    block_columns: tl.constexpr,
-    block_contraction: tl.constexpr,
-    raster: tl.constexpr,
-    stages: tl.constexpr,
-    operands: tl.constexpr,
+    rows, matrices, groups, out_ptr, P, E, sizes: tl.constexpr, tiling: tl.constexpr
 ):
-    pointers: tl.constexpr = operands == "pointers"
-    specialised: tl.constexpr = operands == "specialised"
+    L: tl.constexpr = sizes.L
+    N: tl.constexpr = sizes.N
+    matrix_stride: tl.constexpr = sizes.matrix_stride
+    transposed: tl.constexpr = sizes.transposed
+    block_rows: tl.constexpr = tiling.rows
+    block_columns: tl.constexpr = tiling.columns
+    block_contraction: tl.constexpr = tiling.contraction
+    pointers: tl.constexpr = tiling.operands == "pointers"
+    specialised: tl.constexpr = tiling.operands == "specialised"
     dtype: tl.constexpr = out_ptr.dtype.element_ty
     num_column_tiles: tl.constexpr = (N + block_columns - 1) // block_columns
-    num_row_tiles = tl.load(count_ptr)
+    num_row_tiles = tl.load(groups.tiles.count_1)
     in_rows = tl.arange(0, block_rows)
     in_columns = tl.arange(0, block_columns)
     if not pointers:
@@ -103,21 +102,21 @@ def _grouped_gemm(  # type: ignore[no-untyped-def]
     for task in tl.range(
         tl.program_id(0), num_row_tiles * num_column_tiles, tl.num_programs(0), flatten=not specialised
     ):
-        row_tile, column_tile = tile_of(task, num_row_tiles, num_column_tiles, raster)
-        group = tl.load(group_ptr + row_tile)
-        row = tl.load(row_ptr + row_tile)
-        num_rows = tl.minimum(tl.load(first_ptr + group + 1) - row, block_rows)
-        matrix = tl.load(matrix_ptr + group)
+        row_tile, column_tile = tile_of(task, num_row_tiles, num_column_tiles, tiling.raster)
+        group = tl.load(groups.tiles.group_M + row_tile)
+        row = tl.load(groups.tiles.row_M + row_tile)
+        num_rows = tl.minimum(tl.load(groups.first_G1 + group + 1) - row, block_rows)
+        matrix = tl.load(groups.matrix_G + group)
         column = column_tile * block_columns
 
         if pointers:
             # Rows that a tile lacks are computed from another's operands, and not stored.
             left_row = rows + row.to(tl.int64) * L + tl.minimum(in_rows, num_rows - 1)[:, None] * L
             base = matrices + matrix.to(tl.int64) * matrix_stride
-            out = rows_by_matrix(left_row, base, column, L, N, transposed, block_columns, block_contraction, stages)
+            out = rows_by_matrix(left_row, base, column, L, N, transposed, tiling)
         else:
             out = tl.zeros((block_rows, block_columns), tl.float32)
-            for start in tl.range(0, L, block_contraction, num_stages=stages, warp_specialize=specialised):
+            for start in tl.range(0, L, block_contraction, num_stages=tiling.stages, warp_specialize=specialised):
                 left = rows.load([row, start])
                 if transposed:
                     right = matrices.load([matrix, column, start]).reshape(block_columns, block_contraction).T

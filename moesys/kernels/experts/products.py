@@ -6,61 +6,64 @@ GEMMs and MegaKernels multiply here, so that both give the same bits.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
 from moesys.kernels.experts.numerics import dot
 
 
+class Side(NamedTuple):
+    """One side of an outer product: ``first`` points to rows of ``width`` elements, of which ``columns`` are read."""
+
+    first: Any
+    columns: Any
+    width: Any
+
+
+class Gather(NamedTuple):
+    """Which side of an outer product is read by token, and how many choices a token has."""
+
+    left: bool
+    top_k: int
+
+
 @triton.jit
 def rows_by_matrix(  # type: ignore[no-untyped-def]
-    left_row,
-    matrix,
-    column,
-    L: tl.constexpr,
-    N: tl.constexpr,
-    transposed: tl.constexpr,
-    block_columns: tl.constexpr,
-    block_contraction: tl.constexpr,
-    stages: tl.constexpr,
+    left_row, matrix, column, L: tl.constexpr, N: tl.constexpr, transposed: tl.constexpr, tiling: tl.constexpr
 ):
-    """float32 [rows, block_columns], from ``column`` on: ``left_row`` [rows, 1] points to rows of L elements,
+    """float32 [rows, tiling.columns], from ``column`` on: ``left_row`` [rows, 1] points to rows of L elements,
     ``matrix`` to [L, N], or to [N, L] where it is ``transposed`` for the product.
     """
-    step = tl.arange(0, block_contraction)
-    in_columns = tl.arange(0, block_columns)
+    step = tl.arange(0, tiling.contraction)
+    in_columns = tl.arange(0, tiling.columns)
     if transposed:
         # Columns that the last tile lacks are its last one, so that no mask is needed.
         in_columns = tl.minimum(in_columns, N - 1 - column)
         right_tile = matrix + column.to(tl.int64) * L + (in_columns[None, :] * L + step[:, None])
-        return rows_by_tiles(left_row, right_tile, block_contraction, None, L, block_contraction, stages)
+        return rows_by_tiles(left_row, right_tile, tiling.contraction, None, L, tiling)
     else:
         right_tile = matrix + column + (step[:, None] * N + in_columns[None, :])
-        if N % block_columns == 0:
-            return rows_by_tiles(left_row, right_tile, block_contraction * N, None, L, block_contraction, stages)
+        if N % tiling.columns == 0:
+            return rows_by_tiles(left_row, right_tile, tiling.contraction * N, None, L, tiling)
         else:
             in_matrix = column + in_columns < N
-            return rows_by_tiles(left_row, right_tile, block_contraction * N, in_matrix, L, block_contraction, stages)
+            return rows_by_tiles(left_row, right_tile, tiling.contraction * N, in_matrix, L, tiling)
 
 
 @triton.jit
 def rows_by_tiles(  # type: ignore[no-untyped-def]
-    left_row,
-    right_tile,
-    right_step: tl.constexpr,
-    column_mask,
-    L: tl.constexpr,
-    block_contraction: tl.constexpr,
-    stages: tl.constexpr,
+    left_row, right_tile, right_step: tl.constexpr, column_mask, L: tl.constexpr, tiling: tl.constexpr
 ):
     """float32 [rows, columns]: ``left_row`` as above, ``right_tile`` [contraction, columns] points to the first step's
     part of a matrix, ``right_step`` elements before the next one's. ``column_mask`` is None where every column may be
     read.
     """
-    in_contraction = tl.arange(0, block_contraction)
-    whole: tl.constexpr = L % block_contraction == 0
+    in_contraction = tl.arange(0, tiling.contraction)
+    whole: tl.constexpr = L % tiling.contraction == 0
     out = tl.zeros((left_row.shape[0], right_tile.shape[1]), tl.float32)
-    for start in tl.range(0, L, block_contraction, num_stages=stages):
+    for start in tl.range(0, L, tiling.contraction, num_stages=tiling.stages):
         at = start + in_contraction
         if whole:
             left = tl.load(left_row + at[None, :])
@@ -79,51 +82,39 @@ def rows_by_tiles(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def columns_by_columns(  # type: ignore[no-untyped-def]
-    left_ptr,
-    right_ptr,
-    entry_ptr,
-    top_k: tl.constexpr,
-    gather_left: tl.constexpr,
-    first,
-    end,
-    left_column,
-    right_column,
-    L,
-    R,
-    block_contraction: tl.constexpr,
-    stages: tl.constexpr,
+    left, right, first, end, entry_ptr, gather: tl.constexpr, tiling: tl.constexpr
 ):
-    """float32 [left columns, right columns]: the sum over rows ``first`` to ``end`` of the outer products of these
-    columns of ``left`` [rows, L] and ``right`` [rows, R]. Row p of the side that is gathered is its row
-    ``entry[p] // top_k``; none is where ``entry_ptr`` is None.
+    """float32 [left columns, right columns]: the sum over rows ``first`` to ``end`` of the outer products of the
+    columns of both ``Side``. Row p of the side that is gathered is its row ``entry[p] // top_k``; none is where
+    ``entry_ptr`` is None.
     """
     gathers: tl.constexpr = entry_ptr is not None
-    step = tl.arange(0, block_contraction)
-    total = tl.zeros((left_column.shape[0], right_column.shape[0]), tl.float32)
+    step = tl.arange(0, tiling.contraction)
+    total = tl.zeros((left.columns.shape[0], right.columns.shape[0]), tl.float32)
     if gathers:
         # Entries are loaded one step ahead. Loaded in their own step they would be pipelined like the rows that wait
         # for them, and each stage of the pipeline would do for half a step.
         next_entry = tl.load(entry_ptr + first + step, mask=step < end - first, other=0)
-    for row in tl.range(first, end, block_contraction, num_stages=stages):
+    for row in tl.range(first, end, tiling.contraction, num_stages=tiling.stages):
         in_group = step < end - row
         token = None
         if gathers:
-            token = (next_entry // top_k).to(tl.int64)
+            token = (next_entry // gather.top_k).to(tl.int64)
             next_entry = tl.load(
-                entry_ptr + row + block_contraction + step, mask=step < end - row - block_contraction, other=0
+                entry_ptr + row + tiling.contraction + step, mask=step < end - row - tiling.contraction, other=0
             )
         # A step behind the group's end is zero on both sides, since zero times NaN would be NaN.
-        left = tl.load(
-            _rows(left_ptr, row, step, token, L, gathers and gather_left) + left_column[None, :],
-            mask=in_group[:, None] & (left_column < L)[None, :],
+        left_rows = tl.load(
+            _rows(left.first, row, step, token, left.width, gathers and gather.left) + left.columns[None, :],
+            mask=in_group[:, None] & (left.columns < left.width)[None, :],
             other=0.0,
         )
-        right = tl.load(
-            _rows(right_ptr, row, step, token, R, gathers and not gather_left) + right_column[None, :],
-            mask=in_group[:, None] & (right_column < R)[None, :],
+        right_rows = tl.load(
+            _rows(right.first, row, step, token, right.width, gathers and not gather.left) + right.columns[None, :],
+            mask=in_group[:, None] & (right.columns < right.width)[None, :],
             other=0.0,
         )
-        total = dot(left.trans(), right, total)
+        total = dot(left_rows.trans(), right_rows, total)
     return total
 
 

@@ -1,45 +1,131 @@
-"""Which blocks the grouped GEMMs of a layer use: all five together, as JSON, and for which layers a choice holds."""
+"""How a grouped GEMM is cut into tiles; all five of a layer together, as JSON; for which layers a choice holds."""
 
 from __future__ import annotations
 
 import json
 import math
 from dataclasses import asdict, dataclass, fields
+from types import MappingProxyType
+from typing import Any, Literal, NamedTuple, get_args
 
+import torch
 from torch import Tensor
 
-from moesys.kernels.experts.tiles import Block
+# The interpreter runs programs one after another; a few of them show whether they share the tiles rightly.
+INTERPRETED_PROGRAMS = 3
+SPECIALISED_WARPS = 4
+
+Operands = Literal["pointers", "tma", "specialised"]
+# Of a block: products of tensor cores take 16 by 16 by 16 at least.
+LEAST = MappingProxyType({"rows": 16, "columns": 16, "contraction": 16, "warps": 1, "stages": 1, "raster": 1})
+POWERS_OF_TWO = ("rows", "columns", "contraction", "warps")
+
+
+def usual_programs(device: torch.device) -> int:
+    """How many are resident where nothing else is said: one a multiprocessor."""
+    if device.type != "cuda":
+        return INTERPRETED_PROGRAMS
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+class Tiling(NamedTuple):
+    """What a kernel is compiled for, as a constexpr: fields of a ``TileConfig``."""
+
+    rows: int
+    columns: int
+    contraction: int
+    raster: int
+    stages: int
+    operands: Operands
 
 
 @dataclass(frozen=True)
-class Blocks:
+class TileConfig:
+    """Sizes of one tile of a grouped GEMM, and how programs work on it.
+
+    ``contraction`` decides in which groups products are summed, and so the bits; nothing else does, but ``columns``
+    below 32 in the activation gradient. ``raster``: so many row tiles sweep all column tiles together, to find them in
+    the L2 cache. ``programs``: how many are resident, by default one a multiprocessor. ``operands``: by which way they
+    come to the tensor cores. "pointers": copied through addresses, gathered where the op gathers. "tma": by tensor
+    descriptors. "specialised": so too, by a warp of their own that runs ahead of the two groups of warps that multiply,
+    which need ``warps`` = 4 of Triton; it adds two groups more. Raises ValueError for what no kernel can be cut into.
+    """
+
+    rows: int = 128
+    columns: int = 128
+    contraction: int = 64
+    warps: int = 8
+    stages: int = 3
+    raster: int = 8
+    programs: int | None = None
+    operands: Operands = "pointers"
+
+    def __post_init__(self) -> None:
+        for name, least in LEAST.items():
+            value = getattr(self, name)
+            if type(value) is not int or value < least or (name in POWERS_OF_TWO and value & (value - 1)):
+                power = "a power of two, " if name in POWERS_OF_TWO else ""
+                raise ValueError(f"{name}={value!r}; use {power}{least} or more")
+        if self.programs is not None and (type(self.programs) is not int or self.programs < 1):
+            raise ValueError(f"programs={self.programs!r}; use 1 or more, or None for one a multiprocessor")
+        if self.operands not in get_args(Operands):
+            raise ValueError(f"operands={self.operands!r} is not known; use one of {', '.join(get_args(Operands))}")
+        if self.operands == "specialised" and self.warps != SPECIALISED_WARPS:
+            raise ValueError(
+                f"warps={self.warps} with operands='specialised': Triton specialises blocks of {SPECIALISED_WARPS} "
+                f"warps alone; use warps={SPECIALISED_WARPS}"
+            )
+
+    def num_programs(self, device: torch.device) -> int:
+        """Resident programs on ``device``."""
+        return self.programs or usual_programs(device)
+
+    def options(self, operands: Operands | None = None) -> dict[str, Any]:
+        """What every grouped GEMM's kernel takes of it; ``operands`` in place of its own."""
+        return {
+            "tiling": self.tiling._replace(operands=operands or self.operands),
+            "num_warps": self.warps,
+            "num_stages": self.stages,
+            "enable_fp_fusion": True,
+        }
+
+    @property
+    def tiling(self) -> Tiling:
+        """What kernels are told of it."""
+        return Tiling(self.rows, self.columns, self.contraction, self.raster, self.stages, self.operands)
+
+
+@dataclass(frozen=True)
+class TileConfigs:
     """How each grouped GEMM is cut. Their ``contraction`` is part of the numerics class, and so are
     ``activation_gradient.columns`` below 32; all else changes no bit.
     """
 
-    up: Block
-    down: Block
-    activation_gradient: Block
-    input_gradient: Block
-    weight_gradient: Block
+    up: TileConfig
+    down: TileConfig
+    activation_gradient: TileConfig
+    input_gradient: TileConfig
+    weight_gradient: TileConfig
 
     @staticmethod
-    def all_of(block: Block) -> Blocks:
+    def all_of(block: TileConfig) -> TileConfigs:
         """The same for every one."""
-        return Blocks(block, block, block, block, block)
+        return TileConfigs(block, block, block, block, block)
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)
 
     @staticmethod
-    def from_json(text: str) -> Blocks:
+    def from_json(text: str) -> TileConfigs:
         """Raises ValueError for anything that ``to_json`` does not write."""
         try:
-            blocks = {name: Block(**block) for name, block in json.loads(text).items()}
-            return Blocks(**blocks)
+            blocks = {name: TileConfig(**block) for name, block in json.loads(text).items()}
+            return TileConfigs(**blocks)
         except (AttributeError, TypeError, ValueError) as error:
-            names = ", ".join(field.name for field in fields(Blocks))
-            raise ValueError(f"these are no blocks: {error}; write an object of {names} by Blocks.to_json()") from None
+            names = ", ".join(field.name for field in fields(TileConfigs))
+            raise ValueError(
+                f"these are no blocks: {error}; write an object of {names} by TileConfigs.to_json()"
+            ) from None
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The blocks that a grouped GEMM may use on a Hopper GPU, likely fast ones first: what fits, ranked by a small model.
+"""How a grouped GEMM may be cut on a Hopper GPU, likely fast ways first: what fits, ranked by a small model.
 
 Contraction is fixed by the dtype, and no tile is narrower than a partial sum of the routing weight's gradient, so that
 no choice changes a bit.
@@ -12,14 +12,13 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from moesys.kernels.experts.activations import GATED
-from moesys.kernels.experts.tile_config import Blocks, ShapeClass
-from moesys.kernels.experts.tiles import SPECIALISED_WARPS, Block, Operands
+from moesys.kernels.experts.tile_config import SPECIALISED_WARPS, Operands, ShapeClass, TileConfig, TileConfigs
 
 OPS = ("up", "down", "activation_gradient", "input_gradient", "weight_gradient")
 # Of each way that operands come, which the model tells apart least; so at most twelve.
 MOST_OF_A_WAY = 4
 # float32 has no tensor-core product here, and its operands take twice the shared memory.
-SINGLE = Block(rows=64, columns=64, contraction=32, warps=8, stages=3)
+SINGLE = TileConfig(rows=64, columns=64, contraction=32, warps=8, stages=3)
 
 CONTRACTION = 64
 OPERAND_BYTES = 2
@@ -69,12 +68,14 @@ def gemm_of(op: str, shape: ShapeClass) -> Gemm:
     raise ValueError(f"op={op!r} is not known; use one of {', '.join(OPS)}")
 
 
-def candidates(op: str, shape: ShapeClass, multiprocessors: int = MULTIPROCESSORS) -> list[Block]:
-    """Blocks that fit, at most ``MOST_OF_A_WAY`` of each way, ordered by ``model_us``; of equal ones pointers first."""
+def candidates(op: str, shape: ShapeClass, multiprocessors: int = MULTIPROCESSORS) -> list[TileConfig]:
+    """Returns configurations that fit, at most ``MOST_OF_A_WAY`` of each way, ordered by ``model_us``; of equal ones
+    pointers first.
+    """
     if shape.dtype == "float32":
         return [SINGLE]
     gemm = gemm_of(op, shape)
-    found: list[Block] = []
+    found: list[TileConfig] = []
     for block in sorted(
         (block for block in _all_blocks(op) if _fits(block, op, shape.activation, gemm)),
         key=lambda block: model_us(block, gemm, shape, multiprocessors),
@@ -86,12 +87,12 @@ def candidates(op: str, shape: ShapeClass, multiprocessors: int = MULTIPROCESSOR
 
 # Every forward and backward of an untuned layer asks for its blocks.
 @lru_cache(maxsize=1024)
-def blocks_for(shape: ShapeClass, multiprocessors: int = MULTIPROCESSORS) -> Blocks:
+def blocks_for(shape: ShapeClass, multiprocessors: int = MULTIPROCESSORS) -> TileConfigs:
     """The first candidate of each op: what is used where nothing was tuned."""
-    return Blocks(**{op: candidates(op, shape, multiprocessors)[0] for op in OPS})
+    return TileConfigs(**{op: candidates(op, shape, multiprocessors)[0] for op in OPS})
 
 
-def _all_blocks(op: str) -> Sequence[Block]:
+def _all_blocks(op: str) -> Sequence[TileConfig]:
     ways: tuple[Operands, ...] = ("pointers", "tma", "specialised") if op != "weight_gradient" else ("pointers",)
     found = []
     for operands in ways:
@@ -101,11 +102,11 @@ def _all_blocks(op: str) -> Sequence[Block]:
                 continue
             warps = SPECIALISED_WARPS if operands == "specialised" else 8
             for stages in (4, 3):
-                found.append(Block(rows, columns, CONTRACTION, warps, stages, operands=operands))
+                found.append(TileConfig(rows, columns, CONTRACTION, warps, stages, operands=operands))
     return found
 
 
-def _fits(block: Block, op: str, activation: str, gemm: Gemm) -> bool:
+def _fits(block: TileConfig, op: str, activation: str, gemm: Gemm) -> bool:
     """Shared memory, registers with what the epilogue needs, and no tile wider than the padded matrix."""
     columns = gemm.halves * block.columns
     shared_bytes = block.stages * (block.rows + columns) * CONTRACTION * OPERAND_BYTES + EPILOGUE_BYTES
@@ -114,7 +115,7 @@ def _fits(block: Block, op: str, activation: str, gemm: Gemm) -> bool:
     return shared_bytes <= MOST_SHARED_BYTES and sums <= _most_sums(block, op, activation) and not too_wide
 
 
-def _most_sums(block: Block, op: str, activation: str) -> int:
+def _most_sums(block: TileConfig, op: str, activation: str) -> int:
     """Sums of a thread beside which the epilogue fits, as read off compiled kernels."""
     fused = op in ("up", "activation_gradient")
     if fused and activation == "gelu":
@@ -124,7 +125,7 @@ def _most_sums(block: Block, op: str, activation: str) -> int:
     return MOST_SUMS
 
 
-def model_us(block: Block, gemm: Gemm, shape: ShapeClass, multiprocessors: int) -> float:
+def model_us(block: TileConfig, gemm: Gemm, shape: ShapeClass, multiprocessors: int) -> float:
     """Microseconds of one GEMM over all experts: waves of tiles, each as long as its products or its reads.
 
     Experts' rows are taken as even but for where they end: a group of n rows has n / rows + ½ tiles.

@@ -1,8 +1,8 @@
 """The tuner: the fastest blocks of a layer on this GPU, found when asked for, kept on disk, and never changed silently.
 
 What a layer uses, the first that there is: blocks that its caller gives; the file that ``MOESYS_BLOCKS`` names; what
-``tune_blocks`` has found for the shape class on such a GPU with these versions; the model's choice (``block_space``).
-Nothing is tuned in a step of training. No choice changes a bit (``blocks.Blocks``).
+``tune_blocks`` has found for the shape class on such a GPU with these versions; the model's choice (``tile_space``).
+Nothing is tuned in a step of training. No choice changes a bit (``tile_space``).
 """
 
 from __future__ import annotations
@@ -21,17 +21,16 @@ from pathlib import Path
 import torch
 import triton
 
-from moesys.kernels.experts.tile_config import Blocks, ShapeClass
+from moesys.kernels.experts.tile_config import ShapeClass, TileConfig, TileConfigs
 from moesys.kernels.experts.tile_space import MULTIPROCESSORS, OPS, blocks_for, candidates
-from moesys.kernels.experts.tiles import Block
 
 PINNED = "MOESYS_BLOCKS"
 CACHE = "MOESYS_CACHE"
 # The interpreter's time goes by elements; small tiles waste few.
-INTERPRETED = Block(rows=32, columns=32, contraction=32)
+INTERPRETED = TileConfig(rows=32, columns=32, contraction=32)
 
 # Milliseconds of each block for an op, None for one that does not compile, spills, or does not run.
-Timer = Callable[[str, Sequence[Block]], Sequence[float | None]]
+Timer = Callable[[str, Sequence[TileConfig]], Sequence[float | None]]
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class Gpu:
         return Gpu(properties.name, properties.multi_processor_count)
 
 
-def blocks_of(shape: ShapeClass, device: torch.device) -> Blocks:
+def blocks_of(shape: ShapeClass, device: torch.device) -> TileConfigs:
     """What a layer uses whose caller gives no blocks.
 
     Raises ValueError where ``MOESYS_BLOCKS`` names a file without blocks.
@@ -56,22 +55,22 @@ def blocks_of(shape: ShapeClass, device: torch.device) -> Blocks:
     if pinned := os.environ.get(PINNED):
         return read_blocks(Path(pinned))
     if device.type == "cpu":
-        return Blocks.all_of(INTERPRETED)
+        return TileConfigs.all_of(INTERPRETED)
     if device.type != "cuda":
         return blocks_for(shape)
     gpu = Gpu.of(device)
     return _cached(gpu).get(shape.key) or blocks_for(shape, gpu.multiprocessors)
 
 
-def read_blocks(path: Path) -> Blocks:
-    """Blocks from a JSON file. Raises ValueError, which names it."""
+def read_blocks(path: Path) -> TileConfigs:
+    """Configurations from a JSON file. Raises ValueError, which names it."""
     try:
-        return Blocks.from_json(path.read_text(encoding="utf-8"))
+        return TileConfigs.from_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"{PINNED}={path}: {error}") from None
 
 
-def tune_blocks(shape: ShapeClass, timer: Timer, gpu: Gpu) -> Blocks:
+def tune_blocks(shape: ShapeClass, timer: Timer, gpu: Gpu) -> TileConfigs:
     """The fastest candidate of each op by ``timer``, one op after another; kept for ``blocks_of``.
 
     Of equally fast ones the model's favourite, which is also what an op gets all of whose candidates failed. Raises
@@ -85,7 +84,7 @@ def tune_blocks(shape: ShapeClass, timer: Timer, gpu: Gpu) -> Blocks:
         taken_ms = timer(op, blocks)
         timed = [(ms, place) for place, ms in enumerate(taken_ms) if ms is not None]
         best[op] = blocks[min(timed)[1]] if timed else blocks[0]
-    found = Blocks(**best)
+    found = TileConfigs(**best)
     _keep(path, {shape.key: found})
     return found
 
@@ -121,7 +120,7 @@ def _versions() -> str:
     return f"torch{torch.__version__}-triton{triton.__version__}-moesys{moesys}"
 
 
-def _cached(gpu: Gpu) -> Mapping[str, Blocks]:
+def _cached(gpu: Gpu) -> Mapping[str, TileConfigs]:
     try:
         path = cache_file(gpu)
         return _read(path, path.stat().st_mtime_ns)
@@ -130,20 +129,20 @@ def _cached(gpu: Gpu) -> Mapping[str, Blocks]:
 
 
 @lru_cache(maxsize=8)
-def _read(path: Path, changed_ns: int) -> Mapping[str, Blocks]:
+def _read(path: Path, changed_ns: int) -> Mapping[str, TileConfigs]:
     return _parse(path)
 
 
-def _parse(path: Path) -> Mapping[str, Blocks]:
-    """Blocks by shape class; none where the file is damaged, which the next tuning writes anew."""
+def _parse(path: Path) -> Mapping[str, TileConfigs]:
+    """Configurations by shape class; none where the file is damaged, which the next tuning writes anew."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-        return {key: Blocks.from_json(json.dumps(blocks)) for key, blocks in found.items()}
+        return {key: TileConfigs.from_json(json.dumps(blocks)) for key, blocks in found.items()}
     except (AttributeError, OSError, ValueError):
         return {}
 
 
-def _keep(path: Path, found: Mapping[str, Blocks]) -> None:
+def _keep(path: Path, found: Mapping[str, TileConfigs]) -> None:
     """Adds to the file, which is complete at any time, and loses nothing that others add meanwhile."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:

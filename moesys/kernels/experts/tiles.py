@@ -1,93 +1,24 @@
-"""Tiles of a grouped GEMM: how large they are, which there are, and in which order programs take them.
+"""Tiles of a grouped GEMM: which there are, and in which order programs take them.
 
 G groups of rows that lie one behind the other, P rows in all.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from types import MappingProxyType
-from typing import Any, Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-# The interpreter runs programs one after another; a few of them show whether they share the tiles rightly.
-INTERPRETED_PROGRAMS = 3
+from moesys.kernels.experts.tile_config import TileConfig
+
 # Groups that a program writes the tiles of, with how many others it compares them at once, and how many tiles of each
 # it writes at once.
 OWN_GROUPS = 8
 COMPARED_GROUPS = 512
 WRITTEN_TILES = 128
-
-SPECIALISED_WARPS = 4
-
-Operands = Literal["pointers", "tma", "specialised"]
-# Of a block: products of tensor cores take 16 by 16 by 16 at least.
-LEAST = MappingProxyType({"rows": 16, "columns": 16, "contraction": 16, "warps": 1, "stages": 1, "raster": 1})
-POWERS_OF_TWO = ("rows", "columns", "contraction", "warps")
-
-
-@dataclass(frozen=True)
-class Block:
-    """Sizes of one tile of a grouped GEMM, and how programs work on it.
-
-    ``contraction`` decides in which groups products are summed, and so the bits; nothing else does, but ``columns``
-    below 32 in the activation gradient. ``raster``: so many row tiles sweep all column tiles together, to find them in
-    the L2 cache. ``programs``: how many are resident, by default one a multiprocessor. ``operands``: by which way they
-    come to the tensor cores. "pointers": copied through addresses, gathered where the op gathers. "tma": by tensor
-    descriptors. "specialised": so too, by a warp of their own that runs ahead of the two groups of warps that multiply,
-    which need ``warps`` = 4 of Triton; it adds two groups more. Raises ValueError for what no kernel can be cut into.
-    """
-
-    rows: int = 128
-    columns: int = 128
-    contraction: int = 64
-    warps: int = 8
-    stages: int = 3
-    raster: int = 8
-    programs: int | None = None
-    operands: Operands = "pointers"
-
-    def __post_init__(self) -> None:
-        for name, least in LEAST.items():
-            value = getattr(self, name)
-            if type(value) is not int or value < least or (name in POWERS_OF_TWO and value & (value - 1)):
-                power = "a power of two, " if name in POWERS_OF_TWO else ""
-                raise ValueError(f"{name}={value!r}; use {power}{least} or more")
-        if self.programs is not None and (type(self.programs) is not int or self.programs < 1):
-            raise ValueError(f"programs={self.programs!r}; use 1 or more, or None for one a multiprocessor")
-        if self.operands not in get_args(Operands):
-            raise ValueError(f"operands={self.operands!r} is not known; use one of {', '.join(get_args(Operands))}")
-        if self.operands == "specialised" and self.warps != SPECIALISED_WARPS:
-            raise ValueError(
-                f"warps={self.warps} with operands='specialised': Triton specialises blocks of {SPECIALISED_WARPS} "
-                f"warps alone; use warps={SPECIALISED_WARPS}"
-            )
-
-    def num_programs(self, device: torch.device) -> int:
-        """Resident programs on ``device``."""
-        if self.programs is not None:
-            return self.programs
-        if device.type != "cuda":
-            return INTERPRETED_PROGRAMS
-        return torch.cuda.get_device_properties(device).multi_processor_count
-
-    def options(self) -> dict[str, Any]:
-        """What every grouped GEMM's kernel takes of it."""
-        return {
-            "block_rows": self.rows,
-            "block_columns": self.columns,
-            "block_contraction": self.contraction,
-            "raster": self.raster,
-            "stages": self.stages,
-            "operands": self.operands,
-            "num_warps": self.warps,
-            "num_stages": self.stages,
-            "enable_fp_fusion": True,
-        }
 
 
 class Tiles(NamedTuple):
@@ -102,10 +33,18 @@ class Tiles(NamedTuple):
     count_1: Tensor
     block_rows: int
 
-    def require(self, block: Block) -> None:
+    def require(self, block: TileConfig) -> None:
         """Raises ValueError where these are not the tiles of ``block``."""
         if self.block_rows != block.rows:
             raise ValueError(f"tiles of {self.block_rows} rows for blocks of {block.rows}; make them with block.rows")
+
+
+class Groups(NamedTuple):
+    """Groups of rows as kernels of products take them: where each begins, its row tiles, and its matrix (int32)."""
+
+    first_G1: Tensor
+    tiles: Tiles
+    matrix_G: Tensor
 
 
 def require_contiguous(**tensors: Tensor) -> None:
@@ -134,10 +73,10 @@ def tile_table(first_G1: Tensor, num_rows: int, block_rows: int) -> Tiles:
     most = -(-num_rows // block_rows) + num_groups
     group_M, row_M = (torch.empty(most, dtype=torch.int32, device=first_G1.device) for _ in range(2))
     count_1 = torch.empty(1, dtype=torch.int32, device=first_G1.device)
-    tables = (first_G1, group_M, row_M, count_1)
+    tiles = Tiles(group_M, row_M, count_1, block_rows)
     sizes = (block_rows, OWN_GROUPS, COMPARED_GROUPS, WRITTEN_TILES)
-    _write_tiles[(triton.cdiv(num_groups, OWN_GROUPS),)](*tables, num_groups, most, *sizes)
-    return Tiles(group_M, row_M, count_1, block_rows)
+    _write_tiles[(triton.cdiv(num_groups, OWN_GROUPS),)](first_G1, tiles, num_groups, most, *sizes)
+    return tiles
 
 
 @triton.jit
@@ -158,9 +97,7 @@ def _is_before(other, other_rows, group, rows):  # type: ignore[no-untyped-def]
 @triton.jit(do_not_specialize=["num_groups", "most"])
 def _write_tiles(  # type: ignore[no-untyped-def]
     first_G1,
-    group_M,
-    row_M,
-    count_1,
+    table,
     num_groups,
     most,
     BLOCK_ROWS: tl.constexpr,
@@ -185,15 +122,15 @@ def _write_tiles(  # type: ignore[no-untyped-def]
     for start in range(0, tl.max(tiles, 0), WRITTEN):
         tile = start + tl.arange(0, WRITTEN)[None, :]
         place, inside = first_tile[:, None] + tile, tile < tiles[:, None]
-        tl.store(group_M + place, group[:, None], mask=inside)
-        tl.store(row_M + place, first_row[:, None] + tile * BLOCK_ROWS, mask=inside)
+        tl.store(table.group_M + place, group[:, None], mask=inside)
+        tl.store(table.row_M + place, first_row[:, None] + tile * BLOCK_ROWS, mask=inside)
     # All programs share what is left.
     for start in range(count + tl.program_id(0) * WRITTEN, most, tl.num_programs(0) * WRITTEN):
         tile = start + tl.arange(0, WRITTEN)
-        tl.store(group_M + tile, -1, mask=tile < most)
-        tl.store(row_M + tile, -1, mask=tile < most)
+        tl.store(table.group_M + tile, -1, mask=tile < most)
+        tl.store(table.row_M + tile, -1, mask=tile < most)
     if tl.program_id(0) == 0:
-        tl.store(count_1, count)
+        tl.store(table.count_1, count)
 
 
 class RowTiles:
@@ -203,7 +140,7 @@ class RowTiles:
         self._first_G1, self._num_rows = first_G1, num_rows
         self._tiles: dict[int, Tiles] = {}
 
-    def of(self, block: Block) -> Tiles:
+    def of(self, block: TileConfig) -> Tiles:
         """The table for ``block.rows``, made when it is first asked for."""
         if block.rows not in self._tiles:
             self._tiles[block.rows] = tile_table(self._first_G1, self._num_rows, block.rows)

@@ -6,6 +6,8 @@ without.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
@@ -16,7 +18,8 @@ from moesys.kernels.experts.descriptors import halves_by_tma, readable_by_tma, r
 from moesys.kernels.experts.gather import gather_rows
 from moesys.kernels.experts.numerics import dot, rounded
 from moesys.kernels.experts.products import rows_by_tiles
-from moesys.kernels.experts.tiles import Block, Tiles, require_contiguous, require_matrices, tile_of
+from moesys.kernels.experts.tile_config import TileConfig
+from moesys.kernels.experts.tiles import Groups, Tiles, require_contiguous, require_matrices, tile_of
 from moesys.kernels.routing.routing import Routing
 
 
@@ -28,7 +31,7 @@ def up(
     matrix_G: Tensor,
     top_k: int,
     activation: str,
-    block: Block,
+    block: TileConfig,
 ) -> tuple[Tensor, Tensor]:
     """(h [P, U], a [P, I]): row p of h is ``gate_up[matrix_G[g]] @ x[entry_P[p] // K]``, a its activation.
 
@@ -57,58 +60,53 @@ def up(
     a_PI = torch.empty(P, I, dtype=x_TH.dtype, device=x_TH.device)
     operands = block.operands if readable_by_tma(x_TH, gate_up_EUH) and P else "pointers"
     x = gather_rows(x_TH, routing.entry_P, routing.first_G1, top_k) if operands == "specialised" else x_TH
-    tables = (routing.entry_P, routing.first_G1, tiles.group_M, tiles.row_M, tiles.count_1, matrix_G)
-    arguments = (x, gate_up_EUH, *tables, h_PU, a_PI, P, num_matrices)
-    sizes = {
-        "H": H,
-        "I": I,
-        "K": top_k,
-        "matrix_stride": gate_up_EUH.stride(0),
-        "activation": activation,
-        "halves": 2 if gated else 1,
-    }
+    rows, groups = UpRows(routing.entry_P, h_PU, a_PI), Groups(routing.first_G1, tiles, matrix_G)
+    sizes = UpSizes(H, I, top_k, gate_up_EUH.stride(0), activation, 2 if gated else 1)
+    arguments = (x, gate_up_EUH, rows, groups, P, num_matrices, sizes)
     launch = _up[(block.num_programs(x_TH.device),)]
-    run_with_descriptors(lambda: launch(*arguments, **sizes, **block.options() | {"operands": operands}), x_TH.device)
+    run_with_descriptors(lambda: launch(*arguments, **block.options(operands)), x_TH.device)
     return h_PU, a_PI
+
+
+class UpRows(NamedTuple):
+    """Each row's choice, and what the kernel writes: see ``up``."""
+
+    entry_P: Tensor
+    h_PU: Tensor
+    a_PI: Tensor
+
+
+class UpSizes(NamedTuple):
+    """What the kernel is compiled for; ``matrix_stride``: elements between two matrices; ``halves``: 2 with a gate."""
+
+    H: int
+    I: int
+    top_k: int
+    matrix_stride: int
+    activation: str
+    halves: int
 
 
 @triton.jit(do_not_specialize=["P", "E"])
 def _up(  # type: ignore[no-untyped-def]
-    x,
-    weights,
-    entry_ptr,
-    first_ptr,
-    group_ptr,
-    row_ptr,
-    count_ptr,
-    matrix_ptr,
-    h_ptr,
-    a_ptr,
-    P,
-    E,
-    H: tl.constexpr,
-    I: tl.constexpr,
-    K: tl.constexpr,
-    matrix_stride: tl.constexpr,
-    activation: tl.constexpr,
-    halves: tl.constexpr,
-    block_rows: tl.constexpr,
-    block_columns: tl.constexpr,
-    block_contraction: tl.constexpr,
-    raster: tl.constexpr,
-    stages: tl.constexpr,
-    operands: tl.constexpr,
+    x, weights, rows, groups, P, E, sizes: tl.constexpr, tiling: tl.constexpr
 ):
-    pointers: tl.constexpr = operands == "pointers"
-    specialised: tl.constexpr = operands == "specialised"
+    H: tl.constexpr = sizes.H
+    I: tl.constexpr = sizes.I
+    halves: tl.constexpr = sizes.halves
+    block_rows: tl.constexpr = tiling.rows
+    block_columns: tl.constexpr = tiling.columns
+    block_contraction: tl.constexpr = tiling.contraction
+    pointers: tl.constexpr = tiling.operands == "pointers"
+    specialised: tl.constexpr = tiling.operands == "specialised"
     U: tl.constexpr = halves * I
     whole: tl.constexpr = H % block_contraction == 0
     num_column_tiles: tl.constexpr = (I + block_columns - 1) // block_columns
-    num_row_tiles = tl.load(count_ptr)
+    num_row_tiles = tl.load(groups.tiles.count_1)
     in_rows = tl.arange(0, block_rows)
     in_contraction = tl.arange(0, block_contraction)
     if not pointers:
-        weights = halves_by_tma(weights, E, matrix_stride, halves, I, H, block_columns, block_contraction)
+        weights = halves_by_tma(weights, E, sizes.matrix_stride, halves, I, H, block_columns, block_contraction)
     if specialised:
         x = rows_by_tma(x, P, H, block_rows, block_contraction)
     # Flat, so that the next tile's first operands are on their way while this one is stored. In a flat loop Triton
@@ -116,23 +114,23 @@ def _up(  # type: ignore[no-untyped-def]
     for task in tl.range(
         tl.program_id(0), num_row_tiles * num_column_tiles, tl.num_programs(0), flatten=not specialised
     ):
-        row_tile, column_tile = tile_of(task, num_row_tiles, num_column_tiles, raster)
-        group = tl.load(group_ptr + row_tile)
-        row = tl.load(row_ptr + row_tile)
-        num_rows = tl.minimum(tl.load(first_ptr + group + 1) - row, block_rows)
-        matrix = tl.load(matrix_ptr + group)
+        row_tile, column_tile = tile_of(task, num_row_tiles, num_column_tiles, tiling.raster)
+        group = tl.load(groups.tiles.group_M + row_tile)
+        row = tl.load(groups.tiles.row_M + row_tile)
+        num_rows = tl.minimum(tl.load(groups.first_G1 + group + 1) - row, block_rows)
+        matrix = tl.load(groups.matrix_G + group)
         column = column_tile * block_columns
 
         # Rows that a tile lacks are computed from another's operands, and not stored.
         if not specialised:
-            entry = tl.load(entry_ptr + row + tl.minimum(in_rows, num_rows - 1))
-            x_row = x + (entry // K).to(tl.int64)[:, None] * H
+            entry = tl.load(rows.entry_P + row + tl.minimum(in_rows, num_rows - 1))
+            x_row = x + (entry // sizes.top_k).to(tl.int64)[:, None] * H
         if pointers:
-            matrix_base = weights + matrix.to(tl.int64) * matrix_stride
-            h = rows_by_halves(x_row, matrix_base, column, H, I, halves, block_columns, block_contraction, stages)
+            matrix_base = weights + matrix.to(tl.int64) * sizes.matrix_stride
+            h = rows_by_halves(x_row, matrix_base, column, H, I, halves, tiling)
         else:
             h = tl.zeros((block_rows, halves * block_columns), tl.float32)
-            for start in tl.range(0, H, block_contraction, num_stages=stages, warp_specialize=specialised):
+            for start in tl.range(0, H, block_contraction, num_stages=tiling.stages, warp_specialize=specialised):
                 at = start + in_contraction
                 if specialised:
                     left = x.load([row, start])
@@ -144,30 +142,22 @@ def _up(  # type: ignore[no-untyped-def]
                 weight = weight.reshape(halves * block_columns, block_contraction).T
                 h = dot(left, weight, h)
         base = row.to(tl.int64)
-        store_activations(h, h_ptr + base * U, a_ptr + base * I, num_rows, column, I, activation, halves)
+        store_activations(h, rows.h_PU + base * U, rows.a_PI + base * I, num_rows, column, I, sizes.activation, halves)
 
 
 @triton.jit
 def rows_by_halves(  # type: ignore[no-untyped-def]
-    left_row,
-    matrix,
-    column,
-    H: tl.constexpr,
-    I: tl.constexpr,
-    halves: tl.constexpr,
-    block_columns: tl.constexpr,
-    block_contraction: tl.constexpr,
-    stages: tl.constexpr,
+    left_row, matrix, column, H: tl.constexpr, I: tl.constexpr, halves: tl.constexpr, tiling: tl.constexpr
 ):
-    """float32 [rows, halves · block_columns] of h, from ``column`` of each half on; ``left_row`` [rows, 1] points to
+    """float32 [rows, halves · tiling.columns] of h, from ``column`` of each half on; ``left_row`` [rows, 1] points to
     rows of x, ``matrix`` to [halves · I, H].
     """
     # Of the matrix' rows that a tile needs, those of the gate and those of up lie I apart. Those that it lacks are the
     # last one.
-    in_both = tl.arange(0, halves * block_columns)
-    matrix_row = tl.minimum(column + in_both % block_columns, I - 1) + in_both // block_columns * I
-    right_tile = matrix + matrix_row.to(tl.int64)[None, :] * H + tl.arange(0, block_contraction)[:, None]
-    return rows_by_tiles(left_row, right_tile, block_contraction, None, H, block_contraction, stages)
+    in_both = tl.arange(0, halves * tiling.columns)
+    matrix_row = tl.minimum(column + in_both % tiling.columns, I - 1) + in_both // tiling.columns * I
+    right_tile = matrix + matrix_row.to(tl.int64)[None, :] * H + tl.arange(0, tiling.contraction)[:, None]
+    return rows_by_tiles(left_row, right_tile, tiling.contraction, None, H, tiling)
 
 
 @triton.jit

@@ -11,7 +11,7 @@ G groups, P rows in order of groups, T tokens, L and R the widths of both sides.
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import triton
@@ -19,19 +19,31 @@ import triton.language as tl
 from torch import Tensor
 
 from moesys.kernels.experts.numerics import rounded
-from moesys.kernels.experts.products import columns_by_columns
-from moesys.kernels.experts.tiles import Block, require_contiguous, tile_of
+from moesys.kernels.experts.products import Gather, Side, columns_by_columns
+from moesys.kernels.experts.tile_config import TileConfig
+from moesys.kernels.experts.tiles import require_contiguous, tile_of
+
+
+class RowsOfGroups(NamedTuple):
+    """Which rows each group has, int32.
+
+    ``entry_P``, ``first_G1`` [G + 1]: each row's choice, and where each group's rows begin (``routing.Routing``).
+    ``order_G``: every group once, in which order they are begun, best the largest first (``tiles.groups_by_size``), so
+    that none is left for the end; changes no bit.
+    """
+
+    entry_P: Tensor
+    first_G1: Tensor
+    order_G: Tensor
 
 
 def weight_gradient(
     left: Tensor,
     right: Tensor,
-    entry_P: Tensor,
-    first_G1: Tensor,
-    order_G: Tensor,
+    groups: RowsOfGroups,
     top_k: int,
     gathered: Literal["left", "right"],
-    block: Block,
+    block: TileConfig,
     dtype: torch.dtype = torch.float32,
     out_GLR: Tensor | None = None,
 ) -> Tensor:
@@ -46,9 +58,6 @@ def weight_gradient(
 
     Args:
         left: [P or T, L], right: [P or T, R]: float32, float16 or bfloat16, the same, contiguous like all arguments.
-        entry_P: int32; first_G1: int32 [G + 1], where each group's rows begin (``routing.Routing``).
-        order_G: int32, every group once: in which order they are begun, best the largest first
-            (``tiles.groups_by_size``), so that none is left for the end; changes no bit.
         block: ``rows`` and ``columns`` are those of a tile of the result.
         dtype: of the result.
         out_GLR: where it is written, in place of a new tensor: of ``dtype``, each matrix contiguous; between two of
@@ -58,7 +67,7 @@ def weight_gradient(
         [G, L, R], zeros for a group without rows.
     """
     require_contiguous(left=left, right=right)
-    num_groups, L, R = len(first_G1) - 1, left.shape[1], right.shape[1]
+    num_groups, L, R = len(groups.first_G1) - 1, left.shape[1], right.shape[1]
     if out_GLR is None:
         out_GLR = torch.empty((num_groups, L, R), dtype=dtype, device=left.device)
     elif (out_GLR.shape, out_GLR.dtype) != ((num_groups, L, R), dtype) or not out_GLR[:1].is_contiguous():
@@ -70,16 +79,10 @@ def weight_gradient(
     _weight_gradient[(min(num_tiles, block.num_programs(left.device)),)](
         left,
         right,
-        entry_P,
-        first_G1,
-        order_G,
+        groups,
         out_GLR,
         num_tiles,
-        L=L,
-        R=R,
-        top_k=top_k,
-        matrix_stride=out_GLR.stride(0),
-        gather_left=gathered == "left",
+        OuterSizes(L, R, out_GLR.stride(0), Gather(gathered == "left", top_k)),
         **block.options(),
     )
     return out_GLR
@@ -103,55 +106,52 @@ def weight_gradient_reference(
     return torch.stack([left_PL[rows].float().t() @ right_PR[rows].float() for rows in groups]).to(dtype)
 
 
+class OuterSizes(NamedTuple):
+    """What the kernel is compiled for; ``matrix_stride``: elements between two matrices of the result."""
+
+    L: int
+    R: int
+    matrix_stride: int
+    gather: Gather
+
+
+class OuterProduct(NamedTuple):
+    """Pointers to both sides, rows of L and R elements, and to matrices [L, R], ``matrix_stride`` elements apart."""
+
+    left: Any
+    right: Any
+    out: Any
+    L: Any
+    R: Any
+    matrix_stride: Any
+
+
 @triton.jit(do_not_specialize=["num_tiles"])
 def _weight_gradient(  # type: ignore[no-untyped-def]
-    left_ptr,
-    right_ptr,
-    entry_ptr,
-    first_ptr,
-    order_ptr,
-    out_ptr,
-    num_tiles,
-    L: tl.constexpr,
-    R: tl.constexpr,
-    top_k: tl.constexpr,
-    matrix_stride: tl.constexpr,
-    gather_left: tl.constexpr,
-    block_rows: tl.constexpr,
-    block_columns: tl.constexpr,
-    block_contraction: tl.constexpr,
-    raster: tl.constexpr,
-    stages: tl.constexpr,
-    operands: tl.constexpr,
+    left_ptr, right_ptr, groups, out_ptr, num_tiles, sizes: tl.constexpr, tiling: tl.constexpr
 ):
-    tiles_along_L: tl.constexpr = (L + block_rows - 1) // block_rows
-    tiles_along_R: tl.constexpr = (R + block_columns - 1) // block_columns
+    tiles_along_L: tl.constexpr = (sizes.L + tiling.rows - 1) // tiling.rows
+    tiles_along_R: tl.constexpr = (sizes.R + tiling.columns - 1) // tiling.columns
     for task in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
-        group = tl.load(order_ptr + task // (tiles_along_L * tiles_along_R))
-        tile = tile_of(task % (tiles_along_L * tiles_along_R), tiles_along_L, tiles_along_R, raster)
-        store_outer_product(
-            left_ptr, right_ptr, entry_ptr, first_ptr, out_ptr, group, tile[0], tile[1],
-            L, R, matrix_stride, top_k, gather_left, block_rows, block_columns, block_contraction, stages,
-        )  # fmt: skip
+        group = tl.load(groups.order_G + task // (tiles_along_L * tiles_along_R))
+        tile = tile_of(task % (tiles_along_L * tiles_along_R), tiles_along_L, tiles_along_R, tiling.raster)
+        product = OuterProduct(left_ptr, right_ptr, out_ptr, sizes.L, sizes.R, sizes.matrix_stride)
+        store_outer_product(product, groups.entry_P, groups.first_G1, group, tile, sizes.gather, tiling)
 
 
 @triton.jit
 def store_outer_product(  # type: ignore[no-untyped-def]
-    left_ptr, right_ptr, entry_ptr, first_ptr, out_ptr, group, left_tile, right_tile, L, R, matrix_stride,
-    top_k: tl.constexpr, gather_left: tl.constexpr, block_rows: tl.constexpr, block_columns: tl.constexpr,
-    block_contraction: tl.constexpr, stages: tl.constexpr,
-):  # fmt: skip
-    """A tile of one group's matrix. ``entry_ptr``: see ``columns_by_columns``."""
+    product, entry_ptr, first_ptr, group, tile, gather: tl.constexpr, tiling: tl.constexpr
+):
+    """A tile, numbered along both sides, of one group's matrix. ``entry_ptr``: see ``columns_by_columns``."""
     first, end = tl.load(first_ptr + group), tl.load(first_ptr + group + 1)
-    on_left = left_tile * block_rows + tl.arange(0, block_rows)
-    on_right = right_tile * block_columns + tl.arange(0, block_columns)
-    total = columns_by_columns(
-        left_ptr, right_ptr, entry_ptr, top_k, gather_left, first, end,
-        on_left, on_right, L, R, block_contraction, stages,
-    )  # fmt: skip
-    out_matrix = out_ptr + tl.cast(group, tl.int64) * matrix_stride
+    on_left = tile[0] * tiling.rows + tl.arange(0, tiling.rows)
+    on_right = tile[1] * tiling.columns + tl.arange(0, tiling.columns)
+    left, right = Side(product.left, on_left, product.L), Side(product.right, on_right, product.R)
+    total = columns_by_columns(left, right, first, end, entry_ptr, gather, tiling)
+    out_matrix = product.out + tl.cast(group, tl.int64) * product.matrix_stride
     tl.store(
-        out_matrix + (on_left.to(tl.int64) * R)[:, None] + on_right[None, :],
-        rounded(total, out_ptr.dtype.element_ty),
-        mask=(on_left < L)[:, None] & (on_right < R)[None, :],
+        out_matrix + (on_left.to(tl.int64) * product.R)[:, None] + on_right[None, :],
+        rounded(total, product.out.dtype.element_ty),
+        mask=(on_left < product.L)[:, None] & (on_right < product.R)[None, :],
     )

@@ -1,4 +1,4 @@
-"""What both MegaKernels are told: the point of the search space, and what lies where on this rank.
+"""What both MegaKernels are told: what lies where on this rank, from epoch to epoch and for one micro-batch.
 
 R ranks, T tokens of this rank, K choices of each, N rows here in order of groups, G groups, M row tiles, H hidden.
 """
@@ -6,25 +6,18 @@ R ranks, T tokens of this rank, K choices of each, N rows here in order of group
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from moesys.kernels.experts.activations import GATED
-from moesys.kernels.experts.tile_config import Blocks
-from moesys.kernels.experts.tile_space import SINGLE
-from moesys.kernels.experts.tile_tuner import INTERPRETED
-from moesys.kernels.experts.tiles import INTERPRETED_PROGRAMS, Block
 from moesys.kernels.mega.exchange import (
     Exchange,
     Flags,
     OrderedTiles,
     Replicas,
-    TileOrder,
     combine_flags,
     exchange,
     first_rows,
@@ -32,84 +25,54 @@ from moesys.kernels.mega.exchange import (
     publish,
     pull_choices,
 )
-from moesys.kernels.mega.task_queue import WHOLE
+from moesys.kernels.mega.point import MegaPoint
 from moesys.kernels.mega.task_times import TaskTimes
 from moesys.kernels.routing.routing import Routing, route
 from moesys.kernels.symmetric.counts import send_counts
 from moesys.kernels.symmetric.heap import Heap, require_no_capture
 from moesys.kernels.symmetric.signals import Watch, raise_flag
 
-Granularity = Literal["tile", "expert"]
 
-# Registers of a multiprocessor of NVIDIA's, of which one thread may have so many.
-NUM_REGISTERS, MOST_REGISTERS, THREADS_OF_WARP = 65536, 255, 32
+class OwnFlags(NamedTuple):
+    """Flags and counters, int32, that only a rank's own programs use.
 
-
-@dataclass(frozen=True)
-class MegaPoint:
-    """One point of the search space (UniEP, arXiv 2604.19241). None of its fields changes a bit.
-
-    ``fuse_dispatch``, ``fuse_combine``: that side is one launch with its product, else one launch after another.
-    ``dispatch_share``: at least this part of the tasks before the last fetch are fetches; 1 pulls all first, 0 pulls
-    what the next tiles need. ``combine_share``: 0 has tiles of the product push their rows themselves; else pushes are
-    tasks of their own, at most this part of the tasks. ``reduce_share``: at most this part of the last tasks sums rows
-    that came home while there are tiles of weight gradients. ``granularity`` of the flags that are waited for.
-    ``deduplicate``: a token that goes to several experts of a rank is pulled once. ``fuse_weight_gradients``: their
-    tiles are tasks of backward's combine. ``fetch_rows``: rows of one fetch, ``sum_tokens``: tokens of one sum, powers
-    of two. ``rows``, ``columns`` (at least ``SUM_COLUMNS``), ``warps``, ``stages``: of every product's tiles, None for
-    what is likely fast; with a gate, a tile of ``up`` has half of the columns twice. ``programs``: how many are
-    resident, by default one a multiprocessor.
+    ``arrived``: of each fetch, or each group, that its rows have arrived; ``fetched_G``: how many fetches of a group
+    have. ``multiplied``: of each tile of a product that its rows may be pushed; ``pushed``: how many of a group and
+    column of tiles have been.
     """
 
-    fuse_dispatch: bool = True
-    fuse_combine: bool = True
-    dispatch_share: float = 0.25
-    combine_share: float = 0.0
-    reduce_share: float = 0.0
-    granularity: Granularity = "tile"
-    tile_order: TileOrder = "largest_first"
-    deduplicate: bool = False
-    fuse_weight_gradients: bool = True
-    fetch_rows: int = 32
-    sum_tokens: int = 16
-    rows: int | None = None
-    columns: int | None = None
-    warps: int | None = None
-    stages: int | None = None
-    programs: int | None = None
-
-    def blocks(self, activation: str, dtype: torch.dtype, device: torch.device) -> Blocks:
-        """Tiles of all products: of as many rows, as they share a table, and with operands through pointers, as rows
-        that other programs have just stored are not to be read by TMA.
-        """
-        if device.type == "cpu":
-            usual = INTERPRETED
-        else:
-            usual = (
-                SINGLE if dtype == torch.float32 else Block(rows=128, columns=256, contraction=64, warps=8, stages=4)
-            )
-        block = replace(
-            usual,
-            rows=self.rows or usual.rows,
-            columns=self.columns or usual.columns,
-            warps=self.warps or usual.warps,
-            stages=self.stages or usual.stages,
-        )
-        halved = replace(block, columns=max(16, block.columns // 2)) if GATED[activation] else block
-        return replace(Blocks.all_of(block), up=halved)
-
-    def num_programs(self, device: torch.device) -> int:
-        """Resident programs on ``device``."""
-        if self.programs is not None:
-            return self.programs
-        if device.type != "cuda":
-            return INTERPRETED_PROGRAMS
-        return torch.cuda.get_device_properties(device).multi_processor_count
+    arrived: Tensor
+    fetched_G: Tensor
+    multiplied: Tensor
+    pushed: Tensor
 
 
-def parts_of(share: float) -> int:
-    """A share of the tasks as kernels are told it."""
-    return round(share * WHOLE.value)
+class Offsets(NamedTuple):
+    """Where regions begin in every arena, in bytes (``exchange.regions``)."""
+
+    published: int
+    x: int
+    weight: int
+    staging: int
+    combined: int
+    dweight: int
+
+
+class Launch(NamedTuple):
+    """What the tasks of a launch are told of their rank, which is not about rows.
+
+    ``world``: see ``Heap``; ``pace``: of what is pulled and pushed (``pacing``), None for as fast as it goes;
+    ``epoch_1``; ``queue_2``: tasks taken, and programs that are done; ``times``: where tasks write down when they ran.
+    """
+
+    world: Tensor
+    pace: Tensor | None
+    offsets: Offsets
+    epoch_1: Tensor
+    queue_2: Tensor
+    flags: OwnFlags
+    times: Tensor | None
+    num_ranks: int
 
 
 class MegaMemory:
@@ -126,14 +89,9 @@ class MegaMemory:
         self.epoch_1 = self._zeros(1)
         # How many exchanges of counts there have been, for each peer (``counts``).
         self.exchanges_R = self._zeros(heap.num_ranks)
-        # A pace for what is pulled and pushed (``link``), None for as fast as it goes.
-        self.link: Tensor | None = None
-        # Tasks taken, and programs that are done.
+        self.pace: Tensor | None = None
         self.queue_2 = self._zeros(2)
-        # Of each fetch, or each group, that its rows have arrived; how many fetches of a group have.
-        self.arrived, self.fetched_G = self._zeros(0), self._zeros(0)
-        # Of each tile of a product that its rows may be pushed; how many of a group and column of tiles have been.
-        self.multiplied, self.pushed = self._zeros(0), self._zeros(0)
+        self.flags = OwnFlags(*(self._zeros(0) for _ in OwnFlags._fields))
         self._outgrown: list[Tensor] = []
 
     def require(self, fetches: int, groups: int, row_tiles: int, column_tiles: int) -> None:
@@ -148,23 +106,32 @@ class MegaMemory:
             "pushed": groups * column_tiles,
         }
         for name, size in sizes.items():
-            old = getattr(self, name)
+            old = getattr(self.flags, name)
             if len(old) < size:
                 require_no_capture("flags of a MegaKernel")
                 # A graph captured before goes on with the old ones: they are enough for what it launches.
                 self._outgrown.append(old)
-                setattr(self, name, self._zeros(max(size, 2 * len(old))))
+                self.flags = self.flags._replace(**{name: self._zeros(max(size, 2 * len(old)))})
 
-    def records(self, launch: str, most_tasks: int) -> Tensor | None:
-        """Where the next launch writes down its tasks."""
-        return None if self.times is None else self.times.of_launch(launch, most_tasks, self.heap.arena.device)
+    def launch(self, name: str, most_tasks: int) -> Launch:
+        """For the next launch, of at most so many tasks."""
+        heap = self.heap
+        return Launch(
+            world=heap.world,
+            pace=self.pace,
+            offsets=Offsets(*(heap.offset(region) for region in Offsets._fields)),
+            epoch_1=self.epoch_1,
+            queue_2=self.queue_2,
+            flags=self.flags,
+            times=None if self.times is None else self.times.of_launch(name, most_tasks, heap.arena.device),
+            num_ranks=heap.num_ranks,
+        )
 
     def _zeros(self, size: int) -> Tensor:
         return torch.zeros(size, dtype=torch.int32, device=self.heap.arena.device)
 
 
-@dataclass(frozen=True)
-class MegaRows:
+class MegaRows(NamedTuple):
     """The rows of one micro-batch on this rank, the same in both directions.
 
     ``entry_N`` int32: a row's choice t·K + k at its source. ``first_row_N``, ``first_tile_N``: see ``first_rows``, None
@@ -216,27 +183,18 @@ def arrange(
     return MegaRows(table, tiles, flags, entry_N, first_row_N, first_tile_N, matrix_G, top_k)
 
 
-def launch_options(block: Block, multiplies: bool) -> dict[str, Any]:
-    """What a launch takes of ``block``. One that only moves rows may have all registers that its one program on a
-    multiprocessor can: left to itself, the assembler spills to make room for more programs than there are.
-    """
-    if multiplies:
-        return block.options()
-    return block.options() | {"maxnreg": min(MOST_REGISTERS, NUM_REGISTERS // (THREADS_OF_WARP * block.warps))}
-
-
 @triton.jit
 def raise_or_count(  # type: ignore[no-untyped-def]
-    flag_ptr, count_ptr, index, group, of_group, epoch, experts: tl.constexpr
+    flags, fetch, group, of_group, epoch, experts: tl.constexpr
 ):
-    """A flag of this rank: that of ``index``, or, with flags of ``experts``, that of ``group`` when this is the last of
-    ``of_group`` that come to it. The counter returns to zero.
+    """Says that a ``fetch`` has arrived, or, with flags of ``experts``, its ``group`` when this is the last of
+    ``of_group`` fetches that come to it. The counter returns to zero.
     """
     if experts:
-        if is_last(count_ptr + group, of_group):
-            raise_flag(flag_ptr + group, epoch)
+        if is_last(flags.fetched_G + group, of_group):
+            raise_flag(flags.arrived + group, epoch)
     else:
-        raise_flag(flag_ptr + index, epoch)
+        raise_flag(flags.arrived + fetch, epoch)
 
 
 @triton.jit

@@ -12,7 +12,6 @@ device.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import torch
@@ -69,8 +68,7 @@ def most_flags(tokens: int, top_k: int, num_replicas: int, block_rows: int, colu
     return (tokens * top_k // block_rows + 2 * num_replicas) * column_tiles
 
 
-@dataclass(frozen=True)
-class Exchange:
+class Exchange(NamedTuple):
     """One micro-batch, seen by one rank. Tables are int32 unless said.
 
     As a destination: ``first_G1``: a group's first row. ``block_first_B``, ``block_rows_B``: a block's first row and
@@ -261,18 +259,15 @@ def pull_choices(
     num_rows = len(exchange.source_N)
     entry_N = torch.empty_like(exchange.source_N)
     position_NK = entry_N.new_empty(num_rows, top_k) if all_choices else None
+    pulls = ChoicePulls(
+        *(heap.offset(region) for region in ("published", "entry", "position")), entry_N, position_NK, heap.num_ranks
+    )
     _pull_choices[(triton.cdiv(num_rows, PULLED),)](
         heap.world,
-        heap.offset("published"),
-        heap.offset("entry"),
-        heap.offset("position"),
         epoch_1,
-        exchange.source_N,
-        exchange.place_N,
-        entry_N,
-        position_NK,
+        exchange,
+        pulls,
         num_rows,
-        heap.num_ranks,
         RANKS=triton.next_power_of_2(heap.num_ranks),
         K=top_k,
         ROWS=PULLED,
@@ -280,38 +275,36 @@ def pull_choices(
     return entry_N, position_NK
 
 
+class ChoicePulls(NamedTuple):
+    """Where sources' regions begin, in bytes, what is written (``pull_choices``), and from how many ranks it comes."""
+
+    published: int
+    entries: int
+    positions: int
+    entry_N: Tensor
+    position_NK: Tensor | None
+    num_ranks: int
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _pull_choices(  # type: ignore[no-untyped-def]
-    world,
-    published,
-    entries,
-    positions,
-    epoch_ptr,
-    source_ptr,
-    place_ptr,
-    entry_ptr,
-    position_ptr,
-    num_rows,
-    num_ranks,
-    RANKS: tl.constexpr,
-    K: tl.constexpr,
-    ROWS: tl.constexpr,
+    world, epoch_ptr, table, pulls, num_rows, RANKS: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr
 ):
-    wait_for_sources(world, published, tl.load(epoch_ptr), num_ranks, RANKS)
+    wait_for_sources(world, pulls.published, tl.load(epoch_ptr), pulls.num_ranks, RANKS)
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    source = tl.load(source_ptr + row, mask=row < num_rows, other=-1)
+    source = tl.load(table.source_N + row, mask=row < num_rows, other=-1)
     kept = source >= 0
     source = tl.maximum(source, 0)
-    place = tl.load(place_ptr + row, mask=kept, other=0)
-    entry = tl.load(at(world, source, entries, tl.int32) + place, mask=kept, other=0)
+    place = tl.load(table.place_N + row, mask=kept, other=0)
+    entry = tl.load(at(world, source, pulls.entries, tl.int32) + place, mask=kept, other=0)
     # A source that was given up may have said otherwise before: no row is to come from outside of its region.
     entry = tl.where(kept, tl.maximum(entry, 0), -1)
-    tl.store(entry_ptr + row, entry, mask=row < num_rows)
-    if position_ptr is not None:
-        first = at(world, source, positions, tl.int32) + tl.maximum(entry, 0) // K * K
+    tl.store(pulls.entry_N + row, entry, mask=row < num_rows)
+    if pulls.position_NK is not None:
+        first = at(world, source, pulls.positions, tl.int32) + tl.maximum(entry, 0) // K * K
         for k in range(K):
             position = tl.load(first + k, mask=kept, other=-1)
-            tl.store(position_ptr + row.to(tl.int64) * K + k, position, mask=row < num_rows)
+            tl.store(pulls.position_NK + row.to(tl.int64) * K + k, position, mask=row < num_rows)
 
 
 def first_rows(exchange: Exchange, position_NK: Tensor, tiles: OrderedTiles) -> tuple[Tensor, Tensor]:

@@ -6,6 +6,8 @@ that the source's sums wait for.
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import triton
 import triton.language as tl
 
@@ -16,6 +18,35 @@ from moesys.kernels.mega.arguments import is_last
 from moesys.kernels.mega.task_times import PUSH, SUM, task_is_ready
 from moesys.kernels.symmetric.heap import RANK, at
 from moesys.kernels.symmetric.signals import COMBINE, DISPATCH, raise_flag, wait
+
+
+class RowTile(NamedTuple):
+    """A row tile in a kernel: its number, its group, its first row and how many it has; which of the group's tiles it
+    is, and of how many.
+    """
+
+    number: Any
+    group: Any
+    row: Any
+    num_rows: Any
+    in_group: Any
+    of_group: Any
+
+
+class Homes(NamedTuple):
+    """Where the rows of a tile go in a kernel: which are ``kept``, the ``source`` of each and the ``entry`` there."""
+
+    kept: Any
+    source: Any
+    entry: Any
+
+
+class Task(NamedTuple):
+    """A task in a kernel: its place in the queue, its number among its kind, the epoch."""
+
+    place: Any
+    number: Any
+    epoch: Any
 
 
 @triton.jit
@@ -32,20 +63,22 @@ def push_tile(out, home_row, column, kept, H: tl.constexpr, push_columns: tl.con
 
 @triton.jit
 def push_rows(  # type: ignore[no-untyped-def]
-    world, staging, multiplied_ptr, epoch, row_tile, group, row, out_rows_ptr, kept, source, entry,
-    times_ptr, task, H: tl.constexpr, num_column_tiles: tl.constexpr, push_columns: tl.constexpr,
-):  # fmt: skip
+    launch, data, task, tile, homes, sizes: tl.constexpr
+):
     """The finished rows of a tile go home."""
-    for column_tile in range(num_column_tiles):
-        flag = row_tile * num_column_tiles + column_tile + tl.arange(0, 1)
-        rank = tl.load(world + RANK).to(tl.int32)
-        wait(multiplied_ptr + flag, flag >= 0, epoch, rank, group, flag, DISPATCH, world)
-    task_is_ready(times_ptr, task, PUSH, group)
-    dtype: tl.constexpr = out_rows_ptr.dtype.element_ty
-    home_row = at(world, source, staging, dtype) + entry.to(tl.int64) * H
-    here_row = out_rows_ptr + row.to(tl.int64) * H + tl.arange(0, kept.shape[0]) * H
-    for start in range(0, H, push_columns):
-        column = start + tl.arange(0, push_columns)
+    H: tl.constexpr = sizes.H
+    kept = homes.kept
+    for column_tile in range(sizes.num_column_tiles):
+        flag = tile.number * sizes.num_column_tiles + column_tile + tl.arange(0, 1)
+        rank = tl.load(launch.world + RANK).to(tl.int32)
+        wait(launch.flags.multiplied + flag, flag >= 0, task.epoch, rank, tile.group, flag, DISPATCH, launch.world)
+    task_is_ready(launch.times, task.place, PUSH, tile.group)
+    dtype: tl.constexpr = data.out_NH.dtype.element_ty
+    staging = at(launch.world, homes.source, launch.offsets.staging, dtype)
+    home_row = staging + homes.entry.to(tl.int64) * H
+    here_row = data.out_NH + tile.row.to(tl.int64) * H + tl.arange(0, kept.shape[0]) * H
+    for start in range(0, H, sizes.push_columns):
+        column = start + tl.arange(0, sizes.push_columns)
         mask = kept[:, None] & (column < H)[None, :]
         tl.store(
             home_row[:, None] + column[None, :], tl.load(here_row[:, None] + column[None, :], mask=mask), mask=mask
@@ -53,74 +86,79 @@ def push_rows(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def push_dweights(world, dweights, partial_ptr, row, kept, source, entry, num_sums: tl.constexpr):  # type: ignore[no-untyped-def]
+def push_dweights(launch, partial_ptr, row, homes, num_sums: tl.constexpr):  # type: ignore[no-untyped-def]
     """The routing weights' gradients of a tile's rows go home: partial sums, added in order."""
-    total = sum_of_partials(partial_ptr, row + tl.arange(0, kept.shape[0]), kept, num_sums)
-    tl.store(at(world, source, dweights, tl.float32) + entry, total, mask=kept)
+    total = sum_of_partials(partial_ptr, row + tl.arange(0, homes.kept.shape[0]), homes.kept, num_sums)
+    dweights = at(launch.world, homes.source, launch.offsets.dweight, tl.float32)
+    tl.store(dweights + homes.entry, total, mask=homes.kept)
 
 
 @triton.jit
 def raise_at_sources(  # type: ignore[no-untyped-def]
-    world, combined, pushed_ptr, epoch, group, row, num_rows, tile_in_group, tiles_of_group, column_tile,
-    block_first_ptr, block_rows_ptr, flag_of_block_ptr, num_ranks,
-    num_column_tiles: tl.constexpr, RANKS: tl.constexpr, experts: tl.constexpr,
-):  # fmt: skip
+    launch, rows, epoch, tile, column_tile, sizes: tl.constexpr
+):
     """Tells the sources of a tile's rows, or of an expert's when all its tiles are done, that these columns came."""
-    source = tl.arange(0, RANKS)
+    num_column_tiles: tl.constexpr = sizes.num_column_tiles
+    num_ranks = launch.num_ranks
+    source = tl.arange(0, sizes.RANKS)
     inside = source < num_ranks
-    block = group * num_ranks + source
-    first = tl.load(block_first_ptr + block, mask=inside, other=0)
-    rows = tl.load(block_rows_ptr + block, mask=inside, other=0)
-    flag = tl.load(flag_of_block_ptr + block, mask=inside, other=0)
-    has_rows = inside & (rows > 0)
-    if experts:
-        tell = is_last(pushed_ptr + group * num_column_tiles + column_tile, tiles_of_group)
+    block = tile.group * num_ranks + source
+    first = tl.load(rows.exchange.block_first_B + block, mask=inside, other=0)
+    num_rows = tl.load(rows.exchange.block_rows_B + block, mask=inside, other=0)
+    flag = tl.load(rows.flags.first_B + block, mask=inside, other=0)
+    has_rows = inside & (num_rows > 0)
+    if sizes.experts:
+        tell = is_last(launch.flags.pushed + tile.group * num_column_tiles + column_tile, tile.of_group)
     else:
         tell = True
-        flag += tile_in_group
-        has_rows = has_rows & (first < row + num_rows) & (first + rows > row)
+        flag += tile.in_group
+        has_rows = has_rows & (first < tile.row + tile.num_rows) & (first + num_rows > tile.row)
     if tell:
-        at_source = at(world, tl.where(inside, source, 0), combined, tl.int32)
+        at_source = at(launch.world, tl.where(inside, source, 0), launch.offsets.combined, tl.int32)
         raise_flag(at_source + flag * num_column_tiles + column_tile, epoch, has_rows)
 
 
 @triton.jit
 def sum_rows(  # type: ignore[no-untyped-def]
-    world, staging, combined, epoch, number, flag_ptr, replica_ptr, rank_of_replica_ptr, expert_of_replica_ptr,
-    weight_ptr, out_ptr, times_ptr, task, num_tokens, H: tl.constexpr, K: tl.constexpr, CHOICES: tl.constexpr,
-    num_column_tiles: tl.constexpr, block_columns: tl.constexpr, sum_tokens: tl.constexpr,
-):  # fmt: skip
+    launch, rows, data, task, num_tokens, sizes: tl.constexpr, block_columns: tl.constexpr
+):
     """Some columns of some tokens: their rows, when they have come home, in the order of their choices."""
-    token = number // num_column_tiles * sum_tokens + tl.arange(0, sum_tokens)
-    column_tile = number % num_column_tiles
+    H: tl.constexpr = sizes.H
+    K: tl.constexpr = sizes.K
+    CHOICES: tl.constexpr = sizes.CHOICES
+    sum_tokens: tl.constexpr = sizes.sum_tokens
+    num_column_tiles: tl.constexpr = sizes.num_column_tiles
+    world, replicas = launch.world, rows.exchange.replicas
+    token = task.number // num_column_tiles * sum_tokens + tl.arange(0, sum_tokens)
+    column_tile = task.number % num_column_tiles
     rank = tl.load(world + RANK)
     lane = tl.arange(0, sum_tokens * CHOICES)
     choice = lane % CHOICES
-    lane_token = number // num_column_tiles * sum_tokens + lane // CHOICES
+    lane_token = task.number // num_column_tiles * sum_tokens + lane // CHOICES
     inside = (choice < K) & (lane_token < num_tokens)
-    flag = tl.load(flag_ptr + lane_token * K + choice, mask=inside, other=-1)
+    flag = tl.load(rows.flags.flag_TK + lane_token * K + choice, mask=inside, other=-1)
     expected = flag >= 0
-    replica = tl.load(replica_ptr + lane_token * K + choice, mask=expected, other=0)
-    peer = tl.load(rank_of_replica_ptr + replica, mask=expected, other=-1).to(tl.int32)
-    expert = tl.load(expert_of_replica_ptr + replica, mask=expected, other=-1).to(tl.int32)
+    replica = tl.load(rows.exchange.replica_TK + lane_token * K + choice, mask=expected, other=0)
+    peer = tl.load(replicas.rank_P + replica, mask=expected, other=-1).to(tl.int32)
+    expert = tl.load(replicas.expert_P + replica, mask=expected, other=-1).to(tl.int32)
     place = tl.where(expected, flag * num_column_tiles + column_tile, 0)
-    own_flags = at(world, rank, combined, tl.int32)
-    wait(own_flags + place, expected, epoch, peer, expert, place, COMBINE, world)
-    task_is_ready(times_ptr, task, SUM, -1)
+    own_flags = at(world, rank, launch.offsets.combined, tl.int32)
+    wait(own_flags + place, expected, task.epoch, peer, expert, place, COMBINE, world)
+    task_is_ready(launch.times, task.place, SUM, -1)
 
     column = column_tile * block_columns + tl.arange(0, block_columns)
     mask = (token < num_tokens)[:, None] & (column < H)[None, :]
     total = tl.zeros([sum_tokens, block_columns], dtype=tl.float32)
-    own_staging = at(world, rank, staging, out_ptr.dtype.element_ty)
+    own_staging = at(world, rank, launch.offsets.staging, data.out_TH.dtype.element_ty)
     for k in range(K):
         entry = token.to(tl.int64) * K + k
-        came = tl.load(flag_ptr + entry, mask=token < num_tokens, other=-1) >= 0
+        came = tl.load(rows.flags.flag_TK + entry, mask=token < num_tokens, other=-1) >= 0
         row = own_staging + (entry * H)[:, None] + column[None, :]
         values = tl.load(row, mask=mask & came[:, None], other=0.0).to(tl.float32)
         weight = None
-        if weight_ptr is not None:
-            weight = tl.load(weight_ptr + entry, mask=came, other=0.0)
+        if data.weight_TK is not None:
+            weight = tl.load(data.weight_TK + entry, mask=came, other=0.0)
             weight = tl.broadcast_to(weight[:, None], values.shape)
         total = plus_term(total, values, weight)
-    out = out_ptr + (token.to(tl.int64) * H)[:, None] + column[None, :]
-    tl.store(out, rounded(total, out_ptr.dtype.element_ty), mask=mask)
+    out = data.out_TH + (token.to(tl.int64) * H)[:, None] + column[None, :]
+    tl.store(out, rounded(total, data.out_TH.dtype.element_ty), mask=mask)

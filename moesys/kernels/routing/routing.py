@@ -62,12 +62,12 @@ def route(group_TK: Tensor, num_groups: int) -> Routing:
     first_G1 = torch.empty(num_groups + 1, dtype=torch.int32, device=device)
     # Blocks write the groups that they have; all others have none.
     before_GB = torch.zeros(num_groups, num_blocks, dtype=torch.int32, device=device)
-    choices = (group_TK, row_TK, before_GB, num_choices, num_groups, num_blocks)
-    _rank_in_blocks[(num_blocks,)](*choices, BLOCK_CHOICES)
+    routing, sizes = Routing(entry_P, row_TK, first_G1), (num_choices, num_groups, num_blocks)
+    _rank_in_blocks[(num_blocks,)](group_TK, row_TK, before_GB, *sizes, BLOCK_CHOICES)
     _scan_blocks[(num_groups,)](before_GB, first_G1, num_blocks, SCANNED)
     _scan_groups[(1,)](first_G1, num_groups, SCANNED)
-    _place[(num_blocks,)](*choices, first_G1, entry_P, BLOCK_CHOICES)
-    return Routing(entry_P, row_TK, first_G1)
+    _place[(num_blocks,)](group_TK, routing, before_GB, *sizes, BLOCK_CHOICES)
+    return routing
 
 
 @triton.jit
@@ -127,21 +127,21 @@ def _scan_groups(first_G1, num_groups, SCANNED: tl.constexpr):  # type: ignore[n
 
 @triton.jit(do_not_specialize=["num_choices", "num_groups", "num_blocks"])
 def _place(  # type: ignore[no-untyped-def]
-    group_P, row_P, before_GB, num_choices, num_groups, num_blocks, first_G1, entry_P, BLOCK: tl.constexpr
+    group_P, routing, before_GB, num_choices, num_groups, num_blocks, BLOCK: tl.constexpr
 ):
-    """One block a program: ranks in ``row_P`` become rows, and rows learn their choice."""
+    """One block a program: ranks in ``row_TK`` become rows, and rows learn their choice."""
     block = tl.program_id(0)
     choice = block * BLOCK + tl.arange(0, BLOCK)
     group = _groups_of(group_P, choice, num_choices, num_groups)
     kept = group >= 0
-    rank = tl.load(row_P + choice, mask=kept, other=0)
+    rank = tl.load(routing.row_TK + choice, mask=kept, other=0)
     before = tl.load(before_GB + group.to(tl.int64) * num_blocks + block, mask=kept, other=0)
-    row = tl.load(first_G1 + group, mask=kept, other=0) + before + rank
-    tl.store(row_P + choice, tl.where(kept, row, -1), mask=choice < num_choices)
-    tl.store(entry_P + row, choice, mask=kept)
+    row = tl.load(routing.first_G1 + group, mask=kept, other=0) + before + rank
+    tl.store(routing.row_TK + choice, tl.where(kept, row, -1), mask=choice < num_choices)
+    tl.store(routing.entry_P + row, choice, mask=kept)
     # Each place of entry_P is written once: as some choice's row, or here.
-    num_rows = tl.load(first_G1 + num_groups)
-    tl.store(entry_P + choice, -1, mask=(choice >= num_rows) & (choice < num_choices))
+    num_rows = tl.load(routing.first_G1 + num_groups)
+    tl.store(routing.entry_P + choice, -1, mask=(choice >= num_rows) & (choice < num_choices))
 
 
 def route_reference(group_TK: Tensor, num_groups: int) -> Routing:

@@ -4,7 +4,7 @@ It is ``EvenSplit`` (docs/balance.md), LAER-MoE's lite routing, to the byte: a s
 over the slots that hold it on the source's node, or over all slots where its node has none; what is left over goes one
 each to consecutive slots, the first of which ``turn`` moves.
 
-R ranks, E experts, P replicas, as in ``split_tables``; Q filled slots, by expert, then rank.
+R ranks, E experts, P replicas, as in ``tables``; Q filled slots, by expert, then rank.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ of an expert are neighbours, those of a rank are once they are gathered, so that
 sums. Lanes talk through ``tl.gather`` and ``tl.cumsum`` alone, which synchronise by themselves: no program reads memory
 that it has written, or that another program of the same launch writes. All is int64 where it counts tokens.
 
-R ranks, E experts, P replicas, as in ``split_tables``.
+R ranks, E experts, P replicas, as in ``tables``.
 """
 
 from __future__ import annotations
@@ -48,12 +48,6 @@ class TensorPlan(NamedTuple):
     limit_tokens: Tensor
     converged: Tensor
 
-    def to_entries(self, tables: SplitTables) -> Tensor:
-        """Rows (source, expert, destination, tokens) int64 [N, 4] of a ``TokenPlan``, sorted. The host waits for it."""
-        source, replica = self.tokens_RP.nonzero(as_tuple=True)
-        tokens = self.tokens_RP[source, replica]
-        return torch.stack([source, tables.expert_P[replica], tables.rank_P[replica], tokens], dim=1)
-
 
 def split(tokens_RE: Tensor, tables: SplitTables, turn: int | Tensor = 0, phases: int = PHASES) -> TensorPlan:
     """The split of ``tokens_RE``, int64 [R, E], over the replicas of ``tables``.
@@ -78,39 +72,20 @@ def split(tokens_RE: Tensor, tables: SplitTables, turn: int | Tensor = 0, phases
     tokens_RE, num_replicas = tokens_RE.contiguous(), len(tables.rank_P)
     # A tensor is filled without waiting, wherever it is.
     turn_1 = turn if isinstance(turn, Tensor) else tokens_RE.new_full((1,), turn)
-    home_P, supply_P, quota_P = (tokens_RE.new_empty(num_replicas) for _ in range(3))
+    home = AtHome(*(tokens_RE.new_empty(num_replicas) for _ in AtHome._fields))
+    quota_P = tokens_RE.new_empty(num_replicas)
     limit, converged = tokens_RE.new_empty(()), tokens_RE.new_empty((), dtype=torch.bool)
     of_ranks, of_replicas = lanes_of(num_ranks), lanes_of(num_replicas)
-    _share_out[(num_experts,)](
-        tokens_RE,
-        turn_1,
-        tables.replica_ER,
-        tables.node_first_R,
-        tables.node_last_R,
-        home_P,
-        supply_P,
-        num_ranks,
-        num_experts,
-        **of_ranks,
-    )
-    _push[(1,)](
-        home_P,
-        supply_P,
-        tables.expert_P,
-        tables.rank_P,
-        tables.first_E1,
-        tables.group_first_P,
-        tables.group_last_P,
-        tables.by_rank_P,
-        tables.first_R1,
-        quota_P,
-        limit,
-        converged,
-        num_replicas,
-        phases,
-        **of_replicas,
-    )
+    _share_out[(num_experts,)](tokens_RE, turn_1, tables, home, num_ranks, num_experts, **of_ranks)
+    _push[(1,)](home, tables, quota_P, limit, converged, num_replicas, phases, **of_replicas)
     return TensorPlan(fill_quotas(tokens_RE, quota_P, tables), limit, converged)
+
+
+class AtHome(NamedTuple):
+    """int64, of each replica: its tokens when every token is at home, and the tokens that its node has for it."""
+
+    tokens_P: Tensor
+    supply_P: Tensor
 
 
 @triton.jit
@@ -139,16 +114,7 @@ def _least(values, lane, first, last, widest):  # type: ignore[no-untyped-def]
 
 @triton.jit(do_not_specialize=["num_ranks", "num_experts"])
 def _share_out(  # type: ignore[no-untyped-def]
-    tokens_RE,
-    turn_1,
-    replica_ER,
-    node_first_R,
-    node_last_R,
-    home_P,
-    supply_P,
-    num_ranks,
-    num_experts,
-    LANES: tl.constexpr,
+    tokens_RE, turn_1, tables, home, num_ranks, num_experts, LANES: tl.constexpr
 ):
     """One expert a program, one rank a lane: each replica's tokens with every token at home, and what its node has.
 
@@ -159,9 +125,9 @@ def _share_out(  # type: ignore[no-untyped-def]
     rank = tl.arange(0, LANES)
     inside = rank < num_ranks
     tokens = tl.load(tokens_RE + rank.to(tl.int64) * num_experts + expert, mask=inside, other=0)
-    replica = tl.load(replica_ER + expert * num_ranks + rank, mask=inside, other=-1)
-    first = tl.load(node_first_R + rank, mask=inside, other=rank)
-    last = tl.load(node_last_R + rank, mask=inside, other=rank)
+    replica = tl.load(tables.replica_ER + expert * num_ranks + rank, mask=inside, other=-1)
+    first = tl.load(tables.node_first_R + rank, mask=inside, other=rank)
+    last = tl.load(tables.node_last_R + rank, mask=inside, other=rank)
     turn = tl.load(turn_1)
 
     held = replica >= 0
@@ -172,27 +138,13 @@ def _share_out(  # type: ignore[no-untyped-def]
     near = _share(supply - sum_of(own, first, last), sum_before(holds, first), tl.maximum(holders, 1), turn)
     away = tl.sum(tl.where(holders == 0, tokens, 0), 0)
     far = _share(away, tl.cumsum(holds, 0) - holds, tl.sum(holds, 0), turn)
-    tl.store(home_P + replica, own + near + far, mask=held)
-    tl.store(supply_P + replica, supply, mask=held)
+    tl.store(home.tokens_P + replica, own + near + far, mask=held)
+    tl.store(home.supply_P + replica, supply, mask=held)
 
 
 @triton.jit(do_not_specialize=["num_replicas", "phases"])
 def _push(  # type: ignore[no-untyped-def]
-    home_P,
-    supply_P,
-    expert_P,
-    rank_P,
-    first_E1,
-    group_first_P,
-    group_last_P,
-    by_rank_P,
-    first_R1,
-    quota_P,
-    limit_1,
-    converged_1,
-    num_replicas,
-    phases,
-    LANES: tl.constexpr,
+    home, tables, quota_P, limit_1, converged_1, num_replicas, phases, LANES: tl.constexpr
 ):
     """One program, one replica a lane: quotas with the least load of the busiest rank, then little traffic.
 
@@ -201,16 +153,16 @@ def _push(  # type: ignore[no-untyped-def]
     """
     lane = tl.arange(0, LANES)
     real = lane < num_replicas
-    expert = tl.load(expert_P + lane, mask=real, other=0)
-    expert_first = tl.where(real, tl.load(first_E1 + expert, mask=real, other=0), lane)
-    expert_last = tl.where(real, tl.load(first_E1 + expert + 1, mask=real, other=0) - 1, lane)
-    group_first = tl.load(group_first_P + lane, mask=real, other=lane)
-    group_last = tl.load(group_last_P + lane, mask=real, other=lane)
+    expert = tl.load(tables.expert_P + lane, mask=real, other=0)
+    expert_first = tl.where(real, tl.load(tables.first_E1 + expert, mask=real, other=0), lane)
+    expert_last = tl.where(real, tl.load(tables.first_E1 + expert + 1, mask=real, other=0) - 1, lane)
+    group_first = tl.load(tables.group_first_P + lane, mask=real, other=lane)
+    group_last = tl.load(tables.group_last_P + lane, mask=real, other=lane)
     # Of a rank, places among the replicas by rank; at such a place, the replica there.
-    rank = tl.load(rank_P + lane, mask=real, other=0)
-    by_rank = tl.load(by_rank_P + lane, mask=real, other=lane)
-    rank_first = tl.where(real, tl.load(first_R1 + rank, mask=real, other=0), lane)
-    rank_last = tl.where(real, tl.load(first_R1 + rank + 1, mask=real, other=0) - 1, lane)
+    rank = tl.load(tables.rank_P + lane, mask=real, other=0)
+    by_rank = tl.load(tables.by_rank_P + lane, mask=real, other=lane)
+    rank_first = tl.where(real, tl.load(tables.first_R1 + rank, mask=real, other=0), lane)
+    rank_last = tl.where(real, tl.load(tables.first_R1 + rank + 1, mask=real, other=0) - 1, lane)
     last_there = tl.gather(rank_last, by_rank, 0)
     one_a_rank = real & (tl.gather(by_rank, rank_first, 0) == lane)
     one_a_group = group_first == lane
@@ -218,8 +170,8 @@ def _push(  # type: ignore[no-untyped-def]
     widest_group = tl.max(group_last - group_first, 0) + 1
     widest_rank = tl.max(rank_last - rank_first, 0) + 1
 
-    supply = tl.load(supply_P + lane, mask=real, other=0)
-    tokens = tl.load(home_P + lane, mask=real, other=0)
+    supply = tl.load(home.supply_P + lane, mask=real, other=0)
+    tokens = tl.load(home.tokens_P + lane, mask=real, other=0)
     load = sum_of(tl.gather(tokens, by_rank, 0), rank_first, rank_last)
     here = sum_of(tokens, group_first, group_last)
     # The mean of all ranks that hold anything, and that of each expert's.
@@ -235,7 +187,7 @@ def _push(  # type: ignore[no-untyped-def]
         if busiest <= limit:
             # The least limit is known. Once more from home, now for the least traffic.
             crossing = crossing + CROSSING
-            tokens = tl.load(home_P + lane, mask=real, other=0)
+            tokens = tl.load(home.tokens_P + lane, mask=real, other=0)
             load = sum_of(tl.gather(tokens, by_rank, 0), rank_first, rank_last)
             here = sum_of(tokens, group_first, group_last)
         else:

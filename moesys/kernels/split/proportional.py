@@ -4,7 +4,7 @@ one kernel.
 It is ``Proportional`` (docs/math.md), to the byte: a replica's quota of its expert is in proportion to the room that
 the other experts leave on its rank, rounded by largest remainder, ties by rank from the one at ``turn`` on.
 
-R ranks, E experts, P replicas, as in ``split_tables``.
+R ranks, E experts, P replicas, as in ``tables``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""From quotas of replicas to sources: who sends how much to each, with the fewest tokens on wires.
+"""Fills the quotas of replicas: how much each source sends to each, with the fewest tokens on wires.
 
 A lane has a rank; what lanes need of each other goes through prefix sums and gathers inside the program.
 
-R ranks, E experts, P replicas, as in ``split_tables``.
+R ranks, E experts, P replicas, as in ``tables``.
 """
 
 from __future__ import annotations
@@ -29,15 +29,10 @@ def fill_quotas(tokens_RE: Tensor, quota_P: Tensor, tables: SplitTables) -> Tens
     _fill_quotas[(num_replicas,)](
         tokens_RE,
         quota_P,
-        tables.expert_P,
-        tables.rank_P,
-        tables.replica_ER,
-        tables.part_first_LR,
-        tables.part_last_LR,
+        tables,
         tokens_RP,
         num_ranks,
         num_experts,
-        num_replicas,
         len(tables.part_first_LR),
         **lanes_of(num_ranks),
     )
@@ -64,19 +59,14 @@ def sum_before(values, first):  # type: ignore[no-untyped-def]
     return before - tl.gather(before, first, 0)
 
 
-@triton.jit(do_not_specialize=["num_ranks", "num_experts", "num_replicas", "num_levels"])
+@triton.jit(do_not_specialize=["num_ranks", "num_experts", "num_levels"])
 def _fill_quotas(  # type: ignore[no-untyped-def]
     tokens_RE,
     quota_P,
-    expert_P,
-    rank_P,
-    replica_ER,
-    part_first_LR,
-    part_last_LR,
+    tables,
     tokens_RP,
     num_ranks,
     num_experts,
-    num_replicas,
     num_levels,
     LANES: tl.constexpr,
 ):
@@ -86,17 +76,17 @@ def _fill_quotas(  # type: ignore[no-untyped-def]
     do its replicas: what a source sends to a replica is where the two overlap. Finest parts come first.
     """
     replica = tl.program_id(0).to(tl.int64)
-    expert, own_rank = tl.load(expert_P + replica).to(tl.int64), tl.load(rank_P + replica)
+    expert, own_rank = tl.load(tables.expert_P + replica).to(tl.int64), tl.load(tables.rank_P + replica)
     rank = tl.arange(0, LANES)
     inside = rank < num_ranks
     own = rank == own_rank
     supply = tl.load(tokens_RE + rank.to(tl.int64) * num_experts + expert, mask=inside, other=0)
-    holder = tl.load(replica_ER + expert * num_ranks + rank, mask=inside, other=-1)
+    holder = tl.load(tables.replica_ER + expert * num_ranks + rank, mask=inside, other=-1)
     demand = tl.load(quota_P + holder, mask=holder >= 0, other=0)
     sent = tl.zeros([LANES], tl.int64)
     for level in range(num_levels):
-        first = tl.load(part_first_LR + level * num_ranks + rank, mask=inside, other=rank)
-        last = tl.load(part_last_LR + level * num_ranks + rank, mask=inside, other=rank)
+        first = tl.load(tables.part_first_LR + level * num_ranks + rank, mask=inside, other=rank)
+        last = tl.load(tables.part_last_LR + level * num_ranks + rank, mask=inside, other=rank)
         begin, begin_demand = sum_before(supply, first), sum_before(demand, first)
         end, end_demand = begin + supply, begin_demand + demand
         own_first = tl.sum(tl.where(own, first, 0), 0)
@@ -107,4 +97,4 @@ def _fill_quotas(  # type: ignore[no-untyped-def]
         length, length_demand = tl.gather(end, last, 0), tl.gather(end_demand, last, 0)
         supply = tl.minimum(supply, tl.maximum(end - length_demand, 0))
         demand = tl.minimum(demand, tl.maximum(end_demand - length, 0))
-    tl.store(tokens_RP + rank.to(tl.int64) * num_replicas + replica, sent, mask=inside)
+    tl.store(tokens_RP + rank.to(tl.int64) * tl.num_programs(0) + replica, sent, mask=inside)

@@ -1,4 +1,4 @@
-"""What the kernels of a split know of a layout: index tables, made on the host once a layout.
+"""Index tables of a layout, by which the splits on a device find replicas: made on the host, once a layout.
 
 A *replica* is an expert on a rank that holds it, by expert, then rank; a second slot of a rank for the same expert is
 none. A *group* is an expert's replicas on one node. R ranks, E experts, P replicas, L levels of parts of the cluster.
@@ -19,7 +19,7 @@ IntArray = npt.NDArray[np.int64]
 class SplitTables(NamedTuple):
     """All int32, on one device.
 
-    - ``expert_P``, ``rank_P``: whose a replica is; ``slot_P``: its place among its rank's distinct experts;
+    - ``expert_P``, ``rank_P``: whose a replica is;
     - ``replica_ER`` [E, R]: the replica of an expert on a rank, -1 where there is none;
     - ``first_E1`` [E + 1]: expert e's replicas are ``first_E1[e]`` up to ``first_E1[e + 1]``;
     - ``group_first_P``, ``group_last_P``: the first and the last replica of a replica's group;
@@ -32,7 +32,6 @@ class SplitTables(NamedTuple):
 
     expert_P: Tensor
     rank_P: Tensor
-    slot_P: Tensor
     replica_ER: Tensor
     first_E1: Tensor
     group_first_P: Tensor
@@ -54,12 +53,11 @@ def tables_of(
     finest first. Neither falls from one rank to the next.
     """
     num_ranks = len(expert_RS)
-    slot_ER = np.full((num_experts, num_ranks), -1)
+    held_ER = np.zeros((num_experts, num_ranks), dtype=bool)
     for rank in range(num_ranks):
-        held = np.unique(expert_RS[rank][expert_RS[rank] >= 0])
-        slot_ER[held, rank] = np.arange(len(held))
-    expert_P, rank_P = np.nonzero(slot_ER >= 0)
-    replica_ER = np.full_like(slot_ER, -1)
+        held_ER[expert_RS[rank][expert_RS[rank] >= 0], rank] = True
+    expert_P, rank_P = np.nonzero(held_ER)
+    replica_ER = np.full(held_ER.shape, -1)
     replica_ER[expert_P, rank_P] = np.arange(len(rank_P))
     by_rank_P = np.argsort(rank_P, kind="stable")
     group_first_P, group_last_P = _ends_of(expert_P * num_ranks + node_R[rank_P])
@@ -70,7 +68,6 @@ def tables_of(
     tables = (
         expert_P,
         rank_P,
-        slot_ER[expert_P, rank_P],
         replica_ER,
         np.searchsorted(expert_P, np.arange(num_experts + 1)),
         group_first_P,
@@ -83,6 +80,16 @@ def tables_of(
         part_last_LR,
     )
     return SplitTables(*(torch.as_tensor(table, dtype=torch.int32, device=device) for table in tables))
+
+
+def entries_of(tokens_RP: Tensor, tables: SplitTables) -> Tensor:
+    """Returns rows (source, expert, destination, tokens) int64 [N, 4] of the plan ``tokens_RP`` int64, sorted, on the
+    host, which waits for them.
+    """
+    tokens_RP = tokens_RP.cpu()
+    source, replica = tokens_RP.nonzero(as_tuple=True)
+    expert, destination = (of_P.cpu()[replica].long() for of_P in (tables.expert_P, tables.rank_P))
+    return torch.stack([source, expert, destination, tokens_RP[source, replica]], dim=1)
 
 
 def _ends_of(of_N: IntArray) -> tuple[IntArray, IntArray]:

@@ -15,6 +15,7 @@ R ranks, E experts of a layer, at most as many as the tables have columns.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import NamedTuple
 
 import torch
 import triton
@@ -69,12 +70,10 @@ def receive_counts(heap: Heap, epoch_1: Tensor, exchanges_R: Tensor, num_experts
     tokens_RE = torch.empty(heap.num_ranks, num_experts, dtype=torch.int64, device=epoch_1.device)
     _receive[(heap.num_ranks,)](
         heap.world,
-        heap.offset("published"),
-        heap.offset("counts"),
+        Offsets(heap.offset("published"), heap.offset("counts")),
         epoch_1,
         exchanges_R,
         tokens_RE,
-        heap.num_ranks,
         num_experts,
         heap.plan.regions["counts"].shape[2],
         BLOCK_EXPERTS,
@@ -82,29 +81,27 @@ def receive_counts(heap: Heap, epoch_1: Tensor, exchanges_R: Tensor, num_experts
     return tokens_RE
 
 
-@triton.jit(do_not_specialize=["num_ranks", "num_experts", "num_columns"])
+class Offsets(NamedTuple):
+    """Where regions begin in every arena, in bytes."""
+
+    published: int
+    counts: int
+
+
+@triton.jit(do_not_specialize=["num_experts", "num_columns"])
 def _receive(  # type: ignore[no-untyped-def]
-    world,
-    published,
-    counts,
-    epoch_ptr,
-    exchanges_R,
-    tokens_RE,
-    num_ranks,
-    num_experts,
-    num_columns,
-    BLOCK: tl.constexpr,
+    world, offsets, epoch_ptr, exchanges_R, tokens_RE, num_experts, num_columns, BLOCK: tl.constexpr
 ):
     """A program a source, which counts the exchange for itself."""
-    source = tl.program_id(0)
+    source, num_ranks = tl.program_id(0), tl.num_programs(0)
     own, epoch = tl.load(world + RANK), tl.load(epoch_ptr)
     peer = source + tl.arange(0, 1)
-    flag = at(world, own, published, tl.int32) + peer
+    flag = at(world, own, offsets.published, tl.int32) + peer
     wait(flag, peer < num_ranks, epoch, peer, -1, peer, PUBLISH, world)
     # What lies in the table of one that was given up is another exchange's, perhaps of another layer.
     published_at = tl.max(tl.atomic_add(flag, 0, mask=peer < num_ranks, sem="acquire", scope="sys"), 0)
     exchange = tl.load(exchanges_R + source)
-    row = at(world, own, counts, tl.int64) + (exchange % 2 * num_ranks + source) * num_columns
+    row = at(world, own, offsets.counts, tl.int64) + (exchange % 2 * num_ranks + source) * num_columns
     for start in range(0, num_experts, BLOCK):
         expert = start + tl.arange(0, BLOCK)
         count = tl.where(published_at >= epoch, tl.load(row + expert, mask=expert < num_experts, other=0), 0)

@@ -23,7 +23,7 @@ FREE_AT, BYTES_PER_MS = tl.constexpr(0), tl.constexpr(1)
 NS_PER_MS = tl.constexpr(1_000_000)
 
 
-def new_link(gb_per_s: float, device: torch.device) -> Tensor:
+def paced_link(gb_per_s: float, device: torch.device) -> Tensor:
     """int64 [2]: when what has set off will be through, in ns of the device's clock; 10^6 times ``gb_per_s``."""
     return torch.tensor([0, round(gb_per_s * NS_PER_MS.value)], dtype=torch.int64, device=device)
 
@@ -58,7 +58,7 @@ def arrive(link_ptr, through):  # type: ignore[no-untyped-def]
 
 
 @contextmanager
-def carried(link: Tensor | None, num_bytes: int) -> Iterator[None]:
+def paced_copies(link: Tensor | None, num_bytes: int) -> Iterator[None]:
     """For copies that no kernel of ours makes, on one stream: what is behind them begins no sooner than they would be
     through.
     """

@@ -7,14 +7,14 @@ import pickle
 
 import torch
 
-from moesys.kernels.cpu.page_pool import FROM_BYTES, Memory
+from moesys.kernels.cpu.page_pool import FROM_BYTES, PagePool
 
 CPU = torch.device("cpu")
 LARGE = (FROM_BYTES // 4,)
 
 
 def test_pages_are_used_again_once_no_view_is_left() -> None:
-    memory = Memory()
+    memory = PagePool()
     first = memory.empty(LARGE, torch.float32, CPU)
     address, view = first.data_ptr(), first[10:20]
     del first
@@ -25,7 +25,7 @@ def test_pages_are_used_again_once_no_view_is_left() -> None:
 
 
 def test_tensors_that_live_at_the_same_time_share_nothing() -> None:
-    memory = Memory()
+    memory = PagePool()
     tensors = [memory.empty(LARGE, torch.float32, CPU).fill_(value) for value in range(8)]
     del tensors[2], tensors[4]
     tensors += [memory.empty(LARGE, torch.float32, CPU).fill_(value) for value in range(8, 12)]
@@ -35,7 +35,7 @@ def test_tensors_that_live_at_the_same_time_share_nothing() -> None:
 
 
 def test_sizes_that_vary_find_each_others_pages() -> None:
-    memory = Memory()
+    memory = PagePool()
     large = memory.empty((3 * LARGE[0],), torch.float32, CPU)
     address = large.data_ptr()
     del large
@@ -43,7 +43,7 @@ def test_sizes_that_vary_find_each_others_pages() -> None:
 
 
 def test_what_autograd_keeps_is_not_handed_out_again() -> None:
-    memory = Memory()
+    memory = PagePool()
     x = memory.empty(LARGE, torch.float32, CPU).fill_(3.0).requires_grad_()
     y = (x * x).sum()
     del x
@@ -54,7 +54,7 @@ def test_what_autograd_keeps_is_not_handed_out_again() -> None:
 
 
 def test_idle_pages_are_bounded_by_what_was_lent_at_once() -> None:
-    memory = Memory()
+    memory = PagePool()
     # Each size fits nothing before it, so without a bound all would stay.
     for factor in (1, 3, 9, 27, 81, 27, 9, 3, 1):
         tensor = memory.empty((factor * LARGE[0],), torch.float32, CPU)
@@ -63,6 +63,6 @@ def test_idle_pages_are_bounded_by_what_was_lent_at_once() -> None:
 
 
 def test_small_tensors_and_copies_of_the_memory() -> None:
-    memory = pickle.loads(pickle.dumps(Memory()))
+    memory = pickle.loads(pickle.dumps(PagePool()))
     assert memory.empty((0, 4), torch.bfloat16, CPU).shape == (0, 4)
     assert memory.empty_like(torch.ones(2, 3)).shape == (2, 3)

@@ -11,16 +11,17 @@ from torch import Tensor
 
 from moesys.kernels.experts.activation_gradient import activation_gradient, activation_gradient_reference
 from moesys.kernels.experts.activations import GATED
-from moesys.kernels.experts.tiles import Block, tile_table_reference
+from moesys.kernels.experts.tile_config import TileConfig
+from moesys.kernels.experts.tiles import Groups, tile_table_reference
 from moesys.kernels.routing.routing import Routing, route_reference
 
-BLOCK = Block(rows=16, columns=32, contraction=16)
+BLOCK = TileConfig(rows=16, columns=32, contraction=16)
 # The same bits are promised for all of these.
 OTHER_BLOCKS = {
     "the same once more": BLOCK,
-    "high and wide tiles": Block(rows=32, columns=64, contraction=16),
-    "one program, rasters of one": Block(rows=16, columns=32, contraction=16, raster=1, programs=1),
-    "more programs than tiles": Block(rows=64, columns=128, contraction=16, raster=2, programs=99),
+    "high and wide tiles": TileConfig(rows=32, columns=64, contraction=16),
+    "one program, rasters of one": TileConfig(rows=16, columns=32, contraction=16, raster=1, programs=1),
+    "more programs than tiles": TileConfig(rows=64, columns=128, contraction=16, raster=2, programs=99),
 }
 
 
@@ -76,12 +77,12 @@ def operands(case: Case, dtype: torch.dtype, activation: str = "swiglu") -> Oper
     return Operands(dy_TH.to(dtype), down_EHI.to(dtype), h_PU.to(dtype), weight_TK, routing, matrix_G, activation)
 
 
-def gradients(given: Operands, block: Block = BLOCK) -> dict[str, Tensor]:
+def gradients(given: Operands, block: TileConfig = BLOCK) -> dict[str, Tensor]:
     """Rows of groups alone."""
     first_G1 = given.routing.first_G1
     tiles = tile_table_reference(first_G1, len(given.routing.entry_P), block.rows)
     *rest, matrix_G, activation = given
-    dh_PU, wa_PI, dweight_TK = activation_gradient(*rest, tiles, matrix_G, activation, block)
+    dh_PU, wa_PI, dweight_TK = activation_gradient(*rest, Groups(first_G1, tiles, matrix_G), activation, block)
     rows = int(first_G1[-1])
     return {"dh": dh_PU[:rows], "wa": wa_PI[:rows], "dweight": dweight_TK}
 
@@ -148,7 +149,7 @@ def test_every_activation_agrees_with_float64(activation: str, dtype: torch.dtyp
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("other", OTHER_BLOCKS.values(), ids=OTHER_BLOCKS)
-def test_tiles_and_programs_change_no_bit(other: Block, dtype: torch.dtype) -> None:
+def test_tiles_and_programs_change_no_bit(other: TileConfig, dtype: torch.dtype) -> None:
     given = operands(CASES["odd widths"], dtype)
     expected, found = gradients(given), gradients(given, other)
     assert all(torch.equal(found[name], expected[name]) for name in expected)
@@ -161,7 +162,7 @@ def test_tiles_and_programs_change_no_bit(other: Block, dtype: torch.dtype) -> N
     [replace(BLOCK, operands="tma"), replace(BLOCK, operands="specialised", warps=4)],
     ids=["tma", "specialised"],
 )
-def test_operands_by_tma_change_no_bit(block: Block, name: str, dtype: torch.dtype) -> None:
+def test_operands_by_tma_change_no_bit(block: TileConfig, name: str, dtype: torch.dtype) -> None:
     """Where they cannot be (float32 here, and odd widths), they come by pointers."""
     given = operands(CASES[name], dtype)
     expected, found = gradients(given), gradients(given, block)
@@ -172,13 +173,13 @@ def test_refuses_tiles_of_another_height() -> None:
     *rest, matrix_G, activation = operands(CASES["one token"], torch.float32)
     tiles = tile_table_reference(rest[-1].first_G1, len(rest[-1].entry_P), 32)
     with pytest.raises(ValueError, match="tiles of 32 rows for blocks of 16"):
-        activation_gradient(*rest, tiles, matrix_G, activation, BLOCK)
+        activation_gradient(*rest, Groups(rest[-1].first_G1, tiles, matrix_G), activation, BLOCK)
 
 
 def test_narrow_tiles_change_the_routing_weights_gradient_alone() -> None:
     """Below 32 columns its partial sums are as wide as a tile, which is another order."""
     given = operands(CASES["odd widths"], torch.bfloat16)
-    expected, found = gradients(given), gradients(given, Block(rows=16, columns=16, contraction=16))
+    expected, found = gradients(given), gradients(given, TileConfig(rows=16, columns=16, contraction=16))
     assert torch.equal(found["dh"], expected["dh"])
     assert torch.equal(found["wa"], expected["wa"])
     assert_right(found, float64(given), torch.bfloat16)

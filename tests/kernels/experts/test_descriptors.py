@@ -7,7 +7,7 @@ import torch
 from triton.runtime import _allocation
 
 from moesys.kernels.experts.descriptors import readable_by_tma, run_with_descriptors
-from moesys.kernels.experts.tiles import Block
+from moesys.kernels.experts.tile_config import TileConfig
 
 HALF = torch.zeros(4, 16, dtype=torch.float16)
 
@@ -37,4 +37,4 @@ def test_memory_for_descriptors_comes_from_torch_and_nobody_elses_allocator_chan
 
 def test_blocks_that_triton_would_not_specialise_are_refused() -> None:
     with pytest.raises(ValueError, match="warps=8 with operands='specialised'"):
-        Block(operands="specialised")
+        TileConfig(operands="specialised")

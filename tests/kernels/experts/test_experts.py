@@ -7,9 +7,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from moesys.kernels.experts.activations import GATED, activation_reference
-from moesys.kernels.experts.experts import experts_backward, experts_forward, moe_experts
-from moesys.kernels.experts.tile_config import Blocks
-from moesys.kernels.experts.tiles import Block
+from moesys.kernels.experts.experts import ExpertMatrices, experts_backward, experts_forward, moe_experts
+from moesys.kernels.experts.tile_config import TileConfig, TileConfigs
 from moesys.kernels.routing.routing import route
 
 T, H, I, E, K = 11, 40, 24, 5, 3
@@ -133,16 +132,19 @@ def test_what_is_kept_for_backward_is_x_and_h():
 def test_tiles_and_programs_change_no_bit(rows, columns, programs):
     """But for ``activation_gradient.columns`` below 32, which sums of the routing weight's gradient follow."""
     x, expert, weight, gate_up, down = (tensor.detach() for tensor in arguments(torch.float16))
-    matrix_G = torch.tensor([0, 1, 2, 3, 4, 1], dtype=torch.int32)
+    matrices = ExpertMatrices(gate_up, down, torch.tensor([0, 1, 2, 3, 4, 1], dtype=torch.int32), "swiglu")
     dy_TH = torch.ones_like(x)
 
     def run(block, back):
-        blocks = Blocks(block, block, back, block, block)
-        y_TH, kept = experts_forward(x, route(expert, 6), weight, gate_up, down, matrix_G, "swiglu", blocks)
-        return y_TH, *experts_backward(dy_TH, x, weight, gate_up, down, matrix_G, kept, "swiglu", blocks)
+        blocks = TileConfigs(block, block, back, block, block)
+        y_TH, kept = experts_forward(x, route(expert, 6), weight, matrices, blocks)
+        return y_TH, *experts_backward(dy_TH, x, weight, matrices, kept, blocks)
 
-    usual = run(Block(32, 32, 16), Block(32, 16, 16))
-    other = run(Block(rows, columns, 16, raster=2, programs=programs), Block(rows, 16, 16, raster=3, programs=programs))
+    usual = run(TileConfig(32, 32, 16), TileConfig(32, 16, 16))
+    other = run(
+        TileConfig(rows, columns, 16, raster=2, programs=programs),
+        TileConfig(rows, 16, 16, raster=3, programs=programs),
+    )
     for found, expected in zip(other, usual, strict=True):
         assert torch.equal(found, expected)
 

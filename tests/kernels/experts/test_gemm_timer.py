@@ -9,9 +9,8 @@ from typer.testing import CliRunner
 from moesys.__main__ import app
 from moesys.kernels.experts import gemm_timer
 from moesys.kernels.experts.gemm_timer import META, GemmTimer, Operands
-from moesys.kernels.experts.tile_config import ShapeClass
+from moesys.kernels.experts.tile_config import ShapeClass, TileConfig
 from moesys.kernels.experts.tile_space import OPS
-from moesys.kernels.experts.tiles import Block
 
 SHAPE = ShapeClass(32, 16, 4, 2, "swiglu", "float16", 8)
 CPU = torch.device("cpu")
@@ -19,7 +18,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("skewed", [False, True], ids=["even", "skewed"])
 def test_every_op_runs(skewed: bool) -> None:
-    operands, block = Operands(SHAPE, CPU), Block(16, 32, 16)
+    operands, block = Operands(SHAPE, CPU), TileConfig(16, 32, 16)
     operands = operands.skewed() if skewed else operands
     assert operands.num_rows == 32
     assert int(operands.routing.first_G1[-1]) == operands.num_rows
@@ -74,10 +73,10 @@ class Event:
 def test_the_clock_interleaves_sums_medians_of_both_routings_and_drops_what_fails(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    blocks = [Block(16, columns, 16) for columns in (16, 32, 64, 128)]
+    blocks = [TileConfig(16, columns, 16) for columns in (16, 32, 64, 128)]
     run: list[int] = []
 
-    def launch(operands: Operands, op: str, block: Block, tiles: object) -> None:
+    def launch(operands: Operands, op: str, block: TileConfig, tiles: object) -> None:
         run.append(block.columns)
         if block.columns == 64:
             raise RuntimeError("out of resources")

@@ -10,13 +10,14 @@ import torch
 from torch import Tensor
 
 from moesys.kernels.experts.grouped_gemm import grouped_gemm, grouped_gemm_reference
-from moesys.kernels.experts.tiles import Block, tile_table_reference
+from moesys.kernels.experts.tile_config import TileConfig
+from moesys.kernels.experts.tiles import tile_table_reference
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 # Relative to the largest value of all; and to that of the row: the last place of the dtype, which covers half a place
 # of rounding and the roundings of the sum.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}
-BLOCK = Block(rows=16, columns=16, contraction=32, raster=2)
+BLOCK = TileConfig(rows=16, columns=16, contraction=32, raster=2)
 BY_TMA = {"tma": replace(BLOCK, operands="tma"), "specialised": replace(BLOCK, operands="specialised", warps=4)}
 by_tma = pytest.mark.parametrize("block", BY_TMA.values(), ids=BY_TMA)
 either_way = pytest.mark.parametrize("transposed", [False, True], ids=["as it lies", "transposed"])
@@ -55,7 +56,7 @@ class Case(NamedTuple):
     matrix_G: Tensor
     transposed: bool
 
-    def multiply(self, block: Block = BLOCK) -> Tensor:
+    def multiply(self, block: TileConfig = BLOCK) -> Tensor:
         tiles = tile_table_reference(self.first_G1, len(self.rows_PL), block.rows)
         operands = (self.rows_PL, self.matrices, self.first_G1, tiles, self.matrix_G, block)
         return grouped_gemm(*operands, transposed=self.transposed)
@@ -105,7 +106,7 @@ def test_edges(shape: Shape, dtype: torch.dtype, transposed: bool) -> None:
     ids=["columns no multiple of the tile", "whole tiles", "replicas", "no row", "dropped rows"],
 )
 @by_tma
-def test_operands_by_tma(block: Block, shape: Shape, dtype: torch.dtype, transposed: bool) -> None:
+def test_operands_by_tma(block: TileConfig, shape: Shape, dtype: torch.dtype, transposed: bool) -> None:
     some = case(shape, dtype, transposed)
     check(some, some.multiply(block))
 
@@ -118,7 +119,7 @@ def test_operands_by_tma(block: Block, shape: Shape, dtype: torch.dtype, transpo
 )
 @by_tma
 def test_what_tma_cannot_read_comes_by_pointers(
-    block: Block, shape: Shape, dtype: torch.dtype, transposed: bool
+    block: TileConfig, shape: Shape, dtype: torch.dtype, transposed: bool
 ) -> None:
     some = case(shape, dtype, transposed)
     rows = some.rows()
@@ -134,9 +135,9 @@ def test_tiles_change_no_bit(dtype: torch.dtype, transposed: bool) -> None:
     expected = some.multiply()
     for block in (
         BLOCK,
-        Block(rows=32, columns=16, contraction=32, raster=1, programs=1),
-        Block(rows=16, columns=32, contraction=32, raster=8, programs=7),
-        Block(rows=64, columns=64, contraction=32, raster=3, programs=2, stages=5, warps=4),
+        TileConfig(rows=32, columns=16, contraction=32, raster=1, programs=1),
+        TileConfig(rows=16, columns=32, contraction=32, raster=8, programs=7),
+        TileConfig(rows=64, columns=64, contraction=32, raster=3, programs=2, stages=5, warps=4),
     ):
         assert torch.equal(some.multiply(block)[:rows], expected[:rows]), block
 

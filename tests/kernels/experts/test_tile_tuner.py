@@ -14,10 +14,9 @@ import torch
 
 from moesys.kernels.experts import tile_tuner
 from moesys.kernels.experts.experts import moe_experts
-from moesys.kernels.experts.tile_config import Blocks, ShapeClass
+from moesys.kernels.experts.tile_config import ShapeClass, TileConfig, TileConfigs
 from moesys.kernels.experts.tile_space import CONTRACTION, MOST_SHARED_BYTES, OPS, blocks_for, candidates
 from moesys.kernels.experts.tile_tuner import INTERPRETED, Gpu, _cached, blocks_of, cache_file, tune_blocks
-from moesys.kernels.experts.tiles import Block
 
 SHAPE = ShapeClass(2048, 768, 128, 8, "swiglu", "bfloat16", 2048)
 SHAPES = {
@@ -47,7 +46,7 @@ class Clock:
         self.fastest, self.failing = fastest, failing
         self.asked: list[tuple[str, int]] = []
 
-    def __call__(self, op: str, blocks: Sequence[Block]) -> list[float | None]:
+    def __call__(self, op: str, blocks: Sequence[TileConfig]) -> list[float | None]:
         self.asked.append((op, len(blocks)))
         return [
             None if place in self.failing else 1.0 + abs(place - self.fastest % len(blocks))
@@ -73,8 +72,8 @@ def test_every_candidate_fits_and_changes_no_bit(op: str, shape: ShapeClass) -> 
 
 def test_the_models_choice_for_a_large_layer_is_wide_tiles_by_pointers() -> None:
     chosen = blocks_for(SHAPE)
-    wide = Block(128, 256, 64, warps=8, stages=4)
-    assert chosen == Blocks(replace(wide, columns=128), wide, wide, wide, wide)
+    wide = TileConfig(128, 256, 64, warps=8, stages=4)
+    assert chosen == TileConfigs(replace(wide, columns=128), wide, wide, wide, wide)
 
 
 def test_few_rows_an_expert_get_low_tiles() -> None:
@@ -90,12 +89,12 @@ def test_the_fastest_of_the_space_is_found_one_op_at_a_time(fastest: int) -> Non
     clock = Clock(fastest)
     found = tune_blocks(SHAPE, clock, GPU)
     assert clock.asked == [(op, len(candidates(op, SHAPE, 100))) for op in OPS]
-    assert found == Blocks(**{op: candidates(op, SHAPE, 100)[fastest] for op in OPS})
+    assert found == TileConfigs(**{op: candidates(op, SHAPE, 100)[fastest] for op in OPS})
 
 
 def test_candidates_that_fail_are_dropped() -> None:
     found = tune_blocks(SHAPE, Clock(0, failing=(0, 1)), GPU)
-    assert found == Blocks(**{op: candidates(op, SHAPE, 100)[2] for op in OPS})
+    assert found == TileConfigs(**{op: candidates(op, SHAPE, 100)[2] for op in OPS})
 
 
 def test_where_all_fail_the_models_choice_stays() -> None:
@@ -184,7 +183,7 @@ def test_two_writers_lose_nothing() -> None:
 
 def test_blocks_round_trip_as_json() -> None:
     blocks = blocks_for(SHAPE)
-    assert Blocks.from_json(blocks.to_json()) == blocks
+    assert TileConfigs.from_json(blocks.to_json()) == blocks
 
 
 @pytest.mark.parametrize(
@@ -192,14 +191,14 @@ def test_blocks_round_trip_as_json() -> None:
 )
 def test_what_is_no_blocks_is_refused(text: str) -> None:
     with pytest.raises(ValueError, match="these are no blocks"):
-        Blocks.from_json(text)
+        TileConfigs.from_json(text)
 
 
 def test_the_pinned_file_wins_over_the_default(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pinned = Blocks.all_of(Block(16, 64, 32))
+    pinned = TileConfigs.all_of(TileConfig(16, 64, 32))
     path = tmp_path / "pinned.json"
     path.write_text(pinned.to_json())
-    assert blocks_of(SHAPE, CPU) == Blocks.all_of(INTERPRETED)
+    assert blocks_of(SHAPE, CPU) == TileConfigs.all_of(INTERPRETED)
     monkeypatch.setenv("MOESYS_BLOCKS", str(path))
     assert blocks_of(SHAPE, CPU) == pinned
     path.write_text("{}")
@@ -214,7 +213,7 @@ def test_a_gpu_uses_what_was_tuned_unless_blocks_are_pinned(tmp_path: Path, monk
     found = tune_blocks(SHAPE, Clock(2), GPU)
     assert blocks_of(SHAPE, cuda) == found != blocks_for(SHAPE, 100)
     assert blocks_of(replace(SHAPE, top_k=2), cuda) == blocks_for(replace(SHAPE, top_k=2), 100)
-    pinned = Blocks.all_of(Block(16, 64, 32))
+    pinned = TileConfigs.all_of(TileConfig(16, 64, 32))
     (tmp_path / "pinned.json").write_text(pinned.to_json())
     monkeypatch.setenv("MOESYS_BLOCKS", str(tmp_path / "pinned.json"))
     assert blocks_of(SHAPE, cuda) == pinned
@@ -229,7 +228,7 @@ def test_the_argument_wins_over_the_pinned_file(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setenv("MOESYS_BLOCKS", str(tmp_path / "pinned.json"))
     with pytest.raises(ValueError, match="MOESYS_BLOCKS"):
         moe_experts(x_TH, expert_TK, weight_TK, gate_up, down)
-    given = Blocks.all_of(Block(16, 64, 32))
+    given = TileConfigs.all_of(TileConfig(16, 64, 32))
     assert torch.equal(moe_experts(x_TH, expert_TK, weight_TK, gate_up, down, blocks=given), expected)
 
 

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from moesys.kernels.experts import tiles as module
+from moesys.kernels.experts.tile_config import TileConfig
 from moesys.kernels.experts.tiles import (
-    Block,
     Tiles,
     groups_by_size,
     groups_by_size_reference,
@@ -176,4 +176,4 @@ def test_every_task_is_taken_once_and_a_sweep_at_a_time(
 )
 def test_a_block_that_no_kernel_has_is_refused(sizes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        Block(**sizes)
+        TileConfig(**sizes)

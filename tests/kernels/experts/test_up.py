@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from moesys.kernels.experts.activations import GATED, activation_reference
-from moesys.kernels.experts.tiles import Block, tile_table_reference
+from moesys.kernels.experts.tile_config import TileConfig
+from moesys.kernels.experts.tiles import tile_table_reference
 from moesys.kernels.experts.up import up, up_reference
 from moesys.kernels.routing.routing import Routing, route_reference
 
@@ -18,7 +19,7 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 # Relative to the largest value of all; and to that of the row: the last place of the dtype, which covers half a place
 # of rounding and the roundings of the sum.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2**-10, torch.bfloat16: 2**-7}
-BLOCK = Block(rows=16, columns=16, contraction=32, raster=2)
+BLOCK = TileConfig(rows=16, columns=16, contraction=32, raster=2)
 BY_TMA = {"tma": replace(BLOCK, operands="tma"), "specialised": replace(BLOCK, operands="specialised", warps=4)}
 by_tma = pytest.mark.parametrize("block", BY_TMA.values(), ids=BY_TMA)
 
@@ -60,7 +61,7 @@ class Case(NamedTuple):
     K: int
     activation: str
 
-    def up(self, block: Block = BLOCK) -> tuple[Tensor, Tensor]:
+    def up(self, block: TileConfig = BLOCK) -> tuple[Tensor, Tensor]:
         tiles = tile_table_reference(self.routing.first_G1, self.routing.entry_P.numel(), block.rows)
         return up(
             self.x_TH,
@@ -148,7 +149,7 @@ def test_activations(activation: str, dtype: torch.dtype) -> None:
     ids=["a width no multiple of the tile", "whole tiles", "replicas", "no token", "dropped choices"],
 )
 @by_tma
-def test_operands_by_tma(block: Block, shape: Shape, activation: str, dtype: torch.dtype) -> None:
+def test_operands_by_tma(block: TileConfig, shape: Shape, activation: str, dtype: torch.dtype) -> None:
     some = case(shape, dtype, activation)
     check(some, *some.up(block))
 
@@ -159,7 +160,7 @@ def test_operands_by_tma(block: Block, shape: Shape, activation: str, dtype: tor
     ids=["rows that TMA cannot read", "float32"],
 )
 @by_tma
-def test_what_tma_cannot_read_comes_by_pointers(block: Block, shape: Shape, dtype: torch.dtype) -> None:
+def test_what_tma_cannot_read_comes_by_pointers(block: TileConfig, shape: Shape, dtype: torch.dtype) -> None:
     some = case(shape, dtype)
     rows = some.rows()
     for expected, found in zip(some.up(), some.up(block), strict=True):
@@ -175,9 +176,9 @@ def test_tiles_change_no_bit(activation: str, dtype: torch.dtype) -> None:
     expected = some.up()
     for block in (
         BLOCK,
-        Block(rows=32, columns=16, contraction=32, raster=1, programs=1),
-        Block(rows=16, columns=32, contraction=32, raster=8, programs=7),
-        Block(rows=64, columns=64, contraction=32, raster=3, programs=2, stages=5, warps=4),
+        TileConfig(rows=32, columns=16, contraction=32, raster=1, programs=1),
+        TileConfig(rows=16, columns=32, contraction=32, raster=8, programs=7),
+        TileConfig(rows=64, columns=64, contraction=32, raster=3, programs=2, stages=5, warps=4),
     ):
         for actual, first in zip(some.up(block), expected, strict=True):
             assert torch.equal(actual[:rows], first[:rows]), block

@@ -8,19 +8,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from moesys.kernels.experts.tiles import Block, groups_by_size_reference
-from moesys.kernels.experts.weight_gradient import weight_gradient, weight_gradient_reference
+from moesys.kernels.experts.tile_config import TileConfig
+from moesys.kernels.experts.tiles import groups_by_size_reference
+from moesys.kernels.experts.weight_gradient import RowsOfGroups, weight_gradient, weight_gradient_reference
 from moesys.kernels.routing.routing import Routing, route_reference
 
 Side = Literal["left", "right"]
-BLOCK = Block(rows=16, columns=32, contraction=16)
+BLOCK = TileConfig(rows=16, columns=32, contraction=16)
 # The same bits are promised for all of these.
 OTHER_BLOCKS = {
     "the same once more": BLOCK,
-    "wide tiles": Block(rows=32, columns=64, contraction=16),
-    "narrow tiles": Block(rows=16, columns=16, contraction=16, raster=2),
-    "one program, rasters of one": Block(rows=16, columns=32, contraction=16, raster=1, programs=1),
-    "more programs than tiles": Block(rows=32, columns=16, contraction=16, programs=99),
+    "wide tiles": TileConfig(rows=32, columns=64, contraction=16),
+    "narrow tiles": TileConfig(rows=16, columns=16, contraction=16, raster=2),
+    "one program, rasters of one": TileConfig(rows=16, columns=32, contraction=16, raster=1, programs=1),
+    "more programs than tiles": TileConfig(rows=32, columns=16, contraction=16, programs=99),
 }
 # Each case says which edge it is: (group of every choice, G, L, R).
 CASES = {
@@ -42,9 +43,7 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 class Operands(NamedTuple):
     left: Tensor
     right: Tensor
-    entry_P: Tensor
-    first_G1: Tensor
-    order_G: Tensor
+    groups: RowsOfGroups
     top_k: int
     gathered: Side
 
@@ -59,24 +58,23 @@ def operands(case: tuple, dtype: torch.dtype, gathered: Side) -> Operands:
     left = torch.randn(T if gathered == "left" else T * K, L, generator=generator).to(dtype)
     right = torch.randn(T if gathered == "right" else T * K, R, generator=generator).to(dtype)
     (right if gathered == "left" else left)[int(routing.first_G1[-1]) :] = torch.nan
-    return Operands(
-        left, right, routing.entry_P, routing.first_G1, groups_by_size_reference(routing.first_G1), K, gathered
-    )
+    groups = RowsOfGroups(routing.entry_P, routing.first_G1, groups_by_size_reference(routing.first_G1))
+    return Operands(left, right, groups, K, gathered)
 
 
 def without_order(given: Operands) -> tuple:
     """What the reference takes."""
-    return (*given[:4], *given[5:])
+    return (*given[:2], *given.groups[:2], *given[3:])
 
 
 def exact(given: Operands) -> tuple[Tensor, Tensor]:
     """(sums, sums of magnitudes) in float64, by a loop over rows."""
-    G, L, R = len(given.first_G1) - 1, given.left.shape[1], given.right.shape[1]
+    G, L, R = len(given.groups.first_G1) - 1, given.left.shape[1], given.right.shape[1]
     out_GLR, magnitude_GLR = torch.zeros(2, G, L, R, dtype=torch.float64)
-    first = given.first_G1.tolist()
+    first = given.groups.first_G1.tolist()
     for group in range(G):
         for row in range(first[group], first[group + 1]):
-            token = int(given.entry_P[row]) // given.top_k
+            token = int(given.groups.entry_P[row]) // given.top_k
             left_L = given.left[token if given.gathered == "left" else row].double()
             right_R = given.right[token if given.gathered == "right" else row].double()
             out_GLR[group] += left_L[:, None] * right_R
@@ -97,13 +95,13 @@ def test_agrees_with_float64(case: tuple, dtype: torch.dtype, gathered: Side) ->
     largest = magnitude_GLR.amax(dim=(1, 2), keepdim=True)
     for found_GLR in (out_GLR, weight_gradient_reference(*without_order(given))):
         assert ((found_GLR.double() - expected_GLR).abs() <= 1e-6 * largest).all()
-    empty_G = given.first_G1[1:] == given.first_G1[:-1]
+    empty_G = given.groups.first_G1[1:] == given.groups.first_G1[:-1]
     assert (out_GLR[empty_G] == 0).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @pytest.mark.parametrize("other", OTHER_BLOCKS.values(), ids=OTHER_BLOCKS)
-def test_tiles_and_programs_change_no_bit(other: Block, dtype: torch.dtype) -> None:
+def test_tiles_and_programs_change_no_bit(other: TileConfig, dtype: torch.dtype) -> None:
     for gathered in ("left", "right"):
         given = operands(CASES["odd widths"], dtype, gathered)
         assert torch.equal(weight_gradient(*given, other), weight_gradient(*given, BLOCK))
@@ -112,7 +110,7 @@ def test_tiles_and_programs_change_no_bit(other: Block, dtype: torch.dtype) -> N
 @pytest.mark.parametrize("order", [(4, 3, 2, 1, 0), (2, 0, 4, 1, 3)], ids=["from behind", "mixed"])
 def test_the_order_of_groups_changes_no_bit(order: tuple[int, ...]) -> None:
     given = operands(CASES["empty groups, first, between and last"], torch.float32, "left")
-    other = given._replace(order_G=torch.tensor(order, dtype=torch.int32))
+    other = given._replace(groups=given.groups._replace(order_G=torch.tensor(order, dtype=torch.int32)))
     assert torch.equal(weight_gradient(*other, BLOCK), weight_gradient(*given, BLOCK))
 
 
@@ -130,5 +128,6 @@ def test_steps_are_summed_in_order(order: tuple[int, ...], left_over: float) -> 
     for step, value in zip(order, (2.0**24, 1.0, -(2.0**24)), strict=True):
         left_P1[step * BLOCK.contraction] = value
     routing = route_reference(torch.zeros(rows, 1, dtype=torch.int64), 1)
-    given = Operands(left_P1, torch.ones(rows, 1), routing.entry_P, routing.first_G1, torch.zeros(1).int(), 1, "right")
+    groups = RowsOfGroups(routing.entry_P, routing.first_G1, torch.zeros(1).int())
+    given = Operands(left_P1, torch.ones(rows, 1), groups, 1, "right")
     assert weight_gradient(*given, BLOCK).item() == left_over

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from moesys.kernels.split import sources
 from moesys.kernels.split.flow import TensorPlan, split
-from moesys.kernels.split.tables import SplitTables, tables_of
+from moesys.kernels.split.tables import SplitTables, entries_of, tables_of
 
 FOUR = [[0, 1], [0, 2], [1, 3], [3, 0]]
 
@@ -42,7 +42,6 @@ def test_tables_by_hand() -> None:
     assert {name: table.tolist() for name, table in found._asdict().items()} == {
         "expert_P": [0, 0, 0, 1, 1, 1, 2],
         "rank_P": [0, 2, 3, 0, 2, 3, 3],
-        "slot_P": [0, 0, 0, 1, 1, 1, 2],
         "replica_ER": [[0, -1, 1, 2], [3, -1, 4, 5], [-1, -1, -1, 6]],
         "first_E1": [0, 3, 6, 7],
         "group_first_P": [0, 1, 1, 3, 4, 4, 6],
@@ -63,7 +62,7 @@ def test_by_hand(split) -> None:  # type: ignore[no-untyped-def]
     found = tables([[0], [0]], 1, [2])
     plan = split(torch.tensor([[8], [2]]), found)
     assert plan.tokens_RP.tolist() == [[5, 3], [0, 2]]
-    assert plan.to_entries(found).tolist() == [[0, 0, 0, 5], [0, 0, 1, 3], [1, 0, 1, 2]]
+    assert entries_of(plan.tokens_RP, found).tolist() == [[0, 0, 0, 5], [0, 0, 1, 3], [1, 0, 1, 2]]
     assert (int(plan.limit_tokens), bool(plan.converged)) == (5, True)
 
 
@@ -113,7 +112,7 @@ WAITS = ("item", "tolist", "cpu", "numpy", "nonzero", "__bool__", "__int__", "__
 
 
 def test_nothing_waits_for_a_count(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors that do not give their values to code of the package; the interpreter, which is none, still gets them."""
+    """Tensors that give their values to no code of the package, nor to the reference, but to the interpreter."""
 
     def guarded(name: str):  # type: ignore[no-untyped-def]
         method = getattr(Tensor, name)
@@ -138,15 +137,14 @@ import collections
 import torch
 import triton
 from moesys.kernels.experts import ahead_of_time
-from moesys.kernels.routing import routing
-from moesys.kernels.split import flow, replica_choice
+from moesys.kernels.split import flow
 from moesys.kernels.split.tables import SplitTables
 
 def empty(*shape, dtype=torch.int32):
     return torch.empty(shape, dtype=dtype, device="meta")
 
 def tables(R, E, P):
-    shapes = ((P,), (P,), (P,), (E, R), (E + 1,), (P,), (P,), (P,), (R + 1,), (R,), (R,), (3, R), (3, R))
+    shapes = ((P,), (P,), (E, R), (E + 1,), (P,), (P,), (P,), (R + 1,), (R,), (R,), (3, R), (3, R))
     return SplitTables(*(empty(*shape) for shape in shapes))
 
 signatures = collections.defaultdict(set)
@@ -160,11 +158,9 @@ triton.knobs.runtime.jit_cache_hook = count
 ahead_of_time.read_machine_code = lambda compiled: compiled
 with ahead_of_time.compiling():
     # of one, and sizes that are and are not multiples of 16
-    for R, E, P, T, K in ((1, 1, 1, 1, 1), (16, 16, 32, 512, 4), (31, 7, 29, 300, 3)):
+    for R, E, P in ((1, 1, 1), (16, 16, 32), (31, 7, 29)):
         found = tables(R, E, P)
-        plan = flow.split(empty(R, E, dtype=torch.int64), found, turn=R, phases=R)
-        route = routing.Routing(empty(T * K), empty(T, K), empty(E + 1))
-        replica_choice.choose_replicas(empty(T, K, dtype=torch.int64), route, plan.tokens_RP[0], found)
+        flow.split(empty(R, E, dtype=torch.int64), found, turn=R, phases=R)
 print(*(f"{name}:{len(keys)}" for name, keys in sorted(signatures.items())))
 """
 
@@ -175,7 +171,7 @@ def test_no_count_makes_a_second_binary() -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, "-W", "ignore", "-c", ONE_BINARY]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    expected = ["_fill_quotas:1", "_push:1", "_search:1", "_share_out:1"]
+    expected = ["_fill_quotas:1", "_push:1", "_share_out:1"]
     assert [name.rpartition(".")[2] for name in done.stdout.split()] == expected, done.stderr[-4000:]
 
 

@@ -12,7 +12,7 @@ import triton.language as tl
 import moesys.kernels.symmetric.clock
 from moesys.kernels.symmetric import pacing
 from moesys.kernels.symmetric.clock import now_ns
-from moesys.kernels.symmetric.pacing import arrive, carried, new_link, set_off
+from moesys.kernels.symmetric.pacing import arrive, paced_copies, paced_link, set_off
 
 CPU = torch.device("cpu")
 # 20 KB on a link of 2 MB/s: 10 ms.
@@ -46,7 +46,7 @@ def _message(link_ptr, num_away, row_bytes, ROWS: tl.constexpr):
 
 @pytest.mark.parametrize("num_away", [ROWS, ROWS // 2, 0], ids=["all rows leave", "half", "none"])
 def test_messages_follow_one_another_at_the_pace(clock, num_away):
-    paced = torch.cat([new_link(GB_PER_S, CPU), torch.zeros(1, dtype=torch.int64)])
+    paced = torch.cat([paced_link(GB_PER_S, CPU), torch.zeros(1, dtype=torch.int64)])
     _message[(1,)](paced, num_away, ROW_BYTES, ROWS)
     took_ns = MESSAGE_NS * num_away // ROWS
     assert int(paced[0]) == BEGIN_NS + 2 * took_ns
@@ -55,21 +55,21 @@ def test_messages_follow_one_another_at_the_pace(clock, num_away):
 
 
 def test_a_link_that_was_idle_has_saved_nothing(clock):
-    paced = new_link(GB_PER_S, CPU)
+    paced = paced_link(GB_PER_S, CPU)
     clock.ns += MESSAGE_NS
-    with carried(paced, ROWS * ROW_BYTES):
+    with paced_copies(paced, ROWS * ROW_BYTES):
         pass
     assert clock.ns == BEGIN_NS + 2 * MESSAGE_NS
 
 
 @pytest.mark.parametrize(("copying_ns", "took_ns"), [(MESSAGE_NS // 2, MESSAGE_NS), (2 * MESSAGE_NS, 2 * MESSAGE_NS)])
 def test_copies_of_others_take_the_links_time_or_their_own(clock, copying_ns, took_ns):
-    with carried(new_link(GB_PER_S, CPU), ROWS * ROW_BYTES):
+    with paced_copies(paced_link(GB_PER_S, CPU), ROWS * ROW_BYTES):
         clock.ns += copying_ns
     assert clock.ns == BEGIN_NS + took_ns
 
 
 def test_without_a_link_nothing_waits(clock):
-    with carried(None, ROWS * ROW_BYTES):
+    with paced_copies(None, ROWS * ROW_BYTES):
         pass
     assert clock.ns == BEGIN_NS

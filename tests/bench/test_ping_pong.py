@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moesys.kernels.symmetric.ping_pong import PingPong
+from moesys.bench.calibrate.ping_pong import PingPong
 from moesys.kernels.symmetric.signals import PeerTimeoutError
 from moesys.lab.ranks.pool import LocalRanks
 

@@ -1,0 +1,105 @@
+"""One point of the MegaKernels' search space, and what it makes of a launch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, Literal, Protocol
+
+import torch
+
+from moesys.kernels.experts.activations import GATED
+from moesys.kernels.experts.tile_config import TileConfig, TileConfigs
+from moesys.kernels.experts.tile_space import SINGLE
+from moesys.kernels.experts.tile_tuner import INTERPRETED
+from moesys.kernels.mega.exchange import TileOrder
+from moesys.kernels.mega.task_queue import WHOLE
+
+# Registers of a multiprocessor of NVIDIA's, of which one thread may have so many.
+NUM_REGISTERS, MOST_REGISTERS, THREADS_OF_WARP = 65536, 255, 32
+
+
+class MegaPoint(Protocol):
+    """One point of the search space (UniEP, arXiv 2604.19241), whoever declares it. None of its fields changes a bit.
+
+    ``fused``: sides that are one launch with their product, else one launch after another. ``dispatch_share``: at least
+    this part of the tasks before the last fetch are fetches; 1 pulls all first, 0 pulls what the next tiles need.
+    ``combine_share``: 0 has tiles of the product push their rows themselves; else pushes are tasks of their own, at
+    most this part of the tasks. ``reduce_share``: at most this part of the last tasks sums rows that came home while
+    there are tiles of weight gradients. ``granularity`` of the flags that are waited for. ``deduplicate``: a token that
+    goes to several experts of a rank is pulled once. ``overlap_weight_gradients``: their tiles are tasks of backward's
+    combine. ``fetch_rows``: rows of one fetch, ``sum_tokens``: tokens of one sum, powers of two. ``tile_rows``,
+    ``tile_columns`` (at least ``SUM_COLUMNS``), ``warps``, ``stages``: of every product's tiles, None for what is
+    likely fast; with a gate, a tile of ``up`` has half of the columns twice. ``programs``: how many are resident, None
+    for one a multiprocessor.
+    """
+
+    @property
+    def fused(self) -> Literal["both", "dispatch", "combine", "none"]: ...
+    @property
+    def dispatch_share(self) -> float: ...
+    @property
+    def combine_share(self) -> float: ...
+    @property
+    def reduce_share(self) -> float: ...
+    @property
+    def granularity(self) -> Literal["tile", "expert"]: ...
+    @property
+    def tile_order(self) -> TileOrder: ...
+    @property
+    def deduplicate(self) -> bool: ...
+    @property
+    def overlap_weight_gradients(self) -> bool: ...
+    @property
+    def fetch_rows(self) -> int: ...
+    @property
+    def sum_tokens(self) -> int: ...
+    @property
+    def tile_rows(self) -> int | None: ...
+    @property
+    def tile_columns(self) -> int | None: ...
+    @property
+    def warps(self) -> int | None: ...
+    @property
+    def stages(self) -> int | None: ...
+    @property
+    def programs(self) -> int | None: ...
+
+
+def fuses(point: MegaPoint, side: Literal["dispatch", "combine"]) -> bool:
+    """Whether ``side`` is one launch with its product."""
+    return point.fused in ("both", side)
+
+
+def blocks_at(point: MegaPoint, activation: str, dtype: torch.dtype, device: torch.device) -> TileConfigs:
+    """Tiles of all products: of as many rows, as they share a table, and with operands through pointers, as rows that
+    other programs have just stored are not to be read by TMA.
+    """
+    if device.type == "cpu":
+        usual = INTERPRETED
+    else:
+        usual = (
+            SINGLE if dtype == torch.float32 else TileConfig(rows=128, columns=256, contraction=64, warps=8, stages=4)
+        )
+    block = replace(
+        usual,
+        rows=point.tile_rows or usual.rows,
+        columns=point.tile_columns or usual.columns,
+        warps=point.warps or usual.warps,
+        stages=point.stages or usual.stages,
+    )
+    halved = replace(block, columns=max(16, block.columns // 2)) if GATED[activation] else block
+    return replace(TileConfigs.all_of(block), up=halved)
+
+
+def parts_of(share: float) -> int:
+    """A share of the tasks as kernels are told it."""
+    return round(share * WHOLE.value)
+
+
+def launch_options(block: TileConfig, multiplies: bool) -> dict[str, Any]:
+    """What a launch takes of ``block``. One that only moves rows may have all registers that its one program on a
+    multiprocessor can: left to itself, the assembler spills to make room for more programs than there are.
+    """
+    if multiplies:
+        return block.options()
+    return block.options() | {"maxnreg": min(MOST_REGISTERS, NUM_REGISTERS // (THREADS_OF_WARP * block.warps))}
