@@ -16,7 +16,7 @@ import torch
 from rich.table import Table
 from torch import Tensor, nn
 
-from moesys.bench.timing import Ratio, interleave, machine_line, paired_ratio
+from moesys.bench.harness.stopwatch import Spread, interleave, machine_line
 from moesys.config import ModelShape, Strategy
 from moesys.lab.show.console import print_full
 from moesys.moe.expert_parameters import DTYPES
@@ -104,9 +104,9 @@ class Row:
         """All contestants but us."""
         return tuple(name for name in self.samples_ms if name != OURS)
 
-    def speedup(self, peer: str) -> Ratio:
+    def speedup(self, peer: str) -> Spread:
         """Its time over ours: above 1, we are faster."""
-        return paired_ratio(self.samples_ms[peer], self.samples_ms[OURS])
+        return Spread.of_ratios(self.samples_ms[peer], self.samples_ms[OURS])
 
 
 def select(shape: str = "all", dtype: str = "all", num_tokens: int | None = None) -> list[Case]:
@@ -163,7 +163,7 @@ def report(rows: list[Row], threads: int | None = None) -> tuple[Table, list[str
     repeats = max((len(row.samples_ms.get(OURS, ())) for row in rows), default=0)
     legend = [
         machine_line(threads or torch.get_num_threads(), ("torch", "transformers")),
-        f"Ratio: its time over ours, above 1 we are faster; median [p20, p80] of {repeats} repetitions, paired. "
+        f"Spread: its time over ours, above 1 we are faster; median [p20, p80] of {repeats} repetitions, paired. "
         "'better' is the faster of the two.",
         "A speed is shown where output and gradients match the eager block in the same run, within "
         + ", ".join(f"{tolerance:g} ({dtype})" for dtype, tolerance in TOLERANCE.items())

@@ -18,7 +18,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from moesys.bench.timing import machine_line, wall_ms
+from moesys.bench.harness.stopwatch import machine_line, wall_ms
 from moesys.config import FlowSplit, Fsep, Greedy, MegaKernel, Overlap, Pipelined, Sequential, Strategy, presets
 from moesys.config.experiment import Generated
 from moesys.lab.show.console import print_full

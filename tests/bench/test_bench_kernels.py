@@ -18,13 +18,13 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from moesys.__main__ import app
+from moesys.bench.harness.meters import Bytes, CpuMeter, GpuMeter
 from moesys.bench.kernels import checks, contest, contestants, peers
 from moesys.bench.kernels.aot import Size
 from moesys.bench.kernels.case import FLOPS, Measured, measure_case
 from moesys.bench.kernels.checks import wrong_errors
 from moesys.bench.kernels.contestants import GROUPED, OURS, grouped_mm_experts
 from moesys.bench.kernels.drawn_layer import Contestant, Layer, Results, Run, draw_layer
-from moesys.bench.kernels.meters import Bytes, CpuMeter, GpuMeter
 from moesys.bench.kernels.reference import relative_errors
 from moesys.bench.kernels.routing import draw_routing
 

@@ -27,7 +27,7 @@ from moesys.bench.calibrate.check import STRATEGIES, check_steps
 from moesys.bench.calibrate.fit import fit_messages, fit_products, predicted_seconds
 from moesys.bench.calibrate.measurement import CPU_GRID, CUDA_GRID, Grid, LayerCase
 from moesys.bench.calibrate.rank import BesideCopies, Effort, ExpertCase
-from moesys.bench.joined import JoinedRanks
+from moesys.bench.harness.bench_ranks import TorchrunRanks
 from moesys.config import ClusterSpec, ModelShape, presets
 from moesys.lab.ranks.pool import LocalRanks
 
@@ -314,7 +314,7 @@ def joins_two_hosts(port: int) -> tuple[ClusterSpec, list[int], bool]:
     told = {"RANK": rank, "WORLD_SIZE": 3, "LOCAL_RANK": max(0, rank - 1), "GROUP_RANK": min(rank, 1)}
     told |= {"LOCAL_WORLD_SIZE": 1 + min(rank, 1), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     with mock.patch.dict(os.environ, {name: str(value) for name, value in told.items()}):
-        joined = JoinedRanks("cpu", threads=1)
+        joined = TorchrunRanks("cpu", threads=1)
         gathered = joined.run(dist.get_rank)
         dist.barrier()
         joined.close()

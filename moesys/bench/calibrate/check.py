@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from moesys.bench.calibrate.fit import Spread
 from moesys.bench.calibrate.measurement import PART_TIMEOUT_S, LayerCase, Ranks
-from moesys.bench.timing import interleave
+from moesys.bench.harness.stopwatch import interleave
 from moesys.config import ClusterSpec, Pipelined, Strategy
 from moesys.layout import TokenPlan
 from moesys.moe.layer import MoELayer

@@ -18,9 +18,9 @@ from rich.table import Table
 from moesys.bench.calibrate.check import StepCheck, check_steps
 from moesys.bench.calibrate.measurement import GRIDS, PARTS, Calibration, Figure, Link, calibrate
 from moesys.bench.calibrate.rank import Effort
-from moesys.bench.joined import JoinedRanks, joins
-from moesys.bench.steps import steps_told
-from moesys.bench.timing import machine_line
+from moesys.bench.harness.bench_ranks import TorchrunRanks, joins
+from moesys.bench.harness.steps import steps_told
+from moesys.bench.harness.stopwatch import machine_line
 from moesys.config import ClusterSpec
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.lab.runs.environment import available_cores
@@ -250,10 +250,12 @@ def _keep(samples: dict[str, Any], path: Path | None) -> None:
         replace_file(path, json.dumps(unfinished, indent=1) + "\n")
 
 
-def _start(num_ranks: int | None, device_type: str, threads: int) -> tuple[LocalRanks | JoinedRanks, ClusterSpec, bool]:
+def _start(
+    num_ranks: int | None, device_type: str, threads: int
+) -> tuple[LocalRanks | TorchrunRanks, ClusterSpec, bool]:
     """The ranks, which of them share a node, and whether this process is the one that prints and writes."""
     if joins():
-        ranks = JoinedRanks(device_type, threads)
+        ranks = TorchrunRanks(device_type, threads)
         return ranks, ranks.cluster, ranks.writes
     count = num_ranks or min(MOST_LOCAL_RANKS, available_cores())
     return LocalRanks(count, threads=threads), ClusterSpec(ranks_per_node=count), True

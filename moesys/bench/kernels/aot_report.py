@@ -14,9 +14,9 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from moesys.bench.harness.steps import steps_told
 from moesys.bench.kernels.aot import NUM_OPS, Compiled, compile_size, select
 from moesys.bench.kernels.aot_mega import NUM_MEGA_OPS, compile_mega
-from moesys.bench.steps import steps_told
 from moesys.lab.show.console import print_full
 
 

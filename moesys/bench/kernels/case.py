@@ -9,13 +9,13 @@ from functools import partial
 
 import torch
 
+from moesys.bench.harness.meters import Bytes, Meter
+from moesys.bench.harness.stopwatch import interleave
 from moesys.bench.kernels.aot import Size
 from moesys.bench.kernels.checks import Finding, in_a_line, same_bits, same_bits_in_other_blocks, wrong_errors
 from moesys.bench.kernels.contestants import GROUPED, OURS
 from moesys.bench.kernels.drawn_layer import Contestant, Layer, Run, draw_layer
-from moesys.bench.kernels.meters import Bytes, Meter
 from moesys.bench.kernels.reference import relative_errors
-from moesys.bench.timing import interleave
 
 # Multiplications and additions of a gated expert, of which H·I times so many for each row.
 FLOPS = {"forward": 6, "backward": 12, "forward + backward": 18}

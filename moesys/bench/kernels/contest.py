@@ -12,15 +12,15 @@ from pathlib import Path
 
 import torch
 
+from moesys.bench.harness.meters import CpuMeter, GpuMeter, Meter
+from moesys.bench.harness.steps import steps_told
 from moesys.bench.kernels.aot import SIZES, Size
 from moesys.bench.kernels.case import Measured, found_of, measure_case
 from moesys.bench.kernels.checks import Finding, compiled_whole, far_offsets, graph_replayed, in_a_line, recomputed
 from moesys.bench.kernels.contestants import OURS, contestants
 from moesys.bench.kernels.drawn_layer import Contestant, Layer, draw_layer
-from moesys.bench.kernels.meters import CpuMeter, GpuMeter, Meter
 from moesys.bench.kernels.report import Report, print_report, write_report
 from moesys.bench.kernels.routing import ROUTINGS
-from moesys.bench.steps import steps_told
 from moesys.kernels.experts.numerics import INTERPRETED
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}

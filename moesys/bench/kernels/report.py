@@ -13,10 +13,10 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from moesys.bench.harness.stopwatch import Spread
 from moesys.bench.kernels.case import FLOPS, Measured
 from moesys.bench.kernels.checks import MOST_OF_GROUPED, Finding
 from moesys.bench.kernels.contestants import OURS
-from moesys.bench.timing import paired_ratio
 from moesys.lab.show.console import print_full
 
 WHOLE = "forward + backward"
@@ -106,7 +106,7 @@ def _times(report: Report) -> Sheet:
     for row in (row for row in report.measured if row.samples_ms):
         cells = [row.size.name, row.routing, row.contestant]
         for direction, samples_ms in row.samples_ms.items():
-            cells += [str(paired_ratio(samples_ms, [1.0] * len(samples_ms))), f"{row.tflops(direction):.1f}"]
+            cells += [str(Spread.of_ratios(samples_ms, [1.0] * len(samples_ms))), f"{row.tflops(direction):.1f}"]
         cells += [_against_ours(report, row), *_megabytes(row)]
         rows.append(cells)
     return Sheet(f"{report.source.upper()}: times", (*columns, f"/ {OURS}", "kept, MB", "peak, MB"), rows)
@@ -116,7 +116,7 @@ def _against_ours(report: Report, row: Measured) -> str:
     for other in report.measured:
         same = (other.size, other.routing, other.contestant) == (row.size, row.routing, OURS)
         if same and other is not row and other.samples_ms:
-            return str(paired_ratio(row.samples_ms[WHOLE], other.samples_ms[WHOLE]))
+            return str(Spread.of_ratios(row.samples_ms[WHOLE], other.samples_ms[WHOLE]))
     return ""
 
 

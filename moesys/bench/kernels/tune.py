@@ -10,8 +10,8 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from moesys.bench.harness.steps import steps_told
 from moesys.bench.kernels.aot import Size, select
-from moesys.bench.steps import steps_told
 from moesys.kernels.experts.gemm_timer import GemmTimer
 from moesys.kernels.experts.tile_config import Blocks, ShapeClass
 from moesys.kernels.experts.tile_space import OPS, blocks_for

@@ -15,15 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moesys.bench.harness.meters import CpuMeter, GpuMeter
+from moesys.bench.harness.steps import steps_told
+from moesys.bench.harness.stopwatch import interleave, wall_ms
 from moesys.bench.kernels.aot import SIZES, Size
 from moesys.bench.kernels.checks import in_a_line
 from moesys.bench.kernels.contest import DTYPES, require_device
-from moesys.bench.kernels.meters import CpuMeter, GpuMeter
 from moesys.bench.mega.case import DIRECTIONS, Layer, MegaRun, draw_layer, regions_of
 from moesys.bench.mega.report import SEQUENTIAL, STAND_ALONE, Contestant, Report, print_report, write_report
 from moesys.bench.mega.sequential import SequentialRun, sequential_runs
-from moesys.bench.steps import steps_told
-from moesys.bench.timing import interleave, wall_ms
 from moesys.kernels.mega.arguments import MegaMemory, MegaPoint
 from moesys.kernels.symmetric.heap import Heap
 from moesys.kernels.symmetric.pacing import new_link

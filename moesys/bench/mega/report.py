@@ -13,8 +13,8 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from moesys.bench.harness.stopwatch import Spread
 from moesys.bench.kernels.aot import Size
-from moesys.bench.timing import Ratio, paired_ratio
 from moesys.lab.show.console import print_full
 
 # Sequential by the same kernels, launched one after another, and by stand-alone ones.
@@ -69,10 +69,10 @@ class Report:
         timed = [c for c in self.contestants if c.name.startswith(SEQUENTIAL) and c.samples_of(direction)]
         return min(timed, key=lambda c: statistics.median(c.samples_of(direction)), default=None)
 
-    def speedup(self, contestant: Contestant, direction: str) -> Ratio | None:
+    def speedup(self, contestant: Contestant, direction: str) -> Spread | None:
         """How many times longer the best sequential one takes."""
         best, samples_ms = self.best_sequential(direction), contestant.samples_of(direction)
-        return paired_ratio(best.samples_of(direction), samples_ms) if best is not None and samples_ms else None
+        return Spread.of_ratios(best.samples_of(direction), samples_ms) if best is not None and samples_ms else None
 
     @property
     def legend(self) -> list[str]:
@@ -106,7 +106,7 @@ def rows_of(report: Report) -> tuple[list[str], list[list[str]]]:
         for direction in directions:
             samples_ms = contestant.samples_of(direction)
             speedup = report.speedup(contestant, direction)
-            cells.append(str(paired_ratio(samples_ms, [1.0] * len(samples_ms))) if samples_ms else "")
+            cells.append(str(Spread.of_ratios(samples_ms, [1.0] * len(samples_ms))) if samples_ms else "")
             cells.append("" if speedup is None else str(speedup))
         rows.append(cells)
     return columns, rows

@@ -14,8 +14,8 @@ from typing import Any
 
 from rich.table import Table
 
+from moesys.bench.harness.stopwatch import Spread, machine_line
 from moesys.bench.overlap.rank import Part, measure
-from moesys.bench.timing import Ratio, machine_line, paired_ratio
 from moesys.config import Fsep, ModelShape, Pipelined, Strategy
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.lab.show.console import print_full
@@ -92,9 +92,9 @@ class PartResult:
         first = self.results[0]
         return sum(first.exposed_ms.values()) / first.median_ms
 
-    def ratio(self, result: Result) -> Ratio:
+    def ratio(self, result: Result) -> Spread:
         """Its time over the first strategy's: below 1, it is faster."""
-        return paired_ratio(result.samples_ms, self.results[0].samples_ms)
+        return Spread.of_ratios(result.samples_ms, self.results[0].samples_ms)
 
 
 def select(name: str = "all", num_tokens: int | None = None) -> list[Part]:

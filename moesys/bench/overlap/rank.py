@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from moesys.bench.harness.stopwatch import interleave
 from moesys.bench.paced_group import make_paced_group
-from moesys.bench.timing import interleave
 from moesys.config import ModelShape, Strategy
 from moesys.moe.layer import MoELayer
 from moesys.moe.runtime import link

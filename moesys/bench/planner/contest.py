@@ -14,9 +14,9 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from moesys.bench.harness.steps import steps_told
+from moesys.bench.harness.stopwatch import machine_line
 from moesys.bench.planner.replay import Contender, Moment, Score, moments, replay_layer
-from moesys.bench.steps import steps_told
-from moesys.bench.timing import machine_line
 from moesys.config import (
     Adaptive,
     Balance,

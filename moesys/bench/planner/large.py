@@ -16,8 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from moesys.balance import min_max_load, plan_layouts
+from moesys.bench.harness.steps import steps_told
 from moesys.bench.planner.peer_eplb import PEER, even_max_over_mean, load_peer, peer_layouts
-from moesys.bench.steps import steps_told
 from moesys.config import ClusterSpec, Greedy
 from moesys.config.experiment import Generated
 from moesys.load import LoadMatrix

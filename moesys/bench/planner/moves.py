@@ -12,8 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from moesys.balance import min_max_load, num_moves, plan_layout
+from moesys.bench.harness.steps import steps_told
 from moesys.bench.planner.loads import Sample, Size, zipf_sample
-from moesys.bench.steps import steps_told
 from moesys.config import Balance, Eplb, Greedy
 from moesys.load import LoadMatrix
 

@@ -16,13 +16,13 @@ from rich.table import Table
 from rich.text import Text
 
 from moesys.balance import min_max_load, plan_layout
+from moesys.bench.harness.steps import steps_told
+from moesys.bench.harness.stopwatch import interleave, machine_line
 from moesys.bench.planner.large import LARGE, TOKENS_PER_RANK, TOP_K, Large, LargeRow, cell, large_report, large_rows
 from moesys.bench.planner.loads import EXPONENTS, SIZES, Sample, Size, zipf_sample
 from moesys.bench.planner.moves import MovesRow, moves_report, moves_rows
 from moesys.bench.planner.peer_eplb import PEER, Rebalance, even_max_over_mean, load_peer, peer_layouts
 from moesys.bench.planner.replay import Contender
-from moesys.bench.steps import steps_told
-from moesys.bench.timing import interleave, machine_line
 from moesys.config import Eplb, EvenSplit, FlowSplit, Greedy, Laer, Last
 from moesys.lab.show.console import print_full
 

@@ -13,10 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from moesys.balance import warm_up
+from moesys.bench.harness.steps import steps_told
+from moesys.bench.harness.stopwatch import Spread
 from moesys.bench.shaped.calibration import Calibration, calibration, exchanges_ms, link_figures, slowest
 from moesys.bench.shaped.rank import MOST_TOKENS, SOME_TOKENS, Case, Measured, compute_ms, measure
-from moesys.bench.steps import steps_told
-from moesys.bench.timing import Ratio, paired_ratio
 from moesys.config import Ep, EvenSplit, FlowSplit, ModelShape, Pipelined, Strategy
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.lab.runs.environment import available_cores
@@ -92,9 +92,9 @@ class CaseResult:
         """Of the first strategy's step, as measured: blocked by messages or by another rank."""
         return self.settings[0].exposed_ms / self.settings[0].median_ms
 
-    def speed_up(self, setting: Setting) -> Ratio:
+    def speed_up(self, setting: Setting) -> Spread:
         """The first strategy's time over this one's, paired by repetition: above 1 it is faster."""
-        return paired_ratio(self.settings[0].samples_ms, setting.samples_ms)
+        return Spread.of_ratios(self.settings[0].samples_ms, setting.samples_ms)
 
 
 @dataclass(frozen=True)

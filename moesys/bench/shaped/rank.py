@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moesys.bench.timing import interleave
+from moesys.bench.harness.stopwatch import interleave
 from moesys.config import ClusterSpec, ModelShape, Pipelined, Strategy
 from moesys.moe.layer import MoELayer
 from moesys.moe.runtime import link

@@ -11,8 +11,8 @@ from typing import Any
 
 from rich.table import Table
 
+from moesys.bench.harness.stopwatch import machine_line
 from moesys.bench.shaped.cases import CaseResult
-from moesys.bench.timing import machine_line
 from moesys.lab.show.console import print_full
 
 COLUMNS = (
