@@ -6,6 +6,8 @@ Commands import what they need when they run, so that ``--help`` does not wait f
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Annotated, Literal
@@ -33,6 +35,15 @@ def _in_a_folder(path: Path | None) -> Path | None:
     return path
 
 
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """What the arguments cannot mean is told as the command line's other mistakes are."""
+    try:
+        yield
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
 ResultFile = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Write what was measured to this file.", callback=_in_a_folder)
 ]
@@ -48,7 +59,7 @@ def bench_layer(
     json: ResultFile = None,
 ) -> None:
     """Compare one rank of MoELayer with transformers' own blocks. Exit code 1 if an output is wrong."""
-    from moesys.bench import layer
+    from moesys.bench import one_layer as layer
 
     try:
         layer.select(shape, dtype)
@@ -131,16 +142,14 @@ def bench_overlap(
 ) -> None:
     """Compare sequential with overlapped runs over paced links. Exit code 1 if a bit differs."""
     if part == "mega":
-        from moesys.bench.mega import contest
+        from moesys.bench.mega import mega_contest
 
-        try:
-            asked = contest.plan(
+        with _refusing():
+            asked = mega_contest.asked_for(
                 size, dtype=dtype, gb_per_s=gb_per_s, num_tokens=tokens, repeats=repeats, device=device
             )
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from None
-        raise typer.Exit(contest.main(asked, out))
-    from moesys.bench.overlap import parts
+        raise typer.Exit(mega_contest.main(asked, out))
+    from moesys.bench import paced_overlap as parts
 
     try:
         parts.select(part)
@@ -349,7 +358,7 @@ def bench_simulate(
     json: ResultFile = None,
 ) -> None:
     """Time the simulator: one layer on 32 ranks, 32 layers on up to 1,024."""
-    from moesys.bench import simulate as bench_of
+    from moesys.bench import simulator_speed as bench_of
 
     try:
         bench_of.select(overlap)

@@ -30,7 +30,9 @@ def joins() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def start_ranks(num_ranks: int, device_type: str, threads: int) -> tuple[LocalRanks | TorchrunRanks, ClusterSpec]:
+def start_ranks(
+    num_ranks: int, device_type: str = "cpu", *, threads: int = 1
+) -> tuple[LocalRanks | TorchrunRanks, ClusterSpec]:
     """The ranks of torchrun, of which this process is one, or ``num_ranks`` new ones of this machine; and which of them
     share a node.
     """

@@ -28,9 +28,10 @@ from rich.text import Text
 class Column:
     """How a field or a property of a row is shown; ``None`` and what a mapping lacks are empty cells.
 
-    header: of a field that holds a mapping, which gets a column for each key, with ``{}`` where the key is to stand.
+    header: of a field that holds a mapping, which gets a column for each key, with ``{}`` where the key is to stand; ""
+    for a property that stands in JSON alone.
     form: a format, or a function from the value to its words. scale: what a number is multiplied by first, as 100
-    for per cent. after: of a property, the field that it follows; the last without one.
+    for per cent. after: of a property, the field or the property that it follows; the last without one.
     """
 
     header: str
@@ -82,7 +83,7 @@ def written_columns(sheet: Sheet) -> list[WrittenColumn]:
     """All columns of a sheet but those in which no row has anything to say."""
     written = []
     for name, column in columns_of(type(sheet.rows[0])).items() if sheet.rows else ():
-        values = [getattr(row, name) for row in sheet.rows]
+        values = [getattr(row, name) for row in sheet.rows] if column.header else []
         if any(isinstance(value, Mapping) for value in values):
             keys = dict.fromkeys(key for value in values for key in value)
             by_header = {column.header.format(key): [value.get(key) for value in values] for key in keys}
@@ -101,7 +102,8 @@ def terminal_table(sheet: Sheet) -> Table:
     table = Table(title=Text(sheet.title, style="bold"), title_justify="left", box=box.SIMPLE_HEAD)
     columns = written_columns(sheet)
     for column in columns:
-        table.add_column(Text(column.header), justify="left" if column.is_text else "right", no_wrap=True)
+        header = Text(column.header.replace(", ", ",\n"))
+        table.add_column(header, justify="left" if column.is_text else "right", no_wrap=True)
     groups = [getattr(row, sheet.group_by) if sheet.group_by else None for row in sheet.rows]
     for place, cells in enumerate(zip(*(column.cells for column in columns), strict=True)):
         if place and groups[place] != groups[place - 1]:
