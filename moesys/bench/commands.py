@@ -97,18 +97,15 @@ def bench_kernels(
     if json is not None and not aot:
         raise typer.BadParameter("--json is for --aot alone; to keep what is timed give --out DIR")
     if aot or tune:
-        from moesys.bench.kernels import aot_report
-        from moesys.bench.kernels import tune as tuning
+        from moesys.bench.kernels import aot_report, tile_tuning
 
-        try:
-            aot_report.select(size)
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from None
-        raise typer.Exit(tuning.main(size) if tune else aot_report.main(size, json, mega))
-    from moesys.bench.kernels import contest
+        with _refusing():
+            code = tile_tuning.main(size) if tune else aot_report.main(size, json, mega)
+        raise typer.Exit(code)
+    from moesys.bench.kernels import kernels_contest
 
-    try:
-        plan = contest.plan(
+    with _refusing():
+        asked = kernels_contest.asked_for(
             size,
             routing,
             contestants,
@@ -118,9 +115,7 @@ def bench_kernels(
             extras=extras,
             device=device,
         )
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    raise typer.Exit(contest.main(plan, out))
+    raise typer.Exit(kernels_contest.main(asked, out))
 
 
 @bench.command("overlap")

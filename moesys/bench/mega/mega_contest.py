@@ -24,7 +24,7 @@ from moesys.bench.harness.sheets import Column, Sheet
 from moesys.bench.harness.steps import steps_told
 from moesys.bench.harness.stopwatch import Spread
 from moesys.bench.kernels.aot import SIZES, Size
-from moesys.bench.kernels.contest import DTYPES, require_device
+from moesys.bench.kernels.kernels_contest import DTYPES, require_device
 from moesys.bench.mega.ranks_layer import DIRECTIONS, MegaRun, RanksLayer, draw_layer, regions_of
 from moesys.bench.mega.stand_alone import StandAloneRun, stand_alone_runs
 from moesys.kernels.mega.arguments import MegaMemory, MegaPoint
