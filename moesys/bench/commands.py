@@ -59,14 +59,11 @@ def bench_layer(
     json: ResultFile = None,
 ) -> None:
     """Compare one rank of MoELayer with transformers' own blocks. Exit code 1 if an output is wrong."""
-    from moesys.bench import one_layer as layer
+    from moesys.bench import one_layer
 
-    try:
-        layer.select(shape, dtype)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    code = layer.main(shape, dtype, num_tokens=tokens, repeats=repeats, threads=threads, json_path=json)
-    raise typer.Exit(code)
+    with _refusing():
+        cases = one_layer.select(shape, dtype, tokens)
+    raise typer.Exit(one_layer.main(cases, repeats=repeats, threads=threads, json_path=json))
 
 
 @bench.command("kernels")
@@ -97,11 +94,11 @@ def bench_kernels(
     if json is not None and not aot:
         raise typer.BadParameter("--json is for --aot alone; to keep what is timed give --out DIR")
     if aot or tune:
-        from moesys.bench.kernels import aot_report, tile_tuning
+        from moesys.bench.kernels import aot, aot_report, tile_tuning
 
         with _refusing():
-            code = tile_tuning.main(size) if tune else aot_report.main(size, json, mega)
-        raise typer.Exit(code)
+            aot.select(size)
+        raise typer.Exit(tile_tuning.main(size) if tune else aot_report.main(size, json, mega))
     from moesys.bench.kernels import kernels_contest
 
     with _refusing():
@@ -144,13 +141,11 @@ def bench_overlap(
                 size, dtype=dtype, gb_per_s=gb_per_s, num_tokens=tokens, repeats=repeats, device=device
             )
         raise typer.Exit(mega_contest.main(asked, out))
-    from moesys.bench import paced_overlap as parts
+    from moesys.bench import paced_overlap
 
-    try:
-        parts.select(part)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    raise typer.Exit(parts.main(part, num_tokens=tokens, repeats=repeats, threads=threads, json_path=json))
+    with _refusing():
+        parts = paced_overlap.select(part, tokens)
+    raise typer.Exit(paced_overlap.main(parts, repeats=repeats, threads=threads, json_path=json))
 
 
 ReportFolder = Annotated[
@@ -226,9 +221,6 @@ def bench_planner(
     Layouts are planned on the past only, and the tokens of a later micro-batch are split over them. For example:
     moesys bench planner --trace run.npz --ranks-per-node 8 --slots 3 --slots 4 --lag 10
     """
-    from moesys.bench.planner import contest
-    from moesys.lab.runs.choices import balance_of, predictor_of, split_of
-
     if (trace is not None) + laer + scale != 1:
         raise typer.BadParameter("give one of --trace FILE, --laer and --scale")
     for_traces = {
@@ -250,33 +242,28 @@ def bench_planner(
         mode, refused = "--trace", for_scale | {"--seeds": seeds != 3}
     if unused := [name for name, given in refused.items() if given]:
         raise typer.BadParameter(f"{unused[0]} is not for {mode}; leave it out")
-    try:
-        if scale:
-            from moesys.bench.planner import scale as over_sizes
+    if scale:
+        from moesys.bench.planner import scale as over_sizes
 
-            raise typer.Exit(over_sizes.main(num_seeds=seeds, repeats=repeats, peer_path=peer_eplb, json_path=json))
+        with _refusing():
+            code = over_sizes.main(num_seeds=seeds, repeats=repeats, peer_path=peer_eplb, json_path=json)
+        raise typer.Exit(code)
+    from moesys.bench.planner import planner_contest as contest
+    from moesys.lab.runs.choices import balance_of, predictor_of, split_of
+
+    with _refusing():
         chosen = contest.contenders(
             [balance_of(text) for text in balance or ()],
             [split_of(text) for text in split or ()],
             [predictor_of(text) for text in predictor or ()],
         )
-        if laer:
-            raise typer.Exit(contest.main_laer(chosen if balance or split or predictor else None, seeds, json))
-        assert trace is not None
-        code = contest.main_trace(
-            trace,
-            ranks_per_node=ranks_per_node,
-            slots=slots or (),
-            chosen=chosen,
-            lag=lag,
-            from_iteration=from_iteration,
-            to_iteration=to_iteration,
-            layers=layers or (),
-            every=every,
-            json_path=json,
-        )
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+        if trace is None:
+            code = contest.main_laer(chosen if any(chosen_from.values()) else None, seeds, json)
+        else:
+            options = contest.TraceOptions(
+                ranks_per_node, slots or (), lag, from_iteration, to_iteration, layers or (), every
+            )
+            code = contest.main_trace(trace, chosen, options, json)
     raise typer.Exit(code)
 
 
@@ -353,10 +340,8 @@ def bench_simulate(
     json: ResultFile = None,
 ) -> None:
     """Time the simulator: one layer on 32 ranks, 32 layers on up to 1,024."""
-    from moesys.bench import simulator_speed as bench_of
+    from moesys.bench import simulator_speed
 
-    try:
-        bench_of.select(overlap)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    raise typer.Exit(bench_of.main(overlap, most_ranks=most_ranks, repeats=repeats, json_path=json))
+    with _refusing():
+        overlaps = simulator_speed.select(overlap)
+    raise typer.Exit(simulator_speed.main(overlaps, most_ranks=most_ranks, repeats=repeats, json_path=json))

@@ -178,16 +178,14 @@ def report(rows: Sequence[Row], repeats: int, threads: int | None = None) -> Rep
 
 
 def main(
-    shape: str,
-    dtype: str,
+    cases: Sequence[ScaledLayer],
     *,
-    num_tokens: int | None = None,
     repeats: int = 9,
     threads: int | None = None,
     json_path: Path | None = None,
 ) -> int:
     """Measure, write, print; the exit code: 1 if an output was wrong."""
-    cases, rows = select(shape, dtype, num_tokens), list[Row]()
+    rows: list[Row] = []
     with steps_told("layer", len(cases)) as tell:
         for case in cases:
             tell(f"{case.name}, {case.shape.dtype}")

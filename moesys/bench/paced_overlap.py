@@ -149,16 +149,14 @@ def select(name: str = "all", num_tokens: int | None = None) -> list[Part]:
 
 
 def main(
-    part: str = "all",
+    parts: Sequence[Part] = PARTS,
     *,
-    num_tokens: int | None = None,
     repeats: int = 9,
     num_ranks: int = 2,
     threads: int = 1,
     json_path: Path | None = None,
 ) -> int:
     """Measure, write, print; the exit code: 1 if a bit was wrong."""
-    parts = select(part, num_tokens)
     measured = bench_overlap(parts, repeats=repeats, num_ranks=num_ranks, threads=threads)
     rows = [result for of_part in measured for result in of_part.results]
     machine = f"{machine_line(threads)}; {num_ranks} ranks"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -58,9 +59,8 @@ def select(overlap: str) -> dict[str, Overlap]:
     return {name: of for name, of in OVERLAPS.items() if overlap in (name, "all")}
 
 
-def main(overlap: str, *, most_ranks: int, repeats: int, json_path: Path | None) -> int:
+def main(chosen: Mapping[str, Overlap], *, most_ranks: int, repeats: int, json_path: Path | None) -> int:
     """Time, write, print; the exit code."""
-    chosen = select(overlap)
     asked = [(name, *size) for size in SIZES if size[1] <= most_ranks for name in chosen]
     timings = []
     with steps_told("simulate", len(asked)) as tell:

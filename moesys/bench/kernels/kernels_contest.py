@@ -15,7 +15,7 @@ import torch
 from moesys.bench.harness.contest import in_a_line
 from moesys.bench.harness.meters import CpuMeter, GpuMeter, Meter
 from moesys.bench.harness.reports import Report, publish, write
-from moesys.bench.harness.sheets import Sheet
+from moesys.bench.harness.sheets import Sheet, plain
 from moesys.bench.harness.steps import steps_told
 from moesys.bench.kernels.aot import SIZES, Size
 from moesys.bench.kernels.checks import (
@@ -178,10 +178,7 @@ class Found:
             f"{MOST_OF_GROUPED} times the least of torch's grouped GEMM. What is wrong is not timed.",
             *(f"absent: {name}, {why}" for name, why in self.absent.items()),
         ]
-        title = "Kernels of one device"
-        return Report(
-            "kernels", title, self.source, sheets, notes, data={f.name: getattr(self, f.name) for f in fields(self)}
-        )
+        return Report("kernels", "Kernels of one device", self.source, sheets, notes, data=plain(self))
 
 
 def main(asked: KernelsContest, out: Path | None = None) -> int:
