@@ -10,11 +10,33 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
+from typer.core import TyperGroup
 
-bench = typer.Typer(help="Measure on this machine.", no_args_is_help=True, rich_markup_mode=None)
+COMPUTING, LINKS, PUBLISHED = "Computing, measured here", "Links, measured here", "Published, and simulated beside it"
+
+
+class GroupedCommands(TyperGroup):
+    """Lists commands under their ``rich_help_panel``, which help without rich leaves out."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        limit = formatter.width - 6 - max(map(len, self.commands))
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for name, command in self.commands.items():
+            groups.setdefault(str(command.rich_help_panel), []).append((name, command.get_short_help_str(limit)))
+        for title, rows in groups.items():
+            with formatter.section(title):
+                formatter.write_dl(rows)
+
+
+bench = typer.Typer(
+    help="Measure on this machine, or simulate what others measured.",
+    cls=GroupedCommands,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
 
 
 def _in_a_folder(path: Path | None) -> Path | None:
@@ -49,7 +71,7 @@ ResultFile = Annotated[
 ]
 
 
-@bench.command("layer")
+@bench.command("layer", rich_help_panel=COMPUTING)
 def bench_layer(
     shape: Annotated[str, typer.Option(help="One shape by name, or all.")] = "all",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or all.")] = "all",
@@ -66,7 +88,7 @@ def bench_layer(
     raise typer.Exit(one_layer.main(cases, repeats=repeats, threads=threads, json_path=json))
 
 
-@bench.command("kernels")
+@bench.command("kernels", rich_help_panel=COMPUTING)
 def bench_kernels(
     aot: Annotated[bool, typer.Option("--aot", help="Compile for a Hopper GPU and read the machine code.")] = False,
     tune: Annotated[bool, typer.Option("--tune", help="Find the fastest blocks on this GPU, and keep them.")] = False,
@@ -115,7 +137,7 @@ def bench_kernels(
     raise typer.Exit(kernels_contest.main(asked, out))
 
 
-@bench.command("overlap")
+@bench.command("overlap", rich_help_panel=LINKS)
 def bench_overlap(
     part: Annotated[str, typer.Option(help="chunks, experts or all; or mega, MegaKernels on a GPU.")] = "all",
     tokens: Annotated[
@@ -156,7 +178,7 @@ ReportFolder = Annotated[
 ]
 
 
-@bench.command("reproduce")
+@bench.command("reproduce", rich_help_panel=PUBLISHED)
 def bench_reproduce(
     out: ReportFolder = None,
     planners: Annotated[bool, typer.Option(help="Time planners too, the one part that is measured.")] = True,
@@ -173,7 +195,7 @@ def bench_reproduce(
     raise typer.Exit(main.main(out, with_planners=planners, with_fit=fit))
 
 
-@bench.command("uniep")
+@bench.command("uniep", rich_help_panel=PUBLISHED)
 def bench_uniep(out: ReportFolder = None) -> None:
     """Simulate MegaKernels against one stage after another on Hopper, beside the range that UniEP published."""
     from moesys.bench.uniep import report
@@ -181,7 +203,7 @@ def bench_uniep(out: ReportFolder = None) -> None:
     raise typer.Exit(report.main(out))
 
 
-@bench.command("beyond")
+@bench.command("beyond", rich_help_panel=PUBLISHED)
 def bench_beyond(out: ReportFolder = None) -> None:
     """Simulate what lies beyond LAER-MoE: on its 24 rows, and on three models and 8 to 1,024 GPUs.
 
@@ -192,7 +214,7 @@ def bench_beyond(out: ReportFolder = None) -> None:
     raise typer.Exit(report.main(out))
 
 
-@bench.command("planner")
+@bench.command("planner", rich_help_panel=COMPUTING)
 def bench_planner(
     trace: Annotated[Path | None, typer.Option(help="Replay this trace; docs/traces.md says how to make one.")] = None,
     ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Of the trace's ranks; all by default.")] = None,
@@ -273,7 +295,7 @@ def _spec_file(path: Path | None) -> Path | None:
     return _in_a_folder(path)
 
 
-@bench.command("calibrate")
+@bench.command("calibrate", rich_help_panel=LINKS)
 def bench_calibrate(
     ranks: Annotated[int | None, typer.Option(min=1, help="Local ranks; one a core by default, at most 8.")] = None,
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="cuda takes the ranks of torchrun.")] = "cpu",
@@ -290,17 +312,15 @@ def bench_calibrate(
     Under torchrun it measures the ranks that torchrun started, links inside hosts and between them apart. For example:
     moesys bench calibrate --ranks 2 --out here.toml
     """
-    from moesys.bench.calibrate import report
+    from moesys.bench.calibrate import calibrate_report
 
-    try:
-        report.check(ranks, device)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    code = report.main(ranks, device, threads=threads, repeats=repeats, out=out, json_path=json)
+    with _refusing():
+        calibrate_report.check(ranks, device)
+    code = calibrate_report.main(ranks, device, threads=threads, repeats=repeats, out=out, json_path=json)
     raise typer.Exit(code)
 
 
-@bench.command("shaped")
+@bench.command("shaped", rich_help_panel=LINKS)
 def bench_shaped(
     hosts: Annotated[list[int] | None, typer.Option(help="2 or 4, may be repeated; both by default.")] = None,
     mbit: Annotated[
@@ -323,16 +343,14 @@ def bench_shaped(
     Hosts are network namespaces of this machine. All cases take about eight minutes on 2 cores. Exit code 1 if a bit
     differs. For example: moesys bench shaped --hosts 2 --mbit 100 --mbit 500 --out shaped.md
     """
-    from moesys.bench.shaped import cases, main
+    from moesys.bench.shaped import cases, shaped_report
 
-    try:
-        asked = cases.plan(hosts or (2, 4), mbit or (), latency_us)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    raise typer.Exit(main.main(asked, repeats=repeats, shares=shares, out=out, json_path=json))
+    with _refusing():
+        asked = cases.asked_for(hosts or (2, 4), mbit or (), latency_us)
+    raise typer.Exit(shaped_report.main(asked, repeats=repeats, shares=shares, out=out, json_path=json))
 
 
-@bench.command("simulate")
+@bench.command("simulate", rich_help_panel=COMPUTING)
 def bench_simulate(
     overlap: Annotated[str, typer.Option(help="sequential, pipelined, mega_kernel or all.")] = "sequential",
     most_ranks: Annotated[int, typer.Option(min=1, help="Leave larger clusters out.")] = 1024,
