@@ -135,7 +135,7 @@ class _Messages:
     """What travels in one direction: issued by a stage, waited for by those that need it. On one rank nothing does."""
 
     def __init__(
-        self, routes: Routes, channel: Channel, memory: Memory, source_TH: Tensor, direction: Direction
+        self, routes: Routes, channel: Channel, memory: PagePool, source_TH: Tensor, direction: Direction
     ) -> None:
         self._routes, self._channel, self._memory, self._direction = routes, channel, memory, direction
         self._alone = channel.num_ranks == 1

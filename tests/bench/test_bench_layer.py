@@ -13,15 +13,15 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from moesys.__main__ import app
-from moesys.bench import layer
-from moesys.bench.timing import interleave, paired_ratio
+from moesys.bench import one_layer as layer
+from moesys.bench.harness.stopwatch import Spread, interleave
 from moesys.config import ModelShape
 from moesys.moe.layer import MoELayer
 
 SOFTMAX = ModelShape(hidden_size=64, intermediate_size=48, num_experts=8, top_k=2)
 TINY = (
-    layer.Case("tiny", "mixtral", 24, SOFTMAX),
-    layer.Case(
+    layer.ScaledLayer("tiny", "mixtral", 24, SOFTMAX),
+    layer.ScaledLayer(
         "tiny-groups",
         "deepseek_v3",
         24,
@@ -121,7 +121,7 @@ def test_contestants_take_turns_and_warm_up() -> None:
 
 def test_ratios_are_paired() -> None:
     """A repetition that is slow for both changes nothing."""
-    ratio = paired_ratio([2.0, 20.0, 3.0], [1.0, 10.0, 1.5])
+    ratio = Spread.of_ratios([2.0, 20.0, 3.0], [1.0, 10.0, 1.5])
     assert (ratio.median, ratio.p20, ratio.p80) == (2.0, 2.0, 2.0)
     assert str(ratio) == "2.00 [2.00, 2.00]"
 

@@ -10,9 +10,9 @@ from moesys.bench.beyond.large import LAER_STAGE as LARGE_LAER_STAGE
 from moesys.bench.beyond.large import MODELS as LARGE_MODELS
 from moesys.bench.beyond.large import STAGES as LARGE_STAGES
 from moesys.bench.beyond.rows import LAER_STAGE, OTHER_FIT, SEEDS, STAGES, UNIFIED_STAGE, Beyond, beyond
+from moesys.bench.harness.steps import steps_told
 from moesys.bench.laer.step import MODELS
 from moesys.bench.pages import Section, show, table
-from moesys.bench.steps import steps_told
 from moesys.config import Overlap
 
 BAR = 1.15

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from moesys.bench.harness.steps import steps_told
 from moesys.bench.laer.constants import CONSTANTS
 from moesys.bench.laer.fit import NUM_TOLD, fit
 from moesys.bench.laer.planner_times import planner_times
 from moesys.bench.laer.report import fit_section, planner_section, sections
 from moesys.bench.laer.reproduction import RATES_GB_PER_S, SEEDS, reproduce
 from moesys.bench.pages import Section, show
-from moesys.bench.steps import steps_told
 
 # Planners of two settings, then four shapes, breakdown, ablation and its rates.
 STEPS = len(SEEDS) * (5 + 3) + 4 + 2 + len(RATES_GB_PER_S)

@@ -9,8 +9,8 @@ from functools import partial
 import numpy as np
 
 from moesys.balance import plan_layout
+from moesys.bench.harness.stopwatch import interleave
 from moesys.bench.laer.published import PLANNER_MS
-from moesys.bench.timing import interleave
 from moesys.config import Balance, ClusterSpec, Greedy, Laer
 from moesys.load import LoadMatrix
 

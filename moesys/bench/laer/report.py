@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from moesys.bench.harness.stopwatch import machine_line
 from moesys.bench.laer.constants import FITTED, SOURCES
 from moesys.bench.laer.fit import CALMS, FINALISTS, SKEW_GROWTHS, Fit
 from moesys.bench.laer.planner_times import MOST_LAER_RANKS, PLANNERS, PlannerTime
@@ -12,7 +13,6 @@ from moesys.bench.laer.published import METHODS
 from moesys.bench.laer.reproduction import Reproduction, Row, least_worst_error, median_and_worst
 from moesys.bench.laer.step import Constants
 from moesys.bench.pages import Section, table
-from moesys.bench.timing import machine_line
 
 # The bars that this project set itself: of errors of speed-ups, of expert seconds, of the ablation in points.
 MEDIAN_BAR, WORST_BAR, EXPERTS_BAR, ABLATION_BAR = 0.05, 0.12, 0.06, 0.05

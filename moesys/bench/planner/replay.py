@@ -9,10 +9,12 @@ import time
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
 
 from moesys.balance import LoadHistory, min_max_load, num_moves, plan_layout, split_tokens
+from moesys.bench.harness.sheets import Column
 from moesys.config import Balance, ClusterSpec, Eplb, EvenSplit, Greedy, Oracle, Predictor, Split
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.load import IntArray, LoadMatrix
@@ -92,7 +94,7 @@ class Score:
     layout: str
 
     @property
-    def gap(self) -> float:
+    def gap(self) -> Annotated[float, Column("")]:
         """How much busier the busiest rank is than it had to be over this layout."""
         return self.max_over_mean / self.least_max_over_mean - 1
 

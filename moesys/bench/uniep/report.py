@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from moesys.bench.harness.steps import steps_told
 from moesys.bench.pages import Section, show, table
-from moesys.bench.steps import steps_told
 from moesys.bench.uniep.parts import PARTS, Part
 from moesys.bench.uniep.rows import LAYERS, POINTS, PUBLISHED, Row, uniep_rows
 from moesys.config import ClusterSpec, presets

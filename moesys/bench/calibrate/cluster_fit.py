@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.optimize import minimize_scalar, nnls
 
-from moesys.bench.calibrate.rank import ExpertCase
+from moesys.bench.calibrate.rank_timings import ExpertCase
 from moesys.config import ClusterSpec, DType, ModelShape
 from moesys.cost import pass_seconds
 
@@ -20,22 +20,6 @@ from moesys.cost import pass_seconds
 RATES = (1e-5, 1e5)
 # Larger tiles must explain this much better: where no case tells them apart, the smallest are taken.
 CLEARLY_BETTER = 0.95
-
-
-@dataclass(frozen=True)
-class Spread:
-    """``n`` samples: their median, and their 20th and 80th percentile."""
-
-    median: float
-    p20: float
-    p80: float
-    n: int
-
-    @staticmethod
-    def of(samples: Sequence[float], unit: float = 1.0) -> Spread:
-        """``unit``: what each sample is multiplied by."""
-        low, middle, high = (float(value) * unit for value in np.percentile(samples, (20, 50, 80)))
-        return Spread(middle, low, high, len(samples))
 
 
 @dataclass(frozen=True)

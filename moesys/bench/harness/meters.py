@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 import triton
 
-from moesys.bench.timing import machine_line, wall_ms
+from moesys.bench.harness.stopwatch import machine_line, wall_ms
 
 # So many times the L2 cache is written over before every run, which finds nothing of its own there.
 CACHES_FLUSHED = 4

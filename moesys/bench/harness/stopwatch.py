@@ -1,0 +1,97 @@
+"""Times side by side: interleaved repetitions, what they come to, and what they were measured on."""
+
+from __future__ import annotations
+
+import platform
+import random
+import time
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import Literal, TypeVar
+
+import numpy as np
+
+Name = TypeVar("Name", bound=Hashable)
+Work = Callable[[], object]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """``n`` samples: their median, and their 20th and 80th percentile."""
+
+    median: float
+    p20: float
+    p80: float
+    n: int
+
+    @staticmethod
+    def of(samples: Sequence[float], method: Literal["linear", "nearest"] = "linear") -> Spread:
+        """``method``: where a percentile lies between two samples, what lies between them, or the nearer one."""
+        low, high = (float(value) for value in np.percentile(samples, (20, 80), method=method))
+        return Spread(float(np.median(samples)), low, high, len(samples))
+
+    @staticmethod
+    def of_ratios(longer_ms: Sequence[float], shorter_ms: Sequence[float]) -> Spread:
+        """Of ``longer / shorter``, repetition by repetition, so that what slows a whole repetition cancels.
+
+        ``Spread.of_ratios([2.0, 4.0, 6.0], [1.0, 2.0, 2.0])`` has the median 2.0.
+        """
+        return Spread.of(np.asarray(longer_ms) / np.asarray(shorter_ms))  # type: ignore[arg-type]
+
+    def times(self, factor: float) -> Spread:
+        return Spread(self.median * factor, self.p20 * factor, self.p80 * factor, self.n)
+
+    def __format__(self, form: str) -> str:
+        """``1.23 [1.10, 1.38]``, each number by ``form``, with two digits without one."""
+        return "{0:{3}} [{1:{3}}, {2:{3}}]".format(self.median, self.p20, self.p80, form or ".2f")
+
+    def __str__(self) -> str:
+        return format(self)
+
+
+def wall_ms(work: Work) -> float:
+    """Milliseconds by the host's clock."""
+    start = time.perf_counter()
+    work()
+    return (time.perf_counter() - start) * 1e3
+
+
+def interleave(
+    contestants: Mapping[Name, Work],
+    repeats: int,
+    *,
+    before: Callable[[], object] = lambda: None,
+    stopwatch: Callable[[Work], float] = wall_ms,
+    seed: int = 0,
+) -> dict[Name, list[float]]:
+    """Milliseconds of each contestant in each of ``repeats`` repetitions, by ``stopwatch``.
+
+    A repetition runs every contestant once, in an order shuffled by ``seed``; one repetition of warm-up is left out.
+    ``before`` runs before every run and is not timed.
+    """
+    order, shuffle = list(contestants), random.Random(seed).shuffle
+    samples_ms: dict[Name, list[float]] = {name: [] for name in contestants}
+    for repetition in range(repeats + 1):
+        shuffle(order)
+        for name in order:
+            before()
+            elapsed_ms = stopwatch(contestants[name])
+            if repetition:
+                samples_ms[name].append(elapsed_ms)
+    return samples_ms
+
+
+def repeated_ms(work: Work, repeats: int, before: Callable[[], object] = lambda: None) -> list[float]:
+    """Milliseconds of one work alone, by repetition, after one of warm-up; ``before`` as ``interleave`` has it."""
+    return interleave({"": work}, repeats, before=before)[""]
+
+
+def machine_line(threads: int, packages: Sequence[str] = ("torch",)) -> str:
+    """What the numbers were measured on: processor, cores, threads, versions."""
+    # Not at the top: it needs pydantic, which the image of a machine with a GPU may lack.
+    from moesys.lab.runs.environment import available_cores, cpu_name
+
+    versions = [f"{package} {version(package)}" for package in packages]
+    python = f"Python {platform.python_version()}"
+    return ", ".join([cpu_name(), f"{available_cores()} cores", f"{threads} threads", python, *versions])
