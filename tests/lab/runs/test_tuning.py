@@ -16,13 +16,13 @@ from runner_cases import EP, FSEP, simulation, training
 
 from moesys.config import FlowSplit, Fsep, Greedy, Static, Strategy
 from moesys.config.experiment import Experiment, Generated, Replay
+from moesys.lab.commands.explain import explain_command
 from moesys.lab.commands.run import run_file
 from moesys.lab.commands.tune import tune_file
 from moesys.lab.runs import environment
 from moesys.lab.runs.files import load_experiment
 from moesys.lab.runs.trials import run_simulated
 from moesys.lab.runs.tuning import tune
-from moesys.lab.commands.explain import explain_command
 from moesys.traces import generate, save_trace
 from moesys.tuner.space import EpChoices, FsepChoices, MegaKernelChoices, PipelinedChoices, SequentialChoices, Space
 
