@@ -119,17 +119,12 @@ def beyond_rows(
     scenarios = {(model, stage): stage.scenario(model, constants, iterations) for model in models for stage in stages}
     found = simulate(scenarios.values(), seeds, "beyond")
     drawn = {case: _mean(found[scenario]) for case, scenario in scenarios.items()}
-    return [
-        Fall(
-            model.name,
-            stage.name,
-            of.seconds,
-            drawn[model, LAER].seconds.total,
-            *of.max_over_mean_P,
-            of.inter_node_share,
-        )
-        for (model, stage), of in drawn.items()
-    ]
+    falls = []
+    for (model, stage), of in drawn.items():
+        (max_over_mean,) = of.max_over_mean_P
+        laer_s = drawn[model, LAER].seconds.total
+        falls.append(Fall(model.name, stage.name, of.seconds, laer_s, max_over_mean, of.inter_node_share))
+    return falls
 
 
 def _mean(of_seeds: Sequence[Drawn]) -> Drawn:

@@ -6,31 +6,29 @@ to take depends on it and the seed alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 
 import numpy as np
 
 from moesys.bench.harness.steps import steps_told
-from moesys.bench.planner.replay import Contender, LayerPlanner
+from moesys.bench.planner.replay import Contender, layouts_of
 from moesys.config import ClusterSpec, ModelShape, Strategy
 from moesys.config.experiment import Generated
-from moesys.layout import ExpertLayout, TokenPlan
-from moesys.load import IntArray, LoadMatrix
+from moesys.layout import TokenPlan
+from moesys.load import IntArray
+from moesys.moe.planning import PlanSource
+from moesys.replay import Moment
 from moesys.simulator.step_program import RestOfStep, run_step
 from moesys.traces import generate
-
-LayoutRule = Callable[[IntArray, ExpertLayout, ClusterSpec], ExpertLayout]
-# Micro-batches whose sum a ``LayoutRule`` plans on.
-RULE_WINDOW = 5
 
 
 @dataclass(frozen=True)
 class Planning:
     """Who plans for which routing. Scenarios with the same planning share its plans.
 
-    cluster: the one that planners are told. layout_rule: plans after every micro-batch, in place of the contender's
-    balance, which plans before those micro-batches only that are simulated.
+    cluster: the one that planners are told. every_micro_batch: makes plans after every micro-batch, in place of the
+    contender's balance, which plans before those micro-batches only that are simulated.
     """
 
     routing: Generated
@@ -39,7 +37,7 @@ class Planning:
     slots: int
     cluster: ClusterSpec
     contender: Contender
-    layout_rule: LayoutRule | None = None
+    every_micro_batch: PlanSource | None = None
 
     def plans(self, tokens_SLRE: IntArray, wanted: Collection[int]) -> dict[int, list[TokenPlan]]:
         """Of each wanted micro-batch the plans of all layers, each planned on the micro-batches before."""
@@ -48,19 +46,12 @@ class Planning:
         return {number: [plans[number] for plans in by_layer] for number in wanted}
 
     def _layer_plans(self, tokens_SRE: IntArray, wanted: Collection[int]) -> Iterator[tuple[int, TokenPlan]]:
-        of = self.contender
-        planner = LayerPlanner(of.balance, of.predictor, self.cluster, self.slots, self.num_experts)
-        for number, tokens_RE in enumerate(tokens_SRE):
-            load = LoadMatrix(tokens_RE)
-            if number in wanted:
-                yield number, of.split_over(load, planner.layout, self.cluster, number)
-            if self.layout_rule:
-                newest_RE = tokens_SRE[max(0, number + 1 - RULE_WINDOW) : number + 1].sum(axis=0)
-                planner.layout = self.layout_rule(newest_RE, planner.layout, self.cluster)
-                continue
-            planner.observe(load)
-            if number + 1 in wanted:
-                planner.plan()
+        source = self.every_micro_batch
+        when = None if source else [Moment(number, number) for number in sorted(wanted)]
+        for one in layouts_of(self.contender, tokens_SRE, when, self.cluster, self.slots, source):
+            if one.micro_batch in wanted:
+                plan = self.contender.split_over(one.load, one.layout, self.cluster, one.micro_batch)
+                yield one.micro_batch, plan
 
 
 @dataclass(frozen=True)

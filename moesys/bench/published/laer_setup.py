@@ -14,11 +14,12 @@ from dataclasses import dataclass, field, fields
 
 from moesys.bench.planner.replay import Contender
 from moesys.bench.published.drawn_steps import Planning, Scenario
-from moesys.bench.published.laer_flex_moe import laer_flex_moe_layout
+from moesys.bench.published.laer_flex_moe import LaerFlexMoePlanner
 from moesys.config import (
     Adaptive,
     ClusterSpec,
     EvenSplit,
+    FlexMoe,
     FlowSplit,
     Fsep,
     Greedy,
@@ -148,7 +149,7 @@ LAER_MODELS = (
 _EVEN, _WINDOW = EvenSplit(), WindowMean(steps=5)
 PLANNERS = {
     "FSDP+EP": Contender(Static(), _EVEN, Last()),
-    "FlexMoE": Contender(Static(), _EVEN, Last()),
+    "FlexMoE": Contender(FlexMoe(), _EVEN, _WINDOW),
     "LAER": Contender(Laer(), _EVEN, _WINDOW),
     "no_pq": Contender(Laer(candidates=("even",)), _EVEN, _WINDOW),
     "no_even": Contender(Laer(candidates=("proportional",)), _EVEN, _WINDOW),
@@ -158,7 +159,7 @@ PLANNERS = {
 
 
 def laer_model(name: str) -> LaerModel:
-    """Of a published row. Its Qwen variants differ from Mixtral's by a bias only, of which a simulation knows nothing."""
+    """Of a published row. Its Qwen variants differ from Mixtral's by a bias only, which a simulation does not know."""
     return next(model for model in LAER_MODELS if name.endswith(model.name))
 
 
@@ -173,7 +174,6 @@ def laer_scenario(
     the experts of other layers.
     """
     top_k, optimised = model.layer.top_k, communication_optimised
-    rule = laer_flex_moe_layout if planner == "FlexMoE" else None
     sharding = Fsep(slots_per_rank=top_k, prefetch_layers=int(optimised), delay_reshard=optimised)
     return Scenario(
         name=model.name,
@@ -184,7 +184,7 @@ def laer_scenario(
             slots=top_k,
             cluster=constants.cluster,
             contender=PLANNERS[planner],
-            layout_rule=rule,
+            every_micro_batch=LaerFlexMoePlanner() if planner == "FlexMoE" else None,
         ),
         layer=model.layer,
         num_layers=model.num_layers,
