@@ -23,6 +23,7 @@ FLOORS = (
     {"hf"},
     {"step"},
     {"moe"},
+    {"replay"},
     {"train"},
     {"tuner"},
     {"lab"},

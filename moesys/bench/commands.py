@@ -190,17 +190,17 @@ def bench_reproduce(
 
     24 rows of three methods, breakdown, ablation; the constants and their sources.
     """
-    from moesys.bench.laer import main
+    from moesys.bench.published import reproduce
 
-    raise typer.Exit(main.main(out, with_planners=planners, with_fit=fit))
+    raise typer.Exit(reproduce.main(out, with_planners=planners, with_fit=fit))
 
 
 @bench.command("uniep", rich_help_panel=PUBLISHED)
 def bench_uniep(out: ReportFolder = None) -> None:
     """Simulate MegaKernels against one stage after another on Hopper, beside the range that UniEP published."""
-    from moesys.bench.uniep import report
+    from moesys.bench.published import uniep
 
-    raise typer.Exit(report.main(out))
+    raise typer.Exit(uniep.main(out))
 
 
 @bench.command("beyond", rich_help_panel=PUBLISHED)
@@ -209,9 +209,9 @@ def bench_beyond(out: ReportFolder = None) -> None:
 
     Stage by stage: static, LAER's layout, flow split, our layout, overlap.
     """
-    from moesys.bench.beyond import report
+    from moesys.bench.published import beyond
 
-    raise typer.Exit(report.main(out))
+    raise typer.Exit(beyond.main(out))
 
 
 @bench.command("planner", rich_help_panel=COMPUTING)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from statistics import median
 
 import numpy as np
 import pytest
@@ -10,17 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moesys.balance import split_tokens
-from moesys.bench.beyond.large import MIXTRAL, large_falls, slots_of
-from moesys.bench.beyond.rows import LAER_STAGE, STAGES, UNIFIED_STAGE, beyond
-from moesys.bench.laer.constants import CONSTANTS, FITTED, SOURCES
-from moesys.bench.laer.fit import fit, misfit
-from moesys.bench.laer.flex_moe import even_rows, laer_flex_moe_layout
-from moesys.bench.laer.planner_times import planner_times
-from moesys.bench.laer.published import ABLATION_S, METHODS, PLANNER_MS, ROWS
-from moesys.bench.laer.report import ABLATION_BAR, EXPERTS_BAR, MEDIAN_BAR, fit_section, sections
-from moesys.bench.laer.reproduction import Row, least_worst_error, median_and_worst, planned, reproduce, simulated_rows
-from moesys.bench.laer.step import E16K4_8X22B
-from moesys.bench.pages import page
+from moesys.bench.harness.reports import Report, to_markdown
+from moesys.bench.published.beyond_rows import LAER, STAGES, STATIC, UNIFIED, beyond_rows, geometric_mean
+from moesys.bench.published.beyond_sizes import MIXTRAL, large_rows
+from moesys.bench.published.claims import Claim, errors, least_worst_error, scenarios_of
+from moesys.bench.published.constants_grid import fit, fit_sheet, fitted_claims, misfit
+from moesys.bench.published.drawn_steps import simulate
+from moesys.bench.published.laer_claims import reproduce, row_claims
+from moesys.bench.published.laer_figures import ABLATION_S, METHODS, PLANNER_MS, ROWS
+from moesys.bench.published.laer_flex_moe import even_rows, laer_flex_moe_layout
+from moesys.bench.published.laer_setup import CONSTANTS, FITTED, SOURCES, laer_model
+from moesys.bench.published.planner_times import planner_times
+from moesys.bench.published.reproduce import ABLATION_BAR, EXPERTS_BAR, MEDIAN_BAR, sheets
 from moesys.config import ClusterSpec, EvenSplit
 from moesys.layout import ExpertLayout
 from moesys.load import LoadMatrix
@@ -60,33 +62,33 @@ def test_what_is_quoted_is_what_was_published():
 def test_rows_breakdown_and_ablation_are_near_the_published_ones(found):
     """What meets its bar. FlexMoE's speed-up on 8x22b-e8k2, and two variants of the ablation, do not."""
     for fitted in (True, False):
-        assert median_and_worst(found.speed_up_errors(fitted))[0] <= MEDIAN_BAR
-    assert max(abs(part.experts_error) for part in found.breakdown) <= EXPERTS_BAR
-    points = found.ablation_points()
+        assert median(found.speed_up_errors(fitted)) <= MEDIAN_BAR
+    assert max(errors([claim for claim in found.breakdown if claim.part == "experts"])) <= EXPERTS_BAR
+    points = {claim.of["variant"]: claim for claim in found.ablation}
     assert list(points) == ["FSDP+EP", "no_pq", "no_comm_opt", "no_even", "LAER"]
     for name in ("FSDP+EP", "no_pq", "LAER"):
-        published, simulated = points[name]
-        assert simulated == pytest.approx(published, abs=ABLATION_BAR), name
+        assert points[name].simulated == pytest.approx(points[name].published, abs=ABLATION_BAR), name
     # What is left out makes the simulated step slower too, if less than the published one.
-    assert points["LAER"][1] < points["no_comm_opt"][1] < points["no_pq"][1] < 1
+    assert points["LAER"].simulated < points["no_comm_opt"].simulated < points["no_pq"].simulated < 1
 
 
 def test_of_24_rows_six_are_fitted_on_and_rows_of_a_shape_are_one_simulation(found):
-    assert sum(row.fitted for row in found.rows) == 6
+    seconds = [claim for claim in found.seconds if claim.scenario]
+    assert sum(claim.fitted for claim in seconds) == 6 * len(METHODS)
     assert len(found.speed_up_errors(True)) == 12
     assert len(found.speed_up_errors(False)) == 36
-    assert len({tuple(row.simulated.values()) for row in found.rows}) == 4
-    assert all(len(seconds) == 1 for row in found.rows for seconds in row.of_seeds.values())
+    assert len({tuple(claim.simulated for claim in seconds[row : row + 3]) for row in range(0, 72, 3)}) == 4
+    assert all(len(claim.own_s) == 1 for claim in seconds)
 
 
 def test_the_standard_error_of_a_ratio_of_means_is_that_of_many_draws():
     draws = np.random.default_rng(0).normal((36.0, 29.0, 26.0), (2.0, 0.5, 0.3), size=(400, 12, 3))
-    rows = [Row(ROWS[0], dict(zip(METHODS, map(tuple, of_seeds.T), strict=True))) for of_seeds in draws]
-    for method in METHODS[1:]:
-        spread = np.std([row.speed_up(method)[1] for row in rows]) / np.mean([row.speed_up(method)[1] for row in rows])
-        assert np.mean([row.standard_error(method) for row in rows]) == pytest.approx(spread, rel=0.1)
-    alike = Row(ROWS[0], dict.fromkeys(METHODS, (30.0, 30.0, 30.0)))
-    assert alike.standard_error("LAER") == 0
+    for method in (1, 2):
+        claims = [Claim({}, 1.0, None, own_s=tuple(of[:, 0]), per_s=tuple(of[:, method])) for of in draws]
+        ratios = [claim.simulated for claim in claims]
+        spread = np.std(ratios) / np.mean(ratios)
+        assert np.mean([claim.standard_error for claim in claims]) == pytest.approx(spread, rel=0.1)
+    assert Claim({}, 1.0, None, own_s=(30.0, 30.0, 30.0), per_s=(30.0, 30.0, 30.0)).standard_error == 0
 
 
 def test_no_number_has_a_smaller_worst_error_than_is_said():
@@ -96,11 +98,13 @@ def test_no_number_has_a_smaller_worst_error_than_is_said():
 
 
 def test_slower_links_between_nodes_show_without_the_communication_optimisations_only(found):
-    laer, unhidden = (found.ablation_points()[name][1] for name in ("LAER", "no_comm_opt"))
-    for with_them, without in (found.unhidden[rate] for rate in (75.0, 65.0)):
-        assert with_them == pytest.approx(laer, abs=0.005)
-        assert without > unhidden + 0.005
-        unhidden = without
+    of_variant = {claim.of["variant"]: claim.simulated for claim in found.ablation}
+    at = {(claim.of["GB/s of a node"], claim.of["variant"]): claim.simulated for claim in found.rates}
+    unhidden = of_variant["no_comm_opt"]
+    for rate in ("75", "65"):
+        assert at[rate, "LAER"] == pytest.approx(of_variant["LAER"], abs=0.005)
+        assert at[rate, "no_comm_opt"] > unhidden + 0.005
+        unhidden = at[rate, "no_comm_opt"]
 
 
 def test_hindsight_is_no_worse_than_either_candidate(found):
@@ -108,29 +112,43 @@ def test_hindsight_is_no_worse_than_either_candidate(found):
 
 
 def test_the_same_seed_gives_the_same_figures():
-    figures = []
-    for _ in range(2):
-        plans = planned(METHODS, seeds=(3,), iterations=(2,))
-        figures.append([row.simulated for row in simulated_rows(CONSTANTS, plans, (2,))])
-    assert figures[0] == figures[1]
+    claims = fitted_claims(CONSTANTS, iterations=(2,))
+    once, again = (simulate(scenarios_of(claims), (3,), "again") for _ in range(2))
+    assert [claim.simulated_by(once).simulated for claim in claims] == [
+        claim.simulated_by(again).simulated for claim in claims
+    ]
 
 
 def test_a_page_says_simulated_in_every_title_and_has_every_row(found):
-    text = page("SIMULATED: a page", ["An introduction."], sections(found, CONSTANTS))
-    titles = [line for line in text.splitlines() if line.startswith(("#", "SIMULATED", "MEASURED", "The constants"))]
-    assert len(titles) == 9
-    assert sum(title.startswith(("# SIMULATED", "SIMULATED")) for title in titles) == 8
-    # Four rows, and two methods of the simulation behind them.
-    assert text.count("mixtral-8x22b-e16k4") == 6
+    text = to_markdown(Report("a page", "SIMULATED: a page", "simulated", sheets(found, CONSTANTS)))
+    titles = [line for line in text.splitlines() if line.startswith("#")]
+    assert len(titles) == 10
+    assert sum(title.startswith(("# SIMULATED", "## SIMULATED")) for title in titles) == 9
+    # Four rows of three methods and Megatron with two speed-ups each, and two methods of the simulation behind them.
+    assert text.count("mixtral-8x22b-e16k4") == 4 * (4 + 2) + 2
     assert "Megatron's seconds are quoted" in text
 
 
 def test_a_perfect_simulation_has_no_misfit():
-    rows = [Row(row, {method: (row.seconds(method),) for method in METHODS}) for row in ROWS]
-    assert misfit(rows) == 0
-    late = [Row(row, {method: (1.1 * row.seconds(method),) for method in METHODS}) for row in ROWS]
+    seconds = {
+        (claim.of["dataset"], claim.of["aux"], claim.of["model"], claim.of["method"]): claim.published
+        for claim in row_claims(CONSTANTS)[0]
+    }
+
+    def told(late):
+        """All simulated seconds late by a factor, as published otherwise."""
+        found = []
+        for claim in fitted_claims(CONSTANTS, (1,)):
+            of = tuple(claim.of.values())
+            static_s, own_s = late * seconds[(*of[:3], "FSDP+EP")], late * seconds[of]
+            found.append(
+                replace(claim, own_s=(static_s if claim.per else own_s,), per_s=(own_s if claim.per else 1.0,))
+            )
+        return misfit(found)
+
+    assert told(1.0) == pytest.approx(0, abs=1e-15)
     # All 10 % late: seconds are wrong by that, and speed-ups are right.
-    assert misfit(late) == pytest.approx(np.sqrt(0.1**2 * 3 / 5))
+    assert told(1.1) == pytest.approx(np.sqrt(0.1**2 * 3 / 5))
 
 
 def test_the_fit_draws_its_best_routings_again_and_knows_what_draws_cannot_tell(monkeypatch):
@@ -138,15 +156,14 @@ def test_the_fit_draws_its_best_routings_again_and_knows_what_draws_cannot_tell(
     tiny["FINAL_DISPATCHERS_MS"] = (8.0, 40.0)
     draws = {"COARSE_SEEDS": (0, 1), "COARSE_ITERATIONS": (1,), "SEEDS": (0, 1), "ROW_ITERATIONS": (1,)}
     for name, value in (tiny | draws).items():
-        monkeypatch.setattr(f"moesys.bench.laer.fit.{name}", value)
+        monkeypatch.setattr(f"moesys.bench.published.constants_grid.{name}", value)
     best, late = found = fit()
     assert (best.constants.dispatcher_ms, late.constants.dispatcher_ms) == (8.0, 40.0)
     assert best.constants.calm == late.constants.calm
     assert best.behind(best) == (0, 0)
     above, error = late.behind(best)
     assert above > 0.1 > 10 * error > 0
-    made, _ = fit_section(found)
-    assert made.row_count == 2
+    assert len(fit_sheet(found).rows) == 2
 
 
 def test_flex_moe_of_laer_moe_gives_the_hot_expert_a_replica_more_in_every_node():
@@ -190,22 +207,23 @@ def test_the_planner_time_figure_has_published_and_measured_times():
 
 
 def test_beyond_is_faster_than_laer_by_balance_first():
-    found = beyond(seeds=(0,), iterations=(ITERATION,), models=(E16K4_8X22B,))
-    over_laer = [found.geometric_mean(stage, STAGES[LAER_STAGE]) for stage in STAGES]
+    falls = beyond_rows(seeds=(0,), iterations=(ITERATION,), models=(laer_model("mixtral-8x22b-e16k4"),))
+    over_laer = [geometric_mean(falls, stage, LAER) for stage in STAGES]
     static, laer, split, layout, chunks, unified, float32 = over_laer
     assert static < laer == 1 < split < layout < chunks < unified
     assert float32 < unified
-    assert len(found.falls) == len(STAGES)
-    assert found.falls[UNIFIED_STAGE].max_over_mean < 1.01
-    assert found.falls[UNIFIED_STAGE].seconds.all_to_all < found.falls[LAER_STAGE].seconds.all_to_all
+    assert len(falls) == len(STAGES)
+    assert falls[STAGES.index(UNIFIED)].max_over_mean < 1.01
+    assert falls[STAGES.index(UNIFIED)].seconds.all_to_all < falls[STAGES.index(LAER)].seconds.all_to_all
+    assert STAGES[0] == STATIC
 
 
 def test_a_published_model_on_one_node_stage_by_stage():
-    assert slots_of(MIXTRAL.layer, 8) == 2
-    falls = large_falls((MIXTRAL,), ("H100", "H200"), (8,))
-    assert [(fall.gpu, fall.num_ranks) for fall in falls[:2]] == [("H100", 8), ("H200", 8)]
-    h100 = [fall for fall in falls if fall.gpu == "H100"]
-    assert h100[-1].layer_ms < h100[1].layer_ms < h100[0].layer_ms
-    assert all(fall.inter_node_share == 0 for fall in falls)
+    assert MIXTRAL.slots(8) == 2
+    rows = large_rows((MIXTRAL,), ("H100", "H200"), (8,))
+    assert [(row.gpu, row.num_ranks) for row in rows] == [("H100", 8), ("H200", 8)]
+    h100, h200 = (row.layer_ms for row in rows)
+    assert h100["unified"] < h100["LAER"] < h100["static"]
+    assert all(share == 0 for row in rows for share in row.inter_node_share.values())
     # The faster GPU has the same links and faster products.
-    assert all(h200.layer_ms < h100.layer_ms for h100, h200 in zip(falls[::2], falls[1::2], strict=True))
+    assert all(h200[stage] < h100[stage] for stage in h100)

@@ -17,7 +17,8 @@ from moesys.config import ClusterSpec, ModelShape, Strategy
 from moesys.config.experiment import Experiment, Generated, Replay, Training, Trial
 from moesys.lab.runs.launch import Place, TrialError, place_for
 from moesys.lab.runs.records import replace_file, setting_fingerprint, take_lock
-from moesys.lab.runs.trials import Measurement, rest_of, routing_of, walk
+from moesys.lab.runs.trials import Measurement, rest_of, routing_of
+from moesys.replay import replay_steps
 from moesys.step import simulation
 from moesys.traces import save_trace
 from moesys.tuner.costs import Told
@@ -197,10 +198,10 @@ class SimulatedWorkload:
         return cls(model, cluster, workload, seeds, (min(lengths) - workload.warmup) // workload.micro_batches)
 
     def walk(self, strategy: Strategy, seed: int) -> Iterator[Step]:
-        micro_batches = islice(
-            walk(strategy, self.model, self.cluster, self.workload, seed), self.workload.warmup, None
-        )
-        while step := tuple(islice(micro_batches, self.workload.micro_batches)):
+        routing = routing_of(self.workload, self.model, self.cluster, seed)
+        every = replay_steps(strategy, self.model, self.cluster, routing.tokens_SLRE)
+        timed = islice(every, self.workload.warmup, None)
+        while step := tuple(islice(timed, self.workload.micro_batches)):
             yield step
 
     def step_ms(self, step: Step) -> float:

@@ -6,17 +6,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
-Method = Literal["FSDP+EP", "FlexMoE", "LAER"]
-METHODS: tuple[Method, ...] = ("FSDP+EP", "FlexMoE", "LAER")
+METHODS = ("FSDP+EP", "FlexMoE", "LAER")
 
 
 @dataclass(frozen=True)
 class PublishedRow:
     """Figure 8: seconds of an iteration, the mean of iterations 21 to 70. ``megatron_s`` is quoted, not simulated."""
 
-    dataset: Literal["wikitext", "C4"]
+    dataset: str
     aux_loss: float
     model: str
     fsdp_ep_s: float
@@ -24,8 +22,10 @@ class PublishedRow:
     laer_s: float
     megatron_s: float
 
-    def seconds(self, method: Method) -> float:
-        return {"FSDP+EP": self.fsdp_ep_s, "FlexMoE": self.flex_moe_s, "LAER": self.laer_s}[method]
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Of the ``METHODS``."""
+        return dict(zip(METHODS, (self.fsdp_ep_s, self.flex_moe_s, self.laer_s), strict=True))
 
 
 ROWS = (
@@ -64,7 +64,7 @@ class PublishedBreakdown:
     """
 
     model: str
-    method: Method
+    method: str
     all_to_all_s: float
     experts_s: float
     total_s: float
@@ -84,29 +84,13 @@ ABLATION_S = {"FSDP+EP": 35.66, "no_pq": 31.70, "no_comm_opt": 28.59, "no_even":
 
 # Figure 11: milliseconds of LAER's planner for 32 experts, by (ranks, slots a rank), on its authors' machine.
 PLANNER_MS = {
-    (64, 1): 0.487,
-    (128, 1): 1.294,
-    (256, 1): 3.594,
-    (512, 1): 24.481,
-    (1024, 1): 99.849,
-    (64, 2): 0.517,
-    (128, 2): 1.536,
-    (256, 2): 4.446,
-    (512, 2): 28.641,
-    (1024, 2): 116.086,
-    (64, 4): 0.749,
-    (128, 4): 2.082,
-    (256, 4): 6.053,
-    (512, 4): 33.648,
-    (1024, 4): 131.156,
-    (64, 8): 1.000,
-    (128, 8): 2.944,
-    (256, 8): 9.443,
-    (512, 8): 46.645,
-    (1024, 8): 181.777,
-    (64, 16): 1.749,
-    (128, 16): 5.282,
-    (256, 16): 17.427,
-    (512, 16): 76.303,
-    (1024, 16): 281.982,
+    (ranks, slots): milliseconds
+    for slots, times_ms in {
+        1: (0.487, 1.294, 3.594, 24.481, 99.849),
+        2: (0.517, 1.536, 4.446, 28.641, 116.086),
+        4: (0.749, 2.082, 6.053, 33.648, 131.156),
+        8: (1.000, 2.944, 9.443, 46.645, 181.777),
+        16: (1.749, 5.282, 17.427, 76.303, 281.982),
+    }.items()
+    for ranks, milliseconds in zip((64, 128, 256, 512, 1024), times_ms, strict=True)
 }

@@ -6,13 +6,24 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from moesys.config import ClusterSpec
 from moesys.layout import ExpertLayout
 from moesys.load import IntArray
+from moesys.moe.planning import PlanRequest, SolvedPlan
 
 MAX_MOVES = 10
+
+
+@dataclass(frozen=True)
+class LaerFlexMoePlanner:
+    """Plans at once, step by step: it is to be asked after every micro-batch."""
+
+    def submit(self, request: PlanRequest) -> SolvedPlan:
+        return SolvedPlan(laer_flex_moe_layout(request.load.tokens_RE, request.previous, request.cluster))
 
 
 def laer_flex_moe_layout(tokens_RE: IntArray, previous: ExpertLayout, cluster: ClusterSpec) -> ExpertLayout:

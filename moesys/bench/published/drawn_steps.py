@@ -1,0 +1,166 @@
+"""Steps of MoE layers on drawn routing, planned and simulated.
+
+A ``Scenario`` is data: which layers run under which strategy, on which cluster, on which routing. What it is simulated
+to take depends on it and the seed alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import astuple, dataclass
+
+import numpy as np
+
+from moesys.bench.harness.steps import steps_told
+from moesys.bench.planner.replay import Contender, layouts_of
+from moesys.config import ClusterSpec, ModelShape, Strategy
+from moesys.config.experiment import Generated
+from moesys.layout import TokenPlan
+from moesys.load import IntArray
+from moesys.moe.planning import PlanSource
+from moesys.replay import Moment
+from moesys.simulator.step_program import RestOfStep, run_step
+from moesys.traces import generate
+
+
+@dataclass(frozen=True)
+class Planning:
+    """Who plans for which routing. Scenarios with the same planning share its plans.
+
+    cluster: the one that planners are told. every_micro_batch: makes plans after every micro-batch, in place of the
+    contender's balance, which plans before those micro-batches only that are simulated.
+    """
+
+    routing: Generated
+    num_experts: int
+    top_k: int
+    slots: int
+    cluster: ClusterSpec
+    contender: Contender
+    every_micro_batch: PlanSource | None = None
+
+    def plans(self, tokens_SLRE: IntArray, wanted: Collection[int]) -> dict[int, list[TokenPlan]]:
+        """Of each wanted micro-batch the plans of all layers, each planned on the micro-batches before."""
+        layers = range(tokens_SLRE.shape[1])
+        by_layer = [dict(self._layer_plans(tokens_SLRE[:, layer], wanted)) for layer in layers]
+        return {number: [plans[number] for plans in by_layer] for number in wanted}
+
+    def _layer_plans(self, tokens_SRE: IntArray, wanted: Collection[int]) -> Iterator[tuple[int, TokenPlan]]:
+        source = self.every_micro_batch
+        when = None if source else [Moment(number, number) for number in sorted(wanted)]
+        for one in layouts_of(self.contender, tokens_SRE, when, self.cluster, self.slots, source):
+            if one.micro_batch in wanted:
+                plan = self.contender.split_over(one.load, one.layout, self.cluster, one.micro_batch)
+                yield one.micro_batch, plan
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """Steps of the first ``num_layers`` layers of a planning; ``steps`` has the micro-batches of each, from 0."""
+
+    name: str
+    planning: Planning
+    layer: ModelShape
+    num_layers: int
+    steps: tuple[tuple[int, ...], ...]
+    strategy: Strategy
+    cluster: ClusterSpec
+    rest: RestOfStep
+
+
+@dataclass(frozen=True)
+class StepSeconds:
+    """Seconds of a step, and of its parts: means over ranks.
+
+    experts: products and weight gradients. all_to_all: of rows, with the waiting for slower ranks. experts_late:
+    waiting for experts and gradients on their way. exposed: all that is not computing.
+    """
+
+    total: float
+    experts: float
+    all_to_all: float
+    experts_late: float
+    exposed: float
+
+    @property
+    def rest(self) -> float:
+        """All but experts and the all-to-all."""
+        return self.total - self.experts - self.all_to_all
+
+    @classmethod
+    def mean(cls, of: Sequence[StepSeconds]) -> StepSeconds:
+        return cls(*np.mean([astuple(seconds) for seconds in of], axis=0).tolist())
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A scenario under one seed: the mean over its steps, and of its P plans in all drawn layers the rows of the
+    busiest rank over the mean; ``inter_node_share``: of the routed rows.
+    """
+
+    seconds: StepSeconds
+    max_over_mean_P: tuple[float, ...]
+    inter_node_share: float
+
+
+Found = Mapping[Scenario, Sequence[Drawn]]
+
+
+def simulate(scenarios: Collection[Scenario], seeds: Sequence[int], what: str) -> Found:
+    """Of every scenario what it takes under each seed. Says how far it is, as ``what``."""
+    plannings: dict[Planning, list[Scenario]] = {}
+    for scenario in dict.fromkeys(scenarios):
+        plannings.setdefault(scenario.planning, []).append(scenario)
+    found: dict[Scenario, list[Drawn]] = {scenario: [] for scenario in scenarios}
+    with steps_told(what, len(seeds) * len(plannings)) as tell:
+        for seed in seeds:
+            for planning, alike in plannings.items():
+                tell(f"{alike[0].name}, {alike[0].strategy.name}, seed {seed}")
+                for scenario, drawn in _drawn(planning, alike, seed):
+                    found[scenario].append(drawn)
+    return found
+
+
+def _drawn(planning: Planning, alike: Sequence[Scenario], seed: int) -> Iterator[tuple[Scenario, Drawn]]:
+    wanted = {number for scenario in alike for step in scenario.steps for number in step}
+    # Later micro-batches change no earlier one.
+    routing = planning.routing.replace(warmup=0, steps=max(wanted) + 1)
+    trace = generate(routing, planning.cluster.num_ranks, planning.num_experts, planning.top_k, seed)
+    plans = planning.plans(trace.tokens_SLRE, wanted)
+    for of in alike:
+        steps = [[plans[number] for number in step] for step in of.steps]
+        seconds = [
+            step_seconds(of.strategy, of.layer, of.cluster, [plans[: of.num_layers] for plans in step], of.rest)
+            for step in steps
+        ]
+        used = [plan for step in steps for plans_L in step for plan in plans_L]
+        yield (
+            of,
+            Drawn(
+                StepSeconds.mean(seconds),
+                tuple(plan.max_over_mean for plan in used),
+                sum(plan.inter_node_tokens(of.cluster.node_of_rank) for plan in used)
+                / sum(plan.load.total for plan in used),
+            ),
+        )
+
+
+def step_seconds(
+    strategy: Strategy,
+    layer: ModelShape,
+    cluster: ClusterSpec,
+    micro_batches: Sequence[Sequence[TokenPlan]],
+    rest: RestOfStep,
+) -> StepSeconds:
+    """Of one step, by ``run_step``."""
+    simulation = run_step(strategy, layer, cluster, micro_batches, rest)
+    computed = {kind: float(seconds_R.mean()) for kind, seconds_R in simulation.computed_R.items()}
+    waited = {lane: float(seconds_R.mean()) for lane, seconds_R in simulation.waited_R.items()}
+    late = waited.get("restore", 0.0) + waited.get("reshard", 0.0)
+    return StepSeconds(
+        total=simulation.length_seconds,
+        experts=computed["experts"] + computed["weight_gradients"],
+        all_to_all=sum(waited.values()) - late,
+        experts_late=late,
+        exposed=simulation.length_seconds - sum(computed.values()),
+    )
