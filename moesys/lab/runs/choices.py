@@ -1,0 +1,79 @@
+"""What the command line takes for a declaration: a kind, such as ``greedy``; JSON; a file; ``4x8`` or ``h100:4``."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
+
+from moesys.config import Balance, ClusterSpec, Predictor, Split, Strategy, presets
+from moesys.lab.runs.files import in_words
+
+T = TypeVar("T")
+
+_PRESETS = {make.__name__: make for make in (presets.a100, presets.h800, presets.h100, presets.h200, presets.b200)}
+
+
+def balance_of(text: str) -> Balance:
+    """``greedy``, or ``{"kind": "greedy", "effort": 4}``. Raises ValueError for what is neither."""
+    return _member(text, "balance", TypeAdapter(Balance))
+
+
+def split_of(text: str) -> Split:
+    """``flow``, or ``{"kind": "flow", "max_inter_node": 0.1}``. Raises ValueError for what is neither."""
+    return _member(text, "split", TypeAdapter(Split))
+
+
+def predictor_of(text: str) -> Predictor:
+    """``last``, or ``{"kind": "ema", "decay": 0.9}``. Raises ValueError for what is neither."""
+    return _member(text, "predictor", TypeAdapter(Predictor))
+
+
+def strategy_of(path: Path) -> Strategy:
+    """A ``Strategy`` in JSON or TOML, such as ``moesys tune`` writes. Raises ValueError for what is none."""
+    if path.suffix not in (".json", ".toml") or not path.is_file():
+        raise ValueError(f"strategy={str(path)!r} is no .json or .toml file; give one that declares a Strategy")
+    try:
+        declared = path.read_text(encoding="utf-8")
+        return Strategy.from_json(declared) if path.suffix == ".json" else Strategy.from_toml(declared)
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, ValidationError) as error:
+        raise ValueError(f"{path} declares no strategy: {in_words(error)}") from None
+
+
+def cluster_of(text: str) -> ClusterSpec:
+    """``4x8``, 4 nodes of 8 ranks; ``h100:4``, 4 nodes of a preset; or the path of a ``ClusterSpec`` in JSON or TOML.
+
+    Raises ValueError for others.
+    """
+    path = Path(text)
+    try:
+        if shorthand := re.fullmatch(r"(\d+)x(\d+)", text):
+            num_nodes, ranks_per_node = map(int, shorthand.groups())
+            return ClusterSpec(num_nodes=num_nodes, ranks_per_node=ranks_per_node)
+        if preset := re.fullmatch(rf"({'|'.join(_PRESETS)}):(\d+)", text):
+            name, count = preset.groups()
+            return _PRESETS[name](int(count))
+        if path.suffix not in (".json", ".toml") or not path.is_file():
+            raise ValueError(
+                "no .json or .toml file; give one, or nodes and ranks a node as in 4x8, or nodes of a preset as in "
+                f"h100:4 ({', '.join(_PRESETS)})"
+            )
+        declared = path.read_text(encoding="utf-8")
+        return ClusterSpec.from_json(declared) if path.suffix == ".json" else ClusterSpec.from_toml(declared)
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, ValueError) as error:
+        raise ValueError(f"cluster={text!r}: {in_words(error)}") from None
+
+
+def _member(text: str, field: str, union: TypeAdapter[T]) -> T:
+    try:
+        fields: Any = json.loads(text) if text.lstrip().startswith("{") else {"kind": text}
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{field}={text!r} is no JSON: {error}") from None
+    try:
+        return union.validate_python(fields)
+    except ValidationError as error:
+        raise ValueError(f"{field}={text!r}: {in_words(error)}") from None

@@ -1,0 +1,220 @@
+"""Comparison: what the records of an experiment mean, strategy by strategy, against its baseline."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+from numpy.typing import NDArray
+
+from moesys.config import DType, Strategy
+from moesys.config.experiment import Experiment, Source, Trial
+from moesys.lab.runs.records import Record, latest
+from moesys.lab.runs.statistics import PairedRatio, paired_ratio
+
+# Largest relative difference of a loss that the order of sums explains.
+LOSS_TOLERANCE: Mapping[DType, float] = {"float32": 1e-4, "float16": 5e-3, "bfloat16": 2e-2}
+# Over so many first steps it must hold, in which a wrong gradient shows. Later a rounding may send a token to another
+# expert, where two score alike, and from there two right trainings part.
+JUDGED_STEPS = 10
+SPEED = "step_ms"
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How far losses are from the baseline's, over the same seeds and steps: |a - b| / |b|.
+
+    difference: the largest of all steps. steps_within: of ``num_steps``, the first ones in which none is above
+    ``tolerance``.
+    """
+
+    difference: float
+    tolerance: float
+    steps_within: int
+    num_steps: int
+
+    @property
+    def bit_equal(self) -> bool:
+        return self.difference == 0
+
+    @property
+    def steps_left(self) -> int:
+        """Steps from the first one on that is further off."""
+        return self.num_steps - self.steps_within
+
+    @property
+    def holds(self) -> bool:
+        """Whether both compute the same, as far as the first ``JUDGED_STEPS`` steps can tell."""
+        return self.steps_within >= min(self.num_steps, JUDGED_STEPS)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One strategy, or the baseline's repetition (``repeat`` 1).
+
+    samples: of each metric, by seed. units: of each metric. losses: of all steps, by seed.
+    speedup: against the baseline; None for the baseline itself, where no seed is shared, or where the numbers differ.
+    agreement: with the baseline; None for the baseline itself, where no seed is shared, and where it is simulated.
+    failed: the one-line error by seed.
+    """
+
+    name: str
+    strategy: Strategy
+    repeat: int
+    samples: dict[str, dict[int, list[float]]]
+    units: dict[str, str]
+    losses: dict[int, list[float]]
+    failed: dict[int, str]
+    speedup: PairedRatio | None = None
+    agreement: Agreement | None = None
+
+    @property
+    def n(self) -> int:
+        """Seeds that ended well."""
+        return len(self.losses)
+
+    def median(self, metric: str) -> float | None:
+        """Over seeds, of each seed's median; None where there are no samples."""
+        by_seed = [float(np.median(values)) for values in self.samples.get(metric, {}).values() if values]
+        return float(np.median(by_seed)) if by_seed else None
+
+    @property
+    def final_loss(self) -> float | None:
+        """The last step's, the median over seeds; None where nothing was trained."""
+        last = [losses[-1] for losses in self.losses.values() if losses]
+        return float(np.median(last)) if last else None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Rows of one experiment: the baseline, its repetition if there is one, then the others from fast to slow.
+
+    Rows whose numbers differ from the baseline's, and those without samples, come last, in declared order.
+    ``environments``: ids of those that the records come from; more than one deserves a warning.
+    """
+
+    experiment: Experiment
+    source: Source
+    rows: tuple[Row, ...]
+    environments: tuple[str, ...] = ()
+
+    @property
+    def baseline(self) -> Row:
+        return self.rows[0]
+
+    @property
+    def n(self) -> int:
+        """Seeds of the row that has most."""
+        return max(row.n for row in self.rows)
+
+    @cached_property
+    def best(self) -> frozenset[str]:
+        """Names of the fastest row and of those that no paired interval tells from it.
+
+        Empty where the fastest cannot be told from any other, as with too few seeds.
+        """
+        rivals = [row for row in self.rows if row.speedup is not None and not row.repeat]
+        rivals += [self.baseline] * (self.baseline.n > 0)
+        if len(rivals) < 2:
+            return frozenset()
+        first = max(rivals, key=lambda row: row.speedup.estimate if row.speedup else 1.0)
+        slower = {row.name for row in rivals if row is not first and _is_faster(first, row)}
+        return frozenset(row.name for row in rivals if row.name not in slower) if slower else frozenset()
+
+
+def compare_records(experiment: Experiment, records: Iterable[Record], source: Source | None = None) -> Comparison:
+    """What the records of an experiment's trials say; records of other trials are left alone.
+
+    Of several records of one trial the last one holds. ``source`` is what the experiment's workload makes them by
+    default. Raises ValueError where a record is of another source: simulated and measured never mix.
+    """
+    source = source or experiment.source
+    by_identity = latest(records)
+    rows: dict[tuple[str, int], list[tuple[Trial, Record]]] = {
+        (strategy.name, repeat): []
+        for repeat in range(1 + experiment.repeat_baseline)
+        for strategy in (experiment.strategies if not repeat else [experiment.baseline])
+    }
+    for trial in experiment.trials():
+        if (record := by_identity.get(trial.identity)) is not None:
+            if record.source != source:
+                raise ValueError(
+                    f"{trial.strategy.name} with seed {trial.seed} was {record.source}, and this comparison is "
+                    f"{source}; compare simulated and measured trials side by side, in two tables"
+                )
+            rows[trial.strategy.name, trial.repeat].append((trial, record))
+    strategies = {strategy.name: strategy for strategy in experiment.strategies}
+    plain = [_row(strategies[name], repeat, results) for (name, repeat), results in rows.items()]
+    baseline = plain[0]
+    tolerance = LOSS_TOLERANCE[experiment.model.dtype]
+    judged = [_judged(row, baseline, source, tolerance) for row in plain[1:]]
+    judged.sort(key=lambda row: (-row.repeat, -row.speedup.estimate if row.speedup else math.inf))
+    seen = dict.fromkeys(record.environment for results in rows.values() for _, record in results)
+    return Comparison(experiment, source, (baseline, *judged), tuple(seen))
+
+
+def agreement(
+    baseline: Mapping[int, Sequence[float]], losses: Mapping[int, Sequence[float]], tolerance: float
+) -> Agreement | None:
+    """Of the losses of the seeds that both have; None where there are none.
+
+    A loss that is not finite agrees with none, and another number of steps is infinitely far.
+    """
+    seeds = [seed for seed in baseline.keys() & losses.keys() if len(baseline[seed]) or len(losses[seed])]
+    if not seeds:
+        return None
+    num_steps = max(len(baseline[seed]) for seed in seeds)
+    difference_S = np.max([_differences(losses[seed], baseline[seed], num_steps) for seed in seeds], axis=0, initial=0)
+    above = np.flatnonzero(difference_S > tolerance)
+    return Agreement(
+        float(difference_S.max(initial=0)), tolerance, int(above[0]) if above.size else num_steps, num_steps
+    )
+
+
+def _differences(losses: Sequence[float], reference: Sequence[float], num_steps: int) -> NDArray[np.float64]:
+    """|a - b| / |b| of each step."""
+    if len(losses) != len(reference):
+        return np.full(num_steps, math.inf)
+    a, b = np.asarray(losses, dtype=np.float64), np.asarray(reference, dtype=np.float64)
+    difference_S = np.zeros(num_steps)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        relative = np.abs(a - b) / np.abs(b)
+    both_zero = (a == 0) & (b == 0)
+    difference_S[: len(a)] = np.where(both_zero, 0.0, np.where(np.isfinite(relative), relative, math.inf))
+    return difference_S
+
+
+def _row(strategy: Strategy, repeat: int, results: list[tuple[Trial, Record]]) -> Row:
+    ok = [(trial.seed, record) for trial, record in results if record.status == "ok"]
+    metrics = dict.fromkeys(metric for _, record in ok for metric in record.samples)
+    return Row(
+        name=f"{strategy.name} (again)" if repeat else strategy.name,
+        strategy=strategy,
+        repeat=repeat,
+        samples={
+            metric: {seed: record.samples[metric].values for seed, record in ok if metric in record.samples}
+            for metric in metrics
+        },
+        units={metric: samples.unit for _, record in ok for metric, samples in record.samples.items()},
+        losses={seed: record.losses for seed, record in ok},
+        failed={trial.seed: record.error for trial, record in results if record.status == "failed"},
+    )
+
+
+def _judged(row: Row, baseline: Row, source: Source, tolerance: float) -> Row:
+    """A speed is shown where nothing had to be computed, or where what was computed is the baseline's."""
+    agrees = agreement(baseline.losses, row.losses, tolerance) if source == "measured" else None
+    may_show = source == "simulated" or (agrees is not None and agrees.holds)
+    return replace(row, speedup=_speedup(baseline, row) if may_show else None, agreement=agrees)
+
+
+def _speedup(baseline: Row, row: Row) -> PairedRatio | None:
+    return paired_ratio(baseline.samples.get(SPEED, {}), row.samples.get(SPEED, {}))
+
+
+def _is_faster(row: Row, other: Row) -> bool:
+    ratio = _speedup(other, row)
+    return ratio is not None and ratio.verdict == "faster"

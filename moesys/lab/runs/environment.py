@@ -1,0 +1,202 @@
+"""What numbers were measured with: code, interpreter, libraries, machine, variables."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import subprocess
+from dataclasses import asdict, dataclass
+from hashlib import sha256
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from moesys.lab.runs.files import in_words
+from moesys.lab.runs.launch import LOOPBACK
+from moesys.lab.runs.records import replace_file
+
+_PACKAGES = ("torch", "numpy", "scipy", "ortools", "triton")
+_VARIABLES = ("OMP_", "MKL_", "OPENBLAS_", "TORCH_", "CUDA_", "NCCL_", "GLOO_")
+# What the runner or torchrun sets for ranks, each in its own way, though the ranks run alike. Threads have a field.
+_SET_FOR_RANKS = {"OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING"}
+_ONE_HOST = ("GLOO_SOCKET_IFNAME", LOOPBACK)
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What can change a measured number without a field of the experiment changing.
+
+    git_commit: of the checkout that moesys runs from; empty where it does not run from one.
+    git_diff: the file of the run folder that holds its uncommitted changes; empty where there are none.
+    cpu_capability: the instructions that torch chose, such as AVX512; with threads and dtype the CPU's numerics class.
+    torch_threads: of each rank. variables: those set that steer BLAS, torch, CUDA, NCCL and gloo, less what is set for
+        ranks by whatever starts them; the home folder in them is written ``~``.
+    """
+
+    git_commit: str
+    git_diff: str
+    python: str
+    packages: dict[str, str]
+    platform: str
+    cpu: str
+    cpu_capability: str
+    cores: int
+    torch_threads: int
+    gpus: list[str]
+    gpu_driver: str
+    variables: dict[str, str]
+
+    @property
+    def git_dirty(self) -> bool:
+        return self.git_diff != ""
+
+    @property
+    def id(self) -> str:
+        """8 hex digits; the same machine in the same state has the same."""
+        return sha256(json.dumps(asdict(self), sort_keys=True).encode()).hexdigest()[:8]
+
+    @property
+    def machine_line(self) -> str:
+        """For the foot of a table."""
+        parts = [self.cpu, f"{self.cores} cores", f"{self.torch_threads} thread{'s' * (self.torch_threads > 1)} a rank"]
+        parts += [f"{self.gpus.count(gpu)} × {gpu}" for gpu in dict.fromkeys(self.gpus)]
+        parts += [f"Python {self.python}", f"torch {self.packages['torch']}"]
+        if self.git_commit:
+            parts.append(f"moesys {self.git_commit[:8]}{' with uncommitted changes' if self.git_dirty else ''}")
+        return ", ".join(parts)
+
+
+_ENVIRONMENT = TypeAdapter(Environment)
+
+
+def collect_environment(torch_threads: int | None = None) -> tuple[Environment, str]:
+    """This process's environment, and the text of its uncommitted changes; ``torch_threads`` is torch's own number by
+    default.
+    """
+    # Not at the top: whoever only reads environments need not wait for it.
+    import torch
+
+    commit, diff = _git_state(Path(__file__).parents[2])
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if gpus else ""
+    environment = Environment(
+        git_commit=commit,
+        git_diff=f"changes-{sha256(diff.encode()).hexdigest()[:8]}.diff" if diff else "",
+        python=platform.python_version(),
+        packages={package: found for package in _PACKAGES if (found := _version(package))},
+        platform=platform.platform(),
+        cpu=cpu_name(),
+        cpu_capability=torch.backends.cpu.get_cpu_capability(),
+        cores=available_cores(),
+        torch_threads=torch_threads or torch.get_num_threads(),
+        gpus=gpus,
+        gpu_driver=driver.partition("\n")[0],
+        variables={
+            name: value.replace(str(Path.home()), "~")
+            for name, value in sorted(os.environ.items())
+            if name.startswith(_VARIABLES) and name not in _SET_FOR_RANKS and (name, value) != _ONE_HOST
+        },
+    )
+    return environment, diff
+
+
+def source_digest() -> str:
+    """12 hex digits of the source of moesys, as it lies there: committed or not, in a checkout or installed."""
+    package, digest = Path(__file__).parents[2], sha256()
+    for file in sorted(package.rglob("*.py")):
+        source = file.read_bytes()
+        digest.update(f"{file.relative_to(package).as_posix()} {len(source)}\n".encode() + source)
+    return digest.hexdigest()[:12]
+
+
+def available_cores() -> int:
+    """Cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def save_environment(environment: Environment, diff: str, folder: Path) -> str:
+    """Write ``environment-<id>.json`` and the changes beside it, where they are not there yet; gives the id."""
+    path = folder / f"environment-{environment.id}.json"
+    if environment.git_diff and not (folder / environment.git_diff).exists():
+        replace_file(folder / environment.git_diff, diff)
+    if not path.exists():
+        replace_file(path, json.dumps(asdict(environment), indent=2) + "\n")
+    return environment.id
+
+
+def load_environments(folder: Path) -> dict[str, Environment]:
+    """The environments of a run folder, by id. Raises ValueError for a file that is none."""
+    environments = {}
+    for file in sorted(folder.glob("environment-*.json")):
+        try:
+            environments[file.stem.removeprefix("environment-")] = _ENVIRONMENT.validate_json(file.read_bytes())
+        except ValidationError as error:
+            raise ValueError(f"{file} describes no environment: {in_words(error)}") from None
+    return environments
+
+
+def differences(a: Environment, b: Environment) -> dict[str, tuple[str, str]]:
+    """Fields in which two environments differ, by dotted path, with both values; "" for one that is not there.
+
+    ``{"variables.OMP_NUM_THREADS": ("1", "")}``
+    """
+    left, right = _flat(asdict(a)), _flat(asdict(b))
+    paths = dict.fromkeys([*left, *right])
+    return {
+        path: (left.get(path, ""), right.get(path, "")) for path in paths if left.get(path, "") != right.get(path, "")
+    }
+
+
+def cpu_name() -> str:
+    """The processor's name where the system tells it."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        lines = []
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(names, platform.processor() or platform.machine())
+
+
+def _flat(fields: dict[str, Any], prefix: str = "") -> dict[str, str]:
+    flat: dict[str, str] = {}
+    for name, value in fields.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: _words(value)}
+    return flat
+
+
+def _words(value: Any) -> str:
+    return ", ".join(value) if isinstance(value, list) else str(value)
+
+
+def _version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def _git_state(package: Path) -> tuple[str, str]:
+    """The commit of the checkout that holds a package, and its changes since, with Python files not yet added.
+
+    Two empty texts where git does not know the package: one installed into an environment inside somebody's checkout
+    is not of that checkout.
+    """
+    if not _output("git", "-C", str(package), "ls-files", "__init__.py"):
+        return "", ""
+    root = _output("git", "-C", str(package), "rev-parse", "--show-toplevel").strip()
+    commit = _output("git", "-C", root, "rev-parse", "HEAD").strip()
+    added = _output("git", "-C", root, "ls-files", "--others", "--exclude-standard", "--", "*.py").splitlines()
+    diff = ("git", "-C", root, "diff", "--no-ext-diff", "--no-color")
+    diffs = [_output(*diff, "HEAD"), *(_output(*diff, "--no-index", "--", os.devnull, file) for file in added)]
+    return commit, "".join(diffs)
+
+
+def _output(*command: str) -> str:
+    """What a command prints; nothing where it is not there or has nothing to say. Its exit code may mean anything."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, errors="replace", check=False).stdout
+    except OSError:
+        return ""

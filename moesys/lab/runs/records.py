@@ -1,0 +1,322 @@
+"""What trials leave behind: records, one JSON line each, in a run folder that anyone can read.
+
+A line holds every single sample, with its unit and its direction, so that any statistic can be computed later.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import socket
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from hashlib import sha256
+from pathlib import Path
+from typing import IO, Any, ClassVar, Literal, Self
+
+import pydantic_core
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from moesys.config import Declared, Strategy
+from moesys.config.experiment import Experiment, Source
+from moesys.lab.runs.files import in_words, load_experiment
+
+RECORD_SCHEMA = 1
+
+_EXPERIMENT, _RECORDS, _LOCK = "experiment.json", "records.jsonl", ".lock"
+# A loss that is not a number is written as a string: JSON has no other way to say it.
+_AS_JSON = ConfigDict(extra="forbid", ser_json_inf_nan="strings")
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Every single sample of one metric in one trial. ``better`` is empty where neither direction is."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = _AS_JSON
+
+    unit: str
+    better: Literal["lower", "higher", ""]
+    values: list[float]
+
+
+@dataclass(frozen=True)
+class Record:
+    """What became of one trial.
+
+    identity: of the ``Trial``; of several records of one identity the last one holds.
+    strategy: its name at the time.
+    started: ISO 8601, UTC. seconds: from then on, warm-up included.
+    environment: id of the file ``environment-<id>.json`` beside the records.
+    losses: of all steps, warm-up included, in nats a byte; empty where it was simulated.
+    tokens_LE: tokens of each expert in each layer, over the timed steps.
+    routing: ``Trace.digest`` of what was replayed; empty for other workloads.
+    error: one line, of a failed trial; trace: the whole traceback.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = _AS_JSON
+
+    identity: str
+    strategy: str
+    seed: int
+    repeat: int
+    source: Source
+    status: Literal["ok", "failed"]
+    started: str
+    seconds: float
+    environment: str
+    samples: dict[str, Samples] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)
+    tokens_LE: list[list[int]] = field(default_factory=list)
+    routing: str = ""
+    error: str = ""
+    trace: str = ""
+
+    def to_line(self) -> bytes:
+        """One line of JSON with the schema's number, newline included."""
+        return b'{"schema":%d,' % RECORD_SCHEMA + _RECORD.dump_json(self)[1:] + b"\n"
+
+    @classmethod
+    def from_line(cls, line: bytes) -> Self:
+        """Raises ValueError for what is not a record, or one of another schema."""
+        fields = pydantic_core.from_json(line)
+        if not isinstance(fields, dict):
+            raise ValueError("it is not a JSON object")
+        if (schema := fields.pop("schema", None)) != RECORD_SCHEMA:
+            raise ValueError(
+                f"it has schema {schema}, and this moesys reads schema {RECORD_SCHEMA}; "
+                "use the moesys that wrote it, or another out folder"
+            )
+        try:
+            return _RECORD.validate_python(fields)
+        except ValidationError as error:
+            raise ValueError(in_words(error)) from None
+
+
+_RECORD: TypeAdapter[Any] = TypeAdapter(Record)
+
+
+def latest(records: Iterable[Record]) -> dict[str, Record]:
+    """The last record of each identity: a trial that failed and was run again is what it became."""
+    return {record.identity: record for record in records}
+
+
+def setting_fingerprint(experiment: Experiment) -> str:
+    """8 hex digits of model, cluster and workload: what all trials of a run folder share."""
+    parts = (experiment.model, experiment.cluster, experiment.workload)
+    return sha256("-".join(part.fingerprint() for part in parts).encode()).hexdigest()[:8]
+
+
+def differences(there: Experiment, here: Experiment) -> dict[str, tuple[Any, Any]]:
+    """Fields, by dotted path, that forbid two experiments to share a run folder, with both values.
+
+    These are those of model, cluster and workload, and of strategies of one name; display names do not count.
+    ``{"workload.steps": (30, 40)}``. A strategy or seed that only one of them has is no difference: the identity of a
+    trial does not depend on other trials.
+    """
+    found: dict[str, tuple[Any, Any]] = {}
+    for part in ("model", "cluster", "workload"):
+        found |= _differing_fields(getattr(there, part), getattr(here, part), part)
+    named: dict[str, Strategy] = {strategy.name: strategy for strategy in there.strategies}
+    for strategy in here.strategies:
+        if strategy.name in named:
+            found |= _differing_fields(named[strategy.name], strategy, f"strategies[{strategy.name}]")
+    return found
+
+
+def _differing_fields(there: Declared, here: Declared, path: str) -> dict[str, tuple[Any, Any]]:
+    if type(there) is not type(here):
+        return {f"{path}.kind": (getattr(there, "kind", None), getattr(here, "kind", None))}
+    found: dict[str, tuple[Any, Any]] = {}
+    for name in type(here).model_fields:
+        a, b = getattr(there, name), getattr(here, name)
+        if isinstance(a, Declared) and isinstance(b, Declared):
+            found |= _differing_fields(a, b, f"{path}.{name}")
+        elif a != b and name not in here.display_fields:
+            found[f"{path}.{name}"] = (a, b)
+    return found
+
+
+class RunFolder:
+    """``runs/<name>-<fingerprint8>/``: ``experiment.json`` with all defaults, ``records.jsonl``, environments, figures.
+
+    The fingerprint is of model, cluster and workload. ``RunFolder(path)`` reads one; ``RunFolder.open`` makes or
+    resumes one to write into, which one process at a time may do.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        """Raises ValueError where there is no run folder."""
+        self.path = Path(path)
+        self._lock: IO[str] | None = None
+        if not (self.path / _EXPERIMENT).is_file():
+            raise ValueError(f"{self.path} is not a run folder: it has no {_EXPERIMENT}; give one that a run made")
+
+    @classmethod
+    def open(cls, experiment: Experiment, out: str | Path = "runs", *, fresh: bool = False) -> Self:
+        """The folder under ``out`` that holds this experiment's records, locked until ``close``.
+
+        An experiment that gained or lost seeds or strategies resumes in its folder, where ``experiment.json`` is
+        rewritten: only what is new will run, and no record is ever taken away. Where model, cluster, workload, or a
+        strategy under the same name differ from every folder of that name, nothing is mixed and nothing is guessed:
+        ValueError with the differing fields of the nearest folder. ``fresh=True`` makes a new folder beside them.
+
+        Raises ValueError too where another process writes into the folder.
+        """
+        out = Path(out)
+        folder = _new_folder(experiment, out) if fresh else _folder_to_resume(experiment, out)
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = take_lock(folder)
+        try:
+            # Only now, under the lock, is what is there for certain.
+            saved = folder / _EXPERIMENT
+            there = load_experiment(saved) if saved.exists() else None
+            if there is not None and differences(there, experiment):
+                raise ValueError(_refusal(folder, there, experiment))
+            if there != experiment:
+                replace_file(saved, experiment.to_json() + "\n")
+            opened = cls(folder)
+        except BaseException:
+            lock.close()
+            raise
+        opened._lock = lock
+        return opened
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Lets others write. A process that ends, in whatever way, closes too."""
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
+
+    def experiment(self) -> Experiment:
+        """Raises ValueError where this moesys cannot read it."""
+        return load_experiment(self.path / _EXPERIMENT)
+
+    def records(self) -> list[Record]:
+        """All records in the order they were written. A torn last line, left by a writer that was killed, is none.
+
+        Raises ValueError, with the number of the line, for a whole line that is not a record.
+        """
+        path = self.path / _RECORDS
+        lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+        return list(_parsed(lines, path))
+
+    def append(self, record: Record) -> None:
+        """Write a record as one line in one write, on the disk when this returns; a torn line before it is cut off."""
+        if self._lock is None:
+            raise ValueError(f"{self.path} is open for reading; use RunFolder.open to append")
+        path = self.path / _RECORDS
+        is_new, line = not path.exists(), record.to_line()
+        with path.open("ab", buffering=0) as file:
+            _cut_torn_line(path, file)
+            if (written := file.write(line)) != len(line):
+                raise OSError(f"{path} took {written} of {len(line)} bytes; the disk may be full")
+            os.fsync(file.fileno())
+        if is_new:
+            _sync_folder(self.path)
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write a file so that whoever reads it, even after a crash, finds the old text or the new one."""
+    new = path.with_name(path.name + ".new")
+    with new.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    new.replace(path)
+    _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _parsed(lines: list[bytes], path: Path) -> Iterator[Record]:
+    for number, line in enumerate(lines, start=1):
+        try:
+            yield Record.from_line(line)
+        except ValueError as error:
+            raise ValueError(
+                f"line {number} of {path} is not a record: {error}. "
+                "The other lines are not touched by it: delete this one to run its trial again"
+            ) from None
+
+
+def _cut_torn_line(path: Path, file: IO[bytes]) -> None:
+    if not (size := path.stat().st_size):
+        return
+    with path.open("rb") as reader:
+        reader.seek(size - 1)
+        if reader.read(1) != b"\n":
+            file.truncate(path.read_bytes().rfind(b"\n") + 1)
+
+
+# --- which folder --------------------------------------------------------------------------------------------
+
+
+def _folders(experiment: Experiment, out: Path) -> dict[Path, Experiment]:
+    """The folders of experiments of this name, oldest number first."""
+    numbered = re.compile(re.escape(experiment.name) + r"-[0-9a-f]{8}(?:-(\d+))?")
+    found = []
+    for folder in out.glob(f"{experiment.name}-*"):
+        match = numbered.fullmatch(folder.name)
+        if match and (folder / _EXPERIMENT).is_file():
+            there = load_experiment(folder / _EXPERIMENT)
+            if there.name == experiment.name:
+                found.append((int(match[1] or 1), folder, there))
+    return {folder: there for _, folder, there in sorted(found, key=lambda entry: entry[:2])}
+
+
+def _folder_to_resume(experiment: Experiment, out: Path) -> Path:
+    there = _folders(experiment, out)
+    apart = {folder: len(differences(saved, experiment)) for folder, saved in there.items()}
+    if same := [folder for folder, count in apart.items() if not count]:
+        return same[-1]
+    if apart:
+        nearest = min(apart, key=lambda folder: apart[folder])
+        raise ValueError(_refusal(nearest, there[nearest], experiment))
+    return _new_folder(experiment, out)
+
+
+def _new_folder(experiment: Experiment, out: Path) -> Path:
+    first = out / f"{experiment.name}-{setting_fingerprint(experiment)}"
+    folder, number = first, 1
+    while (folder / _EXPERIMENT).exists():
+        number += 1
+        folder = first.with_name(f"{first.name}-{number}")
+    return folder
+
+
+def _refusal(folder: Path, there: Experiment, here: Experiment) -> str:
+    fields = "".join(f"\n  {path}: {a} there, {b} here" for path, (a, b) in differences(there, here).items())
+    return (
+        f"{folder} holds another experiment of the name {here.name!r}:{fields}\n"
+        "Give the experiment another name or out folder, or start a folder beside it with --fresh (fresh=True)"
+    )
+
+
+def take_lock(folder: Path) -> IO[str]:
+    """Hold the folder's lock for as long as the file that this returns is open; it names who holds it."""
+    lock = (folder / _LOCK).open("a+", encoding="utf-8")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        holder = lock.read().strip() or "another process"
+        lock.close()
+        raise ValueError(
+            f"{folder} is being written by {holder}; wait until it ends, or use another name or out folder"
+        ) from None
+    lock.truncate(0)
+    lock.write(f"process {os.getpid()} on {socket.gethostname()}")
+    lock.flush()
+    return lock

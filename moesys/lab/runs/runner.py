@@ -1,0 +1,233 @@
+"""The runner: trials that are not recorded yet, one after another, each recorded before the next begins."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+from moesys.config.experiment import Experiment, Replay, Trial
+from moesys.lab.runs.launch import TrialError, place_for
+from moesys.lab.runs.progress import Progress, Silence, StepFile
+from moesys.lab.runs.records import Record, RunFolder, latest
+from moesys.lab.runs.trials import Measurement, routing_of
+from moesys.traces import load_trace, save_trace
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What a run folder holds of an experiment after a run.
+
+    ``records``: the last one of each trial that has any, in the order of ``Experiment.trials()``. ``num_run``: trials
+    of this run. ``stopped``: a trial of this run failed, and ``fail_fast`` let none come after it.
+    """
+
+    experiment: Experiment
+    path: Path
+    records: tuple[Record, ...]
+    num_run: int
+    stopped: bool = False
+
+    @property
+    def failed(self) -> tuple[Record, ...]:
+        return tuple(record for record in self.records if record.status == "failed")
+
+    @property
+    def exit_code(self) -> int:
+        """1 if a trial failed, in this run or in one before that nobody retried."""
+        return int(bool(self.failed))
+
+    def __str__(self) -> str:
+        recorded = f"{len(self.records)} of {len(self.experiment.trials())} trials are recorded"
+        failed = f", {len(self.failed)} of them failed (--retry-failed runs those again)" if self.failed else ""
+        return f"{f'{self.num_run} run' if self.num_run else 'nothing to do'}: {recorded}{failed}"
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C during a run, whose finished trials are recorded; the message says how to go on."""
+
+
+def run(
+    experiment: Experiment,
+    out: str | Path = "runs",
+    *,
+    fail_fast: bool = False,
+    retry_failed: bool = False,
+    fresh: bool = False,
+    threads: int = 1,
+    record_routing: str | Path | None = None,
+    progress: Progress | None = None,
+) -> RunResult:
+    """Run the trials of ``experiment`` that its folder under ``out`` does not hold, in the order of their pairing.
+
+    A trial that fails is recorded with its traceback and the rest go on, unless ``fail_fast``; ``retry_failed`` runs
+    those again that failed before; ``fresh`` begins a new folder. ``threads`` are torch's, of each rank. Under torchrun
+    every rank calls this and gets the same result.
+
+    ``record_routing``: a path that a training's routing is written to when all trials are through, as a trace for
+    ``Replay``: {seed} and {strategy} in it become the trial's. Without {strategy} it is the baseline's.
+
+    A script that calls this needs ``if __name__ == "__main__":`` around the call: ranks are processes that import it.
+
+    Raises ValueError, before any trial, for what cannot run or be resumed, and ``Interrupted`` for Ctrl-C.
+    """
+    if record_routing is not None:
+        _check_recording(experiment, str(record_routing))
+    routing: dict[int, str] = {}
+    if isinstance(experiment.workload, Replay):
+        # A trace that is missing or does not fit is one error, not one a trial.
+        for seed in experiment.seeds:
+            routing[seed] = routing_of(experiment.workload, experiment.model, experiment.cluster, seed).digest
+    with ExitStack() as opened:
+        place = opened.enter_context(closing(place_for(experiment, threads)))
+        book = place.on_writer(lambda: _Book(experiment, RunFolder.open(experiment, out, fresh=fresh), routing))
+        if book:
+            opened.enter_context(closing(book.folder))
+        left = place.share(book.left(retry_failed) if book else None)
+        num_run, stopped = 0, False
+        try:
+            if book and left:
+                told = progress or Silence()
+                opened.callback(told.end)
+                book.begin(left, threads, told)
+            for trial in left:
+                tick = book.start(trial) if book else _nothing
+                outcome: Measurement | TrialError | None
+                try:
+                    outcome = place.run(trial, experiment, tick)
+                except TrialError as error:
+                    outcome = error
+                if book:
+                    book.finish(outcome)
+                num_run += 1
+                if stopped := fail_fast and isinstance(outcome, TrialError):
+                    break
+        except KeyboardInterrupt:
+            raise Interrupted(book.how_to_go_on() if book else "") from None
+        if record_routing is not None:
+            place.on_writer(lambda: book.write_routing(str(record_routing)) if book else None)
+        return place.share(book.result(num_run, stopped) if book else None)
+
+
+class _Book:
+    """The writer's side of a run: what is recorded, and who is told.
+
+    ``routing``: digests of the traces to replay, by seed. Raises ValueError for records that it cannot read, and for
+    those of other traces.
+    """
+
+    def __init__(self, experiment: Experiment, folder: RunFolder, routing: Mapping[int, str]) -> None:
+        self.experiment, self.folder, self._routing = experiment, folder, routing
+        self.trials = experiment.trials()
+        try:
+            self._recorded = latest(folder.records())
+            self._check_routing()
+        except ValueError:
+            folder.close()
+            raise
+
+    def _check_routing(self) -> None:
+        for record in self.records():
+            if record.status == "ok" and record.routing != self._routing.get(record.seed, ""):
+                raise ValueError(
+                    f"the trace of seed {record.seed} is another one than {self.folder.path} has replayed "
+                    f"({self._routing[record.seed]}, there {record.routing}); bring that back, or start a folder "
+                    "beside it with --fresh (fresh=True)"
+                )
+
+    def left(self, retry_failed: bool) -> tuple[Trial, ...]:
+        again = {record.identity for record in self._recorded.values() if retry_failed and record.status == "failed"}
+        return tuple(trial for trial in self.trials if trial.identity in again or trial.identity not in self._recorded)
+
+    def begin(self, left: Sequence[Trial], threads: int, progress: Progress) -> None:
+        self._steps = StepFile(self.folder.path / ".steps")
+        self.progress = progress
+        anew = {trial.identity for trial in left}
+        self.progress.begin(self.experiment, [r for r in self.records() if r.identity not in anew], len(left))
+        # Not at the top: whoever has nothing left to run need not wait for torch, and others are told before.
+        from moesys.lab.runs.environment import collect_environment, save_environment
+
+        self._environment = save_environment(*collect_environment(threads), self.folder.path)
+
+    def start(self, trial: Trial) -> Callable[[], None]:
+        self._steps.clear()
+        self._trial, self._started, self._started_s = trial, datetime.now(UTC), time.monotonic()
+        self.progress.start(trial, self._steps)
+        return self._steps.tick
+
+    def finish(self, outcome: Measurement | TrialError | None) -> None:
+        """Record the trial that was started; its routing first, so that a recorded trial has it."""
+        assert outcome is not None
+        trial = self._trial
+        record = Record(
+            identity=trial.identity,
+            strategy=trial.strategy.name,
+            seed=trial.seed,
+            repeat=trial.repeat,
+            source=self.experiment.source,
+            status="ok",
+            started=self._started.isoformat(timespec="seconds"),
+            seconds=time.monotonic() - self._started_s,
+            environment=self._environment,
+            routing=self._routing.get(trial.seed, ""),
+        )
+        if isinstance(outcome, TrialError):
+            record = replace(record, status="failed", error=str(outcome), trace=outcome.trace)
+        else:
+            record = replace(record, samples=outcome.samples, losses=outcome.losses, tokens_LE=outcome.tokens_LE)
+            if outcome.routing:
+                save_trace(outcome.routing, trace_path(self.folder.path, trial))
+        self.folder.append(record)
+        self._recorded[record.identity] = record
+        self._steps.clear()
+        self.progress.finish(record)
+
+    def records(self) -> tuple[Record, ...]:
+        return tuple(self._recorded[trial.identity] for trial in self.trials if trial.identity in self._recorded)
+
+    def result(self, num_run: int, stopped: bool) -> RunResult:
+        return RunResult(self.experiment, self.folder.path, self.records(), num_run, stopped)
+
+    def write_routing(self, path: str) -> None:
+        """Of every trial that did not fail, to the trial's own path."""
+        for trial in self.trials:
+            record = self._recorded.get(trial.identity)
+            wanted = not trial.repeat and ("{strategy}" in path or trial.strategy == self.experiment.baseline)
+            if wanted and record is not None and record.status == "ok":
+                save_trace(load_trace(trace_path(self.folder.path, trial)), _routing_path(path, trial))
+
+    def how_to_go_on(self) -> str:
+        return (
+            f"stopped: {len(self.records())} of {len(self.trials)} trials are recorded in {self.folder.path}; "
+            "the same command goes on from there"
+        )
+
+
+def trace_path(folder: Path, trial: Trial) -> Path:
+    """Where a run folder keeps the routing of a measured trial, a ``moesys.traces.Trace``."""
+    return folder / "traces" / f"{trial.identity}.npz"
+
+
+def _routing_path(path: str, trial: Trial) -> Path:
+    # A name is whatever people like to read; a file's is not.
+    name = trial.strategy.name.replace("/", "-")
+    return Path(path.replace("{seed}", str(trial.seed)).replace("{strategy}", name))
+
+
+def _check_recording(experiment: Experiment, path: str) -> None:
+    if experiment.source != "measured":
+        raise ValueError(
+            f"record_routing={path!r} records a training, and workload={type(experiment.workload).__name__} is none; "
+            "use workload=Training(...), or write drawn routing with save_trace(generate(...))"
+        )
+    if "{seed}" not in path and len(experiment.seeds) > 1:
+        raise ValueError(
+            f"record_routing={path!r} is one file for {len(experiment.seeds)} seeds; put {{seed}} into the path, or "
+            "use seeds=(0,)"
+        )
+
+
+def _nothing() -> None: ...

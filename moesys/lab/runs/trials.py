@@ -1,0 +1,218 @@
+"""One trial: a strategy under one seed, trained on real ranks or walked through the cost model.
+
+What comes back is the content of its record. Names of metrics and what they mean: ``METRICS``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from moesys.config import ClusterSpec, ModelShape, Strategy
+from moesys.cost import restore_bytes, restores_per_step
+from moesys.config.experiment import Generated, Replay, Training, Workload
+from moesys.lab.runs.records import Samples
+from moesys.load import IntArray, LoadMatrix
+from moesys.traces import Trace, generate, load_trace
+
+if TYPE_CHECKING:
+    from moesys.simulator.step_program import RestOfStep
+    from moesys.step import StepPlan
+
+# Unit and direction of every metric that a trial may have, in the order in which tables show them.
+METRICS: dict[str, tuple[str, Literal["lower", "higher", ""]]] = {
+    "step_ms": ("ms", "lower"),
+    "exposed_ms": ("ms", "lower"),
+    "load_max_over_mean": ("", "lower"),
+    "restored_mib": ("MiB", "lower"),
+    "plan_ms": ("ms", "lower"),
+    "inter_node_share": ("", "lower"),
+    "loss": ("nats/byte", "lower"),
+    "router_entropy": ("", "higher"),
+    "starved_experts": ("", "lower"),
+}
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What a trial that did not fail gives to its record.
+
+    ``samples``: one value a timed step. ``losses``: of all steps, warm-up included; empty where it was simulated.
+    ``tokens_LE``: tokens of each expert by layer, over timed steps. ``routing``: the timed steps' routing, of a
+    measured trial.
+    """
+
+    samples: dict[str, Samples]
+    losses: list[float] = field(default_factory=list)
+    tokens_LE: list[list[int]] = field(default_factory=list)
+    routing: Trace | None = None
+
+
+def run_measured(
+    strategy: Strategy,
+    model: ModelShape,
+    cluster: ClusterSpec,
+    workload: Training,
+    seed: int,
+    tick: Callable[[], None],
+) -> Measurement | None:
+    """Train on every rank of the default group, or alone: a collective. Only rank 0 gets the measurement.
+
+    ``tick`` is called on rank 0 after every step, outside of what is timed.
+    """
+    import torch.distributed as dist
+
+    from moesys.train.loop import train
+
+    writes = not dist.is_initialized() or dist.get_rank() == 0
+    results = []
+    for result in train(strategy, model, cluster, workload, seed):
+        results.append(result)
+        if writes:
+            tick()
+    if not writes:
+        return None
+    timed = [result for result in results if result.timed]
+    values = {
+        name: [float(getattr(result, name)) for result in timed]
+        for name in ("step_ms", "exposed_ms", "load_max_over_mean", "restored_mib", "plan_ms", "loss", "router_entropy")
+    }
+    values["starved_experts"] = [float((np.array(result.tokens_LE) == 0).sum()) for result in timed]
+    routing = Trace(
+        np.concatenate([np.array(result.loads_MLRE) for result in timed]),
+        model.top_k,
+        name=strategy.name,
+        meta={"strategy": strategy.fingerprint(), "seed": str(seed), "recorded": "timed steps of a training"},
+    )
+    return Measurement(
+        _samples(values),
+        [result.loss for result in results],
+        routing.tokens_SLRE.sum(axis=(0, 2)).tolist(),
+        routing,
+    )
+
+
+def run_simulated(
+    strategy: Strategy,
+    model: ModelShape,
+    cluster: ClusterSpec,
+    workload: Replay | Generated,
+    seed: int,
+    tick: Callable[[], None] = lambda: None,
+) -> Measurement:
+    """Walk the workload's routing through the cost model, a pure function of everything but ``tick``."""
+    values: dict[str, list[float]] = {}
+    tokens_SLE: list[IntArray] = []
+    step: list[StepPlan] = []
+    for number, micro_batch in enumerate(walk(strategy, model, cluster, workload, seed)):
+        if number >= workload.warmup:
+            step.append(micro_batch)
+        if len(step) == workload.micro_batches:
+            for name, value in _simulated(step, rest_of(workload)).items():
+                values.setdefault(name, []).append(value)
+            tokens_SLE += [np.stack([plan.load.tokens_E for plan in of_step.layers]) for of_step in step]
+            step = []
+        tick()
+    return Measurement(_samples(values), tokens_LE=np.sum(tokens_SLE, axis=0).tolist())
+
+
+def rest_of(workload: Workload) -> RestOfStep:
+    """What a workload says of a step beside routing. Of a training nobody knows but whether it recomputes."""
+    from moesys.simulator.step_program import RestOfStep
+
+    if isinstance(workload, Training):
+        return RestOfStep(recompute="layers" if workload.recompute else "none")
+    return RestOfStep(
+        other_seconds=workload.other_ms / 1000,
+        recompute=workload.recompute,
+        optimizer_seconds=workload.optimizer_ms / 1000,
+    )
+
+
+def walk(
+    strategy: Strategy, model: ModelShape, cluster: ClusterSpec, workload: Replay | Generated, seed: int
+) -> Iterator[StepPlan]:
+    """The plans of each micro-batch of a workload, warm-up included.
+
+    Layouts follow from history as in training: the strategy's own predictor, ``replan_every`` and ``lag``. Only
+    ``Oracle`` knows what is to come.
+    """
+    from moesys.moe.planning import LayoutSchedule
+    from moesys.step import StepPlan, plan_layer
+
+    trace = routing_of(workload, model, cluster, seed)
+    schedules = [
+        LayoutSchedule(layer, strategy, model, cluster, trace.tokens_SLRE[:, layer])
+        for layer in range(trace.num_layers)
+    ]
+    previous = None
+    for micro_batch, tokens_LRE in enumerate(trace.tokens_SLRE):
+        plans = []
+        for schedule, tokens_RE in zip(schedules, tokens_LRE, strict=True):
+            schedule.settle(agreed=True)
+            load = LoadMatrix(tokens_RE)
+            plans.append(plan_layer(strategy, model, cluster, load, layout=schedule.layout, turn=micro_batch))
+            schedule.observe(load)
+        yield StepPlan(strategy, model, cluster, tuple(plans), previous)
+        previous = tuple(plan.layout for plan in plans)
+
+
+def routing_of(workload: Replay | Generated, model: ModelShape, cluster: ClusterSpec, seed: int) -> Trace:
+    """What the routers want, the same for every strategy: drawn with ``seed``, or read from the seed's trace file.
+
+    Raises ValueError for a trace that is missing, too short, or does not fit the model or the cluster.
+    """
+    if isinstance(workload, Generated):
+        return generate(workload, cluster.num_ranks, model.num_experts, model.top_k, seed)
+    path = workload.trace.replace("{seed}", str(seed))
+    trace = load_trace(path)
+    try:
+        trace = trace.fold(cluster.num_ranks)
+    except ValueError as error:
+        raise ValueError(f"trace {path} on a cluster of {cluster.num_ranks} ranks: {error}") from None
+    if (trace.num_experts, trace.top_k) != (model.num_experts, model.top_k):
+        raise ValueError(
+            f"trace {path} is of {trace.num_experts} experts and top_k={trace.top_k}, but the model has "
+            f"num_experts={model.num_experts} and top_k={model.top_k}; replay it on a model that has as many"
+        )
+    if (most := trace.num_micro_batches - workload.micro_batches) < workload.warmup:
+        way_out = f"warmup <= {most}" if most >= 0 else f"micro_batches <= {trace.num_micro_batches}"
+        raise ValueError(
+            f"warmup={workload.warmup} leaves nothing to time of the {trace.num_micro_batches} micro-batches that "
+            f"trace {path} has on {cluster.num_ranks} ranks, with micro_batches={workload.micro_batches} a step; "
+            f"use {way_out}"
+        )
+    empty_S = trace.tokens_SLRE.sum(axis=(1, 2, 3)) == 0
+    if empty_S.any():
+        raise ValueError(
+            f"trace {path} has no token in micro-batch {empty_S.argmax()} on {cluster.num_ranks} ranks; leave it out"
+        )
+    return trace if workload.tokens_per_rank is None else trace.scaled(workload.tokens_per_rank)
+
+
+def _simulated(step: list[StepPlan], rest: RestOfStep) -> dict[str, float]:
+    from moesys.simulator.simulation import exposed_ms
+    from moesys.step import simulation
+
+    model, cluster, sharding = step[0].model, step[0].cluster, step[0].strategy.sharding
+    timeline = simulation(step, rest).timeline
+    tokens = [plan.tokens for micro_batch in step for plan in micro_batch.layers]
+    restored_bytes = sum(
+        bytes_RR.sum() for plan in tokens for bytes_RR in restore_bytes(plan.layout, model, cluster, sharding)
+    )
+    routed = sum(plan.load.total for plan in tokens)
+    leaving = sum(plan.inter_node_tokens(cluster.node_of_rank) for plan in tokens)
+    return {
+        "step_ms": timeline.length_us / 1000,
+        "exposed_ms": exposed_ms(timeline),
+        "load_max_over_mean": float(np.mean([plan.max_over_mean for plan in tokens])),
+        "restored_mib": float(restores_per_step(sharding) * restored_bytes / 2**20),
+        "inter_node_share": leaving / routed if routed else 0.0,
+    }
+
+
+def _samples(values: dict[str, list[float]]) -> dict[str, Samples]:
+    return {name: Samples(*METRICS[name], values[name]) for name in METRICS if name in values}

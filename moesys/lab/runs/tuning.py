@@ -1,0 +1,316 @@
+"""``tune``: an experiment's fastest strategy, searched for in the cost model and, where it trains, timed at last.
+
+The tuner knows points and costs; here is what it needs of the lab: an experiment's routing, ranks to time on, a folder.
+"""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+from collections.abc import Iterator
+from contextlib import closing
+from dataclasses import dataclass, replace
+from itertools import islice
+from pathlib import Path
+
+from moesys.config import ClusterSpec, ModelShape, Strategy
+from moesys.config.experiment import Experiment, Generated, Replay, Training, Trial
+from moesys.lab.runs.launch import Place, TrialError, place_for
+from moesys.lab.runs.records import replace_file, setting_fingerprint, take_lock
+from moesys.lab.runs.trials import Measurement, rest_of, routing_of, walk
+from moesys.step import simulation
+from moesys.traces import save_trace
+from moesys.tuner.costs import Told
+from moesys.tuner.journal import Entry, Journal
+from moesys.tuner.result import Tuned
+from moesys.tuner.space import Setting, Space
+from moesys.tuner.timing import MOST_TRIALS, TrialFailedError
+from moesys.tuner.tune import tune_workload
+from moesys.tuner.workload import Step
+
+JOURNAL, STRATEGY, EXPERIMENT, ROUTING = "journal.jsonl", "tuned.toml", "experiment.toml", "routing.npz"
+# Seeds that the cost model looks at: paired, a few tell strategies apart.
+NUM_SEEDS = 2
+# Of the micro-batches of a training's own routing, those that planners only see.
+_UNTIMED_SHARE = 0.2
+
+
+@dataclass(frozen=True)
+class TuneResult:
+    """``path``: the folder with ``tuned.toml``, the strategy and its reasons; ``experiment.toml``, the experiment with
+    the strategy as its last, for ``moesys run`` and ``explain``; and ``journal.jsonl``.
+    """
+
+    tuned: Tuned
+    experiment: Experiment
+    path: Path
+
+
+def tune(
+    experiment: Experiment,
+    space: Space | None = None,
+    *,
+    out: str | Path = "runs",
+    budget: int = 256,
+    timed: int | None = None,
+    seeds: int = NUM_SEEDS,
+    memory_gb: float | None = None,
+    seed: int = 0,
+    threads: int = 1,
+    fresh: bool = False,
+    told: Told | None = None,
+) -> TuneResult:
+    """The fastest strategy for ``experiment`` that a search of ``space`` finds. Its own strategies are where the search
+    starts, and the first of them is the baseline.
+
+    space: by default one that is made from model, cluster and ``memory_gb`` (``tuner.default_space``). budget: points
+    to look at in the cost model, over the first ``seeds`` seeds. timed: trials on real ranks, at most 30; by default 30
+    of a training, whose times are measured, and none of other workloads, which only the cost model runs. memory_gb: of
+    a rank, 1e9 bytes; None: enough. seed: of everything that the search draws.
+
+    The same call in the same folder goes on where it was stopped; ``fresh`` begins anew. Under torchrun every rank
+    calls this and gets the same result. A script that calls this needs ``if __name__ == "__main__":`` around the call.
+
+    Raises ValueError for what cannot be tuned or resumed.
+    """
+    trains = isinstance(experiment.workload, Training)
+    timed = MOST_TRIALS * trains if timed is None else timed
+    _check(experiment, timed, budget, seeds, memory_gb)
+    with closing(place_for(experiment, threads)) as place:
+        if not place.writes:
+            return _follow(place, experiment)
+        try:
+            with closing(_Folder(experiment, Path(out), fresh, threads, seeds)) as folder:
+                ranks = _Ranks(place, experiment)
+                workload = folder.workload(ranks)
+                tuned = tune_workload(
+                    workload,
+                    experiment.model,
+                    experiment.cluster,
+                    experiment.strategies,
+                    journal=folder.journal,
+                    told=told or Silence(),
+                    space=space,
+                    budget=budget,
+                    seed=seed,
+                    memory_gb=memory_gb,
+                    recompute=rest_of(experiment.workload).recompute != "none",
+                    mega_kernels=not trains,
+                    timer=ranks.step_ms if timed else None,
+                    trials=timed,
+                )
+                result = folder.keep(tuned)
+        except Exception as error:
+            place.share((None, error))
+            raise
+        place.share((None, result))
+        return result
+
+
+class Silence:
+    """Says nothing."""
+
+    def stage(self, words: str, num_points: int) -> None: ...
+
+    def point(self, entry: Entry) -> None: ...
+
+
+def _check(experiment: Experiment, timed: int, budget: int, seeds: int, memory_gb: float | None) -> None:
+    workload = experiment.workload
+    if budget < 1 or seeds < 1:
+        raise ValueError(f"budget={budget} and seeds={seeds}; both are 1 or more")
+    if memory_gb is not None and not memory_gb > 0:
+        raise ValueError(f"memory_gb={memory_gb} holds nothing; declare what a GPU has, or leave it out for enough")
+    if timed and not isinstance(workload, Training):
+        raise ValueError(
+            f"timed={timed}: workload={type(workload).__name__} is run by the cost model and by no clock; "
+            "use timed=0, or workload=Training(...)"
+        )
+    if timed and isinstance(workload, Training) and workload.interpret:
+        raise ValueError(
+            f"timed={timed}: interpret=True runs kernels in Triton's interpreter, whose times mean nothing; "
+            "use timed=0, or interpret=False"
+        )
+    if timed and not 2 <= timed <= MOST_TRIALS:
+        raise ValueError(f"timed={timed}; use 2 to {MOST_TRIALS} trials, or 0 for none")
+
+
+def _follow(place: Place, experiment: Experiment) -> TuneResult:
+    """On a rank that does not write: run the trials that the writer asks for."""
+    while True:
+        asked: tuple[Trial | None, TuneResult | Exception | None] = place.share(None)
+        trial, outcome = asked
+        if isinstance(outcome, Exception):
+            raise outcome
+        if trial is None:
+            assert isinstance(outcome, TuneResult)
+            return outcome
+        try:
+            place.run(trial, experiment, _nothing)
+        except TrialError:
+            # The writer hears of it too, and decides.
+            continue
+
+
+class _Ranks:
+    """Timed trials on real ranks, on the process that writes."""
+
+    def __init__(self, place: Place, experiment: Experiment) -> None:
+        self._place, self._experiment = place, experiment
+
+    def run(self, strategy: Strategy, seed: int) -> Measurement:
+        """Raises TrialFailedError."""
+        trial: Trial = self._experiment.trial(strategy, seed)
+        self._place.share((trial, None))
+        try:
+            measurement = self._place.run(trial, self._experiment, _nothing)
+        except TrialError as error:
+            raise TrialFailedError(str(error)) from None
+        assert measurement is not None
+        return measurement
+
+    def step_ms(self, strategy: Strategy, seed: int) -> float:
+        """The median of a trial's steps, each of which took as long as its slowest rank."""
+        return median_ms(self.run(strategy, seed))
+
+
+def median_ms(measurement: Measurement) -> float:
+    return statistics.median(measurement.samples["step_ms"].values)
+
+
+@dataclass(frozen=True)
+class SimulatedWorkload:
+    """Drawn or recorded routing in the cost model: a ``tuner.workload.Workload``."""
+
+    model: ModelShape
+    cluster: ClusterSpec
+    workload: Replay | Generated
+    seeds: tuple[int, ...]
+    num_steps: int
+
+    @classmethod
+    def of(
+        cls, model: ModelShape, cluster: ClusterSpec, workload: Replay | Generated, seeds: tuple[int, ...]
+    ) -> SimulatedWorkload:
+        """Raises ValueError for a trace that is missing or does not fit."""
+        lengths = [routing_of(workload, model, cluster, seed).num_micro_batches for seed in seeds]
+        return cls(model, cluster, workload, seeds, (min(lengths) - workload.warmup) // workload.micro_batches)
+
+    def walk(self, strategy: Strategy, seed: int) -> Iterator[Step]:
+        micro_batches = islice(
+            walk(strategy, self.model, self.cluster, self.workload, seed), self.workload.warmup, None
+        )
+        while step := tuple(islice(micro_batches, self.workload.micro_batches)):
+            yield step
+
+    def step_ms(self, step: Step) -> float:
+        return 1000 * simulation(step, rest_of(self.workload)).length_seconds
+
+
+class _Folder:
+    """``<out>/<name>-<fingerprint>-tuned``, which one process at a time may write.
+
+    Raises ValueError for one of another model, cluster, workload, trace, machine or source of moesys.
+    """
+
+    def __init__(self, experiment: Experiment, out: Path, fresh: bool, threads: int, num_seeds: int) -> None:
+        self.experiment, self._threads, self._seeds = experiment, threads, experiment.seeds[:num_seeds]
+        self.path = out / f"{experiment.name}-{setting_fingerprint(experiment)}-tuned"
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._lock = take_lock(self.path)
+        try:
+            if fresh:
+                _set_aside(self.path)
+            self.journal = Journal(self.path / JOURNAL, self._setting())
+        except BaseException:
+            self._lock.close()
+            raise
+
+    def close(self) -> None:
+        self._lock.close()
+
+    def workload(self, ranks: _Ranks) -> SimulatedWorkload:
+        """What the cost model runs; of a training, the routing of the baseline's first trial."""
+        experiment, workload, seeds = self.experiment, self.experiment.workload, self._seeds
+        if isinstance(workload, Training):
+            self._record_routing(ranks, seeds[0])
+            workload = Replay(
+                trace=str(self.path / ROUTING),
+                warmup=int(workload.steps * _UNTIMED_SHARE) * workload.micro_batches,
+                micro_batches=workload.micro_batches,
+                recompute=rest_of(workload).recompute,
+            )
+            seeds = seeds[:1]
+        return SimulatedWorkload.of(experiment.model, experiment.cluster, workload, seeds)
+
+    def _record_routing(self, ranks: _Ranks, seed: int) -> None:
+        """Into the folder, if it is not there."""
+        workload, baseline = self.experiment.workload, self.experiment.baseline
+        assert isinstance(workload, Training)
+        # As the tuner calls it, which takes the trial from the journal.
+        setting = Setting(self.experiment.model, self.experiment.cluster, workload.num_layers)
+        baseline = setting.plainest(baseline).replace(name=baseline.name)
+        of, path = f"seed {seed}", self.path / ROUTING
+        if self.journal.find(baseline.fingerprint(), of) is not None:
+            if not path.exists():
+                raise ValueError(f"{path} is gone, on which its journal stands; begin anew with --fresh (fresh=True)")
+            return
+        try:
+            measurement = ranks.run(baseline, seed)
+        except TrialFailedError as error:
+            raise ValueError(
+                f"the baseline, strategy {baseline.name!r}, fails: {error}; put another one first"
+            ) from None
+        assert measurement.routing is not None
+        # First, so that whoever finds the trial finds its routing.
+        save_trace(measurement.routing, path)
+        self.journal.add(Entry.about(baseline, "measured", of, median_ms(measurement)))
+
+    def keep(self, tuned: Tuned) -> TuneResult:
+        """Write the strategy, and an experiment that has it as its last."""
+        names = {strategy.name for strategy in self.experiment.strategies}
+        name = next(name for name in _names("tuned") if name not in names)
+        strategy = tuned.strategy.replace(name=name)
+        others = [one for one in self.experiment.strategies if one.fingerprint() != strategy.fingerprint()]
+        experiment = self.experiment.replace(name=f"{self.experiment.name[:90]}-tuned", strategies=(*others, strategy))
+        replace_file(self.path / STRATEGY, tuned.to_toml())
+        replace_file(self.path / EXPERIMENT, experiment.to_toml())
+        return TuneResult(tuned, experiment, self.path)
+
+    def _setting(self) -> dict[str, str]:
+        """What costs depend on besides the strategy."""
+        # Not at the top: torch is there only where something is tuned.
+        from moesys.lab.runs.environment import collect_environment, source_digest
+
+        experiment, workload = self.experiment, self.experiment.workload
+        setting = {name: getattr(experiment, name).fingerprint()[:12] for name in ("model", "cluster", "workload")}
+        setting["moesys"] = source_digest()
+        if isinstance(workload, Training):
+            environment, _ = collect_environment(self._threads)
+            # The source says more than its commit.
+            setting["machine"] = replace(environment, git_commit="", git_diff="").machine_line
+        if isinstance(workload, Replay):
+            routings = [routing_of(workload, experiment.model, experiment.cluster, seed) for seed in self._seeds]
+            setting["trace"] = " ".join(routing.digest for routing in routings)
+        return setting
+
+
+def _set_aside(path: Path) -> None:
+    """What an earlier tuning wrote is kept, in a folder of its own."""
+    old = [path / name for name in (JOURNAL, STRATEGY, EXPERIMENT, ROUTING) if (path / name).exists()]
+    if old:
+        place = next(folder for folder in (path / name for name in _names("before")) if not folder.exists())
+        place.mkdir()
+        for file in old:
+            shutil.move(file, place / file.name)
+
+
+def _names(first: str) -> Iterator[str]:
+    yield first
+    number = 1
+    while True:
+        number += 1
+        yield f"{first}-{number}"
+
+
+def _nothing() -> None: ...
