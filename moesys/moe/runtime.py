@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import Variable
 
 from moesys.moe.call import LayerCall
 from moesys.moe.gradients import expert_group
@@ -24,11 +23,11 @@ from moesys.moe.layer import PLAN_TIMEOUT_S, MoELayer
 from moesys.moe.metrics import LayerMetrics
 from moesys.moe.planner_thread import PlannerThread
 from moesys.moe.planning import PlanEvent
-from moesys.moe.recompute import NO_BACKWARD, current_backward
-from moesys.overlap.comm.channel import Channel, group_timeout_s
+from moesys.overlap.comm.channel import Channel
 from moesys.overlap.comm.heartbeat import Pulse
 from moesys.overlap.comm.record import Meter, Recorder
 from moesys.timeline import Timeline
+from moesys.torch_private import NO_BACKWARD, after_this_backward, current_backward, group_timeout_s
 
 if TYPE_CHECKING:
     from moesys.overlap.mega_executor import MegaHome
@@ -188,7 +187,7 @@ class MoERuntime:
             self._reshards.clear()
             self._arrived.clear()
             self._flushing_backward = current_backward()
-            Variable._execution_engine.queue_callback(self._flush)
+            after_this_backward(self._flush)
         self._reshards.append(_Reshard(layer, start))
 
     def after_backward(self) -> None:
