@@ -219,7 +219,7 @@ def loss_chart(losses: Mapping[str, Mapping[int, Sequence[float]]], path_stem: P
             elif strategy in others:
                 # With dots, as one step between equal ones has no line.
                 shown_S = np.where(apart_S > 0, apart_S, np.nan)
-                bottom.plot(shown_S, label=strategy, linewidth=1, marker=".", markersize=2.5, **line)
+                bottom.plot(shown_S, label=strategy, linewidth=1, marker=".", markersize=2.5, clip_on=False, **line)
         n = f"{len(shared)} seed{'s' * (len(shared) > 1)}"
         top.set(ylabel="loss, nats a byte", title=f"MEASURED: {name}, mean of {n}")
         top.legend()
