@@ -55,7 +55,7 @@ def default_store() -> dist.Store:
     Needs ``torch.distributed.distributed_c10d._get_default_store``; the store has ``clone``, a connection of its own,
     since torch 2.10. Without it linking a model on several ranks raises AttributeError.
     """
-    return dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined, no-any-return]
+    return dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
 
 
 def group_timeout_s(group: dist.ProcessGroup, device_type: str) -> float:
