@@ -1,4 +1,4 @@
-# The torch to install: the pin takes the CPU build where there is one. On a GPU machine: make test TORCH='torch>=2.11,<2.14'
+# The torch to install: the pin takes the CPU build where there is one. On a GPU machine: make test TORCH='torch>=2.11'
 TORCH ?= torch==2.13.0
 PYTHON ?= python3
 # Files of tests that run at once: many wait for ranks, so that two fill two cores. mypy has as many processes.
@@ -6,7 +6,7 @@ WORKERS ?= 2
 PYTEST = $(BIN)/pytest -n $(WORKERS) --dist loadfile --durations 15
 BIN := .venv/bin
 
-.PHONY: demo test test-all lint
+.PHONY: demo test test-all lint docs
 
 demo: .venv/installed
 	$(BIN)/python -m moesys demo
@@ -23,10 +23,18 @@ lint: .venv/installed
 	$(BIN)/ruff format --check
 	MYPY_NUM_WORKERS=$(WORKERS) $(BIN)/mypy
 
+# Into site/; pages that name what is not there end it.
+docs: .venv/docs-installed
+	$(BIN)/mkdocs build --strict
+
 # torch first: the range in pyproject.toml would choose a CUDA build of several gigabytes.
 .venv/installed: pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/pip install '$(TORCH)'
 	$(BIN)/pip install -e '.[test]'
 	$(BIN)/python -c 'from moesys.balance import warm_up; warm_up()'
+	touch $@
+
+.venv/docs-installed: .venv/installed
+	$(BIN)/pip install -e '.[docs]'
 	touch $@

@@ -14,7 +14,7 @@ from moesys.config import Declared, experiment
 
 ROOT = Path(__file__).parents[1]
 MAX_COLUMNS = 190
-PAGES = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [*sorted((ROOT / "docs").glob("*.md")), *(ROOT / f"{name}.md" for name in ("README", "CHANGELOG"))]
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
@@ -100,6 +100,27 @@ def test_the_reading_example_reads_a_run_folder(
     run_blocks("reading-results")
     printed = capsys.readouterr().out
     assert all(strategy.name in printed for strategy in small.strategies)
+
+
+def test_the_reference_lists_every_public_name_where_it_is_defined() -> None:
+    listed = re.findall(r"^::: (\S+)$", text_of("api"), re.MULTILINE)
+    rooms = {"presets": "moesys.config.presets", "hf": "moesys.hf"}
+    public = [rooms.get(name) or f"{ms._MODULE_OF[name]}.{name}" for name in ms.__all__]
+    assert sorted(listed) == sorted(public)
+
+
+def test_the_site_has_every_page() -> None:
+    settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    listed = re.findall(r"^ +- (?:[\w ]+: )?(\S+\.md)$", settings, re.MULTILINE)
+    assert sorted(listed) == sorted(page.relative_to(ROOT / "docs").as_posix() for page in ROOT.glob("docs/**/*.md"))
+
+
+def test_what_runs_before_a_commit_is_what_lint_runs() -> None:
+    recipe = re.search(r"^lint:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
+    assert recipe
+    commands = [line.split("$(BIN)/")[1] for line in recipe[1].splitlines()]
+    hooks = (ROOT / ".pre-commit-config.yaml").read_text(encoding="utf-8")
+    assert re.findall(r"entry: \.venv/bin/(.+)$", hooks, re.MULTILINE) == commands
 
 
 @every_page

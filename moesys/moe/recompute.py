@@ -13,11 +13,8 @@ from contextvars import ContextVar, Token
 from dataclasses import dataclass, field
 from typing import Literal
 
-import torch
-
 from moesys.moe.call import LayerCall
-
-NO_BACKWARD = -1
+from moesys.torch_private import NO_BACKWARD, current_backward
 
 
 @dataclass
@@ -64,11 +61,6 @@ def current_tape() -> Tape | None:
             "not recorded; pass context_fn=moesys.recompute and use_reentrant=False to torch.utils.checkpoint"
         )
     return tape
-
-
-def current_backward() -> int:
-    """A number for the backward pass that is running, ``NO_BACKWARD`` outside of one."""
-    return torch._C._current_graph_task_id()
 
 
 def recompute() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:

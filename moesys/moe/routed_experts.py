@@ -14,6 +14,7 @@ from moesys.moe.expert_parameters import as_gradients
 from moesys.moe.lookahead import Lookahead
 from moesys.moe.shards import Restored
 from moesys.overlap.executor import Saved
+from moesys.torch_private import will_execute
 
 
 class RoutedExperts(torch.autograd.Function):
@@ -85,8 +86,4 @@ def _reaches_grad(node: Any) -> bool:
     """
     while node.next_functions:
         node = node.next_functions[0][0]
-    try:
-        return torch._C._will_engine_execute_node(node)
-    except RuntimeError:
-        # What torch raises for leaves under torch.autograd.grad.
-        return False
+    return will_execute(node)

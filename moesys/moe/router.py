@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from moesys.config import ModelShape
 from moesys.kernels.routing.topk import topk_by_index
+from moesys.torch_private import NO_BACKWARD, current_backward
 
 # What the published sigmoid routers add before they divide by a sum; it leaves a softmax's sum (>= 1/E) unchanged.
 SUM_EPS = 1e-20
@@ -89,7 +90,7 @@ class Router(nn.Module):
             # Computed in a recomputation too, since activation checkpointing counts saved tensors; but not kept
             # there: it would hold the recomputed graph until the next step.
             loss = self._loss(routing)
-            if loss is not None and torch._C._current_graph_task_id() == -1:
+            if loss is not None and current_backward() == NO_BACKWARD:
                 self.last_loss = loss
         return routing
 

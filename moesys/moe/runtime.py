@@ -15,7 +15,6 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd import Variable
 
 from moesys.moe.call import LayerCall, Neighbours
 from moesys.moe.expert_store import ExpertStore
@@ -25,11 +24,11 @@ from moesys.moe.lookahead import PLAN_TIMEOUT_S, NoLookahead, SharedMegaHome
 from moesys.moe.metrics import LayerMetrics
 from moesys.moe.planner_thread import PlannerThread
 from moesys.moe.planning import PlanEvent
-from moesys.moe.recompute import NO_BACKWARD, current_backward
-from moesys.overlap.comm.channel import Channel, group_timeout_s
+from moesys.overlap.comm.channel import Channel
 from moesys.overlap.comm.heartbeat import Heartbeat
 from moesys.overlap.comm.record import Meter, Recorder
 from moesys.timeline import Timeline
+from moesys.torch_private import NO_BACKWARD, after_this_backward, current_backward, group_timeout_s
 
 
 @dataclass
@@ -176,7 +175,7 @@ class MoERuntime:
             self._reshards.clear()
             self._arrived.clear()
             self._flushing_backward = current_backward()
-            Variable._execution_engine.queue_callback(self._flush)
+            after_this_backward(self._flush)
         self._reshards.append(_Reshard(store, start))
         return True
 

@@ -24,7 +24,7 @@ from moesys.bench.harness.steps import steps_told
 from moesys.bench.published.hopper_parts import APART, MEGA_EP_TEST_32K, EvenLayer, parts_sheet
 from moesys.bench.published.simulated_page import show
 from moesys.config import ClusterSpec, MegaKernel, Overlap, Sequential, Strategy, presets
-from moesys.simulator.step_program import simulate_step
+from moesys.simulator.step_program import run_step
 
 PUBLISHED = (1.03, 1.38)
 CLUSTERS = (presets.h100(), presets.h800())
@@ -95,7 +95,7 @@ def overlap_row(cluster: ClusterSpec, layer: EvenLayer, points: Sequence[MegaKer
 
     def step_ms(overlap: Overlap) -> float:
         strategy = Strategy(name="simulated", overlap=overlap)
-        return simulate_step(strategy, layer.model, cluster, [plan]).length_us / 1000
+        return run_step(strategy, layer.model, cluster, [[plan]]).timeline.length_us / 1000
 
     mega_ms = [step_ms(point) for point in points]
     best = int(np.argmin(mega_ms))

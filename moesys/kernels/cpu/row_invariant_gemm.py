@@ -15,9 +15,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from moesys.kernels.torch_private import HAS_ONEDNN, onednn_product
+
 LARGEST_MINIMUM = 32
 LARGE_WEIGHT = 1 << 18
-_ONEDNN = torch.backends.mkldnn.is_available()
 # A tensor-core tile treats its rows alike, wherever they lie in it.
 DEVICE_TILE_ROWS = 64
 SMALL_MATRIX = 1 << 16
@@ -142,7 +143,7 @@ def _multiply(x_MK: Tensor, weight_NK: Tensor, out_MN: Tensor) -> None:
     half a millisecond to prepare for each new number of rows, in which MKL is done with a small one.
     """
     large = weight_NK.numel() >= LARGE_WEIGHT
-    if _ONEDNN and large and x_MK.dtype == torch.float32 and x_MK.device.type == "cpu":
-        out_MN.copy_(torch.ops.mkldnn._linear_pointwise(x_MK, weight_NK, None, "none", [], ""))
+    if HAS_ONEDNN and large and x_MK.dtype == torch.float32 and x_MK.device.type == "cpu":
+        out_MN.copy_(onednn_product(x_MK, weight_NK))
     else:
         torch.mm(x_MK, weight_NK.t(), out=out_MN)

@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moesys.kernels.experts.numerics import INTERPRETED
+from moesys.kernels.torch_private import symmetric_arena
 
 # Regions begin at multiples of a cache line of both kinds of machine, and so at multiples of any load's width.
 ALIGNMENT = 128
@@ -163,16 +164,12 @@ class Heap:
         Several ranks may share a GPU if ``TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1`` is set before torch is used.
         Raises RuntimeError where torch cannot map a peer's memory.
         """
-        import torch.distributed._symmetric_memory as symmetric_memory
-
         plan = Plan.of(regions)
-        arena = symmetric_memory.empty(plan.num_bytes, dtype=torch.uint8, device=device)
-        arena.zero_()
-        handle = symmetric_memory.rendezvous(arena, group)
+        arena, bases, handle = symmetric_arena(plan.num_bytes, group, device)
         # No rank writes into an arena that its owner has still to clear.
         torch.cuda.synchronize(device)
         dist.barrier(group)
-        return Heap._of(plan, dist.get_rank(group), arena, handle.buffer_ptrs, timeout_s, (handle,))
+        return Heap._of(plan, dist.get_rank(group), arena, bases, timeout_s, (handle,))
 
 
 def require_no_capture(what: str) -> None:

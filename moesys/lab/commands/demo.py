@@ -1,12 +1,18 @@
 """``moesys demo``: four strategies train side by side on this machine, and their routing is replayed on 32 GPUs.
 
-The same four in both tables: experts whole on their owners, or fully sharded under a layout that follows the load; each
-of them in sequence, or in two chunks whose communication overlaps with computing. Where torch finds a GPU, ranks train
-there, and two more have MegaKernels.
+The same four in both tables: experts on their owners alone, in sequence or in two chunks whose communication overlaps
+with computing; lent by their owners, or fully sharded, both under a layout that follows the load and with an exact
+split. Where torch finds a GPU, ranks train there, and two more have MegaKernels.
+
+There are as many ranks as cores: where ranks share cores, the idle time of one is the gain of another, and imbalance
+costs nothing. Experts have many rows and are much wider than tokens, so that computing outweighs copies. A token goes
+to one expert, as in Switch Transformers (arXiv 2101.03961): more than a quarter of the text's bytes are spaces, so that
+routing is skewed, which a second choice would level.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 
@@ -19,7 +25,6 @@ from moesys.config import (
     MegaKernel,
     ModelShape,
     Pipelined,
-    Sequential,
     Strategy,
     presets,
 )
@@ -37,28 +42,49 @@ from moesys.step import StepPlan, simulate
 SEEDS = tuple(range(MIN_SEEDS))
 # The baseline's routing under one seed.
 TRACE = "seed-{seed}.npz"
-# Micro-batches of 4 ranks that make one of the cluster's 32 source ranks.
-FOLD = 8
-MODEL = ModelShape(hidden_size=64, intermediate_size=64, num_experts=16, top_k=2, initializer_range=0.1)
-CLUSTER = ClusterSpec(name="this machine", ranks_per_node=4)
-# Mixtral's layer with twice the experts.
-LARGE_MODEL = presets.LAER_E8K2.replace(num_experts=16)
+MOST_RANKS = 8
+
+
+def _num_ranks() -> int:
+    """Returns the largest power of two that is no more than this machine's cores, from 2 to ``MOST_RANKS``."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(2, min(MOST_RANKS, 1 << (cores.bit_length() - 1)))
+
+
+NUM_RANKS = _num_ranks()
+LARGE_CLUSTER = presets.LAER_A100
+# Micro-batches of the ranks here that make one of the cluster's source ranks.
+FOLD = LARGE_CLUSTER.num_ranks // NUM_RANKS
+# Two micro-batches of the cluster at least: one to plan on, and one to time.
+STEPS = 32
+OWNED_EXPERTS = 2
+MODEL = ModelShape(
+    hidden_size=128,
+    intermediate_size=1024,
+    num_experts=OWNED_EXPERTS * NUM_RANKS,
+    top_k=1,
+    norm_topk_prob=False,
+    initializer_range=0.05,
+)
+CLUSTER = ClusterSpec(name="this machine", ranks_per_node=NUM_RANKS)
+# Mixtral's experts, as many as there are here.
+LARGE_MODEL = presets.LAER_E8K2.replace(num_experts=MODEL.num_experts, top_k=MODEL.top_k)
 
 
 def training_experiment() -> Experiment:
-    """Real training on four local ranks: a byte-level language model with two layers of 16 experts; on GPUs where there
-    are any, and then also with MegaKernels.
+    """Real training on local ranks: a byte-level language model with two layers of two experts a rank; on GPUs where
+    there are any, and then also with MegaKernels.
     """
     # Not at the top: the command line imports this, and need not wait for torch.
     from moesys.train.device import best_device
 
     device = best_device()
-    strategies = _strategies(Ep(), Fsep(slots_per_rank=5, prefetch_layers=1, delay_reshard=True))
+    strategies = _strategies(Ep(), OWNED_EXPERTS + 1)
     if device == "cuda":
         strategies += tuple(
             one.replace(name=f"{one.name}+mega", overlap=MegaKernel())
             for one in strategies
-            if isinstance(one.overlap, Sequential)
+            if one.name in ("ep", "fsep")
         )
     return Experiment(
         name="demo",
@@ -66,7 +92,7 @@ def training_experiment() -> Experiment:
         model=MODEL,
         cluster=CLUSTER,
         strategies=strategies,
-        workload=Training(num_layers=2, context=64, batch=4, warmup=8, steps=5 * FOLD, device=device),
+        workload=Training(num_layers=2, context=64, batch=24, warmup=4, steps=STEPS, learning_rate=3e-4, device=device),
         seeds=SEEDS,
     )
 
@@ -74,15 +100,15 @@ def training_experiment() -> Experiment:
 def replay_experiment(traces: Path) -> Experiment:
     """The routing that the baseline's trainings had, on LAER-MoE's cluster of 4 x 8 A100.
 
-    With fewer experts than ranks plain EP would leave half of the ranks without one; here every expert is lent once.
+    There are fewer experts than ranks, so that the baseline lends them too, in a layout that does not follow the load.
     """
     return Experiment(
         name="demo-cluster",
         description="The demo's own routing, scaled, through the cost model.",
         model=LARGE_MODEL,
-        cluster=presets.LAER_A100,
-        strategies=_strategies(Ep(slots_per_rank=2), Fsep(slots_per_rank=2, prefetch_layers=1, delay_reshard=True)),
-        workload=Replay(trace=str(traces / TRACE), warmup=2, tokens_per_rank=16384),
+        cluster=LARGE_CLUSTER,
+        strategies=_strategies(Ep(slots_per_rank=2), slots_per_rank=2),
+        workload=Replay(trace=str(traces / TRACE), warmup=1, tokens_per_rank=16384),
         seeds=SEEDS,
     )
 
@@ -121,16 +147,16 @@ def _where(training: Experiment) -> str:
     return f"training on GPUs, with MegaKernels too: {names}"
 
 
-def _strategies(ep: Ep, fsep: Fsep) -> tuple[Strategy, ...]:
-    """The four; the first is the baseline."""
+def _strategies(ep: Ep, slots_per_rank: int) -> tuple[Strategy, ...]:
+    """Returns the four; the first is the baseline."""
     whole = Strategy(name="ep", sharding=ep)
-    sharded = Strategy(name="fsep", sharding=fsep, balance=Greedy(), split=FlowSplit())
-    overlap = Pipelined(chunks=2)
+    lent = Strategy(name="ep+lent", sharding=Ep(slots_per_rank=slots_per_rank), balance=Greedy(), split=FlowSplit())
+    sharded = Fsep(slots_per_rank=slots_per_rank, prefetch_layers=1, delay_reshard=True)
     return (
         whole,
-        whole.replace(name="ep+pipelined", overlap=overlap),
-        sharded,
-        sharded.replace(name="unified", overlap=overlap),
+        whole.replace(name="ep+pipelined", overlap=Pipelined(chunks=2)),
+        lent,
+        lent.replace(name="fsep", sharding=sharded),
     )
 
 
@@ -154,11 +180,11 @@ def _draw_cluster(replayed: RunResult) -> list[Path]:
     last = {strategy.name: _last_step(experiment, strategy) for strategy in experiment.strategies}
     paths = load_heat_map(
         computed_tokens(last["ep"].layers[0].tokens),
-        computed_tokens(last["unified"].layers[0].tokens),
+        computed_tokens(last["fsep"].layers[0].tokens),
         folder / "load",
         name=f"{experiment.name}, layer 0",
         source="simulated",
-        labels=("ep", "unified"),
+        labels=("ep", "fsep"),
     )
     for name, step in last.items():
         paths += timeline_chart(simulate(step), folder / f"timeline-{name}", name=f"{experiment.name}, {name}")

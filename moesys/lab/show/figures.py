@@ -7,6 +7,7 @@ colour-blind eyes (Okabe and Ito's palette, and cividis from light to dark for c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.patches import Patch
+from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from moesys.config.experiment import Source
 from moesys.lab.runs.statistics import CONFIDENCE, PairedRatio
@@ -48,6 +50,10 @@ _KIND_COLOURS = {
 }
 _OTHER_COLOURS = ("#999999", "#444444", "#7B4173", "#8C6D31", "#637939", "#9C9EDE")
 _MAX_ANNOTATED = 16 * 8
+# A shorter part of the time axis is narrower than the white lines that part spans.
+_SHORT_SPAN_SHARE = 0.002
+_LEGEND_COLUMNS = 8
+_SUPERSCRIPTS = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def computed_tokens(plan: TokenPlan) -> IntArray:
@@ -97,6 +103,7 @@ def load_heat_map(
                 _write_counts(axes, tokens_RE, most)
         sums[0].set_ylabel("tokens")
         maps[0].set_ylabel("expert")
+        figure.align_ylabels([sums[0], maps[0]])
         figure.colorbar(image, ax=list(maps), label="tokens", aspect=30, pad=0.02)
         return _save(figure, path_stem)
 
@@ -119,6 +126,7 @@ def timeline_chart(
     spare = iter(_OTHER_COLOURS * len(kinds))
     colours = {kind: _KIND_COLOURS.get(kind) or next(spare) for kind in kinds}
     zero_us = min(span.start_us for span in timeline.spans)
+    short_us = _SHORT_SPAN_SHARE * timeline.length_us
     with mpl.rc_context(_STYLE):
         figure = Figure(figsize=(10, 0.2 * len(rows) + 1.7), layout="constrained")
         axes = figure.subplots()
@@ -128,7 +136,7 @@ def timeline_chart(
                 [((span.start_us - zero_us) / 1e3, span.duration_us / 1e3) for span in on_lane],
                 (row - 0.4, 0.8),
                 facecolors=[colours[span.kind] for span in on_lane],
-                edgecolor="white",
+                edgecolors=[colours[span.kind] if span.duration_us < short_us else "white" for span in on_lane],
                 linewidth=0.3,
             )
         _label_lanes(axes, list(rows))
@@ -138,7 +146,7 @@ def timeline_chart(
         figure.legend(
             handles=[Patch(color=colour, label=kind.replace("_", " ")) for kind, colour in colours.items()],
             loc="outside lower center",
-            ncols=min(len(colours), 8),
+            ncols=math.ceil(len(colours) / math.ceil(len(colours) / _LEGEND_COLUMNS)),
         )
         return _save(figure, path_stem)
 
@@ -209,14 +217,16 @@ def loss_chart(losses: Mapping[str, Mapping[int, Sequence[float]]], path_stem: P
             if strategy in others and not apart_S.any():
                 equal.append(strategy)
             elif strategy in others:
-                bottom.plot(np.where(apart_S > 0, apart_S, np.nan), label=strategy, linewidth=1, **line)
+                # With dots, as one step between equal ones has no line.
+                shown_S = np.where(apart_S > 0, apart_S, np.nan)
+                bottom.plot(shown_S, label=strategy, linewidth=1, marker=".", markersize=2.5, clip_on=False, **line)
         n = f"{len(shared)} seed{'s' * (len(shared) > 1)}"
         top.set(ylabel="loss, nats a byte", title=f"MEASURED: {name}, mean of {n}")
         top.legend()
         bottom.set(xlabel="step", ylabel=f"|loss / {baseline}'s − 1|")
         bottom.set_title("largest of all seeds" + (f"; bit-equal: {', '.join(equal)}" if equal else ""), fontsize=9)
         if bottom.lines:
-            bottom.set_yscale("log")
+            _scale_by_decades(bottom)
         else:
             bottom.set_yticks([])
             bottom.text(0.5, 0.5, "no loss differs in a bit", ha="center", va="center", transform=bottom.transAxes)
@@ -229,6 +239,26 @@ def _save(figure: Figure, path_stem: Path) -> list[Path]:
     figure.savefig(svg, metadata={"Date": None})
     figure.savefig(png, dpi=150)
     return [svg, png]
+
+
+def _scale_by_decades(axes: Axes) -> None:
+    """Makes the vertical axis logarithmic, over whole decades, with powers of ten as its labels.
+
+    matplotlib's own labels are formulas, and ``_STYLE`` turns those off.
+    """
+    drawn = np.concatenate([np.asarray(line.get_ydata(), dtype=float) for line in axes.lines])
+    logs = np.log10(drawn[np.isfinite(drawn)])
+    axes.set_yscale("log")
+    if len(logs):
+        first = math.floor(logs.min())
+        axes.set_ylim(10.0**first, 10.0 ** max(math.ceil(logs.max()), first + 1))
+    axes.yaxis.set_major_formatter(FuncFormatter(_power_of_ten))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def _power_of_ten(value: float, _: int | None = None) -> str:
+    """``_power_of_ten(1e-4) == "10⁻⁴"``."""
+    return f"10{str(round(math.log10(value))).translate(_SUPERSCRIPTS)}"
 
 
 def _write_counts(axes: Axes, tokens_RE: IntArray, most: int) -> None:

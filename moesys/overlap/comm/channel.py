@@ -19,6 +19,7 @@ from moesys.overlap.comm.heartbeat import Heartbeat
 from moesys.overlap.comm.messages import Messages, exchange
 from moesys.overlap.comm.paced_link import PacedLink, PacedTransfer
 from moesys.overlap.comm.record import Meter, Recorder
+from moesys.torch_private import default_store, group_timeout_s
 
 FAILURE_GRACE_S = 5.0
 
@@ -151,7 +152,7 @@ class Channel:
         me = members[self.rank]
         reason = ""
         try:
-            store = dist.distributed_c10d._get_default_store()
+            store = default_store()
             store.set(f"moesys/survivor/{me}", kind)
             if self.heartbeat is not None:
                 silent = self._unsigned(store, self.heartbeat.silent_ranks(members, self.failure_grace_s))
@@ -181,15 +182,6 @@ class Channel:
     @staticmethod
     def _unsigned(store: dist.Store, ranks: Collection[int]) -> set[int]:
         return {rank for rank in ranks if not store.check([f"moesys/survivor/{rank}"])}
-
-
-def group_timeout_s(group: dist.ProcessGroup, device_type: str) -> float:
-    """The group's time-out; torch's default where a backend does not tell."""
-    try:
-        timeout = group._get_backend(torch.device(device_type)).options._timeout
-    except (AttributeError, RuntimeError):
-        timeout = dist.default_pg_timeout
-    return timeout.total_seconds()
 
 
 def _as_bytes(rows: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Collection
 
-import torch.distributed as dist
+from moesys.torch_private import default_store
 
 PERIOD_S = 0.5
 
@@ -19,7 +19,7 @@ class Heartbeat:
 
     def __init__(self, rank: int) -> None:
         # The thread needs a connection of its own: one that waits for an answer lets no other caller through.
-        self._store: dist.Store = dist.distributed_c10d._get_default_store().clone()  # type: ignore[attr-defined]
+        self._store = default_store().clone()
         self._rank = rank
         self._closed = threading.Event()
         self._beat()

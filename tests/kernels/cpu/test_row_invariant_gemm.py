@@ -89,7 +89,7 @@ def test_probe_finds_that_mkl_multiplies_single_rows_another_way(monkeypatch: py
     """The known case: float32 in MKL has the same bits only from 4 rows on with one thread, and oneDNN from 2."""
     if not torch.backends.mkl.is_available():
         pytest.skip("this torch has no MKL, whose kernels the test is about")
-    monkeypatch.setattr("moesys.kernels.cpu.row_invariant_gemm._ONEDNN", False)
+    monkeypatch.setattr("moesys.kernels.cpu.row_invariant_gemm.HAS_ONEDNN", False)
     rule = row_rule(1000, 520, torch.float32, True, "cpu")
     assert rule.tile_rows is not None or rule.min_rows > 1
 

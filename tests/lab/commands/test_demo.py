@@ -30,7 +30,7 @@ def test_the_demo_trains_replays_draws_and_resumes(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert printed.index("MEASURED: demo") < printed.index("SIMULATED: demo-cluster")
     measured, simulated = printed.split("SIMULATED: demo-cluster")
-    for name in ("ep", "ep+pipelined", "fsep", "unified"):
+    for name in ("ep", "ep+pipelined", "ep+lent", "fsep"):
         assert any(line.split()[:1] == [name] for line in measured.splitlines())
         assert any(line.split()[:1] == [name] for line in simulated.splitlines())
     assert "bit-equal" in next(line for line in measured.splitlines() if line.split()[:1] == ["ep+pipelined"])
@@ -38,7 +38,7 @@ def test_the_demo_trains_replays_draws_and_resumes(tmp_path, capsys):
     assert figures == [
         "load.png",
         "losses.png",
-        *(f"timeline-{name}.png" for name in ("ep+pipelined", "ep", "fsep", "unified")),
+        *(f"timeline-{name}.png" for name in ("ep+lent", "ep+pipelined", "ep", "fsep")),
     ]
     assert len(list(tmp_path.glob("runs/*/figures/*.svg"))) == len(figures)
 

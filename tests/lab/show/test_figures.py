@@ -84,6 +84,49 @@ def test_dollars_in_a_name_are_no_formula(tmp_path):
     assert loss_chart(losses, tmp_path / "loss", name="tiny")[0].exists()
 
 
+def test_no_label_holds_a_formula(tmp_path, saved):
+    draw_all(tmp_path)
+    apart = {"ep": {0: [5.0, 4.0, 3.0]}, "far": {0: [5.0, 4.1, 3.0001]}, "near": {0: [5.0, 4.000004, 3.000004]}}
+    loss_chart(apart, tmp_path / "wide", name="tiny")
+    loss_chart({"ep": apart["ep"], "near": apart["near"]}, tmp_path / "narrow", name="tiny")
+    assert len(saved) == 6
+    assert [text for figure in saved for text in texts(figure) if "$" in text or "\\" in text] == []
+    for svg in tmp_path.glob("*.svg"):
+        # Texts are drawn as paths, and stand in a comment before them.
+        assert "$" not in svg.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("apart", "labels"),
+    [
+        ([0.0, 2e-7, 3e-6], ["10⁻⁷", "10⁻⁶", "10⁻⁵"]),
+        ([0.0, 3e-7, 3.1e-7], ["10⁻⁷", "10⁻⁶"]),
+        ([0.0, 9.5, 95.0], ["10⁰", "10¹", "10²"]),
+    ],
+)
+def test_differences_of_losses_stand_between_powers_of_ten(tmp_path, saved, apart, labels):
+    loss_chart({"ep": {0: [1.0] * 3}, "fsep": {0: [1 + one for one in apart]}}, tmp_path / "loss", name="tiny")
+    axis = saved[0].axes[1].yaxis
+    low, high = axis.get_view_interval()
+    shown = [tick.label1.get_text() for tick in axis.get_major_ticks() if low <= tick.get_loc() <= high]
+    assert shown == labels
+    assert {tick.label1.get_text() for tick in axis.get_minor_ticks()} <= {""}
+
+
+def test_a_difference_in_one_step_is_seen(tmp_path, saved):
+    loss_chart({"ep": {0: [4.0] * 5}, "fsep": {0: [4.0, 4.0, 4.1, 4.0, 4.0]}}, tmp_path / "loss", name="tiny")
+    assert saved[0].axes[1].lines[0].get_marker() == "."
+
+
+def test_short_spans_have_their_own_colour_to_the_edge(tmp_path, saved):
+    spans = (Span(0, "compute", 0, 9990, "experts"), Span(0, "compute", 9990, 9991, "experts"))
+    timeline_chart(Timeline(spans, "measured"), tmp_path / "time", name="tiny")
+    long, short = saved[0].axes[0].collections[0].get_edgecolors()
+    face = saved[0].axes[0].collections[0].get_facecolors()[0]
+    assert long.tolist() == [1, 1, 1, 1]
+    assert short.tolist() == face.tolist()
+
+
 def test_the_same_data_gives_the_same_svg(tmp_path):
     first, second = draw_all(tmp_path / "a"), draw_all(tmp_path / "b")
     assert [path.read_bytes() for path in first] == [path.read_bytes() for path in second]

@@ -1,0 +1,71 @@
+"""What moesys uses of torch that is not public, each with what it needs of torch and what happens without it.
+
+A new release of torch may change or drop any of these without notice: read this file first when moesys fails with one.
+``tests/test_torch_private.py`` calls each. What kernels use is in ``moesys/kernels/torch_private.py``. Beside these,
+``MoELayer`` overrides ``nn.Module._apply``, which every module's ``to`` calls, to move its masters too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.autograd import Variable
+
+NO_BACKWARD = -1
+
+
+def current_backward() -> int:
+    """Returns a number for the backward pass that runs in this thread, ``NO_BACKWARD`` outside of one.
+
+    Needs ``torch._C._current_graph_task_id``: -1 outside of a backward, another number in each. Without it the first
+    forward of a router or layer in training raises AttributeError. There is no way around it, as a recomputation that
+    is not noticed would plan anew, and hang the other ranks.
+    """
+    return torch._C._current_graph_task_id()
+
+
+def will_execute(node: Any) -> bool:
+    """Returns whether the backward that runs comes to ``node`` of the graph, the accumulation into a leaf's ``.grad``.
+
+    Needs ``torch._C._will_engine_execute_node``, which raises RuntimeError for leaves under ``torch.autograd.grad``.
+    Without it the first backward raises AttributeError. Answering False instead would be right, but never delay a
+    gradient: ``Fsep(delay_reshard=True)`` would gain nothing.
+    """
+    try:
+        return torch._C._will_engine_execute_node(node)
+    except RuntimeError:
+        return False
+
+
+def after_this_backward(callback: Callable[[], None]) -> None:
+    """Calls ``callback`` when the backward that runs is through, before ``backward()`` returns.
+
+    Needs ``Variable._execution_engine.queue_callback``, which torch's own FSDP and DDP use. Without it backward raises
+    AttributeError where gradients are delayed; ``Fsep(delay_reshard=False)`` does not need it.
+    """
+    Variable._execution_engine.queue_callback(callback)
+
+
+def default_store() -> dist.Store:
+    """Returns the rendezvous store of the default process group, through which ranks say that they are alive.
+
+    Needs ``torch.distributed.distributed_c10d._get_default_store``; the store has ``clone``, a connection of its own,
+    since torch 2.10. Without it linking a model on several ranks raises AttributeError.
+    """
+    return dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
+
+
+def group_timeout_s(group: dist.ProcessGroup, device_type: str) -> float:
+    """Returns the seconds after which collectives of the group give up; torch's default where a backend does not tell.
+
+    Needs ``ProcessGroup._get_backend`` and its ``options._timeout``. Without them it is torch's default, and a group
+    that was made with a shorter time-out may notice dead ranks later than it could.
+    """
+    try:
+        timeout = group._get_backend(torch.device(device_type)).options._timeout
+    except (AttributeError, RuntimeError):
+        timeout = dist.default_pg_timeout
+    return float(timeout.total_seconds())

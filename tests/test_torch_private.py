@@ -1,0 +1,89 @@
+"""What moesys uses of torch that is not public does what moesys believes: the first tests to run with a new torch."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moesys import torch_private
+from moesys.kernels.torch_private import HAS_ONEDNN, onednn_product
+from moesys.torch_private import NO_BACKWARD, after_this_backward, current_backward, group_timeout_s, will_execute
+
+
+@pytest.fixture
+def group(tmp_path):
+    """A group of this process alone."""
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=77))
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+class Watched(torch.autograd.Function):
+    """The identity; its backward calls ``watch`` with the node of the leaf before it."""
+
+    @staticmethod
+    def forward(ctx, x, watch):
+        ctx.watch = watch
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.watch(ctx.next_functions[0][0])
+        return grad, None
+
+
+def seen_in_backward(watch, differentiate=torch.Tensor.backward):
+    """What ``watch`` returns inside a backward to a leaf."""
+    seen = []
+    x = torch.ones(3, requires_grad=True)
+    differentiate(Watched.apply(x, lambda node: seen.append(watch(node))).sum())
+    return seen
+
+
+def test_every_backward_has_a_number_of_its_own():
+    assert current_backward() == NO_BACKWARD
+    numbers = [seen_in_backward(lambda _: current_backward())[0] for _ in range(2)]
+    assert NO_BACKWARD not in numbers
+    assert numbers[0] != numbers[1]
+    assert current_backward() == NO_BACKWARD
+
+
+def test_a_backward_comes_to_the_leaves_and_a_gradient_for_others_does_not():
+    assert seen_in_backward(will_execute) == [True]
+    other = torch.ones(1, requires_grad=True)
+    assert seen_in_backward(will_execute, lambda loss: (loss + other.sum()).backward(inputs=[other])) == []
+
+    x = torch.ones(3, requires_grad=True)
+    seen = []
+    y = Watched.apply(x, lambda node: seen.append(will_execute(node)))
+    torch.autograd.grad(y.sum(), x)
+    assert seen == [False]
+
+
+def test_a_callback_comes_behind_the_whole_backward():
+    order = []
+    x = torch.ones(3, requires_grad=True)
+    y = Watched.apply(x, lambda _: after_this_backward(lambda: order.append(("end", x.grad is not None))))
+    z = Watched.apply(y, lambda _: order.append("later layer"))
+    z.sum().backward()
+    assert order == ["later layer", ("end", True)]
+
+
+def test_the_time_out_of_a_group_is_told(group):
+    assert group_timeout_s(group, "cpu") == 77
+
+
+def test_the_rendezvous_store_has_connections_of_its_own(group):
+    store = torch_private.default_store()
+    store.set("moesys/test", "here")
+    assert store.clone().get("moesys/test") == b"here"
+
+
+@pytest.mark.skipif(not HAS_ONEDNN, reason="this torch has no oneDNN")
+def test_onednn_multiplies():
+    x_MK, weight_NK = torch.randn(5, 32), torch.randn(24, 32)
+    torch.testing.assert_close(onednn_product(x_MK, weight_NK), x_MK @ weight_NK.T)
