@@ -27,7 +27,7 @@ from moesys.cost import (
 )
 from moesys.load import LoadMatrix
 from moesys.step import LayerPlan
-from moesys.tuner.space import Setting
+from moesys.tuner.setting import Setting
 from moesys.tuner.workload import Step, layers_of
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from moesys.config import BYTES_PER_GB, Ep, Fsep, MegaKernel, ModelShape, Strategy
 from moesys.cost import GRADIENT_BYTES
-from moesys.tuner.space import Setting
+from moesys.tuner.setting import Setting
 
 # Of a parameter: its master, its gradient, and the two moments of Adam, all float32.
 _STATE_BYTES = 16

@@ -11,7 +11,8 @@ from moesys.tuner.default_space import default_space
 from moesys.tuner.journal import Journal
 from moesys.tuner.result import Tuned, choices_of
 from moesys.tuner.search import Search, SearchResult
-from moesys.tuner.space import Setting, Space
+from moesys.tuner.setting import Setting
+from moesys.tuner.space import Space
 from moesys.tuner.timing import Rounds, Timer
 from moesys.tuner.workload import Plans, Workload
 

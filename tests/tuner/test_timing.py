@@ -6,22 +6,14 @@ import math
 import random
 
 import pytest
-from tuner_cases import CLUSTERS, EP, SPACE, Told, drawn, exhausted, setting_of
+from tuner_cases import CLUSTERS, EP, SMALL, Told, drawn, exhausted, setting_of
 
-from moesys.config import FlowSplit, Fsep, Greedy, Static
+from moesys.config import Fsep
 from moesys.tuner.journal import Journal
 from moesys.tuner.memory import rank_memory
-from moesys.tuner.space import EpChoices, FsepChoices, PipelinedChoices, SequentialChoices
 from moesys.tuner.timing import MOST_TRIALS, Rounds, TrialFailedError
 from moesys.tuner.tune import tune_workload
 
-SMALL = SPACE.replace(
-    sharding=(EpChoices(slots_per_rank=(None, 3)), FsepChoices(slots_per_rank=(2, 3), delay_reshard=(False, True))),
-    balance=(Static(), Greedy()),
-    predictor=SPACE.predictor[:1],
-    split=(SPACE.split[0], FlowSplit()),
-    overlap=(SequentialChoices(), PipelinedChoices(chunks=(2, 8))),
-)
 POINTS = list(SMALL.points(setting_of(drawn(CLUSTERS["even"], steps=1))))
 
 

@@ -24,7 +24,8 @@ from moesys.traces import save_trace
 from moesys.tuner.costs import Told
 from moesys.tuner.journal import Entry, Journal
 from moesys.tuner.result import Tuned
-from moesys.tuner.space import Setting, Space
+from moesys.tuner.setting import Setting
+from moesys.tuner.space import Space
 from moesys.tuner.timing import MOST_TRIALS, TrialFailedError
 from moesys.tuner.tune import tune_workload
 from moesys.tuner.workload import Step
