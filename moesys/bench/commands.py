@@ -223,7 +223,7 @@ def bench_planner(
     moesys bench planner --trace run.npz --ranks-per-node 8 --slots 3 --slots 4 --lag 10
     """
     from moesys.bench.planner import contest
-    from moesys.lab.runs.choices import balance_of, predictor_of, split_of
+    from moesys.lab.commands.declarations import balance_of, predictor_of, split_of
 
     if (trace is not None) + laer + scale != 1:
         raise typer.BadParameter("give one of --trace FILE, --laer and --scale")

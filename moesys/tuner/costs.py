@@ -1,4 +1,4 @@
-"""What points cost in the cost model: closed forms first, then steps, each asked for once and written down."""
+"""Finds out what points cost in the cost model: closed forms first, then steps, each simulated once and noted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The space that is searched where nobody declares one: what may pay on this model and cluster, and fits in memory."""
+"""Makes the space searched where nobody declares one: what may pay on this model and cluster, and fits in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank must hold at once under a strategy, at least: closed forms of shapes.
+"""Counts what a rank must hold at once under a strategy, at least: closed forms of shapes.
 
 P_e parameters of an expert, b bytes of an element, R ranks, E experts, S slots, L layers, T tokens a rank, K top-k, H
 hidden size, I expert width. Left out: embeddings, attention, logits, buffers of messages on their way, and what an

@@ -1,4 +1,4 @@
-"""What a tuning decided and why: the strategy, what kind of time chose it, and what every other choice would cost."""
+"""Says what a tuning decided and why: the strategy, which kind of time chose it, what every other choice would cost."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which strategies a model and a cluster tell apart, and what each is called."""
+"""Says which strategies a model and a cluster tell apart, and what each is called."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Paths of a space: which fields of a ``Strategy`` they name, which values fit there, which members follow."""
+"""Resolves paths of a space: which fields of a ``Strategy`` they name, which values fit there, which members follow."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ class Told:
 
 def costs_of(workload: SimulatedWorkload, journal: Journal | None = None, **changes) -> Costs:
     fields = {"memory_gb": None, "recompute": False, "like": EP, "told": Told()}
-    plans = Plans(workload, workload.model, workload.cluster)
+    plans = Plans(workload)
     return Costs(plans, journal or Journal(None, {}), setting_of(workload), **fields | changes)
 
 

@@ -20,7 +20,7 @@ from moesys.lab.commands.explain import explain_command
 from moesys.lab.commands.run import run_file
 from moesys.lab.commands.tune import tune_file
 from moesys.lab.runs import environment
-from moesys.lab.runs.files import load_experiment
+from moesys.lab.runs.experiment_files import load_experiment
 from moesys.lab.runs.trials import run_simulated
 from moesys.lab.runs.tuning import tune
 from moesys.traces import generate, save_trace
@@ -180,8 +180,8 @@ UNDER_TORCHRUN = """
 import os, sys
 from pathlib import Path
 import torch.distributed as dist
-from moesys.lab import launch
-from moesys.lab.runs.files import load_experiment
+from moesys.lab.runs import launch
+from moesys.lab.runs.experiment_files import load_experiment
 from moesys.lab.runs.tuning import tune
 from moesys.tuner.space import Space
 
