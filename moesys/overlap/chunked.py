@@ -38,8 +38,8 @@ class ChunkedExecutor:
     memory: Memory
 
     def forward(self, x_TH: Tensor, weight_TK: Tensor, wait_for_experts: WaitForExperts) -> tuple[Tensor, Saved]:
-        """Returns the output [T, H] in x's dtype, and what backward needs. ``wait_for_experts`` is called once, when the
-        first chunk has arrived.
+        """Returns the output [T, H] in x's dtype, and what backward needs. ``wait_for_experts`` is called once, when
+        the first chunk has arrived.
         """
         messages = _Messages(self.routes, self.channel, self.memory, x_TH, "forward")
         at = Workplace(self.memory, Scratch(self.memory, x_TH.device))
