@@ -38,7 +38,9 @@ class ChunkedExecutor:
     memory: PagePool
 
     def forward(self, x_TH: Tensor, weight_TK: Tensor, wait_for_experts: WaitForExperts) -> tuple[Tensor, Saved]:
-        """Output [T, H] in x's dtype. ``wait_for_experts`` is called once, when the first chunk has arrived."""
+        """Returns the output [T, H] in x's dtype, and what backward needs. ``wait_for_experts`` is called once, when
+        the first chunk has arrived.
+        """
         messages = _Messages(self.routes, self.channel, self.memory, x_TH, "forward")
         at = Workplace(self.memory, Scratch(self.memory, x_TH.device))
         y_TH = self.memory.empty_like(x_TH)
@@ -74,8 +76,8 @@ class ChunkedExecutor:
         wait_for_experts: WaitForExperts,
         gradients: ExpertGradients | None,
     ) -> tuple[Tensor, Tensor]:
-        """(dx [T, H], dweight float32 [T, K]); each held expert's weight gradients are written into ``gradients``,
-        or not computed where that is None.
+        """Returns (dx [T, H], dweight float32 [T, K]). Each held expert's weight gradients are written into
+        ``gradients``, or not computed where that is None.
         """
         routes = self.routes
         messages = _Messages(routes, self.channel, self.memory, dy_TH, "backward")
@@ -155,7 +157,7 @@ class _Messages:
                 transfer.wait()
 
     def dispatch(self, stage: Stage) -> None:
-        """A chunk's rows set off to their experts, where they are ``arrivals``."""
+        """Sends a chunk's rows to their experts, where they are ``arrivals``."""
         source, send_index = self.arrivals.source, self.arrivals.send_index
         if source is None or send_index is None:
             return
@@ -170,7 +172,7 @@ class _Messages:
         )
 
     def combine(self, stage: Stage, rows_PH: Tensor) -> None:
-        """A chunk's expert rows set off home."""
+        """Sends a chunk's expert rows home."""
         if self._alone:
             self._home[stage.chunk] = rows_PH
             return
@@ -196,7 +198,7 @@ class _Messages:
     # Routing weights and their gradients travel in one message each: chunks of them would be all latency.
 
     def dispatch_weights(self, stage: Stage, weight_N: Tensor) -> None:
-        """Routing weights in wire order set off to the experts of their rows."""
+        """Sends routing weights, in wire order, to the experts of their rows."""
         self._weights = weight_N
         if not self._alone:
             self._weights = self._exchange(stage, weight_N[self._routes.by_destination_N], home=False)
@@ -208,7 +210,7 @@ class _Messages:
         return torch.empty_like(self._weights).index_copy_(0, self._routes.by_source_M, self._weights)
 
     def combine_dweights(self, stage: Stage, dweight_M: Tensor) -> None:
-        """Gradients of routing weights by arrival set off home."""
+        """Sends gradients of routing weights, by arrival, home."""
         self._dweights = dweight_M
         if not self._alone:
             self._dweights = self._exchange(stage, dweight_M[self._routes.by_source_M], home=True)
@@ -220,7 +222,7 @@ class _Messages:
         return torch.empty_like(self._dweights).index_copy_(0, self._routes.by_destination_N, self._dweights)
 
     def _exchange(self, stage: Stage, values: Tensor, *, home: bool) -> Tensor:
-        """One number a row, of all chunks, to the experts or home; returns what will have arrived."""
+        """Sends one number a row of all chunks to the experts or home. Returns what will have arrived."""
         chunks = self._routes.chunks
         sent_R = [sum(counts) for counts in zip(*(chunk.send_counts_R for chunk in chunks), strict=True)]
         arrived_R = [sum(counts) for counts in zip(*(chunk.arrive_counts_R for chunk in chunks), strict=True)]
