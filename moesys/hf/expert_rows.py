@@ -5,7 +5,6 @@ T tokens, K top-k, E experts, P rows of experts with their padding.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -14,13 +13,10 @@ from torch import Tensor
 from moesys.kernels.routing.routing import route_reference
 from moesys.overlap.routes import SlotRows
 
-# Experts with few rows share gathers and activations, up to so many rows: calls cost more than such rows do.
-GROUP_ROWS = 2048
-
 
 @dataclass(frozen=True)
 class ExpertRows:
-    """The rows of all experts, each expert's padded to the least number that ``kernels.rows`` allows.
+    """The rows of all experts, each expert's padded to the least number that a ``RowRule`` allows.
 
     entry_P: the choice t·K + k that a row is of; padding repeats its expert's first row.
     row_TK: the row of each choice, P for those that have none.
@@ -47,12 +43,3 @@ class ExpertRows:
             row_TK=torch.where(kept_TK, routing.row_TK + shift_TK, len(expert_P)).int(),
             experts=tuple(SlotRows(e, starts[e], valids[e], paddeds[e]) for e in range(num_experts) if valids[e]),
         )
-
-    def groups(self) -> Iterator[tuple[tuple[SlotRows, ...], slice]]:
-        """Neighbouring experts, and the rows they have together."""
-        first = 0
-        for last, expert in enumerate(self.experts, start=1):
-            start, stop = self.experts[first].start, expert.start + expert.padded
-            if stop - start >= GROUP_ROWS or last == len(self.experts):
-                yield self.experts[first:last], slice(start, stop)
-                first = last

@@ -1,8 +1,8 @@
 """The experts' computation on any device, in plain torch, forward and backward.
 
-Rows are in order of (expert, token, choice), products treat a row the same in any company (``kernels.rows``), combine
-sums choices in order in float32 and rounds once, a weight gradient sums all rows of its expert in one product: a
-token's output does not depend on other tokens, and equal inputs give equal bits.
+Rows are in order of (expert, token, choice), products treat a row the same in any company (``row_invariant_gemm``),
+combine sums choices in order in float32 and rounds once, a weight gradient sums all rows of its expert in one product:
+a token's output does not depend on other tokens, and equal inputs give equal bits.
 
 T tokens, H hidden, I expert width, J rows of the up projection (2I with a gate), K top-k, E experts, P rows of experts
 with their padding, N such rows of a few experts; A and B any widths. *Wide* is the dtype that activations and sums are
@@ -21,12 +21,11 @@ from torch.autograd.function import once_differentiable
 from moesys.hf.expert_rows import ExpertRows
 from moesys.hf.experts_module import ExpertsModule
 from moesys.kernels.cpu.page_pool import PagePool, Scratch
-from moesys.kernels.cpu.row_invariant_gemm import RowRule, matmul_rows, row_rule
+from moesys.kernels.cpu.row_invariant_gemm import RowRule, aligned, matmul_rows, row_rule
 from moesys.kernels.cpu.row_invariant_ops import ParameterGradients, by_rows, by_rows_backward, row_blocks
 from moesys.kernels.experts.swiglu import swiglu, swiglu_backward
-from moesys.overlap.routes import SlotRows
+from moesys.overlap.routes import SlotRows, groups_of
 
-ALIGNMENT_BYTES = 64
 # Combine works on blocks of so many elements, which stay in a core's cache.
 COMBINE_ELEMENTS = 1 << 18
 
@@ -54,9 +53,7 @@ class _Linear(NamedTuple):
 
     def expert(self, index: int, dtype: torch.dtype, scratch: Scratch) -> Tensor:
         """One expert's weight as [out, in]; a cast one lasts until the next is cast."""
-        weight = self.weight[index]
-        if weight.dtype != dtype:
-            weight = scratch("weight", tuple(weight.shape), dtype).copy_(weight)
+        weight = scratch.cast("weight", self.weight[index], dtype)
         return weight.t() if self.transposed else weight
 
 
@@ -141,10 +138,10 @@ class _Call:
         P, (H, J) = len(rows.entry_P), self.up.sizes
         h_PJ = self.memory.empty((P, J), self.dtype, self.device)
         y_P1H = self._rows_and_none(P, H)
-        for experts, here in rows.groups():
+        for experts, here in groups_of(rows.experts):
             h_NJ, y_NH = h_PJ[here], y_P1H[here]
             x_NH = self._take(x_TH, rows.entry_P[here] // weight_TK.shape[1], "x")
-            self._multiply(self.up, experts, self._cast(x_NH, "cast x"), h_NJ)
+            self._multiply(self.up, experts, self.scratch.cast("cast x", x_NH, self.dtype), h_NJ)
             self._multiply(self.down, experts, self._activation(h_NJ), y_NH)
             if self.experts.norm is not None:
                 by_rows(self.experts.norm, y_NH, y_NH)
@@ -170,7 +167,7 @@ class _Call:
         dweight_P1 = torch.zeros_like(weight_P1)
         dx_P1H = self._rows_and_none(P, H) if needs_x else None
         others = ParameterGradients(self.experts.parameters, gradients.others)
-        for experts, here in rows.groups():
+        for experts, here in groups_of(rows.experts):
             token_N = rows.entry_P[here] // weight_TK.shape[1]
             h_NJ, weight_N, dy_NH = h_PJ[here], weight_P1[here], self._take(dy_TH, token_N, "dy")
             if norm is not None:
@@ -179,7 +176,7 @@ class _Call:
                 self._multiply(self.down, experts, self._activation(h_NJ), y_NH)
                 dweight_P1[here] = by_rows_backward(norm, y_NH, dy_NH, weight_N, dy_NH, y_NH, others)
                 weight_N = torch.ones_like(weight_N)
-            cast_NH = self._cast(dy_NH, "cast dy")
+            cast_NH = self.scratch.cast("cast dy", dy_NH, self.dtype)
             da_NI = self.scratch("da", (len(h_NJ), self.down.sizes[0]), self.dtype)
             wa_NI = self.scratch("a", da_NI.shape, self.dtype)
             dh_NJ = self.scratch("dh", h_NJ.shape, self.dtype)
@@ -191,7 +188,7 @@ class _Call:
             if dx_P1H is not None:
                 self._multiply_back(self.up, experts, dh_NJ, dx_P1H[here])
             if gradients.up is not None:
-                x_NH = self._cast(self._take(x_TH, token_N, "x"), "cast x")
+                x_NH = self.scratch.cast("cast x", self._take(x_TH, token_N, "x"), self.dtype)
                 self._sum_products(experts, dh_NJ, x_NH, gradients.up)
             if gradients.down is not None:
                 self._sum_products(experts, cast_NH, wa_NI, gradients.down)
@@ -213,10 +210,6 @@ class _Call:
         """Copies of these tokens' rows, which last until the next of that name."""
         taken = self.scratch(name, (len(token_N), source_TA.shape[1]), source_TA.dtype)
         return torch.index_select(source_TA, 0, token_N, out=taken)
-
-    def _cast(self, rows_NA: Tensor, name: str) -> Tensor:
-        """The rows as products take them."""
-        return rows_NA if rows_NA.dtype == self.dtype else self.scratch(name, rows_NA.shape, self.dtype).copy_(rows_NA)
 
     def _multiply(self, linear: _Linear, experts: Sequence[SlotRows], left_NA: Tensor, out_NB: Tensor) -> None:
         """``out = left @ weightᵀ + bias``, each expert's rows by its own."""
@@ -258,7 +251,7 @@ class _Call:
         """A projection's gradient, the sum over each expert's rows of ``outward ⊗ inward``."""
         left, right = (inward_NA, outward_NB) if self.experts.transposed else (outward_NB, inward_NA)
         for expert, *operands in _by_expert(experts, left, right):
-            one, other = (_aligned(operand[: expert.valid]) for operand in operands)
+            one, other = (aligned(operand[: expert.valid]) for operand in operands)
             gradient = gradient_E[expert.slot]
             if gradient.dtype == self.dtype:
                 torch.mm(one.t(), other, out=gradient)
@@ -302,8 +295,3 @@ def _by_expert(experts: Sequence[SlotRows], *rows: Tensor) -> Iterator[tuple[Any
     """Each expert with its part of all ``rows``."""
     sizes = [expert.padded for expert in experts]
     return zip(experts, *(tensor.split(sizes) for tensor in rows), strict=True)
-
-
-def _aligned(rows: Tensor) -> Tensor:
-    """The rows, at an address as allocations have it: BLAS sums narrow matrices in an order that depends on that."""
-    return rows if rows.data_ptr() % ALIGNMENT_BYTES == 0 else rows.clone()

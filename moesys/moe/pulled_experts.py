@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moesys.config import ModelShape
-from moesys.kernels.symmetric.heap import Plan
+from moesys.kernels.symmetric.heap import ArenaLayout
 from moesys.kernels.symmetric.ordered_sum import ordered_sum
 from moesys.kernels.symmetric.pulls import Pull, PullRings, Wanted, pull_regions
 from moesys.layout import ExpertLayout
@@ -114,7 +114,7 @@ def ring_bytes(shape: ModelShape, num_ranks: int, num_slots: int) -> int:
     restored_bytes = shape.num_experts * wire_slice * shape.bytes_per_element
     resharded_bytes = num_slots * num_ranks * wire_slice * torch.float32.itemsize
     shared = (restored_bytes, resharded_bytes)
-    return sum(Plan.of(pull_regions(num_bytes, num_ranks)).num_bytes for num_bytes in shared)
+    return sum(ArenaLayout.of(pull_regions(num_bytes, num_ranks)).num_bytes for num_bytes in shared)
 
 
 def _slots(held: Sequence[Sequence[int]]) -> list[tuple[int, int]]:

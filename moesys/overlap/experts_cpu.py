@@ -5,22 +5,18 @@ T tokens of this rank, H hidden, I expert width, K top-k, M arrivals, P expert r
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from moesys.kernels.cpu.page_pool import Scratch
-from moesys.kernels.cpu.row_invariant_gemm import RowRule, matmul_rows
+from moesys.kernels.cpu.row_invariant_gemm import RowRule, aligned, matmul_rows
 from moesys.kernels.experts.swiglu import swiglu, swiglu_backward
 from moesys.overlap.expert_compute import Arrivals, Workplace
 from moesys.overlap.held_experts import ExpertGradients, HeldExperts
-from moesys.overlap.routes import ChunkRoutes, Routes, SlotRows
+from moesys.overlap.routes import ChunkRoutes, Routes, groups_of
 
-# Slots with few rows share gathers and activations, up to so many rows: calls cost more than such rows do.
-GROUP_ROWS = 2048
-ALIGNMENT_BYTES = 64
 # Combine works on blocks of so many elements, which stay in a core's cache.
 COMBINE_ELEMENTS = 1 << 18
 
@@ -87,16 +83,17 @@ class CpuForward:
         rows_MH, scratch = self.x.rows, self.at.scratch
         dtype = rows_MH.dtype
         y_PH = self.at.memory.empty((chunk.num_rows, rows_MH.shape[1]), dtype, rows_MH.device)
-        for slots, rows, here in _groups(chunk):
+        for slots, rows in groups_of(chunk.slots):
+            here = slice(rows.start - chunk.rows[0], rows.stop - chunk.rows[0])
             sizes = [slot.padded for slot in slots]
             x_NH = self.x.take(chunk.gather_P[here], scratch, "x")
             h_N2I = self.h_P2I[rows]
             a_NI = scratch("a", (len(h_N2I), h_N2I.shape[1] // 2), dtype)
             for slot, x, h in zip(slots, x_NH.split(sizes), h_N2I.split(sizes), strict=True):
-                matmul_rows(x, _cast(self.weights[slot.slot].gate_up, dtype, scratch), h, self.rule)
+                matmul_rows(x, scratch.cast("weight", self.weights[slot.slot].gate_up, dtype), h, self.rule)
             swiglu(h_N2I, a_NI)
             for slot, a, y in zip(slots, a_NI.split(sizes), y_PH[here].split(sizes), strict=True):
-                matmul_rows(a, _cast(self.weights[slot.slot].down, dtype, scratch), y, self.rule)
+                matmul_rows(a, scratch.cast("weight", self.weights[slot.slot].down, dtype), y, self.rule)
         return y_PH
 
     def pre_activations(self) -> Tensor:
@@ -132,7 +129,8 @@ class CpuBackward:
         dtype, I = rows_MH.dtype, self.h_P2I.shape[1] // 2
         dx_PH = self.at.memory.empty((chunk.num_rows, rows_MH.shape[1]), dtype, rows_MH.device)
         dweight_P = self.weight_M.new_empty(chunk.num_rows)
-        for slots, rows, here in _groups(chunk):
+        for slots, rows in groups_of(chunk.slots):
+            here = slice(rows.start - chunk.rows[0], rows.stop - chunk.rows[0])
             sizes = [slot.padded for slot in slots]
             gather_N = chunk.gather_P[here]
             dy_NH = self.dy.take(gather_N, scratch, "dy")
@@ -141,10 +139,10 @@ class CpuBackward:
             dh_N2I = scratch("dh", h_N2I.shape, dtype) if one_chunk else self.dh_P2I[rows]
             wa_NI = scratch("wa", da_NI.shape, dtype) if one_chunk else self.wa_PI[rows]
             for slot, dy, da in zip(slots, dy_NH.split(sizes), da_NI.split(sizes), strict=True):
-                matmul_rows(dy, _cast(weights[slot.slot].down, dtype, scratch).t(), da, self.rule)
+                matmul_rows(dy, scratch.cast("weight", weights[slot.slot].down, dtype).t(), da, self.rule)
             dweight_P[here] = swiglu_backward(h_N2I, da_NI, self.weight_M[gather_N], dh_N2I, wa_NI)
             for slot, dh, dx in zip(slots, dh_N2I.split(sizes), dx_PH[here].split(sizes), strict=True):
-                matmul_rows(dh, _cast(weights[slot.slot].gate_up, dtype, scratch).t(), dx, self.rule)
+                matmul_rows(dh, scratch.cast("weight", weights[slot.slot].gate_up, dtype).t(), dx, self.rule)
             if one_chunk and self.gradients is not None:
                 x_NH = self.x.take(gather_N, scratch, "x")
                 operands = (tensor.split(sizes) for tensor in (dh_N2I, x_NH, dy_NH, wa_NI))
@@ -165,33 +163,8 @@ class CpuBackward:
             gradients.down[slot].zero_()
 
     def _of_slot(self, gradients: ExpertGradients, dh_N2I: Tensor, x_NH: Tensor, dy_NH: Tensor, wa_NI: Tensor) -> None:
-        _gradient_mm(_aligned(dh_N2I), _aligned(x_NH), gradients.gate_up, self.at.scratch)
-        _gradient_mm(_aligned(dy_NH), _aligned(wa_NI), gradients.down, self.at.scratch)
-
-
-def _groups(chunk: ChunkRoutes) -> Iterator[tuple[tuple[SlotRows, ...], slice, slice]]:
-    """Neighbouring slots that share gathers and activations, with their rows counted over all chunks and in this one.
-
-    A row's bits do not depend on its group, so groups are free to change with the chunks.
-    """
-    first = 0
-    for last, slot in enumerate(chunk.slots, start=1):
-        start, stop = chunk.slots[first].start, slot.start + slot.padded
-        if stop - start >= GROUP_ROWS or last == len(chunk.slots):
-            yield chunk.slots[first:last], slice(start, stop), slice(start - chunk.rows[0], stop - chunk.rows[0])
-            first = last
-
-
-def _cast(weight: Tensor, dtype: torch.dtype, scratch: Scratch) -> Tensor:
-    """``weight`` in ``dtype``; a cast one lasts until the next is cast, so that it is still in cache for its GEMM."""
-    if weight.dtype == dtype:
-        return weight
-    return scratch("weight", tuple(weight.shape), dtype).copy_(weight)
-
-
-def _aligned(rows: Tensor) -> Tensor:
-    """The rows, at an address as allocations have it: BLAS sums narrow matrices in an order that depends on that."""
-    return rows if rows.data_ptr() % ALIGNMENT_BYTES == 0 else rows.clone()
+        _gradient_mm(aligned(dh_N2I), aligned(x_NH), gradients.gate_up, self.at.scratch)
+        _gradient_mm(aligned(dy_NH), aligned(wa_NI), gradients.down, self.at.scratch)
 
 
 def _gradient_mm(left_NA: Tensor, right_NB: Tensor, out_AB: Tensor, scratch: Scratch) -> None:

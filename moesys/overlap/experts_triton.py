@@ -24,9 +24,9 @@ from moesys.kernels.experts.combine import combine
 from moesys.kernels.experts.grouped_gemm import grouped_gemm
 from moesys.kernels.experts.tile_config import ShapeClass, TileConfigs
 from moesys.kernels.experts.tile_tuner import blocks_of
-from moesys.kernels.experts.tiles import Groups, RowTiles, groups_by_size
+from moesys.kernels.experts.tiles import RowGroups, RowTiles, groups_by_size
 from moesys.kernels.experts.up import up
-from moesys.kernels.experts.weight_gradient import RowsOfGroups, weight_gradient
+from moesys.kernels.experts.weight_gradient import OrderedGroups, weight_gradient
 from moesys.kernels.routing.routing import Routing, route
 from moesys.overlap.expert_compute import Arrivals, Workplace
 from moesys.overlap.held_experts import ExpertGradients, HeldExperts
@@ -145,7 +145,7 @@ class TritonBackward:
             self.h_P2I[slice(*chunk.rows)],
             weight_TK,
             routing,
-            Groups(routing.first_G1, tiles.of(block), here.matrix_S),
+            RowGroups(routing.first_G1, tiles.of(block), here.matrix_S),
             ACTIVATION,
             block,
         )
@@ -167,7 +167,7 @@ class TritonBackward:
             gradients.down.zero_()
             return
         first_G1, arrival_P, dh_P2I, wa_PI = self._expert_order(len(gradients.gate_up))
-        groups = RowsOfGroups(self.dy.place(arrival_P).int(), first_G1, groups_by_size(first_G1))
+        groups = OrderedGroups(self.dy.place(arrival_P).int(), first_G1, groups_by_size(first_G1))
         x_MH, dy_MH, block = self.x.rows.contiguous(), self.dy.rows, self.blocks.weight_gradient
         weight_gradient(dh_P2I, x_MH, groups, 1, "right", block, out_GLR=gradients.gate_up)
         weight_gradient(dy_MH, wa_PI, groups, 1, "left", block, out_GLR=gradients.down)

@@ -22,7 +22,7 @@ from moesys.config import MegaKernel, ModelShape
 from moesys.kernels.experts.numerics import INTERPRETED
 from moesys.kernels.experts.tile_config import TileConfig, TileConfigs
 from moesys.kernels.experts.tiles import groups_by_size
-from moesys.kernels.experts.weight_gradient import RowsOfGroups, weight_gradient
+from moesys.kernels.experts.weight_gradient import OrderedGroups, weight_gradient
 from moesys.kernels.mega.arguments import MegaMemory, MegaRows, announce, arrange
 from moesys.kernels.mega.exchange import Replicas, most_flags, publish, regions
 from moesys.kernels.mega.mega_combine import WeightGradients, down_combine, input_gradient_combine
@@ -30,7 +30,7 @@ from moesys.kernels.mega.mega_dispatch import dispatch_activation_gradient, disp
 from moesys.kernels.mega.point import blocks_at
 from moesys.kernels.mega.task_times import TaskTimes
 from moesys.kernels.symmetric.counts import count_regions, receive_counts
-from moesys.kernels.symmetric.heap import Heap, Plan, require_no_capture
+from moesys.kernels.symmetric.heap import ArenaLayout, Heap, require_no_capture
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.overlap.comm.record import Recorder, stage
 from moesys.overlap.device_split import DeviceSplit, PendingPlan
@@ -168,7 +168,7 @@ def symmetric_bytes(overlap: MegaKernel, model: ModelShape, most_tokens: int, nu
     blocks = blocks_at(overlap, ACTIVATION, dtype, torch.device("cuda"))
     flags = _flags(blocks, most_tokens, top_k, hidden, num_replicas)
     shared = regions(most_tokens, top_k, hidden, dtype, num_ranks, flags)
-    return Plan.of({**shared, **count_regions(num_ranks, model.num_experts)}).num_bytes
+    return ArenaLayout.of({**shared, **count_regions(num_ranks, model.num_experts)}).num_bytes
 
 
 def _flags(blocks: TileConfigs, most_tokens: int, top_k: int, hidden: int, num_replicas: int) -> int:
@@ -322,7 +322,7 @@ class MegaExecutor:
 def _weight_gradients(sides: WeightGradients, first_G1: Tensor, block: TileConfig) -> None:
     """Both weight gradients by launches of their own."""
     in_order = torch.arange(len(sides.dh_NU), dtype=torch.int32, device=first_G1.device)
-    groups = RowsOfGroups(in_order, first_G1, groups_by_size(first_G1))
+    groups = OrderedGroups(in_order, first_G1, groups_by_size(first_G1))
     weight_gradient(sides.dh_NU, sides.x_NH, groups, 1, "right", block, out_GLR=sides.dgate_up_GUH)
     weight_gradient(sides.dy_NH, sides.wa_NI, groups, 1, "left", block, out_GLR=sides.ddown_GHI)
 

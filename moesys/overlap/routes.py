@@ -14,7 +14,7 @@ R ranks, E experts, C chunks, T tokens of this rank, K top-k. Indices are int64.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -25,6 +25,9 @@ from torch import Tensor
 from moesys.layout import TokenPlan
 from moesys.load import IntArray
 
+# Slots with few rows share gathers and activations, up to so many rows: calls cost more than such rows do.
+GROUP_ROWS = 2048
+
 
 @dataclass(frozen=True)
 class SlotRows:
@@ -34,6 +37,19 @@ class SlotRows:
     start: int
     valid: int
     padded: int
+
+
+def groups_of(slots: Sequence[SlotRows]) -> Iterator[tuple[Sequence[SlotRows], slice]]:
+    """Neighbouring slots that share gathers and activations, and the rows they have together.
+
+    A row's bits do not depend on its group, so groups are free to change with the chunks.
+    """
+    first = 0
+    for last, slot in enumerate(slots, start=1):
+        start, stop = slots[first].start, slot.start + slot.padded
+        if stop - start >= GROUP_ROWS or last == len(slots):
+            yield slots[first:last], slice(start, stop)
+            first = last
 
 
 @dataclass(frozen=True)

@@ -28,9 +28,10 @@ from hf_cases import (
 )
 from torch import Tensor, nn
 
-from moesys.hf import expert_rows, routed_experts
+from moesys.hf import routed_experts
 from moesys.kernels.cpu import row_invariant_ops
 from moesys.kernels.cpu.row_invariant_gemm import LARGEST_MINIMUM
+from moesys.overlap import routes
 
 
 @every_kind
@@ -189,7 +190,7 @@ def test_blocks_change_no_bit(kind: Callable[[], nn.Module], monkeypatch: pytest
     """But of what is summed over all rows without a product: gradients of an activation's and a norm's parameters."""
     module, tokens = experts(kind), batch(150)
     whole = run(module, tokens)
-    monkeypatch.setattr(expert_rows, "GROUP_ROWS", 1)
+    monkeypatch.setattr(routes, "GROUP_ROWS", 1)
     monkeypatch.setattr(routed_experts, "COMBINE_ELEMENTS", 5 * H)
     monkeypatch.setattr(row_invariant_ops, "THREADED_ELEMENTS", 700)
     cut = run(module, tokens)

@@ -13,9 +13,9 @@ from moesys.kernels.experts.activation_gradient import activation_gradient
 from moesys.kernels.experts.experts import ExpertMatrices, experts_backward, experts_forward
 from moesys.kernels.experts.grouped_gemm import grouped_gemm
 from moesys.kernels.experts.tile_config import Operands, TileConfig, TileConfigs
-from moesys.kernels.experts.tiles import Groups, groups_by_size, tile_table_reference
+from moesys.kernels.experts.tiles import RowGroups, groups_by_size, tile_table_reference
 from moesys.kernels.experts.up import up
-from moesys.kernels.experts.weight_gradient import RowsOfGroups, weight_gradient
+from moesys.kernels.experts.weight_gradient import OrderedGroups, weight_gradient
 from moesys.kernels.routing.routing import route_reference
 
 T, K, E, I, H = 9, 2, 3, 24, 40
@@ -67,7 +67,7 @@ def of_input_gradient(gate_up: Tensor, _: Tensor, block: TileConfig) -> tuple[Te
 
 def of_activation_gradient(_: Tensor, matrices: Tensor, block: TileConfig) -> tuple[Tensor, ...]:
     dy_TH, h_P2I = rows(T, H, matrices.dtype), rows(T * K, 2 * I, matrices.dtype)
-    groups = Groups(ROUTING.first_G1, TILES, MATRIX_G)
+    groups = RowGroups(ROUTING.first_G1, TILES, MATRIX_G)
     return activation_gradient(dy_TH, matrices, h_P2I, WEIGHT_TK, ROUTING, groups, "swiglu", block)
 
 
@@ -137,7 +137,7 @@ def test_a_gradient_that_does_not_fit_is_refused(out_GLR: Tensor) -> None:
         weight_gradient(
             dh_PI,
             x_TH,
-            RowsOfGroups(ROUTING.entry_P, ROUTING.first_G1, groups_by_size(ROUTING.first_G1)),
+            OrderedGroups(ROUTING.entry_P, ROUTING.first_G1, groups_by_size(ROUTING.first_G1)),
             K,
             "right",
             BLOCK,

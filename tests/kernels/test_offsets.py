@@ -21,9 +21,9 @@ from moesys.kernels.experts.activation_gradient import (
 from moesys.kernels.experts.combine import combine, combine_reference
 from moesys.kernels.experts.grouped_gemm import grouped_gemm, grouped_gemm_reference
 from moesys.kernels.experts.tile_config import TileConfig
-from moesys.kernels.experts.tiles import Groups, Tiles
+from moesys.kernels.experts.tiles import RowGroups, Tiles
 from moesys.kernels.experts.up import up, up_reference
-from moesys.kernels.experts.weight_gradient import RowsOfGroups, weight_gradient, weight_gradient_reference
+from moesys.kernels.experts.weight_gradient import OrderedGroups, weight_gradient, weight_gradient_reference
 from moesys.kernels.routing.routing import Routing
 
 H, I = 32, 16
@@ -115,7 +115,7 @@ def test_grouped_gemm(far: Far, transposed: bool) -> None:
 def test_activation_gradient(far: Far) -> None:
     dy, matrices, h = normal(ROWS, H), normal(2, H, I, seed=1), normal(ROWS, U, seed=2)
     weight = torch.rand(ROWS, 1, generator=torch.Generator().manual_seed(3))
-    tables = (far.routing, Groups(far.routing.first_G1, far.tiles, far.matrix_G))
+    tables = (far.routing, RowGroups(far.routing.first_G1, far.tiles, far.matrix_G))
     with only_outer_programs():
         dh_PU, wa_PI, dweight_TK = activation_gradient(
             far.tokens(dy), far.matrices(matrices), far.rows(h), far.tokens(weight), *tables, "swiglu", BLOCK
@@ -145,7 +145,7 @@ def test_weight_gradient_of_far_rows_and_tokens(far: Far, gathered: Literal["lef
         sides.reverse()
     first_G1 = torch.tensor([FAR_ROW, FAR_ROW + FAR_ROWS], dtype=torch.int32)
     order_G = torch.zeros(1, dtype=torch.int32)
-    out_GLR = weight_gradient(*sides, RowsOfGroups(far.routing.entry_P, first_G1, order_G), 1, gathered, BLOCK)
+    out_GLR = weight_gradient(*sides, OrderedGroups(far.routing.entry_P, first_G1, order_G), 1, gathered, BLOCK)
     expected = weight_gradient_reference(*near, *far.near_routing[::2], 1, gathered)
     torch.testing.assert_close(out_GLR, expected[1:], rtol=2e-3, atol=2e-3)
 
@@ -157,7 +157,7 @@ def test_weight_gradient_of_a_far_group(far: Far) -> None:
     block = TileConfig(rows=32, columns=32, contraction=16, programs=FAR_MATRIX + 1)
     with only_outer_programs():
         order_G = torch.arange(FAR_MATRIX + 1, dtype=torch.int32)
-        groups = RowsOfGroups(far.near_routing.entry_P, first_G1, order_G)
+        groups = OrderedGroups(far.near_routing.entry_P, first_G1, order_G)
         out_GLR = weight_gradient(by_token, by_row, groups, 1, "left", block, HALF)
     expected = weight_gradient_reference(by_token, by_row, *far.near_routing[::2], 1, "left", HALF)
     torch.testing.assert_close(out_GLR[[0, -1]], expected, rtol=2e-3, atol=2e-3)

@@ -91,7 +91,7 @@ def test_the_heap_doubles_only_what_was_too_little():
     home = MegaHome(None, CPU, 1.0)
 
     def tokens(asked: int, flags: int = 5) -> tuple[int, int]:
-        regions = home.memory(asked, 2, 8, torch.float32, flags, 4).heap.plan.regions
+        regions = home.memory(asked, 2, 8, torch.float32, flags, 4).heap.layout.regions
         return regions["x"].shape[0], regions["combined"].shape[-1]
 
     first = tokens(10)

@@ -25,7 +25,7 @@ class Waits:
         first = heap.world[3 + heap.rank].item()
         self._regions = {
             name: (first + heap.offset(name), first + heap.offset(name) + region.num_bytes)
-            for name, region in heap.plan.regions.items()
+            for name, region in heap.layout.regions.items()
         }
         self.seen: set[tuple[str, int]] = set()
         self._poll = signals._poll

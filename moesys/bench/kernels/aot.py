@@ -17,9 +17,9 @@ from moesys.kernels.experts.combine import combine
 from moesys.kernels.experts.grouped_gemm import grouped_gemm
 from moesys.kernels.experts.tile_config import ShapeClass, TileConfig
 from moesys.kernels.experts.tile_tuner import blocks_of
-from moesys.kernels.experts.tiles import Groups, Tiles, groups_by_size, tile_table
+from moesys.kernels.experts.tiles import RowGroups, Tiles, groups_by_size, tile_table
 from moesys.kernels.experts.up import up
-from moesys.kernels.experts.weight_gradient import RowsOfGroups, weight_gradient
+from moesys.kernels.experts.weight_gradient import OrderedGroups, weight_gradient
 from moesys.kernels.mega.exchange import regions
 from moesys.kernels.routing.routing import Routing, route
 from moesys.kernels.split.flow import split
@@ -142,7 +142,7 @@ def compile_size(
         return Tiles(group_M, row_M, count_1, block.rows)
 
     entries, first = routing.entry_P, routing.first_G1
-    groups = RowsOfGroups(entries, first, meta(E, dtype=torch.int32))
+    groups = OrderedGroups(entries, first, meta(E, dtype=torch.int32))
     up_, down_, back, into, outer = (
         blocks.up,
         blocks.down,
@@ -163,7 +163,7 @@ def compile_size(
         "activation_gradient": (
             back,
             lambda: activation_gradient(
-                x, down_proj, h, weight, routing, Groups(first, tiles(back), matrix_G), "swiglu", back
+                x, down_proj, h, weight, routing, RowGroups(first, tiles(back), matrix_G), "swiglu", back
             ),
         ),
         "input_gradient": (

@@ -19,9 +19,9 @@ from moesys.kernels.experts.combine import combine
 from moesys.kernels.experts.grouped_gemm import grouped_gemm
 from moesys.kernels.experts.tile_config import ShapeClass
 from moesys.kernels.experts.tile_tuner import blocks_of
-from moesys.kernels.experts.tiles import Groups, RowTiles, groups_by_size
+from moesys.kernels.experts.tiles import RowGroups, RowTiles, groups_by_size
 from moesys.kernels.experts.up import up
-from moesys.kernels.experts.weight_gradient import RowsOfGroups, weight_gradient
+from moesys.kernels.experts.weight_gradient import OrderedGroups, weight_gradient
 from moesys.kernels.mega.exchange import exchange
 from moesys.kernels.routing.routing import Routing, route
 from moesys.kernels.symmetric.pacing import paced_copies
@@ -110,7 +110,7 @@ class StandAloneRun:
             self._h_NU,
             weight_N1,
             self._routing,
-            Groups(first_G1, self._tiles.of(block), self._matrix_S),
+            RowGroups(first_G1, self._tiles.of(block), self._matrix_S),
             ACTIVATION,
             block,
         )
@@ -120,7 +120,7 @@ class StandAloneRun:
         shared.dweight_home.index_copy_(0, self._home_N, dweight_N1.view(-1))
         self._push(dx_NH)
         dgate_up, ddown = self._gradients
-        groups = RowsOfGroups(self._routing.entry_P, first_G1, groups_by_size(first_G1))
+        groups = OrderedGroups(self._routing.entry_P, first_G1, groups_by_size(first_G1))
         weight_gradient(dh_NU, self._x_NH, groups, 1, "right", blocks.weight_gradient, out_GLR=dgate_up)
         weight_gradient(dy_NH, wa_NI, groups, 1, "left", blocks.weight_gradient, out_GLR=ddown)
         yield

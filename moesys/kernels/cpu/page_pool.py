@@ -94,6 +94,10 @@ class Scratch:
             buffer = self._buffers[name] = self._memory.empty((size + size // 4,), dtype, self._device)
         return buffer[:size].view(shape)
 
+    def cast(self, name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns ``tensor`` in ``dtype``; a cast one lasts until the next of that name."""
+        return tensor if tensor.dtype == dtype else self(name, tuple(tensor.shape), dtype).copy_(tensor)
+
 
 def _map(num_bytes: int) -> mmap.mmap:
     """Zeroed private pages, huge ones where Linux has them."""

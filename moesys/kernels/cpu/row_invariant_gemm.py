@@ -24,6 +24,8 @@ DEVICE_TILE_ROWS = 64
 SMALL_MATRIX = 1 << 16
 # Below this, kernels depend on rows and addresses in ways that no probe has found all of.
 NARROW = 16
+# Of allocations' addresses.
+ALIGNMENT_BYTES = 64
 # Columns beyond these are more of the same, and would make the probe of a large expert take a minute.
 LARGEST_COLUMNS = 2048
 _FEW_COUNTS = (*range(1, 17), 24, 32, 64, 100)
@@ -133,6 +135,11 @@ def matmul_rows(x_MK: Tensor, weight_NK: Tensor, out_MN: Tensor, rule: RowRule) 
         tile_K[:rows] = x_MK[start : start + rows]
         _multiply(tile_K, weight_NK, tile_N)
         out_MN[start : start + rows] = tile_N[:rows]
+
+
+def aligned(rows: Tensor) -> Tensor:
+    """Returns the rows at an address as allocations have it: on that depends BLAS' order of sums in narrow matrices."""
+    return rows if rows.data_ptr() % ALIGNMENT_BYTES == 0 else rows.clone()
 
 
 def _multiply(x_MK: Tensor, weight_NK: Tensor, out_MN: Tensor) -> None:

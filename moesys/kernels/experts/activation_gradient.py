@@ -29,7 +29,7 @@ from moesys.kernels.experts.gather import gather_rows
 from moesys.kernels.experts.numerics import dot, rounded
 from moesys.kernels.experts.products import rows_by_matrix
 from moesys.kernels.experts.tile_config import TileConfig
-from moesys.kernels.experts.tiles import Groups, require_contiguous, require_matrices, tile_of
+from moesys.kernels.experts.tiles import RowGroups, require_contiguous, require_matrices, tile_of
 from moesys.kernels.routing.routing import Routing
 
 # The routing weight's gradient is summed over so many columns at a time, in every tile, so that its bits do not depend
@@ -45,7 +45,7 @@ def activation_gradient(
     h_PU: Tensor,
     weight_TK: Tensor,
     routing: Routing,
-    groups: Groups,
+    groups: RowGroups,
     activation: str,
     block: TileConfig,
 ) -> tuple[Tensor, Tensor, Tensor]:

@@ -22,9 +22,9 @@ from moesys.kernels.experts.grouped_gemm import grouped_gemm
 from moesys.kernels.experts.numerics import INTERPRETED
 from moesys.kernels.experts.tile_config import ShapeClass, TileConfigs
 from moesys.kernels.experts.tile_tuner import blocks_of
-from moesys.kernels.experts.tiles import Groups, RowTiles, groups_by_size
+from moesys.kernels.experts.tiles import RowGroups, RowTiles, groups_by_size
 from moesys.kernels.experts.up import up
-from moesys.kernels.experts.weight_gradient import RowsOfGroups, weight_gradient
+from moesys.kernels.experts.weight_gradient import OrderedGroups, weight_gradient
 from moesys.kernels.routing.routing import Routing, route
 
 
@@ -92,14 +92,14 @@ def experts_backward(
         kept.h_PU,
         weight_TK,
         routing,
-        Groups(routing.first_G1, tiles.of(block), matrix_G),
+        RowGroups(routing.first_G1, tiles.of(block), matrix_G),
         activation,
         block,
     )
     ddown = dgate_up = None
     outer = blocks.weight_gradient
     if matrix_dtype is not None:
-        groups = RowsOfGroups(routing.entry_P, routing.first_G1, groups_by_size(routing.first_G1))
+        groups = OrderedGroups(routing.entry_P, routing.first_G1, groups_by_size(routing.first_G1))
         ddown = weight_gradient(dy_TH, wa_PI, groups, K, "left", outer, matrix_dtype, out[1])
     del wa_PI
     block = blocks.input_gradient

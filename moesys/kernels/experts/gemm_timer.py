@@ -19,9 +19,9 @@ from moesys.kernels.experts.activations import GATED
 from moesys.kernels.experts.ahead_of_time import compiling
 from moesys.kernels.experts.grouped_gemm import grouped_gemm
 from moesys.kernels.experts.tile_config import ShapeClass, TileConfig
-from moesys.kernels.experts.tiles import Groups, Tiles, groups_by_size, tile_table
+from moesys.kernels.experts.tiles import RowGroups, Tiles, groups_by_size, tile_table
 from moesys.kernels.experts.up import up
-from moesys.kernels.experts.weight_gradient import RowsOfGroups, weight_gradient
+from moesys.kernels.experts.weight_gradient import OrderedGroups, weight_gradient
 from moesys.kernels.routing.routing import Routing, route
 
 REPEATS = 9
@@ -80,7 +80,7 @@ class Operands:
         """``op`` once; "weight_gradient" is both matrices'."""
         routing, matrix_E = self.routing, self.matrix_E
         first, K, activation = routing.first_G1, self.shape.top_k, self.shape.activation
-        groups = RowsOfGroups(routing.entry_P, first, self.order_E)
+        groups = OrderedGroups(routing.entry_P, first, self.order_E)
         match op:
             case "up":
                 up(self.x_TH, self.gate_up_EUH, routing, tiles, matrix_E, K, activation, block)
@@ -88,7 +88,7 @@ class Operands:
                 grouped_gemm(self.a_PI, self.down_EHI, first, tiles, matrix_E, block, transposed=True)
             case "activation_gradient":
                 given = (self.x_TH, self.down_EHI, self.h_PU, self.weight_TK, routing)
-                activation_gradient(*given, Groups(first, tiles, matrix_E), activation, block)
+                activation_gradient(*given, RowGroups(first, tiles, matrix_E), activation, block)
             case "input_gradient":
                 grouped_gemm(self.h_PU, self.gate_up_EUH, first, tiles, matrix_E, block, transposed=False)
             case "weight_gradient":

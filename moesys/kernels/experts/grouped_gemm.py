@@ -24,7 +24,7 @@ from moesys.kernels.experts.descriptors import (
 from moesys.kernels.experts.numerics import dot, rounded
 from moesys.kernels.experts.products import rows_by_matrix
 from moesys.kernels.experts.tile_config import TileConfig
-from moesys.kernels.experts.tiles import Groups, Tiles, require_contiguous, require_matrices, tile_of
+from moesys.kernels.experts.tiles import RowGroups, Tiles, require_contiguous, require_matrices, tile_of
 
 
 def grouped_gemm(
@@ -56,7 +56,7 @@ def grouped_gemm(
     P, L = rows_PL.shape
     N = matrices.shape[1 if transposed else 2]
     out_PN = torch.empty(P, N, dtype=rows_PL.dtype, device=rows_PL.device)
-    groups, E = Groups(first_G1, tiles, matrix_G), len(matrices)
+    groups, E = RowGroups(first_G1, tiles, matrix_G), len(matrices)
     sizes = GemmSizes(L, N, matrices.stride(0), transposed)
     options = block.options() if readable_by_tma(rows_PL, matrices) else block.options("pointers")
     launch = _grouped_gemm[(block.num_programs(rows_PL.device),)]

@@ -39,7 +39,7 @@ class Tiles(NamedTuple):
             raise ValueError(f"tiles of {self.block_rows} rows for blocks of {block.rows}; make them with block.rows")
 
 
-class Groups(NamedTuple):
+class RowGroups(NamedTuple):
     """Groups of rows as kernels of products take them: where each begins, its row tiles, and its matrix (int32)."""
 
     first_G1: Tensor

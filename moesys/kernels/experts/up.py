@@ -19,7 +19,7 @@ from moesys.kernels.experts.gather import gather_rows
 from moesys.kernels.experts.numerics import dot, rounded
 from moesys.kernels.experts.products import rows_by_tiles
 from moesys.kernels.experts.tile_config import TileConfig
-from moesys.kernels.experts.tiles import Groups, Tiles, require_contiguous, require_matrices, tile_of
+from moesys.kernels.experts.tiles import RowGroups, Tiles, require_contiguous, require_matrices, tile_of
 from moesys.kernels.routing.routing import Routing
 
 
@@ -60,7 +60,7 @@ def up(
     a_PI = torch.empty(P, I, dtype=x_TH.dtype, device=x_TH.device)
     operands = block.operands if readable_by_tma(x_TH, gate_up_EUH) and P else "pointers"
     x = gather_rows(x_TH, routing.entry_P, routing.first_G1, top_k) if operands == "specialised" else x_TH
-    rows, groups = UpRows(routing.entry_P, h_PU, a_PI), Groups(routing.first_G1, tiles, matrix_G)
+    rows, groups = UpRows(routing.entry_P, h_PU, a_PI), RowGroups(routing.first_G1, tiles, matrix_G)
     sizes = UpSizes(H, I, top_k, gate_up_EUH.stride(0), activation, 2 if gated else 1)
     arguments = (x, gate_up_EUH, rows, groups, P, num_matrices, sizes)
     launch = _up[(block.num_programs(x_TH.device),)]

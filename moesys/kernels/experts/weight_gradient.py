@@ -24,7 +24,7 @@ from moesys.kernels.experts.tile_config import TileConfig
 from moesys.kernels.experts.tiles import require_contiguous, tile_of
 
 
-class RowsOfGroups(NamedTuple):
+class OrderedGroups(NamedTuple):
     """Which rows each group has, int32.
 
     ``entry_P``, ``first_G1`` [G + 1]: each row's choice, and where each group's rows begin (``routing.Routing``).
@@ -40,7 +40,7 @@ class RowsOfGroups(NamedTuple):
 def weight_gradient(
     left: Tensor,
     right: Tensor,
-    groups: RowsOfGroups,
+    groups: OrderedGroups,
     top_k: int,
     gathered: Literal["left", "right"],
     block: TileConfig,

@@ -47,7 +47,7 @@ class OwnFlags(NamedTuple):
     pushed: Tensor
 
 
-class Offsets(NamedTuple):
+class RegionOffsets(NamedTuple):
     """Where regions begin in every arena, in bytes (``exchange.regions``)."""
 
     published: int
@@ -58,7 +58,7 @@ class Offsets(NamedTuple):
     dweight: int
 
 
-class Launch(NamedTuple):
+class MegaLaunch(NamedTuple):
     """What the tasks of a launch are told of their rank, which is not about rows.
 
     ``world``: see ``Heap``; ``pace``: of what is pulled and pushed (``pacing``), None for as fast as it goes;
@@ -67,7 +67,7 @@ class Launch(NamedTuple):
 
     world: Tensor
     pace: Tensor | None
-    offsets: Offsets
+    offsets: RegionOffsets
     epoch_1: Tensor
     queue_2: Tensor
     flags: OwnFlags
@@ -113,13 +113,13 @@ class MegaMemory:
                 self._outgrown.append(old)
                 self.flags = self.flags._replace(**{name: self._zeros(max(size, 2 * len(old)))})
 
-    def launch(self, name: str, most_tasks: int) -> Launch:
+    def launch(self, name: str, most_tasks: int) -> MegaLaunch:
         """For the next launch, of at most so many tasks."""
         heap = self.heap
-        return Launch(
+        return MegaLaunch(
             world=heap.world,
             pace=self.pace,
-            offsets=Offsets(*(heap.offset(region) for region in Offsets._fields)),
+            offsets=RegionOffsets(*(heap.offset(region) for region in RegionOffsets._fields)),
             epoch_1=self.epoch_1,
             queue_2=self.queue_2,
             flags=self.flags,

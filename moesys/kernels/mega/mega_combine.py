@@ -75,7 +75,7 @@ class Combined(NamedTuple):
     partial_NS: Tensor | None = None
 
 
-class OuterSizes(NamedTuple):
+class MegaOuterSizes(NamedTuple):
     """Of both weight gradients: widths, elements between two matrices, tiles of a group, and how these are cut."""
 
     U: int
@@ -109,7 +109,7 @@ class CombineSizes(NamedTuple):
     apart: bool
     multiply: bool
     push: bool
-    outer: OuterSizes | None
+    outer: MegaOuterSizes | None
     sums: bool
     product_share: int
     outer_share: int
@@ -153,7 +153,7 @@ def input_gradient_combine(
 
 
 def _combined(memory: MegaMemory, rows: MegaRows, rows_NL: Tensor, matrices: Tensor, point: MegaPoint) -> Combined:
-    H, T = memory.heap.plan.regions["x"].shape[1], len(rows.exchange.replica_TK)
+    H, T = memory.heap.layout.regions["x"].shape[1], len(rows.exchange.replica_TK)
     out_NH = rows_NL.new_empty(len(rows_NL), H) if point.combine_share > 0 or not fuses(point, "combine") else None
     return Combined(rows_NL, matrices, out_NH, rows_NL.new_empty(T, H))
 
@@ -216,7 +216,7 @@ def _launch(
         )
 
 
-def _outer_sizes(gradients: WeightGradients, block: TileConfig, outer: TileConfig) -> OuterSizes:
+def _outer_sizes(gradients: WeightGradients, block: TileConfig, outer: TileConfig) -> MegaOuterSizes:
     (_, U, H), (_, _, I) = gradients.dgate_up_GUH.shape, gradients.ddown_GHI.shape
 
     def tiles(left: int, right: int) -> int:
@@ -224,7 +224,7 @@ def _outer_sizes(gradients: WeightGradients, block: TileConfig, outer: TileConfi
 
     tiling = block.tiling._replace(rows=outer.rows, columns=outer.columns, contraction=outer.contraction)
     strides = gradients.dgate_up_GUH.stride(0), gradients.ddown_GHI.stride(0)
-    return OuterSizes(U, H, I, *strides, tiles(U, H), tiles(H, I), tiling)
+    return MegaOuterSizes(U, H, I, *strides, tiles(U, H), tiles(H, I), tiling)
 
 
 @triton.jit(do_not_specialize=["num_tokens", "num_groups"])

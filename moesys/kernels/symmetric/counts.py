@@ -44,7 +44,7 @@ def send_counts(heap: Heap, exchanges_R: Tensor, first_E1: Tensor) -> None:
         first_E1,
         heap.num_ranks,
         len(first_E1) - 1,
-        heap.plan.regions["counts"].shape[2],
+        heap.layout.regions["counts"].shape[2],
         BLOCK_EXPERTS,
     )
 
@@ -70,18 +70,18 @@ def receive_counts(heap: Heap, epoch_1: Tensor, exchanges_R: Tensor, num_experts
     tokens_RE = torch.empty(heap.num_ranks, num_experts, dtype=torch.int64, device=epoch_1.device)
     _receive[(heap.num_ranks,)](
         heap.world,
-        Offsets(heap.offset("published"), heap.offset("counts")),
+        CountOffsets(heap.offset("published"), heap.offset("counts")),
         epoch_1,
         exchanges_R,
         tokens_RE,
         num_experts,
-        heap.plan.regions["counts"].shape[2],
+        heap.layout.regions["counts"].shape[2],
         BLOCK_EXPERTS,
     )
     return tokens_RE
 
 
-class Offsets(NamedTuple):
+class CountOffsets(NamedTuple):
     """Where regions begin in every arena, in bytes."""
 
     published: int

@@ -55,7 +55,7 @@ class Region(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class ArenaLayout:
     """Where regions lie: ``offset`` in bytes of each, and the bytes of an arena."""
 
     regions: Mapping[str, Region]
@@ -63,14 +63,14 @@ class Plan:
     num_bytes: int
 
     @staticmethod
-    def of(regions: Mapping[str, Region]) -> Plan:
+    def of(regions: Mapping[str, Region]) -> ArenaLayout:
         """These regions behind those of ``signals``."""
         together = {name: Region(*region) for name, region in (*SIGNALS.items(), *regions.items())}
         offset, end = {}, 0
         for name, region in together.items():
             offset[name] = end
             end += -(-region.num_bytes // ALIGNMENT) * ALIGNMENT
-        return Plan(together, offset, end)
+        return ArenaLayout(together, offset, end)
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,7 +82,7 @@ class Heap:
     valid for this rank. Memory is given back when the last rank's heap is gone, however its process ends.
     """
 
-    plan: Plan
+    layout: ArenaLayout
     rank: int
     num_ranks: int
     timeout_s: float
@@ -93,19 +93,19 @@ class Heap:
 
     @staticmethod
     def _of(
-        plan: Plan, rank: int, arena: Tensor, bases: Sequence[int], timeout_s: float, mapped: Sequence[object]
+        layout: ArenaLayout, rank: int, arena: Tensor, bases: Sequence[int], timeout_s: float, mapped: Sequence[object]
     ) -> Heap:
         polls = max(1, int(timeout_s / (INTERPRETED_POLL_S if INTERPRETED.value else GPU_POLL_S)))
         world = torch.tensor([len(bases), rank, polls, *bases], dtype=torch.int64, device=arena.device)
-        return Heap(plan, rank, len(bases), timeout_s, arena, world, tuple(mapped))
+        return Heap(layout, rank, len(bases), timeout_s, arena, world, tuple(mapped))
 
     def offset(self, region: str) -> int:
         """Bytes from the beginning of every arena."""
-        return self.plan.offset[region]
+        return self.layout.offset[region]
 
     def own(self, region: str) -> Tensor:
         """This rank's part, for torch's operators."""
-        found, start = self.plan.regions[region], self.plan.offset[region]
+        found, start = self.layout.regions[region], self.layout.offset[region]
         return self.arena[start : start + found.num_bytes].view(found.dtype).view(found.shape)
 
     @staticmethod
@@ -113,10 +113,10 @@ class Heap:
         regions: Mapping[str, Region], num_ranks: int, device: torch.device | str, timeout_s: float = TIMEOUT_S
     ) -> list[Heap]:
         """Of ranks that are streams of one process on one device; one rank alone has no peers."""
-        plan = Plan.of(regions)
-        arenas = [torch.zeros(plan.num_bytes, dtype=torch.uint8, device=device) for _ in range(num_ranks)]
+        layout = ArenaLayout.of(regions)
+        arenas = [torch.zeros(layout.num_bytes, dtype=torch.uint8, device=device) for _ in range(num_ranks)]
         bases = [arena.data_ptr() for arena in arenas]
-        return [Heap._of(plan, rank, arena, bases, timeout_s, arenas) for rank, arena in enumerate(arenas)]
+        return [Heap._of(layout, rank, arena, bases, timeout_s, arenas) for rank, arena in enumerate(arenas)]
 
     @staticmethod
     def of_group(
@@ -140,8 +140,8 @@ class Heap:
 
         Raises OSError where the memory cannot be had or a peer's is not on this machine.
         """
-        plan, rank = Plan.of(regions), dist.get_rank(group)
-        path, own = _new_shared_memory(plan.num_bytes)
+        layout, rank = ArenaLayout.of(regions), dist.get_rank(group)
+        path, own = _new_shared_memory(layout.num_bytes)
         paths: list[str] = [""] * dist.get_world_size(group)
         try:
             dist.all_gather_object(paths, str(path), group=group)
@@ -153,7 +153,7 @@ class Heap:
         finally:
             # Without a name it goes when the last process that maps it goes, even if a peer has died in here.
             path.unlink()
-        return Heap._of(plan, rank, own, [arena.data_ptr() for arena in arenas], timeout_s, arenas)
+        return Heap._of(layout, rank, own, [arena.data_ptr() for arena in arenas], timeout_s, arenas)
 
     @staticmethod
     def between_gpus(
@@ -164,12 +164,12 @@ class Heap:
         Several ranks may share a GPU if ``TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1`` is set before torch is used.
         Raises RuntimeError where torch cannot map a peer's memory.
         """
-        plan = Plan.of(regions)
-        arena, bases, handle = symmetric_arena(plan.num_bytes, group, device)
+        layout = ArenaLayout.of(regions)
+        arena, bases, handle = symmetric_arena(layout.num_bytes, group, device)
         # No rank writes into an arena that its owner has still to clear.
         torch.cuda.synchronize(device)
         dist.barrier(group)
-        return Heap._of(plan, dist.get_rank(group), arena, bases, timeout_s, (handle,))
+        return Heap._of(layout, dist.get_rank(group), arena, bases, timeout_s, (handle,))
 
 
 def require_no_capture(what: str) -> None:

@@ -64,11 +64,11 @@ class PullRing:
     @property
     def num_bytes(self) -> int:
         """The most that a rank can share at once."""
-        return self._heap.plan.regions["shared"].shape[1]
+        return self._heap.layout.regions["shared"].shape[1]
 
     @property
     def arena_bytes(self) -> int:
-        return self._heap.plan.num_bytes
+        return self._heap.layout.num_bytes
 
     def start(self, shared: Tensor, wanted: Sequence[Wanted]) -> Pull:
         """``shared``: contiguous. All ranks start the same pulls in the same order.

@@ -12,7 +12,7 @@ from torch import Tensor
 from moesys.kernels.experts.activation_gradient import activation_gradient, activation_gradient_reference
 from moesys.kernels.experts.activations import GATED
 from moesys.kernels.experts.tile_config import TileConfig
-from moesys.kernels.experts.tiles import Groups, tile_table_reference
+from moesys.kernels.experts.tiles import RowGroups, tile_table_reference
 from moesys.kernels.routing.routing import Routing, route_reference
 
 BLOCK = TileConfig(rows=16, columns=32, contraction=16)
@@ -82,7 +82,7 @@ def gradients(given: Operands, block: TileConfig = BLOCK) -> dict[str, Tensor]:
     first_G1 = given.routing.first_G1
     tiles = tile_table_reference(first_G1, len(given.routing.entry_P), block.rows)
     *rest, matrix_G, activation = given
-    dh_PU, wa_PI, dweight_TK = activation_gradient(*rest, Groups(first_G1, tiles, matrix_G), activation, block)
+    dh_PU, wa_PI, dweight_TK = activation_gradient(*rest, RowGroups(first_G1, tiles, matrix_G), activation, block)
     rows = int(first_G1[-1])
     return {"dh": dh_PU[:rows], "wa": wa_PI[:rows], "dweight": dweight_TK}
 
@@ -173,7 +173,7 @@ def test_refuses_tiles_of_another_height() -> None:
     *rest, matrix_G, activation = operands(CASES["one token"], torch.float32)
     tiles = tile_table_reference(rest[-1].first_G1, len(rest[-1].entry_P), 32)
     with pytest.raises(ValueError, match="tiles of 32 rows for blocks of 16"):
-        activation_gradient(*rest, Groups(rest[-1].first_G1, tiles, matrix_G), activation, BLOCK)
+        activation_gradient(*rest, RowGroups(rest[-1].first_G1, tiles, matrix_G), activation, BLOCK)
 
 
 def test_narrow_tiles_change_the_routing_weights_gradient_alone() -> None:

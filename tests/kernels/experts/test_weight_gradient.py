@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moesys.kernels.experts.tile_config import TileConfig
 from moesys.kernels.experts.tiles import groups_by_size_reference
-from moesys.kernels.experts.weight_gradient import RowsOfGroups, weight_gradient, weight_gradient_reference
+from moesys.kernels.experts.weight_gradient import OrderedGroups, weight_gradient, weight_gradient_reference
 from moesys.kernels.routing.routing import Routing, route_reference
 
 Side = Literal["left", "right"]
@@ -43,7 +43,7 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 class Operands(NamedTuple):
     left: Tensor
     right: Tensor
-    groups: RowsOfGroups
+    groups: OrderedGroups
     top_k: int
     gathered: Side
 
@@ -58,7 +58,7 @@ def operands(case: tuple, dtype: torch.dtype, gathered: Side) -> Operands:
     left = torch.randn(T if gathered == "left" else T * K, L, generator=generator).to(dtype)
     right = torch.randn(T if gathered == "right" else T * K, R, generator=generator).to(dtype)
     (right if gathered == "left" else left)[int(routing.first_G1[-1]) :] = torch.nan
-    groups = RowsOfGroups(routing.entry_P, routing.first_G1, groups_by_size_reference(routing.first_G1))
+    groups = OrderedGroups(routing.entry_P, routing.first_G1, groups_by_size_reference(routing.first_G1))
     return Operands(left, right, groups, K, gathered)
 
 
@@ -128,6 +128,6 @@ def test_steps_are_summed_in_order(order: tuple[int, ...], left_over: float) -> 
     for step, value in zip(order, (2.0**24, 1.0, -(2.0**24)), strict=True):
         left_P1[step * BLOCK.contraction] = value
     routing = route_reference(torch.zeros(rows, 1, dtype=torch.int64), 1)
-    groups = RowsOfGroups(routing.entry_P, routing.first_G1, torch.zeros(1).int())
+    groups = OrderedGroups(routing.entry_P, routing.first_G1, torch.zeros(1).int())
     given = Operands(left_P1, torch.ones(rows, 1), groups, 1, "right")
     assert weight_gradient(*given, BLOCK).item() == left_over

@@ -15,7 +15,7 @@ import triton.language as tl
 from conftest import set_up_rank
 
 from moesys.kernels.symmetric import heap as module
-from moesys.kernels.symmetric.heap import ALIGNMENT, Heap, Plan, Region, at
+from moesys.kernels.symmetric.heap import ALIGNMENT, ArenaLayout, Heap, Region, at
 from moesys.lab.ranks.pool import LocalRanks
 
 REGIONS = {
@@ -41,15 +41,15 @@ def read_all(heap: Heap) -> list[list[int]]:
 
 
 def test_regions_lie_apart_behind_those_of_signals() -> None:
-    plan = Plan.of(REGIONS)
-    assert list(plan.offset) == ["abort", "report", *REGIONS]
+    layout = ArenaLayout.of(REGIONS)
+    assert list(layout.offset) == ["abort", "report", *REGIONS]
     # What signals find without being told.
-    assert (plan.offset["abort"], plan.offset["report"]) == (module.ABORT.value, module.REPORT.value)
-    ends = {name: plan.offset[name] + region.num_bytes for name, region in plan.regions.items()}
-    for before, behind in pairwise(plan.offset):
-        assert ends[before] <= plan.offset[behind]
-    assert all(offset % ALIGNMENT == 0 for offset in plan.offset.values())
-    assert plan.num_bytes >= max(ends.values())
+    assert (layout.offset["abort"], layout.offset["report"]) == (module.ABORT.value, module.REPORT.value)
+    ends = {name: layout.offset[name] + region.num_bytes for name, region in layout.regions.items()}
+    for before, behind in pairwise(layout.offset):
+        assert ends[before] <= layout.offset[behind]
+    assert all(offset % ALIGNMENT == 0 for offset in layout.offset.values())
+    assert layout.num_bytes >= max(ends.values())
 
 
 def test_virtual_ranks_reach_each_other() -> None:
