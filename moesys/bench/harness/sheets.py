@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
 from typing import Any, get_type_hints
 
 from rich import box
@@ -70,6 +71,7 @@ class WrittenColumn:
     is_text: bool
 
 
+@cache
 def columns_of(row_class: type) -> dict[str, list[Column]]:
     """The columns that a class of rows declares, by field or property, in the order in which they are shown."""
     hints = get_type_hints(row_class, include_extras=True)
