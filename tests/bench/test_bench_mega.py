@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,7 +26,7 @@ POINTS = {SEQUENTIAL: contest.UNFUSED, "fused": MegaPoint(), contest.ON_DEVICE: 
 PLAN = contest.MegaContest(TINY, 2, torch.float32, POINTS, 1e-3, repeats=1, bit_runs=1, device=CPU)
 
 
-@pytest.mark.skipif(os.environ.get("MOESYS_SWEEP") != "1", reason="long: make test-all")
+@pytest.mark.slow
 def test_the_whole_path_on_a_toy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert contest.main(PLAN, tmp_path) == 0
     told = capsys.readouterr().out
@@ -41,7 +40,7 @@ def test_the_whole_path_on_a_toy(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert [sorted(row["samples_ms"]) for row in data["contestants"][1:]] == [["backward", "forward"]] * 3
 
 
-@pytest.mark.skipif(os.environ.get("MOESYS_SWEEP") != "1", reason="long: make test-all")
+@pytest.mark.slow
 def test_what_differs_by_a_bit_is_told_and_not_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     results = contest._Together.results
 

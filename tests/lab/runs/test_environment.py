@@ -1,0 +1,142 @@
+"""What numbers were measured with is written down, and two environments can be told apart."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from moesys.lab.runs.launch import LOOPBACK
+from moesys.lab.runs.environment import (
+    _git_state,
+    collect_environment,
+    differences,
+    load_environments,
+    save_environment,
+    source_digest,
+)
+
+
+@pytest.fixture(scope="module")
+def environment():
+    return collect_environment(torch_threads=1)[0]
+
+
+def git(folder: Path, *arguments: str) -> None:
+    who = ["-c", "user.name=somebody", "-c", "user.email=somebody@example.org", "-c", "commit.gpgsign=false"]
+    subprocess.run(["git", "-C", str(folder), *who, *arguments], check=True, capture_output=True)
+
+
+@pytest.fixture
+def package(tmp_path) -> Path:
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text("a = 1\n")
+    git(tmp_path, "init", "-q")
+    git(tmp_path, "add", ".")
+    git(tmp_path, "commit", "-qm", "first")
+    return package
+
+
+def test_it_says_what_runs_here(environment):
+    assert environment.packages["torch"] == torch.__version__
+    assert environment.torch_threads == 1
+    assert environment.cores >= 1
+    assert environment.cpu
+    assert environment.machine_line.startswith(
+        f"{environment.cpu}, {environment.cores} cores, 1 thread a rank, Python "
+    )
+
+
+def test_the_same_state_has_the_same_id(environment):
+    assert collect_environment(torch_threads=1)[0].id == environment.id
+    assert replace(environment, torch_threads=2).id != environment.id
+
+
+def test_variables_that_steer_are_kept_and_homes_are_not(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth0")
+    monkeypatch.setenv("TORCH_HOME", str(Path.home() / "models"))
+    monkeypatch.setenv("SOMETHING_ELSE", "1")
+    variables = collect_environment()[0].variables
+    assert variables["GLOO_SOCKET_IFNAME"] == "eth0"
+    assert variables["TORCH_HOME"] == "~/models"
+    assert "SOMETHING_ELSE" not in variables
+
+
+def test_what_starts_ranks_changes_no_environment(environment, monkeypatch):
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "TORCH_NCCL_ASYNC_ERROR_HANDLING"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", LOOPBACK)
+    assert collect_environment(torch_threads=1)[0].variables == environment.variables
+
+
+def test_a_clean_checkout_has_a_commit_and_no_changes(package):
+    commit, diff = _git_state(package)
+    assert len(commit) == 40
+    assert diff == ""
+
+
+def test_changes_and_new_python_files_are_in_the_diff(package):
+    (package / "__init__.py").write_text("a = 2\n")
+    (package / "new.py").write_text("b = 3\n")
+    (package / "notes.txt").write_text("c = 4\n")
+    _, diff = _git_state(package)
+    assert "-a = 1\n+a = 2\n" in diff
+    assert "+b = 3\n" in diff
+    assert "c = 4" not in diff
+
+
+def test_a_package_that_git_does_not_know_has_no_commit(package, tmp_path):
+    installed = tmp_path / "site-packages" / "package"
+    installed.mkdir(parents=True)
+    (installed / "__init__.py").touch()
+    assert _git_state(installed) == ("", "")
+    assert _git_state(tmp_path / "nowhere") == ("", "")
+
+
+def test_saving_writes_the_file_and_the_changes_once(environment, tmp_path):
+    changed = replace(environment, git_diff="changes-0123abcd.diff")
+    assert save_environment(changed, "+ a change\n", tmp_path) == changed.id
+    assert (tmp_path / "changes-0123abcd.diff").read_text() == "+ a change\n"
+    assert json.loads((tmp_path / f"environment-{changed.id}.json").read_text())["git_diff"] == "changes-0123abcd.diff"
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()}
+    save_environment(changed, "+ a change\n", tmp_path)
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
+    assert load_environments(tmp_path) == {changed.id: changed}
+    assert changed.git_dirty
+    assert "with uncommitted changes" in replace(changed, git_commit="a" * 40).machine_line
+
+
+def test_a_file_that_is_no_environment_is_named(tmp_path):
+    (tmp_path / "environment-0.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"environment-0.json describes no environment: git_commit: Field required; "):
+        load_environments(tmp_path)
+
+
+def test_differences_name_the_fields_with_both_values(environment):
+    a = replace(environment, variables={"OMP_NUM_THREADS": "1"}, gpus=["H100", "H100"])
+    b = replace(environment, variables={}, gpus=[], torch_threads=2)
+    assert differences(a, b) == {
+        "torch_threads": ("1", "2"),
+        "gpus": ("H100, H100", ""),
+        "variables.OMP_NUM_THREADS": ("1", ""),
+    }
+    assert differences(a, a) == {}
+
+
+def test_another_source_has_another_digest_whether_committed_or_not(package, monkeypatch):
+    (package / "lab").mkdir()
+    monkeypatch.setattr("moesys.lab.runs.environment.__file__", str(package / "lab" / "runs" / "environment.py"))
+    first = source_digest()
+    git(package.parent, "commit", "--allow-empty", "-qm", "second")
+    (package / "notes.md").write_text("nothing")
+    assert source_digest() == first
+    (package / "lab" / "new.py").write_text("b = 2\n")
+    second = source_digest()
+    (package / "__init__.py").write_text("a = 2\n")
+    assert len({first, second, source_digest()}) == 3
+    assert len(first) == 12

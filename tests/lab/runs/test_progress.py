@@ -1,0 +1,84 @@
+"""Progress: plain lines in a pipe, one display on a terminal, failures above it at once."""
+
+import io
+
+import pytest
+from lab_cases import experiment, record
+from rich.console import Console
+
+from moesys.lab.runs.records import Samples
+from moesys.lab.runs.progress import LineProgress, LiveProgress, StepFile, progress_on
+
+
+def with_step_ms(made, *values):
+    made.samples["step_ms"] = Samples("ms", "lower", list(values))
+    return made
+
+
+def failed(trial):
+    return record(trial, status="failed", samples={}, seconds=2.0, error="ValueError: boom [bold]", trace="...")
+
+
+def test_a_pipe_gets_one_line_a_trial(tmp_path):
+    four = experiment(seeds=(0, 1))
+    trials = sorted(four.trials(), key=lambda trial: (trial.seed, trial.strategy.name))
+    file = io.StringIO()
+    progress = progress_on(file)
+    assert isinstance(progress, LineProgress)
+    progress.begin(four, [record(trials[0])], 3)
+    for made in (
+        with_step_ms(record(trials[1]), 3.0, 1.0, 2000.0),
+        failed(trials[2]),
+        with_step_ms(record(trials[3], repeat=1), 1234.5),
+    ):
+        progress.start(trials[1], StepFile(tmp_path / "steps"))
+        progress.finish(made)
+    progress.end()
+    assert file.getvalue().splitlines() == [
+        "tiny: 3 trials to run on 4 ranks, 1 recorded already",
+        "[2/4] fsep seed 0: 3.0 ms a step, 1.5 s",
+        "[3/4] ep   seed 1: FAILED after 2.0 s: ValueError: boom [bold]",
+        "[4/4] fsep seed 1, again: 1,234.5 ms a step, 1.5 s",
+    ]
+
+
+def test_a_terminal_gets_bars_the_best_so_far_and_failures_above(tmp_path):
+    four = experiment(seeds=(0, 1))
+    trials = four.trials()
+    console = Console(file=io.StringIO(), force_terminal=True, width=100, color_system=None)
+    steps = StepFile(tmp_path / "steps")
+    progress = LiveProgress(console)
+    progress.begin(four, [], 4)
+    progress.start(trials[0], steps)
+    progress.finish(with_step_ms(record(trials[0]), 12.0))
+    progress.start(trials[1], steps)
+    progress.finish(failed(trials[1]))
+    steps.tick()
+    steps.tick()
+    progress.start(trials[2], steps)
+    display = progress._display
+    assert display is not None
+    with console.capture() as shown:
+        console.print(*display.get_renderables())
+    progress.end()
+    text = shown.get()
+    assert "2/4" in text
+    assert f"{trials[2].strategy.name}, seed {trials[2].seed}" in text
+    assert "2/4" in text.splitlines()[1]  # one warm-up and three timed steps
+    assert f"best so far: {trials[0].strategy.name}, 12.0 ms a step; about 0:0" in text
+    printed = console.file.getvalue()
+    assert f"{trials[1].strategy.name:4} seed {trials[1].seed}: FAILED after 2.0 s: ValueError: boom [bold]" in printed
+
+
+def test_an_end_without_a_beginning_is_quiet():
+    LiveProgress(Console(file=io.StringIO(), force_terminal=True)).end()
+
+
+@pytest.mark.parametrize("num_ticks", [0, 3])
+def test_steps_are_counted_from_any_process(tmp_path, num_ticks):
+    steps = StepFile(tmp_path / "steps")
+    for _ in range(num_ticks):
+        StepFile(tmp_path / "steps").tick()
+    assert steps.count() == num_ticks
+    steps.clear()
+    assert steps.count() == 0

@@ -1,0 +1,246 @@
+"""Records outlive the process that writes them, and a run folder never mixes two experiments."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import socket
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from lab_cases import CLUSTER, EP, FSEP, FSEP_WIDE, MODEL, experiment, record, simulated
+
+from moesys.config import Fsep
+from moesys.config.experiment import Experiment, Training
+from moesys.lab.runs.records import Record, RunFolder, Samples, latest, setting_fingerprint
+
+
+def some_records(of: Experiment) -> list[Record]:
+    return [record(trial) for trial in of.trials()]
+
+
+def filled(out: Path, count: int = 3) -> tuple[RunFolder, list[Record]]:
+    """A closed run folder with some records."""
+    written = some_records(experiment())[:count]
+    with RunFolder.open(experiment(), out) as folder:
+        for each in written:
+            folder.append(each)
+    return folder, written
+
+
+def refusal(of: Experiment, out: Path) -> str:
+    with pytest.raises(ValueError) as error:  # noqa: PT011  the caller looks at the whole message
+        RunFolder.open(of, out)
+    return str(error.value)
+
+
+def test_a_folder_gives_back_what_was_appended(tmp_path):
+    folder, written = filled(tmp_path)
+    assert folder.path == tmp_path / f"tiny-{setting_fingerprint(experiment())}"
+    assert RunFolder(folder.path).records() == written
+    assert RunFolder(folder.path).experiment() == experiment()
+
+
+def test_a_line_is_json_that_anyone_can_read(tmp_path):
+    folder, written = filled(tmp_path, 1)
+    (line,) = (folder.path / "records.jsonl").read_text().splitlines()
+    fields = json.loads(line)
+    assert fields["schema"] == 1
+    assert fields["samples"]["step_ms"] == {
+        "unit": "ms",
+        "better": "lower",
+        "values": written[0].samples["step_ms"].values,
+    }
+
+
+def test_losses_that_are_no_numbers_survive_in_plain_json():
+    odd = replace(some_records(experiment())[0], losses=[math.inf, -math.inf, math.nan, 0.1 + 0.2])
+    line = odd.to_line()
+    json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    back = Record.from_line(line)
+    assert repr(back.losses) == repr(odd.losses)
+    assert replace(back, losses=[]) == replace(odd, losses=[])
+
+
+def test_experiment_json_holds_every_default(tmp_path):
+    folder, _ = filled(tmp_path, 0)
+    fields = json.loads((folder.path / "experiment.json").read_text())
+    assert fields["strategies"][0]["split"] == {"kind": "even"}
+    assert fields["workload"]["learning_rate"] == 1e-3
+
+
+@pytest.mark.parametrize("keep", [1, 20, -2, -1])
+def test_a_torn_last_line_is_ignored_and_cut_off(tmp_path, keep):
+    folder, written = filled(tmp_path)
+    path = folder.path / "records.jsonl"
+    whole = path.read_bytes()
+    torn = written[2].to_line()[:keep]
+    path.write_bytes(whole + torn)
+    assert RunFolder(folder.path).records() == written
+    with RunFolder.open(experiment(), tmp_path) as folder:
+        assert folder.records() == written
+        folder.append(written[0])
+    assert path.read_bytes() == whole + written[0].to_line()
+
+
+def test_a_first_line_that_is_torn_is_cut_off(tmp_path):
+    folder, _ = filled(tmp_path, 0)
+    (folder.path / "records.jsonl").write_bytes(b'{"schema":1,"ident')
+    each = some_records(experiment())[0]
+    with RunFolder.open(experiment(), tmp_path) as folder:
+        folder.append(each)
+    assert folder.records() == [each]
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        (b'{"schema":1,"ident', "EOF while parsing a string at line 1 column 18"),
+        (b"", "EOF while parsing a value at line 1 column 0"),
+        (b"[1]", "it is not a JSON object"),
+        (
+            b'{"schema":2}',
+            "it has schema 2, and this moesys reads schema 1; use the moesys that wrote it, or another out folder",
+        ),
+        (
+            b'{"identity":"a"}',
+            "it has schema None, and this moesys reads schema 1; use the moesys that wrote it, or another out folder",
+        ),
+    ],
+)
+def test_a_broken_line_in_the_middle_is_named(tmp_path, line, reason):
+    folder, _ = filled(tmp_path)
+    path = folder.path / "records.jsonl"
+    lines = path.read_bytes().split(b"\n")
+    path.write_bytes(b"\n".join([lines[0], line, *lines[2:]]))
+    with pytest.raises(ValueError, match=r"^line 2 of") as error:
+        folder.records()
+    assert str(error.value) == (
+        f"line 2 of {path} is not a record: {reason}. "
+        "The other lines are not touched by it: delete this one to run its trial again"
+    )
+
+
+def test_a_field_of_the_wrong_kind_is_named():
+    line = some_records(experiment())[0].to_line().replace(b'"seed":', b'"seed":"x","sead":')
+    with pytest.raises(ValueError, match=r"seed: .*valid integer[\s\S]*sead: "):
+        Record.from_line(line)
+
+
+def test_the_last_record_of_a_trial_holds():
+    first = some_records(experiment())[0]
+    failed = replace(first, status="failed", error="RuntimeError: rank 2 died")
+    assert latest([failed, first]) == {first.identity: first}
+
+
+def test_new_seeds_and_strategies_resume_in_the_same_folder(tmp_path):
+    folder, written = filled(tmp_path)
+    wider = experiment(seeds=(0, 1, 2), strategies=(EP, FSEP, FSEP_WIDE))
+    with RunFolder.open(wider, tmp_path) as resumed:
+        assert resumed.path == folder.path
+        assert resumed.records() == written
+    assert resumed.experiment() == wider
+    with RunFolder.open(experiment(), tmp_path) as resumed:
+        assert resumed.path == folder.path
+    assert resumed.experiment() == experiment()
+
+
+def test_new_display_names_resume_in_the_same_folder(tmp_path):
+    folder, _ = filled(tmp_path)
+    renamed = experiment(description="again", strategies=(EP, FSEP.replace(name="ours")))
+    with RunFolder.open(renamed, tmp_path) as resumed:
+        assert resumed.path == folder.path
+        assert {trial.identity for trial in renamed.trials()} == {trial.identity for trial in experiment().trials()}
+
+
+def test_a_changed_experiment_is_refused_with_the_differing_fields(tmp_path):
+    folder, _ = filled(tmp_path)
+    changed = experiment(
+        model=MODEL.replace(top_k=1),
+        cluster=CLUSTER.replace(name="laptop", ranks_per_node=2),
+        workload=Training(steps=4, warmup=1),
+        strategies=(EP, FSEP.replace(sharding=Fsep(slots_per_rank=3))),
+    )
+    assert refusal(changed, tmp_path) == (
+        f"{folder.path} holds another experiment of the name 'tiny':\n"
+        "  model.top_k: 2 there, 1 here\n"
+        "  cluster.ranks_per_node: 4 there, 2 here\n"
+        "  workload.steps: 3 there, 4 here\n"
+        "  strategies[fsep].sharding.slots_per_rank: 2 there, 3 here\n"
+        "Give the experiment another name or out folder, or start a folder beside it with --fresh (fresh=True)"
+    )
+    assert "\n  workload.kind: training there, generated here\n" in refusal(simulated(), tmp_path)
+    assert folder.experiment() == experiment()
+
+
+def test_fresh_starts_a_folder_beside_and_each_experiment_finds_its_own(tmp_path):
+    folder, _ = filled(tmp_path)
+    wider = experiment(strategies=(EP, FSEP.replace(sharding=Fsep(slots_per_rank=3))))
+    longer = experiment(workload=Training(steps=4, warmup=1))
+    with RunFolder.open(wider, tmp_path, fresh=True) as beside, RunFolder.open(longer, tmp_path, fresh=True) as other:
+        assert beside.path.name == f"{folder.path.name}-2"
+        assert len({folder.path, beside.path, other.path}) == 3
+    for of, path in ((experiment(), folder.path), (wider, beside.path), (longer, other.path)):
+        with RunFolder.open(of, tmp_path) as found:
+            assert found.path == path
+    # folder and other are equally near
+    assert re.search(
+        r"\n  workload.steps: [34] there, 5 here\n", refusal(experiment(workload=Training(steps=5, warmup=1)), tmp_path)
+    )
+
+
+def test_names_that_begin_alike_do_not_meet(tmp_path):
+    filled(tmp_path)
+    with RunFolder.open(experiment(name="tiny-00000000", workload=Training(steps=9)), tmp_path) as folder:
+        assert folder.path.name.startswith("tiny-00000000-")
+    with RunFolder.open(experiment(), tmp_path) as folder:
+        assert folder.experiment() == experiment()
+
+
+def test_a_second_writer_is_told_who_is_first(tmp_path):
+    with RunFolder.open(experiment(), tmp_path) as folder:
+        assert refusal(experiment(), tmp_path) == (
+            f"{folder.path} is being written by process {os.getpid()} on {socket.gethostname()}; "
+            "wait until it ends, or use another name or out folder"
+        )
+        assert folder.records() == []
+    RunFolder.open(experiment(), tmp_path).close()
+
+
+def test_a_writer_that_is_killed_lets_go(tmp_path):
+    code = (
+        "import os, signal, sys; from lab_cases import experiment, record\n"
+        "from moesys.lab.runs.records import RunFolder\n"
+        f"folder = RunFolder.open(experiment(), {str(tmp_path)!r})\n"
+        "folder.append(record(experiment().trials()[0]))\n"
+        "os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])}
+    killed = subprocess.run([sys.executable, "-c", code], env=environment, check=False)
+    assert killed.returncode == -9
+    with RunFolder.open(experiment(), tmp_path) as folder:
+        assert folder.records() == [record(experiment().trials()[0])]
+
+
+def test_a_folder_for_reading_refuses_to_append(tmp_path):
+    folder, written = filled(tmp_path)
+    with pytest.raises(ValueError, match=r"is open for reading; use RunFolder.open to append"):
+        folder.append(written[0])
+    assert RunFolder(folder.path).records() == written
+
+
+def test_what_is_no_run_folder_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"is not a run folder: it has no experiment\.json; give one that a run made"):
+        RunFolder(tmp_path)
+
+
+def test_samples_say_what_they_are():
+    assert Samples("ms", "lower", [1.0]).better == "lower"
+    line = some_records(experiment())[0].to_line().replace(b'"better":"lower"', b'"better":"less"')
+    with pytest.raises(ValueError, match=r"samples.step_ms.better: Input should be 'lower', 'higher' or ''"):
+        Record.from_line(line)

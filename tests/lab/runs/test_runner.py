@@ -1,0 +1,255 @@
+"""The runner: every trial once, failures kept, and the same records from spawned ranks as from torchrun's."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from runner_cases import EP, FSEP, partly_failing, simulation, training
+
+from moesys.balance import plan_layout
+from moesys.config import ClusterSpec, Static
+from moesys.config.experiment import Replay
+from moesys.lab.commands.compare import compare
+from moesys.lab.ranks.pool import LocalRanks
+from moesys.lab.runs.environment import collect_environment, load_environments
+from moesys.lab.runs.records import RunFolder
+from moesys.lab.runs.runner import Interrupted, run, trace_path
+from moesys.lab.runs.trials import run_measured
+from moesys.lab.runs.progress import Silence
+from moesys.traces import Trace, load_trace, save_trace
+
+
+class Listener(Silence):
+    """Notes what it is told; stops the run, as Ctrl-C does, when ``stop_at`` trials are finished."""
+
+    def __init__(self, stop_at: int | None = None) -> None:
+        self.told: list[str] = []
+        self.started: list[str] = []
+        self.ended = False
+        self.stop_at = stop_at
+
+    def begin(self, experiment, recorded, num_left):
+        self.told.append(f"{len(recorded)} recorded, {num_left} left")
+
+    def start(self, trial, steps):
+        self.started.append(trial.identity)
+
+    def finish(self, record):
+        self.told.append(f"{record.strategy} {record.seed} {record.status}")
+        if len(self.started) == self.stop_at:
+            raise KeyboardInterrupt
+
+    def end(self):
+        self.ended = True
+
+
+def identities(folder):
+    return [record.identity for record in RunFolder(folder).records()]
+
+
+def test_trials_run_in_the_order_of_the_experiment_and_only_once(tmp_path):
+    experiment = simulation()
+    result = run(experiment, tmp_path)
+    order = [trial.identity for trial in experiment.trials()]
+    assert identities(result.path) == order
+    assert [record.identity for record in result.records] == order
+    assert (str(result), result.exit_code) == ("6 run: 6 of 6 trials are recorded", 0)
+    again = run(experiment, tmp_path)
+    assert (str(again), again.num_run) == ("nothing to do: 6 of 6 trials are recorded", 0)
+    assert again.records == result.records
+
+
+def test_seeds_are_the_total_and_not_more(tmp_path):
+    first = run(simulation(), tmp_path)
+    more = run(simulation(seeds=(0, 1, 2)), tmp_path)
+    assert more.num_run == 3
+    assert more.path == first.path
+    assert identities(more.path)[:6] == identities(first.path)[:6] == [record.identity for record in first.records]
+    assert len(more.records) == 9
+
+
+def test_fresh_begins_a_folder_of_its_own(tmp_path):
+    first = run(simulation(seeds=(0,)), tmp_path)
+    fresh = run(simulation(seeds=(0,)), tmp_path, fresh=True)
+    assert fresh.num_run == 3
+    assert fresh.path != first.path
+
+
+def test_a_failed_trial_is_kept_with_its_traceback_and_the_rest_go_on(tmp_path):
+    listener = Listener()
+    result = run(partly_failing(), tmp_path, progress=listener)
+    assert sorted(listener.told[1:]) == ["ep 0 ok", "ep 1 ok", "failing 0 failed", "failing 1 failed"]
+    assert len(result.failed) == 2
+    for record in result.failed:
+        assert record.error.startswith("ValueError: ")
+        assert "\n" not in record.error
+        assert "Traceback" in record.trace
+        assert record.trace.rstrip().endswith(record.error)
+    assert result.exit_code == 1
+    assert str(result) == "4 run: 4 of 4 trials are recorded, 2 of them failed (--retry-failed runs those again)"
+
+
+def test_fail_fast_stops_at_the_first_failure(tmp_path):
+    experiment = partly_failing()
+    result = run(experiment, tmp_path, fail_fast=True)
+    names = [trial.strategy.name for trial in experiment.trials()]
+    assert result.num_run == names.index("failing") + 1
+    assert [record.status for record in result.records].count("failed") == 1
+    assert result.exit_code == 1
+
+
+def test_only_retry_failed_runs_failed_trials_again_and_the_last_record_counts(tmp_path, monkeypatch):
+    run(partly_failing(seeds=(0,)), tmp_path)
+    again = run(partly_failing(seeds=(0,)), tmp_path)
+    assert (again.num_run, again.exit_code) == (0, 1)
+
+    def mended(load, cluster, config, *rest):
+        return plan_layout(load, cluster, Static(), *rest)
+
+    monkeypatch.setattr("moesys.moe.planning.plan_layout", mended)
+    listener = Listener()
+    retried = run(partly_failing(seeds=(0,)), tmp_path, retry_failed=True, progress=listener)
+    assert listener.told[0] == "1 recorded, 1 left"
+    assert (retried.num_run, retried.exit_code) == (1, 0)
+    assert [record.status for record in RunFolder(retried.path).records()].count("ok") == 2
+    assert len(identities(retried.path)) == 3
+
+
+def test_ctrl_c_keeps_what_is_finished_and_says_how_to_go_on(tmp_path):
+    experiment = simulation()
+    listener = Listener(stop_at=2)
+    with pytest.raises(Interrupted) as stop:
+        run(experiment, tmp_path, progress=listener)
+    folder = next(tmp_path.iterdir())
+    assert str(stop.value) == (f"stopped: 2 of 6 trials are recorded in {folder}; the same command goes on from there")
+    assert listener.ended
+    rest = Listener()
+    assert run(experiment, tmp_path, progress=rest).num_run == 4
+    assert listener.started + rest.started == [trial.identity for trial in experiment.trials()]
+
+
+def test_a_missing_trace_is_refused_before_anything_is_written(tmp_path):
+    experiment = simulation(workload=Replay(trace=str(tmp_path / "nowhere.npz")), seeds=(0,))
+    with pytest.raises(ValueError, match=r"nowhere\.npz does not exist"):
+        run(experiment, tmp_path / "runs")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_seeds_of_two_folders_make_one_comparison(tmp_path):
+    whole = run(simulation(seeds=(0, 1, 2)), tmp_path / "whole")
+    parts = [run(simulation(seeds=seeds), tmp_path / f"part-{seeds[0]}") for seeds in ((0,), (1, 2))]
+    (expected,), (merged,) = compare([whole.path]), compare([part.path for part in parts])
+    assert merged.n == expected.n == 3
+    assert [row.speedup for row in merged.rows] == [row.speedup for row in expected.rows]
+    assert len(compare([whole.path, parts[0].path])) == 2, "all of its trials are in the first folder"
+
+
+def test_a_trace_that_changed_is_refused(tmp_path):
+    path = tmp_path / "trace.npz"
+    save_trace(Trace([[[[3, 1]]], [[[2, 2]]]], top_k=1), path)
+    small = simulation().model.replace(num_experts=2, top_k=1)
+    replay = simulation(
+        model=small, cluster=ClusterSpec(), strategies=(EP,), workload=Replay(trace=str(path)), seeds=(0,)
+    )
+    assert run(replay, tmp_path / "runs").num_run == 1
+    assert run(replay, tmp_path / "runs").num_run == 0
+    save_trace(Trace([[[[4, 0]]], [[[2, 2]]]], top_k=1), path)
+    with pytest.raises(ValueError, match="the trace of seed 0 is another one than"):
+        run(replay, tmp_path / "runs")
+    assert run(replay, tmp_path / "runs", fresh=True).num_run == 1
+
+
+def test_spawned_ranks_train_record_routing_and_live_through_a_failure(tmp_path):
+    experiment = partly_failing(name="trained", workload=training().workload, seeds=(0,))
+    result = run(experiment, tmp_path)
+    by_name = {record.strategy: record for record in result.records}
+    failed = by_name["failing"]
+    assert re.match("2 of 2 ranks failed: ranks (0, 1|1, 0) raised ValueError: min_replicas=3 needs", failed.error)
+    assert "rank 1:\nTraceback" in failed.trace
+    assert by_name["ep"].status == "ok"
+    assert len(by_name["ep"].losses) == 3
+    for trial in experiment.trials():
+        assert trace_path(result.path, trial).exists() == (trial.strategy.name == "ep")
+    routing = load_trace(trace_path(result.path, experiment.trial(EP, 0)))
+    assert routing.tokens_SLRE.sum(axis=(0, 2)).tolist() == by_name["ep"].tokens_LE
+    assert (result.path / f"environment-{by_name['ep'].environment}.json").exists()
+    assert not (result.path / ".steps").exists()
+
+
+UNDER_TORCHRUN = """
+import os, sys
+from pathlib import Path
+import torch.distributed as dist
+from moesys.lab.runs import launch
+from moesys.lab.runs.files import load_experiment
+from moesys.lab.runs.runner import run
+# On both ranks at once, and not on one when the other has failed.
+import moesys.train.loop
+
+measured = launch.run_measured
+
+def fails_on_rank_1(*arguments):
+    if dist.get_rank() == 1:
+        raise RuntimeError("only here")
+    return measured(*arguments)
+
+experiment = load_experiment(Path(sys.argv[1]))
+launch.run_measured = fails_on_rank_1
+first = run(experiment, sys.argv[2])
+launch.run_measured = measured
+second = run(experiment, sys.argv[2], retry_failed=True)
+Path(sys.argv[2], os.environ["RANK"]).write_text(f"{first.failed[0].error}|{second}")
+"""
+
+
+@pytest.mark.timeout(120)
+def test_torchrun_gives_what_spawned_ranks_give_also_after_a_failure(tmp_path: Path, ranks: LocalRanks):
+    experiment = training(strategies=(FSEP,))
+    (tmp_path / "experiment.json").write_text(experiment.to_json())
+    (tmp_path / "script.py").write_text(UNDER_TORCHRUN)
+    out = tmp_path / "runs"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "script.py"]
+    done = subprocess.run(
+        [*command, "experiment.json", str(out)], cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    for rank in "01":
+        error, second = (out / rank).read_text().split("|")
+        assert error.startswith("2 of 2 ranks failed: rank 1 raised RuntimeError: only here; rank 0 raised ")
+        assert second == "1 run: 1 of 1 trials are recorded"
+    (folder,) = out.glob("trained-*")
+    _, record = RunFolder(folder).records()
+    here, _ = collect_environment(torch_threads=1)
+    assert load_environments(folder)[record.environment].variables == here.variables
+    arguments = (FSEP, experiment.model, experiment.cluster, experiment.workload, 0, str)
+    spawned = ranks.run(run_measured, *arguments, num_ranks=2)[0]
+    assert spawned is not None
+    assert record.losses == spawned.losses
+    assert record.tokens_LE == spawned.tokens_LE
+
+
+@pytest.mark.parametrize(
+    ("experiment", "message"),
+    [
+        (
+            training(),
+            "torchrun started 3 ranks but the experiment's cluster has 2; "
+            "start 2 in all (--nproc-per-node times --nnodes), or leave torchrun out",
+        ),
+        (simulation(), "this experiment runs in the cost model, which needs no ranks; leave torchrun out"),
+    ],
+    ids=["other number", "no ranks needed"],
+)
+def test_ranks_of_torchrun_that_do_not_suit_are_refused(tmp_path, monkeypatch, experiment, message):
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ValueError, match="torchrun") as error:
+        run(experiment, tmp_path / "runs")
+    assert str(error.value) == message
+    assert not (tmp_path / "runs").exists()

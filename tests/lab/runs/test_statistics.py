@@ -1,0 +1,156 @@
+"""Paired ratios, their interval and the exact test, by hand and against scipy."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import stats
+
+from moesys.lab.runs.statistics import PairedRatio, paired_ratio, sign_flip_p
+
+Times = dict[int, list[float]]
+MILLISECONDS = st.floats(0.01, 1e5)
+
+
+@st.composite
+def times(draw: st.DrawFn) -> tuple[Times, Times]:
+    """Samples of two contestants over the same seeds."""
+    n = draw(st.integers(1, 9))
+    samples = st.lists(MILLISECONDS, min_size=1, max_size=4)
+    return ({seed: draw(samples) for seed in range(n)}, {seed: draw(samples) for seed in range(n)})
+
+
+def ratio(baseline: Times, contestant: Times) -> PairedRatio:
+    found = paired_ratio(baseline, contestant)
+    assert found is not None
+    return found
+
+
+def one_each(*values: float) -> Times:
+    return {seed: [value] for seed, value in enumerate(values)}
+
+
+def test_a_ratio_by_hand():
+    """Ratios 1, 4 and 4: the geometric mean is 16^(1/3); t of 2 degrees at 97.5 % is 4.302653."""
+    found = ratio(one_each(1, 4, 8), one_each(1, 1, 2))
+    half = 4.302653 * math.log(4) / math.sqrt(3) / math.sqrt(3)
+    assert found.n == 3
+    assert found.estimate == pytest.approx(16 ** (1 / 3))
+    assert found.low == pytest.approx(16 ** (1 / 3) * math.exp(-half), rel=1e-6)
+    assert found.high == pytest.approx(16 ** (1 / 3) * math.exp(half), rel=1e-6)
+
+
+def test_the_interval_is_students():
+    rng = np.random.default_rng(0)
+    logs = rng.normal(0.2, 0.1, 8)
+    found = ratio(one_each(*np.exp(logs)), one_each(*[1.0] * 8))
+    low, high = stats.ttest_1samp(logs, 0).confidence_interval(0.95)
+    assert (found.low, found.high) == pytest.approx((math.exp(low), math.exp(high)))
+
+
+def test_the_interval_holds_the_truth_in_95_of_100_cases():
+    rng = np.random.default_rng(1)
+    held = 0
+    for _ in range(1000):
+        found = ratio(one_each(*np.exp(rng.normal(0.1, 0.05, 4))), one_each(1, 1, 1, 1))
+        held += found.low <= math.exp(0.1) <= found.high
+    assert 930 <= held <= 970
+
+
+def test_a_seed_counts_with_the_median_of_its_samples():
+    assert ratio({0: [2.0, 100.0, 1.0]}, {0: [1.0]}).estimate == 2.0
+
+
+def test_only_seeds_that_both_have_are_paired():
+    assert ratio({0: [2.0], 1: [2.0], 5: [9.0]}, {0: [1.0], 1: [1.0], 7: [9.0]}).n == 2
+    assert paired_ratio({0: [1.0]}, {1: [1.0]}) is None
+
+
+def test_what_slows_a_whole_seed_changes_nothing():
+    assert ratio(one_each(2, 20, 200), one_each(1, 10, 100)) == ratio(one_each(2, 2, 2), one_each(1, 1, 1))
+
+
+def test_one_seed_has_no_interval():
+    found = ratio(one_each(3), one_each(2))
+    assert found.estimate == pytest.approx(1.5)
+    assert (found.low, found.high, found.p) == (None, None, 1.0)
+    assert found.verdict == "too few seeds to tell"
+
+
+@pytest.mark.parametrize(
+    ("n", "baseline", "own", "verdict"),
+    [
+        (5, 2.0, 1.0, "too few seeds to tell"),
+        (6, 2.0, 1.0, "faster"),
+        (6, 1.0, 2.0, "slower"),
+        (6, 1.0, 1.0, "~"),
+    ],
+)
+def test_identical_samples_have_a_verdict(n, baseline, own, verdict):
+    found = ratio(one_each(*[baseline] * n), one_each(*[own] * n))
+    assert found.verdict == verdict
+    assert found.low == pytest.approx(baseline / own)
+    assert found.high == pytest.approx(baseline / own)
+
+
+def test_an_interval_that_holds_one_tells_nothing_apart():
+    assert ratio(one_each(1.1, 0.9, 1.2, 0.8, 1.0, 1.05), one_each(*[1.0] * 6)).verdict == "~"
+
+
+@pytest.mark.parametrize("samples", [[], [0.0], [-1.0], [math.nan], [math.inf]])
+def test_samples_without_a_ratio_are_refused(samples):
+    with pytest.raises(ValueError, match="and a ratio needs a positive number"):
+        paired_ratio({0: samples}, {0: [1.0]})
+
+
+@pytest.mark.parametrize(("n", "p"), [(1, 1.0), (2, 0.5), (5, 0.0625), (6, 0.03125), (8, 0.0078125)])
+def test_the_smallest_p_is_two_in_all_signs(n, p):
+    assert sign_flip_p(np.linspace(0.1, 0.2, n)) == p
+
+
+@given(st.lists(st.integers(-5, 5), min_size=2, max_size=8))
+def test_sign_flips_are_scipys(differences):
+    differences_N = np.array(differences, dtype=np.float64)
+    expected = stats.permutation_test(
+        (differences_N,), np.mean, permutation_type="samples", n_resamples=np.inf, vectorized=True
+    )
+    assert sign_flip_p(differences_N) == pytest.approx(expected.pvalue)
+
+
+def test_many_seeds_are_drawn_and_the_same_each_time():
+    differences_N = np.random.default_rng(0).normal(0.5, 1, 20)
+    p = sign_flip_p(differences_N)
+    assert p == sign_flip_p(differences_N)
+    assert p == pytest.approx(stats.ttest_1samp(differences_N, 0).pvalue, rel=0.3)
+    assert sign_flip_p(np.ones(30)) <= 2 / 2**16
+
+
+@given(times(), st.floats(1e-3, 1e3))
+def test_scaling_all_samples_of_both_changes_nothing(pair, scale):
+    scaled = [{seed: [value * scale for value in values] for seed, values in side.items()} for side in pair]
+    before, after = ratio(*pair), ratio(*scaled)
+    assert after.estimate == pytest.approx(before.estimate, rel=1e-9)
+    if before.low is not None:
+        assert (after.low, after.high) == pytest.approx((before.low, before.high), rel=1e-6, abs=1e-300)
+    assert after.p == before.p
+
+
+@given(times())
+def test_swapping_gives_the_reciprocal(pair):
+    one, other = ratio(*pair), ratio(*reversed(pair))
+    assert one.estimate == pytest.approx(1 / other.estimate, rel=1e-9)
+    assert one.p == other.p
+    assert one.holds_one == other.holds_one
+    opposite = {"faster": "slower", "slower": "faster"}
+    assert one.verdict == opposite.get(other.verdict, other.verdict)
+
+
+@given(times())
+def test_the_estimate_lies_within_its_interval(pair):
+    found = ratio(*pair)
+    if found.low is not None:
+        assert found.low <= found.estimate <= found.high

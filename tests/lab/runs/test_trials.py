@@ -1,0 +1,185 @@
+"""Trials: what a training or a walk through the cost model gives to its record."""
+
+import numpy as np
+import pytest
+
+from moesys.config import ClusterSpec, Ep, FlowSplit, Fsep, Greedy, MegaKernel, ModelShape, Pipelined, Strategy
+from moesys.config.experiment import Generated, Replay, Training
+from moesys.lab.runs.trials import METRICS, run_measured, run_simulated
+from moesys.moe.planning import LayoutSchedule
+from moesys.traces import Trace, save_trace
+
+MODEL = ModelShape(hidden_size=16, intermediate_size=8, num_experts=4, top_k=2)
+CLUSTER = ClusterSpec(num_nodes=2, ranks_per_node=1)
+EP = Strategy(name="ep")
+FSEP = Strategy(name="fsep", sharding=Fsep(slots_per_rank=3), balance=Greedy(), split=FlowSplit())
+
+
+def replay(tmp_path, tokens_SLRE, **changes):
+    save_trace(Trace(np.array(tokens_SLRE), top_k=2), tmp_path / "trace.npz")
+    return Replay(trace=str(tmp_path / "trace.npz"), **changes)
+
+
+def values(measurement):
+    return {name: samples.values for name, samples in measurement.samples.items()}
+
+
+def test_a_simulated_trial_has_one_sample_a_timed_step():
+    ticks = []
+    workload = Generated(warmup=2, steps=3, tokens_per_rank=64)
+    measurement = run_simulated(FSEP, MODEL, CLUSTER, workload, seed=0, tick=lambda: ticks.append(1))
+    assert list(measurement.samples) == [
+        "step_ms",
+        "exposed_ms",
+        "load_max_over_mean",
+        "restored_mib",
+        "inter_node_share",
+    ]
+    assert {len(samples.values) for samples in measurement.samples.values()} == {3}
+    assert len(ticks) == 5
+    assert measurement.losses == []
+    assert np.sum(measurement.tokens_LE, axis=1).tolist() == [3 * 2 * 64 * 2] * 2
+    assert all((samples.unit, samples.better) == METRICS[name] for name, samples in measurement.samples.items())
+
+
+def test_a_simulated_trial_is_a_function_of_its_arguments():
+    workload = Generated(warmup=1, steps=4, tokens_per_rank=100)
+    first, again, other = (run_simulated(FSEP, MODEL, CLUSTER, workload, seed) for seed in (0, 0, 1))
+    assert first == again
+    assert first.samples != other.samples
+
+
+def test_a_mega_kernel_is_walked_as_others_are():
+    workload = Generated(steps=3, tokens_per_rank=100)
+    fused, plain = (
+        values(run_simulated(EP.replace(name=n, overlap=o), MODEL, CLUSTER, workload, seed=0))
+        for n, o in (("fused", MegaKernel()), ("plain", Pipelined(chunks=1)))
+    )
+    assert fused["inter_node_share"] == plain["inter_node_share"]
+    assert fused["step_ms"] != plain["step_ms"]
+
+
+def test_a_step_of_several_micro_batches_has_one_sample_and_all_their_bytes():
+    two = Generated(warmup=1, steps=3, micro_batches=2, tokens_per_rank=64)
+    one = two.replace(steps=6, micro_batches=1)
+    ticks: list[int] = []
+    of_two = values(run_simulated(FSEP, MODEL, CLUSTER, two, seed=0, tick=lambda: ticks.append(1)))
+    of_one = values(run_simulated(FSEP, MODEL, CLUSTER, one, seed=0))
+    assert len(ticks) == 1 + 3 * 2
+    for name in ("step_ms", "restored_mib", "exposed_ms"):
+        assert of_two[name] == pytest.approx(
+            [a + b for a, b in zip(of_one[name][::2], of_one[name][1::2], strict=True)]
+        )
+    for name in ("load_max_over_mean", "inter_node_share"):
+        assert of_two[name] == pytest.approx(
+            [(a + b) / 2 for a, b in zip(of_one[name][::2], of_one[name][1::2], strict=True)]
+        )
+
+
+def test_the_rest_of_a_step_takes_its_time():
+    bare = Generated(warmup=0, steps=2, num_layers=3, tokens_per_rank=64)
+    rest = bare.replace(other_ms=2.0, optimizer_ms=5.0, recompute="computing")
+    lengths = [values(run_simulated(EP, MODEL, CLUSTER, workload, seed=0))["step_ms"] for workload in (bare, rest)]
+    added = [longer - shorter for shorter, longer in zip(*lengths, strict=True)]
+    # Forward once, once more for backward, and backward twice; experts of so few rows are nothing beside that.
+    assert added == pytest.approx([3 * 4 * 2.0 + 5.0] * 2, rel=1e-3)
+
+
+def test_a_trace_must_hold_a_whole_step(tmp_path):
+    workload = replay(tmp_path, [[[[2, 1, 1, 0], [1, 2, 0, 1]]]] * 3, micro_batches=2)
+    assert len(values(run_simulated(EP, MODEL, CLUSTER, workload, seed=0))["step_ms"]) == 1
+    with pytest.raises(ValueError, match=r"warmup=2 leaves nothing .* micro_batches=2 a step; use warmup <= 1"):
+        run_simulated(EP, MODEL, CLUSTER, workload.replace(warmup=2), seed=0)
+    with pytest.raises(ValueError, match=r"micro_batches=4 a step; use micro_batches <= 3"):
+        run_simulated(EP, MODEL, CLUSTER, workload.replace(micro_batches=4), seed=0)
+
+
+def test_overlap_changes_no_load_and_no_traffic():
+    workload = Generated(steps=3, tokens_per_rank=100)
+    plain = values(run_simulated(EP, MODEL, CLUSTER, workload, seed=0))
+    overlapped = values(
+        run_simulated(EP.replace(name="p", overlap=Pipelined(chunks=2)), MODEL, CLUSTER, workload, seed=0)
+    )
+    for name in ("load_max_over_mean", "restored_mib", "inter_node_share"):
+        assert plain[name] == overlapped[name]
+    assert plain["step_ms"] != overlapped["step_ms"]
+
+
+def test_shares_and_balance_are_those_of_the_plan(tmp_path):
+    # Experts 0 and 1 are on rank 0: it computes 6 of 8 rows, and 3 rows leave their node.
+    measurement = run_simulated(EP, MODEL, CLUSTER, replay(tmp_path, [[[[2, 1, 1, 0], [1, 2, 0, 1]]]]), seed=0)
+    assert values(measurement)["load_max_over_mean"] == [1.5]
+    assert values(measurement)["inter_node_share"] == [0.5]
+    assert values(measurement)["restored_mib"] == [0.0]
+    assert measurement.tokens_LE == [[3, 3, 1, 1]]
+
+
+def test_experts_that_are_given_back_are_restored_twice(tmp_path):
+    workload = replay(tmp_path, [[[[2, 1, 1, 0], [1, 2, 0, 1]]]])
+    kept = FSEP.replace(name="kept", sharding=Fsep(slots_per_rank=3, reshard_after_forward=False))
+    twice, once = (
+        values(run_simulated(strategy, MODEL, CLUSTER, workload, seed=0))["restored_mib"] for strategy in (FSEP, kept)
+    )
+    # Two ranks receive half of each of the experts that they hold.
+    assert once == [pytest.approx(6 * 3 * 16 * 8 / 2 * 4 / 2**20)]
+    assert twice == [2 * once[0]]
+
+
+def test_a_layout_follows_what_was_seen_one_micro_batch_before(tmp_path):
+    narrow = FSEP.replace(name="narrow", sharding=Fsep(slots_per_rank=2))
+    together = LayoutSchedule(0, narrow, MODEL, CLUSTER).layout.experts_of(0)
+    tokens_E = [40 if expert in together else 8 for expert in range(4)]
+    workload = replay(tmp_path, [[[tokens_E, tokens_E]]] * 3)
+    first, *later = values(run_simulated(narrow, MODEL, CLUSTER, workload, seed=0))["load_max_over_mean"]
+    assert first > 1.5
+    assert later == [1.0, 1.0]
+    late = values(run_simulated(narrow.replace(name="late", lag=2), MODEL, CLUSTER, workload, seed=0))
+    assert late["load_max_over_mean"] == [first, first, 1.0]
+
+
+def test_a_replay_is_folded_and_scaled_to_the_cluster(tmp_path):
+    workload = replay(tmp_path, [[[[1, 1, 0, 0]]], [[[0, 0, 1, 1]]]], tokens_per_rank=5)
+    measurement = run_simulated(EP, MODEL, CLUSTER, workload, seed=0)
+    assert measurement.tokens_LE == [[5, 5, 5, 5]]
+    assert values(measurement)["inter_node_share"] == [0.0]
+
+
+def test_each_seed_replays_its_own_trace_after_the_warm_up(tmp_path):
+    for seed, tokens_E in ((0, [1, 1, 0, 0]), (1, [0, 0, 1, 1])):
+        save_trace(Trace(np.array([[[tokens_E, tokens_E]]] * 3), top_k=2), tmp_path / f"trace-{seed}.npz")
+    workload = Replay(trace=f"{tmp_path}/trace-{{seed}}.npz", warmup=1)
+    zero, one = (run_simulated(EP, MODEL, CLUSTER, workload, seed) for seed in (0, 1))
+    assert (zero.tokens_LE, one.tokens_LE) == ([[4, 4, 0, 0]], [[0, 0, 4, 4]])
+    assert len(zero.samples["step_ms"].values) == 2
+    with pytest.raises(ValueError, match=r"warmup=3 leaves nothing to time of the 3 micro-batches .* use warmup <= 2"):
+        run_simulated(EP, MODEL, CLUSTER, workload.replace(warmup=3), seed=0)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [MODEL.replace(num_experts=8), MODEL.replace(top_k=1)],
+    ids=["experts", "top_k"],
+)
+def test_a_replay_on_another_model_is_refused(tmp_path, model):
+    workload = replay(tmp_path, [[[[1, 1, 0, 0], [1, 1, 0, 0]]]])
+    with pytest.raises(ValueError, match=r"trace\.npz is of 4 experts and top_k=2, but the model has num_experts="):
+        run_simulated(EP, model, CLUSTER, workload, seed=0)
+
+
+def test_a_measured_trial_keeps_losses_samples_and_routing():
+    ticks = []
+    workload = Training(num_layers=2, num_heads=2, context=16, batch=2, micro_batches=2, warmup=1, steps=2)
+    lent = Strategy(name="lent", sharding=Ep())
+    measurement = run_measured(lent, MODEL, ClusterSpec(), workload, 3, lambda: ticks.append(1))
+    assert measurement is not None
+    assert len(ticks) == len(measurement.losses) == 3
+    assert measurement.samples["loss"].values == measurement.losses[1:]
+    assert {len(samples.values) for samples in measurement.samples.values()} == {2}
+    assert set(METRICS) - set(measurement.samples) == {"inter_node_share"}
+    routing = measurement.routing
+    assert routing is not None
+    assert routing.tokens_SLRE.shape == (4, 2, 1, 4)
+    assert routing.top_k == 2
+    assert routing.tokens_SLRE.sum(axis=-1).tolist() == [[[2 * 16 * 2]] * 2] * 4
+    assert measurement.tokens_LE == routing.tokens_SLRE.sum(axis=(0, 2)).tolist()
+    assert routing.meta["seed"] == "3"

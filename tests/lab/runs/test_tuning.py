@@ -1,0 +1,332 @@
+"""``moesys tune`` from end to end: simulated and timed, killed and resumed, and what it leaves for other commands."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from runner_cases import EP, FSEP, simulation, training
+
+from moesys.config import FlowSplit, Fsep, Greedy, Static, Strategy
+from moesys.config.experiment import Experiment, Generated, Replay
+from moesys.lab.commands.run import run_file
+from moesys.lab.commands.tune import tune_file
+from moesys.lab.runs import environment
+from moesys.lab.runs.files import load_experiment
+from moesys.lab.runs.trials import run_simulated
+from moesys.lab.runs.tuning import tune
+from moesys.lab.commands.explain import explain_command
+from moesys.traces import generate, save_trace
+from moesys.tuner.space import EpChoices, FsepChoices, MegaKernelChoices, PipelinedChoices, SequentialChoices, Space
+
+SPACE = Space(
+    sharding=(EpChoices(), FsepChoices(slots_per_rank=(4, 5), prefetch_layers=(0, 1))),
+    balance=(Static(), Greedy()),
+    split=(FlowSplit(),),
+    overlap=(SequentialChoices(), PipelinedChoices(chunks=(2,))),
+)
+
+
+def written(tmp_path: Path, experiment: Experiment, space: Space | None = None) -> tuple[Path, Path | None]:
+    file = tmp_path / "experiment.json"
+    file.write_text(experiment.to_json())
+    if space is None:
+        return file, None
+    (tmp_path / "space.toml").write_text(space.to_toml())
+    return file, tmp_path / "space.toml"
+
+
+def journal_of(folder: Path) -> list[dict]:
+    (path,) = folder.glob("*-tuned/journal.jsonl")
+    return [json.loads(line) for line in path.read_bytes().split(b"\n")[1:-1]]
+
+
+def test_what_is_found_can_be_run_and_explained(tmp_path, capsys):
+    file, space = written(tmp_path, simulation(strategies=(EP, FSEP)), SPACE)
+    assert tune_file(file, space, tmp_path, budget=6) == 0
+    told = capsys.readouterr().out
+    assert "SIMULATED: simulated, tuning" in told
+    assert "MEASURED" not in told
+    assert "Decided by simulated times" in told
+    (folder,) = tmp_path.glob("simulated-*-tuned")
+    text = (folder / "tuned.toml").read_text()
+    tuned = Strategy.from_toml(text)
+    # A reason stands beside every field that the space has other values for.
+    assert "would cost" in text
+    assert [line for line in text.splitlines() if line.startswith("kind") and "#" in line]
+    experiment = load_experiment(folder / "experiment.toml")
+    assert experiment.strategies[-1] == tuned
+    assert run_file(file, tmp_path / "runs", strategies=[folder / "tuned.toml"]) == 0
+    assert run_file(folder / "experiment.toml", tmp_path / "runs") == 0
+    assert explain_command(file, str(folder / "tuned.toml")) == 0
+    assert explain_command(folder / "experiment.toml") == 0
+    assert "tuned" in capsys.readouterr().out
+    # Under another name it is there already.
+    (tmp_path / "ep.toml").write_text(EP.replace(name="again").to_toml())
+    assert run_file(file, tmp_path / "runs", strategies=[tmp_path / "ep.toml"]) == 0
+    (tmp_path / "ep.toml").write_text(FSEP.replace(name="ep", lag=3).to_toml())
+    assert run_file(file, tmp_path / "runs", strategies=[tmp_path / "ep.toml"]) == 2
+    assert "strategies share the name 'ep'" in capsys.readouterr().err
+
+
+def test_a_start_that_does_not_fit_is_the_baseline_and_never_the_pick(tmp_path):
+    wide = EP.replace(name="wide", sharding=Fsep(slots_per_rank=8, reshard_after_forward=False))
+    plain = training().model.expert_parameters
+    workload = simulation().workload.replace(tokens_per_rank=1, num_layers=8)
+    experiment = simulation(strategies=(wide, EP), workload=workload)
+    # Room for a rank's 4 experts and their optimizer in 8 layers, and not for 8 more in each.
+    result = tune(experiment, SPACE, out=tmp_path, budget=6, memory_gb=8 * 4 * plain * 20 / 1e9)
+    assert result.tuned.search.baseline.strategy.name == "wide"
+    assert all(one.strategy.name != "wide" for one in result.tuned.search.ranking)
+
+
+def test_the_result_is_what_run_simulates(tmp_path):
+    experiment = simulation()
+    result = tune(experiment, SPACE, out=tmp_path, budget=6)
+    tuned, ranking = result.tuned, result.tuned.search.ranking
+    assert tuned.decided_by == "simulated"
+    assert tuned.strategy.fingerprint() == ranking[0].strategy.fingerprint()
+    values = [
+        value
+        for seed in (0, 1)
+        for value in run_simulated(tuned.strategy, experiment.model, experiment.cluster, experiment.workload, seed)
+        .samples["step_ms"]
+        .values
+    ]
+    assert ranking[0].ms == pytest.approx(sum(values) / len(values))
+
+
+def test_another_folder_or_seed_gives_the_same_costs(tmp_path):
+    first = tune(simulation(), SPACE, out=tmp_path / "a", budget=6)
+    again = tune(simulation(), SPACE, out=tmp_path / "a", budget=6)
+    elsewhere = tune(simulation(), SPACE, out=tmp_path / "b", budget=6)
+    assert first.tuned == again.tuned == elsewhere.tuned
+    assert len(journal_of(tmp_path / "a")) == len(journal_of(tmp_path / "b"))
+
+
+def test_a_killed_tuning_goes_on_where_it_was(tmp_path):
+    experiment = simulation(workload=simulation().workload.replace(steps=4))
+    file, space = written(tmp_path, experiment, SPACE)
+    whole = tune(experiment, SPACE, out=tmp_path / "whole", budget=12)
+    lines = journal_of(tmp_path / "whole")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-m", "moesys", "tune", str(file), "--space", str(space), "--budget", "12"]
+    command += ["--out", str(tmp_path / "killed")]
+    runner = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    deadline_s = time.monotonic() + 120
+    kept: list[dict] = []
+    while time.monotonic() < deadline_s and runner.poll() is None and len(kept) < len(lines) // 3:
+        time.sleep(0.005)
+        kept = journal_of(tmp_path / "killed") if list(tmp_path.glob("killed/*/journal.jsonl")) else []
+    runner.kill()
+    assert runner.wait() == -signal.SIGKILL
+    runner.stderr.close()
+    kept = journal_of(tmp_path / "killed")
+    assert 0 < len(kept) < len(lines)
+    resumed = tune(experiment, SPACE, out=tmp_path / "killed", budget=12)
+    # No cost was found out twice, and the end is the same.
+    assert journal_of(tmp_path / "killed") == lines
+    assert lines[: len(kept)] == kept
+    assert resumed.tuned == whole.tuned
+
+
+def test_a_training_is_timed_and_clocks_decide(tmp_path, capsys):
+    experiment = training(workload=training().workload.replace(steps=3))
+    file, space = written(tmp_path, experiment, SPACE)
+    assert tune_file(file, space, tmp_path, budget=4, timed=6) == 0
+    told = capsys.readouterr().out
+    assert "MEASURED: trained, tuning" in told
+    assert "SIMULATED: trained, tuning" in told
+    assert "Decided by measured times" in told
+    entries = journal_of(tmp_path)
+    timed = [entry for entry in entries if entry["stage"] == "measured"]
+    assert 2 <= len(timed) <= 6
+    assert timed[0]["name"] == "ep"
+    # The second time there is nothing left to find out.
+    assert tune_file(file, space, tmp_path, budget=4, timed=6) == 0
+    assert journal_of(tmp_path) == entries
+    (folder,) = tmp_path.glob("trained-*-tuned")
+    (folder / "routing.npz").unlink()
+    assert tune_file(file, space, tmp_path, budget=4, timed=6) == 2
+    assert "routing.npz is gone, on which its journal stands" in capsys.readouterr().err
+
+
+def test_a_journal_is_of_one_source_and_of_times_of_one_number_of_threads(tmp_path, monkeypatch):
+    experiment = training(workload=training().workload.replace(steps=1))
+    tune(experiment, SPACE, out=tmp_path, budget=2, timed=2)
+    # Whatever torch has in this process.
+    monkeypatch.setattr("torch.get_num_threads", lambda: 7)
+    tune(experiment, SPACE, out=tmp_path, budget=2, timed=2)
+    with pytest.raises(ValueError, match=r"is of another machine, under which .* begin anew with --fresh"):
+        tune(experiment, SPACE, out=tmp_path, budget=2, timed=2, threads=2)
+    monkeypatch.setattr(environment, "source_digest", lambda: "0123456789ab")
+    with pytest.raises(ValueError, match=r"is of another moesys, under which .* begin anew with --fresh"):
+        tune(experiment, SPACE, out=tmp_path, budget=2, timed=2)
+
+
+UNDER_TORCHRUN = """
+import os, sys
+from pathlib import Path
+import torch.distributed as dist
+from moesys.lab.runs import launch
+from moesys.lab.runs.files import load_experiment
+from moesys.lab.runs.tuning import tune
+from moesys.tuner.space import Space
+
+measured = launch.run_measured
+
+def fails_on_rank_1(strategy, *arguments):
+    if strategy.name == "fsep" and dist.get_rank() == 1:
+        raise RuntimeError("only here")
+    return measured(strategy, *arguments)
+
+class Told:
+    stages, points = 0, 0
+    def stage(self, words, num_points):
+        self.stages += 1
+    def point(self, entry):
+        self.points += 1
+
+experiment, told = load_experiment(Path("experiment.json")), Told()
+space = Space.from_toml(Path("space.toml").read_text())
+launch.run_measured = fails_on_rank_1
+result = tune(experiment, space, out="runs", budget=2, timed=5, told=told)
+failed = [f"{strategy.name}: {reason}" for strategy, reason in result.tuned.timing.failed]
+try:
+    tune(experiment, space, out="runs", budget=2, timed=5, threads=2)
+except ValueError as error:
+    refusal = str(error)
+# Nothing is left to find out.
+again = tune(experiment, space, out="runs", budget=2, timed=5).tuned == result.tuned
+text = [result.tuned.to_toml(), str(failed), refusal, str(again)]
+Path(os.environ["RANK"]).write_text("|".join(text) + f"|{told.stages > 0}")
+"""
+
+
+@pytest.mark.timeout(120)
+def test_under_torchrun_all_ranks_end_with_what_one_writes_also_where_one_fails(tmp_path):
+    written(tmp_path, training(), SPACE)
+    (tmp_path / "script.py").write_text(UNDER_TORCHRUN)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "script.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    *first, speaks = (tmp_path / "0").read_text().split("|")
+    *second, listens = (tmp_path / "1").read_text().split("|")
+    assert first == second
+    toml, failed, refusal, again = first
+    assert (speaks, listens, again) == ("True", "False", "True")
+    assert "fsep: 2 of 2 ranks failed: rank 1 raised RuntimeError: only here; rank 0 raised" in failed
+    assert "is of another machine" in refusal
+    (folder,) = (tmp_path / "runs").glob("trained-*-tuned")
+    assert (folder / "tuned.toml").read_text() == toml
+    # The fastest of its journal, and each finding once.
+    entries = journal_of(tmp_path / "runs")
+    timed = [entry for entry in entries if entry["stage"] == "measured"]
+    assert 2 <= len(timed) <= 5
+    assert [entry["name"] for entry in entries if entry["stage"] == "refused"] == ["fsep"]
+    assert len({(entry["fingerprint"], entry["of"], entry["stage"]) for entry in entries}) == len(entries)
+    of_pick = [entry for entry in timed if entry["fingerprint"] == Strategy.from_toml(toml).fingerprint()]
+    ms = {(entry["fingerprint"], entry["of"]): entry["ms"] for entry in timed}
+    of_baseline = [ms[timed[0]["fingerprint"], entry["of"]] for entry in of_pick]
+    ratio = math.prod(entry["ms"] / base for entry, base in zip(of_pick, of_baseline, strict=True))
+    assert f"{ratio ** (-1 / len(of_pick)):.3f} x as fast as 'ep'" in toml
+
+
+def test_a_journal_is_of_the_traces_of_all_seeds_that_are_looked_at(tmp_path):
+    def record(seed: int, skew: float) -> None:
+        drawn = Generated(steps=3, tokens_per_rank=32, skew=skew)
+        save_trace(generate(drawn, num_ranks=2, num_experts=8, top_k=2, seed=seed), tmp_path / f"{seed}.npz")
+
+    experiment = simulation(workload=Replay(trace=str(tmp_path / "{seed}.npz"), warmup=1))
+    for seed in (0, 1):
+        record(seed, skew=1.0)
+    first = tune(experiment, SPACE, out=tmp_path, budget=3)
+    record(1, skew=2.0)
+    with pytest.raises(ValueError, match=r"is of another trace, under which .* begin anew with --fresh"):
+        tune(experiment, SPACE, out=tmp_path, budget=3)
+    assert tune(experiment, SPACE, out=tmp_path, budget=3, fresh=True).tuned != first.tuned
+
+
+def test_a_space_of_one_point_is_that_point_and_says_so_beside_every_field(tmp_path):
+    result = tune(simulation(strategies=(FSEP, EP)), Space(), out=tmp_path)
+    text = (result.path / "tuned.toml").read_text()
+    assert Strategy.from_toml(text).fingerprint() in {EP.fingerprint(), FSEP.fingerprint()}
+    result = tune(simulation(strategies=(EP,)), Space(), out=tmp_path)
+    text = (result.path / "tuned.toml").read_text()
+    assert Strategy.from_toml(text).fingerprint() == EP.fingerprint()
+    assert "[sharding]\n# sharding.slots_per_rank is none: no other value goes with the rest\n" in text
+    assert text.count("no other value goes with the rest") == len(result.tuned.choices) == 8
+
+
+def test_mega_kernels_are_simulated_with_the_others(tmp_path):
+    space = SPACE.replace(overlap=(SequentialChoices(), MegaKernelChoices()))
+    found = tune(simulation(), space, out=tmp_path, budget=20).tuned.search
+    assert {one.strategy.overlap.kind for one in found.ranking} >= {"sequential", "mega_kernel"}
+    assert found.refused == ()
+
+
+@pytest.mark.parametrize(
+    ("experiment", "options", "reason"),
+    [
+        (simulation(), {"timed": 3}, "workload=Generated is run by the cost model and by no clock; use timed=0"),
+        (training(), {"timed": 31}, "timed=31; use 2 to 30 trials, or 0 for none"),
+        (
+            training(workload=training().workload.replace(interpret=True)),
+            {"timed": 2},
+            "whose times mean nothing; use timed=0, or interpret=False",
+        ),
+        (
+            simulation(),
+            {"memory_gb": 1e-6},
+            r"knows no point of the space: none fits into 1e-06 GB; widen space, or raise memory_gb",
+        ),
+        (simulation(), {"memory_gb": 0.0}, "memory_gb=0.0 holds nothing; declare what a GPU has"),
+        (simulation(), {"memory_gb": float("nan")}, "memory_gb=nan holds nothing; declare what a GPU has"),
+    ],
+)
+def test_what_cannot_be_tuned_is_refused(tmp_path, experiment, options, reason):
+    with pytest.raises(ValueError, match=reason):
+        tune(experiment, SPACE, out=tmp_path, budget=3, **options)
+
+
+def test_a_folder_of_another_workload_is_another_folder_and_fresh_keeps_the_old(tmp_path):
+    tune(simulation(), SPACE, out=tmp_path, budget=3)
+    tune(simulation(workload=simulation().workload.replace(skew=0.2)), SPACE, out=tmp_path, budget=3)
+    folders = sorted(tmp_path.glob("simulated-*-tuned"))
+    assert len(folders) == 2
+    before = (folders[0] / "journal.jsonl").read_bytes()
+    experiment = load_experiment(folders[0] / "experiment.toml")
+    tune(simulation(workload=experiment.workload), SPACE, out=tmp_path, budget=3, fresh=True)
+    assert (folders[0] / "before" / "journal.jsonl").read_bytes() == before
+
+
+def test_a_strategy_that_is_called_tuned_keeps_its_name(tmp_path):
+    named = FSEP.replace(name="tuned", sharding=Fsep(slots_per_rank=8))
+    result = tune(simulation(strategies=(EP, named)), SPACE, out=tmp_path, budget=4)
+    assert [strategy.name for strategy in result.experiment.strategies] == ["ep", "tuned", "tuned-2"]
+    assert Strategy.from_toml((result.path / "tuned.toml").read_text()) == result.tuned.strategy
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reason"),
+    [
+        ("space.txt", "", "is no .json or .toml file"),
+        ("space.toml", "balnce = []", "declares no space: balnce: Extra inputs are not permitted"),
+        ("space.json", "{", "declares no space"),
+        ("space.toml", b"\xff", "space.toml declares no space: 'utf-8' codec"),
+        ("space.toml", 'balance = [{ kind = "greedy" }]\nsharding = [{ kind = "ep" }]', "space has no point"),
+    ],
+)
+def test_a_space_that_is_none_is_told(tmp_path, capsys, name, text, reason):
+    (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
+    file, _ = written(tmp_path, simulation())
+    assert tune_file(file, tmp_path / name, tmp_path) == 2
+    assert reason in capsys.readouterr().err
