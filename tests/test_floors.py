@@ -22,6 +22,7 @@ FLOORS = (
     {"hf"},
     {"step"},
     {"moe"},
+    {"replay"},
     {"train"},
     {"tuner"},
     {"lab"},

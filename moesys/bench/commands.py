@@ -271,7 +271,7 @@ def bench_planner(
             code = over_sizes.main(num_seeds=seeds, repeats=repeats, peer_path=peer_eplb, json_path=json)
         raise typer.Exit(code)
     from moesys.bench.planner import planner_contest as contest
-    from moesys.lab.runs.choices import balance_of, predictor_of, split_of
+    from moesys.lab.commands.declarations import balance_of, predictor_of, split_of
 
     with _refusing():
         chosen = contest.contenders(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moesys.bench.planner.replay import Contender, LayerPlanner
+from moesys.bench.planner.scored_layers import Contender, layouts_of
 from moesys.config import (
     Adaptive,
     ClusterSpec,
@@ -37,7 +37,7 @@ from moesys.config import (
 from moesys.config.experiment import Generated
 from moesys.cost import roofline_seconds
 from moesys.layout import TokenPlan
-from moesys.load import LoadMatrix
+from moesys.replay import Moment
 from moesys.simulator.step_program import RestOfStep, run_step
 from moesys.traces import generate
 
@@ -180,12 +180,8 @@ def _planned(contender: Contender, layer: ModelShape, cluster: ClusterSpec, slot
     trace = generate(routing, cluster.num_ranks, layer.num_experts, layer.top_k, SEED)
     plans = []
     for number in range(NUM_LAYERS):
-        *before, current = (LoadMatrix(tokens_RE) for tokens_RE in trace.tokens_SLRE[:, number])
-        planner = LayerPlanner(contender.balance, contender.predictor, cluster, slots, layer.num_experts)
-        for load in before:
-            planner.observe(load)
-        planner.plan()
-        plans.append(contender.split_over(current, planner.layout, cluster, WARMUP))
+        [one] = layouts_of(contender, trace.tokens_SLRE[:, number], [Moment(WARMUP, WARMUP)], cluster, slots)
+        plans.append(contender.split_over(one.load, one.layout, cluster, WARMUP))
     return plans
 
 

@@ -15,12 +15,14 @@ from typing import Literal, assert_never
 import numpy as np
 
 from moesys.bench.laer.flex_moe import laer_flex_moe_layout
-from moesys.bench.planner.replay import Contender, LayerPlanner
-from moesys.config import Adaptive, ClusterSpec, EvenSplit, FlowSplit, Greedy, Laer, Last, Static, WindowMean
+from moesys.bench.planner.scored_layers import Contender, layouts_of
+from moesys.config import Adaptive, ClusterSpec, EvenSplit, FlexMoe, FlowSplit, Greedy, Laer, Last, Static, WindowMean
 from moesys.config.experiment import Generated
 from moesys.config.laer_routing import LAER_E8K2_ROUTING, LAER_E16K4_ROUTING
 from moesys.layout import TokenPlan
-from moesys.load import IntArray, LoadMatrix
+from moesys.load import IntArray
+from moesys.moe.planning import PlanRequest, SolvedPlan
+from moesys.replay import Moment
 from moesys.traces import generate
 
 SettingName = Literal["e8k2", "e16k4"]
@@ -94,27 +96,29 @@ def _layer_plans(
     planner: Planner, tokens_SRE: IntArray, wanted: Sequence[int], cluster: ClusterSpec, slots: int
 ) -> Iterator[tuple[int, TokenPlan]]:
     """Of one layer, for the micro-batches that are wanted: each is planned on those before it."""
-    contender, last = _contender(planner), max(wanted)
-    history = LayerPlanner(contender.balance, contender.predictor, cluster, slots, tokens_SRE.shape[2])
-    layout, window = history.layout, 5
-    for index, tokens_RE in enumerate(tokens_SRE[: last + 1]):
-        load = LoadMatrix(tokens_RE)
-        if index in wanted:
-            yield index, contender.split_over(load, layout, cluster, index)
-        if planner == "FlexMoE":
-            newest_RE = tokens_SRE[max(0, index + 1 - window) : index + 1].sum(axis=0)
-            layout = laer_flex_moe_layout(newest_RE, layout, cluster)
-            continue
-        history.observe(load)
-        if index + 1 in wanted:
-            history.plan()
-            layout = history.layout
+    contender = _contender(planner)
+    if planner == "FlexMoE":
+        walk = layouts_of(contender, tokens_SRE[: max(wanted) + 1], None, cluster, slots, _FlexMoePlanner())
+    else:
+        walk = layouts_of(contender, tokens_SRE, [Moment(index, index) for index in wanted], cluster, slots)
+    for one in walk:
+        if one.micro_batch in wanted:
+            yield one.micro_batch, contender.split_over(one.load, one.layout, cluster, one.micro_batch)
+
+
+class _FlexMoePlanner:
+    """Plans at once, as LAER-MoE's FlexMoE does: step by step, so it is asked after every micro-batch."""
+
+    def submit(self, request: PlanRequest) -> SolvedPlan:
+        return SolvedPlan(laer_flex_moe_layout(request.load.tokens_RE, request.previous, request.cluster))
 
 
 def _contender(planner: Planner) -> Contender:
     match planner:
-        case "FSDP+EP" | "FlexMoE":
+        case "FSDP+EP":
             return Contender(Static(), EvenSplit(), Last())
+        case "FlexMoE":
+            return Contender(FlexMoe(), EvenSplit(), WindowMean(steps=5))
         case "LAER":
             return Contender(Laer(), EvenSplit(), WindowMean(steps=5))
         case "no_even":

@@ -14,7 +14,7 @@ from moesys.bench.harness.reports import Report, publish
 from moesys.bench.harness.sheets import Column, Sheet
 from moesys.bench.harness.steps import steps_told
 from moesys.bench.harness.stopwatch import machine_line
-from moesys.bench.planner.replay import Contender, Moment, Score, moments, replay_layer
+from moesys.bench.planner.scored_layers import Contender, Score, moments, score_layer
 from moesys.config import (
     Adaptive,
     Balance,
@@ -33,6 +33,7 @@ from moesys.config import (
     presets,
 )
 from moesys.config.laer_routing import LAER_E8K2_ROUTING, LAER_E16K4_ROUTING
+from moesys.replay import Moment
 from moesys.traces import Trace, generate, load_trace
 
 PACKAGES = ("numpy", "numba", "ortools")
@@ -153,14 +154,14 @@ def replay(settings: Sequence[Setting]) -> list[Score]:
     scores: list[Score] = []
     for setting in settings:
         warm = setting.traces[0].tokens_SLRE[:1, 0].repeat(2, axis=0)
-        for _ in replay_layer(warm, (0, 1), (Moment(1, 1),), setting.cluster, setting.slots, setting.chosen):
+        for _ in score_layer(warm, (0, 1), (Moment(1, 1),), setting.cluster, setting.slots, setting.chosen):
             """Compiled code is there before anything is timed."""
     with steps_told("replay", sum(len(setting.traces) * len(setting.layers) for setting in settings)) as tell:
         for setting in settings:
             for trace in setting.traces:
                 for layer in setting.layers:
                     tell(f"{setting.name}, layer {layer}")
-                    scores += replay_layer(
+                    scores += score_layer(
                         trace.tokens_SLRE[:, layer],
                         trace.iterations,
                         setting.when,

@@ -1,23 +1,20 @@
-"""Planners replayed: a layout is planned on what has been, and the tokens of a later micro-batch are split over it.
-
-What has been is handed to the planner, load by load, and nothing else: a ``LayerPlanner`` has no trace to look into.
-"""
+"""Planners replayed: a layout is planned on what has been, and the tokens of a later micro-batch are split over it."""
 
 from __future__ import annotations
 
 import time
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
-import numpy as np
-
-from moesys.balance import LoadHistory, min_max_load, num_moves, plan_layout, split_tokens
+from moesys.balance import min_max_load, num_moves, split_tokens
 from moesys.bench.harness.sheets import Column
-from moesys.config import Balance, ClusterSpec, Eplb, EvenSplit, Greedy, Oracle, Predictor, Split
+from moesys.config import Balance, ClusterSpec, Eplb, EvenSplit, Fsep, ModelShape, Oracle, Predictor, Split, Strategy
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.load import IntArray, LoadMatrix
+from moesys.moe.planning import PlanRequest, PlanSource, SolvedPlan
+from moesys.replay import Moment, Replayed, replay_layer
 
 
 @dataclass(frozen=True)
@@ -39,35 +36,25 @@ class Contender:
             cluster = ClusterSpec(ranks_per_node=cluster.num_ranks)
         return split_tokens(load, layout, cluster, self.split, turn)
 
+    def strategy(self, slots: int) -> Strategy:
+        """Planned anew with every load, in ``slots`` a rank."""
+        sharding = Fsep(slots_per_rank=slots)
+        return Strategy(
+            name=self.name, sharding=sharding, balance=self.balance, predictor=self.predictor, split=self.split
+        )
 
-class LayerPlanner:
-    """One layer's layouts, each planned on the loads observed so far; the one before it is where a planner may begin.
 
-    ``Oracle`` alone is told the load to come: that is its purpose, and ``plan`` refuses it to every other predictor.
-    """
+class TimedPlanner:
+    """Plans at once, as declared. ``layout_ms``: what the newest plan took, without the prediction."""
 
-    def __init__(self, balance: Balance, predictor: Predictor, cluster: ClusterSpec, slots: int, num_experts: int):
-        self._balance, self._cluster, self._slots = balance, cluster, slots
-        self._history = None if isinstance(predictor, Oracle) else LoadHistory(predictor)
-        alike = LoadMatrix(np.ones((cluster.num_ranks, num_experts), dtype=np.int64))
-        self.layout = plan_layout(alike, cluster, balance, slots)
+    def __init__(self) -> None:
+        self.layout_ms = 0.0
 
-    def observe(self, load: LoadMatrix) -> None:
-        if self._history is not None:
-            self._history.observe(load)
-
-    def plan(self, revealed: LoadMatrix | None = None) -> float:
-        """Make ``layout`` a new one; the milliseconds of planning it, without the prediction."""
-        assert (self._history is None) == (revealed is not None)
-        load, balance = revealed, self._balance
-        if self._history is not None:
-            load = self._history.predicted()
-            if isinstance(balance, Greedy):
-                balance = balance.replace(move_tokens=balance.move_tokens * self._history.units_per_token)
-        assert load is not None
+    def submit(self, request: PlanRequest) -> SolvedPlan:
         start = time.perf_counter()
-        self.layout = plan_layout(load, self._cluster, balance, self._slots, self.layout)
-        return (time.perf_counter() - start) * 1e3
+        layout = request.solve()
+        self.layout_ms = (time.perf_counter() - start) * 1e3
+        return SolvedPlan(layout)
 
 
 @dataclass(frozen=True)
@@ -77,7 +64,7 @@ class Score:
     known: the newest iteration that its planner had seen. scored: the iteration whose tokens were split.
     least_max_over_mean: what no split over this layout can be below (min-cut). inter_node_share: of the routed tokens.
     moves: replicas that are not where they were in the plan before; None for the first plan.
-    layout: the layout's fingerprint.
+    layout: the layout's fingerprint. layout_ms: 0 where nothing had to be planned.
     """
 
     setting: str
@@ -99,12 +86,22 @@ class Score:
         return self.max_over_mean / self.least_max_over_mean - 1
 
 
-@dataclass(frozen=True)
-class Moment:
-    """Micro-batches 0 to ``num_known`` - 1 are known when the layout for micro-batch ``scored`` is planned."""
+def layouts_of(
+    contender: Contender,
+    tokens_SRE: IntArray,
+    when: Iterable[Moment] | None,
+    cluster: ClusterSpec,
+    slots: int,
+    planner: PlanSource | None = None,
+) -> Iterator[Replayed]:
+    """A layer's layouts, each planned on what is known by then: ``replay_layer``, where planning is all there is.
 
-    num_known: int
-    scored: int
+    ``Oracle`` alone is told the load to come: that is its purpose.
+    """
+    model = ModelShape(hidden_size=1, intermediate_size=1, num_experts=tokens_SRE.shape[2], top_k=1)
+    if when is not None and isinstance(contender.predictor, Oracle):
+        when = [Moment(moment.micro_batch, moment.micro_batch) for moment in when]
+    return replay_layer(contender.strategy(slots), model, cluster, tokens_SRE, moments=when, planner=planner)
 
 
 def moments(
@@ -138,7 +135,7 @@ def moments(
     return found
 
 
-def replay_layer(
+def score_layer(
     tokens_SRE: IntArray,
     iterations: Sequence[int],
     when: Sequence[Moment],
@@ -150,34 +147,28 @@ def replay_layer(
     layer: int = 0,
 ) -> Iterator[Score]:
     """One layer's scores. Contenders that differ only in their split share their layouts, planned once."""
-    loads = [LoadMatrix(tokens_RE) for tokens_RE in tokens_SRE]
     for balance, predictor in dict.fromkeys((one.balance, one.predictor) for one in chosen):
         users = [one for one in chosen if (one.balance, one.predictor) == (balance, predictor)]
-        planner = LayerPlanner(balance, predictor, cluster, slots, tokens_SRE.shape[2])
-        observed, before = 0, None
-        for moment in when:
-            for load in loads[observed : moment.num_known]:
-                planner.observe(load)
-            observed = moment.num_known
-            current = loads[moment.scored]
-            layout_ms = planner.plan(current if isinstance(predictor, Oracle) else None)
-            layout = planner.layout
-            least = min_max_load(current, layout) * cluster.num_ranks / max(1, current.total) or 1.0
+        planner, before = TimedPlanner(), None
+        walk = layouts_of(users[0], tokens_SRE, when, cluster, slots, planner)
+        for moment, replayed in zip(when, walk, strict=True):
+            load, layout = replayed.load, replayed.layout
+            least = min_max_load(load, layout) * cluster.num_ranks / max(1, load.total) or 1.0
             for one in users:
                 start = time.perf_counter()
-                plan = one.split_over(current, layout, cluster, moment.scored)
+                plan = one.split_over(load, layout, cluster, moment.micro_batch)
                 split_ms = (time.perf_counter() - start) * 1e3
                 yield Score(
                     setting=setting,
                     contender=one.name,
                     layer=layer,
                     known=iterations[moment.num_known - 1],
-                    scored=iterations[moment.scored],
+                    scored=iterations[moment.micro_batch],
                     max_over_mean=plan.max_over_mean,
                     least_max_over_mean=least,
-                    inter_node_share=plan.inter_node_tokens(cluster.node_of_rank) / max(1, current.total),
+                    inter_node_share=plan.inter_node_tokens(cluster.node_of_rank) / max(1, load.total),
                     moves=None if before is None else num_moves(before.replicas_RE, layout.replicas_RE),
-                    layout_ms=layout_ms,
+                    layout_ms=planner.layout_ms if replayed.replan else 0.0,
                     split_ms=split_ms,
                     layout=layout.fingerprint()[:16],
                 )

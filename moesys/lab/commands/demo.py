@@ -29,8 +29,9 @@ from moesys.lab.commands.compare import report
 from moesys.lab.runs.progress import progress_on
 from moesys.lab.runs.runner import Interrupted, RunResult, run
 from moesys.lab.runs.statistics import MIN_SEEDS
-from moesys.lab.runs.trials import walk
+from moesys.lab.runs.trials import routing_of
 from moesys.lab.show.figures import computed_tokens, load_heat_map, loss_chart, timeline_chart
+from moesys.replay import replay_steps
 from moesys.step import StepPlan, simulate
 
 SEEDS = tuple(range(MIN_SEEDS))
@@ -166,5 +167,6 @@ def _draw_cluster(replayed: RunResult) -> list[Path]:
 
 def _last_step(experiment: Experiment, strategy: Strategy) -> StepPlan:
     assert isinstance(experiment.workload, Replay)
-    *_, last = walk(strategy, experiment.model, experiment.cluster, experiment.workload, experiment.seeds[0])
+    routing = routing_of(experiment.workload, experiment.model, experiment.cluster, experiment.seeds[0])
+    *_, last = replay_steps(strategy, experiment.model, experiment.cluster, routing.tokens_SLRE)
     return last

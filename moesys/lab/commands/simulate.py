@@ -19,14 +19,14 @@ from rich.text import Text
 from moesys.config import ClusterSpec, Strategy
 from moesys.config.experiment import Experiment, Generated, Replay, Training
 from moesys.lab.commands import refused
-from moesys.lab.explanation.explanation import like
-from moesys.lab.runs.choices import cluster_of
-from moesys.lab.runs.files import in_words, load_experiment
-from moesys.lab.runs.trials import rest_of, walk
+from moesys.lab.commands.declarations import cluster_of
+from moesys.lab.runs.experiment_files import in_words, load_experiment
+from moesys.lab.runs.trials import drawn_like, rest_of, routing_of
 from moesys.lab.show.chrome_trace import write_chrome_trace
 from moesys.lab.show.console import print_full
 from moesys.lab.show.figures import timeline_chart
 from moesys.lab.show.tables import figure
+from moesys.replay import replay_steps
 from moesys.simulator.critical_path import by_place
 from moesys.simulator.simulation import Simulation, exposed_ms
 from moesys.simulator.step_program import RestOfStep
@@ -132,7 +132,7 @@ def _changed(experiment: Experiment, layers: int | None, cluster: str | None) ->
     """The experiment on another cluster, with as many layers."""
     workload = experiment.workload
     if isinstance(workload, Training):
-        workload = like(workload)
+        workload = drawn_like(workload)
     if layers is not None and isinstance(workload, Generated):
         workload = workload.replace(num_layers=layers)
     return experiment.replace(workload=workload, cluster=_cluster(cluster, experiment.cluster))
@@ -166,7 +166,8 @@ def _step(strategy: Strategy, experiment: Experiment, layers: int | None, step: 
             f"step={step} is none of the workload's {workload.steps} timed steps; use 0 to {workload.steps - 1}"
         )
     first = workload.warmup + step * workload.micro_batches
-    every = walk(strategy, experiment.model, experiment.cluster, workload, experiment.seeds[0])
+    routing = routing_of(workload, experiment.model, experiment.cluster, experiment.seeds[0])
+    every = replay_steps(strategy, experiment.model, experiment.cluster, routing.tokens_SLRE)
     plans = list(islice(every, first, first + workload.micro_batches))
     if len(plans) < workload.micro_batches:
         raise ValueError(f"step={step} is behind the trace's last timed step; use a smaller one, or 0 for the first")

@@ -1,21 +1,21 @@
-"""One trial: a strategy under one seed, trained on real ranks or walked through the cost model.
+"""Runs one trial: a strategy under one seed, trained on real ranks or walked through the cost model.
 
 What comes back is the content of its record. Names of metrics and what they mean: ``METRICS``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from moesys.config import ClusterSpec, ModelShape, Strategy
-from moesys.cost import restore_bytes, restores_per_step
 from moesys.config.experiment import Generated, Replay, Training, Workload
+from moesys.cost import restore_bytes, restores_per_step
 from moesys.lab.runs.records import Samples
-from moesys.load import IntArray, LoadMatrix
+from moesys.load import IntArray
 from moesys.traces import Trace, generate, load_trace
 
 if TYPE_CHECKING:
@@ -104,10 +104,13 @@ def run_simulated(
     tick: Callable[[], None] = lambda: None,
 ) -> Measurement:
     """Walk the workload's routing through the cost model, a pure function of everything but ``tick``."""
+    from moesys.replay import replay_steps
+
+    tokens_SLRE = routing_of(workload, model, cluster, seed).tokens_SLRE
     values: dict[str, list[float]] = {}
     tokens_SLE: list[IntArray] = []
     step: list[StepPlan] = []
-    for number, micro_batch in enumerate(walk(strategy, model, cluster, workload, seed)):
+    for number, micro_batch in enumerate(replay_steps(strategy, model, cluster, tokens_SLRE)):
         if number >= workload.warmup:
             step.append(micro_batch)
         if len(step) == workload.micro_batches:
@@ -130,34 +133,6 @@ def rest_of(workload: Workload) -> RestOfStep:
         recompute=workload.recompute,
         optimizer_seconds=workload.optimizer_ms / 1000,
     )
-
-
-def walk(
-    strategy: Strategy, model: ModelShape, cluster: ClusterSpec, workload: Replay | Generated, seed: int
-) -> Iterator[StepPlan]:
-    """The plans of each micro-batch of a workload, warm-up included.
-
-    Layouts follow from history as in training: the strategy's own predictor, ``replan_every`` and ``lag``. Only
-    ``Oracle`` knows what is to come.
-    """
-    from moesys.moe.planning import LayoutSchedule
-    from moesys.step import StepPlan, plan_layer
-
-    trace = routing_of(workload, model, cluster, seed)
-    schedules = [
-        LayoutSchedule(layer, strategy, model, cluster, trace.tokens_SLRE[:, layer])
-        for layer in range(trace.num_layers)
-    ]
-    previous = None
-    for micro_batch, tokens_LRE in enumerate(trace.tokens_SLRE):
-        plans = []
-        for schedule, tokens_RE in zip(schedules, tokens_LRE, strict=True):
-            schedule.settle(agreed=True)
-            load = LoadMatrix(tokens_RE)
-            plans.append(plan_layer(strategy, model, cluster, load, layout=schedule.layout, turn=micro_batch))
-            schedule.observe(load)
-        yield StepPlan(strategy, model, cluster, tuple(plans), previous)
-        previous = tuple(plan.layout for plan in plans)
 
 
 def routing_of(workload: Replay | Generated, model: ModelShape, cluster: ClusterSpec, seed: int) -> Trace:
@@ -191,6 +166,18 @@ def routing_of(workload: Replay | Generated, model: ModelShape, cluster: Cluster
             f"trace {path} has no token in micro-batch {empty_S.argmax()} on {cluster.num_ranks} ranks; leave it out"
         )
     return trace if workload.tokens_per_rank is None else trace.scaled(workload.tokens_per_rank)
+
+
+def drawn_like(workload: Training) -> Generated:
+    """As many layers, micro-batches and tokens as a training has."""
+    return Generated(
+        num_layers=workload.num_layers,
+        tokens_per_rank=workload.batch * workload.context,
+        warmup=workload.warmup * workload.micro_batches,
+        steps=workload.steps,
+        micro_batches=workload.micro_batches,
+        recompute="layers" if workload.recompute else "none",
+    )
 
 
 def _simulated(step: list[StepPlan], rest: RestOfStep) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""``tune``: an experiment's fastest strategy, searched for in the cost model and, where it trains, timed at last.
+"""Tunes: an experiment's fastest strategy, searched for in the cost model and, where it trains, timed at last.
 
 The tuner knows points and costs; here is what it needs of the lab: an experiment's routing, ranks to time on, a folder.
 """
@@ -17,15 +17,17 @@ from moesys.config import ClusterSpec, ModelShape, Strategy
 from moesys.config.experiment import Experiment, Generated, Replay, Training, Trial
 from moesys.lab.runs.launch import Place, TrialError, place_for
 from moesys.lab.runs.records import replace_file, setting_fingerprint, take_lock
-from moesys.lab.runs.trials import Measurement, rest_of, routing_of, walk
+from moesys.lab.runs.trials import Measurement, rest_of, routing_of
+from moesys.replay import replay_steps
 from moesys.step import simulation
 from moesys.traces import save_trace
 from moesys.tuner.costs import Told
 from moesys.tuner.journal import Entry, Journal
 from moesys.tuner.result import Tuned
-from moesys.tuner.space import Setting, Space
-from moesys.tuner.timing import MOST_TRIALS, TrialFailedError
-from moesys.tuner.tune import tune_workload
+from moesys.tuner.setting import Setting
+from moesys.tuner.space import Space
+from moesys.tuner.timing import MOST_TRIALS, Clock, TrialFailedError
+from moesys.tuner.tune import SearchBounds, tune_workload
 from moesys.tuner.workload import Step
 
 JOURNAL, STRATEGY, EXPERIMENT, ROUTING = "journal.jsonl", "tuned.toml", "experiment.toml", "routing.npz"
@@ -85,19 +87,13 @@ def tune(
                 workload = folder.workload(ranks)
                 tuned = tune_workload(
                     workload,
-                    experiment.model,
-                    experiment.cluster,
                     experiment.strategies,
                     journal=folder.journal,
                     told=told or Silence(),
                     space=space,
-                    budget=budget,
-                    seed=seed,
-                    memory_gb=memory_gb,
-                    recompute=rest_of(experiment.workload).recompute != "none",
+                    bounds=SearchBounds(budget, memory_gb, seed),
                     mega_kernels=not trains,
-                    timer=ranks.step_ms if timed else None,
-                    trials=timed,
+                    clock=Clock(ranks.step_ms, timed) if timed else None,
                 )
                 result = folder.keep(tuned)
         except Exception as error:
@@ -196,11 +192,15 @@ class SimulatedWorkload:
         lengths = [routing_of(workload, model, cluster, seed).num_micro_batches for seed in seeds]
         return cls(model, cluster, workload, seeds, (min(lengths) - workload.warmup) // workload.micro_batches)
 
+    @property
+    def recompute(self) -> bool:
+        return self.workload.recompute != "none"
+
     def walk(self, strategy: Strategy, seed: int) -> Iterator[Step]:
-        micro_batches = islice(
-            walk(strategy, self.model, self.cluster, self.workload, seed), self.workload.warmup, None
-        )
-        while step := tuple(islice(micro_batches, self.workload.micro_batches)):
+        routing = routing_of(self.workload, self.model, self.cluster, seed)
+        every = replay_steps(strategy, self.model, self.cluster, routing.tokens_SLRE)
+        timed = islice(every, self.workload.warmup, None)
+        while step := tuple(islice(timed, self.workload.micro_batches)):
             yield step
 
     def step_ms(self, step: Step) -> float:

@@ -21,10 +21,11 @@ from moesys.config import ClusterSpec, Fsep, Greedy, ModelShape, Strategy
 from moesys.config.experiment import Experiment, Generated, Replay, Training
 from moesys.lab.commands.explain import explain_command
 from moesys.lab.commands.simulate import simulate_command
-from moesys.lab.runs.trials import rest_of, run_simulated, walk
+from moesys.lab.runs.trials import rest_of, routing_of, run_simulated
 from moesys.lab.show.chrome_trace import write_chrome_trace
 from moesys.lab.show.tables import figure
 from moesys.load import LoadMatrix
+from moesys.replay import replay_steps
 from moesys.simulator.critical_path import PathPart, by_place
 from moesys.step import StepPlan, plan_layer, simulation
 from moesys.traces import Trace, save_trace
@@ -60,7 +61,8 @@ def test_every_figure_is_that_of_the_simulator(tmp_path):
     assert code == 0
     assert "SIMULATED: tiny, one step of 2 layers on 4 ranks of 2 nodes" in output
     for strategy in (EP, FSEP):
-        micro_batches = list(walk(strategy, MODEL, CLUSTER, WORKLOAD, seed=0))[-2:]
+        routing = routing_of(WORKLOAD, MODEL, CLUSTER, seed=0)
+        micro_batches = list(replay_steps(strategy, MODEL, CLUSTER, routing.tokens_SLRE))[-2:]
         step = simulation(micro_batches, rest_of(WORKLOAD))
         trial = run_simulated(strategy, MODEL, CLUSTER, WORKLOAD, seed=0)
         step_ms, _, imbalance, experts_ms, other_ms, exposed_ms, *waits_ms = rows(output)[strategy.name][1:10]

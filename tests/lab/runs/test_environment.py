@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from moesys.lab.runs.launch import LOOPBACK
 from moesys.lab.runs.environment import (
     _git_state,
     collect_environment,
@@ -19,6 +18,7 @@ from moesys.lab.runs.environment import (
     save_environment,
     source_digest,
 )
+from moesys.lab.runs.launch import LOOPBACK
 
 
 @pytest.fixture(scope="module")

@@ -6,8 +6,8 @@ import pytest
 from lab_cases import experiment, record
 from rich.console import Console
 
-from moesys.lab.runs.records import Samples
 from moesys.lab.runs.progress import LineProgress, LiveProgress, StepFile, progress_on
+from moesys.lab.runs.records import Samples
 
 
 def with_step_ms(made, *values):

@@ -17,10 +17,10 @@ from moesys.config.experiment import Replay
 from moesys.lab.commands.compare import compare
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.lab.runs.environment import collect_environment, load_environments
+from moesys.lab.runs.progress import Silence
 from moesys.lab.runs.records import RunFolder
 from moesys.lab.runs.runner import Interrupted, run, trace_path
 from moesys.lab.runs.trials import run_measured
-from moesys.lab.runs.progress import Silence
 from moesys.traces import Trace, load_trace, save_trace
 
 
@@ -186,7 +186,7 @@ import os, sys
 from pathlib import Path
 import torch.distributed as dist
 from moesys.lab.runs import launch
-from moesys.lab.runs.files import load_experiment
+from moesys.lab.runs.experiment_files import load_experiment
 from moesys.lab.runs.runner import run
 # On both ranks at once, and not on one when the other has failed.
 import moesys.train.loop

@@ -29,9 +29,9 @@ from moesys.config import (
 )
 from moesys.config.experiment import Experiment, Generated, Replay, Training
 from moesys.lab.commands.explain import explain_command
-from moesys.lab.explanation.explain_tree import explanation_tree
-from moesys.lab.explanation.explanation import StepExplanation, explain
+from moesys.lab.explanation.explanation import explain
 from moesys.lab.explanation.rank_times import RankTimes
+from moesys.lab.explanation.step_explanation import StepExplanation, explanation_tree
 from moesys.lab.runs.trials import run_simulated
 from moesys.load import LoadMatrix
 from moesys.moe.pulled_experts import ring_bytes

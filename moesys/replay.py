@@ -1,0 +1,124 @@
+"""Replays loads that are known beforehand: the one walk from history to layout to plan.
+
+Simulated trials, ``explain``, the tuner and the benches of planners walk here, with the layouts that training would
+have: those of ``LayoutSchedule``.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from moesys.config import ClusterSpec, ModelShape, Strategy
+from moesys.layout import ExpertLayout
+from moesys.load import IntArray, LoadMatrix
+from moesys.moe.planning import InlinePlanner, LayoutSchedule, PlanRequest, PlanSource, PlanTicket
+from moesys.step import LayerPlan, StepPlan, plan_layer
+
+
+@dataclass(frozen=True)
+class Moment:
+    """Micro-batches 0 to ``num_known`` - 1 are known when ``micro_batch`` is run."""
+
+    num_known: int
+    micro_batch: int
+
+
+@dataclass(frozen=True)
+class Replan:
+    """A plan that came into force.
+
+    made_after: the newest micro-batch whose load was known when it was asked for. replaced: the layout before it.
+    """
+
+    request: PlanRequest
+    made_after: int
+    replaced: ExpertLayout
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """One micro-batch through one layer.
+
+    layout: the one in force. replan: the plan that brought it; None where it is that of the micro-batch before.
+    """
+
+    strategy: Strategy
+    model: ModelShape
+    cluster: ClusterSpec
+    micro_batch: int
+    load: LoadMatrix
+    layout: ExpertLayout
+    replan: Replan | None
+
+    @cached_property
+    def plan(self) -> LayerPlan:
+        """Who goes where, planned when it is first read."""
+        return plan_layer(self.strategy, self.model, self.cluster, self.load, layout=self.layout, turn=self.micro_batch)
+
+
+def replay_layer(
+    strategy: Strategy,
+    model: ModelShape,
+    cluster: ClusterSpec,
+    tokens_SRE: IntArray,
+    *,
+    layer: int = 0,
+    moments: Iterable[Moment] | None = None,
+    planner: PlanSource | None = None,
+) -> Iterator[Replayed]:
+    """Walks one layer through the loads ``tokens_SRE``, int64 [S, R, E], of its micro-batches.
+
+    Layouts follow from history as in training: the strategy's own predictor, ``replan_every`` and ``lag``; only
+    ``Oracle`` knows what is to come. ``moments``: which micro-batches are run, and how many are known by then; by
+    default all, each when those before it are known. Where a moment knows nothing new, nothing is planned for it.
+    ``planner``: who makes the plans; by default the strategy's own, at once and without a deadline.
+    """
+    schedule = LayoutSchedule(layer, strategy, model, cluster, tokens_SRE)
+    schedule.source = requests = _Requests(planner or InlinePlanner())
+    asked: deque[tuple[int, PlanRequest]] = deque()
+    for moment in moments or (Moment(index, index) for index in range(len(tokens_SRE))):
+        for tokens_RE in tokens_SRE[schedule.micro_batch : moment.num_known]:
+            schedule.expect(lambda tokens_RE=tokens_RE: LoadMatrix(tokens_RE))
+        schedule.ask()
+        asked.extend((moment.num_known - 1, request) for request in requests.taken())
+        replaced, replan = schedule.layout, None
+        schedule.settle(agreed=True)
+        while asked and asked[0][0] + strategy.lag <= schedule.micro_batch:
+            made_after, request = asked.popleft()
+            replan = Replan(request, made_after, replaced)
+        load = LoadMatrix(tokens_SRE[moment.micro_batch])
+        yield Replayed(strategy, model, cluster, moment.micro_batch, load, schedule.layout, replan)
+
+
+def replay_steps(
+    strategy: Strategy, model: ModelShape, cluster: ClusterSpec, tokens_SLRE: IntArray
+) -> Iterator[StepPlan]:
+    """Walks all layers through the loads ``tokens_SLRE``, int64 [S, L, R, E], and gives each micro-batch's plans."""
+    layers = [
+        replay_layer(strategy, model, cluster, tokens_SLRE[:, layer], layer=layer)
+        for layer in range(tokens_SLRE.shape[1])
+    ]
+    previous = None
+    for replayed in zip(*layers, strict=True):
+        plans = tuple(one.plan for one in replayed)
+        yield StepPlan(strategy, model, cluster, plans, previous)
+        previous = tuple(plan.layout for plan in plans)
+
+
+class _Requests:
+    """Hands requests on to a planner, and remembers those that nobody has taken note of."""
+
+    def __init__(self, planner: PlanSource) -> None:
+        self._planner = planner
+        self._new: list[PlanRequest] = []
+
+    def submit(self, request: PlanRequest) -> PlanTicket:
+        self._new.append(request)
+        return self._planner.submit(request)
+
+    def taken(self) -> list[PlanRequest]:
+        new, self._new = self._new, []
+        return new
