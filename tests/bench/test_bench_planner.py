@@ -15,7 +15,7 @@ from moesys.bench.harness.sheets import Sheet, terminal_table
 from moesys.bench.planner import many_ranks as large
 from moesys.bench.planner import peer_eplb, scale
 from moesys.bench.planner import planner_contest as contest
-from moesys.bench.planner.replay import Contender, moments, score_layer
+from moesys.bench.planner.scored_layers import Contender, moments, score_layer
 from moesys.config import (
     ClusterSpec,
     Ema,

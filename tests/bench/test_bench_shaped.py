@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import moesys as ms
+from moesys.bench.harness.line_fit import fit_line
 from moesys.bench.harness.reports import to_json, to_markdown
 from moesys.bench.harness.sheets import Sheet, written_columns
 from moesys.bench.shaped import cases, shaped_report
-from moesys.bench.shaped.calibration import Calibration, LinkFigures, away_bytes, calibration, fit_line
+from moesys.bench.shaped.calibration import Calibration, LinkFigures, away_bytes, calibration
 from moesys.bench.shaped.cases import (
     Asked,
     CaseResult,

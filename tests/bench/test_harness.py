@@ -22,10 +22,14 @@ from moesys.bench.harness.stopwatch import Spread
 from moesys.config import ClusterSpec
 
 
+def megabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:.1f}"
+
+
 @dataclass(frozen=True)
 class Sent:
     link: Annotated[str, Column("link")]
-    num_bytes: Annotated[int, Column("bytes", ","), Column("MB", lambda num_bytes: f"{num_bytes / 1e6:.1f}")]
+    num_bytes: Annotated[int, Column("bytes", ","), Column("MB", lambda num_bytes: megabytes(num_bytes))]
     took: Annotated[Spread | None, Column("us", ".1f")]
     by_way: Annotated[dict[str, float], Column("{}, ms", ".2f")]
     samples: list[float]

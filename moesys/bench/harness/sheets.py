@@ -15,8 +15,10 @@ print(markdown_table(Sheet("MEASURED: links", rows)))
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
 from typing import Any, get_type_hints
 
 from rich import box
@@ -70,9 +72,11 @@ class WrittenColumn:
     is_text: bool
 
 
+@cache
 def columns_of(row_class: type) -> dict[str, list[Column]]:
     """The columns that a class of rows declares, by field or property, in the order in which they are shown."""
-    hints = get_type_hints(row_class, include_extras=True)
+    # By default functions in annotations would look their names up in the class.
+    hints = get_type_hints(row_class, vars(sys.modules[row_class.__module__]), include_extras=True)
     found = {field.name: _declared(hints[field.name]) for field in fields(row_class)}
     order = list(found)
     for name, member in vars(row_class).items():

@@ -14,7 +14,7 @@ from moesys.bench.harness.reports import Report, publish
 from moesys.bench.harness.sheets import Column, Sheet
 from moesys.bench.harness.steps import steps_told
 from moesys.bench.harness.stopwatch import machine_line
-from moesys.bench.planner.replay import Contender, Score, moments, score_layer
+from moesys.bench.planner.scored_layers import Contender, Score, moments, score_layer
 from moesys.config import (
     Adaptive,
     Balance,

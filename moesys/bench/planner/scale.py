@@ -20,7 +20,7 @@ from moesys.bench.planner.loads import EXPONENTS, SIZES, Sample, Size, zipf_samp
 from moesys.bench.planner.many_ranks import LARGE, TOKENS_PER_RANK, TOP_K, Large, large_rows
 from moesys.bench.planner.moves import moves_rows
 from moesys.bench.planner.peer_eplb import PEER, Rebalance, even_max_over_mean, load_peer, peer_layouts
-from moesys.bench.planner.replay import Contender
+from moesys.bench.planner.scored_layers import Contender
 from moesys.config import Eplb, EvenSplit, FlowSplit, Greedy, Laer, Last
 
 PACKAGES = ("numpy", "numba", "ortools", "torch")

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from moesys.bench.harness.sheets import Column, Sheet
-from moesys.bench.planner.replay import Contender
+from moesys.bench.planner.scored_layers import Contender
 from moesys.bench.published.drawn_steps import Drawn, Planning, Scenario, simulate
 from moesys.config import (
     Adaptive,

@@ -15,9 +15,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
 from moesys.bench.harness.bench_ranks import Ranks
+from moesys.bench.harness.line_fit import fit_line
 from moesys.bench.shaped.host_steps import (
     CHUNKS,
     MOST_TOKENS,
@@ -113,21 +112,6 @@ def calibration(case: ShapedCase, links: LinkFigures, computed_ms: Mapping[str, 
     )
     # The simulator counts the rest of a layer once forward and twice backward.
     return Calibration(cluster, RestOfStep(other_seconds=other_ms * 1e-3 / 3), links, dict(computed_ms))
-
-
-def fit_line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
-    """(intercept, slope) of the line that is least far from the points, relative to each; neither is below zero.
-
-    ``fit_line([1, 2, 4], [3.0, 5.0, 9.0])`` is (1.0, 2.0).
-    """
-    over_y = 1 / np.asarray(y, dtype=np.float64)
-    columns = np.stack([over_y, np.asarray(x) * over_y], axis=1)
-    intercept, slope = np.linalg.lstsq(columns, np.ones(len(over_y)), rcond=None)[0]
-    if intercept < 0:
-        return 0.0, float(columns[:, 1].sum() / (columns[:, 1] ** 2).sum())
-    if slope < 0:
-        return float(over_y.sum() / (over_y**2).sum()), 0.0
-    return float(intercept), float(slope)
 
 
 def slowest(by_rank: Sequence[Sequence[float]]) -> float:

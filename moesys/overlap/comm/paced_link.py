@@ -52,7 +52,9 @@ class PacedLink:
             raise ValueError(f"gb_per_s={gb_per_s} must be positive")
         self.gb_per_s = gb_per_s
         members = dist.get_process_group_ranks(group)
-        self._group = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+        # Groups of the same few ranks, made without the others, would all have one name, and meet what older ones left.
+        alone = len(members) < dist.get_world_size()
+        self._group = dist.new_group(members, backend="gloo", use_local_synchronization=alone)
         self._bookings: queue.SimpleQueue[_Booking | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="moesys-paced-link", daemon=True)
         self._thread.start()
