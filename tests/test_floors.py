@@ -42,6 +42,7 @@ FLOORS_IN = {
     ),
     "kernels": ({"cpu", "routing"}, {"experts"}, {"split", "symmetric"}, {"mega"}),
     "balance": (
+        {"planning_problem", "topology"},
         {"replicas", "flow"},
         {"baselines"},
         {"splits", "certificate"},

@@ -82,10 +82,10 @@ def test_a_few_moves_make_a_layout_fit_a_later_load(exponent):
         eplb_later = plan_layout(sample.noisy, size.cluster, Eplb(), size.slots)
         of_eplb.append(num_moves(eplb.replicas_RE, eplb_later.replicas_RE))
         budget = int(0.15 * of_eplb[-1])
-        few = plan_layout(sample.noisy, size.cluster, Greedy(max_moves=budget, effort=8), size.slots, before)
+        few = plan_layout(sample.noisy, size.cluster, Greedy(max_moves=budget, effort=8), size.slots, previous=before)
         assert num_moves(before.replicas_RE, few.replicas_RE) <= budget
         worst.append(min_max_load(sample.noisy, few) * size.num_ranks / sample.noisy.total)
-        free = plan_layout(sample.noisy, size.cluster, Greedy(), size.slots, before)
+        free = plan_layout(sample.noisy, size.cluster, Greedy(), size.slots, previous=before)
         moves.append(num_moves(before.replicas_RE, free.replicas_RE))
     assert max(worst) <= 1.005
     assert sum(moves) <= 0.6 * sum(of_eplb)
@@ -97,7 +97,7 @@ def test_a_plan_near_the_layout_in_force_keeps_whole_experts():
     sample = zipf_sample(size, 1.0, 0)
     cluster = ClusterSpec(ranks_per_node=64)
     first = plan_layout(sample.exact, cluster, Greedy(), size.slots)
-    second = plan_layout(sample.exact, cluster, Greedy(), size.slots, first)
+    second = plan_layout(sample.exact, cluster, Greedy(), size.slots, previous=first)
     alone_E = first.replicas_RE.sum(axis=0) == 1
     stay = (first.replicas_RE[:, alone_E] == second.replicas_RE[:, alone_E]).all(axis=0)
     assert stay.mean() > 0.8
@@ -114,7 +114,7 @@ def test_promised_replicas_stay_where_they_are():
     other = next(other for other in range(num_experts) if other not in rows_RS[rank])
     rows_RS[rank][rows_RS[rank] == expert] = other
     before = ExpertLayout(rows_RS, num_experts)
-    after = plan_layout(load, cluster, Greedy(min_replicas=2), 4, before)
+    after = plan_layout(load, cluster, Greedy(min_replicas=2), 4, previous=before)
     assert num_moves(before.replicas_RE, after.replicas_RE) <= 2
 
 
@@ -132,7 +132,8 @@ def test_more_budget_is_never_worse():
     before = ExpertLayout([[1, -1], [2, 3], [1, 2], [-1, -1], [0, -1], [2, -1]], 4)
     slots, cluster = (1, 2, 2, 0, 1, 1), ClusterSpec(ranks_per_node=6)
     busiest = [
-        min_max_load(load, plan_layout(load, cluster, Greedy(max_moves=budget), slots, before)) for budget in range(4)
+        min_max_load(load, plan_layout(load, cluster, Greedy(max_moves=budget), slots, previous=before))
+        for budget in range(4)
     ]
     assert busiest[1:] == [1704] * 3
     assert busiest[0] >= busiest[1]
@@ -152,5 +153,5 @@ def test_a_deadline_ends_mending_too():
     sample = zipf_sample(size, 1.5, 0)
     before = plan_layout(sample.exact, size.cluster, Greedy(), size.slots)
     late = Greedy(deadline_ms=1e-6, effort=100)
-    after = plan_layout(sample.noisy, size.cluster, late, size.slots, before)
+    after = plan_layout(sample.noisy, size.cluster, late, size.slots, previous=before)
     assert after.num_duplicates == 0

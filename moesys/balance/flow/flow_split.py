@@ -11,23 +11,25 @@ from moesys.balance.flow.local_first import share_out
 from moesys.balance.flow.min_cost_flow import cheapest_quotas
 from moesys.balance.flow.min_cost_push import push_down
 from moesys.balance.flow.min_max_flow import least_max, new_level
-from moesys.balance.flow.quotas import fill_quotas, levels_of, nodes_of
+from moesys.balance.flow.quotas import fill_quotas
+from moesys.balance.planning_problem import PlanningProblem
+from moesys.balance.topology import levels_of, nodes_of, tokens_by_node
 from moesys.compiled import compiled
-from moesys.config import ClusterSpec, FlowSplit
-from moesys.layout import ExpertLayout, TokenPlan
-from moesys.load import LoadMatrix
+from moesys.config import FlowSplit
+from moesys.layout import TokenPlan
 
 NO_CAP = -1
 
 
-def flow_split(load: LoadMatrix, layout: ExpertLayout, cluster: ClusterSpec, config: FlowSplit, turn: int) -> TokenPlan:
-    """Of all plans whose busiest rank has ``min_max_load``, one with few tokens between nodes; with
+def flow_split(problem: PlanningProblem, config: FlowSplit) -> TokenPlan:
+    """Returns, of all plans whose busiest rank has ``min_max_load``, one with few tokens between nodes; with
     ``traffic="exact"`` one with the fewest, and of those the fewest that leave their rank at all.
 
     ``max_inter_node`` caps the share of tokens between nodes: then the busiest rank has the least load with which the
     pushed quotas keep the cap, or, where no load does, reach the least traffic there is. ``turn`` rotates remainders.
     Integers throughout: equal arguments give equal bytes.
     """
+    load, layout, cluster, turn = problem.load, problem.layout_in_force, problem.cluster, problem.turn
     cap = NO_CAP if config.max_inter_node is None else int(Fraction(str(config.max_inter_node)) * load.total)
     level_LR = levels_of(cluster)
     node_R = nodes_of(cluster)
@@ -45,7 +47,7 @@ def flow_split(load: LoadMatrix, layout: ExpertLayout, cluster: ClusterSpec, con
 def split_fast(tokens_RE, expert_RS, node_R, level_LR, turn, cap):  # type: ignore[no-untyped-def]
     """Rows of the plan, int64 [N, 4]; ``cap``: of its tokens between nodes, or -1."""
     holders = list_holders(expert_RS, tokens_RE.shape[1])
-    supply_NE, tokens_E = sums_by_node(tokens_RE, node_R)
+    supply_NE, tokens_E = tokens_by_node(tokens_RE, node_R)
     # the mean is what can be hoped for, and with a good layout it is reached
     limit = -(-tokens_E.sum() // holders.holds_R.sum())
     tokens_P, crossing = _quotas(tokens_RE, supply_NE, tokens_E, node_R, holders, turn, limit)
@@ -62,7 +64,7 @@ def split_fast(tokens_RE, expert_RS, node_R, level_LR, turn, cap):  # type: igno
 def least_crossing(tokens_RE, expert_RS, node_R):  # type: ignore[no-untyped-def]
     """Tokens between nodes at the least load of the busiest rank."""
     holders = list_holders(expert_RS, tokens_RE.shape[1])
-    supply_NE, tokens_E = sums_by_node(tokens_RE, node_R)
+    supply_NE, tokens_E = tokens_by_node(tokens_RE, node_R)
     limit = least_max(tokens_E, holders, new_level(holders))
     return _quotas(tokens_RE, supply_NE, tokens_E, node_R, holders, np.int64(0), limit)[1]
 
@@ -71,25 +73,9 @@ def least_crossing(tokens_RE, expert_RS, node_R):  # type: ignore[no-untyped-def
 def least_limit(tokens_RE, expert_RS, node_R, turn, cap):  # type: ignore[no-untyped-def]
     """The limit on a rank's load that ``split_fast`` keeps."""
     holders = list_holders(expert_RS, tokens_RE.shape[1])
-    supply_NE, tokens_E = sums_by_node(tokens_RE, node_R)
+    supply_NE, tokens_E = tokens_by_node(tokens_RE, node_R)
     limit = least_max(tokens_E, holders, new_level(holders))
     return limit if cap < 0 else _relaxed_limit(tokens_RE, supply_NE, tokens_E, node_R, holders, turn, cap, limit)
-
-
-@compiled
-def sums_by_node(tokens_RE, node_R):  # type: ignore[no-untyped-def]
-    """Tokens of each expert by node, int64 [N, E], and in all, int64 [E]."""
-    num_ranks, num_experts = tokens_RE.shape
-    supply_NE = np.zeros((node_R[num_ranks - 1] + 1, num_experts), np.int64)
-    tokens_E = np.zeros(num_experts, np.int64)
-    for rank in range(num_ranks):
-        supply_E = supply_NE[node_R[rank]]
-        for expert in range(num_experts):
-            supply_E[expert] += tokens_RE[rank, expert]
-    for node in range(supply_NE.shape[0]):
-        for expert in range(num_experts):
-            tokens_E[expert] += supply_NE[node, expert]
-    return supply_NE, tokens_E
 
 
 @compiled

@@ -7,22 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from moesys.compiled import borrowing, compiled
-from moesys.config import ClusterSpec
 from moesys.load import IntArray
-
-
-def nodes_of(cluster: ClusterSpec) -> IntArray:
-    """The node of each rank, int64 [R]: ``node_of_rank``, but fast enough for every micro-batch."""
-    return np.repeat(np.arange(cluster.num_nodes), cluster.node_sizes)
-
-
-def levels_of(cluster: ClusterSpec) -> IntArray:
-    """Which part of the cluster each rank is in, int64 [L, R], the finest parts first: domains and nodes, each once."""
-    node_R, domain_sizes = nodes_of(cluster), cluster.domain_sizes
-    if domain_sizes == cluster.node_sizes:
-        return node_R[None]
-    domain_R = np.repeat(np.arange(len(domain_sizes)), domain_sizes)
-    return np.stack([domain_R, node_R] if len(domain_sizes) > cluster.num_nodes else [node_R, domain_R])
 
 
 class Routes(NamedTuple):

@@ -10,14 +10,12 @@ from functools import cached_property
 
 import numpy as np
 
-from moesys.balance.certificate import domains_of
-from moesys.balance.flow.flow_split import least_crossing, sums_by_node
-from moesys.balance.flow.quotas import levels_of, nodes_of
+from moesys.balance.flow.flow_split import least_crossing
 from moesys.balance.greedy.hub_choice import best_on_hubs, build_each_node
 from moesys.balance.greedy.hubs import Site
 from moesys.balance.greedy.relabel import num_moves, relabelled, relabelled_inside
 from moesys.balance.greedy.repair import mend
-from moesys.balance.greedy.replica_constraints import home_of_experts, spread_replicas
+from moesys.balance.greedy.replica_constraints import check_replicas, home_of_experts, spread_replicas
 from moesys.balance.greedy.search import (
     MILLION,
     NO_LIMIT,
@@ -27,10 +25,12 @@ from moesys.balance.greedy.search import (
     improve,
     weighted_miss,
 )
+from moesys.balance.planning_problem import PlanningProblem
 from moesys.balance.replicas import usable_slots
-from moesys.config import ClusterSpec, Greedy
+from moesys.balance.topology import domains_of, levels_of, nodes_of, tokens_by_node
+from moesys.config import Greedy
 from moesys.layout import EMPTY, ExpertLayout
-from moesys.load import IntArray, LoadMatrix
+from moesys.load import IntArray
 
 # Work at effort 1 by the number of slots, so that small plans, which are quick, are thorough.
 SCENARIO_SLOTS, FEWEST_SCENARIOS, MOST_SCENARIOS = 1536, 6, 16
@@ -53,21 +53,15 @@ MENDING = 16
 MOST_TOKENS = 2**39
 
 
-def greedy_layout(
-    load: LoadMatrix,
-    cluster: ClusterSpec,
-    slots_R: tuple[int, ...],
-    config: Greedy,
-    previous: ExpertLayout | None,
-) -> ExpertLayout:
-    """A layout on which ``FlowSplit`` reaches the mean, on this load and as nearly as can be on later ones.
+def greedy_layout(problem: PlanningProblem, config: Greedy) -> ExpertLayout:
+    """Returns a layout on which ``FlowSplit`` reaches the mean, on this load and as nearly as can be on later ones.
 
     Layouts are built on hubs (``hubs``), with several numbers of hubs, over the whole cluster and, where every node can
     hold every expert, node by node for what its own ranks send; the best by its misses in ``search``'s scenarios and
     its traffic between nodes is improved by local search. Every usable slot is filled, no expert twice on a rank; under
     ``replicas_within`` every slot that an expert of its part can use.
 
-    Near ``previous`` two more are looked for: itself with the few replicas that the load needs elsewhere (``mending``),
+    Near the layout in force two more are looked for: itself with the few replicas moved that the load needs elsewhere,
     and one built anew in which whole experts stay. A layout that moves replicas must earn them: ``move_tokens`` each,
     and four hundredths of the mean for all of them. A new one is relabelled so that it moves the fewest. One in force
     that has duplicates or free slots is completed first, and one that breaks ``min_replicas`` or ``replicas_within`` is
@@ -75,9 +69,10 @@ def greedy_layout(
     this measure. Integers decide, so equal arguments give equal bytes, but for a deadline. Without a layout in force
     nothing depends on how experts, or ranks of a node, are numbered.
     """
-    planner = _Planner(load, cluster, slots_R, config)
+    check_replicas(problem, config)
+    planner = _Planner(problem, config)
     fresh = planner.best(planner.empty())
-    return planner.layout(fresh if previous is None else planner.earned(fresh, previous))
+    return planner.layout(fresh if problem.layout is None else planner.earned(fresh, problem.layout))
 
 
 @dataclass(frozen=True, eq=False)
@@ -117,7 +112,8 @@ class _Planner:
     one, from the one with the most slots on.
     """
 
-    def __init__(self, load: LoadMatrix, cluster: ClusterSpec, slots_R: tuple[int, ...], config: Greedy) -> None:
+    def __init__(self, problem: PlanningProblem, config: Greedy) -> None:
+        load, cluster, slots_R = problem.load, problem.cluster, problem.slots_R
         self.load, self.cluster, self.config, self.width = load, cluster, config, max(slots_R)
         self.end = None if config.deadline_ms is None else time.monotonic() + config.deadline_ms / 1e3
         self.node_R = nodes_of(cluster)
@@ -127,7 +123,7 @@ class _Planner:
         self.rank_R = np.lexsort((-usable_R, self.finest_R))
         self.slots_R = usable_R[self.rank_R]
         self.part_R = np.array(domains_of(cluster, config.replicas_within))[self.rank_R]
-        supply_NE, tokens_E = sums_by_node(load.tokens_RE, self.node_R)
+        supply_NE, tokens_E = tokens_by_node(load.tokens_RE, self.node_R)
         self.scale = max(0, int(tokens_E.sum()).bit_length() - MOST_TOKENS.bit_length())
         self.expert_E = np.lexsort((*-supply_NE, -tokens_E))
         # rows of it are read, and compiled loops are compiled anew for another order of memory

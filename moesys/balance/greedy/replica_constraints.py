@@ -6,8 +6,47 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from moesys.balance.planning_problem import PlanningProblem
 from moesys.balance.replicas import experts_with_room
+from moesys.balance.topology import domains_of
+from moesys.config import Greedy
 from moesys.load import IntArray
+
+
+def check_replicas(problem: PlanningProblem, config: Greedy) -> None:
+    """Raises ValueError where not all experts at once can have their replicas on distinct ranks of one place each."""
+    cluster, slots_R, num_experts = problem.cluster, problem.slots_R, problem.load.num_experts
+    wanted, within = config.min_replicas, config.replicas_within
+    if wanted == 1 and within == "cluster":
+        return  # slots are enough
+    slots_by_place: dict[int, list[int]] = {}
+    for slots, place in zip(slots_R, domains_of(cluster, within), strict=True):
+        slots_by_place.setdefault(place, []).append(slots)
+    most = max(sum(slots > 0 for slots in place) for place in slots_by_place.values())
+    if wanted > most:
+        if within == "cluster":
+            raise ValueError(
+                f"min_replicas={wanted} needs as many ranks with slots, and there are {most}; "
+                f"use min_replicas <= {most} or give more ranks slots"
+            )
+        raise ValueError(
+            f"min_replicas={wanted} with replicas_within={within!r} needs as many ranks with slots in one {within}, "
+            f"and the most are {most}; use min_replicas <= {most} or replicas_within='cluster'"
+        )
+    room = [experts_with_room(wanted, place, num_experts) for place in slots_by_place.values()]
+    if sum(room) >= num_experts:
+        return
+    if within == "cluster":
+        usable = sum(min(slots, num_experts) for slots in slots_R)
+        raise ValueError(
+            f"min_replicas={wanted} for {num_experts} experts takes {wanted * num_experts} slots, at most "
+            f"{num_experts} of them on a rank, and there are {usable}; add at least {wanted * num_experts - usable} or "
+            "use a smaller min_replicas"
+        )
+    raise ValueError(
+        f"replicas_within={within!r} with min_replicas={wanted} has room for {room} experts by {within}, in all "
+        f"{sum(room)} of {num_experts}; add slots, use a smaller min_replicas or replicas_within='cluster'"
+    )
 
 
 def home_of_experts(tokens_E: IntArray, slots_R: IntArray, part_R: IntArray, replicas: int) -> IntArray:

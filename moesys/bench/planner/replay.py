@@ -64,7 +64,7 @@ class LayerPlanner:
                 balance = balance.replace(move_tokens=balance.move_tokens * self._history.units_per_token)
         assert load is not None
         start = time.perf_counter()
-        self.layout = plan_layout(load, self._cluster, balance, self._slots, self.layout)
+        self.layout = plan_layout(load, self._cluster, balance, self._slots, previous=self.layout)
         return (time.perf_counter() - start) * 1e3
 
 
