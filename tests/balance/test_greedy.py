@@ -11,7 +11,7 @@ from scipy.optimize import linear_sum_assignment
 
 from moesys.balance import min_max_load, plan_layout, split_tokens
 from moesys.balance.greedy.greedy import _Planner
-from moesys.balance.greedy.relabel import num_moves, relabelled, relabelled_inside
+from moesys.balance.greedy.relabelling import num_moves, relabelled, relabelled_inside
 from moesys.balance.planning_problem import PlanningProblem
 from moesys.config import ClusterSpec, Eplb, FlowSplit, Greedy, Static
 from moesys.layout import EMPTY, ExpertLayout

@@ -1,4 +1,4 @@
-"""Mending: few replicas, each of which lowers what ranks filled to the mean have no room for."""
+"""Repair: few replicas, each of which lowers what ranks filled to the mean have no room for."""
 
 import numpy as np
 import pytest
@@ -7,10 +7,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from moesys.balance import min_max_load, num_moves, plan_layout, split_tokens
-from moesys.balance.flow.holders import list_holders
-from moesys.balance.flow.min_max_flow import least_max, new_level
-from moesys.balance.greedy.repair import mend
-from moesys.balance.greedy.search import NO_LIMIT, Fence
+from moesys.balance.flow.min_max_flow import min_max_flow, new_flow
+from moesys.balance.flow.replica_table import list_replicas
+from moesys.balance.greedy.local_search import MoveConstraints, local_search
+from moesys.balance.greedy.robust_cost import NO_LIMIT, Scenarios
 from moesys.bench.planner.loads import SIZES, zipf_sample
 from moesys.config import ClusterSpec, Eplb, FlowSplit, Greedy, Static
 from moesys.layout import EMPTY, ExpertLayout
@@ -18,10 +18,16 @@ from moesys.load import LoadMatrix
 
 
 def overflow_of(tokens_E, expert_RS):
-    holders = list_holders(expert_RS, len(tokens_E))
-    level = new_level(holders)
-    least_max(tokens_E, holders, level)
-    return int(level.overflow[0])
+    table = list_replicas(expert_RS, len(tokens_E))
+    flow = new_flow(table)
+    min_max_flow(tokens_E, table, flow)
+    return int(flow.overflow[0])
+
+
+def relocate(tokens_E, constraints, expert_RS, most_moves):
+    """Changes ``expert_RS`` by relocations; returns how many."""
+    itself = Scenarios(tokens_E[None].copy(), np.array([1]))
+    return local_search(itself, constraints, True, expert_RS, NO_LIMIT, most_moves, 1)[1]
 
 
 @settings(max_examples=120, deadline=None)
@@ -31,7 +37,7 @@ def overflow_of(tokens_E, expert_RS):
     least=st.integers(1, 2),
     by_node=st.booleans(),
 )
-def test_every_move_lowers_the_overflow_within_the_fence(instance, budget, least, by_node):
+def test_every_move_lowers_the_overflow_within_the_constraints(instance, budget, least, by_node):
     tokens_E, num_experts = instance.load.tokens_E, instance.load.num_experts
     before = plan_layout(instance.load, instance.cluster, Static(), instance.slots)
     assume(before.num_duplicates == 0)
@@ -42,7 +48,7 @@ def test_every_move_lowers_the_overflow_within_the_fence(instance, budget, least
     overflow = overflow_of(tokens_E, expert_RS)
     for _ in range(budget):
         earlier_RS = expert_RS.copy()
-        moves = mend(tokens_E, Fence(filled_R, group_R, np.array([least])), expert_RS, NO_LIMIT, 1)
+        moves = relocate(tokens_E, MoveConstraints(filled_R, group_R, np.array([least])), expert_RS, 1)
         now = ExpertLayout(expert_RS, num_experts)
         assert moves == num_moves(ExpertLayout(earlier_RS, num_experts).replicas_RE, now.replicas_RE) <= 1
         assert now.num_duplicates == 0
@@ -55,7 +61,7 @@ def test_every_move_lowers_the_overflow_within_the_fence(instance, budget, least
         assert later < overflow if moves else later == overflow
         overflow = later
     at_once_RS = before.expert_RS.copy()
-    mend(tokens_E, Fence(filled_R, group_R, np.array([least])), at_once_RS, NO_LIMIT, budget)
+    relocate(tokens_E, MoveConstraints(filled_R, group_R, np.array([least])), at_once_RS, budget)
     np.testing.assert_array_equal(at_once_RS, expert_RS)
 
 
@@ -63,9 +69,9 @@ def test_a_replica_goes_to_the_rank_that_has_room():
     """Expert 0 has three times the mean of a rank, and rank 2 one fourth of it; expert 2 can spare a replica."""
     tokens_E = np.array([300, 25, 50, 25])
     expert_RS = np.array([[0, 1], [0, 3], [2, 1], [2, 0]])
-    fence = Fence(np.full(4, 2), np.zeros(4, np.int64), np.array([1]))
+    constraints = MoveConstraints(np.full(4, 2), np.zeros(4, np.int64), np.array([1]))
     assert overflow_of(tokens_E, expert_RS) > 0
-    assert mend(tokens_E, fence, expert_RS, NO_LIMIT, NO_LIMIT) == 1
+    assert relocate(tokens_E, constraints, expert_RS, NO_LIMIT) == 1
     assert overflow_of(tokens_E, expert_RS) == 0
     assert 0 in expert_RS[2]
     assert (expert_RS != EMPTY).all()
@@ -148,7 +154,7 @@ def test_a_split_of_very_many_tokens_ends():
     assert plan.tokens_R.max() == min_max_load(load, layout)
 
 
-def test_a_deadline_ends_mending_too():
+def test_a_deadline_ends_repair_too():
     size = next(size for size in SIZES if size.num_ranks == 64)
     sample = zipf_sample(size, 1.5, 0)
     before = plan_layout(sample.exact, size.cluster, Greedy(), size.slots)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from moesys.balance.flow.holders import list_holders
-from moesys.balance.flow.quotas import fill_quotas
+from moesys.balance.flow.replica_table import list_replicas
+from moesys.balance.flow.token_routes import route_tokens
 from moesys.balance.planning_problem import PlanningProblem
 from moesys.balance.topology import levels_of
 from moesys.config import Proportional
@@ -32,21 +32,21 @@ def proportional_split(problem: PlanningProblem, config: Proportional) -> TokenP
     # rooms lose low bits only where their product with an expert's tokens would not fit int64
     room_RE >>= max(0, mean.bit_length() + int(load.tokens_E.max()).bit_length() - 62)
     weight_RE = np.where(room_RE.any(axis=0), room_RE, replicas_RE)
-    quota_RE = _apportioned(load.tokens_E, weight_RE, holds_RE, problem.turn)
-    holders = list_holders(layout.expert_RS, load.num_experts)
-    tokens_P = quota_RE[holders.rank_P, holders.expert_P]
-    entries = fill_quotas(load.tokens_RE, tokens_P, holders, levels_of(problem.cluster))
+    assigned_RE = _apportioned(load.tokens_E, weight_RE, holds_RE, problem.turn)
+    table = list_replicas(layout.expert_RS, load.num_experts)
+    tokens_P = assigned_RE[table.rank_P, table.expert_P]
+    entries = route_tokens(load.tokens_RE, tokens_P, table, levels_of(problem.cluster))
     return TokenPlan.by_construction(entries, load, layout)
 
 
 def _apportioned(tokens_E: IntArray, weight_RE: IntArray, holds_RE: np.ndarray, turn: int) -> IntArray:
     """``tokens_E`` in proportion to the weights of each column: floors, and one more for the largest remainders."""
     num_ranks = len(holds_RE)
-    quota_RE, remainder_RE = np.divmod(tokens_E * weight_RE, weight_RE.sum(axis=0))
+    assigned_RE, remainder_RE = np.divmod(tokens_E * weight_RE, weight_RE.sum(axis=0))
     holders_E = holds_RE.sum(axis=0)
     order_RE = np.where(holds_RE, (np.cumsum(holds_RE, axis=0) - 1 - turn) % holders_E, num_ranks)
     # ranks by remainder, the largest first, then by order; those without the expert have the last order of all
     ranked_RE = np.lexsort((order_RE, -remainder_RE), axis=0)
     place_RE = np.empty_like(ranked_RE)
     np.put_along_axis(place_RE, ranked_RE, np.arange(num_ranks)[:, None], axis=0)
-    return quota_RE + (place_RE < tokens_E - quota_RE.sum(axis=0))
+    return assigned_RE + (place_RE < tokens_E - assigned_RE.sum(axis=0))

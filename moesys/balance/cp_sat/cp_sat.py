@@ -122,8 +122,8 @@ def _relabelled(problem: CpSatProblem, layout: ExpertLayout) -> ExpertLayout:
 
     The layout itself where that is no better, for the split may answer with other tokens.
     """
-    quota_RE, node_R = problem.quotas(layout), np.asarray(problem.node_R)
-    at_home_NR = np.minimum(problem.supply_NE[:, None], quota_RE[None]).sum(axis=2)
+    assigned_RE, node_R = problem.assigned(layout), np.asarray(problem.node_R)
+    at_home_NR = np.minimum(problem.supply_NE[:, None], assigned_RE[None]).sum(axis=2)
     assignment = SimpleLinearSumAssignment()
     for row, rank in np.ndindex(layout.num_ranks, layout.num_ranks):
         if problem.usable_R[row] == problem.usable_R[rank]:

@@ -49,7 +49,7 @@ def solve(
     tokens_E, high = problem.tokens_E, limits[1]
     whole = len(free) == layout.num_ranks
     exchangeable = _exchangeable(problem, least_traffic) if whole else []
-    hint_rows, hint_quota_RE = _in_order(problem, layout, exchangeable)
+    hint_rows, hint_assigned_RE = _in_order(problem, layout, exchangeable)
     movable = range(len(tokens_E)) if whole else sorted({expert for rank in free for expert in hint_rows[rank]})
     model = cp_model.CpModel()
     holds: dict[tuple[int, int], IntVar] = {}
@@ -58,7 +58,7 @@ def solve(
         for expert in movable if rank in free else row:
             most = min(tokens_E[expert], high)
             tokens[rank, expert] = model.new_int_var(0, most, f"x[{rank},{expert}]")
-            model.add_hint(tokens[rank, expert], int(hint_quota_RE[rank, expert]))
+            model.add_hint(tokens[rank, expert], int(hint_assigned_RE[rank, expert]))
             if rank in free:
                 holds[rank, expert] = model.new_bool_var(f"y[{rank},{expert}]")
                 model.add_hint(holds[rank, expert], expert in row)
@@ -149,11 +149,11 @@ def _order(
 def _in_order(
     problem: CpSatProblem, layout: ExpertLayout, exchangeable: Sequence[Sequence[int]]
 ) -> tuple[list[Sequence[int]], IntArray]:
-    """Rows and quotas [R, E] of a layout, ranks exchanged so that ``_order`` keeps it."""
-    quota_RE, codes = problem.quotas(layout), _codes(problem.tokens_E)
+    """Rows and assigned tokens [R, E] of a layout, ranks exchanged so that ``_order`` keeps it."""
+    assigned_RE, codes = problem.assigned(layout), _codes(problem.tokens_E)
     source_R = list(range(layout.num_ranks))
     for ranks in exchangeable:
         by_code = sorted(ranks, key=lambda rank: -sum(codes.get(expert, 0) for expert in layout.experts_of(rank)))
         for rank, source in zip(ranks, by_code, strict=True):
             source_R[rank] = source
-    return [layout.experts_of(source) for source in source_R], quota_RE[source_R]
+    return [layout.experts_of(source) for source in source_R], assigned_RE[source_R]

@@ -53,23 +53,23 @@ class CpSatProblem:
     def one_domain(self) -> bool:
         return len(set(self.domain_R)) == 1
 
-    def quotas(self, layout: ExpertLayout) -> IntArray:
+    def assigned(self, layout: ExpertLayout) -> IntArray:
         """Tokens [R, E] that each rank computes of each expert under the exact split."""
         plan = flow_split(self.planning.over(layout), FlowSplit(traffic="exact"))
-        quota_RE = np.zeros_like(plan.load.tokens_RE)
-        np.add.at(quota_RE, (plan.entries[:, 2], plan.entries[:, 1]), plan.entries[:, 3])
-        return quota_RE
+        assigned_RE = np.zeros_like(plan.load.tokens_RE)
+        np.add.at(assigned_RE, (plan.entries[:, 2], plan.entries[:, 1]), plan.entries[:, 3])
+        return assigned_RE
 
-    def inter_node(self, quota_RE: IntArray) -> int:
+    def inter_node(self, assigned_RE: IntArray) -> int:
         """Tokens between nodes: what a node computes of an expert beyond what its own sources have."""
-        quota_NE = np.zeros_like(self.supply_NE)
-        np.add.at(quota_NE, np.asarray(self.node_R), quota_RE)
-        return int(np.maximum(quota_NE - self.supply_NE, 0).sum())
+        assigned_NE = np.zeros_like(self.supply_NE)
+        np.add.at(assigned_NE, np.asarray(self.node_R), assigned_RE)
+        return int(np.maximum(assigned_NE - self.supply_NE, 0).sum())
 
     def cost(self, layout: ExpertLayout) -> tuple[int, int]:
         """What is minimised: tokens of the busiest rank, then tokens between nodes."""
-        quota_RE = self.quotas(layout)
-        return int(quota_RE.sum(axis=1).max()), self.inter_node(quota_RE)
+        assigned_RE = self.assigned(layout)
+        return int(assigned_RE.sum(axis=1).max()), self.inter_node(assigned_RE)
 
     def layout(self, rows: Rows) -> ExpertLayout:
         return layout_from_rows(rows, self.planning.slots_R, len(self.tokens_E))

@@ -1,4 +1,4 @@
-"""Homes: layouts in which all replicas of an expert stay in one part of the cluster, or are at least a given number."""
+"""Replica constraints: experts whose replicas stay in one part of the cluster, or are at least a given number."""
 
 from __future__ import annotations
 
@@ -49,29 +49,29 @@ def check_replicas(problem: PlanningProblem, config: Greedy) -> None:
     )
 
 
-def home_of_experts(tokens_E: IntArray, slots_R: IntArray, part_R: IntArray, replicas: int) -> IntArray:
-    """The part of the cluster that holds each expert, int64 [E]: in turn, each goes to the part with the fewest tokens
-    a rank that still has room for an expert with so many replicas. Give the heaviest first.
+def part_of_experts(tokens_E: IntArray, slots_R: IntArray, part_R: IntArray, replicas: int) -> IntArray:
+    """Returns the part of the cluster that holds each expert, int64 [E]: in turn, each goes to the part with the fewest
+    tokens a rank that still has room for an expert with so many replicas. Give the heaviest first.
     """
     num_parts = int(part_R.max()) + 1
     room = [
         experts_with_room(replicas, tuple(slots_R[part_R == part].tolist()), len(tokens_E)) for part in range(num_parts)
     ]
     ranks = [int((slots_R[part_R == part] > 0).sum()) for part in range(num_parts)]
-    tokens, home_E = [0] * num_parts, np.empty(len(tokens_E), dtype=np.int64)
+    tokens, part_E = [0] * num_parts, np.empty(len(tokens_E), dtype=np.int64)
     for expert in range(len(tokens_E)):
         open_parts = [part for part in range(num_parts) if room[part]]
         part = min(open_parts, key=lambda part: ((tokens[part] + int(tokens_E[expert])) // ranks[part], part))
-        home_E[expert] = part
+        part_E[expert] = part
         room[part] -= 1
         tokens[part] += int(tokens_E[expert])
-    return home_E
+    return part_E
 
 
 def spread_replicas(
     tokens_E: IntArray, slots_R: IntArray, replicas: int, experts: Sequence[int], ranks: Sequence[int]
 ) -> list[list[int]]:
-    """Experts of each of ``ranks``, every slot filled, ``replicas`` or more of each expert, none twice on a rank.
+    """Returns the experts of each of ``ranks``: every slot filled, ``replicas`` or more of each, none twice on a rank.
 
     Heaviest first, each expert goes to the ranks with the most free slots, of those the ones with the fewest tokens
     (so there is room for all if there can be: Gale and Ryser). What slots are left go to the most tokens a replica.
