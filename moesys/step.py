@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, assert_never
 import numpy as np
 
 from moesys.balance import Certificate, certify, plan_layout, split_tokens
-from moesys.balance.flow.quotas import levels_of, nodes_of
+from moesys.balance.topology import levels_of, nodes_of
 from moesys.config import ClusterSpec, EvenSplit, FlowSplit, MegaKernel, ModelShape, Proportional, Split, Strategy
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.load import LoadMatrix
@@ -105,8 +105,8 @@ def plan_layer(
             "give one column of tokens_RE an expert"
         )
     if layout is None:
-        layout = plan_layout(load, cluster, strategy.balance, strategy.slots(model, cluster))
-    return LayerPlan(split_tokens(load, layout, cluster, strategy.split, turn), turn)
+        layout = plan_layout(load, cluster, strategy.balance, strategy.slots(model, cluster), model=model)
+    return LayerPlan(split_tokens(load, layout, cluster, strategy.split, turn, model=model), turn)
 
 
 def split_tables(

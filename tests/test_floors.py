@@ -44,6 +44,7 @@ FLOORS_IN = {
     ),
     "kernels": ({"torch_private"}, {"cpu", "routing"}, {"experts"}, {"split", "symmetric"}, {"mega"}),
     "balance": (
+        {"planning_problem", "topology"},
         {"replicas", "flow"},
         {"baselines"},
         {"splits", "certificate"},

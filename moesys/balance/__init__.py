@@ -9,8 +9,9 @@ from moesys.balance.budget import replica_budget
 from moesys.balance.certificate import Certificate, certify
 from moesys.balance.cp_sat.cp_sat import CpSatPlan, solve_cp_sat
 from moesys.balance.flow.max_load import TightSet, min_max_load, tight_set
-from moesys.balance.greedy.relabel import num_moves
+from moesys.balance.greedy.relabelling import num_moves
 from moesys.balance.layouts import plan_layout, plan_layouts
+from moesys.balance.planning_problem import PlanningProblem
 from moesys.balance.predictors import LoadHistory, window
 from moesys.balance.splits import split_tokens
 from moesys.balance.warm_up import warm_up
@@ -19,6 +20,7 @@ __all__ = [
     "Certificate",
     "CpSatPlan",
     "LoadHistory",
+    "PlanningProblem",
     "TightSet",
     "certify",
     "min_max_load",

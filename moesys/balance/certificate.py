@@ -8,6 +8,7 @@ from fractions import Fraction
 from typing import Any, Literal
 
 from moesys.balance.flow.max_load import TightSet, tight_set
+from moesys.balance.topology import domains_of
 from moesys.config import ClusterSpec, Within
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.load import LoadMatrix
@@ -141,17 +142,6 @@ def certify(
         bound=bound,
         bound_kind=kind,
     )
-
-
-def domains_of(cluster: ClusterSpec, replicas_within: Within) -> tuple[int, ...]:
-    """For each rank, [R], the number of the part of the cluster that an expert's replicas may not leave."""
-    match replicas_within:
-        case "cluster":
-            return (0,) * cluster.num_ranks
-        case "node":
-            return cluster.node_of_rank
-        case "domain":
-            return cluster.domain_of_rank
 
 
 def greatest_bound(

@@ -7,36 +7,35 @@ from typing import assert_never
 from moesys.balance.baselines.even_split import even_split
 from moesys.balance.baselines.proportional_split import proportional_split
 from moesys.balance.flow.flow_split import flow_split
-from moesys.config import ClusterSpec, EvenSplit, FlowSplit, Proportional, Split
+from moesys.balance.planning_problem import PlanningProblem
+from moesys.config import ClusterSpec, EvenSplit, FlowSplit, ModelShape, Proportional, Split
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.load import LoadMatrix
 
 
 def split_tokens(
-    load: LoadMatrix, layout: ExpertLayout, cluster: ClusterSpec, config: Split, turn: int = 0
+    load: LoadMatrix,
+    layout: ExpertLayout,
+    cluster: ClusterSpec,
+    config: Split,
+    turn: int = 0,
+    *,
+    model: ModelShape | None = None,
 ) -> TokenPlan:
-    """The tokens of ``load`` over the replicas of ``layout``, as ``config`` divides them.
+    """Divides the tokens of ``load`` over the replicas of ``layout``, as ``config`` says.
 
-    ``turn``, the number of the micro-batch, rotates the tokens that do not divide evenly over the replicas.
+    ``turn``, the number of the micro-batch, rotates the tokens that do not divide evenly over the replicas. ``model``
+    is the layer's shape where it is known; today's splits count tokens and do not look at it.
 
-    Raises ValueError when load, layout and cluster do not belong together.
+    Raises ValueError when load, model, layout and cluster do not belong together.
     """
-    if not load.num_ranks == layout.num_ranks == cluster.num_ranks:
-        raise ValueError(
-            f"the load is for {load.num_ranks} ranks, the layout for {layout.num_ranks}, the cluster has "
-            f"{cluster.num_ranks}; plan all three for the same ranks"
-        )
-    if load.num_experts != layout.num_experts:
-        raise ValueError(
-            f"the load is for {load.num_experts} experts, the layout for {layout.num_experts}; "
-            "plan both for the same model"
-        )
+    problem = PlanningProblem.of_split(load, layout, cluster, turn, model)
     match config:
         case EvenSplit():
-            return even_split(load, layout, cluster.node_of_rank, turn)
+            return even_split(problem, config)
         case Proportional():
-            return proportional_split(load, layout, cluster, turn)
+            return proportional_split(problem, config)
         case FlowSplit():
-            return flow_split(load, layout, cluster, config, turn)
+            return flow_split(problem, config)
         case _:
             assert_never(config)

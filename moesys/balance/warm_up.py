@@ -22,5 +22,5 @@ def warm_up(balance: Balance | None = None, split: Split | None = None) -> None:
     planner = Greedy() if balance is None or isinstance(balance, Greedy | CpSat) else Static()
     layout = plan_layout(load, cluster, planner, 3)
     turned = LoadMatrix(load.tokens_RE[:, ::-1])
-    layout = plan_layout(turned, cluster, planner, 3, layout)
+    layout = plan_layout(turned, cluster, planner, 3, previous=layout)
     split_tokens(turned, layout, cluster, split or FlowSplit())

@@ -25,7 +25,7 @@ def digest_of_plans(seed: int = 0) -> str:
     load, later = zipf_load(12, 22, 1.2), zipf_load(12, 22, 0.8)
     for balance in BALANCES:
         first = plan_layout(load, CLUSTER, balance, SLOTS)
-        second = plan_layout(later, CLUSTER, balance, SLOTS, first)
+        second = plan_layout(later, CLUSTER, balance, SLOTS, previous=first)
         for layout in (first, second):
             digest.update(layout.expert_RS.tobytes())
             for split in (FlowSplit(), FlowSplit(traffic="exact"), FlowSplit(max_inter_node=0.2)):
@@ -38,7 +38,7 @@ def test_a_hundred_runs_give_the_same_bytes():
     first = plan_layout(load, CLUSTER, Greedy(), SLOTS)
     plans = {
         (layout.expert_RS.tobytes(), split_tokens(later, layout, CLUSTER, FlowSplit(), 1).entries.tobytes())
-        for layout in (plan_layout(later, CLUSTER, Greedy(), SLOTS, first) for _ in range(100))
+        for layout in (plan_layout(later, CLUSTER, Greedy(), SLOTS, previous=first) for _ in range(100))
     }
     assert len(plans) == 1
 
@@ -86,6 +86,6 @@ def test_an_array_in_another_order_of_memory_is_the_same_load():
 def test_layers_and_layouts_in_force_are_as_many():
     load = zipf_load(12, 22, 1.2)
     with pytest.raises(ValueError, match="previous has 1 layouts for 2 loads"):
-        plan_layouts([load, load], CLUSTER, Greedy(), SLOTS, [plan_layout(load, CLUSTER, Static(), SLOTS)])
+        plan_layouts([load, load], CLUSTER, Greedy(), SLOTS, previous=[plan_layout(load, CLUSTER, Static(), SLOTS)])
     with pytest.raises(ValueError, match="threads=0; use at least 1"):
         plan_layouts([load], CLUSTER, Greedy(), SLOTS, threads=0)

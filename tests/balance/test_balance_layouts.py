@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from moesys.balance import plan_layout
 from moesys.balance.baselines.eplb import heaviest_replicated
 from moesys.balance.baselines.laer import BYTES_PER_TOKEN, laer_seconds, proportional_replicas
+from moesys.balance.planning_problem import PlanningProblem
 from moesys.config import ClusterSpec, Ep, Eplb, Greedy, Laer, ModelShape, Static, Strategy
 from moesys.layout import EMPTY, ExpertLayout
 from moesys.load import LoadMatrix
@@ -126,13 +127,15 @@ def test_laer_counts_its_cost_by_hand():
     layout = ExpertLayout([[0], [0], [1]], num_experts=2)
     # rank 0 keeps 5 of expert 0 and sends 5 to rank 1, and 4 of expert 1 to rank 2; rank 2 sends 3 to either
     communication = BYTES_PER_TOKEN * 1e-9 * (5 / 2.0 + (4 + 6) / 0.5)
-    assert float(laer_seconds(load, layout, cluster)) == pytest.approx(4 * communication + 4 * 1.484375e-6 * 8)
+    seconds = laer_seconds(PlanningProblem.of_split(load, layout, cluster))
+    assert float(seconds) == pytest.approx(4 * communication + 4 * 1.484375e-6 * 8)
 
 
 def test_laer_takes_the_cheaper_candidate_and_the_first_at_equal_cost():
     cluster, load = ClusterSpec(ranks_per_node=4), zipf_load(4, 4, 2.0)
     even, proportional = (plan_layout(load, cluster, Laer(candidates=(c,)), 2) for c in ("even", "proportional"))
-    assert laer_seconds(load, proportional, cluster) < laer_seconds(load, even, cluster)
+    seconds = [laer_seconds(PlanningProblem.of_split(load, layout, cluster)) for layout in (proportional, even)]
+    assert seconds[0] < seconds[1]
     assert plan_layout(load, cluster, Laer(), 2) == proportional
     nothing = LoadMatrix(np.zeros((4, 3), dtype=np.int64))
     firsts = [
@@ -166,4 +169,4 @@ def test_laer_falls_back_to_proportional_where_even_cannot_be():
 def test_what_does_not_belong_together_is_refused(ranks, slots, previous, message):
     layout = None if previous is None else ExpertLayout(previous, num_experts=4)
     with pytest.raises(ValueError, match=message):
-        plan_layout(LoadMatrix([[1, 1, 1, 1]] * 2), ClusterSpec(ranks_per_node=ranks), Greedy(), slots, layout)
+        plan_layout(LoadMatrix([[1, 1, 1, 1]] * 2), ClusterSpec(ranks_per_node=ranks), Greedy(), slots, previous=layout)

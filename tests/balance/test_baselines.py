@@ -150,7 +150,7 @@ def test_flex_moe_improves_within_its_moves_and_slots(data, instance, max_moves)
     load = instance.load
     previous = data.draw(layouts(instance))
     slots = (previous.num_slots,) * load.num_ranks
-    layout = plan_layout(load, instance.cluster, FlexMoe(max_moves=max_moves), slots, previous)
+    layout = plan_layout(load, instance.cluster, FlexMoe(max_moves=max_moves), slots, previous=previous)
     gained = np.maximum(layout.replicas_RE - previous.replicas_RE, 0).sum()
     assert gained <= max_moves
     assert layout.num_duplicates <= previous.num_duplicates
@@ -193,7 +193,7 @@ def test_a_move_of_flex_moe_is_the_first_accepted_of_all(data, instance):
         if best is not None and best[0] < measured(load, start, slots):
             expected = best[2]
             break
-    layout = plan_layout(load, instance.cluster, FlexMoe(max_moves=1), slots, start)
+    layout = plan_layout(load, instance.cluster, FlexMoe(max_moves=1), slots, previous=start)
     np.testing.assert_array_equal(layout.replicas_RE, expected)
 
 
@@ -201,24 +201,24 @@ def test_flex_moe_without_a_layout_in_force_begins_at_static():
     load, cluster = zipf_load(4, 8, 1.0), ClusterSpec(ranks_per_node=4)
     static = plan_layout(load, cluster, Static(), 3)
     assert plan_layout(load, cluster, FlexMoe(max_moves=0), 3) == static
-    assert plan_layout(load, cluster, FlexMoe(), 3) == plan_layout(load, cluster, FlexMoe(), 3, static)
+    assert plan_layout(load, cluster, FlexMoe(), 3) == plan_layout(load, cluster, FlexMoe(), 3, previous=static)
 
 
 def test_flex_moe_needs_plans_to_follow_a_new_load():
     load, cluster = zipf_load(16, 32, 1.2), ClusterSpec(num_nodes=2, ranks_per_node=8)
     slots, layout, busiest = (3,) * 16, None, []
     for _ in range(8):
-        layout = plan_layout(load, cluster, FlexMoe(max_moves=3), 3, layout)
+        layout = plan_layout(load, cluster, FlexMoe(max_moves=3), 3, previous=layout)
         busiest.append(measured(load, layout, slots)[0])
     assert busiest == sorted(busiest, reverse=True)
     assert busiest[-1] < busiest[0]
-    settled = plan_layout(load, cluster, FlexMoe(max_moves=99), 3, layout)
-    assert plan_layout(load, cluster, FlexMoe(max_moves=99), 3, settled) == settled
+    settled = plan_layout(load, cluster, FlexMoe(max_moves=99), 3, previous=layout)
+    assert plan_layout(load, cluster, FlexMoe(max_moves=99), 3, previous=settled) == settled
 
 
 def test_flex_moe_moves_one_replica_by_hand():
     # expert 0 is the hottest; of the others expert 2 has fewer tokens a replica, so it gives up one of its two
     load = on_one_source([90, 20, 8], 3)
     start = ExpertLayout([[0, 1], [1, 2], [2, 1]], num_experts=3)
-    layout = plan_layout(load, ClusterSpec(ranks_per_node=3), FlexMoe(max_moves=1), 2, start)
+    layout = plan_layout(load, ClusterSpec(ranks_per_node=3), FlexMoe(max_moves=1), 2, previous=start)
     assert layout.expert_RS.tolist() == [[0, 1], [1, 0], [2, 1]]

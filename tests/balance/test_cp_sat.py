@@ -9,6 +9,7 @@ from hypothesis import given, settings
 
 from moesys.balance import min_max_load, plan_layout, split_tokens
 from moesys.balance.cp_sat.cp_sat import solve_cp_sat
+from moesys.balance.planning_problem import PlanningProblem
 from moesys.config import ClusterSpec, CpSat, FlowSplit, Greedy
 from moesys.layout import ExpertLayout
 from moesys.load import LoadMatrix
@@ -54,7 +55,7 @@ def cost(load, layout, cluster):
 def test_cp_sat_proves_two_percent(num_experts, num_ranks, num_spare, kind):
     load, cluster = small_load(num_experts, num_ranks, kind), ClusterSpec(ranks_per_node=num_ranks)
     slots = tuple((num_experts + num_spare + rank) // num_ranks for rank in range(num_ranks))
-    plan = solve_cp_sat(load, cluster, slots, CpSat(), None)
+    plan = solve_cp_sat(PlanningProblem.of_layout(load, cluster, slots), CpSat())
     busiest = min_max_load(load, plan.layout)
     assert plan.bound <= busiest <= 1.02 * plan.bound
     assert plan.status == ("optimal" if plan.bound == busiest else "feasible")
@@ -65,7 +66,7 @@ def test_cp_sat_proves_two_percent(num_experts, num_ranks, num_spare, kind):
 def test_cp_sat_is_never_worse_than_greedy_and_repeats_itself(instance):
     load, cluster, slots = instance.load, instance.cluster, instance.slots
     config = CpSat(deterministic_time=0.05)
-    plan = solve_cp_sat(load, cluster, slots, config, None)
+    plan = solve_cp_sat(PlanningProblem.of_layout(load, cluster, slots), config)
     busiest, inter_node = cost(load, plan.layout, cluster)
     assert (busiest, inter_node) <= cost(load, plan_layout(load, cluster, Greedy(), slots), cluster)
     assert plan.bound <= busiest
@@ -89,7 +90,7 @@ def test_cp_sat_keeps_replicas_and_domains(replicas, within, nodes):
     domain_R = {"cluster": (0,) * num_ranks, "node": cluster.node_of_rank, "domain": cluster.domain_of_rank}[within]
     load = LoadMatrix(np.random.default_rng(3).integers(0, 60, (num_ranks, 3)))
     plan = solve_cp_sat(
-        load, cluster, (2,) * num_ranks, CpSat(min_replicas=replicas, replicas_within=within), previous=None
+        PlanningProblem.of_layout(load, cluster, 2), CpSat(min_replicas=replicas, replicas_within=within)
     )
     best = None
     for layout in every_layout(num_ranks, 2, 3):
@@ -119,14 +120,15 @@ def test_cp_sat_finds_the_best_of_all_layouts_and_knows_it(seed):
     cluster = ClusterSpec(num_nodes=2, ranks_per_node=(1, 2))
     load = LoadMatrix(np.random.default_rng(seed).integers(0, 90, (3, 4)))
     best = min(cost(load, layout, cluster) for layout in every_layout(3, 2, 4))
-    plan = solve_cp_sat(load, cluster, (2, 2, 2), CpSat(), None)
+    plan = solve_cp_sat(PlanningProblem.of_layout(load, cluster, 2), CpSat())
     assert cost(load, plan.layout, cluster) == best == (plan.bound, plan.inter_node_bound)
     assert plan.status == "optimal"
 
 
 def test_cp_sat_cut_short_by_its_work_limit_gives_the_same_layout_again():
     load, cluster = zipf_load(8, 20, 0.5), ClusterSpec(num_nodes=2, ranks_per_node=4)
-    first, again = (solve_cp_sat(load, cluster, (3,) * 8, CpSat(deterministic_time=0.1), None) for _ in range(2))
+    problem = PlanningProblem.of_layout(load, cluster, 3)
+    first, again = (solve_cp_sat(problem, CpSat(deterministic_time=0.1)) for _ in range(2))
     assert first == again
     assert first.status != "optimal", "choose a load that is not solved before the limit"
 
@@ -141,7 +143,7 @@ def test_cp_sat_improves_a_few_ranks_at_a_time_of_larger_instances():
 def test_cp_sat_says_that_it_could_not_prove_the_busiest_rank():
     # 20 experts are too many for the components, and the time is too short for CP-SAT
     load, cluster = zipf_load(6, 20, 0.7), ClusterSpec(ranks_per_node=6)
-    plan = solve_cp_sat(load, cluster, (4, 4, 4, 4, 3, 3), CpSat(deterministic_time=0.01), None)
+    plan = solve_cp_sat(PlanningProblem.of_layout(load, cluster, (4, 4, 4, 4, 3, 3)), CpSat(deterministic_time=0.01))
     assert plan.status == "feasible"
     assert plan.bound < min_max_load(load, plan.layout)
 
@@ -149,7 +151,7 @@ def test_cp_sat_says_that_it_could_not_prove_the_busiest_rank():
 def test_cp_sat_keeps_domains_when_it_plans_a_few_ranks_at_a_time():
     load, cluster = zipf_load(16, 32, 0.5), ClusterSpec(num_nodes=2, ranks_per_node=8)
     config = CpSat(deterministic_time=0.3, min_replicas=2, replicas_within="node")
-    found = solve_cp_sat(load, cluster, (5,) * 16, config, None).layout
+    found = solve_cp_sat(PlanningProblem.of_layout(load, cluster, 5), config).layout
     same = Greedy(min_replicas=2, replicas_within="node")
     assert cost(load, found, cluster) <= cost(load, plan_layout(load, cluster, same, 5), cluster)
     assert keeps(found, 2, cluster.node_of_rank)

@@ -11,7 +11,8 @@ from scipy.optimize import linear_sum_assignment
 
 from moesys.balance import min_max_load, plan_layout, split_tokens
 from moesys.balance.greedy.greedy import _Planner
-from moesys.balance.greedy.relabel import num_moves, relabelled, relabelled_inside
+from moesys.balance.greedy.relabelling import num_moves, relabelled, relabelled_inside
+from moesys.balance.planning_problem import PlanningProblem
 from moesys.config import ClusterSpec, Eplb, FlowSplit, Greedy, Static
 from moesys.layout import EMPTY, ExpertLayout
 from moesys.load import LoadMatrix
@@ -174,7 +175,7 @@ def drifted(load, sigma, seed=0):
 def test_a_layout_that_is_as_good_stays():
     load, cluster = zipf_load(8, 24, 1.0), ClusterSpec(num_nodes=2, ranks_per_node=4)
     # a second plan has another start, and here gains by it
-    layout = plan_layout(load, cluster, Greedy(), 4, plan_layout(load, cluster, Greedy(), 4))
+    layout = plan_layout(load, cluster, Greedy(), 4, previous=plan_layout(load, cluster, Greedy(), 4))
     renamed = ExpertLayout(layout.expert_RS[[2, 0, 3, 1, 5, 4, 7, 6]], load.num_experts)
     kept = plan_layout(load, cluster, Greedy(), 4, previous=renamed)
     np.testing.assert_array_equal(kept.replicas_RE, renamed.replicas_RE)
@@ -185,7 +186,7 @@ def test_a_layout_that_is_as_good_stays():
 def test_a_layout_in_force_with_a_duplicate_or_an_empty_slot_is_not_kept():
     cluster, load = ClusterSpec(ranks_per_node=2), LoadMatrix([[1, 1], [1, 1]])
     for rows in ([[0, 0], [1, EMPTY]], [[0, 1], [1, EMPTY]]):
-        layout = plan_layout(load, cluster, Greedy(), 2, ExpertLayout(rows, num_experts=2))
+        layout = plan_layout(load, cluster, Greedy(), 2, previous=ExpertLayout(rows, num_experts=2))
         assert layout.num_duplicates == 0
         assert layout.filled_R.tolist() == [2, 2]
 
@@ -195,7 +196,7 @@ def test_replicas_move_only_where_the_gain_pays():
     before = plan_layout(load, cluster, Greedy(), 4)
     later = drifted(load, 0.6)
     free, dear, prohibitive = (
-        plan_layout(later, cluster, Greedy(move_tokens=tokens), 4, before) for tokens in (0, 30, 10**9)
+        plan_layout(later, cluster, Greedy(move_tokens=tokens), 4, previous=before) for tokens in (0, 30, 10**9)
     )
     moves = [num_moves(before.replicas_RE, after.replicas_RE) for after in (free, dear, prohibitive)]
     assert moves[0] > moves[1] > moves[2] == 0
@@ -207,7 +208,7 @@ def test_a_move_budget_is_kept(budget):
     load, cluster = zipf_load(16, 48, 1.0), NODES_OF_8[16]
     before = plan_layout(load, cluster, Greedy(), 4)
     later = drifted(load, 0.8)
-    after = plan_layout(later, cluster, Greedy(max_moves=budget, effort=4), 4, before)
+    after = plan_layout(later, cluster, Greedy(max_moves=budget, effort=4), 4, previous=before)
     assert num_moves(before.replicas_RE, after.replicas_RE) <= budget
     assert (min_max_load(later, after) < min_max_load(later, before)) == (budget > 0)
 
@@ -234,7 +235,7 @@ def test_whatever_was_in_force_promises_are_kept(instance, within, budget, befor
     try:
         first = plan_layout(instance.load, cluster, before, instance.slots)
         later = LoadMatrix(instance.load.tokens_RE[:, ::-1])
-        layout = plan_layout(later, cluster, config, instance.slots, first)
+        layout = plan_layout(later, cluster, config, instance.slots, previous=first)
     except ValueError:
         assume(False)
     assert layout.num_duplicates == 0
@@ -254,7 +255,7 @@ def test_unequal_slots_do_not_mix_the_domains_of_a_node():
         slots, num_experts = rng.integers(1, 4, 8).tolist(), 6
         first, later = (LoadMatrix(rng.integers(0, 90, (8, num_experts))) for _ in range(2))
         before = plan_layout(first, cluster, Static(), slots)
-        after = plan_layout(later, cluster, Greedy(replicas_within="domain"), slots, before)
+        after = plan_layout(later, cluster, Greedy(replicas_within="domain"), slots, previous=before)
         broken += any(len(set(domain_R[after.replicas_RE[:, expert] > 0])) != 1 for expert in range(num_experts))
     assert broken == 0
 
@@ -270,7 +271,8 @@ def test_more_effort_never_costs_more():
         ]
     )
     planners = [
-        _Planner(load, ClusterSpec(ranks_per_node=4), (3, 3, 3, 3), Greedy(effort=effort)) for effort in (1, 2, 3, 6)
+        _Planner(PlanningProblem.of_layout(load, ClusterSpec(ranks_per_node=4), 3), Greedy(effort=effort))
+        for effort in (1, 2, 3, 6)
     ]
     costs = [planner.best(planner.empty()).cost for planner in planners]
     assert costs == sorted(costs, reverse=True)

@@ -30,10 +30,10 @@ def flat_load(num_ranks, num_experts):
 def test_planners_hold_every_expert_within_the_slots_whatever_was_before(config, data, instance):
     previous = data.draw(st.none() | layouts(instance))
     slots = instance.slots if previous is None else (previous.num_slots,) * instance.load.num_ranks
-    layout = plan_layout(instance.load, instance.cluster, config, slots, previous)
+    layout = plan_layout(instance.load, instance.cluster, config, slots, previous=previous)
     assert set(layout.expert_RS.ravel()) - {EMPTY} == set(range(instance.load.num_experts))
     assert (layout.filled_R <= slots).all()
-    again = plan_layout(instance.load, instance.cluster, config, list(slots), previous)
+    again = plan_layout(instance.load, instance.cluster, config, list(slots), previous=previous)
     assert again.expert_RS.tobytes() == layout.expert_RS.tobytes()
 
 
@@ -158,4 +158,4 @@ def test_a_previous_layout_of_another_shape_is_refused_by_every_planner(config):
     cluster = ClusterSpec(ranks_per_node=2)
     previous = ExpertLayout([[0, 1], [2, 3]], num_experts=4)
     with pytest.raises(ValueError, match=r"\(2, 2, 4\) but the plan is for \(2, 3, 4\); give a previous layout of the"):
-        plan_layout(flat_load(2, 4), cluster, config, 3, previous)
+        plan_layout(flat_load(2, 4), cluster, config, 3, previous=previous)

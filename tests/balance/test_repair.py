@@ -1,4 +1,4 @@
-"""Mending: few replicas, each of which lowers what ranks filled to the mean have no room for."""
+"""Repair: few replicas, each of which lowers what ranks filled to the mean have no room for."""
 
 import numpy as np
 import pytest
@@ -7,10 +7,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from moesys.balance import min_max_load, num_moves, plan_layout, split_tokens
-from moesys.balance.flow.holders import list_holders
-from moesys.balance.flow.min_max_flow import least_max, new_level
-from moesys.balance.greedy.repair import mend
-from moesys.balance.greedy.search import NO_LIMIT, Fence
+from moesys.balance.flow.min_max_flow import min_max_flow, new_flow
+from moesys.balance.flow.replica_table import list_replicas
+from moesys.balance.greedy.local_search import MoveConstraints, local_search
+from moesys.balance.greedy.robust_cost import NO_LIMIT, Scenarios
 from moesys.bench.planner.loads import SIZES, zipf_sample
 from moesys.config import ClusterSpec, Eplb, FlowSplit, Greedy, Static
 from moesys.layout import EMPTY, ExpertLayout
@@ -18,10 +18,16 @@ from moesys.load import LoadMatrix
 
 
 def overflow_of(tokens_E, expert_RS):
-    holders = list_holders(expert_RS, len(tokens_E))
-    level = new_level(holders)
-    least_max(tokens_E, holders, level)
-    return int(level.overflow[0])
+    table = list_replicas(expert_RS, len(tokens_E))
+    flow = new_flow(table)
+    min_max_flow(tokens_E, table, flow)
+    return int(flow.overflow[0])
+
+
+def relocate(tokens_E, constraints, expert_RS, most_moves):
+    """Changes ``expert_RS`` by relocations; returns how many."""
+    itself = Scenarios(tokens_E[None].copy(), np.array([1]))
+    return local_search(itself, constraints, True, expert_RS, NO_LIMIT, most_moves, 1)[1]
 
 
 @settings(max_examples=120, deadline=None)
@@ -31,7 +37,7 @@ def overflow_of(tokens_E, expert_RS):
     least=st.integers(1, 2),
     by_node=st.booleans(),
 )
-def test_every_move_lowers_the_overflow_within_the_fence(instance, budget, least, by_node):
+def test_every_move_lowers_the_overflow_within_the_constraints(instance, budget, least, by_node):
     tokens_E, num_experts = instance.load.tokens_E, instance.load.num_experts
     before = plan_layout(instance.load, instance.cluster, Static(), instance.slots)
     assume(before.num_duplicates == 0)
@@ -42,7 +48,7 @@ def test_every_move_lowers_the_overflow_within_the_fence(instance, budget, least
     overflow = overflow_of(tokens_E, expert_RS)
     for _ in range(budget):
         earlier_RS = expert_RS.copy()
-        moves = mend(tokens_E, Fence(filled_R, group_R, np.array([least])), expert_RS, NO_LIMIT, 1)
+        moves = relocate(tokens_E, MoveConstraints(filled_R, group_R, np.array([least])), expert_RS, 1)
         now = ExpertLayout(expert_RS, num_experts)
         assert moves == num_moves(ExpertLayout(earlier_RS, num_experts).replicas_RE, now.replicas_RE) <= 1
         assert now.num_duplicates == 0
@@ -55,7 +61,7 @@ def test_every_move_lowers_the_overflow_within_the_fence(instance, budget, least
         assert later < overflow if moves else later == overflow
         overflow = later
     at_once_RS = before.expert_RS.copy()
-    mend(tokens_E, Fence(filled_R, group_R, np.array([least])), at_once_RS, NO_LIMIT, budget)
+    relocate(tokens_E, MoveConstraints(filled_R, group_R, np.array([least])), at_once_RS, budget)
     np.testing.assert_array_equal(at_once_RS, expert_RS)
 
 
@@ -63,9 +69,9 @@ def test_a_replica_goes_to_the_rank_that_has_room():
     """Expert 0 has three times the mean of a rank, and rank 2 one fourth of it; expert 2 can spare a replica."""
     tokens_E = np.array([300, 25, 50, 25])
     expert_RS = np.array([[0, 1], [0, 3], [2, 1], [2, 0]])
-    fence = Fence(np.full(4, 2), np.zeros(4, np.int64), np.array([1]))
+    constraints = MoveConstraints(np.full(4, 2), np.zeros(4, np.int64), np.array([1]))
     assert overflow_of(tokens_E, expert_RS) > 0
-    assert mend(tokens_E, fence, expert_RS, NO_LIMIT, NO_LIMIT) == 1
+    assert relocate(tokens_E, constraints, expert_RS, NO_LIMIT) == 1
     assert overflow_of(tokens_E, expert_RS) == 0
     assert 0 in expert_RS[2]
     assert (expert_RS != EMPTY).all()
@@ -82,10 +88,10 @@ def test_a_few_moves_make_a_layout_fit_a_later_load(exponent):
         eplb_later = plan_layout(sample.noisy, size.cluster, Eplb(), size.slots)
         of_eplb.append(num_moves(eplb.replicas_RE, eplb_later.replicas_RE))
         budget = int(0.15 * of_eplb[-1])
-        few = plan_layout(sample.noisy, size.cluster, Greedy(max_moves=budget, effort=8), size.slots, before)
+        few = plan_layout(sample.noisy, size.cluster, Greedy(max_moves=budget, effort=8), size.slots, previous=before)
         assert num_moves(before.replicas_RE, few.replicas_RE) <= budget
         worst.append(min_max_load(sample.noisy, few) * size.num_ranks / sample.noisy.total)
-        free = plan_layout(sample.noisy, size.cluster, Greedy(), size.slots, before)
+        free = plan_layout(sample.noisy, size.cluster, Greedy(), size.slots, previous=before)
         moves.append(num_moves(before.replicas_RE, free.replicas_RE))
     assert max(worst) <= 1.005
     assert sum(moves) <= 0.6 * sum(of_eplb)
@@ -97,7 +103,7 @@ def test_a_plan_near_the_layout_in_force_keeps_whole_experts():
     sample = zipf_sample(size, 1.0, 0)
     cluster = ClusterSpec(ranks_per_node=64)
     first = plan_layout(sample.exact, cluster, Greedy(), size.slots)
-    second = plan_layout(sample.exact, cluster, Greedy(), size.slots, first)
+    second = plan_layout(sample.exact, cluster, Greedy(), size.slots, previous=first)
     alone_E = first.replicas_RE.sum(axis=0) == 1
     stay = (first.replicas_RE[:, alone_E] == second.replicas_RE[:, alone_E]).all(axis=0)
     assert stay.mean() > 0.8
@@ -114,7 +120,7 @@ def test_promised_replicas_stay_where_they_are():
     other = next(other for other in range(num_experts) if other not in rows_RS[rank])
     rows_RS[rank][rows_RS[rank] == expert] = other
     before = ExpertLayout(rows_RS, num_experts)
-    after = plan_layout(load, cluster, Greedy(min_replicas=2), 4, before)
+    after = plan_layout(load, cluster, Greedy(min_replicas=2), 4, previous=before)
     assert num_moves(before.replicas_RE, after.replicas_RE) <= 2
 
 
@@ -132,7 +138,8 @@ def test_more_budget_is_never_worse():
     before = ExpertLayout([[1, -1], [2, 3], [1, 2], [-1, -1], [0, -1], [2, -1]], 4)
     slots, cluster = (1, 2, 2, 0, 1, 1), ClusterSpec(ranks_per_node=6)
     busiest = [
-        min_max_load(load, plan_layout(load, cluster, Greedy(max_moves=budget), slots, before)) for budget in range(4)
+        min_max_load(load, plan_layout(load, cluster, Greedy(max_moves=budget), slots, previous=before))
+        for budget in range(4)
     ]
     assert busiest[1:] == [1704] * 3
     assert busiest[0] >= busiest[1]
@@ -147,10 +154,10 @@ def test_a_split_of_very_many_tokens_ends():
     assert plan.tokens_R.max() == min_max_load(load, layout)
 
 
-def test_a_deadline_ends_mending_too():
+def test_a_deadline_ends_repair_too():
     size = next(size for size in SIZES if size.num_ranks == 64)
     sample = zipf_sample(size, 1.5, 0)
     before = plan_layout(sample.exact, size.cluster, Greedy(), size.slots)
     late = Greedy(deadline_ms=1e-6, effort=100)
-    after = plan_layout(sample.noisy, size.cluster, late, size.slots, before)
+    after = plan_layout(sample.noisy, size.cluster, late, size.slots, previous=before)
     assert after.num_duplicates == 0

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moesys.bench.planner.contest import LAER as PUBLISHED_PLANNER
-from moesys.bench.planner.contest import laer_settings, replay, summarise
+from moesys.bench.planner.planner_contest import LAER as PUBLISHED_PLANNER
+from moesys.bench.planner.planner_contest import laer_settings, replay, summarise
 from moesys.config.laer_routing import LAER_E8K2_ROUTING, LAER_E16K4_ROUTING
 from moesys.traces import generate
 

@@ -76,7 +76,7 @@ def plan_lines() -> Iterator[str]:
             layout = None
             if in_force:
                 layout = ms.plan_layout(drawn_load(cluster, num_experts, seed - 1), cluster, BALANCERS[balancer], slots)
-            layout = ms.plan_layout(load, cluster, BALANCERS[balancer], slots, layout)
+            layout = ms.plan_layout(load, cluster, BALANCERS[balancer], slots, previous=layout)
         except ValueError:
             continue
         plan = ms.split_tokens(load, layout, cluster, SPLITS[split], turn=seed % 7)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 
+from moesys.balance.planning_problem import PlanningProblem
 from moesys.balance.replicas import common_shares, layout_from_rows, share_key
 from moesys.config import ClusterSpec, Eplb
 from moesys.layout import ExpertLayout
-from moesys.load import LoadMatrix
 
 
-def eplb_layout(load: LoadMatrix, cluster: ClusterSpec, slots_R: tuple[int, ...], config: Eplb) -> ExpertLayout:
-    """Replicate the expert with the most tokens a replica until the slots are used, then pack the heaviest replica
+def eplb_layout(problem: PlanningProblem, config: Eplb) -> ExpertLayout:
+    """Replicates the expert with the most tokens a replica until the slots are used, then packs the heaviest replica
     first onto the least loaded rank with a free slot.
 
     ``hierarchical`` first packs the ``num_groups`` groups of consecutive experts onto nodes, heaviest group first,
@@ -25,6 +25,7 @@ def eplb_layout(load: LoadMatrix, cluster: ClusterSpec, slots_R: tuple[int, ...]
 
     Raises ValueError where experts, groups, nodes and slots do not divide as the hierarchical form needs it.
     """
+    load, cluster, slots_R = problem.load, problem.cluster, problem.slots_R
     tokens_E = load.tokens_E.tolist()
     if not config.hierarchical:
         return layout_from_rows(_replicated_and_packed(tokens_E, slots_R), slots_R, load.num_experts)

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import numpy as np
 
-from moesys.layout import EMPTY, ExpertLayout, TokenPlan
-from moesys.load import LoadMatrix
+from moesys.balance.planning_problem import PlanningProblem
+from moesys.config import EvenSplit
+from moesys.layout import EMPTY, TokenPlan
 
 
-def even_split(load: LoadMatrix, layout: ExpertLayout, node_of_rank: tuple[int, ...], turn: int) -> TokenPlan:
-    """A source's T tokens for an expert over that expert's c slots on its node, or over all c if there are none.
+def even_split(problem: PlanningProblem, config: EvenSplit) -> TokenPlan:
+    """Divides a source's T tokens for an expert over the expert's c slots on its node, or over all c without any.
 
     Every slot gets floor(T / c). The T mod c left over go one each to consecutive slots in rank order, the first of
     which is slot ``turn`` mod c: the original always begins at slot 0. Two slots of an expert on one rank count
     twice. Source: laer-moe, fused_kernel.py. P filled slots, N nodes.
     """
+    load, layout = problem.load, problem.layout_in_force
     rank_P, slot_P = np.nonzero(layout.expert_RS != EMPTY)
     expert_P = layout.expert_RS[rank_P, slot_P]
     by_expert = np.argsort(expert_P, kind="stable")
     rank_P, expert_P = rank_P[by_expert], expert_P[by_expert]
-    node_R = np.asarray(node_of_rank)
+    node_R = np.asarray(problem.cluster.node_of_rank)
     node_P = node_R[rank_P]
     num_nodes = int(node_R[-1]) + 1
 
@@ -34,7 +36,7 @@ def even_split(load: LoadMatrix, layout: ExpertLayout, node_of_rank: tuple[int, 
     stays_NP = near_NP > 0
     open_NP = ~stays_NP | (node_P == np.arange(num_nodes)[:, None])
     slots_NP = np.where(stays_NP, near_NP, slots_E[expert_P])
-    place_NP = (np.where(stays_NP, index_in_node_P, index_in_all_P) - turn) % slots_NP
+    place_NP = (np.where(stays_NP, index_in_node_P, index_in_all_P) - problem.turn) % slots_NP
 
     share_RP, left_RP = np.divmod(load.tokens_RE[:, expert_P], slots_NP[node_R])
     tokens_RP = np.where(open_NP[node_R], share_RP + (place_NP[node_R] < left_RP), 0)

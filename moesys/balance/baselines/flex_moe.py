@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from moesys.balance.baselines.static import static_layout
+from moesys.balance.planning_problem import PlanningProblem
 from moesys.balance.replicas import common_shares, layout_from_rows
+from moesys.config import FlexMoe, Static
 from moesys.layout import ExpertLayout
-from moesys.load import LoadMatrix
 
 
-def flex_moe_layout(
-    load: LoadMatrix, slots_R: tuple[int, ...], max_moves: int, previous: ExpertLayout | None
-) -> ExpertLayout:
-    """At most ``max_moves`` moves from ``previous``, or from ``Static``'s layout where there is none.
+def flex_moe_layout(problem: PlanningProblem, config: FlexMoe) -> ExpertLayout:
+    """Makes at most ``max_moves`` moves from the layout in force, or from ``Static``'s where there is none.
 
     A move gives an expert one replica more, on a rank that does not hold it yet: in a free slot where there is one,
     else in place of a replica of another expert, that with the fewest tokens a replica of those that have more than
@@ -27,10 +26,11 @@ def flex_moe_layout(
     over replicas; the pairing of expand with shrink; the next expert where one's move is refused; the choice of the
     rank; ties by lowest index. It knows no nodes and no links. Loads are compared exactly.
     """
-    start = static_layout(slots_R, load.num_experts) if previous is None else previous
+    load, slots_R = problem.load, problem.slots_R
+    start = problem.layout or static_layout(problem, Static())
     rows = [list(start.experts_of(rank)) for rank in range(start.num_ranks)]
     tokens_E = load.tokens_E.tolist()
-    for _ in range(max_moves):
+    for _ in range(config.max_moves):
         replicas_E = _counts(rows, load.num_experts)
         share_E = common_shares(tokens_E, replicas_E)
         hottest_first = sorted(range(load.num_experts), key=lambda expert: -share_E[expert])

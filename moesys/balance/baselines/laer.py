@@ -5,13 +5,12 @@ from __future__ import annotations
 import heapq
 from collections.abc import Sequence
 from fractions import Fraction
-from typing import Literal
 
 from moesys.balance.baselines.even_split import even_split
+from moesys.balance.planning_problem import PlanningProblem
 from moesys.balance.replicas import common_shares, layout_from_rows, share_key
-from moesys.config import ClusterSpec
+from moesys.config import ClusterSpec, EvenSplit, Laer
 from moesys.layout import ExpertLayout
-from moesys.load import LoadMatrix
 
 # Both constants are the defaults of the published C++ planner (greedy_balancer.cpp): hidden size 4096 in bfloat16, and
 # the time of one Mixtral-8x7B expert for one token on an A100, 6.08 ms a 4096 tokens.
@@ -23,13 +22,8 @@ PASSES_OF_COMMUNICATION = 4
 PASSES_OF_COMPUTATION = 4
 
 
-def laer_layout(
-    load: LoadMatrix,
-    cluster: ClusterSpec,
-    slots_R: tuple[int, ...],
-    candidates: Sequence[Literal["even", "proportional"]],
-) -> ExpertLayout:
-    """Each candidate's replica counts, placed and scored; the cheapest layout, the first one at equal cost.
+def laer_layout(problem: PlanningProblem, config: Laer) -> ExpertLayout:
+    """Places and scores each candidate's replica counts; returns the cheapest layout, the first one at equal cost.
 
     ``even`` gives every expert the same count and is a candidate only where experts divide the slots;
     ``proportional`` always is one, so it is the fall-back when no listed candidate can be used. Placement knows loads
@@ -37,9 +31,10 @@ def laer_layout(
     number of nodes, ranks a node and slots is planned for (it hangs below 8 ranks), and the score counts tokens
     exactly (it emits up to 0.2 % more than there are).
     """
+    load, cluster, slots_R = problem.load, problem.cluster, problem.slots_R
     tokens_E = load.tokens_E.tolist()
     counts = []
-    for candidate in candidates:
+    for candidate in config.candidates:
         if candidate == "proportional":
             counts.append(proportional_replicas(tokens_E, sum(slots_R), cluster.num_nodes))
         elif sum(slots_R) % load.num_experts == 0:
@@ -49,7 +44,7 @@ def laer_layout(
     layouts = [_place(tokens_E, replicas_E, slots_R, cluster) for replicas_E in counts]
     if len(layouts) == 1:
         return layouts[0]
-    return min(layouts, key=lambda layout: laer_seconds(load, layout, cluster))
+    return min(layouts, key=lambda layout: laer_seconds(problem.over(layout)))
 
 
 def proportional_replicas(tokens_E: Sequence[int], num_slots: int, num_nodes: int) -> list[int]:
@@ -104,13 +99,13 @@ def _place(
     return layout_from_rows(rows, slots_R, len(tokens_E))
 
 
-def laer_seconds(load: LoadMatrix, layout: ExpertLayout, cluster: ClusterSpec) -> Fraction:
-    """LAER's cost of a layout, in seconds a layer: 4·Σ_i T_comm[i] + (3 + 1)·max_k T_comp[k].
+def laer_seconds(problem: PlanningProblem) -> Fraction:
+    """Returns LAER's cost of the layout in force, in seconds a layer: 4·Σ_i T_comm[i] + (3 + 1)·max_k T_comp[k].
 
     Communication is summed over all sources while computation takes the busiest rank, and every source is given its
     node's whole bandwidth: the original's objective, kept as it is. Exact, so that no rounding picks a layout.
     """
-    plan = even_split(load, layout, cluster.node_of_rank, turn=0)
+    cluster, plan = problem.cluster, even_split(problem, EvenSplit())
     source, _, destination, tokens = plan.entries.T
     inter_tokens = plan.inter_node_tokens(cluster.node_of_rank)
     intra_tokens = int(tokens[source != destination].sum()) - inter_tokens

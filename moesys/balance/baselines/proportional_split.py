@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 
-from moesys.balance.flow.holders import list_holders
-from moesys.balance.flow.quotas import fill_quotas, levels_of
-from moesys.config import ClusterSpec
-from moesys.layout import ExpertLayout, TokenPlan
-from moesys.load import IntArray, LoadMatrix
+from moesys.balance.flow.replica_table import list_replicas
+from moesys.balance.flow.token_routes import route_tokens
+from moesys.balance.planning_problem import PlanningProblem
+from moesys.balance.topology import levels_of
+from moesys.config import Proportional
+from moesys.layout import TokenPlan
+from moesys.load import IntArray
 
 
-def proportional_split(load: LoadMatrix, layout: ExpertLayout, cluster: ClusterSpec, turn: int) -> TokenPlan:
-    """Rank d's quota of expert e is in proportion to the room that the other experts leave on d.
+def proportional_split(problem: PlanningProblem, config: Proportional) -> TokenPlan:
+    """Gives rank d a quota of expert e in proportion to the room that the other experts leave on d.
 
     Exactly: every other expert counts for floor(its tokens · its replicas on d / its replicas); the room is what that
     leaves of ceil(all tokens / ranks that hold experts), at least 0. Where no holder has room, replicas count alike.
@@ -20,6 +22,7 @@ def proportional_split(load: LoadMatrix, layout: ExpertLayout, cluster: ClusterS
     then fill the quotas with as few tokens on wires as can be. One pass, no search: better than even, not exact as
     ``FlowSplit`` is.
     """
+    load, layout = problem.load, problem.layout_in_force
     replicas_RE = layout.replicas_RE
     holds_RE = replicas_RE > 0
     even_RE = load.tokens_E * replicas_RE // replicas_RE.sum(axis=0)
@@ -29,20 +32,21 @@ def proportional_split(load: LoadMatrix, layout: ExpertLayout, cluster: ClusterS
     # rooms lose low bits only where their product with an expert's tokens would not fit int64
     room_RE >>= max(0, mean.bit_length() + int(load.tokens_E.max()).bit_length() - 62)
     weight_RE = np.where(room_RE.any(axis=0), room_RE, replicas_RE)
-    quota_RE = _apportioned(load.tokens_E, weight_RE, holds_RE, turn)
-    holders = list_holders(layout.expert_RS, load.num_experts)
-    tokens_P = quota_RE[holders.rank_P, holders.expert_P]
-    return TokenPlan.by_construction(fill_quotas(load.tokens_RE, tokens_P, holders, levels_of(cluster)), load, layout)
+    assigned_RE = _apportioned(load.tokens_E, weight_RE, holds_RE, problem.turn)
+    table = list_replicas(layout.expert_RS, load.num_experts)
+    tokens_P = assigned_RE[table.rank_P, table.expert_P]
+    entries = route_tokens(load.tokens_RE, tokens_P, table, levels_of(problem.cluster))
+    return TokenPlan.by_construction(entries, load, layout)
 
 
 def _apportioned(tokens_E: IntArray, weight_RE: IntArray, holds_RE: np.ndarray, turn: int) -> IntArray:
     """``tokens_E`` in proportion to the weights of each column: floors, and one more for the largest remainders."""
     num_ranks = len(holds_RE)
-    quota_RE, remainder_RE = np.divmod(tokens_E * weight_RE, weight_RE.sum(axis=0))
+    assigned_RE, remainder_RE = np.divmod(tokens_E * weight_RE, weight_RE.sum(axis=0))
     holders_E = holds_RE.sum(axis=0)
     order_RE = np.where(holds_RE, (np.cumsum(holds_RE, axis=0) - 1 - turn) % holders_E, num_ranks)
     # ranks by remainder, the largest first, then by order; those without the expert have the last order of all
     ranked_RE = np.lexsort((order_RE, -remainder_RE), axis=0)
     place_RE = np.empty_like(ranked_RE)
     np.put_along_axis(place_RE, ranked_RE, np.arange(num_ranks)[:, None], axis=0)
-    return quota_RE + (place_RE < tokens_E - quota_RE.sum(axis=0))
+    return assigned_RE + (place_RE < tokens_E - assigned_RE.sum(axis=0))

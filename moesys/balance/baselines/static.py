@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from moesys.balance.planning_problem import PlanningProblem
 from moesys.balance.replicas import layout_from_rows, usable_slots
+from moesys.config import Static
 from moesys.layout import ExpertLayout
 
 
-def static_layout(slots_R: tuple[int, ...], num_experts: int) -> ExpertLayout:
-    """Expert g mod E in the g-th usable slot, counted over all ranks in order.
+def static_layout(problem: PlanningProblem, config: Static) -> ExpertLayout:
+    """Places expert g mod E in the g-th usable slot, counted over all ranks in order.
 
     A rank's slots are a run of at most E consecutive g, so it holds no expert twice; slots beyond E stay empty. With
     ceil(E / R) slots in rank order, as ``Ep()`` has them, every rank owns one block of consecutive experts.
     """
+    num_experts = problem.load.num_experts
     rows, first = [], 0
-    for slots in usable_slots(slots_R, num_experts):
+    for slots in usable_slots(problem.slots_R, num_experts):
         rows.append([g % num_experts for g in range(first, first + slots)])
         first += slots
-    return layout_from_rows(rows, slots_R, num_experts)
+    return layout_from_rows(rows, problem.slots_R, num_experts)

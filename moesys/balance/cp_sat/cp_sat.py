@@ -17,12 +17,12 @@ from ortools.graph.python.linear_sum_assignment import SimpleLinearSumAssignment
 from moesys.balance.certificate import greatest_bound
 from moesys.balance.cp_sat.components import MOST_EXPERTS, fill_components, least_by_components
 from moesys.balance.cp_sat.cp_sat_model import solve
-from moesys.balance.cp_sat.cp_sat_problem import Problem, filled_up
+from moesys.balance.cp_sat.cp_sat_problem import CpSatProblem, filled_up
 from moesys.balance.flow.max_load import min_max_load, tight_set
 from moesys.balance.greedy.greedy import greedy_layout
-from moesys.config import ClusterSpec, CpSat, Greedy
+from moesys.balance.planning_problem import PlanningProblem
+from moesys.config import CpSat, Greedy
 from moesys.layout import ExpertLayout
-from moesys.load import LoadMatrix
 
 # ranks × experts up to which all ranks are planned at once, up to which planning some of them anew still helps, and
 # of those that are
@@ -52,17 +52,13 @@ class CpSatPlan:
     status: Literal["optimal", "balanced", "feasible"]
 
 
-def cp_sat_layout(
-    load: LoadMatrix, cluster: ClusterSpec, slots_R: tuple[int, ...], config: CpSat, previous: ExpertLayout | None
-) -> ExpertLayout:
-    """The layout of ``solve_cp_sat``."""
-    return solve_cp_sat(load, cluster, slots_R, config, previous).layout
+def cp_sat_layout(problem: PlanningProblem, config: CpSat) -> ExpertLayout:
+    """Returns the layout of ``solve_cp_sat``."""
+    return solve_cp_sat(problem, config).layout
 
 
-def solve_cp_sat(
-    load: LoadMatrix, cluster: ClusterSpec, slots_R: tuple[int, ...], config: CpSat, previous: ExpertLayout | None
-) -> CpSatPlan:
-    """The layout with the least ``min_max_load``, then the fewest tokens between nodes, that is found in the time.
+def solve_cp_sat(planning: PlanningProblem, config: CpSat) -> CpSatPlan:
+    """Returns the layout of least ``min_max_load``, then fewest tokens between nodes, that is found in the time.
 
     Greedy's, unless one is better by that order. With y[r, e], whether rank r holds expert e, x[r, e] of its tokens,
     s[n, e] the tokens of e whose sources are on node n:
@@ -74,6 +70,7 @@ def solve_cp_sat(
     One worker, fixed seeds and a limit in deterministic seconds, which both objectives share, give the same layout in
     every run. Raises ValueError where ranks × experts exceed 4096 or tokens 2^50.
     """
+    load = planning.load
     num_ranks, num_experts = load.num_ranks, load.num_experts
     if num_ranks * num_experts > LARGEST_INSTANCE:
         raise ValueError(
@@ -85,8 +82,9 @@ def solve_cp_sat(
             f"balance=CpSat() plans {load.total} tokens, more than 2^50; scale the load down, for only its proportions "
             "matter, or use balance=Greedy()"
         )
-    start = _greedy(load, cluster, slots_R, config, previous)
-    problem = Problem.of(load, cluster, slots_R, config)
+    same = Greedy(min_replicas=config.min_replicas, replicas_within=config.replicas_within)
+    start = greedy_layout(planning, same)
+    problem = CpSatProblem.of(planning, config)
     bound, layout = _by_bounds(problem, start)
     time = config.deterministic_time
     if min_max_load(load, layout) > bound:
@@ -104,17 +102,10 @@ def solve_cp_sat(
     return CpSatPlan(layout, bound, inter_node_bound, status)
 
 
-def _greedy(
-    load: LoadMatrix, cluster: ClusterSpec, slots_R: tuple[int, ...], config: CpSat, previous: ExpertLayout | None
-) -> ExpertLayout:
-    same = Greedy(min_replicas=config.min_replicas, replicas_within=config.replicas_within)
-    return greedy_layout(load, cluster, slots_R, same, previous)
-
-
-def _by_bounds(problem: Problem, start: ExpertLayout) -> tuple[int, ExpertLayout]:
+def _by_bounds(problem: CpSatProblem, start: ExpertLayout) -> tuple[int, ExpertLayout]:
     """What counting alone proves of the busiest rank, and the better of ``start`` and a layout made from the proof."""
-    bound, _ = greatest_bound(problem.tokens_E, problem.slots_R, problem.domain_R, problem.min_replicas)
-    high = min_max_load(problem.load, start)
+    bound, _ = greatest_bound(problem.tokens_E, problem.planning.slots_R, problem.domain_R, problem.min_replicas)
+    high = min_max_load(problem.planning.load, start)
     if bound >= high or len(problem.tokens_E) > MOST_EXPERTS:
         return bound, start
     bound, components = least_by_components(problem.tokens_E, problem.usable_R, bound, high)
@@ -126,13 +117,13 @@ def _by_bounds(problem: Problem, start: ExpertLayout) -> tuple[int, ExpertLayout
     return bound, _relabelled(problem, problem.layout(filled_up(problem, rows)))
 
 
-def _relabelled(problem: Problem, layout: ExpertLayout) -> ExpertLayout:
+def _relabelled(problem: CpSatProblem, layout: ExpertLayout) -> ExpertLayout:
     """The same rows on ranks with equally many slots, where the most of their tokens are at home on the node.
 
     The layout itself where that is no better, for the split may answer with other tokens.
     """
-    quota_RE, node_R = problem.quotas(layout), np.asarray(problem.node_R)
-    at_home_NR = np.minimum(problem.supply_NE[:, None], quota_RE[None]).sum(axis=2)
+    assigned_RE, node_R = problem.assigned(layout), np.asarray(problem.node_R)
+    at_home_NR = np.minimum(problem.supply_NE[:, None], assigned_RE[None]).sum(axis=2)
     assignment = SimpleLinearSumAssignment()
     for row, rank in np.ndindex(layout.num_ranks, layout.num_ranks):
         if problem.usable_R[row] == problem.usable_R[rank]:
@@ -145,21 +136,23 @@ def _relabelled(problem: Problem, layout: ExpertLayout) -> ExpertLayout:
     return min(layout, problem.layout(rows), key=problem.cost)
 
 
-def _less_busy(problem: Problem, layout: ExpertLayout, bound: int, seconds: float) -> tuple[ExpertLayout, int, float]:
+def _less_busy(
+    problem: CpSatProblem, layout: ExpertLayout, bound: int, seconds: float
+) -> tuple[ExpertLayout, int, float]:
     """A layout whose busiest rank has fewer tokens, if one is found; the bound; deterministic seconds spent."""
-    busiest, spent, turn = min_max_load(problem.load, layout), 0.0, 0
+    busiest, spent, turn = min_max_load(problem.planning.load, layout), 0.0, 0
     while busiest > bound and spent < seconds and turn < MOST_TURNS:
         free, share = _freed(problem, layout, turn)
         answer = solve(problem, layout, free, (bound, busiest), False, share * seconds)
         if len(free) == layout.num_ranks:
             bound = max(bound, answer.bound)
-        if answer.layout is not None and (found := min_max_load(problem.load, answer.layout)) < busiest:
+        if answer.layout is not None and (found := min_max_load(problem.planning.load, answer.layout)) < busiest:
             busiest, layout = found, answer.layout
         spent, turn = spent + answer.seconds, turn + 1
     return (_relabelled(problem, layout) if problem.one_domain else layout), bound, spent
 
 
-def _less_traffic(problem: Problem, layout: ExpertLayout, seconds: float) -> tuple[ExpertLayout, int]:
+def _less_traffic(problem: CpSatProblem, layout: ExpertLayout, seconds: float) -> tuple[ExpertLayout, int]:
     """A layout as good in the busiest rank with fewer tokens between nodes, if one is found; the bound on these."""
     (busiest, inter_node), bound, spent, turn = problem.cost(layout), 0, 0.0, 0
     while inter_node > bound and spent < seconds and turn < MOST_TURNS:
@@ -173,7 +166,7 @@ def _less_traffic(problem: Problem, layout: ExpertLayout, seconds: float) -> tup
     return layout, bound
 
 
-def _freed(problem: Problem, layout: ExpertLayout, turn: int) -> tuple[tuple[int, ...], float]:
+def _freed(problem: CpSatProblem, layout: ExpertLayout, turn: int) -> tuple[tuple[int, ...], float]:
     """Ranks to plan anew, and the part of the time for it.
 
     At first all, where they are few enough: only that proves a bound. Then half from the tight set and half from
@@ -185,7 +178,7 @@ def _freed(problem: Problem, layout: ExpertLayout, turn: int) -> tuple[tuple[int
     ranks = [rank for rank, usable in enumerate(problem.usable_R) if usable]
     size = max(2, isqrt(FREED_AT_ONCE // max(problem.usable_R)))
     mixed = sorted(ranks, key=lambda rank: ((rank + 1) * (2 * turn + 1) * MIXER % 2**32, rank))
-    tight = set(tight_set(problem.load, layout).ranks)
+    tight = set(tight_set(problem.planning.load, layout).ranks)
     picks = [*[rank for rank in mixed if rank in tight][: size // 2], *mixed]
     if turn % 2 and not problem.one_domain:
         shared_RR = layout.replicas_RE @ layout.replicas_RE.T

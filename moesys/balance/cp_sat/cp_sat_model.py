@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from moesys.balance.cp_sat.cp_sat_problem import Problem, filled_up
+from moesys.balance.cp_sat.cp_sat_problem import CpSatProblem, filled_up
 from moesys.layout import ExpertLayout
 from moesys.load import IntArray
 
@@ -31,7 +31,7 @@ class Answer:
 
 
 def solve(
-    problem: Problem,
+    problem: CpSatProblem,
     layout: ExpertLayout,
     free: tuple[int, ...],
     limits: tuple[int, int],
@@ -49,7 +49,7 @@ def solve(
     tokens_E, high = problem.tokens_E, limits[1]
     whole = len(free) == layout.num_ranks
     exchangeable = _exchangeable(problem, least_traffic) if whole else []
-    hint_rows, hint_quota_RE = _in_order(problem, layout, exchangeable)
+    hint_rows, hint_assigned_RE = _in_order(problem, layout, exchangeable)
     movable = range(len(tokens_E)) if whole else sorted({expert for rank in free for expert in hint_rows[rank]})
     model = cp_model.CpModel()
     holds: dict[tuple[int, int], IntVar] = {}
@@ -58,7 +58,7 @@ def solve(
         for expert in movable if rank in free else row:
             most = min(tokens_E[expert], high)
             tokens[rank, expert] = model.new_int_var(0, most, f"x[{rank},{expert}]")
-            model.add_hint(tokens[rank, expert], int(hint_quota_RE[rank, expert]))
+            model.add_hint(tokens[rank, expert], int(hint_assigned_RE[rank, expert]))
             if rank in free:
                 holds[rank, expert] = model.new_bool_var(f"y[{rank},{expert}]")
                 model.add_hint(holds[rank, expert], expert in row)
@@ -97,7 +97,7 @@ def solve(
 
 
 def _keep_inside_one_domain(
-    model: CpModel, problem: Problem, holds_by_rank: dict[int, IntVar], kept: Sequence[int]
+    model: CpModel, problem: CpSatProblem, holds_by_rank: dict[int, IntVar], kept: Sequence[int]
 ) -> None:
     """One expert: of the domains where free ranks could hold it, one; the domain of ranks that keep it, if any do."""
     home = {problem.domain_R[rank] for rank in kept}
@@ -110,7 +110,7 @@ def _keep_inside_one_domain(
             model.add(holds == 0)
 
 
-def _imports(model: CpModel, problem: Problem, tokens: dict[tuple[int, int], IntVar]) -> LinearExprT:
+def _imports(model: CpModel, problem: CpSatProblem, tokens: dict[tuple[int, int], IntVar]) -> LinearExprT:
     """Tokens between nodes: for each node and expert, what its ranks compute beyond what its sources have."""
     imports = []
     for (node, expert), supply in np.ndenumerate(problem.supply_NE):
@@ -121,7 +121,7 @@ def _imports(model: CpModel, problem: Problem, tokens: dict[tuple[int, int], Int
     return sum(imports)
 
 
-def _exchangeable(problem: Problem, least_traffic: bool) -> list[list[int]]:
+def _exchangeable(problem: CpSatProblem, least_traffic: bool) -> list[list[int]]:
     """Ranks that could change places in any solution: equal slots and domain, and for the traffic one node."""
     classes: dict[tuple[int, int, int], list[int]] = {}
     for rank, usable in enumerate(problem.usable_R):
@@ -137,7 +137,7 @@ def _codes(tokens_E: Sequence[int]) -> dict[int, int]:
 
 
 def _order(
-    model: CpModel, problem: Problem, holds: dict[tuple[int, int], IntVar], exchangeable: Sequence[Sequence[int]]
+    model: CpModel, problem: CpSatProblem, holds: dict[tuple[int, int], IntVar], exchangeable: Sequence[Sequence[int]]
 ) -> None:
     """Of solutions that differ by an exchange of ranks, keeps those with codes in falling order."""
     codes = _codes(problem.tokens_E)
@@ -147,13 +147,13 @@ def _order(
 
 
 def _in_order(
-    problem: Problem, layout: ExpertLayout, exchangeable: Sequence[Sequence[int]]
+    problem: CpSatProblem, layout: ExpertLayout, exchangeable: Sequence[Sequence[int]]
 ) -> tuple[list[Sequence[int]], IntArray]:
-    """Rows and quotas [R, E] of a layout, ranks exchanged so that ``_order`` keeps it."""
-    quota_RE, codes = problem.quotas(layout), _codes(problem.tokens_E)
+    """Rows and assigned tokens [R, E] of a layout, ranks exchanged so that ``_order`` keeps it."""
+    assigned_RE, codes = problem.assigned(layout), _codes(problem.tokens_E)
     source_R = list(range(layout.num_ranks))
     for ranks in exchangeable:
         by_code = sorted(ranks, key=lambda rank: -sum(codes.get(expert, 0) for expert in layout.experts_of(rank)))
         for rank, source in zip(ranks, by_code, strict=True):
             source_R[rank] = source
-    return [layout.experts_of(source) for source in source_R], quota_RE[source_R]
+    return [layout.experts_of(source) for source in source_R], assigned_RE[source_R]

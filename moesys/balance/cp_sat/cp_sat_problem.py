@@ -7,27 +7,26 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moesys.balance.certificate import domains_of
+from moesys.balance.flow.flow_split import flow_split
+from moesys.balance.planning_problem import PlanningProblem
 from moesys.balance.replicas import layout_from_rows, share_key, usable_slots
-from moesys.balance.splits import split_tokens
-from moesys.config import ClusterSpec, CpSat, FlowSplit
+from moesys.balance.topology import domains_of, nodes_of, tokens_by_node
+from moesys.config import CpSat, FlowSplit
 from moesys.layout import ExpertLayout
-from moesys.load import IntArray, LoadMatrix
+from moesys.load import IntArray
 
 Rows = Sequence[Sequence[int]]
 
 
 @dataclass(frozen=True)
-class Problem:
-    """A load, and where its experts may go.
+class CpSatProblem:
+    """A ``PlanningProblem``, and what its limits come to.
 
     ``usable_R``: slots of a rank that can hold distinct experts; ``domain_R``: the domain of each rank, inside one of
     which all replicas of an expert lie; ``tokens_E``: of all sources; ``supply_NE``: of the sources on a node.
     """
 
-    load: LoadMatrix
-    cluster: ClusterSpec
-    slots_R: tuple[int, ...]
+    planning: PlanningProblem
     usable_R: list[int]
     domain_R: tuple[int, ...]
     min_replicas: int
@@ -35,51 +34,48 @@ class Problem:
     supply_NE: IntArray
 
     @classmethod
-    def of(cls, load: LoadMatrix, cluster: ClusterSpec, slots_R: tuple[int, ...], config: CpSat) -> Problem:
-        supply_NE = np.zeros((cluster.num_nodes, load.num_experts), dtype=np.int64)
-        np.add.at(supply_NE, np.asarray(cluster.node_of_rank), load.tokens_RE)
+    def of(cls, planning: PlanningProblem, config: CpSat) -> CpSatProblem:
+        supply_NE, tokens_E = tokens_by_node(planning.load.tokens_RE, nodes_of(planning.cluster))
         return cls(
-            load=load,
-            cluster=cluster,
-            slots_R=slots_R,
-            usable_R=usable_slots(slots_R, load.num_experts),
-            domain_R=domains_of(cluster, config.replicas_within),
+            planning=planning,
+            usable_R=usable_slots(planning.slots_R, planning.load.num_experts),
+            domain_R=domains_of(planning.cluster, config.replicas_within),
             min_replicas=config.min_replicas,
-            tokens_E=load.tokens_E.tolist(),
+            tokens_E=tokens_E.tolist(),
             supply_NE=supply_NE,
         )
 
     @property
     def node_R(self) -> tuple[int, ...]:
-        return self.cluster.node_of_rank
+        return self.planning.cluster.node_of_rank
 
     @property
     def one_domain(self) -> bool:
         return len(set(self.domain_R)) == 1
 
-    def quotas(self, layout: ExpertLayout) -> IntArray:
+    def assigned(self, layout: ExpertLayout) -> IntArray:
         """Tokens [R, E] that each rank computes of each expert under the exact split."""
-        plan = split_tokens(self.load, layout, self.cluster, FlowSplit(traffic="exact"))
-        quota_RE = np.zeros_like(self.load.tokens_RE)
-        np.add.at(quota_RE, (plan.entries[:, 2], plan.entries[:, 1]), plan.entries[:, 3])
-        return quota_RE
+        plan = flow_split(self.planning.over(layout), FlowSplit(traffic="exact"))
+        assigned_RE = np.zeros_like(plan.load.tokens_RE)
+        np.add.at(assigned_RE, (plan.entries[:, 2], plan.entries[:, 1]), plan.entries[:, 3])
+        return assigned_RE
 
-    def inter_node(self, quota_RE: IntArray) -> int:
+    def inter_node(self, assigned_RE: IntArray) -> int:
         """Tokens between nodes: what a node computes of an expert beyond what its own sources have."""
-        quota_NE = np.zeros_like(self.supply_NE)
-        np.add.at(quota_NE, np.asarray(self.node_R), quota_RE)
-        return int(np.maximum(quota_NE - self.supply_NE, 0).sum())
+        assigned_NE = np.zeros_like(self.supply_NE)
+        np.add.at(assigned_NE, np.asarray(self.node_R), assigned_RE)
+        return int(np.maximum(assigned_NE - self.supply_NE, 0).sum())
 
     def cost(self, layout: ExpertLayout) -> tuple[int, int]:
         """What is minimised: tokens of the busiest rank, then tokens between nodes."""
-        quota_RE = self.quotas(layout)
-        return int(quota_RE.sum(axis=1).max()), self.inter_node(quota_RE)
+        assigned_RE = self.assigned(layout)
+        return int(assigned_RE.sum(axis=1).max()), self.inter_node(assigned_RE)
 
     def layout(self, rows: Rows) -> ExpertLayout:
-        return layout_from_rows(rows, self.slots_R, len(self.tokens_E))
+        return layout_from_rows(rows, self.planning.slots_R, len(self.tokens_E))
 
 
-def filled_up(problem: Problem, rows: Rows) -> list[list[int]]:
+def filled_up(problem: CpSatProblem, rows: Rows) -> list[list[int]]:
     """Rows whose free slots have gone to the experts with the most tokens a replica that their rank has not.
 
     A slot stays free where all experts of the domain are on the rank already.

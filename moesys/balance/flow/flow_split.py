@@ -3,31 +3,35 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from typing import NamedTuple
 
 import numpy as np
 
-from moesys.balance.flow.holders import list_holders
-from moesys.balance.flow.local_first import share_out
-from moesys.balance.flow.min_cost_flow import cheapest_quotas
-from moesys.balance.flow.min_cost_push import push_down
-from moesys.balance.flow.min_max_flow import least_max, new_level
-from moesys.balance.flow.quotas import fill_quotas, levels_of, nodes_of
+from moesys.balance.flow.local_first import local_first
+from moesys.balance.flow.min_cost_flow import min_cost_flow
+from moesys.balance.flow.min_cost_push import min_cost_push
+from moesys.balance.flow.min_max_flow import min_max_flow, new_flow
+from moesys.balance.flow.replica_table import group_by_node, list_replicas
+from moesys.balance.flow.token_routes import route_tokens
+from moesys.balance.planning_problem import PlanningProblem
+from moesys.balance.topology import levels_of, nodes_of, tokens_by_node
 from moesys.compiled import compiled
-from moesys.config import ClusterSpec, FlowSplit
-from moesys.layout import ExpertLayout, TokenPlan
-from moesys.load import LoadMatrix
+from moesys.config import FlowSplit
+from moesys.layout import TokenPlan
+from moesys.load import IntArray
 
 NO_CAP = -1
 
 
-def flow_split(load: LoadMatrix, layout: ExpertLayout, cluster: ClusterSpec, config: FlowSplit, turn: int) -> TokenPlan:
-    """Of all plans whose busiest rank has ``min_max_load``, one with few tokens between nodes; with
+def flow_split(problem: PlanningProblem, config: FlowSplit) -> TokenPlan:
+    """Returns, of all plans whose busiest rank has ``min_max_load``, one with few tokens between nodes; with
     ``traffic="exact"`` one with the fewest, and of those the fewest that leave their rank at all.
 
     ``max_inter_node`` caps the share of tokens between nodes: then the busiest rank has the least load with which the
-    pushed quotas keep the cap, or, where no load does, reach the least traffic there is. ``turn`` rotates remainders.
+    pushed tokens keep the cap, or, where no load does, reach the least traffic there is. ``turn`` rotates remainders.
     Integers throughout: equal arguments give equal bytes.
     """
+    load, layout, cluster, turn = problem.load, problem.layout_in_force, problem.cluster, problem.turn
     cap = NO_CAP if config.max_inter_node is None else int(Fraction(str(config.max_inter_node)) * load.total)
     level_LR = levels_of(cluster)
     node_R = nodes_of(cluster)
@@ -35,95 +39,84 @@ def flow_split(load: LoadMatrix, layout: ExpertLayout, cluster: ClusterSpec, con
         entries = split_fast(load.tokens_RE, layout.expert_RS, node_R, level_LR, turn, cap)
         return TokenPlan.by_construction(entries, load, layout)
     limit = least_limit(load.tokens_RE, layout.expert_RS, node_R, turn, cap)
-    holders = list_holders(layout.expert_RS, load.num_experts)
-    quota_RE = cheapest_quotas(load, layout, cluster.node_of_rank, limit)
-    tokens_P = quota_RE[holders.rank_P, holders.expert_P]
-    return TokenPlan.by_construction(fill_quotas(load.tokens_RE, tokens_P, holders, level_LR), load, layout)
+    table = list_replicas(layout.expert_RS, load.num_experts)
+    assigned_RE = min_cost_flow(load, layout, cluster.node_of_rank, limit)
+    tokens_P = assigned_RE[table.rank_P, table.expert_P]
+    return TokenPlan.by_construction(route_tokens(load.tokens_RE, tokens_P, table, level_LR), load, layout)
 
 
 @compiled
 def split_fast(tokens_RE, expert_RS, node_R, level_LR, turn, cap):  # type: ignore[no-untyped-def]
-    """Rows of the plan, int64 [N, 4]; ``cap``: of its tokens between nodes, or -1."""
-    holders = list_holders(expert_RS, tokens_RE.shape[1])
-    supply_NE, tokens_E = sums_by_node(tokens_RE, node_R)
+    """Returns the rows of the plan, int64 [N, 4]; ``cap``: of its tokens between nodes, or -1."""
+    demand, table, groups = _prepare(tokens_RE, expert_RS, node_R)
     # the mean is what can be hoped for, and with a good layout it is reached
-    limit = -(-tokens_E.sum() // holders.holds_R.sum())
-    tokens_P, crossing = _quotas(tokens_RE, supply_NE, tokens_E, node_R, holders, turn, limit)
+    limit = -(-demand.tokens_E.sum() // table.holds_R.sum())
+    tokens_P, crossing = _assign(demand, table, groups, turn, limit)
     if crossing < 0:
-        limit = least_max(tokens_E, holders, new_level(holders))
-        tokens_P, crossing = _quotas(tokens_RE, supply_NE, tokens_E, node_R, holders, turn, limit)
+        limit = min_max_flow(demand.tokens_E, table, new_flow(table))
+        tokens_P, crossing = _assign(demand, table, groups, turn, limit)
     if cap >= 0 and crossing > cap:
-        limit = _relaxed_limit(tokens_RE, supply_NE, tokens_E, node_R, holders, turn, cap, limit)
-        tokens_P, _ = _quotas(tokens_RE, supply_NE, tokens_E, node_R, holders, turn, limit)
-    return fill_quotas(tokens_RE, tokens_P, holders, level_LR)
+        limit = _relaxed_limit(demand, table, groups, turn, cap, limit)
+        tokens_P, _ = _assign(demand, table, groups, turn, limit)
+    return route_tokens(tokens_RE, tokens_P, table, level_LR)
 
 
 @compiled
 def least_crossing(tokens_RE, expert_RS, node_R):  # type: ignore[no-untyped-def]
-    """Tokens between nodes at the least load of the busiest rank."""
-    holders = list_holders(expert_RS, tokens_RE.shape[1])
-    supply_NE, tokens_E = sums_by_node(tokens_RE, node_R)
-    limit = least_max(tokens_E, holders, new_level(holders))
-    return _quotas(tokens_RE, supply_NE, tokens_E, node_R, holders, np.int64(0), limit)[1]
+    """Returns the tokens between nodes at the least load of the busiest rank."""
+    demand, table, groups = _prepare(tokens_RE, expert_RS, node_R)
+    limit = min_max_flow(demand.tokens_E, table, new_flow(table))
+    return _assign(demand, table, groups, np.int64(0), limit)[1]
 
 
 @compiled
 def least_limit(tokens_RE, expert_RS, node_R, turn, cap):  # type: ignore[no-untyped-def]
-    """The limit on a rank's load that ``split_fast`` keeps."""
-    holders = list_holders(expert_RS, tokens_RE.shape[1])
-    supply_NE, tokens_E = sums_by_node(tokens_RE, node_R)
-    limit = least_max(tokens_E, holders, new_level(holders))
-    return limit if cap < 0 else _relaxed_limit(tokens_RE, supply_NE, tokens_E, node_R, holders, turn, cap, limit)
+    """Returns the limit on a rank's load that ``split_fast`` keeps."""
+    demand, table, groups = _prepare(tokens_RE, expert_RS, node_R)
+    limit = min_max_flow(demand.tokens_E, table, new_flow(table))
+    return limit if cap < 0 else _relaxed_limit(demand, table, groups, turn, cap, limit)
 
 
-@compiled
-def sums_by_node(tokens_RE, node_R):  # type: ignore[no-untyped-def]
-    """Tokens of each expert by node, int64 [N, E], and in all, int64 [E]."""
-    num_ranks, num_experts = tokens_RE.shape
-    supply_NE = np.zeros((node_R[num_ranks - 1] + 1, num_experts), np.int64)
-    tokens_E = np.zeros(num_experts, np.int64)
-    for rank in range(num_ranks):
-        supply_E = supply_NE[node_R[rank]]
-        for expert in range(num_experts):
-            supply_E[expert] += tokens_RE[rank, expert]
-    for node in range(supply_NE.shape[0]):
-        for expert in range(num_experts):
-            tokens_E[expert] += supply_NE[node, expert]
-    return supply_NE, tokens_E
-
-
-@compiled
-def _quotas(tokens_RE, supply_NE, tokens_E, node_R, holders, turn, limit):  # type: ignore[no-untyped-def]
-    """Tokens of each replica, int64 [P], so that no rank has more than ``limit``, and how many cross nodes; -1 of those
-    where no split keeps the limit.
+class Demand(NamedTuple):
+    """What is to be split; all int64: tokens by source ``tokens_RE``, by source's node ``supply_NE``, and ``tokens_E``;
+    the node of each rank, ``node_R``.
     """
-    shared = share_out(tokens_RE, supply_NE, tokens_E, node_R, holders, turn)
-    tokens_P = np.zeros(holders.rank_P.size, np.int64)
-    if push_down(shared, limit, holders.holds_R) < 0:
-        return tokens_P, -1
-    crossing = 0
-    for expert in range(tokens_E.size):
-        first = holders.first_E[expert]
-        if holders.first_E[expert + 1] - first == 1:
-            tokens_P[first] = tokens_E[expert]
-            crossing += tokens_E[expert] - supply_NE[node_R[holders.rank_P[first]], expert]
-    for index in range(shared.replica_Q.size):
-        tokens_P[shared.replica_Q[index]] = shared.tokens_Q[index]
-    for group in range(shared.here_G.size):
-        crossing += max(shared.here_G[group] - shared.supply_G[group], 0)
-    return tokens_P, crossing
+
+    tokens_RE: IntArray
+    supply_NE: IntArray
+    tokens_E: IntArray
+    node_R: IntArray
 
 
 @compiled
-def _relaxed_limit(tokens_RE, supply_NE, tokens_E, node_R, holders, turn, cap, lowest):  # type: ignore[no-untyped-def]
-    """The least limit, found by bisection, at which no more than ``cap`` tokens cross, or than must at any limit."""
-    highest = tokens_E.sum()
-    cap = max(cap, _quotas(tokens_RE, supply_NE, tokens_E, node_R, holders, turn, highest)[1])
+def _prepare(tokens_RE, expert_RS, node_R):  # type: ignore[no-untyped-def]
+    supply_NE, tokens_E = tokens_by_node(tokens_RE, node_R)
+    table = list_replicas(expert_RS, tokens_E.size)
+    return Demand(tokens_RE, supply_NE, tokens_E, node_R), table, group_by_node(table, node_R)
+
+
+@compiled
+def _assign(demand, table, groups, turn, limit):  # type: ignore[no-untyped-def]
+    """Returns the tokens of each replica, int64 [P], so that no rank has more than ``limit``, and how many cross nodes;
+    -1 of those where no split keeps the limit.
+    """
+    tokens_RE, supply_NE, tokens_E, node_R = demand
+    assigned = local_first(tokens_RE, supply_NE, tokens_E, node_R, table, groups, turn)
+    if min_cost_push(table, groups, assigned, limit) < 0:
+        return assigned.tokens_P, -1
+    return assigned.tokens_P, np.maximum(assigned.here_G - assigned.supply_G, 0).sum()
+
+
+@compiled
+def _relaxed_limit(demand, table, groups, turn, cap, lowest):  # type: ignore[no-untyped-def]
+    """Returns the least limit, found by bisection, at which no more than ``cap`` tokens cross, or than must at any."""
+    highest = demand.tokens_E.sum()
+    cap = max(cap, _assign(demand, table, groups, turn, highest)[1])
     # lowest - 1 is too low, highest is enough
     low, high = lowest - 1, highest
     while high - low > 1:
         middle = (low + high) // 2
-        if _quotas(tokens_RE, supply_NE, tokens_E, node_R, holders, turn, middle)[1] <= cap:
+        if _assign(demand, table, groups, turn, middle)[1] <= cap:
             high = middle
         else:
             low = middle

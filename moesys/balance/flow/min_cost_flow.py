@@ -1,4 +1,4 @@
-"""The cheapest quotas under a limit on loads, by minimum-cost flow (OR-Tools): exact, and a hundred times slower."""
+"""The cheapest tokens of replicas under a limit on loads, by minimum-cost flow (OR-Tools): exact, and far slower."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ from moesys.layout import ExpertLayout
 from moesys.load import IntArray, LoadMatrix
 
 
-def cheapest_quotas(load: LoadMatrix, layout: ExpertLayout, node_of_rank: tuple[int, ...], limit: int) -> IntArray:
+def min_cost_flow(load: LoadMatrix, layout: ExpertLayout, node_of_rank: tuple[int, ...], limit: int) -> IntArray:
     """Tokens [R, E] of each expert for each rank, at most ``limit`` a rank: the fewest between nodes, and of those the
     fewest that leave their rank. ``limit`` must be one that some split keeps.
     """
     holds_RE = layout.replicas_RE > 0
-    quota_RE = np.where(holds_RE, load.tokens_E, 0)
+    assigned_RE = np.where(holds_RE, load.tokens_E, 0)
     shared = np.flatnonzero((holds_RE.sum(axis=0) > 1) & (load.tokens_E > 0))
     if not shared.size:
-        return quota_RE
-    quota_RE[:, shared] = 0
-    room_R = limit - quota_RE.sum(axis=1)
-    quota_RE[:, shared] = _cheapest_quotas(
+        return assigned_RE
+    assigned_RE[:, shared] = 0
+    room_R = limit - assigned_RE.sum(axis=1)
+    assigned_RE[:, shared] = _cheapest_assignment(
         load.tokens_RE[:, shared], holds_RE[:, shared], room_R, np.asarray(node_of_rank)
     )
-    return quota_RE
+    return assigned_RE
 
 
-def _cheapest_quotas(tokens_RE: IntArray, holds_RE: np.ndarray, room_R: IntArray, node_R: IntArray) -> IntArray:
+def _cheapest_assignment(tokens_RE: IntArray, holds_RE: np.ndarray, room_R: IntArray, node_R: IntArray) -> IntArray:
     """Tokens [R, E] of each expert for each rank, at most ``room_R`` a rank, for the least traffic.
 
     A minimum-cost flow over sources taken together by node. From (expert e, node n) tokens go
@@ -34,7 +34,7 @@ def _cheapest_quotas(tokens_RE: IntArray, holds_RE: np.ndarray, room_R: IntArray
     - to a holder d on n: as many as source d itself has for nothing, more for 1 each (they leave their rank);
     - to the exchange of e, for more than all that could be saved inside nodes, and from it to any holder.
 
-    That the first tokens are d's own is exact although sources are not told apart: ``fill_quotas`` gives d its own
+    That the first tokens are d's own is exact although sources are not told apart: ``route_tokens`` gives d its own
     first.
     """
     num_ranks, num_experts = tokens_RE.shape
@@ -77,9 +77,9 @@ def _cheapest_quotas(tokens_RE: IntArray, holds_RE: np.ndarray, room_R: IntArray
     flow = np.zeros(len(tail), dtype=np.int64)
     flow[used] = graph.flows(numbers)
 
-    quota_RE = np.zeros((num_ranks, num_experts), dtype=np.int64)
+    assigned_RE = np.zeros((num_ranks, num_experts), dtype=np.int64)
     num_holders = len(expert)
-    quota_RE[rank, expert] = flow[:num_holders] + flow[num_holders : 2 * num_holders]
+    assigned_RE[rank, expert] = flow[:num_holders] + flow[num_holders : 2 * num_holders]
     if num_nodes > 1:
-        quota_RE[rank, expert] += flow[-num_holders:]
-    return quota_RE
+        assigned_RE[rank, expert] += flow[-num_holders:]
+    return assigned_RE

@@ -1,8 +1,8 @@
-"""Quotas by pushing, compiled: which rank gets how many tokens of an expert, for the least traffic between nodes.
+"""Minimum-cost pushes, compiled: which rank gets how many tokens of an expert, for the least traffic between nodes.
 
-Every token begins at home (``share_out``). No limit on loads allows less traffic, and pushing what ranks have above the
-limit along cheapest paths keeps it the least (successive shortest paths, on all ranks at once). A path goes from rank
-to rank, each time by tokens of an expert that both hold. A hop costs 1; a hop that takes tokens away from home
+Every token begins at home (``local_first``). No limit on loads allows less traffic, and pushing what ranks have above
+the limit along cheapest paths keeps it the least (successive shortest paths, on all ranks at once). A path goes from
+rank to rank, each time by tokens of an expert that both hold. A hop costs 1; a hop that takes tokens away from home
 ``CROSSING`` more, one that brings such tokens back as much less.
 
 A *phase* labels every rank with the cost of its cheapest path to a rank with room, and takes ``STEPS`` steps. In a
@@ -19,7 +19,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from moesys.balance.flow.local_first import Indices
 from moesys.compiled import borrowing, compiled, inlined
 from moesys.load import IntArray
 
@@ -30,64 +29,63 @@ STEPS = 4
 
 class Labels(NamedTuple):
     """Costs of cheapest paths, int64. ``rank_R``: from a rank to room; ``inside_G``: from a group's best rank;
-    ``from_G``: of a token that leaves a rank of the group by its expert; ``exchange_F``: by the best of all groups.
+    ``from_G``: of a token that leaves a rank of the group by its expert; ``exchange_E``: by the best of all groups.
 
-    And scratch, ``waiting_F`` and ``queue_F`` for them; of a step ``hop_R``: the replica by which a rank gives,
-    ``take_R``: what it may take, ``give_R``, ``taker_R``: the pool that it receives from, ``local_G`` and ``across_F``:
+    And scratch, ``waiting_E`` and ``queue_E`` for them; of a step ``hop_R``: the replica by which a rank gives,
+    ``take_R``: what it may take, ``give_R``, ``taker_R``: the pool that it receives from, ``local_G`` and ``across_E``:
     what is given to each pool.
     """
 
     rank_R: IntArray
     inside_G: IntArray
     from_G: IntArray
-    exchange_F: IntArray
+    exchange_E: IntArray
     hop_R: IntArray
     take_R: IntArray
     give_R: IntArray
     taker_R: IntArray
     local_G: IntArray
-    across_F: IntArray
-    waiting_F: npt.NDArray[np.bool_]
-    queue_F: Indices
+    across_E: IntArray
+    waiting_E: npt.NDArray[np.bool_]
+    queue_E: IntArray
 
 
 @compiled
-def push_down(shared, limit, holds_R):  # type: ignore[no-untyped-def]
-    """Pushes until no rank has more than ``limit``; gives the phases it took, or -1 where no split keeps the limit.
+def min_cost_push(table, groups, assigned, limit):  # type: ignore[no-untyped-def]
+    """Pushes until no rank has more than ``limit``; returns the phases it took, or -1 where no split keeps the limit.
 
-    ``shared``: a ``share_out.Shared``, whose ``tokens_Q``, ``here_G`` and ``load_R`` change. ``holds_R`` bool [R]:
-    ranks with a replica, of any expert.
+    ``assigned``: a ``local_first.Assignment``, whose ``tokens_P``, ``here_G`` and ``load_R`` change.
     """
-    num_ranks, num_groups, num_shared = shared.load_R.size, shared.expert_G.size, shared.first_F.size - 1
+    num_ranks, num_groups, num_experts = assigned.load_R.size, groups.expert_G.size, groups.first_E.size - 1
     labels = Labels(
         np.empty(num_ranks, np.int64),
         np.empty(num_groups, np.int64),
         np.empty(num_groups, np.int64),
-        np.empty(num_shared, np.int64),
+        np.empty(num_experts, np.int64),
         np.empty(num_ranks, np.int64),
         np.empty(num_ranks, np.int64),
         np.empty(num_ranks, np.int64),
         np.empty(num_ranks, np.int64),
         np.empty(num_groups, np.int64),
-        np.empty(num_shared, np.int64),
-        np.empty(num_shared, np.bool_),
-        np.empty(num_shared, np.uint32),
+        np.empty(num_experts, np.int64),
+        np.empty(num_experts, np.bool_),
+        np.empty(num_experts, np.int64),
     )
-    return _push(shared, limit, holds_R, labels)
+    return _push(table, groups, assigned, limit, labels)
 
 
 @borrowing
-def _push(shared, limit, holds_R, labels):  # type: ignore[no-untyped-def]
+def _push(table, groups, assigned, limit, labels):  # type: ignore[no-untyped-def]
     phases = 0
-    while _exceeds(shared.load_R, limit):
-        _label(shared, limit, holds_R, labels)
+    while _exceeds(assigned.load_R, limit):
+        _label(table, groups, assigned, limit, labels)
         reached = False
-        for rank in range(shared.load_R.size):
-            reached = reached or (shared.load_R[rank] > limit and labels.rank_R[rank] < UNREACHED // 2)
+        for rank in range(assigned.load_R.size):
+            reached = reached or (assigned.load_R[rank] > limit and labels.rank_R[rank] < UNREACHED // 2)
         if not reached:
             return -1
         for _ in range(STEPS):
-            if not _step(shared, limit, labels):
+            if not _step(table, groups, assigned, limit, labels):
                 break
         phases += 1
     return phases
@@ -102,94 +100,93 @@ def _exceeds(load_R, limit):  # type: ignore[no-untyped-def]
 
 
 @borrowing
-def _label(shared, limit, holds_R, labels):  # type: ignore[no-untyped-def]
+def _label(table, groups, assigned, limit, labels):  # type: ignore[no-untyped-def]
     """Cheapest paths, by relaxing experts whose ranks have new labels until none has; what is reached does not depend
     on their order. It ends, for no cycle gains: all tokens went along cheapest paths.
     """
-    rank_Q, group_Q, tokens_Q = shared.rank_Q, shared.group_Q, shared.tokens_Q
-    first_G, first_F = shared.first_G, shared.first_F
-    rank_R, inside_G, from_G, exchange_F = labels.rank_R, labels.inside_G, labels.from_G, labels.exchange_F
-    num_ranks, num_shared = rank_R.size, exchange_F.size
-    waiting_F, queue_F = labels.waiting_F, labels.queue_F
-    waiting_F[:] = False
+    rank_P, tokens_P, first_G = table.rank_P, assigned.tokens_P, groups.first_G
+    rank_R, inside_G, from_G, exchange_E = labels.rank_R, labels.inside_G, labels.from_G, labels.exchange_E
+    num_ranks, num_experts = rank_R.size, exchange_E.size
+    waiting_E, queue_E = labels.waiting_E, labels.queue_E
+    waiting_E[:] = False
     done = num_waiting = 0
-    inside_G[:], from_G[:], exchange_F[:] = UNREACHED, UNREACHED, UNREACHED
+    inside_G[:], from_G[:], exchange_E[:] = UNREACHED, UNREACHED, UNREACHED
     for rank in range(num_ranks):
         rank_R[rank] = UNREACHED
-        if shared.load_R[rank] < limit and holds_R[rank]:
+        if assigned.load_R[rank] < limit and table.holds_R[rank]:
             rank_R[rank] = 0
-            for position in range(shared.first_R[rank], shared.first_R[rank + 1]):
-                expert = shared.expert_G[shared.group_Q[shared.of_rank_Q[position]]]
-                if not waiting_F[expert]:
-                    waiting_F[expert] = True
-                    queue_F[num_waiting] = expert
+            for position in range(table.first_R[rank], table.first_R[rank + 1]):
+                expert = table.expert_P[table.shared_Q[position]]
+                if not waiting_E[expert]:
+                    waiting_E[expert] = True
+                    queue_E[num_waiting] = expert
                     num_waiting += 1
     while num_waiting:
-        expert = queue_F[done % num_shared]
+        expert = queue_E[done % num_experts]
         done += 1
         num_waiting -= 1
-        waiting_F[expert] = False
+        waiting_E[expert] = False
         exchange = UNREACHED
-        for group in range(first_F[expert], first_F[expert + 1]):
+        for group in range(groups.first_E[expert], groups.first_E[expert + 1]):
             inside = UNREACHED
             for index in range(first_G[group], first_G[group + 1]):
-                inside = min(inside, rank_R[rank_Q[index]])
+                inside = min(inside, rank_R[rank_P[index]])
             inside_G[group] = inside
-            leaves_home = shared.here_G[group] >= shared.supply_G[group]
+            leaves_home = assigned.here_G[group] >= assigned.supply_G[group]
             exchange = min(exchange, inside + (CROSSING if leaves_home else 0))
-        exchange_F[expert] = exchange
-        for group in range(first_F[expert], first_F[expert + 1]):
-            from_G[group] = min(inside_G[group], _cost_to_leave(shared, labels, group))
+        exchange_E[expert] = exchange
+        for group in range(groups.first_E[expert], groups.first_E[expert + 1]):
+            from_G[group] = min(inside_G[group], _cost_to_leave(groups, assigned, labels, group))
             if from_G[group] > UNREACHED // 2:
                 continue
             for index in range(first_G[group], first_G[group + 1]):
-                rank = rank_Q[index]
-                if tokens_Q[index] == 0 or from_G[group] + 1 >= rank_R[rank]:
+                rank = rank_P[index]
+                if tokens_P[index] == 0 or from_G[group] + 1 >= rank_R[rank]:
                     continue
                 rank_R[rank] = from_G[group] + 1
-                for position in range(shared.first_R[rank], shared.first_R[rank + 1]):
-                    other = shared.expert_G[group_Q[shared.of_rank_Q[position]]]
-                    if not waiting_F[other]:
-                        waiting_F[other] = True
-                        queue_F[(done + num_waiting) % num_shared] = other
+                for position in range(table.first_R[rank], table.first_R[rank + 1]):
+                    other = table.expert_P[table.shared_Q[position]]
+                    if not waiting_E[other]:
+                        waiting_E[other] = True
+                        queue_E[(done + num_waiting) % num_experts] = other
                         num_waiting += 1
 
 
 @inlined
-def _cost_to_leave(shared, labels, group):  # type: ignore[no-untyped-def]
+def _cost_to_leave(groups, assigned, labels, group):  # type: ignore[no-untyped-def]
     """Of a token that leaves a group for another node: cheaper by a crossing where it is not at home now."""
-    returns = shared.here_G[group] > shared.supply_G[group]
-    return labels.exchange_F[shared.expert_G[group]] - (CROSSING if returns else 0)
+    returns = assigned.here_G[group] > assigned.supply_G[group]
+    return labels.exchange_E[groups.expert_G[group]] - (CROSSING if returns else 0)
 
 
 @borrowing
-def _step(shared, limit, labels):  # type: ignore[no-untyped-def]
+def _step(table, groups, assigned, limit, labels):  # type: ignore[no-untyped-def]
     """One step; whether any token moved."""
-    rank_Q, tokens_Q, group_Q, load_R = shared.rank_Q, shared.tokens_Q, shared.group_Q, shared.load_R
-    first_G, first_F, here_G, supply_G = shared.first_G, shared.first_F, shared.here_G, shared.supply_G
+    rank_P, tokens_P, load_R = table.rank_P, assigned.tokens_P, assigned.load_R
+    first_G, here_G, supply_G = groups.first_G, assigned.here_G, assigned.supply_G
     rank_R, inside_G, from_G = labels.rank_R, labels.inside_G, labels.from_G
     hop_R, take_R, give_R, taker_R = labels.hop_R, labels.take_R, labels.give_R, labels.taker_R
-    num_groups, num_shared = inside_G.size, labels.exchange_F.size
-    local_G, across_F = labels.local_G, labels.across_F
-    local_G[:], across_F[:], give_R[:], taker_R[:] = 0, 0, 0, -1
+    num_groups, num_experts = inside_G.size, labels.exchange_E.size
+    local_G, across_E = labels.local_G, labels.across_E
+    local_G[:], across_E[:], give_R[:], taker_R[:] = 0, 0, 0, -1
     any_giver = False
 
     for rank in range(rank_R.size):
         if load_R[rank] <= limit or rank_R[rank] > UNREACHED // 2:
             continue
-        index = _find_hop(shared, labels, rank)
+        index = _find_hop(table, groups, assigned, labels, rank)
         hop_R[rank] = index
         if index < 0:
             continue
-        group = group_Q[index]
-        give = min(load_R[rank] - limit, tokens_Q[index])
+        group = groups.group_P[index]
+        give = min(load_R[rank] - limit, tokens_P[index])
         if from_G[group] == inside_G[group]:
             local_G[group] += give
-        elif from_G[group] == _cost_to_leave(shared, labels, group):
+        elif from_G[group] == _cost_to_leave(groups, assigned, labels, group):
             if here_G[group] > supply_G[group]:
                 # what is not at home leaves for less, but no more than that
-                give = min(give, here_G[group] - supply_G[group] - _given(labels, shared, group, rank))
-            across_F[shared.expert_G[group]] += give
+                give = min(give, here_G[group] - supply_G[group] - _given(table, groups, labels, group, rank))
+            across_E[groups.expert_G[group]] += give
         else:
             give = 0
         give_R[rank] = give
@@ -201,15 +198,15 @@ def _step(shared, limit, labels):  # type: ignore[no-untyped-def]
     for group in range(num_groups):
         if local_G[group]:
             for index in range(first_G[group], first_G[group + 1]):
-                _offer(shared, labels, limit, group, index, group)
-    for expert in range(num_shared):
-        if not across_F[expert]:
+                _offer(table, groups, assigned, labels, limit, group, index, group)
+    for expert in range(num_experts):
+        if not across_E[expert]:
             continue
-        for group in range(first_F[expert], first_F[expert + 1]):
+        for group in range(groups.first_E[expert], groups.first_E[expert + 1]):
             leaves_home = here_G[group] >= supply_G[group]
-            if inside_G[group] + (CROSSING if leaves_home else 0) == labels.exchange_F[expert]:
+            if inside_G[group] + (CROSSING if leaves_home else 0) == labels.exchange_E[expert]:
                 for index in range(first_G[group], first_G[group + 1]):
-                    _offer(shared, labels, limit, group, index, num_groups + expert)
+                    _offer(table, groups, assigned, labels, limit, group, index, num_groups + expert)
 
     moved = False
     for group in range(num_groups):
@@ -217,12 +214,12 @@ def _step(shared, limit, labels):  # type: ignore[no-untyped-def]
             continue
         open_tokens = 0
         for index in range(first_G[group], first_G[group + 1]):
-            if taker_R[rank_Q[index]] == group:
-                open_tokens += take_R[rank_Q[index]]
+            if taker_R[rank_P[index]] == group:
+                open_tokens += take_R[rank_P[index]]
         giving = receiving = min(local_G[group], open_tokens)
         moved = moved or giving > 0
         for index in range(first_G[group], first_G[group + 1]):
-            rank = rank_Q[index]
+            rank = rank_P[index]
             if give_R[rank] and hop_R[rank] == index:
                 tokens = min(giving, give_R[rank])
                 giving -= tokens
@@ -232,21 +229,21 @@ def _step(shared, limit, labels):  # type: ignore[no-untyped-def]
                 receiving -= tokens
             else:
                 continue
-            tokens_Q[index] += tokens
+            tokens_P[index] += tokens
             load_R[rank] += tokens
-    for expert in range(num_shared):
-        if not across_F[expert]:
+    for expert in range(num_experts):
+        if not across_E[expert]:
             continue
         open_tokens = 0
-        for group in range(first_F[expert], first_F[expert + 1]):
-            open_tokens += _open_to_cross(shared, labels, group, num_groups + expert)
-        giving = receiving = min(across_F[expert], open_tokens)
+        for group in range(groups.first_E[expert], groups.first_E[expert + 1]):
+            open_tokens += _open_to_cross(table, groups, assigned, labels, group, num_groups + expert)
+        giving = receiving = min(across_E[expert], open_tokens)
         moved = moved or giving > 0
-        for group in range(first_F[expert], first_F[expert + 1]):
-            entering = min(receiving, _open_to_cross(shared, labels, group, num_groups + expert))
+        for group in range(groups.first_E[expert], groups.first_E[expert + 1]):
+            entering = min(receiving, _open_to_cross(table, groups, assigned, labels, group, num_groups + expert))
             receiving -= entering
             for index in range(first_G[group], first_G[group + 1]):
-                rank = rank_Q[index]
+                rank = rank_P[index]
                 if give_R[rank] and hop_R[rank] == index and from_G[group] != inside_G[group]:
                     tokens = min(giving, give_R[rank])
                     giving -= tokens
@@ -256,56 +253,56 @@ def _step(shared, limit, labels):  # type: ignore[no-untyped-def]
                     entering -= tokens
                 else:
                     continue
-                tokens_Q[index] += tokens
+                tokens_P[index] += tokens
                 load_R[rank] += tokens
                 here_G[group] += tokens
     return moved
 
 
 @inlined
-def _find_hop(shared, labels, rank):  # type: ignore[no-untyped-def]
+def _find_hop(table, groups, assigned, labels, rank):  # type: ignore[no-untyped-def]
     """The first replica of a rank by which its cheapest path begins; -1 where tokens for it have run out."""
-    for position in range(shared.first_R[rank], shared.first_R[rank + 1]):
-        index = shared.of_rank_Q[position]
-        if shared.tokens_Q[index] > 0 and labels.from_G[shared.group_Q[index]] + 1 == labels.rank_R[rank]:
+    for position in range(table.first_R[rank], table.first_R[rank + 1]):
+        index = table.shared_Q[position]
+        if assigned.tokens_P[index] > 0 and labels.from_G[groups.group_P[index]] + 1 == labels.rank_R[rank]:
             return index
     return -1
 
 
 @inlined
-def _offer(shared, labels, limit, group, index, pool):  # type: ignore[no-untyped-def]
+def _offer(table, groups, assigned, labels, limit, group, index, pool):  # type: ignore[no-untyped-def]
     """Lets a replica's rank take from a pool: up to the limit, or what it can pass on, if it is one of the best of its
     group, gives nothing itself and has no pool yet.
     """
-    rank = shared.rank_Q[index]
+    rank = table.rank_P[index]
     if labels.taker_R[rank] >= 0 or labels.give_R[rank] or labels.rank_R[rank] != labels.inside_G[group]:
         return
-    take = limit - shared.load_R[rank]
+    take = limit - assigned.load_R[rank]
     if take <= 0:
-        hop = _find_hop(shared, labels, rank)
-        take = shared.tokens_Q[hop] if hop >= 0 else 0
+        hop = _find_hop(table, groups, assigned, labels, rank)
+        take = assigned.tokens_P[hop] if hop >= 0 else 0
     if take > 0:
         labels.taker_R[rank] = pool
         labels.take_R[rank] = take
 
 
 @inlined
-def _given(labels, shared, group, before):  # type: ignore[no-untyped-def]
+def _given(table, groups, labels, group, before):  # type: ignore[no-untyped-def]
     """What lower ranks of a group give away in this step already."""
     tokens = 0
-    for index in range(shared.first_G[group], shared.first_G[group + 1]):
-        rank = shared.rank_Q[index]
+    for index in range(groups.first_G[group], groups.first_G[group + 1]):
+        rank = table.rank_P[index]
         if rank < before and labels.hop_R[rank] == index:
             tokens += labels.give_R[rank]
     return tokens
 
 
 @inlined
-def _open_to_cross(shared, labels, group, pool):  # type: ignore[no-untyped-def]
+def _open_to_cross(table, groups, assigned, labels, group, pool):  # type: ignore[no-untyped-def]
     """Tokens that a group can take from other nodes: where some are missing at home, no more than those."""
     tokens = 0
-    for index in range(shared.first_G[group], shared.first_G[group + 1]):
-        if labels.taker_R[shared.rank_Q[index]] == pool:
-            tokens += labels.take_R[shared.rank_Q[index]]
-    missing = shared.supply_G[group] - shared.here_G[group]
+    for index in range(groups.first_G[group], groups.first_G[group + 1]):
+        if labels.taker_R[table.rank_P[index]] == pool:
+            tokens += labels.take_R[table.rank_P[index]]
+    missing = assigned.supply_G[group] - assigned.here_G[group]
     return min(tokens, missing) if missing > 0 else tokens

@@ -1,4 +1,4 @@
-"""Greedy: ours. Layouts built on hubs, judged by what the best split will reach on later counts, then improved."""
+"""Greedy: ours. Constructs layouts, judges them by the best split of later counts, and improves the best of them."""
 
 from __future__ import annotations
 
@@ -10,27 +10,18 @@ from functools import cached_property
 
 import numpy as np
 
-from moesys.balance.certificate import domains_of
-from moesys.balance.flow.flow_split import least_crossing, sums_by_node
-from moesys.balance.flow.quotas import levels_of, nodes_of
-from moesys.balance.greedy.hub_choice import best_on_hubs, build_each_node
-from moesys.balance.greedy.hubs import Site
-from moesys.balance.greedy.relabel import num_moves, relabelled, relabelled_inside
-from moesys.balance.greedy.repair import mend
-from moesys.balance.greedy.replica_constraints import home_of_experts, spread_replicas
-from moesys.balance.greedy.search import (
-    MILLION,
-    NO_LIMIT,
-    Fence,
-    Scenarios,
-    draw_scenarios,
-    improve,
-    weighted_miss,
-)
+from moesys.balance.flow.flow_split import least_crossing
+from moesys.balance.greedy.construction import ConstructionProblem, build_best, build_each_node
+from moesys.balance.greedy.local_search import MoveConstraints, local_search
+from moesys.balance.greedy.relabelling import num_moves, relabelled, relabelled_inside
+from moesys.balance.greedy.replica_constraints import check_replicas, part_of_experts, spread_replicas
+from moesys.balance.greedy.robust_cost import MILLION, NO_LIMIT, Scenarios, draw_scenarios, robust_cost
+from moesys.balance.planning_problem import PlanningProblem
 from moesys.balance.replicas import usable_slots
-from moesys.config import ClusterSpec, Greedy
+from moesys.balance.topology import domains_of, levels_of, nodes_of, tokens_by_node
+from moesys.config import Greedy
 from moesys.layout import EMPTY, ExpertLayout
-from moesys.load import IntArray, LoadMatrix
+from moesys.load import IntArray
 
 # Work at effort 1 by the number of slots, so that small plans, which are quick, are thorough.
 SCENARIO_SLOTS, FEWEST_SCENARIOS, MOST_SCENARIOS = 1536, 6, 16
@@ -43,31 +34,25 @@ SLICE = 8
 INTER_NODE_SHARE = 4
 # What a layout that moves every replica must gain at least, in millionths of the mean; one that moves fewer, less.
 LEAST_GAIN = 40_000
-# A miss at which layouts that keep less to nodes are not looked for, in millionths of the mean.
+# An imbalance at which layouts that keep less to nodes are not looked for, in millionths of the mean.
 GOOD_ENOUGH = 200
-# How many times the evaluations of a search go into mending, and then into a search for the load itself: one scenario
+# How many times the evaluations of a search go into repair, and then into a search for the load itself: one scenario
 # each.
-MENDING = 16
+REPAIR_EFFORT = 16
 
 # Compiled loops multiply twice what a scenario's experts have, up to 2.55 times as much each, by a million.
 MOST_TOKENS = 2**39
 
 
-def greedy_layout(
-    load: LoadMatrix,
-    cluster: ClusterSpec,
-    slots_R: tuple[int, ...],
-    config: Greedy,
-    previous: ExpertLayout | None,
-) -> ExpertLayout:
-    """A layout on which ``FlowSplit`` reaches the mean, on this load and as nearly as can be on later ones.
+def greedy_layout(problem: PlanningProblem, config: Greedy) -> ExpertLayout:
+    """Returns a layout on which ``FlowSplit`` reaches the mean, on this load and as nearly as can be on later ones.
 
-    Layouts are built on hubs (``hubs``), with several numbers of hubs, over the whole cluster and, where every node can
-    hold every expert, node by node for what its own ranks send; the best by its misses in ``search``'s scenarios and
-    its traffic between nodes is improved by local search. Every usable slot is filled, no expert twice on a rank; under
+    Layouts are constructed (``construction``) over the whole cluster and, where every node can hold every expert, node
+    by node for what its own ranks send. The best by its robust cost (``robust_cost``) and its traffic between nodes is
+    improved by local search (``local_search``). Every usable slot is filled, no expert twice on a rank; under
     ``replicas_within`` every slot that an expert of its part can use.
 
-    Near ``previous`` two more are looked for: itself with the few replicas that the load needs elsewhere (``mending``),
+    Near the layout in force two more are looked for: itself with the few replicas moved that the load needs elsewhere,
     and one built anew in which whole experts stay. A layout that moves replicas must earn them: ``move_tokens`` each,
     and four hundredths of the mean for all of them. A new one is relabelled so that it moves the fewest. One in force
     that has duplicates or free slots is completed first, and one that breaks ``min_replicas`` or ``replicas_within`` is
@@ -75,9 +60,10 @@ def greedy_layout(
     this measure. Integers decide, so equal arguments give equal bytes, but for a deadline. Without a layout in force
     nothing depends on how experts, or ranks of a node, are numbered.
     """
-    planner = _Planner(load, cluster, slots_R, config)
+    check_replicas(problem, config)
+    planner = _Planner(problem, config)
     fresh = planner.best(planner.empty())
-    return planner.layout(fresh if previous is None else planner.earned(fresh, previous))
+    return planner.layout(fresh if problem.layout is None else planner.earned(fresh, problem.layout))
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,21 +75,21 @@ class _Draft:
     part_R: IntArray
 
     @cached_property
-    def miss(self) -> int:
-        """In millionths of the mean: on the load itself, and the average of those in scenarios."""
+    def imbalance(self) -> int:
+        """What the best split leaves above the mean, in its millionths: of the load and the average scenario."""
         weight_K = self.planner.scenarios.weight_K
-        order_K, miss_K = np.arange(len(weight_K)), np.zeros(len(weight_K), dtype=np.int64)
-        weighted_miss(self.planner.scenarios, self.expert_RS, order_K, NO_LIMIT, miss_K)
-        return int(miss_K[0]) + int(miss_K[1:] @ weight_K[1:]) // max(int(weight_K[1:].sum()), 1)
+        order_K, cost_K = np.arange(len(weight_K)), np.zeros(len(weight_K), dtype=np.int64)
+        robust_cost(self.planner.scenarios, self.expert_RS, order_K, NO_LIMIT, cost_K)
+        return int(cost_K[0]) + int(cost_K[1:] @ weight_K[1:]) // max(int(weight_K[1:].sum()), 1)
 
     @cached_property
     def cost(self) -> int:
-        """The miss, and a share of the traffic between nodes."""
+        """The imbalance, and a share of the traffic between nodes."""
         planner = self.planner
         if planner.cluster.num_nodes == 1:
-            return self.miss
+            return self.imbalance
         crossing = least_crossing(planner.tokens_RE, self.expert_RS, planner.node_R)
-        return self.miss + crossing * MILLION // max(int(planner.tokens_E.sum()), 1) // INTER_NODE_SHARE
+        return self.imbalance + crossing * MILLION // max(int(planner.tokens_E.sum()), 1) // INTER_NODE_SHARE
 
     @cached_property
     def replicas_RE(self) -> IntArray:
@@ -117,7 +103,8 @@ class _Planner:
     one, from the one with the most slots on.
     """
 
-    def __init__(self, load: LoadMatrix, cluster: ClusterSpec, slots_R: tuple[int, ...], config: Greedy) -> None:
+    def __init__(self, problem: PlanningProblem, config: Greedy) -> None:
+        load, cluster, slots_R = problem.load, problem.cluster, problem.slots_R
         self.load, self.cluster, self.config, self.width = load, cluster, config, max(slots_R)
         self.end = None if config.deadline_ms is None else time.monotonic() + config.deadline_ms / 1e3
         self.node_R = nodes_of(cluster)
@@ -127,7 +114,7 @@ class _Planner:
         self.rank_R = np.lexsort((-usable_R, self.finest_R))
         self.slots_R = usable_R[self.rank_R]
         self.part_R = np.array(domains_of(cluster, config.replicas_within))[self.rank_R]
-        supply_NE, tokens_E = sums_by_node(load.tokens_RE, self.node_R)
+        supply_NE, tokens_E = tokens_by_node(load.tokens_RE, self.node_R)
         self.scale = max(0, int(tokens_E.sum()).bit_length() - MOST_TOKENS.bit_length())
         self.expert_E = np.lexsort((*-supply_NE, -tokens_E))
         # rows of it are read, and compiled loops are compiled anew for another order of memory
@@ -135,9 +122,9 @@ class _Planner:
         self.tokens_E = self.supply_NE.sum(axis=0)
 
         index_in_node_R = np.arange(len(slots_R)) - np.searchsorted(self.node_R, self.node_R)
-        seat_R = np.lexsort((self.node_R, index_in_node_R))
-        self.seat_R = seat_R[self.slots_R[seat_R] > 0]
-        self.mean = max(int(self.tokens_E.sum()) // len(self.seat_R), 1)
+        rank_A = np.lexsort((self.node_R, index_in_node_R))
+        self.rank_A = rank_A[self.slots_R[rank_A] > 0]
+        self.mean = max(int(self.tokens_E.sum()) // len(self.rank_A), 1)
         num_slots = int(self.slots_R.sum())
         self.evaluations = min(max(SEARCH_SLOTS // num_slots, FEWEST_EVALUATIONS), MOST_EVALUATIONS)
         scenarios = min(max(SCENARIO_SLOTS // num_slots, FEWEST_SCENARIOS), MOST_SCENARIOS)
@@ -155,7 +142,7 @@ class _Planner:
         return tokens_RE
 
     def layout(self, draft: _Draft) -> ExpertLayout:
-        """With the caller's numbers, experts in order on every rank, and S as wide as the widest rank."""
+        """Returns a draft as a layout: the caller's numbers, experts in order on every rank, S of the widest rank."""
         last = len(self.expert_E)
         named_RS = np.append(self.expert_E, last)[draft.expert_RS]  # EMPTY is -1: the last
         named_RS.sort(axis=1)
@@ -167,7 +154,7 @@ class _Planner:
     # --- building
 
     def best(self, before_RS: IntArray) -> _Draft:
-        """The best of the layouts that are built in one go, near ``before_RS``, and then improved."""
+        """Returns the best of the layouts that are built in one go, near ``before_RS``, and then improved."""
         best = None
         for draft in self.built(before_RS):
             improved = self.improved(draft, NO_LIMIT)
@@ -177,11 +164,11 @@ class _Planner:
         return best
 
     def built(self, before_RS: IntArray) -> Iterator[_Draft]:
-        """Layouts by the parts of the cluster that replicas keep to; none that keep to them less, after one that misses
-        next to nothing.
+        """Yields layouts by the parts of the cluster that replicas keep to; none that keep to them less, after one that
+        costs next to nothing.
         """
         if self.config.replicas_within != "cluster" or self.config.min_replicas > 1:
-            yield self.built_at_home(before_RS)
+            yield self.built_by_parts(before_RS)
             return
         slots_N = np.bincount(self.node_R, self.slots_R)
         if self.cluster.num_nodes > 1 and (slots_N >= len(self.tokens_E)).all():
@@ -189,7 +176,7 @@ class _Planner:
             if build_each_node(
                 self.slots_R,
                 self.node_R,
-                self.seat_R,
+                self.rank_A,
                 self.supply_NE,
                 each,
                 before_RS,
@@ -197,54 +184,56 @@ class _Planner:
             ):
                 draft = _Draft(self, expert_RS, self.node_R)
                 yield draft
-                if draft.miss <= GOOD_ENOUGH:
+                if draft.imbalance <= GOOD_ENOUGH:
                     return
         expert_RS = self.empty()
-        self.build(expert_RS, self.seat_R, self.tokens_E, np.arange(len(self.tokens_E)), before_RS)
+        self.build(expert_RS, self.rank_A, self.tokens_E, np.arange(len(self.tokens_E)), before_RS)
         yield _Draft(self, expert_RS, self.part_R)
 
-    def built_at_home(self, before_RS: IntArray) -> _Draft:
-        """Every expert in one part of the cluster, with the replicas that it needs."""
+    def built_by_parts(self, before_RS: IntArray) -> _Draft:
+        """Returns a layout with every expert in one part of the cluster, with the replicas that it needs."""
         least, part_R = self.config.min_replicas, self.part_R
-        home_E = home_of_experts(self.tokens_E, self.slots_R, part_R, least)
+        part_E = part_of_experts(self.tokens_E, self.slots_R, part_R, least)
         expert_RS = self.empty()
         for part in range(int(part_R.max()) + 1):
-            seat_R, order_D = self.seat_R[part_R[self.seat_R] == part], np.flatnonzero(home_E == part)
-            if not len(order_D):
+            rank_A, expert_D = self.rank_A[part_R[self.rank_A] == part], np.flatnonzero(part_E == part)
+            if not len(expert_D):
                 continue
-            tokens_E = np.where(home_E == part, self.tokens_E, 0)
+            tokens_E = np.where(part_E == part, self.tokens_E, 0)
             if least == 1:
-                self.build(expert_RS, seat_R, tokens_E, order_D, before_RS)
+                self.build(expert_RS, rank_A, tokens_E, expert_D, before_RS)
             else:
-                self.spread(expert_RS, seat_R, order_D)
+                self.spread(expert_RS, rank_A, expert_D)
         return _Draft(self, expert_RS, part_R)
 
     def empty(self) -> IntArray:
         return np.full((len(self.slots_R), int(self.slots_R.max())), EMPTY)
 
     def build(
-        self, expert_RS: IntArray, seat_R: IntArray, tokens_E: IntArray, order_D: IntArray, before_RS: IntArray
+        self, expert_RS: IntArray, rank_A: IntArray, tokens_E: IntArray, expert_D: IntArray, before_RS: IntArray
     ) -> None:
-        """Fills the rows of ``seat_R`` with the experts ``order_D``, balanced for ``tokens_E``."""
+        """Fills the rows of ``rank_A`` with the experts ``expert_D``, balanced for ``tokens_E``."""
         slots_R = np.zeros_like(self.slots_R)
-        slots_R[seat_R] = np.minimum(self.slots_R[seat_R], len(order_D))
-        site = Site(slots_R, self.node_R, seat_R, tokens_E, self.supply_NE, order_D, before_RS)
+        slots_R[rank_A] = np.minimum(self.slots_R[rank_A], len(expert_D))
+        problem = ConstructionProblem(slots_R, self.node_R, rank_A, tokens_E, self.supply_NE, expert_D, before_RS)
         found_RS = self.empty()
         scenarios = draw_scenarios(tokens_E, self.scenarios_each, self.scenarios_each)
-        if best_on_hubs(site, scenarios, found_RS):
-            expert_RS[seat_R] = found_RS[seat_R]
+        if build_best(problem, scenarios, found_RS):
+            expert_RS[rank_A] = found_RS[rank_A]
         else:
-            self.spread(expert_RS, seat_R, order_D)
+            self.spread(expert_RS, rank_A, expert_D)
 
-    def spread(self, expert_RS: IntArray, seat_R: IntArray, order_D: IntArray) -> None:
-        rows = spread_replicas(self.tokens_E, self.slots_R, self.config.min_replicas, order_D.tolist(), seat_R.tolist())
-        for rank, experts in zip(seat_R.tolist(), rows, strict=True):
+    def spread(self, expert_RS: IntArray, rank_A: IntArray, expert_D: IntArray) -> None:
+        rows = spread_replicas(
+            self.tokens_E, self.slots_R, self.config.min_replicas, expert_D.tolist(), rank_A.tolist()
+        )
+        for rank, experts in zip(rank_A.tolist(), rows, strict=True):
             expert_RS[rank, : len(experts)] = experts
 
     # --- improving
 
     def improved(self, draft: _Draft, most_moves: int) -> _Draft:
-        """The cheapest of the layouts that local search has come to after each unit of effort, and of ``draft``."""
+        """Returns the cheapest of ``draft`` and the layouts that local search has come to after each unit of effort."""
         expert_RS, best, moves, first_draw = draft.expert_RS.copy(), draft, 0, 1
         for _ in range(self.config.effort):
             new_moves, first_draw, done = self.search(
@@ -258,36 +247,21 @@ class _Planner:
                 break
         return best
 
-    def mended(self, draft: _Draft, most_moves: int) -> _Draft:
-        """The cheaper of two: searched for what the load itself needs and then for what later ones do; and the same
-        after replicas went where ranks have room. That takes the fewest moves, but of few ones each does less.
+    def repaired(self, draft: _Draft, most_moves: int) -> _Draft:
+        """Returns the cheaper of two: searched for what the load itself needs and then for what later ones do; and the
+        same after relocations. These take the fewest moves, but of few ones each does less.
         """
-        evaluations = MENDING * self.evaluations * self.config.effort
+        evaluations = REPAIR_EFFORT * self.evaluations * self.config.effort
         itself = Scenarios(self.scenarios.tokens_KE[:1], self.scenarios.weight_K[:1])
         best = draft
-        for by_room in (True, False):
+        for relocates in (True, False):
             expert_RS, moves = draft.expert_RS.copy(), 0
-            if by_room:
-                moves = self.mend(expert_RS, draft.part_R, evaluations, most_moves)
-            moves += self.search(itself, expert_RS, draft.part_R, evaluations, most_moves - moves, 1)[0]
+            if relocates:
+                moves = self.search(itself, expert_RS, draft.part_R, evaluations, most_moves, relocates=True)[0]
+            moves += self.search(itself, expert_RS, draft.part_R, evaluations, most_moves - moves)[0]
             trial = self.improved(_Draft(self, expert_RS, draft.part_R), most_moves - moves)
             best = trial if trial.cost < best.cost else best
         return best
-
-    def mend(self, expert_RS: IntArray, part_R: IntArray, evaluations: int, most_moves: int) -> int:
-        """Changes ``expert_RS``, in slices where there is a deadline; gives the moves."""
-        fence, all_moves = self.fence(expert_RS, part_R), 0
-        if self.end is None:
-            return int(mend(self.tokens_E, fence, expert_RS, evaluations, most_moves))
-        while time.monotonic() < self.end:
-            moves = mend(self.tokens_E, fence, expert_RS, SLICE, most_moves - all_moves)
-            all_moves += moves
-            if not moves:
-                break
-        return all_moves
-
-    def fence(self, expert_RS: IntArray, part_R: IntArray) -> Fence:
-        return Fence((expert_RS != EMPTY).sum(axis=1), part_R, np.array([self.config.min_replicas]))
 
     def search(
         self,
@@ -296,25 +270,30 @@ class _Planner:
         part_R: IntArray,
         evaluations: int,
         most_moves: int,
-        first_draw: int,
+        first_draw: int = 1,
+        relocates: bool = False,
     ) -> tuple[int, int, bool]:
-        """Changes ``expert_RS``, in slices where there is a deadline; gives the moves, the draw to go on from, and
-        whether there is nothing more to find, or no time.
+        """Changes ``expert_RS`` by local search, in slices where there is a deadline; returns the moves, the draw to go
+        on from, and whether there is nothing more to find, or no time.
         """
-        fence, all_moves = self.fence(expert_RS, part_R), 0
+        constraints = MoveConstraints((expert_RS != EMPTY).sum(axis=1), part_R, np.array([self.config.min_replicas]))
+        all_moves = 0
         while evaluations > 0:
             if self.end is not None and time.monotonic() >= self.end:
                 return all_moves, first_draw, True
             most = evaluations if self.end is None else min(evaluations, SLICE)
-            _, spent, moves, first_draw = improve(scenarios, fence, expert_RS, most, most_moves - all_moves, first_draw)
+            spent, moves, first_draw = local_search(
+                scenarios, constraints, relocates, expert_RS, most, most_moves - all_moves, first_draw
+            )
             all_moves += moves
             evaluations -= spent
-            if spent < most:
+            # relocations begin with the same trials every time, so those of a slice without a move are all there are
+            if spent < most or (relocates and not moves):
                 return all_moves, first_draw, True
         return all_moves, first_draw, False
 
     def earned(self, fresh: _Draft, previous: ExpertLayout) -> _Draft:
-        """Of the layout in force, itself mended, one built near it and the new one, the one whose cost and moves are
+        """Of the layout in force, itself repaired, one built near it and the new one, the one whose cost and moves are
         worth the least.
         """
         before_RE, before_RS = previous.replicas_RE[self.rank_R][:, self.expert_E], self.numbered(previous)
@@ -326,9 +305,9 @@ class _Planner:
         near = self.best(before_RS)
         row_R = relabelled_inside(near.replicas_RE, before_RE, self.slots_R, part_sizes)
         drafts = [_Draft(self, near.expert_RS[row_R], near.part_R)]
-        if self.keeps_promises(before_RE, self.part_R):
+        if self.meets_constraints(before_RE, self.part_R):
             kept = _Draft(self, self.completed(before_RS, self.part_R), self.part_R)
-            drafts += [kept, self.mended(kept, max(most_moves - num_moves(before_RE, kept.replicas_RE), 0))]
+            drafts += [kept, self.repaired(kept, max(most_moves - num_moves(before_RE, kept.replicas_RE), 0))]
 
         def choice(draft: _Draft) -> tuple[bool, Fraction, int]:
             """The least is the best: within the budget, then cost and price; where nothing is, the fewest moves."""
@@ -362,20 +341,20 @@ class _Planner:
         replicas_E = np.bincount(expert_RS[expert_RS != EMPTY], minlength=len(self.tokens_E)).tolist()
         for rank, row_S in enumerate(expert_RS):
             for slot in range(int((row_S != EMPTY).sum()), int(self.slots_R[rank])):
-                home = range(len(self.tokens_E))
+                candidates = range(len(self.tokens_E))
                 if self.config.replicas_within != "cluster":
-                    home = np.setdiff1d(expert_RS[part_R == part_R[rank]], EMPTY).tolist()
-                others = [other for other in home if other not in row_S]
+                    candidates = np.setdiff1d(expert_RS[part_R == part_R[rank]], EMPTY).tolist()
+                others = [other for other in candidates if other not in row_S]
                 if not others:
                     break
                 row_S[slot] = min(others, key=lambda other: (-int(self.tokens_E[other]) // replicas_E[other], other))
                 replicas_E[int(row_S[slot])] += 1
         return expert_RS
 
-    def keeps_promises(self, before_RE: IntArray, part_R: IntArray) -> bool:
+    def meets_constraints(self, before_RE: IntArray, part_R: IntArray) -> bool:
         """Whether a layout in force has enough replicas of every expert, all where they may be."""
         enough = ((before_RE > 0).sum(axis=0) >= self.config.min_replicas).all()
         parts_PE = np.zeros((int(part_R.max()) + 1, len(self.tokens_E)), dtype=np.int64)
         np.add.at(parts_PE, part_R, before_RE)
-        at_home = self.config.replicas_within == "cluster" or ((parts_PE > 0).sum(axis=0) == 1).all()
-        return bool(enough and at_home)
+        in_one_part = self.config.replicas_within == "cluster" or ((parts_PE > 0).sum(axis=0) == 1).all()
+        return bool(enough and in_one_part)

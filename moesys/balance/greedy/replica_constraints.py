@@ -1,4 +1,4 @@
-"""Homes: layouts in which all replicas of an expert stay in one part of the cluster, or are at least a given number."""
+"""Replica constraints: experts whose replicas stay in one part of the cluster, or are at least a given number."""
 
 from __future__ import annotations
 
@@ -6,33 +6,72 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from moesys.balance.planning_problem import PlanningProblem
 from moesys.balance.replicas import experts_with_room
+from moesys.balance.topology import domains_of
+from moesys.config import Greedy
 from moesys.load import IntArray
 
 
-def home_of_experts(tokens_E: IntArray, slots_R: IntArray, part_R: IntArray, replicas: int) -> IntArray:
-    """The part of the cluster that holds each expert, int64 [E]: in turn, each goes to the part with the fewest tokens
-    a rank that still has room for an expert with so many replicas. Give the heaviest first.
+def check_replicas(problem: PlanningProblem, config: Greedy) -> None:
+    """Raises ValueError where not all experts at once can have their replicas on distinct ranks of one place each."""
+    cluster, slots_R, num_experts = problem.cluster, problem.slots_R, problem.load.num_experts
+    wanted, within = config.min_replicas, config.replicas_within
+    if wanted == 1 and within == "cluster":
+        return  # slots are enough
+    slots_by_place: dict[int, list[int]] = {}
+    for slots, place in zip(slots_R, domains_of(cluster, within), strict=True):
+        slots_by_place.setdefault(place, []).append(slots)
+    most = max(sum(slots > 0 for slots in place) for place in slots_by_place.values())
+    if wanted > most:
+        if within == "cluster":
+            raise ValueError(
+                f"min_replicas={wanted} needs as many ranks with slots, and there are {most}; "
+                f"use min_replicas <= {most} or give more ranks slots"
+            )
+        raise ValueError(
+            f"min_replicas={wanted} with replicas_within={within!r} needs as many ranks with slots in one {within}, "
+            f"and the most are {most}; use min_replicas <= {most} or replicas_within='cluster'"
+        )
+    room = [experts_with_room(wanted, place, num_experts) for place in slots_by_place.values()]
+    if sum(room) >= num_experts:
+        return
+    if within == "cluster":
+        usable = sum(min(slots, num_experts) for slots in slots_R)
+        raise ValueError(
+            f"min_replicas={wanted} for {num_experts} experts takes {wanted * num_experts} slots, at most "
+            f"{num_experts} of them on a rank, and there are {usable}; add at least {wanted * num_experts - usable} or "
+            "use a smaller min_replicas"
+        )
+    raise ValueError(
+        f"replicas_within={within!r} with min_replicas={wanted} has room for {room} experts by {within}, in all "
+        f"{sum(room)} of {num_experts}; add slots, use a smaller min_replicas or replicas_within='cluster'"
+    )
+
+
+def part_of_experts(tokens_E: IntArray, slots_R: IntArray, part_R: IntArray, replicas: int) -> IntArray:
+    """Returns the part of the cluster that holds each expert, int64 [E]: in turn, each goes to the part with the fewest
+    tokens a rank that still has room for an expert with so many replicas. Give the heaviest first.
     """
     num_parts = int(part_R.max()) + 1
     room = [
         experts_with_room(replicas, tuple(slots_R[part_R == part].tolist()), len(tokens_E)) for part in range(num_parts)
     ]
     ranks = [int((slots_R[part_R == part] > 0).sum()) for part in range(num_parts)]
-    tokens, home_E = [0] * num_parts, np.empty(len(tokens_E), dtype=np.int64)
+    tokens, part_E = [0] * num_parts, np.empty(len(tokens_E), dtype=np.int64)
     for expert in range(len(tokens_E)):
         open_parts = [part for part in range(num_parts) if room[part]]
         part = min(open_parts, key=lambda part: ((tokens[part] + int(tokens_E[expert])) // ranks[part], part))
-        home_E[expert] = part
+        part_E[expert] = part
         room[part] -= 1
         tokens[part] += int(tokens_E[expert])
-    return home_E
+    return part_E
 
 
 def spread_replicas(
     tokens_E: IntArray, slots_R: IntArray, replicas: int, experts: Sequence[int], ranks: Sequence[int]
 ) -> list[list[int]]:
-    """Experts of each of ``ranks``, every slot filled, ``replicas`` or more of each expert, none twice on a rank.
+    """Returns the experts of each of ``ranks``: every slot filled, ``replicas`` or more of each, none twice on a rank.
 
     Heaviest first, each expert goes to the ranks with the most free slots, of those the ones with the fewest tokens
     (so there is room for all if there can be: Gale and Ryser). What slots are left go to the most tokens a replica.

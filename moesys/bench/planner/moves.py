@@ -82,7 +82,7 @@ def _second_plan(
     """Moves, max/mean before and after, and milliseconds."""
     before = plan_layout(load, size.cluster, first, size.slots)
     start = time.perf_counter()
-    after = plan_layout(later, size.cluster, second, size.slots, before)
+    after = plan_layout(later, size.cluster, second, size.slots, previous=before)
     layout_ms = (time.perf_counter() - start) * 1e3
     moves = num_moves(before.replicas_RE, after.replicas_RE)
     mean = later.total / size.num_ranks

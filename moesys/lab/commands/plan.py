@@ -64,7 +64,7 @@ def make_plan(
     previous: ExpertLayout | None = None,
 ) -> tuple[LayerPlan, Certificate]:
     """The layout planned on ``load``, its own split of it, and the certificate among all layouts with these slots."""
-    layout = plan_layout(load, cluster, balance, slots_per_rank, previous)
+    layout = plan_layout(load, cluster, balance, slots_per_rank, previous=previous)
     tokens = split_tokens(load, layout, cluster, split)
     if isinstance(balance, Greedy | CpSat):
         certificate = certify(

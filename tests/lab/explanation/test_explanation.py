@@ -82,7 +82,9 @@ def test_every_count_is_that_of_the_plans_own_entries():
     for layer, found in enumerate(step.layers):
         layout = plan_layout(LoadMatrix(np.ones((4, 6), dtype=int)), CLUSTER, FSEP.balance, 3)
         for before in range(3):
-            layout = plan_layout(LoadMatrix(trace.tokens_SLRE[before, layer]), CLUSTER, FSEP.balance, 3, layout)
+            layout = plan_layout(
+                LoadMatrix(trace.tokens_SLRE[before, layer]), CLUSTER, FSEP.balance, 3, previous=layout
+            )
         load = LoadMatrix(trace.tokens_SLRE[3, layer])
         plan = split_tokens(load, layout, CLUSTER, FSEP.split, turn=3)
         even = split_tokens(load, layout, CLUSTER, EvenSplit(), turn=3)

@@ -1,4 +1,4 @@
-"""From quotas, tokens of each expert for each rank, to the sources that fill them with the fewest tokens on wires."""
+"""Token routes: which sources fill the tokens of each replica, with the fewest tokens on wires; compiled."""
 
 from __future__ import annotations
 
@@ -7,22 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from moesys.compiled import borrowing, compiled
-from moesys.config import ClusterSpec
 from moesys.load import IntArray
-
-
-def nodes_of(cluster: ClusterSpec) -> IntArray:
-    """The node of each rank, int64 [R]: ``node_of_rank``, but fast enough for every micro-batch."""
-    return np.repeat(np.arange(cluster.num_nodes), cluster.node_sizes)
-
-
-def levels_of(cluster: ClusterSpec) -> IntArray:
-    """Which part of the cluster each rank is in, int64 [L, R], the finest parts first: domains and nodes, each once."""
-    node_R, domain_sizes = nodes_of(cluster), cluster.domain_sizes
-    if domain_sizes == cluster.node_sizes:
-        return node_R[None]
-    domain_R = np.repeat(np.arange(len(domain_sizes)), domain_sizes)
-    return np.stack([domain_R, node_R] if len(domain_sizes) > cluster.num_nodes else [node_R, domain_R])
 
 
 class Routes(NamedTuple):
@@ -38,19 +23,19 @@ def _new_routes(size):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def fill_quotas(tokens_RE, tokens_P, holders, level_LR):  # type: ignore[no-untyped-def]
-    """Rows (source, expert, destination, tokens) int64 [N, 4], sorted, by which every replica gets ``tokens_P``.
+def route_tokens(tokens_RE, tokens_P, table, level_LR):  # type: ignore[no-untyped-def]
+    """Returns rows (source, expert, destination, tokens) int64 [N, 4], sorted, by which replicas get ``tokens_P``.
 
     A rank's own tokens come first, then those of its parts of the cluster, the finest first, then all others. Parts
-    form a tree, and on a tree whatever is matched below a link never needs to cross it: so for these quotas no plan
+    form a tree, and on a tree whatever is matched below a link never needs to cross it: so for these tokens no plan
     sends fewer tokens between nodes, and none of those fewer between ranks. Where there is a choice, sources in rank
-    order fill destinations in rank order. Quotas of an expert sum to its tokens.
+    order fill destinations in rank order. Replicas of an expert get its tokens exactly.
     """
     num_ranks, num_experts = tokens_RE.shape
     # of a shared expert, every row ends a source's tokens or a replica's at some level
     num_shared = most = most_of_one = 0
     for expert in range(num_experts):
-        width = holders.first_E[expert + 1] - holders.first_E[expert]
+        width = table.first_E[expert + 1] - table.first_E[expert]
         if width > 1:
             num_shared += 1
             most += num_ranks + (level_LR.shape[0] + 2) * width
@@ -59,11 +44,11 @@ def fill_quotas(tokens_RE, tokens_P, holders, level_LR):  # type: ignore[no-unty
     only_E, shared_F = np.full(num_experts, -1), np.empty(num_shared, np.int64)
     found = 0
     for expert in range(num_experts):
-        if holders.first_E[expert + 1] - holders.first_E[expert] > 1:
+        if table.first_E[expert + 1] - table.first_E[expert] > 1:
             shared_F[found] = expert
             found += 1
         else:
-            only_E[expert] = holders.rank_P[holders.first_E[expert]]
+            only_E[expert] = table.rank_P[table.first_E[expert]]
     # a line of the cache longer than a rank's row: at a power of two apart, rows would take the same places in it
     supply_FR = np.empty((num_shared, num_ranks + 8), np.int64)
     for source in range(num_ranks):
@@ -81,11 +66,11 @@ def fill_quotas(tokens_RE, tokens_P, holders, level_LR):  # type: ignore[no-unty
     num_rows = 0
     for shared in range(num_shared):
         next_F[shared] = num_rows
-        first, end = holders.first_E[shared_F[shared]], holders.first_E[shared_F[shared] + 1]
-        num_rows += _fill_expert(
+        first, end = table.first_E[shared_F[shared]], table.first_E[shared_F[shared] + 1]
+        num_rows += _route_expert(
             supply_FR[shared, :num_ranks],
             demand_P[first:end],
-            holders.rank_P[first:end],
+            table.rank_P[first:end],
             level_LR,
             first_LR,
             scratch,
@@ -121,7 +106,7 @@ def fill_quotas(tokens_RE, tokens_P, holders, level_LR):  # type: ignore[no-unty
 
 
 @borrowing
-def _fill_expert(supply_R, demand_P, rank_P, level_LR, first_LR, scratch, routes):  # type: ignore[no-untyped-def]
+def _route_expert(supply_R, demand_P, rank_P, level_LR, first_LR, scratch, routes):  # type: ignore[no-untyped-def]
     """Lists an expert's routes in ``routes``; gives their number.
 
     Uses up ``supply_R`` and ``demand_P``. Those of a level are found in order, so the levels are merged.

@@ -1,4 +1,4 @@
-"""Holders: which ranks hold which experts, listed both ways, for compiled loops."""
+"""The table of a layout's replicas: which ranks hold which experts, listed both ways, for compiled loops."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moesys.layout import EMPTY
 from moesys.load import IntArray
 
 
-class Holders(NamedTuple):
+class ReplicaTable(NamedTuple):
     """The replicas of a layout: pairs of an expert and a rank that holds it, by expert, then rank. P of them.
 
     A second slot of a rank for the same expert is no second replica. All fields are int64, but for ``holds_R``.
@@ -35,8 +35,8 @@ class Holders(NamedTuple):
 
 
 @compiled
-def list_holders(expert_RS, num_experts):  # type: ignore[no-untyped-def]
-    """The ``Holders`` of ``expert_RS`` int64 [R, S], -1 for an empty slot."""
+def list_replicas(expert_RS, num_experts):  # type: ignore[no-untyped-def]
+    """Returns the ``ReplicaTable`` of ``expert_RS`` int64 [R, S], -1 for an empty slot."""
     num_ranks, num_slots = expert_RS.shape
     first_E = np.zeros(num_experts + 1, np.int64)
     last_rank_E = np.full(num_experts, -1, np.int64)
@@ -85,4 +85,38 @@ def list_holders(expert_RS, num_experts):  # type: ignore[no-untyped-def]
             for replica in range(first_E[expert], first_E[expert + 1]):
                 shared_Q[next_R[rank_P[replica]]] = replica
                 next_R[rank_P[replica]] += 1
-    return Holders(first_E, rank_P, expert_P, holds_R, shared_F, first_R, shared_Q)
+    return ReplicaTable(first_E, rank_P, expert_P, holds_R, shared_F, first_R, shared_Q)
+
+
+class NodeGroups(NamedTuple):
+    """The replicas of a ``ReplicaTable`` by node: a group is an expert's replicas on one node. G of them, all int64.
+
+    - ``first_E`` [E + 1]: expert e's groups are ``first_E[e]`` up to ``first_E[e + 1]``, by node;
+    - ``first_G`` [G + 1]: group g's replicas are ``first_G[g]`` up to ``first_G[g + 1]``;
+    - ``expert_G`` [G], ``group_P`` [P]: whose groups they are, and in which group replicas are.
+    """
+
+    first_E: IntArray
+    first_G: IntArray
+    expert_G: IntArray
+    group_P: IntArray
+
+
+@compiled
+def group_by_node(table, node_R):  # type: ignore[no-untyped-def]
+    """Returns the ``NodeGroups`` of a table, for the node of each rank, int64 [R]."""
+    num_experts, num_replicas = table.first_E.size - 1, table.rank_P.size
+    first_E, group_P = np.empty(num_experts + 1, np.int64), np.empty(num_replicas, np.int64)
+    first_G, expert_G = np.empty(num_replicas + 1, np.int64), np.empty(num_replicas, np.int64)
+    group = 0
+    for expert in range(num_experts):
+        first_E[expert] = group
+        node = -1
+        for replica in range(table.first_E[expert], table.first_E[expert + 1]):
+            if node_R[table.rank_P[replica]] != node:
+                node = node_R[table.rank_P[replica]]
+                first_G[group], expert_G[group] = replica, expert
+                group += 1
+            group_P[replica] = group - 1
+    first_E[num_experts], first_G[group] = group, num_replicas
+    return NodeGroups(first_E, first_G[: group + 1], expert_G[:group], group_P)

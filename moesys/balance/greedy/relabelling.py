@@ -12,12 +12,12 @@ from moesys.load import IntArray
 
 
 def num_moves(before_RE: IntArray, after_RE: IntArray) -> int:
-    """Replicas that are where they were not before; both int64 [R, E], replicas of each expert on each rank."""
+    """Counts replicas that are where they were not before; both int64 [R, E], replicas of each expert on each rank."""
     return int(np.maximum(after_RE - before_RE, 0).sum())
 
 
 def relabelled(after_RE: IntArray, before_RE: IntArray, slots_R: IntArray, cluster: ClusterSpec) -> IntArray:
-    """For each rank the row of ``after_RE`` that it shall hold, int64 [R]: the one with the fewest moves of all that
+    """Returns for each rank the row of ``after_RE`` that it shall hold, int64 [R]: with the fewest moves of all ways to
     map ranks to ranks of as many slots and nodes to nodes of as many ranks.
 
     Both levels are assignments: of rows to the ranks of a node, for every two nodes, and, by what those save, of nodes
@@ -50,7 +50,7 @@ def relabelled(after_RE: IntArray, before_RE: IntArray, slots_R: IntArray, clust
 def relabelled_inside(
     after_RE: IntArray, before_RE: IntArray, slots_R: IntArray, part_sizes: tuple[int, ...]
 ) -> IntArray:
-    """The same where every rank stays in its part of the cluster, of so many consecutive ranks each."""
+    """Returns the same where every rank stays in its part of the cluster, of so many consecutive ranks each."""
     row_R = np.empty(len(slots_R), dtype=np.int64)
     for end, size in zip(np.cumsum(part_sizes).tolist(), part_sizes, strict=True):
         part = slice(end - size, end)

@@ -1,0 +1,366 @@
+"""Construction of a layout, compiled: the heaviest experts are cut so that every rank is filled exactly.
+
+Experts are *hot*, which may have many replicas, or *single*, with one. Single experts go to the lightest rank, heaviest
+first, and leave a slot for a hot one free on every rank. What they leave of a rank's fair share, its room, the hot ones
+fill to the token. A rank with one slot for hot experts is that expert's *own*; one with two is *shared*: two hot
+experts divide the room. Shared ranks join the hot experts to a tree in which heavier ones have more neighbours, so that
+on later counts what one expert has more than foreseen can flow to every rank: with one redundant slot a rank there are
+just as many shared ranks as a tree needs.
+
+On exact counts this is the wrap-around rule of McNaughton (1959), with a choice of who is cut where; that choice is
+what makes it robust, and keeps tokens in their node. Several numbers of hot experts are tried, and the layout of the
+least robust cost is taken.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from moesys.balance.greedy.robust_cost import NO_LIMIT, draw_scenarios, robust_cost
+from moesys.compiled import borrowing, compiled
+from moesys.layout import EMPTY
+from moesys.load import IntArray
+
+# Numbers of hot experts to try: all with at least so many eighths of a rank's mean, and as many of the heaviest as have
+# so many tenths of all tokens.
+HOT_EIGHTHS = (16, 12, 8, 6, 4, 3, 2, 1)
+HOT_TENTHS = (1, 2, 3, 4)
+# A hot expert's last tokens go to a shared rank if they fill at most so many sixteenths of its room: the rest is what
+# its neighbour in the tree can give way by.
+FULLEST_SHARED_RANK = 14
+
+
+class ConstructionProblem(NamedTuple):
+    """Where experts are to be placed. R ranks, N nodes, E experts; all int64.
+
+    ``slots_R``: usable slots, 0 for ranks that are left alone; ``node_R``; ``rank_A``: ranks with slots, in the order
+    that goes round the nodes; ``tokens_E``: what is to be balanced; ``supply_NE``: of it, what each node's ranks send;
+    ``expert_D``: the D experts to place, heaviest first; ``before_RS``: what ranks hold now, all EMPTY for nothing.
+    Single experts stay there as long as they leave hot ones room, and hot ones where their tokens have no longer way.
+    """
+
+    slots_R: IntArray
+    node_R: IntArray
+    rank_A: IntArray
+    tokens_E: IntArray
+    supply_NE: IntArray
+    expert_D: IntArray
+    before_RS: IntArray
+
+
+class PartialLayout(NamedTuple):
+    """A layout under construction; all int64.
+
+    ``expert_RS``: what stands; ``filled_R``: slots in use; ``open_R``: free slots for hot experts; ``room_R``:
+    tokens that a rank still takes; for hot expert j ``rest_J``: tokens not placed, ``placed_J``: replicas,
+    ``lacking_NJ``: tokens that a node's ranks send beyond what it got there.
+    """
+
+    expert_RS: IntArray
+    filled_R: IntArray
+    open_R: IntArray
+    room_R: IntArray
+    rest_J: IntArray
+    placed_J: IntArray
+    lacking_NJ: IntArray
+
+
+@compiled
+def build_each_node(slots_R, node_R, rank_A, supply_NE, scenarios_each, before_RS, expert_RS):  # type: ignore[no-untyped-def]
+    """Fills ``expert_RS``, node by node, with all experts, balanced for what the node's ranks send; False where some
+    node's layout cannot be built.
+    """
+    for node in range(supply_NE.shape[0]):
+        tokens_E = supply_NE[node]
+        expert_E = np.argsort(-tokens_E, kind="mergesort")
+        of_node_R = rank_A[node_R[rank_A] == node]
+        own_slots_R = np.zeros_like(slots_R)
+        own_slots_R[of_node_R] = slots_R[of_node_R]
+        problem = ConstructionProblem(own_slots_R, node_R, of_node_R, tokens_E, supply_NE, expert_E, before_RS)
+        # a node's own loads vary more than those of all
+        scenarios = draw_scenarios(tokens_E, scenarios_each, 3 * scenarios_each)
+        found_RS = np.full(expert_RS.shape, EMPTY)
+        if not build_best(problem, scenarios, found_RS):
+            return False
+        expert_RS[of_node_R] = found_RS[of_node_R]
+    return True
+
+
+@compiled
+def build_best(problem, scenarios, expert_RS):  # type: ignore[no-untyped-def]
+    """Fills ``expert_RS`` with the layout of least robust cost over several numbers of hot experts; False for none."""
+    num_experts, num_ranks = problem.expert_D.size, problem.rank_A.size
+    total = 0
+    for expert in problem.expert_D:
+        total += problem.tokens_E[expert]
+    wanted = np.zeros(num_experts + 1, np.bool_)
+    # the fewest: none where every slot is for one expert, else one or two
+    wanted[:3] = True
+    wanted[num_experts] = True
+    for eighth in HOT_EIGHTHS:
+        count = 0
+        while count < num_experts and problem.tokens_E[problem.expert_D[count]] * 8 * num_ranks >= eighth * total:
+            count += 1
+        wanted[count] = True
+    for tenth in HOT_TENTHS:
+        count = tokens = 0
+        while count < num_experts and tokens * 10 < tenth * total:
+            tokens += problem.tokens_E[problem.expert_D[count]]
+            count += 1
+        wanted[count] = True
+    trial_RS = expert_RS.copy()
+    order_K, cost_K = np.arange(scenarios.weight_K.size), np.zeros(scenarios.weight_K.size, np.int64)
+    least = np.int64(NO_LIMIT)
+    for num_hot in range(num_experts + 1):
+        if wanted[num_hot] and least > 0 and build_layout(problem, num_hot, trial_RS):
+            cost = robust_cost(scenarios, trial_RS, order_K, least - 1, cost_K)
+            if cost < least:
+                least = cost
+                expert_RS[:] = trial_RS
+    return least < NO_LIMIT
+
+
+@compiled
+def build_layout(problem, num_hot, expert_RS):  # type: ignore[no-untyped-def]
+    """Fills the slots of ``problem``'s ranks in ``expert_RS`` [R, S] with the first ``num_hot`` experts as hot ones.
+
+    Every slot is filled, no rank holds an expert twice. False, with ``expert_RS`` in disorder, where so few hot
+    experts cannot fill the slots, or so many do not fit.
+    """
+    num_single = problem.expert_D.size - num_hot
+    num_slots = most_hot_slots = total = 0
+    for rank in problem.rank_A:
+        num_slots += problem.slots_R[rank]
+        most_hot_slots += min(problem.slots_R[rank], num_hot)
+        expert_RS[rank, :] = EMPTY
+    for expert in problem.expert_D:
+        total += problem.tokens_E[expert]
+    hot_slots = num_slots - num_single
+    if not num_hot <= hot_slots <= most_hot_slots:
+        return False
+    num_ranks, num_active = problem.slots_R.size, problem.rank_A.size
+    partial = PartialLayout(
+        expert_RS,
+        np.zeros(num_ranks, np.int64),
+        np.zeros(num_ranks, np.int64),
+        np.zeros(num_ranks, np.int64),
+        np.empty(num_hot, np.int64),
+        np.zeros(num_hot, np.int64),
+        np.empty((problem.supply_NE.shape[0], num_hot), np.int64),
+    )
+    for index in range(num_active):
+        partial.room_R[problem.rank_A[index]] = total // num_active + (index < total % num_active)
+    for hot in range(num_hot):
+        partial.rest_J[hot] = problem.tokens_E[problem.expert_D[hot]]
+        partial.lacking_NJ[:, hot] = problem.supply_NE[:, problem.expert_D[hot]]
+    _deal_hot_slots(problem, num_hot, hot_slots, partial.open_R)
+    _place_single(problem, num_hot, partial)
+    parent_J = _grow_tree(problem, num_hot)
+    spare_ranks = hot_slots - num_active - (num_hot - 1)
+    for hot in range(num_hot - 1, 0, -1):
+        spare_ranks = _place_hot(problem, hot, parent_J[hot], spare_ranks, partial)
+    return _place_missing(problem, num_hot, partial) and _fill_up(problem, num_hot, partial)
+
+
+@borrowing
+def _deal_hot_slots(problem, num_hot, hot_slots, open_R):  # type: ignore[no-untyped-def]
+    """Gives every rank in turn one slot for hot experts, then a second one, and so on."""
+    while hot_slots:
+        for rank in problem.rank_A:
+            if hot_slots and open_R[rank] < min(problem.slots_R[rank], num_hot):
+                open_R[rank] += 1
+                hot_slots -= 1
+
+
+@compiled
+def _place_single(problem, num_hot, partial):  # type: ignore[no-untyped-def]
+    """Places single experts, heaviest first, each where it is, or on the rank with most room of those with a slot for
+    it.
+    """
+    filled_R, open_R, room_R = partial.filled_R, partial.open_R, partial.room_R
+    single_E = np.zeros(problem.tokens_E.size, np.bool_)
+    single_E[problem.expert_D[num_hot:]] = True
+    hot_tokens = np.int64(0)
+    for expert in problem.expert_D[:num_hot]:
+        hot_tokens += problem.tokens_E[expert]
+    # half of what hot experts take of a rank on average: where they have less room, less can give way
+    least_room = hot_tokens // problem.rank_A.size // 2
+    for rank in problem.rank_A:
+        for slot in range(problem.before_RS.shape[1]):
+            expert = problem.before_RS[rank, slot]
+            if expert == EMPTY or not single_E[expert] or filled_R[rank] + open_R[rank] == problem.slots_R[rank]:
+                continue
+            if room_R[rank] - problem.tokens_E[expert] >= least_room:
+                single_E[expert] = False
+                partial.expert_RS[rank, filled_R[rank]] = expert
+                filled_R[rank] += 1
+                room_R[rank] -= problem.tokens_E[expert]
+    for expert in problem.expert_D[num_hot:]:
+        if not single_E[expert]:
+            continue
+        best = -1
+        for rank in problem.rank_A:
+            if filled_R[rank] + open_R[rank] < problem.slots_R[rank] and (best < 0 or room_R[rank] > room_R[best]):
+                best = rank
+        partial.expert_RS[best, filled_R[best]] = expert
+        filled_R[best] += 1
+        room_R[best] -= problem.tokens_E[expert]
+
+
+@compiled
+def _grow_tree(problem, num_hot):  # type: ignore[no-untyped-def]
+    """Returns each hot expert's neighbour among heavier ones: that with the most tokens a neighbour."""
+    parent_J = np.zeros(num_hot, np.int64)
+    degree_J = np.ones(num_hot, np.int64)
+    for hot in range(1, num_hot):
+        best = 0
+        for other in range(1, hot):
+            tokens, best_tokens = problem.tokens_E[problem.expert_D[other]], problem.tokens_E[problem.expert_D[best]]
+            if tokens * degree_J[best] > best_tokens * degree_J[other]:
+                best = other
+        parent_J[hot] = best
+        degree_J[best] += 1
+        degree_J[hot] += 1
+    return parent_J
+
+
+@borrowing
+def _holds(partial, rank, expert):  # type: ignore[no-untyped-def]
+    held = False
+    for slot in range(partial.filled_R[rank]):
+        held = held or partial.expert_RS[rank, slot] == expert
+    return held
+
+
+@borrowing
+def _put(problem, partial, rank, hot, tokens):  # type: ignore[no-untyped-def]
+    """Puts a replica of a hot expert, and so many of its tokens, onto a rank with a free slot for it."""
+    partial.expert_RS[rank, partial.filled_R[rank]] = problem.expert_D[hot]
+    partial.filled_R[rank] += 1
+    partial.open_R[rank] -= 1
+    partial.room_R[rank] -= tokens
+    partial.rest_J[hot] -= tokens
+    partial.placed_J[hot] += 1
+    partial.lacking_NJ[problem.node_R[rank], hot] -= tokens
+
+
+@borrowing
+def _nearer(problem, hot, rank, best, partial):  # type: ignore[no-untyped-def]
+    """Whether a hot expert's tokens have less way to a rank's node, or none more and it is there already."""
+    lacking = partial.lacking_NJ[problem.node_R[rank], hot]
+    best_lacking = partial.lacking_NJ[problem.node_R[best], hot]
+    if lacking != best_lacking:
+        return lacking > best_lacking
+    here = there = False
+    for slot in range(problem.before_RS.shape[1]):
+        here = here or problem.before_RS[rank, slot] == problem.expert_D[hot]
+        there = there or problem.before_RS[best, slot] == problem.expert_D[hot]
+    return here and not there
+
+
+@borrowing
+def _find_shared_rank(problem, hot, parent, partial):  # type: ignore[no-untyped-def]
+    """A rank that can take a hot expert and its parent, where its tokens have the least way to go; -1 for none."""
+    best = -1
+    for rank in problem.rank_A:
+        if partial.open_R[rank] < 2 or partial.room_R[rank] <= 0:
+            continue
+        if best >= 0 and not _nearer(problem, hot, rank, best, partial):
+            continue
+        if not _holds(partial, rank, problem.expert_D[hot]) and not _holds(partial, rank, problem.expert_D[parent]):
+            best = rank
+    return best
+
+
+@borrowing
+def _find_own_rank(problem, hot, partial):  # type: ignore[no-untyped-def]
+    """A rank with one slot for hot experts that this one can fill, where its tokens have the least way; -1 for none."""
+    best = -1
+    for rank in problem.rank_A:
+        if partial.open_R[rank] != 1 or not 0 < partial.room_R[rank] <= partial.rest_J[hot]:
+            continue
+        if best >= 0 and not _nearer(problem, hot, rank, best, partial):
+            continue
+        if not _holds(partial, rank, problem.expert_D[hot]):
+            best = rank
+    return best
+
+
+@borrowing
+def _place_hot(problem, hot, parent, spare_ranks, partial):  # type: ignore[no-untyped-def]
+    """Fills ranks with a hot expert until what is left fits a rank shared with its parent; returns the shared ranks
+    still to spare.
+    """
+    rest_J, room_R = partial.rest_J, partial.room_R
+    shared = _find_shared_rank(problem, hot, parent, partial)
+    while shared < 0 or rest_J[hot] * 16 > room_R[shared] * FULLEST_SHARED_RANK:
+        own = _find_own_rank(problem, hot, partial)
+        if own < 0:
+            break
+        # too much for one shared rank, and after an own one too little for a shared one that gives way
+        after_own = rest_J[hot] - room_R[own]
+        if spare_ranks > 0 and shared >= 0 and rest_J[hot] <= 2 * room_R[shared] and after_own < room_R[shared] // 4:
+            spare_ranks -= 1
+            _share(problem, partial, shared, hot, parent, rest_J[hot] // 2)
+            shared = _find_shared_rank(problem, hot, parent, partial)
+        else:
+            _put(problem, partial, own, hot, room_R[own])
+    if shared >= 0:
+        _share(problem, partial, shared, hot, parent, min(rest_J[hot], room_R[shared]))
+    return spare_ranks
+
+
+@borrowing
+def _share(problem, partial, rank, hot, parent, tokens):  # type: ignore[no-untyped-def]
+    """Puts so many of a hot expert's tokens onto a rank, and as many of its parent's as fill it."""
+    _put(problem, partial, rank, hot, tokens)
+    _put(problem, partial, rank, parent, min(max(partial.rest_J[parent], 0), partial.room_R[rank]))
+
+
+@borrowing
+def _place_missing(problem, num_hot, partial):  # type: ignore[no-untyped-def]
+    """Places hot experts without a replica, heaviest first, on the rank with the most room; False without a slot."""
+    for hot in range(num_hot):
+        if partial.placed_J[hot]:
+            continue
+        best = -1
+        for rank in problem.rank_A:
+            if partial.open_R[rank] and (best < 0 or partial.room_R[rank] > partial.room_R[best]):
+                best = rank
+        if best < 0:
+            return False
+        _put(problem, partial, best, hot, max(min(partial.rest_J[hot], partial.room_R[best]), 0))
+    return True
+
+
+@borrowing
+def _fill_up(problem, num_hot, partial):  # type: ignore[no-untyped-def]
+    """Fills free slots, one a rank in turn, with the hot expert that fills most of the room; without room, with the one
+    of the most tokens a replica.
+    """
+    rest_J, placed_J, room_R = partial.rest_J, partial.placed_J, partial.room_R
+    left = partial.open_R.sum()
+    while left:
+        for rank in problem.rank_A:
+            if not partial.open_R[rank]:
+                continue
+            best = -1
+            for hot in range(num_hot):
+                if _holds(partial, rank, problem.expert_D[hot]):
+                    continue
+                if best < 0:
+                    best = hot
+                    continue
+                fills = max(min(rest_J[hot], room_R[rank]), 0)
+                most = max(min(rest_J[best], room_R[rank]), 0)
+                tokens, best_tokens = problem.tokens_E[problem.expert_D[hot]], problem.tokens_E[problem.expert_D[best]]
+                heavier = tokens * (placed_J[best] + 1) > best_tokens * (placed_J[hot] + 1)
+                if fills > most or (fills == most and heavier):
+                    best = hot
+            if best < 0:
+                return False
+            _put(problem, partial, rank, best, max(min(rest_J[best], room_R[rank]), 0))
+            left -= 1
+    return True

@@ -1,0 +1,98 @@
+"""Robust cost: how well a layout will do on later counts, measured on scenarios; compiled.
+
+*Scenarios* are the load that a layout is planned for, and loads around it. On each, a layout costs what the best split
+leaves above the mean on the busiest rank, and, so that a step towards that counts, on all ranks together, divided by
+their number; in millionths of the mean. The robust cost is the weighted sum. Perfection on the load itself is easy and
+fragile; what later counts ask for is paths on which tokens can give way, and scenarios measure it.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from moesys.balance.flow.min_max_flow import min_max_flow, new_flow
+from moesys.balance.flow.replica_table import list_replicas
+from moesys.compiled import borrowing, compiled
+from moesys.load import IntArray
+
+MILLION = 1_000_000
+NO_LIMIT = 1 << 60
+
+# Standard deviations of experts' loads, in percent: a later sample's, and where they jump.
+DRIFT_PERCENT = 15
+JUMP_PERCENT = 45
+# What the load itself costs comes first; then a jump counts a quarter of a drift.
+WEIGHTS = (1000, 4, 1)
+
+
+class Scenarios(NamedTuple):
+    """Loads to be ready for: ``tokens_KE`` int64 [K, E], the first one the load itself, and ``weight_K`` int64."""
+
+    tokens_KE: IntArray
+    weight_K: IntArray
+
+
+@compiled
+def draw_scenarios(tokens_E, num_near, num_far):  # type: ignore[no-untyped-def]
+    """Draws the load, ``num_near`` loads that drifted, and ``num_far`` that jumped; a pure function, in integers.
+
+    Every expert's tokens are multiplied by 1 + σ·z, at least 0, with a roughly normal z from a hash.
+    """
+    num_experts = tokens_E.size
+    tokens_KE = np.empty((1 + num_near + num_far, num_experts), np.int64)
+    weight_K = np.empty(1 + num_near + num_far, np.int64)
+    tokens_KE[0] = tokens_E
+    weight_K[0] = WEIGHTS[0]
+    for scenario in range(1, 1 + num_near + num_far):
+        near = scenario <= num_near
+        weight_K[scenario] = WEIGHTS[1] if near else WEIGHTS[2]
+        percent = DRIFT_PERCENT if near else JUMP_PERCENT
+        for expert in range(num_experts):
+            factor = max(147_800 + _bell(mixed_bits(scenario, expert)) * percent * 10, 0)
+            tokens_KE[scenario, expert] = tokens_E[expert] * factor // 147_800
+    return Scenarios(tokens_KE, weight_K)
+
+
+@borrowing
+def _bell(bits):  # type: ignore[no-untyped-def]
+    """A roughly normal number of mean 0 and standard deviation 147.8: the sum of the lowest four bytes, less 510."""
+    total = np.int64(0)
+    for _ in range(4):
+        total += np.int64(bits & np.uint64(255))
+        bits >>= np.uint64(8)
+    return total - 510
+
+
+@borrowing
+def mixed_bits(scenario, expert):  # type: ignore[no-untyped-def]
+    """Returns 64 well-mixed bits (the finaliser of SplitMix64)."""
+    bits = np.uint64(scenario) * np.uint64(0x9E3779B97F4A7C15) + np.uint64(expert + 1) * np.uint64(0xD1B54A32D192ED03)
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return bits ^ (bits >> np.uint64(31))
+
+
+@compiled
+def robust_cost(scenarios, expert_RS, order_K, limit, cost_K):  # type: ignore[no-untyped-def]
+    """Returns the weighted sum of what the layout costs in each scenario, and writes these to ``cost_K``.
+
+    Scenarios are taken in ``order_K``, and given up where the sum exceeds ``limit``.
+    """
+    num_experts = scenarios.tokens_KE.shape[1]
+    table = list_replicas(expert_RS, num_experts)
+    flow = new_flow(table)
+    num_ranks = table.holds_R.sum()
+    cost = 0
+    for scenario in order_K:
+        total = 0
+        for expert in range(num_experts):
+            total += scenarios.tokens_KE[scenario, expert]
+        mean = -(-total // num_ranks)
+        above = min_max_flow(scenarios.tokens_KE[scenario], table, flow) - mean
+        cost_K[scenario] = (above + -(-flow.overflow[0] // num_ranks)) * MILLION // max(mean, 1)
+        cost += cost_K[scenario] * scenarios.weight_K[scenario]
+        if cost > limit:
+            break
+    return cost

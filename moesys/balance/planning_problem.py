@@ -1,0 +1,142 @@
+"""PlanningProblem: what every planner and every split is given, checked once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from numbers import Integral
+
+from moesys.config import ClusterSpec, ModelShape
+from moesys.layout import ExpertLayout
+from moesys.load import LoadMatrix
+
+
+@dataclass(frozen=True, eq=False)
+class PlanningProblem:
+    """One layer's load, and where its experts and tokens may go.
+
+    - ``load``: tokens of each source rank for each expert;
+    - ``cluster``: the ranks, by nodes and domains;
+    - ``slots_R``: slots of each rank, [R];
+    - ``layout``: the one in force. A planner may stay near it, and None says that there is none; a split divides the
+      tokens over it;
+    - ``model``: the layer's shape, None where the caller does not know it;
+    - ``turn``: the number of the micro-batch, which rotates the tokens that do not divide evenly.
+
+    ``plan_layout`` and ``split_tokens`` make it by ``of_layout`` and ``of_split``, which check that its parts belong
+    together; planners and splits trust it.
+    """
+
+    load: LoadMatrix
+    cluster: ClusterSpec
+    slots_R: tuple[int, ...]
+    layout: ExpertLayout | None = None
+    model: ModelShape | None = None
+    turn: int = 0
+
+    @classmethod
+    def of_layout(
+        cls,
+        load: LoadMatrix,
+        cluster: ClusterSpec,
+        slots_per_rank: int | Sequence[int],
+        model: ModelShape | None = None,
+        previous: ExpertLayout | None = None,
+    ) -> PlanningProblem:
+        """Makes the problem of choosing a layout; ``slots_per_rank`` is one number for all ranks or one a rank.
+
+        Raises ValueError when load, model, cluster, slots and previous do not belong together.
+        """
+        _check_model(load, model)
+        slots_R = _checked_slots(load, cluster, slots_per_rank)
+        if previous is not None:
+            _check_previous(previous, load, slots_R)
+        return cls(load, cluster, slots_R, previous, model)
+
+    @classmethod
+    def of_split(
+        cls,
+        load: LoadMatrix,
+        layout: ExpertLayout,
+        cluster: ClusterSpec,
+        turn: int = 0,
+        model: ModelShape | None = None,
+    ) -> PlanningProblem:
+        """Makes the problem of dividing tokens over the replicas of ``layout``.
+
+        Raises ValueError when load, model, layout and cluster do not belong together.
+        """
+        _check_model(load, model)
+        if not load.num_ranks == layout.num_ranks == cluster.num_ranks:
+            raise ValueError(
+                f"the load is for {load.num_ranks} ranks, the layout for {layout.num_ranks}, the cluster has "
+                f"{cluster.num_ranks}; plan all three for the same ranks"
+            )
+        if load.num_experts != layout.num_experts:
+            raise ValueError(
+                f"the load is for {load.num_experts} experts, the layout for {layout.num_experts}; "
+                "plan both for the same model"
+            )
+        return cls(load, cluster, (layout.num_slots,) * layout.num_ranks, layout, model, turn)
+
+    def over(self, layout: ExpertLayout) -> PlanningProblem:
+        """Returns the same problem with ``layout`` in force, for planners that judge a layout by a split over it."""
+        return replace(self, layout=layout)
+
+    @property
+    def layout_in_force(self) -> ExpertLayout:
+        """The layout that a split divides tokens over."""
+        assert self.layout is not None, "tokens are split over a layout, and the problem has none"
+        return self.layout
+
+
+def _check_model(load: LoadMatrix, model: ModelShape | None) -> None:
+    if model is not None and model.num_experts != load.num_experts:
+        raise ValueError(
+            f"the load counts {load.num_experts} experts but num_experts={model.num_experts}; "
+            "give one column of tokens_RE an expert"
+        )
+
+
+def _checked_slots(load: LoadMatrix, cluster: ClusterSpec, slots_per_rank: int | Sequence[int]) -> tuple[int, ...]:
+    if load.num_ranks != cluster.num_ranks:
+        raise ValueError(
+            f"the load counts {load.num_ranks} source ranks but the cluster has {cluster.num_ranks}; "
+            "give one row of tokens_RE a rank"
+        )
+    one_for_all = not isinstance(slots_per_rank, Iterable)
+    given = tuple(slots_per_rank) if isinstance(slots_per_rank, Iterable) else (slots_per_rank,) * cluster.num_ranks
+    if not all(isinstance(slots, Integral) and not isinstance(slots, bool) for slots in given):
+        raise ValueError(f"slots_per_rank={slots_per_rank} counts slots; give integers")
+    slots_R = tuple(map(int, given))
+    if len(slots_R) != cluster.num_ranks:
+        raise ValueError(
+            f"slots_per_rank names {len(slots_R)} ranks but the cluster has {cluster.num_ranks}; "
+            "give one number a rank, or one for all"
+        )
+    if min(slots_R) < 0:
+        raise ValueError(f"slots_per_rank={list(slots_R)} has a negative count; use 0 for a rank that holds nothing")
+    missing = load.num_experts - sum(slots_R)
+    if missing > 0:
+        way_out = f"use at least {-(-load.num_experts // len(slots_R))}" if one_for_all else f"add at least {missing}"
+        raise ValueError(
+            f"slots_per_rank={slots_per_rank if one_for_all else list(slots_R)} gives {sum(slots_R)} slots on "
+            f"{len(slots_R)} ranks for {load.num_experts} experts; {way_out}"
+        )
+    return slots_R
+
+
+def _check_previous(previous: ExpertLayout, load: LoadMatrix, slots_R: tuple[int, ...]) -> None:
+    shape = (previous.num_ranks, previous.num_slots, previous.num_experts)
+    wanted = (load.num_ranks, max(slots_R), load.num_experts)
+    if shape != wanted:
+        raise ValueError(
+            f"previous has (ranks, slots, experts) = {shape} but the plan is for {wanted}; "
+            "give a previous layout of the same shape, or previous=None"
+        )
+    for rank, (filled, slots) in enumerate(zip(previous.filled_R.tolist(), slots_R, strict=True)):
+        if filled > slots:
+            raise ValueError(
+                f"previous fills {filled} slots of rank {rank}, which has {slots}; "
+                "give a previous layout that fits the slots, or previous=None"
+            )

@@ -1,0 +1,50 @@
+"""Parts of a cluster: the node and the domain of each rank, as planners and splits need them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moesys.compiled import compiled
+from moesys.config import ClusterSpec, Within
+from moesys.load import IntArray
+
+
+def nodes_of(cluster: ClusterSpec) -> IntArray:
+    """Returns the node of each rank, int64 [R]: ``node_of_rank``, but fast enough for every micro-batch."""
+    return np.repeat(np.arange(cluster.num_nodes), cluster.node_sizes)
+
+
+def levels_of(cluster: ClusterSpec) -> IntArray:
+    """Returns the part of the cluster that each rank is in, int64 [L, R]: domains and nodes, the finest first."""
+    node_R, domain_sizes = nodes_of(cluster), cluster.domain_sizes
+    if domain_sizes == cluster.node_sizes:
+        return node_R[None]
+    domain_R = np.repeat(np.arange(len(domain_sizes)), domain_sizes)
+    return np.stack([domain_R, node_R] if len(domain_sizes) > cluster.num_nodes else [node_R, domain_R])
+
+
+def domains_of(cluster: ClusterSpec, replicas_within: Within) -> tuple[int, ...]:
+    """Returns for each rank, [R], the number of the part of the cluster that an expert's replicas may not leave."""
+    match replicas_within:
+        case "cluster":
+            return (0,) * cluster.num_ranks
+        case "node":
+            return cluster.node_of_rank
+        case "domain":
+            return cluster.domain_of_rank
+
+
+@compiled
+def tokens_by_node(tokens_RE, node_R):  # type: ignore[no-untyped-def]
+    """Returns the tokens of each expert by their source's node, int64 [N, E], and in all, int64 [E]."""
+    num_ranks, num_experts = tokens_RE.shape
+    supply_NE = np.zeros((node_R[num_ranks - 1] + 1, num_experts), np.int64)
+    tokens_E = np.zeros(num_experts, np.int64)
+    for rank in range(num_ranks):
+        supply_E = supply_NE[node_R[rank]]
+        for expert in range(num_experts):
+            supply_E[expert] += tokens_RE[rank, expert]
+    for node in range(supply_NE.shape[0]):
+        for expert in range(num_experts):
+            tokens_E[expert] += supply_NE[node, expert]
+    return supply_NE, tokens_E
