@@ -161,7 +161,7 @@ def tune(
     timed: Annotated[
         int | None, typer.Option(min=0, max=30, help="Timed trials; 30 of a training by default, else 0.")
     ] = None,
-    seeds: Annotated[int | None, typer.Option(min=1, help="Of the file's, for the cost model; 2 by default.")] = None,
+    seeds: Annotated[int, typer.Option(min=1, help="Of the file's, for the cost model.")] = 2,
     memory_gb: Annotated[
         float | None, typer.Option("--memory-gb", min=0, help="Of a rank, 1e9 bytes; enough by default.")
     ] = None,
@@ -182,7 +182,7 @@ def tune(
         out,
         budget=budget,
         timed=timed,
-        num_seeds=seeds,
+        seeds=seeds,
         memory_gb=memory_gb,
         seed=seed,
         threads=threads,
@@ -214,18 +214,16 @@ def plan(
 
     For example: moesys plan --load load.csv --cluster 4x8 --slots 3 --out plan.json
     """
-    from moesys.lab.commands.plan import plan_command
+    from moesys.lab.commands.plan import LoadFile, plan_command
 
     code = plan_command(
-        load,
+        LoadFile(load, micro_batch, layer),
         cluster,
         slots=slots,
         balance=balance,
         split=split,
         previous=previous,
         out=out,
-        micro_batch=micro_batch,
-        layer=layer,
     )
     raise typer.Exit(code)
 

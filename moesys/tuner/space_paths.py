@@ -31,7 +31,8 @@ def _classes_of(part: str) -> dict[str, type[Declared]]:
 def _adapter(declared: type[Declared], field: str) -> TypeAdapter[Any]:
     """What a field takes, its bounds included."""
     info = declared.model_fields[field]
-    return TypeAdapter(Annotated[(info.annotation, *info.metadata)] if info.metadata else info.annotation)
+    taken: Any = Annotated[(info.annotation, *info.metadata)] if info.metadata else info.annotation
+    return TypeAdapter(taken)
 
 
 def _listed(listed: Listed, part: str) -> tuple[Any, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from rich.text import Text
@@ -27,8 +27,16 @@ MOST_EXPERTS_SHOWN = 16
 LOAD_SUFFIXES = (".npz", ".npy", ".csv", ".json")
 
 
+class LoadFile(NamedTuple):
+    """A file of loads; of a trace, which micro-batch and which layer."""
+
+    path: Path
+    micro_batch: int | None = None
+    layer: int | None = None
+
+
 def plan_command(
-    load: Path,
+    load: LoadFile,
     cluster: str,
     *,
     slots: int | None = None,
@@ -36,17 +44,17 @@ def plan_command(
     split: str = "flow",
     previous: Path | None = None,
     out: Path | None = None,
-    micro_batch: int | None = None,
-    layer: int | None = None,
 ) -> int:
     """Plan, certify, print, and write; the exit code, 2 where what was asked for cannot be."""
     try:
         spec, balance_config, split_config = cluster_of(cluster), balance_of(balance), split_of(split)
-        wanted = read_load(load, micro_batch, layer)
+        wanted = read_load(*load)
         slots_per_rank = slots if slots is not None else -(-wanted.num_experts // spec.num_ranks) + 1
         before = None if previous is None else read_layout(previous)
         plan, certificate = make_plan(wanted, spec, slots_per_rank, balance_config, split_config, before)
-        tree = plan_tree(plan, certificate, spec, f"{load.name}: {balance_config.kind} + {split_config.kind}", before)
+        tree = plan_tree(
+            plan, certificate, spec, f"{load.path.name}: {balance_config.kind} + {split_config.kind}", before
+        )
         if out is not None:
             save_plan(plan, certificate, out)
     except (ValueError, OSError) as error:

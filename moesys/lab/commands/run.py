@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, TextIO, TypedDict, Unpack
 
 from pydantic import ValidationError
 
@@ -22,19 +22,25 @@ if TYPE_CHECKING:
     from moesys.lab.runs.comparison import Comparison
 
 
+class RunOptions(TypedDict, total=False):
+    """Options of ``run``, with its defaults."""
+
+    threads: int
+    fail_fast: bool
+    retry_failed: bool
+    fresh: bool
+    record_routing: Path | None
+
+
 def run_file(
     file: Path,
     out: Path,
     form: Format = "table",
     *,
     num_seeds: int | None = None,
-    threads: int = 1,
-    fail_fast: bool = False,
-    retry_failed: bool = False,
-    fresh: bool = False,
-    record_routing: Path | None = None,
     interpret: bool = False,
     strategies: Sequence[Path] = (),
+    **options: Unpack[RunOptions],
 ) -> int:
     """Run what is left of each experiment in ``file``, and print its table; of a sweep, draw the chart beside the run
     folders. ``strategies``: files of further ones, for each experiment. Under torchrun only rank 0 speaks.
@@ -49,16 +55,7 @@ def run_file(
         for experiment in _experiments(file, form, num_seeds, interpret, strategies):
             if comparisons:
                 print(file=told)
-            result = run(
-                experiment,
-                out,
-                fail_fast=fail_fast,
-                retry_failed=retry_failed,
-                fresh=fresh,
-                threads=threads,
-                record_routing=record_routing,
-                progress=progress_on(told),
-            )
+            result = run(experiment, out, progress=progress_on(told), **options)
             if speaks:
                 comparisons.append(_report(result, form, told))
                 code = max(code, result.exit_code)

@@ -6,6 +6,7 @@ import os
 import sys
 import tomllib
 from pathlib import Path
+from typing import TypedDict, Unpack
 
 from pydantic import ValidationError
 
@@ -15,42 +16,30 @@ from moesys.lab.show.console import print_full
 from moesys.tuner.space import Space
 
 
-def tune_file(
-    file: Path,
-    space: Path | None = None,
-    out: Path = Path("runs"),
-    *,
-    budget: int = 256,
-    timed: int | None = None,
-    num_seeds: int | None = None,
-    memory_gb: float | None = None,
-    seed: int = 0,
-    threads: int = 1,
-    fresh: bool = False,
-) -> int:
+class TuneOptions(TypedDict, total=False):
+    """Options of ``tune``, with its defaults."""
+
+    budget: int
+    timed: int | None
+    seeds: int
+    memory_gb: float | None
+    seed: int
+    threads: int
+    fresh: bool
+
+
+def tune_file(file: Path, space: Path | None = None, out: Path = Path("runs"), **options: Unpack[TuneOptions]) -> int:
     """Tune the experiment in ``file``, print what was found, and leave it in a folder; under torchrun rank 0 speaks."""
     speaks = os.environ.get("RANK", "0") == "0"
     try:
         experiment = load_experiment(file)
         declared = None if space is None else space_of(space)
         # Not at the top: a typo in the file is told before torch is there.
-        from moesys.lab.runs.tuning import NUM_SEEDS, tune
+        from moesys.lab.runs.tuning import tune
         from moesys.lab.show.tune_progress import TuneProgress
 
         with TuneProgress() as told:
-            result = tune(
-                experiment,
-                declared,
-                out=out,
-                budget=budget,
-                timed=timed,
-                seeds=NUM_SEEDS if num_seeds is None else num_seeds,
-                memory_gb=memory_gb,
-                seed=seed,
-                threads=threads,
-                fresh=fresh,
-                told=told if speaks else None,
-            )
+            result = tune(experiment, declared, out=out, told=told if speaks else None, **options)
     except (ValueError, OSError) as error:
         return refused(error) if speaks else 2
     except KeyboardInterrupt:
