@@ -1,7 +1,7 @@
 """What moesys uses of torch that is not public, each with what it needs of torch and what happens without it.
 
 A new release of torch may change or drop any of these without notice: read this file first when moesys fails with one.
-``tests/test_torch_private.py`` calls each. What kernels use is in ``moesys/kernels/torch_private.py``. Beside these,
+``tests/test_torch_private.py`` calls each. What kernels use is in ``moesys/kernels/torch_internals.py``. Beside these,
 ``MoELayer`` overrides ``nn.Module._apply``, which every module's ``to`` calls, to move its masters too.
 """
 
@@ -55,7 +55,7 @@ def default_store() -> dist.Store:
     Needs ``torch.distributed.distributed_c10d._get_default_store``; the store has ``clone``, a connection of its own,
     since torch 2.10. Without it linking a model on several ranks raises AttributeError.
     """
-    return dist.distributed_c10d._get_default_store()  # type: ignore[attr-defined]
+    return dist.distributed_c10d._get_default_store()
 
 
 def group_timeout_s(group: dist.ProcessGroup, device_type: str) -> float:

@@ -42,7 +42,7 @@ FLOORS_IN = {
         {"presets", "laer_routing"},
         {"__init__"},
     ),
-    "kernels": ({"torch_private"}, {"cpu", "routing"}, {"experts"}, {"split", "symmetric"}, {"mega"}),
+    "kernels": ({"torch_internals"}, {"cpu", "routing"}, {"experts"}, {"split", "symmetric"}, {"mega"}),
     "balance": (
         {"planning_problem", "topology"},
         {"replicas", "flow"},
@@ -89,7 +89,7 @@ REFUSED = {
 MAY_PRINT = {"lab", "bench", "__main__"}
 
 # Files that may use what is not public in torch, and names of its methods and attributes that are not.
-PRIVATE_OF_TORCH = {"torch_private.py", "kernels/torch_private.py"}
+PRIVATE_OF_TORCH = {"torch_private.py", "kernels/torch_internals.py"}
 TORCH_NAMES = {"torch", "dist", "Variable", "functional", "nn"}
 PRIVATE_METHODS = {"_execution_engine", "_get_backend", "_get_default_store", "_symmetric_memory"}
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from moesys import torch_private
-from moesys.kernels.torch_private import HAS_ONEDNN, onednn_product
+from moesys.kernels.torch_internals import HAS_ONEDNN, onednn_product
 from moesys.torch_private import NO_BACKWARD, after_this_backward, current_backward, group_timeout_s, will_execute
 
 

@@ -15,7 +15,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from moesys.kernels.torch_private import HAS_ONEDNN, onednn_product
+from moesys.kernels.torch_internals import HAS_ONEDNN, onednn_product
 
 LARGEST_MINIMUM = 32
 LARGE_WEIGHT = 1 << 18

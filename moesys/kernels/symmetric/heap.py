@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moesys.kernels.experts.numerics import INTERPRETED
-from moesys.kernels.torch_private import symmetric_arena
+from moesys.kernels.torch_internals import symmetric_arena
 
 # Regions begin at multiples of a cache line of both kinds of machine, and so at multiples of any load's width.
 ALIGNMENT = 128

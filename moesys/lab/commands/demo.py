@@ -64,6 +64,8 @@ MODEL = ModelShape(
     num_experts=OWNED_EXPERTS * NUM_RANKS,
     top_k=1,
     norm_topk_prob=False,
+    # Enough that no expert is left without tokens, and not enough to balance the load.
+    router_aux_loss_coef=0.05,
     initializer_range=0.05,
 )
 CLUSTER = ClusterSpec(name="this machine", ranks_per_node=NUM_RANKS)
