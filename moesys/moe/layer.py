@@ -15,7 +15,7 @@ from moesys.config import ClusterSpec, ModelShape, Strategy
 from moesys.moe.call import LayerCall
 from moesys.moe.expert_parameters import DTYPES, initial_generator
 from moesys.moe.expert_store import ExpertStore, shards_of
-from moesys.moe.lookahead import Lookahead, NoLookahead
+from moesys.moe.lookahead import Link, Lookahead
 from moesys.moe.masters import Masters, distributed
 from moesys.moe.metrics import LayerMetrics
 from moesys.moe.planners import planner_of
@@ -100,8 +100,7 @@ class MoELayer(nn.Module):
         masters = Masters(self._parameters, "experts", self.shards, self.mesh)
         self.store = ExpertStore(self.layer_index, self.strategy.sharding, self.shards, masters, self.schedule, channel)
         self.planner = planner_of(self.strategy, self.shape, self.cluster, self.schedule, self.shards, channel)
-        self._unlinked = NoLookahead()
-        self.lookahead: Lookahead = self._unlinked
+        self.link = Link()
 
     # Planning is Python on integers and talks to other ranks: nothing that a compiler could trace.
     @torch.compiler.disable
@@ -119,7 +118,7 @@ class MoELayer(nn.Module):
             routing.weight_TK,
             self.store.masters.differentiable(),
             call,
-            self.lookahead,
+            self.link,
         ).to(x.dtype)
         self._count(call)
         if self.shared_experts is not None:
@@ -139,13 +138,14 @@ class MoELayer(nn.Module):
     def _plan(self, expert_TK: Tensor) -> LayerCall:
         """Decides who computes what, and where it is sent: the only part of forward that recomputation leaves out."""
         learning = self.training and torch.is_grad_enabled()
-        neighbours = self.lookahead.enter(self.store)
+        lookahead = self.link.lookahead
+        neighbours = lookahead.enter(self.store)
         # Asked for every time, as it depends on the device and, on the CPU, on the number of threads, which may change.
         compute = self.expert_compute or experts_on_device(self.shape, DTYPES[self.shape.dtype], expert_TK.device.type)
         upcoming = [store.schedule for store in neighbours.upcoming]
-        executor, self._last_plan, counts = self.planner.plan(expert_TK, compute, learning, upcoming, self.lookahead)
+        executor, self._last_plan, counts = self.planner.plan(expert_TK, compute, learning, upcoming, lookahead)
         call = LayerCall(self.store, executor, neighbours, counts)
-        self.lookahead.entered(call)
+        lookahead.entered(call)
         return call
 
     def _count(self, call: LayerCall) -> None:
@@ -173,7 +173,7 @@ class MoELayer(nn.Module):
         """Waits for the device. Raises ``PeerTimeoutError`` where a MegaKernel was given up, and ValueError where one
         was planned more rows than ``rows_cap``, which else a later micro-batch tells on a GPU.
         """
-        self.lookahead.mega_home.check()
+        self.link.lookahead.mega_home.check()
 
     def update_router_bias(self) -> None:
         """Moves the router's correction bias towards balance, by the tokens of micro-batches since the last time."""
@@ -199,7 +199,7 @@ class MoELayer(nn.Module):
         heartbeat: Heartbeat | None,
     ) -> None:
         """Becomes one of the layers of a linked model, whose ``first`` has the memory for all."""
-        self.lookahead = lookahead
+        self.link.lookahead = lookahead
         self.shards.share_with(first.shards)
         self.schedule.source = plan_source
         self.store.channel = weight_channel
@@ -208,7 +208,7 @@ class MoELayer(nn.Module):
 
     def unlink(self) -> None:
         """Plans and restores on demand again, as before ``link``."""
-        self.lookahead = self._unlinked
+        self.link.cut()
         self.shards.unshare()
         self.schedule.source = InlinePlanner()
         self.store.channel = self.token_channel
@@ -251,12 +251,12 @@ class MoELayer(nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         """For ``copy.deepcopy`` and pickling: one rank's layer, not linked, without the spans it has recorded."""
-        if self.group is not None or self.lookahead is not self._unlinked:
+        if self.group is not None or self.link.linked:
             raise TypeError(
                 "only a layer without a process group and not linked can be copied or pickled; "
                 "make another and load this one's state_dict()"
             )
-        connected = ("token_channel", "store", "planner", "lookahead", "_unlinked")
+        connected = ("token_channel", "store", "planner", "link")
         return {name: value for name, value in self.__dict__.items() if name not in connected}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

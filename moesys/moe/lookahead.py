@@ -86,3 +86,21 @@ class NoLookahead:
 
     def after_backward(self) -> None:
         """Nothing is on its way."""
+
+
+class Link:
+    """A layer's lookahead of the moment. Backward asks for it anew: a graph that kept a closed runtime would keep all
+    of its layers, in circles that Python's collector cannot see.
+    """
+
+    def __init__(self) -> None:
+        self._none = NoLookahead()
+        self.lookahead: Lookahead = self._none
+
+    @property
+    def linked(self) -> bool:
+        return self.lookahead is not self._none
+
+    def cut(self) -> None:
+        """The layer is on its own again."""
+        self.lookahead = self._none

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from moesys.moe.call import LayerCall
 from moesys.moe.expert_parameters import as_gradients
-from moesys.moe.lookahead import Lookahead
+from moesys.moe.lookahead import Link
 from moesys.moe.shards import Restored
 from moesys.overlap.executor import Saved
 from moesys.torch_private import will_execute
@@ -24,9 +24,7 @@ class RoutedExperts(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, x_TH: Tensor, weight_TK: Tensor, masters: Tensor, call: LayerCall, lookahead: Lookahead
-    ) -> Tensor:
+    def forward(ctx: Any, x_TH: Tensor, weight_TK: Tensor, masters: Tensor, call: LayerCall, link: Link) -> Tensor:
         store = call.store
 
         def wait_for_experts() -> Restored:
@@ -38,7 +36,7 @@ class RoutedExperts(torch.autograd.Function):
         with torch.autocast(x_TH.device.type, enabled=False):
             call.restore().keep_casts = call.expects_backward and not store.reshard_after_forward
             y_TH, saved = call.executor.forward(x_TH, weight_TK, wait_for_experts)
-        ctx.call, ctx.lookahead = call, lookahead
+        ctx.call, ctx.link = call, link
         ctx.save_for_backward(weight_TK, masters, saved.arrivals_MH, saved.h_P2I)
         # What a recomputation restores, the backward right behind it uses.
         if store.reshard_after_forward and not call.replayed:
@@ -49,8 +47,7 @@ class RoutedExperts(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         call: LayerCall = ctx.call
-        lookahead: Lookahead = ctx.lookahead
-        store = call.store
+        lookahead, store = ctx.link.lookahead, call.store
         weight_TK, _, arrivals_MH, h_P2I = ctx.saved_tensors
         dy_TH = grad_outputs[0].contiguous()
         grads_DP = gradients = None

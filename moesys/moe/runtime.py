@@ -20,7 +20,7 @@ from moesys.moe.call import LayerCall, Neighbours
 from moesys.moe.expert_store import ExpertStore
 from moesys.moe.gradients import expert_group
 from moesys.moe.layer import MoELayer
-from moesys.moe.lookahead import PLAN_TIMEOUT_S, NoLookahead, SharedMegaHome
+from moesys.moe.lookahead import PLAN_TIMEOUT_S, SharedMegaHome
 from moesys.moe.metrics import LayerMetrics
 from moesys.moe.planner_thread import PlannerThread
 from moesys.moe.planning import PlanEvent
@@ -72,7 +72,7 @@ class MoERuntime:
     ) -> None:
         self.layers = [module for module in model.modules() if isinstance(module, MoELayer)]
         group = expert_group(model)
-        if any(not isinstance(layer.lookahead, NoLookahead) for layer in self.layers):
+        if any(layer.link.linked for layer in self.layers):
             raise ValueError("a layer of this model is linked already; close its runtime first")
         if len({layer.layer_index for layer in self.layers}) < len(self.layers):
             raise ValueError(

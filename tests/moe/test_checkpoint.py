@@ -236,7 +236,7 @@ def straight_and_resumed(path: Path, strategy: ms.Strategy, linked: bool) -> tup
 
     def end(model: Stack) -> None:
         if linked:
-            model.moe[0].lookahead.close()
+            model.moe[0].link.lookahead.close()
 
     model, optimizer = begin(0)
     straight = ended(model, optimizer, train(model, optimizer, range(6)))

@@ -383,7 +383,7 @@ def test_closing_an_old_runtime_leaves_the_new_one_alone() -> None:
     old.close()
     new = ms.link(layer)
     old.close()
-    assert layer.lookahead is new
+    assert layer.link.lookahead is new
     new.close()
 
 
