@@ -3,7 +3,7 @@ TORCH ?= torch==2.13.0
 PYTHON ?= python3
 # Files of tests that run at once: many wait for ranks, so that two fill two cores. mypy has as many processes.
 WORKERS ?= 2
-PYTEST = $(BIN)/pytest -n $(WORKERS) --dist loadfile
+PYTEST = $(BIN)/pytest -n $(WORKERS) --dist loadfile --durations 15
 BIN := .venv/bin
 
 .PHONY: demo test test-all lint
@@ -14,8 +14,9 @@ demo: .venv/installed
 test: lint
 	$(PYTEST)
 
+# Slow cases too, and with MOESYS_SWEEP more of what is drawn.
 test-all: lint
-	MOESYS_SWEEP=1 $(PYTEST)
+	MOESYS_SWEEP=1 $(PYTEST) -m ""
 
 lint: .venv/installed
 	$(BIN)/ruff check

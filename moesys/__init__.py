@@ -83,11 +83,6 @@ if TYPE_CHECKING:
     from moesys.traces import generate as generate
     from moesys.traces import load_trace as load_trace
     from moesys.traces import save_trace as save_trace
-    from moesys.tuner.space import EpChoices as EpChoices
-    from moesys.tuner.space import FsepChoices as FsepChoices
-    from moesys.tuner.space import MegaKernelChoices as MegaKernelChoices
-    from moesys.tuner.space import PipelinedChoices as PipelinedChoices
-    from moesys.tuner.space import SequentialChoices as SequentialChoices
     from moesys.tuner.space import Space as Space
 
 # The imports above are for type checkers; a test holds them and this table equal.
@@ -101,7 +96,6 @@ _MODULE_OF = {
     "Declared": "moesys.config",
     "Ema": "moesys.config",
     "Ep": "moesys.config",
-    "EpChoices": "moesys.tuner.space",
     "Eplb": "moesys.config",
     "EvenSplit": "moesys.config",
     "Experiment": "moesys.config.experiment",
@@ -109,7 +103,6 @@ _MODULE_OF = {
     "FlexMoe": "moesys.config",
     "FlowSplit": "moesys.config",
     "Fsep": "moesys.config",
-    "FsepChoices": "moesys.tuner.space",
     "Generated": "moesys.config.experiment",
     "Greedy": "moesys.config",
     "Laer": "moesys.config",
@@ -119,7 +112,6 @@ _MODULE_OF = {
     "LoadHistory": "moesys.balance",
     "LoadMatrix": "moesys.load",
     "MegaKernel": "moesys.config",
-    "MegaKernelChoices": "moesys.tuner.space",
     "MoELayer": "moesys.moe.layer",
     "MoERuntime": "moesys.moe.runtime",
     "ModelShape": "moesys.config",
@@ -127,13 +119,11 @@ _MODULE_OF = {
     "Ordered": "moesys.config",
     "PathPart": "moesys.simulator.critical_path",
     "Pipelined": "moesys.config",
-    "PipelinedChoices": "moesys.tuner.space",
     "Proportional": "moesys.config",
     "Replay": "moesys.config.experiment",
     "RestOfStep": "moesys.simulator.step_program",
     "RunResult": "moesys.lab.runs.runner",
     "Sequential": "moesys.config",
-    "SequentialChoices": "moesys.tuner.space",
     "Simulation": "moesys.simulator.simulation",
     "Space": "moesys.tuner.space",
     "Span": "moesys.timeline",

@@ -54,6 +54,13 @@ FLOORS_IN = {
     ),
     "overlap": ({"comm"}, {"*"}),
     "simulator": ({"mega"}, {"*"}),
+    "bench": (
+        {"harness"},
+        {"kernels", "planner"},
+        {"mega"},
+        {"*"},
+        {"commands"},
+    ),
     "lab": ({"slow_links"}, {"ranks"}, {"runs"}, {"show"}, {"explanation"}, {"commands"}),
 }
 

@@ -6,13 +6,37 @@ Commands import what they need when they run, so that ``--help`` does not wait f
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
+from typer.core import TyperGroup
 
-bench = typer.Typer(help="Measure on this machine.", no_args_is_help=True, rich_markup_mode=None)
+COMPUTING, LINKS, PUBLISHED = "Computing, measured here", "Links, measured here", "Published, and simulated beside it"
+
+
+class GroupedCommands(TyperGroup):
+    """Lists commands under their ``rich_help_panel``, which help without rich leaves out."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        limit = formatter.width - 6 - max(map(len, self.commands))
+        groups: dict[str, list[tuple[str, str]]] = {}
+        for name, command in self.commands.items():
+            groups.setdefault(str(command.rich_help_panel), []).append((name, command.get_short_help_str(limit)))
+        for title, rows in groups.items():
+            with formatter.section(title):
+                formatter.write_dl(rows)
+
+
+bench = typer.Typer(
+    help="Measure on this machine, or simulate what others measured.",
+    cls=GroupedCommands,
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
 
 
 def _in_a_folder(path: Path | None) -> Path | None:
@@ -33,12 +57,21 @@ def _in_a_folder(path: Path | None) -> Path | None:
     return path
 
 
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """What the arguments cannot mean is told as the command line's other mistakes are."""
+    try:
+        yield
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from None
+
+
 ResultFile = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Write what was measured to this file.", callback=_in_a_folder)
 ]
 
 
-@bench.command("layer")
+@bench.command("layer", rich_help_panel=COMPUTING)
 def bench_layer(
     shape: Annotated[str, typer.Option(help="One shape by name, or all.")] = "all",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or all.")] = "all",
@@ -48,17 +81,14 @@ def bench_layer(
     json: ResultFile = None,
 ) -> None:
     """Compare one rank of MoELayer with transformers' own blocks. Exit code 1 if an output is wrong."""
-    from moesys.bench import layer
+    from moesys.bench import one_layer
 
-    try:
-        layer.select(shape, dtype)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    code = layer.main(shape, dtype, num_tokens=tokens, repeats=repeats, threads=threads, json_path=json)
-    raise typer.Exit(code)
+    with _refusing():
+        cases = one_layer.select(shape, dtype, tokens)
+    raise typer.Exit(one_layer.main(cases, repeats=repeats, threads=threads, json_path=json))
 
 
-@bench.command("kernels")
+@bench.command("kernels", rich_help_panel=COMPUTING)
 def bench_kernels(
     aot: Annotated[bool, typer.Option("--aot", help="Compile for a Hopper GPU and read the machine code.")] = False,
     tune: Annotated[bool, typer.Option("--tune", help="Find the fastest blocks on this GPU, and keep them.")] = False,
@@ -86,18 +116,15 @@ def bench_kernels(
     if json is not None and not aot:
         raise typer.BadParameter("--json is for --aot alone; to keep what is timed give --out DIR")
     if aot or tune:
-        from moesys.bench.kernels import aot_report
-        from moesys.bench.kernels import tune as tuning
+        from moesys.bench.kernels import aot, aot_report, tile_tuning
 
-        try:
-            aot_report.select(size)
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from None
-        raise typer.Exit(tuning.main(size) if tune else aot_report.main(size, json, mega))
-    from moesys.bench.kernels import contest
+        with _refusing():
+            aot.select(size)
+        raise typer.Exit(tile_tuning.main(size) if tune else aot_report.main(size, json, mega))
+    from moesys.bench.kernels import kernels_contest
 
-    try:
-        plan = contest.plan(
+    with _refusing():
+        asked = kernels_contest.asked_for(
             size,
             routing,
             contestants,
@@ -107,12 +134,10 @@ def bench_kernels(
             extras=extras,
             device=device,
         )
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    raise typer.Exit(contest.main(plan, out))
+    raise typer.Exit(kernels_contest.main(asked, out))
 
 
-@bench.command("overlap")
+@bench.command("overlap", rich_help_panel=LINKS)
 def bench_overlap(
     part: Annotated[str, typer.Option(help="chunks, experts or all; or mega, MegaKernels on a GPU.")] = "all",
     tokens: Annotated[
@@ -131,22 +156,18 @@ def bench_overlap(
 ) -> None:
     """Compare sequential with overlapped runs over paced links. Exit code 1 if a bit differs."""
     if part == "mega":
-        from moesys.bench.mega import contest
+        from moesys.bench.mega import mega_contest
 
-        try:
-            asked = contest.plan(
+        with _refusing():
+            asked = mega_contest.asked_for(
                 size, dtype=dtype, gb_per_s=gb_per_s, num_tokens=tokens, repeats=repeats, device=device
             )
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from None
-        raise typer.Exit(contest.main(asked, out))
-    from moesys.bench.overlap import parts
+        raise typer.Exit(mega_contest.main(asked, out))
+    from moesys.bench import paced_overlap
 
-    try:
-        parts.select(part)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    raise typer.Exit(parts.main(part, num_tokens=tokens, repeats=repeats, threads=threads, json_path=json))
+    with _refusing():
+        parts = paced_overlap.select(part, tokens)
+    raise typer.Exit(paced_overlap.main(parts, repeats=repeats, threads=threads, json_path=json))
 
 
 ReportFolder = Annotated[
@@ -157,7 +178,7 @@ ReportFolder = Annotated[
 ]
 
 
-@bench.command("reproduce")
+@bench.command("reproduce", rich_help_panel=PUBLISHED)
 def bench_reproduce(
     out: ReportFolder = None,
     planners: Annotated[bool, typer.Option(help="Time planners too, the one part that is measured.")] = True,
@@ -174,7 +195,7 @@ def bench_reproduce(
     raise typer.Exit(reproduce.main(out, with_planners=planners, with_fit=fit))
 
 
-@bench.command("uniep")
+@bench.command("uniep", rich_help_panel=PUBLISHED)
 def bench_uniep(out: ReportFolder = None) -> None:
     """Simulate MegaKernels against one stage after another on Hopper, beside the range that UniEP published."""
     from moesys.bench.published import uniep
@@ -182,7 +203,7 @@ def bench_uniep(out: ReportFolder = None) -> None:
     raise typer.Exit(uniep.main(out))
 
 
-@bench.command("beyond")
+@bench.command("beyond", rich_help_panel=PUBLISHED)
 def bench_beyond(out: ReportFolder = None) -> None:
     """Simulate what lies beyond LAER-MoE: on its 24 rows, and on three models and 8 to 1,024 GPUs.
 
@@ -193,7 +214,7 @@ def bench_beyond(out: ReportFolder = None) -> None:
     raise typer.Exit(beyond.main(out))
 
 
-@bench.command("planner")
+@bench.command("planner", rich_help_panel=COMPUTING)
 def bench_planner(
     trace: Annotated[Path | None, typer.Option(help="Replay this trace; docs/traces.md says how to make one.")] = None,
     ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Of the trace's ranks; all by default.")] = None,
@@ -222,9 +243,6 @@ def bench_planner(
     Layouts are planned on the past only, and the tokens of a later micro-batch are split over them. For example:
     moesys bench planner --trace run.npz --ranks-per-node 8 --slots 3 --slots 4 --lag 10
     """
-    from moesys.bench.planner import contest
-    from moesys.lab.runs.choices import balance_of, predictor_of, split_of
-
     if (trace is not None) + laer + scale != 1:
         raise typer.BadParameter("give one of --trace FILE, --laer and --scale")
     for_traces = {
@@ -246,33 +264,28 @@ def bench_planner(
         mode, refused = "--trace", for_scale | {"--seeds": seeds != 3}
     if unused := [name for name, given in refused.items() if given]:
         raise typer.BadParameter(f"{unused[0]} is not for {mode}; leave it out")
-    try:
-        if scale:
-            from moesys.bench.planner import scale as over_sizes
+    if scale:
+        from moesys.bench.planner import scale as over_sizes
 
-            raise typer.Exit(over_sizes.main(num_seeds=seeds, repeats=repeats, peer_path=peer_eplb, json_path=json))
+        with _refusing():
+            code = over_sizes.main(num_seeds=seeds, repeats=repeats, peer_path=peer_eplb, json_path=json)
+        raise typer.Exit(code)
+    from moesys.bench.planner import planner_contest as contest
+    from moesys.lab.commands.declarations import balance_of, predictor_of, split_of
+
+    with _refusing():
         chosen = contest.contenders(
             [balance_of(text) for text in balance or ()],
             [split_of(text) for text in split or ()],
             [predictor_of(text) for text in predictor or ()],
         )
-        if laer:
-            raise typer.Exit(contest.main_laer(chosen if balance or split or predictor else None, seeds, json))
-        assert trace is not None
-        code = contest.main_trace(
-            trace,
-            ranks_per_node=ranks_per_node,
-            slots=slots or (),
-            chosen=chosen,
-            lag=lag,
-            from_iteration=from_iteration,
-            to_iteration=to_iteration,
-            layers=layers or (),
-            every=every,
-            json_path=json,
-        )
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
+        if trace is None:
+            code = contest.main_laer(chosen if any(chosen_from.values()) else None, seeds, json)
+        else:
+            options = contest.TraceOptions(
+                ranks_per_node, slots or (), lag, from_iteration, to_iteration, layers or (), every
+            )
+            code = contest.main_trace(trace, chosen, options, json)
     raise typer.Exit(code)
 
 
@@ -282,7 +295,7 @@ def _spec_file(path: Path | None) -> Path | None:
     return _in_a_folder(path)
 
 
-@bench.command("calibrate")
+@bench.command("calibrate", rich_help_panel=LINKS)
 def bench_calibrate(
     ranks: Annotated[int | None, typer.Option(min=1, help="Local ranks; one a core by default, at most 8.")] = None,
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="cuda takes the ranks of torchrun.")] = "cpu",
@@ -299,17 +312,15 @@ def bench_calibrate(
     Under torchrun it measures the ranks that torchrun started, links inside hosts and between them apart. For example:
     moesys bench calibrate --ranks 2 --out here.toml
     """
-    from moesys.bench.calibrate import report
+    from moesys.bench.calibrate import calibrate_report
 
-    try:
-        report.check(ranks, device)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    code = report.main(ranks, device, threads=threads, repeats=repeats, out=out, json_path=json)
+    with _refusing():
+        calibrate_report.check(ranks, device)
+    code = calibrate_report.main(ranks, device, threads=threads, repeats=repeats, out=out, json_path=json)
     raise typer.Exit(code)
 
 
-@bench.command("shaped")
+@bench.command("shaped", rich_help_panel=LINKS)
 def bench_shaped(
     hosts: Annotated[list[int] | None, typer.Option(help="2 or 4, may be repeated; both by default.")] = None,
     mbit: Annotated[
@@ -332,16 +343,14 @@ def bench_shaped(
     Hosts are network namespaces of this machine. All cases take about eight minutes on 2 cores. Exit code 1 if a bit
     differs. For example: moesys bench shaped --hosts 2 --mbit 100 --mbit 500 --out shaped.md
     """
-    from moesys.bench.shaped import cases, main
+    from moesys.bench.shaped import cases, shaped_report
 
-    try:
-        asked = cases.plan(hosts or (2, 4), mbit or (), latency_us)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    raise typer.Exit(main.main(asked, repeats=repeats, shares=shares, out=out, json_path=json))
+    with _refusing():
+        asked = cases.asked_for(hosts or (2, 4), mbit or (), latency_us)
+    raise typer.Exit(shaped_report.main(asked, repeats=repeats, shares=shares, out=out, json_path=json))
 
 
-@bench.command("simulate")
+@bench.command("simulate", rich_help_panel=COMPUTING)
 def bench_simulate(
     overlap: Annotated[str, typer.Option(help="sequential, pipelined, mega_kernel or all.")] = "sequential",
     most_ranks: Annotated[int, typer.Option(min=1, help="Leave larger clusters out.")] = 1024,
@@ -349,10 +358,8 @@ def bench_simulate(
     json: ResultFile = None,
 ) -> None:
     """Time the simulator: one layer on 32 ranks, 32 layers on up to 1,024."""
-    from moesys.bench import simulate as bench_of
+    from moesys.bench import simulator_speed
 
-    try:
-        bench_of.select(overlap)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
-    raise typer.Exit(bench_of.main(overlap, most_ranks=most_ranks, repeats=repeats, json_path=json))
+    with _refusing():
+        overlaps = simulator_speed.select(overlap)
+    raise typer.Exit(simulator_speed.main(overlaps, most_ranks=most_ranks, repeats=repeats, json_path=json))

@@ -1,4 +1,4 @@
-"""What a step takes at least, by the busiest lane: closed forms that rule a point out before anybody simulates it.
+"""Bounds a step's time from below, by its busiest lane: closed forms that rule a point out before it is simulated.
 
 R ranks, E experts, L layers. All are bounds of the simulated step, whatever the strategy hides behind what.
 """
@@ -27,7 +27,7 @@ from moesys.cost import (
 )
 from moesys.load import LoadMatrix
 from moesys.step import LayerPlan
-from moesys.tuner.space import Setting
+from moesys.tuner.setting import Setting
 from moesys.tuner.workload import Step, layers_of
 
 

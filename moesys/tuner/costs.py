@@ -1,4 +1,4 @@
-"""What points cost in the cost model: closed forms first, then steps, each asked for once and written down."""
+"""Finds out what points cost in the cost model: closed forms first, then steps, each simulated once and noted."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from moesys.cost import restores_per_step
 from moesys.tuner.bounds import load_bound_ms, plan_bound_ms
 from moesys.tuner.journal import Entry, Journal
 from moesys.tuner.memory import rank_memory
-from moesys.tuner.space import Setting
+from moesys.tuner.setting import Setting
 from moesys.tuner.workload import Plans, Step, Workload
 
 # Steps on which all points are seen first, and how many times more each next look has.

@@ -1,36 +1,15 @@
-"""The space that is searched where nobody declares one: what may pay on this model and cluster, and fits in memory."""
+"""Makes the space searched where nobody declares one: what may pay on this model and cluster, and fits in memory."""
 
 from __future__ import annotations
 
-from moesys.config import (
-    Adaptive,
-    Eplb,
-    EvenSplit,
-    FlexMoe,
-    FlowSplit,
-    Fsep,
-    Greedy,
-    Laer,
-    Last,
-    Proportional,
-    Split,
-    Static,
-    Strategy,
-    WindowMean,
-)
-from moesys.tuner.memory import rank_memory
-from moesys.tuner.space import (
-    EpChoices,
-    FsepChoices,
-    MegaKernelChoices,
-    OverlapChoices,
-    PipelinedChoices,
-    SequentialChoices,
-    Setting,
-    ShardingChoices,
-    Space,
-)
+from typing import Any
 
+from moesys.config import FlowSplit, Fsep, Strategy, WindowMean
+from moesys.tuner.memory import rank_memory
+from moesys.tuner.setting import Setting
+from moesys.tuner.space import Space
+
+Values = dict[str, tuple[Any, ...]]
 _CAPS = (0.02, 0.05, 0.1)
 
 
@@ -49,31 +28,32 @@ def default_space(
     (``lag``), and ``MegaKernel`` where nothing can run it.
     """
     cluster = setting.cluster
+    overlaps = _overlaps(mega_kernels)
     if cluster.num_ranks == 1:
-        return Space(overlap=_overlaps(mega_kernels))
+        return Space(overlaps)
     counts = _slot_counts(setting, tokens_per_rank, memory_gb, recompute)
     nodes = cluster.num_nodes > 1
-    sharding: list[ShardingChoices] = [EpChoices(slots_per_rank=(None, *counts))]
+    shardings: Values = {"sharding": ("ep",), "sharding.ep.slots_per_rank": (None, *counts)}
     if counts:
         hierarchical = nodes and max(cluster.node_sizes) > 1
-        sharding.append(
-            FsepChoices(
-                slots_per_rank=counts,
-                prefetch_layers=tuple(range(min(3, setting.num_layers))),
-                delay_reshard=(False, True) if setting.num_layers > 1 else (False,),
-                reshard_after_forward=(True, False),
-                restore=("flat", "hierarchical") if hierarchical else ("flat",),
-            )
-        )
-    splits: list[Split] = [EvenSplit(), Proportional(), FlowSplit()]
-    splits += [FlowSplit(max_inter_node=cap) for cap in _CAPS if nodes]
+        shardings |= {
+            "sharding": ("ep", "fsep"),
+            "sharding.fsep.slots_per_rank": counts,
+            "sharding.prefetch_layers": tuple(range(min(3, setting.num_layers))),
+            "sharding.delay_reshard": (False, True) if setting.num_layers > 1 else (False,),
+            "sharding.reshard_after_forward": (True, False),
+            "sharding.restore": ("flat", "hierarchical") if hierarchical else ("flat",),
+        }
+    capped = tuple(FlowSplit(max_inter_node=cap) for cap in _CAPS if nodes)
     return Space(
-        sharding=tuple(sharding),
-        balance=(Static(), Eplb(), Laer(), FlexMoe(), Greedy()),
-        predictor=(Last(), WindowMean(steps=5), Adaptive()),
-        split=tuple(splits),
-        overlap=_overlaps(mega_kernels),
-        replan_every=(1, 4, 16),
+        {
+            **shardings,
+            "balance": ("static", "eplb", "laer", "flex_moe", "greedy"),
+            "predictor": ("last", WindowMean(steps=5), "adaptive"),
+            "split": ("even", "proportional", "flow", *capped),
+            **overlaps,
+            "replan_every": (1, 4, 16),
+        }
     )
 
 
@@ -90,18 +70,16 @@ def _slot_counts(setting: Setting, tokens_per_rank: int, memory_gb: float | None
     return tuple(slots for slots in counts if slots <= experts and fits(slots))
 
 
-def _overlaps(mega_kernels: bool) -> tuple[OverlapChoices, ...]:
-    plain: tuple[OverlapChoices, ...] = (SequentialChoices(), PipelinedChoices(chunks=(2, 4, 8)))
+def _overlaps(mega_kernels: bool) -> Values:
+    plain: Values = {"overlap": ("sequential", "pipelined"), "overlap.chunks": (2, 4, 8)}
     if not mega_kernels:
         return plain
-    return (
-        *plain,
-        MegaKernelChoices(
-            fused=("both", "dispatch", "combine"),
-            dispatch_share=(0.1, 0.25, 0.5),
-            combine_share=(0.0, 0.25),
-            granularity=("tile", "expert"),
-            tile_order=("largest_first", "slots"),
-            deduplicate=(False, True),
-        ),
-    )
+    return plain | {
+        "overlap": ("sequential", "pipelined", "mega_kernel"),
+        "overlap.fused": ("both", "dispatch", "combine"),
+        "overlap.dispatch_share": (0.1, 0.25, 0.5),
+        "overlap.combine_share": (0.0, 0.25),
+        "overlap.granularity": ("tile", "expert"),
+        "overlap.tile_order": ("largest_first", "slots"),
+        "overlap.deduplicate": (False, True),
+    }

@@ -1,4 +1,4 @@
-"""What a tuning found out, on disk: one JSON line a point and stage, so that one that was killed goes on where it was.
+"""Keeps what a tuning found out: one JSON line a point and stage, so that one that was killed goes on where it was.
 
 A search is a function of its seed and of what its points cost. So going on is searching again, with every cost that is
 in the journal taken from there.

@@ -1,4 +1,4 @@
-"""What a rank must hold at once under a strategy, at least: closed forms of shapes.
+"""Counts what a rank must hold at once under a strategy, at least: closed forms of shapes.
 
 P_e parameters of an expert, b bytes of an element, R ranks, E experts, S slots, L layers, T tokens a rank, K top-k, H
 hidden size, I expert width. Left out: embeddings, attention, logits, buffers of messages on their way, and what an
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from moesys.config import BYTES_PER_GB, Ep, Fsep, MegaKernel, ModelShape, Strategy
 from moesys.cost import GRADIENT_BYTES
-from moesys.tuner.space import Setting
+from moesys.tuner.setting import Setting
 
 # Of a parameter: its master, its gradient, and the two moments of Adam, all float32.
 _STATE_BYTES = 16

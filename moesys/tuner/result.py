@@ -1,4 +1,4 @@
-"""What a tuning decided and why: the strategy, what kind of time chose it, and what every other choice would cost."""
+"""Says what a tuning decided and why: the strategy, which kind of time chose it, what every other choice would cost."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 from moesys.config import Declared, Strategy
 from moesys.config.experiment import Source
 from moesys.tuner.search import Alternative, SearchResult
-from moesys.tuner.space import Space, value_words
+from moesys.tuner.setting import value_words
+from moesys.tuner.space import Space
 from moesys.tuner.timing import TimingResult
 
 
@@ -90,12 +91,7 @@ def _fields(strategy: Strategy, space: Space) -> Iterator[tuple[str, Any]]:
         part: Declared = getattr(strategy, name)
         kind = getattr(part, "kind", "")
         yield f"{name}.kind", kind
-        listed = {
-            field for choices in getattr(space, name) if choices.kind == kind for field in type(choices).model_fields
-        }
-        for field in type(part).model_fields:
-            if field in listed and field != "kind":
-                yield f"{name}.{field}", getattr(part, field)
+        yield from ((f"{name}.{field}", getattr(part, field)) for field in space.searched_fields(name, kind))
     for name in ("balance", "predictor", "split", "replan_every", "lag"):
         yield name, getattr(strategy, name)
 

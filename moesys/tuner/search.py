@@ -1,4 +1,4 @@
-"""The search in the cost model: a glance at many points, ever longer looks at fewer, then steps to better neighbours.
+"""Searches in the cost model: a glance at many points, ever longer looks at fewer, then steps to better neighbours.
 
 Points that are drawn by chance find the region; steps of one field, or of sharding, balance and split at once, find its
 best point, and end where no change of one field is faster. Deterministic given a seed.

@@ -1,107 +1,26 @@
-"""The space that a tuner searches: values for each field of a ``Strategy``, declared as anything else is."""
+"""Declares what a tuner searches: values for fields of a ``Strategy``, by path."""
 
 from __future__ import annotations
 
 import itertools
+import math
 import random
-from collections.abc import Callable, Iterator
+import tomllib
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Self
 
-from pydantic import BeforeValidator, Field, PlainSerializer, ValidationError
+import tomli_w
+from pydantic import AfterValidator, ConfigDict, RootModel, ValidationError, model_serializer
 
-from moesys.config import (
-    Balance,
-    ClusterSpec,
-    Declared,
-    Ep,
-    EvenSplit,
-    Fsep,
-    Last,
-    MegaKernel,
-    ModelShape,
-    Overlap,
-    Pipelined,
-    Predictor,
-    Sequential,
-    Sharding,
-    SlotCount,
-    Split,
-    Static,
-    Strategy,
-)
+from moesys.config import Declared, Sharding, Strategy
+from moesys.tuner.setting import Setting
+from moesys.tuner.space_paths import BY_FIELD, NONE, PARTS, checked_paths, choices_of, members_of
 
 # What ``Space.replaced`` calls the fields that it changes at once.
 PLACEMENT = "sharding, balance and split"
 # Points that are drawn with the same plans.
 _SHARING_PLANS = 4
-
-T = TypeVar("T")
-Listed = Annotated[tuple[T, ...], Field(min_length=1)]
-Slots = SlotCount | tuple[SlotCount, ...]
-_NONE = "none"
-# TOML's lists have no null.
-OrNone = Annotated[
-    T | None,
-    BeforeValidator(lambda value: None if value == _NONE else value),
-    PlainSerializer(lambda value: _NONE if value is None else value, when_used="json"),
-]
-
-
-class EpChoices(Declared):
-    """Values for the fields of ``Ep``; ``none`` in a file is no slots to lend."""
-
-    kind: Literal["ep"] = "ep"
-    slots_per_rank: Listed[OrNone[Slots]] = (None,)
-
-
-class FsepChoices(Declared):
-    """Values for the fields of ``Fsep``."""
-
-    kind: Literal["fsep"] = "fsep"
-    slots_per_rank: Listed[Slots]
-    prefetch_layers: Listed[int] = (0,)
-    delay_reshard: Listed[bool] = (False,)
-    reshard_after_forward: Listed[bool] = (True,)
-    restore: Listed[Literal["flat", "hierarchical"]] = ("flat",)
-
-
-class SequentialChoices(Declared):
-    """``Sequential`` has no fields."""
-
-    kind: Literal["sequential"] = "sequential"
-
-
-class PipelinedChoices(Declared):
-    """Values for the fields of ``Pipelined``."""
-
-    kind: Literal["pipelined"] = "pipelined"
-    chunks: Listed[int]
-
-
-class MegaKernelChoices(Declared):
-    """Values for those fields of ``MegaKernel`` that change its speed; the others keep their defaults."""
-
-    kind: Literal["mega_kernel"] = "mega_kernel"
-    fused: Listed[Literal["both", "dispatch", "combine", "none"]] = ("both",)
-    dispatch_share: Listed[float] = (0.25,)
-    combine_share: Listed[float] = (0.0,)
-    reduce_share: Listed[float] = (0.0,)
-    granularity: Listed[Literal["tile", "expert"]] = ("tile",)
-    tile_order: Listed[Literal["largest_first", "slots"]] = ("largest_first",)
-    deduplicate: Listed[bool] = (False,)
-    overlap_weight_gradients: Listed[bool] = (True,)
-    fetch_rows: Listed[int] = (32,)
-    sum_tokens: Listed[int] = (16,)
-    tile_rows: Listed[OrNone[int]] = (None,)
-    tile_columns: Listed[OrNone[int]] = (None,)
-    warps: Listed[OrNone[int]] = (None,)
-    stages: Listed[OrNone[int]] = (None,)
-    programs: Listed[OrNone[int]] = (None,)
-
-
-ShardingChoices = Annotated[EpChoices | FsepChoices, Field(discriminator="kind")]
-OverlapChoices = Annotated[SequentialChoices | PipelinedChoices | MegaKernelChoices, Field(discriminator="kind")]
 
 
 @dataclass(frozen=True)
@@ -113,48 +32,59 @@ class Neighbour:
     strategy: Strategy
 
 
-class Space(Declared):
-    """Every combination of one value a field. Sharding and overlap have fields that depend on their kind; members of
-    the other unions are listed whole: ``split=(EvenSplit(), FlowSplit(max_inter_node=0.1))``.
+class Space(RootModel[dict[str, tuple[Any, ...]]]):
+    """Every combination of one value a field of ``Strategy``; a field that is not named has its default.
 
-    Combinations that ``Strategy`` refuses, or that do not fit the model, are no points.
+    ``Space({"sharding": ("ep", "fsep"), "sharding.fsep.slots_per_rank": (2, 3), "overlap": ("sequential", "pipelined"),
+    "overlap.chunks": (2, 4), "split": ("even", FlowSplit(max_inter_node=0.1)), "replan_every": (1, 8)})``
+
+    Sharding, balance, predictor, split and overlap list kinds, or members whole. ``overlap.chunks`` lists values of
+    that field for each kind of overlap that is listed and has it, ``sharding.fsep.slots_per_rank`` for one kind;
+    members that are listed whole stay as they are. In a file, ``none`` stands for None.
+
+    Combinations that ``Strategy`` refuses, or that do not fit the model, are no points. Raises ValidationError, which
+    names the path, for fields and kinds that there are not, fields of kinds that are not listed, and values that a
+    field refuses.
     """
 
-    sharding: Listed[ShardingChoices] = (EpChoices(),)
-    balance: Listed[Balance] = (Static(),)
-    predictor: Listed[Predictor] = (Last(),)
-    split: Listed[Split] = (EvenSplit(),)
-    overlap: Listed[OverlapChoices] = (SequentialChoices(),)
-    replan_every: Listed[Annotated[int, Field(ge=1)]] = (1,)
-    lag: Listed[Annotated[int, Field(ge=1)]] = (1,)
+    model_config = ConfigDict(frozen=True)
 
-    def shardings(self) -> list[Sharding]:
-        return [member for choices in self.sharding for member in _members(choices, _sharding)]
+    root: Annotated[dict[str, tuple[Any, ...]], AfterValidator(checked_paths)] = {}
 
-    def overlaps(self) -> list[Overlap]:
-        return [member for choices in self.overlap for member in _members(choices, _overlap)]
+    def to_json(self) -> str:
+        return self.model_dump_json(indent=2)
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Self:
+        return cls.model_validate_json(text)
+
+    def to_toml(self) -> str:
+        return tomli_w.dumps(self.model_dump(mode="json"))
+
+    @classmethod
+    def from_toml(cls, text: str) -> Self:
+        return cls.model_validate(tomllib.loads(text))
+
+    @model_serializer(mode="plain")
+    def _serialised(self) -> dict[str, list[Any]]:
+        return {path: [_in_file(value) for value in values] for path, values in self.root.items()}
 
     @property
     def num_combinations(self) -> int:
         """Of values; those that are no points, or one point in several words, are counted too."""
-        others = (self.balance, self.predictor, self.split, self.replan_every, self.lag)
-        count = len(self.shardings()) * len(self.overlaps())
-        for values in others:
-            count *= len(values)
-        return count
+        return math.prod(len(self.values(part)) for part in PARTS)
+
+    def values(self, part: str) -> list[Any]:
+        """All values of a part of ``Strategy``: its members, of unions."""
+        return [value for values in self.by_kind(part).values() for value in values]
+
+    def by_kind(self, part: str) -> dict[str, list[Any]]:
+        """Members of a union by kind, as listed; values of another part are of one kind."""
+        return members_of(self.root, part)
 
     def points(self, setting: Setting) -> Iterator[Strategy]:
         """All points, each once."""
-        fields = (
-            self.shardings(),
-            self.balance,
-            self.predictor,
-            self.split,
-            self.overlaps(),
-            self.replan_every,
-            self.lag,
-        )
-        yield from _once(setting.point(*values) for values in itertools.product(*fields))
+        yield from _once(setting.point(*values) for values in itertools.product(*map(self.values, PARTS)))
 
     def drawn(self, setting: Setting, draws: random.Random) -> Iterator[Strategy]:
         """Points in an order by chance, each once; kinds of sharding and overlap are as likely as each other, however
@@ -162,18 +92,17 @@ class Space(Declared):
 
         Some points after each other differ in nothing that plans depend on, so that they can share them.
         """
-        shardings = [list(_by_slots(_members(choices, _sharding))) for choices in self.sharding]
-        overlaps = [list(_members(choices, _overlap)) for choices in self.overlap]
+        shardings = [list(_by_slots(members)) for members in self.by_kind("sharding").values()]
+        overlaps = list(self.by_kind("overlap").values())
+        others = {part: self.values(part) for part in PARTS if part not in BY_FIELD}
 
         def draw() -> Iterator[Strategy | None]:
             while True:
                 of_slots = draws.choice(draws.choice(shardings))
-                balance, predictor = draws.choice(self.balance), draws.choice(self.predictor)
-                split = draws.choice(self.split)
-                when = draws.choice(self.replan_every), draws.choice(self.lag)
+                parts = {part: draws.choice(values) for part, values in others.items()}
                 for _ in range(_SHARING_PLANS):
                     sharding, overlap = draws.choice(of_slots), draws.choice(draws.choice(overlaps))
-                    yield setting.point(sharding, balance, predictor, split, overlap, *when)
+                    yield setting.point(sharding=sharding, overlap=overlap, **parts)
 
         yield from _once(draw(), patience=1000)
 
@@ -183,8 +112,7 @@ class Space(Declared):
         """
         seen = {strategy.fingerprint()}
         for field, value, changed in self._changes(strategy):
-            parts = {name: getattr(strategy, name) for name in _PARTS} | changed
-            point = setting.point(*(parts[name] for name in _PARTS))
+            point = setting.point(**{part: getattr(strategy, part) for part in PARTS} | changed)
             if point is not None and (fingerprint := point.fingerprint()) not in seen:
                 seen.add(fingerprint)
                 yield Neighbour(field, value, point)
@@ -193,7 +121,7 @@ class Space(Declared):
         """``strategy`` with another sharding, balance and split at once, as none of them pays without the others: all
         of them, or ``count`` by chance.
         """
-        combinations = list(itertools.product(self.shardings(), self.balance, self.split))
+        combinations = list(itertools.product(*map(self.values, ("sharding", "balance", "split"))))
         if len(combinations) > count:
             combinations = draws.sample(combinations, count)
         predictor, overlap = strategy.predictor, strategy.overlap
@@ -203,148 +131,40 @@ class Space(Declared):
         )
         return [Neighbour(PLACEMENT, point.name, point) for point in _once(points)]
 
+    def searched_fields(self, part: str, kind: str) -> tuple[str, ...]:
+        """The fields of a kind whose values this space searches one by one: none where it lists no such kind."""
+        return tuple(choices_of(self.root, part, kind))
+
     def _changes(self, strategy: Strategy) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-        unions: tuple[tuple[str, Declared, tuple[Declared, ...], Callable[[dict[str, Any]], Declared]], ...] = (
-            ("sharding", strategy.sharding, self.sharding, _sharding),
-            ("overlap", strategy.overlap, self.overlap, _overlap),
-        )
-        for name, own, all_choices, make in unions:
-            for choices in all_choices:
-                if getattr(choices, "kind", "") != getattr(own, "kind", ""):
-                    for member in _members(choices, make):
-                        yield f"{name}.kind", member, {name: member}
+        for part in BY_FIELD:
+            own = getattr(strategy, part)
+            for kind, members in self.by_kind(part).items():
+                if kind != own.kind:
+                    yield from ((f"{part}.kind", member, {part: member}) for member in members)
                     continue
-                for field in _fields(choices):
-                    for value in getattr(choices, field):
+                for field, values in choices_of(self.root, part, kind).items():
+                    for value in values:
                         if (changed := _replaced(own, field, value)) is not None:
-                            yield f"{name}.{field}", value, {name: changed}
-        for name in ("balance", "predictor", "split", "replan_every", "lag"):
-            for value in getattr(self, name):
-                yield name, value, {name: value}
+                            yield f"{part}.{field}", value, {part: changed}
+                whole = [value for value in self.root.get(part, ()) if getattr(value, "kind", "") == kind]
+                yield from ((f"{part}.kind", member, {part: member}) for member in whole)
+        for part in PARTS:
+            if part not in BY_FIELD:
+                yield from ((part, value, {part: value}) for value in self.values(part))
 
 
-_PARTS = ("sharding", "balance", "predictor", "split", "overlap", "replan_every", "lag")
+def _in_file(value: Any) -> Any:
+    if isinstance(value, Declared):
+        return value.model_dump(mode="json", exclude_none=True)
+    return NONE if value is None else value
 
 
-@dataclass(frozen=True)
-class Setting:
-    """What decides which strategies can be told apart: their model, cluster and number of layers."""
-
-    model: ModelShape
-    cluster: ClusterSpec
-    num_layers: int
-
-    def point(
-        self,
-        sharding: Sharding,
-        balance: Balance,
-        predictor: Predictor,
-        split: Split,
-        overlap: Overlap,
-        replan_every: int,
-        lag: int,
-    ) -> Strategy | None:
-        """The strategy of these parts in its plainest words, named after them; None where there is none."""
-        try:
-            strategy = Strategy(
-                name="point",
-                sharding=sharding,
-                balance=balance,
-                predictor=predictor,
-                split=split,
-                overlap=overlap,
-                replan_every=replan_every,
-                lag=lag,
-            )
-            strategy.slots(self.model, self.cluster)
-        except ValueError:
-            return None
-        return self.plainest(strategy)
-
-    def plainest(self, strategy: Strategy) -> Strategy:
-        """Fields that change nothing here get the value that says least, so that one computation is one point."""
-        changes: dict[str, Any] = {}
-        slots_R = strategy.slots(self.model, self.cluster)
-        if isinstance(strategy.balance, Static):
-            changes |= {"predictor": Last(), "replan_every": 1, "lag": 1}
-        if sum(slots_R) == self.model.num_experts:
-            # Every expert has one holder, and all splits send its rows there.
-            changes["split"] = EvenSplit()
-        sharding = strategy.sharding
-        if isinstance(sharding, Fsep):
-            one_node = self.cluster.num_nodes == 1 or max(self.cluster.node_sizes) == 1
-            changes["sharding"] = sharding.replace(
-                prefetch_layers=min(sharding.prefetch_layers, self.num_layers - 1),
-                restore="flat" if one_node else sharding.restore,
-            )
-        plain = strategy.replace(**changes)
-        return plain.replace(name=words_of(plain))
-
-
-def words_of(strategy: Strategy) -> str:
-    """A name that says what a strategy is; fields that have their default are left out."""
-    parts = [_part_words(strategy.sharding), _part_words(strategy.balance)]
-    if not isinstance(strategy.balance, Static):
-        parts.append(_part_words(strategy.predictor))
-    parts += [_part_words(strategy.split), _part_words(strategy.overlap)]
-    parts += [f"replan {strategy.replan_every}"] * (strategy.replan_every > 1)
-    parts += [f"lag {strategy.lag}"] * (strategy.lag > 1)
-    return " + ".join(parts)
-
-
-def value_words(value: Any) -> str:
-    """A field's value as tables and comments show it."""
-    return _part_words(value) if isinstance(value, Declared) else str(value).lower() if value is None else str(value)
-
-
-def _part_words(part: Declared) -> str:
-    fields = [name for name in type(part).model_fields if name != "kind"]
-    said = [
-        f"{name}={value}"
-        for name in fields
-        if (value := getattr(part, name)) != type(part).model_fields[name].get_default()
-    ]
-    kind: str = getattr(part, "kind", "")
-    return f"{kind}({', '.join(said)})" if said else kind
-
-
-# --- members of a union -----------------------------------------------------------------------------------------
-
-
-def _fields(choices: Declared) -> list[str]:
-    return [name for name in type(choices).model_fields if name != "kind"]
-
-
-def _members(choices: Declared, make: Callable[[dict[str, Any]], T]) -> Iterator[T]:
-    """Every combination of the values of ``choices`` that its class takes."""
-    names = _fields(choices)
-    for values in itertools.product(*(getattr(choices, name) for name in names)):
-        try:
-            yield make({"kind": getattr(choices, "kind", ""), **dict(zip(names, values, strict=True))})
-        except ValidationError:
-            continue
-
-
-def _by_slots(shardings: Iterator[Sharding]) -> Iterator[list[Sharding]]:
+def _by_slots(shardings: list[Sharding]) -> Iterator[list[Sharding]]:
     """Those together that have the same slots."""
     by_slots: dict[Any, list[Sharding]] = {}
     for sharding in shardings:
         by_slots.setdefault(sharding.slots_per_rank, []).append(sharding)
     yield from by_slots.values()
-
-
-def _sharding(fields: dict[str, Any]) -> Sharding:
-    return Ep(**fields) if fields["kind"] == "ep" else Fsep(**fields)
-
-
-def _overlap(fields: dict[str, Any]) -> Overlap:
-    match fields["kind"]:
-        case "sequential":
-            return Sequential()
-        case "pipelined":
-            return Pipelined(**fields)
-        case _:
-            return MegaKernel(**fields)
 
 
 def _replaced(member: Declared, field: str, value: Any) -> Declared | None:

@@ -1,4 +1,4 @@
-"""Timed trials: few, in rounds, the baseline in every round, so that what drifts on a machine drifts for all.
+"""Times few trials, in rounds, the baseline in every round, so that what drifts on a machine drifts for all.
 
 A round runs its strategies on one seed, in an order by chance. A strategy is judged by its time over the baseline's in
 the same rounds. The better half goes on and meets neighbours of the best, until the trials are spent.
@@ -51,8 +51,20 @@ class TimingResult:
     num_trials: int
 
 
+@dataclass(frozen=True)
+class Clock:
+    """What times a strategy, and how many trials it may time. Raises ValueError for fewer than 2 and more than 30."""
+
+    timer: Timer
+    trials: int
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.trials <= MOST_TRIALS:
+            raise ValueError(f"{self.trials} timed trials; use 2 to {MOST_TRIALS}, or 0 for none")
+
+
 class Rounds:
-    """``trials`` timed trials of ``candidates``, the most promising first; ``baseline`` is timed in every round.
+    """Timed trials of ``candidates``, the most promising first; ``baseline`` is timed in every round.
 
     ``neighbours``: for a strategy its neighbours, the most promising first, asked after the first round. ``seed``: of
     the order within rounds; ``first_seed``: of the first round's trials, and each round has the next one.
@@ -60,23 +72,20 @@ class Rounds:
 
     def __init__(
         self,
-        timer: Timer,
+        clock: Clock,
         journal: Journal,
         baseline: Strategy,
         candidates: Sequence[Strategy],
         neighbours: Callable[[Strategy], Iterable[Strategy]],
         *,
-        trials: int,
         seed: int,
         first_seed: int,
         told: Told,
     ) -> None:
-        if not 2 <= trials <= MOST_TRIALS:
-            raise ValueError(f"{trials} timed trials; use 2 to {MOST_TRIALS}, or 0 for none")
-        self.timer, self.journal, self.told = timer, journal, told
+        self.timer, self.journal, self.told = clock.timer, journal, told
         self.baseline, self.neighbours = baseline, neighbours
         self.candidates = [one for one in candidates if one.fingerprint() != baseline.fingerprint()]
-        self.trials, self.draws, self.first_seed = trials, random.Random(seed), first_seed
+        self.trials, self.draws, self.first_seed = clock.trials, random.Random(seed), first_seed
         self.num_trials = 0
         self.ms: dict[str, dict[int, float]] = {}
         self.failed: dict[str, tuple[Strategy, str]] = {}

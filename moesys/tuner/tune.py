@@ -1,51 +1,60 @@
-"""Tuning from end to end: prune, simulate, time, and say why."""
+"""Tunes from end to end: prune, simulate, time, and say why."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
 
-from moesys.config import ClusterSpec, ModelShape, Strategy
+from moesys.config import Strategy
 from moesys.tuner.costs import Costs, Told
 from moesys.tuner.default_space import default_space
 from moesys.tuner.journal import Journal
 from moesys.tuner.result import Tuned, choices_of
 from moesys.tuner.search import Search, SearchResult
-from moesys.tuner.space import Setting, Space
-from moesys.tuner.timing import Rounds, Timer
+from moesys.tuner.setting import Setting
+from moesys.tuner.space import Space
+from moesys.tuner.timing import Clock, Rounds
 from moesys.tuner.workload import Plans, Workload
 
 # Strategies of the recipe that are timed whatever the cost model thinks of them, the baseline aside.
 _STARTS_TIMED = 3
 
 
+@dataclass(frozen=True)
+class SearchBounds:
+    """How far a search goes.
+
+    budget: points to look at in the cost model. memory_gb: of a rank, 1e9 bytes; None: enough. seed: of all draws.
+    """
+
+    budget: int = 256
+    memory_gb: float | None = None
+    seed: int = 0
+
+
 def tune_workload(
     workload: Workload,
-    model: ModelShape,
-    cluster: ClusterSpec,
     strategies: Sequence[Strategy],
     *,
     journal: Journal,
     told: Told,
     space: Space | None = None,
-    budget: int = 256,
-    seed: int = 0,
-    memory_gb: float | None = None,
-    recompute: bool = False,
+    bounds: SearchBounds | None = None,
     mega_kernels: bool = True,
-    timer: Timer | None = None,
-    trials: int = 0,
+    clock: Clock | None = None,
 ) -> Tuned:
     """The fastest strategy found. ``strategies``: where the search starts, the baseline first.
 
-    space: None for ``default_space``, with ``MegaKernel`` if ``mega_kernels``. budget: points to look at in the cost
-    model. memory_gb: of a rank, 1e9 bytes; None: enough. timer, trials: with both, the best are timed at last, and
-    clocks decide; simulated and measured times are never in one ranking.
+    space: None for ``default_space``, with ``MegaKernel`` if ``mega_kernels``. clock: with one, the best are timed at
+    last, and clocks decide; simulated and measured times are never in one ranking.
 
     Raises ValueError where the space has no point or nothing of it can be simulated, where the baseline cannot, or its
     trials fail.
     """
-    plans = Plans(workload, model, cluster)
+    bounds = bounds or SearchBounds()
+    memory_gb, recompute = bounds.memory_gb, workload.recompute
+    plans, model, cluster = Plans(workload), workload.model, workload.cluster
     layers = plans.steps(strategies[0], workload.seeds[0], 1)[0][0].layers
     setting = Setting(model, cluster, len(layers))
     starts = [setting.plainest(strategy).replace(name=strategy.name) for strategy in strategies]
@@ -55,9 +64,9 @@ def tune_workload(
             setting, tokens_per_rank, memory_gb=memory_gb, recompute=recompute, mega_kernels=mega_kernels
         )
     costs = Costs(plans, journal, setting, memory_gb=memory_gb, recompute=recompute, like=starts[0], told=told)
-    search = Search(space, starts, costs, budget=budget, seed=seed)
+    search = Search(space, starts, costs, budget=bounds.budget, seed=bounds.seed)
     found = search.run()
-    if timer is None or not trials:
+    if clock is None:
         if found.baseline is None:
             raise ValueError(
                 f"the cost model does not know the baseline, strategy {starts[0].name!r}; put another one first"
@@ -65,13 +74,12 @@ def tune_workload(
         pick, speedup, timing = found.ranking[0].strategy, found.baseline.ms / found.ranking[0].ms, None
     else:
         rounds = Rounds(
-            timer,
+            clock,
             journal,
             starts[0],
             [one for one in promising(found, starts) if costs.fits(one)],
             search.by_glance,
-            trials=trials,
-            seed=seed,
+            seed=bounds.seed,
             first_seed=workload.seeds[0],
             told=told,
         )

@@ -1,4 +1,4 @@
-"""A workload in the cost model, for many strategies: those that plan alike share their plans.
+"""Plans a workload for many strategies: those that plan alike share their plans.
 
 Layouts and splits depend on slots, balance, predictor and split, and neither on how experts travel nor on what runs
 beside what. Planning takes most of the time, so each placement is walked once.
@@ -25,6 +25,16 @@ Step = tuple[StepPlan, ...]
 
 class Workload(Protocol):
     """What the lab knows of an experiment."""
+
+    @property
+    def model(self) -> ModelShape: ...
+
+    @property
+    def cluster(self) -> ClusterSpec: ...
+
+    @property
+    def recompute(self) -> bool:
+        """Whether forward is computed again, so that only one layer's rows are kept for backward."""
 
     @property
     def seeds(self) -> tuple[int, ...]: ...
@@ -65,8 +75,8 @@ class _Walk:
 class Plans:
     """Steps of ``workload`` under any strategy."""
 
-    def __init__(self, workload: Workload, model: ModelShape, cluster: ClusterSpec) -> None:
-        self.workload, self.model, self.cluster = workload, model, cluster
+    def __init__(self, workload: Workload) -> None:
+        self.workload = workload
         self._walks: OrderedDict[tuple[str, int], _Walk] = OrderedDict()
         self._loads: dict[int, list[tuple[LoadMatrix, ...]]] = {}
 
@@ -90,5 +100,5 @@ class Plans:
 
     def placement(self, strategy: Strategy) -> Strategy:
         """The strategy that plans as this one does and is plain in all else."""
-        slots_R = strategy.slots(self.model, self.cluster)
+        slots_R = strategy.slots(self.workload.model, self.workload.cluster)
         return strategy.replace(name="placement", sharding=Fsep(slots_per_rank=slots_R), overlap=Sequential())

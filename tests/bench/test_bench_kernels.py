@@ -19,14 +19,14 @@ from typer.testing import CliRunner
 
 from moesys.__main__ import app
 from moesys.bench.harness.meters import Bytes, CpuMeter, GpuMeter
-from moesys.bench.kernels import checks, contest, contestants, peers
+from moesys.bench.kernels import checks, contestants, peers
+from moesys.bench.kernels import kernels_contest as contest
 from moesys.bench.kernels.aot import Size
-from moesys.bench.kernels.case import FLOPS, Measured, measure_case
 from moesys.bench.kernels.checks import wrong_errors
 from moesys.bench.kernels.contestants import GROUPED, OURS, grouped_mm_experts
-from moesys.bench.kernels.drawn_layer import Contestant, Layer, Results, Run, draw_layer
+from moesys.bench.kernels.drawn_layer import Implementation, Layer, Results, Run, draw_layer, draw_routing
+from moesys.bench.kernels.measured_layer import FLOPS, Measured, Thoroughness, measure_layer
 from moesys.bench.kernels.reference import relative_errors
-from moesys.bench.kernels.routing import draw_routing
 
 # Rows of a multiple of 16 bytes, as torch's grouped GEMM wants them.
 TINY = Size("tiny", 10, 16, 8, 3, 2)
@@ -53,7 +53,7 @@ def layer(dtype: torch.dtype = torch.float32, routing: str = "uniform", seed: in
 
 
 def grouped_on(layer: Layer) -> Run:
-    return Run(Contestant("grouped_mm", grouped_mm_experts), layer)
+    return Run(Implementation("grouped_mm", grouped_mm_experts), layer)
 
 
 # --- the whole -----------------------------------------------------------------------------------------------
@@ -115,7 +115,7 @@ def test_a_machine_without_a_gpu_is_told_what_it_can_do() -> None:
 def test_kernels_are_not_interpreted_beside_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(ValueError, match="unset TRITON_INTERPRET"):
-        contest.plan()
+        contest.asked_for()
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_what_cannot_be_run_is_refused(arguments: tuple[str, ...], message: str)
 def test_it_needs_no_planner_and_no_experiment() -> None:
     """A GPU image may have neither pydantic nor OR-Tools."""
     absent = "import sys; sys.modules.update(dict.fromkeys(('pydantic', 'ortools', 'numba', 'scipy', 'transformers')));"
-    code = f"{absent} import moesys.__main__, moesys.bench.kernels.contest"
+    code = f"{absent} import moesys.__main__, moesys.bench.kernels.kernels_contest"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
@@ -149,7 +149,7 @@ def test_it_needs_no_planner_and_no_experiment() -> None:
 # --- contestants that fail -----------------------------------------------------------------------------------
 
 
-def failing(name: str, calls: int) -> Contestant:
+def failing(name: str, calls: int) -> Implementation:
     """Computes so many times, and then raises as a full GPU does."""
     left = iter(range(calls))
 
@@ -158,13 +158,13 @@ def failing(name: str, calls: int) -> Contestant:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7 GiB.\nMore lines")
         return grouped_mm_experts(*inputs)
 
-    return Contestant(name, experts)
+    return Implementation(name, experts)
 
 
 @pytest.mark.parametrize("calls", [0, 1, 3, 6], ids=["checked", "counted", "forward", "backward"])
 def test_a_contestant_that_raises_is_a_line_and_the_rest_goes_on(calls: int) -> None:
-    here = {"fails": failing("fails", calls), "grouped_mm": Contestant("grouped_mm", grouped_mm_experts)}
-    rows, _ = measure_case(TINY, "uniform", here, _CountingMeter(), torch.float32, 2, 2, lambda _: None)
+    here = {"fails": failing("fails", calls), "grouped_mm": Implementation("grouped_mm", grouped_mm_experts)}
+    rows, _ = measure_layer(TINY, "uniform", here, _CountingMeter(), torch.float32, Thoroughness(2, 2), lambda _: None)
     failed, whole = rows
     assert failed.wrong == "OutOfMemoryError: CUDA out of memory. Tried to allocate 7 GiB."
     assert failed.samples_ms == {}
@@ -184,7 +184,7 @@ def test_a_layer_that_does_not_fit_is_a_line(monkeypatch: pytest.MonkeyPatch) ->
     def full(*_: Any) -> Layer:
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr("moesys.bench.kernels.case.draw_layer", full)
+    monkeypatch.setattr("moesys.bench.kernels.measured_layer.draw_layer", full)
     code, output = rehearse("--contestants", f"{OURS},grouped_mm", "--routing", "uniform", "--no-extras")
     assert code == 1
     assert output.count("OutOfMemoryError: no room") == 2
@@ -202,10 +202,10 @@ def test_extras_that_cannot_be_drawn_are_lines_and_the_rest_goes_on(monkeypatch:
 
 
 def test_a_folder_that_cannot_be_written_to_is_known_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contest, "_case", lambda *_: pytest.fail("measured already"))
+    monkeypatch.setattr(contest, "_layer", lambda *_: pytest.fail("measured already"))
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
-        contest.main(contest.plan(device="cpu", dtype="float32", extras=False), tmp_path / "file" / "found")
+        contest.main(contest.asked_for(device="cpu", dtype="float32", extras=False), tmp_path / "file" / "found")
 
 
 # --- what is compared ----------------------------------------------------------------------------------------
@@ -414,8 +414,8 @@ def test_a_graph_that_replays_nothing_is_found(seed: int, monkeypatch: pytest.Mo
 
 def test_rates_are_of_operations_without_padding() -> None:
     row = Measured(Size("", T=10, H=20, I=30, E=4, K=2), "", "", samples_ms={"forward": [3.0, 1.0, 2.0]})
-    assert row.median_ms("forward") == 2.0
-    assert row.tflops("forward") == pytest.approx(6 * 10 * 2 * 20 * 30 / 2e-3 / 1e12)
+    assert row.ms["forward"].median == 2.0
+    assert row.tflops["forward"] == pytest.approx(6 * 10 * 2 * 20 * 30 / 2e-3 / 1e12)
 
 
 def test_a_dtype_is_kept(tmp_path: Path) -> None:

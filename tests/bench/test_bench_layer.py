@@ -13,15 +13,15 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from moesys.__main__ import app
-from moesys.bench import layer
+from moesys.bench import one_layer as layer
 from moesys.bench.harness.stopwatch import Spread, interleave
 from moesys.config import ModelShape
 from moesys.moe.layer import MoELayer
 
 SOFTMAX = ModelShape(hidden_size=64, intermediate_size=48, num_experts=8, top_k=2)
 TINY = (
-    layer.Case("tiny", "mixtral", 24, SOFTMAX),
-    layer.Case(
+    layer.ScaledLayer("tiny", "mixtral", 24, SOFTMAX),
+    layer.ScaledLayer(
         "tiny-groups",
         "deepseek_v3",
         24,

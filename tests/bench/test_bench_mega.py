@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,20 +12,21 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from moesys.__main__ import app
+from moesys.bench.harness.contest import Outcome
 from moesys.bench.kernels.aot import Size
-from moesys.bench.mega import contest
-from moesys.bench.mega.case import draw_layer
-from moesys.bench.mega.report import SEQUENTIAL, STAND_ALONE, WHOLE, Contestant, Report
+from moesys.bench.mega import mega_contest as contest
+from moesys.bench.mega.mega_contest import SEQUENTIAL, STAND_ALONE, WHOLE, link_ms, rows_of
+from moesys.bench.mega.ranks_layer import draw_layer
 from moesys.kernels.mega.arguments import MegaPoint
 
 CPU = torch.device("cpu")
 TINY = Size("tiny", 6, 16, 16, 2, 1)
 # A link that takes 0.2 ms for the half of 6 rows that leaves.
 POINTS = {SEQUENTIAL: contest.UNFUSED, "fused": MegaPoint(), contest.ON_DEVICE: MegaPoint()}
-PLAN = contest.Plan(TINY, 2, torch.float32, POINTS, 1e-3, repeats=1, bit_runs=1, device=CPU)
+PLAN = contest.MegaContest(TINY, 2, torch.float32, POINTS, 1e-3, repeats=1, bit_runs=1, device=CPU)
 
 
-@pytest.mark.skipif(os.environ.get("MOESYS_SWEEP") != "1", reason="long: make test-all")
+@pytest.mark.slow
 def test_the_whole_path_on_a_toy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert contest.main(PLAN, tmp_path) == 0
     told = capsys.readouterr().out
@@ -40,18 +40,19 @@ def test_the_whole_path_on_a_toy(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert [sorted(row["samples_ms"]) for row in data["contestants"][1:]] == [["backward", "forward"]] * 3
 
 
-@pytest.mark.skipif(os.environ.get("MOESYS_SWEEP") != "1", reason="long: make test-all")
+@pytest.mark.slow
 def test_what_differs_by_a_bit_is_told_and_not_timed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     results = contest._Together.results
 
-    def off_by_a_bit(self: contest._Together) -> dict[str, Tensor]:
-        found = results(self)
+    def off_by_a_bit(self: contest._Together, *first_rank: int) -> dict[str, Tensor]:
+        found = results(self, *first_rank)
         return found | {"dx of rank 1": found["dx of rank 1"].nextafter(torch.tensor(1e9))}
 
     monkeypatch.setattr(contest._Together, "results", off_by_a_bit)
     assert contest.main(replace(PLAN, points={"fused": MegaPoint()}), tmp_path) == 1
     _, fused = json.loads((tmp_path / "overlap_mega.json").read_text())["contestants"]
-    assert fused == {"name": "fused", "wrong": "dx of rank 1 differs", "samples_ms": {}}
+    assert (fused["name"], fused["wrong"], fused["samples_ms"]) == ("fused", "dx of rank 1 differs", {})
+    assert fused["ms"] == fused["x"] == {}
 
 
 def test_all_programs_of_all_ranks_are_resident_together() -> None:
@@ -72,17 +73,21 @@ def test_every_rank_draws_the_same_layer() -> None:
 
 
 def test_a_report_compares_with_the_best_of_sequential() -> None:
-    slow = Contestant(SEQUENTIAL, "", {"forward": [4.0, 6.0], "backward": [6.0, 6.0]})
-    best = Contestant(f"{SEQUENTIAL}, 1/2 of programs", "", {"forward": [3.0, 6.0], "backward": [3.0, 3.0]})
-    fused = Contestant("fused", "", {"forward": [1.5, 3.0], "backward": [1.5, 1.5]})
-    wrong = Contestant("other", "dx differs")
-    contestants = [Contestant(STAND_ALONE), slow, best, fused, wrong]
-    report = Report("measured", "a GPU", TINY, 2, "float32", 2.0, 4_000_000, 2, 20, contestants)
-    assert report.best_sequential(WHOLE) is best
-    assert report.speedup(fused, WHOLE).median == 2.0
-    assert report.speedup(wrong, WHOLE) is None
-    assert report.link_ms == 2.0
-    assert not report.holds
+    rows = rows_of(
+        {
+            STAND_ALONE: Outcome(),
+            SEQUENTIAL: Outcome("", {"forward": [4.0, 6.0], "backward": [6.0, 6.0]}),
+            f"{SEQUENTIAL}, 1/2 of programs": Outcome("", {"forward": [3.0, 6.0], "backward": [3.0, 3.0]}),
+            "fused": Outcome("", {"forward": [1.5, 3.0], "backward": [1.5, 1.5]}),
+            "other": Outcome("dx differs"),
+        }
+    )
+    speedups = {row.name: row.x.get(WHOLE) for row in rows}
+    assert speedups[f"{SEQUENTIAL}, 1/2 of programs"].median == 1.0
+    assert speedups["fused"].median == 2.0
+    assert speedups["other"] is None
+    assert link_ms(4_000_000, 2.0) == 2.0
+    assert [bool(row.wrong) for row in rows] == [False] * 4 + [True]
 
 
 @pytest.mark.parametrize(

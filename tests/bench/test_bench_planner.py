@@ -11,8 +11,11 @@ from typer.testing import CliRunner
 
 from moesys.__main__ import app
 from moesys.balance import LoadHistory, num_moves, plan_layout, split_tokens
-from moesys.bench.planner import contest, large, peer_eplb, scale
-from moesys.bench.planner.replay import Contender, moments, score_layer
+from moesys.bench.harness.sheets import Sheet, terminal_table
+from moesys.bench.planner import many_ranks as large
+from moesys.bench.planner import peer_eplb, scale
+from moesys.bench.planner import planner_contest as contest
+from moesys.bench.planner.scored_layers import Contender, moments, score_layer
 from moesys.config import (
     ClusterSpec,
     Ema,
@@ -201,8 +204,7 @@ def test_sizes_are_measured_with_the_peer_beside_ours(tmp_path):
     assert ours.gap == pytest.approx(0)
     assert ours.duplicates == 0
     assert all(row.layout_ms > 0 and row.next_sample >= 1 and row.noisy >= 1 for row in rows)
-    table, _ = scale.scale_report(rows, 2, 1)
-    assert table.row_count == 4
+    assert terminal_table(Sheet("", rows)).row_count == 4
 
 
 def test_a_zipf_sample_has_its_exponent_in_an_order_of_its_own():
@@ -226,7 +228,7 @@ def test_large_cases_report_time_and_memory():
     row = large.measure_large(case, repeats=1, contender="greedy")
     assert row.layout_ms > 0
     assert 1 <= row.max_over_mean <= row.worst
-    assert large.large_report([row]).row_count == 1
+    assert terminal_table(Sheet("", [row])).row_count == 1
 
 
 def test_the_scale_prints_both_tables_and_writes_every_row(tmp_path, capsys):

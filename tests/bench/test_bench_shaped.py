@@ -11,10 +11,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import moesys as ms
-from moesys.bench.shaped import cases, report
-from moesys.bench.shaped.calibration import Calibration, LinkFigures, away_bytes, calibration, fit_line
-from moesys.bench.shaped.cases import CaseResult, Plan, Setting, bench_shaped, half_mbit_per_s, overlap_case, split_case
-from moesys.bench.shaped.rank import CHUNKS, MOST_TOKENS, SOME_TOKENS, Case, chosen_experts, even_case
+from moesys.bench.harness.line_fit import fit_line
+from moesys.bench.harness.reports import to_json, to_markdown
+from moesys.bench.harness.sheets import Sheet, written_columns
+from moesys.bench.shaped import cases, shaped_report
+from moesys.bench.shaped.calibration import Calibration, LinkFigures, away_bytes, calibration
+from moesys.bench.shaped.cases import (
+    Asked,
+    CaseResult,
+    Setting,
+    bench_shaped,
+    half_mbit_per_s,
+    overlap_case,
+    split_case,
+)
+from moesys.bench.shaped.host_steps import CHUNKS, MOST_TOKENS, SOME_TOKENS, ShapedCase, chosen_experts, even_case
 from moesys.config import ClusterSpec, ModelShape, Strategy
 from moesys.config.presets import LAER_E8K2
 from moesys.lab.runs import launch
@@ -38,11 +49,11 @@ def test_a_line_never_promises_less_than_nothing() -> None:
 
 
 def test_the_cases_of_the_full_run() -> None:
-    plans = cases.plan()
+    plans = cases.asked_for()
     assert {plan.case.num_hosts for plan in plans} == {2, 4}
     assert sum(plan.half for plan in plans) == 4
     assert sum(len(plan.case.strategies) for plan in plans) >= 12
-    asked = cases.plan((2,), (100.0, 500.0), 250.0)
+    asked = cases.asked_for((2,), (100.0, 500.0), 250.0)
     assert [(p.case.mbit_per_s, p.case.latency_us, p.half) for p in asked] == [(100, 250, False), (500, 250, False)]
 
 
@@ -56,11 +67,11 @@ def test_the_cases_of_the_full_run() -> None:
 )
 def test_what_cannot_be_measured_is_refused(arguments: tuple[tuple[int, ...]], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        cases.plan(*arguments)
+        cases.asked_for(*arguments)
 
 
 @pytest.mark.parametrize("case", [overlap_case(2, 100, 0), overlap_case(4, 100, 0), split_case(4, 100, 0)])
-def test_tokens_choose_as_declared(case: Case) -> None:
+def test_tokens_choose_as_declared(case: ShapedCase) -> None:
     num_tokens, E = case.num_tokens[0], case.shape.num_experts
     chosen_TK = torch.stack(chosen_experts(case, num_tokens, torch.Generator().manual_seed(3)), dim=1)
     assert chosen_TK.shape == (num_tokens, case.shape.top_k)
@@ -77,7 +88,7 @@ def test_calibration_looks_at_even_tokens() -> None:
     assert chosen_T.bincount().tolist() == [16] * 4
 
 
-def calibrated(case: Case, gflops: float, goodput: float) -> Calibration:
+def calibrated(case: ShapedCase, gflops: float, goodput: float) -> Calibration:
     """Of ranks that compute so fast, spend 6 ms a layer and 20 ms a further chunk besides, and lose a tenth beside
     messages.
     """
@@ -120,16 +131,16 @@ def test_the_report_says_what_was_found() -> None:
         for strategy, samples, simulated in zip(case.strategies, times, (99.0, 100.0), strict=False)
     ]
     result = CaseResult(case, True, "relay", 0.45, calibrated(case, 50.0, 0.5), settings, ["pipelined 4"])
-    assert [row[-1] for row in report.rows(result)] == ["-10%", "+25%", ""]
-    page = report.markdown([result])
+    assert written_columns(Sheet("", shaped_report.rows(result)))[-2].cells == ("-10%", "+25%", "")
+    page = to_markdown(shaped_report.report([result]))
     assert "| 2 x 400 Mbit/s, 1000 us (half) | pipelined 2 | 80 [70, 90] | 1.33 [1.28, 1.48] |" in page
     assert "Simulated within 15% of measured: 1 of 2 settings; median of errors 17.5%, worst 25.0%." in page
     assert "latency by a delaying relay" in page
     assert "each of 2 has 0.45 of a processor" in page
-    assert "2 of them compete for its cores" in report.markdown([replace(result, cpus_per_host=None)])
+    assert "2 of them compete for its cores" in to_markdown(shaped_report.report([replace(result, cpus_per_host=None)]))
     assert "differs by a bit" in page
     assert "50% of the step of 'sequential' is blocked; 'pipelined 2' is 1.33 [1.28, 1.48] times as fast." in page
-    data = json.loads(report.to_json([result]))
+    data = json.loads(to_json(shaped_report.report([result])))
     assert data["cases"][0]["settings"][0]["samples_ms"] == times[0]
 
 
@@ -137,7 +148,7 @@ def test_the_report_says_what_was_found() -> None:
 def test_a_tiny_run() -> None:
     shape = ModelShape(hidden_size=16, intermediate_size=16, num_experts=4, top_k=1)
     case = replace(split_case(2, 500, 0), shape=shape, num_tokens=(48, 80))
-    (result,) = bench_shaped([Plan(case)], repeats=1, shares=not lacks_shares())
+    (result,) = bench_shaped([Asked(case)], repeats=1, shares=not lacks_shares())
     assert result.differing == []
     assert [setting.strategy for setting in result.settings] == list(case.strategies)
     even, capped, _ = result.settings

@@ -21,13 +21,15 @@ from typer.testing import CliRunner, Result
 
 from moesys.__main__ import app
 from moesys.bench import commands
-from moesys.bench.calibrate import measurement, report
-from moesys.bench.calibrate import rank as on_rank
-from moesys.bench.calibrate.check import STRATEGIES, check_steps
-from moesys.bench.calibrate.fit import fit_messages, fit_products, predicted_seconds
+from moesys.bench.calibrate import calibrate_report as report
+from moesys.bench.calibrate import measurement
+from moesys.bench.calibrate import rank_timings as on_rank
+from moesys.bench.calibrate.cluster_fit import fit_messages, fit_products, predicted_seconds
 from moesys.bench.calibrate.measurement import CPU_GRID, CUDA_GRID, Grid, LayerCase
-from moesys.bench.calibrate.rank import BesideCopies, Effort, ExpertCase
-from moesys.bench.harness.bench_ranks import TorchrunRanks
+from moesys.bench.calibrate.rank_timings import BesideCopies, Effort, ExpertCase
+from moesys.bench.calibrate.step_check import STRATEGIES, check_steps
+from moesys.bench.harness import reports
+from moesys.bench.harness.bench_ranks import TorchrunRanks, writes
 from moesys.config import ClusterSpec, ModelShape, presets
 from moesys.lab.ranks.pool import LocalRanks
 
@@ -226,7 +228,7 @@ def test_real_ranks_become_a_cluster_with_links_inside_and_between_nodes(ranks: 
     assert list(found.links[0].seconds) == [64, 1024, 16384]
     assert list(found.links[1].seconds) == [256, 4096, 65536]
     assert all(spread.n == QUICK.repeats for link in found.links for spread in link.seconds.values())
-    assert all(spread.median > 0 and spread.n == 4 * QUICK.repeats for spread in found.product_seconds)
+    assert all(product.ms.median > 0 and product.ms.n == 4 * QUICK.repeats for product in found.products)
     assert found.cluster.memory_gb_per_s > 0
     assert ClusterSpec.from_json(report.spec_text(found, ".json")) == found.cluster
 
@@ -318,7 +320,7 @@ def joins_two_hosts(port: int) -> tuple[ClusterSpec, list[int], bool]:
         gathered = joined.run(dist.get_rank)
         dist.barrier()
         joined.close()
-    return joined.cluster, gathered, joined.writes
+        return joined.cluster, gathered, writes()
 
 
 def test_ranks_of_torchrun_are_told_apart_by_host(ranks: LocalRanks):
@@ -382,7 +384,7 @@ def test_what_was_measured_outlives_a_crash(monkeypatch: pytest.MonkeyPatch):
             self.calls.append("closed")
 
     crashing = Crashing(presets.h100().replace(ranks_per_node=2), TINY)
-    monkeypatch.setattr(report, "_start", lambda *_: (crashing, crashing.cluster, True))
+    monkeypatch.setattr(report, "start_ranks", lambda *_, **__: (crashing, crashing.cluster))
     with pytest.raises(RuntimeError, match="lost"):
         report.main(2, json_path=Path("samples.json"), out=Path("here.toml"))
     written = json.loads(Path("samples.json").read_text())
@@ -434,9 +436,9 @@ def test_what_was_measured_is_written_before_it_is_printed(monkeypatch):
         raise BrokenPipeError
 
     known = Known(presets.h100().replace(ranks_per_node=2), TINY)
-    monkeypatch.setattr(report, "_start", lambda *_: (known, known.cluster, True))
+    monkeypatch.setattr(report, "start_ranks", lambda *_, **__: (known, known.cluster))
     monkeypatch.setattr(report, "check_steps", lambda *_: [])
-    monkeypatch.setattr(report, "print_full", stops)
+    monkeypatch.setattr(reports, "print_full", stops)
     with pytest.raises(BrokenPipeError):
         report.main(2, json_path=Path("samples.json"), out=Path("here.toml"))
     assert "cluster" in json.loads(Path("samples.json").read_text())

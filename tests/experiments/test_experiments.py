@@ -11,7 +11,7 @@ import pytest
 
 import moesys as ms
 from moesys.lab.runs.comparison import JUDGED_STEPS
-from moesys.lab.runs.files import load_experiment
+from moesys.lab.runs.experiment_files import load_experiment
 from moesys.lab.slow_links.namespaces import lacks
 
 FOLDER = Path(__file__).parents[2] / "experiments"

@@ -10,7 +10,6 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -18,6 +17,7 @@ import triton
 from typer.testing import CliRunner
 
 from moesys.__main__ import app
+from moesys.bench.harness.sheets import plain
 from moesys.bench.kernels.aot import SIZES, Compiled, compile_size
 from moesys.bench.kernels.aot_mega import POINTS, compile_mega
 from moesys.kernels.experts.tile_config import Blocks
@@ -53,7 +53,7 @@ def compile_pinned(path: Path) -> list[Compiled]:
 
 
 def write(path: Path, rows: Sequence[Compiled]) -> None:
-    path.write_text(json.dumps([asdict(row) | {"wrong": row.wrong} for row in rows]))
+    path.write_text(json.dumps({"rows": plain(rows)}))
 
 
 if __name__ == "__main__":

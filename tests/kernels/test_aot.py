@@ -33,7 +33,7 @@ def compiled(tmp_path_factory):
 
 
 def rows_of(folder, name):
-    return json.loads((folder / f"{name}.json").read_text())
+    return json.loads((folder / f"{name}.json").read_text())["rows"]
 
 
 @pytest.mark.timeout(2700)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from itertools import product
 
@@ -114,12 +113,14 @@ FEW = [
     (deepseek_v3, 2, WIDE),
     (olmoe, 4, WIDE),
 ]
-ALL = [*product(MODELS, (1, 2, 4), (SMALL, WIDE))]
+MORE = [
+    pytest.param(*case, marks=pytest.mark.slow) for case in product(MODELS, (1, 2, 4), (SMALL, WIDE)) if case not in FEW
+]
 
 
 @pytest.mark.parametrize(
     ("model", "num_ranks", "sizes"),
-    ALL if os.environ.get("MOESYS_SWEEP") == "1" else FEW,
+    [*FEW, *MORE],
     ids=lambda value: f"H{value[0]}" if isinstance(value, tuple) else None,
 )
 def test_agrees_with_transformers(

@@ -8,7 +8,7 @@ flight needs to arrive by itself.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,11 +21,11 @@ from harness import Stack
 from torch.futures import Future
 
 import moesys as ms
-from moesys.bench.paced_group import make_paced_group
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.moe.runtime import MoERuntime
 from moesys.overlap.comm import channel, messages
 from moesys.overlap.comm.messages import Messages
+from moesys.overlap.comm.paced_link import PacedLink
 from moesys.timeline import Span, Timeline
 
 SHAPE = ms.ModelShape(hidden_size=64, intermediate_size=128, num_experts=4, top_k=2)
@@ -97,24 +97,27 @@ def step(strategy: ms.Strategy, num_layers: int) -> Step:
     model = Stack(SHAPE, strategy, num_layers)
     runtime = ms.link(model, record_spans=True)
     with held_transfers(runtime):
-        return recorded_step(model, runtime, ())
+        return recorded_step(model, runtime)
 
 
 def paced_step(strategy: ms.Strategy) -> Step:
     """Forward and backward of one layer whose tokens and experts travel over two paced links."""
-    links = [make_paced_group(dist.group.WORLD, pace) for pace in (TOKENS_GB_PER_S, EXPERTS_GB_PER_S)]
-    model = Stack(SHAPE, strategy, 1, group=links[0])
-    return recorded_step(model, ms.link(model, record_spans=True, weight_group=links[1]), links)
+    model = Stack(SHAPE, strategy, 1)
+    runtime = ms.link(model, record_spans=True)
+    links = [PacedLink(dist.group.WORLD, pace) for pace in (TOKENS_GB_PER_S, EXPERTS_GB_PER_S)]
+    for layer in runtime.layers:
+        layer.token_channel.link, layer.weight_channel.link = links
+    recorded = recorded_step(model, runtime)
+    for link in links:
+        link.close()
+    return recorded
 
 
-def recorded_step(model: Stack, runtime: MoERuntime, links: Sequence[dist.ProcessGroup]) -> Step:
+def recorded_step(model: Stack, runtime: MoERuntime) -> Step:
     generator = torch.Generator().manual_seed(dist.get_rank())
     x_TH = torch.randn(NUM_TOKENS, SHAPE.hidden_size, generator=generator, requires_grad=True)
 
     def recorded() -> Timeline:
-        # A paced link reports a transfer's end before it begins the next.
-        for link in links:
-            dist.barrier(link)
         timeline = runtime.timeline()
         runtime.recorder.clear()
         return timeline

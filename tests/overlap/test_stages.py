@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from moesys.bench.kernels.aot import Size
-from moesys.bench.mega.case import MegaRun, draw_layer, regions_of
+from moesys.bench.mega.ranks_layer import MegaRun, draw_layer, regions_of
 from moesys.kernels.mega.arguments import MegaMemory, MegaPoint
 from moesys.kernels.mega.exchange import Replicas, combine_flags, exchange, first_rows, ordered_tiles
 from moesys.kernels.symmetric import signals

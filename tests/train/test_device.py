@@ -7,7 +7,7 @@ import torch
 
 import moesys as ms
 from moesys.lab.commands import demo
-from moesys.lab.runs.files import load_experiment
+from moesys.lab.runs.experiment_files import load_experiment
 from moesys.lab.runs.launch import place_for
 from moesys.train import device
 from moesys.train.device import best_device, device_of, gpu_backend

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import importlib
 import math
-import os
 import threading
 from collections.abc import Iterator
 from contextlib import closing
@@ -95,7 +94,7 @@ def test_the_loss_goes_down(fifty_steps: dict[str, list[float]]) -> None:
     assert last < 0.8 * first
 
 
-@pytest.mark.skipif(os.environ.get("MOESYS_SWEEP") != "1", reason="300 steps of four strategies; MOESYS_SWEEP=1")
+@pytest.mark.slow
 def test_300_steps_of_every_strategy_end_at_the_same_loss(ranks: LocalRanks) -> None:
     workload = WORKLOAD.replace(steps=299)
     ep, pipelined, fsep, unified = ranks.run(losses, [(strategy, workload) for strategy in FOUR], timeout_s=600)[0]

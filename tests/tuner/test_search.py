@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tuner_cases import CLUSTERS, EP, MODEL, SPACE, Told, costs_of, drawn, exhausted, setting_of
+from tuner_cases import CLUSTERS, EP, MODEL, SMALL, SPACE, Told, changed, costs_of, drawn, exhausted, setting_of
 
 from moesys.config import (
     ClusterSpec,
@@ -30,25 +30,10 @@ from moesys.tuner.bounds import load_bound_ms, plan_bound_ms
 from moesys.tuner.costs import Fidelity, ladder
 from moesys.tuner.memory import rank_memory
 from moesys.tuner.search import Search, SearchResult
-from moesys.tuner.space import (
-    EpChoices,
-    FsepChoices,
-    MegaKernelChoices,
-    PipelinedChoices,
-    SequentialChoices,
-    Setting,
-    Space,
-)
+from moesys.tuner.setting import Setting
+from moesys.tuner.space import Space
 
 SWEEP = os.environ.get("MOESYS_SWEEP") == "1"
-# As SPACE, with less to exhaust.
-SMALL = SPACE.replace(
-    sharding=(EpChoices(slots_per_rank=(None, 3)), FsepChoices(slots_per_rank=(2, 3), delay_reshard=(False, True))),
-    balance=(Static(), Greedy()),
-    predictor=SPACE.predictor[:1],
-    split=(SPACE.split[0], FlowSplit()),
-    overlap=(SequentialChoices(), PipelinedChoices(chunks=(2, 8))),
-)
 
 
 def searched(workload, space: Space = SMALL, budget: int = 16, seed: int = 0, **changes) -> SearchResult:
@@ -81,10 +66,14 @@ def test_a_space_within_the_budget_is_exhausted():
 
 def test_a_space_within_the_budget_is_exhausted_whatever_the_starts():
     space = Space(
-        sharding=(FsepChoices(slots_per_rank=(2, 3)),),
-        balance=(Greedy(),),
-        split=(FlowSplit(),),
-        overlap=(SequentialChoices(), PipelinedChoices(chunks=(2,))),
+        {
+            "sharding": ("fsep",),
+            "sharding.slots_per_rank": (2, 3),
+            "balance": ("greedy",),
+            "split": ("flow",),
+            "overlap": ("sequential", "pipelined"),
+            "overlap.chunks": (2,),
+        }
     )
     workload = drawn(CLUSTERS["even"], steps=2)
     starts = [EP, *(EP.replace(name=f"{chunks}", overlap=Pipelined(chunks=chunks)) for chunks in (8, 16))]
@@ -121,7 +110,7 @@ def test_what_the_baseline_costs_is_known_however_slow_it_is():
 
 
 def test_points_that_cannot_be_planned_are_refused_with_the_reason():
-    space = SMALL.replace(balance=(Static(), CpSat(min_replicas=5)))
+    space = changed(SMALL, {"balance": ("static", CpSat(min_replicas=5))})
     found = searched(drawn(CLUSTERS["even"], steps=2), space, budget=30)
     assert found.refused
     assert all(isinstance(strategy.balance, CpSat) and "min_replicas=5" in reason for strategy, reason in found.refused)
@@ -140,7 +129,7 @@ def test_mega_kernels_that_cannot_be_simulated_wait_for_a_clock():
                 raise ValueError("no model of that")
             return self.simulated(step)
 
-    space = SMALL.replace(overlap=(SequentialChoices(), MegaKernelChoices(deduplicate=(False, True))))
+    space = changed(SMALL, {"overlap": ("sequential", "mega_kernel"), "overlap.deduplicate": (False, True)})
     found = searched(WithoutMegaKernels(drawn(CLUSTERS["even"], steps=2)), space, budget=20)
     assert {reason for _, reason in found.refused} == {"no model of that"}
     assert all(isinstance(strategy.overlap, MegaKernel) for strategy, _ in found.refused)
@@ -163,7 +152,7 @@ def test_a_start_that_does_not_fit_rules_nothing_out():
     workload = drawn(ClusterSpec(ranks_per_node=4, expert_tflops=0.1), skew=3.0, steps=2)
     sharding = Fsep(slots_per_rank=8, reshard_after_forward=False)
     wide = Strategy(name="wide", sharding=sharding, balance=Greedy(), split=FlowSplit())
-    space = SMALL.replace(sharding=(EpChoices(), FsepChoices(slots_per_rank=(2, 3))))
+    space = changed(SMALL, {"sharding.ep.slots_per_rank": (None,), "sharding.delay_reshard": (False,)})
     gb = max(rank_memory(point, setting_of(workload), 512).gb for point in space.points(setting_of(workload)))
     costs = costs_of(workload, memory_gb=gb, like=wide)
     assert not costs.fits(wide)
@@ -249,7 +238,7 @@ def test_bounds_are_below_what_is_simulated(data):
         name="drawn",
         sharding=sharding,
         balance=balance,
-        split=data.draw(st.sampled_from(SPACE.split)),
+        split=data.draw(st.sampled_from(SPACE.values("split"))),
         overlap=data.draw(
             st.sampled_from([Sequential(), Pipelined(chunks=2), Pipelined(chunks=5), MegaKernel(deduplicate=True)])
         ),

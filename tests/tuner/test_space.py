@@ -7,7 +7,7 @@ from itertools import islice
 
 import pytest
 from pydantic import ValidationError
-from tuner_cases import CLUSTERS, EP, MODEL, SPACE
+from tuner_cases import CLUSTERS, EP, MODEL, SPACE, changed
 
 from moesys.config import (
     ClusterSpec,
@@ -24,13 +24,9 @@ from moesys.config import (
 )
 from moesys.tuner.default_space import default_space
 from moesys.tuner.memory import rank_memory
-from moesys.tuner.space import (
-    EpChoices,
-    FsepChoices,
-    MegaKernelChoices,
-    Setting,
-    Space,
-)
+from moesys.tuner.setting import Setting
+from moesys.tuner.space import Space
+from moesys.tuner.space_paths import PARTS
 
 CLUSTER = CLUSTERS["even"]
 SETTING = Setting(MODEL, CLUSTER, num_layers=2)
@@ -39,12 +35,57 @@ SETTING = Setting(MODEL, CLUSTER, num_layers=2)
 def test_a_space_survives_toml_and_json():
     assert Space.from_json(SPACE.to_json()) == SPACE
     assert Space.from_toml(SPACE.to_toml()) == SPACE
-    mega = SPACE.replace(overlap=(MegaKernelChoices(tile_rows=(None, 128)),))
+    values = {"overlap": ("mega_kernel",), "overlap.tile_rows": (None, 128), "overlap.fused": ("none",)}
+    mega = changed(SPACE, values | {"balance": (Greedy(effort=4), "static")})
     assert Space.from_toml(mega.to_toml()) == mega
-    with pytest.raises(ValidationError, match="at least 1 item"):
-        Space(balance=())
-    with pytest.raises(ValidationError, match="chunk"):
-        Space.from_toml('[[overlap]]\nkind = "pipelined"\nchunk = [2]')
+    assert Space.from_json(mega.to_json()) == mega
+
+
+@pytest.mark.parametrize(
+    ("values", "reason"),
+    [
+        ({"balance": ()}, "balance lists no value; list at least one, or leave it out for the default"),
+        ({"name": ("a",)}, "name is no field that can be searched; use one of sharding, balance,"),
+        ({"overlap": ("pipelined",), "overlap.chunk": (2,)}, "overlap.chunk is no field that can be searched; use one"),
+        ({"overlap.chunks": (2,)}, "overlap.chunks is a field of pipelined, which overlap does not list; list 'pipeli"),
+        ({"overlap.pipelined.chunks": (2,)}, "is a field of pipelined, which overlap does not list"),
+        (
+            {"overlap.piped.chunks": (2,)},
+            "overlap.piped.chunks names no kind of overlap; use overlap.chunks, or a kind",
+        ),
+        ({"overlap": ("piped",)}, "overlap='piped' is no kind of overlap; use one of sequential, pipelined, mega_kern"),
+        ({"overlap": ("pipelined",), "overlap.chunks": (2, 0)}, "overlap.chunks=0: Input should be greater than or eq"),
+        ({"balance": ({"kind": "greedy", "efort": 4},)}, "Extra inputs are not permitted"),
+        ({"lag": (0,)}, "lag=0: Input should be greater than or equal to 1"),
+        ({"lag.steps": (1,)}, "lag.steps is no field that can be searched; lag has values and no fields"),
+        ({"sharding": ("ep", "fsep")}, "sharding lists 'fsep', of which no combination of values is one; list others"),
+        (
+            {"overlap": ("mega_kernel",), "overlap.rows_cap": (1.0,)},
+            "overlap.rows_cap is no field that can be searched",
+        ),
+    ],
+)
+def test_what_a_space_refuses(values, reason):
+    with pytest.raises(ValidationError) as error:
+        Space(values)
+    assert reason in str(error.value)
+
+
+def test_members_that_are_listed_whole_stay_as_they_are():
+    space = Space(
+        {
+            "sharding": ("fsep", Fsep(slots_per_rank=5, restore="hierarchical")),
+            "sharding.slots_per_rank": (2, 3),
+            "balance": ("static", "greedy", Greedy(effort=4)),
+            "balance.max_moves": (None, 7),
+        }
+    )
+    assert [sharding.slots_per_rank for sharding in space.values("sharding")] == [2, 3, 5]
+    assert space.values("balance")[1:] == [Greedy(), Greedy(max_moves=7), Greedy(effort=4)]
+    start = Strategy(name="start", sharding=Fsep(slots_per_rank=3))
+    found = [(one.field, one.value) for one in space.neighbours(start, SETTING)]
+    assert ("sharding.slots_per_rank", 2) in found
+    assert ("sharding.kind", space.values("sharding")[2]) in found
 
 
 def test_recomputation_leaves_room_for_more_slots():
@@ -55,12 +96,13 @@ def test_recomputation_leaves_room_for_more_slots():
     kept, recomputed = (
         default_space(setting, tokens_per_rank, memory_gb=gb, recompute=recompute) for recompute in (False, True)
     )
-    assert [choices.slots_per_rank for choices in kept.sharding] == [(None,)]
-    assert [choices.slots_per_rank for choices in recomputed.sharding] == [(None, 2, 3), (2, 3)]
+    assert (kept.root["sharding"], kept.root["sharding.ep.slots_per_rank"]) == (("ep",), (None,))
+    slots = [recomputed.root[f"sharding.{kind}.slots_per_rank"] for kind in recomputed.root["sharding"]]
+    assert slots == [(None, 2, 3), (2, 3)]
 
 
 def test_points_fit_and_each_comes_once():
-    space = SPACE.replace(sharding=(EpChoices(), FsepChoices(slots_per_rank=(1, 2, 3))))
+    space = changed(SPACE, {"sharding": ("ep", "fsep"), "sharding.fsep.slots_per_rank": (1, 2, 3)})
     points = list(space.points(SETTING))
     assert len({point.fingerprint() for point in points}) == len(points) < space.num_combinations
     for point in points:
@@ -72,7 +114,8 @@ def test_points_fit_and_each_comes_once():
 
 
 def test_drawn_points_are_points_of_the_space_in_an_order_by_chance():
-    space = SPACE.replace(sharding=SPACE.sharding[:1], split=SPACE.split[:2])
+    values = {"sharding": ("ep",), "sharding.slots_per_rank": (None, 3), "split": ("even", "proportional")}
+    space = changed(SPACE, values)
     points = {point.fingerprint() for point in space.points(SETTING)}
     drawn = [point.fingerprint() for point in space.drawn(SETTING, random.Random(0))]
     assert len(set(drawn)) == len(drawn)
@@ -122,8 +165,9 @@ def test_neighbours_differ_in_the_field_that_they_are_called_after():
 
 
 def test_fields_of_mega_kernels_that_exclude_each_other_are_no_points():
-    choices = MegaKernelChoices(fused=("both", "none"), combine_share=(0.0, 0.5))
-    overlaps = Space(overlap=(choices,)).overlaps()
+    overlaps = Space(
+        {"overlap": ("mega_kernel",), "overlap.fused": ("both", "none"), "overlap.combine_share": (0.0, 0.5)}
+    ).values("overlap")
     assert MegaKernel(fused="none", combine_share=0.0) in overlaps
     assert all(overlap.fused == "both" for overlap in overlaps if overlap.combine_share)
     assert len(overlaps) == 3
@@ -132,29 +176,34 @@ def test_fields_of_mega_kernels_that_exclude_each_other_are_no_points():
 def test_every_field_of_a_union_can_be_searched_or_has_a_reason():
     """A field that is added to a strategy must be given values, or be named here."""
     not_speed = {"rows_cap", "most_tokens", "timeout_s", "slot_gb_per_rank"}
-    for choices, member in (
-        (EpChoices, EP.sharding),
-        (FsepChoices, Fsep(slots_per_rank=1)),
-        (MegaKernelChoices, MegaKernel()),
+    space = Space(
+        {"sharding": ("ep", "fsep"), "sharding.slots_per_rank": (2,), "overlap": ("mega_kernel", "pipelined")}
+        | {"overlap.chunks": (2,)}
+    )
+    for part, member in (
+        ("sharding", EP.sharding),
+        ("sharding", Fsep(slots_per_rank=1)),
+        ("overlap", MegaKernel()),
+        ("overlap", Pipelined(chunks=2)),
     ):
-        assert set(choices.model_fields) == set(type(member).model_fields) - not_speed
-    parts = set(Strategy.model_fields) - {"name", "reduction"}
-    assert set(Space.model_fields) == parts
+        searched = set(space.searched_fields(part, member.kind))
+        assert searched == set(type(member).model_fields) - not_speed - {"kind"}
+    assert set(PARTS) == set(Strategy.model_fields) - {"name", "reduction"}
 
 
 def test_the_default_space_keeps_to_memory_ranks_and_layers():
     wide = default_space(SETTING, 512)
-    assert {choices.kind for choices in wide.sharding} == {"ep", "fsep"}
-    assert {choices.kind for choices in wide.overlap} == {"sequential", "pipelined", "mega_kernel"}
-    fsep = next(choices for choices in wide.sharding if choices.kind == "fsep")
-    assert (min(fsep.slots_per_rank), max(fsep.slots_per_rank)) == (2, 4)
-    assert set(fsep.restore) == {"flat", "hierarchical"}
+    assert set(wide.by_kind("sharding")) == {"ep", "fsep"}
+    assert set(wide.by_kind("overlap")) == {"sequential", "pipelined", "mega_kernel"}
+    slots = wide.root["sharding.fsep.slots_per_rank"]
+    assert (min(slots), max(slots)) == (2, 4)
+    assert set(wide.root["sharding.restore"]) == {"flat", "hierarchical"}
     fits = rank_memory(Strategy(name="f", sharding=Fsep(slots_per_rank=3)), SETTING, 512).gb
     tight = default_space(SETTING, 512, memory_gb=fits)
-    assert max(tight.sharding[1].slots_per_rank) == 3
+    assert max(tight.root["sharding.fsep.slots_per_rank"]) == 3
     alone = default_space(Setting(MODEL, ClusterSpec(), 1), 512, mega_kernels=False)
-    assert {choices.kind for choices in alone.sharding} == {"ep"}
-    assert {choices.kind for choices in alone.overlap} == {"sequential", "pipelined"}
+    assert set(alone.by_kind("sharding")) == {"ep"}
+    assert set(alone.by_kind("overlap")) == {"sequential", "pipelined"}
 
 
 def test_memory_of_a_rank_by_hand():

@@ -6,22 +6,15 @@ import math
 import random
 
 import pytest
-from tuner_cases import CLUSTERS, EP, SPACE, Told, drawn, exhausted, setting_of
+from tuner_cases import CLUSTERS, EP, SMALL, Told, drawn, exhausted, setting_of
 
-from moesys.config import FlowSplit, Fsep, Greedy, Static
+from moesys.config import Fsep
+from moesys.tuner import timing
 from moesys.tuner.journal import Journal
 from moesys.tuner.memory import rank_memory
-from moesys.tuner.space import EpChoices, FsepChoices, PipelinedChoices, SequentialChoices
 from moesys.tuner.timing import MOST_TRIALS, Rounds, TrialFailedError
-from moesys.tuner.tune import tune_workload
+from moesys.tuner.tune import SearchBounds, tune_workload
 
-SMALL = SPACE.replace(
-    sharding=(EpChoices(slots_per_rank=(None, 3)), FsepChoices(slots_per_rank=(2, 3), delay_reshard=(False, True))),
-    balance=(Static(), Greedy()),
-    predictor=SPACE.predictor[:1],
-    split=(SPACE.split[0], FlowSplit()),
-    overlap=(SequentialChoices(), PipelinedChoices(chunks=(2, 8))),
-)
 POINTS = list(SMALL.points(setting_of(drawn(CLUSTERS["even"], steps=1))))
 
 
@@ -41,12 +34,11 @@ class Clock:
 
 def rounds(clock, candidates=POINTS[1:20], journal=None, trials=MOST_TRIALS, neighbours=lambda strategy: []):
     return Rounds(
-        clock,
+        timing.Clock(clock, trials),
         journal or Journal(None, {}),
         POINTS[0],
         candidates,
         neighbours,
-        trials=trials,
         seed=0,
         first_seed=5,
         told=Told(),
@@ -144,15 +136,12 @@ def test_30_trials_find_the_clocks_best_though_the_model_is_wrong(cluster):
     clock = Clock(ms, noise=0.01)
     tuned = tune_workload(
         workload,
-        workload.model,
-        workload.cluster,
         [EP],
         journal=Journal(None, {}),
         told=Told(),
         space=SMALL,
-        budget=16,
-        timer=clock,
-        trials=MOST_TRIALS,
+        bounds=SearchBounds(budget=16),
+        clock=timing.Clock(clock, MOST_TRIALS),
     )
     assert tuned.decided_by == "measured"
     assert len(clock.calls) <= 30
@@ -168,16 +157,12 @@ def test_what_does_not_fit_is_no_pick_however_fast_the_clock_says_it_is():
     def tuned(clock):
         return tune_workload(
             workload,
-            workload.model,
-            workload.cluster,
             [wide, wider, EP],
             journal=Journal(None, {}),
             told=Told(),
             space=SMALL,
-            budget=8,
-            memory_gb=gb,
-            timer=clock,
-            trials=6,
+            bounds=SearchBounds(budget=8, memory_gb=gb),
+            clock=timing.Clock(clock, 6),
         )
 
     clock = Clock(falling([EP, *POINTS[1:], wide, wider]))

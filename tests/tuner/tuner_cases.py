@@ -2,31 +2,13 @@
 
 from __future__ import annotations
 
-from moesys.config import (
-    ClusterSpec,
-    Eplb,
-    EvenSplit,
-    FlowSplit,
-    Greedy,
-    Last,
-    ModelShape,
-    Proportional,
-    Static,
-    Strategy,
-    WindowMean,
-)
+from moesys.config import ClusterSpec, ModelShape, Strategy, WindowMean
 from moesys.config.experiment import Generated
 from moesys.lab.runs.tuning import SimulatedWorkload
 from moesys.tuner.costs import Costs, ladder
 from moesys.tuner.journal import Entry, Journal
-from moesys.tuner.space import (
-    EpChoices,
-    FsepChoices,
-    PipelinedChoices,
-    SequentialChoices,
-    Setting,
-    Space,
-)
+from moesys.tuner.setting import Setting
+from moesys.tuner.space import Space
 from moesys.tuner.workload import Plans
 
 EP = Strategy(name="ep")
@@ -48,15 +30,38 @@ CLUSTERS = {
     ),
 }
 SPACE = Space(
-    sharding=(
-        EpChoices(slots_per_rank=(None, 3)),
-        FsepChoices(slots_per_rank=(2, 3, 4), prefetch_layers=(0, 1), delay_reshard=(False, True)),
-    ),
-    balance=(Static(), Eplb(), Greedy()),
-    predictor=(Last(), WindowMean(steps=3)),
-    split=(EvenSplit(), Proportional(), FlowSplit()),
-    overlap=(SequentialChoices(), PipelinedChoices(chunks=(2, 4, 8))),
+    {
+        "sharding": ("ep", "fsep"),
+        "sharding.ep.slots_per_rank": (None, 3),
+        "sharding.fsep.slots_per_rank": (2, 3, 4),
+        "sharding.prefetch_layers": (0, 1),
+        "sharding.delay_reshard": (False, True),
+        "balance": ("static", "eplb", "greedy"),
+        "predictor": ("last", WindowMean(steps=3)),
+        "split": ("even", "proportional", "flow"),
+        "overlap": ("sequential", "pipelined"),
+        "overlap.chunks": (2, 4, 8),
+    }
 )
+# As SPACE, with less to exhaust.
+SMALL = Space(
+    {
+        "sharding": ("ep", "fsep"),
+        "sharding.ep.slots_per_rank": (None, 3),
+        "sharding.fsep.slots_per_rank": (2, 3),
+        "sharding.delay_reshard": (False, True),
+        "balance": ("static", "greedy"),
+        "split": ("even", "flow"),
+        "overlap": ("sequential", "pipelined"),
+        "overlap.chunks": (2, 8),
+    }
+)
+
+
+def changed(space: Space, values: dict[str, tuple]) -> Space:
+    """With other values; a part that is given anew loses the paths below it."""
+    kept = {path: listed for path, listed in space.root.items() if path.partition(".")[0] not in values}
+    return Space(kept | values)
 
 
 def drawn(cluster: ClusterSpec, skew: float = 1.0, tokens_per_rank: int = 512, **changes) -> SimulatedWorkload:
@@ -84,7 +89,7 @@ class Told:
 
 def costs_of(workload: SimulatedWorkload, journal: Journal | None = None, **changes) -> Costs:
     fields = {"memory_gb": None, "recompute": False, "like": EP, "told": Told()}
-    plans = Plans(workload, workload.model, workload.cluster)
+    plans = Plans(workload)
     return Costs(plans, journal or Journal(None, {}), setting_of(workload), **fields | changes)
 
 

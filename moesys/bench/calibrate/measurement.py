@@ -9,13 +9,16 @@ import datetime
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import permutations
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
-from moesys.bench.calibrate import rank as on_rank
-from moesys.bench.calibrate.fit import MessageLine, Spread, fit_messages, fit_products, predicted_seconds
-from moesys.bench.calibrate.rank import Effort, ExpertCase
+from moesys.bench.calibrate import rank_timings as on_rank
+from moesys.bench.calibrate.calibrated_rows import Figure, Link, Product
+from moesys.bench.calibrate.cluster_fit import fit_messages, fit_products, predicted_seconds
+from moesys.bench.calibrate.rank_timings import Effort, ExpertCase
+from moesys.bench.harness.bench_ranks import Ranks
+from moesys.bench.harness.stopwatch import Spread
 from moesys.config import ClusterSpec, DType, ModelShape
 from moesys.cost import link_seconds
 from moesys.lab.runs.environment import cpu_name
@@ -29,13 +32,6 @@ DEFAULT_EFFORT = Effort()
 ALL_PAIRS_NODES = 4
 # A product that loses more beside copies is not computing.
 MOST_COPY_SHARE = 0.95
-
-
-class Ranks(Protocol):
-    """What runs a function on every rank at once, as ``lab.ranks.LocalRanks`` does."""
-
-    def run(self, fn: Callable[..., T], *args: Any, timeout_s: float | None = None) -> list[T]:
-        """``fn(*args)`` of each rank, in rank order. ``fn`` is a module's."""
 
 
 @dataclass(frozen=True)
@@ -101,46 +97,14 @@ GRIDS = {"cpu": CPU_GRID, "cuda": CUDA_GRID}
 
 
 @dataclass(frozen=True)
-class Figure:
-    """One field of the ``ClusterSpec``. how: from what; or why it is not measured.
-
-    spread: of the samples, in the field's unit; None where there are none of their own. errors: of the fit that gives
-    it, predicted over measured less 1; empty where it is no fit.
-    """
-
-    field: str
-    value: float
-    how: str
-    spread: Spread | None = None
-    errors: Sequence[float] = ()
-    measured: bool = True
-
-
-@dataclass(frozen=True)
-class Link:
-    """All-to-alls inside nodes or between them, or messages from one rank to another.
-
-    seconds: by bytes, for an all-to-all those of its busiest link, as the cost model counts them.
-    """
-
-    name: str
-    seconds: dict[int, Spread]
-    line: MessageLine
-
-
-@dataclass(frozen=True)
 class Calibration:
-    """``cluster``: what was measured, as the cost model takes it. product_seconds: forward of each case, and what
-    ``cluster`` predicts. samples: all, in seconds, by what was timed and by rank.
-    """
+    """``cluster``: what was measured, as the cost model takes it. samples: all, in seconds, by what was timed."""
 
     cluster: ClusterSpec
     device_type: str
     dtype: DType
     figures: list[Figure]
-    cases: tuple[ExpertCase, ...]
-    product_seconds: list[Spread]
-    predicted_seconds: list[float]
+    products: list[Product]
     links: list[Link]
     samples: dict[str, Any]
 
@@ -178,9 +142,10 @@ def calibrate(
         device_type=device_type,
         dtype=session.grid.dtype,
         figures=figures,
-        cases=session.grid.cases,
-        product_seconds=computing.seconds,
-        predicted_seconds=[predicted_seconds(case, measured, session.grid.dtype) for case in session.grid.cases],
+        products=[
+            Product(case, ms, 1e3 * predicted_seconds(case, measured, session.grid.dtype))
+            for case, ms in zip(session.grid.cases, computing.products_ms, strict=True)
+        ],
         links=[link for link in (near, far, *pairs) if link is not None],
         samples=session.samples,
     )
@@ -220,32 +185,32 @@ class _Session:
 class _Computing:
     cluster: ClusterSpec
     figures: list[Figure]
-    seconds: list[Spread]
+    products_ms: list[Spread]
 
 
 def _computing(session: _Session, name: str) -> _Computing:
     grid, effort, device_type = session.grid, session.effort, session.device_type
     session.tell(PARTS[0])
-    launch = Spread.of(_pooled(session.run("launch", on_rank.launches, effort, device_type)), 1e6)
+    launch = Spread.of(_pooled(session.run("launch", on_rank.launches, effort, device_type))).times(1e6)
     copy_s = _pooled(session.run("memory copy", on_rank.memory_copies, grid.memory_bytes, effort, device_type))
-    memory = Spread.of([2 * grid.memory_bytes / seconds for seconds in copy_s], 1e-9)
+    memory = Spread.of([2 * grid.memory_bytes / seconds for seconds in copy_s]).times(1e-9)
     processor, multiprocessors, told = cpu_name(), 1, "a rank of the CPU computes one tile at a time"
     if device_type == "cuda":
         (processor, multiprocessors), told = session.run("GPU", on_rank.gpu_facts)[0], "as the device says"
 
     session.tell(PARTS[1])
     by_rank = session.run("expert products", on_rank.expert_products, grid.cases, grid.dtype, effort, device_type)
-    seconds = [Spread.of(_pooled(windows)) for windows in zip(*by_rank, strict=True)]
+    products_ms = [Spread.of(_pooled(windows)).times(1e3) for windows in zip(*by_rank, strict=True)]
     known = session.cluster.replace(
         name=name or f"{_shape(session.cluster)} {processor}, {datetime.date.today().isoformat()}",
         memory_gb_per_s=memory.median,
         multiprocessors=multiprocessors,
         launch_us=launch.median,
     )
-    fit = fit_products(grid.cases, [spread.median for spread in seconds], known, grid.dtype, grid.tiles)
+    fit = fit_products(grid.cases, [1e-3 * ms.median for ms in products_ms], known, grid.dtype, grid.tiles)
     rate = fit.cluster.expert_tflops
     rates = Spread.of([rate * (1 + error) for error in fit.errors])
-    of_products = f"{len(grid.cases)} forward products in {grid.dtype}, {sum(spread.n for spread in seconds)} windows"
+    of_products = f"{len(grid.cases)} forward products in {grid.dtype}, {sum(ms.n for ms in products_ms)} windows"
     figures = [
         Figure("expert_tflops", rate, of_products, rates, fit.errors),
         Figure("tile_rows", fit.cluster.tile_rows, "the same products"),
@@ -254,7 +219,7 @@ def _computing(session: _Session, name: str) -> _Computing:
         Figure("memory_gb_per_s", memory.median, f"copies of {grid.memory_bytes >> 20} MiB, read and written", memory),
         Figure("launch_us", launch.median, "products of one element, one after another", launch),
     ]
-    return _Computing(fit.cluster, figures, seconds)
+    return _Computing(fit.cluster, figures, products_ms)
 
 
 # --- links ------------------------------------------------------------------------------------------------------------
@@ -365,7 +330,7 @@ def _flags(session: _Session) -> Figure:
     if session.neighbours is None:
         return Figure("flag_us", 0.0, "not measured: no two ranks share a node", measured=False)
     by_rank = session.run("flags", on_rank.flag_ping_pongs, session.neighbours, session.effort)
-    spread = Spread.of(_pooled(by_rank), 1e6)
+    spread = Spread.of(_pooled(by_rank)).times(1e6)
     return Figure("flag_us", spread.median, f"flags in turn of ranks {session.neighbours}", spread)
 
 

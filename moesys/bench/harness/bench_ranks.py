@@ -30,7 +30,14 @@ def joins() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def start_ranks(num_ranks: int, device_type: str, threads: int) -> tuple[LocalRanks | TorchrunRanks, ClusterSpec]:
+def writes() -> bool:
+    """Whether this process prints and writes files, as the first of torchrun's ranks alone does."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+def start_ranks(
+    num_ranks: int, device_type: str = "cpu", *, threads: int = 1
+) -> tuple[LocalRanks | TorchrunRanks, ClusterSpec]:
     """The ranks of torchrun, of which this process is one, or ``num_ranks`` new ones of this machine; and which of them
     share a node.
     """
@@ -43,7 +50,7 @@ def start_ranks(num_ranks: int, device_type: str, threads: int) -> tuple[LocalRa
 class TorchrunRanks:
     """The ranks that torchrun started; all make the same calls, and each gets what all give.
 
-    ``cluster``: which of them share a node. ``writes``: whether this one prints and writes files.
+    ``cluster``: which of them share a node.
     """
 
     def __init__(self, device_type: str, threads: int) -> None:
@@ -53,7 +60,6 @@ class TorchrunRanks:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
         rank_device(device_type)
         dist.init_process_group("gloo" if device_type == "cpu" else "cpu:gloo,cuda:nccl")
-        self.writes = dist.get_rank() == 0
         # Without a number of its host a rank is in a node with all that come before and after it.
         sizes = tuple(len(list(ranks)) for _, ranks in groupby(self.run(_host)))
         self.cluster = ClusterSpec(num_nodes=len(sizes), ranks_per_node=sizes if len(set(sizes)) > 1 else sizes[0])

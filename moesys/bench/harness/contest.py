@@ -38,7 +38,7 @@ class Case:
 
     setups: what makes each contestant, by name, in the order in which they are checked.
     wrong: told a name and its results, why that contestant may not be timed; "" where it may.
-    before: runs before each work and is not timed; after_check: after each check, as to free memory.
+    before: runs before each check and each work and is not timed; after_check: after each check, as to free memory.
     all_or_none: one that is wrong leaves all others untimed too.
     """
 
@@ -80,6 +80,7 @@ def hold(case: Case, repeats: int, tell: Callable[[str], None] = _nothing) -> di
 
     def check(name: str, setup: Callable[[], Contestant]) -> None:
         ready[name] = setup()
+        case.before()
         outcomes[name].wrong = case.wrong(name, ready[name].results())
 
     for name, setup in case.setups.items():

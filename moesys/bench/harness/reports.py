@@ -33,14 +33,18 @@ class Report:
 
 def publish(report: Report, *, page: Path | None = None, json_path: Path | None = None) -> None:
     """Writes the files that are asked for, and then prints: whoever reads what is printed may stop before its end."""
-    if page is not None:
-        write_whole(page, to_markdown(report))
-    if json_path is not None:
-        write_whole(json_path, to_json(report))
+    write(report, page=page, json_path=json_path)
     for sheet in filled(report):
         print_full(terminal_table(sheet), sheet.notes)
     for note in report.notes:
         print(note)
+
+
+def write(report: Report, *, page: Path | None = None, json_path: Path | None = None) -> None:
+    if page is not None:
+        write_whole(page, to_markdown(report))
+    if json_path is not None:
+        write_whole(json_path, to_json(report))
 
 
 def to_markdown(report: Report) -> str:

@@ -15,8 +15,10 @@ print(markdown_table(Sheet("MEASURED: links", rows)))
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
 from typing import Any, get_type_hints
 
 from rich import box
@@ -28,9 +30,11 @@ from rich.text import Text
 class Column:
     """How a field or a property of a row is shown; ``None`` and what a mapping lacks are empty cells.
 
-    header: of a field that holds a mapping, which gets a column for each key, with ``{}`` where the key is to stand.
-    form: a format, or a function from the value to its words. scale: what a number is multiplied by first, as 100
-    for per cent. after: of a property, the field that it follows; the last without one.
+    header: of a field that holds a mapping, which gets a column for each key, with ``{}`` where the key is to stand; ""
+    for a property that stands in JSON alone.
+    form: a format, or a function from the value to its words; a field may have several columns, each with its own.
+    scale: what a number is multiplied by first, as 100 for per cent.
+    after: of a property, the field or the property that it follows; the last without one.
     """
 
     header: str
@@ -47,52 +51,58 @@ class Column:
 
 @dataclass(frozen=True)
 class Sheet:
-    """A table: ``rows`` are dataclasses of one class. ``group_by``: the field at whose changes a line is left free."""
+    """A table: ``rows`` are dataclasses of one class.
+
+    group_by: the field at whose changes a line is left free. without: fields that this table of several does not show.
+    """
 
     title: str
     rows: Sequence[Any]
     notes: Sequence[str] = ()
     group_by: str = ""
+    without: Collection[str] = ()
 
 
 @dataclass(frozen=True)
 class WrittenColumn:
-    """A column in words; ``is_text`` where no cell is a number."""
+    """A column in words; ``is_text`` where no cell begins with a number."""
 
     header: str
     cells: tuple[str, ...]
     is_text: bool
 
 
-def columns_of(row_class: type) -> dict[str, Column]:
+@cache
+def columns_of(row_class: type) -> dict[str, list[Column]]:
     """The columns that a class of rows declares, by field or property, in the order in which they are shown."""
-    hints = get_type_hints(row_class, include_extras=True)
-    found = {field.name: column for field in fields(row_class) if (column := _declared(hints[field.name]))}
-    order = [field.name for field in fields(row_class)]
+    # By default functions in annotations would look their names up in the class.
+    hints = get_type_hints(row_class, vars(sys.modules[row_class.__module__]), include_extras=True)
+    found = {field.name: _declared(hints[field.name]) for field in fields(row_class)}
+    order = list(found)
     for name, member in vars(row_class).items():
-        if not isinstance(member, property):
-            continue
-        if column := _declared(get_type_hints(member.fget, include_extras=True).get("return")):
-            found[name] = column
-            order.insert(order.index(column.after) + 1 if column.after else len(order), name)
-    return {name: found[name] for name in order if name in found}
+        if isinstance(member, property):
+            found[name] = _declared(get_type_hints(member.fget, include_extras=True).get("return"))
+            after = next((column.after for column in found[name]), "")
+            order.insert(order.index(after) + 1 if after else len(order), name)
+    return {name: found[name] for name in order if found[name]}
 
 
 def written_columns(sheet: Sheet) -> list[WrittenColumn]:
     """All columns of a sheet but those in which no row has anything to say."""
     written = []
-    for name, column in columns_of(type(sheet.rows[0])).items() if sheet.rows else ():
+    for name, columns in columns_of(type(sheet.rows[0])).items() if sheet.rows else ():
+        if name in sheet.without:
+            continue
         values = [getattr(row, name) for row in sheet.rows]
-        if any(isinstance(value, Mapping) for value in values):
-            keys = dict.fromkeys(key for value in values for key in value)
-            by_header = {column.header.format(key): [value.get(key) for value in values] for key in keys}
-        else:
+        for column in columns:
             by_header = {column.header: values}
-        for header, of_rows in by_header.items():
-            cells = tuple(map(column.words, of_rows))
-            if any(cells):
-                is_text = all(isinstance(value, str) for value in of_rows if value is not None)
-                written.append(WrittenColumn(header, cells, is_text))
+            if any(isinstance(value, Mapping) for value in values):
+                keys = dict.fromkeys(key for value in values for key in value)
+                by_header = {column.header.format(key): [value.get(key) for value in values] for key in keys}
+            for header, of_rows in by_header.items():
+                cells = tuple(map(column.words, of_rows))
+                if header and any(cells):
+                    written.append(WrittenColumn(header, cells, not any(map(_is_number, cells))))
     return written
 
 
@@ -101,7 +111,8 @@ def terminal_table(sheet: Sheet) -> Table:
     table = Table(title=Text(sheet.title, style="bold"), title_justify="left", box=box.SIMPLE_HEAD)
     columns = written_columns(sheet)
     for column in columns:
-        table.add_column(Text(column.header), justify="left" if column.is_text else "right", no_wrap=True)
+        header = Text(column.header.replace(", ", ",\n"))
+        table.add_column(header, justify="left" if column.is_text else "right", no_wrap=True)
     groups = [getattr(row, sheet.group_by) if sheet.group_by else None for row in sheet.rows]
     for place, cells in enumerate(zip(*(column.cells for column in columns), strict=True)):
         if place and groups[place] != groups[place - 1]:
@@ -132,8 +143,18 @@ def plain(value: Any) -> Any:
     return value.model_dump(mode="json") if hasattr(value, "model_dump") else value
 
 
-def _declared(annotation: Any) -> Column | None:
-    return next((note for note in getattr(annotation, "__metadata__", ()) if isinstance(note, Column)), None)
+def _declared(annotation: Any) -> list[Column]:
+    return [note for note in getattr(annotation, "__metadata__", ()) if isinstance(note, Column)]
+
+
+def _is_number(cell: str) -> bool:
+    """Whether a cell is a number, perhaps with a unit or a range behind it."""
+    first = cell.partition(" ")[0].rstrip("%").replace(",", "")
+    try:
+        float(first)
+    except ValueError:
+        return False
+    return " x " not in cell
 
 
 def _escaped(cell: str) -> str:

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import numpy as np
 
@@ -26,10 +26,10 @@ class Spread:
     n: int
 
     @staticmethod
-    def of(samples: Sequence[float], unit: float = 1.0) -> Spread:
-        """``unit``: what each sample is multiplied by."""
-        low, middle, high = (float(value) * unit for value in np.percentile(samples, (20, 50, 80)))
-        return Spread(middle, low, high, len(samples))
+    def of(samples: Sequence[float], method: Literal["linear", "nearest"] = "linear") -> Spread:
+        """``method``: where a percentile lies between two samples, what lies between them, or the nearer one."""
+        low, high = (float(value) for value in np.percentile(samples, (20, 80), method=method))
+        return Spread(float(np.median(samples)), low, high, len(samples))
 
     @staticmethod
     def of_ratios(longer_ms: Sequence[float], shorter_ms: Sequence[float]) -> Spread:
@@ -38,6 +38,9 @@ class Spread:
         ``Spread.of_ratios([2.0, 4.0, 6.0], [1.0, 2.0, 2.0])`` has the median 2.0.
         """
         return Spread.of(np.asarray(longer_ms) / np.asarray(shorter_ms))  # type: ignore[arg-type]
+
+    def times(self, factor: float) -> Spread:
+        return Spread(self.median * factor, self.p20 * factor, self.p80 * factor, self.n)
 
     def __format__(self, form: str) -> str:
         """``1.23 [1.10, 1.38]``, each number by ``form``, with two digits without one."""
@@ -79,9 +82,9 @@ def interleave(
     return samples_ms
 
 
-def repeated_ms(work: Work, repeats: int) -> list[float]:
-    """Milliseconds of one work alone, by repetition, after one of warm-up."""
-    return interleave({"": work}, repeats)[""]
+def repeated_ms(work: Work, repeats: int, before: Callable[[], object] = lambda: None) -> list[float]:
+    """Milliseconds of one work alone, by repetition, after one of warm-up; ``before`` as ``interleave`` has it."""
+    return interleave({"": work}, repeats, before=before)[""]
 
 
 def machine_line(threads: int, packages: Sequence[str] = ("torch",)) -> str:

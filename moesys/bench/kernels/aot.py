@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from moesys.bench.harness.sheets import Column
 from moesys.kernels.experts.activation_gradient import activation_gradient
 from moesys.kernels.experts.ahead_of_time import MOST_SHARED_BYTES, MachineCode, compiling
 from moesys.kernels.experts.combine import combine
@@ -54,6 +55,10 @@ SIZES = (
 NUM_OPS = 14
 
 
+def _widths(widths: tuple[int, ...]) -> str:
+    return f"{' '.join(map(str, widths))} B" if widths else ""
+
+
 @dataclass(frozen=True)
 class Compiled:
     """One kernel of one op at one size, as compiled for ``sm_90``; ``wrong``: where it falls short, "" for nowhere.
@@ -61,14 +66,26 @@ class Compiled:
     ``tile``: of its product, "" for none. ``moves_rows``: whether it copies rows from or to other ranks.
     """
 
-    size: str
-    op: str
-    tile: str
-    code: MachineCode
+    size: Annotated[str, Column("size")]
+    op: Annotated[str, Column("op")]
+    tile: Annotated[str, Column("tile")]
+    code: Annotated[
+        MachineCode,
+        Column("kernel", lambda code: code.name),
+        Column("HGMMA", lambda code: " ".join(code.mma)),
+        Column("threads", lambda code: str(code.threads)),
+        Column("registers", lambda code: str(code.registers)),
+        Column("spills", lambda code: str(code.spills)),
+        Column("shared KB", lambda code: f"{code.shared_bytes / 1000:.0f}"),
+        Column("copies", lambda code: _widths(code.copy_bytes)),
+        Column("loads", lambda code: _widths(code.load_bytes)),
+        Column("stores", lambda code: _widths(code.store_bytes)),
+        Column("TMA", lambda code: str(code.tma_loads)),
+    ]
     moves_rows: bool = False
 
     @property
-    def wrong(self) -> str:
+    def wrong(self) -> Annotated[str, Column("falls short", after="op")]:
         code, found = self.code, []
         if code.spills or code.stack_bytes:
             found.append(f"{code.spills} spills, {code.stack_bytes} bytes of stack")

@@ -7,14 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from moesys.bench.harness.contest import in_a_line
+from moesys.bench.harness.sheets import Column
 from moesys.bench.kernels.aot import Size
 from moesys.bench.kernels.contestants import OURS
-from moesys.bench.kernels.drawn_layer import Contestant, Layer, Results, Run, draw_layer
+from moesys.bench.kernels.drawn_layer import Implementation, Layer, Results, Run, draw_layer
 from moesys.bench.kernels.reference import relative_errors
 from moesys.kernels.experts.experts import experts_backward, experts_forward, moe_experts
 from moesys.kernels.experts.tile_config import Blocks
@@ -33,16 +36,18 @@ WARM_UPS = 3
 class Finding:
     """One check of ours: where, what, whether it holds, and in a few words how."""
 
-    where: str
-    what: str
-    holds: bool
-    says: str
+    where: Annotated[str, Column("where")]
+    what: Annotated[str, Column("what")]
+    holds: Annotated[bool, Column("verdict", lambda holds: "holds" if holds else "FAILS")]
+    says: Annotated[str, Column("how")]
 
 
-def in_a_line(error: BaseException) -> str:
-    """What an error is and the first line that says something."""
-    lines = (line.strip() for line in str(error).splitlines())
-    return f"{type(error).__name__}: {next((line for line in lines if line), '')}"[:200]
+def found_of(where: str, what: str, check: Callable[[], Finding]) -> Finding:
+    """What ``check`` finds; one that raises does not hold."""
+    try:
+        return check()
+    except Exception as error:
+        return Finding(where, what, False, in_a_line(error))
 
 
 def wrong_errors(errors: Mapping[str, float], dtype: torch.dtype, grouped: Sequence[Mapping[str, float]] = ()) -> str:
@@ -165,13 +170,13 @@ class _Residual(nn.Module):
 
 def _as_plain(layer: Layer, what: str, other: Callable[..., Tensor], how: str) -> Finding:
     """Whether ``other`` gives the bits of ``_Residual``."""
-    plain, found = (Run(Contestant(what, experts), layer).results() for experts in (_Residual(), other))
+    plain, found = (Run(Implementation(what, experts), layer).results() for experts in (_Residual(), other))
     differs = different(found, plain)
     return Finding(_where(layer), what, not differs, f"{differs} differ" if differs else f"{how}, equal bits")
 
 
 def ours_on(layer: Layer) -> Run:
-    return Run(Contestant(OURS, moe_experts), layer)
+    return Run(Implementation(OURS, moe_experts), layer)
 
 
 def different(found: Iterable[Tensor | None], expected: Results) -> str:

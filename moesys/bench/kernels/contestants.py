@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from moesys.bench.kernels.drawn_layer import Contestant
+from moesys.bench.kernels.drawn_layer import Implementation
 from moesys.bench.kernels.peers import PEERS
 from moesys.kernels.experts.experts import moe_experts
 
@@ -22,19 +22,19 @@ OURS = "moesys"
 GROUPED = ("grouped_mm", "transformers", "grouped_mm compiled")
 
 
-def contestants(names: Sequence[str], peers: Mapping[str, Path]) -> dict[str, Callable[[], Contestant]]:
+def contestants(names: Sequence[str], peers: Mapping[str, Path]) -> dict[str, Callable[[], Implementation]]:
     """What makes each contestant, by name; making one that is not installed raises.
 
     ``names``: of ours and torch's; none for all of them. ``peers``: the folder of each peer's code. All that bounds
     ours comes before it. Raises ValueError for a name that is not known.
     """
-    known: dict[str, Callable[[], Contestant]] = {
-        "grouped_mm": lambda: Contestant("grouped_mm", grouped_mm_experts),
-        "transformers": lambda: Contestant("transformers", transformers_experts),
-        "grouped_mm compiled": lambda: Contestant(
+    known: dict[str, Callable[[], Implementation]] = {
+        "grouped_mm": lambda: Implementation("grouped_mm", grouped_mm_experts),
+        "transformers": lambda: Implementation("transformers", transformers_experts),
+        "grouped_mm compiled": lambda: Implementation(
             "grouped_mm compiled", torch.compile(grouped_mm_experts, dynamic=False)
         ),
-        OURS: lambda: Contestant(OURS, moe_experts),
+        OURS: lambda: Implementation(OURS, moe_experts),
     }
     for name in names:
         if name not in known:

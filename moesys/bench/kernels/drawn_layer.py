@@ -1,4 +1,4 @@
-"""The layer that contestants of the kernels' bench compute: its tensors, drawn once, and what must come out.
+"""The layer that implementations of the kernels' bench compute: its tensors, drawn once, and what must come out.
 
 T tokens, H hidden, I expert width, U = 2·I (gate above up), E experts, K choices of a token.
 """
@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from moesys.bench.kernels.aot import Size
-from moesys.bench.kernels.routing import choose, draw_routing
+
+ROUTINGS = ("uniform", "balanced", "zipf", "k-experts", "router")
 
 Experts = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 Convert = Callable[[Tensor], Tensor]
@@ -64,9 +65,42 @@ def draw_layer(size: Size, routing: str, dtype: torch.dtype, device: torch.devic
         weight_TK /= weight_TK.sum(dim=1, keepdim=True)
     else:
         expert_TK, weight_TK = choose(x_TH, router_EH, K)
-    # Some contestants want these in 16 bits: what all are given is exact there.
+    # Some implementations want these in 16 bits: what all are given is exact there.
     weight_TK = weight_TK.to(dtype).float()
     return Layer(size, routing, x_TH, dy_TH, expert_TK, weight_TK, gate_up_EUH, down_EHI, router_EH)
+
+
+def draw_routing(name: str, T: int, E: int, K: int, generator: torch.Generator) -> Tensor:
+    """int64 [T, K] on the generator's device, distinct in a row.
+
+    uniform: any K experts. balanced: every expert as often as every other, but for one. zipf: expert i of a random
+    order with a probability like 1 / i. k-experts: all tokens the same K. Raises ValueError for another name.
+    """
+    device = generator.device
+    if name == "balanced":
+        expert_TK = (torch.arange(T * K, device=device) % E).view(T, K)
+        order_E, order_T = (torch.randperm(n, generator=generator, device=device) for n in (E, T))
+        return order_E[expert_TK][order_T]
+    if name == "k-experts":
+        return torch.randperm(E, generator=generator, device=device)[:K].expand(T, K).contiguous()
+    weight_E = torch.ones(E, device=device)
+    if name == "zipf":
+        weight_E /= 1 + torch.randperm(E, generator=generator, device=device)
+    elif name != "uniform":
+        raise ValueError(f"routing={name!r} cannot be drawn; use uniform, balanced, zipf or k-experts")
+    # The K largest of these keys are K draws without putting back (Gumbel-top-k).
+    exponential_TE = torch.empty(T, E, device=device).exponential_(generator=generator)
+    return (weight_E.log() - exponential_TE.log()).topk(K, dim=1).indices
+
+
+def choose(x_TH: Tensor, router_EH: Tensor, K: int) -> tuple[Tensor, Tensor]:
+    """A usual router in plain torch: softmax in float32, the K largest scaled to sum to 1.
+
+    Returns choices int64 and weights float32, both [T, K].
+    """
+    score_TE = torch.nn.functional.linear(x_TH, router_EH).float().softmax(dim=1)
+    weight_TK, expert_TK = score_TE.topk(K, dim=1)
+    return expert_TK, weight_TK / weight_TK.sum(dim=1, keepdim=True)
 
 
 def _as_it_is(gate_up_EUH: Tensor) -> Tensor:
@@ -74,7 +108,7 @@ def _as_it_is(gate_up_EUH: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Contestant:
+class Implementation:
     """One way to compute experts.
 
     experts: (x_TH, expert_TK, weight_TK, gate_up, down_EHI) -> y [T, H], differentiable in all but the choices.
@@ -89,15 +123,15 @@ class Contestant:
 
 
 class Run:
-    """A contestant on a layer. Tensors are the layer's own where the layout is."""
+    """An implementation on a layer. Tensors are the layer's own where the layout is."""
 
-    def __init__(self, contestant: Contestant, layer: Layer) -> None:
+    def __init__(self, implementation: Implementation, layer: Layer) -> None:
         def leaf(tensor: Tensor) -> Tensor:
             return tensor.detach().requires_grad_()
 
-        self._contestant, self._layer = contestant, layer
+        self._implementation, self._layer = implementation, layer
         self._x, self._weight, self._down = leaf(layer.x_TH), leaf(layer.weight_TK), leaf(layer.down_EHI)
-        self._gate_up = leaf(contestant.to_own(layer.gate_up_EUH))
+        self._gate_up = leaf(implementation.to_own(layer.gate_up_EUH))
         self._router = None if layer.router_EH is None else leaf(layer.router_EH)
 
     def forward(self) -> Tensor:
@@ -119,7 +153,7 @@ class Run:
         y_TH = self._experts(self._layer.expert_TK, self._weight)
         leaves = (self._x, self._weight, self._gate_up, self._down)
         dx, dweight, dgate_up, ddown = torch.autograd.grad(y_TH, leaves, self._layer.dy_TH)
-        return Results(y_TH.detach(), dx, dweight, self._contestant.from_own(dgate_up), ddown)
+        return Results(y_TH.detach(), dx, dweight, self._implementation.from_own(dgate_up), ddown)
 
     def _experts(self, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
-        return self._contestant.experts(self._x, expert_TK, weight_TK, self._gate_up, self._down)
+        return self._implementation.experts(self._x, expert_TK, weight_TK, self._gate_up, self._down)

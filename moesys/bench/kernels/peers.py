@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moesys.bench.kernels.drawn_layer import Contestant
+from moesys.bench.kernels.drawn_layer import Implementation
 
 
-def scattermoe(folder: Path) -> Contestant:
+def scattermoe(folder: Path) -> Implementation:
     """shawntan/scattermoe: what its GLUMLP does, with the gate in the upper half as ours."""
     package: Any = _import_from(folder, "scattermoe", "scattermoe")
 
@@ -34,10 +34,10 @@ def scattermoe(folder: Path) -> Contestant:
         y_TH: Tensor = package.parallel_linear(a_PI, down_EHI.permute(0, 2, 1), 1, *order, grouped_in=True, gates=gates)
         return y_TH
 
-    return Contestant("scattermoe", experts)
+    return Implementation("scattermoe", experts)
 
 
-def liger(folder: Path) -> Contestant:
+def liger(folder: Path) -> Implementation:
     """linkedin/Liger-Kernel: its fused experts in Triton, whose layouts are ours."""
     module: Any = _import_from(folder, "liger_kernel", "liger_kernel.ops.fused_moe")
 
@@ -45,10 +45,10 @@ def liger(folder: Path) -> Contestant:
         y_TH: Tensor = module.LigerFusedMoEFunction.apply(x_TH, gate_up_EUH, down_EHI, expert_TK.int(), weight_TK)
         return y_TH
 
-    return Contestant("liger", experts)
+    return Implementation("liger", experts)
 
 
-def sonicmoe(folder: Path) -> Contestant:
+def sonicmoe(folder: Path) -> Implementation:
     """Dao-AILab/sonic-moe: its entry for given choices. Older versions want rows of gate and up to alternate."""
     functional: Any = _import_from(folder, "sonicmoe", "sonicmoe.functional")
     enums: Any = importlib.import_module("sonicmoe.enums")
@@ -76,11 +76,11 @@ def sonicmoe(folder: Path) -> Contestant:
         return y_TH
 
     if takes_ours:
-        return Contestant("sonicmoe", experts)
-    return Contestant("sonicmoe", experts, to_own=alternate, from_own=concatenate)
+        return Implementation("sonicmoe", experts)
+    return Implementation("sonicmoe", experts, to_own=alternate, from_own=concatenate)
 
 
-PEERS: Mapping[str, Callable[[Path], Contestant]] = MappingProxyType(
+PEERS: Mapping[str, Callable[[Path], Implementation]] = MappingProxyType(
     {"scattermoe": scattermoe, "liger": liger, "sonicmoe": sonicmoe}
 )
 

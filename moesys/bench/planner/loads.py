@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moesys.bench.planner.large import TOKENS_PER_RANK, TOP_K
+from moesys.bench.planner.many_ranks import TOKENS_PER_RANK, TOP_K
 from moesys.config import ClusterSpec
 from moesys.load import LoadMatrix
 

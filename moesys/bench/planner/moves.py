@@ -5,13 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 import numpy as np
-from rich import box
-from rich.table import Table
-from rich.text import Text
 
 from moesys.balance import min_max_load, num_moves, plan_layout
+from moesys.bench.harness.sheets import Column
 from moesys.bench.harness.steps import steps_told
 from moesys.bench.planner.loads import Sample, Size, zipf_sample
 from moesys.config import Balance, Eplb, Greedy
@@ -29,16 +28,16 @@ class MovesRow:
     later load over the layout in force, and over the new one.
     """
 
-    num_experts: int
-    num_ranks: int
-    exponent: float
-    later: str
-    contender: str
-    moves: float
-    of_eplb: float
-    before: float
-    after: float
-    layout_ms: float
+    num_experts: Annotated[int, Column("experts")]
+    num_ranks: Annotated[int, Column("ranks")]
+    exponent: Annotated[float, Column("Zipf", ".1f")]
+    later: Annotated[str, Column("later load")]
+    contender: Annotated[str, Column("planner")]
+    moves: Annotated[float, Column("moves", ".1f")]
+    of_eplb: Annotated[float, Column("of eplb's %", ".0f", 100)]
+    before: Annotated[float, Column("before", ".4f")]
+    after: Annotated[float, Column("after", ".4f")]
+    layout_ms: Annotated[float, Column("layout ms", ".1f")]
 
 
 def moves_rows(sizes: Sequence[Size], exponents: Sequence[float], num_seeds: int) -> list[MovesRow]:
@@ -67,25 +66,13 @@ def _rows_of(size: Size, exponent: float, later: str, samples: Sequence[Sample])
         name = f"greedy, at most {BUDGET_SHARE:.0%} of eplb's moves"
         found.setdefault(name, []).append(_second_plan(size, sample.exact, load, Greedy(), budget))
     of_eplb = max(float(np.mean([moves for moves, *_ in found["eplb"]])), 1.0)
+    label = "next sample" if later == "again" else "15 % noise"
     rows = []
     for name, plans in found.items():
         moves, before, after, _ = np.mean(plans, axis=0).tolist()
         layout_ms = float(np.median([plan[3] for plan in plans]))
-        label = "next sample" if later == "again" else "15 % noise"
-        rows.append(
-            MovesRow(
-                size.num_experts,
-                size.num_ranks,
-                exponent,
-                label,
-                name,
-                moves,
-                moves / of_eplb,
-                before,
-                after,
-                layout_ms,
-            )
-        )
+        figures = moves, moves / of_eplb, before, after, layout_ms
+        rows.append(MovesRow(size.num_experts, size.num_ranks, exponent, label, name, *figures))
     return rows
 
 
@@ -100,38 +87,3 @@ def _second_plan(
     moves = num_moves(before.replicas_RE, after.replicas_RE)
     mean = later.total / size.num_ranks
     return moves, min_max_load(later, before) / mean, min_max_load(later, after) / mean, layout_ms
-
-
-def moves_report(rows: Sequence[MovesRow]) -> Table:
-    title = "MEASURED: planning again from the layout in force"
-    table = Table(title=Text(title, style="bold"), title_justify="left", box=box.SIMPLE_HEAD)
-    columns = (
-        "experts",
-        "ranks",
-        "Zipf",
-        "later load",
-        "planner",
-        "moves",
-        "of eplb's %",
-        "before",
-        "after",
-        "layout ms",
-    )
-    for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index in (3, 4) else "right", no_wrap=True)
-    for index, row in enumerate(rows):
-        if index and row.num_experts != rows[index - 1].num_experts:
-            table.add_section()
-        table.add_row(
-            str(row.num_experts),
-            str(row.num_ranks),
-            str(row.exponent),
-            row.later,
-            row.contender,
-            f"{row.moves:.1f}",
-            f"{100 * row.of_eplb:.0f}",
-            f"{row.before:.4f}",
-            f"{row.after:.4f}",
-            f"{row.layout_ms:.1f}",
-        )
-    return table

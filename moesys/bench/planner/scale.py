@@ -2,33 +2,28 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 import numpy as np
 import torch
-from rich import box
-from rich.table import Table
-from rich.text import Text
 
 from moesys.balance import min_max_load, plan_layout
+from moesys.bench.harness.reports import Report, publish
+from moesys.bench.harness.sheets import Column, Sheet
 from moesys.bench.harness.steps import steps_told
-from moesys.bench.harness.stopwatch import interleave, machine_line
-from moesys.bench.planner.large import LARGE, TOKENS_PER_RANK, TOP_K, Large, LargeRow, cell, large_report, large_rows
+from moesys.bench.harness.stopwatch import machine_line, repeated_ms
 from moesys.bench.planner.loads import EXPONENTS, SIZES, Sample, Size, zipf_sample
-from moesys.bench.planner.moves import MovesRow, moves_report, moves_rows
+from moesys.bench.planner.many_ranks import LARGE, TOKENS_PER_RANK, TOP_K, Large, large_rows
+from moesys.bench.planner.moves import moves_rows
 from moesys.bench.planner.peer_eplb import PEER, Rebalance, even_max_over_mean, load_peer, peer_layouts
-from moesys.bench.planner.replay import Contender
+from moesys.bench.planner.scored_layers import Contender
 from moesys.config import Eplb, EvenSplit, FlowSplit, Greedy, Laer, Last
-from moesys.lab.show.console import print_full
 
 PACKAGES = ("numpy", "numba", "ortools", "torch")
-
-
 CONTENDERS = (
     Contender(Greedy(), FlowSplit(), Last()),
     Contender(Eplb(), EvenSplit(), Last()),
@@ -44,19 +39,19 @@ class ScaleRow:
     same layout on ``Sample.again`` and ``Sample.noisy``. None: the planner says nothing of it.
     """
 
-    num_experts: int
-    num_ranks: int
-    exponent: float
-    contender: str
-    layout_ms: float
-    split_ms: float | None
-    max_over_mean: float
-    worst: float
-    gap: float | None
-    duplicates: int
-    inter_node_share: float | None
-    next_sample: float
-    noisy: float
+    num_experts: Annotated[int, Column("experts")]
+    num_ranks: Annotated[int, Column("ranks")]
+    exponent: Annotated[float, Column("Zipf", ".1f")]
+    contender: Annotated[str, Column("planner + split")]
+    layout_ms: Annotated[float, Column("layout ms", ".3f")]
+    split_ms: Annotated[float | None, Column("split ms", ".3f")]
+    max_over_mean: Annotated[float, Column("max/mean", ".4f")]
+    worst: Annotated[float, Column("worst", ".4f")]
+    gap: Annotated[float | None, Column("gap %", ".2f", 100)]
+    duplicates: Annotated[int, Column("duplicates")]
+    inter_node_share: Annotated[float | None, Column("inter-node %", ".1f", 100)]
+    next_sample: Annotated[float, Column("next sample", ".4f")]
+    noisy: Annotated[float, Column("15 % noise", ".4f")]
 
 
 def scale_rows(
@@ -87,10 +82,8 @@ def _ours(size: Size, exponent: float, samples: Sequence[Sample], contender: Con
     for sample in samples:
         layout = plan_layout(sample.exact, cluster, contender.balance, size.slots)
         # one after the other: they are not compared, and what a split has in its caches a layout would take
-        planning = {"layout": partial(plan_layout, sample.exact, cluster, contender.balance, size.slots)}
-        layout_ms += interleave(planning, repeats)["layout"]
-        splitting = {"split": partial(contender.split_over, sample.exact, layout, cluster, 0)}
-        split_ms += interleave(splitting, repeats)["split"]
+        layout_ms += repeated_ms(partial(plan_layout, sample.exact, cluster, contender.balance, size.slots), repeats)
+        split_ms += repeated_ms(partial(contender.split_over, sample.exact, layout, cluster, 0), repeats)
         plans.append(contender.split_over(sample.exact, layout, cluster, 0))
         nexts.append(contender.split_over(sample.again, layout, cluster, 0).max_over_mean)
         noisies.append(contender.split_over(sample.noisy, layout, cluster, 0).max_over_mean)
@@ -119,7 +112,7 @@ def _of_peer(size: Size, exponent: float, samples: Sequence[Sample], peer: Rebal
     for sample in samples:
         loads_LE = torch.from_numpy(sample.exact.tokens_E[None])
         arguments = (loads_LE, size.slots * size.num_ranks, 1, 1, size.num_ranks)
-        times_ms += interleave({"layout": partial(peer, *arguments)}, repeats)["layout"]
+        times_ms += repeated_ms(partial(peer, *arguments), repeats)
         layout = peer_layouts(peer, loads_LE, size.num_ranks, size.slots)[0]
         duplicates += layout.num_duplicates
         for which, found in max_over_mean.items():
@@ -141,40 +134,6 @@ def _of_peer(size: Size, exponent: float, samples: Sequence[Sample], peer: Rebal
     )
 
 
-def scale_report(rows: Sequence[ScaleRow], num_seeds: int, repeats: int) -> tuple[Table, list[str]]:
-    """The table of sizes and its legend."""
-    title = "MEASURED: planners on known loads, one redundant slot a rank"
-    table = Table(title=Text(title, style="bold"), title_justify="left", box=box.SIMPLE_HEAD)
-    columns = "experts", "ranks", "Zipf", "planner + split", "layout ms", "split ms", "max/mean", "worst", "gap %"
-    for index, column in enumerate((*columns, "duplicates", "inter-node %", "next sample", "15 % noise")):
-        table.add_column(column, justify="left" if index == 3 else "right", no_wrap=True)
-    for index, row in enumerate(rows):
-        if index and (row.num_experts, row.exponent) != (rows[index - 1].num_experts, rows[index - 1].exponent):
-            table.add_section()
-        table.add_row(
-            str(row.num_experts),
-            str(row.num_ranks),
-            str(row.exponent),
-            row.contender,
-            f"{row.layout_ms:.3f}",
-            cell(row.split_ms, ".3f"),
-            f"{row.max_over_mean:.4f}",
-            f"{row.worst:.4f}",
-            cell(row.gap, ".2f", 100),
-            str(row.duplicates),
-            cell(row.inter_node_share, ".1f", 100),
-            f"{row.next_sample:.4f}",
-            f"{row.noisy:.4f}",
-        )
-    legend = [
-        f"{machine_line(1, PACKAGES)}; {TOKENS_PER_RANK} tokens a rank, top-{TOP_K}, nodes of 8; {num_seeds} seeds",
-        f"ms: medians of {repeats} calls a seed, after one of warm-up. gap: over the min-cut bound of the layout.",
-        "even: over the replicas on the source's node, if it has any; EPLB's: over all replicas alike.",
-        "next sample, 15 % noise: the same layout on loads drawn again, and drawn under log-normal noise.",
-    ]
-    return table, legend
-
-
 def main(
     *,
     sizes: Sequence[Size] = SIZES,
@@ -189,22 +148,19 @@ def main(
     rows = scale_rows(sizes, num_seeds=num_seeds, repeats=repeats, peer=peer)
     moves = moves_rows(sizes, EXPONENTS, num_seeds)
     large = large_rows(cases, repeats=repeats, peer=peer_path)
-    table, legend = scale_report(rows, num_seeds, repeats)
-    if json_path is not None:
-        json_path.write_text(json.dumps(to_json(rows, moves, large), indent=1) + "\n")
-    print_full(table, legend)
-    print_full(moves_report(moves), ["before, after: max/mean of the best split of the later load over either layout."])
-    print_full(large_report(large))
+    machine = machine_line(1, PACKAGES)
+    notes = [
+        f"{machine}; {TOKENS_PER_RANK} tokens a rank, top-{TOP_K}, nodes of 8; {num_seeds} seeds",
+        f"ms: medians of {repeats} calls a seed, after one of warm-up. gap: over the min-cut bound of the layout.",
+        "even: over the replicas on the source's node, if it has any; EPLB's: over all replicas alike.",
+        "next sample, 15 % noise: the same layout on loads drawn again, and drawn under log-normal noise.",
+    ]
+    moves_notes = ["before, after: max/mean of the best split of the later load over either layout."]
+    sheets = [
+        Sheet("MEASURED: planners on known loads, one redundant slot a rank", rows, notes, group_by="exponent"),
+        Sheet("MEASURED: planning again from the layout in force", moves, moves_notes, group_by="num_experts"),
+        Sheet("MEASURED: many ranks, many layers", large),
+    ]
+    data = {"machine": machine, "sizes": rows, "moves": moves, "large": large}
+    publish(Report("planner scale", "Planners over sizes", "measured", sheets, data=data), json_path=json_path)
     return 0
-
-
-def to_json(rows: Sequence[ScaleRow], moves: Sequence[MovesRow], large: Sequence[LargeRow]) -> dict[str, Any]:
-    """Everything that was measured."""
-    return {
-        "benchmark": "planner scale",
-        "source": "measured",
-        "machine": machine_line(1, PACKAGES),
-        "sizes": [asdict(row) for row in rows],
-        "moves": [asdict(row) for row in moves],
-        "large": [asdict(row) for row in large],
-    }

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from moesys.bench.harness.sheets import Sheet
-from moesys.bench.planner.replay import Contender
+from moesys.bench.planner.scored_layers import Contender
 from moesys.bench.published.drawn_steps import Drawn, Planning, Scenario, simulate
 from moesys.bench.published.waterfall import LAER_STAGE, UNIFIED_STAGE, Fall, waterfall
 from moesys.config import (

@@ -12,7 +12,7 @@ from dataclasses import astuple, dataclass
 import numpy as np
 
 from moesys.bench.harness.steps import steps_told
-from moesys.bench.planner.replay import Contender, layouts_of
+from moesys.bench.planner.scored_layers import Contender, layouts_of
 from moesys.config import ClusterSpec, ModelShape, Strategy
 from moesys.config.experiment import Generated
 from moesys.layout import TokenPlan

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 
-from moesys.bench.planner.replay import Contender
+from moesys.bench.planner.scored_layers import Contender
 from moesys.bench.published.drawn_steps import Planning, Scenario
 from moesys.bench.published.laer_flex_moe import LaerFlexMoePlanner
 from moesys.config import (

@@ -3,7 +3,7 @@ looked at.
 
 - links: all-to-alls of the sizes that steps have: latency and bandwidth, as gloo gets them; and how much slower
   products are while messages move;
-- computing: steps of other numbers of tokens, less what they were blocked by communication (``shaped_case.Pieces``): a
+- computing: steps of other numbers of tokens, less what they were blocked by communication (``host_steps.PIECES``): a
   rate, what a chunk costs, and what a layer costs besides.
 
 All ranks do the same at once, so that cores which ranks share are shared.
@@ -15,14 +15,21 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from moesys.bench.shaped.rank import CHUNKS, MOST_TOKENS, SOME_TOKENS, Case, beside_ms, even_case, exchange_ms
+from moesys.bench.harness.bench_ranks import Ranks
+from moesys.bench.harness.line_fit import fit_line
+from moesys.bench.shaped.host_steps import (
+    CHUNKS,
+    MOST_TOKENS,
+    SOME_TOKENS,
+    ShapedCase,
+    beside_ms,
+    even_case,
+    exchange_ms,
+)
 from moesys.config import ClusterSpec
-from moesys.lab.ranks.pool import LocalRanks
 from moesys.simulator.step_program import RestOfStep
 
-# Kernels that ``overlap.simulator`` launches for a layer, forward and backward: for each chunk, and besides.
+# Kernels that ``simulator`` launches for a layer, forward and backward: for each chunk, and besides.
 _LAUNCHES_A_CHUNK, _LAUNCHES_A_LAYER = 10, 2
 _SMALL_BYTES = 1000
 # Computing twice as many tokens takes at least so much longer; less is what a machine that is busy otherwise shows.
@@ -52,7 +59,7 @@ class Calibration:
     computed_ms: dict[str, float]
 
 
-def exchanges_ms(ranks: LocalRanks, case: Case, repeats: int) -> dict[int, float]:
+def exchanges_ms(ranks: Ranks, case: ShapedCase, repeats: int) -> dict[int, float]:
     """All-to-alls as large as the case's, by bytes that a rank sends: of next to nothing, of the smallest of its
     chunks, and of all its rows at once.
     """
@@ -60,14 +67,14 @@ def exchanges_ms(ranks: LocalRanks, case: Case, repeats: int) -> dict[int, float
     return {size: slowest(ranks.run(exchange_ms, size, repeats, timeout_s=_RUN_S)) for size in sizes}
 
 
-def away_bytes(case: Case) -> int:
+def away_bytes(case: ShapedCase) -> int:
     """Of a rank's rows that go to other ranks, tokens being even."""
     shape = case.shape
     rows = even_case(case).num_tokens[0] * shape.top_k
     return round(rows * (1 - 1 / case.num_hosts) * shape.hidden_size * shape.bytes_per_element)
 
 
-def link_figures(ranks: LocalRanks, case: Case, repeats: int) -> LinkFigures:
+def link_figures(ranks: Ranks, case: ShapedCase, repeats: int) -> LinkFigures:
     """Of links that are shaped as the case has them."""
     found_ms = exchanges_ms(ranks, case, repeats)
     latency_ms, ms_a_byte = fit_line(list(found_ms), list(found_ms.values()))
@@ -81,8 +88,8 @@ def link_figures(ranks: LocalRanks, case: Case, repeats: int) -> LinkFigures:
     return LinkFigures(latency_ms, ms_a_byte, min(0.9, max(0.0, 1 - alone_ms / together_ms)), found_ms)
 
 
-def calibration(case: Case, links: LinkFigures, computed_ms: Mapping[str, float]) -> Calibration:
-    """``computed_ms``: of ``Pieces``, the slowest rank's."""
+def calibration(case: ShapedCase, links: LinkFigures, computed_ms: Mapping[str, float]) -> Calibration:
+    """``computed_ms``: of ``host_steps.PIECES``, the slowest rank's."""
     shape, layers = case.shape, case.num_layers
     most_ms, some_ms, chunks_ms = (computed_ms[name] for name in ("most", "some", "chunks"))
     rows = even_case(case).num_tokens[0] * shape.top_k
@@ -105,21 +112,6 @@ def calibration(case: Case, links: LinkFigures, computed_ms: Mapping[str, float]
     )
     # The simulator counts the rest of a layer once forward and twice backward.
     return Calibration(cluster, RestOfStep(other_seconds=other_ms * 1e-3 / 3), links, dict(computed_ms))
-
-
-def fit_line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
-    """(intercept, slope) of the line that is least far from the points, relative to each; neither is below zero.
-
-    ``fit_line([1, 2, 4], [3.0, 5.0, 9.0])`` is (1.0, 2.0).
-    """
-    over_y = 1 / np.asarray(y, dtype=np.float64)
-    columns = np.stack([over_y, np.asarray(x) * over_y], axis=1)
-    intercept, slope = np.linalg.lstsq(columns, np.ones(len(over_y)), rcond=None)[0]
-    if intercept < 0:
-        return 0.0, float(columns[:, 1].sum() / (columns[:, 1] ** 2).sum())
-    if slope < 0:
-        return float(over_y.sum() / (over_y**2).sum()), 0.0
-    return float(intercept), float(slope)
 
 
 def slowest(by_rank: Sequence[Sequence[float]]) -> float:

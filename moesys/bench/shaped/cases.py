@@ -11,12 +11,23 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 from moesys.balance import warm_up
+from moesys.bench.harness.contest import Outcome, of_all_ranks
+from moesys.bench.harness.sheets import Column
 from moesys.bench.harness.steps import steps_told
 from moesys.bench.harness.stopwatch import Spread
 from moesys.bench.shaped.calibration import Calibration, calibration, exchanges_ms, link_figures, slowest
-from moesys.bench.shaped.rank import MOST_TOKENS, SOME_TOKENS, Case, Measured, compute_ms, measure
+from moesys.bench.shaped.host_steps import (
+    MOST_TOKENS,
+    PIECES,
+    SOME_TOKENS,
+    ShapedCase,
+    computed_ms,
+    measure,
+    measure_pieces,
+)
 from moesys.config import Ep, EvenSplit, FlowSplit, ModelShape, Pipelined, Strategy
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.lab.runs.environment import available_cores
@@ -68,7 +79,7 @@ class Setting:
         return statistics.median(self.samples_ms)
 
     @property
-    def error(self) -> float:
+    def error(self) -> Annotated[float, Column("")]:
         """Simulated over measured, less 1."""
         return self.simulated_ms / self.median_ms - 1
 
@@ -79,7 +90,7 @@ class CaseResult:
     dx differ by a bit. ``half``: its bandwidth was chosen. ``cpus_per_host``: None where hosts competed for the cores.
     """
 
-    case: Case
+    case: ShapedCase
     half: bool
     delay: Delay
     cpus_per_host: float | None
@@ -98,16 +109,16 @@ class CaseResult:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Asked:
     """A case to be run; ``half``: its bandwidth is still to be chosen, from a probe over the bandwidth that it has."""
 
-    case: Case
+    case: ShapedCase
     half: bool = False
 
 
-def plan(
+def asked_for(
     hosts: Sequence[int] = (2, 4), mbit_per_s: Sequence[float] = (), latency_us: float | None = None
-) -> list[Plan]:
+) -> list[Asked]:
     """The cases: overlap over each bandwidth, where communication is half, and there once more with a latency; and
     splits of a skewed router's tokens. Given bandwidths, and a latency, replace the rest.
 
@@ -122,17 +133,17 @@ def plan(
         raise ValueError(f"latency_us={latency_us:g} must be between 0 and 100000")
     plans = []
     for number in hosts:
-        chosen = [Plan(overlap_case(number, mbit, latency_us or 0.0)) for mbit in mbit_per_s or MBIT_PER_S]
+        chosen = [Asked(overlap_case(number, mbit, latency_us or 0.0)) for mbit in mbit_per_s or MBIT_PER_S]
         if not mbit_per_s:
-            chosen.insert(1, Plan(overlap_case(number, _PROBED_MBIT, latency_us or 0.0), half=True))
+            chosen.insert(1, Asked(overlap_case(number, _PROBED_MBIT, latency_us or 0.0), half=True))
             if latency_us is None:
-                chosen.append(Plan(overlap_case(number, _PROBED_MBIT, LATENCY_US), half=True))
-            chosen.append(Plan(split_case(number, 2000.0, latency_us or 0.0)))
+                chosen.append(Asked(overlap_case(number, _PROBED_MBIT, LATENCY_US), half=True))
+            chosen.append(Asked(split_case(number, 2000.0, latency_us or 0.0)))
         plans += sorted(chosen, key=lambda one: one.case.latency_us)
     return plans
 
 
-def overlap_case(hosts: int, mbit_per_s: float, latency_us: float) -> Case:
+def overlap_case(hosts: int, mbit_per_s: float, latency_us: float) -> ShapedCase:
     """Even tokens, four experts, in one piece and in chunks.
 
     H and I are such that communication is half of a step near 200 Mbit/s, with 2 hosts as with 4: there bytes are few
@@ -140,10 +151,10 @@ def overlap_case(hosts: int, mbit_per_s: float, latency_us: float) -> Case:
     smallest chunk, so that reading its weights once more for each chunk costs little as well.
     """
     shape = ModelShape(hidden_size=256, intermediate_size=1024, num_experts=4, top_k=2)
-    return Case("overlap", mbit_per_s, latency_us, (_OVERLAP_TOKENS,) * hosts, shape, OVERLAPS)
+    return ShapedCase("overlap", mbit_per_s, latency_us, (_OVERLAP_TOKENS,) * hosts, shape, OVERLAPS)
 
 
-def split_case(hosts: int, mbit_per_s: float, latency_us: float) -> Case:
+def split_case(hosts: int, mbit_per_s: float, latency_us: float) -> ShapedCase:
     """A skewed router, and ranks that hold some experts more than they own, so that tokens have a choice.
 
     2 hosts: more than half of all tokens want one expert; every rank holds three of four, two of them lent. The even
@@ -164,7 +175,7 @@ def split_case(hosts: int, mbit_per_s: float, latency_us: float) -> Case:
         EVEN.replace(name=f"flow, cap {cap:g}", split=FlowSplit(max_inter_node=cap)),
         EVEN.replace(name="flow, no cap", split=FlowSplit()),
     )
-    return Case("split", mbit_per_s, latency_us, (_SPLIT_TOKENS,) * hosts, shape, splits, popularity)
+    return ShapedCase("split", mbit_per_s, latency_us, (_SPLIT_TOKENS,) * hosts, shape, splits, popularity)
 
 
 def share_of_cores(hosts: int) -> float:
@@ -172,7 +183,7 @@ def share_of_cores(hosts: int) -> float:
     return SHARED_OUT * available_cores() / hosts
 
 
-def bench_shaped(plans: Sequence[Plan], repeats: int = 7, seed: int = 0, *, shares: bool = True) -> list[CaseResult]:
+def bench_shaped(plans: Sequence[Asked], repeats: int = 7, seed: int = 0, *, shares: bool = True) -> list[CaseResult]:
     """Measure and simulate. ``shares``: whether hosts have a share of the processor, or compete for it. Raises
     RuntimeError where this machine can make no such hosts.
     """
@@ -191,7 +202,7 @@ def bench_shaped(plans: Sequence[Plan], repeats: int = 7, seed: int = 0, *, shar
                     network=links.plan.network(1),
                     collective_timeout_s=300.0,
                     environment=_KEEPING_MEMORY,
-                    preload=("moesys.bench.shaped.rank",),
+                    preload=("moesys.bench.shaped.host_steps",),
                 ) as ranks,
             ):
                 for one in together:
@@ -200,7 +211,7 @@ def bench_shaped(plans: Sequence[Plan], repeats: int = 7, seed: int = 0, *, shar
                     )
                     case = one.case
                     if one.half:
-                        probed = _computed_ms(ranks.run(compute_ms, case, _PROBE_REPEATS, seed, timeout_s=_RUN_S))
+                        probed = _slowest_ms(ranks.run(measure_pieces, case, _PROBE_REPEATS, seed, timeout_s=_RUN_S))
                         for _ in range(_PROBES):
                             links.reshape(case.mbit_per_s)
                             moved = exchanges_ms(ranks, case, _PROBE_REPEATS)
@@ -208,13 +219,16 @@ def bench_shaped(plans: Sequence[Plan], repeats: int = 7, seed: int = 0, *, shar
                     links.reshape(case.mbit_per_s)
                     figures = link_figures(ranks, case, repeats)
                     by_rank = ranks.run(measure, case, repeats, seed, timeout_s=_RUN_S)
-                    calibrated = calibration(case, figures, _computed_ms([rank.computed_ms for rank in by_rank]))
-                    settings = [
-                        _setting(case, strategy, by_rank, calibrated)
-                        for strategy in case.strategies
-                        if by_rank[0].same_bits[strategy.name]
+                    calibrated = calibration(case, figures, _slowest_ms(by_rank))
+                    outcomes = of_all_ranks(by_rank)
+                    differing = [
+                        strategy.name for strategy in case.strategies if not outcomes[strategy.name].samples_ms
                     ]
-                    differing = [name for name, same in by_rank[0].same_bits.items() if not same]
+                    settings = [
+                        _setting(case, strategy, outcomes[strategy.name], calibrated)
+                        for strategy in case.strategies
+                        if strategy.name not in differing
+                    ]
                     results.append(CaseResult(case, one.half, links.plan.delay, cpus, calibrated, settings, differing))
     return results
 
@@ -222,7 +236,7 @@ def bench_shaped(plans: Sequence[Plan], repeats: int = 7, seed: int = 0, *, shar
 def half_mbit_per_s(mbit_per_s: float, moved_ms: Mapping[int, float], computed_ms: Mapping[str, float]) -> float:
     """The bandwidth over which messages of a sequential step take as long as its computing.
 
-    moved_ms: all-to-alls over ``mbit_per_s``, by bytes; the largest moves all rows once. computed_ms: of ``Pieces``.
+    moved_ms: all-to-alls over ``mbit_per_s``, by bytes; the largest moves all rows once. computed_ms: of ``PIECES``.
     """
     a_token_ms = (computed_ms["most"] - computed_ms["some"]) / (MOST_TOKENS - SOME_TOKENS)
     step_ms = computed_ms["most"] + (1 - MOST_TOKENS) * a_token_ms
@@ -231,21 +245,20 @@ def half_mbit_per_s(mbit_per_s: float, moved_ms: Mapping[int, float], computed_m
     return float(f"{min(_HALF_TO, max(_HALF_FROM, mbit_per_s * all_moved_ms / step_ms)):.2g}")
 
 
-def _computed_ms(by_rank: Sequence[dict[str, list[float]]]) -> dict[str, float]:
-    return {name: slowest([rank[name] for rank in by_rank]) for name in by_rank[0]}
+def _slowest_ms(by_rank: Sequence[Mapping[str, Outcome]]) -> dict[str, float]:
+    of_ranks = [computed_ms(outcomes) for outcomes in by_rank]
+    return {name: slowest([of_rank[name] for of_rank in of_ranks]) for name in PIECES}
 
 
-def _setting(case: Case, strategy: Strategy, by_rank: Sequence[Measured], calibrated: Calibration) -> Setting:
-    name = strategy.name
-    samples = zip(*(rank.samples_ms[name] for rank in by_rank), strict=True)
-    layers = tuple(LayerPlan.from_json(text) for text in by_rank[0].plans[name])
+def _setting(case: ShapedCase, strategy: Strategy, outcome: Outcome, calibrated: Calibration) -> Setting:
+    layers = tuple(LayerPlan.from_json(text) for text in outcome.metrics[0].plans)
     step = simulation([StepPlan(strategy, case.shape, calibrated.cluster, layers)], calibrated.rest)
     tokens = [layer.tokens for layer in layers]
     leaving = sum(plan.inter_node_tokens(calibrated.cluster.node_of_rank) for plan in tokens)
     return Setting(
         strategy=strategy,
-        samples_ms=[max(of_ranks) for of_ranks in samples],
-        exposed_ms=statistics.fmean(rank.exposed_ms[name] for rank in by_rank),
+        samples_ms=outcome.samples_ms["step"],
+        exposed_ms=statistics.fmean(statistics.median(of_rank.blocked_ms) for of_rank in outcome.metrics),
         simulated_ms=step.length_seconds * 1e3,
         max_over_mean=statistics.fmean(plan.max_over_mean for plan in tokens),
         inter_node_share=leaving / sum(plan.load.total for plan in tokens),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 
 import triton
+import triton.language as tl  # noqa: F401  # the interpreter looks for it where a function comes from
 from triton.language.extra.cuda import globaltimer
 
 from moesys.kernels.experts.numerics import INTERPRETED

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from typing import Literal
 
-from moesys.lab.runs.files import in_words
+from moesys.lab.runs.experiment_files import in_words
 
 Format = Literal["table", "markdown", "csv", "json", "latex"]
 

@@ -221,14 +221,10 @@ def _cpu() -> Iterator[Check]:
 
 
 def _memory() -> Iterator[Check]:
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        yield Check("memory", "this system does not tell", "ok")
-        return
-    kib = {name: int(rest.split()[0]) for name, _, rest in (line.partition(":") for line in lines)}
-    total, free = (kib[name] / 2**20 for name in ("MemTotal", "MemAvailable"))
-    yield Check("memory", f"{total:.1f} GiB, {free:.1f} GiB of it free", "ok")
+    import psutil
+
+    memory = psutil.virtual_memory()
+    yield Check("memory", f"{memory.total / GIB:.1f} GiB, {memory.available / GIB:.1f} GiB of it free", "ok")
 
 
 def _huge_pages(file: Path = Path("/sys/kernel/mm/transparent_hugepage/enabled")) -> Iterator[Check]:

@@ -7,10 +7,10 @@ from pathlib import Path
 from moesys.config import Strategy
 from moesys.config.experiment import Experiment
 from moesys.lab.commands import refused
+from moesys.lab.commands.declarations import strategy_of
 from moesys.lab.explanation.explanation import explain
 from moesys.lab.explanation.step_explanation import explanation_tree
-from moesys.lab.runs.choices import strategy_of
-from moesys.lab.runs.files import load_experiment
+from moesys.lab.runs.experiment_files import load_experiment
 from moesys.lab.show.console import print_full
 
 

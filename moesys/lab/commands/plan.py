@@ -15,7 +15,7 @@ from moesys.balance import num_moves, plan_layout, split_tokens
 from moesys.balance.certificate import Certificate, certify
 from moesys.config import Balance, ClusterSpec, CpSat, Greedy, Split
 from moesys.lab.commands import refused
-from moesys.lab.runs.choices import balance_of, cluster_of, split_of
+from moesys.lab.commands.declarations import balance_of, cluster_of, split_of
 from moesys.lab.show.console import print_full
 from moesys.layout import ExpertLayout
 from moesys.load import LoadMatrix

@@ -13,8 +13,8 @@ from pydantic import ValidationError
 from moesys.config import Strategy
 from moesys.config.experiment import Experiment, Training
 from moesys.lab.commands import Format, refused
-from moesys.lab.runs.choices import strategy_of
-from moesys.lab.runs.files import in_words, load_experiments
+from moesys.lab.commands.declarations import strategy_of
+from moesys.lab.runs.experiment_files import in_words, load_experiments
 from moesys.lab.runs.progress import progress_on
 from moesys.lab.runs.runner import Interrupted, RunResult, run
 

@@ -19,8 +19,8 @@ from rich.text import Text
 from moesys.config import ClusterSpec, Strategy
 from moesys.config.experiment import Experiment, Generated, Replay, Training
 from moesys.lab.commands import refused
-from moesys.lab.runs.choices import cluster_of
-from moesys.lab.runs.files import in_words, load_experiment
+from moesys.lab.commands.declarations import cluster_of
+from moesys.lab.runs.experiment_files import in_words, load_experiment
 from moesys.lab.runs.trials import drawn_like, rest_of, routing_of
 from moesys.lab.show.chrome_trace import write_chrome_trace
 from moesys.lab.show.console import print_full

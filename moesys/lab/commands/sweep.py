@@ -1,4 +1,4 @@
-"""The chart of a sweep: experiments of one file that differ in one number of their workload."""
+"""Draws the chart of a sweep: experiments of one file that differ in one number of their workload."""
 
 from __future__ import annotations
 

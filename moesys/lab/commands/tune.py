@@ -10,7 +10,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from moesys.lab.commands import refused
-from moesys.lab.runs.files import in_words, load_experiment
+from moesys.lab.runs.experiment_files import in_words, load_experiment
 from moesys.lab.show.console import print_full
 from moesys.tuner.space import Space
 

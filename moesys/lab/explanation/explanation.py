@@ -1,4 +1,4 @@
-"""explain: one step's plan, and why it is so: what is wanted, what moved, who goes where, who waits for what.
+"""Explains one step's plan: what is wanted, what moved, who goes where, who waits for what.
 
 Every figure is read off the objects that a trial in the cost model uses: the layouts and token plans of ``replay``, the
 bytes of ``cost``, the timeline of ``simulation``. So all times are a cost model's.

@@ -1,4 +1,4 @@
-"""What is said of one layer: its load, what moved in its layout, who goes where, bytes and times."""
+"""Holds what is said of one layer: its load, what moved in its layout, who goes where, bytes and times."""
 
 from __future__ import annotations
 

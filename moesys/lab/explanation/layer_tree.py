@@ -1,4 +1,4 @@
-"""Layers in an explanation's tree: all of them in one table, and one in detail."""
+"""Draws layers in an explanation's tree: all of them in one table, and one in detail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a ``MegaKernel`` takes of a rank's memory."""
+"""Counts what a ``MegaKernel`` takes of a rank's memory."""
 
 from __future__ import annotations
 

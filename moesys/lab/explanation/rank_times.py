@@ -1,4 +1,4 @@
-"""What ranks spend a simulated step on: computing, and waiting for what."""
+"""Sums up what ranks spend a simulated step on: computing, and waiting for what."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One step, explained: printed as a tree for the terminal, or written as JSON."""
+"""Shows one step that was explained: as a tree for the terminal, or as JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Branches, lines, tables and counted nouns of an explanation's tree."""
+"""Makes branches, lines, tables and counted nouns of an explanation's tree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What became of the ranks of one run: each one's outcome, and the error that tells of those that failed."""
+"""Tells what became of the ranks of one run: each one's outcome, and the error that tells of those that failed."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

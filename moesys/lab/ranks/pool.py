@@ -1,4 +1,4 @@
-"""A pool of local ranks: processes that are started once and run one function after another on fresh gloo groups."""
+"""Keeps a pool of local ranks: processes started once that run function after function, each on a fresh gloo group."""
 
 import concurrent.futures
 import contextlib

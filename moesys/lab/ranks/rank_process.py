@@ -1,4 +1,4 @@
-"""The process of a rank: how it starts, what it is asked through its pipe, what it answers, and how it ends."""
+"""Runs the process of a rank: how it starts, what it is asked through its pipe, what it answers, and how it ends."""
 
 import contextlib
 import ctypes

@@ -1,4 +1,4 @@
-"""Pickling that takes tensors by value, for what a process sends to another one."""
+"""Pickles tensors by value, for what a process sends to another one."""
 
 import io
 import pickle

@@ -1,4 +1,4 @@
-"""Comparison: what the records of an experiment mean, strategy by strategy, against its baseline."""
+"""Compares: what the records of an experiment mean, strategy by strategy, against its baseline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What numbers were measured with: code, interpreter, libraries, machine, variables."""
+"""Collects what numbers were measured with: code, interpreter, libraries, machine, variables."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
-from moesys.lab.runs.files import in_words
+from moesys.lab.runs.experiment_files import in_words
 from moesys.lab.runs.launch import LOOPBACK
 from moesys.lab.runs.records import replace_file
 

@@ -1,4 +1,4 @@
-"""Where trials run: in the cost model, on ranks that this process spawns, or among those that torchrun started."""
+"""Chooses where trials run: in the cost model, on ranks that this process spawns, or among those of torchrun."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is said while an experiment runs: one live display on a terminal, one line a trial in a pipe or a file."""
+"""Tells how an experiment goes while it runs: one live display on a terminal, one line a trial in a pipe or a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What trials leave behind: records, one JSON line each, in a run folder that anyone can read.
+"""Keeps what trials leave behind: records, one JSON line each, in a run folder that anyone can read.
 
 A line holds every single sample, with its unit and its direction, so that any statistic can be computed later.
 """
@@ -20,7 +20,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from moesys.config import Declared, Strategy
 from moesys.config.experiment import Experiment, Source
-from moesys.lab.runs.files import in_words, load_experiment
+from moesys.lab.runs.experiment_files import in_words, load_experiment
 
 RECORD_SCHEMA = 1
 

@@ -1,4 +1,4 @@
-"""The runner: trials that are not recorded yet, one after another, each recorded before the next begins."""
+"""Runs trials that are not recorded yet, one after another, each recorded before the next begins."""
 
 from __future__ import annotations
 

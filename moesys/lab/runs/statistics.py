@@ -1,4 +1,4 @@
-"""Is the difference real? Ratios paired by seed, their interval, and an exact test.
+"""Tells whether a difference is real: ratios paired by seed, their interval, and an exact test.
 
 Every strategy sees the same routing under one seed, so a seed that is slow for all changes no ratio.
 """

@@ -1,4 +1,4 @@
-"""One trial: a strategy under one seed, trained on real ranks or walked through the cost model.
+"""Runs one trial: a strategy under one seed, trained on real ranks or walked through the cost model.
 
 What comes back is the content of its record. Names of metrics and what they mean: ``METRICS``.
 """

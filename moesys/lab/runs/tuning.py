@@ -1,4 +1,4 @@
-"""``tune``: an experiment's fastest strategy, searched for in the cost model and, where it trains, timed at last.
+"""Tunes: an experiment's fastest strategy, searched for in the cost model and, where it trains, timed at last.
 
 The tuner knows points and costs; here is what it needs of the lab: an experiment's routing, ranks to time on, a folder.
 """
@@ -24,9 +24,10 @@ from moesys.traces import save_trace
 from moesys.tuner.costs import Told
 from moesys.tuner.journal import Entry, Journal
 from moesys.tuner.result import Tuned
-from moesys.tuner.space import Setting, Space
-from moesys.tuner.timing import MOST_TRIALS, TrialFailedError
-from moesys.tuner.tune import tune_workload
+from moesys.tuner.setting import Setting
+from moesys.tuner.space import Space
+from moesys.tuner.timing import MOST_TRIALS, Clock, TrialFailedError
+from moesys.tuner.tune import SearchBounds, tune_workload
 from moesys.tuner.workload import Step
 
 JOURNAL, STRATEGY, EXPERIMENT, ROUTING = "journal.jsonl", "tuned.toml", "experiment.toml", "routing.npz"
@@ -86,19 +87,13 @@ def tune(
                 workload = folder.workload(ranks)
                 tuned = tune_workload(
                     workload,
-                    experiment.model,
-                    experiment.cluster,
                     experiment.strategies,
                     journal=folder.journal,
                     told=told or Silence(),
                     space=space,
-                    budget=budget,
-                    seed=seed,
-                    memory_gb=memory_gb,
-                    recompute=rest_of(experiment.workload).recompute != "none",
+                    bounds=SearchBounds(budget, memory_gb, seed),
                     mega_kernels=not trains,
-                    timer=ranks.step_ms if timed else None,
-                    trials=timed,
+                    clock=Clock(ranks.step_ms, timed) if timed else None,
                 )
                 result = folder.keep(tuned)
         except Exception as error:
@@ -196,6 +191,10 @@ class SimulatedWorkload:
         """Raises ValueError for a trace that is missing or does not fit."""
         lengths = [routing_of(workload, model, cluster, seed).num_micro_batches for seed in seeds]
         return cls(model, cluster, workload, seeds, (min(lengths) - workload.warmup) // workload.micro_batches)
+
+    @property
+    def recompute(self) -> bool:
+        return self.workload.recompute != "none"
 
     def walk(self, strategy: Strategy, seed: int) -> Iterator[Step]:
         routing = routing_of(self.workload, self.model, self.cluster, seed)

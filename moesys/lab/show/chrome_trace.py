@@ -1,5 +1,5 @@
-"""A timeline as a file that Perfetto (ui.perfetto.dev) and Chrome (about:tracing) open: ranks are processes, lanes are
-threads, spans are complete events of Chrome's trace event format.
+"""Writes a timeline for Perfetto (ui.perfetto.dev) and Chrome (about:tracing): ranks are processes, lanes are threads,
+spans are complete events of Chrome's trace event format.
 """
 
 from __future__ import annotations

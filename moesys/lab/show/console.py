@@ -1,4 +1,4 @@
-"""Tables and trees that survive a pipe. Imports rich and nothing else, so that it works where others do not."""
+"""Prints tables and trees that survive a pipe. Imports rich and nothing else, so that it works where others do not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Figures as SVG and PNG: loads before and after balancing, spans of ranks, speed-up along a parameter, losses.
+"""Draws figures as SVG and PNG: loads before and after balancing, spans of ranks, speed-up along a parameter, losses.
 
 Every function draws one figure, writes it to ``<path_stem>.svg`` and ``<path_stem>.png`` and gives the two paths. Every
 title says ``MEASURED`` or ``SIMULATED``. The same data gives the same bytes of SVG. Colours are told apart by

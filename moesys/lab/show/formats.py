@@ -1,4 +1,4 @@
-"""A comparison as markdown, CSV, JSON and LaTeX."""
+"""Writes a comparison as markdown, CSV, JSON and LaTeX."""
 
 from __future__ import annotations
 

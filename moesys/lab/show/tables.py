@@ -1,4 +1,4 @@
-"""Tables that say what is measured, what is simulated and what is significant."""
+"""Makes tables that say what is measured, what is simulated and what is significant."""
 
 from __future__ import annotations
 

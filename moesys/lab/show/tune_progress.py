@@ -1,4 +1,4 @@
-"""What is said while strategies are searched: a live bar on a terminal, a line a stage and timed trial elsewhere."""
+"""Tells how a search goes: a live bar on a terminal, a line a stage and timed trial elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tuning in tables: what was fastest by which kind of time, and why each field has its value."""
+"""Shows a tuning in tables: what was fastest by which kind of time, and why each field has its value."""
 
 from __future__ import annotations
 

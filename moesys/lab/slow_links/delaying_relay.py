@@ -1,4 +1,4 @@
-"""A relay that joins links and holds every frame for a set time: what ``netem`` does, for kernels that lack it.
+"""Relays frames between links and holds every one for a set time: what ``netem`` does, for kernels that lack it.
 
 Run as ``python -I delaying_relay.py LATENCY_US INTERFACE...`` it is a switch between network interfaces, such as
 the ends of veth pairs; a frame goes out at the interface that its destination address names. It says ``ready`` on

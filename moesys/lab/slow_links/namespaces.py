@@ -1,4 +1,4 @@
-"""Network namespaces of Linux: made and removed by ``ip netns``, entered by a thread, never left behind for long.
+"""Makes and removes network namespaces of Linux by ``ip netns``; a thread enters one, and none is left behind for long.
 
 A name carries the process that made it, so that a later run can remove what a killed one has left.
 """

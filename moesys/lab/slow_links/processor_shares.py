@@ -1,4 +1,4 @@
-"""Shares of the processor: control groups of Linux whose threads together get so much of it and no more.
+"""Makes shares of the processor: control groups of Linux whose threads together get so much of it and no more.
 
 A group's limit holds whether others compute or wait, so that hosts on one machine do not speed each other up. What its
 threads do in the kernel on their own behalf counts as theirs; what the kernel does for links, and relays, does not.

@@ -1,4 +1,4 @@
-"""Hosts on one machine: network namespaces joined by a switch, each behind a link of a declared bandwidth and latency.
+"""Makes hosts on one machine: network namespaces joined by a switch, each behind a link of declared speed and latency.
 
 A host's link is a veth pair, shaped in both directions by ``tbf``. What leaves one host for another is held for the
 latency once, by ``netem`` on its way out of the switch, or, where the kernel has none, by a relay that is the switch

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from moesys.overlap.comm.heartbeat import Pulse
 from moesys.overlap.comm.messages import Messages, exchange
+from moesys.overlap.comm.paced_link import PacedLink, PacedTransfer
 from moesys.overlap.comm.record import Meter, Recorder
 
 FAILURE_GRACE_S = 5.0
@@ -35,7 +36,9 @@ class CollectiveError(RuntimeError):
 class Transfer:
     """A collective in flight. ``wait`` blocks until it is done, and counts how long that took as exposed time."""
 
-    def __init__(self, channel: Channel, lane: str, detail: str, work: dist.Work | Messages | None) -> None:
+    def __init__(
+        self, channel: Channel, lane: str, detail: str, work: dist.Work | Messages | PacedTransfer | None
+    ) -> None:
         self._channel, self._lane, self._detail, self._work = channel, lane, detail, work
         self._start_us = channel.recorder.now_us()
         self._unrecorded = threading.Lock()
@@ -62,6 +65,8 @@ class Channel:
     ``node_of_rank`` [R] tells links apart: bytes within a node, bytes between nodes. Spans go to ``recorder``, which
     the layers of a model share, counts to ``meter``, which belongs to one layer.
 
+    ``link``: over which all-to-alls travel at its pace; they take as long as the machine needs without one.
+
     A collective that fails raises ``CollectiveError``, which names the ranks that are gone: with a ``pulse`` after
     ``failure_grace_s`` seconds, without one when all others have failed, at the latest after the group's time-out.
     """
@@ -83,6 +88,7 @@ class Channel:
         self.device_type = device_type
         self.failure_grace_s = FAILURE_GRACE_S
         self.pulse: Pulse | None = None
+        self.link: PacedLink | None = None
 
     def all_to_all(
         self,
@@ -108,7 +114,10 @@ class Channel:
         group, received, sent = self.group, _as_bytes(rows_out), _as_bytes(rows_in)
         out_bytes, in_bytes = ([count * row_bytes for count in counts] for counts in (out_counts, in_counts))
         work = self.guard(lane, lambda: exchange(received, sent, out_bytes, in_bytes, group))
-        return Transfer(self, lane, detail, work)
+        if self.link is None:
+            return Transfer(self, lane, detail, work)
+        away_bytes = max(sum(of) - of[self.rank] for of in (out_bytes, in_bytes))
+        return Transfer(self, lane, detail, self.link.carry(work, away_bytes))
 
     def all_gather(self, values_N: Tensor, *, lane: str) -> Tensor:
         """Every rank's ``values`` stacked, [R, N]; blocks."""

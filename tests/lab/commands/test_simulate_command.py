@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import moesys as ms
 from moesys.__main__ import app
-from moesys.bench import simulate as bench
+from moesys.bench import simulator_speed as bench
 from moesys.config import ClusterSpec, Fsep, Greedy, ModelShape, Strategy
 from moesys.config.experiment import Experiment, Generated, Replay, Training
 from moesys.lab.commands.explain import explain_command
@@ -228,7 +228,7 @@ def test_the_bench_times_what_it_says(tmp_path, monkeypatch):
     arguments = ["bench", "simulate", "--most-ranks", "8", "--repeats", "1", "--json", str(tmp_path / "found.json")]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 0, result.output
-    found = json.loads((tmp_path / "found.json").read_text())
+    found = json.loads((tmp_path / "found.json").read_text())["rows"]
     assert [(of["layers"], of["ranks"]) for of in found] == [(1, 8), (3, 8)]
     plan = bench.step_plan(bench.OVERLAPS["sequential"], 3, 8)
     assert found[1]["num_spans"] == len(simulation([plan]).timeline.spans)

@@ -185,8 +185,8 @@ UNDER_TORCHRUN = """
 import os, sys
 from pathlib import Path
 import torch.distributed as dist
-from moesys.lab import launch
-from moesys.lab.runs.files import load_experiment
+from moesys.lab.runs import launch
+from moesys.lab.runs.experiment_files import load_experiment
 from moesys.lab.runs.runner import run
 # On both ranks at once, and not on one when the other has failed.
 import moesys.train.loop

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import math
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -180,7 +181,8 @@ def test_a_pipe_gets_the_full_width():
         "of = experiment(strategies=(EP, FSEP.replace(name=name)))\n"
         "print_full(*comparison_table(compare_records(of, records(of, {'ep': 10.0, name: 8.0}))))"
     )
-    env = {"PYTHONPATH": str(Path(__file__).parents[1]), "PYTHONIOENCODING": "utf-8"}
+    here = Path(__file__).parent
+    env = {"PYTHONPATH": os.pathsep.join([str(here), str(here.parent)]), "PYTHONIOENCODING": "utf-8"}
     text = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True).stdout
     assert "-as-long-as-" + "x" * 60 + " " in text
     assert "…" not in text

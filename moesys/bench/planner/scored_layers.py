@@ -6,8 +6,10 @@ import time
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
 from moesys.balance import min_max_load, num_moves, split_tokens
+from moesys.bench.harness.sheets import Column
 from moesys.config import Balance, ClusterSpec, Eplb, EvenSplit, Fsep, ModelShape, Oracle, Predictor, Split, Strategy
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.load import IntArray, LoadMatrix
@@ -79,7 +81,7 @@ class Score:
     layout: str
 
     @property
-    def gap(self) -> float:
+    def gap(self) -> Annotated[float, Column("")]:
         """How much busier the busiest rank is than it had to be over this layout."""
         return self.max_over_mean / self.least_max_over_mean - 1
 

@@ -6,21 +6,30 @@ Whatever a contestant raises becomes a line of the report, which is written anew
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import torch
 
+from moesys.bench.harness.contest import in_a_line
 from moesys.bench.harness.meters import CpuMeter, GpuMeter, Meter
+from moesys.bench.harness.reports import Report, publish, write
+from moesys.bench.harness.sheets import Sheet, plain
 from moesys.bench.harness.steps import steps_told
 from moesys.bench.kernels.aot import SIZES, Size
-from moesys.bench.kernels.case import Measured, found_of, measure_case
-from moesys.bench.kernels.checks import Finding, compiled_whole, far_offsets, graph_replayed, in_a_line, recomputed
+from moesys.bench.kernels.checks import (
+    MOST_OF_GROUPED,
+    Finding,
+    compiled_whole,
+    far_offsets,
+    found_of,
+    graph_replayed,
+    recomputed,
+)
 from moesys.bench.kernels.contestants import OURS, contestants
-from moesys.bench.kernels.drawn_layer import Contestant, Layer, draw_layer
-from moesys.bench.kernels.report import Report, print_report, write_report
-from moesys.bench.kernels.routing import ROUTINGS
+from moesys.bench.kernels.drawn_layer import ROUTINGS, Implementation, Layer, draw_layer
+from moesys.bench.kernels.measured_layer import Measured, Thoroughness, measure_layer
 from moesys.kernels.experts.numerics import INTERPRETED
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -45,12 +54,12 @@ IN_INTERPRETER = Scale((TOY,), TOY, Size("far toy", 24, 32, 16, 6, 1), bit_runs=
 
 
 @dataclass(frozen=True)
-class Plan:
+class KernelsContest:
     """What is asked for: names are checked, contestants not yet made."""
 
     sizes: tuple[Size, ...]
     routings: tuple[str, ...]
-    contestants: Mapping[str, Callable[[], Contestant]]
+    contestants: Mapping[str, Callable[[], Implementation]]
     dtype: torch.dtype
     repeats: int
     extras: bool
@@ -72,7 +81,7 @@ def require_device(device: str, dtype: str, *, without_gpu: str) -> None:
         raise ValueError(f"dtype={dtype!r} is not known; use one of {', '.join(DTYPES)}")
 
 
-def plan(
+def asked_for(
     sizes: str = "all",
     routings: str = "all",
     names: str = "all",
@@ -82,7 +91,7 @@ def plan(
     repeats: int = 15,
     extras: bool = True,
     device: str = "cuda",
-) -> Plan:
+) -> KernelsContest:
     """From the words of a command line, several with commas between them. Raises ValueError for one that is not known,
     and where the device is not there.
     """
@@ -97,7 +106,7 @@ def plan(
     scale = ON_GPU if device == "cuda" else IN_INTERPRETER
     by_name = {size.name: size for size in scale.sizes}
     chosen = contestants([] if names == "all" else names.split(","), _folders(peers))
-    return Plan(
+    return KernelsContest(
         tuple(by_name[name] for name in _chosen("size", sizes, tuple(by_name))),
         _chosen("routing", routings, ROUTINGS),
         chosen,
@@ -127,73 +136,121 @@ def _folders(peers: Sequence[str]) -> dict[str, Path]:
     return folders
 
 
-def main(plan: Plan, out: Path | None = None) -> int:
+@dataclass
+class Found:
+    """All that was found so far. absent: contestants that could not be made, and why.
+
+    source: "measured" on a GPU; "rehearsed" elsewhere, where times mean nothing.
+    """
+
+    source: str
+    machine: str
+    dtype: str
+    repeats: int
+    absent: dict[str, str] = field(default_factory=dict)
+    measured: list[Measured] = field(default_factory=list)
+    findings: list[Finding] = field(default_factory=list)
+
+    @property
+    def holds(self) -> bool:
+        """Whether every check of ours does."""
+        wrong = any(row.wrong for row in self.measured if row.contestant == OURS)
+        return OURS not in self.absent and not wrong and all(finding.holds for finding in self.findings)
+
+    def report(self) -> Report:
+        """Times, errors, checks of ours."""
+        source = self.source.upper()
+        timed = [row for row in self.measured if row.samples_ms]
+        sheets = [
+            Sheet(f"{source}: times", timed, without=("errors", "wrong")),
+            Sheet(f"{source}: errors", self.measured, without=("ms", "tflops", "to_ours", "bytes")),
+            Sheet(f"CHECKED: {OURS}", self.findings),
+        ]
+        notes = [
+            f"{self.machine}; {self.dtype}",
+            f"ms: median [p20, p80] of {self.repeats} repetitions, contestants taking turns, the L2 cache of a GPU "
+            f"flushed before each. / {OURS}: forward + backward over ours of the same repetition; above 1 we are "
+            "faster.",
+            "TFLOP/s: 6, 12 and 18 times T·K·H·I for forward, backward and both, padding not counted, nor the router "
+            "under the routing 'router', whose time is in all three.",
+            "kept: from forward to backward besides inputs and output. peak: of both, besides inputs.",
+            f"error: ‖found - right‖ / ‖right‖ from float32, the worst of output and gradients. {OURS}'s are at most "
+            f"{MOST_OF_GROUPED} times the least of torch's grouped GEMM. What is wrong is not timed.",
+            *(f"absent: {name}, {why}" for name, why in self.absent.items()),
+        ]
+        return Report("kernels", "Kernels of one device", self.source, sheets, notes, data=plain(self))
+
+
+def main(asked: KernelsContest, out: Path | None = None) -> int:
     """Checks, times, prints; 1 if a check of ours fails. ``out``: a folder for all numbers and a page of tables."""
-    meter: Meter = GpuMeter(plan.device) if plan.device.type == "cuda" else CpuMeter()
-    report = Report(meter.source, meter.machine, str(plan.dtype).removeprefix("torch."), plan.repeats)
+    meter: Meter = GpuMeter(asked.device) if asked.device.type == "cuda" else CpuMeter()
+    found = Found(meter.source, meter.machine, str(asked.dtype).removeprefix("torch."), asked.repeats)
     here = {}
-    for name, make in plan.contestants.items():
+    for name, make in asked.contestants.items():
         try:
             here[name] = make()
         except Exception as error:
-            report.absent[name] = in_a_line(error)
-    extras = plan.extras and OURS in here
-    steps = len(plan.sizes) * len(plan.routings) * (len(here) + 1 + (OURS in here)) + 2 * extras
+            found.absent[name] = in_a_line(error)
+    extras = asked.extras and OURS in here
+    steps = len(asked.sizes) * len(asked.routings) * (len(here) + 1 + (OURS in here)) + 2 * extras
+    page = json_path = None
     if out is not None:
-        # A folder that cannot be written to is known before anything is measured.
-        write_report(report, out)
+        out.mkdir(parents=True, exist_ok=True)
+        page, json_path = out / "kernels.md", out / "kernels.json"
+    # Files that cannot be written are known before anything is measured.
+    write(found.report(), page=page, json_path=json_path)
     with steps_told("kernels", steps) as tell:
 
         def add(measured: list[Measured], findings: list[Finding]) -> None:
-            report.measured += measured
-            report.findings += findings
+            found.measured += measured
+            found.findings += findings
             meter.free()
-            if out is not None:
-                write_report(report, out)
+            write(found.report(), page=page, json_path=json_path)
 
         if extras:
-            tell(f"{plan.scale.small.name}: inside torch")
-            add([], _inside_torch(plan))
-        for size in plan.sizes:
+            tell(f"{asked.scale.small.name}: inside torch")
+            add([], _inside_torch(asked))
+        for size in asked.sizes:
             # What was compiled for other sizes counts towards how often torch compiles a function.
             torch.compiler.reset()
-            for routing in plan.routings:
-                add(*_case(size, routing, here, meter, plan, tell))
+            for routing in asked.routings:
+                add(*_layer(size, routing, here, meter, asked, tell))
         # Last, as an illegal access would end all that comes after it.
         if extras:
-            tell(f"{plan.scale.far.name}: offsets")
-            check = partial(far_offsets, plan.scale.far, plan.dtype, plan.device)
-            add([], [found_of(plan.scale.far.name, "offsets", check)])
-    print_report(report)
-    return int(not report.holds)
+            tell(f"{asked.scale.far.name}: offsets")
+            check = partial(far_offsets, asked.scale.far, asked.dtype, asked.device)
+            add([], [found_of(asked.scale.far.name, "offsets", check)])
+    publish(found.report())
+    return int(not found.holds)
 
 
-def _case(
+def _layer(
     size: Size,
     routing: str,
-    here: Mapping[str, Contestant],
+    here: Mapping[str, Implementation],
     meter: Meter,
-    plan: Plan,
+    asked: KernelsContest,
     tell: Callable[[str], None],
 ) -> tuple[list[Measured], list[Finding]]:
     """Of a layer that cannot even be drawn, every contestant is wrong."""
     try:
-        return measure_case(size, routing, here, meter, plan.dtype, plan.repeats, plan.scale.bit_runs, tell)
+        thoroughness = Thoroughness(asked.repeats, asked.scale.bit_runs)
+        return measure_layer(size, routing, here, meter, asked.dtype, thoroughness, tell)
     except Exception as error:
         return [Measured(size, routing, name, wrong=in_a_line(error)) for name in here], []
 
 
-def _inside_torch(plan: Plan) -> list[Finding]:
-    small = plan.scale.small
+def _inside_torch(asked: KernelsContest) -> list[Finding]:
+    small = asked.scale.small
 
     def layer(seed: int = 0) -> Layer:
-        return draw_layer(small, "uniform", plan.dtype, plan.device, seed)
+        return draw_layer(small, "uniform", asked.dtype, asked.device, seed)
 
     # Drawn by each check, so that one after which nothing can be drawn any more does not end the rest.
     checks = {
         "torch.compile(fullgraph=True)": lambda: compiled_whole(layer()),
         "activation checkpointing": lambda: recomputed(layer()),
     }
-    if plan.device.type == "cuda":
+    if asked.device.type == "cuda":
         checks["CUDA graph"] = lambda: graph_replayed(layer(), layer(1))
     return [found_of(f"{small.name}, uniform", what, check) for what, check in checks.items()]

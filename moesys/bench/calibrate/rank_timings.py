@@ -9,7 +9,6 @@ together. Without a process group it is one rank alone.
 from __future__ import annotations
 
 import math
-import os
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moesys.bench.harness.bench_ranks import rank_device
 from moesys.overlap.comm.messages import Messages, exchange
 
 # More than a rank's caches keep: weights come from memory, as they do when layers take turns.
@@ -195,15 +195,6 @@ def gpu_facts() -> tuple[str, int]:
 
 
 # --- how --------------------------------------------------------------------------------------------------------------
-
-
-def rank_device(device_type: str) -> torch.device:
-    """The CPU, or the GPU that is this rank's among its host's."""
-    if device_type == "cpu":
-        return torch.device("cpu")
-    device = torch.device(device_type, int(os.environ.get("LOCAL_RANK", "0")))
-    torch.cuda.set_device(device)
-    return device
 
 
 def _weights(cases: Sequence[ExpertCase], dtype: str, device: torch.device) -> Tensor:

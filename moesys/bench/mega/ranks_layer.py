@@ -33,7 +33,7 @@ DIRECTIONS = ("forward", "backward")
 
 
 @dataclass(frozen=True)
-class Held:
+class OwnExperts:
     """Experts of a rank, as executors take them."""
 
     gate_up_SUH: Tensor
@@ -50,7 +50,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Layer:
+class RanksLayer:
     """Random inputs of all ranks, lists by rank; experts lie whole on their owners, E / R each."""
 
     size: Size
@@ -58,7 +58,7 @@ class Layer:
     dy_RTH: Sequence[Tensor]
     weight_RTK: Sequence[Tensor]
     expert_RTK: Sequence[Tensor]
-    held_R: Sequence[Held]
+    held_R: Sequence[OwnExperts]
     plan: TokenPlan
 
     @property
@@ -80,7 +80,7 @@ class Layer:
         return rows * self.size.H * self.x_RTH[rank].element_size()
 
 
-def draw_layer(size: Size, num_ranks: int, dtype: torch.dtype, device: torch.device, seed: int = 0) -> Layer:
+def draw_layer(size: Size, num_ranks: int, dtype: torch.dtype, device: torch.device, seed: int = 0) -> RanksLayer:
     """``size.T`` tokens on every rank, whose choices are even. The same on every rank, and on any device.
 
     Raises ValueError where ranks would have different numbers of experts.
@@ -98,18 +98,21 @@ def draw_layer(size: Size, num_ranks: int, dtype: torch.dtype, device: torch.dev
     weights = [torch.rand(T, K, generator=generator) for _ in range(num_ranks)]
     load = LoadMatrix(np.stack([np.bincount(of_rank.flatten().numpy(), minlength=E) for of_rank in choices]))
     layout = ExpertLayout(np.arange(E).reshape(num_ranks, each), E)
-    return Layer(
+    return RanksLayer(
         size,
         [normal(T, H) for _ in range(num_ranks)],
         [normal(T, H) for _ in range(num_ranks)],
         [weight_TK.to(device) for weight_TK in weights],
         [expert_TK.to(device) for expert_TK in choices],
-        [Held(normal(each, 2 * I, H, scale=H**-0.5), normal(each, H, I, scale=I**-0.5)) for _ in range(num_ranks)],
+        [
+            OwnExperts(normal(each, 2 * I, H, scale=H**-0.5), normal(each, H, I, scale=I**-0.5))
+            for _ in range(num_ranks)
+        ],
         split_tokens(load, layout, ClusterSpec(ranks_per_node=num_ranks), EvenSplit()),
     )
 
 
-def regions_of(layer: Layer, points: Sequence[MegaPoint]) -> dict[str, Region]:
+def regions_of(layer: RanksLayer, points: Sequence[MegaPoint]) -> dict[str, Region]:
     """What the heap of these points needs."""
     _, _, H, _, E, K = layer.size
     dtype, flags = layer.x_RTH[0].dtype, 0
@@ -126,7 +129,9 @@ class MegaRun:
     the exact split, which knows no other plan where experts have one holder.
     """
 
-    def __init__(self, layer: Layer, rank: int, point: MegaPoint, memory: MegaMemory, on_device: bool = False) -> None:
+    def __init__(
+        self, layer: RanksLayer, rank: int, point: MegaPoint, memory: MegaMemory, on_device: bool = False
+    ) -> None:
         self._x_TH, self._dy_TH = layer.x_RTH[rank], layer.dy_RTH[rank]
         self._weight_TK, self._held = layer.weight_RTK[rank], layer.held_R[rank]
         plan: Tensor | PendingPlan = tokens_by_replica(layer.plan, layer.device)
@@ -162,7 +167,7 @@ class MegaRun:
             self.results["dgate_up"], self.results["ddown"] = self._gradients
 
 
-def _pending(layer: Layer) -> PendingPlan:
+def _pending(layer: RanksLayer) -> PendingPlan:
     """With room for what is sent here, if that is more than is usual."""
     cluster, choices = ClusterSpec(ranks_per_node=layer.num_ranks), layer.most_tokens * layer.size.K
     usual = room_for_rows(MegaKernel(), layer.most_tokens, layer.size.K, layer.num_ranks)

@@ -5,20 +5,22 @@ T tokens, H hidden, I expert width, E experts, K top-k.
 
 from __future__ import annotations
 
-import json
-import sys
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import torch
-from rich.table import Table
 from torch import Tensor, nn
 
-from moesys.bench.harness.stopwatch import Spread, interleave, machine_line
+from moesys.bench.harness.contest import Case, Contestant, hold
+from moesys.bench.harness.reports import Report, publish
+from moesys.bench.harness.sheets import Column, Sheet
+from moesys.bench.harness.steps import steps_told
+from moesys.bench.harness.stopwatch import Spread, Work, machine_line
 from moesys.config import ModelShape, Strategy
-from moesys.lab.show.console import print_full
 from moesys.moe.expert_parameters import DTYPES
 from moesys.moe.layer import MoELayer
 
@@ -35,7 +37,7 @@ DIRECTIONS: tuple[Direction, ...] = ("forward + backward", "forward")
 
 
 @dataclass(frozen=True)
-class Case:
+class ScaledLayer:
     """A published layer, scaled to what a laptop runs in about a second."""
 
     name: str
@@ -44,16 +46,16 @@ class Case:
     shape: ModelShape
 
 
-def _softmax_case(name: str, family: Family, T: int, H: int, I: int, E: int, K: int) -> Case:
+def _softmax_case(name: str, family: Family, T: int, H: int, I: int, E: int, K: int) -> ScaledLayer:
     shape = ModelShape(hidden_size=H, intermediate_size=I, num_experts=E, top_k=K, norm_topk_prob=family != "olmoe")
-    return Case(name, family, T, shape)
+    return ScaledLayer(name, family, T, shape)
 
 
 CASES = (
     _softmax_case("mixtral", "mixtral", T=1024, H=1024, I=896, E=8, K=2),
     _softmax_case("qwen3-moe", "qwen3_moe", T=2048, H=768, I=384, E=32, K=4),
     _softmax_case("olmoe", "olmoe", T=2048, H=768, I=512, E=32, K=4),
-    Case(
+    ScaledLayer(
         "deepseek-v3",
         "deepseek_v3",
         num_tokens=1024,
@@ -82,34 +84,48 @@ class Row:
     samples_ms: milliseconds of each contestant by repetition; empty where an output was wrong.
     """
 
-    case: str
-    num_tokens: int
-    shape: ModelShape
-    direction: Direction
+    direction: Annotated[Direction, Column("direction")]
+    shape: Annotated[str, Column("shape")]
+    num_tokens: Annotated[int, Column("T")]
+    model: ModelShape
     differences: dict[str, float]
-    samples_ms: dict[str, list[float]] = field(default_factory=dict)
+    samples_ms: dict[str, list[float]]
+    wrong: Annotated[str, Column("wrong")]
 
     @property
-    def matched(self) -> bool:
-        return all(difference <= TOLERANCE[self.shape.dtype] for difference in self.differences.values())
-
-    def median_ms(self, contestant: str) -> float:
-        return torch.tensor(self.samples_ms[contestant], dtype=torch.float64).median().item()
-
-    def best_of(self, contestants: Iterable[str]) -> str:
-        return min(contestants, key=self.median_ms)
+    def dtype(self) -> Annotated[str, Column("dtype", after="num_tokens")]:
+        return self.model.dtype
 
     @property
-    def peers(self) -> tuple[str, ...]:
-        """All contestants but us."""
-        return tuple(name for name in self.samples_ms if name != OURS)
+    def median_ms(self) -> Annotated[dict[str, float], Column("{}", ".1f", after="differences")]:
+        return {name: statistics.median(samples_ms) for name, samples_ms in self.samples_ms.items()}
 
-    def speedup(self, peer: str) -> Spread:
-        """Its time over ours: above 1, we are faster."""
-        return Spread.of_ratios(self.samples_ms[peer], self.samples_ms[OURS])
+    @property
+    def ratios(self) -> Annotated[dict[str, Spread], Column("")]:
+        """The time of all contestants but us over ours: above 1, we are faster."""
+        ours_ms = self.samples_ms.get(OURS, ())
+        return {name: Spread.of_ratios(of, ours_ms) for name, of in self.samples_ms.items() if name != OURS}
+
+    @property
+    def to_better(self) -> Annotated[Spread | None, Column(f"better / {OURS}", after="samples_ms")]:
+        return self._ratio_of_better(PEERS)
+
+    @property
+    def to_better_mastered(
+        self,
+    ) -> Annotated[Spread | None, Column(f"better, float32 masters / {OURS}", after="samples_ms")]:
+        return self._ratio_of_better(tuple(MASTERED.values()))
+
+    @property
+    def matched(self) -> Annotated[bool, Column("")]:
+        return not self.wrong
+
+    def _ratio_of_better(self, peers: tuple[str, ...]) -> Spread | None:
+        timed = [peer for peer in peers if peer in self.samples_ms]
+        return self.ratios[min(timed, key=lambda peer: self.median_ms[peer])] if timed else None
 
 
-def select(shape: str = "all", dtype: str = "all", num_tokens: int | None = None) -> list[Case]:
+def select(shape: str = "all", dtype: str = "all", num_tokens: int | None = None) -> list[ScaledLayer]:
     """The cases of these names, in every dtype asked for. Raises ValueError for a name that is not there."""
     names, dtypes = [case.name for case in CASES], list(TOLERANCE)
     if shape not in ("all", *names):
@@ -117,14 +133,16 @@ def select(shape: str = "all", dtype: str = "all", num_tokens: int | None = None
     if dtype not in ("all", *dtypes):
         raise ValueError(f"dtype={dtype!r} is none of {', '.join(dtypes)}; 'all' runs both")
     return [
-        Case(case.name, case.family, num_tokens or case.num_tokens, case.shape.replace(dtype=chosen))
+        ScaledLayer(case.name, case.family, num_tokens or case.num_tokens, case.shape.replace(dtype=chosen))
         for case in CASES
         if shape in ("all", case.name)
         for chosen in (dtypes if dtype == "all" else [dtype])
     ]
 
 
-def bench_layer(cases: list[Case], *, repeats: int = 9, threads: int | None = None, seed: int = 0) -> Iterator[Row]:
+def bench_layer(
+    cases: list[ScaledLayer], *, repeats: int = 9, threads: int | None = None, seed: int = 0
+) -> Iterator[Row]:
     """Measure each case, one row a direction; ``threads`` is torch's own number by default.
 
     Outputs and gradients are compared with those of the eager block first, and a contestant that differs stops the
@@ -139,96 +157,54 @@ def bench_layer(cases: list[Case], *, repeats: int = 9, threads: int | None = No
         torch.set_num_threads(threads_before)
 
 
-def report(rows: list[Row], threads: int | None = None) -> tuple[Table, list[str]]:
-    """The table and its legend."""
-    table = Table(title="MEASURED: one rank of MoELayer and transformers' blocks, ms (median)", title_justify="left")
-    for column in ("direction", "shape", "T", "dtype"):
-        table.add_column(column, no_wrap=True)
-    for column in (OURS, *PEERS, f"better / {OURS}", *MASTERED.values(), f"better / {OURS}"):
-        table.add_column(column.replace(", ", ",\n"), justify="right", no_wrap=True)
-    for direction in DIRECTIONS:
-        for row in (row for row in rows if row.direction == direction):
-            labels = (direction, row.case, str(row.num_tokens), row.shape.dtype)
-            if not row.samples_ms:
-                wrong = ", ".join(f"{name} by {difference:.1e}" for name, difference in row.differences.items())
-                table.add_row(*labels, f"differs from eager: {wrong}")
-                continue
-            cells = [f"{row.median_ms(OURS):.1f}"]
-            for peers in (PEERS, tuple(MASTERED.values())):
-                if set(peers) <= set(row.peers):
-                    cells += [f"{row.median_ms(peer):.1f}" for peer in peers]
-                    cells.append(str(row.speedup(row.best_of(peers))))
-            table.add_row(*labels, *cells)
-        table.add_section()
-    repeats = max((len(row.samples_ms.get(OURS, ())) for row in rows), default=0)
-    legend = [
-        machine_line(threads or torch.get_num_threads(), ("torch", "transformers")),
-        f"Spread: its time over ours, above 1 we are faster; median [p20, p80] of {repeats} repetitions, paired. "
+def report(rows: Sequence[Row], repeats: int, threads: int | None = None) -> Report:
+    """All rows, the directions apart."""
+    tolerances = ", ".join(f"{tolerance:g} ({dtype})" for dtype, tolerance in TOLERANCE.items())
+    machine = machine_line(threads or torch.get_num_threads(), ("torch", "transformers"))
+    notes = [
+        machine,
+        f"Ratio: its time over ours, above 1 we are faster; median [p20, p80] of {repeats} repetitions, paired. "
         "'better' is the faster of the two.",
-        "A speed is shown where output and gradients match the eager block in the same run, within "
-        + ", ".join(f"{tolerance:g} ({dtype})" for dtype, tolerance in TOLERANCE.items())
-        + " of their norm.",
+        f"A speed is shown where output and gradients match the eager block in the same run, within {tolerances} of "
+        "their norm.",
         "bfloat16: parameters and gradients of eager and grouped_mm are bfloat16. Ours are float32, as an optimiser "
         "wants them, and cast once a pass; so are those of the blocks with float32 masters, under torch.autocast.",
         "Tokens are random, of those that both routers send to the same experts. Forward runs without autograd.",
     ]
-    return table, legend
-
-
-def to_json(rows: list[Row], threads: int | None = None) -> dict[str, Any]:
-    """Everything that was measured, with all samples."""
-    return {
-        "benchmark": "layer",
-        "source": "measured",
-        "machine": machine_line(threads or torch.get_num_threads(), ("torch", "transformers")),
-        "rows": [
-            {
-                "shape": row.case,
-                "num_tokens": row.num_tokens,
-                "model": row.shape.model_dump(mode="json"),
-                "direction": row.direction,
-                "matched": row.matched,
-                "differences": row.differences,
-                "samples_ms": row.samples_ms,
-                "ratios": {peer: asdict(row.speedup(peer)) for peer in row.peers},
-            }
-            for row in rows
-        ],
-    }
+    title = "MEASURED: one rank of MoELayer and transformers' blocks, ms (median)"
+    by_direction = sorted(rows, key=lambda row: DIRECTIONS.index(row.direction))
+    sheet = Sheet(title, by_direction, notes, group_by="direction")
+    return Report("layer", title, "measured", [sheet], data={"machine": machine, "rows": rows})
 
 
 def main(
-    shape: str,
-    dtype: str,
+    cases: Sequence[ScaledLayer],
     *,
-    num_tokens: int | None = None,
     repeats: int = 9,
     threads: int | None = None,
     json_path: Path | None = None,
 ) -> int:
     """Measure, write, print; the exit code: 1 if an output was wrong."""
-    rows = []
-    for row in bench_layer(select(shape, dtype, num_tokens), repeats=repeats, threads=threads):
-        print(f"measured {row.case}, {row.shape.dtype}, {row.direction}", file=sys.stderr)
-        rows.append(row)
-    table, legend = report(rows, threads)
-    if json_path is not None:
-        json_path.write_text(json.dumps(to_json(rows, threads), indent=1) + "\n")
-    print_full(table, legend)
+    rows: list[Row] = []
+    with steps_told("layer", len(cases)) as tell:
+        for case in cases:
+            tell(f"{case.name}, {case.shape.dtype}")
+            rows += bench_layer([case], repeats=repeats, threads=threads)
+    publish(report(rows, repeats, threads), json_path=json_path)
     return 0 if all(row.matched for row in rows) else 1
 
 
 # --- one case ---------------------------------------------------------------------------------------------
 
 
-def _measure(case: Case, repeats: int, seed: int) -> Iterator[Row]:
+def _measure(case: ScaledLayer, repeats: int, seed: int) -> Iterator[Row]:
     layer, block = _make_layer(case, seed), _make_block(case)
     block.load_state_dict(layer.full_state_dict())
     block.to(DTYPES[case.shape.dtype])
     # Both begin from the same numbers: what bfloat16 cannot hold is taken from our masters too.
     layer.load_full_state_dict({name: tensor.float() for name, tensor in block.state_dict().items()})
     x, dy = _tokens(case, layer, block, seed)
-    runs = {OURS: _Run(layer, x, dy)} | {peer: _Run(block, x, dy, peer) for peer in PEERS}
+    runs = {peer: _Run(block, x, dy, peer) for peer in PEERS} | {OURS: _Run(layer, x, dy)}
     mastered = _make_block(case)
     if x.dtype != torch.float32:
         mastered.load_state_dict(layer.full_state_dict())
@@ -237,28 +213,27 @@ def _measure(case: Case, repeats: int, seed: int) -> Iterator[Row]:
 
     def forget() -> None:
         x.grad = None
-        layer.zero_grad(set_to_none=True)
-        block.zero_grad(set_to_none=True)
-        mastered.zero_grad(set_to_none=True)
+        for module in (layer, block, mastered):
+            module.zero_grad(set_to_none=True)
 
-    results = {}
-    for name, run in runs.items():
-        forget()
-        results[name] = run.results()
-    differences = {
-        name: max(_relative(result[part], value) for part, value in results["eager"].items())
-        for name, result in results.items()
-        if name != "eager"
-    }
-    del results
+    differences: dict[str, float] = {}
+    expected: dict[str, Tensor] = {}
+
+    def wrong(name: str, results: dict[str, Tensor]) -> str:
+        if name == "eager":
+            expected.update(results)
+            return ""
+        differences[name] = max(_relative(results[part], value) for part, value in expected.items())
+        right = differences[name] <= TOLERANCE[case.shape.dtype]
+        return "" if right else f"differs from eager: {name} by {differences[name]:.1e}"
+
+    setups = {name: partial(Contestant, run.results, run.works) for name, run in runs.items()}
+    found = hold(Case(setups, wrong, before=forget, all_or_none=True, seed=seed), repeats)
+    why = "; ".join(outcome.wrong for outcome in found.values() if outcome.wrong)
     for direction in DIRECTIONS:
-        row = Row(case.name, case.num_tokens, case.shape, direction, differences)
-        if row.matched:
-            contestants: dict[str, Callable[[], object]] = {
-                name: run.forward if direction == "forward" else run.forward_backward for name, run in runs.items()
-            }
-            row.samples_ms.update(interleave(contestants, repeats, before=forget, seed=seed))
-        yield row
+        samples_ms = {name: found[name].samples_ms[direction] for name in found if found[name].samples_ms}
+        ours_first = {OURS: samples_ms[OURS]} | samples_ms if samples_ms else {}
+        yield Row(direction, case.name, case.num_tokens, case.shape, differences, ours_first, why)
 
 
 @dataclass(frozen=True)
@@ -272,6 +247,10 @@ class _Run:
     dy: Tensor
     implementation: str | None = None
     autocast: bool = False
+
+    @property
+    def works(self) -> dict[str, Work]:
+        return {"forward + backward": self.forward_backward, "forward": self.forward}
 
     def _call(self) -> Tensor:
         if self.implementation is not None:
@@ -309,11 +288,11 @@ def _relative(actual: Tensor, expected: Tensor) -> float:
     return float(difference.nan_to_num(nan=torch.inf))
 
 
-def _make_layer(case: Case, seed: int) -> MoELayer:
+def _make_layer(case: ScaledLayer, seed: int) -> MoELayer:
     return MoELayer(case.shape, Strategy(name="ep"), seed=seed)
 
 
-def _make_block(case: Case) -> nn.Module:
+def _make_block(case: ScaledLayer) -> nn.Module:
     """transformers' block of the case's family and shape, uninitialised."""
     from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Config, DeepseekV3MoE
     from transformers.models.mixtral.modeling_mixtral import MixtralConfig, MixtralSparseMoeBlock
@@ -364,7 +343,7 @@ def _route_in_float32(block: nn.Module) -> None:
 
 
 @torch.no_grad()
-def _tokens(case: Case, layer: MoELayer, block: nn.Module, seed: int) -> tuple[Tensor, Tensor]:
+def _tokens(case: ScaledLayer, layer: MoELayer, block: nn.Module, seed: int) -> tuple[Tensor, Tensor]:
     """x and dy, both [1, T, H]: random tokens that both routers send to the same experts.
 
     transformers' softmax routers compute in the block's dtype. In bfloat16 they choose another expert here and there,

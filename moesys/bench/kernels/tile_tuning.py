@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated
 
 import torch
-from rich import box
-from rich.table import Table
-from rich.text import Text
 
+from moesys.bench.harness.reports import Report, publish
+from moesys.bench.harness.sheets import Column, Sheet
 from moesys.bench.harness.steps import steps_told
 from moesys.bench.kernels.aot import Size, select
 from moesys.kernels.experts.gemm_timer import GemmTimer
@@ -17,7 +18,6 @@ from moesys.kernels.experts.tile_config import Blocks, ShapeClass
 from moesys.kernels.experts.tile_space import OPS, blocks_for
 from moesys.kernels.experts.tile_tuner import Gpu, cache_file, tune_blocks
 from moesys.kernels.experts.tiles import Block
-from moesys.lab.show.console import print_full
 
 
 def tune_size(size: Size, tell: Callable[[str], None]) -> tuple[ShapeClass, Blocks]:
@@ -32,21 +32,19 @@ def tune_size(size: Size, tell: Callable[[str], None]) -> tuple[ShapeClass, Bloc
     return shape, tune_blocks(shape, timer, Gpu.of(device))
 
 
-def tuned_table(rows: Sequence[tuple[Size, ShapeClass, Blocks]], gpu: Gpu) -> Table:
-    """What was found, beside what is used untuned."""
-    table = Table(title=Text(f"TUNED: {gpu.name}", style="bold"), title_justify="left", box=box.SIMPLE_HEAD)
-    for name in ("size", "op", "fastest", "untuned"):
-        table.add_column(name, no_wrap=True)
-    for size, shape, found in rows:
-        untuned = blocks_for(shape, gpu.multiprocessors)
-        for op in OPS:
-            table.add_row(size.name, op, *(_in_words(getattr(blocks, op)) for blocks in (found, untuned)))
-    return table
-
-
 def _in_words(block: Block) -> str:
     tile = f"{block.rows}x{block.columns}x{block.contraction}"
     return f"{tile}, {block.warps} warps, {block.stages} stages, {block.operands}"
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The fastest tiles of one op, beside what is used untuned."""
+
+    size: Annotated[str, Column("size")]
+    op: Annotated[str, Column("op")]
+    fastest: Annotated[Block, Column("fastest", _in_words)]
+    untuned: Annotated[Block, Column("untuned", _in_words)]
 
 
 def main(sizes: str) -> int:
@@ -55,11 +53,16 @@ def main(sizes: str) -> int:
         print("tuning times kernels on a GPU, and this machine has none that torch can use", file=sys.stderr)
         return 2
     chosen, gpu = select(sizes), Gpu.of(torch.device("cuda"))
+    rows = []
     try:
         with steps_told("tuning", len(OPS) * len(chosen)) as tell:
-            rows = [(size, *tune_size(size, tell)) for size in chosen]
+            for size in chosen:
+                shape, found = tune_size(size, tell)
+                untuned = blocks_for(shape, gpu.multiprocessors)
+                rows += [Tuned(size.name, op, getattr(found, op), getattr(untuned, op)) for op in OPS]
     except OSError as error:
         print(error, file=sys.stderr)
         return 2
-    print_full(tuned_table(rows, gpu), [f"kept in {cache_file(gpu)}"])
+    title = f"TUNED: {gpu.name}"
+    publish(Report("kernels tune", title, "measured", [Sheet(title, rows, [f"kept in {cache_file(gpu)}"])]))
     return 0

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from moesys.bench.mega.case import Layer
+from moesys.bench.mega.ranks_layer import RanksLayer
 from moesys.kernels.experts.activation_gradient import activation_gradient
 from moesys.kernels.experts.combine import combine
 from moesys.kernels.experts.grouped_gemm import grouped_gemm
@@ -33,7 +33,7 @@ from moesys.overlap.stages import Stages
 class Shared:
     """What ranks read of each other, and where they write to each other; one behind the other along the first side."""
 
-    def __init__(self, layer: Layer) -> None:
+    def __init__(self, layer: RanksLayer) -> None:
         _, T, H, _, E, K = layer.size
         num_entries = layer.num_ranks * T * K
         self.x, self.dy, self.weight = (torch.cat(list(of)) for of in (layer.x_RTH, layer.dy_RTH, layer.weight_RTK))
@@ -43,10 +43,10 @@ class Shared:
         self.dweight_home = self.weight.new_empty(num_entries)
 
 
-class SequentialRun:
+class StandAloneRun:
     """One rank: forward and backward in stages, and what came out."""
 
-    def __init__(self, layer: Layer, rank: int, shared: Shared, link: Tensor | None) -> None:
+    def __init__(self, layer: RanksLayer, rank: int, shared: Shared, link: Tensor | None) -> None:
         _, T, _, _, _, K = layer.size
         device, held = layer.device, layer.held_R[rank]
         self._shared, self._link, self._away_bytes = shared, link, layer.away_bytes(rank)
@@ -140,7 +140,7 @@ class SequentialRun:
             self._shared.rows_home.index_copy_(0, self._home_N, rows_NH)
 
 
-def sequential_runs(layer: Layer, links: Sequence[Tensor | None]) -> list[SequentialRun]:
+def stand_alone_runs(layer: RanksLayer, links: Sequence[Tensor | None]) -> list[StandAloneRun]:
     """Of all ranks, which share this device; ``links``: of each (``kernels.link``)."""
     shared = Shared(layer)
-    return [SequentialRun(layer, rank, shared, link) for rank, link in enumerate(links)]
+    return [StandAloneRun(layer, rank, shared, link) for rank, link in enumerate(links)]

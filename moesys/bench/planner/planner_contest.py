@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Annotated
 
 import numpy as np
-from rich import box
-from rich.table import Table
-from rich.text import Text
 
+from moesys.bench.harness.reports import Report, publish
+from moesys.bench.harness.sheets import Column, Sheet
 from moesys.bench.harness.steps import steps_told
 from moesys.bench.harness.stopwatch import machine_line
-from moesys.bench.planner.replay import Contender, Score, moments, score_layer
+from moesys.bench.planner.scored_layers import Contender, Score, moments, score_layer
 from moesys.config import (
     Adaptive,
     Balance,
@@ -35,7 +33,6 @@ from moesys.config import (
     presets,
 )
 from moesys.config.laer_routing import LAER_E8K2_ROUTING, LAER_E16K4_ROUTING
-from moesys.lab.show.console import print_full
 from moesys.replay import Moment
 from moesys.traces import Trace, generate, load_trace
 
@@ -89,45 +86,45 @@ class Setting:
     layers: tuple[int, ...]
 
 
-def trace_settings(
-    trace: Trace,
-    *,
-    ranks_per_node: int | None = None,
-    slots: Sequence[int] = (),
-    chosen: Sequence[Contender] = DEFAULT_CONTENDERS,
-    lag: int = 10,
-    from_iteration: int | None = None,
-    to_iteration: int | None = None,
-    layers: Sequence[int] = (),
-    every: int = 1,
-) -> list[Setting]:
-    """A setting for each number of slots, by default one more than the experts of a rank.
+@dataclass(frozen=True)
+class TraceOptions:
+    """What of a trace is replayed, and how.
+
+    ranks_per_node: all in one node by default. slots: one setting for each number, by default one more than the experts
+    of a rank. lag, from_iteration, to_iteration, every: of ``moments``. layers: all by default.
+    """
+
+    ranks_per_node: int | None = None
+    slots: Sequence[int] = ()
+    lag: int = 10
+    from_iteration: int | None = None
+    to_iteration: int | None = None
+    layers: Sequence[int] = ()
+    every: int = 1
+
+
+def trace_settings(trace: Trace, chosen: Sequence[Contender], options: TraceOptions) -> list[Setting]:
+    """A setting for each number of slots.
 
     Raises ValueError, with the way out, for nodes, layers, slots and iterations that the trace has not.
     """
     R, E = trace.num_ranks, trace.num_experts
-    in_node = ranks_per_node or R
+    in_node = options.ranks_per_node or R
     if R % in_node:
         raise ValueError(f"ranks_per_node={in_node} does not divide the trace's {R} ranks; use a divisor of {R}")
-    if outside := [layer for layer in layers if not 0 <= layer < trace.num_layers]:
+    if outside := [layer for layer in options.layers if not 0 <= layer < trace.num_layers]:
         raise ValueError(f"layers={outside} are not in the trace; its layers are 0 to {trace.num_layers - 1}")
-    if few := [number for number in slots if number * R < E]:
+    if few := [number for number in options.slots if number * R < E]:
         raise ValueError(
             f"slots={few[0]} gives {few[0] * R} slots on {R} ranks for {E} experts; use at least {-(-E // R)}"
         )
     cluster = ClusterSpec(num_nodes=R // in_node, ranks_per_node=in_node)
-    when = tuple(moments(trace.iterations, lag, from_iteration, to_iteration, every))
+    bounds = options.from_iteration, options.to_iteration, options.every
+    when = tuple(moments(trace.iterations, options.lag, *bounds))
+    layers = tuple(options.layers) or tuple(range(trace.num_layers))
     return [
-        Setting(
-            f"{number} slots",
-            (trace,),
-            cluster,
-            number,
-            tuple(chosen),
-            when,
-            tuple(layers) or tuple(range(trace.num_layers)),
-        )
-        for number in (slots or (-(-E // R) + 1,))
+        Setting(f"{number} slots", (trace,), cluster, number, tuple(chosen), when, layers)
+        for number in (options.slots or (-(-E // R) + 1,))
     ]
 
 
@@ -184,105 +181,51 @@ def replay(settings: Sequence[Setting]) -> list[Score]:
 class Summary:
     """A contender's scores in one setting: means, but medians of times. ``num_scores`` layouts were used."""
 
-    setting: str
-    contender: str
-    num_scores: int
-    max_over_mean: float
-    p95: float
-    worst: float
-    inter_node_share: float
-    moves: float | None
-    layout_ms: float
-    split_ms: float
-    gap: float
+    setting: Annotated[str, Column("setting")]
+    contender: Annotated[str, Column("planner + split, predictor")]
+    max_over_mean: Annotated[float, Column("max/mean", ".4f")]
+    p95: Annotated[float, Column("p95", ".3f")]
+    worst: Annotated[float, Column("worst", ".3f")]
+    gap: Annotated[float, Column("gap %", ".2f", 100)]
+    inter_node_share: Annotated[float, Column("inter-node %", ".2f", 100)]
+    moves: Annotated[float | None, Column("moves", ".1f")]
+    layout_ms: Annotated[float, Column("layout ms", ".3f")]
+    split_ms: Annotated[float, Column("split ms", ".3f")]
+    num_scores: Annotated[int, Column("n")]
+
+    @staticmethod
+    def of(scores: Sequence[Score]) -> Summary:
+        """``scores`` are of one setting and contender."""
+        max_over_mean = np.array([score.max_over_mean for score in scores])
+        moves = [score.moves for score in scores if score.moves is not None]
+        return Summary(
+            setting=scores[0].setting,
+            contender=scores[0].contender,
+            max_over_mean=float(max_over_mean.mean()),
+            p95=float(np.quantile(max_over_mean, 0.95)),
+            worst=float(max_over_mean.max()),
+            gap=float(np.mean([score.gap for score in scores])),
+            inter_node_share=float(np.mean([score.inter_node_share for score in scores])),
+            moves=float(np.mean(moves)) if moves else None,
+            layout_ms=float(np.median([score.layout_ms for score in scores])),
+            split_ms=float(np.median([score.split_ms for score in scores])),
+            num_scores=len(scores),
+        )
 
 
 def summarise(scores: Sequence[Score]) -> list[Summary]:
-    rows = []
-    for setting, contender in dict.fromkeys((score.setting, score.contender) for score in scores):
-        of = [score for score in scores if (score.setting, score.contender) == (setting, contender)]
-        max_over_mean = np.array([score.max_over_mean for score in of])
-        moves = [score.moves for score in of if score.moves is not None]
-        rows.append(
-            Summary(
-                setting=setting,
-                contender=contender,
-                num_scores=len(of),
-                max_over_mean=float(max_over_mean.mean()),
-                p95=float(np.quantile(max_over_mean, 0.95)),
-                worst=float(max_over_mean.max()),
-                inter_node_share=float(np.mean([score.inter_node_share for score in of])),
-                moves=float(np.mean(moves)) if moves else None,
-                layout_ms=float(np.median([score.layout_ms for score in of])),
-                split_ms=float(np.median([score.split_ms for score in of])),
-                gap=float(np.mean([score.gap for score in of])),
-            )
-        )
-    return rows
+    by_contender: dict[tuple[str, str], list[Score]] = {}
+    for score in scores:
+        by_contender.setdefault((score.setting, score.contender), []).append(score)
+    return [Summary.of(of_one) for of_one in by_contender.values()]
 
 
-def report(summaries: Sequence[Summary], source: str) -> tuple[Table, list[str]]:
-    """The table and its legend. ``source`` says what was replayed."""
-    title = "MEASURED: layouts planned on the past, tokens of later micro-batches split over them"
-    table = Table(title=Text(title, style="bold"), title_justify="left", box=box.SIMPLE_HEAD)
-    columns = "setting", "planner + split, predictor", "max/mean", "p95", "worst", "gap %", "inter-node %", "moves"
-    for index, column in enumerate((*columns, "layout ms", "split ms", "n")):
-        table.add_column(column, justify="left" if index < 2 else "right", no_wrap=True)
-    for index, row in enumerate(summaries):
-        if index and row.setting != summaries[index - 1].setting:
-            table.add_section()
-        table.add_row(
-            row.setting,
-            Text(row.contender),
-            f"{row.max_over_mean:.4f}",
-            f"{row.p95:.3f}",
-            f"{row.worst:.3f}",
-            f"{100 * row.gap:.2f}",
-            f"{100 * row.inter_node_share:.2f}",
-            "" if row.moves is None else f"{row.moves:.1f}",
-            f"{row.layout_ms:.3f}",
-            f"{row.split_ms:.3f}",
-            str(row.num_scores),
-        )
-    legend = [
-        f"{source}; {machine_line(1, PACKAGES)}",
-        "max/mean: tokens of the busiest rank over the mean; mean, 95th percentile and worst of n uses of a layout.",
-        "gap: how much busier the busiest rank is than the best split over the same layout leaves it (min-cut bound).",
-        "even: over replicas on the source's node, if any, as LAER-MoE; eplb + even: over all replicas alike.",
-        "inter-node: tokens that leave their node. moves: replicas a plan brings to ranks that did not hold them.",
-        "ms: medians of the whole call, without the prediction.",
-    ]
-    return table, legend
-
-
-def main_trace(
-    path: Path,
-    *,
-    ranks_per_node: int | None,
-    slots: Sequence[int],
-    chosen: Sequence[Contender],
-    lag: int,
-    from_iteration: int | None,
-    to_iteration: int | None,
-    layers: Sequence[int],
-    every: int,
-    json_path: Path | None = None,
-) -> int:
+def main_trace(path: Path, chosen: Sequence[Contender], options: TraceOptions, json_path: Path | None = None) -> int:
     """Replay a trace file; the exit code. Raises ValueError where it does not fit what is asked for."""
-    settings = trace_settings(
-        load_trace(path),
-        ranks_per_node=ranks_per_node,
-        slots=slots,
-        chosen=chosen,
-        lag=lag,
-        from_iteration=from_iteration,
-        to_iteration=to_iteration,
-        layers=layers,
-        every=every,
-    )
+    settings = trace_settings(load_trace(path), chosen, options)
     when, cluster = settings[0].when, settings[0].cluster
     nodes = f"{cluster.num_nodes} nodes of {cluster.ranks_per_node}"
-    source = f"{path.name} on {nodes}, lag {lag}, {len(when)} micro-batches scored"
+    source = f"{path.name} on {nodes}, lag {options.lag}, {len(when)} micro-batches scored"
     return show(replay(settings), source, json_path)
 
 
@@ -297,22 +240,18 @@ def main_laer(chosen: Sequence[Contender] | None, num_seeds: int, json_path: Pat
 
 
 def show(scores: Sequence[Score], source: str, json_path: Path | None) -> int:
-    """Write and print; the exit code."""
-    summaries = summarise(scores)
-    table, legend = report(summaries, source)
-    if json_path is not None:
-        json_path.write_text(json.dumps(to_json(scores, summaries, source), indent=1) + "\n")
-    print_full(table, legend)
+    """Write and print; the exit code. ``source`` says what was replayed."""
+    summaries, machine = summarise(scores), machine_line(1, PACKAGES)
+    notes = [
+        f"{source}; {machine}",
+        "max/mean: tokens of the busiest rank over the mean; mean, 95th percentile and worst of n uses of a layout.",
+        "gap: how much busier the busiest rank is than the best split over the same layout leaves it (min-cut bound).",
+        "even: over replicas on the source's node, if any, as LAER-MoE; eplb + even: over all replicas alike.",
+        "inter-node: tokens that leave their node. moves: replicas a plan brings to ranks that did not hold them.",
+        "ms: medians of the whole call, without the prediction.",
+    ]
+    title = "MEASURED: layouts planned on the past, tokens of later micro-batches split over them"
+    sheet = Sheet(title, summaries, notes, group_by="setting")
+    data = {"replayed": source, "machine": machine, "summaries": summaries, "scores": scores}
+    publish(Report("planner", title, "measured", [sheet], data=data), json_path=json_path)
     return 0
-
-
-def to_json(scores: Sequence[Score], summaries: Sequence[Summary], source: str) -> dict[str, Any]:
-    """Everything that was scored."""
-    return {
-        "benchmark": "planner",
-        "source": "measured",
-        "replayed": source,
-        "machine": machine_line(1, PACKAGES),
-        "summaries": [asdict(summary) for summary in summaries],
-        "scores": [{**asdict(score), "gap": score.gap} for score in scores],
-    }

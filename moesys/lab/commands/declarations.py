@@ -1,4 +1,4 @@
-"""What the command line takes for a declaration: a kind, such as ``greedy``; JSON; a file; ``4x8`` or ``h100:4``."""
+"""Reads declarations from the command line: a kind, such as ``greedy``; JSON; a file; ``4x8`` or ``h100:4``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 
 from moesys.config import Balance, ClusterSpec, Predictor, Split, Strategy, presets
-from moesys.lab.runs.files import in_words
+from moesys.lab.runs.experiment_files import in_words
 
 T = TypeVar("T")
 

@@ -1,4 +1,4 @@
-"""Experiments from files: a Python file with a function that returns an ``Experiment``, or JSON, or TOML.
+"""Reads experiments from files: a Python file with a function that returns an ``Experiment``, or JSON, or TOML.
 
 A Python file may also have ``experiments()``, which returns a list: those are run, one after another, and
 ``experiment()`` is the one that is meant where only one can be, as in ``moesys explain``.

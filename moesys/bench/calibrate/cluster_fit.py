@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from scipy.optimize import minimize_scalar, nnls
+from scipy.optimize import minimize_scalar
 
-from moesys.bench.calibrate.rank import ExpertCase
+from moesys.bench.calibrate.rank_timings import ExpertCase
+from moesys.bench.harness.line_fit import fit_line
 from moesys.config import ClusterSpec, DType, ModelShape
 from moesys.cost import pass_seconds
 
@@ -20,22 +21,6 @@ from moesys.cost import pass_seconds
 RATES = (1e-5, 1e5)
 # Larger tiles must explain this much better: where no case tells them apart, the smallest are taken.
 CLEARLY_BETTER = 0.95
-
-
-@dataclass(frozen=True)
-class Spread:
-    """``n`` samples: their median, and their 20th and 80th percentile."""
-
-    median: float
-    p20: float
-    p80: float
-    n: int
-
-    @staticmethod
-    def of(samples: Sequence[float], unit: float = 1.0) -> Spread:
-        """``unit``: what each sample is multiplied by."""
-        low, middle, high = (float(value) * unit for value in np.percentile(samples, (20, 50, 80)))
-        return Spread(middle, low, high, len(samples))
 
 
 @dataclass(frozen=True)
@@ -60,18 +45,11 @@ def fit_messages(seconds: Mapping[int, float]) -> MessageLine:
     """
     if len(seconds) < 2:
         raise ValueError(f"{len(seconds)} sizes of messages are no line; measure two or more")
-    num_bytes_M = np.array(list(seconds), dtype=np.float64)
-    seconds_M = np.array(list(seconds.values()))
-    unit = num_bytes_M.max()
-    (latency, per_unit), _ = nnls(
-        np.stack([1 / seconds_M, num_bytes_M / unit / seconds_M], axis=1), np.ones(len(seconds))
-    )
-    per_byte = per_unit / unit
-    if per_byte <= 0:
-        latency, per_byte = 0.0, seconds_M[num_bytes_M.argmax()] / unit
-    errors_M = (latency + num_bytes_M * per_byte) / seconds_M - 1
-    errors = dict(zip(seconds, errors_M.tolist(), strict=True))
-    return MessageLine(float(latency * 1e6), float(1e-9 / per_byte), errors)
+    latency_s, byte_s = fit_line(list(seconds), list(seconds.values()))
+    if byte_s <= 0:
+        latency_s, byte_s = 0.0, seconds[max(seconds)] / max(seconds)
+    errors = {num_bytes: (latency_s + num_bytes * byte_s) / of - 1 for num_bytes, of in seconds.items()}
+    return MessageLine(latency_s * 1e6, 1e-9 / byte_s, errors)
 
 
 @dataclass(frozen=True)

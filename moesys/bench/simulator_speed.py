@@ -6,22 +6,20 @@ drawn loads. A few layers are planned and repeated; planning is not timed. MegaK
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
-from rich import box
-from rich.table import Table
-from rich.text import Text
-
+from moesys.bench.harness.reports import Report, publish
+from moesys.bench.harness.sheets import Column, Sheet
+from moesys.bench.harness.steps import steps_told
 from moesys.bench.harness.stopwatch import machine_line, wall_ms
 from moesys.config import FlowSplit, Fsep, Greedy, MegaKernel, Overlap, Pipelined, Sequential, Strategy, presets
 from moesys.config.experiment import Generated
-from moesys.lab.show.console import print_full
 from moesys.lab.show.tables import figure
 from moesys.load import LoadMatrix
 from moesys.step import StepPlan, plan_layer, simulation
@@ -44,13 +42,13 @@ class Timing:
     critical path. Medians of ``repeats``.
     """
 
-    overlap: str
-    layers: int
-    ranks: int
-    step_ms: float
-    path_ms: float
-    spans_ms: float
-    num_spans: int
+    overlap: Annotated[str, Column("overlap")]
+    layers: Annotated[int, Column("layers")]
+    ranks: Annotated[int, Column("ranks")]
+    step_ms: Annotated[float, Column("step ms", figure)]
+    path_ms: Annotated[float, Column("path ms", figure)]
+    spans_ms: Annotated[float, Column("spans ms", figure)]
+    num_spans: Annotated[int, Column("spans")]
     repeats: int
 
 
@@ -61,19 +59,21 @@ def select(overlap: str) -> dict[str, Overlap]:
     return {name: of for name, of in OVERLAPS.items() if overlap in (name, "all")}
 
 
-def main(overlap: str, *, most_ranks: int, repeats: int, json_path: Path | None) -> int:
-    """Time, print, and write."""
+def main(chosen: Mapping[str, Overlap], *, most_ranks: int, repeats: int, json_path: Path | None) -> int:
+    """Time, write, print; the exit code."""
+    asked = [(name, *size) for size in SIZES if size[1] <= most_ranks for name in chosen]
     timings = []
-    for layers, ranks in SIZES:
-        if ranks <= most_ranks:
-            for name, of in select(overlap).items():
-                timings.append(time_step(name, of, layers, ranks, repeats))
-                print(f"{name}, {layers} layers on {ranks} ranks: {figure(timings[-1].step_ms)} ms", flush=True)
-    threads = 2 if "mega_kernel" in select(overlap) else 1
-    footer = f"MEASURED: medians of {repeats}; planning is not in it. {machine_line(threads, ('numpy', 'numba'))}"
-    if json_path is not None:
-        json_path.write_text(json.dumps([asdict(timing) for timing in timings], indent=2), encoding="utf-8")
-    print_full(_table(timings), [footer])
+    with steps_told("simulate", len(asked)) as tell:
+        for name, layers, ranks in asked:
+            tell(f"{name}, {layers} layers on {ranks} ranks")
+            timings.append(time_step(name, chosen[name], layers, ranks, repeats))
+    machine = machine_line(2 if "mega_kernel" in chosen else 1, ("numpy", "numba"))
+    notes = [f"Medians of {repeats}; planning is not in it. {machine}"]
+    title = "MEASURED: bench simulate"
+    sheet = Sheet(title, timings, notes)
+    publish(
+        Report("simulate", title, "measured", [sheet], data={"machine": machine, "rows": timings}), json_path=json_path
+    )
     return 0
 
 
@@ -108,13 +108,3 @@ def step_plan(overlap: Overlap, layers: int, ranks: int) -> StepPlan:
     loads_LRE = generate(drawn, ranks, MODEL.num_experts, MODEL.top_k, seed=0).tokens_SLRE[0]
     planned = [plan_layer(strategy, MODEL, cluster, LoadMatrix(tokens_RE)) for tokens_RE in loads_LRE]
     return StepPlan(strategy, MODEL, cluster, tuple(planned[layer % len(planned)] for layer in range(layers)))
-
-
-def _table(timings: Sequence[Timing]) -> Table:
-    table = Table(title=Text("MEASURED: bench simulate", style="bold"), title_justify="left", box=box.SIMPLE_HEAD)
-    for index, column in enumerate(("overlap", "layers", "ranks", "step ms", "path ms", "spans ms", "spans")):
-        table.add_column(column, justify="right" if index else "left", no_wrap=True)
-    for of in timings:
-        milliseconds = (figure(ms) for ms in (of.step_ms, of.path_ms, of.spans_ms))
-        table.add_row(of.overlap, str(of.layers), str(of.ranks), *milliseconds, str(of.num_spans))
-    return table

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import multiprocessing
-import time
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import torch
-from rich import box
-from rich.table import Table
-from rich.text import Text
 
 from moesys.balance import min_max_load, plan_layouts
+from moesys.bench.harness.sheets import Column
 from moesys.bench.harness.steps import steps_told
+from moesys.bench.harness.stopwatch import Work, repeated_ms
 from moesys.bench.planner.peer_eplb import PEER, even_max_over_mean, load_peer, peer_layouts
 from moesys.config import ClusterSpec, Greedy
 from moesys.config.experiment import Generated
@@ -38,12 +38,12 @@ class LargeRow:
     as ``FlowSplit`` reaches it for ours, and an even split for EPLB's own code.
     """
 
-    case: str
-    contender: str
-    layout_ms: float
-    peak_mib: float | None
-    max_over_mean: float
-    worst: float
+    case: Annotated[str, Column("case")]
+    contender: Annotated[str, Column("planner")]
+    layout_ms: Annotated[float, Column("layout ms", ".1f")]
+    peak_mib: Annotated[float | None, Column("peak MiB", ".1f")]
+    max_over_mean: Annotated[float, Column("max/mean", ".4f")]
+    worst: Annotated[float, Column("worst layer", ".4f")]
 
 
 @dataclass(frozen=True)
@@ -101,20 +101,17 @@ def measure_large(case: Large, repeats: int, contender: str, peer: Path | None =
     rebalance = load_peer(peer) if peer else None
     loads_LE = torch.from_numpy(np.stack([load.tokens_E for load in loads]))
     before_mib = _memory_mib("VmRSS")
-    times_ms = []
-    for repetition in range(repeats + 1):
-        start = time.perf_counter()
-        if rebalance:
-            rebalance(loads_LE, case.slots * case.num_ranks, 1, 1, case.num_ranks)
-        else:
-            layouts = plan_layouts(loads, cluster, OURS[contender], case.slots, threads=THREADS)
-        if repetition:
-            times_ms.append((time.perf_counter() - start) * 1e3)
+    if rebalance:
+        plan: Work = partial(rebalance, loads_LE, case.slots * case.num_ranks, 1, 1, case.num_ranks)
+    else:
+        plan = partial(plan_layouts, loads, cluster, OURS[contender], case.slots, threads=THREADS)
+    times_ms = repeated_ms(plan, repeats)
     peak_mib = _memory_mib("VmHWM")
     if rebalance:
         layouts = peer_layouts(rebalance, loads_LE, case.num_ranks, case.slots)
         found = [even_max_over_mean(load.tokens_E, layout) for load, layout in zip(loads, layouts, strict=True)]
     else:
+        layouts = plan_layouts(loads, cluster, OURS[contender], case.slots, threads=THREADS)
         found = [
             min_max_load(load, layout) * case.num_ranks / load.total
             for load, layout in zip(loads, layouts, strict=True)
@@ -137,25 +134,3 @@ def _memory_mib(field: str) -> float | None:
         return None
     kib = next((line.split()[1] for line in lines if line.startswith(f"{field}:")), None)
     return None if kib is None else int(kib) / 1024
-
-
-def large_report(rows: Sequence[LargeRow]) -> Table:
-    title = "MEASURED: many ranks, many layers"
-    table = Table(title=Text(title, style="bold"), title_justify="left", box=box.SIMPLE_HEAD)
-    for index, column in enumerate(("case", "planner", "layout ms", "peak MiB", "max/mean", "worst layer")):
-        table.add_column(column, justify="left" if index < 2 else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(
-            row.case,
-            row.contender,
-            f"{row.layout_ms:.1f}",
-            cell(row.peak_mib, ".1f"),
-            f"{row.max_over_mean:.4f}",
-            f"{row.worst:.4f}",
-        )
-    return table
-
-
-def cell(value: float | None, form: str, scale: float = 1.0) -> str:
-    """A figure, or nothing where there is none."""
-    return "" if value is None else format(scale * value, form)

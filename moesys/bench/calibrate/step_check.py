@@ -1,0 +1,95 @@
+"""Does a calibration tell how long a step takes? One MoE layer, forward and backward, on the ranks that were measured,
+beside the simulator's step on the ``ClusterSpec`` that they became.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated
+
+import torch
+import torch.distributed as dist
+
+from moesys.bench.calibrate.calibrated_rows import RANGE, four_digits
+from moesys.bench.calibrate.measurement import PART_TIMEOUT_S, LayerCase
+from moesys.bench.harness.bench_ranks import Ranks
+from moesys.bench.harness.contest import Case, Contestant, EqualBits, Outcome, hold, of_all_ranks
+from moesys.bench.harness.layer_steps import LayerSteps
+from moesys.bench.harness.sheets import Column
+from moesys.bench.harness.stopwatch import Spread
+from moesys.config import ClusterSpec, Pipelined, Strategy
+from moesys.layout import TokenPlan
+from moesys.moe.layer import MoELayer
+from moesys.simulator.step_program import run_step
+
+SEQUENTIAL = Strategy(name="sequential")
+STRATEGIES = (SEQUENTIAL, SEQUENTIAL.replace(name="pipelined 4", overlap=Pipelined(chunks=4)))
+
+
+@dataclass(frozen=True)
+class StepCheck:
+    """One strategy's step of one layer. measured_ms: of the slowest rank, by repetition."""
+
+    case: Annotated[
+        LayerCase,
+        Column("H", lambda case: str(case.shape.hidden_size)),
+        Column("I", lambda case: str(case.shape.intermediate_size)),
+        Column("E", lambda case: str(case.shape.num_experts)),
+        Column("K", lambda case: str(case.shape.top_k)),
+        Column("tokens a rank", lambda case: str(case.num_tokens)),
+    ]
+    strategy: Annotated[str, Column("strategy")]
+    measured_ms: Annotated[Spread, Column("measured, ms", lambda ms: four_digits(ms.median)), *RANGE]
+    simulated_ms: Annotated[float, Column("simulated, ms", four_digits)]
+
+    @property
+    def error(self) -> Annotated[float, Column("error", "+.0%")]:
+        """Simulated over measured, less 1."""
+        return self.simulated_ms / self.measured_ms.median - 1
+
+
+def check_steps(ranks: Ranks, cluster: ClusterSpec, cases: Sequence[LayerCase], repeats: int) -> list[StepCheck]:
+    """Every case under ``STRATEGIES``, on CPU ranks; the simulator gets the tokens that the routers sent.
+
+    Raises RuntimeError where these differ by a bit.
+    """
+    checks = []
+    for case in cases:
+        outcomes = of_all_ranks(ranks.run(measured_steps, case, cluster, repeats, timeout_s=PART_TIMEOUT_S))
+        for strategy in STRATEGIES:
+            outcome = outcomes[strategy.name]
+            if outcome.wrong:
+                raise RuntimeError(f"{strategy.name} computes something else than {SEQUENTIAL.name}: {outcome.wrong}")
+            step = run_step(strategy, case.shape, cluster, [[outcome.metrics[0]]])
+            measured_ms = Spread.of(outcome.samples_ms["step"])
+            checks.append(StepCheck(case, strategy.name, measured_ms, step.length_seconds * 1e3))
+    return checks
+
+
+def measured_steps(case: LayerCase, cluster: ClusterSpec, repeats: int) -> dict[str, Outcome]:
+    """Interleaved steps of all strategies, on every rank at once; ``Outcome.metrics`` is the newest token plan."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    generator = torch.Generator().manual_seed(rank)
+    x_TH, dy_TH = (torch.randn(case.num_tokens, case.shape.hidden_size, generator=generator) for _ in range(2))
+    steps = {of.name: LayerSteps(MoELayer(case.shape, of, cluster=cluster), x_TH, dy_TH) for of in STRATEGIES}
+
+    def prepare() -> None:
+        for of in steps.values():
+            of.prepare()
+
+    setups = {name: partial(_contestant, of) for name, of in steps.items()}
+    outcomes = hold(Case(setups, EqualBits(), before=prepare), repeats)
+    for of in steps.values():
+        of.close()
+    return outcomes
+
+
+def _contestant(steps: LayerSteps) -> Contestant:
+    def plan() -> TokenPlan:
+        plan = steps.layers[0].last_plan
+        assert plan is not None
+        return plan.tokens
+
+    return steps.contestant(plan)

@@ -1,0 +1,232 @@
+"""What one rank of ``bench shaped`` does: steps of MoE layers over a link, and the pieces that a step is made of.
+
+R ranks, E experts, H hidden, I expert width, T tokens of a rank, K top-k.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from moesys.bench.harness.contest import Case, Contestant, EqualBits, Outcome, hold
+from moesys.bench.harness.layer_steps import LayerSteps
+from moesys.bench.harness.stopwatch import repeated_ms
+from moesys.config import ClusterSpec, ModelShape, Pipelined, Strategy
+from moesys.moe.layer import MoELayer
+from moesys.overlap.comm.channel import Channel
+from moesys.overlap.comm.messages import exchange
+from moesys.overlap.comm.record import Meter, Recorder
+
+# How far a token leans towards the experts that it is to choose: more than initial noise could turn.
+_LEANING = 6.0
+# Of the steps that calibration looks at: shares of a case's tokens, none of them all, and chunks.
+MOST_TOKENS, SOME_TOKENS, CHUNKS = 0.75, 0.375, 4
+PIECES = ("most", "some", "chunks")
+# Products that are timed beside messages: as many rows as a chunk gives an expert, and milliseconds of them.
+_PRODUCT_ROWS, _PRODUCTS = 128, 10
+
+
+@dataclass(frozen=True)
+class ShapedCase:
+    """Strategies that do the same work over the same links, one rank a host; the first is the baseline.
+
+    num_tokens: of each rank, [R].
+    popularity: share of the tokens that each expert is chosen by, [E]; empty for equal ones. K = 1 with it.
+    """
+
+    name: str
+    mbit_per_s: float
+    latency_us: float
+    num_tokens: tuple[int, ...]
+    shape: ModelShape
+    strategies: tuple[Strategy, ...]
+    popularity: tuple[float, ...] = ()
+    num_layers: int = 1
+
+    @property
+    def num_hosts(self) -> int:
+        return len(self.num_tokens)
+
+    @property
+    def cluster(self) -> ClusterSpec:
+        """The links as declared; how fast a rank computes is for calibration to say."""
+        return ClusterSpec(
+            num_nodes=self.num_hosts,
+            ranks_per_node=1,
+            inter_node_gb_per_s=self.mbit_per_s / 8e3,
+            inter_node_us=self.latency_us,
+        )
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """Of one rank's steps. blocked_ms: by communication, or by waiting for another rank, in each repetition. plans: of
+    each layer in the newest step, as ``LayerPlan.to_json``.
+    """
+
+    blocked_ms: list[float]
+    plans: list[str]
+
+
+class Layers(nn.Module):
+    """MoE layers with residuals."""
+
+    def __init__(self, case: ShapedCase, strategy: Strategy, seed: int) -> None:
+        super().__init__()
+        self.moe = nn.ModuleList(
+            MoELayer(case.shape, strategy, cluster=case.cluster, layer_index=index, seed=seed)
+            for index in range(case.num_layers)
+        )
+        with torch.no_grad():
+            for layer in self.moe:
+                layer.router.weight.zero_()  # type: ignore[operator, union-attr]
+                layer.router.weight.fill_diagonal_(1.0)  # type: ignore[operator, union-attr]
+
+    def forward(self, x_TH: Tensor) -> Tensor:
+        for moe in self.moe:
+            x_TH = x_TH + moe(x_TH)
+        return x_TH
+
+
+def steps_of(case: ShapedCase, strategy: Strategy, seed: int, tokens_share: float = 1.0) -> LayerSteps:
+    """Of one strategy, on the input and the gradient that all strategies of a case share."""
+    rank = dist.get_rank()
+    generator = torch.Generator().manual_seed(seed * 1000 + rank)
+    num_tokens = round(case.num_tokens[rank] * tokens_share)
+    x_TH, dy_TH = (torch.randn(num_tokens, case.shape.hidden_size, generator=generator) for _ in range(2))
+    for place, expert_T in enumerate(chosen_experts(case, num_tokens, generator)):
+        x_TH[torch.arange(num_tokens), expert_T] = 2 * _LEANING - place
+    return LayerSteps(Layers(case, strategy, seed), x_TH, dy_TH)
+
+
+def chosen_experts(case: ShapedCase, num_tokens: int, generator: torch.Generator) -> list[Tensor]:
+    """K tensors [T]: the experts that each token is to choose, in shares as exact as whole tokens allow."""
+    num_experts = case.shape.num_experts
+    order_T = torch.randperm(num_tokens, generator=generator)
+    if case.popularity:
+        bounds = torch.tensor(case.popularity, dtype=torch.float64).cumsum(0)[:-1] * num_tokens
+        return [torch.bucketize(order_T.double(), bounds, right=True)]
+    step = 1 + order_T // num_experts % max(1, num_experts - 1)
+    return [(order_T + place * step) % num_experts for place in range(case.shape.top_k)]
+
+
+def measure(case: ShapedCase, repeats: int, seed: int) -> dict[str, Outcome]:
+    """Every strategy of the case and, interleaved with them, what calibration wants of computing, so that whatever else
+    the machine does slows both; a collective of all ranks. ``Outcome.metrics`` are ``Stepped``.
+    """
+    strategies = {strategy.name: steps_of(case, strategy, seed) for strategy in case.strategies}
+    return _held(strategies | _pieces(case, seed), repeats, seed)
+
+
+def measure_pieces(case: ShapedCase, repeats: int, seed: int) -> dict[str, Outcome]:
+    """What calibration wants of computing, by itself; a collective of all ranks."""
+    return _held(_pieces(case, seed), repeats, seed)
+
+
+def _held(steps: Mapping[str, LayerSteps], repeats: int, seed: int) -> dict[str, Outcome]:
+    """Output and dx must be those of the first strategy; pieces are no case's own."""
+    equal_bits = EqualBits("output", "dx")
+
+    def prepare() -> None:
+        for of in steps.values():
+            of.prepare()
+
+    def wrong(name: str, results: Mapping[str, Tensor]) -> str:
+        return "" if name in PIECES else equal_bits(name, results)
+
+    setups = {name: partial(_contestant, of, repeats) for name, of in steps.items()}
+    outcomes = hold(Case(setups, wrong, before=prepare, seed=seed), repeats)
+    dist.barrier()
+    for of in steps.values():
+        of.close()
+    return outcomes
+
+
+def _contestant(steps: LayerSteps, repeats: int) -> Contestant:
+    def stepped() -> Stepped:
+        plans = [layer.last_plan for layer in steps.layers]
+        return Stepped(steps.blocked_ms(repeats), [plan.to_json() for plan in plans if plan is not None])
+
+    return steps.contestant(stepped)
+
+
+def _pieces(case: ShapedCase, seed: int) -> dict[str, LayerSteps]:
+    """``PIECES``: steps of even tokens that are none of the case's own: of ``"most"`` of its tokens, of ``"some"``, and
+    of most in ``"chunks"``. All ranks compute at once, as in training.
+    """
+    even = even_case(case)
+    sequential = even.strategies[0]
+    chunked = sequential.replace(overlap=Pipelined(chunks=CHUNKS))
+    wanted = (sequential, MOST_TOKENS), (sequential, SOME_TOKENS), (chunked, MOST_TOKENS)
+    return {name: steps_of(even, strategy, seed, share) for name, (strategy, share) in zip(PIECES, wanted, strict=True)}
+
+
+def computed_ms(outcomes: Mapping[str, Outcome]) -> dict[str, list[float]]:
+    """Of each of ``PIECES`` and repetition, the milliseconds in which this rank was not blocked by communication."""
+    return {
+        name: [
+            taken - blocked
+            for taken, blocked in zip(outcomes[name].samples_ms["step"], outcomes[name].metrics.blocked_ms, strict=True)
+        ]
+        for name in PIECES
+    }
+
+
+def even_case(case: ShapedCase) -> ShapedCase:
+    """As many tokens of the same shape, every expert's and every rank's the same, so that each computes as many rows as
+    it has.
+    """
+    num_tokens = (sum(case.num_tokens) // case.num_hosts,) * case.num_hosts
+    return replace(case, num_tokens=num_tokens, popularity=(), strategies=(Strategy(name="sequential"),))
+
+
+def exchange_ms(num_bytes: int, repeats: int) -> list[float]:
+    """Milliseconds of all-to-alls in which this rank sends ``num_bytes`` to others and receives as many."""
+    group = dist.group.WORLD
+    assert group is not None
+    num_ranks = dist.get_world_size()
+    channel = Channel(group, range(num_ranks), Recorder(dist.get_rank()), Meter())
+    rows = max(1, num_bytes // (num_ranks - 1))
+    sent, received = (torch.ones(rows * (num_ranks - 1), dtype=torch.uint8) for _ in range(2))
+    counts = [0 if rank == dist.get_rank() else rows for rank in range(num_ranks)]
+
+    def exchanged() -> None:
+        channel.all_to_all(received, sent, counts, counts, lane="dispatch").wait()
+
+    return repeated_ms(exchanged, repeats, before=dist.barrier)
+
+
+def beside_ms(shape: ModelShape, num_bytes: int, repeats: int) -> tuple[list[float], list[float]]:
+    """Milliseconds of the same products of H by 2I, alone and while an all-to-all of ``num_bytes`` is under way."""
+    group = dist.group.WORLD
+    assert group is not None
+    num_ranks, rank = dist.get_world_size(), dist.get_rank()
+    sent = torch.ones(num_ranks, num_bytes // (num_ranks - 1), dtype=torch.uint8)
+    received = torch.empty_like(sent)
+    counts = [0 if other == rank else 1 for other in range(num_ranks)]
+    sent, received = sent[1:], received[1:]
+    x_NH = torch.randn(_PRODUCT_ROWS, shape.hidden_size)
+    weight_HI = torch.randn(shape.hidden_size, 2 * shape.intermediate_size)
+    out_NI = x_NH @ weight_HI
+
+    def products_ms() -> float:
+        begin_s = time.perf_counter()
+        for _ in range(_PRODUCTS):
+            torch.mm(x_NH, weight_HI, out=out_NI)
+        return (time.perf_counter() - begin_s) * 1e3
+
+    alone_ms, together_ms = [], []
+    for _ in range(repeats + 1):
+        dist.barrier()
+        alone_ms.append(products_ms())
+        dist.barrier()
+        moving = exchange(received, sent, counts, counts, group)
+        together_ms.append(products_ms())
+        moving.wait()
+    return alone_ms[1:], together_ms[1:]

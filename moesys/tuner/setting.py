@@ -1,0 +1,104 @@
+"""Says which strategies a model and a cluster tell apart, and what each is called."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from moesys.config import (
+    Balance,
+    ClusterSpec,
+    Declared,
+    EvenSplit,
+    Fsep,
+    Last,
+    ModelShape,
+    Overlap,
+    Predictor,
+    Sharding,
+    Split,
+    Static,
+    Strategy,
+)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What decides which strategies can be told apart: their model, cluster and number of layers."""
+
+    model: ModelShape
+    cluster: ClusterSpec
+    num_layers: int
+
+    def point(
+        self,
+        sharding: Sharding,
+        balance: Balance,
+        predictor: Predictor,
+        split: Split,
+        overlap: Overlap,
+        replan_every: int,
+        lag: int,
+    ) -> Strategy | None:
+        """The strategy of these parts in its plainest words, named after them; None where there is none."""
+        try:
+            strategy = Strategy(
+                name="point",
+                sharding=sharding,
+                balance=balance,
+                predictor=predictor,
+                split=split,
+                overlap=overlap,
+                replan_every=replan_every,
+                lag=lag,
+            )
+            strategy.slots(self.model, self.cluster)
+        except ValueError:
+            return None
+        return self.plainest(strategy)
+
+    def plainest(self, strategy: Strategy) -> Strategy:
+        """Fields that change nothing here get the value that says least, so that one computation is one point."""
+        changes: dict[str, Any] = {}
+        slots_R = strategy.slots(self.model, self.cluster)
+        if isinstance(strategy.balance, Static):
+            changes |= {"predictor": Last(), "replan_every": 1, "lag": 1}
+        if sum(slots_R) == self.model.num_experts:
+            # Every expert has one holder, and all splits send its rows there.
+            changes["split"] = EvenSplit()
+        sharding = strategy.sharding
+        if isinstance(sharding, Fsep):
+            one_node = self.cluster.num_nodes == 1 or max(self.cluster.node_sizes) == 1
+            changes["sharding"] = sharding.replace(
+                prefetch_layers=min(sharding.prefetch_layers, self.num_layers - 1),
+                restore="flat" if one_node else sharding.restore,
+            )
+        plain = strategy.replace(**changes)
+        return plain.replace(name=words_of(plain))
+
+
+def words_of(strategy: Strategy) -> str:
+    """A name that says what a strategy is; fields that have their default are left out."""
+    parts = [_part_words(strategy.sharding), _part_words(strategy.balance)]
+    if not isinstance(strategy.balance, Static):
+        parts.append(_part_words(strategy.predictor))
+    parts += [_part_words(strategy.split), _part_words(strategy.overlap)]
+    parts += [f"replan {strategy.replan_every}"] * (strategy.replan_every > 1)
+    parts += [f"lag {strategy.lag}"] * (strategy.lag > 1)
+    return " + ".join(parts)
+
+
+def value_words(value: Any) -> str:
+    """A field's value as tables and comments show it."""
+    return _part_words(value) if isinstance(value, Declared) else str(value).lower() if value is None else str(value)
+
+
+def _part_words(part: Declared) -> str:
+    fields = [name for name in type(part).model_fields if name != "kind"]
+    said = [
+        f"{name}={value}"
+        for name in fields
+        if (value := getattr(part, name)) != type(part).model_fields[name].get_default()
+    ]
+    kind: str = getattr(part, "kind", "")
+    return f"{kind}({', '.join(said)})" if said else kind
