@@ -57,9 +57,9 @@ FLOORS_IN = {
     "overlap": ({"comm"}, {"*"}),
     "simulator": ({"mega"}, {"*"}),
     "bench": (
-        {"harness", "pages"},
+        {"harness"},
         {"kernels", "planner"},
-        {"mega", "laer"},
+        {"mega"},
         {"*"},
         {"commands"},
     ),

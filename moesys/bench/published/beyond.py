@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from moesys.bench.published.beyond_rows import LAER, OTHER_FIT, UNIFIED, beyond_rows, beyond_sheets
-from moesys.bench.published.beyond_sizes import large_rows, large_sheet
+from moesys.bench.published.beyond_sizes import beyond_sizes, sizes_sheet
 from moesys.bench.published.simulated_page import show
 
 INTRODUCTION = (
@@ -20,5 +20,5 @@ INTRODUCTION = (
 def main(out: Path | None = None) -> int:
     """Simulate, write, print; the exit code."""
     sheets = beyond_sheets(beyond_rows(), beyond_rows(OTHER_FIT, stages=(LAER, UNIFIED)))
-    show([*sheets, large_sheet(large_rows())], "beyond LAER-MoE", INTRODUCTION, "beyond", out)
+    show([*sheets, sizes_sheet(beyond_sizes())], "beyond LAER-MoE", INTRODUCTION, "beyond", out)
     return 0

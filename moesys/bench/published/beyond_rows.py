@@ -13,10 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
 
-import numpy as np
-
 from moesys.bench.harness.sheets import Column, Sheet
-from moesys.bench.published.drawn_steps import Drawn, Scenario, StepSeconds, simulate
+from moesys.bench.published.drawn_steps import Scenario, simulate
 from moesys.bench.published.laer_figures import ROWS
 from moesys.bench.published.laer_setup import (
     CONSTANTS,
@@ -27,6 +25,7 @@ from moesys.bench.published.laer_setup import (
     laer_model,
     laer_scenario,
 )
+from moesys.bench.published.waterfall import LAER_STAGE, UNIFIED_STAGE, Fall, waterfall
 from moesys.config import ClusterSpec, MegaKernel, Overlap, Pipelined, Sequential, presets
 
 # Stages differ far more than draws of routing do: fewer seeds than the published rows take.
@@ -54,8 +53,8 @@ class Stage:
 
 
 STATIC = Stage("static", "FSDP+EP", Sequential())
-LAER = Stage("LAER's layout", "LAER", Sequential())
-UNIFIED = Stage("MegaKernel: unified", "greedy, flow", MegaKernel())
+LAER = Stage(LAER_STAGE, "LAER", Sequential())
+UNIFIED = Stage(UNIFIED_STAGE, "greedy, flow", MegaKernel())
 STAGES = (
     STATIC,
     LAER,
@@ -68,34 +67,6 @@ STAGES = (
 # The least calm that LAER-MoE's fitted rows leave room for, within two standard errors of their draws (the page of
 # ``moesys bench reproduce``): to see what hangs on it.
 OTHER_FIT = replace(CONSTANTS, calm=4.0, dispatcher_ms=8.0)
-
-
-@dataclass(frozen=True)
-class Fall:
-    """A model at a stage. laer_s: at LAER's. inter_node_share: of the routed rows."""
-
-    model: Annotated[str, Column("model")]
-    stage: Annotated[str, Column("stage")]
-    seconds: StepSeconds
-    laer_s: float
-    max_over_mean: Annotated[float, Column("max/mean", ".3f")]
-    inter_node_share: Annotated[float, Column("inter-node %", ".1f", 100)]
-
-    @property
-    def total_s(self) -> Annotated[float, Column("s", ".2f", after="stage")]:
-        return self.seconds.total
-
-    @property
-    def over_laer(self) -> Annotated[float, Column("over LAER", ".3f", after="total_s")]:
-        return self.laer_s / self.seconds.total
-
-    @property
-    def exposed_s(self) -> Annotated[float, Column("exposed s", ".2f", after="max_over_mean")]:
-        return self.seconds.all_to_all + self.seconds.experts_late
-
-    @property
-    def experts_late_s(self) -> Annotated[float, Column("experts late s", ".2f", after="exposed_s")]:
-        return self.seconds.experts_late
 
 
 @dataclass(frozen=True)
@@ -118,22 +89,13 @@ def beyond_rows(
     """Every model at every stage; the same arguments give the same figures."""
     scenarios = {(model, stage): stage.scenario(model, constants, iterations) for model in models for stage in stages}
     found = simulate(scenarios.values(), seeds, "beyond")
-    drawn = {case: _mean(found[scenario]) for case, scenario in scenarios.items()}
-    falls = []
-    for (model, stage), of in drawn.items():
-        (max_over_mean,) = of.max_over_mean_P
-        laer_s = drawn[model, LAER].seconds.total
-        falls.append(Fall(model.name, stage.name, of.seconds, laer_s, max_over_mean, of.inter_node_share))
-    return falls
-
-
-def _mean(of_seeds: Sequence[Drawn]) -> Drawn:
-    """Over seeds, and over plans."""
-    return Drawn(
-        StepSeconds.mean([drawn.seconds for drawn in of_seeds]),
-        (float(np.mean([drawn.max_over_mean_P for drawn in of_seeds])),),
-        statistics.fmean(drawn.inter_node_share for drawn in of_seeds),
-    )
+    return [
+        fall
+        for model in models
+        for fall in waterfall(
+            {"model": model.name}, {stage.name: found[scenarios[model, stage]] for stage in stages}, "s", 1.0
+        )
+    ]
 
 
 def in_tiles(cluster: ClusterSpec) -> ClusterSpec:
@@ -145,7 +107,7 @@ def in_tiles(cluster: ClusterSpec) -> ClusterSpec:
 
 def geometric_mean(falls: Sequence[Fall], stage: Stage, over: Stage) -> float:
     """Over the published rows of the models that fell: how many times as fast ``stage`` is as ``over``."""
-    seconds = {(fall.model, fall.stage): fall.seconds.total for fall in falls}
+    seconds = {(fall.of["model"], fall.stage): fall.total for fall in falls}
     models = [name for row in ROWS if ((name := laer_model(row.model).name), stage.name) in seconds]
     return statistics.geometric_mean(seconds[name, over.name] / seconds[name, stage.name] for name in models)
 
@@ -153,15 +115,10 @@ def geometric_mean(falls: Sequence[Fall], stage: Stage, over: Stage) -> float:
 def beyond_sheets(falls: Sequence[Fall], refitted: Sequence[Fall]) -> list[Sheet]:
     """A waterfall, and what explains it; ``refitted``: LAER and unified by ``OTHER_FIT``."""
     published = {LAER: statistics.geometric_mean(row.fsdp_ep_s / row.laer_s for row in ROWS)}
-    means = [
-        StageMean(
-            stage.name,
-            geometric_mean(falls, stage, LAER),
-            geometric_mean(falls, stage, STATIC),
-            published.get(stage),
-        )
-        for stage in STAGES
-    ]
+    means = []
+    for stage in STAGES:
+        over_laer, over_static = (geometric_mean(falls, stage, over) for over in (LAER, STATIC))
+        means.append(StageMean(stage.name, over_laer, over_static, published.get(stage)))
     value = geometric_mean(falls, UNIFIED, LAER)
     notes = (
         f"{UNIFIED.name}: {value:.3f}, where {BAR} was wanted: {'met' if value >= BAR else 'not met'}.",
@@ -170,11 +127,7 @@ def beyond_sheets(falls: Sequence[Fall], refitted: Sequence[Fall]) -> list[Sheet
         "Up to unified, expert gradients travel in bfloat16, as LAER-MoE's do; ours travel in float32: the last row.",
         "published: over static, of LAER-MoE's own rows.",
     )
-    explained = (
-        "exposed: not computing, mean over ranks: rows on their way, slower ranks, and experts or gradients that come "
-        "late, of which the next column is.",
-    )
     return [
         Sheet("SIMULATED: the 24 rows, times as fast as LAER, geometric mean", means, notes),
-        Sheet("SIMULATED: stage by stage, seconds of an iteration", falls, explained, group_by="model"),
+        Sheet("SIMULATED: stage by stage, seconds of an iteration", falls, group_by="of"),
     ]

@@ -9,14 +9,13 @@ LAER-MoE's published routing has. Layouts are planned on the five micro-batches 
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated
 
-from moesys.bench.harness.sheets import Column, Sheet
+from moesys.bench.harness.sheets import Sheet
 from moesys.bench.planner.scored_layers import Contender
 from moesys.bench.published.drawn_steps import Drawn, Planning, Scenario, simulate
+from moesys.bench.published.waterfall import LAER_STAGE, UNIFIED_STAGE, Fall, waterfall
 from moesys.config import (
     Adaptive,
     ClusterSpec,
@@ -94,72 +93,41 @@ _OURS = Contender(Greedy(), FlowSplit(), Adaptive())
 # proportional ones, as those of large sizes are.
 STAGES: dict[str, tuple[Contender, Sequence[Overlap]]] = {
     "static": (Contender(Static(), EvenSplit(), Last()), _SEQUENTIAL),
-    "LAER": (Contender(_LAER, EvenSplit(), WindowMean(steps=5)), _SEQUENTIAL),
+    LAER_STAGE: (Contender(_LAER, EvenSplit(), WindowMean(steps=5)), _SEQUENTIAL),
     "flow split": (Contender(_LAER, FlowSplit(), WindowMean(steps=5)), _SEQUENTIAL),
     "our layout": (_OURS, _SEQUENTIAL),
     "4 chunks": (_OURS, (Pipelined(chunks=4),)),
-    "unified": (_OURS, tuple(MEGA_KERNELS.values())),
+    UNIFIED_STAGE: (_OURS, tuple(MEGA_KERNELS.values())),
 }
 
 
-@dataclass(frozen=True)
-class LargeRow:
-    """A model on a cluster. layer_ms: of a step, over its layers, by stage. exposed_ms: of that, not computing, the
-    mean over ranks. inter_node_share: of the routed rows. best: unified's point of the search space.
-    """
-
-    model: Annotated[str, Column("model")]
-    gpu: str
-    num_ranks: int
-    slots: Annotated[int, Column("slots")]
-    layer_ms: Mapping[str, float]
-    best: Overlap
-    max_over_mean: Annotated[Mapping[str, float], Column("max/mean, {}", ".3f")]
-    exposed_ms: Annotated[Mapping[str, float], Column("exposed ms, {}", ".1f")]
-    inter_node_share: Annotated[Mapping[str, float], Column("inter-node %, {}", ".0f", 100)]
-
-    @property
-    def gpus(self) -> Annotated[str, Column("GPUs", after="model")]:
-        return f"{self.num_ranks} {self.gpu}"
-
-    @property
-    def laer_ms(self) -> Annotated[float, Column("LAER ms", ".2f", after="slots")]:
-        return self.layer_ms["LAER"]
-
-    @property
-    def over_laer(self) -> Annotated[Mapping[str, float], Column("{}", ".3f", after="laer_ms")]:
-        """Times as fast as LAER's layout."""
-        return {stage: self.laer_ms / ms for stage, ms in self.layer_ms.items() if stage != "LAER"}
-
-    @property
-    def by(self) -> Annotated[str, Column("by", after="over_laer")]:
-        return next(letter for letter, point in MEGA_KERNELS.items() if point == self.best)
-
-
-def large_rows(
+def beyond_sizes(
     models: Sequence[LargeModel] = MODELS, gpus: Sequence[str] = tuple(CLUSTERS), sizes: Sequence[int] = SIZES
-) -> list[LargeRow]:
-    """Every model on every cluster, by model, GPU and size."""
-    rows = []
+) -> list[Fall]:
+    """All stages of every model on every cluster, by model, GPU and size."""
+    falls: dict[tuple[str, str, int], list[Fall]] = {}
     for model in models:
         best: dict[str, Overlap] = {}
         for num_ranks in sorted(sizes):
-            searched = {gpu: MEGA_KERNELS.values() if num_ranks <= COMPARED_RANKS else (best[gpu],) for gpu in gpus}
             scenarios = {
                 (gpu, stage, overlap): _scenario(model, gpus[0], gpu, num_ranks, stage, contender, overlap)
                 for stage, (contender, overlaps) in STAGES.items()
                 for gpu in gpus
-                for overlap in (searched[gpu] if stage == "unified" else overlaps)
+                for overlap in overlaps
+                if stage != UNIFIED_STAGE or num_ranks <= COMPARED_RANKS or overlap == best[gpu]
             }
             found = simulate(scenarios.values(), (SEED,), f"beyond, {model.name} on {num_ranks} GPUs")
             for gpu in gpus:
-                drawn: dict[str, Drawn] = {}
+                fastest: dict[str, Sequence[Drawn]] = {}
                 for (of_gpu, stage, overlap), scenario in scenarios.items():
-                    (of,) = found[scenario]
-                    if of_gpu == gpu and (stage not in drawn or of.seconds.total < drawn[stage].seconds.total):
-                        drawn[stage], best[gpu] = of, overlap
-                rows.append(_row(model, gpu, num_ranks, drawn, best[gpu]))
-    return sorted(rows, key=lambda row: ([model.name for model in models].index(row.model), row.gpu, row.num_ranks))
+                    faster = stage not in fastest or found[scenario][0].seconds.total < fastest[stage][0].seconds.total
+                    if of_gpu == gpu and faster:
+                        fastest[stage], best[gpu] = found[scenario], overlap
+                of = {"model": model.name, "GPUs": f"{num_ranks} {gpu}", "slots": str(model.slots(num_ranks))}
+                point = next(letter for letter, overlap in MEGA_KERNELS.items() if overlap == best[gpu])
+                falls[model.name, gpu, num_ranks] = waterfall(of, fastest, "ms", 1e3 / NUM_LAYERS, point)
+    by_gpu = [(model.name, gpu, size) for model in models for gpu in gpus for size in sorted(sizes)]
+    return [fall for case in by_gpu for fall in falls[case]]
 
 
 def _scenario(
@@ -192,33 +160,22 @@ def _scenario(
     )
 
 
-def _row(model: LargeModel, gpu: str, num_ranks: int, drawn: Mapping[str, Drawn], best: Overlap) -> LargeRow:
-    shown = {stage: drawn[stage] for stage in ("LAER", "unified")}
-    return LargeRow(
-        model=model.name,
-        gpu=gpu,
-        num_ranks=num_ranks,
-        slots=model.slots(num_ranks),
-        layer_ms={stage: 1e3 * of.seconds.total / NUM_LAYERS for stage, of in drawn.items()},
-        best=best,
-        max_over_mean={stage: statistics.fmean(of.max_over_mean_P) for stage, of in shown.items()},
-        exposed_ms={stage: 1e3 * of.seconds.exposed / NUM_LAYERS for stage, of in shown.items()},
-        inter_node_share={stage: of.inter_node_share for stage, of in shown.items()},
-    )
-
-
-def large_sheet(rows: Sequence[LargeRow]) -> Sheet:
+def sizes_sheet(falls: Sequence[Fall]) -> Sheet:
     """Published models on 8 to 1,024 GPUs."""
-    lost = [f"{row.model} on {row.gpus}" for row in rows if row.layer_ms["unified"] > min(row.layer_ms.values())]
+    unified = {fall.of["model"] + " on " + fall.of["GPUs"]: fall for fall in falls if fall.stage == UNIFIED_STAGE}
+    lost = [
+        name for name, last in unified.items() if any(fall.of == last.of and fall.total < last.total for fall in falls)
+    ]
     notes = [
         "Log-normal routing of skew 1, 8,192 tokens a rank, experts restored every pass, float32 gradients.",
         f"Where a stage before it is faster than unified: {', '.join(lost) or 'nowhere'}.",
         "Other stages have no search: LAER's as published, overlap in chunks by four of them.",
-        "by: which of four points of MegaKernel's search space the simulator finds fastest on up to "
+        "point: which of four points of MegaKernel's search space the simulator finds fastest on up to "
         f"{COMPARED_RANKS} GPUs, and the last of these on more.",
     ]
     for letter, point in MEGA_KERNELS.items():
         fields = point.model_dump(exclude_defaults=True)
         notes.append(f"{letter}: MegaKernel({', '.join(f'{name}={value}' for name, value in fields.items())}).")
-    title = "SIMULATED: times as fast as LAER's layout, a layer's forward and backward"
-    return Sheet(title, rows, notes, group_by="model")
+    return Sheet(
+        "SIMULATED: stage by stage, milliseconds of a layer's forward and backward", falls, notes, group_by="of"
+    )

@@ -20,7 +20,7 @@ class Claim:
     """A published figure: the seconds of a part of ``scenario``, or, with ``per``, how many times those of ``per``.
 
     of: what it is of, by column. in_points: the difference is in points, as of shares. scenario: None where a figure is
-    only quoted. own_s, per_s: simulated seconds of the two under each seed; none before ``simulated_by``.
+    only quoted, or simulated by other means. own, per_own: what is simulated of the two, under each seed.
     """
 
     of: Annotated[Mapping[str, str], Column("{}")]
@@ -30,27 +30,27 @@ class Claim:
     part: Part = "total"
     in_points: bool = False
     fitted: Annotated[bool, Column("fitted on", lambda fitted: "yes" if fitted else "")] = False
-    own_s: tuple[float, ...] = ()
-    per_s: tuple[float, ...] = (1.0,)
+    own: tuple[float, ...] = ()
+    per_own: tuple[float, ...] = (1.0,)
 
     def simulated_by(self, found: Found) -> Claim:
         """The claim with the seconds of its scenarios."""
         if self.scenario is None:
             return self
-        own_s = tuple(getattr(drawn.seconds, self.part) for drawn in found[self.scenario])
-        per_s = tuple(drawn.seconds.total for drawn in found[self.per]) if self.per else (1.0,)
-        return replace(self, own_s=own_s, per_s=per_s)
+        own = tuple(getattr(drawn.seconds, self.part) for drawn in found[self.scenario])
+        per_own = tuple(drawn.seconds.total for drawn in found[self.per]) if self.per else (1.0,)
+        return replace(self, own=own, per_own=per_own)
 
     def without_seed(self, place: int) -> Claim:
         """Of all seeds but one."""
-        own_s = (*self.own_s[:place], *self.own_s[place + 1 :])
-        per_s = (*self.per_s[:place], *self.per_s[place + 1 :]) if self.per else self.per_s
-        return replace(self, own_s=own_s, per_s=per_s)
+        own = (*self.own[:place], *self.own[place + 1 :])
+        per_own = (*self.per_own[:place], *self.per_own[place + 1 :]) if self.per else self.per_own
+        return replace(self, own=own, per_own=per_own)
 
     @property
     def simulated(self) -> Annotated[float | None, Column("simulated", figure, after="published")]:
         """Means over seeds, and of a ratio the ratio of the means."""
-        return float(np.mean(self.own_s) / np.mean(self.per_s)) if self.own_s else None
+        return float(np.mean(self.own) / np.mean(self.per_own)) if self.own else None
 
     @property
     def difference(self) -> Annotated[float | None, Column("difference %", "+.1f", 100, after="simulated")]:
@@ -62,9 +62,9 @@ class Claim:
     @property
     def standard_error(self) -> float:
         """Of a simulated ratio, over it: of a ratio of means over seeds, by the jackknife; 0 for one seed."""
-        own_s, per_s = np.array(self.own_s), np.array(self.per_s)
-        without = (own_s.sum() - own_s) / (per_s.sum() - per_s) if len(own_s) > 1 else np.ones(1)
-        return float(np.sqrt((len(own_s) - 1) * without.var()) / (own_s.mean() / per_s.mean()))
+        own, per_own = np.array(self.own), np.array(self.per_own)
+        without = (own.sum() - own) / (per_own.sum() - per_own) if len(own) > 1 else np.ones(1)
+        return float(np.sqrt((len(own) - 1) * without.var()) / (own.mean() / per_own.mean()))
 
 
 def scenarios_of(claims: Sequence[Claim]) -> list[Scenario]:

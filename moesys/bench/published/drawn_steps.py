@@ -106,6 +106,15 @@ class Drawn:
 Found = Mapping[Scenario, Sequence[Drawn]]
 
 
+def mean_of_seeds(of_seeds: Sequence[Drawn]) -> Drawn:
+    """The mean over seeds, and over plans."""
+    return Drawn(
+        StepSeconds.mean([drawn.seconds for drawn in of_seeds]),
+        (float(np.mean([drawn.max_over_mean_P for drawn in of_seeds])),),
+        float(np.mean([drawn.inter_node_share for drawn in of_seeds])),
+    )
+
+
 def simulate(scenarios: Collection[Scenario], seeds: Sequence[int], what: str) -> Found:
     """Of every scenario what it takes under each seed. Says how far it is, as ``what``."""
     plannings: dict[Planning, list[Scenario]] = {}

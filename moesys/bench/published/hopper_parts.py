@@ -8,12 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Annotated
 
 import numpy as np
 
-from moesys.bench.harness.sheets import Column, Sheet
+from moesys.bench.harness.sheets import Sheet
+from moesys.bench.published.claims import Claim
 from moesys.config import ClusterSpec, MegaKernel, ModelShape, Strategy, presets
 from moesys.layout import TokenPlan
 from moesys.load import LoadMatrix
@@ -33,8 +32,10 @@ class EvenLayer:
     tokens: int
 
     @property
-    def shape(self) -> str:
-        return f"{self.hidden}, {self.width}, {self.experts}, {self.top_k}"
+    def words(self) -> dict[str, str]:
+        """For tables."""
+        shape = f"{self.hidden}, {self.width}, {self.experts}, {self.top_k}"
+        return {"layer": self.name, "tokens a rank": f"{self.tokens:,}", "H, I, E, K": shape}
 
     @property
     def model(self) -> ModelShape:
@@ -58,31 +59,23 @@ class EvenLayer:
 class HopperPart:
     """``seconds``: of a pass forward that all ranks enter together. ``assumed``: what is not published of the layer."""
 
-    what: Annotated[str, Column("part")]
-    layer: Annotated[EvenLayer, Column("layer", lambda layer: f"{layer.name}, {layer.tokens:,} tokens")]
-    cluster: Annotated[ClusterSpec, Column("cluster", lambda cluster: cluster.name)]
-    published_ms: Annotated[float, Column("published ms", ".3f")]
+    what: str
+    layer: EvenLayer
+    cluster: ClusterSpec
+    published_ms: float
     overlap: MegaKernel
     seconds: Callable[[MegaPass], float]
-    assumed: Annotated[str, Column("not published")] = ""
+    assumed: str = ""
 
-    @cached_property
-    def _simulated_ms(self) -> float:
+    def simulated_ms(self) -> float:
         plan = self.layer.plan(self.cluster)
         queued = QueuedPass.of(self.overlap, self.layer.model, self.cluster, plan, backward=False)
         return 1e3 * self.seconds(queued.run(np.zeros(self.cluster.num_ranks)))
 
-    @property
-    def simulated_ms(self) -> Annotated[float, Column("simulated ms", ".3f", after="published_ms")]:
-        return self._simulated_ms
-
-    @property
-    def difference(self) -> Annotated[float, Column("difference %", "+.0f", 100, after="simulated_ms")]:
-        return self.simulated_ms / self.published_ms - 1
-
-    @property
-    def shape(self) -> Annotated[str, Column("H, I, E, K", after="layer")]:
-        return self.layer.shape
+    def claim(self) -> Claim:
+        """In milliseconds."""
+        of = {"part": self.what, **self.layer.words, "cluster": self.cluster.name or "", "not published": self.assumed}
+        return Claim(of, self.published_ms, scenario=None, own=(self.simulated_ms(),))
 
 
 def _moved(which: int) -> Callable[[MegaPass], float]:
@@ -121,4 +114,5 @@ def parts_sheet(parts: Sequence[HopperPart] = HOPPER_PARTS) -> Sheet:
         "stands there for dispatch and product in one kernel.",
         "Kraken: its pull request 32, whose times are of the exchange of counts as well, which is not simulated.",
     )
-    return Sheet("SIMULATED beside published: parts of a layer forward", parts, notes)
+    claims = [part.claim() for part in parts]
+    return Sheet("SIMULATED beside published: parts of a layer forward, milliseconds", claims, notes)

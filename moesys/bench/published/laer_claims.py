@@ -91,55 +91,56 @@ def breakdown_claims(constants: Constants) -> tuple[Claim, ...]:
     return tuple(claims)
 
 
-def ablation_scenarios(constants: Constants, iterations: Sequence[int]) -> dict[str, Scenario]:
-    """Of figure 12, by variant."""
+def ablation_scenarios(
+    constants: Constants, iterations: Sequence[int], inter_node_gb_per_s: float | None = None
+) -> dict[str, Scenario]:
+    """Of figure 12, by variant. With another rate between nodes than the constants', their plans are the same."""
     model = laer_model(ABLATION_MODEL)
     planners = dict.fromkeys(ABLATION_S, "LAER") | {name: name for name in ("FSDP+EP", "no_pq", "no_even")}
-    return {
-        name: laer_scenario(model, planner, constants, iterations, communication_optimised=name != "no_comm_opt")
-        for name, planner in planners.items()
-    }
+    rate = inter_node_gb_per_s or constants.inter_node_gb_per_s
+    found = {}
+    for name, planner in planners.items():
+        scenario = laer_scenario(model, planner, constants, iterations, communication_optimised=name != "no_comm_opt")
+        found[name] = replace(scenario, cluster=scenario.cluster.replace(inter_node_gb_per_s=rate))
+    return found
 
 
-def ablation_claims(constants: Constants, iterations: Sequence[int]) -> tuple[Claim, ...]:
+def ablation_claims(scenarios: dict[str, Scenario], variants: Sequence[str], **of: str) -> tuple[Claim, ...]:
     """Of figure 12: seconds over FSDP+EP's."""
-    scenarios = ablation_scenarios(constants, iterations)
-    return tuple(_over_static({"variant": name}, scenarios, name) for name in scenarios)
+    static = scenarios["FSDP+EP"]
+    return tuple(
+        Claim(
+            {**of, "variant": name}, ABLATION_S[name] / ABLATION_S["FSDP+EP"], scenarios[name], static, in_points=True
+        )
+        for name in variants
+    )
 
 
 def rate_claims(constants: Constants, iterations: Sequence[int]) -> tuple[Claim, ...]:
-    """The ablation of communication under other rates between nodes, with the plans made for the constants' own."""
-    claims = []
+    """The ablation of communication by the rate between nodes."""
+    claims: list[Claim] = []
     for rate in (constants.inter_node_gb_per_s, *RATES_GB_PER_S):
-        slower = {
-            name: replace(scenario, cluster=scenario.cluster.replace(inter_node_gb_per_s=rate))
-            for name, scenario in ablation_scenarios(constants, iterations).items()
-        }
-        for name in ("LAER", "no_comm_opt"):
-            claims.append(_over_static({"GB/s of a node": f"{rate:g}", "variant": name}, slower, name))
+        slower = ablation_scenarios(constants, iterations, rate)
+        claims += ablation_claims(slower, ("LAER", "no_comm_opt"), **{"GB/s of a node": f"{rate:g}"})
     return tuple(claims)
-
-
-def _over_static(of: dict[str, str], scenarios: dict[str, Scenario], name: str) -> Claim:
-    published = ABLATION_S[name] / ABLATION_S["FSDP+EP"]
-    return Claim(of, published, scenarios[name], per=scenarios["FSDP+EP"], in_points=True)
 
 
 def reproduce(
     constants: Constants = CONSTANTS, seeds: Sequence[int] = SEEDS, iterations: Sequence[int] = ROW_ITERATIONS
 ) -> Reproduction:
     """All of it; the same arguments give the same figures."""
+    ablated = ablation_scenarios(constants, iterations)
     claims = {
         **dict(zip(("seconds", "speed_ups"), row_claims(constants, iterations), strict=True)),
         "breakdown": breakdown_claims(constants),
-        "ablation": ablation_claims(constants, iterations),
+        "ablation": ablation_claims(ablated, list(ablated)),
         "rates": rate_claims(constants, iterations),
     }
     found = simulate(scenarios_of([claim for of in claims.values() for claim in of]), seeds, "reproduce")
     return Reproduction(
         **{name: tuple(claim.simulated_by(found) for claim in of) for name, of in claims.items()},
         max_over_mean=_max_over_mean(constants, iterations, found),
-        hindsight=_hindsight(ablation_scenarios(constants, iterations), found),
+        hindsight=_hindsight(ablated, found),
     )
 
 

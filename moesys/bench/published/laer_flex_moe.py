@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moesys.config import ClusterSpec
+from moesys.balance import split_tokens
+from moesys.config import ClusterSpec, EvenSplit
 from moesys.layout import ExpertLayout
-from moesys.load import IntArray
+from moesys.load import IntArray, LoadMatrix
 from moesys.moe.planning import PlanRequest, SolvedPlan
 
 MAX_MOVES = 10
@@ -36,20 +37,20 @@ def laer_flex_moe_layout(tokens_RE: IntArray, previous: ExpertLayout, cluster: C
     of busiest to idlest; else the plan ends. Loads are those of an even split inside nodes, in whole tokens: a token
     more or less decides where two layouts are alike but for that.
     """
-    slots, nodes = previous.num_slots, _nodes(cluster)
-    held_RE = previous.replicas_RE.copy()
-    tokens_E = tokens_RE.sum(axis=0)
-    rows_R = even_rows(tokens_RE, held_RE, nodes)
+    nodes = [np.flatnonzero(np.asarray(cluster.node_of_rank) == node) for node in range(cluster.num_nodes)]
+    load, layout = LoadMatrix(tokens_RE), previous
+    rows_R = split_tokens(load, layout, cluster, EvenSplit()).tokens_R
     for _ in range(MAX_MOVES):
-        moved_RE = _moved(tokens_E, held_RE, rows_R, nodes, slots)
+        moved_RE = _moved(load.tokens_RE.sum(axis=0), layout.replicas_RE, rows_R, nodes, previous.num_slots)
         if moved_RE is None:
             break
-        moved_rows_R = even_rows(tokens_RE, moved_RE, nodes)
+        expert_RS = [np.repeat(np.arange(len(held_E)), held_E) for held_E in moved_RE]
+        moved = ExpertLayout(np.stack(expert_RS), load.num_experts)
+        moved_rows_R = split_tokens(load, moved, cluster, EvenSplit()).tokens_R
         if not (moved_rows_R.max() < rows_R.max() or _ratio(moved_rows_R) < _ratio(rows_R)):
             break
-        held_RE, rows_R = moved_RE, moved_rows_R
-    expert_RS = [np.repeat(np.arange(len(held_E)), held_E) for held_E in held_RE]
-    return ExpertLayout(np.stack(expert_RS), held_RE.shape[1])
+        layout, rows_R = moved, moved_rows_R
+    return layout
 
 
 def _moved(
@@ -83,34 +84,5 @@ def _moved(
     return moved_RE
 
 
-def even_rows(tokens_RE: IntArray, held_RE: IntArray, nodes: list[IntArray]) -> IntArray:
-    """Rows of each rank, [R], when a rank's tokens are shared by the replicas of its node, or by all where its node has
-    none: evenly, and what is left over goes one each to the first of them.
-    """
-    rows_R = np.zeros(len(tokens_RE), dtype=np.int64)
-    missing_NE = np.array([held_RE[ranks].sum(axis=0) == 0 for ranks in nodes])
-    for ranks, missing_E in zip(nodes, missing_NE, strict=True):
-        rows_R[ranks] += _shared(tokens_RE[ranks], held_RE[ranks])
-        if missing_E.any():
-            rows_R += _shared(tokens_RE[ranks] * missing_E, held_RE)
-    return rows_R
-
-
-def _shared(tokens_SE: IntArray, held_RE: IntArray) -> IntArray:
-    """Rows [R] that sources S bring to the replicas of R ranks; none of an expert without replicas."""
-    most = held_RE.sum(axis=0)
-    each_SE, extra_SE = np.divmod(tokens_SE, np.maximum(most, 1))
-    last_RE = held_RE.cumsum(axis=0)
-    # Of a source's extra tokens, those that fall to replicas up to and including each rank's.
-    extras_RE = np.minimum(extra_SE[:, None], last_RE).sum(axis=0)
-    rows_RE = held_RE * each_SE.sum(axis=0) + np.diff(extras_RE, axis=0, prepend=0)
-    return rows_RE.sum(axis=1)
-
-
 def _ratio(rows_R: IntArray) -> float:
     return float(rows_R.max() / max(rows_R.min(), 1))
-
-
-def _nodes(cluster: ClusterSpec) -> list[IntArray]:
-    node_R = np.asarray(cluster.node_of_rank)
-    return [np.flatnonzero(node_R == node) for node in range(cluster.num_nodes)]

@@ -152,7 +152,7 @@ def _constants(constants: Constants) -> Sheet:
 def _simulations(speed_ups: Sequence[Claim]) -> Sheet:
     by_simulation: dict[tuple[tuple[float, ...], ...], list[Claim]] = {}
     for claim in speed_ups:
-        by_simulation.setdefault((claim.own_s, claim.per_s), []).append(claim)
+        by_simulation.setdefault((claim.own, claim.per_own), []).append(claim)
     rows = []
     for claims in by_simulation.values():
         published = [claim.published for claim in claims]
@@ -172,7 +172,7 @@ def _simulations(speed_ups: Sequence[Claim]) -> Sheet:
     notes = (
         "least worst err: what the best single number has for the worst of them: no simulation that does not know "
         "datasets is below it.",
-        f"±: standard error of the simulated one over the routing drawn under {len(speed_ups[0].own_s)} seeds, by the "
+        f"±: standard error of the simulated one over the routing drawn under {len(speed_ups[0].own)} seeds, by the "
         "jackknife.",
     )
     return Sheet("SIMULATED beside published: speed-ups over FSDP+EP of the rows that are one simulation", rows, notes)

@@ -11,7 +11,7 @@ message. None is fitted to the range.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -56,15 +56,11 @@ class OverlapRow:
     ``apart_ms``: of the same kernels one after another, which have no rows to put in another order.
     """
 
-    layer: Annotated[EvenLayer, Column("layer", lambda layer: f"{layer.name}, {layer.tokens:,} tokens")]
+    layer: Annotated[Mapping[str, str], Column("{}")]
     sequential_ms: Annotated[float, Column("sequential ms", ".3f")]
     apart_ms: Annotated[float, Column("kernels apart ms", ".3f")]
     mega_ms: Annotated[float, Column("MegaKernel ms", ".3f")]
     best: MegaKernel
-
-    @property
-    def shape(self) -> Annotated[str, Column("H, I, E, K", after="layer")]:
-        return self.layer.shape
 
     @property
     def published(self) -> Annotated[str, Column("published", after="mega_ms")]:
@@ -99,7 +95,7 @@ def overlap_row(cluster: ClusterSpec, layer: EvenLayer, points: Sequence[MegaKer
 
     mega_ms = [step_ms(point) for point in points]
     best = int(np.argmin(mega_ms))
-    return OverlapRow(layer, step_ms(Sequential()), step_ms(APART), mega_ms[best], points[best])
+    return OverlapRow(layer.words, step_ms(Sequential()), step_ms(APART), mega_ms[best], points[best])
 
 
 def overlap_sheet(rows: Sequence[OverlapRow], cluster: ClusterSpec) -> Sheet:
