@@ -25,7 +25,9 @@ class GroupedCommands(TyperGroup):
         limit = formatter.width - 6 - max(map(len, self.commands))
         groups: dict[str, list[tuple[str, str]]] = {}
         for name, command in self.commands.items():
-            groups.setdefault(str(command.rich_help_panel), []).append((name, command.get_short_help_str(limit)))
+            groups.setdefault(getattr(command, "rich_help_panel", ""), []).append(
+                (name, command.get_short_help_str(limit))
+            )
         for title, rows in groups.items():
             with formatter.section(title):
                 formatter.write_dl(rows)
@@ -116,10 +118,11 @@ def bench_kernels(
     if json is not None and not aot:
         raise typer.BadParameter("--json is for --aot alone; to keep what is timed give --out DIR")
     if aot or tune:
-        from moesys.bench.kernels import aot, aot_report, tile_tuning
+        from moesys.bench.kernels import aot_report, tile_tuning
+        from moesys.bench.kernels.aot import select
 
         with _refusing():
-            aot.select(size)
+            select(size)
         raise typer.Exit(tile_tuning.main(size) if tune else aot_report.main(size, json, mega))
     from moesys.bench.kernels import kernels_contest
 

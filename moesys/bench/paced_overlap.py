@@ -236,8 +236,10 @@ def measure(part: Part, repeats: int, communication_share: float, seed: int) -> 
     setups = {name: partial(_contestant, of, repeats) for name, of in steps.items()}
     outcomes = hold(Case(setups, EqualBits(), before=prepare, seed=seed), repeats)
     dist.barrier()
-    for closing in (*steps.values(), *links):
-        closing.close()
+    for of in steps.values():
+        of.close()
+    for link in links:
+        link.close()
     return pace, outcomes
 
 
@@ -296,8 +298,9 @@ def _chosen_pace(part: Part, communication_share: float, seed: int) -> Pace:
         computes_ms = [step_ms - waited_ms for step_ms, waited_ms in zip(steps_ms, waits_ms, strict=True)]
         agreed[:] = torch.tensor([min(computes_ms), min(waits_ms), steps.received_bytes / 1e6])
         dist.all_reduce(agreed, dist.ReduceOp.MAX)
-        for closing in (steps, *links):
-            closing.close()
+        steps.close()
+        for link in links:
+            link.close()
         compute_ms, waited_ms, received_mb = agreed.tolist()
         wanted_ms = compute_ms * communication_share / (1 - communication_share)
         gb_per_s = gb_per_s * waited_ms / wanted_ms if paced else received_mb / wanted_ms

@@ -98,8 +98,13 @@ def hold(case: Case, repeats: int, tell: Callable[[str], None] = _nothing) -> di
             return math.nan
         return float(attempt(name, partial(case.stopwatch, work)))
 
+    def elapsed_ms(timing: Work) -> float:
+        found = timing()
+        assert isinstance(found, float)
+        return found
+
     works = {(name, label): partial(timed, name, work) for name in right for label, work in ready[name].works.items()}
-    samples_ms = interleave(works, repeats, before=case.before, stopwatch=lambda timing: timing(), seed=case.seed)
+    samples_ms = interleave(works, repeats, before=case.before, stopwatch=elapsed_ms, seed=case.seed)
     for name in right:
         outcomes[name].metrics = attempt(name, ready[name].metrics)
     for (name, label), of_work_ms in samples_ms.items():

@@ -37,7 +37,7 @@ class Spread:
 
         ``Spread.of_ratios([2.0, 4.0, 6.0], [1.0, 2.0, 2.0])`` has the median 2.0.
         """
-        return Spread.of(np.asarray(longer_ms) / np.asarray(shorter_ms))  # type: ignore[arg-type]
+        return Spread.of(np.asarray(longer_ms) / np.asarray(shorter_ms))
 
     def times(self, factor: float) -> Spread:
         return Spread(self.median * factor, self.p20 * factor, self.p80 * factor, self.n)
