@@ -130,8 +130,9 @@ def _least_extra(tokens_G, limit, num_ranks, common, extra_a_rank, most_extra): 
     """The fewest slots beyond ``common`` a rank with which m ranks hold a set of experts, int16 [2^E, m = 0..R].
 
     ``NEVER`` stands for more than ``most_extra``, for more than ``extra_a_rank`` on a rank, and for m ranks that waste
-    more room than there is to waste. Sets are built from the highest expert down: a component that contains the lowest
-    expert of a set joins any set of experts above it that it does not contain.
+    more room than there is to waste. Leaving such m out, and sets that no partition reaches, takes a table of 16
+    experts and ranks from 3.7 s to 0.04 s. Sets are built from the highest expert down: a component that contains the
+    lowest expert of a set joins any set of experts above it that it does not contain.
     """
     num_sets = len(tokens_G)
     waste = num_ranks * limit - tokens_G[-1]

@@ -104,7 +104,11 @@ def _assign(demand, table, groups, turn, limit):  # type: ignore[no-untyped-def]
     assigned = local_first(tokens_RE, supply_NE, tokens_E, node_R, table, groups, turn)
     if min_cost_push(table, groups, assigned, limit) < 0:
         return assigned.tokens_P, -1
-    return assigned.tokens_P, np.maximum(assigned.here_G - assigned.supply_G, 0).sum()
+    crossing = np.maximum(assigned.here_G - assigned.supply_G, 0).sum()
+    for expert in range(tokens_E.size):
+        if groups.first_E[expert] == groups.first_E[expert + 1]:
+            crossing += tokens_E[expert] - supply_NE[node_R[table.rank_P[table.first_E[expert]]], expert]
+    return assigned.tokens_P, crossing
 
 
 @compiled

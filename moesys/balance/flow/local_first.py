@@ -35,9 +35,12 @@ def local_first(tokens_RE, supply_NE, tokens_E, node_R, table, groups, turn):  #
     tokens_P, load_R = np.empty(num_replicas, np.int64), np.zeros(num_ranks, np.int64)
     here_G, supply_G = np.zeros(num_groups, np.int64), np.empty(num_groups, np.int64)
     for expert in range(num_experts):
+        if groups.first_E[expert] == groups.first_E[expert + 1]:
+            tokens_P[table.first_E[expert]] = tokens_E[expert]
+            continue
         away = tokens_E[expert]
         for group in range(groups.first_E[expert], groups.first_E[expert + 1]):
-            first, end = groups.first_G[group], groups.first_G[group + 1]
+            first, end = groups.first_G[group], groups.end_G[group]
             left = supply_G[group] = supply_NE[node_R[table.rank_P[first]], expert]
             away -= left
             for replica in range(first, end):
@@ -46,7 +49,8 @@ def local_first(tokens_RE, supply_NE, tokens_E, node_R, table, groups, turn):  #
             _share_evenly(left, first, end, turn, tokens_P)
         _share_evenly(away, table.first_E[expert], table.first_E[expert + 1], turn, tokens_P)
     for replica in range(num_replicas):
-        here_G[groups.group_P[replica]] += tokens_P[replica]
+        if groups.group_P[replica] >= 0:
+            here_G[groups.group_P[replica]] += tokens_P[replica]
         load_R[table.rank_P[replica]] += tokens_P[replica]
     return Assignment(tokens_P, here_G, supply_G, load_R)
 

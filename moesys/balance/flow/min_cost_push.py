@@ -104,7 +104,7 @@ def _label(table, groups, assigned, limit, labels):  # type: ignore[no-untyped-d
     """Cheapest paths, by relaxing experts whose ranks have new labels until none has; what is reached does not depend
     on their order. It ends, for no cycle gains: all tokens went along cheapest paths.
     """
-    rank_P, tokens_P, first_G = table.rank_P, assigned.tokens_P, groups.first_G
+    rank_P, tokens_P, first_G, end_G = table.rank_P, assigned.tokens_P, groups.first_G, groups.end_G
     rank_R, inside_G, from_G, exchange_E = labels.rank_R, labels.inside_G, labels.from_G, labels.exchange_E
     num_ranks, num_experts = rank_R.size, exchange_E.size
     waiting_E, queue_E = labels.waiting_E, labels.queue_E
@@ -129,7 +129,7 @@ def _label(table, groups, assigned, limit, labels):  # type: ignore[no-untyped-d
         exchange = UNREACHED
         for group in range(groups.first_E[expert], groups.first_E[expert + 1]):
             inside = UNREACHED
-            for index in range(first_G[group], first_G[group + 1]):
+            for index in range(first_G[group], end_G[group]):
                 inside = min(inside, rank_R[rank_P[index]])
             inside_G[group] = inside
             leaves_home = assigned.here_G[group] >= assigned.supply_G[group]
@@ -139,7 +139,7 @@ def _label(table, groups, assigned, limit, labels):  # type: ignore[no-untyped-d
             from_G[group] = min(inside_G[group], _cost_to_leave(groups, assigned, labels, group))
             if from_G[group] > UNREACHED // 2:
                 continue
-            for index in range(first_G[group], first_G[group + 1]):
+            for index in range(first_G[group], end_G[group]):
                 rank = rank_P[index]
                 if tokens_P[index] == 0 or from_G[group] + 1 >= rank_R[rank]:
                     continue
@@ -163,10 +163,10 @@ def _cost_to_leave(groups, assigned, labels, group):  # type: ignore[no-untyped-
 def _step(table, groups, assigned, limit, labels):  # type: ignore[no-untyped-def]
     """One step; whether any token moved."""
     rank_P, tokens_P, load_R = table.rank_P, assigned.tokens_P, assigned.load_R
-    first_G, here_G, supply_G = groups.first_G, assigned.here_G, assigned.supply_G
+    first_G, end_G, here_G, supply_G = groups.first_G, groups.end_G, assigned.here_G, assigned.supply_G
     rank_R, inside_G, from_G = labels.rank_R, labels.inside_G, labels.from_G
     hop_R, take_R, give_R, taker_R = labels.hop_R, labels.take_R, labels.give_R, labels.taker_R
-    num_groups, num_experts = inside_G.size, labels.exchange_E.size
+    num_groups = inside_G.size
     local_G, across_E = labels.local_G, labels.across_E
     local_G[:], across_E[:], give_R[:], taker_R[:] = 0, 0, 0, -1
     any_giver = False
@@ -197,15 +197,15 @@ def _step(table, groups, assigned, limit, labels):  # type: ignore[no-untyped-de
     # the pool that each rank receives from, the lowest number first
     for group in range(num_groups):
         if local_G[group]:
-            for index in range(first_G[group], first_G[group + 1]):
+            for index in range(first_G[group], end_G[group]):
                 _offer(table, groups, assigned, labels, limit, group, index, group)
-    for expert in range(num_experts):
+    for expert in groups.expert_F:
         if not across_E[expert]:
             continue
         for group in range(groups.first_E[expert], groups.first_E[expert + 1]):
             leaves_home = here_G[group] >= supply_G[group]
             if inside_G[group] + (CROSSING if leaves_home else 0) == labels.exchange_E[expert]:
-                for index in range(first_G[group], first_G[group + 1]):
+                for index in range(first_G[group], end_G[group]):
                     _offer(table, groups, assigned, labels, limit, group, index, num_groups + expert)
 
     moved = False
@@ -213,12 +213,12 @@ def _step(table, groups, assigned, limit, labels):  # type: ignore[no-untyped-de
         if not local_G[group]:
             continue
         open_tokens = 0
-        for index in range(first_G[group], first_G[group + 1]):
+        for index in range(first_G[group], end_G[group]):
             if taker_R[rank_P[index]] == group:
                 open_tokens += take_R[rank_P[index]]
         giving = receiving = min(local_G[group], open_tokens)
         moved = moved or giving > 0
-        for index in range(first_G[group], first_G[group + 1]):
+        for index in range(first_G[group], end_G[group]):
             rank = rank_P[index]
             if give_R[rank] and hop_R[rank] == index:
                 tokens = min(giving, give_R[rank])
@@ -231,7 +231,7 @@ def _step(table, groups, assigned, limit, labels):  # type: ignore[no-untyped-de
                 continue
             tokens_P[index] += tokens
             load_R[rank] += tokens
-    for expert in range(num_experts):
+    for expert in groups.expert_F:
         if not across_E[expert]:
             continue
         open_tokens = 0
@@ -242,7 +242,7 @@ def _step(table, groups, assigned, limit, labels):  # type: ignore[no-untyped-de
         for group in range(groups.first_E[expert], groups.first_E[expert + 1]):
             entering = min(receiving, _open_to_cross(table, groups, assigned, labels, group, num_groups + expert))
             receiving -= entering
-            for index in range(first_G[group], first_G[group + 1]):
+            for index in range(first_G[group], end_G[group]):
                 rank = rank_P[index]
                 if give_R[rank] and hop_R[rank] == index and from_G[group] != inside_G[group]:
                     tokens = min(giving, give_R[rank])
@@ -290,7 +290,7 @@ def _offer(table, groups, assigned, labels, limit, group, index, pool):  # type:
 def _given(table, groups, labels, group, before):  # type: ignore[no-untyped-def]
     """What lower ranks of a group give away in this step already."""
     tokens = 0
-    for index in range(groups.first_G[group], groups.first_G[group + 1]):
+    for index in range(groups.first_G[group], groups.end_G[group]):
         rank = table.rank_P[index]
         if rank < before and labels.hop_R[rank] == index:
             tokens += labels.give_R[rank]
@@ -301,7 +301,7 @@ def _given(table, groups, labels, group, before):  # type: ignore[no-untyped-def
 def _open_to_cross(table, groups, assigned, labels, group, pool):  # type: ignore[no-untyped-def]
     """Tokens that a group can take from other nodes: where some are missing at home, no more than those."""
     tokens = 0
-    for index in range(groups.first_G[group], groups.first_G[group + 1]):
+    for index in range(groups.first_G[group], groups.end_G[group]):
         if labels.taker_R[table.rank_P[index]] == pool:
             tokens += labels.take_R[table.rank_P[index]]
     missing = assigned.supply_G[group] - assigned.here_G[group]

@@ -89,15 +89,22 @@ def list_replicas(expert_RS, num_experts):  # type: ignore[no-untyped-def]
 
 
 class NodeGroups(NamedTuple):
-    """The replicas of a ``ReplicaTable`` by node: a group is an expert's replicas on one node. G of them, all int64.
+    """The replicas of a ``ReplicaTable`` by node: a group is a shared expert's on one node. G of them, all int64.
 
+    An expert with one replica has no group, for its tokens have no choice: with groups of all experts a split of 64
+    ranks and 256 experts took 134 us instead of 98.
+
+    - ``expert_F`` [F]: the shared experts, in order;
     - ``first_E`` [E + 1]: expert e's groups are ``first_E[e]`` up to ``first_E[e + 1]``, by node;
-    - ``first_G`` [G + 1]: group g's replicas are ``first_G[g]`` up to ``first_G[g + 1]``;
-    - ``expert_G`` [G], ``group_P`` [P]: whose groups they are, and in which group replicas are.
+    - ``first_G``, ``end_G`` [G]: group g's replicas are ``first_G[g]`` up to ``end_G[g]``;
+    - ``expert_G`` [G]: whose groups they are;
+    - ``group_P`` [P]: the group of each replica, -1 for an expert's only one.
     """
 
+    expert_F: IntArray
     first_E: IntArray
     first_G: IntArray
+    end_G: IntArray
     expert_G: IntArray
     group_P: IntArray
 
@@ -106,17 +113,20 @@ class NodeGroups(NamedTuple):
 def group_by_node(table, node_R):  # type: ignore[no-untyped-def]
     """Returns the ``NodeGroups`` of a table, for the node of each rank, int64 [R]."""
     num_experts, num_replicas = table.first_E.size - 1, table.rank_P.size
-    first_E, group_P = np.empty(num_experts + 1, np.int64), np.empty(num_replicas, np.int64)
-    first_G, expert_G = np.empty(num_replicas + 1, np.int64), np.empty(num_replicas, np.int64)
+    first_E, group_P = np.empty(num_experts + 1, np.int64), np.full(num_replicas, -1)
+    first_G, end_G = np.empty(num_replicas, np.int64), np.empty(num_replicas, np.int64)
+    expert_G = np.empty(num_replicas, np.int64)
     group = 0
     for expert in range(num_experts):
         first_E[expert] = group
+        if table.first_E[expert + 1] - table.first_E[expert] == 1:
+            continue
         node = -1
         for replica in range(table.first_E[expert], table.first_E[expert + 1]):
             if node_R[table.rank_P[replica]] != node:
                 node = node_R[table.rank_P[replica]]
                 first_G[group], expert_G[group] = replica, expert
                 group += 1
-            group_P[replica] = group - 1
-    first_E[num_experts], first_G[group] = group, num_replicas
-    return NodeGroups(first_E, first_G[: group + 1], expert_G[:group], group_P)
+            group_P[replica], end_G[group - 1] = group - 1, replica + 1
+    first_E[num_experts] = group
+    return NodeGroups(np.sort(table.shared_F), first_E, first_G[:group], end_G[:group], expert_G[:group], group_P)
