@@ -14,7 +14,10 @@ from moesys.config import Declared, experiment
 
 ROOT = Path(__file__).parents[1]
 MAX_COLUMNS = 190
-PAGES = [*sorted((ROOT / "docs").glob("*.md")), *(ROOT / f"{name}.md" for name in ("README", "CHANGELOG"))]
+PAGES = [
+    *sorted((ROOT / "docs").glob("*.md")),
+    *(ROOT / f"{name}.md" for name in ("README", "CHANGELOG", "CONTRIBUTING")),
+]
 
 every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
@@ -125,8 +128,14 @@ def test_what_runs_before_a_commit_is_what_lint_runs() -> None:
 
 @every_page
 def test_files_that_the_docs_name_are_there(page: Path) -> None:
-    named = re.findall(r"`((?:docs|experiments|tests|moesys)/[\w./-]*)`", page.read_text(encoding="utf-8"))
-    assert [name for name in named if not (ROOT / name).exists()] == []
+    text = page.read_text(encoding="utf-8")
+    named = re.findall(r"`((?:docs|experiments|tests|moesys)/[\w./-]*)`", text)
+    assert [name for name in named if "NAME" not in name and not (ROOT / name).exists()] == []
+    # A file may be named by the end of its path.
+    rooms = (ROOT / room for room in ("moesys", "tests", "experiments"))
+    files = [f"/{path.relative_to(ROOT).as_posix()}" for room in rooms for path in room.rglob("*.py")]
+    ends = [name for name in re.findall(r"`([\w/]+\.py)`", text) if "/" in name and "NAME" not in name]
+    assert [end for end in ends if not any(file.endswith(f"/{end}") for file in files)] == []
 
 
 @every_page
