@@ -18,7 +18,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, is_dataclass
-from functools import cache
 from typing import Any, get_type_hints
 
 from rich import box
@@ -72,7 +71,6 @@ class WrittenColumn:
     is_text: bool
 
 
-@cache
 def columns_of(row_class: type) -> dict[str, list[Column]]:
     """The columns that a class of rows declares, by field or property, in the order in which they are shown."""
     # By default functions in annotations would look their names up in the class.

@@ -6,6 +6,8 @@ import threading
 import time
 from collections.abc import Collection
 
+import torch.distributed as dist
+
 from moesys.torch_private import default_store
 
 PERIOD_S = 0.5
@@ -19,7 +21,7 @@ class Heartbeat:
 
     def __init__(self, rank: int) -> None:
         # The thread needs a connection of its own: one that waits for an answer lets no other caller through.
-        self._store = default_store().clone()
+        self._store: dist.Store = default_store().clone()  # type: ignore[attr-defined]
         self._rank = rank
         self._closed = threading.Event()
         self._beat()
