@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 
 from moesys.config import ClusterSpec, ModelShape, Strategy
 from moesys.layout import ExpertLayout
@@ -81,7 +81,7 @@ def replay_layer(
     asked: deque[tuple[int, PlanRequest]] = deque()
     for moment in moments or (Moment(index, index) for index in range(len(tokens_SRE))):
         for tokens_RE in tokens_SRE[schedule.micro_batch : moment.num_known]:
-            schedule.record(lambda tokens_RE=tokens_RE: LoadMatrix(tokens_RE))
+            schedule.record(partial(LoadMatrix, tokens_RE))
         schedule.request()
         asked.extend((moment.num_known - 1, request) for request in requests.taken())
         replaced, replan = schedule.layout, None

@@ -275,7 +275,7 @@ def _steps(part: Part, strategy: Strategy, links: tuple[PacedLink, PacedLink], s
     x_TH, dy_TH = (torch.randn(part.num_tokens, part.shape.hidden_size, generator=generator) for _ in range(2))
     steps = LayerSteps(_Layers(part, strategy, seed), x_TH, dy_TH)
     for layer in steps.layers:
-        layer.token_channel.link, layer.weight_channel.link = links
+        layer.token_channel.link, layer.store.channel.link = links
     return steps
 
 

@@ -106,7 +106,7 @@ def paced_step(strategy: ms.Strategy) -> Step:
     runtime = ms.link(model, record_spans=True)
     links = [PacedLink(dist.group.WORLD, pace) for pace in (TOKENS_GB_PER_S, EXPERTS_GB_PER_S)]
     for layer in runtime.layers:
-        layer.token_channel.link, layer.weight_channel.link = links
+        layer.token_channel.link, layer.store.channel.link = links
     recorded = recorded_step(model, runtime)
     for link in links:
         link.close()

@@ -259,9 +259,8 @@ def pull_choices(
     num_rows = len(exchange.source_N)
     entry_N = torch.empty_like(exchange.source_N)
     position_NK = entry_N.new_empty(num_rows, top_k) if all_choices else None
-    pulls = ChoicePulls(
-        *(heap.offset(region) for region in ("published", "entry", "position")), entry_N, position_NK, heap.num_ranks
-    )
+    published, entries, positions = (heap.offset(region) for region in ("published", "entry", "position"))
+    pulls = ChoicePulls(published, entries, positions, entry_N, position_NK, heap.num_ranks)
     _pull_choices[(triton.cdiv(num_rows, PULLED),)](
         heap.world,
         epoch_1,
