@@ -89,9 +89,8 @@ def losses_of(checkout: Path) -> Losses:
     environment = os.environ | {"PYTHONPATH": str(checkout)}
     with TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "moesys", "run", str(Path(__file__).resolve()), "--out", folder]
-        # progress goes to stderr where the table is for a machine to read
-        command += ["--format", "json"]
-        subprocess.run(command, cwd=folder, env=environment, stdout=subprocess.DEVNULL, check=True)
+        # its progress and tables are none of this script's answer
+        subprocess.run(command, cwd=folder, env=environment, stdout=sys.stderr.fileno(), check=True)
         lines = [line for path in Path(folder).glob("*/records.jsonl") for line in path.read_text().splitlines()]
     records = [json.loads(line) for line in lines]
     return {(record["strategy"], record["seed"]): record["losses"] for record in records}
