@@ -108,8 +108,8 @@ def test_only_retry_failed_runs_failed_trials_again_and_the_last_record_counts(t
     again = run(partly_failing(seeds=(0,)), tmp_path)
     assert (again.num_run, again.exit_code) == (0, 1)
 
-    def mended(load, cluster, config, *rest):
-        return plan_layout(load, cluster, Static(), *rest)
+    def mended(load, cluster, config, *rest, **options):
+        return plan_layout(load, cluster, Static(), *rest, **options)
 
     monkeypatch.setattr("moesys.moe.planning.plan_layout", mended)
     listener = Listener()
