@@ -111,7 +111,7 @@ def test_moves_cost_tokens_over_a_plans_life_in_the_unit_of_the_load(
 def test_only_a_plan_that_one_rank_makes_for_all_has_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
     deadlines: list[float | None] = []
 
-    def note(load: LoadMatrix, cluster: ms.ClusterSpec, config: Greedy, *rest: object, **options: object) -> ExpertLayout:
+    def note(load: LoadMatrix, cluster: ms.ClusterSpec, config: Greedy, *_: object, **options: object) -> ExpertLayout:
         deadlines.append(config.deadline_ms)
         return plan_layout(load, cluster, ms.Static(), 3)
 
