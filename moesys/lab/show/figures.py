@@ -49,7 +49,8 @@ _KIND_COLOURS = {
     "counts": "#F0E442",
 }
 _OTHER_COLOURS = ("#999999", "#444444", "#7B4173", "#8C6D31", "#637939", "#9C9EDE")
-_MAX_ANNOTATED = 16 * 8
+# Counts are written where a digit has so much of a cell's width, and a row so much of the map's height.
+_DIGIT_INCHES, _ROW_INCHES = 0.07, 0.2
 # A shorter part of the time axis is narrower than the white lines that part spans.
 _SHORT_SPAN_SHARE = 0.002
 _LEGEND_COLUMNS = 8
@@ -84,7 +85,9 @@ def load_heat_map(
     most, busiest = max(before_RE.max(), after_RE.max(), 1), max(before_RE.sum(1).max(), after_RE.sum(1).max(), 1)
     with mpl.rc_context(_STYLE):
         panel_inches = min(max(0.45 * R, 3.0), 6.0)
-        figure = Figure(figsize=(2 * panel_inches + 1.6, min(max(0.24 * E, 2.6), 9.0) + 1.9), layout="constrained")
+        map_inches = min(max(0.24 * E, 2.6), 9.0)
+        counts_fit = panel_inches / R >= _DIGIT_INCHES * len(str(most)) and map_inches / E >= _ROW_INCHES
+        figure = Figure(figsize=(2 * panel_inches + 1.6, map_inches + 1.9), layout="constrained")
         figure.suptitle(f"{source.upper()}: {name}, tokens of each expert on each rank", x=0.01, ha="left")
         sums, maps = figure.subplots(2, 2, sharex=True, sharey="row", height_ratios=(1, max(2.5, min(0.24 * E, 7))))
         for tokens_RE, label, top, axes in zip((before_RE, after_RE), labels, sums, maps, strict=True):
@@ -99,7 +102,7 @@ def load_heat_map(
             axes.set_xlabel("rank")
             axes.xaxis.get_major_locator().set_params(integer=True)
             axes.yaxis.get_major_locator().set_params(integer=True)
-            if R * E <= _MAX_ANNOTATED:
+            if counts_fit:
                 _write_counts(axes, tokens_RE, most)
         sums[0].set_ylabel("tokens")
         maps[0].set_ylabel("expert")

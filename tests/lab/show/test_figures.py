@@ -160,6 +160,13 @@ def test_the_heat_map_counts_and_sums(tmp_path, saved):
     assert images[1].get_array().mask.T.tolist() == (AFTER == 0).tolist()
 
 
+@pytest.mark.parametrize(("ranks", "written"), [(4, True), (16, True), (32, False)])
+def test_counts_that_would_run_into_each_other_are_not_written(tmp_path, saved, ranks, written):
+    tokens_RE = np.full((ranks, 4), 12345)
+    load_heat_map(tokens_RE, tokens_RE, tmp_path / "map", name="wide", source="simulated")
+    assert ("12345" in texts(saved[0])) == written
+
+
 def test_maps_of_different_layers_are_refused(tmp_path):
     with pytest.raises(ValueError, match=r"before has shape \(2, 3\) and after \(3, 2\); give \[R, E\] of one layer"):
         load_heat_map(BEFORE, AFTER.T, tmp_path / "load", name="tiny", source="measured")
