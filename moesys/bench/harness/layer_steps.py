@@ -33,9 +33,9 @@ class ResidualLayers(nn.Module):
         return x_TH
 
 
-def rank_generator(seed: int = 0) -> torch.Generator:
+def rank_generator() -> torch.Generator:
     """Draws this rank's numbers; other ranks draw others."""
-    return torch.Generator().manual_seed(seed * 1000 + (dist.get_rank() if dist.is_initialized() else 0))
+    return torch.Generator().manual_seed(dist.get_rank() if dist.is_initialized() else 0)
 
 
 class LayerSteps:
@@ -103,7 +103,6 @@ def hold_steps(
     wrong: Callable[[str, Any], str],
     metrics: Callable[[LayerSteps], Any],
     repeats: int,
-    seed: int = 0,
 ) -> dict[str, Outcome]:
     """Holds the contest of these steps, a collective of all ranks, and closes them. ``metrics``: of steps when all
     repetitions are over.
@@ -116,7 +115,7 @@ def hold_steps(
     setups = {
         name: partial(Contestant, of.results, {"step": of.step}, partial(metrics, of)) for name, of in steps.items()
     }
-    outcomes = hold(Case(setups, wrong, before=prepare, seed=seed), repeats)
+    outcomes = hold(Case(setups, wrong, before=prepare), repeats)
     if dist.is_initialized():
         dist.barrier()
     for of in steps.values():

@@ -72,12 +72,12 @@ class Stepped:
     plans: list[str]
 
 
-def steps_of(case: ShapedCase, strategy: Strategy, seed: int, tokens_share: float = 1.0) -> LayerSteps:
+def steps_of(case: ShapedCase, strategy: Strategy, tokens_share: float = 1.0) -> LayerSteps:
     """Of one strategy, on the input and the gradient that all strategies of a case share."""
-    layer = MoELayer(case.shape, strategy, cluster=case.cluster, seed=seed)
+    layer = MoELayer(case.shape, strategy, cluster=case.cluster)
     with torch.no_grad():
         layer.router.weight.zero_().fill_diagonal_(1.0)
-    generator = rank_generator(seed)
+    generator = rank_generator()
     num_tokens = round(case.num_tokens[dist.get_rank()] * tokens_share)
     x_TH, dy_TH = (torch.randn(num_tokens, case.shape.hidden_size, generator=generator) for _ in range(2))
     for place, expert_T in enumerate(chosen_experts(case, num_tokens, generator)):
@@ -96,20 +96,20 @@ def chosen_experts(case: ShapedCase, num_tokens: int, generator: torch.Generator
     return [(order_T + place * step) % num_experts for place in range(case.shape.top_k)]
 
 
-def measure(case: ShapedCase, repeats: int, seed: int) -> dict[str, Outcome]:
+def measure(case: ShapedCase, repeats: int) -> dict[str, Outcome]:
     """Every strategy of the case and, interleaved with them, what calibration wants of computing, so that whatever else
     the machine does slows both; a collective of all ranks. ``Outcome.metrics`` are ``Stepped``.
     """
-    strategies = {strategy.name: steps_of(case, strategy, seed) for strategy in case.strategies}
-    return _held(strategies | _pieces(case, seed), repeats, seed)
+    strategies = {strategy.name: steps_of(case, strategy) for strategy in case.strategies}
+    return _held(strategies | _pieces(case), repeats)
 
 
-def measure_pieces(case: ShapedCase, repeats: int, seed: int) -> dict[str, Outcome]:
+def measure_pieces(case: ShapedCase, repeats: int) -> dict[str, Outcome]:
     """What calibration wants of computing, by itself; a collective of all ranks."""
-    return _held(_pieces(case, seed), repeats, seed)
+    return _held(_pieces(case), repeats)
 
 
-def _held(steps: Mapping[str, LayerSteps], repeats: int, seed: int) -> dict[str, Outcome]:
+def _held(steps: Mapping[str, LayerSteps], repeats: int) -> dict[str, Outcome]:
     """Output and dx must be those of the first strategy; pieces are no case's own."""
     equal_bits = EqualBits("output", "dx")
 
@@ -120,10 +120,10 @@ def _held(steps: Mapping[str, LayerSteps], repeats: int, seed: int) -> dict[str,
         plans = [layer.last_plan for layer in of.layers]
         return Stepped(of.blocked_ms(repeats), [plan.to_json() for plan in plans if plan is not None])
 
-    return hold_steps(steps, wrong, stepped, repeats, seed)
+    return hold_steps(steps, wrong, stepped, repeats)
 
 
-def _pieces(case: ShapedCase, seed: int) -> dict[str, LayerSteps]:
+def _pieces(case: ShapedCase) -> dict[str, LayerSteps]:
     """``PIECES``: steps of even tokens that are none of the case's own: of ``"most"`` of its tokens, of ``"some"``, and
     of most in ``"chunks"``. All ranks compute at once, as in training.
     """
@@ -131,7 +131,7 @@ def _pieces(case: ShapedCase, seed: int) -> dict[str, LayerSteps]:
     sequential = even.strategies[0]
     chunked = sequential.replace(overlap=Pipelined(chunks=CHUNKS))
     wanted = (sequential, MOST_TOKENS), (sequential, SOME_TOKENS), (chunked, MOST_TOKENS)
-    return {name: steps_of(even, strategy, seed, share) for name, (strategy, share) in zip(PIECES, wanted, strict=True)}
+    return {name: steps_of(even, strategy, share) for name, (strategy, share) in zip(PIECES, wanted, strict=True)}
 
 
 def computed_ms(outcomes: Mapping[str, Outcome]) -> dict[str, list[float]]:
