@@ -5,6 +5,7 @@ T tokens, H hidden, I expert width, E experts, K top-k.
 
 from __future__ import annotations
 
+import importlib
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,13 @@ MASTERED = {"eager": "eager, float32 masters", "grouped_mm": "grouped_mm, float3
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 
 Family = Literal["mixtral", "qwen3_moe", "olmoe", "deepseek_v3"]
+# A config and a block of each family, in transformers' file of its own.
+BLOCKS: dict[Family, tuple[str, str]] = {
+    "mixtral": ("MixtralConfig", "MixtralSparseMoeBlock"),
+    "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeSparseMoeBlock"),
+    "olmoe": ("OlmoeConfig", "OlmoeSparseMoeBlock"),
+    "deepseek_v3": ("DeepseekV3Config", "DeepseekV3MoE"),
+}
 Direction = Literal["forward + backward", "forward"]
 DIRECTIONS: tuple[Direction, ...] = ("forward + backward", "forward")
 
@@ -140,21 +148,23 @@ def select(shape: str = "all", dtype: str = "all", num_tokens: int | None = None
     ]
 
 
-def bench_layer(
-    cases: list[ScaledLayer], *, repeats: int = 9, threads: int | None = None, seed: int = 0
-) -> Iterator[Row]:
-    """Measure each case, one row a direction; ``threads`` is torch's own number by default.
+def bench_layer(cases: Sequence[ScaledLayer], *, repeats: int = 9, threads: int | None = None) -> list[Row]:
+    """Measures each case, one row a direction; ``threads`` is torch's own number by default.
 
     Outputs and gradients are compared with those of the eager block first, and a contestant that differs stops the
     timing of its case.
     """
+    rows: list[Row] = []
     threads_before = torch.get_num_threads()
     torch.set_num_threads(threads or threads_before)
     try:
-        for case in cases:
-            yield from _measure(case, repeats, seed)
+        with steps_told("layer", len(cases)) as tell:
+            for case in cases:
+                tell(f"{case.name}, {case.shape.dtype}")
+                rows += _measure(case, repeats)
     finally:
         torch.set_num_threads(threads_before)
+    return rows
 
 
 def report(rows: Sequence[Row], repeats: int, threads: int | None = None) -> Report:
@@ -178,18 +188,10 @@ def report(rows: Sequence[Row], repeats: int, threads: int | None = None) -> Rep
 
 
 def main(
-    cases: Sequence[ScaledLayer],
-    *,
-    repeats: int = 9,
-    threads: int | None = None,
-    json_path: Path | None = None,
+    cases: Sequence[ScaledLayer], *, repeats: int = 9, threads: int | None = None, json_path: Path | None = None
 ) -> int:
     """Measure, write, print; the exit code: 1 if an output was wrong."""
-    rows: list[Row] = []
-    with steps_told("layer", len(cases)) as tell:
-        for case in cases:
-            tell(f"{case.name}, {case.shape.dtype}")
-            rows += bench_layer([case], repeats=repeats, threads=threads)
+    rows = bench_layer(cases, repeats=repeats, threads=threads)
     publish(report(rows, repeats, threads), json_path=json_path)
     return 0 if all(row.matched for row in rows) else 1
 
@@ -197,13 +199,13 @@ def main(
 # --- one case ---------------------------------------------------------------------------------------------
 
 
-def _measure(case: ScaledLayer, repeats: int, seed: int) -> Iterator[Row]:
-    layer, block = _make_layer(case, seed), _make_block(case)
+def _measure(case: ScaledLayer, repeats: int) -> Iterator[Row]:
+    layer, block = MoELayer(case.shape, Strategy(name="ep")), _make_block(case)
     block.load_state_dict(layer.full_state_dict())
     block.to(DTYPES[case.shape.dtype])
     # Both begin from the same numbers: what bfloat16 cannot hold is taken from our masters too.
     layer.load_full_state_dict({name: tensor.float() for name, tensor in block.state_dict().items()})
-    x, dy = _tokens(case, layer, block, seed)
+    x, dy = _tokens(case, layer, block)
     runs = {peer: _Run(block, x, dy, peer) for peer in PEERS} | {OURS: _Run(layer, x, dy)}
     mastered = _make_block(case)
     if x.dtype != torch.float32:
@@ -228,7 +230,7 @@ def _measure(case: ScaledLayer, repeats: int, seed: int) -> Iterator[Row]:
         return "" if right else f"differs from eager: {name} by {differences[name]:.1e}"
 
     setups = {name: partial(Contestant, run.results, run.works) for name, run in runs.items()}
-    found = hold(Case(setups, wrong, before=forget, all_or_none=True, seed=seed), repeats)
+    found = hold(Case(setups, wrong, before=forget, all_or_none=True), repeats)
     why = "; ".join(outcome.wrong for outcome in found.values() if outcome.wrong)
     for direction in DIRECTIONS:
         samples_ms = {name: found[name].samples_ms[direction] for name in found if found[name].samples_ms}
@@ -288,45 +290,20 @@ def _relative(actual: Tensor, expected: Tensor) -> float:
     return float(difference.nan_to_num(nan=torch.inf))
 
 
-def _make_layer(case: ScaledLayer, seed: int) -> MoELayer:
-    return MoELayer(case.shape, Strategy(name="ep"), seed=seed)
-
-
 def _make_block(case: ScaledLayer) -> nn.Module:
-    """transformers' block of the case's family and shape, uninitialised."""
-    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Config, DeepseekV3MoE
-    from transformers.models.mixtral.modeling_mixtral import MixtralConfig, MixtralSparseMoeBlock
-    from transformers.models.olmoe.modeling_olmoe import OlmoeConfig, OlmoeSparseMoeBlock
-    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeSparseMoeBlock
-
+    """transformers' block of the case's family and shape, uninitialised. Each family's config takes the names that it
+    knows.
+    """
+    modeling = importlib.import_module(f"transformers.models.{case.family}.modeling_{case.family}")
+    config_name, block_name = BLOCKS[case.family]
     shape = case.shape
-    H, I, E = shape.hidden_size, shape.intermediate_size, shape.num_experts
-    common: dict[str, Any] = {"hidden_size": H, "num_experts_per_tok": shape.top_k}
-    module: nn.Module
-    match case.family:
-        case "mixtral":
-            module = MixtralSparseMoeBlock(MixtralConfig(intermediate_size=I, num_local_experts=E, **common))
-        case "qwen3_moe":
-            qwen3 = Qwen3MoeConfig(
-                moe_intermediate_size=I, num_experts=E, norm_topk_prob=shape.norm_topk_prob, **common
-            )
-            module = Qwen3MoeSparseMoeBlock(qwen3)
-        case "olmoe":
-            olmoe = OlmoeConfig(intermediate_size=I, num_experts=E, norm_topk_prob=shape.norm_topk_prob, **common)
-            module = OlmoeSparseMoeBlock(olmoe)
-        case "deepseek_v3":
-            deepseek = DeepseekV3Config(
-                moe_intermediate_size=I,
-                n_routed_experts=E,
-                n_group=shape.n_group,
-                topk_group=shape.topk_group,
-                n_shared_experts=shape.n_shared_experts,
-                routed_scaling_factor=shape.routed_scaling_factor,
-                norm_topk_prob=shape.norm_topk_prob,
-                **common,
-            )
-            module = DeepseekV3MoE(deepseek)
-    return module
+    sizes = dict.fromkeys(("intermediate_size", "moe_intermediate_size"), shape.intermediate_size)
+    counts = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), shape.num_experts)
+    alike = ("hidden_size", "norm_topk_prob", "n_group", "topk_group", "n_shared_experts", "routed_scaling_factor")
+    fields = {name: getattr(shape, name) for name in alike}
+    config = getattr(modeling, config_name)(num_experts_per_tok=shape.top_k, **sizes, **counts, **fields)
+    block: nn.Module = getattr(modeling, block_name)(config)
+    return block
 
 
 def _route_in_float32(block: nn.Module) -> None:
@@ -343,13 +320,13 @@ def _route_in_float32(block: nn.Module) -> None:
 
 
 @torch.no_grad()
-def _tokens(case: ScaledLayer, layer: MoELayer, block: nn.Module, seed: int) -> tuple[Tensor, Tensor]:
+def _tokens(case: ScaledLayer, layer: MoELayer, block: nn.Module) -> tuple[Tensor, Tensor]:
     """x and dy, both [1, T, H]: random tokens that both routers send to the same experts.
 
     transformers' softmax routers compute in the block's dtype. In bfloat16 they choose another expert here and there,
     and outputs could not be compared.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     dtype, T, H = DTYPES[case.shape.dtype], case.num_tokens, case.shape.hidden_size
     gate: Any = block.gate
     pool_NH = torch.randn(4 * T, H, generator=generator).to(dtype)
