@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from moesys.bench.harness.contest import Case, Contestant, hold
+from moesys.bench.harness.names import chosen
 from moesys.bench.harness.reports import Report, publish
 from moesys.bench.harness.sheets import Column, Sheet
 from moesys.bench.harness.steps import steps_told
@@ -135,16 +136,12 @@ class Row:
 
 def select(shape: str = "all", dtype: str = "all", num_tokens: int | None = None) -> list[ScaledLayer]:
     """The cases of these names, in every dtype asked for. Raises ValueError for a name that is not there."""
-    names, dtypes = [case.name for case in CASES], list(TOLERANCE)
-    if shape not in ("all", *names):
-        raise ValueError(f"shape={shape!r} is none of {', '.join(names)}; 'all' runs every one")
-    if dtype not in ("all", *dtypes):
-        raise ValueError(f"dtype={dtype!r} is none of {', '.join(dtypes)}; 'all' runs both")
+    shapes, dtypes = chosen("shape", shape, [case.name for case in CASES]), chosen("dtype", dtype, TOLERANCE)
     return [
-        ScaledLayer(case.name, case.family, num_tokens or case.num_tokens, case.shape.replace(dtype=chosen))
+        ScaledLayer(case.name, case.family, num_tokens or case.num_tokens, case.shape.replace(dtype=of))
         for case in CASES
-        if shape in ("all", case.name)
-        for chosen in (dtypes if dtype == "all" else [dtype])
+        if case.name in shapes
+        for of in dtypes
     ]
 
 

@@ -21,6 +21,7 @@ from torch import nn
 from moesys.bench.harness.bench_ranks import start_ranks
 from moesys.bench.harness.contest import EqualBits, Outcome, of_all_ranks
 from moesys.bench.harness.layer_steps import LayerSteps, ResidualLayers, hold_steps, rank_generator
+from moesys.bench.harness.names import chosen
 from moesys.bench.harness.reports import Report, publish
 from moesys.bench.harness.sheets import Column, Sheet
 from moesys.bench.harness.steps import steps_told
@@ -145,11 +146,8 @@ class PartResult:
 
 def select(name: str = "all", num_tokens: int | None = None) -> list[Part]:
     """The parts of this name. Raises ValueError for a name that is not there."""
-    names = [part.name for part in PARTS]
-    if name not in ("all", *names):
-        raise ValueError(f"part={name!r} is none of {', '.join(names)}; 'all' runs every one")
-    chosen = [part for part in PARTS if name in ("all", part.name)]
-    return [replace(part, num_tokens=num_tokens or part.num_tokens) for part in chosen]
+    names = chosen("part", name, [part.name for part in PARTS])
+    return [replace(part, num_tokens=num_tokens or part.num_tokens) for part in PARTS if part.name in names]
 
 
 def main(parts: Sequence[Part], *, repeats: int = 9, threads: int = 1, json_path: Path | None = None) -> int:

@@ -25,7 +25,7 @@ from moesys.bench.kernels.aot import Size
 from moesys.bench.kernels.checks import wrong_errors
 from moesys.bench.kernels.contestants import GROUPED, OURS, grouped_mm_experts
 from moesys.bench.kernels.drawn_layer import Implementation, Layer, Results, Run, draw_layer, draw_routing
-from moesys.bench.kernels.measured_layer import FLOPS, Measured, Thoroughness, measure_layer
+from moesys.bench.kernels.measured_layer import FLOPS, Measured, measure_layer
 from moesys.bench.kernels.reference import relative_errors
 
 # Rows of a multiple of 16 bytes, as torch's grouped GEMM wants them.
@@ -164,7 +164,7 @@ def failing(name: str, calls: int) -> Implementation:
 @pytest.mark.parametrize("calls", [0, 1, 3, 6], ids=["checked", "counted", "forward", "backward"])
 def test_a_contestant_that_raises_is_a_line_and_the_rest_goes_on(calls: int) -> None:
     here = {"fails": failing("fails", calls), "grouped_mm": Implementation("grouped_mm", grouped_mm_experts)}
-    rows, _ = measure_layer(TINY, "uniform", here, _CountingMeter(), torch.float32, Thoroughness(2, 2), lambda _: None)
+    rows, _ = measure_layer(TINY, "uniform", here, _CountingMeter(), torch.float32, 2, 2, lambda _: None)
     failed, whole = rows
     assert failed.wrong == "OutOfMemoryError: CUDA out of memory. Tried to allocate 7 GiB."
     assert failed.samples_ms == {}

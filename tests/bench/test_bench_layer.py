@@ -105,7 +105,7 @@ def test_a_wrong_gradient_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_unknown_name_is_refused() -> None:
     code, output = run("--shape", "huge")
     assert code == 2
-    assert "'huge' is none of tiny, tiny-groups" in " ".join(output.replace("│", " ").split())
+    assert "'huge' is not known; use all or some of tiny, tiny-groups" in " ".join(output.replace("│", " ").split())
 
 
 def test_contestants_take_turns_and_warm_up() -> None:

@@ -12,7 +12,7 @@ import torch
 from moesys.bench.harness.reports import Report, publish
 from moesys.bench.harness.sheets import Column, Sheet
 from moesys.bench.harness.steps import steps_told
-from moesys.bench.kernels.aot import Size, select
+from moesys.bench.kernels.aot import Size, select, tile_words
 from moesys.kernels.experts.gemm_timer import GemmTimer
 from moesys.kernels.experts.tile_config import ShapeClass, TileConfig, TileConfigs
 from moesys.kernels.experts.tile_space import OPS, blocks_for
@@ -32,8 +32,7 @@ def tune_size(size: Size, tell: Callable[[str], None]) -> tuple[ShapeClass, Tile
 
 
 def _in_words(block: TileConfig) -> str:
-    tile = f"{block.rows}x{block.columns}x{block.contraction}"
-    return f"{tile}, {block.warps} warps, {block.stages} stages, {block.operands}"
+    return f"{tile_words(block)}, {block.warps} warps, {block.stages} stages, {block.operands}"
 
 
 @dataclass(frozen=True)

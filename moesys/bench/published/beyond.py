@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from moesys.bench.harness.reports import publish_simulated
 from moesys.bench.published.beyond_rows import LAER, OTHER_FIT, UNIFIED, beyond_rows, beyond_sheets
 from moesys.bench.published.beyond_sizes import beyond_sizes, sizes_sheet
-from moesys.bench.published.simulated_page import show
 
 INTRODUCTION = (
     "`python -m moesys bench beyond`: strategies between LAER-MoE and `unified`, stage by stage. Nothing here was "
@@ -20,5 +20,5 @@ INTRODUCTION = (
 def main(out: Path | None = None) -> int:
     """Simulate, write, print; the exit code."""
     sheets = beyond_sheets(beyond_rows(), beyond_rows(OTHER_FIT, stages=(LAER, UNIFIED)))
-    show([*sheets, sizes_sheet(beyond_sizes())], "beyond LAER-MoE", INTRODUCTION, "beyond", out)
+    publish_simulated("beyond", "beyond LAER-MoE", [*sheets, sizes_sheet(beyond_sizes())], INTRODUCTION, out)
     return 0
