@@ -188,7 +188,6 @@ ReportFolder = Annotated[
 @bench.command("reproduce", rich_help_panel=PUBLISHED)
 def bench_reproduce(
     out: ReportFolder = None,
-    planners: Annotated[bool, typer.Option(help="Time planners too, the one part that is measured.")] = True,
     fit: Annotated[
         bool, typer.Option("--fit", help="Fit the free constants again, for more than half an hour.")
     ] = False,
@@ -199,7 +198,7 @@ def bench_reproduce(
     """
     from moesys.bench.published import reproduce
 
-    raise typer.Exit(reproduce.main(out, with_planners=planners, with_fit=fit))
+    raise typer.Exit(reproduce.main(out, with_fit=fit))
 
 
 @bench.command("uniep", rich_help_panel=PUBLISHED)

@@ -55,33 +55,19 @@ class ScaledLayer:
     shape: ModelShape
 
 
-def _softmax_case(name: str, family: Family, T: int, H: int, I: int, E: int, K: int) -> ScaledLayer:
-    shape = ModelShape(hidden_size=H, intermediate_size=I, num_experts=E, top_k=K, norm_topk_prob=family != "olmoe")
+def _case(name: str, family: Family, T: int, H: int, I: int, E: int, K: int, **router: Any) -> ScaledLayer:
+    shape = ModelShape(hidden_size=H, intermediate_size=I, num_experts=E, top_k=K, **router)
     return ScaledLayer(name, family, T, shape)
 
 
+_DEEPSEEK = {"scoring_func": "sigmoid", "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5}
 CASES = (
-    _softmax_case("mixtral", "mixtral", T=1024, H=1024, I=896, E=8, K=2),
-    _softmax_case("qwen3-moe", "qwen3_moe", T=2048, H=768, I=384, E=32, K=4),
-    _softmax_case("olmoe", "olmoe", T=2048, H=768, I=512, E=32, K=4),
-    ScaledLayer(
-        "deepseek-v3",
-        "deepseek_v3",
-        num_tokens=1024,
-        shape=ModelShape(
-            hidden_size=1024,
-            intermediate_size=256,
-            num_experts=32,
-            top_k=4,
-            scoring_func="sigmoid",
-            n_group=8,
-            topk_group=4,
-            n_shared_experts=1,
-            routed_scaling_factor=2.5,
-        ),
-    ),
-    _softmax_case("small-experts", "qwen3_moe", T=4096, H=512, I=128, E=64, K=8),
-    _softmax_case("few-tokens", "qwen3_moe", T=64, H=1024, I=384, E=32, K=4),
+    _case("mixtral", "mixtral", T=1024, H=1024, I=896, E=8, K=2),
+    _case("qwen3-moe", "qwen3_moe", T=2048, H=768, I=384, E=32, K=4),
+    _case("olmoe", "olmoe", T=2048, H=768, I=512, E=32, K=4, norm_topk_prob=False),
+    _case("deepseek-v3", "deepseek_v3", T=1024, H=1024, I=256, E=32, K=4, n_shared_experts=1, **_DEEPSEEK),
+    _case("small-experts", "qwen3_moe", T=4096, H=512, I=128, E=64, K=8),
+    _case("few-tokens", "qwen3_moe", T=64, H=1024, I=384, E=32, K=4),
 )
 
 

@@ -97,21 +97,28 @@ class Result:
     """One strategy of a part.
 
     wrong: which of output, dx and gradients have other bits than the first strategy's, on some rank.
-    samples_ms: the slowest rank's step, forward and backward, by repetition; empty where bits differ.
-    exposed_ms: how long rank 0 was blocked by communication, by lane; the median over repetitions.
+    samples_ms: the slowest rank's step, forward and backward, by repetition; empty where bits differ. first_ms: of the
+    part's first strategy. exposed_ms: how long rank 0 was blocked by communication, by lane; the median over
+    repetitions.
     """
 
     part: Annotated[str, Column("part")]
-    name: Annotated[str, Column("strategy")]
-    strategy: Strategy
+    strategy: Annotated[Strategy, Column("strategy", lambda strategy: strategy.name)]
     samples_ms: list[float]
-    step_ms: Annotated[float | None, Column("step", ".1f")]
-    ratio: Annotated[Spread | None, Column("/ first")]
+    first_ms: list[float]
     exposed_ms: dict[str, float]
     wrong: Annotated[str, Column("bits")]
 
     @property
-    def blocked_ms(self) -> Annotated[float | None, Column("exposed", ".1f", after="ratio")]:
+    def step_ms(self) -> Annotated[float | None, Column("step", ".1f", after="samples_ms")]:
+        return statistics.median(self.samples_ms) if self.samples_ms else None
+
+    @property
+    def ratio(self) -> Annotated[Spread | None, Column("/ first", after="first_ms")]:
+        return Spread.of_ratios(self.samples_ms, self.first_ms) if self.samples_ms else None
+
+    @property
+    def blocked_ms(self) -> Annotated[float | None, Column("exposed", ".1f", after="exposed_ms")]:
         return sum(self.exposed_ms.values()) if self.samples_ms else None
 
     @property
@@ -136,7 +143,11 @@ class PartResult:
     @property
     def note(self) -> str:
         part, pace, share = self.part, self.pace, self.communication_share
-        became = f"communication became {share:.0%} of the step of '{self.results[0].name}'" if share else "not timed"
+        became = (
+            f"communication became {share:.0%} of the step of '{self.results[0].strategy.name}'"
+            if share
+            else "not timed"
+        )
         return (
             f"{part.name}: {part.num_layers} layer{'s' * (part.num_layers > 1)} of {part.shape!r}, {part.num_tokens} "
             f"tokens a rank. Links of {pace.gb_per_s * 1e3:.0f} MB/s, for {pace.compute_ms:.0f} ms of computing and "
@@ -184,24 +195,16 @@ def bench_overlap(parts: Sequence[Part], repeats: int, threads: int) -> list[Par
             tell(part.name)
             by_rank = ranks.run(measure, part, repeats, timeout_s=_RANKS_TIMEOUT_S)
             outcomes = of_all_ranks([found for _, found in by_rank])
-            first_ms = outcomes[part.strategies[0].name].samples_ms.get("step", [])
-            results = [_result(part, strategy, outcomes[strategy.name], first_ms) for strategy in part.strategies]
+            samples_ms = {name: outcome.samples_ms.get("step", []) for name, outcome in outcomes.items()}
+            first_ms, results = samples_ms[part.strategies[0].name], []
+            for strategy in part.strategies:
+                outcome = outcomes[strategy.name]
+                exposed_ms = outcome.metrics[0] or {}
+                results.append(
+                    Result(part.name, strategy, samples_ms[strategy.name], first_ms, exposed_ms, outcome.wrong)
+                )
             measured.append(PartResult(part, by_rank[0][0], results))
     return measured
-
-
-def _result(part: Part, strategy: Strategy, outcome: Outcome, first_ms: list[float]) -> Result:
-    samples_ms = outcome.samples_ms.get("step", [])
-    return Result(
-        part=part.name,
-        name=strategy.name,
-        strategy=strategy,
-        samples_ms=samples_ms,
-        step_ms=statistics.median(samples_ms) if samples_ms else None,
-        ratio=Spread.of_ratios(samples_ms, first_ms) if samples_ms else None,
-        exposed_ms=outcome.metrics[0] or {},
-        wrong=outcome.wrong,
-    )
 
 
 # --- on a rank --------------------------------------------------------------------------------------------------------

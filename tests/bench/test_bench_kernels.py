@@ -53,7 +53,7 @@ def layer(dtype: torch.dtype = torch.float32, routing: str = "uniform", seed: in
 
 
 def grouped_on(layer: Layer) -> Run:
-    return Run(Implementation("grouped_mm", grouped_mm_experts), layer)
+    return Run(Implementation(grouped_mm_experts), layer)
 
 
 # --- the whole -----------------------------------------------------------------------------------------------
@@ -149,7 +149,7 @@ def test_it_needs_no_planner_and_no_experiment() -> None:
 # --- contestants that fail -----------------------------------------------------------------------------------
 
 
-def failing(name: str, calls: int) -> Implementation:
+def failing(calls: int) -> Implementation:
     """Computes so many times, and then raises as a full GPU does."""
     left = iter(range(calls))
 
@@ -158,12 +158,12 @@ def failing(name: str, calls: int) -> Implementation:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7 GiB.\nMore lines")
         return grouped_mm_experts(*inputs)
 
-    return Implementation(name, experts)
+    return Implementation(experts)
 
 
 @pytest.mark.parametrize("calls", [0, 1, 3, 6], ids=["checked", "counted", "forward", "backward"])
 def test_a_contestant_that_raises_is_a_line_and_the_rest_goes_on(calls: int) -> None:
-    here = {"fails": failing("fails", calls), "grouped_mm": Implementation("grouped_mm", grouped_mm_experts)}
+    here = {"fails": failing(calls), "grouped_mm": Implementation(grouped_mm_experts)}
     rows, _ = measure_layer(TINY, "uniform", here, _CountingMeter(), torch.float32, 2, 2, lambda _: None)
     failed, whole = rows
     assert failed.wrong == "OutOfMemoryError: CUDA out of memory. Tried to allocate 7 GiB."

@@ -98,7 +98,7 @@ GRIDS = {"cpu": CPU_GRID, "cuda": CUDA_GRID}
 
 @dataclass(frozen=True)
 class Calibration:
-    """``cluster``: what was measured, as the cost model takes it. samples: all, in seconds, by what was timed."""
+    """``cluster``: what was measured, as the cost model takes it. samples_s: all, by what was timed."""
 
     cluster: ClusterSpec
     device_type: str
@@ -106,7 +106,7 @@ class Calibration:
     figures: list[Figure]
     products: list[Product]
     links: list[Link]
-    samples: dict[str, Any]
+    samples_s: dict[str, Any]
 
 
 def calibrate(
@@ -146,7 +146,7 @@ def calibrate(
             for case, ms in zip(session.grid.cases, computing.products_ms, strict=True)
         ],
         links=[link for link in (near, far, *pairs) if link is not None],
-        samples=session.samples,
+        samples_s=session.samples,
     )
 
 

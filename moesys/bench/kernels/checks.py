@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 from moesys.bench.harness.contest import in_a_line
 from moesys.bench.harness.sheets import Column
 from moesys.bench.kernels.aot import Size
-from moesys.bench.kernels.contestants import OURS
 from moesys.bench.kernels.drawn_layer import Implementation, Layer, Results, Run, draw_layer
 from moesys.bench.kernels.reference import relative_errors
 from moesys.kernels.experts.experts import ExpertMatrices, experts_backward, experts_forward, moe_experts
@@ -176,13 +175,13 @@ class _Residual(nn.Module):
 
 def _as_plain(layer: Layer, other: Callable[..., Tensor], how: str) -> Verdict:
     """Whether ``other`` gives the bits of ``_Residual``."""
-    plain, found = (Run(Implementation(OURS, experts), layer).results() for experts in (_Residual(), other))
+    plain, found = (Run(Implementation(experts), layer).results() for experts in (_Residual(), other))
     differs = different(found, plain)
     return Verdict(not differs, f"{differs} differ" if differs else f"{how}, equal bits")
 
 
 def ours_on(layer: Layer) -> Run:
-    return Run(Implementation(OURS, moe_experts), layer)
+    return Run(Implementation(moe_experts), layer)
 
 
 def different(found: Iterable[Tensor | None], expected: Results) -> str:

@@ -116,7 +116,6 @@ class Implementation:
     outside of the timing.
     """
 
-    name: str
     experts: Experts
     to_own: Convert = _as_it_is
     from_own: Convert = _as_it_is

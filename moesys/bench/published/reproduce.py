@@ -75,11 +75,9 @@ class Busiest:
     max_over_mean: Annotated[float, Column("max/mean", ".3f")]
 
 
-def main(out: Path | None = None, *, with_planners: bool = True, with_fit: bool = False) -> int:
+def main(out: Path | None = None, *, with_fit: bool = False) -> int:
     """Simulate, write, print; the exit code."""
-    found = sheets(reproduce(), CONSTANTS)
-    if with_planners:
-        found.append(planner_sheet(planner_times()))
+    found = [*sheets(reproduce(), CONSTANTS), planner_sheet(planner_times())]
     if with_fit:
         found.append(fit_sheet(fit()))
     publish_simulated("laer_reproduction", "LAER-MoE's measurements", found, INTRODUCTION, out)
