@@ -79,7 +79,7 @@ Kinds = Annotated[list[str] | None, typer.Option(help="A kind or its JSON, may b
 
 @bench.command("layer", rich_help_panel=COMPUTING)
 def bench_layer(
-    shape: Annotated[str, typer.Option(help="One shape by name, or all.")] = "all",
+    shape: Annotated[str, typer.Option(help="By name, with commas, or all.")] = "all",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or all.")] = "all",
     tokens: Annotated[int | None, typer.Option(min=1, help="Tokens, instead of the shape's own number.")] = None,
     repeats: Repeats = 9,
@@ -99,7 +99,7 @@ def bench_kernels(
     aot: Annotated[bool, typer.Option("--aot", help="Compile for a Hopper GPU and read the machine code.")] = False,
     tune: Annotated[bool, typer.Option("--tune", help="Find the fastest blocks on this GPU, and keep them.")] = False,
     mega: Annotated[bool, typer.Option(help="With --aot: MegaKernels too.")] = True,
-    size: Annotated[str, typer.Option(help="By name, with commas; one with --aot or --tune; or all.")] = "all",
+    size: Annotated[str, typer.Option(help="By name, with commas, or all.")] = "all",
     routing: Annotated[str, typer.Option(help="uniform, balanced, zipf, k-experts, router, or all.")] = "all",
     contestants: Annotated[str, typer.Option(help="moesys, grouped_mm, 'grouped_mm compiled', transformers.")] = "all",
     peer: Annotated[

@@ -31,7 +31,7 @@ from moesys.bench.shaped.host_steps import (
 from moesys.config import Ep, EvenSplit, FlowSplit, ModelShape, Pipelined, Strategy
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.lab.runs.environment import available_cores
-from moesys.lab.slow_links.shaped_links import Delay, shaped_links
+from moesys.lab.slow_links.shaped_links import Delay, ShapedLinks, shaped_links
 from moesys.step import LayerPlan, StepPlan, simulation
 
 MBIT_PER_S = (100.0, 2000.0)
@@ -225,22 +225,24 @@ def bench_shaped(plans: Sequence[Asked], repeats: int = 7, *, shares: bool = Tru
                     begin(
                         f"{number} hosts, {'half' if one.half else f'{one.case.mbit_per_s:g} Mbit/s'}, {one.case.name}"
                     )
-                    case = one.case
-                    if one.half:
-                        probed = _slowest_ms(ranks.run(measure_pieces, case, _PROBE_REPEATS, timeout_s=_RUN_S))
-                        for _ in range(_PROBES):
-                            links.reshape(case.mbit_per_s)
-                            moved = exchanges_ms(ranks, case, _PROBE_REPEATS)
-                            case = replace(case, mbit_per_s=half_mbit_per_s(case.mbit_per_s, moved, probed))
-                    links.reshape(case.mbit_per_s)
-                    figures = link_figures(ranks, case, repeats)
-                    by_rank = ranks.run(measure, case, repeats, timeout_s=_RUN_S)
-                    calibrated = calibration(case, figures, _slowest_ms(by_rank))
-                    settings = _settings(case, links_of(case, one.half), of_all_ranks(by_rank), calibrated)
-                    results.append(
-                        CaseResult(settings[0].links, case, one.half, links.plan.delay, cpus, calibrated, settings)
-                    )
+                    results.append(_run(one, links, ranks, cpus, repeats))
     return results
+
+
+def _run(one: Asked, links: ShapedLinks, ranks: LocalRanks, cpus: float | None, repeats: int) -> CaseResult:
+    case = one.case
+    if one.half:
+        probed = _slowest_ms(ranks.run(measure_pieces, case, _PROBE_REPEATS, timeout_s=_RUN_S))
+        for _ in range(_PROBES):
+            links.reshape(case.mbit_per_s)
+            moved = exchanges_ms(ranks, case, _PROBE_REPEATS)
+            case = replace(case, mbit_per_s=half_mbit_per_s(case.mbit_per_s, moved, probed))
+    links.reshape(case.mbit_per_s)
+    figures = link_figures(ranks, case, repeats)
+    by_rank = ranks.run(measure, case, repeats, timeout_s=_RUN_S)
+    calibrated, words = calibration(case, figures, _slowest_ms(by_rank)), links_of(case, one.half)
+    settings = _settings(case, words, of_all_ranks(by_rank), calibrated)
+    return CaseResult(words, case, one.half, links.plan.delay, cpus, calibrated, settings)
 
 
 def half_mbit_per_s(mbit_per_s: float, moved_ms: Mapping[int, float], computed_ms: Mapping[str, float]) -> float:
