@@ -126,8 +126,8 @@ def bench_kernels(
         from moesys.bench.kernels.aot import select
 
         with _refusing():
-            select(size)
-        raise typer.Exit(tile_tuning.main(size) if tune else aot_report.main(size, json, mega))
+            sizes = select(size)
+        raise typer.Exit(tile_tuning.main(sizes) if tune else aot_report.main(sizes, json, mega))
     from moesys.bench.kernels import kernels_contest
 
     with _refusing():

@@ -102,22 +102,17 @@ class Row:
         return {name: Spread.of_ratios(of, ours_ms) for name, of in self.samples_ms.items() if name != OURS}
 
     @property
-    def to_better(self) -> Annotated[Spread | None, Column(f"better / {OURS}", after="samples_ms")]:
-        return self._ratio_of_better(PEERS)
-
-    @property
-    def to_better_mastered(
-        self,
-    ) -> Annotated[Spread | None, Column(f"better, float32 masters / {OURS}", after="samples_ms")]:
-        return self._ratio_of_better(tuple(MASTERED.values()))
+    def to_better(self) -> Annotated[dict[str, Spread], Column(f"{{}} / {OURS}", after="samples_ms")]:
+        """The same of the faster of two: with parameters of the dtype, and with float32 masters."""
+        found = {}
+        for name, peers in {"better": PEERS, "better, float32 masters": tuple(MASTERED.values())}.items():
+            if timed := [peer for peer in peers if peer in self.samples_ms]:
+                found[name] = self.ratios[min(timed, key=lambda peer: self.median_ms[peer])]
+        return found
 
     @property
     def matched(self) -> Annotated[bool, Column("")]:
         return not self.wrong
-
-    def _ratio_of_better(self, peers: tuple[str, ...]) -> Spread | None:
-        timed = [peer for peer in peers if peer in self.samples_ms]
-        return self.ratios[min(timed, key=lambda peer: self.median_ms[peer])] if timed else None
 
 
 def select(shape: str = "all", dtype: str = "all", num_tokens: int | None = None) -> list[ScaledLayer]:

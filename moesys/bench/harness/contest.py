@@ -127,8 +127,9 @@ class EqualBits:
     names: of the results that are compared; all by default.
     """
 
-    def __init__(self, *names: str, expected: Mapping[str, Tensor] | None = None) -> None:
-        self._names, self._expected = names, expected
+    def __init__(self, *names: str) -> None:
+        self._names: tuple[str, ...] = names
+        self._expected: Mapping[str, Tensor] | None = None
 
     def __call__(self, name: str, results: Mapping[str, Tensor]) -> str:
         if self._expected is None:
