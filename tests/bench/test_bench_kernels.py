@@ -423,5 +423,5 @@ def test_a_dtype_is_kept(tmp_path: Path) -> None:
     drawn = layer(torch.bfloat16)
     assert torch.equal(drawn.weight_TK.bfloat16().float(), drawn.weight_TK)
     assert {drawn.x_TH.dtype, drawn.gate_up_EUH.dtype, drawn.down_EHI.dtype} == {torch.bfloat16}
-    assert replace(drawn, routing="other").x_TH is drawn.x_TH
+    assert replace(drawn, router_EH=None).x_TH is drawn.x_TH
     assert OURS not in GROUPED

@@ -193,4 +193,5 @@ def compile_size(
 
 def select(names: str) -> list[Size]:
     """Sizes by name, or all. Raises ValueError for a name that is not known."""
-    return [size for size in SIZES if size.name in chosen("size", names, [size.name for size in SIZES])]
+    by_name = {size.name: size for size in SIZES}
+    return [by_name[name] for name in chosen("size", names, by_name)]

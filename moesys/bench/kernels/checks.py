@@ -141,7 +141,7 @@ def far_offsets(size: Size, dtype: torch.dtype, device: torch.device) -> Verdict
     layer = draw_layer(size, "uniform", dtype, device)
     # Tokens in order of their experts, so that the first and last rows of every tensor belong to the outer experts.
     in_order_TK = (torch.arange(size.T, device=device) * size.E // size.T)[:, None]
-    layer = replace(layer, expert_TK=in_order_TK, routing="in order")
+    layer = replace(layer, expert_TK=in_order_TK)
     outer = relative_errors(*_outer_experts(layer, ours_on(layer).results()))
     wrong = wrong_errors(outer, dtype)
     rows = size.T * size.K
@@ -157,7 +157,6 @@ def _outer_experts(layer: Layer, found: Results) -> tuple[Layer, Results]:
     outer = torch.tensor([0, last], device=token_N.device)
     part = Layer(
         layer.size._replace(T=len(token_N), E=2, K=1),
-        layer.routing,
         layer.x_TH[token_N],
         layer.dy_TH[token_N],
         (layer.expert_TK[token_N] == last).long(),
