@@ -72,13 +72,17 @@ ResultFile = Annotated[
     Path | None, typer.Option(metavar="FILE", help="Write what was measured to this file.", callback=_in_a_folder)
 ]
 
+Repeats = Annotated[int, typer.Option(min=1, help="Timed repetitions.")]
+Threads = Annotated[int, typer.Option(min=1, help="Threads of a rank.")]
+Kinds = Annotated[list[str] | None, typer.Option(help="A kind or its JSON, may be repeated.")]
+
 
 @bench.command("layer", rich_help_panel=COMPUTING)
 def bench_layer(
-    shape: Annotated[str, typer.Option(help="One shape by name, or all.")] = "all",
+    shape: Annotated[str, typer.Option(help="By name, with commas, or all.")] = "all",
     dtype: Annotated[str, typer.Option(help="float32, bfloat16 or all.")] = "all",
     tokens: Annotated[int | None, typer.Option(min=1, help="Tokens, instead of the shape's own number.")] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed repetitions.")] = 9,
+    repeats: Repeats = 9,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads; torch's own choice by default.")] = None,
     json: ResultFile = None,
 ) -> None:
@@ -95,7 +99,7 @@ def bench_kernels(
     aot: Annotated[bool, typer.Option("--aot", help="Compile for a Hopper GPU and read the machine code.")] = False,
     tune: Annotated[bool, typer.Option("--tune", help="Find the fastest blocks on this GPU, and keep them.")] = False,
     mega: Annotated[bool, typer.Option(help="With --aot: MegaKernels too.")] = True,
-    size: Annotated[str, typer.Option(help="By name, with commas; one with --aot or --tune; or all.")] = "all",
+    size: Annotated[str, typer.Option(help="By name, with commas, or all.")] = "all",
     routing: Annotated[str, typer.Option(help="uniform, balanced, zipf, k-experts, router, or all.")] = "all",
     contestants: Annotated[str, typer.Option(help="moesys, grouped_mm, 'grouped_mm compiled', transformers.")] = "all",
     peer: Annotated[
@@ -122,8 +126,8 @@ def bench_kernels(
         from moesys.bench.kernels.aot import select
 
         with _refusing():
-            select(size)
-        raise typer.Exit(tile_tuning.main(size) if tune else aot_report.main(size, json, mega))
+            sizes = select(size)
+        raise typer.Exit(tile_tuning.main(sizes) if tune else aot_report.main(sizes, json, mega))
     from moesys.bench.kernels import kernels_contest
 
     with _refusing():
@@ -146,8 +150,8 @@ def bench_overlap(
     tokens: Annotated[
         int | None, typer.Option(min=1, help="Tokens of a rank, instead of the part's own number.")
     ] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed repetitions.")] = 9,
-    threads: Annotated[int, typer.Option(min=1, help="Threads of a rank.")] = 1,
+    repeats: Repeats = 9,
+    threads: Threads = 1,
     size: Annotated[str, typer.Option(help="Of --part mega: a layer by name.")] = "qwen3-30b",
     dtype: Annotated[str, typer.Option(help="Of --part mega: bfloat16, float16 or float32.")] = "bfloat16",
     gb_per_s: Annotated[float, typer.Option("--gb-per-s", help="Of --part mega: the pace of a rank's link.")] = 100.0,
@@ -184,7 +188,6 @@ ReportFolder = Annotated[
 @bench.command("reproduce", rich_help_panel=PUBLISHED)
 def bench_reproduce(
     out: ReportFolder = None,
-    planners: Annotated[bool, typer.Option(help="Time planners too, the one part that is measured.")] = True,
     fit: Annotated[
         bool, typer.Option("--fit", help="Fit the free constants again, for more than half an hour.")
     ] = False,
@@ -195,7 +198,7 @@ def bench_reproduce(
     """
     from moesys.bench.published import reproduce
 
-    raise typer.Exit(reproduce.main(out, with_planners=planners, with_fit=fit))
+    raise typer.Exit(reproduce.main(out, with_fit=fit))
 
 
 @bench.command("uniep", rich_help_panel=PUBLISHED)
@@ -217,8 +220,18 @@ def bench_beyond(out: ReportFolder = None) -> None:
     raise typer.Exit(beyond.main(out))
 
 
+# What each way to compare planners takes, besides --json.
+_CHOSEN = ("balance", "split", "predictor")
+PLANNER_OPTIONS = {
+    "--trace": ("ranks_per_node", "slots", "lag", "from_iteration", "to_iteration", "layers", "every", *_CHOSEN),
+    "--laer": ("seeds", *_CHOSEN),
+    "--scale": ("seeds", "repeats", "peer_eplb"),
+}
+
+
 @bench.command("planner", rich_help_panel=COMPUTING)
 def bench_planner(
+    ctx: typer.Context,
     trace: Annotated[Path | None, typer.Option(help="Replay this trace; docs/traces.md says how to make one.")] = None,
     ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Of the trace's ranks; all by default.")] = None,
     slots: Annotated[
@@ -229,9 +242,9 @@ def bench_planner(
     to_iteration: Annotated[int | None, typer.Option(help="Score up to this iteration.")] = None,
     layers: Annotated[list[int] | None, typer.Option(help="Of the trace, may be repeated; all by default.")] = None,
     every: Annotated[int, typer.Option(min=1, help="Score every N-th micro-batch.")] = 1,
-    balance: Annotated[list[str] | None, typer.Option(help="A kind or its JSON, may be repeated.")] = None,
-    split: Annotated[list[str] | None, typer.Option(help="A kind or its JSON, may be repeated.")] = None,
-    predictor: Annotated[list[str] | None, typer.Option(help="A kind or its JSON, may be repeated.")] = None,
+    balance: Kinds = None,
+    split: Kinds = None,
+    predictor: Kinds = None,
     laer: Annotated[bool, typer.Option("--laer", help="LAER-MoE's two settings, on routing like its own.")] = False,
     scale: Annotated[bool, typer.Option("--scale", help="Known loads from 8 to 1024 ranks.")] = False,
     peer_eplb: Annotated[
@@ -248,31 +261,17 @@ def bench_planner(
     """
     if (trace is not None) + laer + scale != 1:
         raise typer.BadParameter("give one of --trace FILE, --laer and --scale")
-    for_traces = {
-        "--ranks-per-node": ranks_per_node is not None,
-        "--slots": bool(slots),
-        "--lag": lag != 10,
-        "--from-iteration": from_iteration is not None,
-        "--to-iteration": to_iteration is not None,
-        "--layers": bool(layers),
-        "--every": every != 1,
-    }
-    chosen_from = {"--balance": bool(balance), "--split": bool(split), "--predictor": bool(predictor)}
-    for_scale = {"--peer-eplb": peer_eplb is not None, "--repeats": repeats != 9}
-    if scale:
-        mode, refused = "--scale", for_traces | chosen_from
-    elif laer:
-        mode, refused = "--laer", for_traces | for_scale
-    else:
-        mode, refused = "--trace", for_scale | {"--seeds": seeds != 3}
-    if unused := [name for name, given in refused.items() if given]:
-        raise typer.BadParameter(f"{unused[0]} is not for {mode}; leave it out")
+    mode = "--scale" if scale else "--laer" if laer else "--trace"
+    fits = {"trace", "laer", "scale", "json", *PLANNER_OPTIONS[mode]}
+    for option in ctx.command.params:
+        source = ctx.get_parameter_source(option.name or "")
+        if option.name not in fits and source is not None and source.name == "COMMANDLINE":
+            raise typer.BadParameter(f"{option.opts[0]} is not for {mode}; leave it out")
     if scale:
         from moesys.bench.planner import scale as over_sizes
 
         with _refusing():
-            code = over_sizes.main(num_seeds=seeds, repeats=repeats, peer_path=peer_eplb, json_path=json)
-        raise typer.Exit(code)
+            raise typer.Exit(over_sizes.main(num_seeds=seeds, repeats=repeats, peer_path=peer_eplb, json_path=json))
     from moesys.bench.planner import planner_contest as contest
     from moesys.lab.commands.declarations import balance_of, predictor_of, split_of
 
@@ -283,13 +282,11 @@ def bench_planner(
             [predictor_of(text) for text in predictor or ()],
         )
         if trace is None:
-            code = contest.main_laer(chosen if any(chosen_from.values()) else None, seeds, json)
-        else:
-            options = contest.TraceOptions(
-                ranks_per_node, slots or (), lag, from_iteration, to_iteration, layers or (), every
-            )
-            code = contest.main_trace(trace, chosen, options, json)
-    raise typer.Exit(code)
+            raise typer.Exit(contest.main_laer(chosen if balance or split or predictor else None, seeds, json))
+        options = contest.TraceOptions(
+            ranks_per_node, slots or (), lag, from_iteration, to_iteration, layers or (), every
+        )
+        raise typer.Exit(contest.main_trace(trace, chosen, options, json))
 
 
 def _spec_file(path: Path | None) -> Path | None:
@@ -302,7 +299,7 @@ def _spec_file(path: Path | None) -> Path | None:
 def bench_calibrate(
     ranks: Annotated[int | None, typer.Option(min=1, help="Local ranks; one a core by default, at most 8.")] = None,
     device: Annotated[Literal["cpu", "cuda"], typer.Option(help="cuda takes the ranks of torchrun.")] = "cpu",
-    threads: Annotated[int, typer.Option(min=1, help="Threads of a rank.")] = 1,
+    threads: Threads = 1,
     repeats: Annotated[int, typer.Option(min=1, help="Timed windows of everything.")] = 7,
     out: Annotated[
         Path | None,
@@ -332,7 +329,7 @@ def bench_shaped(
     latency_us: Annotated[
         float | None, typer.Option("--latency-us", help="Between hosts, one way; instead of the cases' own.")
     ] = None,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed repetitions.")] = 7,
+    repeats: Repeats = 7,
     shares: Annotated[
         bool, typer.Option(help="Each host has its share of the processor; without, hosts compete for it.")
     ] = True,
@@ -357,7 +354,7 @@ def bench_shaped(
 def bench_simulate(
     overlap: Annotated[str, typer.Option(help="sequential, pipelined, mega_kernel or all.")] = "sequential",
     most_ranks: Annotated[int, typer.Option(min=1, help="Leave larger clusters out.")] = 1024,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed repetitions.")] = 3,
+    repeats: Repeats = 3,
     json: ResultFile = None,
 ) -> None:
     """Time the simulator: one layer on 32 ranks, 32 layers on up to 1,024."""

@@ -5,6 +5,7 @@ T tokens, H hidden, I expert width, E experts, K top-k.
 
 from __future__ import annotations
 
+import importlib
 import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from moesys.bench.harness.contest import Case, Contestant, hold
+from moesys.bench.harness.names import chosen
 from moesys.bench.harness.reports import Report, publish
 from moesys.bench.harness.sheets import Column, Sheet
 from moesys.bench.harness.steps import steps_told
@@ -32,6 +34,13 @@ MASTERED = {"eager": "eager, float32 masters", "grouped_mm": "grouped_mm, float3
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 
 Family = Literal["mixtral", "qwen3_moe", "olmoe", "deepseek_v3"]
+# A config and a block of each family, in transformers' file of its own.
+BLOCKS: dict[Family, tuple[str, str]] = {
+    "mixtral": ("MixtralConfig", "MixtralSparseMoeBlock"),
+    "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeSparseMoeBlock"),
+    "olmoe": ("OlmoeConfig", "OlmoeSparseMoeBlock"),
+    "deepseek_v3": ("DeepseekV3Config", "DeepseekV3MoE"),
+}
 Direction = Literal["forward + backward", "forward"]
 DIRECTIONS: tuple[Direction, ...] = ("forward + backward", "forward")
 
@@ -46,33 +55,19 @@ class ScaledLayer:
     shape: ModelShape
 
 
-def _softmax_case(name: str, family: Family, T: int, H: int, I: int, E: int, K: int) -> ScaledLayer:
-    shape = ModelShape(hidden_size=H, intermediate_size=I, num_experts=E, top_k=K, norm_topk_prob=family != "olmoe")
+def _case(name: str, family: Family, T: int, H: int, I: int, E: int, K: int, **router: Any) -> ScaledLayer:
+    shape = ModelShape(hidden_size=H, intermediate_size=I, num_experts=E, top_k=K, **router)
     return ScaledLayer(name, family, T, shape)
 
 
+_DEEPSEEK = {"scoring_func": "sigmoid", "n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5}
 CASES = (
-    _softmax_case("mixtral", "mixtral", T=1024, H=1024, I=896, E=8, K=2),
-    _softmax_case("qwen3-moe", "qwen3_moe", T=2048, H=768, I=384, E=32, K=4),
-    _softmax_case("olmoe", "olmoe", T=2048, H=768, I=512, E=32, K=4),
-    ScaledLayer(
-        "deepseek-v3",
-        "deepseek_v3",
-        num_tokens=1024,
-        shape=ModelShape(
-            hidden_size=1024,
-            intermediate_size=256,
-            num_experts=32,
-            top_k=4,
-            scoring_func="sigmoid",
-            n_group=8,
-            topk_group=4,
-            n_shared_experts=1,
-            routed_scaling_factor=2.5,
-        ),
-    ),
-    _softmax_case("small-experts", "qwen3_moe", T=4096, H=512, I=128, E=64, K=8),
-    _softmax_case("few-tokens", "qwen3_moe", T=64, H=1024, I=384, E=32, K=4),
+    _case("mixtral", "mixtral", T=1024, H=1024, I=896, E=8, K=2),
+    _case("qwen3-moe", "qwen3_moe", T=2048, H=768, I=384, E=32, K=4),
+    _case("olmoe", "olmoe", T=2048, H=768, I=512, E=32, K=4, norm_topk_prob=False),
+    _case("deepseek-v3", "deepseek_v3", T=1024, H=1024, I=256, E=32, K=4, n_shared_experts=1, **_DEEPSEEK),
+    _case("small-experts", "qwen3_moe", T=4096, H=512, I=128, E=64, K=8),
+    _case("few-tokens", "qwen3_moe", T=64, H=1024, I=384, E=32, K=4),
 )
 
 
@@ -107,54 +102,47 @@ class Row:
         return {name: Spread.of_ratios(of, ours_ms) for name, of in self.samples_ms.items() if name != OURS}
 
     @property
-    def to_better(self) -> Annotated[Spread | None, Column(f"better / {OURS}", after="samples_ms")]:
-        return self._ratio_of_better(PEERS)
-
-    @property
-    def to_better_mastered(
-        self,
-    ) -> Annotated[Spread | None, Column(f"better, float32 masters / {OURS}", after="samples_ms")]:
-        return self._ratio_of_better(tuple(MASTERED.values()))
+    def to_better(self) -> Annotated[dict[str, Spread], Column(f"{{}} / {OURS}", after="samples_ms")]:
+        """The same of the faster of two: with parameters of the dtype, and with float32 masters."""
+        found = {}
+        for name, peers in {"better": PEERS, "better, float32 masters": tuple(MASTERED.values())}.items():
+            if timed := [peer for peer in peers if peer in self.samples_ms]:
+                found[name] = self.ratios[min(timed, key=lambda peer: self.median_ms[peer])]
+        return found
 
     @property
     def matched(self) -> Annotated[bool, Column("")]:
         return not self.wrong
 
-    def _ratio_of_better(self, peers: tuple[str, ...]) -> Spread | None:
-        timed = [peer for peer in peers if peer in self.samples_ms]
-        return self.ratios[min(timed, key=lambda peer: self.median_ms[peer])] if timed else None
-
 
 def select(shape: str = "all", dtype: str = "all", num_tokens: int | None = None) -> list[ScaledLayer]:
     """The cases of these names, in every dtype asked for. Raises ValueError for a name that is not there."""
-    names, dtypes = [case.name for case in CASES], list(TOLERANCE)
-    if shape not in ("all", *names):
-        raise ValueError(f"shape={shape!r} is none of {', '.join(names)}; 'all' runs every one")
-    if dtype not in ("all", *dtypes):
-        raise ValueError(f"dtype={dtype!r} is none of {', '.join(dtypes)}; 'all' runs both")
+    shapes, dtypes = chosen("shape", shape, [case.name for case in CASES]), chosen("dtype", dtype, TOLERANCE)
     return [
-        ScaledLayer(case.name, case.family, num_tokens or case.num_tokens, case.shape.replace(dtype=chosen))
+        ScaledLayer(case.name, case.family, num_tokens or case.num_tokens, case.shape.replace(dtype=of))
         for case in CASES
-        if shape in ("all", case.name)
-        for chosen in (dtypes if dtype == "all" else [dtype])
+        if case.name in shapes
+        for of in dtypes
     ]
 
 
-def bench_layer(
-    cases: list[ScaledLayer], *, repeats: int = 9, threads: int | None = None, seed: int = 0
-) -> Iterator[Row]:
-    """Measure each case, one row a direction; ``threads`` is torch's own number by default.
+def bench_layer(cases: Sequence[ScaledLayer], *, repeats: int = 9, threads: int | None = None) -> list[Row]:
+    """Measures each case, one row a direction; ``threads`` is torch's own number by default.
 
     Outputs and gradients are compared with those of the eager block first, and a contestant that differs stops the
     timing of its case.
     """
+    rows: list[Row] = []
     threads_before = torch.get_num_threads()
     torch.set_num_threads(threads or threads_before)
     try:
-        for case in cases:
-            yield from _measure(case, repeats, seed)
+        with steps_told("layer", len(cases)) as tell:
+            for case in cases:
+                tell(f"{case.name}, {case.shape.dtype}")
+                rows += _measure(case, repeats)
     finally:
         torch.set_num_threads(threads_before)
+    return rows
 
 
 def report(rows: Sequence[Row], repeats: int, threads: int | None = None) -> Report:
@@ -178,18 +166,10 @@ def report(rows: Sequence[Row], repeats: int, threads: int | None = None) -> Rep
 
 
 def main(
-    cases: Sequence[ScaledLayer],
-    *,
-    repeats: int = 9,
-    threads: int | None = None,
-    json_path: Path | None = None,
+    cases: Sequence[ScaledLayer], *, repeats: int = 9, threads: int | None = None, json_path: Path | None = None
 ) -> int:
     """Measure, write, print; the exit code: 1 if an output was wrong."""
-    rows: list[Row] = []
-    with steps_told("layer", len(cases)) as tell:
-        for case in cases:
-            tell(f"{case.name}, {case.shape.dtype}")
-            rows += bench_layer([case], repeats=repeats, threads=threads)
+    rows = bench_layer(cases, repeats=repeats, threads=threads)
     publish(report(rows, repeats, threads), json_path=json_path)
     return 0 if all(row.matched for row in rows) else 1
 
@@ -197,13 +177,13 @@ def main(
 # --- one case ---------------------------------------------------------------------------------------------
 
 
-def _measure(case: ScaledLayer, repeats: int, seed: int) -> Iterator[Row]:
-    layer, block = _make_layer(case, seed), _make_block(case)
+def _measure(case: ScaledLayer, repeats: int) -> Iterator[Row]:
+    layer, block = MoELayer(case.shape, Strategy(name="ep")), _make_block(case)
     block.load_state_dict(layer.full_state_dict())
     block.to(DTYPES[case.shape.dtype])
     # Both begin from the same numbers: what bfloat16 cannot hold is taken from our masters too.
     layer.load_full_state_dict({name: tensor.float() for name, tensor in block.state_dict().items()})
-    x, dy = _tokens(case, layer, block, seed)
+    x, dy = _tokens(case, layer, block)
     runs = {peer: _Run(block, x, dy, peer) for peer in PEERS} | {OURS: _Run(layer, x, dy)}
     mastered = _make_block(case)
     if x.dtype != torch.float32:
@@ -228,7 +208,7 @@ def _measure(case: ScaledLayer, repeats: int, seed: int) -> Iterator[Row]:
         return "" if right else f"differs from eager: {name} by {differences[name]:.1e}"
 
     setups = {name: partial(Contestant, run.results, run.works) for name, run in runs.items()}
-    found = hold(Case(setups, wrong, before=forget, all_or_none=True, seed=seed), repeats)
+    found = hold(Case(setups, wrong, before=forget, all_or_none=True), repeats)
     why = "; ".join(outcome.wrong for outcome in found.values() if outcome.wrong)
     for direction in DIRECTIONS:
         samples_ms = {name: found[name].samples_ms[direction] for name in found if found[name].samples_ms}
@@ -288,45 +268,20 @@ def _relative(actual: Tensor, expected: Tensor) -> float:
     return float(difference.nan_to_num(nan=torch.inf))
 
 
-def _make_layer(case: ScaledLayer, seed: int) -> MoELayer:
-    return MoELayer(case.shape, Strategy(name="ep"), seed=seed)
-
-
 def _make_block(case: ScaledLayer) -> nn.Module:
-    """transformers' block of the case's family and shape, uninitialised."""
-    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Config, DeepseekV3MoE
-    from transformers.models.mixtral.modeling_mixtral import MixtralConfig, MixtralSparseMoeBlock
-    from transformers.models.olmoe.modeling_olmoe import OlmoeConfig, OlmoeSparseMoeBlock
-    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeSparseMoeBlock
-
+    """transformers' block of the case's family and shape, uninitialised. Each family's config takes the names that it
+    knows.
+    """
+    modeling = importlib.import_module(f"transformers.models.{case.family}.modeling_{case.family}")
+    config_name, block_name = BLOCKS[case.family]
     shape = case.shape
-    H, I, E = shape.hidden_size, shape.intermediate_size, shape.num_experts
-    common: dict[str, Any] = {"hidden_size": H, "num_experts_per_tok": shape.top_k}
-    module: nn.Module
-    match case.family:
-        case "mixtral":
-            module = MixtralSparseMoeBlock(MixtralConfig(intermediate_size=I, num_local_experts=E, **common))
-        case "qwen3_moe":
-            qwen3 = Qwen3MoeConfig(
-                moe_intermediate_size=I, num_experts=E, norm_topk_prob=shape.norm_topk_prob, **common
-            )
-            module = Qwen3MoeSparseMoeBlock(qwen3)
-        case "olmoe":
-            olmoe = OlmoeConfig(intermediate_size=I, num_experts=E, norm_topk_prob=shape.norm_topk_prob, **common)
-            module = OlmoeSparseMoeBlock(olmoe)
-        case "deepseek_v3":
-            deepseek = DeepseekV3Config(
-                moe_intermediate_size=I,
-                n_routed_experts=E,
-                n_group=shape.n_group,
-                topk_group=shape.topk_group,
-                n_shared_experts=shape.n_shared_experts,
-                routed_scaling_factor=shape.routed_scaling_factor,
-                norm_topk_prob=shape.norm_topk_prob,
-                **common,
-            )
-            module = DeepseekV3MoE(deepseek)
-    return module
+    sizes = dict.fromkeys(("intermediate_size", "moe_intermediate_size"), shape.intermediate_size)
+    counts = dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), shape.num_experts)
+    alike = ("hidden_size", "norm_topk_prob", "n_group", "topk_group", "n_shared_experts", "routed_scaling_factor")
+    fields = {name: getattr(shape, name) for name in alike}
+    config = getattr(modeling, config_name)(num_experts_per_tok=shape.top_k, **sizes, **counts, **fields)
+    block: nn.Module = getattr(modeling, block_name)(config)
+    return block
 
 
 def _route_in_float32(block: nn.Module) -> None:
@@ -343,13 +298,13 @@ def _route_in_float32(block: nn.Module) -> None:
 
 
 @torch.no_grad()
-def _tokens(case: ScaledLayer, layer: MoELayer, block: nn.Module, seed: int) -> tuple[Tensor, Tensor]:
+def _tokens(case: ScaledLayer, layer: MoELayer, block: nn.Module) -> tuple[Tensor, Tensor]:
     """x and dy, both [1, T, H]: random tokens that both routers send to the same experts.
 
     transformers' softmax routers compute in the block's dtype. In bfloat16 they choose another expert here and there,
     and outputs could not be compared.
     """
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     dtype, T, H = DTYPES[case.shape.dtype], case.num_tokens, case.shape.hidden_size
     gate: Any = block.gate
     pool_NH = torch.randn(4 * T, H, generator=generator).to(dtype)

@@ -7,7 +7,8 @@ Two parts: one layer whose tokens travel in chunks, and a few layers whose exper
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -15,15 +16,16 @@ from typing import Annotated
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from moesys.bench.harness.bench_ranks import start_ranks
-from moesys.bench.harness.contest import Case, Contestant, EqualBits, Outcome, hold, of_all_ranks
-from moesys.bench.harness.layer_steps import LayerSteps
+from moesys.bench.harness.contest import EqualBits, Outcome, of_all_ranks
+from moesys.bench.harness.layer_steps import LayerSteps, ResidualLayers, hold_steps, rank_generator
+from moesys.bench.harness.names import chosen
 from moesys.bench.harness.reports import Report, publish
 from moesys.bench.harness.sheets import Column, Sheet
 from moesys.bench.harness.steps import steps_told
-from moesys.bench.harness.stopwatch import Spread, interleave, machine_line
+from moesys.bench.harness.stopwatch import Spread, machine_line, repeated_ms
 from moesys.config import Fsep, ModelShape, Pipelined, Strategy
 from moesys.moe.layer import MoELayer
 from moesys.overlap.comm.paced_link import PacedLink
@@ -33,6 +35,9 @@ _EP = Strategy(name="sequential")
 _FSEP = Strategy(name="on demand", sharding=Fsep(slots_per_rank=4))
 _PREFETCH = Fsep(slots_per_rank=4, prefetch_layers=1)
 _BEHIND = _PREFETCH.replace(delay_reshard=True)
+NUM_RANKS = 2
+# Of the first strategy's step.
+COMMUNICATION_SHARE = 0.5
 _RANKS_TIMEOUT_S = 1800.0
 # So fast that only gloo's own time is left.
 _UNPACED_GB_PER_S = 1e3
@@ -92,21 +97,28 @@ class Result:
     """One strategy of a part.
 
     wrong: which of output, dx and gradients have other bits than the first strategy's, on some rank.
-    samples_ms: the slowest rank's step, forward and backward, by repetition; empty where bits differ.
-    exposed_ms: how long rank 0 was blocked by communication, by lane; the median over repetitions.
+    samples_ms: the slowest rank's step, forward and backward, by repetition; empty where bits differ. first_ms: of the
+    part's first strategy. exposed_ms: how long rank 0 was blocked by communication, by lane; the median over
+    repetitions.
     """
 
     part: Annotated[str, Column("part")]
-    name: Annotated[str, Column("strategy")]
-    strategy: Strategy
+    strategy: Annotated[Strategy, Column("strategy", lambda strategy: strategy.name)]
     samples_ms: list[float]
-    step_ms: Annotated[float | None, Column("step", ".1f")]
-    ratio: Annotated[Spread | None, Column("/ first")]
+    first_ms: list[float]
     exposed_ms: dict[str, float]
     wrong: Annotated[str, Column("bits")]
 
     @property
-    def blocked_ms(self) -> Annotated[float | None, Column("exposed", ".1f", after="ratio")]:
+    def step_ms(self) -> Annotated[float | None, Column("step", ".1f", after="samples_ms")]:
+        return statistics.median(self.samples_ms) if self.samples_ms else None
+
+    @property
+    def ratio(self) -> Annotated[Spread | None, Column("/ first", after="first_ms")]:
+        return Spread.of_ratios(self.samples_ms, self.first_ms) if self.samples_ms else None
+
+    @property
+    def blocked_ms(self) -> Annotated[float | None, Column("exposed", ".1f", after="exposed_ms")]:
         return sum(self.exposed_ms.values()) if self.samples_ms else None
 
     @property
@@ -131,7 +143,11 @@ class PartResult:
     @property
     def note(self) -> str:
         part, pace, share = self.part, self.pace, self.communication_share
-        became = f"communication became {share:.0%} of the step of '{self.results[0].name}'" if share else "not timed"
+        became = (
+            f"communication became {share:.0%} of the step of '{self.results[0].strategy.name}'"
+            if share
+            else "not timed"
+        )
         return (
             f"{part.name}: {part.num_layers} layer{'s' * (part.num_layers > 1)} of {part.shape!r}, {part.num_tokens} "
             f"tokens a rank. Links of {pace.gb_per_s * 1e3:.0f} MB/s, for {pace.compute_ms:.0f} ms of computing and "
@@ -141,25 +157,15 @@ class PartResult:
 
 def select(name: str = "all", num_tokens: int | None = None) -> list[Part]:
     """The parts of this name. Raises ValueError for a name that is not there."""
-    names = [part.name for part in PARTS]
-    if name not in ("all", *names):
-        raise ValueError(f"part={name!r} is none of {', '.join(names)}; 'all' runs every one")
-    chosen = [part for part in PARTS if name in ("all", part.name)]
-    return [replace(part, num_tokens=num_tokens or part.num_tokens) for part in chosen]
+    names = chosen("part", name, [part.name for part in PARTS])
+    return [replace(part, num_tokens=num_tokens or part.num_tokens) for part in PARTS if part.name in names]
 
 
-def main(
-    parts: Sequence[Part] = PARTS,
-    *,
-    repeats: int = 9,
-    num_ranks: int = 2,
-    threads: int = 1,
-    json_path: Path | None = None,
-) -> int:
+def main(parts: Sequence[Part], *, repeats: int = 9, threads: int = 1, json_path: Path | None = None) -> int:
     """Measure, write, print; the exit code: 1 if a bit was wrong."""
-    measured = bench_overlap(parts, repeats=repeats, num_ranks=num_ranks, threads=threads)
+    measured = bench_overlap(parts, repeats, threads)
     rows = [result for of_part in measured for result in of_part.results]
-    machine = f"{machine_line(threads)}; {num_ranks} ranks"
+    machine = f"{machine_line(threads)}; {NUM_RANKS} ranks"
     notes = [
         machine,
         "A paced link completes each all-to-all, one after the other, only after its bytes / bandwidth. Tokens and "
@@ -171,115 +177,71 @@ def main(
         "A speed is shown where output, dx and all gradients have the bits of the first strategy, in the same run.",
     ]
     title = "MEASURED: overlap over paced links, forward + backward, ms (median)"
-    data = {"machine": machine, "num_ranks": num_ranks, "parts": measured}
+    data = {"machine": machine, "num_ranks": NUM_RANKS, "parts": measured}
     publish(Report("overlap", title, "measured", [Sheet(title, rows, notes, "part")], data=data), json_path=json_path)
     return int(any(row.wrong for row in rows))
 
 
-def bench_overlap(
-    parts: Sequence[Part] = PARTS,
-    *,
-    repeats: int = 9,
-    num_ranks: int = 2,
-    threads: int = 1,
-    communication_share: float = 0.5,
-    seed: int = 0,
-) -> list[PartResult]:
-    """Measure each part on ``num_ranks`` local ranks of ``threads`` threads.
+def bench_overlap(parts: Sequence[Part], repeats: int, threads: int) -> list[PartResult]:
+    """Measure each part on ``NUM_RANKS`` local ranks of ``threads`` threads.
 
-    The pace of the links is chosen in the same run, such that ``communication_share`` of the first strategy's step is
+    The pace of the links is chosen in the same run, such that ``COMMUNICATION_SHARE`` of the first strategy's step is
     communication. Outputs and gradients are compared first, and where they differ by a bit nothing is timed.
     """
-    if not 0 < communication_share < 1:
-        raise ValueError(f"communication_share={communication_share} must lie between 0 and 1")
     measured = []
-    with start_ranks(num_ranks, threads=threads)[0] as ranks, steps_told("overlap", len(parts)) as tell:
+    ranks, _ = start_ranks(NUM_RANKS, threads=threads)
+    with closing(ranks), steps_told("overlap", len(parts)) as tell:
         for part in parts:
             tell(part.name)
-            by_rank = ranks.run(measure, part, repeats, communication_share, seed, timeout_s=_RANKS_TIMEOUT_S)
+            by_rank = ranks.run(measure, part, repeats, timeout_s=_RANKS_TIMEOUT_S)
             outcomes = of_all_ranks([found for _, found in by_rank])
-            first_ms = outcomes[part.strategies[0].name].samples_ms.get("step", [])
-            results = [_result(part, strategy, outcomes[strategy.name], first_ms) for strategy in part.strategies]
+            samples_ms = {name: outcome.samples_ms.get("step", []) for name, outcome in outcomes.items()}
+            first_ms, results = samples_ms[part.strategies[0].name], []
+            for strategy in part.strategies:
+                outcome = outcomes[strategy.name]
+                exposed_ms = outcome.metrics[0] or {}
+                results.append(
+                    Result(part.name, strategy, samples_ms[strategy.name], first_ms, exposed_ms, outcome.wrong)
+                )
             measured.append(PartResult(part, by_rank[0][0], results))
     return measured
-
-
-def _result(part: Part, strategy: Strategy, outcome: Outcome, first_ms: list[float]) -> Result:
-    samples_ms = outcome.samples_ms.get("step", [])
-    return Result(
-        part=part.name,
-        name=strategy.name,
-        strategy=strategy,
-        samples_ms=samples_ms,
-        step_ms=statistics.median(samples_ms) if samples_ms else None,
-        ratio=Spread.of_ratios(samples_ms, first_ms) if samples_ms else None,
-        exposed_ms=outcome.metrics[0] or {},
-        wrong=outcome.wrong,
-    )
 
 
 # --- on a rank --------------------------------------------------------------------------------------------------------
 
 
-def measure(part: Part, repeats: int, communication_share: float, seed: int) -> tuple[Pace, Mapping[str, Outcome]]:
-    """All strategies of ``part``, called on all ranks at once, over links at a pace by which ``communication_share`` of
+def measure(part: Part, repeats: int) -> tuple[Pace, Mapping[str, Outcome]]:
+    """All strategies of ``part``, called on all ranks at once, over links at a pace by which ``COMMUNICATION_SHARE`` of
     the first one's step is communication.
     """
-    pace = _chosen_pace(part, communication_share, seed)
-    links = _paced_links(pace.gb_per_s)
-    steps = {strategy.name: _steps(part, strategy, links, seed) for strategy in part.strategies}
-
-    def prepare() -> None:
-        for of in steps.values():
-            of.prepare()
-
-    setups = {name: partial(_contestant, of, repeats) for name, of in steps.items()}
-    outcomes = hold(Case(setups, EqualBits(), before=prepare, seed=seed), repeats)
-    dist.barrier()
-    for of in steps.values():
-        of.close()
-    for link in links:
-        link.close()
-    return pace, outcomes
+    pace = _chosen_pace(part)
+    with _paced_links(pace.gb_per_s) as links:
+        steps = {strategy.name: _steps(part, strategy, links) for strategy in part.strategies}
+        return pace, hold_steps(steps, EqualBits(), lambda of: of.exposed_ms(repeats), repeats)
 
 
-def _contestant(steps: LayerSteps, repeats: int) -> Contestant:
-    return steps.contestant(partial(steps.exposed_ms, repeats))
-
-
-def _paced_links(gb_per_s: float) -> tuple[PacedLink, PacedLink]:
+@contextmanager
+def _paced_links(gb_per_s: float) -> Iterator[tuple[PacedLink, PacedLink]]:
     """Of all ranks: tokens travel on one, experts on the other."""
     assert dist.group.WORLD is not None
-    return PacedLink(dist.group.WORLD, gb_per_s), PacedLink(dist.group.WORLD, gb_per_s)
+    with (
+        closing(PacedLink(dist.group.WORLD, gb_per_s)) as tokens,
+        closing(PacedLink(dist.group.WORLD, gb_per_s)) as experts,
+    ):
+        yield tokens, experts
 
 
-class _Layers(nn.Module):
-    """MoE layers with residuals and norms."""
-
-    def __init__(self, part: Part, strategy: Strategy, seed: int) -> None:
-        super().__init__()
-        self.norms = nn.ModuleList(nn.RMSNorm(part.shape.hidden_size) for _ in range(part.num_layers))
-        self.moe = nn.ModuleList(
-            MoELayer(part.shape, strategy, layer_index=index, seed=seed) for index in range(part.num_layers)
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        for norm, moe in zip(self.norms, self.moe, strict=True):
-            x = x + moe(norm(x))
-        return x
-
-
-def _steps(part: Part, strategy: Strategy, links: tuple[PacedLink, PacedLink], seed: int) -> LayerSteps:
+def _steps(part: Part, strategy: Strategy, links: tuple[PacedLink, PacedLink]) -> LayerSteps:
     """Of one strategy, on the input and the gradient that all strategies share."""
-    generator = torch.Generator().manual_seed(seed * 1000 + dist.get_rank())
+    generator = rank_generator()
     x_TH, dy_TH = (torch.randn(part.num_tokens, part.shape.hidden_size, generator=generator) for _ in range(2))
-    steps = LayerSteps(_Layers(part, strategy, seed), x_TH, dy_TH)
-    for layer in steps.layers:
+    layers = [MoELayer(part.shape, strategy, layer_index=index) for index in range(part.num_layers)]
+    for layer in layers:
         layer.token_channel.link, layer.store.channel.link = links
-    return steps
+    return LayerSteps(ResidualLayers(layers, partial(nn.RMSNorm, part.shape.hidden_size)), x_TH, dy_TH)
 
 
-def _chosen_pace(part: Part, communication_share: float, seed: int) -> Pace:
+def _chosen_pace(part: Part) -> Pace:
     """From the first strategy's step; the same on every rank.
 
     The first pace follows from the bytes and a step over links as fast as gloo, the second from a step at the first
@@ -289,19 +251,17 @@ def _chosen_pace(part: Part, communication_share: float, seed: int) -> Pace:
     gb_per_s, received_mb = _UNPACED_GB_PER_S, 0.0
     agreed = torch.zeros(3, dtype=torch.float64)
     for paced in (False, True):
-        links = _paced_links(gb_per_s)
-        steps = _steps(part, part.strategies[0], links, seed)
-        steps.prepare()
-        steps.step()
-        steps_ms = interleave({"step": steps.step}, _PACING_REPEATS, before=steps.prepare)["step"]
-        waits_ms = steps.blocked_ms(_PACING_REPEATS)
-        computes_ms = [step_ms - waited_ms for step_ms, waited_ms in zip(steps_ms, waits_ms, strict=True)]
-        agreed[:] = torch.tensor([min(computes_ms), min(waits_ms), steps.received_bytes / 1e6])
-        dist.all_reduce(agreed, dist.ReduceOp.MAX)
-        steps.close()
-        for link in links:
-            link.close()
+        with _paced_links(gb_per_s) as links:
+            steps = _steps(part, part.strategies[0], links)
+            steps.prepare()
+            steps.step()
+            steps_ms = repeated_ms(steps.step, _PACING_REPEATS, before=steps.prepare)
+            waits_ms = steps.blocked_ms(_PACING_REPEATS)
+            computes_ms = [step_ms - waited_ms for step_ms, waited_ms in zip(steps_ms, waits_ms, strict=True)]
+            agreed[:] = torch.tensor([min(computes_ms), min(waits_ms), steps.received_bytes / 1e6])
+            dist.all_reduce(agreed, dist.ReduceOp.MAX)
+            steps.close()
         compute_ms, waited_ms, received_mb = agreed.tolist()
-        wanted_ms = compute_ms * communication_share / (1 - communication_share)
+        wanted_ms = compute_ms * COMMUNICATION_SHARE / (1 - COMMUNICATION_SHARE)
         gb_per_s = gb_per_s * waited_ms / wanted_ms if paced else received_mb / wanted_ms
     return Pace(gb_per_s, compute_ms, received_mb)

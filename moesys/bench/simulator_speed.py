@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated
 
+from moesys.bench.harness.names import chosen
 from moesys.bench.harness.reports import Report, publish
 from moesys.bench.harness.sheets import Column, Sheet
 from moesys.bench.harness.steps import steps_told
@@ -54,20 +55,18 @@ class Timing:
 
 def select(overlap: str) -> dict[str, Overlap]:
     """One overlap by its kind, or all. Raises ValueError for others."""
-    if overlap != "all" and overlap not in OVERLAPS:
-        raise ValueError(f"overlap={overlap!r} is none; choose one of {', '.join(OVERLAPS)}, or all")
-    return {name: of for name, of in OVERLAPS.items() if overlap in (name, "all")}
+    return {name: OVERLAPS[name] for name in chosen("overlap", overlap, OVERLAPS)}
 
 
-def main(chosen: Mapping[str, Overlap], *, most_ranks: int, repeats: int, json_path: Path | None) -> int:
+def main(overlaps: Mapping[str, Overlap], *, most_ranks: int, repeats: int, json_path: Path | None) -> int:
     """Time, write, print; the exit code."""
-    asked = [(name, *size) for size in SIZES if size[1] <= most_ranks for name in chosen]
+    asked = [(name, *size) for size in SIZES if size[1] <= most_ranks for name in overlaps]
     timings = []
     with steps_told("simulate", len(asked)) as tell:
         for name, layers, ranks in asked:
             tell(f"{name}, {layers} layers on {ranks} ranks")
-            timings.append(time_step(name, chosen[name], layers, ranks, repeats))
-    machine = machine_line(2 if "mega_kernel" in chosen else 1, ("numpy", "numba"))
+            timings.append(time_step(name, overlaps[name], layers, ranks, repeats))
+    machine = machine_line(2 if "mega_kernel" in overlaps else 1, ("numpy", "numba"))
     notes = [f"Medians of {repeats}; planning is not in it. {machine}"]
     title = "MEASURED: bench simulate"
     sheet = Sheet(title, timings, notes)

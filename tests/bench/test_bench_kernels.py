@@ -25,7 +25,7 @@ from moesys.bench.kernels.aot import Size
 from moesys.bench.kernels.checks import wrong_errors
 from moesys.bench.kernels.contestants import GROUPED, OURS, grouped_mm_experts
 from moesys.bench.kernels.drawn_layer import Implementation, Layer, Results, Run, draw_layer, draw_routing
-from moesys.bench.kernels.measured_layer import FLOPS, Measured, Thoroughness, measure_layer
+from moesys.bench.kernels.measured_layer import FLOPS, Measured, measure_layer
 from moesys.bench.kernels.reference import relative_errors
 
 # Rows of a multiple of 16 bytes, as torch's grouped GEMM wants them.
@@ -53,7 +53,7 @@ def layer(dtype: torch.dtype = torch.float32, routing: str = "uniform", seed: in
 
 
 def grouped_on(layer: Layer) -> Run:
-    return Run(Implementation("grouped_mm", grouped_mm_experts), layer)
+    return Run(Implementation(grouped_mm_experts), layer)
 
 
 # --- the whole -----------------------------------------------------------------------------------------------
@@ -149,7 +149,7 @@ def test_it_needs_no_planner_and_no_experiment() -> None:
 # --- contestants that fail -----------------------------------------------------------------------------------
 
 
-def failing(name: str, calls: int) -> Implementation:
+def failing(calls: int) -> Implementation:
     """Computes so many times, and then raises as a full GPU does."""
     left = iter(range(calls))
 
@@ -158,13 +158,13 @@ def failing(name: str, calls: int) -> Implementation:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7 GiB.\nMore lines")
         return grouped_mm_experts(*inputs)
 
-    return Implementation(name, experts)
+    return Implementation(experts)
 
 
 @pytest.mark.parametrize("calls", [0, 1, 3, 6], ids=["checked", "counted", "forward", "backward"])
 def test_a_contestant_that_raises_is_a_line_and_the_rest_goes_on(calls: int) -> None:
-    here = {"fails": failing("fails", calls), "grouped_mm": Implementation("grouped_mm", grouped_mm_experts)}
-    rows, _ = measure_layer(TINY, "uniform", here, _CountingMeter(), torch.float32, Thoroughness(2, 2), lambda _: None)
+    here = {"fails": failing(calls), "grouped_mm": Implementation(grouped_mm_experts)}
+    rows, _ = measure_layer(TINY, "uniform", here, _CountingMeter(), torch.float32, 2, 2, lambda _: None)
     failed, whole = rows
     assert failed.wrong == "OutOfMemoryError: CUDA out of memory. Tried to allocate 7 GiB."
     assert failed.samples_ms == {}
@@ -423,5 +423,5 @@ def test_a_dtype_is_kept(tmp_path: Path) -> None:
     drawn = layer(torch.bfloat16)
     assert torch.equal(drawn.weight_TK.bfloat16().float(), drawn.weight_TK)
     assert {drawn.x_TH.dtype, drawn.gate_up_EUH.dtype, drawn.down_EHI.dtype} == {torch.bfloat16}
-    assert replace(drawn, routing="other").x_TH is drawn.x_TH
+    assert replace(drawn, router_EH=None).x_TH is drawn.x_TH
     assert OURS not in GROUPED

@@ -105,12 +105,12 @@ def test_a_wrong_gradient_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_unknown_name_is_refused() -> None:
     code, output = run("--shape", "huge")
     assert code == 2
-    assert "'huge' is none of tiny, tiny-groups" in " ".join(output.replace("│", " ").split())
+    assert "'huge' is not known; use all or some of tiny, tiny-groups" in " ".join(output.replace("│", " ").split())
 
 
 def test_contestants_take_turns_and_warm_up() -> None:
     ran: list[str] = []
-    contestants = {name: (lambda name=name: ran.append(name)) for name in "abc"}
+    contestants = {name: (lambda name=name: ran.append(name) or 1.0) for name in "abc"}
     samples_ms = interleave(contestants, 5, before=lambda: ran.append("|"), seed=1)
     assert [len(samples) for samples in samples_ms.values()] == [5, 5, 5]
     turns = ["".join(ran[i : i + 6]).replace("|", "") for i in range(0, len(ran), 6)]

@@ -22,6 +22,7 @@ from moesys.bench.shaped.cases import (
     Setting,
     bench_shaped,
     half_mbit_per_s,
+    links_of,
     overlap_case,
     split_case,
 )
@@ -126,12 +127,14 @@ def test_the_bandwidth_of_half_moves_its_bytes_while_all_is_computed() -> None:
 def test_the_report_says_what_was_found() -> None:
     case = overlap_case(2, 400, 1000)
     times = ([100.0, 120.0, 110.0], [80.0, 90.0, 70.0])
+    links = links_of(case, half=True)
     settings = [
-        Setting(strategy, samples, 55.0, simulated, 1.0, 0.5)
+        Setting(links, strategy, samples, times[0], 55.0, 1.0, 0.5, simulated)
         for strategy, samples, simulated in zip(case.strategies, times, (99.0, 100.0), strict=False)
     ]
-    result = CaseResult(case, True, "relay", 0.45, calibrated(case, 50.0, 0.5), settings, ["pipelined 4"])
-    assert written_columns(Sheet("", shaped_report.rows(result)))[-2].cells == ("-10%", "+25%", "")
+    settings.append(Setting(links, case.strategies[2]))
+    result = CaseResult(links, case, True, "relay", 0.45, calibrated(case, 50.0, 0.5), settings)
+    assert written_columns(Sheet("", result.settings))[-2].cells == ("-10%", "+25%", "")
     page = to_markdown(shaped_report.report([result]))
     assert "| 2 x 400 Mbit/s, 1000 us (half) | pipelined 2 | 80 [70, 90] | 1.33 [1.28, 1.48] |" in page
     assert "Simulated within 15% of measured: 1 of 2 settings; median of errors 17.5%, worst 25.0%." in page
@@ -149,7 +152,7 @@ def test_a_tiny_run() -> None:
     shape = ModelShape(hidden_size=16, intermediate_size=16, num_experts=4, top_k=1)
     case = replace(split_case(2, 500, 0), shape=shape, num_tokens=(48, 80))
     (result,) = bench_shaped([Asked(case)], repeats=1, shares=not lacks_shares())
-    assert result.differing == []
+    assert result.timed == result.settings
     assert [setting.strategy for setting in result.settings] == list(case.strategies)
     even, capped, _ = result.settings
     # Each rank's own split is exact; of both together tokens are rounded.

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from moesys.bench.harness.reports import Report, to_markdown
-from moesys.bench.published.beyond_rows import LAER, STAGES, STATIC, UNIFIED, beyond_rows, geometric_mean
+from moesys.bench.published.beyond import LAER, STAGES, STATIC, UNIFIED, beyond_rows, geometric_mean
 from moesys.bench.published.beyond_sizes import MIXTRAL, beyond_sizes
 from moesys.bench.published.claims import Claim, errors, least_worst_error, scenarios_of
 from moesys.bench.published.constants_grid import fit, fit_sheet, fitted_claims, misfit

@@ -102,17 +102,7 @@ def report(found: Calibration, checks: Sequence[StepCheck], threads: int, warnin
         Sheet("MEASURED and SIMULATED: steps of one MoE layer, forward + backward", checks),
         Sheet(f"MEASURED: {found.cluster.name}", found.figures, notes),
     ]
-    data = {
-        "machine": machine_line(threads),
-        "cluster": found.cluster,
-        "device": found.device_type,
-        "dtype": found.dtype,
-        "figures": found.figures,
-        "products": found.products,
-        "links": found.links,
-        "steps": checks,
-        "samples_s": found.samples,
-    }
+    data = {"machine": machine_line(threads), **vars(found), "steps": checks}
     return Report("calibrate", found.cluster.name, "measured", sheets, data=data)
 
 

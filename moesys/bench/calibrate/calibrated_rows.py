@@ -65,12 +65,7 @@ class Link:
     @property
     def messages(self) -> list[Message]:
         return [
-            Message(
-                self.name,
-                num_bytes,
-                Spread(of.median * 1e6, of.p20 * 1e6, of.p80 * 1e6, of.n),
-                self.line.errors[num_bytes],
-            )
+            Message(self.name, num_bytes, of.times(1e6), self.line.errors[num_bytes])
             for num_bytes, of in self.seconds.items()
         ]
 

@@ -98,7 +98,7 @@ GRIDS = {"cpu": CPU_GRID, "cuda": CUDA_GRID}
 
 @dataclass(frozen=True)
 class Calibration:
-    """``cluster``: what was measured, as the cost model takes it. samples: all, in seconds, by what was timed."""
+    """``cluster``: what was measured, as the cost model takes it. samples_s: all, by what was timed."""
 
     cluster: ClusterSpec
     device_type: str
@@ -106,7 +106,7 @@ class Calibration:
     figures: list[Figure]
     products: list[Product]
     links: list[Link]
-    samples: dict[str, Any]
+    samples_s: dict[str, Any]
 
 
 def calibrate(
@@ -116,7 +116,6 @@ def calibrate(
     device_type: str = "cpu",
     grid: Grid | None = None,
     effort: Effort = DEFAULT_EFFORT,
-    name: str = "",
     tell: Callable[[str], None] = lambda _: None,
     keep: Callable[[dict[str, Any]], None] = lambda _: None,
 ) -> Calibration:
@@ -131,7 +130,7 @@ def calibrate(
         num_nodes=cluster.num_nodes, ranks_per_node=cluster.ranks_per_node, ranks_per_domain=cluster.ranks_per_domain
     )
     session = _Session(ranks, shape, device_type, grid or GRIDS[device_type], effort, tell, keep)
-    computing = _computing(session, name)
+    computing = _computing(session)
     near, far, pairs = _links(session)
     share = _copy_share(session, near, far)
     flag = _flags(session)
@@ -147,7 +146,7 @@ def calibrate(
             for case, ms in zip(session.grid.cases, computing.products_ms, strict=True)
         ],
         links=[link for link in (near, far, *pairs) if link is not None],
-        samples=session.samples,
+        samples_s=session.samples,
     )
 
 
@@ -188,7 +187,7 @@ class _Computing:
     products_ms: list[Spread]
 
 
-def _computing(session: _Session, name: str) -> _Computing:
+def _computing(session: _Session) -> _Computing:
     grid, effort, device_type = session.grid, session.effort, session.device_type
     session.tell(PARTS[0])
     launch = Spread.of(_pooled(session.run("launch", on_rank.launches, effort, device_type))).times(1e6)
@@ -202,7 +201,7 @@ def _computing(session: _Session, name: str) -> _Computing:
     by_rank = session.run("expert products", on_rank.expert_products, grid.cases, grid.dtype, effort, device_type)
     products_ms = [Spread.of(_pooled(windows)).times(1e3) for windows in zip(*by_rank, strict=True)]
     known = session.cluster.replace(
-        name=name or f"{_shape(session.cluster)} {processor}, {datetime.date.today().isoformat()}",
+        name=f"{_shape(session.cluster)} {processor}, {datetime.date.today().isoformat()}",
         memory_gb_per_s=memory.median,
         multiprocessors=multiprocessors,
         launch_us=launch.median,
@@ -279,23 +278,19 @@ def _pairs(session: _Session) -> list[tuple[int, int]]:
 def _link_figures(near: Link | None, far: Link | None) -> list[Figure]:
     figures = []
     for place, link, other in (("intra_node", near, far), ("inter_node", far, near)):
+        rate, latency = f"{place}_gb_per_s", f"{place}_us"
         if link is not None:
             sizes = f"{link.name} of {min(link.seconds):,} to {max(link.seconds):,} bytes"
             errors = list(link.line.errors.values())
-            figures += [
-                Figure(f"{place}_gb_per_s", link.line.gb_per_s, sizes, errors=errors),
-                Figure(f"{place}_us", link.line.latency_us, "the same, before the first byte", errors=errors),
-            ]
+            figures.append(Figure(rate, link.line.gb_per_s, sizes, errors=errors))
+            figures.append(Figure(latency, link.line.latency_us, "the same, before the first byte", errors=errors))
         elif other is not None:
             why = "not measured: there is no such link; as the other kind"
-            figures += [
-                Figure(f"{place}_gb_per_s", other.line.gb_per_s, why, measured=False),
-                Figure(f"{place}_us", other.line.latency_us, why, measured=False),
-            ]
+            figures.append(Figure(rate, other.line.gb_per_s, why, measured=False))
+            figures.append(Figure(latency, other.line.latency_us, why, measured=False))
         else:
-            default = ClusterSpec.model_fields[f"{place}_gb_per_s"].default
             why = "not measured: there is no second rank; the default, which nothing uses"
-            figures.append(Figure(f"{place}_gb_per_s", default, why, measured=False))
+            figures.append(Figure(rate, ClusterSpec.model_fields[rate].default, why, measured=False))
     return figures
 
 

@@ -57,10 +57,6 @@ class ExpertCase:
         return 3 * len(self.rows) * self.hidden_size * self.intermediate_size
 
 
-def num_ranks() -> int:
-    return dist.get_world_size() if dist.is_initialized() else 1
-
-
 def expert_products(cases: Sequence[ExpertCase], dtype: str, effort: Effort, device_type: str) -> list[list[float]]:
     """Seconds of each case by window.
 
@@ -147,12 +143,12 @@ def products_beside_copies(
     case: ExpertCase, dtype: str, bytes_per_s: float, effort: Effort, device_type: str
 ) -> BesideCopies:
     """``bytes_per_s``: what a rank is expected to send to each peer; it sends three windows' worth."""
-    device, here, ranks = rank_device(device_type), dist.get_rank(), num_ranks()
+    device, here = rank_device(device_type), dist.get_rank()
     work = _expert_call(case, _weights([case], dtype, device))
     seconds = _warm_seconds(work, device)
     calls = _agreed_calls(seconds, effort)
     num_bytes = min(MOST_COPY_BYTES, max(1, int(3 * calls * _longest(seconds) * bytes_per_s)))
-    splits = [num_bytes if peer != here else 0 for peer in range(ranks)]
+    splits = [num_bytes if peer != here else 0 for peer in range(dist.get_world_size())]
     sent, received = (torch.ones(sum(splits), dtype=torch.uint8, device=device) for _ in range(2))
     _begin_exchange(sent, received, splits).wait()
     alone_s, beside_s = [], []

@@ -6,17 +6,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated
 
 import torch
-import torch.distributed as dist
 
 from moesys.bench.calibrate.calibrated_rows import RANGE, four_digits
 from moesys.bench.calibrate.measurement import PART_TIMEOUT_S, LayerCase
 from moesys.bench.harness.bench_ranks import Ranks
-from moesys.bench.harness.contest import Case, Contestant, EqualBits, Outcome, hold, of_all_ranks
-from moesys.bench.harness.layer_steps import LayerSteps
+from moesys.bench.harness.contest import EqualBits, Outcome, of_all_ranks
+from moesys.bench.harness.layer_steps import LayerSteps, hold_steps, rank_generator
 from moesys.bench.harness.sheets import Column
 from moesys.bench.harness.stopwatch import Spread
 from moesys.config import ClusterSpec, Pipelined, Strategy
@@ -70,26 +68,13 @@ def check_steps(ranks: Ranks, cluster: ClusterSpec, cases: Sequence[LayerCase], 
 
 def measured_steps(case: LayerCase, cluster: ClusterSpec, repeats: int) -> dict[str, Outcome]:
     """Interleaved steps of all strategies, on every rank at once; ``Outcome.metrics`` is the newest token plan."""
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    generator = torch.Generator().manual_seed(rank)
+    generator = rank_generator()
     x_TH, dy_TH = (torch.randn(case.num_tokens, case.shape.hidden_size, generator=generator) for _ in range(2))
     steps = {of.name: LayerSteps(MoELayer(case.shape, of, cluster=cluster), x_TH, dy_TH) for of in STRATEGIES}
-
-    def prepare() -> None:
-        for of in steps.values():
-            of.prepare()
-
-    setups = {name: partial(_contestant, of) for name, of in steps.items()}
-    outcomes = hold(Case(setups, EqualBits(), before=prepare), repeats)
-    for of in steps.values():
-        of.close()
-    return outcomes
+    return hold_steps(steps, EqualBits(), _plan, repeats)
 
 
-def _contestant(steps: LayerSteps) -> Contestant:
-    def plan() -> TokenPlan:
-        plan = steps.layers[0].last_plan
-        assert plan is not None
-        return plan.tokens
-
-    return steps.contestant(plan)
+def _plan(steps: LayerSteps) -> TokenPlan:
+    plan = steps.layers[0].last_plan
+    assert plan is not None
+    return plan.tokens

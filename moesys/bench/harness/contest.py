@@ -48,7 +48,6 @@ class Case:
     after_check: Work = _nothing
     stopwatch: Callable[[Work], float] = wall_ms
     all_or_none: bool = False
-    seed: int = 0
 
 
 @dataclass
@@ -98,13 +97,8 @@ def hold(case: Case, repeats: int, tell: Callable[[str], None] = _nothing) -> di
             return math.nan
         return float(attempt(name, partial(case.stopwatch, work)))
 
-    def elapsed_ms(timing: Work) -> float:
-        found = timing()
-        assert isinstance(found, float)
-        return found
-
     works = {(name, label): partial(timed, name, work) for name in right for label, work in ready[name].works.items()}
-    samples_ms = interleave(works, repeats, before=case.before, stopwatch=elapsed_ms, seed=case.seed)
+    samples_ms = interleave(works, repeats, before=case.before)
     for name in right:
         outcomes[name].metrics = attempt(name, ready[name].metrics)
     for (name, label), of_work_ms in samples_ms.items():
@@ -133,8 +127,9 @@ class EqualBits:
     names: of the results that are compared; all by default.
     """
 
-    def __init__(self, *names: str, expected: Mapping[str, Tensor] | None = None) -> None:
-        self._names, self._expected = names, expected
+    def __init__(self, *names: str) -> None:
+        self._names: tuple[str, ...] = names
+        self._expected: Mapping[str, Tensor] | None = None
 
     def __call__(self, name: str, results: Mapping[str, Tensor]) -> str:
         if self._expected is None:

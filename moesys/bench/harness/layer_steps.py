@@ -6,15 +6,36 @@ T tokens of a rank, H hidden.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from moesys.bench.harness.contest import Contestant
+from moesys.bench.harness.contest import Case, Contestant, Outcome, hold
 from moesys.moe.layer import MoELayer
 from moesys.moe.runtime import link
+
+
+class ResidualLayers(nn.Module):
+    """MoE layers with residuals; ``norm`` makes what stands before each."""
+
+    def __init__(self, layers: Sequence[MoELayer], norm: Callable[[], nn.Module] = nn.Identity) -> None:
+        super().__init__()
+        self.moe = nn.ModuleList(layers)
+        self.norms = nn.ModuleList(norm() for _ in layers)
+
+    def forward(self, x_TH: Tensor) -> Tensor:
+        for norm, moe in zip(self.norms, self.moe, strict=True):
+            x_TH = x_TH + moe(norm(x_TH))
+        return x_TH
+
+
+def rank_generator() -> torch.Generator:
+    """Draws this rank's numbers; other ranks draw others."""
+    return torch.Generator().manual_seed(dist.get_rank() if dist.is_initialized() else 0)
 
 
 class LayerSteps:
@@ -25,9 +46,6 @@ class LayerSteps:
         self.layers = [module for module in model.modules() if isinstance(module, MoELayer)]
         self._runtime = link(model)
         self._exposed_ms: list[dict[str, float]] = []
-
-    def contestant(self, metrics: Callable[[], Any]) -> Contestant:
-        return Contestant(self.results, {"step": self.step}, metrics)
 
     def prepare(self) -> None:
         """Forgets the last step, and lines up with the other ranks."""
@@ -78,3 +96,28 @@ class LayerSteps:
 
     def close(self) -> None:
         self._runtime.close()
+
+
+def hold_steps(
+    steps: Mapping[str, LayerSteps],
+    wrong: Callable[[str, Any], str],
+    metrics: Callable[[LayerSteps], Any],
+    repeats: int,
+) -> dict[str, Outcome]:
+    """Holds the contest of these steps, a collective of all ranks, and closes them. ``metrics``: of steps when all
+    repetitions are over.
+    """
+
+    def prepare() -> None:
+        for of in steps.values():
+            of.prepare()
+
+    setups = {
+        name: partial(Contestant, of.results, {"step": of.step}, partial(metrics, of)) for name, of in steps.items()
+    }
+    outcomes = hold(Case(setups, wrong, before=prepare), repeats)
+    if dist.is_initialized():
+        dist.barrier()
+    for of in steps.values():
+        of.close()
+    return outcomes

@@ -40,6 +40,14 @@ def publish(report: Report, *, page: Path | None = None, json_path: Path | None 
         print(note)
 
 
+def publish_simulated(
+    name: str, subject: str, sheets: Sequence[Sheet], introduction: Sequence[str], folder: Path | None
+) -> None:
+    """Prints simulated tables; with a folder, writes ``<name>_simulated_<date>.md`` there first."""
+    page = None if folder is None else folder / f"{name}_simulated_{date.today().isoformat()}.md"
+    publish(Report(name, f"SIMULATED: {subject}", "simulated", sheets, introduction=introduction), page=page)
+
+
 def write(report: Report, *, page: Path | None = None, json_path: Path | None = None) -> None:
     if page is not None:
         write_whole(page, to_markdown(report))

@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 from typing import Literal, TypeVar
 
@@ -58,14 +59,13 @@ def wall_ms(work: Work) -> float:
 
 
 def interleave(
-    contestants: Mapping[Name, Work],
+    contestants: Mapping[Name, Callable[[], float]],
     repeats: int,
     *,
     before: Callable[[], object] = lambda: None,
-    stopwatch: Callable[[Work], float] = wall_ms,
     seed: int = 0,
 ) -> dict[Name, list[float]]:
-    """Milliseconds of each contestant in each of ``repeats`` repetitions, by ``stopwatch``.
+    """What each contestant returns in each of ``repeats`` repetitions: milliseconds, such as ``wall_ms`` of a work.
 
     A repetition runs every contestant once, in an order shuffled by ``seed``; one repetition of warm-up is left out.
     ``before`` runs before every run and is not timed.
@@ -76,7 +76,7 @@ def interleave(
         shuffle(order)
         for name in order:
             before()
-            elapsed_ms = stopwatch(contestants[name])
+            elapsed_ms = contestants[name]()
             if repetition:
                 samples_ms[name].append(elapsed_ms)
     return samples_ms
@@ -84,7 +84,7 @@ def interleave(
 
 def repeated_ms(work: Work, repeats: int, before: Callable[[], object] = lambda: None) -> list[float]:
     """Milliseconds of one work alone, by repetition, after one of warm-up; ``before`` as ``interleave`` has it."""
-    return interleave({"": work}, repeats, before=before)[""]
+    return interleave({"": partial(wall_ms, work)}, repeats, before=before)[""]
 
 
 def machine_line(threads: int, packages: Sequence[str] = ("torch",)) -> str:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from moesys.bench.harness.names import chosen
 from moesys.bench.harness.sheets import Column
 from moesys.kernels.experts.activation_gradient import activation_gradient
 from moesys.kernels.experts.ahead_of_time import MOST_SHARED_BYTES, MachineCode, compiling
@@ -100,6 +102,10 @@ class Compiled:
         return "; ".join(found)
 
 
+def tile_words(block: TileConfig) -> str:
+    return f"{block.rows}x{block.columns}x{block.contraction}"
+
+
 def tables_of_64_ranks(num_experts: int) -> SplitTables:
     """Of 8 nodes and 3 slots a rank, or as many as experts need."""
     node_R, num_slots = np.arange(64) // 8, max(3, -(-num_experts // 64))
@@ -127,9 +133,7 @@ def compile_size(
     T, H, I, E, K = size[1:]
     P = T * K
 
-    def meta(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
+    meta = partial(torch.empty, dtype=dtype, device="meta")
     routing = Routing(*(meta(*shape, dtype=torch.int32) for shape in ((P,), (T, K), (E + 1,))))
     matrix_G = meta(E, dtype=torch.int32)
     gate_up, down_proj, x, a = meta(E, 2 * I, H), meta(E, H, I), meta(T, H), meta(P, I)
@@ -183,16 +187,11 @@ def compile_size(
             launch()
         gemm = max(compiled, key=lambda code: (len(code.mma), code.shared_bytes)) if block else None
         for code in compiled:
-            tile = f"{block.rows}x{block.columns}x{block.contraction}" if block and code is gemm else ""
-            found.append(Compiled(size.name, op, tile, code))
+            found.append(Compiled(size.name, op, tile_words(block) if block and code is gemm else "", code))
     return found
 
 
 def select(names: str) -> list[Size]:
     """Sizes by name, or all. Raises ValueError for a name that is not known."""
-    if names == "all":
-        return list(SIZES)
-    found = [size for size in SIZES if size.name == names]
-    if not found:
-        raise ValueError(f"size={names!r} is not known; use all or one of {', '.join(size.name for size in SIZES)}")
-    return found
+    by_name = {size.name: size for size in SIZES}
+    return [by_name[name] for name in chosen("size", names, by_name)]

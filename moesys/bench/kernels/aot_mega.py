@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from types import MappingProxyType
 from typing import NamedTuple
 
 import torch
 import triton
-from torch import Tensor
 
-from moesys.bench.kernels.aot import Compiled, Size
+from moesys.bench.kernels.aot import Compiled, Size, tile_words
 from moesys.config import MegaKernel
 from moesys.kernels.experts.activation_gradient import SUM_COLUMNS
 from moesys.kernels.experts.ahead_of_time import compiling
@@ -63,8 +63,7 @@ def compile_mega(
             with compiling() as compiled:
                 run()
             for (block, moves_rows), code in zip(parts, compiled, strict=True):
-                tile = f"{block.rows}x{block.columns}x{block.contraction}" if block else ""
-                found.append(Compiled(size.name, f"{name} {op}", tile, code, moves_rows))
+                found.append(Compiled(size.name, f"{name} {op}", tile_words(block) if block else "", code, moves_rows))
     return found
 
 
@@ -76,9 +75,7 @@ def _launched(size: Size, dtype: torch.dtype, point: MegaKernel) -> Iterator[Lau
     back, into, outer = blocks.activation_gradient, blocks.input_gradient, blocks.weight_gradient
     memory, rows = _memory(size, dtype, G, blocks.down), _rows(size, N, G, blocks.down, point)
 
-    def meta(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
+    meta = partial(torch.empty, dtype=dtype, device="meta")
     x_NH, h_NU, a_NI, gate_up, down = meta(N, H), meta(N, 2 * I), meta(N, I), meta(G, 2 * I, H), meta(G, H, I)
     weight_TK, dgate_up, ddown = (meta(*shape, dtype=torch.float32) for shape in ((T, K), gate_up.shape, down.shape))
     partial_NS = meta(N, triton.cdiv(I, min(SUM_COLUMNS, back.columns)), dtype=torch.float32)
@@ -123,9 +120,7 @@ def _memory(size: Size, dtype: torch.dtype, num_groups: int, block: TileConfig) 
 
 
 def _rows(size: Size, num_rows: int, num_groups: int, block: TileConfig, point: MegaKernel) -> MegaRows:
-    def meta(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
+    meta = partial(torch.empty, dtype=torch.int32, device="meta")
     T, K, N, G, R = size.T, size.K, num_rows, num_groups, NUM_RANKS
     M, P, B = triton.cdiv(N, block.rows) + G, G * R, G * R + 1
     replicas = Replicas(*(meta(n, dtype=torch.int64) for n in (P, P, G)))

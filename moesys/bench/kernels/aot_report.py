@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -11,18 +12,17 @@ import triton
 from moesys.bench.harness.reports import Report, publish
 from moesys.bench.harness.sheets import Sheet
 from moesys.bench.harness.steps import steps_told
-from moesys.bench.kernels.aot import NUM_OPS, Compiled, compile_size, select
+from moesys.bench.kernels.aot import NUM_OPS, Compiled, Size, compile_size
 from moesys.bench.kernels.aot_mega import NUM_MEGA_OPS, compile_mega
 
 
-def main(sizes: str, json_path: Path | None, mega: bool) -> int:
+def main(sizes: Sequence[Size], json_path: Path | None, mega: bool) -> int:
     """Compiles, writes, prints, MegaKernels too with ``mega``; 1 if a kernel falls short."""
-    chosen = select(sizes)
     rows: list[Compiled] = []
     num_ops = NUM_OPS + NUM_MEGA_OPS if mega else NUM_OPS
-    with warnings.catch_warnings(), steps_told("compiling", num_ops * len(chosen)) as tell:
+    with warnings.catch_warnings(), steps_told("compiling", num_ops * len(sizes)) as tell:
         warnings.simplefilter("ignore", UserWarning)
-        for size in chosen:
+        for size in sizes:
             rows += compile_size(size, torch.bfloat16, tell)
             if mega:
                 rows += compile_mega(size, torch.bfloat16, tell)

@@ -1,13 +1,13 @@
 """What must hold before a kernel's speed is shown: errors beside torch's own, bits, and life inside torch.
 
-Each check of ours gives a ``Finding`` or raises what torch or Triton raised.
+Each check of ours gives a ``Verdict`` or raises what torch or Triton raised.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,6 @@ from torch.utils.checkpoint import checkpoint
 from moesys.bench.harness.contest import in_a_line
 from moesys.bench.harness.sheets import Column
 from moesys.bench.kernels.aot import Size
-from moesys.bench.kernels.contestants import OURS
 from moesys.bench.kernels.drawn_layer import Implementation, Layer, Results, Run, draw_layer
 from moesys.bench.kernels.reference import relative_errors
 from moesys.kernels.experts.experts import ExpertMatrices, experts_backward, experts_forward, moe_experts
@@ -41,10 +40,17 @@ class Finding:
     says: Annotated[str, Column("how")]
 
 
-def found_of(where: str, what: str, check: Callable[[], Finding]) -> Finding:
+class Verdict(NamedTuple):
+    """Whether a check holds, and in a few words how."""
+
+    holds: bool
+    says: str
+
+
+def found_of(where: str, what: str, check: Callable[[], Verdict]) -> Finding:
     """What ``check`` finds; one that raises does not hold."""
     try:
-        return check()
+        return Finding(where, what, *check())
     except Exception as error:
         return Finding(where, what, False, in_a_line(error))
 
@@ -62,18 +68,18 @@ def wrong_errors(errors: Mapping[str, float], dtype: torch.dtype, grouped: Seque
     return "; ".join(found)
 
 
-def same_bits(layer: Layer, runs: int) -> Finding:
+def same_bits(layer: Layer, runs: int) -> Verdict:
     """Forward and backward again and again."""
     run = ours_on(layer)
     first = run.results()
     for _ in range(runs - 1):
         differs = different(run.results(), first)
         if differs:
-            return Finding(_where(layer), "equal bits", False, f"{differs} differ from run to run")
-    return Finding(_where(layer), "equal bits", True, f"{runs} runs")
+            return Verdict(False, f"{differs} differ from run to run")
+    return Verdict(True, f"{runs} runs")
 
 
-def same_bits_in_other_blocks(layer: Layer) -> Finding:
+def same_bits_in_other_blocks(layer: Layer) -> Verdict:
     """Other tiles of the same contraction."""
     x_TH, weight_TK, dtype = layer.x_TH, layer.weight_TK, layer.x_TH.dtype
     contraction = 32 if dtype == torch.float32 or x_TH.device.type == "cpu" else 64
@@ -85,27 +91,27 @@ def same_bits_in_other_blocks(layer: Layer) -> Finding:
     gradients = experts_backward(layer.dy_TH, x_TH, weight_TK, matrices, kept, blocks, dtype)
     differs = different((y_TH, *gradients), ours_on(layer).results())
     says = f"{differs} differ" if differs else f"tiles of {blocks.up.rows}x{blocks.up.columns}"
-    return Finding(_where(layer), "equal bits in other tiles", not differs, says)
+    return Verdict(not differs, says)
 
 
-def compiled_whole(layer: Layer) -> Finding:
+def compiled_whole(layer: Layer) -> Verdict:
     """``torch.compile(fullgraph=True)`` of a module with a residual around the experts."""
     backend = "inductor" if layer.x_TH.is_cuda else "aot_eager"
     compiled = torch.compile(_Residual(), fullgraph=True, backend=backend)
-    return _as_plain(layer, "torch.compile(fullgraph=True)", compiled, backend)
+    return _as_plain(layer, compiled, backend)
 
 
-def recomputed(layer: Layer) -> Finding:
+def recomputed(layer: Layer) -> Verdict:
     """Activation checkpointing."""
 
     def again(*arguments: Tensor) -> Tensor:
         y_TH: Tensor = checkpoint(_Residual(), *arguments, use_reentrant=False)
         return y_TH
 
-    return _as_plain(layer, "activation checkpointing", again, "use_reentrant=False")
+    return _as_plain(layer, again, "use_reentrant=False")
 
 
-def graph_replayed(layer: Layer, other: Layer) -> Finding:
+def graph_replayed(layer: Layer, other: Layer) -> Verdict:
     """A CUDA graph of forward and backward, captured on one layer's numbers and replayed on another's."""
     held = replace(
         layer,
@@ -127,21 +133,21 @@ def graph_replayed(layer: Layer, other: Layer) -> Finding:
     torch.cuda.synchronize()
     differs = different(captured, ours_on(held).results())
     says = f"{differs} differ on new data" if differs else "replayed on new data"
-    return Finding(_where(layer), "CUDA graph", not differs, says)
+    return Verdict(not differs, says)
 
 
-def far_offsets(size: Size, dtype: torch.dtype, device: torch.device) -> Finding:
+def far_offsets(size: Size, dtype: torch.dtype, device: torch.device) -> Verdict:
     """Rows, matrices and their gradients at both ends of tensors that int32 cannot number the elements of."""
     layer = draw_layer(size, "uniform", dtype, device)
     # Tokens in order of their experts, so that the first and last rows of every tensor belong to the outer experts.
     in_order_TK = (torch.arange(size.T, device=device) * size.E // size.T)[:, None]
-    layer = replace(layer, expert_TK=in_order_TK, routing="in order")
+    layer = replace(layer, expert_TK=in_order_TK)
     outer = relative_errors(*_outer_experts(layer, ours_on(layer).results()))
     wrong = wrong_errors(outer, dtype)
     rows = size.T * size.K
     largest = min(rows * 2 * size.I, rows * size.H, size.E * size.H * size.I)
     says = wrong or f"h, y and every matrix have {largest:.3g} elements or more; errors to {max(outer.values()):.1e}"
-    return Finding(_where(layer), "offsets", not wrong, says)
+    return Verdict(not wrong, says)
 
 
 def _outer_experts(layer: Layer, found: Results) -> tuple[Layer, Results]:
@@ -151,7 +157,6 @@ def _outer_experts(layer: Layer, found: Results) -> tuple[Layer, Results]:
     outer = torch.tensor([0, last], device=token_N.device)
     part = Layer(
         layer.size._replace(T=len(token_N), E=2, K=1),
-        layer.routing,
         layer.x_TH[token_N],
         layer.dy_TH[token_N],
         (layer.expert_TK[token_N] == last).long(),
@@ -167,22 +172,18 @@ class _Residual(nn.Module):
         return x_TH + moe_experts(x_TH, expert_TK, weight_TK, gate_up, down)
 
 
-def _as_plain(layer: Layer, what: str, other: Callable[..., Tensor], how: str) -> Finding:
+def _as_plain(layer: Layer, other: Callable[..., Tensor], how: str) -> Verdict:
     """Whether ``other`` gives the bits of ``_Residual``."""
-    plain, found = (Run(Implementation(what, experts), layer).results() for experts in (_Residual(), other))
+    plain, found = (Run(Implementation(experts), layer).results() for experts in (_Residual(), other))
     differs = different(found, plain)
-    return Finding(_where(layer), what, not differs, f"{differs} differ" if differs else f"{how}, equal bits")
+    return Verdict(not differs, f"{differs} differ" if differs else f"{how}, equal bits")
 
 
 def ours_on(layer: Layer) -> Run:
-    return Run(Implementation(OURS, moe_experts), layer)
+    return Run(Implementation(moe_experts), layer)
 
 
 def different(found: Iterable[Tensor | None], expected: Results) -> str:
     """The names of results whose bits differ."""
     pairs = zip(Results._fields, found, expected, strict=True)
     return ", ".join(name for name, left, right in pairs if left is None or not torch.equal(left, right))
-
-
-def _where(layer: Layer) -> str:
-    return f"{layer.size.name}, {layer.routing}"

@@ -29,12 +29,10 @@ def contestants(names: Sequence[str], peers: Mapping[str, Path]) -> dict[str, Ca
     ours comes before it. Raises ValueError for a name that is not known.
     """
     known: dict[str, Callable[[], Implementation]] = {
-        "grouped_mm": lambda: Implementation("grouped_mm", grouped_mm_experts),
-        "transformers": lambda: Implementation("transformers", transformers_experts),
-        "grouped_mm compiled": lambda: Implementation(
-            "grouped_mm compiled", torch.compile(grouped_mm_experts, dynamic=False)
-        ),
-        OURS: lambda: Implementation(OURS, moe_experts),
+        "grouped_mm": lambda: Implementation(grouped_mm_experts),
+        "transformers": lambda: Implementation(transformers_experts),
+        "grouped_mm compiled": lambda: Implementation(torch.compile(grouped_mm_experts, dynamic=False)),
+        OURS: lambda: Implementation(moe_experts),
     }
     for name in names:
         if name not in known:

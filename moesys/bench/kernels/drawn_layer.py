@@ -38,7 +38,6 @@ class Layer:
     """
 
     size: Size
-    routing: str
     x_TH: Tensor
     dy_TH: Tensor
     expert_TK: Tensor
@@ -67,7 +66,7 @@ def draw_layer(size: Size, routing: str, dtype: torch.dtype, device: torch.devic
         expert_TK, weight_TK = choose(x_TH, router_EH, K)
     # Some implementations want these in 16 bits: what all are given is exact there.
     weight_TK = weight_TK.to(dtype).float()
-    return Layer(size, routing, x_TH, dy_TH, expert_TK, weight_TK, gate_up_EUH, down_EHI, router_EH)
+    return Layer(size, x_TH, dy_TH, expert_TK, weight_TK, gate_up_EUH, down_EHI, router_EH)
 
 
 def draw_routing(name: str, T: int, E: int, K: int, generator: torch.Generator) -> Tensor:
@@ -116,7 +115,6 @@ class Implementation:
     outside of the timing.
     """
 
-    name: str
     experts: Experts
     to_own: Convert = _as_it_is
     from_own: Convert = _as_it_is

@@ -14,6 +14,7 @@ import torch
 
 from moesys.bench.harness.contest import in_a_line
 from moesys.bench.harness.meters import CpuMeter, GpuMeter, Meter
+from moesys.bench.harness.names import chosen
 from moesys.bench.harness.reports import Report, publish, write
 from moesys.bench.harness.sheets import Sheet, plain
 from moesys.bench.harness.steps import steps_told
@@ -29,7 +30,7 @@ from moesys.bench.kernels.checks import (
 )
 from moesys.bench.kernels.contestants import OURS, contestants
 from moesys.bench.kernels.drawn_layer import ROUTINGS, Implementation, Layer, draw_layer
-from moesys.bench.kernels.measured_layer import Measured, Thoroughness, measure_layer
+from moesys.bench.kernels.measured_layer import Measured, measure_layer
 from moesys.kernels.experts.numerics import INTERPRETED
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -105,25 +106,16 @@ def asked_for(
     )
     scale = ON_GPU if device == "cuda" else IN_INTERPRETER
     by_name = {size.name: size for size in scale.sizes}
-    chosen = contestants([] if names == "all" else names.split(","), _folders(peers))
     return KernelsContest(
-        tuple(by_name[name] for name in _chosen("size", sizes, tuple(by_name))),
-        _chosen("routing", routings, ROUTINGS),
-        chosen,
+        tuple(by_name[name] for name in chosen("size", sizes, by_name)),
+        tuple(chosen("routing", routings, ROUTINGS)),
+        contestants([] if names == "all" else names.split(","), _folders(peers)),
         DTYPES[dtype],
         repeats,
         extras,
         scale,
         torch.device(device),
     )
-
-
-def _chosen(what: str, words: str, known: Sequence[str]) -> tuple[str, ...]:
-    names = tuple(known) if words == "all" else tuple(words.split(","))
-    for name in names:
-        if name not in known:
-            raise ValueError(f"{what}={name!r} is not known; use all or some of {', '.join(known)}")
-    return names
 
 
 def _folders(peers: Sequence[str]) -> dict[str, Path]:
@@ -234,8 +226,7 @@ def _layer(
 ) -> tuple[list[Measured], list[Finding]]:
     """Of a layer that cannot even be drawn, every contestant is wrong."""
     try:
-        thoroughness = Thoroughness(asked.repeats, asked.scale.bit_runs)
-        return measure_layer(size, routing, here, meter, asked.dtype, thoroughness, tell)
+        return measure_layer(size, routing, here, meter, asked.dtype, asked.repeats, asked.scale.bit_runs, tell)
     except Exception as error:
         return [Measured(size, routing, name, wrong=in_a_line(error)) for name in here], []
 

@@ -56,24 +56,20 @@ class Measured:
         return {name: FLOPS[name] * T * K * I * H / spread.median / 1e9 for name, spread in self.ms.items()}
 
 
-@dataclass(frozen=True)
-class Thoroughness:
-    """repeats: timed repetitions, none to check alone. bit_runs: how often bits are compared."""
-
-    repeats: int
-    bit_runs: int
-
-
 def measure_layer(
     size: Size,
     routing: str,
     implementations: Mapping[str, Implementation],
     meter: Meter,
     dtype: torch.dtype,
-    thoroughness: Thoroughness,
+    repeats: int,
+    bit_runs: int,
     tell: Callable[[str], None],
 ) -> tuple[list[Measured], list[Finding]]:
-    """In the order of ``implementations``, and what was found of ours. Raises nothing that one of them raises."""
+    """In the order of ``implementations``, and what was found of ours. Raises nothing that one of them raises.
+
+    repeats: timed repetitions, none to check alone. bit_runs: how often bits are compared.
+    """
     where = f"{size.name}, {routing}"
     layer = draw_layer(size, routing, dtype, meter.device)
     errors: dict[str, dict[str, float]] = {}
@@ -86,7 +82,7 @@ def measure_layer(
             return wrong_errors(errors[name], dtype)
         grouped = [errors[of] for of in GROUPED if of in errors and not wrong_errors(errors[of], dtype)]
         tell(f"{where}: bits of {OURS}")
-        findings.append(found_of(where, "equal bits", partial(same_bits, layer, thoroughness.bit_runs)))
+        findings.append(found_of(where, "equal bits", partial(same_bits, layer, bit_runs)))
         findings.append(found_of(where, "equal bits in other tiles", partial(same_bits_in_other_blocks, layer)))
         falls_short = [finding.says for finding in findings if not finding.holds]
         return "; ".join(filter(None, [wrong_errors(errors[name], dtype, grouped), *falls_short]))
@@ -97,7 +93,7 @@ def measure_layer(
         after_check=meter.free,
         stopwatch=lambda prepare: meter.ms(prepare()),  # type: ignore[arg-type]
     )
-    found = hold(case, thoroughness.repeats, lambda step: tell(f"{where}: {step}"))
+    found = hold(case, repeats, lambda step: tell(f"{where}: {step}"))
     ours_ms = found[OURS].samples_ms if OURS in found else {}
     rows = []
     for name, of in found.items():

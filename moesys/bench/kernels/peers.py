@@ -34,7 +34,7 @@ def scattermoe(folder: Path) -> Implementation:
         y_TH: Tensor = package.parallel_linear(a_PI, down_EHI.permute(0, 2, 1), 1, *order, grouped_in=True, gates=gates)
         return y_TH
 
-    return Implementation("scattermoe", experts)
+    return Implementation(experts)
 
 
 def liger(folder: Path) -> Implementation:
@@ -45,7 +45,7 @@ def liger(folder: Path) -> Implementation:
         y_TH: Tensor = module.LigerFusedMoEFunction.apply(x_TH, gate_up_EUH, down_EHI, expert_TK.int(), weight_TK)
         return y_TH
 
-    return Implementation("liger", experts)
+    return Implementation(experts)
 
 
 def sonicmoe(folder: Path) -> Implementation:
@@ -76,8 +76,8 @@ def sonicmoe(folder: Path) -> Implementation:
         return y_TH
 
     if takes_ours:
-        return Implementation("sonicmoe", experts)
-    return Implementation("sonicmoe", experts, to_own=alternate, from_own=concatenate)
+        return Implementation(experts)
+    return Implementation(experts, to_own=alternate, from_own=concatenate)
 
 
 PEERS: Mapping[str, Callable[[Path], Implementation]] = MappingProxyType(

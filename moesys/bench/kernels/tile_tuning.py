@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
@@ -12,7 +12,7 @@ import torch
 from moesys.bench.harness.reports import Report, publish
 from moesys.bench.harness.sheets import Column, Sheet
 from moesys.bench.harness.steps import steps_told
-from moesys.bench.kernels.aot import Size, select
+from moesys.bench.kernels.aot import Size, tile_words
 from moesys.kernels.experts.gemm_timer import GemmTimer
 from moesys.kernels.experts.tile_config import ShapeClass, TileConfig, TileConfigs
 from moesys.kernels.experts.tile_space import OPS, blocks_for
@@ -32,8 +32,7 @@ def tune_size(size: Size, tell: Callable[[str], None]) -> tuple[ShapeClass, Tile
 
 
 def _in_words(block: TileConfig) -> str:
-    tile = f"{block.rows}x{block.columns}x{block.contraction}"
-    return f"{tile}, {block.warps} warps, {block.stages} stages, {block.operands}"
+    return f"{tile_words(block)}, {block.warps} warps, {block.stages} stages, {block.operands}"
 
 
 @dataclass(frozen=True)
@@ -46,16 +45,15 @@ class Tuned:
     untuned: Annotated[TileConfig, Column("untuned", _in_words)]
 
 
-def main(sizes: str) -> int:
+def main(sizes: Sequence[Size]) -> int:
     """Prints what was found; 2 without a GPU, or where it cannot be kept."""
     if not torch.cuda.is_available():
         print("tuning times kernels on a GPU, and this machine has none that torch can use", file=sys.stderr)
         return 2
-    chosen, gpu = select(sizes), Gpu.of(torch.device("cuda"))
-    rows = []
+    gpu, rows = Gpu.of(torch.device("cuda")), []
     try:
-        with steps_told("tuning", len(OPS) * len(chosen)) as tell:
-            for size in chosen:
+        with steps_told("tuning", len(OPS) * len(sizes)) as tell:
+            for size in sizes:
                 shape, found = tune_size(size, tell)
                 untuned = blocks_for(shape, gpu.multiprocessors)
                 rows += [Tuned(size.name, op, getattr(found, op), getattr(untuned, op)) for op in OPS]

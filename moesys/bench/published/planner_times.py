@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Annotated
@@ -12,7 +12,7 @@ import numpy as np
 from moesys.balance import plan_layout
 from moesys.bench.harness.sheets import Column, Sheet
 from moesys.bench.harness.steps import steps_told
-from moesys.bench.harness.stopwatch import interleave, machine_line
+from moesys.bench.harness.stopwatch import interleave, machine_line, wall_ms
 from moesys.bench.published.laer_figures import PLANNER_MS
 from moesys.config import Balance, ClusterSpec, Greedy, Laer
 from moesys.load import LoadMatrix
@@ -43,8 +43,8 @@ def planner_times(repeats: int = 3, most_ranks: int = 1024) -> list[PlannerTime]
             cluster = ClusterSpec(num_nodes=num_ranks // RANKS_PER_NODE, ranks_per_node=RANKS_PER_NODE)
             rng = np.random.default_rng(num_ranks + slots)
             load = LoadMatrix(rng.integers(0, MOST_TOKENS, (num_ranks, NUM_EXPERTS)))
-            calls: dict[str, Callable[[], object]] = {
-                name: partial(plan_layout, load, cluster, config, slots)
+            calls = {
+                name: partial(wall_ms, partial(plan_layout, load, cluster, config, slots))
                 for name, config in PLANNERS.items()
                 if name != "laer" or num_ranks <= MOST_LAER_RANKS
             }

@@ -8,13 +8,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
 
+from moesys.bench.harness.reports import publish_simulated
 from moesys.bench.harness.sheets import Column, Sheet
 from moesys.bench.published.claims import Claim, errors, least_worst_error
 from moesys.bench.published.constants_grid import fit, fit_sheet
 from moesys.bench.published.laer_claims import ABLATION_MODEL, Reproduction, reproduce
 from moesys.bench.published.laer_setup import CONSTANTS, FITTED, SOURCES, Constants
 from moesys.bench.published.planner_times import planner_sheet, planner_times
-from moesys.bench.published.simulated_page import show
 
 # The bars that this project set itself: of errors of speed-ups, of expert seconds, of the ablation in points.
 MEDIAN_BAR, WORST_BAR, EXPERTS_BAR, ABLATION_BAR = 0.05, 0.12, 0.06, 0.05
@@ -75,14 +75,12 @@ class Busiest:
     max_over_mean: Annotated[float, Column("max/mean", ".3f")]
 
 
-def main(out: Path | None = None, *, with_planners: bool = True, with_fit: bool = False) -> int:
+def main(out: Path | None = None, *, with_fit: bool = False) -> int:
     """Simulate, write, print; the exit code."""
-    found = sheets(reproduce(), CONSTANTS)
-    if with_planners:
-        found.append(planner_sheet(planner_times()))
+    found = [*sheets(reproduce(), CONSTANTS), planner_sheet(planner_times())]
     if with_fit:
         found.append(fit_sheet(fit()))
-    show(found, "LAER-MoE's measurements", INTRODUCTION, "laer_reproduction", out)
+    publish_simulated("laer_reproduction", "LAER-MoE's measurements", found, INTRODUCTION, out)
     return 0
 
 

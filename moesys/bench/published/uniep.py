@@ -19,10 +19,10 @@ from typing import Annotated
 
 import numpy as np
 
+from moesys.bench.harness.reports import publish_simulated
 from moesys.bench.harness.sheets import Column, Sheet
 from moesys.bench.harness.steps import steps_told
 from moesys.bench.published.hopper_parts import APART, MEGA_EP_TEST_32K, EvenLayer, parts_sheet
-from moesys.bench.published.simulated_page import show
 from moesys.config import ClusterSpec, MegaKernel, Overlap, Sequential, Strategy, presets
 from moesys.simulator.step_program import run_step
 
@@ -118,5 +118,5 @@ def main(out: Path | None = None) -> int:
                 tell(f"{cluster.name}: {layer.name}, {layer.tokens} tokens")
                 rows.append(overlap_row(cluster, layer))
             sheets.append(overlap_sheet(rows, cluster))
-    show([*sheets, parts_sheet()], "UniEP's range", INTRODUCTION, "uniep", out)
+    publish_simulated("uniep", "UniEP's range", [*sheets, parts_sheet()], INTRODUCTION, out)
     return 0

@@ -90,7 +90,7 @@ def link_figures(ranks: Ranks, case: ShapedCase, repeats: int) -> LinkFigures:
 
 def calibration(case: ShapedCase, links: LinkFigures, computed_ms: Mapping[str, float]) -> Calibration:
     """``computed_ms``: of ``host_steps.PIECES``, the slowest rank's."""
-    shape, layers = case.shape, case.num_layers
+    shape = case.shape
     most_ms, some_ms, chunks_ms = (computed_ms[name] for name in ("most", "some", "chunks"))
     rows = even_case(case).num_tokens[0] * shape.top_k
     fixed_ms, row_ms = fit_line(
@@ -99,10 +99,10 @@ def calibration(case: ShapedCase, links: LinkFigures, computed_ms: Mapping[str, 
     # In chunks computing goes on beside messages, as long as there are any: what it loses to them is no launch's.
     moved_ms = 4 * (links.latency_ms + MOST_TOKENS * away_bytes(case) * links.ms_a_byte)
     lost_ms = links.copy_share * min(moved_ms, chunks_ms)
-    launch_ms = max(0.0, chunks_ms - most_ms - lost_ms) / (CHUNKS - 1) / (_LAUNCHES_A_CHUNK * layers)
-    other_ms = max(0.0, fixed_ms / layers - (_LAUNCHES_A_CHUNK + _LAUNCHES_A_LAYER) * launch_ms)
+    launch_ms = max(0.0, chunks_ms - most_ms - lost_ms) / (CHUNKS - 1) / _LAUNCHES_A_CHUNK
+    other_ms = max(0.0, fixed_ms - (_LAUNCHES_A_CHUNK + _LAUNCHES_A_LAYER) * launch_ms)
     # ``cost.expert_seconds``, forward and backward.
-    flops_a_row = 18 * shape.hidden_size * shape.intermediate_size * layers
+    flops_a_row = 18 * shape.hidden_size * shape.intermediate_size
     cluster = case.cluster.replace(
         inter_node_gb_per_s=1e-6 / links.ms_a_byte,
         inter_node_us=links.latency_ms * 1e3,

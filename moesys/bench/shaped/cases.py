@@ -31,7 +31,7 @@ from moesys.bench.shaped.host_steps import (
 from moesys.config import Ep, EvenSplit, FlowSplit, ModelShape, Pipelined, Strategy
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.lab.runs.environment import available_cores
-from moesys.lab.slow_links.shaped_links import Delay, shaped_links
+from moesys.lab.slow_links.shaped_links import Delay, ShapedLinks, shaped_links
 from moesys.step import LayerPlan, StepPlan, simulation
 
 MBIT_PER_S = (100.0, 2000.0)
@@ -61,51 +61,67 @@ EVEN = Strategy(name="even split", sharding=Ep(slots_per_rank=3), split=EvenSpli
 
 @dataclass(frozen=True)
 class Setting:
-    """One strategy of a case.
+    """One strategy of a case; of one that differs by a bit nothing else is known.
 
-    samples_ms: the slowest rank's step, by repetition. exposed_ms: mean over ranks, median over repetitions.
-    simulated_ms: by the cost model, on the calibrated cluster. max_over_mean, inter_node_share: of its plans.
+    samples_ms: the slowest rank's step, by repetition; first_ms: of the case's first strategy. exposed_ms: mean over
+    ranks, median over repetitions. max_over_mean, inter_node_share: of its plans. simulated_ms: by the cost model, on
+    the calibrated cluster.
     """
 
-    strategy: Strategy
-    samples_ms: list[float]
-    exposed_ms: float
-    simulated_ms: float
-    max_over_mean: float
-    inter_node_share: float
+    links: Annotated[str, Column("links")]
+    strategy: Annotated[Strategy, Column("strategy", lambda strategy: strategy.name)]
+    samples_ms: Sequence[float] = ()
+    first_ms: Sequence[float] = ()
+    exposed_ms: Annotated[float | None, Column("blocked ms", ".0f")] = None
+    max_over_mean: Annotated[float | None, Column("max/mean", ".2f")] = None
+    inter_node_share: Annotated[float | None, Column("between hosts", ".0%")] = None
+    simulated_ms: Annotated[float | None, Column("simulated ms", ".0f")] = None
 
     @property
-    def median_ms(self) -> float:
-        return statistics.median(self.samples_ms)
+    def measured_ms(self) -> Annotated[Spread | None, Column("measured ms", ".0f", after="samples_ms")]:
+        return Spread.of(self.samples_ms, method="nearest") if self.samples_ms else None
 
     @property
-    def error(self) -> Annotated[float, Column("")]:
+    def speed_up(self) -> Annotated[Spread | None, Column("speed-up", after="first_ms")]:
+        """The first strategy's time over this one's, paired by repetition: above 1 it is faster."""
+        return Spread.of_ratios(self.first_ms, self.samples_ms) if self.samples_ms else None
+
+    @property
+    def error(self) -> Annotated[float | None, Column("error", "+.0%")]:
         """Simulated over measured, less 1."""
-        return self.simulated_ms / self.median_ms - 1
+        return self.simulated_ms / self.measured_ms.median - 1 if self.simulated_ms and self.measured_ms else None
+
+    @property
+    def bits(self) -> Annotated[str, Column("bits")]:
+        return "" if self.samples_ms else "differs by a bit"
 
 
 @dataclass(frozen=True)
 class CaseResult:
-    """``settings`` in the order of the case's strategies; ``differing`` are those that were not timed because output or
-    dx differ by a bit. ``half``: its bandwidth was chosen. ``cpus_per_host``: None where hosts competed for the cores.
+    """``settings`` in the order of the case's strategies. ``half``: its bandwidth was chosen. ``cpus_per_host``: None
+    where hosts competed for the cores.
     """
 
-    case: ShapedCase
+    links: Annotated[str, Column("links")]
+    case: Annotated[ShapedCase, Column("case", lambda case: case.name)]
     half: bool
     delay: Delay
     cpus_per_host: float | None
-    calibration: Calibration
+    calibration: Annotated[
+        Calibration,
+        Column("Mbit/s each way", lambda of: f"{of.cluster.inter_node_gb_per_s * 8e3:.0f}"),
+        Column("latency ms", lambda of: f"{of.cluster.inter_node_us / 1e3:.2f}"),
+        Column("GFLOP/s a rank", lambda of: f"{of.cluster.expert_tflops * 1e3:.1f}"),
+        Column("launch us", lambda of: f"{of.cluster.launch_us:.0f}"),
+        Column("rest of a layer ms", lambda of: f"{of.rest.other_seconds * 3e3:.1f}"),
+        Column("copy share", lambda of: f"{of.cluster.copy_share:.0%}"),
+    ]
     settings: list[Setting]
-    differing: list[str]
 
     @property
-    def communication_share(self) -> float:
-        """Of the first strategy's step, as measured: blocked by messages or by another rank."""
-        return self.settings[0].exposed_ms / self.settings[0].median_ms
-
-    def speed_up(self, setting: Setting) -> Spread:
-        """The first strategy's time over this one's, paired by repetition: above 1 it is faster."""
-        return Spread.of_ratios(self.settings[0].samples_ms, setting.samples_ms)
+    def timed(self) -> list[Setting]:
+        """All settings with equal bits, the first strategy's first."""
+        return [setting for setting in self.settings if setting.samples_ms]
 
 
 @dataclass(frozen=True)
@@ -183,7 +199,7 @@ def share_of_cores(hosts: int) -> float:
     return SHARED_OUT * available_cores() / hosts
 
 
-def bench_shaped(plans: Sequence[Asked], repeats: int = 7, seed: int = 0, *, shares: bool = True) -> list[CaseResult]:
+def bench_shaped(plans: Sequence[Asked], repeats: int = 7, *, shares: bool = True) -> list[CaseResult]:
     """Measure and simulate. ``shares``: whether hosts have a share of the processor, or compete for it. Raises
     RuntimeError where this machine can make no such hosts.
     """
@@ -209,28 +225,24 @@ def bench_shaped(plans: Sequence[Asked], repeats: int = 7, seed: int = 0, *, sha
                     begin(
                         f"{number} hosts, {'half' if one.half else f'{one.case.mbit_per_s:g} Mbit/s'}, {one.case.name}"
                     )
-                    case = one.case
-                    if one.half:
-                        probed = _slowest_ms(ranks.run(measure_pieces, case, _PROBE_REPEATS, seed, timeout_s=_RUN_S))
-                        for _ in range(_PROBES):
-                            links.reshape(case.mbit_per_s)
-                            moved = exchanges_ms(ranks, case, _PROBE_REPEATS)
-                            case = replace(case, mbit_per_s=half_mbit_per_s(case.mbit_per_s, moved, probed))
-                    links.reshape(case.mbit_per_s)
-                    figures = link_figures(ranks, case, repeats)
-                    by_rank = ranks.run(measure, case, repeats, seed, timeout_s=_RUN_S)
-                    calibrated = calibration(case, figures, _slowest_ms(by_rank))
-                    outcomes = of_all_ranks(by_rank)
-                    differing = [
-                        strategy.name for strategy in case.strategies if not outcomes[strategy.name].samples_ms
-                    ]
-                    settings = [
-                        _setting(case, strategy, outcomes[strategy.name], calibrated)
-                        for strategy in case.strategies
-                        if strategy.name not in differing
-                    ]
-                    results.append(CaseResult(case, one.half, links.plan.delay, cpus, calibrated, settings, differing))
+                    results.append(_run(one, links, ranks, cpus, repeats))
     return results
+
+
+def _run(one: Asked, links: ShapedLinks, ranks: LocalRanks, cpus: float | None, repeats: int) -> CaseResult:
+    case = one.case
+    if one.half:
+        probed = _slowest_ms(ranks.run(measure_pieces, case, _PROBE_REPEATS, timeout_s=_RUN_S))
+        for _ in range(_PROBES):
+            links.reshape(case.mbit_per_s)
+            moved = exchanges_ms(ranks, case, _PROBE_REPEATS)
+            case = replace(case, mbit_per_s=half_mbit_per_s(case.mbit_per_s, moved, probed))
+    links.reshape(case.mbit_per_s)
+    figures = link_figures(ranks, case, repeats)
+    by_rank = ranks.run(measure, case, repeats, timeout_s=_RUN_S)
+    calibrated, words = calibration(case, figures, _slowest_ms(by_rank)), links_of(case, one.half)
+    settings = _settings(case, words, of_all_ranks(by_rank), calibrated)
+    return CaseResult(words, case, one.half, links.plan.delay, cpus, calibrated, settings)
 
 
 def half_mbit_per_s(mbit_per_s: float, moved_ms: Mapping[int, float], computed_ms: Mapping[str, float]) -> float:
@@ -250,16 +262,33 @@ def _slowest_ms(by_rank: Sequence[Mapping[str, Outcome]]) -> dict[str, float]:
     return {name: slowest([of_rank[name] for of_rank in of_ranks]) for name in PIECES}
 
 
-def _setting(case: ShapedCase, strategy: Strategy, outcome: Outcome, calibrated: Calibration) -> Setting:
-    layers = tuple(LayerPlan.from_json(text) for text in outcome.metrics[0].plans)
-    step = simulation([StepPlan(strategy, case.shape, calibrated.cluster, layers)], calibrated.rest)
-    tokens = [layer.tokens for layer in layers]
-    leaving = sum(plan.inter_node_tokens(calibrated.cluster.node_of_rank) for plan in tokens)
-    return Setting(
-        strategy=strategy,
-        samples_ms=outcome.samples_ms["step"],
-        exposed_ms=statistics.fmean(statistics.median(of_rank.blocked_ms) for of_rank in outcome.metrics),
-        simulated_ms=step.length_seconds * 1e3,
-        max_over_mean=statistics.fmean(plan.max_over_mean for plan in tokens),
-        inter_node_share=leaving / sum(plan.load.total for plan in tokens),
-    )
+def links_of(case: ShapedCase, half: bool) -> str:
+    """In words, for tables."""
+    latency = f", {case.latency_us:g} us" if case.latency_us else ""
+    return f"{case.num_hosts} x {case.mbit_per_s:g} Mbit/s{latency}{' (half)' if half else ''}"
+
+
+def _settings(case: ShapedCase, links: str, outcomes: Mapping[str, Outcome], calibrated: Calibration) -> list[Setting]:
+    settings = []
+    for strategy in case.strategies:
+        outcome = outcomes[strategy.name]
+        if not outcome.samples_ms:
+            settings.append(Setting(links, strategy))
+            continue
+        layers = tuple(LayerPlan.from_json(text) for text in outcome.metrics[0].plans)
+        step = simulation([StepPlan(strategy, case.shape, calibrated.cluster, layers)], calibrated.rest)
+        tokens = [layer.tokens for layer in layers]
+        leaving = sum(plan.inter_node_tokens(calibrated.cluster.node_of_rank) for plan in tokens)
+        settings.append(
+            Setting(
+                links,
+                strategy,
+                outcome.samples_ms["step"],
+                outcomes[case.strategies[0].name].samples_ms["step"],
+                exposed_ms=statistics.fmean(statistics.median(of_rank.blocked_ms) for of_rank in outcome.metrics),
+                max_over_mean=statistics.fmean(plan.max_over_mean for plan in tokens),
+                inter_node_share=leaving / sum(plan.load.total for plan in tokens),
+                simulated_ms=step.length_seconds * 1e3,
+            )
+        )
+    return settings

@@ -8,14 +8,13 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from moesys.bench.harness.contest import Case, Contestant, EqualBits, Outcome, hold
-from moesys.bench.harness.layer_steps import LayerSteps
+from moesys.bench.harness.contest import EqualBits, Outcome
+from moesys.bench.harness.layer_steps import LayerSteps, ResidualLayers, hold_steps, rank_generator
 from moesys.bench.harness.stopwatch import repeated_ms
 from moesys.config import ClusterSpec, ModelShape, Pipelined, Strategy
 from moesys.moe.layer import MoELayer
@@ -47,7 +46,6 @@ class ShapedCase:
     shape: ModelShape
     strategies: tuple[Strategy, ...]
     popularity: tuple[float, ...] = ()
-    num_layers: int = 1
 
     @property
     def num_hosts(self) -> int:
@@ -74,35 +72,17 @@ class Stepped:
     plans: list[str]
 
 
-class Layers(nn.Module):
-    """MoE layers with residuals."""
-
-    def __init__(self, case: ShapedCase, strategy: Strategy, seed: int) -> None:
-        super().__init__()
-        self.moe = nn.ModuleList(
-            MoELayer(case.shape, strategy, cluster=case.cluster, layer_index=index, seed=seed)
-            for index in range(case.num_layers)
-        )
-        with torch.no_grad():
-            for layer in self.moe:
-                layer.router.weight.zero_()  # type: ignore[operator, union-attr]
-                layer.router.weight.fill_diagonal_(1.0)  # type: ignore[operator, union-attr]
-
-    def forward(self, x_TH: Tensor) -> Tensor:
-        for moe in self.moe:
-            x_TH = x_TH + moe(x_TH)
-        return x_TH
-
-
-def steps_of(case: ShapedCase, strategy: Strategy, seed: int, tokens_share: float = 1.0) -> LayerSteps:
+def steps_of(case: ShapedCase, strategy: Strategy, tokens_share: float = 1.0) -> LayerSteps:
     """Of one strategy, on the input and the gradient that all strategies of a case share."""
-    rank = dist.get_rank()
-    generator = torch.Generator().manual_seed(seed * 1000 + rank)
-    num_tokens = round(case.num_tokens[rank] * tokens_share)
+    layer = MoELayer(case.shape, strategy, cluster=case.cluster)
+    with torch.no_grad():
+        layer.router.weight.zero_().fill_diagonal_(1.0)
+    generator = rank_generator()
+    num_tokens = round(case.num_tokens[dist.get_rank()] * tokens_share)
     x_TH, dy_TH = (torch.randn(num_tokens, case.shape.hidden_size, generator=generator) for _ in range(2))
     for place, expert_T in enumerate(chosen_experts(case, num_tokens, generator)):
         x_TH[torch.arange(num_tokens), expert_T] = 2 * _LEANING - place
-    return LayerSteps(Layers(case, strategy, seed), x_TH, dy_TH)
+    return LayerSteps(ResidualLayers([layer]), x_TH, dy_TH)
 
 
 def chosen_experts(case: ShapedCase, num_tokens: int, generator: torch.Generator) -> list[Tensor]:
@@ -116,47 +96,34 @@ def chosen_experts(case: ShapedCase, num_tokens: int, generator: torch.Generator
     return [(order_T + place * step) % num_experts for place in range(case.shape.top_k)]
 
 
-def measure(case: ShapedCase, repeats: int, seed: int) -> dict[str, Outcome]:
+def measure(case: ShapedCase, repeats: int) -> dict[str, Outcome]:
     """Every strategy of the case and, interleaved with them, what calibration wants of computing, so that whatever else
     the machine does slows both; a collective of all ranks. ``Outcome.metrics`` are ``Stepped``.
     """
-    strategies = {strategy.name: steps_of(case, strategy, seed) for strategy in case.strategies}
-    return _held(strategies | _pieces(case, seed), repeats, seed)
+    strategies = {strategy.name: steps_of(case, strategy) for strategy in case.strategies}
+    return _held(strategies | _pieces(case), repeats)
 
 
-def measure_pieces(case: ShapedCase, repeats: int, seed: int) -> dict[str, Outcome]:
+def measure_pieces(case: ShapedCase, repeats: int) -> dict[str, Outcome]:
     """What calibration wants of computing, by itself; a collective of all ranks."""
-    return _held(_pieces(case, seed), repeats, seed)
+    return _held(_pieces(case), repeats)
 
 
-def _held(steps: Mapping[str, LayerSteps], repeats: int, seed: int) -> dict[str, Outcome]:
+def _held(steps: Mapping[str, LayerSteps], repeats: int) -> dict[str, Outcome]:
     """Output and dx must be those of the first strategy; pieces are no case's own."""
     equal_bits = EqualBits("output", "dx")
-
-    def prepare() -> None:
-        for of in steps.values():
-            of.prepare()
 
     def wrong(name: str, results: Mapping[str, Tensor]) -> str:
         return "" if name in PIECES else equal_bits(name, results)
 
-    setups = {name: partial(_contestant, of, repeats) for name, of in steps.items()}
-    outcomes = hold(Case(setups, wrong, before=prepare, seed=seed), repeats)
-    dist.barrier()
-    for of in steps.values():
-        of.close()
-    return outcomes
+    def stepped(of: LayerSteps) -> Stepped:
+        plans = [layer.last_plan for layer in of.layers]
+        return Stepped(of.blocked_ms(repeats), [plan.to_json() for plan in plans if plan is not None])
+
+    return hold_steps(steps, wrong, stepped, repeats)
 
 
-def _contestant(steps: LayerSteps, repeats: int) -> Contestant:
-    def stepped() -> Stepped:
-        plans = [layer.last_plan for layer in steps.layers]
-        return Stepped(steps.blocked_ms(repeats), [plan.to_json() for plan in plans if plan is not None])
-
-    return steps.contestant(stepped)
-
-
-def _pieces(case: ShapedCase, seed: int) -> dict[str, LayerSteps]:
+def _pieces(case: ShapedCase) -> dict[str, LayerSteps]:
     """``PIECES``: steps of even tokens that are none of the case's own: of ``"most"`` of its tokens, of ``"some"``, and
     of most in ``"chunks"``. All ranks compute at once, as in training.
     """
@@ -164,7 +131,7 @@ def _pieces(case: ShapedCase, seed: int) -> dict[str, LayerSteps]:
     sequential = even.strategies[0]
     chunked = sequential.replace(overlap=Pipelined(chunks=CHUNKS))
     wanted = (sequential, MOST_TOKENS), (sequential, SOME_TOKENS), (chunked, MOST_TOKENS)
-    return {name: steps_of(even, strategy, seed, share) for name, (strategy, share) in zip(PIECES, wanted, strict=True)}
+    return {name: steps_of(even, strategy, share) for name, (strategy, share) in zip(PIECES, wanted, strict=True)}
 
 
 def computed_ms(outcomes: Mapping[str, Outcome]) -> dict[str, list[float]]:

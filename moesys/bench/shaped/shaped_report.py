@@ -5,12 +5,10 @@ from __future__ import annotations
 import statistics
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 from moesys.bench.harness.reports import Report, publish
-from moesys.bench.harness.sheets import Column, Sheet
+from moesys.bench.harness.sheets import Sheet
 from moesys.bench.harness.stopwatch import Spread, machine_line
 from moesys.bench.shaped.cases import Asked, CaseResult, bench_shaped
 from moesys.lab.slow_links.namespaces import lacks
@@ -24,78 +22,11 @@ _DELAYS = {
 }
 
 
-@dataclass(frozen=True)
-class SettingRow:
-    """A setting beside its case's first; of one that differs by a bit nothing else is known."""
-
-    links: Annotated[str, Column("links")]
-    strategy: Annotated[str, Column("strategy")]
-    measured_ms: Annotated[Spread | None, Column("measured ms", ".0f")] = None
-    speed_up: Annotated[Spread | None, Column("speed-up")] = None
-    blocked_ms: Annotated[float | None, Column("blocked ms", ".0f")] = None
-    max_over_mean: Annotated[float | None, Column("max/mean", ".2f")] = None
-    between_hosts: Annotated[float | None, Column("between hosts", ".0%")] = None
-    simulated_ms: Annotated[float | None, Column("simulated ms", ".0f")] = None
-    error: Annotated[float | None, Column("error", "+.0%")] = None
-    bits: Annotated[str, Column("bits")] = ""
-
-
-def rows(result: CaseResult) -> list[SettingRow]:
-    """One a setting."""
-    found = [
-        SettingRow(
-            links_of(result),
-            setting.strategy.name,
-            measured_ms=Spread.of(setting.samples_ms, method="nearest"),
-            speed_up=result.speed_up(setting),
-            blocked_ms=setting.exposed_ms,
-            max_over_mean=setting.max_over_mean,
-            between_hosts=setting.inter_node_share,
-            simulated_ms=setting.simulated_ms,
-            error=setting.error,
-        )
-        for setting in result.settings
-    ]
-    return found + [SettingRow(links_of(result), name, bits="differs by a bit") for name in result.differing]
-
-
-@dataclass(frozen=True)
-class ToldRow:
-    """What the simulator was told of a case."""
-
-    links: Annotated[str, Column("links")]
-    mbit_per_s: Annotated[float, Column("Mbit/s each way", ".0f")]
-    latency_ms: Annotated[float, Column("latency ms", ".2f")]
-    gflops: Annotated[float, Column("GFLOP/s a rank", ".1f")]
-    launch_us: Annotated[float, Column("launch us", ".0f")]
-    rest_ms: Annotated[float, Column("rest of a layer ms", ".1f")]
-    copy_share: Annotated[float, Column("copy share", ".0%")]
-
-    @staticmethod
-    def of(result: CaseResult) -> ToldRow:
-        cluster, rest = result.calibration.cluster, result.calibration.rest
-        return ToldRow(
-            f"{links_of(result)}, {result.case.name}",
-            cluster.inter_node_gb_per_s * 8e3,
-            cluster.inter_node_us / 1e3,
-            cluster.expert_tflops * 1e3,
-            cluster.launch_us,
-            float(rest.other_seconds) * 3e3,
-            cluster.copy_share,
-        )
-
-
-def links_of(result: CaseResult) -> str:
-    case = result.case
-    latency = f", {case.latency_us:g} us" if case.latency_us else ""
-    return f"{case.num_hosts} x {case.mbit_per_s:g} Mbit/s{latency}{' (half)' if result.half else ''}"
-
-
 def notes(results: Sequence[CaseResult]) -> list[str]:
     """What the table is of, and what it comes to."""
-    repeats = max(len(setting.samples_ms) for result in results for setting in result.settings)
-    settings = [setting for result in results for setting in result.settings]
-    errors = [abs(setting.error) for setting in settings]
+    settings = [setting for result in results for setting in result.timed]
+    repeats = max(len(setting.samples_ms) for setting in settings)
+    errors = [abs(setting.error) for setting in settings if setting.error is not None]
     delays = "; ".join(_DELAYS[delay] for delay in dict.fromkeys(result.delay for result in results))
     shares = "; ".join(dict.fromkeys(_share_of(result) for result in results))
     told = [
@@ -111,12 +42,16 @@ def notes(results: Sequence[CaseResult]) -> list[str]:
         f"median of errors {statistics.median(errors):.1%}, worst {max(errors):.1%}.",
     ]
     for result in results:
-        best = max(result.settings[1:], key=lambda setting: result.speed_up(setting).median, default=None)
-        if best is not None and (result.half or result.case.name == "split"):
+        first, *others = result.timed
+        if others and (result.half or result.case.name == "split"):
+            speed_up, best = max(
+                ((Spread.of_ratios(first.samples_ms, one.samples_ms), one.strategy.name) for one in others),
+                key=lambda one: one[0].median,
+            )
+            blocked = (first.exposed_ms or 0.0) / statistics.median(first.samples_ms)
             told.append(
-                f"{links_of(result)}, {result.case.name}: {result.communication_share:.0%} of the step of "
-                f"'{result.settings[0].strategy.name}' is blocked; '{best.strategy.name}' is "
-                f"{result.speed_up(best)} times as fast."
+                f"{result.links}, {result.case.name}: {blocked:.0%} of the step of '{first.strategy.name}' is blocked; "
+                f"'{best}' is {speed_up} times as fast."
             )
     return told
 
@@ -129,14 +64,13 @@ def _share_of(result: CaseResult) -> str:
 
 
 def report(results: Sequence[CaseResult]) -> Report:
-    settings = [row for result in results for row in rows(result)]
-    told = [ToldRow.of(result) for result in results]
+    settings = [setting for result in results for setting in result.settings]
     sheets = [
         Sheet("MEASURED beside SIMULATED: steps between hosts with slow links", settings, group_by="links"),
-        Sheet("MEASURED: what the simulator was told", told),
+        Sheet("MEASURED: what the simulator was told", results),
     ]
     introduction = ["`python -m moesys bench shaped`: MEASURED, and beside it SIMULATED."]
-    data = {"machine": machine_line(1), "cases": results, "rows": settings}
+    data = {"machine": machine_line(1), "cases": results}
     return Report("shaped", "Slow links on one machine", "measured", sheets, notes(results), introduction, data)
 
 
@@ -157,4 +91,4 @@ def main(
         return 2
     results = bench_shaped(asked, repeats, shares=shares)
     publish(report(results), page=out, json_path=json_path)
-    return int(any(result.differing for result in results))
+    return int(any(result.timed != result.settings for result in results))
