@@ -19,7 +19,14 @@ from torch import Tensor
 from moesys.kernels.cpu.page_pool import PagePool, Scratch
 from moesys.overlap.comm.channel import Channel, Transfer
 from moesys.overlap.executor import Saved, WaitForExperts
-from moesys.overlap.expert_compute import Arrivals, BackwardPass, ExpertCompute, ForwardPass, Workplace
+from moesys.overlap.expert_compute import (
+    Arrivals,
+    BackwardInputs,
+    BackwardPass,
+    ExpertCompute,
+    ForwardPass,
+    Workplace,
+)
 from moesys.overlap.held_experts import ExpertGradients
 from moesys.overlap.routes import Routes
 from moesys.schedule import Direction, Stage, chunk_schedule
@@ -96,16 +103,8 @@ class ChunkedExecutor:
                 case "wait_for_experts":
                     weight_M = messages.arrived_weights()
                     dweight_M = torch.empty_like(weight_M)
-                    backward_pass = self.compute.backward(
-                        routes,
-                        messages.arrivals,
-                        saved_arrivals,
-                        saved.h_P2I,
-                        weight_M,
-                        wait_for_experts(),
-                        gradients,
-                        at,
-                    )
+                    inputs = BackwardInputs(messages.arrivals, saved_arrivals, saved.h_P2I, weight_M, gradients)
+                    backward_pass = self.compute.backward(routes, inputs, wait_for_experts(), at)
                 case "experts":
                     with self._span("experts", f"backward {stage.chunk}"):
                         dx_PH, dweight_M[slice(*chunk.arrivals)] = backward_pass.experts(chunk)
@@ -122,7 +121,7 @@ class ChunkedExecutor:
                 case "weight_gradients":
                     if gradients is not None:
                         with self._span("weight_gradients", "backward"):
-                            backward_pass.weight_gradients(gradients)
+                            backward_pass.weight_gradients()
                 case "gather_dweights":
                     dweight_TK.view(-1)[routes.send_row_N] = messages.dweights_home()
                 case _:

@@ -50,6 +50,18 @@ class Workplace(NamedTuple):
     scratch: Scratch
 
 
+class BackwardInputs(NamedTuple):
+    """What backward starts from: gradients of the output, tokens and routing weights, float32, by arrival, and
+    pre-activations [P, 2I]. ``gradients``: where ``weight_gradients`` will write, None where it will not be called.
+    """
+
+    dy: Arrivals
+    x: Arrivals
+    h_P2I: Tensor
+    weight_M: Tensor
+    gradients: ExpertGradients | None
+
+
 class ForwardPass(Protocol):
     """Forward of one micro-batch, made when its experts are here; asked for every chunk in turn."""
 
@@ -66,7 +78,7 @@ class BackwardPass(Protocol):
     def experts(self, chunk: ChunkRoutes) -> tuple[Tensor, Tensor]:
         """(dx [P, H] of the chunk's expert rows, dweight float32 [M] of its arrivals)."""
 
-    def weight_gradients(self, gradients: ExpertGradients) -> None:
+    def weight_gradients(self) -> None:
         """Writes those of every held expert, after the last chunk; zeros for one without rows."""
 
 
@@ -81,20 +93,7 @@ class ExpertCompute(Protocol):
 
     def forward(self, routes: Routes, x: Arrivals, weights: HeldExperts, at: Workplace) -> ForwardPass: ...
 
-    def backward(
-        self,
-        routes: Routes,
-        dy: Arrivals,
-        x: Arrivals,
-        h_P2I: Tensor,
-        weight_M: Tensor,
-        weights: HeldExperts,
-        gradients: ExpertGradients | None,
-        at: Workplace,
-    ) -> BackwardPass:
-        """``weight_M``: routing weights by arrival, float32. ``gradients``: where ``weight_gradients`` will write, None
-        where it will not be called.
-        """
+    def backward(self, routes: Routes, inputs: BackwardInputs, weights: HeldExperts, at: Workplace) -> BackwardPass: ...
 
     def combine(
         self, rows_NH: Tensor, place_TK: Tensor, weight_TK: Tensor | None, out_TH: Tensor, scratch: Scratch

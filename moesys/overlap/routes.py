@@ -39,46 +39,54 @@ class SlotRows:
     padded: int
 
 
-def groups_of(slots: Sequence[SlotRows]) -> Iterator[tuple[Sequence[SlotRows], slice]]:
-    """Neighbouring slots that share gathers and activations, and the rows they have together.
-
-    A row's bits do not depend on its group, so groups are free to change with the chunks.
-    """
-    first = 0
-    for last, slot in enumerate(slots, start=1):
-        start, stop = slots[first].start, slot.start + slot.padded
-        if stop - start >= GROUP_ROWS or last == len(slots):
-            yield slots[first:last], slice(start, stop)
-            first = last
-
-
 @dataclass(frozen=True)
-class ChunkRoutes:
-    """One chunk. Rows of experts are numbered over all chunks, arrivals too.
+class ChunkRows:
+    """The rows of experts of one chunk. Rows and arrivals are numbered over all chunks.
 
-    tokens, sent, arrivals, rows: the chunk's [first, last) of this rank's tokens, of its rows in wire order, of its
-        arrivals, of its expert rows.
-    send_counts_R, arrive_counts_R: rows to and from each rank.
+    rows: the chunk's [first, last).
     slots: the slots with rows.
     gather_P: for each expert row of the chunk the arrival it is a copy of (padding repeats a slot's first row).
     return_M: for each arrival of the chunk its expert row, counted from the chunk's first.
+    """
+
+    rows: tuple[int, int]
+    slots: tuple[SlotRows, ...]
+    gather_P: Tensor
+    return_M: Tensor
+
+    @property
+    def num_rows(self) -> int:
+        return self.rows[1] - self.rows[0]
+
+    def groups(self) -> Iterator[tuple[Sequence[SlotRows], slice, slice]]:
+        """Yields neighbouring slots that share gathers and activations, and the rows that they have together: among
+        those of all chunks, and of this one.
+
+        A row's bits do not depend on its group, so groups are free to change with the chunks.
+        """
+        first, offset = 0, self.rows[0]
+        for last, slot in enumerate(self.slots, start=1):
+            start, stop = self.slots[first].start, slot.start + slot.padded
+            if stop - start >= GROUP_ROWS or last == len(self.slots):
+                yield self.slots[first:last], slice(start, stop), slice(start - offset, stop - offset)
+                first = last
+
+
+@dataclass(frozen=True)
+class ChunkRoutes(ChunkRows):
+    """One chunk, and its way here and back.
+
+    tokens, sent, arrivals: the chunk's [first, last) of this rank's tokens, of its rows in wire order, of its arrivals.
+    send_counts_R, arrive_counts_R: rows to and from each rank.
     home_TK: for each (token, k) of the chunk its place in the chunk's wire order, where its result comes home.
     """
 
     tokens: tuple[int, int]
     sent: tuple[int, int]
     arrivals: tuple[int, int]
-    rows: tuple[int, int]
     send_counts_R: tuple[int, ...]
     arrive_counts_R: tuple[int, ...]
-    slots: tuple[SlotRows, ...]
-    gather_P: Tensor
-    return_M: Tensor
     home_TK: Tensor
-
-    @property
-    def num_rows(self) -> int:
-        return self.rows[1] - self.rows[0]
 
 
 @dataclass(frozen=True)
