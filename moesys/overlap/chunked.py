@@ -73,20 +73,15 @@ class ChunkedExecutor:
                         self.compute.combine(home_NH, place_TK, weight_TK[tokens], y_TH[tokens], at.scratch)
                 case _:
                     raise AssertionError(f"no stage of tokens in chunks: {stage}")
-        return y_TH, Saved(messages.arrivals.rows, forward_pass.pre_activations())
+        return y_TH, Saved(messages.arrivals.rows, forward_pass.pre_activations(), weight_TK)
 
     def backward(
-        self,
-        dy_TH: Tensor,
-        weight_TK: Tensor,
-        saved: Saved,
-        wait_for_experts: WaitForExperts,
-        gradients: ExpertGradients | None,
+        self, dy_TH: Tensor, saved: Saved, wait_for_experts: WaitForExperts, gradients: ExpertGradients | None
     ) -> tuple[Tensor, Tensor]:
         """Returns (dx [T, H], dweight float32 [T, K]). Each held expert's weight gradients are written into
         ``gradients``, or not computed where that is None.
         """
-        routes = self.routes
+        routes, weight_TK = self.routes, saved.weight_TK
         messages = _Messages(routes, self.channel, self.memory, dy_TH, "backward")
         saved_arrivals = Arrivals(saved.arrivals_MH, messages.arrivals.index)
         at = Workplace(self.memory, Scratch(self.memory, dy_TH.device))

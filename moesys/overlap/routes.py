@@ -93,7 +93,6 @@ class ChunkRoutes(ChunkRows):
 class Routes:
     """All chunks, and the expert order of each slot over all of them.
 
-    held: the distinct experts of this rank, in order; a slot's index is its expert's place among them.
     send_token_N, send_row_N: for each row in wire order its token and its index token·K + k.
     by_destination_N, by_source_M: rows in wire order and arrivals, sorted by the rank they go to and come from: what
         one all-to-all over all chunks sends and delivers.
@@ -106,7 +105,6 @@ class Routes:
     send_row_N: Tensor
     by_destination_N: Tensor
     by_source_M: Tensor
-    held: tuple[int, ...]
     order: tuple[tuple[int, Tensor, Tensor], ...]
     num_arrivals: int
     num_rows: int
@@ -124,7 +122,9 @@ def chunk_counts(expert_TK: Tensor, num_experts: int, num_chunks: int) -> Tensor
 
 
 def held_experts(experts: tuple[int, ...]) -> tuple[int, ...]:
-    """Distinct experts, in order: a duplicate has no work of its own, and one rank alone has all, as masters lie."""
+    """Returns the distinct experts, in order, a slot of its own for each: a duplicate has no work of its own, and one
+    rank alone has all, as masters lie.
+    """
     return tuple(sorted(set(experts)))
 
 
@@ -224,7 +224,6 @@ def build_routes(expert_TK: Tensor, tokens_CRE: IntArray, plan: TokenPlan, rank:
         send_row_N=to_device(send_row_N),
         by_destination_N=to_device(_by_rank([chunk.send_counts_R for chunk in chunks])),
         by_source_M=to_device(_by_rank([chunk.arrive_counts_R for chunk in chunks])),
-        held=held,
         order=order,
         num_arrivals=num_arrivals,
         num_rows=num_rows,
