@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, assert_never
 
-from moesys.config import MegaKernel, Overlap, Pipelined
+from moesys.config import MegaKernel, Overlap, Pipelined, Sequential
 
 Direction = Literal["forward", "backward"]
 StageKind = Literal[
@@ -45,18 +45,28 @@ Schedule = Mapping[Stage, tuple[Stage, ...]]
 
 def num_chunks(overlap: Overlap) -> int:
     """Returns how many chunks the tokens of a rank are cut into."""
-    return overlap.chunks if isinstance(overlap, Pipelined) else 1
+    match overlap:
+        case Pipelined():
+            return overlap.chunks
+        case Sequential() | MegaKernel():
+            return 1
+        case _:
+            assert_never(overlap)
 
 
 def schedule_of(overlap: Overlap, direction: Direction) -> Schedule:
     """Returns the stages of one direction under ``overlap``."""
-    if isinstance(overlap, MegaKernel):
-        publish, here = Stage("publish"), Stage("wait_for_experts")
-        return MappingProxyType({publish: (), here: (publish,), Stage("mega_kernels"): (here,)})
-    return chunk_schedule(num_chunks(overlap), direction)
+    match overlap:
+        case Sequential() | Pipelined():
+            return _chunk_schedule(num_chunks(overlap), direction)
+        case MegaKernel():
+            publish, here = Stage("publish"), Stage("wait_for_experts")
+            return MappingProxyType({publish: (), here: (publish,), Stage("mega_kernels"): (here,)})
+        case _:
+            assert_never(overlap)
 
 
-def chunk_schedule(chunks: int, direction: Direction) -> Schedule:
+def _chunk_schedule(chunks: int, direction: Direction) -> Schedule:
     """Returns the stages of one direction of tokens that travel in so many chunks."""
     backward, here, last = direction == "backward", Stage("wait_for_experts"), chunks - 1
     waits: dict[Stage, tuple[Stage, ...]] = {}

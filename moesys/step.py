@@ -138,7 +138,13 @@ def split_tables(
 
 def split_on_device(config: Split) -> bool:
     """Whether ``device_split`` knows it."""
-    return not isinstance(config, FlowSplit) or (config.traffic == "fast" and config.max_inter_node is None)
+    match config:
+        case FlowSplit():
+            return config.traffic == "fast" and config.max_inter_node is None
+        case EvenSplit() | Proportional():
+            return True
+        case _:
+            assert_never(config)
 
 
 def plans_on_device(strategy: Strategy) -> bool:

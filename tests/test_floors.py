@@ -1,4 +1,4 @@
-"""The house has floors: imports go down only. DESIGN.md, section 2, as one table."""
+"""The house has floors: imports go down only. One table has them all."""
 
 from __future__ import annotations
 

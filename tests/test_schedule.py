@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import moesys as ms
-from moesys.schedule import Direction, Schedule, Stage, chunk_schedule, schedule_of
+from moesys.schedule import Direction, Schedule, Stage, schedule_of
 
 MESSAGES = {"dispatch_weights", "dispatch", "combine", "combine_dweights"}
 
@@ -53,7 +53,7 @@ def test_every_message_is_waited_for(overlap: ms.Overlap, direction: Direction):
 
 @given(st.integers(1, 70), directions)
 def test_every_chunk_goes_all_the_way(chunks: int, direction: Direction):
-    schedule = chunk_schedule(chunks, direction)
+    schedule = schedule_of(ms.Pipelined(chunks=chunks), direction)
     for kind in ("dispatch", "experts", "combine", "sum"):
         assert [stage.chunk for stage in schedule if stage.kind == kind] == list(range(chunks))
     of_all_chunks = [stage.kind for stage in schedule if stage.kind not in ("dispatch", "experts", "combine", "sum")]
@@ -65,7 +65,7 @@ def test_every_chunk_goes_all_the_way(chunks: int, direction: Direction):
 
 @given(st.integers(2, 70), directions)
 def test_while_a_chunk_is_computed_the_next_arrives_and_the_last_goes_home(chunks: int, direction: Direction):
-    schedule = chunk_schedule(chunks, direction)
+    schedule = schedule_of(ms.Pipelined(chunks=chunks), direction)
     for chunk in range(chunks):
         expected = set()
         if chunk < chunks - 1:
@@ -77,7 +77,7 @@ def test_while_a_chunk_is_computed_the_next_arrives_and_the_last_goes_home(chunk
 
 @given(st.integers(1, 70))
 def test_weight_gradients_are_computed_while_the_last_of_several_chunks_goes_home(chunks: int):
-    schedule = chunk_schedule(chunks, "backward")
+    schedule = schedule_of(ms.Pipelined(chunks=chunks), "backward")
     beside = {Stage("combine", chunks - 1)} if chunks > 1 else set()
     assert in_flight(schedule, Stage("weight_gradients")) == beside | {Stage("combine_dweights")}
 
@@ -91,7 +91,7 @@ def test_sequential_does_one_thing_after_another(overlap: ms.Overlap):
 
 
 def test_a_schedule_of_two_chunks():
-    assert words(chunk_schedule(2, "backward")) == [
+    assert words(schedule_of(ms.Pipelined(chunks=2), "backward")) == [
         "dispatch_weights 0",
         "dispatch 0",
         "dispatch 1",
@@ -115,4 +115,4 @@ def test_mega_kernels_overlap_by_themselves(direction: Direction):
 
 def test_a_schedule_cannot_be_changed():
     with pytest.raises(TypeError):
-        chunk_schedule(1, "forward")[Stage("experts")] = ()
+        schedule_of(ms.Sequential(), "forward")[Stage("experts")] = ()

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moesys.config import ClusterSpec, MegaKernel, ModelShape, Pipelined, Strategy
+from moesys.config import ClusterSpec, MegaKernel, ModelShape, Strategy
 from moesys.layout import ExpertLayout
 from moesys.load import LoadMatrix
 from moesys.moe.expert_parameters import DTYPES
@@ -31,6 +31,7 @@ from moesys.overlap.comm.channel import Channel
 from moesys.overlap.executor import Executor
 from moesys.overlap.expert_compute import ExpertCompute
 from moesys.overlap.routes import build_routes, chunk_counts
+from moesys.schedule import num_chunks
 from moesys.step import LayerPlan, device_split, plan_layer, plans_on_device
 
 if TYPE_CHECKING:
@@ -123,8 +124,7 @@ class HostPlanner(Planner):
         deciding = [schedule, *upcoming]
         deadline_s = time.monotonic() + lookahead.plan_timeout_s
         votes = [not learning or each.ready(deadline_s) for each in deciding]
-        num_chunks = overlap.chunks if isinstance(overlap, Pipelined) else 1
-        counts_CE = chunk_counts(expert_TK, self.shape.num_experts, num_chunks)
+        counts_CE = chunk_counts(expert_TK, self.shape.num_experts, num_chunks(overlap))
         said = torch.tensor([len(expert_TK), *votes], dtype=torch.int64, device=counts_CE.device)
         gathered_RN = self.channel.all_gather(torch.cat([counts_CE.flatten(), said]), lane="counts").cpu()
         tokens_RCE = gathered_RN[:, : counts_CE.numel()].view(-1, *counts_CE.shape)
@@ -150,7 +150,7 @@ class HostPlanner(Planner):
     ) -> ChunkedExecutor:
         tokens_CRE = np.ascontiguousarray(tokens_RCE.numpy().swapaxes(0, 1))
         routes = build_routes(expert_TK, tokens_CRE, plan.tokens, self.channel.rank, compute.min_rows)
-        return ChunkedExecutor(routes, self.channel, compute, self.shards.memory)
+        return ChunkedExecutor(self.strategy.overlap, routes, self.channel, compute, self.shards.memory)
 
     def _mega_executor(
         self, overlap: MegaKernel, home: MegaHome, expert_TK: Tensor, plan: LayerPlan, most_tokens: int

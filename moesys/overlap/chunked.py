@@ -1,6 +1,6 @@
 """Dispatch, experts and combine, chunk by chunk; sequential is one chunk.
 
-``schedule.chunk_schedule`` says what comes when, and here is what each stage does. Chunks change when things happen and
+``schedule_of`` says what comes when, and here is what each stage does. Chunks change when things happen and
 never what is computed: a row comes out the same in any company, and weight gradients sum over all rows at once in
 expert order (``expert_compute``).
 
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from moesys.config import Overlap
 from moesys.kernels.cpu.page_pool import PagePool, Scratch
 from moesys.overlap.comm.channel import Channel, Transfer
 from moesys.overlap.executor import Saved, WaitForExperts
@@ -29,16 +30,18 @@ from moesys.overlap.expert_compute import (
 )
 from moesys.overlap.held_experts import ExpertGradients
 from moesys.overlap.routes import Routes
-from moesys.schedule import Direction, Stage, chunk_schedule
+from moesys.schedule import Direction, Stage, schedule_of
 
 
 @dataclass(frozen=True)
 class ChunkedExecutor:
     """Runs one micro-batch of one layer on one rank.
 
-    ``compute``: how experts are computed; ``routes`` are padded for it. ``memory``: where large tensors lie.
+    ``overlap``: whose schedule is run; ``routes`` have its chunks. ``compute``: how experts are computed; ``routes``
+    are padded for it. ``memory``: where large tensors lie.
     """
 
+    overlap: Overlap
     routes: Routes
     channel: Channel
     compute: ExpertCompute
@@ -52,7 +55,7 @@ class ChunkedExecutor:
         at = Workplace(self.memory, Scratch(self.memory, x_TH.device))
         y_TH = self.memory.empty_like(x_TH)
         forward_pass: ForwardPass
-        for stage, earlier in chunk_schedule(len(self.routes.chunks), "forward").items():
+        for stage, earlier in schedule_of(self.overlap, "forward").items():
             messages.wait(earlier)
             chunk = self.routes.chunks[stage.chunk]
             match stage.kind:
@@ -87,7 +90,7 @@ class ChunkedExecutor:
         at = Workplace(self.memory, Scratch(self.memory, dy_TH.device))
         dx_TH, dweight_TK = self.memory.empty_like(dy_TH), torch.empty_like(weight_TK)
         backward_pass: BackwardPass
-        for stage, earlier in chunk_schedule(len(routes.chunks), "backward").items():
+        for stage, earlier in schedule_of(self.overlap, "backward").items():
             messages.wait(earlier)
             chunk = routes.chunks[stage.chunk]
             match stage.kind:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
+from zlib import crc32
 
 import numpy as np
 from plan_cases import drawn_load
@@ -68,7 +69,7 @@ STRATEGIES = {
         "overlap": ms.MegaKernel(fused="none", overlap_weight_gradients=False, tile_rows=64, tile_columns=64),
     },
 }
-# micro-batches, and what else a step does; strategies meet them in turn
+# micro-batches, and what else a step does
 RESTS = (
     (1, ms.RestOfStep()),
     (1, ms.RestOfStep(other_seconds=2e-4, latency_seconds=1e-5, optimizer_seconds=1e-4)),
@@ -83,11 +84,11 @@ def step_lines() -> Iterator[str]:
     """A step: its length, when each rank is through, what ranks compute and wait for; then its critical path, one part
     a line, with the rank (of a NIC, the node). Milliseconds with 12 digits.
     """
-    for number, (cluster_name, name) in enumerate(product(CLUSTERS, STRATEGIES)):
+    for cluster_name, name in product(CLUSTERS, STRATEGIES):
         cluster = CLUSTERS[cluster_name]
         strategy = ms.Strategy(name=name, **STRATEGIES[name])
-        # on every cluster a strategy meets another rest
-        num_micro_batches, rest = RESTS[(number + number // len(STRATEGIES)) % len(RESTS)]
+        # by the name, so that a new strategy moves no other step
+        num_micro_batches, rest = RESTS[crc32(f"{cluster_name} | {name}".encode()) % len(RESTS)]
         simulation = ms.simulation([_plan(strategy, cluster, turn) for turn in range(num_micro_batches)], rest)
         yield f"{cluster_name} | {name} | {_words(rest, num_micro_batches)}: {_ms(simulation.length_seconds)} ms"
         yield f"  ranks end {' '.join(_ms(1e-6 * end_us) for end_us in _ends_us(simulation.timeline, cluster))}"

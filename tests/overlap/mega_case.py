@@ -175,7 +175,7 @@ def by_sequential(drawn: Drawn, rank: int) -> Results:
     routes = build_routes(drawn.expert_RTK[rank], counts_CRE, drawn.plan, rank, 1)
     group = dist.group.WORLD if drawn.case.num_ranks > 1 else None
     channel = Channel(group, (0,) * drawn.case.num_ranks, Recorder(0), Meter())
-    executor = ChunkedExecutor(routes, channel, TritonExperts(), PagePool())
+    executor = ChunkedExecutor(ms.Sequential(), routes, channel, TritonExperts(), PagePool())
     weights, gradients, weight_TK = drawn.weights(rank), drawn.new_gradients(rank), drawn.weight_RTK[rank]
     y_TH, saved = executor.forward(drawn.x_RTH[rank], weight_TK, lambda: weights)
     dx_TH, dweight_TK = executor.backward(drawn.dy_RTH[rank], saved, lambda: weights, gradients)
