@@ -111,12 +111,12 @@ class Routes:
 
 
 def chunk_bounds(num_tokens: int, num_chunks: int) -> list[int]:
-    """Token boundaries of the chunks, C + 1 of them."""
+    """Returns the token boundaries of the chunks, C + 1 of them."""
     return [num_tokens * chunk // num_chunks for chunk in range(num_chunks + 1)]
 
 
 def chunk_counts(expert_TK: Tensor, num_experts: int, num_chunks: int) -> Tensor:
-    """Rows of each chunk for each expert, int64 [C, E]."""
+    """Counts the rows of each chunk for each expert, int64 [C, E]."""
     bounds = chunk_bounds(expert_TK.shape[0], num_chunks)
     return torch.stack([torch.bincount(expert_TK[a:b].reshape(-1), minlength=num_experts) for a, b in pairwise(bounds)])
 
@@ -129,7 +129,8 @@ def held_experts(experts: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def build_routes(expert_TK: Tensor, tokens_CRE: IntArray, plan: TokenPlan, rank: int, min_rows: int) -> Routes:
-    """The routes of ``rank`` whose routing is ``expert_TK``, by every rank's ``chunk_counts`` [C, R, E] and the plan.
+    """Builds the routes of ``rank``, whose routing is ``expert_TK``, by every rank's ``chunk_counts`` [C, R, E] and the
+    plan.
 
     ``min_rows``: a slot's rows of a chunk are padded to at least so many (``kernels.cpu.row_invariant_gemm``); none
     stay none.

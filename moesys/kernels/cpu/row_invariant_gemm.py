@@ -67,7 +67,7 @@ def row_rule(contraction: int, columns: int, dtype: torch.dtype, transposed: boo
 def projection_rule(
     inward: int, outward: int, dtype: torch.dtype, device_type: str, transposed: bool = False
 ) -> RowRule:
-    """The rule for both products of a projection by weight [outward, inward], or [inward, outward] where it is
+    """Returns the rule for both products of a projection by weight [outward, inward], or [inward, outward] where it is
     ``transposed``: x @ weightᵀ of forward, dy @ weight of backward.
     """
     return RowRule.all_of(

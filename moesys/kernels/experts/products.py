@@ -81,8 +81,8 @@ def rows_by_tiles(  # type: ignore[no-untyped-def]
 def left_step(  # type: ignore[no-untyped-def]
     left, row, start, L: tl.constexpr, by_tma: tl.constexpr, contraction: tl.constexpr
 ):
-    """[rows, contraction] of the left operand, from ``start`` of L on: ``left`` is a descriptor of rows, of which
-    ``row`` is the first, or [rows, 1] pointers to rows.
+    """Returns [rows, contraction] of the left operand, from ``start`` of L on: ``left`` is a descriptor of rows, of
+    which ``row`` is the first, or [rows, 1] pointers to rows.
     """
     at = start + tl.arange(0, contraction)
     if by_tma:

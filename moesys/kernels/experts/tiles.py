@@ -196,7 +196,7 @@ def groups_by_size_reference(first_G1: Tensor) -> Tensor:
 
 @triton.jit
 def rows_of_tile(groups, row_tile, block_rows: tl.constexpr):  # type: ignore[no-untyped-def]
-    """(first row, number of rows, matrix) of a row tile of ``RowGroups``."""
+    """Returns (first row, number of rows, matrix) of a row tile of ``RowGroups``."""
     group = tl.load(groups.tiles.group_M + row_tile)
     row = tl.load(groups.tiles.row_M + row_tile)
     num_rows = tl.minimum(tl.load(groups.first_G1 + group + 1) - row, block_rows)
