@@ -37,7 +37,7 @@ def demo(
     out: Annotated[Path, typer.Option(help="Folder of run folders.")] = Path("runs"),
     fresh: Annotated[bool, typer.Option("--fresh", help="Train again, in new run folders.")] = False,
 ) -> None:
-    """Train four strategies here, side by side. Then replay their routing on a cluster of 32 GPUs.
+    """Train four strategies here, side by side. Then replay their routing on simulated GPUs.
 
     Under 3 minutes on 2 cores.
     """

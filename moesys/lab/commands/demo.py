@@ -1,4 +1,4 @@
-"""``moesys demo``: four strategies train side by side on this machine, and their routing is replayed on 32 GPUs.
+"""``moesys demo``: four strategies train side by side on this machine, and their routing is replayed on simulated GPUs.
 
 The same four in both tables: experts on their owners alone, in sequence or in two chunks whose communication overlaps
 with computing; lent by their owners, or fully sharded, both under a layout that follows the load and with an exact
@@ -52,25 +52,27 @@ def _num_ranks() -> int:
 
 
 NUM_RANKS = _num_ranks()
-LARGE_CLUSTER = presets.LAER_A100
-# Micro-batches of the ranks here that make one of the cluster's source ranks.
-FOLD = LARGE_CLUSTER.num_ranks // NUM_RANKS
-# Two micro-batches of the cluster at least: one to plan on, and one to time.
-STEPS = 32
 OWNED_EXPERTS = 2
 MODEL = ModelShape(
     hidden_size=128,
-    intermediate_size=1024,
+    intermediate_size=2048,
     num_experts=OWNED_EXPERTS * NUM_RANKS,
     top_k=1,
     norm_topk_prob=False,
-    # Enough that no expert is left without tokens, and not enough to balance the load.
-    router_aux_loss_coef=0.05,
+    # With a router that is drawn this wide, enough that no expert is left without tokens in these few steps, and not
+    # enough to balance the load.
+    router_aux_loss_coef=0.02,
     initializer_range=0.05,
 )
 CLUSTER = ClusterSpec(name="this machine", ranks_per_node=NUM_RANKS)
-# Mixtral's experts, as many as there are here.
+# Mixtral's experts, as many as there are here; each on a GPU.
 LARGE_MODEL = presets.LAER_E8K2.replace(num_experts=MODEL.num_experts, top_k=MODEL.top_k)
+GPUS_OF_NODE = min(8, MODEL.num_experts)
+LARGE_CLUSTER = presets.h100(MODEL.num_experts // GPUS_OF_NODE).replace(
+    ranks_per_node=GPUS_OF_NODE, name=f"{MODEL.num_experts} x H100"
+)
+# Micro-batches of the ranks here that make one of the cluster's.
+FOLD = LARGE_CLUSTER.num_ranks // NUM_RANKS
 
 
 def training_experiment() -> Experiment:
@@ -81,7 +83,7 @@ def training_experiment() -> Experiment:
     from moesys.train.device import best_device
 
     device = best_device()
-    strategies = _strategies(Ep(), OWNED_EXPERTS + 1)
+    strategies = _strategies(OWNED_EXPERTS + 1)
     if device == "cuda":
         strategies += tuple(
             one.replace(name=f"{one.name}+mega", overlap=MegaKernel())
@@ -94,22 +96,19 @@ def training_experiment() -> Experiment:
         model=MODEL,
         cluster=CLUSTER,
         strategies=strategies,
-        workload=Training(num_layers=2, context=64, batch=24, warmup=4, steps=STEPS, learning_rate=3e-4, device=device),
+        workload=Training(num_layers=2, context=64, batch=32, warmup=1, steps=6, learning_rate=2e-4, device=device),
         seeds=SEEDS,
     )
 
 
 def replay_experiment(traces: Path) -> Experiment:
-    """The routing that the baseline's trainings had, on LAER-MoE's cluster of 4 x 8 A100.
-
-    There are fewer experts than ranks, so that the baseline lends them too, in a layout that does not follow the load.
-    """
+    """The routing that the baseline's trainings had, scaled to the experts and the tokens of a large model."""
     return Experiment(
         name="demo-cluster",
         description="The demo's own routing, scaled, through the cost model.",
         model=LARGE_MODEL,
         cluster=LARGE_CLUSTER,
-        strategies=_strategies(Ep(slots_per_rank=2), slots_per_rank=2),
+        strategies=_strategies(slots_per_rank=2),
         workload=Replay(trace=str(traces / TRACE), warmup=1, tokens_per_rank=16384),
         seeds=SEEDS,
     )
@@ -149,11 +148,11 @@ def _where(training: Experiment) -> str:
     return f"training on GPUs, with MegaKernels too: {names}"
 
 
-def _strategies(ep: Ep, slots_per_rank: int) -> tuple[Strategy, ...]:
+def _strategies(slots_per_rank: int) -> tuple[Strategy, ...]:
     """Returns the four; the first is the baseline."""
-    whole = Strategy(name="ep", sharding=ep)
+    whole = Strategy(name="ep", sharding=Ep())
     lent = Strategy(name="ep+lent", sharding=Ep(slots_per_rank=slots_per_rank), balance=Greedy(), split=FlowSplit())
-    sharded = Fsep(slots_per_rank=slots_per_rank, prefetch_layers=1, delay_reshard=True)
+    sharded = Fsep(slots_per_rank=slots_per_rank, prefetch_layers=1, reshard_after_forward=False, delay_reshard=True)
     return (
         whole,
         whole.replace(name="ep+pipelined", overlap=Pipelined(chunks=2)),

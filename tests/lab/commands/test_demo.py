@@ -9,12 +9,16 @@ from moesys.lab.commands import demo
 
 @pytest.fixture
 def _in_small(monkeypatch):
-    """Two seeds of as many steps as make one micro-batch of the cluster."""
+    """Small experts, and two seeds of as many steps as make one micro-batch of the cluster."""
     training, replay = demo.training_experiment, demo.replay_experiment
 
     def short_training():
         whole = training()
-        return whole.replace(seeds=(0, 1), workload=whole.workload.replace(warmup=0, steps=demo.FOLD))
+        return whole.replace(
+            seeds=(0, 1),
+            model=whole.model.replace(intermediate_size=64),
+            workload=whole.workload.replace(warmup=0, steps=demo.FOLD, batch=4),
+        )
 
     def short_replay(traces):
         whole = replay(traces)
