@@ -63,9 +63,8 @@ class RoutedExperts(torch.autograd.Function):
 
         with torch.autocast(dy_TH.device.type, enabled=False):
             call.restore()
-            dx_TH, dweight_TK = call.executor.backward(
-                dy_TH, weight_TK, Saved(arrivals_MH, h_P2I), wait_for_experts, gradients
-            )
+            saved = Saved(arrivals_MH, h_P2I, weight_TK)
+            dx_TH, dweight_TK = call.executor.backward(dy_TH, saved, wait_for_experts, gradients)
         call.release()
         dmasters = None
         if grads_DP is not None:

@@ -40,21 +40,14 @@ class _Reshard:
     finish: Callable[[], Tensor] | None = field(default=None)
 
 
-def link(
-    model: nn.Module,
-    *,
-    plan_timeout_s: float | None = None,
-    record_spans: bool = False,
-    weight_group: dist.ProcessGroup | None = None,
-) -> MoERuntime:
+def link(model: nn.Module, *, plan_timeout_s: float | None = None, record_spans: bool = False) -> MoERuntime:
     """Joins the MoE layers of ``model`` under one runtime; a collective where they share a process group.
 
     ``plan_timeout_s``: how long a rank waits for layouts that are due before all ranks keep the old ones; at most half
     of the group's time-out, so that waiting fails no collective. By default 60 s, or that half.
-    ``record_spans``: keep a ``Timeline``. ``weight_group``: the same ranks' group on which experts and their gradients
-    travel; by default one is made, with the backend of the layers' group.
+    ``record_spans``: keep a ``Timeline``.
     """
-    return MoERuntime(model, plan_timeout_s, record_spans, weight_group)
+    return MoERuntime(model, plan_timeout_s, record_spans)
 
 
 class MoERuntime:
@@ -63,13 +56,7 @@ class MoERuntime:
     Experts travel on a process group of their own, so that they never queue behind tokens; plans on a third, by gloo.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        plan_timeout_s: float | None,
-        record_spans: bool,
-        weight_group: dist.ProcessGroup | None,
-    ) -> None:
+    def __init__(self, model: nn.Module, plan_timeout_s: float | None, record_spans: bool) -> None:
         self.layers = [module for module in model.modules() if isinstance(module, MoELayer)]
         group = expert_group(model)
         if any(layer.link.linked for layer in self.layers):
@@ -80,7 +67,7 @@ class MoERuntime:
             )
         self.recorder = Recorder(self.layers[0].token_channel.rank, enabled=record_spans)
         self._groups: list[dist.ProcessGroup] = []
-        planner_group = None
+        weight_group = planner_group = None
         if group is not None:
             most_s = group_timeout_s(group, self.layers[0].experts.device.type) / 2
             if plan_timeout_s is not None and plan_timeout_s > most_s:
@@ -89,8 +76,7 @@ class MoERuntime:
                     "that waits for a plan would fail the others' collectives, so lower it or raise the time-out"
                 )
             plan_timeout_s = min(PLAN_TIMEOUT_S, most_s) if plan_timeout_s is None else plan_timeout_s
-            if weight_group is None:
-                weight_group = self._new_group(group, dist.get_backend(group))
+            weight_group = self._new_group(group, dist.get_backend(group))
             planner_group = self._new_group(group, "gloo")
         self._heartbeat = Heartbeat(dist.get_rank()) if group is not None else None
         plan_channel = Channel(planner_group, self.layers[0].cluster.node_of_rank, Recorder(0), Meter())

@@ -20,7 +20,14 @@ from moesys.config import Overlap
 from moesys.kernels.cpu.page_pool import PagePool, Scratch
 from moesys.overlap.comm.channel import Channel, Transfer
 from moesys.overlap.executor import Saved, WaitForExperts
-from moesys.overlap.expert_compute import Arrivals, BackwardPass, ExpertCompute, ForwardPass, Workplace
+from moesys.overlap.expert_compute import (
+    Arrivals,
+    BackwardInputs,
+    BackwardPass,
+    ExpertCompute,
+    ForwardPass,
+    Workplace,
+)
 from moesys.overlap.held_experts import ExpertGradients
 from moesys.overlap.routes import Routes
 from moesys.schedule import Direction, Stage, schedule_of
@@ -69,20 +76,15 @@ class ChunkedExecutor:
                         self.compute.combine(home_NH, place_TK, weight_TK[tokens], y_TH[tokens], at.scratch)
                 case _:
                     raise AssertionError(f"no stage of tokens in chunks: {stage}")
-        return y_TH, Saved(messages.arrivals.rows, forward_pass.pre_activations())
+        return y_TH, Saved(messages.arrivals.rows, forward_pass.pre_activations(), weight_TK)
 
     def backward(
-        self,
-        dy_TH: Tensor,
-        weight_TK: Tensor,
-        saved: Saved,
-        wait_for_experts: WaitForExperts,
-        gradients: ExpertGradients | None,
+        self, dy_TH: Tensor, saved: Saved, wait_for_experts: WaitForExperts, gradients: ExpertGradients | None
     ) -> tuple[Tensor, Tensor]:
         """Returns (dx [T, H], dweight float32 [T, K]). Each held expert's weight gradients are written into
         ``gradients``, or not computed where that is None.
         """
-        routes = self.routes
+        routes, weight_TK = self.routes, saved.weight_TK
         messages = _Messages(routes, self.channel, self.memory, dy_TH, "backward")
         saved_arrivals = Arrivals(saved.arrivals_MH, messages.arrivals.index)
         at = Workplace(self.memory, Scratch(self.memory, dy_TH.device))
@@ -99,16 +101,8 @@ class ChunkedExecutor:
                 case "wait_for_experts":
                     weight_M = messages.arrived_weights()
                     dweight_M = torch.empty_like(weight_M)
-                    backward_pass = self.compute.backward(
-                        routes,
-                        messages.arrivals,
-                        saved_arrivals,
-                        saved.h_P2I,
-                        weight_M,
-                        wait_for_experts(),
-                        gradients,
-                        at,
-                    )
+                    inputs = BackwardInputs(messages.arrivals, saved_arrivals, saved.h_P2I, weight_M, gradients)
+                    backward_pass = self.compute.backward(routes, inputs, wait_for_experts(), at)
                 case "experts":
                     with self._span("experts", f"backward {stage.chunk}"):
                         dx_PH, dweight_M[slice(*chunk.arrivals)] = backward_pass.experts(chunk)
@@ -125,7 +119,7 @@ class ChunkedExecutor:
                 case "weight_gradients":
                     if gradients is not None:
                         with self._span("weight_gradients", "backward"):
-                            backward_pass.weight_gradients(gradients)
+                            backward_pass.weight_gradients()
                 case "gather_dweights":
                     dweight_TK.view(-1)[routes.send_row_N] = messages.dweights_home()
                 case _:

@@ -16,10 +16,13 @@ from moesys.overlap.held_experts import ExpertGradients, HeldExperts
 
 @dataclass(frozen=True)
 class Saved:
-    """What backward needs: arrived rows of x [M, H] (x itself on one rank) and pre-activations h [P, 2I]."""
+    """What backward needs: arrived rows of x [M, H] (x itself on one rank), pre-activations h [P, 2I], and routing
+    weights float32 [T, K].
+    """
 
     arrivals_MH: Tensor
     h_P2I: Tensor
+    weight_TK: Tensor
 
 
 WaitForExperts = Callable[[], HeldExperts]
@@ -29,18 +32,13 @@ class Executor(Protocol):
     """Made for one routing: forward, recomputed or not, and then backward."""
 
     def forward(self, x_TH: Tensor, weight_TK: Tensor, wait_for_experts: WaitForExperts) -> tuple[Tensor, Saved]:
-        """Output [T, H] in x's dtype, of routing weights float32 [T, K]. ``wait_for_experts`` is called once, when they
-        are needed.
+        """Returns the output [T, H] in x's dtype, of routing weights float32 [T, K]. ``wait_for_experts`` is called
+        once, when they are needed.
         """
 
     def backward(
-        self,
-        dy_TH: Tensor,
-        weight_TK: Tensor,
-        saved: Saved,
-        wait_for_experts: WaitForExperts,
-        gradients: ExpertGradients | None,
+        self, dy_TH: Tensor, saved: Saved, wait_for_experts: WaitForExperts, gradients: ExpertGradients | None
     ) -> tuple[Tensor, Tensor]:
-        """(dx [T, H], dweight float32 [T, K]); each held expert's weight gradients are written into ``gradients``, or
-        not computed where that is None.
+        """Returns (dx [T, H], dweight float32 [T, K]); each held expert's weight gradients are written into
+        ``gradients``, or not computed where that is None.
         """

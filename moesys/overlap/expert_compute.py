@@ -33,11 +33,11 @@ class Arrivals:
     send_index: Tensor | None = None
 
     def place(self, arrival_N: Tensor) -> Tensor:
-        """Which of ``rows`` these arrivals are."""
+        """Returns which of ``rows`` these arrivals are."""
         return arrival_N if self.index is None else self.index[arrival_N]
 
     def take(self, arrival_N: Tensor, scratch: Scratch, name: str) -> Tensor:
-        """Copies of these arrivals in ``scratch``, where they last until the next ones of that name."""
+        """Copies these arrivals into ``scratch``, where they last until the next ones of that name."""
         index = self.place(arrival_N)
         taken = scratch(name, (len(index), *self.rows.shape[1:]), self.rows.dtype)
         return torch.index_select(self.rows, 0, index, out=taken)
@@ -50,23 +50,35 @@ class Workplace(NamedTuple):
     scratch: Scratch
 
 
+class BackwardInputs(NamedTuple):
+    """What backward starts from: gradients of the output, tokens and routing weights, float32, by arrival, and
+    pre-activations [P, 2I]. ``gradients``: where ``weight_gradients`` will write, None where it will not be called.
+    """
+
+    dy: Arrivals
+    x: Arrivals
+    h_P2I: Tensor
+    weight_M: Tensor
+    gradients: ExpertGradients | None
+
+
 class ForwardPass(Protocol):
     """Forward of one micro-batch, made when its experts are here; asked for every chunk in turn."""
 
     def experts(self, chunk: ChunkRoutes) -> Tensor:
-        """y [P, H] of the chunk's expert rows, before routing weights."""
+        """Returns y [P, H] of the chunk's expert rows, before routing weights."""
 
     def pre_activations(self) -> Tensor:
-        """h [P, 2I] of all chunks, after the last."""
+        """Returns h [P, 2I] of all chunks, after the last."""
 
 
 class BackwardPass(Protocol):
     """Backward of one micro-batch, made when its experts are here; asked for every chunk in turn."""
 
     def experts(self, chunk: ChunkRoutes) -> tuple[Tensor, Tensor]:
-        """(dx [P, H] of the chunk's expert rows, dweight float32 [M] of its arrivals)."""
+        """Returns (dx [P, H] of the chunk's expert rows, dweight float32 [M] of its arrivals)."""
 
-    def weight_gradients(self, gradients: ExpertGradients) -> None:
+    def weight_gradients(self) -> None:
         """Writes those of every held expert, after the last chunk; zeros for one without rows."""
 
 
@@ -77,28 +89,15 @@ class ExpertCompute(Protocol):
     def min_rows(self) -> int: ...
 
     def alone(self, expert_TK: Tensor, num_experts: int) -> SingleRankExecutor | None:
-        """What runs a micro-batch on one rank without the host knowing counts; None where it must know them."""
+        """Returns what runs a micro-batch on one rank without the host knowing counts; None where it must know them."""
 
     def forward(self, routes: Routes, x: Arrivals, weights: HeldExperts, at: Workplace) -> ForwardPass: ...
 
-    def backward(
-        self,
-        routes: Routes,
-        dy: Arrivals,
-        x: Arrivals,
-        h_P2I: Tensor,
-        weight_M: Tensor,
-        weights: HeldExperts,
-        gradients: ExpertGradients | None,
-        at: Workplace,
-    ) -> BackwardPass:
-        """``weight_M``: routing weights by arrival, float32. ``gradients``: where ``weight_gradients`` will write, None
-        where it will not be called.
-        """
+    def backward(self, routes: Routes, inputs: BackwardInputs, weights: HeldExperts, at: Workplace) -> BackwardPass: ...
 
     def combine(
         self, rows_NH: Tensor, place_TK: Tensor, weight_TK: Tensor | None, out_TH: Tensor, scratch: Scratch
     ) -> None:
-        """``out[t]`` = the sum over k = 0..K-1, in that order, of ``rows[place[t, k]]`` times its weight, if any; in
-        float32, rounded once.
+        """Writes into ``out[t]`` the sum over k = 0..K-1, in that order, of ``rows[place[t, k]]`` times its weight, if
+        any; in float32, rounded once.
         """

@@ -1,68 +1,88 @@
 """Experts on the CPU: a GEMM a slot, called so that a row's bits do not depend on how many rows share the call.
 
-T tokens of this rank, H hidden, I expert width, K top-k, M arrivals, P expert rows.
+The layer's experts are SwiGLU without biases; ``hf`` brings transformers', with other activations, biases and norms.
+
+T tokens of this rank, H hidden, I expert width, U rows of the up projection (2I with a gate), K top-k, S slots, M
+arrivals, P expert rows, N of neighbouring slots; A and B any widths. *Wide* is the dtype of activations and sums:
+float32, or float64 where products are float64.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from moesys.kernels.cpu.page_pool import Scratch
 from moesys.kernels.cpu.row_invariant_gemm import RowRule, aligned, matmul_rows
+from moesys.kernels.cpu.row_invariant_ops import RowFunction
 from moesys.kernels.experts.swiglu import swiglu, swiglu_backward
-from moesys.overlap.expert_compute import Arrivals, Workplace
+from moesys.overlap.expert_compute import Arrivals, BackwardInputs, Workplace
 from moesys.overlap.held_experts import ExpertGradients, HeldExperts
-from moesys.overlap.routes import ChunkRoutes, Routes, groups_of
+from moesys.overlap.routes import ChunkRows, Routes, SlotRows
 
 # Combine works on blocks of so many elements, which stay in a core's cache.
 COMBINE_ELEMENTS = 1 << 18
 
+SWIGLU = RowFunction(swiglu, swiglu_backward, halves=2)
+
+
+@dataclass(frozen=True)
+class Projection:
+    """One projection of the held experts, ``x @ weightᵀ + bias``.
+
+    weight: gives a slot's [out, in], or [in, out] where ``transposed``; products cast it to their dtype.
+    bias: [S, out], if any.
+    gradient, bias_gradient: where those of weight and bias are written, [S, ...]; None where nobody wants them.
+    """
+
+    weight: Callable[[int], Tensor]
+    bias: Tensor | None = None
+    transposed: bool = False
+    gradient: Tensor | None = None
+    bias_gradient: Tensor | None = None
+
 
 @dataclass(frozen=True)
 class CpuExperts:
-    """``ExpertCompute`` by torch's GEMMs. ``rule``: how they are called so that chunks change no bit."""
+    """``ExpertCompute`` by torch's GEMMs. ``rule``: how they are called so that chunks change no bit. ``activation``:
+    between the projections; ``norm``: of an expert's output, before the routing weight.
+    """
 
     rule: RowRule
+    activation: RowFunction = SWIGLU
+    norm: RowFunction | None = None
 
     @property
     def min_rows(self) -> int:
         return self.rule.min_rows
 
     def alone(self, expert_TK: Tensor, num_experts: int) -> None:
-        """A GEMM a slot is called with the counts that routes have."""
+        """Returns None: a GEMM a slot is called with the counts that routes have."""
 
     def forward(self, routes: Routes, x: Arrivals, weights: HeldExperts, at: Workplace) -> CpuForward:
-        return CpuForward(self.rule, routes, x, weights, at)
+        width = weights[0].gate_up.shape[0] if len(weights) else 0
+        h_P2I = at.memory.empty((routes.num_rows, width), x.rows.dtype, x.rows.device)
+        return CpuForward(self, *_projections(weights, None), at, x, h_P2I)
 
-    def backward(
-        self,
-        routes: Routes,
-        dy: Arrivals,
-        x: Arrivals,
-        h_P2I: Tensor,
-        weight_M: Tensor,
-        weights: HeldExperts,
-        gradients: ExpertGradients | None,
-        at: Workplace,
-    ) -> CpuBackward:
-        return CpuBackward(self.rule, routes, dy, x, h_P2I, weight_M, weights, gradients, at)
+    def backward(self, routes: Routes, inputs: BackwardInputs, weights: HeldExperts, at: Workplace) -> CpuBackward:
+        return CpuBackward(self, *_projections(weights, inputs.gradients), at, inputs, routes.order)
 
     def combine(
         self, rows_NH: Tensor, place_TK: Tensor, weight_TK: Tensor | None, out_TH: Tensor, scratch: Scratch
     ) -> None:
         top_k, H = place_TK.shape[1], rows_NH.shape[1]
         block = max(1, COMBINE_ELEMENTS // (top_k * H))
+        wide = torch.promote_types(rows_NH.dtype, torch.float32)
         for first in range(0, len(place_TK), block):
             tokens = slice(first, first + block)
             place_N = place_TK[tokens].reshape(-1)
             taken = scratch("rows", (len(place_N), H), rows_NH.dtype)
             torch.index_select(rows_NH, 0, place_N, out=taken)
-            if taken.dtype != torch.float32:
-                taken = scratch("float rows", (len(place_N), H), torch.float32).copy_(taken)
-            row_TKH = taken.view(-1, top_k, H)
+            row_TKH = scratch.cast("wide rows", taken, wide).view(-1, top_k, H)
             if weight_TK is not None:
                 row_TKH.mul_(weight_TK[tokens, :, None])
             total_TH = row_TKH[:, 0]
@@ -71,109 +91,184 @@ class CpuExperts:
             out_TH[tokens] = total_TH
 
 
-class CpuForward:
-    """``ForwardPass``, slot by slot."""
+class _Pass:
+    """What both directions do to the rows of neighbouring slots. Products have the dtype of pre-activations, h."""
 
-    def __init__(self, rule: RowRule, routes: Routes, x: Arrivals, weights: HeldExperts, at: Workplace) -> None:
-        self.rule, self.x, self.weights, self.at = rule, x, weights, at
-        width = weights[0].gate_up.shape[0] if len(weights) else 0
-        self.h_P2I = at.memory.empty((routes.num_rows, width), x.rows.dtype, x.rows.device)
+    def __init__(self, experts: CpuExperts, up: Projection, down: Projection, at: Workplace, h_PU: Tensor) -> None:
+        self.rule, self.activation, self.norm = experts.rule, experts.activation, experts.norm
+        self.up, self.down, self.at, self.scratch, self.h_PU = up, down, at, at.scratch, h_PU
 
-    def experts(self, chunk: ChunkRoutes) -> Tensor:
-        rows_MH, scratch = self.x.rows, self.at.scratch
-        dtype = rows_MH.dtype
-        y_PH = self.at.memory.empty((chunk.num_rows, rows_MH.shape[1]), dtype, rows_MH.device)
-        for slots, rows in groups_of(chunk.slots):
-            here = slice(rows.start - chunk.rows[0], rows.stop - chunk.rows[0])
-            sizes = [slot.padded for slot in slots]
-            x_NH = self.x.take(chunk.gather_P[here], scratch, "x")
-            h_N2I = self.h_P2I[rows]
-            a_NI = scratch("a", (len(h_N2I), h_N2I.shape[1] // 2), dtype)
-            for slot, x, h in zip(slots, x_NH.split(sizes), h_N2I.split(sizes), strict=True):
-                matmul_rows(x, scratch.cast("weight", self.weights[slot.slot].gate_up, dtype), h, self.rule)
-            swiglu(h_N2I, a_NI)
-            for slot, a, y in zip(slots, a_NI.split(sizes), y_PH[here].split(sizes), strict=True):
-                matmul_rows(a, scratch.cast("weight", self.weights[slot.slot].down, dtype), y, self.rule)
+    def _new_rows(self, chunk: ChunkRows, arrivals: Arrivals) -> Tensor:
+        """Returns [P, H] of a chunk, uninitialised but for rows that no slot has, which are zeros."""
+        size = (chunk.num_rows, arrivals.rows.shape[1])
+        rows_PH = self.at.memory.empty(size, self.h_PU.dtype, self.h_PU.device)
+        rows_PH[sum(slot.padded for slot in chunk.slots) :] = 0
+        return rows_PH
+
+    def _multiply(self, projection: Projection, slots: Sequence[SlotRows], x_NA: Tensor, out_NB: Tensor) -> None:
+        """Writes ``out = x @ weightᵀ + bias``."""
+        for slot, x, out in _by_slot(slots, x_NA, out_NB):
+            matmul_rows(x, self._weight(projection, slot), out, self.rule)
+            if projection.bias is not None:
+                out += projection.bias[slot.slot]
+
+    def _multiply_back(self, projection: Projection, slots: Sequence[SlotRows], dy_NB: Tensor, out_NA: Tensor) -> None:
+        """Writes ``out = dy @ weight``."""
+        for slot, dy, out in _by_slot(slots, dy_NB, out_NA):
+            matmul_rows(dy, self._weight(projection, slot).t(), out, self.rule)
+
+    def _weight(self, projection: Projection, slot: SlotRows) -> Tensor:
+        """Returns [out, in]; a cast one lasts until the next is cast."""
+        weight = self.scratch.cast("weight", projection.weight(slot.slot), self.h_PU.dtype)
+        return weight.t() if projection.transposed else weight
+
+    def _activations(self, h_NU: Tensor) -> Tensor:
+        """Returns [N, I], uninitialised, in the place of the last ones."""
+        return self.scratch("a", (len(h_NU), h_NU.shape[1] // self.activation.halves), h_NU.dtype)
+
+    def _outputs(self, slots: Sequence[SlotRows], h_NU: Tensor, y_NH: Tensor) -> None:
+        """Writes y, what goes into the norm, from pre-activations."""
+        a_NI = self._activations(h_NU)
+        self.activation.forward(h_NU, a_NI)
+        self._multiply(self.down, slots, a_NI, y_NH)
+
+
+class CpuForward(_Pass):
+    """``ForwardPass``, slot by slot; writes pre-activations into ``h_PU``."""
+
+    def __init__(
+        self, experts: CpuExperts, up: Projection, down: Projection, at: Workplace, x: Arrivals, h_PU: Tensor
+    ) -> None:
+        super().__init__(experts, up, down, at, h_PU)
+        self.x = x
+
+    def experts(self, chunk: ChunkRows) -> Tensor:
+        y_PH = self._new_rows(chunk, self.x)
+        for slots, rows, here in chunk.groups():
+            x_NH, h_NU, y_NH = self.x.take(chunk.gather_P[here], self.scratch, "x"), self.h_PU[rows], y_PH[here]
+            self._multiply(self.up, slots, x_NH, h_NU)
+            self._outputs(slots, h_NU, y_NH)
+            if self.norm is not None:
+                self.norm.forward(y_NH, y_NH)
         return y_PH
 
     def pre_activations(self) -> Tensor:
-        return self.h_P2I
+        return self.h_PU
 
 
-class CpuBackward:
-    """``BackwardPass``, slot by slot."""
+class CpuBackward(_Pass):
+    """``BackwardPass``, slot by slot. ``order``: ``Routes.order``; it is empty where an expert has a norm."""
 
     def __init__(
         self,
-        rule: RowRule,
-        routes: Routes,
-        dy: Arrivals,
-        x: Arrivals,
-        h_P2I: Tensor,
-        weight_M: Tensor,
-        weights: HeldExperts,
-        gradients: ExpertGradients | None,
+        experts: CpuExperts,
+        up: Projection,
+        down: Projection,
         at: Workplace,
+        inputs: BackwardInputs,
+        order: Sequence[tuple[int, Tensor, Tensor]],
     ) -> None:
-        self.rule, self.routes, self.dy, self.x, self.h_P2I = rule, routes, dy, x, h_P2I
-        self.weight_M, self.weights, self.gradients, self.at = weight_M, weights, gradients, at
+        super().__init__(experts, up, down, at, inputs.h_P2I)
+        self.dy, self.x, self.weight_M = inputs.dy, inputs.x, inputs.weight_M
+        self.order = order
+        wanted = (up.gradient, up.bias_gradient, down.gradient, down.bias_gradient)
+        self.gradients = [gradient for gradient in wanted if gradient is not None]
+        self.used_slots: set[int] = set()
         # With one chunk an expert's rows are all there at once, and nothing is kept for later.
-        self.one_chunk = len(routes.chunks) == 1
-        kept_rows = 0 if self.one_chunk else routes.num_rows
-        width, dtype, device = h_P2I.shape[1], dy.rows.dtype, dy.rows.device
-        self.dh_P2I = at.memory.empty((kept_rows, width), dtype, device)
-        self.wa_PI = at.memory.empty((kept_rows, width // 2), dtype, device)
+        kept_rows = len(self.h_PU) if order else 0
+        self.dh_PU = at.memory.empty((kept_rows, self.h_PU.shape[1]), self.h_PU.dtype, self.h_PU.device)
+        width = self.h_PU.shape[1] // self.activation.halves
+        self.wa_PI = at.memory.empty((kept_rows, width), self.h_PU.dtype, self.h_PU.device)
 
-    def experts(self, chunk: ChunkRoutes) -> tuple[Tensor, Tensor]:
-        rows_MH, scratch, one_chunk, weights = self.dy.rows, self.at.scratch, self.one_chunk, self.weights
-        dtype, I = rows_MH.dtype, self.h_P2I.shape[1] // 2
-        dx_PH = self.at.memory.empty((chunk.num_rows, rows_MH.shape[1]), dtype, rows_MH.device)
-        dweight_P = self.weight_M.new_empty(chunk.num_rows)
-        for slots, rows in groups_of(chunk.slots):
-            here = slice(rows.start - chunk.rows[0], rows.stop - chunk.rows[0])
-            sizes = [slot.padded for slot in slots]
+    def experts(self, chunk: ChunkRows) -> tuple[Tensor, Tensor]:
+        scratch = self.scratch
+        dx_PH, dweight_P = self._new_rows(chunk, self.dy), self.weight_M.new_zeros(chunk.num_rows)
+        for slots, rows, here in chunk.groups():
             gather_N = chunk.gather_P[here]
-            dy_NH = self.dy.take(gather_N, scratch, "dy")
-            h_N2I = self.h_P2I[rows]
-            da_NI = scratch("a", (len(h_N2I), I), dtype)
-            dh_N2I = scratch("dh", h_N2I.shape, dtype) if one_chunk else self.dh_P2I[rows]
-            wa_NI = scratch("wa", da_NI.shape, dtype) if one_chunk else self.wa_PI[rows]
-            for slot, dy, da in zip(slots, dy_NH.split(sizes), da_NI.split(sizes), strict=True):
-                matmul_rows(dy, scratch.cast("weight", weights[slot.slot].down, dtype).t(), da, self.rule)
-            dweight_P[here] = swiglu_backward(h_N2I, da_NI, self.weight_M[gather_N], dh_N2I, wa_NI)
-            for slot, dh, dx in zip(slots, dh_N2I.split(sizes), dx_PH[here].split(sizes), strict=True):
-                matmul_rows(dh, scratch.cast("weight", weights[slot.slot].gate_up, dtype).t(), dx, self.rule)
-            if one_chunk and self.gradients is not None:
-                x_NH = self.x.take(gather_N, scratch, "x")
-                operands = (tensor.split(sizes) for tensor in (dh_N2I, x_NH, dy_NH, wa_NI))
-                for slot, *rows_of_slot in zip(slots, *operands, strict=True):
-                    self._of_slot(self.gradients.of(slot.slot), *(tensor[: slot.valid] for tensor in rows_of_slot))
+            h_NU, dy_NH = self.h_PU[rows], self.dy.take(gather_N, scratch, "dy")
+            weight_N = self._weights(slots, gather_N)
+            if self.norm is not None:
+                # The weight comes behind the norm: what goes on from here is weighted.
+                y_NH = scratch("y", dy_NH.shape, h_NU.dtype)
+                self._outputs(slots, h_NU, y_NH)
+                dweight_P[here] = self.norm.backward(y_NH, dy_NH, weight_N, dy_NH, y_NH)
+                weight_N = torch.ones_like(weight_N)
+            da_NI = self._activations(h_NU)
+            dh_NU = self.dh_PU[rows] if self.order else scratch("dh", h_NU.shape, h_NU.dtype)
+            wa_NI = self.wa_PI[rows] if self.order else scratch("wa", da_NI.shape, da_NI.dtype)
+            self._multiply_back(self.down, slots, scratch.cast("cast dy", dy_NH, h_NU.dtype), da_NI)
+            dweight_N = self.activation.backward(h_NU, da_NI, weight_N, dh_NU, wa_NI)
+            if self.norm is None:
+                dweight_P[here] = dweight_N
+                self._add_bias_to_dweight(slots, dy_NH, dweight_P[here])
+            self._multiply_back(self.up, slots, dh_NU, dx_PH[here])
+            if self.gradients and not self.order:
+                operands = dh_NU, self.x.take(gather_N, scratch, "x"), dy_NH, wa_NI, weight_N
+                for slot, *of_slot in _by_slot(slots, *operands):
+                    self._slot_gradients(slot.slot, *(tensor[: slot.valid] for tensor in of_slot))
         return dx_PH, dweight_P[chunk.return_M]
 
-    def weight_gradients(self, gradients: ExpertGradients) -> None:
-        scratch = self.at.scratch
-        for slot, rows, places in self.routes.order:
-            x_NH = self.x.take(places, scratch, "x")
-            dy_NH = self.dy.take(places, scratch, "dy")
-            dh_N2I, wa_NI = self.dh_P2I.index_select(0, rows), self.wa_PI.index_select(0, rows)
-            self._of_slot(gradients.of(slot), dh_N2I, x_NH, dy_NH, wa_NI)
-        used = {slot.slot for chunk in self.routes.chunks for slot in chunk.slots}
-        for slot in set(range(len(gradients.gate_up))) - used:
-            gradients.gate_up[slot].zero_()
-            gradients.down[slot].zero_()
+    def weight_gradients(self) -> None:
+        scratch = self.scratch
+        for slot, rows, places in self.order:
+            x_NH, dy_NH = self.x.take(places, scratch, "x"), self.dy.take(places, scratch, "dy")
+            dh_NU, wa_NI = self.dh_PU.index_select(0, rows), self.wa_PI.index_select(0, rows)
+            self._slot_gradients(slot, dh_NU, x_NH, dy_NH, wa_NI, self.weight_M[places])
+        for gradient in self.gradients:
+            for slot in set(range(len(gradient))) - self.used_slots:
+                gradient[slot].zero_()
 
-    def _of_slot(self, gradients: ExpertGradients, dh_N2I: Tensor, x_NH: Tensor, dy_NH: Tensor, wa_NI: Tensor) -> None:
-        _gradient_mm(aligned(dh_N2I), aligned(x_NH), gradients.gate_up, self.at.scratch)
-        _gradient_mm(aligned(dy_NH), aligned(wa_NI), gradients.down, self.at.scratch)
+    def _weights(self, slots: Sequence[SlotRows], gather_N: Tensor) -> Tensor:
+        """Returns the rows' routing weights; padding has none, and so no part in any sum."""
+        weight_N = self.weight_M[gather_N]
+        for slot, weight in _by_slot(slots, weight_N):
+            weight[slot.valid :] = 0
+        return weight_N
+
+    def _add_bias_to_dweight(self, slots: Sequence[SlotRows], dy_NH: Tensor, dweight_N: Tensor) -> None:
+        """Adds the bias's part of what a routing weight multiplies."""
+        if self.down.bias is not None:
+            for slot, dy, dweight in _by_slot(slots, dy_NH, dweight_N):
+                dweight += (dy.to(dweight.dtype) * self.down.bias[slot.slot]).sum(dim=1)
+
+    def _slot_gradients(
+        self, slot: int, dh_NU: Tensor, x_NH: Tensor, dy_NH: Tensor, wa_NI: Tensor, weight_N: Tensor
+    ) -> None:
+        """Writes a slot's gradients, from its rows in expert order."""
+        self.used_slots.add(slot)
+        self._weight_gradient(self.up, slot, dh_NU, x_NH)
+        self._weight_gradient(self.down, slot, self.scratch.cast("cast dy", dy_NH, wa_NI.dtype), wa_NI)
+        if self.up.bias_gradient is not None:
+            self.up.bias_gradient[slot] = dh_NU.to(weight_N.dtype).sum(dim=0)
+        if self.down.bias_gradient is not None:
+            self.down.bias_gradient[slot] = (dy_NH.to(weight_N.dtype) * weight_N[:, None]).sum(dim=0)
+
+    def _weight_gradient(self, projection: Projection, slot: int, dy_NB: Tensor, x_NA: Tensor) -> None:
+        """Writes ``dyᵀ @ x`` summed over rows in order, as the weight lies."""
+        if projection.gradient is None:
+            return
+        left, right = (aligned(rows) for rows in ((x_NA, dy_NB) if projection.transposed else (dy_NB, x_NA)))
+        out = projection.gradient[slot]
+        if left.dtype == out.dtype:
+            torch.mm(left.t(), right, out=out)
+        elif left.is_cuda:
+            out.copy_(torch.mm(left.t(), right, out_dtype=torch.float32))
+        else:
+            # torch's CPU GEMM accumulates in float32 but has no float32 output for 16-bit operands: one rounding more.
+            rounded = self.scratch("gradient", tuple(out.shape), left.dtype)
+            out.copy_(torch.mm(left.t(), right, out=rounded))
 
 
-def _gradient_mm(left_NA: Tensor, right_NB: Tensor, out_AB: Tensor, scratch: Scratch) -> None:
-    """``out = leftᵀ @ right`` summed over rows in order; ``out`` is float32."""
-    if left_NA.dtype == torch.float32:
-        torch.mm(left_NA.t(), right_NB, out=out_AB)
-    elif left_NA.is_cuda:
-        out_AB.copy_(torch.mm(left_NA.t(), right_NB, out_dtype=torch.float32))
-    else:
-        # torch's CPU GEMM accumulates in float32 but has no float32 output for 16-bit operands: one rounding more.
-        rounded = scratch("gradient", tuple(out_AB.shape), left_NA.dtype)
-        out_AB.copy_(torch.mm(left_NA.t(), right_NB, out=rounded))
+def _by_slot(slots: Sequence[SlotRows], *rows: Tensor) -> Iterator[tuple[Any, ...]]:
+    """Yields each slot with its part of all ``rows``."""
+    sizes = [slot.padded for slot in slots]
+    return zip(slots, *(tensor.split(sizes) for tensor in rows), strict=True)
+
+
+def _projections(weights: HeldExperts, gradients: ExpertGradients | None) -> tuple[Projection, Projection]:
+    """Returns up and down of the layer's experts."""
+    dgate_up, ddown = gradients or (None, None)
+    return (
+        Projection(lambda slot: weights[slot].gate_up, gradient=dgate_up),
+        Projection(lambda slot: weights[slot].down, gradient=ddown),
+    )

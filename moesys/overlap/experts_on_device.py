@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from moesys.config import ModelShape
-from moesys.kernels.cpu.row_invariant_gemm import RowRule, row_rule
+from moesys.kernels.cpu.row_invariant_gemm import RowRule, projection_rule
 from moesys.overlap.expert_compute import ExpertCompute
 from moesys.overlap.experts_cpu import CpuExperts
 
@@ -18,13 +18,6 @@ def experts_on_device(shape: ModelShape, dtype: torch.dtype, device_type: str) -
 
         return TritonExperts()
     H, I = shape.hidden_size, shape.intermediate_size
-    # The four row-wise GEMMs of an expert: up, down, and both of backward.
-    rule = RowRule.all_of(
-        [
-            row_rule(H, 2 * I, dtype, transposed=True, device_type=device_type),
-            row_rule(I, H, dtype, transposed=True, device_type=device_type),
-            row_rule(H, I, dtype, transposed=False, device_type=device_type),
-            row_rule(2 * I, H, dtype, transposed=False, device_type=device_type),
-        ]
-    )
-    return CpuExperts(rule)
+    up = projection_rule(H, 2 * I, dtype, device_type)
+    down = projection_rule(I, H, dtype, device_type)
+    return CpuExperts(RowRule.all_of([up, down]))

@@ -28,8 +28,8 @@ from moesys.kernels.experts.tiles import RowGroups, RowTiles, groups_by_size
 from moesys.kernels.experts.up import up
 from moesys.kernels.experts.weight_gradient import OrderedGroups, weight_gradient
 from moesys.kernels.routing.routing import Routing, route
-from moesys.overlap.expert_compute import Arrivals, Workplace
-from moesys.overlap.held_experts import ExpertGradients, HeldExperts
+from moesys.overlap.expert_compute import Arrivals, BackwardInputs, Workplace
+from moesys.overlap.held_experts import HeldExperts
 from moesys.overlap.routes import ChunkRoutes, Routes
 from moesys.overlap.single_rank import ACTIVATION, SingleRankExecutor
 
@@ -51,18 +51,8 @@ class TritonExperts:
     def forward(self, routes: Routes, x: Arrivals, weights: HeldExperts, at: Workplace) -> TritonForward:
         return TritonForward(routes, x, weights)
 
-    def backward(
-        self,
-        routes: Routes,
-        dy: Arrivals,
-        x: Arrivals,
-        h_P2I: Tensor,
-        weight_M: Tensor,
-        weights: HeldExperts,
-        gradients: ExpertGradients | None,
-        at: Workplace,
-    ) -> TritonBackward:
-        return TritonBackward(routes, dy, x, h_P2I, weight_M, weights, keep=gradients is not None)
+    def backward(self, routes: Routes, inputs: BackwardInputs, weights: HeldExperts, at: Workplace) -> TritonBackward:
+        return TritonBackward(routes, inputs, weights)
 
     def combine(
         self, rows_NH: Tensor, place_TK: Tensor, weight_TK: Tensor | None, out_TH: Tensor, scratch: Scratch
@@ -111,21 +101,13 @@ class TritonForward:
 
 
 class TritonBackward:
-    """``BackwardPass`` by kernels. ``keep``: what weight gradients need is kept until they are asked for."""
+    """``BackwardPass`` by kernels. What weight gradients need is kept until they are asked for."""
 
-    def __init__(
-        self,
-        routes: Routes,
-        dy: Arrivals,
-        x: Arrivals,
-        h_P2I: Tensor,
-        weight_M: Tensor,
-        weights: HeldExperts,
-        keep: bool,
-    ) -> None:
-        self.routes, self.dy, self.x, self.h_P2I, self.weight_M, self.keep = routes, dy, x, h_P2I, weight_M, keep
-        self.experts_here = _Stacked.of(weights, dy.rows)
-        self.blocks = _blocks(dy.rows, self.experts_here, routes)
+    def __init__(self, routes: Routes, inputs: BackwardInputs, weights: HeldExperts) -> None:
+        self.routes = routes
+        self.dy, self.x, self.h_P2I, self.weight_M, self.gradients = inputs
+        self.experts_here = _Stacked.of(weights, self.dy.rows)
+        self.blocks = _blocks(self.dy.rows, self.experts_here, routes)
         self.dh: list[Tensor] = []
         self.wa: list[Tensor] = []
 
@@ -149,7 +131,7 @@ class TritonBackward:
             ACTIVATION,
             block,
         )
-        if self.keep:
+        if self.gradients is not None:
             self.dh.append(dh_P2I)
             self.wa.append(wa_PI)
         block = blocks.input_gradient
@@ -161,7 +143,9 @@ class TritonBackward:
             dweight_M = torch.empty_like(weight_M).index_copy_(0, chunk.home_TK, dweight_M)
         return dx_PH, dweight_M
 
-    def weight_gradients(self, gradients: ExpertGradients) -> None:
+    def weight_gradients(self) -> None:
+        gradients = self.gradients
+        assert gradients is not None
         if not self.dh:
             gradients.gate_up.zero_()
             gradients.down.zero_()

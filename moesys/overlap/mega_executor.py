@@ -228,28 +228,18 @@ class MegaExecutor:
                 y_TH = down_combine(memory, rows, a_NI, down, weight_TK.contiguous(), blocks.down, point)
             yield
         self._note()
-        return y_TH, Saved(x_NH, h_NU)
+        return y_TH, Saved(x_NH, h_NU, weight_TK)
 
     def backward(
-        self,
-        dy_TH: Tensor,
-        weight_TK: Tensor,
-        saved: Saved,
-        wait_for_experts: WaitForExperts,
-        gradients: ExpertGradients | None,
+        self, dy_TH: Tensor, saved: Saved, wait_for_experts: WaitForExperts, gradients: ExpertGradients | None
     ) -> tuple[Tensor, Tensor]:
         """(dx [T, H], dweight float32 [T, K]); each held expert's weight gradients are written into ``gradients``,
         or not computed where that is None. Raises as ``forward`` does.
         """
-        return at_once(self.backward_stages(dy_TH, weight_TK, saved, wait_for_experts, gradients))
+        return at_once(self.backward_stages(dy_TH, saved, wait_for_experts, gradients))
 
     def backward_stages(
-        self,
-        dy_TH: Tensor,
-        weight_TK: Tensor,
-        saved: Saved,
-        wait_for_experts: WaitForExperts,
-        gradients: ExpertGradients | None,
+        self, dy_TH: Tensor, saved: Saved, wait_for_experts: WaitForExperts, gradients: ExpertGradients | None
     ) -> Stages[tuple[Tensor, Tensor]]:
         """``backward``, stage by stage."""
         rows, memory, blocks, point, device = self._rows, self.memory, self.blocks, self.point, dy_TH.device
@@ -257,7 +247,7 @@ class MegaExecutor:
         self._look()
         with self._recording():
             with stage("publish dy", device):
-                publish(memory.heap, memory.epoch_1, {"x": dy_TH, "weight": weight_TK})
+                publish(memory.heap, memory.epoch_1, {"x": dy_TH, "weight": saved.weight_TK})
             yield
             gate_up, down = wait_for_experts().stacked()
             with stage("dispatch and activation gradient", device):
@@ -271,14 +261,7 @@ class MegaExecutor:
             fused = outer if point.overlap_weight_gradients else None
             with stage("input gradient and combine", device):
                 dx_TH, dweight_TK = input_gradient_combine(
-                    memory,
-                    rows,
-                    dh_NU,
-                    gate_up,
-                    partial_NS,
-                    fused,
-                    blocks,
-                    point,
+                    memory, rows, dh_NU, gate_up, partial_NS, fused, blocks, point
                 )
             yield
             if outer is not None and fused is None:

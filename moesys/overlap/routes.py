@@ -39,53 +39,60 @@ class SlotRows:
     padded: int
 
 
-def groups_of(slots: Sequence[SlotRows]) -> Iterator[tuple[Sequence[SlotRows], slice]]:
-    """Neighbouring slots that share gathers and activations, and the rows they have together.
-
-    A row's bits do not depend on its group, so groups are free to change with the chunks.
-    """
-    first = 0
-    for last, slot in enumerate(slots, start=1):
-        start, stop = slots[first].start, slot.start + slot.padded
-        if stop - start >= GROUP_ROWS or last == len(slots):
-            yield slots[first:last], slice(start, stop)
-            first = last
-
-
 @dataclass(frozen=True)
-class ChunkRoutes:
-    """One chunk. Rows of experts are numbered over all chunks, arrivals too.
+class ChunkRows:
+    """The rows of experts of one chunk. Rows and arrivals are numbered over all chunks.
 
-    tokens, sent, arrivals, rows: the chunk's [first, last) of this rank's tokens, of its rows in wire order, of its
-        arrivals, of its expert rows.
-    send_counts_R, arrive_counts_R: rows to and from each rank.
+    rows: the chunk's [first, last).
     slots: the slots with rows.
     gather_P: for each expert row of the chunk the arrival it is a copy of (padding repeats a slot's first row).
     return_M: for each arrival of the chunk its expert row, counted from the chunk's first.
+    """
+
+    rows: tuple[int, int]
+    slots: tuple[SlotRows, ...]
+    gather_P: Tensor
+    return_M: Tensor
+
+    @property
+    def num_rows(self) -> int:
+        return self.rows[1] - self.rows[0]
+
+    def groups(self) -> Iterator[tuple[Sequence[SlotRows], slice, slice]]:
+        """Yields neighbouring slots that share gathers and activations, and the rows that they have together: among
+        those of all chunks, and of this one.
+
+        A row's bits do not depend on its group, so groups are free to change with the chunks.
+        """
+        first, offset = 0, self.rows[0]
+        for last, slot in enumerate(self.slots, start=1):
+            start, stop = self.slots[first].start, slot.start + slot.padded
+            if stop - start >= GROUP_ROWS or last == len(self.slots):
+                yield self.slots[first:last], slice(start, stop), slice(start - offset, stop - offset)
+                first = last
+
+
+@dataclass(frozen=True)
+class ChunkRoutes(ChunkRows):
+    """One chunk, and its way here and back.
+
+    tokens, sent, arrivals: the chunk's [first, last) of this rank's tokens, of its rows in wire order, of its arrivals.
+    send_counts_R, arrive_counts_R: rows to and from each rank.
     home_TK: for each (token, k) of the chunk its place in the chunk's wire order, where its result comes home.
     """
 
     tokens: tuple[int, int]
     sent: tuple[int, int]
     arrivals: tuple[int, int]
-    rows: tuple[int, int]
     send_counts_R: tuple[int, ...]
     arrive_counts_R: tuple[int, ...]
-    slots: tuple[SlotRows, ...]
-    gather_P: Tensor
-    return_M: Tensor
     home_TK: Tensor
-
-    @property
-    def num_rows(self) -> int:
-        return self.rows[1] - self.rows[0]
 
 
 @dataclass(frozen=True)
 class Routes:
     """All chunks, and the expert order of each slot over all of them.
 
-    held: the distinct experts of this rank, in order; a slot's index is its expert's place among them.
     send_token_N, send_row_N: for each row in wire order its token and its index token·K + k.
     by_destination_N, by_source_M: rows in wire order and arrivals, sorted by the rank they go to and come from: what
         one all-to-all over all chunks sends and delivers.
@@ -98,30 +105,32 @@ class Routes:
     send_row_N: Tensor
     by_destination_N: Tensor
     by_source_M: Tensor
-    held: tuple[int, ...]
     order: tuple[tuple[int, Tensor, Tensor], ...]
     num_arrivals: int
     num_rows: int
 
 
 def chunk_bounds(num_tokens: int, num_chunks: int) -> list[int]:
-    """Token boundaries of the chunks, C + 1 of them."""
+    """Returns the token boundaries of the chunks, C + 1 of them."""
     return [num_tokens * chunk // num_chunks for chunk in range(num_chunks + 1)]
 
 
 def chunk_counts(expert_TK: Tensor, num_experts: int, num_chunks: int) -> Tensor:
-    """Rows of each chunk for each expert, int64 [C, E]."""
+    """Counts the rows of each chunk for each expert, int64 [C, E]."""
     bounds = chunk_bounds(expert_TK.shape[0], num_chunks)
     return torch.stack([torch.bincount(expert_TK[a:b].reshape(-1), minlength=num_experts) for a, b in pairwise(bounds)])
 
 
 def held_experts(experts: tuple[int, ...]) -> tuple[int, ...]:
-    """Distinct experts, in order: a duplicate has no work of its own, and one rank alone has all, as masters lie."""
+    """Returns the distinct experts, in order, a slot of its own for each: a duplicate has no work of its own, and one
+    rank alone has all, as masters lie.
+    """
     return tuple(sorted(set(experts)))
 
 
 def build_routes(expert_TK: Tensor, tokens_CRE: IntArray, plan: TokenPlan, rank: int, min_rows: int) -> Routes:
-    """The routes of ``rank`` whose routing is ``expert_TK``, by every rank's ``chunk_counts`` [C, R, E] and the plan.
+    """Builds the routes of ``rank``, whose routing is ``expert_TK``, by every rank's ``chunk_counts`` [C, R, E] and the
+    plan.
 
     ``min_rows``: a slot's rows of a chunk are padded to at least so many (``kernels.cpu.row_invariant_gemm``); none
     stay none.
@@ -216,7 +225,6 @@ def build_routes(expert_TK: Tensor, tokens_CRE: IntArray, plan: TokenPlan, rank:
         send_row_N=to_device(send_row_N),
         by_destination_N=to_device(_by_rank([chunk.send_counts_R for chunk in chunks])),
         by_source_M=to_device(_by_rank([chunk.arrive_counts_R for chunk in chunks])),
-        held=held,
         order=order,
         num_arrivals=num_arrivals,
         num_rows=num_rows,

@@ -39,7 +39,7 @@ class SingleRankExecutor:
         return self.routing.first_G1.diff().long()
 
     def forward(self, x_TH: Tensor, weight_TK: Tensor, wait_for_experts: WaitForExperts) -> tuple[Tensor, Saved]:
-        """Output [T, H] in x's dtype."""
+        """Returns the output [T, H] in x's dtype."""
         x_TH = x_TH.contiguous()
         gate_up_S2IH, down_SHI = wait_for_experts().stacked()
         y_TH, kept = experts_forward(
@@ -49,24 +49,19 @@ class SingleRankExecutor:
             self._matrices(gate_up_S2IH, down_SHI),
             self._blocks(x_TH, down_SHI),
         )
-        return y_TH, Saved(x_TH, kept.h_PU)
+        return y_TH, Saved(x_TH, kept.h_PU, weight_TK)
 
     def backward(
-        self,
-        dy_TH: Tensor,
-        weight_TK: Tensor,
-        saved: Saved,
-        wait_for_experts: WaitForExperts,
-        gradients: ExpertGradients | None,
+        self, dy_TH: Tensor, saved: Saved, wait_for_experts: WaitForExperts, gradients: ExpertGradients | None
     ) -> tuple[Tensor, Tensor]:
-        """(dx [T, H], dweight float32 [T, K]); every expert's weight gradients are written into ``gradients``, or not
-        computed where that is None.
+        """Returns (dx [T, H], dweight float32 [T, K]); every expert's weight gradients are written into ``gradients``,
+        or not computed where that is None.
         """
         gate_up_S2IH, down_SHI = wait_for_experts().stacked()
         found = experts_backward(
             dy_TH,
             saved.arrivals_MH,
-            weight_TK.contiguous(),
+            saved.weight_TK.contiguous(),
             self._matrices(gate_up_S2IH, down_SHI),
             Kept(saved.h_P2I, self.routing),
             self._blocks(dy_TH, down_SHI),

@@ -28,10 +28,9 @@ from hf_cases import (
 )
 from torch import Tensor, nn
 
-from moesys.hf import routed_experts
 from moesys.kernels.cpu import row_invariant_ops
 from moesys.kernels.cpu.row_invariant_gemm import LARGEST_MINIMUM
-from moesys.overlap import routes
+from moesys.overlap import experts_cpu, routes
 
 
 @every_kind
@@ -191,7 +190,7 @@ def test_blocks_change_no_bit(kind: Callable[[], nn.Module], monkeypatch: pytest
     module, tokens = experts(kind), batch(150)
     whole = run(module, tokens)
     monkeypatch.setattr(routes, "GROUP_ROWS", 1)
-    monkeypatch.setattr(routed_experts, "COMBINE_ELEMENTS", 5 * H)
+    monkeypatch.setattr(experts_cpu, "COMBINE_ELEMENTS", 5 * H)
     monkeypatch.setattr(row_invariant_ops, "THREADED_ELEMENTS", 700)
     cut = run(module, tokens)
     assert_agree(cut, whole, 1e-6)

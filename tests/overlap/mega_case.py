@@ -178,7 +178,7 @@ def by_sequential(drawn: Drawn, rank: int) -> Results:
     executor = ChunkedExecutor(ms.Sequential(), routes, channel, TritonExperts(), PagePool())
     weights, gradients, weight_TK = drawn.weights(rank), drawn.new_gradients(rank), drawn.weight_RTK[rank]
     y_TH, saved = executor.forward(drawn.x_RTH[rank], weight_TK, lambda: weights)
-    dx_TH, dweight_TK = executor.backward(drawn.dy_RTH[rank], weight_TK, saved, lambda: weights, gradients)
+    dx_TH, dweight_TK = executor.backward(drawn.dy_RTH[rank], saved, lambda: weights, gradients)
     return _results(y_TH, dx_TH, dweight_TK, gradients)
 
 
@@ -229,7 +229,7 @@ class MegaRun:
     def backward(self, executor: MegaExecutor, y_TH: Tensor, saved: Saved) -> Results:
         self._be_late("backward")
         gradients, dy_TH = self.drawn.new_gradients(self.rank), self.drawn.dy_RTH[self.rank]
-        dx_TH, dweight_TK = executor.backward(dy_TH, self.weight_TK, saved, self._experts, gradients)
+        dx_TH, dweight_TK = executor.backward(dy_TH, saved, self._experts, gradients)
         return _results(y_TH, dx_TH, dweight_TK, gradients)
 
     def _experts(self) -> Weights:

@@ -163,7 +163,7 @@ class MegaRun:
             )
         else:
             self.results["dx"], self.results["dweight"] = yield from self._executor.backward_stages(
-                self._dy_TH, self._weight_TK, self._saved, lambda: self._held, self._gradients
+                self._dy_TH, self._saved, lambda: self._held, self._gradients
             )
             self.results["dgate_up"], self.results["ddown"] = self._gradients
 

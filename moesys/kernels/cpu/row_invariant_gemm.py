@@ -64,6 +64,20 @@ def row_rule(contraction: int, columns: int, dtype: torch.dtype, transposed: boo
     return _probe(contraction, columns, dtype, transposed, torch.get_num_threads())
 
 
+def projection_rule(
+    inward: int, outward: int, dtype: torch.dtype, device_type: str, transposed: bool = False
+) -> RowRule:
+    """Returns the rule for both products of a projection by weight [outward, inward], or [inward, outward] where it is
+    ``transposed``: x @ weightᵀ of forward, dy @ weight of backward.
+    """
+    return RowRule.all_of(
+        [
+            row_rule(inward, outward, dtype, not transposed, device_type),
+            row_rule(outward, inward, dtype, transposed, device_type),
+        ]
+    )
+
+
 @cache
 def _probe(contraction: int, columns: int, dtype: torch.dtype, transposed: bool, _threads: int) -> RowRule:
     columns = min(columns, LARGEST_COLUMNS)

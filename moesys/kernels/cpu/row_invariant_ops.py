@@ -7,6 +7,7 @@ N rows; A and B any widths.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +16,20 @@ from torch import Tensor
 TAIL_ELEMENTS = 64
 # ... and from so many elements on it cuts an array between threads, which gives it more ends.
 THREADED_ELEMENTS = 1 << 15
+
+
+class RowFunction(NamedTuple):
+    """A function of rows [N, A] that gives [N, B], so that a row's bits depend on no other row.
+
+    forward(x, out): writes out.
+    backward(x, dy, weight_N, dx, wy): writes dx and wy of ``weight * function(x)`` and returns dL/dweight, as
+        ``by_rows_backward`` and ``swiglu_backward`` do.
+    halves: A / B, 2 where a row is [gate | up].
+    """
+
+    forward: Callable[[Tensor, Tensor], None]
+    backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
+    halves: int = 1
 
 
 def by_rows(function: Callable[[Tensor], Tensor], x_NA: Tensor, out_NB: Tensor) -> None:

@@ -27,9 +27,9 @@ from moesys.kernels.experts.descriptors import (
 )
 from moesys.kernels.experts.gather import gather_rows
 from moesys.kernels.experts.numerics import dot, rounded
-from moesys.kernels.experts.products import rows_by_matrix
+from moesys.kernels.experts.products import left_step, rows_by_matrix
 from moesys.kernels.experts.tile_config import TileConfig
-from moesys.kernels.experts.tiles import RowGroups, require_contiguous, require_matrices, tile_of
+from moesys.kernels.experts.tiles import RowGroups, require_contiguous, require_matrices, rows_of_tile, tile_of
 from moesys.kernels.routing.routing import Routing
 
 # The routing weight's gradient is summed over so many columns at a time, in every tile, so that its bits do not depend
@@ -172,45 +172,33 @@ def _activation_gradient(  # type: ignore[no-untyped-def]
 ):
     H: tl.constexpr = sizes.H
     I: tl.constexpr = sizes.epilogue.I
-    block_rows: tl.constexpr = tiling.rows
-    block_columns: tl.constexpr = tiling.columns
-    block_contraction: tl.constexpr = tiling.contraction
     pointers: tl.constexpr = tiling.operands == "pointers"
     specialised: tl.constexpr = tiling.operands == "specialised"
     U: tl.constexpr = 2 * I if sizes.epilogue.gated else I
-    num_column_tiles: tl.constexpr = (I + block_columns - 1) // block_columns
+    num_column_tiles: tl.constexpr = (I + tiling.columns - 1) // tiling.columns
     num_sums: tl.constexpr = (I + sizes.epilogue.sum_columns - 1) // sizes.epilogue.sum_columns
-    whole: tl.constexpr = H % block_contraction == 0
     if not pointers:
-        down = matrices_by_tma(down, E, sizes.matrix_stride, H, I, block_contraction, block_columns)
+        down = matrices_by_tma(down, E, sizes.matrix_stride, H, I, tiling.contraction, tiling.columns)
     if specialised:
-        dy = rows_by_tma(dy, P, H, block_rows, block_contraction)
+        dy = rows_by_tma(dy, P, H, tiling.rows, tiling.contraction)
     count = tl.load(groups.tiles.count_1)
     for task in range(tl.program_id(0), count * num_column_tiles, tl.num_programs(0)):
         tile, column_tile = tile_of(task, count, num_column_tiles, tiling.raster)
-        group, first_row = tl.load(groups.tiles.group_M + tile), tl.load(groups.tiles.row_M + tile)
-        num_rows = tl.load(groups.first_G1 + group + 1) - first_row
-        in_tile = tl.arange(0, block_rows) < num_rows
+        first_row, num_rows, matrix = rows_of_tile(groups, tile, tiling.rows)
+        in_tile = tl.arange(0, tiling.rows) < num_rows
         # Rows behind the tile's end compute what token 0 would, and are not stored.
-        entry = tl.load(rows.entry_P + first_row + tl.arange(0, block_rows), mask=in_tile, other=0)
+        entry = tl.load(rows.entry_P + first_row + tl.arange(0, tiling.rows), mask=in_tile, other=0)
         if not specialised:
-            dy_rows = dy + (entry // sizes.top_k).to(tl.int64) * H
-        first_column = column_tile * block_columns
-        matrix = tl.load(groups.matrix_G + group)
+            dy_row = dy + (entry // sizes.top_k).to(tl.int64)[:, None] * H
+        first_column = column_tile * tiling.columns
         if pointers:
             base = down + matrix.to(tl.int64) * sizes.matrix_stride
-            da = rows_by_matrix(dy_rows[:, None], base, first_column, H, I, False, tiling)
+            da = rows_by_matrix(dy_row, base, first_column, H, I, False, tiling)
         else:
-            da = tl.zeros([block_rows, block_columns], dtype=tl.float32)
-            for hidden in tl.range(0, H, block_contraction, num_stages=tiling.stages, warp_specialize=specialised):
-                step = hidden + tl.arange(0, block_contraction)
-                if specialised:
-                    left = dy.load([first_row, hidden])
-                elif whole:
-                    left = tl.load(dy_rows[:, None] + step[None, :])
-                else:
-                    left = tl.load(dy_rows[:, None] + step[None, :], mask=(step < H)[None, :], other=0.0)
-                right = down.load([matrix, hidden, first_column]).reshape(block_contraction, block_columns)
+            da = tl.zeros([tiling.rows, tiling.columns], dtype=tl.float32)
+            for hidden in tl.range(0, H, tiling.contraction, num_stages=tiling.stages, warp_specialize=specialised):
+                left = left_step(dy if specialised else dy_row, first_row, hidden, H, specialised, tiling.contraction)
+                right = down.load([matrix, hidden, first_column]).reshape(tiling.contraction, tiling.columns)
                 da = dot(left, right, da)
         weight = tl.load(rows.weight_TK + entry, mask=in_tile, other=0.0)
         row = first_row.to(tl.int64)

@@ -24,7 +24,7 @@ from moesys.kernels.experts.descriptors import (
 from moesys.kernels.experts.numerics import dot, rounded
 from moesys.kernels.experts.products import rows_by_matrix
 from moesys.kernels.experts.tile_config import TileConfig
-from moesys.kernels.experts.tiles import RowGroups, Tiles, require_contiguous, require_matrices, tile_of
+from moesys.kernels.experts.tiles import RowGroups, Tiles, require_contiguous, require_matrices, rows_of_tile, tile_of
 
 
 def grouped_gemm(
@@ -81,33 +81,27 @@ def _grouped_gemm(  # type: ignore[no-untyped-def]
     N: tl.constexpr = sizes.N
     matrix_stride: tl.constexpr = sizes.matrix_stride
     transposed: tl.constexpr = sizes.transposed
-    block_rows: tl.constexpr = tiling.rows
-    block_columns: tl.constexpr = tiling.columns
-    block_contraction: tl.constexpr = tiling.contraction
     pointers: tl.constexpr = tiling.operands == "pointers"
     specialised: tl.constexpr = tiling.operands == "specialised"
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    num_column_tiles: tl.constexpr = (N + block_columns - 1) // block_columns
+    num_column_tiles: tl.constexpr = (N + tiling.columns - 1) // tiling.columns
     num_row_tiles = tl.load(groups.tiles.count_1)
-    in_rows = tl.arange(0, block_rows)
-    in_columns = tl.arange(0, block_columns)
+    in_rows = tl.arange(0, tiling.rows)
+    in_columns = tl.arange(0, tiling.columns)
     if not pointers:
-        rows = rows_by_tma(rows, P, L, block_rows, block_contraction)
+        rows = rows_by_tma(rows, P, L, tiling.rows, tiling.contraction)
         if transposed:
-            matrices = matrices_by_tma(matrices, E, matrix_stride, N, L, block_columns, block_contraction)
+            matrices = matrices_by_tma(matrices, E, matrix_stride, N, L, tiling.columns, tiling.contraction)
         else:
-            matrices = matrices_by_tma(matrices, E, matrix_stride, L, N, block_contraction, block_columns)
+            matrices = matrices_by_tma(matrices, E, matrix_stride, L, N, tiling.contraction, tiling.columns)
     # Flat, so that the next tile's first operands are on their way while this one is stored. In a flat loop Triton
     # specialises no warps.
     for task in tl.range(
         tl.program_id(0), num_row_tiles * num_column_tiles, tl.num_programs(0), flatten=not specialised
     ):
         row_tile, column_tile = tile_of(task, num_row_tiles, num_column_tiles, tiling.raster)
-        group = tl.load(groups.tiles.group_M + row_tile)
-        row = tl.load(groups.tiles.row_M + row_tile)
-        num_rows = tl.minimum(tl.load(groups.first_G1 + group + 1) - row, block_rows)
-        matrix = tl.load(groups.matrix_G + group)
-        column = column_tile * block_columns
+        row, num_rows, matrix = rows_of_tile(groups, row_tile, tiling.rows)
+        column = column_tile * tiling.columns
 
         if pointers:
             # Rows that a tile lacks are computed from another's operands, and not stored.
@@ -115,13 +109,13 @@ def _grouped_gemm(  # type: ignore[no-untyped-def]
             base = matrices + matrix.to(tl.int64) * matrix_stride
             out = rows_by_matrix(left_row, base, column, L, N, transposed, tiling)
         else:
-            out = tl.zeros((block_rows, block_columns), tl.float32)
-            for start in tl.range(0, L, block_contraction, num_stages=tiling.stages, warp_specialize=specialised):
+            out = tl.zeros((tiling.rows, tiling.columns), tl.float32)
+            for start in tl.range(0, L, tiling.contraction, num_stages=tiling.stages, warp_specialize=specialised):
                 left = rows.load([row, start])
                 if transposed:
-                    right = matrices.load([matrix, column, start]).reshape(block_columns, block_contraction).T
+                    right = matrices.load([matrix, column, start]).reshape(tiling.columns, tiling.contraction).T
                 else:
-                    right = matrices.load([matrix, start, column]).reshape(block_contraction, block_columns)
+                    right = matrices.load([matrix, start, column]).reshape(tiling.contraction, tiling.columns)
                 out = dot(left, right, out)
 
         mask = (in_rows < num_rows)[:, None] & (column + in_columns < N)[None, :]

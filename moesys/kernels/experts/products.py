@@ -65,10 +65,7 @@ def rows_by_tiles(  # type: ignore[no-untyped-def]
     out = tl.zeros((left_row.shape[0], right_tile.shape[1]), tl.float32)
     for start in tl.range(0, L, tiling.contraction, num_stages=tiling.stages):
         at = start + in_contraction
-        if whole:
-            left = tl.load(left_row + at[None, :])
-        else:
-            left = tl.load(left_row + at[None, :], mask=at[None, :] < L, other=0.0)
+        left = left_step(left_row, 0, start, L, False, tiling.contraction)
         if whole and column_mask is None:
             right = tl.load(right_tile)
         elif column_mask is None:
@@ -78,6 +75,22 @@ def rows_by_tiles(  # type: ignore[no-untyped-def]
         right_tile += right_step
         out = dot(left, right, out)
     return out
+
+
+@triton.jit
+def left_step(  # type: ignore[no-untyped-def]
+    left, row, start, L: tl.constexpr, by_tma: tl.constexpr, contraction: tl.constexpr
+):
+    """Returns [rows, contraction] of the left operand, from ``start`` of L on: ``left`` is a descriptor of rows, of
+    which ``row`` is the first, or [rows, 1] pointers to rows.
+    """
+    at = start + tl.arange(0, contraction)
+    if by_tma:
+        return left.load([row, start])
+    elif L % contraction == 0:
+        return tl.load(left + at[None, :])
+    else:
+        return tl.load(left + at[None, :], mask=at[None, :] < L, other=0.0)
 
 
 @triton.jit

@@ -195,6 +195,15 @@ def groups_by_size_reference(first_G1: Tensor) -> Tensor:
 
 
 @triton.jit
+def rows_of_tile(groups, row_tile, block_rows: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Returns (first row, number of rows, matrix) of a row tile of ``RowGroups``."""
+    group = tl.load(groups.tiles.group_M + row_tile)
+    row = tl.load(groups.tiles.row_M + row_tile)
+    num_rows = tl.minimum(tl.load(groups.first_G1 + group + 1) - row, block_rows)
+    return row, num_rows, tl.load(groups.matrix_G + group)
+
+
+@triton.jit
 def tile_of(task, num_row_tiles, num_column_tiles, raster: tl.constexpr):  # type: ignore[no-untyped-def]
     """(row tile, column tile) of a task: ``raster`` row tiles at a time sweep all column tiles."""
     tasks_of_sweep = raster * num_column_tiles

@@ -17,9 +17,9 @@ from moesys.kernels.experts.activations import GATED, activate, activate_one, ac
 from moesys.kernels.experts.descriptors import halves_by_tma, readable_by_tma, rows_by_tma, run_with_descriptors
 from moesys.kernels.experts.gather import gather_rows
 from moesys.kernels.experts.numerics import dot, rounded
-from moesys.kernels.experts.products import rows_by_tiles
+from moesys.kernels.experts.products import left_step, rows_by_tiles
 from moesys.kernels.experts.tile_config import TileConfig
-from moesys.kernels.experts.tiles import RowGroups, Tiles, require_contiguous, require_matrices, tile_of
+from moesys.kernels.experts.tiles import RowGroups, Tiles, require_contiguous, require_matrices, rows_of_tile, tile_of
 from moesys.kernels.routing.routing import Routing
 
 
@@ -94,32 +94,24 @@ def _up(  # type: ignore[no-untyped-def]
     H: tl.constexpr = sizes.H
     I: tl.constexpr = sizes.I
     halves: tl.constexpr = sizes.halves
-    block_rows: tl.constexpr = tiling.rows
-    block_columns: tl.constexpr = tiling.columns
-    block_contraction: tl.constexpr = tiling.contraction
     pointers: tl.constexpr = tiling.operands == "pointers"
     specialised: tl.constexpr = tiling.operands == "specialised"
     U: tl.constexpr = halves * I
-    whole: tl.constexpr = H % block_contraction == 0
-    num_column_tiles: tl.constexpr = (I + block_columns - 1) // block_columns
+    num_column_tiles: tl.constexpr = (I + tiling.columns - 1) // tiling.columns
     num_row_tiles = tl.load(groups.tiles.count_1)
-    in_rows = tl.arange(0, block_rows)
-    in_contraction = tl.arange(0, block_contraction)
+    in_rows = tl.arange(0, tiling.rows)
     if not pointers:
-        weights = halves_by_tma(weights, E, sizes.matrix_stride, halves, I, H, block_columns, block_contraction)
+        weights = halves_by_tma(weights, E, sizes.matrix_stride, halves, I, H, tiling.columns, tiling.contraction)
     if specialised:
-        x = rows_by_tma(x, P, H, block_rows, block_contraction)
+        x = rows_by_tma(x, P, H, tiling.rows, tiling.contraction)
     # Flat, so that the next tile's first operands are on their way while this one is stored. In a flat loop Triton
     # specialises no warps.
     for task in tl.range(
         tl.program_id(0), num_row_tiles * num_column_tiles, tl.num_programs(0), flatten=not specialised
     ):
         row_tile, column_tile = tile_of(task, num_row_tiles, num_column_tiles, tiling.raster)
-        group = tl.load(groups.tiles.group_M + row_tile)
-        row = tl.load(groups.tiles.row_M + row_tile)
-        num_rows = tl.minimum(tl.load(groups.first_G1 + group + 1) - row, block_rows)
-        matrix = tl.load(groups.matrix_G + group)
-        column = column_tile * block_columns
+        row, num_rows, matrix = rows_of_tile(groups, row_tile, tiling.rows)
+        column = column_tile * tiling.columns
 
         # Rows that a tile lacks are computed from another's operands, and not stored.
         if not specialised:
@@ -129,17 +121,11 @@ def _up(  # type: ignore[no-untyped-def]
             matrix_base = weights + matrix.to(tl.int64) * sizes.matrix_stride
             h = rows_by_halves(x_row, matrix_base, column, H, I, halves, tiling)
         else:
-            h = tl.zeros((block_rows, halves * block_columns), tl.float32)
-            for start in tl.range(0, H, block_contraction, num_stages=tiling.stages, warp_specialize=specialised):
-                at = start + in_contraction
-                if specialised:
-                    left = x.load([row, start])
-                elif whole:
-                    left = tl.load(x_row + at[None, :])
-                else:
-                    left = tl.load(x_row + at[None, :], mask=at[None, :] < H, other=0.0)
+            h = tl.zeros((tiling.rows, halves * tiling.columns), tl.float32)
+            for start in tl.range(0, H, tiling.contraction, num_stages=tiling.stages, warp_specialize=specialised):
+                left = left_step(x if specialised else x_row, row, start, H, specialised, tiling.contraction)
                 weight = weights.load([matrix, 0, column, start])
-                weight = weight.reshape(halves * block_columns, block_contraction).T
+                weight = weight.reshape(halves * tiling.columns, tiling.contraction).T
                 h = dot(left, weight, h)
         base = row.to(tl.int64)
         store_activations(h, rows.h_PU + base * U, rows.a_PI + base * I, num_rows, column, I, sizes.activation, halves)

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moesys.kernels.symmetric.copies import PROGRAMS, Copy, start_copies
+from moesys.kernels.symmetric.copies import Copy, start_copies
 from moesys.kernels.symmetric.heap import BASES, RANK, Heap, Region, at, require_no_capture
 from moesys.kernels.symmetric.signals import PUBLISH, PULL, raise_flag, raise_if_given_up, wait
 
@@ -52,8 +52,8 @@ class Pull:
 class PullRing:
     """One rank's side of all pulls over one heap with ``pull_regions``."""
 
-    def __init__(self, heap: Heap, programs: int = PROGRAMS) -> None:
-        self._heap, self._programs = heap, programs
+    def __init__(self, heap: Heap) -> None:
+        self._heap = heap
         self._bases = heap.world[BASES.value :].tolist()
         self._device = heap.arena.device
         # Before what else is ready, as a layer waits for it.
@@ -126,7 +126,7 @@ class PullRing:
             )
             for part in pull.wanted
         ]
-        start_copies(copies, self._device, self._programs)
+        start_copies(copies, self._device)
         self._tell("pulled", pull.epoch)
 
     def _await(self, region: str, epoch: int) -> None:
