@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from moesys.config import ClusterSpec, ModelShape, Strategy
+from moesys.layout_schedule import InlinePlanner, LayoutSchedule, PlanSource
 from moesys.moe.call import LayerCall
 from moesys.moe.expert_parameters import DTYPES, initial_generator
 from moesys.moe.expert_store import ExpertStore, shards_of
@@ -19,7 +20,6 @@ from moesys.moe.lookahead import Link, Lookahead
 from moesys.moe.masters import Masters, distributed
 from moesys.moe.metrics import LayerMetrics
 from moesys.moe.planners import MicroBatch, planner_of
-from moesys.moe.planning import InlinePlanner, LayoutSchedule, PlanSource
 from moesys.moe.ranks import cluster_of, mesh_of
 from moesys.moe.recompute import current_tape
 from moesys.moe.routed_experts import RoutedExperts

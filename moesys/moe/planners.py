@@ -20,9 +20,9 @@ from torch import Tensor
 
 from moesys.config import ClusterSpec, MegaKernel, ModelShape, Pipelined, Strategy
 from moesys.layout import ExpertLayout
+from moesys.layout_schedule import LayoutSchedule
 from moesys.load import LoadMatrix
 from moesys.moe.lookahead import Lookahead
-from moesys.moe.planning import LayoutSchedule
 from moesys.moe.shards import ExpertShards
 from moesys.moe.unread_plans import DevicesPlan, SingleRankPlan
 from moesys.overlap.chunked import ChunkedExecutor
