@@ -19,7 +19,7 @@ from torch import Tensor
 from moesys.kernels.cpu.page_pool import PagePool, Scratch
 from moesys.overlap.comm.channel import Channel, Transfer
 from moesys.overlap.executor import Saved, WaitForExperts
-from moesys.overlap.expert_compute import Arrivals, BackwardPass, ExpertCompute, ForwardPass, Workplace
+from moesys.overlap.expert_compute import Arrivals, BackwardPass, ExpertCompute, ForwardPass, SavedRows, Workplace
 from moesys.overlap.held_experts import ExpertGradients
 from moesys.overlap.routes import Routes
 from moesys.schedule import Direction, Stage, chunk_schedule
@@ -81,7 +81,7 @@ class ChunkedExecutor:
         """
         routes = self.routes
         messages = _Messages(routes, self.channel, self.memory, dy_TH, "backward")
-        saved_arrivals = Arrivals(saved.arrivals_MH, messages.arrivals.index)
+        saved_rows = SavedRows(Arrivals(saved.arrivals_MH, messages.arrivals.index), saved.h_P2I)
         at = Workplace(self.memory, Scratch(self.memory, dy_TH.device))
         dx_TH, dweight_TK = self.memory.empty_like(dy_TH), torch.empty_like(weight_TK)
         backward_pass: BackwardPass
@@ -99,8 +99,7 @@ class ChunkedExecutor:
                     backward_pass = self.compute.backward(
                         routes,
                         messages.arrivals,
-                        saved_arrivals,
-                        saved.h_P2I,
+                        saved_rows,
                         weight_M,
                         wait_for_experts(),
                         gradients,

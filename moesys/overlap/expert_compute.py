@@ -43,6 +43,13 @@ class Arrivals:
         return torch.index_select(self.rows, 0, index, out=taken)
 
 
+class SavedRows(NamedTuple):
+    """What forward saved for backward: x by arrival, and pre-activations h [P, 2I]."""
+
+    x: Arrivals
+    h_P2I: Tensor
+
+
 class Workplace(NamedTuple):
     """Where the tensors of one pass lie: those that last, and those that are overwritten."""
 
@@ -85,8 +92,7 @@ class ExpertCompute(Protocol):
         self,
         routes: Routes,
         dy: Arrivals,
-        x: Arrivals,
-        h_P2I: Tensor,
+        saved: SavedRows,
         weight_M: Tensor,
         weights: HeldExperts,
         gradients: ExpertGradients | None,

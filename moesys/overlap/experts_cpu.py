@@ -13,7 +13,7 @@ from torch import Tensor
 from moesys.kernels.cpu.page_pool import Scratch
 from moesys.kernels.cpu.row_invariant_gemm import RowRule, aligned, matmul_rows
 from moesys.kernels.experts.swiglu import swiglu, swiglu_backward
-from moesys.overlap.expert_compute import Arrivals, Workplace
+from moesys.overlap.expert_compute import Arrivals, SavedRows, Workplace
 from moesys.overlap.held_experts import ExpertGradients, HeldExperts
 from moesys.overlap.routes import ChunkRoutes, Routes, groups_of
 
@@ -41,14 +41,13 @@ class CpuExperts:
         self,
         routes: Routes,
         dy: Arrivals,
-        x: Arrivals,
-        h_P2I: Tensor,
+        saved: SavedRows,
         weight_M: Tensor,
         weights: HeldExperts,
         gradients: ExpertGradients | None,
         at: Workplace,
     ) -> CpuBackward:
-        return CpuBackward(self.rule, routes, dy, x, h_P2I, weight_M, weights, gradients, at)
+        return CpuBackward(self.rule, routes, dy, saved, weight_M, weights, gradients, at)
 
     def combine(
         self, rows_NH: Tensor, place_TK: Tensor, weight_TK: Tensor | None, out_TH: Tensor, scratch: Scratch
@@ -108,19 +107,18 @@ class CpuBackward:
         rule: RowRule,
         routes: Routes,
         dy: Arrivals,
-        x: Arrivals,
-        h_P2I: Tensor,
+        saved: SavedRows,
         weight_M: Tensor,
         weights: HeldExperts,
         gradients: ExpertGradients | None,
         at: Workplace,
     ) -> None:
-        self.rule, self.routes, self.dy, self.x, self.h_P2I = rule, routes, dy, x, h_P2I
+        self.rule, self.routes, self.dy, (self.x, self.h_P2I) = rule, routes, dy, saved
         self.weight_M, self.weights, self.gradients, self.at = weight_M, weights, gradients, at
         # With one chunk an expert's rows are all there at once, and nothing is kept for later.
         self.one_chunk = len(routes.chunks) == 1
         kept_rows = 0 if self.one_chunk else routes.num_rows
-        width, dtype, device = h_P2I.shape[1], dy.rows.dtype, dy.rows.device
+        width, dtype, device = self.h_P2I.shape[1], dy.rows.dtype, dy.rows.device
         self.dh_P2I = at.memory.empty((kept_rows, width), dtype, device)
         self.wa_PI = at.memory.empty((kept_rows, width // 2), dtype, device)
 

@@ -28,7 +28,7 @@ from moesys.kernels.experts.tiles import RowGroups, RowTiles, groups_by_size
 from moesys.kernels.experts.up import up
 from moesys.kernels.experts.weight_gradient import OrderedGroups, weight_gradient
 from moesys.kernels.routing.routing import Routing, route
-from moesys.overlap.expert_compute import Arrivals, Workplace
+from moesys.overlap.expert_compute import Arrivals, SavedRows, Workplace
 from moesys.overlap.held_experts import ExpertGradients, HeldExperts
 from moesys.overlap.routes import ChunkRoutes, Routes
 from moesys.overlap.single_rank import ACTIVATION, SingleRankExecutor
@@ -55,14 +55,13 @@ class TritonExperts:
         self,
         routes: Routes,
         dy: Arrivals,
-        x: Arrivals,
-        h_P2I: Tensor,
+        saved: SavedRows,
         weight_M: Tensor,
         weights: HeldExperts,
         gradients: ExpertGradients | None,
         at: Workplace,
     ) -> TritonBackward:
-        return TritonBackward(routes, dy, x, h_P2I, weight_M, weights, keep=gradients is not None)
+        return TritonBackward(routes, dy, saved, weight_M, weights, keep=gradients is not None)
 
     def combine(
         self, rows_NH: Tensor, place_TK: Tensor, weight_TK: Tensor | None, out_TH: Tensor, scratch: Scratch
@@ -117,13 +116,13 @@ class TritonBackward:
         self,
         routes: Routes,
         dy: Arrivals,
-        x: Arrivals,
-        h_P2I: Tensor,
+        saved: SavedRows,
         weight_M: Tensor,
         weights: HeldExperts,
         keep: bool,
     ) -> None:
-        self.routes, self.dy, self.x, self.h_P2I, self.weight_M, self.keep = routes, dy, x, h_P2I, weight_M, keep
+        self.routes, self.dy, (self.x, self.h_P2I) = routes, dy, saved
+        self.weight_M, self.keep = weight_M, keep
         self.experts_here = _Stacked.of(weights, dy.rows)
         self.blocks = _blocks(dy.rows, self.experts_here, routes)
         self.dh: list[Tensor] = []
