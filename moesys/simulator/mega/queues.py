@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,8 +25,6 @@ FETCH, PRODUCT, PUSH, SUM, OUTER_PRODUCT = range(len(KINDS))
 
 # Launches of their own, of a layer's two matrices.
 WEIGHT_GRADIENTS = ("weight_gradient_up", "weight_gradient_down")
-
-Number = TypeVar("Number", np.int64, np.float64)
 
 
 class Exchanged(NamedTuple):
@@ -147,7 +145,7 @@ class Queues:
         np.add.at(size_L, (rank[order], stage[order]), 1)
         size_L = size_L[rank_L, stage_L]
 
-        def placed(values: Iterable[npt.NDArray[Number] | Number | int]) -> npt.NDArray[Number]:
+        def placed(values: Iterable[npt.ArrayLike]) -> npt.NDArray[Any]:
             each = [np.broadcast_to(value, len(kind)) for value, kind in zip(values, kinds, strict=True)]
             return np.concatenate(each)[order]
 
