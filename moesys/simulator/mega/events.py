@@ -21,13 +21,12 @@ import numpy.typing as npt
 from moesys.compiled import borrowing
 from moesys.cost import FloatArray
 from moesys.load import IntArray
+from moesys.simulator.mega.event_heap import Events, pop, push
 from moesys.simulator.mega.shared_links import SharedLinks, begin, first_end, look_at, take_first
 from moesys.simulator.mega.task_runs import Gates, Launches, Machine, Runs
 
 _COMPUTED, _ENDED, _OPENED, _LAUNCHED = range(4)
 _LINK = -1
-# Bits of an event's word: the number of a part, gate or launch, then its kind, then how many were found before it.
-_KIND, _FOUND = 28, 30
 # Of floats that would be equal if they were exact.
 _THROUGH = 1 + 1e-12
 
@@ -136,9 +135,9 @@ def run_all(
     # A part each may wait, compute or move; a gate each may open, and a rank's launch begin.
     num_parts = num_ranks * machine.programs
     size = num_parts + len(gate_rows) + num_ranks
-    events = _Events(np.empty(size), np.empty(size, dtype=np.int64), np.zeros(2, dtype=np.int64))
+    events = Events(np.empty(size), np.empty(size, dtype=np.int64), np.zeros(2, dtype=np.int64))
     for launch in by_rank[is_first]:
-        _push(events, start_R[launches.rank[launch]], _LAUNCHED, launch)
+        push(events, start_R[launches.rank[launch]], _LAUNCHED, launch)
     # A rank's parts are on no more links each than its run with most.
     num_links, most_R = len(machine.byte_seconds_L), np.zeros(num_ranks, dtype=np.int64)
     np.maximum.at(most_R, launches.rank[launch_X], np.diff(runs.links.first))
@@ -207,55 +206,6 @@ class _Stacks(NamedTuple):
     tellers: IntArray
 
 
-class _Events(NamedTuple):
-    """A binary heap of seconds and words; ``counts``: how many there are, and were."""
-
-    at: FloatArray
-    word: IntArray
-    counts: IntArray
-
-
-@borrowing
-def _push(events, at, kind, of):  # type: ignore[no-untyped-def]
-    place = events.counts[0]
-    events.counts[0] += 1
-    events.counts[1] += 1
-    word = (events.counts[1] << _FOUND) | (kind << _KIND) | of
-    while place > 0:
-        above = (place - 1) >> 1
-        if events.at[above] < at or (events.at[above] == at and events.word[above] < word):
-            break
-        events.at[place], events.word[place] = events.at[above], events.word[above]
-        place = above
-    events.at[place], events.word[place] = at, word
-
-
-@borrowing
-def _pop(events):  # type: ignore[no-untyped-def]
-    """The word of the first event; of equal times in the order in which they were found."""
-    first = events.word[0]
-    events.counts[0] -= 1
-    size = events.counts[0]
-    at, word = events.at[size], events.word[size]
-    place = 0
-    while True:
-        below = 2 * place + 1
-        if below >= size:
-            break
-        right = below + 1
-        if right < size and (
-            events.at[right] < events.at[below]
-            or (events.at[right] == events.at[below] and events.word[right] < events.word[below])
-        ):
-            below = right
-        if at < events.at[below] or (at == events.at[below] and word < events.word[below]):
-            break
-        events.at[place], events.word[place] = events.at[below], events.word[below]
-        place = below
-    events.at[place], events.word[place] = at, word
-    return first
-
-
 @borrowing
 def _run(rows, lists, events, links, stacks, machine):  # type: ignore[no-untyped-def]
     runs, parts, launches, gates = rows
@@ -271,8 +221,7 @@ def _run(rows, lists, events, links, stacks, machine):  # type: ignore[no-untype
             break
         while True:
             if events.counts[0] > 0 and events.at[0] == now:
-                word = _pop(events)
-                kind, what = (word >> _KIND) & ((1 << (_FOUND - _KIND)) - 1), word & ((1 << _KIND) - 1)
+                kind, what = pop(events)
             elif links.due[links.first_due[1]] == now:
                 kind, what = _LINK, links.first_due[1]
             else:
@@ -292,7 +241,7 @@ def _run(rows, lists, events, links, stacks, machine):  # type: ignore[no-untype
                     links.active[what] -= part.programs
                     part.links -= 1
                     if part.links == 0:
-                        _push(events, max(now, part.memory_end) + runs[part.run].latency, _ENDED, number)
+                        push(events, max(now, part.memory_end) + runs[part.run].latency, _ENDED, number)
                 look_at(links, what, first_end(links, what))
             elif kind == _COMPUTED:
                 part = parts[what]
@@ -327,7 +276,7 @@ def _run(rows, lists, events, links, stacks, machine):  # type: ignore[no-untype
                         gate.open_at = max(gate.open_at, now + (flag_seconds if gate.rank != teller else 0.0))
                         if gate.pending == 0:
                             if gate.last_part >= 0:
-                                _push(events, gate.open_at, _OPENED, number)
+                                push(events, gate.open_at, _OPENED, number)
                             # What it opens is told by its rank, once.
                             times = 1
                             for other in range(gate.opens, gate.opens_end):
@@ -375,7 +324,7 @@ def _run(rows, lists, events, links, stacks, machine):  # type: ignore[no-untype
                 if run.gate >= 0 and (gates[run.gate].pending > 0 or gates[run.gate].open_at > now):
                     gate = gates[run.gate]
                     if gate.pending <= 0 and gate.last_part < 0:
-                        _push(events, gate.open_at, _OPENED, run.gate)
+                        push(events, gate.open_at, _OPENED, run.gate)
                     part.before = gate.last_part
                     gate.last_part = number
                 else:
@@ -387,7 +336,7 @@ def _run(rows, lists, events, links, stacks, machine):  # type: ignore[no-untype
                 if launch.gone == programs:
                     launch.end = now
                     if launch.next >= 0:
-                        _push(events, now + gap_seconds, _LAUNCHED, launch.next)
+                        push(events, now + gap_seconds, _LAUNCHED, launch.next)
         num_serving = 0
 
         for place in range(num_begun):
@@ -400,9 +349,9 @@ def _run(rows, lists, events, links, stacks, machine):  # type: ignore[no-untype
                 run.ready = begins
             at = begins + part.rounds * run.compute
             if part.links > 0:
-                _push(events, at, _COMPUTED, number)
+                push(events, at, _COMPUTED, number)
             else:
-                _push(events, at + part.rounds * (run.memory + run.latency), _ENDED, number)
+                push(events, at + part.rounds * (run.memory + run.latency), _ENDED, number)
         num_begun = 0
 
         for place in range(num_changed):
