@@ -83,6 +83,7 @@ if TYPE_CHECKING:
     from moesys.traces import generate as generate
     from moesys.traces import load_trace as load_trace
     from moesys.traces import save_trace as save_trace
+    from moesys.tuner.search_bounds import SearchBounds as SearchBounds
     from moesys.tuner.space import Space as Space
 
 # The imports above are for type checkers; a test holds them and this table equal.
@@ -123,6 +124,7 @@ _MODULE_OF = {
     "Replay": "moesys.config.experiment",
     "RestOfStep": "moesys.simulator.step_program",
     "RunResult": "moesys.lab.runs.runner",
+    "SearchBounds": "moesys.tuner.search_bounds",
     "Sequential": "moesys.config",
     "Simulation": "moesys.simulator.simulation",
     "Space": "moesys.tuner.space",

@@ -175,19 +175,10 @@ def tune(
     command goes on where it was stopped. For example: moesys tune experiments/skew_sweep.py --memory-gb 80
     """
     from moesys.lab.commands.tune import tune_file
+    from moesys.tuner.search_bounds import SearchBounds
 
-    code = tune_file(
-        file,
-        space,
-        out,
-        budget=budget,
-        timed=timed,
-        seeds=seeds,
-        memory_gb=memory_gb,
-        seed=seed,
-        threads=threads,
-        fresh=fresh,
-    )
+    bounds = SearchBounds(budget, seeds, memory_gb, seed)
+    code = tune_file(file, space, bounds, out, timed=timed, threads=threads, fresh=fresh)
     raise typer.Exit(code)
 
 

@@ -13,8 +13,8 @@ from functools import cached_property, partial
 
 from moesys.config import ClusterSpec, ModelShape, Strategy
 from moesys.layout import ExpertLayout
+from moesys.layout_schedule import InlinePlanner, LayoutSchedule, PlanRequest, PlanSource, PlanTicket
 from moesys.load import IntArray, LoadMatrix
-from moesys.moe.planning import InlinePlanner, LayoutSchedule, PlanRequest, PlanSource, PlanTicket
 from moesys.step import LayerPlan, StepPlan, plan_layer
 
 

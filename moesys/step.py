@@ -133,7 +133,8 @@ def split_tables(
     # Here, as plans and simulations do without torch.
     from moesys.kernels.split.tables import tables_of
 
-    return tables_of(layout.expert_RS, layout.num_experts, nodes_of(cluster), levels_of(cluster), device)
+    node_R = nodes_of(cluster)
+    return tables_of(layout.expert_RS, layout.num_experts, node_R, levels_of(cluster, node_R), device)
 
 
 def split_on_device(config: Split) -> bool:

@@ -11,13 +11,15 @@ from moesys.load import IntArray
 
 def nodes_of(cluster: ClusterSpec) -> IntArray:
     """Returns the node of each rank, int64 [R]: ``node_of_rank``, but fast enough for every micro-batch."""
-    return np.repeat(np.arange(cluster.num_nodes), cluster.node_sizes)
+    return np.repeat(np.arange(cluster.num_nodes), cluster.ranks_per_node)
 
 
-def levels_of(cluster: ClusterSpec) -> IntArray:
-    """Returns the part of the cluster that each rank is in, int64 [L, R]: domains and nodes, the finest first."""
-    node_R, domain_sizes = nodes_of(cluster), cluster.domain_sizes
-    if domain_sizes == cluster.node_sizes:
+def levels_of(cluster: ClusterSpec, node_R: IntArray) -> IntArray:
+    """Returns the part of the cluster that each rank is in, int64 [L, R]: domains and nodes, the finest first.
+
+    ``node_R``: the node of each rank, ``nodes_of(cluster)``.
+    """
+    if cluster.ranks_per_domain is None or (domain_sizes := cluster.domain_sizes) == cluster.node_sizes:
         return node_R[None]
     domain_R = np.repeat(np.arange(len(domain_sizes)), domain_sizes)
     return np.stack([domain_R, node_R] if len(domain_sizes) > cluster.num_nodes else [node_R, domain_R])

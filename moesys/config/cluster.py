@@ -51,11 +51,10 @@ class ClusterSpec(Declared):
     @model_validator(mode="after")
     def _check(self) -> Self:
         # Before anything is as long as there are ranks.
-        per_node = self.ranks_per_node
-        num_ranks = sum(per_node) if isinstance(per_node, tuple) else self.num_nodes * per_node
-        if max(num_ranks, self.num_nodes) > MOST_RANKS:
+        if max(self.num_ranks, self.num_nodes) > MOST_RANKS:
             raise ValueError(
-                f"num_nodes={self.num_nodes} and ranks_per_node={per_node} are more than {MOST_RANKS} ranks; use fewer"
+                f"num_nodes={self.num_nodes} and ranks_per_node={self.ranks_per_node} are more than {MOST_RANKS} "
+                "ranks; use fewer"
             )
         if isinstance(self.ranks_per_node, tuple) and len(self.ranks_per_node) != self.num_nodes:
             raise ValueError(
@@ -92,7 +91,8 @@ class ClusterSpec(Declared):
 
     @property
     def num_ranks(self) -> int:
-        return sum(self.node_sizes)
+        per_node = self.ranks_per_node
+        return sum(per_node) if isinstance(per_node, tuple) else self.num_nodes * per_node
 
     @property
     def node_of_rank(self) -> tuple[int, ...]:

@@ -9,9 +9,9 @@ from torch import Tensor
 
 from moesys.config import ClusterSpec, Ep, Fsep, MegaKernel, ModelShape, Sharding, Strategy
 from moesys.layout import ExpertLayout
+from moesys.layout_schedule import LayoutSchedule
 from moesys.moe.expert_parameters import DTYPES
 from moesys.moe.masters import Masters
-from moesys.moe.planning import LayoutSchedule
 from moesys.moe.sharded_experts import ShardedExperts
 from moesys.moe.shards import ExpertShards, Restored
 from moesys.moe.whole_experts import WholeExperts

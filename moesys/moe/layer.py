@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from moesys.config import ClusterSpec, ModelShape, Strategy
+from moesys.layout_schedule import InlinePlanner, LayoutSchedule, PlanSource
 from moesys.moe.call import LayerCall
 from moesys.moe.expert_parameters import DTYPES, initial_generator
 from moesys.moe.expert_store import ExpertStore, shards_of
 from moesys.moe.lookahead import Link, Lookahead
 from moesys.moe.masters import Masters, distributed
 from moesys.moe.metrics import LayerMetrics
-from moesys.moe.planners import planner_of
-from moesys.moe.planning import InlinePlanner, LayoutSchedule, PlanSource
+from moesys.moe.planners import MicroBatch, planner_of
 from moesys.moe.ranks import cluster_of, mesh_of
 from moesys.moe.recompute import current_tape
 from moesys.moe.routed_experts import RoutedExperts
@@ -143,7 +143,8 @@ class MoELayer(nn.Module):
         # Asked for every time, as it depends on the device and, on the CPU, on the number of threads, which may change.
         compute = self.expert_compute or experts_on_device(self.shape, DTYPES[self.shape.dtype], expert_TK.device.type)
         upcoming = [store.schedule for store in neighbours.upcoming]
-        executor, self._last_plan, counts = self.planner.plan(expert_TK, compute, learning, upcoming, lookahead)
+        batch = MicroBatch(expert_TK, compute, learning, upcoming, lookahead)
+        executor, self._last_plan, counts = self.planner.plan(batch)
         call = LayerCall(self.store, executor, neighbours, counts)
         lookahead.entered(call)
         return call

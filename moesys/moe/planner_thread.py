@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moesys.layout import ExpertLayout
-from moesys.moe.planning import PlanRequest
+from moesys.layout_schedule import PlanRequest
 from moesys.overlap.comm.channel import Channel
 
 

@@ -20,10 +20,9 @@ from torch import Tensor
 
 from moesys.config import ClusterSpec, MegaKernel, ModelShape, Strategy
 from moesys.layout import ExpertLayout
+from moesys.layout_schedule import LayoutSchedule
 from moesys.load import LoadMatrix
-from moesys.moe.expert_parameters import DTYPES
 from moesys.moe.lookahead import Lookahead
-from moesys.moe.planning import LayoutSchedule
 from moesys.moe.shards import ExpertShards
 from moesys.moe.unread_plans import DevicesPlan, SingleRankPlan
 from moesys.overlap.chunked import ChunkedExecutor
@@ -38,6 +37,22 @@ if TYPE_CHECKING:
     from moesys.kernels.mega.exchange import Replicas
     from moesys.overlap.device_split import DeviceSplit
     from moesys.overlap.mega_executor import MegaHome
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What a layer wants planned.
+
+    expert_TK: the choices of this rank's tokens, int64 [T, K]. compute: how experts are computed. learning: layouts may
+    change, and the schedule learns from the micro-batch. upcoming: of the layers that come next, whose layouts are
+    settled too.
+    """
+
+    expert_TK: Tensor
+    compute: ExpertCompute
+    learning: bool
+    upcoming: Sequence[LayoutSchedule]
+    lookahead: Lookahead
 
 
 class Planned(NamedTuple):
@@ -62,21 +77,11 @@ class Planner(ABC):
     channel: Channel
 
     @abstractmethod
-    def plan(
-        self,
-        expert_TK: Tensor,
-        compute: ExpertCompute,
-        learning: bool,
-        upcoming: Sequence[LayoutSchedule],
-        lookahead: Lookahead,
-    ) -> Planned:
-        """Plans a micro-batch of choices int64 [T, K], and settles the layouts of the next layers, ``upcoming``.
+    def plan(self, batch: MicroBatch) -> Planned:
+        """Plans a micro-batch, and settles the layouts of the layers that come next."""
 
-        ``learning``: layouts may change, and the schedule learns from the micro-batch.
-        """
-
-    def _mega_home(self, overlap: MegaKernel, lookahead: Lookahead, device: torch.device) -> MegaHome:
-        return lookahead.mega_home.get(self.channel.group, device, overlap.timeout_s)
+    def _mega_home(self, overlap: MegaKernel, batch: MicroBatch) -> MegaHome:
+        return batch.lookahead.mega_home.get(self.channel.group, batch.expert_TK.device, overlap.timeout_s)
 
 
 @dataclass
@@ -87,42 +92,28 @@ class AlonePlanner(Planner):
 
     counting: Planner
 
-    def plan(
-        self,
-        expert_TK: Tensor,
-        compute: ExpertCompute,
-        learning: bool,
-        upcoming: Sequence[LayoutSchedule],
-        lookahead: Lookahead,
-    ) -> Planned:
+    def plan(self, batch: MicroBatch) -> Planned:
         with self.channel.meter.planning():
-            executor = compute.alone(expert_TK, self.shape.num_experts)
+            executor = batch.compute.alone(batch.expert_TK, self.shape.num_experts)
         if executor is None:
-            return self.counting.plan(expert_TK, compute, learning, upcoming, lookahead)
+            return self.counting.plan(batch)
         schedule = self.schedule
         plan = SingleRankPlan(
             self.strategy, self.shape, self.cluster, schedule.layout, schedule.micro_batch, executor.tokens_E
         )
-        if learning:
+        if batch.learning:
             schedule.advance()
-        return Planned(executor, plan, (lambda: plan.tokens_E) if learning else None)
+        return Planned(executor, plan, (lambda: plan.tokens_E) if batch.learning else None)
 
 
 @dataclass
 class HostPlanner(Planner):
     """Hosts exchange counts, agree on layouts, and each makes the same plan."""
 
-    def plan(
-        self,
-        expert_TK: Tensor,
-        compute: ExpertCompute,
-        learning: bool,
-        upcoming: Sequence[LayoutSchedule],
-        lookahead: Lookahead,
-    ) -> Planned:
-        schedule, overlap = self.schedule, self.strategy.overlap
-        deciding = [schedule, *upcoming]
-        deadline_s = time.monotonic() + lookahead.plan_timeout_s
+    def plan(self, batch: MicroBatch) -> Planned:
+        schedule, overlap, expert_TK, learning = self.schedule, self.strategy.overlap, batch.expert_TK, batch.learning
+        deciding = [schedule, *batch.upcoming]
+        deadline_s = time.monotonic() + batch.lookahead.plan_timeout_s
         votes = [not learning or each.ready(deadline_s) for each in deciding]
         counts_CE = chunk_counts(expert_TK, self.shape.num_experts, num_chunks(overlap))
         said = torch.tensor([len(expert_TK), *votes], dtype=torch.int64, device=counts_CE.device)
@@ -139,36 +130,23 @@ class HostPlanner(Planner):
             if learning:
                 schedule.observe(load)
             if isinstance(overlap, MegaKernel):
-                home, most_tokens = self._mega_home(overlap, lookahead, expert_TK.device), int(said_RN[:, 0].max())
-                executor = self._mega_executor(overlap, home, expert_TK, plan, most_tokens)
+                executor = self._mega_executor(overlap, batch, plan, most_tokens=int(said_RN[:, 0].max()))
             else:
-                executor = self._chunked_executor(expert_TK, plan, tokens_RCE, compute)
+                executor = self._chunked_executor(batch, plan, tokens_RCE)
         return Planned(executor, plan, (lambda: torch.from_numpy(load.tokens_E)) if learning else None)
 
-    def _chunked_executor(
-        self, expert_TK: Tensor, plan: LayerPlan, tokens_RCE: Tensor, compute: ExpertCompute
-    ) -> ChunkedExecutor:
+    def _chunked_executor(self, batch: MicroBatch, plan: LayerPlan, tokens_RCE: Tensor) -> Executor:
         tokens_CRE = np.ascontiguousarray(tokens_RCE.numpy().swapaxes(0, 1))
-        routes = build_routes(expert_TK, tokens_CRE, plan.tokens, self.channel.rank, compute.min_rows)
-        return ChunkedExecutor(self.strategy.overlap, routes, self.channel, compute, self.shards.memory)
+        routes = build_routes(batch.expert_TK, tokens_CRE, plan.tokens, self.channel.rank, batch.compute.min_rows)
+        return ChunkedExecutor(self.strategy.overlap, routes, self.channel, batch.compute, self.shards.memory)
 
-    def _mega_executor(
-        self, overlap: MegaKernel, home: MegaHome, expert_TK: Tensor, plan: LayerPlan, most_tokens: int
-    ) -> Executor:
+    def _mega_executor(self, overlap: MegaKernel, batch: MicroBatch, plan: LayerPlan, most_tokens: int) -> Executor:
         # Here, so that Triton is loaded only where it runs.
         from moesys.overlap.mega_executor import plan_mega
 
-        return plan_mega(
-            overlap,
-            home,
-            expert_TK,
-            plan.tokens,
-            self.channel.rank,
-            most_tokens,
-            self.shape.hidden_size,
-            DTYPES[self.shape.dtype],
-            self.channel.recorder,
-        )
+        home, recorder = self._mega_home(overlap, batch), self.channel.recorder
+        rank = self.channel.rank
+        return plan_mega(overlap, self.shape, home, batch.expert_TK, plan.tokens, rank, most_tokens, recorder)
 
 
 @dataclass
@@ -181,38 +159,23 @@ class DevicePlanner(Planner):
         # Tables of the newest layout, on the device since it was settled.
         self._tables: tuple[ExpertLayout, DeviceSplit, Replicas] | None = None
 
-    def plan(
-        self,
-        expert_TK: Tensor,
-        compute: ExpertCompute,
-        learning: bool,
-        upcoming: Sequence[LayoutSchedule],
-        lookahead: Lookahead,
-    ) -> Planned:
+    def plan(self, batch: MicroBatch) -> Planned:
         # Here, so that Triton is loaded only where it runs.
         from moesys.overlap.mega_executor import plan_mega_later
 
-        schedule, overlap, device = self.schedule, self.strategy.overlap, expert_TK.device
+        schedule, overlap, device = self.schedule, self.strategy.overlap, batch.expert_TK.device
         assert isinstance(overlap, MegaKernel)
-        if learning:
-            self._agree([schedule, *upcoming], lookahead.plan_timeout_s, device)
+        if batch.learning:
+            self._agree([schedule, *batch.upcoming], batch.lookahead.plan_timeout_s, device)
         layout, turn = schedule.layout, schedule.micro_batch
         with self.channel.meter.planning():
             split, replicas = self._tables_of(layout, device)
+            home, recorder = self._mega_home(overlap, batch), self.channel.recorder
             executor, pending = plan_mega_later(
-                overlap,
-                self._mega_home(overlap, lookahead, device),
-                expert_TK,
-                self.shape.num_experts,
-                split,
-                replicas,
-                turn,
-                self.shape.hidden_size,
-                DTYPES[self.shape.dtype],
-                self.channel.recorder,
+                overlap, self.shape, home, batch.expert_TK, split, replicas, turn, recorder
             )
         plan = DevicesPlan(layout, pending)
-        if not learning:
+        if not batch.learning:
             return Planned(executor, plan, None)
         schedule.record(plan.load)
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from moesys.layout_schedule import PlanEvent
 from moesys.moe.call import LayerCall, Neighbours
 from moesys.moe.expert_store import ExpertStore
 from moesys.moe.gradients import expert_group
@@ -23,7 +24,6 @@ from moesys.moe.layer import MoELayer
 from moesys.moe.lookahead import PLAN_TIMEOUT_S, SharedMegaHome
 from moesys.moe.metrics import LayerMetrics
 from moesys.moe.planner_thread import PlannerThread
-from moesys.moe.planning import PlanEvent
 from moesys.overlap.comm.channel import Channel
 from moesys.overlap.comm.heartbeat import Heartbeat
 from moesys.overlap.comm.record import Meter, Recorder

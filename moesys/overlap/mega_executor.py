@@ -62,15 +62,13 @@ class MegaHome:
         self.limit = RowLimit(device)
         self._memory: dict[tuple[int, int, torch.dtype], tuple[tuple[int, int, int], MegaMemory]] = {}
 
-    def memory(
-        self, tokens: int, top_k: int, hidden: int, dtype: torch.dtype, flags: int, num_experts: int
-    ) -> MegaMemory:
-        """For at most so many tokens on any rank, flags of any source, and experts. Collective: all ranks ask for the
-        same.
+    def memory(self, model: ModelShape, tokens: int, flags: int) -> MegaMemory:
+        """For layers like ``model``, at most so many tokens on any rank and flags of any source. Collective: all ranks
+        ask for the same.
 
         Raises RuntimeError where it would have to grow while a CUDA graph is captured.
         """
-        kind, wanted = (top_k, hidden, dtype), (tokens, flags, num_experts)
+        kind, wanted = (model.top_k, model.hidden_size, getattr(torch, model.dtype)), (tokens, flags, model.num_experts)
         sizes, memory = self._memory.get(kind, ((0, 0, 0), None))
         if memory is None or any(more > size for more, size in zip(wanted, sizes, strict=True)):
             require_no_capture("the arena of a MegaKernel")
@@ -80,7 +78,7 @@ class MegaHome:
             # What is there is freed first: both may not fit.
             self._memory.pop(kind, None)
             memory = None
-            shared = regions(tokens, top_k, hidden, dtype, self.num_ranks, flags)
+            shared = regions(tokens, *kind, self.num_ranks, flags)
             shared = {**shared, **count_regions(self.num_ranks, num_experts)}
             memory = MegaMemory(Heap.of_group(shared, self._group, self._device, self._timeout_s))
             self._memory[kind] = ((tokens, flags, num_experts), memory)
@@ -97,31 +95,29 @@ class MegaHome:
 
 def plan_mega(
     overlap: MegaKernel,
+    model: ModelShape,
     home: MegaHome,
     expert_TK: Tensor,
     plan: TokenPlan,
     rank: int,
     most_tokens: int,
-    hidden: int,
-    dtype: torch.dtype,
     recorder: Recorder | None = None,
 ) -> MegaExecutor:
     """The executor of one micro-batch; ``most_tokens``: of any rank. Collective.
 
     Raises ValueError, on all ranks alike, where one would get more rows than ``overlap.rows_cap`` allows.
     """
-    device, top_k = expert_TK.device, expert_TK.shape[1]
-    require_rows(overlap, plan, most_tokens, top_k)
-    blocks = blocks_at(overlap, ACTIVATION, dtype, device)
+    device = expert_TK.device
+    require_rows(overlap, plan, most_tokens, model.top_k)
     replicas = replicas_of(plan.layout, rank, device)
-    flags = _flags(blocks, most_tokens, top_k, hidden, len(replicas.rank_P))
+    blocks, flags = _blocks_and_flags(overlap, model, most_tokens, len(replicas.rank_P), device)
     return MegaExecutor(
         expert_TK,
-        plan.load.num_experts,
+        model.num_experts,
         tokens_by_replica(plan, device),
         replicas,
         int(plan.tokens_R[rank]),
-        home.memory(most_tokens, top_k, hidden, dtype, flags, plan.load.num_experts),
+        home.memory(model, most_tokens, flags),
         blocks,
         overlap,
         recorder,
@@ -130,14 +126,12 @@ def plan_mega(
 
 def plan_mega_later(
     overlap: MegaKernel,
+    model: ModelShape,
     home: MegaHome,
     expert_TK: Tensor,
-    num_experts: int,
     split: DeviceSplit,
     replicas: Replicas,
     turn: int,
-    hidden: int,
-    dtype: torch.dtype,
     recorder: Recorder | None = None,
 ) -> tuple[MegaExecutor, PendingPlan]:
     """The executor of one micro-batch, and its plan, which forward makes on the device as ``split`` says, for at most
@@ -145,35 +139,36 @@ def plan_mega_later(
 
     Raises ValueError, on this rank alone, for more tokens than that.
     """
-    num_tokens, top_k = expert_TK.shape
-    most_tokens = overlap.most_tokens or 0
+    num_tokens, most_tokens = len(expert_TK), overlap.most_tokens or 0
     if num_tokens > most_tokens:
         raise ValueError(
             f"{num_tokens} tokens of a rank, but most_tokens={most_tokens}, for which all ranks have memory; "
             f"use MegaKernel(most_tokens={num_tokens}), or None where nobody knows"
         )
-    blocks = blocks_at(overlap, ACTIVATION, dtype, expert_TK.device)
-    flags = _flags(blocks, most_tokens, top_k, hidden, len(replicas.rank_P))
-    memory = home.memory(most_tokens, top_k, hidden, dtype, flags, num_experts)
-    room = room_for_rows(overlap, most_tokens, top_k, home.num_ranks)
-    pending = PendingPlan(split, turn, home.limit, room, most_tokens * top_k)
-    return MegaExecutor(expert_TK, num_experts, pending, replicas, room, memory, blocks, overlap, recorder), pending
+    blocks, flags = _blocks_and_flags(overlap, model, most_tokens, len(replicas.rank_P), expert_TK.device)
+    memory = home.memory(model, most_tokens, flags)
+    room = room_for_rows(overlap, most_tokens, model.top_k, home.num_ranks)
+    pending = PendingPlan(split, turn, home.limit, room, most_tokens * model.top_k)
+    executor = MegaExecutor(expert_TK, model.num_experts, pending, replicas, room, memory, blocks, overlap, recorder)
+    return executor, pending
 
 
 def symmetric_bytes(overlap: MegaKernel, model: ModelShape, most_tokens: int, num_ranks: int, num_replicas: int) -> int:
     """Bytes of the arena that each of ``num_ranks`` GPUs has for all layers like ``model``, with at most so many tokens
     on any rank and so many replicas in a layout.
     """
-    dtype, top_k, hidden = getattr(torch, model.dtype), model.top_k, model.hidden_size
-    blocks = blocks_at(overlap, ACTIVATION, dtype, torch.device("cuda"))
-    flags = _flags(blocks, most_tokens, top_k, hidden, num_replicas)
-    shared = regions(most_tokens, top_k, hidden, dtype, num_ranks, flags)
+    _, flags = _blocks_and_flags(overlap, model, most_tokens, num_replicas, torch.device("cuda"))
+    shared = regions(most_tokens, model.top_k, model.hidden_size, getattr(torch, model.dtype), num_ranks, flags)
     return ArenaLayout.of({**shared, **count_regions(num_ranks, model.num_experts)}).num_bytes
 
 
-def _flags(blocks: TileConfigs, most_tokens: int, top_k: int, hidden: int, num_replicas: int) -> int:
-    column_tiles = -(-hidden // min(blocks.down.columns, blocks.input_gradient.columns))
-    return most_flags(most_tokens, top_k, num_replicas, blocks.down.rows, column_tiles)
+def _blocks_and_flags(
+    overlap: MegaKernel, model: ModelShape, most_tokens: int, num_replicas: int, device: torch.device
+) -> tuple[TileConfigs, int]:
+    """How its products are cut, and how many flags any source needs at most."""
+    blocks = blocks_at(overlap, ACTIVATION, getattr(torch, model.dtype), device)
+    column_tiles = -(-model.hidden_size // min(blocks.down.columns, blocks.input_gradient.columns))
+    return blocks, most_flags(most_tokens, model.top_k, num_replicas, blocks.down.rows, column_tiles)
 
 
 @dataclass

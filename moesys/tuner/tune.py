@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from itertools import zip_longest
 
 from moesys.config import Strategy
@@ -12,6 +11,7 @@ from moesys.tuner.default_space import default_space
 from moesys.tuner.journal import Journal
 from moesys.tuner.result import Tuned, choices_of
 from moesys.tuner.search import Search, SearchResult
+from moesys.tuner.search_bounds import SearchBounds
 from moesys.tuner.setting import Setting
 from moesys.tuner.space import Space
 from moesys.tuner.timing import Clock, Rounds
@@ -19,18 +19,6 @@ from moesys.tuner.workload import Plans, Workload
 
 # Strategies of the recipe that are timed whatever the cost model thinks of them, the baseline aside.
 _STARTS_TIMED = 3
-
-
-@dataclass(frozen=True)
-class SearchBounds:
-    """How far a search goes.
-
-    budget: points to look at in the cost model. memory_gb: of a rank, 1e9 bytes; None: enough. seed: of all draws.
-    """
-
-    budget: int = 256
-    memory_gb: float | None = None
-    seed: int = 0
 
 
 def tune_workload(
@@ -44,7 +32,8 @@ def tune_workload(
     mega_kernels: bool = True,
     clock: Clock | None = None,
 ) -> Tuned:
-    """The fastest strategy found. ``strategies``: where the search starts, the baseline first.
+    """The fastest strategy found. ``strategies``: where the search starts, the baseline first. ``workload`` is of the
+    seeds that the cost model looks at.
 
     space: None for ``default_space``, with ``MegaKernel`` if ``mega_kernels``. clock: with one, the best are timed at
     last, and clocks decide; simulated and measured times are never in one ranking.

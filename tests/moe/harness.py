@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import moesys as ms
 from moesys.layout import ExpertLayout
+from moesys.layout_schedule import PlanRequest, SolvedPlan
 from moesys.moe.layer import MoELayer
-from moesys.moe.planning import PlanRequest, SolvedPlan
 
 
 @dataclass

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from harness import Stack
 
 import moesys as ms
-from moesys.lab.ranks.pool import LocalRanks
+from moesys.lab.ranks.pool import LocalRanks, RankTimeouts
 
 SHAPE = ms.ModelShape(hidden_size=16, intermediate_size=8, num_experts=6, top_k=2)
 STRATEGIES = {
@@ -30,7 +30,7 @@ COLLECTIVE_TIMEOUT_S = 5.0
 
 @pytest.fixture(scope="module")
 def mortal_ranks() -> Iterator[LocalRanks]:
-    with LocalRanks(4, collective_timeout_s=COLLECTIVE_TIMEOUT_S, timeout_s=40) as pool:
+    with LocalRanks(4, timeouts=RankTimeouts(run_s=40, collective_s=COLLECTIVE_TIMEOUT_S)) as pool:
         yield pool
 
 

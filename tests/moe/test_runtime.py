@@ -16,7 +16,7 @@ import moesys as ms
 from moesys.lab.ranks.outcomes import RankError
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.layout import ExpertLayout
-from moesys.moe.planning import PlanRequest, SolvedPlan
+from moesys.layout_schedule import PlanRequest, SolvedPlan
 
 SHAPE = ms.ModelShape(hidden_size=24, intermediate_size=16, num_experts=6, top_k=2)
 FSEP = ms.Strategy(

@@ -10,6 +10,7 @@ R ranks, G groups and M row tiles of a rank, N its rows, K choices of a token.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from task_order import mixed, needed_fetches, numbers_in_groups, rows_of_groups, swept, tiles_of_rank
@@ -34,7 +35,7 @@ from moesys.simulator.mega.queues import (
     RunsOfKind,
     joined,
 )
-from moesys.simulator.mega.task_runs import seconds_a_byte
+from moesys.simulator.mega.task_runs import Machine
 from moesys.simulator.mega.task_seconds import Products, TaskSeconds
 from moesys.simulator.mega.tile_order import RASTER, WHOLE, BoolArray, parts_of
 
@@ -58,25 +59,15 @@ def tile_pass(
     experts_R: FloatArray | None = None,
 ) -> TilePass:
     """As ``layer_pass.QueuedPass``."""
-    work, gap_seconds = TaskSeconds(overlap, model, cluster, backward), cluster.launch_us * 1e-6
+    work = TaskSeconds(overlap, model, cluster, backward)
+    machine = Machine.of(cluster, work.programs)
     published_R = start_R + publish_seconds(model, cluster, plan)
     begin_R = published_R if experts_R is None else np.maximum(published_R, experts_R)
-    byte_seconds_L = seconds_a_byte(cluster)
     queues = _Tasks(work, cluster, plan).queues()
-    times = run_all(
-        queues.runs,
-        queues.gates,
-        queues.launches,
-        published_R,
-        begin_R + gap_seconds,
-        byte_seconds_L,
-        work.programs,
-        gap_seconds,
-        cluster.flag_us * 1e-6,
-    )
-    return TilePass(
-        queues, times, pass_of(queues, times, work.programs, link_seconds_of(queues, byte_seconds_L), begin_R, plan)
-    )
+    launched_R = begin_R + machine.gap_seconds
+    times = run_all(queues.runs, queues.gates, queues.launches, machine, published_R, launched_R)
+    link_seconds = link_seconds_of(queues, machine.byte_seconds_L)
+    return TilePass(queues, times, pass_of(queues, times, work.programs, link_seconds, begin_R, plan))
 
 
 class _Rows:
@@ -170,10 +161,10 @@ class _Tasks:
                 self.gate_opens.append((arrived + earlier, copied + waiter))
             else:
                 opens = (np.concatenate([fetch, earlier]), np.concatenate([opens[1], copied + waiter]))
-        fetches = RunsOfKind.of(
+        fetches = _tasks(
             FETCH,
             rows.rank,
-            np.ones_like(fetch),
+            num_fetches,
             memory=work.fetch_seconds(rows_FR.sum(axis=1), local_F),
             gate=wait_F,
             needs=(needing, needed),
@@ -204,10 +195,10 @@ class _Tasks:
         if work.apart:
             multiplied, all_M = self._gates(rank, len(tiles)), np.arange(len(tiles))
             products = self._products(rank, of_rows, group, opens=(np.arange(len(row_tile)), multiplied + row_tile))
-            pushes = RunsOfKind.of(
+            pushes = _tasks(
                 PUSH,
                 rank,
-                np.ones_like(all_M),
+                len(tiles),
                 memory=work.push_seconds(rows_MR.sum(axis=1), local_M),
                 gate=multiplied + all_M,
                 group=tiles.group_M,
@@ -240,7 +231,7 @@ class _Tasks:
         tokens = np.minimum(self.tokens_R[rank] - block * work.sizes.sum_tokens, work.sizes.sum_tokens)
         width = np.minimum(work.model.hidden_size - column * work.sizes.columns, work.sizes.columns)
         seconds = work.sum_seconds(choices, tokens.astype(np.float64), width.astype(np.float64))
-        sums = RunsOfKind.of(SUM, rank, np.ones_like(number), compute=seconds, gate=self.home_R[rank] + number)
+        sums = _tasks(SUM, rank, len(number), compute=seconds, gate=self.home_R[rank] + number)
         each = work.weight_gradients(rows.rows_G) if work.backward else ()
         group = [np.repeat(np.arange(len(rows.rows_G)), of.tiles_G) for of in each]
         if not overlap.overlap_weight_gradients:
@@ -262,25 +253,17 @@ class _Tasks:
         return [Launch(np.array([rank]), work.launch_names[1], (up, down, sums), _order(is_sum), True)]
 
     def _products(
-        self,
-        rank: int,
-        of: Products,
-        group: IntArray,
-        kind: int = PRODUCT,
-        gate: IntArray | None = None,
-        opens: Pairs | None = None,
-        exchanged: Exchanged | None = None,
+        self, rank: int, of: Products, group: IntArray, kind: int = PRODUCT, **waits_and_tells: Any
     ) -> RunsOfKind:
-        return RunsOfKind.of(
+        """``waits_and_tells``: fields of ``RunsOfKind``."""
+        return _tasks(
             kind,
             rank,
-            np.ones_like(group),
+            len(group),
             compute=of.seconds_G[group],
-            gate=gate,
             group=group,
             flops=of.tile_flops_G[group],
-            opens=opens,
-            exchanged=exchanged,
+            **waits_and_tells,
         )
 
     def _mixed(
@@ -324,9 +307,14 @@ def _order(is_work: BoolArray) -> IntArray:
     return order
 
 
+def _tasks(kind: int, rank: int, number: int, **fields: Any) -> RunsOfKind:
+    """Runs of one task each."""
+    return RunsOfKind(kind, np.full(number, rank), np.ones(number, dtype=np.int64), **fields)
+
+
 def _exchanged(bytes_XR: FloatArray) -> Exchanged:
     run, peer = np.nonzero(bytes_XR)
-    return run, peer, bytes_XR[run, peer], np.ones(len(run))
+    return Exchanged(run, peer, bytes_XR[run, peer], np.ones(len(run)))
 
 
 def _distinct(left: IntArray, right: IntArray) -> Pairs:

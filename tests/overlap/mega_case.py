@@ -64,6 +64,16 @@ class Case:
     def cluster(self) -> ms.ClusterSpec:
         return ms.ClusterSpec(ranks_per_node=self.num_ranks)
 
+    @property
+    def model(self) -> ms.ModelShape:
+        return ms.ModelShape(
+            hidden_size=self.hidden,
+            intermediate_size=self.width,
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            dtype=self.dtype,
+        )
+
 
 @dataclass(frozen=True)
 class Weights:
@@ -217,14 +227,12 @@ class MegaRun:
     def plan(self, point: ms.MegaKernel) -> MegaExecutor:
         """By the host, or, where ``most_tokens`` are declared, by the forward to come."""
         case, layout = self.drawn.case, self.drawn.layout
-        expert_TK, dtype = self.drawn.expert_RTK[self.rank], self.drawn.x_RTH[self.rank].dtype
+        expert_TK = self.drawn.expert_RTK[self.rank]
         if point.most_tokens is None:
-            sizes = (max(case.tokens), case.hidden, dtype)
-            return plan_mega(point, self.home, expert_TK, self.drawn.plan, self.rank, *sizes)
+            return plan_mega(point, case.model, self.home, expert_TK, self.drawn.plan, self.rank, max(case.tokens))
         assert case.split is not None
         split, replicas = device_split(layout, case.cluster, case.split, CPU), replicas_of(layout, self.rank, CPU)
-        sizes = (case.hidden, dtype)
-        return plan_mega_later(point, self.home, expert_TK, case.num_experts, split, replicas, case.turn, *sizes)[0]
+        return plan_mega_later(point, case.model, self.home, expert_TK, split, replicas, case.turn)[0]
 
     def backward(self, executor: MegaExecutor, y_TH: Tensor, saved: Saved) -> Results:
         self._be_late("backward")

@@ -16,12 +16,12 @@ from moesys.overlap.mega_executor import MegaHome, require_rows, symmetric_bytes
 # Every token of four ranks wants experts 0 and 1, which rank 0 holds.
 SKEWED = np.array([[8, 8, 0, 0]] * 4)
 SHAPE = ms.ModelShape(hidden_size=1536, intermediate_size=768, num_experts=128, top_k=8, dtype="bfloat16")
+SMALL = ms.ModelShape(hidden_size=8, intermediate_size=8, num_experts=4, top_k=2)
 
 
 def plan(tokens_RE) -> ms.TokenPlan:
-    model = ms.ModelShape(hidden_size=8, intermediate_size=8, num_experts=4, top_k=2)
     strategy = ms.Strategy(name="ep", sharding=ms.Ep(slots_per_rank=2))
-    return ms.plan_layer(strategy, model, ms.ClusterSpec(ranks_per_node=4), ms.LoadMatrix(tokens_RE)).tokens
+    return ms.plan_layer(strategy, SMALL, ms.ClusterSpec(ranks_per_node=4), ms.LoadMatrix(tokens_RE)).tokens
 
 
 def test_rows_beyond_the_cap_are_refused_with_the_cap_that_would_do():
@@ -91,7 +91,7 @@ def test_the_heap_doubles_only_what_was_too_little():
     home = MegaHome(None, CPU, 1.0)
 
     def tokens(asked: int, flags: int = 5) -> tuple[int, int]:
-        regions = home.memory(asked, 2, 8, torch.float32, flags, 4).heap.layout.regions
+        regions = home.memory(SMALL, asked, flags).heap.layout.regions
         return regions["x"].shape[0], regions["combined"].shape[-1]
 
     first = tokens(10)
@@ -105,14 +105,14 @@ def test_the_heap_doubles_only_what_was_too_little():
 
 def test_nothing_grows_while_a_graph_is_captured(monkeypatch):
     home = MegaHome(None, CPU, 1.0)
-    memory = home.memory(10, 2, 8, torch.float32, 5, 4)
+    memory = home.memory(SMALL, 10, 5)
     memory.require(10, 2, 3, 4)
     capturing(monkeypatch)
-    assert home.memory(10, 2, 8, torch.float32, 5, 4) is memory
+    assert home.memory(SMALL, 10, 5) is memory
     memory.require(10, 2, 3, 4)
     words = "would have to grow while a CUDA graph is captured; run a micro-batch of this size once"
     with pytest.raises(RuntimeError, match=f"flags of a MegaKernel {words}"):
         memory.require(11, 2, 3, 4)
     with pytest.raises(RuntimeError, match=f"the arena of a MegaKernel {words}"):
-        home.memory(11, 2, 8, torch.float32, 5, 4)
-    assert home.memory(10, 2, 8, torch.float32, 5, 4) is memory
+        home.memory(SMALL, 11, 5)
+    assert home.memory(SMALL, 10, 5) is memory

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from moesys.simulator.mega.events import run_all
-from moesys.simulator.mega.task_runs import Gates, Launches, Runs, Table
+from moesys.simulator.mega.task_runs import Gates, Launches, Machine, Runs, Table
 
 
 def test_ranks_see_the_flag_of_another_rank_a_flags_time_later():
@@ -28,6 +28,7 @@ def test_ranks_see_the_flag_of_another_rank_a_flags_time_later():
         np.ones(R + 1, dtype=np.int64), rank, Table.of(np.zeros(R, dtype=np.int64), np.arange(1, R + 1), R + 1)
     )
     launches = Launches(rank, np.arange(R + 1), np.ones(R + 1, dtype=np.int64))
-    times = run_all(runs, gates, launches, np.zeros(R), np.zeros(R), np.ones(2 * R + 2), 1, 0.0, flag_seconds)
+    machine = Machine(1, 0.0, flag_seconds, np.ones(2 * R + 2))
+    times = run_all(runs, gates, launches, machine, np.zeros(R), np.zeros(R))
     assert times.ready.tolist() == [0.0, 1.0, 6.0, 6.0, 6.0]
     assert times.end_L.tolist() == [1.0, 2.0, 7.0, 7.0, 7.0]

@@ -12,8 +12,9 @@ from moesys.config import Fsep
 from moesys.tuner import timing
 from moesys.tuner.journal import Journal
 from moesys.tuner.memory import rank_memory
+from moesys.tuner.search_bounds import SearchBounds
 from moesys.tuner.timing import MOST_TRIALS, Rounds, TrialFailedError
-from moesys.tuner.tune import SearchBounds, tune_workload
+from moesys.tuner.tune import tune_workload
 
 POINTS = list(SMALL.points(setting_of(drawn(CLUSTERS["even"], steps=1))))
 

@@ -7,7 +7,7 @@ import numpy as np
 from moesys.balance.flow.replica_table import list_replicas
 from moesys.balance.flow.token_routes import route_tokens
 from moesys.balance.planning_problem import PlanningProblem
-from moesys.balance.topology import levels_of
+from moesys.balance.topology import levels_of, nodes_of
 from moesys.config import Proportional
 from moesys.layout import TokenPlan
 from moesys.load import IntArray
@@ -35,7 +35,8 @@ def proportional_split(problem: PlanningProblem, config: Proportional) -> TokenP
     assigned_RE = _apportioned(load.tokens_E, weight_RE, holds_RE, problem.turn)
     table = list_replicas(layout.expert_RS, load.num_experts)
     tokens_P = assigned_RE[table.rank_P, table.expert_P]
-    entries = route_tokens(load.tokens_RE, tokens_P, table, levels_of(problem.cluster))
+    level_LR = levels_of(problem.cluster, nodes_of(problem.cluster))
+    entries = route_tokens(load.tokens_RE, tokens_P, table, level_LR)
     return TokenPlan.by_construction(entries, load, layout)
 
 

@@ -33,8 +33,8 @@ def flow_split(problem: PlanningProblem, config: FlowSplit) -> TokenPlan:
     """
     load, layout, cluster, turn = problem.load, problem.layout_in_force, problem.cluster, problem.turn
     cap = NO_CAP if config.max_inter_node is None else int(Fraction(str(config.max_inter_node)) * load.total)
-    level_LR = levels_of(cluster)
     node_R = nodes_of(cluster)
+    level_LR = levels_of(cluster, node_R)
     if config.traffic == "fast":
         entries = split_fast(load.tokens_RE, layout.expert_RS, node_R, level_LR, turn, cap)
         return TokenPlan.by_construction(entries, load, layout)

@@ -40,7 +40,7 @@ def local_first(tokens_RE, supply_NE, tokens_E, node_R, table, groups, turn):  #
             continue
         away = tokens_E[expert]
         for group in range(groups.first_E[expert], groups.first_E[expert + 1]):
-            first, end = groups.first_G[group], groups.end_G[group]
+            first, end = np.int64(groups.first_G[group]), np.int64(groups.end_G[group])
             left = supply_G[group] = supply_NE[node_R[table.rank_P[first]], expert]
             away -= left
             for replica in range(first, end):

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from moesys.balance.flow.replica_table import Indices
 from moesys.compiled import borrowing, compiled, inlined
 from moesys.load import IntArray
 
@@ -47,7 +48,7 @@ class Labels(NamedTuple):
     local_G: IntArray
     across_E: IntArray
     waiting_E: npt.NDArray[np.bool_]
-    queue_E: IntArray
+    queue_E: Indices
 
 
 @compiled
@@ -69,7 +70,7 @@ def min_cost_push(table, groups, assigned, limit):  # type: ignore[no-untyped-de
         np.empty(num_groups, np.int64),
         np.empty(num_experts, np.int64),
         np.empty(num_experts, np.bool_),
-        np.empty(num_experts, np.int64),
+        np.empty(num_experts, np.uint32),
     )
     return _push(table, groups, assigned, limit, labels)
 

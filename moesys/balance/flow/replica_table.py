@@ -11,11 +11,15 @@ from moesys.compiled import compiled
 from moesys.layout import EMPTY
 from moesys.load import IntArray
 
+Indices = npt.NDArray[np.uint32]
+
 
 class ReplicaTable(NamedTuple):
     """The replicas of a layout: pairs of an expert and a rank that holds it, by expert, then rank. P of them.
 
-    A second slot of a rank for the same expert is no second replica. All fields are int64, but for ``holds_R``.
+    A second slot of a rank for the same expert is no second replica. Fields are int64, but for ``holds_R`` and
+    ``Indices``, of which numba need not ask whether they count from the end: never subtract these. With int64 a split
+    of 32 ranks and 128 experts took 88 us instead of 79.
 
     - ``first_E`` [E + 1]: expert e's replicas are ``first_E[e]`` up to ``first_E[e + 1]``;
     - ``rank_P``, ``expert_P`` [P]: whose they are;
@@ -26,12 +30,12 @@ class ReplicaTable(NamedTuple):
     """
 
     first_E: IntArray
-    rank_P: IntArray
-    expert_P: IntArray
+    rank_P: Indices
+    expert_P: Indices
     holds_R: npt.NDArray[np.bool_]
     shared_F: IntArray
     first_R: IntArray
-    shared_Q: IntArray
+    shared_Q: Indices
 
 
 @compiled
@@ -61,8 +65,8 @@ def list_replicas(expert_RS, num_experts):  # type: ignore[no-untyped-def]
         first_W[width + 1] += first_W[width]
     num_replicas = first_E[num_experts]
 
-    rank_P, expert_P = np.empty(num_replicas, np.int64), np.empty(num_replicas, np.int64)
-    shared_F, shared_Q = np.empty(first_W[num_ranks + 1], np.int64), np.empty(num_shared_replicas, np.int64)
+    rank_P, expert_P = np.empty(num_replicas, np.uint32), np.empty(num_replicas, np.uint32)
+    shared_F, shared_Q = np.empty(first_W[num_ranks + 1], np.int64), np.empty(num_shared_replicas, np.uint32)
     first_R, next_E = np.zeros(num_ranks + 1, np.int64), first_E[:-1].copy()
     last_rank_E[:] = -1
     for rank in range(num_ranks):
@@ -89,7 +93,7 @@ def list_replicas(expert_RS, num_experts):  # type: ignore[no-untyped-def]
 
 
 class NodeGroups(NamedTuple):
-    """The replicas of a ``ReplicaTable`` by node: a group is a shared expert's on one node. G of them, all int64.
+    """The replicas of a ``ReplicaTable`` by node: a group is a shared expert's on one node. G of them.
 
     An expert with one replica has no group, for its tokens have no choice: with groups of all experts a split of 64
     ranks and 256 experts took 134 us instead of 98.
@@ -98,14 +102,14 @@ class NodeGroups(NamedTuple):
     - ``first_E`` [E + 1]: expert e's groups are ``first_E[e]`` up to ``first_E[e + 1]``, by node;
     - ``first_G``, ``end_G`` [G]: group g's replicas are ``first_G[g]`` up to ``end_G[g]``;
     - ``expert_G`` [G]: whose groups they are;
-    - ``group_P`` [P]: the group of each replica, -1 for an expert's only one.
+    - ``group_P`` int64 [P]: the group of each replica, -1 for an expert's only one.
     """
 
-    expert_F: IntArray
-    first_E: IntArray
-    first_G: IntArray
-    end_G: IntArray
-    expert_G: IntArray
+    expert_F: Indices
+    first_E: Indices
+    first_G: Indices
+    end_G: Indices
+    expert_G: Indices
     group_P: IntArray
 
 
@@ -113,9 +117,9 @@ class NodeGroups(NamedTuple):
 def group_by_node(table, node_R):  # type: ignore[no-untyped-def]
     """Returns the ``NodeGroups`` of a table, for the node of each rank, int64 [R]."""
     num_experts, num_replicas = table.first_E.size - 1, table.rank_P.size
-    first_E, group_P = np.empty(num_experts + 1, np.int64), np.full(num_replicas, -1)
-    first_G, end_G = np.empty(num_replicas, np.int64), np.empty(num_replicas, np.int64)
-    expert_G = np.empty(num_replicas, np.int64)
+    first_E, group_P = np.empty(num_experts + 1, np.uint32), np.full(num_replicas, -1)
+    first_G, end_G = np.empty(num_replicas, np.uint32), np.empty(num_replicas, np.uint32)
+    expert_G = np.empty(num_replicas, np.uint32)
     group = 0
     for expert in range(num_experts):
         first_E[expert] = group
@@ -129,4 +133,6 @@ def group_by_node(table, node_R):  # type: ignore[no-untyped-def]
                 group += 1
             group_P[replica], end_G[group - 1] = group - 1, replica + 1
     first_E[num_experts] = group
-    return NodeGroups(np.sort(table.shared_F), first_E, first_G[:group], end_G[:group], expert_G[:group], group_P)
+    return NodeGroups(
+        np.sort(table.shared_F).astype(np.uint32), first_E, first_G[:group], end_G[:group], expert_G[:group], group_P
+    )

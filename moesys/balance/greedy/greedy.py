@@ -109,7 +109,7 @@ class _Planner:
         self.end = None if config.deadline_ms is None else time.monotonic() + config.deadline_ms / 1e3
         self.node_R = nodes_of(cluster)
         # ranks of one of these may stand for one another
-        self.finest_R = levels_of(cluster)[0] if config.replicas_within == "domain" else self.node_R
+        self.finest_R = levels_of(cluster, self.node_R)[0] if config.replicas_within == "domain" else self.node_R
         usable_R = np.array(usable_slots(slots_R, load.num_experts))
         self.rank_R = np.lexsort((-usable_R, self.finest_R))
         self.slots_R = usable_R[self.rank_R]

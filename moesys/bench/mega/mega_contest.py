@@ -31,7 +31,7 @@ from moesys.config import MegaKernel
 from moesys.kernels.mega.arguments import MegaMemory
 from moesys.kernels.symmetric.heap import Heap
 from moesys.kernels.symmetric.pacing import paced_link
-from moesys.lab.ranks.pool import LocalRanks
+from moesys.lab.ranks.pool import LocalRanks, RankTimeouts
 from moesys.overlap.stages import side_by_side
 
 ON_GPU_RANKS, ON_GPU_BIT_RUNS = 4, 20
@@ -306,7 +306,8 @@ def _on_processes(asked: MegaContest, layer: RanksLayer, tell: Callable[[str], N
     runs = stand_alone_runs(layer, [paced_link(asked.gb_per_s, asked.device) for _ in range(asked.num_ranks)])
     expected = _Together(runs, ()).results()
     tell("bits and times of MegaKernels")
-    with LocalRanks(asked.num_ranks, environment={"TRITON_INTERPRET": "1"}, timeout_s=RANKS_TIMEOUT_S) as ranks:
+    environment, timeouts = {"TRITON_INTERPRET": "1"}, RankTimeouts(run_s=RANKS_TIMEOUT_S)
+    with LocalRanks(asked.num_ranks, environment=environment, timeouts=timeouts) as ranks:
         by_rank = ranks.run(_on_rank, asked, expected)
     return {STAND_ALONE: Outcome(), **of_all_ranks(by_rank)}
 

@@ -12,8 +12,8 @@ from moesys.balance import min_max_load, num_moves, split_tokens
 from moesys.bench.harness.sheets import Column
 from moesys.config import Balance, ClusterSpec, Eplb, EvenSplit, Fsep, ModelShape, Oracle, Predictor, Split, Strategy
 from moesys.layout import ExpertLayout, TokenPlan
+from moesys.layout_schedule import PlanRequest, PlanSource, SolvedPlan
 from moesys.load import IntArray, LoadMatrix
-from moesys.moe.planning import PlanRequest, PlanSource, SolvedPlan
 from moesys.replay import Moment, Replayed, replay_layer
 
 

@@ -16,8 +16,8 @@ from moesys.bench.planner.scored_layers import Contender, layouts_of
 from moesys.config import ClusterSpec, ModelShape, Strategy
 from moesys.config.experiment import Generated
 from moesys.layout import TokenPlan
+from moesys.layout_schedule import PlanSource
 from moesys.load import IntArray
-from moesys.moe.planning import PlanSource
 from moesys.replay import Moment
 from moesys.simulator.step_program import RestOfStep, run_step
 from moesys.traces import generate

@@ -13,8 +13,8 @@ import numpy as np
 from moesys.balance import split_tokens
 from moesys.config import ClusterSpec, EvenSplit
 from moesys.layout import ExpertLayout
+from moesys.layout_schedule import PlanRequest, SolvedPlan
 from moesys.load import IntArray, LoadMatrix
-from moesys.moe.planning import PlanRequest, SolvedPlan
 
 MAX_MOVES = 10
 

@@ -29,7 +29,7 @@ from moesys.bench.shaped.host_steps import (
     measure_pieces,
 )
 from moesys.config import Ep, EvenSplit, FlowSplit, ModelShape, Pipelined, Strategy
-from moesys.lab.ranks.pool import LocalRanks
+from moesys.lab.ranks.pool import LocalRanks, RankTimeouts
 from moesys.lab.runs.environment import available_cores
 from moesys.lab.slow_links.shaped_links import Delay, ShapedLinks, shaped_links
 from moesys.step import LayerPlan, StepPlan, simulation
@@ -216,7 +216,7 @@ def bench_shaped(plans: Sequence[Asked], repeats: int = 7, *, shares: bool = Tru
                 LocalRanks(
                     number,
                     network=links.plan.network(1),
-                    collective_timeout_s=300.0,
+                    timeouts=RankTimeouts(collective_s=300.0),
                     environment=_KEEPING_MEMORY,
                     preload=("moesys.bench.shaped.host_steps",),
                 ) as ranks,

@@ -170,10 +170,10 @@ def _backends() -> Iterator[Check]:
 def _local_ranks() -> Iterator[Check]:
     from time import perf_counter
 
-    from moesys.lab.ranks.pool import LocalRanks
+    from moesys.lab.ranks.pool import LocalRanks, RankTimeouts
 
     start_s = perf_counter()
-    with LocalRanks(2, timeout_s=RANKS_TIMEOUT_S) as ranks:
+    with LocalRanks(2, timeouts=RankTimeouts(run_s=RANKS_TIMEOUT_S)) as ranks:
         sums = ranks.run(_sum_of_ranks)
     if sums != [3.0, 3.0]:
         raise RuntimeError(f"two ranks added 1 and 2 to {sums}")

@@ -13,22 +13,25 @@ from pydantic import ValidationError
 from moesys.lab.commands import refused
 from moesys.lab.runs.experiment_files import in_words, load_experiment
 from moesys.lab.show.console import print_full
+from moesys.tuner.search_bounds import SearchBounds
 from moesys.tuner.space import Space
 
 
 class TuneOptions(TypedDict, total=False):
     """Options of ``tune``, with its defaults."""
 
-    budget: int
     timed: int | None
-    seeds: int
-    memory_gb: float | None
-    seed: int
     threads: int
     fresh: bool
 
 
-def tune_file(file: Path, space: Path | None = None, out: Path = Path("runs"), **options: Unpack[TuneOptions]) -> int:
+def tune_file(
+    file: Path,
+    space: Path | None = None,
+    bounds: SearchBounds | None = None,
+    out: Path = Path("runs"),
+    **options: Unpack[TuneOptions],
+) -> int:
     """Tune the experiment in ``file``, print what was found, and leave it in a folder; under torchrun rank 0 speaks."""
     speaks = os.environ.get("RANK", "0") == "0"
     try:
@@ -39,7 +42,7 @@ def tune_file(file: Path, space: Path | None = None, out: Path = Path("runs"), *
         from moesys.lab.show.tune_progress import TuneProgress
 
         with TuneProgress() as told:
-            result = tune(experiment, declared, out=out, told=told if speaks else None, **options)
+            result = tune(experiment, declared, bounds, out=out, told=told if speaks else None, **options)
     except (ValueError, OSError) as error:
         return refused(error) if speaks else 2
     except KeyboardInterrupt:

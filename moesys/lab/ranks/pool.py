@@ -7,6 +7,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -33,6 +34,21 @@ _STORE_ADDRESS = "127.0.0.1"
 _EXIT_S = 5.0
 
 
+@dataclass(frozen=True)
+class RankTimeouts:
+    """Seconds that ranks get.
+
+    Args:
+        run_s: that a run may take, unless it says otherwise.
+        collective_s: after which gloo gives up on a missing peer.
+        grace_s: that `run` leaves to the other ranks after the first failure, for tracebacks of their own.
+    """
+
+    run_s: float = 60.0
+    collective_s: float = 30.0
+    grace_s: float = 3.0
+
+
 class LocalRanks:
     """Processes on this machine that run functions as the ranks of a process group.
 
@@ -57,9 +73,7 @@ class LocalRanks:
     Args:
         num_ranks: the most ranks that a run may have.
         threads: threads of torch's CPU operators in a rank; numpy's BLAS always has one.
-        timeout_s: seconds that a run may take, unless it says otherwise.
-        collective_timeout_s: seconds after which gloo gives up on a missing peer.
-        grace_s: seconds that `run` leaves to the other ranks after the first failure, for tracebacks of their own.
+        timeouts: what runs and collectives may take.
         setup: a module-level function, called once in every process before its first run.
         environment: variables that every process has from its start; heeded only by the first pool that this process
             starts, like `preload`.
@@ -77,9 +91,7 @@ class LocalRanks:
         num_ranks: int,
         *,
         threads: int = 1,
-        timeout_s: float = 60.0,
-        collective_timeout_s: float = 30.0,
-        grace_s: float = 3.0,
+        timeouts: RankTimeouts = RankTimeouts(),
         setup: Callable[[], None] | None = None,
         environment: Mapping[str, str] | None = None,
         preload: Sequence[str] = (),
@@ -96,9 +108,7 @@ class LocalRanks:
             )
         self.num_ranks = num_ranks
         self._threads = threads
-        self._timeout_s = timeout_s
-        self._collective_timeout_s = collective_timeout_s
-        self._grace_s = grace_s
+        self._timeouts = timeouts
         self._setup = setup
         self._environment = dict(environment or {})
         self._preload = tuple(preload)
@@ -131,7 +141,7 @@ class LocalRanks:
             RankError: a rank raised, died, or gave no answer within `timeout_s` seconds.
             ValueError: `num_ranks` is not between 1 and the size of the pool.
         """
-        outcomes = self.outcomes(fn, *args, num_ranks=num_ranks, timeout_s=timeout_s, grace_s=self._grace_s)
+        outcomes = self.outcomes(fn, *args, num_ranks=num_ranks, timeout_s=timeout_s, grace_s=self._timeouts.grace_s)
         if any(outcome.kind != "returned" for outcome in outcomes):
             raise RankError(outcomes)
         return [outcome.result for outcome in outcomes]
@@ -160,7 +170,7 @@ class LocalRanks:
             ValueError: `num_ranks` is not between 1 and the size of the pool.
         """
         num_ranks = self.num_ranks if num_ranks is None else num_ranks
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
+        timeout_s = self._timeouts.run_s if timeout_s is None else timeout_s
         if not 1 <= num_ranks <= self.num_ranks:
             raise ValueError(f"num_ranks={num_ranks} must be between 1 and {self.num_ranks}, the ranks of the pool")
         call = pickled((fn, args))
@@ -203,7 +213,7 @@ class LocalRanks:
                     _STORE_ADDRESS if self._network is None else self._network.store_address,
                     self._store.port,
                     self._threads,
-                    timedelta(seconds=self._collective_timeout_s),
+                    timedelta(seconds=self._timeouts.collective_s),
                     self._setup,
                     self._network,
                     self._backend,

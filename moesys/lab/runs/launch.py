@@ -134,7 +134,7 @@ class SpawnedRanks(_OneProcess):
         # Not at the top: whoever has nothing left to run need not wait for torch.
         from moesys.balance import warm_up
         from moesys.lab.ranks.outcomes import RankError
-        from moesys.lab.ranks.pool import LocalRanks
+        from moesys.lab.ranks.pool import LocalRanks, RankTimeouts
 
         # here, and not on all ranks at once
         warm_up(trial.strategy.balance, trial.strategy.split)
@@ -146,8 +146,7 @@ class SpawnedRanks(_OneProcess):
             self._ranks = LocalRanks(
                 self._num_ranks,
                 threads=self._threads,
-                timeout_s=_TRIAL_TIMEOUT_S,
-                collective_timeout_s=_COLLECTIVE_TIMEOUT_S,
+                timeouts=RankTimeouts(run_s=_TRIAL_TIMEOUT_S, collective_s=_COLLECTIVE_TIMEOUT_S),
                 environment=_environment_of(self._workload),
                 preload=("moesys.lab.runs.trials", "moesys.train.loop"),
                 network=network,

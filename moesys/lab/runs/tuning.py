@@ -24,15 +24,14 @@ from moesys.traces import save_trace
 from moesys.tuner.costs import Told
 from moesys.tuner.journal import Entry, Journal
 from moesys.tuner.result import Tuned
+from moesys.tuner.search_bounds import SearchBounds
 from moesys.tuner.setting import Setting
 from moesys.tuner.space import Space
 from moesys.tuner.timing import MOST_TRIALS, Clock, TrialFailedError
-from moesys.tuner.tune import SearchBounds, tune_workload
+from moesys.tuner.tune import tune_workload
 from moesys.tuner.workload import Step
 
 JOURNAL, STRATEGY, EXPERIMENT, ROUTING = "journal.jsonl", "tuned.toml", "experiment.toml", "routing.npz"
-# Seeds that the cost model looks at: paired, a few tell strategies apart.
-NUM_SEEDS = 2
 # Of the micro-batches of a training's own routing, those that planners only see.
 _UNTIMED_SHARE = 0.2
 
@@ -51,13 +50,10 @@ class TuneResult:
 def tune(
     experiment: Experiment,
     space: Space | None = None,
+    bounds: SearchBounds | None = None,
     *,
     out: str | Path = "runs",
-    budget: int = 256,
     timed: int | None = None,
-    seeds: int = NUM_SEEDS,
-    memory_gb: float | None = None,
-    seed: int = 0,
     threads: int = 1,
     fresh: bool = False,
     told: Told | None = None,
@@ -65,10 +61,9 @@ def tune(
     """The fastest strategy for ``experiment`` that a search of ``space`` finds. Its own strategies are where the search
     starts, and the first of them is the baseline.
 
-    space: by default one that is made from model, cluster and ``memory_gb`` (``tuner.default_space``). budget: points
-    to look at in the cost model, over the first ``seeds`` seeds. timed: trials on real ranks, at most 30; by default 30
-    of a training, whose times are measured, and none of other workloads, which only the cost model runs. memory_gb: of
-    a rank, 1e9 bytes; None: enough. seed: of everything that the search draws.
+    space: by default one that is made from model, cluster and memory (``tuner.default_space``). bounds: how far to
+    search in the cost model; by default ``SearchBounds()``. timed: trials on real ranks, at most 30; by default 30 of a
+    training, whose times are measured, and none of other workloads, which only the cost model runs.
 
     The same call in the same folder goes on where it was stopped; ``fresh`` begins anew. Under torchrun every rank
     calls this and gets the same result. A script that calls this needs ``if __name__ == "__main__":`` around the call.
@@ -77,12 +72,13 @@ def tune(
     """
     trains = isinstance(experiment.workload, Training)
     timed = MOST_TRIALS * trains if timed is None else timed
-    _check(experiment, timed, budget, seeds, memory_gb)
+    bounds = bounds or SearchBounds()
+    _check(experiment, timed, bounds)
     with closing(place_for(experiment, threads)) as place:
         if not place.writes:
             return _follow(place, experiment)
         try:
-            with closing(_Folder(experiment, Path(out), fresh, threads, seeds)) as folder:
+            with closing(_Folder(experiment, Path(out), fresh, threads, bounds.seeds)) as folder:
                 ranks = _Ranks(place, experiment)
                 workload = folder.workload(ranks)
                 tuned = tune_workload(
@@ -91,7 +87,7 @@ def tune(
                     journal=folder.journal,
                     told=told or Silence(),
                     space=space,
-                    bounds=SearchBounds(budget, memory_gb, seed),
+                    bounds=bounds,
                     mega_kernels=not trains,
                     clock=Clock(ranks.step_ms, timed) if timed else None,
                 )
@@ -111,10 +107,10 @@ class Silence:
     def point(self, entry: Entry) -> None: ...
 
 
-def _check(experiment: Experiment, timed: int, budget: int, seeds: int, memory_gb: float | None) -> None:
-    workload = experiment.workload
-    if budget < 1 or seeds < 1:
-        raise ValueError(f"budget={budget} and seeds={seeds}; both are 1 or more")
+def _check(experiment: Experiment, timed: int, bounds: SearchBounds) -> None:
+    workload, memory_gb = experiment.workload, bounds.memory_gb
+    if bounds.budget < 1 or bounds.seeds < 1:
+        raise ValueError(f"budget={bounds.budget} and seeds={bounds.seeds}; both are 1 or more")
     if memory_gb is not None and not memory_gb > 0:
         raise ValueError(f"memory_gb={memory_gb} holds nothing; declare what a GPU has, or leave it out for enough")
     if timed and not isinstance(workload, Training):

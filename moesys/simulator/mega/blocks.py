@@ -24,6 +24,7 @@ from moesys.simulator.mega.queues import (
     PUSH,
     SUM,
     WEIGHT_GRADIENTS,
+    Exchanged,
     Launch,
     Queues,
     RunsOfKind,
@@ -113,7 +114,7 @@ class Blocks:
             copies_from_G = self.copies[1]
             opens = (np.r_[opens[0], opens[0]], np.r_[opens[1], self.grouped + group])
             wait = np.where(copies_from_G[group] >= 0, self.grouped + copies_from_G[group], -1)
-        fetches = RunsOfKind.of(
+        fetches = RunsOfKind(
             FETCH,
             rank,
             count,
@@ -122,11 +123,11 @@ class Blocks:
             gate=wait,
             needs=needs,
             opens=opens,
-            exchanged=(run, source, a_task * work.row_bytes, share),
+            exchanged=Exchanged(run, source, a_task * work.row_bytes, share),
         )
         unit = mixture.piece_of
         group = units.group_U[unit]
-        multiplied = RunsOfKind.of(
+        multiplied = RunsOfKind(
             PRODUCT,
             units.rank_U[unit],
             mixture.piece,
@@ -156,13 +157,13 @@ class Blocks:
         if not work.apart:
             run_UC = np.empty((len(units), self.column_parts), dtype=np.int64)
             run_UC[of_part, part] = np.arange(len(of_part))
-            exchanged = (
+            exchanged = Exchanged(
                 run_UC[unit].ravel(),
                 np.repeat(source, self.column_parts),
                 np.repeat(tile_bytes / columns, self.column_parts),
                 np.repeat(tile_share, self.column_parts),
             )
-            multiplied = RunsOfKind.of(
+            multiplied = RunsOfKind(
                 PRODUCT,
                 units.rank_U[of_part],
                 tasks,
@@ -184,7 +185,7 @@ class Blocks:
                 RASTER,
             )
             of_run = of_part[mixture.unit]
-            multiplied = RunsOfKind.of(
+            multiplied = RunsOfKind(
                 PRODUCT,
                 units.rank_U[of_run],
                 mixture.end - mixture.first,
@@ -194,7 +195,7 @@ class Blocks:
                 opens=(np.arange(len(of_run)), self.multiplied + of_run),
             )
             away_U = sums(unit, shared, len(units))
-            pushes = RunsOfKind.of(
+            pushes = RunsOfKind(
                 PUSH,
                 units.rank_U,
                 mixture.piece,
@@ -202,7 +203,7 @@ class Blocks:
                 gate=self.multiplied + np.arange(len(units)),
                 group=number_U,
                 opens=(np.arange(len(units)), self.pushed + units.rank_U),
-                exchanged=(unit, source, tile_bytes, tile_share),
+                exchanged=Exchanged(unit, source, tile_bytes, tile_share),
             )
             head = self._mixed(True, multiplied, pushes, mixture.order)
         tail = self._tail()
@@ -237,7 +238,7 @@ class Blocks:
             self.most if parts < WHOLE else max(1, int(tasks_R.max())),
         )
         group = group_Y[mixture.unit]
-        outer = RunsOfKind.of(
+        outer = RunsOfKind(
             OUTER_PRODUCT,
             groups.rank_G[group],
             mixture.end - mixture.first,
@@ -246,14 +247,14 @@ class Blocks:
             flops=flops_Y[mixture.unit],
         )
         rank = mixture.piece_of
-        sums = RunsOfKind.of(
+        sums = RunsOfKind(
             SUM, rank, mixture.piece, compute=(seconds_R / np.maximum(tasks_R, 1))[rank], gate=self.home + rank
         )
         tail = [Launch(self.all_ranks, work.launch_names[1], (outer, sums), mixture.order, True)]
         if not fused:
             by_size = groups.by_size()
             for name, of in zip(WEIGHT_GRADIENTS, each, strict=False):
-                runs = RunsOfKind.of(
+                runs = RunsOfKind(
                     OUTER_PRODUCT,
                     groups.rank_G[by_size],
                     of.tiles_G[by_size],

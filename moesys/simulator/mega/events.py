@@ -21,13 +21,12 @@ import numpy.typing as npt
 from moesys.compiled import borrowing
 from moesys.cost import FloatArray
 from moesys.load import IntArray
+from moesys.simulator.mega.event_heap import Events, pop, push
 from moesys.simulator.mega.shared_links import SharedLinks, begin, first_end, look_at, take_first
-from moesys.simulator.mega.task_runs import Gates, Launches, Runs
+from moesys.simulator.mega.task_runs import Gates, Launches, Machine, Runs
 
 _COMPUTED, _ENDED, _OPENED, _LAUNCHED = range(4)
 _LINK = -1
-# Bits of an event's word: the number of a part, gate or launch, then its kind, then how many were found before it.
-_KIND, _FOUND = 28, 30
 # Of floats that would be equal if they were exact.
 _THROUGH = 1 + 1e-12
 
@@ -80,15 +79,11 @@ def run_all(
     runs: Runs,
     gates: Gates,
     launches: Launches,
+    machine: Machine,
     published_R: FloatArray,
     start_R: FloatArray,
-    seconds_a_byte: FloatArray,
-    programs: int,
-    gap_seconds: float,
-    flag_seconds: float,
 ) -> Times:
-    """Ranks have published at ``published_R`` and launch first at ``start_R``. ``programs``: of every launch.
-    ``gap_seconds``: from the end of a launch to the next one's begin; ``flag_seconds``: until others see one.
+    """Runs all launches on ``machine``. Ranks have published at ``published_R`` and launch first at ``start_R``.
 
     Raises RuntimeError where tasks wait for each other, which no queue that is topological as numbered allows.
     """
@@ -96,7 +91,7 @@ def run_all(
     launch_X = np.repeat(np.arange(num_launches), launches.runs)
     needing, needed = runs.needs
     floor, own = np.zeros(len(launch_X)), launches.rank[launch_X[needing]]
-    np.maximum.at(floor, needing, published_R[needed] + np.where(own == needed, 0.0, flag_seconds))
+    np.maximum.at(floor, needing, published_R[needed] + np.where(own == needed, 0.0, machine.flag_seconds))
     run_rows = _rows(
         _RUN,
         len(launch_X),
@@ -138,28 +133,30 @@ def run_all(
         opens_end=gates.opens.first[1:],
     )
     # A part each may wait, compute or move; a gate each may open, and a rank's launch begin.
-    num_parts = num_ranks * programs
+    num_parts = num_ranks * machine.programs
     size = num_parts + len(gate_rows) + num_ranks
-    events = _Events(np.empty(size), np.empty(size, dtype=np.int64), np.zeros(2, dtype=np.int64))
+    events = Events(np.empty(size), np.empty(size, dtype=np.int64), np.zeros(2, dtype=np.int64))
     for launch in by_rank[is_first]:
-        _push(events, start_R[launches.rank[launch]], _LAUNCHED, launch)
+        push(events, start_R[launches.rank[launch]], _LAUNCHED, launch)
     # A rank's parts are on no more links each than its run with most.
-    num_links, most_R = len(seconds_a_byte), np.zeros(num_ranks, dtype=np.int64)
+    num_links, most_R = len(machine.byte_seconds_L), np.zeros(num_ranks, dtype=np.int64)
     np.maximum.at(most_R, launches.rank[launch_X], np.diff(runs.links.first))
+    room_to_tell = len(gates.opens.value) + 1
     _run(
-        run_rows,
-        np.zeros(num_parts, dtype=_PART),
-        launch_rows,
-        gate_rows,
+        _Rows(run_rows, np.zeros(num_parts, dtype=_PART), launch_rows, gate_rows),
+        _Lists(runs.links.value, runs.link_bytes, runs.opens.value, gates.opens.value),
         events,
-        SharedLinks.of(seconds_a_byte, int(most_R.sum()) * programs),
-        (runs.links.value, runs.link_bytes, runs.opens.value, gates.opens.value),
-        (np.arange(num_parts), np.empty(num_parts, dtype=np.int64), np.empty(num_launches, dtype=np.int64)),
-        (np.empty(num_links, dtype=np.int64), np.zeros(num_links, dtype=np.bool_)),
-        np.empty((2, len(gates.opens.value) + 1), dtype=np.int64),
-        programs,
-        gap_seconds,
-        flag_seconds,
+        SharedLinks.of(machine.byte_seconds_L, int(most_R.sum()) * machine.programs),
+        _Stacks(
+            unused=np.arange(num_parts),
+            begun=np.empty(num_parts, dtype=np.int64),
+            serving=np.empty(num_launches, dtype=np.int64),
+            changed=np.empty(num_links, dtype=np.int64),
+            is_changed=np.zeros(num_links, dtype=np.bool_),
+            told=np.empty(room_to_tell, dtype=np.int64),
+            tellers=np.empty(room_to_tell, dtype=np.int64),
+        ),
+        machine,
     )
     times = Times(
         *(run_rows[name] for name in ("ready", "end", "waited")),
@@ -177,65 +174,44 @@ def _rows(dtype: np.dtype[Any], size: int, **columns: Any) -> npt.NDArray[Any]:
     return found
 
 
-class _Events(NamedTuple):
-    """A binary heap of seconds and words; ``counts``: how many there are, and were."""
+class _Rows(NamedTuple):
+    """What is known of all runs, parts, launches and gates."""
 
-    at: FloatArray
-    word: IntArray
-    counts: IntArray
-
-
-@borrowing
-def _push(events, at, kind, of):  # type: ignore[no-untyped-def]
-    place = events.counts[0]
-    events.counts[0] += 1
-    events.counts[1] += 1
-    word = (events.counts[1] << _FOUND) | (kind << _KIND) | of
-    while place > 0:
-        above = (place - 1) >> 1
-        if events.at[above] < at or (events.at[above] == at and events.word[above] < word):
-            break
-        events.at[place], events.word[place] = events.at[above], events.word[above]
-        place = above
-    events.at[place], events.word[place] = at, word
+    runs: npt.NDArray[Any]
+    parts: npt.NDArray[Any]
+    launches: npt.NDArray[Any]
+    gates: npt.NDArray[Any]
 
 
-@borrowing
-def _pop(events):  # type: ignore[no-untyped-def]
-    """The word of the first event; of equal times in the order in which they were found."""
-    first = events.word[0]
-    events.counts[0] -= 1
-    size = events.counts[0]
-    at, word = events.at[size], events.word[size]
-    place = 0
-    while True:
-        below = 2 * place + 1
-        if below >= size:
-            break
-        right = below + 1
-        if right < size and (
-            events.at[right] < events.at[below]
-            or (events.at[right] == events.at[below] and events.word[right] < events.word[below])
-        ):
-            below = right
-        if at < events.at[below] or (at == events.at[below] and word < events.word[below]):
-            break
-        events.at[place], events.word[place] = events.at[below], events.word[below]
-        place = below
-    events.at[place], events.word[place] = at, word
-    return first
+class _Lists(NamedTuple):
+    """What rows have lists of: links and their bytes, and gates that runs and gates count down."""
+
+    link: IntArray
+    link_bytes: FloatArray
+    opened_by_run: IntArray
+    opened_by_gate: IntArray
+
+
+class _Stacks(NamedTuple):
+    """Numbers of parts that are not used, parts that are ready, launches with idle programs, links with more on them;
+    gates that are to be counted down, and the ranks that do.
+    """
+
+    unused: IntArray
+    begun: IntArray
+    serving: IntArray
+    changed: IntArray
+    is_changed: npt.NDArray[np.bool_]
+    told: IntArray
+    tellers: IntArray
 
 
 @borrowing
-def _run(  # type: ignore[no-untyped-def]
-    runs, parts, launches, gates, events, links, tables, stacks, changes, tells, programs, gap_seconds, flag_seconds
-):
-    link_of, link_bytes, opened_by_run, opened_by_gate = tables
-    # Numbers of parts that are not used, parts that are ready, launches with idle programs, links with more on them.
-    unused, begun, serving = stacks
-    changed, is_changed = changes
-    # Gates that are to be counted down, and the ranks that do.
-    told, tellers = tells[0], tells[1]
+def _run(rows, lists, events, links, stacks, machine):  # type: ignore[no-untyped-def]
+    runs, parts, launches, gates = rows
+    link_of, link_bytes, opened_by_run, opened_by_gate = lists
+    unused, begun, serving, changed, is_changed, told, tellers = stacks
+    programs, gap_seconds, flag_seconds, _ = machine
     num_unused, num_begun, num_serving, num_changed = len(unused), 0, 0, 0
     while True:
         now = links.due[links.first_due[1]]
@@ -245,8 +221,7 @@ def _run(  # type: ignore[no-untyped-def]
             break
         while True:
             if events.counts[0] > 0 and events.at[0] == now:
-                word = _pop(events)
-                kind, what = (word >> _KIND) & ((1 << (_FOUND - _KIND)) - 1), word & ((1 << _KIND) - 1)
+                kind, what = pop(events)
             elif links.due[links.first_due[1]] == now:
                 kind, what = _LINK, links.first_due[1]
             else:
@@ -266,7 +241,7 @@ def _run(  # type: ignore[no-untyped-def]
                     links.active[what] -= part.programs
                     part.links -= 1
                     if part.links == 0:
-                        _push(events, max(now, part.memory_end) + runs[part.run].latency, _ENDED, number)
+                        push(events, max(now, part.memory_end) + runs[part.run].latency, _ENDED, number)
                 look_at(links, what, first_end(links, what))
             elif kind == _COMPUTED:
                 part = parts[what]
@@ -301,7 +276,7 @@ def _run(  # type: ignore[no-untyped-def]
                         gate.open_at = max(gate.open_at, now + (flag_seconds if gate.rank != teller else 0.0))
                         if gate.pending == 0:
                             if gate.last_part >= 0:
-                                _push(events, gate.open_at, _OPENED, number)
+                                push(events, gate.open_at, _OPENED, number)
                             # What it opens is told by its rank, once.
                             times = 1
                             for other in range(gate.opens, gate.opens_end):
@@ -349,7 +324,7 @@ def _run(  # type: ignore[no-untyped-def]
                 if run.gate >= 0 and (gates[run.gate].pending > 0 or gates[run.gate].open_at > now):
                     gate = gates[run.gate]
                     if gate.pending <= 0 and gate.last_part < 0:
-                        _push(events, gate.open_at, _OPENED, run.gate)
+                        push(events, gate.open_at, _OPENED, run.gate)
                     part.before = gate.last_part
                     gate.last_part = number
                 else:
@@ -361,7 +336,7 @@ def _run(  # type: ignore[no-untyped-def]
                 if launch.gone == programs:
                     launch.end = now
                     if launch.next >= 0:
-                        _push(events, now + gap_seconds, _LAUNCHED, launch.next)
+                        push(events, now + gap_seconds, _LAUNCHED, launch.next)
         num_serving = 0
 
         for place in range(num_begun):
@@ -374,9 +349,9 @@ def _run(  # type: ignore[no-untyped-def]
                 run.ready = begins
             at = begins + part.rounds * run.compute
             if part.links > 0:
-                _push(events, at, _COMPUTED, number)
+                push(events, at, _COMPUTED, number)
             else:
-                _push(events, at + part.rounds * (run.memory + run.latency), _ENDED, number)
+                push(events, at + part.rounds * (run.memory + run.latency), _ENDED, number)
         num_begun = 0
 
         for place in range(num_changed):

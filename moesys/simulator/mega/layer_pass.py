@@ -18,7 +18,7 @@ from moesys.load import IntArray
 from moesys.simulator.mega.blocks import queues_of_blocks
 from moesys.simulator.mega.events import Times, run_all
 from moesys.simulator.mega.queues import FETCH, OUTER_PRODUCT, PRODUCT, PUSH, SUM, Queues
-from moesys.simulator.mega.task_runs import Runs, seconds_a_byte
+from moesys.simulator.mega.task_runs import Machine, Runs
 from moesys.simulator.mega.task_seconds import TaskSeconds
 from moesys.simulator.mega.tile_order import BoolArray
 from moesys.simulator.mega.units import Coarseness
@@ -77,11 +77,10 @@ class QueuedPass:
     see there.
     """
 
-    cluster: ClusterSpec
+    machine: Machine
     plan: TokenPlan
     queues: Queues
     runs: Runs
-    programs: int
     link_seconds: tuple[FloatArray, FloatArray]
     publish_seconds_R: FloatArray
 
@@ -96,12 +95,13 @@ class QueuedPass:
     ) -> QueuedPass:
         work = TaskSeconds(overlap, model, cluster, backward)
         coarse = Coarseness.of(work, plan, cluster) if coarse is None else coarse
-        queues, byte_seconds_L = queues_of_blocks(work, cluster, plan, coarse), seconds_a_byte(cluster)
+        queues, machine = queues_of_blocks(work, cluster, plan, coarse), Machine.of(cluster, coarse.programs)
+        byte_seconds_L = machine.byte_seconds_L
         link_seconds, publish_seconds_R = link_seconds_of(queues, byte_seconds_L), publish_seconds(model, cluster, plan)
         runs = queues.runs
         if coarse.quiet > 0:
             runs = runs.without_quiet_links(byte_seconds_L, link_seconds[0] + link_seconds[1], coarse.quiet)
-        return QueuedPass(cluster, plan, queues, runs, coarse.programs, link_seconds, publish_seconds_R)
+        return QueuedPass(machine, plan, queues, runs, link_seconds, publish_seconds_R)
 
     def run(self, start_R: FloatArray, experts_R: FloatArray | None = None) -> MegaPass:
         """Each rank enters at ``start_R`` and has its experts at ``experts_R``, None: before it needs them. Until then
@@ -109,19 +109,10 @@ class QueuedPass:
         """
         published_R = start_R + self.publish_seconds_R
         begin_R = published_R if experts_R is None else np.maximum(published_R, experts_R)
-        queues, gap_seconds = self.queues, self.cluster.launch_us * 1e-6
-        times = run_all(
-            self.runs,
-            queues.gates,
-            queues.launches,
-            published_R,
-            begin_R + gap_seconds,
-            seconds_a_byte(self.cluster),
-            self.programs,
-            gap_seconds,
-            self.cluster.flag_us * 1e-6,
-        )
-        return pass_of(queues, times, self.programs, self.link_seconds, begin_R, self.plan)
+        queues, machine = self.queues, self.machine
+        launched_R = begin_R + machine.gap_seconds
+        times = run_all(self.runs, queues.gates, queues.launches, machine, published_R, launched_R)
+        return pass_of(queues, times, machine.programs, self.link_seconds, begin_R, self.plan)
 
 
 def queued_ahead(

@@ -5,9 +5,9 @@ R ranks, L links as in ``cost.link_seconds``, X runs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,9 +26,18 @@ FETCH, PRODUCT, PUSH, SUM, OUTER_PRODUCT = range(len(KINDS))
 # Launches of their own, of a layer's two matrices.
 WEIGHT_GRADIENTS = ("weight_gradient_up", "weight_gradient_down")
 
-# (run, peer, bytes of a task that they exchange, part of the run's tasks that do).
-Exchanged = tuple[IntArray, IntArray, FloatArray, FloatArray]
-Number = TypeVar("Number", np.int64, np.float64)
+
+class Exchanged(NamedTuple):
+    """What runs exchange with peers: ``amount``: bytes of a task; ``share``: the part of the run's tasks that do."""
+
+    run: IntArray
+    peer: IntArray
+    amount: FloatArray
+    share: FloatArray
+
+
+_NO_PAIRS = (np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
+_NOTHING = Exchanged(*_NO_PAIRS, np.zeros(0), np.zeros(0))
 
 
 @dataclass(frozen=True)
@@ -36,52 +45,21 @@ class RunsOfKind:
     """Runs of one kind and launch, a rank's in order of their numbers, as ``task_runs.Runs`` has them.
 
     ``rank``: rising. ``group``: whose rows they handle, -1 for sums. ``flops``: of a task, whole tiles. ``needs``:
-    pairs of run and rank, ``opens``: of run and gate. ``exchanged``: what a task exchanges with peers.
+    pairs of run and rank, ``opens``: of run and gate. ``exchanged``: what a task exchanges with peers. What
+    is not said is nothing.
     """
 
     kind: int
     rank: IntArray
     tasks: IntArray
-    compute: FloatArray
-    memory: FloatArray
-    gate: IntArray
-    group: IntArray
-    flops: FloatArray
-    needs: Pairs
-    opens: Pairs
-    exchanged: Exchanged
-
-    @staticmethod
-    def of(
-        kind: int,
-        rank: IntArray | int,
-        tasks: IntArray,
-        *,
-        compute: FloatArray | None = None,
-        memory: FloatArray | None = None,
-        gate: IntArray | None = None,
-        group: IntArray | None = None,
-        flops: FloatArray | None = None,
-        needs: Pairs | None = None,
-        opens: Pairs | None = None,
-        exchanged: Exchanged | None = None,
-    ) -> RunsOfKind:
-        """What is not said is nothing."""
-        zero, none = np.zeros(len(tasks)), np.full(len(tasks), -1)
-        nowhere = np.zeros(0, dtype=np.int64)
-        return RunsOfKind(
-            kind,
-            np.broadcast_to(rank, len(tasks)),
-            tasks,
-            zero if compute is None else compute,
-            zero if memory is None else memory,
-            none if gate is None else gate,
-            none if group is None else group,
-            zero if flops is None else flops,
-            (nowhere, nowhere) if needs is None else needs,
-            (nowhere, nowhere) if opens is None else opens,
-            (nowhere, nowhere, np.zeros(0), np.zeros(0)) if exchanged is None else exchanged,
-        )
+    compute: FloatArray | float = 0.0
+    memory: FloatArray | float = 0.0
+    gate: IntArray | int = -1
+    group: IntArray | int = -1
+    flops: FloatArray | float = 0.0
+    needs: Pairs = _NO_PAIRS
+    opens: Pairs = _NO_PAIRS
+    exchanged: Exchanged = _NOTHING
 
     def __len__(self) -> int:
         return len(self.tasks)
@@ -167,10 +145,11 @@ class Queues:
         np.add.at(size_L, (rank[order], stage[order]), 1)
         size_L = size_L[rank_L, stage_L]
 
-        def placed(values: list[npt.NDArray[Number]]) -> npt.NDArray[Number]:
-            return np.concatenate(values)[order]
+        def placed(values: Iterable[npt.ArrayLike]) -> npt.NDArray[Any]:
+            each = [np.broadcast_to(value, len(kind)) for value, kind in zip(values, kinds, strict=True)]
+            return np.concatenate(each)[order]
 
-        rank_X, kind_X = rank[order], placed([np.full(len(kind), kind.kind) for kind in kinds])
+        rank_X, kind_X = rank[order], placed([kind.kind for kind in kinds])
         whole = placed([kind.tasks for kind in kinds])
         tasks = np.ceil(whole / together - 1e-9).astype(np.int64)
         times = whole / np.maximum(tasks, 1)
@@ -212,9 +191,11 @@ class Queues:
 
 def _peers(kinds: Sequence[RunsOfKind], firsts: IntArray, place: IntArray, times: FloatArray) -> Exchanged:
     """Of all kinds, ``times`` as much a task."""
-    found = [(place[first + kind.exchanged[0]], *kind.exchanged[1:]) for first, kind in zip(firsts, kinds, strict=True)]
+    found = [
+        (place[first + kind.exchanged.run], *kind.exchanged[1:]) for first, kind in zip(firsts, kinds, strict=True)
+    ]
     run, peer, amount, share = (np.concatenate(values) for values in zip(*found, strict=True))
-    return run, peer, amount * times[run], share
+    return Exchanged(run, peer.astype(np.int64), (amount * times[run]).astype(np.float64), share.astype(np.float64))
 
 
 def _links(
@@ -223,24 +204,17 @@ def _links(
     """Which links each run moves bytes over, how many a task, and the latency behind them, [X]. That is the mean of its
     tasks', of which some wait for no peer; one that waits for several waits for them at once.
     """
-    run, peer, amount, share = peers
-    latency_X, first, link = (
-        np.zeros(len(rank_X)),
-        np.zeros(len(rank_X) + 1, np.int64),
-        np.empty(2 * len(run), np.int64),
-    )
-    link_bytes = np.empty(2 * len(run))
+    num_peers = len(peers.run)
+    latency_X, first = np.zeros(len(rank_X)), np.zeros(len(rank_X) + 1, np.int64)
+    link, link_bytes = np.empty(2 * num_peers, np.int64), np.empty(2 * num_peers)
     node_R = np.asarray(cluster.node_of_rank, dtype=np.int64)
     latency_seconds = (cluster.intra_node_us * 1e-6, cluster.inter_node_us * 1e-6)
     found = _crossed(
         rank_X.astype(np.int64),
         pulls_X,
-        Table.of(run, np.arange(len(run)), len(rank_X)),
-        peer.astype(np.int64),
-        amount.astype(np.float64),
-        share.astype(np.float64),
+        Table.of(peers.run, np.arange(num_peers), len(rank_X)),
+        peers,
         node_R,
-        cluster.num_nodes,
         latency_seconds,
         (first, link, link_bytes, latency_X),
         np.full(2 * (cluster.num_ranks + cluster.num_nodes), -1),
@@ -249,12 +223,11 @@ def _links(
 
 
 @borrowing
-def _crossed(  # type: ignore[no-untyped-def]
-    rank_X, pulls_X, entries, peer, amount, share, node_R, num_nodes, latency_seconds, found, place_L
-):
+def _crossed(rank_X, pulls_X, entries, peers, node_R, latency_seconds, found, place_L):  # type: ignore[no-untyped-def]
     """Fills ``found`` run by run, a link of each once, and says how many these are. ``place_L``: -1 for all links."""
+    _, peer, amount, share = peers
     first, link_of, link_bytes, latency_X = found
-    R, size = len(node_R), 0
+    R, num_nodes, size = len(node_R), node_R[-1] + 1, 0
     for run in range(len(rank_X)):
         own, first[run], longest = rank_X[run], size, 0.0
         for entry in entries.value[entries.first[run] : entries.first[run + 1]]:

@@ -80,13 +80,27 @@ class Launches(NamedTuple):
     runs: IntArray
 
 
+class Machine(NamedTuple):
+    """What launches run on.
+
+    ``programs``: of every launch. ``gap_seconds``: from the end of a launch to the next one's begin. ``flag_seconds``:
+    until other ranks see a flag. ``byte_seconds_L``: seconds of a byte on each link, [2·R + 2·N].
+    """
+
+    programs: int
+    gap_seconds: float
+    flag_seconds: float
+    byte_seconds_L: FloatArray
+
+    @staticmethod
+    def of(cluster: ClusterSpec, programs: int) -> Machine:
+        """The ranks of ``cluster``, each with so many programs."""
+        intra, inter = 1 / (cluster.intra_node_gb_per_s * 1e9), 1 / (cluster.inter_node_gb_per_s * 1e9)
+        byte_seconds_L = np.concatenate([np.full(2 * cluster.num_ranks, intra), np.full(2 * cluster.num_nodes, inter)])
+        return Machine(programs, cluster.launch_us * 1e-6, cluster.flag_us * 1e-6, byte_seconds_L)
+
+
 def number_in_rank(rank: IntArray) -> IntArray:
     """Of what lies rank by rank, how many of its rank come before each."""
     size = np.bincount(rank)
     return np.arange(len(rank)) - np.repeat(size.cumsum() - size, size)
-
-
-def seconds_a_byte(cluster: ClusterSpec) -> FloatArray:
-    """Of each link, [2·R + 2·N], as ``cost.link_seconds`` has them."""
-    intra, inter = 1 / (cluster.intra_node_gb_per_s * 1e9), 1 / (cluster.inter_node_gb_per_s * 1e9)
-    return np.concatenate([np.full(2 * cluster.num_ranks, intra), np.full(2 * cluster.num_nodes, inter)])

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from moesys.lab.ranks.outcomes import RankError
-from moesys.lab.ranks.pool import LocalRanks
+from moesys.lab.ranks.pool import LocalRanks, RankTimeouts
 
 
 def sum_of_ranks(offset: float) -> tuple[int, int, float]:
@@ -161,7 +161,7 @@ def test_an_exception_comes_back_with_the_tracebacks_of_all_that_failed(ranks: L
 
 
 def test_others_that_do_not_fail_get_a_short_grace(ranks: LocalRanks) -> None:
-    with LocalRanks(2, grace_s=0.2) as pool, pytest.raises(RankError) as caught:
+    with LocalRanks(2, timeouts=RankTimeouts(grace_s=0.2)) as pool, pytest.raises(RankError) as caught:
         pool.run(fail_first_sleep_second)
     assert "rank 1 gave no answer within 0.2 s of the first failure" in str(caught.value)
     assert "in fail_first_sleep_second" in caught.value.failures[1]

@@ -6,7 +6,7 @@ import pytest
 from moesys.config import ClusterSpec, Ep, FlowSplit, Fsep, Greedy, MegaKernel, ModelShape, Pipelined, Strategy
 from moesys.config.experiment import Generated, Replay, Training
 from moesys.lab.runs.trials import METRICS, run_measured, run_simulated
-from moesys.moe.planning import LayoutSchedule
+from moesys.layout_schedule import LayoutSchedule
 from moesys.traces import Trace, save_trace
 
 MODEL = ModelShape(hidden_size=16, intermediate_size=8, num_experts=4, top_k=2)

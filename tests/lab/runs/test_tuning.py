@@ -24,6 +24,7 @@ from moesys.lab.runs.experiment_files import load_experiment
 from moesys.lab.runs.trials import run_simulated
 from moesys.lab.runs.tuning import tune
 from moesys.traces import generate, save_trace
+from moesys.tuner.search_bounds import SearchBounds
 from moesys.tuner.space import Space
 
 SPACE = Space(
@@ -55,7 +56,7 @@ def journal_of(folder: Path) -> list[dict]:
 
 def test_what_is_found_can_be_run_and_explained(tmp_path, capsys):
     file, space = written(tmp_path, simulation(strategies=(EP, FSEP)), SPACE)
-    assert tune_file(file, space, tmp_path, budget=6) == 0
+    assert tune_file(file, space, SearchBounds(6), tmp_path) == 0
     told = capsys.readouterr().out
     assert "SIMULATED: simulated, tuning" in told
     assert "MEASURED" not in told
@@ -87,14 +88,14 @@ def test_a_start_that_does_not_fit_is_the_baseline_and_never_the_pick(tmp_path):
     workload = simulation().workload.replace(tokens_per_rank=1, num_layers=8)
     experiment = simulation(strategies=(wide, EP), workload=workload)
     # Room for a rank's 4 experts and their optimizer in 8 layers, and not for 8 more in each.
-    result = tune(experiment, SPACE, out=tmp_path, budget=6, memory_gb=8 * 4 * plain * 20 / 1e9)
+    result = tune(experiment, SPACE, SearchBounds(6, memory_gb=8 * 4 * plain * 20 / 1e9), out=tmp_path)
     assert result.tuned.search.baseline.strategy.name == "wide"
     assert all(one.strategy.name != "wide" for one in result.tuned.search.ranking)
 
 
 def test_the_result_is_what_run_simulates(tmp_path):
     experiment = simulation()
-    result = tune(experiment, SPACE, out=tmp_path, budget=6)
+    result = tune(experiment, SPACE, SearchBounds(6), out=tmp_path)
     tuned, ranking = result.tuned, result.tuned.search.ranking
     assert tuned.decided_by == "simulated"
     assert tuned.strategy.fingerprint() == ranking[0].strategy.fingerprint()
@@ -109,9 +110,9 @@ def test_the_result_is_what_run_simulates(tmp_path):
 
 
 def test_another_folder_or_seed_gives_the_same_costs(tmp_path):
-    first = tune(simulation(), SPACE, out=tmp_path / "a", budget=6)
-    again = tune(simulation(), SPACE, out=tmp_path / "a", budget=6)
-    elsewhere = tune(simulation(), SPACE, out=tmp_path / "b", budget=6)
+    first = tune(simulation(), SPACE, SearchBounds(6), out=tmp_path / "a")
+    again = tune(simulation(), SPACE, SearchBounds(6), out=tmp_path / "a")
+    elsewhere = tune(simulation(), SPACE, SearchBounds(6), out=tmp_path / "b")
     assert first.tuned == again.tuned == elsewhere.tuned
     assert len(journal_of(tmp_path / "a")) == len(journal_of(tmp_path / "b"))
 
@@ -119,7 +120,7 @@ def test_another_folder_or_seed_gives_the_same_costs(tmp_path):
 def test_a_killed_tuning_goes_on_where_it_was(tmp_path):
     experiment = simulation(workload=simulation().workload.replace(steps=4))
     file, space = written(tmp_path, experiment, SPACE)
-    whole = tune(experiment, SPACE, out=tmp_path / "whole", budget=12)
+    whole = tune(experiment, SPACE, SearchBounds(12), out=tmp_path / "whole")
     lines = journal_of(tmp_path / "whole")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     command = [sys.executable, "-m", "moesys", "tune", str(file), "--space", str(space), "--budget", "12"]
@@ -135,7 +136,7 @@ def test_a_killed_tuning_goes_on_where_it_was(tmp_path):
     runner.stderr.close()
     kept = journal_of(tmp_path / "killed")
     assert 0 < len(kept) < len(lines)
-    resumed = tune(experiment, SPACE, out=tmp_path / "killed", budget=12)
+    resumed = tune(experiment, SPACE, SearchBounds(12), out=tmp_path / "killed")
     # No cost was found out twice, and the end is the same.
     assert journal_of(tmp_path / "killed") == lines
     assert lines[: len(kept)] == kept
@@ -145,7 +146,7 @@ def test_a_killed_tuning_goes_on_where_it_was(tmp_path):
 def test_a_training_is_timed_and_clocks_decide(tmp_path, capsys):
     experiment = training(workload=training().workload.replace(steps=3))
     file, space = written(tmp_path, experiment, SPACE)
-    assert tune_file(file, space, tmp_path, budget=4, timed=6) == 0
+    assert tune_file(file, space, SearchBounds(4), tmp_path, timed=6) == 0
     told = capsys.readouterr().out
     assert "MEASURED: trained, tuning" in told
     assert "SIMULATED: trained, tuning" in told
@@ -155,25 +156,25 @@ def test_a_training_is_timed_and_clocks_decide(tmp_path, capsys):
     assert 2 <= len(timed) <= 6
     assert timed[0]["name"] == "ep"
     # The second time there is nothing left to find out.
-    assert tune_file(file, space, tmp_path, budget=4, timed=6) == 0
+    assert tune_file(file, space, SearchBounds(4), tmp_path, timed=6) == 0
     assert journal_of(tmp_path) == entries
     (folder,) = tmp_path.glob("trained-*-tuned")
     (folder / "routing.npz").unlink()
-    assert tune_file(file, space, tmp_path, budget=4, timed=6) == 2
+    assert tune_file(file, space, SearchBounds(4), tmp_path, timed=6) == 2
     assert "routing.npz is gone, on which its journal stands" in capsys.readouterr().err
 
 
 def test_a_journal_is_of_one_source_and_of_times_of_one_number_of_threads(tmp_path, monkeypatch):
     experiment = training(workload=training().workload.replace(steps=1))
-    tune(experiment, SPACE, out=tmp_path, budget=2, timed=2)
+    tune(experiment, SPACE, SearchBounds(2), out=tmp_path, timed=2)
     # Whatever torch has in this process.
     monkeypatch.setattr("torch.get_num_threads", lambda: 7)
-    tune(experiment, SPACE, out=tmp_path, budget=2, timed=2)
+    tune(experiment, SPACE, SearchBounds(2), out=tmp_path, timed=2)
     with pytest.raises(ValueError, match=r"is of another machine, under which .* begin anew with --fresh"):
-        tune(experiment, SPACE, out=tmp_path, budget=2, timed=2, threads=2)
+        tune(experiment, SPACE, SearchBounds(2), out=tmp_path, timed=2, threads=2)
     monkeypatch.setattr(environment, "source_digest", lambda: "0123456789ab")
     with pytest.raises(ValueError, match=r"is of another moesys, under which .* begin anew with --fresh"):
-        tune(experiment, SPACE, out=tmp_path, budget=2, timed=2)
+        tune(experiment, SPACE, SearchBounds(2), out=tmp_path, timed=2)
 
 
 UNDER_TORCHRUN = """
@@ -183,6 +184,7 @@ import torch.distributed as dist
 from moesys.lab.runs import launch
 from moesys.lab.runs.experiment_files import load_experiment
 from moesys.lab.runs.tuning import tune
+from moesys.tuner.search_bounds import SearchBounds
 from moesys.tuner.space import Space
 
 measured = launch.run_measured
@@ -202,14 +204,14 @@ class Told:
 experiment, told = load_experiment(Path("experiment.json")), Told()
 space = Space.from_toml(Path("space.toml").read_text())
 launch.run_measured = fails_on_rank_1
-result = tune(experiment, space, out="runs", budget=2, timed=5, told=told)
+result = tune(experiment, space, SearchBounds(2), out="runs", timed=5, told=told)
 failed = [f"{strategy.name}: {reason}" for strategy, reason in result.tuned.timing.failed]
 try:
-    tune(experiment, space, out="runs", budget=2, timed=5, threads=2)
+    tune(experiment, space, SearchBounds(2), out="runs", timed=5, threads=2)
 except ValueError as error:
     refusal = str(error)
 # Nothing is left to find out.
-again = tune(experiment, space, out="runs", budget=2, timed=5).tuned == result.tuned
+again = tune(experiment, space, SearchBounds(2), out="runs", timed=5).tuned == result.tuned
 text = [result.tuned.to_toml(), str(failed), refusal, str(again)]
 Path(os.environ["RANK"]).write_text("|".join(text) + f"|{told.stages > 0}")
 """
@@ -253,11 +255,11 @@ def test_a_journal_is_of_the_traces_of_all_seeds_that_are_looked_at(tmp_path):
     experiment = simulation(workload=Replay(trace=str(tmp_path / "{seed}.npz"), warmup=1))
     for seed in (0, 1):
         record(seed, skew=1.0)
-    first = tune(experiment, SPACE, out=tmp_path, budget=3)
+    first = tune(experiment, SPACE, SearchBounds(3), out=tmp_path)
     record(1, skew=2.0)
     with pytest.raises(ValueError, match=r"is of another trace, under which .* begin anew with --fresh"):
-        tune(experiment, SPACE, out=tmp_path, budget=3)
-    assert tune(experiment, SPACE, out=tmp_path, budget=3, fresh=True).tuned != first.tuned
+        tune(experiment, SPACE, SearchBounds(3), out=tmp_path)
+    assert tune(experiment, SPACE, SearchBounds(3), out=tmp_path, fresh=True).tuned != first.tuned
 
 
 def test_a_space_of_one_point_is_that_point_and_says_so_beside_every_field(tmp_path):
@@ -276,7 +278,7 @@ def test_mega_kernels_are_simulated_with_the_others(tmp_path):
         {path: values for path, values in SPACE.root.items() if path != "overlap.chunks"}
         | {"overlap": ("sequential", "mega_kernel")}
     )
-    found = tune(simulation(), space, out=tmp_path, budget=20).tuned.search
+    found = tune(simulation(), space, SearchBounds(20), out=tmp_path).tuned.search
     assert {one.strategy.overlap.kind for one in found.ranking} >= {"sequential", "mega_kernel"}
     assert found.refused == ()
 
@@ -293,32 +295,36 @@ def test_mega_kernels_are_simulated_with_the_others(tmp_path):
         ),
         (
             simulation(),
-            {"memory_gb": 1e-6},
+            {"bounds": SearchBounds(3, memory_gb=1e-6)},
             r"knows no point of the space: none fits into 1e-06 GB; widen space, or raise memory_gb",
         ),
-        (simulation(), {"memory_gb": 0.0}, "memory_gb=0.0 holds nothing; declare what a GPU has"),
-        (simulation(), {"memory_gb": float("nan")}, "memory_gb=nan holds nothing; declare what a GPU has"),
+        (simulation(), {"bounds": SearchBounds(memory_gb=0.0)}, "memory_gb=0.0 holds nothing; declare what a GPU has"),
+        (
+            simulation(),
+            {"bounds": SearchBounds(memory_gb=float("nan"))},
+            "memory_gb=nan holds nothing; declare what a GPU has",
+        ),
     ],
 )
 def test_what_cannot_be_tuned_is_refused(tmp_path, experiment, options, reason):
     with pytest.raises(ValueError, match=reason):
-        tune(experiment, SPACE, out=tmp_path, budget=3, **options)
+        tune(experiment, SPACE, out=tmp_path, **{"bounds": SearchBounds(3)} | options)
 
 
 def test_a_folder_of_another_workload_is_another_folder_and_fresh_keeps_the_old(tmp_path):
-    tune(simulation(), SPACE, out=tmp_path, budget=3)
-    tune(simulation(workload=simulation().workload.replace(skew=0.2)), SPACE, out=tmp_path, budget=3)
+    tune(simulation(), SPACE, SearchBounds(3), out=tmp_path)
+    tune(simulation(workload=simulation().workload.replace(skew=0.2)), SPACE, SearchBounds(3), out=tmp_path)
     folders = sorted(tmp_path.glob("simulated-*-tuned"))
     assert len(folders) == 2
     before = (folders[0] / "journal.jsonl").read_bytes()
     experiment = load_experiment(folders[0] / "experiment.toml")
-    tune(simulation(workload=experiment.workload), SPACE, out=tmp_path, budget=3, fresh=True)
+    tune(simulation(workload=experiment.workload), SPACE, SearchBounds(3), out=tmp_path, fresh=True)
     assert (folders[0] / "before" / "journal.jsonl").read_bytes() == before
 
 
 def test_a_strategy_that_is_called_tuned_keeps_its_name(tmp_path):
     named = FSEP.replace(name="tuned", sharding=Fsep(slots_per_rank=8))
-    result = tune(simulation(strategies=(EP, named)), SPACE, out=tmp_path, budget=4)
+    result = tune(simulation(strategies=(EP, named)), SPACE, SearchBounds(4), out=tmp_path)
     assert [strategy.name for strategy in result.experiment.strategies] == ["ep", "tuned", "tuned-2"]
     assert Strategy.from_toml((result.path / "tuned.toml").read_text()) == result.tuned.strategy
 
@@ -336,5 +342,5 @@ def test_a_strategy_that_is_called_tuned_keeps_its_name(tmp_path):
 def test_a_space_that_is_none_is_told(tmp_path, capsys, name, text, reason):
     (tmp_path / name).write_bytes(text if isinstance(text, bytes) else text.encode())
     file, _ = written(tmp_path, simulation())
-    assert tune_file(file, tmp_path / name, tmp_path) == 2
+    assert tune_file(file, tmp_path / name, out=tmp_path) == 2
     assert reason in capsys.readouterr().err

@@ -11,8 +11,8 @@ import moesys as ms
 from moesys.balance import plan_layout
 from moesys.config import Greedy
 from moesys.layout import ExpertLayout
+from moesys.layout_schedule import InlinePlanner, LayoutSchedule, PlanRequest, PlanTicket
 from moesys.load import LoadMatrix
-from moesys.moe.planning import InlinePlanner, LayoutSchedule, PlanRequest, PlanTicket
 
 MODEL = ms.ModelShape(hidden_size=8, intermediate_size=8, num_experts=6, top_k=2)
 CLUSTER = ms.ClusterSpec(num_nodes=2, ranks_per_node=2)
@@ -102,7 +102,7 @@ def test_moves_cost_tokens_over_a_plans_life_in_the_unit_of_the_load(
 
     strategy = FSEP.replace(balance=ms.Greedy(move_tokens=100), predictor=predictor, replan_every=replan_every)
     requests = requests_of(strategy)
-    monkeypatch.setattr("moesys.moe.planning.plan_layout", note)
+    monkeypatch.setattr("moesys.layout_schedule.plan_layout", note)
     for request in requests:
         request.solve()
     assert asked[:3] == move_tokens
@@ -115,7 +115,7 @@ def test_only_a_plan_that_one_rank_makes_for_all_has_a_deadline(monkeypatch: pyt
         deadlines.append(config.deadline_ms)
         return plan_layout(load, cluster, ms.Static(), 3)
 
-    monkeypatch.setattr("moesys.moe.planning.plan_layout", note)
+    monkeypatch.setattr("moesys.layout_schedule.plan_layout", note)
     [request, *_] = requests_of(FSEP.replace(balance=ms.Greedy(deadline_ms=5.0)))
     assert set(deadlines) == {None}
     deadlines.clear()

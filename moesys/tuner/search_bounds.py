@@ -1,0 +1,19 @@
+"""SearchBounds: how far a search for a strategy goes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SearchBounds:
+    """How far ``tune`` searches in the cost model.
+
+    budget: points to look at. seeds: how many of the experiment's, of which paired a few tell strategies apart.
+    memory_gb: of a rank, 1e9 bytes; None: enough. seed: of everything that the search draws.
+    """
+
+    budget: int = 256
+    seeds: int = 2
+    memory_gb: float | None = None
+    seed: int = 0
