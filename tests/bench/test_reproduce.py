@@ -147,6 +147,7 @@ def test_a_perfect_simulation_has_no_misfit():
     assert told(1.1) == pytest.approx(np.sqrt(0.1**2 * 3 / 5))
 
 
+@pytest.mark.slow
 def test_the_fit_draws_its_best_routings_again_and_knows_what_draws_cannot_tell(monkeypatch):
     tiny = {"SKEW_GROWTHS": (2.5,), "CALMS": (4.0, 9.0), "DISPATCHERS_MS": (8.0,), "FINALISTS": 1}
     tiny["FINAL_DISPATCHERS_MS"] = (8.0, 40.0)

@@ -19,6 +19,13 @@ FILES = sorted(FOLDER.glob("*.py"))
 PAGE_LINES = 60
 
 every_file = pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+# Others train too, in seconds.
+SLOW = ("convergence", "mega_interpret", "overlap_ablation")
+every_file_in_small = pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=pytest.mark.slow) if path.stem in SLOW else path for path in FILES],
+    ids=lambda path: path.stem,
+)
 
 
 def in_small(experiment: ms.Experiment) -> ms.Experiment:
@@ -82,7 +89,7 @@ def test_no_strategy_shines_because_another_leaves_ranks_idle(path: Path) -> Non
         assert min(strategy.slots(experiment.model, experiment.cluster)) > 0, strategy.name
 
 
-@every_file
+@every_file_in_small
 def test_an_experiment_runs_in_small_and_compares_all_its_strategies(path: Path, tmp_path: Path) -> None:
     experiment = in_small(load_experiment(path))
     comparison = compared(experiment, tmp_path)

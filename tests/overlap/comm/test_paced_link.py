@@ -157,6 +157,7 @@ def wait_for_a_peer_that_left() -> str:
     return "no error"
 
 
+@pytest.mark.slow
 def test_a_peer_that_leaves_fails_the_transfer(ranks: LocalRanks) -> None:
     assert "by peer" in ranks.run(wait_for_a_peer_that_left, num_ranks=2)[0]
 
