@@ -59,6 +59,7 @@ def grouped_on(layer: Layer) -> Run:
 # --- the whole -----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_rehearsal_checks_and_times_everything(tmp_path: Path) -> None:
     names = (OURS, "grouped_mm", "transformers")
     code, output = rehearse(

@@ -231,6 +231,7 @@ def test_large_cases_report_time_and_memory():
     assert terminal_table(Sheet("", [row])).row_count == 1
 
 
+@pytest.mark.slow
 def test_the_scale_prints_both_tables_and_writes_every_row(tmp_path, capsys):
     case = large.Large("small", num_layers=2, num_experts=8, num_ranks=8, slots=2, uniform=True)
     size = scale.Size(num_experts=8, num_ranks=4, ranks_per_node=2)

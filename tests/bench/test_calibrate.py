@@ -212,6 +212,7 @@ def test_what_is_not_there_is_not_measured_and_says_so():
 # --- on real ranks ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_real_ranks_become_a_cluster_with_links_inside_and_between_nodes(ranks: LocalRanks):
     shape = ClusterSpec(num_nodes=2, ranks_per_node=2)
     found = measurement.calibrate(ranks, shape, grid=TINY, effort=QUICK)

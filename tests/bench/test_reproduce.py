@@ -55,6 +55,7 @@ def test_what_is_quoted_is_what_was_published():
     assert max(row.megatron_s / row.laer_s for row in ROWS) == pytest.approx(1.69, abs=0.01)
 
 
+@pytest.mark.slow
 def test_rows_breakdown_and_ablation_are_near_the_published_ones(found):
     """What meets its bar. FlexMoE's speed-up on 8x22b-e8k2, and two variants of the ablation, do not."""
     for fitted in (True, False):
@@ -68,6 +69,7 @@ def test_rows_breakdown_and_ablation_are_near_the_published_ones(found):
     assert points["LAER"].simulated < points["no_comm_opt"].simulated < points["no_pq"].simulated < 1
 
 
+@pytest.mark.slow
 def test_of_24_rows_six_are_fitted_on_and_rows_of_a_shape_are_one_simulation(found):
     seconds = [claim for claim in found.seconds if claim.scenario]
     assert sum(claim.fitted for claim in seconds) == 6 * len(METHODS)
@@ -93,6 +95,7 @@ def test_no_number_has_a_smaller_worst_error_than_is_said():
     assert least_worst_error(published) == pytest.approx(min(worst), abs=1e-4)
 
 
+@pytest.mark.slow
 def test_slower_links_between_nodes_show_without_the_communication_optimisations_only(found):
     of_variant = {claim.of["variant"]: claim.simulated for claim in found.ablation}
     at = {(claim.of["GB/s of a node"], claim.of["variant"]): claim.simulated for claim in found.rates}
@@ -103,10 +106,12 @@ def test_slower_links_between_nodes_show_without_the_communication_optimisations
         unhidden = at[rate, "no_comm_opt"]
 
 
+@pytest.mark.slow
 def test_hindsight_is_no_worse_than_either_candidate(found):
     assert found.hindsight <= min(found.max_over_mean["e8k2", "no_pq"], found.max_over_mean["e8k2", "no_even"])
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_figures():
     claims = fitted_claims(CONSTANTS, iterations=(2,))
     once, again = (simulate(scenarios_of(claims), (3,), "again") for _ in range(2))
@@ -115,6 +120,7 @@ def test_the_same_seed_gives_the_same_figures():
     ]
 
 
+@pytest.mark.slow
 def test_a_page_says_simulated_in_every_title_and_has_every_row(found):
     text = to_markdown(Report("a page", "SIMULATED: a page", "simulated", sheets(found, CONSTANTS)))
     titles = [line for line in text.splitlines() if line.startswith("#")]
@@ -189,6 +195,7 @@ def test_the_planner_time_figure_has_published_and_measured_times():
         assert {"laer", "greedy", "greedy, effort 0"} == set(time.measured_ms)
 
 
+@pytest.mark.slow
 def test_beyond_is_faster_than_laer_by_balance_first():
     falls = beyond_rows(seeds=(0,), iterations=(ITERATION,), models=(laer_model("mixtral-8x22b-e16k4"),))
     over_laer = [geometric_mean(falls, stage, LAER) for stage in STAGES]

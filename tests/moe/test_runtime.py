@@ -60,7 +60,7 @@ def train(strategy: ms.Strategy, linked: bool, checkpointed: bool = False, steps
     return result
 
 
-@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_linking_changes_no_bit(ranks: LocalRanks, num_ranks: int) -> None:
     plain = ranks.run(train, FSEP, False, num_ranks=num_ranks)
     variants = {

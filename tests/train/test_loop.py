@@ -74,6 +74,7 @@ def fifty_steps(ranks: LocalRanks) -> dict[str, list[float]]:
     return dict(zip(("ep", "ep+pipelined", "fsep"), by_rank[0], strict=True))
 
 
+@pytest.mark.slow
 def test_fifty_steps_have_the_same_losses_to_the_last_bit_whatever_the_overlap(
     fifty_steps: dict[str, list[float]],
 ) -> None:
@@ -81,6 +82,7 @@ def test_fifty_steps_have_the_same_losses_to_the_last_bit_whatever_the_overlap(
     assert fifty_steps["ep+pipelined"] == fifty_steps["ep"]
 
 
+@pytest.mark.slow
 def test_fifty_steps_of_fsep_stay_within_1e_5_of_ep(fifty_steps: dict[str, list[float]]) -> None:
     differences = relative_differences(fifty_steps["fsep"], fifty_steps["ep"])
     assert max(differences) <= 1e-5
@@ -88,6 +90,7 @@ def test_fifty_steps_of_fsep_stay_within_1e_5_of_ep(fifty_steps: dict[str, list[
     assert max(differences) > 0.0, "no expert was replicated, so that FSEP was not tested"
 
 
+@pytest.mark.slow
 def test_the_loss_goes_down(fifty_steps: dict[str, list[float]]) -> None:
     first, last = fifty_steps["ep"][0], fifty_steps["ep"][29]
     assert first == pytest.approx(math.log(256), rel=0.1)

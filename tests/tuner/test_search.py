@@ -40,7 +40,13 @@ def searched(workload, space: Space = SMALL, budget: int = 16, seed: int = 0, **
     return Search(space, [EP], costs_of(workload, **changes), budget=budget, seed=seed).run()
 
 
-@pytest.mark.parametrize("cluster", CLUSTERS.values(), ids=list(CLUSTERS))
+@pytest.mark.parametrize(
+    "cluster",
+    [
+        pytest.param(one, id=name, marks=[] if name == "slow links" else pytest.mark.slow)
+        for name, one in CLUSTERS.items()
+    ],
+)
 @pytest.mark.parametrize("skew", (0.3, 1.0, 1.5) if SWEEP else (1.0,))
 def test_the_pick_is_within_5_percent_of_all_points(cluster, skew):
     space, budget, seeds = (SPACE, 32, range(6)) if SWEEP else (SMALL, 8, range(2))

@@ -218,6 +218,7 @@ Path(os.environ["RANK"]).write_text("|".join(text) + f"|{told.stages > 0}")
 
 
 @pytest.mark.timeout(120)
+@pytest.mark.slow
 def test_under_torchrun_all_ranks_end_with_what_one_writes_also_where_one_fails(tmp_path):
     written(tmp_path, training(), SPACE)
     (tmp_path / "script.py").write_text(UNDER_TORCHRUN)
