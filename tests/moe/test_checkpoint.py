@@ -188,6 +188,7 @@ def load_tiny(path: Path) -> dict[str, dict[tuple[str, str], dict[str, Any]]]:
     return {name: load_each(path / name, shape) for name, shape in TINY.items()}
 
 
+@pytest.mark.slow
 def test_a_rank_may_own_nothing(ranks: LocalRanks, tmp_path: Path) -> None:
     saved = ranks.run(train_and_save_tiny, tmp_path)[0]
     for name, result in ranks.run(load_tiny, tmp_path, num_ranks=3)[0].items():

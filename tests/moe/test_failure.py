@@ -53,9 +53,9 @@ def train_until(victim: int, signal_number: int, strategy: ms.Strategy, linked: 
     [
         ("ep", False, 2, signal.SIGKILL),
         ("ep", False, 1, signal.SIGSTOP),
-        ("fsep", True, 2, signal.SIGKILL),
+        pytest.param("fsep", True, 2, signal.SIGKILL, marks=pytest.mark.slow),
         ("fsep", True, 0, signal.SIGKILL),
-        ("fsep", True, 1, signal.SIGSTOP),
+        pytest.param("fsep", True, 1, signal.SIGSTOP, marks=pytest.mark.slow),
     ],
     ids=["killed", "hung", "linked, killed", "linked, first rank killed", "linked, hung"],
 )

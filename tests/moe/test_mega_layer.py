@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import pytest
 import torch
 import torch.distributed as dist
 from harness import Case, Stack, gradients_of, run_cases
@@ -67,6 +68,7 @@ def all_ways() -> list[tuple[str, list[str]]]:
     return differ
 
 
+@pytest.mark.slow
 def test_two_micro_batches_under_way_and_recomputation(ranks: LocalRanks) -> None:
     for differ in ranks.run(all_ways, num_ranks=2, timeout_s=250):
         assert differ == [("plain", []), ("recomputed", [])]

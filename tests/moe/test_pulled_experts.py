@@ -126,6 +126,7 @@ def steps() -> list[list[torch.Tensor]]:
     return [step(ms.Sequential()), step(ms.MegaKernel())]
 
 
+@pytest.mark.slow
 def test_linked_layers_on_mega_kernels_pull_to_the_same_bits(ranks):
     for sent, pulled in ranks.run(steps, num_ranks=2):
         assert all(map(torch.equal, sent, pulled))

@@ -105,7 +105,7 @@ def differ(
     ("strategy", "other", "guard", "linked", "checkpointed"),
     [
         (EP, ms.Sequential(), True, False, False),
-        (FSEP, HOST, True, True, True),
+        pytest.param(FSEP, HOST, True, True, True, marks=pytest.mark.slow),
         (PLANNED, ms.Sequential(), False, True, False),
     ],
     ids=["ep", "replicas, linked, recomputed", "layouts change"],

@@ -52,8 +52,14 @@ def difference(actual: Tensor, expected: Tensor) -> float:
     return float(apart / largest if largest > 0 else apart)
 
 
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("dtype", "num_ranks"),
+    [
+        ("float32", 1),
+        ("bfloat16", 2),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in (("float32", 2), ("bfloat16", 1))),
+    ],
+)
 def test_kernels_compute_what_slots_compute(ranks: LocalRanks, dtype: str, num_ranks: int) -> None:
     cases = []
     for _, num_experts, top_k, tokens, skew in ROUTINGS:

@@ -66,7 +66,11 @@ DEATHS = {
 }
 
 
-@pytest.mark.parametrize("name", DEATHS)
+@pytest.mark.parametrize(
+    "name",
+    # Where the device plans, hosts wait at the same flag as in the first.
+    [pytest.param(name, marks=pytest.mark.slow) if "wants" in name else name for name in DEATHS],
+)
 def test_all_others_end_in_time_and_say_where_it_was(mortal_ranks: LocalRanks, name: str) -> None:
     when, point, where = DEATHS[name]
     # Choices that were dropped before are not now: what the dead one said last does not fit what is asked of it.

@@ -49,6 +49,7 @@ def recorded(out: Path) -> list[str]:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 @pytest.mark.timeout(600)
+@pytest.mark.slow
 def test_a_killed_runner_loses_nothing_and_leaves_nobody(tmp_path: Path) -> None:
     experiment = training(
         strategies=(EP, FSEP, PIPELINED), seeds=tuple(range(-(-NUM_KILLS // 3))), workload=training().workload
