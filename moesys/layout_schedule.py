@@ -39,13 +39,14 @@ class PlanRequest:
 
     def solve(self) -> ExpertLayout:
         """The layout. One rank must ask for all: a planner with a deadline does not give every rank the same."""
-        return plan_layout(self.load, self.cluster, self._balance, self.slots_R, previous=self.previous)
+        return self._planned(self._balance)
 
     def solve_alike(self) -> ExpertLayout:
         """The layout that every rank gets which asks: without a deadline."""
-        return plan_layout(
-            self.load, self.cluster, _without_deadline(self._balance), self.slots_R, previous=self.previous
-        )
+        return self._planned(_without_deadline(self._balance))
+
+    def _planned(self, balance: Balance) -> ExpertLayout:
+        return plan_layout(self.load, self.cluster, balance, self.slots_R, previous=self.previous)
 
     @property
     def _balance(self) -> Balance:

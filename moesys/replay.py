@@ -79,7 +79,9 @@ def replay_layer(
     schedule = LayoutSchedule(layer, strategy, model, cluster, tokens_SRE)
     schedule.source = requests = _Requests(planner or InlinePlanner())
     asked: deque[tuple[int, PlanRequest]] = deque()
-    for moment in moments or (Moment(index, index) for index in range(len(tokens_SRE))):
+    if moments is None:
+        moments = (Moment(index, index) for index in range(len(tokens_SRE)))
+    for moment in moments:
         for tokens_RE in tokens_SRE[schedule.micro_batch : moment.num_known]:
             schedule.record(partial(LoadMatrix, tokens_RE))
         schedule.request()

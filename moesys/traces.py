@@ -6,7 +6,6 @@ S micro-batches, L layers, R source ranks, E experts, T tokens of a rank, K top-
 from __future__ import annotations
 
 import json
-import os
 import zipfile
 import zlib
 from collections.abc import Iterator
@@ -20,6 +19,7 @@ import numpy.typing as npt
 
 from moesys.config.experiment import Generated
 from moesys.load import IntArray, frozen_int64
+from moesys.whole_file import whole_file
 
 FORMAT_VERSION = 1
 # Products of counts stay below this, so that scaling is exact in int64.
@@ -138,17 +138,10 @@ def save_trace(trace: Trace, path: str | Path) -> None:
     path = Path(path)
     header = {"version": FORMAT_VERSION, "top_k": trace.top_k, "name": trace.name, "meta": trace.meta}
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("wb") as file:
-            np.savez_compressed(
-                file, header=np.array(json.dumps(header)), tokens_SLRE=trace.tokens_SLRE, iterations_S=trace.iterations
-            )
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with whole_file(path) as file:
+        np.savez_compressed(
+            file, header=np.array(json.dumps(header)), tokens_SLRE=trace.tokens_SLRE, iterations_S=trace.iterations
+        )
 
 
 def load_trace(path: str | Path) -> Trace:

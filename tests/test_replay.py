@@ -50,6 +50,10 @@ def test_moments_know_what_they_say_and_plan_only_where_something_is_new():
     assert walk[0].layout == walk[1].layout
 
 
+def test_no_moment_is_no_micro_batch():
+    assert list(replay_layer(FSEP, MODEL, CLUSTER, TOKENS_SLRE[:, 0], moments=[])) == []
+
+
 @pytest.mark.parametrize("strategy", [FSEP, FSEP.replace(predictor=Oracle())], ids=["last", "oracle"])
 def test_steps_have_all_layers_and_the_layouts_before(strategy):
     steps = list(replay_steps(strategy, MODEL, CLUSTER, TOKENS_SLRE))

@@ -109,7 +109,7 @@ class _Call:
     def forward(self, rows: ChunkRows, x_TH: Tensor, weight_TK: Tensor) -> tuple[Tensor, Tensor]:
         """Returns y [T, H] in x's dtype, and pre-activations [P, U]."""
         h_PU = self.at.memory.empty((len(rows.gather_P), self.up_width), self.dtype, x_TH.device)
-        x = _arrivals(x_TH.to(self.dtype), weight_TK)
+        x = Arrivals(x_TH.to(self.dtype), _token_of_choice(weight_TK))
         y_PH = CpuForward(self.compute, self.up, self.down, self.at, x, h_PU).experts(rows)
         weight_TK = self._weights(rows, weight_TK)
         y_TH = x_TH.new_empty(x_TH.shape)
@@ -120,7 +120,8 @@ class _Call:
         self, rows: ChunkRows, dy_TH: Tensor, x_TH: Tensor, weight_TK: Tensor, h_PU: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Returns the gradients of x and of the routing weights, and writes those of parameters."""
-        dy, x = _arrivals(dy_TH, weight_TK), _arrivals(x_TH.to(self.dtype), weight_TK)
+        token_M = _token_of_choice(weight_TK)
+        dy, x = Arrivals(dy_TH, token_M), Arrivals(x_TH.to(self.dtype), token_M)
         inputs = BackwardInputs(dy, x, h_PU, self._weights(rows, weight_TK).view(-1), None)
         backward_pass = CpuBackward(self.compute, self.up, self.down, self.at, inputs, order=())
         dx_PH, dweight_M = backward_pass.experts(rows)
@@ -141,7 +142,6 @@ class _Call:
         return torch.where(has_row_TK, weight_TK.to(self.wide), 0)
 
 
-def _arrivals(source_TH: Tensor, weight_TK: Tensor) -> Arrivals:
-    """Returns the tokens' rows by choice."""
-    choice_M = torch.arange(weight_TK.numel(), device=source_TH.device)
-    return Arrivals(source_TH, choice_M // weight_TK.shape[1])
+def _token_of_choice(weight_TK: Tensor) -> Tensor:
+    """Returns the token of each choice, int64 [M]."""
+    return torch.arange(weight_TK.numel(), device=weight_TK.device) // weight_TK.shape[1]

@@ -95,7 +95,7 @@ class ChunkedExecutor:
             chunk = routes.chunks[stage.chunk]
             match stage.kind:
                 case "dispatch_weights":
-                    messages.dispatch_weights(stage, weight_TK.reshape(-1)[routes.send_row_N])
+                    messages.send_weights(stage, weight_TK.reshape(-1)[routes.send_row_N], home=False)
                 case "dispatch":
                     messages.dispatch(stage)
                 case "wait_for_experts":
@@ -115,13 +115,13 @@ class ChunkedExecutor:
                         place_TK = home_TK.view_as(weight_TK[tokens])
                         self.compute.combine(home_NH, place_TK, None, dx_TH[tokens], at.scratch)
                 case "combine_dweights":
-                    messages.combine_dweights(stage, dweight_M)
+                    messages.send_weights(stage, dweight_M, home=True)
                 case "weight_gradients":
                     if gradients is not None:
                         with self._span("weight_gradients", "backward"):
                             backward_pass.weight_gradients()
                 case "gather_dweights":
-                    dweight_TK.view(-1)[routes.send_row_N] = messages.dweights_home()
+                    dweight_TK.view(-1)[routes.send_row_N] = messages.arrived_weights()
                 case _:
                     raise AssertionError(f"no stage of tokens in chunks: {stage}")
         return dx_TH, dweight_TK
@@ -194,29 +194,17 @@ class _Messages:
 
     # Routing weights and their gradients travel in one message each: chunks of them would be all latency.
 
-    def dispatch_weights(self, stage: Stage, weight_N: Tensor) -> None:
-        """Sends routing weights, in wire order, to the experts of their rows."""
-        self._weights = weight_N
-        if not self._alone:
-            self._weights = self._exchange(stage, weight_N[self._routes.by_destination_N], home=False)
+    def send_weights(self, stage: Stage, values: Tensor, *, home: bool) -> None:
+        """Sends routing weights, in wire order, to the experts of their rows; or their gradients, by arrival, home."""
+        wire_order_N, arrival_order_M = self._routes.by_destination_N, self._routes.by_source_M
+        sent, self._arrives = (arrival_order_M, wire_order_N) if home else (wire_order_N, arrival_order_M)
+        self._weights = values if self._alone else self._exchange(stage, values[sent], home=home)
 
     def arrived_weights(self) -> Tensor:
-        """Returns the routing weights by arrival, [M]."""
+        """Returns what was sent last: by arrival, [M]; or in wire order, [N], where it went home."""
         if self._alone:
             return self._weights
-        return torch.empty_like(self._weights).index_copy_(0, self._routes.by_source_M, self._weights)
-
-    def combine_dweights(self, stage: Stage, dweight_M: Tensor) -> None:
-        """Sends gradients of routing weights, by arrival, home."""
-        self._dweights = dweight_M
-        if not self._alone:
-            self._dweights = self._exchange(stage, dweight_M[self._routes.by_source_M], home=True)
-
-    def dweights_home(self) -> Tensor:
-        """Returns the gradients of routing weights in wire order, [N]."""
-        if self._alone:
-            return self._dweights
-        return torch.empty_like(self._dweights).index_copy_(0, self._routes.by_destination_N, self._dweights)
+        return torch.empty_like(self._weights).index_copy_(0, self._arrives, self._weights)
 
     def _exchange(self, stage: Stage, values: Tensor, *, home: bool) -> Tensor:
         """Sends one number a row of all chunks to the experts or home. Returns what will have arrived."""

@@ -222,7 +222,8 @@ class CpuBackward(_Pass):
         """Returns the rows' routing weights; padding has none, and so no part in any sum."""
         weight_N = self.weight_M[gather_N]
         for slot, weight in _by_slot(slots, weight_N):
-            weight[slot.valid :] = 0
+            if slot.valid < slot.padded:
+                weight[slot.valid :] = 0
         return weight_N
 
     def _add_bias_to_dweight(self, slots: Sequence[SlotRows], dy_NH: Tensor, dweight_N: Tensor) -> None:

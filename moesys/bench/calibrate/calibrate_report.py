@@ -15,11 +15,12 @@ from moesys.bench.calibrate.measurement import GRIDS, PARTS, Calibration, calibr
 from moesys.bench.calibrate.rank_timings import Effort
 from moesys.bench.calibrate.step_check import StepCheck, check_steps
 from moesys.bench.harness.bench_ranks import joins, start_ranks, writes
-from moesys.bench.harness.reports import Report, publish, write, write_whole
+from moesys.bench.harness.reports import Report, publish, write
 from moesys.bench.harness.sheets import Sheet
 from moesys.bench.harness.steps import steps_told
 from moesys.bench.harness.stopwatch import machine_line
 from moesys.lab.runs.environment import available_cores
+from moesys.whole_file import write_whole
 
 MOST_LOCAL_RANKS = 8
 

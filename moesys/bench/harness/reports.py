@@ -11,6 +11,7 @@ from typing import Any
 
 from moesys.bench.harness.sheets import Sheet, markdown_table, plain, terminal_table
 from moesys.lab.show.console import print_full
+from moesys.whole_file import write_whole
 
 
 @dataclass(frozen=True)
@@ -72,13 +73,6 @@ def to_json(report: Report) -> str:
 def filled(report: Report) -> list[Sheet]:
     """The tables that have rows."""
     return [sheet for sheet in report.sheets if sheet.rows]
-
-
-def write_whole(path: Path, text: str) -> None:
-    """All of it or nothing, whatever becomes of this process."""
-    unfinished = path.with_name(f"{path.name}.unfinished")
-    unfinished.write_text(text, encoding="utf-8")
-    unfinished.replace(path)
 
 
 def _listed(notes: Sequence[str]) -> str:

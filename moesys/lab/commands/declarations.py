@@ -12,8 +12,10 @@ from pydantic import TypeAdapter, ValidationError
 
 from moesys.config import Balance, ClusterSpec, Predictor, Split, Strategy, presets
 from moesys.lab.runs.experiment_files import in_words
+from moesys.tuner.space import Space
 
 T = TypeVar("T")
+D = TypeVar("D", Strategy, Space)
 
 _PRESETS = {make.__name__: make for make in (presets.a100, presets.h800, presets.h100, presets.h200, presets.b200)}
 
@@ -35,13 +37,12 @@ def predictor_of(text: str) -> Predictor:
 
 def strategy_of(path: Path) -> Strategy:
     """A ``Strategy`` in JSON or TOML, such as ``moesys tune`` writes. Raises ValueError for what is none."""
-    if path.suffix not in (".json", ".toml") or not path.is_file():
-        raise ValueError(f"strategy={str(path)!r} is no .json or .toml file; give one that declares a Strategy")
-    try:
-        declared = path.read_text(encoding="utf-8")
-        return Strategy.from_json(declared) if path.suffix == ".json" else Strategy.from_toml(declared)
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, ValidationError) as error:
-        raise ValueError(f"{path} declares no strategy: {in_words(error)}") from None
+    return _declared_in(path, Strategy)
+
+
+def space_of(path: Path) -> Space:
+    """A ``Space`` in JSON or TOML. Raises ValueError for what is none."""
+    return _declared_in(path, Space)
 
 
 def cluster_of(text: str) -> ClusterSpec:
@@ -66,6 +67,17 @@ def cluster_of(text: str) -> ClusterSpec:
         return ClusterSpec.from_json(declared) if path.suffix == ".json" else ClusterSpec.from_toml(declared)
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, ValueError) as error:
         raise ValueError(f"cluster={text!r}: {in_words(error)}") from None
+
+
+def _declared_in(path: Path, kind: type[D]) -> D:
+    field = kind.__name__.lower()
+    if path.suffix not in (".json", ".toml") or not path.is_file():
+        raise ValueError(f"{field}={str(path)!r} is no .json or .toml file; give one that declares a {kind.__name__}")
+    try:
+        text = path.read_text(encoding="utf-8")
+        return kind.from_json(text) if path.suffix == ".json" else kind.from_toml(text)
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, ValidationError) as error:
+        raise ValueError(f"{path} declares no {field}: {in_words(error)}") from None
 
 
 def _member(text: str, field: str, union: TypeAdapter[T]) -> T:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +20,7 @@ from moesys.layout import ExpertLayout
 from moesys.load import LoadMatrix
 from moesys.step import LayerPlan
 from moesys.traces import load_trace
+from moesys.whole_file import write_whole
 
 MOST_RANKS_SHOWN = 128
 MOST_EXPERTS_SHOWN = 16
@@ -144,15 +144,7 @@ def save_plan(plan: LayerPlan, certificate: Certificate, path: Path) -> None:
     """``LayerPlan.to_json`` with the certificate beside it, complete or not at all."""
     fields: dict[str, Any] = {**json.loads(plan.to_json()), "certificate": certificate.to_dict()}
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        with temporary.open("w", encoding="utf-8") as file:
-            file.write(json.dumps(fields) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    write_whole(path, json.dumps(fields) + "\n")
 
 
 # --- what is shown ----------------------------------------------------------------------------------------------

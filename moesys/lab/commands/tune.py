@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
-import tomllib
 from pathlib import Path
 from typing import TypedDict, Unpack
 
-from pydantic import ValidationError
-
 from moesys.lab.commands import refused
-from moesys.lab.runs.experiment_files import in_words, load_experiment
+from moesys.lab.commands.declarations import space_of
+from moesys.lab.runs.experiment_files import load_experiment
 from moesys.lab.show.console import print_full
 from moesys.tuner.search_bounds import SearchBounds
-from moesys.tuner.space import Space
 
 
 class TuneOptions(TypedDict, total=False):
@@ -63,14 +60,3 @@ def tune_file(
             f"With it as the last strategy, for moesys run and explain: {result.path / 'experiment.toml'}"
         )
     return 0
-
-
-def space_of(path: Path) -> Space:
-    """A ``Space`` in JSON or TOML. Raises ValueError for what is none."""
-    if path.suffix not in (".json", ".toml") or not path.is_file():
-        raise ValueError(f"space={str(path)!r} is no .json or .toml file; give one that declares a Space")
-    try:
-        text = path.read_text(encoding="utf-8")
-        return Space.from_json(text) if path.suffix == ".json" else Space.from_toml(text)
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, ValidationError) as error:
-        raise ValueError(f"{path} declares no space: {in_words(error)}") from None

@@ -16,7 +16,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from moesys.lab.runs.experiment_files import in_words
 from moesys.lab.runs.launch import LOOPBACK
-from moesys.lab.runs.records import replace_file
+from moesys.whole_file import write_whole
 
 _PACKAGES = ("torch", "numpy", "scipy", "ortools", "triton")
 _VARIABLES = ("OMP_", "MKL_", "OPENBLAS_", "TORCH_", "CUDA_", "NCCL_", "GLOO_")
@@ -121,9 +121,9 @@ def save_environment(environment: Environment, diff: str, folder: Path) -> str:
     """Write ``environment-<id>.json`` and the changes beside it, where they are not there yet; gives the id."""
     path = folder / f"environment-{environment.id}.json"
     if environment.git_diff and not (folder / environment.git_diff).exists():
-        replace_file(folder / environment.git_diff, diff)
+        write_whole(folder / environment.git_diff, diff)
     if not path.exists():
-        replace_file(path, json.dumps(asdict(environment), indent=2) + "\n")
+        write_whole(path, json.dumps(asdict(environment), indent=2) + "\n")
     return environment.id
 
 

@@ -21,6 +21,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from moesys.config import Declared, Strategy
 from moesys.config.experiment import Experiment, Source
 from moesys.lab.runs.experiment_files import in_words, load_experiment
+from moesys.whole_file import sync_folder, write_whole
 
 RECORD_SCHEMA = 1
 
@@ -173,7 +174,7 @@ class RunFolder:
             if there is not None and differences(there, experiment):
                 raise ValueError(_refusal(folder, there, experiment))
             if there != experiment:
-                replace_file(saved, experiment.to_json() + "\n")
+                write_whole(saved, experiment.to_json() + "\n")
             opened = cls(folder)
         except BaseException:
             lock.close()
@@ -218,26 +219,7 @@ class RunFolder:
                 raise OSError(f"{path} took {written} of {len(line)} bytes; the disk may be full")
             os.fsync(file.fileno())
         if is_new:
-            _sync_folder(self.path)
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Write a file so that whoever reads it, even after a crash, finds the old text or the new one."""
-    new = path.with_name(path.name + ".new")
-    with new.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    new.replace(path)
-    _sync_folder(path.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+            sync_folder(self.path)
 
 
 def _parsed(lines: list[bytes], path: Path) -> Iterator[Record]:

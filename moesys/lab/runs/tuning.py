@@ -16,7 +16,7 @@ from pathlib import Path
 from moesys.config import ClusterSpec, ModelShape, Strategy
 from moesys.config.experiment import Experiment, Generated, Replay, Training, Trial
 from moesys.lab.runs.launch import Place, TrialError, place_for
-from moesys.lab.runs.records import replace_file, setting_fingerprint, take_lock
+from moesys.lab.runs.records import setting_fingerprint, take_lock
 from moesys.lab.runs.trials import Measurement, rest_of, routing_of
 from moesys.replay import replay_steps
 from moesys.step import simulation
@@ -30,6 +30,7 @@ from moesys.tuner.space import Space
 from moesys.tuner.timing import MOST_TRIALS, Clock, TrialFailedError
 from moesys.tuner.tune import tune_workload
 from moesys.tuner.workload import Step
+from moesys.whole_file import write_whole
 
 JOURNAL, STRATEGY, EXPERIMENT, ROUTING = "journal.jsonl", "tuned.toml", "experiment.toml", "routing.npz"
 # Of the micro-batches of a training's own routing, those that planners only see.
@@ -269,8 +270,8 @@ class _Folder:
         strategy = tuned.strategy.replace(name=name)
         others = [one for one in self.experiment.strategies if one.fingerprint() != strategy.fingerprint()]
         experiment = self.experiment.replace(name=f"{self.experiment.name[:90]}-tuned", strategies=(*others, strategy))
-        replace_file(self.path / STRATEGY, tuned.to_toml())
-        replace_file(self.path / EXPERIMENT, experiment.to_toml())
+        write_whole(self.path / STRATEGY, tuned.to_toml())
+        write_whole(self.path / EXPERIMENT, experiment.to_toml())
         return TuneResult(tuned, experiment, self.path)
 
     def _setting(self) -> dict[str, str]:
