@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from moesys.layout import ExpertLayout as ExpertLayout
     from moesys.layout import TokenPlan as TokenPlan
     from moesys.load import LoadMatrix as LoadMatrix
+    from moesys.moe.experts import Experts as Experts
     from moesys.moe.gradients import clip_grad_norm_ as clip_grad_norm_
     from moesys.moe.gradients import sync_gradients as sync_gradients
     from moesys.moe.gradients import update_router_bias as update_router_bias
@@ -101,6 +102,7 @@ _MODULE_OF = {
     "EvenSplit": "moesys.config",
     "Experiment": "moesys.config.experiment",
     "ExpertLayout": "moesys.layout",
+    "Experts": "moesys.moe.experts",
     "FlexMoe": "moesys.config",
     "FlowSplit": "moesys.config",
     "Fsep": "moesys.config",

@@ -258,7 +258,7 @@ class _Run:
             results[name.replace("router.", "gate.")] = parameter.grad
         if self.implementation is not None:
             gate_up, down = results.pop("experts.gate_up_proj"), results.pop("experts.down_proj")
-            results["experts"] = torch.cat([gate_up.flatten(1), down.flatten(1)], dim=1)
+            results["experts.masters"] = torch.cat([gate_up.flatten(1), down.flatten(1)], dim=1)
         return {name: tensor.clone() for name, tensor in results.items()}
 
 

@@ -237,7 +237,7 @@ def _steps(part: Part, strategy: Strategy, links: tuple[PacedLink, PacedLink]) -
     x_TH, dy_TH = (torch.randn(part.num_tokens, part.shape.hidden_size, generator=generator) for _ in range(2))
     layers = [MoELayer(part.shape, strategy, layer_index=index) for index in range(part.num_layers)]
     for layer in layers:
-        layer.token_channel.link, layer.store.channel.link = links
+        layer.experts.token_channel.link, layer.experts.store.channel.link = links
     return LayerSteps(ResidualLayers(layers, partial(nn.RMSNorm, part.shape.hidden_size)), x_TH, dy_TH)
 
 

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from moesys.moe.experts import Experts
 from moesys.moe.layer import MoELayer
 
 
@@ -71,9 +72,9 @@ def update_router_bias(model: nn.Module) -> None:
 
 def expert_group(model: nn.Module) -> dist.ProcessGroup | None:
     """The one group that all MoE layers of a model share; None for one rank without a group."""
-    layers = [module for module in model.modules() if isinstance(module, MoELayer)]
+    layers = [module for module in model.modules() if isinstance(module, Experts)]
     if not layers:
-        raise ValueError("the model has no MoELayer, so there is nothing to do; call torch's own function instead")
+        raise ValueError("the model has no ms.Experts, so there is nothing to do; call torch's own function")
     groups = {id(layer.group): layer.group for layer in layers}
     if len(groups) > 1:
         raise ValueError(f"the model's MoE layers use {len(groups)} different groups; give them all the same group")

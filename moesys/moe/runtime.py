@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from moesys.layout_schedule import PlanEvent
 from moesys.moe.call import LayerCall, Neighbours
 from moesys.moe.expert_store import ExpertStore
+from moesys.moe.experts import Experts
 from moesys.moe.gradients import expert_group
-from moesys.moe.layer import MoELayer
 from moesys.moe.lookahead import PLAN_TIMEOUT_S, SharedMegaHome
 from moesys.moe.metrics import LayerMetrics
 from moesys.moe.planner_thread import PlannerThread
@@ -57,19 +57,19 @@ class MoERuntime:
     """
 
     def __init__(self, model: nn.Module, plan_timeout_s: float | None, record_spans: bool) -> None:
-        self.layers = [module for module in model.modules() if isinstance(module, MoELayer)]
+        self.layers = [module for module in model.modules() if isinstance(module, Experts)]
         group = expert_group(model)
         if any(layer.link.linked for layer in self.layers):
             raise ValueError("a layer of this model is linked already; close its runtime first")
         if len({layer.layer_index for layer in self.layers}) < len(self.layers):
             raise ValueError(
-                f"layer_index values {[layer.layer_index for layer in self.layers]} repeat; give every MoELayer its own"
+                f"layer_index values {[layer.layer_index for layer in self.layers]} repeat; give every layer its own"
             )
         self.recorder = Recorder(self.layers[0].token_channel.rank, enabled=record_spans)
         self._groups: list[dist.ProcessGroup] = []
         weight_group = planner_group = None
         if group is not None:
-            most_s = group_timeout_s(group, self.layers[0].experts.device.type) / 2
+            most_s = group_timeout_s(group, self.layers[0].masters.device.type) / 2
             if plan_timeout_s is not None and plan_timeout_s > most_s:
                 raise ValueError(
                     f"plan_timeout_s={plan_timeout_s} is more than half of the group's time-out, {most_s:g} s; a rank "
@@ -95,7 +95,7 @@ class MoERuntime:
         self._stop_threads = weakref.finalize(self, _stop, self._planner, self._heartbeat)
         for layer in self.layers:
             weight_channel = Channel(
-                weight_group, layer.cluster.node_of_rank, self.recorder, layer.meter, layer.experts.device.type
+                weight_group, layer.cluster.node_of_rank, self.recorder, layer.meter, layer.masters.device.type
             )
             layer.join(self, self.layers[0], weight_channel, self._planner, self._heartbeat)
 
@@ -103,7 +103,7 @@ class MoERuntime:
         members = dist.get_process_group_ranks(group)
         # Ranks outside the group do not come here, so only its members may take part in making the new one.
         subset = len(members) < dist.get_world_size()
-        timeout = timedelta(seconds=group_timeout_s(group, self.layers[0].experts.device.type))
+        timeout = timedelta(seconds=group_timeout_s(group, self.layers[0].masters.device.type))
         new_group = dist.new_group(members, timeout, backend, use_local_synchronization=subset)
         self._groups.append(new_group)
         return new_group
@@ -192,7 +192,7 @@ class MoERuntime:
         return [metrics for layer in self.layers if (metrics := layer.metrics()) is not None]
 
     def check(self) -> None:
-        """``MoELayer.check`` of every layer: nothing that was computed until now is to be doubted."""
+        """``Experts.check`` of every layer: nothing that was computed until now is to be doubted."""
         for layer in self.layers:
             layer.check()
 

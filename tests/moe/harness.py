@@ -58,12 +58,12 @@ def make_layer(case: Case) -> MoELayer:
     if case.weights:
         layer.load_full_state_dict(case.weights)
     if case.shuffle_layouts:
-        layer.schedule.source = ShufflingPlanner()
+        layer.experts.schedule.source = ShufflingPlanner()
     if case.kernels:
         # Here, so that ranks without such a case do not load Triton.
         from moesys.overlap.experts_triton import TritonExperts
 
-        layer.expert_compute = TritonExperts()
+        layer.experts.expert_compute = TritonExperts()
     return layer
 
 

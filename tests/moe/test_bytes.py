@@ -26,13 +26,13 @@ def restored_bytes(cluster: ms.ClusterSpec, restore: str, dtype: str) -> list[tu
         name=restore, sharding=ms.Fsep(slots_per_rank=(3, 2, 0, 3), restore=restore), balance=ms.Greedy()
     )
     layer = ms.MoELayer(SHAPE.replace(dtype=dtype), strategy, cluster=cluster)
-    layer.schedule.source = ShufflingPlanner()
+    layer.experts.schedule.source = ShufflingPlanner()
     counted = []
     for batch in range(3):
         generator = torch.Generator().manual_seed(10 * batch + dist.get_rank())
-        layer.meter.clear()
+        layer.experts.meter.clear()
         y = layer(torch.randn(9, 7, generator=generator))
-        received = {link: count for (lane, link), count in layer.meter.wire_bytes.items() if lane == "restore"}
+        received = {link: count for (lane, link), count in layer.experts.meter.wire_bytes.items() if lane == "restore"}
         counted.append((layer.last_plan.layout.expert_RS.tolist(), received, y.detach().numpy().tobytes()))
     return counted
 
@@ -64,7 +64,7 @@ def test_restored_bytes_are_those_of_the_formulas(ranks: LocalRanks, name: str, 
 def ep_bytes(strategy: ms.Strategy) -> int:
     layer = ms.MoELayer(SHAPE, strategy)
     layer(torch.randn(9, 7)).sum().backward()
-    return layer.meter.bytes_of("restore") + layer.meter.bytes_of("reshard")
+    return layer.experts.meter.bytes_of("restore") + layer.experts.meter.bytes_of("reshard")
 
 
 def test_static_ep_moves_no_expert(ranks: LocalRanks) -> None:

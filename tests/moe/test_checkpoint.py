@@ -145,8 +145,8 @@ def load_each(path: Path, shape: ms.ModelShape = SHAPE) -> dict[tuple[str, str],
             load(path / source, model, optimizer)
             loaded[source, target] = {
                 "tensors": everything(model, optimizer),
-                "events": [event.what for moe in model.moe for event in moe.schedule.events],
-                "micro_batches": [moe.schedule.micro_batch for moe in model.moe],
+                "events": [event.what for moe in model.moe for event in moe.experts.schedule.events],
+                "micro_batches": [moe.experts.schedule.micro_batch for moe in model.moe],
             }
             if source != target:
                 train(model, optimizer, range(2, 3))
@@ -156,7 +156,7 @@ def load_each(path: Path, shape: ms.ModelShape = SHAPE) -> dict[tuple[str, str],
 @alone
 def test_a_checkpoint_of_four_ranks_loads_on_any_ranks_as_any_sharding(ranks: LocalRanks, tmp_path: Path) -> None:
     saved = ranks.run(train_and_save, tmp_path)
-    assert any(name.endswith("moe.1.experts/exp_avg_sq") for name in saved[0]["ep"])
+    assert any(name.endswith("moe.1.experts.masters/exp_avg_sq") for name in saved[0]["ep"])
     for before in saved[1:]:
         assert_same(before["ep"], saved[0]["ep"])
     visits = {0: [load_each(tmp_path)]} | {n: ranks.run(load_each, tmp_path, num_ranks=n) for n in (1, 2, 4)}
@@ -225,8 +225,8 @@ def straight_and_resumed(path: Path, strategy: ms.Strategy, linked: bool) -> tup
             "losses": [loss for record in records for loss in record["losses"]],
             "layouts": [layouts for record in records for layouts in record["layouts"]],
             "tensors": everything(model, optimizer),
-            "planning": [moe.get_extra_state() for moe in model.moe],
-            "events": [event for moe in model.moe for event in moe.schedule.events],
+            "planning": [moe.experts.get_extra_state() for moe in model.moe],
+            "events": [event for moe in model.moe for event in moe.experts.schedule.events],
         }
 
     def begin(seed: int) -> tuple[Stack, torch.optim.Optimizer]:
@@ -237,7 +237,7 @@ def straight_and_resumed(path: Path, strategy: ms.Strategy, linked: bool) -> tup
 
     def end(model: Stack) -> None:
         if linked:
-            model.moe[0].link.lookahead.close()
+            model.moe[0].experts.link.lookahead.close()
 
     model, optimizer = begin(0)
     straight = ended(model, optimizer, train(model, optimizer, range(6)))
@@ -285,11 +285,11 @@ def through_every_form(path: Path) -> dict[str, dict[str, Tensor]]:
     model, optimizer = build(FSEP)
     train(model, optimizer, range(2))
     results = {"before": everything(model, optimizer)}
-    planning = [moe.get_extra_state() for moe in model.moe]
+    planning = [moe.experts.get_extra_state() for moe in model.moe]
 
     def check(name: str, model: Stack, optimizer: torch.optim.Optimizer) -> None:
         results[name] = everything(model, optimizer)
-        assert [moe.get_extra_state() for moe in model.moe] == planning, name
+        assert [moe.experts.get_extra_state() for moe in model.moe] == planning, name
 
     # torchtitan: flattened optimizer state, and a model's and an optimizer's own calls.
     flat = StateDictOptions(flatten_optimizer_state_dict=True)
@@ -330,8 +330,8 @@ def test_state_survives_every_form(ranks: LocalRanks, tmp_path: Path) -> None:
             assert_same(after, before, name)
     dcp_to_torch_save(tmp_path / "dcp", tmp_path / "file.pt")
     file = torch.load(tmp_path / "file.pt", weights_only=True)
-    assert torch.equal(file["moe.0.experts"], before["moe.0.experts"])
-    assert isinstance(file["moe.0._extra_state"], str)
+    assert torch.equal(file["moe.0.experts.masters"], before["moe.0.experts.masters"])
+    assert isinstance(file["moe.0.experts._extra_state"], str)
 
 
 def test_a_state_dict_is_a_safe_file_and_resumes() -> None:
@@ -353,11 +353,11 @@ def test_a_copy_goes_on_as_the_original_does(copied: Any) -> None:
     model, optimizer = build(FSEP)
     train(model, optimizer, range(2))
     twin = copied(model)
-    assert twin.moe[0].token_channel is not model.moe[0].token_channel
+    assert twin.moe[0].experts.token_channel is not model.moe[0].experts.token_channel
     for batch in (4, 5):
         x_TH = tokens_of(batch, SHAPE.hidden_size)
         assert torch.equal(twin(x_TH), model(x_TH))
-    assert twin.moe[1].get_extra_state() == model.moe[1].get_extra_state()
+    assert twin.moe[1].experts.get_extra_state() == model.moe[1].experts.get_extra_state()
 
 
 def test_a_linked_layer_cannot_be_copied() -> None:
@@ -371,9 +371,9 @@ def test_a_linked_layer_cannot_be_copied() -> None:
 
 def test_a_history_of_other_ranks_leaves_nothing_of_ones_own() -> None:
     model, optimizer = build(FSEP)
-    state = model.moe[0].schedule.state_dict(0.0)
+    state = model.moe[0].experts.schedule.state_dict(0.0)
     train(model, optimizer, range(2))
-    schedule = model.moe[0].schedule
+    schedule = model.moe[0].experts.schedule
     own = schedule.state_dict(0.0)
     schedule.load_state_dict(own | {"micro_batch": 9, "layout": [[0, 1, 2], [3, 4, 5]]})
     assert schedule.state_dict(0.0) == state | {"micro_batch": 9}
@@ -406,8 +406,8 @@ def optimizer_of(
     model = Stack(SHAPE, FSEP, num_layers=2, seed=seed)
     if not grouped:
         return model, kind(model.parameters(), lr=1e-2, foreach=foreach)
-    experts = [moe.experts for moe in model.moe]
-    others = [parameter for name, parameter in model.named_parameters() if not name.endswith(".experts")]
+    experts = [moe.experts.masters for moe in model.moe]
+    others = [parameter for name, parameter in model.named_parameters() if not name.endswith(".experts.masters")]
     return model, kind([{"params": experts}, {"params": others}], lr=1e-2, foreach=foreach)
 
 

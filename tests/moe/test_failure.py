@@ -40,7 +40,7 @@ def train_until(victim: int, signal_number: int, strategy: ms.Strategy, linked: 
     if linked:
         ms.link(model)
     for moe in model.moe:
-        moe.token_channel.failure_grace_s = moe.store.channel.failure_grace_s = GRACE_S
+        moe.experts.token_channel.failure_grace_s = moe.experts.store.channel.failure_grace_s = GRACE_S
     for step in range(1000):
         x = torch.randn(20, 16)
         if step == 2 and dist.get_rank() == victim:

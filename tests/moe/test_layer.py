@@ -54,10 +54,10 @@ def test_autocast_changes_nothing() -> None:
 
 def test_frozen_experts_get_no_gradient_and_their_input_does() -> None:
     layer = ms.MoELayer(SHAPE, EP)
-    layer.experts.requires_grad_(False)
+    layer.experts.masters.requires_grad_(False)
     x = tokens(20).requires_grad_()
     layer(x).sum().backward()
-    assert layer.experts.grad is None
+    assert layer.experts.masters.grad is None
     assert x.grad is not None
     assert layer.router.weight.grad is not None
 
@@ -66,17 +66,17 @@ def test_backward_twice_through_one_graph_gives_the_same_twice() -> None:
     layer = ms.MoELayer(SHAPE, EP)
     y = layer(tokens(20)).sum()
     y.backward(retain_graph=True)
-    first = layer.experts.grad.clone()
-    layer.experts.grad = None
+    first = layer.experts.masters.grad.clone()
+    layer.experts.masters.grad = None
     y.backward()
-    assert torch.equal(layer.experts.grad, first)
+    assert torch.equal(layer.experts.masters.grad, first)
 
 
 def test_masters_changed_between_forward_and_backward_are_noticed() -> None:
     layer = ms.MoELayer(SHAPE, EP)
     y = layer(tokens(20)).sum()
     with torch.no_grad():
-        layer.experts.mul_(2)
+        layer.experts.masters.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.backward()
 
@@ -108,8 +108,8 @@ def test_planning_is_neither_waiting_for_counts_nor_for_plans(monkeypatch: pytes
 
     layer(tokens(1))
     layer.metrics()
-    monkeypatch.setattr(layer.token_channel, "all_gather", slow(layer.token_channel.all_gather, 0.5))
-    monkeypatch.setattr(layer.schedule, "ready", slow(layer.schedule.ready, 0.5))
+    monkeypatch.setattr(layer.experts.token_channel, "all_gather", slow(layer.experts.token_channel.all_gather, 0.5))
+    monkeypatch.setattr(layer.experts.schedule, "ready", slow(layer.experts.schedule.ready, 0.5))
     monkeypatch.setattr("moesys.moe.planners.build_routes", slow(build_routes, 0.02))
     monkeypatch.setattr("moesys.moe.planners.plan_layer", slow(ms.plan_layer, 0.02))
     for _ in range(2):
@@ -149,7 +149,7 @@ def test_the_correction_bias_moves_after_the_step_and_not_before() -> None:
     layer(tokens(3))
     layer(tokens(4, seed=1))
     assert layer.router.e_score_correction_bias.count_nonzero() == 0
-    tokens_E = layer.tokens_since_update_E
+    tokens_E = layer.experts.counted_E
     assert tokens_E.sum() == 14
     ms.update_router_bias(layer)
     expected = 0.01 * torch.sign(tokens_E.sum() / 6 - tokens_E)
@@ -212,7 +212,8 @@ def in_two_groups() -> tuple[Tensor, Tensor, list[int]]:
     y = model(tokens(10, seed=dist.get_rank() % 2))
     y.sum().backward()
     runtime.close()
-    return y.detach(), whole(model.moe[0].experts.grad), dist.get_process_group_ranks(model.moe[0].group)
+    experts = model.moe[0].experts
+    return y.detach(), whole(experts.masters.grad), dist.get_process_group_ranks(experts.group)
 
 
 def test_a_mesh_gives_every_row_its_own_experts(ranks: LocalRanks) -> None:
@@ -235,9 +236,9 @@ def test_masters_are_float32_whatever_the_default_and_stay_so() -> None:
     finally:
         torch.set_default_dtype(torch.float32)
     assert {parameter.dtype for parameter in layer.parameters()} == {torch.float32}
-    with pytest.raises(TypeError, match="masters of a MoELayer stay float32"):
+    with pytest.raises(TypeError, match="masters stay float32"):
         layer.bfloat16()
-    assert layer.experts.dtype == torch.float32
+    assert layer.experts.masters.dtype == torch.float32
     layer.to("cpu")
 
 
@@ -268,7 +269,7 @@ def test_gradients_of_gradients_are_refused() -> None:
 
 def test_the_meta_device_gives_shapes() -> None:
     layer = ms.MoELayer(SHAPE, EP, device="meta")
-    assert layer.experts.is_meta
+    assert layer.experts.masters.is_meta
     assert layer.router.weight.is_meta
 
 
@@ -277,5 +278,5 @@ def test_no_two_parts_of_a_model_start_from_the_same_numbers() -> None:
     strategy = ms.Strategy(name="ep")
     layers = [ms.MoELayer(shape, strategy, layer_index=index, seed=seed) for index in (0, 1) for seed in (0, 1)]
     starts = [tuple(layer.router.weight.flatten()[:8].tolist()) for layer in layers]
-    starts += [tuple(expert_P[:8].tolist()) for layer in layers for expert_P in layer.experts]
+    starts += [tuple(expert_P[:8].tolist()) for layer in layers for expert_P in layer.experts.masters]
     assert len(set(starts)) == len(starts) == 16

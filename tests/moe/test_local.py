@@ -81,7 +81,7 @@ def tokens(count: int, seed: int = 0) -> Tensor:
 def stack(strategy: ms.Strategy, dtype: str, compute: TritonExperts) -> Stack:
     model = Stack(SHAPE.replace(dtype=dtype), strategy, num_layers=2)
     for layer in model.moe:
-        layer.expert_compute = compute
+        layer.experts.expert_compute = compute
     return model
 
 
@@ -127,7 +127,7 @@ def test_the_host_never_waits_and_no_bit_changes(
         if runtime is not None:
             runtime.close()
     if strategy is LAER:
-        assert model.moe[0].schedule.layout.num_duplicates == 2
+        assert model.moe[0].experts.schedule.layout.num_duplicates == 2
     for place, (found, expected) in enumerate(zip(*results, strict=True)):
         assert torch.equal(found, expected), place
 
@@ -154,12 +154,12 @@ def test_counts_are_read_late_and_are_those_of_the_host() -> None:
         assert layer.last_plan == on_slots.last_plan
         assert layer.last_plan is layer.last_plan
         assert layer.metrics().tokens_E == on_slots.metrics().tokens_E
-        assert layer.get_extra_state() == on_slots.get_extra_state()
-        assert layer.tokens_since_update_E.tolist() == on_slots.tokens_since_update_E.tolist()
-    assert json.loads(on_kernels.get_extra_state())["micro_batch"] == 3
+        assert layer.experts.get_extra_state() == on_slots.experts.get_extra_state()
+        assert layer.experts.counted_E.tolist() == on_slots.experts.counted_E.tolist()
+    assert json.loads(on_kernels.experts.get_extra_state())["micro_batch"] == 3
     for layer in (on_kernels, on_slots):
         layer.update_router_bias()
-        assert layer.tokens_since_update_E.count_nonzero() == 0
+        assert layer.experts.counted_E.count_nonzero() == 0
     assert torch.equal(on_kernels.router.e_score_correction_bias, on_slots.router.e_score_correction_bias)
 
 
@@ -169,11 +169,11 @@ def test_a_state_of_either_is_taken_up_by_the_other() -> None:
         layer(tokens(5))
     for source, target in ((on_kernels, on_slots), (on_slots, on_kernels)):
         resumed = copy.deepcopy(target)
-        resumed.set_extra_state(source.get_extra_state())
+        resumed.experts.set_extra_state(source.experts.get_extra_state())
         resumed(tokens(6, seed=1))
         assert resumed.last_plan.turn == 1
-        assert int(resumed.tokens_since_update_E.sum()) == 22
-        assert resumed.schedule.events == []
+        assert int(resumed.experts.counted_E.sum()) == 22
+        assert resumed.experts.schedule.events == []
 
 
 def test_evaluation_counts_nothing() -> None:
@@ -181,8 +181,8 @@ def test_evaluation_counts_nothing() -> None:
     on_kernels.eval()(tokens(5))
     with torch.no_grad():
         on_kernels.train()(tokens(5))
-    assert on_kernels.schedule.micro_batch == 0
-    assert on_kernels.tokens_since_update_E.count_nonzero() == 0
+    assert on_kernels.experts.schedule.micro_batch == 0
+    assert on_kernels.experts.counted_E.count_nonzero() == 0
     assert on_kernels.last_plan.load.total == 10
 
 
@@ -190,7 +190,7 @@ def test_x_and_h_are_saved_for_backward() -> None:
     """Besides what lives anyway: masters and routing weights."""
     kept: list[Tensor] = []
     layer = ms.MoELayer(SHAPE.replace(dtype="bfloat16"), EP)
-    layer.expert_compute = TritonExperts()
+    layer.experts.expert_compute = TritonExperts()
     x = tokens(7)
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: (kept.append(tensor), tensor)[1], lambda t: t):
         layer(x)
@@ -202,9 +202,9 @@ def test_x_and_h_are_saved_for_backward() -> None:
 def test_masters_are_read_where_they_lie_or_cast_at_once(strategy: ms.Strategy) -> None:
     for dtype in ("float32", "bfloat16"):
         layer = ms.MoELayer(SHAPE.replace(dtype=dtype), strategy)
-        restored = layer.store.start_restore(layer.schedule.layout).wait()
+        restored = layer.experts.store.start_restore(layer.experts.schedule.layout).wait()
         gate_up, down = restored.stacked()
-        is_master = gate_up.untyped_storage().data_ptr() == layer.experts.untyped_storage().data_ptr()
+        is_master = gate_up.untyped_storage().data_ptr() == layer.experts.masters.untyped_storage().data_ptr()
         assert is_master == (dtype == "float32")
         assert gate_up.untyped_storage().data_ptr() == down.untyped_storage().data_ptr()
         state = layer.full_state_dict()

@@ -44,7 +44,7 @@ def train(overlap: ms.MegaKernel | ms.Sequential, checkpointed: bool, linked: bo
     """Two micro-batches through two layers, both under way before the first backward."""
     model = Stack(SHAPE, FSEP.replace(overlap=overlap), num_layers=2)
     for moe in model.moe:
-        moe.expert_compute = TritonExperts()
+        moe.experts.expert_compute = TritonExperts()
     if linked:
         ms.link(model)
     generator = torch.Generator().manual_seed(dist.get_rank())

@@ -105,8 +105,8 @@ def paced_step(strategy: ms.Strategy) -> Step:
     model = Stack(SHAPE, strategy, 1)
     runtime = ms.link(model, record_spans=True)
     links = [PacedLink(dist.group.WORLD, pace) for pace in (TOKENS_GB_PER_S, EXPERTS_GB_PER_S)]
-    for layer in runtime.layers:
-        layer.token_channel.link, layer.store.channel.link = links
+    for experts in runtime.layers:
+        experts.token_channel.link, experts.store.channel.link = links
     recorded = recorded_step(model, runtime)
     for link in links:
         link.close()

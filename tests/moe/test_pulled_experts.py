@@ -101,7 +101,7 @@ def step(overlap: ms.Overlap) -> list[torch.Tensor]:
     """Outputs and gradients of linked layers, whose experts and gradients travel behind each other."""
     shape = ms.ModelShape(hidden_size=16, intermediate_size=8, num_experts=3, top_k=2)
     model = Stack(shape, LINKED.replace(overlap=overlap), 4)
-    layers = [module for module in model.modules() if isinstance(module, ms.MoELayer)]
+    layers = [moe.experts for moe in model.moe]
     for layer in layers:
         layer.expert_compute = TritonExperts()
     runtime = ms.link(model)
@@ -113,11 +113,12 @@ def step(overlap: ms.Overlap) -> list[torch.Tensor]:
         y_TH.square().sum().backward()
         outputs.append(y_TH.detach())
     pulled = isinstance(overlap, ms.MegaKernel)
-    assert all(isinstance(layer.shards, PulledExperts) == pulled for layer in layers)
-    assert len({id(layer.shards.rings) for layer in layers if isinstance(layer.shards, PulledExperts)}) == pulled
-    for layer in layers:
-        if isinstance(layer.shards, PulledExperts):
-            assert layer.shards.rings.num_bytes == ring_bytes(shape, dist.get_world_size(), num_slots=2)
+    all_shards = [layer.shards for layer in layers]
+    assert all(isinstance(shards, PulledExperts) == pulled for shards in all_shards)
+    assert len({id(shards.rings) for shards in all_shards if isinstance(shards, PulledExperts)}) == pulled
+    for shards in all_shards:
+        if isinstance(shards, PulledExperts):
+            assert shards.rings.num_bytes == ring_bytes(shape, dist.get_world_size(), num_slots=2)
     runtime.close()
     return [*outputs, x_TH.grad, *(whole(p.grad) for p in model.parameters())]
 

@@ -66,7 +66,7 @@ def train(strategy: ms.Strategy, guard: bool, linked: bool, checkpointed: bool) 
     """Micro-batches through two layers, one more than lead to a layout. The first makes what lasts, unguarded."""
     model = Stack(SHAPE, strategy, num_layers=2)
     for moe in model.moe:
-        moe.expert_compute = TritonExperts()
+        moe.experts.expert_compute = TritonExperts()
     runtime = ms.link(model) if linked else None
     generator = torch.Generator().manual_seed(dist.get_rank())
     found: dict[str, Any] = {}
@@ -78,8 +78,8 @@ def train(strategy: ms.Strategy, guard: bool, linked: bool, checkpointed: bool) 
         found |= {f"y {step}": y.detach(), f"dx {step}": x.grad}
     for index, moe in enumerate(model.moe):
         found[f"plan {index}"] = moe.last_plan
-        found[f"state {index}"] = moe.get_extra_state()
-        moe.check()
+        found[f"state {index}"] = moe.experts.get_extra_state()
+        moe.experts.check()
     ms.update_router_bias(model)
     found |= gradients_of(model) | {name: buffer.clone() for name, buffer in model.named_buffers()}
     if runtime is not None:

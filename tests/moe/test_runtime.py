@@ -91,7 +91,7 @@ def two_micro_batches(strategy: ms.Strategy, linked: bool, checkpointed: bool) -
     model = Stack(SHAPE, strategy, num_layers=2)
     runtime = ms.link(model) if linked else None
     for moe in model.moe:
-        moe.schedule.source = ShufflingPlanner()
+        moe.experts.schedule.source = ShufflingPlanner()
     inputs = [tokens_of(batch).requires_grad_() for batch in (0, 1)]
     losses, layouts = [], []
     for x in inputs:
@@ -128,7 +128,7 @@ def test_recomputation_without_recorded_plans_is_refused() -> None:
 def test_recomputation_plans_nothing_and_remembers_nothing() -> None:
     layer = ms.MoELayer(SHAPE, ms.Strategy(name="ep"))
     checkpoint(layer, tokens_of(0).requires_grad_(), use_reentrant=False, context_fn=ms.recompute).sum().backward()
-    assert layer.schedule.micro_batch == 1
+    assert layer.experts.schedule.micro_batch == 1
 
 
 def test_evaluation_leaves_history_alone() -> None:
@@ -136,7 +136,7 @@ def test_evaluation_leaves_history_alone() -> None:
     with torch.no_grad():
         layer(tokens_of(0))
     layer.eval()(tokens_of(0))
-    assert layer.schedule.micro_batch == 0
+    assert layer.experts.schedule.micro_batch == 0
 
 
 def broken_off_pass(linked: bool) -> dict[str, Any]:
@@ -224,7 +224,7 @@ def one_rank_plans_late() -> dict[str, Any]:
     model = Stack(SHAPE, BEHIND, num_layers=2)
     runtime = ms.link(model, plan_timeout_s=0.05)
     for moe in model.moe:
-        moe.schedule.source = SlowPlanner()
+        moe.experts.schedule.source = SlowPlanner()
     for batch in range(3):
         model(tokens_of(batch)).sum().backward()
     result = {"layouts": [moe.last_plan.layout.expert_RS.tolist() for moe in model.moe], "events": runtime.events}
@@ -242,7 +242,7 @@ def test_a_late_plan_is_dropped_by_all_ranks_and_recorded(ranks: LocalRanks) -> 
 def different_histories() -> None:
     model = Stack(SHAPE, FSEP, num_layers=1)
     ms.link(model)
-    schedule = model.moe[0].schedule
+    schedule = model.moe[0].experts.schedule
     schedule.layout = schedule.layout if dist.get_rank() else ExpertLayout(schedule.layout.expert_RS[::-1], 6)
     load = torch.ones(dist.get_world_size(), 6, dtype=torch.int64).numpy()
     schedule.observe(ms.LoadMatrix(load))
@@ -257,7 +257,7 @@ def test_a_plan_from_another_history_is_refused(ranks: LocalRanks) -> None:
 def infeasible_plan() -> None:
     model = Stack(SHAPE, FSEP, num_layers=1)
     ms.link(model)
-    schedule = model.moe[0].schedule
+    schedule = model.moe[0].experts.schedule
     schedule.slots_R = (1, 1)
     schedule.observe(ms.LoadMatrix(torch.ones(2, 6, dtype=torch.int64).numpy()))
     schedule.ready(time.monotonic() + 10.0)
@@ -271,7 +271,7 @@ def test_the_leaders_error_reaches_every_rank(ranks: LocalRanks) -> None:
 
 
 def test_a_model_without_moe_layers_cannot_be_linked() -> None:
-    with pytest.raises(ValueError, match="the model has no MoELayer"):
+    with pytest.raises(ValueError, match=r"the model has no ms\.Experts"):
         ms.link(torch.nn.Linear(2, 2))
 
 
@@ -332,7 +332,7 @@ def test_a_layer_used_twice_adds_its_gradients_as_autograd_does(ranks: LocalRank
 def nested_checkpoints(mode: str) -> dict[str, Any]:
     model = Stack(SHAPE, FSEP, num_layers=2)
     for moe in model.moe:
-        moe.schedule.source = ShufflingPlanner()
+        moe.experts.schedule.source = ShufflingPlanner()
     for batch in range(3):
         x = tokens_of(batch).requires_grad_()
         if mode == "nested":
@@ -340,7 +340,7 @@ def nested_checkpoints(mode: str) -> dict[str, Any]:
         else:
             y = model(x, checkpointed=mode == "checkpointed")
         y.square().sum().backward()
-    return {"gradients": gradients_of(model), "micro_batches": [moe.schedule.micro_batch for moe in model.moe]}
+    return {"gradients": gradients_of(model), "micro_batches": [moe.experts.schedule.micro_batch for moe in model.moe]}
 
 
 def test_nested_regions_replay_too(ranks: LocalRanks) -> None:
@@ -355,10 +355,10 @@ def test_a_recomputed_graph_can_be_walked_twice() -> None:
     layer = ms.MoELayer(SHAPE, ms.Strategy(name="ep"))
     y = checkpoint(layer, tokens_of(0).requires_grad_(), use_reentrant=False, context_fn=ms.recompute).sum()
     y.backward(retain_graph=True)
-    first = layer.experts.grad.clone()
-    layer.experts.grad = None
+    first = layer.experts.masters.grad.clone()
+    layer.experts.masters.grad = None
     y.backward()
-    assert torch.equal(layer.experts.grad, first)
+    assert torch.equal(layer.experts.masters.grad, first)
 
 
 def test_delayed_gradients_go_nowhere_but_where_they_are_asked_for() -> None:
@@ -368,12 +368,12 @@ def test_delayed_gradients_go_nowhere_but_where_they_are_asked_for() -> None:
     x = tokens_of(0).requires_grad_()
     torch.autograd.grad(layer(x).sum(), x)
     layer(x).sum().backward(inputs=[x])
-    assert layer.experts.grad is None
-    (gradient,) = torch.autograd.grad(layer(x).sum(), layer.experts)
-    (expected,) = torch.autograd.grad(plain(x).sum(), plain.experts)
+    assert layer.experts.masters.grad is None
+    (gradient,) = torch.autograd.grad(layer(x).sum(), layer.experts.masters)
+    (expected,) = torch.autograd.grad(plain(x).sum(), plain.experts.masters)
     assert torch.equal(gradient, expected)
     layer(x).sum().backward()
-    assert torch.equal(layer.experts.grad, expected)
+    assert torch.equal(layer.experts.masters.grad, expected)
     runtime.close()
 
 
@@ -383,7 +383,7 @@ def test_closing_an_old_runtime_leaves_the_new_one_alone() -> None:
     old.close()
     new = ms.link(layer)
     old.close()
-    assert layer.link.lookahead is new
+    assert layer.experts.link.lookahead is new
     new.close()
 
 

@@ -62,7 +62,7 @@ def step(overlap: ms.MegaKernel, num_experts: int, record_spans: bool, late_s: f
     rows_of_expert = {expert: int(plan.tokens_RER[:, expert, rank].sum()) for expert in held}
     timeline = runtime.timeline()
     runtime.close()
-    results = [y_TH.detach(), x_TH.grad, layer.router.weight.grad, layer.experts.grad.to_local()]
+    results = [y_TH.detach(), x_TH.grad, layer.router.weight.grad, layer.experts.masters.grad.to_local()]
     return Step(records, timeline, results, rows_of_expert)
 
 

@@ -304,8 +304,8 @@ def issued_by_layers(strategy: ms.Strategy, cluster: ms.ClusterSpec) -> list[tup
         channel.all_to_all = all_to_all
 
     for layer in layers:
-        listen(layer.token_channel, layer.layer_index)
-        listen(layer.store.channel, layer.layer_index)
+        listen(layer.experts.token_channel, layer.experts.layer_index)
+        listen(layer.experts.store.channel, layer.experts.layer_index)
     generator = torch.Generator().manual_seed(dist.get_rank())
     for _ in range(2):
         issued.clear()

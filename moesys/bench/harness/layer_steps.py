@@ -52,7 +52,7 @@ class LayerSteps:
         self.x_TH.grad = None
         self.model.zero_grad(set_to_none=True)
         for layer in self.layers:
-            layer.meter.clear()
+            layer.experts.meter.clear()
         if dist.is_initialized():
             dist.barrier()
 
@@ -61,7 +61,7 @@ class LayerSteps:
         y_TH.backward(self.dy_TH)
         exposed_ms: dict[str, float] = {}
         for layer in self.layers:
-            for lane, waited_ms in layer.meter.exposed_ms.items():
+            for lane, waited_ms in layer.experts.meter.exposed_ms.items():
                 exposed_ms[lane] = exposed_ms.get(lane, 0.0) + waited_ms
         self._exposed_ms.append(exposed_ms)
         return y_TH
@@ -83,7 +83,7 @@ class LayerSteps:
     @property
     def received_bytes(self) -> int:
         """Since ``prepare``, from other ranks."""
-        return sum(sum(layer.meter.wire_bytes.values()) for layer in self.layers)
+        return sum(sum(layer.experts.meter.wire_bytes.values()) for layer in self.layers)
 
     def blocked_ms(self, repeats: int) -> list[float]:
         """How long each of the last ``repeats`` steps was blocked by communication."""

@@ -1,0 +1,231 @@
+"""Experts: the experts of a Mixture-of-Experts layer without its router, run under a declared strategy."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from moesys.config import ClusterSpec, ModelShape, Strategy
+from moesys.layout_schedule import InlinePlanner, LayoutSchedule, PlanSource
+from moesys.moe.call import LayerCall
+from moesys.moe.expert_parameters import DTYPES
+from moesys.moe.expert_store import ExpertStore, shards_of
+from moesys.moe.lookahead import Link, Lookahead
+from moesys.moe.masters import Masters, distributed
+from moesys.moe.metrics import LayerMetrics
+from moesys.moe.planners import MicroBatch, planner_of
+from moesys.moe.ranks import cluster_of, mesh_of
+from moesys.moe.recompute import current_tape
+from moesys.moe.routed_experts import RoutedExperts
+from moesys.moe.unread_plans import DevicesPlan, SingleRankPlan
+from moesys.overlap.comm.channel import Channel
+from moesys.overlap.comm.heartbeat import Heartbeat
+from moesys.overlap.comm.record import Meter, Recorder
+from moesys.overlap.expert_compute import ExpertCompute
+from moesys.overlap.experts_on_device import experts_on_device
+from moesys.step import LayerPlan
+
+STATE_TIMEOUT_S = 600.0
+
+
+class Experts(nn.Module):
+    """The experts of ``shape`` under ``strategy``: ``y_TH = experts(x_TH, expert_TK, weight_TK)``, differentiable in x,
+    in the weights and in the experts.
+
+    ``group``: the ranks that share the experts: a process group, a 1-D ``DeviceMesh``, or None for the default group
+    where torch.distributed is initialised and for one rank alone where it is not. Every rank calls the experts with its
+    own tokens, as many as it has (none is fine), the same number of times.
+
+    ``cluster``: which ranks share a node. By default nodes of LOCAL_WORLD_SIZE ranks, as torchrun sets it, or one node.
+    ``layer_index`` and ``seed`` give the initial experts, together with nothing else: not the ranks, not the sharding.
+
+    One parameter: ``masters`` [E, P_e], float32, a ``DTensor`` that the strategy shards. Its gradient is summed over
+    all ranks, as if every rank's loss were one term of a sum.
+
+    Raises ValueError where strategy, shape and cluster do not fit.
+    """
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        strategy: Strategy,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
+        *,
+        cluster: ClusterSpec | None = None,
+        layer_index: int = 0,
+        seed: int = 0,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        device = torch.device(device or "cpu")
+        self.mesh = mesh_of(group, device.type)
+        self.group = None if self.mesh is None else self.mesh.get_group()
+        num_ranks = dist.get_world_size(self.group) if self.group is not None else 1
+        rank = dist.get_rank(self.group) if self.group is not None else 0
+        self.cluster = cluster if cluster is not None else cluster_of(num_ranks)
+        if self.cluster.num_ranks != num_ranks:
+            raise ValueError(
+                f"cluster has {self.cluster.num_ranks} ranks but the group has {num_ranks}; "
+                "declare the nodes of exactly the ranks that share the experts"
+            )
+        self.shape, self.strategy, self.layer_index = shape, strategy, layer_index
+        self.schedule = LayoutSchedule(layer_index, strategy, shape, self.cluster)
+        self.shards = shards_of(strategy, shape, self.cluster, rank, self.group)
+        self.meter = Meter()
+        # None: that of the device.
+        self.expert_compute: ExpertCompute | None = None
+        self.counted_E = torch.zeros(shape.num_experts, dtype=torch.int64)
+        self._last_plan: LayerPlan | SingleRankPlan | DevicesPlan | None = None
+        # Drawn on the CPU, so that every device starts from the same weights.
+        local = self.shards.initial(seed, layer_index).to(device)
+        self.masters = nn.Parameter(distributed(local, self.shards, self.mesh))
+        self._connect(Channel(self.group, self.cluster.node_of_rank, Recorder(rank), self.meter, device.type))
+
+    def _connect(self, channel: Channel) -> None:
+        """Makes what other ranks are met through."""
+        self.token_channel = channel
+        masters = Masters(self._parameters, "masters", self.shards, self.mesh)
+        self.store = ExpertStore(self.layer_index, self.strategy.sharding, self.shards, masters, self.schedule, channel)
+        self.planner = planner_of(self.strategy, self.shape, self.cluster, self.schedule, self.shards, channel)
+        self.link = Link()
+
+    # Planning is Python on integers and talks to other ranks: nothing that a compiler could trace.
+    @torch.compiler.disable
+    def forward(self, x_TH: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
+        """Returns y [T, H] in x's dtype: a token's experts' outputs times their weights, summed in the order of k.
+
+        ``expert_TK`` int64 [T, K]: the chosen experts, each at most once a token; ``weight_TK`` [T, K] of any float.
+        """
+        call = self._replayed_or_planned(expert_TK)
+        y_TH: Tensor = RoutedExperts.apply(
+            x_TH.to(DTYPES[self.shape.dtype]), weight_TK.float(), self.store.masters.differentiable(), call, self.link
+        )
+        self._count(call)
+        return y_TH.to(x_TH.dtype)
+
+    def _replayed_or_planned(self, expert_TK: Tensor) -> LayerCall:
+        """Returns the call that a recomputation repeats, else a new one."""
+        tape = current_tape()
+        if tape is None:
+            return self._plan(expert_TK)
+        if tape.mode == "replay":
+            return tape.next_call(self.layer_index)
+        tape.calls.append(call := self._plan(expert_TK))
+        return call
+
+    def _plan(self, expert_TK: Tensor) -> LayerCall:
+        """Decides who computes what, and where it is sent: the only part of forward that recomputation leaves out."""
+        learning = self.training and torch.is_grad_enabled()
+        lookahead = self.link.lookahead
+        neighbours = lookahead.enter(self.store)
+        # Asked for every time, as it depends on the device and, on the CPU, on the number of threads, which may change.
+        compute = self.expert_compute or experts_on_device(self.shape, DTYPES[self.shape.dtype], expert_TK.device.type)
+        upcoming = [store.schedule for store in neighbours.upcoming]
+        batch = MicroBatch(expert_TK, compute, learning, upcoming, lookahead)
+        executor, self._last_plan, counts = self.planner.plan(batch)
+        call = LayerCall(self.store, executor, neighbours, counts)
+        lookahead.entered(call)
+        return call
+
+    def _count(self, call: LayerCall) -> None:
+        """Adds up counts for ``take_counts``, on their device, which has them once forward is launched."""
+        if call.counts is not None:
+            tokens_E, call.counts = call.counts(), None
+            self.counted_E = self.counted_E.to(tokens_E.device) + tokens_E
+
+    def take_counts(self) -> Tensor:
+        """Returns the choices of each expert on all ranks, int64 [E], in training since the last time."""
+        counted_E, self.counted_E = self.counted_E, torch.zeros_like(self.counted_E)
+        return counted_E
+
+    @property
+    def last_plan(self) -> LayerPlan | None:
+        """The newest micro-batch's plan; None before the first. To read it may be to wait for the device."""
+        if isinstance(self._last_plan, SingleRankPlan | DevicesPlan):
+            self._last_plan = self._last_plan.read()
+        return self._last_plan
+
+    def metrics(self) -> LayerMetrics | None:
+        """Returns what the newest micro-batch did; None before the first. Counters of bytes and time begin anew."""
+        if (plan := self.last_plan) is None:
+            return None
+        metrics = LayerMetrics.of(self.layer_index, plan, self.meter)
+        self.meter.clear()
+        return metrics
+
+    def check(self) -> None:
+        """Waits for the device. Raises ``PeerTimeoutError`` where a MegaKernel was given up, and ValueError where one
+        was planned more rows than ``rows_cap``, which else a later micro-batch tells on a GPU.
+        """
+        self.link.lookahead.mega_home.check()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Experts:
+        """Moves between devices, and refuses ``layer.bfloat16()`` and the like."""
+        if fn(torch.empty(0, dtype=torch.float32, device=self.masters.device)).dtype != torch.float32:
+            raise TypeError("masters stay float32; declare ModelShape(dtype=...) to compute in another type")
+        return super()._apply(fn, recurse)
+
+    # --- linking ------------------------------------------------------------------------------------------
+
+    def join(
+        self,
+        lookahead: Lookahead,
+        first: Experts,
+        weight_channel: Channel,
+        plan_source: PlanSource,
+        heartbeat: Heartbeat | None,
+    ) -> None:
+        """Becomes one of the layers of a linked model, whose ``first`` has the memory for all."""
+        self.link.lookahead = lookahead
+        self.shards.share_with(first.shards)
+        self.schedule.source = plan_source
+        self.store.channel = weight_channel
+        self.token_channel.recorder = weight_channel.recorder
+        self.token_channel.heartbeat = weight_channel.heartbeat = heartbeat
+
+    def unlink(self) -> None:
+        """Plans and restores on demand again, as before ``link``."""
+        self.link.cut()
+        self.shards.unshare()
+        self.schedule.source = InlinePlanner()
+        self.store.channel = self.token_channel
+        self.store.drop_prefetched()
+        self.token_channel.heartbeat = None
+
+    # --- state --------------------------------------------------------------------------------------------
+
+    def get_extra_state(self) -> str:
+        """Returns load history, layouts and counts in JSON, so that a resumed run plans as an undisturbed one would.
+
+        Text, as its length changes from step to step: distributed checkpoints load tensors only into their own size.
+        """
+        return json.dumps(self.schedule.state_dict(STATE_TIMEOUT_S) | {"counted": self.counted_E.tolist()})
+
+    def set_extra_state(self, state: str) -> None:
+        loaded = json.loads(state)
+        self.schedule.load_state_dict(loaded)
+        self.counted_E = torch.tensor(loaded["counted"], dtype=torch.int64)
+        self.store.drop_prefetched()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For ``copy.deepcopy`` and pickling: one rank's layer, not linked, without the spans it has recorded."""
+        if self.group is not None or self.link.linked:
+            raise TypeError(
+                "only a layer without a process group and not linked can be copied or pickled; "
+                "make another and load this one's state_dict()"
+            )
+        connected = ("token_channel", "store", "planner", "link")
+        return {name: value for name, value in self.__dict__.items() if name not in connected}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._connect(Channel(None, self.cluster.node_of_rank, Recorder(0), self.meter))
+
+    def extra_repr(self) -> str:
+        return f"{self.shape!r}, strategy={self.strategy.name!r}, ranks={self.token_channel.num_ranks}"
