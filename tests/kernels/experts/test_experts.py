@@ -102,6 +102,8 @@ def test_recomputation_has_the_same_bits():
         assert torch.equal(found, expected)
 
 
+# torch 2.15 looks at the gradients of its own copies
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 def test_the_ops_keep_their_promises_to_torch():
     x, expert, weight, gate_up, down = arguments()
     # rows of dropped choices are not written, and what is compared here must be

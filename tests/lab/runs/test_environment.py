@@ -43,7 +43,7 @@ def package(tmp_path) -> Path:
 
 
 def test_it_says_what_runs_here(environment):
-    assert environment.packages["torch"] == torch.__version__
+    assert torch.__version__.startswith(environment.packages["torch"])
     assert environment.torch_threads == 1
     assert environment.cores >= 1
     assert environment.cpu
