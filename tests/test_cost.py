@@ -149,14 +149,14 @@ def sent_by_layers(cluster: ms.ClusterSpec, layout: ms.ExpertLayout, sharding: m
     for rank in range(R):
         shards: WholeExperts | ShardedExperts
         if isinstance(sharding, ms.Ep):
-            shards = WholeExperts(SHAPE, torch.bfloat16, rank, R)
+            shards = WholeExperts(SHAPE, rank, R)
             local = torch.zeros(len(shards.owned()), SHAPE.expert_parameters)
         else:
             hierarchical = sharding.restore == "hierarchical"
-            shards = ShardedExperts(SHAPE, torch.bfloat16, rank, R, cluster.node_of_rank, hierarchical)
+            shards = ShardedExperts(SHAPE, rank, R, cluster.node_of_rank, hierarchical)
             local = torch.zeros(SHAPE.num_experts, len(shards.owned()))
         channel = RecordingChannel()
-        shards.restore(local, layout, channel, "").wait()  # type: ignore[arg-type]
+        shards.restore([local], torch.bfloat16, layout, channel, "").wait()  # type: ignore[arg-type]
         gradients = torch.zeros(len(shards.held_by_rank(layout)[rank]), shards.padded_parameters)
         shards.reshard(gradients, layout, channel, "")  # type: ignore[arg-type]
         by_rank.append(channel.sent_bytes)

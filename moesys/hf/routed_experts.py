@@ -91,8 +91,9 @@ class _Call:
         up, down = parameters[:2]
         up_bias, down_bias = parameters[2:4] if named == 4 else (None, None)
         dup_bias, ddown_bias = gradients[2:4] if named == 4 else (None, None)
-        self.up = Projection(up.__getitem__, up_bias, experts.transposed, gradients[0], dup_bias)
-        self.down = Projection(down.__getitem__, down_bias, experts.transposed, gradients[1], ddown_bias)
+        up_bias_of, down_bias_of = (None if bias is None else bias.__getitem__ for bias in (up_bias, down_bias))
+        self.up = Projection(up.__getitem__, up_bias_of, experts.transposed, gradients[0], dup_bias)
+        self.down = Projection(down.__getitem__, down_bias_of, experts.transposed, gradients[1], ddown_bias)
         transposed, device = experts.transposed, up.device
         # [U, H] and [H, I], whichever way they lie.
         (self.up_width, H), (_, I) = (tuple(p.mT.shape[1:] if transposed else p.shape[1:]) for p in (up, down))

@@ -33,6 +33,7 @@ class LayerCall:
     backwards run, each finds the experts where its own forward had them.
 
     ``counts``: gives the choices of each expert, int64 [E], once forward is launched; None where nobody learns.
+    ``dtype``: what experts compute in.
     """
 
     def __init__(
@@ -41,8 +42,9 @@ class LayerCall:
         executor: Executor,
         neighbours: Neighbours,
         counts: Callable[[], Tensor] | None,
+        dtype: torch.dtype,
     ) -> None:
-        self.store, self.executor, self.counts = store, executor, counts
+        self.store, self.executor, self.counts, self.dtype = store, executor, counts, dtype
         self.layout: ExpertLayout = store.schedule.layout
         self.previous, self._upcoming, self._pass_number = neighbours
         self.expects_backward = torch.is_grad_enabled()
@@ -53,13 +55,18 @@ class LayerCall:
     def restore(self) -> Restored:
         """Returns the experts of this call, on their way or here; starts bringing them if nobody has."""
         if self._restored is None:
-            self._restored = self.store.start_restore(self.layout)
+            self._restored = self.store.start_restore(self.layout, self.dtype)
         return self._restored
+
+    def restore_ahead(self) -> None:
+        """Starts bringing the experts of this call for its backward, where masters are at hand."""
+        if self.store.masters.at_hand:
+            self.restore()
 
     def prefetch_upcoming(self) -> None:
         """Starts bringing the next layers' experts, the first time it is called."""
         for store in self._upcoming:
-            store.prefetch(self._pass_number)
+            store.prefetch(self._pass_number, self.dtype)
         self._upcoming = ()
 
     def release(self) -> None:

@@ -1,8 +1,4 @@
-"""An expert's parameters: one flat vector of P_e = 3·I·H, its views, and how it is born.
-
-The vector holds ``gate_up`` [2I, H] and then ``down`` [H, I], both in the layout of transformers' experts, so that
-views and state dicts need no transposition.
-"""
+"""What an expert computes in, and its first parameters: one flat vector of P_e = 3·I·H (``expert_form``)."""
 
 from __future__ import annotations
 
@@ -10,23 +6,8 @@ import torch
 from torch import Tensor
 
 from moesys.config import ModelShape
-from moesys.overlap.held_experts import ExpertGradients, ExpertWeights
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-
-
-def expert_views(flat: Tensor, shape: ModelShape) -> tuple[Tensor, Tensor]:
-    """``gate_up`` [..., 2I, H] and ``down`` [..., H, I] as views of flat vectors [..., P] of at least P_e elements."""
-    H, I = shape.hidden_size, shape.intermediate_size
-    return flat[..., : 2 * I * H].unflatten(-1, (2 * I, H)), flat[..., 2 * I * H : 3 * I * H].unflatten(-1, (H, I))
-
-
-def as_weights(flat: Tensor, shape: ModelShape) -> ExpertWeights:
-    return ExpertWeights(*expert_views(flat, shape))
-
-
-def as_gradients(flat_DP: Tensor, shape: ModelShape) -> ExpertGradients:
-    return ExpertGradients(*expert_views(flat_DP, shape))
 
 
 def initial_generator(seed: int, layer_index: int, expert: int | None) -> torch.Generator:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from moesys.config import ClusterSpec, Ep, Fsep, MegaKernel, ModelShape, Sharding, Strategy
 from moesys.layout import ExpertLayout
 from moesys.layout_schedule import LayoutSchedule
-from moesys.moe.expert_parameters import DTYPES
+from moesys.moe.expert_form import ExpertForm
 from moesys.moe.masters import Masters
 from moesys.moe.sharded_experts import ShardedExperts
 from moesys.moe.shards import ExpertShards, Restored
@@ -43,15 +44,17 @@ class ExpertStore:
             self.prefetch_layers, self.delay_reshard = sharding.prefetch_layers, sharding.delay_reshard
         self._prefetched: tuple[ExpertLayout, int, Restored] | None = None
 
-    def start_restore(self, layout: ExpertLayout) -> Restored:
-        """Starts bringing the experts of ``layout`` here. A collective."""
-        return self.shards.restore(self.masters.local(), layout, self.channel, f"layer {self.layer_index}")
+    def start_restore(self, layout: ExpertLayout, dtype: torch.dtype) -> Restored:
+        """Starts bringing the experts of ``layout`` here, to be computed with in ``dtype``. A collective."""
+        return self.shards.restore(self.masters.local(), dtype, layout, self.channel, f"layer {self.layer_index}")
 
-    def prefetch(self, pass_number: int) -> None:
-        """Starts bringing the experts of the coming micro-batch, whose layout is settled, unless it is done already."""
-        if not self._is_prefetched(pass_number):
+    def prefetch(self, pass_number: int, dtype: torch.dtype) -> None:
+        """Starts bringing the experts of the coming micro-batch, whose layout is settled, unless it is done already or
+        masters are not at hand.
+        """
+        if not self._is_prefetched(pass_number) and self.masters.at_hand:
             layout = self.schedule.layout
-            self._prefetched = (layout, pass_number, self.start_restore(layout))
+            self._prefetched = (layout, pass_number, self.start_restore(layout, dtype))
 
     def take_prefetched(self, pass_number: int) -> Restored | None:
         """Returns what was brought ahead for this pass and layout, if anything, and forgets it."""
@@ -71,30 +74,34 @@ class ExpertStore:
 
     def new_gradients(self, layout: ExpertLayout) -> Tensor:
         """Returns memory for the gradients of the slots of ``layout``, float32 [D, padded_parameters]."""
-        return self.shards.new_gradients(layout, self.masters.local().device)
+        return self.shards.new_gradients(layout, self.masters.local()[0].device)
 
-    def start_reshard(self, grads_DP: Tensor, layout: ExpertLayout) -> Callable[[], Tensor]:
-        """Starts sending slot gradients to the owners; the result waits, and gives this rank's part of the masters'
-        gradient. A collective.
+    def start_reshard(self, grads_DP: Tensor, layout: ExpertLayout) -> Callable[[], tuple[Tensor, ...]]:
+        """Starts sending slot gradients to the owners; the result waits, and gives those of this rank's masters. A
+        collective.
         """
         return self.shards.reshard(grads_DP, layout, self.channel, f"layer {self.layer_index}")
 
 
 def shards_of(
-    strategy: Strategy, shape: ModelShape, cluster: ClusterSpec, rank: int, group: dist.ProcessGroup | None
+    strategy: Strategy,
+    shape: ModelShape,
+    cluster: ClusterSpec,
+    rank: int,
+    group: dist.ProcessGroup | None,
+    form: ExpertForm | None = None,
 ) -> ExpertShards:
     """Returns this rank's shards, as a strategy asks for them. ``group``: the ranks of ``cluster``; None for one rank
-    alone.
+    alone. ``form``: of masters that are not flat.
     """
-    dtype = DTYPES[shape.dtype]
     match strategy.sharding:
         case Ep():
-            return WholeExperts(shape, dtype, rank, cluster.num_ranks)
+            return WholeExperts(shape, rank, cluster.num_ranks, form)
         case Fsep(restore=restore):
             overlap, hierarchical = strategy.overlap, restore == "hierarchical"
-            if isinstance(overlap, MegaKernel) and group is not None and not hierarchical:
+            if isinstance(overlap, MegaKernel) and group is not None and not hierarchical and form is None:
                 # Here, so that Triton is loaded only where it runs.
                 from moesys.moe.pulled_experts import PulledExperts
 
-                return PulledExperts(shape, dtype, rank, cluster.node_of_rank, group, overlap.timeout_s)
-            return ShardedExperts(shape, dtype, rank, cluster.num_ranks, cluster.node_of_rank, hierarchical)
+                return PulledExperts(shape, rank, cluster.node_of_rank, group, overlap.timeout_s)
+            return ShardedExperts(shape, rank, cluster.num_ranks, cluster.node_of_rank, hierarchical, form)

@@ -17,8 +17,9 @@ from moesys.moe.call import LayerCall
 from moesys.moe.expert_parameters import DTYPES
 from moesys.moe.expert_store import ExpertStore, shards_of
 from moesys.moe.lookahead import Link, Lookahead
-from moesys.moe.masters import Masters, distributed
+from moesys.moe.masters import Masters, OutsideMasters, OwnMasters, distributed
 from moesys.moe.metrics import LayerMetrics
+from moesys.moe.outside import OutsideExperts
 from moesys.moe.planners import MicroBatch, planner_of
 from moesys.moe.ranks import cluster_of, mesh_of
 from moesys.moe.recompute import current_tape
@@ -28,7 +29,7 @@ from moesys.overlap.comm.channel import Channel
 from moesys.overlap.comm.heartbeat import Heartbeat
 from moesys.overlap.comm.record import Meter, Recorder
 from moesys.overlap.expert_compute import ExpertCompute
-from moesys.overlap.experts_on_device import experts_on_device
+from moesys.overlap.experts_on_device import OURS, experts_on_device
 from moesys.step import LayerPlan
 
 STATE_TIMEOUT_S = 600.0
@@ -48,8 +49,13 @@ class Experts(nn.Module):
     One parameter: ``masters`` [E, P_e], float32, a ``DTensor`` that the strategy shards. Its gradient is summed over
     all ranks, as if every rank's loss were one term of a sum.
 
+    ``outside``: experts that are somebody else's parameters. Then ``masters`` is None, and experts are computed in the
+    dtype of x, not in that of ``shape``.
+
     Raises ValueError where strategy, shape and cluster do not fit.
     """
+
+    masters: nn.Parameter | None
 
     def __init__(
         self,
@@ -61,6 +67,7 @@ class Experts(nn.Module):
         layer_index: int = 0,
         seed: int = 0,
         device: torch.device | str | None = None,
+        outside: OutsideExperts | None = None,
     ) -> None:
         super().__init__()
         device = torch.device(device or "cpu")
@@ -76,21 +83,29 @@ class Experts(nn.Module):
             )
         self.shape, self.strategy, self.layer_index = shape, strategy, layer_index
         self.schedule = LayoutSchedule(layer_index, strategy, shape, self.cluster)
-        self.shards = shards_of(strategy, shape, self.cluster, rank, self.group)
+        self.outside = outside
+        form = None if outside is None else outside.form
+        self.shards = shards_of(strategy, shape, self.cluster, rank, self.group, form)
         self.meter = Meter()
         # None: that of the device.
         self.expert_compute: ExpertCompute | None = None
         self.counted_E = torch.zeros(shape.num_experts, dtype=torch.int64)
         self._last_plan: LayerPlan | SingleRankPlan | DevicesPlan | None = None
         # Drawn on the CPU, so that every device starts from the same weights.
-        local = self.shards.initial(seed, layer_index).to(device)
-        self.masters = nn.Parameter(distributed(local, self.shards, self.mesh))
+        own = None
+        if outside is None:
+            own = nn.Parameter(distributed(self.shards.initial(seed, layer_index).to(device), self.shards, self.mesh))
+        self.register_parameter("masters", own)
         self._connect(Channel(self.group, self.cluster.node_of_rank, Recorder(rank), self.meter, device.type))
 
     def _connect(self, channel: Channel) -> None:
         """Makes what other ranks are met through."""
         self.token_channel = channel
-        masters = Masters(self._parameters, "masters", self.shards, self.mesh)
+        masters: Masters
+        if self.outside is None:
+            masters = OwnMasters(self._parameters, "masters", self.shards, self.mesh)
+        else:
+            masters = OutsideMasters(self.outside.read, self.shards.master_shapes)
         self.store = ExpertStore(self.layer_index, self.strategy.sharding, self.shards, masters, self.schedule, channel)
         self.planner = planner_of(self.strategy, self.shape, self.cluster, self.schedule, self.shards, channel)
         self.link = Link()
@@ -102,34 +117,35 @@ class Experts(nn.Module):
 
         ``expert_TK`` int64 [T, K]: the chosen experts, each at most once a token; ``weight_TK`` [T, K] of any float.
         """
-        call = self._replayed_or_planned(expert_TK)
-        y_TH: Tensor = RoutedExperts.apply(
-            x_TH.to(DTYPES[self.shape.dtype]), weight_TK.float(), self.store.masters.differentiable(), call, self.link
-        )
+        dtype = DTYPES[self.shape.dtype] if self.outside is None else x_TH.dtype
+        call = self._replayed_or_planned(expert_TK, dtype)
+        masters = self.store.masters.differentiable()
+        y_TH: Tensor = RoutedExperts.apply(x_TH.to(dtype), weight_TK.float(), call, self.link, *masters)
         self._count(call)
         return y_TH.to(x_TH.dtype)
 
-    def _replayed_or_planned(self, expert_TK: Tensor) -> LayerCall:
+    def _replayed_or_planned(self, expert_TK: Tensor, dtype: torch.dtype) -> LayerCall:
         """Returns the call that a recomputation repeats, else a new one."""
         tape = current_tape()
         if tape is None:
-            return self._plan(expert_TK)
+            return self._plan(expert_TK, dtype)
         if tape.mode == "replay":
             return tape.next_call(self.layer_index)
-        tape.calls.append(call := self._plan(expert_TK))
+        tape.calls.append(call := self._plan(expert_TK, dtype))
         return call
 
-    def _plan(self, expert_TK: Tensor) -> LayerCall:
+    def _plan(self, expert_TK: Tensor, dtype: torch.dtype) -> LayerCall:
         """Decides who computes what, and where it is sent: the only part of forward that recomputation leaves out."""
         learning = self.training and torch.is_grad_enabled()
         lookahead = self.link.lookahead
         neighbours = lookahead.enter(self.store)
         # Asked for every time, as it depends on the device and, on the CPU, on the number of threads, which may change.
-        compute = self.expert_compute or experts_on_device(self.shape, DTYPES[self.shape.dtype], expert_TK.device.type)
+        function = OURS if self.outside is None else self.outside.function
+        compute = self.expert_compute or experts_on_device(self.shape, dtype, expert_TK.device.type, function)
         upcoming = [store.schedule for store in neighbours.upcoming]
         batch = MicroBatch(expert_TK, compute, learning, upcoming, lookahead)
         executor, self._last_plan, counts = self.planner.plan(batch)
-        call = LayerCall(self.store, executor, neighbours, counts)
+        call = LayerCall(self.store, executor, neighbours, counts, dtype)
         lookahead.entered(call)
         return call
 
@@ -138,6 +154,11 @@ class Experts(nn.Module):
         if call.counts is not None:
             tokens_E, call.counts = call.counts(), None
             self.counted_E = self.counted_E.to(tokens_E.device) + tokens_E
+
+    @property
+    def device(self) -> torch.device:
+        """Where the experts are."""
+        return self.store.masters.local()[0].device
 
     def take_counts(self) -> Tensor:
         """Returns the choices of each expert on all ranks, int64 [E], in training since the last time."""
@@ -167,7 +188,8 @@ class Experts(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Experts:
         """Moves between devices, and refuses ``layer.bfloat16()`` and the like."""
-        if fn(torch.empty(0, dtype=torch.float32, device=self.masters.device)).dtype != torch.float32:
+        own = self.masters
+        if own is not None and fn(torch.empty(0, dtype=torch.float32, device=own.device)).dtype != torch.float32:
             raise TypeError("masters stay float32; declare ModelShape(dtype=...) to compute in another type")
         return super()._apply(fn, recurse)
 

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from moesys.config import ClusterSpec, ModelShape, Strategy
 from moesys.moe.expert_parameters import initial_generator
 from moesys.moe.experts import Experts
+from moesys.moe.masters import OwnMasters
 from moesys.moe.metrics import LayerMetrics
 from moesys.moe.router import Router
 from moesys.moe.shared import SharedExperts
@@ -51,6 +52,8 @@ class MoELayer(nn.Module):
         self.router = Router(shape, device="cpu", generator=generator).to(device)
         self.shared_experts = SharedExperts(shape, generator).to(device) if shape.n_shared_experts else None
 
+    # A break in the middle would gain nothing.
+    @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:
         """Returns y of x's shape [..., H] and dtype. Raises ValueError for another last dimension."""
         if x.shape[-1] != self.shape.hidden_size:
@@ -81,15 +84,19 @@ class MoELayer(nn.Module):
         """Returns everything, gathered on every rank, in the names and shapes of transformers' MoE blocks
         (``moe.state``).
         """
-        return join_state(self.experts.store.masters.full(), self.shape, self._replicated())
+        return join_state(self._masters().full(), self.shape, self._replicated())
 
     @torch.no_grad()
     def load_full_state_dict(self, state: dict[str, Tensor]) -> None:
         """The inverse of ``full_state_dict``: every rank keeps its part. Raises KeyError and ValueError for misfits."""
-        store = self.experts.store
-        store.drop_prefetched()
+        self.experts.store.drop_prefetched()
         for expert, flat_P in split_state(state, self.shape, self._replicated()):
-            store.masters.load(expert, flat_P)
+            self._masters().load(expert, flat_P)
+
+    def _masters(self) -> OwnMasters:
+        masters = self.experts.store.masters
+        assert isinstance(masters, OwnMasters)
+        return masters
 
     def _replicated(self) -> dict[str, nn.Module]:
         """Returns the modules that every rank holds whole, by their names in transformers."""

@@ -57,7 +57,7 @@ class Lookahead(Protocol):
     def behind_backward(self, call: LayerCall) -> None:
         """A layer's output gradients have been dispatched: what waited for that may travel behind its experts."""
 
-    def delay(self, store: ExpertStore, start: Callable[[], Callable[[], Tensor]]) -> bool:
+    def delay(self, store: ExpertStore, start: Callable[[], Callable[[], tuple[Tensor, ...]]]) -> bool:
         """Whether a gradient is sent home later, by ``start``, and added to ``.grad`` from here."""
 
     def after_backward(self) -> None:
@@ -81,7 +81,7 @@ class NoLookahead:
     def behind_backward(self, call: LayerCall) -> None:
         """Nothing waits."""
 
-    def delay(self, store: ExpertStore, start: Callable[[], Callable[[], Tensor]]) -> bool:
+    def delay(self, store: ExpertStore, start: Callable[[], Callable[[], tuple[Tensor, ...]]]) -> bool:
         return False
 
     def after_backward(self) -> None:

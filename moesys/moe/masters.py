@@ -1,11 +1,12 @@
-"""Masters: where the float32 parameters of a layer's experts are kept, as ``ExpertStore`` sees it.
+"""Masters: where the parameters of a layer's experts are kept, as ``ExpertStore`` sees it.
 
 E experts, P_e parameters of an expert.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -15,28 +16,79 @@ from torch.distributed.tensor import DTensor, Shard
 from moesys.moe.shards import ExpertShards
 
 
-class Masters:
-    """One parameter of logical shape [E, P_e], of which this rank has the part that ``shards`` says.
+class Masters(Protocol):
+    """This rank's part of the masters: one flat tensor, or one for each part of an expert (``ExpertForm``)."""
 
-    Who keeps masters elsewhere, as several tensors, in other shardings or with biases, offers the same five methods.
+    def differentiable(self) -> tuple[Tensor, ...]:
+        """Returns them as backward knows them."""
+
+    def local(self) -> tuple[Tensor, ...]:
+        """Returns them outside of autograd."""
+
+    @property
+    def at_hand(self) -> bool:
+        """Whether ``local`` has them now, outside of the layer's own forward and backward."""
+
+    def accumulate_gradient(self, gradients: Sequence[Tensor]) -> None:
+        """Adds gradients, which autograd is not there to add, to ``.grad``."""
+
+    @property
+    def may_delay(self) -> bool:
+        """Whether ``accumulate_gradient`` is possible."""
+
+
+class OutsideMasters:
+    """Masters that are somebody else's parameters. ``read`` gives them as they lie at the moment, ``DTensor``s or this
+    rank's part; ``shapes`` are those of the parts.
+
+    They are read at every use, and never kept: FSDP frees them after forward and brings them again for backward.
+    """
+
+    may_delay = False
+
+    def __init__(self, read: Callable[[], Sequence[Tensor]], shapes: Sequence[tuple[int, ...]]) -> None:
+        self._read, self._shapes = read, [tuple(shape) for shape in shapes]
+
+    def differentiable(self) -> tuple[Tensor, ...]:
+        masters = tuple(_local(master) for master in self._read())
+        if (found := [tuple(master.shape) for master in masters]) != self._shapes:
+            raise ValueError(
+                f"masters of shapes {found} are not this rank's part of the experts, which is {self._shapes}; shard "
+                "them over exactly the ranks of the group, as the strategy's sharding does"
+            )
+        return masters
+
+    def local(self) -> tuple[Tensor, ...]:
+        return tuple(master.detach() for master in self.differentiable())
+
+    @property
+    def at_hand(self) -> bool:
+        return [tuple(_local(master).shape) for master in self._read()] == self._shapes
+
+    def accumulate_gradient(self, gradients: Sequence[Tensor]) -> None:
+        raise NotImplementedError("who keeps masters outside adds their gradients by autograd")
+
+
+class OwnMasters:
+    """One parameter of logical shape [E, P_e], float32, of which this rank has the part that ``shards`` says.
 
     ``parameters``: the layer's table of parameters, and ``name`` the one in it. It is looked up at every use, as moves
     between devices and ``load_state_dict(assign=True)`` may put another parameter in its place. To hold the layer
     instead would be a circle of references, and a layer that is dropped would keep its memory until Python collects it.
     """
 
+    at_hand = may_delay = True
+
     def __init__(
         self, parameters: Mapping[str, nn.Parameter | None], name: str, shards: ExpertShards, mesh: DeviceMesh | None
     ) -> None:
         self._parameters, self._name, self._shards, self._mesh = parameters, name, shards, mesh
 
-    def differentiable(self) -> Tensor:
-        """Returns this rank's part as backward knows it."""
-        return _local(self._parameter)
+    def differentiable(self) -> tuple[Tensor, ...]:
+        return (_local(self._parameter),)
 
-    def local(self) -> Tensor:
-        """Returns this rank's part, outside of autograd."""
-        return _local(self._parameter.detach())
+    def local(self) -> tuple[Tensor, ...]:
+        return (_local(self._parameter.detach()),)
 
     def full(self) -> Tensor:
         """Returns all experts [E, P_e] on every rank. A collective."""
@@ -46,12 +98,11 @@ class Masters:
     @torch.no_grad()
     def load(self, expert: int, flat_P: Tensor) -> None:
         """Writes this rank's part of an expert, whose parameters are ``flat_P`` [P_e]."""
-        self._shards.keep(self.local(), expert, flat_P)
+        self._shards.keep(self.local()[0], expert, flat_P)
 
     @torch.no_grad()
-    def accumulate_gradient(self, gradient: Tensor) -> None:
-        """Adds this rank's part of the gradient, which autograd is not there to add, to ``.grad``."""
-        parameter = self._parameter
+    def accumulate_gradient(self, gradients: Sequence[Tensor]) -> None:
+        (gradient,), parameter = gradients, self._parameter
         if parameter.grad is None:
             parameter.grad = distributed(gradient, self._shards, self._mesh)
         else:

@@ -29,13 +29,12 @@ class PulledExperts(ShardedExperts):
     def __init__(
         self,
         shape: ModelShape,
-        dtype: torch.dtype,
         rank: int,
         node_of_rank: Sequence[int],
         group: dist.ProcessGroup,
         timeout_s: float,
     ) -> None:
-        super().__init__(shape, dtype, rank, dist.get_world_size(group), node_of_rank, hierarchical=False)
+        super().__init__(shape, rank, dist.get_world_size(group), node_of_rank, hierarchical=False)
         self.rings = PullRings(group, timeout_s)
 
     def share_with(self, first: ExpertShards) -> None:
@@ -43,26 +42,29 @@ class PulledExperts(ShardedExperts):
         if isinstance(first, PulledExperts):
             self.rings = first.rings
 
-    def restore(self, local: Tensor, layout: ExpertLayout, channel: Channel, detail: str) -> Restored:
+    def restore(
+        self, masters: Sequence[Tensor], dtype: torch.dtype, layout: ExpertLayout, channel: Channel, detail: str
+    ) -> Restored:
         s, held = self.wire_slice, self.held_by_rank(layout)[self.rank]
-        wire_Es = local.new_zeros(local.shape[0], s, dtype=self.dtype)
-        wire_Es[:, : local.shape[1]] = local
+        wire_Es = self.slices.to_wire(masters, dtype)
         restored_DP = self._new(wire_Es, len(held), self.padded_parameters)
         wanted = [
             Wanted(restored_DP[slot, rank * s : (rank + 1) * s], rank, expert * s * wire_Es.itemsize)
             for rank in self._ranks_from_next()
             for slot, expert in enumerate(held)
         ]
-        ring = self.rings.ring("restore", wire_Es.nbytes, local.device)
+        ring = self.rings.ring("restore", wire_Es.nbytes, wire_Es.device)
         arrive = self._arrival(ring.start(wire_Es, wanted), wanted, channel, "restore", detail)
 
         def finish() -> Tensor:
             arrive()
             return restored_DP
 
-        return self.restored(local.device, finish)
+        return self.restored(dtype, wire_Es.device, finish)
 
-    def reshard(self, grads_DP: Tensor, layout: ExpertLayout, channel: Channel, detail: str) -> Callable[[], Tensor]:
+    def reshard(
+        self, grads_DP: Tensor, layout: ExpertLayout, channel: Channel, detail: str
+    ) -> Callable[[], tuple[Tensor, ...]]:
         s, held = self.wire_slice, self.held_by_rank(layout)
         expert_N = [expert for experts in held for expert in experts]
         received_No = self._new(grads_DP, len(expert_N), len(self.owned()))
@@ -77,10 +79,10 @@ class PulledExperts(ShardedExperts):
         ring = self.rings.ring("reshard", most_bytes, grads_DP.device)
         arrive = self._arrival(ring.start(grads_DP, wanted), wanted, channel, "reshard", detail)
 
-        def finish() -> Tensor:
+        def finish() -> tuple[Tensor, ...]:
             arrive()
             row_N = torch.tensor(expert_N, dtype=torch.int64).to(received_No.device, non_blocking=True)
-            return ordered_sum(received_No, row_N, self.shape.num_experts)
+            return (ordered_sum(received_No, row_N, self.shape.num_experts),)
 
         return finish
 

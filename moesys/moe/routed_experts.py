@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from moesys.moe.call import LayerCall
-from moesys.moe.expert_parameters import as_gradients
 from moesys.moe.lookahead import Link
 from moesys.moe.shards import Restored
 from moesys.overlap.executor import Saved
@@ -24,7 +23,7 @@ class RoutedExperts(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x_TH: Tensor, weight_TK: Tensor, masters: Tensor, call: LayerCall, link: Link) -> Tensor:
+    def forward(ctx: Any, x_TH: Tensor, weight_TK: Tensor, call: LayerCall, link: Link, *masters: Tensor) -> Tensor:
         store = call.store
 
         def wait_for_experts() -> Restored:
@@ -37,7 +36,7 @@ class RoutedExperts(torch.autograd.Function):
             call.restore().keep_casts = call.expects_backward and not store.reshard_after_forward
             y_TH, saved = call.executor.forward(x_TH, weight_TK, wait_for_experts)
         ctx.call, ctx.link = call, link
-        ctx.save_for_backward(weight_TK, masters, saved.arrivals_MH, saved.h_P2I)
+        ctx.save_for_backward(weight_TK, saved.arrivals_MH, saved.h_P2I, *masters)
         # What a recomputation restores, the backward right behind it uses.
         if store.reshard_after_forward and not call.replayed:
             call.release()
@@ -48,12 +47,13 @@ class RoutedExperts(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         call: LayerCall = ctx.call
         lookahead, store = ctx.link.lookahead, call.store
-        weight_TK, _, arrivals_MH, h_P2I = ctx.saved_tensors
+        weight_TK, arrivals_MH, h_P2I, *masters = ctx.saved_tensors
+        wanted = ctx.needs_input_grad[4:]
         dy_TH = grad_outputs[0].contiguous()
         grads_DP = gradients = None
-        if ctx.needs_input_grad[2]:
+        if any(wanted):
             grads_DP = store.new_gradients(call.layout)
-            gradients = as_gradients(grads_DP, store.shards.shape)
+            gradients = store.shards.form.gradients(grads_DP)
 
         def wait_for_experts() -> Restored:
             # Meanwhile the layers before restore theirs, and gradients that waited set off.
@@ -66,14 +66,15 @@ class RoutedExperts(torch.autograd.Function):
             saved = Saved(arrivals_MH, h_P2I, weight_TK)
             dx_TH, dweight_TK = call.executor.backward(dy_TH, saved, wait_for_experts, gradients)
         call.release()
-        dmasters = None
+        dmasters: list[Tensor | None] = [None] * len(masters)
         if grads_DP is not None:
             start = partial(store.start_reshard, grads_DP, call.layout)
-            may_delay = store.delay_reshard and _reaches_grad(ctx.next_functions[2][0])
+            may_delay = store.delay_reshard and store.masters.may_delay and _reaches_grad(ctx.next_functions[2][0])
             if not (may_delay and lookahead.delay(store, start)):
-                dmasters = start()()
+                found = zip(start()(), masters, wanted, strict=True)
+                dmasters = [gradient.to(master.dtype) if want else None for gradient, master, want in found]
         lookahead.after_backward()
-        return dx_TH, dweight_TK, dmasters, None, None
+        return dx_TH, dweight_TK, None, None, *dmasters
 
 
 def _reaches_grad(node: Any) -> bool:

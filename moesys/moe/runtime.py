@@ -36,8 +36,8 @@ class _Reshard:
     """A gradient on its way home: waiting to set off (``finish`` is None), or under way."""
 
     store: ExpertStore
-    start: Callable[[], Callable[[], Tensor]]
-    finish: Callable[[], Tensor] | None = field(default=None)
+    start: Callable[[], Callable[[], tuple[Tensor, ...]]]
+    finish: Callable[[], tuple[Tensor, ...]] | None = field(default=None)
 
 
 def link(model: nn.Module, *, plan_timeout_s: float | None = None, record_spans: bool = False) -> MoERuntime:
@@ -69,7 +69,7 @@ class MoERuntime:
         self._groups: list[dist.ProcessGroup] = []
         weight_group = planner_group = None
         if group is not None:
-            most_s = group_timeout_s(group, self.layers[0].masters.device.type) / 2
+            most_s = group_timeout_s(group, self.layers[0].device.type) / 2
             if plan_timeout_s is not None and plan_timeout_s > most_s:
                 raise ValueError(
                     f"plan_timeout_s={plan_timeout_s} is more than half of the group's time-out, {most_s:g} s; a rank "
@@ -89,13 +89,13 @@ class MoERuntime:
         self._position = -1
         self._newest: LayerCall | None = None
         self._reshards: list[_Reshard] = []
-        self._arrived: dict[ExpertStore, Tensor] = {}
+        self._arrived: dict[ExpertStore, tuple[Tensor, ...]] = {}
         self._flushing_backward = NO_BACKWARD
         # A runtime that is dropped without ``close`` leaves no thread behind.
         self._stop_threads = weakref.finalize(self, _stop, self._planner, self._heartbeat)
         for layer in self.layers:
             weight_channel = Channel(
-                weight_group, layer.cluster.node_of_rank, self.recorder, layer.meter, layer.masters.device.type
+                weight_group, layer.cluster.node_of_rank, self.recorder, layer.meter, layer.device.type
             )
             layer.join(self, self.layers[0], weight_channel, self._planner, self._heartbeat)
 
@@ -103,7 +103,7 @@ class MoERuntime:
         members = dist.get_process_group_ranks(group)
         # Ranks outside the group do not come here, so only its members may take part in making the new one.
         subset = len(members) < dist.get_world_size()
-        timeout = timedelta(seconds=group_timeout_s(group, self.layers[0].masters.device.type))
+        timeout = timedelta(seconds=group_timeout_s(group, self.layers[0].device.type))
         new_group = dist.new_group(members, timeout, backend, use_local_synchronization=subset)
         self._groups.append(new_group)
         return new_group
@@ -148,13 +148,13 @@ class MoERuntime:
         for _ in range(call.store.prefetch_layers):
             if before is None:
                 break
-            before.restore()
+            before.restore_ahead()
             before = before.previous
         for reshard in self._reshards:
             if reshard.finish is None:
                 reshard.finish = reshard.start()
 
-    def delay(self, store: ExpertStore, start: Callable[[], Callable[[], Tensor]]) -> bool:
+    def delay(self, store: ExpertStore, start: Callable[[], Callable[[], tuple[Tensor, ...]]]) -> bool:
         """Sends a gradient home later: behind the next layer's backward, or at the end of this one."""
         if self._flushing_backward != current_backward():
             # What is left of a backward that raised belongs to no step.
@@ -171,8 +171,10 @@ class MoERuntime:
             reshard = self._reshards.pop(0)
             assert reshard.finish is not None
             arrived = self._arrived.pop(reshard.store, None)
-            gradient = reshard.finish()
-            self._arrived[reshard.store] = gradient if arrived is None else arrived.add_(gradient)
+            gradients = reshard.finish()
+            if arrived is not None:
+                gradients = tuple(total.add_(each) for total, each in zip(arrived, gradients, strict=True))
+            self._arrived[reshard.store] = gradients
 
     def _flush(self) -> None:
         self._flushing_backward = NO_BACKWARD
@@ -181,8 +183,8 @@ class MoERuntime:
                 reshard.finish = reshard.start()
         self.after_backward()
         # As autograd does: a layer's gradients of one backward are added up before they are added to ``.grad``.
-        for store, gradient in self._arrived.items():
-            store.masters.accumulate_gradient(gradient)
+        for store, gradients in self._arrived.items():
+            store.masters.accumulate_gradient(gradients)
         self._arrived.clear()
 
     # --- what a person asks -------------------------------------------------------------------------------

@@ -12,42 +12,48 @@ from torch import Tensor
 
 from moesys.config import ModelShape
 from moesys.layout import ExpertLayout
+from moesys.moe.expert_form import ExpertForm, FlatSlices, PartSlices, Slices
 from moesys.moe.expert_parameters import initial_expert
 from moesys.moe.shards import ExpertShards, Restored, add_in_order
 from moesys.overlap.comm.channel import Channel, Transfer
+from moesys.overlap.held_experts import ExpertWeights
 
 
 class ShardedExperts(ExpertShards):
-    """FSEP: rank r owns elements [r·s, (r+1)·s) of every expert, s = ceil(P_e/R), the last ranks fewer or none. Only on
-    the wire are slices padded to s.
-    """
+    """FSEP: every rank owns its slice of every expert (``expert_form.Slices``)."""
 
     shard_dim = 1
 
     def __init__(
         self,
         shape: ModelShape,
-        dtype: torch.dtype,
         rank: int,
         num_ranks: int,
         node_of_rank: Sequence[int],
         hierarchical: bool,
+        form: ExpertForm | None = None,
     ) -> None:
-        super().__init__(shape, dtype, rank, num_ranks)
+        super().__init__(shape, rank, num_ranks, form)
         self.node_of_rank, self.hierarchical = tuple(node_of_rank), hierarchical
+        self.slices: Slices = (FlatSlices if self.flat else PartSlices)(self.form, num_ranks)
 
     @property
     def wire_slice(self) -> int:
-        """s = ceil(P_e/R), elements of one rank's slice of one expert on the wire."""
-        return -(-self.shape.expert_parameters // self.num_ranks)
+        """s, elements of one rank's slice of one expert on the wire."""
+        return self.slices.wire_slice
 
     @property
     def padded_parameters(self) -> int:
         return self.num_ranks * self.wire_slice
 
+    @property
+    def master_shapes(self) -> tuple[tuple[int, ...], ...]:
+        return tuple((self.shape.num_experts, *shape) for shape in self.slices.shapes_of(self.rank))
+
     def owned(self) -> range:
-        P = self.shape.expert_parameters
-        return range(min(P, self.rank * self.wire_slice), min(P, (self.rank + 1) * self.wire_slice))
+        """Returns this rank's elements of flat masters."""
+        assert isinstance(self.slices, FlatSlices)
+        return self.slices.of_rank(self.rank)
 
     def initial(self, seed: int, layer_index: int) -> Tensor:
         local = torch.empty(self.shape.num_experts, len(self.owned()), dtype=torch.float32)
@@ -58,12 +64,16 @@ class ShardedExperts(ExpertShards):
     def keep(self, local: Tensor, expert: int, flat_P: Tensor) -> None:
         local[expert] = flat_P[self.owned().start : self.owned().stop]
 
-    def restore(self, local: Tensor, layout: ExpertLayout, channel: Channel, detail: str) -> Restored:
+    def restore(
+        self, masters: Sequence[Tensor], dtype: torch.dtype, layout: ExpertLayout, channel: Channel, detail: str
+    ) -> Restored:
         if self.num_ranks == 1:
-            return self.restored(local.device, lambda: local)
+            if self.flat:
+                return self.restored(dtype, masters[0].device, lambda: masters[0])
+            experts = [ExpertWeights(*weights) for weights in zip(*masters, strict=True)]
+            return self.restored(dtype, masters[0].device, lambda: experts)
         held = self.held_by_rank(layout)
-        wire_Es = local.new_zeros(local.shape[0], self.wire_slice, dtype=self.dtype)
-        wire_Es[:, : local.shape[1]] = local
+        wire_Es = self.slices.to_wire(masters, dtype)
         start = self._restore_hierarchical if self.hierarchical else self._restore_flat
         return start(wire_Es, held, channel, detail)
 
@@ -82,9 +92,9 @@ class ShardedExperts(ExpertShards):
 
         def finish() -> Tensor:
             transfer.wait()
-            return received.transpose(0, 1).reshape(num_held, self.padded_parameters)
+            return self.slices.join(received)
 
-        return self.restored(received.device, finish)
+        return self.restored(received.dtype, received.device, finish)
 
     def _restore_hierarchical(
         self, wire_Es: Tensor, held: list[tuple[int, ...]], channel: Channel, detail: str
@@ -153,29 +163,32 @@ class ShardedExperts(ExpertShards):
             second.wait()
             sources = [source for rank in my_node for source in sources_of[rank]]
             in_rank_order = received[torch.tensor(sources, device=received.device).argsort()]
-            return in_rank_order.transpose(0, 1).reshape(num_held, self.padded_parameters)
+            return self.slices.join(in_rank_order)
 
-        return self.restored(received.device, finish, spread)
+        return self.restored(received.dtype, received.device, finish, spread)
 
-    def reshard(self, grads_DP: Tensor, layout: ExpertLayout, channel: Channel, detail: str) -> Callable[[], Tensor]:
+    def reshard(
+        self, grads_DP: Tensor, layout: ExpertLayout, channel: Channel, detail: str
+    ) -> Callable[[], tuple[Tensor, ...]]:
         if self.num_ranks == 1:
-            return lambda: grads_DP
+            return lambda: (grads_DP,) if self.flat else self.form.views(grads_DP)
         held = self.held_by_rank(layout)
-        num_held, num_owned = len(held[self.rank]), len(self.owned())
+        num_held = len(held[self.rank])
         received = self._new(grads_DP, sum(map(len, held)), self.wire_slice)
         transfer: Transfer = channel.all_to_all(
             received,
-            grads_DP.view(num_held, self.num_ranks, self.wire_slice).transpose(0, 1).reshape(-1, self.wire_slice),
+            self.slices.cut(grads_DP).reshape(-1, self.wire_slice),
             [len(experts) for experts in held],
             [num_held] * self.num_ranks,
             lane="reshard",
             detail=detail,
         )
 
-        def finish() -> Tensor:
+        def finish() -> tuple[Tensor, ...]:
             transfer.wait()
             rows = [e for experts in held for e in experts]
-            return add_in_order(received[:, :num_owned], rows, self.shape.num_experts)
+            num_owned = len(self.owned()) if self.flat else self.wire_slice
+            return self.slices.from_wire(add_in_order(received[:, :num_owned], rows, self.shape.num_experts))
 
         return finish
 

@@ -22,7 +22,7 @@ from torch import Tensor
 from moesys.config import ModelShape
 from moesys.kernels.cpu.page_pool import PagePool
 from moesys.layout import ExpertLayout
-from moesys.moe.expert_parameters import as_weights
+from moesys.moe.expert_form import ExpertForm
 from moesys.overlap.comm.channel import Channel
 from moesys.overlap.held_experts import ExpertWeights
 from moesys.overlap.routes import held_experts
@@ -37,17 +37,17 @@ class Restored(Sequence[ExpertWeights]):
 
     def __init__(
         self,
-        shape: ModelShape,
+        form: ExpertForm,
         dtype: torch.dtype,
         memory: PagePool,
         device: torch.device,
-        finish: Callable[[], Tensor | Sequence[Tensor]],
+        finish: Callable[[], Tensor | Sequence[ExpertWeights]],
         spread: Callable[[], None] | None,
     ) -> None:
-        self._shape, self._dtype, self._memory, self._device = shape, dtype, memory, device
+        self._form, self._dtype, self._memory, self._device = form, dtype, memory, device
         self._finish, self._spread = finish, spread
-        self._experts: list[Tensor] | None = None
-        self._together: Tensor | Sequence[Tensor] = ()
+        self._experts: list[ExpertWeights] | None = None
+        self._together: Tensor | None = None
         self.keep_casts = False
 
     def spread(self) -> Restored:
@@ -59,8 +59,11 @@ class Restored(Sequence[ExpertWeights]):
 
     def wait(self) -> Restored:
         if self._experts is None:
-            self._together = self.spread()._finish()
-            self._experts = list(self._together)
+            finished = self.spread()._finish()
+            if isinstance(finished, Tensor):
+                self._together = finished
+                finished = [self._form.weights(flat_P) for flat_P in finished]
+            self._experts = list(finished)
         return self
 
     def __len__(self) -> int:
@@ -68,64 +71,76 @@ class Restored(Sequence[ExpertWeights]):
 
     def __getitem__(self, slot: int) -> ExpertWeights:  # type: ignore[override]
         assert self._experts is not None
-        flat_P = self._experts[slot]
-        if self.keep_casts and flat_P.dtype != self._dtype:
-            cast_P = self._memory.empty(tuple(flat_P.shape), self._dtype, flat_P.device)
-            flat_P = self._experts[slot] = cast_P.copy_(flat_P)
-        return as_weights(flat_P, self._shape)
+        weights = self._experts[slot]
+        if self.keep_casts and weights.gate_up.dtype != self._dtype:
+            weights = self._experts[slot] = self._cast(weights)
+        return weights
+
+    def _cast(self, weights: ExpertWeights) -> ExpertWeights:
+        cast = self._form.weights(self._memory.empty((self._form.num_elements,), self._dtype, self._device))
+        _copy(weights, cast)
+        return cast
 
     def stacked(self) -> ExpertWeights:
         """All of them in the compute dtype, [D, 2I, H] and [D, H, I]: views of what was restored where it is one tensor
         of that dtype, else of a copy, which ``keep_casts`` keeps if it is a cast.
         """
-        restored = self._together
-        if isinstance(restored, Tensor) and restored.dtype == self._dtype:
-            return as_weights(restored, self._shape)
-        size = (len(restored), self._shape.expert_parameters)
+        if self._together is not None and self._together.dtype == self._dtype:
+            return self._form.weights(self._together)
+        assert self._experts is not None
+        size = (len(self._experts), self._form.num_elements)
         stacked_DP = self._memory.empty(size, self._dtype, self._device)
-        if isinstance(restored, Tensor):
-            stacked_DP.copy_(restored)
-        else:
-            for place_P, flat_P in zip(stacked_DP, restored, strict=True):
-                place_P.copy_(flat_P)
+        for flat_P, weights in zip(stacked_DP, self._experts, strict=True):
+            _copy(weights, self._form.weights(flat_P))
         # Masters are float32: what has that dtype is no cast.
         if self.keep_casts and self._dtype != torch.float32:
             self._together = stacked_DP
-        return as_weights(stacked_DP, self._shape)
+        return self._form.weights(stacked_DP)
 
 
 class ExpertShards(ABC):
-    """This rank's part of the masters' geometry. The masters themselves are the layer's parameter, passed in.
+    """This rank's part of the masters' geometry. The masters themselves are passed in: one tensor, flat; or, where they
+    are of a ``form``, one for each of its parts.
 
     ``memory``: where restored experts and slot gradients lie; the layers of a linked model share one.
     """
 
     shard_dim: Literal[0, 1]
 
-    def __init__(self, shape: ModelShape, dtype: torch.dtype, rank: int, num_ranks: int) -> None:
-        self.shape, self.dtype, self.rank, self.num_ranks = shape, dtype, rank, num_ranks
+    def __init__(self, shape: ModelShape, rank: int, num_ranks: int, form: ExpertForm | None = None) -> None:
+        self.shape, self.rank, self.num_ranks = shape, rank, num_ranks
+        self.form, self.flat = form or ExpertForm.of(shape), form is None
         self.memory = PagePool()
 
     @abstractmethod
     def initial(self, seed: int, layer_index: int) -> Tensor:
-        """This rank's float32 part of the masters; at no time does it hold more than one expert besides."""
+        """This rank's float32 part of flat masters; at no time does it hold more than one expert besides."""
 
     @abstractmethod
     def keep(self, local: Tensor, expert: int, flat_P: Tensor) -> None:
-        """Write this rank's part of an expert, whose parameters are ``flat_P`` [P_e], into the masters."""
+        """Write this rank's part of an expert, whose parameters are ``flat_P`` [P_e], into flat masters."""
+
+    @property
+    @abstractmethod
+    def master_shapes(self) -> tuple[tuple[int, ...], ...]:
+        """Those of this rank's masters."""
 
     @abstractmethod
-    def restore(self, local: Tensor, layout: ExpertLayout, channel: Channel, detail: str) -> Restored:
-        """Start bringing the held experts here."""
+    def restore(
+        self, masters: Sequence[Tensor], dtype: torch.dtype, layout: ExpertLayout, channel: Channel, detail: str
+    ) -> Restored:
+        """Start bringing the held experts here, to be computed with in ``dtype``."""
 
     @abstractmethod
-    def reshard(self, grads_DP: Tensor, layout: ExpertLayout, channel: Channel, detail: str) -> Callable[[], Tensor]:
-        """Start sending slot gradients [D, padded_parameters] home; the result finishes, and gives this rank's part."""
+    def reshard(
+        self, grads_DP: Tensor, layout: ExpertLayout, channel: Channel, detail: str
+    ) -> Callable[[], tuple[Tensor, ...]]:
+        """Start sending slot gradients [D, padded_parameters] home; the result finishes, and gives the masters'."""
 
     @property
     @abstractmethod
     def padded_parameters(self) -> int:
-        """Columns of a slot-gradient buffer: P_e, or R·s."""
+        """Columns of a slot-gradient buffer: P, or R·s."""
 
     def new_gradients(self, layout: ExpertLayout, device: torch.device) -> Tensor:
         """Memory for slot gradients, float32 [D, padded_parameters]."""
@@ -134,14 +149,15 @@ class ExpertShards(ABC):
 
     def restored(
         self,
+        dtype: torch.dtype,
         device: torch.device,
-        finish: Callable[[], Tensor | Sequence[Tensor]],
+        finish: Callable[[], Tensor | Sequence[ExpertWeights]],
         spread: Callable[[], None] | None = None,
     ) -> Restored:
         """What ``restore`` returns. ``spread``, if any, starts a second phase; ``finish``, called after it, waits and
-        gives the held experts by slot, [D, at least P_e] or one by one.
+        gives the held experts by slot, [D, at least P] or one by one.
         """
-        return Restored(self.shape, self.dtype, self.memory, device, finish, spread)
+        return Restored(self.form, dtype, self.memory, device, finish, spread)
 
     def share_with(self, first: ExpertShards) -> None:
         """Use the memory of ``first``, as the layers of a linked model do."""
@@ -153,6 +169,12 @@ class ExpertShards(ABC):
 
     def held_by_rank(self, layout: ExpertLayout) -> list[tuple[int, ...]]:
         return [held_experts(layout.experts_of(rank)) for rank in range(self.num_ranks)]
+
+
+def _copy(weights: ExpertWeights, into: ExpertWeights) -> None:
+    for place, tensor in zip(into, weights, strict=True):
+        if place is not None and tensor is not None:
+            place.copy_(tensor)
 
 
 def add_in_order(parts_NP: Tensor, rows: Sequence[int], num_rows: int) -> Tensor:

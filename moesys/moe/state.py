@@ -12,15 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from moesys.config import ModelShape
-from moesys.moe.expert_parameters import expert_views
+from moesys.moe.expert_form import ExpertForm
 
 GATE_UP, DOWN = "experts.gate_up_proj", "experts.down_proj"
 
 
 def join_state(full_EP: Tensor, shape: ModelShape, replicated: Mapping[str, nn.Module]) -> dict[str, Tensor]:
     """All experts' flat parameters [E, P_e] and the replicated modules, by name; copies."""
-    gate_up, down = zip(*(expert_views(flat_P, shape) for flat_P in full_EP), strict=True)
-    state = {GATE_UP: torch.stack(gate_up), DOWN: torch.stack(down)}
+    gate_up, down = ExpertForm.of(shape).views(full_EP)
+    state = {GATE_UP: gate_up.contiguous(), DOWN: down.contiguous()}
     for prefix, module in replicated.items():
         state |= {f"{prefix}.{name}": tensor.clone() for name, tensor in module.state_dict().items()}
     return state

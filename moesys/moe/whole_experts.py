@@ -5,7 +5,7 @@ R ranks, E experts, P_e parameters of an expert, D distinct experts held by this
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from moesys.layout import ExpertLayout
 from moesys.moe.expert_parameters import initial_expert
 from moesys.moe.shards import ExpertShards, Restored, add_in_order
 from moesys.overlap.comm.channel import Channel
+from moesys.overlap.held_experts import ExpertWeights
 
 
 class WholeExperts(ExpertShards):
@@ -28,7 +29,12 @@ class WholeExperts(ExpertShards):
 
     @property
     def padded_parameters(self) -> int:
-        return self.shape.expert_parameters
+        return self.form.num_elements
+
+    @property
+    def master_shapes(self) -> tuple[tuple[int, ...], ...]:
+        shapes = ((self.form.num_elements,),) if self.flat else tuple(part.shape for part in self.form.parts)
+        return tuple((len(self.owned()), *shape) for shape in shapes)
 
     def owner(self, expert: int) -> int:
         return expert // self.block
@@ -47,20 +53,21 @@ class WholeExperts(ExpertShards):
         if expert in self.owned():
             local[expert - self.owned().start] = flat_P
 
-    def restore(self, local: Tensor, layout: ExpertLayout, channel: Channel, detail: str) -> Restored:
-        held = self.held_by_rank(layout)
+    def restore(
+        self, masters: Sequence[Tensor], dtype: torch.dtype, layout: ExpertLayout, channel: Channel, detail: str
+    ) -> Restored:
+        held, device = self.held_by_rank(layout), masters[0].device
         first = self.owned().start
         lent = [[e for e in held[rank] if self.owner(e) == self.rank != rank] for rank in range(self.num_ranks)]
         borrowed = [
             [e for e in held[self.rank] if self.owner(e) == rank != self.rank] for rank in range(self.num_ranks)
         ]
         transfer = None
-        received = self.memory.empty((sum(map(len, borrowed)), local.shape[1]), self.dtype, local.device)
+        received = self.memory.empty((sum(map(len, borrowed)), self.form.num_elements), dtype, device)
         if self._moves(held):
-            outgoing = torch.tensor([e - first for experts in lent for e in experts], dtype=torch.int64)
             transfer = channel.all_to_all(
                 received,
-                local.index_select(0, outgoing.to(local.device)).to(self.dtype),
+                self._rows(masters, [e - first for experts in lent for e in experts], dtype),
                 [len(experts) for experts in borrowed],
                 [len(experts) for experts in lent],
                 lane="restore",
@@ -68,16 +75,35 @@ class WholeExperts(ExpertShards):
             )
         place = {expert: row for row, expert in enumerate(e for experts in borrowed for e in experts)}
 
-        def finish() -> Tensor | list[Tensor]:
+        def finish() -> Tensor | list[ExpertWeights]:
             if transfer is not None:
                 transfer.wait()
-            if held[self.rank] == tuple(self.owned()):
-                return local
-            return [received[place[e]] if e in place else local[e - first] for e in held[self.rank]]
+            if self.flat and held[self.rank] == tuple(self.owned()):
+                return masters[0]
+            return [
+                self.form.weights(received[place[e]]) if e in place else self._owned_weights(masters, e - first)
+                for e in held[self.rank]
+            ]
 
-        return self.restored(local.device, finish)
+        return self.restored(dtype, device, finish)
 
-    def reshard(self, grads_DP: Tensor, layout: ExpertLayout, channel: Channel, detail: str) -> Callable[[], Tensor]:
+    def _owned_weights(self, masters: Sequence[Tensor], row: int) -> ExpertWeights:
+        """Returns an expert where its owner keeps it."""
+        return self.form.weights(masters[0][row]) if self.flat else ExpertWeights(*(master[row] for master in masters))
+
+    def _rows(self, masters: Sequence[Tensor], rows: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Returns copies of experts [N, P]."""
+        index_N = torch.tensor(rows, dtype=torch.int64).to(masters[0].device)
+        if self.flat:
+            return masters[0].index_select(0, index_N).to(dtype)
+        rows_NP = masters[0].new_empty(len(rows), self.form.num_elements, dtype=dtype)
+        for place, master in zip(self.form.views(rows_NP), masters, strict=True):
+            place.copy_(master.index_select(0, index_N))
+        return rows_NP
+
+    def reshard(
+        self, grads_DP: Tensor, layout: ExpertLayout, channel: Channel, detail: str
+    ) -> Callable[[], tuple[Tensor, ...]]:
         held = self.held_by_rank(layout)
         mine = held[self.rank]
         # By owner, then by slot: what I send. By holder, then by its slot: what I get for the experts I own.
@@ -96,13 +122,14 @@ class WholeExperts(ExpertShards):
         else:
             received, transfer = grads_DP, None
 
-        def finish() -> Tensor:
+        def finish() -> tuple[Tensor, ...]:
             if transfer is not None:
                 transfer.wait()
             rows = [e - self.owned().start for experts in incoming for e in experts]
-            if rows == list(range(len(self.owned()))):
-                return received
-            return add_in_order(received, rows, len(self.owned()))
+            total_NP = received
+            if rows != list(range(len(self.owned()))):
+                total_NP = add_in_order(received, rows, len(self.owned()))
+            return (total_NP,) if self.flat else self.form.views(total_NP)
 
         return finish
 

@@ -1,6 +1,6 @@
 """Experts on the CPU: a GEMM a slot, called so that a row's bits do not depend on how many rows share the call.
 
-The layer's experts are SwiGLU without biases; ``hf`` brings transformers', with other activations, biases and norms.
+Our own experts are SwiGLU without biases; ``hf`` brings transformers', with other activations, biases and norms.
 
 T tokens of this rank, H hidden, I expert width, U rows of the up projection (2I with a gate), K top-k, S slots, M
 arrivals, P expert rows, N of neighbouring slots; A and B any widths. *Wide* is the dtype of activations and sums:
@@ -35,12 +35,12 @@ class Projection:
     """One projection of the held experts, ``x @ weightᵀ + bias``.
 
     weight: gives a slot's [out, in], or [in, out] where ``transposed``; products cast it to their dtype.
-    bias: [S, out], if any.
+    bias: gives a slot's [out], if there are any.
     gradient, bias_gradient: where those of weight and bias are written, [S, ...]; None where nobody wants them.
     """
 
     weight: Callable[[int], Tensor]
-    bias: Tensor | None = None
+    bias: Callable[[int], Tensor] | None = None
     transposed: bool = False
     gradient: Tensor | None = None
     bias_gradient: Tensor | None = None
@@ -49,12 +49,14 @@ class Projection:
 @dataclass(frozen=True)
 class CpuExperts:
     """``ExpertCompute`` by torch's GEMMs. ``rule``: how they are called so that chunks change no bit. ``activation``:
-    between the projections; ``norm``: of an expert's output, before the routing weight.
+    between the projections; ``norm``: of an expert's output, before the routing weight. ``transposed``: as
+    ``Projection``'s.
     """
 
     rule: RowRule
     activation: RowFunction = SWIGLU
     norm: RowFunction | None = None
+    transposed: bool = False
 
     @property
     def min_rows(self) -> int:
@@ -64,12 +66,13 @@ class CpuExperts:
         """Returns None: a GEMM a slot is called with the counts that routes have."""
 
     def forward(self, routes: Routes, x: Arrivals, weights: HeldExperts, at: Workplace) -> CpuForward:
-        width = weights[0].gate_up.shape[0] if len(weights) else 0
+        width = weights[0].gate_up.shape[int(self.transposed)] if len(weights) else 0
         h_P2I = at.memory.empty((routes.num_rows, width), x.rows.dtype, x.rows.device)
-        return CpuForward(self, *_projections(weights, None), at, x, h_P2I)
+        return CpuForward(self, *_projections(weights, None, self.transposed), at, x, h_P2I)
 
     def backward(self, routes: Routes, inputs: BackwardInputs, weights: HeldExperts, at: Workplace) -> CpuBackward:
-        return CpuBackward(self, *_projections(weights, inputs.gradients), at, inputs, routes.order)
+        projections = _projections(weights, inputs.gradients, self.transposed)
+        return CpuBackward(self, *projections, at, inputs, routes.order)
 
     def combine(
         self, rows_NH: Tensor, place_TK: Tensor, weight_TK: Tensor | None, out_TH: Tensor, scratch: Scratch
@@ -110,7 +113,7 @@ class _Pass:
         for slot, x, out in _by_slot(slots, x_NA, out_NB):
             matmul_rows(x, self._weight(projection, slot), out, self.rule)
             if projection.bias is not None:
-                out += projection.bias[slot.slot]
+                out += projection.bias(slot.slot)
 
     def _multiply_back(self, projection: Projection, slots: Sequence[SlotRows], dy_NB: Tensor, out_NA: Tensor) -> None:
         """Writes ``out = dy @ weight``."""
@@ -230,7 +233,7 @@ class CpuBackward(_Pass):
         """Adds the bias's part of what a routing weight multiplies."""
         if self.down.bias is not None:
             for slot, dy, dweight in _by_slot(slots, dy_NH, dweight_N):
-                dweight += (dy.to(dweight.dtype) * self.down.bias[slot.slot]).sum(dim=1)
+                dweight += (dy.to(dweight.dtype) * self.down.bias(slot.slot)).sum(dim=1)
 
     def _slot_gradients(
         self, slot: int, dh_NU: Tensor, x_NH: Tensor, dy_NH: Tensor, wa_NI: Tensor, weight_N: Tensor
@@ -266,10 +269,17 @@ def _by_slot(slots: Sequence[SlotRows], *rows: Tensor) -> Iterator[tuple[Any, ..
     return zip(slots, *(tensor.split(sizes) for tensor in rows), strict=True)
 
 
-def _projections(weights: HeldExperts, gradients: ExpertGradients | None) -> tuple[Projection, Projection]:
+def _projections(
+    weights: HeldExperts, gradients: ExpertGradients | None, transposed: bool
+) -> tuple[Projection, Projection]:
     """Returns up and down of the layer's experts."""
-    dgate_up, ddown = gradients or (None, None)
+    dup, ddown, dup_bias, ddown_bias = gradients or (None, None, None, None)
+
+    def of(name: str) -> Callable[[int], Tensor]:
+        return lambda slot: getattr(weights[slot], name)
+
+    biased = len(weights) > 0 and weights[0].gate_up_bias is not None
     return (
-        Projection(lambda slot: weights[slot].gate_up, gradient=dgate_up),
-        Projection(lambda slot: weights[slot].down, gradient=ddown),
+        Projection(of("gate_up"), of("gate_up_bias") if biased else None, transposed, dup, dup_bias),
+        Projection(of("down"), of("down_bias") if biased else None, transposed, ddown, ddown_bias),
     )

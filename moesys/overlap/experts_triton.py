@@ -182,7 +182,7 @@ class _Stacked:
     @staticmethod
     def of(weights: HeldExperts, like: Tensor) -> _Stacked:
         """On the device of ``like``."""
-        return _Stacked(*weights.stacked(), torch.arange(len(weights), dtype=torch.int32, device=like.device))
+        return _Stacked(*weights.stacked()[:2], torch.arange(len(weights), dtype=torch.int32, device=like.device))
 
 
 def _blocks(rows: Tensor, experts_here: _Stacked, routes: Routes) -> TileConfigs:

@@ -11,10 +11,16 @@ from torch import Tensor
 
 
 class ExpertWeights(NamedTuple):
-    """One expert: ``gate_up`` [2I, H], ``down`` [H, I]; or several, stacked: [S, 2I, H], [S, H, I]."""
+    """One expert: ``gate_up`` [2I, H], ``down`` [H, I]; or several, stacked: [S, 2I, H], [S, H, I].
+
+    Experts of other libraries may have projections the other way round, no gate, and biases [2I] and [H]: ``stacked``
+    is not asked for those.
+    """
 
     gate_up: Tensor
     down: Tensor
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
 
 
 class HeldExperts(Protocol):
@@ -30,12 +36,10 @@ class HeldExperts(Protocol):
 
 class ExpertGradients(NamedTuple):
     """Where the weight gradients of all held experts are written, float32: [S, 2I, H] and [S, H, I], each matrix
-    contiguous, but between two of them may be others.
+    contiguous, but between two of them may be others. Biases as in ``ExpertWeights``.
     """
 
     gate_up: Tensor
     down: Tensor
-
-    def of(self, slot: int) -> ExpertGradients:
-        """One expert's, in the shapes of its weights."""
-        return ExpertGradients(self.gate_up[slot], self.down[slot])
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None

@@ -215,7 +215,7 @@ class MegaExecutor:
                 rows = self._rows = arrange(
                     memory, routing, self._tokens_RP(), self.replicas, self.num_rows, blocks.up.rows, point
                 )
-            gate_up, down = wait_for_experts().stacked()
+            gate_up, down = wait_for_experts().stacked()[:2]
             with stage("dispatch and up", device):
                 x_NH, h_NU, a_NI = dispatch_up(memory, rows, gate_up, ACTIVATION, blocks.up, point)
             yield
@@ -244,7 +244,7 @@ class MegaExecutor:
             with stage("publish dy", device):
                 publish(memory.heap, memory.epoch_1, {"x": dy_TH, "weight": saved.weight_TK})
             yield
-            gate_up, down = wait_for_experts().stacked()
+            gate_up, down = wait_for_experts().stacked()[:2]
             with stage("dispatch and activation gradient", device):
                 dy_NH, dh_NU, wa_NI, partial_NS = dispatch_activation_gradient(
                     memory, rows, down, saved.h_P2I, ACTIVATION, blocks.activation_gradient, point

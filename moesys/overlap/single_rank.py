@@ -41,7 +41,7 @@ class SingleRankExecutor:
     def forward(self, x_TH: Tensor, weight_TK: Tensor, wait_for_experts: WaitForExperts) -> tuple[Tensor, Saved]:
         """Returns the output [T, H] in x's dtype."""
         x_TH = x_TH.contiguous()
-        gate_up_S2IH, down_SHI = wait_for_experts().stacked()
+        gate_up_S2IH, down_SHI = wait_for_experts().stacked()[:2]
         y_TH, kept = experts_forward(
             x_TH,
             self.routing,
@@ -57,7 +57,7 @@ class SingleRankExecutor:
         """Returns (dx [T, H], dweight float32 [T, K]); every expert's weight gradients are written into ``gradients``,
         or not computed where that is None.
         """
-        gate_up_S2IH, down_SHI = wait_for_experts().stacked()
+        gate_up_S2IH, down_SHI = wait_for_experts().stacked()[:2]
         found = experts_backward(
             dy_TH,
             saved.arrivals_MH,
@@ -66,7 +66,7 @@ class SingleRankExecutor:
             Kept(saved.h_P2I, self.routing),
             self._blocks(dy_TH, down_SHI),
             None if gradients is None else torch.float32,
-            (None, None) if gradients is None else gradients,
+            (None, None) if gradients is None else gradients[:2],
         )
         return found.dx_TH, found.dweight_TK
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 import moesys as ms
 from moesys.kernels.cpu.page_pool import PagePool
+from moesys.moe.expert_form import ExpertForm
 from moesys.moe.shards import Restored
 from moesys.overlap.experts_triton import TritonExperts
 
@@ -202,8 +203,8 @@ def test_x_and_h_are_saved_for_backward() -> None:
 def test_masters_are_read_where_they_lie_or_cast_at_once(strategy: ms.Strategy) -> None:
     for dtype in ("float32", "bfloat16"):
         layer = ms.MoELayer(SHAPE.replace(dtype=dtype), strategy)
-        restored = layer.experts.store.start_restore(layer.experts.schedule.layout).wait()
-        gate_up, down = restored.stacked()
+        restored = layer.experts.store.start_restore(layer.experts.schedule.layout, getattr(torch, dtype)).wait()
+        gate_up, down = restored.stacked()[:2]
         is_master = gate_up.untyped_storage().data_ptr() == layer.experts.masters.untyped_storage().data_ptr()
         assert is_master == (dtype == "float32")
         assert gate_up.untyped_storage().data_ptr() == down.untyped_storage().data_ptr()
@@ -219,10 +220,11 @@ def test_masters_are_read_where_they_lie_or_cast_at_once(strategy: ms.Strategy) 
 def test_experts_that_lie_apart_are_put_together(num_lent: int) -> None:
     shape = SHAPE.replace(dtype="bfloat16")
     master_P, *lent = torch.randn(1 + num_lent, shape.expert_parameters)
-    parts = [lent_P.bfloat16() for lent_P in lent] + [master_P] * bool(lent)
-    restored = Restored(shape, torch.bfloat16, PagePool(), torch.device("cpu"), lambda: parts, None).wait()
+    form = ExpertForm.of(shape)
+    parts = [form.weights(part_P) for part_P in [*(lent_P.bfloat16() for lent_P in lent), master_P] if lent]
+    restored = Restored(form, torch.bfloat16, PagePool(), torch.device("cpu"), lambda: parts, None).wait()
     stacked = restored.stacked()
     assert stacked.gate_up.shape == (len(parts), 2 * shape.intermediate_size, shape.hidden_size)
     for slot in range(len(restored)):
-        for together, apart in zip(stacked, restored[slot], strict=True):
+        for together, apart in zip(stacked[:2], restored[slot][:2], strict=True):
             assert torch.equal(together[slot], apart.bfloat16())

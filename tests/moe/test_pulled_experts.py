@@ -47,9 +47,9 @@ def restored_and_resharded(shape: ms.ModelShape, dtype: torch.dtype, under_way: 
     for pulled in (False, True):
         shards: ShardedExperts
         if pulled:
-            shards = PulledExperts(shape, dtype, rank, NODES, dist.group.WORLD, TIMEOUT_S)
+            shards = PulledExperts(shape, rank, NODES, dist.group.WORLD, TIMEOUT_S)
         else:
-            shards = ShardedExperts(shape, dtype, rank, R, NODES, hierarchical=False)
+            shards = ShardedExperts(shape, rank, R, NODES, hierarchical=False)
         meter = Meter()
         channel = Channel(dist.group.WORLD, NODES, Recorder(rank), meter)
         experts, gradients, begun = [], [], []
@@ -61,7 +61,7 @@ def restored_and_resharded(shape: ms.ModelShape, dtype: torch.dtype, under_way: 
             generator = torch.Generator().manual_seed(10 * number + rank)
             grads_DP = shards.new_gradients(layout, torch.device("cpu"))
             grads_DP.copy_(torch.randn(grads_DP.shape, generator=generator))
-            restore = shards.restore(local, layout, channel, "")
+            restore = shards.restore([local], dtype, layout, channel, "")
             begun.append((restore, shards.reshard(grads_DP, layout, channel, "")))
             if pulled:
                 # What is shared is a copy, so nothing of this is read any more.
@@ -69,8 +69,8 @@ def restored_and_resharded(shape: ms.ModelShape, dtype: torch.dtype, under_way: 
                 grads_DP.fill_(torch.nan)
             if len(begun) == under_way or number == len(LAYOUTS) - 1:
                 for restored, finish in begun:
-                    experts.append([tuple(w.clone() for w in weights) for weights in restored.wait()])
-                    gradients.append(finish())
+                    experts.append([tuple(w.clone() for w in weights[:2]) for weights in restored.wait()])
+                    gradients.append(*finish())
                 begun = []
         found.append({"experts": experts, "gradients": gradients, "bytes": dict(meter.wire_bytes)})
     return found

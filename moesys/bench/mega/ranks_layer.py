@@ -151,7 +151,7 @@ class MegaRun:
             point,
         )
         self._gradients = ExpertGradients(
-            *(torch.empty_like(matrices, dtype=torch.float32) for matrices in self._held.stacked())
+            *(torch.empty_like(matrices, dtype=torch.float32) for matrices in self._held.stacked()[:2])
         )
         self.results: dict[str, Tensor] = {}
 
@@ -165,7 +165,7 @@ class MegaRun:
             self.results["dx"], self.results["dweight"] = yield from self._executor.backward_stages(
                 self._dy_TH, self._saved, lambda: self._held, self._gradients
             )
-            self.results["dgate_up"], self.results["ddown"] = self._gradients
+            self.results["dgate_up"], self.results["ddown"] = self._gradients[:2]
 
 
 def _pending(layer: RanksLayer) -> PendingPlan:

@@ -51,7 +51,7 @@ class StandAloneRun:
         device, held = layer.device, layer.held_R[rank]
         self._shared, self._link, self._away_bytes = shared, link, layer.away_bytes(rank)
         self._weight_TK = layer.weight_RTK[rank]
-        self._gate_up, self._down = held.stacked()
+        self._gate_up, self._down = held.stacked()[:2]
         num_rows = int(layer.plan.tokens_R[rank])
         table = exchange(
             tokens_by_replica(layer.plan, device),
