@@ -7,12 +7,14 @@ A new release of torch may change or drop any of these without notice: read this
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.autograd import Variable
+from torch.distributed.tensor import Placement
 
 NO_BACKWARD = -1
 
@@ -25,6 +27,24 @@ def current_backward() -> int:
     is not noticed would plan anew, and hang the other ranks.
     """
     return torch._C._current_graph_task_id()
+
+
+def checkpointed_region() -> tuple[Any, bool] | None:
+    """Returns an object that stands for the innermost non-reentrant ``torch.utils.checkpoint`` that runs, the same in
+    its first pass and whenever it runs again, and whether it runs again; None outside of one.
+
+    Needs ``torch._C._autograd._top_saved_tensors_default_hooks``, and that the hooks of a checkpoint close over its
+    ``frame``, those of a recomputation over ``target_frame_ref``. Without it None: who checkpoints must then pass
+    ``context_fn=moesys.recompute``, or a recomputation raises RuntimeError.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    if hooks is None:
+        return None
+    pack = inspect.unwrap(hooks[0])
+    seen = inspect.getclosurevars(pack).nonlocals if inspect.isfunction(pack) else {}
+    if "target_frame_ref" in seen:
+        return seen["target_frame_ref"](), True
+    return (seen["frame"], False) if "frame" in seen else None
 
 
 def will_execute(node: Any) -> bool:
@@ -47,6 +67,17 @@ def after_this_backward(callback: Callable[[], None]) -> None:
     AttributeError where gradients are delayed; ``Fsep(delay_reshard=False)`` does not need it.
     """
     Variable._execution_engine.queue_callback(callback)
+
+
+def strided_shard(dim: int, blocks: int) -> Placement:
+    """Returns the placement of a tensor that is ``blocks`` tensors along ``dim``, each of which is cut over the ranks.
+
+    Needs ``torch.distributed.tensor.placement_types._StridedShard``. Without it ``Fsep`` cannot hold the experts of
+    transformers' models, which keep gate and up in one tensor; importing this raises ImportError.
+    """
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard(dim, split_factor=blocks)
 
 
 def default_store() -> dist.Store:

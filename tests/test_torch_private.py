@@ -7,10 +7,21 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import distribute_tensor
+from torch.utils.checkpoint import checkpoint
 
 from moesys import torch_private
 from moesys.kernels.torch_internals import HAS_ONEDNN, onednn_product
-from moesys.torch_private import NO_BACKWARD, after_this_backward, current_backward, group_timeout_s, will_execute
+from moesys.torch_private import (
+    NO_BACKWARD,
+    after_this_backward,
+    checkpointed_region,
+    current_backward,
+    group_timeout_s,
+    strided_shard,
+    will_execute,
+)
 
 
 @pytest.fixture
@@ -52,6 +63,26 @@ def test_every_backward_has_a_number_of_its_own():
     assert current_backward() == NO_BACKWARD
 
 
+def test_a_checkpointed_region_is_known_when_it_runs_again():
+    seen = []
+
+    def region(x):
+        seen.append(checkpointed_region())
+        return x.sin()
+
+    def mixed(x):
+        return checkpoint(region, x, use_reentrant=False) + checkpoint(region, 2 * x, use_reentrant=False)
+
+    assert checkpointed_region() is None
+    mixed(torch.ones(3, requires_grad=True)).sum().backward()
+    (first, again_1), (second, again_2), *repeated = seen
+    assert (again_1, again_2) == (False, False)
+    assert first is not second
+    assert {id(frame) for frame, again in repeated if again} == {id(first), id(second)}
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
+        assert checkpointed_region() is None
+
+
 def test_a_backward_comes_to_the_leaves_and_a_gradient_for_others_does_not():
     assert seen_in_backward(will_execute) == [True]
     other = torch.ones(1, requires_grad=True)
@@ -87,3 +118,10 @@ def test_the_rendezvous_store_has_connections_of_its_own(group):
 def test_onednn_multiplies():
     x_MK, weight_NK = torch.randn(5, 32), torch.randn(24, 32)
     torch.testing.assert_close(onednn_product(x_MK, weight_NK), x_MK @ weight_NK.T)
+
+
+def test_what_is_two_in_one_is_cut_in_each(group):
+    whole = torch.arange(12.0).view(1, 6, 2)
+    cut = distribute_tensor(whole, DeviceMesh.from_group(group, "cpu"), [strided_shard(1, 2)])
+    assert torch.equal(cut.to_local(), whole)
+    assert torch.equal(cut.full_tensor(), whole)

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
 
 @dataclass(frozen=True)
 class ExpertsModule:
@@ -61,3 +63,14 @@ def _is_swiglu(module: Any) -> bool:
     if not module.has_gate or type(module)._apply_gate is not moe._default_apply_gate:
         return False
     return module.act_fn is nn.functional.silu or isinstance(module.act_fn, nn.SiLU | SiLUActivation)
+
+
+def compute_dtype(weight: Tensor) -> torch.dtype:
+    """Returns that of the products: autocast's, or else the weights'."""
+    if weight.dtype not in DTYPES:
+        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
+        raise TypeError(f'experts have dtype {weight.dtype}; experts_implementation="moesys" takes {names}')
+    device_type = weight.device.type
+    if weight.dtype != torch.float64 and torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return weight.dtype

@@ -11,21 +11,27 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from moesys.hf.experts_module import ExpertsModule
+from moesys.config import Strategy
+from moesys.hf.experts_module import ExpertsModule, compute_dtype
 from moesys.hf.routed_experts import RoutedExperts
 from moesys.kernels.cpu.page_pool import PagePool
 from moesys.kernels.experts.experts import moe_experts
 
 NAME = "moesys"
-OLDEST_TRANSFORMERS = (5, 17)
-DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+OLDEST_TRANSFORMERS = (5, 23)
 
 
-def register() -> str:
-    """Make ``experts_implementation="moesys"`` known to transformers in this process; returns that name.
+def register(strategy: Strategy | None = None) -> str:
+    """Makes the name "moesys" known to transformers in this process, and returns it.
 
-    Once is enough, and more often does no harm. Models choose an implementation when they are made (an argument of
-    ``from_pretrained`` and ``from_config``), or later by ``model.set_experts_implementation("moesys")``.
+    As ``experts_implementation="moesys"`` it computes the experts of one rank. Models choose it when they are made (an
+    argument of ``from_pretrained`` and ``from_config``), or later by ``model.set_experts_implementation("moesys")``.
+
+    With a ``strategy``, ``DistributedConfig(ep_implementation="moesys", ...)`` runs models under it: those that are
+    made from now on, until another strategy is registered.
+
+    Raises ImportError without transformers or with one that is too old, ValueError where transformers' models cannot
+    run the strategy.
     """
     try:
         import transformers
@@ -38,6 +44,13 @@ def register() -> str:
 
     if NAME not in ALL_EXPERTS_FUNCTIONS:
         ExpertsInterface.register(NAME, partial(experts_forward, PagePool()))
+    if strategy is not None:
+        # Here, as one rank needs none of it.
+        from transformers.distributed.expert_parallel import EPImplementationInterface
+
+        from moesys.hf.expert_parallel import implementation_of
+
+        EPImplementationInterface.register(NAME, implementation_of(strategy))
     return NAME
 
 
@@ -68,7 +81,7 @@ def _by_kernels(
     top_k_weights: Tensor,
 ) -> Tensor:
     gate_up_EUH, down_EHI = (getattr(module, name) for name in experts.names)
-    dtype = _compute_dtype(gate_up_EUH)
+    dtype = compute_dtype(gate_up_EUH)
     y_TH = moe_experts(
         hidden_states.to(dtype), top_k_index, top_k_weights, gate_up_EUH.to(dtype), down_EHI.to(dtype), "swiglu"
     )
@@ -86,19 +99,8 @@ def _by_rows(
     top_k_weights: Tensor,
 ) -> Tensor:
     projections = [getattr(module, name) for name in experts.names]
-    dtype = _compute_dtype(projections[0])
+    dtype = compute_dtype(projections[0])
     y_TH: Tensor = RoutedExperts.apply(
         experts, dtype, memory, hidden_states, top_k_weights, top_k_index, *projections, *experts.parameters
     )
     return y_TH
-
-
-def _compute_dtype(weight: Tensor) -> torch.dtype:
-    """Of the products: autocast's, or else the weights'."""
-    if weight.dtype not in DTYPES:
-        names = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
-        raise TypeError(f'experts have dtype {weight.dtype}; experts_implementation="{NAME}" takes {names}')
-    device_type = weight.device.type
-    if weight.dtype != torch.float64 and torch.is_autocast_enabled(device_type):
-        return torch.get_autocast_dtype(device_type)
-    return weight.dtype

@@ -1,6 +1,7 @@
 """Activation checkpointing: plans are made once, in the first pass, and replayed when the forward runs again.
 
-``torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False, context_fn=moesys.recompute)``
+``torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)`` is enough. Regions inside each other need
+``context_fn=moesys.recompute``, all of them.
 
 The second pass must see the layouts, splits and routes of the first: the history has moved on since, and a collective
 more on one rank would hang the others. So the second pass plans nothing, remembers nothing and gathers nothing.
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from moesys.moe.call import LayerCall
-from moesys.torch_private import NO_BACKWARD, current_backward
+from moesys.torch_private import NO_BACKWARD, checkpointed_region, current_backward
 
 
 @dataclass
@@ -26,6 +27,7 @@ class Tape:
     mode: Literal["record", "replay"] = "record"
     next_call_at: int = 0
     next_inner_at: int = 0
+    backward: int = NO_BACKWARD
 
     def next_call(self, layer: int) -> LayerCall:
         """The recorded call that this forward repeats."""
@@ -55,11 +57,28 @@ _tape: ContextVar[Tape | None] = ContextVar("moesys_recompute_tape", default=Non
 def current_tape() -> Tape | None:
     """The tape of the checkpointed region that is running, if one is."""
     tape = _tape.get()
+    if tape is None:
+        tape = _tape_of_checkpoint()
     if tape is None and current_backward() != NO_BACKWARD:
         raise RuntimeError(
             "a MoE layer runs forward inside a backward pass, so activations are recomputed, but its plans were "
-            "not recorded; pass context_fn=moesys.recompute and use_reentrant=False to torch.utils.checkpoint"
+            "not recorded; pass use_reentrant=False to torch.utils.checkpoint, and to regions inside each other "
+            "context_fn=moesys.recompute"
         )
+    return tape
+
+
+def _tape_of_checkpoint() -> Tape | None:
+    """Returns the tape of a checkpoint without ``context_fn``, if one runs that is not inside another's second pass."""
+    if (region := checkpointed_region()) is None:
+        return None
+    frame, again = region
+    backward = current_backward()
+    if not again:
+        return frame.__dict__.setdefault("moesys_tape", Tape()) if backward == NO_BACKWARD else None
+    tape: Tape = frame.moesys_tape
+    if tape.backward != backward:
+        tape.mode, tape.next_call_at, tape.backward = "replay", 0, backward
     return tape
 
 

@@ -30,14 +30,14 @@ def test_transformers_that_is_too_old_is_named(version: str, monkeypatch: pytest
     monkeypatch.setattr("transformers.__version__", version)
     with pytest.raises(ImportError) as error:
         ms.hf.register()
-    assert str(error.value) == f"transformers {version} is too old for moesys.hf: pip install 'transformers>=5.17'"
+    assert str(error.value) == f"transformers {version} is too old for moesys.hf: pip install 'transformers>=5.23'"
 
 
 def test_transformers_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ImportError) as error:
         ms.hf.register()
-    assert str(error.value) == "moesys.hf needs transformers: pip install 'transformers>=5.17'"
+    assert str(error.value) == "moesys.hf needs transformers: pip install 'transformers>=5.23'"
 
 
 def test_quantized_experts_are_refused() -> None:

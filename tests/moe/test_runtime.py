@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from harness import ShufflingPlanner, Stack, gradients_of
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import moesys as ms
@@ -26,6 +28,7 @@ FSEP = ms.Strategy(
     split=ms.FlowSplit(),
     predictor=ms.Ema(decay=0.5),
 )
+Checkpointed = Callable[[nn.Module, Tensor], Tensor]
 BEHIND = FSEP.replace(sharding=ms.Fsep(slots_per_rank=3, prefetch_layers=2, delay_reshard=True))
 
 
@@ -118,17 +121,38 @@ def test_recomputation_in_reverse_order_changes_no_bit(ranks: LocalRanks, strate
         assert plain[0]["layouts"][0] != plain[0]["layouts"][1]
 
 
-def test_recomputation_without_recorded_plans_is_refused() -> None:
-    layer = ms.MoELayer(SHAPE, ms.Strategy(name="ep"))
-    y = checkpoint(layer, tokens_of(0).requires_grad_(), use_reentrant=False)
-    with pytest.raises(RuntimeError, match=r"pass context_fn=moesys\.recompute and use_reentrant=False"):
+def inside_another(layer: nn.Module, x: Tensor) -> Tensor:
+    inner = partial(checkpoint, layer, use_reentrant=False)
+    return checkpoint(lambda x: inner(inner(x)), x, use_reentrant=False)
+
+
+def by_reentrant(layer: nn.Module, x: Tensor) -> Tensor:
+    return checkpoint(layer, x, use_reentrant=True)
+
+
+@pytest.mark.parametrize("checkpointed", [inside_another, by_reentrant])
+def test_recomputation_without_recorded_plans_is_refused(checkpointed: Checkpointed) -> None:
+    y = checkpointed(ms.MoELayer(SHAPE, ms.Strategy(name="ep")), tokens_of(0).requires_grad_())
+    with pytest.raises(RuntimeError, match=r"pass use_reentrant=False to torch\.utils\.checkpoint"):
         y.sum().backward()
 
 
-def test_recomputation_plans_nothing_and_remembers_nothing() -> None:
+def with_recorded_plans(layer: nn.Module, x: Tensor) -> Tensor:
+    return checkpoint(layer, x, use_reentrant=False, context_fn=ms.recompute)
+
+
+def by_itself(layer: nn.Module, x: Tensor) -> Tensor:
+    return checkpoint(layer, x, use_reentrant=False)
+
+
+@pytest.mark.parametrize("checkpointed", [with_recorded_plans, by_itself])
+def test_recomputation_plans_nothing_and_remembers_nothing(checkpointed: Checkpointed) -> None:
     layer = ms.MoELayer(SHAPE, ms.Strategy(name="ep"))
-    checkpoint(layer, tokens_of(0).requires_grad_(), use_reentrant=False, context_fn=ms.recompute).sum().backward()
-    assert layer.experts.schedule.micro_batch == 1
+    first, second = (checkpointed(layer, tokens_of(batch).requires_grad_()).sum() for batch in (0, 1))
+    # Graphs that are kept run again, and backwards need not come in order.
+    for y in (second, first, first):
+        y.backward(retain_graph=True)
+    assert layer.experts.schedule.micro_batch == 2
 
 
 def test_evaluation_leaves_history_alone() -> None:
