@@ -21,7 +21,7 @@ from moesys.config import Fsep, MegaKernel, ModelShape, Strategy
 from moesys.hf.experts_module import ExpertsModule, compute_dtype
 from moesys.kernels.cpu.row_invariant_ops import ParameterGradients, RowFunction, by_rows, by_rows_backward
 from moesys.moe.expert_form import ExpertForm, Part
-from moesys.moe.experts import Experts
+from moesys.moe.experts import Experts, attach
 from moesys.moe.outside import OutsideExperts
 from moesys.overlap.experts_cpu import SWIGLU
 from moesys.overlap.experts_on_device import ExpertFunction
@@ -45,8 +45,7 @@ def implementation_of(strategy: Strategy) -> type[EPImplementation]:
             super().__init__(experts, ep_mesh, tp_mesh)
             self._module = experts
             self._experts = _experts_of(experts, strategy, ep_mesh, next(layer_indices))
-            # Not as a child: it has no parameters, and its state is text, which safetensors cannot hold.
-            experts.__dict__["moesys_experts"] = self._experts
+            attach(self._experts, experts)
 
         def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
             self._experts.training = self._module.training

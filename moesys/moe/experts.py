@@ -251,3 +251,17 @@ class Experts(nn.Module):
 
     def extra_repr(self) -> str:
         return f"{self.shape!r}, strategy={self.strategy.name!r}, ranks={self.token_channel.num_ranks}"
+
+
+def attach(experts: Experts, module: nn.Module) -> None:
+    """Makes ``experts`` known as those of a module of another library, which keeps their parameters.
+
+    Not as a child: they have no parameters, and their state is text, which safetensors cannot hold.
+    """
+    module.__dict__["moesys_experts"] = experts
+
+
+def experts_of(model: nn.Module) -> list[Experts]:
+    """Returns all experts of a model, its own and attached ones, in the order of its modules."""
+    found = (module.__dict__.get("moesys_experts", module) for module in model.modules())
+    return [each for each in found if isinstance(each, Experts)]

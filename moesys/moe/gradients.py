@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moesys.moe.experts import Experts
+from moesys.moe.experts import experts_of
 from moesys.moe.layer import MoELayer
 
 
@@ -72,7 +72,7 @@ def update_router_bias(model: nn.Module) -> None:
 
 def expert_group(model: nn.Module) -> dist.ProcessGroup | None:
     """The one group that all MoE layers of a model share; None for one rank without a group."""
-    layers = [module for module in model.modules() if isinstance(module, Experts)]
+    layers = experts_of(model)
     if not layers:
         raise ValueError("the model has no ms.Experts, so there is nothing to do; call torch's own function")
     groups = {id(layer.group): layer.group for layer in layers}

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from moesys.layout_schedule import PlanEvent
 from moesys.moe.call import LayerCall, Neighbours
 from moesys.moe.expert_store import ExpertStore
-from moesys.moe.experts import Experts
+from moesys.moe.experts import experts_of
 from moesys.moe.gradients import expert_group
 from moesys.moe.lookahead import PLAN_TIMEOUT_S, SharedMegaHome
 from moesys.moe.metrics import LayerMetrics
@@ -57,7 +57,7 @@ class MoERuntime:
     """
 
     def __init__(self, model: nn.Module, plan_timeout_s: float | None, record_spans: bool) -> None:
-        self.layers = [module for module in model.modules() if isinstance(module, Experts)]
+        self.layers = experts_of(model)
         group = expert_group(model)
         if any(layer.link.linked for layer in self.layers):
             raise ValueError("a layer of this model is linked already; close its runtime first")

@@ -154,9 +154,11 @@ def test_the_implementation_of_a_model_can_change() -> None:
     assert relative(ours, eager) <= OUTPUT_TOLERANCE
 
 
-def test_the_example_of_the_page_runs() -> None:
-    (example,) = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+def test_the_examples_of_the_page_run() -> None:
+    examples = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     names: dict[str, Any] = {}
-    exec(compile(example, PAGE.name, "exec"), names)
+    for example in examples:
+        exec(compile(example, PAGE.name, "exec"), names)
     assert names["model"].config._experts_implementation == "moesys"
     assert all(parameter.grad is not None for parameter in names["model"].parameters())
+    assert names["distributed"].ep_implementation == "moesys"

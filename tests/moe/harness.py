@@ -6,16 +6,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
+from shuffling_planner import ShufflingPlanner
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
 import moesys as ms
-from moesys.layout import ExpertLayout
-from moesys.layout_schedule import PlanRequest, SolvedPlan
 from moesys.moe.layer import MoELayer
 
 
@@ -32,16 +30,6 @@ class Case:
     skew: float = 0.0
     shuffle_layouts: bool = False  # another layout for every micro-batch, whatever the planner would say
     kernels: bool = False  # experts on Triton's kernels, as on a GPU
-
-
-class ShufflingPlanner:
-    """A ``PlanSource`` that turns the layout in force around: another one each time, the same on every rank."""
-
-    def submit(self, request: PlanRequest) -> SolvedPlan:
-        expert_RS = request.previous.expert_RS
-        permutation = np.random.default_rng(int(expert_RS.sum() + expert_RS[0, 0])).permutation(expert_RS.max() + 1)
-        turned = np.where(expert_RS >= 0, (permutation[expert_RS] + 1) % (expert_RS.max() + 1), -1)
-        return SolvedPlan(ExpertLayout(turned, request.previous.num_experts))
 
 
 def inputs(case: Case, micro_batch: int, rank: int) -> tuple[Tensor, Tensor]:

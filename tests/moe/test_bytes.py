@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.distributed as dist
-from harness import ShufflingPlanner
+from shuffling_planner import ShufflingPlanner
 
 import moesys as ms
 from moesys.lab.ranks.pool import LocalRanks

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import ShufflingPlanner, Stack, gradients_of
+from harness import Stack, gradients_of
+from shuffling_planner import ShufflingPlanner
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

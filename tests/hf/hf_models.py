@@ -1,0 +1,115 @@
+"""Small language models of transformers' own code, by family."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+    OlmoeConfig,
+    OlmoeForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+
+VOCABULARY = 96
+SMALL = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12}
+
+Model = Callable[[int], Any]
+
+
+def mixtral(num_experts: int) -> Any:
+    options = {"num_local_experts": num_experts, "num_experts_per_tok": 2, "output_router_logits": True}
+    return MixtralForCausalLM, MixtralConfig(**SMALL, intermediate_size=48, **options)
+
+
+def qwen2_moe(num_experts: int) -> Any:
+    experts = {"num_experts": num_experts, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+    shape = {**SMALL, "intermediate_size": 40, "shared_expert_intermediate_size": 32}
+    return Qwen2MoeForCausalLM, Qwen2MoeConfig(**shape, **experts)
+
+
+def qwen3_moe(num_experts: int) -> Any:
+    experts = {"num_experts": num_experts, "num_experts_per_tok": 3, "moe_intermediate_size": 24}
+    return Qwen3MoeForCausalLM, Qwen3MoeConfig(
+        **SMALL, intermediate_size=40, head_dim=12, norm_topk_prob=True, **experts
+    )
+
+
+def olmoe(num_experts: int) -> Any:
+    options = {"num_experts": num_experts, "num_experts_per_tok": 4, "output_router_logits": True}
+    return OlmoeForCausalLM, OlmoeConfig(**SMALL, intermediate_size=24, **options)
+
+
+def deepseek_v2(num_experts: int) -> Any:
+    routing = {"n_group": 2, "topk_group": 1, "n_routed_experts": num_experts, "num_experts_per_tok": 2}
+    shape = {**SMALL, "num_key_value_heads": 4, "intermediate_size": 64, "moe_intermediate_size": 24}
+    options = {"n_shared_experts": 1, "first_k_dense_replace": 1, "topk_method": "group_limited_greedy"}
+    return DeepseekV2ForCausalLM, DeepseekV2Config(**shape, **LATENT, **routing, **options)
+
+
+def deepseek_v3(num_experts: int) -> Any:
+    routing = {"n_group": 4, "topk_group": 2, "n_routed_experts": num_experts, "num_experts_per_tok": 3}
+    shape = {**SMALL, "num_key_value_heads": 4, "intermediate_size": 64, "moe_intermediate_size": 24}
+    options = {"n_shared_experts": 1, "first_k_dense_replace": 1}
+    return DeepseekV3ForCausalLM, DeepseekV3Config(**shape, **LATENT, **routing, **options)
+
+
+def gpt_oss(num_experts: int) -> Any:
+    options = {"num_local_experts": num_experts, "num_experts_per_tok": 2, "layer_types": ["full_attention"] * 2}
+    shape = {**SMALL, "head_dim": 12, "intermediate_size": 24}
+    rope = {"rope_type": "default", "rope_theta": 10000.0}
+    return GptOssForCausalLM, GptOssConfig(**shape, rope_parameters=rope, **options)
+
+
+def glm4_moe(num_experts: int) -> Any:
+    routing = {"n_group": 1, "topk_group": 1, "n_routed_experts": num_experts, "num_experts_per_tok": 2}
+    shape = {**SMALL, "head_dim": 12, "intermediate_size": 64, "moe_intermediate_size": 24}
+    return Glm4MoeForCausalLM, Glm4MoeConfig(**shape, **routing, n_shared_experts=1, first_k_dense_replace=1)
+
+
+FAMILIES: dict[str, Model] = {
+    make.__name__: make for make in (mixtral, qwen2_moe, qwen3_moe, olmoe, deepseek_v2, deepseek_v3, gpt_oss, glm4_moe)
+}
+
+
+def drawn(family: str, num_experts: int = 8, **options: Any) -> Any:
+    """A model with weights that make routers choose unevenly."""
+    kind, config = FAMILIES[family](num_experts)
+    model = kind._from_config(config, attn_implementation="eager", **options)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, tensor in chain(model.named_parameters(), model.named_buffers()):
+            if "norm" not in name and "inv_freq" not in name:
+                tensor.normal_(std=0.1, generator=generator)
+    return model.train()
+
+
+def text(seed: int, num_rows: int = 3) -> Tensor:
+    return torch.randint(VOCABULARY, (num_rows, 20), generator=torch.Generator().manual_seed(seed))

@@ -1,0 +1,272 @@
+"""transformers' own models under strategies, over real ranks with FSDP2: what transformers' all_to_all computes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hf_models import FAMILIES, drawn, text
+from shuffling_planner import ShufflingPlanner
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+import moesys as ms
+from moesys.lab.ranks.outcomes import RankError
+from moesys.lab.ranks.pool import LocalRanks
+
+EXPERTS = 8
+TOLERANCE = 1e-5
+
+EP = ms.Strategy(name="ep")
+OVERLAPS = (ms.Sequential(), ms.Pipelined(chunks=3))
+
+
+def lent(ranks: int, **options: Any) -> ms.Strategy:
+    """Experts of owners lent for one micro-batch, in other layouts every time."""
+    sharding = ms.Ep(slots_per_rank=EXPERTS // ranks + 1)
+    return ms.Strategy(name="lent", sharding=sharding, balance=ms.Greedy(), split=ms.FlowSplit(), **options)
+
+
+def fsep(ranks: int, **sharding: Any) -> ms.Strategy:
+    """Experts cut over all ranks."""
+    held = ms.Fsep(slots_per_rank=EXPERTS // ranks + 1, **sharding)
+    return ms.Strategy(name="fsep", sharding=held, balance=ms.Greedy(), split=ms.FlowSplit())
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a model is trained: ``strategy`` None is transformers' own all_to_all."""
+
+    strategy: ms.Strategy | None
+    sizes: dict[str, int] = field(default_factory=lambda: {"fsdp_size": 4, "ep_size": 4})
+    steps: int = 3
+    micro_batches: int = 1
+    checkpointing: bool = False
+    linked: bool = False
+    shuffled: bool = False
+    mixed: bool = False
+    autocast: bool = False
+
+    @property
+    def ranks(self) -> int:
+        return self.sizes.get("fsdp_size", 1) * self.sizes.get("tp_size", 1) * self.sizes.get("dp_replicate_size", 1)
+
+
+def loaded(folder: Path, run: Run) -> Any:
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    name = "all_to_all" if run.strategy is None else ms.hf.register(run.strategy)
+    config = DistributedConfig(ep_implementation=name, fsdp_mixed_precision=run.mixed, **run.sizes)
+    model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config, attn_implementation="eager")
+    if run.checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    return model.train()
+
+
+def train(folder: Path, run: Run) -> dict[str, Any]:
+    """A rank's losses and gradient norms of each step, whole gradients of the first, and the parameters at the end."""
+    torch.manual_seed(0)
+    model = loaded(folder, run)
+    runtime = ms.link(model) if run.linked and run.strategy is not None else None
+    for each in experts_in(model) if run.shuffled else ():
+        each.schedule.source = ShufflingPlanner()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    batch = dist.get_rank() // run.sizes.get("tp_size", 1)
+    losses, norms, first, layouts = [], [], {}, []
+    for step in range(run.steps):
+        for part in range(run.micro_batches):
+            # ranks have different numbers of tokens
+            ids = text(1000 * step + 100 * part + batch, num_rows=2 + batch % 2)
+            with torch.autocast("cpu", torch.bfloat16, enabled=run.autocast):
+                loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            losses.append(loss.item())
+        gradients = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+        norms.append(torch.stack([gradient.double().norm() for gradient in gradients.values()]).norm().item())
+        first = first or gradients
+        layouts.append([each.last_plan.layout.expert_RS.tolist() for each in experts_in(model)])
+        optimizer.step()
+        optimizer.zero_grad()
+    if runtime is not None:
+        runtime.close()
+    state = {name: whole(p) for name, p in model.named_parameters()}
+    return {"losses": losses, "norms": norms, "gradients": first, "state": state, "layouts": layouts}
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def experts_in(model: Any) -> list[ms.Experts]:
+    return [each for module in model.modules() if (each := module.__dict__.get("moesys_experts")) is not None]
+
+
+def train_all(folder: Path, runs: list[Run]) -> list[dict[str, Any]]:
+    """Several in one visit to the ranks."""
+    return [train(folder, run) for run in runs]
+
+
+def results(ranks: LocalRanks, folder: Path, runs: list[Run]) -> list[dict[str, Any]]:
+    """Of the first rank; losses are of all."""
+    by_rank = ranks.run(train_all, folder, runs, num_ranks=runs[0].ranks, timeout_s=200.0)
+    for found in zip(*by_rank, strict=True):
+        found[0]["losses"] = [loss for one in found for loss in one["losses"]]
+    return by_rank[0]
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A folder with a model of a family, as transformers saves it; written when it is first asked for."""
+    root = tmp_path_factory.mktemp("models")
+
+    def folder(family: str) -> Path:
+        if not (root / family).exists():
+            drawn(family, EXPERTS).save_pretrained(root / family)
+        return root / family
+
+    return folder
+
+
+def assert_agree(found: dict[str, Any], wanted: dict[str, Any], tolerance: float = TOLERANCE) -> None:
+    assert found["losses"] == pytest.approx(wanted["losses"], rel=tolerance)
+    assert found["norms"] == pytest.approx(wanted["norms"], rel=tolerance)
+    assert found["gradients"].keys() == wanted["gradients"].keys()
+    for name, gradient in wanted["gradients"].items():
+        error = (found["gradients"][name] - gradient).abs().max() / gradient.abs().max()
+        assert error <= tolerance, (name, float(error))
+
+
+def assert_same_bits(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    assert found["losses"] == wanted["losses"]
+    for kind in ("gradients", "state"):
+        for name, tensor in wanted[kind].items():
+            assert torch.equal(found[kind][name], tensor), (kind, name)
+
+
+ALWAYS = ("qwen3_moe", "deepseek_v3", "gpt_oss")
+
+
+@pytest.mark.parametrize(
+    "family", [family if family in ALWAYS else pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES]
+)
+def test_every_strategy_computes_what_all_to_all_does(ranks: LocalRanks, checkpoints: Any, family: str) -> None:
+    """Losses, norms and every gradient over three steps; overlaps have the same bits; layouts change."""
+    ours = [each.replace(overlap=way) for each in (EP, lent(4), fsep(4)) for way in OVERLAPS]
+    runs = [Run(None), *(Run(strategy, shuffled=strategy.name != "ep") for strategy in ours)]
+    oracle, *found = results(ranks, checkpoints(family), runs)
+    for sequential, pipelined in zip(found[::2], found[1::2], strict=True):
+        assert_agree(sequential, oracle)
+        assert_same_bits(pipelined, sequential)
+    for changing in found[2::2]:
+        assert len({str(layouts) for layouts in changing["layouts"]}) == 3
+
+
+MESHES = {
+    "two groups": {"fsdp_size": 4, "ep_size": 2},
+    "replicas": {"fsdp_size": 2, "dp_replicate_size": 2, "ep_size": 2},
+    "a batch for two ranks": {"fsdp_size": 2, "tp_size": 2, "ep_size": 4},
+}
+
+
+@pytest.mark.parametrize("sizes", MESHES.values(), ids=MESHES)
+def test_on_every_mesh(ranks: LocalRanks, checkpoints: Any, sizes: dict[str, int]) -> None:
+    """Groups smaller than the world have layouts of their own, and gradients of replicas count once."""
+    R = sizes["ep_size"]
+    runs = [Run(strategy, sizes) for strategy in (None, lent(R), fsep(R))]
+    oracle, *found = results(ranks, checkpoints("qwen3_moe"), runs)
+    for one in found:
+        assert_agree(one, oracle)
+
+
+def test_linking_recomputing_and_accumulating(ranks: LocalRanks, checkpoints: Any) -> None:
+    ahead = fsep(4, prefetch_layers=1)
+    runs = [Run(strategy, micro_batches=2) for strategy in (None, ahead)]
+    runs += [Run(ahead, micro_batches=2, linked=True), Run(ahead, micro_batches=2, checkpointing=True)]
+    runs += [Run(ahead, micro_batches=2, linked=True, checkpointing=True)]
+    oracle, plain, *others = results(ranks, checkpoints("qwen3_moe"), runs)
+    assert_agree(plain, oracle)
+    for other in others:
+        assert other["layouts"] == plain["layouts"]
+        assert_same_bits(other, plain)
+
+
+@pytest.mark.parametrize("how", ["mixed", "autocast"])
+def test_in_bfloat16_errors_are_those_of_transformers(ranks: LocalRanks, checkpoints: Any, how: str) -> None:
+    """Of the first step's gradients, beside the same in float32, the largest of all parameters'."""
+    options = {how: True, "steps": 1}
+    runs = [Run(None, steps=1), Run(None, **options), Run(lent(4), **options), Run(fsep(4), **options)]
+    exact, theirs, *ours = results(ranks, checkpoints("mixtral"), runs)
+
+    def error(found: dict[str, Any]) -> float:
+        pairs = [(found["gradients"][name].float(), wanted) for name, wanted in exact["gradients"].items()]
+        flat = [torch.cat([tensor.flatten() for tensor in side]) for side in zip(*pairs, strict=True)]
+        return float((flat[0] - flat[1]).norm() / flat[1].norm())
+
+    for one in ours:
+        assert 0 < error(one) <= 1.5 * error(theirs)
+
+
+def evaluated(folder: Path, strategy: ms.Strategy) -> tuple[Tensor, Tensor]:
+    """Logits without gradients, and tokens that are generated."""
+    model = loaded(folder, Run(strategy)).eval()
+    with torch.no_grad():
+        logits = model(input_ids=text(7)).logits
+    return logits, model.generate(text(7)[:, :4], max_new_tokens=5, do_sample=False)
+
+
+def test_evaluation_and_generation(ranks: LocalRanks, checkpoints: Any) -> None:
+    from transformers import AutoModelForCausalLM
+
+    folder = checkpoints("qwen3_moe")
+    alone = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    with torch.no_grad():
+        wanted = alone(input_ids=text(7)).logits
+    for strategy in (lent(4), fsep(4)):
+        for logits, generated in ranks.run(evaluated, folder, strategy, timeout_s=100.0):
+            assert torch.allclose(logits, wanted, atol=1e-5)
+            assert torch.equal(generated, alone.generate(text(7)[:, :4], max_new_tokens=5, do_sample=False))
+
+
+def saved(folder: Path, out: Path, strategy: ms.Strategy) -> None:
+    loaded(folder, Run(strategy)).save_pretrained(out)
+
+
+def test_checkpoints_are_transformers_own(ranks: LocalRanks, checkpoints: Any, tmp_path: Path) -> None:
+    """What four ranks save, one process loads without moesys, bit by bit; and so do other ranks."""
+    from transformers import AutoModelForCausalLM
+
+    folder = checkpoints("qwen3_moe")
+    for strategy in (lent(4), fsep(4)):
+        out = tmp_path / strategy.name
+        ranks.run(saved, folder, out, strategy, timeout_s=100.0)
+        before, after = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (folder, out))
+        assert before.keys() == after.keys()
+        assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
+
+
+FEW = fsep(4).replace(sharding=ms.Fsep(slots_per_rank=1))
+
+
+def refused(folder: Path, strategy: ms.Strategy, sizes: dict[str, int]) -> None:
+    loaded(folder, Run(strategy, sizes))
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        (EP.replace(overlap=ms.MegaKernel()), "overlap=MegaKernel, which transformers' experts do not run yet"),
+        (FEW, "slots_per_rank=1 gives 4 slots on 4 ranks for 8 experts; use at least 2"),
+    ],
+    ids=["mega kernels", "too few slots"],
+)
+def test_what_cannot_run_is_refused_on_every_rank(
+    ranks: LocalRanks, checkpoints: Any, strategy: ms.Strategy, message: str
+) -> None:
+    with pytest.raises(RankError, match="4 of 4 ranks failed") as error:
+        ranks.run(refused, checkpoints("qwen3_moe"), strategy, {"fsdp_size": 4, "ep_size": 4}, timeout_s=60.0)
+    assert message in str(error.value)

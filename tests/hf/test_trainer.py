@@ -1,0 +1,80 @@
+"""transformers' Trainer trains under a strategy as it does with transformers' own expert parallelism."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hf_models import drawn, text
+from torch.utils.data import Dataset
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers.distributed import DistributedConfig
+
+import moesys as ms
+from moesys.lab.ranks.pool import LocalRanks
+
+STEPS = 6
+GREEDY: dict[str, Any] = {"balance": ms.Greedy(), "split": ms.FlowSplit()}
+STRATEGIES = (
+    ms.Strategy(name="ep"),
+    ms.Strategy(name="lent", sharding=ms.Ep(slots_per_rank=3), overlap=ms.Pipelined(chunks=2), **GREEDY),
+    ms.Strategy(name="fsep", sharding=ms.Fsep(slots_per_rank=3), **GREEDY),
+)
+
+
+class Rows(Dataset):
+    """Rows of text, each its own."""
+
+    def __len__(self) -> int:
+        return 256
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        ids = text(row, num_rows=1)[0]
+        return {"input_ids": ids, "labels": ids}
+
+
+def trainer_of(folder: Path, out: Path, strategy: ms.Strategy | None, **options: Any) -> Trainer:
+    name = "all_to_all" if strategy is None else ms.hf.register(strategy)
+    sizes = DistributedConfig(fsdp_size=dist.get_world_size(), ep_size=dist.get_world_size(), ep_implementation=name)
+    model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=sizes, attn_implementation="eager")
+    arguments = TrainingArguments(
+        output_dir=str(out),
+        use_cpu=True,
+        max_steps=STEPS,
+        per_device_train_batch_size=2,
+        gradient_accumulation_steps=2,
+        gradient_checkpointing=True,
+        max_grad_norm=1.0,
+        learning_rate=1e-3,
+        adam_epsilon=1e-3,
+        logging_steps=1,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        **options,
+    )
+    return Trainer(model=model, args=arguments, train_dataset=Rows())
+
+
+def trained(folder: Path, out: Path) -> list[list[tuple[float, float]]]:
+    """Losses and gradient norms of every step, of transformers' own and of each strategy."""
+    found = []
+    for strategy in (None, *STRATEGIES):
+        torch.manual_seed(0)
+        trainer = trainer_of(folder, out, strategy)
+        trainer.train()
+        found.append([(each["loss"], each["grad_norm"]) for each in trainer.state.log_history if "loss" in each])
+    return found
+
+
+def test_the_trainer_trains_as_with_all_to_all(ranks: LocalRanks, tmp_path: Path) -> None:
+    """With accumulation, clipping, AdamW and activation checkpointing as its argument alone gives it."""
+    drawn("qwen3_moe").save_pretrained(tmp_path / "model")
+    oracle, *found = ranks.run(trained, tmp_path / "model", tmp_path / "out", timeout_s=250.0)[0]
+    assert len(oracle) == STEPS
+    for steps in found:
+        for one, wanted in zip(steps, oracle, strict=True):
+            assert one == pytest.approx(wanted, rel=1e-5)

@@ -1,0 +1,16 @@
+"""Layouts that change all the time, so that nothing may depend on one that stays."""
+
+import numpy as np
+
+from moesys.layout import ExpertLayout
+from moesys.layout_schedule import PlanRequest, SolvedPlan
+
+
+class ShufflingPlanner:
+    """A ``PlanSource`` that turns the layout in force around: another one each time, the same on every rank."""
+
+    def submit(self, request: PlanRequest) -> SolvedPlan:
+        expert_RS = request.previous.expert_RS
+        permutation = np.random.default_rng(int(expert_RS.sum() + expert_RS[0, 0])).permutation(expert_RS.max() + 1)
+        turned = np.where(expert_RS >= 0, (permutation[expert_RS] + 1) % (expert_RS.max() + 1), -1)
+        return SolvedPlan(ExpertLayout(turned, request.previous.num_experts))
