@@ -1,0 +1,134 @@
+"""Experts without a router, with masters of their own and with somebody else's, over real ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import summed, whole
+from shuffling_planner import ShufflingPlanner
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import moesys as ms
+from moesys.lab.ranks.pool import LocalRanks
+from moesys.moe.expert_form import ExpertForm, Part
+from moesys.moe.outside import OutsideExperts
+from moesys.overlap.experts_on_device import ExpertFunction
+from moesys.torch_private import strided_shard
+
+H, I, E, K = 24, 16, 6, 2
+SHAPE = ms.ModelShape(hidden_size=H, intermediate_size=I, num_experts=E, top_k=K)
+GREEDY: dict[str, Any] = {"balance": ms.Greedy(), "split": ms.FlowSplit()}
+EP = ms.Strategy(name="ep", sharding=ms.Ep(slots_per_rank=4), **GREEDY)
+FSEP = ms.Strategy(name="fsep", sharding=ms.Fsep(slots_per_rank=4), **GREEDY)
+
+
+def batch(number: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Tokens, choices, weights and the output's gradient; the last rank has no tokens in the first batch."""
+    rank, R = dist.get_rank(), dist.get_world_size()
+    num_tokens = 0 if number == 0 and rank == R - 1 else 9 + 5 * rank + number
+    generator = torch.Generator().manual_seed(100 * number + rank)
+    x_TH, dy_TH = (torch.randn(num_tokens, H, generator=generator) for _ in range(2))
+    expert_TK = torch.rand(num_tokens, E, generator=generator).topk(K).indices
+    return x_TH, expert_TK, torch.rand(num_tokens, K, generator=generator), dy_TH
+
+
+def run(experts: ms.Experts, parameters: list[nn.Parameter]) -> list[Tensor]:
+    """Outputs and all gradients of three batches."""
+    experts.schedule.source = ShufflingPlanner()
+    found = []
+    for number in range(3):
+        x_TH, expert_TK, weight_TK, dy_TH = batch(number)
+        inputs = x_TH.requires_grad_(), weight_TK.requires_grad_()
+        y_TH = experts(inputs[0], expert_TK, inputs[1])
+        y_TH.backward(dy_TH)
+        found += [y_TH.detach(), *(each.grad for each in inputs)]
+    return [*found, *(whole(parameter.grad) for parameter in parameters)]
+
+
+def outside(strategy: ms.Strategy, tensors: list[Tensor], form: ExpertForm, **function: Any) -> Any:
+    """Experts whose parameters are ``tensors``, sharded as ``strategy`` does, and those parameters."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    parameters = []
+    for tensor, part in zip(tensors, form.parts, strict=True):
+        placement = Shard(0)
+        if isinstance(strategy.sharding, ms.Fsep):
+            placement = Shard(1) if part.blocks == 1 else strided_shard(1, part.blocks)
+        parameters.append(nn.Parameter(distribute_tensor(tensor, mesh, [placement])))
+    held = OutsideExperts(lambda: parameters, form, ExpertFunction(**function))
+    return ms.Experts(SHAPE, strategy, mesh, outside=held), parameters
+
+
+def own_and_outside(strategy: ms.Strategy) -> tuple[list[Tensor], list[Tensor]]:
+    experts = ms.Experts(SHAPE, strategy, seed=3)
+    found = run(experts, [experts.masters])
+    form = ExpertForm((Part((2 * I, H), blocks=2), Part((H, I))))
+    gate_up, down = form.views(whole(experts.masters).detach())
+    *others, dgate_up, ddown = run(*outside(strategy, [gate_up.contiguous(), down.contiguous()], form))
+    return found, [*others, torch.cat([dgate_up.flatten(1), ddown.flatten(1)], dim=1)]
+
+
+@pytest.mark.parametrize("strategy", [EP, FSEP], ids=["ep", "fsep"])
+def test_where_masters_are_kept_changes_no_bit(ranks: LocalRanks, strategy: ms.Strategy) -> None:
+    for own, kept_outside in ranks.run(own_and_outside, strategy, num_ranks=2):
+        for one, other in zip(own, kept_outside, strict=True):
+            assert torch.equal(one, other)
+
+
+def biased(strategy: ms.Strategy) -> tuple[list[Tensor], list[Tensor]]:
+    """Transposed projections with biases, and what plain torch makes of all ranks' tokens."""
+    generator = torch.Generator().manual_seed(4)
+    shapes = ((H, 2 * I), (I, H), (2 * I,), (H,))
+    tensors = [torch.randn(E, *shape, generator=generator) / 5 for shape in shapes]
+    form = ExpertForm(tuple(map(Part, shapes)))
+    found = run(*outside(strategy, tensors, form, transposed=True, biases=True))
+    up, down, up_bias, down_bias = parameters = [tensor.requires_grad_() for tensor in tensors]
+    expected = []
+    for number in range(3):
+        x_TH, expert_TK, weight_TK, dy_TH = batch(number)
+        x_TH.requires_grad_(), weight_TK.requires_grad_()
+        h_TKU = torch.einsum("th,tkhu->tku", x_TH, up[expert_TK]) + up_bias[expert_TK]
+        gate, value = h_TKU.chunk(2, dim=-1)
+        y_TKH = torch.einsum("tki,tkih->tkh", nn.functional.silu(gate) * value, down[expert_TK])
+        y_TH = ((y_TKH + down_bias[expert_TK]) * weight_TK[..., None]).sum(dim=1)
+        y_TH.backward(dy_TH)
+        expected += [y_TH.detach(), x_TH.grad, weight_TK.grad]
+    return found, [*expected, *(summed(parameter.grad) for parameter in parameters)]
+
+
+@pytest.mark.parametrize("strategy", [EP, FSEP.replace(overlap=ms.Pipelined(chunks=2))], ids=["ep", "fsep"])
+def test_biases_and_transposed_projections(ranks: LocalRanks, strategy: ms.Strategy) -> None:
+    for found, expected in ranks.run(biased, strategy, num_ranks=2):
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def misfitting() -> None:
+    form = ExpertForm((Part((2 * I, H), blocks=2), Part((H, I))))
+    whole_ones = [torch.zeros(E, *part.shape) for part in form.parts]
+    held = OutsideExperts(lambda: whole_ones, form)
+    ms.Experts(SHAPE, EP, outside=held)(*batch(1)[:3])
+
+
+def test_masters_of_another_shape_are_refused(ranks: LocalRanks) -> None:
+    with pytest.raises(
+        Exception, match=r"masters of shapes \[\(6, 32, 24\), .* this rank's part of the experts, which is"
+    ):
+        ranks.run(misfitting, num_ranks=2)
+
+
+@pytest.mark.parametrize(("num_ranks", "dim"), [(3, 0), (5, 1)])
+def test_a_tensor_that_ranks_do_not_divide_is_refused(num_ranks: int, dim: int) -> None:
+    with pytest.raises(ValueError, match="which do not divide them; use ranks that do, or Ep"):
+        Part((2 * 16, 24), dim, blocks=2 if dim == 0 else 1).sliced_shape(num_ranks)
+
+
+def test_masters_are_parameters_and_x_may_be_of_any_float() -> None:
+    experts = ms.Experts(SHAPE, ms.Strategy(name="ep"))
+    assert [name for name, _ in experts.named_parameters()] == ["masters"]
+    assert not isinstance(experts.masters, DTensor)
+    x_TH, expert_TK, weight_TK = torch.randn(5, H).bfloat16(), torch.rand(5, E).topk(K).indices, torch.rand(5, K)
+    assert experts(x_TH, expert_TK, weight_TK.bfloat16()).dtype == torch.bfloat16
