@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from moesys.config.experiment import Generated as Generated
     from moesys.config.experiment import Replay as Replay
     from moesys.config.experiment import Training as Training
+    from moesys.hf.parallelize import parallelize as parallelize
     from moesys.lab.commands.compare import compare as compare
     from moesys.lab.explanation.explanation import explain as explain
     from moesys.lab.runs.comparison import Comparison as Comparison
@@ -65,6 +66,7 @@ if TYPE_CHECKING:
     from moesys.moe.gradients import update_router_bias as update_router_bias
     from moesys.moe.layer import MoELayer as MoELayer
     from moesys.moe.metrics import LayerMetrics as LayerMetrics
+    from moesys.moe.planning_state import PlanningState as PlanningState
     from moesys.moe.recompute import recompute as recompute
     from moesys.moe.router import router_loss as router_loss
     from moesys.moe.runtime import MoERuntime as MoERuntime
@@ -122,6 +124,7 @@ _MODULE_OF = {
     "Ordered": "moesys.config",
     "PathPart": "moesys.simulator.critical_path",
     "Pipelined": "moesys.config",
+    "PlanningState": "moesys.moe.planning_state",
     "Proportional": "moesys.config",
     "Replay": "moesys.config.experiment",
     "RestOfStep": "moesys.simulator.step_program",
@@ -149,6 +152,7 @@ _MODULE_OF = {
     "link": "moesys.moe.runtime",
     "load_trace": "moesys.traces",
     "min_max_load": "moesys.balance",
+    "parallelize": "moesys.hf.parallelize",
     "plan_layer": "moesys.step",
     "plan_layout": "moesys.balance",
     "plan_layouts": "moesys.balance",

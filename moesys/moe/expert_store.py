@@ -74,7 +74,7 @@ class ExpertStore:
 
     def new_gradients(self, layout: ExpertLayout) -> Tensor:
         """Returns memory for the gradients of the slots of ``layout``, float32 [D, padded_parameters]."""
-        return self.shards.new_gradients(layout, self.masters.local()[0].device)
+        return self.shards.new_gradients(layout, self.masters.device)
 
     def start_reshard(self, grads_DP: Tensor, layout: ExpertLayout) -> Callable[[], tuple[Tensor, ...]]:
         """Starts sending slot gradients to the owners; the result waits, and gives those of this rank's masters. A

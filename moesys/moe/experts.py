@@ -158,7 +158,7 @@ class Experts(nn.Module):
     @property
     def device(self) -> torch.device:
         """Where the experts are."""
-        return self.store.masters.local()[0].device
+        return self.store.masters.device
 
     def take_counts(self) -> Tensor:
         """Returns the choices of each expert on all ranks, int64 [E], in training since the last time."""

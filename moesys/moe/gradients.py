@@ -34,33 +34,46 @@ def sync_gradients(model: nn.Module) -> None:
 
 @torch.no_grad()
 def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
-    """Scale all gradients so that their joint L2 norm is at most ``max_norm``; returns the norm before, float32.
+    """Scales all gradients so that their joint L2 norm is at most ``max_norm``; returns the norm before, float32.
 
-    The norm is that of the whole model: shards of experts are added up over the ranks, replicated gradients count once
-    (call ``sync_gradients`` first). The same bits on every rank. A collective.
+    The norm is that of the whole model: shards are added up over the ranks of their own meshes, and what several ranks
+    have alike counts once (call ``sync_gradients`` first, where parameters are replicated without FSDP). The same bits
+    on every rank. A collective.
     """
     if max_norm <= 0:
         raise ValueError(f"max_norm={max_norm} must be positive; leave the call out to not clip")
-    group = expert_group(model)
-    replicated, sharded = [], []
-    for parameter in model.parameters():
-        if isinstance(parameter.grad, DTensor):
-            sharded.append(parameter.grad.to_local())
-        elif parameter.grad is not None:
-            replicated.append(parameter.grad)
+    grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    by_group: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
+    for grad in grads:
+        by_group.setdefault(_groups_of_shards(grad), []).append(_local(grad))
     device = next(model.parameters()).device
-    squares = torch.zeros((), dtype=torch.float64, device=device)
-    for grad in sharded:
-        squares += grad.double().square().sum()
-    if group is not None:
-        dist.all_reduce(squares, group=group)
-    for grad in replicated:
-        squares += grad.double().square().sum()
-    norm = squares.sqrt()
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    # What is sharded before what is whole.
+    for groups, parts in sorted(by_group.items(), key=lambda item: not item[0]):
+        squares = torch.zeros((), dtype=torch.float64, device=device)
+        for part in parts:
+            squares += part.double().square().sum()
+        for group in groups:
+            dist.all_reduce(squares, group=group)
+        total += squares
+    norm = total.sqrt()
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for grad in (*sharded, *replicated):
-        grad.mul_(scale.to(grad.dtype))
+    for grad in grads:
+        _local(grad).mul_(scale.to(grad.dtype))
     return norm.float()
+
+
+def _groups_of_shards(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
+    """Returns the groups over which a tensor is sharded; none for one that is whole here."""
+    if not isinstance(tensor, DTensor):
+        return ()
+    mesh = tensor.device_mesh
+    cut = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
+    return tuple(mesh.get_group(dim) for dim in cut if mesh.size(dim) > 1)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def update_router_bias(model: nn.Module) -> None:

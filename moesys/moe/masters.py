@@ -26,6 +26,10 @@ class Masters(Protocol):
         """Returns them outside of autograd."""
 
     @property
+    def device(self) -> torch.device:
+        """Returns where they are."""
+
+    @property
     def at_hand(self) -> bool:
         """Whether ``local`` has them now, outside of the layer's own forward and backward."""
 
@@ -62,6 +66,10 @@ class OutsideMasters:
         return tuple(master.detach() for master in self.differentiable())
 
     @property
+    def device(self) -> torch.device:
+        return self._read()[0].device
+
+    @property
     def at_hand(self) -> bool:
         return [tuple(_local(master).shape) for master in self._read()] == self._shapes
 
@@ -83,6 +91,10 @@ class OwnMasters:
         self, parameters: Mapping[str, nn.Parameter | None], name: str, shards: ExpertShards, mesh: DeviceMesh | None
     ) -> None:
         self._parameters, self._name, self._shards, self._mesh = parameters, name, shards, mesh
+
+    @property
+    def device(self) -> torch.device:
+        return self._parameter.device
 
     def differentiable(self) -> tuple[Tensor, ...]:
         return (_local(self._parameter),)

@@ -23,6 +23,8 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from moesys.lab.ranks.pool import LocalRanks
+
 PAGE = Path(__file__).parents[2] / "docs" / "transformers.md"
 
 GRADIENT_TOLERANCE = 1e-5
@@ -154,11 +156,19 @@ def test_the_implementation_of_a_model_can_change() -> None:
     assert relative(ours, eager) <= OUTPUT_TOLERANCE
 
 
-def test_the_examples_of_the_page_run() -> None:
-    examples = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
+def run_examples() -> None:
+    alone, over_ranks, own_loop = re.findall(
+        r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    )
     names: dict[str, Any] = {}
-    for example in examples:
-        exec(compile(example, PAGE.name, "exec"), names)
+    exec(compile(alone, PAGE.name, "exec"), names)
     assert names["model"].config._experts_implementation == "moesys"
     assert all(parameter.grad is not None for parameter in names["model"].parameters())
+    exec(compile(over_ranks, PAGE.name, "exec"), names)
     assert names["distributed"].ep_implementation == "moesys"
+    exec(compile(own_loop, PAGE.name, "exec"), names)
+    assert [experts.last_plan.turn for experts in names["runtime"].layers] == [2]
+
+
+def test_the_examples_of_the_page_run(ranks: LocalRanks) -> None:
+    ranks.run(run_examples, num_ranks=2)

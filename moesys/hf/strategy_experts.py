@@ -1,0 +1,105 @@
+"""An experts module of transformers in the terms of ``Experts``: its tensors, what they compute, where they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
+
+from moesys.config import Fsep, MegaKernel, ModelShape, Strategy
+from moesys.hf.experts_module import ExpertsModule
+from moesys.kernels.cpu.row_invariant_ops import ParameterGradients, RowFunction, by_rows, by_rows_backward
+from moesys.moe.expert_form import ExpertForm, Part
+from moesys.moe.experts import Experts, attach
+from moesys.moe.outside import OutsideExperts
+from moesys.overlap.experts_cpu import SWIGLU
+from moesys.overlap.experts_on_device import ExpertFunction
+from moesys.torch_private import strided_shard
+
+TOP_K_NAMES = ("num_experts_per_tok", "moe_topk", "moe_k", "num_experts_per_token")
+
+
+def check(strategy: Strategy) -> None:
+    """Raises ValueError for a strategy that modules of transformers cannot run."""
+    if isinstance(strategy.overlap, MegaKernel):
+        raise ValueError(
+            f"strategy {strategy.name!r} has overlap=MegaKernel, which transformers' experts do not run yet; use "
+            "Sequential() or Pipelined(chunks=...)"
+        )
+
+
+def strategy_experts(module: Any, strategy: Strategy, ep_mesh: DeviceMesh, layer_index: int) -> Experts:
+    """Returns the module's experts under ``strategy``, which read its parameters, and attaches them to it.
+
+    Shards the parameters over ``ep_mesh`` as the strategy does, where they are not sharded so yet. Raises ValueError
+    for a module that cannot be, and where the strategy does not fit it.
+    """
+    description, kind = ExpertsModule.of(module), type(module).__name__
+    if description.norm is not None or description.parameters:
+        raise ValueError(f"{kind} has a norm or an activation with parameters of its own, which moesys does not shard")
+    names = description.names
+    num_experts = module._parameters[names[0]].shape[0]
+    form = ExpertForm(tuple(_part(module, name) for name in names))
+    _shard(module, names, form, strategy, ep_mesh)
+    up, down = form.parts[:2]
+    hidden_size, width = reversed(down.shape) if description.transposed else down.shape
+    shape = ModelShape(
+        hidden_size=hidden_size, intermediate_size=width, num_experts=num_experts, top_k=_top_k(module.config)
+    )
+    halves = up.shape[int(description.transposed)] // width
+    activation = SWIGLU if description.swiglu else _row_function(description.activation, halves)
+    function = ExpertFunction(activation, description.transposed, biases=len(names) == 4)
+
+    def read() -> list[Tensor]:
+        return [module._parameters[name] for name in names]
+
+    outside = OutsideExperts(read, form, function)
+    experts = Experts(shape, strategy, ep_mesh, layer_index=layer_index, outside=outside)
+    attach(experts, module)
+    return experts
+
+
+def _part(module: Any, name: str) -> Part:
+    """Returns one expert's part of a parameter."""
+    parameter = module._parameters[name]
+    # A DTensor is loaded by transformers, from checkpoints that have gate and up apart: it cuts each by itself.
+    joined = isinstance(parameter, DTensor) and name.startswith("gate_up_proj") and module.is_concatenated
+    return Part(tuple(parameter.shape[1:]), blocks=2 if joined else 1)
+
+
+def _shard(module: Any, names: tuple[str, ...], form: ExpertForm, strategy: Strategy, ep_mesh: DeviceMesh) -> None:
+    inside = isinstance(strategy.sharding, Fsep)
+    for name, part in zip(names, form.parts, strict=True):
+        parameter = module._parameters[name]
+        placement: Placement = Shard(0)
+        if inside:
+            part.sliced_shape(ep_mesh.size())
+            placement = Shard(1) if part.blocks == 1 else strided_shard(1, part.blocks)
+        elif isinstance(parameter, DTensor):
+            # transformers gives each rank whole experts already.
+            continue
+        whole = parameter.detach()
+        if isinstance(whole, DTensor):
+            whole = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+        sharded = distribute_tensor(whole, ep_mesh, [placement], src_data_rank=None)
+        module._parameters[name] = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
+    if inside:
+        # What transformers set when it gave each rank some experts.
+        module.num_experts, module._is_expert_parallel = module._parameters[names[0]].shape[0], False
+
+
+def _top_k(config: Any) -> int:
+    for name in TOP_K_NAMES:
+        if (top_k := getattr(config, name, None)) is not None:
+            return int(top_k)
+    raise ValueError(f"{type(config).__name__} does not say how many experts a token has: none of {TOP_K_NAMES}")
+
+
+def _row_function(function: Callable[[Tensor], Tensor], halves: int) -> RowFunction:
+    none = ParameterGradients((), ())
+    return RowFunction(partial(by_rows, function), partial(by_rows_backward, function, gradients=none), halves)

@@ -1,0 +1,167 @@
+"""Models of transformers in one's own loop: parallelized, trained, clipped, saved and resumed on other ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from hf_models import drawn, text
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+import moesys as ms
+from moesys.lab.ranks.outcomes import RankError
+from moesys.lab.ranks.pool import LocalRanks
+from moesys.moe.experts import experts_of
+
+EXPERTS = 12
+GREEDY: dict[str, Any] = {"balance": ms.Greedy(), "split": ms.FlowSplit()}
+LENT = ms.Strategy(name="lent", sharding=ms.Ep(slots_per_rank=7), **GREEDY)
+FSEP = ms.Strategy(name="fsep", sharding=ms.Fsep(slots_per_rank=7, prefetch_layers=1), **GREEDY)
+CLIP = 0.5
+
+
+def steps(model: nn.Module, optimizer: Any, numbers: range) -> list[tuple[float, float]]:
+    """Mean losses over all ranks, and gradient norms before they are clipped."""
+    found = []
+    for number in numbers:
+        ids = text(100 * number + dist.get_rank())
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        norm = ms.clip_grad_norm_(model, CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        mean = loss.detach().clone()
+        dist.all_reduce(mean)
+        found.append((mean.item() / dist.get_world_size(), norm.item()))
+    return found
+
+
+def made(family: str, strategy: ms.Strategy, sizes: tuple[int, ...] | None) -> tuple[Any, Any, ms.MoERuntime]:
+    mesh = None if sizes is None else init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "ep")[-len(sizes) :])
+    model = drawn(family, EXPERTS)
+    runtime = ms.parallelize(model, strategy, mesh)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3), runtime
+
+
+def whole(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.full_tensor().detach() for name, p in model.named_parameters() if isinstance(p, DTensor)}
+
+
+def trained(family: str, strategy: ms.Strategy, sizes: tuple[int, ...] | None) -> dict[str, Any]:
+    model, optimizer, runtime = made(family, strategy, sizes)
+    found = steps(model, optimizer, range(4))
+    runtime.close()
+    return {"steps": found, "state": whole(model)}
+
+
+def alone(family: str, num_ranks: int) -> dict[str, Any]:
+    """What one process makes of the batches of all ranks, with transformers' own experts and torch's clipping."""
+    model = drawn(family, EXPERTS)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3)
+    found = []
+    for number in range(4):
+        batches = [text(100 * number + rank) for rank in range(num_ranks)]
+        loss = sum(model(input_ids=ids, labels=ids).loss for ids in batches) / num_ranks
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append((loss.item(), norm.item()))
+    return {"steps": found, "state": dict(model.named_parameters())}
+
+
+@pytest.mark.parametrize(
+    ("family", "strategy", "sizes"),
+    [
+        ("qwen3_moe", LENT, (2, 2)),
+        ("gpt_oss", FSEP, (2, 2)),
+        ("deepseek_v3", FSEP.replace(overlap=ms.Pipelined(chunks=2)), None),
+    ],
+    ids=["lent, two groups", "fsep, two groups", "fsep, one group"],
+)
+def test_trains_as_one_process_does(
+    ranks: LocalRanks, family: str, strategy: ms.Strategy, sizes: tuple[int, ...] | None
+) -> None:
+    """Losses, norms over all meshes, and four clipped AdamW steps: gradients of replicas count once."""
+    wanted = alone(family, 4)
+    assert wanted["steps"][0][1] > CLIP
+    for found in ranks.run(trained, family, strategy, sizes, timeout_s=150.0):
+        for one, other in zip(found["steps"], wanted["steps"], strict=True):
+            assert one == pytest.approx(other, rel=1e-5)
+        for name, tensor in wanted["state"].items():
+            torch.testing.assert_close(found["state"][name], tensor, rtol=1e-4, atol=1e-5)
+
+
+def layouts(model: nn.Module) -> list[list[list[int]]]:
+    return [experts.schedule.layout.expert_RS.tolist() for experts in experts_of(model)]
+
+
+def save_and_go_on(folder: Path, strategy: ms.Strategy) -> dict[str, Any]:
+    model, optimizer, runtime = made("qwen3_moe", strategy, (2, 2))
+    steps(model, optimizer, range(2))
+    before, optimizer_before = get_state_dict(model, optimizer)
+    planning = ms.PlanningState(model)
+    dcp.save({"model": before, "optimizer": optimizer_before, "planning": planning}, checkpoint_id=str(folder))
+    state = whole(model)
+    found = steps(model, optimizer, range(2, 4))
+    runtime.close()
+    return {"state": state, "steps": found, "layouts": layouts(model)}
+
+
+def resume(folder: Path, strategy: ms.Strategy, sizes: tuple[int, ...]) -> dict[str, Any]:
+    model, optimizer, runtime = made("qwen3_moe", strategy, sizes)
+    into, optimizer_into = get_state_dict(model, optimizer)
+    planning = {"planning": ms.PlanningState(model)} if len(sizes) == 2 else {}
+    dcp.load({"model": into, "optimizer": optimizer_into, **planning}, checkpoint_id=str(folder))
+    set_state_dict(model, optimizer, model_state_dict=into, optim_state_dict=optimizer_into)
+    state = whole(model)
+    moments = {
+        name: value["exp_avg"].full_tensor() for name, value in zip(state, optimizer.state.values(), strict=True)
+    }
+    found = steps(model, optimizer, range(2, 4)) if len(sizes) == 2 else []
+    runtime.close()
+    return {"state": state, "moments": moments, "steps": found, "layouts": layouts(model)}
+
+
+@pytest.mark.parametrize("strategy", [LENT, FSEP], ids=["lent", "fsep"])
+def test_resumes_on_other_ranks(ranks: LocalRanks, tmp_path: Path, strategy: ms.Strategy) -> None:
+    """Two groups of two save; the same, two ranks and three load every bit, and the same go on as if nothing was."""
+    saved = ranks.run(save_and_go_on, tmp_path, strategy, timeout_s=100.0)[0]
+    again = ranks.run(resume, tmp_path, strategy, (2, 2), timeout_s=100.0)[0]
+    assert again["steps"] == saved["steps"]
+    assert again["layouts"] == saved["layouts"]
+    for num_ranks in (2, 3):
+        other = ranks.run(resume, tmp_path, strategy, (num_ranks,), num_ranks=num_ranks, timeout_s=100.0)[0]
+        for name, tensor in saved["state"].items():
+            assert torch.equal(other["state"][name], tensor), name
+            assert torch.equal(other["moments"][name], again["moments"][name]), name
+
+
+def parallelized(kind: str) -> None:
+    if kind == "no experts":
+        ms.parallelize(nn.Linear(3, 3), LENT)
+    elif kind == "no ep":
+        ms.parallelize(drawn("olmoe"), LENT, init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
+    else:
+        ms.parallelize(drawn("olmoe"), LENT, init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "ep"))["ep"])
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("no experts", "Linear has no MoE blocks with experts as transformers has them"),
+        ("no ep", r"mesh has dimensions \('dp',\); its last must be named \"ep\""),
+        ("too small", "mesh has 1 ranks, and there are 2; its sizes must multiply to all of them"),
+    ],
+)
+def test_what_does_not_fit_is_refused(ranks: LocalRanks, kind: str, message: str) -> None:
+    with pytest.raises(RankError, match=message) as error:
+        ranks.run(parallelized, kind, num_ranks=2)
+    assert "2 of 2 ranks failed" in str(error.value)
