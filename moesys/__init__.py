@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from moesys.config.experiment import Replay as Replay
     from moesys.config.experiment import Training as Training
     from moesys.hf.parallelize import parallelize as parallelize
+    from moesys.hf.routing_replay import record_routing as record_routing
+    from moesys.hf.routing_replay import replay_routing as replay_routing
     from moesys.lab.commands.compare import compare as compare
     from moesys.lab.explanation.explanation import explain as explain
     from moesys.lab.runs.comparison import Comparison as Comparison
@@ -157,6 +159,8 @@ _MODULE_OF = {
     "plan_layout": "moesys.balance",
     "plan_layouts": "moesys.balance",
     "recompute": "moesys.moe.recompute",
+    "record_routing": "moesys.hf.routing_replay",
+    "replay_routing": "moesys.hf.routing_replay",
     "replica_budget": "moesys.balance",
     "router_loss": "moesys.moe.router",
     "run": "moesys.lab.runs.runner",

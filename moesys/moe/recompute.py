@@ -20,12 +20,17 @@ from moesys.torch_private import NO_BACKWARD, checkpointed_region, current_backw
 
 @dataclass
 class Tape:
-    """The calls of MoE layers inside one checkpointed region, in order, and the tapes of regions inside it."""
+    """The calls of MoE layers inside one checkpointed region, in order, and the tapes of regions inside it.
+
+    ``choices``: of routers that were told which experts to choose: who told them, and what it wants to know again.
+    """
 
     calls: list[LayerCall] = field(default_factory=list)
+    choices: list[tuple[object, int]] = field(default_factory=list)
     inner: list[Tape] = field(default_factory=list)
     mode: Literal["record", "replay"] = "record"
     next_call_at: int = 0
+    next_choice_at: int = 0
     next_inner_at: int = 0
     backward: int = NO_BACKWARD
 
@@ -41,6 +46,17 @@ class Tape:
         call = self.calls[self.next_call_at - 1]
         call.replayed = True
         return call
+
+    def next_choice(self, teller: object) -> int | None:
+        """What ``teller`` noted in the first pass; None where it told nothing."""
+        if self.next_choice_at >= len(self.choices) or self.choices[self.next_choice_at][0] is not teller:
+            return None
+        self.next_choice_at += 1
+        return self.choices[self.next_choice_at - 1][1]
+
+    def rewind(self) -> None:
+        """Goes back to the start, for another pass."""
+        self.next_call_at = self.next_choice_at = self.next_inner_at = 0
 
     def inner_tape(self) -> Tape:
         """The tape of a region inside this one: a new one while recording, the recorded one while replaying."""
@@ -76,9 +92,11 @@ def _tape_of_checkpoint() -> Tape | None:
     backward = current_backward()
     if not again:
         return frame.__dict__.setdefault("moesys_tape", Tape()) if backward == NO_BACKWARD else None
-    tape: Tape = frame.moesys_tape
+    # A new one where nothing of moesys ran in the first pass.
+    tape = frame.__dict__.setdefault("moesys_tape", Tape())
     if tape.backward != backward:
-        tape.mode, tape.next_call_at, tape.backward = "replay", 0, backward
+        tape.mode, tape.backward = "replay", backward
+        tape.rewind()
     return tape
 
 
@@ -104,7 +122,7 @@ class _TapeContext(AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         self._tape.mode = self._mode
-        self._tape.next_call_at = self._tape.next_inner_at = 0
+        self._tape.rewind()
         self._tokens.append(_tape.set(self._tape))
 
     def __exit__(self, *_: object) -> None:

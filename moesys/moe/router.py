@@ -32,6 +32,27 @@ class Routing(NamedTuple):
     logits_TE: Tensor
 
 
+class Chooser(nn.Module):
+    """Top-k among the scores of experts, within a token's best groups. A module, so that a hook may choose others."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.shape = shape
+
+    @torch.no_grad()
+    def forward(self, score_TE: Tensor, bias_E: Tensor | None) -> Tensor:
+        """Returns ``expert_TK``, by scores + ``bias_E``."""
+        shape = self.shape
+        choice_TE = score_TE if bias_E is None else score_TE + bias_E
+        if shape.n_group > 1:
+            choice_TGE = choice_TE.unflatten(1, (shape.n_group, -1))
+            group_score_TG = choice_TGE.topk(2, dim=2).values.sum(dim=2)
+            group_TK = topk_by_index(group_score_TG, shape.topk_group)
+            barred_TG = torch.ones_like(group_score_TG, dtype=torch.bool).scatter_(1, group_TK, False)
+            choice_TE = choice_TGE.masked_fill(barred_TG.unsqueeze(2), -torch.inf).flatten(1)
+        return topk_by_index(choice_TE, shape.top_k)
+
+
 class Router(nn.Module):
     """Top-k routing as published by Mixtral, Qwen3-MoE and OLMoE (softmax) and by DeepSeek-V3 (sigmoid).
 
@@ -65,6 +86,7 @@ class Router(nn.Module):
             self.register_buffer(
                 "e_score_correction_bias", torch.empty(shape.num_experts, dtype=torch.float32, device=device)
             )
+        self.chooser = Chooser(shape)
         self.last_loss: Tensor | None = None
         self.reset_parameters(generator)
 
@@ -81,7 +103,7 @@ class Router(nn.Module):
         with torch.autocast(x_TH.device.type, enabled=False):
             logits_TE = functional.linear(x_TH.float(), self.weight.float())
         score_TE = logits_TE.sigmoid() if shape.scoring_func == "sigmoid" else logits_TE.softmax(dim=1)
-        expert_TK = self._choose(score_TE)
+        expert_TK = self.chooser(score_TE, self.e_score_correction_bias if shape.scoring_func == "sigmoid" else None)
         weight_TK = score_TE.gather(1, expert_TK)
         if shape.norm_topk_prob:
             weight_TK = weight_TK / (weight_TK.sum(dim=1, keepdim=True) + SUM_EPS)
@@ -93,20 +115,6 @@ class Router(nn.Module):
             if loss is not None and current_backward() == NO_BACKWARD:
                 self.last_loss = loss
         return routing
-
-    @torch.no_grad()
-    def _choose(self, score_TE: Tensor) -> Tensor:
-        shape = self.shape
-        if shape.scoring_func == "softmax":
-            return topk_by_index(score_TE, shape.top_k)
-        choice_TE = score_TE + self.e_score_correction_bias
-        if shape.n_group > 1:
-            choice_TGE = choice_TE.unflatten(1, (shape.n_group, -1))
-            group_score_TG = choice_TGE.topk(2, dim=2).values.sum(dim=2)
-            group_TK = topk_by_index(group_score_TG, shape.topk_group)
-            barred_TG = torch.ones_like(group_score_TG, dtype=torch.bool).scatter_(1, group_TK, False)
-            choice_TE = choice_TGE.masked_fill(barred_TG.unsqueeze(2), -torch.inf).flatten(1)
-        return topk_by_index(choice_TE, shape.top_k)
 
     def _loss(self, routing: Routing) -> Tensor | None:
         shape = self.shape

@@ -1,0 +1,158 @@
+"""Routers that are watched, and routers that are told which experts to choose: only ids are replayed.
+
+Scores stay those of the live router, weights are made from them at the replayed ids, and gradients flow as always.
+A router's calls count: the n-th one outside of a recomputation is micro-batch n.
+
+L routers, T tokens of this rank, K top-k, E experts.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from moesys.moe.recompute import Tape, current_tape
+from moesys.moe.replayed_ids import Ids, checked, compact_dtype
+from moesys.moe.router import Router
+from moesys.torch_private import NO_BACKWARD, current_backward
+
+
+class ReplayableRouter(NamedTuple):
+    """A router of a model by its ``name``. ``hook`` has a function called with every choice, int64 [T, K], that the
+    router makes, and puts what it returns in the place of that.
+    """
+
+    name: str
+    num_experts: int
+    top_k: int
+    hook: Callable[[Callable[[Tensor], Tensor]], RemovableHandle]
+
+    @staticmethod
+    def of(name: str, router: Router) -> ReplayableRouter:
+        def hook(choose: Callable[[Tensor], Tensor]) -> RemovableHandle:
+            return router.chooser.register_forward_hook(lambda _module, _args, expert_TK: choose(expert_TK))
+
+        return ReplayableRouter(name, router.shape.num_experts, router.shape.top_k, hook)
+
+
+@contextmanager
+def recorded(routers: Sequence[ReplayableRouter]) -> Iterator[list[Tensor]]:
+    """Gives a list that has [L, T, K] of each micro-batch once the context has ended without an error."""
+    chosen = [_Recorder(compact_dtype(router.num_experts)) for router in routers]
+    handles = [router.hook(recorder) for router, recorder in zip(routers, chosen, strict=True)]
+    micro_batches: list[Tensor] = []
+    try:
+        yield micro_batches
+    finally:
+        for handle in handles:
+            handle.remove()
+    runs = [len(recorder.expert_TK) for recorder in chosen]
+    if len(set(runs)) > 1:
+        seen = ", ".join(f"{router.name} {times}" for router, times in zip(routers, runs, strict=True))
+        raise RuntimeError(f"routers ran different numbers of times, so there are no whole micro-batches: {seen}")
+    micro_batches += map(torch.stack, zip(*(recorder.expert_TK for recorder in chosen), strict=True))
+
+
+class _Recorder:
+    """Keeps one router's choices."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.expert_TK: list[Tensor] = []
+        self._dtype = dtype
+
+    def __call__(self, expert_TK: Tensor) -> Tensor:
+        # Inside a backward it is a recomputation, which repeats a choice.
+        if current_backward() == NO_BACKWARD:
+            self.expert_TK.append(expert_TK.to(self._dtype))
+        return expert_TK
+
+
+@contextmanager
+def replayed(routers: Sequence[ReplayableRouter], expert_LTK: Ids | Sequence[Ids]) -> Iterator[None]:
+    """Has routers choose ``expert_LTK`` [L, T, K], one of each micro-batch, or a single one for a single micro-batch.
+
+    Raises TypeError and ValueError for ids that cannot be replayed, and at the end if there were too many.
+    """
+    names = [router.name for router in routers]
+    micro_batches = checked(expert_LTK, names, [router.num_experts for router in routers], routers[0].top_k)
+    hooks = _Hooks()
+    tellers = [_Teller(name, [ids[layer] for ids in micro_batches], hooks) for layer, name in enumerate(names)]
+    hooks.handles += [router.hook(teller) for router, teller in zip(routers, tellers, strict=True)]
+    try:
+        yield
+    finally:
+        hooks.new_passes = False
+        hooks.release()
+    for teller in tellers:
+        teller.check_end()
+
+
+class _Hooks:
+    """Hooks on routers, which stay until no context and no tape holds them: backward may come after the context, and
+    then what it recomputes needs them.
+    """
+
+    def __init__(self) -> None:
+        self.handles: list[RemovableHandle] = []
+        self.new_passes = True
+        self._holders = 1
+
+    def hold_for(self, tape: Tape) -> None:
+        self._holders += 1
+        weakref.finalize(tape, self.release)
+
+    def release(self) -> None:
+        self._holders -= 1
+        if not self._holders:
+            for handle in self.handles:
+                handle.remove()
+
+
+class _Teller:
+    """Tells one router what to choose: the next micro-batch's experts, or what the first pass had in a recomputation."""
+
+    def __init__(self, name: str, micro_batches: Sequence[Tensor], hooks: _Hooks) -> None:
+        self._name, self._micro_batches, self._hooks = name, micro_batches, hooks
+        self._next_at = 0
+
+    def __call__(self, live_TK: Tensor) -> Tensor:
+        tape = current_tape()
+        if tape is not None and tape.mode == "replay":
+            micro_batch = tape.next_choice(self)
+            return live_TK if micro_batch is None else self._told(micro_batch, live_TK)
+        if not self._hooks.new_passes:
+            return live_TK
+        told_TK = self._told(self._next_at, live_TK)
+        if tape is not None:
+            tape.choices.append((self, self._next_at))
+            self._hooks.hold_for(tape)
+        self._next_at += 1
+        return told_TK
+
+    def _told(self, micro_batch: int, live_TK: Tensor) -> Tensor:
+        given = len(self._micro_batches)
+        if micro_batch == given:
+            raise ValueError(
+                f"{self._name} runs a micro-batch more than the {given} of expert_LTK; give a list with ids [L, T, K] "
+                "of each"
+            )
+        told_TK = self._micro_batches[micro_batch]
+        if len(told_TK) != len(live_TK):
+            raise ValueError(
+                f"expert_LTK has {len(told_TK)} tokens in micro-batch {micro_batch}, but {self._name} routes "
+                f"{len(live_TK)}; give the ids of exactly this rank's tokens, padding included"
+            )
+        return told_TK.to(live_TK.device, torch.int64)
+
+    def check_end(self) -> None:
+        given = len(self._micro_batches)
+        if self._next_at != given:
+            raise ValueError(
+                f"expert_LTK has {given} micro-batches, but {self._name} ran {self._next_at}; give those that are run"
+            )

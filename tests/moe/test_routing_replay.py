@@ -1,0 +1,380 @@
+"""Recorded and replayed routing of moesys' own layers: which experts, with which weights and gradients, and when."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Stack, gradients_of, summed, whole
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import moesys as ms
+from moesys.lab.ranks.pool import LocalRanks
+
+H, I, E, K, L = 24, 16, 8, 3, 2
+SOFTMAX = ms.ModelShape(hidden_size=H, intermediate_size=I, num_experts=E, top_k=K)
+SHAPES = {
+    "softmax": SOFTMAX,
+    "not normalised": SOFTMAX.replace(norm_topk_prob=False, routed_scaling_factor=1.5),
+    "sigmoid in groups": SOFTMAX.replace(
+        scoring_func="sigmoid", n_group=4, topk_group=2, routed_scaling_factor=2.5, router_aux_loss_coef=0.1
+    ),
+}
+every_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+FSEP = ms.Strategy(
+    name="fsep",
+    sharding=ms.Fsep(slots_per_rank=E // 2), balance=ms.Greedy(), split=ms.FlowSplit(), predictor=ms.Last()
+)
+
+
+def tokens(seed: int, num_tokens: int = 19) -> Tensor:
+    return torch.randn(num_tokens, H, generator=torch.Generator().manual_seed(seed))
+
+
+def other_experts(seed: int, num_tokens: int = 19, layers: int = L) -> Tensor:
+    """Any experts, of any group and in any order, [L, T, K]."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand(layers, num_tokens, E, generator=generator).argsort(dim=2)[:, :, :K]
+
+
+def stack(shape: ms.ModelShape = SOFTMAX, strategy: ms.Strategy | None = None) -> Stack:
+    model = Stack(shape, strategy or ms.presets.ep(), L)
+    for layer in model.moe:
+        nn.init.normal_(layer.router.weight, std=0.4, generator=torch.Generator().manual_seed(7))
+        if shape.scoring_func == "sigmoid":
+            nn.init.normal_(layer.router.e_score_correction_bias, generator=torch.Generator().manual_seed(8))
+    return model
+
+
+def plainly(model: Stack, x: Tensor) -> Tensor:
+    return model(x)
+
+
+def with_recompute(model: Stack, x: Tensor) -> Tensor:
+    return model(x, checkpointed=True)
+
+
+def with_checkpoint(model: Stack, x: Tensor) -> Tensor:
+    return checkpoint(model, x, use_reentrant=False)
+
+
+Way = Callable[[Stack, Tensor], Tensor]
+every_checkpoint = pytest.mark.parametrize("way", [with_recompute, with_checkpoint])
+
+
+def results(model: Stack, num_tokens: Sequence[int] = (19, 19), way: Way = plainly) -> dict[str, Tensor]:
+    """Outputs of micro-batches and the sum of their gradients; backwards come last to first, behind all forwards."""
+    losses, outputs = [], {}
+    for index, micro_batch in enumerate(num_tokens):
+        y = way(model, tokens(index, micro_batch))
+        outputs[f"y{index}"] = y.detach()
+        losses.append(y.square().sum() + ms.router_loss(model))
+    for loss in reversed(losses):
+        loss.backward()
+    return outputs | gradients_of(model)
+
+
+def assert_same_bits(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert actual.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(actual[name], tensor), name
+
+
+# --- what is computed ---
+
+
+def dense(state: dict[str, Tensor], shape: ms.ModelShape, x_TH: Tensor, expert_TK: Tensor) -> Tensor:
+    """y [T, H] in plain torch, every expert for every token, in the dtype of ``state``."""
+    logits_TE = x_TH @ state["gate.weight"].T
+    score_TE = 1 / (1 + (-logits_TE).exp()) if shape.scoring_func == "sigmoid" else _softmax(logits_TE)
+    chosen_TE = functional.one_hot(expert_TK, E).sum(dim=1)
+    weight_TE = score_TE * chosen_TE
+    if shape.norm_topk_prob:
+        weight_TE = weight_TE / weight_TE.sum(dim=1, keepdim=True)
+    gate, up = torch.einsum("th,eih->tei", x_TH, state["experts.gate_up_proj"]).chunk(2, dim=2)
+    y_TEH = torch.einsum("tei,ehi->teh", functional.silu(gate) * up, state["experts.down_proj"])
+    return shape.routed_scaling_factor * torch.einsum("te,teh->th", weight_TE, y_TEH)
+
+
+def _softmax(logits_TE: Tensor) -> Tensor:
+    return logits_TE.exp() / logits_TE.exp().sum(dim=1, keepdim=True)
+
+
+@every_shape
+def test_other_experts_have_the_weights_and_gradients_of_the_formula(shape: ms.ModelShape) -> None:
+    layer = stack(shape.replace(router_aux_loss_coef=0.0)).moe[0]
+    expert_LTK = other_experts(0, layers=1)
+    x = tokens(0).requires_grad_()
+    with ms.replay_routing(layer, expert_LTK):
+        y = layer(x)
+        y.square().sum().backward()
+    exact = {name: tensor.double().requires_grad_() for name, tensor in layer.full_state_dict().items()}
+    x_exact = tokens(0).double().requires_grad_()
+    y_exact = dense(exact, shape, x_exact, expert_LTK[0])
+    y_exact.square().sum().backward()
+    actual = {"y": y, "dx": x.grad, "router": layer.router.weight.grad}
+    expected = {"y": y_exact, "dx": x_exact.grad, "router": exact["gate.weight"].grad}
+    for name, tensor in expected.items():
+        assert (actual[name].double() - tensor).norm() <= 2e-6 * tensor.norm(), name
+    experts = torch.cat([exact[f"experts.{name}_proj"].grad.flatten(1) for name in ("gate_up", "down")], dim=1)
+    assert (layer.experts.masters.grad.double() - experts).norm() <= 2e-6 * experts.norm()
+
+
+@every_shape
+def test_the_gradient_of_the_router_is_that_of_finite_differences(shape: ms.ModelShape) -> None:
+    """In float64, which a router does not use itself: of the formula, at replayed experts."""
+    layer = stack(shape.replace(router_aux_loss_coef=0.0)).moe[0]
+    expert_LTK = other_experts(1, layers=1)
+    with ms.replay_routing(layer, expert_LTK):
+        layer(tokens(1)).square().sum().backward()
+    state = {name: tensor.double() for name, tensor in layer.full_state_dict().items()}
+    direction = torch.randn(E, H, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    losses = []
+    for step in (1e-5, -1e-5):
+        moved = state | {"gate.weight": state["gate.weight"] + step * direction}
+        losses.append(dense(moved, shape, tokens(1).double(), expert_LTK[0]).square().sum())
+    slope = (losses[0] - losses[1]) / 2e-5
+    assert (layer.router.weight.grad.double() * direction).sum() == pytest.approx(slope.item(), rel=1e-5)
+
+
+@every_shape
+def test_replaying_what_was_recorded_changes_no_bit(shape: ms.ModelShape) -> None:
+    plain = results(stack(shape))
+    model = stack(shape)
+    with ms.record_routing(model) as recorded:
+        assert_same_bits(results(model), plain)
+    assert [(ids.shape, ids.dtype) for ids in recorded] == [((L, 19, K), torch.uint8)] * 2
+    model.zero_grad()
+    with ms.replay_routing(model, recorded):
+        assert_same_bits(results(model), plain)
+    model.zero_grad()
+    assert_same_bits(results(model), plain)
+
+
+@every_shape
+def test_replay_chooses_where_the_router_would_not(shape: ms.ModelShape) -> None:
+    model, ids = stack(shape), [other_experts(seed) for seed in (0, 1)]
+    with ms.record_routing(model) as live, ms.replay_routing(model, ids), ms.record_routing(model) as again:
+        results(model)
+    assert all(torch.equal(a, b) for a, b in zip(again, ids, strict=True))
+    assert not any(torch.equal(a, b) for a, b in zip(live, ids, strict=True))
+
+
+def test_the_balancing_loss_is_of_the_replayed_experts() -> None:
+    layer = stack(SOFTMAX.replace(router_aux_loss_coef=1.0)).moe[0]
+    crowded = torch.arange(K).expand(1, 19, K)
+    with ms.replay_routing(layer, crowded):
+        layer(tokens(0))
+    logits_TE = tokens(0) @ layer.router.weight.T
+    expected = E * logits_TE.softmax(dim=1)[:, :K].mean(dim=0).sum()
+    assert ms.router_loss(layer).item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_evaluation_replays_too() -> None:
+    model, ids = stack().eval(), other_experts(0)
+    with torch.no_grad(), ms.replay_routing(model, ids):
+        evaluated = model(tokens(0))
+    with ms.replay_routing(model.train(), ids):
+        assert torch.equal(evaluated, model(tokens(0)))
+
+
+# --- recomputation ---
+
+
+@every_checkpoint
+def test_a_recomputation_repeats_the_experts_of_its_first_pass(way: Way) -> None:
+    sizes = (19, 12, 19)
+    ids = [other_experts(seed, num_tokens) for seed, num_tokens in enumerate(sizes)]
+    by_way = []
+    for each in (plainly, way):
+        with ms.replay_routing(model := stack(), ids):
+            by_way.append(results(model, sizes, each))
+    assert_same_bits(*by_way)
+
+
+@every_checkpoint
+def test_backward_may_come_after_the_context(way: Way) -> None:
+    with ms.replay_routing(model := stack(), other_experts(0)):
+        model(tokens(0)).square().sum().backward()
+    plain = gradients_of(model)
+    with ms.replay_routing(model := stack(), other_experts(0)):
+        y = way(model, tokens(0))
+    # Neither forwards of their own choice nor another replay disturb it.
+    live = model(tokens(0))
+    assert torch.equal(live, stack()(tokens(0)))
+    with ms.replay_routing(model, other_experts(1)):
+        assert not torch.equal(model(tokens(0)), y)
+        y.square().sum().backward()
+    assert_same_bits(gradients_of(model), plain)
+    del y
+    gc.collect()
+    assert not any(layer.router.chooser._forward_hooks for layer in model.moe)
+
+
+@every_checkpoint
+def test_a_pass_from_before_is_recomputed_with_its_own_choice(way: Way) -> None:
+    model = stack()
+    model(tokens(0)).square().sum().backward()
+    plain = gradients_of(model)
+    model.zero_grad()
+    y = way(model, tokens(0))
+    with ms.replay_routing(model, other_experts(0)):
+        y.square().sum().backward()
+        model(tokens(0))
+    assert_same_bits(gradients_of(model), plain)
+
+
+@every_checkpoint
+def test_a_recomputation_is_not_recorded_again(way: Way) -> None:
+    model = stack()
+    with ms.record_routing(model) as plain:
+        results(model)
+    with ms.record_routing(model) as recorded:
+        results(model, way=way)
+    assert len(recorded) == 2
+    assert all(torch.equal(a, b) for a, b in zip(recorded, plain, strict=True))
+
+
+# --- ranks ---
+
+
+def on_ranks(tokens_R: list[int]) -> dict[str, Any]:
+    """Two layers, one of them over ranks with a layout of its own choice: this rank's outputs, whole gradients."""
+    rank = dist.get_rank()
+    model = stack(strategy=FSEP)
+    ids = [other_experts(10 * rank + turn, tokens_R[rank]) for turn in range(2)]
+    y = []
+    with ms.replay_routing(model, [expert_LTK.numpy().astype(np.uint8) for expert_LTK in ids]):
+        for turn in range(2):
+            y.append(with_checkpoint(model, tokens(10 * rank + turn, tokens_R[rank])))
+    sum(part.square().sum() for part in y).backward()
+    counted = [layer.experts.take_counts() for layer in model.moe]
+    gradients = {
+        name: whole(p.grad) if "masters" in name else summed(p.grad)
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    }
+    return {"ids": ids, "y": [part.detach() for part in y], "counted": counted, "gradients": gradients}
+
+
+def test_ranks_with_different_tokens_replay_their_own(ranks: LocalRanks) -> None:
+    by_rank = ranks.run(on_ranks, [19, 0, 7, 30])
+    alone = stack()
+    all_ids = [ids for result in by_rank for ids in result["ids"]]
+    with ms.replay_routing(alone, all_ids):
+        for rank, result in enumerate(by_rank):
+            for turn, (ids, y) in enumerate(zip(result["ids"], result["y"], strict=True)):
+                expected = alone(tokens(10 * rank + turn, ids.shape[1]))
+                assert torch.allclose(y, expected, rtol=1e-5, atol=1e-6)
+                expected.square().sum().backward()
+    for name, gradient in gradients_of(alone).items():
+        actual = by_rank[0]["gradients"][name]
+        assert (actual - gradient).norm() <= 1e-5 * gradient.norm(), name
+    wanted_LE = [torch.cat([ids[layer].flatten() for ids in all_ids]).bincount(minlength=E) for layer in range(L)]
+    assert all(torch.equal(a, b) for a, b in zip(by_rank[0]["counted"], wanted_LE, strict=True))
+
+
+# --- what is taken, what is refused ---
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64])
+def test_every_integer_is_taken(dtype: torch.dtype) -> None:
+    model, ids = stack(), other_experts(0)
+    with ms.replay_routing(model, ids):
+        expected = model(tokens(0))
+    with ms.replay_routing(model, ids.to(dtype)):
+        assert torch.equal(model(tokens(0)), expected)
+    buffer = np.frombuffer(ids.to(dtype).numpy().tobytes(), dtype=ids.to(dtype).numpy().dtype)
+    with ms.replay_routing(model, buffer.reshape(L, 19, K)):
+        assert torch.equal(model(tokens(0)), expected)
+
+
+def test_many_experts_are_recorded_in_16_bits() -> None:
+    layer = ms.MoELayer(ms.ModelShape(hidden_size=8, intermediate_size=4, num_experts=300, top_k=2), ms.presets.ep())
+    with ms.record_routing(layer) as recorded:
+        layer(torch.randn(40, 8))
+    assert recorded[0].dtype == torch.int16
+    assert recorded[0].max() > 127
+
+
+def changed(place: tuple[int, ...], value: int) -> Tensor:
+    ids = torch.arange(K).repeat(L, 19, 1)
+    ids[place] = value
+    return ids
+
+
+@pytest.mark.parametrize(
+    ("ids", "error", "message"),
+    [
+        (
+            changed((1, 4, 2), E),
+            ValueError,
+            "expert_LTK[1, 4] has 8; moe.1.router has experts 0 to 7",
+        ),
+        (changed((0, 18, 0), -1), ValueError, "expert_LTK[0, 18] has -1; moe.0.router has experts 0 to 7"),
+        (
+            [changed((0, 0, 0), 5), changed((1, 3, 2), 0)],
+            ValueError,
+            "expert_LTK[1][1, 3] has expert 0 twice, in [0, 1, 0]; a token of moe.1.router has each expert at most once",
+        ),
+        (
+            torch.zeros(L + 1, 19, K, dtype=torch.int64),
+            ValueError,
+            "expert_LTK has shape (3, 19, 3); wanted [L, T, K] with L=2 routers (moe.0.router to moe.1.router) and K=3",
+        ),
+        (
+            torch.zeros(19, K, dtype=torch.int64),
+            ValueError,
+            "expert_LTK has shape (19, 3); wanted [L, T, K] with L=2 routers (moe.0.router to moe.1.router) and K=3",
+        ),
+        (torch.zeros(L, 19, K), TypeError, "expert_LTK has dtype torch.float32; ids of experts are integers"),
+        (np.zeros((L, 19, K), bool), TypeError, "expert_LTK has dtype torch.bool; ids of experts are integers"),
+        (
+            [[0, 1, 2]],
+            TypeError,
+            "expert_LTK[0] is a list; give a tensor or an array [L, T, K], or a list of them",
+        ),
+    ],
+)
+def test_ids_that_cannot_be_are_refused(ids: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error) as raised, ms.replay_routing(stack(), ids):
+        pass
+    assert str(raised.value) == message
+
+
+def test_other_tokens_are_refused() -> None:
+    model = stack()
+    with pytest.raises(ValueError, match="has 19 tokens in micro-batch 0, but moe.0.router routes 20"):  # noqa: SIM117
+        with ms.replay_routing(model, other_experts(0)):
+            model(tokens(0, 20))
+
+
+def test_other_numbers_of_micro_batches_are_refused() -> None:
+    model = stack()
+    with pytest.raises(ValueError, match="moe.0.router runs a micro-batch more than the 1 of expert_LTK"):  # noqa: SIM117
+        with ms.replay_routing(model, other_experts(0)):
+            results(model)
+    with pytest.raises(ValueError, match="expert_LTK has 2 micro-batches, but moe.0.router ran 1"):  # noqa: SIM117
+        with ms.replay_routing(model, [other_experts(0)] * 2):
+            model(tokens(0))
+
+
+def test_layers_that_run_unequally_often_are_no_record() -> None:
+    model = stack()
+    with pytest.raises(RuntimeError, match="moe.0.router 0, moe.1.router 1"), ms.record_routing(model):  # noqa: PT012
+        model.moe[1](tokens(0))
+
+
+def test_an_error_leaves_the_routers_as_they_were() -> None:
+    model = stack()
+    with pytest.raises(KeyError), ms.record_routing(model) as recorded, ms.replay_routing(model, other_experts(0)):
+        raise KeyError
+    assert recorded == []
+    assert not any(layer.router.chooser._forward_hooks for layer in model.moe)
