@@ -35,7 +35,7 @@ def routers_of(model: nn.Module) -> list[ReplayableRouter]:
         elif "experts" in module._modules:
             _check_block(name, module)
     if not routers:
-        raise ValueError(f"{type(model).__name__} has no router; known ones are {_known()}")
+        raise ValueError(f"{type(model).__name__} has no router; known are {_known()}")
     return routers
 
 
@@ -52,8 +52,10 @@ def _check_block(name: str, block: nn.Module) -> None:
     if any(isinstance(child, Router) or _weights_at(child) is not None for child in block.children()):
         return
     router = block._modules.get("gate", block._modules.get("router"))
-    what = f"{name}: the block {type(block).__name__}" if router is None else f"{name}: {type(router).__name__}"
-    raise ValueError(f"{what} has no router that can be recorded or replayed; known ones are {_known()}")
+    found = "neither gate nor router" if router is None else type(router).__name__
+    raise ValueError(
+        f"{name} has experts, but no router that can be recorded or replayed ({found}); known are {_known()}"
+    )
 
 
 def _known() -> str:

@@ -29,8 +29,7 @@ SHAPES = {
 }
 every_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 FSEP = ms.Strategy(
-    name="fsep",
-    sharding=ms.Fsep(slots_per_rank=E // 2), balance=ms.Greedy(), split=ms.FlowSplit(), predictor=ms.Last()
+    name="fsep", sharding=ms.Fsep(slots_per_rank=E // 2), balance=ms.Greedy(), split=ms.FlowSplit(), predictor=ms.Last()
 )
 
 

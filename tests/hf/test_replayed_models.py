@@ -1,0 +1,282 @@
+"""Recorded and replayed routing of transformers' models, family by family."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hf_cases import assert_same_bits, gradients_of, relative
+from test_models import SMALL, deepseek_v3, language_model, mixtral, olmoe, qwen3_moe, text
+from torch import Tensor, nn
+from transformers import (
+    DeepseekV2Config,
+    DeepseekV2ForCausalLM,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
+    JambaConfig,
+    JambaForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+)
+
+import moesys as ms
+
+# Between routers in float32 and formulas in float64.
+TOLERANCE = 2e-6
+
+
+def qwen2_moe() -> tuple[type, Any]:
+    sizes = {"intermediate_size": 40, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 16}
+    return Qwen2MoeForCausalLM, Qwen2MoeConfig(**SMALL, **sizes, num_experts=8, num_experts_per_tok=3)
+
+
+def deepseek_v2() -> tuple[type, Any]:
+    attention = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12}
+    groups = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5}
+    experts = {"n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 1, "moe_intermediate_size": 32}
+    shape = {**SMALL, "num_key_value_heads": 4, "intermediate_size": 64, "first_k_dense_replace": 0}
+    return DeepseekV2ForCausalLM, DeepseekV2Config(**shape, **attention, **groups, **experts)
+
+
+def glm4_moe() -> tuple[type, Any]:
+    groups = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "first_k_dense_replace": 1}
+    experts = {"n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 1, "moe_intermediate_size": 32}
+    return Glm4MoeForCausalLM, Glm4MoeConfig(**SMALL, intermediate_size=64, head_dim=12, **groups, **experts)
+
+
+def gpt_oss() -> tuple[type, Any]:
+    experts = {"num_local_experts": 8, "num_experts_per_tok": 3}
+    return GptOssForCausalLM, GptOssConfig(**SMALL, intermediate_size=40, head_dim=12, **experts)
+
+
+# --- weights [T, K] of one router from its logits [T, E], written one token and one choice after the other ---
+
+
+def softmax_at(router: Any, logits: Tensor, experts: list[int]) -> Tensor:
+    return torch.stack([logits[expert].exp() for expert in experts]) / logits.exp().sum()
+
+
+def divided_softmax_at(router: Any, logits: Tensor, experts: list[int]) -> Tensor:
+    numerators = [logits[expert].exp() for expert in experts]
+    return torch.stack([numerator / sum(numerators) for numerator in numerators])
+
+
+def scaled_softmax_at(router: Any, logits: Tensor, experts: list[int]) -> Tensor:
+    return 1.5 * softmax_at(router, logits, experts)
+
+
+def scaled_sigmoid_at(router: Any, logits: Tensor, experts: list[int]) -> Tensor:
+    scores = [1 / (1 + (-logits[expert]).exp()) for expert in experts]
+    return torch.stack([router.routed_scaling_factor * score / sum(scores) for score in scores])
+
+
+Make = Callable[[], tuple[type, Any]]
+FAMILIES: dict[Make, Callable[[Any, Tensor, list[int]], Tensor]] = {
+    mixtral: divided_softmax_at,
+    qwen2_moe: softmax_at,
+    qwen3_moe: divided_softmax_at,
+    olmoe: softmax_at,
+    deepseek_v2: scaled_softmax_at,
+    deepseek_v3: scaled_sigmoid_at,
+    glm4_moe: scaled_sigmoid_at,
+    # the softmax of the chosen is that of all, divided by its sum at the chosen
+    gpt_oss: divided_softmax_at,
+}
+every_family = pytest.mark.parametrize("make", FAMILIES, ids=lambda make: make.__name__)
+
+
+def routers(model: nn.Module) -> list[Any]:
+    found = [module for name, module in model.named_modules() if name.endswith((".gate", ".router"))]
+    assert found
+    return found
+
+
+def num_hooks(model: nn.Module) -> int:
+    """Not 0 with nothing of ours: transformers has some too, after the first forward."""
+    return sum(len(router._forward_hooks) for router in routers(model))
+
+
+def other_experts(model: nn.Module, seed: int, num_tokens: int = 60) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    first = routers(model)[0]
+    drawn = torch.rand(len(routers(model)), num_tokens, first.num_experts, generator=generator)
+    return drawn.argsort(dim=2)[:, :, : first.top_k]
+
+
+def train(model: Any) -> dict[str, Tensor]:
+    """Loss and gradients of two micro-batches, of which the second is shorter; backwards come in the other order."""
+    model.zero_grad()
+    batches = text(0), text(1)[:, :11]
+    losses = [model(input_ids=batch, labels=batch).loss for batch in batches]
+    losses[1].backward()
+    losses[0].backward()
+    return {f"loss{index}": loss.detach() for index, loss in enumerate(losses)} | gradients_of(model)
+
+
+@every_family
+@pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
+def test_replaying_what_was_recorded_changes_no_bit(make: Make, checkpointing: bool) -> None:
+    model = language_model(make, "moesys")
+    plain = train(model)
+    if checkpointing:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    with ms.record_routing(model) as recorded:
+        assert_same_bits(train(model), plain)
+    layers, top_k = len(routers(model)), routers(model)[0].top_k
+    assert [(ids.shape, ids.dtype) for ids in recorded] == [
+        ((layers, num_tokens, top_k), torch.uint8) for num_tokens in (60, 33)
+    ]
+    with ms.replay_routing(model, recorded):
+        assert_same_bits(train(model), plain)
+
+
+@every_family
+def test_other_experts_have_the_weights_and_gradients_of_the_family(make: Make) -> None:
+    model = language_model(make, "moesys")
+    expert_LTK = other_experts(model, 0)
+    for layer, router in enumerate(routers(model)):
+        with torch.no_grad():
+            for parameter in router.parameters():
+                parameter.mul_(2)
+        draw = torch.Generator().manual_seed(layer)
+        x_TH, dweight_TK = (torch.randn(60, width, generator=draw) for width in (48, router.top_k))
+        x_TH.requires_grad_()
+        with ms.replay_routing(router, expert_LTK[layer : layer + 1]):
+            logits_TE, weight_TK, chosen_TK = router(x_TH)
+        assert torch.equal(chosen_TK, expert_LTK[layer])
+        (weight_TK * dweight_TK).sum().backward()
+
+        exact = {name: p.detach().double().requires_grad_() for name, p in router.named_parameters()}
+        x = x_TH.detach().double().requires_grad_()
+        logits = x @ exact["weight"].T + exact.get("bias", 0)
+        formula = FAMILIES[make]
+        weights = torch.stack([formula(router, row, ids) for row, ids in zip(logits, chosen_TK.tolist(), strict=True)])
+        (weights * dweight_TK).sum().backward()
+        assert relative(logits_TE, logits) <= TOLERANCE
+        assert relative(weight_TK, weights) <= TOLERANCE
+        assert relative(x_TH.grad, x.grad) <= TOLERANCE
+        for name, parameter in router.named_parameters():
+            assert relative(parameter.grad, exact[name].grad) <= TOLERANCE, name
+
+
+@every_family
+def test_experts_get_what_is_replayed(make: Make) -> None:
+    """In every layer of a model, in training and in evaluation: which experts, with weights that differ from live ones."""
+    model = language_model(make, "moesys")
+    seen: list[tuple[Tensor, Tensor]] = []
+    for name, module in model.named_modules():
+        if name.endswith(".experts"):
+            module.register_forward_pre_hook(lambda _module, args: seen.append(args[1:]))
+    model(input_ids=text(0))
+    live, ids = seen.copy(), other_experts(model, 1)
+    for _ in (model.train(), model.eval()):
+        seen.clear()
+        with torch.no_grad(), ms.replay_routing(model, ids), ms.record_routing(model) as recorded:
+            model(input_ids=text(0))
+        assert torch.equal(torch.stack([expert_TK for expert_TK, _ in seen]), ids)
+        assert torch.equal(recorded[0], ids)
+        for (_, replayed_TK), (_, live_TK) in zip(seen, live, strict=True):
+            assert replayed_TK.dtype == live_TK.dtype
+            assert not torch.equal(replayed_TK, live_TK)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@every_family
+def test_other_dtypes_replay_without_a_changed_bit(make: Make, dtype: torch.dtype) -> None:
+    model = language_model(make, "moesys").to(dtype)
+    plain = train(model)
+    with ms.record_routing(model) as recorded:
+        train(model)
+    with ms.replay_routing(model, recorded):
+        assert_same_bits(train(model), plain)
+
+
+@every_family
+def test_autocast_replays_without_a_changed_bit(make: Make) -> None:
+    model = language_model(make, "moesys")
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = train(model)
+        with ms.record_routing(model) as recorded:
+            train(model)
+        with ms.replay_routing(model, recorded):
+            assert_same_bits(train(model), plain)
+
+
+@every_family
+@pytest.mark.parametrize("experts_implementation", ["moesys", "eager"])
+def test_a_recomputation_repeats_the_experts_of_its_first_pass(make: Make, experts_implementation: str) -> None:
+    """Inside of the context, and behind it, where another one is open."""
+    model = language_model(make, experts_implementation)
+    ids = [other_experts(model, 0), other_experts(model, 1, 33)]
+    with ms.replay_routing(model, ids):
+        plain = train(model)
+    hooks = num_hooks(model)
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    with ms.replay_routing(model, ids):
+        assert_same_bits(train(model), plain)
+    model.zero_grad()
+    batches = text(0), text(1)[:, :11]
+    with ms.replay_routing(model, ids):
+        losses = [model(input_ids=batch, labels=batch).loss for batch in batches]
+    with ms.replay_routing(model, other_experts(model, 2)):
+        losses[1].backward()
+        model(input_ids=text(0))
+    losses[0].backward()
+    assert_same_bits({f"loss{index}": loss for index, loss in enumerate(losses)} | gradients_of(model), plain)
+    del losses
+    gc.collect()
+    assert num_hooks(model) == hooks
+
+
+def test_a_reentrant_checkpoint_is_refused() -> None:
+    model = language_model(qwen3_moe, "eager")
+    model.activation_checkpointing_enable({"use_reentrant": True})
+    with (
+        pytest.raises(RuntimeError, match="pass use_reentrant=False"),
+        ms.replay_routing(  # noqa: PT012
+            model, other_experts(model, 0)
+        ),
+    ):
+        model(input_ids=text(0), labels=text(0)).loss.backward()
+
+
+def test_generation_is_recorded_token_by_token() -> None:
+    model = language_model(mixtral, "moesys").eval()
+    with ms.record_routing(model) as recorded:
+        model.generate(text(0)[:1, :5], max_new_tokens=4, do_sample=False, pad_token_id=0)
+    assert [ids.shape[1] for ids in recorded] == [5, 1, 1, 1]
+
+
+def test_a_router_that_is_not_known_is_named() -> None:
+    sizes = {"mamba_d_state": 8, "mamba_dt_rank": 4, "num_experts": 4, "attn_layer_period": 2, "attn_layer_offset": 0}
+    model = JambaForCausalLM(JambaConfig(**SMALL, intermediate_size=40, use_mamba_kernels=False, **sizes))
+    with pytest.raises(ValueError, match="JambaTopKRouter") as error, ms.record_routing(model):
+        pass
+    assert str(error.value) == (
+        "model.layers.1.feed_forward has experts, but no router that can be recorded or replayed (JambaTopKRouter); "
+        "known are moesys' Router, MixtralTopKRouter, Qwen2MoeTopKRouter, Qwen3MoeTopKRouter, OlmoeTopKRouter, "
+        "DeepseekV2TopkRouter, DeepseekV3TopkRouter, Glm4MoeTopkRouter, GptOssTopKRouter"
+    )
+
+
+def test_a_model_without_routers_is_named() -> None:
+    with (
+        pytest.raises(ValueError, match="Linear has no router; known are moesys' Router"),
+        ms.record_routing(nn.Linear(2, 2)),
+    ):
+        pass
+
+
+def test_dense_layers_have_no_place_in_the_ids() -> None:
+    model = language_model(deepseek_v3, "moesys")
+    with pytest.raises(ValueError) as error, ms.replay_routing(model, torch.zeros(2, 60, 3, dtype=torch.uint8)):  # noqa: PT011
+        pass
+    assert str(error.value) == (
+        "expert_LTK has shape (2, 60, 3); wanted [L, T, K] with L=1 routers (model.layers.1.mlp.gate to "
+        "model.layers.1.mlp.gate) and K=3"
+    )
