@@ -67,6 +67,6 @@ def _check_layer(ids_TK: Tensor, place: Callable[[int], str], name: str, num_exp
     if len(twice):
         token, k = twice[0].tolist()
         raise ValueError(
-            f"{place(token)} has expert {sorted_TK[token, k]} twice, in {expert_TK[token].tolist()}; a token of {name} has "
-            "each expert at most once"
+            f"{place(token)} has expert {sorted_TK[token, k]} twice, in {expert_TK[token].tolist()}; a token of "
+            f"{name} has each expert at most once"
         )

@@ -115,7 +115,7 @@ class _Hooks:
 
 
 class _Teller:
-    """Tells one router what to choose: the next micro-batch's experts, or what the first pass had in a recomputation."""
+    """Tells one router what to choose: the next micro-batch's experts, in a recomputation those of the first pass."""
 
     def __init__(self, name: str, micro_batches: Sequence[Tensor], hooks: _Hooks) -> None:
         self._name, self._micro_batches, self._hooks = name, micro_batches, hooks
