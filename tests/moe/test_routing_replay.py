@@ -363,7 +363,7 @@ def test_ids_that_cannot_be_are_refused(ids: Any, error: type[Exception], messag
 def test_other_tokens_are_refused() -> None:
     model = stack()
     with ms.replay_routing(model, other_experts(0)):
-        with pytest.raises(ValueError, match="has 19 tokens in micro-batch 0, but moe[.]0[.]router routes 20;"):
+        with pytest.raises(ValueError, match=r"has 19 tokens in micro-batch 0, but moe\.0\.router routes 20;"):
             model(tokens(0, 20))
         model(tokens(0))
 
@@ -372,12 +372,12 @@ def test_other_numbers_of_micro_batches_are_refused() -> None:
     model = stack()
     with ms.replay_routing(model, other_experts(0)):
         model(tokens(0))
-        with pytest.raises(ValueError, match="moe[.]0[.]router runs a micro-batch more than the 1 of expert_LTK"):
+        with pytest.raises(ValueError, match=r"moe\.0\.router runs a micro-batch more than the 1 of expert_LTK"):
             model(tokens(1))
     replay = ms.replay_routing(model, [other_experts(0)] * 2)
     replay.__enter__()
     model(tokens(0))
-    with pytest.raises(ValueError, match="expert_LTK has 2 micro-batches, but moe[.]0[.]router ran 1;"):
+    with pytest.raises(ValueError, match=r"expert_LTK has 2 micro-batches, but moe\.0\.router ran 1;"):
         replay.__exit__(None, None, None)
 
 
@@ -386,7 +386,7 @@ def test_layers_that_run_unequally_often_are_no_record() -> None:
     record = ms.record_routing(model)
     record.__enter__()
     model.moe[1](tokens(0))
-    with pytest.raises(RuntimeError, match="moe[.]0[.]router 0, moe[.]1[.]router 1"):
+    with pytest.raises(RuntimeError, match=r"moe\.0\.router 0, moe\.1\.router 1"):
         record.__exit__(None, None, None)
 
 
