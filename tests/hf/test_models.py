@@ -157,7 +157,7 @@ def test_the_implementation_of_a_model_can_change() -> None:
 
 
 def run_examples() -> None:
-    alone, over_ranks, own_loop = re.findall(
+    alone, over_ranks, own_loop, replay = re.findall(
         r"^```python\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
     )
     names: dict[str, Any] = {}
@@ -168,6 +168,9 @@ def run_examples() -> None:
     assert names["distributed"].ep_implementation == "moesys"
     exec(compile(own_loop, PAGE.name, "exec"), names)
     assert [experts.last_plan.turn for experts in names["runtime"].layers] == [2]
+    exec(compile(replay, PAGE.name, "exec"), names)
+    assert [ids.shape for ids in names["expert_LTK"]] == [(1, 16, 2)]
+    assert all(parameter.grad is not None for parameter in names["model"].parameters())
 
 
 def test_the_examples_of_the_page_run(ranks: LocalRanks) -> None:

@@ -9,49 +9,15 @@ from typing import Any
 import pytest
 import torch
 from hf_cases import assert_same_bits, gradients_of, relative
-from test_models import SMALL, deepseek_v3, language_model, mixtral, olmoe, qwen3_moe, text
+from hf_models import SMALL, drawn, text
 from torch import Tensor, nn
-from transformers import (
-    DeepseekV2Config,
-    DeepseekV2ForCausalLM,
-    Glm4MoeConfig,
-    Glm4MoeForCausalLM,
-    GptOssConfig,
-    GptOssForCausalLM,
-    JambaConfig,
-    JambaForCausalLM,
-    Qwen2MoeConfig,
-    Qwen2MoeForCausalLM,
-)
+from transformers import JambaConfig, JambaForCausalLM
 
 import moesys as ms
 
+SCALE = 1.7
 # Between routers in float32 and formulas in float64.
 TOLERANCE = 2e-6
-
-
-def qwen2_moe() -> tuple[type, Any]:
-    sizes = {"intermediate_size": 40, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 16}
-    return Qwen2MoeForCausalLM, Qwen2MoeConfig(**SMALL, **sizes, num_experts=8, num_experts_per_tok=3)
-
-
-def deepseek_v2() -> tuple[type, Any]:
-    attention = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12}
-    groups = {"topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5}
-    experts = {"n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 1, "moe_intermediate_size": 32}
-    shape = {**SMALL, "num_key_value_heads": 4, "intermediate_size": 64, "first_k_dense_replace": 0}
-    return DeepseekV2ForCausalLM, DeepseekV2Config(**shape, **attention, **groups, **experts)
-
-
-def glm4_moe() -> tuple[type, Any]:
-    groups = {"n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5, "first_k_dense_replace": 1}
-    experts = {"n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 1, "moe_intermediate_size": 32}
-    return Glm4MoeForCausalLM, Glm4MoeConfig(**SMALL, intermediate_size=64, head_dim=12, **groups, **experts)
-
-
-def gpt_oss() -> tuple[type, Any]:
-    experts = {"num_local_experts": 8, "num_experts_per_tok": 3}
-    return GptOssForCausalLM, GptOssConfig(**SMALL, intermediate_size=40, head_dim=12, **experts)
 
 
 # --- weights [T, K] of one router from its logits [T, E], written one token and one choice after the other ---
@@ -67,27 +33,26 @@ def divided_softmax_at(router: Any, logits: Tensor, experts: list[int]) -> Tenso
 
 
 def scaled_softmax_at(router: Any, logits: Tensor, experts: list[int]) -> Tensor:
-    return 1.5 * softmax_at(router, logits, experts)
+    return SCALE * softmax_at(router, logits, experts)
 
 
 def scaled_sigmoid_at(router: Any, logits: Tensor, experts: list[int]) -> Tensor:
     scores = [1 / (1 + (-logits[expert]).exp()) for expert in experts]
-    return torch.stack([router.routed_scaling_factor * score / sum(scores) for score in scores])
+    return torch.stack([SCALE * score / sum(scores) for score in scores])
 
 
-Make = Callable[[], tuple[type, Any]]
-FAMILIES: dict[Make, Callable[[Any, Tensor, list[int]], Tensor]] = {
-    mixtral: divided_softmax_at,
-    qwen2_moe: softmax_at,
-    qwen3_moe: divided_softmax_at,
-    olmoe: softmax_at,
-    deepseek_v2: scaled_softmax_at,
-    deepseek_v3: scaled_sigmoid_at,
-    glm4_moe: scaled_sigmoid_at,
+FORMULAS: dict[str, Callable[[Any, Tensor, list[int]], Tensor]] = {
+    "mixtral": divided_softmax_at,
+    "qwen2_moe": softmax_at,
+    "qwen3_moe": divided_softmax_at,
+    "olmoe": softmax_at,
+    "deepseek_v2": scaled_softmax_at,
+    "deepseek_v3": scaled_sigmoid_at,
+    "glm4_moe": scaled_sigmoid_at,
     # the softmax of the chosen is that of all, divided by its sum at the chosen
-    gpt_oss: divided_softmax_at,
+    "gpt_oss": divided_softmax_at,
 }
-every_family = pytest.mark.parametrize("make", FAMILIES, ids=lambda make: make.__name__)
+every_family = pytest.mark.parametrize("family", FORMULAS)
 
 
 def routers(model: nn.Module) -> list[Any]:
@@ -120,8 +85,8 @@ def train(model: Any) -> dict[str, Tensor]:
 
 @every_family
 @pytest.mark.parametrize("checkpointing", [False, True], ids=["plain", "checkpointed"])
-def test_replaying_what_was_recorded_changes_no_bit(make: Make, checkpointing: bool) -> None:
-    model = language_model(make, "moesys")
+def test_replaying_what_was_recorded_changes_no_bit(family: str, checkpointing: bool) -> None:
+    model = drawn(family, experts_implementation="moesys")
     plain = train(model)
     if checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
@@ -136,13 +101,15 @@ def test_replaying_what_was_recorded_changes_no_bit(make: Make, checkpointing: b
 
 
 @every_family
-def test_other_experts_have_the_weights_and_gradients_of_the_family(make: Make) -> None:
-    model = language_model(make, "moesys")
+def test_other_experts_have_the_weights_and_gradients_of_the_family(family: str) -> None:
+    model = drawn(family, experts_implementation="moesys")
     expert_LTK = other_experts(model, 0)
     for layer, router in enumerate(routers(model)):
         with torch.no_grad():
             for parameter in router.parameters():
                 parameter.mul_(2)
+        if hasattr(router, "routed_scaling_factor"):
+            router.routed_scaling_factor = SCALE
         draw = torch.Generator().manual_seed(layer)
         x_TH, dweight_TK = (torch.randn(60, width, generator=draw) for width in (48, router.top_k))
         x_TH.requires_grad_()
@@ -154,7 +121,7 @@ def test_other_experts_have_the_weights_and_gradients_of_the_family(make: Make) 
         exact = {name: p.detach().double().requires_grad_() for name, p in router.named_parameters()}
         x = x_TH.detach().double().requires_grad_()
         logits = x @ exact["weight"].T + exact.get("bias", 0)
-        formula = FAMILIES[make]
+        formula = FORMULAS[family]
         weights = torch.stack([formula(router, row, ids) for row, ids in zip(logits, chosen_TK.tolist(), strict=True)])
         (weights * dweight_TK).sum().backward()
         assert relative(logits_TE, logits) <= TOLERANCE
@@ -165,9 +132,9 @@ def test_other_experts_have_the_weights_and_gradients_of_the_family(make: Make) 
 
 
 @every_family
-def test_experts_get_what_is_replayed(make: Make) -> None:
+def test_experts_get_what_is_replayed(family: str) -> None:
     """In every layer, in training and in evaluation: which experts, with weights that differ from live ones."""
-    model = language_model(make, "moesys")
+    model = drawn(family, experts_implementation="moesys")
     seen: list[tuple[Tensor, Tensor]] = []
     for name, module in model.named_modules():
         if name.endswith(".experts"):
@@ -187,8 +154,8 @@ def test_experts_get_what_is_replayed(make: Make) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @every_family
-def test_other_dtypes_replay_without_a_changed_bit(make: Make, dtype: torch.dtype) -> None:
-    model = language_model(make, "moesys").to(dtype)
+def test_other_dtypes_replay_without_a_changed_bit(family: str, dtype: torch.dtype) -> None:
+    model = drawn(family, experts_implementation="moesys").to(dtype)
     plain = train(model)
     with ms.record_routing(model) as recorded:
         train(model)
@@ -197,8 +164,8 @@ def test_other_dtypes_replay_without_a_changed_bit(make: Make, dtype: torch.dtyp
 
 
 @every_family
-def test_autocast_replays_without_a_changed_bit(make: Make) -> None:
-    model = language_model(make, "moesys")
+def test_autocast_replays_without_a_changed_bit(family: str) -> None:
+    model = drawn(family, experts_implementation="moesys")
     with torch.autocast("cpu", torch.bfloat16):
         plain = train(model)
         with ms.record_routing(model) as recorded:
@@ -209,9 +176,9 @@ def test_autocast_replays_without_a_changed_bit(make: Make) -> None:
 
 @every_family
 @pytest.mark.parametrize("experts_implementation", ["moesys", "eager"])
-def test_a_recomputation_repeats_the_experts_of_its_first_pass(make: Make, experts_implementation: str) -> None:
+def test_a_recomputation_repeats_the_experts_of_its_first_pass(family: str, experts_implementation: str) -> None:
     """Inside of the context, and behind it, where another one is open."""
-    model = language_model(make, experts_implementation)
+    model = drawn(family, experts_implementation=experts_implementation)
     ids = [other_experts(model, 0), other_experts(model, 1, 33)]
     with ms.replay_routing(model, ids):
         plain = train(model)
@@ -234,7 +201,7 @@ def test_a_recomputation_repeats_the_experts_of_its_first_pass(make: Make, exper
 
 
 def test_a_reentrant_checkpoint_is_refused() -> None:
-    model = language_model(qwen3_moe, "eager")
+    model = drawn("qwen3_moe", experts_implementation="eager")
     model.activation_checkpointing_enable({"use_reentrant": True})
     with ms.replay_routing(model, other_experts(model, 0)):
         loss = model(input_ids=text(0), labels=text(0)).loss
@@ -243,7 +210,7 @@ def test_a_reentrant_checkpoint_is_refused() -> None:
 
 
 def test_generation_is_recorded_token_by_token() -> None:
-    model = language_model(mixtral, "moesys").eval()
+    model = drawn("mixtral", experts_implementation="moesys").eval()
     with ms.record_routing(model) as recorded:
         model.generate(text(0)[:1, :5], max_new_tokens=4, do_sample=False, pad_token_id=0)
     assert [ids.shape[1] for ids in recorded] == [5, 1, 1, 1]
@@ -270,7 +237,7 @@ def test_a_model_without_routers_is_named() -> None:
 
 
 def test_dense_layers_have_no_place_in_the_ids() -> None:
-    model = language_model(deepseek_v3, "moesys")
+    model = drawn("deepseek_v3", experts_implementation="moesys")
     with pytest.raises(ValueError) as error, ms.replay_routing(model, torch.zeros(2, 60, 3, dtype=torch.uint8)):  # noqa: PT011
         pass
     assert str(error.value) == (
