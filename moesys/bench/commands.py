@@ -144,6 +144,22 @@ def bench_kernels(
     raise typer.Exit(kernels_contest.main(asked, out))
 
 
+@bench.command("models", rich_help_panel=COMPUTING)
+def bench_models(
+    model: Annotated[str, typer.Option(help="olmoe, qwen3-moe, deepseek-v3, with commas, or all.")] = "all",
+    routing: Annotated[str, typer.Option(help="balanced, skewed or all.")] = "all",
+    ranks: Annotated[int, typer.Option(min=2, help="Local ranks of one thread; they divide 8 experts.")] = 2,
+    repeats: Repeats = 9,
+    json: ResultFile = None,
+) -> None:
+    """Train transformers' models under strategies and under its own all_to_all. Exit code 1 if a gradient differs."""
+    from moesys.bench import whole_models
+
+    with _refusing():
+        parts = whole_models.select(model, routing)
+    raise typer.Exit(whole_models.main(parts, num_ranks=ranks, repeats=repeats, json_path=json))
+
+
 @bench.command("overlap", rich_help_panel=LINKS)
 def bench_overlap(
     part: Annotated[str, typer.Option(help="chunks, experts or all; or mega, MegaKernels on a GPU.")] = "all",

@@ -1,0 +1,251 @@
+"""``moesys bench models``: training steps of transformers' own models on local ranks, under strategies and under
+transformers' own expert parallelism.
+
+T tokens of a rank, H hidden, E experts, K top-k, L layers with experts.
+"""
+
+from __future__ import annotations
+
+import importlib
+import statistics
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from moesys.bench.harness.bench_ranks import start_ranks
+from moesys.bench.harness.contest import Case, Contestant, Outcome, hold, of_all_ranks
+from moesys.bench.harness.names import chosen
+from moesys.bench.harness.reports import Report, publish
+from moesys.bench.harness.sheets import Column, Sheet
+from moesys.bench.harness.steps import steps_told
+from moesys.bench.harness.stopwatch import Spread, machine_line
+from moesys.config import Ep, FlowSplit, Fsep, Greedy, Pipelined, Strategy
+from moesys.hf.registration import register
+from moesys.hf.routing_replay import replay_routing
+from moesys.moe.experts import experts_of
+
+THEIRS = "all_to_all"
+E, K = 8, 2
+SEQUENCES, LENGTH = 8, 256
+ROUTINGS = ("balanced", "skewed")
+# Of popularity, the n-th expert's is 1 / n to this power.
+ZIPF = 1.2
+# Largest ‖a - b‖ / ‖b‖ of the loss and of any gradient from transformers' own at which a speed is shown.
+TOLERANCE = 1e-5
+_RANKS_TIMEOUT_S = 1800.0
+
+_COMMON = {"vocab_size": 512, "hidden_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
+_HEADS = {"num_key_value_heads": 2, "head_dim": 64}
+_LATENT = {"q_lora_rank": 64, "kv_lora_rank": 64, "qk_rope_head_dim": 16, "qk_nope_head_dim": 48, "v_head_dim": 64}
+# A config and a model of each family, in transformers' own names.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "olmoe": ("Olmoe", {**_COMMON, "num_key_value_heads": 2, "intermediate_size": 512, "num_experts": E}),
+    "qwen3-moe": (
+        "Qwen3Moe",
+        {**_COMMON, **_HEADS, "moe_intermediate_size": 512, "num_experts": E, "norm_topk_prob": True},
+    ),
+    "deepseek-v3": (
+        "DeepseekV3",
+        {
+            **(_COMMON | _LATENT),
+            **{"num_key_value_heads": 4, "intermediate_size": 512, "moe_intermediate_size": 512},
+            **{"n_routed_experts": E, "n_group": 2, "topk_group": 2, "first_k_dense_replace": 1},
+        },
+    ),
+}
+
+
+def strategies(num_ranks: int) -> list[Strategy]:
+    """Returns those that are compared: with and without balance, with and without overlap."""
+    spare = E // num_ranks + 2
+    balanced: dict[str, Any] = {"balance": Greedy(), "split": FlowSplit()}
+    ep = Strategy(name="ep")
+    lent = Strategy(name="lent ep", sharding=Ep(slots_per_rank=spare), **balanced)
+    return [
+        ep,
+        lent,
+        lent.replace(name="lent ep, pipelined", overlap=Pipelined(chunks=2)),
+        Strategy(name="fsep", sharding=Fsep(slots_per_rank=spare), **balanced),
+    ]
+
+
+@dataclass(frozen=True)
+class Part:
+    """A model and how its tokens are routed."""
+
+    model: str
+    routing: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """One way to run a model.
+
+    samples_ms: the slowest rank's step, forward, backward and optimizer, by repetition; empty where it was wrong.
+    theirs_ms: of transformers' own. max_over_mean: of the busiest rank's tokens, the mean over layers.
+    """
+
+    part: Annotated[str, Column("model")]
+    routing: Annotated[str, Column("routing")]
+    name: Annotated[str, Column("experts")]
+    samples_ms: list[float]
+    theirs_ms: list[float]
+    max_over_mean: Annotated[float | None, Column("max/mean", ".2f")]
+    wrong: Annotated[str, Column("wrong")]
+
+    @property
+    def step_ms(self) -> Annotated[float | None, Column("step", ".0f", after="name")]:
+        return statistics.median(self.samples_ms) if self.samples_ms else None
+
+    @property
+    def speed(self) -> Annotated[Spread | None, Column(f"{THEIRS} / this", after="step_ms")]:
+        return Spread.of_ratios(self.theirs_ms, self.samples_ms) if self.samples_ms and self.theirs_ms else None
+
+
+def select(model: str = "all", routing: str = "all") -> list[Part]:
+    """Returns the parts of these names. Raises ValueError for a name that is not there."""
+    return [Part(of, way) for of in chosen("model", model, MODELS) for way in chosen("routing", routing, ROUTINGS)]
+
+
+def main(parts: Sequence[Part], *, num_ranks: int = 2, repeats: int = 9, json_path: Path | None = None) -> int:
+    """Measures, writes, prints; the exit code: 1 if a loss or a gradient was wrong."""
+    rows = bench_models(parts, num_ranks, repeats)
+    machine = f"{machine_line(1, ('torch', 'transformers'))}; {num_ranks} ranks of one thread"
+    notes = [
+        machine,
+        f"A step is forward, backward and AdamW on {SEQUENCES} x {LENGTH} tokens a rank, in float32, of the slowest "
+        f"rank; median of {repeats} repetitions, in turns. {THEIRS}: transformers' own, with grouped_mm.",
+        f"{THEIRS} / this: above 1 it is faster than transformers' own; median [p20, p80], paired.",
+        f"Routing is replayed: balanced gives every expert as many tokens; skewed draws experts by 1 / n^{ZIPF}, the "
+        "order of experts by layer.",
+        f"A speed is shown where the loss and all gradients are transformers' own in the same run, to {TOLERANCE:g}.",
+    ]
+    title = "MEASURED: a training step of transformers' models, ms (median)"
+    data = {"machine": machine, "num_ranks": num_ranks, "rows": rows}
+    publish(Report("models", title, "measured", [Sheet(title, rows, notes, "part")], data=data), json_path=json_path)
+    return int(any(row.wrong for row in rows))
+
+
+def bench_models(parts: Sequence[Part], num_ranks: int, repeats: int) -> list[Row]:
+    """Measures every part on local ranks."""
+    rows = []
+    ranks, _ = start_ranks(num_ranks)
+    with closing(ranks), tempfile.TemporaryDirectory() as folder, steps_told("models", len(parts)) as tell:
+        for part in parts:
+            tell(f"{part.model}, {part.routing}")
+            path = Path(folder) / part.model
+            if not path.exists():
+                _new_model(part.model).save_pretrained(path)
+            outcomes = of_all_ranks(ranks.run(measure, part, path, repeats, timeout_s=_RANKS_TIMEOUT_S))
+            theirs_ms = outcomes[THEIRS].samples_ms.get("step", [])
+            for name, outcome in outcomes.items():
+                samples_ms, metrics = outcome.samples_ms.get("step", []), (outcome.metrics or [None])[0]
+                rows.append(Row(part.model, part.routing, name, samples_ms, theirs_ms, metrics, outcome.wrong))
+    return rows
+
+
+# --- on a rank --------------------------------------------------------------------------------------------------------
+
+
+def measure(part: Part, folder: Path, repeats: int) -> Mapping[str, Outcome]:
+    """All contestants of ``part``, called on all ranks at once."""
+    num_ranks, rank = dist.get_world_size(), dist.get_rank()
+    tokens_BC = torch.randint(512, (SEQUENCES, LENGTH), generator=torch.Generator().manual_seed(rank))
+    setups: dict[str, Callable[[], Contestant]] = {THEIRS: partial(_contestant, part, folder, tokens_BC, None)}
+    setups |= {each.name: partial(_contestant, part, folder, tokens_BC, each) for each in strategies(num_ranks)}
+    return hold(Case(setups, _Agrees(), before=dist.barrier), repeats)
+
+
+class _Agrees:
+    """``Case.wrong``: results are those of the first contestant."""
+
+    def __init__(self) -> None:
+        self._expected: dict[str, Tensor] | None = None
+
+    def __call__(self, name: str, results: dict[str, Tensor]) -> str:
+        if self._expected is None:
+            self._expected = results
+        errors = {
+            part: float((results[part] - wanted).norm() / wanted.norm()) for part, wanted in self._expected.items()
+        }
+        worst = max(errors, key=lambda part: errors[part])
+        return "" if errors[worst] <= TOLERANCE else f"{worst} differs from {THEIRS} by {errors[worst]:.1e}"
+
+
+def _contestant(part: Part, folder: Path, tokens_BC: Tensor, strategy: Strategy | None) -> Contestant:
+    from transformers import AutoModelForCausalLM
+    from transformers.distributed import DistributedConfig
+
+    num_ranks = dist.get_world_size()
+    name = THEIRS if strategy is None else register(strategy)
+    sizes = DistributedConfig(fsdp_size=num_ranks, ep_size=num_ranks, ep_implementation=name)
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, distributed_config=sizes, experts_implementation="grouped_mm", dtype=torch.float32
+    ).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    expert_LTK = _routing(part.routing, sum(1 for each in model.modules() if _has_experts(each)), tokens_BC.numel())
+
+    def backward() -> Tensor:
+        with replay_routing(model, expert_LTK):
+            loss: Tensor = model(input_ids=tokens_BC, labels=tokens_BC).loss
+            loss.backward()
+        return loss.detach()
+
+    def results() -> dict[str, Tensor]:
+        # Of the second pass, before which layouts settle.
+        backward()
+        optimizer.zero_grad()
+        loss = backward()
+        grads = {of: _whole(p.grad) for of, p in model.named_parameters() if p.grad is not None}
+        optimizer.zero_grad()
+        return {"loss": loss, **grads}
+
+    def step() -> None:
+        backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def max_over_mean() -> float | None:
+        plans = [experts.last_plan for experts in experts_of(model)]
+        return statistics.mean(plan.tokens.max_over_mean for plan in plans if plan) if plans else None
+
+    return Contestant(results, {"step": step}, max_over_mean)
+
+
+def _new_model(name: str) -> Any:
+    family, options = MODELS[name]
+    transformers: Any = importlib.import_module("transformers")
+    config = getattr(transformers, f"{family}Config")(**options, num_experts_per_tok=K, max_position_embeddings=LENGTH)
+    torch.manual_seed(0)
+    return getattr(transformers, f"{family}ForCausalLM")(config)
+
+
+def _has_experts(module: nn.Module) -> bool:
+    return hasattr(module, "gate") and hasattr(module, "experts")
+
+
+def _routing(routing: str, num_layers: int, num_tokens: int) -> Tensor:
+    """Returns this rank's experts [L, T, K]."""
+    if routing == "balanced":
+        return (torch.arange(num_tokens * K) % E).view(1, num_tokens, K).expand(num_layers, -1, -1)
+    popularity_E = torch.arange(1, E + 1).double() ** -ZIPF
+    layers = []
+    for layer in range(num_layers):
+        order_E = torch.randperm(E, generator=torch.Generator().manual_seed(layer))
+        generator = torch.Generator().manual_seed(1000 * layer + dist.get_rank())
+        drawn = torch.multinomial(popularity_E.expand(num_tokens, E), K, generator=generator)
+        layers.append(order_E[drawn])
+    return torch.stack(layers)
+
+
+def _whole(grad: Tensor) -> Tensor:
+    return (grad.full_tensor() if isinstance(grad, DTensor) else grad).clone()

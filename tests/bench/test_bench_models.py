@@ -1,0 +1,55 @@
+"""The bench of whole models: it times what computes as transformers does, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from moesys.__main__ import app
+from moesys.bench import whole_models
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["bench", "models", *arguments])
+    return result.exit_code, result.output
+
+
+def test_every_strategy_trains_a_model_as_transformers_does_and_is_timed(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    code, output = run("--model", "qwen3-moe", "--routing", "skewed", "--repeats", "1", "--json", str(out))
+    assert code == 0, output
+    assert "MEASURED" in output
+    rows = {row["name"]: row for row in json.loads(out.read_text())["rows"]}
+    assert list(rows) == [whole_models.THEIRS, *(strategy.name for strategy in whole_models.strategies(2))]
+    assert all(len(row["samples_ms"]) == 1 and not row["wrong"] for row in rows.values())
+    assert rows["ep"]["max_over_mean"] > 1.2
+    assert rows["lent ep"]["max_over_mean"] < 1.1
+
+
+def test_names_that_are_not_known_are_refused() -> None:
+    code, output = run("--model", "gpt")
+    assert code == 2
+    assert "model='gpt' is not known; use all or some of olmoe, qwen3-moe, deepseek-v3" in output
+
+
+def test_another_gradient_is_not_timed() -> None:
+    agrees = whole_models._Agrees()
+    wanted = {"loss": torch.ones(()), "weight": torch.ones(3)}
+    assert agrees("all_to_all", wanted) == ""
+    assert agrees("same", dict(wanted)) == ""
+    assert agrees("other", wanted | {"weight": torch.tensor([1.0, 1.0, 1.001])}) == (
+        "weight differs from all_to_all by 5.8e-04"
+    )
+
+
+def test_balanced_routing_is_even_and_skewed_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    even, skewed = (
+        whole_models._routing(routing, 2, 1024)[0].flatten().bincount() for routing in whole_models.ROUTINGS
+    )
+    assert even.max() == even.min()
+    assert skewed.max() > 3 * skewed.min()
