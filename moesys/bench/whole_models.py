@@ -7,6 +7,7 @@ T tokens of a rank, H hidden, E experts, K top-k, L layers with experts.
 from __future__ import annotations
 
 import importlib
+import logging
 import statistics
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -158,6 +159,8 @@ def bench_models(parts: Sequence[Part], num_ranks: int, repeats: int) -> list[Ro
 
 def measure(part: Part, folder: Path, repeats: int) -> Mapping[str, Outcome]:
     """All contestants of ``part``, called on all ranks at once."""
+    # Gradients are gathered once, to be compared, however many messages that takes.
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     num_ranks, rank = dist.get_world_size(), dist.get_rank()
     tokens_BC = torch.randint(512, (SEQUENCES, LENGTH), generator=torch.Generator().manual_seed(rank))
     setups: dict[str, Callable[[], Contestant]] = {THEIRS: partial(_contestant, part, folder, tokens_BC, None)}
@@ -184,7 +187,9 @@ class _Agrees:
 def _contestant(part: Part, folder: Path, tokens_BC: Tensor, strategy: Strategy | None) -> Contestant:
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     num_ranks = dist.get_world_size()
     name = THEIRS if strategy is None else register(strategy)
     sizes = DistributedConfig(fsdp_size=num_ranks, ep_size=num_ranks, ep_implementation=name)
@@ -225,6 +230,7 @@ def _new_model(name: str) -> Any:
     family, options = MODELS[name]
     transformers: Any = importlib.import_module("transformers")
     config = getattr(transformers, f"{family}Config")(**options, num_experts_per_tok=K, max_position_embeddings=LENGTH)
+    transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(0)
     return getattr(transformers, f"{family}ForCausalLM")(config)
 

@@ -49,7 +49,8 @@ def run(experts: Experts, training: bool, x_TH: Tensor, expert_TK: Tensor, weigh
     """Returns y [T, H] in x's dtype, computed in autocast's or else in that of the experts."""
     experts.training = training
     dtype = compute_dtype(experts.store.masters.local()[0])
-    return experts(x_TH.to(dtype), expert_TK, weight_TK).to(x_TH.dtype)
+    # A copy, as experts' output lies in a page, and FSDP loses its hooks where a model adds to such a view in place.
+    return experts(x_TH.to(dtype), expert_TK, weight_TK).to(x_TH.dtype, copy=True)
 
 
 def _cut_over(tp_mesh: DeviceMesh, run: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
