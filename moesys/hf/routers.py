@@ -49,7 +49,7 @@ def _weights_at(module: nn.Module) -> WeightsAt | None:
 
 def _check_block(name: str, block: nn.Module) -> None:
     """Raises ValueError where a module with experts has no router that is known."""
-    if any(isinstance(child, Router) or _weights_at(child) is not None for child in block.children()):
+    if any(isinstance(child, Router) or _weights_at(child) is not None for child in block.modules()):
         return
     router = block._modules.get("gate", block._modules.get("router"))
     found = "neither gate nor router" if router is None else type(router).__name__

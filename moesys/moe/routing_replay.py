@@ -148,7 +148,7 @@ class _Teller:
                 f"expert_LTK has {len(told_TK)} tokens in micro-batch {micro_batch}, but {self._name} routes "
                 f"{len(live_TK)}; give the ids of exactly this rank's tokens, padding included"
             )
-        return told_TK.to(live_TK.device, torch.int64)
+        return told_TK.to(live_TK.device).long()
 
     def check_end(self) -> None:
         given = len(self._micro_batches)

@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hf_cases import assert_same_bits, gradients_of, relative
 from hf_models import SMALL, drawn, text
 from torch import Tensor, nn
 from transformers import JambaConfig, JambaForCausalLM
 
 import moesys as ms
+from moesys.lab.ranks.pool import LocalRanks
 
 SCALE = 1.7
 # Between routers in float32 and formulas in float64.
@@ -200,6 +202,44 @@ def test_a_recomputation_repeats_the_experts_of_its_first_pass(family: str, expe
     assert num_hooks(model) == hooks
 
 
+def batch_of(rank: int, turn: int) -> Tensor:
+    return text(10 * rank + turn)[:, : 20 - 3 * rank - turn]
+
+
+def ids_of(model: nn.Module, rank: int) -> list[Tensor]:
+    return [other_experts(model, 10 * rank + turn, batch_of(rank, turn).numel()) for turn in range(2)]
+
+
+def replayed_on_ranks(family: str, strategy: ms.Strategy) -> dict[str, Tensor]:
+    model, rank = drawn(family), dist.get_rank()
+    ids = ids_of(model, rank)
+    runtime = ms.parallelize(model, strategy)
+    model.activation_checkpointing_enable({"use_reentrant": False})
+    batches = [batch_of(rank, turn) for turn in range(2)]
+    with ms.replay_routing(model, ids):
+        losses = [model(input_ids=batch, labels=batch).loss for batch in batches]
+        losses[1].backward()
+    losses[0].backward()
+    runtime.close()
+    return {name: p.grad.full_tensor() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_ranks_under_a_strategy_replay_their_own(ranks: LocalRanks, family: str) -> None:
+    """Gradients are those of one process with eager experts; backward comes within and after the context."""
+    strategy = ms.Strategy(name="fsep", sharding=ms.Fsep(slots_per_rank=5), balance=ms.Eplb(), split=ms.FlowSplit())
+    found = ranks.run(replayed_on_ranks, family, strategy, timeout_s=100.0)
+    model = drawn(family, experts_implementation="eager")
+    with ms.replay_routing(model, [ids for rank in range(4) for ids in ids_of(model, rank)]):
+        for rank in range(4):
+            for turn in range(2):
+                (model(input_ids=batch_of(rank, turn), labels=batch_of(rank, turn)).loss / 4).backward()
+    for gradients in found:
+        assert gradients.keys() == gradients_of(model).keys()
+        for name, gradient in gradients_of(model).items():
+            assert relative(gradients[name], gradient) <= 1e-5, name
+
+
 def test_a_reentrant_checkpoint_is_refused() -> None:
     model = drawn("qwen3_moe", experts_implementation="eager")
     model.activation_checkpointing_enable({"use_reentrant": True})
@@ -226,6 +266,17 @@ def test_a_router_that_is_not_known_is_named() -> None:
         "known are moesys' Router, MixtralTopKRouter, Qwen2MoeTopKRouter, Qwen3MoeTopKRouter, OlmoeTopKRouter, "
         "DeepseekV2TopkRouter, DeepseekV3TopkRouter, Glm4MoeTopkRouter, GptOssTopKRouter"
     )
+
+
+@pytest.mark.parametrize(
+    ("others", "found"), [({"gate": nn.Linear(4, 2)}, "Linear"), ({}, "neither gate nor router")], ids=["gate", "alone"]
+)
+def test_experts_with_a_router_of_ones_own_are_named(others: dict[str, nn.Module], found: str) -> None:
+    shape = ms.ModelShape(hidden_size=4, intermediate_size=2, num_experts=2, top_k=1)
+    block = nn.ModuleDict({"experts": ms.Experts(shape, ms.presets.ep()), **others})
+    known = ms.MoELayer(shape, ms.presets.ep())
+    with pytest.raises(ValueError, match=rf"1 has experts, but .* \({found}\)"):
+        ms.record_routing(nn.Sequential(known, block)).__enter__()
 
 
 def test_a_model_without_routers_is_named() -> None:
