@@ -116,7 +116,7 @@ class LayoutSchedule:
     """One layer's layouts over its micro-batches. The same calls on every rank give the same layouts.
 
     ``tokens_SRE``: this layer's loads of all micro-batches, which only a replay knows. ``predictor=Oracle()`` plans for
-    that of the first micro-batch that a plan serves, and raises ValueError where there is none to know.
+    that of the first micro-batch that a plan serves, and raises ValueError where it should learn and knows none.
     """
 
     def __init__(
@@ -136,8 +136,10 @@ class LayoutSchedule:
         # before any rank waits for another one's plan
         warm_up(strategy.balance, strategy.split)
         self.layout = self._first_layout()
-        self._tokens_SRE = tokens_SRE if isinstance(strategy.predictor, Oracle) else None
-        self._history = None if self._tokens_SRE is not None else LoadHistory(strategy.predictor)
+        foresees = isinstance(strategy.predictor, Oracle)
+        # Loads from a micro-batch on.
+        self._tokens_SRE, self._known_from = (tokens_SRE if foresees else None), 0
+        self._history = None if foresees else LoadHistory(strategy.predictor)
         self._pending: deque[tuple[int, PlanTicket]] = deque()
         # Loads that the history has not seen, and for which micro-batch a plan is still to be asked for.
         self._unread: list[Callable[[], LoadMatrix]] = []
@@ -184,8 +186,25 @@ class LayoutSchedule:
             return
         if self._history is not None:
             self._unread.append(load)
+        elif self._tokens_SRE is None:
+            raise ValueError(
+                "predictor=Oracle() plans for loads that are still to come, which only a replay knows; train inside of "
+                "ms.replay_routing, use workload=Replay(...) or Generated(...), or predictor=Adaptive()"
+            )
         if self.micro_batch % self.strategy.replan_every == 0:
             self._asked_for = due
+
+    def foresee(self, tokens_SRE: IntArray | None) -> None:
+        """The loads of the micro-batches that come are known, or none is any more. For ``predictor=Oracle()``, which
+        then plans for the first of them at once. Plans for what did not come are dropped.
+        """
+        for _, ticket in self._pending:
+            ticket.cancel()
+        self._pending.clear()
+        self._tokens_SRE, self._known_from = tokens_SRE, self.micro_batch
+        if tokens_SRE is not None and not isinstance(self.strategy.balance, Static):
+            self._asked_for = self.micro_batch
+            self.request()
 
     def request(self) -> None:
         """Ask for a plan if it is time, which reads the loads of all micro-batches since the last."""
@@ -195,8 +214,8 @@ class LayoutSchedule:
         if self._history is not None:
             self._read()
             planned_for, units_per_token = self._history.predicted(), self._history.units_per_token
-        elif self._tokens_SRE is not None and due < len(self._tokens_SRE):
-            planned_for, units_per_token = LoadMatrix(self._tokens_SRE[due]), 1
+        elif self._tokens_SRE is not None and due - self._known_from < len(self._tokens_SRE):
+            planned_for, units_per_token = LoadMatrix(self._tokens_SRE[due - self._known_from]), 1
         else:
             return
         request = PlanRequest(

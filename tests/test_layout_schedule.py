@@ -64,11 +64,27 @@ def test_an_oracle_plans_for_the_first_micro_batch_that_its_plan_serves(replan_e
 
 
 def test_only_replays_have_an_oracle() -> None:
-    strategy = FSEP.replace(predictor=ms.Oracle())
-    with pytest.raises(ValueError, match=r"plans for loads that are still to come, which only a replay knows"):
-        LayoutSchedule(0, strategy, MODEL, CLUSTER)
-    with pytest.raises(ValueError, match=r"use workload=Replay\(\.\.\.\) or Generated\(\.\.\.\)"):
-        ms.MoELayer(MODEL, strategy.replace(sharding=ms.Fsep(slots_per_rank=6)))
+    strategy = FSEP.replace(balance=ms.Eplb(), predictor=ms.Oracle())
+    message = r"plans for loads that are still to come, which only a replay knows; train inside of ms.replay_routing"
+    with pytest.raises(ValueError, match=message):
+        walk(LayoutSchedule(0, strategy, MODEL, CLUSTER), 0, 1)
+
+
+def test_an_oracle_may_be_told_from_a_micro_batch_on_and_no_more() -> None:
+    strategy = FSEP.replace(balance=ms.Eplb(), predictor=ms.Oracle())
+    schedule = LayoutSchedule(0, strategy, MODEL, CLUSTER)
+    for first in (0, 5):
+        schedule.foresee(TOKENS_SRE[first : first + 5])
+        layouts = walk(schedule, first, first + 5)
+        planned = [plan_layout(LoadMatrix(tokens), CLUSTER, ms.Eplb(), 3) for tokens in TOKENS_SRE[first : first + 5]]
+        assert layouts == planned
+    schedule.foresee(TOKENS_SRE)
+    assert schedule.due
+    # The load did not come.
+    schedule.foresee(None)
+    assert not schedule.due
+    with pytest.raises(ValueError, match="plans for loads that are still to come"):
+        walk(schedule, 10, 11)
 
 
 def test_no_other_predictor_looks_ahead() -> None:

@@ -40,7 +40,10 @@ class Adaptive(Declared):
 
 
 class Oracle(Declared):
-    """The load of the micro-batch that the plan will serve: what no predictor can beat. Simulations only."""
+    """The load of the micro-batch that the plan will serve: what no predictor can beat.
+
+    In simulations, and in training where routing is replayed.
+    """
 
     kind: Literal["oracle"] = "oracle"
 

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from torch import Tensor, nn
 
 from moesys.hf.routers import routers_of
+from moesys.moe.experts import experts_of
 from moesys.moe.replayed_ids import Ids
 from moesys.moe.routing_replay import recorded, replayed
 
@@ -47,8 +48,11 @@ def replay_routing(model: nn.Module, expert_LTK: Ids | Sequence[Ids]) -> Iterato
     Activation checkpointing runs again with the experts of the first pass, also after the ``with``; it needs
     ``use_reentrant=False``, and regions inside each other ``context_fn=ms.recompute``.
 
+    Layers with ``predictor=Oracle()`` train inside of it: they plan layouts for the loads that the ids of all ranks
+    make. Ranks then enter together, with equally many micro-batches.
+
     Raises TypeError for another dtype; ValueError for another shape, an id outside of [0, E), an expert twice for one
     token, a router that is not known, and at the end for micro-batches that were not run.
     """
-    with replayed(routers_of(model), expert_LTK):
+    with replayed(routers_of(model), experts_of(model), expert_LTK):
         yield

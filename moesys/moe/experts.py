@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -171,6 +171,16 @@ class Experts(nn.Module):
         if isinstance(self._last_plan, SingleRankPlan | DevicesPlan):
             self._last_plan = self._last_plan.read()
         return self._last_plan
+
+    def foresee(self, micro_batches: Sequence[Tensor]) -> None:
+        """Learns which experts this rank's tokens will choose in the micro-batches that come, integers [T, K] of each:
+        for ``predictor=Oracle()``. A collective of the ranks that share the experts; as many micro-batches on each.
+        """
+        E = self.shape.num_experts
+        counts = [torch.bincount(expert_TK.flatten().long(), minlength=E) for expert_TK in micro_batches]
+        counts_N = torch.cat([torch.zeros(0, dtype=torch.int64), *counts]).to(self.device)
+        tokens_RN = self.token_channel.all_gather(counts_N, lane="counts").cpu()
+        self.schedule.foresee(tokens_RN.unflatten(1, (-1, E)).transpose(0, 1).contiguous().numpy())
 
     def metrics(self) -> LayerMetrics | None:
         """Returns what the newest micro-batch did; None before the first. Counters of bytes and time begin anew."""

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
+from moesys.config import Oracle
+from moesys.moe.experts import Experts
 from moesys.moe.recompute import Tape, current_tape
 from moesys.moe.replayed_ids import Ids, checked, compact_dtype
 from moesys.moe.router import Router
@@ -74,13 +76,19 @@ class _Recorder:
 
 
 @contextmanager
-def replayed(routers: Sequence[ReplayableRouter], expert_LTK: Ids | Sequence[Ids]) -> Iterator[None]:
+def replayed(
+    routers: Sequence[ReplayableRouter], experts: Sequence[Experts], expert_LTK: Ids | Sequence[Ids]
+) -> Iterator[None]:
     """Has routers choose ``expert_LTK`` [L, T, K], one of each micro-batch, or a single one for a single micro-batch.
+    Tells ``experts`` of theirs, where they want to know.
 
     Raises TypeError and ValueError for ids that cannot be replayed, and at the end if there were too many.
     """
     names = [router.name for router in routers]
     micro_batches = checked(expert_LTK, names, [router.num_experts for router in routers], routers[0].top_k)
+    foreseeing = _foreseeing(routers, experts)
+    for layer, each in foreseeing:
+        each.foresee([ids[layer] for ids in micro_batches])
     hooks = _Hooks()
     tellers = [_Teller(name, [ids[layer] for ids in micro_batches], hooks) for layer, name in enumerate(names)]
     hooks.handles += [router.hook(teller) for router, teller in zip(routers, tellers, strict=True)]
@@ -89,8 +97,21 @@ def replayed(routers: Sequence[ReplayableRouter], expert_LTK: Ids | Sequence[Ids
     finally:
         hooks.new_passes = False
         hooks.release()
+        for _, each in foreseeing:
+            each.schedule.foresee(None)
     for teller in tellers:
         teller.check_end()
+
+
+def _foreseeing(routers: Sequence[ReplayableRouter], experts: Sequence[Experts]) -> list[tuple[int, Experts]]:
+    """Returns the layers whose plans are for loads that are still to come."""
+    found = [(layer, each) for layer, each in enumerate(experts) if isinstance(each.strategy.predictor, Oracle)]
+    if found and len(experts) != len(routers):
+        raise ValueError(
+            f"predictor=Oracle() needs a router for all experts, but there are {len(routers)} routers and "
+            f"{len(experts)} layers of experts under a strategy; use predictor=Adaptive()"
+        )
+    return found
 
 
 class _Hooks:
