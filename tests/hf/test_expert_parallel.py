@@ -183,6 +183,46 @@ def test_on_every_mesh(ranks: LocalRanks, checkpoints: Any, sizes: dict[str, int
         assert_agree(one, oracle)
 
 
+def replayed_for_long(folder: Path, runs: list[Run], steps: int) -> list[list[tuple[float, float]]]:
+    """Losses and gradient norms of every step of AdamW, of the first run and of the others with its routing."""
+    found, expert_LTK = [], None
+    for run in runs:
+        model = loaded(folder, run)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3)
+        numbers = []
+        routing = ms.record_routing(model) if expert_LTK is None else ms.replay_routing(model, expert_LTK)
+        with routing as recorded:
+            for step in range(steps):
+                ids = text(100 * step + dist.get_rank())
+                loss = model(input_ids=ids, labels=ids).loss
+                loss.backward()
+                norm = ms.clip_grad_norm_(model, 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+                numbers.append((loss.item(), norm.item()))
+        expert_LTK = recorded if expert_LTK is None else expert_LTK
+        found.append(numbers)
+    return found
+
+
+LONG = pytest.param(50, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("sizes", [{"fsdp_size": 4, "ep_size": 4}, MESHES["two groups"]], ids=["one group", "two"])
+@pytest.mark.parametrize("steps", [6, LONG])
+def test_with_the_same_routing_trainings_stay_together(
+    ranks: LocalRanks, checkpoints: Any, steps: int, sizes: dict[str, int]
+) -> None:
+    """Without it a near tie sends a token elsewhere sooner or later."""
+    R = sizes["ep_size"]
+    runs = [Run(strategy, sizes) for strategy in (None, lent(R, overlap=OVERLAPS[1]), fsep(R))]
+    for oracle, *found in ranks.run(replayed_for_long, checkpoints("qwen3_moe"), runs, steps, timeout_s=250.0):
+        assert len(oracle) == steps
+        for numbers in found:
+            for one, wanted in zip(numbers, oracle, strict=True):
+                assert one == pytest.approx(wanted, rel=1e-5)
+
+
 def test_linking_recomputing_and_accumulating(ranks: LocalRanks, checkpoints: Any) -> None:
     ahead = fsep(4, prefetch_layers=1)
     runs = [Run(strategy, micro_batches=2) for strategy in (None, ahead)]
