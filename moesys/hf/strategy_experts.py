@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
+from torch.nn.utils.parametrize import is_parametrized
 
 from moesys.config import Fsep, MegaKernel, ModelShape, Strategy
 from moesys.hf.experts_module import ExpertsModule
@@ -56,6 +57,11 @@ def strategy_experts(module: Any, strategy: Strategy, ep_mesh: DeviceMesh, layer
     function = ExpertFunction(activation, description.transposed, biases=len(names) == 4)
 
     def read() -> list[Tensor]:
+        if replaced := [name for name in names if is_parametrized(module, name)]:
+            raise ValueError(
+                f"{kind}.{replaced[0]} is computed from other parameters, as by an adapter, and no parameter itself; "
+                "moesys takes no adapters on experts, so leave experts out of what is adapted (target_parameters)"
+            )
         return [module._parameters[name] for name in names]
 
     outside = OutsideExperts(read, form, function)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import parametrize
 
 import moesys as ms
 from moesys.lab.ranks.outcomes import RankError
@@ -149,8 +150,13 @@ def parallelized(kind: str) -> None:
         ms.parallelize(nn.Linear(3, 3), LENT)
     elif kind == "no ep":
         ms.parallelize(drawn("olmoe"), LENT, init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
-    else:
+    elif kind == "too small":
         ms.parallelize(drawn("olmoe"), LENT, init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "ep"))["ep"])
+    elif kind == "adapter":
+        model = drawn("olmoe")
+        ms.parallelize(model, LENT)
+        parametrize.register_parametrization(model.model.layers[1].mlp.experts, "down_proj", nn.Identity())
+        model(input_ids=text(0))
 
 
 @pytest.mark.parametrize(
@@ -158,6 +164,7 @@ def parallelized(kind: str) -> None:
     [
         ("no experts", "Linear has no MoE blocks with experts as transformers has them"),
         ("no ep", r"mesh has dimensions \('dp',\); its last must be named \"ep\""),
+        ("adapter", r"OlmoeExperts\.down_proj is computed from other parameters, as by an adapter"),
         ("too small", "mesh has 1 ranks, and there are 2; its sizes must multiply to all of them"),
     ],
 )
