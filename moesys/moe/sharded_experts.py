@@ -68,10 +68,7 @@ class ShardedExperts(ExpertShards):
         self, masters: Sequence[Tensor], dtype: torch.dtype, layout: ExpertLayout, channel: Channel, detail: str
     ) -> Restored:
         if self.num_ranks == 1:
-            if self.flat:
-                return self.restored(dtype, masters[0].device, lambda: masters[0])
-            experts = [ExpertWeights(*weights) for weights in zip(*masters, strict=True)]
-            return self.restored(dtype, masters[0].device, lambda: experts)
+            return self.restored(dtype, masters[0].device, lambda: masters[0] if self.flat else ExpertWeights(*masters))
         held = self.held_by_rank(layout)
         wire_Es = self.slices.to_wire(masters, dtype)
         start = self._restore_hierarchical if self.hierarchical else self._restore_flat

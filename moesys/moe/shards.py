@@ -32,7 +32,8 @@ class Restored(Sequence[ExpertWeights]):
     """The held experts by slot index. ``wait`` first.
 
     A rank's own are its masters, which their user casts on use; or, with ``keep_casts``, they are cast here when they
-    are first asked for and stay so, for a backward that follows. ``finish`` gives them as one tensor [D, P] or apart.
+    are first asked for and stay so, for a backward that follows. ``finish`` gives them stacked, flat [D, P] or part by
+    part, or one by one.
     """
 
     def __init__(
@@ -41,13 +42,13 @@ class Restored(Sequence[ExpertWeights]):
         dtype: torch.dtype,
         memory: PagePool,
         device: torch.device,
-        finish: Callable[[], Tensor | Sequence[ExpertWeights]],
+        finish: Callable[[], Finished],
         spread: Callable[[], None] | None,
     ) -> None:
         self._form, self._dtype, self._memory, self._device = form, dtype, memory, device
         self._finish, self._spread = finish, spread
         self._experts: list[ExpertWeights] | None = None
-        self._together: Tensor | None = None
+        self._together: ExpertWeights | None = None
         self.keep_casts = False
 
     def spread(self) -> Restored:
@@ -61,8 +62,10 @@ class Restored(Sequence[ExpertWeights]):
         if self._experts is None:
             finished = self.spread()._finish()
             if isinstance(finished, Tensor):
+                finished = self._form.weights(finished)
+            if isinstance(finished, ExpertWeights):
                 self._together = finished
-                finished = [self._form.weights(flat_P) for flat_P in finished]
+                finished = unstacked(finished)
             self._experts = list(finished)
         return self
 
@@ -85,17 +88,30 @@ class Restored(Sequence[ExpertWeights]):
         """All of them in the compute dtype, [D, 2I, H] and [D, H, I]: views of what was restored where it is one tensor
         of that dtype, else of a copy, which ``keep_casts`` keeps if it is a cast.
         """
-        if self._together is not None and self._together.dtype == self._dtype:
-            return self._form.weights(self._together)
+        if self._together is not None and self._together.gate_up.dtype == self._dtype:
+            return self._together
         assert self._experts is not None
         size = (len(self._experts), self._form.num_elements)
-        stacked_DP = self._memory.empty(size, self._dtype, self._device)
-        for flat_P, weights in zip(stacked_DP, self._experts, strict=True):
-            _copy(weights, self._form.weights(flat_P))
+        stacked = self._form.weights(self._memory.empty(size, self._dtype, self._device))
+        if self._together is not None:
+            _copy(self._together, stacked)
+        else:
+            for place, weights in zip(unstacked(stacked), self._experts, strict=True):
+                _copy(weights, place)
         # Masters are float32: what has that dtype is no cast.
         if self.keep_casts and self._dtype != torch.float32:
-            self._together = stacked_DP
-        return self._form.weights(stacked_DP)
+            self._together = stacked
+        return stacked
+
+
+# What a restore ends with: held experts stacked, flat [D, at least P] or part by part, or one by one.
+Finished = Tensor | ExpertWeights | Sequence[ExpertWeights]
+
+
+def unstacked(stacked: ExpertWeights) -> list[ExpertWeights]:
+    """Returns each expert of [D, ...]."""
+    parts = [part for part in stacked if part is not None]
+    return [ExpertWeights(*expert) for expert in zip(*parts, strict=True)]
 
 
 class ExpertShards(ABC):
@@ -151,11 +167,11 @@ class ExpertShards(ABC):
         self,
         dtype: torch.dtype,
         device: torch.device,
-        finish: Callable[[], Tensor | Sequence[ExpertWeights]],
+        finish: Callable[[], Finished],
         spread: Callable[[], None] | None = None,
     ) -> Restored:
         """What ``restore`` returns. ``spread``, if any, starts a second phase; ``finish``, called after it, waits and
-        gives the held experts by slot, [D, at least P] or one by one.
+        gives the held experts by slot.
         """
         return Restored(self.form, dtype, self.memory, device, finish, spread)
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moesys.layout import ExpertLayout
 from moesys.moe.expert_parameters import initial_expert
-from moesys.moe.shards import ExpertShards, Restored, add_in_order
+from moesys.moe.shards import ExpertShards, Finished, Restored, add_in_order
 from moesys.overlap.comm.channel import Channel
 from moesys.overlap.held_experts import ExpertWeights
 
@@ -75,11 +75,11 @@ class WholeExperts(ExpertShards):
             )
         place = {expert: row for row, expert in enumerate(e for experts in borrowed for e in experts)}
 
-        def finish() -> Tensor | list[ExpertWeights]:
+        def finish() -> Finished:
             if transfer is not None:
                 transfer.wait()
-            if self.flat and held[self.rank] == tuple(self.owned()):
-                return masters[0]
+            if held[self.rank] == tuple(self.owned()):
+                return masters[0] if self.flat else ExpertWeights(*masters)
             return [
                 self.form.weights(received[place[e]]) if e in place else self._owned_weights(masters, e - first)
                 for e in held[self.rank]

@@ -126,6 +126,19 @@ def test_a_tensor_that_ranks_do_not_divide_is_refused(num_ranks: int, dim: int) 
         Part((2 * 16, 24), dim, blocks=2 if dim == 0 else 1).sliced_shape(num_ranks)
 
 
+def test_outside_masters_are_read_where_they_lie() -> None:
+    gate_up, down = torch.randn(E, 2 * I, H), torch.randn(E, H, I)
+    form = ExpertForm((Part((2 * I, H), blocks=2), Part((H, I))))
+    for strategy in (ms.Strategy(name="ep"), FSEP.replace(sharding=ms.Fsep(slots_per_rank=E))):
+        experts = ms.Experts(SHAPE, strategy, outside=OutsideExperts(lambda: (gate_up, down), form))
+        for dtype in (torch.float32, torch.bfloat16):
+            stacked = experts.store.start_restore(experts.schedule.layout, dtype).wait().stacked()
+            is_master = stacked.gate_up.data_ptr() == gate_up.data_ptr() and stacked.down.data_ptr() == down.data_ptr()
+            assert is_master == (dtype == torch.float32)
+            assert torch.equal(stacked.gate_up, gate_up.to(dtype))
+            assert torch.equal(stacked.down, down.to(dtype))
+
+
 def test_masters_are_parameters_and_x_may_be_of_any_float() -> None:
     experts = ms.Experts(SHAPE, ms.Strategy(name="ep"))
     assert [name for name, _ in experts.named_parameters()] == ["masters"]
