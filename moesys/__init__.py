@@ -73,6 +73,7 @@ if TYPE_CHECKING:
     from moesys.moe.router import router_loss as router_loss
     from moesys.moe.runtime import MoERuntime as MoERuntime
     from moesys.moe.runtime import link as link
+    from moesys.moe.watch import Watch as Watch
     from moesys.overlap.comm.channel import CollectiveError as CollectiveError
     from moesys.simulator.critical_path import PathPart as PathPart
     from moesys.simulator.simulation import Simulation as Simulation
@@ -144,6 +145,7 @@ _MODULE_OF = {
     "Trace": "moesys.traces",
     "Training": "moesys.config.experiment",
     "TuneResult": "moesys.lab.runs.tuning",
+    "Watch": "moesys.moe.watch",
     "WindowMean": "moesys.config",
     "certify": "moesys.balance",
     "clip_grad_norm_": "moesys.moe.gradients",

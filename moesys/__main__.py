@@ -220,6 +220,22 @@ def plan(
 
 
 @app.command()
+def report(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="What ms.Watch or ms.hf.WatchCallback wrote to.")],
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The page; report.html in the folder by default.")
+    ] = None,
+) -> None:
+    """Make a page of a watched training. Losses, loads by layer, waiting, events; one file, to open in a browser.
+
+    It may be asked for while the training runs.
+    """
+    from moesys.lab.commands.report import report_command
+
+    raise typer.Exit(report_command(folder, out))
+
+
+@app.command()
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print data instead of a table.")] = False) -> None:
     """Say what this machine has, and what it lacks. Exit code 1 if something is broken."""
     from moesys.lab.commands.doctor import doctor_command

@@ -1,4 +1,6 @@
-"""Files that are written whole: whoever reads one, even after a crash, finds the old content or the new one."""
+"""Files that are written whole: whoever reads one, even after a crash, finds the old content or the new one. And files
+of lines, of which a crash tears the last one at most.
+"""
 
 from __future__ import annotations
 
@@ -37,3 +39,13 @@ def sync_folder(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def cut_torn_line(path: Path) -> None:
+    """Cuts off what stands behind the last newline of ``path``, if there is such a file."""
+    if not path.exists() or not (size := path.stat().st_size):
+        return
+    with path.open("r+b") as file:
+        file.seek(size - 1)
+        if file.read(1) != b"\n":
+            file.truncate(path.read_bytes().rfind(b"\n") + 1)

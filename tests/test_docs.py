@@ -44,7 +44,7 @@ def declared_types() -> list[type[Declared]]:
     return sorted({t for t in found if issubclass(t, Declared) and t is not Declared}, key=lambda t: t.__name__)
 
 
-@pytest.mark.parametrize("page", ["balance", "strategy", "tour"])
+@pytest.mark.parametrize("page", ["balance", "strategy", "tour", "watch"])
 def test_the_python_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert run_blocks(page)

@@ -16,7 +16,7 @@ from moesys import config
 ROOT = Path(__file__).parents[1]
 
 FLOORS = (
-    {"config", "load", "layout", "timeline", "compiled", "torch_private", "whole_file"},
+    {"config", "load", "layout", "timeline", "compiled", "torch_private", "whole_file", "step_lines"},
     {"kernels"},
     {"traces", "cost", "schedule"},
     {"overlap", "balance", "simulator"},
@@ -82,6 +82,7 @@ REFUSED = {
     "schedule": {"torch"},
     "layout_schedule": {"torch"},
     "replay": {"torch"},
+    "step_lines": {"torch"},
     "simulator": {"torch", "triton"},
     "balance": {"triton"},
     "kernels": {"pydantic", "ortools", "rich"},

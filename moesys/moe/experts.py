@@ -18,7 +18,7 @@ from moesys.moe.expert_parameters import DTYPES
 from moesys.moe.expert_store import ExpertStore, shards_of
 from moesys.moe.lookahead import Link, Lookahead
 from moesys.moe.masters import Masters, OutsideMasters, OwnMasters, distributed
-from moesys.moe.metrics import LayerMetrics
+from moesys.moe.metrics import LayerMetrics, LoadLog
 from moesys.moe.outside import OutsideExperts
 from moesys.moe.planners import MicroBatch, planner_of
 from moesys.moe.ranks import cluster_of, mesh_of
@@ -109,6 +109,8 @@ class Experts(nn.Module):
         self.store = ExpertStore(self.layer_index, self.strategy.sharding, self.shards, masters, self.schedule, channel)
         self.planner = planner_of(self.strategy, self.shape, self.cluster, self.schedule, self.shards, channel)
         self.link = Link()
+        # Of who watches this layer.
+        self.load_log: LoadLog | None = None
 
     # Planning is Python on integers and talks to other ranks: nothing that a compiler could trace.
     @torch.compiler.disable
@@ -144,7 +146,10 @@ class Experts(nn.Module):
         compute = self.expert_compute or experts_on_device(self.shape, dtype, expert_TK.device.type, function)
         upcoming = [store.schedule for store in neighbours.upcoming]
         batch = MicroBatch(expert_TK, compute, learning, upcoming, lookahead)
-        executor, self._last_plan, counts = self.planner.plan(batch)
+        executor, plan, counts = self.planner.plan(batch)
+        self._last_plan = plan
+        if learning and self.load_log is not None:
+            self.load_log.add(plan)
         call = LayerCall(self.store, executor, neighbours, counts, dtype)
         lookahead.entered(call)
         return call
@@ -252,7 +257,7 @@ class Experts(nn.Module):
                 "only a layer without a process group and not linked can be copied or pickled; "
                 "make another and load this one's state_dict()"
             )
-        connected = ("token_channel", "store", "planner", "link")
+        connected = ("token_channel", "store", "planner", "link", "load_log")
         return {name: value for name, value in self.__dict__.items() if name not in connected}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

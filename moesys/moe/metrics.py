@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moesys.load import IntArray
+from moesys.moe.unread_plans import DevicesPlan, SingleRankPlan
 from moesys.overlap.comm.record import Meter
 from moesys.step import LayerPlan
 
@@ -40,3 +42,36 @@ class LayerMetrics:
             exposed_ms=sum(meter.exposed_ms.values()),
             plan_ms=meter.plan_ms,
         )
+
+
+@dataclass(frozen=True)
+class LayerLoad:
+    """One layer's load in one micro-batch. ``tokens_E`` int64 [E] over all ranks."""
+
+    max_over_mean: float
+    tokens_E: IntArray
+
+    @classmethod
+    def of(cls, plan: LayerPlan) -> LayerLoad:
+        return cls(plan.tokens.max_over_mean, plan.load.tokens_E)
+
+
+class LoadLog:
+    """The loads of a layer's training micro-batches since they were last taken, for who watches the layer.
+
+    A plan that lies on a device is read when it is taken, so that no micro-batch waits for it.
+    """
+
+    def __init__(self) -> None:
+        self._loads: list[LayerLoad | SingleRankPlan | DevicesPlan] = []
+
+    def add(self, plan: LayerPlan | SingleRankPlan | DevicesPlan) -> None:
+        self._loads.append(LayerLoad.of(plan) if isinstance(plan, LayerPlan) else plan)
+
+    def take(self) -> list[LayerLoad]:
+        """Returns them in their order. Waits for the device."""
+        loads, self._loads = self._loads, []
+        return [load if isinstance(load, LayerLoad) else LayerLoad.of(load.read()) for load in loads]
+
+    def clear(self) -> None:
+        self._loads.clear()

@@ -21,7 +21,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from moesys.config import Declared, Strategy
 from moesys.config.experiment import Experiment, Source
 from moesys.lab.runs.experiment_files import in_words, load_experiment
-from moesys.whole_file import sync_folder, write_whole
+from moesys.whole_file import cut_torn_line, sync_folder, write_whole
 
 RECORD_SCHEMA = 1
 
@@ -213,8 +213,8 @@ class RunFolder:
             raise ValueError(f"{self.path} is open for reading; use RunFolder.open to append")
         path = self.path / _RECORDS
         is_new, line = not path.exists(), record.to_line()
+        cut_torn_line(path)
         with path.open("ab", buffering=0) as file:
-            _cut_torn_line(path, file)
             if (written := file.write(line)) != len(line):
                 raise OSError(f"{path} took {written} of {len(line)} bytes; the disk may be full")
             os.fsync(file.fileno())
@@ -231,15 +231,6 @@ def _parsed(lines: list[bytes], path: Path) -> Iterator[Record]:
                 f"line {number} of {path} is not a record: {error}. "
                 "The other lines are not touched by it: delete this one to run its trial again"
             ) from None
-
-
-def _cut_torn_line(path: Path, file: IO[bytes]) -> None:
-    if not (size := path.stat().st_size):
-        return
-    with path.open("rb") as reader:
-        reader.seek(size - 1)
-        if reader.read(1) != b"\n":
-            file.truncate(path.read_bytes().rfind(b"\n") + 1)
 
 
 # --- which folder --------------------------------------------------------------------------------------------

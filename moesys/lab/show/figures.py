@@ -21,6 +21,7 @@ from matplotlib.ticker import FuncFormatter, NullFormatter
 
 from moesys.config.experiment import Source
 from moesys.lab.runs.statistics import CONFIDENCE, PairedRatio
+from moesys.lab.show.kind_colours import kind_colours
 from moesys.layout import TokenPlan
 from moesys.load import IntArray
 from moesys.timeline import Span, Timeline
@@ -38,17 +39,6 @@ _STYLE: dict[Any, Any] = {
 }
 _OKABE_ITO = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#000000")
 _DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (5, 1.5, 1, 1.5)))
-# What ranks do most keeps its colour from figure to figure; other kinds take what is left.
-_KIND_COLOURS = {
-    "experts": "#0072B2",
-    "weight_gradients": "#56B4E9",
-    "dispatch": "#E69F00",
-    "combine": "#D55E00",
-    "restore": "#009E73",
-    "reshard": "#CC79A7",
-    "counts": "#F0E442",
-}
-_OTHER_COLOURS = ("#999999", "#444444", "#7B4173", "#8C6D31", "#637939", "#9C9EDE")
 # Counts are written where a digit has so much of a cell's width, and a row so much of the map's height.
 _DIGIT_INCHES, _ROW_INCHES = 0.07, 0.2
 # A shorter part of the time axis is narrower than the white lines that part spans.
@@ -126,8 +116,7 @@ def timeline_chart(
     spans = [span for span in timeline.spans if span.rank in set(chosen)]
     rows = {row: index for index, row in enumerate(_lanes(spans, chosen))}
     kinds = list(dict.fromkeys(span.kind for lane in _lanes_in_order(spans) for span in spans if span.lane == lane))
-    spare = iter(_OTHER_COLOURS * len(kinds))
-    colours = {kind: _KIND_COLOURS.get(kind) or next(spare) for kind in kinds}
+    colours = kind_colours(kinds)
     zero_us = min(span.start_us for span in timeline.spans)
     short_us = _SHORT_SPAN_SHARE * timeline.length_us
     with mpl.rc_context(_STYLE):

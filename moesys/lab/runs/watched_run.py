@@ -1,0 +1,205 @@
+"""What ``Watch`` wrote of a training, read from its folder and brought together over ranks.
+
+S steps that were written, L layers, E experts, N lines of one rank's file, F fields of a layer's line.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import defaultdict, deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from moesys.load import IntArray
+from moesys.step_lines import EventLine, StepLine, read_spans, read_steps, step_files
+from moesys.timeline import Timeline
+
+FloatArray = npt.NDArray[np.float64]
+
+_FIELDS = ("load_p50", "load_p95", "load_max", "experts_without_tokens", "exposed_ms", "plan_ms", "restored_mib")
+# Tokens of experts are those of so many steps, the newest.
+NEWEST_STEPS = 100
+
+
+class RunEvent(NamedTuple):
+    """A departure from the plan, and the step in whose line it stands."""
+
+    step: int
+    event: EventLine
+
+
+@dataclass(frozen=True, eq=False)
+class WatchedRun:
+    """A watched training. Arrays are float64 with nan where nothing was written; steps are those of the lowest rank.
+
+    num_ranks: that trained the newest step. layers: ``layer_index`` of each of L.
+    numbers: by name [S], those of the lowest rank.
+    load_p50_SL, load_p95_SL, load_max_SL, experts_without_tokens_SL: of the lowest rank that has the layer.
+    exposed_ms_SL, plan_ms_SL: means over ranks; worst_exposed_ms_SL of the rank that waits longest.
+    restored_mib_SL: sums over ranks.
+    tokens_E: by layer, of the newest ``NEWEST_STEPS`` steps.
+    """
+
+    folder: Path
+    num_ranks: int
+    layers: tuple[int, ...]
+    steps_S: IntArray
+    time_s_S: FloatArray
+    step_ms_S: FloatArray
+    numbers: dict[str, FloatArray]
+    load_p50_SL: FloatArray
+    load_p95_SL: FloatArray
+    load_max_SL: FloatArray
+    experts_without_tokens_SL: FloatArray
+    exposed_ms_SL: FloatArray
+    worst_exposed_ms_SL: FloatArray
+    plan_ms_SL: FloatArray
+    restored_mib_SL: FloatArray
+    tokens_E: dict[int, IntArray]
+    events: tuple[RunEvent, ...]
+    timeline: Timeline | None
+
+
+def read_watched_run(folder: Path) -> WatchedRun:
+    """Reads a folder that ``Watch`` wrote to, one rank after another.
+
+    Raises ValueError where there is none, where no step was written yet, and for a line that is no step.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder; give the one that ms.Watch(model, folder) writes to")
+    files = step_files(folder)
+    if not files:
+        raise ValueError(f"{folder} has no rank-0000.jsonl; give the folder that ms.Watch(model, folder) writes to")
+    lowest = next(iter(files))
+    first = _RankLines.read(files[lowest])
+    if not first.steps:
+        raise ValueError(f"{files[lowest]} has no step yet; come back when the first one is through")
+    steps_S = np.array(first.steps)[first.kept_N]
+    num_ranks_S = np.array(first.num_ranks)[first.kept_N]
+    columns: dict[int, _LayerColumns] = defaultdict(lambda: _LayerColumns(len(steps_S)))
+    tokens_E: dict[int, IntArray] = {}
+    for rank in files:
+        lines = first if rank == lowest else _RankLines.read(files[rank])
+        # Where a run goes on with fewer ranks, the others' old lines stay behind.
+        lines.fold_into(columns, steps_S, num_ranks_S > rank)
+        tokens_E = lines.tokens_E() | tokens_E
+    by_layer = [columns[layer] for layer in sorted(columns)]
+    return WatchedRun(
+        folder=folder,
+        num_ranks=int(num_ranks_S[-1]),
+        layers=tuple(sorted(columns)),
+        steps_S=steps_S,
+        time_s_S=np.array(first.times_s)[first.kept_N],
+        step_ms_S=np.array(first.steps_ms)[first.kept_N],
+        numbers=first.numbers_S(),
+        load_p50_SL=_beside([column.loads_4S[0] for column in by_layer], steps_S),
+        load_p95_SL=_beside([column.loads_4S[1] for column in by_layer], steps_S),
+        load_max_SL=_beside([column.loads_4S[2] for column in by_layer], steps_S),
+        experts_without_tokens_SL=_beside([column.loads_4S[3] for column in by_layer], steps_S),
+        exposed_ms_SL=_beside([column.mean_S(0) for column in by_layer], steps_S),
+        worst_exposed_ms_SL=_beside([column.worst_exposed_ms_S for column in by_layer], steps_S),
+        plan_ms_SL=_beside([column.mean_S(1) for column in by_layer], steps_S),
+        restored_mib_SL=_beside([column.sum_S(2) for column in by_layer], steps_S),
+        tokens_E=dict(sorted(tokens_E.items())),
+        events=tuple(event for line, event in first.events if first.kept_N[line]),
+        timeline=read_spans(folder),
+    )
+
+
+def _beside(columns: list[FloatArray], steps_S: IntArray) -> FloatArray:
+    """Returns columns [S] as one array [S, L], of which there may be none."""
+    return np.column_stack(columns) if columns else np.zeros((len(steps_S), 0))
+
+
+class _LayerColumns:
+    """One layer's numbers over steps, while ranks are brought together."""
+
+    def __init__(self, num_steps: int) -> None:
+        self.loads_4S = np.full((4, num_steps), np.nan)
+        self.worst_exposed_ms_S = np.full(num_steps, np.nan)
+        self._sums_3S = np.zeros((3, num_steps))
+        self._num_ranks_S = np.zeros(num_steps)
+
+    def add(self, fields_NF: FloatArray, position_N: IntArray) -> None:
+        """A rank's lines, each of another step."""
+        there = self.loads_4S[:, position_N]
+        self.loads_4S[:, position_N] = np.where(np.isnan(there), fields_NF[:, :4].T, there)
+        self.worst_exposed_ms_S[position_N] = np.fmax(self.worst_exposed_ms_S[position_N], fields_NF[:, 4])
+        self._sums_3S[:, position_N] += fields_NF[:, 4:].T
+        self._num_ranks_S[position_N] += 1
+
+    def sum_S(self, field: int) -> FloatArray:
+        return np.where(self._num_ranks_S > 0, self._sums_3S[field], np.nan)
+
+    def mean_S(self, field: int) -> FloatArray:
+        return self.sum_S(field) / np.maximum(self._num_ranks_S, 1)
+
+
+class _RankLines:
+    """All lines of one rank's file, by columns; ``kept_N`` are those that count."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.num_ranks: list[int] = []
+        self.times_s: list[float] = []
+        self.steps_ms: list[float] = []
+        self.events: list[tuple[int, RunEvent]] = []
+        self.kept_N = np.zeros(0, dtype=bool)
+        self._numbers: dict[str, dict[int, float]] = defaultdict(dict)
+        # By layer: numbers of lines, and F fields of each.
+        self._lines: dict[int, array[int]] = defaultdict(lambda: array("q"))
+        self._fields: dict[int, array[float]] = defaultdict(lambda: array("d"))
+        self._newest: deque[tuple[int, StepLine]] = deque(maxlen=NEWEST_STEPS)
+
+    @classmethod
+    def read(cls, path: Path) -> _RankLines:
+        found = cls()
+        for number, line in enumerate(read_steps(path)):
+            found._add(number, line)
+        # A line counts if no later one is of the same step or of one before: there the run began again.
+        steps_N = np.array(found.steps, dtype=np.int64)
+        later_N = np.append(np.minimum.accumulate(steps_N[::-1])[::-1][1:], np.iinfo(np.int64).max)
+        found.kept_N = steps_N < later_N[: len(steps_N)]
+        return found
+
+    def _add(self, number: int, line: StepLine) -> None:
+        self.steps.append(line.step)
+        self.num_ranks.append(line.num_ranks)
+        self.times_s.append(line.time_s)
+        self.steps_ms.append(line.step_ms)
+        self.events += [(number, RunEvent(line.step, event)) for event in line.events]
+        for name, value in line.numbers.items():
+            self._numbers[name][number] = value
+        for layer in line.layers:
+            self._lines[layer.layer].append(number)
+            self._fields[layer.layer].extend(getattr(layer, name) for name in _FIELDS)
+        self._newest.append((number, line))
+
+    def numbers_S(self) -> dict[str, FloatArray]:
+        """Of the lines that count."""
+        kept = np.flatnonzero(self.kept_N).tolist()
+        return {name: np.array([of.get(line, np.nan) for line in kept]) for name, of in self._numbers.items()}
+
+    def fold_into(self, columns: dict[int, _LayerColumns], steps_S: IntArray, wanted_S: npt.NDArray[np.bool_]) -> None:
+        """Adds what is known of the steps that are wanted: another rank may be one ahead or behind."""
+        steps_N = np.array(self.steps, dtype=np.int64)
+        position_N = np.searchsorted(steps_S, steps_N).clip(max=len(steps_S) - 1)
+        known_N = self.kept_N & (steps_S[position_N] == steps_N) & wanted_S[position_N]
+        for layer, lines in self._lines.items():
+            lines_N = np.array(lines)
+            fields_NF = np.array(self._fields[layer]).reshape(-1, len(_FIELDS))
+            here = known_N[lines_N]
+            columns[layer].add(fields_NF[here], position_N[lines_N[here]])
+
+    def tokens_E(self) -> dict[int, IntArray]:
+        """Of each layer whose tokens this rank wrote, in the newest lines."""
+        totals: dict[int, IntArray] = {}
+        for number, line in self._newest:
+            for layer in line.layers:
+                if self.kept_N[number] and layer.tokens_E:
+                    totals[layer.layer] = totals.get(layer.layer, 0) + np.array(layer.tokens_E, dtype=np.int64)
+        return totals

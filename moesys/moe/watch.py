@@ -1,0 +1,171 @@
+"""Watch: what the MoE layers of a model do in each step of a training, written down while it runs."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from moesys.moe.experts import Experts, experts_of
+from moesys.moe.metrics import LoadLog
+from moesys.moe.tensorboard import TensorBoard
+from moesys.step_lines import EventLine, LayerLine, StepFile, StepLine, write_spans
+from moesys.timeline import Timeline
+
+# Digits behind the point of what is written: a ratio's, a time's or a size's.
+_DIGITS = 6
+
+
+class Watch:
+    """Writes a line of JSON a step to ``folder``, which ``moesys report`` makes a page of.
+
+    Every rank watches its own ``model`` and has its own file there, ``rank-0000.jsonl`` and so on: loads and events are
+    those of all ranks, bytes and milliseconds the rank's. No rank waits for another. A run that is resumed with the
+    same folder appends. In one's own loop:
+
+    ```python
+    with ms.Watch(model, "runs/first") as watch:
+        for batch in batches:
+            ...
+            optimizer.step()
+            watch.step(loss=loss)
+    ```
+
+    ``model`` has ``Experts``, also those of transformers' models. ``every``: of so many steps one is written.
+    ``tensorboard``: rank 0 writes scalars for TensorBoard too, into ``folder``/tensorboard.
+
+    It reads the counters of ``metrics``, which begin anew for anybody else who reads them. ``close`` ends it, as does
+    the end of a ``with`` block. Raises ValueError for a model without experts, with layers of one ``layer_index``, or
+    that is watched already, and ImportError where TensorBoard is missing.
+    """
+
+    def __init__(self, model: nn.Module, folder: Path | str, *, every: int = 1, tensorboard: bool = False) -> None:
+        if every < 1:
+            raise ValueError(f"every={every} must be at least 1, which writes every step")
+        self.layers = _watchable(model)
+        self.folder, self.every = Path(folder), every
+        self.rank = dist.get_rank() if dist.is_initialized() else 0
+        self._tensorboard = TensorBoard(self.folder / "tensorboard") if tensorboard and self.rank == 0 else None
+        self._file = StepFile(self.folder, self.rank)
+        last = self._file.last
+        self._next = 0 if last is None else last + 1
+        self._num_events = dict.fromkeys(self.layers, 0)
+        self._logs = {layer: LoadLog() for layer in self.layers}
+        for layer, log in self._logs.items():
+            layer.load_log = log
+        self.begin()
+
+    def begin(self) -> None:
+        """Begins a step: what layers did before it, as in an evaluation, is not counted. The end of a step begins the
+        next.
+        """
+        for layer, log in self._logs.items():
+            layer.meter.clear()
+            log.clear()
+        self._begin_s = time.perf_counter()
+
+    def step(self, step: int | None = None, /, **numbers: float | Tensor) -> None:
+        """Writes what was done since the step began, to be called after the optimizer's step.
+
+        ``step``: its number, by default one more than the last; say it where a run is resumed from an older
+        checkpoint. Lines of a file from that number on count no more. ``numbers``: what to write beside it, such as
+        ``loss=loss``.
+        """
+        if (line := self.measure(step)) is not None:
+            self.write(line, **numbers)
+
+    def measure(self, step: int | None = None, /) -> StepLine | None:
+        """Returns the line of a step and begins the next one; None for a step that is not to be written."""
+        step = self._next if step is None else step
+        self._next = step + 1
+        line = self._step_line(step) if step % self.every == 0 else None
+        self.begin()
+        return line
+
+    def write(self, line: StepLine, **numbers: float | Tensor) -> None:
+        """Writes a line, with ``numbers``."""
+        for name, number in numbers.items():
+            line.numbers[name] = float(number.item() if isinstance(number, Tensor) else number)
+        self._file.append(line)
+        if self._tensorboard is not None:
+            self._tensorboard.write(line)
+
+    def write_timeline(self, timeline: Timeline) -> None:
+        """Keeps what this rank did when, for the page: ``MoERuntime.timeline()``. It replaces what was kept before."""
+        write_spans(timeline, self.folder, self.rank)
+
+    def close(self) -> None:
+        """Stops watching. Lines stand already."""
+        for layer, log in self._logs.items():
+            if layer.load_log is log:
+                layer.load_log = None
+        self._file.close()
+        if self._tensorboard is not None:
+            self._tensorboard.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _step_line(self, step: int) -> StepLine:
+        step_ms = 1000 * (time.perf_counter() - self._begin_s)
+        layers = tuple(line for layer in self.layers if (line := self._layer_line(layer)) is not None)
+        num_ranks = dist.get_world_size() if dist.is_initialized() else 1
+        return StepLine(
+            step, num_ranks, round(time.time(), 3), round(step_ms, 3), {}, layers, tuple(self._new_events())
+        )
+
+    def _layer_line(self, layer: Experts) -> LayerLine | None:
+        loads = self._logs[layer].take()
+        if not loads:
+            return None
+        over_mean_M = [load.max_over_mean for load in loads]
+        tokens_E = np.sum([load.tokens_E for load in loads], axis=0)
+        p50, p95, most = np.percentile(over_mean_M, (50, 95, 100)).round(_DIGITS).tolist()
+        return LayerLine(
+            layer=layer.layer_index,
+            micro_batches=len(loads),
+            load_p50=p50,
+            load_p95=p95,
+            load_max=most,
+            experts_without_tokens=int((tokens_E == 0).sum()),
+            exposed_ms=round(sum(layer.meter.exposed_ms.values()), _DIGITS),
+            plan_ms=round(layer.meter.plan_ms, _DIGITS),
+            restored_mib=round(layer.meter.bytes_of("restore") / 2**20, _DIGITS),
+            tokens_E=tuple(tokens_E.tolist()) if layer.token_channel.rank == 0 else (),
+        )
+
+    def _new_events(self) -> list[EventLine]:
+        found = []
+        for layer in self.layers:
+            events = layer.schedule.events
+            found += [
+                EventLine(event.layer, event.micro_batch, event.what) for event in events[self._num_events[layer] :]
+            ]
+            self._num_events[layer] = len(events)
+        return found
+
+
+def _watchable(model: nn.Module) -> list[Experts]:
+    """Returns the experts of a model, which nobody may watch yet."""
+    layers = experts_of(model)
+    if not layers:
+        raise ValueError(
+            "the model has no ms.Experts, so there is nothing to watch; build it of ms.MoELayer, or have a model of "
+            "transformers run under a strategy, as docs/transformers.md says"
+        )
+    indices = [layer.layer_index for layer in layers]
+    if len(set(indices)) < len(indices):
+        raise ValueError(f"layer_index values {indices} repeat; give every layer its own")
+    if any(layer.load_log is not None for layer in layers):
+        raise ValueError("a layer of this model is watched already; close its Watch first")
+    return layers

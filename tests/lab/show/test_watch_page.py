@@ -1,0 +1,274 @@
+"""The page of a watched training: its cells, curves and tables say what was written, and a browser shows it."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shutil
+import subprocess
+import xml.etree.ElementTree as ET
+from html import unescape
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+from watch_cases import layer_line, step_line, write_lines, write_run
+
+from moesys.__main__ import app
+from moesys.lab.runs.watched_run import read_watched_run
+from moesys.lab.show.step_bins import Bins
+from moesys.lab.show.watch_page import watch_page
+from moesys.step_lines import write_spans
+from moesys.timeline import Span, Timeline
+
+BROWSER = next(
+    filter(None, map(shutil.which, ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome"))), None
+)
+CELL = re.compile(r'<rect class="cell (\w+)" x="(\d+)" y="(\d+)"[^>]*><title>([^<]*)</title></rect>')
+
+
+def section(page: str, title: str) -> str:
+    (found,) = re.findall(rf"<section><h2>{re.escape(title)}</h2>(.*?)</section>", page, re.DOTALL)
+    return found
+
+
+def page_of(folder: Path) -> str:
+    return watch_page(read_watched_run(folder))
+
+
+class WellFormed(HTMLParser):
+    """Raises where a tag is closed that is not open; what is left open stays in ``open``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attributes: Any) -> None:
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def assert_whole_and_alone(page: str) -> None:
+    """Well-formed, and nothing in it comes from elsewhere."""
+    parser = WellFormed()
+    parser.feed(page)
+    parser.close()
+    assert parser.open == []
+    for svg in re.findall(r"<svg.*?</svg>", page, re.DOTALL):
+        ET.fromstring(svg)
+    assert not re.search(r"https?:|//|\bsrc=|\bhref=|@import|url\(|<script|\bnan\b|\binf\b", page)
+
+
+def test_every_step_and_layer_is_a_cell_with_its_value(tmp_path: Path) -> None:
+    page = page_of(write_run(tmp_path, num_steps=20, num_layers=3, num_ranks=2))
+    assert_whole_and_alone(page)
+    cells = CELL.findall(section(page, "Load by layer over steps"))
+    assert [(int(x), int(y)) for _, x, y, _ in cells] == [(step, layer) for layer in range(3) for step in range(20)]
+    loads = [layer_line(int(y), int(x)).load_p50 for _, x, y, _ in cells]
+    assert [title for *_, title in cells] == [
+        f"layer {y}, step {x}: {load:.4g}" for (_, x, y, _), load in zip(cells, loads, strict=True)
+    ]
+    levels = [int(colour.removeprefix("h")) for colour, *_ in cells]
+    assert [level for _, level in sorted(zip(loads, levels, strict=True))] == sorted(levels)
+    assert {min(levels), max(levels)} == {0, 15}
+
+
+def test_long_runs_are_binned_and_no_step_is_lost(tmp_path: Path) -> None:
+    num_steps = 1003
+    page = page_of(write_run(tmp_path, num_steps=num_steps, num_layers=2))
+    cells = CELL.findall(section(page, "Load by layer over steps"))
+    assert len(cells) == 2 * 160
+    seen = []
+    for _, _, layer, title in cells:
+        first, last, value = re.fullmatch(r"layer \d, steps (\d+)–(\d+): (.+)", title).groups()
+        steps = range(int(first), int(last) + 1)
+        seen += [(int(layer), step) for step in steps]
+        assert float(value) == pytest.approx(np.mean([layer_line(int(layer), s).load_p50 for s in steps]), rel=1e-3)
+    assert seen == [(layer, step) for layer in range(2) for step in range(num_steps)]
+    hits = re.findall(
+        r'class="hit"[^>]*><title>steps (\d+)–(\d+): loss (\S+) \((\S+) to (\S+)\)', section(page, "loss")
+    )
+    assert len(hits) == 160
+    for first, last, *shown in hits:
+        high, low = (5 / (1 + int(step) / 10) for step in (first, last))
+        assert [float(shown[1]), float(shown[2])] == pytest.approx([low, high], rel=1e-3)
+        assert low <= float(shown[0]) * 1.001
+        assert float(shown[0]) * 0.999 <= high
+
+
+def test_the_curve_goes_through_the_losses(tmp_path: Path) -> None:
+    """Higher losses stand higher, by as much; a step without a finite one has no point."""
+    losses = [4.0, 3.0, math.nan, 2.0]
+    write_lines(tmp_path, [step_line(step, [0], loss=loss) for step, loss in enumerate(losses)])
+    drawn = section(page_of(tmp_path), "loss")
+    (points,) = re.findall(r'<polyline class="curve c0" points="([^"]*)"', drawn)
+    (x0, y0), (x1, y1), (x3, y3) = (map(float, point.split(",")) for point in points.split())
+    assert x3 - x1 == pytest.approx(2 * (x1 - x0), abs=0.2)
+    assert y1 - y0 == pytest.approx(y3 - y1, abs=0.2)
+    assert y0 < y1
+    assert "step 2: loss none" in drawn
+
+
+def test_the_table_has_a_row_for_each_layer(tmp_path: Path) -> None:
+    page = page_of(write_run(tmp_path, num_steps=30, num_layers=2, num_ranks=2))
+    rows = [re.findall(r"<td>([^<]*)</td>", row) for row in re.findall(r"<tr><td>.*?</tr>", section(page, "By layer"))]
+    for layer, row in enumerate(rows):
+        lines = [layer_line(layer, step) for step in range(30)]
+        wanted = [
+            np.median([line.load_p50 for line in lines]),
+            np.quantile([line.load_p95 for line in lines], 0.95),
+            max(line.load_max for line in lines),
+            np.mean([line.experts_without_tokens for line in lines]),
+            max(line.experts_without_tokens for line in lines),
+            lines[0].exposed_ms + 0.5,
+            lines[0].exposed_ms + 1,
+            1.0,
+            5.0,
+        ]
+        assert row == [str(layer), *(f"{value:.4g}" for value in wanted)]
+    assert len(rows) == 2
+
+
+def test_experts_layers_and_events_are_shown(tmp_path: Path) -> None:
+    write_lines(tmp_path, [step_line(0, [0, 1]), step_line(1, [0], events=["plan <due> at 1 & late"])])
+    page = page_of(tmp_path)
+    assert_whole_and_alone(page)
+    experts = [title for *_, title in CELL.findall(section(page, "Tokens of experts by layer"))]
+    assert experts[:4] == [f"layer 0, expert {expert}: {expert / 1.5:.4g}" for expert in range(4)]
+    assert len(experts) == 8
+    cells = CELL.findall(section(page, "Load by layer over steps"))
+    assert cells[3] == ("empty", "1", "1", "layer 1, step 1: none")
+    assert "plan <due> at 1 & late" in unescape(section(page, "Events"))
+
+
+def test_spans_are_drawn_where_there_are_some(tmp_path: Path) -> None:
+    write_run(tmp_path, num_steps=1, num_layers=1)
+    assert "<h2>Timeline</h2>" not in page_of(tmp_path)
+    for rank in range(2):
+        spans = [
+            Span(rank, "compute", 1000.0, 3000.0, "experts"),
+            Span(rank, "dispatch", 0.0, 1000.0, "dispatch", "c 0"),
+        ]
+        write_spans(Timeline(spans, "measured"), tmp_path, rank)
+    page = page_of(tmp_path)
+    assert_whole_and_alone(page)
+    drawn = re.findall(
+        r'class="span" x="(\S+)" y="(\S+)" width="(\S+)".*?<title>(.*?)</title>', section(page, "Timeline")
+    )
+    assert [title for *_, title in drawn].count("rank 1, compute: experts, 2 ms") == 1
+    width_of = {title: float(width) for _, _, width, title in drawn}
+    assert width_of["rank 0, compute: experts, 2 ms"] == pytest.approx(
+        2 * width_of["rank 0, dispatch: dispatch c 0, 1 ms"], rel=1e-3
+    )
+
+
+@pytest.mark.parametrize(("num_steps", "num_layers"), [(1, 1), (1, 100), (2, 3)])
+def test_pages_of_any_size_are_whole(tmp_path: Path, num_steps: int, num_layers: int) -> None:
+    page = page_of(write_run(tmp_path, num_steps, num_layers))
+    assert_whole_and_alone(page)
+    assert len(CELL.findall(section(page, "Load by layer over steps"))) == num_steps * num_layers
+
+
+def test_a_run_without_layers_or_finite_losses_has_a_page(tmp_path: Path) -> None:
+    write_lines(tmp_path, [step_line(step, [], loss=math.nan) for step in range(3)])
+    page = page_of(tmp_path)
+    assert_whole_and_alone(page)
+    assert "no finite number was written" in section(page, "loss")
+
+
+@pytest.mark.parametrize("num_steps", [1, 159, 160, 161, 100_000])
+def test_bins_hold_every_step_once(num_steps: int) -> None:
+    bins = Bins.of(np.arange(num_steps), 160)
+    sizes = np.diff(np.append(bins.first_B, num_steps))
+    assert len(bins) == min(num_steps, 160)
+    assert sizes.sum() == num_steps
+    assert sizes.max() - sizes.min() <= 1
+
+
+def test_the_command_writes_the_page_and_says_where(tmp_path: Path) -> None:
+    write_run(tmp_path, num_steps=2, num_layers=1)
+    for options, path in (([], tmp_path / "report.html"), (["--out", str(tmp_path / "a.html")], tmp_path / "a.html")):
+        done = CliRunner().invoke(app, ["report", str(tmp_path), *options])
+        assert (done.exit_code, done.stdout) == (0, f"{path}\n")
+        assert path.read_text(encoding="utf-8") == page_of(tmp_path)
+    missing = CliRunner().invoke(app, ["report", str(tmp_path / "nowhere")])
+    assert missing.exit_code == 2
+    assert missing.stderr.startswith("Error: ")
+    assert "nowhere is not a folder" in missing.stderr
+
+
+# --- in a browser ----------------------------------------------------------------------------------------------
+
+# Asks the browser what it drew, and leaves the answer in the page.
+PROBE = """<script>
+const of = (selector) => [...document.querySelectorAll(selector)];
+const box = (element) => element.getBoundingClientRect();
+const section = (title) => of("section").find((found) => found.querySelector("h2").textContent === title);
+const cells = [...section("Load by layer over steps").querySelectorAll(".cell")];
+const inside = of("svg text, svg rect").every((element) => {
+  const a = box(element), b = box(element.ownerSVGElement);
+  return a.left >= b.left - 1 && a.right <= b.right + 1 && a.top >= b.top - 1 && a.bottom <= b.bottom + 1;
+});
+const answer = {
+  cells: cells.length,
+  area: cells.reduce((sum, cell) => sum + box(cell).width * box(cell).height, 0),
+  spread: (box(cells.at(-1)).right - box(cells[0]).left) * (box(cells.at(-1)).bottom - box(cells[0]).top),
+  colours: new Set(cells.map((cell) => getComputedStyle(cell).fill)).size,
+  paper: getComputedStyle(document.body).backgroundColor,
+  ink: getComputedStyle(document.body).color,
+  inside: inside,
+  scrolls: document.documentElement.scrollWidth > document.documentElement.clientWidth,
+  requests: performance.getEntriesByType("resource").length,
+  hovered: (() => { const b = box(cells[7]);
+    scrollTo(0, b.top + scrollY - 100); const now = box(cells[7]);
+    return document.elementFromPoint(now.left + now.width / 2, now.top + now.height / 2).textContent; })(),
+};
+const output = document.createElement("output");
+output.textContent = JSON.stringify(answer);
+document.body.append(output);
+</script>"""
+
+
+@pytest.fixture(scope="module", params=["light", "dark"])
+def shown(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What a browser says of a page, on light and on dark paper."""
+    if BROWSER is None:
+        pytest.skip("no browser here: apt-get install chromium-headless-shell")
+    folder = tmp_path_factory.mktemp("shown")
+    page = page_of(write_run(folder, num_steps=300, num_layers=12, num_ranks=2))
+    probed = folder / "probed.html"
+    probed.write_text(page.replace("</body>", PROBE + "</body>"), encoding="utf-8")
+    scheme = {"dark": 0, "light": 1}[request.param]
+    options = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={folder / 'profile'}"]
+    options += [f"--blink-settings=preferredColorScheme={scheme}", "--window-size=1000,800", "--dump-dom"]
+    done = subprocess.run(
+        [BROWSER, *options, probed.as_uri()], capture_output=True, text=True, timeout=120, check=True, encoding="utf-8"
+    )
+    (answer,) = re.findall(r"<output>(.*?)</output>", done.stdout)
+    return {"scheme": request.param, **json.loads(unescape(answer))}
+
+
+def test_a_browser_draws_the_page(shown: dict[str, Any]) -> None:
+    assert shown["cells"] == 12 * 160
+    assert 8 <= shown["colours"] <= 16
+    # Cells fill their map, without gaps and without lying on one another.
+    assert shown["area"] == pytest.approx(shown["spread"], rel=1e-3)
+    assert shown["inside"]
+    assert not shown["scrolls"]
+    assert shown["requests"] == 0
+    assert shown["hovered"].startswith("layer 0, steps ")
+
+
+def test_ink_stands_out_from_the_paper(shown: dict[str, Any]) -> None:
+    def brightness(colour: str) -> float:
+        return sum(map(int, re.findall(r"\d+", colour)[:3])) / 765
+
+    paper, ink = brightness(shown["paper"]), brightness(shown["ink"])
+    assert (paper > 0.9 and ink < 0.2) if shown["scheme"] == "light" else (paper < 0.2 and ink > 0.8)

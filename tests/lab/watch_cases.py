@@ -1,0 +1,65 @@
+"""Folders of watched trainings, written line by line as ``Watch`` does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from moesys.step_lines import EventLine, LayerLine, StepFile, StepLine
+
+NUM_EXPERTS = 4
+
+
+def layer_line(layer: int, step: int, rank: int = 0, tokens_E: Sequence[int] = ()) -> LayerLine:
+    """Numbers that tell layer, step and rank."""
+    load = 1 + ((7 * step + 3 * layer) % 11) / 8
+    return LayerLine(
+        layer=layer,
+        micro_batches=2,
+        load_p50=load,
+        load_p95=load + 0.25,
+        load_max=load + 0.5,
+        experts_without_tokens=(step + layer) % 3,
+        exposed_ms=10.0 * (layer + 1) + rank,
+        plan_ms=0.5 + rank,
+        restored_mib=2.0 + rank,
+        tokens_E=tuple(tokens_E),
+    )
+
+
+def step_line(
+    step: int,
+    layers: Iterable[int],
+    rank: int = 0,
+    *,
+    num_ranks: int = 8,
+    loss: float | None = None,
+    events: Sequence[str] = (),
+) -> StepLine:
+    tokens_E = np.arange(NUM_EXPERTS).tolist() if rank == 0 else ()
+    return StepLine(
+        step=step,
+        num_ranks=num_ranks,
+        time_s=1_700_000_000.0 + step,
+        step_ms=100.0 + step % 7,
+        numbers={"loss": 5 / (1 + step / 10) if loss is None else loss},
+        layers=tuple(layer_line(layer, step, rank, tokens_E) for layer in layers),
+        events=tuple(EventLine(0, step, what) for what in events),
+    )
+
+
+def write_run(folder: Path, num_steps: int, num_layers: int, num_ranks: int = 1) -> Path:
+    for rank in range(num_ranks):
+        lines = [step_line(step, range(num_layers), rank, num_ranks=num_ranks) for step in range(num_steps)]
+        write_lines(folder, lines, rank)
+    return folder
+
+
+def write_lines(folder: Path, lines: Iterable[StepLine], rank: int = 0) -> Path:
+    file = StepFile(folder, rank)
+    for line in lines:
+        file.append(line)
+    file.close()
+    return file.path

@@ -1,0 +1,255 @@
+"""A watched training: what stands in its lines is what the layers did, on every rank and over crashes."""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import moesys as ms
+from moesys.lab.ranks.pool import LocalRanks
+from moesys.layout_schedule import PlanEvent
+from moesys.step_lines import StepLine, read_spans, read_steps
+
+H, NUM_RANKS, MICRO_BATCHES = 16, 2, 3
+SHAPE = ms.ModelShape(hidden_size=H, intermediate_size=16, num_experts=6, top_k=2)
+FSEP = ms.Strategy(name="fsep", sharding=ms.Fsep(slots_per_rank=4), balance=ms.Greedy(), split=ms.FlowSplit())
+EP = ms.Strategy(name="ep")
+
+
+def two_layers(strategy: ms.Strategy) -> nn.Module:
+    return nn.Sequential(*(ms.MoELayer(SHAPE, strategy, layer_index=index) for index in range(2)))
+
+
+def lines_of(folder: Path, rank: int = 0) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / f"rank-{rank:04d}.jsonl").read_text().splitlines()]
+
+
+def x_of(step: int, micro_batch: int, rank: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1000 * step + 10 * micro_batch + rank)
+    return torch.randn(24, H, generator=generator) + torch.arange(H) / H
+
+
+def train_watched(folder: Path, strategy: ms.Strategy, checkpointed: bool) -> list[list[dict[int, ms.LayerPlan]]]:
+    """Three steps, and an evaluation after each. Returns plans by step, micro-batch and layer."""
+    model = two_layers(strategy)
+    runtime = ms.link(model, record_spans=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    plans = []
+    with ms.Watch(model, folder) as watch:
+        for step in range(3):
+            plans.append([])
+            for micro_batch in range(MICRO_BATCHES):
+                x = x_of(step, micro_batch, dist.get_rank())
+                if checkpointed:
+                    y = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False, context_fn=ms.recompute)
+                else:
+                    y = model(x)
+                y.square().mean().backward()
+                plans[-1].append({layer.experts.layer_index: layer.last_plan for layer in model})
+            ms.sync_gradients(model)
+            optimizer.step()
+            optimizer.zero_grad()
+            watch.step(loss=y.square().mean(), broken=float("nan"))
+            with torch.no_grad():
+                model.eval()(x)
+            model.train()
+            watch.begin()
+        watch.write_timeline(runtime.timeline())
+    runtime.close()
+    return plans
+
+
+@pytest.mark.parametrize(
+    ("strategy", "checkpointed"), [(EP, False), (FSEP, False), (FSEP, True)], ids=["ep", "fsep", "fsep recomputed"]
+)
+def test_lines_say_what_the_plans_were(
+    ranks: LocalRanks, tmp_path: Path, strategy: ms.Strategy, checkpointed: bool
+) -> None:
+    plans_of_rank = ranks.run(train_watched, tmp_path, strategy, checkpointed, num_ranks=NUM_RANKS)
+    for rank, plans in enumerate(plans_of_rank):
+        lines = lines_of(tmp_path, rank)
+        assert [(line["step"], line["num_ranks"]) for line in lines] == [(0, 2), (1, 2), (2, 2)]
+        for line, micro_batches in zip(lines, plans, strict=True):
+            assert line["numbers"]["loss"] > 0
+            assert line["numbers"]["broken"] is None
+            assert [layer["layer"] for layer in line["layers"]] == [0, 1]
+            for layer in line["layers"]:
+                step_plans = [by_layer[layer["layer"]] for by_layer in micro_batches]
+                over_mean = [plan.tokens.max_over_mean for plan in step_plans]
+                tokens_E = sum(plan.load.tokens_E for plan in step_plans)
+                assert layer["micro_batches"] == MICRO_BATCHES
+                assert layer["load_p50"] == round(sorted(over_mean)[1], 6)
+                assert layer["load_p95"] == round(float(np.percentile(over_mean, 95)), 6)
+                assert layer["load_max"] == round(max(over_mean), 6)
+                assert layer["experts_without_tokens"] == (tokens_E == 0).sum()
+                assert layer["tokens_E"] == (tokens_E.tolist() if rank == 0 else [])
+                assert sum(tokens_E) == NUM_RANKS * MICRO_BATCHES * 24 * SHAPE.top_k
+                assert layer["exposed_ms"] > 0
+                assert (layer["restored_mib"] > 0) == (strategy is FSEP)
+    spans = read_spans(tmp_path)
+    assert spans is not None
+    assert {span.rank for span in spans.spans} == {0, 1}
+
+
+def restored_of_steps(folder: Path, begin: bool) -> None:
+    """Two alike steps, and between them an evaluation that restores experts as training does."""
+    model = two_layers(FSEP.replace(balance=ms.Static()))
+    with ms.Watch(model, folder) as watch:
+        for _ in range(2):
+            model(x_of(0, 0, dist.get_rank())).sum().backward()
+            watch.step()
+            with torch.no_grad():
+                model.eval()(x_of(0, 0, dist.get_rank()))
+            model.train()
+            if begin:
+                watch.begin()
+
+
+def test_what_came_before_begin_is_not_counted(ranks: LocalRanks, tmp_path: Path) -> None:
+    first, second = {}, {}
+    for begin in (True, False):
+        ranks.run(restored_of_steps, tmp_path / str(begin), begin, num_ranks=2)
+        layers = [line["layers"][0] for line in lines_of(tmp_path / str(begin))]
+        assert [layer["micro_batches"] for layer in layers] == [1, 1]
+        first[begin], second[begin] = (layer["restored_mib"] for layer in layers)
+    assert first[True] == second[True] == first[False] > 0
+    assert second[False] > first[False]
+
+
+# --- one rank -------------------------------------------------------------------------------------------------
+
+
+def step_of(model: nn.Module, num_micro_batches: int = 1) -> None:
+    for micro_batch in range(num_micro_batches):
+        model(x_of(0, micro_batch, 0)).sum().backward()
+
+
+def test_every_so_many_steps_one_is_written_and_is_about_itself(tmp_path: Path) -> None:
+    model = two_layers(EP)
+    with ms.Watch(model, tmp_path, every=2) as watch:
+        for step in range(5):
+            step_of(model, num_micro_batches=step + 1)
+            watch.step(loss=step)
+    lines = lines_of(tmp_path)
+    assert [(line["step"], line["layers"][0]["micro_batches"]) for line in lines] == [(0, 1), (2, 3), (4, 5)]
+    assert [line["numbers"] for line in lines] == [{"loss": 0.0}, {"loss": 2.0}, {"loss": 4.0}]
+
+
+def test_a_layer_that_did_not_run_is_not_in_the_line(tmp_path: Path) -> None:
+    model = two_layers(EP)
+    with ms.Watch(model, tmp_path) as watch:
+        model[1](x_of(0, 0, 0)).sum().backward()
+        watch.step()
+    assert [layer["layer"] for layer in lines_of(tmp_path)[0]["layers"]] == [1]
+
+
+def test_events_stand_in_the_line_that_follows_them(tmp_path: Path) -> None:
+    model = two_layers(EP)
+    with ms.Watch(model, tmp_path, every=2) as watch:
+        for step in range(5):
+            step_of(model)
+            if step in (1, 3):
+                model[1].experts.schedule.events.append(PlanEvent(1, step, f"late at {step}"))
+            watch.step()
+    found = [line["events"] for line in lines_of(tmp_path)]
+    told = [[{"layer": 1, "micro_batch": step, "what": f"late at {step}"}] for step in (1, 3)]
+    assert found == [[], *told]
+
+
+def test_a_resumed_run_appends_behind_whole_lines(tmp_path: Path) -> None:
+    model = two_layers(EP)
+    path = tmp_path / "rank-0000.jsonl"
+    with ms.Watch(model, tmp_path) as watch:
+        for _ in range(3):
+            step_of(model)
+            watch.step()
+            # On the disk of a process that dies now.
+            assert path.read_bytes().endswith(b"\n")
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole[: len(whole) // 2 + 7])
+    assert [line.step for line in read_steps(path)][:3] == [0, 1, 2]
+    with ms.Watch(model, tmp_path) as watch:
+        step_of(model)
+        watch.step()
+        step_of(model)
+        watch.step(1)
+        step_of(model)
+        watch.step()
+    steps = [line["step"] for line in lines_of(tmp_path)]
+    assert steps[:3] == [0, 1, 2]
+    assert steps[-3:] == [steps[-4] + 1, 1, 2]
+
+
+def test_a_long_last_line_is_found(tmp_path: Path) -> None:
+    line = StepLine(7, 1, 0.0, 1.0, {"x" * 300_000: 1.0}, ())
+    (tmp_path / "rank-0000.jsonl").write_bytes(StepLine(6, 1, 0.0, 1.0, {}, ()).to_line() + line.to_line())
+    model = two_layers(EP)
+    with ms.Watch(model, tmp_path) as watch:
+        step_of(model)
+        watch.step()
+    assert lines_of(tmp_path)[-1]["step"] == 8
+
+
+def test_lines_survive_a_round_trip(tmp_path: Path) -> None:
+    model = two_layers(EP)
+    with ms.Watch(model, tmp_path) as watch:
+        step_of(model)
+        watch.step(loss=1.5, lost=math.inf)
+    (line,) = read_steps(tmp_path / "rank-0000.jsonl")
+    assert line.to_line() == (tmp_path / "rank-0000.jsonl").read_bytes()
+    assert math.isnan(line.numbers["lost"])
+
+
+def test_a_watch_leaves_no_trace_when_it_is_closed(tmp_path: Path) -> None:
+    model = two_layers(EP)
+    with ms.Watch(model, tmp_path):
+        copied = copy.deepcopy(model)
+        assert copied[0].experts.load_log is None
+        assert model[0].experts.load_log is not None
+    assert model[0].experts.load_log is None
+
+
+def test_what_cannot_be_watched_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"the model has no ms\.Experts, so there is nothing to watch"):
+        ms.Watch(nn.Linear(2, 2), tmp_path)
+    alike = nn.Sequential(ms.MoELayer(SHAPE, EP), ms.MoELayer(SHAPE, EP))
+    with pytest.raises(ValueError, match=r"layer_index values \[0, 0\] repeat; give every layer its own"):
+        ms.Watch(alike, tmp_path)
+    with pytest.raises(ValueError, match="every=0 must be at least 1"):
+        ms.Watch(two_layers(EP), tmp_path, every=0)
+    model = two_layers(EP)
+    with ms.Watch(model, tmp_path), pytest.raises(ValueError, match="watched already; close its Watch first"):
+        ms.Watch(model, tmp_path)
+
+
+def test_tensorboard_has_the_numbers_of_the_lines(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    model = two_layers(EP)
+    with ms.Watch(model, tmp_path, tensorboard=True) as watch:
+        for step in range(3):
+            step_of(model)
+            watch.step(loss=step / 2, broken=math.nan)
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(0, 0.0), (1, 0.5), (2, 1.0)]
+    assert "broken" not in events.Tags()["scalars"]
+    for layer in range(2):
+        exposed = [event.value for event in events.Scalars(f"plan_ms/layer_{layer:02d}")]
+        assert exposed == pytest.approx([line["layers"][layer]["plan_ms"] for line in lines_of(tmp_path)], rel=1e-6)
+
+
+def test_without_tensorboard_it_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("tensorboard", "torch.utils.tensorboard"):
+        monkeypatch.setitem(__import__("sys").modules, name, None)
+    with pytest.raises(ImportError, match=r"tensorboard=True needs TensorBoard: pip install 'moesys\[tensorboard\]'"):
+        ms.Watch(two_layers(EP), tmp_path, tensorboard=True)
