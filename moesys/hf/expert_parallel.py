@@ -17,6 +17,7 @@ from transformers.distributed.expert_parallel import EPImplementation
 from moesys.config import Strategy
 from moesys.hf.experts_module import compute_dtype
 from moesys.hf.strategy_experts import check, strategy_experts
+from moesys.kernels.cpu.page_pool import PagePool
 from moesys.moe.experts import Experts
 
 
@@ -27,12 +28,15 @@ def implementation_of(strategy: Strategy) -> type[EPImplementation]:
     """
     check(strategy)
     layer_indices = count()
+    # One for all layers, which take turns: what one has left idle the next takes.
+    memory = PagePool()
 
     class StrategyExperts(EPImplementation):
         def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
             super().__init__(experts, ep_mesh, tp_mesh)
             self._module = experts
             self._experts = strategy_experts(experts, strategy, ep_mesh, next(layer_indices))
+            self._experts.shards.memory = memory
 
         def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
             if self.tp_mesh.size() > 1:
