@@ -18,7 +18,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
 import moesys as ms
-from moesys.lab.ranks.outcomes import RankError
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.moe.expert_form import ExpertForm
 from moesys.moe.experts import experts_of
@@ -198,12 +197,9 @@ def unevenly() -> None:
 
 def test_a_rank_without_experts_is_computed_or_refused_everywhere(ranks: LocalRanks) -> None:
     """Not: raised by FSDP on the last rank alone, in backward, for which the others wait."""
-    try:
-        ranks.run(unevenly, timeout_s=30.0)
-    except RankError as error:
-        assert "4 of 4 ranks failed" in str(error)
-        assert "gave no answer" not in str(error)
-        assert "ValueError" in str(error)
+    outcomes = ranks.outcomes(unevenly, timeout_s=30.0, grace_s=3.0)
+    kinds = {outcome.kind for outcome in outcomes}
+    assert kinds == {"returned"} or all("ValueError" in str(outcome) for outcome in outcomes), outcomes
 
 
 # --- crashes ------------------------------------------------------------------------------------------------------
@@ -275,14 +271,15 @@ def test_gemma4_says_how_many_experts_a_token_has(ranks: LocalRanks) -> None:
     ranks.run(gemma4, num_ranks=1, timeout_s=60.0)
 
 
-def turned_indices() -> Tensor:
+def turned_weights() -> None:
     experts = ms.Experts(SHAPE, lent(2, 4))
-    index_TK = torch.tensor([[0, 0, 0], [1, 1, 1]]).T
-    return experts(torch.randn(3, 8), index_TK, torch.ones(3, 2))
+    index_TK = torch.tensor([[0, 1]] * 3)
+    weight_TK = torch.ones(2, 3, requires_grad=True).T
+    experts(torch.randn(3, 8), index_TK, weight_TK).sum().backward()
 
 
-def test_indices_may_lie_either_way_round(ranks: LocalRanks) -> None:
-    ranks.run(turned_indices, num_ranks=2, timeout_s=60.0)
+def test_routing_weights_may_lie_either_way_round(ranks: LocalRanks) -> None:
+    ranks.run(turned_weights, num_ranks=2, timeout_s=60.0)
 
 
 # --- unclear messages -----------------------------------------------------------------------------------------------
