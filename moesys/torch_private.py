@@ -14,7 +14,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.autograd import Variable
-from torch.distributed.tensor import Placement
 
 NO_BACKWARD = -1
 
@@ -67,17 +66,6 @@ def after_this_backward(callback: Callable[[], None]) -> None:
     AttributeError where gradients are delayed; ``Fsep(delay_reshard=False)`` does not need it.
     """
     Variable._execution_engine.queue_callback(callback)
-
-
-def strided_shard(dim: int, blocks: int) -> Placement:
-    """Returns the placement of a tensor that is ``blocks`` tensors along ``dim``, each of which is cut over the ranks.
-
-    Needs ``torch.distributed.tensor.placement_types._StridedShard``. Without it ``Fsep`` cannot hold the experts of
-    transformers' models, which keep gate and up in one tensor; importing this raises ImportError.
-    """
-    from torch.distributed.tensor.placement_types import _StridedShard
-
-    return _StridedShard(dim, split_factor=blocks)
 
 
 def default_store() -> dist.Store:

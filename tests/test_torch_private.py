@@ -7,8 +7,6 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 from moesys import torch_private
@@ -19,7 +17,6 @@ from moesys.torch_private import (
     checkpointed_region,
     current_backward,
     group_timeout_s,
-    strided_shard,
     will_execute,
 )
 
@@ -118,10 +115,3 @@ def test_the_rendezvous_store_has_connections_of_its_own(group):
 def test_onednn_multiplies():
     x_MK, weight_NK = torch.randn(5, 32), torch.randn(24, 32)
     torch.testing.assert_close(onednn_product(x_MK, weight_NK), x_MK @ weight_NK.T)
-
-
-def test_what_is_two_in_one_is_cut_in_each(group):
-    whole = torch.arange(12.0).view(1, 6, 2)
-    cut = distribute_tensor(whole, DeviceMesh.from_group(group, "cpu"), [strided_shard(1, 2)])
-    assert torch.equal(cut.to_local(), whole)
-    assert torch.equal(cut.full_tensor(), whole)

@@ -27,16 +27,17 @@ def implementation_of(strategy: Strategy) -> type[EPImplementation]:
     Raises ValueError where transformers' models cannot.
     """
     check(strategy)
-    layer_indices = count()
-    # One for all layers, which take turns: what one has left idle the next takes.
-    memory = PagePool()
+    newest = _Model(None)
 
     class StrategyExperts(EPImplementation):
         def __init__(self, experts: nn.Module, ep_mesh: DeviceMesh, tp_mesh: DeviceMesh) -> None:
             super().__init__(experts, ep_mesh, tp_mesh)
             self._module = experts
-            self._experts = strategy_experts(experts, strategy, ep_mesh, next(layer_indices))
-            self._experts.shards.memory = memory
+            nonlocal newest
+            if newest.ep_mesh is not ep_mesh:
+                newest = _Model(ep_mesh)
+            self._experts = strategy_experts(experts, strategy, ep_mesh, next(newest.layer_indices))
+            self._experts.shards.memory = newest.memory
 
         def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
             if self.tp_mesh.size() > 1:
@@ -47,6 +48,15 @@ def implementation_of(strategy: Strategy) -> type[EPImplementation]:
             return run(self._experts, self._module.training, x_TH, expert_TK, weight_TK)
 
     return StrategyExperts
+
+
+class _Model:
+    """What the layers of one model share, which transformers gives all the same mesh: numbers from 0 on, and memory, as
+    they take turns.
+    """
+
+    def __init__(self, ep_mesh: DeviceMesh | None) -> None:
+        self.ep_mesh, self.layer_indices, self.memory = ep_mesh, count(), PagePool()
 
 
 def run(experts: Experts, training: bool, x_TH: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from moesys.config import Strategy
 from moesys.hf.expert_parallel import run
@@ -46,18 +48,27 @@ def parallelize(
             f"{type(model).__name__} has no MoE blocks with experts as transformers has them (gate_up_proj and "
             "down_proj of all experts in one module); for a model of your own use ms.MoELayer or ms.Experts"
         )
+    if any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        raise ValueError(
+            f"{type(model).__name__} is sharded already, by parallelize or from_pretrained(distributed_config=...); "
+            "do it once, and link a model that transformers has sharded by ms.link"
+        )
     expert_mesh = _expert_mesh(mesh)
     ranks = expert_mesh.mesh.flatten()
     dense_mesh = DeviceMesh(expert_mesh.device_type, ranks, mesh_dim_names=("fsdp",))
-    shard: Any = partial(fully_shard, mp_policy=policy or MixedPrecisionPolicy())
+    policy = policy or MixedPrecisionPolicy()
+    shard: Any = partial(fully_shard, mp_policy=policy)
+    # Where there is one group nothing travels, and FSDP would divide twice by what other dtypes need.
+    alone = expert_mesh["efsdp"].size() == 1
+    of_experts = replace(policy, reduce_dtype=torch.float32) if alone else policy
     for index, module in enumerate(modules):
         experts = strategy_experts(module, strategy, expert_mesh[EP], index)
         module.forward = partial(_forward, module, experts)
-        unit: FSDPModule = shard(module, mesh=expert_mesh["efsdp"])
+        unit: FSDPModule = shard(module, mesh=expert_mesh["efsdp"], mp_policy=of_experts)
         # Each group's gradients are sums already: the sum of the groups' over all ranks is the mean. Where there is one
         # group FSDP adds nothing up, and divides.
         unit.set_gradient_divide_factor(float(len(ranks)))
-        if expert_mesh["efsdp"].size() > 1:
+        if not alone:
             unit.set_force_sum_reduction_for_comms(True)
     for block in _blocks(model, modules):
         shard(block, mesh=dense_mesh)

@@ -20,9 +20,8 @@ from moesys.moe.experts import Experts, attach
 from moesys.moe.outside import OutsideExperts
 from moesys.overlap.experts_cpu import SWIGLU
 from moesys.overlap.experts_on_device import ExpertFunction
-from moesys.torch_private import strided_shard
 
-TOP_K_NAMES = ("num_experts_per_tok", "moe_topk", "moe_k", "num_experts_per_token")
+TOP_K_NAMES = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
 
 
 def check(strategy: Strategy) -> None:
@@ -65,17 +64,18 @@ def strategy_experts(module: Any, strategy: Strategy, ep_mesh: DeviceMesh, layer
         return [module._parameters[name] for name in names]
 
     outside = OutsideExperts(read, form, function)
-    experts = Experts(shape, strategy, ep_mesh, layer_index=layer_index, outside=outside)
+    device = ep_mesh.device_type
+    experts = Experts(shape, strategy, ep_mesh, layer_index=layer_index, device=device, outside=outside)
     attach(experts, module)
     return experts
 
 
 def _part(module: Any, name: str) -> Part:
-    """Returns one expert's part of a parameter."""
-    parameter = module._parameters[name]
-    # A DTensor is loaded by transformers, from checkpoints that have gate and up apart: it cuts each by itself.
-    joined = isinstance(parameter, DTensor) and name.startswith("gate_up_proj") and module.is_concatenated
-    return Part(tuple(parameter.shape[1:]), blocks=2 if joined else 1)
+    """Returns one expert's part of a parameter. Where gate lies on up Fsep cuts across both, as checkpoints have them
+    apart, and transformers cuts what it loads before it puts them together.
+    """
+    shape = tuple(module._parameters[name].shape[1:])
+    return Part(shape, dim=1 if name == "gate_up_proj" and not module.is_transposed else 0)
 
 
 def _shard(module: Any, names: tuple[str, ...], form: ExpertForm, strategy: Strategy, ep_mesh: DeviceMesh) -> None:
@@ -85,10 +85,15 @@ def _shard(module: Any, names: tuple[str, ...], form: ExpertForm, strategy: Stra
         placement: Placement = Shard(0)
         if inside:
             part.sliced_shape(ep_mesh.size())
-            placement = Shard(1) if part.blocks == 1 else strided_shard(1, part.blocks)
+            placement = Shard(1 + part.dim)
         elif isinstance(parameter, DTensor):
             # transformers gives each rank whole experts already.
             continue
+        elif (block := -(-len(parameter) // ep_mesh.size())) * (ep_mesh.size() - 1) >= len(parameter):
+            raise ValueError(
+                f"{len(parameter)} experts on {ep_mesh.size()} ranks, {block} a rank, leave the last rank without any, "
+                "which FSDP cannot run; use fewer ranks in a group, or Fsep"
+            )
         whole = parameter.detach()
         if isinstance(whole, DTensor):
             whole = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")

@@ -50,6 +50,7 @@ class LayerCall:
         self.expects_backward = torch.is_grad_enabled()
         # A recomputation runs this call's forward again.
         self.replayed = False
+        store.dtype = dtype
         self._restored = store.take_prefetched(self._pass_number)
 
     def restore(self) -> Restored:
@@ -66,7 +67,7 @@ class LayerCall:
     def prefetch_upcoming(self) -> None:
         """Starts bringing the next layers' experts, the first time it is called."""
         for store in self._upcoming:
-            store.prefetch(self._pass_number, self.dtype)
+            store.prefetch(self._pass_number)
         self._upcoming = ()
 
     def release(self) -> None:

@@ -25,13 +25,11 @@ from moesys.overlap.held_experts import ExpertGradients, ExpertWeights
 class Part:
     """One tensor of an expert.
 
-    shape: of one expert. dim: where FSEP cuts it over ranks. blocks: the tensor is so many along ``dim``, each cut by
-    itself: 2 where gate and up lie in one.
+    shape: of one expert. dim: where FSEP cuts it over ranks.
     """
 
     shape: tuple[int, ...]
     dim: int = 0
-    blocks: int = 1
 
     @property
     def num_elements(self) -> int:
@@ -40,10 +38,10 @@ class Part:
     def sliced_shape(self, num_ranks: int) -> tuple[int, ...]:
         """Returns a rank's slice. Raises ValueError where ranks do not divide it."""
         size = self.shape[self.dim]
-        if size % (self.blocks * num_ranks):
+        if size % num_ranks:
             raise ValueError(
-                f"an expert's tensor of {self.shape} has {size // self.blocks} rows in dimension {self.dim} that Fsep "
-                f"cuts over {num_ranks} ranks, which do not divide them; use ranks that do, or Ep"
+                f"an expert's tensor of {self.shape} is cut by Fsep in dimension {self.dim} over {num_ranks} ranks, "
+                f"which do not divide {size}; use ranks that do, or Ep"
             )
         return (*self.shape[: self.dim], size // num_ranks, *self.shape[self.dim + 1 :])
 
@@ -188,8 +186,7 @@ class PartSlices(Slices):
         pairs = []
         for part, flat_DN, slices in zip(self.form.parts, flats, self._split(slices_RDs), strict=True):
             before, behind = math.prod(part.shape[: part.dim]), math.prod(part.shape[part.dim + 1 :])
-            rows = part.shape[part.dim] // (part.blocks * self.num_ranks)
-            by_block = flat_DN.unflatten(1, (before, part.blocks, self.num_ranks, rows, behind))
-            by_rank = by_block.permute(3, 0, 1, 2, 4, 5)
+            rows = part.shape[part.dim] // self.num_ranks
+            by_rank = flat_DN.unflatten(1, (before, self.num_ranks, rows, behind)).permute(2, 0, 1, 3, 4)
             pairs.append((by_rank, slices.unflatten(2, by_rank.shape[2:])))
         return pairs

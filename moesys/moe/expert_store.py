@@ -42,23 +42,25 @@ class ExpertStore:
         if isinstance(sharding, Fsep):
             self.reshard_after_forward = sharding.reshard_after_forward
             self.prefetch_layers, self.delay_reshard = sharding.prefetch_layers, sharding.delay_reshard
-        self._prefetched: tuple[ExpertLayout, int, Restored] | None = None
+        # What the layer computes in: its last call's dtype; None before the first.
+        self.dtype: torch.dtype | None = None
+        self._prefetched: tuple[tuple[ExpertLayout, int, torch.dtype | None], Restored] | None = None
 
     def start_restore(self, layout: ExpertLayout, dtype: torch.dtype) -> Restored:
         """Starts bringing the experts of ``layout`` here, to be computed with in ``dtype``. A collective."""
         return self.shards.restore(self.masters.local(), dtype, layout, self.channel, f"layer {self.layer_index}")
 
-    def prefetch(self, pass_number: int, dtype: torch.dtype) -> None:
+    def prefetch(self, pass_number: int) -> None:
         """Starts bringing the experts of the coming micro-batch, whose layout is settled, unless it is done already or
         masters are not at hand.
         """
-        if not self._is_prefetched(pass_number) and self.masters.at_hand:
+        if self.dtype is not None and not self._is_prefetched(pass_number) and self.masters.at_hand:
             layout = self.schedule.layout
-            self._prefetched = (layout, pass_number, self.start_restore(layout, dtype))
+            self._prefetched = (layout, pass_number, self.dtype), self.start_restore(layout, self.dtype)
 
     def take_prefetched(self, pass_number: int) -> Restored | None:
         """Returns what was brought ahead for this pass and layout, if anything, and forgets it."""
-        restored = self._prefetched[2] if self._prefetched is not None and self._is_prefetched(pass_number) else None
+        restored = self._prefetched[1] if self._prefetched is not None and self._is_prefetched(pass_number) else None
         self.drop_prefetched()
         return restored
 
@@ -70,7 +72,7 @@ class ExpertStore:
         """Whether experts were brought ahead for this very pass: one that was broken off leaves some behind, which the
         next optimizer step makes stale.
         """
-        return self._prefetched is not None and self._prefetched[:2] == (self.schedule.layout, pass_number)
+        return self._prefetched is not None and self._prefetched[0] == (self.schedule.layout, pass_number, self.dtype)
 
     def new_gradients(self, layout: ExpertLayout) -> Tensor:
         """Returns memory for the gradients of the slots of ``layout``, float32 [D, padded_parameters]."""

@@ -122,7 +122,7 @@ class Experts(nn.Module):
         dtype = DTYPES[self.shape.dtype] if self.outside is None else x_TH.dtype
         call = self._replayed_or_planned(expert_TK, dtype)
         masters = self.store.masters.differentiable()
-        y_TH: Tensor = RoutedExperts.apply(x_TH.to(dtype), weight_TK.float(), call, self.link, *masters)
+        y_TH: Tensor = RoutedExperts.apply(x_TH.to(dtype), weight_TK.float().contiguous(), call, self.link, *masters)
         self._count(call)
         return y_TH.to(x_TH.dtype)
 
@@ -160,11 +160,6 @@ class Experts(nn.Module):
             tokens_E, call.counts = call.counts(), None
             self.counted_E = self.counted_E.to(tokens_E.device) + tokens_E
 
-    @property
-    def device(self) -> torch.device:
-        """Where the experts are."""
-        return self.store.masters.device
-
     def take_counts(self) -> Tensor:
         """Returns the choices of each expert on all ranks, int64 [E], in training since the last time."""
         counted_E, self.counted_E = self.counted_E, torch.zeros_like(self.counted_E)
@@ -183,7 +178,7 @@ class Experts(nn.Module):
         """
         E = self.shape.num_experts
         counts = [torch.bincount(expert_TK.flatten().long(), minlength=E) for expert_TK in micro_batches]
-        counts_N = torch.cat([torch.zeros(0, dtype=torch.int64), *counts]).to(self.device)
+        counts_N = torch.cat([torch.zeros(0, dtype=torch.int64), *counts]).to(self.store.masters.device)
         tokens_RN = self.token_channel.all_gather(counts_N, lane="counts").cpu()
         self.schedule.foresee(tokens_RN.unflatten(1, (-1, E)).transpose(0, 1).contiguous().numpy())
 
@@ -246,6 +241,11 @@ class Experts(nn.Module):
 
     def set_extra_state(self, state: str) -> None:
         loaded = json.loads(state)
+        if len(loaded["counted"]) != self.shape.num_experts:
+            raise ValueError(
+                f"state is of {len(loaded['counted'])} experts, and these are {self.shape.num_experts}; load that of "
+                "the same model"
+            )
         self.schedule.load_state_dict(loaded)
         self.counted_E = torch.tensor(loaded["counted"], dtype=torch.int64)
         self.store.drop_prefetched()
@@ -257,6 +257,8 @@ class Experts(nn.Module):
                 "only a layer without a process group and not linked can be copied or pickled; "
                 "make another and load this one's state_dict()"
             )
+        if self.outside is not None:
+            raise TypeError("a copy would read the parameters of the original; make other experts for other parameters")
         connected = ("token_channel", "store", "planner", "link", "load_log")
         return {name: value for name, value in self.__dict__.items() if name not in connected}
 

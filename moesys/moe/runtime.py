@@ -69,7 +69,7 @@ class MoERuntime:
         self._groups: list[dist.ProcessGroup] = []
         weight_group = planner_group = None
         if group is not None:
-            most_s = group_timeout_s(group, self.layers[0].device.type) / 2
+            most_s = group_timeout_s(group, self.layers[0].token_channel.device_type) / 2
             if plan_timeout_s is not None and plan_timeout_s > most_s:
                 raise ValueError(
                     f"plan_timeout_s={plan_timeout_s} is more than half of the group's time-out, {most_s:g} s; a rank "
@@ -95,7 +95,7 @@ class MoERuntime:
         self._stop_threads = weakref.finalize(self, _stop, self._planner, self._heartbeat)
         for layer in self.layers:
             weight_channel = Channel(
-                weight_group, layer.cluster.node_of_rank, self.recorder, layer.meter, layer.device.type
+                weight_group, layer.cluster.node_of_rank, self.recorder, layer.meter, layer.token_channel.device_type
             )
             layer.join(self, self.layers[0], weight_channel, self._planner, self._heartbeat)
 
@@ -103,7 +103,7 @@ class MoERuntime:
         members = dist.get_process_group_ranks(group)
         # Ranks outside the group do not come here, so only its members may take part in making the new one.
         subset = len(members) < dist.get_world_size()
-        timeout = timedelta(seconds=group_timeout_s(group, self.layers[0].device.type))
+        timeout = timedelta(seconds=group_timeout_s(group, self.layers[0].token_channel.device_type))
         new_group = dist.new_group(members, timeout, backend, use_local_synchronization=subset)
         self._groups.append(new_group)
         return new_group

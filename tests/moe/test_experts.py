@@ -17,7 +17,6 @@ from moesys.lab.ranks.pool import LocalRanks
 from moesys.moe.expert_form import ExpertForm, Part
 from moesys.moe.outside import OutsideExperts
 from moesys.overlap.experts_on_device import ExpertFunction
-from moesys.torch_private import strided_shard
 
 H, I, E, K = 24, 16, 6, 2
 SHAPE = ms.ModelShape(hidden_size=H, intermediate_size=I, num_experts=E, top_k=K)
@@ -56,7 +55,7 @@ def outside(strategy: ms.Strategy, tensors: list[Tensor], form: ExpertForm, **fu
     for tensor, part in zip(tensors, form.parts, strict=True):
         placement = Shard(0)
         if isinstance(strategy.sharding, ms.Fsep):
-            placement = Shard(1) if part.blocks == 1 else strided_shard(1, part.blocks)
+            placement = Shard(1 + part.dim)
         parameters.append(nn.Parameter(distribute_tensor(tensor, mesh, [placement])))
     held = OutsideExperts(lambda: parameters, form, ExpertFunction(**function))
     return ms.Experts(SHAPE, strategy, mesh, outside=held), parameters
@@ -65,7 +64,7 @@ def outside(strategy: ms.Strategy, tensors: list[Tensor], form: ExpertForm, **fu
 def own_and_outside(strategy: ms.Strategy) -> tuple[list[Tensor], list[Tensor]]:
     experts = ms.Experts(SHAPE, strategy, seed=3)
     found = run(experts, [experts.masters])
-    form = ExpertForm((Part((2 * I, H), blocks=2), Part((H, I))))
+    form = ExpertForm((Part((2 * I, H), dim=1), Part((H, I))))
     gate_up, down = form.views(whole(experts.masters).detach())
     *others, dgate_up, ddown = run(*outside(strategy, [gate_up.contiguous(), down.contiguous()], form))
     return found, [*others, torch.cat([dgate_up.flatten(1), ddown.flatten(1)], dim=1)]
@@ -107,7 +106,7 @@ def test_biases_and_transposed_projections(ranks: LocalRanks, strategy: ms.Strat
 
 
 def misfitting() -> None:
-    form = ExpertForm((Part((2 * I, H), blocks=2), Part((H, I))))
+    form = ExpertForm((Part((2 * I, H), dim=1), Part((H, I))))
     whole_ones = [torch.zeros(E, *part.shape) for part in form.parts]
     held = OutsideExperts(lambda: whole_ones, form)
     ms.Experts(SHAPE, EP, outside=held)(*batch(1)[:3])
@@ -122,13 +121,13 @@ def test_masters_of_another_shape_are_refused(ranks: LocalRanks) -> None:
 
 @pytest.mark.parametrize(("num_ranks", "dim"), [(3, 0), (5, 1)])
 def test_a_tensor_that_ranks_do_not_divide_is_refused(num_ranks: int, dim: int) -> None:
-    with pytest.raises(ValueError, match="which do not divide them; use ranks that do, or Ep"):
-        Part((2 * 16, 24), dim, blocks=2 if dim == 0 else 1).sliced_shape(num_ranks)
+    with pytest.raises(ValueError, match=r"which do not divide .*; use ranks that do, or Ep"):
+        Part((32, 24), dim).sliced_shape(num_ranks)
 
 
 def test_outside_masters_are_read_where_they_lie() -> None:
     gate_up, down = torch.randn(E, 2 * I, H), torch.randn(E, H, I)
-    form = ExpertForm((Part((2 * I, H), blocks=2), Part((H, I))))
+    form = ExpertForm((Part((2 * I, H), dim=1), Part((H, I))))
     for strategy in (ms.Strategy(name="ep"), FSEP.replace(sharding=ms.Fsep(slots_per_rank=E))):
         experts = ms.Experts(SHAPE, strategy, outside=OutsideExperts(lambda: (gate_up, down), form))
         for dtype in (torch.float32, torch.bfloat16):
