@@ -148,6 +148,7 @@ def bench_kernels(
 def bench_models(
     model: Annotated[str, typer.Option(help="olmoe, qwen3-moe, deepseek-v3, with commas, or all.")] = "all",
     routing: Annotated[str, typer.Option(help="balanced, skewed or all.")] = "all",
+    sequences: Annotated[int, typer.Option(min=1, help="Of 256 tokens, a rank.")] = 8,
     ranks: Annotated[int, typer.Option(min=2, help="Local ranks of one thread; they divide 8 experts.")] = 2,
     repeats: Repeats = 9,
     json: ResultFile = None,
@@ -156,7 +157,7 @@ def bench_models(
     from moesys.bench import whole_models
 
     with _refusing():
-        parts = whole_models.select(model, routing)
+        parts = whole_models.select(model, routing, sequences)
     raise typer.Exit(whole_models.main(parts, num_ranks=ranks, repeats=repeats, json_path=json))
 
 

@@ -36,7 +36,7 @@ from moesys.moe.experts import experts_of
 
 THEIRS = "all_to_all"
 E, K = 8, 2
-SEQUENCES, LENGTH = 8, 256
+LENGTH = 256
 ROUTINGS = ("balanced", "skewed")
 # Of popularity, the n-th expert's is 1 / n to this power.
 ZIPF = 1.2
@@ -81,10 +81,11 @@ def strategies(num_ranks: int) -> list[Strategy]:
 
 @dataclass(frozen=True)
 class Part:
-    """A model and how its tokens are routed."""
+    """A model, how its tokens are routed, and of how many sequences a rank's batch is."""
 
     model: str
     routing: str
+    sequences: int
 
 
 @dataclass(frozen=True)
@@ -112,9 +113,10 @@ class Row:
         return Spread.of_ratios(self.theirs_ms, self.samples_ms) if self.samples_ms and self.theirs_ms else None
 
 
-def select(model: str = "all", routing: str = "all") -> list[Part]:
+def select(model: str = "all", routing: str = "all", sequences: int = 8) -> list[Part]:
     """Returns the parts of these names. Raises ValueError for a name that is not there."""
-    return [Part(of, way) for of in chosen("model", model, MODELS) for way in chosen("routing", routing, ROUTINGS)]
+    models, ways = chosen("model", model, MODELS), chosen("routing", routing, ROUTINGS)
+    return [Part(of, way, sequences) for of in models for way in ways]
 
 
 def main(parts: Sequence[Part], *, num_ranks: int = 2, repeats: int = 9, json_path: Path | None = None) -> int:
@@ -123,7 +125,7 @@ def main(parts: Sequence[Part], *, num_ranks: int = 2, repeats: int = 9, json_pa
     machine = f"{machine_line(1, ('torch', 'transformers'))}; {num_ranks} ranks of one thread"
     notes = [
         machine,
-        f"A step is forward, backward and AdamW on {SEQUENCES} x {LENGTH} tokens a rank, in float32, of the slowest "
+        f"A step is forward, backward and AdamW on {parts[0].sequences} x {LENGTH} tokens a rank, in float32, of the slowest "
         f"rank; median of {repeats} repetitions, in turns. {THEIRS}: transformers' own, with grouped_mm.",
         f"{THEIRS} / this: above 1 it is faster than transformers' own; median [p20, p80], paired.",
         f"Routing is replayed: balanced gives every expert as many tokens; skewed draws experts by 1 / n^{ZIPF}, the "
@@ -162,7 +164,7 @@ def measure(part: Part, folder: Path, repeats: int) -> Mapping[str, Outcome]:
     # Gradients are gathered once, to be compared, however many messages that takes.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     num_ranks, rank = dist.get_world_size(), dist.get_rank()
-    tokens_BC = torch.randint(512, (SEQUENCES, LENGTH), generator=torch.Generator().manual_seed(rank))
+    tokens_BC = torch.randint(512, (part.sequences, LENGTH), generator=torch.Generator().manual_seed(rank))
     setups: dict[str, Callable[[], Contestant]] = {THEIRS: partial(_contestant, part, folder, tokens_BC, None)}
     setups |= {each.name: partial(_contestant, part, folder, tokens_BC, each) for each in strategies(num_ranks)}
     return hold(Case(setups, _Agrees(), before=dist.barrier), repeats)

@@ -73,7 +73,7 @@ def sizes_of_gradients(kind: str) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("kind", ["param_dtype", "reduce_dtype", "float16", "float64"])
-@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_one_group_has_gradients_of_the_right_size_in_every_dtype(ranks: LocalRanks, kind: str, num_ranks: int) -> None:
     """FSDP divides twice where it reduces in anything but float32 and bfloat16 and a mesh has one rank."""
     for found in ranks.run(sizes_of_gradients, kind, num_ranks=num_ranks, timeout_s=60.0):
