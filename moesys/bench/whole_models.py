@@ -125,8 +125,8 @@ def main(parts: Sequence[Part], *, num_ranks: int = 2, repeats: int = 9, json_pa
     machine = f"{machine_line(1, ('torch', 'transformers'))}; {num_ranks} ranks of one thread"
     notes = [
         machine,
-        f"A step is forward, backward and AdamW on {parts[0].sequences} x {LENGTH} tokens a rank, in float32, of the slowest "
-        f"rank; median of {repeats} repetitions, in turns. {THEIRS}: transformers' own, with grouped_mm.",
+        f"A step is forward, backward and AdamW on {parts[0].sequences} x {LENGTH} tokens a rank, in float32, of the "
+        f"slowest rank; median of {repeats} repetitions, in turns. {THEIRS}: transformers' own, with grouped_mm.",
         f"{THEIRS} / this: above 1 it is faster than transformers' own; median [p20, p80], paired.",
         f"Routing is replayed: balanced gives every expert as many tokens; skewed draws experts by 1 / n^{ZIPF}, the "
         "order of experts by layer.",
