@@ -72,7 +72,10 @@ def sizes_of_gradients(kind: str) -> dict[str, float]:
     return {name: float((found[name] * each).sum() / each.square().sum()) for name, each in wanted.items()}
 
 
-@pytest.mark.parametrize("kind", ["param_dtype", "reduce_dtype", "float16", "float64"])
+@pytest.mark.parametrize(
+    "kind",
+    ["param_dtype", "reduce_dtype", *(pytest.param(of, marks=pytest.mark.slow) for of in ("float16", "float64"))],
+)
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_one_group_has_gradients_of_the_right_size_in_every_dtype(ranks: LocalRanks, kind: str, num_ranks: int) -> None:
     """FSDP divides twice where it reduces in anything but float32 and bfloat16 and a mesh has one rank."""
