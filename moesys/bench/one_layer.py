@@ -16,7 +16,7 @@ from typing import Annotated, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from moesys.bench.harness.contest import Case, Contestant, hold
+from moesys.bench.harness.contest import Case, Contestant, hold, relative_difference
 from moesys.bench.harness.names import chosen
 from moesys.bench.harness.reports import Report, publish
 from moesys.bench.harness.sheets import Column, Sheet
@@ -203,7 +203,7 @@ def _measure(case: ScaledLayer, repeats: int) -> Iterator[Row]:
         if name == "eager":
             expected.update(results)
             return ""
-        differences[name] = max(_relative(results[part], value) for part, value in expected.items())
+        differences[name] = max(relative_difference(results[part], value) for part, value in expected.items())
         right = differences[name] <= TOLERANCE[case.shape.dtype]
         return "" if right else f"differs from eager: {name} by {differences[name]:.1e}"
 
@@ -260,12 +260,6 @@ class _Run:
             gate_up, down = results.pop("experts.gate_up_proj"), results.pop("experts.down_proj")
             results["experts.masters"] = torch.cat([gate_up.flatten(1), down.flatten(1)], dim=1)
         return {name: tensor.clone() for name, tensor in results.items()}
-
-
-def _relative(actual: Tensor, expected: Tensor) -> float:
-    """‖actual - expected‖ / ‖expected‖; NaN counts as infinite."""
-    difference = (actual.float() - expected.float()).norm() / expected.float().norm()
-    return float(difference.nan_to_num(nan=torch.inf))
 
 
 def _make_block(case: ScaledLayer) -> nn.Module:

@@ -19,11 +19,11 @@ from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from moesys.bench.harness.bench_ranks import start_ranks
-from moesys.bench.harness.contest import Case, Contestant, Outcome, hold, of_all_ranks
+from moesys.bench.harness.contest import Case, Contestant, Outcome, hold, of_all_ranks, relative_difference
 from moesys.bench.harness.names import chosen
 from moesys.bench.harness.reports import Report, publish
 from moesys.bench.harness.sheets import Column, Sheet
@@ -31,6 +31,7 @@ from moesys.bench.harness.steps import steps_told
 from moesys.bench.harness.stopwatch import Spread, machine_line
 from moesys.config import Ep, FlowSplit, Fsep, Greedy, Pipelined, Strategy
 from moesys.hf.registration import register
+from moesys.hf.routers import routers_of
 from moesys.hf.routing_replay import replay_routing
 from moesys.moe.experts import experts_of
 
@@ -179,9 +180,7 @@ class _Agrees:
     def __call__(self, name: str, results: dict[str, Tensor]) -> str:
         if self._expected is None:
             self._expected = results
-        errors = {
-            part: float((results[part] - wanted).norm() / wanted.norm()) for part, wanted in self._expected.items()
-        }
+        errors = {part: relative_difference(results[part], wanted) for part, wanted in self._expected.items()}
         worst = max(errors, key=lambda part: errors[part])
         return "" if errors[worst] <= TOLERANCE else f"{worst} differs from {THEIRS} by {errors[worst]:.1e}"
 
@@ -199,7 +198,7 @@ def _contestant(part: Part, folder: Path, tokens_BC: Tensor, strategy: Strategy 
         folder, distributed_config=sizes, experts_implementation="grouped_mm", dtype=torch.float32
     ).train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    expert_LTK = _routing(part.routing, sum(1 for each in model.modules() if _has_experts(each)), tokens_BC.numel())
+    expert_LTK = _routing(part.routing, len(routers_of(model)), tokens_BC.numel())
 
     def backward() -> Tensor:
         with replay_routing(model, expert_LTK):
@@ -235,10 +234,6 @@ def _new_model(name: str) -> Any:
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(0)
     return getattr(transformers, f"{family}ForCausalLM")(config)
-
-
-def _has_experts(module: nn.Module) -> bool:
-    return hasattr(module, "gate") and hasattr(module, "experts")
 
 
 def _routing(routing: str, num_layers: int, num_tokens: int) -> Tensor:

@@ -9,8 +9,7 @@ P rows of experts with their padding. *Wide* is float32, or float64 where produc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,7 +20,7 @@ from moesys.hf.expert_rows import expert_rows
 from moesys.hf.experts_module import ExpertsModule
 from moesys.kernels.cpu.page_pool import PagePool, Scratch
 from moesys.kernels.cpu.row_invariant_gemm import RowRule, projection_rule
-from moesys.kernels.cpu.row_invariant_ops import ParameterGradients, RowFunction, by_rows, by_rows_backward
+from moesys.kernels.cpu.row_invariant_ops import ParameterGradients, row_function
 from moesys.overlap.expert_compute import Arrivals, BackwardInputs, Workplace
 from moesys.overlap.experts_cpu import SWIGLU, CpuBackward, CpuExperts, CpuForward, Projection
 from moesys.overlap.routes import ChunkRows
@@ -102,8 +101,8 @@ class _Call:
         as_kernel = experts.swiglu and self.wide == torch.float32
         self.compute = CpuExperts(
             RowRule.all_of([up_rule, down_rule]),
-            SWIGLU if as_kernel else self._row_function(experts.activation, self.up_width // I),
-            None if experts.norm is None else self._row_function(experts.norm),
+            SWIGLU if as_kernel else row_function(experts.activation, self.others, self.up_width // I),
+            None if experts.norm is None else row_function(experts.norm, self.others),
         )
         self.at = Workplace(memory, Scratch(memory, device))
 
@@ -131,11 +130,6 @@ class _Call:
         dx_TH = x_TH.new_empty(x_TH.shape)
         self.compute.combine(dx_PH, rows.return_M.view_as(weight_TK), None, dx_TH, self.at.scratch)
         return dx_TH, dweight_M.view_as(weight_TK).to(weight_TK.dtype)
-
-    def _row_function(self, function: Callable[[Tensor], Tensor], halves: int = 1) -> RowFunction:
-        return RowFunction(
-            partial(by_rows, function), partial(by_rows_backward, function, gradients=self.others), halves
-        )
 
     def _weights(self, rows: ChunkRows, weight_TK: Tensor) -> Tensor:
         """Returns wide routing weights [T, K]. That of a choice that has no row may be anything, and becomes zero."""

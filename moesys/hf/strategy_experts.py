@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +12,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from moesys.config import Fsep, MegaKernel, ModelShape, Strategy
 from moesys.hf.experts_module import ExpertsModule
-from moesys.kernels.cpu.row_invariant_ops import ParameterGradients, RowFunction, by_rows, by_rows_backward
+from moesys.kernels.cpu.row_invariant_ops import ParameterGradients, row_function
 from moesys.moe.expert_form import ExpertForm, Part
 from moesys.moe.experts import Experts, attach
 from moesys.moe.outside import OutsideExperts
@@ -52,7 +50,9 @@ def strategy_experts(module: Any, strategy: Strategy, ep_mesh: DeviceMesh, layer
         hidden_size=hidden_size, intermediate_size=width, num_experts=num_experts, top_k=_top_k(module.config)
     )
     halves = up.shape[int(description.transposed)] // width
-    activation = SWIGLU if description.swiglu else _row_function(description.activation, halves)
+    activation = (
+        SWIGLU if description.swiglu else row_function(description.activation, ParameterGradients((), ()), halves)
+    )
     function = ExpertFunction(activation, description.transposed, biases=len(names) == 4)
 
     def read() -> list[Tensor]:
@@ -109,8 +109,3 @@ def _top_k(config: Any) -> int:
         if (top_k := getattr(config, name, None)) is not None:
             return int(top_k)
     raise ValueError(f"{type(config).__name__} does not say how many experts a token has: none of {TOP_K_NAMES}")
-
-
-def _row_function(function: Callable[[Tensor], Tensor], halves: int) -> RowFunction:
-    none = ParameterGradients((), ())
-    return RowFunction(partial(by_rows, function), partial(by_rows_backward, function, gradients=none), halves)

@@ -9,6 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from moesys.moe.experts import experts_of
 from moesys.moe.layer import MoELayer
+from moesys.moe.masters import local_part
 
 
 @torch.no_grad()
@@ -42,10 +43,12 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
     """
     if max_norm <= 0:
         raise ValueError(f"max_norm={max_norm} must be positive; leave the call out to not clip")
-    grads = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     by_group: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
-    for grad in grads:
-        by_group.setdefault(_groups_of_shards(grad), []).append(_local(grad))
+    for parameter in model.parameters():
+        # By parameters, which all ranks have, and not by the gradients that this one has: groups meet below.
+        parts = by_group.setdefault(_groups_of_shards(parameter), [])
+        if parameter.grad is not None:
+            parts.append(local_part(parameter.grad))
     device = next(model.parameters()).device
     total = torch.zeros((), dtype=torch.float64, device=device)
     # What is sharded before what is whole.
@@ -58,8 +61,9 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
         total += squares
     norm = total.sqrt()
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for grad in grads:
-        _local(grad).mul_(scale.to(grad.dtype))
+    for parts in by_group.values():
+        for part in parts:
+            part.mul_(scale.to(part.dtype))
     return norm.float()
 
 
@@ -70,10 +74,6 @@ def _groups_of_shards(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
     mesh = tensor.device_mesh
     cut = [dim for dim, placement in enumerate(tensor.placements) if not placement.is_replicate()]
     return tuple(mesh.get_group(dim) for dim in cut if mesh.size(dim) > 1)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def update_router_bias(model: nn.Module) -> None:

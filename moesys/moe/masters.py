@@ -54,7 +54,7 @@ class OutsideMasters:
         self._read, self._shapes = read, [tuple(shape) for shape in shapes]
 
     def differentiable(self) -> tuple[Tensor, ...]:
-        masters = tuple(_local(master) for master in self._read())
+        masters = tuple(local_part(master) for master in self._read())
         if (found := [tuple(master.shape) for master in masters]) != self._shapes:
             raise ValueError(
                 f"masters of shapes {found} are not this rank's part of the experts, which is {self._shapes}; shard "
@@ -71,7 +71,7 @@ class OutsideMasters:
 
     @property
     def at_hand(self) -> bool:
-        return [tuple(_local(master).shape) for master in self._read()] == self._shapes
+        return [tuple(local_part(master).shape) for master in self._read()] == self._shapes
 
     def accumulate_gradient(self, gradients: Sequence[Tensor]) -> None:
         raise NotImplementedError("who keeps masters outside adds their gradients by autograd")
@@ -97,10 +97,10 @@ class OwnMasters:
         return self._parameter.device
 
     def differentiable(self) -> tuple[Tensor, ...]:
-        return (_local(self._parameter),)
+        return (local_part(self._parameter),)
 
     def local(self) -> tuple[Tensor, ...]:
-        return (_local(self._parameter.detach()),)
+        return (local_part(self._parameter.detach()),)
 
     def full(self) -> Tensor:
         """Returns all experts [E, P_e] on every rank. A collective."""
@@ -118,7 +118,7 @@ class OwnMasters:
         if parameter.grad is None:
             parameter.grad = distributed(gradient, self._shards, self._mesh)
         else:
-            _local(parameter.grad).add_(gradient)
+            local_part(parameter.grad).add_(gradient)
 
     @property
     def _parameter(self) -> nn.Parameter:
@@ -135,5 +135,6 @@ def distributed(local: Tensor, shards: ExpertShards, mesh: DeviceMesh | None) ->
     return DTensor.from_local(local, mesh, [Shard(shards.shard_dim)], run_check=False, shape=size, stride=(size[1], 1))
 
 
-def _local(tensor: Tensor) -> Tensor:
+def local_part(tensor: Tensor) -> Tensor:
+    """Returns this rank's part of a ``DTensor``; any other tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -42,6 +42,7 @@ def test_another_gradient_is_not_timed() -> None:
     wanted = {"loss": torch.ones(()), "weight": torch.ones(3)}
     assert agrees("all_to_all", wanted) == ""
     assert agrees("same", dict(wanted)) == ""
+    assert agrees("lost", wanted | {"weight": torch.full((3,), torch.nan)}) == "weight differs from all_to_all by inf"
     assert agrees("other", wanted | {"weight": torch.tensor([1.0, 1.0, 1.001])}) == (
         "weight differs from all_to_all by 5.8e-04"
     )

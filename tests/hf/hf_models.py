@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from transformers import (
+    AutoModelForCausalLM,
     DeepseekV2Config,
     DeepseekV2ForCausalLM,
     DeepseekV3Config,
@@ -26,6 +29,9 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+from transformers.distributed import DistributedConfig
+
+import moesys as ms
 
 VOCABULARY = 96
 SMALL = {
@@ -113,3 +119,26 @@ def drawn(family: str, num_experts: int = 8, **options: Any) -> Any:
 
 def text(seed: int, num_rows: int = 3) -> Tensor:
     return torch.randint(VOCABULARY, (num_rows, 20), generator=torch.Generator().manual_seed(seed))
+
+
+def lent(ranks: int, num_experts: int = 8, **options: Any) -> ms.Strategy:
+    """Experts of owners lent for one micro-batch, a slot more on each rank than it needs."""
+    sharding = ms.Ep(slots_per_rank=-(-num_experts // ranks) + 1)
+    return ms.Strategy(name="lent", sharding=sharding, balance=ms.Greedy(), split=ms.FlowSplit(), **options)
+
+
+def fsep(ranks: int, num_experts: int = 8, **sharding: Any) -> ms.Strategy:
+    """Experts cut over all ranks, a slot more on each than it needs."""
+    held = ms.Fsep(slots_per_rank=-(-num_experts // ranks) + 1, **sharding)
+    return ms.Strategy(name="fsep", sharding=held, balance=ms.Greedy(), split=ms.FlowSplit())
+
+
+def loaded(folder: Path, strategy: ms.Strategy | None, sizes: dict[str, int], **options: Any) -> Any:
+    """A model in training on the ranks of a mesh, under a strategy; None is transformers' own all_to_all."""
+    name = "all_to_all" if strategy is None else ms.hf.register(strategy)
+    config = DistributedConfig(ep_implementation=name, **sizes, **options)
+    return AutoModelForCausalLM.from_pretrained(folder, distributed_config=config, attn_implementation="eager").train()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()

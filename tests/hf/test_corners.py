@@ -10,11 +10,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from hf_models import drawn, text
+from hf_models import drawn, fsep, lent, loaded, text, whole
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
 import moesys as ms
@@ -24,25 +23,11 @@ from moesys.moe.experts import experts_of
 from moesys.moe.outside import OutsideExperts
 
 EXPERTS = 8
-GREEDY: dict[str, Any] = {"balance": ms.Greedy(), "split": ms.FlowSplit()}
-
-
-def lent(ranks: int, num_experts: int = EXPERTS) -> ms.Strategy:
-    return ms.Strategy(name="lent", sharding=ms.Ep(slots_per_rank=-(-num_experts // ranks) + 1), **GREEDY)
-
-
-def fsep(ranks: int, num_experts: int = EXPERTS, **sharding: Any) -> ms.Strategy:
-    held = ms.Fsep(slots_per_rank=-(-num_experts // ranks) + 1, **sharding)
-    return ms.Strategy(name="fsep", sharding=held, **GREEDY)
 
 
 def loss_of(model: Any, rank: int) -> Tensor:
     ids = text(rank)
     return model(input_ids=ids, labels=ids).loss
-
-
-def whole(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def mean_gradients(num_ranks: int) -> dict[str, Tensor]:
@@ -208,18 +193,10 @@ def test_a_rank_without_experts_is_computed_or_refused_everywhere(ranks: LocalRa
 # --- crashes ------------------------------------------------------------------------------------------------------
 
 
-def loaded(folder: Path, strategy: ms.Strategy) -> Any:
-    from transformers import AutoModelForCausalLM
-    from transformers.distributed import DistributedConfig
-
-    sizes = {"fsdp_size": dist.get_world_size(), "ep_size": dist.get_world_size()}
-    config = DistributedConfig(ep_implementation=ms.hf.register(strategy), **sizes)
-    return AutoModelForCausalLM.from_pretrained(folder, distributed_config=config, attn_implementation="eager")
-
-
 def checkpointed(folder: Path, out: Path, strategy: ms.Strategy) -> list[str]:
     """Parameters that a distributed checkpoint does not bring back."""
-    model = loaded(folder, strategy)
+    sizes = {"fsdp_size": dist.get_world_size(), "ep_size": dist.get_world_size()}
+    model = loaded(folder, strategy, sizes)
     before = {name: whole(p).clone() for name, p in model.named_parameters()}
     dcp.save(get_model_state_dict(model), checkpoint_id=str(out))
     with torch.no_grad():
@@ -331,11 +308,8 @@ def test_planning_of_another_number_of_experts_is_refused_where_it_is_loaded(ran
 
 
 def planning_of_a_second_model(folder: Path) -> None:
-    from transformers import AutoModelForCausalLM
-    from transformers.distributed import DistributedConfig
-
-    config = DistributedConfig(ep_implementation=ms.hf.register(lent(2)), fsdp_size=2, ep_size=2)
-    first, second = (AutoModelForCausalLM.from_pretrained(folder, distributed_config=config) for _ in range(2))
+    sizes = {"fsdp_size": 2, "ep_size": 2}
+    first, second = (loaded(folder, lent(2), sizes) for _ in range(2))
     assert [e.layer_index for e in experts_of(first)] == [e.layer_index for e in experts_of(second)]
     ms.PlanningState(second).load_state_dict(ms.PlanningState(first).state_dict())
 

@@ -9,32 +9,21 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hf_models import FAMILIES, drawn, text
+from hf_models import FAMILIES, drawn, fsep, lent, loaded, text, whole
 from shuffling_planner import ShufflingPlanner
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 import moesys as ms
 from moesys.lab.ranks.outcomes import RankError
 from moesys.lab.ranks.pool import LocalRanks
+from moesys.moe.experts import experts_of
 
 EXPERTS = 8
 TOLERANCE = 1e-5
 
 EP = ms.Strategy(name="ep")
+FOUR = {"fsdp_size": 4, "ep_size": 4}
 OVERLAPS = (ms.Sequential(), ms.Pipelined(chunks=3))
-
-
-def lent(ranks: int, **options: Any) -> ms.Strategy:
-    """Experts of owners lent for one micro-batch, in other layouts every time."""
-    sharding = ms.Ep(slots_per_rank=EXPERTS // ranks + 1)
-    return ms.Strategy(name="lent", sharding=sharding, balance=ms.Greedy(), split=ms.FlowSplit(), **options)
-
-
-def fsep(ranks: int, **sharding: Any) -> ms.Strategy:
-    """Experts cut over all ranks."""
-    held = ms.Fsep(slots_per_rank=EXPERTS // ranks + 1, **sharding)
-    return ms.Strategy(name="fsep", sharding=held, balance=ms.Greedy(), split=ms.FlowSplit())
 
 
 @dataclass(frozen=True)
@@ -42,7 +31,7 @@ class Run:
     """How a model is trained: ``strategy`` None is transformers' own all_to_all."""
 
     strategy: ms.Strategy | None
-    sizes: dict[str, int] = field(default_factory=lambda: {"fsdp_size": 4, "ep_size": 4})
+    sizes: dict[str, int] = field(default_factory=FOUR.copy)
     steps: int = 3
     micro_batches: int = 1
     checkpointing: bool = False
@@ -56,24 +45,19 @@ class Run:
         return self.sizes.get("fsdp_size", 1) * self.sizes.get("tp_size", 1) * self.sizes.get("dp_replicate_size", 1)
 
 
-def loaded(folder: Path, run: Run) -> Any:
-    from transformers import AutoModelForCausalLM
-    from transformers.distributed import DistributedConfig
-
-    name = "all_to_all" if run.strategy is None else ms.hf.register(run.strategy)
-    config = DistributedConfig(ep_implementation=name, fsdp_mixed_precision=run.mixed, **run.sizes)
-    model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config, attn_implementation="eager")
+def made(folder: Path, run: Run) -> Any:
+    model = loaded(folder, run.strategy, run.sizes, fsdp_mixed_precision=run.mixed)
     if run.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    return model.train()
+    return model
 
 
 def train(folder: Path, run: Run) -> dict[str, Any]:
     """A rank's losses and gradient norms of each step, whole gradients of the first, and the parameters at the end."""
     torch.manual_seed(0)
-    model = loaded(folder, run)
+    model = made(folder, run)
     runtime = ms.link(model) if run.linked and run.strategy is not None else None
-    for each in experts_in(model) if run.shuffled else ():
+    for each in experts_of(model) if run.shuffled else ():
         each.schedule.source = ShufflingPlanner()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
     batch = dist.get_rank() // run.sizes.get("tp_size", 1)
@@ -89,21 +73,13 @@ def train(folder: Path, run: Run) -> dict[str, Any]:
         gradients = {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
         norms.append(torch.stack([gradient.double().norm() for gradient in gradients.values()]).norm().item())
         first = first or gradients
-        layouts.append([each.last_plan.layout.expert_RS.tolist() for each in experts_in(model)])
+        layouts.append([each.last_plan.layout.expert_RS.tolist() for each in experts_of(model)])
         optimizer.step()
         optimizer.zero_grad()
     if runtime is not None:
         runtime.close()
     state = {name: whole(p) for name, p in model.named_parameters()}
     return {"losses": losses, "norms": norms, "gradients": first, "state": state, "layouts": layouts}
-
-
-def whole(tensor: Tensor) -> Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
-
-
-def experts_in(model: Any) -> list[ms.Experts]:
-    return [each for module in model.modules() if (each := module.__dict__.get("moesys_experts")) is not None]
 
 
 def train_all(folder: Path, runs: list[Run]) -> list[dict[str, Any]]:
@@ -187,7 +163,7 @@ def replayed_for_long(folder: Path, runs: list[Run], steps: int) -> list[list[tu
     """Losses and gradient norms of every step of AdamW, of the first run and of the others with its routing."""
     found, expert_LTK = [], None
     for run in runs:
-        model = loaded(folder, run)
+        model = made(folder, run)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3)
         numbers = []
         routing = ms.record_routing(model) if expert_LTK is None else ms.replay_routing(model, expert_LTK)
@@ -208,7 +184,7 @@ def replayed_for_long(folder: Path, runs: list[Run], steps: int) -> list[list[tu
 LONG = pytest.param(50, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize("sizes", [{"fsdp_size": 4, "ep_size": 4}, MESHES["two groups"]], ids=["one group", "two"])
+@pytest.mark.parametrize("sizes", [FOUR, MESHES["two groups"]], ids=["one group", "two"])
 @pytest.mark.parametrize("steps", [6, LONG])
 def test_with_the_same_routing_trainings_stay_together(
     ranks: LocalRanks, checkpoints: Any, steps: int, sizes: dict[str, int]
@@ -253,7 +229,7 @@ def test_in_bfloat16_errors_are_those_of_transformers(ranks: LocalRanks, checkpo
 
 def evaluated(folder: Path, strategy: ms.Strategy) -> tuple[Tensor, Tensor]:
     """Logits without gradients, and tokens that are generated."""
-    model = loaded(folder, Run(strategy)).eval()
+    model = loaded(folder, strategy, FOUR).eval()
     with torch.no_grad():
         logits = model(input_ids=text(7)).logits
     return logits, model.generate(text(7)[:, :4], max_new_tokens=5, do_sample=False)
@@ -273,7 +249,7 @@ def test_evaluation_and_generation(ranks: LocalRanks, checkpoints: Any) -> None:
 
 
 def saved(folder: Path, out: Path, strategy: ms.Strategy) -> None:
-    loaded(folder, Run(strategy)).save_pretrained(out)
+    loaded(folder, strategy, FOUR).save_pretrained(out)
 
 
 def test_checkpoints_are_transformers_own(ranks: LocalRanks, checkpoints: Any, tmp_path: Path) -> None:
@@ -293,7 +269,7 @@ FEW = fsep(4).replace(sharding=ms.Fsep(slots_per_rank=1))
 
 
 def refused(folder: Path, strategy: ms.Strategy, sizes: dict[str, int]) -> None:
-    loaded(folder, Run(strategy, sizes))
+    loaded(folder, strategy, sizes)
 
 
 @pytest.mark.parametrize(
@@ -308,5 +284,5 @@ def test_what_cannot_run_is_refused_on_every_rank(
     ranks: LocalRanks, checkpoints: Any, strategy: ms.Strategy, message: str
 ) -> None:
     with pytest.raises(RankError, match="4 of 4 ranks failed") as error:
-        ranks.run(refused, checkpoints("qwen3_moe"), strategy, {"fsdp_size": 4, "ep_size": 4}, timeout_s=60.0)
+        ranks.run(refused, checkpoints("qwen3_moe"), strategy, FOUR, timeout_s=60.0)
     assert message in str(error.value)

@@ -3,25 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hf_cases import OUTPUT_TOLERANCE, assert_same_bits, gradients_of, relative
-from torch import Tensor
-from transformers import (
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    MixtralConfig,
-    MixtralForCausalLM,
-    OlmoeConfig,
-    OlmoeForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
-)
+from hf_models import drawn, text
 
 from moesys.lab.ranks.pool import LocalRanks
 
@@ -29,63 +17,18 @@ PAGE = Path(__file__).parents[2] / "docs" / "transformers.md"
 
 GRADIENT_TOLERANCE = 1e-5
 
-SMALL = {
-    "vocab_size": 96,
-    "hidden_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": None,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
+# Families, and how many experts each has here: also a number that nothing divides.
+NUM_EXPERTS = {"mixtral": 6, "qwen3_moe": 8, "olmoe": 7, "deepseek_v3": 8}
 
 
-def mixtral() -> tuple[type, Any]:
-    options = {"num_local_experts": 6, "num_experts_per_tok": 2, "output_router_logits": True}
-    return MixtralForCausalLM, MixtralConfig(**SMALL, intermediate_size=40, **options)
+def language_model(family: str, experts_implementation: str) -> Any:
+    return drawn(family, NUM_EXPERTS[family], experts_implementation=experts_implementation)
 
 
-def qwen3_moe() -> tuple[type, Any]:
-    experts = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 24, "norm_topk_prob": True}
-    return Qwen3MoeForCausalLM, Qwen3MoeConfig(**SMALL, intermediate_size=40, head_dim=12, **experts)
-
-
-def olmoe() -> tuple[type, Any]:
-    options = {"num_experts": 7, "num_experts_per_tok": 4, "output_router_logits": True}
-    return OlmoeForCausalLM, OlmoeConfig(**SMALL, intermediate_size=32, **options)
-
-
-def deepseek_v3() -> tuple[type, Any]:
-    attention = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 12}
-    routing = {"n_group": 4, "topk_group": 2, "n_routed_experts": 8, "num_experts_per_tok": 3, "n_shared_experts": 1}
-    shape = {**SMALL, "num_key_value_heads": 4, "intermediate_size": 64, "moe_intermediate_size": 32}
-    return DeepseekV3ForCausalLM, DeepseekV3Config(**shape, **attention, **routing, first_k_dense_replace=1)
-
-
-MODELS = [mixtral, qwen3_moe, olmoe, deepseek_v3]
-
-
-def language_model(make: Callable[[], tuple[type, Any]], experts_implementation: str) -> Any:
-    kind, config = make()
-    model = kind._from_config(config, experts_implementation=experts_implementation, attn_implementation="eager")
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name, tensor in chain(model.named_parameters(), model.named_buffers()):
-            if "norm" not in name and "inv_freq" not in name:
-                tensor.normal_(std=0.1, generator=generator)
-    return model.train()
-
-
-def text(seed: int) -> Tensor:
-    return torch.randint(96, (3, 20), generator=torch.Generator().manual_seed(seed))
-
-
-@pytest.mark.parametrize("make", MODELS)
-def test_a_model_trains_as_with_eager_experts(make: Callable[[], tuple[type, Any]]) -> None:
+@pytest.mark.parametrize("family", NUM_EXPERTS)
+def test_a_model_trains_as_with_eager_experts(family: str) -> None:
     """Logits, loss and every gradient of the first step, the next two steps, and what they make of the parameters."""
-    models = {name: language_model(make, name) for name in ("moesys", "eager")}
+    models = {name: language_model(family, name) for name in ("moesys", "eager")}
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-4) for model in models.values()]
     for step in range(3):
         ours, oracle = (model(input_ids=text(step), labels=text(step)) for model in models.values())
@@ -104,15 +47,15 @@ def test_a_model_trains_as_with_eager_experts(make: Callable[[], tuple[type, Any
         assert relative(parameter, models["eager"].get_parameter(name)) <= OUTPUT_TOLERANCE, name
 
 
-@pytest.mark.parametrize("make", MODELS)
-def test_errors_of_a_model_in_bfloat16_are_those_of_transformers(make: Callable[[], tuple[type, Any]]) -> None:
+@pytest.mark.parametrize("family", NUM_EXPERTS)
+def test_errors_of_a_model_in_bfloat16_are_those_of_transformers(family: str) -> None:
     """Beside the same bfloat16 numbers in float32. Most of it are tokens that go to other experts."""
     results = {}
     for name, dtype in {
         "exact": torch.float32,
         **dict.fromkeys(("moesys", "grouped_mm", "eager"), torch.bfloat16),
     }.items():
-        model = language_model(make, "eager" if name == "exact" else name).bfloat16().to(dtype)
+        model = language_model(family, "eager" if name == "exact" else name).bfloat16().to(dtype)
         output = model(input_ids=text(0), labels=text(0))
         output.loss.backward()
         gradient = torch.cat([p.grad.float().flatten() for p in model.parameters()])
@@ -126,7 +69,7 @@ def test_errors_of_a_model_in_bfloat16_are_those_of_transformers(make: Callable[
 def test_checkpointing_changes_no_bit(use_reentrant: bool) -> None:
     results, calls = [], []
     for checkpointing in (False, True):
-        model = language_model(qwen3_moe, "moesys")
+        model = language_model("qwen3_moe", "moesys")
         if checkpointing:
             # its name before and since transformers 5.20 or so
             enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
@@ -144,7 +87,7 @@ def test_checkpointing_changes_no_bit(use_reentrant: bool) -> None:
 
 
 def test_the_implementation_of_a_model_can_change() -> None:
-    model = language_model(olmoe, "eager")
+    model = language_model("olmoe", "eager")
     with torch.no_grad():
         eager = model(input_ids=text(0)).logits
         model.set_experts_implementation("moesys")

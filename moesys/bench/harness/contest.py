@@ -137,6 +137,12 @@ class EqualBits:
         return in_words(differing(results, self._expected, self._names))
 
 
+def relative_difference(actual: Tensor, expected: Tensor) -> float:
+    """Returns ‖actual - expected‖ / ‖expected‖; NaN counts as infinite."""
+    difference = (actual.float() - expected.float()).norm() / expected.float().norm()
+    return float(difference.nan_to_num(nan=torch.inf))
+
+
 def differing(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], names: Sequence[str] = ()) -> list[str]:
     """The names of results whose bits differ, or that are missing; of ``names``, or of all that are expected."""
     return [name for name in names or expected if name not in found or not torch.equal(found[name], expected[name])]

@@ -7,6 +7,7 @@ N rows; A and B any widths.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -73,6 +74,13 @@ def by_rows_backward(
         dx_NA[block] = dx[:num_rows]
         wy_NB[block] = (y * weight)[:num_rows]
     return dweight_N
+
+
+def row_function(function: Callable[[Tensor], Tensor], gradients: ParameterGradients, halves: int = 1) -> RowFunction:
+    """Returns what torch code on rows computes, with its gradients by autograd; those of its parameters are added to
+    ``gradients``.
+    """
+    return RowFunction(partial(by_rows, function), partial(by_rows_backward, function, gradients=gradients), halves)
 
 
 def _padded_blocks(x_NA: Tensor, out_width: int) -> Iterator[tuple[slice, int]]:
