@@ -45,9 +45,10 @@ if TYPE_CHECKING:
     from moesys.config import WindowMean as WindowMean
     from moesys.config import presets as presets
     from moesys.config.experiment import Experiment as Experiment
-    from moesys.config.experiment import Generated as Generated
-    from moesys.config.experiment import Replay as Replay
-    from moesys.config.experiment import Training as Training
+    from moesys.config.workload import Generated as Generated
+    from moesys.config.workload import ModelTraining as ModelTraining
+    from moesys.config.workload import Replay as Replay
+    from moesys.config.workload import Training as Training
     from moesys.hf.parallelize import parallelize as parallelize
     from moesys.hf.routing_replay import record_routing as record_routing
     from moesys.hf.routing_replay import replay_routing as replay_routing
@@ -111,7 +112,7 @@ _MODULE_OF = {
     "FlexMoe": "moesys.config",
     "FlowSplit": "moesys.config",
     "Fsep": "moesys.config",
-    "Generated": "moesys.config.experiment",
+    "Generated": "moesys.config.workload",
     "Greedy": "moesys.config",
     "Laer": "moesys.config",
     "Last": "moesys.config",
@@ -123,13 +124,14 @@ _MODULE_OF = {
     "MoELayer": "moesys.moe.layer",
     "MoERuntime": "moesys.moe.runtime",
     "ModelShape": "moesys.config",
+    "ModelTraining": "moesys.config.workload",
     "Oracle": "moesys.config",
     "Ordered": "moesys.config",
     "PathPart": "moesys.simulator.critical_path",
     "Pipelined": "moesys.config",
     "PlanningState": "moesys.moe.planning_state",
     "Proportional": "moesys.config",
-    "Replay": "moesys.config.experiment",
+    "Replay": "moesys.config.workload",
     "RestOfStep": "moesys.simulator.step_program",
     "RunResult": "moesys.lab.runs.runner",
     "SearchBounds": "moesys.tuner.search_bounds",
@@ -143,7 +145,7 @@ _MODULE_OF = {
     "Timeline": "moesys.timeline",
     "TokenPlan": "moesys.layout",
     "Trace": "moesys.traces",
-    "Training": "moesys.config.experiment",
+    "Training": "moesys.config.workload",
     "TuneResult": "moesys.lab.runs.tuning",
     "Watch": "moesys.moe.watch",
     "WindowMean": "moesys.config",

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from moesys.config.experiment import Generated
+from moesys.config.workload import Generated
 from moesys.load import IntArray, frozen_int64
 from moesys.whole_file import whole_file
 

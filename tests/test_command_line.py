@@ -12,7 +12,8 @@ from typer.testing import CliRunner, Result
 
 from moesys.__main__ import app
 from moesys.config import ClusterSpec, CpSat, Fsep, ModelShape, Strategy
-from moesys.config.experiment import Experiment, Generated
+from moesys.config.experiment import Experiment
+from moesys.config.workload import Generated
 
 HEAD = "import moesys as ms\nfrom moesys.config.experiment import Experiment\n"
 

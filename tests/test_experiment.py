@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from moesys.config import Adaptive, ClusterSpec, Fsep, Greedy, ModelShape, Oracle, Predictor, Strategy
-from moesys.config.experiment import Experiment, Generated, Replay, Training, Workload
+from moesys.config.experiment import Experiment
+from moesys.config.workload import Generated, Replay, Training, Workload
 
 
 def declared(workload: Workload, predictor: Predictor) -> Experiment:

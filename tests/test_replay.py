@@ -7,7 +7,7 @@ import pytest
 
 from moesys.balance import plan_layout
 from moesys.config import ClusterSpec, FlowSplit, Fsep, Greedy, ModelShape, Oracle, Strategy
-from moesys.config.experiment import Generated
+from moesys.config.workload import Generated
 from moesys.load import LoadMatrix
 from moesys.replay import Moment, replay_layer, replay_steps
 from moesys.step import plan_layer

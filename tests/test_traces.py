@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from moesys.config.experiment import Generated
+from moesys.config.workload import Generated
 from moesys.traces import Trace, generate, load_trace, save_trace
 
 TRACE = Trace(np.arange(4 * 2 * 2 * 3).reshape(4, 2, 2, 3), top_k=2, name="counted", meta={"from": "a test"})

@@ -20,7 +20,7 @@ from moesys.bench.harness.sheets import Column, Sheet
 from moesys.bench.harness.steps import steps_told
 from moesys.bench.harness.stopwatch import machine_line, wall_ms
 from moesys.config import FlowSplit, Fsep, Greedy, MegaKernel, Overlap, Pipelined, Sequential, Strategy, presets
-from moesys.config.experiment import Generated
+from moesys.config.workload import Generated
 from moesys.lab.show.tables import figure
 from moesys.load import LoadMatrix
 from moesys.step import StepPlan, plan_layer, simulation

@@ -7,121 +7,22 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from typing import Annotated, ClassVar, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
 from moesys.config.base import Declared
 from moesys.config.cluster import ClusterSpec
 from moesys.config.model import ModelShape
+from moesys.config.overlap import MegaKernel
 from moesys.config.predictor import Oracle
 from moesys.config.strategy import Strategy
+from moesys.config.workload import Measured, ModelTraining, Replay, Training, Workload
 
 Source = Literal["measured", "simulated"]
 
 # 100 Gbit/s: more than the memory of one machine moves between processes.
 MAX_SHAPED_GB_PER_S = 12.5
-
-
-class Training(Declared):
-    """Real training on real ranks: a byte-level language model on the source code of Python's standard library.
-
-    Every rank is a data-parallel replica of embedding, attention and router; the ranks share the experts of each block.
-    """
-
-    kind: Literal["training"] = "training"
-    num_layers: int = Field(2, ge=1, description="blocks of attention and experts")
-    num_heads: int = Field(4, ge=1)
-    context: int = Field(128, ge=2, description="bytes of a sequence")
-    batch: int = Field(4, ge=1, description="sequences of a rank in a micro-batch")
-    micro_batches: int = Field(1, ge=1, description="forward and backward passes of a step")
-    warmup: int = Field(3, ge=0, description="first steps, which are trained and recorded but not timed")
-    steps: int = Field(30, ge=1, description="timed steps after the warm-up")
-    learning_rate: float = Field(1e-3, gt=0, description="of Adam")
-    max_grad_norm: float = Field(1.0, gt=0)
-    recompute: bool = Field(False, description="activation checkpointing of every block")
-    interpret: bool = Field(
-        False, description="experts by the GPU's kernels, on the CPU in Triton's interpreter; its times mean nothing"
-    )
-    shaped_links: bool = Field(
-        False,
-        description="nodes are network namespaces of this machine, as far apart as the cluster declares",
-    )
-    cpus_per_host: float | None = Field(
-        None,
-        ge=0.01,
-        le=1000,
-        description="of shaped_links: processors that the ranks of a node have together; None: as many as they can get",
-    )
-    device: Literal["cpu", "cuda"] = Field("cpu", description="where ranks compute; cuda: each on a GPU of its host")
-
-    @model_validator(mode="after")
-    def _shares_are_of_hosts(self) -> Self:
-        if self.cpus_per_host is not None and not self.shaped_links:
-            raise ValueError(
-                f"cpus_per_host={self.cpus_per_host:g} is of hosts with shaped links; use shaped_links=True or leave "
-                "cpus_per_host out"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _interprets_on_the_cpu(self) -> Self:
-        if self.interpret and self.device != "cpu":
-            raise ValueError(f"interpret=True runs kernels on the CPU, so device={self.device!r} is not used; drop one")
-        return self
-
-
-class Simulated(Declared):
-    """What a workload of the cost model says of the rest of a step, which moves and computes the same under every
-    strategy.
-    """
-
-    micro_batches: int = Field(1, ge=1, description="forward and backward passes of a step, each with its own plans")
-    other_ms: float = Field(
-        0.0, ge=0, description="forward of the rest of a layer, such as attention; backward takes twice that"
-    )
-    recompute: Literal["none", "layers", "computing"] = Field(
-        "none", description="in backward run layers forward again: whole, or computing alone, keeping what travelled"
-    )
-    optimizer_ms: float = Field(0.0, ge=0, description="at the end of a step")
-
-
-class Replay(Simulated):
-    """Recorded routing through the cost model: trace files of ``moesys.traces``.
-
-    A trace of fewer ranks than the cluster has is folded: consecutive micro-batches become further source ranks.
-    """
-
-    kind: Literal["replay"] = "replay"
-    trace: str = Field(min_length=1, description="path of the trace file; {seed} in it becomes the trial's seed")
-    warmup: int = Field(0, ge=0, description="first micro-batches, which planners see and nobody times")
-    tokens_per_rank: int | None = Field(None, ge=1, description="scale every rank to so many tokens; None: as recorded")
-
-
-class Generated(Simulated):
-    """Drawn routing through the cost model, with a declared skew.
-
-    ``skew`` is the standard deviation of the logarithm of expert popularity (log-normal), or the exponent (Zipf).
-    ``drift`` is the share of an expert's log-popularity that is drawn anew at each step; ``spread`` the standard
-    deviation of each source rank's own log-preference around it, which drifts as slowly. ``concentration``: tokens of a
-    document are alike, so a rank's shares in one micro-batch stray as if it had only so many tokens.
-    """
-
-    kind: Literal["generated"] = "generated"
-    distribution: Literal["uniform", "log_normal", "zipf"] = "log_normal"
-    skew: float = Field(1.0, ge=0, le=100)
-    drift: float = Field(0.05, ge=0, le=1)
-    spread: float = Field(0.1, ge=0)
-    concentration: float | None = Field(
-        None, gt=0, description="of a Dirichlet distribution around the shares; None: no straying"
-    )
-    num_layers: int = Field(2, ge=1)
-    tokens_per_rank: int = Field(16384, ge=1)
-    warmup: int = Field(5, ge=0, description="first micro-batches, which planners see and nobody times")
-    steps: int = Field(20, ge=1, description="timed steps after the warm-up")
-
-
-Workload = Annotated[Training | Replay | Generated, Field(discriminator="kind")]
 
 
 @dataclass(frozen=True)
@@ -137,19 +38,33 @@ class Trial:
 class Experiment(Declared):
     """Strategies on one workload, seed by seed. The first strategy is the baseline.
 
-    ``seeds`` is the total: an experiment that is run again adds nothing to seeds that are done.
+    ``model`` may be left out where ``workload=ModelTraining(...)`` says it. ``seeds`` is the total: an experiment that
+    is run again adds nothing to seeds that are done.
     """
 
     display_fields: ClassVar[frozenset[str]] = frozenset({"name", "description"})
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100, description="names the run folder")
     description: str = ""
-    model: ModelShape
+    # The default is none: what leaves it out is refused or filled in before.
+    model: ModelShape = Field(default=None, validate_default=True)
     cluster: ClusterSpec
     strategies: tuple[Strategy, ...] = Field(min_length=1)
     workload: Workload
     seeds: tuple[Annotated[int, Field(ge=0)], ...] = Field(tuple(range(8)), min_length=1)
     repeat_baseline: bool = Field(False, description="run the baseline twice a seed; the second is a row of its own")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _with_model(cls, fields: Any) -> Any:
+        if not isinstance(fields, dict) or "model" in fields:
+            return fields
+        workload = fields.get("workload")
+        if isinstance(workload, dict) and workload.get("kind") == "model_training":
+            workload = ModelTraining.model_validate(workload)
+        if not isinstance(workload, ModelTraining):
+            raise ValueError("model is missing; declare model=ModelShape(...), as only ModelTraining says it by itself")
+        return fields | {"model": workload.shape, "workload": workload}
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -175,20 +90,37 @@ class Experiment(Declared):
                 strategy.slots(self.model, self.cluster)
             except ValueError as error:
                 raise ValueError(f"strategy {strategy.name!r}: {error}") from None
-            if isinstance(self.workload, Training) and isinstance(strategy.predictor, Oracle):
-                raise ValueError(
-                    f"strategy {strategy.name!r}: predictor=Oracle() plans for loads that are still to come, and "
-                    "workload=Training() knows none before they do; use workload=Replay(...) or Generated(...), or "
-                    "predictor=Adaptive()"
-                )
-        if isinstance(self.workload, Training) and self.workload.shaped_links:
+            if isinstance(self.workload, Measured):
+                self._check_trains(strategy, type(self.workload).__name__)
+        if isinstance(self.workload, Measured) and self.workload.shaped_links:
             self._check_links()
         if isinstance(self.workload, Training) and self.model.hidden_size % self.workload.num_heads:
             raise ValueError(
                 f"num_heads={self.workload.num_heads} does not divide hidden_size={self.model.hidden_size}; "
                 "choose a divisor"
             )
+        if isinstance(self.workload, ModelTraining) and self.model != self.workload.shape:
+            trained = self.workload.shape
+            name = next(name for name, value in self.model if value != getattr(trained, name))
+            raise ValueError(
+                f"model has {name}={getattr(self.model, name)!r}, and {self.workload.model!r}, which the workload "
+                f"trains, has {getattr(trained, name)!r}; leave model out, or use model=workload.shape"
+            )
         return self
+
+    @staticmethod
+    def _check_trains(strategy: Strategy, workload: str) -> None:
+        if isinstance(strategy.predictor, Oracle):
+            raise ValueError(
+                f"strategy {strategy.name!r}: predictor=Oracle() plans for loads that are still to come, and "
+                f"workload={workload}() knows none before they do; use workload=Replay(...) or Generated(...), or "
+                "predictor=Adaptive()"
+            )
+        if workload == ModelTraining.__name__ and isinstance(strategy.overlap, MegaKernel):
+            raise ValueError(
+                f"strategy {strategy.name!r}: overlap=MegaKernel() is not for transformers' experts yet; use "
+                "Sequential() or Pipelined(chunks=...), or workload=Training(...)"
+            )
 
     def _check_links(self) -> None:
         nodes, gb_per_s = self.cluster.num_nodes, self.cluster.inter_node_gb_per_s
@@ -206,7 +138,7 @@ class Experiment(Declared):
     @property
     def source(self) -> Source:
         """Whether its numbers come from a clock or from the cost model."""
-        return "measured" if isinstance(self.workload, Training) else "simulated"
+        return "measured" if isinstance(self.workload, Measured) else "simulated"
 
     @property
     def baseline(self) -> Strategy:

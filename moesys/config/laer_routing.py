@@ -20,7 +20,7 @@ Source: scripts_ae/token_analysis_backup.csv of the artifact of arXiv 2602.11686
 
 from __future__ import annotations
 
-from moesys.config.experiment import Generated
+from moesys.config.workload import Generated
 
 LAER_E8K2_ROUTING = Generated(skew=0.63, drift=0.011, spread=0.0, concentration=18.0, num_layers=32)
 LAER_E16K4_ROUTING = Generated(skew=1.75, drift=0.009, spread=0.0, concentration=40.0, num_layers=24)

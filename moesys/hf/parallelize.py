@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from moesys.config import Strategy
+from moesys.config import ClusterSpec, Strategy
 from moesys.hf.expert_parallel import run
 from moesys.hf.strategy_experts import check, strategy_experts
 from moesys.moe.experts import Experts
@@ -23,7 +23,12 @@ EP = "ep"
 
 
 def parallelize(
-    model: nn.Module, strategy: Strategy, mesh: DeviceMesh | None = None, *, policy: MixedPrecisionPolicy | None = None
+    model: nn.Module,
+    strategy: Strategy,
+    mesh: DeviceMesh | None = None,
+    *,
+    policy: MixedPrecisionPolicy | None = None,
+    cluster: ClusterSpec | None = None,
 ) -> MoERuntime:
     """Makes ``model`` run under ``strategy`` on the ranks of ``mesh``, in place, and links its layers. A collective.
 
@@ -33,7 +38,8 @@ def parallelize(
 
     ``mesh``: its dimension "ep" are the ranks that share the experts; other dimensions are copies of such groups, each
     with layouts of its own: ("dp", "ep") of (2, 4) on 8 ranks is two groups of four. None is one group of all ranks.
-    ``policy``: FSDP's mixed precision, of experts too.
+    ``policy``: FSDP's mixed precision, of experts too. ``cluster``: which ranks of a group share a node; by default as
+    in ``Experts``.
 
     Gradients are the mean over all ranks, of experts as of all else: each rank's loss is the mean over its tokens, or a
     part of one mean that is multiplied by the number of ranks. Clip by ``ms.clip_grad_norm_``.
@@ -62,7 +68,7 @@ def parallelize(
     alone = expert_mesh["efsdp"].size() == 1
     of_experts = replace(policy, reduce_dtype=torch.float32) if alone else policy
     for index, module in enumerate(modules):
-        experts = strategy_experts(module, strategy, expert_mesh[EP], index)
+        experts = strategy_experts(module, strategy, expert_mesh[EP], index, cluster)
         module.forward = partial(_forward, module, experts)
         unit: FSDPModule = shard(module, mesh=expert_mesh["efsdp"], mp_policy=of_experts)
         # Each group's gradients are sums already: the sum of the groups' over all ranks is the mean. Where there is one

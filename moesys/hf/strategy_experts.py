@@ -10,7 +10,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 from torch.nn.utils.parametrize import is_parametrized
 
-from moesys.config import Fsep, MegaKernel, ModelShape, Strategy
+from moesys.config import ClusterSpec, Fsep, MegaKernel, ModelShape, Strategy
+from moesys.config.hub_config import NAMES
 from moesys.hf.experts_module import ExpertsModule
 from moesys.kernels.cpu.row_invariant_ops import ParameterGradients, row_function
 from moesys.moe.expert_form import ExpertForm, Part
@@ -18,8 +19,6 @@ from moesys.moe.experts import Experts, attach
 from moesys.moe.outside import OutsideExperts
 from moesys.overlap.experts_cpu import SWIGLU
 from moesys.overlap.experts_on_device import ExpertFunction
-
-TOP_K_NAMES = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
 
 
 def check(strategy: Strategy) -> None:
@@ -31,7 +30,9 @@ def check(strategy: Strategy) -> None:
         )
 
 
-def strategy_experts(module: Any, strategy: Strategy, ep_mesh: DeviceMesh, layer_index: int) -> Experts:
+def strategy_experts(
+    module: Any, strategy: Strategy, ep_mesh: DeviceMesh, layer_index: int, cluster: ClusterSpec | None = None
+) -> Experts:
     """Returns the module's experts under ``strategy``, which read its parameters, and attaches them to it.
 
     Shards the parameters over ``ep_mesh`` as the strategy does, where they are not sharded so yet. Raises ValueError
@@ -65,7 +66,9 @@ def strategy_experts(module: Any, strategy: Strategy, ep_mesh: DeviceMesh, layer
 
     outside = OutsideExperts(read, form, function)
     device = ep_mesh.device_type
-    experts = Experts(shape, strategy, ep_mesh, layer_index=layer_index, device=device, outside=outside)
+    experts = Experts(
+        shape, strategy, ep_mesh, cluster=cluster, layer_index=layer_index, device=device, outside=outside
+    )
     attach(experts, module)
     return experts
 
@@ -105,7 +108,7 @@ def _shard(module: Any, names: tuple[str, ...], form: ExpertForm, strategy: Stra
 
 
 def _top_k(config: Any) -> int:
-    for name in TOP_K_NAMES:
+    for name in NAMES["top_k"]:
         if (top_k := getattr(config, name, None)) is not None:
             return int(top_k)
-    raise ValueError(f"{type(config).__name__} does not say how many experts a token has: none of {TOP_K_NAMES}")
+    raise ValueError(f"{type(config).__name__} does not say how many experts a token has: none of {NAMES['top_k']}")

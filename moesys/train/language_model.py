@@ -13,7 +13,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from moesys.config import ClusterSpec, ModelShape, Strategy
-from moesys.config.experiment import Training
+from moesys.config.workload import Training
 from moesys.moe.layer import MoELayer
 from moesys.moe.recompute import recompute
 from moesys.train.text import generator_of

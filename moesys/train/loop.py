@@ -17,18 +17,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn import functional
 
 from moesys.config import ClusterSpec, ModelShape, Strategy
-from moesys.config.experiment import Training
+from moesys.config.workload import ModelTraining, Training
 from moesys.load import IntArray
-from moesys.moe.gradients import clip_grad_norm_, expert_group, sync_gradients, update_router_bias
-from moesys.moe.router import router_loss
-from moesys.moe.runtime import MoERuntime, link
+from moesys.moe.gradients import clip_grad_norm_, expert_group, update_router_bias
+from moesys.moe.runtime import MoERuntime
 from moesys.step import LayerPlan
+from moesys.train.byte_learner import ByteLearner
 from moesys.train.device import device_of
-from moesys.train.language_model import LanguageModel
-from moesys.train.text import Text, load_text
+from moesys.train.learner import Learner
+from moesys.train.text import Text
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class StepResult:
     """What one step did; the same on every rank.
 
     step: 0-based, warm-up included. ``timed``: False for warm-up steps.
-    loss: mean cross entropy, nats a byte, over all ranks and micro-batches, added in rank order in float64.
+    loss: mean cross entropy, nats a token, over all ranks and micro-batches, added in rank order in float64.
     step_ms: the slowest rank's wall time for forward, backward, gradient sync and optimizer.
     exposed_ms: time blocked by communication in the MoE layers, mean over ranks.
     plan_ms: the slowest rank's planning on the critical path: split and routes, without the exchange of counts.
@@ -65,7 +64,7 @@ def train(
     strategy: Strategy,
     model: ModelShape,
     cluster: ClusterSpec,
-    workload: Training,
+    workload: Training | ModelTraining,
     seed: int,
     group: dist.ProcessGroup | None = None,
 ) -> Iterator[StepResult]:
@@ -92,7 +91,7 @@ class _Trainer:
         strategy: Strategy,
         shape: ModelShape,
         cluster: ClusterSpec,
-        workload: Training,
+        workload: Training | ModelTraining,
         seed: int,
         group: dist.ProcessGroup | None,
     ) -> None:
@@ -100,14 +99,21 @@ class _Trainer:
         self.device = device_of(workload.device, dist.get_rank() if dist.is_initialized() else 0)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        self.model = LanguageModel(shape, strategy, workload, seed, cluster=cluster, group=group, device=self.device)
+        self.learner: Learner
+        if isinstance(workload, Training):
+            self.learner = ByteLearner(shape, strategy, cluster, workload, seed, group, self.device)
+        else:
+            # Not at the top: transformers is imported where it is needed.
+            from moesys.train.model_learner import ModelLearner
+
+            self.learner = ModelLearner(strategy, cluster, workload, seed, group, self.device)
+        self.model, self.runtime = self.learner.model, self.learner.runtime
         self.group = expert_group(self.model)
         self.rank = dist.get_rank(self.group) if self.group is not None else 0
-        self.text = self._agreed(load_text())
-        # Expert masters are DTensors and the rest are not: foreach takes no mixture.
+        self.text = self._agreed(self.learner.text)
+        # Parameters are of several meshes, or no DTensors: foreach takes no mixture.
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=workload.learning_rate, foreach=False)
-        self.runtime = link(self.model)
-        if workload.interpret:
+        if isinstance(workload, Training) and workload.interpret:
             _compute_by_kernels(self.runtime)
 
     def close(self) -> None:
@@ -140,16 +146,14 @@ class _Trainer:
         plans_ML = []
         self.optimizer.zero_grad()
         for inputs_BC, targets_BC in batches:
-            logits_BCV = self.model(inputs_BC.to(self.device))
-            targets_N = targets_BC.flatten().to(self.device)
-            nats_N = functional.cross_entropy(logits_BCV.flatten(0, 1), targets_N, reduction="none")
+            nats_N, router_loss = self.learner.losses(inputs_BC.to(self.device), targets_BC.to(self.device))
             part = nats_N.double().sum() / num_tokens
             # Gradients are summed over ranks and micro-batches, and each has a router loss that is a mean already.
-            (part + router_loss(self.model) / (num_ranks * len(batches))).backward()
+            self.learner.backward(part + router_loss / (num_ranks * len(batches)))
             loss += part.item()
             plans_ML.append([layer.last_plan for layer in self.runtime.layers if layer.last_plan is not None])
         self.runtime.check()
-        sync_gradients(self.model)
+        self.learner.sync_gradients()
         clip_grad_norm_(self.model, self.workload.max_grad_norm)
         self.optimizer.step()
         update_router_bias(self.model)

@@ -1,4 +1,4 @@
-"""Real text that every machine has: the source code of Python's standard library, as bytes."""
+"""Real text that every machine has, the source code of Python's standard library as bytes; and batches of any text."""
 
 from __future__ import annotations
 
@@ -26,36 +26,39 @@ SKIPPED_PREFIXES = ("_sysconfigdata", "sitecustomize", "usercustomize")
 
 @dataclass(frozen=True, eq=False)
 class Text:
-    """A text and the batches drawn from it. ``bytes_N`` uint8 [N]."""
+    """A text and the batches drawn from it. ``tokens_N`` [N] of any integer dtype."""
 
-    bytes_N: Tensor
+    tokens_N: Tensor
 
     @cached_property
     def fingerprint(self) -> str:
-        """64 hex digits: sha256 of the bytes. Trainings are comparable where it is the same."""
-        return hashlib.sha256(self.bytes_N.numpy().tobytes()).hexdigest()
+        """64 hex digits: sha256 of the tokens, of a longer text of some that lie evenly in it. Trainings are comparable
+        where it is the same.
+        """
+        every = max(1, len(self.tokens_N) // MAX_BYTES)
+        return hashlib.sha256(self.tokens_N[::every].numpy().tobytes()).hexdigest()
 
     def split(self, held_out: float = HELD_OUT_SHARE) -> tuple[Text, Text]:
         """The text to train on, and the share ``held_out`` at the end to evaluate on."""
-        cut = round(len(self.bytes_N) * (1 - held_out))
-        return Text(self.bytes_N[:cut]), Text(self.bytes_N[cut:])
+        cut = round(len(self.tokens_N) * (1 - held_out))
+        return Text(self.tokens_N[:cut]), Text(self.tokens_N[cut:])
 
     def batch(
         self, step: int, micro_batch: int, rank: int, *, seed: int, batch: int, context: int
     ) -> tuple[Tensor, Tensor]:
-        """Inputs and targets of one rank's micro-batch, both int64 [B, C]; a target is the byte behind its input.
+        """Inputs and targets of one rank's micro-batch, both int64 [B, C]; a target is the token behind its input.
 
         A pure function of its arguments. Sequences begin anywhere, drawn anew for each (seed, step, micro-batch, rank).
         Raises ValueError where the text is not longer than ``context``.
         """
-        num_starts = len(self.bytes_N) - context
+        num_starts = len(self.tokens_N) - context
         if num_starts < 1:
             raise ValueError(
-                f"context={context} needs {context + 1} bytes of text but there are {len(self.bytes_N)}; "
-                f"use context <= {len(self.bytes_N) - 1}"
+                f"context={context} needs {context + 1} tokens of text but there are {len(self.tokens_N)}; "
+                f"use context <= {len(self.tokens_N) - 1}"
             )
         start_B = torch.randint(num_starts, (batch,), generator=generator_of("batch", seed, step, micro_batch, rank))
-        window_BC = self.bytes_N[start_B[:, None] + torch.arange(context + 1)].long()
+        window_BC = self.tokens_N[start_B[:, None] + torch.arange(context + 1)].long()
         return window_BC[:, :-1], window_BC[:, 1:]
 
 

@@ -30,7 +30,7 @@ from moesys.config import (
     Static,
     WindowMean,
 )
-from moesys.config.experiment import Generated
+from moesys.config.workload import Generated
 from moesys.layout import ExpertLayout
 from moesys.load import LoadMatrix
 from moesys.replay import Moment

@@ -33,7 +33,10 @@ def in_small(experiment: ms.Experiment) -> ms.Experiment:
     wrong gradient. Weights are large, so that few tokens are near a tie.
     """
     model = experiment.model.replace(hidden_size=16, intermediate_size=16, initializer_range=0.1)
-    if isinstance(experiment.workload, ms.Training):
+    if isinstance(experiment.workload, ms.ModelTraining):
+        model = experiment.model
+        workload = experiment.workload.replace(context=16, batch=1, warmup=0, steps=JUDGED_STEPS)
+    elif isinstance(experiment.workload, ms.Training):
         # The interpreter takes seconds a step.
         steps = 2 if experiment.workload.interpret else JUDGED_STEPS
         # Elsewhere the same ranks train on the machine's own network.
@@ -62,6 +65,7 @@ def test_there_are_the_experiments_that_the_docs_name() -> None:
         "convergence",
         "mega_interpret",
         "overlap_ablation",
+        "real_models",
         "rebalance_ablation",
         "shaped_links",
         "skew_sweep",
@@ -96,7 +100,7 @@ def test_an_experiment_runs_in_small_and_compares_all_its_strategies(path: Path,
     assert comparison.source == experiment.source
     assert {row.strategy for row in comparison.rows} == set(experiment.strategies)
     assert all(row.n == 1 and row.median("step_ms") > 0 for row in comparison.rows)
-    if isinstance(experiment.workload, ms.Training):
+    if experiment.source == "measured":
         assert [row.name for row in comparison.rows if row.agreement and not row.agreement.holds] == []
     if path.stem == "mega_interpret":
         assert [row.agreement.bit_equal for row in comparison.rows if row is not comparison.baseline] == [True] * 3

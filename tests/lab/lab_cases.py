@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 
 from moesys.config import ClusterSpec, Fsep, ModelShape, Strategy
-from moesys.config.experiment import Experiment, Generated, Training, Trial
+from moesys.config.experiment import Experiment, Trial
+from moesys.config.workload import Generated, Training
 from moesys.lab.runs.records import Record, Samples
 
 MODEL = ModelShape(hidden_size=16, intermediate_size=8, num_experts=4, top_k=2)

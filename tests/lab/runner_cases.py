@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from moesys.config import ClusterSpec, CpSat, FlowSplit, Fsep, Greedy, ModelShape, Pipelined, Strategy
-from moesys.config.experiment import Experiment, Generated, Training
+from moesys.config.experiment import Experiment
+from moesys.config.workload import Generated, Training
 
 EP = Strategy(name="ep")
 PIPELINED = EP.replace(name="ep+pipelined", overlap=Pipelined(chunks=2))

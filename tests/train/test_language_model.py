@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 import moesys as ms
-from moesys.config.experiment import Training
+from moesys.config.workload import Training
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.train.language_model import LanguageModel
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import moesys as ms
-from moesys.config.experiment import Training
+from moesys.config.workload import Training
 from moesys.lab.ranks.outcomes import RankError
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.train import LanguageModel, StepResult, Text, loop, train
@@ -133,7 +133,7 @@ def slice_of_one_batch(
     """The same four sequences at every step, whoever has them."""
     parts = 4 // batch // (dist.get_world_size() if dist.is_initialized() else 1)
     start_B = 1000 * torch.arange(4)[(rank * parts + micro_batch) * batch :][:batch]
-    window_BC = text.bytes_N[start_B[:, None] + torch.arange(context + 1)].long()
+    window_BC = text.tokens_N[start_B[:, None] + torch.arange(context + 1)].long()
     return window_BC[:, :-1], window_BC[:, 1:]
 
 

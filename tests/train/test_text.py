@@ -19,11 +19,11 @@ def library(folder: Path, files: dict[str, bytes]) -> Path:
 
 def test_the_standard_library_is_the_same_text_every_time() -> None:
     text = load_text()
-    assert text.bytes_N.dtype == torch.uint8
-    assert 1 << 20 <= len(text.bytes_N) <= 4 << 20
+    assert text.tokens_N.dtype == torch.uint8
+    assert 1 << 20 <= len(text.tokens_N) <= 4 << 20
     assert load_text().fingerprint == text.fingerprint
     assert load_text(max_bytes=1000).fingerprint != text.fingerprint
-    assert bytes(text.bytes_N.tolist()).count(b"def ") > 1000
+    assert bytes(text.tokens_N.tolist()).count(b"def ") > 1000
 
 
 def test_files_come_in_the_order_of_their_names_and_only_those_of_the_library(tmp_path: Path) -> None:
@@ -42,8 +42,8 @@ def test_files_come_in_the_order_of_their_names_and_only_those_of_the_library(tm
         },
     )
     (folder / "link.py").symlink_to(folder / "b.py")
-    assert bytes(load_text(folder).bytes_N.tolist()) == b"012\xff"
-    assert bytes(load_text(folder, max_bytes=3).bytes_N.tolist()) == b"012"
+    assert bytes(load_text(folder).tokens_N.tolist()) == b"012\xff"
+    assert bytes(load_text(folder, max_bytes=3).tokens_N.tolist()) == b"012"
 
 
 def test_a_python_without_sources_is_told_so(tmp_path: Path) -> None:
@@ -54,8 +54,8 @@ def test_a_python_without_sources_is_told_so(tmp_path: Path) -> None:
 def test_a_split_leaves_nothing_out() -> None:
     text = Text(torch.arange(100, dtype=torch.uint8))
     train, held_out = text.split(held_out=0.25)
-    assert (len(train.bytes_N), len(held_out.bytes_N)) == (75, 25)
-    assert torch.equal(torch.cat([train.bytes_N, held_out.bytes_N]), text.bytes_N)
+    assert (len(train.tokens_N), len(held_out.tokens_N)) == (75, 25)
+    assert torch.equal(torch.cat([train.tokens_N, held_out.tokens_N]), text.tokens_N)
 
 
 def test_a_batch_depends_on_its_names_alone() -> None:
@@ -85,5 +85,5 @@ def test_a_target_is_the_byte_behind_its_input() -> None:
 def test_a_text_shorter_than_a_sequence_is_refused() -> None:
     text = Text(torch.arange(20, dtype=torch.uint8))
     text.batch(0, 0, 0, seed=0, batch=1, context=19)
-    with pytest.raises(ValueError, match="context=20 needs 21 bytes of text but there are 20; use context <= 19"):
+    with pytest.raises(ValueError, match="context=20 needs 21 tokens of text but there are 20; use context <= 19"):
         text.batch(0, 0, 0, seed=0, batch=1, context=20)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moesys.config import ClusterSpec, ModelShape, Strategy, WindowMean
-from moesys.config.experiment import Generated
+from moesys.config.workload import Generated
 from moesys.lab.runs.tuning import SimulatedWorkload
 from moesys.tuner.costs import Costs, ladder
 from moesys.tuner.journal import Entry, Journal

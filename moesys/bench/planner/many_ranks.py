@@ -19,7 +19,7 @@ from moesys.bench.harness.steps import steps_told
 from moesys.bench.harness.stopwatch import Work, repeated_ms
 from moesys.bench.planner.peer_eplb import PEER, even_max_over_mean, load_peer, peer_layouts
 from moesys.config import ClusterSpec, Greedy
-from moesys.config.experiment import Generated
+from moesys.config.workload import Generated
 from moesys.load import LoadMatrix
 from moesys.traces import generate
 

@@ -35,7 +35,7 @@ from moesys.config import (
     WindowMean,
     presets,
 )
-from moesys.config.experiment import Generated
+from moesys.config.workload import Generated
 from moesys.cost import roofline_seconds
 from moesys.simulator.step_program import RestOfStep
 

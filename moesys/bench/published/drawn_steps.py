@@ -14,7 +14,7 @@ import numpy as np
 from moesys.bench.harness.steps import steps_told
 from moesys.bench.planner.scored_layers import Contender, layouts_of
 from moesys.config import ClusterSpec, ModelShape, Strategy
-from moesys.config.experiment import Generated
+from moesys.config.workload import Generated
 from moesys.layout import TokenPlan
 from moesys.layout_schedule import PlanSource
 from moesys.load import IntArray

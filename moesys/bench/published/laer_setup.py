@@ -31,8 +31,8 @@ from moesys.config import (
     WindowMean,
     presets,
 )
-from moesys.config.experiment import Generated
 from moesys.config.laer_routing import LAER_E8K2_ROUTING, LAER_E16K4_ROUTING
+from moesys.config.workload import Generated
 from moesys.simulator.step_program import RestOfStep
 
 TOKENS, SEQUENCE, VOCABULARY = 16_384, 8_192, 32_000

@@ -28,7 +28,8 @@ from moesys.config import (
     Strategy,
     presets,
 )
-from moesys.config.experiment import Experiment, Replay, Training
+from moesys.config.experiment import Experiment
+from moesys.config.workload import Replay, Training
 from moesys.lab.commands import refused
 from moesys.lab.commands.compare import report
 from moesys.lab.runs.progress import progress_on

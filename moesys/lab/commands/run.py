@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, TextIO, TypedDict, Unpack
 from pydantic import ValidationError
 
 from moesys.config import Strategy
-from moesys.config.experiment import Experiment, Training
+from moesys.config.experiment import Experiment
+from moesys.config.workload import Training
 from moesys.lab.commands import Format, refused
 from moesys.lab.commands.declarations import strategy_of
 from moesys.lab.runs.experiment_files import in_words, load_experiments
@@ -103,8 +104,8 @@ def _with(further: Sequence[Strategy], experiment: Experiment) -> Experiment:
 def _interpreted(experiment: Experiment) -> Training:
     if not isinstance(experiment.workload, Training):
         raise ValueError(
-            f"--interpret has a training's kernels interpreted, and {experiment.name} computes nothing, as its "
-            f"workload is {type(experiment.workload).__name__}; leave it out"
+            f"--interpret has the kernels of workload=Training(...) interpreted, and that of {experiment.name} is "
+            f"{type(experiment.workload).__name__}; leave it out"
         )
     return experiment.workload.replace(interpret=True)
 

@@ -17,7 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from moesys.config import ClusterSpec, Strategy
-from moesys.config.experiment import Experiment, Generated, Replay, Training
+from moesys.config.experiment import Experiment
+from moesys.config.workload import Generated, Measured, Replay
 from moesys.lab.commands import refused
 from moesys.lab.commands.declarations import cluster_of
 from moesys.lab.runs.experiment_files import in_words, load_experiment
@@ -131,7 +132,7 @@ def _step_plan(file: Path) -> StepPlan | None:
 def _changed(experiment: Experiment, layers: int | None, cluster: str | None) -> Experiment:
     """The experiment on another cluster, with as many layers."""
     workload = experiment.workload
-    if isinstance(workload, Training):
+    if isinstance(workload, Measured):
         workload = drawn_like(workload)
     if layers is not None and isinstance(workload, Generated):
         workload = workload.replace(num_layers=layers)

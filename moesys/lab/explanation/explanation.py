@@ -13,7 +13,8 @@ import numpy as np
 
 from moesys.balance import min_max_load, split_tokens, window
 from moesys.config import EvenSplit, Oracle, Strategy
-from moesys.config.experiment import Experiment, Generated, Replay, Training
+from moesys.config.experiment import Experiment
+from moesys.config.workload import Generated, Measured, Replay
 from moesys.cost import FloatArray, dispatch_bytes, reshard_bytes, restore_bytes, restores_per_step, transfer_seconds
 from moesys.lab.explanation.layer_explanation import ExpertChange, LayerExplanation, LayoutChange, Traffic
 from moesys.lab.explanation.mega_memory import mega_memory
@@ -81,9 +82,9 @@ def _routing(experiment: Experiment) -> tuple[Trace, str]:
         drawn: Replay | Generated = workload
         words = f"replayed from {workload.trace}"
     else:
-        drawn = drawn_like(workload) if isinstance(workload, Training) else workload
+        drawn = drawn_like(workload) if isinstance(workload, Measured) else workload
         words = f"drawn, {drawn.distribution} with skew {drawn.skew:g}, drift {drawn.drift:g}, spread {drawn.spread:g}"
-    if isinstance(workload, Training):
+    if isinstance(workload, Measured):
         words += "; what a training's own routers want is known only once it runs"
     return routing_of(drawn, experiment.model, experiment.cluster, experiment.seeds[0]), words
 

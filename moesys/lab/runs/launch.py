@@ -13,7 +13,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from moesys.config import ClusterSpec, ModelShape, Strategy
-from moesys.config.experiment import Experiment, Training, Trial
+from moesys.config.experiment import Experiment, Trial
+from moesys.config.workload import Measured, ModelTraining, Training
 from moesys.lab.runs.trials import Measurement, run_measured, run_simulated
 from moesys.lab.slow_links.namespaces import lacks
 from moesys.lab.slow_links.processor_shares import lacks_shares
@@ -72,7 +73,7 @@ def place_for(experiment: Experiment, threads: int) -> Place:
             raise ValueError("this experiment runs in the cost model, which needs no ranks; leave torchrun out")
         return CostModel()
     workload = experiment.workload
-    assert isinstance(workload, Training)
+    assert isinstance(workload, Measured)
     if workload.shaped_links:
         if joins:
             raise ValueError("shaped_links=True puts ranks into hosts of its own making; leave torchrun out")
@@ -109,7 +110,7 @@ class CostModel(_OneProcess):
     """Simulated trials, in this process."""
 
     def run(self, trial: Trial, experiment: Experiment, tick: Callable[[], None]) -> Measurement | None:
-        assert not isinstance(experiment.workload, Training)
+        assert not isinstance(experiment.workload, Measured)
         try:
             return run_simulated(
                 trial.strategy, experiment.model, experiment.cluster, experiment.workload, trial.seed, tick
@@ -124,7 +125,7 @@ class SpawnedRanks(_OneProcess):
     ``hosts``: a cluster whose nodes are hosts with shaped links.
     """
 
-    def __init__(self, num_ranks: int, threads: int, workload: Training, hosts: ClusterSpec | None = None) -> None:
+    def __init__(self, num_ranks: int, threads: int, workload: Measured, hosts: ClusterSpec | None = None) -> None:
         self._num_ranks, self._threads, self._workload, self._hosts = num_ranks, threads, workload, hosts
         self._backend = _backend_of(workload, num_ranks)
         self._ranks: LocalRanks | None = None
@@ -148,7 +149,7 @@ class SpawnedRanks(_OneProcess):
                 threads=self._threads,
                 timeouts=RankTimeouts(run_s=_TRIAL_TIMEOUT_S, collective_s=_COLLECTIVE_TIMEOUT_S),
                 environment=_environment_of(self._workload),
-                preload=("moesys.lab.runs.trials", "moesys.train.loop"),
+                preload=("moesys.lab.runs.trials", _learner_of(self._workload)),
                 network=network,
                 backend=self._backend,
             )
@@ -169,7 +170,7 @@ class JoinedRanks:
     What ranks tell each other between trials goes through torchrun's store, which no failed collective can block.
     """
 
-    def __init__(self, num_ranks: int, threads: int, workload: Training) -> None:
+    def __init__(self, num_ranks: int, threads: int, workload: Measured) -> None:
         os.environ.update(_environment_of(workload))
         world_size = int(os.environ["WORLD_SIZE"])
         if world_size != num_ranks:
@@ -256,14 +257,19 @@ class JoinedRanks:
         return [pickle.loads(self._store.get(key)) for key in keys]
 
 
-def _environment_of(workload: Training) -> dict[str, str]:
+def _learner_of(workload: Measured) -> str:
+    """Returns the module that ranks load once, together."""
+    return f"moesys.train.{'model' if isinstance(workload, ModelTraining) else 'byte'}_learner"
+
+
+def _environment_of(workload: Measured) -> dict[str, str]:
     """What ranks must have before they load anything."""
     if workload.device == "cuda":
         return _SHARING_GPUS
-    return _INTERPRETING if workload.interpret else {}
+    return _INTERPRETING if isinstance(workload, Training) and workload.interpret else {}
 
 
-def _backend_of(workload: Training, ranks_of_host: int) -> str:
+def _backend_of(workload: Measured, ranks_of_host: int) -> str:
     """Raises ValueError for GPUs where there are none."""
     if workload.device == "cpu":
         return "gloo"
@@ -273,8 +279,10 @@ def _backend_of(workload: Training, ranks_of_host: int) -> str:
     return gpu_backend(ranks_of_host)
 
 
-def _arguments(trial: Trial, experiment: Experiment) -> tuple[Strategy, ModelShape, ClusterSpec, Training, int]:
-    assert isinstance(experiment.workload, Training)
+def _arguments(
+    trial: Trial, experiment: Experiment
+) -> tuple[Strategy, ModelShape, ClusterSpec, Training | ModelTraining, int]:
+    assert isinstance(experiment.workload, Measured)
     return trial.strategy, experiment.model, experiment.cluster, experiment.workload, trial.seed
 
 

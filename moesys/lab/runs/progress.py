@@ -14,7 +14,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
 from rich.progress import Progress as Bars
 from rich.text import Text
 
-from moesys.config.experiment import Experiment, Generated, Replay, Training, Trial
+from moesys.config.experiment import Experiment, Trial
+from moesys.config.workload import Generated, Measured, ModelTraining, Replay, Training
 from moesys.lab.runs.records import Record
 
 
@@ -166,7 +167,7 @@ class _Tally:
                 self.num_steps = None
             case Generated():
                 self.num_steps = workload.warmup + workload.steps * workload.micro_batches
-            case Training():
+            case Training() | ModelTraining():
                 self.num_steps = workload.warmup + workload.steps
         self._widest = max(len(strategy.name) for strategy in experiment.strategies)
         self._step_ms: dict[str, list[float]] = {}
@@ -211,7 +212,7 @@ def _median_ms(record: Record) -> float:
 
 def _opening(experiment: Experiment, num_recorded: int, num_left: int) -> str:
     recorded = f", {num_recorded} recorded already" if num_recorded else ""
-    on_gpus = " on GPUs" if isinstance(experiment.workload, Training) and experiment.workload.device == "cuda" else ""
+    on_gpus = " on GPUs" if isinstance(experiment.workload, Measured) and experiment.workload.device == "cuda" else ""
     measured = experiment.source == "measured"
     where = f"on {experiment.cluster.num_ranks} ranks{on_gpus}" if measured else "in the cost model"
     return f"{experiment.name}: {num_left} trials to run {where}{recorded}"

@@ -49,7 +49,7 @@ class Record:
     strategy: its name at the time.
     started: ISO 8601, UTC. seconds: from then on, warm-up included.
     environment: id of the file ``environment-<id>.json`` beside the records.
-    losses: of all steps, warm-up included, in nats a byte; empty where it was simulated.
+    losses: of all steps, warm-up included, in nats a token; empty where it was simulated.
     tokens_LE: tokens of each expert in each layer, over the timed steps.
     routing: ``Trace.digest`` of what was replayed; empty for other workloads.
     error: one line, of a failed trial; trace: the whole traceback.

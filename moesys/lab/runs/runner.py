@@ -9,7 +9,8 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
-from moesys.config.experiment import Experiment, Replay, Trial
+from moesys.config.experiment import Experiment, Trial
+from moesys.config.workload import Replay
 from moesys.lab.runs.launch import TrialError, place_for
 from moesys.lab.runs.progress import Progress, Silence, StepFile
 from moesys.lab.runs.records import Record, RunFolder, latest

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from moesys.config import ClusterSpec, ModelShape, Strategy
-from moesys.config.experiment import Generated, Replay, Training, Workload
+from moesys.config.workload import Generated, Measured, ModelTraining, Replay, Training, Workload
 from moesys.cost import restore_bytes, restores_per_step
 from moesys.lab.runs.records import Samples
 from moesys.load import IntArray
@@ -30,7 +30,7 @@ METRICS: dict[str, tuple[str, Literal["lower", "higher", ""]]] = {
     "restored_mib": ("MiB", "lower"),
     "plan_ms": ("ms", "lower"),
     "inter_node_share": ("", "lower"),
-    "loss": ("nats/byte", "lower"),
+    "loss": ("nats/token", "lower"),
     "router_entropy": ("", "higher"),
     "starved_experts": ("", "lower"),
 }
@@ -55,7 +55,7 @@ def run_measured(
     strategy: Strategy,
     model: ModelShape,
     cluster: ClusterSpec,
-    workload: Training,
+    workload: Training | ModelTraining,
     seed: int,
     tick: Callable[[], None],
 ) -> Measurement | None:
@@ -126,7 +126,7 @@ def rest_of(workload: Workload) -> RestOfStep:
     """What a workload says of a step beside routing. Of a training nobody knows but whether it recomputes."""
     from moesys.simulator.step_program import RestOfStep
 
-    if isinstance(workload, Training):
+    if isinstance(workload, Measured):
         return RestOfStep(recompute="layers" if workload.recompute else "none")
     return RestOfStep(
         other_seconds=workload.other_ms / 1000,
@@ -168,7 +168,7 @@ def routing_of(workload: Replay | Generated, model: ModelShape, cluster: Cluster
     return trace if workload.tokens_per_rank is None else trace.scaled(workload.tokens_per_rank)
 
 
-def drawn_like(workload: Training) -> Generated:
+def drawn_like(workload: Training | ModelTraining) -> Generated:
     """As many layers, micro-batches and tokens as a training has."""
     return Generated(
         num_layers=workload.num_layers,

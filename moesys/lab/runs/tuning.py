@@ -14,7 +14,8 @@ from itertools import islice
 from pathlib import Path
 
 from moesys.config import ClusterSpec, ModelShape, Strategy
-from moesys.config.experiment import Experiment, Generated, Replay, Training, Trial
+from moesys.config.experiment import Experiment, Trial
+from moesys.config.workload import Generated, Measured, ModelTraining, Replay, Training
 from moesys.lab.runs.launch import Place, TrialError, place_for
 from moesys.lab.runs.records import setting_fingerprint, take_lock
 from moesys.lab.runs.trials import Measurement, rest_of, routing_of
@@ -71,7 +72,7 @@ def tune(
 
     Raises ValueError for what cannot be tuned or resumed.
     """
-    trains = isinstance(experiment.workload, Training)
+    trains = isinstance(experiment.workload, Measured)
     timed = MOST_TRIALS * trains if timed is None else timed
     bounds = bounds or SearchBounds()
     _check(experiment, timed, bounds)
@@ -114,7 +115,7 @@ def _check(experiment: Experiment, timed: int, bounds: SearchBounds) -> None:
         raise ValueError(f"budget={bounds.budget} and seeds={bounds.seeds}; both are 1 or more")
     if memory_gb is not None and not memory_gb > 0:
         raise ValueError(f"memory_gb={memory_gb} holds nothing; declare what a GPU has, or leave it out for enough")
-    if timed and not isinstance(workload, Training):
+    if timed and not isinstance(workload, Measured):
         raise ValueError(
             f"timed={timed}: workload={type(workload).__name__} is run by the cost model and by no clock; "
             "use timed=0, or workload=Training(...)"
@@ -229,7 +230,7 @@ class _Folder:
     def workload(self, ranks: _Ranks) -> SimulatedWorkload:
         """What the cost model runs; of a training, the routing of the baseline's first trial."""
         experiment, workload, seeds = self.experiment, self.experiment.workload, self._seeds
-        if isinstance(workload, Training):
+        if isinstance(workload, Measured):
             self._record_routing(ranks, seeds[0])
             workload = Replay(
                 trace=str(self.path / ROUTING),
@@ -243,7 +244,7 @@ class _Folder:
     def _record_routing(self, ranks: _Ranks, seed: int) -> None:
         """Into the folder, if it is not there."""
         workload, baseline = self.experiment.workload, self.experiment.baseline
-        assert isinstance(workload, Training)
+        assert isinstance(workload, Training | ModelTraining)
         # As the tuner calls it, which takes the trial from the journal.
         setting = Setting(self.experiment.model, self.experiment.cluster, workload.num_layers)
         baseline = setting.plainest(baseline).replace(name=baseline.name)
@@ -282,7 +283,7 @@ class _Folder:
         experiment, workload = self.experiment, self.experiment.workload
         setting = {name: getattr(experiment, name).fingerprint()[:12] for name in ("model", "cluster", "workload")}
         setting["moesys"] = source_digest()
-        if isinstance(workload, Training):
+        if isinstance(workload, Measured):
             environment, _ = collect_environment(self._threads)
             # The source says more than its commit.
             setting["machine"] = replace(environment, git_commit="", git_diff="").machine_line

@@ -189,7 +189,7 @@ def speedup_chart(
 def loss_chart(losses: Mapping[str, Mapping[int, Sequence[float]]], path_stem: Path, *, name: str) -> list[Path]:
     """Losses over steps, the mean over seeds, and below them the largest relative difference from the first strategy's.
 
-    ``losses``: by strategy, the baseline first, and seed, in nats a byte; every sequence as long as the others.
+    ``losses``: by strategy, the baseline first, and seed, in nats a token; every sequence as long as the others.
     Strategies compute the same, so their lines lie on one another above, and only the lower panel tells them apart.
     """
     shared = sorted(set.intersection(*(set(by_seed) for by_seed in losses.values()))) if losses else []
@@ -213,7 +213,7 @@ def loss_chart(losses: Mapping[str, Mapping[int, Sequence[float]]], path_stem: P
                 shown_S = np.where(apart_S > 0, apart_S, np.nan)
                 bottom.plot(shown_S, label=strategy, linewidth=1, marker=".", markersize=2.5, clip_on=False, **line)
         n = f"{len(shared)} seed{'s' * (len(shared) > 1)}"
-        top.set(ylabel="loss, nats a byte", title=f"MEASURED: {name}, mean of {n}")
+        top.set(ylabel="loss, nats a token", title=f"MEASURED: {name}, mean of {n}")
         top.legend()
         bottom.set(xlabel="step", ylabel=f"|loss / {baseline}'s − 1|")
         bottom.set_title("largest of all seeds" + (f"; bit-equal: {', '.join(equal)}" if equal else ""), fontsize=9)

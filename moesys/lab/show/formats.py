@@ -148,7 +148,7 @@ def _csv_fields(row: Row, comparison: Comparison, units: dict[str, str]) -> dict
         "speedup high 95 %": ratio and ratio.high,
         "speedup p": ratio and ratio.p,
         "verdict": ratio and ratio.verdict,
-        "loss at end (nats a byte)": row.final_loss,
+        "loss at end (nats a token)": row.final_loss,
         "largest relative difference of a loss": agreement and agreement.difference,
         "numbers agree": agreement and agreement.holds,
         **{f"median {metric}{f' ({unit})' if unit else ''}": row.median(metric) for metric, unit in units.items()},

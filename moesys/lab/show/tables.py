@@ -9,7 +9,7 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from moesys.config.experiment import Training
+from moesys.config.workload import Measured, Training
 from moesys.lab.runs.comparison import JUDGED_STEPS, Comparison, Row
 from moesys.lab.runs.records import setting_fingerprint
 from moesys.lab.runs.statistics import MIN_SEEDS, PairedRatio
@@ -157,7 +157,7 @@ def _legend(comparison: Comparison, machine: str) -> list[str]:
 def _sample_words(comparison: Comparison) -> str:
     experiment, seeds = comparison.experiment, comparison.experiment.seeds
     steps = getattr(experiment.workload, "steps", None)
-    unit = "steps" if isinstance(experiment.workload, Training) else "micro-batches"
+    unit = "steps" if isinstance(experiment.workload, Measured) else "micro-batches"
     asked = f"{len(seeds)} asked for"
     return f"{asked}, {steps} {unit} each" if steps else asked
 
@@ -174,7 +174,7 @@ def _source_words(comparison: Comparison, machine: str) -> str:
         how = f"Measured by the clock on {ranks}{f': {machine}' if machine else ''}."
         if isinstance(experiment.workload, Training) and experiment.workload.interpret:
             how += " Kernels ran in Triton's interpreter, whose times say nothing of a GPU's: only agreement counts."
-        if isinstance(experiment.workload, Training) and experiment.workload.shaped_links:
+        if isinstance(experiment.workload, Measured) and experiment.workload.shaped_links:
             links = f"{cluster.inter_node_gb_per_s * 8e3:g} Mbit/s and {cluster.inter_node_us:g} us"
             how += f" Nodes were network namespaces of one machine behind links of {links}"
             cpus = experiment.workload.cpus_per_host

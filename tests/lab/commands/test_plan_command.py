@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 from moesys.__main__ import app
 from moesys.balance import min_max_load
 from moesys.config import ClusterSpec, presets
-from moesys.config.experiment import Generated
+from moesys.config.workload import Generated
 from moesys.lab.commands.declarations import balance_of, cluster_of, predictor_of, split_of
 from moesys.lab.commands.plan import read_load
 from moesys.step import LayerPlan

@@ -18,7 +18,8 @@ import moesys as ms
 from moesys.__main__ import app
 from moesys.bench import simulator_speed as bench
 from moesys.config import ClusterSpec, Fsep, Greedy, ModelShape, Strategy
-from moesys.config.experiment import Experiment, Generated, Replay, Training
+from moesys.config.experiment import Experiment
+from moesys.config.workload import Generated, Replay, Training
 from moesys.lab.commands.explain import explain_command
 from moesys.lab.commands.simulate import simulate_command
 from moesys.lab.runs.trials import rest_of, routing_of, run_simulated

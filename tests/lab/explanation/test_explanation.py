@@ -27,7 +27,8 @@ from moesys.config import (
     Strategy,
     WindowMean,
 )
-from moesys.config.experiment import Experiment, Generated, Replay, Training
+from moesys.config.experiment import Experiment
+from moesys.config.workload import Generated, Replay, Training
 from moesys.lab.commands.explain import explain_command
 from moesys.lab.explanation.explanation import explain
 from moesys.lab.explanation.rank_times import RankTimes

@@ -16,7 +16,8 @@ import pytest
 from lab_cases import CLUSTER, EP, FSEP, FSEP_WIDE, MODEL, experiment, record, simulated
 
 from moesys.config import Fsep
-from moesys.config.experiment import Experiment, Training
+from moesys.config.experiment import Experiment
+from moesys.config.workload import Training
 from moesys.lab.runs.records import Record, RunFolder, Samples, latest, setting_fingerprint
 
 

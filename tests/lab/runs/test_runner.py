@@ -13,7 +13,7 @@ from runner_cases import EP, FSEP, partly_failing, simulation, training
 
 from moesys.balance import plan_layout
 from moesys.config import ClusterSpec, Static
-from moesys.config.experiment import Replay
+from moesys.config.workload import Replay
 from moesys.lab.commands.compare import compare
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.lab.runs.environment import collect_environment, load_environments

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from moesys.config import ClusterSpec, Ep, FlowSplit, Fsep, Greedy, MegaKernel, ModelShape, Pipelined, Strategy
-from moesys.config.experiment import Generated, Replay, Training
+from moesys.config.workload import Generated, Replay, Training
 from moesys.lab.runs.trials import METRICS, run_measured, run_simulated
 from moesys.layout_schedule import LayoutSchedule
 from moesys.traces import Trace, save_trace

@@ -15,7 +15,8 @@ import pytest
 from runner_cases import EP, FSEP, simulation, training
 
 from moesys.config import Fsep, Strategy
-from moesys.config.experiment import Experiment, Generated, Replay
+from moesys.config.experiment import Experiment
+from moesys.config.workload import Generated, Replay
 from moesys.lab.commands.explain import explain_command
 from moesys.lab.commands.run import run_file
 from moesys.lab.commands.tune import tune_file

@@ -1,0 +1,172 @@
+"""Workloads: where the routing that strategies are compared on comes from, by training or through the cost model.
+
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from moesys.config.base import Declared
+from moesys.config.hub_config import num_moe_layers, read_config, shape_of
+from moesys.config.model import ModelShape
+
+
+class Measured(Declared):
+    """What all training on real ranks has in common."""
+
+    context: int = Field(128, ge=2, description="tokens of a sequence")
+    batch: int = Field(4, ge=1, description="sequences of a rank in a micro-batch")
+    micro_batches: int = Field(1, ge=1, description="forward and backward passes of a step")
+    warmup: int = Field(3, ge=0, description="first steps, which are trained and recorded but not timed")
+    steps: int = Field(30, ge=1, description="timed steps after the warm-up")
+    learning_rate: float = Field(1e-3, gt=0, description="of Adam")
+    max_grad_norm: float = Field(1.0, gt=0)
+    recompute: bool = Field(False, description="activation checkpointing of every block")
+    shaped_links: bool = Field(
+        False,
+        description="nodes are network namespaces of this machine, as far apart as the cluster declares",
+    )
+    cpus_per_host: float | None = Field(
+        None,
+        ge=0.01,
+        le=1000,
+        description="of shaped_links: processors that the ranks of a node have together; None: as many as they can get",
+    )
+    device: Literal["cpu", "cuda"] = Field("cpu", description="where ranks compute; cuda: each on a GPU of its host")
+
+    @model_validator(mode="after")
+    def _shares_are_of_hosts(self) -> Self:
+        if self.cpus_per_host is not None and not self.shaped_links:
+            raise ValueError(
+                f"cpus_per_host={self.cpus_per_host:g} is of hosts with shaped links; use shaped_links=True or leave "
+                "cpus_per_host out"
+            )
+        return self
+
+
+class Training(Measured):
+    """Real training on real ranks: a byte-level language model on the source code of Python's standard library.
+
+    Every rank is a data-parallel replica of embedding, attention and router; the ranks share the experts of each block.
+    """
+
+    kind: Literal["training"] = "training"
+    num_layers: int = Field(2, ge=1, description="blocks of attention and experts")
+    num_heads: int = Field(4, ge=1)
+    interpret: bool = Field(
+        False, description="experts by the GPU's kernels, on the CPU in Triton's interpreter; its times mean nothing"
+    )
+
+    @model_validator(mode="after")
+    def _interprets_on_the_cpu(self) -> Self:
+        if self.interpret and self.device != "cpu":
+            raise ValueError(f"interpret=True runs kernels on the CPU, so device={self.device!r} is not used; drop one")
+        return self
+
+
+class ModelTraining(Measured):
+    """Real training of a model of transformers on real ranks, with what else it has sharded by FSDP2.
+
+    ``model``: a config.json, a folder with one, or the name of a packaged one (``model_names()``). The weights are
+    those of the folder if it has any, and else drawn with the trial's seed. Batches are drawn with the seed either way.
+
+    ``data``: text files, folders of them, or ``.bin`` files of tokens (unsigned integers, little-endian, nothing else:
+    uint16 for vocabularies of up to 65,536, else uint32); by default the source code of Python's standard library.
+    ``tokenizer``: a tokenizer.json, or "bytes".
+    """
+
+    kind: Literal["model_training"] = "model_training"
+    model: str = Field(min_length=1)
+    data: tuple[str, ...] = ()
+    tokenizer: str = Field("bytes", min_length=1)
+    dtype: Literal["float32", "bfloat16"] = Field("float32", description="what layers compute in; masters are float32")
+    config: str = Field("", description="content of the config.json, read where it is left out", repr=False)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read(cls, fields: Any) -> Any:
+        if not isinstance(fields, dict):
+            return fields
+        if isinstance(data := fields.get("data"), str):
+            fields = fields | {"data": (data,)}
+        if not fields.get("config") and isinstance(model := fields.get("model"), str):
+            fields = fields | {"config": json.dumps(read_config(model))}
+        return fields
+
+    @model_validator(mode="after")
+    def _has_experts(self) -> Self:
+        if not (self.shape and self.num_layers):
+            raise ValueError(f"model={self.model!r} has no layer with experts; choose a Mixture-of-Experts model")
+        return self
+
+    @property
+    def config_fields(self) -> dict[str, Any]:
+        fields: dict[str, Any] = json.loads(self.config)
+        return fields
+
+    @property
+    def shape(self) -> ModelShape:
+        """Of one MoE layer."""
+        return shape_of(self.config_fields, self.dtype)
+
+    @property
+    def num_layers(self) -> int:
+        """Layers with experts."""
+        return num_moe_layers(self.config_fields)
+
+
+class Simulated(Declared):
+    """What a workload of the cost model says of the rest of a step, which moves and computes the same under every
+    strategy.
+    """
+
+    micro_batches: int = Field(1, ge=1, description="forward and backward passes of a step, each with its own plans")
+    other_ms: float = Field(
+        0.0, ge=0, description="forward of the rest of a layer, such as attention; backward takes twice that"
+    )
+    recompute: Literal["none", "layers", "computing"] = Field(
+        "none", description="in backward run layers forward again: whole, or computing alone, keeping what travelled"
+    )
+    optimizer_ms: float = Field(0.0, ge=0, description="at the end of a step")
+
+
+class Replay(Simulated):
+    """Recorded routing through the cost model: trace files of ``moesys.traces``.
+
+    A trace of fewer ranks than the cluster has is folded: consecutive micro-batches become further source ranks.
+    """
+
+    kind: Literal["replay"] = "replay"
+    trace: str = Field(min_length=1, description="path of the trace file; {seed} in it becomes the trial's seed")
+    warmup: int = Field(0, ge=0, description="first micro-batches, which planners see and nobody times")
+    tokens_per_rank: int | None = Field(None, ge=1, description="scale every rank to so many tokens; None: as recorded")
+
+
+class Generated(Simulated):
+    """Drawn routing through the cost model, with a declared skew.
+
+    ``skew`` is the standard deviation of the logarithm of expert popularity (log-normal), or the exponent (Zipf).
+    ``drift`` is the share of an expert's log-popularity that is drawn anew at each step; ``spread`` the standard
+    deviation of each source rank's own log-preference around it, which drifts as slowly. ``concentration``: tokens of a
+    document are alike, so a rank's shares in one micro-batch stray as if it had only so many tokens.
+    """
+
+    kind: Literal["generated"] = "generated"
+    distribution: Literal["uniform", "log_normal", "zipf"] = "log_normal"
+    skew: float = Field(1.0, ge=0, le=100)
+    drift: float = Field(0.05, ge=0, le=1)
+    spread: float = Field(0.1, ge=0)
+    concentration: float | None = Field(
+        None, gt=0, description="of a Dirichlet distribution around the shares; None: no straying"
+    )
+    num_layers: int = Field(2, ge=1)
+    tokens_per_rank: int = Field(16384, ge=1)
+    warmup: int = Field(5, ge=0, description="first micro-batches, which planners see and nobody times")
+    steps: int = Field(20, ge=1, description="timed steps after the warm-up")
+
+
+Workload = Annotated[Training | ModelTraining | Replay | Generated, Field(discriminator="kind")]

@@ -1,0 +1,82 @@
+"""ModelLearner: a model of transformers, whose dense parameters FSDP2 shards."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn import functional
+
+from moesys.config import ClusterSpec, Strategy
+from moesys.config.workload import ModelTraining
+from moesys.hf.parallelize import parallelize
+from moesys.train.text_files import load_files
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class ModelLearner:
+    """The model that ``workload`` names, on its data.
+
+    Raises ValueError for a group that is not all ranks, a model that transformers does not know or moesys cannot run,
+    and tokens beyond its vocabulary.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        cluster: ClusterSpec,
+        workload: ModelTraining,
+        seed: int,
+        group: dist.ProcessGroup | None,
+        device: torch.device,
+    ) -> None:
+        if not dist.is_initialized() or group not in (None, dist.group.WORLD):
+            raise ValueError("workload=ModelTraining(...) trains on all ranks of the default process group; make one")
+        config = _config(workload)
+        self.text = load_files(workload.data, workload.tokenizer, config.vocab_size)
+        mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("ep",))
+        dtype = DTYPES[workload.dtype]
+        policy = MixedPrecisionPolicy(None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32)
+        self.model: Any = _model(workload, config, seed).to(device).train()
+        if workload.recompute:
+            self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        self.runtime = parallelize(self.model, strategy, mesh, policy=policy, cluster=cluster)
+        self._router_loss_coef = getattr(config, "router_aux_loss_coef", 0.0)
+        self._num_ranks = dist.get_world_size()
+
+    def losses(self, inputs_BC: Tensor, targets_BC: Tensor) -> tuple[Tensor, Tensor]:
+        outputs = self.model(input_ids=inputs_BC, use_cache=False)
+        nats_N = functional.cross_entropy(outputs.logits.flatten(0, 1).float(), targets_BC.flatten(), reduction="none")
+        router_loss = getattr(outputs, "aux_loss", None)
+        return nats_N, nats_N.new_zeros(()) if router_loss is None else self._router_loss_coef * router_loss
+
+    def backward(self, loss: Tensor) -> None:
+        # FSDP's gradients are means over ranks.
+        (loss * self._num_ranks).backward()
+
+    def sync_gradients(self) -> None:
+        pass
+
+
+def _config(workload: ModelTraining) -> Any:
+    fields = workload.config_fields
+    kind = str(fields.pop("model_type", None))
+    if kind not in transformers.CONFIG_MAPPING:
+        raise ValueError(f"model={workload.model!r}: transformers knows no model_type={kind!r}")
+    return transformers.AutoConfig.for_model(kind, **fields)
+
+
+def _model(workload: ModelTraining, config: Any, seed: int) -> Any:
+    transformers.utils.logging.disable_progress_bar()
+    folder = Path(workload.model).expanduser()
+    if folder.is_dir() and any(folder.glob("*.safetensors")):
+        return transformers.AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32)
+    torch.manual_seed(seed)
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)

@@ -1,0 +1,159 @@
+"""Training a model of transformers in the lab: its losses are those of plain transformers, under every strategy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional
+
+import moesys as ms
+from moesys.config.hub_config import model_names, read_config
+from moesys.lab.ranks.outcomes import RankError
+from moesys.lab.ranks.pool import LocalRanks
+from moesys.train import load_text, train
+
+CLUSTER = ms.ClusterSpec(ranks_per_node=2)
+EP = ms.Strategy(name="ep")
+LENT = EP.replace(name="lent", sharding=ms.Ep(slots_per_rank=6), balance=ms.Greedy(), split=ms.FlowSplit())
+FSEP = LENT.replace(name="fsep", sharding=ms.Fsep(slots_per_rank=6), overlap=ms.Pipelined(chunks=2))
+
+
+def workload(model: str, **changes: Any) -> ms.ModelTraining:
+    small = {"context": 32, "batch": 2, "warmup": 1, "steps": 2, "learning_rate": 3e-4}
+    return ms.ModelTraining(model=model, **small | changes)
+
+
+def losses(trainings: list[tuple[ms.Strategy, ms.ModelTraining]], seed: int = 3) -> list[list[float]]:
+    return [
+        [result.loss for result in train(strategy, how.shape, CLUSTER, how, seed=seed)] for strategy, how in trainings
+    ]
+
+
+def plain_losses(model: Any, how: ms.ModelTraining, seed: int = 3) -> list[float]:
+    """Of transformers alone, on one rank that has both ranks' batches."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=how.learning_rate)
+    text = load_text().split()[0]
+    found = []
+    for step in range(how.warmup + how.steps):
+        optimizer.zero_grad()
+        nats = 0.0
+        for rank in range(2):
+            inputs_BC, targets_BC = text.batch(step, 0, rank, seed=seed, batch=how.batch, context=how.context)
+            outputs = model(input_ids=inputs_BC)
+            loss = functional.cross_entropy(outputs.logits.flatten(0, 1), targets_BC.flatten())
+            nats += loss.item() / 2
+            aux_loss = getattr(outputs, "aux_loss", None)
+            coefficient = 0.0 if aux_loss is None else model.config.router_aux_loss_coef
+            ((loss + coefficient * (0.0 if aux_loss is None else aux_loss)) / 2).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), how.max_grad_norm)
+        optimizer.step()
+        found.append(nats)
+    return found
+
+
+def drawn(name: str, seed: int) -> Any:
+    transformers = pytest.importorskip("transformers")
+    fields = read_config(name)
+    torch.manual_seed(seed)
+    return transformers.AutoModelForCausalLM.from_config(
+        transformers.AutoConfig.for_model(fields.pop("model_type"), **fields), dtype=torch.float32
+    )
+
+
+@pytest.mark.parametrize("name", model_names())
+def test_every_strategy_learns_what_plain_transformers_learns(ranks: LocalRanks, name: str) -> None:
+    how = workload(name)
+    expected = plain_losses(drawn(name, seed=3), how)
+    found = ranks.run(losses, [(strategy, how) for strategy in (EP, LENT, FSEP)], num_ranks=2)[0]
+    assert len(set(expected)) == 3
+    for of_strategy in found:
+        assert of_strategy == pytest.approx(expected, rel=1e-5)
+
+
+def test_recomputation_changes_no_bit_and_micro_batches_only_the_last(ranks: LocalRanks) -> None:
+    how = workload("olmoe-small")
+    halved = how.replace(batch=1, micro_batches=2)
+    trainings = [(FSEP, how), (FSEP, how.replace(recompute=True)), (FSEP, halved), (LENT, halved)]
+    plain, recomputed, *halves = ranks.run(losses, trainings, num_ranks=2)[0]
+    assert recomputed == plain
+    # Two draws of one sequence are other text than one of two.
+    assert halves[0] == pytest.approx(halves[1], rel=1e-6)
+    assert halves[0] != pytest.approx(plain, rel=1e-4)
+
+
+def test_bfloat16_learns_too(ranks: LocalRanks) -> None:
+    how = workload("olmoe-small")
+    wide, narrow = ranks.run(losses, [(FSEP, how), (FSEP, how.replace(dtype="bfloat16"))], num_ranks=2)[0]
+    assert narrow != wide
+    assert narrow == pytest.approx(wide, rel=1e-2)
+
+
+def test_a_folder_with_weights_goes_on_from_them(ranks: LocalRanks, tmp_path: Path) -> None:
+    model = drawn("olmoe-small", seed=11)
+    model.save_pretrained(tmp_path / "model")
+    how = workload(str(tmp_path / "model"))
+    expected = plain_losses(model, how)
+    assert ranks.run(losses, [(LENT, how)], num_ranks=2)[0][0] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_step_tells_the_load_of_the_model_s_layers(ranks: LocalRanks) -> None:
+    result = ranks.run(one_step, workload("deepseek-v3-small"), num_ranks=2)[0]
+    # The first of three layers is dense; 2 ranks x 2 sequences x 32 tokens x 2 choices.
+    assert [sum(tokens_E) for tokens_E in result.tokens_LE] == [256, 256]
+    assert 1 <= result.load_max_over_mean < 1.5
+    assert result.step_ms > 0
+
+
+def one_step(how: ms.ModelTraining) -> Any:
+    return next(train(FSEP, how.shape, CLUSTER, how, seed=0))
+
+
+def test_tokens_beyond_the_vocabulary_are_told_by_file_and_place(ranks: LocalRanks, tmp_path: Path) -> None:
+    config = read_config("olmoe-small") | {"vocab_size": 100}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "text.txt").write_text("abc~" * 40)
+    how = workload(str(tmp_path / "config.json"), data=str(tmp_path / "text.txt"))
+    with pytest.raises(RankError, match=r"token 3 of .*text\.txt is 126, and the model's vocab_size is 100"):
+        ranks.run(losses, [(EP, how)], num_ranks=2)
+
+
+def test_a_model_without_experts_and_one_that_is_not_there_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "hidden_size": 8, "intermediate_size": 8}))
+    with pytest.raises(ValueError, match="none of num_experts, num_local_experts, n_routed_experts"):
+        ms.ModelTraining(model=str(tmp_path))
+    dense = read_config("deepseek-v3-small") | {"first_k_dense_replace": 3}
+    (tmp_path / "config.json").write_text(json.dumps(dense))
+    with pytest.raises(ValueError, match="no layer with experts"):
+        ms.ModelTraining(model=str(tmp_path))
+    with pytest.raises(ValueError, match=r"cannot read .*; give a config\.json, a folder with one, or one of deepseek"):
+        ms.ModelTraining(model=str(tmp_path / "nowhere"))
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(ValueError, match="is no JSON"):
+        ms.ModelTraining(model=str(tmp_path))
+
+
+def test_an_experiment_takes_the_shape_of_the_model_it_trains() -> None:
+    experiment = ms.Experiment(name="x", cluster=CLUSTER, strategies=(EP,), workload=workload("qwen3-moe-small"))
+    assert (experiment.model.num_experts, experiment.model.top_k, experiment.workload.num_layers) == (8, 2, 2)
+    assert ms.Experiment.from_json(experiment.to_json()) == experiment
+    assert ms.Experiment.from_toml(experiment.to_toml()) == experiment
+    assert experiment.source == "measured"
+    with pytest.raises(ValueError, match=r"model has num_experts=16, and 'qwen3-moe-small', .* has 8; leave model out"):
+        experiment.replace(model=experiment.model.replace(num_experts=16))
+    with pytest.raises(ValueError, match="model is missing"):
+        ms.Experiment(name="x", cluster=CLUSTER, strategies=(EP,), workload=ms.Training())
+    with pytest.raises(ValueError, match="strategy 'mega': overlap=MegaKernel"):
+        experiment.replace(strategies=(EP.replace(name="mega", overlap=ms.MegaKernel()),))
+
+
+def test_an_edited_configuration_is_another_experiment(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    found = []
+    for num_layers in (2, 2, 4):
+        path.write_text(json.dumps(read_config("olmoe-small") | {"num_hidden_layers": num_layers}))
+        found.append(workload(str(path)).fingerprint())
+    assert found[0] == found[1] != found[2]

@@ -1,0 +1,72 @@
+"""One's own text: files, folders, tokens, and what is wrong with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from moesys.train.text import load_text
+from moesys.train.text_files import load_files
+
+tokenizers = pytest.importorskip("tokenizers")
+
+
+def tokens(*paths: Path, tokenizer: str = "bytes", vocab_size: int = 256) -> list[int]:
+    text = load_files([str(path) for path in paths], tokenizer, vocab_size)
+    return text.batch(0, 0, 0, seed=0, batch=1, context=len(text.tokens_N) - 1)[0][0].tolist()
+
+
+def test_no_path_is_the_built_in_text() -> None:
+    assert load_files((), "bytes", 256).fingerprint == load_text().fingerprint
+
+
+def test_files_and_folders_follow_one_another_in_order(tmp_path: Path) -> None:
+    for name, content in {
+        "f/b.txt": "2",
+        "f/a/c.md": "1",
+        "f/.git/x": "no",
+        "f/.x": "no",
+        "z.txt": "0.",
+        "e.txt": "",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(content)
+    found = tokens(tmp_path / "z.txt", tmp_path / "e.txt", tmp_path / "f", tmp_path / "z.txt")
+    assert bytes(found) == b"0.120"
+
+
+@pytest.mark.parametrize(("vocab_size", "dtype"), [(65536, "<u2"), (65537, "<u4")])
+def test_tokens_are_read_as_wide_as_the_vocabulary_needs(tmp_path: Path, vocab_size: int, dtype: str) -> None:
+    np.array([1, 300, 65535, 7], dtype).tofile(tmp_path / "t.bin")
+    assert tokens(tmp_path / "t.bin", vocab_size=vocab_size) == [1, 300, 65535]
+    assert tokens(tmp_path / "t.bin", tmp_path / "t.bin", vocab_size=vocab_size) == [1, 300, 65535, 7, 1, 300, 65535]
+
+
+def test_a_tokenizer_encodes_text(tmp_path: Path) -> None:
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "bc": 1, "?": 2}, unk_token="?"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    words.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "text").write_text("bc a x a bc")
+    assert tokens(tmp_path / "text", tokenizer=str(tmp_path / "tokenizer.json"), vocab_size=3) == [1, 0, 2, 0]
+    (tmp_path / "text").write_bytes(b"bc \xff")
+    with pytest.raises(ValueError, match=r"text is no text in UTF-8 .*; leave it out, or use tokenizer=\"bytes\""):
+        tokens(tmp_path / "text", tokenizer=str(tmp_path / "tokenizer.json"), vocab_size=3)
+    with pytest.raises(ValueError, match=r'neither "bytes" nor a tokenizer\.json'):
+        tokens(tmp_path / "text", tokenizer=str(tmp_path / "nowhere.json"))
+
+
+def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
+    for name in ("nowhere.txt", "nowhere.bin"):
+        with pytest.raises(ValueError, match=rf"data: cannot read .*{name}: No such file"):
+            tokens(tmp_path / name)
+    (tmp_path / "odd.bin").write_bytes(b"123")
+    with pytest.raises(ValueError, match=r"odd\.bin has 3 bytes, which are no whole tokens of 2 bytes"):
+        tokens(tmp_path / "odd.bin")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=r"the folder .*empty has no files"):
+        tokens(tmp_path / "empty")
+    np.array([1, 9], "<u2").tofile(tmp_path / "t.bin")
+    with pytest.raises(ValueError, match=r"token 1 of .*t\.bin is 9, and the model's vocab_size is 8"):
+        tokens(tmp_path / "t.bin", vocab_size=8)
