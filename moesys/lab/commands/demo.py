@@ -1,8 +1,9 @@
-"""``moesys demo``: four strategies train side by side on this machine, and their routing is replayed on simulated GPUs.
+"""``moesys demo``: four strategies train OLMoE's code on this machine, and their routing is replayed on simulated GPUs.
 
-The same four in both tables: experts on their owners alone, in sequence or in two chunks whose communication overlaps
-with computing; lent by their owners, or fully sharded, both under a layout that follows the load and with an exact
-split. Where torch finds a GPU, ranks train there, and two more have MegaKernels.
+The model is transformers' own, small; all but its experts is sharded by FSDP2. The same four strategies are in both
+tables: experts on their owners alone, in sequence or in two chunks whose communication overlaps with computing; lent by
+their owners, or fully sharded, both under a layout that follows the load and with an exact split. Where torch finds a
+GPU, ranks train there.
 
 There are as many ranks as cores: where ranks share cores, the idle time of one is the gain of another, and imbalance
 costs nothing. Experts have many rows and are much wider than tokens, so that computing outweighs copies. A token goes
@@ -12,6 +13,7 @@ routing is skewed, which a second choice would level.
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
@@ -22,14 +24,13 @@ from moesys.config import (
     FlowSplit,
     Fsep,
     Greedy,
-    MegaKernel,
-    ModelShape,
     Pipelined,
     Strategy,
     presets,
 )
 from moesys.config.experiment import Experiment
-from moesys.config.workload import Replay, Training
+from moesys.config.hub_config import read_config
+from moesys.config.workload import ModelTraining, Replay
 from moesys.lab.commands import refused
 from moesys.lab.commands.compare import report
 from moesys.lab.runs.progress import progress_on
@@ -54,50 +55,46 @@ def _num_ranks() -> int:
 
 NUM_RANKS = _num_ranks()
 OWNED_EXPERTS = 2
-MODEL = ModelShape(
-    hidden_size=128,
-    intermediate_size=2048,
-    num_experts=OWNED_EXPERTS * NUM_RANKS,
-    top_k=1,
-    norm_topk_prob=False,
+MODEL = {
+    "intermediate_size": 2048,
+    "num_experts": OWNED_EXPERTS * NUM_RANKS,
+    "num_experts_per_tok": 1,
     # With a router that is drawn this wide, enough that no expert is left without tokens in these few steps, and not
     # enough to balance the load.
-    router_aux_loss_coef=0.02,
-    initializer_range=0.05,
-)
+    "router_aux_loss_coef": 0.02,
+    "initializer_range": 0.05,
+}
 CLUSTER = ClusterSpec(name="this machine", ranks_per_node=NUM_RANKS)
 # Mixtral's experts, as many as there are here; each on a GPU.
-LARGE_MODEL = presets.LAER_E8K2.replace(num_experts=MODEL.num_experts, top_k=MODEL.top_k)
-GPUS_OF_NODE = min(8, MODEL.num_experts)
-LARGE_CLUSTER = presets.h100(MODEL.num_experts // GPUS_OF_NODE).replace(
-    ranks_per_node=GPUS_OF_NODE, name=f"{MODEL.num_experts} x H100"
+LARGE_MODEL = presets.LAER_E8K2.replace(num_experts=MODEL["num_experts"], top_k=MODEL["num_experts_per_tok"])
+GPUS_OF_NODE = min(8, LARGE_MODEL.num_experts)
+LARGE_CLUSTER = presets.h100(LARGE_MODEL.num_experts // GPUS_OF_NODE).replace(
+    ranks_per_node=GPUS_OF_NODE, name=f"{LARGE_MODEL.num_experts} x H100"
 )
 # Micro-batches of the ranks here that make one of the cluster's.
 FOLD = LARGE_CLUSTER.num_ranks // NUM_RANKS
 
 
 def training_experiment() -> Experiment:
-    """Real training on local ranks: a byte-level language model with two layers of two experts a rank; on GPUs where
-    there are any, and then also with MegaKernels.
-    """
+    """Real training on local ranks: two layers of OLMoE's with two experts a rank; on GPUs where there are any."""
     # Not at the top: the command line imports this, and need not wait for torch.
     from moesys.train.device import best_device
 
-    device = best_device()
-    strategies = _strategies(OWNED_EXPERTS + 1)
-    if device == "cuda":
-        strategies += tuple(
-            one.replace(name=f"{one.name}+mega", overlap=MegaKernel())
-            for one in strategies
-            if one.name in ("ep", "fsep")
-        )
     return Experiment(
         name="demo",
-        description=f"{len(strategies)} strategies train the same small language model on the same text.",
-        model=MODEL,
+        description="Four strategies train the same small OLMoE on the same text.",
         cluster=CLUSTER,
-        strategies=strategies,
-        workload=Training(num_layers=2, context=64, batch=32, warmup=1, steps=6, learning_rate=2e-4, device=device),
+        strategies=_strategies(OWNED_EXPERTS + 1),
+        workload=ModelTraining(
+            model="olmoe-small",
+            config=json.dumps(read_config("olmoe-small") | MODEL),
+            context=64,
+            batch=32,
+            warmup=1,
+            steps=6,
+            learning_rate=2e-4,
+            device=best_device(),
+        ),
         seeds=SEEDS,
     )
 
@@ -121,7 +118,6 @@ def demo(out: Path, fresh: bool = False) -> int:
         # hidden, so that ``compare runs/*`` does not take it for a run folder
         traces = out.resolve() / ".demo-traces"
         training = training_experiment()
-        print(_where(training))
         trained = _run(training, out, fresh, record_routing=traces / TRACE)
         if trained.failed:
             return trained.exit_code
@@ -140,20 +136,11 @@ def demo(out: Path, fresh: bool = False) -> int:
     return replayed.exit_code
 
 
-def _where(training: Experiment) -> str:
-    """What this machine lets the demo show."""
-    assert isinstance(training.workload, Training)
-    if training.workload.device == "cpu":
-        return "no GPU here: four strategies train on the CPU, and MegaKernels are left out"
-    names = ", ".join(one.name for one in training.strategies if isinstance(one.overlap, MegaKernel))
-    return f"training on GPUs, with MegaKernels too: {names}"
-
-
 def _strategies(slots_per_rank: int) -> tuple[Strategy, ...]:
     """Returns the four; the first is the baseline."""
     whole = Strategy(name="ep", sharding=Ep())
     lent = Strategy(name="ep+lent", sharding=Ep(slots_per_rank=slots_per_rank), balance=Greedy(), split=FlowSplit())
-    sharded = Fsep(slots_per_rank=slots_per_rank, prefetch_layers=1, reshard_after_forward=False, delay_reshard=True)
+    sharded = Fsep(slots_per_rank=slots_per_rank, prefetch_layers=1, reshard_after_forward=False)
     return (
         whole,
         whole.replace(name="ep+pipelined", overlap=Pipelined(chunks=2)),

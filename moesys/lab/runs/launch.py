@@ -10,6 +10,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack
 from datetime import timedelta
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from moesys.config import ClusterSpec, ModelShape, Strategy
@@ -74,6 +75,8 @@ def place_for(experiment: Experiment, threads: int) -> Place:
         return CostModel()
     workload = experiment.workload
     assert isinstance(workload, Measured)
+    if isinstance(workload, ModelTraining) and find_spec("transformers") is None:
+        raise ValueError("workload=ModelTraining(...) trains models of transformers: pip install 'moesys[hf]'")
     if workload.shaped_links:
         if joins:
             raise ValueError("shaped_links=True puts ranks into hosts of its own making; leave torchrun out")

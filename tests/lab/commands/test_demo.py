@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from moesys.lab.commands import demo
@@ -14,11 +16,9 @@ def _in_small(monkeypatch):
 
     def short_training():
         whole = training()
-        return whole.replace(
-            seeds=(0, 1),
-            model=whole.model.replace(intermediate_size=64),
-            workload=whole.workload.replace(warmup=0, steps=demo.FOLD, batch=4),
-        )
+        config = json.dumps(whole.workload.config_fields | {"intermediate_size": 64})
+        workload = whole.workload.replace(warmup=0, steps=demo.FOLD, batch=4, config=config)
+        return whole.replace(seeds=(0, 1), model=workload.shape, workload=workload)
 
     def short_replay(traces):
         whole = replay(traces)
