@@ -206,8 +206,8 @@ def test_what_computes_nothing_is_not_interpreted():
     write("small.json", experiment(seeds=(0,)).to_json())
     result = moesys("run", "small.json", "--interpret")
     assert result.stderr == (
-        "Error: --interpret has a training's kernels interpreted, and small computes nothing, as its workload is "
-        "Generated; leave it out\n"
+        "Error: --interpret has the kernels of workload=Training(...) interpreted, and that of small is Generated; "
+        "leave it out\n"
     )
     assert result.exit_code == 2
 

@@ -40,7 +40,9 @@ def printed_beside_blocks(page: str) -> list[str]:
 
 
 def declared_types() -> list[type[Declared]]:
-    found = [value for module in (config, experiment) for value in vars(module).values() if isinstance(value, type)]
+    found = [
+        value for module in (config, experiment, workload) for value in vars(module).values() if isinstance(value, type)
+    ]
     return sorted({t for t in found if issubclass(t, Declared) and t is not Declared}, key=lambda t: t.__name__)
 
 
