@@ -10,7 +10,7 @@ import pytest
 
 import moesys as ms
 from moesys import config
-from moesys.config import Declared, experiment
+from moesys.config import Declared, experiment, workload
 
 ROOT = Path(__file__).parents[1]
 MAX_COLUMNS = 190
