@@ -39,7 +39,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from moesys.hf.checkpoint_check import Source, sources_of
 from moesys.hf.hub_files import HubFiles, NewHubFiles, has_safetensors, other_files
 from moesys.hf.hub_names import HubNames, skeleton
-from moesys.whole_folder import whole_folder
+from moesys.whole_folders import whole_folder
 
 METADATA = ".metadata"
 # Under it a loop's state dict has the model: dcp.save({"model": ..., "optimizer": ...}).

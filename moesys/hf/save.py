@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from moesys.hf.hub_files import INDEX, NewHubFiles
 from moesys.hf.hub_names import HubNames, without_memory
-from moesys.whole_folder import whole_folder
+from moesys.whole_folders import whole_folder
 
 
 def save_pretrained(model: nn.Module, folder: Path | str, *, max_shard_size: str = "5GB") -> None:

@@ -4,24 +4,37 @@ what is refused.
 
 from __future__ import annotations
 
+import ctypes
+import gc
+import os
+import re
+import shutil
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from hf_models import drawn, fsep, lent, loaded, text
 from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import moesys as ms
+from moesys.hf.hub_files import NewHubFiles
+from moesys.lab.ranks.outcomes import RankError
 from moesys.lab.ranks.pool import LocalRanks
 
 # Another number than other tests have: torch keeps what it made of DTensors of one shape, with groups that are gone.
 EXPERTS = 16
 OWN = 14
 FOUR = {"fsdp_size": 4, "ep_size": 4}
+TWO = {"fsdp_size": 2, "ep_size": 2}
 GROUPS = {"fsdp_size": 4, "ep_size": 2}
 REPLICAS = {"fsdp_size": 2, "dp_replicate_size": 2, "ep_size": 2}
 
@@ -102,3 +115,137 @@ def test_what_a_loop_of_ones_own_saves(ranks: LocalRanks, tmp_path: Path, family
     ranks.run(save_own, tmp_path / family, tmp_path, timeout_s=100.0)
     for name in ("lent", "fsep"):
         assert_same(tmp_path / name, tmp_path / family)
+
+
+# --- a rank that dies, and a disk that is full ------------------------------------------------------------------
+
+
+def save_and_die(folder: Path, out: Path, strategy: ms.Strategy, victim: int, error: bool) -> None:
+    """Saves other weights than ``out`` has; one rank dies, or cannot write, when it has written some of its tensors."""
+    model = loaded(folder, strategy, TWO)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    write, left = NewHubFiles.write, iter(range(5))
+
+    def dying(files: NewHubFiles, name: str, tensor: Tensor, row: int = 0) -> None:
+        if dist.get_rank() == victim and next(left, None) is None:
+            if error:
+                raise OSError("no space left")
+            os.kill(os.getpid(), signal.SIGKILL)
+        write(files, name, tensor, row)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NewHubFiles, "write", dying)
+        ms.hf.save_pretrained(model, out)
+
+
+def save_again(folder: Path, out: Path) -> None:
+    ms.hf.save_pretrained(loaded(folder, lent(2, EXPERTS), TWO), out)
+
+
+@pytest.mark.parametrize(
+    ("victim", "error", "message"),
+    [
+        (1, False, "rank 1 was killed by signal 9"),
+        pytest.param(0, False, "rank 0 was killed by signal 9", marks=pytest.mark.slow),
+        pytest.param(1, True, "rank 1 failed, and nothing is written: OSError: no space", marks=pytest.mark.slow),
+    ],
+    ids=["killed", "first killed", "disk full"],
+)
+def test_the_earlier_checkpoint_stays_whole(
+    ranks: LocalRanks, checkpoints: Any, tmp_path: Path, victim: int, error: bool, message: str
+) -> None:
+    folder, out = checkpoints("qwen3_moe"), tmp_path / "out"
+    shutil.copytree(folder, out)
+    (out / "tokenizer.json").write_text("{}")
+    with pytest.raises(RankError, match=message):
+        ranks.run(save_and_die, folder, out, fsep(2, EXPERTS), victim, error, num_ranks=2, timeout_s=100.0)
+    assert_same(out, folder)
+    ranks.run(save_again, folder, out, num_ranks=2, timeout_s=100.0)
+    assert_same(out, folder)
+    wanted = {path.name for path in folder.iterdir()} | {"tokenizer.json"}
+    assert {path.name for path in out.iterdir()} == wanted
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+# --- what a rank holds --------------------------------------------------------------------------------------
+
+
+@contextmanager
+def peak() -> Iterator[list[int]]:
+    """Gives a list that has, behind the block, the most bytes that this process had beyond those it began with."""
+
+    def held() -> int:
+        # What is no file's: pages of mapped checkpoints are the system's to drop.
+        return 1024 * int(re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[1])  # type: ignore[index]
+
+    found: list[int] = []
+    begin, ended = held(), threading.Event()
+
+    def watch() -> None:
+        most = 0
+        while not ended.wait(0.0005):
+            most = max(most, held())
+        found.append(most - begin)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield found
+    finally:
+        ended.set()
+        thread.join()
+
+
+M_MMAP_THRESHOLD = -3
+
+
+def large(num_experts: int, layers: int) -> Any:
+    config = Qwen3MoeConfig(
+        vocab_size=96,
+        hidden_size=256,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=num_experts,
+        num_experts_per_tok=2,
+        moe_intermediate_size=512,
+    )
+    return Qwen3MoeForCausalLM(config)
+
+
+def load_and_save(folder: Path, small: Path, out: Path, strategy: ms.Strategy) -> tuple[int, int, int]:
+    """Bytes: of this rank's parameters; the most it held beyond what it had, while loading; and while saving."""
+    # Freed memory goes back at once, and what the first load and save need besides weights is there.
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 14)
+    ms.hf.save_pretrained(loaded(small, strategy, FOUR), out)
+    gc.collect()
+    with peak() as loading:
+        model = loaded(folder, strategy, FOUR)
+    share = sum(each.to_local().nbytes for each in model.parameters())
+    with peak() as saving:
+        ms.hf.save_pretrained(model, out)
+    return share, loading[0], saving[0]
+
+
+@pytest.mark.slow
+def test_no_rank_holds_all_experts_of_a_layer(tmp_path: Path) -> None:
+    """Beside its own part of the model a rank needs for loading less than half a layer, for saving some experts."""
+    E = 32
+    large(E, 3).save_pretrained(tmp_path / "large")
+    large(8, 1).save_pretrained(tmp_path / "small")
+    layer_mb = 4 * E * 3 * 256 * 512 / 1e6
+    folders = [tmp_path / name for name in ("large", "small", "out")]
+    # Ranks of its own: where unwritten memory is filled, no model is without.
+    with LocalRanks(4) as ranks:
+        for strategy in (lent(4, E), fsep(4, E)):
+            for found in ranks.run(load_and_save, *folders, strategy, timeout_s=200.0):
+                kept, loading, saving = (size / 1e6 for size in found)
+                print(
+                    f"{strategy.name}: {layer_mb:.1f} MB are the experts of a layer; a rank keeps {kept:.1f}, "
+                    f"needs {loading - kept:.1f} more to load and {saving:.1f} to save"
+                )
+                assert loading < kept + layer_mb / 2
+                assert saving < layer_mb / 4
