@@ -5,6 +5,7 @@ transformers warns of what is missing and draws it at random, or fails on some r
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Iterator
 from copy import deepcopy
@@ -120,7 +121,7 @@ def sources_of(model: Any, files: HubFiles, names: HubNames) -> list[Source]:
             missing = next(iter(names.to_hub({name: wanted})))
             raise ValueError(
                 f"{files.folder}: {missing} is in no file, and config.json makes it a tensor of "
-                f"{list(wanted.shape)}; {_way_out(model)}"
+                f"{list(wanted.shape)}; {_way_out()}"
             )
         tensor, source = made[name]
         cut = 1 if source.by_expert else 0
@@ -128,7 +129,7 @@ def sources_of(model: Any, files: HubFiles, names: HubNames) -> list[Source]:
             first = next(source.tensors)
             raise ValueError(
                 f"{files.file_of[first]}: {first} gives {name} the shape {list(tensor.shape[cut:])}, and config.json "
-                f"{list(wanted.shape[cut:])}; {_way_out(model)}"
+                f"{list(wanted.shape[cut:])}; {_way_out()}"
             )
     return list(sources.values())
 
@@ -139,17 +140,18 @@ def _check_experts(model: Any, files: HubFiles, names: HubNames, source: Source)
     E, held = len(wanted), max(map(len, source.parts.values()))
     found, known = set(source.tensors), set(names.to_hub({source.name: wanted}))
     layer = source.name.rpartition(".")[0]
-    said = f"config.json says {_field(model.config, E)}"
+    counted = _field(files.folder, model.config, E)
     if any(len(tensors) != E for tensors in source.parts.values()):
         wrong = sorted(found - known, key=dot_natural_key) or sorted(known - found, key=dot_natural_key)
         file = files.file_of.get(wrong[0], files.folder)
         what = "is too many" if wrong[0] in found else "is in no file"
         raise ValueError(
-            f"{file}: {wrong[0]} {what}: {layer} has {held} experts there, and {said}; {_way_out(model, held, E)}"
+            f"{file}: {wrong[0]} {what}: {layer} has {held} experts there, and config.json says {counted}={E}; "
+            f"{_way_out(f'{counted} to {held}' if held != E else '')}"
         )
     if len(source.parts) * E != len(known):
         missing = sorted(known - found, key=dot_natural_key)[0]
-        raise ValueError(f"{files.folder}: {missing} is in no file, of none of the {E} experts; {_way_out(model)}")
+        raise ValueError(f"{files.folder}: {missing} is in no file, of none of the {E} experts; {_way_out()}")
     for tensors in source.parts.values():
         shape = files.meta(tensors[0]).shape
         for tensor in tensors:
@@ -160,16 +162,17 @@ def _check_experts(model: Any, files: HubFiles, names: HubNames, source: Source)
                 )
 
 
-def _field(config: Any, num_experts: int) -> str:
-    fields = [name for name, value in config.to_dict().items() if "experts" in name and value == num_experts]
-    return f"{fields[0] if fields else 'its number of experts'}={num_experts}"
+def _field(folder: Path, config: Any, num_experts: int) -> str:
+    """Returns the name of what says how many experts there are, as config.json has it where that is there."""
+    path = folder / "config.json"
+    written = json.loads(path.read_text()) if path.exists() else {}
+    fields = [*written.items(), *config.to_dict().items()]
+    return next((name for name, value in fields if "experts" in name and value == num_experts), "num_experts")
 
 
-def _way_out(model: Any, held: int | None = None, num_experts: int | None = None) -> str:
+def _way_out(right: str = "") -> str:
     again = "fetch or save the weights again"
-    if held is None or held == num_experts:
-        return f"{again}, or give the config.json that they were saved with"
-    return f"{again}, or set {_field(model.config, num_experts or 0).partition('=')[0]} to {held} if they are right"
+    return f"{again}, or set {right} if they are right" if right else f"{again}, or give the config.json of theirs"
 
 
 def _patterns(patterns: Any, *more: str) -> re.Pattern[str]:

@@ -198,7 +198,10 @@ def peak() -> Iterator[list[int]]:
         thread.join()
 
 
-M_MMAP_THRESHOLD = -3
+def give_freed_memory_back() -> None:
+    """Has freed memory count no more, from now on in this process: each block of 16 KiB or more is mapped by itself."""
+    M_MMAP_THRESHOLD = -3
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 14)
 
 
 def large(num_experts: int, layers: int) -> Any:
@@ -218,8 +221,8 @@ def large(num_experts: int, layers: int) -> Any:
 
 def load_and_save(folder: Path, small: Path, out: Path, strategy: ms.Strategy) -> tuple[int, int, int]:
     """Bytes: of this rank's parameters; the most it held beyond what it had, while loading; and while saving."""
-    # Freed memory goes back at once, and what the first load and save need besides weights is there.
-    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 14)
+    give_freed_memory_back()
+    # What the first load and save need besides weights.
     ms.hf.save_pretrained(loaded(small, strategy, FOUR), out)
     gc.collect()
     with peak() as loading:
