@@ -26,7 +26,7 @@ def whole_folder(folder: Path | str) -> Iterator[Path]:
 
     Raises FileNotFoundError on ranks that do not see the new folder, and RuntimeError where another rank failed.
     """
-    folder = Path(folder)
+    folder = Path(folder).absolute()
     new, old = (folder.with_name(f".{folder.name}.{kind}") for kind in ("new", "old"))
     first = _rank() == 0
     error: Exception | None = None

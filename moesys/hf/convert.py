@@ -52,8 +52,8 @@ Tick = Callable[[int, int], None]
 def convert(source: Path, out: Path, config: Path | None, tick: Tick) -> str:
     """Turns the checkpoint in ``source`` into one of the other format in ``out``, and returns which: "hub" or "dcp".
 
-    A hub folder has config.json and safetensors, a distributed checkpoint ``.metadata``, and config.json where
-    ``config`` is not a file or folder that has it. What else lies beside config.json goes along.
+    A hub folder has safetensors, a distributed checkpoint ``.metadata``; config.json is in either, or ``config`` is it
+    or a folder with it. What else lies beside it goes along, besides weights.
 
     Raises ValueError for a checkpoint that is torn, or not all of its model's, for an ``out`` with something in it, and
     for a ``source`` that is neither.
@@ -64,9 +64,7 @@ def convert(source: Path, out: Path, config: Path | None, tick: Tick) -> str:
         _to_hub(source, out, config or source, tick)
         return "hub"
     if has_safetensors(source):
-        if config is not None:
-            raise ValueError(f"{source} has its own config.json; --config is for distributed checkpoints")
-        _to_dcp(source, out, tick)
+        _to_dcp(source, out, config or source, tick)
         return "dcp"
     raise ValueError(
         f"{source} is neither a hub folder (config.json and model.safetensors, or its index) nor a distributed "
@@ -86,14 +84,17 @@ def _config(place: Path) -> Any:
     return config
 
 
-def _to_dcp(source: Path, out: Path, tick: Tick) -> None:
-    model = skeleton(_config(source))
+def _to_dcp(source: Path, out: Path, config_at: Path, tick: Tick) -> None:
+    config = _config(config_at)
+    model = skeleton(config)
     names, files = HubNames(model), HubFiles(source)
     sources = sources_of(model, files, names)
     planner = _Pieces(model, names, files, sources, tick)
     with whole_folder(out) as new:
         for path in other_files(source):
             shutil.copy2(path, new)
+        if config_at != source:
+            config.save_pretrained(new)
         with warnings.catch_warnings():
             # torch warns of one process, which is what is meant.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")

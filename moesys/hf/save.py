@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -40,43 +42,59 @@ def save_pretrained(model: nn.Module, folder: Path | str, *, max_shard_size: str
     everything: dict[str, Any] = get_model_state_dict(model)
     state: dict[str, Tensor] = {name: each for name, each in everything.items() if name not in tied}
     rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    errors: list[OSError] = []
     with whole_folder(folder) as new:
         layout = {name: torch.empty(each.shape, dtype=each.dtype, device="meta") for name, each in state.items()}
         files = NewHubFiles(new, names.to_hub(layout), max_shard_size)
         if rank == 0:
-            _keep_other_files(Path(folder), new)
-            _write_config(live, kind.__name__, state, new)
-            files.create()
+            with _kept(errors):
+                _link_other_files(Path(folder), new)
+                _write_config(live, kind.__name__, state, new)
+                files.create()
         if world > 1:
             dist.barrier()
-        errors: list[OSError] = []
-
-        def write(found: dict[str, Tensor], row: int = 0) -> None:
-            try:
-                for name, tensor in found.items():
-                    files.write(name, tensor, row)
-            except OSError as error:
-                # Others wait for what this rank sends.
-                errors.append(error)
-
         for index, group in enumerate(names.groups(state)):
             if names.experts.issuperset(group):
                 for parts in zip(*(_whole_experts(state[name]) for name in group), strict=True):
-                    expert = parts[0][0]
                     tensors = dict(zip(group, (part for _, part in parts), strict=True))
-                    write(names.to_hub(tensors, expert), expert)
+                    _write(files, names, tensors, errors, parts[0][0])
                 continue
             whole = {name: _whole(state[name]) for name in group}
             if index % world == rank:
-                write(names.to_hub(whole))
+                _write(files, names, whole, errors)
         if errors:
             raise errors[0]
 
 
-def _keep_other_files(folder: Path, new: Path) -> None:
+@contextmanager
+def _kept(errors: list[OSError]) -> Iterator[None]:
+    """Keeps an error for the end, as other ranks wait for what this one sends."""
+    try:
+        yield
+    except OSError as error:
+        errors.append(error)
+
+
+def _write(
+    files: NewHubFiles, names: HubNames, tensors: dict[str, Tensor], errors: list[OSError], expert: int | None = None
+) -> None:
+    for name, tensor in names.to_hub(tensors, expert).items():
+        with _kept(errors):
+            files.write(name, tensor, row=expert or 0)
+
+
+def _link_other_files(folder: Path, new: Path) -> None:
+    """Has what else lies in ``folder`` in ``new`` too, without copying it where the file system can."""
     if folder.exists():
-        weights = shutil.ignore_patterns("*.safetensors", INDEX)
-        shutil.copytree(folder, new, ignore=weights, dirs_exist_ok=True)
+        written = shutil.ignore_patterns("*.safetensors", INDEX, "config.json", "generation_config.json")
+        shutil.copytree(folder, new, ignore=written, copy_function=_link, dirs_exist_ok=True)
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
 
 
 def _write_config(model: Any, architecture: str, state: dict[str, Tensor], new: Path) -> None:

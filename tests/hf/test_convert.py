@@ -53,7 +53,7 @@ def logits(folder: Path) -> Tensor:
         return model(input_ids=text(7)).logits
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_there_and_back_are_the_same_bits(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
     """Names, dtypes and bits of every tensor, config and tokenizer; logits of plain transformers are those before."""

@@ -36,6 +36,7 @@ OWN = 14
 FOUR = {"fsdp_size": 4, "ep_size": 4}
 TWO = {"fsdp_size": 2, "ep_size": 2}
 GROUPS = {"fsdp_size": 4, "ep_size": 2}
+TENSORS = {"fsdp_size": 2, "tp_size": 2, "ep_size": 4}
 REPLICAS = {"fsdp_size": 2, "dp_replicate_size": 2, "ep_size": 2}
 
 
@@ -91,6 +92,7 @@ def test_what_ranks_save_plain_transformers_loads(
         (lent(2, EXPERTS), GROUPS),
         (fsep(2, EXPERTS), GROUPS),
         (fsep(2, EXPERTS), REPLICAS),
+        (lent(4, EXPERTS), TENSORS),
     ]
     ranks.run(save_all, checkpoints(family), tmp_path, cases, timeout_s=200.0)
     for index in range(len(cases)):
@@ -158,13 +160,16 @@ def test_the_earlier_checkpoint_stays_whole(
 ) -> None:
     folder, out = checkpoints("qwen3_moe"), tmp_path / "out"
     shutil.copytree(folder, out)
+    (out / "logs").mkdir()
+    (out / "logs" / "one").write_text("kept")
     (out / "tokenizer.json").write_text("{}")
     with pytest.raises(RankError, match=message):
         ranks.run(save_and_die, folder, out, fsep(2, EXPERTS), victim, error, num_ranks=2, timeout_s=100.0)
     assert_same(out, folder)
     ranks.run(save_again, folder, out, num_ranks=2, timeout_s=100.0)
     assert_same(out, folder)
-    wanted = {path.name for path in folder.iterdir()} | {"tokenizer.json"}
+    wanted = {path.name for path in folder.iterdir()} | {"tokenizer.json", "logs"}
+    assert (out / "logs" / "one").read_text() == "kept"
     assert {path.name for path in out.iterdir()} == wanted
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
