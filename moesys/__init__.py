@@ -92,6 +92,7 @@ if TYPE_CHECKING:
     from moesys.traces import save_trace as save_trace
     from moesys.tuner.search_bounds import SearchBounds as SearchBounds
     from moesys.tuner.space import Space as Space
+    from moesys.whole_folders import whole_folder as whole_folder
 
 # The imports above are for type checkers; a test holds them and this table equal.
 _MODULE_OF = {
@@ -175,6 +176,7 @@ _MODULE_OF = {
     "sync_gradients": "moesys.moe.gradients",
     "tune": "moesys.lab.runs.tuning",
     "update_router_bias": "moesys.moe.gradients",
+    "whole_folder": "moesys.whole_folders",
 }
 
 # Names that are modules themselves.

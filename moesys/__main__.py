@@ -236,6 +236,31 @@ def report(
 
 
 @app.command()
+def convert(
+    source: Annotated[
+        Path,
+        typer.Argument(
+            metavar="SOURCE", help="A model's folder as from the hub; or a checkpoint of torch.distributed.checkpoint."
+        ),
+    ],
+    out: Annotated[Path, typer.Argument(metavar="OUT", help="The folder to make: of the other format.")],
+    config: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="The model's config.json, or its folder, where SOURCE does not have it."),
+    ] = None,
+) -> None:
+    """Convert a model's checkpoint: of the hub's format to a distributed one, or back.
+
+    The first is what from_pretrained reads, the second what dcp.load reads on any number of ranks, as {"model": ...}.
+    Config and tokenizer go along, an optimizer does not. OUT is there when all of it is. For example: moesys convert
+    checkpoints/last tuned --config Qwen3-30B-A3B
+    """
+    from moesys.lab.commands.convert import convert_command
+
+    raise typer.Exit(convert_command(source, out, config))
+
+
+@app.command()
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print data instead of a table.")] = False) -> None:
     """Say what this machine has, and what it lacks. Exit code 1 if something is broken."""
     from moesys.lab.commands.doctor import doctor_command

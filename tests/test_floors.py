@@ -16,7 +16,7 @@ from moesys import config
 ROOT = Path(__file__).parents[1]
 
 FLOORS = (
-    {"config", "load", "layout", "timeline", "compiled", "torch_private", "whole_file", "step_lines"},
+    {"config", "load", "layout", "timeline", "compiled", "torch_private", "whole_file", "whole_folders", "step_lines"},
     {"kernels"},
     {"traces", "cost", "schedule"},
     {"overlap", "balance", "simulator"},

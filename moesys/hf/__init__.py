@@ -3,25 +3,33 @@
 ms.hf.register()
 model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="moesys")
 
+``save_pretrained`` saves a model that ranks share, ``check_checkpoint`` looks at a folder before it is loaded, and
 ``WatchCallback`` watches a ``Trainer``.
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from moesys.hf.registration import register
 
 if TYPE_CHECKING:
+    from moesys.hf.checkpoint_check import check_checkpoint as check_checkpoint
+    from moesys.hf.save import save_pretrained as save_pretrained
     from moesys.hf.watch import WatchCallback as WatchCallback
 
-__all__ = ["WatchCallback", "register"]
+__all__ = ["WatchCallback", "check_checkpoint", "register", "save_pretrained"]
+
+# What imports transformers, when it is asked for.
+_MODULE_OF = {
+    "WatchCallback": "moesys.hf.watch",
+    "check_checkpoint": "moesys.hf.checkpoint_check",
+    "save_pretrained": "moesys.hf.save",
+}
 
 
 def __getattr__(name: str) -> Any:
-    # transformers is imported when it is needed.
-    if name == "WatchCallback":
-        from moesys.hf.watch import WatchCallback
-
-        return WatchCallback
+    if name in _MODULE_OF:
+        return getattr(import_module(_MODULE_OF[name]), name)
     raise AttributeError(f"module 'moesys.hf' has no attribute {name!r}; it has {', '.join(__all__)}")

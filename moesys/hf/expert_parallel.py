@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from transformers.distributed.expert_parallel import EPImplementation
 
 from moesys.config import Strategy
+from moesys.hf.checkpoint_check import check_before_loading
 from moesys.hf.experts_module import compute_dtype
 from moesys.hf.strategy_experts import check, strategy_experts
 from moesys.kernels.cpu.page_pool import PagePool
@@ -35,6 +36,7 @@ def implementation_of(strategy: Strategy) -> type[EPImplementation]:
             self._module = experts
             nonlocal newest
             if newest.ep_mesh is not ep_mesh:
+                check_before_loading(experts.config)
                 newest = _Model(ep_mesh)
             self._experts = strategy_experts(experts, strategy, ep_mesh, next(newest.layer_indices))
             self._experts.shards.memory = newest.memory

@@ -56,6 +56,11 @@ class ExpertsModule:
         )
 
 
+def is_experts(module: nn.Module) -> bool:
+    """Returns whether transformers has made this module one of experts."""
+    return hasattr(module, "_apply_gate") and hasattr(module, "is_transposed") and hasattr(module, "down_proj")
+
+
 def _is_swiglu(module: Any) -> bool:
     from transformers.activations import SiLUActivation
     from transformers.integrations import moe

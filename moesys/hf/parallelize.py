@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from moesys.config import ClusterSpec, Strategy
 from moesys.hf.expert_parallel import run
+from moesys.hf.experts_module import is_experts
 from moesys.hf.strategy_experts import check, strategy_experts
 from moesys.moe.experts import Experts
 from moesys.moe.runtime import MoERuntime, link
@@ -48,7 +49,7 @@ def parallelize(
     other ranks than there are, and a strategy that does not fit.
     """
     check(strategy)
-    modules = [module for module in model.modules() if _is_experts(module)]
+    modules = [module for module in model.modules() if is_experts(module)]
     if not modules:
         raise ValueError(
             f"{type(model).__name__} has no MoE blocks with experts as transformers has them (gate_up_proj and "
@@ -84,11 +85,6 @@ def parallelize(
 
 def _forward(module: nn.Module, experts: Experts, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
     return run(experts, module.training, hidden, index, weights)
-
-
-def _is_experts(module: nn.Module) -> bool:
-    """Whether transformers has made this module one of experts."""
-    return hasattr(module, "_apply_gate") and hasattr(module, "is_transposed") and hasattr(module, "down_proj")
 
 
 def _expert_mesh(mesh: DeviceMesh | None) -> DeviceMesh:

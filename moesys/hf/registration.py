@@ -33,13 +33,7 @@ def register(strategy: Strategy | None = None) -> str:
     Raises ImportError without transformers or with one that is too old, ValueError where transformers' models cannot
     run the strategy.
     """
-    try:
-        import transformers
-    except ImportError as error:
-        raise ImportError(f"moesys.hf needs transformers: {_advice()}") from error
-    version = transformers.__version__
-    if tuple(map(int, re.findall(r"\d+", version)[:2])) < OLDEST_TRANSFORMERS:
-        raise ImportError(f"transformers {version} is too old for moesys.hf: {_advice()}")
+    check_transformers()
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, ExpertsInterface
 
     if NAME not in ALL_EXPERTS_FUNCTIONS:
@@ -52,6 +46,17 @@ def register(strategy: Strategy | None = None) -> str:
 
         EPImplementationInterface.register(NAME, implementation_of(strategy))
     return NAME
+
+
+def check_transformers() -> None:
+    """Raises ImportError without transformers or with one that is too old."""
+    try:
+        import transformers
+    except ImportError as error:
+        raise ImportError(f"moesys.hf needs transformers: {_advice()}") from error
+    version = transformers.__version__
+    if tuple(map(int, re.findall(r"\d+", version)[:2])) < OLDEST_TRANSFORMERS:
+        raise ImportError(f"transformers {version} is too old for moesys.hf: {_advice()}")
 
 
 def _advice() -> str:

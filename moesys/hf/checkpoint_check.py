@@ -1,0 +1,180 @@
+"""What a hub folder has for each parameter of its model, and whether that is all: before anything is loaded.
+
+transformers warns of what is missing and draws it at random, or fails on some ranks while the others wait.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import transformers
+from torch import Tensor
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+
+from moesys.hf.hub_files import HubFiles, has_safetensors
+from moesys.hf.hub_names import HubNames, skeleton
+
+ALL = slice(None)
+
+
+def check_checkpoint(folder: Path | str, config: Any = None) -> None:
+    """Reads the names and shapes in a folder of the hub's format, and returns where they are all of its model's.
+
+    ``config``: the model's, of transformers; by default what config.json says.
+
+    Raises ValueError for a safetensors file that is torn or missing, and for tensors that are missing, too many, or of
+    another shape than the configuration makes them, with the file, the tensor, both values and what to do.
+    """
+    folder = Path(folder)
+    model = skeleton(transformers.AutoConfig.from_pretrained(folder) if config is None else config)
+    sources_of(model, HubFiles(folder), HubNames(model))
+
+
+def check_before_loading(config: Any) -> None:
+    """Checks the folder that ``from_pretrained`` is about to load a model of ``config`` from, where it is one with
+    safetensors in the hub's format.
+    """
+    name = getattr(config, "name_or_path", None)
+    plain = getattr(config, "quantization_config", None) is None
+    known = config.architectures and hasattr(transformers, config.architectures[0])
+    if name and plain and known and has_safetensors(Path(name)):
+        check_checkpoint(name, config)
+
+
+@dataclass
+class Source:
+    """Where parameters come from: tensors in files, and how transformers makes the one of the other.
+
+    name: of the parameter, the first if there are several. parts: tensors by the pattern of the converter that their
+    names match. by_expert: tensors are of one expert each, in order.
+    """
+
+    name: str
+    converter: WeightConverter | None
+    parts: dict[str, list[str]] = field(default_factory=dict)
+    by_expert: bool = False
+
+    @property
+    def tensors(self) -> Iterator[str]:
+        return (tensor for names in self.parts.values() for tensor in names)
+
+    def made(self, model: Any, get: Callable[[str, slice], Tensor], expert: int | None = None) -> dict[str, Tensor]:
+        """Returns parameters, or one expert's part of them as [1, ...], from what ``get`` gives for a name and rows."""
+        converter = deepcopy(self.converter)
+        rows = ALL if expert is None or self.by_expert else slice(expert, expert + 1)
+        for pattern, names in self.parts.items():
+            for name in names if expert is None or not self.by_expert else [names[expert]]:
+                tensor: Any = get(name, rows)
+                if converter is None:
+                    return {self.name: tensor}
+                converter.add_tensor(self.name, name, pattern, tensor)
+        assert converter is not None
+        found = converter.convert(self.name, model=model, config=model.config)
+        return {name: value[0] if isinstance(value, list) else value for name, value in found.items()}
+
+
+def sources_of(model: Any, files: HubFiles, names: HubNames) -> list[Source]:
+    """Returns what makes the parameters and buffers of ``model``, on the meta device, from ``files``, tied ones once.
+
+    Raises ValueError where that is not all, or too much.
+    """
+    state = model.state_dict()
+    sources: dict[str, Source] = {}
+    unexpected = _patterns(model._keys_to_ignore_on_load_unexpected, r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
+    conversions = get_model_conversion_mapping(model)
+    renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
+    converters = [each for each in conversions if isinstance(each, WeightConverter)]
+    of_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
+    for key in sorted(files.file_of, key=dot_natural_key):
+        name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
+        if name not in state and key in state:
+            name, pattern = key, None
+        if name in state:
+            source = sources.setdefault(name, Source(name, of_pattern[pattern] if pattern else None))
+            source.parts.setdefault(pattern or key, []).append(key)
+        elif not unexpected.search(name):
+            raise ValueError(
+                f"{files.file_of[key]}: {key} is nothing that a {type(model).__name__} of its config.json has; "
+                "set architectures and sizes there to what the weights are of"
+            )
+    made: dict[str, tuple[Tensor, Source]] = {}
+    for name, source in sources.items():
+        first = next(source.tensors)
+        source.by_expert = name in names.experts and files.meta(first).ndim == state[name].ndim - 1
+        if source.by_expert:
+            _check_experts(model, files, names, source)
+        parts = source.made(model, lambda key, rows: files.meta(key)[rows], 0 if source.by_expert else None)
+        made |= {each: (part, source) for each, part in parts.items()}
+    tied = set(getattr(model, "all_tied_weights_keys", {}))
+    optional = _patterns(model._keys_to_ignore_on_load_missing)
+    for name, wanted in state.items():
+        if name not in made:
+            if name in tied or optional.search(name):
+                continue
+            missing = next(iter(names.to_hub({name: wanted})))
+            raise ValueError(
+                f"{files.folder}: {missing} is in no file, and config.json makes it a tensor of "
+                f"{list(wanted.shape)}; {_way_out()}"
+            )
+        tensor, source = made[name]
+        cut = 1 if source.by_expert else 0
+        if tensor.shape[cut:] != wanted.shape[cut:]:
+            first = next(source.tensors)
+            raise ValueError(
+                f"{files.file_of[first]}: {first} gives {name} the shape {list(tensor.shape[cut:])}, and config.json "
+                f"{list(wanted.shape[cut:])}; {_way_out()}"
+            )
+    return list(sources.values())
+
+
+def _check_experts(model: Any, files: HubFiles, names: HubNames, source: Source) -> None:
+    """Raises ValueError where the tensors of a layer's experts are not one an expert, all of one shape."""
+    wanted = model.get_parameter(source.name)
+    E, held = len(wanted), max(map(len, source.parts.values()))
+    found, known = set(source.tensors), set(names.to_hub({source.name: wanted}))
+    layer = source.name.rpartition(".")[0]
+    counted = _field(files.folder, model.config, E)
+    if any(len(tensors) != E for tensors in source.parts.values()):
+        wrong = sorted(found - known, key=dot_natural_key) or sorted(known - found, key=dot_natural_key)
+        file = files.file_of.get(wrong[0], files.folder)
+        what = "is too many" if wrong[0] in found else "is in no file"
+        raise ValueError(
+            f"{file}: {wrong[0]} {what}: {layer} has {held} experts there, and config.json says {counted}={E}; "
+            f"{_way_out(f'{counted} to {held}' if held != E else '')}"
+        )
+    if len(source.parts) * E != len(known):
+        missing = sorted(known - found, key=dot_natural_key)[0]
+        raise ValueError(f"{files.folder}: {missing} is in no file, of none of the {E} experts; {_way_out()}")
+    for tensors in source.parts.values():
+        shape = files.meta(tensors[0]).shape
+        for tensor in tensors:
+            if (other := files.meta(tensor).shape) != shape:
+                raise ValueError(
+                    f"{files.file_of[tensor]}: {tensor} has shape {list(other)}, and {tensors[0]} {list(shape)}; "
+                    "fetch it again"
+                )
+
+
+def _field(folder: Path, config: Any, num_experts: int) -> str:
+    """Returns the name of what says how many experts there are, as config.json has it where that is there."""
+    path = folder / "config.json"
+    written = json.loads(path.read_text()) if path.exists() else {}
+    fields = [*written.items(), *config.to_dict().items()]
+    return next((name for name, value in fields if "experts" in name and value == num_experts), "num_experts")
+
+
+def _way_out(right: str = "") -> str:
+    again = "fetch or save the weights again"
+    return f"{again}, or set {right} if they are right" if right else f"{again}, or give the config.json of theirs"
+
+
+def _patterns(patterns: Any, *more: str) -> re.Pattern[str]:
+    """Returns what matches any of them; nothing where there are none."""
+    return re.compile("|".join(f"({each})" for each in [*(patterns or ()), *more]) or r"(?!)")

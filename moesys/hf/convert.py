@@ -1,0 +1,278 @@
+"""Turns checkpoints of the hub's format into distributed ones (``torch.distributed.checkpoint``), and back.
+
+One process, and an expert, a stored shard or another parameter at a time.
+"""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+import transformers
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from moesys.hf.checkpoint_check import Source, sources_of
+from moesys.hf.hub_files import HubFiles, NewHubFiles, has_safetensors, other_files
+from moesys.hf.hub_names import HubNames, skeleton
+from moesys.whole_folders import whole_folder
+
+METADATA = ".metadata"
+# Under it a loop's state dict has the model: dcp.save({"model": ..., "optimizer": ...}).
+MODEL = "model"
+
+# Told after each piece: bytes that are done, and of all.
+Tick = Callable[[int, int], None]
+
+
+def convert(source: Path, out: Path, config: Path | None, tick: Tick) -> str:
+    """Turns the checkpoint in ``source`` into one of the other format in ``out``, and returns which: "hub" or "dcp".
+
+    A hub folder has safetensors, a distributed checkpoint ``.metadata``; config.json is in either, or ``config`` is it
+    or a folder with it. What else lies beside it goes along, besides weights.
+
+    Raises ValueError for a checkpoint that is torn, or not all of its model's, for an ``out`` with something in it, and
+    for a ``source`` that is neither.
+    """
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ValueError(f"{out} is there already, and not an empty folder; give another, or remove it")
+    if (source / METADATA).exists():
+        _to_hub(source, out, config or source, tick)
+        return "hub"
+    if has_safetensors(source):
+        _to_dcp(source, out, config or source, tick)
+        return "dcp"
+    raise ValueError(
+        f"{source} is neither a hub folder (config.json and model.safetensors, or its index) nor a distributed "
+        f"checkpoint ({METADATA})"
+    )
+
+
+def _config(place: Path) -> Any:
+    file = place / "config.json" if place.is_dir() else place
+    if not file.exists():
+        raise ValueError(f"{file} is not there; name the config.json of the model by --config")
+    config = transformers.AutoConfig.from_pretrained(file)
+    if getattr(config, "quantization_config", None) is not None:
+        raise ValueError(
+            f"{file} has quantization_config; load the model dequantized, by transformers, and save it before"
+        )
+    return config
+
+
+def _to_dcp(source: Path, out: Path, config_at: Path, tick: Tick) -> None:
+    config = _config(config_at)
+    model = skeleton(config)
+    names, files = HubNames(model), HubFiles(source)
+    sources = sources_of(model, files, names)
+    planner = _Pieces(model, names, files, sources, tick)
+    with whole_folder(out) as new:
+        for path in other_files(source):
+            shutil.copy2(path, new)
+        if config_at != source:
+            config.save_pretrained(new)
+        with warnings.catch_warnings():
+            # torch warns of one process, which is what is meant.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.save({MODEL: planner.layout}, checkpoint_id=new, planner=planner, no_dist=True)
+
+
+class _Pieces(DefaultSavePlanner):
+    """Saves the parameters of ``layout``, which are on the meta device, from hub files, experts one by one."""
+
+    def __init__(self, model: Any, names: HubNames, files: HubFiles, sources: list[Source], tick: Tick) -> None:
+        super().__init__()
+        self._model, self._experts, self._files, self._tick = model, names.experts, files, tick
+        self._source: dict[str, Source] = {}
+        self.layout: dict[str, Tensor] = {}
+        for source in sources:
+            for name, part in source.made(model, self._meta, 0 if source.by_expert else None).items():
+                shape = model.state_dict()[name].shape
+                self.layout[name] = torch.empty(shape, dtype=part.dtype, device="meta")
+                self._source[name] = source
+        for name, other in getattr(model, "all_tied_weights_keys", {}).items():
+            if name not in self.layout and other in self.layout:
+                self.layout[name], self._source[name] = self.layout[other], self._source[other]
+        self._done, self._all = 0, sum(each.nbytes for each in self.layout.values())
+
+    def _meta(self, name: str, rows: slice) -> Tensor:
+        return self._files.meta(name)[rows]
+
+    def create_local_plan(self) -> SavePlan:
+        plan = super().create_local_plan()
+        self.plan = replace(plan, items=[piece for item in plan.items for piece in self._cut(item)])
+        return self.plan
+
+    def _cut(self, item: WriteItem) -> Iterator[WriteItem]:
+        name = item.index.fqn.removeprefix(f"{MODEL}.")
+        if name not in self._experts:
+            yield item
+            return
+        shape = self.layout[name].shape
+        for expert in range(shape[0]):
+            offsets = torch.Size([expert] + [0] * (len(shape) - 1))
+            chunk = ChunkStorageMetadata(offsets=offsets, sizes=torch.Size([1, *shape[1:]]))
+            properties = TensorProperties(dtype=self.layout[name].dtype)
+            data = TensorWriteData(chunk=chunk, properties=properties, size=shape)
+            index = MetadataIndex(item.index.fqn, offsets, index=expert)
+            yield WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=data)
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        name = write_item.index.fqn.removeprefix(f"{MODEL}.")
+        source, offset = self._source[name], write_item.index.offset
+        expert = offset[0] if name in self._experts and offset else None
+        made = source.made(self._model, self._files.read, expert)
+        # A tied parameter is made under the other's name.
+        tensor = made.get(name, next(iter(made.values())))
+        self._done += tensor.nbytes
+        self._tick(self._done, self._all)
+        return tensor
+
+
+def _to_hub(source: Path, out: Path, config_at: Path, tick: Tick) -> None:
+    config = _config(config_at)
+    model = skeleton(config)
+    names, stored = HubNames(model), _Stored(source)
+    layout = stored.layout(model)
+    config.dtype = next(each.dtype for each in layout.values() if each.is_floating_point())
+    done, total = 0, sum(each.nbytes for each in layout.values())
+    with whole_folder(out) as new:
+        for path in other_files(config_at) if config_at.is_dir() else []:
+            shutil.copy2(path, new)
+        config.architectures = [type(model).__name__]
+        config.save_pretrained(new)
+        files = NewHubFiles(new, names.to_hub(layout), max_shard_size="5GB")
+        files.create()
+        for group in names.groups(layout):
+            for rows in stored.rows(group) if names.experts.issuperset(group) else [None]:
+                tensors = {name: stored.read(name, layout[name], rows) for name in group}
+                done += sum(each.nbytes for each in tensors.values())
+                for expert, part in _by_expert(tensors, rows):
+                    for name, tensor in names.to_hub(part, expert).items():
+                        files.write(name, tensor, row=expert or 0)
+                tick(done, total)
+
+
+def _by_expert(tensors: dict[str, Tensor], rows: range | None) -> Iterator[tuple[int | None, dict[str, Tensor]]]:
+    """Gives the experts that ``rows`` of tensors are, one by one, as [1, ...]; without rows the tensors as they are."""
+    if rows is None:
+        yield None, tensors
+        return
+    for index, expert in enumerate(rows):
+        yield expert, {name: each[index : index + 1] for name, each in tensors.items()}
+
+
+class _Stored:
+    """The model in a distributed checkpoint, read part by part. Raises ValueError for one that is torn."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._reader = dcp.FileSystemReader(folder)
+        try:
+            self._metadata: Metadata = self._reader.read_metadata()
+        except (pickle.UnpicklingError, EOFError, AttributeError) as error:
+            raise ValueError(f"{folder / METADATA} is torn ({error}); save the checkpoint again") from error
+        self._reader.set_up_storage_reader(self._metadata, True)
+        for info in self._metadata.storage_data.values():
+            path = folder / info.relative_path
+            size = path.stat().st_size if path.exists() else 0
+            if size < info.offset + info.length:
+                raise ValueError(
+                    f"{path} is torn or missing: it has {size} bytes, and {METADATA} says at least "
+                    f"{info.offset + info.length}; take an earlier checkpoint, or copy this one again"
+                )
+
+    def layout(self, model: Any) -> dict[str, Tensor]:
+        """Returns the stored parameters and buffers of ``model``, tied ones once, as tensors without memory."""
+        wanted = model.state_dict()
+        tied = getattr(model, "all_tied_weights_keys", {})
+        stored = self._metadata.state_dict_metadata
+        first = next(iter(wanted))
+        self._prefix = next((each for each in (f"{MODEL}.", "") if each + first in stored), None)
+        if self._prefix is None:
+            raise ValueError(
+                f"{self._folder} has no {first!r}, which {type(model).__name__} has, nor that under {MODEL!r}; it has "
+                f"{', '.join(list(stored)[:3])}, ...; save dcp.save({{{MODEL!r}: get_model_state_dict(model)}})"
+            )
+        layout = {}
+        for name, tensor in wanted.items():
+            if name in tied:
+                continue
+            found = stored.get(self._prefix + name)
+            if not isinstance(found, TensorStorageMetadata):
+                raise ValueError(
+                    f"{self._folder} has no {name}, which {type(model).__name__} has; is its config another?"
+                )
+            if found.size != tensor.shape:
+                raise ValueError(
+                    f"{self._folder}: {name} is of shape {list(found.size)}, and by config.json {list(tensor.shape)}; "
+                    "give the config.json of this model by --config"
+                )
+            layout[name] = torch.empty(found.size, dtype=found.properties.dtype, device="meta")
+        return layout
+
+    def rows(self, group: list[str]) -> list[range]:
+        """Returns experts in ranges that no stored shard of the group's crosses, so that each is read once."""
+        chunks = [chunk for name in group for chunk in self._chunks(name)]
+        last = max(chunk.offsets[0] + chunk.sizes[0] for chunk in chunks)
+        cuts = sorted({chunk.offsets[0] for chunk in chunks} | {last})
+        crossed = {cut for cut in cuts for each in chunks if each.offsets[0] < cut < each.offsets[0] + each.sizes[0]}
+        kept = [cut for cut in cuts if cut not in crossed]
+        return [range(start, end) for start, end in pairwise(kept)]
+
+    def _chunks(self, name: str) -> list[ChunkStorageMetadata]:
+        found = self._metadata.state_dict_metadata[f"{self._prefix}{name}"]
+        assert isinstance(found, TensorStorageMetadata)
+        return [chunk for chunk in found.chunks if chunk.sizes.numel()]
+
+    def read(self, name: str, like: Tensor, rows: range | None) -> Tensor:
+        """Returns a parameter like ``like``, or some rows of it."""
+        key = f"{self._prefix}{name}"
+        offsets, sizes = [0] * like.ndim, list(like.shape)
+        if rows is not None:
+            offsets[0], sizes[0] = rows[0], len(rows)
+        tensor = torch.empty(sizes, dtype=like.dtype)
+        chunk = ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes))
+        found: Any = self._metadata.state_dict_metadata[key]
+        items = create_read_items_for_chunk_list(key, found, [chunk])
+        self._reader.read_data(LoadPlan(items), _Into(tensor)).wait()
+        return tensor
+
+
+class _Into(DefaultLoadPlanner):
+    """Loads into one tensor."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        super().__init__()
+        self._tensor = tensor
+
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        sides = zip(read_item.dest_offsets, read_item.lengths, strict=True)
+        return self._tensor[tuple(slice(start, start + size) for start, size in sides)]
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        pass

@@ -1,0 +1,341 @@
+"""``moesys convert``: from the hub's format to distributed checkpoints and back, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hf_models import FAMILIES, drawn, fsep, lent, loaded, text
+from safetensors.torch import load_file, save_file
+from test_parallelize import made, steps, whole
+from test_save_pretrained import give_freed_memory_back, large, peak
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_model_state_dict
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+import moesys as ms
+from moesys.__main__ import app
+from moesys.hf.convert import convert
+from moesys.lab.ranks.outcomes import RankError
+from moesys.lab.ranks.pool import LocalRanks
+
+
+def quietly(source: Path, out: Path, config: Path | None = None) -> str:
+    return convert(source, out, config, lambda done, total: None)
+
+
+def tensors(folder: Path) -> dict[str, Tensor]:
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(found[name], tensor), name
+        assert found[name].dtype == tensor.dtype, name
+
+
+def logits(folder: Path) -> Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    with torch.no_grad():
+        return model(input_ids=text(7)).logits
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, pytest.param(torch.bfloat16, marks=pytest.mark.slow)], ids=str)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_there_and_back_are_the_same_bits(tmp_path: Path, family: str, dtype: torch.dtype) -> None:
+    """Names, dtypes and bits of every tensor, config and tokenizer; logits of plain transformers are those before."""
+    hub, start, back = (tmp_path / name for name in ("hub", "start", "back"))
+    drawn(family).to(dtype).save_pretrained(hub, max_shard_size="200KB")
+    (hub / "tokenizer.json").write_text("{}")
+    ticks: list[tuple[int, int]] = []
+    assert convert(hub, start, None, lambda *tick: ticks.append(tick)) == "dcp"
+    assert ticks == sorted(ticks)
+    assert {done for done, total in ticks if done == total} == {ticks[-1][1]}
+    assert quietly(start, back) == "hub"
+    assert_same(tensors(back), tensors(hub))
+    for name in ("config.json", "generation_config.json", "tokenizer.json"):
+        assert json.loads((back / name).read_text()) == json.loads((hub / name).read_text())
+    torch.testing.assert_close(logits(back), logits(hub), rtol=0, atol=1e-6)
+
+
+def test_tied_weights_are_in_files_once(tmp_path: Path) -> None:
+    config = drawn("qwen3_moe").config
+    config.tie_word_embeddings = True
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "hub")
+    quietly(tmp_path / "hub", tmp_path / "start")
+    names = dcp.FileSystemReader(tmp_path / "start").read_metadata().state_dict_metadata
+    assert {"model.lm_head.weight", "model.model.embed_tokens.weight"} <= set(names)
+    quietly(tmp_path / "start", tmp_path / "back")
+    assert "lm_head.weight" not in tensors(tmp_path / "back")
+    assert_same(tensors(tmp_path / "back"), tensors(tmp_path / "hub"))
+
+
+def load_and_train(family: str, strategy: ms.Strategy, sizes: tuple[int, ...], start: Path, out: Path) -> Any:
+    """Whole parameters as they are loaded, and after two steps, which are saved with the optimizer."""
+    model, optimizer, runtime = made(family, strategy, sizes)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    state = get_model_state_dict(model)
+    dcp.load({"model": state}, checkpoint_id=str(start))
+    set_model_state_dict(model, state)
+    before = whole(model)
+    steps(model, optimizer, range(2))
+    with ms.whole_folder(out) as new:
+        model_state, optimizer_state = get_state_dict(model, optimizer)
+        dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=str(new))
+    after = whole(model)
+    runtime.close()
+    return before, after
+
+
+MESHES = [
+    pytest.param("qwen3_moe", "lent", (4,), marks=pytest.mark.slow),
+    ("qwen3_moe", "fsep", (2, 2)),
+    pytest.param("gpt_oss", "lent", (2, 2), marks=pytest.mark.slow),
+    pytest.param("deepseek_v3", "fsep", (4,), marks=pytest.mark.slow),
+    pytest.param("mixtral", "lent", (2, 2), marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("family", "name", "sizes"), MESHES)
+def test_a_loop_of_ones_own_starts_from_one_and_ends_in_one(
+    ranks: LocalRanks, tmp_path: Path, family: str, name: str, sizes: tuple[int, ...]
+) -> None:
+    """Four ranks load what was converted from the hub, and what they save plain transformers loads."""
+    start, out, tuned = (tmp_path / each for each in ("start", "out", "tuned"))
+    model = drawn(family, 12)
+    model.save_pretrained(tmp_path / "hub")
+    quietly(tmp_path / "hub", start)
+    strategy = (lent if name == "lent" else fsep)(sizes[-1], 12)
+    before, after = ranks.run(load_and_train, family, strategy, sizes, start, out, timeout_s=150.0)[0]
+    assert_same(before, {each: tensor.detach() for each, tensor in model.named_parameters()})
+    quietly(out, tuned, tmp_path / "hub")
+    plain = AutoModelForCausalLM.from_pretrained(tuned, dtype=torch.float32)
+    assert_same({each: tensor.detach() for each, tensor in plain.named_parameters()}, after)
+
+
+# --- what is refused --------------------------------------------------------------------------------------
+
+EXPERT = "model.layers.1.mlp.experts.{}.{}_proj.weight"
+
+
+def changed(change: Callable[[dict[str, Tensor]], None]) -> Callable[[Path], None]:
+    def make(folder: Path) -> None:
+        state = load_file(folder / "model.safetensors")
+        change(state)
+        save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return make
+
+
+def config_says(**fields: Any) -> Callable[[Path], None]:
+    def make(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+    return make
+
+
+def tear(name: str) -> Callable[[Path], None]:
+    return lambda folder: os.truncate(folder / name, (folder / name).stat().st_size // 2)
+
+
+def without_expert(state: dict[str, Tensor]) -> None:
+    for which in ("gate", "up", "down"):
+        del state[EXPERT.format(3, which)]
+
+
+def one_expert_more(state: dict[str, Tensor]) -> None:
+    for which in ("gate", "up", "down"):
+        state[EXPERT.format(8, which)] = state[EXPERT.format(7, which)].clone()
+
+
+def narrow(state: dict[str, Tensor]) -> None:
+    state[EXPERT.format(2, "up")] = state[EXPERT.format(2, "up")][1:].clone()
+
+
+WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
+    "missing tensor": (
+        changed(lambda state: state.pop(EXPERT.format(3, "gate"))),
+        r"hub: model\.layers\.1\.mlp\.experts\.3\.gate_proj\.weight is in no file: model\.layers\.1\.mlp\.experts has "
+        r"8 experts there, and config\.json says num_\w*experts=8; fetch or save the weights again, or give the config",
+    ),
+    "missing expert": (
+        changed(without_expert),
+        r"experts\.3\.down_proj\.weight is in no file: .* has 7 experts there, and config\.json says num_\w*experts=8; "
+        r".*or set num_\w*experts to 7 if they are right",
+    ),
+    "an expert more": (
+        changed(one_expert_more),
+        r"model\.safetensors: model\.layers\.1\.mlp\.experts\.8\.down_proj\.weight is too many: .* has 9 experts",
+    ),
+    "another number": (
+        config_says(num_experts=6, num_local_experts=6),
+        r"experts\.6\.down_proj\.weight is too many: .* has 8 experts there, and config\.json says num_\w*experts=6",
+    ),
+    "another shape": (
+        changed(narrow),
+        r"model\.safetensors: .*experts\.2\.up_proj\.weight has shape \[23, 48\], and .*experts\.0\.up_proj\.weight \[",
+    ),
+    "another size": (
+        config_says(moe_intermediate_size=20),
+        r"experts\.0\.gate_proj\.weight gives .*gate_up_proj the shape \[48, 48\], and config\.json \[40, 48\]",
+    ),
+    "no norm": (
+        changed(lambda state: state.pop("model.layers.1.self_attn.q_norm.weight")),
+        r"hub: model\.layers\.1\.self_attn\.q_norm\.weight is in no file, and config\.json makes it a tensor of \[12\]",
+    ),
+    "one layer less": (
+        config_says(num_hidden_layers=1, layer_types=None),
+        r"model\.layers\.1\.\S+ is nothing that a Qwen3MoeForCausalLM of its config\.json has",
+    ),
+    "torn": (tear("model.safetensors"), r"model\.safetensors is torn: it has \d+ bytes, and its header says \d+"),
+    "torn in its header": (
+        lambda folder: os.truncate(folder / "model.safetensors", 100),
+        r"model\.safetensors is torn: it has 100 bytes, and its header cannot be read",
+    ),
+    "no code": (
+        config_says(architectures=["MyMoe"]),
+        r"config\.json has architectures=\['MyMoe'\] and model_type='qwen3_moe', a model that transformers \S+ does n",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def good(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("good") / "hub"
+    drawn("qwen3_moe").save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_wrong_hub_folder_is_refused(good: Path, tmp_path: Path, what: str) -> None:
+    change, message = WRONG[what]
+    shutil.copytree(good, tmp_path / "hub")
+    change(tmp_path / "hub")
+    with pytest.raises(ValueError, match=message):
+        ms.hf.check_checkpoint(tmp_path / "hub")
+    with pytest.raises(ValueError, match=message):
+        quietly(tmp_path / "hub", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["hub"]
+
+
+def load(folder: Path) -> None:
+    loaded(folder, lent(2), {"fsdp_size": 2, "ep_size": 2})
+
+
+AFTER_A_FAILURE_RANKS_START_ANEW = [
+    "missing expert",
+    *(pytest.param(what, marks=pytest.mark.slow) for what in ("an expert more", "another number", "torn")),
+]
+
+
+@pytest.mark.parametrize("what", AFTER_A_FAILURE_RANKS_START_ANEW)
+def test_from_pretrained_refuses_it_on_every_rank(ranks: LocalRanks, good: Path, tmp_path: Path, what: str) -> None:
+    change, message = WRONG[what]
+    shutil.copytree(good, tmp_path / "hub")
+    change(tmp_path / "hub")
+    with pytest.raises(RankError, match=message) as error:
+        ranks.run(load, tmp_path / "hub", num_ranks=2, timeout_s=100.0)
+    assert re.match(r"2 of 2 ranks failed: ranks (0, 1|1, 0) raised ValueError", str(error.value))
+
+
+DISTRIBUTED: dict[str, tuple[Callable[[Path], None], str]] = {
+    "torn": (
+        tear("__0_0.distcp"),
+        r"__0_0\.distcp is torn or missing: it has \d+ bytes, and \.metadata says at least \d+",
+    ),
+    "torn metadata": (tear(".metadata"), r"\.metadata is torn \(.*\); save the checkpoint again"),
+    "no config": (lambda folder: (folder / "config.json").unlink(), r"config\.json is not there; name .* by --config"),
+    "another config": (
+        config_says(num_experts=6, num_local_experts=6),
+        r"gate_up_proj is of shape \[8, 48, 48\], and by config\.json \[6, 48, 48\]; give the config\.json of",
+    ),
+    "one layer more": (
+        config_says(num_hidden_layers=3, layer_types=None),
+        r"start has no model\.layers\.2\.\S+, which Qwen3MoeForCausalLM has; is its config another\?",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", DISTRIBUTED)
+def test_a_wrong_distributed_checkpoint_is_refused(good: Path, tmp_path: Path, what: str) -> None:
+    change, message = DISTRIBUTED[what]
+    quietly(good, tmp_path / "start")
+    change(tmp_path / "start")
+    with pytest.raises(ValueError, match=message):
+        quietly(tmp_path / "start", tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["start"]
+
+
+def test_the_command(good: Path, tmp_path: Path) -> None:
+    """Lines of progress in a pipe, the folder on stdout; what is there already is left alone."""
+    done = CliRunner().invoke(app, ["convert", str(good), str(tmp_path / "start")])
+    assert (done.exit_code, done.stdout) == (0, f"{tmp_path / 'start'}\n")
+    lines = done.stderr.splitlines()
+    assert len(lines) == 10
+    assert re.fullmatch(r"([\d.]+) of \1 MB", lines[-1])
+    again = CliRunner().invoke(app, ["convert", str(good), str(tmp_path / "start")])
+    assert again.exit_code == 2
+    assert "is there already, and not an empty folder; give another, or remove it" in again.stderr
+    neither = CliRunner().invoke(app, ["convert", str(tmp_path), str(tmp_path / "out")])
+    assert neither.exit_code == 2
+    assert "is neither a hub folder" in neither.stderr
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from moesys.hf.convert import convert
+
+def tick(done, total):
+    if 2 * done > total:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+convert(Path(sys.argv[1]), Path(sys.argv[2]), None, tick)
+"""
+
+
+def test_a_killed_conversion_leaves_nothing_in_its_place(good: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-c", KILLED, str(good), str(tmp_path / "start")]
+    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    assert not (tmp_path / "start").exists()
+    quietly(good, tmp_path / "start")
+    assert [path.name for path in tmp_path.iterdir()] == ["start"]
+
+
+def converted(hub: Path, start: Path, back: Path) -> tuple[int, int]:
+    """The most bytes that either way needs beyond what the process had."""
+    give_freed_memory_back()
+    quietly(hub, start)
+    shutil.rmtree(start)
+    with peak() as there:
+        quietly(hub, start)
+    with peak() as again:
+        quietly(start, back)
+    return there[0], again[0]
+
+
+@pytest.mark.slow
+def test_a_conversion_has_an_expert_at_a_time(tmp_path: Path) -> None:
+    large(32, 3).save_pretrained(tmp_path / "hub")
+    expert_mb = 4 * 3 * 256 * 512 / 1e6
+    with LocalRanks(1) as ranks:
+        [found] = ranks.run(converted, *(tmp_path / name for name in ("hub", "start", "back")), timeout_s=100.0)
+    there, again = (size / 1e6 for size in found)
+    print(f"{96 * expert_mb:.1f} MB of experts: {there:.1f} needed from the hub's format, {again:.1f} back")
+    assert max(there, again) < 8 * expert_mb

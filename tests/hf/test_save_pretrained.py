@@ -1,0 +1,259 @@
+"""Saving and loading the hub's format on ranks: what comes out, what a rank holds meanwhile, what a crash leaves, and
+what is refused.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import re
+import shutil
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hf_models import drawn, fsep, lent, loaded, text
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+import moesys as ms
+from moesys.hf.hub_files import NewHubFiles
+from moesys.lab.ranks.outcomes import RankError
+from moesys.lab.ranks.pool import LocalRanks
+
+# Another number than other tests have: torch keeps what it made of DTensors of one shape, with groups that are gone.
+EXPERTS = 16
+OWN = 14
+FOUR = {"fsdp_size": 4, "ep_size": 4}
+TWO = {"fsdp_size": 2, "ep_size": 2}
+GROUPS = {"fsdp_size": 4, "ep_size": 2}
+TENSORS = {"fsdp_size": 2, "tp_size": 2, "ep_size": 4}
+REPLICAS = {"fsdp_size": 2, "dp_replicate_size": 2, "ep_size": 2}
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A folder with a model of a family, as transformers saves it; written when it is first asked for."""
+    root = tmp_path_factory.mktemp("models")
+
+    def folder(family: str) -> Path:
+        if not (root / family).exists():
+            drawn(family, EXPERTS).save_pretrained(root / family)
+        return root / family
+
+    return folder
+
+
+def tensors(folder: Path) -> dict[str, Tensor]:
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def logits(folder: Path) -> Tensor:
+    model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager").eval()
+    with torch.no_grad():
+        return model(input_ids=text(7)).logits
+
+
+def assert_same(out: Path, folder: Path) -> None:
+    found, wanted = tensors(out), tensors(folder)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items())
+    torch.testing.assert_close(logits(out), logits(folder), rtol=0, atol=1e-6)
+
+
+def save_all(folder: Path, out: Path, cases: list[tuple[ms.Strategy, dict[str, int]]]) -> None:
+    for index, (strategy, sizes) in enumerate(cases):
+        ms.hf.save_pretrained(loaded(folder, strategy, sizes), out / str(index), max_shard_size="100KB")
+
+
+FAMILIES = [
+    "qwen3_moe",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("mixtral", "deepseek_v3", "gpt_oss")),
+]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_ranks_save_plain_transformers_loads(
+    ranks: LocalRanks, checkpoints: Any, tmp_path: Path, family: str
+) -> None:
+    """Equal bits under the hub's names, in several files, on every mesh."""
+    cases = [
+        (lent(4, EXPERTS), FOUR),
+        (fsep(4, EXPERTS), FOUR),
+        (lent(2, EXPERTS), GROUPS),
+        (fsep(2, EXPERTS), GROUPS),
+        (fsep(2, EXPERTS), REPLICAS),
+        (lent(4, EXPERTS), TENSORS),
+    ]
+    ranks.run(save_all, checkpoints(family), tmp_path, cases, timeout_s=200.0)
+    for index in range(len(cases)):
+        out = tmp_path / str(index)
+        assert len(list(out.glob("model-*-of-*.safetensors"))) > 1
+        assert_same(out, checkpoints(family))
+    assert sorted(path.name for path in tmp_path.iterdir()) == [str(index) for index in range(len(cases))]
+
+
+def save_own(folder: Path, out: Path) -> None:
+    for strategy in (lent(2, OWN), fsep(2, OWN)):
+        model = drawn(folder.name, OWN)
+        runtime = ms.parallelize(model, strategy, init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep")))
+        ms.hf.save_pretrained(model, out / strategy.name)
+        runtime.close()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_a_loop_of_ones_own_saves(ranks: LocalRanks, tmp_path: Path, family: str) -> None:
+    """Also where ranks have different numbers of experts."""
+    drawn(family, OWN).save_pretrained(tmp_path / family)
+    ranks.run(save_own, tmp_path / family, tmp_path, timeout_s=100.0)
+    for name in ("lent", "fsep"):
+        assert_same(tmp_path / name, tmp_path / family)
+
+
+# --- a rank that dies, and a disk that is full ------------------------------------------------------------------
+
+
+def save_and_die(folder: Path, out: Path, strategy: ms.Strategy, victim: int, error: bool) -> None:
+    """Saves other weights than ``out`` has; one rank dies, or cannot write, when it has written some of its tensors."""
+    model = loaded(folder, strategy, TWO)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(1.0)
+    write, left = NewHubFiles.write, iter(range(5))
+
+    def dying(files: NewHubFiles, name: str, tensor: Tensor, row: int = 0) -> None:
+        if dist.get_rank() == victim and next(left, None) is None:
+            if error:
+                raise OSError("no space left")
+            os.kill(os.getpid(), signal.SIGKILL)
+        write(files, name, tensor, row)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NewHubFiles, "write", dying)
+        ms.hf.save_pretrained(model, out)
+
+
+def save_again(folder: Path, out: Path) -> None:
+    ms.hf.save_pretrained(loaded(folder, lent(2, EXPERTS), TWO), out)
+
+
+@pytest.mark.parametrize(
+    ("victim", "error", "message"),
+    [
+        (1, False, "rank 1 was killed by signal 9"),
+        pytest.param(0, False, "rank 0 was killed by signal 9", marks=pytest.mark.slow),
+        pytest.param(1, True, "rank 1 failed, and nothing is written: OSError: no space", marks=pytest.mark.slow),
+    ],
+    ids=["killed", "first killed", "disk full"],
+)
+def test_the_earlier_checkpoint_stays_whole(
+    ranks: LocalRanks, checkpoints: Any, tmp_path: Path, victim: int, error: bool, message: str
+) -> None:
+    folder, out = checkpoints("qwen3_moe"), tmp_path / "out"
+    shutil.copytree(folder, out)
+    (out / "logs").mkdir()
+    (out / "logs" / "one").write_text("kept")
+    (out / "tokenizer.json").write_text("{}")
+    with pytest.raises(RankError, match=message):
+        ranks.run(save_and_die, folder, out, fsep(2, EXPERTS), victim, error, num_ranks=2, timeout_s=100.0)
+    assert_same(out, folder)
+    ranks.run(save_again, folder, out, num_ranks=2, timeout_s=100.0)
+    assert_same(out, folder)
+    wanted = {path.name for path in folder.iterdir()} | {"tokenizer.json", "logs"}
+    assert (out / "logs" / "one").read_text() == "kept"
+    assert {path.name for path in out.iterdir()} == wanted
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+# --- what a rank holds --------------------------------------------------------------------------------------
+
+
+@contextmanager
+def peak() -> Iterator[list[int]]:
+    """Gives a list that has, behind the block, the most bytes that this process had beyond those it began with."""
+
+    def held() -> int:
+        # What is no file's: pages of mapped checkpoints are the system's to drop.
+        return 1024 * int(re.search(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[1])  # type: ignore[index]
+
+    found: list[int] = []
+    begin, ended = held(), threading.Event()
+
+    def watch() -> None:
+        most = 0
+        while not ended.wait(0.0005):
+            most = max(most, held())
+        found.append(most - begin)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield found
+    finally:
+        ended.set()
+        thread.join()
+
+
+def give_freed_memory_back() -> None:
+    """Has freed memory count no more, from now on in this process: each block of 16 KiB or more is mapped by itself."""
+    M_MMAP_THRESHOLD = -3
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 14)
+
+
+def large(num_experts: int, layers: int) -> Any:
+    config = Qwen3MoeConfig(
+        vocab_size=96,
+        hidden_size=256,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        num_experts=num_experts,
+        num_experts_per_tok=2,
+        moe_intermediate_size=512,
+    )
+    return Qwen3MoeForCausalLM(config)
+
+
+def load_and_save(folder: Path, small: Path, out: Path, strategy: ms.Strategy) -> tuple[int, int, int]:
+    """Bytes: of this rank's parameters; the most it held beyond what it had, while loading; and while saving."""
+    give_freed_memory_back()
+    # What the first load and save need besides weights.
+    ms.hf.save_pretrained(loaded(small, strategy, FOUR), out)
+    gc.collect()
+    with peak() as loading:
+        model = loaded(folder, strategy, FOUR)
+    share = sum(each.to_local().nbytes for each in model.parameters())
+    with peak() as saving:
+        ms.hf.save_pretrained(model, out)
+    return share, loading[0], saving[0]
+
+
+@pytest.mark.slow
+def test_no_rank_holds_all_experts_of_a_layer(tmp_path: Path) -> None:
+    """Beside its own part of the model a rank needs for loading less than half a layer, for saving some experts."""
+    E = 32
+    large(E, 3).save_pretrained(tmp_path / "large")
+    large(8, 1).save_pretrained(tmp_path / "small")
+    layer_mb = 4 * E * 3 * 256 * 512 / 1e6
+    folders = [tmp_path / name for name in ("large", "small", "out")]
+    # Ranks of its own: where unwritten memory is filled, no model is without.
+    with LocalRanks(4) as ranks:
+        for strategy in (lent(4, E), fsep(4, E)):
+            for found in ranks.run(load_and_save, *folders, strategy, timeout_s=200.0):
+                kept, loading, saving = (size / 1e6 for size in found)
+                print(
+                    f"{strategy.name}: {layer_mb:.1f} MB are the experts of a layer; a rank keeps {kept:.1f}, "
+                    f"needs {loading - kept:.1f} more to load and {saving:.1f} to save"
+                )
+                assert loading < kept + layer_mb / 2
+                assert saving < layer_mb / 4

@@ -1,0 +1,126 @@
+"""Folders that all ranks write: the earlier content stays whole until the new one is, whoever dies or fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+
+import moesys as ms
+from moesys.lab.ranks.outcomes import RankError
+from moesys.lab.ranks.pool import LocalRanks, RankTimeouts
+
+
+def write(folder: Path, text: str) -> None:
+    with ms.whole_folder(folder) as new:
+        (new / "a").write_text(text)
+        (new / "inside").mkdir()
+        (new / "inside" / "b").write_text(text)
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_it_takes_the_place_of_the_earlier_one(tmp_path: Path) -> None:
+    for text in ("one", "two"):
+        write(tmp_path / "folder", text)
+        assert content(tmp_path / "folder") == {"a": text.encode(), "inside/b": text.encode()}
+        assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+@pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
+def test_a_block_that_raises_changes_nothing(tmp_path: Path, error: type[BaseException]) -> None:
+    write(tmp_path / "folder", "one")
+    with pytest.raises(error, match="now"), ms.whole_folder(tmp_path / "folder"):
+        raise error("now")
+    assert content(tmp_path / "folder") == {"a": b"one", "inside/b": b"one"}
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def test_a_crash_between_the_renames_is_put_right(tmp_path: Path) -> None:
+    write(tmp_path / "folder", "one")
+    (tmp_path / "folder").rename(tmp_path / ".folder.old")
+    (tmp_path / ".folder.new").mkdir()
+    with pytest.raises(ValueError, match="now"), ms.whole_folder(tmp_path / "folder"):
+        raise ValueError("now")
+    assert content(tmp_path / "folder") == {"a": b"one", "inside/b": b"one"}
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+class Dying(DefaultSavePlanner):
+    """Kills its process when it has written some tensors."""
+
+    def __init__(self, after: int) -> None:
+        super().__init__()
+        self.left = after
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        self.left -= 1
+        if self.left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        found = super().resolve_data(write_item)
+        assert isinstance(found, Tensor)
+        return found
+
+
+def save(folder: Path, value: float, victim: int | None) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    state = {str(layer): distribute_tensor(torch.full((8, 5), value + layer), mesh, [Shard(0)]) for layer in range(4)}
+    planner = Dying(2) if dist.get_rank() == victim else None
+    with ms.whole_folder(folder) as new:
+        dcp.save(state, checkpoint_id=new, planner=planner)
+
+
+def load(folder: Path) -> dict[str, Tensor]:
+    found = {str(layer): torch.zeros(8, 5) for layer in range(4)}
+    dcp.load(found, checkpoint_id=folder)
+    return found
+
+
+@pytest.mark.parametrize("victim", [0, 2])
+def test_a_rank_killed_while_it_saves_leaves_the_earlier_checkpoint_whole(tmp_path: Path, victim: int) -> None:
+    folder = tmp_path / "checkpoint"
+    with LocalRanks(3, timeouts=RankTimeouts(collective_s=20.0, grace_s=2.0)) as ranks:
+        ranks.run(save, folder, 1.0, None)
+        earlier = content(folder)
+        with pytest.raises(RankError, match=f"rank {victim} was killed by signal 9"):
+            ranks.run(save, folder, 2.0, victim, timeout_s=40.0)
+        assert content(folder) == earlier
+        ranks.run(save, folder, 3.0, None)
+        for found in ranks.run(load, folder):
+            assert all(torch.equal(found[str(layer)], torch.full((8, 5), 3.0 + layer)) for layer in range(4))
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
+
+
+def fail_on(folder: Path, rank: int) -> None:
+    with ms.whole_folder(folder) as new:
+        (new / str(dist.get_rank())).write_text("new")
+        if dist.get_rank() == rank:
+            raise OSError("no room")
+
+
+def test_an_error_of_one_rank_is_one_of_all(ranks: LocalRanks, tmp_path: Path) -> None:
+    write(tmp_path / "folder", "one")
+    with pytest.raises(RankError, match="3 of 3 ranks failed") as error:
+        ranks.run(fail_on, tmp_path / "folder", 1, num_ranks=3)
+    assert "rank 1 failed, and nothing is written: OSError: no room" in str(error.value)
+    assert content(tmp_path / "folder") == {"a": b"one", "inside/b": b"one"}
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
+
+
+def test_what_is_in_the_way_is_said_on_every_rank(ranks: LocalRanks, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RankError, match="2 of 2 ranks failed") as error:
+        ranks.run(fail_on, tmp_path / "file" / "folder", 0, num_ranks=2)
+    assert "rank 0 failed, and nothing is written: NotADirectoryError" in str(error.value)
