@@ -40,6 +40,7 @@ class Run:
     shuffled: bool = False
     mixed: bool = False
     autocast: bool = False
+    compiled: bool = False
     routing: tuple[Tensor, ...] | None = None
 
     @property
@@ -51,6 +52,8 @@ def made(folder: Path, run: Run) -> Any:
     model = loaded(folder, run.strategy, run.sizes, fsdp_mixed_precision=run.mixed)
     if run.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    if run.compiled:
+        model.compile(backend="eager")
     return model
 
 
@@ -246,6 +249,15 @@ def test_linking_recomputing_and_accumulating(ranks: LocalRanks, checkpoints: An
     for other in others:
         assert other["layouts"] == plain["layouts"]
         assert_same_bits(other, plain)
+
+
+@pytest.mark.slow
+def test_compiled_models_train_alike(ranks: LocalRanks, checkpoints: Any) -> None:
+    """The graph breaks at the experts; all else is traced."""
+    runs = [Run(strategy, compiled=compiled) for strategy in (lent(4), fsep(4)) for compiled in (False, True)]
+    found = results(ranks, checkpoints("qwen3_moe"), runs)
+    for plain, compiled in zip(found[::2], found[1::2], strict=True):
+        assert_agree(compiled, plain)
 
 
 def exact_gradients(family: str) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]:
