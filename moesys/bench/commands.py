@@ -149,16 +149,20 @@ def bench_models(
     model: Annotated[str, typer.Option(help="olmoe, qwen3-moe, deepseek-v3, with commas, or all.")] = "all",
     routing: Annotated[str, typer.Option(help="balanced, skewed or all.")] = "all",
     sequences: Annotated[int, typer.Option(min=1, help="Of 256 tokens, a rank.")] = 8,
+    hidden: Annotated[int, typer.Option(min=64, help="Hidden size; experts are twice as wide.")] = 256,
     ranks: Annotated[int, typer.Option(min=2, help="Local ranks of one thread; they divide 8 experts.")] = 2,
     repeats: Repeats = 9,
+    memory: Annotated[
+        bool, typer.Option("--memory", help="Peak memory of a rank too, on local ranks of each one's own.")
+    ] = False,
     json: ResultFile = None,
 ) -> None:
     """Train transformers' models under strategies and under its own all_to_all. Exit code 1 if a gradient differs."""
     from moesys.bench import whole_models
 
     with _refusing():
-        parts = whole_models.select(model, routing, sequences)
-    raise typer.Exit(whole_models.main(parts, num_ranks=ranks, repeats=repeats, json_path=json))
+        parts = whole_models.select(model, routing, sequences, hidden)
+    raise typer.Exit(whole_models.main(parts, num_ranks=ranks, repeats=repeats, memory=memory, json_path=json))
 
 
 @bench.command("overlap", rich_help_panel=LINKS)

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import importlib
 import logging
+import resource
 import statistics
+import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -33,11 +35,15 @@ from moesys.config import Ep, FlowSplit, Fsep, Greedy, Pipelined, Strategy
 from moesys.hf.registration import register
 from moesys.hf.routers import routers_of
 from moesys.hf.routing_replay import replay_routing
+from moesys.lab.ranks.pool import LocalRanks
 from moesys.moe.experts import experts_of
 
 THEIRS = "all_to_all"
 E, K = 8, 2
 LENGTH = 256
+HIDDEN = 256
+# Until the peak of memory stays where it is.
+MEMORY_STEPS = 6
 ROUTINGS = ("balanced", "skewed")
 # Of popularity, the n-th expert's is 1 / n to this power.
 ZIPF = 1.2
@@ -45,9 +51,11 @@ ZIPF = 1.2
 TOLERANCE = 1e-5
 _RANKS_TIMEOUT_S = 1800.0
 
-_COMMON = {"vocab_size": 512, "hidden_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
+_COMMON = {"vocab_size": 512, "hidden_size": HIDDEN, "num_hidden_layers": 3, "num_attention_heads": 4}
 _HEADS = {"num_key_value_heads": 2, "head_dim": 64}
 _LATENT = {"q_lora_rank": 64, "kv_lora_rank": 64, "qk_rope_head_dim": 16, "qk_nope_head_dim": 48, "v_head_dim": 64}
+# What grows with the hidden size.
+_WIDTHS = ("hidden_size", "intermediate_size", "moe_intermediate_size")
 # A config and a model of each family, in transformers' own names.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe": ("Olmoe", {**_COMMON, "num_key_value_heads": 2, "intermediate_size": 512, "num_experts": E}),
@@ -82,11 +90,12 @@ def strategies(num_ranks: int) -> list[Strategy]:
 
 @dataclass(frozen=True)
 class Part:
-    """A model, how its tokens are routed, and of how many sequences a rank's batch is."""
+    """A model of some hidden size, how its tokens are routed, and of how many sequences a rank's batch is."""
 
     model: str
     routing: str
     sequences: int
+    hidden_size: int = HIDDEN
 
 
 @dataclass(frozen=True)
@@ -94,7 +103,8 @@ class Row:
     """One way to run a model.
 
     samples_ms: the slowest rank's step, forward, backward and optimizer, by repetition; empty where it was wrong.
-    theirs_ms: of transformers' own. max_over_mean: of the busiest rank's tokens, the mean over layers.
+    theirs_ms: of transformers' own. max_over_mean: of the busiest rank's tokens, the mean over layers. peak_mib: the
+    most memory that a rank's process had at once, where that was asked for.
     """
 
     part: Annotated[str, Column("model")]
@@ -103,6 +113,7 @@ class Row:
     samples_ms: list[float]
     theirs_ms: list[float]
     max_over_mean: Annotated[float | None, Column("max/mean", ".2f")]
+    peak_mib: Annotated[float | None, Column("peak MiB", ",.0f")]
     wrong: Annotated[str, Column("wrong")]
 
     @property
@@ -114,15 +125,22 @@ class Row:
         return Spread.of_ratios(self.theirs_ms, self.samples_ms) if self.samples_ms and self.theirs_ms else None
 
 
-def select(model: str = "all", routing: str = "all", sequences: int = 8) -> list[Part]:
+def select(model: str = "all", routing: str = "all", sequences: int = 8, hidden_size: int = HIDDEN) -> list[Part]:
     """Returns the parts of these names. Raises ValueError for a name that is not there."""
     models, ways = chosen("model", model, MODELS), chosen("routing", routing, ROUTINGS)
-    return [Part(of, way, sequences) for of in models for way in ways]
+    return [Part(of, way, sequences, hidden_size) for of in models for way in ways]
 
 
-def main(parts: Sequence[Part], *, num_ranks: int = 2, repeats: int = 9, json_path: Path | None = None) -> int:
+def main(
+    parts: Sequence[Part],
+    *,
+    num_ranks: int = 2,
+    repeats: int = 9,
+    memory: bool = False,
+    json_path: Path | None = None,
+) -> int:
     """Measures, writes, prints; the exit code: 1 if a loss or a gradient was wrong."""
-    rows = bench_models(parts, num_ranks, repeats)
+    rows = bench_models(parts, num_ranks, repeats, memory)
     machine = f"{machine_line(1, ('torch', 'transformers'))}; {num_ranks} ranks of one thread"
     notes = [
         machine,
@@ -133,14 +151,20 @@ def main(parts: Sequence[Part], *, num_ranks: int = 2, repeats: int = 9, json_pa
         "order of experts by layer.",
         f"A speed is shown where the loss and all gradients are transformers' own in the same run, to {TOLERANCE:g}.",
     ]
+    if memory:
+        notes.append(
+            f"peak MiB: resident memory of the largest rank over {MEMORY_STEPS} steps, in processes that train nothing "
+            "else; moesys is imported in all of them."
+        )
     title = "MEASURED: a training step of transformers' models, ms (median)"
     data = {"machine": machine, "num_ranks": num_ranks, "rows": rows}
-    publish(Report("models", title, "measured", [Sheet(title, rows, notes, "part")], data=data), json_path=json_path)
+    sheet = Sheet(title, rows, notes, "part", without=() if memory else ("peak_mib",))
+    publish(Report("models", title, "measured", [sheet], data=data), json_path=json_path)
     return int(any(row.wrong for row in rows))
 
 
-def bench_models(parts: Sequence[Part], num_ranks: int, repeats: int) -> list[Row]:
-    """Measures every part on local ranks."""
+def bench_models(parts: Sequence[Part], num_ranks: int, repeats: int, memory: bool = False) -> list[Row]:
+    """Measures every part on local ranks, and with ``memory`` each contestant's on ranks of its own."""
     rows = []
     ranks, _ = start_ranks(num_ranks)
     with closing(ranks), tempfile.TemporaryDirectory() as folder, steps_told("models", len(parts)) as tell:
@@ -148,13 +172,28 @@ def bench_models(parts: Sequence[Part], num_ranks: int, repeats: int) -> list[Ro
             tell(f"{part.model}, {part.routing}")
             path = Path(folder) / part.model
             if not path.exists():
-                _new_model(part.model).save_pretrained(path)
+                _new_model(part).save_pretrained(path)
             outcomes = of_all_ranks(ranks.run(measure, part, path, repeats, timeout_s=_RANKS_TIMEOUT_S))
             theirs_ms = outcomes[THEIRS].samples_ms.get("step", [])
+            peaks_mib = _peaks_mib(part, path, num_ranks) if memory else {}
             for name, outcome in outcomes.items():
                 samples_ms, metrics = outcome.samples_ms.get("step", []), (outcome.metrics or [None])[0]
-                rows.append(Row(part.model, part.routing, name, samples_ms, theirs_ms, metrics, outcome.wrong))
+                numbers = (samples_ms, theirs_ms, metrics, peaks_mib.get(name))
+                rows.append(Row(part.model, part.routing, name, *numbers, outcome.wrong))
     return rows
+
+
+def _peaks_mib(part: Part, folder: Path, num_ranks: int) -> dict[str, float]:
+    """Returns the peak of the largest rank by contestant, each in processes that nothing else has run in."""
+    peaks_mib = {}
+    for name, strategy in _contestants(num_ranks).items():
+        with LocalRanks(num_ranks) as ranks:
+            peaks_mib[name] = max(ranks.run(peak_mib, part, folder, strategy, timeout_s=_RANKS_TIMEOUT_S))
+    return peaks_mib
+
+
+def _contestants(num_ranks: int) -> dict[str, Strategy | None]:
+    return {THEIRS: None, **{each.name: each for each in strategies(num_ranks)}}
 
 
 # --- on a rank --------------------------------------------------------------------------------------------------------
@@ -164,11 +203,17 @@ def measure(part: Part, folder: Path, repeats: int) -> Mapping[str, Outcome]:
     """All contestants of ``part``, called on all ranks at once."""
     # Gradients are gathered once, to be compared, however many messages that takes.
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    num_ranks, rank = dist.get_world_size(), dist.get_rank()
-    tokens_BC = torch.randint(512, (part.sequences, LENGTH), generator=torch.Generator().manual_seed(rank))
-    setups: dict[str, Callable[[], Contestant]] = {THEIRS: partial(_contestant, part, folder, tokens_BC, None)}
-    setups |= {each.name: partial(_contestant, part, folder, tokens_BC, each) for each in strategies(num_ranks)}
+    contestants = _contestants(dist.get_world_size())
+    setups = {name: partial(_contestant, part, folder, strategy) for name, strategy in contestants.items()}
     return hold(Case(setups, _Agrees(), before=dist.barrier), repeats)
+
+
+def peak_mib(part: Part, folder: Path, strategy: Strategy | None) -> float:
+    """Most memory that this process has had, in MiB, after a few steps of one contestant; called on all ranks."""
+    step = _contestant(part, folder, strategy).works["step"]
+    for _ in range(MEMORY_STEPS):
+        step()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
 
 
 class _Agrees:
@@ -185,13 +230,15 @@ class _Agrees:
         return "" if errors[worst] <= TOLERANCE else f"{worst} differs from {THEIRS} by {errors[worst]:.1e}"
 
 
-def _contestant(part: Part, folder: Path, tokens_BC: Tensor, strategy: Strategy | None) -> Contestant:
+def _contestant(part: Part, folder: Path, strategy: Strategy | None) -> Contestant:
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     num_ranks = dist.get_world_size()
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    tokens_BC = torch.randint(512, (part.sequences, LENGTH), generator=generator)
     name = THEIRS if strategy is None else register(strategy)
     sizes = DistributedConfig(fsdp_size=num_ranks, ep_size=num_ranks, ep_implementation=name)
     model = AutoModelForCausalLM.from_pretrained(
@@ -227,8 +274,9 @@ def _contestant(part: Part, folder: Path, tokens_BC: Tensor, strategy: Strategy 
     return Contestant(results, {"step": step}, max_over_mean)
 
 
-def _new_model(name: str) -> Any:
-    family, options = MODELS[name]
+def _new_model(part: Part) -> Any:
+    family, options = MODELS[part.model]
+    options = options | {name: options[name] * part.hidden_size // HIDDEN for name in _WIDTHS if name in options}
     transformers: Any = importlib.import_module("transformers")
     config = getattr(transformers, f"{family}Config")(**options, num_experts_per_tok=K, max_position_embeddings=LENGTH)
     transformers.utils.logging.disable_progress_bar()

@@ -14,7 +14,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from moesys.config import ModelShape
@@ -92,20 +91,20 @@ class Slices(ABC):
         """Returns the shapes of a rank's masters, of one expert."""
 
     @abstractmethod
-    def to_wire(self, masters: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        """Returns this rank's slices of all experts, [E, s]."""
+    def to_wire(self, masters: Sequence[Tensor], wire_Es: Tensor) -> Tensor:
+        """Writes this rank's slices of all experts, [E, s], and returns them."""
 
     @abstractmethod
     def from_wire(self, slices_Es: Tensor) -> tuple[Tensor, ...]:
         """Returns slices in the shapes of this rank's masters."""
 
     @abstractmethod
-    def join(self, received_RDs: Tensor) -> Tensor:
-        """Returns whole experts [D, at least P] from the slices of all ranks."""
+    def join(self, received_RDs: Tensor, whole_DP: Tensor) -> Tensor:
+        """Writes whole experts [D, R·s] from the slices of all ranks, and returns them."""
 
     @abstractmethod
-    def cut(self, whole_DP: Tensor) -> Tensor:
-        """Returns the slices of all ranks, [R, D, s], of whole experts [D, R·s]."""
+    def cut(self, whole_DP: Tensor, slices_RDs: Tensor) -> Tensor:
+        """Writes the slices of all ranks, [R, D, s], of whole experts [D, R·s], and returns them."""
 
 
 class FlatSlices(Slices):
@@ -125,19 +124,23 @@ class FlatSlices(Slices):
     def shapes_of(self, rank: int) -> tuple[tuple[int, ...], ...]:
         return ((len(self.of_rank(rank)),),)
 
-    def to_wire(self, masters: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    def to_wire(self, masters: Sequence[Tensor], wire_Es: Tensor) -> Tensor:
         (local_EP,) = masters
-        wire_Es = local_EP.new_zeros(len(local_EP), self.wire_slice, dtype=dtype)
         wire_Es[:, : local_EP.shape[1]] = local_EP
+        wire_Es[:, local_EP.shape[1] :] = 0
         return wire_Es
 
     def from_wire(self, slices_Es: Tensor) -> tuple[Tensor, ...]:
         return (slices_Es,)
 
-    def join(self, received_RDs: Tensor) -> Tensor:
-        return received_RDs.transpose(0, 1).reshape(received_RDs.shape[1], self.num_ranks * self.wire_slice)
+    def join(self, received_RDs: Tensor, whole_DP: Tensor) -> Tensor:
+        self._by_rank(whole_DP).copy_(received_RDs)
+        return whole_DP
 
-    def cut(self, whole_DP: Tensor) -> Tensor:
+    def cut(self, whole_DP: Tensor, slices_RDs: Tensor) -> Tensor:
+        return slices_RDs.copy_(self._by_rank(whole_DP))
+
+    def _by_rank(self, whole_DP: Tensor) -> Tensor:
         return whole_DP.view(len(whole_DP), self.num_ranks, self.wire_slice).transpose(0, 1)
 
 
@@ -155,8 +158,7 @@ class PartSlices(Slices):
     def shapes_of(self, rank: int) -> tuple[tuple[int, ...], ...]:
         return tuple(self._slice_shapes)
 
-    def to_wire(self, masters: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
-        wire_Es = masters[0].new_empty(len(masters[0]), self.wire_slice, dtype=dtype)
+    def to_wire(self, masters: Sequence[Tensor], wire_Es: Tensor) -> Tensor:
         for place_EN, master in zip(self._split(wire_Es), masters, strict=True):
             place_EN.copy_(master.flatten(1))
         return wire_Es
@@ -165,14 +167,12 @@ class PartSlices(Slices):
         parts = zip(self._split(slices_Es), self._slice_shapes, strict=True)
         return tuple(part_EN.unflatten(1, shape) for part_EN, shape in parts)
 
-    def join(self, received_RDs: Tensor) -> Tensor:
-        whole_DP = received_RDs.new_empty(received_RDs.shape[1], self.form.num_elements)
+    def join(self, received_RDs: Tensor, whole_DP: Tensor) -> Tensor:
         for by_rank, slices in self._pairs(whole_DP, received_RDs):
             by_rank.copy_(slices)
         return whole_DP
 
-    def cut(self, whole_DP: Tensor) -> Tensor:
-        slices_RDs = whole_DP.new_empty(self.num_ranks, len(whole_DP), self.wire_slice)
+    def cut(self, whole_DP: Tensor, slices_RDs: Tensor) -> Tensor:
         for by_rank, slices in self._pairs(whole_DP, slices_RDs):
             slices.copy_(by_rank)
         return slices_RDs

@@ -46,8 +46,8 @@ class PulledExperts(ShardedExperts):
         self, masters: Sequence[Tensor], dtype: torch.dtype, layout: ExpertLayout, channel: Channel, detail: str
     ) -> Restored:
         s, held = self.wire_slice, self.held_by_rank(layout)[self.rank]
-        wire_Es = self.slices.to_wire(masters, dtype)
-        restored_DP = self._new(wire_Es, len(held), self.padded_parameters)
+        wire_Es = self.on_wire(masters, dtype)
+        restored_DP = self.new(wire_Es, len(held), self.padded_parameters)
         wanted = [
             Wanted(restored_DP[slot, rank * s : (rank + 1) * s], rank, expert * s * wire_Es.itemsize)
             for rank in self._ranks_from_next()
@@ -67,7 +67,7 @@ class PulledExperts(ShardedExperts):
     ) -> Callable[[], tuple[Tensor, ...]]:
         s, held = self.wire_slice, self.held_by_rank(layout)
         expert_N = [expert for experts in held for expert in experts]
-        received_No = self._new(grads_DP, len(expert_N), len(self.owned()))
+        received_No = self.new(grads_DP, len(expert_N), len(self.owned()))
         place = {(rank, slot): n for n, (rank, slot) in enumerate(_slots(held))}
         wanted = [
             Wanted(received_No[place[rank, slot]], rank, (slot * self.num_ranks + self.rank) * s * grads_DP.itemsize)

@@ -70,17 +70,17 @@ class ShardedExperts(ExpertShards):
         if self.num_ranks == 1:
             return self.restored(dtype, masters[0].device, lambda: masters[0] if self.flat else ExpertWeights(*masters))
         held = self.held_by_rank(layout)
-        wire_Es = self.slices.to_wire(masters, dtype)
+        wire_Es = self.on_wire(masters, dtype)
         start = self._restore_hierarchical if self.hierarchical else self._restore_flat
         return start(wire_Es, held, channel, detail)
 
     def _restore_flat(self, wire_Es: Tensor, held: list[tuple[int, ...]], channel: Channel, detail: str) -> Restored:
         """One all-to-all: to every rank my slice of each expert it holds."""
         num_held = len(held[self.rank])
-        received = self._new(wire_Es, self.num_ranks, num_held, self.wire_slice)
+        received = self.new(wire_Es, self.num_ranks, num_held, self.wire_slice)
         transfer = channel.all_to_all(
             received.view(-1, self.wire_slice),
-            wire_Es.index_select(0, _index([e for experts in held for e in experts], wire_Es)),
+            self._rows(wire_Es, [e for experts in held for e in experts]),
             [num_held] * self.num_ranks,
             [len(experts) for experts in held],
             lane="restore",
@@ -89,7 +89,7 @@ class ShardedExperts(ExpertShards):
 
         def finish() -> Tensor:
             transfer.wait()
-            return self.slices.join(received)
+            return self._joined(received)
 
         return self.restored(received.dtype, received.device, finish)
 
@@ -120,10 +120,10 @@ class ShardedExperts(ExpertShards):
             if ranks is not my_node:
                 phase1_to[carrier(ranks, self.rank)] = len(experts)
                 outgoing.append((carrier(ranks, self.rank), experts))
-        arrived = self._new(wire_Es, len(carried), len(my_wanted), self.wire_slice)
+        arrived = self.new(wire_Es, len(carried), len(my_wanted), self.wire_slice)
         first = channel.all_to_all(
             arrived.view(-1, self.wire_slice),
-            wire_Es.index_select(0, _index([e for _, experts in sorted(outgoing) for e in experts], wire_Es)),
+            self._rows(wire_Es, [e for _, experts in sorted(outgoing) for e in experts]),
             [len(my_wanted) if r in carried else 0 for r in range(self.num_ranks)],
             phase1_to,
             lane="restore",
@@ -133,14 +133,14 @@ class ShardedExperts(ExpertShards):
         sources_of = {rank: [r for r in range(self.num_ranks) if carrier(my_node, r) == rank] for rank in my_node}
         place = {expert: row for row, expert in enumerate(my_wanted)}
         num_held = len(held[self.rank])
-        received = self._new(wire_Es, self.num_ranks, num_held, self.wire_slice)
+        received = self.new(wire_Es, self.num_ranks, num_held, self.wire_slice)
         second: Transfer | None = None
 
         def spread() -> None:
             nonlocal second
             first.wait()
             have = {source: arrived[row] for row, source in enumerate(carried)}
-            have[self.rank] = wire_Es.index_select(0, _index(my_wanted, wire_Es))
+            have[self.rank] = self._rows(wire_Es, my_wanted)
             spread = [
                 have[source].index_select(0, _index([place[e] for e in held[rank]], wire_Es))
                 for rank in my_node
@@ -160,7 +160,7 @@ class ShardedExperts(ExpertShards):
             second.wait()
             sources = [source for rank in my_node for source in sources_of[rank]]
             in_rank_order = received[torch.tensor(sources, device=received.device).argsort()]
-            return self.slices.join(in_rank_order)
+            return self._joined(in_rank_order)
 
         return self.restored(received.dtype, received.device, finish, spread)
 
@@ -171,10 +171,11 @@ class ShardedExperts(ExpertShards):
             return lambda: (grads_DP,) if self.flat else self.form.views(grads_DP)
         held = self.held_by_rank(layout)
         num_held = len(held[self.rank])
-        received = self._new(grads_DP, sum(map(len, held)), self.wire_slice)
+        slices_RDs = self.new(grads_DP, self.num_ranks, num_held, self.wire_slice)
+        received = self.new(grads_DP, sum(map(len, held)), self.wire_slice)
         transfer: Transfer = channel.all_to_all(
             received,
-            self.slices.cut(grads_DP).reshape(-1, self.wire_slice),
+            self.slices.cut(grads_DP, slices_RDs).view(-1, self.wire_slice),
             [len(experts) for experts in held],
             [num_held] * self.num_ranks,
             lane="reshard",
@@ -185,12 +186,24 @@ class ShardedExperts(ExpertShards):
             transfer.wait()
             rows = [e for experts in held for e in experts]
             num_owned = len(self.owned()) if self.flat else self.wire_slice
-            return self.slices.from_wire(add_in_order(received[:, :num_owned], rows, self.shape.num_experts))
+            total_Es = self.new(received, self.shape.num_experts, num_owned)
+            return self.slices.from_wire(add_in_order(received[:, :num_owned], rows, total_Es))
 
         return finish
 
-    def _new(self, like: Tensor, *shape: int) -> Tensor:
-        return self.memory.empty(shape, like.dtype, like.device)
+    def on_wire(self, masters: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+        """Returns this rank's slices of all experts, [E, s]."""
+        size = (self.shape.num_experts, self.wire_slice)
+        return self.slices.to_wire(masters, self.memory.empty(size, dtype, masters[0].device))
+
+    def _rows(self, slices_Es: Tensor, experts: Sequence[int]) -> Tensor:
+        """Returns copies of the slices of ``experts``, [N, s]."""
+        out_Ns = self.new(slices_Es, len(experts), self.wire_slice)
+        return torch.index_select(slices_Es, 0, _index(experts, slices_Es), out=out_Ns)
+
+    def _joined(self, received_RDs: Tensor) -> Tensor:
+        whole_DP = self.new(received_RDs, received_RDs.shape[1], self.padded_parameters)
+        return self.slices.join(received_RDs, whole_DP)
 
 
 def _index(values: Sequence[int], like: Tensor) -> Tensor:

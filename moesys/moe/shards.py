@@ -13,7 +13,7 @@ R ranks, E experts, P_e parameters of an expert, D distinct experts held by this
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 import torch
@@ -46,7 +46,8 @@ class Restored(Sequence[ExpertWeights]):
         spread: Callable[[], None] | None,
     ) -> None:
         self._form, self._dtype, self._memory, self._device = form, dtype, memory, device
-        self._finish, self._spread = finish, spread
+        self._finish: Callable[[], Finished] | None = finish
+        self._spread = spread
         self._experts: list[ExpertWeights] | None = None
         self._together: ExpertWeights | None = None
         self.keep_casts = False
@@ -60,7 +61,10 @@ class Restored(Sequence[ExpertWeights]):
 
     def wait(self) -> Restored:
         if self._experts is None:
-            finished = self.spread()._finish()
+            self.spread()
+            assert self._finish is not None
+            # With it goes what travelled, of which experts were put together.
+            finished, self._finish = self._finish(), None
             if isinstance(finished, Tensor):
                 finished = self._form.weights(finished)
             if isinstance(finished, ExpertWeights):
@@ -183,6 +187,10 @@ class ExpertShards(ABC):
         """Have memory of one's own again."""
         self.memory = PagePool()
 
+    def new(self, like: Tensor, *shape: int) -> Tensor:
+        """Memory of the dtype and device of ``like``."""
+        return self.memory.empty(shape, like.dtype, like.device)
+
     def held_by_rank(self, layout: ExpertLayout) -> list[tuple[int, ...]]:
         return [held_experts(layout.experts_of(rank)) for rank in range(self.num_ranks)]
 
@@ -193,9 +201,9 @@ def _copy(weights: ExpertWeights, into: ExpertWeights) -> None:
             place.copy_(tensor)
 
 
-def add_in_order(parts_NP: Tensor, rows: Sequence[int], num_rows: int) -> Tensor:
-    """``total[rows[n]] += parts[n]`` for n = 0, 1, ... in that order, float32 [num_rows, P]."""
-    total = parts_NP.new_zeros(num_rows, parts_NP.shape[1])
-    for part, row in zip(parts_NP, rows, strict=True):
-        total[row] += part
-    return total
+def add_in_order(parts: Iterable[Tensor], rows: Sequence[int], total_NP: Tensor) -> Tensor:
+    """Returns ``total``, zeros and then ``total[rows[n]] += parts[n]`` for n = 0, 1, ... in that order."""
+    total_NP.zero_()
+    for part, row in zip(parts, rows, strict=True):
+        total_NP[row] += part
+    return total_NP

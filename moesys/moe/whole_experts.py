@@ -96,7 +96,7 @@ class WholeExperts(ExpertShards):
         index_N = torch.tensor(rows, dtype=torch.int64).to(masters[0].device)
         if self.flat:
             return masters[0].index_select(0, index_N).to(dtype)
-        rows_NP = masters[0].new_empty(len(rows), self.form.num_elements, dtype=dtype)
+        rows_NP = self.memory.empty((len(rows), self.form.num_elements), dtype, masters[0].device)
         for place, master in zip(self.form.views(rows_NP), masters, strict=True):
             place.copy_(master.index_select(0, index_N))
         return rows_NP
@@ -105,33 +105,38 @@ class WholeExperts(ExpertShards):
         self, grads_DP: Tensor, layout: ExpertLayout, channel: Channel, detail: str
     ) -> Callable[[], tuple[Tensor, ...]]:
         held = self.held_by_rank(layout)
+        if not self._moves(held):
+            return lambda: self._masters_form(grads_DP)
         mine = held[self.rank]
-        # By owner, then by slot: what I send. By holder, then by its slot: what I get for the experts I own.
-        outgoing = [slot for rank in range(self.num_ranks) for slot, e in enumerate(mine) if self.owner(e) == rank]
-        incoming = [[e for e in held[rank] if self.owner(e) == self.rank] for rank in range(self.num_ranks)]
-        if self._moves(held):
-            received = self.memory.empty((sum(map(len, incoming)), grads_DP.shape[1]), grads_DP.dtype, grads_DP.device)
-            transfer = channel.all_to_all(
-                received,
-                grads_DP[torch.tensor(outgoing, dtype=torch.int64, device=grads_DP.device)],
-                [len(experts) for experts in incoming],
-                [sum(self.owner(e) == rank for e in mine) for rank in range(self.num_ranks)],
-                lane="reshard",
-                detail=detail,
-            )
-        else:
-            received, transfer = grads_DP, None
+        # By owner, then by slot. By holder, then by its slot: of the experts I own. What is mine does not travel.
+        slots_R = [[slot for slot, e in enumerate(mine) if self.owner(e) == rank] for rank in range(self.num_ranks)]
+        experts_R = [[e for e in held[rank] if self.owner(e) == self.rank] for rank in range(self.num_ranks)]
+        kept, slots_R[self.rank] = slots_R[self.rank], []
+        arriving = [0 if rank == self.rank else len(experts) for rank, experts in enumerate(experts_R)]
+        received = self.new(grads_DP, sum(arriving), grads_DP.shape[1])
+        outgoing = [slot for slots in slots_R for slot in slots]
+        sent = self.new(grads_DP, len(outgoing), grads_DP.shape[1])
+        transfer = channel.all_to_all(
+            received,
+            torch.index_select(grads_DP, 0, torch.tensor(outgoing).long().to(grads_DP.device), out=sent),
+            arriving,
+            [len(slots) for slots in slots_R],
+            lane="reshard",
+            detail=detail,
+        )
 
         def finish() -> tuple[Tensor, ...]:
-            if transfer is not None:
-                transfer.wait()
-            rows = [e - self.owned().start for experts in incoming for e in experts]
-            total_NP = received
-            if rows != list(range(len(self.owned()))):
-                total_NP = add_in_order(received, rows, len(self.owned()))
-            return (total_NP,) if self.flat else self.form.views(total_NP)
+            transfer.wait()
+            before = sum(arriving[: self.rank])
+            parts = [*received[:before], *(grads_DP[slot] for slot in kept), *received[before:]]
+            rows = [e - self.owned().start for experts in experts_R for e in experts]
+            total_NP = self.new(grads_DP, len(self.owned()), grads_DP.shape[1])
+            return self._masters_form(add_in_order(parts, rows, total_NP))
 
         return finish
+
+    def _masters_form(self, total_NP: Tensor) -> tuple[Tensor, ...]:
+        return (total_NP,) if self.flat else self.form.views(total_NP)
 
     def _moves(self, held: list[tuple[int, ...]]) -> bool:
         """Whether any rank holds an expert that it does not own; every rank gives the same answer."""

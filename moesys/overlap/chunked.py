@@ -144,7 +144,8 @@ class _Messages:
         if self._alone:
             self.arrivals = Arrivals(source_TH, routes.send_token_N)
         else:
-            rows_MH = memory.empty((routes.num_arrivals, *source_TH.shape[1:]), source_TH.dtype, source_TH.device)
+            new = memory.lasting if direction == "forward" else memory.empty
+            rows_MH = new((routes.num_arrivals, *source_TH.shape[1:]), source_TH.dtype, source_TH.device)
             self.arrivals = Arrivals(rows_MH, None, source_TH, routes.send_token_N)
 
     def wait(self, stages: Iterable[Stage]) -> None:
@@ -161,7 +162,7 @@ class _Messages:
         chunk = self._routes.chunks[stage.chunk]
         self._under_way[stage] = self._channel.all_to_all(
             self.arrivals.rows[slice(*chunk.arrivals)],
-            source.index_select(0, send_index[slice(*chunk.sent)]),
+            self._rows(source, send_index[slice(*chunk.sent)]),
             chunk.arrive_counts_R,
             chunk.send_counts_R,
             lane="dispatch",
@@ -178,13 +179,17 @@ class _Messages:
         home_NH = self._memory.empty((num_rows, *rows_PH.shape[1:]), rows_PH.dtype, rows_PH.device)
         self._under_way[stage] = self._channel.all_to_all(
             home_NH,
-            rows_PH.index_select(0, chunk.return_M),
+            self._rows(rows_PH, chunk.return_M),
             chunk.send_counts_R,
             chunk.arrive_counts_R,
             lane="combine",
             detail=f"{self._direction} {stage.chunk}",
         )
         self._home[stage.chunk] = home_NH
+
+    def _rows(self, rows_NH: Tensor, index_M: Tensor) -> Tensor:
+        size = (len(index_M), *rows_NH.shape[1:])
+        return torch.index_select(rows_NH, 0, index_M, out=self._memory.empty(size, rows_NH.dtype, rows_NH.device))
 
     def take_home(self, stage: Stage) -> tuple[Tensor, Tensor]:
         """Returns the rows of a chunk that are home, once, and which of them is each (token, k)'s."""

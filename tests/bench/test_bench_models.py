@@ -18,11 +18,15 @@ def run(*arguments: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-def test_every_strategy_trains_a_model_as_transformers_does_and_is_timed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [(), pytest.param(("--memory", "--hidden", "64"), marks=pytest.mark.slow)])
+def test_every_strategy_trains_a_model_as_transformers_does_and_is_timed(
+    tmp_path: Path, options: tuple[str, ...]
+) -> None:
     out = tmp_path / "out.json"
     only = ("--model", "qwen3-moe", "--routing", "skewed", "--sequences", "1")
-    code, output = run(*only, "--repeats", "1", "--json", str(out))
+    code, output = run(*only, "--repeats", "1", "--json", str(out), *options)
     assert code == 0, output
+    assert ("peak MiB" in output) == ("--memory" in options)
     assert "MEASURED" in output
     rows = {row["name"]: row for row in json.loads(out.read_text())["rows"]}
     assert list(rows) == [whole_models.THEIRS, *(strategy.name for strategy in whole_models.strategies(2))]

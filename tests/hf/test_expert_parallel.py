@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,7 @@ OVERLAPS = (ms.Sequential(), ms.Pipelined(chunks=3))
 
 @dataclass(frozen=True)
 class Run:
-    """How a model is trained: ``strategy`` None is transformers' own all_to_all."""
+    """How a model is trained: ``strategy`` None is transformers' own all_to_all. ``routing``: each rank's, replayed."""
 
     strategy: ms.Strategy | None
     sizes: dict[str, int] = field(default_factory=FOUR.copy)
@@ -39,6 +40,8 @@ class Run:
     shuffled: bool = False
     mixed: bool = False
     autocast: bool = False
+    compiled: bool = False
+    routing: tuple[Tensor, ...] | None = None
 
     @property
     def ranks(self) -> int:
@@ -49,6 +52,8 @@ def made(folder: Path, run: Run) -> Any:
     model = loaded(folder, run.strategy, run.sizes, fsdp_mixed_precision=run.mixed)
     if run.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    if run.compiled:
+        model.compile(backend="eager")
     return model
 
 
@@ -66,7 +71,8 @@ def train(folder: Path, run: Run) -> dict[str, Any]:
         for part in range(run.micro_batches):
             # ranks have different numbers of tokens
             ids = text(1000 * step + 100 * part + batch, num_rows=2 + batch % 2)
-            with torch.autocast("cpu", torch.bfloat16, enabled=run.autocast):
+            routing = ms.replay_routing(model, run.routing[batch]) if run.routing else nullcontext()
+            with routing, torch.autocast("cpu", torch.bfloat16, enabled=run.autocast):
                 loss = model(input_ids=ids, labels=ids).loss
             loss.backward()
             losses.append(loss.item())
@@ -159,26 +165,35 @@ def test_on_every_mesh(ranks: LocalRanks, checkpoints: Any, sizes: dict[str, int
         assert_agree(one, oracle)
 
 
-def replayed_for_long(folder: Path, runs: list[Run], steps: int) -> list[list[tuple[float, float]]]:
-    """Losses and gradient norms of every step of AdamW, of the first run and of the others with its routing."""
-    found, expert_LTK = [], None
-    for run in runs:
-        model = made(folder, run)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3)
-        numbers = []
-        routing = ms.record_routing(model) if expert_LTK is None else ms.replay_routing(model, expert_LTK)
-        with routing as recorded:
-            for step in range(steps):
-                ids = text(100 * step + dist.get_rank())
-                loss = model(input_ids=ids, labels=ids).loss
-                loss.backward()
-                norm = ms.clip_grad_norm_(model, 1.0)
-                optimizer.step()
-                optimizer.zero_grad()
-                numbers.append((loss.item(), norm.item()))
-        expert_LTK = recorded if expert_LTK is None else expert_LTK
-        found.append(numbers)
-    return found
+Numbers = list[tuple[float, float]]
+
+
+def trained_for_long(folder: Path, run: Run, steps: int, routing: list[Tensor] | None) -> tuple[Numbers, list[Tensor]]:
+    """Losses and gradient norms of every step of AdamW, and the routing, its own or what is replayed."""
+    model = made(folder, run)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3)
+    numbers = []
+    with ms.record_routing(model) if routing is None else ms.replay_routing(model, routing) as recorded:
+        for step in range(steps):
+            ids = text(100 * step + dist.get_rank())
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            norm = ms.clip_grad_norm_(model, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            numbers.append((loss.item(), norm.item()))
+    return numbers, recorded if routing is None else routing
+
+
+def replayed_for_long(folder: Path, runs: list[Run], steps: int) -> list[Numbers]:
+    """Numbers of the first run, and of the others with its routing."""
+    first, routing = trained_for_long(folder, runs[0], steps, None)
+    return [first, *(trained_for_long(folder, run, steps, routing)[0] for run in runs[1:])]
+
+
+def free_for_long(folder: Path, runs: list[Run], steps: int) -> list[tuple[Numbers, list[Tensor]]]:
+    """Numbers and routing of every run."""
+    return [trained_for_long(folder, run, steps, None) for run in runs]
 
 
 LONG = pytest.param(50, marks=pytest.mark.slow)
@@ -199,6 +214,31 @@ def test_with_the_same_routing_trainings_stay_together(
                 assert one == pytest.approx(wanted, rel=1e-5)
 
 
+def first_other_choice(by_rank: list[list[Tensor]], oracle_by_rank: list[list[Tensor]]) -> int:
+    """The first step in which a token of any rank has other experts; the number of steps if none has."""
+    firsts = []
+    for found, oracle in zip(by_rank, oracle_by_rank, strict=True):
+        same = [torch.equal(a.sort().values, b.sort().values) for a, b in zip(found, oracle, strict=True)]
+        firsts.append([*same, False].index(False))
+    return min(firsts)
+
+
+@pytest.mark.slow
+def test_free_trainings_stay_together_until_a_token_has_other_experts(ranks: LocalRanks, checkpoints: Any) -> None:
+    """Prints the step of the first other choice."""
+    steps, strategies = 50, (EP, lent(4, overlap=OVERLAPS[1]), fsep(4))
+    runs = [Run(strategy) for strategy in (None, *strategies)]
+    by_rank = ranks.run(free_for_long, checkpoints("qwen3_moe"), runs, steps, timeout_s=550.0)
+    oracle, *found = zip(*by_rank, strict=True)
+    for strategy, one in zip(strategies, found, strict=True):
+        first = first_other_choice([routing for _, routing in one], [routing for _, routing in oracle])
+        print(f"{strategy.name}: first other choice in step {first} of {steps}")
+        for (numbers, _), (wanted, _) in zip(one, oracle, strict=True):
+            assert [loss for loss, _ in numbers[:first]] == pytest.approx(
+                [loss for loss, _ in wanted[:first]], rel=1e-5
+            )
+
+
 def test_linking_recomputing_and_accumulating(ranks: LocalRanks, checkpoints: Any) -> None:
     ahead = fsep(4, prefetch_layers=1)
     runs = [Run(strategy, micro_batches=2) for strategy in (None, ahead)]
@@ -211,17 +251,46 @@ def test_linking_recomputing_and_accumulating(ranks: LocalRanks, checkpoints: An
         assert_same_bits(other, plain)
 
 
-@pytest.mark.parametrize("how", ["mixed", "autocast"])
-def test_in_bfloat16_errors_are_those_of_transformers(ranks: LocalRanks, checkpoints: Any, how: str) -> None:
-    """Of the first step's gradients, beside the same in float32, the largest of all parameters'."""
-    options = {how: True, "steps": 1}
-    runs = [Run(None, steps=1), Run(None, **options), Run(lent(4), **options), Run(fsep(4), **options)]
-    exact, theirs, *ours = results(ranks, checkpoints("mixtral"), runs)
+@pytest.mark.slow
+def test_compiled_models_train_alike(ranks: LocalRanks, checkpoints: Any) -> None:
+    """The graph breaks at the experts; all else is traced."""
+    runs = [Run(strategy, compiled=compiled) for strategy in (lent(4), fsep(4)) for compiled in (False, True)]
+    found = results(ranks, checkpoints("qwen3_moe"), runs)
+    for plain, compiled in zip(found[::2], found[1::2], strict=True):
+        assert_agree(compiled, plain)
 
-    def error(found: dict[str, Any]) -> float:
-        pairs = [(found["gradients"][name].float(), wanted) for name, wanted in exact["gradients"].items()]
-        flat = [torch.cat([tensor.flatten() for tensor in side]) for side in zip(*pairs, strict=True)]
-        return float((flat[0] - flat[1]).norm() / flat[1].norm())
+
+def exact_gradients(family: str) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]:
+    """Gradients of the first step in one process in float64, and the routing of each of four ranks."""
+    model, routing = drawn(family, EXPERTS, experts_implementation="eager").double(), []
+    for rank in range(4):
+        ids = text(rank, num_rows=2 + rank % 2)
+        with ms.record_routing(model) as recorded:
+            (model(input_ids=ids, labels=ids).loss / 4).backward()
+        routing.append(recorded[0])
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}, tuple(routing)
+
+
+@pytest.mark.parametrize("how", ["mixed", "autocast"])
+@pytest.mark.parametrize(
+    "family", [family if family == "mixtral" else pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES]
+)
+def test_in_bfloat16_errors_are_those_of_transformers(
+    ranks: LocalRanks, checkpoints: Any, family: str, how: str
+) -> None:
+    """Of the first step's gradients, all parameters together, beside the same in float64 with the same routing."""
+    exact, routing = exact_gradients(family)
+    options = {how: True, "steps": 1, "routing": routing}
+    runs = [Run(strategy, **options) for strategy in (None, lent(4), fsep(4))]
+    theirs, *ours = (found["gradients"] for found in results(ranks, checkpoints(family), runs))
+
+    def error(found: dict[str, Tensor]) -> float:
+        assert found.keys() == exact.keys()
+        squares = [
+            ((found[name].double() - wanted).square().sum(), wanted.square().sum()) for name, wanted in exact.items()
+        ]
+        wrong, right = (float(sum(side)) for side in zip(*squares, strict=True))
+        return (wrong / right) ** 0.5
 
     for one in ours:
         assert 0 < error(one) <= 1.5 * error(theirs)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from hf_models import drawn, text
+from hf_models import FAMILIES, drawn, text
 from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers.distributed import DistributedConfig
@@ -18,10 +19,12 @@ from moesys.lab.ranks.pool import LocalRanks
 
 STEPS = 6
 GREEDY: dict[str, Any] = {"balance": ms.Greedy(), "split": ms.FlowSplit()}
-STRATEGIES = (
-    ms.Strategy(name="ep"),
-    ms.Strategy(name="lent", sharding=ms.Ep(slots_per_rank=3), overlap=ms.Pipelined(chunks=2), **GREEDY),
-    ms.Strategy(name="fsep", sharding=ms.Fsep(slots_per_rank=3), **GREEDY),
+EP = ms.Strategy(name="ep")
+LENT = ms.Strategy(name="lent", sharding=ms.Ep(slots_per_rank=3), **GREEDY)
+FSEP = ms.Strategy(name="fsep", sharding=ms.Fsep(slots_per_rank=3), **GREEDY)
+STRATEGIES = (EP, LENT.replace(overlap=ms.Pipelined(chunks=2)), FSEP)
+EVERY_OVERLAP = tuple(
+    each.replace(overlap=way) for each in (EP, LENT, FSEP) for way in (ms.Sequential(), ms.Pipelined(chunks=3))
 )
 
 
@@ -59,10 +62,10 @@ def trainer_of(folder: Path, out: Path, strategy: ms.Strategy | None, **options:
     return Trainer(model=model, args=arguments, train_dataset=Rows())
 
 
-def trained(folder: Path, out: Path) -> list[list[tuple[float, float]]]:
+def trained(folder: Path, out: Path, strategies: Sequence[ms.Strategy]) -> list[list[tuple[float, float]]]:
     """Losses and gradient norms of every step, of transformers' own and of each strategy."""
     found = []
-    for strategy in (None, *STRATEGIES):
+    for strategy in (None, *strategies):
         torch.manual_seed(0)
         trainer = trainer_of(folder, out, strategy)
         trainer.train()
@@ -70,10 +73,16 @@ def trained(folder: Path, out: Path) -> list[list[tuple[float, float]]]:
     return found
 
 
-def test_the_trainer_trains_as_with_all_to_all(ranks: LocalRanks, tmp_path: Path) -> None:
+SLOW = [pytest.param(each, EVERY_OVERLAP, marks=pytest.mark.slow) for each in FAMILIES if each != "qwen3_moe"]
+
+
+@pytest.mark.parametrize(("family", "strategies"), [("qwen3_moe", STRATEGIES), *SLOW])
+def test_the_trainer_trains_as_with_all_to_all(
+    ranks: LocalRanks, tmp_path: Path, family: str, strategies: Sequence[ms.Strategy]
+) -> None:
     """With accumulation, clipping, AdamW and activation checkpointing as its argument alone gives it."""
-    drawn("qwen3_moe").save_pretrained(tmp_path / "model")
-    oracle, *found = ranks.run(trained, tmp_path / "model", tmp_path / "out", timeout_s=250.0)[0]
+    drawn(family).save_pretrained(tmp_path / "model")
+    oracle, *found = ranks.run(trained, tmp_path / "model", tmp_path / "out", strategies, timeout_s=550.0)[0]
     assert len(oracle) == STEPS
     for steps in found:
         for one, wanted in zip(steps, oracle, strict=True):
