@@ -136,6 +136,53 @@ def test_a_model_without_experts_and_one_that_is_not_there_are_refused(tmp_path:
         ms.ModelTraining(model=str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("name", "changes", "found"),
+    [
+        ("olmoe-small", {"num_hidden_layers": "2"}, "num_hidden_layers='2', which is no whole number"),
+        ("olmoe-small", {"num_experts": [8]}, r"num_experts=\[8\], which is no whole number"),
+        ("qwen3-moe-small", {"decoder_sparse_step": "x"}, "decoder_sparse_step='x', which is no whole number"),
+        ("deepseek-v3-small", {"num_experts_per_tok": None}, "none of num_experts_per_tok, .*; .* set what is null"),
+        ("olmoe-small", {"hidden_size": None, "text_config": {}}, "the language model, which is its text_config"),
+    ],
+)
+def test_an_odd_configuration_is_told_by_its_field(
+    tmp_path: Path, name: str, changes: dict[str, Any], found: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(read_config(name) | changes))
+    with pytest.raises(ValueError, match=found):
+        ms.ModelTraining(model=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_layers"),
+    [
+        ({}, 2),
+        ({"first_k_dense_replace": 1}, 1),
+        ({"num_dense_layers": 1}, 1),
+        ({"mlp_layer_types": ["dense", "sparse"]}, 1),
+        ({"mlp_only_layers": [0]}, 1),
+        ({"decoder_sparse_step": 2}, 1),
+    ],
+)
+def test_dense_layers_are_not_counted(tmp_path: Path, changes: dict[str, Any], num_layers: int) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(read_config("olmoe-small") | changes))
+    assert workload(str(tmp_path)).num_layers == num_layers
+
+
+def test_another_model_brings_its_own_configuration() -> None:
+    how = workload("olmoe-small").replace(model="qwen3-moe-small", steps=5)
+    assert how == workload("qwen3-moe-small", steps=5)
+    assert how.replace(steps=2).config == how.config
+    with pytest.raises(ValueError, match="cannot read nowhere"):
+        how.replace(model="nowhere")
+    for config in ("{", "[]"):
+        with pytest.raises(ValueError, match="config (is no JSON|holds no JSON object)"):
+            how.replace(config=config)
+    with pytest.raises(ValueError, match="at least 1 character"):
+        how.replace(data="")
+
+
 def test_an_experiment_takes_the_shape_of_the_model_it_trains() -> None:
     experiment = ms.Experiment(name="x", cluster=CLUSTER, strategies=(EP,), workload=workload("qwen3-moe-small"))
     assert (experiment.model.num_experts, experiment.model.top_k, experiment.workload.num_layers) == (8, 2, 2)
