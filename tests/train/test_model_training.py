@@ -100,6 +100,32 @@ def test_a_folder_with_weights_goes_on_from_them(ranks: LocalRanks, tmp_path: Pa
     assert ranks.run(losses, [(LENT, how)], num_ranks=2)[0][0] == pytest.approx(expected, rel=1e-5)
 
 
+def test_dropout_is_the_same_for_every_strategy(ranks: LocalRanks, tmp_path: Path) -> None:
+    model = drawn("olmoe-small", seed=11)
+    model.config.attention_dropout = 0.5
+    model.save_pretrained(tmp_path)
+    of_ep, of_fsep = ranks.run(losses, [(each, workload(str(tmp_path))) for each in (EP, FSEP)], num_ranks=2)[0]
+    assert of_ep == pytest.approx(of_fsep, rel=1e-5)
+
+
+def test_weights_that_are_wanting_are_told_and_those_of_torch_are_read(ranks: LocalRanks, tmp_path: Path) -> None:
+    model, file = drawn("olmoe-small", seed=11), tmp_path / "model.safetensors"
+    model.save_pretrained(tmp_path)
+    how = workload(str(tmp_path))
+    narrow = how.replace(config=json.dumps(how.config_fields | {"intermediate_size": 128}))
+    with pytest.raises(
+        RankError, match=r"experts\.down_proj and 3 more of the model's weights are not in the folder, or"
+    ):
+        ranks.run(losses, [(EP, narrow)], num_ranks=2)
+    file.write_bytes(file.read_bytes()[:-4])
+    with pytest.raises(RankError, match=r"its weights cannot be read: .*not fully covered"):
+        ranks.run(losses, [(EP, how)], num_ranks=2)
+    file.unlink()
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    expected = plain_losses(model, how)
+    assert ranks.run(losses, [(EP, how)], num_ranks=2)[0][0] == pytest.approx(expected, rel=1e-5)
+
+
 def test_a_step_tells_the_load_of_the_model_s_layers(ranks: LocalRanks) -> None:
     result = ranks.run(one_step, workload("deepseek-v3-small"), num_ranks=2)[0]
     # The first of three layers is dense; 2 ranks x 2 sequences x 32 tokens x 2 choices.
@@ -177,7 +203,7 @@ def test_another_model_brings_its_own_configuration() -> None:
     with pytest.raises(ValueError, match="cannot read nowhere"):
         how.replace(model="nowhere")
     for config in ("{", "[]"):
-        with pytest.raises(ValueError, match="config (is no JSON|holds no JSON object)"):
+        with pytest.raises(ValueError, match=r"config (is no JSON|holds no JSON object)"):
             how.replace(config=config)
     with pytest.raises(ValueError, match="at least 1 character"):
         how.replace(data="")
