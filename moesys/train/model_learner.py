@@ -76,7 +76,8 @@ def _config(workload: ModelTraining) -> Any:
 
 def _model(workload: ModelTraining, config: Any, seed: int) -> Any:
     transformers.utils.logging.disable_progress_bar()
-    folder, learners = Path(workload.model).expanduser(), transformers.AutoModelForCausalLM
+    folder = Path(workload.model).expanduser()
+    learners: Any = transformers.AutoModelForCausalLM
     # Of weights that are read as well: dropout is drawn, the same for every strategy.
     torch.manual_seed(seed)
     if not any(any(folder.glob(names)) for names in _WEIGHTS):
