@@ -71,7 +71,12 @@ def _config(workload: ModelTraining) -> Any:
     kind = str(fields.pop("model_type", None))
     if kind not in transformers.CONFIG_MAPPING:
         raise ValueError(f"model={workload.model!r}: transformers knows no model_type={kind!r}")
-    return transformers.AutoConfig.for_model(kind, **fields)
+    try:
+        return transformers.AutoConfig.for_model(kind, **fields)
+    # Its validators raise classes of their own, in several lines.
+    except Exception as error:
+        words = " ".join(str(error).split())
+        raise ValueError(f"model={workload.model!r}: transformers refuses its config.json: {words}") from error
 
 
 def _model(workload: ModelTraining, config: Any, seed: int) -> Any:

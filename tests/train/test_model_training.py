@@ -126,6 +126,12 @@ def test_weights_that_are_wanting_are_told_and_those_of_torch_are_read(ranks: Lo
     assert ranks.run(losses, [(EP, how)], num_ranks=2)[0][0] == pytest.approx(expected, rel=1e-5)
 
 
+def test_a_configuration_that_transformers_refuses_is_told_in_a_line(ranks: LocalRanks) -> None:
+    config = json.dumps(read_config("olmoe-small") | {"num_attention_heads": "4"})
+    with pytest.raises(RankError, match=r"transformers refuses its config\.json: .*'num_attention_heads'.*'4'"):
+        ranks.run(losses, [(EP, workload("olmoe-small", config=config))], num_ranks=2)
+
+
 def test_a_step_tells_the_load_of_the_model_s_layers(ranks: LocalRanks) -> None:
     result = ranks.run(one_step, workload("deepseek-v3-small"), num_ranks=2)[0]
     # The first of three layers is dense; 2 ranks x 2 sequences x 32 tokens x 2 choices.
