@@ -16,9 +16,9 @@ from torch.nn import functional
 from moesys.config import ClusterSpec, Strategy
 from moesys.config.workload import ModelTraining
 from moesys.hf.parallelize import parallelize
+from moesys.moe.expert_parameters import DTYPES
 from moesys.train.text_files import load_files
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _WEIGHTS = ("*.safetensors*", "pytorch_model*.bin*")
 
 
