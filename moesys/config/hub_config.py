@@ -15,9 +15,10 @@ NAMES: dict[str, tuple[str, ...]] = {
     "hidden_size": ("hidden_size",),
     # A model whose dense layers are wider names both.
     "intermediate_size": ("moe_intermediate_size", "intermediate_size"),
-    "num_experts": ("num_experts", "num_local_experts", "n_routed_experts"),
+    "num_experts": ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"),
     "top_k": ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts"),
 }
+_FIRST_DENSE = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
 _PACKAGED = files("moesys.config") / "models"
 
 
@@ -44,12 +45,17 @@ def read_config(model: str) -> dict[str, Any]:
                 f"model={model!r}: cannot read {path}: {reason}; give a config.json, a folder with one, or one of "
                 f"{', '.join(model_names())}"
             ) from None
+    return parse_config(text, f"model={model!r}: {source}")
+
+
+def parse_config(text: str, source: str) -> dict[str, Any]:
+    """Returns the JSON object that ``text`` is. Raises ValueError, in which ``source`` says where it is from."""
     try:
         config = json.loads(text)
     except json.JSONDecodeError as error:
-        raise ValueError(f"model={model!r}: {source} is no JSON: {error}") from None
+        raise ValueError(f"{source} is no JSON: {error}") from None
     if not isinstance(config, dict):
-        raise ValueError(f"model={model!r}: {source} holds no JSON object, so it is no config.json of transformers")
+        raise ValueError(f"{source} holds no JSON object, so it is no config.json of transformers")
     return config
 
 
@@ -57,21 +63,37 @@ def shape_of(config: Mapping[str, Any], dtype: DType) -> ModelShape:
     """Returns the shape of a layer's experts. Raises ValueError for a configuration that does not say it."""
     found: dict[str, Any] = {}
     for field, names in NAMES.items():
-        values = [config[name] for name in names if config.get(name) is not None]
+        values = [_whole(config, name) for name in names if config.get(name) is not None]
         if not values:
+            way_out = (
+                "take that of the language model, which is its text_config"
+                if "text_config" in config
+                else "take a Mixture-of-Experts model, set what is null, and write the file with save_pretrained()"
+            )
             raise ValueError(
                 f"the config.json of model_type={config.get('model_type')!r} has none of {', '.join(names)}, so it "
-                "does not say how large its experts are; take a Mixture-of-Experts model, and write the file with "
-                "save_pretrained(), which leaves no default out"
+                f"does not say how large its experts are; {way_out}"
             )
         found[field] = values[0]
     return ModelShape(**found, dtype=dtype)
 
 
 def num_moe_layers(config: Mapping[str, Any]) -> int:
-    """Returns how many layers have experts: all but the first ``first_k_dense_replace``, those in ``mlp_only_layers``,
-    and of ``decoder_sparse_step`` all but the last.
+    """Returns how many layers have experts: those of ``mlp_layer_types`` that are not dense; without it, all but the
+    first ``first_k_dense_replace``, those in ``mlp_only_layers``, and of ``decoder_sparse_step`` all but the last.
     """
-    dense, every = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step") or 1
-    layers = range(config.get("first_k_dense_replace") or 0, config.get("num_hidden_layers") or 0)
+    if isinstance(kinds := config.get("mlp_layer_types"), list):
+        return sum(kind != "dense" for kind in kinds)
+    listed, every = config.get("mlp_only_layers"), _whole(config, "decoder_sparse_step") or 1
+    dense = listed if isinstance(listed, list) else []
+    first = max(_whole(config, name) for name in _FIRST_DENSE)
+    layers = range(first, _whole(config, "num_hidden_layers"))
     return sum(1 for layer in layers if layer not in dense and (layer + 1) % every == 0)
+
+
+def _whole(config: Mapping[str, Any], name: str) -> int:
+    """Returns a number, 0 where it is not there."""
+    value = config.get(name) or 0
+    if not isinstance(value, int):
+        raise ValueError(f"the config.json has {name}={value!r}, which is no whole number")
+    return value

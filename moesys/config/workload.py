@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from moesys.config.base import Declared
-from moesys.config.hub_config import num_moe_layers, read_config, shape_of
+from moesys.config.hub_config import num_moe_layers, parse_config, read_config, shape_of
 from moesys.config.model import ModelShape
 
 
@@ -81,7 +81,7 @@ class ModelTraining(Measured):
 
     kind: Literal["model_training"] = "model_training"
     model: str = Field(min_length=1)
-    data: tuple[str, ...] = ()
+    data: tuple[Annotated[str, Field(min_length=1)], ...] = ()
     tokenizer: str = Field("bytes", min_length=1)
     dtype: Literal["float32", "bfloat16"] = Field("float32", description="what layers compute in; masters are float32")
     config: str = Field("", description="content of the config.json, read where it is left out", repr=False)
@@ -93,9 +93,16 @@ class ModelTraining(Measured):
             return fields
         if isinstance(data := fields.get("data"), str):
             fields = fields | {"data": (data,)}
-        if not fields.get("config") and isinstance(model := fields.get("model"), str):
+        config = fields.get("config")
+        if not config and isinstance(model := fields.get("model"), str):
             fields = fields | {"config": json.dumps(read_config(model))}
+        elif isinstance(config, str) and config:
+            parse_config(config, "config")
         return fields
+
+    def replace(self, **changes: Any) -> Self:
+        """A copy with some fields changed, validated as a whole. Of another ``model`` the config.json is read."""
+        return super().replace(**({"config": ""} | changes if "model" in changes else changes))
 
     @model_validator(mode="after")
     def _has_experts(self) -> Self:

@@ -202,8 +202,8 @@ class _Trainer:
         digests_RN = self._gathered(digest)
         if others := (digests_RN != digests_RN[0]).any(dim=1).nonzero().flatten().tolist():
             raise ValueError(
-                f"rank {others[0]} has another text than rank 0, as their Python libraries differ; "
-                "install the same release of Python on every host"
+                f"rank {others[0]} has another text than rank 0; give every host the same data and tokenizer, and for "
+                "the built-in text the same release of Python"
             )
         return text.split()[0]
 

@@ -16,9 +16,10 @@ from torch.nn import functional
 from moesys.config import ClusterSpec, Strategy
 from moesys.config.workload import ModelTraining
 from moesys.hf.parallelize import parallelize
+from moesys.moe.expert_parameters import DTYPES
 from moesys.train.text_files import load_files
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_WEIGHTS = ("*.safetensors*", "pytorch_model*.bin*")
 
 
 class ModelLearner:
@@ -70,13 +71,33 @@ def _config(workload: ModelTraining) -> Any:
     kind = str(fields.pop("model_type", None))
     if kind not in transformers.CONFIG_MAPPING:
         raise ValueError(f"model={workload.model!r}: transformers knows no model_type={kind!r}")
-    return transformers.AutoConfig.for_model(kind, **fields)
+    try:
+        return transformers.AutoConfig.for_model(kind, **fields)
+    # Its validators raise classes of their own, in several lines.
+    except Exception as error:
+        words = " ".join(str(error).split())
+        raise ValueError(f"model={workload.model!r}: transformers refuses its config.json: {words}") from error
 
 
 def _model(workload: ModelTraining, config: Any, seed: int) -> Any:
     transformers.utils.logging.disable_progress_bar()
     folder = Path(workload.model).expanduser()
-    if folder.is_dir() and any(folder.glob("*.safetensors")):
-        return transformers.AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=torch.float32)
+    learners: Any = transformers.AutoModelForCausalLM
+    # Of weights that are read as well: dropout is drawn, the same for every strategy.
     torch.manual_seed(seed)
-    return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if not any(any(folder.glob(names)) for names in _WEIGHTS):
+        return learners.from_config(config, dtype=torch.float32)
+    try:
+        model, told = learners.from_pretrained(
+            folder, config=config, dtype=torch.float32, ignore_mismatched_sizes=True, output_loading_info=True
+        )
+    # Its readers raise classes of their own.
+    except Exception as error:
+        raise ValueError(f"model={workload.model!r}: its weights cannot be read: {error}") from error
+    if wanting := sorted([*told["missing_keys"], *(each[0] for each in told["mismatched_keys"])]):
+        raise ValueError(
+            f"model={workload.model!r}: {wanting[0]} and {len(wanting) - 1} more of the model's weights are not in the "
+            "folder, or of another shape than config.json says; give the whole model, or its config.json alone to "
+            "draw weights"
+        )
+    return model

@@ -53,9 +53,10 @@ class Text:
         """
         num_starts = len(self.tokens_N) - context
         if num_starts < 1:
+            shorter = f", or context <= {len(self.tokens_N) - 1}" if len(self.tokens_N) > 2 else ""
             raise ValueError(
                 f"context={context} needs {context + 1} tokens of text but there are {len(self.tokens_N)}; "
-                f"use context <= {len(self.tokens_N) - 1}"
+                f"use a longer text{shorter}"
             )
         start_B = torch.randint(num_starts, (batch,), generator=generator_of("batch", seed, step, micro_batch, rank))
         window_BC = self.tokens_N[start_B[:, None] + torch.arange(context + 1)].long()

@@ -23,9 +23,9 @@ MOST_OF_UINT16 = 1 << 16
 def load_files(paths: Sequence[str], tokenizer: str, vocab_size: int) -> Text:
     """Returns the tokens of ``paths``, one after the other; of none, those of ``load_text``.
 
-    A path that ends in .bin holds tokens: unsigned, little-endian, uint16 where ``vocab_size`` is up to 65,536 and else
-    uint32. One alone is mapped into memory, and read as batches are drawn. Any other is text, or a folder of it, whose
-    files are taken in the order of their names, hidden ones left out. ``tokenizer``: a tokenizer.json, or "bytes".
+    A file that ends in .bin holds tokens: unsigned, little-endian, uint16 where ``vocab_size`` is up to 65,536 and else
+    uint32. One alone is mapped into memory, and read as batches are drawn. Any other is text. Files of a folder are
+    taken in the order of their names, hidden ones left out. ``tokenizer``: a tokenizer.json, or "bytes".
 
     Raises ValueError for a path that cannot be read and for tokens outside of the vocabulary.
     """
@@ -40,16 +40,15 @@ def _parts(paths: Sequence[str], encode: Encode, vocab_size: int) -> Iterator[tu
     if not paths:
         source = "the built-in text"
         yield encode(load_text().tokens_N.numpy().tobytes(), source), source
-    for path in (Path(each).expanduser() for each in paths):
-        if path.suffix == ".bin":
-            yield _mapped(path, "<u2" if vocab_size <= MOST_OF_UINT16 else "<u4"), str(path)
+    for file in (file for each in paths for file in _files(Path(each).expanduser())):
+        if file.suffix == ".bin":
+            yield _mapped(file, "<u2" if vocab_size <= MOST_OF_UINT16 else "<u4"), str(file)
             continue
-        for file in _files(path):
-            try:
-                text = file.read_bytes()
-            except OSError as error:
-                raise ValueError(f"data: cannot read {file}: {error.strerror}") from None
-            yield encode(text, str(file)), str(file)
+        try:
+            text = file.read_bytes()
+        except OSError as error:
+            raise ValueError(f"data: cannot read {file}: {error.strerror}") from None
+        yield encode(text, str(file)), str(file)
 
 
 def _within(vocab_size: int, tokens_N: Tokens, source: str) -> Tokens:
@@ -94,6 +93,9 @@ def _encoder(tokenizer: str) -> Encode:
     # It raises no narrower class.
     except Exception as error:
         raise ValueError(f'tokenizer={tokenizer!r} is neither "bytes" nor a tokenizer.json: {error}') from None
+    # As some are saved: they would cut every file, or fill it up.
+    known.no_truncation()
+    known.no_padding()
 
     def encode(text: bytes, source: str) -> Tokens:
         try:

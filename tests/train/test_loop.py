@@ -20,7 +20,7 @@ import moesys as ms
 from moesys.config.workload import Training
 from moesys.lab.ranks.outcomes import RankError
 from moesys.lab.ranks.pool import LocalRanks
-from moesys.train import LanguageModel, StepResult, Text, loop, train
+from moesys.train import LanguageModel, StepResult, Text, byte_learner, loop, train
 
 # Narrow models start from wider weights: an update of Adam, which is as large in any width, is 5 % of 0.02.
 SHAPE = ms.ModelShape(
@@ -238,10 +238,10 @@ def test_nothing_is_left_however_a_training_ends(ranks: LocalRanks) -> None:
 
 def start_with_own_text() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "load_text", lambda: Text(torch.full((1000,), dist.get_rank(), dtype=torch.uint8)))
+        patch.setattr(byte_learner, "load_text", lambda: Text(torch.full((1000,), dist.get_rank(), dtype=torch.uint8)))
         next(start(EP))
 
 
 def test_ranks_with_different_text_are_refused(ranks: LocalRanks) -> None:
-    with pytest.raises(RankError, match="rank 1 has another text than rank 0, as their Python libraries differ"):
+    with pytest.raises(RankError, match="rank 1 has another text than rank 0; give every host the same"):
         ranks.run(start_with_own_text, num_ranks=2)

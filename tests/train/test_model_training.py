@@ -100,6 +100,38 @@ def test_a_folder_with_weights_goes_on_from_them(ranks: LocalRanks, tmp_path: Pa
     assert ranks.run(losses, [(LENT, how)], num_ranks=2)[0][0] == pytest.approx(expected, rel=1e-5)
 
 
+def test_dropout_is_the_same_for_every_strategy(ranks: LocalRanks, tmp_path: Path) -> None:
+    model = drawn("olmoe-small", seed=11)
+    model.config.attention_dropout = 0.5
+    model.save_pretrained(tmp_path)
+    of_ep, of_fsep = ranks.run(losses, [(each, workload(str(tmp_path))) for each in (EP, FSEP)], num_ranks=2)[0]
+    assert of_ep == pytest.approx(of_fsep, rel=1e-5)
+
+
+def test_weights_that_are_wanting_are_told_and_those_of_torch_are_read(ranks: LocalRanks, tmp_path: Path) -> None:
+    model, file = drawn("olmoe-small", seed=11), tmp_path / "model.safetensors"
+    model.save_pretrained(tmp_path)
+    how = workload(str(tmp_path))
+    narrow = how.replace(config=json.dumps(how.config_fields | {"intermediate_size": 128}))
+    with pytest.raises(
+        RankError, match=r"experts\.down_proj and 3 more of the model's weights are not in the folder, or"
+    ):
+        ranks.run(losses, [(EP, narrow)], num_ranks=2)
+    file.write_bytes(file.read_bytes()[:-4])
+    with pytest.raises(RankError, match=r"its weights cannot be read: .*not fully covered"):
+        ranks.run(losses, [(EP, how)], num_ranks=2)
+    file.unlink()
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    expected = plain_losses(model, how)
+    assert ranks.run(losses, [(EP, how)], num_ranks=2)[0][0] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_configuration_that_transformers_refuses_is_told_in_a_line(ranks: LocalRanks) -> None:
+    config = json.dumps(read_config("olmoe-small") | {"num_attention_heads": "4"})
+    with pytest.raises(RankError, match=r"transformers refuses its config\.json: .*'num_attention_heads'.*'4'"):
+        ranks.run(losses, [(EP, workload("olmoe-small", config=config))], num_ranks=2)
+
+
 def test_a_step_tells_the_load_of_the_model_s_layers(ranks: LocalRanks) -> None:
     result = ranks.run(one_step, workload("deepseek-v3-small"), num_ranks=2)[0]
     # The first of three layers is dense; 2 ranks x 2 sequences x 32 tokens x 2 choices.
@@ -134,6 +166,53 @@ def test_a_model_without_experts_and_one_that_is_not_there_are_refused(tmp_path:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match="is no JSON"):
         ms.ModelTraining(model=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "found"),
+    [
+        ("olmoe-small", {"num_hidden_layers": "2"}, "num_hidden_layers='2', which is no whole number"),
+        ("olmoe-small", {"num_experts": [8]}, r"num_experts=\[8\], which is no whole number"),
+        ("qwen3-moe-small", {"decoder_sparse_step": "x"}, "decoder_sparse_step='x', which is no whole number"),
+        ("deepseek-v3-small", {"num_experts_per_tok": None}, "none of num_experts_per_tok, .*; .* set what is null"),
+        ("olmoe-small", {"hidden_size": None, "text_config": {}}, "the language model, which is its text_config"),
+    ],
+)
+def test_an_odd_configuration_is_told_by_its_field(
+    tmp_path: Path, name: str, changes: dict[str, Any], found: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(read_config(name) | changes))
+    with pytest.raises(ValueError, match=found):
+        ms.ModelTraining(model=str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("changes", "num_layers"),
+    [
+        ({}, 2),
+        ({"first_k_dense_replace": 1}, 1),
+        ({"num_dense_layers": 1}, 1),
+        ({"mlp_layer_types": ["dense", "sparse"]}, 1),
+        ({"mlp_only_layers": [0]}, 1),
+        ({"decoder_sparse_step": 2}, 1),
+    ],
+)
+def test_dense_layers_are_not_counted(tmp_path: Path, changes: dict[str, Any], num_layers: int) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(read_config("olmoe-small") | changes))
+    assert workload(str(tmp_path)).num_layers == num_layers
+
+
+def test_another_model_brings_its_own_configuration() -> None:
+    how = workload("olmoe-small").replace(model="qwen3-moe-small", steps=5)
+    assert how == workload("qwen3-moe-small", steps=5)
+    assert how.replace(steps=2).config == how.config
+    with pytest.raises(ValueError, match="cannot read nowhere"):
+        how.replace(model="nowhere")
+    for config in ("{", "[]"):
+        with pytest.raises(ValueError, match=r"config (is no JSON|holds no JSON object)"):
+            how.replace(config=config)
+    with pytest.raises(ValueError, match="at least 1 character"):
+        how.replace(data="")
 
 
 def test_an_experiment_takes_the_shape_of_the_model_it_trains() -> None:

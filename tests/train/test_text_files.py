@@ -42,11 +42,14 @@ def test_tokens_are_read_as_wide_as_the_vocabulary_needs(tmp_path: Path, vocab_s
     np.array([1, 300, 65535, 7], dtype).tofile(tmp_path / "t.bin")
     assert tokens(tmp_path / "t.bin", vocab_size=vocab_size) == [1, 300, 65535]
     assert tokens(tmp_path / "t.bin", tmp_path / "t.bin", vocab_size=vocab_size) == [1, 300, 65535, 7, 1, 300, 65535]
+    assert tokens(tmp_path, vocab_size=vocab_size) == [1, 300, 65535]
 
 
 def test_a_tokenizer_encodes_text(tmp_path: Path) -> None:
     words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "bc": 1, "?": 2}, unk_token="?"))
     words.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    words.enable_truncation(2)
+    words.enable_padding(length=9)
     words.save(str(tmp_path / "tokenizer.json"))
     (tmp_path / "text").write_text("bc a x a bc")
     assert tokens(tmp_path / "text", tokenizer=str(tmp_path / "tokenizer.json"), vocab_size=3) == [1, 0, 2, 0]
@@ -55,6 +58,12 @@ def test_a_tokenizer_encodes_text(tmp_path: Path) -> None:
         tokens(tmp_path / "text", tokenizer=str(tmp_path / "tokenizer.json"), vocab_size=3)
     with pytest.raises(ValueError, match=r'neither "bytes" nor a tokenizer\.json'):
         tokens(tmp_path / "text", tokenizer=str(tmp_path / "nowhere.json"))
+
+
+def test_no_text_is_told(tmp_path: Path) -> None:
+    (tmp_path / "text").write_text("")
+    with pytest.raises(ValueError, match=r"context=8 needs 9 tokens of text but there are 0; use a longer text$"):
+        load_files([str(tmp_path)], "bytes", 256).batch(0, 0, 0, seed=0, batch=1, context=8)
 
 
 def test_what_cannot_be_read_is_named(tmp_path: Path) -> None:
