@@ -31,6 +31,7 @@ class PlanRequest:
 
     layer: int
     load: LoadMatrix
+    model: ModelShape
     cluster: ClusterSpec
     strategy: Strategy
     slots_R: tuple[int, ...]
@@ -46,7 +47,7 @@ class PlanRequest:
         return self._planned(_without_deadline(self._balance))
 
     def _planned(self, balance: Balance) -> ExpertLayout:
-        return plan_layout(self.load, self.cluster, balance, self.slots_R, previous=self.previous)
+        return plan_layout(self.load, self.cluster, balance, self.slots_R, model=self.model, previous=self.previous)
 
     @property
     def _balance(self) -> Balance:
@@ -127,7 +128,7 @@ class LayoutSchedule:
         cluster: ClusterSpec,
         tokens_SRE: IntArray | None = None,
     ) -> None:
-        self.layer, self.strategy, self.cluster = layer, strategy, cluster
+        self.layer, self.strategy, self.model, self.cluster = layer, strategy, model, cluster
         self.slots_R = strategy.slots(model, cluster)
         self.source: PlanSource = InlinePlanner()
         self.micro_batch = 0
@@ -221,6 +222,7 @@ class LayoutSchedule:
         request = PlanRequest(
             layer=self.layer,
             load=planned_for,
+            model=self.model,
             cluster=self.cluster,
             strategy=self.strategy,
             slots_R=self.slots_R,
@@ -282,4 +284,5 @@ class LayoutSchedule:
     def _first_layout(self) -> ExpertLayout:
         """Before the first load is known, all experts are alike."""
         uniform = LoadMatrix(np.ones((self.cluster.num_ranks, self.num_experts), dtype=np.int64))
-        return plan_layout(uniform, self.cluster, _without_deadline(self.strategy.balance), self.slots_R)
+        balance = _without_deadline(self.strategy.balance)
+        return plan_layout(uniform, self.cluster, balance, self.slots_R, model=self.model)

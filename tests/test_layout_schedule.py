@@ -112,7 +112,9 @@ def test_moves_cost_tokens_over_a_plans_life_in_the_unit_of_the_load(
 ) -> None:
     asked: list[int] = []
 
-    def note(load: LoadMatrix, cluster: ms.ClusterSpec, config: Greedy, slots_R: object, previous: object) -> object:
+    def note(
+        load: LoadMatrix, cluster: ms.ClusterSpec, config: Greedy, *_: object, previous: object, **__: object
+    ) -> object:
         asked.append(config.move_tokens)
         return previous
 

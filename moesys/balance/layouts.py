@@ -31,7 +31,8 @@ def plan_layout(
 
     ``slots_per_rank`` is one number for all ranks or one a rank. ``previous``, the layout in force, lets ``Greedy`` and
     ``CpSat`` stay with it when it is as good as a new one, and is where ``FlexMoe`` begins; the others do not look.
-    ``model`` is the layer's shape where it is known; today's planners count tokens and do not look at it.
+    ``model`` is the layer's shape where it is known: then ``Greedy`` weighs balance against tokens between nodes by
+    their seconds on ``cluster``. The others count tokens.
 
     Only the proportions of ``load`` matter, so a sum over micro-batches serves as well as their mean; but
     ``Greedy.move_tokens`` counts in its unit.

@@ -6,7 +6,7 @@ import numpy as np
 
 from moesys.balance.layouts import plan_layout
 from moesys.balance.splits import split_tokens
-from moesys.config import Balance, ClusterSpec, CpSat, FlowSplit, Greedy, Split, Static
+from moesys.config import Balance, ClusterSpec, CpSat, FlowSplit, Greedy, ModelShape, Split, Static
 from moesys.load import LoadMatrix
 
 
@@ -20,7 +20,8 @@ def warm_up(balance: Balance | None = None, split: Split | None = None) -> None:
     cluster = ClusterSpec(num_nodes=2, ranks_per_node=2)
     load = LoadMatrix(np.array([[9, 1, 1, 1], [1, 9, 1, 1], [5, 2, 2, 2], [1, 1, 1, 7]]))
     planner = Greedy() if balance is None or isinstance(balance, Greedy | CpSat) else Static()
+    model = ModelShape(hidden_size=1, intermediate_size=1, num_experts=4, top_k=1)
     layout = plan_layout(load, cluster, planner, 3)
     turned = LoadMatrix(load.tokens_RE[:, ::-1])
-    layout = plan_layout(turned, cluster, planner, 3, previous=layout)
+    layout = plan_layout(turned, cluster, planner, 3, model=model, previous=layout)
     split_tokens(turned, layout, cluster, split or FlowSplit())

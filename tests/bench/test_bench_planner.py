@@ -15,6 +15,7 @@ from moesys.bench.harness.sheets import Sheet, terminal_table
 from moesys.bench.planner import many_ranks as large
 from moesys.bench.planner import peer_eplb, scale
 from moesys.bench.planner import planner_contest as contest
+from moesys.bench.planner import seconds as by_seconds
 from moesys.bench.planner.scored_layers import Contender, moments, score_layer
 from moesys.config import (
     ClusterSpec,
@@ -29,6 +30,7 @@ from moesys.config import (
     Oracle,
     Static,
     WindowMean,
+    presets,
 )
 from moesys.config.workload import Generated
 from moesys.layout import ExpertLayout
@@ -283,6 +285,22 @@ def test_the_command_prints_a_table_and_writes_every_row(tmp_path):
     assert all(score["max_over_mean"] >= 1 for score in written["scores"])
 
 
+def test_seconds_are_of_every_planner_and_greedy_is_told_the_model(tmp_path, monkeypatch):
+    small = by_seconds.Setting("small", presets.OLMOE_1B_7B, 2, 6)
+    monkeypatch.setattr(by_seconds, "SETTINGS", (small,))
+    code, output = run(
+        "--seconds", "--seeds", "2", "--json", str(tmp_path / "r.json"), "--page", str(tmp_path / "r.md")
+    )
+    assert code == 0, output
+    assert "SIMULATED" in output
+    rows = json.loads((tmp_path / "r.json").read_text())["rows"]
+    assert [row["planner"] for row in rows] == [planner.name for planner in by_seconds.PLANNERS]
+    layer_ms = {row["planner"]: row["layer_ms"] for row in rows}
+    assert all(len(samples_ms) == 2 for samples_ms in layer_ms.values())
+    assert sum(layer_ms["greedy by seconds"]) < min(sum(ms) for name, ms in layer_ms.items() if "seconds" not in name)
+    assert "greedy by seconds" in (tmp_path / "r.md").read_text()
+
+
 def test_the_command_takes_members_by_kind_and_as_json(tmp_path):
     save_trace(NUMBERED, tmp_path / "t.npz")
     chosen = ["--balance", "eplb", "--split", '{"kind": "flow", "max_inter_node": 0.5}', "--predictor", "oracle"]
@@ -294,9 +312,11 @@ def test_the_command_takes_members_by_kind_and_as_json(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "give one of --trace FILE, --laer and --scale"),
-        (["--laer", "--scale"], "give one of --trace FILE, --laer and --scale"),
+        ([], "give one of --trace FILE, --laer, --scale and --seconds"),
+        (["--laer", "--scale"], "give one of --trace FILE, --laer, --scale and --seconds"),
         (["--scale", "--slots", "3"], "--slots is not for --scale; leave it out"),
+        (["--seconds", "--slots", "3"], "--slots is not for --seconds; leave it out"),
+        (["--scale", "--drift", "0.5"], "--drift is not for --scale; leave it out"),
         (["--laer", "--every", "2"], "--every is not for --laer; leave it out"),
         (["--scale", "--json", "nowhere/rows.json"], "nowhere is not a folder; make it, or write elsewhere"),
         (["--trace", "nowhere.npz"], "trace nowhere.npz does not exist"),

@@ -7,7 +7,7 @@ bounds; larger ones are improved a few ranks at a time.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isqrt
 from typing import Literal
 
@@ -83,7 +83,8 @@ def solve_cp_sat(planning: PlanningProblem, config: CpSat) -> CpSatPlan:
             "matter, or use balance=Greedy()"
         )
     same = Greedy(min_replicas=config.min_replicas, replicas_within=config.replicas_within)
-    start = greedy_layout(planning, same)
+    # Without a model Greedy counts tokens, as this does.
+    start = greedy_layout(replace(planning, model=None), same)
     problem = CpSatProblem.of(planning, config)
     bound, layout = _by_bounds(problem, start)
     time = config.deterministic_time

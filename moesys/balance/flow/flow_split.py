@@ -70,6 +70,24 @@ def least_crossing(tokens_RE, expert_RS, node_R):  # type: ignore[no-untyped-def
 
 
 @compiled
+def busiest_node_crossing(tokens_RE, expert_RS, node_R):  # type: ignore[no-untyped-def]
+    """Returns the tokens that leave or enter the busiest node, whichever are more, at the least load of the busiest
+    rank.
+    """
+    demand, table, groups = _prepare(tokens_RE, expert_RS, node_R)
+    limit = min_max_flow(demand.tokens_E, table, new_flow(table))
+    tokens_P, _ = _assign(demand, table, groups, np.int64(0), limit)
+    here_NE = np.zeros(demand.supply_NE.shape, np.int64)
+    for replica in range(tokens_P.size):
+        here_NE[node_R[table.rank_P[replica]], table.expert_P[replica]] += tokens_P[replica]
+    most = np.int64(0)
+    for node in range(here_NE.shape[0]):
+        more_E = here_NE[node] - demand.supply_NE[node]
+        most = max(most, np.maximum(more_E, 0).sum(), np.maximum(-more_E, 0).sum())
+    return most
+
+
+@compiled
 def least_limit(tokens_RE, expert_RS, node_R, turn, cap):  # type: ignore[no-untyped-def]
     """Returns the limit on a rank's load that ``split_fast`` keeps."""
     demand, table, groups = _prepare(tokens_RE, expert_RS, node_R)

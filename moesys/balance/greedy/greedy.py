@@ -10,16 +10,18 @@ from functools import cached_property
 
 import numpy as np
 
-from moesys.balance.flow.flow_split import least_crossing
+from moesys.balance.flow.flow_split import busiest_node_crossing, least_crossing
 from moesys.balance.greedy.construction import ConstructionProblem, build_best, build_each_node
 from moesys.balance.greedy.local_search import MoveConstraints, local_search
+from moesys.balance.greedy.node_first import deal_to_nodes
 from moesys.balance.greedy.relabelling import num_moves, relabelled, relabelled_inside
 from moesys.balance.greedy.replica_constraints import check_replicas, part_of_experts, spread_replicas
 from moesys.balance.greedy.robust_cost import MILLION, NO_LIMIT, Scenarios, draw_scenarios, robust_cost
 from moesys.balance.planning_problem import PlanningProblem
 from moesys.balance.replicas import usable_slots
 from moesys.balance.topology import domains_of, levels_of, nodes_of, tokens_by_node
-from moesys.config import Greedy
+from moesys.config import BYTES_PER_GB, ClusterSpec, Greedy, ModelShape
+from moesys.cost import expert_seconds
 from moesys.layout import EMPTY, ExpertLayout
 from moesys.load import IntArray
 
@@ -45,10 +47,13 @@ MOST_TOKENS = 2**39
 
 
 def greedy_layout(problem: PlanningProblem, config: Greedy) -> ExpertLayout:
-    """Returns a layout on which ``FlowSplit`` reaches the mean, on this load and as nearly as can be on later ones.
+    """Returns a layout on which ``FlowSplit`` reaches the mean, on this load and as nearly as can be on later ones, and
+    few tokens leave their node.
 
-    Layouts are constructed (``construction``) over the whole cluster and, where every node can hold every expert, node
-    by node for what its own ranks send. The best by its robust cost (``robust_cost``) and its traffic between nodes is
+    Layouts are constructed (``construction``) over the whole cluster; where every node can hold every expert, node by
+    node for what its own ranks send; and, where the model is known, over nodes that first choose their experts
+    (``node_first``). The model also says what a token between nodes costs beside one more on the busiest rank: its
+    seconds on the cluster's links. The best by its robust cost (``robust_cost``) and its traffic between nodes is
     improved by local search (``local_search``). Every usable slot is filled, no expert twice on a rank; under
     ``replicas_within`` every slot that an expert of its part can use.
 
@@ -88,8 +93,11 @@ class _Draft:
         planner = self.planner
         if planner.cluster.num_nodes == 1:
             return self.imbalance
-        crossing = least_crossing(planner.tokens_RE, self.expert_RS, planner.node_R)
-        return self.imbalance + crossing * MILLION // max(int(planner.tokens_E.sum()), 1) // INTER_NODE_SHARE
+        if planner.node_price is None:
+            crossing = least_crossing(planner.tokens_RE, self.expert_RS, planner.node_R)
+            return self.imbalance + crossing * MILLION // max(int(planner.tokens_E.sum()), 1) // INTER_NODE_SHARE
+        crossing = busiest_node_crossing(planner.tokens_RE, self.expert_RS, planner.node_R)
+        return self.imbalance + int(crossing * MILLION * planner.node_price / planner.mean)
 
     @cached_property
     def replicas_RE(self) -> IntArray:
@@ -106,6 +114,7 @@ class _Planner:
     def __init__(self, problem: PlanningProblem, config: Greedy) -> None:
         load, cluster, slots_R = problem.load, problem.cluster, problem.slots_R
         self.load, self.cluster, self.config, self.width = load, cluster, config, max(slots_R)
+        self.node_price = None if problem.model is None else _node_price(problem.model, cluster)
         self.end = None if config.deadline_ms is None else time.monotonic() + config.deadline_ms / 1e3
         self.node_R = nodes_of(cluster)
         # ranks of one of these may stand for one another
@@ -170,6 +179,8 @@ class _Planner:
         if self.config.replicas_within != "cluster" or self.config.min_replicas > 1:
             yield self.built_by_parts(before_RS)
             return
+        if self.cluster.num_nodes > 1 and self.node_price is not None:
+            yield self.built_node_first(before_RS)
         slots_N = np.bincount(self.node_R, self.slots_R)
         if self.cluster.num_nodes > 1 and (slots_N >= len(self.tokens_E)).all():
             expert_RS, each = self.empty(), self.scenarios_each
@@ -189,6 +200,21 @@ class _Planner:
         expert_RS = self.empty()
         self.build(expert_RS, self.rank_A, self.tokens_E, np.arange(len(self.tokens_E)), before_RS)
         yield _Draft(self, expert_RS, self.part_R)
+
+    def built_node_first(self, before_RS: IntArray) -> _Draft:
+        """Returns a layout whose nodes have the experts that their own ranks want most."""
+        node_A = self.node_R[self.rank_A]
+        ranks_N = np.bincount(node_A, minlength=self.cluster.num_nodes)
+        slots_N = np.zeros_like(ranks_N)
+        np.add.at(slots_N, node_A, self.slots_R[self.rank_A])
+        places_NE, tokens_NE = deal_to_nodes(self.supply_NE, slots_N, ranks_N)
+        expert_RS = self.empty()
+        for node in range(self.cluster.num_nodes):
+            rank_A, expert_D = self.rank_A[node_A == node], np.flatnonzero(places_NE[node])
+            if len(rank_A):
+                heaviest_first_D = expert_D[np.argsort(-tokens_NE[node, expert_D], kind="stable")]
+                self.build(expert_RS, rank_A, tokens_NE[node], heaviest_first_D, before_RS)
+        return _Draft(self, expert_RS, self.node_R)
 
     def built_by_parts(self, before_RS: IntArray) -> _Draft:
         """Returns a layout with every expert in one part of the cluster, with the replicas that it needs."""
@@ -358,3 +384,12 @@ class _Planner:
         np.add.at(parts_PE, part_R, before_RE)
         in_one_part = self.config.replicas_within == "cluster" or ((parts_PE > 0).sum(axis=0) == 1).all()
         return bool(enough and in_one_part)
+
+
+def _node_price(model: ModelShape, cluster: ClusterSpec) -> Fraction:
+    """Returns what a token that leaves or enters the busiest node takes, beside one that the busiest rank computes: its
+    row goes over the node's link four times in a step, two of them in backward.
+    """
+    moved_seconds = 4 * model.bytes_per_element * model.hidden_size / (cluster.inter_node_gb_per_s * BYTES_PER_GB)
+    computed_seconds = sum(expert_seconds(1.0, model, cluster, backward) for backward in (False, True))
+    return Fraction(moved_seconds / computed_seconds)

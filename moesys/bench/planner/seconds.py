@@ -1,0 +1,180 @@
+"""Planners by the seconds of a step: what balance brings, and what rows between nodes cost.
+
+Layouts are planned on one sample of routing and run on a later one. A step is a layer's forward and backward,
+simulated, one part after another (``Sequential``), of fully sharded experts: planners differ in their layouts alone.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Annotated
+
+from moesys.balance import plan_layout, warm_up
+from moesys.bench.harness.reports import Report, publish
+from moesys.bench.harness.sheets import Column, Sheet
+from moesys.bench.harness.steps import steps_told
+from moesys.bench.harness.stopwatch import Spread, machine_line
+from moesys.config import (
+    Balance,
+    Eplb,
+    EvenSplit,
+    FlexMoe,
+    FlowSplit,
+    Fsep,
+    Greedy,
+    Laer,
+    ModelShape,
+    Split,
+    Static,
+    Strategy,
+    presets,
+)
+from moesys.config.workload import Generated
+from moesys.load import LoadMatrix
+from moesys.step import StepPlan, plan_layer, simulate
+from moesys.traces import generate
+
+TOKENS_PER_RANK = 8192
+# A step has two equal layers, whose time is halved: what lies between layers counts as within.
+NUM_LAYERS = 2
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A model on H100 nodes of 8. ``spread``: of each rank's own preferences; at 1 nodes have hot experts of their
+    own.
+    """
+
+    name: str
+    model: ModelShape
+    num_nodes: int
+    slots: int
+    spread: float = 0.1
+
+    def loads(self, seed: int, drift: float) -> tuple[LoadMatrix, LoadMatrix]:
+        """Returns the load to plan for and a later one."""
+        drawn = Generated(
+            drift=drift, spread=self.spread, num_layers=1, tokens_per_rank=TOKENS_PER_RANK, warmup=0, steps=2
+        )
+        trace = generate(drawn, 8 * self.num_nodes, self.model.num_experts, self.model.top_k, seed)
+        first, second = trace.tokens_SLRE[:, 0]
+        return LoadMatrix(first), LoadMatrix(second)
+
+
+_QWEN, _V3, _MIXTRAL = presets.QWEN3_30B_A3B, presets.DEEPSEEK_V3, presets.MIXTRAL_8X7B
+SETTINGS = (
+    *(Setting("Qwen3-30B-A3B", _QWEN, nodes, slots) for nodes, slots in ((2, 10), (4, 5), (4, 8), (8, 8), (16, 6))),
+    Setting("Qwen3-30B-A3B, hot experts by node", _QWEN, 4, 8, spread=1.0),
+    *(Setting("DeepSeek-V3", _V3, nodes, slots) for nodes, slots in ((4, 10), (8, 6), (16, 3), (16, 6))),
+    *(Setting("Mixtral-8x7B", _MIXTRAL, nodes, 2) for nodes in (1, 4, 16)),
+)
+
+
+@dataclass(frozen=True)
+class Planner:
+    """``by_seconds``: whether the planner is told the model, and so can weigh seconds."""
+
+    name: str
+    balance: Balance
+    split: Split
+    by_seconds: bool = False
+
+
+BASELINE = Planner("laer, even split", Laer(), EvenSplit())
+PLANNERS = (
+    BASELINE,
+    Planner("laer, flow split", Laer(), FlowSplit()),
+    Planner("static, even split", Static(), EvenSplit()),
+    Planner("eplb, flow split", Eplb(), FlowSplit()),
+    Planner("flex_moe, flow split", FlexMoe(), FlowSplit()),
+    Planner("greedy by counts", Greedy(), FlowSplit()),
+    Planner("greedy by seconds", Greedy(), FlowSplit(), by_seconds=True),
+)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One planner in one setting. ``layer_ms``, ``max_over_mean``, ``crossing`` and ``planning_ms``: one a seed."""
+
+    setting: Annotated[str, Column("model")]
+    num_ranks: Annotated[int, Column("ranks")]
+    slots: Annotated[int, Column("slots")]
+    planner: Annotated[str, Column("planner")]
+    layer_ms: list[float]
+    max_over_mean: list[float]
+    crossing: list[float]
+    planning_ms: list[float]
+    baseline_ms: list[float]
+
+    @property
+    def step_ms(self) -> Annotated[float, Column("a layer, ms", ".2f")]:
+        return statistics.mean(self.layer_ms)
+
+    @property
+    def over_laer(self) -> Annotated[Spread, Column("over LAER, even")]:
+        return Spread.of_ratios(self.layer_ms, self.baseline_ms)
+
+    @property
+    def imbalance(self) -> Annotated[float, Column("max/mean", ".3f")]:
+        return statistics.mean(self.max_over_mean)
+
+    @property
+    def crossing_percent(self) -> Annotated[float, Column("between nodes %", ".1f")]:
+        return 100 * statistics.mean(self.crossing)
+
+    @property
+    def plan_ms(self) -> Annotated[float, Column("planning, ms", ".1f")]:
+        return statistics.median(self.planning_ms)
+
+
+def main(num_seeds: int, drift: float = 0.0, *, out: Path | None = None, json_path: Path | None = None) -> int:
+    """Simulates, writes, prints; the exit code."""
+    warm_up()
+    with steps_told("seconds", len(SETTINGS)) as tell:
+        rows = [row for setting in SETTINGS for row in _rows(setting, range(num_seeds), drift, tell)]
+    machine = machine_line(1, ("numpy", "numba"))
+    notes = [
+        f"A layer's forward and backward of {TOKENS_PER_RANK} tokens a rank on H100 nodes of 8, experts fully sharded, "
+        f"one part after another; log-normal popularity of skew 1, drift {drift:g} to the later sample; {num_seeds} "
+        "seeds.",
+        "over LAER, even: below 1 is faster than LAER-MoE's planner with its even split; median [p20, p80] over seeds.",
+        f"Planning is measured: {machine}.",
+    ]
+    title = "SIMULATED: planners by the seconds of a layer"
+    data = {"machine": machine, "drift": drift, "rows": rows}
+    report = Report("planner-seconds", title, "simulated", [Sheet(title, rows, notes, "setting")], data=data)
+    publish(report, page=out, json_path=json_path)
+    return 0
+
+
+def _rows(setting: Setting, seeds: Sequence[int], drift: float, tell: Callable[[str], None]) -> Iterator[Row]:
+    tell(f"{setting.name}, {8 * setting.num_nodes} ranks, {setting.slots} slots")
+    loads = [setting.loads(seed, drift) for seed in seeds]
+    baseline = _row(setting, BASELINE, loads, [])
+    yield replace(baseline, baseline_ms=baseline.layer_ms)
+    for planner in PLANNERS[1:]:
+        yield _row(setting, planner, loads, baseline.layer_ms)
+
+
+def _row(
+    setting: Setting, planner: Planner, loads: Sequence[tuple[LoadMatrix, LoadMatrix]], baseline_ms: list[float]
+) -> Row:
+    model, cluster = setting.model, presets.h100(setting.num_nodes)
+    sharding = Fsep(slots_per_rank=setting.slots)
+    strategy = Strategy(name=planner.name, sharding=sharding, balance=planner.balance, split=planner.split)
+    row = Row(setting.name, cluster.num_ranks, setting.slots, planner.name, [], [], [], [], baseline_ms)
+    for planned_for, later in loads:
+        begin_s = time.perf_counter()
+        known = model if planner.by_seconds else None
+        layout = plan_layout(planned_for, cluster, planner.balance, setting.slots, model=known)
+        row.planning_ms.append(1e3 * (time.perf_counter() - begin_s))
+        layer = plan_layer(strategy, model, cluster, later, layout=layout)
+        timeline = simulate(StepPlan(strategy, model, cluster, (layer,) * NUM_LAYERS))
+        row.layer_ms.append(timeline.length_us / 1e3 / NUM_LAYERS)
+        row.max_over_mean.append(layer.tokens.max_over_mean)
+        row.crossing.append(layer.tokens.inter_node_tokens(cluster.node_of_rank) / later.total)
+    return row
