@@ -91,7 +91,7 @@ def training_experiment() -> Experiment:
             context=64,
             batch=32,
             warmup=1,
-            steps=6,
+            steps=5,
             learning_rate=2e-4,
             device=best_device(),
         ),
