@@ -91,7 +91,7 @@ class Experiment(Declared):
             except ValueError as error:
                 raise ValueError(f"strategy {strategy.name!r}: {error}") from None
             if isinstance(self.workload, Measured):
-                self._check_trains(strategy, type(self.workload).__name__)
+                self._check_trains(strategy)
         if isinstance(self.workload, Measured) and self.workload.shaped_links:
             self._check_links()
         if isinstance(self.workload, Training) and self.model.hidden_size % self.workload.num_heads:
@@ -108,15 +108,14 @@ class Experiment(Declared):
             )
         return self
 
-    @staticmethod
-    def _check_trains(strategy: Strategy, workload: str) -> None:
+    def _check_trains(self, strategy: Strategy) -> None:
         if isinstance(strategy.predictor, Oracle):
             raise ValueError(
                 f"strategy {strategy.name!r}: predictor=Oracle() plans for loads that are still to come, and "
-                f"workload={workload}() knows none before they do; use workload=Replay(...) or Generated(...), or "
-                "predictor=Adaptive()"
+                f"workload={type(self.workload).__name__}() knows none before they do; use workload=Replay(...) or "
+                "Generated(...), or predictor=Adaptive()"
             )
-        if workload == ModelTraining.__name__ and isinstance(strategy.overlap, MegaKernel):
+        if isinstance(self.workload, ModelTraining) and isinstance(strategy.overlap, MegaKernel):
             raise ValueError(
                 f"strategy {strategy.name!r}: overlap=MegaKernel() is not for transformers' experts yet; use "
                 "Sequential() or Pipelined(chunks=...), or workload=Training(...)"

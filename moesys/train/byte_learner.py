@@ -11,7 +11,7 @@ from moesys.config import ClusterSpec, ModelShape, Strategy
 from moesys.config.workload import Training
 from moesys.moe.gradients import sync_gradients
 from moesys.moe.router import router_loss
-from moesys.moe.runtime import link
+from moesys.moe.runtime import MoERuntime, link
 from moesys.train.language_model import LanguageModel
 from moesys.train.text import load_text
 
@@ -33,7 +33,9 @@ class ByteLearner:
         self.model: nn.Module = LanguageModel(
             shape, strategy, workload, seed, cluster=cluster, group=group, device=device
         )
-        self.runtime = link(self.model)
+
+    def link(self) -> MoERuntime:
+        return link(self.model)
 
     def losses(self, inputs_BC: Tensor, targets_BC: Tensor) -> tuple[Tensor, Tensor]:
         logits_BCV = self.model(inputs_BC)

@@ -11,14 +11,17 @@ from moesys.train.text import Text
 
 
 class Learner(Protocol):
-    """A model, linked, and the text that it learns. All methods are collectives of the ranks that train.
+    """A model and the text that it learns. All methods are collectives of the ranks that train; to make one is none, so
+    that ranks can meet first.
 
     B sequences, C tokens of context, N = B·C tokens.
     """
 
     model: nn.Module
-    runtime: MoERuntime
     text: Text
+
+    def link(self) -> MoERuntime:
+        """Joins the model's layers, and shards what is to be sharded."""
 
     def losses(self, inputs_BC: Tensor, targets_BC: Tensor) -> tuple[Tensor, Tensor]:
         """Returns each token's cross entropy, float32 [N] nats, and what the routers ask for, a mean over tokens."""

@@ -21,7 +21,7 @@ from torch import Tensor
 from moesys.config import ClusterSpec, ModelShape, Strategy
 from moesys.config.workload import ModelTraining, Training
 from moesys.load import IntArray
-from moesys.moe.gradients import clip_grad_norm_, expert_group, update_router_bias
+from moesys.moe.gradients import clip_grad_norm_, update_router_bias
 from moesys.moe.runtime import MoERuntime
 from moesys.step import LayerPlan
 from moesys.train.byte_learner import ByteLearner
@@ -107,10 +107,12 @@ class _Trainer:
             from moesys.train.model_learner import ModelLearner
 
             self.learner = ModelLearner(strategy, cluster, workload, seed, group, self.device)
-        self.model, self.runtime = self.learner.model, self.learner.runtime
-        self.group = expert_group(self.model)
+        self.model = self.learner.model
+        self.group = group if group is not None else dist.group.WORLD
         self.rank = dist.get_rank(self.group) if self.group is not None else 0
+        # The first that ranks do together: where one has failed, the others learn it here, and wait for no new group.
         self.text = self._agreed(self.learner.text)
+        self.runtime = self.learner.link()
         # Parameters are of several meshes, or no DTensors: foreach takes no mixture.
         self.optimizer = torch.optim.Adam(self.model.parameters(), lr=workload.learning_rate, foreach=False)
         if isinstance(workload, Training) and workload.interpret:

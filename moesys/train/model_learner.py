@@ -17,6 +17,7 @@ from moesys.config import ClusterSpec, Strategy
 from moesys.config.workload import ModelTraining
 from moesys.hf.parallelize import parallelize
 from moesys.moe.expert_parameters import DTYPES
+from moesys.moe.runtime import MoERuntime
 from moesys.train.text_files import load_files
 
 _WEIGHTS = ("*.safetensors*", "pytorch_model*.bin*")
@@ -42,15 +43,19 @@ class ModelLearner:
             raise ValueError("workload=ModelTraining(...) trains on all ranks of the default process group; make one")
         config = _config(workload)
         self.text = load_files(workload.data, workload.tokenizer, config.vocab_size)
-        mesh = init_device_mesh(device.type, (dist.get_world_size(),), mesh_dim_names=("ep",))
-        dtype = DTYPES[workload.dtype]
-        policy = MixedPrecisionPolicy(None if dtype == torch.float32 else dtype, reduce_dtype=torch.float32)
         self.model: Any = _model(workload, config, seed).to(device).train()
         if workload.recompute:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
-        self.runtime = parallelize(self.model, strategy, mesh, policy=policy, cluster=cluster)
+        self._strategy, self._cluster = strategy, cluster
+        self._device, self._dtype = device, DTYPES[workload.dtype]
         self._router_loss_coef = getattr(config, "router_aux_loss_coef", 0.0)
         self._num_ranks = dist.get_world_size()
+
+    def link(self) -> MoERuntime:
+        mesh = init_device_mesh(self._device.type, (self._num_ranks,), mesh_dim_names=("ep",))
+        dtype = None if self._dtype == torch.float32 else self._dtype
+        policy = MixedPrecisionPolicy(dtype, reduce_dtype=torch.float32)
+        return parallelize(self.model, self._strategy, mesh, policy=policy, cluster=self._cluster)
 
     def losses(self, inputs_BC: Tensor, targets_BC: Tensor) -> tuple[Tensor, Tensor]:
         outputs = self.model(input_ids=inputs_BC, use_cache=False)
