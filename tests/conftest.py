@@ -103,7 +103,6 @@ def fill_new_memory(set_attribute: Callable[[object, str, object], None] = setat
     set_attribute(torch, "empty_like", _filling(torch.empty_like))
     set_attribute(torch.Tensor, "new_empty", _filling(_new_empty))
     set_attribute(PagePool, "empty", _filling(PagePool.empty))
-    set_attribute(PagePool, "lasting", _filling(PagePool.lasting))
 
 
 def _filling(new: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

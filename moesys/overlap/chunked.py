@@ -144,8 +144,7 @@ class _Messages:
         if self._alone:
             self.arrivals = Arrivals(source_TH, routes.send_token_N)
         else:
-            new = memory.lasting if direction == "forward" else memory.empty
-            rows_MH = new((routes.num_arrivals, *source_TH.shape[1:]), source_TH.dtype, source_TH.device)
+            rows_MH = memory.empty((routes.num_arrivals, *source_TH.shape[1:]), source_TH.dtype, source_TH.device)
             self.arrivals = Arrivals(rows_MH, None, source_TH, routes.send_token_N)
 
     def wait(self, stages: Iterable[Stage]) -> None:

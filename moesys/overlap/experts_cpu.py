@@ -67,7 +67,7 @@ class CpuExperts:
 
     def forward(self, routes: Routes, x: Arrivals, weights: HeldExperts, at: Workplace) -> CpuForward:
         width = weights[0].gate_up.shape[int(self.transposed)] if len(weights) else 0
-        h_P2I = at.memory.lasting((routes.num_rows, width), x.rows.dtype, x.rows.device)
+        h_P2I = at.memory.empty((routes.num_rows, width), x.rows.dtype, x.rows.device)
         return CpuForward(self, *_projections(weights, None, self.transposed), at, x, h_P2I)
 
     def backward(self, routes: Routes, inputs: BackwardInputs, weights: HeldExperts, at: Workplace) -> CpuBackward:

@@ -49,15 +49,6 @@ class PagePool:
         weakref.finalize(array, self._returned.append, pages).atexit = False
         return torch.from_numpy(array).view(dtype).view(shape)
 
-    def lasting(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Uninitialised, on new pages that the system has again afterwards: for what lasts from forward to backward.
-        Pages of all layers would else lie idle at the end of backward, beside the gradients that come in their place.
-        """
-        num_bytes = math.prod(shape) * dtype.itemsize
-        if device.type != "cpu" or num_bytes < FROM_BYTES:
-            return torch.empty(shape, dtype=dtype, device=device)
-        return torch.frombuffer(_map(num_bytes), dtype=torch.uint8, count=num_bytes).view(dtype).view(shape)
-
     def empty_like(self, tensor: Tensor) -> Tensor:
         """Uninitialised, contiguous, with the shape, dtype and device of ``tensor``."""
         return self.empty(tuple(tensor.shape), tensor.dtype, tensor.device)
