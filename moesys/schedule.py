@@ -4,6 +4,9 @@ Executors run it and the simulator times it, so that what is simulated is what r
 computed, the next chunk's rows are on their way to their experts, and the last chunk's on their way home. Backward goes
 the same way with the gradient of the output, and computes weight gradients while the last chunk travels home. One chunk
 is ``Sequential``: then everything comes after everything before it.
+
+Where a token crosses to a node once (``node_dispatch``), what came into a node is spread in it before the experts, and
+where it comes home as one sum a node (``combine="per_node"``), what was collected in the node is summed and sent on.
 """
 
 from __future__ import annotations
@@ -18,8 +21,10 @@ Direction = Literal["forward", "backward"]
 StageKind = Literal[
     # Messages. They are issued, and travel beside the stages that follow until one waits for them.
     "dispatch_weights",  # routing weights of all chunks, to the experts of their rows
-    "dispatch",  # a chunk's rows, to their experts
-    "combine",  # a chunk's results, home to the ranks of their tokens
+    "dispatch",  # a chunk's rows, to their experts; those of other nodes once to the node
+    "spread",  # a chunk's rows that came into this node once, to their experts
+    "combine",  # a chunk's results, home; where sums come home, those of other nodes to where they came into this one
+    "send_sums",  # of what came together there, home, with the results of this node's own tokens
     "combine_dweights",  # gradients of the routing weights of all chunks, home
     # What a rank waits for or computes.
     "publish",  # this rank's rows are put where the MegaKernels of others pull them
@@ -54,11 +59,11 @@ def num_chunks(overlap: Overlap) -> int:
             assert_never(overlap)
 
 
-def schedule_of(overlap: Overlap, direction: Direction) -> Schedule:
-    """Returns the stages of one direction under ``overlap``."""
+def schedule_of(overlap: Overlap, direction: Direction, num_nodes: int) -> Schedule:
+    """Returns the stages of one direction under ``overlap``; on one node there is none to cross to."""
     match overlap:
         case Sequential() | Pipelined():
-            return _chunk_schedule(num_chunks(overlap), direction)
+            return _chunk_schedule(overlap, direction, across=num_nodes > 1)
         case MegaKernel():
             publish, here = Stage("publish"), Stage("wait_for_experts")
             return MappingProxyType({publish: (), here: (publish,), Stage("mega_kernels"): (here,)})
@@ -66,31 +71,58 @@ def schedule_of(overlap: Overlap, direction: Direction) -> Schedule:
             assert_never(overlap)
 
 
-def _chunk_schedule(chunks: int, direction: Direction) -> Schedule:
-    """Returns the stages of one direction of tokens that travel in so many chunks."""
-    backward, here, last = direction == "backward", Stage("wait_for_experts"), chunks - 1
-    waits: dict[Stage, tuple[Stage, ...]] = {}
-    if backward:
-        waits[Stage("dispatch_weights")] = ()
+def _chunk_schedule(overlap: Sequential | Pipelined, direction: Direction, *, across: bool) -> Schedule:
+    """Returns the stages of one direction of tokens that travel in chunks."""
+    chunks, backward = num_chunks(overlap), direction == "backward"
+    once, per_node = across and overlap.node_dispatch == "once", across and overlap.combine == "per_node"
+    here, last = Stage("wait_for_experts"), chunks - 1
+    arrive: StageKind = "spread" if once else "dispatch"
+    come_home: StageKind = "send_sums" if per_node else "combine"
+    # Backward's experts want routing weights; forward's only whoever sums for another node.
+    weights = [Stage("dispatch_weights")] if backward or per_node else []
+    waits: dict[Stage, tuple[Stage, ...]] = dict.fromkeys(weights, ())
+
+    def send_sums(chunk: int) -> None:
+        if per_node and chunk >= 0:
+            waits[Stage("send_sums", chunk)] = (Stage("combine", chunk), *([] if backward else weights))
+
+    def sum_up(chunk: int) -> None:
+        if chunk >= 0:
+            waits[Stage("sum", chunk)] = (Stage(come_home, chunk),)
+
+    def spread(chunk: int) -> None:
+        if once and chunk < chunks:
+            waits[Stage("spread", chunk)] = (Stage("dispatch", chunk),)
+
     waits[Stage("dispatch", 0)] = ()
     for chunk in range(chunks):
         if chunk < last:
             waits[Stage("dispatch", chunk + 1)] = ()
         if chunk == 0:
+            spread(0)
             # Experts travel beside the first chunk, and what is fetched ahead for other layers behind it.
-            waits[here] = (Stage("dispatch", 0), *([Stage("dispatch_weights")] if backward else []))
-        waits[Stage("experts", chunk)] = (Stage("dispatch", chunk), here)
+            waits[here] = (Stage(arrive, 0), *(weights if backward else []))
+        waits[Stage("experts", chunk)] = (Stage(arrive, chunk), here)
+        spread(chunk + 1)
         waits[Stage("combine", chunk)] = (Stage("experts", chunk),)
-        if chunk > 0:
-            waits[Stage("sum", chunk - 1)] = (Stage("combine", chunk - 1),)
-    last_sum = {Stage("sum", last): (Stage("combine", last),)}
+        send_sums(chunk - 1)
+        sum_up(chunk - 2 if per_node else chunk - 1)
+    if per_node:
+        sum_up(last - 1)
+        send_sums(last)
     if not backward:
-        return MappingProxyType(waits | last_sum)
+        sum_up(last)
+        return MappingProxyType(waits)
     all_experts = tuple(Stage("experts", chunk) for chunk in range(chunks))
     gradients: dict[Stage, tuple[Stage, ...]] = {
         Stage("combine_dweights"): all_experts,
         Stage("weight_gradients"): all_experts,
     }
-    waits |= last_sum | gradients if chunks == 1 else gradients | last_sum
+    if chunks == 1:
+        sum_up(last)
+        waits |= gradients
+    else:
+        waits |= gradients
+        sum_up(last)
     waits[Stage("gather_dweights")] = (Stage("combine_dweights"),)
     return MappingProxyType(waits)

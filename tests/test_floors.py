@@ -19,6 +19,7 @@ FLOORS = (
     {"config", "load", "layout", "timeline", "compiled", "torch_private", "whole_file", "whole_folders", "step_lines"},
     {"kernels"},
     {"traces", "cost", "schedule"},
+    {"row_traffic"},
     {"overlap", "balance", "simulator"},
     {"step", "layout_schedule", "replay"},
     {"moe"},

@@ -36,7 +36,7 @@ def in_flight(schedule: Schedule, stage: Stage) -> set[Stage]:
 @given(overlaps, directions)
 def test_stages_wait_for_stages_before_them_and_for_each_once(overlap: ms.Overlap, direction: Direction):
     """A mapping holds each stage once."""
-    schedule = schedule_of(overlap, direction)
+    schedule = schedule_of(overlap, direction, 1)
     behind: set[Stage] = set()
     for stage, earlier in schedule.items():
         assert set(earlier) <= behind
@@ -46,14 +46,14 @@ def test_stages_wait_for_stages_before_them_and_for_each_once(overlap: ms.Overla
 
 @given(overlaps, directions)
 def test_every_message_is_waited_for(overlap: ms.Overlap, direction: Direction):
-    schedule = schedule_of(overlap, direction)
+    schedule = schedule_of(overlap, direction, 1)
     waited_for = {earlier for all_earlier in schedule.values() for earlier in all_earlier}
     assert {stage for stage in schedule if stage.kind in MESSAGES} <= waited_for
 
 
 @given(st.integers(1, 70), directions)
 def test_every_chunk_goes_all_the_way(chunks: int, direction: Direction):
-    schedule = schedule_of(ms.Pipelined(chunks=chunks), direction)
+    schedule = schedule_of(ms.Pipelined(chunks=chunks), direction, 1)
     for kind in ("dispatch", "experts", "combine", "sum"):
         assert [stage.chunk for stage in schedule if stage.kind == kind] == list(range(chunks))
     of_all_chunks = [stage.kind for stage in schedule if stage.kind not in ("dispatch", "experts", "combine", "sum")]
@@ -65,7 +65,7 @@ def test_every_chunk_goes_all_the_way(chunks: int, direction: Direction):
 
 @given(st.integers(2, 70), directions)
 def test_while_a_chunk_is_computed_the_next_arrives_and_the_last_goes_home(chunks: int, direction: Direction):
-    schedule = schedule_of(ms.Pipelined(chunks=chunks), direction)
+    schedule = schedule_of(ms.Pipelined(chunks=chunks), direction, 1)
     for chunk in range(chunks):
         expected = set()
         if chunk < chunks - 1:
@@ -77,7 +77,7 @@ def test_while_a_chunk_is_computed_the_next_arrives_and_the_last_goes_home(chunk
 
 @given(st.integers(1, 70))
 def test_weight_gradients_are_computed_while_the_last_of_several_chunks_goes_home(chunks: int):
-    schedule = schedule_of(ms.Pipelined(chunks=chunks), "backward")
+    schedule = schedule_of(ms.Pipelined(chunks=chunks), "backward", 1)
     beside = {Stage("combine", chunks - 1)} if chunks > 1 else set()
     assert in_flight(schedule, Stage("weight_gradients")) == beside | {Stage("combine_dweights")}
 
@@ -85,13 +85,13 @@ def test_weight_gradients_are_computed_while_the_last_of_several_chunks_goes_hom
 @pytest.mark.parametrize("overlap", [ms.Sequential(), ms.Pipelined(chunks=1)])
 def test_sequential_does_one_thing_after_another(overlap: ms.Overlap):
     forward = ["dispatch 0", "wait_for_experts 0", "experts 0", "combine 0", "sum 0"]
-    assert words(schedule_of(overlap, "forward")) == forward
+    assert words(schedule_of(overlap, "forward", 1)) == forward
     gradients = ["combine_dweights 0", "weight_gradients 0", "gather_dweights 0"]
-    assert words(schedule_of(overlap, "backward")) == ["dispatch_weights 0", *forward, *gradients]
+    assert words(schedule_of(overlap, "backward", 1)) == ["dispatch_weights 0", *forward, *gradients]
 
 
 def test_a_schedule_of_two_chunks():
-    assert words(schedule_of(ms.Pipelined(chunks=2), "backward")) == [
+    assert words(schedule_of(ms.Pipelined(chunks=2), "backward", 1)) == [
         "dispatch_weights 0",
         "dispatch 0",
         "dispatch 1",
@@ -110,9 +110,9 @@ def test_a_schedule_of_two_chunks():
 
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_mega_kernels_overlap_by_themselves(direction: Direction):
-    assert words(schedule_of(ms.MegaKernel(), direction)) == ["publish 0", "wait_for_experts 0", "mega_kernels 0"]
+    assert words(schedule_of(ms.MegaKernel(), direction, 1)) == ["publish 0", "wait_for_experts 0", "mega_kernels 0"]
 
 
 def test_a_schedule_cannot_be_changed():
     with pytest.raises(TypeError):
-        schedule_of(ms.Sequential(), "forward")[Stage("experts")] = ()
+        schedule_of(ms.Sequential(), "forward", 1)[Stage("experts")] = ()

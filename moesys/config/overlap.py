@@ -9,13 +9,37 @@ from pydantic import Field, model_validator
 from moesys.config.base import Declared
 
 
-class Sequential(Declared):
+class _Messages(Declared):
+    """How rows travel where they travel as messages. ``node_dispatch="once"``: a token crosses to a node once, however
+    many of its experts are there, and spreads inside (DeepSeek's DeepEP, two-stage dispatch).
+
+    What comes home is every row, summed in the order of k: the same bits as ``direct``. ``combine="per_node"`` sends
+    one partial sum a node home, rounded to the dtype of tokens. Its bits depend on which node has which expert, and on
+    nothing else: no overlap changes them.
+    """
+
+    node_dispatch: Literal["direct", "once"] = Field("direct", description="a row a choice, or a row a node and token")
+    combine: Literal["ordered", "per_node"] = Field(
+        "ordered", description="every row comes home, or one partial sum a node and token (with node_dispatch='once')"
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.combine == "per_node" and self.node_dispatch == "direct":
+            raise ValueError(
+                "combine='per_node' sums where rows came into the node, but node_dispatch='direct' sends them to their "
+                "experts at once; use node_dispatch='once', or combine='ordered'"
+            )
+        return self
+
+
+class Sequential(_Messages):
     """Dispatch, experts and combine one after another."""
 
     kind: Literal["sequential"] = "sequential"
 
 
-class Pipelined(Declared):
+class Pipelined(_Messages):
     """Tokens in ``chunks``: dispatch of the next and combine of the last in flight while one is computed."""
 
     kind: Literal["pipelined"] = "pipelined"

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moesys.config import ClusterSpec, MegaKernel, ModelShape, Strategy
+from moesys.config import ClusterSpec, MegaKernel, ModelShape, Pipelined, Sequential, Strategy
 from moesys.layout import ExpertLayout
 from moesys.layout_schedule import LayoutSchedule
 from moesys.load import LoadMatrix
@@ -29,7 +29,8 @@ from moesys.overlap.chunked import ChunkedExecutor
 from moesys.overlap.comm.channel import Channel
 from moesys.overlap.executor import Executor
 from moesys.overlap.expert_compute import ExpertCompute
-from moesys.overlap.routes import build_routes, chunk_counts
+from moesys.overlap.node_routes import build_node_routes, gates_of
+from moesys.overlap.routes import build_routes, chunk_counts, rows_by_chunk
 from moesys.schedule import num_chunks
 from moesys.step import LayerPlan, device_split, plan_layer, plans_on_device
 
@@ -137,8 +138,16 @@ class HostPlanner(Planner):
 
     def _chunked_executor(self, batch: MicroBatch, plan: LayerPlan, tokens_RCE: Tensor) -> Executor:
         tokens_CRE = np.ascontiguousarray(tokens_RCE.numpy().swapaxes(0, 1))
-        routes = build_routes(batch.expert_TK, tokens_CRE, plan.tokens, self.channel.rank, batch.compute.min_rows)
-        return ChunkedExecutor(self.strategy.overlap, routes, self.channel, batch.compute, self.shards.memory)
+        overlap, channel = self.strategy.overlap, self.channel
+        assert isinstance(overlap, Sequential | Pipelined)
+        parts = batch.expert_TK, tokens_CRE, plan.tokens, channel.rank, batch.compute.min_rows
+        if overlap.node_dispatch == "direct" or channel.num_nodes == 1:
+            return ChunkedExecutor(overlap, build_routes(*parts), channel, batch.compute, self.shards.memory)
+        sums = overlap.combine == "per_node"
+        routes = build_routes(*parts, gates_of(channel.rank, channel.node_of_rank), collect=sums)
+        rows_CRR = rows_by_chunk(tokens_CRE, plan.tokens)
+        node_routes = build_node_routes(routes, rows_CRR, batch.expert_TK.shape[1], channel, sums=sums)
+        return ChunkedExecutor(overlap, routes, channel, batch.compute, self.shards.memory, node_routes)
 
     def _mega_executor(self, overlap: MegaKernel, batch: MicroBatch, plan: LayerPlan, most_tokens: int) -> Executor:
         # Here, so that Triton is loaded only where it runs.

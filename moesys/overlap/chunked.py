@@ -9,7 +9,6 @@ T tokens of this rank, H hidden, I expert width, K top-k, M arrivals, N rows in 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from moesys.config import Overlap
 from moesys.kernels.cpu.page_pool import PagePool, Scratch
-from moesys.overlap.comm.channel import Channel, Transfer
+from moesys.overlap.comm.channel import Channel
 from moesys.overlap.executor import Saved, WaitForExperts
 from moesys.overlap.expert_compute import (
     Arrivals,
@@ -29,8 +28,11 @@ from moesys.overlap.expert_compute import (
     Workplace,
 )
 from moesys.overlap.held_experts import ExpertGradients
+from moesys.overlap.node_messages import NodeMessages
+from moesys.overlap.node_routes import NodeRoutes
 from moesys.overlap.routes import Routes
-from moesys.schedule import Direction, Stage, schedule_of
+from moesys.overlap.row_messages import RowMessages
+from moesys.schedule import Direction, Schedule, Stage, schedule_of
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class ChunkedExecutor:
     """Runs one micro-batch of one layer on one rank.
 
     ``overlap``: whose schedule is run; ``routes`` have its chunks. ``compute``: how experts are computed; ``routes``
-    are padded for it. ``memory``: where large tensors lie.
+    are padded for it. ``memory``: where large tensors lie. ``node_routes``: where tokens cross to a node once.
     """
 
     overlap: Overlap
@@ -46,21 +48,28 @@ class ChunkedExecutor:
     channel: Channel
     compute: ExpertCompute
     memory: PagePool
+    node_routes: NodeRoutes | None = None
 
     def forward(self, x_TH: Tensor, weight_TK: Tensor, wait_for_experts: WaitForExperts) -> tuple[Tensor, Saved]:
         """Returns the output [T, H] in x's dtype, and what backward needs. ``wait_for_experts`` is called once, when
         the first chunk has arrived.
         """
-        messages = _Messages(self.routes, self.channel, self.memory, x_TH, "forward")
+        messages = self._messages(x_TH, "forward")
         at = Workplace(self.memory, Scratch(self.memory, x_TH.device))
         y_TH = self.memory.empty_like(x_TH)
         forward_pass: ForwardPass
-        for stage, earlier in schedule_of(self.overlap, "forward").items():
+        for stage, earlier in self._schedule("forward").items():
             messages.wait(earlier)
             chunk = self.routes.chunks[stage.chunk]
             match stage.kind:
+                case "dispatch_weights":
+                    assert isinstance(messages, NodeMessages)
+                    messages.send_weights_to_gates(stage, weight_TK)
                 case "dispatch":
                     messages.dispatch(stage)
+                case "spread":
+                    assert isinstance(messages, NodeMessages)
+                    messages.spread(stage)
                 case "wait_for_experts":
                     forward_pass = self.compute.forward(self.routes, messages.arrivals, wait_for_experts(), at)
                 case "experts":
@@ -68,12 +77,13 @@ class ChunkedExecutor:
                         y_PH = forward_pass.experts(chunk)
                 case "combine":
                     messages.combine(stage, y_PH)
+                case "send_sums":
+                    self._send_sums(messages, stage, at, weighted=True)
                 case "sum":
                     tokens = slice(*chunk.tokens)
-                    home_NH, home_TK = messages.take_home(stage)
+                    summands = messages.take_home(stage, weight_TK[tokens])
                     with self._span("combine", f"forward {stage.chunk}"):
-                        place_TK = home_TK.view_as(weight_TK[tokens])
-                        self.compute.combine(home_NH, place_TK, weight_TK[tokens], y_TH[tokens], at.scratch)
+                        self.compute.combine(*summands, y_TH[tokens], at.scratch)
                 case _:
                     raise AssertionError(f"no stage of tokens in chunks: {stage}")
         return y_TH, Saved(messages.arrivals.rows, forward_pass.pre_activations(), weight_TK)
@@ -85,12 +95,12 @@ class ChunkedExecutor:
         ``gradients``, or not computed where that is None.
         """
         routes, weight_TK = self.routes, saved.weight_TK
-        messages = _Messages(routes, self.channel, self.memory, dy_TH, "backward")
+        messages = self._messages(dy_TH, "backward")
         saved_arrivals = Arrivals(saved.arrivals_MH, messages.arrivals.index)
         at = Workplace(self.memory, Scratch(self.memory, dy_TH.device))
         dx_TH, dweight_TK = self.memory.empty_like(dy_TH), torch.empty_like(weight_TK)
         backward_pass: BackwardPass
-        for stage, earlier in schedule_of(self.overlap, "backward").items():
+        for stage, earlier in self._schedule("backward").items():
             messages.wait(earlier)
             chunk = routes.chunks[stage.chunk]
             match stage.kind:
@@ -98,6 +108,9 @@ class ChunkedExecutor:
                     messages.send_weights(stage, weight_TK.reshape(-1)[routes.send_row_N], home=False)
                 case "dispatch":
                     messages.dispatch(stage)
+                case "spread":
+                    assert isinstance(messages, NodeMessages)
+                    messages.spread(stage)
                 case "wait_for_experts":
                     weight_M = messages.arrived_weights()
                     dweight_M = torch.empty_like(weight_M)
@@ -108,12 +121,13 @@ class ChunkedExecutor:
                         dx_PH, dweight_M[slice(*chunk.arrivals)] = backward_pass.experts(chunk)
                 case "combine":
                     messages.combine(stage, dx_PH)
+                case "send_sums":
+                    self._send_sums(messages, stage, at, weighted=False)
                 case "sum":
                     tokens = slice(*chunk.tokens)
-                    home_NH, home_TK = messages.take_home(stage)
+                    summands = messages.take_home(stage, None)
                     with self._span("combine", f"backward {stage.chunk}"):
-                        place_TK = home_TK.view_as(weight_TK[tokens])
-                        self.compute.combine(home_NH, place_TK, None, dx_TH[tokens], at.scratch)
+                        self.compute.combine(*summands, dx_TH[tokens], at.scratch)
                 case "combine_dweights":
                     messages.send_weights(stage, dweight_M, home=True)
                 case "weight_gradients":
@@ -126,97 +140,22 @@ class ChunkedExecutor:
                     raise AssertionError(f"no stage of tokens in chunks: {stage}")
         return dx_TH, dweight_TK
 
+    def _schedule(self, direction: Direction) -> Schedule:
+        return schedule_of(self.overlap, direction, self.channel.num_nodes)
+
+    def _messages(self, source_TH: Tensor, direction: Direction) -> RowMessages:
+        if self.node_routes is None:
+            return RowMessages(self.routes, self.channel, self.memory, source_TH, direction)
+        return NodeMessages(self.routes, self.node_routes, self.channel, self.memory, source_TH, direction)
+
+    def _send_sums(self, messages: RowMessages, stage: Stage, at: Workplace, *, weighted: bool) -> None:
+        """Sums what was collected here for other nodes, and sends it home."""
+        assert isinstance(messages, NodeMessages)
+        collected = messages.collected(stage, weighted=weighted)
+        like_NH = collected.rows_NH
+        sums_UH = self.memory.empty((len(collected.place_TK), like_NH.shape[1]), like_NH.dtype, like_NH.device)
+        self.compute.combine(*collected, sums_UH, at.scratch)
+        messages.send_sums(stage, sums_UH)
+
     def _span(self, kind: str, detail: str) -> AbstractContextManager[None]:
         return self.channel.recorder.span("compute", kind, detail)
-
-
-class _Messages:
-    """What travels in one direction: issued by a stage, waited for by those that need it. On one rank nothing does."""
-
-    def __init__(
-        self, routes: Routes, channel: Channel, memory: PagePool, source_TH: Tensor, direction: Direction
-    ) -> None:
-        self._routes, self._channel, self._memory, self._direction = routes, channel, memory, direction
-        self._alone = channel.num_ranks == 1
-        self._under_way: dict[Stage, Transfer] = {}
-        # Rows of each chunk that are home, or on their way.
-        self._home: dict[int, Tensor] = {}
-        if self._alone:
-            self.arrivals = Arrivals(source_TH, routes.send_token_N)
-        else:
-            rows_MH = memory.empty((routes.num_arrivals, *source_TH.shape[1:]), source_TH.dtype, source_TH.device)
-            self.arrivals = Arrivals(rows_MH, None, source_TH, routes.send_token_N)
-
-    def wait(self, stages: Iterable[Stage]) -> None:
-        """Waits for those of ``stages`` that are messages."""
-        for stage in stages:
-            if (transfer := self._under_way.pop(stage, None)) is not None:
-                transfer.wait()
-
-    def dispatch(self, stage: Stage) -> None:
-        """Sends a chunk's rows to their experts, where they are ``arrivals``."""
-        source, send_index = self.arrivals.source, self.arrivals.send_index
-        if source is None or send_index is None:
-            return
-        chunk = self._routes.chunks[stage.chunk]
-        self._under_way[stage] = self._channel.all_to_all(
-            self.arrivals.rows[slice(*chunk.arrivals)],
-            self._rows(source, send_index[slice(*chunk.sent)]),
-            chunk.arrive_counts_R,
-            chunk.send_counts_R,
-            lane="dispatch",
-            detail=f"{self._direction} {stage.chunk}",
-        )
-
-    def combine(self, stage: Stage, rows_PH: Tensor) -> None:
-        """Sends a chunk's expert rows home."""
-        if self._alone:
-            self._home[stage.chunk] = rows_PH
-            return
-        chunk = self._routes.chunks[stage.chunk]
-        num_rows = chunk.sent[1] - chunk.sent[0]
-        home_NH = self._memory.empty((num_rows, *rows_PH.shape[1:]), rows_PH.dtype, rows_PH.device)
-        self._under_way[stage] = self._channel.all_to_all(
-            home_NH,
-            self._rows(rows_PH, chunk.return_M),
-            chunk.send_counts_R,
-            chunk.arrive_counts_R,
-            lane="combine",
-            detail=f"{self._direction} {stage.chunk}",
-        )
-        self._home[stage.chunk] = home_NH
-
-    def _rows(self, rows_NH: Tensor, index_M: Tensor) -> Tensor:
-        size = (len(index_M), *rows_NH.shape[1:])
-        return torch.index_select(rows_NH, 0, index_M, out=self._memory.empty(size, rows_NH.dtype, rows_NH.device))
-
-    def take_home(self, stage: Stage) -> tuple[Tensor, Tensor]:
-        """Returns the rows of a chunk that are home, once, and which of them is each (token, k)'s."""
-        chunk, home_NH = self._routes.chunks[stage.chunk], self._home.pop(stage.chunk)
-        # On one rank nothing has put the rows in wire order.
-        return home_NH, chunk.return_M[chunk.home_TK] if self._alone else chunk.home_TK
-
-    # Routing weights and their gradients travel in one message each: chunks of them would be all latency.
-
-    def send_weights(self, stage: Stage, values: Tensor, *, home: bool) -> None:
-        """Sends routing weights, in wire order, to the experts of their rows; or their gradients, by arrival, home."""
-        wire_order_N, arrival_order_M = self._routes.by_destination_N, self._routes.by_source_M
-        sent, self._arrives = (arrival_order_M, wire_order_N) if home else (wire_order_N, arrival_order_M)
-        self._weights = values if self._alone else self._exchange(stage, values[sent], home=home)
-
-    def arrived_weights(self) -> Tensor:
-        """Returns what was sent last: by arrival, [M]; or in wire order, [N], where it went home."""
-        if self._alone:
-            return self._weights
-        return torch.empty_like(self._weights).index_copy_(0, self._arrives, self._weights)
-
-    def _exchange(self, stage: Stage, values: Tensor, *, home: bool) -> Tensor:
-        """Sends one number a row of all chunks to the experts or home. Returns what will have arrived."""
-        chunks = self._routes.chunks
-        sent_R = [sum(counts) for counts in zip(*(chunk.send_counts_R for chunk in chunks), strict=True)]
-        arrived_R = [sum(counts) for counts in zip(*(chunk.arrive_counts_R for chunk in chunks), strict=True)]
-        out_R, in_R = (sent_R, arrived_R) if home else (arrived_R, sent_R)
-        received = values.new_empty(sum(out_R))
-        lane = "combine" if home else "dispatch"
-        self._under_way[stage] = self._channel.all_to_all(received, values, out_R, in_R, lane=lane, detail="weights")
-        return received

@@ -140,7 +140,7 @@ class TritonBackward:
         )
         dweight_M = dweight_TK.view(-1)
         if on_one_rank:
-            dweight_M = torch.empty_like(weight_M).index_copy_(0, chunk.home_TK, dweight_M)
+            dweight_M = torch.empty_like(weight_M).index_copy_(0, chunk.home_TK.view(-1), dweight_M)
         return dx_PH, dweight_M
 
     def weight_gradients(self) -> None:
@@ -203,7 +203,7 @@ def _routing(routes: Routes, chunk: ChunkRoutes, arrivals: Arrivals, num_slots: 
     if arrivals.index is None:
         entry_P, row_TK = chunk.gather_P - chunk.arrivals[0], chunk.return_M[:, None]
     else:
-        row_TK = chunk.return_M[chunk.home_TK].view(chunk.tokens[1] - chunk.tokens[0], -1)
+        row_TK = chunk.return_M[chunk.home_TK]
         entry_P = routes.send_row_N[chunk.gather_P] - chunk.tokens[0] * row_TK.shape[1]
     return Routing(entry_P.int(), row_TK.int(), _first(counts, row_TK.device))
 

@@ -3,7 +3,8 @@
 A *row* is one (token, k) of a source rank. Three orders of rows matter, all pure functions of the routing:
 
 - *wire order* of a source: by (destination, slot there, token, k), what an all-to-all sends; it returns the same way.
-- *arrival order* of a destination: by (source, slot, token, k), what an all-to-all delivers.
+- *arrival order* of a destination: by (source, slot, token, k), what an all-to-all delivers; by (gate, source, slot,
+  token, k) where tokens cross to a node once (``node_routes``), sources of its own node before all others.
 - *expert order* of a slot: by (source, token, k), what weight gradients sum over.
 
 With several chunks, chunk c holds the tokens [c·T/C, (c+1)·T/C) of every source, and the first two orders exist once a
@@ -79,6 +80,7 @@ class ChunkRoutes(ChunkRows):
     tokens, sent, arrivals: the chunk's [first, last) of this rank's tokens, of its rows in wire order, of its arrivals.
     send_counts_R, arrive_counts_R: rows to and from each rank.
     home_TK: for each (token, k) of the chunk its place in the chunk's wire order, where its result comes home.
+    combine_M: expert rows in the order in which they go home, those that are collected at gates last.
     """
 
     tokens: tuple[int, int]
@@ -87,6 +89,7 @@ class ChunkRoutes(ChunkRows):
     send_counts_R: tuple[int, ...]
     arrive_counts_R: tuple[int, ...]
     home_TK: Tensor
+    combine_M: Tensor
 
 
 @dataclass(frozen=True)
@@ -128,12 +131,22 @@ def held_experts(experts: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(sorted(set(experts)))
 
 
-def build_routes(expert_TK: Tensor, tokens_CRE: IntArray, plan: TokenPlan, rank: int, min_rows: int) -> Routes:
+def build_routes(
+    expert_TK: Tensor,
+    tokens_CRE: IntArray,
+    plan: TokenPlan,
+    rank: int,
+    min_rows: int,
+    gate_R: IntArray | None = None,
+    *,
+    collect: bool = False,
+) -> Routes:
     """Builds the routes of ``rank``, whose routing is ``expert_TK``, by every rank's ``chunk_counts`` [C, R, E] and the
     plan.
 
-    ``min_rows``: a slot's rows of a chunk are padded to at least so many (``kernels.cpu.row_invariant_gemm``); none
-    stay none.
+    ``gate_R``: through which rank each source's rows come, -1 where they come at once (``node_routes.gates_of``);
+    ``collect``: whether results go back to gates, and not to their sources. ``min_rows``: a slot's rows of a chunk are
+    padded to at least so many (``kernels.cpu.row_invariant_gemm``); none stay none.
     """
     num_chunks, num_ranks, num_experts = tokens_CRE.shape
     num_tokens, top_k = expert_TK.shape
@@ -146,7 +159,10 @@ def build_routes(expert_TK: Tensor, tokens_CRE: IntArray, plan: TokenPlan, rank:
     incoming = destination == rank
     wire = np.lexsort((slot_RE[destination[outgoing], expert[outgoing]], destination[outgoing]))
     arriving_source, arriving_slot = source[incoming], slot_RE[rank, expert[incoming]]
-    arrival = np.lexsort((arriving_slot, arriving_source))
+    gate = np.full(len(arriving_source), -1) if gate_R is None else gate_R[arriving_source]
+    arrival = np.lexsort((arriving_slot, arriving_source, gate))
+    by_gate = (gate >= 0) & collect
+    going_home = np.lexsort((arriving_slot, arriving_source, np.where(by_gate, gate, arriving_source), by_gate))
     by_slot = np.lexsort((arriving_source, arriving_slot))
 
     def to_device(index: IntArray) -> Tensor:
@@ -156,6 +172,8 @@ def build_routes(expert_TK: Tensor, tokens_CRE: IntArray, plan: TokenPlan, rank:
     held = held_experts(plan.layout.experts_of(rank))
     chunks: list[ChunkRoutes] = []
     send_rows: list[IntArray] = []
+    destinations: list[IntArray] = []
+    sources: list[IntArray] = []
     row_starts: list[IntArray] = []
     arrival_starts: list[IntArray] = []
     num_rows = num_arrivals = 0
@@ -163,25 +181,25 @@ def build_routes(expert_TK: Tensor, tokens_CRE: IntArray, plan: TokenPlan, rank:
         first, last = bounds[chunk], bounds[chunk + 1]
         sorted_rows = np.argsort(expert_N[first * top_k : last * top_k], kind="stable") + first * top_k
         sent = entry_CN[chunk, outgoing]
-        send_row = sorted_rows[_ranges(_exclusive(sent)[wire], sent[wire])]
+        send_row = sorted_rows[ranges(exclusive(sent)[wire], sent[wire])]
         home = np.empty(len(send_row), dtype=np.int64)
         home[send_row - first * top_k] = np.arange(len(send_row))
 
         came = entry_CN[chunk, incoming]
         came_start = np.empty_like(came)
-        came_start[arrival] = _exclusive(came[arrival])
+        came_start[arrival] = exclusive(came[arrival])
         valid = np.bincount(arriving_slot, weights=came, minlength=len(held)).astype(np.int64)
         padded = np.where(valid > 0, np.maximum(valid, min_rows), 0)
-        slot_start = _exclusive(padded)
+        slot_start = exclusive(padded)
         # A slot's blocks, one a source, follow one another from the slot's start.
         block_start = np.empty_like(came)
-        block_start[by_slot] = _exclusive(came[by_slot])
-        block_start += (slot_start - _exclusive(valid))[arriving_slot]
-        real = _ranges(came_start[by_slot], came[by_slot])
-        place = _ranges(block_start[by_slot], came[by_slot])
+        block_start[by_slot] = exclusive(came[by_slot])
+        block_start += (slot_start - exclusive(valid))[arriving_slot]
+        real = ranges(came_start[by_slot], came[by_slot])
+        place = ranges(block_start[by_slot], came[by_slot])
         gather = np.empty(int(padded.sum()), dtype=np.int64)
         for slot in np.flatnonzero(padded > valid):
-            filler = real[_exclusive(valid)[slot]]
+            filler = real[exclusive(valid)[slot]]
             gather[slot_start[slot] + valid[slot] : slot_start[slot] + padded[slot]] = filler
         gather[place] = real
         returns = np.empty(len(real), dtype=np.int64)
@@ -201,10 +219,13 @@ def build_routes(expert_TK: Tensor, tokens_CRE: IntArray, plan: TokenPlan, rank:
                 ),
                 gather_P=to_device(gather + num_arrivals),
                 return_M=to_device(returns),
-                home_TK=to_device(home),
+                home_TK=to_device(home.reshape(last - first, top_k)),
+                combine_M=to_device(returns[ranges(came_start[going_home], came[going_home])]),
             )
         )
         send_rows.append(send_row)
+        destinations.append(np.repeat(destination[outgoing][wire], sent[wire]))
+        sources.append(np.repeat(arriving_source[arrival], came[arrival]))
         row_starts.append(block_start + num_rows)
         arrival_starts.append(came_start + num_arrivals)
         num_rows += len(gather)
@@ -223,12 +244,23 @@ def build_routes(expert_TK: Tensor, tokens_CRE: IntArray, plan: TokenPlan, rank:
         chunks=tuple(chunks),
         send_token_N=to_device(send_row_N // top_k),
         send_row_N=to_device(send_row_N),
-        by_destination_N=to_device(_by_rank([chunk.send_counts_R for chunk in chunks])),
-        by_source_M=to_device(_by_rank([chunk.arrive_counts_R for chunk in chunks])),
+        by_destination_N=to_device(np.argsort(np.concatenate(destinations), kind="stable")),
+        by_source_M=to_device(np.argsort(np.concatenate(sources), kind="stable")),
         order=order,
         num_arrivals=num_arrivals,
         num_rows=num_rows,
     )
+
+
+def rows_by_chunk(tokens_CRE: IntArray, plan: TokenPlan) -> IntArray:
+    """Counts the rows of each chunk from each rank to each, int64 [C, R, R], by every rank's ``chunk_counts``."""
+    source, expert, destination, tokens = plan.entries.T
+    entry_CN = _entries_by_chunk(tokens_CRE, source, expert, tokens)
+    num_chunks, num_ranks, _ = tokens_CRE.shape
+    rows_CRR = np.zeros((num_chunks, num_ranks, num_ranks), dtype=np.int64)
+    for rows_RR, entry_N in zip(rows_CRR, entry_CN, strict=True):
+        np.add.at(rows_RR, (source, destination), entry_N)
+    return rows_CRR
 
 
 def _slot_table(plan: TokenPlan, num_experts: int) -> IntArray:
@@ -247,7 +279,7 @@ def _entries_by_chunk(tokens_CRE: IntArray, source: IntArray, expert: IntArray, 
     destination; an entry's share of a chunk is where the two intervals meet.
     """
     start_of_group = np.r_[True, (np.diff(source) != 0) | (np.diff(expert) != 0)] if len(source) else np.empty(0, bool)
-    before = _exclusive(tokens)
+    before = exclusive(tokens)
     start = before - before[np.flatnonzero(start_of_group)][np.cumsum(start_of_group) - 1]
     chunk_stop = np.cumsum(tokens_CRE[:, source, expert], axis=0)
     chunk_start = chunk_stop - tokens_CRE[:, source, expert]
@@ -262,24 +294,19 @@ def _expert_order(
         entries = by_slot[slot_N[by_slot] == slot]
         lengths = came_CN[:, entries].T.reshape(-1)
         if lengths.any():
-            rows = _ranges(row_CN[:, entries].T.reshape(-1), lengths)
-            arrivals = _ranges(arrival_CN[:, entries].T.reshape(-1), lengths)
+            rows = ranges(row_CN[:, entries].T.reshape(-1), lengths)
+            arrivals = ranges(arrival_CN[:, entries].T.reshape(-1), lengths)
             yield slot, rows, arrivals
 
 
-def _exclusive(lengths: IntArray) -> IntArray:
+def exclusive(lengths: IntArray) -> IntArray:
+    """Returns where each of so many begins, one after another: [2, 3, 1] gives [0, 2, 5]."""
     return np.cumsum(lengths) - lengths
 
 
-def _ranges(starts: IntArray, lengths: IntArray) -> IntArray:
-    """The concatenation of range(start, start + length) over all pairs: ([5, 0], [2, 1]) gives [5, 6, 0]."""
-    return np.repeat(starts - _exclusive(lengths), lengths) + np.arange(lengths.sum())
-
-
-def _by_rank(counts_CR: list[tuple[int, ...]]) -> IntArray:
-    """Rows that lie chunk by chunk, in each rank by rank, in an order of rank by rank, in each chunk by chunk."""
-    rank_N = np.concatenate([np.repeat(np.arange(len(counts)), counts) for counts in counts_CR])
-    return np.argsort(rank_N, kind="stable")
+def ranges(starts: IntArray, lengths: IntArray) -> IntArray:
+    """Returns the concatenation of range(start, start + length) over all pairs: ([5, 0], [2, 1]) gives [5, 6, 0]."""
+    return np.repeat(starts - exclusive(lengths), lengths) + np.arange(lengths.sum())
 
 
 def _totals(rank_N: IntArray, rows_N: IntArray, num_ranks: int) -> tuple[int, ...]:

@@ -39,7 +39,8 @@ from moesys.cost import (
     sum_seconds,
 )
 from moesys.layout import TokenPlan
-from moesys.schedule import Stage, num_chunks, schedule_of
+from moesys.row_traffic import RowTraffic, row_traffic
+from moesys.schedule import Stage, StageKind, num_chunks, schedule_of
 from moesys.simulator.critical_path import AllToAll
 from moesys.simulator.lanes import Lanes
 from moesys.simulator.links import ChannelName
@@ -115,6 +116,18 @@ class _Exchange:
     detail: str
 
 
+@dataclass
+class _Rows:
+    """A layer's rows of each rank and expert, what their way asks of the links where all go ``whole``, and what
+    travels in each stage.
+    """
+
+    rows_RE: FloatArray
+    whole: LinkLoad
+    traffic: RowTraffic
+    loads: dict[StageKind, LinkLoad]
+
+
 class _Step:
     """Clocks of all ranks, ``now_R``, what holds each up until then, and what is on its way."""
 
@@ -139,7 +152,7 @@ class _Step:
         self.plans, self.suffix = plans, suffix
         self.experts: dict[int, _Exchange | None] = {}
         self.restores: dict[int, tuple[LinkLoad, ...]] = {}
-        self.rows: dict[int, tuple[FloatArray, LinkLoad]] = {}
+        self.rows: dict[int, _Rows] = {}
         if isinstance(self.strategy.overlap, MegaKernel):
             forward = [(plan, False) for plan in plans]
             again = 2 if self.rest.recompute == "layers" else 1
@@ -189,10 +202,11 @@ class _Step:
     def _run(self, layer: int, way: Way) -> None:
         """Goes through the stages that executors go through, and takes the time of each."""
         plan, chunks, name, entered_R = self.plans[layer], self.num_chunks, f"layer {layer} {way}", self.lanes.now_R
-        rows_RE, whole = self._rows(layer)
-        here_R, chosen_R = rows_RE.sum(axis=1) / chunks, plan.load.tokens_RE.sum(axis=1) / chunks
+        rows = self._rows(layer)
         under_way: dict[Stage, AllToAll] = {}
-        stages = schedule_of(self.strategy.overlap, "backward" if way == "backward" else "forward")
+        stages = schedule_of(
+            self.strategy.overlap, "backward" if way == "backward" else "forward", self.cluster.num_nodes
+        )
         for stage, earlier in stages.items():
             for message in earlier:
                 if message in under_way:
@@ -200,25 +214,28 @@ class _Step:
             detail = f"{name} {stage.chunk}"
             match stage.kind:
                 case "dispatch_weights":
-                    under_way[stage] = self._message("dispatch", whole, f"{name} weights")
-                case "dispatch":
-                    self._gather(chosen_R, detail)
-                    under_way[stage] = self._issue("tokens", "dispatch", whole.part(1 / chunks), detail)
+                    under_way[stage] = self._message("dispatch", rows.whole, f"{name} weights")
+                case "dispatch" | "spread" | "combine":
+                    self._gather(rows.traffic.rows_RR[stage.kind].sum(axis=1) / chunks, detail)
+                    lane = "combine" if stage.kind == "combine" else "dispatch"
+                    under_way[stage] = self._issue("tokens", lane, rows.loads[stage.kind].part(1 / chunks), detail)
                 case "publish":
                     self._compute(publish_seconds(self.model, self.cluster, plan), "gather", name)
                 case "wait_for_experts":
                     self._wait_for_experts(layer, way)
                 case "experts":
-                    self._experts(rows_RE / chunks, layer, way, stage.chunk)
-                case "combine":
-                    self._gather(here_R, detail)
-                    under_way[stage] = self._issue("tokens", "combine", whole.reversed().part(1 / chunks), detail)
+                    self._experts(rows.rows_RE / chunks, layer, way, stage.chunk)
+                case "send_sums":
+                    seconds_R = sum_seconds(rows.traffic.gate_summed_R / chunks, self.model, self.cluster)
+                    self._compute(seconds_R, "sum", detail)
+                    under_way[stage] = self._issue("tokens", "combine", rows.loads[stage.kind].part(1 / chunks), detail)
                 case "sum":
-                    self._compute(sum_seconds(chosen_R, self.model, self.cluster), "sum", detail)
+                    seconds_R = sum_seconds(rows.traffic.summed_R / chunks, self.model, self.cluster)
+                    self._compute(seconds_R, "sum", detail)
                 case "combine_dweights":
-                    under_way[stage] = self._message("combine", whole.reversed(), f"{name} weights")
+                    under_way[stage] = self._message("combine", rows.whole.reversed(), f"{name} weights")
                 case "weight_gradients":
-                    seconds_R = pass_seconds(rows_RE, self.model, self.cluster, "weight_gradients")
+                    seconds_R = pass_seconds(rows.rows_RE, self.model, self.cluster, "weight_gradients")
                     self._compute(seconds_R, "weight_gradients", name)
                 case "gather_dweights":
                     pass  # one number a row
@@ -229,13 +246,13 @@ class _Step:
 
     def _run_fused(self, layer: int, way: Way, entered_R: FloatArray) -> None:
         """MegaKernels of ranks that entered the layer at ``entered_R``."""
-        rows_RE, whole = self._rows(layer)
+        rows = self._rows(layer)
         if way == "backward" and self.rest.recompute == "computing":
-            again_R = pass_seconds(rows_RE, self.model, self.cluster, "forward")
+            again_R = pass_seconds(rows.rows_RE, self.model, self.cluster, "forward")
             self._compute(again_R, "experts", f"layer {layer} recomputation")
         found = next(self.queued).run(entered_R, self.lanes.now_R)
         seconds_L = np.sum([moved.link_seconds_L for moved in found.moved], axis=0)
-        both_ways = LinkLoad(seconds_L, whole.used_4R | whole.reversed().used_4R)
+        both_ways = LinkLoad(seconds_L, rows.whole.used_4R | rows.whole.reversed().used_4R)
         self.lanes.run_fused(found, both_ways, f"layer {layer} {way}{self.suffix}")
 
     def _wait_for_experts(self, layer: int, way: Way) -> None:
@@ -268,11 +285,12 @@ class _Step:
         if self.cluster.num_ranks > 1:
             self._compute(gather_seconds(rows_R, self.model, self.cluster), "gather", detail)
 
-    def _rows(self, layer: int) -> tuple[FloatArray, LinkLoad]:
-        """Of each rank and expert, and what their way to it asks of the links."""
+    def _rows(self, layer: int) -> _Rows:
         if layer not in self.rows:
             plan = self.plans[layer]
-            self.rows[layer] = rows_of(plan), link_load(dispatch_bytes(plan, self.model), self.cluster)
+            traffic = row_traffic(plan, self.model, self.cluster, self.strategy.overlap)
+            whole = link_load(dispatch_bytes(plan, self.model), self.cluster)
+            self.rows[layer] = _Rows(rows_of(plan), whole, traffic, traffic.loads(self.model, self.cluster))
         return self.rows[layer]
 
     def _exchange_counts(self, layer: int) -> None:
@@ -281,6 +299,8 @@ class _Step:
         others = np.array([sizes.repeat(sizes) > 1, np.full(self.cluster.num_ranks, len(sizes) > 1)])
         counts = LinkLoad(np.zeros(2 * (self.cluster.num_ranks + len(sizes))), others.repeat(2, axis=0))
         self.lanes.wait(self._message("counts", counts, f"layer {layer}"))
+        if "spread" in (rows := self._rows(layer)).loads:
+            self.lanes.wait(self._message("counts", rows.loads["dispatch"], f"layer {layer} visits"))
 
     # --- experts and their gradients ------------------------------------------------------------------------
 

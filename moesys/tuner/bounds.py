@@ -15,7 +15,6 @@ from moesys.cost import (
     GRADIENT_BYTES,
     ExpertPass,
     FloatArray,
-    dispatch_bytes,
     expert_seconds,
     link_load,
     link_seconds,
@@ -26,6 +25,7 @@ from moesys.cost import (
     rows_of,
 )
 from moesys.load import LoadMatrix
+from moesys.row_traffic import row_traffic
 from moesys.step import LayerPlan
 from moesys.tuner.setting import Setting
 from moesys.tuner.workload import Step, layers_of
@@ -87,7 +87,9 @@ def plan_bound_ms(step: Step) -> float:
     fused = strategy.overlap if isinstance(strategy.overlap, MegaKernel) else None
     # Not of rows that are pulled once for several experts.
     known = () if fused and fused.deduplicate else step
-    dispatched = [[link_load(dispatch_bytes(plan.tokens, model), cluster) for plan in of.layers] for of in known]
+    overlap = strategy.overlap
+    traffic = [[row_traffic(plan.tokens, model, cluster, overlap) for plan in of.layers] for of in known]
+    dispatched = [[link_load(rows.bytes_RR("dispatch", model), cluster) for rows in rows_L] for rows_L in traffic]
     if fused:
         rows_R = sum(plan.tokens.tokens_R for plan in layers)
         computing = _compute_seconds(float(np.max(rows_R)), setting)
@@ -97,8 +99,9 @@ def plan_bound_ms(step: Step) -> float:
             for of, load_L in zip(step, dispatched, strict=True)
         )
     link_busy = np.zeros(2 * (cluster.num_ranks + cluster.num_nodes))
-    # There and back, forward and backward.
-    link_busy += 2 * sum(load.seconds_L + load.reversed().seconds_L for load_L in dispatched for load in load_L)
+    # Forward and backward.
+    for rows in (rows for rows_L in traffic for rows in rows_L):
+        link_busy += 2 * sum(load.seconds_L for load in rows.loads(model, cluster).values())
     for plan in layers:
         for bytes_RR in restore_bytes(plan.layout, model, cluster, sharding):
             link_busy += restores_per_step(sharding) * link_seconds(bytes_RR, cluster)

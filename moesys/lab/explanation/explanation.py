@@ -15,7 +15,7 @@ from moesys.balance import min_max_load, split_tokens, window
 from moesys.config import EvenSplit, Oracle, Strategy
 from moesys.config.experiment import Experiment
 from moesys.config.workload import Generated, Measured, Replay
-from moesys.cost import FloatArray, dispatch_bytes, reshard_bytes, restore_bytes, restores_per_step, transfer_seconds
+from moesys.cost import FloatArray, reshard_bytes, restore_bytes, restores_per_step, transfer_seconds
 from moesys.lab.explanation.layer_explanation import ExpertChange, LayerExplanation, LayoutChange, Traffic
 from moesys.lab.explanation.mega_memory import mega_memory
 from moesys.lab.explanation.rank_times import RankTimes
@@ -24,6 +24,7 @@ from moesys.lab.runs.trials import drawn_like, rest_of, routing_of
 from moesys.layout import ExpertLayout
 from moesys.load import IntArray
 from moesys.replay import Replan, Replayed, replay_layer
+from moesys.row_traffic import row_traffic
 from moesys.simulator.critical_path import by_place
 from moesys.simulator.simulation import exposed_ms
 from moesys.step import LayerPlan, StepPlan, simulation
@@ -173,11 +174,16 @@ def _explain_layer(layer: int, step: StepPlan, walk: Sequence[Replayed], times: 
     )
 
 
+# Stages that bring rows to their experts, and home.
+_WAYS = (("dispatch", "spread"), ("combine", "send_sums"))
+
+
 def _traffic(plan: LayerPlan, step: StepPlan) -> list[Traffic]:
     model, cluster, sharding = step.model, step.cluster, step.strategy.sharding
     node = np.asarray(cluster.node_of_rank)
     same_node_RR = node[:, None] == node[None, :]
-    rows_RR = dispatch_bytes(plan.tokens, model)
+    rows = row_traffic(plan.tokens, model, cluster, step.strategy.overlap)
+    there, home = ([rows.bytes_RR(kind, model) for kind in rows.rows_RR if kind in of] for of in _WAYS)
 
     def traffic(kind: str, times: int, *all_bytes: FloatArray) -> Traffic:
         return Traffic(
@@ -189,8 +195,8 @@ def _traffic(plan: LayerPlan, step: StepPlan) -> list[Traffic]:
         )
 
     return [
-        traffic("dispatch", 2, rows_RR),
-        traffic("combine", 2, rows_RR.T),
+        traffic("dispatch", 2, *there),
+        traffic("combine", 2, *home),
         traffic("restore", restores_per_step(sharding), *restore_bytes(plan.layout, model, cluster, sharding)),
         traffic("reshard", 1, *reshard_bytes(plan.layout, model, cluster, sharding)),
     ]

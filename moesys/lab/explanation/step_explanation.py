@@ -117,6 +117,9 @@ def _schedule_words(strategy: Strategy) -> list[str]:
         words = [*_mega_words(overlap), _planning_words(strategy)]
     else:
         words = ["dispatch, experts and combine one after another"]
+    if not isinstance(overlap, MegaKernel) and overlap.node_dispatch == "once":
+        home = {"ordered": "every row comes home", "per_node": "one partial sum a node comes home"}[overlap.combine]
+        words.append(f"a token crosses to a node once and spreads inside; {home}")
     if isinstance(sharding, Fsep):
         words.append(
             f"experts restored {counted(sharding.prefetch_layers, 'layer')} ahead, behind those of this one"

@@ -84,6 +84,7 @@ class Channel:
         self.rank = dist.get_rank(group) if group is not None else 0
         self.num_ranks = dist.get_world_size(group) if group is not None else 1
         self.node_of_rank = tuple(node_of_rank)
+        self.num_nodes = len(set(self.node_of_rank))
         self.recorder = recorder
         self.meter = meter
         self.device_type = device_type
@@ -186,4 +187,5 @@ class Channel:
 
 def _as_bytes(rows: Tensor) -> Tensor:
     assert rows.is_contiguous()
-    return rows.view(-1).view(torch.uint8)
+    # numpy gives what is empty strides that torch does not take.
+    return rows.view(-1).view(torch.uint8) if rows.numel() else rows.new_empty(0, dtype=torch.uint8)
