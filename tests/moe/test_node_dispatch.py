@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from harness import Case, run_cases
+import torch.distributed as dist
+from harness import Case, Stack, gradients_of, run_cases
 from test_bits import assert_same_bits
 
 import moesys as ms
@@ -23,11 +24,12 @@ FSEP = ms.Strategy(
     name="fsep", sharding=ms.Fsep(slots_per_rank=(5, 3, 0, 4)), balance=ms.Greedy(), split=ms.FlowSplit()
 )
 STRATEGIES = [ms.Strategy(name="ep"), FSEP]
+H = 24
 TOKENS = [[37, 5, 0, 18], [0, 23, 41, 9]]
 
 
 def shape(dtype: str = "float32", K: int = 4) -> ms.ModelShape:
-    return ms.ModelShape(hidden_size=24, intermediate_size=16, num_experts=7, top_k=K, dtype=dtype)
+    return ms.ModelShape(hidden_size=H, intermediate_size=16, num_experts=7, top_k=K, dtype=dtype)
 
 
 def of(strategy: ms.Strategy, **changes: Any) -> list[ms.Strategy]:
@@ -37,8 +39,14 @@ def of(strategy: ms.Strategy, **changes: Any) -> list[ms.Strategy]:
     return [strategy.replace(overlap=overlap) for overlap in overlaps]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", CLUSTERS)
+# The slow ones are all others.
+FEW = [("2 nodes x 2 ranks", "float32"), ("nodes of 1, 2 and 1", "bfloat16"), ("one node", "float32")]
+ALL = [(name, dtype) for name in CLUSTERS for dtype in ("float32", "bfloat16")]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [*FEW, *(pytest.param(*each, marks=pytest.mark.slow) for each in ALL if each not in FEW)]
+)
 def test_rows_once_a_node_change_no_bit_and_sums_a_node_have_bits_of_their_own(
     ranks: LocalRanks, name: str, dtype: str
 ) -> None:
@@ -59,3 +67,127 @@ def test_rows_once_a_node_change_no_bit_and_sums_a_node_have_bits_of_their_own(
                     torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
             for a, b in zip(direct["gradients"].values(), sums[0]["gradients"].values(), strict=True):
                 torch.testing.assert_close(a, b, rtol=tolerance, atol=10 * tolerance)
+
+
+def trained(overlap: ms.Overlap, linked: bool, checkpointed: bool) -> dict[str, torch.Tensor]:
+    """Gradients of two micro-batches of three layers, whose experts travel ahead where they are linked."""
+    strategy = FSEP.replace(sharding=FSEP.sharding.replace(prefetch_layers=1, delay_reshard=True), overlap=overlap)
+    model = Stack(shape(K=3), strategy, num_layers=3, cluster=CLUSTERS["nodes of 3 and 1"])
+    if linked:
+        ms.link(model)
+    for num_tokens in (11, 7):
+        generator = torch.Generator().manual_seed(num_tokens + dist.get_rank())
+        model(torch.randn(num_tokens + 5 * dist.get_rank(), H, generator=generator), checkpointed).sum().backward()
+    return gradients_of(model)
+
+
+@pytest.mark.parametrize("combine", ["ordered", "per_node"])
+def test_linked_layers_and_recomputation_change_no_bit(ranks: LocalRanks, combine: str) -> None:
+    overlap = ms.Pipelined(chunks=3, node_dispatch="once", combine=combine)
+    alone = ranks.run(trained, overlap, False, False)
+    others = [ranks.run(trained, overlap, True, True)]
+    if combine == "ordered":
+        others.append(ranks.run(trained, ms.Sequential(), False, False))
+    for other in others:
+        for mine, theirs in zip(alone, other, strict=True):
+            assert mine.keys() == theirs.keys()
+            assert all(torch.equal(mine[name], theirs[name]) for name in mine)
+
+
+def test_kernels_take_rows_as_they_arrive(ranks: LocalRanks) -> None:
+    """Experts on Triton's kernels, as on a GPU."""
+    overlaps = [ms.Sequential(), ms.Pipelined(chunks=2, node_dispatch="once")]
+    overlaps += [each.replace(node_dispatch="once", combine="per_node") for each in overlaps]
+    cases = [
+        Case(
+            shape(K=2),
+            FSEP.replace(overlap=overlap),
+            [[9, 0, 4, 6]],
+            cluster=CLUSTERS["nodes of 3 and 1"],
+            shuffle_layouts=True,
+            kernels=True,
+        )
+        for overlap in overlaps
+    ]
+    for rank, (direct, once, sums, sums_in_chunks) in enumerate(ranks.run(run_cases, cases, timeout_s=240)):
+        assert_same_bits([direct, once], f"rank {rank}")
+        assert_same_bits([sums, sums_in_chunks], f"rank {rank}, sums")
+
+
+BYTES_OF_NUMBER = 4
+
+
+def chosen(rank: int, num_tokens: int, K: int) -> torch.Tensor:
+    """Experts of each token of a rank, [T, K]."""
+    return torch.rand(num_tokens, 7, generator=torch.Generator().manual_seed(rank)).argsort(dim=1)[:, :K].contiguous()
+
+
+def counted_bytes(cluster: ms.ClusterSpec, overlap: ms.Overlap, tokens: list[int]) -> tuple[list, dict]:
+    """(entries of the plan, bytes this rank received) of one micro-batch there and back."""
+    rank, K = dist.get_rank(), 4
+    experts = ms.Experts(shape(), FSEP.replace(overlap=overlap), cluster=cluster)
+    x_TH = torch.randn(tokens[rank], H, requires_grad=True)
+    weight_TK = torch.rand(tokens[rank], K, requires_grad=True)
+    y_TH = experts(x_TH, chosen(rank, tokens[rank], K), weight_TK)
+    y_TH.sum().backward()
+    received = dict(experts.meter.wire_bytes)
+    return experts.last_plan.tokens.entries.tolist(), {
+        key: num for key, num in received.items() if key[0] in ("dispatch", "combine", "counts")
+    }
+
+
+def expected_bytes(
+    entries: list[list[int]], cluster: ms.ClusterSpec, tokens: list[int], sums: bool
+) -> list[dict[tuple[str, str], int]]:
+    """What each rank receives, row by row: an expert's rows of a source go to its destinations in (token, k) order."""
+    node, R = cluster.node_of_rank, cluster.num_ranks
+    first = [node.index(of) for of in node]
+    sizes = cluster.node_sizes
+
+    def gate(source: int, of: int) -> int:
+        return node.index(of) + (source - first[source]) % sizes[of]
+
+    received: list[dict[tuple[str, str], int]] = [{} for _ in range(R)]
+
+    def send(lane: str, source: int, destination: int, num_bytes: int) -> None:
+        if source != destination and num_bytes:
+            key = lane, "intra_node" if node[source] == node[destination] else "inter_node"
+            received[destination][key] = received[destination].get(key, 0) + num_bytes
+
+    for source in range(R):
+        where: dict[int, list[int]] = {}
+        for _, expert, destination, count in (entry for entry in entries if entry[0] == source):
+            where.setdefault(expert, []).extend([destination] * count)
+        for row in chosen(source, tokens[source], 4).tolist():
+            destinations = [where[expert].pop(0) for expert in row]
+            visited = {node[destination] for destination in destinations} - {node[source]}
+            for of in visited:
+                send("dispatch", source, gate(source, of), 2 * H * 4)
+                if sums:
+                    send("combine", gate(source, of), source, 2 * H * 4)
+            for destination in destinations:
+                at = source if node[source] == node[destination] else gate(source, node[destination])
+                send("dispatch", at, destination, 2 * H * 4)
+                send("combine", destination, at if sums else source, 2 * H * 4)
+                # Routing weights to experts and their gradients home; what a gate is told, and weights for its sums.
+                send("dispatch", source, destination, BYTES_OF_NUMBER)
+                send("combine", destination, source, BYTES_OF_NUMBER)
+                if at != source:
+                    send("counts", source, at, BYTES_OF_NUMBER)
+                    send("dispatch", source, at, BYTES_OF_NUMBER * sums)
+        assert not any(where.values())
+    return received
+
+
+@pytest.mark.parametrize("sums", [False, True], ids=["every row home", "sums home"])
+@pytest.mark.parametrize("chunks", [1, 3])
+@pytest.mark.parametrize("name", [name for name in CLUSTERS if name != "one node"])
+def test_bytes_on_the_wire_are_those_of_the_formula(ranks: LocalRanks, name: str, chunks: int, sums: bool) -> None:
+    cluster, tokens = CLUSTERS[name], [37, 0, 41, 9]
+    overlap = ms.Pipelined(chunks=chunks, node_dispatch="once", combine="per_node" if sums else "ordered")
+    found = ranks.run(counted_bytes, cluster, overlap, tokens)
+    entries = found[0][0]
+    expected = expected_bytes(entries, cluster, tokens, sums)
+    across = sum(count for source, _, to, count in entries if cluster.node_of_rank[source] != cluster.node_of_rank[to])
+    assert across > 50, "the case has rows that cross"
+    assert [received for _, received in found] == expected
