@@ -355,6 +355,9 @@ def bench_calibrate(
 @bench.command("shaped", rich_help_panel=LINKS)
 def bench_shaped(
     hosts: Annotated[list[int] | None, typer.Option(help="2 or 4, may be repeated; both by default.")] = None,
+    case: Annotated[
+        list[str] | None, typer.Option(help="overlap, split or nodes, may be repeated; all by default.")
+    ] = None,
     mbit: Annotated[
         list[float] | None, typer.Option(help="Of each link, may be repeated; instead of the cases' own.")
     ] = None,
@@ -370,15 +373,15 @@ def bench_shaped(
     ] = None,
     json: ResultFile = None,
 ) -> None:
-    """Measure overlap and splits between hosts with slow links, and see how far the simulator is. Linux, root.
+    """Measure overlap, splits and layouts between hosts with slow links, and see how far the simulator is. Linux, root.
 
-    Hosts are network namespaces of this machine. All cases take about eight minutes on 2 cores. Exit code 1 if a bit
-    differs. For example: moesys bench shaped --hosts 2 --mbit 100 --mbit 500 --out shaped.md
+    Hosts are network namespaces of this machine. All cases take about ten minutes on 2 cores. Exit code 1 if a bit
+    differs. For example: moesys bench shaped --case overlap --hosts 2 --mbit 100 --mbit 500 --out shaped.md
     """
     from moesys.bench.shaped import cases, shaped_report
 
     with _refusing():
-        asked = cases.asked_for(hosts or (2, 4), mbit or (), latency_us)
+        asked = cases.asked_for(hosts or (2, 4), mbit or (), latency_us, case or ())
     raise typer.Exit(shaped_report.main(asked, repeats=repeats, shares=shares, out=out, json_path=json))
 
 

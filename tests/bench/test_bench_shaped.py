@@ -23,6 +23,7 @@ from moesys.bench.shaped.cases import (
     bench_shaped,
     half_mbit_per_s,
     links_of,
+    node_case,
     overlap_case,
     split_case,
 )
@@ -54,7 +55,8 @@ def test_the_cases_of_the_full_run() -> None:
     assert {plan.case.num_hosts for plan in plans} == {2, 4}
     assert sum(plan.half for plan in plans) == 4
     assert sum(len(plan.case.strategies) for plan in plans) >= 12
-    asked = cases.asked_for((2,), (100.0, 500.0), 250.0)
+    assert {plan.case.name for plan in plans} == {"overlap", "split", "nodes"}
+    asked = cases.asked_for((2,), (100.0, 500.0), 250.0, ("overlap",))
     assert [(p.case.mbit_per_s, p.case.latency_us, p.half) for p in asked] == [(100, 250, False), (500, 250, False)]
 
 
@@ -64,6 +66,7 @@ def test_the_cases_of_the_full_run() -> None:
         (((3,),), "hosts=3 is not measured here; use 2 or 4"),
         (((2,), (5.0,)), "mbit=5 must be between 10 and 10000"),
         (((2,), (), -1.0), "latency_us=-1 must be between"),
+        (((2,), (), 0.0, ("node",)), "case='node' is none of them; use overlap, split, nodes"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(arguments: tuple[tuple[int, ...]], message: str) -> None:
@@ -145,6 +148,27 @@ def test_the_report_says_what_was_found() -> None:
     assert "50% of the step of 'sequential' is blocked; 'pipelined 2' is 1.33 [1.28, 1.48] times as fast." in page
     data = json.loads(to_json(shaped_report.report([result])))
     assert data["cases"][0]["settings"][0]["samples_ms"] == times[0]
+
+
+def test_tokens_of_several_choices_choose_popular_experts_more_often_and_none_twice() -> None:
+    case = node_case(2, 200, 0)
+    chosen_TK = torch.stack(chosen_experts(case, 4000, torch.Generator().manual_seed(3)), dim=1)
+    assert (chosen_TK.sort(dim=1).values.diff(dim=1) > 0).all()
+    counts_E = chosen_TK.flatten().bincount(minlength=case.shape.num_experts)
+    in_order = torch.tensor(case.popularity).argsort()
+    assert (counts_E[in_order].diff() > -150).all()
+    assert counts_E.max() > 5 * counts_E.min()
+
+
+@pytest.mark.skipif(bool(LACKS), reason=LACKS)
+def test_hosts_of_two_ranks() -> None:
+    case = replace(node_case(2, 500, 0), num_tokens=(40, 8, 24, 33))
+    shape = case.shape.replace(intermediate_size=16, hidden_size=48)
+    (result,) = bench_shaped([Asked(replace(case, shape=shape))], repeats=1, shares=not lacks_shares())
+    assert result.timed == result.settings
+    assert [setting.strategy for setting in result.settings] == list(case.strategies)
+    assert result.calibration.links.inside_ms is not None
+    assert all(setting.simulated_ms > 0 for setting in result.settings)
 
 
 @pytest.mark.skipif(bool(LACKS), reason=LACKS)

@@ -34,19 +34,22 @@ _LAUNCHES_A_CHUNK, _LAUNCHES_A_LAYER = 10, 2
 _SMALL_BYTES = 1000
 # Computing twice as many tokens takes at least so much longer; less is what a machine that is busy otherwise shows.
 _LEAST_GROWTH = 1.25
+# A terabyte a second.
+_LEAST_MS_A_BYTE = 1e-9
 _RUN_S = 600.0
 
 
 @dataclass(frozen=True)
 class LinkFigures:
-    """latency_ms, ms_a_byte: of the line through ``exchange_ms``, by bytes that a rank sends. copy_share: part of
-    computing that is lost beside messages.
+    """latency_ms, ms_a_byte: of the line through ``exchange_ms``, by bytes that a rank sends to other hosts; inside_ms:
+    the same to ranks of its own, or None. copy_share: part of computing that is lost beside messages.
     """
 
     latency_ms: float
     ms_a_byte: float
     copy_share: float
     exchange_ms: dict[int, float]
+    inside_ms: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -59,12 +62,13 @@ class Calibration:
     computed_ms: dict[str, float]
 
 
-def exchanges_ms(ranks: Ranks, case: ShapedCase, repeats: int) -> dict[int, float]:
+def exchanges_ms(ranks: Ranks, case: ShapedCase, repeats: int, inside: bool = False) -> dict[int, float]:
     """All-to-alls as large as the case's, by bytes that a rank sends: of next to nothing, of the smallest of its
-    chunks, and of all its rows at once.
+    chunks, and of all its rows at once. ``inside``: within hosts.
     """
     sizes = [_SMALL_BYTES, away_bytes(case) // CHUNKS, away_bytes(case)]
-    return {size: slowest(ranks.run(exchange_ms, size, repeats, timeout_s=_RUN_S)) for size in sizes}
+    asked = repeats, case.ranks_per_host, inside
+    return {size: slowest(ranks.run(exchange_ms, size, *asked, timeout_s=_RUN_S)) for size in sizes}
 
 
 def away_bytes(case: ShapedCase) -> int:
@@ -79,13 +83,20 @@ def link_figures(ranks: Ranks, case: ShapedCase, repeats: int) -> LinkFigures:
     found_ms = exchanges_ms(ranks, case, repeats)
     latency_ms, ms_a_byte = fit_line(list(found_ms), list(found_ms.values()))
     # What a link lets through at once is not its rate.
-    ms_a_byte = max(ms_a_byte, 8e-3 / case.mbit_per_s)
+    ms_a_byte = max(ms_a_byte, 8e-3 / case.mbit_per_s * case.ranks_per_host)
+    inside_ms = None
+    if case.ranks_per_host > 1:
+        found_inside_ms = exchanges_ms(ranks, case, repeats, inside=True)
+        latency_inside_ms, inside_ms_a_byte = fit_line(list(found_inside_ms), list(found_inside_ms.values()))
+        # Of few bytes noise may find that more take no longer.
+        inside_ms = latency_inside_ms, max(inside_ms_a_byte, _LEAST_MS_A_BYTE)
     # Messages that are under way longer than the products take.
-    first = ranks.run(beside_ms, case.shape, _SMALL_BYTES, 1, timeout_s=_RUN_S)
+    first = ranks.run(beside_ms, case.shape, _SMALL_BYTES, 1, case.ranks_per_host, timeout_s=_RUN_S)
     num_bytes = round(2 * max(alone_ms[0] for alone_ms, _ in first) / ms_a_byte)
-    by_rank = ranks.run(beside_ms, case.shape, num_bytes, repeats, timeout_s=_RUN_S)
+    by_rank = ranks.run(beside_ms, case.shape, num_bytes, repeats, case.ranks_per_host, timeout_s=_RUN_S)
     alone_ms, together_ms = (slowest([rank[which] for rank in by_rank]) for which in (0, 1))
-    return LinkFigures(latency_ms, ms_a_byte, min(0.9, max(0.0, 1 - alone_ms / together_ms)), found_ms)
+    copy_share = min(0.9, max(0.0, 1 - alone_ms / together_ms))
+    return LinkFigures(latency_ms, ms_a_byte, copy_share, found_ms, inside_ms)
 
 
 def calibration(case: ShapedCase, links: LinkFigures, computed_ms: Mapping[str, float]) -> Calibration:
@@ -104,12 +115,15 @@ def calibration(case: ShapedCase, links: LinkFigures, computed_ms: Mapping[str, 
     # ``cost.expert_seconds``, forward and backward.
     flops_a_row = 18 * shape.hidden_size * shape.intermediate_size
     cluster = case.cluster.replace(
-        inter_node_gb_per_s=1e-6 / links.ms_a_byte,
+        inter_node_gb_per_s=1e-6 / links.ms_a_byte * case.ranks_per_host,
         inter_node_us=links.latency_ms * 1e3,
         expert_tflops=flops_a_row / (row_ms * 1e-3) / 1e12,
         launch_us=launch_ms * 1e3,
         copy_share=links.copy_share,
     )
+    if links.inside_ms is not None:
+        latency_ms, ms_a_byte = links.inside_ms
+        cluster = cluster.replace(intra_node_gb_per_s=1e-6 / ms_a_byte, intra_node_us=latency_ms * 1e3)
     # The simulator counts the rest of a layer once forward and twice backward.
     return Calibration(cluster, RestOfStep(other_seconds=other_ms * 1e-3 / 3), links, dict(computed_ms))
 

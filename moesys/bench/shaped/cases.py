@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated
 
+import torch
+
 from moesys.balance import warm_up
 from moesys.bench.harness.contest import Outcome, of_all_ranks
 from moesys.bench.harness.sheets import Column
@@ -28,7 +30,7 @@ from moesys.bench.shaped.host_steps import (
     measure,
     measure_pieces,
 )
-from moesys.config import Ep, EvenSplit, FlowSplit, ModelShape, Pipelined, Strategy
+from moesys.config import Ep, EvenSplit, FlowSplit, Fsep, Greedy, Laer, ModelShape, Pipelined, Sequential, Strategy
 from moesys.lab.ranks.pool import LocalRanks, RankTimeouts
 from moesys.lab.runs.environment import available_cores
 from moesys.lab.slow_links.shaped_links import Delay, ShapedLinks, shaped_links
@@ -42,6 +44,10 @@ SHARED_OUT = 0.9
 _OVERLAP_TOKENS = 1024
 _SPLIT_TOKENS = 2048
 _CHUNKS = (2, 4)
+_SPLIT_MBIT = 2000.0
+_NODES_TOKENS, _NODES_MBIT = 1024, 200.0
+KINDS = ("overlap", "split", "nodes")
+_SUMS = Sequential(node_dispatch="once", combine="per_node")
 # Where a case's bandwidth is None it is chosen such that half of the first strategy's step is communication.
 _HALF_FROM, _PROBED_MBIT, _HALF_TO = 100.0, 200.0, 2000.0
 _PROBE_REPEATS = 3
@@ -133,13 +139,19 @@ class Asked:
 
 
 def asked_for(
-    hosts: Sequence[int] = (2, 4), mbit_per_s: Sequence[float] = (), latency_us: float | None = None
+    hosts: Sequence[int] = (2, 4),
+    mbit_per_s: Sequence[float] = (),
+    latency_us: float | None = None,
+    kinds: Sequence[str] = (),
 ) -> list[Asked]:
-    """The cases: overlap over each bandwidth, where communication is half, and there once more with a latency; and
-    splits of a skewed router's tokens. Given bandwidths, and a latency, replace the rest.
+    """The cases: overlap over each bandwidth, where communication is half, and there once more with a latency; splits
+    of a skewed router's tokens; and layouts of hosts with several ranks. Given bandwidths, and a latency, replace the
+    rest. ``kinds``: only these.
 
-    Raises ValueError for hosts other than 2 or 4, and for bandwidths and latencies out of range.
+    Raises ValueError for hosts other than 2 or 4, for bandwidths and latencies out of range, and for unknown kinds.
     """
+    if strange_kinds := [kind for kind in kinds if kind not in KINDS]:
+        raise ValueError(f"case={strange_kinds[0]!r} is none of them; use {', '.join(KINDS)}")
     if strange := [number for number in hosts if number not in (2, 4)]:
         raise ValueError(f"hosts={strange[0]} is not measured here; use 2 or 4")
     for mbit in mbit_per_s:
@@ -147,16 +159,18 @@ def asked_for(
             raise ValueError(f"mbit={mbit:g} must be between 10 and 10000")
     if latency_us is not None and not 0 <= latency_us <= 100_000:
         raise ValueError(f"latency_us={latency_us:g} must be between 0 and 100000")
+    latency = latency_us or 0.0
     plans = []
     for number in hosts:
-        chosen = [Asked(overlap_case(number, mbit, latency_us or 0.0)) for mbit in mbit_per_s or MBIT_PER_S]
+        chosen = [Asked(split_case(number, mbit, latency)) for mbit in mbit_per_s or (_SPLIT_MBIT,)]
+        chosen += [Asked(node_case(number, mbit, latency)) for mbit in mbit_per_s or (_NODES_MBIT,)]
+        chosen += [Asked(overlap_case(number, mbit, latency)) for mbit in mbit_per_s or MBIT_PER_S]
         if not mbit_per_s:
-            chosen.insert(1, Asked(overlap_case(number, _PROBED_MBIT, latency_us or 0.0), half=True))
+            chosen.append(Asked(overlap_case(number, _PROBED_MBIT, latency), half=True))
             if latency_us is None:
                 chosen.append(Asked(overlap_case(number, _PROBED_MBIT, LATENCY_US), half=True))
-            chosen.append(Asked(split_case(number, 2000.0, latency_us or 0.0)))
-        plans += sorted(chosen, key=lambda one: one.case.latency_us)
-    return plans
+        plans += sorted(chosen, key=lambda one: (one.case.latency_us, KINDS.index(one.case.name)))
+    return [one for one in plans if not kinds or one.case.name in kinds]
 
 
 def overlap_case(hosts: int, mbit_per_s: float, latency_us: float) -> ShapedCase:
@@ -194,6 +208,28 @@ def split_case(hosts: int, mbit_per_s: float, latency_us: float) -> ShapedCase:
     return ShapedCase("split", mbit_per_s, latency_us, (_SPLIT_TOKENS,) * hosts, shape, splits, popularity)
 
 
+def node_case(hosts: int, mbit_per_s: float, latency_us: float) -> ShapedCase:
+    """Two ranks a host, and fine-grained experts of unequal popularity: layouts for balance alone with a row a choice,
+    and layouts that put first what a host's own ranks want, with a row a token and host.
+
+    A host has slots for five eighths of the experts, or three eighths with 4 hosts.
+    """
+    popularity = tuple(torch.randn(32, generator=torch.Generator().manual_seed(0)).exp().tolist())
+    shape = ModelShape(hidden_size=256, intermediate_size=64, num_experts=32, top_k=6)
+    sharding = Fsep(slots_per_rank=10 if hosts == 2 else 6)
+    laer = Strategy(name="laer, direct", sharding=sharding, balance=Laer(), split=EvenSplit())
+    ours = laer.replace(name="node first, direct", balance=Greedy(), split=FlowSplit())
+    strategies = (
+        laer,
+        laer.replace(name="laer, sums a node", overlap=_SUMS),
+        ours,
+        ours.replace(name="node first, once a node", overlap=Sequential(node_dispatch="once")),
+        ours.replace(name="node first, sums a node", overlap=_SUMS),
+    )
+    tokens = (_NODES_TOKENS,) * (2 * hosts)
+    return ShapedCase("nodes", mbit_per_s, latency_us, tokens, shape, strategies, popularity, ranks_per_host=2)
+
+
 def share_of_cores(hosts: int) -> float:
     """Processors of each host, such that all of them can have theirs at once."""
     return SHARED_OUT * available_cores() / hosts
@@ -208,14 +244,14 @@ def bench_shaped(plans: Sequence[Asked], repeats: int = 7, *, shares: bool = Tru
         # Here, and not on all ranks at once.
         warm_up(strategy.balance, strategy.split)
     with steps_told("shaped links", len(plans)) as begin:
-        for number, latency_us in dict.fromkeys((one.case.num_hosts, one.case.latency_us) for one in plans):
+        for number, each, latency_us in dict.fromkeys(_hosts(one.case) for one in plans):
             cpus = share_of_cores(number) if shares else None
-            together = [one for one in plans if (one.case.num_hosts, one.case.latency_us) == (number, latency_us)]
+            together = [one for one in plans if _hosts(one.case) == (number, each, latency_us)]
             with (
                 shaped_links(number, MBIT_PER_S[0], latency_us, cpus_per_host=cpus) as links,
                 LocalRanks(
-                    number,
-                    network=links.plan.network(1),
+                    number * each,
+                    network=links.plan.network(each),
                     timeouts=RankTimeouts(collective_s=300.0),
                     environment=_KEEPING_MEMORY,
                     preload=("moesys.bench.shaped.host_steps",),
@@ -227,6 +263,10 @@ def bench_shaped(plans: Sequence[Asked], repeats: int = 7, *, shares: bool = Tru
                     )
                     results.append(_run(one, links, ranks, cpus, repeats))
     return results
+
+
+def _hosts(case: ShapedCase) -> tuple[int, int, float]:
+    return case.num_hosts, case.ranks_per_host, case.latency_us
 
 
 def _run(one: Asked, links: ShapedLinks, ranks: LocalRanks, cpus: float | None, repeats: int) -> CaseResult:
@@ -265,7 +305,8 @@ def _slowest_ms(by_rank: Sequence[Mapping[str, Outcome]]) -> dict[str, float]:
 def links_of(case: ShapedCase, half: bool) -> str:
     """In words, for tables."""
     latency = f", {case.latency_us:g} us" if case.latency_us else ""
-    return f"{case.num_hosts} x {case.mbit_per_s:g} Mbit/s{latency}{' (half)' if half else ''}"
+    ranks = f" of {case.ranks_per_host} ranks" if case.ranks_per_host > 1 else ""
+    return f"{case.num_hosts}{ranks} x {case.mbit_per_s:g} Mbit/s{latency}{' (half)' if half else ''}"
 
 
 def _settings(case: ShapedCase, links: str, outcomes: Mapping[str, Outcome], calibrated: Calibration) -> list[Setting]:

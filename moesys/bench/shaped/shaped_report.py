@@ -30,11 +30,12 @@ def notes(results: Sequence[CaseResult]) -> list[str]:
     delays = "; ".join(_DELAYS[delay] for delay in dict.fromkeys(result.delay for result in results))
     shares = "; ".join(dict.fromkeys(_share_of(result) for result in results))
     told = [
-        f"{machine_line(1)}. Hosts are network namespaces of this machine with one rank each; {shares}; "
-        f"links are shaped by tbf both ways; {delays}.",
+        f"{machine_line(1)}. Hosts are network namespaces of this machine with one rank each, or as many as it says; "
+        f"{shares}; links are shaped by tbf both ways; {delays}.",
         f"Measured: forward and backward of one layer, the slowest rank's, median [p20, p80] of {repeats} repetitions, "
         "interleaved in shuffled order within a case. Speed-up: over the case's first strategy, paired by repetition. "
-        "Blocked: by messages or another rank, mean over ranks. Output and dx have the bits of the first strategy.",
+        "Blocked: by messages or another rank, mean over ranks. Output and dx have the bits of the first strategy; "
+        "where sums of nodes come home they differ by at most 1e-5.",
         "Simulated: by the cost model, on hosts and links calibrated in the same run, interleaved with these steps and "
         "apart from them: all-to-alls as large as theirs by themselves, computing by steps of fewer tokens, evenly "
         "spread. (half): bandwidth chosen so that messages take half of the first strategy's step.",
@@ -43,7 +44,7 @@ def notes(results: Sequence[CaseResult]) -> list[str]:
     ]
     for result in results:
         first, *others = result.timed
-        if others and (result.half or result.case.name == "split"):
+        if others and (result.half or result.case.name in ("split", "nodes")):
             speed_up, best = max(
                 ((Spread.of_ratios(first.samples_ms, one.samples_ms), one.strategy.name) for one in others),
                 key=lambda one: one[0].median,
