@@ -191,6 +191,11 @@ def test_toml_reads_as_people_write_it():
         ),
         (lambda: MegaKernel(dispatch_share=1.5), "Input should be less than or equal to 1"),
         (
+            lambda: Sequential(combine="per_node"),
+            "Value error, combine='per_node' sums where rows came into the node, but node_dispatch='direct' sends them "
+            "to their experts at once; use node_dispatch='once', or combine='ordered'",
+        ),
+        (
             lambda: MegaKernel(fused="dispatch", combine_share=0.5),
             "Value error, combine_share=0.5 mixes pushes with tiles of a product, but fused='dispatch' has them one "
             "after another; use fused='both' or 'combine', or combine_share=0",
@@ -530,7 +535,8 @@ CHANGES = [
     (FlowSplit(), {"traffic": "exact", "max_inter_node": 0.1}),
     (WindowMean(), {"steps": 4}),
     (Ema(), {"decay": 0.0}),
-    (Pipelined(chunks=2), {"chunks": 3}),
+    (Sequential(node_dispatch="once"), {"node_dispatch": "direct", "combine": "per_node"}),
+    (Pipelined(chunks=2, node_dispatch="once"), {"chunks": 3, "node_dispatch": "direct", "combine": "per_node"}),
     (
         MegaKernel(),
         {
@@ -589,4 +595,4 @@ def test_a_default_written_out_has_the_same_fingerprint():
 
 def test_fingerprints_stay_what_they_are():
     """Recorded runs are found by this; if it must change, FINGERPRINT_SCHEMA counts up."""
-    assert Pipelined(chunks=2).fingerprint() == ("c691f6819108dae495ac98b12dc477eade2e75bfb3aaa1d69d6cfba04892f09c")
+    assert Pipelined(chunks=2).fingerprint() == ("4feed17e3f2cf818dd715d3a9504811cf56888365fd192ea070a93a2912a0d3e")

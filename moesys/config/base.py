@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, Self
 import tomli_w
 from pydantic import BaseModel, ConfigDict
 
-FINGERPRINT_SCHEMA = 1
+FINGERPRINT_SCHEMA = 2
 BYTES_PER_GB = 10**9
 
 DType = Literal["float32", "bfloat16", "float16"]

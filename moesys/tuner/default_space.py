@@ -28,7 +28,7 @@ def default_space(
     (``lag``), and ``MegaKernel`` where nothing can run it.
     """
     cluster = setting.cluster
-    overlaps = _overlaps(mega_kernels)
+    overlaps = _overlaps(mega_kernels, across=cluster.num_nodes > 1)
     if cluster.num_ranks == 1:
         return Space(overlaps)
     counts = _slot_counts(setting, tokens_per_rank, memory_gb, recompute)
@@ -70,8 +70,10 @@ def _slot_counts(setting: Setting, tokens_per_rank: int, memory_gb: float | None
     return tuple(slots for slots in counts if slots <= experts and fits(slots))
 
 
-def _overlaps(mega_kernels: bool) -> Values:
+def _overlaps(mega_kernels: bool, across: bool) -> Values:
     plain: Values = {"overlap": ("sequential", "pipelined"), "overlap.chunks": (2, 4, 8)}
+    if across:
+        plain |= {"overlap.node_dispatch": ("direct", "once"), "overlap.combine": ("ordered", "per_node")}
     if not mega_kernels:
         return plain
     return plain | {
