@@ -14,7 +14,7 @@ from moesys.balance.flow.min_max_flow import min_max_flow, new_flow
 from moesys.balance.flow.replica_table import group_by_node, list_replicas
 from moesys.balance.flow.token_routes import route_tokens
 from moesys.balance.planning_problem import PlanningProblem
-from moesys.balance.topology import levels_of, nodes_of, tokens_by_node
+from moesys.balance.topology import levels_of, link_domains_of, nodes_of, tokens_by_node
 from moesys.compiled import compiled
 from moesys.config import FlowSplit
 from moesys.layout import TokenPlan
@@ -33,14 +33,14 @@ def flow_split(problem: PlanningProblem, config: FlowSplit) -> TokenPlan:
     """
     load, layout, cluster, turn = problem.load, problem.layout_in_force, problem.cluster, problem.turn
     cap = NO_CAP if config.max_inter_node is None else int(Fraction(str(config.max_inter_node)) * load.total)
-    node_R = nodes_of(cluster)
-    level_LR = levels_of(cluster, node_R)
+    node_R = link_domains_of(cluster)
+    level_LR = levels_of(cluster, nodes_of(cluster))
     if config.traffic == "fast":
         entries = split_fast(load.tokens_RE, layout.expert_RS, node_R, level_LR, turn, cap)
         return TokenPlan.by_construction(entries, load, layout)
     limit = least_limit(load.tokens_RE, layout.expert_RS, node_R, turn, cap)
     table = list_replicas(layout.expert_RS, load.num_experts)
-    assigned_RE = min_cost_flow(load, layout, cluster.node_of_rank, limit)
+    assigned_RE = min_cost_flow(load, layout, cluster.domain_of_rank, limit)
     tokens_P = assigned_RE[table.rank_P, table.expert_P]
     return TokenPlan.by_construction(route_tokens(load.tokens_RE, tokens_P, table, level_LR), load, layout)
 

@@ -19,7 +19,7 @@ from moesys.balance.greedy.replica_constraints import check_replicas, part_of_ex
 from moesys.balance.greedy.robust_cost import MILLION, NO_LIMIT, Scenarios, draw_scenarios, robust_cost
 from moesys.balance.planning_problem import PlanningProblem
 from moesys.balance.replicas import usable_slots
-from moesys.balance.topology import domains_of, levels_of, nodes_of, tokens_by_node
+from moesys.balance.topology import domains_of, levels_of, link_domains_of, nodes_of, tokens_by_node
 from moesys.config import BYTES_PER_GB, ClusterSpec, Greedy, ModelShape
 from moesys.cost import expert_seconds
 from moesys.layout import EMPTY, ExpertLayout
@@ -91,7 +91,7 @@ class _Draft:
     def cost(self) -> int:
         """The imbalance, and a share of the traffic between nodes."""
         planner = self.planner
-        if planner.cluster.num_nodes == 1:
+        if planner.num_nodes == 1:
             return self.imbalance
         if planner.node_price is None:
             crossing = least_crossing(planner.tokens_RE, self.expert_RS, planner.node_R)
@@ -107,8 +107,8 @@ class _Draft:
 class _Planner:
     """One plan's problem, and the steps that solve it.
 
-    Inside, experts are numbered from the heaviest on, and the ranks of a node, or of a domain where replicas stay in
-    one, from the one with the most slots on.
+    Inside, experts are numbered from the heaviest on, and the ranks of a domain, or of a node where replicas stay in
+    one, from the one with the most slots on. A *node* is what rows are dear to leave: a domain of the links.
     """
 
     def __init__(self, problem: PlanningProblem, config: Greedy) -> None:
@@ -116,9 +116,11 @@ class _Planner:
         self.load, self.cluster, self.config, self.width = load, cluster, config, max(slots_R)
         self.node_price = None if problem.model is None else _node_price(problem.model, cluster)
         self.end = None if config.deadline_ms is None else time.monotonic() + config.deadline_ms / 1e3
-        self.node_R = nodes_of(cluster)
+        self.node_R = link_domains_of(cluster)
+        self.num_nodes = int(self.node_R[-1]) + 1
         # ranks of one of these may stand for one another
-        self.finest_R = levels_of(cluster, self.node_R)[0] if config.replicas_within == "domain" else self.node_R
+        within_nodes = config.replicas_within == "node"
+        self.finest_R = levels_of(cluster, nodes_of(cluster))[0] if within_nodes else self.node_R
         usable_R = np.array(usable_slots(slots_R, load.num_experts))
         self.rank_R = np.lexsort((-usable_R, self.finest_R))
         self.slots_R = usable_R[self.rank_R]
@@ -179,10 +181,10 @@ class _Planner:
         if self.config.replicas_within != "cluster" or self.config.min_replicas > 1:
             yield self.built_by_parts(before_RS)
             return
-        if self.cluster.num_nodes > 1 and self.node_price is not None:
+        if self.num_nodes > 1 and self.node_price is not None:
             yield self.built_node_first(before_RS)
         slots_N = np.bincount(self.node_R, self.slots_R)
-        if self.cluster.num_nodes > 1 and (slots_N >= len(self.tokens_E)).all():
+        if self.num_nodes > 1 and (slots_N >= len(self.tokens_E)).all():
             expert_RS, each = self.empty(), self.scenarios_each
             if build_each_node(
                 self.slots_R,
@@ -204,12 +206,12 @@ class _Planner:
     def built_node_first(self, before_RS: IntArray) -> _Draft:
         """Returns a layout whose nodes have the experts that their own ranks want most."""
         node_A = self.node_R[self.rank_A]
-        ranks_N = np.bincount(node_A, minlength=self.cluster.num_nodes)
+        ranks_N = np.bincount(node_A, minlength=self.num_nodes)
         slots_N = np.zeros_like(ranks_N)
         np.add.at(slots_N, node_A, self.slots_R[self.rank_A])
         places_NE, tokens_NE = deal_to_nodes(self.supply_NE, slots_N, ranks_N)
         expert_RS = self.empty()
-        for node in range(self.cluster.num_nodes):
+        for node in range(self.num_nodes):
             rank_A, expert_D = self.rank_A[node_A == node], np.flatnonzero(places_NE[node])
             if len(rank_A):
                 heaviest_first_D = expert_D[np.argsort(-tokens_NE[node, expert_D], kind="stable")]
@@ -344,7 +346,7 @@ class _Planner:
         # however few replicas a relabelled one moves, it costs as much as before
         if min(map(choice, drafts)) > (False, Fraction(fresh.cost), 0):
             rows = [relabelled_inside(fresh.replicas_RE, before_RE, self.slots_R, part_sizes)]
-            if self.config.replicas_within != "domain":
+            if self.config.replicas_within != "node" or self.cluster.domain_sizes == self.cluster.node_sizes:
                 rows.append(relabelled(fresh.replicas_RE, before_RE, self.slots_R, self.cluster))
             drafts += [_Draft(self, fresh.expert_RS[row_R], fresh.part_R) for row_R in rows]
         return min(drafts, key=choice)
