@@ -10,18 +10,26 @@ from functools import cached_property
 
 import numpy as np
 
-from moesys.balance.flow.flow_split import busiest_node_crossing, least_crossing
+from moesys.balance.flow.flow_split import least_crossing, split_costs
+from moesys.balance.flow.step_cost import prices_of
 from moesys.balance.greedy.construction import ConstructionProblem, build_best, build_each_node
 from moesys.balance.greedy.local_search import MoveConstraints, local_search
 from moesys.balance.greedy.node_first import deal_to_nodes
 from moesys.balance.greedy.relabelling import num_moves, relabelled, relabelled_inside
 from moesys.balance.greedy.replica_constraints import check_replicas, part_of_experts, spread_replicas
-from moesys.balance.greedy.robust_cost import MILLION, NO_LIMIT, Scenarios, draw_scenarios, robust_cost
+from moesys.balance.greedy.robust_cost import (
+    MILLION,
+    NO_LIMIT,
+    Scenarios,
+    draw_drifted,
+    draw_scenarios,
+    robust_cost,
+)
+from moesys.balance.greedy.spread import spread
 from moesys.balance.planning_problem import PlanningProblem
 from moesys.balance.replicas import usable_slots
 from moesys.balance.topology import domains_of, levels_of, link_domains_of, nodes_of, tokens_by_node
-from moesys.config import BYTES_PER_GB, ClusterSpec, Greedy, ModelShape
-from moesys.cost import expert_seconds
+from moesys.config import Greedy
 from moesys.layout import EMPTY, ExpertLayout
 from moesys.load import IntArray
 
@@ -38,6 +46,8 @@ INTER_NODE_SHARE = 4
 LEAST_GAIN = 40_000
 # An imbalance at which layouts that keep less to nodes are not looked for, in millionths of the mean.
 GOOD_ENOUGH = 200
+# Of layouts that are judged by the cost of a step: how many are improved, and of how many slots on fewer loads do.
+MOST_IMPROVED, MANY_SLOTS = 2, 512
 # How many times the evaluations of a search go into repair, and then into a search for the load itself: one scenario
 # each.
 REPAIR_EFFORT = 16
@@ -89,15 +99,18 @@ class _Draft:
 
     @cached_property
     def cost(self) -> int:
-        """The imbalance, and a share of the traffic between nodes."""
+        """The imbalance, and a share of the traffic between nodes; where the model is known, what steps of later loads
+        cost beside the mean rank's products. In millionths of these.
+        """
         planner = self.planner
+        if planner.prices is not None:
+            cost = split_costs(planner.later_KRE, self.expert_RS, planner.node_R, planner.prices, NO_LIMIT)
+            computed = int(planner.prices.row[0]) * planner.mean * len(planner.later_KRE)
+            return int(cost) * MILLION // max(computed, 1)
         if planner.num_nodes == 1:
             return self.imbalance
-        if planner.node_price is None:
-            crossing = least_crossing(planner.tokens_RE, self.expert_RS, planner.node_R)
-            return self.imbalance + crossing * MILLION // max(int(planner.tokens_E.sum()), 1) // INTER_NODE_SHARE
-        crossing = busiest_node_crossing(planner.tokens_RE, self.expert_RS, planner.node_R)
-        return self.imbalance + int(crossing * MILLION * planner.node_price / planner.mean)
+        crossing = least_crossing(planner.tokens_RE, self.expert_RS, planner.node_R)
+        return self.imbalance + crossing * MILLION // max(int(planner.tokens_E.sum()), 1) // INTER_NODE_SHARE
 
     @cached_property
     def replicas_RE(self) -> IntArray:
@@ -114,7 +127,6 @@ class _Planner:
     def __init__(self, problem: PlanningProblem, config: Greedy) -> None:
         load, cluster, slots_R = problem.load, problem.cluster, problem.slots_R
         self.load, self.cluster, self.config, self.width = load, cluster, config, max(slots_R)
-        self.node_price = None if problem.model is None else _node_price(problem.model, cluster)
         self.end = None if config.deadline_ms is None else time.monotonic() + config.deadline_ms / 1e3
         self.node_R = link_domains_of(cluster)
         self.num_nodes = int(self.node_R[-1]) + 1
@@ -135,6 +147,9 @@ class _Planner:
         index_in_node_R = np.arange(len(slots_R)) - np.searchsorted(self.node_R, self.node_R)
         rank_A = np.lexsort((self.node_R, index_in_node_R))
         self.rank_A = rank_A[self.slots_R[rank_A] > 0]
+        self.prices = None
+        if problem.model is not None:
+            self.prices = prices_of(problem.model, cluster, int(self.tokens_E.sum()))
         self.mean = max(int(self.tokens_E.sum()) // len(self.rank_A), 1)
         num_slots = int(self.slots_R.sum())
         self.evaluations = min(max(SEARCH_SLOTS // num_slots, FEWEST_EVALUATIONS), MOST_EVALUATIONS)
@@ -162,17 +177,22 @@ class _Planner:
         expert_RS[self.rank_R, : named_RS.shape[1]] = named_RS
         return ExpertLayout(expert_RS, len(self.tokens_E))
 
+    @cached_property
+    def later_KRE(self) -> IntArray:
+        """Loads to judge layouts by."""
+        num_loads = (2 if self.slots_R.sum() > MANY_SLOTS else 4) if self.config.drift > 0 else 1
+        tokens_KRE: IntArray = draw_drifted(self.tokens_RE, self.config.drift, num_loads)
+        tokens_KRE.setflags(write=False)
+        return tokens_KRE
+
     # --- building
 
     def best(self, before_RS: IntArray) -> _Draft:
         """Returns the best of the layouts that are built in one go, near ``before_RS``, and then improved."""
-        best = None
-        for draft in self.built(before_RS):
-            improved = self.improved(draft, NO_LIMIT)
-            if best is None or improved.cost < best.cost:
-                best = improved
-        assert best is not None
-        return best
+        drafts = self.built(before_RS)
+        if self.prices is not None:
+            drafts = iter(sorted(drafts, key=lambda draft: draft.cost)[:MOST_IMPROVED])
+        return min((self.improved(draft, NO_LIMIT) for draft in drafts), key=lambda draft: draft.cost)
 
     def built(self, before_RS: IntArray) -> Iterator[_Draft]:
         """Yields layouts by the parts of the cluster that replicas keep to; none that keep to them less, after one that
@@ -181,8 +201,14 @@ class _Planner:
         if self.config.replicas_within != "cluster" or self.config.min_replicas > 1:
             yield self.built_by_parts(before_RS)
             return
-        if self.num_nodes > 1 and self.node_price is not None:
-            yield self.built_node_first(before_RS)
+        if self.prices is not None:
+            for evenly in (False, True):
+                expert_RS = self.empty()
+                spread(self.tokens_E, self.slots_R, self.node_R, evenly, expert_RS)
+                yield _Draft(self, expert_RS, self.part_R)
+            if self.num_nodes > 1:
+                for parts in (1, 2, 4, 8):
+                    yield self.built_node_first(before_RS, parts)
         slots_N = np.bincount(self.node_R, self.slots_R)
         if self.num_nodes > 1 and (slots_N >= len(self.tokens_E)).all():
             expert_RS, each = self.empty(), self.scenarios_each
@@ -203,13 +229,13 @@ class _Planner:
         self.build(expert_RS, self.rank_A, self.tokens_E, np.arange(len(self.tokens_E)), before_RS)
         yield _Draft(self, expert_RS, self.part_R)
 
-    def built_node_first(self, before_RS: IntArray) -> _Draft:
+    def built_node_first(self, before_RS: IntArray, parts: int) -> _Draft:
         """Returns a layout whose nodes have the experts that their own ranks want most."""
         node_A = self.node_R[self.rank_A]
         ranks_N = np.bincount(node_A, minlength=self.num_nodes)
         slots_N = np.zeros_like(ranks_N)
         np.add.at(slots_N, node_A, self.slots_R[self.rank_A])
-        places_NE, tokens_NE = deal_to_nodes(self.supply_NE, slots_N, ranks_N)
+        places_NE, tokens_NE = deal_to_nodes(self.supply_NE, slots_N, ranks_N, parts)
         expert_RS = self.empty()
         for node in range(self.num_nodes):
             rank_A, expert_D = self.rank_A[node_A == node], np.flatnonzero(places_NE[node])
@@ -386,12 +412,3 @@ class _Planner:
         np.add.at(parts_PE, part_R, before_RE)
         in_one_part = self.config.replicas_within == "cluster" or ((parts_PE > 0).sum(axis=0) == 1).all()
         return bool(enough and in_one_part)
-
-
-def _node_price(model: ModelShape, cluster: ClusterSpec) -> Fraction:
-    """Returns what a token that leaves or enters the busiest node takes, beside one that the busiest rank computes: its
-    row goes over the node's link four times in a step, two of them in backward.
-    """
-    moved_seconds = 4 * model.bytes_per_element * model.hidden_size / (cluster.inter_node_gb_per_s * BYTES_PER_GB)
-    computed_seconds = sum(expert_seconds(1.0, model, cluster, backward) for backward in (False, True))
-    return Fraction(moved_seconds / computed_seconds)
