@@ -105,7 +105,8 @@ def plan_layer(
             "give one column of tokens_RE an expert"
         )
     if layout is None:
-        layout = plan_layout(load, cluster, strategy.balance, strategy.slots(model, cluster), model=model)
+        slots, sharding = strategy.slots(model, cluster), strategy.sharding
+        layout = plan_layout(load, cluster, strategy.balance, slots, model=model, sharding=sharding)
     return LayerPlan(split_tokens(load, layout, cluster, strategy.split, turn, model=model), turn)
 
 

@@ -33,14 +33,18 @@ class Prices(NamedTuple):
     node_N: IntArray
 
 
+def row_seconds(model: ModelShape, cluster: ClusterSpec) -> float:
+    """Seconds in which a rank computes a row, forward and backward, and gathers it for combine and its gradient."""
+    products = sum(expert_seconds(1.0, model, cluster, backward) for backward in (False, True))
+    return products + memory_seconds(2.0 * 2 * model.hidden_size * model.bytes_per_element, cluster)
+
+
 def prices_of(model: ModelShape, cluster: ClusterSpec, num_tokens: int) -> Prices:
     """Returns the prices of a token of ``model`` on ``cluster``, for sums over ``num_tokens``. A domain has its ranks'
     shares of their nodes' NICs.
     """
     row_bytes = model.hidden_size * model.bytes_per_element
-    # combine's gathers, there and back, are of the rows that a rank has computed
-    row = sum(expert_seconds(1.0, model, cluster, backward) for backward in (False, True))
-    row += memory_seconds(2.0 * 2 * row_bytes, cluster)
+    row = row_seconds(model, cluster)
     inside = 4 * row_bytes / (cluster.intra_node_gb_per_s * 1e9)
     share_R = np.repeat(1 / np.array(cluster.node_sizes), cluster.node_sizes)
     share_N = np.bincount(cluster.domain_of_rank, weights=share_R)

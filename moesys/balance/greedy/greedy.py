@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
 from moesys.balance.flow.flow_split import least_crossing, split_costs
-from moesys.balance.flow.step_cost import prices_of
+from moesys.balance.flow.step_cost import prices_of, row_seconds
 from moesys.balance.greedy.construction import ConstructionProblem, build_best, build_each_node
 from moesys.balance.greedy.local_search import MoveConstraints, local_search
 from moesys.balance.greedy.node_first import deal_to_nodes
@@ -30,6 +30,7 @@ from moesys.balance.planning_problem import PlanningProblem
 from moesys.balance.replicas import usable_slots
 from moesys.balance.topology import domains_of, levels_of, link_domains_of, nodes_of, tokens_by_node
 from moesys.config import Greedy
+from moesys.cost import slot_seconds
 from moesys.layout import EMPTY, ExpertLayout
 from moesys.load import IntArray
 
@@ -48,6 +49,11 @@ LEAST_GAIN = 40_000
 GOOD_ENOUGH = 200
 # Of layouts that are judged by the cost of a step: how many are improved, and of how many slots on fewer loads do.
 MOST_IMPROVED, MANY_SLOTS = 2, 512
+# Parts of a rank's mean that a place on a node is for where nodes choose their experts: the smaller, the more nodes have
+# an expert, and the better loads can drift.
+PARTS, PARTS_OF_MUCH_DRIFT, MUCH_DRIFT = (1, 2, 4), (2, 4, 8), 0.1
+# Below that a load is judged by itself.
+LEAST_DRIFT = 0.005
 # How many times the evaluations of a search go into repair, and then into a search for the load itself: one scenario
 # each.
 REPAIR_EFFORT = 16
@@ -81,6 +87,10 @@ def greedy_layout(problem: PlanningProblem, config: Greedy) -> ExpertLayout:
     return planner.layout(fresh if problem.layout is None else planner.earned(fresh, problem.layout))
 
 
+def _cost(draft: _Draft) -> int:
+    return draft.cost
+
+
 @dataclass(frozen=True, eq=False)
 class _Draft:
     """A layout, and the parts of the cluster that its replicas keep to in search."""
@@ -106,7 +116,7 @@ class _Draft:
         if planner.prices is not None:
             cost = split_costs(planner.later_KRE, self.expert_RS, planner.node_R, planner.prices, NO_LIMIT)
             computed = int(planner.prices.row[0]) * planner.mean * len(planner.later_KRE)
-            return int(cost) * MILLION // max(computed, 1)
+            return int(cost) * MILLION // max(computed, 1) + planner.slot_cost(self)
         if planner.num_nodes == 1:
             return self.imbalance
         crossing = least_crossing(planner.tokens_RE, self.expert_RS, planner.node_R)
@@ -125,6 +135,7 @@ class _Planner:
     """
 
     def __init__(self, problem: PlanningProblem, config: Greedy) -> None:
+        self.problem = problem
         load, cluster, slots_R = problem.load, problem.cluster, problem.slots_R
         self.load, self.cluster, self.config, self.width = load, cluster, config, max(slots_R)
         self.end = None if config.deadline_ms is None else time.monotonic() + config.deadline_ms / 1e3
@@ -180,7 +191,7 @@ class _Planner:
     @cached_property
     def later_KRE(self) -> IntArray:
         """Loads to judge layouts by."""
-        num_loads = (2 if self.slots_R.sum() > MANY_SLOTS else 4) if self.config.drift > 0 else 1
+        num_loads = (2 if self.slots_R.sum() > MANY_SLOTS else 4) if self.config.drift > LEAST_DRIFT else 1
         tokens_KRE: IntArray = draw_drifted(self.tokens_RE, self.config.drift, num_loads)
         tokens_KRE.setflags(write=False)
         return tokens_KRE
@@ -189,10 +200,67 @@ class _Planner:
 
     def best(self, before_RS: IntArray) -> _Draft:
         """Returns the best of the layouts that are built in one go, near ``before_RS``, and then improved."""
-        drafts = self.built(before_RS)
-        if self.prices is not None:
-            drafts = iter(sorted(drafts, key=lambda draft: draft.cost)[:MOST_IMPROVED])
-        return min((self.improved(draft, NO_LIMIT) for draft in drafts), key=lambda draft: draft.cost)
+        if self.prices is None or self.config.replicas_within != "cluster" or self.config.min_replicas > 1:
+            return min((self.improved(draft, NO_LIMIT) for draft in self.built(before_RS)), key=_cost)
+        drafts = {kind: draft for kind, build in enumerate(self.builders(before_RS)) if (draft := build())}
+        kinds = sorted(drafts, key=lambda kind: drafts[kind].cost)
+        best = min((self.improved(drafts[kind], NO_LIMIT) for kind in kinds[:MOST_IMPROVED]), key=_cost)
+        return best if self.problem.sharding is None else self.with_fewer_slots(best, kinds[0])
+
+    def with_fewer_slots(self, best: _Draft, kind: int) -> _Draft:
+        """Returns ``best``, or a layout of its kind with fewer slots a rank, as long as one less costs less."""
+        most = int(self.slots_R.max()) - 1
+        while most and np.minimum(self.slots_R, most).sum() >= len(self.tokens_E):
+            slots_R = tuple(min(slots, most) for slots in self.problem.slots_R)
+            other = _Planner(replace(self.problem, slots_R=slots_R), self.config)
+            built = other.builders(other.empty())[kind]()
+            if built is None:
+                break
+            draft = _Draft(self, self.numbered(other.layout(built)), built.part_R)
+            if draft.cost >= best.cost:
+                break
+            best, most = draft, most - 1
+        return best
+
+    def builders(self, before_RS: IntArray) -> Sequence[Callable[[], _Draft | None]]:
+        """What builds layouts for the fewest seconds, one of each kind."""
+        whole = [partial(self.built_spread, evenly) for evenly in (False, True)]
+        whole.append(partial(self.built_whole, before_RS))
+        if self.num_nodes == 1:
+            return whole
+        parts = PARTS if self.config.drift < MUCH_DRIFT else PARTS_OF_MUCH_DRIFT
+        by_node = [partial(self.built_node_first, before_RS, each) for each in parts]
+        return [*whole, *by_node, partial(self.built_each_node, before_RS)]
+
+    def built_spread(self, evenly: bool) -> _Draft:
+        expert_RS = self.empty()
+        spread(self.tokens_E, self.slots_R, self.node_R, evenly, expert_RS)
+        return _Draft(self, expert_RS, self.part_R)
+
+    def built_whole(self, before_RS: IntArray) -> _Draft:
+        expert_RS = self.empty()
+        self.build(expert_RS, self.rank_A, self.tokens_E, np.arange(len(self.tokens_E)), before_RS)
+        return _Draft(self, expert_RS, self.part_R)
+
+    def built_each_node(self, before_RS: IntArray) -> _Draft | None:
+        """None where some node cannot hold every expert."""
+        expert_RS = self.empty()
+        if (np.bincount(self.node_R, self.slots_R) < len(self.tokens_E)).any():
+            return None
+        if not build_each_node(
+            self.slots_R, self.node_R, self.rank_A, self.supply_NE, self.scenarios_each, before_RS, expert_RS
+        ):
+            return None
+        return _Draft(self, expert_RS, self.node_R)
+
+    def slot_cost(self, draft: _Draft) -> int:
+        """What experts on their way cost beside the mean rank's products, in millionths of these."""
+        problem = self.problem
+        if problem.sharding is None or problem.model is None:
+            return 0
+        seconds = slot_seconds(self.layout(draft), problem.model, problem.cluster, problem.sharding)
+        tokens = (self.mean << self.scale) / problem.units_per_token
+        return int(seconds / row_seconds(problem.model, problem.cluster) / tokens * MILLION)
 
     def built(self, before_RS: IntArray) -> Iterator[_Draft]:
         """Yields layouts by the parts of the cluster that replicas keep to; none that keep to them less, after one that
@@ -201,33 +269,11 @@ class _Planner:
         if self.config.replicas_within != "cluster" or self.config.min_replicas > 1:
             yield self.built_by_parts(before_RS)
             return
-        if self.prices is not None:
-            for evenly in (False, True):
-                expert_RS = self.empty()
-                spread(self.tokens_E, self.slots_R, self.node_R, evenly, expert_RS)
-                yield _Draft(self, expert_RS, self.part_R)
-            if self.num_nodes > 1:
-                for parts in (1, 2, 4, 8):
-                    yield self.built_node_first(before_RS, parts)
-        slots_N = np.bincount(self.node_R, self.slots_R)
-        if self.num_nodes > 1 and (slots_N >= len(self.tokens_E)).all():
-            expert_RS, each = self.empty(), self.scenarios_each
-            if build_each_node(
-                self.slots_R,
-                self.node_R,
-                self.rank_A,
-                self.supply_NE,
-                each,
-                before_RS,
-                expert_RS,
-            ):
-                draft = _Draft(self, expert_RS, self.node_R)
-                yield draft
-                if draft.imbalance <= GOOD_ENOUGH:
-                    return
-        expert_RS = self.empty()
-        self.build(expert_RS, self.rank_A, self.tokens_E, np.arange(len(self.tokens_E)), before_RS)
-        yield _Draft(self, expert_RS, self.part_R)
+        if self.num_nodes > 1 and (draft := self.built_each_node(before_RS)):
+            yield draft
+            if draft.imbalance <= GOOD_ENOUGH:
+                return
+        yield self.built_whole(before_RS)
 
     def built_node_first(self, before_RS: IntArray, parts: int) -> _Draft:
         """Returns a layout whose nodes have the experts that their own ranks want most."""

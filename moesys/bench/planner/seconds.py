@@ -92,7 +92,7 @@ class Planner:
         if not self.by_seconds:
             return plan_layout(planned_for, cluster, self.balance, slots)
         balance = self.balance.replace(drift=measured_drift(past, planned_for))
-        return plan_layout(planned_for, cluster, balance, slots, model=model)
+        return plan_layout(planned_for, cluster, balance, slots, model=model, sharding=Fsep(slots_per_rank=slots))
 
 
 BASELINE = Planner("laer, even split", Laer(), EvenSplit())
