@@ -329,20 +329,6 @@ def dispatch_seconds(plan: TokenPlan, model: ModelShape, cluster: ClusterSpec) -
     return transfer_seconds(dispatch_bytes(plan, model), cluster)
 
 
-def slot_seconds(layout: ExpertLayout, model: ModelShape, cluster: ClusterSpec, sharding: Sharding) -> float:
-    """Seconds of a layer and micro-batch in which its ranks wait for experts, and for gradients on their way home.
-
-    Restores are waited for unless they are prefetched, gradients unless they are delayed: what travels behind other
-    work is taken to be hidden.
-    """
-    seconds = 0.0
-    if not isinstance(sharding, Fsep) or not sharding.prefetch_layers:
-        seconds += restores_per_step(sharding) * restore_seconds(layout, model, cluster, sharding)
-    if not isinstance(sharding, Fsep) or not sharding.delay_reshard:
-        seconds += reshard_seconds(layout, model, cluster, sharding)
-    return seconds
-
-
 def restore_seconds(layout: ExpertLayout, model: ModelShape, cluster: ClusterSpec, sharding: Sharding) -> float:
     """Seconds that it takes to have the experts of ``layout``; 0 where they are there."""
     return sum(transfer_seconds(bytes_RR, cluster) for bytes_RR in restore_bytes(layout, model, cluster, sharding))

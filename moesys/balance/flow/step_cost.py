@@ -2,8 +2,8 @@
 
 A step sends every row four times, to its expert and back, forward and backward. An all-to-all takes as long as its
 busiest link; a rank computes once its own rows are there, so that of two of the four only those of its own links count.
-Products, gathers and links are those of ``moesys.cost``, without latencies, tiles and memory; what does not depend on a
-split, such as experts' own way, is left out. Integers, so that all ranks find the same.
+Experts that come meanwhile share the links with these two. Products, gathers and links are those of ``moesys.cost``,
+without latencies, tiles and memory. Integers, so that all ranks find the same.
 """
 
 from __future__ import annotations
@@ -13,8 +13,16 @@ from typing import NamedTuple
 import numpy as np
 
 from moesys.compiled import compiled
-from moesys.config import ClusterSpec, ModelShape
-from moesys.cost import expert_seconds, memory_seconds
+from moesys.config import ClusterSpec, Fsep, ModelShape, Sharding
+from moesys.cost import (
+    expert_seconds,
+    link_seconds,
+    memory_seconds,
+    reshard_seconds,
+    restore_bytes,
+    restores_per_step,
+)
+from moesys.layout import ExpertLayout
 from moesys.load import IntArray
 
 # What the dearest token costs at most, and all tokens together: a sum of several steps still fits.
@@ -24,13 +32,16 @@ DEAREST, ALL_TOKENS = 1 << 20, 1 << 58
 class Prices(NamedTuple):
     """Seconds of a token, in a unit of their own; int64. A node here is a domain of the links.
 
-    ``row`` [1]: computed, forward and backward; ``inside`` [1]: sent or received inside the node by a rank, four times;
-    ``node_N``: sent or received by each node, four times.
+    ``row`` [1]: computed, forward and backward; ``inside`` [1]: sent or received inside the node by a rank, once;
+    ``node_N``: sent or received by each node, once; ``experts_2N``: of experts that come while rows are on their way
+    there, in all, on each node's NICs and inside it; ``passes`` [1]: of two, those in which they come.
     """
 
     row: IntArray
     inside: IntArray
     node_N: IntArray
+    experts_2N: IntArray
+    passes: IntArray
 
 
 def row_seconds(model: ModelShape, cluster: ClusterSpec) -> float:
@@ -45,17 +56,41 @@ def prices_of(model: ModelShape, cluster: ClusterSpec, num_tokens: int) -> Price
     """
     row_bytes = model.hidden_size * model.bytes_per_element
     row = row_seconds(model, cluster)
-    inside = 4 * row_bytes / (cluster.intra_node_gb_per_s * 1e9)
+    inside = row_bytes / (cluster.intra_node_gb_per_s * 1e9)
     share_R = np.repeat(1 / np.array(cluster.node_sizes), cluster.node_sizes)
     share_N = np.bincount(cluster.domain_of_rank, weights=share_R)
-    node_N = 4 * row_bytes / (cluster.inter_node_gb_per_s * 1e9 * share_N)
+    node_N = row_bytes / (cluster.inter_node_gb_per_s * 1e9 * share_N)
     unit = max(row, inside, float(node_N.max())) / max(min(DEAREST, ALL_TOKENS // max(num_tokens, 1)), 1)
-    return Prices(*(np.rint(np.atleast_1d(seconds) / unit).astype(np.int64) for seconds in (row, inside, node_N)))
+    found = (np.rint(np.atleast_1d(seconds) / unit).astype(np.int64) for seconds in (row, inside, node_N))
+    return Prices(*found, np.zeros((2, len(node_N)), np.int64), np.zeros(1, np.int64))
+
+
+def with_experts(
+    prices: Prices, layout: ExpertLayout, model: ModelShape, cluster: ClusterSpec, sharding: Sharding
+) -> tuple[Prices, int]:
+    """Returns ``prices`` beside the experts of ``layout`` on their way, and what gradients cost on theirs.
+
+    What travels behind other work, prefetched or delayed, is taken to be hidden.
+    """
+    unit = row_seconds(model, cluster) / max(int(prices.row[0]), 1)
+    R, domain_R, node_R = cluster.num_ranks, np.asarray(cluster.domain_of_rank), np.asarray(cluster.node_of_rank)
+    experts_2N, gradients = np.zeros(prices.experts_2N.shape), 0.0
+    prefetched, delayed = (
+        (sharding.prefetch_layers > 0, sharding.delay_reshard) if isinstance(sharding, Fsep) else (False, False)
+    )
+    for bytes_RR in () if prefetched else restore_bytes(layout, model, cluster, sharding):
+        inside_2R, nics_2N = np.split(link_seconds(bytes_RR, cluster), [2 * R])
+        np.maximum.at(experts_2N[0], domain_R, nics_2N.reshape(2, -1).max(axis=0)[node_R])
+        np.maximum.at(experts_2N[1], domain_R, inside_2R.reshape(2, R).max(axis=0))
+    if not delayed:
+        gradients = reshard_seconds(layout, model, cluster, sharding)
+    experts_2N = np.rint(experts_2N / unit).astype(np.int64)
+    return prices._replace(experts_2N=experts_2N, passes=np.array([restores_per_step(sharding)])), int(gradients / unit)
 
 
 @compiled
 def split_cost(tokens_RE, supply_NE, node_R, table, tokens_P, prices):  # type: ignore[no-untyped-def]
-    """Returns what a split costs in a step, and what of it links cost; in the unit of ``prices``.
+    """Returns what a split costs in a step, and what of it the busiest rank does not; in the unit of ``prices``.
 
     ``tokens_P``: of each replica of ``table``. What of a node's traffic with others is whose is not known: each of its
     ranks counts an equal part.
@@ -88,15 +123,22 @@ def split_cost(tokens_RE, supply_NE, node_R, table, tokens_P, prices):  # type: 
     for rank in range(num_ranks):
         size_N[node_R[rank]] += 1
     busiest_N, links_N = np.zeros(num_nodes, np.int64), np.zeros(num_nodes, np.int64)
+    arrival_N, cost = np.zeros(num_nodes, np.int64), np.int64(0)
     for node in range(num_nodes):
         links_N[node] = max(out_N[node], in_N[node]) * prices.node_N[node]
+        arrival_N[node] = links_N[node] + prices.experts_2N[0, node]
     for rank in range(num_ranks):
         node, sent = node_R[rank], -kept_R[rank]
         for expert in range(num_experts):
             sent += tokens_RE[rank, expert]
         sent -= out_N[node] // size_N[node]
         received = load_R[rank] - kept_R[rank] - in_N[node] // size_N[node]
-        links_N[node] = max(links_N[node], max(sent, received) * prices.inside[0])
+        inside = max(sent, received) * prices.inside[0]
+        links_N[node] = max(links_N[node], inside)
+        arrival_N[node] = max(arrival_N[node], inside + prices.experts_2N[1, node])
         busiest_N[node] = max(busiest_N[node], load_R[rank])
-    links = links_N.max()
-    return (links_N // 2 + busiest_N * prices.row[0]).max() + links // 2, links
+    for node in range(num_nodes):
+        there = prices.passes[0] * arrival_N[node] + (2 - prices.passes[0]) * links_N[node]
+        cost = max(cost, there + busiest_N[node] * prices.row[0])
+    home = 2 * links_N.max()
+    return cost + home, cost + home - busiest_N.max() * prices.row[0]

@@ -11,7 +11,7 @@ from functools import cached_property, partial
 import numpy as np
 
 from moesys.balance.flow.flow_split import least_crossing, split_costs
-from moesys.balance.flow.step_cost import prices_of, row_seconds
+from moesys.balance.flow.step_cost import Prices, prices_of, with_experts
 from moesys.balance.greedy.construction import ConstructionProblem, build_best, build_each_node
 from moesys.balance.greedy.local_search import MoveConstraints, local_search
 from moesys.balance.greedy.node_first import deal_to_nodes
@@ -30,7 +30,6 @@ from moesys.balance.planning_problem import PlanningProblem
 from moesys.balance.replicas import usable_slots
 from moesys.balance.topology import domains_of, levels_of, link_domains_of, nodes_of, tokens_by_node
 from moesys.config import Greedy
-from moesys.cost import slot_seconds
 from moesys.layout import EMPTY, ExpertLayout
 from moesys.load import IntArray
 
@@ -114,9 +113,11 @@ class _Draft:
         """
         planner = self.planner
         if planner.prices is not None:
-            cost = split_costs(planner.later_KRE, self.expert_RS, planner.node_R, planner.prices, NO_LIMIT)
-            computed = int(planner.prices.row[0]) * planner.mean * len(planner.later_KRE)
-            return int(cost) * MILLION // max(computed, 1) + planner.slot_cost(self)
+            prices, gradients = planner.prices_with_experts(self)
+            cost = split_costs(planner.later_KRE, self.expert_RS, planner.node_R, prices, NO_LIMIT)
+            num_loads = len(planner.later_KRE)
+            computed = int(prices.row[0]) * planner.mean * num_loads
+            return (int(cost) + gradients * num_loads) * MILLION // max(computed, 1)
         if planner.num_nodes == 1:
             return self.imbalance
         crossing = least_crossing(planner.tokens_RE, self.expert_RS, planner.node_R)
@@ -253,14 +254,19 @@ class _Planner:
             return None
         return _Draft(self, expert_RS, self.node_R)
 
-    def slot_cost(self, draft: _Draft) -> int:
-        """What experts on their way cost beside the mean rank's products, in millionths of these."""
-        problem = self.problem
-        if problem.sharding is None or problem.model is None:
-            return 0
-        seconds = slot_seconds(self.layout(draft), problem.model, problem.cluster, problem.sharding)
-        tokens = (self.mean << self.scale) / problem.units_per_token
-        return int(seconds / row_seconds(problem.model, problem.cluster) / tokens * MILLION)
+    def prices_with_experts(self, draft: _Draft) -> tuple[Prices, int]:
+        """Prices of tokens beside the draft's experts on their way, and what their gradients cost; in the load's unit,
+        of which a micro-batch's tokens are ``units_per_token``.
+        """
+        problem, prices = self.problem, self.prices
+        assert prices is not None and problem.model is not None
+        if problem.sharding is None:
+            return prices, 0
+        prices, gradients = with_experts(
+            prices, self.layout(draft), problem.model, problem.cluster, problem.sharding
+        )
+        units = problem.units_per_token
+        return prices._replace(experts_2N=prices.experts_2N * units >> self.scale), gradients * units >> self.scale
 
     def built(self, before_RS: IntArray) -> Iterator[_Draft]:
         """Yields layouts by the parts of the cluster that replicas keep to; none that keep to them less, after one that
