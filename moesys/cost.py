@@ -1,10 +1,10 @@
 """Seconds for flops and bytes: pure functions of shapes, plans and a ``ClusterSpec``.
 
 Traffic is a matrix ``bytes_RR`` [source, destination], float64, its diagonal zero: what a rank keeps is free. Links are
-each rank's way out and in inside its domain, and each node's way out and in of its ranks' domains: NICs belong to nodes,
-whatever the fastest links join. All work at once, at full rate in both directions. Products of an expert's rows run in tiles, and tiles in waves: one wave is a tile on each multiprocessor.
-With the defaults of a ``ClusterSpec`` tiles are of one element, waves of one tile, and memory costs no time: then all
-that counts is flops.
+each rank's way out and in inside its domain, and each node's way out and in of its ranks' domains: NICs belong to
+nodes, whatever the fastest links join. All work at once, at full rate in both directions. Products of an expert's rows
+run in tiles, and tiles in waves: one wave is a tile on each multiprocessor. With the defaults of a ``ClusterSpec``
+tiles are of one element, waves of one tile, and memory costs no time: then all that counts is flops.
 
 R ranks, N nodes, E experts, H hidden, I expert width, P_e = 3·H·I parameters of an expert, b bytes of an element,
 s = ceil(P_e / R) the wire slice of an expert that is sharded over all ranks.

@@ -32,7 +32,9 @@ class ClusterSpec(Declared):
         None, description="ranks that the fastest links join: one number for every domain, or one a domain; None: nodes"
     )
     name: str = ""
-    intra_node_gb_per_s: float = Field(216.269, ge=SLOWEST_GB_PER_S, description="between two ranks of a domain, in or out of each, GB/s")
+    intra_node_gb_per_s: float = Field(
+        216.269, ge=SLOWEST_GB_PER_S, description="between two ranks of a domain, in or out of each, GB/s"
+    )
     inter_node_gb_per_s: float = Field(
         88.9539, ge=SLOWEST_GB_PER_S, description="between domains, in or out of a whole node, GB/s"
     )
@@ -48,8 +50,12 @@ class ClusterSpec(Declared):
     )
     launch_us: Microseconds = Field(0.0, description="from the end of one kernel to the start of the next")
     flag_us: Microseconds = Field(0.0, description="from a flag's release on one rank to its sight on another")
-    intra_node_us: Microseconds = Field(0.0, description="a message inside a domain takes so long before its first byte")
-    inter_node_us: Microseconds = Field(0.0, description="a message between domains takes so long before its first byte")
+    intra_node_us: Microseconds = Field(
+        0.0, description="a message inside a domain takes so long before its first byte"
+    )
+    inter_node_us: Microseconds = Field(
+        0.0, description="a message between domains takes so long before its first byte"
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -68,8 +68,8 @@ LAER_E16K4 = LAER_E8K2.replace(intermediate_size=7168, num_experts=16, top_k=4)
 
 # --- clusters ---------------------------------------------------------------------------------------------------------
 #
-# Nodes of 8 GPUs, and NVL72 racks. Every number is one of: [sheet], its maker's data sheet; [measured], published by who measured it;
-# [derived], from such numbers, as said. Read on 2026-11-22. `moesys bench calibrate` measures your own.
+# Nodes of 8 GPUs, and NVL72 racks. Every number is one of: [sheet], its maker's data sheet; [measured], published
+# by who measured it; [derived], from such numbers, as said. Read on 2026-11-22. `moesys bench calibrate` measures your own.
 #
 # Data sheets: NVIDIA A100 80GB (2021), H100 (2023), H200 (2023), HGX B200 (2024): memory, multiprocessors, and NVLink
 # of 300, 450, 450 and 900 GB/s one way. H800 is H100 with NVLink of 200. Streams reach nine tenths of a memory's rate.
@@ -170,8 +170,8 @@ def b200(num_nodes: int = 1) -> ClusterSpec:
 
 
 def _nvl72(num_nodes: int, name: str, nics_gb_per_s: float) -> ClusterSpec:
-    # Compute trays of 4 GPUs, of which a rack's 18 are one NVLink domain (docs.nvidia.com, NVL72 AI Factory, Components).
-    # Beyond a tray nothing else than in a B200 node was found measured: its figures stand for these GPUs too.
+    # Compute trays of 4 GPUs, of which a rack's 18 are one NVLink domain (docs.nvidia.com, Enterprise Reference
+    # Architectures, NVL72 AI Factory). [derived] No other figures of these GPUs were found than those of B200.
     domains = tuple(4 * min(18, num_nodes - first) for first in range(0, num_nodes, 18))
     trays = _nodes_of_8(num_nodes, name, **_BLACKWELL)
     return trays.replace(
@@ -190,7 +190,7 @@ def gb200(num_nodes: int = 1) -> ClusterSpec:
 
 def gb300(num_nodes: int = 1) -> ClusterSpec:
     """Trays of 4 GPUs with 4 NICs of 800 Gb/s, 18 of them in a rack, whose 72 GPUs NVLink joins: GB300 NVL72."""
-    # [derived] the same tenths of 4 ConnectX-8 (docs.nvidia.com, NVL72 AI Factory, Components).
+    # [derived] the same nine tenths of 4 ConnectX-8 (docs.nvidia.com, the same page).
     return _nvl72(num_nodes, "GB300", nics_gb_per_s=360.0)
 
 

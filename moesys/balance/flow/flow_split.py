@@ -100,7 +100,7 @@ def _cheapest(demand, table, groups, turn, prices):  # type: ignore[no-untyped-d
     tokens_RE, supply_NE, tokens_E, node_R = demand
     lowest, highest = min_max_flow(tokens_E, table, new_flow(table)), tokens_E.sum()
     limit, best_P = lowest, _assign(demand, table, groups, turn, lowest)[0]
-    least, links = split_cost(tokens_RE, supply_NE, node_R, table, best_P, prices)
+    least, _ = split_cost(tokens_RE, supply_NE, node_R, table, best_P, prices)
     free_P, _ = _assign(demand, table, groups, turn, highest)
     cost, least_links = split_cost(tokens_RE, supply_NE, node_R, table, free_P, prices)
     if cost < least:

@@ -15,6 +15,7 @@ import numpy as np
 from moesys.compiled import compiled
 from moesys.config import ClusterSpec, Fsep, ModelShape, Sharding
 from moesys.cost import (
+    FloatArray,
     expert_seconds,
     link_seconds,
     memory_seconds,
@@ -61,8 +62,12 @@ def prices_of(model: ModelShape, cluster: ClusterSpec, num_tokens: int) -> Price
     share_N = np.bincount(cluster.domain_of_rank, weights=share_R)
     node_N = row_bytes / (cluster.inter_node_gb_per_s * 1e9 * share_N)
     unit = max(row, inside, float(node_N.max())) / max(min(DEAREST, ALL_TOKENS // max(num_tokens, 1)), 1)
-    found = (np.rint(np.atleast_1d(seconds) / unit).astype(np.int64) for seconds in (row, inside, node_N))
-    return Prices(*found, np.zeros((2, len(node_N)), np.int64), np.zeros(1, np.int64))
+    row_1, inside_1, prices_N = (_rounded(np.atleast_1d(seconds) / unit) for seconds in (row, inside, node_N))
+    return Prices(row_1, inside_1, prices_N, np.zeros((2, len(node_N)), np.int64), np.zeros(1, np.int64))
+
+
+def _rounded(units: FloatArray) -> IntArray:
+    return np.rint(units).astype(np.int64)
 
 
 def with_experts(
@@ -74,18 +79,17 @@ def with_experts(
     """
     unit = row_seconds(model, cluster) / max(int(prices.row[0]), 1)
     R, domain_R, node_R = cluster.num_ranks, np.asarray(cluster.domain_of_rank), np.asarray(cluster.node_of_rank)
-    experts_2N, gradients = np.zeros(prices.experts_2N.shape), 0.0
-    prefetched, delayed = (
-        (sharding.prefetch_layers > 0, sharding.delay_reshard) if isinstance(sharding, Fsep) else (False, False)
-    )
+    experts_2N = np.zeros(prices.experts_2N.shape)
+    prefetched, delayed = False, False
+    if isinstance(sharding, Fsep):
+        prefetched, delayed = sharding.prefetch_layers > 0, sharding.delay_reshard
     for bytes_RR in () if prefetched else restore_bytes(layout, model, cluster, sharding):
         inside_2R, nics_2N = np.split(link_seconds(bytes_RR, cluster), [2 * R])
         np.maximum.at(experts_2N[0], domain_R, nics_2N.reshape(2, -1).max(axis=0)[node_R])
         np.maximum.at(experts_2N[1], domain_R, inside_2R.reshape(2, R).max(axis=0))
-    if not delayed:
-        gradients = reshard_seconds(layout, model, cluster, sharding)
-    experts_2N = np.rint(experts_2N / unit).astype(np.int64)
-    return prices._replace(experts_2N=experts_2N, passes=np.array([restores_per_step(sharding)])), int(gradients / unit)
+    gradients = 0.0 if delayed else reshard_seconds(layout, model, cluster, sharding)
+    passes = np.array([restores_per_step(sharding)])
+    return prices._replace(experts_2N=_rounded(experts_2N / unit), passes=passes), int(gradients / unit)
 
 
 @compiled

@@ -29,7 +29,7 @@ from moesys.balance.greedy.spread import spread
 from moesys.balance.planning_problem import PlanningProblem
 from moesys.balance.replicas import usable_slots
 from moesys.balance.topology import domains_of, levels_of, link_domains_of, nodes_of, tokens_by_node
-from moesys.config import Greedy
+from moesys.config import Fsep, Greedy
 from moesys.layout import EMPTY, ExpertLayout
 from moesys.load import IntArray
 
@@ -48,8 +48,8 @@ LEAST_GAIN = 40_000
 GOOD_ENOUGH = 200
 # Of layouts that are judged by the cost of a step: how many are improved, and of how many slots on fewer loads do.
 MOST_IMPROVED, MANY_SLOTS = 2, 512
-# Parts of a rank's mean that a place on a node is for where nodes choose their experts: the smaller, the more nodes have
-# an expert, and the better loads can drift.
+# Parts of a rank's mean that a place on a node is for, where nodes choose their experts: the smaller, the more nodes
+# have an expert, and the better loads can drift.
 PARTS, PARTS_OF_MUCH_DRIFT, MUCH_DRIFT = (1, 2, 4), (2, 4, 8), 0.1
 # Below that a load is judged by itself.
 LEAST_DRIFT = 0.005
@@ -159,7 +159,8 @@ class _Planner:
         index_in_node_R = np.arange(len(slots_R)) - np.searchsorted(self.node_R, self.node_R)
         rank_A = np.lexsort((self.node_R, index_in_node_R))
         self.rank_A = rank_A[self.slots_R[rank_A] > 0]
-        self.prices = None
+        self.prices: Prices | None = None
+        self.known_prices: dict[bytes, tuple[Prices, int]] = {}
         if problem.model is not None:
             self.prices = prices_of(problem.model, cluster, int(self.tokens_E.sum()))
         self.mean = max(int(self.tokens_E.sum()) // len(self.rank_A), 1)
@@ -259,14 +260,21 @@ class _Planner:
         of which a micro-batch's tokens are ``units_per_token``.
         """
         problem, prices = self.problem, self.prices
-        assert prices is not None and problem.model is not None
+        assert prices is not None
+        assert problem.model is not None
         if problem.sharding is None:
             return prices, 0
-        prices, gradients = with_experts(
-            prices, self.layout(draft), problem.model, problem.cluster, problem.sharding
-        )
-        units = problem.units_per_token
-        return prices._replace(experts_2N=prices.experts_2N * units >> self.scale), gradients * units >> self.scale
+        # a flat restore of different experts depends on their number alone
+        flat = isinstance(problem.sharding, Fsep) and problem.sharding.restore == "flat"
+        key = ((draft.expert_RS != EMPTY).sum(axis=1) if flat else draft.expert_RS).tobytes()
+        if key not in self.known_prices:
+            prices, gradients = with_experts(
+                prices, self.layout(draft), problem.model, problem.cluster, problem.sharding
+            )
+            experts_2N = prices.experts_2N * problem.units_per_token >> self.scale
+            gradients = gradients * problem.units_per_token >> self.scale
+            self.known_prices[key] = prices._replace(experts_2N=experts_2N), gradients
+        return self.known_prices[key]
 
     def built(self, before_RS: IntArray) -> Iterator[_Draft]:
         """Yields layouts by the parts of the cluster that replicas keep to; none that keep to them less, after one that

@@ -21,8 +21,8 @@ def relabelled(after_RE: IntArray, before_RE: IntArray, slots_R: IntArray, clust
     map ranks to ranks of as many slots and domains to domains of as many ranks.
 
     Both levels are assignments: of rows to the ranks of a domain, for every two, and, by what those save, of domains to
-    domains. On one domain this is the optimum over all permutations. One that leaves domains where they are is taken where
-    it is as good.
+    domains. On one domain this is the optimum over all permutations. One that leaves domains where they are is taken
+    where it is as good.
     """
     starts = np.cumsum((0, *cluster.domain_sizes))
     ranks_by_node = [np.arange(*bounds) for bounds in pairwise(starts)]

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import statistics
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -22,6 +22,7 @@ from moesys.bench.harness.sheets import Column, Sheet
 from moesys.bench.harness.steps import steps_told
 from moesys.bench.planner.seconds import TOKENS_PER_RANK, Planner
 from moesys.config import (
+    Balance,
     ClusterSpec,
     Eplb,
     EvenSplit,
@@ -43,7 +44,7 @@ from moesys.step import StepPlan, plan_layer, simulate
 from moesys.traces import generate
 
 GREEDY = Planner("greedy", Greedy(), FlowSplit(max_inter_node="seconds"), by_seconds=True)
-RIVALS = {"static": Static(), "eplb": Eplb(), "laer": Laer(), "flex_moe": FlexMoe()}
+RIVALS: dict[str, Balance] = {"static": Static(), "eplb": Eplb(), "laer": Laer(), "flex_moe": FlexMoe()}
 SPLITS: tuple[Split, ...] = (EvenSplit(), FlowSplit())
 # How much above the best Greedy may be.
 BAR = 0.005
@@ -210,7 +211,7 @@ def main(num_settings: int, *, out: Path | None = None, json_path: Path | None =
     return int(summaries[0].beyond > 0)
 
 
-def _row(setting: Drawn, tell: partial[None]) -> Row:
+def _row(setting: Drawn, tell: Callable[[str], None]) -> Row:
     tell(f"{setting.number}: {setting.model}, {setting.cluster}, {setting.slots} slots")
     model, cluster = MODELS[setting.model], CLUSTERS[setting.cluster]
     past, planned_for, later = setting.loads(model, cluster)
