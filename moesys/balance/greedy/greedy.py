@@ -156,8 +156,10 @@ class _Planner:
         self.supply_NE = np.ascontiguousarray(supply_NE[:, self.expert_E]) >> self.scale
         self.tokens_E = self.supply_NE.sum(axis=0)
 
-        index_in_node_R = np.arange(len(slots_R)) - np.searchsorted(self.node_R, self.node_R)
-        rank_A = np.lexsort((self.node_R, index_in_node_R))
+        # of a domain of several nodes round these, too
+        nics_R = nodes_of(cluster)
+        index_in_node_R = np.arange(len(slots_R)) - np.searchsorted(nics_R, nics_R)
+        rank_A = np.lexsort((nics_R, index_in_node_R))
         self.rank_A = rank_A[self.slots_R[rank_A] > 0]
         self.prices: Prices | None = None
         self.known_prices: dict[bytes, tuple[Prices, int]] = {}
@@ -236,7 +238,7 @@ class _Planner:
 
     def built_spread(self, evenly: bool) -> _Draft:
         expert_RS = self.empty()
-        spread(self.tokens_E, self.slots_R, self.node_R, evenly, expert_RS)
+        spread(self.tokens_E, self.slots_R, self.node_R, self.rank_A, evenly, expert_RS)
         return _Draft(self, expert_RS, self.part_R)
 
     def built_whole(self, before_RS: IntArray) -> _Draft:
@@ -271,9 +273,9 @@ class _Planner:
             prices, gradients = with_experts(
                 prices, self.layout(draft), problem.model, problem.cluster, problem.sharding
             )
-            experts_2N = prices.experts_2N * problem.units_per_token >> self.scale
+            experts_2C = prices.experts_2C * problem.units_per_token >> self.scale
             gradients = gradients * problem.units_per_token >> self.scale
-            self.known_prices[key] = prices._replace(experts_2N=experts_2N), gradients
+            self.known_prices[key] = prices._replace(experts_2C=experts_2C), gradients
         return self.known_prices[key]
 
     def built(self, before_RS: IntArray) -> Iterator[_Draft]:

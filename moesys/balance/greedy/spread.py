@@ -16,9 +16,10 @@ PARTS_BITS = 16
 
 
 @compiled
-def spread(tokens_E, slots_R, node_R, evenly, expert_RS):  # type: ignore[no-untyped-def]
+def spread(tokens_E, slots_R, node_R, rank_A, evenly, expert_RS):  # type: ignore[no-untyped-def]
     """Fills ``expert_RS`` [R, S], empty before. ``slots_R``: usable slots, for all experts of ``tokens_E``, which come
-    heaviest first; ``evenly``: as many replicas of each as of every other, or one more.
+    heaviest first; ``rank_A``: ranks with slots, in the order that goes round the nodes; ``evenly``: as many replicas
+    of each as of every other, or one more.
     """
     num_experts, num_ranks = tokens_E.size, slots_R.size
     num_nodes = node_R[num_ranks - 1] + 1
@@ -49,7 +50,8 @@ def spread(tokens_E, slots_R, node_R, evenly, expert_RS):  # type: ignore[no-unt
     filled_R, load_R = np.zeros(num_ranks, np.int64), np.zeros(num_ranks, np.int64)
     holds_RE, placed_NE = np.zeros((num_ranks, num_experts), np.bool_), np.zeros((num_nodes, num_experts), np.int64)
     share_E = (tokens_E << PARTS_BITS) // replicas_E
-    state = (slots_R, node_R, filled_R, load_R, holds_RE, placed_NE, expert_RS)
+    of_node_N = np.zeros(num_nodes, np.int64)
+    state = (slots_R, node_R, rank_A, of_node_N, filled_R, load_R, holds_RE, placed_NE, expert_RS)
     for expert in np.argsort(-share_E, kind="mergesort"):
         for _ in range(replicas_E[expert]):
             _place(expert, share_E[expert], state)
@@ -68,15 +70,20 @@ def spread(tokens_E, slots_R, node_R, evenly, expert_RS):  # type: ignore[no-unt
 
 @borrowing
 def _place(expert, share, state):  # type: ignore[no-untyped-def]
-    slots_R, node_R, filled_R, load_R, holds_RE, placed_NE, _ = state
+    slots_R, node_R, rank_A, of_node_N, filled_R, load_R, holds_RE, placed_NE, _ = state
     best = -1
-    for rank in range(slots_R.size):
+    for rank in rank_A:
         if filled_R[rank] == slots_R[rank] or holds_RE[rank, expert]:
             continue
         if best >= 0:
-            here, there = placed_NE[node_R[rank], expert], placed_NE[node_R[best], expert]
-            if here > there or (here == there and load_R[rank] >= load_R[best]):
+            node, other = node_R[rank], node_R[best]
+            if placed_NE[node, expert] > placed_NE[other, expert]:
                 continue
+            if placed_NE[node, expert] == placed_NE[other, expert]:
+                if load_R[rank] > load_R[best]:
+                    continue
+                if load_R[rank] == load_R[best] and of_node_N[node] >= of_node_N[other]:
+                    continue
         best = rank
     if best >= 0:
         _put(best, expert, share, state)
@@ -84,9 +91,10 @@ def _place(expert, share, state):  # type: ignore[no-untyped-def]
 
 @borrowing
 def _put(rank, expert, share, state):  # type: ignore[no-untyped-def]
-    _, node_R, filled_R, load_R, holds_RE, placed_NE, expert_RS = state
+    _, node_R, _, of_node_N, filled_R, load_R, holds_RE, placed_NE, expert_RS = state
     expert_RS[rank, filled_R[rank]] = expert
     filled_R[rank] += 1
     load_R[rank] += share
+    of_node_N[node_R[rank]] += share
     holds_RE[rank, expert] = True
     placed_NE[node_R[rank], expert] += 1
