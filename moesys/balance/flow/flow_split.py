@@ -138,6 +138,18 @@ def split_costs(tokens_KRE, expert_RS, node_R, prices, most):  # type: ignore[no
 
 
 @compiled
+def rows_at_least_load(tokens_RE, expert_RS, node_R):  # type: ignore[no-untyped-def]
+    """Returns the tokens of each rank and expert, int64 [R, E], at the least load of the busiest rank."""
+    demand, table, groups = _prepare(tokens_RE, expert_RS, node_R)
+    limit = min_max_flow(demand.tokens_E, table, new_flow(table))
+    tokens_P, _ = _assign(demand, table, groups, np.int64(0), limit)
+    rows_RE = np.zeros(tokens_RE.shape, np.int64)
+    for replica in range(tokens_P.size):
+        rows_RE[table.rank_P[replica], table.expert_P[replica]] = tokens_P[replica]
+    return rows_RE
+
+
+@compiled
 def least_crossing(tokens_RE, expert_RS, node_R):  # type: ignore[no-untyped-def]
     """Returns the tokens between nodes at the least load of the busiest rank."""
     demand, table, groups = _prepare(tokens_RE, expert_RS, node_R)

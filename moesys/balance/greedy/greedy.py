@@ -10,8 +10,8 @@ from functools import cached_property, partial
 
 import numpy as np
 
-from moesys.balance.flow.flow_split import least_crossing, split_costs
-from moesys.balance.flow.step_cost import Prices, prices_of, with_experts
+from moesys.balance.flow.flow_split import least_crossing, rows_at_least_load, split_costs
+from moesys.balance.flow.step_cost import Prices, prices_of, row_seconds, with_experts
 from moesys.balance.greedy.construction import ConstructionProblem, build_best, build_each_node
 from moesys.balance.greedy.local_search import MoveConstraints, local_search
 from moesys.balance.greedy.node_first import deal_to_nodes
@@ -30,6 +30,7 @@ from moesys.balance.planning_problem import PlanningProblem
 from moesys.balance.replicas import usable_slots
 from moesys.balance.topology import domains_of, levels_of, link_domains_of, nodes_of, tokens_by_node
 from moesys.config import Fsep, Greedy
+from moesys.cost import ExpertPass, expert_seconds, pass_seconds
 from moesys.layout import EMPTY, ExpertLayout
 from moesys.load import IntArray
 
@@ -124,6 +125,13 @@ class _Draft:
         return self.imbalance + crossing * MILLION // max(int(planner.tokens_E.sum()), 1) // INTER_NODE_SHARE
 
     @cached_property
+    def full_cost(self) -> int:
+        """The cost, and what tiles, waves and memory add to the products of the busiest rank on the first of the loads:
+        it depends on how many experts a rank has. Only where seconds are asked for.
+        """
+        return self.cost + self.planner.products_beyond_rows(self)
+
+    @cached_property
     def replicas_RE(self) -> IntArray:
         return ExpertLayout(self.expert_RS, len(self.planner.tokens_E)).replicas_RE
 
@@ -208,7 +216,8 @@ class _Planner:
             return min((self.improved(draft, NO_LIMIT) for draft in self.built(before_RS)), key=_cost)
         drafts = {kind: draft for kind, build in enumerate(self.builders(before_RS)) if (draft := build())}
         kinds = sorted(drafts, key=lambda kind: drafts[kind].cost)
-        best = min((self.improved(drafts[kind], NO_LIMIT) for kind in kinds[:MOST_IMPROVED]), key=_cost)
+        finalists = (self.improved(drafts[kind], NO_LIMIT) for kind in kinds[:MOST_IMPROVED])
+        best = min(finalists, key=lambda draft: draft.full_cost)
         return best if self.problem.sharding is None else self.with_fewer_slots(best, kinds[0])
 
     def with_fewer_slots(self, best: _Draft, kind: int) -> _Draft:
@@ -221,7 +230,7 @@ class _Planner:
             if built is None:
                 break
             draft = _Draft(self, self.numbered(other.layout(built)), built.part_R)
-            if draft.cost >= best.cost:
+            if draft.full_cost >= best.full_cost:
                 break
             best, most = draft, most - 1
         return best
@@ -277,6 +286,19 @@ class _Planner:
             gradients = gradients * problem.units_per_token >> self.scale
             self.known_prices[key] = prices._replace(experts_2C=experts_2C), gradients
         return self.known_prices[key]
+
+    def products_beyond_rows(self, draft: _Draft) -> int:
+        """What products of the busiest rank take beyond its rows' flops, in millionths of the mean rank's rows."""
+        problem = self.problem
+        assert problem.model is not None
+        rows_RE = rows_at_least_load(self.later_KRE[0], draft.expert_RS, self.node_R)
+        rows_RE = (rows_RE << self.scale) / problem.units_per_token
+        passes: tuple[ExpertPass, ...] = ("forward", "input_gradients", "weight_gradients")
+        seconds_R = sum(pass_seconds(rows_RE, problem.model, problem.cluster, of) for of in passes)
+        of_flops = sum(expert_seconds(1.0, problem.model, problem.cluster, backward) for backward in (False, True))
+        beyond = np.max(seconds_R) - of_flops * rows_RE.sum(axis=1).max()
+        mean = (self.mean << self.scale) / problem.units_per_token
+        return int(beyond / (row_seconds(problem.model, problem.cluster) * mean) * MILLION)
 
     def built(self, before_RS: IntArray) -> Iterator[_Draft]:
         """Yields layouts by the parts of the cluster that replicas keep to; none that keep to them less, after one that
