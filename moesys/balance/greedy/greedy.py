@@ -68,10 +68,11 @@ def greedy_layout(problem: PlanningProblem, config: Greedy) -> ExpertLayout:
 
     Layouts are constructed (``construction``) over the whole cluster; where every node can hold every expert, node by
     node for what its own ranks send; and, where the model is known, over nodes that first choose their experts
-    (``node_first``). The model also says what a token between nodes costs beside one more on the busiest rank: its
-    seconds on the cluster's links. The best by its robust cost (``robust_cost``) and its traffic between nodes is
-    improved by local search (``local_search``). Every usable slot is filled, no expert twice on a rank; under
-    ``replicas_within`` every slot that an expert of its part can use.
+    (``node_first``), and with every expert's replicas spread (``spread``). The best by its robust cost
+    (``robust_cost``) and its traffic between nodes is improved by local search (``local_search``); where the model is
+    known, that which costs a step the least (``step_cost``) on loads that ``drift`` as much as this one will. Every
+    usable slot is filled, no expert twice on a rank; under ``replicas_within`` every slot that an expert of its part
+    can use. Where it is known what it takes to bring experts to their slots, ranks use fewer as long as that is less.
 
     Near the layout in force two more are looked for: itself with the few replicas moved that the load needs elsewhere,
     and one built anew in which whole experts stay. A layout that moves replicas must earn them: ``move_tokens`` each,
@@ -445,6 +446,9 @@ class _Planner:
         drafts = [_Draft(self, near.expert_RS[row_R], near.part_R)]
         if self.meets_constraints(before_RE, self.part_R):
             kept = _Draft(self, self.completed(before_RS, self.part_R), self.part_R)
+            if self.problem.sharding is not None and self.prices is not None:
+                # free slots may be what makes it cheap
+                kept = min(_Draft(self, before_RS, self.part_R), kept, key=_cost)
             drafts += [kept, self.repaired(kept, max(most_moves - num_moves(before_RE, kept.replicas_RE), 0))]
 
         def choice(draft: _Draft) -> tuple[bool, Fraction, int]:
