@@ -31,7 +31,7 @@ DEAREST, ALL_TOKENS = 1 << 20, 1 << 58
 
 
 class Prices(NamedTuple):
-    """Seconds of a token, in a unit of their own; int64. C nodes with NICs of their own.
+    """Seconds of a token, in a unit of ``unit_s`` seconds; int64. C nodes with NICs of their own.
 
     ``row`` [1]: computed, forward and backward; ``inside`` [1]: sent or received inside its domain by a rank, once;
     ``nics`` [1]: sent or received by a node between domains, once; ``nics_R``: the node of each rank; ``experts_2C``:
@@ -39,6 +39,7 @@ class Prices(NamedTuple):
     ``passes`` [1]: of two, those in which they come.
     """
 
+    unit_s: float
     row: IntArray
     inside: IntArray
     nics: IntArray
@@ -62,7 +63,7 @@ def prices_of(model: ModelShape, cluster: ClusterSpec, num_tokens: int) -> Price
     unit = max(row, inside, nics) / max(min(DEAREST, ALL_TOKENS // max(num_tokens, 1)), 1)
     prices = _rounded(np.array([[row], [inside], [nics]]) / unit)
     no_experts_2C = np.zeros((2, cluster.num_nodes), np.int64)
-    return Prices(*prices, np.asarray(cluster.node_of_rank), no_experts_2C, np.zeros(1, np.int64))
+    return Prices(unit, *prices, np.asarray(cluster.node_of_rank), no_experts_2C, np.zeros(1, np.int64))
 
 
 def _rounded(units: FloatArray) -> IntArray:
@@ -76,7 +77,6 @@ def with_experts(
 
     What travels behind other work, prefetched or delayed, is taken to be hidden.
     """
-    unit = row_seconds(model, cluster) / max(int(prices.row[0]), 1)
     R, experts_2C = cluster.num_ranks, np.zeros(prices.experts_2C.shape)
     prefetched, delayed = False, False
     if isinstance(sharding, Fsep):
@@ -88,7 +88,9 @@ def with_experts(
         experts_2C += np.stack([nics_2C.reshape(2, -1).max(axis=0), inside_C])
     gradients = 0.0 if delayed else reshard_seconds(layout, model, cluster, sharding)
     passes = np.array([restores_per_step(sharding)])
-    return prices._replace(experts_2C=_rounded(experts_2C / unit), passes=passes), int(gradients / unit)
+    return prices._replace(experts_2C=_rounded(experts_2C / prices.unit_s), passes=passes), int(
+        gradients / prices.unit_s
+    )
 
 
 @compiled

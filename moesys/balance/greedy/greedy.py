@@ -78,9 +78,9 @@ def greedy_layout(problem: PlanningProblem, config: Greedy) -> ExpertLayout:
     and one built anew in which whole experts stay. A layout that moves replicas must earn them: ``move_tokens`` each,
     and four hundredths of the mean for all of them. A new one is relabelled so that it moves the fewest. One in force
     that has duplicates or free slots is completed first, and one that breaks ``min_replicas`` or ``replicas_within`` is
-    replaced, whatever ``max_moves`` says. More ``effort`` than 1, without one in force, never gives a worse layout by
-    this measure. Integers decide, so equal arguments give equal bytes, but for a deadline. Without a layout in force
-    nothing depends on how experts, or ranks of a node, are numbered.
+    replaced, whatever ``max_moves`` says. More ``effort`` than 1, without one in force and where counts decide, never
+    gives a worse layout by this measure. Integers decide, so equal arguments give equal bytes, but for a deadline.
+    Without a layout in force nothing depends on how experts, or ranks of a node, are numbered.
     """
     check_replicas(problem, config)
     planner = _Planner(problem, config)
@@ -140,8 +140,8 @@ class _Draft:
 class _Planner:
     """One plan's problem, and the steps that solve it.
 
-    Inside, experts are numbered from the heaviest on, and the ranks of a domain, or of a node where replicas stay in
-    one, from the one with the most slots on. A *node* is what rows are dear to leave: a domain of the links.
+    Inside, experts are numbered from the heaviest on, and the ranks of a node, or of a domain where it has several,
+    from the one with the most slots on. Everywhere else a *node* is what rows are dear to leave: a domain of the links.
     """
 
     def __init__(self, problem: PlanningProblem, config: Greedy) -> None:
@@ -152,8 +152,7 @@ class _Planner:
         self.node_R = link_domains_of(cluster)
         self.num_nodes = int(self.node_R[-1]) + 1
         # ranks of one of these may stand for one another
-        within_nodes = config.replicas_within == "node"
-        self.finest_R = levels_of(cluster, nodes_of(cluster))[0] if within_nodes else self.node_R
+        self.finest_R = levels_of(cluster, nodes_of(cluster))[0]
         usable_R = np.array(usable_slots(slots_R, load.num_experts))
         self.rank_R = np.lexsort((-usable_R, self.finest_R))
         self.slots_R = usable_R[self.rank_R]
