@@ -3,7 +3,7 @@
 A step sends every row four times, to its expert and back, forward and backward. An all-to-all takes as long as its
 busiest link; a rank computes once its own rows are there, so that of two of the four only those of its own links count.
 Experts that come meanwhile share the links with these two. Products, gathers and links are those of ``moesys.cost``,
-without latencies, tiles and memory. Integers, so that all ranks find the same.
+without latencies, tiles and memory. Integers, but for shares, which doubles cut alike on all ranks.
 """
 
 from __future__ import annotations
@@ -61,9 +61,10 @@ def prices_of(model: ModelShape, cluster: ClusterSpec, num_tokens: int) -> Price
     inside = row_bytes / (cluster.intra_node_gb_per_s * 1e9)
     nics = row_bytes / (cluster.inter_node_gb_per_s * 1e9)
     unit = max(row, inside, nics) / max(min(DEAREST, ALL_TOKENS // max(num_tokens, 1)), 1)
-    prices = _rounded(np.array([[row], [inside], [nics]]) / unit)
+    row_1, inside_1, nics_1 = _rounded(np.array([[row], [inside], [nics]]) / unit)
     no_experts_2C = np.zeros((2, cluster.num_nodes), np.int64)
-    return Prices(unit, *prices, np.asarray(cluster.node_of_rank), no_experts_2C, np.zeros(1, np.int64))
+    nics_R = np.asarray(cluster.node_of_rank)
+    return Prices(unit, row_1, inside_1, nics_1, nics_R, no_experts_2C, np.zeros(1, np.int64))
 
 
 def _rounded(units: FloatArray) -> IntArray:
@@ -86,11 +87,10 @@ def with_experts(
         inside_C = np.zeros(cluster.num_nodes)
         np.maximum.at(inside_C, prices.nics_R, inside_2R.reshape(2, R).max(axis=0))
         experts_2C += np.stack([nics_2C.reshape(2, -1).max(axis=0), inside_C])
-    gradients = 0.0 if delayed else reshard_seconds(layout, model, cluster, sharding)
+    gradients_s = 0.0 if delayed else reshard_seconds(layout, model, cluster, sharding)
     passes = np.array([restores_per_step(sharding)])
-    return prices._replace(experts_2C=_rounded(experts_2C / prices.unit_s), passes=passes), int(
-        gradients / prices.unit_s
-    )
+    with_them = prices._replace(experts_2C=_rounded(experts_2C / prices.unit_s), passes=passes)
+    return with_them, int(gradients_s / prices.unit_s)
 
 
 @compiled

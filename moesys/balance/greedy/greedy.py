@@ -47,7 +47,7 @@ INTER_NODE_SHARE = 4
 LEAST_GAIN = 40_000
 # An imbalance at which layouts that keep less to nodes are not looked for, in millionths of the mean.
 GOOD_ENOUGH = 200
-# Of layouts that are judged by the cost of a step: how many are improved, and of how many slots on fewer loads do.
+# Of layouts that are judged by the cost of a step: how many are improved, and of how many slots two loads must do.
 MOST_IMPROVED, MANY_SLOTS = 2, 512
 # Parts of a rank's mean that a place on a node is for, where nodes choose their experts: the smaller, the more nodes
 # have an expert, and the better loads can drift.
@@ -203,7 +203,8 @@ class _Planner:
     @cached_property
     def later_KRE(self) -> IntArray:
         """Loads to judge layouts by."""
-        num_loads = (2 if self.slots_R.sum() > MANY_SLOTS else 4) if self.config.drift > LEAST_DRIFT else 1
+        drift = self.config.drift
+        num_loads = 1 if drift < LEAST_DRIFT else 2 if drift < MUCH_DRIFT or self.slots_R.sum() > MANY_SLOTS else 4
         tokens_KRE: IntArray = draw_drifted(self.tokens_RE, self.config.drift, num_loads)
         tokens_KRE.setflags(write=False)
         return tokens_KRE
