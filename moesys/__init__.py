@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from moesys.balance import Certificate as Certificate
     from moesys.balance import LoadHistory as LoadHistory
     from moesys.balance import certify as certify
+    from moesys.balance import measured_drift as measured_drift
     from moesys.balance import min_max_load as min_max_load
     from moesys.balance import plan_layout as plan_layout
     from moesys.balance import plan_layouts as plan_layouts
@@ -158,6 +159,7 @@ _MODULE_OF = {
     "generate": "moesys.traces",
     "link": "moesys.moe.runtime",
     "load_trace": "moesys.traces",
+    "measured_drift": "moesys.balance",
     "min_max_load": "moesys.balance",
     "parallelize": "moesys.hf.parallelize",
     "plan_layer": "moesys.step",

@@ -1,10 +1,10 @@
 """Seconds for flops and bytes: pure functions of shapes, plans and a ``ClusterSpec``.
 
 Traffic is a matrix ``bytes_RR`` [source, destination], float64, its diagonal zero: what a rank keeps is free. Links are
-each rank's way out and in inside its node, and each node's way out and in; all work at once, at full rate in both
-directions. Products of an expert's rows run in tiles, and tiles in waves: one wave is a tile on each multiprocessor.
-With the defaults of a ``ClusterSpec`` tiles are of one element, waves of one tile, and memory costs no time: then all
-that counts is flops.
+each rank's way out and in inside its domain, and each node's way out and in of its ranks' domains: NICs belong to
+nodes, whatever the fastest links join. All work at once, at full rate in both directions. Products of an expert's rows
+run in tiles, and tiles in waves: one wave is a tile on each multiprocessor. With the defaults of a ``ClusterSpec``
+tiles are of one element, waves of one tile, and memory costs no time: then all that counts is flops.
 
 R ranks, N nodes, E experts, H hidden, I expert width, P_e = 3·H·I parameters of an expert, b bytes of an element,
 s = ceil(P_e / R) the wire slice of an expert that is sharded over all ranks.
@@ -266,9 +266,9 @@ class LinkLoad:
     """What an all-to-all asks of the links.
 
     seconds_L: float64 [2·R + 2·N], that each link is busy with it alone: ranks' ways out, ranks' ways in, nodes' ways
-    out, nodes' ways in. A rank's own are for bytes within its node; a node's are shared by its ranks.
-    used_4R: bool [4, R], whether a rank sends within its node, receives within it, sends to other nodes, receives from
-    them: on which of those four it has to wait.
+    out, nodes' ways in. A rank's own are for bytes within its domain; a node's are shared by its ranks.
+    used_4R: bool [4, R], whether a rank sends within its domain, receives within it, sends to other domains, receives
+    from them: on which of those four it has to wait.
     """
 
     seconds_L: FloatArray
@@ -292,21 +292,22 @@ class LinkLoad:
 
 def link_load(bytes_RR: FloatArray, cluster: ClusterSpec) -> LinkLoad:
     """Of an all-to-all of ``bytes_RR``, whose diagonal is zero."""
-    node_R = np.asarray(cluster.node_of_rank)
-    first_N = np.searchsorted(node_R, np.arange(cluster.num_nodes))
-    here_R = np.arange(len(node_R))
-    R, N = len(node_R), cluster.num_nodes
-    if len(set(cluster.node_sizes)) == 1:
+    sizes, domain_R = cluster.domain_sizes, np.asarray(cluster.domain_of_rank)
+    first_N = np.cumsum((0, *cluster.node_sizes[:-1]))
+    R, D = len(domain_R), len(sizes)
+    here_R = np.arange(R)
+    if len(set(sizes)) == 1:
         # The same sums, ten times as fast on a thousand ranks.
-        to_RN = np.einsum("rng->rn", bytes_RR.reshape(R, N, R // N))
-        from_RN = bytes_RR.reshape(N, R // N, R).sum(axis=1).T
+        to_RD = np.einsum("rdg->rd", bytes_RR.reshape(R, D, R // D))
+        from_RD = bytes_RR.reshape(D, R // D, R).sum(axis=1).T
     else:
-        to_RN, from_RN = np.add.reduceat(bytes_RR, first_N, axis=1), np.add.reduceat(bytes_RR, first_N, axis=0).T
-    inside = [toward_RN[here_R, node_R] for toward_RN in (to_RN, from_RN)]
+        first_D = np.cumsum((0, *sizes[:-1]))
+        to_RD, from_RD = np.add.reduceat(bytes_RR, first_D, axis=1), np.add.reduceat(bytes_RR, first_D, axis=0).T
+    inside = [toward_RD[here_R, domain_R] for toward_RD in (to_RD, from_RD)]
     outside = []
-    for toward_RN in (to_RN, from_RN):
-        toward_RN[here_R, node_R] = 0.0
-        outside.append(toward_RN.sum(axis=1))
+    for toward_RD in (to_RD, from_RD):
+        toward_RD[here_R, domain_R] = 0.0
+        outside.append(toward_RD.sum(axis=1))
     between = [np.add.reduceat(bytes_R, first_N) for bytes_R in outside]
     intra, inter = cluster.intra_node_gb_per_s * 1e9, cluster.inter_node_gb_per_s * 1e9
     seconds_L = np.concatenate([*(bytes_R / intra for bytes_R in inside), *(bytes_N / inter for bytes_N in between)])

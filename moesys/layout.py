@@ -183,7 +183,7 @@ class TokenPlan:
         return float(self.tokens_R.max() / self.tokens_R.mean()) if self.load.total else 1.0
 
     def inter_node_tokens(self, node_of_rank: tuple[int, ...]) -> int:
-        """Tokens that leave their source's node."""
+        """Tokens that leave their source's node; of a cluster whose links join others, give ``domain_of_rank``."""
         node = np.asarray(node_of_rank)
         source, _, destination, tokens = self.entries.T
         return int(tokens[node[source] != node[destination]].sum())

@@ -47,7 +47,16 @@ class PlanRequest:
         return self._planned(_without_deadline(self._balance))
 
     def _planned(self, balance: Balance) -> ExpertLayout:
-        return plan_layout(self.load, self.cluster, balance, self.slots_R, model=self.model, previous=self.previous)
+        return plan_layout(
+            self.load,
+            self.cluster,
+            balance,
+            self.slots_R,
+            model=self.model,
+            previous=self.previous,
+            sharding=self.strategy.sharding,
+            units_per_token=self.units_per_token,
+        )
 
     @property
     def _balance(self) -> Balance:

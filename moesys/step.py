@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, assert_never
 import numpy as np
 
 from moesys.balance import Certificate, certify, plan_layout, split_tokens
-from moesys.balance.topology import levels_of, nodes_of
+from moesys.balance.topology import levels_of, link_domains_of, nodes_of
 from moesys.config import ClusterSpec, EvenSplit, FlowSplit, MegaKernel, ModelShape, Proportional, Split, Strategy
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.load import LoadMatrix
@@ -105,7 +105,8 @@ def plan_layer(
             "give one column of tokens_RE an expert"
         )
     if layout is None:
-        layout = plan_layout(load, cluster, strategy.balance, strategy.slots(model, cluster), model=model)
+        slots, sharding = strategy.slots(model, cluster), strategy.sharding
+        layout = plan_layout(load, cluster, strategy.balance, slots, model=model, sharding=sharding)
     return LayerPlan(split_tokens(load, layout, cluster, strategy.split, turn, model=model), turn)
 
 
@@ -133,8 +134,8 @@ def split_tables(
     # Here, as plans and simulations do without torch.
     from moesys.kernels.split.tables import tables_of
 
-    node_R = nodes_of(cluster)
-    return tables_of(layout.expert_RS, layout.num_experts, node_R, levels_of(cluster, node_R), device)
+    level_LR = levels_of(cluster, nodes_of(cluster))
+    return tables_of(layout.expert_RS, layout.num_experts, link_domains_of(cluster), level_LR, device)
 
 
 def split_on_device(config: Split) -> bool:

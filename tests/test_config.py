@@ -527,6 +527,7 @@ CHANGES = [
             "replicas_within": "node",
             "max_moves": 0,
             "move_tokens": 1,
+            "drift": 0.5,
             "deadline_ms": 1.0,
         },
     ),

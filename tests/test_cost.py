@@ -269,15 +269,17 @@ def test_rows_of_a_plan_are_those_that_its_ranks_compute(case, seed):
     assert cost.rows_of(plan).tolist() == plan.tokens_RER.sum(axis=0).T.tolist()
 
 
-@given(cases(), st.integers(0, 2**32))
-def test_links_are_those_of_a_sum_message_by_message(case, seed):
+@given(cases(), st.integers(0, 2**32), st.sampled_from(["nodes", "ranks", "all"]))
+def test_links_are_those_of_a_sum_message_by_message(case, seed, domains):
     cluster, _ = case
     R, N, node_R = cluster.num_ranks, cluster.num_nodes, cluster.node_of_rank
+    cluster = cluster.replace(ranks_per_domain={"nodes": None, "ranks": 1, "all": R}[domains])
+    domain_R = {"nodes": node_R, "ranks": range(R), "all": [0] * R}[domains]
     bytes_RR = np.random.default_rng(seed).integers(0, 2, (R, R)) * 1e9
     np.fill_diagonal(bytes_RR, 0)
     seconds_L, used_4R = np.zeros(2 * R + 2 * N), np.zeros((4, R), dtype=bool)
     for source, destination in np.argwhere(bytes_RR):
-        inside = node_R[source] == node_R[destination]
+        inside = domain_R[source] == domain_R[destination]
         out, into = (source, R + destination) if inside else (2 * R + node_R[source], 2 * R + N + node_R[destination])
         seconds_L[[out, into]] += 1 / (cluster.intra_node_gb_per_s if inside else cluster.inter_node_gb_per_s)
         used_4R[0 if inside else 2, source] = used_4R[1 if inside else 3, destination] = True

@@ -22,7 +22,8 @@ from moesys.config import (
 )
 
 CONSTANTS = {name: value for name, value in vars(presets).items() if isinstance(value, Declared)}
-CLUSTERS = [presets.a100, presets.h800, presets.h100, presets.h200, presets.b200]
+RACKS = [presets.gb200, presets.gb300]
+CLUSTERS = [presets.a100, presets.h800, presets.h100, presets.h200, presets.b200, *RACKS]
 
 
 @pytest.mark.parametrize("name", CONSTANTS)
@@ -82,9 +83,16 @@ def test_laers_cluster_is_the_one_the_defaults_are_for():
 @pytest.mark.parametrize("make", CLUSTERS)
 def test_clusters_have_the_nodes_asked_for(make):
     cluster = make(num_nodes=3)
-    assert cluster.node_sizes == (8,) * 3
-    assert make() == cluster.replace(num_nodes=1, name=cluster.name.replace("3", "1", 1))
+    ranks = 4 if make in RACKS else 8
+    assert cluster.node_sizes == (ranks,) * 3
+    one_node = cluster.replace(num_nodes=1, name=cluster.name.replace("3", "1", 1), ranks_per_domain=None)
+    assert make().replace(ranks_per_domain=None) == one_node
     assert ClusterSpec.from_toml(cluster.to_toml()) == cluster
+
+
+def test_nvlink_joins_the_trays_of_a_rack():
+    assert presets.gb200(16).domain_sizes == (64,)
+    assert presets.gb300(40).domain_sizes == (72, 72, 16)
 
 
 # Of one GPU: dense bfloat16 TFLOP/s, NVLink GB/s one way and memory GB/s by data sheet; GB/s of a node's NICs.
@@ -94,6 +102,8 @@ SHEETS = {
     "h100": (989.5, 450, 3350, 400),
     "h200": (989.5, 450, 4800, 400),
     "b200": (2250, 900, 8000, 400),
+    "gb200": (2250, 900, 8000, 200),
+    "gb300": (2500, 900, 8000, 400),
 }
 
 
@@ -109,7 +119,7 @@ def test_no_cluster_is_faster_than_its_data_sheet(make):
 
 def test_no_newer_gpu_is_slower():
     speeds = ("expert_tflops", "memory_gb_per_s", "intra_node_gb_per_s", "inter_node_gb_per_s", "multiprocessors")
-    for older, newer in itertools.pairwise([presets.a100(), presets.h100(), presets.h200(), presets.b200()]):
+    for older, newer in itertools.pairwise(make() for make in CLUSTERS if make not in (presets.h800, presets.gb200)):
         assert all(getattr(older, speed) <= getattr(newer, speed) for speed in speeds)
     cut = presets.h100().replace(name="1 x 8 H800", intra_node_gb_per_s=presets.h800().intra_node_gb_per_s)
     assert cut == presets.h800()

@@ -12,7 +12,7 @@ from moesys.balance.flow.max_load import TightSet, min_max_load, tight_set
 from moesys.balance.greedy.relabelling import num_moves
 from moesys.balance.layouts import plan_layout, plan_layouts
 from moesys.balance.planning_problem import PlanningProblem
-from moesys.balance.predictors import LoadHistory, window
+from moesys.balance.predictors import LoadHistory, measured_drift, window
 from moesys.balance.splits import split_tokens
 from moesys.balance.warm_up import warm_up
 
@@ -23,6 +23,7 @@ __all__ = [
     "PlanningProblem",
     "TightSet",
     "certify",
+    "measured_drift",
     "min_max_load",
     "num_moves",
     "plan_layout",

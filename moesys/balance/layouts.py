@@ -13,7 +13,7 @@ from moesys.balance.baselines.static import static_layout
 from moesys.balance.cp_sat.cp_sat import cp_sat_layout
 from moesys.balance.greedy.greedy import greedy_layout
 from moesys.balance.planning_problem import PlanningProblem
-from moesys.config import Balance, ClusterSpec, CpSat, Eplb, FlexMoe, Greedy, Laer, ModelShape, Static
+from moesys.config import Balance, ClusterSpec, CpSat, Eplb, FlexMoe, Greedy, Laer, ModelShape, Sharding, Static
 from moesys.layout import ExpertLayout
 from moesys.load import LoadMatrix
 
@@ -26,21 +26,24 @@ def plan_layout(
     *,
     model: ModelShape | None = None,
     previous: ExpertLayout | None = None,
+    sharding: Sharding | None = None,
+    units_per_token: int = 1,
 ) -> ExpertLayout:
     """Returns the layout that ``config`` chooses for ``load``, with S as wide as the widest rank.
 
     ``slots_per_rank`` is one number for all ranks or one a rank. ``previous``, the layout in force, lets ``Greedy`` and
     ``CpSat`` stay with it when it is as good as a new one, and is where ``FlexMoe`` begins; the others do not look.
     ``model`` is the layer's shape where it is known: then ``Greedy`` weighs balance against tokens between nodes by
-    their seconds on ``cluster``. The others count tokens.
+    their seconds on ``cluster``, and with ``sharding`` against those of experts on their way, so that it may leave
+    slots empty. The others count tokens.
 
     Only the proportions of ``load`` matter, so a sum over micro-batches serves as well as their mean; but
-    ``Greedy.move_tokens`` counts in its unit.
+    ``Greedy.move_tokens`` counts in its unit, and beside experts on their way a token is ``units_per_token`` of them.
 
     Raises ValueError, with the way out, when load, model, cluster, slots and previous do not belong together, and when
     no layout is what ``config`` asks for: too few slots, or too few of them on distinct ranks of a node or domain.
     """
-    problem = PlanningProblem.of_layout(load, cluster, slots_per_rank, model, previous)
+    problem = PlanningProblem.of_layout(load, cluster, slots_per_rank, model, previous, sharding, units_per_token)
     match config:
         case Static():
             return static_layout(problem, config)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
 
-from moesys.config import ClusterSpec, ModelShape
+from moesys.config import ClusterSpec, ModelShape, Sharding
 from moesys.layout import ExpertLayout
 from moesys.load import LoadMatrix
 
@@ -21,7 +21,9 @@ class PlanningProblem:
     - ``layout``: the one in force. A planner may stay near it, and None says that there is none; a split divides the
       tokens over it;
     - ``model``: the layer's shape, None where the caller does not know it;
-    - ``turn``: the number of the micro-batch, which rotates the tokens that do not divide evenly.
+    - ``turn``: the number of the micro-batch, which rotates the tokens that do not divide evenly;
+    - ``sharding``: how experts come to their slots, None where that costs nothing or is not known;
+    - ``units_per_token``: counts of ``load`` that are one token of a micro-batch.
 
     ``plan_layout`` and ``split_tokens`` make it by ``of_layout`` and ``of_split``, which check that its parts belong
     together; planners and splits trust it.
@@ -33,6 +35,8 @@ class PlanningProblem:
     layout: ExpertLayout | None = None
     model: ModelShape | None = None
     turn: int = 0
+    sharding: Sharding | None = None
+    units_per_token: int = 1
 
     @classmethod
     def of_layout(
@@ -42,6 +46,8 @@ class PlanningProblem:
         slots_per_rank: int | Sequence[int],
         model: ModelShape | None = None,
         previous: ExpertLayout | None = None,
+        sharding: Sharding | None = None,
+        units_per_token: int = 1,
     ) -> PlanningProblem:
         """Makes the problem of choosing a layout; ``slots_per_rank`` is one number for all ranks or one a rank.
 
@@ -51,7 +57,7 @@ class PlanningProblem:
         slots_R = _checked_slots(load, cluster, slots_per_rank)
         if previous is not None:
             _check_previous(previous, load, slots_R)
-        return cls(load, cluster, slots_R, previous, model)
+        return cls(load, cluster, slots_R, previous, model, sharding=sharding, units_per_token=units_per_token)
 
     @classmethod
     def of_split(

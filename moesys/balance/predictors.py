@@ -18,6 +18,16 @@ ERROR_BITS = 16
 LARGEST_SUM = 2**62
 
 
+def measured_drift(before: LoadMatrix, after: LoadMatrix) -> float:
+    """Returns which share of experts' popularity was drawn anew from one load to another, 0 to 1, for ``Greedy.drift``:
+    what the logarithms of their tokens lack of full correlation. 0 where all experts were alike.
+    """
+    before_E, after_E = (np.log1p(load.tokens_E.astype(np.float64)) for load in (before, after))
+    if min(before_E.std(), after_E.std()) == 0:
+        return 0.0
+    return float(np.clip(1 - np.corrcoef(before_E, after_E)[0, 1], 0, 1))
+
+
 class LoadHistory:
     """What a predictor remembers. ``observe`` every micro-batch's load; ``predicted`` is the load to plan for.
 

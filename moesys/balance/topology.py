@@ -14,6 +14,11 @@ def nodes_of(cluster: ClusterSpec) -> IntArray:
     return np.repeat(np.arange(cluster.num_nodes), cluster.ranks_per_node)
 
 
+def link_domains_of(cluster: ClusterSpec) -> IntArray:
+    """Returns the domain of each rank, int64 [R]: ``domain_of_rank``, as fast. What leaves it is what is dear."""
+    return np.repeat(np.arange(len(cluster.domain_sizes)), cluster.domain_sizes)
+
+
 def levels_of(cluster: ClusterSpec, node_R: IntArray) -> IntArray:
     """Returns the part of the cluster that each rank is in, int64 [L, R]: domains and nodes, the finest first.
 

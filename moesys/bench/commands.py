@@ -248,6 +248,7 @@ PLANNER_OPTIONS = {
     "--laer": ("seeds", *_CHOSEN),
     "--scale": ("seeds", "repeats", "peer_eplb"),
     "--seconds": ("seeds", "drift", "page"),
+    "--union": ("page",),
 }
 
 
@@ -270,9 +271,13 @@ def bench_planner(
     laer: Annotated[bool, typer.Option("--laer", help="LAER-MoE's two settings, on routing like its own.")] = False,
     scale: Annotated[bool, typer.Option("--scale", help="Known loads from 8 to 1024 ranks.")] = False,
     seconds: Annotated[bool, typer.Option("--seconds", help="Simulated steps on 8 to 128 H100, by planner.")] = False,
+    union: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Simulated steps in N drawn settings: is Greedy ever behind?")
+    ] = None,
     drift: Annotated[float, typer.Option(min=0, max=1, help="Of --seconds: from the load planned on.")] = 0.0,
     page: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Of --seconds: also a page of Markdown.", callback=_in_a_folder)
+        Path | None,
+        typer.Option(metavar="FILE", help="Of --seconds and --union: also a page of Markdown.", callback=_in_a_folder),
     ] = None,
     peer_eplb: Annotated[
         Path | None, typer.Option(metavar="DIR", help="--scale also times this checkout of deepseek-ai/EPLB.")
@@ -281,15 +286,15 @@ def bench_planner(
     repeats: Annotated[int, typer.Option(min=1, help="Timed repetitions of --scale.")] = 9,
     json: ResultFile = None,
 ) -> None:
-    """Compare planners: --trace FILE, --laer, --scale or --seconds.
+    """Compare planners: --trace FILE, --laer, --scale, --seconds or --union N.
 
     Layouts are planned on the past only, and the tokens of a later micro-batch are split over them. For example:
     moesys bench planner --trace run.npz --ranks-per-node 8 --slots 3 --slots 4 --lag 10
     """
-    if (trace is not None) + laer + scale + seconds != 1:
-        raise typer.BadParameter("give one of --trace FILE, --laer, --scale and --seconds")
-    mode = "--seconds" if seconds else "--scale" if scale else "--laer" if laer else "--trace"
-    fits = {"trace", "laer", "scale", "seconds", "json", *PLANNER_OPTIONS[mode]}
+    if (trace is not None) + laer + scale + seconds + (union is not None) != 1:
+        raise typer.BadParameter("give one of --trace FILE, --laer, --scale, --seconds and --union N")
+    mode = "--union" if union else "--seconds" if seconds else "--scale" if scale else "--laer" if laer else "--trace"
+    fits = {"trace", "laer", "scale", "seconds", "union", "json", *PLANNER_OPTIONS[mode]}
     for option in ctx.command.params:
         source = ctx.get_parameter_source(option.name or "")
         if option.name not in fits and source is not None and source.name == "COMMANDLINE":
@@ -299,6 +304,11 @@ def bench_planner(
 
         with _refusing():
             raise typer.Exit(over_sizes.main(num_seeds=seeds, repeats=repeats, peer_path=peer_eplb, json_path=json))
+    if union:
+        from moesys.bench.planner import union as of_union
+
+        with _refusing():
+            raise typer.Exit(of_union.main(union, out=page, json_path=json))
     if seconds:
         from moesys.bench.planner import seconds as by_seconds
 

@@ -73,6 +73,9 @@ class Greedy(Declared):
     move_tokens: int = Field(
         0, ge=0, description="what a moved replica costs, in tokens of the busiest rank over a plan's life"
     )
+    drift: float = Field(
+        0.02, ge=0, le=1, description="share of experts' popularity that is drawn anew until a plan is used"
+    )
     deadline_ms: float | None = Field(
         None, gt=0, description="the search ends after so much time; then runs do not repeat bit by bit"
     )

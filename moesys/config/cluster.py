@@ -18,7 +18,8 @@ Microseconds = Annotated[float, Field(ge=0, le=1e12)]
 class ClusterSpec(Declared):
     """Ranks in domains and nodes, and how fast bytes and flops go. Ranks are numbered node by node.
 
-    A domain is what the fastest links join (an NVLink domain): a node, a part of one, or whole nodes together.
+    A domain is what the fastest links join (an NVLink domain): a node, a part of one, or whole nodes together. What
+    leaves a domain goes out of its node and into another's, or the same one's, over that node's NICs.
 
     The default speeds are LAER-MoE's for A100-80GB nodes: its measured links (network_config.json), and the matmul rate
     behind its planner's 1.484375 us a token. GB/s are 1e9 bytes a second, one way. What else slows a step costs nothing
@@ -31,8 +32,12 @@ class ClusterSpec(Declared):
         None, description="ranks that the fastest links join: one number for every domain, or one a domain; None: nodes"
     )
     name: str = ""
-    intra_node_gb_per_s: float = Field(216.269, ge=SLOWEST_GB_PER_S, description="between two ranks of a node, GB/s")
-    inter_node_gb_per_s: float = Field(88.9539, ge=SLOWEST_GB_PER_S, description="in or out of a whole node, GB/s")
+    intra_node_gb_per_s: float = Field(
+        216.269, ge=SLOWEST_GB_PER_S, description="between two ranks of a domain, in or out of each, GB/s"
+    )
+    inter_node_gb_per_s: float = Field(
+        88.9539, ge=SLOWEST_GB_PER_S, description="between domains, in or out of a whole node, GB/s"
+    )
     expert_tflops: float = Field(237.0, ge=1e-12, le=1e12, description="dense matmul rate a rank reaches, TFLOP/s")
     memory_gb_per_s: float | None = Field(
         None, ge=SLOWEST_GB_PER_S, description="of a rank's own memory, GB/s; None: it costs no time"
@@ -45,8 +50,12 @@ class ClusterSpec(Declared):
     )
     launch_us: Microseconds = Field(0.0, description="from the end of one kernel to the start of the next")
     flag_us: Microseconds = Field(0.0, description="from a flag's release on one rank to its sight on another")
-    intra_node_us: Microseconds = Field(0.0, description="a message inside a node takes so long before its first byte")
-    inter_node_us: Microseconds = Field(0.0, description="a message between nodes takes so long before its first byte")
+    intra_node_us: Microseconds = Field(
+        0.0, description="a message inside a domain takes so long before its first byte"
+    )
+    inter_node_us: Microseconds = Field(
+        0.0, description="a message between domains takes so long before its first byte"
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -68,8 +68,9 @@ LAER_E16K4 = LAER_E8K2.replace(intermediate_size=7168, num_experts=16, top_k=4)
 
 # --- clusters ---------------------------------------------------------------------------------------------------------
 #
-# Nodes of 8 GPUs. Every number is one of: [sheet], its maker's data sheet; [measured], published by who measured it;
-# [derived], from such numbers, as said. Read on 2026-11-22. `moesys bench calibrate` measures your own.
+# Nodes of 8 GPUs, and NVL72 racks. Every number is one of: [sheet], its maker's data sheet; [measured], published
+# by who measured it; [derived], from such numbers, as said. Read on 2026-11-22, racks on 2026-11-23. `moesys bench
+# calibrate` measures your own.
 #
 # Data sheets: NVIDIA A100 80GB (2021), H100 (2023), H200 (2023), HGX B200 (2024): memory, multiprocessors, and NVLink
 # of 300, 450, 450 and 900 GB/s one way. H800 is H100 with NVLink of 200. Streams reach nine tenths of a memory's rate.
@@ -148,24 +149,50 @@ def h200(num_nodes: int = 1) -> ClusterSpec:
     return _hopper(num_nodes, "H200", intra_node_gb_per_s=370.0, expert_tflops=613.0, memory_gb_per_s=4800.0)
 
 
+_BLACKWELL = {
+    # [derived] DeepEP V2's README (2026): 643 GB/s with 24 multiprocessors, of which one row in 8 stays on its GPU.
+    "intra_node_gb_per_s": 563.0,
+    "inter_node_gb_per_s": 360.0,
+    # [derived] 1745 of a dense product, times 594 / 794.5 of H100: no rate of a MoE layer was found.
+    "expert_tflops": 1305.0,
+    # [measured] what the driver says of the bus (github.com/pytorch/ao pull 4002, 2026); 8000 by data sheet.
+    "memory_gb_per_s": 7672.0,
+    "multiprocessors": 148,
+    # A pair of multiprocessors shares a tile of 256 rows (CUTLASS's Blackwell kernels).
+    "tile_rows": 128,
+    "tile_columns": 256,
+    "copy_share": 24 / 148,
+}
+
+
 def b200(num_nodes: int = 1) -> ClusterSpec:
     """Nodes of 8 B200 SXM with 8 NICs of 400 Gb/s."""
-    return _nodes_of_8(
-        num_nodes,
-        "B200",
-        # [derived] DeepEP V2's README (2026): 643 GB/s with 24 multiprocessors, of which one row in 8 stays on its GPU.
-        intra_node_gb_per_s=563.0,
-        inter_node_gb_per_s=360.0,
-        # [derived] 1745 of a dense product, times 594 / 794.5 of H100: no rate of a MoE layer was found.
-        expert_tflops=1305.0,
-        # [measured] what the driver says of the bus (github.com/pytorch/ao pull 4002, 2026); 8000 by data sheet.
-        memory_gb_per_s=7672.0,
-        multiprocessors=148,
-        # A pair of multiprocessors shares a tile of 256 rows (CUTLASS's Blackwell kernels).
-        tile_rows=128,
-        tile_columns=256,
-        copy_share=24 / 148,
+    return _nodes_of_8(num_nodes, "B200", **_BLACKWELL)
+
+
+def _nvl72(num_nodes: int, name: str, nics_gb_per_s: float) -> ClusterSpec:
+    # Compute trays of 4 GPUs, of which a rack's 18 are one NVLink domain (docs.nvidia.com, Enterprise Reference
+    # Architectures, NVL72 AI Factory). [derived] No other figures of these GPUs were found than those of B200.
+    domains = tuple(4 * min(18, num_nodes - first) for first in range(0, num_nodes, 18))
+    trays = _nodes_of_8(num_nodes, name, **_BLACKWELL)
+    return trays.replace(
+        ranks_per_node=4,
+        ranks_per_domain=domains,
+        name=f"{num_nodes} x 4 {name}",
+        inter_node_gb_per_s=nics_gb_per_s,
     )
+
+
+def gb200(num_nodes: int = 1) -> ClusterSpec:
+    """Trays of 4 GPUs with 4 NICs of 400 Gb/s, 18 of them in a rack, whose 72 GPUs NVLink joins: GB200 NVL72."""
+    # [derived] as of the nodes of 8, for half as many NICs.
+    return _nvl72(num_nodes, "GB200", nics_gb_per_s=180.0)
+
+
+def gb300(num_nodes: int = 1) -> ClusterSpec:
+    """Trays of 4 GPUs with 4 NICs of 800 Gb/s, 18 of them in a rack, whose 72 GPUs NVLink joins: GB300 NVL72."""
+    # [derived] the same nine tenths of 4 ConnectX-8 (docs.nvidia.com, the same page).
+    return _nvl72(num_nodes, "GB300", nics_gb_per_s=360.0)
 
 
 # LAER-MoE's testbed.

@@ -26,8 +26,10 @@ class FlowSplit(Declared):
 
     kind: Literal["flow"] = "flow"
     traffic: Literal["fast", "exact"] = Field("fast", description="traffic almost the least, or the least there is")
-    max_inter_node: float | None = Field(
-        None, ge=0, le=1, description="share of the routed tokens that may leave their node, before balance; None: any"
+    max_inter_node: Annotated[float, Field(ge=0, le=1)] | Literal["seconds"] | None = Field(
+        None,
+        description="share of the routed tokens that may leave their node, before balance; None: any; seconds: what "
+        "takes a step the fewest",
     )
 
 

@@ -47,7 +47,7 @@ class Flow:
 class Links:
     """Runs flows on two channels of ``cluster``.
 
-    A message's latency is ``intra_node_us`` or ``inter_node_us``; all messages of a flow set off at once.
+    A message's latency is ``intra_node_us`` in its domain, else ``inter_node_us``; all of a flow set off at once.
     """
 
     def __init__(self, cluster: ClusterSpec) -> None:
@@ -114,7 +114,9 @@ class Links:
 
 
 def links_of_ranks(cluster: ClusterSpec) -> IntArray:
-    """Each rank's own four of all links, [4, R]: out of the rank, into it, out of its node, into it."""
+    """Each rank's own four of all links, [4, R]: out of the rank and into it, inside its domain; out of its node and
+    into it, between domains.
+    """
     R, N, node_R = cluster.num_ranks, cluster.num_nodes, np.asarray(cluster.node_of_rank)
     return np.stack([np.arange(R), R + np.arange(R), 2 * R + node_R, 2 * R + N + node_R])
 

@@ -295,9 +295,9 @@ class _Step:
 
     def _exchange_counts(self, layer: int) -> None:
         """An all-gather: nobody knows what comes before all have said what they send."""
-        sizes = np.array(self.cluster.node_sizes)
-        others = np.array([sizes.repeat(sizes) > 1, np.full(self.cluster.num_ranks, len(sizes) > 1)])
-        counts = LinkLoad(np.zeros(2 * (self.cluster.num_ranks + len(sizes))), others.repeat(2, axis=0))
+        R, sizes = self.cluster.num_ranks, np.array(self.cluster.domain_sizes)
+        others = np.array([sizes.repeat(sizes) > 1, np.full(R, len(sizes) > 1)])
+        counts = LinkLoad(np.zeros(2 * (R + self.cluster.num_nodes)), others.repeat(2, axis=0))
         self.lanes.wait(self._message("counts", counts, f"layer {layer}"))
         if "spread" in (rows := self._rows(layer)).loads:
             self.lanes.wait(self._message("counts", rows.loads["dispatch"], f"layer {layer} visits"))

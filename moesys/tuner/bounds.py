@@ -134,14 +134,14 @@ def _compute_seconds(rows: float, setting: Setting) -> float:
 def _sharding_seconds(strategy: Strategy, setting: Setting) -> float:
     """A layer's restores and reshard on the busiest way out of a node, where every expert is held by one rank.
 
-    What leaves nodes: for each expert held, a slice from every rank outside its holder's node, and a slice of its
-    gradient to each. There are R - g of those at least, g ranks in the largest node; one node sends its N-th part.
+    What leaves domains: for each expert held, a slice from every rank outside its holder's domain, and a slice of its
+    gradient to each. There are R - g of those at least, g ranks in the largest domain; one node sends its N-th part.
     """
     model, cluster = setting.model, setting.cluster
     if not isinstance(strategy.sharding, Fsep):
         return 0.0
     wire_slice = -(-model.expert_parameters // cluster.num_ranks)
     travels = model.bytes_per_element * restores_per_step(strategy.sharding) + GRADIENT_BYTES
-    outside = cluster.num_ranks - max(cluster.node_sizes)
+    outside = cluster.num_ranks - max(cluster.domain_sizes)
     out_of_a_node = model.num_experts * wire_slice * outside * travels / cluster.num_nodes
     return out_of_a_node / (cluster.inter_node_gb_per_s * 1e9)

@@ -32,7 +32,7 @@ def default_space(
     if cluster.num_ranks == 1:
         return Space(overlaps)
     counts = _slot_counts(setting, tokens_per_rank, memory_gb, recompute)
-    nodes = cluster.num_nodes > 1
+    nodes, domains = cluster.num_nodes > 1, len(cluster.domain_sizes) > 1
     shardings: Values = {"sharding": ("ep",), "sharding.ep.slots_per_rank": (None, *counts)}
     if counts:
         hierarchical = nodes and max(cluster.node_sizes) > 1
@@ -44,7 +44,7 @@ def default_space(
             "sharding.reshard_after_forward": (True, False),
             "sharding.restore": ("flat", "hierarchical") if hierarchical else ("flat",),
         }
-    capped = tuple(FlowSplit(max_inter_node=cap) for cap in _CAPS if nodes)
+    capped = tuple(FlowSplit(max_inter_node=cap) for cap in _CAPS if domains)
     return Space(
         {
             **shardings,

@@ -24,7 +24,7 @@ def model_of(instance: Instance) -> ms.ModelShape:
 
 
 @st.composite
-def deals(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def deals(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
     """Demands of nodes, some without slots, that can hold every expert."""
     num_experts = draw(st.integers(1, 20))
     ranks_N = np.array(draw(st.lists(st.integers(0, 4), min_size=1, max_size=4).filter(any)))
@@ -33,13 +33,13 @@ def deals(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
     supply_NE = rng.integers(0, 50, (len(ranks_N), num_experts)) ** draw(st.integers(0, 3))
     supply_NE *= rng.random(supply_NE.shape) < draw(st.sampled_from([0.0, 0.3, 1.0]))
-    return supply_NE, slots_N, ranks_N
+    return supply_NE, slots_N, ranks_N, draw(st.sampled_from([1, 2, 8]))
 
 
 @settings(max_examples=200, deadline=None)
 @given(deal=deals())
 def test_every_expert_has_a_place_every_slot_is_one_and_no_token_is_lost(deal):
-    supply_NE, slots_N, ranks_N = deal
+    supply_NE, slots_N, ranks_N, _ = deal
     places_NE, tokens_NE = deal_to_nodes(*deal)
     assert (places_NE.sum(axis=0) >= 1).all()
     np.testing.assert_array_equal(places_NE.sum(axis=1), slots_N)

@@ -13,7 +13,7 @@ from moesys.__main__ import app
 from moesys.balance import LoadHistory, num_moves, plan_layout, split_tokens
 from moesys.bench.harness.sheets import Sheet, terminal_table
 from moesys.bench.planner import many_ranks as large
-from moesys.bench.planner import peer_eplb, scale
+from moesys.bench.planner import peer_eplb, scale, union
 from moesys.bench.planner import planner_contest as contest
 from moesys.bench.planner import seconds as by_seconds
 from moesys.bench.planner.scored_layers import Contender, moments, score_layer
@@ -301,6 +301,20 @@ def test_seconds_are_of_every_planner_and_greedy_is_told_the_model(tmp_path, mon
     assert "greedy by seconds" in (tmp_path / "r.md").read_text()
 
 
+def test_the_union_names_the_setting_in_which_greedy_is_worst(tmp_path, monkeypatch):
+    monkeypatch.setattr(union, "CLUSTERS", {"2 x 2": presets.h100(2).replace(ranks_per_node=2)})
+    monkeypatch.setattr(union, "MODELS", {"small": presets.LAER_E16K4})
+    code, output = run("--union", "4", "--json", str(tmp_path / "r.json"), "--page", str(tmp_path / "r.md"))
+    rows = json.loads((tmp_path / "r.json").read_text())["rows"]
+    above = [
+        row["layer_ms"]["greedy"] / min(ms for name, ms in row["layer_ms"].items() if name != "greedy") for row in rows
+    ]
+    assert code == any(ratio > 1.005 for ratio in above), output
+    worst = max(range(4), key=above.__getitem__)
+    assert f"| all | 4 | {np.median(above):.3f} | {max(above):.3f} |" in (tmp_path / "r.md").read_text()
+    assert f"{worst}: small, 2 x 2, " in (tmp_path / "r.md").read_text()
+
+
 def test_the_command_takes_members_by_kind_and_as_json(tmp_path):
     save_trace(NUMBERED, tmp_path / "t.npz")
     chosen = ["--balance", "eplb", "--split", '{"kind": "flow", "max_inter_node": 0.5}', "--predictor", "oracle"]
@@ -312,10 +326,11 @@ def test_the_command_takes_members_by_kind_and_as_json(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "give one of --trace FILE, --laer, --scale and --seconds"),
-        (["--laer", "--scale"], "give one of --trace FILE, --laer, --scale and --seconds"),
+        ([], "give one of --trace FILE, --laer, --scale, --seconds and --union N"),
+        (["--laer", "--scale"], "give one of --trace FILE, --laer, --scale, --seconds and --union N"),
         (["--scale", "--slots", "3"], "--slots is not for --scale; leave it out"),
         (["--seconds", "--slots", "3"], "--slots is not for --seconds; leave it out"),
+        (["--union", "3", "--seeds", "2"], "--seeds is not for --union; leave it out"),
         (["--scale", "--drift", "0.5"], "--drift is not for --scale; leave it out"),
         (["--laer", "--every", "2"], "--every is not for --laer; leave it out"),
         (["--scale", "--json", "nowhere/rows.json"], "nowhere is not a folder; make it, or write elsewhere"),

@@ -85,7 +85,7 @@ def plan_lines() -> Iterator[str]:
         yield (
             f"{case} | {split}: "
             f"layout {_digest(layout.expert_RS)} tokens {_digest(plan.entries)} "
-            f"busiest {plan.tokens_R.max()} between nodes {plan.inter_node_tokens(cluster.node_of_rank)}"
+            f"busiest {plan.tokens_R.max()} between nodes {plan.inter_node_tokens(cluster.domain_of_rank)}"
         )
 
 

@@ -347,3 +347,17 @@ def test_all_to_alls_are_issued_in_the_order_of_the_layers(ranks: LocalRanks, mo
             (lane, detail.removesuffix(" between nodes").removesuffix(" inside nodes")) for lane, detail in measured
         ]
         assert without_phase == simulated
+
+
+@pytest.mark.parametrize("overlap", [ms.Sequential(), ms.Pipelined(chunks=2), ms.MegaKernel()])
+def test_nodes_that_nvlink_joins_send_nothing_over_nics(overlap):
+    strategy = fsep(slots_per_rank=2).replace(overlap=overlap)
+    layers = plans(strategy, FOUR, np.full((4, 4), 50), np.arange(16).reshape(4, 4) * 9)
+
+    def length_us(cluster: ms.ClusterSpec) -> float:
+        return simulate_step(strategy, MODEL, cluster, layers).length_us
+
+    joined = length_us(FOUR.replace(ranks_per_domain=4))
+    assert joined < length_us(FOUR)
+    assert joined == length_us(ms.ClusterSpec(ranks_per_node=4, intra_node_gb_per_s=50, expert_tflops=1))
+    assert length_us(FOUR.replace(ranks_per_domain=1)) > length_us(FOUR)

@@ -178,10 +178,10 @@ def test_a_step_tells_every_rank_the_same_and_its_numbers_add_up(ranks: LocalRan
         assert 0 < result.plan_ms < result.step_ms
         assert 0 < result.exposed_ms < result.step_ms
         assert 1 <= result.load_max_over_mean <= 4
-    # Four slots of each of four ranks, restored for forward and for backward of two micro-batches and two layers.
-    slices = 4 * 4 * 2 * 2 * 2
-    expected_mib = 0.0 if strategy is EP else slices * 3 * (SHAPE.expert_parameters // 4) * 4 / 2**20
-    assert by_rank[0][-1].restored_mib == expected_mib
+    # Slots are restored for forward and for backward of two micro-batches and two layers: two to four of each of four
+    # ranks, as many as pay.
+    slot_mib = 0.0 if strategy is EP else 2 * 2 * 2 * 3 * (SHAPE.expert_parameters // 4) * 4 / 2**20
+    assert by_rank[0][-1].restored_mib in [slots * slot_mib for slots in range(4 * 2, 4 * 4 + 1)]
 
 
 def test_compiled_kernels_are_not_interpreted(monkeypatch: pytest.MonkeyPatch) -> None:

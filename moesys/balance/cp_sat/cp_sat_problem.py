@@ -10,7 +10,7 @@ import numpy as np
 from moesys.balance.flow.flow_split import flow_split
 from moesys.balance.planning_problem import PlanningProblem
 from moesys.balance.replicas import layout_from_rows, share_key, usable_slots
-from moesys.balance.topology import domains_of, nodes_of, tokens_by_node
+from moesys.balance.topology import domains_of, link_domains_of, tokens_by_node
 from moesys.config import CpSat, FlowSplit
 from moesys.layout import ExpertLayout
 from moesys.load import IntArray
@@ -35,7 +35,7 @@ class CpSatProblem:
 
     @classmethod
     def of(cls, planning: PlanningProblem, config: CpSat) -> CpSatProblem:
-        supply_NE, tokens_E = tokens_by_node(planning.load.tokens_RE, nodes_of(planning.cluster))
+        supply_NE, tokens_E = tokens_by_node(planning.load.tokens_RE, link_domains_of(planning.cluster))
         return cls(
             planning=planning,
             usable_R=usable_slots(planning.slots_R, planning.load.num_experts),
@@ -47,7 +47,7 @@ class CpSatProblem:
 
     @property
     def node_R(self) -> tuple[int, ...]:
-        return self.planning.cluster.node_of_rank
+        return self.planning.cluster.domain_of_rank
 
     @property
     def one_domain(self) -> bool:

@@ -12,15 +12,18 @@ from moesys.balance.flow.min_cost_flow import min_cost_flow
 from moesys.balance.flow.min_cost_push import min_cost_push
 from moesys.balance.flow.min_max_flow import min_max_flow, new_flow
 from moesys.balance.flow.replica_table import group_by_node, list_replicas
+from moesys.balance.flow.step_cost import prices_of, split_cost
 from moesys.balance.flow.token_routes import route_tokens
 from moesys.balance.planning_problem import PlanningProblem
-from moesys.balance.topology import levels_of, nodes_of, tokens_by_node
+from moesys.balance.topology import levels_of, link_domains_of, nodes_of, tokens_by_node
 from moesys.compiled import compiled
-from moesys.config import FlowSplit
-from moesys.layout import TokenPlan
-from moesys.load import IntArray
+from moesys.config import ClusterSpec, FlowSplit
+from moesys.layout import ExpertLayout, TokenPlan
+from moesys.load import IntArray, LoadMatrix
 
 NO_CAP = -1
+# Limits on the busiest rank, over the least there is, that are tried where seconds choose, in percent.
+LIMITS_PERCENT = (101, 102, 105, 110, 120, 140)
 
 
 def flow_split(problem: PlanningProblem, config: FlowSplit) -> TokenPlan:
@@ -28,19 +31,35 @@ def flow_split(problem: PlanningProblem, config: FlowSplit) -> TokenPlan:
     ``traffic="exact"`` one with the fewest, and of those the fewest that leave their rank at all.
 
     ``max_inter_node`` caps the share of tokens between nodes: then the busiest rank has the least load with which the
-    pushed tokens keep the cap, or, where no load does, reach the least traffic there is. ``turn`` rotates remainders.
-    Integers throughout: equal arguments give equal bytes.
+    pushed tokens keep the cap, or, where no load does, reach the least traffic there is. ``"seconds"`` tries several
+    limits on that load, from the least to none, and takes the one that costs a step the least (``step_cost``); raises
+    ValueError where the model is not known. ``turn`` rotates remainders. Integers throughout: equal arguments give
+    equal bytes.
     """
     load, layout, cluster, turn = problem.load, problem.layout_in_force, problem.cluster, problem.turn
+    node_R = link_domains_of(cluster)
+    level_LR = levels_of(cluster, nodes_of(cluster))
+    if config.max_inter_node == "seconds":
+        if problem.model is None:
+            raise ValueError("max_inter_node='seconds' is of a layer's shape; give model, or use a share or None")
+        prices = prices_of(problem.model, cluster, load.total)
+        if config.traffic == "fast":
+            entries = split_by_cost(load.tokens_RE, layout.expert_RS, node_R, level_LR, turn, prices)
+            return TokenPlan.by_construction(entries, load, layout)
+        limit = cheapest_limit(load.tokens_RE, layout.expert_RS, node_R, turn, prices)
+        return _exact(load, layout, cluster, limit, level_LR)
     cap = NO_CAP if config.max_inter_node is None else int(Fraction(str(config.max_inter_node)) * load.total)
-    node_R = nodes_of(cluster)
-    level_LR = levels_of(cluster, node_R)
     if config.traffic == "fast":
         entries = split_fast(load.tokens_RE, layout.expert_RS, node_R, level_LR, turn, cap)
         return TokenPlan.by_construction(entries, load, layout)
     limit = least_limit(load.tokens_RE, layout.expert_RS, node_R, turn, cap)
+    return _exact(load, layout, cluster, limit, level_LR)
+
+
+def _exact(load: LoadMatrix, layout: ExpertLayout, cluster: ClusterSpec, limit: int, level_LR: IntArray) -> TokenPlan:
+    """The split of least traffic under a limit on loads."""
     table = list_replicas(layout.expert_RS, load.num_experts)
-    assigned_RE = min_cost_flow(load, layout, cluster.node_of_rank, limit)
+    assigned_RE = min_cost_flow(load, layout, cluster.domain_of_rank, limit)
     tokens_P = assigned_RE[table.rank_P, table.expert_P]
     return TokenPlan.by_construction(route_tokens(load.tokens_RE, tokens_P, table, level_LR), load, layout)
 
@@ -62,29 +81,80 @@ def split_fast(tokens_RE, expert_RS, node_R, level_LR, turn, cap):  # type: igno
 
 
 @compiled
+def split_by_cost(tokens_RE, expert_RS, node_R, level_LR, turn, prices):  # type: ignore[no-untyped-def]
+    """Returns the rows of the cheapest plan of several limits, int64 [N, 4]."""
+    demand, table, groups = _prepare(tokens_RE, expert_RS, node_R)
+    _, tokens_P = _cheapest(demand, table, groups, turn, prices)
+    return route_tokens(tokens_RE, tokens_P, table, level_LR)
+
+
+@compiled
+def cheapest_limit(tokens_RE, expert_RS, node_R, turn, prices):  # type: ignore[no-untyped-def]
+    """Returns the limit on a rank's load that ``split_by_cost`` keeps."""
+    demand, table, groups = _prepare(tokens_RE, expert_RS, node_R)
+    return _cheapest(demand, table, groups, turn, prices)[0]
+
+
+@compiled
+def _cheapest(demand, table, groups, turn, prices):  # type: ignore[no-untyped-def]
+    tokens_RE, supply_NE, tokens_E, node_R = demand
+    lowest, highest = min_max_flow(tokens_E, table, new_flow(table)), tokens_E.sum()
+    limit, best_P = lowest, _assign(demand, table, groups, turn, lowest)[0]
+    least, _ = split_cost(tokens_RE, supply_NE, node_R, table, best_P, prices)
+    free_P, _ = _assign(demand, table, groups, turn, highest)
+    cost, least_links = split_cost(tokens_RE, supply_NE, node_R, table, free_P, prices)
+    if cost < least:
+        limit, best_P, least = highest, free_P, cost
+    for percent in LIMITS_PERCENT:
+        higher = lowest * percent // 100
+        # what links cost at least, and that rank
+        if higher * prices.row[0] + least_links >= least:
+            break
+        tokens_P, _ = _assign(demand, table, groups, turn, higher)
+        cost, _ = split_cost(tokens_RE, supply_NE, node_R, table, tokens_P, prices)
+        if cost < least:
+            limit, best_P, least = higher, tokens_P, cost
+    return limit, best_P
+
+
+@compiled
+def split_costs(tokens_KRE, expert_RS, node_R, prices, most):  # type: ignore[no-untyped-def]
+    """Returns the sum over loads [K, R, E] of what a step costs: at the least load of the busiest rank, or at the least
+    traffic, whichever is less. Ends where it passes ``most``.
+    """
+    total = np.int64(0)
+    for load in range(tokens_KRE.shape[0]):
+        demand, table, groups = _prepare(tokens_KRE[load], expert_RS, node_R)
+        tokens_P, _ = _assign(demand, table, groups, np.int64(0), demand.tokens_E.sum())
+        cost, links = split_cost(demand.tokens_RE, demand.supply_NE, node_R, table, tokens_P, prices)
+        lowest = min_max_flow(demand.tokens_E, table, new_flow(table))
+        if lowest * prices.row[0] + links < cost:
+            tokens_P, _ = _assign(demand, table, groups, np.int64(0), lowest)
+            cost = min(cost, split_cost(demand.tokens_RE, demand.supply_NE, node_R, table, tokens_P, prices)[0])
+        total += cost
+        if total > most:
+            break
+    return total
+
+
+@compiled
+def rows_at_least_load(tokens_RE, expert_RS, node_R):  # type: ignore[no-untyped-def]
+    """Returns the tokens of each rank and expert, int64 [R, E], at the least load of the busiest rank."""
+    demand, table, groups = _prepare(tokens_RE, expert_RS, node_R)
+    limit = min_max_flow(demand.tokens_E, table, new_flow(table))
+    tokens_P, _ = _assign(demand, table, groups, np.int64(0), limit)
+    rows_RE = np.zeros(tokens_RE.shape, np.int64)
+    for replica in range(tokens_P.size):
+        rows_RE[table.rank_P[replica], table.expert_P[replica]] = tokens_P[replica]
+    return rows_RE
+
+
+@compiled
 def least_crossing(tokens_RE, expert_RS, node_R):  # type: ignore[no-untyped-def]
     """Returns the tokens between nodes at the least load of the busiest rank."""
     demand, table, groups = _prepare(tokens_RE, expert_RS, node_R)
     limit = min_max_flow(demand.tokens_E, table, new_flow(table))
     return _assign(demand, table, groups, np.int64(0), limit)[1]
-
-
-@compiled
-def busiest_node_crossing(tokens_RE, expert_RS, node_R):  # type: ignore[no-untyped-def]
-    """Returns the tokens that leave or enter the busiest node, whichever are more, at the least load of the busiest
-    rank.
-    """
-    demand, table, groups = _prepare(tokens_RE, expert_RS, node_R)
-    limit = min_max_flow(demand.tokens_E, table, new_flow(table))
-    tokens_P, _ = _assign(demand, table, groups, np.int64(0), limit)
-    here_NE = np.zeros(demand.supply_NE.shape, np.int64)
-    for replica in range(tokens_P.size):
-        here_NE[node_R[table.rank_P[replica]], table.expert_P[replica]] += tokens_P[replica]
-    most = np.int64(0)
-    for node in range(here_NE.shape[0]):
-        more_E = here_NE[node] - demand.supply_NE[node]
-        most = max(most, np.maximum(more_E, 0).sum(), np.maximum(-more_E, 0).sum())
-    return most
 
 
 @compiled

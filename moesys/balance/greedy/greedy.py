@@ -3,25 +3,34 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from fractions import Fraction
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 
-from moesys.balance.flow.flow_split import busiest_node_crossing, least_crossing
+from moesys.balance.flow.flow_split import least_crossing, rows_at_least_load, split_costs
+from moesys.balance.flow.step_cost import Prices, prices_of, row_seconds, with_experts
 from moesys.balance.greedy.construction import ConstructionProblem, build_best, build_each_node
 from moesys.balance.greedy.local_search import MoveConstraints, local_search
 from moesys.balance.greedy.node_first import deal_to_nodes
 from moesys.balance.greedy.relabelling import num_moves, relabelled, relabelled_inside
 from moesys.balance.greedy.replica_constraints import check_replicas, part_of_experts, spread_replicas
-from moesys.balance.greedy.robust_cost import MILLION, NO_LIMIT, Scenarios, draw_scenarios, robust_cost
+from moesys.balance.greedy.robust_cost import (
+    MILLION,
+    NO_LIMIT,
+    Scenarios,
+    draw_drifted,
+    draw_scenarios,
+    robust_cost,
+)
+from moesys.balance.greedy.spread import spread
 from moesys.balance.planning_problem import PlanningProblem
 from moesys.balance.replicas import usable_slots
-from moesys.balance.topology import domains_of, levels_of, nodes_of, tokens_by_node
-from moesys.config import BYTES_PER_GB, ClusterSpec, Greedy, ModelShape
-from moesys.cost import expert_seconds
+from moesys.balance.topology import domains_of, levels_of, link_domains_of, nodes_of, tokens_by_node
+from moesys.config import Fsep, Greedy
+from moesys.cost import ExpertPass, expert_seconds, pass_seconds
 from moesys.layout import EMPTY, ExpertLayout
 from moesys.load import IntArray
 
@@ -38,6 +47,13 @@ INTER_NODE_SHARE = 4
 LEAST_GAIN = 40_000
 # An imbalance at which layouts that keep less to nodes are not looked for, in millionths of the mean.
 GOOD_ENOUGH = 200
+# Of layouts that are judged by the cost of a step: how many are improved, and of how many slots two loads must do.
+MOST_IMPROVED, MANY_SLOTS = 2, 512
+# Parts of a rank's mean that a place on a node is for, where nodes choose their experts: the smaller, the more nodes
+# have an expert, and the better loads can drift.
+PARTS, PARTS_OF_MUCH_DRIFT, MUCH_DRIFT = (1, 2, 4), (2, 4, 8), 0.1
+# Below that a load is judged by itself.
+LEAST_DRIFT = 0.005
 # How many times the evaluations of a search go into repair, and then into a search for the load itself: one scenario
 # each.
 REPAIR_EFFORT = 16
@@ -52,23 +68,28 @@ def greedy_layout(problem: PlanningProblem, config: Greedy) -> ExpertLayout:
 
     Layouts are constructed (``construction``) over the whole cluster; where every node can hold every expert, node by
     node for what its own ranks send; and, where the model is known, over nodes that first choose their experts
-    (``node_first``). The model also says what a token between nodes costs beside one more on the busiest rank: its
-    seconds on the cluster's links. The best by its robust cost (``robust_cost``) and its traffic between nodes is
-    improved by local search (``local_search``). Every usable slot is filled, no expert twice on a rank; under
-    ``replicas_within`` every slot that an expert of its part can use.
+    (``node_first``), and with every expert's replicas spread (``spread``). The best by its robust cost
+    (``robust_cost``) and its traffic between nodes is improved by local search (``local_search``); where the model is
+    known, that which costs a step the least (``step_cost``) on loads that ``drift`` as much as this one will. Every
+    usable slot is filled, no expert twice on a rank; under ``replicas_within`` every slot that an expert of its part
+    can use. Where it is known what it takes to bring experts to their slots, ranks use fewer as long as that is less.
 
     Near the layout in force two more are looked for: itself with the few replicas moved that the load needs elsewhere,
     and one built anew in which whole experts stay. A layout that moves replicas must earn them: ``move_tokens`` each,
     and four hundredths of the mean for all of them. A new one is relabelled so that it moves the fewest. One in force
     that has duplicates or free slots is completed first, and one that breaks ``min_replicas`` or ``replicas_within`` is
-    replaced, whatever ``max_moves`` says. More ``effort`` than 1, without one in force, never gives a worse layout by
-    this measure. Integers decide, so equal arguments give equal bytes, but for a deadline. Without a layout in force
-    nothing depends on how experts, or ranks of a node, are numbered.
+    replaced, whatever ``max_moves`` says. More ``effort`` than 1, without one in force and where counts decide, never
+    gives a worse layout by this measure. Integers decide, so equal arguments give equal bytes, but for a deadline.
+    Without a layout in force nothing depends on how experts, or ranks of a node, are numbered.
     """
     check_replicas(problem, config)
     planner = _Planner(problem, config)
     fresh = planner.best(planner.empty())
     return planner.layout(fresh if problem.layout is None else planner.earned(fresh, problem.layout))
+
+
+def _cost(draft: _Draft) -> int:
+    return draft.cost
 
 
 @dataclass(frozen=True, eq=False)
@@ -89,15 +110,27 @@ class _Draft:
 
     @cached_property
     def cost(self) -> int:
-        """The imbalance, and a share of the traffic between nodes."""
+        """The imbalance, and a share of the traffic between nodes; where the model is known, what steps of later loads
+        cost beside the mean rank's products. In millionths of these.
+        """
         planner = self.planner
-        if planner.cluster.num_nodes == 1:
+        if planner.prices is not None:
+            prices, gradients = planner.prices_with_experts(self)
+            cost = split_costs(planner.later_KRE, self.expert_RS, planner.node_R, prices, NO_LIMIT)
+            num_loads = len(planner.later_KRE)
+            computed = int(prices.row[0]) * planner.mean * num_loads
+            return (int(cost) + gradients * num_loads) * MILLION // max(computed, 1)
+        if planner.num_nodes == 1:
             return self.imbalance
-        if planner.node_price is None:
-            crossing = least_crossing(planner.tokens_RE, self.expert_RS, planner.node_R)
-            return self.imbalance + crossing * MILLION // max(int(planner.tokens_E.sum()), 1) // INTER_NODE_SHARE
-        crossing = busiest_node_crossing(planner.tokens_RE, self.expert_RS, planner.node_R)
-        return self.imbalance + int(crossing * MILLION * planner.node_price / planner.mean)
+        crossing = least_crossing(planner.tokens_RE, self.expert_RS, planner.node_R)
+        return self.imbalance + crossing * MILLION // max(int(planner.tokens_E.sum()), 1) // INTER_NODE_SHARE
+
+    @cached_property
+    def full_cost(self) -> int:
+        """The cost, and what tiles, waves and memory add to the products of the busiest rank on the first of the loads:
+        it depends on how many experts a rank has. Only where seconds are asked for.
+        """
+        return self.cost + self.planner.products_beyond_rows(self)
 
     @cached_property
     def replicas_RE(self) -> IntArray:
@@ -107,18 +140,19 @@ class _Draft:
 class _Planner:
     """One plan's problem, and the steps that solve it.
 
-    Inside, experts are numbered from the heaviest on, and the ranks of a node, or of a domain where replicas stay in
-    one, from the one with the most slots on.
+    Inside, experts are numbered from the heaviest on, and the ranks of a node, or of a domain where it has several,
+    from the one with the most slots on. Everywhere else a *node* is what rows are dear to leave: a domain of the links.
     """
 
     def __init__(self, problem: PlanningProblem, config: Greedy) -> None:
+        self.problem = problem
         load, cluster, slots_R = problem.load, problem.cluster, problem.slots_R
         self.load, self.cluster, self.config, self.width = load, cluster, config, max(slots_R)
-        self.node_price = None if problem.model is None else _node_price(problem.model, cluster)
         self.end = None if config.deadline_ms is None else time.monotonic() + config.deadline_ms / 1e3
-        self.node_R = nodes_of(cluster)
+        self.node_R = link_domains_of(cluster)
+        self.num_nodes = int(self.node_R[-1]) + 1
         # ranks of one of these may stand for one another
-        self.finest_R = levels_of(cluster, self.node_R)[0] if config.replicas_within == "domain" else self.node_R
+        self.finest_R = levels_of(cluster, nodes_of(cluster))[0]
         usable_R = np.array(usable_slots(slots_R, load.num_experts))
         self.rank_R = np.lexsort((-usable_R, self.finest_R))
         self.slots_R = usable_R[self.rank_R]
@@ -130,9 +164,15 @@ class _Planner:
         self.supply_NE = np.ascontiguousarray(supply_NE[:, self.expert_E]) >> self.scale
         self.tokens_E = self.supply_NE.sum(axis=0)
 
-        index_in_node_R = np.arange(len(slots_R)) - np.searchsorted(self.node_R, self.node_R)
-        rank_A = np.lexsort((self.node_R, index_in_node_R))
+        # of a domain of several nodes round these, too
+        nics_R = nodes_of(cluster)
+        index_in_node_R = np.arange(len(slots_R)) - np.searchsorted(nics_R, nics_R)
+        rank_A = np.lexsort((nics_R, index_in_node_R))
         self.rank_A = rank_A[self.slots_R[rank_A] > 0]
+        self.prices: Prices | None = None
+        self.known_prices: dict[bytes, tuple[Prices, int]] = {}
+        if problem.model is not None:
+            self.prices = prices_of(problem.model, cluster, int(self.tokens_E.sum()))
         self.mean = max(int(self.tokens_E.sum()) // len(self.rank_A), 1)
         num_slots = int(self.slots_R.sum())
         self.evaluations = min(max(SEARCH_SLOTS // num_slots, FEWEST_EVALUATIONS), MOST_EVALUATIONS)
@@ -160,17 +200,106 @@ class _Planner:
         expert_RS[self.rank_R, : named_RS.shape[1]] = named_RS
         return ExpertLayout(expert_RS, len(self.tokens_E))
 
+    @cached_property
+    def later_KRE(self) -> IntArray:
+        """Loads to judge layouts by."""
+        drift = self.config.drift
+        num_loads = 1 if drift < LEAST_DRIFT else 2 if drift < MUCH_DRIFT or self.slots_R.sum() > MANY_SLOTS else 4
+        tokens_KRE: IntArray = draw_drifted(self.tokens_RE, self.config.drift, num_loads)
+        tokens_KRE.setflags(write=False)
+        return tokens_KRE
+
     # --- building
 
     def best(self, before_RS: IntArray) -> _Draft:
         """Returns the best of the layouts that are built in one go, near ``before_RS``, and then improved."""
-        best = None
-        for draft in self.built(before_RS):
-            improved = self.improved(draft, NO_LIMIT)
-            if best is None or improved.cost < best.cost:
-                best = improved
-        assert best is not None
+        if self.prices is None or self.config.replicas_within != "cluster" or self.config.min_replicas > 1:
+            return min((self.improved(draft, NO_LIMIT) for draft in self.built(before_RS)), key=_cost)
+        drafts = {kind: draft for kind, build in enumerate(self.builders(before_RS)) if (draft := build())}
+        kinds = sorted(drafts, key=lambda kind: drafts[kind].cost)
+        finalists = (self.improved(drafts[kind], NO_LIMIT) for kind in kinds[:MOST_IMPROVED])
+        best = min(finalists, key=lambda draft: draft.full_cost)
+        return best if self.problem.sharding is None else self.with_fewer_slots(best, kinds[0])
+
+    def with_fewer_slots(self, best: _Draft, kind: int) -> _Draft:
+        """Returns ``best``, or a layout of its kind with fewer slots a rank, as long as one less costs less."""
+        most = int(self.slots_R.max()) - 1
+        while most and np.minimum(self.slots_R, most).sum() >= len(self.tokens_E):
+            slots_R = tuple(min(slots, most) for slots in self.problem.slots_R)
+            other = _Planner(replace(self.problem, slots_R=slots_R), self.config)
+            built = other.builders(other.empty())[kind]()
+            if built is None:
+                break
+            draft = _Draft(self, self.numbered(other.layout(built)), built.part_R)
+            if draft.full_cost >= best.full_cost:
+                break
+            best, most = draft, most - 1
         return best
+
+    def builders(self, before_RS: IntArray) -> Sequence[Callable[[], _Draft | None]]:
+        """What builds layouts for the fewest seconds, one of each kind."""
+        whole = [partial(self.built_spread, evenly) for evenly in (False, True)]
+        whole.append(partial(self.built_whole, before_RS))
+        if self.num_nodes == 1:
+            return whole
+        parts = PARTS if self.config.drift < MUCH_DRIFT else PARTS_OF_MUCH_DRIFT
+        by_node = [partial(self.built_node_first, before_RS, each) for each in parts]
+        return [*whole, *by_node, partial(self.built_each_node, before_RS)]
+
+    def built_spread(self, evenly: bool) -> _Draft:
+        expert_RS = self.empty()
+        spread(self.tokens_E, self.slots_R, self.node_R, self.rank_A, evenly, expert_RS)
+        return _Draft(self, expert_RS, self.part_R)
+
+    def built_whole(self, before_RS: IntArray) -> _Draft:
+        expert_RS = self.empty()
+        self.build(expert_RS, self.rank_A, self.tokens_E, np.arange(len(self.tokens_E)), before_RS)
+        return _Draft(self, expert_RS, self.part_R)
+
+    def built_each_node(self, before_RS: IntArray) -> _Draft | None:
+        """None where some node cannot hold every expert."""
+        expert_RS = self.empty()
+        if (np.bincount(self.node_R, self.slots_R) < len(self.tokens_E)).any():
+            return None
+        if not build_each_node(
+            self.slots_R, self.node_R, self.rank_A, self.supply_NE, self.scenarios_each, before_RS, expert_RS
+        ):
+            return None
+        return _Draft(self, expert_RS, self.node_R)
+
+    def prices_with_experts(self, draft: _Draft) -> tuple[Prices, int]:
+        """Prices of tokens beside the draft's experts on their way, and what their gradients cost; in the load's unit,
+        of which a micro-batch's tokens are ``units_per_token``.
+        """
+        problem, prices = self.problem, self.prices
+        assert prices is not None
+        assert problem.model is not None
+        if problem.sharding is None:
+            return prices, 0
+        # a flat restore of different experts depends on their number alone
+        flat = isinstance(problem.sharding, Fsep) and problem.sharding.restore == "flat"
+        key = ((draft.expert_RS != EMPTY).sum(axis=1) if flat else draft.expert_RS).tobytes()
+        if key not in self.known_prices:
+            prices, gradients = with_experts(
+                prices, self.layout(draft), problem.model, problem.cluster, problem.sharding
+            )
+            experts_2C = prices.experts_2C * problem.units_per_token >> self.scale
+            gradients = gradients * problem.units_per_token >> self.scale
+            self.known_prices[key] = prices._replace(experts_2C=experts_2C), gradients
+        return self.known_prices[key]
+
+    def products_beyond_rows(self, draft: _Draft) -> int:
+        """What products of the busiest rank take beyond its rows' flops, in millionths of the mean rank's rows."""
+        problem = self.problem
+        assert problem.model is not None
+        rows_RE = rows_at_least_load(self.later_KRE[0], draft.expert_RS, self.node_R)
+        rows_RE = (rows_RE << self.scale) / problem.units_per_token
+        passes: tuple[ExpertPass, ...] = ("forward", "input_gradients", "weight_gradients")
+        seconds_R = sum(pass_seconds(rows_RE, problem.model, problem.cluster, of) for of in passes)
+        of_flops = sum(expert_seconds(1.0, problem.model, problem.cluster, backward) for backward in (False, True))
+        beyond = np.max(seconds_R) - of_flops * rows_RE.sum(axis=1).max()
+        mean = (self.mean << self.scale) / problem.units_per_token
+        return int(beyond / (row_seconds(problem.model, problem.cluster) * mean) * MILLION)
 
     def built(self, before_RS: IntArray) -> Iterator[_Draft]:
         """Yields layouts by the parts of the cluster that replicas keep to; none that keep to them less, after one that
@@ -179,37 +308,21 @@ class _Planner:
         if self.config.replicas_within != "cluster" or self.config.min_replicas > 1:
             yield self.built_by_parts(before_RS)
             return
-        if self.cluster.num_nodes > 1 and self.node_price is not None:
-            yield self.built_node_first(before_RS)
-        slots_N = np.bincount(self.node_R, self.slots_R)
-        if self.cluster.num_nodes > 1 and (slots_N >= len(self.tokens_E)).all():
-            expert_RS, each = self.empty(), self.scenarios_each
-            if build_each_node(
-                self.slots_R,
-                self.node_R,
-                self.rank_A,
-                self.supply_NE,
-                each,
-                before_RS,
-                expert_RS,
-            ):
-                draft = _Draft(self, expert_RS, self.node_R)
-                yield draft
-                if draft.imbalance <= GOOD_ENOUGH:
-                    return
-        expert_RS = self.empty()
-        self.build(expert_RS, self.rank_A, self.tokens_E, np.arange(len(self.tokens_E)), before_RS)
-        yield _Draft(self, expert_RS, self.part_R)
+        if self.num_nodes > 1 and (draft := self.built_each_node(before_RS)):
+            yield draft
+            if draft.imbalance <= GOOD_ENOUGH:
+                return
+        yield self.built_whole(before_RS)
 
-    def built_node_first(self, before_RS: IntArray) -> _Draft:
+    def built_node_first(self, before_RS: IntArray, parts: int) -> _Draft:
         """Returns a layout whose nodes have the experts that their own ranks want most."""
         node_A = self.node_R[self.rank_A]
-        ranks_N = np.bincount(node_A, minlength=self.cluster.num_nodes)
+        ranks_N = np.bincount(node_A, minlength=self.num_nodes)
         slots_N = np.zeros_like(ranks_N)
         np.add.at(slots_N, node_A, self.slots_R[self.rank_A])
-        places_NE, tokens_NE = deal_to_nodes(self.supply_NE, slots_N, ranks_N)
+        places_NE, tokens_NE = deal_to_nodes(self.supply_NE, slots_N, ranks_N, parts)
         expert_RS = self.empty()
-        for node in range(self.cluster.num_nodes):
+        for node in range(self.num_nodes):
             rank_A, expert_D = self.rank_A[node_A == node], np.flatnonzero(places_NE[node])
             if len(rank_A):
                 heaviest_first_D = expert_D[np.argsort(-tokens_NE[node, expert_D], kind="stable")]
@@ -333,6 +446,9 @@ class _Planner:
         drafts = [_Draft(self, near.expert_RS[row_R], near.part_R)]
         if self.meets_constraints(before_RE, self.part_R):
             kept = _Draft(self, self.completed(before_RS, self.part_R), self.part_R)
+            if self.problem.sharding is not None and self.prices is not None:
+                # free slots may be what makes it cheap
+                kept = min(_Draft(self, before_RS, self.part_R), kept, key=_cost)
             drafts += [kept, self.repaired(kept, max(most_moves - num_moves(before_RE, kept.replicas_RE), 0))]
 
         def choice(draft: _Draft) -> tuple[bool, Fraction, int]:
@@ -344,7 +460,7 @@ class _Planner:
         # however few replicas a relabelled one moves, it costs as much as before
         if min(map(choice, drafts)) > (False, Fraction(fresh.cost), 0):
             rows = [relabelled_inside(fresh.replicas_RE, before_RE, self.slots_R, part_sizes)]
-            if self.config.replicas_within != "domain":
+            if self.config.replicas_within != "node" or self.cluster.domain_sizes == self.cluster.node_sizes:
                 rows.append(relabelled(fresh.replicas_RE, before_RE, self.slots_R, self.cluster))
             drafts += [_Draft(self, fresh.expert_RS[row_R], fresh.part_R) for row_R in rows]
         return min(drafts, key=choice)
@@ -384,12 +500,3 @@ class _Planner:
         np.add.at(parts_PE, part_R, before_RE)
         in_one_part = self.config.replicas_within == "cluster" or ((parts_PE > 0).sum(axis=0) == 1).all()
         return bool(enough and in_one_part)
-
-
-def _node_price(model: ModelShape, cluster: ClusterSpec) -> Fraction:
-    """Returns what a token that leaves or enters the busiest node takes, beside one that the busiest rank computes: its
-    row goes over the node's link four times in a step, two of them in backward.
-    """
-    moved_seconds = 4 * model.bytes_per_element * model.hidden_size / (cluster.inter_node_gb_per_s * BYTES_PER_GB)
-    computed_seconds = sum(expert_seconds(1.0, model, cluster, backward) for backward in (False, True))
-    return Fraction(moved_seconds / computed_seconds)

@@ -17,7 +17,7 @@ FILLED_TENTHS = 9
 
 
 @compiled
-def deal_to_nodes(supply_NE, slots_N, ranks_N):  # type: ignore[no-untyped-def]
+def deal_to_nodes(supply_NE, slots_N, ranks_N, parts):  # type: ignore[no-untyped-def]
     """Returns each node's places for each expert, int64 [N, E], and the tokens that it is to compute, int64 [N, E].
 
     ``supply_NE``: tokens by source node; ``slots_N``, ``ranks_N``: of each node, those of ranks that have slots. There
@@ -26,10 +26,11 @@ def deal_to_nodes(supply_NE, slots_N, ranks_N):  # type: ignore[no-untyped-def]
     num_nodes, num_experts = supply_NE.shape
     tokens_E = supply_NE.sum(axis=0)
     mean = max(tokens_E.sum() // ranks_N.sum(), 1)
-    lacking_E = _needed(tokens_E, mean, slots_N.sum())
+    place = max(mean // parts, 1)
+    lacking_E = _needed(tokens_E, place, slots_N.sum())
     places_NE = np.zeros((num_nodes, num_experts), np.int64)
     free_N = slots_N.copy()
-    _take_own(supply_NE, tokens_E, ranks_N, mean, lacking_E, places_NE, free_N)
+    _take_own(supply_NE, tokens_E, ranks_N, mean, place, lacking_E, places_NE, free_N)
     tokens_NE = level(supply_NE, places_NE, ranks_N)
     load_N = tokens_NE.sum(axis=1)
     for expert in np.argsort(-tokens_E, kind="mergesort"):
@@ -44,7 +45,7 @@ def deal_to_nodes(supply_NE, slots_N, ranks_N):  # type: ignore[no-untyped-def]
                 break
             places_NE[best, expert] += 1
             free_N[best] -= 1
-            load_N[best] += min(mean, tokens_E[expert])
+            load_N[best] += min(place, tokens_E[expert])
             lacking_E[expert] -= 1
     _fill(supply_NE, ranks_N, places_NE, free_N)
     return places_NE, level(supply_NE, places_NE, ranks_N)
@@ -67,9 +68,9 @@ def _needed(tokens_E, mean, num_slots):  # type: ignore[no-untyped-def]
 
 
 @compiled
-def _take_own(supply_NE, tokens_E, ranks_N, mean, lacking_E, places_NE, free_N):  # type: ignore[no-untyped-def]
+def _take_own(supply_NE, tokens_E, ranks_N, mean, place, lacking_E, places_NE, free_N):  # type: ignore[no-untyped-def]
     num_nodes, num_experts = supply_NE.shape
-    worth_P, place_P = _places_by_worth(supply_NE, mean)
+    worth_P, place_P = _places_by_worth(supply_NE, place)
     owner_E, alone_N = np.full(num_experts, -1), np.zeros(num_nodes, np.int64)
     num_ranks, num_free, num_lacking = ranks_N.sum(), free_N.sum(), lacking_E.sum()
     for index in np.argsort(-worth_P, kind="mergesort"):

@@ -18,13 +18,13 @@ def num_moves(before_RE: IntArray, after_RE: IntArray) -> int:
 
 def relabelled(after_RE: IntArray, before_RE: IntArray, slots_R: IntArray, cluster: ClusterSpec) -> IntArray:
     """Returns for each rank the row of ``after_RE`` that it shall hold, int64 [R]: with the fewest moves of all ways to
-    map ranks to ranks of as many slots and nodes to nodes of as many ranks.
+    map ranks to ranks of as many slots and domains to domains of as many ranks.
 
-    Both levels are assignments: of rows to the ranks of a node, for every two nodes, and, by what those save, of nodes
-    to nodes. On one node this is the optimum over all permutations. One that leaves nodes where they are is taken where
-    it is as good.
+    Both levels are assignments: of rows to the ranks of a domain, for every two, and, by what those save, of domains to
+    domains. On one domain this is the optimum over all permutations. One that leaves domains where they are is taken
+    where it is as good.
     """
-    starts = np.cumsum((0, *cluster.node_sizes))
+    starts = np.cumsum((0, *cluster.domain_sizes))
     ranks_by_node = [np.arange(*bounds) for bounds in pairwise(starts)]
     kept_RR = (after_RE > 0).astype(np.int32) @ (before_RE > 0).astype(np.int32).T
     # a row may not go where slots differ: less than any number of replicas kept

@@ -55,6 +55,34 @@ def draw_scenarios(tokens_E, num_near, num_far):  # type: ignore[no-untyped-def]
     return Scenarios(tokens_KE, weight_K)
 
 
+@compiled
+def draw_drifted(tokens_RE, drift, num_loads):  # type: ignore[no-untyped-def]
+    """Returns loads [K, R, E], int64, as they may be when a share ``drift`` of experts' popularity has been drawn anew,
+    as in ``moesys.traces.generate``: its logarithm comes nearer to the mean of all, and gets noise of its own.
+
+    Of two loads that follow one another one has the other's noise, with the other sign. All have as many tokens.
+    """
+    num_ranks, num_experts = tokens_RE.shape
+    log_E = np.log(tokens_RE.sum(axis=0) + 1.0)
+    mean, spread = log_E.mean(), log_E.std()
+    tokens_KRE = np.empty((num_loads, num_ranks, num_experts), np.int64)
+    factor_E = np.empty(num_experts)
+    for load in range(num_loads):
+        total = drifted = 0.0
+        for expert in range(num_experts):
+            noise = _bell(mixed_bits(load // 2, expert)) / 147.8 * (1 - 2 * (load % 2))
+            nearer = (1 - drift) * log_E[expert] + drift * mean
+            factor_E[expert] = np.exp(nearer + np.sqrt(drift * (2 - drift)) * spread * noise - log_E[expert])
+            for rank in range(num_ranks):
+                total += tokens_RE[rank, expert]
+                drifted += tokens_RE[rank, expert] * factor_E[expert]
+        for rank in range(num_ranks):
+            for expert in range(num_experts):
+                tokens = tokens_RE[rank, expert] * factor_E[expert] * total / max(drifted, 1.0)
+                tokens_KRE[load, rank, expert] = np.int64(tokens + 0.5)
+    return tokens_KRE
+
+
 @borrowing
 def _bell(bits):  # type: ignore[no-untyped-def]
     """A roughly normal number of mean 0 and standard deviation 147.8: the sum of the lowest four bytes, less 510."""

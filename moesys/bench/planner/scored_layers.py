@@ -166,7 +166,7 @@ def score_layer(
                     scored=iterations[moment.micro_batch],
                     max_over_mean=plan.max_over_mean,
                     least_max_over_mean=least,
-                    inter_node_share=plan.inter_node_tokens(cluster.node_of_rank) / max(1, load.total),
+                    inter_node_share=plan.inter_node_tokens(cluster.domain_of_rank) / max(1, load.total),
                     moves=None if before is None else num_moves(before.replicas_RE, layout.replicas_RE),
                     layout_ms=planner.layout_ms if replayed.replan else 0.0,
                     split_ms=split_ms,

@@ -13,13 +13,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
-from moesys.balance import plan_layout, warm_up
+from moesys.balance import measured_drift, plan_layout, warm_up
 from moesys.bench.harness.reports import Report, publish
 from moesys.bench.harness.sheets import Column, Sheet
 from moesys.bench.harness.steps import steps_told
 from moesys.bench.harness.stopwatch import Spread, machine_line
 from moesys.config import (
     Balance,
+    ClusterSpec,
     Eplb,
     EvenSplit,
     FlexMoe,
@@ -34,6 +35,7 @@ from moesys.config import (
     presets,
 )
 from moesys.config.workload import Generated
+from moesys.layout import ExpertLayout
 from moesys.load import LoadMatrix
 from moesys.step import StepPlan, plan_layer, simulate
 from moesys.traces import generate
@@ -55,14 +57,14 @@ class Setting:
     slots: int
     spread: float = 0.1
 
-    def loads(self, seed: int, drift: float) -> tuple[LoadMatrix, LoadMatrix]:
-        """Returns the load to plan for and a later one."""
+    def loads(self, seed: int, drift: float) -> tuple[LoadMatrix, LoadMatrix, LoadMatrix]:
+        """Returns one load after another: one that is past, the one to plan for, and the one that is run."""
         drawn = Generated(
-            drift=drift, spread=self.spread, num_layers=1, tokens_per_rank=TOKENS_PER_RANK, warmup=0, steps=2
+            drift=drift, spread=self.spread, num_layers=1, tokens_per_rank=TOKENS_PER_RANK, warmup=0, steps=3
         )
         trace = generate(drawn, 8 * self.num_nodes, self.model.num_experts, self.model.top_k, seed)
-        first, second = trace.tokens_SLRE[:, 0]
-        return LoadMatrix(first), LoadMatrix(second)
+        past, planned_for, later = map(LoadMatrix, trace.tokens_SLRE[:, 0])
+        return past, planned_for, later
 
 
 _QWEN, _V3, _MIXTRAL = presets.QWEN3_30B_A3B, presets.DEEPSEEK_V3, presets.MIXTRAL_8X7B
@@ -76,12 +78,21 @@ SETTINGS = (
 
 @dataclass(frozen=True)
 class Planner:
-    """``by_seconds``: whether the planner is told the model, and so can weigh seconds."""
+    """``by_seconds``: whether the planner is told the model, and so can weigh seconds, and how much loads drift."""
 
     name: str
     balance: Balance
     split: Split
     by_seconds: bool = False
+
+    def layout(
+        self, model: ModelShape, cluster: ClusterSpec, slots: int, past: LoadMatrix, planned_for: LoadMatrix
+    ) -> ExpertLayout:
+        """Plans for ``planned_for``; how much it differs from ``past`` is how much it is to differ from what comes."""
+        if not self.by_seconds:
+            return plan_layout(planned_for, cluster, self.balance, slots)
+        balance = self.balance.replace(drift=measured_drift(past, planned_for))
+        return plan_layout(planned_for, cluster, balance, slots, model=model, sharding=Fsep(slots_per_rank=slots))
 
 
 BASELINE = Planner("laer, even split", Laer(), EvenSplit())
@@ -92,7 +103,7 @@ PLANNERS = (
     Planner("eplb, flow split", Eplb(), FlowSplit()),
     Planner("flex_moe, flow split", FlexMoe(), FlowSplit()),
     Planner("greedy by counts", Greedy(), FlowSplit()),
-    Planner("greedy by seconds", Greedy(), FlowSplit(), by_seconds=True),
+    Planner("greedy by seconds", Greedy(), FlowSplit(max_inter_node="seconds"), by_seconds=True),
 )
 
 
@@ -161,16 +172,18 @@ def _rows(setting: Setting, seeds: Sequence[int], drift: float, tell: Callable[[
 
 
 def _row(
-    setting: Setting, planner: Planner, loads: Sequence[tuple[LoadMatrix, LoadMatrix]], baseline_ms: list[float]
+    setting: Setting,
+    planner: Planner,
+    loads: Sequence[tuple[LoadMatrix, LoadMatrix, LoadMatrix]],
+    baseline_ms: list[float],
 ) -> Row:
     model, cluster = setting.model, presets.h100(setting.num_nodes)
     sharding = Fsep(slots_per_rank=setting.slots)
     strategy = Strategy(name=planner.name, sharding=sharding, balance=planner.balance, split=planner.split)
     row = Row(setting.name, cluster.num_ranks, setting.slots, planner.name, [], [], [], [], baseline_ms)
-    for planned_for, later in loads:
+    for past, planned_for, later in loads:
         begin_s = time.perf_counter()
-        known = model if planner.by_seconds else None
-        layout = plan_layout(planned_for, cluster, planner.balance, setting.slots, model=known)
+        layout = planner.layout(setting.model, cluster, setting.slots, past, planned_for)
         row.planning_ms.append(1e3 * (time.perf_counter() - begin_s))
         layer = plan_layer(strategy, model, cluster, later, layout=layout)
         timeline = simulate(StepPlan(strategy, model, cluster, (layer,) * NUM_LAYERS))

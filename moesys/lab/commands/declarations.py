@@ -17,7 +17,18 @@ from moesys.tuner.space import Space
 T = TypeVar("T")
 D = TypeVar("D", Strategy, Space)
 
-_PRESETS = {make.__name__: make for make in (presets.a100, presets.h800, presets.h100, presets.h200, presets.b200)}
+_PRESETS = {
+    make.__name__: make
+    for make in (
+        presets.a100,
+        presets.h800,
+        presets.h100,
+        presets.h200,
+        presets.b200,
+        presets.gb200,
+        presets.gb300,
+    )
+}
 
 
 def balance_of(text: str) -> Balance:

@@ -158,7 +158,7 @@ def plan_tree(
     Of a cluster of more than 128 ranks only each node's busiest and idlest rank are shown.
     """
     load, layout = plan.load, plan.layout
-    leaving = plan.tokens.inter_node_tokens(cluster.node_of_rank)
+    leaving = plan.tokens.inter_node_tokens(cluster.domain_of_rank)
     tree = Tree(Text(f"{title}, {load.total} tokens on {cluster.num_ranks} ranks", style="bold"))
     held = _head(tree, f"layout: {int(layout.filled_R.sum())} replicas of {load.num_experts} experts")
     if previous is not None:

@@ -146,7 +146,7 @@ def _explain_layer(layer: int, step: StepPlan, walk: Sequence[Replayed], times: 
     change, num_kept = _newest_change(walk)
     source, expert, destination, count = tokens.entries.T
     on_rank = int(count[source == destination].sum())
-    between_nodes = tokens.inter_node_tokens(cluster.node_of_rank)
+    between_nodes = tokens.inter_node_tokens(cluster.domain_of_rank)
     busiest = int(tokens.tokens_R.argmax())
     busiest_E = np.zeros(load.num_experts, dtype=np.int64)
     np.add.at(busiest_E, expert[destination == busiest], count[destination == busiest])
@@ -180,16 +180,16 @@ _WAYS = (("dispatch", "spread"), ("combine", "send_sums"))
 
 def _traffic(plan: LayerPlan, step: StepPlan) -> list[Traffic]:
     model, cluster, sharding = step.model, step.cluster, step.strategy.sharding
-    node = np.asarray(cluster.node_of_rank)
-    same_node_RR = node[:, None] == node[None, :]
+    domain_R = np.asarray(cluster.domain_of_rank)
+    same_domain_RR = domain_R[:, None] == domain_R[None, :]
     rows = row_traffic(plan.tokens, model, cluster, step.strategy.overlap)
     there, home = ([rows.bytes_RR(kind, model) for kind in rows.rows_RR if kind in of] for of in _WAYS)
 
     def traffic(kind: str, times: int, *all_bytes: FloatArray) -> Traffic:
         return Traffic(
             kind=kind,
-            intra_node_bytes=int(sum(bytes_RR[same_node_RR].sum() for bytes_RR in all_bytes)),
-            inter_node_bytes=int(sum(bytes_RR[~same_node_RR].sum() for bytes_RR in all_bytes)),
+            intra_node_bytes=int(sum(bytes_RR[same_domain_RR].sum() for bytes_RR in all_bytes)),
+            inter_node_bytes=int(sum(bytes_RR[~same_domain_RR].sum() for bytes_RR in all_bytes)),
             times=times,
             alone_ms=1000 * sum(transfer_seconds(bytes_RR, cluster) for bytes_RR in all_bytes),
         )

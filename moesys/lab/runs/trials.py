@@ -191,7 +191,7 @@ def _simulated(step: list[StepPlan], rest: RestOfStep) -> dict[str, float]:
         bytes_RR.sum() for plan in tokens for bytes_RR in restore_bytes(plan.layout, model, cluster, sharding)
     )
     routed = sum(plan.load.total for plan in tokens)
-    leaving = sum(plan.inter_node_tokens(cluster.node_of_rank) for plan in tokens)
+    leaving = sum(plan.inter_node_tokens(cluster.domain_of_rank) for plan in tokens)
     return {
         "step_ms": timeline.length_us / 1000,
         "exposed_ms": exposed_ms(timeline),

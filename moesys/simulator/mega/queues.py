@@ -207,7 +207,7 @@ def _links(
     num_peers = len(peers.run)
     latency_X, first = np.zeros(len(rank_X)), np.zeros(len(rank_X) + 1, np.int64)
     link, link_bytes = np.empty(2 * num_peers, np.int64), np.empty(2 * num_peers)
-    node_R = np.asarray(cluster.node_of_rank, dtype=np.int64)
+    node_R, domain_R = np.asarray(cluster.node_of_rank), np.asarray(cluster.domain_of_rank)
     latency_seconds = (cluster.intra_node_us * 1e-6, cluster.inter_node_us * 1e-6)
     found = _crossed(
         rank_X.astype(np.int64),
@@ -215,6 +215,7 @@ def _links(
         Table.of(peers.run, np.arange(num_peers), len(rank_X)),
         peers,
         node_R,
+        domain_R,
         latency_seconds,
         (first, link, link_bytes, latency_X),
         np.full(2 * (cluster.num_ranks + cluster.num_nodes), -1),
@@ -223,7 +224,7 @@ def _links(
 
 
 @borrowing
-def _crossed(rank_X, pulls_X, entries, peers, node_R, latency_seconds, found, place_L):  # type: ignore[no-untyped-def]
+def _crossed(rank_X, pulls_X, entries, peers, node_R, domain_R, latency_seconds, found, place_L):  # type: ignore[no-untyped-def]
     """Fills ``found`` run by run, a link of each once, and says how many these are. ``place_L``: -1 for all links."""
     _, peer, amount, share = peers
     first, link_of, link_bytes, latency_X = found
@@ -232,7 +233,7 @@ def _crossed(rank_X, pulls_X, entries, peers, node_R, latency_seconds, found, pl
         own, first[run], longest = rank_X[run], size, 0.0
         for entry in entries.value[entries.first[run] : entries.first[run + 1]]:
             sender, receiver = (peer[entry], own) if pulls_X[run] else (own, peer[entry])
-            apart = node_R[sender] != node_R[receiver]
+            apart = domain_R[sender] != domain_R[receiver]
             latency = latency_seconds[1] if apart else latency_seconds[0]
             latency_X[run] += share[entry] * latency
             longest = max(longest, latency)

@@ -57,7 +57,7 @@ class Coarseness:
         fine_ranks = SOME_RANKS if tiles < FINE_TILES or work.programs <= FEW_PROGRAMS else FINE_RANKS
         if fine_ranks >= R or tiles < UNITS * 2 or tiles * work.columns < work.programs:
             return Coarseness.fine(work)
-        large_domains = max(np.bincount(cluster.node_of_rank)) > FINE_RANKS
+        large_domains = max(cluster.domain_sizes) > FINE_RANKS
         most = RASTER // 2 if large_domains or SOME_RANKS < R <= SOME_RANKS * 4 else RASTER
         unit_tiles = min(most, 1 << (tiles // UNITS).bit_length() - 1)
         programs = max(1, work.programs // unit_tiles)

@@ -81,11 +81,12 @@ def test_every_count_is_that_of_the_plans_own_entries():
     step = explain(FSEP, declared(FSEP), micro_batch=3)
     trace = generate(DRAWN, 4, 6, 2, seed=0)
     for layer, found in enumerate(step.layers):
-        layout = None
-        for tokens_RE in (np.ones((4, 6), dtype=int), *trace.tokens_SLRE[:3, layer]):
-            layout = plan_layout(
-                LoadMatrix(tokens_RE), CLUSTER, FSEP.balance, 3, model=declared(FSEP).model, previous=layout
-            )
+        model = declared(FSEP).model
+        layout = plan_layout(LoadMatrix(np.ones((4, 6), dtype=int)), CLUSTER, FSEP.balance, 3, model=model)
+        for tokens_RE in trace.tokens_SLRE[:3, layer]:
+            load = LoadMatrix(tokens_RE)
+            known = {"model": model, "previous": layout, "sharding": FSEP.sharding}
+            layout = plan_layout(load, CLUSTER, FSEP.balance, 3, **known)
         load = LoadMatrix(trace.tokens_SLRE[3, layer])
         plan = split_tokens(load, layout, CLUSTER, FSEP.split, turn=3)
         even = split_tokens(load, layout, CLUSTER, EvenSplit(), turn=3)

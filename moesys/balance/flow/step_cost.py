@@ -1,0 +1,144 @@
+"""What a split costs in a step, compiled: products on the busiest rank, and rows on the busiest links.
+
+A step sends every row four times, to its expert and back, forward and backward. An all-to-all takes as long as its
+busiest link; a rank computes once its own rows are there, so that of two of the four only those of its own links count.
+Experts that come meanwhile share the links with these two. Products, gathers and links are those of ``moesys.cost``,
+without latencies, tiles and memory. Integers, but for shares, which doubles cut alike on all ranks.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from moesys.compiled import compiled
+from moesys.config import ClusterSpec, Fsep, ModelShape, Sharding
+from moesys.cost import (
+    FloatArray,
+    expert_seconds,
+    link_seconds,
+    memory_seconds,
+    reshard_seconds,
+    restore_bytes,
+    restores_per_step,
+)
+from moesys.layout import ExpertLayout
+from moesys.load import IntArray
+
+# What the dearest token costs at most, and all tokens together: a sum of several steps still fits.
+DEAREST, ALL_TOKENS = 1 << 20, 1 << 58
+
+
+class Prices(NamedTuple):
+    """Seconds of a token, in a unit of ``unit_s`` seconds; int64. C nodes with NICs of their own.
+
+    ``row`` [1]: computed, forward and backward; ``inside`` [1]: sent or received inside its domain by a rank, once;
+    ``nics`` [1]: sent or received by a node between domains, once; ``nics_R``: the node of each rank; ``experts_2C``:
+    of experts that come while rows are on their way there, in all, over each node's NICs and inside domains;
+    ``passes`` [1]: of two, those in which they come.
+    """
+
+    unit_s: float
+    row: IntArray
+    inside: IntArray
+    nics: IntArray
+    nics_R: IntArray
+    experts_2C: IntArray
+    passes: IntArray
+
+
+def row_seconds(model: ModelShape, cluster: ClusterSpec) -> float:
+    """Seconds in which a rank computes a row, forward and backward, and gathers it for combine and its gradient."""
+    products = sum(expert_seconds(1.0, model, cluster, backward) for backward in (False, True))
+    return products + memory_seconds(2.0 * 2 * model.hidden_size * model.bytes_per_element, cluster)
+
+
+def prices_of(model: ModelShape, cluster: ClusterSpec, num_tokens: int) -> Prices:
+    """Returns the prices of a token of ``model`` on ``cluster``, for sums over ``num_tokens``."""
+    row_bytes = model.hidden_size * model.bytes_per_element
+    row = row_seconds(model, cluster)
+    inside = row_bytes / (cluster.intra_node_gb_per_s * 1e9)
+    nics = row_bytes / (cluster.inter_node_gb_per_s * 1e9)
+    unit = max(row, inside, nics) / max(min(DEAREST, ALL_TOKENS // max(num_tokens, 1)), 1)
+    row_1, inside_1, nics_1 = _rounded(np.array([[row], [inside], [nics]]) / unit)
+    no_experts_2C = np.zeros((2, cluster.num_nodes), np.int64)
+    nics_R = np.asarray(cluster.node_of_rank)
+    return Prices(unit, row_1, inside_1, nics_1, nics_R, no_experts_2C, np.zeros(1, np.int64))
+
+
+def _rounded(units: FloatArray) -> IntArray:
+    return np.rint(units).astype(np.int64)
+
+
+def with_experts(
+    prices: Prices, layout: ExpertLayout, model: ModelShape, cluster: ClusterSpec, sharding: Sharding
+) -> tuple[Prices, int]:
+    """Returns ``prices`` beside the experts of ``layout`` on their way, and what gradients cost on theirs.
+
+    What travels behind other work, prefetched or delayed, is taken to be hidden.
+    """
+    R, experts_2C = cluster.num_ranks, np.zeros(prices.experts_2C.shape)
+    prefetched, delayed = False, False
+    if isinstance(sharding, Fsep):
+        prefetched, delayed = sharding.prefetch_layers > 0, sharding.delay_reshard
+    for bytes_RR in () if prefetched else restore_bytes(layout, model, cluster, sharding):
+        inside_2R, nics_2C = np.split(link_seconds(bytes_RR, cluster), [2 * R])
+        inside_C = np.zeros(cluster.num_nodes)
+        np.maximum.at(inside_C, prices.nics_R, inside_2R.reshape(2, R).max(axis=0))
+        experts_2C += np.stack([nics_2C.reshape(2, -1).max(axis=0), inside_C])
+    gradients_s = 0.0 if delayed else reshard_seconds(layout, model, cluster, sharding)
+    passes = np.array([restores_per_step(sharding)])
+    with_them = prices._replace(experts_2C=_rounded(experts_2C / prices.unit_s), passes=passes)
+    return with_them, int(gradients_s / prices.unit_s)
+
+
+@compiled
+def split_cost(tokens_RE, supply_NE, node_R, table, tokens_P, prices):  # type: ignore[no-untyped-def]
+    """Returns what a split costs in a step, and what of it the busiest rank does not; in the unit of ``prices``.
+
+    ``node_R``, ``supply_NE``: of domains; ``tokens_P``: of each replica of ``table``. What of an expert leaves a domain
+    is taken from its sources there, and what comes is given to its replicas, in proportion to their tokens.
+    """
+    num_ranks, num_experts = tokens_RE.shape
+    load_R, kept_R = np.zeros(num_ranks, np.int64), np.zeros(num_ranks, np.int64)
+    out_R, in_R = np.zeros(num_ranks, np.int64), np.zeros(num_ranks, np.int64)
+    here_NE = np.zeros(supply_NE.shape, np.int64)
+    for replica in range(tokens_P.size):
+        rank, expert = table.rank_P[replica], table.expert_P[replica]
+        load_R[rank] += tokens_P[replica]
+        kept_R[rank] += min(tokens_P[replica], tokens_RE[rank, expert])
+        here_NE[node_R[rank], expert] += tokens_P[replica]
+    for replica in range(tokens_P.size):
+        rank, expert = table.rank_P[replica], table.expert_P[replica]
+        here = here_NE[node_R[rank], expert]
+        more = here - supply_NE[node_R[rank], expert]
+        if more > 0:
+            in_R[rank] += np.int64(more / here * tokens_P[replica])
+    sent_R = -kept_R
+    for rank in range(num_ranks):
+        node = node_R[rank]
+        for expert in range(num_experts):
+            tokens, supply = tokens_RE[rank, expert], supply_NE[node, expert]
+            sent_R[rank] += tokens
+            if here_NE[node, expert] < supply:
+                out_R[rank] += np.int64((supply - here_NE[node, expert]) / supply * tokens)
+    num_nics = prices.experts_2C.shape[1]
+    out_C, in_C = np.zeros(num_nics, np.int64), np.zeros(num_nics, np.int64)
+    links_C, arrival_C, busiest_C = np.zeros(num_nics, np.int64), np.zeros(num_nics, np.int64), np.zeros_like(out_C)
+    for rank in range(num_ranks):
+        nics = prices.nics_R[rank]
+        out_C[nics] += out_R[rank]
+        in_C[nics] += in_R[rank]
+        inside = max(sent_R[rank] - out_R[rank], load_R[rank] - kept_R[rank] - in_R[rank]) * prices.inside[0]
+        links_C[nics] = max(links_C[nics], inside)
+        busiest_C[nics] = max(busiest_C[nics], load_R[rank])
+    cost = np.int64(0)
+    for nics in range(num_nics):
+        between = max(out_C[nics], in_C[nics]) * prices.nics[0]
+        arrival_C[nics] = max(between + prices.experts_2C[0, nics], links_C[nics] + prices.experts_2C[1, nics])
+        links_C[nics] = max(between, links_C[nics])
+        there = prices.passes[0] * arrival_C[nics] + (2 - prices.passes[0]) * links_C[nics]
+        cost = max(cost, there + busiest_C[nics] * prices.row[0])
+    cost += 2 * links_C.max()
+    return cost, cost - busiest_C.max() * prices.row[0]

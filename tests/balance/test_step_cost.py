@@ -1,0 +1,171 @@
+"""What a split costs in a step, against the cost model, and what is planned by it: splits, and how many slots."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from balance_cases import Instance, instances, layouts
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import moesys as ms
+from moesys import cost
+from moesys.balance import measured_drift, plan_layout, split_tokens
+from moesys.balance.flow.replica_table import list_replicas
+from moesys.balance.flow.step_cost import Prices, prices_of, row_seconds, split_cost, with_experts
+from moesys.balance.greedy.robust_cost import draw_drifted
+from moesys.balance.greedy.spread import spread
+from moesys.balance.topology import link_domains_of, tokens_by_node
+from moesys.config import presets
+from moesys.layout import EMPTY
+from moesys.traces import generate
+
+WIDE = ms.ModelShape(hidden_size=64, intermediate_size=8, num_experts=1, top_k=1, dtype="bfloat16")
+
+
+def model_of(instance: Instance) -> ms.ModelShape:
+    return WIDE.replace(num_experts=instance.load.num_experts)
+
+
+def cost_of(plan: ms.TokenPlan, cluster: ms.ClusterSpec, prices: Prices) -> int:
+    node_R, table = link_domains_of(cluster), list_replicas(plan.layout.expert_RS, plan.load.num_experts)
+    supply_NE, _ = tokens_by_node(plan.load.tokens_RE, node_R)
+    tokens_P = plan.tokens_RER.sum(axis=0)[table.expert_P, table.rank_P]
+    return int(split_cost(plan.load.tokens_RE, supply_NE, node_R, table, tokens_P, prices)[0])
+
+
+def step_seconds(plan: ms.TokenPlan, model: ms.ModelShape, cluster: ms.ClusterSpec, sharding: ms.Fsep) -> float:
+    """A step's products and links, all-to-all by all-to-all, from the bytes of the cost model."""
+    R, N = cluster.num_ranks, cluster.num_nodes
+    node_R = np.asarray(cluster.node_of_rank)
+
+    def busiest_N(bytes_RR: np.ndarray, beside_RR: np.ndarray) -> np.ndarray:
+        seconds_L = cost.link_seconds(bytes_RR, cluster) + cost.link_seconds(beside_RR, cluster)
+        by_rank = seconds_L[: 2 * R].reshape(2, R).max(axis=0)
+        inside_N = [by_rank[node_R == node].max() for node in range(N)]
+        return np.maximum(inside_N, seconds_L[2 * R :].reshape(2, N).max(axis=0))
+
+    rows_RR, nothing_RR = cost.dispatch_bytes(plan, model), np.zeros((R, R))
+    experts_RR = sum(cost.restore_bytes(plan.layout, model, cluster, sharding), nothing_RR)
+    computed_N = [plan.tokens_R[node_R == node].max() * row_seconds(model, cluster) for node in range(N)]
+    to_experts_N = 2 * busiest_N(rows_RR, experts_RR)
+    return float((to_experts_N + computed_N).max()) + 2 * cost.transfer_seconds(rows_RR, cluster)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), instance=instances(), joined=st.booleans())
+def test_a_split_costs_what_its_bytes_and_rows_take(data, instance, joined):
+    """Exactly where a domain is one node, or all; the links inside are fast where a node's traffic is shared out."""
+    layout, model = data.draw(layouts(instance)), model_of(instance)
+    cluster = instance.cluster.replace(memory_gb_per_s=1000, expert_tflops=data.draw(st.sampled_from([0.1, 100])))
+    if joined:
+        cluster = cluster.replace(ranks_per_domain=cluster.num_ranks)
+    elif cluster.num_nodes > 1:
+        cluster = cluster.replace(intra_node_gb_per_s=1e9)
+    # a node's traffic is shared out in whole tokens
+    load = ms.LoadMatrix(instance.load.tokens_RE * 1000)
+    plan = split_tokens(load, layout, cluster, ms.FlowSplit(), data.draw(st.integers(0, 3)))
+    sharding = ms.Fsep(slots_per_rank=layout.num_slots)
+    prices, _ = with_experts(prices_of(model, cluster, plan.load.total), layout, model, cluster, sharding)
+    expected_s = step_seconds(plan, model, cluster, sharding)
+    assert cost_of(plan, cluster, prices) * prices.unit_s == pytest.approx(expected_s, rel=1e-3)
+
+
+@settings(max_examples=60, deadline=None)
+@given(data=st.data(), instance=instances(), traffic=st.sampled_from(["fast", "exact"]))
+def test_a_split_by_seconds_costs_no_more_than_the_least_load_and_the_least_traffic(data, instance, traffic):
+    layout, model, cluster = data.draw(layouts(instance)), model_of(instance), instance.cluster
+    prices = prices_of(model, cluster, instance.load.total)
+
+    def split(cap: float | str | None) -> ms.TokenPlan:
+        config = ms.FlowSplit(traffic=traffic, max_inter_node=cap)
+        return split_tokens(instance.load, layout, cluster, config, model=model)
+
+    found = split("seconds")
+    np.testing.assert_array_equal(found.tokens_RER.sum(axis=2), instance.load.tokens_RE)
+    assert found == split("seconds")
+    if traffic == "fast":
+        assert cost_of(found, cluster, prices) <= min(cost_of(split(cap), cluster, prices) for cap in (None, 0.0))
+
+
+def test_a_split_by_seconds_sends_rows_over_wires_only_where_that_is_quicker():
+    """Rank 0 has all tokens of expert 0, and rank 1 on another node holds it as well."""
+    load, layout = ms.LoadMatrix([[800], [200]]), ms.ExpertLayout([[0], [0]], num_experts=1)
+    model, busiest = WIDE.replace(intermediate_size=4096), []
+    for gb_per_s in (1e-3, 1e6):
+        cluster = ms.ClusterSpec(num_nodes=2, ranks_per_node=1, inter_node_gb_per_s=gb_per_s, expert_tflops=1)
+        plan = split_tokens(load, layout, cluster, ms.FlowSplit(max_inter_node="seconds"), model=model)
+        busiest.append(plan.tokens_R.max())
+    assert busiest == [800, 500]
+
+
+def test_a_split_by_seconds_asks_for_the_model():
+    load, layout = ms.LoadMatrix([[1]]), ms.ExpertLayout([[0]], num_experts=1)
+    with pytest.raises(ValueError, match="max_inter_node='seconds' is of a layer's shape; give model"):
+        split_tokens(load, layout, ms.ClusterSpec(), ms.FlowSplit(max_inter_node="seconds"))
+
+
+# --- layouts
+
+
+@settings(max_examples=100, deadline=None)
+@given(instance=instances(), evenly=st.booleans())
+def test_spread_layouts_hold_every_expert_and_fill_every_slot(instance, evenly):
+    num_experts = instance.load.num_experts
+    slots_R = np.minimum(instance.slots, num_experts)
+    tokens_E = np.sort(instance.load.tokens_E)[::-1].copy()
+    expert_RS = np.full((len(slots_R), slots_R.max()), EMPTY)
+    rank_A = np.flatnonzero(slots_R)
+    spread(tokens_E, slots_R, np.asarray(instance.cluster.node_of_rank), rank_A, evenly, expert_RS)
+    layout = ms.ExpertLayout(expert_RS, num_experts)
+    assert layout.num_duplicates == 0
+    np.testing.assert_array_equal(layout.filled_R, slots_R)
+
+
+def test_even_replicas_are_as_many_of_each_and_proportional_ones_as_tokens():
+    tokens_E, slots_R, node_R = np.array([90, 10, 10, 10]), np.full(6, 2), np.repeat([0, 1, 2], 2)
+    counts = []
+    for evenly in (True, False):
+        expert_RS = np.full((6, 2), EMPTY)
+        spread(tokens_E, slots_R, node_R, np.arange(6), evenly, expert_RS)
+        counts.append(np.bincount(expert_RS.ravel()).tolist())
+    # One a node for each expert is all there is; of what evenly leaves, nothing.
+    assert counts[0] == [3, 3, 3, 3]
+    assert counts[1] == [3, 3, 3, 3]
+    expert_RS = np.full((6, 2), EMPTY)
+    spread(tokens_E[:3], slots_R, node_R, np.arange(6), False, expert_RS)
+    assert np.bincount(expert_RS.ravel()).tolist() == [6, 3, 3]
+
+
+def test_drifted_loads_have_as_many_tokens_and_the_drift_that_was_asked_for():
+    how = ms.Generated(skew=1.0, drift=0.3, num_layers=1, tokens_per_rank=8192, warmup=0, steps=2)
+    before, after = map(ms.LoadMatrix, generate(how, 4, 256, 8, seed=0).tokens_SLRE[:, 0])
+    assert measured_drift(before, after) == pytest.approx(0.3, abs=0.1)
+    assert measured_drift(before, before) == pytest.approx(0)
+    assert measured_drift(ms.LoadMatrix(np.ones((2, 3), dtype=int)), ms.LoadMatrix([[1, 2, 3]] * 2)) == 0
+    assert (draw_drifted(before.tokens_RE, 0.0, 1)[0] == before.tokens_RE).all()
+    for tokens_RE in draw_drifted(before.tokens_RE, 0.3, 4):
+        assert tokens_RE.sum() == pytest.approx(before.total, rel=1e-3)
+        assert measured_drift(before, ms.LoadMatrix(tokens_RE)) == pytest.approx(0.3, abs=0.12)
+
+
+def test_ranks_leave_slots_empty_where_experts_are_dear():
+    sharding = ms.Fsep(slots_per_rank=3, prefetch_layers=1, delay_reshard=True)
+    cluster = ms.ClusterSpec(num_nodes=2, ranks_per_node=2, inter_node_gb_per_s=0.1)
+    load = ms.LoadMatrix(np.random.default_rng(0).integers(1, 50, (4, 4)))
+    model = presets.MIXTRAL_8X7B.replace(num_experts=4)
+    known = {"model": model}
+    full = plan_layout(load, cluster, ms.Greedy(), 3, sharding=sharding, **known)
+    assert full.filled_R.sum() == 12
+    waited_for = sharding.replace(prefetch_layers=0, delay_reshard=False)
+    few = plan_layout(load, cluster, ms.Greedy(), 3, sharding=waited_for, **known)
+    assert few.filled_R.tolist() == [1, 1, 1, 1]
+    # With so many tokens that rows are dearer than experts, all slots pay.
+    many = ms.LoadMatrix(load.tokens_RE * 10**7)
+    assert plan_layout(many, cluster, ms.Greedy(), 3, sharding=waited_for, **known).filled_R.sum() == 12
+    # The same, in units of a ten-millionth of a token.
+    units = {"units_per_token": 10**7, **known}
+    assert plan_layout(many, cluster, ms.Greedy(), 3, sharding=waited_for, **units) == few
+    # A layout in force with empty slots is kept as it is.
+    again = plan_layout(load, cluster, ms.Greedy(), 3, model=model, previous=few, sharding=waited_for)
+    assert again == few
