@@ -47,7 +47,7 @@ class Member(Declared):
     @classmethod
     def __pydantic_init_subclass__(cls, **options: Any) -> None:
         super().__pydantic_init_subclass__(**options)
-        if cls.__module__.startswith("moesys.config."):
+        if _is_ours(cls):
             return
         above = [base for base in cls.__mro__[1:] if issubclass(base, Member)]
         if kinds := [base for base in above if base.model_fields["kind"].default]:
@@ -60,22 +60,22 @@ class Member(Declared):
                 f"class {cls.__name__} has a field kind or source_digest, which say what class it is; give it another "
                 "name"
             )
-        inherited = tuple(base.own_code.digest for base in above if base.own_code is not None)
-        cls.own_code = OwnCode.of(cls, inherited)
+        cls.own_code = OwnCode.of(cls, tuple(base.own_code for base in above if base.own_code is not None))
 
     @model_validator(mode="before")
     @classmethod
     def _is_of_this_class(cls, fields: Any) -> Any:
         if cls.own_code is None or not isinstance(fields, dict):
             return fields
-        path, digest = cls.own_code.import_path, cls.own_code.digest
+        path = cls.own_code.import_path
         fields = {"kind": path} | fields
         if (kind := fields["kind"]) != path:
             raise ValueError(f"kind={kind!r} is not that of {path}; leave kind out")
-        if (there := fields.pop("source_digest", digest)) != digest:
+        there = fields.pop("source_digest", None)
+        if there is not None and there != cls.own_code.digest:
             raise ValueError(
                 f"kind={path!r} is of another source than when it was written (source_digest={there!r}, now "
-                f"{digest!r}); leave source_digest out to take it as it is now"
+                f"{cls.own_code.digest!r}); leave source_digest out to take it as it is now"
             )
         return fields
 
@@ -103,14 +103,15 @@ class Member(Declared):
         """A class of one's own travels with its text: who receives it need not find its file, nor as it was."""
         if self.own_code is None:
             return super().__reduce_ex__(protocol)
-        return _empty, (_union_of(type(self)), self.own_code), self.__getstate__()
+        return _empty, (_union_of(type(self)), self.own_code, self.own_code.digest), self.__getstate__()
 
     # --- the union ------------------------------------------------------------------------------------------------
 
     @classmethod
     def kinds(cls) -> dict[str, type[Member]]:
         """moesys' own members of this union, by kind."""
-        return {kind: member for member in cls.__subclasses__() if (kind := member.model_fields["kind"].default)}
+        members = (member for member in cls.__subclasses__() if _is_ours(member))
+        return {kind: member for member in members if (kind := member.model_fields["kind"].default)}
 
     @classmethod
     def own_class(cls, kind: str, digest: str | None = None) -> type[Member] | None:
@@ -118,7 +119,9 @@ class Member(Declared):
         found = None
         for member in _below(cls):
             code = member.own_code
-            if code is not None and code.import_path == kind and digest in (None, code.digest):
+            if code is None or code.import_path != kind:
+                continue
+            if digest is None or (code.path and code.digest == digest):
                 found = member
         return found
 
@@ -167,6 +170,10 @@ def _as_it_is(member: Any, serialized: SerializerFunctionWrapHandler) -> Any:
     return serialized(member)
 
 
+def _is_ours(member: type[Member]) -> bool:
+    return member.__module__.startswith("moesys.config.")
+
+
 def _union_of(member: type[Member]) -> type[Member]:
     return next(base for base in member.__mro__ if "union" in base.__dict__)
 
@@ -177,8 +184,8 @@ def _below(member: type[Member]) -> Iterator[type[Member]]:
         yield from _below(extending)
 
 
-def _empty(union: type[Member], code: OwnCode) -> Member:
+def _empty(union: type[Member], code: OwnCode, digest: str) -> Member:
     """An instance without fields, of the class that is there or is made now."""
-    own: Any = union.own_class(code.import_path, code.digest) or code.load()
+    own: Any = union.own_class(code.import_path, digest) or code.load()
     empty: Member = own.__new__(own)
     return empty

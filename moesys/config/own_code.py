@@ -25,29 +25,24 @@ _SCRIPTS = ("__main__", "__mp_main__")
 @dataclass(frozen=True)
 class OwnCode:
     """A class of a person's own: the name and the file of its module, the text of that when the class was made, and the
-    class's name there. inherited: digests of the classes of one's own that it extends.
+    class's name there. Path and text are empty where there is no file to find the class in.
     """
 
     module: str
     path: str
     text: str
     name: str
-    inherited: tuple[str, ...] = ()
+    extended: tuple[OwnCode, ...] = ()
 
     @classmethod
-    def of(cls, owner: type, inherited: tuple[str, ...] = ()) -> Self:
-        """Raises TypeError for a class that other processes cannot find: of a function, or of no file."""
+    def of(cls, owner: type, extended: tuple[OwnCode, ...] = ()) -> Self:
         module = sys.modules.get(owner.__module__)
         path = getattr(module, "__file__", None)
         if module is None or path is None or "<locals>" in owner.__qualname__:
-            where = "inside a function" if "<locals>" in owner.__qualname__ else "in no file"
-            raise TypeError(
-                f"class {owner.__name__} is defined {where}, where other processes and fingerprints do not find it; "
-                "define it at the top level of a .py file"
-            )
+            return cls(owner.__module__, "", "", owner.__qualname__, extended)
         loader = module.__loader__
         data = loader.data if isinstance(loader, _TextLoader) else Path(path).read_bytes()
-        return cls(_name_of(module), path, decode_source(data), owner.__qualname__, inherited)
+        return cls(_name_of(module), path, decode_source(data), owner.__qualname__, extended)
 
     @property
     def import_path(self) -> str:
@@ -57,8 +52,16 @@ class OwnCode:
     def digest(self) -> str:
         """16 hex digits over the class and what it names of its file, functions and constants, and over what it
         extends. Other files and the rest of this one do not count.
+
+        Raises ValueError for a class of no file or of a function, which no other process can find.
         """
-        made_of = [used_lines(self.text, self.name.partition(".")[0]), *self.inherited]
+        if not self.path:
+            where = "inside a function" if "<locals>" in self.name else "in no file"
+            raise ValueError(
+                f"{self.import_path} is defined {where}, where neither records nor other processes find it; define it "
+                "at the top level of a .py file"
+            )
+        made_of = [used_lines(self.text, self.name.partition(".")[0]), *(code.digest for code in self.extended)]
         return hashlib.sha256("\n".join(made_of).encode()).hexdigest()[:16]
 
     def load(self) -> type:
