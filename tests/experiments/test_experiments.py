@@ -65,6 +65,7 @@ def test_there_are_the_experiments_that_the_docs_name() -> None:
         "convergence",
         "mega_interpret",
         "overlap_ablation",
+        "own_planner",
         "real_models",
         "rebalance_ablation",
         "shaped_links",
@@ -119,6 +120,15 @@ def test_the_flow_split_never_leaves_more_imbalance_than_the_even_split_over_the
         even, flow = (np.array(rows[name].samples["load_max_over_mean"][seed]) for name in ("laer+even", "laer+flow"))
         assert (flow <= even).all()
         assert flow.mean() < even.mean()
+
+
+def test_a_planner_of_ones_own_beats_eplb_under_either_split(tmp_path: Path) -> None:
+    experiment = load_experiment(FOLDER / "own_planner.py")
+    few = experiment.workload.replace(num_layers=1, warmup=2, steps=4)
+    rows = {row.name: row for row in compared(experiment.replace(workload=few, seeds=(0, 1)), tmp_path).rows}
+    for split in ("even", "flow"):
+        for metric in ("step_ms", "inter_node_share"):
+            assert rows[f"own+{split}"].median(metric) < rows[f"eplb+{split}"].median(metric)
 
 
 def test_the_sweep_is_the_experiment_at_every_skew_each_with_a_folder_of_its_own() -> None:
