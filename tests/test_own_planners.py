@@ -328,8 +328,12 @@ def test_the_command_line_names_it_by_import_path(
 
 
 def test_a_run_goes_on_with_its_planner_and_not_with_a_changed_one(file: Path, tmp_path: Path) -> None:
-    first = ms.run(load_experiment(file), tmp_path)
-    assert ms.run(load_experiment(file), tmp_path).num_run == 0
+    experiment = load_experiment(file)
+    first = ms.run(experiment, tmp_path)
+    again = load_experiment(file)
+    assert again == experiment
+    assert hash(again) == hash(experiment)
+    assert ms.run(again, tmp_path).num_run == ms.run(experiment, tmp_path).num_run == 0
     file.write_text(FILE.replace("seeds=(0,)", "seeds=(0, 1)"))
     assert ms.run(load_experiment(file), tmp_path).num_run == 2
     file.write_text(FILE.replace("[::-1]", "[1:] + rows(problem)[:1]"))

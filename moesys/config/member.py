@@ -93,6 +93,12 @@ class Member(Declared):
             return fields
         return {"kind": fields.pop("kind"), "source_digest": self.own_code.digest, **fields}
 
+    def __eq__(self, other: object) -> bool:
+        """A file that is read twice makes two classes, which are one."""
+        if self.own_code is None or not isinstance(other, Member) or other.own_code is None:
+            return super().__eq__(other)
+        return self.own_code.is_that_of(other.own_code) and self.__dict__ == other.__dict__
+
     def _identity(self) -> dict[str, Any]:
         """Of a class of one's own what it was made of too, and all of its fields."""
         if self.own_code is None and not isinstance(self, self.recorded):

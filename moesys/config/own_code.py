@@ -64,6 +64,12 @@ class OwnCode:
         made_of = [used_lines(self.text, self.name.partition(".")[0]), *(code.digest for code in self.extended)]
         return hashlib.sha256("\n".join(made_of).encode()).hexdigest()[:16]
 
+    def is_that_of(self, other: OwnCode) -> bool:
+        """Whether both are one class under one name."""
+        if self.import_path != other.import_path or not (self.path and other.path):
+            return self is other
+        return self.digest == other.digest
+
     def load(self) -> type:
         """Makes the class from the text, in a module that nobody else sees."""
         module = module_of_text(self.module, self.path, self.text.encode())

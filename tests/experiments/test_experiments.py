@@ -8,6 +8,8 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import moesys as ms
 from moesys.lab.runs.comparison import JUDGED_STEPS
@@ -129,6 +131,25 @@ def test_a_planner_of_ones_own_beats_eplb_under_either_split(tmp_path: Path) -> 
     for split in ("even", "flow"):
         for metric in ("step_ms", "inter_node_share"):
             assert rows[f"own+{split}"].median(metric) < rows[f"eplb+{split}"].median(metric)
+
+
+node_slots = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=3), min_size=1, max_size=3)
+
+
+@given(node_slots.filter(lambda slots: any(map(any, slots))), st.data())
+def test_a_planner_of_ones_own_has_a_layout_for_any_nodes_and_slots(
+    slots: list[list[int]], data: st.DataObject
+) -> None:
+    slots_R = [count for of_node in slots for count in of_node]
+    E = data.draw(st.integers(1, sum(slots_R)))
+    tokens = st.lists(st.integers(0, 9), min_size=E, max_size=E)
+    load = ms.LoadMatrix(data.draw(st.lists(tokens, min_size=len(slots_R), max_size=len(slots_R))))
+    cluster = ms.ClusterSpec(num_nodes=len(slots), ranks_per_node=tuple(map(len, slots)))
+    layout = ms.plan_layout(load, cluster, module_of("own_planner").NodeByNode(), slots_R)
+    # Where each node has room, each holds every expert.
+    if min(map(sum, slots)) >= E:
+        nodes = np.array(cluster.node_of_rank)
+        assert all(layout.num_distinct(np.flatnonzero(nodes == node).tolist()) == E for node in range(len(slots)))
 
 
 def test_the_sweep_is_the_experiment_at_every_skew_each_with_a_folder_of_its_own() -> None:
