@@ -116,7 +116,7 @@ class Member(Declared):
     @classmethod
     def kinds(cls) -> dict[str, type[Member]]:
         """moesys' own members of this union, by kind."""
-        members = (member for member in cls.__subclasses__() if _is_ours(member))
+        members = (member for member in _below(cls) if _is_ours(member))
         return {kind: member for member in members if (kind := member.model_fields["kind"].default)}
 
     @classmethod
