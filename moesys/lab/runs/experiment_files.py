@@ -183,9 +183,10 @@ def _from_python(path: Path, all_of_them: bool) -> tuple[Experiment, ...]:
 
 def _module_name(path: Path) -> str:
     """As others import the file, so that classes in it have a name; not where that would hide another module."""
+    if "." in path.stem:
+        return _MODULE
     try:
-        # Of a name with a dot the package would be imported.
-        taken = find_spec(path.stem.partition(".")[0])
+        taken = find_spec(path.stem)
     except ValueError:
         return _MODULE
     return path.stem if taken is None or taken.origin in (None, str(path.resolve())) else _MODULE
