@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from moesys import hf as hf
     from moesys.balance import Certificate as Certificate
     from moesys.balance import LoadHistory as LoadHistory
+    from moesys.balance import PlanningProblem as PlanningProblem
     from moesys.balance import certify as certify
     from moesys.balance import measured_drift as measured_drift
     from moesys.balance import min_max_load as min_max_load
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from moesys.balance import replica_budget as replica_budget
     from moesys.balance import split_tokens as split_tokens
     from moesys.config import Adaptive as Adaptive
+    from moesys.config import Balance as Balance
     from moesys.config import ClusterSpec as ClusterSpec
     from moesys.config import CpSat as CpSat
     from moesys.config import Declared as Declared
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from moesys.config import Pipelined as Pipelined
     from moesys.config import Proportional as Proportional
     from moesys.config import Sequential as Sequential
+    from moesys.config import Split as Split
     from moesys.config import Static as Static
     from moesys.config import Strategy as Strategy
     from moesys.config import WindowMean as WindowMean
@@ -98,6 +101,7 @@ if TYPE_CHECKING:
 # The imports above are for type checkers; a test holds them and this table equal.
 _MODULE_OF = {
     "Adaptive": "moesys.config",
+    "Balance": "moesys.config",
     "Certificate": "moesys.balance",
     "ClusterSpec": "moesys.config",
     "CollectiveError": "moesys.overlap.comm.channel",
@@ -131,6 +135,7 @@ _MODULE_OF = {
     "Ordered": "moesys.config",
     "PathPart": "moesys.simulator.critical_path",
     "Pipelined": "moesys.config",
+    "PlanningProblem": "moesys.balance",
     "PlanningState": "moesys.moe.planning_state",
     "Proportional": "moesys.config",
     "Replay": "moesys.config.workload",
@@ -141,6 +146,7 @@ _MODULE_OF = {
     "Simulation": "moesys.simulator.simulation",
     "Space": "moesys.tuner.space",
     "Span": "moesys.timeline",
+    "Split": "moesys.config",
     "Static": "moesys.config",
     "StepPlan": "moesys.step",
     "Strategy": "moesys.config",

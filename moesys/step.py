@@ -11,13 +11,14 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, assert_never
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from moesys.balance import Certificate, certify, plan_layout, split_tokens
 from moesys.balance.topology import levels_of, link_domains_of, nodes_of
 from moesys.config import ClusterSpec, EvenSplit, FlowSplit, MegaKernel, ModelShape, Proportional, Split, Strategy
+from moesys.config.member import RECORDED
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.load import LoadMatrix
 from moesys.simulator.simulation import Simulation
@@ -146,7 +147,7 @@ def split_on_device(config: Split) -> bool:
         case EvenSplit() | Proportional():
             return True
         case _:
-            assert_never(config)
+            return False
 
 
 def plans_on_device(strategy: Strategy) -> bool:
@@ -158,7 +159,9 @@ def plans_on_device(strategy: Strategy) -> bool:
 
 
 def device_split(layout: ExpertLayout, cluster: ClusterSpec, config: Split, device: torch.device | str) -> DeviceSplit:
-    """What makes the plans of ``split_tokens`` on ``device``, once a layout. Raises ValueError as ``split_tables``."""
+    """What makes the plans of ``split_tokens`` on ``device``, once a layout. Raises ValueError as ``split_tables``, and
+    for a split of one's own.
+    """
     # Here, as plans and simulations do without Triton.
     from moesys.kernels.split.even import even_tables
     from moesys.kernels.split.proportional import proportional_tables
@@ -174,7 +177,7 @@ def device_split(layout: ExpertLayout, cluster: ClusterSpec, config: Split, devi
         case FlowSplit():
             return DeviceSplit(tables, None)
         case _:
-            assert_never(config)
+            raise ValueError(f"split={config.kind} is a split of one's own, which plans on the host; use split_tokens")
 
 
 @dataclass(frozen=True)
@@ -226,7 +229,8 @@ class StepPlan:
         model = ModelShape.model_validate(fields["model"])
         previous = fields["previous"]
         return cls(
-            strategy=Strategy.model_validate(fields["strategy"]),
+            # Its plans are made, so that planners of somebody's own need not be there.
+            strategy=Strategy.model_validate(fields["strategy"], context=RECORDED),
             model=model,
             cluster=ClusterSpec.model_validate(fields["cluster"]),
             layers=tuple(LayerPlan._from_fields(plan) for plan in fields["layers"]),

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
 import moesys as ms
 from moesys import config
+from moesys.__main__ import app
 from moesys.config import Declared, experiment, workload
 
 ROOT = Path(__file__).parents[1]
@@ -73,6 +75,36 @@ def test_the_errors_of_the_reference_are_what_is_said() -> None:
     for wrong, message in rows:
         with pytest.raises(ValueError, match=re.escape(message)):
             eval(wrong, names)
+
+
+def test_the_page_of_ones_own_planner_holds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    text = text_of("your-own-planner")
+    python, toml, shell = (
+        re.findall(rf"^```{kind}\n(.*?)^```", text, re.MULTILINE | re.DOTALL) for kind in ("python", "toml", "sh")
+    )
+    (tmp_path / "my_planners.py").write_text(python[0])
+    (tmp_path / "mine.toml").write_text(toml[0])
+    (tmp_path / "load.csv").write_text("9,1,1,1\n1,9,1,1\n5,2,2,2\n1,1,1,7\n")
+    small = ms.Experiment(
+        name="first",
+        model=ms.ModelShape(hidden_size=16, intermediate_size=16, num_experts=4, top_k=2),
+        cluster=ms.ClusterSpec(ranks_per_node=2),
+        strategies=(ms.presets.fsep(3),),
+        workload=ms.Generated(tokens_per_rank=64, warmup=0, steps=2),
+        seeds=(0,),
+    )
+    (tmp_path / "experiment.toml").write_text(small.to_toml())
+    run_blocks("your-own-planner")
+    assert capsys.readouterr().out == printed_beside_blocks("your-own-planner")[0]
+    commands = [line.split()[1:] for line in shell[0].splitlines()]
+    for arguments in commands:
+        result = CliRunner().invoke(app, arguments)
+        assert result.exit_code == 0, result.output
+    assert shell[1] == "moesys run experiments/own_planner.py\n"
 
 
 @pytest.mark.parametrize("declared", declared_types(), ids=lambda declared: declared.__name__)

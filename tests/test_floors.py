@@ -35,7 +35,8 @@ FLOOR_OF = {unit: floor for floor, units in enumerate(FLOORS) for unit in units}
 # Floors inside a room, of folders and of files by their names; "*" are the files that are not named.
 FLOORS_IN = {
     "config": (
-        {"base"},
+        {"base", "own_code"},
+        {"member"},
         {"model", "cluster", "sharding", "balance", "predictor", "split", "overlap"},
         {"strategy", "hub_config"},
         {"workload"},
@@ -46,7 +47,7 @@ FLOORS_IN = {
     "kernels": ({"torch_internals"}, {"cpu", "routing"}, {"experts"}, {"split", "symmetric"}, {"mega"}),
     "balance": (
         {"planning_problem", "topology"},
-        {"replicas", "flow"},
+        {"replicas", "flow", "own_planners"},
         {"baselines"},
         {"splits", "certificate"},
         {"greedy"},

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import assert_never
 
 from moesys.balance.baselines.eplb import eplb_layout
 from moesys.balance.baselines.flex_moe import flex_moe_layout
@@ -12,6 +11,7 @@ from moesys.balance.baselines.laer import laer_layout
 from moesys.balance.baselines.static import static_layout
 from moesys.balance.cp_sat.cp_sat import cp_sat_layout
 from moesys.balance.greedy.greedy import greedy_layout
+from moesys.balance.own_planners import own_layout
 from moesys.balance.planning_problem import PlanningProblem
 from moesys.config import Balance, ClusterSpec, CpSat, Eplb, FlexMoe, Greedy, Laer, ModelShape, Sharding, Static
 from moesys.layout import ExpertLayout
@@ -41,7 +41,8 @@ def plan_layout(
     ``Greedy.move_tokens`` counts in its unit, and beside experts on their way a token is ``units_per_token`` of them.
 
     Raises ValueError, with the way out, when load, model, cluster, slots and previous do not belong together, and when
-    no layout is what ``config`` asks for: too few slots, or too few of them on distinct ranks of a node or domain.
+    no layout is what ``config`` asks for: too few slots, or too few of them on distinct ranks of a node or domain. So
+    does a planner of one's own that raises, or returns what is no layout for these ranks and slots.
     """
     problem = PlanningProblem.of_layout(load, cluster, slots_per_rank, model, previous, sharding, units_per_token)
     match config:
@@ -58,7 +59,7 @@ def plan_layout(
         case CpSat():
             return cp_sat_layout(problem, config)
         case _:
-            assert_never(config)
+            return own_layout(problem, config)
 
 
 def plan_layouts(

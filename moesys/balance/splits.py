@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import assert_never
-
 from moesys.balance.baselines.even_split import even_split
 from moesys.balance.baselines.proportional_split import proportional_split
 from moesys.balance.flow.flow_split import flow_split
+from moesys.balance.own_planners import own_split
 from moesys.balance.planning_problem import PlanningProblem
 from moesys.config import ClusterSpec, EvenSplit, FlowSplit, ModelShape, Proportional, Split
 from moesys.layout import ExpertLayout, TokenPlan
@@ -27,7 +26,8 @@ def split_tokens(
     ``turn``, the number of the micro-batch, rotates the tokens that do not divide evenly over the replicas. ``model``
     is the layer's shape where it is known; today's splits count tokens and do not look at it.
 
-    Raises ValueError when load, model, layout and cluster do not belong together.
+    Raises ValueError when load, model, layout and cluster do not belong together, and where a split of one's own
+    raises, or returns what does not send every token to a holder.
     """
     problem = PlanningProblem.of_split(load, layout, cluster, turn, model)
     match config:
@@ -38,4 +38,4 @@ def split_tokens(
         case FlowSplit():
             return flow_split(problem, config)
         case _:
-            assert_never(config)
+            return own_split(problem, config)

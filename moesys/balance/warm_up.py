@@ -24,4 +24,6 @@ def warm_up(balance: Balance | None = None, split: Split | None = None) -> None:
     layout = plan_layout(load, cluster, planner, 3)
     turned = LoadMatrix(load.tokens_RE[:, ::-1])
     layout = plan_layout(turned, cluster, planner, 3, model=model, previous=layout)
-    split_tokens(turned, layout, cluster, split or FlowSplit())
+    # One's own may not be made for so small a problem, and has nothing of ours to compile.
+    if split is None or split.own_code is None:
+        split_tokens(turned, layout, cluster, split or FlowSplit())

@@ -2,20 +2,50 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
-from moesys.config.base import Declared
+from moesys.config.member import Member
 
 
-class Static(Declared):
+class Balance(Member):
+    """A layout from history. Extend it for a planner of your own: its fields, and ``layout``. Members of moesys have
+    none: ``plan_layout`` tells them apart by ``kind``.
+    """
+
+    union: ClassVar[str] = "balance"
+    method: ClassVar[str] = "layout"
+
+    # Any: a ``PlanningProblem`` in, an ``ExpertLayout`` out, which stand on floors above what is declared.
+    def layout(self, problem: Any) -> Any:
+        """Returns an ``ExpertLayout`` for a ``PlanningProblem``, [R, S] with S the slots of the widest rank: every
+        expert at least once, none twice on one rank, and on no rank more than its slots.
+
+        It is a pure function: of ``problem`` and its fields alone, on whichever rank it is called.
+        """
+        raise NotImplementedError(f"{type(self).__name__}() is planned for by ms.plan_layout")
+
+
+class RecordedBalance(Balance):
+    """A class of somebody's own as a record names it, whose code is not here."""
+
+    model_config = ConfigDict(extra="allow")
+
+    def layout(self, problem: Any) -> Any:
+        raise NotImplementedError(f"{self.kind} is named by a record, and a record is run by nobody")
+
+
+Balance.recorded = RecordedBalance
+
+
+class Static(Balance):
     """The same layout for ever: experts in order over the slots."""
 
     kind: Literal["static"] = "static"
 
 
-class Eplb(Declared):
+class Eplb(Balance):
     """DeepSeek's EPLB: replicate the heaviest expert per replica, then pack the heaviest first.
 
     ``hierarchical``: groups of experts are packed to nodes first, and an expert's replicas stay inside one node.
@@ -37,14 +67,14 @@ class Eplb(Declared):
         return self
 
 
-class Laer(Declared):
+class Laer(Balance):
     """LAER-MoE's planner: candidate replica counts, placement that spreads over nodes, the cheaper one by its cost."""
 
     kind: Literal["laer"] = "laer"
     candidates: tuple[Literal["even", "proportional"], ...] = Field(("even", "proportional"), min_length=1)
 
 
-class FlexMoe(Declared):
+class FlexMoe(Balance):
     """FlexMoE (arXiv 2304.03946) as a baseline: a few expand and shrink moves from the layout in force."""
 
     kind: Literal["flex_moe"] = "flex_moe"
@@ -56,7 +86,7 @@ MinReplicas = Annotated[int, Field(ge=1, description="replicas of every expert, 
 ReplicasWithin = Annotated[Within, Field(description="all replicas of an expert lie inside one of these")]
 
 
-class Greedy(Declared):
+class Greedy(Balance):
     """Ours: replicas on distinct ranks, spread over nodes, improved by local search; anytime and monotone in its work.
 
     With ``deadline_ms`` two ranks may plan differently. Their layouts still agree, for one rank plans and broadcasts,
@@ -81,7 +111,7 @@ class Greedy(Declared):
     )
 
 
-class CpSat(Declared):
+class CpSat(Balance):
     """OR-Tools CP-SAT on the joint placement and split, hinted by ``Greedy`` and never worse than it; R × E <= 4096."""
 
     kind: Literal["cp_sat"] = "cp_sat"
@@ -90,4 +120,5 @@ class CpSat(Declared):
     replicas_within: ReplicasWithin = "cluster"
 
 
-Balance = Annotated[Static | Eplb | Laer | FlexMoe | Greedy | CpSat, Field(discriminator="kind")]
+# Only now are its members known.
+Balance.model_rebuild(force=True)

@@ -49,13 +49,18 @@ class Declared(BaseModel):
 
         Two declarations with one fingerprint describe the same computation, whatever they are called.
         """
-        identity = {"schema": FINGERPRINT_SCHEMA, "type": type(self).__name__, "fields": _identity(self)}
+        identity = {"schema": FINGERPRINT_SCHEMA, "type": type(self).__name__, "fields": self._identity()}
         return hashlib.sha256(json.dumps(identity, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+    def _identity(self) -> dict[str, Any]:
+        return {
+            name: _identity(getattr(self, name)) for name in type(self).model_fields if name not in self.display_fields
+        }
 
 
 def _identity(value: Any) -> Any:
     if isinstance(value, Declared):
-        return {f: _identity(getattr(value, f)) for f in type(value).model_fields if f not in value.display_fields}
+        return value._identity()
     if isinstance(value, tuple | list):
         return [_identity(item) for item in value]
     return value

@@ -2,26 +2,56 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Any, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
-from moesys.config.base import Declared
+from moesys.config.member import Member
 
 
-class EvenSplit(Declared):
+class Split(Member):
+    """The current tokens over the replicas of their experts. Extend it for a split of your own: its fields, and
+    ``split``.
+    """
+
+    union: ClassVar[str] = "split"
+    method: ClassVar[str] = "split"
+
+    # Any: a ``PlanningProblem`` in, a ``TokenPlan`` out, which stand on floors above what is declared.
+    def split(self, problem: Any) -> Any:
+        """Returns a ``TokenPlan`` for a ``PlanningProblem``: every token of ``problem.load`` over
+        ``problem.layout_in_force``, and to holders only.
+
+        It is a pure function, for every rank calls it: of ``problem`` and its fields alone.
+        """
+        raise NotImplementedError(f"{type(self).__name__}() is planned for by ms.split_tokens")
+
+
+class RecordedSplit(Split):
+    """A class of somebody's own as a record names it, whose code is not here."""
+
+    model_config = ConfigDict(extra="allow")
+
+    def split(self, problem: Any) -> Any:
+        raise NotImplementedError(f"{self.kind} is named by a record, and a record is run by nobody")
+
+
+Split.recorded = RecordedSplit
+
+
+class EvenSplit(Split):
     """LAER-MoE's lite routing: evenly over the replicas on the source's node, or over all if the node has none."""
 
     kind: Literal["even"] = "even"
 
 
-class Proportional(Declared):
+class Proportional(Split):
     """Over all replicas, in proportion to the room that the other experts leave on their ranks."""
 
     kind: Literal["proportional"] = "proportional"
 
 
-class FlowSplit(Declared):
+class FlowSplit(Split):
     """Exact: the least maximum load that the layout allows, then little traffic between nodes."""
 
     kind: Literal["flow"] = "flow"
@@ -33,4 +63,5 @@ class FlowSplit(Declared):
     )
 
 
-Split = Annotated[EvenSplit | Proportional | FlowSplit, Field(discriminator="kind")]
+# Only now are its members known.
+Split.model_rebuild(force=True)

@@ -100,8 +100,9 @@ class PlannerThread:
         if self._channel.rank == leader and not self._unwanted(ticket):
             try:
                 layout = request.solve()
-            except Exception:
-                message = traceback.format_exc().encode()
+            except Exception as error:
+                # One line says it, where only one is shown.
+                message = f"{type(error).__name__}: {error}\n{traceback.format_exc()}".encode()
         shape = layout.expert_RS.shape if layout is not None else (0, 0)
         header = torch.tensor([*shape, len(message)], dtype=torch.int64)
         self._broadcast(header, leader)
@@ -110,7 +111,7 @@ class PlannerThread:
             text = _bytes_tensor(message or bytes(message_bytes))
             self._broadcast(text, leader)
             raise RuntimeError(
-                f"planning layer {request.layer} failed on rank {leader}:\n{text.numpy().tobytes().decode()}"
+                f"planning layer {request.layer} failed on rank {leader}: {text.numpy().tobytes().decode()}"
             )
         if not num_ranks:
             return None

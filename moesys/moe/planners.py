@@ -22,6 +22,7 @@ from moesys.config import ClusterSpec, MegaKernel, ModelShape, Pipelined, Sequen
 from moesys.layout import ExpertLayout
 from moesys.layout_schedule import LayoutSchedule
 from moesys.load import LoadMatrix
+from moesys.moe.agreement import agreed
 from moesys.moe.lookahead import Lookahead
 from moesys.moe.shards import ExpertShards
 from moesys.moe.unread_plans import DevicesPlan, SingleRankPlan
@@ -123,13 +124,19 @@ class HostPlanner(Planner):
         said_RN = gathered_RN[:, counts_CE.numel() :]
         if learning:
             _commit(deciding, said_RN[:, 1:])
-        with self.channel.meter.planning():
-            load = LoadMatrix(tokens_RCE.sum(dim=1).numpy())
+        load = LoadMatrix(tokens_RCE.sum(dim=1).numpy())
+
+        def make() -> LayerPlan:
             plan = plan_layer(
                 self.strategy, self.shape, self.cluster, load, layout=schedule.layout, turn=schedule.micro_batch
             )
             if learning:
                 schedule.observe(load)
+            return plan
+
+        with self.channel.meter.planning():
+            by_own_code = self.strategy.balance.own_code or self.strategy.split.own_code
+            plan = agreed(make, self.channel, counts_CE.device) if by_own_code else make()
             if isinstance(overlap, MegaKernel):
                 executor = self._mega_executor(overlap, batch, plan, most_tokens=int(said_RN[:, 0].max()))
             else:

@@ -9,6 +9,7 @@ from typing import Annotated, Any, get_args
 from pydantic import TypeAdapter, ValidationError
 
 from moesys.config import Declared, Strategy
+from moesys.config.member import Member
 
 Listed = Mapping[str, tuple[Any, ...]]
 
@@ -23,9 +24,16 @@ _NOT_SEARCHED = {"kind", "rows_cap", "most_tokens", "timeout_s", "slot_gb_per_ra
 
 
 def _classes_of(part: str) -> dict[str, type[Declared]]:
-    """The members of a union by kind; none of a field that is no union."""
+    """moesys' members of a union by kind; none of a field that is no union."""
+    if (union := _own_may_extend(part)) is not None:
+        return dict(union.kinds())
     members = [member for member in get_args(Strategy.model_fields[part].annotation) if issubclass(member, Declared)]
     return {member.model_fields["kind"].get_default(): member for member in members}
+
+
+def _own_may_extend(part: str) -> type[Member] | None:
+    declared = Strategy.model_fields[part].annotation
+    return declared if isinstance(declared, type) and issubclass(declared, Member) else None
 
 
 def _adapter(declared: type[Declared], field: str) -> TypeAdapter[Any]:
@@ -147,6 +155,9 @@ def _field_value(path: str, value: Any, adapters: list[TypeAdapter[Any]]) -> Any
 def _part_value(part: str, value: Any) -> Any:
     """A kind, a member or a number. Raises ValueError for what is none."""
     classes = _classes_of(part)
+    if isinstance(value, str) and ":" in value and _own_may_extend(part):
+        # One's own by its import path, with its fields' defaults: as whole as a member that is listed with them.
+        value = {"kind": value}
     if isinstance(value, str) and classes:
         if value not in classes:
             raise ValueError(f"{part}={value!r} is no kind of {part}; use one of {', '.join(classes)}")

@@ -8,6 +8,8 @@ from types import ModuleType
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import moesys as ms
 from moesys.lab.runs.comparison import JUDGED_STEPS
@@ -65,6 +67,7 @@ def test_there_are_the_experiments_that_the_docs_name() -> None:
         "convergence",
         "mega_interpret",
         "overlap_ablation",
+        "own_planner",
         "real_models",
         "rebalance_ablation",
         "shaped_links",
@@ -119,6 +122,34 @@ def test_the_flow_split_never_leaves_more_imbalance_than_the_even_split_over_the
         even, flow = (np.array(rows[name].samples["load_max_over_mean"][seed]) for name in ("laer+even", "laer+flow"))
         assert (flow <= even).all()
         assert flow.mean() < even.mean()
+
+
+def test_a_planner_of_ones_own_beats_eplb_under_either_split(tmp_path: Path) -> None:
+    experiment = load_experiment(FOLDER / "own_planner.py")
+    few = experiment.workload.replace(num_layers=1, warmup=2, steps=4)
+    rows = {row.name: row for row in compared(experiment.replace(workload=few, seeds=(0, 1)), tmp_path).rows}
+    for split in ("even", "flow"):
+        for metric in ("step_ms", "inter_node_share"):
+            assert rows[f"own+{split}"].median(metric) < rows[f"eplb+{split}"].median(metric)
+
+
+node_slots = st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=3), min_size=1, max_size=3)
+
+
+@given(node_slots.filter(lambda slots: any(map(any, slots))), st.data())
+def test_a_planner_of_ones_own_has_a_layout_for_any_nodes_and_slots(
+    slots: list[list[int]], data: st.DataObject
+) -> None:
+    slots_R = [count for of_node in slots for count in of_node]
+    E = data.draw(st.integers(1, sum(slots_R)))
+    tokens = st.lists(st.integers(0, 9), min_size=E, max_size=E)
+    load = ms.LoadMatrix(data.draw(st.lists(tokens, min_size=len(slots_R), max_size=len(slots_R))))
+    cluster = ms.ClusterSpec(num_nodes=len(slots), ranks_per_node=tuple(map(len, slots)))
+    layout = ms.plan_layout(load, cluster, module_of("own_planner").NodeByNode(), slots_R)
+    # Where each node has room, each holds every expert.
+    if min(map(sum, slots)) >= E:
+        nodes = np.array(cluster.node_of_rank)
+        assert all(layout.num_distinct(np.flatnonzero(nodes == node).tolist()) == E for node in range(len(slots)))
 
 
 def test_the_sweep_is_the_experiment_at_every_skew_each_with_a_folder_of_its_own() -> None:

@@ -8,10 +8,10 @@ import tomllib
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import TypeAdapter, ValidationError
+from pydantic import TypeAdapter
 
 from moesys.config import Balance, ClusterSpec, Predictor, Split, Strategy, presets
-from moesys.lab.runs.experiment_files import in_words
+from moesys.lab.runs.experiment_files import declared_in, import_named, in_words
 from moesys.tuner.space import Space
 
 T = TypeVar("T")
@@ -32,12 +32,18 @@ _PRESETS = {
 
 
 def balance_of(text: str) -> Balance:
-    """``greedy``, or ``{"kind": "greedy", "effort": 4}``. Raises ValueError for what is neither."""
+    """``greedy``; ``{"kind": "greedy", "effort": 4}``; or ``my_planners:RoundRobin``, which is imported.
+
+    Raises ValueError for others.
+    """
     return _member(text, "balance", TypeAdapter(Balance))
 
 
 def split_of(text: str) -> Split:
-    """``flow``, or ``{"kind": "flow", "max_inter_node": 0.1}``. Raises ValueError for what is neither."""
+    """``flow``; ``{"kind": "flow", "max_inter_node": 0.1}``; or ``my_planners:Near``, which is imported.
+
+    Raises ValueError for others.
+    """
     return _member(text, "split", TypeAdapter(Split))
 
 
@@ -84,11 +90,7 @@ def _declared_in(path: Path, kind: type[D]) -> D:
     field = kind.__name__.lower()
     if path.suffix not in (".json", ".toml") or not path.is_file():
         raise ValueError(f"{field}={str(path)!r} is no .json or .toml file; give one that declares a {kind.__name__}")
-    try:
-        text = path.read_text(encoding="utf-8")
-        return kind.from_json(text) if path.suffix == ".json" else kind.from_toml(text)
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, ValidationError) as error:
-        raise ValueError(f"{path} declares no {field}: {in_words(error)}") from None
+    return declared_in(path, kind)
 
 
 def _member(text: str, field: str, union: TypeAdapter[T]) -> T:
@@ -97,6 +99,7 @@ def _member(text: str, field: str, union: TypeAdapter[T]) -> T:
     except json.JSONDecodeError as error:
         raise ValueError(f"{field}={text!r} is no JSON: {error}") from None
     try:
+        import_named({field: fields}, Path.cwd())
         return union.validate_python(fields)
-    except ValidationError as error:
+    except ValueError as error:
         raise ValueError(f"{field}={text!r}: {in_words(error)}") from None

@@ -4,26 +4,48 @@ A Python file may also have ``experiments()``, which returns a list: those are r
 ``experiment()`` is the one that is meant where only one can be, as in ``moesys explain``.
 
 What is read here is frozen: a file that is edited while its experiment runs changes nothing.
+
+Files of declarations that people hand over may name planners of their own by import path: those are imported. What a
+run has recorded is read without.
 """
 
 from __future__ import annotations
 
 import inspect
+import json
 import sys
 import tomllib
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol, Self, TypeVar
 
 from pydantic import ValidationError
 
+from moesys.config import Balance, Split
 from moesys.config.experiment import Experiment
+from moesys.config.member import RECORDED, Member
+from moesys.config.own_code import importable, module_of_text, run_module
 
+# Of a file whose own name is that of another module.
 _MODULE = "moesys_experiment_file"
+_UNIONS: dict[str, type[Member]] = {union.union: union for union in (Balance, Split)}
 _LIST = "experiments"
+
+
+class _InFiles(Protocol):
+    @classmethod
+    def from_json(cls, text: str) -> Self: ...
+
+    @classmethod
+    def from_toml(cls, text: str) -> Self: ...
+
+
+D = TypeVar("D", bound=_InFiles)
 
 
 def load_experiments(path: Path) -> tuple[Experiment, ...]:
@@ -53,11 +75,80 @@ def _loaded(path: Path, all_of_them: bool) -> tuple[Experiment, ...]:
         )
     if path.suffix == ".py":
         return _from_python(path, all_of_them)
+    return (declared_in(path, Experiment),)
+
+
+def declared_in(path: Path, kind: type[D]) -> D:
+    """What a .json or .toml file declares; planners of one's own that it names are imported, from beside the file too.
+
+    Raises ValueError, which names the file.
+    """
     try:
         text = path.read_text(encoding="utf-8")
-        return (Experiment.from_json(text) if path.suffix == ".json" else Experiment.from_toml(text),)
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, ValidationError) as error:
+        with suppress(json.JSONDecodeError):
+            import_named(json.loads(text) if path.suffix == ".json" else tomllib.loads(text), path.resolve().parent)
+        return kind.from_json(text) if path.suffix == ".json" else kind.from_toml(text)
+    except ValueError as error:
+        raise ValueError(f"{path} declares no {kind.__name__.lower()}: {in_words(error)}") from None
+
+
+def recorded_experiment(path: Path) -> Experiment:
+    """The experiment that a run has written down. Nothing that it names is imported.
+
+    Raises ValueError, which names the file.
+    """
+    try:
+        return Experiment.model_validate_json(path.read_bytes(), context=RECORDED)
+    except ValidationError as error:
         raise ValueError(f"{path} declares no experiment: {in_words(error)}") from None
+
+
+def import_named(fields: Any, folder: Path) -> None:
+    """Imports the planners that ``fields`` name by import path, from ``folder``, the current folder and where Python
+    finds modules. Those that are there stay as they are.
+
+    Raises ValueError for what cannot be imported, and for what is no planner.
+    """
+    for union, path in _named(fields):
+        if union.own_class(path) is None:
+            _import(union, path, folder)
+
+
+def _named(fields: Any) -> Iterator[tuple[type[Member], str]]:
+    if isinstance(fields, list):
+        for one in fields:
+            yield from _named(one)
+    if not isinstance(fields, dict):
+        return
+    for key, value in fields.items():
+        if key not in _UNIONS:
+            yield from _named(value)
+            continue
+        # A strategy has one; a space lists them, whole or by name.
+        for one in value if isinstance(value, list) else [value]:
+            kind = one.get("kind") if isinstance(one, dict) else one
+            if isinstance(kind, str) and ":" in kind:
+                yield _UNIONS[key], kind
+
+
+def _import(union: type[Member], path: str, folder: Path) -> None:
+    name, _, class_name = path.partition(":")
+    folders = [str(folder), str(Path.cwd())]
+    sys.path[:0] = folders
+    try:
+        found: Any = import_module(name)
+        for part in class_name.split("."):
+            found = getattr(found, part)
+    except (Exception, SystemExit) as error:
+        raise ValueError(
+            f"kind={path!r} cannot be imported: {type(error).__name__}: {error}; modules are looked for in "
+            f"{folders[0]}, in the current folder and where PYTHONPATH says"
+        ) from None
+    finally:
+        for added in folders:
+            sys.path.remove(added)
+    if not (isinstance(found, type) and issubclass(found, union) and found.own_code is not None):
+        raise ValueError(f"kind={path!r} is no class of your own that extends ms.{union.__name__}; name one")
 
 
 def in_words(error: BaseException) -> str:
@@ -73,21 +164,32 @@ def in_words(error: BaseException) -> str:
 
 
 def _from_python(path: Path, all_of_them: bool) -> tuple[Experiment, ...]:
-    module = ModuleType(_MODULE)
-    module.__file__ = str(path)
-    with _own_lines(path, f"{path} cannot be run"), _importable(module, path):
-        exec(compile(path.read_bytes(), str(path), "exec"), vars(module))
+    folder = path.resolve().parent
+    module = module_of_text(_module_name(path), str(path), path.read_bytes())
+    with _own_lines(path, f"{path} cannot be run"), importable(module, folder):
+        run_module(module)
     function = _function(module, path, all_of_them)
     called = f"{path}: {function.__name__}()"
     if needed := _needed(function):
         raise ValueError(f"{called} needs {', '.join(needed)}; it is called without arguments, so give defaults")
-    with _own_lines(path, f"{called} failed"), _importable(module, path):
+    with _own_lines(path, f"{called} failed"), importable(module, folder):
         returned = function()
     if function.__name__ == _LIST:
         return _several(returned, called)
     if not isinstance(returned, Experiment):
         raise ValueError(f"{called} returned {type(returned).__name__}; let it return an Experiment")
     return (returned,)
+
+
+def _module_name(path: Path) -> str:
+    """As others import the file, so that classes in it have a name; not where that would hide another module."""
+    if "." in path.stem:
+        return _MODULE
+    try:
+        taken = find_spec(path.stem)
+    except ValueError:
+        return _MODULE
+    return path.stem if taken is None or taken.origin in (None, str(path.resolve())) else _MODULE
 
 
 def _several(returned: Any, called: str) -> tuple[Experiment, ...]:
@@ -111,7 +213,7 @@ def _function(module: ModuleType, path: Path, all_of_them: bool) -> Callable[[],
     own = {
         name: value
         for name, value in vars(module).items()
-        if inspect.isfunction(value) and value.__module__ == _MODULE and not name.startswith("_")
+        if inspect.isfunction(value) and value.__module__ == module.__name__ and not name.startswith("_")
     }
     several = own.pop(_LIST, None)
     if several and all_of_them:
@@ -147,19 +249,6 @@ def _returns_experiment(function: Callable[..., Any]) -> bool:
     annotation = function.__annotations__.get("return")
     # A string where the file postpones its annotations: Experiment or ms.Experiment.
     return annotation is Experiment or str(annotation).rpartition(".")[2] == Experiment.__name__
-
-
-@contextmanager
-def _importable(module: ModuleType, path: Path) -> Iterator[None]:
-    """Lets the file import its neighbours, and its classes find their module, while it runs."""
-    folder = str(path.resolve().parent)
-    sys.path.insert(0, folder)
-    sys.modules[_MODULE] = module
-    try:
-        yield
-    finally:
-        del sys.modules[_MODULE]
-        sys.path.remove(folder)
 
 
 @contextmanager

@@ -20,7 +20,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from moesys.config import Declared, Strategy
 from moesys.config.experiment import Experiment, Source
-from moesys.lab.runs.experiment_files import in_words, load_experiment
+from moesys.lab.runs.experiment_files import in_words, recorded_experiment
 from moesys.whole_file import cut_torn_line, sync_folder, write_whole
 
 RECORD_SCHEMA = 1
@@ -127,7 +127,13 @@ def differences(there: Experiment, here: Experiment) -> dict[str, tuple[Any, Any
 
 def _differing_fields(there: Declared, here: Declared, path: str) -> dict[str, tuple[Any, Any]]:
     if type(there) is not type(here):
-        return {f"{path}.kind": (getattr(there, "kind", None), getattr(here, "kind", None))}
+        kinds = getattr(there, "kind", None), getattr(here, "kind", None)
+        if kinds[0] != kinds[1]:
+            return {f"{path}.kind": kinds}
+        # A class of one's own, of which the record has what it was made of. A file that is read twice makes two.
+        a, b = (planner.model_dump()["source_digest"] for planner in (there, here))
+        if a != b:
+            return {f"{path}.source_digest": (a, b)}
     found: dict[str, tuple[Any, Any]] = {}
     for name in type(here).model_fields:
         a, b = getattr(there, name), getattr(here, name)
@@ -170,7 +176,7 @@ class RunFolder:
         try:
             # Only now, under the lock, is what is there for certain.
             saved = folder / _EXPERIMENT
-            there = load_experiment(saved) if saved.exists() else None
+            there = recorded_experiment(saved) if saved.exists() else None
             if there is not None and differences(there, experiment):
                 raise ValueError(_refusal(folder, there, experiment))
             if there != experiment:
@@ -196,7 +202,7 @@ class RunFolder:
 
     def experiment(self) -> Experiment:
         """Raises ValueError where this moesys cannot read it."""
-        return load_experiment(self.path / _EXPERIMENT)
+        return recorded_experiment(self.path / _EXPERIMENT)
 
     def records(self) -> list[Record]:
         """All records in the order they were written. A torn last line, left by a writer that was killed, is none.
@@ -243,7 +249,7 @@ def _folders(experiment: Experiment, out: Path) -> dict[Path, Experiment]:
     for folder in out.glob(f"{experiment.name}-*"):
         match = numbered.fullmatch(folder.name)
         if match and (folder / _EXPERIMENT).is_file():
-            there = load_experiment(folder / _EXPERIMENT)
+            there = recorded_experiment(folder / _EXPERIMENT)
             if there.name == experiment.name:
                 found.append((int(match[1] or 1), folder, there))
     return {folder: there for _, folder, there in sorted(found, key=lambda entry: entry[:2])}

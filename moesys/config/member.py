@@ -1,0 +1,197 @@
+"""Member: what a strategy chooses among, kinds of moesys' and classes of a person's own.
+
+A kind of moesys' is a word. A class of one's own is named by its import path, and beside it stands what it was made of,
+``source_digest``. To read such a name imports nothing: the class is one that is there already, or it is refused. Of a
+record alone, which nobody runs, the name may be of a class that is not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import reduce
+from operator import or_
+from typing import Annotated, Any, ClassVar, Self, SupportsIndex
+
+from pydantic import (
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    SerializerFunctionWrapHandler,
+    ValidationInfo,
+    ValidatorFunctionWrapHandler,
+    model_serializer,
+    model_validator,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, core_schema
+
+from moesys.config.base import Declared
+from moesys.config.own_code import OwnCode
+
+# Context of validation: what is read is a record, of which nothing is run.
+RECORDED = {"recorded": True}
+
+
+class Member(Declared):
+    """Base of ``Balance`` and ``Split``, each of which is the union of what extends it."""
+
+    # Of a union, in its own class: the field that it is for, the method of a class of one's own, and who stands for a
+    # class that is not there.
+    union: ClassVar[str]
+    method: ClassVar[str]
+    recorded: ClassVar[type[Member]]
+    own_code: ClassVar[OwnCode | None] = None
+
+    kind: str = ""
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **options: Any) -> None:
+        super().__pydantic_init_subclass__(**options)
+        if _is_ours(cls):
+            return
+        above = [base for base in cls.__mro__[1:] if issubclass(base, Member)]
+        if kinds := [base for base in above if base.model_fields["kind"].default]:
+            raise TypeError(
+                f"class {cls.__name__} extends {kinds[0].__name__}, which moesys plans by itself; extend "
+                f"{_union_of(cls).__name__}, and call what {kinds[0].__name__} does from {cls.method}()"
+            )
+        if cls.model_fields["kind"].annotation is not str or "source_digest" in cls.model_fields:
+            raise TypeError(
+                f"class {cls.__name__} has a field kind or source_digest, which say what class it is; give it another "
+                "name"
+            )
+        cls.own_code = OwnCode.of(cls, tuple(base.own_code for base in above if base.own_code is not None))
+
+    @model_validator(mode="before")
+    @classmethod
+    def _is_of_this_class(cls, fields: Any) -> Any:
+        if cls.own_code is None or not isinstance(fields, dict):
+            return fields
+        path = cls.own_code.import_path
+        fields = {"kind": path} | fields
+        if (kind := fields["kind"]) != path:
+            raise ValueError(f"kind={kind!r} is not that of {path}; leave kind out")
+        there = fields.pop("source_digest", None)
+        if there is not None and there != cls.own_code.digest:
+            raise ValueError(
+                f"kind={path!r} is of another source than when it was written (source_digest={there!r}, now "
+                f"{cls.own_code.digest!r}); leave source_digest out to take it as it is now"
+            )
+        return fields
+
+    @model_validator(mode="after")
+    def _can_plan(self) -> Self:
+        cls, method = type(self), self.method
+        if self.own_code is not None and getattr(cls, method) is getattr(_union_of(cls), method):
+            raise ValueError(f"{self.kind} has no method of its own; write def {self.method}(self, problem)")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _with_source(self, fields_of: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        fields: dict[str, Any] = fields_of(self)
+        if self.own_code is None:
+            return fields
+        return {"kind": fields.pop("kind"), "source_digest": self.own_code.digest, **fields}
+
+    def __eq__(self, other: object) -> bool:
+        """A file that is read twice makes two classes, which are one."""
+        if self.own_code is None or not isinstance(other, Member) or other.own_code is None:
+            return super().__eq__(other)
+        return self.own_code.is_that_of(other.own_code) and self.__dict__ == other.__dict__
+
+    def _identity(self) -> dict[str, Any]:
+        """Of a class of one's own what it was made of too, and all of its fields."""
+        if self.own_code is None and not isinstance(self, self.recorded):
+            return super()._identity()
+        return self.model_dump(mode="json")
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> Any:
+        """A class of one's own travels with its text: who receives it need not find its file, nor as it was."""
+        if self.own_code is None:
+            return super().__reduce_ex__(protocol)
+        return _empty, (_union_of(type(self)), self.own_code, self.own_code.digest), self.__getstate__()
+
+    # --- the union ------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def kinds(cls) -> dict[str, type[Member]]:
+        """moesys' own members of this union, by kind."""
+        members = (member for member in _below(cls) if _is_ours(member))
+        return {kind: member for member in members if (kind := member.model_fields["kind"].default)}
+
+    @classmethod
+    def own_class(cls, kind: str, digest: str | None = None) -> type[Member] | None:
+        """The newest class of a person's own of that import path, if one is there; with ``digest``, made of that."""
+        found = None
+        for member in _below(cls):
+            code = member.own_code
+            if code is None or code.import_path != kind:
+                continue
+            if digest is None or (code.path and code.digest == digest):
+                found = member
+        return found
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        if "union" not in cls.__dict__ or not cls.kinds():
+            return handler(source)
+        kinds = handler.generate_schema(Annotated[reduce(or_, cls.kinds().values()), Field(discriminator="kind")])
+        as_it_is = core_schema.wrap_serializer_function_ser_schema(_as_it_is, schema=core_schema.any_schema())
+        return core_schema.with_info_wrap_validator_function(cls._chosen, kinds, serialization=as_it_is)
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        found = handler(schema)
+        if "union" not in cls.__dict__ or schema["type"] != "function-wrap":
+            return found
+        path = {"type": "string", "pattern": "^[^:]+:[^:]+$", "description": "import path of a class of one's own"}
+        own = {"type": "object", "properties": {"kind": path}, "required": ["kind"], "additionalProperties": True}
+        return {"anyOf": [found, own]}
+
+    @classmethod
+    def _chosen(cls, value: Any, of_kind: ValidatorFunctionWrapHandler, info: ValidationInfo) -> Any:
+        if isinstance(value, cls) and (value.own_code is not None or isinstance(value, cls.recorded)):
+            return type(value).model_validate(value)
+        kind = value.get("kind") if isinstance(value, dict) else getattr(value, "kind", None)
+        if not isinstance(kind, str) or kind in cls.kinds():
+            return of_kind(value)
+        if ":" not in kind or not isinstance(value, dict):
+            raise ValueError(
+                f"kind={kind!r} is no kind of {cls.union}; use one of {', '.join(cls.kinds())}, or the import path of "
+                f"a class of your own that extends ms.{cls.__name__}, such as my_planners:RoundRobin"
+            )
+        recorded = info.context == RECORDED
+        if (own := cls.own_class(kind, value.get("source_digest") if recorded else None)) is not None:
+            return own.model_validate(value)
+        if recorded:
+            return cls.recorded.model_validate(value)
+        module, _, name = kind.partition(":")
+        raise ValueError(
+            f"kind={kind!r} names a class that is not imported, and reading a name imports nothing; import {name} from "
+            f"{module} before, where it extends ms.{cls.__name__}, or use one of {', '.join(cls.kinds())}"
+        )
+
+
+def _as_it_is(member: Any, serialized: SerializerFunctionWrapHandler) -> Any:
+    return serialized(member)
+
+
+def _is_ours(member: type[Member]) -> bool:
+    return member.__module__.startswith("moesys.config.")
+
+
+def _union_of(member: type[Member]) -> type[Member]:
+    return next(base for base in member.__mro__ if "union" in base.__dict__)
+
+
+def _below(member: type[Member]) -> Iterator[type[Member]]:
+    for extending in member.__subclasses__():
+        yield extending
+        yield from _below(extending)
+
+
+def _empty(union: type[Member], code: OwnCode, digest: str) -> Member:
+    """An instance without fields, of the class that is there or is made now."""
+    own: Any = union.own_class(code.import_path, digest) or code.load()
+    empty: Member = own.__new__(own)
+    return empty

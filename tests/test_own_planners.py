@@ -1,0 +1,381 @@
+"""A person's own planner: named by import path, told apart by its source, checked, and never imported for a record."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from foreign_planners import FirstHolder, Rotated
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+import moesys as ms
+from moesys.balance.own_planners import own_layout, own_split
+from moesys.config.member import RECORDED
+from moesys.lab.commands.compare import compare_folders
+from moesys.lab.commands.declarations import balance_of, split_of, strategy_of
+from moesys.lab.commands.explain import explain_command
+from moesys.lab.commands.plan import LoadFile, plan_command
+from moesys.lab.commands.simulate import simulate_command
+from moesys.lab.runs.experiment_files import load_experiment
+from moesys.step import plans_on_device
+
+FSEP = ms.Strategy(name="fsep", sharding=ms.Fsep(slots_per_rank=3))
+OWN = FSEP.replace(name="own", balance=Rotated(step=2, shifts=(1, 2)), split=FirstHolder())
+CLUSTER = ms.ClusterSpec(num_nodes=2, ranks_per_node=2)
+FILE = """
+import numpy as np
+
+import moesys as ms
+
+UNUSED = 1
+FIRST = 0
+
+
+def rows(problem):
+    S = max(problem.slots_R)
+    return (FIRST + np.arange(len(problem.slots_R) * S).reshape(-1, S)) % problem.load.num_experts
+
+
+class InTurn(ms.Balance):
+    turn: int = 0
+
+    def layout(self, problem):
+        return ms.ExpertLayout(rows(problem) if not self.turn else rows(problem)[::-1], problem.load.num_experts)
+
+
+def experiment():
+    fsep = ms.Strategy(name="fsep", sharding=ms.Fsep(slots_per_rank=3))
+    return ms.Experiment(
+        name="file",
+        model=ms.ModelShape(hidden_size=16, intermediate_size=16, num_experts=5, top_k=2),
+        cluster=ms.ClusterSpec(ranks_per_node=2),
+        strategies=(fsep, fsep.replace(name="own", balance=InTurn(turn=1))),
+        workload=ms.Generated(tokens_per_rank=64, warmup=0, steps=2),
+        seeds=(0,),
+    )
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "in_turn.py"
+    path.write_text(FILE)
+    return path
+
+
+# --- declarations -----------------------------------------------------------------------------------------------------
+
+
+@given(st.builds(Rotated, step=st.integers(), shifts=st.lists(st.integers()).map(tuple), note=st.none() | st.text()))
+def test_it_survives_json_toml_and_pickle(balance: Rotated) -> None:
+    strategy = OWN.replace(balance=balance)
+    copies = [ms.Strategy.from_json(strategy.to_json()), ms.Strategy.from_toml(strategy.to_toml())]
+    copies += [strategy.replace(name="own"), pickle.loads(pickle.dumps(strategy))]
+    copies += [ms.Strategy.model_validate_json(strategy.to_json(), context=RECORDED)]
+    for copy in copies:
+        assert (copy, copy.fingerprint(), hash(copy)) == (strategy, strategy.fingerprint(), hash(strategy))
+        assert type(copy.balance) is Rotated
+    assert strategy.balance.kind == "foreign_planners:Rotated"
+
+
+def test_its_fields_count_in_the_fingerprint_and_unions_keep_their_own_members() -> None:
+    others = [OWN.replace(balance=Rotated(step=2)), OWN.replace(balance=Rotated(note="name")), OWN, FSEP]
+    assert len({strategy.fingerprint() for strategy in others}) == len(others)
+    assert ms.Balance.model_validate({"kind": "foreign_planners:Rotated", "step": 3}) == Rotated(step=3)
+    assert ms.Split.model_validate({"kind": "flow"}) == ms.FlowSplit()
+    schema = ms.Strategy.model_json_schema()["properties"]
+    for union in ("balance", "split"):
+        pattern = schema[union]["anyOf"][1]["properties"]["kind"]["pattern"]
+        assert re.fullmatch(pattern, getattr(OWN, union).kind)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"balance": {"kind": "rotated"}},
+            "balance\n  Value error, kind='rotated' is no kind of balance; use one of static, eplb, laer, flex_moe, "
+            "greedy, cp_sat, or the import path of a class of your own that extends ms.Balance, such as "
+            "my_planners:RoundRobin",
+        ),
+        ({"split": {"kind": "greedy"}}, "kind='greedy' is no kind of split; use one of even, proportional, flow, or"),
+        ({"split": Rotated()}, "kind='foreign_planners:Rotated' is no kind of split"),
+        (
+            {"balance": {"kind": "antigravity:Fly"}},
+            "kind='antigravity:Fly' names a class that is not imported, and reading a name imports nothing; import Fly "
+            "from antigravity before, where it extends ms.Balance, or use one of static",
+        ),
+        ({"balance": {"kind": "foreign_planners:Rotated", "stepp": 1}}, "Extra inputs are not permitted"),
+        ({"balance": {"kind": "foreign_planners:Rotated", "step": "far"}}, "balance.step\n  Input should be a valid"),
+        (
+            {"balance": {"kind": "foreign_planners:Rotated", "source_digest": "0"}},
+            "kind='foreign_planners:Rotated' is of another source than when it was written (source_digest='0', now",
+        ),
+        ({"balance": 3}, "Input should be a valid dictionary or"),
+    ],
+)
+def test_what_is_refused(fields: dict, message: str) -> None:
+    with pytest.raises(ValidationError) as refused:
+        OWN.replace(**fields)
+    assert message in str(refused.value)
+    assert "antigravity" not in sys.modules
+
+
+def test_classes_that_could_not_be_told_apart_are_refused() -> None:
+    with pytest.raises(TypeError, match="class Mine extends Greedy, which moesys plans by itself; extend Balance, and"):
+
+        class Mine(ms.Greedy):
+            pass
+
+    with pytest.raises(TypeError, match="class Named has a field kind or source_digest"):
+
+        class Named(ms.Split):
+            kind: str = "named"
+            source_digest: str = ""
+
+    class Idle(ms.Balance):
+        pass
+
+    with pytest.raises(ValidationError, match=r"Idle has no method of its own; write def layout\(self, problem\)"):
+        Idle()
+
+
+def test_a_class_of_no_file_plans_and_cannot_be_recorded() -> None:
+    class Here(Rotated):
+        pass
+
+    load = ms.LoadMatrix(np.ones((4, 5), dtype=int))
+    assert ms.plan_layout(load, CLUSTER, Here(), 2) == ms.plan_layout(load, CLUSTER, Rotated(), 2)
+    for use in (Here().to_json, OWN.replace(balance=Here()).fingerprint, lambda: pickle.dumps(Here())):
+        with pytest.raises(ValueError, match="is defined inside a function, where neither records nor other processes"):
+            use()
+
+
+# --- what it is made of -----------------------------------------------------------------------------------------------
+
+
+def fingerprint(path: Path, text: str) -> str:
+    path.write_text(text)
+    return load_experiment(path).strategies[1].fingerprint()
+
+
+def test_a_changed_planner_is_another_one_and_the_rest_of_its_file_is_not_it(file: Path) -> None:
+    first = fingerprint(file, FILE)
+    same = ["UNUSED = 1", "UNUSED = 2"], ["seeds=(0,)", "seeds=(0, 1)"], ["class InTurn", "\n# a word\nclass InTurn"]
+    for before, after in same:
+        assert fingerprint(file, FILE.replace(before, after)) == first
+    others = ["[::-1]", "[::+1]"], ["FIRST = 0", "FIRST = 1"], ["np.arange(", "1 * np.arange("]
+    assert len({first, *(fingerprint(file, FILE.replace(*change)) for change in others)}) == 4
+
+
+def test_what_it_extends_counts(file: Path) -> None:
+    own = FILE.replace("import numpy", "from base_of_one import Base\nimport numpy").replace("(ms.Balance)", "(Base)")
+    prints = set()
+    for word in ("one", "two"):
+        (file.parent / "base_of_one.py").write_text(
+            f"import moesys as ms\nclass Base(ms.Balance):\n    word = '{word}'\n".replace("word =", "word: str =")
+        )
+        sys.modules.pop("base_of_one", None)
+        prints.add(fingerprint(file, own.replace("turn: int = 0", "turn: int = 0\n    word: str = ''")))
+    assert len(prints) == 2
+
+
+def test_other_processes_make_the_very_class_whatever_its_file_says_by_now(file: Path) -> None:
+    strategy = load_experiment(file).strategies[1]
+    sent = file.with_suffix(".pickle")
+    sent.write_bytes(pickle.dumps(strategy))
+    file.write_text("an experiment that is being edited")
+    code = f"""
+import pickle, moesys as ms
+strategy = pickle.loads(open({str(sent)!r}, "rb").read())
+assert pickle.loads(pickle.dumps(strategy)) == strategy
+load = ms.LoadMatrix([[1] * 5] * 2)
+print(strategy.fingerprint(), ms.plan_layout(load, ms.ClusterSpec(ranks_per_node=2), strategy.balance, 3).experts_of(0))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == f"{strategy.fingerprint()} (3, 4, 0)\n"
+
+
+# --- what it returns --------------------------------------------------------------------------------------------------
+
+
+class Returns(ms.Balance):
+    rows: tuple[tuple[int, ...], ...]
+
+    def layout(self, problem: ms.PlanningProblem) -> ms.ExpertLayout:
+        return ms.ExpertLayout(self.rows, problem.load.num_experts)
+
+
+slots = st.lists(st.integers(0, 3), min_size=1, max_size=3).filter(lambda slots_R: sum(slots_R) >= 3)
+
+
+@given(slots, st.data())
+def test_a_layout_is_taken_where_it_is_one_of_these_slots(slots_R: list[int], data: st.DataObject) -> None:
+    row = st.lists(st.integers(-1, 2), min_size=max(slots_R), max_size=max(slots_R) + data.draw(st.integers(0, 1)))
+    rows = data.draw(st.lists(row, min_size=len(slots_R), max_size=len(slots_R)))
+    held = [[expert for expert in of_rank if expert >= 0] for of_rank in rows]
+    is_one = all(len(of_rank) == max(slots_R) for of_rank in rows)
+    is_one &= all(len(set(of_rank)) == len(of_rank) <= slots for of_rank, slots in zip(held, slots_R, strict=True))
+    is_one &= {expert for of_rank in held for expert in of_rank} == {0, 1, 2}
+    load, cluster = ms.LoadMatrix(np.ones((len(slots_R), 3), dtype=int)), ms.ClusterSpec(ranks_per_node=len(slots_R))
+    problem = ms.PlanningProblem.of_layout(load, cluster, slots_R)
+    balance = Returns(rows=tuple(map(tuple, rows)))
+    if is_one:
+        assert own_layout(problem, balance).expert_RS.tolist() == rows
+    else:
+        with pytest.raises(ValueError, match=r"^balance=test_own_planners:Returns: layout"):
+            own_layout(problem, balance)
+
+
+class Sends(ms.Split):
+    entries: tuple[tuple[int, int, int, int], ...]
+
+    def split(self, problem: ms.PlanningProblem) -> ms.TokenPlan:
+        return ms.TokenPlan.by_construction(
+            np.array(self.entries).reshape(-1, 4), problem.load, problem.layout_in_force
+        )
+
+
+@given(st.lists(st.tuples(st.integers(0, 1), st.integers(0, 1), st.integers(0, 1)), unique=True, max_size=6), st.data())
+def test_a_split_is_taken_where_every_token_goes_to_a_holder(routes: list[tuple[int, int, int]], data) -> None:
+    entries = tuple((*route, data.draw(st.integers(1, 2))) for route in sorted(routes))
+    layout, load = ms.ExpertLayout([[0, 1], [0, -1]], 2), ms.LoadMatrix([[2, 1], [0, 2]])
+    sent = [[sum(n for s, e, _, n in entries if (s, e) == (source, expert)) for expert in (0, 1)] for source in (0, 1)]
+    is_one = sent == load.tokens_RE.tolist() and not any((expert, rank) == (1, 1) for _, expert, rank in routes)
+    problem = ms.PlanningProblem.of_split(load, layout, ms.ClusterSpec(ranks_per_node=2))
+    if is_one:
+        assert own_split(problem, Sends(entries=entries)) == ms.TokenPlan(entries, load, layout)
+    else:
+        with pytest.raises(ValueError, match=r"^split=test_own_planners:Sends: split"):
+            own_split(problem, Sends(entries=entries))
+
+
+def test_a_split_of_ones_own_is_planned_on_hosts() -> None:
+    mega = OWN.replace(overlap=ms.MegaKernel(most_tokens=8))
+    assert (plans_on_device(mega), plans_on_device(mega.replace(split=ms.FlowSplit()))) == (False, True)
+
+
+# --- where it runs ----------------------------------------------------------------------------------------------------
+
+
+def test_it_is_trained_with_replayed_explained_simulated_and_shown(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    experiment = load_experiment(file)
+    training = experiment.replace(workload=ms.Training(num_layers=1, context=16, batch=1, warmup=0, steps=2))
+    file.write_text("an experiment that is being edited")
+    routing = tmp_path / "routing.npz"
+    assert ms.run(training, tmp_path, record_routing=routing).exit_code == 0
+    replay = experiment.replace(name="replay", workload=ms.Replay(trace=str(routing)))
+    result = ms.run(replay, tmp_path)
+    assert (result.exit_code, result.num_run) == (0, 2)
+    file.write_text(FILE)
+    assert explain_command(file, "own") == simulate_command(file) == compare_folders([result.path]) == 0
+    shown = capsys.readouterr().out
+    assert "SIMULATED: own of file" in shown
+    assert len(re.findall(r"^ +own ", shown, re.MULTILINE)) == 2
+
+
+def test_the_tuner_tries_those_that_a_space_lists(file: Path, tmp_path: Path) -> None:
+    experiment = load_experiment(file)
+    own = experiment.strategies[1].balance
+    space = ms.Space({"sharding": (ms.Fsep(slots_per_rank=3),), "balance": ("in_turn:InTurn", own, "static")})
+    assert ms.Space.from_toml(space.to_toml()) == space
+    assert [member.turn for member in space.by_kind("balance")["in_turn:InTurn"]] == [0, 1]
+    result = ms.tune(experiment, space, out=tmp_path)
+    names = {entry.strategy.name for entry in result.tuned.search.ranking}
+    assert names == {"fsep", "own", "fsep(slots_per_rank=3) + in_turn:InTurn + last + even + sequential"}
+    assert strategy_of(result.path / "tuned.toml").balance.kind in ("in_turn:InTurn", "static")
+
+
+def test_the_command_line_names_it_by_import_path(
+    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(file.parent)
+    named = file.parent / "named_on_the_command_line.py"
+    named.write_text(FILE)
+    (file.parent / "load.csv").write_text("1,2,3,4\n4,3,2,1\n")
+    name = "named_on_the_command_line:InTurn"
+    assert (
+        plan_command(LoadFile(Path("load.csv")), "1x2", slots=3, balance=name, split="foreign_planners:FirstHolder")
+        == 0
+    )
+    assert f"{name} + foreign_planners:FirstHolder" in capsys.readouterr().out
+    (file.parent / "s.toml").write_text(FSEP.replace(balance=balance_of(name)).to_toml())
+    assert strategy_of(Path("s.toml")).balance == balance_of(name)
+    for wrong, message in [
+        (
+            "nowhere:InTurn",
+            "cannot be imported: ModuleNotFoundError: No module named 'nowhere'; modules are looked for",
+        ),
+        ("named_on_the_command_line:Out", "cannot be imported: AttributeError"),
+        ("named_on_the_command_line:rows", "is no class of your own that extends ms.Balance; name one"),
+    ]:
+        with pytest.raises(ValueError, match=f"^balance='{wrong}': kind='{wrong}' {message}"):
+            balance_of(wrong)
+    with pytest.raises(ValueError, match=r"is no class of your own that extends ms\.Split"):
+        split_of(name)
+
+
+# --- records ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_goes_on_with_its_planner_and_not_with_a_changed_one(file: Path, tmp_path: Path) -> None:
+    experiment = load_experiment(file)
+    first = ms.run(experiment, tmp_path)
+    again = load_experiment(file)
+    assert again == experiment
+    assert hash(again) == hash(experiment)
+    assert ms.run(again, tmp_path).num_run == ms.run(experiment, tmp_path).num_run == 0
+    file.write_text(FILE.replace("seeds=(0,)", "seeds=(0, 1)"))
+    assert ms.run(load_experiment(file), tmp_path).num_run == 2
+    file.write_text(FILE.replace("[::-1]", "[1:] + rows(problem)[:1]"))
+    with pytest.raises(
+        ValueError, match=r"strategies\[own\].balance.source_digest: [0-9a-f]{16} there, [0-9a-f]{16} here"
+    ):
+        ms.run(load_experiment(file), tmp_path)
+    # Who only reads needs no file: as many rows as trials that it finds again.
+    file.unlink()
+    code = f"import moesys as ms; print([(row.name, row.n) for row in ms.compare([{str(first.path)!r}])[0].rows])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert sorted(eval(done.stdout)) == [("fsep", 2), ("own", 2)]
+
+
+def test_nothing_is_imported_for_a_record(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    experiment = load_experiment(file)
+    folder = ms.run(experiment, tmp_path).path
+    trace = tmp_path / "was here"
+    (tmp_path / "hostile.py").write_text(f"import pathlib\npathlib.Path({str(trace)!r}).touch()\n{FILE}")
+    recorded = folder / "experiment.json"
+    recorded.write_text(recorded.read_text().replace('"in_turn:', '"hostile:'))
+    assert compare_folders([folder]) == compare_folders([folder], "json") == 0
+    assert '"hostile:InTurn"' in capsys.readouterr().out
+    assert [row.strategy.balance.kind for row in ms.compare([folder])[0].rows] == ["static", "hostile:InTurn"]
+    for changed in (experiment, experiment.replace(seeds=(0, 1))):
+        with pytest.raises(ValueError, match=r"balance.kind: hostile:InTurn there, in_turn:InTurn here"):
+            ms.run(changed, tmp_path)
+    step = ms.StepPlan.from_json(one_step(experiment).to_json().replace("in_turn:", "hostile:"))
+    assert ms.simulate(step).length_us == ms.simulate(one_step(experiment)).length_us
+    with pytest.raises(ValueError, match="hostile:InTurn is named by a record, and a record is run by nobody"):
+        ms.plan_layout(step.layers[0].load, step.cluster, step.strategy.balance, 3)
+    assert not trace.exists()
+    # Whoever names it on the command line has it imported.
+    balance_of("hostile:InTurn")
+    assert trace.exists()
+
+
+def one_step(experiment: ms.Experiment) -> ms.StepPlan:
+    strategy, load = experiment.strategies[1], ms.LoadMatrix([[9, 1, 1, 3, 2]] * 2)
+    plan = ms.plan_layer(strategy, experiment.model, experiment.cluster, load)
+    return ms.StepPlan(strategy, experiment.model, experiment.cluster, (plan,))
