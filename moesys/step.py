@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, assert_never
 
 import numpy as np
 
-from moesys.balance import Certificate, certify, plan_layout, split_tokens
+from moesys.balance import Certificate, certify, fill_late_slots, plan_layout, split_tokens
 from moesys.balance.topology import levels_of, nodes_of
 from moesys.config import ClusterSpec, EvenSplit, FlowSplit, MegaKernel, ModelShape, Proportional, Split, Strategy
 from moesys.layout import ExpertLayout, TokenPlan
@@ -96,16 +96,20 @@ def plan_layer(
 ) -> LayerPlan:
     """The plan of ``strategy`` for one layer and micro-batch of load ``load``.
 
-    ``layout=None`` plans the layout on ``load`` itself, as an oracle would. ``turn``, the micro-batch number, rotates
-    remainders. Raises ValueError where load, model, cluster and layout do not fit.
+    ``layout``: the one that history gave, without late slots, which are filled here, last. ``layout=None`` plans it on
+    ``load`` itself, as an oracle would, and so does ``lag=0``, whatever is given. ``turn``, the micro-batch number,
+    rotates remainders. Raises ValueError where load, model, cluster and layout do not fit.
     """
     if load.num_experts != model.num_experts:
         raise ValueError(
             f"the load counts {load.num_experts} experts but num_experts={model.num_experts}; "
             "give one column of tokens_RE an expert"
         )
-    if layout is None:
-        layout = plan_layout(load, cluster, strategy.balance, strategy.slots(model, cluster), model=model)
+    if layout is None or strategy.lag == 0:
+        layout = plan_layout(load, cluster, strategy.balance, strategy.early_slots(model, cluster), model=model)
+    if late := strategy.late_slots:
+        slots_R = strategy.slots(model, cluster)
+        layout = fill_late_slots(load, layout, cluster, model, strategy.sharding, late, slots_R)
     return LayerPlan(split_tokens(load, layout, cluster, strategy.split, turn, model=model), turn)
 
 

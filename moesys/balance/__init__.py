@@ -10,6 +10,7 @@ from moesys.balance.certificate import Certificate, certify
 from moesys.balance.cp_sat.cp_sat import CpSatPlan, solve_cp_sat
 from moesys.balance.flow.max_load import TightSet, min_max_load, tight_set
 from moesys.balance.greedy.relabelling import num_moves
+from moesys.balance.late_slots import fill_late_slots
 from moesys.balance.layouts import plan_layout, plan_layouts
 from moesys.balance.planning_problem import PlanningProblem
 from moesys.balance.predictors import LoadHistory, window
@@ -23,6 +24,7 @@ __all__ = [
     "PlanningProblem",
     "TightSet",
     "certify",
+    "fill_late_slots",
     "min_max_load",
     "num_moves",
     "plan_layout",

@@ -117,6 +117,11 @@ def _schedule_words(strategy: Strategy) -> list[str]:
         words = [*_mega_words(overlap), _planning_words(strategy)]
     else:
         words = ["dispatch, experts and combine one after another"]
+    if strategy.lag == 0:
+        words.append("a layout for every micro-batch, planned on its own counts: no expert is brought ahead in forward")
+    elif strategy.late_slots:
+        late = counted(strategy.late_slots, "late slot")
+        words.append(f"{late} of each rank filled on the counts, where that pays")
     if isinstance(sharding, Fsep):
         words.append(
             f"experts restored {counted(sharding.prefetch_layers, 'layer')} ahead, behind those of this one"
