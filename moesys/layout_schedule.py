@@ -4,6 +4,9 @@ After the loads of micro-batch t are known, a plan may be asked for; loads that 
 asked for, and not before. It is used from micro-batch t + lag on, by every rank or by none: each rank says whether it
 has the plan (a vote that travels with the counts), and where one has not, after waiting for it, all keep the old
 layout. That is recorded as an event, for it ends the claim of equal bits.
+
+What is chosen on the counts of the very micro-batch, late slots and with lag=0 the whole layout, is no part of this: it
+is a function of those counts (``step.plan_layer``).
 """
 
 from __future__ import annotations

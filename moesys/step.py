@@ -15,9 +15,28 @@ from typing import TYPE_CHECKING, Any, assert_never
 
 import numpy as np
 
-from moesys.balance import Certificate, certify, fill_late_slots, plan_layout, split_tokens
+from moesys.balance import (
+    Certificate,
+    PlanningProblem,
+    certify,
+    fill_late_slots,
+    plan_layout,
+    plan_quotas,
+    split_tokens,
+)
 from moesys.balance.topology import levels_of, nodes_of
-from moesys.config import ClusterSpec, EvenSplit, FlowSplit, MegaKernel, ModelShape, Proportional, Split, Strategy
+from moesys.config import (
+    ClusterSpec,
+    EvenSplit,
+    FlowSplit,
+    MegaKernel,
+    ModelShape,
+    Proportional,
+    Quotas,
+    Split,
+    Strategy,
+    WithQuotas,
+)
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.load import LoadMatrix
 from moesys.simulator.simulation import Simulation
@@ -105,6 +124,9 @@ def plan_layer(
             f"the load counts {load.num_experts} experts but num_experts={model.num_experts}; "
             "give one column of tokens_RE an expert"
         )
+    if isinstance(strategy.split, Quotas) and isinstance(strategy.balance, WithQuotas):
+        problem = PlanningProblem.of_layout(load, cluster, strategy.slots(model, cluster), model)
+        return LayerPlan(plan_quotas(problem, strategy.balance), turn)
     if layout is None or strategy.lag == 0:
         layout = plan_layout(load, cluster, strategy.balance, strategy.early_slots(model, cluster), model=model)
     if late := strategy.late_slots:
@@ -148,6 +170,8 @@ def split_on_device(config: Split) -> bool:
             return config.traffic == "fast" and config.max_inter_node is None
         case EvenSplit() | Proportional():
             return True
+        case Quotas():
+            return False
         case _:
             assert_never(config)
 
@@ -176,6 +200,8 @@ def device_split(layout: ExpertLayout, cluster: ClusterSpec, config: Split, devi
             return DeviceSplit(tables, proportional_tables(tables, layout.replicas_RE))
         case FlowSplit():
             return DeviceSplit(tables, None)
+        case Quotas():
+            raise ValueError("split=Quotas() is made by a planner on the hosts; use FlowSplit(), or no most_tokens")
         case _:
             assert_never(config)
 

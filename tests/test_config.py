@@ -21,25 +21,30 @@ from moesys.config import (
     Ep,
     Eplb,
     EvenSplit,
+    FasterMoe,
     FlexMoe,
     FlowSplit,
     Fsep,
     Greedy,
     Laer,
     Last,
+    Llep,
     MegaKernel,
     ModelShape,
+    MoonEp,
     Oracle,
     Ordered,
     Overlap,
     Pipelined,
     Predictor,
     Proportional,
+    Quotas,
     Sequential,
     Sharding,
     Split,
     Static,
     Strategy,
+    UltraEp,
     WindowMean,
 )
 
@@ -66,6 +71,8 @@ balances = st.one_of(
     st.builds(Eplb),
     st.builds(Eplb, num_groups=st.integers(1, 8), hierarchical=st.just(True)),
     st.builds(FlexMoe, max_moves=st.integers(0, 99)),
+    st.builds(MoonEp) | st.builds(Llep, alpha=st.floats(1, 2)) | st.builds(UltraEp, min_tokens=st.integers(1, 2048)),
+    st.builds(FasterMoe, gb_per_s=st.floats(0.1, 100)),
     st.builds(Laer, candidates=st.sampled_from([("even",), ("proportional",), ("even", "proportional")])),
     st.builds(
         Greedy,
@@ -286,6 +293,11 @@ def test_replace_changes_what_it_names_and_checks_the_whole():
             lambda: EP.replace(balance=Eplb()),
             "sharding=Ep() keeps every expert on its owner rank, but balance=Eplb() moves experts; "
             "use balance=Static(), Ep(slots_per_rank=...) or Fsep(slots_per_rank=...)",
+        ),
+        (
+            lambda: EP.replace(sharding=Ep(slots_per_rank=4), balance=MoonEp(), split=Quotas()),
+            "split=Quotas() divides the counts that a plan was made on, but lag=1 and balance=MoonEp(); "
+            "use lag=0 and one of MoonEp(), Llep(), UltraEp(), FasterMoe(), or FlowSplit()",
         ),
         (
             lambda: EP.replace(late_slots=1),
@@ -568,6 +580,9 @@ CHANGES = [
     (Laer(), {"candidates": ("proportional", "even")}),
     (Eplb(hierarchical=True), {"num_groups": 2, "hierarchical": False}),
     (FlexMoe(), {"max_moves": 9}),
+    (Llep(), {"alpha": 1.1, "min_tokens": 1, "skip_below": 0.0}),
+    (UltraEp(), {"tolerance": 0.0, "min_tokens": 1}),
+    (FasterMoe(), {"gb_per_s": 1.0, "tflops": 1.0, "hidden_size": 8, "intermediate_size": 8}),
     (
         Greedy(),
         {
@@ -633,7 +648,19 @@ def test_names_do_not_count_in_the_fingerprint():
 
 
 def test_members_with_the_same_fields_have_their_own_fingerprints():
-    members = [Static(), Eplb(), Last(), Oracle(), EvenSplit(), Proportional(), FlowSplit(), Sequential(), Ordered()]
+    members = [
+        Static(),
+        Eplb(),
+        MoonEp(),
+        Last(),
+        Oracle(),
+        EvenSplit(),
+        Proportional(),
+        FlowSplit(),
+        Quotas(),
+        Sequential(),
+        Ordered(),
+    ]
     assert len({member.fingerprint() for member in members}) == len(members)
 
 

@@ -47,7 +47,7 @@ FLOORS_IN = {
         {"planning_problem", "topology"},
         {"replicas", "flow"},
         {"baselines"},
-        {"splits", "certificate"},
+        {"splits", "certificate", "quotas"},
         {"greedy"},
         {"cp_sat"},
         {"layouts"},

@@ -14,6 +14,7 @@ from moesys.balance.late_slots import fill_late_slots
 from moesys.balance.layouts import plan_layout, plan_layouts
 from moesys.balance.planning_problem import PlanningProblem
 from moesys.balance.predictors import LoadHistory, window
+from moesys.balance.quotas import plan_quotas
 from moesys.balance.splits import split_tokens
 from moesys.balance.warm_up import warm_up
 
@@ -29,6 +30,7 @@ __all__ = [
     "num_moves",
     "plan_layout",
     "plan_layouts",
+    "plan_quotas",
     "replica_budget",
     "solve_cp_sat",
     "split_tokens",

@@ -7,7 +7,7 @@ import numpy as np
 from moesys.balance.late_slots import fill_late_slots
 from moesys.balance.layouts import plan_layout
 from moesys.balance.splits import split_tokens
-from moesys.config import Balance, ClusterSpec, CpSat, Ep, FlowSplit, Greedy, ModelShape, Split, Static
+from moesys.config import Balance, ClusterSpec, CpSat, Ep, FlowSplit, Greedy, ModelShape, Quotas, Split, Static
 from moesys.load import LoadMatrix
 
 
@@ -28,4 +28,4 @@ def warm_up(balance: Balance | None = None, split: Split | None = None, *, late_
     layout = plan_layout(turned, cluster, planner, 3, model=model, previous=layout)
     if late_slots:
         layout = fill_late_slots(turned, layout, cluster, model, Ep(), late_slots=1, slots_R=(4,) * 4)
-    split_tokens(turned, layout, cluster, split or FlowSplit())
+    split_tokens(turned, layout, cluster, FlowSplit() if split is None or isinstance(split, Quotas) else split)

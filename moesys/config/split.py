@@ -31,4 +31,10 @@ class FlowSplit(Declared):
     )
 
 
-Split = Annotated[EvenSplit | Proportional | FlowSplit, Field(discriminator="kind")]
+class Quotas(Declared):
+    """As the balance says: of planners that decide who computes how many tokens of which source; with ``lag=0``."""
+
+    kind: Literal["quotas"] = "quotas"
+
+
+Split = Annotated[EvenSplit | Proportional | FlowSplit | Quotas, Field(discriminator="kind")]

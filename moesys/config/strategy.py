@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from types import UnionType
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from moesys.config.balance import Balance, Greedy, Static
+from moesys.config.balance import Balance, Greedy, Static, WithQuotas
 from moesys.config.base import BYTES_PER_GB, Declared
 from moesys.config.cluster import ClusterSpec
 from moesys.config.model import ModelShape
 from moesys.config.overlap import MegaKernel, Overlap, Sequential
 from moesys.config.predictor import Last, Predictor
 from moesys.config.sharding import Ep, Sharding
-from moesys.config.split import EvenSplit, Split
+from moesys.config.split import EvenSplit, Quotas, Split
 
 
 class Ordered(Declared):
@@ -46,6 +47,11 @@ class Strategy(Declared):
             raise ValueError(
                 f"sharding=Ep() keeps every expert on its owner rank, but balance={type(self.balance).__name__}() "
                 "moves experts; use balance=Static(), Ep(slots_per_rank=...) or Fsep(slots_per_rank=...)"
+            )
+        if isinstance(self.split, Quotas) and not (self.lag == 0 and isinstance(self.balance, WithQuotas)):
+            raise ValueError(
+                f"split=Quotas() divides the counts that a plan was made on, but lag={self.lag} and "
+                f"balance={type(self.balance).__name__}(); use lag=0 and one of {_names(WithQuotas)}, or FlowSplit()"
             )
         if self.lag == 0:
             self._check_lag_0()
@@ -162,6 +168,10 @@ class Strategy(Declared):
                 f"of {expert_bytes / BYTES_PER_GB} GB; {way_out}"
             )
         return slots_R
+
+
+def _names(members: UnionType) -> str:
+    return ", ".join(f"{member.__name__}()" for member in members.__args__)
 
 
 def _check_room(late_slots: int, slots_R: tuple[int, ...]) -> None:

@@ -27,6 +27,10 @@ CHOOSING = {
     "hierarchical": FSEP.replace(sharding=ms.Fsep(slots_per_rank=3, restore="hierarchical")),
     "ep": FSEP.replace(sharding=ms.Ep(slots_per_rank=4), late_slots=2, balance=ms.Static()),
     "fsep, lag 0": FSEP.replace(late_slots=0, lag=0),
+    "moon_ep": FSEP.replace(
+        sharding=ms.Ep(slots_per_rank=4), balance=ms.MoonEp(), split=ms.Quotas(), late_slots=0, lag=0
+    ),
+    "llep": FSEP.replace(balance=ms.Llep(min_tokens=1), split=ms.Quotas(), late_slots=0, lag=0),
     "ep, lag 0": FSEP.replace(sharding=ms.Ep(slots_per_rank=3), late_slots=0, lag=0, balance=ms.Eplb()),
 }
 OVERLAPS = (ms.Sequential(), ms.Pipelined(chunks=2), ms.Pipelined(chunks=7))
@@ -72,6 +76,8 @@ def test_overlap_changes_no_bit_and_gradients_are_those_of_one_rank(ranks: Local
                 pairs = zip(first[part], expected[part], strict=True)
                 assert all(close(actual, of_ranks[rank]) for actual, of_ranks in pairs), f"{name}: {part}"
             assert close(first["gradients"]["experts.masters"], expected["masters"]), name
+            if isinstance(strategy.split, ms.Quotas):
+                assert first["imbalance"][0] < 1.1, f"{name}: what the planner promises is not what was computed"
             if late := strategy.late_slots:
                 filled = [e for layout in first["layouts"] for row in layout for e in row[-late:] if e >= 0]
                 assert filled, f"{name}: nothing was fetched late"
