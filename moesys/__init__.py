@@ -30,22 +30,27 @@ if TYPE_CHECKING:
     from moesys.config import Ep as Ep
     from moesys.config import Eplb as Eplb
     from moesys.config import EvenSplit as EvenSplit
+    from moesys.config import FasterMoe as FasterMoe
     from moesys.config import FlexMoe as FlexMoe
     from moesys.config import FlowSplit as FlowSplit
     from moesys.config import Fsep as Fsep
     from moesys.config import Greedy as Greedy
     from moesys.config import Laer as Laer
     from moesys.config import Last as Last
+    from moesys.config import Llep as Llep
     from moesys.config import MegaKernel as MegaKernel
     from moesys.config import ModelShape as ModelShape
+    from moesys.config import MoonEp as MoonEp
     from moesys.config import Oracle as Oracle
     from moesys.config import Ordered as Ordered
     from moesys.config import Pipelined as Pipelined
     from moesys.config import Proportional as Proportional
+    from moesys.config import Quotas as Quotas
     from moesys.config import Sequential as Sequential
     from moesys.config import Split as Split
     from moesys.config import Static as Static
     from moesys.config import Strategy as Strategy
+    from moesys.config import UltraEp as UltraEp
     from moesys.config import WindowMean as WindowMean
     from moesys.config import presets as presets
     from moesys.config.experiment import Experiment as Experiment
@@ -112,6 +117,7 @@ _MODULE_OF = {
     "Ep": "moesys.config",
     "Eplb": "moesys.config",
     "EvenSplit": "moesys.config",
+    "FasterMoe": "moesys.config",
     "Experiment": "moesys.config.experiment",
     "ExpertLayout": "moesys.layout",
     "Experts": "moesys.moe.experts",
@@ -122,6 +128,7 @@ _MODULE_OF = {
     "Greedy": "moesys.config",
     "Laer": "moesys.config",
     "Last": "moesys.config",
+    "Llep": "moesys.config",
     "LayerMetrics": "moesys.moe.metrics",
     "LayerPlan": "moesys.step",
     "LoadHistory": "moesys.balance",
@@ -130,6 +137,7 @@ _MODULE_OF = {
     "MoELayer": "moesys.moe.layer",
     "MoERuntime": "moesys.moe.runtime",
     "ModelShape": "moesys.config",
+    "MoonEp": "moesys.config",
     "ModelTraining": "moesys.config.workload",
     "Oracle": "moesys.config",
     "Ordered": "moesys.config",
@@ -138,6 +146,7 @@ _MODULE_OF = {
     "PlanningProblem": "moesys.balance",
     "PlanningState": "moesys.moe.planning_state",
     "Proportional": "moesys.config",
+    "Quotas": "moesys.config",
     "Replay": "moesys.config.workload",
     "RestOfStep": "moesys.simulator.step_program",
     "RunResult": "moesys.lab.runs.runner",
@@ -150,6 +159,7 @@ _MODULE_OF = {
     "Static": "moesys.config",
     "StepPlan": "moesys.step",
     "Strategy": "moesys.config",
+    "UltraEp": "moesys.config",
     "Timeline": "moesys.timeline",
     "TokenPlan": "moesys.layout",
     "Trace": "moesys.traces",

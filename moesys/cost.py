@@ -164,9 +164,15 @@ def restores_per_step(sharding: Sharding) -> int:
 
 
 def restore_bytes(
-    layout: ExpertLayout, model: ModelShape, cluster: ClusterSpec, sharding: Sharding, every_slot: bool = False
+    layout: ExpertLayout,
+    model: ModelShape,
+    cluster: ClusterSpec,
+    sharding: Sharding,
+    every_slot: bool = False,
+    here: ExpertLayout | None = None,
 ) -> tuple[FloatArray, ...]:
-    """``bytes_RR`` of each all-to-all, one after another, that gives every rank the experts of ``layout``.
+    """``bytes_RR`` of each all-to-all, one after another, that gives every rank the experts of ``layout``, but for
+    those of ``here``, which it has; none where nothing is missing.
 
     An expert that a rank holds twice is sent once, unless ``every_slot`` of ``Fsep`` has its own messages. Wire slices
     are padded to s, and padding is counted.
@@ -177,10 +183,12 @@ def restore_bytes(
     - ``Ep``: an expert travels whole, b·P_e, from its owner to each other rank that holds it. None if nobody borrows.
     """
     held_RE = _sent(layout, every_slot)
+    if here is not None:
+        held_RE = held_RE - _sent(here, every_slot)
     match sharding:
         case Fsep():
             slice_bytes = float(model.bytes_per_element * -(-model.expert_parameters // cluster.num_ranks))
-            if cluster.num_ranks == 1:
+            if cluster.num_ranks == 1 or not held_RE.any():
                 return ()
             if sharding.restore == "flat":
                 return (_flat(held_RE.sum(axis=1), slice_bytes),)

@@ -70,6 +70,10 @@ class ExpertLayout:
         filled_R.setflags(write=False)
         return filled_R
 
+    def without_last(self, num_slots: int) -> ExpertLayout:
+        """The layout without the last slots of every rank. Late slots are the last ones."""
+        return ExpertLayout(self.expert_RS[:, : self.num_slots - num_slots], self.num_experts) if num_slots else self
+
     def experts_of(self, rank: int) -> tuple[int, ...]:
         """The experts in a rank's filled slots, in slot order (a duplicate appears twice)."""
         return tuple(int(expert) for expert in self.expert_RS[rank] if expert != EMPTY)

@@ -4,6 +4,9 @@ After the loads of micro-batch t are known, a plan may be asked for; loads that 
 asked for, and not before. It is used from micro-batch t + lag on, by every rank or by none: each rank says whether it
 has the plan (a vote that travels with the counts), and where one has not, after waiting for it, all keep the old
 layout. That is recorded as an event, for it ends the claim of equal bits.
+
+What is chosen on the counts of the very micro-batch, late slots and with lag=0 the whole layout, is no part of this: it
+is a function of those counts (``step.plan_layer``).
 """
 
 from __future__ import annotations
@@ -138,13 +141,15 @@ class LayoutSchedule:
         tokens_SRE: IntArray | None = None,
     ) -> None:
         self.layer, self.strategy, self.model, self.cluster = layer, strategy, model, cluster
-        self.slots_R = strategy.slots(model, cluster)
+        self.slots_R = strategy.early_slots(model, cluster)
+        # With lag=0 every micro-batch has a layout of its own, which ``plan_layer`` makes when its counts are known.
+        self.follows_history = not isinstance(strategy.balance, Static) and strategy.lag > 0
         self.source: PlanSource = InlinePlanner()
         self.micro_batch = 0
         self.events: list[PlanEvent] = []
         self.num_experts = model.num_experts
         # before any rank waits for another one's plan
-        warm_up(strategy.balance, strategy.split)
+        warm_up(strategy.balance, strategy.split, late_slots=bool(strategy.late_slots))
         self.layout = self._first_layout()
         foresees = isinstance(strategy.predictor, Oracle)
         # Loads from a micro-batch on.
@@ -192,7 +197,7 @@ class LayoutSchedule:
         """
         due = self.micro_batch + self.strategy.lag
         self.advance()
-        if isinstance(self.strategy.balance, Static):
+        if not self.follows_history:
             return
         if self._history is not None:
             self._unread.append(load)
@@ -212,7 +217,7 @@ class LayoutSchedule:
             ticket.cancel()
         self._pending.clear()
         self._tokens_SRE, self._known_from = tokens_SRE, self.micro_batch
-        if tokens_SRE is not None and not isinstance(self.strategy.balance, Static):
+        if tokens_SRE is not None and self.follows_history:
             self._asked_for = self.micro_batch
             self.request()
 
@@ -263,7 +268,7 @@ class LayoutSchedule:
         """Go on where another run stopped. State of other ranks or slots does not fit: then planning begins anew."""
         expert_RS = np.asarray(state["layout"], dtype=np.int64)
         self.micro_batch = state["micro_batch"]
-        if isinstance(self.strategy.balance, Static):
+        if not self.follows_history:
             return
         self._pending.clear()
         self._unread.clear()

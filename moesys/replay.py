@@ -42,7 +42,8 @@ class Replan:
 class Replayed:
     """One micro-batch through one layer.
 
-    layout: the one in force. replan: the plan that brought it; None where it is that of the micro-batch before.
+    layout: the one in force before the counts are known; ``plan`` has late slots, and with ``lag=0`` another one.
+    replan: the plan that brought it; None where it is that of the micro-batch before.
     """
 
     strategy: Strategy

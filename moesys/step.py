@@ -15,9 +15,28 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from moesys.balance import Certificate, certify, plan_layout, split_tokens
+from moesys.balance import (
+    Certificate,
+    PlanningProblem,
+    certify,
+    fill_late_slots,
+    plan_layout,
+    plan_quotas,
+    split_tokens,
+)
 from moesys.balance.topology import levels_of, link_domains_of, nodes_of
-from moesys.config import ClusterSpec, EvenSplit, FlowSplit, MegaKernel, ModelShape, Proportional, Split, Strategy
+from moesys.config import (
+    ClusterSpec,
+    EvenSplit,
+    FlowSplit,
+    MegaKernel,
+    ModelShape,
+    Proportional,
+    Quotas,
+    Split,
+    Strategy,
+    WithQuotas,
+)
 from moesys.config.member import RECORDED
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.load import LoadMatrix
@@ -97,17 +116,24 @@ def plan_layer(
 ) -> LayerPlan:
     """The plan of ``strategy`` for one layer and micro-batch of load ``load``.
 
-    ``layout=None`` plans the layout on ``load`` itself, as an oracle would. ``turn``, the micro-batch number, rotates
-    remainders. Raises ValueError where load, model, cluster and layout do not fit.
+    ``layout``: the one that history gave, without late slots, which are filled here, last. ``layout=None`` plans it on
+    ``load`` itself, as an oracle would, and so does ``lag=0``, whatever is given. ``turn``, the micro-batch number,
+    rotates remainders. Raises ValueError where load, model, cluster and layout do not fit.
     """
     if load.num_experts != model.num_experts:
         raise ValueError(
             f"the load counts {load.num_experts} experts but num_experts={model.num_experts}; "
             "give one column of tokens_RE an expert"
         )
-    if layout is None:
-        slots, sharding = strategy.slots(model, cluster), strategy.sharding
+    if isinstance(strategy.split, Quotas) and isinstance(strategy.balance, WithQuotas):
+        problem = PlanningProblem.of_layout(load, cluster, strategy.slots(model, cluster), model)
+        return LayerPlan(plan_quotas(problem, strategy.balance), turn)
+    if layout is None or strategy.lag == 0:
+        slots, sharding = strategy.early_slots(model, cluster), strategy.sharding
         layout = plan_layout(load, cluster, strategy.balance, slots, model=model, sharding=sharding)
+    if late := strategy.late_slots:
+        slots_R = strategy.slots(model, cluster)
+        layout = fill_late_slots(load, layout, cluster, model, strategy.sharding, late, slots_R)
     return LayerPlan(split_tokens(load, layout, cluster, strategy.split, turn, model=model), turn)
 
 
@@ -146,6 +172,8 @@ def split_on_device(config: Split) -> bool:
             return config.traffic == "fast" and config.max_inter_node is None
         case EvenSplit() | Proportional():
             return True
+        case Quotas():
+            return False
         case _:
             return False
 
@@ -176,6 +204,8 @@ def device_split(layout: ExpertLayout, cluster: ClusterSpec, config: Split, devi
             return DeviceSplit(tables, proportional_tables(tables, layout.replicas_RE))
         case FlowSplit():
             return DeviceSplit(tables, None)
+        case Quotas():
+            raise ValueError("split=Quotas() is made by a planner on the hosts; use FlowSplit(), or no most_tokens")
         case _:
             raise ValueError(f"split={config.kind} is a split of one's own, which plans on the host; use split_tokens")
 

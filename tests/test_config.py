@@ -22,25 +22,30 @@ from moesys.config import (
     Ep,
     Eplb,
     EvenSplit,
+    FasterMoe,
     FlexMoe,
     FlowSplit,
     Fsep,
     Greedy,
     Laer,
     Last,
+    Llep,
     MegaKernel,
     ModelShape,
+    MoonEp,
     Oracle,
     Ordered,
     Overlap,
     Pipelined,
     Predictor,
     Proportional,
+    Quotas,
     Sequential,
     Sharding,
     Split,
     Static,
     Strategy,
+    UltraEp,
     WindowMean,
 )
 
@@ -67,6 +72,8 @@ balances = st.one_of(
     st.builds(Eplb),
     st.builds(Eplb, num_groups=st.integers(1, 8), hierarchical=st.just(True)),
     st.builds(FlexMoe, max_moves=st.integers(0, 99)),
+    st.builds(MoonEp) | st.builds(Llep, alpha=st.floats(1, 2)) | st.builds(UltraEp, min_tokens=st.integers(1, 2048)),
+    st.builds(FasterMoe, gb_per_s=st.floats(0.1, 100)),
     st.builds(Laer, candidates=st.sampled_from([("even",), ("proportional",), ("even", "proportional")])),
     st.builds(
         Greedy,
@@ -182,7 +189,7 @@ def test_toml_reads_as_people_write_it():
         (lambda: EP.replace(overlap={"kind": "pipelined", "chunks": 2, "lanes": 1}), "Extra inputs are not permitted"),
         (lambda: Strategy.from_toml('name = "x"\nlagg = 2'), "Extra inputs are not permitted"),
         (lambda: MODEL.replace(top_k=0), "Input should be greater than or equal to 1"),
-        (lambda: EP.replace(lag=0), "Input should be greater than or equal to 1"),
+        (lambda: EP.replace(lag=-1), "Input should be greater than or equal to 0"),
         (lambda: CLUSTER.replace(inter_node_gb_per_s=0), "Input should be greater than or equal to 0.000000001"),
         (lambda: CLUSTER.replace(memory_gb_per_s=1e-318), "Input should be greater than or equal to 0.000000001"),
         (lambda: CLUSTER.replace(expert_tflops=1e300), "Input should be less than or equal to 1000000000000"),
@@ -299,6 +306,46 @@ def test_replace_changes_what_it_names_and_checks_the_whole():
             "use balance=Static(), Ep(slots_per_rank=...) or Fsep(slots_per_rank=...)",
         ),
         (
+            lambda: EP.replace(sharding=Ep(slots_per_rank=4), balance=MoonEp(), split=Quotas()),
+            "split=Quotas() divides the counts that a plan was made on, but lag=1 and balance=MoonEp(); "
+            "use lag=0 and one of MoonEp(), Llep(), UltraEp(), FasterMoe(), or FlowSplit()",
+        ),
+        (
+            lambda: EP.replace(late_slots=1),
+            "late_slots=1 hold experts of other ranks, but sharding=Ep() keeps every expert on its owner; "
+            "use Ep(slots_per_rank=...) or Fsep(slots_per_rank=...)",
+        ),
+        (
+            lambda: EP.replace(sharding=Fsep(slots_per_rank=2), late_slots=3),
+            "late_slots=3 are more than the 2 slots that a rank has; "
+            "use at most 2, or give every rank that holds experts at least 3",
+        ),
+        (
+            lambda: EP.replace(sharding=Fsep(slots_per_rank=(4, 0, 1)), late_slots=2),
+            "late_slots=2 are more than the 1 slots that a rank has; "
+            "use at most 1, or give every rank that holds experts at least 2",
+        ),
+        (
+            lambda: EP.replace(sharding=Fsep(slots_per_rank=4), late_slots=2, lag=0),
+            "late_slots=2 come after a layout that is there, but lag=0 plans all of it on the counts; "
+            "use late_slots=0, or lag=1",
+        ),
+        (
+            lambda: EP.replace(lag=0, replan_every=4),
+            "replan_every=4 keeps a layout, but lag=0 plans one on each micro-batch's own counts; "
+            "use replan_every=1, or lag=1",
+        ),
+        (
+            lambda: EP.replace(sharding=Fsep(slots_per_rank=4), balance=Greedy(deadline_ms=5), lag=0),
+            "deadline_ms=5.0 ends the search by a clock, but with lag=0 every rank plans for itself and all must plan "
+            "the same; use deadline_ms=None and effort, or lag=1",
+        ),
+        (
+            lambda: EP.replace(sharding=Fsep(slots_per_rank=4), overlap=MegaKernel(most_tokens=64), late_slots=1),
+            "most_tokens=64 lets devices split tokens while no host waits, but lag=1 and late_slots=1 choose experts "
+            "on the hosts; use MegaKernel(most_tokens=None), or lag=1 and late_slots=0",
+        ),
+        (
             lambda: CLUSTER.replace(ranks_per_domain=3),
             "ranks_per_domain=3 does not add up to the 4 ranks of the nodes (2, 2); use a divisor or a multiple of the "
             "node sizes, or one number a domain",
@@ -378,6 +425,24 @@ def test_slots_that_do_not_fit(slots_per_rank, message):
 def test_slots_of_every_rank(sharding, num_experts, slots_of_ranks):
     model = MODEL.replace(num_experts=num_experts)
     assert EP.replace(sharding=sharding).slots(model, CLUSTER) == slots_of_ranks
+
+
+def test_late_slots_leave_the_others_for_every_expert():
+    strategy = EP.replace(sharding=Fsep(slots_per_rank=3), late_slots=1)
+    assert strategy.slots(MODEL, CLUSTER) == (3, 3, 3, 3)
+    assert strategy.early_slots(MODEL, CLUSTER) == (2, 2, 2, 2)
+    assert EP.early_slots(MODEL, CLUSTER) == EP.slots(MODEL, CLUSTER)
+    uneven = strategy.replace(sharding=Fsep(slots_per_rank=(8, 0, 1, 3)))
+    assert uneven.early_slots(MODEL, CLUSTER) == (7, 0, 0, 2)
+    message = (
+        "late_slots=2 leaves 4 slots for 8 experts before the counts are known; use fewer, or at least 1 slots more a "
+        "rank"
+    )
+    with pytest.raises(ValueError, match=message):
+        strategy.replace(late_slots=2).early_slots(MODEL, CLUSTER)
+    by_memory = strategy.replace(sharding=Fsep(slot_gb_per_rank=(8 * EXPERT_GB, 0, EXPERT_GB, 1)), late_slots=2)
+    with pytest.raises(ValueError, match="late_slots=2 are more than the 1 slots that a rank has"):
+        by_memory.early_slots(MODEL, CLUSTER)
 
 
 # An expert of MODEL is 3 × 8 × 16 elements of 4 bytes.
@@ -507,6 +572,7 @@ CHANGES = [
             "overlap": Pipelined(chunks=2),
             "replan_every": 2,
             "lag": 2,
+            "late_slots": 1,
         },
     ),
     (Ep(slots_per_rank=2), {"slots_per_rank": None}),
@@ -525,6 +591,9 @@ CHANGES = [
     (Laer(), {"candidates": ("proportional", "even")}),
     (Eplb(hierarchical=True), {"num_groups": 2, "hierarchical": False}),
     (FlexMoe(), {"max_moves": 9}),
+    (Llep(), {"alpha": 1.1, "min_tokens": 1, "skip_below": 0.0}),
+    (UltraEp(), {"tolerance": 0.0, "min_tokens": 1}),
+    (FasterMoe(), {"gb_per_s": 1.0, "tflops": 1.0, "hidden_size": 8, "intermediate_size": 8}),
     (
         Greedy(),
         {
@@ -592,7 +661,19 @@ def test_names_do_not_count_in_the_fingerprint():
 
 
 def test_members_with_the_same_fields_have_their_own_fingerprints():
-    members = [Static(), Eplb(), Last(), Oracle(), EvenSplit(), Proportional(), FlowSplit(), Sequential(), Ordered()]
+    members = [
+        Static(),
+        Eplb(),
+        MoonEp(),
+        Last(),
+        Oracle(),
+        EvenSplit(),
+        Proportional(),
+        FlowSplit(),
+        Quotas(),
+        Sequential(),
+        Ordered(),
+    ]
     assert len({member.fingerprint() for member in members}) == len(members)
 
 

@@ -156,7 +156,7 @@ def sent_by_layers(cluster: ms.ClusterSpec, layout: ms.ExpertLayout, sharding: m
             shards = ShardedExperts(SHAPE, rank, R, cluster.node_of_rank, hierarchical)
             local = torch.zeros(SHAPE.num_experts, len(shards.owned()))
         channel = RecordingChannel()
-        shards.restore([local], torch.bfloat16, layout, channel, "").wait()  # type: ignore[arg-type]
+        shards.restore([local], torch.bfloat16, shards.held_by_rank(layout), channel, "").wait()  # type: ignore[arg-type]
         gradients = torch.zeros(len(shards.held_by_rank(layout)[rank]), shards.padded_parameters)
         shards.reshard(gradients, layout, channel, "")  # type: ignore[arg-type]
         by_rank.append(channel.sent_bytes)

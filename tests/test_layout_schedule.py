@@ -166,3 +166,27 @@ def test_a_history_of_another_predictor_is_begun_anew_and_said() -> None:
     resumed.source = kept = Kept()
     walk(resumed, 5, 6)
     assert kept.requests[0].load == LoadMatrix(TOKENS_SRE[5])
+
+
+# --- experts chosen on the counts
+
+
+def test_late_slots_are_no_part_of_what_history_plans_and_keeps() -> None:
+    strategy = FSEP.replace(sharding=ms.Fsep(slots_per_rank=(5, 3, 0, 4)), late_slots=2)
+    schedule = LayoutSchedule(0, strategy, MODEL, CLUSTER)
+    schedule.source = kept = Kept()
+    walk(schedule, 0, 3)
+    assert [request.slots_R for request in kept.requests] == [(3, 1, 0, 2)] * 3
+    resumed = LayoutSchedule(0, strategy, MODEL, CLUSTER)
+    resumed.load_state_dict(json.loads(json.dumps(schedule.state_dict(timeout_s=1))))
+    assert walk(resumed, 3, 6) == walk(schedule, 3, 6)
+    assert resumed.events == []
+
+
+def test_with_lag_0_nothing_is_asked_of_history() -> None:
+    for predictor in (ms.Last(), ms.Oracle()):
+        schedule = LayoutSchedule(0, FSEP.replace(lag=0, predictor=predictor), MODEL, CLUSTER)
+        schedule.source = kept = Kept()
+        layouts = walk(schedule, 0, 3)
+        assert kept.requests == []
+        assert layouts == [schedule.layout] * 3

@@ -10,9 +10,11 @@ from moesys.balance.certificate import Certificate, certify
 from moesys.balance.cp_sat.cp_sat import CpSatPlan, solve_cp_sat
 from moesys.balance.flow.max_load import TightSet, min_max_load, tight_set
 from moesys.balance.greedy.relabelling import num_moves
+from moesys.balance.late_slots import fill_late_slots
 from moesys.balance.layouts import plan_layout, plan_layouts
 from moesys.balance.planning_problem import PlanningProblem
 from moesys.balance.predictors import LoadHistory, measured_drift, window
+from moesys.balance.quotas import plan_quotas
 from moesys.balance.splits import split_tokens
 from moesys.balance.warm_up import warm_up
 
@@ -23,11 +25,13 @@ __all__ = [
     "PlanningProblem",
     "TightSet",
     "certify",
+    "fill_late_slots",
     "measured_drift",
     "min_max_load",
     "num_moves",
     "plan_layout",
     "plan_layouts",
+    "plan_quotas",
     "replica_budget",
     "solve_cp_sat",
     "split_tokens",

@@ -13,7 +13,23 @@ from moesys.balance.cp_sat.cp_sat import cp_sat_layout
 from moesys.balance.greedy.greedy import greedy_layout
 from moesys.balance.own_planners import own_layout
 from moesys.balance.planning_problem import PlanningProblem
-from moesys.config import Balance, ClusterSpec, CpSat, Eplb, FlexMoe, Greedy, Laer, ModelShape, Sharding, Static
+from moesys.balance.quotas import plan_quotas
+from moesys.config import (
+    Balance,
+    ClusterSpec,
+    CpSat,
+    Eplb,
+    FasterMoe,
+    FlexMoe,
+    Greedy,
+    Laer,
+    Llep,
+    ModelShape,
+    MoonEp,
+    Sharding,
+    Static,
+    UltraEp,
+)
 from moesys.layout import ExpertLayout
 from moesys.load import LoadMatrix
 
@@ -58,6 +74,8 @@ def plan_layout(
             return greedy_layout(problem, config)
         case CpSat():
             return cp_sat_layout(problem, config)
+        case MoonEp() | Llep() | UltraEp() | FasterMoe():
+            return plan_quotas(problem, config).layout
         case _:
             return own_layout(problem, config)
 

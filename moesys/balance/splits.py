@@ -7,7 +7,7 @@ from moesys.balance.baselines.proportional_split import proportional_split
 from moesys.balance.flow.flow_split import flow_split
 from moesys.balance.own_planners import own_split
 from moesys.balance.planning_problem import PlanningProblem
-from moesys.config import ClusterSpec, EvenSplit, FlowSplit, ModelShape, Proportional, Split
+from moesys.config import ClusterSpec, EvenSplit, FlowSplit, ModelShape, Proportional, Quotas, Split
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.load import LoadMatrix
 
@@ -26,8 +26,8 @@ def split_tokens(
     ``turn``, the number of the micro-batch, rotates the tokens that do not divide evenly over the replicas. ``model``
     is the layer's shape where it is known; today's splits count tokens and do not look at it.
 
-    Raises ValueError when load, model, layout and cluster do not belong together, and where a split of one's own
-    raises, or returns what does not send every token to a holder.
+    Raises ValueError when load, model, layout and cluster do not belong together, for ``Quotas``, and where a split of
+    one's own raises, or returns what does not send every token to a holder.
     """
     problem = PlanningProblem.of_split(load, layout, cluster, turn, model)
     match config:
@@ -37,5 +37,10 @@ def split_tokens(
             return proportional_split(problem, config)
         case FlowSplit():
             return flow_split(problem, config)
+        case Quotas():
+            raise ValueError(
+                "split=Quotas() divides tokens as the planner of the layout does, which is not known here; "
+                "use plan_layer with the strategy, or FlowSplit()"
+            )
         case _:
             return own_split(problem, config)

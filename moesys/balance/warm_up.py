@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 
+from moesys.balance.late_slots import fill_late_slots
 from moesys.balance.layouts import plan_layout
 from moesys.balance.splits import split_tokens
-from moesys.config import Balance, ClusterSpec, CpSat, FlowSplit, Greedy, ModelShape, Split, Static
+from moesys.config import Balance, ClusterSpec, CpSat, Ep, FlowSplit, Greedy, ModelShape, Quotas, Split, Static
 from moesys.load import LoadMatrix
 
 
-def warm_up(balance: Balance | None = None, split: Split | None = None) -> None:
-    """Runs the compiled loops that a planner and a split need (``Greedy``'s and ``FlowSplit``'s, if none are given).
+def warm_up(balance: Balance | None = None, split: Split | None = None, *, late_slots: bool = False) -> None:
+    """Runs the compiled loops that a planner and a split need (``Greedy``'s and ``FlowSplit``'s, if none are given),
+    and with ``late_slots`` the choice of what fills them.
 
     They are compiled when they first run on a machine, which takes half a minute, and kept on disk beside the source
     (or where NUMBA_CACHE_DIR says). Whoever starts several processes, or has others wait for a plan, calls this before;
@@ -24,6 +26,8 @@ def warm_up(balance: Balance | None = None, split: Split | None = None) -> None:
     layout = plan_layout(load, cluster, planner, 3)
     turned = LoadMatrix(load.tokens_RE[:, ::-1])
     layout = plan_layout(turned, cluster, planner, 3, model=model, previous=layout)
+    if late_slots:
+        layout = fill_late_slots(turned, layout, cluster, model, Ep(), late_slots=1, slots_R=(4,) * 4)
     # One's own may not be made for so small a problem, and has nothing of ours to compile.
     if split is None or split.own_code is None:
-        split_tokens(turned, layout, cluster, split or FlowSplit())
+        split_tokens(turned, layout, cluster, FlowSplit() if split is None or isinstance(split, Quotas) else split)

@@ -11,13 +11,18 @@ from moesys.config.balance import (
     Balance,
     CpSat,
     Eplb,
+    FasterMoe,
     FlexMoe,
     Greedy,
     Laer,
+    Llep,
     MinReplicas,
+    MoonEp,
     ReplicasWithin,
     Static,
+    UltraEp,
     Within,
+    WithQuotas,
 )
 from moesys.config.base import BYTES_PER_GB, Declared, DType
 from moesys.config.cluster import ClusterSpec, Microseconds
@@ -25,7 +30,7 @@ from moesys.config.model import ModelShape
 from moesys.config.overlap import MegaKernel, Overlap, Pipelined, Sequential
 from moesys.config.predictor import Adaptive, Ema, Last, Oracle, Predictor, WindowMean
 from moesys.config.sharding import Ep, Fsep, Sharding, SlotCount, SlotGigabytes
-from moesys.config.split import EvenSplit, FlowSplit, Proportional, Split
+from moesys.config.split import EvenSplit, FlowSplit, Proportional, Quotas, Split
 from moesys.config.strategy import Ordered, Strategy
 
 __all__ = [
@@ -40,22 +45,26 @@ __all__ = [
     "Ep",
     "Eplb",
     "EvenSplit",
+    "FasterMoe",
     "FlexMoe",
     "FlowSplit",
     "Fsep",
     "Greedy",
     "Laer",
     "Last",
+    "Llep",
     "MegaKernel",
     "Microseconds",
     "MinReplicas",
     "ModelShape",
+    "MoonEp",
     "Oracle",
     "Ordered",
     "Overlap",
     "Pipelined",
     "Predictor",
     "Proportional",
+    "Quotas",
     "ReplicasWithin",
     "Sequential",
     "Sharding",
@@ -64,6 +73,8 @@ __all__ = [
     "Split",
     "Static",
     "Strategy",
+    "UltraEp",
     "WindowMean",
+    "WithQuotas",
     "Within",
 ]

@@ -120,5 +120,54 @@ class CpSat(Balance):
     replicas_within: ReplicasWithin = "cluster"
 
 
+class MoonEp(Balance):
+    """MoonEP as a baseline: experts at home, and loads made exactly equal by copies; for ``lag=0``.
+
+    A rank needs twice the slots of the experts that live there.
+    """
+
+    kind: Literal["moon_ep"] = "moon_ep"
+
+
+class Llep(Balance):
+    """LLEP (arXiv 2601.17111) as a baseline: experts at home up to a cap, the rest to the least loaded ranks; for
+    ``lag=0``.
+    """
+
+    kind: Literal["llep"] = "llep"
+    alpha: float = Field(1.0, ge=1, description="cap of a rank, in means")
+    min_tokens: int = Field(
+        1024, ge=1, description="the least chunk that a copy is made for, but the last of an expert"
+    )
+    skip_below: float = Field(1.3, ge=0, description="all stay at home where experts' max/mean is less")
+
+
+class UltraEp(Balance):
+    """UltraEP (arXiv 2606.04101) as a baseline: experts at home, copies inside a domain, the least threshold that a
+    greedy reaches; for ``lag=0``.
+    """
+
+    kind: Literal["ultra_ep"] = "ultra_ep"
+    tolerance: float = Field(0.01, ge=0, description="above the mean, of the first threshold tried")
+    min_tokens: int = Field(1024, ge=1, description="the least piece, where a threshold has to be searched for")
+
+
+class FasterMoe(Balance):
+    """FasterMoE's shadowing (PPoPP 2022) as a baseline: the hottest experts on all ranks, by its own cost model; for
+    ``lag=0``.
+
+    Sizes are those of the model where it is known.
+    """
+
+    kind: Literal["faster_moe"] = "faster_moe"
+    gb_per_s: float = Field(6.25, gt=0, description="of a rank's link, GB/s")
+    tflops: float = Field(11.5, gt=0, description="of a rank, TFLOP/s")
+    hidden_size: int = Field(2048, ge=1, description="elements of a row")
+    intermediate_size: int = Field(4096, ge=1, description="width of an expert")
+
+
+# Those whose plan says who computes how many tokens of which source: ``Quotas`` divides tokens so.
+WithQuotas = MoonEp | Llep | UltraEp | FasterMoe
+
 # Only now are its members known.
 Balance.model_rebuild(force=True)

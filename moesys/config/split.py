@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import ConfigDict, Field
 
@@ -61,6 +61,12 @@ class FlowSplit(Split):
         description="share of the routed tokens that may leave their node, before balance; None: any; seconds: what "
         "takes a step the fewest",
     )
+
+
+class Quotas(Split):
+    """As the balance says: of planners that decide who computes how many tokens of which source; with ``lag=0``."""
+
+    kind: Literal["quotas"] = "quotas"
 
 
 # Only now are its members known.

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from types import UnionType
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from moesys.config.balance import Balance, Static
+from moesys.config.balance import Balance, Greedy, Static, WithQuotas
 from moesys.config.base import BYTES_PER_GB, Declared
 from moesys.config.cluster import ClusterSpec
 from moesys.config.model import ModelShape
-from moesys.config.overlap import Overlap, Sequential
+from moesys.config.overlap import MegaKernel, Overlap, Sequential
 from moesys.config.predictor import Last, Predictor
 from moesys.config.sharding import Ep, Sharding
-from moesys.config.split import EvenSplit, Split
+from moesys.config.split import EvenSplit, Quotas, Split
 
 
 class Ordered(Declared):
@@ -33,7 +34,12 @@ class Strategy(Declared):
     overlap: Overlap = Sequential()
     reduction: Ordered = Ordered()
     replan_every: int = Field(1, ge=1, description="a layout is planned after every so many micro-batches")
-    lag: int = Field(1, ge=1, description="a plan made on micro-batch t is used from t + lag on")
+    lag: int = Field(
+        1, ge=0, description="a plan made on micro-batch t is used from t + lag on; 0: on the counts that it is made on"
+    )
+    late_slots: int = Field(
+        0, ge=0, description="so many of a rank's slots are filled after the router, where that pays in seconds"
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -42,7 +48,71 @@ class Strategy(Declared):
                 f"sharding=Ep() keeps every expert on its owner rank, but balance={type(self.balance).__name__}() "
                 "moves experts; use balance=Static(), Ep(slots_per_rank=...) or Fsep(slots_per_rank=...)"
             )
+        if isinstance(self.split, Quotas) and not (self.lag == 0 and isinstance(self.balance, WithQuotas)):
+            raise ValueError(
+                f"split=Quotas() divides the counts that a plan was made on, but lag={self.lag} and "
+                f"balance={type(self.balance).__name__}(); use lag=0 and one of {_names(WithQuotas)}, or FlowSplit()"
+            )
+        if self.lag == 0:
+            self._check_lag_0()
+        if self.late_slots:
+            self._check_late_slots()
+        overlap = self.overlap
+        if self.plans_on_counts and isinstance(overlap, MegaKernel) and overlap.most_tokens is not None:
+            raise ValueError(
+                f"most_tokens={overlap.most_tokens} lets devices split tokens while no host waits, but "
+                f"lag={self.lag} and late_slots={self.late_slots} choose experts on the hosts; "
+                "use MegaKernel(most_tokens=None), or lag=1 and late_slots=0"
+            )
         return self
+
+    def _check_lag_0(self) -> None:
+        if self.replan_every > 1:
+            raise ValueError(
+                f"replan_every={self.replan_every} keeps a layout, but lag=0 plans one on each micro-batch's own "
+                "counts; use replan_every=1, or lag=1"
+            )
+        if isinstance(self.balance, Greedy) and self.balance.deadline_ms is not None:
+            raise ValueError(
+                f"deadline_ms={self.balance.deadline_ms} ends the search by a clock, but with lag=0 every rank plans "
+                "for itself and all must plan the same; use deadline_ms=None and effort, or lag=1"
+            )
+
+    def _check_late_slots(self) -> None:
+        late, slots = self.late_slots, self.sharding.slots_per_rank
+        if self.lag == 0:
+            raise ValueError(
+                f"late_slots={late} come after a layout that is there, but lag=0 plans all of it on the counts; "
+                "use late_slots=0, or lag=1"
+            )
+        if isinstance(self.sharding, Ep) and not self.sharding.lends:
+            raise ValueError(
+                f"late_slots={late} hold experts of other ranks, but sharding=Ep() keeps every expert on its owner; "
+                "use Ep(slots_per_rank=...) or Fsep(slots_per_rank=...)"
+            )
+        if slots is not None:
+            _check_room(late, slots if isinstance(slots, tuple) else (slots,))
+
+    @property
+    def plans_on_counts(self) -> bool:
+        """Whether experts are chosen on a micro-batch's own counts, so that some travel only when these are known."""
+        return self.lag == 0 or self.late_slots > 0
+
+    def early_slots(self, model: ModelShape, cluster: ClusterSpec) -> tuple[int, ...]:
+        """Slots of each rank, [R], that are filled before the counts are known: all but ``late_slots``. A rank without
+        slots has no late ones either. Checked as ``slots``.
+        """
+        slots_R, E = self.slots(model, cluster), model.num_experts
+        if not self.late_slots:
+            return slots_R
+        _check_room(self.late_slots, slots_R)
+        early_R = tuple(max(0, slots - self.late_slots) for slots in slots_R)
+        if (missing := E - sum(early_R)) > 0:
+            raise ValueError(
+                f"late_slots={self.late_slots} leaves {sum(early_R)} slots for {E} experts before the counts are "
+                f"known; use fewer, or at least {-(-missing // sum(slots > 0 for slots in slots_R))} slots more a rank"
+            )
+        return early_R
 
     def slots(self, model: ModelShape, cluster: ClusterSpec) -> tuple[int, ...]:
         """Slots of each rank, [R], checked against the model: every expert must find a slot.
@@ -98,3 +168,15 @@ class Strategy(Declared):
                 f"of {expert_bytes / BYTES_PER_GB} GB; {way_out}"
             )
         return slots_R
+
+
+def _names(members: UnionType) -> str:
+    return ", ".join(f"{member.__name__}()" for member in members.__args__)
+
+
+def _check_room(late_slots: int, slots_R: tuple[int, ...]) -> None:
+    if fewer := [slots for slots in slots_R if 0 < slots < late_slots] or [0] * (max(slots_R) == 0):
+        raise ValueError(
+            f"late_slots={late_slots} are more than the {fewer[0]} slots that a rank has; "
+            f"use at most {fewer[0]}, or give every rank that holds experts at least {late_slots}"
+        )

@@ -30,7 +30,7 @@ class LayerCall:
     """What forward, recomputation and backward of one micro-batch share.
 
     It owns the layout of its micro-batch, so that however many micro-batches are under way, in whatever order their
-    backwards run, each finds the experts where its own forward had them.
+    backwards run, each finds the experts where its own forward had them. Late ones are among them.
 
     ``counts``: gives the choices of each expert, int64 [E], once forward is launched; None where nobody learns.
     ``dtype``: what experts compute in.
@@ -40,18 +40,19 @@ class LayerCall:
         self,
         store: ExpertStore,
         executor: Executor,
+        layout: ExpertLayout,
         neighbours: Neighbours,
         counts: Callable[[], Tensor] | None,
         dtype: torch.dtype,
     ) -> None:
         self.store, self.executor, self.counts, self.dtype = store, executor, counts, dtype
-        self.layout: ExpertLayout = store.schedule.layout
+        self.layout = layout
         self.previous, self._upcoming, self._pass_number = neighbours
         self.expects_backward = torch.is_grad_enabled()
         # A recomputation runs this call's forward again.
         self.replayed = False
         store.dtype = dtype
-        self._restored = store.take_prefetched(self._pass_number)
+        self._restored = store.take_prefetched(self._pass_number, layout)
 
     def restore(self) -> Restored:
         """Returns the experts of this call, on their way or here; starts bringing them if nobody has."""

@@ -14,7 +14,7 @@ from moesys.layout_schedule import LayoutSchedule
 from moesys.moe.expert_form import ExpertForm
 from moesys.moe.masters import Masters
 from moesys.moe.sharded_experts import ShardedExperts
-from moesys.moe.shards import ExpertShards, Restored
+from moesys.moe.shards import ExpertShards, HeldByRank, Restored
 from moesys.moe.whole_experts import WholeExperts
 from moesys.overlap.comm.channel import Channel
 
@@ -48,19 +48,43 @@ class ExpertStore:
 
     def start_restore(self, layout: ExpertLayout, dtype: torch.dtype) -> Restored:
         """Starts bringing the experts of ``layout`` here, to be computed with in ``dtype``. A collective."""
-        return self.shards.restore(self.masters.local(), dtype, layout, self.channel, f"layer {self.layer_index}")
+        return self._start(self.shards.held_by_rank(layout), dtype, "")
+
+    def start_late(self, early: Restored, early_layout: ExpertLayout, layout: ExpertLayout) -> Restored:
+        """Starts bringing what ``layout`` has more than ``early_layout``, whose experts are ``early``. A collective,
+        where it has more on any rank.
+        """
+        rank = self.shards.rank
+        settled, held = self.shards.held_by_rank(early_layout), self.shards.held_by_rank(layout)
+        if settled == held:
+            return early
+        missing = [
+            tuple(expert for expert in wanted if expert not in there)
+            for wanted, there in zip(held, settled, strict=True)
+        ]
+        late = self._start(missing, early.dtype, " late")
+        return self.shards.together(early, settled[rank], late, held[rank])
+
+    def _start(self, held: HeldByRank, dtype: torch.dtype, when: str) -> Restored:
+        return self.shards.restore(self.masters.local(), dtype, held, self.channel, f"layer {self.layer_index}{when}")
 
     def prefetch(self, pass_number: int) -> None:
-        """Starts bringing the experts of the coming micro-batch, whose layout is settled, unless it is done already or
-        masters are not at hand.
+        """Starts bringing the experts of the coming micro-batch that are settled, unless it is done already or masters
+        are not at hand. With ``lag=0`` none are.
         """
+        if self.schedule.strategy.lag == 0:
+            return
         if self.dtype is not None and not self._is_prefetched(pass_number) and self.masters.at_hand:
             layout = self.schedule.layout
             self._prefetched = (layout, pass_number, self.dtype), self.start_restore(layout, self.dtype)
 
-    def take_prefetched(self, pass_number: int) -> Restored | None:
-        """Returns what was brought ahead for this pass and layout, if anything, and forgets it."""
-        restored = self._prefetched[1] if self._prefetched is not None and self._is_prefetched(pass_number) else None
+    def take_prefetched(self, pass_number: int, layout: ExpertLayout) -> Restored | None:
+        """Returns the experts of ``layout`` if those settled were brought ahead for this pass, and forgets them. Late
+        ones set off now: a collective, where there are some.
+        """
+        restored = None
+        if self._prefetched is not None and self._is_prefetched(pass_number):
+            restored = self.start_late(self._prefetched[1], self.schedule.layout, layout)
         self.drop_prefetched()
         return restored
 

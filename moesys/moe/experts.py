@@ -150,7 +150,7 @@ class Experts(nn.Module):
         self._last_plan = plan
         if learning and self.load_log is not None:
             self.load_log.add(plan)
-        call = LayerCall(self.store, executor, neighbours, counts, dtype)
+        call = LayerCall(self.store, executor, plan.layout, neighbours, counts, dtype)
         lookahead.entered(call)
         return call
 

@@ -19,7 +19,7 @@ from moesys.kernels.symmetric.ordered_sum import ordered_sum
 from moesys.kernels.symmetric.pulls import Pull, PullRings, Wanted, pull_regions
 from moesys.layout import ExpertLayout
 from moesys.moe.sharded_experts import ShardedExperts
-from moesys.moe.shards import ExpertShards, Restored
+from moesys.moe.shards import ExpertShards, HeldByRank, Restored
 from moesys.overlap.comm.channel import Channel
 
 
@@ -43,15 +43,15 @@ class PulledExperts(ShardedExperts):
             self.rings = first.rings
 
     def restore(
-        self, masters: Sequence[Tensor], dtype: torch.dtype, layout: ExpertLayout, channel: Channel, detail: str
+        self, masters: Sequence[Tensor], dtype: torch.dtype, held: HeldByRank, channel: Channel, detail: str
     ) -> Restored:
-        s, held = self.wire_slice, self.held_by_rank(layout)[self.rank]
+        s, mine = self.wire_slice, held[self.rank]
         wire_Es = self.on_wire(masters, dtype)
-        restored_DP = self.new(wire_Es, len(held), self.padded_parameters)
+        restored_DP = self.new(wire_Es, len(mine), self.padded_parameters)
         wanted = [
             Wanted(restored_DP[slot, rank * s : (rank + 1) * s], rank, expert * s * wire_Es.itemsize)
             for rank in self._ranks_from_next()
-            for slot, expert in enumerate(held)
+            for slot, expert in enumerate(mine)
         ]
         ring = self.rings.ring("restore", wire_Es.nbytes, wire_Es.device)
         arrive = self._arrival(ring.start(wire_Es, wanted), wanted, channel, "restore", detail)

@@ -14,7 +14,7 @@ from moesys.config import ModelShape
 from moesys.layout import ExpertLayout
 from moesys.moe.expert_form import ExpertForm, FlatSlices, PartSlices, Slices
 from moesys.moe.expert_parameters import initial_expert
-from moesys.moe.shards import ExpertShards, Restored, add_in_order
+from moesys.moe.shards import ExpertShards, HeldByRank, Restored, add_in_order
 from moesys.overlap.comm.channel import Channel, Transfer
 from moesys.overlap.held_experts import ExpertWeights
 
@@ -65,16 +65,15 @@ class ShardedExperts(ExpertShards):
         local[expert] = flat_P[self.owned().start : self.owned().stop]
 
     def restore(
-        self, masters: Sequence[Tensor], dtype: torch.dtype, layout: ExpertLayout, channel: Channel, detail: str
+        self, masters: Sequence[Tensor], dtype: torch.dtype, held: HeldByRank, channel: Channel, detail: str
     ) -> Restored:
         if self.num_ranks == 1:
             return self.restored(dtype, masters[0].device, lambda: masters[0] if self.flat else ExpertWeights(*masters))
-        held = self.held_by_rank(layout)
         wire_Es = self.on_wire(masters, dtype)
         start = self._restore_hierarchical if self.hierarchical else self._restore_flat
         return start(wire_Es, held, channel, detail)
 
-    def _restore_flat(self, wire_Es: Tensor, held: list[tuple[int, ...]], channel: Channel, detail: str) -> Restored:
+    def _restore_flat(self, wire_Es: Tensor, held: HeldByRank, channel: Channel, detail: str) -> Restored:
         """One all-to-all: to every rank my slice of each expert it holds."""
         num_held = len(held[self.rank])
         received = self.new(wire_Es, self.num_ranks, num_held, self.wire_slice)
@@ -93,9 +92,7 @@ class ShardedExperts(ExpertShards):
 
         return self.restored(received.dtype, received.device, finish)
 
-    def _restore_hierarchical(
-        self, wire_Es: Tensor, held: list[tuple[int, ...]], channel: Channel, detail: str
-    ) -> Restored:
+    def _restore_hierarchical(self, wire_Es: Tensor, held: HeldByRank, channel: Channel, detail: str) -> Restored:
         """Two all-to-alls: one copy of each distinct expert into each node, then a spread inside nodes.
 
         A node's *carriers* share the first phase: slices of outside rank r are received by the rank whose place in the

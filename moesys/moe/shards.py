@@ -45,7 +45,7 @@ class Restored(Sequence[ExpertWeights]):
         finish: Callable[[], Finished],
         spread: Callable[[], None] | None,
     ) -> None:
-        self._form, self._dtype, self._memory, self._device = form, dtype, memory, device
+        self._form, self._memory, self.dtype, self.device = form, memory, dtype, device
         self._finish: Callable[[], Finished] | None = finish
         self._spread = spread
         self._experts: list[ExpertWeights] | None = None
@@ -79,12 +79,12 @@ class Restored(Sequence[ExpertWeights]):
     def __getitem__(self, slot: int) -> ExpertWeights:  # type: ignore[override]
         assert self._experts is not None
         weights = self._experts[slot]
-        if self.keep_casts and weights.gate_up.dtype != self._dtype:
+        if self.keep_casts and weights.gate_up.dtype != self.dtype:
             weights = self._experts[slot] = self._cast(weights)
         return weights
 
     def _cast(self, weights: ExpertWeights) -> ExpertWeights:
-        cast = self._form.weights(self._memory.empty((self._form.num_elements,), self._dtype, self._device))
+        cast = self._form.weights(self._memory.empty((self._form.num_elements,), self.dtype, self.device))
         _copy(weights, cast)
         return cast
 
@@ -92,21 +92,24 @@ class Restored(Sequence[ExpertWeights]):
         """All of them in the compute dtype, [D, 2I, H] and [D, H, I]: views of what was restored where it is one tensor
         of that dtype, else of a copy, which ``keep_casts`` keeps if it is a cast.
         """
-        if self._together is not None and self._together.gate_up.dtype == self._dtype:
+        if self._together is not None and self._together.gate_up.dtype == self.dtype:
             return self._together
         assert self._experts is not None
         size = (len(self._experts), self._form.num_elements)
-        stacked = self._form.weights(self._memory.empty(size, self._dtype, self._device))
+        stacked = self._form.weights(self._memory.empty(size, self.dtype, self.device))
         if self._together is not None:
             _copy(self._together, stacked)
         else:
             for place, weights in zip(unstacked(stacked), self._experts, strict=True):
                 _copy(weights, place)
         # Masters are float32: what has that dtype is no cast.
-        if self.keep_casts and self._dtype != torch.float32:
+        if self.keep_casts and self.dtype != torch.float32:
             self._together = stacked
         return stacked
 
+
+# Distinct experts of each rank, [R], in the order of their slots.
+HeldByRank = list[tuple[int, ...]]
 
 # What a restore ends with: held experts stacked, flat [D, at least P] or part by part, or one by one.
 Finished = Tensor | ExpertWeights | Sequence[ExpertWeights]
@@ -147,9 +150,9 @@ class ExpertShards(ABC):
 
     @abstractmethod
     def restore(
-        self, masters: Sequence[Tensor], dtype: torch.dtype, layout: ExpertLayout, channel: Channel, detail: str
+        self, masters: Sequence[Tensor], dtype: torch.dtype, held: HeldByRank, channel: Channel, detail: str
     ) -> Restored:
-        """Start bringing the held experts here, to be computed with in ``dtype``."""
+        """Start bringing the experts that this rank is to hold, to be computed with in ``dtype``."""
 
     @abstractmethod
     def reshard(
@@ -179,6 +182,21 @@ class ExpertShards(ABC):
         """
         return Restored(self.form, dtype, self.memory, device, finish, spread)
 
+    def together(self, early: Restored, early_experts: Sequence[int], late: Restored, held: Sequence[int]) -> Restored:
+        """What two restores bring, as one: ``held``, of which ``early_experts`` came ahead."""
+        late_experts = [expert for expert in held if expert not in early_experts]
+
+        def spread() -> None:
+            early.spread()
+            late.spread()
+
+        def finish() -> Finished:
+            by_expert = dict(zip(early_experts, early.wait(), strict=True))
+            by_expert |= zip(late_experts, late.wait(), strict=True)
+            return [by_expert[expert] for expert in held]
+
+        return Restored(self.form, early.dtype, self.memory, early.device, finish, spread)
+
     def share_with(self, first: ExpertShards) -> None:
         """Use the memory of ``first``, as the layers of a linked model do."""
         self.memory = first.memory
@@ -191,7 +209,7 @@ class ExpertShards(ABC):
         """Memory of the dtype and device of ``like``."""
         return self.memory.empty(shape, like.dtype, like.device)
 
-    def held_by_rank(self, layout: ExpertLayout) -> list[tuple[int, ...]]:
+    def held_by_rank(self, layout: ExpertLayout) -> HeldByRank:
         return [held_experts(layout.experts_of(rank)) for rank in range(self.num_ranks)]
 
 

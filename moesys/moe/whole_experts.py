@@ -12,7 +12,7 @@ from torch import Tensor
 
 from moesys.layout import ExpertLayout
 from moesys.moe.expert_parameters import initial_expert
-from moesys.moe.shards import ExpertShards, Finished, Restored, add_in_order
+from moesys.moe.shards import ExpertShards, Finished, HeldByRank, Restored, add_in_order
 from moesys.overlap.comm.channel import Channel
 from moesys.overlap.held_experts import ExpertWeights
 
@@ -54,10 +54,9 @@ class WholeExperts(ExpertShards):
             local[expert - self.owned().start] = flat_P
 
     def restore(
-        self, masters: Sequence[Tensor], dtype: torch.dtype, layout: ExpertLayout, channel: Channel, detail: str
+        self, masters: Sequence[Tensor], dtype: torch.dtype, held: HeldByRank, channel: Channel, detail: str
     ) -> Restored:
-        held, device = self.held_by_rank(layout), masters[0].device
-        first = self.owned().start
+        device, first = masters[0].device, self.owned().start
         lent = [[e for e in held[rank] if self.owner(e) == self.rank != rank] for rank in range(self.num_ranks)]
         borrowed = [
             [e for e in held[self.rank] if self.owner(e) == rank != self.rank] for rank in range(self.num_ranks)
@@ -138,6 +137,6 @@ class WholeExperts(ExpertShards):
     def _masters_form(self, total_NP: Tensor) -> tuple[Tensor, ...]:
         return (total_NP,) if self.flat else self.form.views(total_NP)
 
-    def _moves(self, held: list[tuple[int, ...]]) -> bool:
+    def _moves(self, held: HeldByRank) -> bool:
         """Whether any rank holds an expert that it does not own; every rank gives the same answer."""
         return any(self.owner(e) != rank for rank in range(self.num_ranks) for e in held[rank])

@@ -151,7 +151,8 @@ class _Step:
         """A micro-batch; experts that were brought for another one are not used. ``suffix``: of every detail."""
         self.plans, self.suffix = plans, suffix
         self.experts: dict[int, _Exchange | None] = {}
-        self.restores: dict[int, tuple[LinkLoad, ...]] = {}
+        self.late: dict[int, _Exchange | None] = {}
+        self.restores: dict[tuple[int, str], tuple[LinkLoad, ...]] = {}
         self.rows: dict[int, _Rows] = {}
         if isinstance(self.strategy.overlap, MegaKernel):
             forward = [(plan, False) for plan in plans]
@@ -163,9 +164,10 @@ class _Step:
 
     def forward(self, layer: int) -> None:
         if self.rest.travel_behind_rest:
-            self._start_restore(layer)
+            self._start_settled(layer)
         self._compute(self.rest.other_seconds, "other", f"layer {layer} forward")
         self._exchange_counts(layer)
+        self._start_late(layer)
         self._start_restore(layer)
         self._run(layer, "forward")
         if self.reshard_after_forward:
@@ -264,7 +266,10 @@ class _Step:
         elif way == "backward":
             following = range(layer - 1, max(layer - 1 - self.prefetch_layers, -1), -1)
         for other in following:
-            self._start_restore(other)
+            if way == "forward":
+                self._start_settled(other)
+            else:
+                self._start_restore(other)
         if way == "backward":
             self._start_reshards()
         self._finish_restore(layer)
@@ -307,21 +312,39 @@ class _Step:
     def _start_restore(self, layer: int) -> None:
         """Unless the layer's experts are under way or here."""
         if layer not in self.experts:
-            if layer not in self.restores:
-                layout, sharding = self.plans[layer].layout, self.strategy.sharding
-                all_bytes = restore_bytes(layout, self.model, self.cluster, sharding, self.rest.every_slot_travels)
-                self.restores[layer] = tuple(link_load(bytes_RR, self.cluster) for bytes_RR in all_bytes)
-            self.experts[layer] = self._start(self.restores[layer], "restore", layer)
+            self.experts[layer] = self._start(self._restores(layer, "all"), "restore", layer)
+
+    def _start_settled(self, layer: int) -> None:
+        """Unless they are under way: experts that are settled before the counts are known; with ``lag=0`` none is."""
+        if layer not in self.experts and self.strategy.lag > 0:
+            self.experts[layer] = self._start(self._restores(layer, "settled"), "restore", layer)
+
+    def _start_late(self, layer: int) -> None:
+        """The counts are known: what is missing beside experts that came ahead."""
+        if layer in self.experts and self.strategy.late_slots:
+            self.late[layer] = self._start(self._restores(layer, "late"), "restore", layer, " late")
+
+    def _restores(self, layer: int, part: Literal["all", "settled", "late"]) -> tuple[LinkLoad, ...]:
+        if (layer, part) not in self.restores:
+            layout, sharding = self.plans[layer].layout, self.strategy.sharding
+            settled = layout.without_last(self.strategy.late_slots)
+            wanted, here = settled if part == "settled" else layout, settled if part == "late" else None
+            every_slot = self.rest.every_slot_travels
+            all_bytes = restore_bytes(wanted, self.model, self.cluster, sharding, every_slot, here)
+            self.restores[layer, part] = tuple(link_load(bytes_RR, self.cluster) for bytes_RR in all_bytes)
+        return self.restores[layer, part]
 
     def _spread(self, layer: int) -> None:
         """Issue what is left of a restore, so that it does not queue behind those of other layers."""
-        if (exchange := self.experts[layer]) is not None:
-            self._advance(exchange)
+        for exchange in (self.experts[layer], self.late.get(layer)):
+            if exchange is not None:
+                self._advance(exchange)
 
     def _finish_restore(self, layer: int) -> None:
-        if (exchange := self.experts[layer]) is not None:
-            self._finish(exchange)
-            self.experts[layer] = None
+        for exchange in (self.experts[layer], self.late.pop(layer, None)):
+            if exchange is not None:
+                self._finish(exchange)
+        self.experts[layer] = None
 
     def _start_reshards(self) -> None:
         while self.waiting_reshards:
@@ -337,11 +360,12 @@ class _Step:
         while self.reshards:
             self._finish(self.reshards.popleft())
 
-    def _start(self, loads: tuple[LinkLoad, ...], lane: str, layer: int) -> _Exchange | None:
+    def _start(self, loads: tuple[LinkLoad, ...], lane: str, layer: int, when: str = "") -> _Exchange | None:
         if not loads:
             return None
         first, *others = loads
-        return _Exchange(self._issue("weights", lane, first, f"layer {layer}"), others, f"layer {layer}")
+        detail = f"layer {layer}{when}"
+        return _Exchange(self._issue("weights", lane, first, detail), others, detail)
 
     def _advance(self, exchange: _Exchange) -> None:
         """Wait for all all-to-alls of the exchange but the last, which is then under way."""

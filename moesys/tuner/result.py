@@ -92,7 +92,7 @@ def _fields(strategy: Strategy, space: Space) -> Iterator[tuple[str, Any]]:
         kind = getattr(part, "kind", "")
         yield f"{name}.kind", kind
         yield from ((f"{name}.{field}", getattr(part, field)) for field in space.searched_fields(name, kind))
-    for name in ("balance", "predictor", "split", "replan_every", "lag"):
+    for name in ("balance", "predictor", "split", "replan_every", "lag", "late_slots"):
         yield name, getattr(strategy, name)
 
 

@@ -39,6 +39,7 @@ class Setting:
         overlap: Overlap,
         replan_every: int,
         lag: int,
+        late_slots: int,
     ) -> Strategy | None:
         """The strategy of these parts in its plainest words, named after them; None where there is none."""
         try:
@@ -51,8 +52,9 @@ class Setting:
                 overlap=overlap,
                 replan_every=replan_every,
                 lag=lag,
+                late_slots=late_slots,
             )
-            strategy.slots(self.model, self.cluster)
+            strategy.early_slots(self.model, self.cluster)
         except ValueError:
             return None
         return self.plainest(strategy)
@@ -84,7 +86,8 @@ def words_of(strategy: Strategy) -> str:
         parts.append(_part_words(strategy.predictor))
     parts += [_part_words(strategy.split), _part_words(strategy.overlap)]
     parts += [f"replan {strategy.replan_every}"] * (strategy.replan_every > 1)
-    parts += [f"lag {strategy.lag}"] * (strategy.lag > 1)
+    parts += [f"lag {strategy.lag}"] * (strategy.lag != 1)
+    parts += [f"late {strategy.late_slots}"] * (strategy.late_slots > 0)
     return " + ".join(parts)
 
 

@@ -124,9 +124,9 @@ class Space(RootModel[dict[str, tuple[Any, ...]]]):
         combinations = list(itertools.product(*map(self.values, ("sharding", "balance", "split"))))
         if len(combinations) > count:
             combinations = draws.sample(combinations, count)
-        predictor, overlap = strategy.predictor, strategy.overlap
+        kept = {part: getattr(strategy, part) for part in PARTS}
         points = (
-            setting.point(sharding, balance, predictor, split, overlap, strategy.replan_every, strategy.lag)
+            setting.point(**kept | {"sharding": sharding, "balance": balance, "split": split})
             for sharding, balance, split in combinations
         )
         return [Neighbour(PLACEMENT, point.name, point) for point in _once(points)]

@@ -27,9 +27,21 @@ TOKENS = [[3, 0, 5], [0, 11, 0]]
 
 def test_a_layer_over_two_micro_batches_with_fsep(ranks: LocalRanks) -> None:
     sequential = Case(SHAPE, FSEP, TOKENS, kernels=True, shuffle_layouts=True)
-    mega = replace(sequential, strategy=FSEP.replace(overlap=POINT))
-    for rank, results in enumerate(ranks.run(run_cases, [sequential, mega], num_ranks=3, timeout_s=250)):
-        assert_same_bits(results, f"rank {rank}")
+    # Computing is so dear that experts are fetched late.
+    late = FSEP.replace(late_slots=1)
+    late_sequential = replace(
+        sequential, strategy=late, cluster=ms.ClusterSpec(ranks_per_node=3, expert_tflops=1e-6), skew=1.0
+    )
+    cases = [
+        sequential,
+        replace(sequential, strategy=FSEP.replace(overlap=POINT)),
+        late_sequential,
+        replace(late_sequential, strategy=late.replace(overlap=POINT)),
+    ]
+    for rank, results in enumerate(ranks.run(run_cases, cases, num_ranks=3, timeout_s=250)):
+        assert_same_bits(results[:2], f"rank {rank}")
+        assert_same_bits(results[2:], f"rank {rank}, late slots")
+        assert any(row[-1] >= 0 for layout in results[2]["layouts"] for row in layout), "nothing was fetched late"
 
 
 def test_ranks_without_an_expert(ranks: LocalRanks) -> None:

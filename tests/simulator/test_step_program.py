@@ -169,6 +169,35 @@ def test_prefetch_leaves_the_first_restore_of_each_direction_exposed():
     assert length == pytest.approx(2 * restore + 3 * (3 * forward + reshard))
 
 
+def test_late_experts_are_exposed_beside_those_that_came_ahead():
+    """The second layer's settled experts travel behind the first, and late ones when its counts are here."""
+    cluster = FOUR.replace(expert_tflops=1e-3)
+    strategy = fsep(slots_per_rank=2, prefetch_layers=1).replace(late_slots=1, split=ms.FlowSplit())
+    hot = np.array([[64, 1, 1, 1]] * 4)
+    layers = plans(strategy, cluster, hot, hot)
+    late_RS = layers[1].layout.expert_RS[:, 1:]
+    assert (late_RS >= 0).any()
+    spans = simulate_step(strategy, MODEL, cluster, layers).of("restore")
+    details = [span.detail for span in spans if span.rank == 0][:3]
+    assert details == ["layer 0", "layer 1", "layer 1 late"]
+    layout = layers[1].layout
+    ahead = cost.restore_seconds(layout.without_last(1), MODEL, cluster, strategy.sharding)
+    missing = cost.restore_bytes(layout, MODEL, cluster, strategy.sharding, here=layout.without_last(1))
+    late_us = max(span.end_us - span.start_us for span in spans if span.detail == "layer 1 late")
+    # Tokens are on their way beside it.
+    assert late_us >= 1e6 * sum(cost.transfer_seconds(each, cluster) for each in missing)
+    assert cost.restore_seconds(layout, MODEL, cluster, strategy.sharding) <= ahead + late_us * 1e-6
+
+
+@pytest.mark.parametrize("lag", [0, 1])
+def test_a_layout_planned_on_the_counts_brings_nothing_ahead(lag):
+    strategy, cluster = fsep(prefetch_layers=1).replace(lag=lag), FOUR.replace(intra_node_us=5, inter_node_us=5)
+    timeline = simulate_step(strategy, MODEL, cluster, plans(strategy, cluster, *[np.full((4, 4), 512)] * 2))
+    counted_us = min(span.end_us for span in timeline.of("counts") if span.detail == "layer 1")
+    restored = [span for span in timeline.of("restore") if span.detail == "layer 1"]
+    assert (min(span.start_us for span in restored) >= counted_us) == (lag == 0)
+
+
 def test_delayed_gradients_leave_the_last_reshard_exposed():
     length, restore, reshard, forward = local_step(prefetch_layers=1, delay_reshard=True)
     assert length == pytest.approx(2 * restore + 3 * 3 * forward + reshard)
@@ -327,8 +356,9 @@ def issued_by_layers(strategy: ms.Strategy, cluster: ms.ClusterSpec) -> list[tup
         chunked(fsep(prefetch_layers=1, delay_reshard=True), 2),
         fsep(prefetch_layers=2, restore="hierarchical"),
         chunked(fsep(reshard_after_forward=False, delay_reshard=True), 1),
+        fsep(prefetch_layers=1).replace(lag=0),
     ],
-    ids=["ep", "ep-3", "fsep", "fsep-ahead-2", "hierarchical-ahead", "kept"],
+    ids=["ep", "ep-3", "fsep", "fsep-ahead-2", "hierarchical-ahead", "kept", "lag-0"],
 )
 def test_all_to_alls_are_issued_in_the_order_of_the_layers(ranks: LocalRanks, monkeypatch, strategy):
     simulated: list[tuple[str, str]] = []

@@ -56,7 +56,7 @@ def test_a_space_survives_toml_and_json():
         ({"overlap": ("piped",)}, "overlap='piped' is no kind of overlap; use one of sequential, pipelined, mega_kern"),
         ({"overlap": ("pipelined",), "overlap.chunks": (2, 0)}, "overlap.chunks=0: Input should be greater than or eq"),
         ({"balance": ({"kind": "greedy", "efort": 4},)}, "Extra inputs are not permitted"),
-        ({"lag": (0,)}, "lag=0: Input should be greater than or equal to 1"),
+        ({"lag": (-1,)}, "lag=-1: Input should be greater than or equal to 0"),
         ({"lag.steps": (1,)}, "lag.steps is no field that can be searched; lag has values and no fields"),
         ({"sharding": ("ep", "fsep")}, "sharding lists 'fsep', of which no combination of values is one; list others"),
         (

@@ -242,7 +242,7 @@ def bench_shaped(plans: Sequence[Asked], repeats: int = 7, *, shares: bool = Tru
     results = []
     for strategy in {strategy for one in plans for strategy in one.case.strategies}:
         # Here, and not on all ranks at once.
-        warm_up(strategy.balance, strategy.split)
+        warm_up(strategy.balance, strategy.split, late_slots=bool(strategy.late_slots))
     with steps_told("shaped links", len(plans)) as begin:
         for number, each, latency_us in dict.fromkeys(_hosts(one.case) for one in plans):
             cpus = share_of_cores(number) if shares else None

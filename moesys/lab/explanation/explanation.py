@@ -21,7 +21,7 @@ from moesys.lab.explanation.mega_memory import mega_memory
 from moesys.lab.explanation.rank_times import RankTimes
 from moesys.lab.explanation.step_explanation import PathPlace, StepExplanation
 from moesys.lab.runs.trials import drawn_like, rest_of, routing_of
-from moesys.layout import ExpertLayout
+from moesys.layout import EMPTY, ExpertLayout
 from moesys.load import IntArray
 from moesys.replay import Replan, Replayed, replay_layer
 from moesys.row_traffic import row_traffic
@@ -155,6 +155,7 @@ def _explain_layer(layer: int, step: StepPlan, walk: Sequence[Replayed], times: 
         layer=layer,
         tokens_E=load.tokens_E.tolist(),
         experts_R=[list(layout.experts_of(rank)) for rank in range(layout.num_ranks)],
+        late_experts_R=_late_experts(layout, step.strategy.late_slots),
         change=change,
         num_kept=num_kept,
         tokens_R=tokens.tokens_R.tolist(),
@@ -172,6 +173,11 @@ def _explain_layer(layer: int, step: StepPlan, walk: Sequence[Replayed], times: 
         critical_ms=times.critical_ms(layer),
         mean_ms=times.mean_ms(layer),
     )
+
+
+def _late_experts(layout: ExpertLayout, late_slots: int) -> list[list[int]]:
+    late_RL = layout.expert_RS[:, layout.num_slots - late_slots :]
+    return [row[row != EMPTY].tolist() for row in late_RL]
 
 
 # Stages that bring rows to their experts, and home.
@@ -194,9 +200,13 @@ def _traffic(plan: LayerPlan, step: StepPlan) -> list[Traffic]:
             alone_ms=1000 * sum(transfer_seconds(bytes_RR, cluster) for bytes_RR in all_bytes),
         )
 
+    late, settled = [], plan.layout.without_last(step.strategy.late_slots)
+    if step.strategy.late_slots:
+        late = [traffic("late restore", 1, *restore_bytes(plan.layout, model, cluster, sharding, here=settled))]
     return [
         traffic("dispatch", 2, *there),
         traffic("combine", 2, *home),
         traffic("restore", restores_per_step(sharding), *restore_bytes(plan.layout, model, cluster, sharding)),
+        *late,
         traffic("reshard", 1, *reshard_bytes(plan.layout, model, cluster, sharding)),
     ]

@@ -52,7 +52,7 @@ class Traffic:
 class LayerExplanation:
     """One layer.
 
-    tokens_E: of each expert. experts_R: in each rank's slots.
+    tokens_E: of each expert. experts_R: in each rank's slots; late_experts_R: in late ones, among them.
     change: None where the layout is still the first one. num_kept: plans after it that moved nothing.
     tokens_R: that each rank computes. busiest_rank: who has most; ``busiest_tokens`` says of its heaviest experts.
     max_over_mean: of ranks; under ``EvenSplit``; and what no split over this layout can be below.
@@ -63,6 +63,7 @@ class LayerExplanation:
     layer: int
     tokens_E: list[int]
     experts_R: list[list[int]]
+    late_experts_R: list[list[int]]
     change: LayoutChange | None
     num_kept: int
     tokens_R: list[int]

@@ -71,6 +71,12 @@ def _load_branch(branch: Tree, layer: LayerExplanation) -> None:
 
 
 def _layout_branch(branch: Tree, layer: LayerExplanation, strategy: Strategy) -> None:
+    if strategy.lag == 0:
+        add_line(branch, "layout", f"planned by {strategy.balance.kind} on this micro-batch's own counts")
+        return
+    if strategy.late_slots:
+        late = [f"expert {e} on rank {rank}" for rank, experts in enumerate(layer.late_experts_R) for e in experts]
+        add_line(branch, "late slots", ", ".join(late) or "nothing that pays")
     change = layer.change
     kept = f"; {counted(layer.num_kept, 'newer plan')} moved nothing" if layer.num_kept else ""
     if change is None:

@@ -120,6 +120,11 @@ def _schedule_words(strategy: Strategy) -> list[str]:
     if not isinstance(overlap, MegaKernel) and overlap.node_dispatch == "once":
         home = {"ordered": "every row comes home", "per_node": "one partial sum a node comes home"}[overlap.combine]
         words.append(f"a token crosses to a node once and spreads inside; {home}")
+    if strategy.lag == 0:
+        words.append("a layout for every micro-batch, planned on its own counts: no expert is brought ahead in forward")
+    elif strategy.late_slots:
+        late = counted(strategy.late_slots, "late slot")
+        words.append(f"{late} of each rank filled on the counts, where that pays")
     if isinstance(sharding, Fsep):
         words.append(
             f"experts restored {counted(sharding.prefetch_layers, 'layer')} ahead, behind those of this one"

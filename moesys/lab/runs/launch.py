@@ -141,7 +141,7 @@ class SpawnedRanks(_OneProcess):
         from moesys.lab.ranks.pool import LocalRanks, RankTimeouts
 
         # here, and not on all ranks at once
-        warm_up(trial.strategy.balance, trial.strategy.split)
+        warm_up(trial.strategy.balance, trial.strategy.split, late_slots=bool(trial.strategy.late_slots))
         if self._ranks is None:
             network = None
             if self._hosts is not None:

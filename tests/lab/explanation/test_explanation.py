@@ -461,3 +461,29 @@ def test_experts_that_nobody_pulls_take_no_memory(sharding):
 def test_hosts_plan_what_devices_cannot_split():
     fused = FSEP.replace(name="fused", split=FlowSplit(max_inter_node=0.5), overlap=MegaKernel(most_tokens=64))
     assert "which wait for all counts: devices keep no cap" in str(explain(fused, declared(fused)))
+
+
+def test_late_slots_are_named_and_their_bytes_counted(tmp_path):
+    # Expert 0 is hot only in the last micro-batch, and has one replica.
+    calm, hot = [[[8, 8, 8, 8]] * 4], [[[64, 1, 1, 1]] * 4]
+    late = FSEP.replace(name="late", sharding=Fsep(slots_per_rank=2, prefetch_layers=1), late_slots=1, balance=Eplb())
+    declared = replayed(tmp_path, [calm, calm, hot], late)
+    slow = declared.cluster.replace(expert_tflops=1e-6)
+    found = explain(late, declared.replace(cluster=slow))
+    (layer,) = found.layers
+    ranks = [rank for rank, experts in enumerate(layer.late_experts_R) if experts == [0]]
+    assert ranks
+    assert layer.late_experts_R == [[0] if rank in ranks else [] for rank in range(4)]
+    assert all(layer.experts_R[rank][-1] == 0 for rank in ranks)
+    (traffic,) = [one for one in layer.traffic if one.kind == "late restore"]
+    expert_bytes = 4 * 3 * 16 * 8
+    assert traffic.intra_node_bytes + traffic.inter_node_bytes == len(ranks) * expert_bytes * 3 // 4
+    text = str(found)
+    assert f"expert 0 on rank {ranks[0]}" in text
+    assert "1 late slot of each rank filled on the counts, where that pays" in text
+
+
+def test_a_layout_planned_on_the_counts_says_so(tmp_path):
+    now = FSEP.replace(name="now", sharding=Fsep(slots_per_rank=2), balance=Eplb(), lag=0)
+    text = str(explain(now, replayed(tmp_path, [[[[64, 1, 1, 1]] * 4]] * 2, now)))
+    assert "planned by eplb on this micro-batch's own counts" in text

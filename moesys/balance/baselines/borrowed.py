@@ -1,0 +1,73 @@
+"""What planners share that keep every expert at home and lend some out for a micro-batch: homes, slots, and rows.
+
+R ranks, E experts. Homes are ``Ep``'s owners: expert e lives on rank e // ceil(E / R). A *quota* is how many tokens of
+an expert a rank computes; which sources they come from is each planner's own rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
+
+from moesys.balance.planning_problem import PlanningProblem
+from moesys.balance.replicas import layout_from_rows
+from moesys.layout import TokenPlan
+from moesys.load import IntArray
+
+Row = tuple[int, int, int, int]
+
+
+def home_of(num_experts: int, num_ranks: int) -> list[int]:
+    """Returns the rank on which each expert lives, [E]."""
+    block = -(-num_experts // num_ranks)
+    return [expert // block for expert in range(num_experts)]
+
+
+def spare_slots(problem: PlanningProblem, at_least: int = 0) -> list[int]:
+    """Returns the slots of each rank, [R], beyond those for experts that live there.
+
+    Raises ValueError where a rank has not even these, or fewer than ``at_least`` more.
+    """
+    load = problem.load
+    homes_R = np.bincount(home_of(load.num_experts, load.num_ranks), minlength=load.num_ranks).tolist()
+    for rank, (slots, homes) in enumerate(zip(problem.slots_R, homes_R, strict=True)):
+        if slots < homes + at_least:
+            raise ValueError(
+                f"rank {rank} has {slots} slots, {homes} experts live there and it may borrow {at_least}; "
+                f"use slots_per_rank of at least {max(homes_R) + at_least}"
+            )
+    return [slots - homes for slots, homes in zip(problem.slots_R, homes_R, strict=True)]
+
+
+def borrowed_plan(problem: PlanningProblem, quota_RE: IntArray, rows: Iterable[Row]) -> TokenPlan:
+    """Returns the plan of ``rows`` (source, expert, destination, tokens), in any order and with repeats, over the
+    layout of experts at home and then of those with a quota elsewhere, both by number.
+    """
+    load = problem.load
+    home_E = home_of(load.num_experts, load.num_ranks)
+    held = [
+        [e for e in range(load.num_experts) if home_E[e] == rank]
+        + [e for e in np.flatnonzero(quota_RE[rank]).tolist() if home_E[e] != rank]
+        for rank in range(load.num_ranks)
+    ]
+    layout = layout_from_rows(held, problem.slots_R, load.num_experts)
+    tokens_of: dict[tuple[int, int, int], int] = {}
+    for source, expert, destination, tokens in rows:
+        key = source, expert, destination
+        tokens_of[key] = tokens_of.get(key, 0) + tokens
+    entries = [(*key, tokens) for key, tokens in sorted(tokens_of.items()) if tokens]
+    return TokenPlan(np.array(entries, dtype=np.int64).reshape(-1, 4), load, layout)
+
+
+def cut_in_order(expert: int, tokens_R: Sequence[int], parts: Iterable[tuple[int, int]]) -> Iterator[Row]:
+    """Numbers an expert's tokens by source rank, and gives ``parts`` (destination, tokens) consecutive ranges."""
+    left, source = list(tokens_R), 0
+    for destination, tokens in parts:
+        while tokens:
+            while not left[source]:
+                source += 1
+            moved = min(tokens, left[source])
+            yield source, expert, destination, moved
+            left[source] -= moved
+            tokens -= moved

@@ -1,0 +1,200 @@
+"""Late slots: a few experts a rank, chosen on the current counts and fetched in the critical path; only where it pays.
+
+A layout from history is right about almost everything, and the little that it misses decides: some ranks have more than
+the mean and hold experts that nobody else does. The minimum cut names these ranks (``min_max_flow``), and the only
+remedy is a copy of one of their experts on another rank. So copies are added one after another, each where it promises
+most, and of all that were tried, in this order, so many are kept that the sum of seconds is least.
+
+R ranks, E experts, S slots, L late ones of them, N nodes.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from moesys.balance.flow.min_max_flow import min_max_flow, new_flow
+from moesys.balance.flow.replica_table import list_replicas
+from moesys.balance.planning_problem import PlanningProblem
+from moesys.balance.topology import nodes_of, tokens_by_node
+from moesys.compiled import borrowing, compiled
+from moesys.config import ClusterSpec, Ep, Fsep, ModelShape, Sharding
+from moesys.cost import GRADIENT_BYTES, FloatArray, expert_seconds
+from moesys.layout import EMPTY, ExpertLayout
+from moesys.load import IntArray, LoadMatrix
+
+FROM_ALL = -1
+
+
+def fill_late_slots(
+    load: LoadMatrix,
+    layout: ExpertLayout,
+    cluster: ClusterSpec,
+    model: ModelShape,
+    sharding: Sharding,
+    late_slots: int,
+    slots_R: tuple[int, ...],
+) -> ExpertLayout:
+    """Returns ``layout`` with ``late_slots`` more slots a rank, which hold what ``load`` is worth fetching for, if
+    anything. ``slots_R``: slots of each rank, late ones among them; a rank without has none.
+
+    What is weighed: seconds of the rank that computes longest, forward and backward, after an exact split; seconds of
+    a node's link, for tokens that a copy brings to another node or home; and seconds of the busiest link that experts
+    take, now, and for backward and as gradients where these do not travel behind another layer. It is a pure function:
+    equal arguments give equal layouts, on every rank. Copies that would only save tokens between nodes are not looked
+    for: that is the business of the layout that came ahead.
+
+    Raises ValueError when load, model, layout and cluster do not belong together.
+    """
+    problem = PlanningProblem.of_split(load, layout, cluster, model=model)
+    expert_RS = np.full((layout.num_ranks, layout.num_slots + late_slots), EMPTY)
+    expert_RS[:, : layout.num_slots] = layout.expert_RS
+    late_R = np.array([late_slots if slots else 0 for slots in slots_R])
+    prices, owner_E = _prices(model, cluster, sharding), _owners(model.num_experts, layout.num_ranks, sharding)
+    late_RL = late_experts(problem.load.tokens_RE, expert_RS, late_R, owner_E, nodes_of(cluster), prices)
+    expert_RS[:, layout.num_slots :] = late_RL
+    return ExpertLayout(expert_RS, layout.num_experts)
+
+
+class Prices(NamedTuple):
+    """Seconds of a token more on the busiest rank, of a token more that crosses on a node's link, and of one whole
+    expert on the link of a rank inside its node and on that of a node.
+    """
+
+    token: float
+    crossing: float
+    on_rank: float
+    on_node: float
+
+
+def _prices(model: ModelShape, cluster: ClusterSpec, sharding: Sharding) -> Prices:
+    b = model.bytes_per_element
+    element_bytes = b + GRADIENT_BYTES
+    if isinstance(sharding, Fsep):
+        again = sharding.reshard_after_forward and not sharding.prefetch_layers
+        element_bytes = b + b * again + (0 if sharding.delay_reshard else GRADIENT_BYTES)
+    expert_bytes, intra = model.expert_parameters * element_bytes, cluster.intra_node_gb_per_s * 1e9
+    inter = cluster.inter_node_gb_per_s * 1e9
+    token = sum(expert_seconds(1.0, model, cluster, backward) for backward in (False, True))
+    # A row, its result, and the gradients of both.
+    crossing = 4 * b * model.hidden_size / inter if cluster.num_nodes > 1 else 0.0
+    return Prices(token, crossing, expert_bytes / intra, expert_bytes / inter)
+
+
+def _owners(num_experts: int, num_ranks: int, sharding: Sharding) -> IntArray:
+    """Who sends each expert, int64 [E]: its owner, or all ranks a slice."""
+    if isinstance(sharding, Ep):
+        return np.arange(num_experts) // -(-num_experts // num_ranks)
+    return np.full(num_experts, FROM_ALL)
+
+
+@compiled
+def late_experts(tokens_RE, expert_RS, late_R, owner_E, node_R, prices):  # type: ignore[no-untyped-def]
+    """Returns the experts of late slots, int64 [R, L], -1 for those that stay empty; ``expert_RS`` int64 [R, S] has
+    room for them at the end of each row, ``late_R`` int64 [R] says how many a rank may have.
+    """
+    supply_NE, tokens_E = tokens_by_node(tokens_RE, node_R)
+    num_ranks, num_experts = tokens_RE.shape
+    most_late = late_R.max()
+    first_late, free_R, open_R = expert_RS.shape[1] - most_late, late_R.copy(), late_R.copy()
+    kept_RL, trial_RS = np.full((num_ranks, most_late), EMPTY), expert_RS.copy()
+    links = Links(np.zeros((2, num_ranks)), np.zeros((2, supply_NE.shape[0])))
+    table = list_replicas(trial_RS, num_experts)
+    flow = new_flow(table)
+    limit = min_max_flow(tokens_E, table, flow)
+    mean = tokens_E.sum() / max(1, (table.holds_R | (late_R > 0)).sum())
+    fetched = crossing = 0.0
+    best = prices.token * limit
+    while limit > mean and prices.token * mean + fetched + crossing < best:
+        expert, rank, crossed = _find_copy(tokens_E, supply_NE, table, flow, free_R, open_R, node_R, limit, prices)
+        if expert < 0:
+            break
+        trial_RS[rank, first_late + late_R[rank] - free_R[rank]] = expert
+        free_R[rank] -= 1
+        _fetch(links, owner_E[expert], rank, node_R)
+        fetched = max(links.rank_2R.max() * prices.on_rank, links.node_2N.max() * prices.on_node)
+        crossing += crossed * prices.crossing / supply_NE.shape[0]
+        table = list_replicas(trial_RS, num_experts)
+        flow = new_flow(table)
+        limit = min_max_flow(tokens_E, table, flow)
+        if prices.token * limit + fetched + crossing < best:
+            best = prices.token * limit + fetched + crossing
+            kept_RL[:] = trial_RS[:, first_late:]
+    return kept_RL
+
+
+@borrowing
+def _find_copy(tokens_E, supply_NE, table, flow, free_R, open_R, node_R, limit, prices):  # type: ignore[no-untyped-def]
+    """Returns the expert and the rank, outside of the tight set, whose copy promises most, and how many tokens more
+    would cross; expert -1 where there is none. ``open_R``: scratch.
+    """
+    found_expert, found_rank, found_crossed, most = -1, -1, 0, 0.0
+    tight_tokens = num_tight = 0
+    for rank in range(free_R.size):
+        if flow.tight_R[rank]:
+            tight_tokens += flow.load_R[rank]
+            num_tight += 1
+    for expert in range(tokens_E.size):
+        first, end = table.first_E[expert], table.first_E[expert + 1]
+        giver, tokens = first, 0
+        for rank in range(free_R.size):
+            open_R[rank] = 0 if flow.tight_R[rank] else free_R[rank]
+        for replica in range(first, end):
+            open_R[table.rank_P[replica]] = 0
+            if flow.tight_R[table.rank_P[replica]]:
+                tokens += flow.tokens_P[replica]
+                if flow.tokens_P[replica] > flow.tokens_P[giver]:
+                    giver = replica
+        if not tokens:
+            continue
+        for rank in range(free_R.size):
+            if not open_R[rank]:
+                continue
+            # With the copy the rank is one of the set, of which the busiest has at least the mean.
+            with_copy = max((tight_tokens - tokens) / num_tight, (tight_tokens + flow.load_R[rank]) / (num_tight + 1))
+            moved = np.int64(min(tokens, max(with_copy - flow.load_R[rank], 0.0)))
+            crossed = _crossed(supply_NE, table, flow, node_R, expert, node_R[table.rank_P[giver]], node_R[rank], moved)
+            gain = (limit - with_copy) * prices.token - crossed * prices.crossing / supply_NE.shape[0]
+            if gain > most:
+                found_expert, found_rank, found_crossed, most = expert, rank, crossed, gain
+    return found_expert, found_rank, found_crossed
+
+
+@borrowing
+def _crossed(supply_NE, table, flow, node_R, expert, from_node, to_node, moved):  # type: ignore[no-untyped-def]
+    """Returns how many tokens of an expert more would cross if some moved from one node to another; less than 0 where
+    they come home. Across are those that their node has more than it computes.
+    """
+    if from_node == to_node:
+        return np.int64(0)
+    more_from, more_to = supply_NE[from_node, expert], supply_NE[to_node, expert]
+    for replica in range(table.first_E[expert], table.first_E[expert + 1]):
+        node = node_R[table.rank_P[replica]]
+        more_from -= flow.tokens_P[replica] if node == from_node else 0
+        more_to -= flow.tokens_P[replica] if node == to_node else 0
+    before = max(more_from, 0) + max(more_to, 0)
+    return max(more_from + moved, 0) + max(more_to - moved, 0) - before
+
+
+class Links(NamedTuple):
+    """Whole experts that late copies send and receive: ``rank_2R``, ``node_2N`` float64, ways out and in."""
+
+    rank_2R: FloatArray
+    node_2N: FloatArray
+
+
+@borrowing
+def _fetch(links, owner, rank, node_R):  # type: ignore[no-untyped-def]
+    """Adds a copy on ``rank`` that comes from its owner, or a slice from every rank."""
+    num_ranks, node = node_R.size, node_R[rank]
+    for source in range(num_ranks):
+        part = 1.0 / num_ranks if owner == FROM_ALL else (1.0 if source == owner else 0.0)
+        if source == rank or part == 0.0:
+            continue
+        if node_R[source] == node:
+            links.rank_2R[0, source] += part
+            links.rank_2R[1, rank] += part
+        else:
+            links.node_2N[0, node_R[source]] += part
+            links.node_2N[1, node] += part

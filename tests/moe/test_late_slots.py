@@ -1,0 +1,165 @@
+"""Experts that are chosen on the current counts: late slots, and whole layouts with lag=0, on real ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from harness import Case, Stack, gradients_of, inputs, run_cases
+from torch import Tensor
+
+import moesys as ms
+from moesys.lab.ranks.pool import LocalRanks
+from moesys.timeline import Timeline
+
+SHAPE = ms.ModelShape(hidden_size=24, intermediate_size=16, num_experts=6, top_k=2)
+# Computing is dear beside bytes, so that fetching pays although there are few tokens.
+CLUSTER = ms.ClusterSpec(num_nodes=2, ranks_per_node=2, expert_tflops=1e-6)
+SPLIT = ms.FlowSplit()
+FSEP = ms.Strategy(
+    name="fsep", sharding=ms.Fsep(slots_per_rank=3), balance=ms.Greedy(), split=SPLIT, late_slots=1, lag=2
+)
+BEHIND = FSEP.replace(sharding=ms.Fsep(slots_per_rank=3, prefetch_layers=2, delay_reshard=True))
+CHOOSING = {
+    "fsep": FSEP,
+    "hierarchical": FSEP.replace(sharding=ms.Fsep(slots_per_rank=3, restore="hierarchical")),
+    "ep": FSEP.replace(sharding=ms.Ep(slots_per_rank=4), late_slots=2, balance=ms.Static()),
+    "fsep, lag 0": FSEP.replace(late_slots=0, lag=0),
+    "moon_ep": FSEP.replace(
+        sharding=ms.Ep(slots_per_rank=4), balance=ms.MoonEp(), split=ms.Quotas(), late_slots=0, lag=0
+    ),
+    "llep": FSEP.replace(balance=ms.Llep(min_tokens=1), split=ms.Quotas(), late_slots=0, lag=0),
+    "ep, lag 0": FSEP.replace(sharding=ms.Ep(slots_per_rank=3), late_slots=0, lag=0, balance=ms.Eplb()),
+}
+OVERLAPS = (ms.Sequential(), ms.Pipelined(chunks=2), ms.Pipelined(chunks=7))
+TOKENS = [[37, 5, 64, 18], [0, 40, 9, 22]]
+TOLERANCE = 2e-6
+
+
+def on_one_rank(case: Case) -> dict[str, Any]:
+    """Outputs, dx by micro-batch and rank, and the gradient of the masters, of one rank with everybody's tokens."""
+    layer = ms.MoELayer(case.shape, ms.Strategy(name="ep"), seed=case.seed)
+    outputs, dxs = [], []
+    for batch, tokens in enumerate(case.tokens):
+        parts = [inputs(case, batch, rank) for rank in range(len(tokens))]
+        x_TH, dy_TH = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        x_TH.requires_grad_()
+        y_TH = layer(x_TH)
+        y_TH.backward(dy_TH)
+        outputs.append(y_TH.detach().split(tokens))
+        dxs.append(x_TH.grad.split(tokens))
+    return {"outputs": outputs, "dx": dxs, "masters": layer.experts.masters.grad}
+
+
+def close(actual: Tensor, expected: Tensor) -> bool:
+    return bool((actual - expected).norm() <= TOLERANCE * max(float(expected.norm()), 1.0))
+
+
+def test_overlap_changes_no_bit_and_gradients_are_those_of_one_rank(ranks: LocalRanks) -> None:
+    cases = [
+        Case(SHAPE, strategy.replace(overlap=overlap), TOKENS, cluster=CLUSTER, skew=1.0, shuffle_layouts=True)
+        for strategy in CHOOSING.values()
+        for overlap in OVERLAPS
+    ]
+    expected = on_one_rank(cases[0])
+    for rank, results in enumerate(ranks.run(run_cases, cases)):
+        for place, (name, strategy) in enumerate(CHOOSING.items()):
+            first, *others = results[place * len(OVERLAPS) : (place + 1) * len(OVERLAPS)]
+            for other in others:
+                assert other["layouts"] == first["layouts"], name
+                for part in ("outputs", "dx"):
+                    assert all(map(torch.equal, first[part], other[part])), f"rank {rank}, {name}: {part}"
+                assert torch.equal(first["gradients"]["experts.masters"], other["gradients"]["experts.masters"]), name
+            for part in ("outputs", "dx"):
+                pairs = zip(first[part], expected[part], strict=True)
+                assert all(close(actual, of_ranks[rank]) for actual, of_ranks in pairs), f"{name}: {part}"
+            assert close(first["gradients"]["experts.masters"], expected["masters"]), name
+            if isinstance(strategy.split, ms.Quotas):
+                assert first["imbalance"][0] < 1.1, f"{name}: what the planner promises is not what was computed"
+            if late := strategy.late_slots:
+                filled = [e for layout in first["layouts"] for row in layout for e in row[-late:] if e >= 0]
+                assert filled, f"{name}: nothing was fetched late"
+
+
+def tokens_of(batch: int) -> Tensor:
+    generator = torch.Generator().manual_seed(100 * batch + dist.get_rank())
+    pulled = torch.randn(SHAPE.hidden_size, generator=torch.Generator().manual_seed(batch))
+    return torch.randn(11 + 7 * dist.get_rank() + batch, SHAPE.hidden_size, generator=generator) + 2 * pulled
+
+
+def train(strategy: ms.Strategy, linked: bool, checkpointed: bool) -> dict[str, Any]:
+    """Two optimizer steps of two micro-batches each."""
+    model = Stack(SHAPE, strategy, num_layers=3, cluster=CLUSTER)
+    runtime = ms.link(model) if linked else None
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    losses, layouts = [], []
+    for step in range(2):
+        optimizer.zero_grad()
+        for batch in (2 * step, 2 * step + 1):
+            loss = model(tokens_of(batch), checkpointed).square().sum()
+            loss.backward()
+            losses.append(loss.item())
+            layouts.append([moe.last_plan.layout.expert_RS.tolist() for moe in model.moe])
+        ms.sync_gradients(model)
+        optimizer.step()
+    if runtime is not None:
+        assert runtime.events == []
+        runtime.close()
+    return {"losses": losses, "layouts": layouts, "gradients": gradients_of(model)}
+
+
+@pytest.mark.parametrize("late_slots", [1, 0], ids=["late slots", "lag 0"])
+def test_linking_and_recomputing_changes_no_bit(ranks: LocalRanks, late_slots: int) -> None:
+    on_demand, behind = FSEP, BEHIND
+    if not late_slots:
+        on_demand, behind = (strategy.replace(lag=0, late_slots=0) for strategy in (FSEP, BEHIND))
+    plain = ranks.run(train, on_demand, False, False)
+    kept = behind.replace(sharding=behind.sharding.replace(reshard_after_forward=False), overlap=ms.Pipelined(chunks=2))
+    for arguments in ((behind, True, False), (behind, True, True), (kept, True, True)):
+        for before, after in zip(plain, ranks.run(train, *arguments), strict=True):
+            assert after["layouts"] == before["layouts"], arguments
+            assert after["losses"] == before["losses"], arguments
+            for name, gradient in before["gradients"].items():
+                assert torch.equal(after["gradients"][name], gradient), (name, arguments)
+    assert len({str(layouts) for layouts in plain[0]["layouts"]}) > 1
+
+
+def step(strategy: ms.Strategy) -> tuple[Timeline, list[Any], dict[tuple[str, str], int]]:
+    """A forward of two linked layers whose order is known: its spans, layouts, and bytes received by the second."""
+    model = Stack(SHAPE, strategy, num_layers=2, cluster=CLUSTER)
+    runtime = ms.link(model, record_spans=True)
+    with torch.no_grad():
+        model(tokens_of(0))
+        runtime.recorder.clear()
+        for moe in model.moe:
+            moe.experts.meter.clear()
+        model(tokens_of(1))
+    layouts = [moe.last_plan.layout.expert_RS.tolist() for moe in model.moe]
+    received = {key: count for key, count in model.moe[1].experts.meter.wire_bytes.items() if key[0] == "restore"}
+    timeline = runtime.timeline()
+    runtime.close()
+    return timeline, layouts, received
+
+
+@pytest.mark.parametrize("sharding", ["fsep", "ep", "lag 0"])
+def test_restored_bytes_and_spans(ranks: LocalRanks, sharding: str) -> None:
+    strategy = BEHIND if sharding != "ep" else CHOOSING["ep"]
+    strategy = strategy.replace(lag=0, late_slots=0) if sharding == "lag 0" else strategy
+    R, parameters = CLUSTER.num_ranks, SHAPE.expert_parameters
+    for rank, (timeline, layouts, received) in enumerate(ranks.run(step, strategy)):
+        layout = ms.ExpertLayout(layouts[1], SHAPE.num_experts)
+        held = set(layout.experts_of(rank))
+        assert layout.num_duplicates == 0
+        if sharding == "ep":
+            borrowed = [expert for expert in held if expert // 2 != rank]
+            assert sum(received.values()) == 4 * parameters * len(borrowed)
+        else:
+            assert sum(received.values()) == 4 * -(-parameters // R) * (R - 1) * len(held)
+        restores = [span.detail for span in timeline.of("restore")]
+        if strategy.late_slots:
+            assert (layout.expert_RS[:, -strategy.late_slots :] >= 0).any()
+        # What comes ahead comes in a message of its own; what nobody brings ahead comes together with late ones.
+        late = ["layer 1 late"] if sharding == "fsep" else []
+        assert restores == ["layer 0", "layer 1", *late]
