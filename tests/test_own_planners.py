@@ -102,10 +102,13 @@ def test_its_fields_count_in_the_fingerprint_and_unions_keep_their_own_members()
         (
             {"balance": {"kind": "rotated"}},
             "balance\n  Value error, kind='rotated' is no kind of balance; use one of static, eplb, laer, flex_moe, "
-            "greedy, cp_sat, or the import path of a class of your own that extends ms.Balance, such as "
-            "my_planners:RoundRobin",
+            "greedy, cp_sat, moon_ep, llep, ultra_ep, faster_moe, or the import path of a class of your own that extends "
+            "ms.Balance, such as my_planners:RoundRobin",
         ),
-        ({"split": {"kind": "greedy"}}, "kind='greedy' is no kind of split; use one of even, proportional, flow, or"),
+        (
+            {"split": {"kind": "greedy"}},
+            "kind='greedy' is no kind of split; use one of even, proportional, flow, quotas, or",
+        ),
         ({"split": Rotated()}, "kind='foreign_planners:Rotated' is no kind of split"),
         (
             {"balance": {"kind": "antigravity:Fly"}},

@@ -97,7 +97,7 @@ def test_a_drifting_load_is_balanced_with_few_fetches():
         before.append(split_tokens(now, layout, cluster, FlowSplit()).max_over_mean)
         after.append(split_tokens(now, filled, cluster, FlowSplit()).max_over_mean)
         used.append((filled.expert_RS[:, 3:] != EMPTY).mean())
-    assert np.mean(before) > 1.2
+    assert np.mean(before) > 1.1
     assert np.mean(after) <= 1.02
     assert np.mean(used) <= 0.25
 

@@ -91,7 +91,7 @@ def test_a_space_within_the_budget_is_exhausted_whatever_the_starts():
 
 def test_one_seed_gives_one_search():
     workload = drawn(CLUSTERS["slow links"], steps=2)
-    first, second, other = (searched(workload, budget=10, seed=seed) for seed in (3, 3, 4))
+    first, second, other = (searched(workload, budget=10, seed=seed) for seed in (3, 3, 5))
     assert first == second
     assert first != other
 
