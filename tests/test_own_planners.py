@@ -102,8 +102,8 @@ def test_its_fields_count_in_the_fingerprint_and_unions_keep_their_own_members()
         (
             {"balance": {"kind": "rotated"}},
             "balance\n  Value error, kind='rotated' is no kind of balance; use one of static, eplb, laer, flex_moe, "
-            "greedy, cp_sat, moon_ep, llep, ultra_ep, faster_moe, or the import path of a class of your own that extends "
-            "ms.Balance, such as my_planners:RoundRobin",
+            "greedy, cp_sat, moon_ep, llep, ultra_ep, faster_moe, or the import path of a class of your own that "
+            "extends ms.Balance, such as my_planners:RoundRobin",
         ),
         (
             {"split": {"kind": "greedy"}},
