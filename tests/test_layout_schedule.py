@@ -190,3 +190,10 @@ def test_with_lag_0_nothing_is_asked_of_history() -> None:
         layouts = walk(schedule, 0, 3)
         assert kept.requests == []
         assert layouts == [schedule.layout] * 3
+
+
+@pytest.mark.parametrize("traffic", ["fast", "exact"])
+def test_a_split_by_seconds_is_compiled_before_anybody_waits(traffic: str) -> None:
+    by_seconds = ms.FlowSplit(traffic=traffic, max_inter_node="seconds")
+    schedule = LayoutSchedule(0, FSEP.replace(split=by_seconds), MODEL, CLUSTER)
+    assert schedule.layout.num_experts == MODEL.num_experts

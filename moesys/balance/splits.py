@@ -24,10 +24,10 @@ def split_tokens(
     """Divides the tokens of ``load`` over the replicas of ``layout``, as ``config`` says.
 
     ``turn``, the number of the micro-batch, rotates the tokens that do not divide evenly over the replicas. ``model``
-    is the layer's shape where it is known; today's splits count tokens and do not look at it.
+    is the layer's shape where it is known: ``FlowSplit(max_inter_node="seconds")`` asks for it, others count tokens.
 
-    Raises ValueError when load, model, layout and cluster do not belong together, for ``Quotas``, and where a split of
-    one's own raises, or returns what does not send every token to a holder.
+    Raises ValueError when load, model, layout and cluster do not belong together, where a split by seconds gets no
+    model, for ``Quotas``, and where a split of one's own raises, or returns what does not send every token to a holder.
     """
     problem = PlanningProblem.of_split(load, layout, cluster, turn, model)
     match config:

@@ -30,4 +30,5 @@ def warm_up(balance: Balance | None = None, split: Split | None = None, *, late_
         layout = fill_late_slots(turned, layout, cluster, model, Ep(), late_slots=1, slots_R=(4,) * 4)
     # One's own may not be made for so small a problem, and has nothing of ours to compile.
     if split is None or split.own_code is None:
-        split_tokens(turned, layout, cluster, FlowSplit() if split is None or isinstance(split, Quotas) else split)
+        config = FlowSplit() if split is None or isinstance(split, Quotas) else split
+        split_tokens(turned, layout, cluster, config, model=model)

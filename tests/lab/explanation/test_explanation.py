@@ -222,6 +222,11 @@ def test_an_expert_that_became_hot_is_named_with_its_new_replica(tmp_path):
     assert layer.change.max_over_mean_before > layer.change.max_over_mean_after
 
 
+def test_what_moved_is_told_of_a_split_by_seconds_too():
+    by_seconds = FSEP.replace(split=FlowSplit(max_inter_node="seconds"))
+    assert any(layer.change for layer in explain(by_seconds, declared(by_seconds)).layers)
+
+
 def test_a_plan_that_moves_nothing_is_counted_and_the_newest_that_did_is_told(tmp_path):
     strategy = Strategy(name="eplb", sharding=Fsep(slots_per_rank=1), balance=Eplb())
     of = replayed(tmp_path, TURN, strategy)
