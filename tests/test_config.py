@@ -204,6 +204,11 @@ def test_toml_reads_as_people_write_it():
         ),
         (lambda: MegaKernel(dispatch_share=1.5), "Input should be less than or equal to 1"),
         (
+            lambda: EP.replace(sharding=Ep(slots_per_rank=2), balance=FlexMoe(max_moves=3), lag=0),
+            "Value error, balance=FlexMoe(max_moves=3) counts moves from the layout before, but with lag=0 every "
+            "layout is planned on its own counts alone; use another balance, or lag=1",
+        ),
+        (
             lambda: Sequential(combine="per_node"),
             "Value error, combine='per_node' sums where rows came into the node, but node_dispatch='direct' sends them "
             "to their experts at once; use node_dispatch='once', or combine='ordered'",

@@ -7,7 +7,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from moesys.config.balance import Balance, Greedy, Static, WithQuotas
+from moesys.config.balance import Balance, FlexMoe, Greedy, Static, WithQuotas
 from moesys.config.base import BYTES_PER_GB, Declared
 from moesys.config.cluster import ClusterSpec
 from moesys.config.model import ModelShape
@@ -76,6 +76,12 @@ class Strategy(Declared):
             raise ValueError(
                 f"deadline_ms={self.balance.deadline_ms} ends the search by a clock, but with lag=0 every rank plans "
                 "for itself and all must plan the same; use deadline_ms=None and effort, or lag=1"
+            )
+        moves = getattr(self.balance, "max_moves", None)
+        if moves is not None and isinstance(self.balance, Greedy | FlexMoe):
+            raise ValueError(
+                f"balance={type(self.balance).__name__}(max_moves={moves}) counts moves from the layout before, but "
+                "with lag=0 every layout is planned on its own counts alone; use another balance, or lag=1"
             )
 
     def _check_late_slots(self) -> None:

@@ -202,11 +202,12 @@ def _traffic(plan: LayerPlan, step: StepPlan) -> list[Traffic]:
 
     late, settled = [], plan.layout.without_last(step.strategy.late_slots)
     if step.strategy.late_slots:
-        late = [traffic("late restore", 1, *restore_bytes(plan.layout, model, cluster, sharding, here=settled))]
+        late_bytes = restore_bytes(plan.layout, model, cluster, sharding, here=settled)
+        late = [traffic("late restore", restores_per_step(sharding), *late_bytes)]
     return [
         traffic("dispatch", 2, *there),
         traffic("combine", 2, *home),
-        traffic("restore", restores_per_step(sharding), *restore_bytes(plan.layout, model, cluster, sharding)),
+        traffic("restore", restores_per_step(sharding), *restore_bytes(settled, model, cluster, sharding)),
         *late,
         traffic("reshard", 1, *reshard_bytes(plan.layout, model, cluster, sharding)),
     ]
