@@ -12,6 +12,7 @@ from moesys.config import (
     EvenSplit,
     Fsep,
     Last,
+    MegaKernel,
     ModelShape,
     Overlap,
     Predictor,
@@ -75,6 +76,10 @@ class Setting:
                 prefetch_layers=min(sharding.prefetch_layers, self.num_layers - 1),
                 restore="flat" if one_node else sharding.restore,
             )
+        overlap = strategy.overlap
+        if self.cluster.num_nodes == 1 and not isinstance(overlap, MegaKernel):
+            # There is no node to cross to.
+            changes["overlap"] = overlap.replace(node_dispatch="direct", combine="ordered")
         plain = strategy.replace(**changes)
         return plain.replace(name=words_of(plain))
 

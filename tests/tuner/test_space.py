@@ -142,6 +142,9 @@ def test_what_changes_nothing_is_said_in_one_way():
     assert plain.sharding == Fsep(slots_per_rank=2, prefetch_layers=1, restore="hierarchical")
     one_node = Setting(MODEL, ClusterSpec(ranks_per_node=4), num_layers=2)
     assert one_node.plainest(wordy).sharding.restore == "flat"
+    once = wordy.replace(overlap=Pipelined(chunks=2, node_dispatch="once", combine="per_node"))
+    assert one_node.plainest(once).overlap == Pipelined(chunks=2), "there is no node to cross to"
+    assert SETTING.plainest(once).overlap == once.overlap
     kept = wordy.replace(sharding=Fsep(slots_per_rank=3), balance=Greedy())
     assert SETTING.plainest(kept).fingerprint() == kept.fingerprint()
 
