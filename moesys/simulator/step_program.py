@@ -218,7 +218,9 @@ class _Step:
                 case "dispatch_weights":
                     under_way[stage] = self._message("dispatch", rows.whole, f"{name} weights")
                 case "dispatch" | "spread" | "combine":
-                    self._gather(rows.traffic.rows_RR[stage.kind].sum(axis=1) / chunks, detail)
+                    # Results are put in order at once, those that go home beside sums too.
+                    gathered = rows.rows_RE if stage.kind == "combine" else rows.traffic.rows_RR[stage.kind]
+                    self._gather(gathered.sum(axis=1) / chunks, detail)
                     lane = "combine" if stage.kind == "combine" else "dispatch"
                     under_way[stage] = self._issue("tokens", lane, rows.loads[stage.kind].part(1 / chunks), detail)
                 case "publish":

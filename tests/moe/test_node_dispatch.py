@@ -114,6 +114,39 @@ def test_kernels_take_rows_as_they_arrive(ranks: LocalRanks) -> None:
         assert_same_bits([sums, sums_in_chunks], f"rank {rank}, sums")
 
 
+def summed_by_node(dtype: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """(output, the same by hand): rows of each choice by themselves, then a node's sum in the order of k."""
+    cluster, rank, K = CLUSTERS["nodes of 1, 2 and 1"], dist.get_rank(), 4
+    x_TH = torch.randn(30, H, generator=torch.Generator().manual_seed(rank)).to(getattr(torch, dtype))
+    expert_TK = chosen(rank, 30, K)
+    weight_TK = torch.rand(30, K, generator=torch.Generator().manual_seed(rank))
+
+    def output(overlap: ms.Overlap, weight_TK: torch.Tensor) -> torch.Tensor:
+        strategy = ms.Strategy(name="ep", overlap=overlap)
+        return ms.Experts(shape(dtype), strategy, cluster=cluster)(x_TH, expert_TK, weight_TK).detach()
+
+    row_KTH = [output(ms.Sequential(), torch.eye(K)[k].expand(30, K)) for k in range(K)]
+    # Owners of 2, 2, 2 and 1 of the experts.
+    node_TK = torch.tensor(cluster.node_of_rank)[expert_TK // 2]
+    expected_TH = torch.empty_like(x_TH)
+    for token in range(30):
+        summands, sums = [], {node: [] for node in range(3) if node != cluster.node_of_rank[rank]}
+        for k in range(K):
+            row = weight_TK[token, k] * row_KTH[k][token].float()
+            sums.get(int(node_TK[token, k]), summands).append(row)
+        summands += [sum(rows[1:], rows[0]).to(x_TH.dtype).float() for rows in sums.values() if rows]
+        expected_TH[token] = sum(summands[1:], summands[0]).to(x_TH.dtype)
+    return output(ms.Sequential(node_dispatch="once", combine="per_node"), weight_TK), expected_TH
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_nodes_sum_is_in_the_order_of_k_and_home_adds_own_rows_then_node_by_node(
+    ranks: LocalRanks, dtype: str
+) -> None:
+    for found, expected in ranks.run(summed_by_node, dtype):
+        assert torch.equal(found, expected)
+
+
 BYTES_OF_NUMBER = 4
 
 
