@@ -30,7 +30,7 @@ def relocate(tokens_E, constraints, expert_RS, most_moves):
     return local_search(itself, constraints, True, expert_RS, NO_LIMIT, most_moves, 1)[1]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     instance=instances(max_ranks=8, max_experts=14),
     budget=st.integers(0, 6),

@@ -218,7 +218,8 @@ def node_case(hosts: int, mbit_per_s: float, latency_us: float) -> ShapedCase:
     shape = ModelShape(hidden_size=256, intermediate_size=64, num_experts=32, top_k=6)
     sharding = Fsep(slots_per_rank=10 if hosts == 2 else 6)
     laer = Strategy(name="laer, direct", sharding=sharding, balance=Laer(), split=EvenSplit())
-    ours = laer.replace(name="node first, direct", balance=Greedy(), split=FlowSplit())
+    # Every step has the same tokens: nothing drifts.
+    ours = laer.replace(name="node first, direct", balance=Greedy(drift=0), split=FlowSplit())
     strategies = (
         laer,
         laer.replace(name="laer, sums a node", overlap=_SUMS),
