@@ -204,6 +204,11 @@ def test_toml_reads_as_people_write_it():
         ),
         (lambda: MegaKernel(dispatch_share=1.5), "Input should be less than or equal to 1"),
         (
+            lambda: EP.replace(sharding=Ep(slots_per_rank=2), balance=Greedy(move_tokens=9), lag=0),
+            "Value error, balance=Greedy(move_tokens=9) is what a move from the layout before has to earn, but with "
+            "lag=0 every layout is planned on its own counts alone; use move_tokens=0, or lag=1",
+        ),
+        (
             lambda: EP.replace(sharding=Ep(slots_per_rank=2), balance=FlexMoe(max_moves=3), lag=0),
             "Value error, balance=FlexMoe(max_moves=3) counts moves from the layout before, but with lag=0 every "
             "layout is planned on its own counts alone; use another balance, or lag=1",

@@ -5,7 +5,7 @@ the mean and hold experts that nobody else does. The minimum cut names these ran
 remedy is a copy of one of their experts on another rank. So copies are added one after another, each where it promises
 most, and of all that were tried, in this order, so many are kept that the sum of seconds is least.
 
-R ranks, E experts, S slots, L late ones of them, N nodes.
+R ranks, E experts, S slots, L late ones of them, N nodes: domains of the links, which rows are dear to leave.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from moesys.balance.flow.min_max_flow import min_max_flow, new_flow
 from moesys.balance.flow.replica_table import list_replicas
 from moesys.balance.planning_problem import PlanningProblem
-from moesys.balance.topology import nodes_of, tokens_by_node
+from moesys.balance.topology import link_domains_of, nodes_of, tokens_by_node
 from moesys.compiled import borrowing, compiled
 from moesys.config import ClusterSpec, Ep, Fsep, ModelShape, Sharding
 from moesys.cost import GRADIENT_BYTES, FloatArray, row_product_seconds
@@ -52,14 +52,16 @@ def fill_late_slots(
     expert_RS[:, : layout.num_slots] = layout.expert_RS
     late_R = np.array([late_slots if slots else 0 for slots in slots_R])
     prices, owner_E = _prices(model, cluster, sharding), _owners(model.num_experts, layout.num_ranks, sharding)
-    late_RL = late_experts(problem.load.tokens_RE, expert_RS, late_R, owner_E, nodes_of(cluster), prices)
+    late_RL = late_experts(
+        problem.load.tokens_RE, expert_RS, late_R, owner_E, (link_domains_of(cluster), nodes_of(cluster)), prices
+    )
     expert_RS[:, layout.num_slots :] = late_RL
     return ExpertLayout(expert_RS, layout.num_experts)
 
 
 class Prices(NamedTuple):
-    """Seconds of a token more on the busiest rank, of a token more that crosses on a node's link, and of one whole
-    expert on the link of a rank inside its node and on that of a node.
+    """Seconds of a token more on the busiest rank, of a token more that crosses on the mean node's link, and of one
+    whole expert on the link of a rank inside its domain and on that of a node.
     """
 
     token: float
@@ -78,7 +80,7 @@ def _prices(model: ModelShape, cluster: ClusterSpec, sharding: Sharding) -> Pric
     inter = cluster.inter_node_gb_per_s * 1e9
     token = row_product_seconds(model, cluster)
     # A row, its result, and the gradients of both.
-    crossing = 4 * b * model.hidden_size / inter if cluster.num_nodes > 1 else 0.0
+    crossing = 4 * b * model.hidden_size / inter / cluster.num_nodes
     return Prices(token, crossing, expert_bytes / intra, expert_bytes / inter)
 
 
@@ -90,16 +92,18 @@ def _owners(num_experts: int, num_ranks: int, sharding: Sharding) -> IntArray:
 
 
 @compiled
-def late_experts(tokens_RE, expert_RS, late_R, owner_E, node_R, prices):  # type: ignore[no-untyped-def]
+def late_experts(tokens_RE, expert_RS, late_R, owner_E, parts_2R, prices):  # type: ignore[no-untyped-def]
     """Returns the experts of late slots, int64 [R, L], -1 for those that stay empty; ``expert_RS`` int64 [R, S] has
-    room for them at the end of each row, ``late_R`` int64 [R] says how many a rank may have.
+    room for them at the end of each row, ``late_R`` int64 [R] says how many a rank may have. ``parts_2R``: each rank's
+    domain, which is a node to all that follows, and the node whose NICs it has.
     """
+    node_R, nics_R = parts_2R
     supply_NE, tokens_E = tokens_by_node(tokens_RE, node_R)
     num_ranks, num_experts = tokens_RE.shape
     most_late = late_R.max()
     first_late, free_R, open_R = expert_RS.shape[1] - most_late, late_R.copy(), late_R.copy()
     kept_RL, trial_RS = np.full((num_ranks, most_late), EMPTY), expert_RS.copy()
-    links = Links(np.zeros((2, num_ranks)), np.zeros((2, supply_NE.shape[0])))
+    links = Links(np.zeros((2, num_ranks)), np.zeros((2, nics_R[-1] + 1)))
     table = list_replicas(trial_RS, num_experts)
     flow = new_flow(table)
     limit = min_max_flow(tokens_E, table, flow)
@@ -112,9 +116,9 @@ def late_experts(tokens_RE, expert_RS, late_R, owner_E, node_R, prices):  # type
             break
         trial_RS[rank, first_late + late_R[rank] - free_R[rank]] = expert
         free_R[rank] -= 1
-        _fetch(links, owner_E[expert], rank, node_R)
+        _fetch(links, owner_E[expert], rank, node_R, nics_R)
         fetched = max(links.rank_2R.max() * prices.on_rank, links.node_2N.max() * prices.on_node)
-        crossing += crossed * prices.crossing / supply_NE.shape[0]
+        crossing += crossed * prices.crossing
         table = list_replicas(trial_RS, num_experts)
         flow = new_flow(table)
         limit = min_max_flow(tokens_E, table, flow)
@@ -155,7 +159,7 @@ def _find_copy(tokens_E, supply_NE, table, flow, free_R, open_R, node_R, limit, 
             with_copy = max((tight_tokens - tokens) / num_tight, (tight_tokens + flow.load_R[rank]) / (num_tight + 1))
             moved = np.int64(min(tokens, max(with_copy - flow.load_R[rank], 0.0)))
             crossed = _crossed(supply_NE, table, flow, node_R, expert, node_R[table.rank_P[giver]], node_R[rank], moved)
-            gain = (limit - with_copy) * prices.token - crossed * prices.crossing / supply_NE.shape[0]
+            gain = (limit - with_copy) * prices.token - crossed * prices.crossing
             if gain > most:
                 found_expert, found_rank, found_crossed, most = expert, rank, crossed, gain
     return found_expert, found_rank, found_crossed
@@ -185,16 +189,16 @@ class Links(NamedTuple):
 
 
 @borrowing
-def _fetch(links, owner, rank, node_R):  # type: ignore[no-untyped-def]
+def _fetch(links, owner, rank, node_R, nics_R):  # type: ignore[no-untyped-def]
     """Adds a copy on ``rank`` that comes from its owner, or a slice from every rank."""
-    num_ranks, node = node_R.size, node_R[rank]
+    num_ranks = node_R.size
     for source in range(num_ranks):
         part = 1.0 / num_ranks if owner == FROM_ALL else (1.0 if source == owner else 0.0)
         if source == rank or part == 0.0:
             continue
-        if node_R[source] == node:
+        if node_R[source] == node_R[rank]:
             links.rank_2R[0, source] += part
             links.rank_2R[1, rank] += part
         else:
-            links.node_2N[0, node_R[source]] += part
-            links.node_2N[1, node] += part
+            links.node_2N[0, nics_R[source]] += part
+            links.node_2N[1, nics_R[rank]] += part

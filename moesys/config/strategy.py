@@ -83,6 +83,11 @@ class Strategy(Declared):
                 f"balance={type(self.balance).__name__}(max_moves={moves}) counts moves from the layout before, but "
                 "with lag=0 every layout is planned on its own counts alone; use another balance, or lag=1"
             )
+        if isinstance(self.balance, Greedy) and self.balance.move_tokens:
+            raise ValueError(
+                f"balance=Greedy(move_tokens={self.balance.move_tokens}) is what a move from the layout before has to "
+                "earn, but with lag=0 every layout is planned on its own counts alone; use move_tokens=0, or lag=1"
+            )
 
     def _check_late_slots(self) -> None:
         late, slots = self.late_slots, self.sharding.slots_per_rank

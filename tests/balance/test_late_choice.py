@@ -111,3 +111,13 @@ def test_a_copy_goes_where_its_tokens_are(source):
     layout = ExpertLayout([[0], [1], [2]], 3)
     filled = fill_late_slots(LoadMatrix(tokens_RE), layout, cluster, shape(3), Ep(slots_per_rank=2), 1, (2,) * 3)
     assert np.argwhere(filled.expert_RS[:, 1:] == 0).tolist() == [[source, 0]]
+
+
+@pytest.mark.parametrize(("ranks_per_domain", "fetched"), [(None, 0), (2, 1)])
+def test_a_domain_of_several_nodes_is_one_to_its_ranks(ranks_per_domain, fetched):
+    """Between nodes a copy is too dear, and inside what joins them it is not."""
+    links = {"intra_node_gb_per_s": 1e3, "inter_node_gb_per_s": 1e-3, "expert_tflops": 1}
+    cluster = ClusterSpec(num_nodes=2, ranks_per_node=1, ranks_per_domain=ranks_per_domain, **links)
+    load, layout = LoadMatrix([[900, 0], [100, 0]]), ExpertLayout([[0], [1]], 2)
+    filled = fill_late_slots(load, layout, cluster, shape(2), Ep(slots_per_rank=2), 1, (2, 2))
+    assert (filled.expert_RS[:, 1:] != EMPTY).sum() == fetched

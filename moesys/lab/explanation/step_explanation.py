@@ -88,7 +88,7 @@ def explanation_tree(explanation: StepExplanation, layer: int | None = None) -> 
     add_line(tree, "load", explanation.routing)
     add_line(tree, "cluster", _cluster_words(explanation.cluster))
     schedule = add_head(tree, "schedule")
-    for words in _schedule_words(explanation.strategy):
+    for words in _schedule_words(explanation.strategy, explanation.cluster.num_nodes):
         schedule.add(Text(words))
     if explanation.mega is not None:
         memory = add_head(tree, "memory of a rank")
@@ -109,7 +109,7 @@ def _cluster_words(cluster: ClusterSpec) -> str:
     )
 
 
-def _schedule_words(strategy: Strategy) -> list[str]:
+def _schedule_words(strategy: Strategy, num_nodes: int) -> list[str]:
     overlap, sharding = strategy.overlap, strategy.sharding
     if isinstance(overlap, Pipelined):
         words = [f"tokens in {counted(overlap.chunks, 'chunk')}, the next arriving and the last going home behind one"]
@@ -117,7 +117,7 @@ def _schedule_words(strategy: Strategy) -> list[str]:
         words = [*_mega_words(overlap), _planning_words(strategy)]
     else:
         words = ["dispatch, experts and combine one after another"]
-    if not isinstance(overlap, MegaKernel) and overlap.node_dispatch == "once":
+    if not isinstance(overlap, MegaKernel) and overlap.crosses_once(num_nodes):
         home = {"ordered": "every row comes home", "per_node": "one partial sum a node comes home"}[overlap.combine]
         words.append(f"a token crosses to a node once and spreads inside; {home}")
     if strategy.lag == 0:
