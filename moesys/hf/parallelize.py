@@ -99,6 +99,12 @@ def _expert_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
             f'mesh has dimensions {names}; its last must be named "{EP}", the ranks that share the experts, as in '
             'init_device_mesh(device, (2, 4), mesh_dim_names=("dp", "ep"))'
         )
+    if alike := [name for name in names if name in ("tp", "cp", "pp")]:
+        raise ValueError(
+            f'mesh has a dimension "{alike[0]}", whose ranks do not have batches of their own, and those of all others '
+            'than "ep" must; leave it out, or load the model by from_pretrained(distributed_config=DistributedConfig('
+            "tp_size=...)), which cuts a batch over them"
+        )
     if mesh.size() != world:
         raise ValueError(f"mesh has {mesh.size()} ranks, and there are {world}; its sizes must multiply to all of them")
     ranks = mesh.mesh.reshape(-1, mesh.mesh.shape[-1])

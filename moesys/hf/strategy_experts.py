@@ -40,7 +40,11 @@ def strategy_experts(
     """
     description, kind = ExpertsModule.of(module), type(module).__name__
     if description.norm is not None or description.parameters:
-        raise ValueError(f"{kind} has a norm or an activation with parameters of its own, which moesys does not shard")
+        found = _beside_projections(module, description)
+        raise ValueError(
+            f"{kind} has {found} beside its projections and biases, which moesys does not run over ranks; use "
+            'ep_implementation="all_to_all", or on one rank with experts_implementation="moesys"'
+        )
     names = description.names
     num_experts = module._parameters[names[0]].shape[0]
     form = ExpertForm(tuple(_part(module, name) for name in names))
@@ -71,6 +75,12 @@ def strategy_experts(
     )
     attach(experts, module)
     return experts
+
+
+def _beside_projections(module: Any, description: ExpertsModule) -> str:
+    """Returns the names of what an expert has more than its projections and biases."""
+    others = [name for name, _ in module.named_parameters() if name not in description.names]
+    return ", ".join(others) or "post_expert_norm"
 
 
 def _part(module: Any, name: str) -> Part:

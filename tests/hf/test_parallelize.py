@@ -150,6 +150,12 @@ def parallelized(kind: str) -> None:
         ms.parallelize(nn.Linear(3, 3), LENT)
     elif kind == "no ep":
         ms.parallelize(drawn("olmoe"), LENT, init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
+    elif kind == "a batch for two":
+        ms.parallelize(drawn("olmoe"), LENT, init_device_mesh("cpu", (2, 1), mesh_dim_names=("tp", "ep")))
+    elif kind == "a norm":
+        model = drawn("olmoe")
+        model.model.layers[1].mlp.experts.post_expert_norm = nn.RMSNorm(48)
+        ms.parallelize(model, LENT)
     elif kind == "too small":
         ms.parallelize(drawn("olmoe"), LENT, init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "ep"))["ep"])
     elif kind == "adapter":
@@ -164,6 +170,8 @@ def parallelized(kind: str) -> None:
     [
         ("no experts", "Linear has no MoE blocks with experts as transformers has them"),
         ("no ep", r"mesh has dimensions \('dp',\); its last must be named \"ep\""),
+        ("a batch for two", 'mesh has a dimension "tp", whose ranks do not have batches of their own'),
+        ("a norm", "OlmoeExperts has post_expert_norm.weight beside its projections and biases"),
         ("adapter", r"OlmoeExperts\.down_proj is computed from other parameters, as by an adapter"),
         ("too small", "mesh has 1 ranks, and there are 2; its sizes must multiply to all of them"),
     ],
