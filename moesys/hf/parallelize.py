@@ -69,7 +69,7 @@ def parallelize(
     alone = expert_mesh["efsdp"].size() == 1
     of_experts = replace(policy, reduce_dtype=torch.float32) if alone else policy
     for index, module in enumerate(modules):
-        experts = strategy_experts(module, strategy, expert_mesh[EP], index, cluster)
+        experts = strategy_experts(module, strategy, expert_mesh[EP], index, len(ranks), cluster)
         module.forward = partial(_forward, module, experts)
         unit: FSDPModule = shard(module, mesh=expert_mesh["efsdp"], mp_policy=of_experts)
         # Each group's gradients are sums already: the sum of the groups' over all ranks is the mean. Where there is one

@@ -244,6 +244,8 @@ def test_linking_recomputing_and_accumulating(ranks: LocalRanks, checkpoints: An
     runs = [Run(strategy, micro_batches=2) for strategy in (None, ahead)]
     runs += [Run(ahead, micro_batches=2, linked=True), Run(ahead, micro_batches=2, checkpointing=True)]
     runs += [Run(ahead, micro_batches=2, linked=True, checkpointing=True)]
+    delayed = fsep(4, prefetch_layers=1, delay_reshard=True)
+    runs += [Run(delayed, micro_batches=2, linked=True), Run(delayed, micro_batches=2, linked=True, checkpointing=True)]
     oracle, plain, *others = results(ranks, checkpoints("qwen3_moe"), runs)
     assert_agree(plain, oracle)
     for other in others:
