@@ -196,18 +196,26 @@ def free_for_long(folder: Path, runs: list[Run], steps: int) -> list[tuple[Numbe
     return [trained_for_long(folder, run, steps, None) for run in runs]
 
 
-LONG = pytest.param(50, marks=pytest.mark.slow)
+def long(family: str, sizes: dict[str, int], name: str) -> Any:
+    return pytest.param(family, 50, sizes, marks=pytest.mark.slow, id=f"{family}, {name}, 50 steps")
 
 
-@pytest.mark.parametrize("sizes", [FOUR, MESHES["two groups"]], ids=["one group", "two"])
-@pytest.mark.parametrize("steps", [6, LONG])
+@pytest.mark.parametrize(
+    ("family", "steps", "sizes"),
+    [
+        pytest.param("qwen3_moe", 6, FOUR, id="one group"),
+        pytest.param("qwen3_moe", 6, MESHES["two groups"], id="two"),
+        long("qwen3_moe", MESHES["two groups"], "two groups"),
+        *(long(family, FOUR, "one group") for family in FAMILIES),
+    ],
+)
 def test_with_the_same_routing_trainings_stay_together(
-    ranks: LocalRanks, checkpoints: Any, steps: int, sizes: dict[str, int]
+    ranks: LocalRanks, checkpoints: Any, family: str, steps: int, sizes: dict[str, int]
 ) -> None:
     """Without it a near tie sends a token elsewhere sooner or later."""
     R = sizes["ep_size"]
     runs = [Run(strategy, sizes) for strategy in (None, lent(R, overlap=OVERLAPS[1]), fsep(R))]
-    for oracle, *found in ranks.run(replayed_for_long, checkpoints("qwen3_moe"), runs, steps, timeout_s=250.0):
+    for oracle, *found in ranks.run(replayed_for_long, checkpoints(family), runs, steps, timeout_s=250.0):
         assert len(oracle) == steps
         for numbers in found:
             for one, wanted in zip(numbers, oracle, strict=True):
