@@ -17,6 +17,9 @@ from typing import Any
 from moesys.timeline import Span, Timeline
 from moesys.whole_file import cut_torn_line, write_whole
 
+# Of a ``LayerLine``, what is drawn over steps.
+SCALARS = ("load_p50", "load_p95", "experts_without_tokens", "exposed_ms", "plan_ms", "restored_mib")
+
 
 @dataclass(frozen=True)
 class LayerLine:
@@ -67,6 +70,14 @@ class StepLine:
     numbers: dict[str, float]
     layers: tuple[LayerLine, ...]
     events: tuple[EventLine, ...] = ()
+
+    def of_all_layers(self) -> dict[str, float]:
+        """Returns each scalar of all layers together: the worst of loads, the sum of all else."""
+        return {
+            name: float((max if name.startswith("load") else sum)(getattr(layer, name) for layer in self.layers))
+            for name in SCALARS
+            if self.layers
+        }
 
     def to_line(self) -> bytes:
         """Returns one line of JSON, which knows no nan: null stands for it."""

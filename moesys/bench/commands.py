@@ -151,6 +151,9 @@ def bench_models(
     sequences: Annotated[int, typer.Option(min=1, help="Of 256 tokens, a rank.")] = 8,
     hidden: Annotated[int, typer.Option(min=64, help="Hidden size; experts are twice as wide.")] = 256,
     ranks: Annotated[int, typer.Option(min=2, help="Local ranks of one thread; they divide 8 experts.")] = 2,
+    share: Annotated[
+        float | None, typer.Option(help="Of a processor, for each rank; Linux, root. For more ranks than processors.")
+    ] = None,
     repeats: Repeats = 9,
     memory: Annotated[
         bool, typer.Option("--memory", help="Peak memory of a rank too, on local ranks of each one's own.")
@@ -162,7 +165,8 @@ def bench_models(
 
     with _refusing():
         parts = whole_models.select(model, routing, sequences, hidden)
-    raise typer.Exit(whole_models.main(parts, num_ranks=ranks, repeats=repeats, memory=memory, json_path=json))
+        setting = whole_models.Setting(ranks, repeats, share, memory)
+    raise typer.Exit(whole_models.main(parts, setting, json))
 
 
 @bench.command("overlap", rich_help_panel=LINKS)

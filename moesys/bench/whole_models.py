@@ -13,7 +13,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from moesys.bench.harness.bench_ranks import start_ranks
+from moesys.bench.harness.bench_ranks import Ranks, joins, start_ranks
 from moesys.bench.harness.contest import Case, Contestant, Outcome, hold, of_all_ranks, relative_difference
 from moesys.bench.harness.names import chosen
 from moesys.bench.harness.reports import Report, publish
@@ -36,6 +36,8 @@ from moesys.hf.registration import register
 from moesys.hf.routers import routers_of
 from moesys.hf.routing_replay import replay_routing
 from moesys.lab.ranks.pool import LocalRanks
+from moesys.lab.slow_links.namespaces import namespace_name
+from moesys.lab.slow_links.processor_shares import join, lacks_shares, processor_shares
 from moesys.moe.experts import experts_of
 
 THEIRS = "all_to_all"
@@ -104,7 +106,8 @@ class Row:
 
     samples_ms: the slowest rank's step, forward, backward and optimizer, by repetition; empty where it was wrong.
     theirs_ms: of transformers' own. max_over_mean: of the busiest rank's tokens, the mean over layers. peak_mib: the
-    most memory that a rank's process had at once, where that was asked for.
+    most memory that a rank's process had at once, where that was asked for; slots_mib: of experts in the slots that the
+    strategy declares beyond a rank's own.
     """
 
     part: Annotated[str, Column("model")]
@@ -114,6 +117,7 @@ class Row:
     theirs_ms: list[float]
     max_over_mean: Annotated[float | None, Column("max/mean", ".2f")]
     peak_mib: Annotated[float | None, Column("peak MiB", ",.0f")]
+    slots_mib: Annotated[float | None, Column("slots MiB", ",.0f")]
     wrong: Annotated[str, Column("wrong")]
 
     @property
@@ -125,62 +129,105 @@ class Row:
         return Spread.of_ratios(self.theirs_ms, self.samples_ms) if self.samples_ms and self.theirs_ms else None
 
 
+@dataclass(frozen=True)
+class Setting:
+    """Where parts are measured.
+
+    share: of a processor, that each rank has, whether others compute or wait; None: what the system gives it, so that
+    where ranks are more than processors, one computes faster while another waits.
+    memory: whether peaks of memory are measured too, each contestant's on ranks of its own.
+    """
+
+    num_ranks: int = 2
+    repeats: int = 9
+    share: float | None = None
+    memory: bool = False
+
+    def __post_init__(self) -> None:
+        if self.share is None:
+            return
+        if not 0.05 <= self.share <= 1:
+            raise ValueError(f"share={self.share:g} of a processor a rank must be between 0.05 and 1, or left out")
+        if joins():
+            raise ValueError(f"share={self.share:g} is of local ranks; leave it out under torchrun")
+        if reason := lacks_shares():
+            raise ValueError(f"ranks cannot be given share={self.share:g} of a processor: {reason}")
+
+    @property
+    def line(self) -> str:
+        """Says it, for notes."""
+        share = "" if self.share is None else f", each with {self.share:g} of a processor"
+        return f"{self.num_ranks} ranks of one thread{share}"
+
+
 def select(model: str = "all", routing: str = "all", sequences: int = 8, hidden_size: int = HIDDEN) -> list[Part]:
     """Returns the parts of these names. Raises ValueError for a name that is not there."""
     models, ways = chosen("model", model, MODELS), chosen("routing", routing, ROUTINGS)
     return [Part(of, way, sequences, hidden_size) for of in models for way in ways]
 
 
-def main(
-    parts: Sequence[Part],
-    *,
-    num_ranks: int = 2,
-    repeats: int = 9,
-    memory: bool = False,
-    json_path: Path | None = None,
-) -> int:
+def main(parts: Sequence[Part], setting: Setting, json_path: Path | None = None) -> int:
     """Measures, writes, prints; the exit code: 1 if a loss or a gradient was wrong."""
-    rows = bench_models(parts, num_ranks, repeats, memory)
-    machine = f"{machine_line(1, ('torch', 'transformers'))}; {num_ranks} ranks of one thread"
+    rows = bench_models(parts, setting)
+    machine = f"{machine_line(1, ('torch', 'transformers'))}; {setting.line}"
     notes = [
         machine,
         f"A step is forward, backward and AdamW on {parts[0].sequences} x {LENGTH} tokens a rank, in float32, of the "
-        f"slowest rank; median of {repeats} repetitions, in turns. {THEIRS}: transformers' own, with grouped_mm.",
+        f"slowest rank; median of {setting.repeats} repetitions, in turns. {THEIRS}: transformers' own, with "
+        "grouped_mm.",
         f"{THEIRS} / this: above 1 it is faster than transformers' own; median [p20, p80], paired.",
         f"Routing is replayed: balanced gives every expert as many tokens; skewed draws experts by 1 / n^{ZIPF}, the "
         "order of experts by layer.",
         f"A speed is shown where the loss and all gradients are transformers' own in the same run, to {TOLERANCE:g}.",
     ]
-    if memory:
+    if setting.memory:
         notes.append(
             f"peak MiB: resident memory of the largest rank over {MEMORY_STEPS} steps, in processes that train nothing "
-            "else; moesys is imported in all of them."
+            "else; moesys is imported in all of them. slots MiB: of the slots that the strategy declares beyond the "
+            "rank's own part of the experts."
         )
     title = "MEASURED: a training step of transformers' models, ms (median)"
-    data = {"machine": machine, "num_ranks": num_ranks, "rows": rows}
-    sheet = Sheet(title, rows, notes, "part", without=() if memory else ("peak_mib",))
+    data = {"machine": machine, "num_ranks": setting.num_ranks, "share": setting.share, "rows": rows}
+    without = () if setting.memory else ("peak_mib", "slots_mib")
+    sheet = Sheet(title, rows, notes, "part", without=without)
     publish(Report("models", title, "measured", [sheet], data=data), json_path=json_path)
     return int(any(row.wrong for row in rows))
 
 
-def bench_models(parts: Sequence[Part], num_ranks: int, repeats: int, memory: bool = False) -> list[Row]:
-    """Measures every part on local ranks, and with ``memory`` each contestant's on ranks of its own."""
+def bench_models(parts: Sequence[Part], setting: Setting) -> list[Row]:
+    """Measures every part on local ranks."""
     rows = []
-    ranks, _ = start_ranks(num_ranks)
-    with closing(ranks), tempfile.TemporaryDirectory() as folder, steps_told("models", len(parts)) as tell:
+    with ExitStack() as opened, steps_told("models", len(parts)) as tell:
+        folder = Path(opened.enter_context(tempfile.TemporaryDirectory()))
+        ranks = _ranks(setting, opened)
         for part in parts:
             tell(f"{part.model}, {part.routing}")
-            path = Path(folder) / part.model
+            path = folder / part.model
             if not path.exists():
                 _new_model(part).save_pretrained(path)
-            outcomes = of_all_ranks(ranks.run(measure, part, path, repeats, timeout_s=_RANKS_TIMEOUT_S))
+            outcomes = of_all_ranks(ranks.run(measure, part, path, setting.repeats, timeout_s=_RANKS_TIMEOUT_S))
             theirs_ms = outcomes[THEIRS].samples_ms.get("step", [])
-            peaks_mib = _peaks_mib(part, path, num_ranks) if memory else {}
+            peaks_mib = _peaks_mib(part, path, setting.num_ranks) if setting.memory else {}
+            contestants = _contestants(setting.num_ranks)
+            slots_mib = {name: _slots_mib(part, each, setting.num_ranks) for name, each in contestants.items()}
             for name, outcome in outcomes.items():
                 samples_ms, metrics = outcome.samples_ms.get("step", []), (outcome.metrics or [None])[0]
-                numbers = (samples_ms, theirs_ms, metrics, peaks_mib.get(name))
+                numbers = (samples_ms, theirs_ms, metrics, peaks_mib.get(name), slots_mib[name])
                 rows.append(Row(part.model, part.routing, name, *numbers, outcome.wrong))
     return rows
+
+
+def _ranks(setting: Setting, opened: ExitStack) -> Ranks:
+    """Returns ranks that end with ``opened``, each in its share of the processor."""
+    groups: tuple[Path, ...] = ()
+    if setting.share is not None:
+        names = [namespace_name(f"rank{rank}") for rank in range(setting.num_ranks)]
+        groups = opened.enter_context(processor_shares(names, setting.share))
+    ranks, _ = start_ranks(setting.num_ranks)
+    opened.enter_context(closing(ranks))
+    if groups:
+        ranks.run(_join_its_share, groups)
+    return ranks
 
 
 def _peaks_mib(part: Part, folder: Path, num_ranks: int) -> dict[str, float]:
@@ -192,11 +239,33 @@ def _peaks_mib(part: Part, folder: Path, num_ranks: int) -> dict[str, float]:
     return peaks_mib
 
 
+def _slots_mib(part: Part, strategy: Strategy | None, num_ranks: int) -> float | None:
+    """Returns what experts take in the slots beyond a rank's own: lent ones stay in all layers until backward, those
+    that are put together of slices are there layer by layer.
+    """
+    if strategy is None:
+        return None
+    options, of_a_layer = MODELS[part.model][1], 3 * 2 * part.hidden_size**2 * 4 / 2**20
+    match strategy.sharding:
+        case Ep(slots_per_rank=None):
+            return 0.0
+        case Ep(slots_per_rank=int(slots)):
+            layers = options["num_hidden_layers"] - options.get("first_k_dense_replace", 0)
+            return (slots - E // num_ranks) * layers * of_a_layer
+        case Fsep(slots_per_rank=int(slots)):
+            return slots * of_a_layer
+    raise AssertionError(strategy)
+
+
 def _contestants(num_ranks: int) -> dict[str, Strategy | None]:
     return {THEIRS: None, **{each.name: each for each in strategies(num_ranks)}}
 
 
 # --- on a rank --------------------------------------------------------------------------------------------------------
+
+
+def _join_its_share(groups: Sequence[Path]) -> None:
+    join(groups[dist.get_rank()])
 
 
 def measure(part: Part, folder: Path, repeats: int) -> Mapping[str, Outcome]:

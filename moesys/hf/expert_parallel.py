@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import count
 
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
@@ -38,7 +39,8 @@ def implementation_of(strategy: Strategy) -> type[EPImplementation]:
             if newest.ep_mesh is not ep_mesh:
                 check_before_loading(experts.config)
                 newest = _Model(ep_mesh)
-            self._experts = strategy_experts(experts, strategy, ep_mesh, next(newest.layer_indices))
+            num_batches = dist.get_world_size() // tp_mesh.size()
+            self._experts = strategy_experts(experts, strategy, ep_mesh, next(newest.layer_indices), num_batches)
             self._experts.shards.memory = newest.memory
 
         def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

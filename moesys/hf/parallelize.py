@@ -69,7 +69,7 @@ def parallelize(
     alone = expert_mesh["efsdp"].size() == 1
     of_experts = replace(policy, reduce_dtype=torch.float32) if alone else policy
     for index, module in enumerate(modules):
-        experts = strategy_experts(module, strategy, expert_mesh[EP], index, cluster)
+        experts = strategy_experts(module, strategy, expert_mesh[EP], index, len(ranks), cluster)
         module.forward = partial(_forward, module, experts)
         unit: FSDPModule = shard(module, mesh=expert_mesh["efsdp"], mp_policy=of_experts)
         # Each group's gradients are sums already: the sum of the groups' over all ranks is the mean. Where there is one
@@ -98,6 +98,12 @@ def _expert_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
         raise ValueError(
             f'mesh has dimensions {names}; its last must be named "{EP}", the ranks that share the experts, as in '
             'init_device_mesh(device, (2, 4), mesh_dim_names=("dp", "ep"))'
+        )
+    if alike := [name for name in names if name in ("tp", "cp", "pp")]:
+        raise ValueError(
+            f'mesh has a dimension "{alike[0]}", whose ranks do not have batches of their own, and those of all others '
+            'than "ep" must; leave it out, or load the model by from_pretrained(distributed_config=DistributedConfig('
+            "tp_size=...)), which cuts a batch over them"
         )
     if mesh.size() != world:
         raise ValueError(f"mesh has {mesh.size()} ranks, and there are {world}; its sizes must multiply to all of them")

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
 from torch.nn.utils.parametrize import is_parametrized
 
 from moesys.config import ClusterSpec, Fsep, MegaKernel, ModelShape, Strategy
 from moesys.config.hub_config import NAMES
 from moesys.hf.experts_module import ExpertsModule
+from moesys.hf.late_gradients import add_late
 from moesys.kernels.cpu.row_invariant_ops import ParameterGradients, row_function
 from moesys.moe.expert_form import ExpertForm, Part
 from moesys.moe.experts import Experts, attach
@@ -31,16 +34,27 @@ def check(strategy: Strategy) -> None:
 
 
 def strategy_experts(
-    module: Any, strategy: Strategy, ep_mesh: DeviceMesh, layer_index: int, cluster: ClusterSpec | None = None
+    module: Any,
+    strategy: Strategy,
+    ep_mesh: DeviceMesh,
+    layer_index: int,
+    num_batches: int,
+    cluster: ClusterSpec | None = None,
 ) -> Experts:
     """Returns the module's experts under ``strategy``, which read its parameters, and attaches them to it.
+
+    ``num_batches``: all ranks', over which gradients are the mean.
 
     Shards the parameters over ``ep_mesh`` as the strategy does, where they are not sharded so yet. Raises ValueError
     for a module that cannot be, and where the strategy does not fit it.
     """
     description, kind = ExpertsModule.of(module), type(module).__name__
     if description.norm is not None or description.parameters:
-        raise ValueError(f"{kind} has a norm or an activation with parameters of its own, which moesys does not shard")
+        found = _beside_projections(module, description)
+        raise ValueError(
+            f"{kind} has {found} beside its projections and biases, which moesys does not run over ranks; use "
+            'ep_implementation="all_to_all", or on one rank with experts_implementation="moesys"'
+        )
     names = description.names
     num_experts = module._parameters[names[0]].shape[0]
     form = ExpertForm(tuple(_part(module, name) for name in names))
@@ -56,7 +70,7 @@ def strategy_experts(
     )
     function = ExpertFunction(activation, description.transposed, biases=len(names) == 4)
 
-    def read() -> list[Tensor]:
+    def read() -> list[nn.Parameter]:
         if replaced := [name for name in names if is_parametrized(module, name)]:
             raise ValueError(
                 f"{kind}.{replaced[0]} is computed from other parameters, as by an adapter, and no parameter itself; "
@@ -64,13 +78,24 @@ def strategy_experts(
             )
         return [module._parameters[name] for name in names]
 
-    outside = OutsideExperts(read, form, function)
+    def add_gradients(gradients: Sequence[Tensor]) -> None:
+        if isinstance(module, FSDPModule):
+            module.reshard()
+        add_late(read(), gradients, num_batches)
+
+    outside = OutsideExperts(read, form, function, add_gradients)
     device = ep_mesh.device_type
     experts = Experts(
         shape, strategy, ep_mesh, cluster=cluster, layer_index=layer_index, device=device, outside=outside
     )
     attach(experts, module)
     return experts
+
+
+def _beside_projections(module: Any, description: ExpertsModule) -> str:
+    """Returns the names of what an expert has more than its projections and biases."""
+    others = [name for name, _ in module.named_parameters() if name not in description.names]
+    return ", ".join(others) or "post_expert_norm"
 
 
 def _part(module: Any, name: str) -> Part:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from moesys.moe.watch import Watch
 from moesys.step_lines import StepLine
@@ -20,6 +20,7 @@ class WatchCallback(TrainerCallback):
 
     Arguments are those of ``Watch``. A step's line has loss, grad_norm, learning_rate and eval_loss where the trainer
     logged them since the line before (``logging_steps``). It is written when the next step begins, or training ends.
+    ``report_with`` has the trainer log what layers did.
 
     Raises ValueError at the beginning of training, where the model has no experts under a strategy.
     """
@@ -29,6 +30,19 @@ class WatchCallback(TrainerCallback):
         self._watch: Watch | None = None
         self._line: StepLine | None = None
         self._logged: dict[str, float] = {}
+        self._reports = False
+
+    def report_with(self, trainer: Trainer) -> None:
+        """Adds ``moe_load_p95`` and the like, of all layers together (``StepLine.of_all_layers``), to what ``trainer``
+        logs of a step with its loss: to its ``log_history``, and wherever ``report_to`` says.
+
+        It becomes the first of the callbacks, as those of ``report_to`` are called before all that a person adds.
+        """
+        callbacks = trainer.callback_handler.callbacks
+        if self in callbacks:
+            callbacks.remove(self)
+        callbacks.insert(0, self)
+        self._reports = True
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **others: Any
@@ -55,6 +69,11 @@ class WatchCallback(TrainerCallback):
         **others: Any,
     ) -> None:
         logs: dict[str, float] = others.get("logs") or {}
+        if self._reports and self._line is not None and "loss" in logs:
+            of_layers = {f"moe_{name}": value for name, value in self._line.of_all_layers().items()}
+            logs |= of_layers
+            # A copy of what is logged, made before.
+            state.log_history[-1] |= of_layers
         self._logged |= {name: value for name, value in logs.items() if name in LOGGED}
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:

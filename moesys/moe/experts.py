@@ -52,7 +52,7 @@ class Experts(nn.Module):
     ``outside``: experts that are somebody else's parameters. Then ``masters`` is None, and experts are computed in the
     dtype of x, not in that of ``shape``.
 
-    Raises ValueError where strategy, shape and cluster do not fit.
+    Raises ValueError where strategy, shape and cluster do not fit, and for a strategy that does not run ``outside``.
     """
 
     masters: nn.Parameter | None
@@ -70,6 +70,8 @@ class Experts(nn.Module):
         outside: OutsideExperts | None = None,
     ) -> None:
         super().__init__()
+        if outside is not None:
+            outside.check(strategy)
         device = torch.device(device or "cpu")
         self.mesh = mesh_of(group, device.type)
         self.group = None if self.mesh is None else self.mesh.get_group()
@@ -105,7 +107,7 @@ class Experts(nn.Module):
         if self.outside is None:
             masters = OwnMasters(self._parameters, "masters", self.shards, self.mesh)
         else:
-            masters = OutsideMasters(self.outside.read, self.shards.master_shapes)
+            masters = OutsideMasters(self.outside.read, self.shards.master_shapes, self.outside.add_gradients)
         self.store = ExpertStore(self.layer_index, self.strategy.sharding, self.shards, masters, self.schedule, channel)
         self.planner = planner_of(self.strategy, self.shape, self.cluster, self.schedule, self.shards, channel)
         self.link = Link()

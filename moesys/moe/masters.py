@@ -46,12 +46,20 @@ class OutsideMasters:
     rank's part; ``shapes`` are those of the parts.
 
     They are read at every use, and never kept: FSDP frees them after forward and brings them again for backward.
+    ``add_gradients``: adds to their gradients what autograd is not there to add.
     """
 
-    may_delay = False
+    def __init__(
+        self,
+        read: Callable[[], Sequence[Tensor]],
+        shapes: Sequence[tuple[int, ...]],
+        add_gradients: Callable[[Sequence[Tensor]], None] | None = None,
+    ) -> None:
+        self._read, self._shapes, self._add = read, [tuple(shape) for shape in shapes], add_gradients
 
-    def __init__(self, read: Callable[[], Sequence[Tensor]], shapes: Sequence[tuple[int, ...]]) -> None:
-        self._read, self._shapes = read, [tuple(shape) for shape in shapes]
+    @property
+    def may_delay(self) -> bool:
+        return self._add is not None
 
     def differentiable(self) -> tuple[Tensor, ...]:
         masters = tuple(local_part(master) for master in self._read())
@@ -74,7 +82,8 @@ class OutsideMasters:
         return [tuple(local_part(master).shape) for master in self._read()] == self._shapes
 
     def accumulate_gradient(self, gradients: Sequence[Tensor]) -> None:
-        raise NotImplementedError("who keeps masters outside adds their gradients by autograd")
+        assert self._add is not None
+        self._add(gradients)
 
 
 class OwnMasters:

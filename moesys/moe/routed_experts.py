@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -68,13 +69,21 @@ class RoutedExperts(torch.autograd.Function):
         call.release()
         dmasters: list[Tensor | None] = [None] * len(masters)
         if grads_DP is not None:
-            start = partial(store.start_reshard, grads_DP, call.layout)
-            may_delay = store.delay_reshard and store.masters.may_delay and _reaches_grad(ctx.next_functions[2][0])
+            start = partial(_start_reshard, call, grads_DP, [master.dtype for master in masters])
+            leaf = ctx.next_functions[2 + wanted.index(True)][0]
+            may_delay = store.delay_reshard and store.masters.may_delay and _reaches_grad(leaf)
             if not (may_delay and lookahead.delay(store, start)):
-                found = zip(start()(), masters, wanted, strict=True)
-                dmasters = [gradient.to(master.dtype) if want else None for gradient, master, want in found]
+                dmasters = [gradient if want else None for gradient, want in zip(start()(), wanted, strict=True)]
         lookahead.after_backward()
         return dx_TH, dweight_TK, None, None, *dmasters
+
+
+def _start_reshard(
+    call: LayerCall, grads_DP: Tensor, dtypes: Sequence[torch.dtype]
+) -> Callable[[], tuple[Tensor, ...]]:
+    """Starts sending gradients home, and returns what finishes: in the masters' dtypes, whenever it is called."""
+    finish = call.store.start_reshard(grads_DP, call.layout)
+    return lambda: tuple(gradient.to(dtype) for gradient, dtype in zip(finish(), dtypes, strict=True))
 
 
 def _reaches_grad(node: Any) -> bool:

@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-from moesys.step_lines import StepLine
-
-_OF_LAYERS = ("load_p50", "load_p95", "experts_without_tokens", "exposed_ms", "plan_ms", "restored_mib")
+from moesys.step_lines import SCALARS, StepLine
 
 
 class TensorBoard:
@@ -31,7 +29,7 @@ class TensorBoard:
             if math.isfinite(value):
                 self._writer.add_scalar(name, value, line.step)
         for layer in line.layers:
-            for name in _OF_LAYERS:
+            for name in SCALARS:
                 self._writer.add_scalar(f"{name}/layer_{layer.layer:02d}", getattr(layer, name), line.step)
         self._writer.flush()
 

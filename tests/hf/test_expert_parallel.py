@@ -40,7 +40,7 @@ class Run:
     shuffled: bool = False
     mixed: bool = False
     autocast: bool = False
-    compiled: bool = False
+    compiled: str = ""
     routing: tuple[Tensor, ...] | None = None
 
     @property
@@ -53,7 +53,7 @@ def made(folder: Path, run: Run) -> Any:
     if run.checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     if run.compiled:
-        model.compile(backend="eager")
+        model.compile(backend=run.compiled)
     return model
 
 
@@ -196,18 +196,26 @@ def free_for_long(folder: Path, runs: list[Run], steps: int) -> list[tuple[Numbe
     return [trained_for_long(folder, run, steps, None) for run in runs]
 
 
-LONG = pytest.param(50, marks=pytest.mark.slow)
+def long(family: str, sizes: dict[str, int], name: str) -> Any:
+    return pytest.param(family, 50, sizes, marks=pytest.mark.slow, id=f"{family}, {name}, 50 steps")
 
 
-@pytest.mark.parametrize("sizes", [FOUR, MESHES["two groups"]], ids=["one group", "two"])
-@pytest.mark.parametrize("steps", [6, LONG])
+@pytest.mark.parametrize(
+    ("family", "steps", "sizes"),
+    [
+        pytest.param("qwen3_moe", 6, FOUR, id="one group"),
+        pytest.param("qwen3_moe", 6, MESHES["two groups"], id="two"),
+        long("qwen3_moe", MESHES["two groups"], "two groups"),
+        *(long(family, FOUR, "one group") for family in FAMILIES),
+    ],
+)
 def test_with_the_same_routing_trainings_stay_together(
-    ranks: LocalRanks, checkpoints: Any, steps: int, sizes: dict[str, int]
+    ranks: LocalRanks, checkpoints: Any, family: str, steps: int, sizes: dict[str, int]
 ) -> None:
     """Without it a near tie sends a token elsewhere sooner or later."""
     R = sizes["ep_size"]
     runs = [Run(strategy, sizes) for strategy in (None, lent(R, overlap=OVERLAPS[1]), fsep(R))]
-    for oracle, *found in ranks.run(replayed_for_long, checkpoints("qwen3_moe"), runs, steps, timeout_s=250.0):
+    for oracle, *found in ranks.run(replayed_for_long, checkpoints(family), runs, steps, timeout_s=250.0):
         assert len(oracle) == steps
         for numbers in found:
             for one, wanted in zip(numbers, oracle, strict=True):
@@ -244,6 +252,8 @@ def test_linking_recomputing_and_accumulating(ranks: LocalRanks, checkpoints: An
     runs = [Run(strategy, micro_batches=2) for strategy in (None, ahead)]
     runs += [Run(ahead, micro_batches=2, linked=True), Run(ahead, micro_batches=2, checkpointing=True)]
     runs += [Run(ahead, micro_batches=2, linked=True, checkpointing=True)]
+    delayed = fsep(4, prefetch_layers=1, delay_reshard=True)
+    runs += [Run(delayed, micro_batches=2, linked=True), Run(delayed, micro_batches=2, linked=True, checkpointing=True)]
     oracle, plain, *others = results(ranks, checkpoints("qwen3_moe"), runs)
     assert_agree(plain, oracle)
     for other in others:
@@ -251,13 +261,23 @@ def test_linking_recomputing_and_accumulating(ranks: LocalRanks, checkpoints: An
         assert_same_bits(other, plain)
 
 
+def compiled_too(folder: Path, backend: str) -> tuple[list[dict[str, Any]], list[str]]:
+    """What plain and compiled models make, and at what graphs broke."""
+    sizes = {"fsdp_size": 2, "ep_size": 2}
+    runs = [Run(strategy, sizes, compiled=way) for strategy in (lent(2), fsep(2)) for way in ("", backend)]
+    torch._dynamo.utils.counters.clear()
+    found = train_all(folder, runs)
+    return found, list(torch._dynamo.utils.counters["graph_break"])
+
+
 @pytest.mark.slow
-def test_compiled_models_train_alike(ranks: LocalRanks, checkpoints: Any) -> None:
-    """The graph breaks at the experts; all else is traced."""
-    runs = [Run(strategy, compiled=compiled) for strategy in (lent(4), fsep(4)) for compiled in (False, True)]
-    found = results(ranks, checkpoints("qwen3_moe"), runs)
-    for plain, compiled in zip(found[::2], found[1::2], strict=True):
-        assert_agree(compiled, plain)
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_models_train_alike(ranks: LocalRanks, checkpoints: Any, backend: str) -> None:
+    """The graph breaks at the experts; all else is compiled."""
+    for found, breaks in ranks.run(compiled_too, checkpoints("qwen3_moe"), backend, num_ranks=2, timeout_s=500.0):
+        for plain, compiled in zip(found[::2], found[1::2], strict=True):
+            assert_agree(compiled, plain)
+        assert any("Experts.forward" in each for each in breaks)
 
 
 def exact_gradients(family: str) -> tuple[dict[str, Tensor], tuple[Tensor, ...]]:

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
 import moesys as ms
+from moesys.hf import strategy_experts
 from moesys.lab.ranks.outcomes import RankError
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.moe.experts import experts_of
@@ -100,6 +101,32 @@ def test_trains_as_one_process_does(
             torch.testing.assert_close(found["state"][name], tensor, rtol=1e-4, atol=1e-5)
 
 
+def trained_with_late_gradients(strategies: list[ms.Strategy], sizes: tuple[int, ...]) -> list[dict[str, Any]]:
+    """What each strategy makes, and how many layers' gradients came late."""
+    found, add = [], strategy_experts.add_late
+    for strategy in strategies:
+        with pytest.MonkeyPatch.context() as patched:
+            late: list[int] = []
+            patched.setattr(strategy_experts, "add_late", lambda *args, late=late: (late.append(1), add(*args)))
+            found.append(trained("qwen3_moe", strategy, sizes) | {"late": len(late)})
+    return found
+
+
+@pytest.mark.parametrize("sizes", [(4,), (2, 2)], ids=["one group", "two groups"])
+def test_delayed_gradients_have_the_same_bits(ranks: LocalRanks, sizes: tuple[int, ...]) -> None:
+    """FSDP is past a layer when its gradients come home; replicas of its group are added up then."""
+    # Greedy plans other layouts where gradients are delayed, and so other sums over replicas.
+    at_once = FSEP.replace(balance=ms.Eplb())
+    delayed = at_once.replace(sharding=FSEP.sharding.replace(delay_reshard=True))
+    for prompt, late in ranks.run(trained_with_late_gradients, [at_once, delayed], sizes, timeout_s=150.0):
+        # Two layers, four steps; the first waits for none.
+        assert prompt["late"] == 0
+        assert late["late"] >= 4
+        assert late["steps"] == prompt["steps"]
+        for name, tensor in prompt["state"].items():
+            assert torch.equal(late["state"][name], tensor), name
+
+
 def layouts(model: nn.Module) -> list[list[list[int]]]:
     return [experts.schedule.layout.expert_RS.tolist() for experts in experts_of(model)]
 
@@ -150,6 +177,12 @@ def parallelized(kind: str) -> None:
         ms.parallelize(nn.Linear(3, 3), LENT)
     elif kind == "no ep":
         ms.parallelize(drawn("olmoe"), LENT, init_device_mesh("cpu", (2,), mesh_dim_names=("dp",)))
+    elif kind == "a batch for two":
+        ms.parallelize(drawn("olmoe"), LENT, init_device_mesh("cpu", (2, 1), mesh_dim_names=("tp", "ep")))
+    elif kind == "a norm":
+        model = drawn("olmoe")
+        model.model.layers[1].mlp.experts.post_expert_norm = nn.RMSNorm(48)
+        ms.parallelize(model, LENT)
     elif kind == "too small":
         ms.parallelize(drawn("olmoe"), LENT, init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "ep"))["ep"])
     elif kind == "adapter":
@@ -164,6 +197,8 @@ def parallelized(kind: str) -> None:
     [
         ("no experts", "Linear has no MoE blocks with experts as transformers has them"),
         ("no ep", r"mesh has dimensions \('dp',\); its last must be named \"ep\""),
+        ("a batch for two", 'mesh has a dimension "tp", whose ranks do not have batches of their own'),
+        ("a norm", "OlmoeExperts has post_expert_norm.weight beside its projections and biases"),
         ("adapter", r"OlmoeExperts\.down_proj is computed from other parameters, as by an adapter"),
         ("too small", "mesh has 1 ranks, and there are 2; its sizes must multiply to all of them"),
     ],

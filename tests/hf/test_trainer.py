@@ -39,9 +39,9 @@ class Rows(Dataset):
         return {"input_ids": ids, "labels": ids}
 
 
-def trainer_of(folder: Path, out: Path, strategy: ms.Strategy | None, **options: Any) -> Trainer:
+def trainer_of(folder: Path, out: Path, strategy: ms.Strategy | None, ep_size: int) -> Trainer:
     name = "all_to_all" if strategy is None else ms.hf.register(strategy)
-    sizes = DistributedConfig(fsdp_size=dist.get_world_size(), ep_size=dist.get_world_size(), ep_implementation=name)
+    sizes = DistributedConfig(fsdp_size=dist.get_world_size(), ep_size=ep_size, ep_implementation=name)
     model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=sizes, attn_implementation="eager")
     arguments = TrainingArguments(
         output_dir=str(out),
@@ -57,20 +57,28 @@ def trainer_of(folder: Path, out: Path, strategy: ms.Strategy | None, **options:
         report_to=[],
         save_strategy="no",
         disable_tqdm=True,
-        **options,
     )
     return Trainer(model=model, args=arguments, train_dataset=Rows())
 
 
-def trained(folder: Path, out: Path, strategies: Sequence[ms.Strategy]) -> list[list[tuple[float, float]]]:
+def trained(
+    folder: Path, out: Path, strategies: Sequence[ms.Strategy], ep_size: int
+) -> list[list[tuple[float, float]]]:
     """Losses and gradient norms of every step, of transformers' own and of each strategy."""
     found = []
     for strategy in (None, *strategies):
         torch.manual_seed(0)
-        trainer = trainer_of(folder, out, strategy)
+        trainer = trainer_of(folder, out, strategy, ep_size)
         trainer.train()
         found.append([(each["loss"], each["grad_norm"]) for each in trainer.state.log_history if "loss" in each])
     return found
+
+
+def assert_agree(found: list[list[tuple[float, float]]], oracle: list[tuple[float, float]]) -> None:
+    assert len(oracle) == STEPS
+    for steps in found:
+        for one, wanted in zip(steps, oracle, strict=True):
+            assert one == pytest.approx(wanted, rel=1e-5)
 
 
 SLOW = [pytest.param(each, EVERY_OVERLAP, marks=pytest.mark.slow) for each in FAMILIES if each != "qwen3_moe"]
@@ -82,8 +90,13 @@ def test_the_trainer_trains_as_with_all_to_all(
 ) -> None:
     """With accumulation, clipping, AdamW and activation checkpointing as its argument alone gives it."""
     drawn(family).save_pretrained(tmp_path / "model")
-    oracle, *found = ranks.run(trained, tmp_path / "model", tmp_path / "out", strategies, timeout_s=550.0)[0]
-    assert len(oracle) == STEPS
-    for steps in found:
-        for one, wanted in zip(steps, oracle, strict=True):
-            assert one == pytest.approx(wanted, rel=1e-5)
+    oracle, *found = ranks.run(trained, tmp_path / "model", tmp_path / "out", strategies, 4, timeout_s=550.0)[0]
+    assert_agree(found, oracle)
+
+
+def test_groups_of_the_trainer_train_as_with_all_to_all(ranks: LocalRanks, tmp_path: Path) -> None:
+    """Two groups of two ranks, each with all experts."""
+    drawn("qwen3_moe").save_pretrained(tmp_path / "model")
+    wide = tuple(each.replace(sharding=each.sharding.replace(slots_per_rank=5)) for each in (LENT, FSEP))
+    oracle, *found = ranks.run(trained, tmp_path / "model", tmp_path / "out", wide, 2, timeout_s=250.0)[0]
+    assert_agree(found, oracle)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM, Trainer, TrainingArguments
 
@@ -68,15 +69,27 @@ def train_watched(checkpoint: Path, folder: Path) -> list[dict[str, float]]:
     strategy = ms.Strategy(name="fsep", sharding=ms.Fsep(slots_per_rank=3), split=ms.FlowSplit())
     distributed = DistributedConfig(fsdp_size=NUM_RANKS, ep_size=NUM_RANKS, ep_implementation=ms.hf.register(strategy))
     model = Qwen3MoeForCausalLM.from_pretrained(checkpoint, distributed_config=distributed)
+    reported = {"report_to": ["tensorboard"]}
+    watch = ms.hf.WatchCallback(folder / "watched")
     trainer = Trainer(
         model,
-        arguments(folder / "trainer", eval_strategy="steps", eval_steps=1),
+        arguments(folder / f"trainer-{dist.get_rank()}", eval_strategy="steps", eval_steps=1, **reported),
         train_dataset=Text(),
         eval_dataset=Text(),
-        callbacks=[ms.hf.WatchCallback(folder / "watched")],
+        callbacks=[watch],
     )
+    watch.report_with(trainer)
     trainer.train()
     return trainer.state.log_history
+
+
+def scalars(folder: Path) -> dict[str, list[float]]:
+    """What TensorBoard has, by name and step."""
+    event_accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    (file,) = folder.rglob("events.out.tfevents.*")
+    events = event_accumulator.EventAccumulator(str(file))
+    events.Reload()
+    return {name: [event.value for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
 
 
 def test_the_trainer_is_watched(ranks: LocalRanks, tmp_path: Path) -> None:
@@ -97,6 +110,15 @@ def test_the_trainer_is_watched(ranks: LocalRanks, tmp_path: Path) -> None:
                 assert layer["restored_mib"] == lines[0]["layers"][0]["restored_mib"] > 0
                 tokens = NUM_RANKS * ACCUMULATED * BATCH * CONTEXT * TOP_K
                 assert sum(layer["tokens_E"]) == (tokens if rank == 0 else 0)
+
+    first = [json.loads(line) for line in (tmp_path / "watched/rank-0000.jsonl").read_text().splitlines()]
+    trained = [log for log in logs if "loss" in log]
+    for name, together in (("load_p95", max), ("restored_mib", sum), ("experts_without_tokens", sum)):
+        wanted = [together(layer[name] for layer in line["layers"]) for line in first]
+        assert [log[f"moe_{name}"] for log in trained] == wanted
+        # What any integration of report_to sees.
+        assert scalars(tmp_path / "trainer-0")[f"train/moe_{name}"] == pytest.approx(wanted)
+    assert not any("moe_load_p95" in log for log in logs if "loss" not in log)
 
 
 def test_a_model_without_a_strategy_is_refused(tmp_path: Path) -> None:

@@ -119,6 +119,22 @@ def test_masters_of_another_shape_are_refused(ranks: LocalRanks) -> None:
         ranks.run(misfitting, num_ranks=2)
 
 
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        (EP.replace(overlap=ms.MegaKernel()), "'ep' has overlap=MegaKernel, which runs no experts whose .*; use Seq"),
+        (
+            FSEP.replace(sharding=ms.Fsep(slots_per_rank=E, delay_reshard=True)),
+            "'fsep' has delay_reshard=True, and who keeps .*; use delay_reshard=False, or give OutsideExperts",
+        ),
+    ],
+)
+def test_what_masters_outside_cannot_run_is_refused(strategy: ms.Strategy, message: str) -> None:
+    held = OutsideExperts(lambda: [], ExpertForm.of(SHAPE))
+    with pytest.raises(ValueError, match=message):
+        ms.Experts(SHAPE, strategy, outside=held)
+
+
 @pytest.mark.parametrize(("num_ranks", "dim"), [(3, 0), (5, 1)])
 def test_a_tensor_that_ranks_do_not_divide_is_refused(num_ranks: int, dim: int) -> None:
     with pytest.raises(ValueError, match=r"which do not divide .*; use ranks that do, or Ep"):
