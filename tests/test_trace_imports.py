@@ -1,4 +1,4 @@
-"""Recorded routing of others: files written by hand become the traces that one counts by hand, and others are refused."""
+"""Recorded routing of others: files written by hand become the traces that one counts by hand; others are refused."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_ten_ranks_keep_their_order(tmp_path: Path) -> None:
     ],
 )
 def test_what_megatron_did_not_write_is_refused(tmp_path: Path, ranks: list[Any], message: str) -> None:
-    with pytest.raises(ValueError, match="router_trace|layer|top-k") as error:
+    with pytest.raises(ValueError, match=r"router_trace|layer|top-k") as error:
         megatron_trace(write_ranks(tmp_path, *ranks), num_experts=4)
     assert message in str(error.value)
 
