@@ -56,7 +56,7 @@ def main(
         boards = [Board.of(group, [one for one in found if one.group == group.name]) for group in groups]
         workloads = Sheet("Workloads", _workloads(played_on))
         sheets = [workloads, *(sheet for board in boards for sheet in board.sheets)]
-        words = _introduction(num_samples)
+        words = _introduction(num_samples, _command(num_samples, quick, planners, traces))
         write(Report("leaderboard", TITLE, "simulated", sheets, introduction=words), page=out / MARKDOWN)
         write_whole(out / HTML, _html(words, workloads, boards))
     for board in boards:
@@ -118,8 +118,14 @@ def _workloads(played_on: Sequence[Setting]) -> list[WorkloadRow]:
     return [WorkloadRow(name, about[name], "; ".join(where[name])) for name in about]
 
 
-def _introduction(num_samples: int) -> list[str]:
+def _command(num_samples: int, quick: bool, planners: Sequence[str], traces: Sequence[Path]) -> str:
+    options = ["--quick"] * quick + [f"--planner {name}" for name in planners] + [f"--trace {path}" for path in traces]
+    return " ".join(["moesys bench leaderboard", f"--seeds {num_samples}", *options])
+
+
+def _introduction(num_samples: int, command: str) -> list[str]:
     return [
+        f"`{command}`; rules are in `docs/leaderboard.md`.",
         f"Forward and backward of a layer, one part after another (`Sequential`), {TOKENS_PER_RANK:,} tokens a rank, "
         f"simulated; {num_samples} seeds. Planners see {WARM_UP} micro-batches and are scored on the next {SCORED}. In "
         "a group all have the same slots, lag and sharding. Layouts from history are planned on the micro-batches "

@@ -16,6 +16,8 @@ from moesys.bench.board.standings import Standing
 from moesys.lab.show.figures import OKABE_ITO, STYLE
 
 _ROW_INCHES, _MARKERS = 0.24, "osD^vPX*"
+# There are more balances than colours for colour-blind eyes.
+_COLOURS = (*OKABE_ITO, "#999999", "#7B4173", "#8C6D31", "#637939")
 # Beyond this ratio all cells have one colour, or a planner that is far behind would make all others alike.
 _DARKEST = 2.0
 
@@ -39,7 +41,8 @@ def ranks_figure(group: str, standings: Sequence[Standing]) -> Figure:
         dots.set(xlabel="over the best of each setting, geometric mean", ylim=(len(ranked) - 0.5, -0.5))
         dots.set_title(f"SIMULATED: {group}")
         dots.grid(axis="x", linewidth=0.3)
-        cells.imshow(ratio_PW, cmap="cividis_r", vmin=1, vmax=_DARKEST, aspect="auto")
+        places = range(len(workloads)), range(len(ranked))
+        cells.pcolormesh(*places, ratio_PW, shading="nearest", cmap="cividis_r", vmin=1, vmax=_DARKEST)
         cells.set_xticks(range(len(workloads)), workloads, rotation=25, ha="right")
         cells.set_title("by workload: times the best planner's seconds")
         cells.tick_params(axis="y", length=0)
@@ -66,7 +69,7 @@ def causes_figure(group: str, standings: Sequence[Standing]) -> Figure:
             for one, (balance, split) in zip(ranked, names, strict=True):
                 assert one.over_best is not None
                 look: dict[str, Any] = {
-                    "color": OKABE_ITO[balances.index(balance) % len(OKABE_ITO)],
+                    "color": _COLOURS[balances.index(balance) % len(_COLOURS)],
                     "marker": _MARKERS[splits.index(split) % len(_MARKERS)],
                 }
                 panel.plot(scale * getattr(one, field), one.over_best.estimate, linestyle="", markersize=5, **look)
@@ -79,7 +82,7 @@ def causes_figure(group: str, standings: Sequence[Standing]) -> Figure:
         panels[0].set_ylabel("over the best of each setting")
         panels[0].set_title(f"SIMULATED: {group}")
         for place, balance in enumerate(balances):
-            panels[0].plot([], [], "s", color=OKABE_ITO[place % len(OKABE_ITO)], label=balance)
+            panels[0].plot([], [], "s", color=_COLOURS[place % len(_COLOURS)], label=balance)
         for place, split in enumerate(splits):
             panels[0].plot([], [], color="grey", linestyle="", marker=_MARKERS[place % len(_MARKERS)], label=split)
         figure.legend(loc="outside right upper", fontsize=8)
