@@ -34,8 +34,9 @@ NUM_RANKS, CONTEXT, SEED = 32, 128, 0
 # Sequences of a rank that are trained on, and those that are counted.
 TRAINED, COUNTED = 1, 4
 LEARNING_RATE = 2e-3
-# Three times DeepSeek-V3's own (arXiv 2412.19437, section 4.2), for there are only some hundred steps to balance experts
-# in; so popularity changes faster too, and it is counted more often. transformers' code leaves the update to others.
+# Three times DeepSeek-V3's own (arXiv 2412.19437, section 4.2), for there are only some hundred steps to balance
+# experts in; so popularity changes faster too, and it is counted more often. transformers' code leaves the update to
+# others.
 BIAS_RATE = 3e-3
 
 
