@@ -21,7 +21,9 @@ def bench_leaderboard(
     trace: Annotated[
         list[Path] | None, typer.Option(metavar="FILE", help="A workload of one's own; may be repeated.")
     ] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Draws of each workload, and parts of each recording.")] = 3,
+    seeds: Annotated[
+        int, typer.Option(min=1, help="Draws of each workload, and parts of each recording, which has 4.")
+    ] = 3,
     quick: Annotated[bool, typer.Option("--quick", help="Two small settings, in seconds.")] = False,
 ) -> None:
     """Rank all planners on recorded and generated routing by the simulated seconds of a layer, and write pages.

@@ -122,7 +122,7 @@ def _on_counts(setting: Setting, strategy: Strategy, tokens_SRE: IntArray) -> Sc
             plan = plan_layer(strategy, model, cluster, load, turn=turn)
             scores.planning_ms.append(1e3 * (time.perf_counter() - begin_s))
             meter.score(scores, strategy, plan)
-            scores.copies.append(scores.restored_gb[-1] * BYTES_PER_GB / _expert_bytes(model))
+            scores.copies.append(round(scores.restored_gb[-1] * BYTES_PER_GB / _expert_bytes(model)))
     except ValueError as error:
         return Scores(cannot=_reason(error))
     return scores

@@ -32,14 +32,15 @@ def in_words(ratio: PairedRatio) -> str:
 class Standing:
     """One planner in one group. ``place``: None where it cannot plan in every setting, which ``cannot`` says.
 
-    over_best: its 95 % interval is over samples. by_workload: of the settings that it could plan in.
-    Others are means over what was scored, but ``planning_ms`` is a median.
+    over_best: its 95 % interval is over samples. by_workload: of the settings that it could plan in. layer_ms: a
+    geometric mean over settings. Others are means over what was scored, but ``planning_ms`` is a median.
     """
 
     place: Annotated[int | None, Column("place")]
     planner: Annotated[str, Column("planner + split")]
     over_best: Annotated[PairedRatio | None, Column("over the best [95 %]", in_words)]
     by_workload: Annotated[Mapping[str, float], Column("{}", ".3f")]
+    layer_ms: Annotated[float | None, Column("a layer, ms", ".2f")]
     max_over_mean: Annotated[float | None, Column("max/mean", ".3f")]
     crossing: Annotated[float | None, Column("crossing %", ".1f", 100)]
     copies: Annotated[float | None, Column("copies", ".1f")]
@@ -87,6 +88,7 @@ def standings(outcomes: Sequence[Outcome]) -> list[Standing]:
                 planner=planner,
                 over_best=_over_best(by_setting) if whole else None,
                 by_workload={name: _mean(_samples(of)) for name, of in _by_workload(by_setting).items()},
+                layer_ms=statistics.geometric_mean(map(_ms, ran)) if whole else None,
                 max_over_mean=_mean_of(ran, "max_over_mean"),
                 crossing=_mean_of(ran, "crossing"),
                 copies=_mean_of(ran, "copies"),
