@@ -7,7 +7,6 @@ import re
 import xml.etree.ElementTree as ET
 from collections import defaultdict
 from html.parser import HTMLParser
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from moesys.__main__ import app
-from moesys.balance import measured_drift
-from moesys.bench.board import contests, leaderboard, outcomes, recording
+from moesys.bench.board import contests, leaderboard, outcomes
 from moesys.bench.board import play as playing
 from moesys.bench.board.contests import GROUPS, Entry, Group, Setting, own_planner, settings
 from moesys.bench.board.outcomes import Outcome, cases, written
@@ -39,7 +37,6 @@ from moesys.config import (
     UltraEp,
 )
 from moesys.config.workload import Generated
-from moesys.load import LoadMatrix
 from moesys.traces import Trace, generate, save_trace
 
 OWN = """
@@ -371,54 +368,7 @@ def test_who_cannot_plan_somewhere_is_measured_against_and_not_ranked() -> None:
     assert (refusal.planner, refusal.settings, refusal.reason) == ("b", "1 of 2 settings", "too few slots")
 
 
-# --- workloads ---
-
-
-@pytest.mark.parametrize("drawn", GENERATED, ids=lambda drawn: drawn.name)
-def test_drawn_workloads_are_pure_and_differ_by_sample(drawn: Any) -> None:
-    first, again, other = (drawn.tokens_SRE(MODEL, CLUSTER, sample) for sample in (0, 0, 1))
-    assert first.shape == (WARM_UP + SCORED, 4, 8)
-    assert (first == again).all()
-    assert (first != other).any()
-    assert (first.sum(axis=2) == 8192 * MODEL.top_k).all()
-
-
-def test_workloads_are_what_they_are_called() -> None:
-    model = MODEL.replace(num_experts=64, top_k=8)
-    by_name = {drawn.name: drawn.tokens_SRE(model, CLUSTER, 3) for drawn in GENERATED}
-    nodes = by_name["node-local"][-1]
-    assert (nodes[0] == nodes[1]).all()
-    assert (nodes[0] != nodes[2]).any()
-    hottest = [tokens_RE.sum(axis=0).max() / tokens_RE.sum(axis=0).mean() for tokens_RE in by_name["bursts"]]
-    assert min(hottest[1], hottest[4]) > 1.3 * max(hottest[0], hottest[2], hottest[3], hottest[5])
-    loads = [LoadMatrix(tokens_RE) for tokens_RE in by_name["prompts by domain"]]
-    drifts = [measured_drift(*pair) for pair in pairwise(loads)]
-    assert max(drifts[0::2]) < 0.2 < min(drifts[1::2])
-
-
-def test_packaged_recordings_are_real_routing() -> None:
-    """Uneven, changing, of models whose experts are as many as published, and small."""
-    recorded = recorded_here()
-    assert [one.trace.name for one in recorded] == ["deepseek-v3", "olmoe", "qwen3-moe"]
-    assert [(one.trace.num_experts, one.trace.top_k) for one in recorded] == [(256, 8), (64, 8), (128, 8)]
-    assert sum(path.stat().st_size for path in Path(recording.__file__).parent.glob("recorded/*.npz")) < 300_000
-    for one in recorded:
-        assert one.num_samples == 4
-        assert (one.trace.tokens_SLRE.sum(axis=3) == recording.COUNTED * recording.CONTEXT * 8).all()
-        for layer in range(one.trace.num_layers):
-            loads = [LoadMatrix(tokens_RE) for tokens_RE in one.trace.tokens_SLRE[:, layer]]
-            assert np.median([load.tokens_E.max() / load.tokens_E.mean() for load in loads]) > 2
-            assert 0.005 < np.median([measured_drift(*pair) for pair in pairwise(loads)]) < 0.95
-
-
-def test_a_sample_of_a_recording_is_a_layer_then_later_micro_batches() -> None:
-    counts_SLRE = np.arange(9 * 2 * 4 * 8).reshape(9, 2, 4, 8)
-    given = Recorded("given", "", Trace(counts_SLRE, 2))
-    scaled = given.trace.scaled(8192).tokens_SLRE
-    for sample, (first, layer) in enumerate(((0, 0), (0, 1), (3, 0), (3, 1))):
-        assert (given.tokens_SRE(MODEL, CLUSTER, sample) == scaled[first : first + 6, layer]).all()
-    with pytest.raises(ValueError, match="seeds=5 is more than given has on 4 ranks: 2 layers of 9 micro-batches"):
-        given.tokens_SRE(MODEL, CLUSTER, 4)
+# --- what takes part ---
 
 
 def test_a_trace_of_one_s_own_is_a_workload(tmp_path: Path) -> None:
@@ -431,9 +381,6 @@ def test_a_trace_of_one_s_own_is_a_workload(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 2
     assert "trace=odd has 9 experts, top 2, as no model of the board has" in " ".join(result.output.split())
-
-
-# --- the real one ---
 
 
 def test_all_kinds_of_planners_and_splits_take_part(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,6 @@ from html import escape
 from pathlib import Path
 from typing import Annotated, Self
 
-from moesys.balance import warm_up
 from moesys.bench.board.contests import GROUPS, OURS, Group, Setting, own_planner, settings
 from moesys.bench.board.outcomes import FILE, Outcome, cases, outcomes
 from moesys.bench.board.plots import causes_figure, ranks_figure, svg_of
@@ -51,7 +50,6 @@ def main(
     asked = cases(played_on, groups, num_samples)
     out.mkdir(parents=True, exist_ok=True)
     with take_lock(out):
-        warm_up()
         found = outcomes(asked, out)
         boards = [Board.of(group, [one for one in found if one.group == group.name]) for group in groups]
         workloads = Sheet("Workloads", _workloads(played_on))
