@@ -18,9 +18,8 @@ from moesys.__main__ import app
 from moesys.bench.board import contests, leaderboard, outcomes
 from moesys.bench.board import play as playing
 from moesys.bench.board.contests import GROUPS, Entry, Group, Setting, own_planner, settings
-from moesys.bench.board.outcomes import Outcome, cases, written
+from moesys.bench.board.outcomes import cases, written
 from moesys.bench.board.play import Scores, play
-from moesys.bench.board.standings import duels, refusals, standings
 from moesys.bench.board.workloads import GENERATED, SCORED, WARM_UP, Recorded, recorded_here
 from moesys.config import (
     ClusterSpec,
@@ -326,48 +325,6 @@ def test_a_planner_is_named_by_its_module_too(tmp_path: Path, monkeypatch: pytes
     assert own_planner("module_of_mine:InTurn") == own_planner("module_of_mine.InTurn")
 
 
-# --- standings ---
-
-
-def outcome(planner: str, workload: str, cluster: str, sample: int, ms: float, cannot: str = "") -> Outcome:
-    scores = Scores(cannot=cannot) if cannot else Scores(*([ms] for _ in range(7)))
-    return Outcome("", "group", workload, "model", cluster, 2, planner, sample, scores)
-
-
-def test_workloads_weigh_the_same_however_many_settings_they_have() -> None:
-    times = {"a": {("w", "1"): 1, ("v", "1"): 4, ("v", "2"): 4}, "b": {("w", "1"): 2, ("v", "1"): 1, ("v", "2"): 4}}
-    found = [
-        outcome(planner, workload, cluster, sample, ms)
-        for planner, of in times.items()
-        for (workload, cluster), ms in of.items()
-        for sample in range(2)
-    ]
-    first, second = standings(found)
-    assert (first.planner, first.place, first.by_workload) == ("a", 1, {"w": 1.0, "v": 2.0})
-    assert first.over_best.estimate == pytest.approx(2**0.5)
-    # both are at √2: neither is before the other
-    assert (second.planner, second.place) == ("b", 1)
-    assert second.over_best.estimate == pytest.approx(2**0.5)
-    assert [(duel.workload, duel.best, duel.ours_over_best.estimate) for duel in duels(found, "a")] == [
-        ("v", "b", pytest.approx(4.0))
-    ]
-
-
-def test_who_cannot_plan_somewhere_is_measured_against_and_not_ranked() -> None:
-    found = [
-        outcome("a", "w", "1", 0, 2.0),
-        outcome("a", "v", "1", 0, 2.0),
-        outcome("b", "w", "1", 0, 1.0),
-        outcome("b", "v", "1", 0, 0.0, cannot="too few slots"),
-    ]
-    ranked, unranked = standings(found)
-    assert (ranked.planner, ranked.place, ranked.by_workload) == ("a", 1, {"w": 2.0, "v": 1.0})
-    assert (unranked.planner, unranked.place, unranked.over_best) == ("b", None, None)
-    assert unranked.by_workload == {"w": 1.0}
-    [refusal] = refusals(found)
-    assert (refusal.planner, refusal.settings, refusal.reason) == ("b", "1 of 2 settings", "too few slots")
-
-
 # --- what takes part ---
 
 
@@ -375,12 +332,20 @@ def test_a_trace_of_one_s_own_is_a_workload(tmp_path: Path) -> None:
     drawn = Generated(num_layers=1, tokens_per_rank=64, warmup=0, steps=6)
     save_trace(generate(drawn, 4, 8, 2, 0), tmp_path / "ours.npz")
     run("--quick", "--seeds", "1", "--out", str(tmp_path / "out"), "--trace", str(tmp_path / "ours.npz"))
-    assert {line["workload"] for line in lines_of(tmp_path / "out")} == {"skewed", "bursts", "ours"}
+    assert {line["workload"] for line in lines_of(tmp_path / "out")} == {"skewed", "bursts", "ours, given"}
     save_trace(generate(drawn, 4, 9, 2, 0), tmp_path / "odd.npz")
     arguments = ["bench", "leaderboard", "--quick", "--out", str(tmp_path / "no"), "--trace", str(tmp_path / "odd.npz")]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 2
-    assert "trace=odd has 9 experts, top 2, as no model of the board has" in " ".join(result.output.split())
+    assert "odd, given: its 9 experts, top 2, are those of no model of the board" in " ".join(result.output.split())
+
+
+def test_two_traces_of_one_name_are_refused() -> None:
+    given = Recorded("ours, given", "", generate(Generated(num_layers=1, warmup=0, steps=6), 4, 8, 2, 0))
+    with pytest.raises(
+        ValueError, match="trace: ours, given, ours, given share a name, by which tables tell them apart"
+    ):
+        settings([given, given])
 
 
 def test_all_kinds_of_planners_and_splits_take_part(monkeypatch: pytest.MonkeyPatch) -> None:

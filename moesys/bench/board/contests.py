@@ -202,15 +202,17 @@ def settings(given: Sequence[Recorded] = (), *, quick: bool = False) -> list[Set
     """All settings of the board, and those of traces that are ``given``; ``quick``: two drawn workloads, one setting
     of each.
 
-    Raises ValueError for a trace whose experts no model of the board has.
+    Raises ValueError for a trace whose experts no model of the board has, and for two of one name.
     """
-    recorded = () if quick else recorded_here()
+    recorded, names = () if quick else recorded_here(), [one.name for one in given]
+    if len(set(names)) < len(names):
+        raise ValueError(f"trace: {', '.join(names)} share a name, by which tables tell them apart; rename a file")
     for one in given:
         if not any(map(one.fits, MODELS.values())):
             known = ", ".join(f"{model.num_experts} top {model.top_k}" for model in MODELS.values())
             raise ValueError(
-                f"trace={one.name} has {one.trace.num_experts} experts, top {one.trace.top_k}, as no model of the "
-                f"board has; give a trace of {known}"
+                f"trace: {one.name}: its {one.trace.num_experts} experts, top {one.trace.top_k}, are those of no model "
+                f"of the board; give a trace of {known}"
             )
     return [
         *(

@@ -112,7 +112,7 @@ def recorded_here() -> tuple[Recorded, ...]:
 def recorded_in(path: Path) -> Recorded:
     """A trace of one's own. Raises ValueError for a file that is none."""
     trace = load_trace(path)
-    return Recorded(path.stem, f"{path.name}, as given", trace)
+    return Recorded(f"{path.stem}, given", path.name, trace)
 
 
 def _draw(**fields: float) -> Generated:
