@@ -97,6 +97,8 @@ if TYPE_CHECKING:
     from moesys.step import simulation as simulation
     from moesys.timeline import Span as Span
     from moesys.timeline import Timeline as Timeline
+    from moesys.trace_imports import megatron_trace as megatron_trace
+    from moesys.trace_imports import vllm_trace as vllm_trace
     from moesys.traces import Trace as Trace
     from moesys.traces import generate as generate
     from moesys.traces import load_trace as load_trace
@@ -180,6 +182,7 @@ _MODULE_OF = {
     "link": "moesys.moe.runtime",
     "load_trace": "moesys.traces",
     "measured_drift": "moesys.balance",
+    "megatron_trace": "moesys.trace_imports",
     "min_max_load": "moesys.balance",
     "parallelize": "moesys.hf.parallelize",
     "plan_layer": "moesys.step",
@@ -198,6 +201,7 @@ _MODULE_OF = {
     "sync_gradients": "moesys.moe.gradients",
     "tune": "moesys.lab.runs.tuning",
     "update_router_bias": "moesys.moe.gradients",
+    "vllm_trace": "moesys.trace_imports",
     "whole_folder": "moesys.whole_folders",
 }
 

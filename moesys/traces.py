@@ -137,10 +137,12 @@ def save_trace(trace: Trace, path: str | Path) -> None:
     """Write one .npz file: complete, or not at all."""
     path = Path(path)
     header = {"version": FORMAT_VERSION, "top_k": trace.top_k, "name": trace.name, "meta": trace.meta}
+    # most counts are small, and packed narrowly they take half as much
+    narrow_SLRE = trace.tokens_SLRE.astype(np.min_scalar_type(trace.tokens_SLRE.max()))
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as file:
         np.savez_compressed(
-            file, header=np.array(json.dumps(header)), tokens_SLRE=trace.tokens_SLRE, iterations_S=trace.iterations
+            file, header=np.array(json.dumps(header)), tokens_SLRE=narrow_SLRE, iterations_S=trace.iterations
         )
 
 

@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 FLOORS = (
     {"config", "load", "layout", "timeline", "compiled", "torch_private", "whole_file", "whole_folders", "step_lines"},
     {"kernels"},
-    {"traces", "cost", "schedule"},
+    {"traces", "trace_imports", "cost", "schedule"},
     {"row_traffic"},
     {"overlap", "balance", "simulator"},
     {"step", "layout_schedule", "replay"},

@@ -6,14 +6,15 @@ Commands import what they need when they run, so that ``--help`` does not wait f
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Annotated, Any, Literal
 
 import typer
 from typer.core import TyperGroup
+
+from moesys.bench.board.command import bench_leaderboard
+from moesys.bench.harness.refusing import refusing as _refusing
 
 COMPUTING, LINKS, PUBLISHED = "Computing, measured here", "Links, measured here", "Published, and simulated beside it"
 
@@ -40,6 +41,8 @@ bench = typer.Typer(
     rich_markup_mode=None,
 )
 
+bench.command("leaderboard", rich_help_panel=COMPUTING)(bench_leaderboard)
+
 
 def _in_a_folder(path: Path | None) -> Path | None:
     """Refuses what could not be written when all is measured. The first of torchrun's ranks writes; other hosts need
@@ -57,15 +60,6 @@ def _in_a_folder(path: Path | None) -> Path | None:
         except OSError as error:
             raise typer.BadParameter(f"{path.parent} takes no file: {error.strerror}; write elsewhere") from None
     return path
-
-
-@contextmanager
-def _refusing() -> Iterator[None]:
-    """What the arguments cannot mean is told as the command line's other mistakes are."""
-    try:
-        yield
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from None
 
 
 ResultFile = Annotated[

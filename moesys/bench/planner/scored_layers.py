@@ -28,7 +28,7 @@ class Contender:
     @property
     def name(self) -> str:
         """Kinds, and what differs from their defaults: ``greedy + flow, window_mean(steps=9)``."""
-        return f"{_words(self.balance)} + {_words(self.split)}, {_words(self.predictor)}"
+        return f"{member_words(self.balance)} + {member_words(self.split)}, {member_words(self.predictor)}"
 
     def split_over(self, load: LoadMatrix, layout: ExpertLayout, cluster: ClusterSpec, turn: int) -> TokenPlan:
         """``split_tokens``; but the even split that goes with EPLB knows no nodes."""
@@ -175,8 +175,8 @@ def score_layer(
             before = layout
 
 
-def _words(member: Balance | Split | Predictor) -> str:
+def member_words(member: Balance | Split | Predictor) -> str:
     """A member's kind, and the fields that are not their defaults."""
-    default = type(member)()
-    changed = [f"{field}={value}" for field, value in member if field != "kind" and value != getattr(default, field)]
+    defaults = {name: field.default for name, field in type(member).model_fields.items()}
+    changed = [f"{field}={value}" for field, value in member if field != "kind" and value != defaults[field]]
     return f"{member.kind}({', '.join(changed)})" if changed else member.kind

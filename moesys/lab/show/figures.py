@@ -26,7 +26,7 @@ from moesys.layout import TokenPlan
 from moesys.load import IntArray
 from moesys.timeline import Span, Timeline
 
-_STYLE: dict[Any, Any] = {
+STYLE: dict[Any, Any] = {
     "svg.hashsalt": "moesys",
     # Names of strategies are no formulas, whatever is in them.
     "text.parse_math": False,
@@ -37,7 +37,7 @@ _STYLE: dict[Any, Any] = {
     "axes.spines.right": False,
     "legend.frameon": False,
 }
-_OKABE_ITO = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#000000")
+OKABE_ITO = ("#0072B2", "#E69F00", "#009E73", "#D55E00", "#CC79A7", "#56B4E9", "#F0E442", "#000000")
 _DASHES: tuple[Any, ...] = ("-", (0, (5, 2)), (0, (1, 1.5)), (0, (5, 1.5, 1, 1.5)))
 # Counts are written where a digit has so much of a cell's width, and a row so much of the map's height.
 _DIGIT_INCHES, _ROW_INCHES = 0.07, 0.2
@@ -73,7 +73,7 @@ def load_heat_map(
         raise ValueError(f"before has shape {before_RE.shape} and after {after_RE.shape}; give [R, E] of one layer")
     R, E = before_RE.shape
     most, busiest = max(before_RE.max(), after_RE.max(), 1), max(before_RE.sum(1).max(), after_RE.sum(1).max(), 1)
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         panel_inches = min(max(0.45 * R, 3.0), 6.0)
         map_inches = min(max(0.24 * E, 2.6), 9.0)
         counts_fit = panel_inches / R >= _DIGIT_INCHES * len(str(most)) and map_inches / E >= _ROW_INCHES
@@ -119,7 +119,7 @@ def timeline_chart(
     colours = kind_colours(kinds)
     zero_us = min(span.start_us for span in timeline.spans)
     short_us = _SHORT_SPAN_SHARE * timeline.length_us
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         figure = Figure(figsize=(10, 0.2 * len(rows) + 1.7), layout="constrained")
         axes = figure.subplots()
         for (rank, lane), row in rows.items():
@@ -163,12 +163,12 @@ def speedup_chart(
                 f"{strategy} has {len(ratios)} ratios for {len(values)} values of {parameter}; give as many"
             )
     nan = float("nan")
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         figure = Figure(figsize=(6.4, 4), layout="constrained")
         axes = figure.subplots()
         axes.axhline(1, color="black", linewidth=0.8, linestyle="--")
         for index, (strategy, ratios) in enumerate(speedups.items()):
-            colour = _OKABE_ITO[index % len(_OKABE_ITO)]
+            colour = OKABE_ITO[index % len(OKABE_ITO)]
             # One seed has no interval, and no band.
             low, high = (
                 [nan if ratio is None or getattr(ratio, end) is None else getattr(ratio, end) for ratio in ratios]
@@ -197,12 +197,12 @@ def loss_chart(losses: Mapping[str, Mapping[int, Sequence[float]]], path_stem: P
         raise ValueError("the strategies share no seed with losses; run the same seeds of each")
     curves = {strategy: np.array([by_seed[seed] for seed in shared]) for strategy, by_seed in losses.items()}
     baseline, *others = curves
-    with mpl.rc_context(_STYLE):
+    with mpl.rc_context(STYLE):
         figure = Figure(figsize=(6.4, 5), layout="constrained")
         top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
         equal = []
         for index, (strategy, losses_NS) in enumerate(curves.items()):
-            line = {"color": _OKABE_ITO[index % len(_OKABE_ITO)], "linestyle": _DASHES[index % len(_DASHES)]}
+            line = {"color": OKABE_ITO[index % len(OKABE_ITO)], "linestyle": _DASHES[index % len(_DASHES)]}
             top.plot(losses_NS.mean(0), label=strategy, linewidth=1.5, **line)
             with np.errstate(invalid="ignore"):
                 apart_S = np.where(losses_NS == curves[baseline], 0, np.abs(losses_NS / curves[baseline] - 1)).max(0)
@@ -236,7 +236,7 @@ def _save(figure: Figure, path_stem: Path) -> list[Path]:
 def _scale_by_decades(axes: Axes) -> None:
     """Makes the vertical axis logarithmic, over whole decades, with powers of ten as its labels.
 
-    matplotlib's own labels are formulas, and ``_STYLE`` turns those off.
+    matplotlib's own labels are formulas, and ``STYLE`` turns those off.
     """
     drawn = np.concatenate([np.asarray(line.get_ydata(), dtype=float) for line in axes.lines])
     logs = np.log10(drawn[np.isfinite(drawn)])

@@ -2,51 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from datetime import UTC, datetime
 from html import escape
 
 import numpy as np
-from matplotlib import colormaps
-from matplotlib.colors import to_hex
 
 from moesys.lab.runs.watched_run import NEWEST_STEPS, WatchedRun
+from moesys.lab.show.html_page import page, section, table
 from moesys.lab.show.step_bins import Axis, Bins, FloatArray
-from moesys.lab.show.svg import HEAT_LEVELS, curves, heat_map, number, timeline
+from moesys.lab.show.svg import curves, heat_map, number, timeline
 
 # Columns of a figure over steps.
 _MOST_BINS = 160
 _MOST_EVENTS = 200
-
-_STYLE = """
-:root { color-scheme: light dark; --paper: #fff; --ink: #1b1f24; --soft: #5b6570; --line: #d9dee4; --c0: #0072b2;
-  --c1: #d55e00; --empty: #eceff2; }
-body { font: 15px/1.45 system-ui, sans-serif; background: var(--paper); color: var(--ink); margin: 2rem auto;
-  max-width: 1000px; padding: 0 1rem; }
-h1 { font-size: 1.4rem; } h2 { font-size: 1.1rem; margin: 2.2rem 0 .3rem; }
-p { margin: .3rem 0; } .note, .legend, .none { color: var(--soft); font-size: .87rem; }
-dl { display: grid; grid-template-columns: repeat(auto-fill, minmax(11rem, 1fr)); gap: .6rem; margin: 1rem 0; }
-dt { color: var(--soft); font-size: .8rem; } dd { margin: 0; font-size: 1.05rem; overflow-wrap: anywhere; }
-section { overflow-x: auto; }
-svg { display: block; width: 100%; min-width: 720px; height: auto; font-size: 11px; }
-svg text { fill: var(--soft); } text.x { text-anchor: middle; }
-text.row { text-anchor: end; dominant-baseline: central; }
-.grid line { stroke: var(--line); } .curve { fill: none; stroke-width: 1.6; } .band { opacity: .2; }
-polyline.c0 { stroke: var(--c0); } polyline.c1 { stroke: var(--c1); }
-.band.c0, circle.c0 { fill: var(--c0); } .band.c1, circle.c1 { fill: var(--c1); }
-.hit { fill: transparent; } .hit:hover { fill: var(--soft); fill-opacity: .15; }
-.cell:hover, .span:hover { fill-opacity: .6; } .empty { fill: var(--empty); }
-.legend { display: flex; flex-wrap: wrap; gap: .2rem 1rem; align-items: center; padding-left: 7.5%; }
-.legend i { display: inline-block; width: .8em; height: .8em; margin-right: .35em; } .ramp i { margin: 0; }
-i.c0 { background: var(--c0); } i.c1 { background: var(--c1); }
-table { border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .9rem; }
-th, td { padding: .2rem .8rem .2rem 0; text-align: right; border-bottom: 1px solid var(--line); }
-th { color: var(--soft); font-weight: normal; vertical-align: bottom; } .left { text-align: left; }
-"""
-_DARK = """
-:root { --paper: #14181d; --ink: #e6e9ec; --soft: #9aa4ae; --line: #2c333b; --c0: #56b4e9; --c1: #e69f00;
-  --empty: #1e242b; }
-"""
 
 
 def watch_page(run: WatchedRun) -> str:
@@ -54,36 +23,18 @@ def watch_page(run: WatchedRun) -> str:
     bins = Bins.of(run.steps_S, _MOST_BINS)
     parts = [f"<h1>MEASURED: {escape(run.folder.resolve().name)}</h1>", _facts(run)]
     first = sorted(run.numbers, key=lambda name: (name != "loss", name))
-    parts += [_section(name, curves(bins, {name: run.numbers[name]}, name)) for name in first]
+    parts += [section(name, curves(bins, {name: run.numbers[name]}, name)) for name in first]
     parts += _loads(run, bins)
-    parts.append(_section("By layer", _layer_table(run), _LAYER_NOTE))
+    parts.append(section("By layer", _layer_table(run), _LAYER_NOTE))
     parts += _times(run, bins)
     parts.append(
-        _section("Events", _events(run), "Departures from the plan: from one on, bits are not an undisturbed run's.")
+        section("Events", _events(run), "Departures from the plan: from one on, bits are not an undisturbed run's.")
     )
     if run.timeline is not None and run.timeline.spans:
         drawn, num_older = timeline(run.timeline)
         note = f"The newest spans; {num_older} before them are not drawn." if num_older else ""
-        parts.append(_section("Timeline", drawn, f"Rank and lane beside each row. {note}"))
-    title = escape(run.folder.resolve().name)
-    head = f'<meta charset="utf-8"><meta name="viewport" content="width=device-width"><title>{title}</title>'
-    lines = ["<!DOCTYPE html>", f'<html lang="en"><head>{head}<style>{_style()}</style></head>', "<body>"]
-    return "\n".join([*lines, *parts, "</body></html>", ""])
-
-
-def _style() -> str:
-    """High values are dark on light paper, and light on dark."""
-    cividis = [to_hex(colormaps["cividis"](level / (HEAT_LEVELS - 1))) for level in range(HEAT_LEVELS)]
-    light, dark = (
-        "".join(f".h{level} {{ fill: {colour}; background: {colour}; }}" for level, colour in enumerate(ramp))
-        for ramp in (reversed(cividis), cividis)
-    )
-    return f"{_STYLE}{light}\n@media (prefers-color-scheme: dark) {{ {_DARK}\n{dark} }}"
-
-
-def _section(title: str, content: str, note: str = "") -> str:
-    said = f'<p class="note">{escape(note)}</p>' if note else ""
-    return f"<section><h2>{escape(title)}</h2>{said}{content}</section>"
+        parts.append(section("Timeline", drawn, f"Rank and lane beside each row. {note}"))
+    return page(run.folder.resolve().name, parts)
 
 
 def _facts(run: WatchedRun) -> str:
@@ -113,12 +64,12 @@ def _loads(run: WatchedRun, bins: Bins) -> list[str]:
         "micro-batches" + ("." if bins.single else ", a mean over its steps.")
     )
     drawn = heat_map(bins.mean(run.load_p50_SL).T, rows, bins.axis(), (1.0, 1.2), "load max/mean")
-    parts = [_section("Load by layer over steps", drawn, note)]
+    parts = [section("Load by layer over steps", drawn, note)]
     over_layers = {
         "p50, mean over layers": _of_steps(np.nanmean, run.load_p50_SL),
         "p95, worst layer": _of_steps(np.nanmax, run.load_p95_SL),
     }
-    parts.append(_section("Load over steps", curves(bins, over_layers, "load max/mean")))
+    parts.append(section("Load over steps", curves(bins, over_layers, "load max/mean")))
     if run.tokens_E:
         experts = max(len(tokens_E) for tokens_E in run.tokens_E.values())
         share_LE = np.full((len(run.tokens_E), experts), np.nan)
@@ -128,7 +79,7 @@ def _loads(run: WatchedRun, bins: Bins) -> list[str]:
         axis = Axis("expert", list(range(experts)), [f"expert {expert}" for expert in range(experts)])
         note = f"Tokens over the layer's mean, in the newest {min(NEWEST_STEPS, len(run.steps_S))} steps."
         drawn = heat_map(share_LE, rows, axis, (0.0, 2.0), "tokens of an expert over the mean")
-        parts.append(_section("Tokens of experts by layer", drawn, note))
+        parts.append(section("Tokens of experts by layer", drawn, note))
     return parts
 
 
@@ -152,21 +103,21 @@ def _layer_table(run: WatchedRun) -> str:
         "planning ms": _by_layer(run.plan_ms_SL, np.mean),
         "restored MiB, all ranks": _by_layer(run.restored_mib_SL, np.mean),
     }
-    return _table(list(columns), zip(*columns.values(), strict=True), "layers")
+    return table(list(columns), zip(*columns.values(), strict=True), "layers")
 
 
 def _times(run: WatchedRun, bins: Bins) -> list[str]:
-    parts = [_section("Length of steps", curves(bins, {"step": run.step_ms_S}, "ms"))]
+    parts = [section("Length of steps", curves(bins, {"step": run.step_ms_S}, "ms"))]
     if run.layers:
         exposed = {
             "mean of ranks": _of_steps(np.nansum, run.exposed_ms_SL),
             "worst rank of each layer": _of_steps(np.nansum, run.worst_exposed_ms_SL),
         }
         note = "A rank blocked by communication, added up over layers."
-        parts.append(_section("Exposed communication", curves(bins, exposed, "ms a step"), note))
+        parts.append(section("Exposed communication", curves(bins, exposed, "ms a step"), note))
         restored = {"restored": _of_steps(np.nansum, run.restored_mib_SL)}
         note = "Received to have experts, over layers and ranks."
-        parts.append(_section("Restored experts", curves(bins, restored, "MiB a step"), note))
+        parts.append(section("Restored experts", curves(bins, restored, "MiB a step"), note))
     return parts
 
 
@@ -176,16 +127,7 @@ def _events(run: WatchedRun) -> str:
     rows = [(str(step), str(e.layer), str(e.micro_batch), e.what) for step, e in reversed(run.events[-_MOST_EVENTS:])]
     left_out = len(run.events) - len(rows)
     note = f'<p class="note">The newest {len(rows)}; {left_out} before them are not shown.</p>' if left_out else ""
-    return note + _table(["step", "layer", "micro-batch", "what"], rows, "events", text_columns=1)
-
-
-def _table(columns: Sequence[str], rows: Iterable[Sequence[str]], name: str, text_columns: int = 0) -> str:
-    """``text_columns``: how many of the last ones are text."""
-    marks = [""] * (len(columns) - text_columns) + [' class="left"'] * text_columns
-    head = "".join(f"<th{mark}>{escape(column)}</th>" for mark, column in zip(marks, columns, strict=True))
-    lines = ("".join(f"<td{mark}>{escape(cell)}</td>" for mark, cell in zip(marks, row, strict=True)) for row in rows)
-    body = "\n".join(f"<tr>{line}</tr>" for line in lines)
-    return f'<table id="{name}"><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table>'
+    return note + table(["step", "layer", "micro-batch", "what"], rows, "events", left={"what"})
 
 
 def _by_layer(values_SL: FloatArray, reduce: Callable[[FloatArray], float]) -> list[str]:

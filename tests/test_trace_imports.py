@@ -1,0 +1,143 @@
+"""Recorded routing of others: files written by hand become the traces that one counts by hand; others are refused."""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from moesys.trace_imports import megatron_trace, vllm_trace
+
+# --- Megatron ---
+
+
+def record(step: int, layer: int, indices: list[list[int]], **more: Any) -> dict[str, Any]:
+    """As ``RouterTracer`` of Megatron-LM writes it."""
+    head = {"step": step, "stage": "pre_dispatch", "block": "decoder", "layer": layer, "rank": 0}
+    return head | {"num_tokens": len(indices), "topk": 2, "top_indices": indices} | more
+
+
+def write_ranks(folder: Path, *ranks: list[dict[str, Any]]) -> Path:
+    for rank, records in enumerate(ranks):
+        lines = "".join(json.dumps(one) + "\n" for one in records)
+        (folder / f"router_trace_rank{rank}.jsonl").write_text(lines)
+    return folder
+
+
+RANK_0 = [
+    record(10, 1, [[0, 1], [0, 2]]),
+    record(10, 3, [[3, 2], [3, 1]]),
+    record(12, 1, [[1, 2], [1, 3]]),
+    record(12, 3, [[0, 1], [0, 1]]),
+]
+RANK_1 = [
+    record(10, 1, [[2, 3]]),
+    # a second micro-batch of the step
+    record(10, 1, [[2, 0]]),
+    record(10, 3, [[0, 3]]),
+    record(12, 1, [[0, 1]]),
+    record(12, 3, [[2, 3]]),
+]
+
+
+def test_a_folder_of_megatron_is_counted(tmp_path: Path) -> None:
+    trace = megatron_trace(write_ranks(tmp_path, RANK_0, RANK_1), num_experts=4)
+    assert (trace.top_k, trace.iterations) == (2, (10, 12))
+    assert trace.tokens_SLRE.tolist() == [
+        [[[2, 1, 1, 0], [1, 0, 2, 1]], [[0, 1, 1, 2], [1, 0, 0, 1]]],
+        [[[0, 2, 1, 1], [1, 1, 0, 0]], [[2, 2, 0, 0], [0, 0, 1, 1]]],
+    ]
+
+
+def test_layers_of_mtp_come_last_and_are_not_those_of_the_decoder(tmp_path: Path) -> None:
+    mtp = record(0, 0, [[2, 3]], block="mtp", mtp_idx=0)
+    trace = megatron_trace(write_ranks(tmp_path, [mtp, record(0, 0, [[0, 1]])]), num_experts=4)
+    assert trace.tokens_SLRE[0, :, 0].tolist() == [[1, 1, 0, 0], [0, 0, 1, 1]]
+
+
+def test_ten_ranks_keep_their_order(tmp_path: Path) -> None:
+    ranks = [[record(0, 0, [[rank, 11]])] for rank in range(11)]
+    trace = megatron_trace(write_ranks(tmp_path, *ranks), num_experts=12)
+    assert (trace.tokens_SLRE[0, 0, :, :11] == np.eye(11)).all()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "message"),
+    [
+        ([], "has no router_trace_rank*.jsonl; give the folder of --moe-routing-trace-path"),
+        ([RANK_0, RANK_1[:-1]], "of step 12, decoder layer 3 one of ranks 0 and 1 has a record and the other none"),
+        ([RANK_0[:-1]], "not every step has all 2 layers"),
+        ([[record(0, 0, [[0, 9]])]], "router_trace_rank0.jsonl holds no routing: expert ids from 0 to 9 do not fit"),
+        ([[{"step": 0}]], "router_trace_rank0.jsonl has no top_indices"),
+        ([[record(0, 0, [[0, 1]]), record(1, 0, [[0]])]], "has tokens of [1, 2] experts; give records of one top-k"),
+    ],
+)
+def test_what_megatron_did_not_write_is_refused(tmp_path: Path, ranks: list[Any], message: str) -> None:
+    with pytest.raises(ValueError, match=r"router_trace|layer|top-k") as error:
+        megatron_trace(write_ranks(tmp_path, *ranks), num_experts=4)
+    assert message in str(error.value)
+
+
+# --- vLLM ---
+
+
+def npy(array: list[Any]) -> str:
+    file = io.BytesIO()
+    np.save(file, np.array(array, dtype=np.int16))
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def response(prompt: Any, *generated: Any) -> dict[str, Any]:
+    return {"prompt_routed_experts": prompt, "choices": [{"text": "", "routed_experts": one} for one in generated]}
+
+
+# Two layers, top 2; tokens x layers x ids.
+FIRST = response([[[0, 1], [2, 3]], [[0, 2], [2, 1]]], [[[3, 1], [0, 1]]])
+CACHED = response([[[-1, -1], [-1, -1]]], [[[1, 2], [3, 0]]], [[[1, 0], [3, 1]]])
+PACKED = response(None, npy([[[3, 2], [1, 0]]]))
+
+
+def write_lines(path: Path, *lines: Any) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_responses_of_vllm_are_counted(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "rollout.jsonl", FIRST, CACHED, PACKED, FIRST, PACKED)
+    trace = vllm_trace(path, num_experts=4, num_ranks=2, responses_per_rank=1)
+    assert (trace.top_k, trace.name, trace.num_micro_batches) == (2, "rollout", 2)
+    first, cached = [[2, 2, 1, 1], [1, 2, 2, 1]], [[1, 2, 1, 0], [1, 1, 0, 2]]
+    packed = [[0, 0, 1, 1], [1, 1, 0, 0]]
+    wanted_SRLE = np.array([[first, cached], [packed, first]])
+    assert (trace.tokens_SLRE == wanted_SRLE.swapaxes(1, 2)).all()
+    both = vllm_trace(path, num_experts=4, num_ranks=1, responses_per_rank=2)
+    assert (both.tokens_SLRE[:, :, 0] == wanted_SRLE.sum(axis=1)).all()
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([FIRST], "has 1 responses, and a micro-batch takes num_ranks=2 times responses_per_rank=1; use fewer"),
+        ([FIRST, response(None, None)], "line 2 of {path} holds no routing: no routed_experts; start the server with"),
+        ([FIRST, {"error": "busy"}], "line 2 of {path} has no choices"),
+        ([response([[[0, 4], [0, 1]]])], "line 1 of {path} holds no routing: expert ids from 0 to 4 do not fit"),
+        ([response(None, "?")], "line 1 of {path} holds no routing"),
+        ([response(None, [[0, 1]])], "routed_experts has shape (1, 2), and [tokens, layers, top-k] is three"),
+        ([FIRST, response(None, [[[0, 1]]])], "{path}: responses have different numbers of layers"),
+    ],
+)
+def test_what_vllm_did_not_answer_is_refused(tmp_path: Path, lines: list[Any], message: str) -> None:
+    path = write_lines(tmp_path / "rollout.jsonl", *lines)
+    with pytest.raises(ValueError, match="rollout") as error:
+        vllm_trace(path, num_experts=4, num_ranks=2, responses_per_rank=1)
+    assert message.format(path=path) in str(error.value)
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="nowhere is not a file; give one with a vLLM response in each line"):
+        vllm_trace(tmp_path / "nowhere", 4, 2, 1)
