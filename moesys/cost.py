@@ -207,7 +207,8 @@ def reshard_bytes(
     gradient_bytes: int = GRADIENT_BYTES,
     every_slot: bool = False,
 ) -> tuple[FloatArray, ...]:
-    """``bytes_RR`` of the all-to-all that brings a layer's expert gradients home: a flat restore backwards.
+    """``bytes_RR`` of each all-to-all, one after another, that brings a layer's expert gradients home: a restore
+    backwards, flat or hierarchical as ``reshard`` of ``Fsep`` says.
 
     None where every gradient is at home already. Optimizer state never moves. ``gradient_bytes``: of one element, which
     the layers send in float32.
@@ -217,8 +218,11 @@ def reshard_bytes(
         case Fsep():
             if cluster.num_ranks == 1:
                 return ()
-            wire_slice = -(-model.expert_parameters // cluster.num_ranks)
-            return (_flat(held_RE.sum(axis=1), float(gradient_bytes * wire_slice)).T,)
+            slice_bytes = float(gradient_bytes * -(-model.expert_parameters // cluster.num_ranks))
+            if sharding.reshard == "flat":
+                return (_flat(held_RE.sum(axis=1), slice_bytes).T,)
+            between_RR, inside_RR = _hierarchical(held_RE, np.asarray(cluster.node_of_rank), slice_bytes)
+            return inside_RR.T, between_RR.T
         case Ep():
             return tuple(lent_RR.T for lent_RR in _lent(held_RE, float(gradient_bytes * model.expert_parameters)))
         case _:
@@ -234,7 +238,7 @@ def _flat(held_R: IntArray, slice_bytes: float) -> FloatArray:
 
 
 def _hierarchical(held_RE: IntArray, node_R: IntArray, slice_bytes: float) -> tuple[FloatArray, FloatArray]:
-    """Who carries what is ``moe.sharded_experts``' choice: in each node, slices of outside rank r go to the rank whose
+    """Who carries what is ``moe.node_carriers``' choice: in each node, slices of outside rank r go to the rank whose
     place there is r mod the node's size.
     """
     num_ranks = len(node_R)

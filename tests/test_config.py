@@ -65,6 +65,7 @@ fseps = st.builds(
     delay_reshard=st.booleans(),
     reshard_after_forward=st.booleans(),
     restore=st.sampled_from(["flat", "hierarchical"]),
+    reshard=st.sampled_from(["flat", "hierarchical"]),
 )
 within = st.sampled_from(["cluster", "node", "domain"])
 balances = st.one_of(
@@ -591,6 +592,7 @@ CHANGES = [
             "delay_reshard": True,
             "reshard_after_forward": False,
             "restore": "hierarchical",
+            "reshard": "hierarchical",
         },
     ),
     (Laer(), {"candidates": ("proportional", "even")}),

@@ -61,6 +61,9 @@ class Fsep(Declared):
     restore: Literal["flat", "hierarchical"] = Field(
         "flat", description="one all-to-all, or one copy a node and then a spread inside it"
     )
+    reshard: Literal["flat", "hierarchical"] = Field(
+        "flat", description="every gradient goes home by itself, or a node's are summed first (a numerics class)"
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -70,6 +73,11 @@ class Fsep(Declared):
                 "give one of them, which says how many experts a rank holds"
             )
         return self
+
+    @property
+    def flat(self) -> bool:
+        """Whether every slice goes straight from its owner to its holder, and its gradient straight home."""
+        return self.restore == self.reshard == "flat"
 
 
 Sharding = Annotated[Ep | Fsep, Field(discriminator="kind")]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
@@ -68,10 +67,10 @@ class RoutedExperts(torch.autograd.Function):
         call.release()
         dmasters: list[Tensor | None] = [None] * len(masters)
         if grads_DP is not None:
-            start = partial(store.start_reshard, grads_DP, call.layout)
+            cross = store.start_reshard(grads_DP, call.layout)
             may_delay = store.delay_reshard and store.masters.may_delay and _reaches_grad(ctx.next_functions[2][0])
-            if not (may_delay and lookahead.delay(store, start)):
-                found = zip(start()(), masters, wanted, strict=True)
+            if not (may_delay and lookahead.delay(store, cross)):
+                found = zip(cross()(), masters, wanted, strict=True)
                 dmasters = [gradient.to(master.dtype) if want else None for gradient, master, want in found]
         lookahead.after_backward()
         return dx_TH, dweight_TK, None, None, *dmasters

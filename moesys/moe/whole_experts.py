@@ -5,14 +5,14 @@ R ranks, E experts, P_e parameters of an expert, D distinct experts held by this
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from moesys.layout import ExpertLayout
 from moesys.moe.expert_parameters import initial_expert
-from moesys.moe.shards import ExpertShards, Finished, HeldByRank, Restored, add_in_order
+from moesys.moe.shards import Cross, ExpertShards, Finish, Finished, HeldByRank, Restored, add_in_order
 from moesys.overlap.comm.channel import Channel
 from moesys.overlap.held_experts import ExpertWeights
 
@@ -100,12 +100,13 @@ class WholeExperts(ExpertShards):
             place.copy_(master.index_select(0, index_N))
         return rows_NP
 
-    def reshard(
-        self, grads_DP: Tensor, layout: ExpertLayout, channel: Channel, detail: str
-    ) -> Callable[[], tuple[Tensor, ...]]:
+    def reshard(self, grads_DP: Tensor, layout: ExpertLayout, channel: Channel, detail: str) -> Cross:
         held = self.held_by_rank(layout)
         if not self._moves(held):
-            return lambda: self._masters_form(grads_DP)
+            return lambda: lambda: self._masters_form(grads_DP)
+        return lambda: self._send_home(grads_DP, held, channel, detail)
+
+    def _send_home(self, grads_DP: Tensor, held: HeldByRank, channel: Channel, detail: str) -> Finish:
         mine = held[self.rank]
         # By owner, then by slot. By holder, then by its slot: of the experts I own. What is mine does not travel.
         slots_R = [[slot for slot, e in enumerate(mine) if self.owner(e) == rank] for rank in range(self.num_ranks)]

@@ -75,6 +75,7 @@ class Setting:
             changes["sharding"] = sharding.replace(
                 prefetch_layers=min(sharding.prefetch_layers, self.num_layers - 1),
                 restore="flat" if one_node else sharding.restore,
+                reshard="flat" if one_node else sharding.reshard,
             )
         overlap = strategy.overlap
         if self.cluster.num_nodes == 1 and not isinstance(overlap, MegaKernel):

@@ -55,6 +55,12 @@ STRATEGIES = {
         **GREEDY,
         "overlap": ms.Pipelined(chunks=8),
     },
+    "fsep summed at nodes": {"sharding": FSEP.replace(reshard="hierarchical"), **GREEDY},
+    "fsep summed at nodes eager": {
+        "sharding": FSEP.replace(restore="hierarchical", reshard="hierarchical", prefetch_layers=1, delay_reshard=True),
+        **GREEDY,
+        "overlap": ms.Pipelined(chunks=2),
+    },
     "fsep laer": {"sharding": FSEP, "balance": ms.Laer(), "split": ms.EvenSplit(), "overlap": ms.Pipelined(chunks=2)},
     "fsep mega": {"sharding": FSEP.replace(prefetch_layers=1), **GREEDY, "overlap": ms.MegaKernel()},
     "fsep mega eager": {

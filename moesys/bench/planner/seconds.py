@@ -78,18 +78,23 @@ SETTINGS = (
 )
 
 
+_FLAT = Fsep(slots_per_rank=0)
+_NODE_BY_NODE = _FLAT.replace(restore="hierarchical", reshard="hierarchical")
 _DIRECT, _ONCE = Sequential(), Sequential(node_dispatch="once", combine="per_node")
 
 
 @dataclass(frozen=True)
 class Planner:
-    """``by_seconds``: whether the planner is told the model, and so can weigh seconds, and how much loads drift."""
+    """``by_seconds``: whether the planner is told the model, and so can weigh seconds, and how much loads drift.
+    ``sharding``: but for its slots, which are the setting's.
+    """
 
     name: str
     balance: Balance
     split: Split
     by_seconds: bool = False
     overlap: Overlap = _DIRECT
+    sharding: Fsep = _FLAT
 
     def layout(
         self, model: ModelShape, cluster: ClusterSpec, slots: int, past: LoadMatrix, planned_for: LoadMatrix
@@ -98,7 +103,10 @@ class Planner:
         if not self.by_seconds:
             return plan_layout(planned_for, cluster, self.balance, slots)
         balance = self.balance.replace(drift=measured_drift(past, planned_for))
-        return plan_layout(planned_for, cluster, balance, slots, model=model, sharding=Fsep(slots_per_rank=slots))
+        return plan_layout(planned_for, cluster, balance, slots, model=model, sharding=self.with_slots(slots))
+
+    def with_slots(self, slots: int) -> Fsep:
+        return self.sharding.replace(slots_per_rank=slots)
 
 
 BASELINE = Planner("laer, even split", Laer(), EvenSplit())
@@ -112,6 +120,14 @@ PLANNERS = (
     Planner("greedy by seconds", Greedy(), FlowSplit(max_inter_node="seconds"), by_seconds=True),
     replace(BASELINE, name="laer, even split; once a node", overlap=_ONCE),
     Planner("greedy by seconds; once a node", Greedy(), FlowSplit(max_inter_node="seconds"), True, _ONCE),
+    replace(BASELINE, name="laer, even split; experts node by node", sharding=_NODE_BY_NODE),
+    Planner(
+        "greedy by seconds; experts node by node",
+        Greedy(),
+        FlowSplit(max_inter_node="seconds"),
+        True,
+        sharding=_NODE_BY_NODE,
+    ),
 )
 
 
@@ -162,6 +178,7 @@ def main(num_seeds: int, drift: float = 0.0, *, out: Path | None = None, json_pa
         "seeds.",
         "once a node: a token crosses to a node once, and one sum a node comes home; layouts and splits are planned as "
         "if every row crossed.",
+        "experts node by node: they reach a node once, and one sum of their gradients leaves it.",
         "over LAER, even: below 1 is faster than LAER-MoE's planner with its even split; median [p20, p80] over seeds.",
         f"Planning is measured: {machine}.",
     ]
@@ -188,9 +205,12 @@ def _row(
     baseline_ms: list[float],
 ) -> Row:
     model, cluster = setting.model, presets.h100(setting.num_nodes)
-    sharding = Fsep(slots_per_rank=setting.slots)
     strategy = Strategy(
-        name=planner.name, sharding=sharding, balance=planner.balance, split=planner.split, overlap=planner.overlap
+        name=planner.name,
+        sharding=planner.with_slots(setting.slots),
+        balance=planner.balance,
+        split=planner.split,
+        overlap=planner.overlap,
     )
     row = Row(setting.name, cluster.num_ranks, setting.slots, planner.name, [], [], [], [], baseline_ms)
     for past, planned_for, later in loads:

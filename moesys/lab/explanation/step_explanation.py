@@ -132,7 +132,10 @@ def _schedule_words(strategy: Strategy) -> list[str]:
             else "experts restored when they are needed, none ahead"
         )
         words.append(f"{sharding.restore} restores" + ", again for backward" * sharding.reshard_after_forward)
-        words.append(f"gradients resharded {'behind the next backward' if sharding.delay_reshard else 'at once'}")
+        summed = "summed inside nodes and " * (sharding.reshard == "hierarchical")
+        words.append(
+            f"gradients {summed}resharded {'behind the next backward' if sharding.delay_reshard else 'at once'}"
+        )
     elif sharding.lends:
         words.append("experts lent by their owners, when they are needed")
     else:
