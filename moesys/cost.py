@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moesys.config import ClusterSpec, Ep, Fsep, ModelShape, Sharding
-from moesys.layout import ExpertLayout, TokenPlan
+from moesys.layout import ExpertLayout, TokenPlan, owner_of_experts
 from moesys.load import IntArray
 
 FloatArray = npt.NDArray[np.float64]
@@ -37,6 +37,11 @@ def expert_seconds(rows: Rows, model: ModelShape, cluster: ClusterSpec, backward
     """
     flops = 6 * model.hidden_size * model.intermediate_size * (2 if backward else 1)
     return rows * (flops / (cluster.expert_tflops * 1e12))
+
+
+def row_product_seconds(model: ModelShape, cluster: ClusterSpec) -> float:
+    """Seconds of a row's GEMMs, forward and backward."""
+    return sum(expert_seconds(1.0, model, cluster, backward) for backward in (False, True))
 
 
 ExpertPass = Literal["forward", "input_gradients", "weight_gradients"]
@@ -255,9 +260,9 @@ def _hierarchical(held_RE: IntArray, node_R: IntArray, slice_bytes: float) -> tu
 
 
 def _lent(held_RE: IntArray, expert_bytes: float) -> tuple[FloatArray, ...]:
-    """A rank owns ceil(E / R) experts in rank order, and lends them to all others that hold them."""
+    """Every owner lends its experts to all other ranks that hold them."""
     num_ranks, num_experts = held_RE.shape
-    owner_E = np.arange(num_experts) // -(-num_experts // num_ranks)
+    owner_E = owner_of_experts(num_experts, num_ranks)
     bytes_RR = np.zeros((num_ranks, num_ranks))
     holder, expert = np.nonzero(held_RE)
     np.add.at(bytes_RR, (owner_E[expert], holder), expert_bytes)

@@ -99,6 +99,11 @@ class ExpertLayout:
         return "\n".join(f"rank {rank}: {row}" for rank, row in enumerate(rows))
 
 
+def owner_of_experts(num_experts: int, num_ranks: int) -> IntArray:
+    """Returns the rank that owns each expert where experts stay whole, int64 [E]: ceil(E / R) a rank, in order."""
+    return np.arange(num_experts) // -(-num_experts // num_ranks)
+
+
 @dataclass(frozen=True, eq=False)
 class TokenPlan:
     """How many tokens go from each source rank, for each expert, to each destination rank; sparse.

@@ -9,13 +9,15 @@ R ranks, N nodes, K top-k.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from moesys.config import ClusterSpec, MegaKernel, ModelShape, Overlap
+from moesys.config import ClusterSpec, ModelShape, Overlap
 from moesys.cost import FloatArray, LinkLoad, link_load
 from moesys.layout import TokenPlan
+from moesys.load import IntArray
 from moesys.schedule import StageKind
 
 
@@ -47,26 +49,27 @@ def row_traffic(plan: TokenPlan, model: ModelShape, cluster: ClusterSpec, overla
     rows_RR = np.bincount(source * R + destination, weights=tokens, minlength=R * R).astype(np.float64).reshape(R, R)
     chosen_R, none_R = rows_RR.sum(axis=1), np.zeros(R)
     direct: dict[StageKind, FloatArray] = {"dispatch": rows_RR, "combine": rows_RR.T.copy()}
-    if isinstance(overlap, MegaKernel) or overlap.node_dispatch == "direct" or cluster.num_nodes == 1:
+    if not overlap.crosses_once(cluster.num_nodes):
         return RowTraffic(direct, chosen_R, none_R)
     node_R = np.asarray(cluster.node_of_rank)
     inside_RR = np.where(node_R[:, None] == node_R, rows_RR, 0.0)
-    gate_RN, crossing_RN = gates(cluster), expected_crossing(rows_RR, cluster, model.top_k)
+    gate_RN, crossing_RN = gates(cluster.node_of_rank), expected_crossing(rows_RR, cluster, model.top_k)
     across_RR, spread_RR = np.zeros((R, R)), np.zeros((R, R))
     np.add.at(across_RR, (np.arange(R)[:, None], gate_RN), crossing_RN)
     np.add.at(spread_RR, (gate_RN[:, node_R], np.arange(R)), rows_RR - inside_RR)
     once: dict[StageKind, FloatArray] = {"dispatch": inside_RR + across_RR, "spread": spread_RR}
-    if overlap.combine == "ordered":
+    if not overlap.sums_by_node(cluster.num_nodes):
         return RowTraffic(once | {"combine": direct["combine"]}, chosen_R, none_R)
     home: dict[StageKind, FloatArray] = {"combine": spread_RR.T, "send_sums": (inside_RR + across_RR).T}
     return RowTraffic(once | home, (inside_RR + across_RR).sum(axis=1), spread_RR.sum(axis=1))
 
 
-def gates(cluster: ClusterSpec) -> np.ndarray:
-    """Returns the rank through which each rank's rows come into each node, int64 [R, N] (``overlap.node_routes``)."""
-    sizes_N = np.array(cluster.node_sizes)
-    first_N = np.cumsum(sizes_N) - sizes_N
-    place_R = np.arange(cluster.num_ranks) - first_N[np.asarray(cluster.node_of_rank)]
+def gates(node_of_rank: Sequence[int]) -> IntArray:
+    """Returns the *gate* of each rank in each node, int64 [R, N], through which its rows come there: the rank with its
+    own place, modulo the node's size; so in its own node itself.
+    """
+    first_N, sizes_N = np.unique(node_of_rank, return_index=True, return_counts=True)[1:]
+    place_R = np.arange(len(node_of_rank)) - first_N[np.asarray(node_of_rank)]
     return first_N + place_R[:, None] % sizes_N
 
 

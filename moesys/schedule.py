@@ -63,7 +63,7 @@ def schedule_of(overlap: Overlap, direction: Direction, num_nodes: int) -> Sched
     """Returns the stages of one direction under ``overlap``; on one node there is none to cross to."""
     match overlap:
         case Sequential() | Pipelined():
-            return _chunk_schedule(overlap, direction, across=num_nodes > 1)
+            return _chunk_schedule(overlap, direction, num_nodes)
         case MegaKernel():
             publish, here = Stage("publish"), Stage("wait_for_experts")
             return MappingProxyType({publish: (), here: (publish,), Stage("mega_kernels"): (here,)})
@@ -71,10 +71,10 @@ def schedule_of(overlap: Overlap, direction: Direction, num_nodes: int) -> Sched
             assert_never(overlap)
 
 
-def _chunk_schedule(overlap: Sequential | Pipelined, direction: Direction, *, across: bool) -> Schedule:
+def _chunk_schedule(overlap: Sequential | Pipelined, direction: Direction, num_nodes: int) -> Schedule:
     """Returns the stages of one direction of tokens that travel in chunks."""
     chunks, backward = num_chunks(overlap), direction == "backward"
-    once, per_node = across and overlap.node_dispatch == "once", across and overlap.combine == "per_node"
+    once, per_node = overlap.crosses_once(num_nodes), overlap.sums_by_node(num_nodes)
     here, last = Stage("wait_for_experts"), chunks - 1
     arrive: StageKind = "spread" if once else "dispatch"
     come_home: StageKind = "send_sums" if per_node else "combine"

@@ -54,7 +54,7 @@ def test_what_crosses_is_spread_and_what_stays_goes_at_once(case: tuple[ms.Token
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=5))
 def test_every_rank_has_a_gate_in_every_node_and_none_is_gate_for_many_more_than_others(sizes: list[int]):
     cluster = ms.ClusterSpec(num_nodes=len(sizes), ranks_per_node=tuple(sizes))
-    gate_RN, node_R = gates(cluster), np.array(cluster.node_of_rank)
+    gate_RN, node_R = gates(cluster.node_of_rank), np.array(cluster.node_of_rank)
     assert (node_R[gate_RN] == np.arange(len(sizes))).all()
     assert (gate_RN[np.arange(len(node_R)), node_R] == np.arange(len(node_R))).all()
     for node, size in enumerate(sizes):

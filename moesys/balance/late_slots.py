@@ -20,8 +20,8 @@ from moesys.balance.planning_problem import PlanningProblem
 from moesys.balance.topology import nodes_of, tokens_by_node
 from moesys.compiled import borrowing, compiled
 from moesys.config import ClusterSpec, Ep, Fsep, ModelShape, Sharding
-from moesys.cost import GRADIENT_BYTES, FloatArray, expert_seconds
-from moesys.layout import EMPTY, ExpertLayout
+from moesys.cost import GRADIENT_BYTES, FloatArray, row_product_seconds
+from moesys.layout import EMPTY, ExpertLayout, owner_of_experts
 from moesys.load import IntArray, LoadMatrix
 
 FROM_ALL = -1
@@ -76,7 +76,7 @@ def _prices(model: ModelShape, cluster: ClusterSpec, sharding: Sharding) -> Pric
         element_bytes = b + b * again + (0 if sharding.delay_reshard else GRADIENT_BYTES)
     expert_bytes, intra = model.expert_parameters * element_bytes, cluster.intra_node_gb_per_s * 1e9
     inter = cluster.inter_node_gb_per_s * 1e9
-    token = sum(expert_seconds(1.0, model, cluster, backward) for backward in (False, True))
+    token = row_product_seconds(model, cluster)
     # A row, its result, and the gradients of both.
     crossing = 4 * b * model.hidden_size / inter if cluster.num_nodes > 1 else 0.0
     return Prices(token, crossing, expert_bytes / intra, expert_bytes / inter)
@@ -85,7 +85,7 @@ def _prices(model: ModelShape, cluster: ClusterSpec, sharding: Sharding) -> Pric
 def _owners(num_experts: int, num_ranks: int, sharding: Sharding) -> IntArray:
     """Who sends each expert, int64 [E]: its owner, or all ranks a slice."""
     if isinstance(sharding, Ep):
-        return np.arange(num_experts) // -(-num_experts // num_ranks)
+        return owner_of_experts(num_experts, num_ranks)
     return np.full(num_experts, FROM_ALL)
 
 

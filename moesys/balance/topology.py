@@ -24,10 +24,10 @@ def levels_of(cluster: ClusterSpec, node_R: IntArray) -> IntArray:
 
     ``node_R``: the node of each rank, ``nodes_of(cluster)``.
     """
-    if cluster.ranks_per_domain is None or (domain_sizes := cluster.domain_sizes) == cluster.node_sizes:
+    if cluster.ranks_per_domain is None or cluster.domain_sizes == cluster.node_sizes:
         return node_R[None]
-    domain_R = np.repeat(np.arange(len(domain_sizes)), domain_sizes)
-    return np.stack([domain_R, node_R] if len(domain_sizes) > cluster.num_nodes else [node_R, domain_R])
+    domain_R = link_domains_of(cluster)
+    return np.stack([domain_R, node_R] if domain_R[-1] > node_R[-1] else [node_R, domain_R])
 
 
 def domains_of(cluster: ClusterSpec, replicas_within: Within) -> tuple[int, ...]:

@@ -32,6 +32,14 @@ class _Messages(Declared):
             )
         return self
 
+    def crosses_once(self, num_nodes: int) -> bool:
+        """Returns whether a token crosses to each of ``num_nodes`` once; from the only one there is none."""
+        return num_nodes > 1 and self.node_dispatch == "once"
+
+    def sums_by_node(self, num_nodes: int) -> bool:
+        """Returns whether sums come home from ``num_nodes``."""
+        return num_nodes > 1 and self.combine == "per_node"
+
 
 class Sequential(_Messages):
     """Dispatch, experts and combine one after another."""
@@ -85,6 +93,14 @@ class MegaKernel(Declared):
         None, ge=1, description="tokens of a rank in a micro-batch; given, devices plan and no host waits; None: any"
     )
     timeout_s: float = Field(30.0, gt=0, description="a wait for a peer that takes longer is given up, on all ranks")
+
+    def crosses_once(self, num_nodes: int) -> bool:
+        """Returns False: ranks pull rows from wherever they are."""
+        return False
+
+    def sums_by_node(self, num_nodes: int) -> bool:
+        """Returns False: every row comes home."""
+        return False
 
     @model_validator(mode="after")
     def _check(self) -> Self:

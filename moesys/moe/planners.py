@@ -148,9 +148,9 @@ class HostPlanner(Planner):
         overlap, channel = self.strategy.overlap, self.channel
         assert isinstance(overlap, Sequential | Pipelined)
         parts = batch.expert_TK, tokens_CRE, plan.tokens, channel.rank, batch.compute.min_rows
-        if overlap.node_dispatch == "direct" or channel.num_nodes == 1:
+        if not overlap.crosses_once(channel.num_nodes):
             return ChunkedExecutor(overlap, build_routes(*parts), channel, batch.compute, self.shards.memory)
-        sums = overlap.combine == "per_node"
+        sums = overlap.sums_by_node(channel.num_nodes)
         routes = build_routes(*parts, gates_of(channel.rank, channel.node_of_rank), collect=sums)
         rows_CRR = rows_by_chunk(tokens_CRE, plan.tokens)
         node_routes = build_node_routes(routes, rows_CRR, batch.expert_TK.shape[1], channel, sums=sums)

@@ -1,9 +1,9 @@
 """Node routes: how a token crosses to a node once, however many of its experts are there, and spreads inside.
 
-Every rank has a *gate* in each other node: the rank with its own place there, modulo the node's size. One row a token
-and node goes to the gate, which passes on a row a choice to the ranks of its node; rows of the own node go to their
-experts at once (DeepSeek's DeepEP, two-stage dispatch). Results may come home the same way: each gate sums those of a
-token, in the order of k, and sends one row.
+Every rank has a *gate* in each other node (``row_traffic.gates``). One row a token and node
+goes to the gate, which passes on a row a choice to the ranks of its node; rows of the own node go to their experts at
+once (DeepSeek's DeepEP, two-stage dispatch). Results may come home the same way: each gate sums those of a token, in
+the order of k, and sends one row.
 
 A gate learns what it passes on, and sums, from *visits*: for each choice that comes through it, in the source's wire
 order, the token's number among those that its source sends to the node, times K, plus k.
@@ -23,7 +23,8 @@ from torch import Tensor
 
 from moesys.load import IntArray
 from moesys.overlap.comm.channel import Channel
-from moesys.overlap.routes import Routes, exclusive, ranges
+from moesys.overlap.routes import Routes, exclusive, ranges, totals
+from moesys.row_traffic import gates
 
 Counts = tuple[int, ...]
 
@@ -83,10 +84,8 @@ def gates_of(rank: int, node_of_rank: Sequence[int]) -> IntArray:
     """Returns for each source the rank of ``rank``'s node through which its rows come there, [R]: -1 where none is, as
     they share the node.
     """
-    node_R = np.asarray(node_of_rank)
-    here = np.flatnonzero(node_R == node_R[rank])
-    place_R = np.arange(len(node_R)) - np.searchsorted(node_R, node_R)
-    return np.where(node_R == node_R[rank], -1, here[place_R % len(here)])
+    node_R, own = np.asarray(node_of_rank), node_of_rank[rank]
+    return np.where(node_R == own, -1, gates(node_of_rank)[:, own])
 
 
 def build_node_routes(routes: Routes, rows_CRR: IntArray, top_k: int, channel: Channel, *, sums: bool) -> NodeRoutes:
@@ -113,10 +112,9 @@ class _Visits:
     def __init__(self, routes: Routes, top_k: int, channel: Channel) -> None:
         self.routes, self.top_k, self.rank, self.device = routes, top_k, channel.rank, routes.send_row_N.device
         node_R = np.asarray(channel.node_of_rank)
-        self.own, self.num_nodes, self.num_ranks = int(node_R[channel.rank]), int(node_R[-1]) + 1, len(node_R)
-        ranks = [np.flatnonzero(node_R == node) for node in range(self.num_nodes)]
-        place = channel.rank - int(ranks[self.own][0])
-        self.gate_N = [int(of_node[place % len(of_node)]) for of_node in ranks]
+        self.own, self.num_ranks = int(node_R[channel.rank]), len(node_R)
+        self.gate_N = gates(channel.node_of_rank)[channel.rank]
+        self.num_nodes = len(self.gate_N)
         row_N = routes.send_row_N.cpu().numpy()
         # Of each chunk: rows in wire order, their nodes, and which tokens go to which node.
         self.row_of, self.node_of, self.seen = [], [], []
@@ -131,7 +129,7 @@ class _Visits:
             self.seen.append(seen_NT)
         self.numbers: list[IntArray] = [np.zeros(0, dtype=np.int64)]
         self.rows: list[IntArray] = [np.zeros(0, dtype=np.int64)]
-        send_R = [0] * self.num_ranks
+        send_R = np.zeros(self.num_ranks, dtype=np.int64)
         for other in range(self.num_nodes):
             if other == self.own:
                 continue
@@ -141,16 +139,13 @@ class _Visits:
                 self.numbers.append(nth_T[row // top_k - chunk.tokens[0]] * top_k + row % top_k)
                 self.rows.append(row)
                 send_R[self.gate_N[other]] += len(row)
-        self.send_R = tuple(send_R)
+        self.send_R: Counts = tuple(send_R.tolist())
 
     def across(self, chunk: int) -> tuple[IntArray, Counts]:
         """Returns the tokens of a chunk that cross, node by node, and how many go to each gate."""
         node_U, token_U = np.nonzero(self.seen[chunk])
-        send_R = [0] * self.num_ranks
-        for node, count in enumerate(np.bincount(node_U, minlength=self.num_nodes).tolist()):
-            if count:
-                send_R[self.gate_N[node]] = count
-        return token_U + self.routes.chunks[chunk].tokens[0], tuple(send_R)
+        sent_N = np.bincount(node_U, minlength=self.num_nodes)
+        return token_U + self.routes.chunks[chunk].tokens[0], totals(self.gate_N, sent_N, self.num_ranks)
 
 
 class _Gate:
@@ -166,7 +161,7 @@ class _Gate:
         # [C, S, g], and the visits of each source and chunk, as they have come: source by source.
         self.rows_CSG = rows_CRR[:, self.sources][:, :, self.here]
         visits_SC = self.rows_CSG.sum(axis=2).T
-        self.visits_arrive_R = _at(self.sources, visits_SC.sum(axis=1), self.num_ranks)
+        self.visits_arrive_R = totals(self.sources, visits_SC.sum(axis=1), self.num_ranks)
         self.visits_SC, self.first_SC = visits_SC, exclusive(visits_SC.reshape(-1)).reshape(visits_SC.shape)
 
 
@@ -216,14 +211,14 @@ def _chunk(mine: _Visits, gate: _Gate, number_N: IntArray, chunk: int, sums: boo
 
     return NodeChunk(
         inside=(first, first + len(inside)),
-        inside_send_R=_at(here, own_GG[me], R),
-        inside_arrive_R=_at(here, own_GG[:, me], R),
+        inside_send_R=totals(here, own_GG[me], R),
+        inside_arrive_R=totals(here, own_GG[:, me], R),
         across_token_U=to_device(across_token_U),
         across_send_R=across_send_R,
-        across_arrive_R=_at(gate.sources, arrived_S, R),
+        across_arrive_R=totals(gate.sources, arrived_S, R),
         spread_row_N=to_device(row_V[by_rank_V]),
-        spread_send_R=_at(here, passed_GG[me], R),
-        spread_arrive_R=_at(here, passed_GG[:, me], R),
+        spread_send_R=totals(here, passed_GG[me], R),
+        spread_arrive_R=totals(here, passed_GG[:, me], R),
         sums=node_sums,
     )
 
@@ -239,9 +234,3 @@ def _table(
     for table, value_V in zip(tables, values, strict=True):
         table[row_V, column_V] = value_V[in_order]
     return tables
-
-
-def _at(ranks: IntArray, counts: IntArray, num_ranks: int) -> Counts:
-    counts_R = np.zeros(num_ranks, dtype=np.int64)
-    counts_R[ranks] = counts
-    return tuple(counts_R.tolist())

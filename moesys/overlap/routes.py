@@ -211,8 +211,8 @@ def build_routes(
                 sent=(first * top_k, last * top_k),
                 arrivals=(num_arrivals, num_arrivals + len(real)),
                 rows=(num_rows, num_rows + len(gather)),
-                send_counts_R=_totals(destination[outgoing], sent, num_ranks),
-                arrive_counts_R=_totals(arriving_source, came, num_ranks),
+                send_counts_R=totals(destination[outgoing], sent, num_ranks),
+                arrive_counts_R=totals(arriving_source, came, num_ranks),
                 slots=tuple(
                     SlotRows(slot, num_rows + int(slot_start[slot]), int(valid[slot]), int(padded[slot]))
                     for slot in np.flatnonzero(valid).tolist()
@@ -309,7 +309,8 @@ def ranges(starts: IntArray, lengths: IntArray) -> IntArray:
     return np.repeat(starts - exclusive(lengths), lengths) + np.arange(lengths.sum())
 
 
-def _totals(rank_N: IntArray, rows_N: IntArray, num_ranks: int) -> tuple[int, ...]:
-    totals = np.zeros(num_ranks, dtype=np.int64)
-    np.add.at(totals, rank_N, rows_N)
-    return tuple(totals.tolist())
+def totals(rank_N: IntArray, rows_N: IntArray, num_ranks: int) -> tuple[int, ...]:
+    """Returns the rows of each rank, [R]: ranks [1, 1] with rows [5, 2] of 3 have (0, 7, 0)."""
+    rows_R = np.zeros(num_ranks, dtype=np.int64)
+    np.add.at(rows_R, rank_N, rows_N)
+    return tuple(rows_R.tolist())

@@ -296,8 +296,11 @@ class _Step:
         if layer not in self.rows:
             plan = self.plans[layer]
             traffic = row_traffic(plan, self.model, self.cluster, self.strategy.overlap)
-            whole = link_load(dispatch_bytes(plan, self.model), self.cluster)
-            self.rows[layer] = _Rows(rows_of(plan), whole, traffic, traffic.loads(self.model, self.cluster))
+            loads = traffic.loads(self.model, self.cluster)
+            whole = loads["dispatch"]
+            if "spread" in loads:
+                whole = link_load(dispatch_bytes(plan, self.model), self.cluster)
+            self.rows[layer] = _Rows(rows_of(plan), whole, traffic, loads)
         return self.rows[layer]
 
     def _exchange_counts(self, layer: int) -> None:

@@ -16,12 +16,12 @@ from moesys.cost import (
     ExpertPass,
     FloatArray,
     expert_seconds,
-    link_load,
     link_seconds,
     pass_seconds,
     reshard_bytes,
     restore_bytes,
     restores_per_step,
+    row_product_seconds,
     rows_of,
 )
 from moesys.load import LoadMatrix
@@ -87,21 +87,20 @@ def plan_bound_ms(step: Step) -> float:
     fused = strategy.overlap if isinstance(strategy.overlap, MegaKernel) else None
     # Not of rows that are pulled once for several experts.
     known = () if fused and fused.deduplicate else step
-    overlap = strategy.overlap
-    traffic = [[row_traffic(plan.tokens, model, cluster, overlap) for plan in of.layers] for of in known]
-    dispatched = [[link_load(rows.bytes_RR("dispatch", model), cluster) for rows in rows_L] for rows_L in traffic]
+    traffic = [[row_traffic(plan.tokens, model, cluster, strategy.overlap) for plan in of.layers] for of in known]
+    loads = [[rows.loads(model, cluster) for rows in rows_L] for rows_L in traffic]
     if fused:
         rows_R = sum(plan.tokens.tokens_R for plan in layers)
         computing = _compute_seconds(float(np.max(rows_R)), setting)
     else:
         computing = sum(
-            _computing(of.layers, [bool(load.used_4R.any(axis=0).all()) for load in load_L], setting)
-            for of, load_L in zip(step, dispatched, strict=True)
+            _computing(of.layers, [bool(by_kind["dispatch"].used_4R.any(axis=0).all()) for by_kind in loads_L], setting)
+            for of, loads_L in zip(step, loads, strict=True)
         )
     link_busy = np.zeros(2 * (cluster.num_ranks + cluster.num_nodes))
     # Forward and backward.
-    for rows in (rows for rows_L in traffic for rows in rows_L):
-        link_busy += 2 * sum(load.seconds_L for load in rows.loads(model, cluster).values())
+    for by_kind in (by_kind for loads_L in loads for by_kind in loads_L):
+        link_busy += 2 * sum(load.seconds_L for load in by_kind.values())
     for plan in layers:
         for bytes_RR in restore_bytes(plan.layout, model, cluster, sharding):
             link_busy += restores_per_step(sharding) * link_seconds(bytes_RR, cluster)
@@ -127,8 +126,7 @@ def _products_seconds(plan: LayerPlan, setting: Setting, backward: bool) -> Floa
 
 def _compute_seconds(rows: float, setting: Setting) -> float:
     """Forward and backward, at the matmul rate."""
-    model, cluster = setting.model, setting.cluster
-    return expert_seconds(rows, model, cluster, False) + expert_seconds(rows, model, cluster, True)
+    return rows * row_product_seconds(setting.model, setting.cluster)
 
 
 def _sharding_seconds(strategy: Strategy, setting: Setting) -> float:

@@ -1,6 +1,6 @@
 """What planners share that keep every expert at home and lend some out for a micro-batch: homes, slots, and rows.
 
-R ranks, E experts. Homes are ``Ep``'s owners: expert e lives on rank e // ceil(E / R). A *quota* is how many tokens of
+R ranks, E experts. Homes are ``Ep``'s owners. A *quota* is how many tokens of
 an expert a rank computes; which sources they come from is each planner's own rule.
 """
 
@@ -12,16 +12,10 @@ import numpy as np
 
 from moesys.balance.planning_problem import PlanningProblem
 from moesys.balance.replicas import layout_from_rows
-from moesys.layout import TokenPlan
+from moesys.layout import TokenPlan, owner_of_experts
 from moesys.load import IntArray
 
 Row = tuple[int, int, int, int]
-
-
-def home_of(num_experts: int, num_ranks: int) -> list[int]:
-    """Returns the rank on which each expert lives, [E]."""
-    block = -(-num_experts // num_ranks)
-    return [expert // block for expert in range(num_experts)]
 
 
 def spare_slots(problem: PlanningProblem, at_least: int = 0) -> list[int]:
@@ -30,7 +24,7 @@ def spare_slots(problem: PlanningProblem, at_least: int = 0) -> list[int]:
     Raises ValueError where a rank has not even these, or fewer than ``at_least`` more.
     """
     load = problem.load
-    homes_R = np.bincount(home_of(load.num_experts, load.num_ranks), minlength=load.num_ranks).tolist()
+    homes_R = np.bincount(owner_of_experts(load.num_experts, load.num_ranks), minlength=load.num_ranks).tolist()
     for rank, (slots, homes) in enumerate(zip(problem.slots_R, homes_R, strict=True)):
         if slots < homes + at_least:
             raise ValueError(
@@ -45,7 +39,7 @@ def borrowed_plan(problem: PlanningProblem, quota_RE: IntArray, rows: Iterable[R
     layout of experts at home and then of those with a quota elsewhere, both by number.
     """
     load = problem.load
-    home_E = home_of(load.num_experts, load.num_ranks)
+    home_E = owner_of_experts(load.num_experts, load.num_ranks)
     held = [
         [e for e in range(load.num_experts) if home_E[e] == rank]
         + [e for e in np.flatnonzero(quota_RE[rank]).tolist() if home_E[e] != rank]

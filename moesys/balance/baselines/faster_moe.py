@@ -6,10 +6,10 @@ from itertools import islice, pairwise
 
 import numpy as np
 
-from moesys.balance.baselines.borrowed import borrowed_plan, home_of, spare_slots
+from moesys.balance.baselines.borrowed import borrowed_plan, spare_slots
 from moesys.balance.planning_problem import PlanningProblem
 from moesys.config import FasterMoe
-from moesys.layout import TokenPlan
+from moesys.layout import TokenPlan, owner_of_experts
 
 
 def faster_moe_plan(problem: PlanningProblem, config: FasterMoe) -> TokenPlan:
@@ -40,7 +40,7 @@ def faster_moe_plan(problem: PlanningProblem, config: FasterMoe) -> TokenPlan:
         if (tokens_E[expert] - tokens_E[next_one]) * token_seconds <= shadow_seconds:
             break
         shadowed.add(expert)
-    home_E = home_of(load.num_experts, load.num_ranks)
+    home_E = owner_of_experts(load.num_experts, load.num_ranks)
     quota_RE = np.zeros((load.num_ranks, load.num_experts), dtype=np.int64)
     rows = []
     for source, expert in np.argwhere(load.tokens_RE).tolist():

@@ -7,10 +7,10 @@ from fractions import Fraction
 
 import numpy as np
 
-from moesys.balance.baselines.borrowed import borrowed_plan, cut_in_order, home_of, spare_slots
+from moesys.balance.baselines.borrowed import borrowed_plan, cut_in_order, spare_slots
 from moesys.balance.planning_problem import PlanningProblem
 from moesys.config import Llep
-from moesys.layout import TokenPlan
+from moesys.layout import TokenPlan, owner_of_experts
 
 
 def llep_plan(problem: PlanningProblem, config: Llep) -> TokenPlan:
@@ -30,7 +30,7 @@ def llep_plan(problem: PlanningProblem, config: Llep) -> TokenPlan:
     slot for every expert it is the original.
     """
     load, alone = problem.load, problem.load.num_ranks == 1
-    home_E, tokens_E = home_of(load.num_experts, load.num_ranks), load.tokens_E.tolist()
+    home_E, tokens_E = owner_of_experts(load.num_experts, load.num_ranks), load.tokens_E.tolist()
     free_R = spare_slots(problem)
     cap = int(Fraction(str(config.alpha)) * (load.total // load.num_ranks)) or load.total
     load_R = np.bincount(home_E, weights=tokens_E, minlength=load.num_ranks).astype(np.int64)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from moesys.balance.baselines.borrowed import borrowed_plan, cut_in_order, home_of, spare_slots
+from moesys.balance.baselines.borrowed import borrowed_plan, cut_in_order, spare_slots
 from moesys.balance.planning_problem import PlanningProblem
 from moesys.config import MoonEp
-from moesys.layout import TokenPlan
+from moesys.layout import TokenPlan, owner_of_experts
 from moesys.load import IntArray
 
 
@@ -38,7 +38,7 @@ def moon_ep_plan(problem: PlanningProblem, config: MoonEp) -> TokenPlan:
 
 
 def _quotas(tokens_E: list[int], num_ranks: int) -> IntArray:
-    home_E, total = home_of(len(tokens_E), num_ranks), sum(tokens_E)
+    home_E, total = owner_of_experts(len(tokens_E), num_ranks), sum(tokens_E)
     quota_RE = np.zeros((num_ranks, len(tokens_E)), dtype=np.int64)
     quota_RE[home_E, range(len(tokens_E))] = tokens_E
     excess_R = quota_RE.sum(axis=1) - total // num_ranks - (np.arange(num_ranks) < total % num_ranks)

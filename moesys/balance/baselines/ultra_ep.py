@@ -7,10 +7,10 @@ from fractions import Fraction
 
 import numpy as np
 
-from moesys.balance.baselines.borrowed import Row, borrowed_plan, home_of, spare_slots
+from moesys.balance.baselines.borrowed import Row, borrowed_plan, spare_slots
 from moesys.balance.planning_problem import PlanningProblem
 from moesys.config import UltraEp
-from moesys.layout import TokenPlan
+from moesys.layout import TokenPlan, owner_of_experts
 from moesys.load import IntArray
 
 PROBES = 4
@@ -38,7 +38,7 @@ def ultra_ep_plan(problem: PlanningProblem, config: UltraEp) -> TokenPlan:
     fails below the least that does not. Where no threshold is feasible everything stays at home.
     """
     load = problem.load
-    home_E, tokens_E = home_of(load.num_experts, load.num_ranks), load.tokens_E
+    home_E, tokens_E = owner_of_experts(load.num_experts, load.num_ranks), load.tokens_E
     spare_R = spare_slots(problem)
     quota_RE = np.zeros((load.num_ranks, load.num_experts), dtype=np.int64)
     quota_RE[home_E, range(load.num_experts)] = tokens_E

@@ -99,21 +99,36 @@ def cheapest_limit(tokens_RE, expert_RS, node_R, turn, prices):  # type: ignore[
 def _cheapest(demand, table, groups, turn, prices):  # type: ignore[no-untyped-def]
     tokens_RE, supply_NE, tokens_E, node_R = demand
     lowest, highest = min_max_flow(tokens_E, table, new_flow(table)), tokens_E.sum()
-    limit, best_P = lowest, _assign(demand, table, groups, turn, lowest)[0]
+    best_P, traffic = _assign(demand, table, groups, turn, lowest)
+    limit = lowest
     least, _ = split_cost(tokens_RE, supply_NE, node_R, table, best_P, prices)
-    free_P, _ = _assign(demand, table, groups, turn, highest)
+    free_P, least_traffic = _assign(demand, table, groups, turn, highest)
     cost, least_links = split_cost(tokens_RE, supply_NE, node_R, table, free_P, prices)
     if cost < least:
         limit, best_P, least = highest, free_P, cost
+    # between these the least traffic is reached
+    below, above = lowest, lowest if traffic <= least_traffic else highest
     for percent in LIMITS_PERCENT:
         higher = lowest * percent // 100
-        # what links cost at least, and that rank
+        # about what links cost at least, and that rank
         if higher * prices.row[0] + least_links >= least:
             break
-        tokens_P, _ = _assign(demand, table, groups, turn, higher)
+        tokens_P, traffic = _assign(demand, table, groups, turn, higher)
+        if traffic > least_traffic:
+            below = higher
+        else:
+            above = min(above, higher)
         cost, _ = split_cost(tokens_RE, supply_NE, node_R, table, tokens_P, prices)
         if cost < least:
             limit, best_P, least = higher, tokens_P, cost
+    # there a rank has all that the limit allows, and a node sends at least its share of the traffic
+    least_there = 2 * (least_traffic // prices.experts_2C.shape[1]) * prices.nics[0]
+    if below < above and (below + 1) * prices.row[0] + least_there < least:
+        higher = _least_limit(demand, table, groups, turn, least_traffic, below, above)
+        tokens_P, _ = _assign(demand, table, groups, turn, higher)
+        cost, _ = split_cost(tokens_RE, supply_NE, node_R, table, tokens_P, prices)
+        if cost < least:
+            limit, best_P = higher, tokens_P
     return limit, best_P
 
 
@@ -201,11 +216,15 @@ def _assign(demand, table, groups, turn, limit):  # type: ignore[no-untyped-def]
 
 @compiled
 def _relaxed_limit(demand, table, groups, turn, cap, lowest):  # type: ignore[no-untyped-def]
-    """Returns the least limit, found by bisection, at which no more than ``cap`` tokens cross, or than must at any."""
+    """Returns the least limit at which no more than ``cap`` tokens cross, or than must at any."""
     highest = demand.tokens_E.sum()
     cap = max(cap, _assign(demand, table, groups, turn, highest)[1])
-    # lowest - 1 is too low, highest is enough
-    low, high = lowest - 1, highest
+    return _least_limit(demand, table, groups, turn, cap, lowest - 1, highest)
+
+
+@compiled
+def _least_limit(demand, table, groups, turn, cap, low, high):  # type: ignore[no-untyped-def]
+    """Bisects for the least limit at which no more than ``cap`` tokens cross; at ``low`` more do, at ``high`` not."""
     while high - low > 1:
         middle = (low + high) // 2
         if _assign(demand, table, groups, turn, middle)[1] <= cap:

@@ -16,12 +16,12 @@ from moesys.compiled import compiled
 from moesys.config import ClusterSpec, Fsep, ModelShape, Sharding
 from moesys.cost import (
     FloatArray,
-    expert_seconds,
     link_seconds,
     memory_seconds,
     reshard_seconds,
     restore_bytes,
     restores_per_step,
+    row_product_seconds,
 )
 from moesys.layout import ExpertLayout
 from moesys.load import IntArray
@@ -50,8 +50,9 @@ class Prices(NamedTuple):
 
 def row_seconds(model: ModelShape, cluster: ClusterSpec) -> float:
     """Seconds in which a rank computes a row, forward and backward, and gathers it for combine and its gradient."""
-    products = sum(expert_seconds(1.0, model, cluster, backward) for backward in (False, True))
-    return products + memory_seconds(2.0 * 2 * model.hidden_size * model.bytes_per_element, cluster)
+    return row_product_seconds(model, cluster) + memory_seconds(
+        2.0 * 2 * model.hidden_size * model.bytes_per_element, cluster
+    )
 
 
 def prices_of(model: ModelShape, cluster: ClusterSpec, num_tokens: int) -> Prices:

@@ -30,7 +30,7 @@ from moesys.balance.planning_problem import PlanningProblem
 from moesys.balance.replicas import usable_slots
 from moesys.balance.topology import domains_of, levels_of, link_domains_of, nodes_of, tokens_by_node
 from moesys.config import Fsep, Greedy
-from moesys.cost import ExpertPass, expert_seconds, pass_seconds
+from moesys.cost import ExpertPass, pass_seconds, row_product_seconds
 from moesys.layout import EMPTY, ExpertLayout
 from moesys.load import IntArray
 
@@ -296,7 +296,7 @@ class _Planner:
         rows_RE = (rows_RE << self.scale) / problem.units_per_token
         passes: tuple[ExpertPass, ...] = ("forward", "input_gradients", "weight_gradients")
         seconds_R = sum(pass_seconds(rows_RE, problem.model, problem.cluster, of) for of in passes)
-        of_flops = sum(expert_seconds(1.0, problem.model, problem.cluster, backward) for backward in (False, True))
+        of_flops = row_product_seconds(problem.model, problem.cluster)
         beyond = np.max(seconds_R) - of_flops * rows_RE.sum(axis=1).max()
         mean = (self.mean << self.scale) / problem.units_per_token
         return int(beyond / (row_seconds(problem.model, problem.cluster) * mean) * MILLION)

@@ -16,7 +16,7 @@ from torch import Tensor
 from moesys.bench.harness.contest import EqualBits, Outcome, in_words, relative_difference
 from moesys.bench.harness.layer_steps import LayerSteps, ResidualLayers, hold_steps, rank_generator
 from moesys.bench.harness.stopwatch import repeated_ms
-from moesys.config import ClusterSpec, ModelShape, Pipelined, Sequential, Strategy
+from moesys.config import ClusterSpec, ModelShape, Pipelined, Strategy
 from moesys.moe.layer import MoELayer
 from moesys.overlap.comm.channel import Channel
 from moesys.overlap.comm.messages import exchange
@@ -128,7 +128,7 @@ def _held(case: ShapedCase, steps: Mapping[str, LayerSteps], repeats: int) -> di
     own.
     """
     equal_bits, first = EqualBits("output", "dx"), dict[str, Tensor]()
-    summed = [strategy.name for strategy in case.strategies if _sums_a_node(strategy)]
+    summed = [strategy.name for strategy in case.strategies if strategy.overlap.sums_by_node(case.num_hosts)]
 
     def wrong(name: str, results: Mapping[str, Tensor]) -> str:
         if name in PIECES:
@@ -155,10 +155,6 @@ def _pieces(case: ShapedCase) -> dict[str, LayerSteps]:
     chunked = sequential.replace(overlap=Pipelined(chunks=CHUNKS))
     wanted = (sequential, MOST_TOKENS), (sequential, SOME_TOKENS), (chunked, MOST_TOKENS)
     return {name: steps_of(even, strategy, share) for name, (strategy, share) in zip(PIECES, wanted, strict=True)}
-
-
-def _sums_a_node(strategy: Strategy) -> bool:
-    return isinstance(strategy.overlap, Sequential | Pipelined) and strategy.overlap.combine == "per_node"
 
 
 def computed_ms(outcomes: Mapping[str, Outcome]) -> dict[str, list[float]]:
