@@ -149,7 +149,7 @@ def sent_by_layers(cluster: ms.ClusterSpec, layout: ms.ExpertLayout, sharding: m
     for rank in range(R):
         shards: WholeExperts | ShardedExperts
         if isinstance(sharding, ms.Ep):
-            shards = WholeExperts(SHAPE, rank, R)
+            shards = WholeExperts(SHAPE, rank, cluster.node_of_rank, sharding.lend == "hierarchical")
             local = torch.zeros(len(shards.owned()), SHAPE.expert_parameters)
         else:
             shards = ShardedExperts(SHAPE, rank, cluster.node_of_rank, sharding)
@@ -170,10 +170,11 @@ SHARDINGS = [
     ms.Fsep(slots_per_rank=6, restore="hierarchical"),
     ms.Fsep(slots_per_rank=6, reshard="hierarchical"),
     ms.Ep(slots_per_rank=6),
+    ms.Ep(slots_per_rank=6, lend="hierarchical"),
 ]
 
 
-@pytest.mark.parametrize("sharding", SHARDINGS, ids=["flat", "restore", "reshard", "ep"])
+@pytest.mark.parametrize("sharding", SHARDINGS, ids=["flat", "restore", "reshard", "ep", "ep by node"])
 @given(cases())
 def test_bytes_are_what_the_layers_send_from_each_rank_to_each(sharding, case):
     cluster, layout = case

@@ -117,8 +117,8 @@ def shards_of(
     alone. ``form``: of masters that are not flat.
     """
     match strategy.sharding:
-        case Ep():
-            return WholeExperts(shape, rank, cluster.num_ranks, form)
+        case Ep(lend=lend):
+            return WholeExperts(shape, rank, cluster.node_of_rank, lend == "hierarchical", form)
         case Fsep() as sharding:
             overlap, node_of_rank = strategy.overlap, cluster.node_of_rank
             if isinstance(overlap, MegaKernel) and group is not None and sharding.flat and form is None:

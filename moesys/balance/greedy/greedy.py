@@ -15,6 +15,7 @@ from moesys.balance.flow.step_cost import Prices, prices_of, row_seconds, with_e
 from moesys.balance.greedy.construction import ConstructionProblem, build_best, build_each_node
 from moesys.balance.greedy.local_search import MoveConstraints, local_search
 from moesys.balance.greedy.node_first import deal_to_nodes
+from moesys.balance.greedy.pinned import pin_homes
 from moesys.balance.greedy.relabelling import num_moves, relabelled, relabelled_inside
 from moesys.balance.greedy.replica_constraints import check_replicas, part_of_experts, spread_replicas
 from moesys.balance.greedy.robust_cost import (
@@ -29,9 +30,9 @@ from moesys.balance.greedy.spread import spread
 from moesys.balance.planning_problem import PlanningProblem
 from moesys.balance.replicas import usable_slots
 from moesys.balance.topology import domains_of, levels_of, link_domains_of, nodes_of, tokens_by_node
-from moesys.config import Fsep, Greedy
+from moesys.config import Ep, Fsep, Greedy
 from moesys.cost import ExpertPass, pass_seconds, row_product_seconds
-from moesys.layout import EMPTY, ExpertLayout
+from moesys.layout import EMPTY, ExpertLayout, owner_of_experts
 from moesys.load import IntArray
 
 # Work at effort 1 by the number of slots, so that small plans, which are quick, are thorough.
@@ -240,6 +241,8 @@ class _Planner:
         """What builds layouts for the fewest seconds, one of each kind."""
         whole = [partial(self.built_spread, evenly) for evenly in (False, True)]
         whole.append(partial(self.built_whole, before_RS))
+        if isinstance(self.problem.sharding, Ep):
+            whole.append(self.built_pinned)
         if self.num_nodes == 1:
             return whole
         parts = PARTS if self.config.drift < MUCH_DRIFT else PARTS_OF_MUCH_DRIFT
@@ -249,6 +252,15 @@ class _Planner:
     def built_spread(self, evenly: bool) -> _Draft:
         expert_RS = self.empty()
         spread(self.tokens_E, self.slots_R, self.node_R, self.rank_A, evenly, expert_RS)
+        return _Draft(self, expert_RS, self.part_R)
+
+    def built_pinned(self) -> _Draft | None:
+        """None where owners have no slots for what they own."""
+        num_experts, num_ranks = len(self.expert_E), len(self.rank_R)
+        owner_E = np.argsort(self.rank_R)[owner_of_experts(num_experts, num_ranks)[self.expert_E]]
+        expert_RS = self.empty()
+        if not pin_homes(self.supply_NE, owner_E, self.slots_R, self.node_R, expert_RS):
+            return None
         return _Draft(self, expert_RS, self.part_R)
 
     def built_whole(self, before_RS: IntArray) -> _Draft:
@@ -277,7 +289,7 @@ class _Planner:
         if problem.sharding is None:
             return prices, 0
         # a flat restore of different experts depends on their number alone
-        flat = isinstance(problem.sharding, Fsep) and problem.sharding.restore == "flat"
+        flat = isinstance(problem.sharding, Fsep) and problem.sharding.flat
         key = ((draft.expert_RS != EMPTY).sum(axis=1) if flat else draft.expert_RS).tobytes()
         if key not in self.known_prices:
             prices, gradients = with_experts(

@@ -1,0 +1,43 @@
+"""Homes: which rank shall own which expert, where experts stay whole."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from moesys.balance.topology import link_domains_of, tokens_by_node
+from moesys.config import ClusterSpec
+from moesys.layout import owner_of_experts
+from moesys.load import IntArray, LoadMatrix
+
+
+def planned_homes(load: LoadMatrix, cluster: ClusterSpec) -> IntArray:
+    """Returns a rank for each expert, int64 [E], so that nodes are level and have what their own ranks want.
+
+    Ranks own as many experts as by ``owner_of_experts``. The heaviest comes first, to the node that wants it most of
+    those that it does not bring above the mean, or to the one with least; there to the rank with least. A *node* is a
+    domain of the links. Ties go to the lower number.
+    """
+    R, E, node_R = load.num_ranks, load.num_experts, link_domains_of(cluster)
+    supply_NE, tokens_E = tokens_by_node(load.tokens_RE, node_R)
+    room_R, load_R = np.bincount(owner_of_experts(E, R), minlength=R), np.zeros(R, np.int64)
+    mean_N = tokens_E.sum() * np.bincount(node_R) / R
+    home_E = np.empty(E, np.int64)
+    for expert in np.argsort(-tokens_E, kind="stable"):
+        open_N = np.bincount(node_R, room_R) > 0
+        load_N = np.bincount(node_R, load_R)
+        below_N = open_N & (load_N + tokens_E[expert] <= mean_N)
+        if below_N.any():
+            node = int(np.where(below_N, supply_NE[:, expert], -1).argmax())
+        else:
+            node = int(np.where(open_N, load_N / mean_N.clip(min=1), np.inf).argmin())
+        ranks = np.flatnonzero((node_R == node) & (room_R > 0))
+        home = ranks[load_R[ranks].argmin()]
+        home_E[expert] = home
+        room_R[home] -= 1
+        load_R[home] += tokens_E[expert]
+    return home_E
+
+
+def numbered_by_home(load: LoadMatrix, home_E: IntArray) -> LoadMatrix:
+    """Returns the load of the same experts, numbered so that ``home_E`` are the ranks of ``owner_of_experts``."""
+    return LoadMatrix(np.ascontiguousarray(load.tokens_RE[:, np.argsort(home_E, kind="stable")]))
