@@ -181,7 +181,7 @@ class WholeExperts(ExpertShards):
                 rank for rank in range(self.num_ranks) if self.node_of_rank[rank] == self.node_of_rank[self.rank]
             ]
             here = slice(members[0], members[-1] + 1)
-            parts_R[here] = [self._added(parts_R[here], experts_R[here], like)]
+            parts_R[here] = [list(self._added(parts_R[here], experts_R[here], like))]
             experts_R[here] = [list(self.owned())]
         return self._added(parts_R, experts_R, like)
 

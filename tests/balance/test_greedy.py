@@ -274,7 +274,7 @@ def test_more_effort_never_costs_more():
         _Planner(PlanningProblem.of_layout(load, ClusterSpec(ranks_per_node=4), 3), Greedy(effort=effort))
         for effort in (1, 2, 3, 6)
     ]
-    costs = [planner.best(planner.empty()).cost for planner in planners]
+    costs = [planner.best(planner.numbers.empty()).cost for planner in planners]
     assert costs == sorted(costs, reverse=True)
 
 

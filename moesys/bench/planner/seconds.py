@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated
 
 from moesys.balance import measured_drift, plan_layout, warm_up
+from moesys.balance.homes import numbered_by_home, planned_homes
 from moesys.bench.harness.reports import Report, publish
 from moesys.bench.harness.sheets import Column, Sheet
 from moesys.bench.harness.steps import steps_told
@@ -21,6 +22,7 @@ from moesys.bench.harness.stopwatch import Spread, machine_line
 from moesys.config import (
     Balance,
     ClusterSpec,
+    Ep,
     Eplb,
     EvenSplit,
     FlexMoe,
@@ -31,6 +33,7 @@ from moesys.config import (
     ModelShape,
     Overlap,
     Sequential,
+    Sharding,
     Split,
     Static,
     Strategy,
@@ -86,7 +89,7 @@ _DIRECT, _ONCE = Sequential(), Sequential(node_dispatch="once", combine="per_nod
 @dataclass(frozen=True)
 class Planner:
     """``by_seconds``: whether the planner is told the model, and so can weigh seconds, and how much loads drift.
-    ``sharding``: but for its slots, which are the setting's.
+    ``sharding``: but for its slots, which are the setting's. ``homes``: whether it first chooses who owns which expert.
     """
 
     name: str
@@ -94,7 +97,8 @@ class Planner:
     split: Split
     by_seconds: bool = False
     overlap: Overlap = _DIRECT
-    sharding: Fsep = _FLAT
+    sharding: Sharding = _FLAT
+    homes: bool = False
 
     def layout(
         self, model: ModelShape, cluster: ClusterSpec, slots: int, past: LoadMatrix, planned_for: LoadMatrix
@@ -105,10 +109,18 @@ class Planner:
         balance = self.balance.replace(drift=measured_drift(past, planned_for))
         return plan_layout(planned_for, cluster, balance, slots, model=model, sharding=self.with_slots(slots))
 
-    def with_slots(self, slots: int) -> Fsep:
+    def with_slots(self, slots: int) -> Sharding:
         return self.sharding.replace(slots_per_rank=slots)
 
 
+_PINNED = Planner(
+    "pinned homes",
+    Greedy(),
+    FlowSplit(max_inter_node="seconds"),
+    True,
+    sharding=Ep(slots_per_rank=0, lend="hierarchical"),
+    homes=True,
+)
 BASELINE = Planner("laer, even split", Laer(), EvenSplit())
 PLANNERS = (
     BASELINE,
@@ -128,6 +140,8 @@ PLANNERS = (
         True,
         sharding=_NODE_BY_NODE,
     ),
+    replace(_PINNED, name="pinned homes"),
+    replace(_PINNED, name="pinned homes; once a node", overlap=_ONCE),
 )
 
 
@@ -179,6 +193,7 @@ def main(num_seeds: int, drift: float = 0.0, *, out: Path | None = None, json_pa
         "once a node: a token crosses to a node once, and one sum a node comes home; layouts and splits are planned as "
         "if every row crossed.",
         "experts node by node: they reach a node once, and one sum of their gradients leaves it.",
+        "pinned homes: experts whole on owners, chosen on the past load; what fills other slots is lent, once a node.",
         "over LAER, even: below 1 is faster than LAER-MoE's planner with its even split; median [p20, p80] over seeds.",
         f"Planning is measured: {machine}.",
     ]
@@ -214,6 +229,9 @@ def _row(
     )
     row = Row(setting.name, cluster.num_ranks, setting.slots, planner.name, [], [], [], [], baseline_ms)
     for past, planned_for, later in loads:
+        if planner.homes:
+            home_E = planned_homes(past, cluster)
+            past, planned_for, later = (numbered_by_home(load, home_E) for load in (past, planned_for, later))
         begin_s = time.perf_counter()
         layout = planner.layout(setting.model, cluster, setting.slots, past, planned_for)
         row.planning_ms.append(1e3 * (time.perf_counter() - begin_s))
