@@ -14,22 +14,19 @@ def planned_homes(load: LoadMatrix, cluster: ClusterSpec) -> IntArray:
     """Returns a rank for each expert, int64 [E], so that nodes are level and have what their own ranks want.
 
     Ranks own as many experts as by ``owner_of_experts``. The heaviest comes first, to the node that wants it most of
-    those that it does not bring above the mean, or to the one with least; there to the rank with least. A *node* is a
+    those with room that have no more than it above the one with least; there to the rank with least. A *node* is a
     domain of the links. Ties go to the lower number.
     """
     R, E, node_R = load.num_ranks, load.num_experts, link_domains_of(cluster)
     supply_NE, tokens_E = tokens_by_node(load.tokens_RE, node_R)
+    ranks_N = np.bincount(node_R)
     room_R, load_R = np.bincount(owner_of_experts(E, R), minlength=R), np.zeros(R, np.int64)
-    mean_N = tokens_E.sum() * np.bincount(node_R) / R
     home_E = np.empty(E, np.int64)
     for expert in np.argsort(-tokens_E, kind="stable"):
-        open_N = np.bincount(node_R, room_R) > 0
-        load_N = np.bincount(node_R, load_R)
-        below_N = open_N & (load_N + tokens_E[expert] <= mean_N)
-        if below_N.any():
-            node = int(np.where(below_N, supply_NE[:, expert], -1).argmax())
-        else:
-            node = int(np.where(open_N, load_N / mean_N.clip(min=1), np.inf).argmin())
+        # of each rank there, so that nodes of any size compare
+        load_N = np.where(np.bincount(node_R, room_R) > 0, np.bincount(node_R, load_R) / ranks_N, np.inf)
+        near_N = load_N <= load_N.min() + tokens_E[expert] / ranks_N
+        node = np.where(near_N, supply_NE[:, expert], -1).argmax()
         ranks = np.flatnonzero((node_R == node) & (room_R > 0))
         home = ranks[load_R[ranks].argmin()]
         home_E[expert] = home

@@ -36,6 +36,7 @@ STRATEGIES = {
     "ep pipelined": {"sharding": EP, "overlap": ms.Pipelined(chunks=2)},
     "ep mega": {"sharding": EP, "overlap": ms.MegaKernel()},
     "lent": {"sharding": LENT, **GREEDY},
+    "lent by node": {"sharding": LENT.replace(lend="hierarchical"), **GREEDY},
     "lent pipelined": {"sharding": LENT, **GREEDY, "overlap": ms.Pipelined(chunks=4)},
     "lent mega slots": {
         "sharding": LENT,

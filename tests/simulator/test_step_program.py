@@ -75,6 +75,7 @@ def steps(draw: st.DrawFn, *shardings: ms.Ep | ms.Fsep) -> tuple[ms.Strategy, ms
 ON_DEMAND = (
     ms.Ep(),
     ms.Ep(slots_per_rank=4),
+    ms.Ep(slots_per_rank=4, lend="hierarchical"),
     ms.Fsep(slots_per_rank=4),
     ms.Fsep(slots_per_rank=4, restore="hierarchical"),
     ms.Fsep(slots_per_rank=4, reshard="hierarchical"),
@@ -374,11 +375,23 @@ def issued_by_layers(strategy: ms.Strategy, cluster: ms.ClusterSpec) -> list[tup
         chunked(fsep(prefetch_layers=1, delay_reshard=True), 2),
         fsep(prefetch_layers=2, restore="hierarchical"),
         fsep(reshard="hierarchical"),
+        chunked(fsep().replace(sharding=ms.Ep(slots_per_rank=4, lend="hierarchical"), balance=ms.Static()), 2),
         chunked(fsep(prefetch_layers=1, delay_reshard=True, restore="hierarchical", reshard="hierarchical"), 2),
         chunked(fsep(reshard_after_forward=False, delay_reshard=True), 1),
         fsep(prefetch_layers=1).replace(lag=0),
     ],
-    ids=["ep", "ep-3", "fsep", "fsep-ahead-2", "hierarchical-ahead", "home", "home-ahead-2", "kept", "lag-0"],
+    ids=[
+        "ep",
+        "ep-3",
+        "fsep",
+        "fsep-ahead-2",
+        "hierarchical-ahead",
+        "home",
+        "lent by node",
+        "home-ahead-2",
+        "kept",
+        "lag-0",
+    ],
 )
 def test_all_to_alls_are_issued_in_the_order_of_the_layers(ranks: LocalRanks, monkeypatch, strategy):
     simulated: list[tuple[str, str]] = []

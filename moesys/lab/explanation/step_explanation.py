@@ -137,7 +137,8 @@ def _schedule_words(strategy: Strategy) -> list[str]:
             f"gradients {summed}resharded {'behind the next backward' if sharding.delay_reshard else 'at once'}"
         )
     elif sharding.lends:
-        words.append("experts lent by their owners, when they are needed")
+        by_node = ", a copy a node that is passed on there; gradients return so" * (sharding.lend == "hierarchical")
+        words.append(f"experts lent by their owners, when they are needed{by_node}")
     else:
         words.append("experts stay on their owners")
     return words

@@ -454,10 +454,11 @@ def test_a_mega_kernel_says_its_tasks_and_its_memory(overlap, said):
     "sharding",
     [
         Ep(slots_per_rank=2),
+        Ep(slots_per_rank=2, lend="hierarchical"),
         Fsep(slots_per_rank=3, restore="hierarchical"),
         Fsep(slots_per_rank=3, reshard="hierarchical"),
     ],
-    ids=["whole experts", "node by node", "sums of nodes"],
+    ids=["whole experts", "copies a node", "node by node", "sums of nodes"],
 )
 def test_experts_that_nobody_pulls_take_no_memory(sharding):
     fused = FSEP.replace(sharding=sharding, overlap=MegaKernel())
@@ -466,6 +467,8 @@ def test_experts_that_nobody_pulls_take_no_memory(sharding):
     assert step.mega.pulled_bytes == 0
     assert "where they pull experts" not in str(step)
     summed = isinstance(sharding, Fsep) and sharding.reshard == "hierarchical"
+    lent_so = isinstance(sharding, Ep) and sharding.lend == "hierarchical"
+    assert ("needed, a copy a node that is passed on there" in str(step)) == lent_so
     assert ("gradients summed inside nodes and resharded at once" in str(step)) == summed
 
 
