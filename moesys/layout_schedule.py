@@ -57,7 +57,7 @@ class PlanRequest:
             self.slots_R,
             model=self.model,
             previous=self.previous,
-            sharding=self.strategy.sharding,
+            strategy=self.strategy,
             units_per_token=self.units_per_token,
         )
 

@@ -129,12 +129,13 @@ def plan_layer(
         problem = PlanningProblem.of_layout(load, cluster, strategy.slots(model, cluster), model)
         return LayerPlan(plan_quotas(problem, strategy.balance), turn)
     if layout is None or strategy.lag == 0:
-        slots, sharding = strategy.early_slots(model, cluster), strategy.sharding
-        layout = plan_layout(load, cluster, strategy.balance, slots, model=model, sharding=sharding)
+        slots = strategy.early_slots(model, cluster)
+        layout = plan_layout(load, cluster, strategy.balance, slots, model=model, strategy=strategy)
     if late := strategy.late_slots:
         slots_R = strategy.slots(model, cluster)
         layout = fill_late_slots(load, layout, cluster, model, strategy.sharding, late, slots_R)
-    return LayerPlan(split_tokens(load, layout, cluster, strategy.split, turn, model=model), turn)
+    tokens = split_tokens(load, layout, cluster, strategy.split, turn, model=model, overlap=strategy.overlap)
+    return LayerPlan(tokens, turn)
 
 
 def split_tables(

@@ -26,8 +26,8 @@ from moesys.config import (
     Llep,
     ModelShape,
     MoonEp,
-    Sharding,
     Static,
+    Strategy,
     UltraEp,
 )
 from moesys.layout import ExpertLayout
@@ -42,7 +42,7 @@ def plan_layout(
     *,
     model: ModelShape | None = None,
     previous: ExpertLayout | None = None,
-    sharding: Sharding | None = None,
+    strategy: Strategy | None = None,
     units_per_token: int = 1,
 ) -> ExpertLayout:
     """Returns the layout that ``config`` chooses for ``load``, with S as wide as the widest rank.
@@ -50,8 +50,8 @@ def plan_layout(
     ``slots_per_rank`` is one number for all ranks or one a rank. ``previous``, the layout in force, lets ``Greedy`` and
     ``CpSat`` stay with it when it is as good as a new one, and is where ``FlexMoe`` begins; the others do not look.
     ``model`` is the layer's shape where it is known: then ``Greedy`` weighs balance against tokens between nodes by
-    their seconds on ``cluster``, and with ``sharding`` against those of experts on their way, so that it may leave
-    slots empty. The others count tokens.
+    their seconds on ``cluster``. With ``strategy``, of which it asks how experts and rows travel, it weighs experts on
+    their way as well, so that it may leave slots empty. The others count tokens.
 
     Only the proportions of ``load`` matter, so a sum over micro-batches serves as well as their mean; but
     ``Greedy.move_tokens`` counts in its unit, and beside experts on their way a token is ``units_per_token`` of them.
@@ -60,7 +60,7 @@ def plan_layout(
     no layout is what ``config`` asks for: too few slots, or too few of them on distinct ranks of a node or domain. So
     does a planner of one's own that raises, or returns what is no layout for these ranks and slots.
     """
-    problem = PlanningProblem.of_layout(load, cluster, slots_per_rank, model, previous, sharding, units_per_token)
+    problem = PlanningProblem.of_layout(load, cluster, slots_per_rank, model, previous, strategy, units_per_token)
     match config:
         case Static():
             return static_layout(problem, config)

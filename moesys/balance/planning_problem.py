@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from numbers import Integral
 
-from moesys.config import ClusterSpec, ModelShape, Sharding
+from moesys.config import ClusterSpec, ModelShape, Overlap, Sharding, Strategy
 from moesys.layout import ExpertLayout
 from moesys.load import LoadMatrix
 
@@ -23,6 +23,7 @@ class PlanningProblem:
     - ``model``: the layer's shape, None where the caller does not know it;
     - ``turn``: the number of the micro-batch, which rotates the tokens that do not divide evenly;
     - ``sharding``: how experts come to their slots, None where that costs nothing or is not known;
+    - ``overlap``: how rows travel, None where that is not known;
     - ``units_per_token``: counts of ``load`` that are one token of a micro-batch.
 
     ``plan_layout`` and ``split_tokens`` make it by ``of_layout`` and ``of_split``, which check that its parts belong
@@ -36,6 +37,7 @@ class PlanningProblem:
     model: ModelShape | None = None
     turn: int = 0
     sharding: Sharding | None = None
+    overlap: Overlap | None = None
     units_per_token: int = 1
 
     @classmethod
@@ -46,10 +48,11 @@ class PlanningProblem:
         slots_per_rank: int | Sequence[int],
         model: ModelShape | None = None,
         previous: ExpertLayout | None = None,
-        sharding: Sharding | None = None,
+        strategy: Strategy | None = None,
         units_per_token: int = 1,
     ) -> PlanningProblem:
-        """Makes the problem of choosing a layout; ``slots_per_rank`` is one number for all ranks or one a rank.
+        """Makes the problem of choosing a layout; ``slots_per_rank`` is one number for all ranks or one a rank, and
+        experts and rows travel as ``strategy`` has it.
 
         Raises ValueError when load, model, cluster, slots and previous do not belong together.
         """
@@ -57,7 +60,8 @@ class PlanningProblem:
         slots_R = _checked_slots(load, cluster, slots_per_rank)
         if previous is not None:
             _check_previous(previous, load, slots_R)
-        return cls(load, cluster, slots_R, previous, model, sharding=sharding, units_per_token=units_per_token)
+        problem = cls(load, cluster, slots_R, previous, model, units_per_token=units_per_token)
+        return problem if strategy is None else replace(problem, sharding=strategy.sharding, overlap=strategy.overlap)
 
     @classmethod
     def of_split(
@@ -67,6 +71,7 @@ class PlanningProblem:
         cluster: ClusterSpec,
         turn: int = 0,
         model: ModelShape | None = None,
+        overlap: Overlap | None = None,
     ) -> PlanningProblem:
         """Makes the problem of dividing tokens over the replicas of ``layout``.
 
@@ -83,7 +88,7 @@ class PlanningProblem:
                 f"the load is for {load.num_experts} experts, the layout for {layout.num_experts}; "
                 "plan both for the same model"
             )
-        return cls(load, cluster, (layout.num_slots,) * layout.num_ranks, layout, model, turn)
+        return cls(load, cluster, (layout.num_slots,) * layout.num_ranks, layout, model, turn, overlap=overlap)
 
     def over(self, layout: ExpertLayout) -> PlanningProblem:
         """Returns the same problem with ``layout`` in force, for planners that judge a layout by a split over it."""

@@ -7,7 +7,7 @@ from moesys.balance.baselines.proportional_split import proportional_split
 from moesys.balance.flow.flow_split import flow_split
 from moesys.balance.own_planners import own_split
 from moesys.balance.planning_problem import PlanningProblem
-from moesys.config import ClusterSpec, EvenSplit, FlowSplit, ModelShape, Proportional, Quotas, Split
+from moesys.config import ClusterSpec, EvenSplit, FlowSplit, ModelShape, Overlap, Proportional, Quotas, Split
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.load import LoadMatrix
 
@@ -20,16 +20,18 @@ def split_tokens(
     turn: int = 0,
     *,
     model: ModelShape | None = None,
+    overlap: Overlap | None = None,
 ) -> TokenPlan:
     """Divides the tokens of ``load`` over the replicas of ``layout``, as ``config`` says.
 
     ``turn``, the number of the micro-batch, rotates the tokens that do not divide evenly over the replicas. ``model``
     is the layer's shape where it is known: ``FlowSplit(max_inter_node="seconds")`` asks for it, others count tokens.
+    ``overlap`` says how rows travel: where a token crosses to a node once, ``FlowSplit`` keeps rows to near nodes.
 
     Raises ValueError when load, model, layout and cluster do not belong together, where a split by seconds gets no
     model, for ``Quotas``, and where a split of one's own raises, or returns what does not send every token to a holder.
     """
-    problem = PlanningProblem.of_split(load, layout, cluster, turn, model)
+    problem = PlanningProblem.of_split(load, layout, cluster, turn, model, overlap)
     match config:
         case EvenSplit():
             return even_split(problem, config)

@@ -30,6 +30,15 @@ def levels_of(cluster: ClusterSpec, node_R: IntArray) -> IntArray:
     return np.stack([domain_R, node_R] if domain_R[-1] > node_R[-1] else [node_R, domain_R])
 
 
+def blocks_of_nodes(node_R: IntArray) -> IntArray:
+    """Returns the block that each rank is in, int64 [L, R], of 2 nodes, of 4, and so on, as long as there are several.
+
+    Where a token crosses to a node once, rows that keep to near nodes share its crossing.
+    """
+    num_levels = max(int(node_R[-1]).bit_length() - 1, 0)
+    return np.array([node_R >> level for level in range(1, num_levels + 1)]).reshape(num_levels, len(node_R))
+
+
 def domains_of(cluster: ClusterSpec, replicas_within: Within) -> tuple[int, ...]:
     """Returns for each rank, [R], the number of the part of the cluster that an expert's replicas may not leave."""
     match replicas_within:

@@ -69,7 +69,8 @@ def test_greedy_leaves_experts_at_home_where_they_stay_whole(lend):
     owner_E, experts = owner_of_experts(model.num_experts, 16), np.arange(model.num_experts)
 
     def plan(sharding: ms.Ep | ms.Fsep) -> ms.ExpertLayout:
-        return plan_layout(load, cluster, ms.Greedy(), 6, model=model, sharding=sharding)
+        strategy = ms.Strategy(name="whole", sharding=sharding, balance=ms.Greedy())
+        return plan_layout(load, cluster, strategy.balance, 6, model=model, strategy=strategy)
 
     layout = plan(ms.Ep(slots_per_rank=6, lend=lend))
     assert (layout.replicas_RE[owner_E, experts] == 1).all()

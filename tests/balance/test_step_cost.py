@@ -18,6 +18,8 @@ from moesys.balance.greedy.spread import spread
 from moesys.balance.topology import link_domains_of, tokens_by_node
 from moesys.config import presets
 from moesys.layout import EMPTY
+from moesys.row_traffic import row_traffic
+from moesys.step import StepPlan, plan_layer, simulate
 from moesys.traces import generate
 
 WIDE = ms.ModelShape(hidden_size=64, intermediate_size=8, num_experts=1, top_k=1, dtype="bfloat16")
@@ -69,6 +71,61 @@ def test_a_split_costs_what_its_bytes_and_rows_take(data, instance, joined):
     prices, _ = with_experts(prices_of(model, cluster, plan.load.total), layout, model, cluster, sharding)
     expected_s = step_seconds(plan, model, cluster, sharding)
     assert cost_of(plan, cluster, prices) * prices.unit_s == pytest.approx(expected_s, rel=1e-3)
+
+
+def once_seconds(plan: ms.TokenPlan, model: ms.ModelShape, cluster: ms.ClusterSpec, overlap: ms.Overlap) -> float:
+    """A step's products, and every all-to-all of its rows, forward and backward, from the bytes of each stage."""
+    loads = row_traffic(plan, model, cluster, overlap).loads(model, cluster)
+    sent_s = 2 * sum(float(load.seconds_L.max()) for load in loads.values())
+    return sent_s + plan.tokens_R.max() * row_seconds(model, cluster)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    data=st.data(),
+    tokens_RE=st.lists(st.lists(st.integers(0, 10**5), min_size=4, max_size=4), min_size=2, max_size=2),
+    top_k=st.integers(1, 4),
+    combine=st.sampled_from(["ordered", "per_node"]),
+)
+def test_a_split_costs_what_rows_take_that_cross_once(data, tokens_RE, top_k, combine):
+    """Exactly between two ranks that are nodes, as it is by nodes that tokens are counted."""
+    load = ms.LoadMatrix(tokens_RE)
+    layout = ms.ExpertLayout(data.draw(st.sampled_from([[[0, 1], [2, 3]], [[0, 1, 2], [3, 1, 2]]])), num_experts=4)
+    model = WIDE.replace(num_experts=4, top_k=top_k)
+    cluster = ms.ClusterSpec(num_nodes=2, ranks_per_node=1, memory_gb_per_s=1000)
+    overlap = ms.Sequential(node_dispatch="once", combine=combine)
+    plan = split_tokens(load, layout, cluster, ms.FlowSplit(), overlap=overlap)
+    prices = prices_of(model, cluster, load.total, overlap)
+    expected_s = once_seconds(plan, model, cluster, overlap)
+    # whole tokens cross
+    several = 8 * model.hidden_size * 2 / (cluster.inter_node_gb_per_s * 1e9)
+    assert cost_of(plan, cluster, prices) * prices.unit_s == pytest.approx(expected_s, rel=1e-3, abs=several)
+
+
+@pytest.mark.parametrize("slots", [5, 8])
+def test_a_layout_for_rows_that_cross_once_takes_less_than_one_for_rows_that_all_do(slots):
+    """Simulated, and about what it was thought to cost."""
+    model, cluster = presets.QWEN3_30B_A3B, presets.h100(4)
+    how = ms.Generated(skew=1.0, spread=0.1, num_layers=1, tokens_per_rank=8192, warmup=0, steps=1)
+    load = ms.LoadMatrix(generate(how, 32, 128, 8, seed=0).tokens_SLRE[0, 0])
+    once = ms.Sequential(node_dispatch="once", combine="per_node")
+    strategy = ms.Strategy(
+        name="once",
+        sharding=ms.Fsep(slots_per_rank=slots, prefetch_layers=1, delay_reshard=True),
+        balance=ms.Greedy(),
+        split=ms.FlowSplit(max_inter_node="seconds"),
+        overlap=once,
+    )
+    seconds = []
+    for planned_as in (once, ms.Sequential()):
+        planner = strategy.replace(overlap=planned_as)
+        layout = plan_layout(load, cluster, strategy.balance, slots, model=model, strategy=planner)
+        layer = plan_layer(strategy, model, cluster, load, layout=layout)
+        seconds.append(simulate(StepPlan(strategy, model, cluster, (layer,))).length_us / 1e6)
+        prices = prices_of(model, cluster, load.total, once)
+        rows_s = cost_of(layer.tokens, cluster, prices) * prices.unit_s
+        assert rows_s == pytest.approx(once_seconds(layer.tokens, model, cluster, once), rel=0.1)
+    assert seconds[0] < seconds[1]
 
 
 @settings(max_examples=60, deadline=None)
@@ -151,21 +208,22 @@ def test_drifted_loads_have_as_many_tokens_and_the_drift_that_was_asked_for():
 
 def test_ranks_leave_slots_empty_where_experts_are_dear():
     sharding = ms.Fsep(slots_per_rank=3, prefetch_layers=1, delay_reshard=True)
+    hidden = ms.Strategy(name="hidden", sharding=sharding)
     cluster = ms.ClusterSpec(num_nodes=2, ranks_per_node=2, inter_node_gb_per_s=0.1)
     load = ms.LoadMatrix(np.random.default_rng(0).integers(1, 50, (4, 4)))
     model = presets.MIXTRAL_8X7B.replace(num_experts=4)
     known = {"model": model}
-    full = plan_layout(load, cluster, ms.Greedy(), 3, sharding=sharding, **known)
+    full = plan_layout(load, cluster, ms.Greedy(), 3, strategy=hidden, **known)
     assert full.filled_R.sum() == 12
-    waited_for = sharding.replace(prefetch_layers=0, delay_reshard=False)
-    few = plan_layout(load, cluster, ms.Greedy(), 3, sharding=waited_for, **known)
+    waited_for = hidden.replace(sharding=sharding.replace(prefetch_layers=0, delay_reshard=False))
+    few = plan_layout(load, cluster, ms.Greedy(), 3, strategy=waited_for, **known)
     assert few.filled_R.tolist() == [1, 1, 1, 1]
     # With so many tokens that rows are dearer than experts, all slots pay.
     many = ms.LoadMatrix(load.tokens_RE * 10**7)
-    assert plan_layout(many, cluster, ms.Greedy(), 3, sharding=waited_for, **known).filled_R.sum() == 12
+    assert plan_layout(many, cluster, ms.Greedy(), 3, strategy=waited_for, **known).filled_R.sum() == 12
     # The same, in units of a ten-millionth of a token.
     units = {"units_per_token": 10**7, **known}
-    assert plan_layout(many, cluster, ms.Greedy(), 3, sharding=waited_for, **units) == few
+    assert plan_layout(many, cluster, ms.Greedy(), 3, strategy=waited_for, **units) == few
     # A layout in force with empty slots is kept as it is.
-    again = plan_layout(load, cluster, ms.Greedy(), 3, model=model, previous=few, sharding=waited_for)
+    again = plan_layout(load, cluster, ms.Greedy(), 3, model=model, previous=few, strategy=waited_for)
     assert again == few

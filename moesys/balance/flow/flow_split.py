@@ -12,10 +12,10 @@ from moesys.balance.flow.min_cost_flow import min_cost_flow
 from moesys.balance.flow.min_cost_push import min_cost_push
 from moesys.balance.flow.min_max_flow import min_max_flow, new_flow
 from moesys.balance.flow.replica_table import group_by_node, list_replicas
-from moesys.balance.flow.step_cost import prices_of, split_cost
+from moesys.balance.flow.step_cost import crosses_once, prices_of, split_cost
 from moesys.balance.flow.token_routes import route_tokens
 from moesys.balance.planning_problem import PlanningProblem
-from moesys.balance.topology import levels_of, link_domains_of, nodes_of, tokens_by_node
+from moesys.balance.topology import blocks_of_nodes, levels_of, link_domains_of, nodes_of, tokens_by_node
 from moesys.compiled import compiled
 from moesys.config import ClusterSpec, FlowSplit
 from moesys.layout import ExpertLayout, TokenPlan
@@ -39,10 +39,12 @@ def flow_split(problem: PlanningProblem, config: FlowSplit) -> TokenPlan:
     load, layout, cluster, turn = problem.load, problem.layout_in_force, problem.cluster, problem.turn
     node_R = link_domains_of(cluster)
     level_LR = levels_of(cluster, nodes_of(cluster))
+    if crosses_once(problem.overlap, cluster):
+        level_LR = np.concatenate([level_LR, blocks_of_nodes(node_R)])
     if config.max_inter_node == "seconds":
         if problem.model is None:
             raise ValueError("max_inter_node='seconds' is of a layer's shape; give model, or use a share or None")
-        prices = prices_of(problem.model, cluster, load.total)
+        prices = prices_of(problem.model, cluster, load.total, problem.overlap)
         if config.traffic == "fast":
             entries = split_by_cost(load.tokens_RE, layout.expert_RS, node_R, level_LR, turn, prices)
             return TokenPlan.by_construction(entries, load, layout)

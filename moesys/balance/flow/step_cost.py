@@ -4,6 +4,9 @@ A step sends every row four times, to its expert and back, forward and backward.
 busiest link; a rank computes once its own rows are there, so that of two of the four only those of its own links count.
 Experts that come meanwhile share the links with these two. Products, gathers and links are those of ``moesys.cost``,
 without latencies, tiles and memory. Integers, but for shares, which doubles cut alike on all ranks.
+
+Where tokens cross to a node once (``row_traffic``), as many do as are expected of K independent choices, by nodes, not
+by ranks; rows then spread inside, and sums are collected there. Rows go to near nodes first, as a split routes them.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from moesys.compiled import compiled
-from moesys.config import ClusterSpec, Fsep, ModelShape, Sharding
+from moesys.config import ClusterSpec, Fsep, ModelShape, Overlap, Sharding
 from moesys.cost import (
     FloatArray,
     link_seconds,
@@ -36,7 +39,8 @@ class Prices(NamedTuple):
     ``row`` [1]: computed, forward and backward; ``inside`` [1]: sent or received inside its domain by a rank, once;
     ``nics`` [1]: sent or received by a node between domains, once; ``nics_R``: the node of each rank; ``experts_2C``:
     of experts that come while rows are on their way there, in all, over each node's NICs and inside domains;
-    ``passes`` [1]: of two, those in which they come.
+    ``passes`` [1]: of two, those in which they come; ``once`` [2]: choices of a token that crosses once, 0 where every
+    row does, and whether sums come home.
     """
 
     unit_s: float
@@ -46,6 +50,7 @@ class Prices(NamedTuple):
     nics_R: IntArray
     experts_2C: IntArray
     passes: IntArray
+    once: IntArray
 
 
 def row_seconds(model: ModelShape, cluster: ClusterSpec) -> float:
@@ -55,8 +60,11 @@ def row_seconds(model: ModelShape, cluster: ClusterSpec) -> float:
     )
 
 
-def prices_of(model: ModelShape, cluster: ClusterSpec, num_tokens: int) -> Prices:
-    """Returns the prices of a token of ``model`` on ``cluster``, for sums over ``num_tokens``."""
+def prices_of(model: ModelShape, cluster: ClusterSpec, num_tokens: int, overlap: Overlap | None = None) -> Prices:
+    """Returns the prices of a token of ``model`` on ``cluster``, for sums over ``num_tokens``.
+
+    Rows travel as ``overlap`` says; where fast links join several nodes, or a part of one, as if each went by itself.
+    """
     row_bytes = model.hidden_size * model.bytes_per_element
     row = row_seconds(model, cluster)
     inside = row_bytes / (cluster.intra_node_gb_per_s * 1e9)
@@ -65,7 +73,17 @@ def prices_of(model: ModelShape, cluster: ClusterSpec, num_tokens: int) -> Price
     row_1, inside_1, nics_1 = _rounded(np.array([[row], [inside], [nics]]) / unit)
     no_experts_2C = np.zeros((2, cluster.num_nodes), np.int64)
     nics_R = np.asarray(cluster.node_of_rank)
-    return Prices(unit, row_1, inside_1, nics_1, nics_R, no_experts_2C, np.zeros(1, np.int64))
+    once = np.zeros(2, np.int64)
+    if crosses_once(overlap, cluster):
+        once[:] = model.top_k, overlap is not None and overlap.sums_by_node(cluster.num_nodes)
+    return Prices(unit, row_1, inside_1, nics_1, nics_R, no_experts_2C, np.zeros(1, np.int64), once)
+
+
+def crosses_once(overlap: Overlap | None, cluster: ClusterSpec) -> bool:
+    """Returns whether tokens cross to a node once, and nodes are what fast links join."""
+    return (
+        overlap is not None and overlap.crosses_once(cluster.num_nodes) and cluster.domain_sizes == cluster.node_sizes
+    )
 
 
 def _rounded(units: FloatArray) -> IntArray:
@@ -134,12 +152,77 @@ def split_cost(tokens_RE, supply_NE, node_R, table, tokens_P, prices):  # type: 
         inside = max(sent_R[rank] - out_R[rank], load_R[rank] - kept_R[rank] - in_R[rank]) * prices.inside[0]
         links_C[nics] = max(links_C[nics], inside)
         busiest_C[nics] = max(busiest_C[nics], load_R[rank])
+    home = np.int64(0)
+    for nics in range(num_nics):
+        home = max(home, links_C[nics], max(out_C[nics], in_C[nics]) * prices.nics[0])
+    spread_C = np.zeros(num_nics, np.int64)
+    if prices.once[0]:
+        _cross_once(supply_NE, here_NE, in_R, prices, out_C, in_C, spread_C)
     cost = np.int64(0)
     for nics in range(num_nics):
         between = max(out_C[nics], in_C[nics]) * prices.nics[0]
         arrival_C[nics] = max(between + prices.experts_2C[0, nics], links_C[nics] + prices.experts_2C[1, nics])
         links_C[nics] = max(between, links_C[nics])
-        there = prices.passes[0] * arrival_C[nics] + (2 - prices.passes[0]) * links_C[nics]
+        there = prices.passes[0] * arrival_C[nics] + (2 - prices.passes[0]) * links_C[nics] + 2 * spread_C[nics]
         cost = max(cost, there + busiest_C[nics] * prices.row[0])
-    cost += 2 * links_C.max()
+    if prices.once[1]:
+        home = spread_C.max() + links_C.max()
+    cost += 2 * home
     return cost, cost - busiest_C.max() * prices.row[0]
+
+
+@compiled
+def _cross_once(supply_NE, here_NE, in_R, prices, out_C, in_C, spread_C):  # type: ignore[no-untyped-def]
+    """Puts tokens that cross in the place of rows, ``out_C`` and ``in_C`` [C], and what their rows cost inside into
+    ``spread_C`` [C]: each gate passes on its part of a node's rows, but for what is its own.
+    """
+    rows_NN, choices = _rows_between(supply_NE, here_NE), prices.once[0]
+    num_nodes = rows_NN.shape[0]
+    out_C[:], in_C[:] = 0, 0
+    ranks_N, most_N = np.zeros(num_nodes, np.int64), np.zeros(num_nodes, np.int64)
+    for rank in range(in_R.size):
+        ranks_N[prices.nics_R[rank]] += 1
+        most_N[prices.nics_R[rank]] = max(most_N[prices.nics_R[rank]], in_R[rank])
+    for node in range(num_nodes):
+        chosen, arrived = supply_NE[node].sum(), 0.0
+        for other in range(num_nodes):
+            arrived += rows_NN[other, node]
+            if rows_NN[node, other] > 0:
+                not_there, none_there = 1 - rows_NN[node, other] / chosen, 1.0
+                for _ in range(choices):
+                    none_there *= not_there
+                crossing = np.int64(chosen / choices * (1 - none_there))
+                out_C[node] += crossing
+                in_C[other] += crossing
+        passed_on = max(most_N[node], np.int64(arrived / ranks_N[node])) * (ranks_N[node] - 1) // ranks_N[node]
+        spread_C[node] = passed_on * prices.inside[0]
+
+
+@compiled
+def _rows_between(supply_NE, here_NE):  # type: ignore[no-untyped-def]
+    """Returns rows from each node to each, float64 [N, N]: what an expert has too much of in one goes to the nearest
+    that have too little, in the smallest block of 2, 4, 8, ... nodes first (``blocks_of_nodes``), in proportion.
+    """
+    num_nodes, num_experts = supply_NE.shape
+    rows_NN, out_N, in_N = np.zeros((num_nodes, num_nodes)), np.empty(num_nodes), np.empty(num_nodes)
+    for expert in range(num_experts):
+        for node in range(num_nodes):
+            more = supply_NE[node, expert] - here_NE[node, expert]
+            out_N[node], in_N[node] = max(more, 0), max(-more, 0)
+        size = 2
+        while size < 2 * num_nodes:
+            for first in range(0, num_nodes, size):
+                end = min(first + size, num_nodes)
+                out, into = out_N[first:end].sum(), in_N[first:end].sum()
+                if out == 0 or into == 0:
+                    continue
+                given, taken = min(into / out, 1.0), min(out / into, 1.0)
+                for node in range(first, end):
+                    if out_N[node] > 0:
+                        for other in range(first, end):
+                            rows_NN[node, other] += out_N[node] * given * in_N[other] / into
+                for node in range(first, end):
+                    out_N[node] -= given * out_N[node]
+                    in_N[node] -= taken * in_N[node]
+            size *= 2
+    return rows_NN

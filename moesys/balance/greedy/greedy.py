@@ -11,6 +11,7 @@ from functools import cached_property, partial
 import numpy as np
 
 from moesys.balance.flow.flow_split import least_crossing
+from moesys.balance.flow.step_cost import crosses_once
 from moesys.balance.greedy.builders import Builders, Built
 from moesys.balance.greedy.local_search import MoveConstraints, local_search
 from moesys.balance.greedy.numbering import Numbers
@@ -48,6 +49,8 @@ MOST_IMPROVED = 2
 # Parts of a rank's mean that a place on a node is for, where nodes choose their experts: the smaller, the more nodes
 # have an expert, and the better loads can drift.
 PARTS, PARTS_OF_MUCH_DRIFT = (1, 2, 4), (2, 4, 8)
+# Nodes that hold all experts between them, where a token crosses to each once: a block that splits keep rows to.
+GROUPS = (2, 4, 8)
 # How many times the evaluations of a search go into repair, and then into a search for the load itself: one scenario
 # each.
 REPAIR_EFFORT = 16
@@ -187,6 +190,8 @@ class _Planner:
         if num_nodes > 1:
             parts = PARTS if self.config.drift < MUCH_DRIFT else PARTS_OF_MUCH_DRIFT
             kinds += [partial(builders.node_first, each, num_nodes) for each in parts]
+            if crosses_once(self.problem.overlap, self.problem.cluster):
+                kinds += [partial(builders.node_first, parts[0], group) for group in GROUPS if group < num_nodes]
             kinds.append(builders.each_node)
         return kinds
 

@@ -67,7 +67,7 @@ class StepJudge:
 
     @cached_property
     def _prices(self) -> Prices:
-        return prices_of(self.model, self.problem.cluster, int(self.numbers.tokens_RE.sum()))
+        return prices_of(self.model, self.problem.cluster, int(self.numbers.tokens_RE.sum()), self.problem.overlap)
 
     def _prices_with(self, expert_RS: IntArray) -> tuple[Prices, int]:
         """Prices of tokens beside the layout's experts on their way, and what their gradients cost; in the load's unit,

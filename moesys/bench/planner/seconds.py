@@ -100,6 +100,10 @@ class Planner:
     sharding: Sharding = _FLAT
     homes: bool = False
 
+    def strategy(self, slots: int) -> Strategy:
+        sharding = self.sharding.replace(slots_per_rank=slots)
+        return Strategy(name=self.name, sharding=sharding, balance=self.balance, split=self.split, overlap=self.overlap)
+
     def layout(
         self, model: ModelShape, cluster: ClusterSpec, slots: int, past: LoadMatrix, planned_for: LoadMatrix
     ) -> ExpertLayout:
@@ -107,10 +111,7 @@ class Planner:
         if not self.by_seconds:
             return plan_layout(planned_for, cluster, self.balance, slots)
         balance = self.balance.replace(drift=measured_drift(past, planned_for))
-        return plan_layout(planned_for, cluster, balance, slots, model=model, sharding=self.with_slots(slots))
-
-    def with_slots(self, slots: int) -> Sharding:
-        return self.sharding.replace(slots_per_rank=slots)
+        return plan_layout(planned_for, cluster, balance, slots, model=model, strategy=self.strategy(slots))
 
 
 _PINNED = Planner(
@@ -190,8 +191,7 @@ def main(num_seeds: int, drift: float = 0.0, *, out: Path | None = None, json_pa
         f"A layer's forward and backward of {TOKENS_PER_RANK} tokens a rank on H100 nodes of 8, experts fully sharded, "
         f"one part after another; log-normal popularity of skew 1, drift {drift:g} to the later sample; {num_seeds} "
         "seeds.",
-        "once a node: a token crosses to a node once, and one sum a node comes home; layouts and splits are planned as "
-        "if every row crossed.",
+        "once a node: a token crosses to a node once, and one sum a node comes home.",
         "experts node by node: they reach a node once, and one sum of their gradients leaves it.",
         "pinned homes: experts whole on owners, chosen on the past load; what fills other slots is lent, once a node.",
         "over LAER, even: below 1 is faster than LAER-MoE's planner with its even split; median [p20, p80] over seeds.",
@@ -220,13 +220,7 @@ def _row(
     baseline_ms: list[float],
 ) -> Row:
     model, cluster = setting.model, presets.h100(setting.num_nodes)
-    strategy = Strategy(
-        name=planner.name,
-        sharding=planner.with_slots(setting.slots),
-        balance=planner.balance,
-        split=planner.split,
-        overlap=planner.overlap,
-    )
+    strategy = planner.strategy(setting.slots)
     row = Row(setting.name, cluster.num_ranks, setting.slots, planner.name, [], [], [], [], baseline_ms)
     for past, planned_for, later in loads:
         if planner.homes:

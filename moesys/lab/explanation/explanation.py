@@ -108,7 +108,9 @@ def _newest_change(walk: Sequence[Replayed]) -> tuple[LayoutChange | None, int]:
 def _changed(one: Replayed, replan: Replan) -> LayoutChange:
     planned_for, predictor = replan.request.load, one.strategy.predictor
     before, after = (
-        split_tokens(planned_for, layout, one.cluster, one.strategy.split, model=one.model).max_over_mean
+        split_tokens(
+            planned_for, layout, one.cluster, one.strategy.split, model=one.model, overlap=one.strategy.overlap
+        ).max_over_mean
         for layout in (replan.replaced, one.layout)
     )
     num_loads = window(predictor)
