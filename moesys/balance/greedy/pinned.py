@@ -32,11 +32,14 @@ def pin_homes(supply_NE, owner_E, slots_R, node_R, expert_RS):  # type: ignore[n
         has_NE[node_R[rank], expert] = True
     for rank in range(slots_R.size):
         free_N[node_R[rank]] += slots_R[rank] - filled_R[rank]
-    for node in range(num_nodes):
-        for expert in np.argsort(-supply_NE[node], kind="mergesort"):
-            if free_N[node] and supply_NE[node, expert] and not has_NE[node, expert]:
-                has_NE[node, expert] = True
-                free_N[node] -= 1
+    lendable_N = np.full(num_nodes, -(-free_N.sum() // num_nodes))
+    for wanted in np.argsort(-supply_NE.ravel(), kind="mergesort"):
+        node, expert = wanted // num_experts, wanted % num_experts
+        home = node_R[owner_E[expert]]
+        if free_N[node] and lendable_N[home] and supply_NE[node, expert] and not has_NE[node, expert]:
+            has_NE[node, expert] = True
+            free_N[node] -= 1
+            lendable_N[home] -= 1
     for expert in range(num_experts):
         for node in range(num_nodes):
             if not has_NE[node, expert] or node == node_R[owner_E[expert]]:
