@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from moesys.balance import Certificate as Certificate
     from moesys.balance import LoadHistory as LoadHistory
     from moesys.balance import PlanningProblem as PlanningProblem
+    from moesys.balance import SecondsCertificate as SecondsCertificate
     from moesys.balance import certify as certify
+    from moesys.balance import certify_seconds as certify_seconds
     from moesys.balance import measured_drift as measured_drift
     from moesys.balance import min_max_load as min_max_load
     from moesys.balance import plan_layout as plan_layout
@@ -151,6 +153,7 @@ _MODULE_OF = {
     "RestOfStep": "moesys.simulator.step_program",
     "RunResult": "moesys.lab.runs.runner",
     "SearchBounds": "moesys.tuner.search_bounds",
+    "SecondsCertificate": "moesys.balance",
     "Sequential": "moesys.config",
     "Simulation": "moesys.simulator.simulation",
     "Space": "moesys.tuner.space",
@@ -168,6 +171,7 @@ _MODULE_OF = {
     "Watch": "moesys.moe.watch",
     "WindowMean": "moesys.config",
     "certify": "moesys.balance",
+    "certify_seconds": "moesys.balance",
     "clip_grad_norm_": "moesys.moe.gradients",
     "compare": "moesys.lab.commands.compare",
     "compare_records": "moesys.lab.runs.comparison",

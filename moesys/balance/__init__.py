@@ -15,6 +15,7 @@ from moesys.balance.layouts import plan_layout, plan_layouts
 from moesys.balance.planning_problem import PlanningProblem
 from moesys.balance.predictors import LoadHistory, measured_drift, window
 from moesys.balance.quotas import plan_quotas
+from moesys.balance.seconds_certificate import SecondsCertificate, certify_seconds
 from moesys.balance.splits import split_tokens
 from moesys.balance.warm_up import warm_up
 
@@ -23,8 +24,10 @@ __all__ = [
     "CpSatPlan",
     "LoadHistory",
     "PlanningProblem",
+    "SecondsCertificate",
     "TightSet",
     "certify",
+    "certify_seconds",
     "fill_late_slots",
     "measured_drift",
     "min_max_load",

@@ -11,7 +11,7 @@ from itertools import islice
 
 import numpy as np
 
-from moesys.balance import min_max_load, split_tokens, window
+from moesys.balance import certify_seconds, min_max_load, split_tokens, window
 from moesys.config import EvenSplit, Oracle, Strategy
 from moesys.config.experiment import Experiment
 from moesys.config.workload import Generated, Measured, Replay
@@ -164,6 +164,7 @@ def _explain_layer(layer: int, step: StepPlan, walk: Sequence[Replayed], times: 
         max_over_mean=tokens.max_over_mean,
         even_max_over_mean=split_tokens(load, layout, cluster, EvenSplit(), plan.turn).max_over_mean,
         least_max_over_mean=least,
+        seconds=certify_seconds(tokens, cluster, step.model, step.strategy),
         on_rank=on_rank,
         within_node=load.total - on_rank - between_nodes,
         between_nodes=between_nodes,

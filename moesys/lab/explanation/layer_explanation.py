@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from moesys.balance import SecondsCertificate
+
 
 @dataclass(frozen=True)
 class ExpertChange:
@@ -56,6 +58,7 @@ class LayerExplanation:
     change: None where the layout is still the first one. num_kept: plans after it that moved nothing.
     tokens_R: that each rank computes. busiest_rank: who has most; ``busiest_tokens`` says of its heaviest experts.
     max_over_mean: of ranks; under ``EvenSplit``; and what no split over this layout can be below.
+    seconds: what a sequential step of this plan takes, and what that of no other takes less than.
     on_rank, within_node, between_nodes: tokens whose expert is on their own rank, on another of its node, elsewhere.
     mean_ms, critical_ms: the layer's share of ``StepExplanation``'s.
     """
@@ -70,6 +73,7 @@ class LayerExplanation:
     max_over_mean: float
     even_max_over_mean: float
     least_max_over_mean: float
+    seconds: SecondsCertificate
     on_rank: int
     within_node: int
     between_nodes: int

@@ -122,6 +122,7 @@ def _split_branch(branch: Tree, layer: LayerExplanation) -> None:
         ("leave the node", layer.between_nodes),
     ):
         add_line(split, name, f"{tokens} tokens ({100 * tokens / max(1, layer.num_tokens):.1f} %)")
+    add_line(split, "seconds", str(layer.seconds))
     rank = layer.busiest_rank
     experts = ", ".join(f"expert {expert} {tokens}" for expert, tokens in layer.busiest_tokens.items() if tokens)
     add_line(split, "busiest", f"rank {rank} with {layer.tokens_R[rank]} tokens: {experts or 'none'}")
