@@ -260,7 +260,8 @@ def straight_and_resumed(path: Path, strategy: ms.Strategy, linked: bool) -> tup
         (TIGHT, False),
         (BEHIND, True),
         (BEHIND.replace(replan_every=3, lag=2), True),
-        (EP.replace(sharding=ms.Ep(slots_per_rank=3), balance=ms.Greedy(), predictor=ms.WindowMean(steps=3)), True),
+        # Greedy leaves experts of so small a model at home
+        (EP.replace(sharding=ms.Ep(slots_per_rank=3), balance=ms.Eplb(), predictor=ms.WindowMean(steps=3)), True),
         (
             EP.replace(sharding=ms.Ep(slots_per_rank=3, lend="hierarchical"), balance=ms.Eplb()),
             True,
