@@ -7,7 +7,7 @@ pure function on integers: equal inputs give equal bytes, on every rank and in e
 
 from moesys.balance.budget import replica_budget
 from moesys.balance.certificate import Certificate, certify
-from moesys.balance.cp_sat.cp_sat import CpSatPlan, solve_cp_sat
+from moesys.balance.cp_sat.cp_sat import CpSatPlan, solve_by_seconds, solve_cp_sat
 from moesys.balance.flow.max_load import TightSet, min_max_load, tight_set
 from moesys.balance.greedy.relabelling import num_moves
 from moesys.balance.late_slots import fill_late_slots
@@ -36,6 +36,7 @@ __all__ = [
     "plan_layouts",
     "plan_quotas",
     "replica_budget",
+    "solve_by_seconds",
     "solve_cp_sat",
     "split_tokens",
     "tight_set",

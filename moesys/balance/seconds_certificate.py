@@ -9,7 +9,7 @@ import numpy as np
 from moesys.balance.flow.replica_table import list_replicas
 from moesys.balance.flow.step_cost import crosses_once, prices_of, row_seconds, split_cost, with_experts
 from moesys.balance.topology import link_domains_of, nodes_of, tokens_by_node
-from moesys.config import ClusterSpec, Fsep, ModelShape, Strategy
+from moesys.config import ClusterSpec, Fsep, ModelShape, Overlap, Sharding, Strategy
 from moesys.cost import GRADIENT_BYTES, FloatArray, restores_per_step
 from moesys.layout import TokenPlan
 from moesys.load import IntArray
@@ -74,16 +74,25 @@ def certify_seconds(plan: TokenPlan, cluster: ClusterSpec, model: ModelShape, st
             f"the plan's layout fills {layout.filled_R[rank]} slots of rank {rank}, sharding={strategy.sharding!r} has "
             f"{slots_R[rank]}; certify it under the strategy that it was planned for"
         )
-    domain_R = link_domains_of(cluster)
+    supply_DE, _ = tokens_by_node(load.tokens_RE, link_domains_of(cluster))
+    products_s = load.total / cluster.num_ranks * row_seconds(model, cluster)
+    rows_s, experts_s = _least_outside(supply_DE, slots_R, cluster, model, strategy)
+    plan_s = plan_seconds(plan, cluster, model, strategy.sharding, strategy.overlap)
+    return SecondsCertificate(plan_s, products_s, rows_s, experts_s)
+
+
+def plan_seconds(
+    plan: TokenPlan, cluster: ClusterSpec, model: ModelShape, sharding: Sharding, overlap: Overlap | None
+) -> float:
+    """Returns what a layer's sequential step costs under ``plan``, as planners count it."""
+    layout, load, domain_R = plan.layout, plan.load, link_domains_of(cluster)
+    prices = prices_of(model, cluster, load.total, overlap)
+    prices, gradients = with_experts(prices, layout, model, cluster, sharding)
     supply_DE, _ = tokens_by_node(load.tokens_RE, domain_R)
-    prices = prices_of(model, cluster, load.total, strategy.overlap)
-    prices, gradients = with_experts(prices, layout, model, cluster, strategy.sharding)
     table = list_replicas(layout.expert_RS, layout.num_experts)
     tokens_P = np.ascontiguousarray(plan.tokens_RER.sum(axis=0)[table.expert_P, table.rank_P])
     cost, _ = split_cost(load.tokens_RE, supply_DE, domain_R, table, tokens_P, prices)
-    products_s = load.total / cluster.num_ranks * row_seconds(model, cluster)
-    rows_s, experts_s = _least_outside(supply_DE, slots_R, cluster, model, strategy)
-    return SecondsCertificate((int(cost) + gradients) * prices.unit_s, products_s, rows_s, experts_s)
+    return (int(cost) + gradients) * prices.unit_s
 
 
 def _least_outside(

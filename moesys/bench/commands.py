@@ -366,7 +366,7 @@ def bench_calibrate(
 def bench_shaped(
     hosts: Annotated[list[int] | None, typer.Option(help="2 or 4, may be repeated; both by default.")] = None,
     case: Annotated[
-        list[str] | None, typer.Option(help="overlap, split or nodes, may be repeated; all by default.")
+        list[str] | None, typer.Option(help="overlap, split, nodes or planners, may be repeated; all by default.")
     ] = None,
     mbit: Annotated[
         list[float] | None, typer.Option(help="Of each link, may be repeated; instead of the cases' own.")

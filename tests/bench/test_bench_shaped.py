@@ -55,7 +55,7 @@ def test_the_cases_of_the_full_run() -> None:
     assert {plan.case.num_hosts for plan in plans} == {2, 4}
     assert sum(plan.half for plan in plans) == 4
     assert sum(len(plan.case.strategies) for plan in plans) >= 12
-    assert {plan.case.name for plan in plans} == {"overlap", "split", "nodes"}
+    assert {plan.case.name for plan in plans} == {"overlap", "split", "nodes", "planners"}
     asked = cases.asked_for((2,), (100.0, 500.0), 250.0, ("overlap",))
     assert [(p.case.mbit_per_s, p.case.latency_us, p.half) for p in asked] == [(100, 250, False), (500, 250, False)]
 
@@ -66,7 +66,7 @@ def test_the_cases_of_the_full_run() -> None:
         (((3,),), "hosts=3 is not measured here; use 2 or 4"),
         (((2,), (5.0,)), "mbit=5 must be between 10 and 10000"),
         (((2,), (), -1.0), "latency_us=-1 must be between"),
-        (((2,), (), 0.0, ("node",)), "case='node' is none of them; use overlap, split, nodes"),
+        (((2,), (), 0.0, ("node",)), "case='node' is none of them; use overlap, split, nodes, planners"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(arguments: tuple[tuple[int, ...]], message: str) -> None:
@@ -148,6 +148,20 @@ def test_the_report_says_what_was_found() -> None:
     assert "50% of the step of 'sequential' is blocked; 'pipelined 2' is 1.33 [1.28, 1.48] times as fast." in page
     data = json.loads(to_json(shaped_report.report([result])))
     assert data["cases"][0]["settings"][0]["samples_ms"] == times[0]
+
+
+def test_pairs_that_differ_are_ranked() -> None:
+    """Of three pairs one does not differ, and of the others one is simulated the wrong way round."""
+    case = cases.planner_case(2, 200, 0)
+    first_ms = [100.0 + repetition for repetition in range(8)]
+    samples = (first_ms, [ms + 10 for ms in first_ms], [ms + (-1) ** i for i, ms in enumerate(first_ms)])
+    settings = [
+        Setting("", strategy, of_one, first_ms, 1.0, 1.0, 0.5, simulated)
+        for strategy, of_one, simulated in zip(case.strategies, samples, (100.0, 105.0, 110.0), strict=False)
+    ]
+    result = CaseResult("", case, False, "none", 0.45, calibrated(case, 50.0, 0.5), settings)
+    assert shaped_report.ranked_pairs([result]) == (1, 2)
+    assert "simulated in their order: 1 of 2" in to_markdown(shaped_report.report([result]))
 
 
 def test_tokens_of_several_choices_choose_popular_experts_more_often_and_none_twice() -> None:

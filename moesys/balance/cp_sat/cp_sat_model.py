@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -15,6 +15,9 @@ from moesys.load import IntArray
 
 if TYPE_CHECKING:
     from ortools.sat.python.cp_model import CpModel, IntVar, LinearExprT
+
+    Expression = Callable[[CpModel, dict[tuple[int, int], IntVar], dict[tuple[int, int], IntVar]], LinearExprT]
+    Objective = Expression | Literal["busiest", "traffic"]
 
 RANDOM_SEED = 1
 # experts that tell equal ranks apart; their weights are powers of two
@@ -35,20 +38,20 @@ def solve(
     layout: ExpertLayout,
     free: tuple[int, ...],
     limits: tuple[int, int],
-    least_traffic: bool,
+    objective: Objective,
     seconds: float,
 ) -> Answer:
     """Plans the ``free`` ranks anew; the others keep their experts, and all ranks share the tokens anew.
 
-    Minimises the busiest rank's tokens, which lie in ``limits``, or within the same limits the tokens between nodes.
-    Free ranks may hold what any of them holds now.
+    Minimises the busiest rank's tokens, which lie in ``limits``, or within the same limits the tokens between nodes, or
+    an expression of tokens and holders by rank and expert. Free ranks may hold what any of them holds now.
     """
     # imported here because it brings pandas along, which no other planner needs
     from ortools.sat.python import cp_model
 
     tokens_E, high = problem.tokens_E, limits[1]
     whole = len(free) == layout.num_ranks
-    exchangeable = _exchangeable(problem, least_traffic) if whole else []
+    exchangeable = _exchangeable(problem, by_node=objective != "busiest") if whole else []
     hint_rows, hint_assigned_RE = _in_order(problem, layout, exchangeable)
     movable = range(len(tokens_E)) if whole else sorted({expert for rank in free for expert in hint_rows[rank]})
     model = cp_model.CpModel()
@@ -77,7 +80,12 @@ def solve(
     for rank in free:
         model.add(sum(holds[rank, expert] for expert in movable) <= problem.usable_R[rank])
     _order(model, problem, holds, exchangeable)
-    model.minimize(_imports(model, problem, tokens) if least_traffic else busiest)
+    if objective == "busiest":
+        model.minimize(busiest)
+    elif objective == "traffic":
+        model.minimize(_imports(model, problem, tokens))
+    else:
+        model.minimize(objective(model, tokens, holds))
 
     solver = cp_model.CpSolver()
     solver.parameters.num_workers = 1
@@ -87,13 +95,14 @@ def solve(
     spent = solver.response_proto.deterministic_time
     if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         return Answer(None, 0, spent)
-    # a whole number, held exactly: tokens are at most 2^50
+    # a whole number, of tokens held exactly: they are at most 2^50
     bound = int(solver.best_objective_bound)
     rows = [
         [expert for expert in movable if solver.boolean_value(holds[rank, expert])] if rank in free else row
         for rank, row in enumerate(hint_rows)
     ]
-    return Answer(problem.layout(filled_up(problem, rows)), bound, spent)
+    # by seconds, slots that stay empty do so for a reason
+    return Answer(problem.layout(rows if callable(objective) else filled_up(problem, rows)), bound, spent)
 
 
 def _keep_inside_one_domain(
@@ -121,12 +130,12 @@ def _imports(model: CpModel, problem: CpSatProblem, tokens: dict[tuple[int, int]
     return sum(imports)
 
 
-def _exchangeable(problem: CpSatProblem, least_traffic: bool) -> list[list[int]]:
-    """Ranks that could change places in any solution: equal slots and domain, and for the traffic one node."""
-    classes: dict[tuple[int, int, int], list[int]] = {}
+def _exchangeable(problem: CpSatProblem, by_node: bool) -> list[list[int]]:
+    """Ranks that could change places in any solution: equal slots and domain, and where traffic counts one node."""
+    classes: dict[tuple[int, ...], list[int]] = {}
     for rank, usable in enumerate(problem.usable_R):
-        node = problem.node_R[rank] if least_traffic else 0
-        classes.setdefault((usable, problem.domain_R[rank], node), []).append(rank)
+        of_links = problem.node_R[rank], problem.planning.cluster.node_of_rank[rank]
+        classes.setdefault((usable, problem.domain_R[rank], *(of_links if by_node else ())), []).append(rank)
     return list(classes.values())
 
 

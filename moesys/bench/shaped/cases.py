@@ -30,7 +30,23 @@ from moesys.bench.shaped.host_steps import (
     measure,
     measure_pieces,
 )
-from moesys.config import Ep, EvenSplit, FlowSplit, Fsep, Greedy, Laer, ModelShape, Pipelined, Sequential, Strategy
+from moesys.config import (
+    Balance,
+    Ep,
+    Eplb,
+    EvenSplit,
+    FlexMoe,
+    FlowSplit,
+    Fsep,
+    Greedy,
+    Laer,
+    ModelShape,
+    Pipelined,
+    Sequential,
+    Split,
+    Static,
+    Strategy,
+)
 from moesys.lab.ranks.pool import LocalRanks, RankTimeouts
 from moesys.lab.runs.environment import available_cores
 from moesys.lab.slow_links.shaped_links import Delay, ShapedLinks, shaped_links
@@ -46,7 +62,8 @@ _SPLIT_TOKENS = 2048
 _CHUNKS = (2, 4)
 _SPLIT_MBIT = 2000.0
 _NODES_TOKENS, _NODES_MBIT = 1024, 200.0
-KINDS = ("overlap", "split", "nodes")
+_PLANNERS_MBIT = (200.0, 1000.0)
+KINDS = ("overlap", "split", "nodes", "planners")
 _SUMS = Sequential(node_dispatch="once", combine="per_node")
 # Where a case's bandwidth is None it is chosen such that half of the first strategy's step is communication.
 _HALF_FROM, _PROBED_MBIT, _HALF_TO = 100.0, 200.0, 2000.0
@@ -145,8 +162,8 @@ def asked_for(
     kinds: Sequence[str] = (),
 ) -> list[Asked]:
     """The cases: overlap over each bandwidth, where communication is half, and there once more with a latency; splits
-    of a skewed router's tokens; and layouts of hosts with several ranks. Given bandwidths, and a latency, replace the
-    rest. ``kinds``: only these.
+    of a skewed router's tokens; layouts of hosts with several ranks; and planners, to be ranked. Given bandwidths, and
+    a latency, replace the rest. ``kinds``: only these.
 
     Raises ValueError for hosts other than 2 or 4, for bandwidths and latencies out of range, and for unknown kinds.
     """
@@ -164,6 +181,7 @@ def asked_for(
     for number in hosts:
         chosen = [Asked(split_case(number, mbit, latency)) for mbit in mbit_per_s or (_SPLIT_MBIT,)]
         chosen += [Asked(node_case(number, mbit, latency)) for mbit in mbit_per_s or (_NODES_MBIT,)]
+        chosen += [Asked(planner_case(number, mbit, latency)) for mbit in mbit_per_s or _PLANNERS_MBIT]
         chosen += [Asked(overlap_case(number, mbit, latency)) for mbit in mbit_per_s or MBIT_PER_S]
         if not mbit_per_s:
             chosen.append(Asked(overlap_case(number, _PROBED_MBIT, latency), half=True))
@@ -214,10 +232,7 @@ def node_case(hosts: int, mbit_per_s: float, latency_us: float) -> ShapedCase:
 
     A host has slots for five eighths of the experts, or three eighths with 4 hosts.
     """
-    popularity = tuple(torch.randn(32, generator=torch.Generator().manual_seed(0)).exp().tolist())
-    shape = ModelShape(hidden_size=256, intermediate_size=64, num_experts=32, top_k=6)
-    sharding = Fsep(slots_per_rank=10 if hosts == 2 else 6)
-    laer = Strategy(name="laer, direct", sharding=sharding, balance=Laer(), split=EvenSplit())
+    laer = Strategy(name="laer, direct", sharding=_fine_grained_slots(hosts), balance=Laer(), split=EvenSplit())
     # Every step has the same tokens: nothing drifts.
     ours = laer.replace(name="node first, direct", balance=Greedy(drift=0), split=FlowSplit())
     strategies = (
@@ -227,8 +242,38 @@ def node_case(hosts: int, mbit_per_s: float, latency_us: float) -> ShapedCase:
         ours.replace(name="node first, once a node", overlap=Sequential(node_dispatch="once")),
         ours.replace(name="node first, sums a node", overlap=_SUMS),
     )
+    return _fine_grained("nodes", hosts, mbit_per_s, latency_us, strategies)
+
+
+def planner_case(hosts: int, mbit_per_s: float, latency_us: float) -> ShapedCase:
+    """As ``node_case``, rows direct: planners that balance tokens, or seconds, or nothing, with the splits that they
+    are used with.
+    """
+    planners: tuple[tuple[str, Balance, Split], ...] = (
+        ("laer, even", Laer(), EvenSplit()),
+        ("laer, flow", Laer(), FlowSplit()),
+        ("static, even", Static(), EvenSplit()),
+        ("eplb, flow", Eplb(), FlowSplit()),
+        ("flex_moe, flow", FlexMoe(), FlowSplit()),
+        ("greedy, flow", Greedy(drift=0), FlowSplit()),
+        ("greedy, even", Greedy(drift=0), EvenSplit()),
+    )
+    sharding = _fine_grained_slots(hosts)
+    strategies = [Strategy(name=name, sharding=sharding, balance=b, split=split) for name, b, split in planners]
+    return _fine_grained("planners", hosts, mbit_per_s, latency_us, tuple(strategies))
+
+
+def _fine_grained_slots(hosts: int) -> Fsep:
+    return Fsep(slots_per_rank=10 if hosts == 2 else 6)
+
+
+def _fine_grained(
+    name: str, hosts: int, mbit_per_s: float, latency_us: float, strategies: tuple[Strategy, ...]
+) -> ShapedCase:
+    popularity = tuple(torch.randn(32, generator=torch.Generator().manual_seed(0)).exp().tolist())
+    shape = ModelShape(hidden_size=256, intermediate_size=64, num_experts=32, top_k=6)
     tokens = (_NODES_TOKENS,) * (2 * hosts)
-    return ShapedCase("nodes", mbit_per_s, latency_us, tokens, shape, strategies, popularity, ranks_per_host=2)
+    return ShapedCase(name, mbit_per_s, latency_us, tokens, shape, strategies, popularity, ranks_per_host=2)
 
 
 def share_of_cores(hosts: int) -> float:

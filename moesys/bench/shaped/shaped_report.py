@@ -5,7 +5,11 @@ from __future__ import annotations
 import statistics
 import sys
 from collections.abc import Sequence
+from itertools import combinations
 from pathlib import Path
+
+import numpy as np
+from scipy.stats import wilcoxon
 
 from moesys.bench.harness.reports import Report, publish
 from moesys.bench.harness.sheets import Sheet
@@ -14,7 +18,7 @@ from moesys.bench.shaped.cases import Asked, CaseResult, bench_shaped
 from moesys.lab.slow_links.namespaces import lacks
 from moesys.lab.slow_links.processor_shares import lacks_shares
 
-_BAR = 0.15
+_BAR, SIGNIFICANT = 0.15, 0.05
 _DELAYS = {
     "none": "no latency of their own",
     "netem": "latency by netem",
@@ -29,6 +33,7 @@ def notes(results: Sequence[CaseResult]) -> list[str]:
     errors = [abs(setting.error) for setting in settings if setting.error is not None]
     delays = "; ".join(_DELAYS[delay] for delay in dict.fromkeys(result.delay for result in results))
     shares = "; ".join(dict.fromkeys(_share_of(result) for result in results))
+    right, differ = ranked_pairs(results)
     told = [
         f"{machine_line(1)}. Hosts are network namespaces of this machine with one rank each, or as many as it says; "
         f"{shares}; links are shaped by tbf both ways; {delays}.",
@@ -41,10 +46,12 @@ def notes(results: Sequence[CaseResult]) -> list[str]:
         "spread. (half): bandwidth chosen so that messages take half of the first strategy's step.",
         f"Simulated within {_BAR:.0%} of measured: {sum(error <= _BAR for error in errors)} of {len(errors)} settings; "
         f"median of errors {statistics.median(errors):.1%}, worst {max(errors):.1%}.",
+        "Pairs of strategies of one case that differ significantly (Wilcoxon signed-rank, paired by repetition, "
+        f"p < {SIGNIFICANT}), simulated in their order: {right} of {differ}.",
     ]
     for result in results:
         first, *others = result.timed
-        if others and (result.half or result.case.name in ("split", "nodes")):
+        if others and (result.half or result.case.name in ("split", "nodes", "planners")):
             speed_up, best = max(
                 ((Spread.of_ratios(first.samples_ms, one.samples_ms), one.strategy.name) for one in others),
                 key=lambda one: one[0].median,
@@ -55,6 +62,23 @@ def notes(results: Sequence[CaseResult]) -> list[str]:
                 f"'{best}' is {speed_up} times as fast."
             )
     return told
+
+
+def ranked_pairs(results: Sequence[CaseResult]) -> tuple[int, int]:
+    """Returns how many pairs of strategies of one case are simulated in the order in which they were measured, and how
+    many differ significantly: by Wilcoxon's signed-rank test over repetitions.
+    """
+    right = differ = 0
+    for result in results:
+        for one, other in combinations(result.timed, 2):
+            longer_ms = np.asarray(one.samples_ms) - np.asarray(other.samples_ms)
+            if not longer_ms.any() or wilcoxon(longer_ms).pvalue >= SIGNIFICANT:
+                continue
+            assert one.simulated_ms is not None
+            assert other.simulated_ms is not None
+            differ += 1
+            right += bool((np.median(longer_ms) > 0) == (one.simulated_ms > other.simulated_ms))
+    return right, differ
 
 
 def _share_of(result: CaseResult) -> str:

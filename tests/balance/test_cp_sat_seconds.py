@@ -1,0 +1,61 @@
+"""CpSat by seconds, against every layout of tiny clusters, and against Greedy and the certificate."""
+
+from __future__ import annotations
+
+from itertools import combinations, product
+
+import numpy as np
+import pytest
+from balance_cases import instances
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import moesys as ms
+from moesys.balance import certify_seconds, plan_layout, solve_by_seconds, split_tokens
+from moesys.balance.seconds_certificate import plan_seconds
+
+WIDE = ms.ModelShape(hidden_size=64, intermediate_size=8, num_experts=4, top_k=1, dtype="bfloat16")
+BY_SECONDS = ms.FlowSplit(max_inter_node="seconds")
+
+
+def seconds_of(layout, load, cluster, model, strategy):
+    plan = split_tokens(load, layout, cluster, BY_SECONDS, model=model)
+    return plan_seconds(plan, cluster, model, strategy.sharding, strategy.overlap)
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("inter_node_gb_per_s", [0.2, 5.0])
+def test_no_layout_of_a_tiny_cluster_costs_less(seed, inter_node_gb_per_s):
+    """With free slots: an expert on its way may cost more than the rows that it saves."""
+    links = {"inter_node_gb_per_s": inter_node_gb_per_s, "intra_node_gb_per_s": 1e6}
+    cluster = ms.ClusterSpec(num_nodes=2, ranks_per_node=2, **links)
+    load = ms.LoadMatrix(np.random.default_rng(seed).integers(0, 3000, (4, 4)))
+    strategy = ms.Strategy(name="waits", sharding=ms.Fsep(slots_per_rank=2), balance=ms.CpSat(), split=BY_SECONDS)
+    problem = ms.PlanningProblem.of_layout(load, cluster, 2, WIDE, strategy=strategy)
+    found = solve_by_seconds(problem, ms.CpSat())
+    rows = [(e, -1) for e in range(4)] + list(combinations(range(4), 2))
+    layouts = (ranks for ranks in product(rows, repeat=4) if {e for row in ranks for e in row} >= {0, 1, 2, 3})
+    every = [seconds_of(ms.ExpertLayout(ranks, 4), load, cluster, WIDE, strategy) for ranks in layouts]
+    assert found.plan_s == seconds_of(found.layout, load, cluster, WIDE, strategy)
+    # a split by seconds tries some limits, not all
+    assert found.plan_s <= min(every) * 1.005
+    assert 0 < found.bound_s <= min(every) * (1 + 1e-6)
+    planned = plan_layout(load, cluster, ms.CpSat(), 2, model=WIDE, strategy=strategy)
+    assert planned == found.layout
+
+
+@settings(max_examples=15, deadline=None)
+@given(instance=instances(), prefetched=st.booleans(), restore=st.sampled_from(["flat", "hierarchical"]))
+def test_it_is_no_worse_than_greedy_and_proves_no_more_than_there_is(instance, prefetched, restore):
+    load, cluster = instance.load, instance.cluster
+    model = WIDE.replace(num_experts=load.num_experts)
+    sharding = ms.Fsep(slots_per_rank=instance.slots, prefetch_layers=int(prefetched), restore=restore)
+    strategy = ms.Strategy(name="drawn", sharding=sharding, balance=ms.CpSat(), split=BY_SECONDS)
+    config = ms.CpSat(deterministic_time=0.1)
+    problem = ms.PlanningProblem.of_layout(load, cluster, instance.slots, model, strategy=strategy)
+    found = solve_by_seconds(problem, config)
+    greedy = plan_layout(load, cluster, ms.Greedy(), instance.slots, model=model, strategy=strategy)
+    assert found.plan_s <= seconds_of(greedy, load, cluster, model, strategy)
+    assert found.bound_s <= found.plan_s * (1 + 1e-4)
+    plan = split_tokens(load, found.layout, cluster, BY_SECONDS, model=model)
+    assert certify_seconds(plan, cluster, model, strategy).plan_s == found.plan_s
