@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moesys.config import ClusterSpec, Ep, Fsep, ModelShape, Sharding
-from moesys.layout import ExpertLayout, TokenPlan, owner_of_experts
+from moesys.layout import ExpertLayout, TokenPlan, lender_of_experts, owner_of_experts
 from moesys.load import IntArray
 
 FloatArray = npt.NDArray[np.float64]
@@ -186,6 +186,7 @@ def restore_bytes(
     - ``Fsep``, hierarchical: two. A node of g ranks receives b·s·(R - g)·(distinct experts in the node) from outside;
       then its ranks, each of which has carried a share of that, spread it inside.
     - ``Ep``: an expert travels whole, b·P_e, from its owner to each other rank that holds it. None if nobody borrows.
+      Hierarchical: from its owner to one such rank in each other node, and then from there to the others of that node.
     """
     held_RE = _sent(layout, every_slot)
     if here is not None:
@@ -199,7 +200,8 @@ def restore_bytes(
                 return (_flat(held_RE.sum(axis=1), slice_bytes),)
             return _hierarchical(held_RE, np.asarray(cluster.node_of_rank), slice_bytes)
         case Ep():
-            return _lent(held_RE, float(model.bytes_per_element * model.expert_parameters))
+            node_R = np.asarray(cluster.node_of_rank) if sharding.lend == "hierarchical" else None
+            return _lent(held_RE, node_R, float(model.bytes_per_element * model.expert_parameters))
         case _:
             assert_never(sharding)
 
@@ -212,7 +214,8 @@ def reshard_bytes(
     gradient_bytes: int = GRADIENT_BYTES,
     every_slot: bool = False,
 ) -> tuple[FloatArray, ...]:
-    """``bytes_RR`` of the all-to-all that brings a layer's expert gradients home: a flat restore backwards.
+    """``bytes_RR`` of each all-to-all, one after another, that brings a layer's expert gradients home: a restore
+    backwards, flat or hierarchical as ``reshard`` of ``Fsep`` and ``lend`` of ``Ep`` say.
 
     None where every gradient is at home already. Optimizer state never moves. ``gradient_bytes``: of one element, which
     the layers send in float32.
@@ -222,10 +225,15 @@ def reshard_bytes(
         case Fsep():
             if cluster.num_ranks == 1:
                 return ()
-            wire_slice = -(-model.expert_parameters // cluster.num_ranks)
-            return (_flat(held_RE.sum(axis=1), float(gradient_bytes * wire_slice)).T,)
+            slice_bytes = float(gradient_bytes * -(-model.expert_parameters // cluster.num_ranks))
+            if sharding.reshard == "flat":
+                return (_flat(held_RE.sum(axis=1), slice_bytes).T,)
+            between_RR, inside_RR = _hierarchical(held_RE, np.asarray(cluster.node_of_rank), slice_bytes)
+            return inside_RR.T, between_RR.T
         case Ep():
-            return tuple(lent_RR.T for lent_RR in _lent(held_RE, float(gradient_bytes * model.expert_parameters)))
+            node_R = np.asarray(cluster.node_of_rank) if sharding.lend == "hierarchical" else None
+            lent = _lent(held_RE, node_R, float(gradient_bytes * model.expert_parameters))
+            return tuple(lent_RR.T for lent_RR in reversed(lent))
         case _:
             assert_never(sharding)
 
@@ -239,7 +247,7 @@ def _flat(held_R: IntArray, slice_bytes: float) -> FloatArray:
 
 
 def _hierarchical(held_RE: IntArray, node_R: IntArray, slice_bytes: float) -> tuple[FloatArray, FloatArray]:
-    """Who carries what is ``moe.sharded_experts``' choice: in each node, slices of outside rank r go to the rank whose
+    """Who carries what is ``moe.node_carriers``' choice: in each node, slices of outside rank r go to the rank whose
     place there is r mod the node's size.
     """
     num_ranks = len(node_R)
@@ -255,15 +263,18 @@ def _hierarchical(held_RE: IntArray, node_R: IntArray, slice_bytes: float) -> tu
     return between_RR, _between_ranks(inside_RR)
 
 
-def _lent(held_RE: IntArray, expert_bytes: float) -> tuple[FloatArray, ...]:
-    """Every owner lends its experts to all other ranks that hold them."""
+def _lent(held_RE: IntArray, node_R: IntArray | None, expert_bytes: float) -> tuple[FloatArray, ...]:
+    """What owners give, and then what those give whom they gave (``layout.lender_of_experts``)."""
     num_ranks, num_experts = held_RE.shape
-    owner_E = owner_of_experts(num_experts, num_ranks)
-    bytes_RR = np.zeros((num_ranks, num_ranks))
     holder, expert = np.nonzero(held_RE)
-    np.add.at(bytes_RR, (owner_E[expert], holder), expert_bytes)
-    bytes_RR = _between_ranks(bytes_RR)
-    return (bytes_RR,) if bytes_RR.any() else ()
+    lender = lender_of_experts(held_RE, node_R)[holder, expert]
+    first = lender == owner_of_experts(num_experts, num_ranks)[expert]
+    lent = []
+    for given in (first, ~first):
+        bytes_RR = np.zeros((num_ranks, num_ranks))
+        np.add.at(bytes_RR, (lender[given], holder[given]), expert_bytes)
+        lent.append(_between_ranks(bytes_RR))
+    return tuple(bytes_RR for bytes_RR in lent if bytes_RR.any())
 
 
 def _between_ranks(bytes_RR: FloatArray) -> FloatArray:

@@ -104,6 +104,27 @@ def owner_of_experts(num_experts: int, num_ranks: int) -> IntArray:
     return np.arange(num_experts) // -(-num_experts // num_ranks)
 
 
+def lender_of_experts(held_RE: IntArray, node_R: IntArray | None = None) -> IntArray:
+    """Returns who gives each rank each expert that it holds, where experts stay whole: int64 [R, E], ``EMPTY`` where it
+    holds none.
+
+    That is the owner, who gives to itself; with ``node_R`` [R] it gives to its own node and to one holder in each other
+    node, who gives to the others there: the one in place e mod k of k holders in rank order, so that they take turns.
+    """
+    num_ranks, num_experts = held_RE.shape
+    owner_E = owner_of_experts(num_experts, num_ranks)
+    lender_RE = np.tile(owner_E, (num_ranks, 1))
+    for node in range(0 if node_R is None else int(node_R[-1]) + 1):
+        assert node_R is not None
+        members, away = np.flatnonzero(node_R == node), np.flatnonzero(node_R[owner_E] != node)
+        there = held_RE[np.ix_(members, away)] > 0
+        turn = away % np.maximum(there.sum(axis=0), 1)
+        carrier = members[np.argmax(there.cumsum(axis=0) == turn + 1, axis=0)]
+        lender_RE[np.ix_(members, away)] = carrier
+        lender_RE[carrier, away] = owner_E[away]
+    return np.where(held_RE > 0, lender_RE, EMPTY)
+
+
 @dataclass(frozen=True, eq=False)
 class TokenPlan:
     """How many tokens go from each source rank, for each expert, to each destination rank; sparse.

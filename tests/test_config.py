@@ -65,6 +65,7 @@ fseps = st.builds(
     delay_reshard=st.booleans(),
     reshard_after_forward=st.booleans(),
     restore=st.sampled_from(["flat", "hierarchical"]),
+    reshard=st.sampled_from(["flat", "hierarchical"]),
 )
 within = st.sampled_from(["cluster", "node", "domain"])
 balances = st.one_of(
@@ -391,6 +392,11 @@ def test_replace_changes_what_it_names_and_checks_the_whole():
             "slots_per_rank=2 and slot_gb_per_rank=1.0 both say how many experts a rank holds; give one of them",
         ),
         (
+            lambda: Ep(lend="hierarchical"),
+            "lend='hierarchical' says how copies travel, but without slots_per_rank or slot_gb_per_rank nothing is "
+            "lent; give one of them, or lend='flat'",
+        ),
+        (
             lambda: Fsep(slots_per_rank=2, slot_gb_per_rank=1),
             "slots_per_rank=2 and slot_gb_per_rank=1.0; give one of them, which says how many experts a rank holds",
         ),
@@ -585,7 +591,7 @@ CHANGES = [
             "late_slots": 1,
         },
     ),
-    (Ep(slots_per_rank=2), {"slots_per_rank": None}),
+    (Ep(slots_per_rank=2), {"slots_per_rank": None, "lend": "hierarchical"}),
     (Ep(slot_gb_per_rank=2), {"slot_gb_per_rank": (2.0, 2.0)}),
     (Fsep(slot_gb_per_rank=2), {"slot_gb_per_rank": (2.0, 2.0)}),
     (
@@ -596,6 +602,7 @@ CHANGES = [
             "delay_reshard": True,
             "reshard_after_forward": False,
             "restore": "hierarchical",
+            "reshard": "hierarchical",
         },
     ),
     (Laer(), {"candidates": ("proportional", "even")}),

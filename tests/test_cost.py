@@ -149,16 +149,15 @@ def sent_by_layers(cluster: ms.ClusterSpec, layout: ms.ExpertLayout, sharding: m
     for rank in range(R):
         shards: WholeExperts | ShardedExperts
         if isinstance(sharding, ms.Ep):
-            shards = WholeExperts(SHAPE, rank, R)
+            shards = WholeExperts(SHAPE, rank, cluster.node_of_rank, sharding.lend == "hierarchical")
             local = torch.zeros(len(shards.owned()), SHAPE.expert_parameters)
         else:
-            hierarchical = sharding.restore == "hierarchical"
-            shards = ShardedExperts(SHAPE, rank, R, cluster.node_of_rank, hierarchical)
+            shards = ShardedExperts(SHAPE, rank, cluster.node_of_rank, sharding)
             local = torch.zeros(SHAPE.num_experts, len(shards.owned()))
         channel = RecordingChannel()
         shards.restore([local], torch.bfloat16, shards.held_by_rank(layout), channel, "").wait()  # type: ignore[arg-type]
         gradients = torch.zeros(len(shards.held_by_rank(layout)[rank]), shards.padded_parameters)
-        shards.reshard(gradients, layout, channel, "")  # type: ignore[arg-type]
+        shards.reshard(gradients, layout, channel, "")()  # type: ignore[arg-type]
         by_rank.append(channel.sent_bytes)
     sent = [np.array(rows, dtype=float) for rows in zip(*by_rank, strict=True)]
     for bytes_RR in sent:
@@ -169,11 +168,13 @@ def sent_by_layers(cluster: ms.ClusterSpec, layout: ms.ExpertLayout, sharding: m
 SHARDINGS = [
     ms.Fsep(slots_per_rank=6),
     ms.Fsep(slots_per_rank=6, restore="hierarchical"),
+    ms.Fsep(slots_per_rank=6, reshard="hierarchical"),
     ms.Ep(slots_per_rank=6),
+    ms.Ep(slots_per_rank=6, lend="hierarchical"),
 ]
 
 
-@pytest.mark.parametrize("sharding", SHARDINGS, ids=["flat", "hierarchical", "ep"])
+@pytest.mark.parametrize("sharding", SHARDINGS, ids=["flat", "restore", "reshard", "ep", "ep by node"])
 @given(cases())
 def test_bytes_are_what_the_layers_send_from_each_rank_to_each(sharding, case):
     cluster, layout = case

@@ -25,9 +25,17 @@ class Ep(Declared):
     slot_gb_per_rank: SlotGigabytes | tuple[SlotGigabytes, ...] | None = Field(
         None, description="memory for experts in their compute dtype, 1e9 bytes a rank, instead of slots_per_rank"
     )
+    lend: Literal["flat", "hierarchical"] = Field(
+        "flat", description="to every holder, or one copy a node, which returns one sum (a numerics class)"
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
+        if self.lend == "hierarchical" and not self.lends:
+            raise ValueError(
+                "lend='hierarchical' says how copies travel, but without slots_per_rank or slot_gb_per_rank nothing is "
+                "lent; give one of them, or lend='flat'"
+            )
         if self.slots_per_rank is not None and self.slot_gb_per_rank is not None:
             raise ValueError(
                 f"slots_per_rank={self.slots_per_rank} and slot_gb_per_rank={self.slot_gb_per_rank} both say how many "
@@ -61,6 +69,9 @@ class Fsep(Declared):
     restore: Literal["flat", "hierarchical"] = Field(
         "flat", description="one all-to-all, or one copy a node and then a spread inside it"
     )
+    reshard: Literal["flat", "hierarchical"] = Field(
+        "flat", description="every gradient goes home by itself, or a node's are summed first (a numerics class)"
+    )
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -70,6 +81,11 @@ class Fsep(Declared):
                 "give one of them, which says how many experts a rank holds"
             )
         return self
+
+    @property
+    def flat(self) -> bool:
+        """Whether every slice goes straight from its owner to its holder, and its gradient straight home."""
+        return self.restore == self.reshard == "flat"
 
 
 Sharding = Annotated[Ep | Fsep, Field(discriminator="kind")]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -14,7 +12,7 @@ from moesys.layout_schedule import LayoutSchedule
 from moesys.moe.expert_form import ExpertForm
 from moesys.moe.masters import Masters
 from moesys.moe.sharded_experts import ShardedExperts
-from moesys.moe.shards import ExpertShards, HeldByRank, Restored
+from moesys.moe.shards import Cross, ExpertShards, HeldByRank, Restored
 from moesys.moe.whole_experts import WholeExperts
 from moesys.overlap.comm.channel import Channel
 
@@ -102,10 +100,8 @@ class ExpertStore:
         """Returns memory for the gradients of the slots of ``layout``, float32 [D, padded_parameters]."""
         return self.shards.new_gradients(layout, self.masters.device)
 
-    def start_reshard(self, grads_DP: Tensor, layout: ExpertLayout) -> Callable[[], tuple[Tensor, ...]]:
-        """Starts sending slot gradients to the owners; the result waits, and gives those of this rank's masters. A
-        collective.
-        """
+    def start_reshard(self, grads_DP: Tensor, layout: ExpertLayout) -> Cross:
+        """Starts on the way of slot gradients to their owners (``ExpertShards.reshard``). A collective."""
         return self.shards.reshard(grads_DP, layout, self.channel, f"layer {self.layer_index}")
 
 
@@ -121,13 +117,13 @@ def shards_of(
     alone. ``form``: of masters that are not flat.
     """
     match strategy.sharding:
-        case Ep():
-            return WholeExperts(shape, rank, cluster.num_ranks, form)
-        case Fsep(restore=restore):
-            overlap, hierarchical = strategy.overlap, restore == "hierarchical"
-            if isinstance(overlap, MegaKernel) and group is not None and not hierarchical and form is None:
+        case Ep(lend=lend):
+            return WholeExperts(shape, rank, cluster.node_of_rank, lend == "hierarchical", form)
+        case Fsep() as sharding:
+            overlap, node_of_rank = strategy.overlap, cluster.node_of_rank
+            if isinstance(overlap, MegaKernel) and group is not None and sharding.flat and form is None:
                 # Here, so that Triton is loaded only where it runs.
                 from moesys.moe.pulled_experts import PulledExperts
 
-                return PulledExperts(shape, rank, cluster.node_of_rank, group, overlap.timeout_s)
-            return ShardedExperts(shape, rank, cluster.num_ranks, cluster.node_of_rank, hierarchical, form)
+                return PulledExperts(shape, rank, node_of_rank, sharding, group, overlap.timeout_s)
+            return ShardedExperts(shape, rank, node_of_rank, sharding, form)

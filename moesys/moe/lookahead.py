@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from moesys.moe.call import LayerCall, Neighbours
 from moesys.moe.expert_store import ExpertStore
+from moesys.moe.shards import Cross
 
 if TYPE_CHECKING:
     from moesys.overlap.mega_executor import MegaHome
@@ -57,8 +56,8 @@ class Lookahead(Protocol):
     def behind_backward(self, call: LayerCall) -> None:
         """A layer's output gradients have been dispatched: what waited for that may travel behind its experts."""
 
-    def delay(self, store: ExpertStore, start: Callable[[], Callable[[], tuple[Tensor, ...]]]) -> bool:
-        """Whether a gradient is sent home later, by ``start``, and added to ``.grad`` from here."""
+    def delay(self, store: ExpertStore, cross: Cross) -> bool:
+        """Whether a gradient is sent home later, by ``cross``, and added to ``.grad`` from here."""
 
     def after_backward(self) -> None:
         """A layer's backward is through."""
@@ -81,7 +80,7 @@ class NoLookahead:
     def behind_backward(self, call: LayerCall) -> None:
         """Nothing waits."""
 
-    def delay(self, store: ExpertStore, start: Callable[[], Callable[[], tuple[Tensor, ...]]]) -> bool:
+    def delay(self, store: ExpertStore, cross: Cross) -> bool:
         return False
 
     def after_backward(self) -> None:

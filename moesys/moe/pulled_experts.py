@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moesys.config import ModelShape
+from moesys.config import Fsep, ModelShape
 from moesys.kernels.symmetric.heap import ArenaLayout
 from moesys.kernels.symmetric.ordered_sum import ordered_sum
 from moesys.kernels.symmetric.pulls import Pull, PullRings, Wanted, pull_regions
 from moesys.layout import ExpertLayout
 from moesys.moe.sharded_experts import ShardedExperts
-from moesys.moe.shards import ExpertShards, HeldByRank, Restored
+from moesys.moe.shards import Cross, ExpertShards, Finish, HeldByRank, Restored
 from moesys.overlap.comm.channel import Channel
 
 
@@ -31,10 +31,11 @@ class PulledExperts(ShardedExperts):
         shape: ModelShape,
         rank: int,
         node_of_rank: Sequence[int],
+        sharding: Fsep,
         group: dist.ProcessGroup,
         timeout_s: float,
     ) -> None:
-        super().__init__(shape, rank, dist.get_world_size(group), node_of_rank, hierarchical=False)
+        super().__init__(shape, rank, node_of_rank, sharding)
         self.rings = PullRings(group, timeout_s)
 
     def share_with(self, first: ExpertShards) -> None:
@@ -62,9 +63,10 @@ class PulledExperts(ShardedExperts):
 
         return self.restored(dtype, wire_Es.device, finish)
 
-    def reshard(
-        self, grads_DP: Tensor, layout: ExpertLayout, channel: Channel, detail: str
-    ) -> Callable[[], tuple[Tensor, ...]]:
+    def reshard(self, grads_DP: Tensor, layout: ExpertLayout, channel: Channel, detail: str) -> Cross:
+        return lambda: self._pull_home(grads_DP, layout, channel, detail)
+
+    def _pull_home(self, grads_DP: Tensor, layout: ExpertLayout, channel: Channel, detail: str) -> Finish:
         s, held = self.wire_slice, self.held_by_rank(layout)
         expert_N = [expert for experts in held for expert in experts]
         received_No = self.new(grads_DP, len(expert_N), len(self.owned()))

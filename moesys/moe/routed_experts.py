@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from moesys.moe.call import LayerCall
 from moesys.moe.lookahead import Link
-from moesys.moe.shards import Restored
+from moesys.moe.shards import Cross, Finish, Restored
 from moesys.overlap.executor import Saved
 from moesys.torch_private import will_execute
 
@@ -69,21 +68,23 @@ class RoutedExperts(torch.autograd.Function):
         call.release()
         dmasters: list[Tensor | None] = [None] * len(masters)
         if grads_DP is not None:
-            start = partial(_start_reshard, call, grads_DP, [master.dtype for master in masters])
+            cross = _in_dtypes(store.start_reshard(grads_DP, call.layout), [master.dtype for master in masters])
             leaf = ctx.next_functions[2 + wanted.index(True)][0]
             may_delay = store.delay_reshard and store.masters.may_delay and _reaches_grad(leaf)
-            if not (may_delay and lookahead.delay(store, start)):
-                dmasters = [gradient if want else None for gradient, want in zip(start()(), wanted, strict=True)]
+            if not (may_delay and lookahead.delay(store, cross)):
+                dmasters = [gradient if want else None for gradient, want in zip(cross()(), wanted, strict=True)]
         lookahead.after_backward()
         return dx_TH, dweight_TK, None, None, *dmasters
 
 
-def _start_reshard(
-    call: LayerCall, grads_DP: Tensor, dtypes: Sequence[torch.dtype]
-) -> Callable[[], tuple[Tensor, ...]]:
-    """Starts sending gradients home, and returns what finishes: in the masters' dtypes, whenever it is called."""
-    finish = call.store.start_reshard(grads_DP, call.layout)
-    return lambda: tuple(gradient.to(dtype) for gradient, dtype in zip(finish(), dtypes, strict=True))
+def _in_dtypes(cross: Cross, dtypes: Sequence[torch.dtype]) -> Cross:
+    """Gives gradients in the masters' dtypes, whenever they come."""
+
+    def crossed() -> Finish:
+        finish = cross()
+        return lambda: tuple(gradient.to(dtype) for gradient, dtype in zip(finish(), dtypes, strict=True))
+
+    return crossed
 
 
 def _reaches_grad(node: Any) -> bool:

@@ -8,7 +8,6 @@ a thread. Nothing of that changes a bit.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import timedelta
 
@@ -24,6 +23,7 @@ from moesys.moe.gradients import expert_group
 from moesys.moe.lookahead import PLAN_TIMEOUT_S, SharedMegaHome
 from moesys.moe.metrics import LayerMetrics
 from moesys.moe.planner_thread import PlannerThread
+from moesys.moe.shards import Cross, Finish
 from moesys.overlap.comm.channel import Channel
 from moesys.overlap.comm.heartbeat import Heartbeat
 from moesys.overlap.comm.record import Meter, Recorder
@@ -33,11 +33,11 @@ from moesys.torch_private import NO_BACKWARD, after_this_backward, current_backw
 
 @dataclass
 class _Reshard:
-    """A gradient on its way home: waiting to set off (``finish`` is None), or under way."""
+    """A gradient on its way home: waiting to leave its node (``finish`` is None), or under way."""
 
     store: ExpertStore
-    start: Callable[[], Callable[[], tuple[Tensor, ...]]]
-    finish: Callable[[], tuple[Tensor, ...]] | None = field(default=None)
+    cross: Cross
+    finish: Finish | None = field(default=None)
 
 
 def link(model: nn.Module, *, plan_timeout_s: float | None = None, record_spans: bool = False) -> MoERuntime:
@@ -152,9 +152,9 @@ class MoERuntime:
             before = before.previous
         for reshard in self._reshards:
             if reshard.finish is None:
-                reshard.finish = reshard.start()
+                reshard.finish = reshard.cross()
 
-    def delay(self, store: ExpertStore, start: Callable[[], Callable[[], tuple[Tensor, ...]]]) -> bool:
+    def delay(self, store: ExpertStore, cross: Cross) -> bool:
         """Sends a gradient home later: behind the next layer's backward, or at the end of this one."""
         if self._flushing_backward != current_backward():
             # What is left of a backward that raised belongs to no step.
@@ -162,7 +162,7 @@ class MoERuntime:
             self._arrived.clear()
             self._flushing_backward = current_backward()
             after_this_backward(self._flush)
-        self._reshards.append(_Reshard(store, start))
+        self._reshards.append(_Reshard(store, cross))
         return True
 
     def after_backward(self) -> None:
@@ -180,7 +180,7 @@ class MoERuntime:
         self._flushing_backward = NO_BACKWARD
         for reshard in self._reshards:
             if reshard.finish is None:
-                reshard.finish = reshard.start()
+                reshard.finish = reshard.cross()
         self.after_backward()
         # As autograd does: a layer's gradients of one backward are added up before they are added to ``.grad``.
         for store, gradients in self._arrived.items():

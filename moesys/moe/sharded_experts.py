@@ -5,16 +5,17 @@ R ranks, E experts, P_e parameters of an expert, s wire slice, D distinct expert
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from moesys.config import ModelShape
+from moesys.config import Fsep, ModelShape
 from moesys.layout import ExpertLayout
 from moesys.moe.expert_form import ExpertForm, FlatSlices, PartSlices, Slices
 from moesys.moe.expert_parameters import initial_expert
-from moesys.moe.shards import ExpertShards, HeldByRank, Restored, add_in_order
+from moesys.moe.node_carriers import NodeCarriers
+from moesys.moe.shards import Cross, ExpertShards, Finish, HeldByRank, Restored, add_in_order
 from moesys.overlap.comm.channel import Channel, Transfer
 from moesys.overlap.held_experts import ExpertWeights
 
@@ -28,14 +29,13 @@ class ShardedExperts(ExpertShards):
         self,
         shape: ModelShape,
         rank: int,
-        num_ranks: int,
         node_of_rank: Sequence[int],
-        hierarchical: bool,
+        sharding: Fsep,
         form: ExpertForm | None = None,
     ) -> None:
-        super().__init__(shape, rank, num_ranks, form)
-        self.node_of_rank, self.hierarchical = tuple(node_of_rank), hierarchical
-        self.slices: Slices = (FlatSlices if self.flat else PartSlices)(self.form, num_ranks)
+        super().__init__(shape, rank, len(node_of_rank), form)
+        self.node_of_rank, self.sharding = tuple(node_of_rank), sharding
+        self.slices: Slices = (FlatSlices if self.flat else PartSlices)(self.form, self.num_ranks)
 
     @property
     def wire_slice(self) -> int:
@@ -70,7 +70,8 @@ class ShardedExperts(ExpertShards):
         if self.num_ranks == 1:
             return self.restored(dtype, masters[0].device, lambda: masters[0] if self.flat else ExpertWeights(*masters))
         wire_Es = self.on_wire(masters, dtype)
-        start = self._restore_hierarchical if self.hierarchical else self._restore_flat
+        hierarchical = self.sharding.restore == "hierarchical"
+        start = self._restore_hierarchical if hierarchical else self._restore_flat
         return start(wire_Es, held, channel, detail)
 
     def _restore_flat(self, wire_Es: Tensor, held: HeldByRank, channel: Channel, detail: str) -> Restored:
@@ -93,61 +94,38 @@ class ShardedExperts(ExpertShards):
         return self.restored(received.dtype, received.device, finish)
 
     def _restore_hierarchical(self, wire_Es: Tensor, held: HeldByRank, channel: Channel, detail: str) -> Restored:
-        """Two all-to-alls: one copy of each distinct expert into each node, then a spread inside nodes.
-
-        A node's *carriers* share the first phase: slices of outside rank r are received by the rank whose place in the
-        node is r mod the node's size, and passed on from there.
-        """
-        ranks_of_node = [
-            [rank for rank in range(self.num_ranks) if self.node_of_rank[rank] == node]
-            for node in sorted(set(self.node_of_rank))
-        ]
-        my_node = next(ranks for ranks in ranks_of_node if self.rank in ranks)
-        wanted = [list(dict.fromkeys(e for rank in ranks for e in held[rank])) for ranks in ranks_of_node]
-        my_wanted = wanted[ranks_of_node.index(my_node)]
-
-        def carrier(ranks: list[int], source: int) -> int:
-            """Who in a node passes on the slices of ``source``: the source itself at home."""
-            return source if source in ranks else ranks[source % len(ranks)]
-
-        carried = [r for r in range(self.num_ranks) if carrier(my_node, r) == self.rank and r not in my_node]
-        phase1_to = [0] * self.num_ranks
-        outgoing: list[tuple[int, list[int]]] = []
-        for ranks, experts in zip(ranks_of_node, wanted, strict=True):
-            if ranks is not my_node:
-                phase1_to[carrier(ranks, self.rank)] = len(experts)
-                outgoing.append((carrier(ranks, self.rank), experts))
-        arrived = self.new(wire_Es, len(carried), len(my_wanted), self.wire_slice)
+        """Two all-to-alls: one copy of each distinct expert into each node, to its carriers, then a spread inside."""
+        carriers = NodeCarriers(self.rank, self.node_of_rank, held)
+        wanted, num_held, s = carriers.wanted, len(held[self.rank]), self.wire_slice
+        abroad = dict(carriers.abroad())
+        arrived = self.new(wire_Es, len(carriers.outside), len(wanted), s)
         first = channel.all_to_all(
-            arrived.view(-1, self.wire_slice),
-            self._rows(wire_Es, [e for _, experts in sorted(outgoing) for e in experts]),
-            [len(my_wanted) if r in carried else 0 for r in range(self.num_ranks)],
-            phase1_to,
+            arrived.view(-1, s),
+            self._rows(wire_Es, [e for experts in abroad.values() for e in experts]),
+            [len(wanted) if r in carriers.outside else 0 for r in range(self.num_ranks)],
+            [len(abroad.get(r, ())) for r in range(self.num_ranks)],
             lane="restore",
             detail=f"{detail} between nodes",
         )
-        # Slices of one source together: my own, and those that I carry, each for every expert my node wants.
-        sources_of = {rank: [r for r in range(self.num_ranks) if carrier(my_node, r) == rank] for rank in my_node}
-        place = {expert: row for row, expert in enumerate(my_wanted)}
-        num_held = len(held[self.rank])
-        received = self.new(wire_Es, self.num_ranks, num_held, self.wire_slice)
+        received = self.new(wire_Es, self.num_ranks, num_held, s)
         second: Transfer | None = None
 
         def spread() -> None:
             nonlocal second
             first.wait()
-            have = {source: arrived[row] for row, source in enumerate(carried)}
-            have[self.rank] = self._rows(wire_Es, my_wanted)
-            spread = [
-                have[source].index_select(0, _index([place[e] for e in held[rank]], wire_Es))
-                for rank in my_node
-                for source in sources_of[self.rank]
-            ]
+            have = dict(zip(carriers.outside, arrived, strict=True))
+            have[self.rank] = self._rows(wire_Es, wanted)
             second = channel.all_to_all(
-                received.view(-1, self.wire_slice),
-                torch.cat(spread),
-                [len(sources_of.get(r, ())) * num_held for r in range(self.num_ranks)],
-                [len(sources_of[self.rank]) * len(held[r]) if r in my_node else 0 for r in range(self.num_ranks)],
+                received.view(-1, s),
+                torch.cat(
+                    [
+                        have[owner].index_select(0, _index(carriers.places_of(member), wire_Es))
+                        for member in carriers.members
+                        for owner in carriers.owners
+                    ]
+                ),
+                [len(carriers.owners_by.get(r, ())) * num_held for r in range(self.num_ranks)],
+                [len(carriers.owners) * len(held[r]) if r in carriers.members else 0 for r in range(self.num_ranks)],
                 lane="restore",
                 detail=f"{detail} inside nodes",
             )
@@ -155,24 +133,25 @@ class ShardedExperts(ExpertShards):
         def finish() -> Tensor:
             assert second is not None
             second.wait()
-            sources = [source for rank in my_node for source in sources_of[rank]]
-            in_rank_order = received[torch.tensor(sources, device=received.device).argsort()]
-            return self._joined(in_rank_order)
+            return self._joined(received[_index(carriers.by_carrier, received).argsort()])
 
         return self.restored(received.dtype, received.device, finish, spread)
 
-    def reshard(
-        self, grads_DP: Tensor, layout: ExpertLayout, channel: Channel, detail: str
-    ) -> Callable[[], tuple[Tensor, ...]]:
+    def reshard(self, grads_DP: Tensor, layout: ExpertLayout, channel: Channel, detail: str) -> Cross:
         if self.num_ranks == 1:
-            return lambda: (grads_DP,) if self.flat else self.form.views(grads_DP)
+            return lambda: lambda: (grads_DP,) if self.flat else self.form.views(grads_DP)
         held = self.held_by_rank(layout)
+        if self.sharding.reshard == "hierarchical":
+            return self._reshard_hierarchical(grads_DP, held, channel, detail)
+        return lambda: self._reshard_flat(grads_DP, held, channel, detail)
+
+    def _reshard_flat(self, grads_DP: Tensor, held: HeldByRank, channel: Channel, detail: str) -> Finish:
+        """One all-to-all: to every rank its slice of each of my gradients."""
         num_held = len(held[self.rank])
-        slices_RDs = self.new(grads_DP, self.num_ranks, num_held, self.wire_slice)
         received = self.new(grads_DP, sum(map(len, held)), self.wire_slice)
-        transfer: Transfer = channel.all_to_all(
+        transfer = channel.all_to_all(
             received,
-            self.slices.cut(grads_DP, slices_RDs).view(-1, self.wire_slice),
+            self._cut(grads_DP).view(-1, self.wire_slice),
             [len(experts) for experts in held],
             [num_held] * self.num_ranks,
             lane="reshard",
@@ -181,12 +160,69 @@ class ShardedExperts(ExpertShards):
 
         def finish() -> tuple[Tensor, ...]:
             transfer.wait()
-            rows = [e for experts in held for e in experts]
-            num_owned = len(self.owned()) if self.flat else self.wire_slice
-            total_Es = self.new(received, self.shape.num_experts, num_owned)
-            return self.slices.from_wire(add_in_order(received[:, :num_owned], rows, total_Es))
+            return self._summed(received, [e for experts in held for e in experts], received)
 
         return finish
+
+    def _reshard_hierarchical(self, grads_DP: Tensor, held: HeldByRank, channel: Channel, detail: str) -> Cross:
+        """Two all-to-alls, a hierarchical restore backwards: gradients to their carriers, who add those of their node
+        in rank order; then a sum a node to its owner, who adds nodes in their order.
+        """
+        carriers = NodeCarriers(self.rank, self.node_of_rank, held)
+        num_owners, num_held, s = len(carriers.owners), len(held[self.rank]), self.wire_slice
+        counts = [num_owners * len(held[r]) if r in carriers.members else 0 for r in range(self.num_ranks)]
+        gathered = self.new(grads_DP, sum(counts), s)
+        first = channel.all_to_all(
+            gathered,
+            self._cut(grads_DP)[_index(carriers.by_carrier, grads_DP)].view(-1, s),
+            counts,
+            [len(carriers.owners_by.get(r, ())) * num_held for r in range(self.num_ranks)],
+            lane="reshard",
+            detail=f"{detail} inside nodes",
+        )
+
+        def cross() -> Finish:
+            first.wait()
+            sums_ONs = self.new(grads_DP, num_owners, len(carriers.wanted), s).zero_()
+            for member, part in zip(
+                carriers.members, gathered.split([counts[r] for r in carriers.members]), strict=True
+            ):
+                sums_ONs[:, _index(carriers.places_of(member), grads_DP)] += part.view(num_owners, -1, s)
+            return self._cross(sums_ONs, carriers, channel, detail)
+
+        return cross
+
+    def _cross(self, sums_ONs: Tensor, carriers: NodeCarriers, channel: Channel, detail: str) -> Finish:
+        """``sums_ONs``: of this node, for each owner that this rank carries for, itself among them."""
+        s, abroad = self.wire_slice, dict(carriers.abroad())
+        received = self.new(sums_ONs, sum(map(len, abroad.values())), s)
+        place = carriers.owners.index(self.rank)
+        second = channel.all_to_all(
+            received,
+            torch.cat([sums_ONs[:place], sums_ONs[place + 1 :]]).view(-1, s),
+            [len(abroad.get(r, ())) for r in range(self.num_ranks)],
+            [len(carriers.wanted) if r in carriers.outside else 0 for r in range(self.num_ranks)],
+            lane="reshard",
+            detail=f"{detail} between nodes",
+        )
+
+        def finish() -> tuple[Tensor, ...]:
+            second.wait()
+            before = sum(len(wanted) for carrier, wanted in abroad.items() if carrier < self.rank)
+            parts = [*received[:before], *sums_ONs[place], *received[before:]]
+            return self._summed(parts, [e for wanted in carriers.wanted_by_node for e in wanted], received)
+
+        return finish
+
+    def _cut(self, grads_DP: Tensor) -> Tensor:
+        """Returns the slices of all ranks, [R, D, s]."""
+        return self.slices.cut(grads_DP, self.new(grads_DP, self.num_ranks, len(grads_DP), self.wire_slice))
+
+    def _summed(self, parts: Iterable[Tensor], experts: Sequence[int], like: Tensor) -> tuple[Tensor, ...]:
+        """Returns the gradients of this rank's masters: slices of ``experts``, added in the order of ``parts``."""
+        num_owned = len(self.owned()) if self.flat else self.wire_slice
+        total_Es = self.new(like, self.shape.num_experts, num_owned)
+        return self.slices.from_wire(add_in_order((part[:num_owned] for part in parts), experts, total_Es))
 
     def on_wire(self, masters: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         """Returns this rank's slices of all experts, [E, s]."""

@@ -114,6 +114,11 @@ HeldByRank = list[tuple[int, ...]]
 # What a restore ends with: held experts stacked, flat [D, at least P] or part by part, or one by one.
 Finished = Tensor | ExpertWeights | Sequence[ExpertWeights]
 
+# What a return of gradients ends with: waits for them, and gives the masters'.
+Finish = Callable[[], tuple[Tensor, ...]]
+# What it goes on with: sends home what has not set off yet, from node to node or all of it. A collective.
+Cross = Callable[[], Finish]
+
 
 def unstacked(stacked: ExpertWeights) -> list[ExpertWeights]:
     """Returns each expert of [D, ...]."""
@@ -155,10 +160,10 @@ class ExpertShards(ABC):
         """Start bringing the experts that this rank is to hold, to be computed with in ``dtype``."""
 
     @abstractmethod
-    def reshard(
-        self, grads_DP: Tensor, layout: ExpertLayout, channel: Channel, detail: str
-    ) -> Callable[[], tuple[Tensor, ...]]:
-        """Start sending slot gradients [D, padded_parameters] home; the result finishes, and gives the masters'."""
+    def reshard(self, grads_DP: Tensor, layout: ExpertLayout, channel: Channel, detail: str) -> Cross:
+        """Start on the way home of slot gradients [D, padded_parameters]: what is summed inside nodes before it leaves
+        them. What goes home by itself sets off with the rest.
+        """
 
     @property
     @abstractmethod

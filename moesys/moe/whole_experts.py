@@ -5,22 +5,39 @@ R ranks, E experts, P_e parameters of an expert, D distinct experts held by this
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from moesys.config import ModelShape
 from moesys.layout import ExpertLayout
+from moesys.moe.expert_form import ExpertForm
 from moesys.moe.expert_parameters import initial_expert
-from moesys.moe.shards import ExpertShards, Finished, HeldByRank, Restored, add_in_order
-from moesys.overlap.comm.channel import Channel
+from moesys.moe.loans import Loans, loans_of
+from moesys.moe.shards import Cross, ExpertShards, Finish, Finished, HeldByRank, Restored, add_in_order
+from moesys.overlap.comm.channel import Channel, Transfer
 from moesys.overlap.held_experts import ExpertWeights
 
 
 class WholeExperts(ExpertShards):
-    """EP: rank r owns experts [r·n, (r+1)·n), n = ceil(E/R), and lends copies where a layout wants them."""
+    """EP: rank r owns experts [r·n, (r+1)·n), n = ceil(E/R), and lends copies where a layout wants them.
+
+    ``by_node``: one to each other node, whose taker passes it on there, and adds up the gradients on their way back.
+    """
 
     shard_dim = 0
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        rank: int,
+        node_of_rank: Sequence[int],
+        by_node: bool,
+        form: ExpertForm | None = None,
+    ) -> None:
+        super().__init__(shape, rank, len(node_of_rank), form)
+        self.node_of_rank, self.by_node = tuple(node_of_rank), by_node
 
     @property
     def block(self) -> int:
@@ -57,25 +74,24 @@ class WholeExperts(ExpertShards):
         self, masters: Sequence[Tensor], dtype: torch.dtype, held: HeldByRank, channel: Channel, detail: str
     ) -> Restored:
         device, first = masters[0].device, self.owned().start
-        lent = [[e for e in held[rank] if self.owner(e) == self.rank != rank] for rank in range(self.num_ranks)]
-        borrowed = [
-            [e for e in held[self.rank] if self.owner(e) == rank != self.rank] for rank in range(self.num_ranks)
-        ]
-        transfer = None
-        received = self.memory.empty((sum(map(len, borrowed)), self.form.num_elements), dtype, device)
-        if self._moves(held):
-            transfer = channel.all_to_all(
-                received,
-                self._rows(masters, [e - first for experts in lent for e in experts], dtype),
-                [len(experts) for experts in borrowed],
-                [len(experts) for experts in lent],
-                lane="restore",
-                detail=detail,
-            )
-        place = {expert: row for row, expert in enumerate(e for experts in borrowed for e in experts)}
+        by_owners, passed_on = self._loans(held)
+        taken = [_flat(loans.taken_by(self.rank)) for loans in (by_owners, passed_on)]
+        place = {expert: row for row, expert in enumerate(_flat(taken))}
+        received = self.memory.empty((len(place), self.form.num_elements), dtype, device)
+        from_owners, from_holders = received.split([len(experts) for experts in taken])
+        transfers = []
+        if by_owners:
+            sent = self._rows(masters, [e - first for e in _flat(by_owners.given_by(self.rank))], dtype)
+            transfers.append(self._lend(by_owners, from_owners, sent, channel, detail))
+
+        def spread() -> None:
+            if passed_on:
+                transfers[0].wait()
+                sent = received[_index([place[e] for e in _flat(passed_on.given_by(self.rank))], received)]
+                transfers.append(self._lend(passed_on, from_holders, sent, channel, f"{detail} inside nodes"))
 
         def finish() -> Finished:
-            if transfer is not None:
+            for transfer in transfers:
                 transfer.wait()
             if held[self.rank] == tuple(self.owned()):
                 return masters[0] if self.flat else ExpertWeights(*masters)
@@ -84,7 +100,14 @@ class WholeExperts(ExpertShards):
                 for e in held[self.rank]
             ]
 
-        return self.restored(dtype, device, finish)
+        return self.restored(dtype, device, finish, spread)
+
+    def _loans(self, held: HeldByRank) -> tuple[Loans, Loans]:
+        return loans_of(held, self.shape.num_experts, self.node_of_rank if self.by_node else None)
+
+    def _lend(self, loans: Loans, received: Tensor, sent: Tensor, channel: Channel, detail: str) -> Transfer:
+        out_counts, in_counts = (list(map(len, of)) for of in (loans.taken_by(self.rank), loans.given_by(self.rank)))
+        return channel.all_to_all(received, sent, out_counts, in_counts, lane="restore", detail=detail)
 
     def _owned_weights(self, masters: Sequence[Tensor], row: int) -> ExpertWeights:
         """Returns an expert where its owner keeps it."""
@@ -100,43 +123,80 @@ class WholeExperts(ExpertShards):
             place.copy_(master.index_select(0, index_N))
         return rows_NP
 
-    def reshard(
-        self, grads_DP: Tensor, layout: ExpertLayout, channel: Channel, detail: str
-    ) -> Callable[[], tuple[Tensor, ...]]:
+    def reshard(self, grads_DP: Tensor, layout: ExpertLayout, channel: Channel, detail: str) -> Cross:
         held = self.held_by_rank(layout)
-        if not self._moves(held):
-            return lambda: self._masters_form(grads_DP)
-        mine = held[self.rank]
-        # By owner, then by slot. By holder, then by its slot: of the experts I own. What is mine does not travel.
-        slots_R = [[slot for slot, e in enumerate(mine) if self.owner(e) == rank] for rank in range(self.num_ranks)]
-        experts_R = [[e for e in held[rank] if self.owner(e) == self.rank] for rank in range(self.num_ranks)]
-        kept, slots_R[self.rank] = slots_R[self.rank], []
-        arriving = [0 if rank == self.rank else len(experts) for rank, experts in enumerate(experts_R)]
-        received = self.new(grads_DP, sum(arriving), grads_DP.shape[1])
-        outgoing = [slot for slots in slots_R for slot in slots]
-        sent = self.new(grads_DP, len(outgoing), grads_DP.shape[1])
-        transfer = channel.all_to_all(
-            received,
-            torch.index_select(grads_DP, 0, torch.tensor(outgoing).long().to(grads_DP.device), out=sent),
-            arriving,
-            [len(slots) for slots in slots_R],
-            lane="reshard",
-            detail=detail,
-        )
+        by_owners, passed_on = self._loans(held)
+        if not by_owners:
+            return lambda: lambda: self._masters_form(grads_DP)
+        slot = {expert: slot for slot, expert in enumerate(held[self.rank])}
+        gathered, gathering = None, None
+        if passed_on:
+            gathered, gathering = self._return(passed_on, grads_DP, slot, channel, f"{detail} inside nodes")
 
-        def finish() -> tuple[Tensor, ...]:
-            transfer.wait()
-            before = sum(arriving[: self.rank])
-            parts = [*received[:before], *(grads_DP[slot] for slot in kept), *received[before:]]
-            rows = [e - self.owned().start for experts in experts_R for e in experts]
-            total_NP = self.new(grads_DP, len(self.owned()), grads_DP.shape[1])
-            return self._masters_form(add_in_order(parts, rows, total_NP))
+        def cross() -> Finish:
+            if gathered is not None and gathering is not None:
+                gathering.wait()
+                self._add_gathered(gathered, passed_on.given_by(self.rank), grads_DP, slot)
+            received, transfer = self._return(by_owners, grads_DP, slot, channel, detail)
 
-        return finish
+            def finish() -> tuple[Tensor, ...]:
+                transfer.wait()
+                experts_R = by_owners.given_by(self.rank)
+                parts_R: list[Sequence[Tensor]] = list(received.split([len(experts) for experts in experts_R]))
+                experts_R[self.rank] = [e for e in self.owned() if e in slot]
+                parts_R[self.rank] = [grads_DP[slot[e]] for e in experts_R[self.rank]]
+                return self._masters_form(self._total(parts_R, experts_R, grads_DP))
+
+            return finish
+
+        return cross
+
+    def _return(
+        self, loans: Loans, grads_DP: Tensor, slot: Mapping[int, int], channel: Channel, detail: str
+    ) -> tuple[Tensor, Transfer]:
+        """Starts sending the gradients of what was taken to who gave it; returns where those of what was given come."""
+        given, taken = loans.given_by(self.rank), loans.taken_by(self.rank)
+        received = self.new(grads_DP, len(_flat(given)), grads_DP.shape[1])
+        sent = self.new(grads_DP, len(_flat(taken)), grads_DP.shape[1])
+        torch.index_select(grads_DP, 0, _index([slot[e] for e in _flat(taken)], grads_DP), out=sent)
+        counts = [[len(experts) for experts in of] for of in (given, taken)]
+        return received, channel.all_to_all(received, sent, *counts, lane="reshard", detail=detail)
+
+    def _add_gathered(
+        self, gathered: Tensor, given: Sequence[Sequence[int]], grads_DP: Tensor, slot: Mapping[int, int]
+    ) -> None:
+        """Gives the slots of what was passed on the sums of this node, in rank order."""
+        passed = list(dict.fromkeys(_flat(given)))
+        before = len(_flat(given[: self.rank]))
+        parts = [*gathered[:before], *(grads_DP[slot[e]] for e in passed), *gathered[before:]]
+        experts = [*_flat(given[: self.rank]), *passed, *_flat(given[self.rank :])]
+        row = {expert: row for row, expert in enumerate(passed)}
+        sums = add_in_order(parts, [row[e] for e in experts], self.new(grads_DP, len(passed), grads_DP.shape[1]))
+        grads_DP[_index([slot[e] for e in passed], grads_DP)] = sums
+
+    def _total(self, parts_R: list[Sequence[Tensor]], experts_R: list[list[int]], like: Tensor) -> Tensor:
+        """Returns the sum in rank order, [owned, P]; by node, this one's ranks are summed before they are added."""
+        if self.by_node:
+            members = [
+                rank for rank in range(self.num_ranks) if self.node_of_rank[rank] == self.node_of_rank[self.rank]
+            ]
+            here = slice(members[0], members[-1] + 1)
+            parts_R[here] = [list(self._added(parts_R[here], experts_R[here], like))]
+            experts_R[here] = [list(self.owned())]
+        return self._added(parts_R, experts_R, like)
+
+    def _added(self, parts_R: Iterable[Sequence[Tensor]], experts_R: Iterable[Sequence[int]], like: Tensor) -> Tensor:
+        rows = [e - self.owned().start for e in _flat(experts_R)]
+        total_NP = self.new(like, len(self.owned()), like.shape[1])
+        return add_in_order((part for parts in parts_R for part in parts), rows, total_NP)
 
     def _masters_form(self, total_NP: Tensor) -> tuple[Tensor, ...]:
         return (total_NP,) if self.flat else self.form.views(total_NP)
 
-    def _moves(self, held: HeldByRank) -> bool:
-        """Whether any rank holds an expert that it does not own; every rank gives the same answer."""
-        return any(self.owner(e) != rank for rank in range(self.num_ranks) for e in held[rank])
+
+def _flat(lists: Iterable[Iterable[int]]) -> list[int]:
+    return [value for values in lists for value in values]
+
+
+def _index(values: Sequence[int], like: Tensor) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64, device=like.device)

@@ -142,9 +142,9 @@ class _Step:
             self.reshard_after_forward = sharding.reshard_after_forward
         overlap = strategy.overlap
         # Beside MegaKernels copy engines bring experts that are sharded; all else is sent by kernels.
-        pulled = isinstance(overlap, MegaKernel) and isinstance(sharding, Fsep) and sharding.restore == "flat"
+        pulled = isinstance(overlap, MegaKernel) and isinstance(sharding, Fsep) and sharding.flat
         self.lanes = Lanes(cluster, 0.0 if pulled else cluster.copy_share)
-        self.waiting_reshards: deque[int] = deque()
+        self.waiting_reshards: deque[tuple[_Exchange | None, LinkLoad, int]] = deque()
         self.reshards: deque[_Exchange] = deque()
 
     def begin(self, plans: Sequence[TokenPlan], suffix: str) -> None:
@@ -181,9 +181,9 @@ class _Step:
         self._start_restore(layer)
         self._run(layer, "backward")
         del self.experts[layer]
-        self.waiting_reshards.append(layer)
+        self._start_reshard(layer)
         if not self.delay_reshard:
-            self._start_reshards()
+            self._cross_reshards()
         if self.rest.travel_behind_rest:
             if layer:
                 self._start_restore(layer - 1)
@@ -195,7 +195,7 @@ class _Step:
 
     def flush(self) -> None:
         """Gradients that were to travel behind a layer that does not come."""
-        self._start_reshards()
+        self._cross_reshards()
         self._finish_reshards()
 
     def finish(self) -> None:
@@ -273,7 +273,7 @@ class _Step:
             else:
                 self._start_restore(other)
         if way == "backward":
-            self._start_reshards()
+            self._cross_reshards()
         self._finish_restore(layer)
 
     def _experts(self, rows_RE: FloatArray, layer: int, way: Way, chunk: int) -> None:
@@ -351,15 +351,24 @@ class _Step:
                 self._finish(exchange)
         self.experts[layer] = None
 
-    def _start_reshards(self) -> None:
+    def _start_reshard(self, layer: int) -> None:
+        """Gradients that are summed inside nodes set off there; all others wait."""
+        layout, sharding = self.plans[layer].layout, self.strategy.sharding
+        of_element, every_slot = self.rest.gradient_bytes, self.rest.every_slot_travels
+        all_bytes = reshard_bytes(layout, self.model, self.cluster, sharding, of_element, every_slot)
+        if not all_bytes:
+            return
+        *inside, crossing = (link_load(bytes_RR, self.cluster) for bytes_RR in all_bytes)
+        self.waiting_reshards.append((self._start((*inside,), "reshard", layer), crossing, layer))
+
+    def _cross_reshards(self) -> None:
         while self.waiting_reshards:
-            layer = self.waiting_reshards.popleft()
-            layout, sharding = self.plans[layer].layout, self.strategy.sharding
-            of_element, every_slot = self.rest.gradient_bytes, self.rest.every_slot_travels
-            all_bytes = reshard_bytes(layout, self.model, self.cluster, sharding, of_element, every_slot)
-            loads = tuple(link_load(bytes_RR, self.cluster) for bytes_RR in all_bytes)
-            if (exchange := self._start(loads, "reshard", layer)) is not None:
-                self.reshards.append(exchange)
+            inside, crossing, layer = self.waiting_reshards.popleft()
+            if inside is not None:
+                self._finish(inside)
+            exchange = self._start((crossing,), "reshard", layer)
+            assert exchange is not None
+            self.reshards.append(exchange)
 
     def _finish_reshards(self) -> None:
         while self.reshards:

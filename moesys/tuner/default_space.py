@@ -43,6 +43,8 @@ def default_space(
             "sharding.delay_reshard": (False, True) if setting.num_layers > 1 else (False,),
             "sharding.reshard_after_forward": (True, False),
             "sharding.restore": ("flat", "hierarchical") if hierarchical else ("flat",),
+            "sharding.reshard": ("flat", "hierarchical") if hierarchical else ("flat",),
+            "sharding.lend": ("flat", "hierarchical") if hierarchical else ("flat",),
         }
     capped = tuple(FlowSplit(max_inter_node=cap) for cap in _CAPS if domains)
     return Space(

@@ -9,6 +9,7 @@ from moesys.config import (
     Balance,
     ClusterSpec,
     Declared,
+    Ep,
     EvenSplit,
     Fsep,
     Last,
@@ -70,11 +71,14 @@ class Setting:
             # Every expert has one holder, and all splits send its rows there.
             changes["split"] = EvenSplit()
         sharding = strategy.sharding
+        one_node = self.cluster.num_nodes == 1 or max(self.cluster.node_sizes) == 1
+        if isinstance(sharding, Ep) and one_node:
+            changes["sharding"] = sharding.replace(lend="flat")
         if isinstance(sharding, Fsep):
-            one_node = self.cluster.num_nodes == 1 or max(self.cluster.node_sizes) == 1
             changes["sharding"] = sharding.replace(
                 prefetch_layers=min(sharding.prefetch_layers, self.num_layers - 1),
                 restore="flat" if one_node else sharding.restore,
+                reshard="flat" if one_node else sharding.reshard,
             )
         overlap = strategy.overlap
         if self.cluster.num_nodes == 1 and not isinstance(overlap, MegaKernel):

@@ -36,6 +36,7 @@ STRATEGIES = {
     "ep pipelined": {"sharding": EP, "overlap": ms.Pipelined(chunks=2)},
     "ep mega": {"sharding": EP, "overlap": ms.MegaKernel()},
     "lent": {"sharding": LENT, **GREEDY},
+    "lent by node": {"sharding": LENT.replace(lend="hierarchical"), **GREEDY},
     "lent pipelined": {"sharding": LENT, **GREEDY, "overlap": ms.Pipelined(chunks=4)},
     "lent mega slots": {
         "sharding": LENT,
@@ -54,6 +55,12 @@ STRATEGIES = {
         "sharding": FSEP.replace(restore="hierarchical", prefetch_layers=1, delay_reshard=True),
         **GREEDY,
         "overlap": ms.Pipelined(chunks=8),
+    },
+    "fsep summed at nodes": {"sharding": FSEP.replace(reshard="hierarchical"), **GREEDY},
+    "fsep summed at nodes eager": {
+        "sharding": FSEP.replace(restore="hierarchical", reshard="hierarchical", prefetch_layers=1, delay_reshard=True),
+        **GREEDY,
+        "overlap": ms.Pipelined(chunks=2),
     },
     "fsep laer": {"sharding": FSEP, "balance": ms.Laer(), "split": ms.EvenSplit(), "overlap": ms.Pipelined(chunks=2)},
     "fsep mega": {"sharding": FSEP.replace(prefetch_layers=1), **GREEDY, "overlap": ms.MegaKernel()},

@@ -48,7 +48,13 @@ def run(experts: ms.Experts, parameters: list[nn.Parameter]) -> list[Tensor]:
     return [*found, *(whole(parameter.grad) for parameter in parameters)]
 
 
-def outside(strategy: ms.Strategy, tensors: list[Tensor], form: ExpertForm, **function: Any) -> Any:
+def outside(
+    strategy: ms.Strategy,
+    tensors: list[Tensor],
+    form: ExpertForm,
+    cluster: ms.ClusterSpec | None = None,
+    **function: Any,
+) -> Any:
     """Experts whose parameters are ``tensors``, sharded as ``strategy`` does, and those parameters."""
     mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
     parameters = []
@@ -58,21 +64,36 @@ def outside(strategy: ms.Strategy, tensors: list[Tensor], form: ExpertForm, **fu
             placement = Shard(1 + part.dim)
         parameters.append(nn.Parameter(distribute_tensor(tensor, mesh, [placement])))
     held = OutsideExperts(lambda: parameters, form, ExpertFunction(**function))
-    return ms.Experts(SHAPE, strategy, mesh, outside=held), parameters
+    return ms.Experts(SHAPE, strategy, mesh, cluster=cluster, outside=held), parameters
 
 
-def own_and_outside(strategy: ms.Strategy) -> tuple[list[Tensor], list[Tensor]]:
-    experts = ms.Experts(SHAPE, strategy, seed=3)
+def own_and_outside(strategy: ms.Strategy, cluster: ms.ClusterSpec | None = None) -> tuple[list[Tensor], list[Tensor]]:
+    experts = ms.Experts(SHAPE, strategy, cluster=cluster, seed=3)
     found = run(experts, [experts.masters])
     form = ExpertForm((Part((2 * I, H), dim=1), Part((H, I))))
     gate_up, down = form.views(whole(experts.masters).detach())
-    *others, dgate_up, ddown = run(*outside(strategy, [gate_up.contiguous(), down.contiguous()], form))
+    *others, dgate_up, ddown = run(*outside(strategy, [gate_up.contiguous(), down.contiguous()], form, cluster))
     return found, [*others, torch.cat([dgate_up.flatten(1), ddown.flatten(1)], dim=1)]
 
 
 @pytest.mark.parametrize("strategy", [EP, FSEP], ids=["ep", "fsep"])
 def test_where_masters_are_kept_changes_no_bit(ranks: LocalRanks, strategy: ms.Strategy) -> None:
     for own, kept_outside in ranks.run(own_and_outside, strategy, num_ranks=2):
+        for one, other in zip(own, kept_outside, strict=True):
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    "sharding",
+    [
+        ms.Ep(slots_per_rank=4, lend="hierarchical"),
+        ms.Fsep(slots_per_rank=4, restore="hierarchical", reshard="hierarchical"),
+    ],
+    ids=["ep", "fsep"],
+)
+def test_nor_where_experts_travel_node_by_node(ranks: LocalRanks, sharding: ms.Ep | ms.Fsep) -> None:
+    nodes = ms.ClusterSpec(num_nodes=2, ranks_per_node=2)
+    for own, kept_outside in ranks.run(own_and_outside, EP.replace(sharding=sharding), nodes, timeout_s=240):
         for one, other in zip(own, kept_outside, strict=True):
             assert torch.equal(one, other)
 

@@ -30,6 +30,7 @@ SHAPES = {
     "uneven slices": ms.ModelShape(hidden_size=7, intermediate_size=5, num_experts=E, top_k=2),
     "a rank that owns nothing": ms.ModelShape(hidden_size=1, intermediate_size=2, num_experts=E, top_k=2),
 }
+SHARDING = ms.Fsep(slots_per_rank=3)
 LINKED = ms.Strategy(name="linked", sharding=ms.Fsep(slots_per_rank=2, prefetch_layers=3, delay_reshard=True))
 LAYOUTS = (
     [[0, 1, 2], [3, 4, 5], [-1, -1, -1], [0, 3, 0]],  # a rank without experts, an expert twice on a rank
@@ -42,14 +43,14 @@ def restored_and_resharded(shape: ms.ModelShape, dtype: torch.dtype, under_way: 
     """Both kinds of experts through all layouts, each with ``under_way`` restores and reshards begun before any ends,
     and one rank late.
     """
-    rank, R = dist.get_rank(), dist.get_world_size()
+    rank = dist.get_rank()
     found = []
     for pulled in (False, True):
         shards: ShardedExperts
         if pulled:
-            shards = PulledExperts(shape, rank, NODES, dist.group.WORLD, TIMEOUT_S)
+            shards = PulledExperts(shape, rank, NODES, SHARDING, dist.group.WORLD, TIMEOUT_S)
         else:
-            shards = ShardedExperts(shape, rank, R, NODES, hierarchical=False)
+            shards = ShardedExperts(shape, rank, NODES, SHARDING)
         meter = Meter()
         channel = Channel(dist.group.WORLD, NODES, Recorder(rank), meter)
         experts, gradients, begun = [], [], []
@@ -62,7 +63,7 @@ def restored_and_resharded(shape: ms.ModelShape, dtype: torch.dtype, under_way: 
             grads_DP = shards.new_gradients(layout, torch.device("cpu"))
             grads_DP.copy_(torch.randn(grads_DP.shape, generator=generator))
             restore = shards.restore([local], dtype, shards.held_by_rank(layout), channel, "")
-            begun.append((restore, shards.reshard(grads_DP, layout, channel, "")))
+            begun.append((restore, shards.reshard(grads_DP, layout, channel, "")()))
             if pulled:
                 # What is shared is a copy, so nothing of this is read any more.
                 local.fill_(torch.nan)

@@ -75,14 +75,16 @@ def steps(draw: st.DrawFn, *shardings: ms.Ep | ms.Fsep) -> tuple[ms.Strategy, ms
 ON_DEMAND = (
     ms.Ep(),
     ms.Ep(slots_per_rank=4),
+    ms.Ep(slots_per_rank=4, lend="hierarchical"),
     ms.Fsep(slots_per_rank=4),
     ms.Fsep(slots_per_rank=4, restore="hierarchical"),
+    ms.Fsep(slots_per_rank=4, reshard="hierarchical"),
     ms.Fsep(slots_per_rank=4, reshard_after_forward=False),
 )
 AHEAD = (
     ms.Fsep(slots_per_rank=4, prefetch_layers=1),
     ms.Fsep(slots_per_rank=4, prefetch_layers=2, delay_reshard=True),
-    ms.Fsep(slots_per_rank=4, prefetch_layers=1, delay_reshard=True, restore="hierarchical"),
+    ms.Fsep(slots_per_rank=4, prefetch_layers=1, delay_reshard=True, restore="hierarchical", reshard="hierarchical"),
 )
 
 
@@ -201,6 +203,23 @@ def test_a_layout_planned_on_the_counts_brings_nothing_ahead(lag):
 def test_delayed_gradients_leave_the_last_reshard_exposed():
     length, restore, reshard, forward = local_step(prefetch_layers=1, delay_reshard=True)
     assert length == pytest.approx(2 * restore + 3 * 3 * forward + reshard)
+
+
+@pytest.mark.parametrize("other_us", [0, 100])
+def test_delayed_gradients_are_summed_inside_nodes_before_the_layer_behind(other_us):
+    """What goes from node to node travels behind it. What goes inside is exposed unless there is more to compute."""
+    strategy = fsep(slots_per_rank=1, prefetch_layers=1, delay_reshard=True, reshard="hierarchical")
+    layers = plans(strategy, FOUR, HOME, HOME, HOME)
+    inside, between = (
+        1e6 * cost.transfer_seconds(bytes_RR, FOUR)
+        for bytes_RR in cost.reshard_bytes(layers[0].layout, MODEL, FOUR, strategy.sharding)
+    )
+    restore = 1e6 * cost.restore_seconds(layers[0].layout, MODEL, FOUR, strategy.sharding)
+    computed = 3 * (3e6 * cost.expert_seconds(4000.0, MODEL, FOUR, backward=False) + 3 * other_us)
+    length = simulate_step(strategy, MODEL, FOUR, layers, other_seconds=other_us * 1e-6).length_us
+    assert 0 < inside < 200
+    exposed = 3 * inside if other_us == 0 else 0.0
+    assert length == pytest.approx(2 * restore + computed + exposed + between)
 
 
 def test_the_rest_of_a_layer_is_computed_once_forward_and_twice_backward():
@@ -355,10 +374,24 @@ def issued_by_layers(strategy: ms.Strategy, cluster: ms.ClusterSpec) -> list[tup
         fsep(),
         chunked(fsep(prefetch_layers=1, delay_reshard=True), 2),
         fsep(prefetch_layers=2, restore="hierarchical"),
+        fsep(reshard="hierarchical"),
+        chunked(fsep().replace(sharding=ms.Ep(slots_per_rank=4, lend="hierarchical"), balance=ms.Static()), 2),
+        chunked(fsep(prefetch_layers=1, delay_reshard=True, restore="hierarchical", reshard="hierarchical"), 2),
         chunked(fsep(reshard_after_forward=False, delay_reshard=True), 1),
         fsep(prefetch_layers=1).replace(lag=0),
     ],
-    ids=["ep", "ep-3", "fsep", "fsep-ahead-2", "hierarchical-ahead", "kept", "lag-0"],
+    ids=[
+        "ep",
+        "ep-3",
+        "fsep",
+        "fsep-ahead-2",
+        "hierarchical-ahead",
+        "home",
+        "lent by node",
+        "home-ahead-2",
+        "kept",
+        "lag-0",
+    ],
 )
 def test_all_to_alls_are_issued_in_the_order_of_the_layers(ranks: LocalRanks, monkeypatch, strategy):
     simulated: list[tuple[str, str]] = []

@@ -130,7 +130,7 @@ def test_drawn_points_are_points_of_the_space_in_an_order_by_chance():
 def test_what_changes_nothing_is_said_in_one_way():
     wordy = Strategy(
         name="wordy",
-        sharding=Fsep(slots_per_rank=2, prefetch_layers=7, restore="hierarchical"),
+        sharding=Fsep(slots_per_rank=2, prefetch_layers=7, restore="hierarchical", reshard="hierarchical"),
         predictor=WindowMean(),
         split=FlowSplit(),
         replan_every=4,
@@ -139,9 +139,9 @@ def test_what_changes_nothing_is_said_in_one_way():
     plain = SETTING.plainest(wordy)
     assert plain.predictor == Last()
     assert (plain.replan_every, plain.lag, plain.split) == (1, 1, EvenSplit())
-    assert plain.sharding == Fsep(slots_per_rank=2, prefetch_layers=1, restore="hierarchical")
+    assert plain.sharding == wordy.sharding.replace(prefetch_layers=1)
     one_node = Setting(MODEL, ClusterSpec(ranks_per_node=4), num_layers=2)
-    assert one_node.plainest(wordy).sharding.restore == "flat"
+    assert one_node.plainest(wordy).sharding.flat
     once = wordy.replace(overlap=Pipelined(chunks=2, node_dispatch="once", combine="per_node"))
     assert one_node.plainest(once).overlap == Pipelined(chunks=2), "there is no node to cross to"
     assert SETTING.plainest(once).overlap == once.overlap
@@ -200,7 +200,7 @@ def test_the_default_space_keeps_to_memory_ranks_and_layers():
     assert set(wide.by_kind("overlap")) == {"sequential", "pipelined", "mega_kernel"}
     slots = wide.root["sharding.fsep.slots_per_rank"]
     assert (min(slots), max(slots)) == (2, 4)
-    assert set(wide.root["sharding.restore"]) == {"flat", "hierarchical"}
+    assert set(wide.root["sharding.restore"]) == set(wide.root["sharding.reshard"]) == {"flat", "hierarchical"}
     fits = rank_memory(Strategy(name="f", sharding=Fsep(slots_per_rank=3)), SETTING, 512).gb
     tight = default_space(SETTING, 512, memory_gb=fits)
     assert max(tight.root["sharding.fsep.slots_per_rank"]) == 3

@@ -9,6 +9,7 @@ import numpy as np
 from moesys.balance.greedy.construction import ConstructionProblem, build_best, build_each_node
 from moesys.balance.greedy.node_first import deal_to_nodes
 from moesys.balance.greedy.numbering import Numbers
+from moesys.balance.greedy.pinned import pin_homes
 from moesys.balance.greedy.replica_constraints import part_of_experts, spread_replicas
 from moesys.balance.greedy.robust_cost import draw_scenarios
 from moesys.balance.greedy.spread import spread
@@ -44,6 +45,14 @@ class Builders:
         n, expert_RS = self.numbers, self.numbers.empty()
         self._build(expert_RS, n.rank_A, n.tokens_E, np.arange(len(n.tokens_E)))
         return Built(expert_RS, self.part_R)
+
+    def at_home(self) -> Built | None:
+        """Returns a layout with every expert on its owner, and copies where they are wanted (``pinned``); None where
+        owners have no slots for what they own.
+        """
+        n, expert_RS = self.numbers, self.numbers.empty()
+        found = pin_homes(n.supply_NE, n.owner_E, n.slots_R, n.node_R, expert_RS)
+        return Built(expert_RS, self.part_R) if found else None
 
     def each_node(self) -> Built | None:
         """Returns a layout of each node for what its ranks send; None where some node cannot hold every expert."""

@@ -27,7 +27,7 @@ from moesys.balance.greedy.robust_cost import (
 from moesys.balance.greedy.step_judge import MUCH_DRIFT, StepJudge
 from moesys.balance.planning_problem import PlanningProblem
 from moesys.balance.topology import domains_of
-from moesys.config import Greedy
+from moesys.config import Ep, Greedy
 from moesys.layout import EMPTY, ExpertLayout
 from moesys.load import IntArray
 
@@ -185,6 +185,8 @@ class _Planner:
             partial(builders.replicas_spread, True),
             builders.whole,
         ]
+        if isinstance(self.problem.sharding, Ep):
+            kinds.append(builders.at_home)
         if num_nodes > 1:
             parts = PARTS if self.config.drift < MUCH_DRIFT else PARTS_OF_MUCH_DRIFT
             kinds += [partial(builders.node_first, each, num_nodes) for each in parts]

@@ -13,7 +13,7 @@ import numpy as np
 from moesys.balance.planning_problem import PlanningProblem
 from moesys.balance.replicas import usable_slots
 from moesys.balance.topology import levels_of, link_domains_of, nodes_of, tokens_by_node
-from moesys.layout import EMPTY, ExpertLayout
+from moesys.layout import EMPTY, ExpertLayout, owner_of_experts
 from moesys.load import IntArray
 
 # Compiled loops multiply twice what a scenario's experts have, up to 2.55 times as much each, by a million.
@@ -56,6 +56,12 @@ class Numbers:
         # as a split's arrays are: for others it would be compiled anew
         tokens_RE.setflags(write=False)
         return tokens_RE
+
+    @property
+    def owner_E(self) -> IntArray:
+        """The rank that owns each expert, where experts stay whole."""
+        owner_E = owner_of_experts(len(self.expert_E), len(self.rank_R))[self.expert_E]
+        return np.argsort(self.rank_R)[owner_E]
 
     def named(self, expert_RS: IntArray) -> ExpertLayout:
         """Returns a layout in the caller's numbers, experts in order on every rank, S of the widest rank."""

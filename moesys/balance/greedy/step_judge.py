@@ -77,7 +77,7 @@ class StepJudge:
         if sharding is None:
             return self._prices, 0
         # a flat restore of different experts depends on their number alone
-        flat = isinstance(sharding, Fsep) and sharding.restore == "flat"
+        flat = isinstance(sharding, Fsep) and sharding.flat
         key = ((expert_RS != EMPTY).sum(axis=1) if flat else expert_RS).tobytes()
         if key not in self._known:
             prices, gradients = with_experts(self._prices, self.numbers.named(expert_RS), self.model, cluster, sharding)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Annotated
 
 from moesys.balance import certify_seconds, measured_drift, plan_layout, warm_up
+from moesys.balance.homes import numbered_by_home, planned_homes
 from moesys.bench.harness.reports import Report, publish
 from moesys.bench.harness.sheets import Column, Sheet
 from moesys.bench.harness.steps import steps_told
@@ -21,6 +22,7 @@ from moesys.bench.harness.stopwatch import Spread, machine_line
 from moesys.config import (
     Balance,
     ClusterSpec,
+    Ep,
     Eplb,
     EvenSplit,
     FlexMoe,
@@ -31,6 +33,7 @@ from moesys.config import (
     ModelShape,
     Overlap,
     Sequential,
+    Sharding,
     Split,
     Static,
     Strategy,
@@ -78,21 +81,27 @@ SETTINGS = (
 )
 
 
+_FLAT = Fsep(slots_per_rank=0)
+_NODE_BY_NODE = _FLAT.replace(restore="hierarchical", reshard="hierarchical")
 _DIRECT, _ONCE = Sequential(), Sequential(node_dispatch="once", combine="per_node")
 
 
 @dataclass(frozen=True)
 class Planner:
-    """``by_seconds``: whether the planner is told the model, and so can weigh seconds, and how much loads drift."""
+    """``by_seconds``: whether the planner is told the model, and so can weigh seconds, and how much loads drift.
+    ``sharding``: but for its slots, which are the setting's. ``homes``: whether it first chooses who owns which expert.
+    """
 
     name: str
     balance: Balance
     split: Split
     by_seconds: bool = False
     overlap: Overlap = _DIRECT
+    sharding: Sharding = _FLAT
+    homes: bool = False
 
     def strategy(self, slots: int) -> Strategy:
-        sharding = Fsep(slots_per_rank=slots)
+        sharding = self.sharding.replace(slots_per_rank=slots)
         return Strategy(name=self.name, sharding=sharding, balance=self.balance, split=self.split, overlap=self.overlap)
 
     def layout(
@@ -105,6 +114,14 @@ class Planner:
         return plan_layout(planned_for, cluster, balance, slots, model=model, strategy=self.strategy(slots))
 
 
+_PINNED = Planner(
+    "pinned homes",
+    Greedy(),
+    FlowSplit(max_inter_node="seconds"),
+    True,
+    sharding=Ep(slots_per_rank=0, lend="hierarchical"),
+    homes=True,
+)
 BASELINE = Planner("laer, even split", Laer(), EvenSplit())
 PLANNERS = (
     BASELINE,
@@ -116,6 +133,16 @@ PLANNERS = (
     Planner("greedy by seconds", Greedy(), FlowSplit(max_inter_node="seconds"), by_seconds=True),
     replace(BASELINE, name="laer, even split; once a node", overlap=_ONCE),
     Planner("greedy by seconds; once a node", Greedy(), FlowSplit(max_inter_node="seconds"), True, _ONCE),
+    replace(BASELINE, name="laer, even split; experts node by node", sharding=_NODE_BY_NODE),
+    Planner(
+        "greedy by seconds; experts node by node",
+        Greedy(),
+        FlowSplit(max_inter_node="seconds"),
+        True,
+        sharding=_NODE_BY_NODE,
+    ),
+    replace(_PINNED, name="pinned homes"),
+    replace(_PINNED, name="pinned homes; once a node", overlap=_ONCE),
 )
 
 
@@ -170,6 +197,8 @@ def main(num_seeds: int, drift: float = 0.0, *, out: Path | None = None, json_pa
         f"one part after another; log-normal popularity of skew 1, drift {drift:g} to the later sample; {num_seeds} "
         "seeds.",
         "once a node: a token crosses to a node once, and one sum a node comes home.",
+        "experts node by node: they reach a node once, and one sum of their gradients leaves it.",
+        "pinned homes: experts whole on owners, chosen on the past load; what fills other slots is lent, once a node.",
         "over the bound: products, rows between nodes and experts that no layout with these slots costs less than.",
         "over LAER, even: below 1 is faster than LAER-MoE's planner with its even split; median [p20, p80] over seeds.",
         f"Planning is measured: {machine}.",
@@ -200,6 +229,9 @@ def _row(
     strategy = planner.strategy(setting.slots)
     row = Row(setting.name, cluster.num_ranks, setting.slots, planner.name, [], [], [], [], [], baseline_ms)
     for past, planned_for, later in loads:
+        if planner.homes:
+            home_E = planned_homes(past, cluster)
+            past, planned_for, later = (numbered_by_home(load, home_E) for load in (past, planned_for, later))
         begin_s = time.perf_counter()
         layout = planner.layout(setting.model, cluster, setting.slots, past, planned_for)
         row.planning_ms.append(1e3 * (time.perf_counter() - begin_s))

@@ -50,7 +50,7 @@ def mega_memory(strategy: Strategy, model: ModelShape, plans: tuple[LayerPlan, .
     hidden, width, size = model.hidden_size, model.intermediate_size, model.bytes_per_element
     waiting = overlap.combine_share > 0 or overlap.fused in ("dispatch", "none")
     # As MoELayer decides: what comes node by node is sent.
-    pulls = num_ranks > 1 and isinstance(strategy.sharding, Fsep) and strategy.sharding.restore == "flat"
+    pulls = num_ranks > 1 and isinstance(strategy.sharding, Fsep) and strategy.sharding.flat
     return MegaMemory(
         symmetric_bytes(overlap, model, most_tokens, num_ranks, num_replicas),
         ring_bytes(model, num_ranks, num_slots) if pulls else 0,

@@ -132,9 +132,13 @@ def _schedule_words(strategy: Strategy, num_nodes: int) -> list[str]:
             else "experts restored when they are needed, none ahead"
         )
         words.append(f"{sharding.restore} restores" + ", again for backward" * sharding.reshard_after_forward)
-        words.append(f"gradients resharded {'behind the next backward' if sharding.delay_reshard else 'at once'}")
+        summed = "summed inside nodes and " * (sharding.reshard == "hierarchical")
+        words.append(
+            f"gradients {summed}resharded {'behind the next backward' if sharding.delay_reshard else 'at once'}"
+        )
     elif sharding.lends:
-        words.append("experts lent by their owners, when they are needed")
+        by_node = ", a copy a node that is passed on there; gradients return so" * (sharding.lend == "hierarchical")
+        words.append(f"experts lent by their owners, when they are needed{by_node}")
     else:
         words.append("experts stay on their owners")
     return words

@@ -453,8 +453,13 @@ def test_a_mega_kernel_says_its_tasks_and_its_memory(overlap, said):
 
 @pytest.mark.parametrize(
     "sharding",
-    [Ep(slots_per_rank=2), Fsep(slots_per_rank=3, restore="hierarchical")],
-    ids=["whole experts", "node by node"],
+    [
+        Ep(slots_per_rank=2),
+        Ep(slots_per_rank=2, lend="hierarchical"),
+        Fsep(slots_per_rank=3, restore="hierarchical"),
+        Fsep(slots_per_rank=3, reshard="hierarchical"),
+    ],
+    ids=["whole experts", "copies a node", "node by node", "sums of nodes"],
 )
 def test_experts_that_nobody_pulls_take_no_memory(sharding):
     fused = FSEP.replace(sharding=sharding, overlap=MegaKernel())
@@ -462,6 +467,10 @@ def test_experts_that_nobody_pulls_take_no_memory(sharding):
     assert step.mega is not None
     assert step.mega.pulled_bytes == 0
     assert "where they pull experts" not in str(step)
+    summed = isinstance(sharding, Fsep) and sharding.reshard == "hierarchical"
+    lent_so = isinstance(sharding, Ep) and sharding.lend == "hierarchical"
+    assert ("needed, a copy a node that is passed on there" in str(step)) == lent_so
+    assert ("gradients summed inside nodes and resharded at once" in str(step)) == summed
 
 
 def test_hosts_plan_what_devices_cannot_split():

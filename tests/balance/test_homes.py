@@ -1,0 +1,79 @@
+"""Homes of experts that stay whole: who owns them, and layouts that leave them there."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import moesys as ms
+from moesys.balance import plan_layout
+from moesys.balance.greedy.pinned import pin_homes
+from moesys.balance.homes import numbered_by_home, planned_homes
+from moesys.config import presets
+from moesys.layout import owner_of_experts
+
+CLUSTER = ms.ClusterSpec(num_nodes=2, ranks_per_node=2)
+
+
+@given(
+    st.lists(st.integers(1, 4), min_size=1, max_size=3),
+    st.integers(1, 20),
+    st.integers(0, 2**32),
+    st.sampled_from([1, 50]),
+)
+def test_every_rank_owns_as_many_as_by_the_rule_and_numbers_follow(sizes, num_experts, seed, most):
+    cluster = ms.ClusterSpec(num_nodes=len(sizes), ranks_per_node=tuple(sizes))
+    R = cluster.num_ranks
+    load = ms.LoadMatrix(np.random.default_rng(seed).integers(0, most, (R, num_experts)))
+    home_E, rule_E = planned_homes(load, cluster), owner_of_experts(num_experts, R)
+    assert np.bincount(home_E, minlength=R).tolist() == np.bincount(rule_E, minlength=R).tolist()
+    numbered = numbered_by_home(load, home_E)
+    for rank in range(R):
+        of_rank = sorted(load.tokens_RE[:, home_E == rank].T.tolist())
+        assert sorted(numbered.tokens_RE[:, rule_E == rank].T.tolist()) == of_rank
+
+
+def test_nodes_own_what_their_own_ranks_want():
+    wants_RE = np.array([[1, 1, 9, 9], [1, 1, 9, 9], [9, 9, 1, 1], [9, 9, 1, 1]])
+    assert np.asarray(CLUSTER.node_of_rank)[planned_homes(ms.LoadMatrix(wants_RE), CLUSTER)].tolist() == [1, 1, 0, 0]
+
+
+def test_nodes_are_level_where_all_want_the_same():
+    tokens_E = (2 ** np.arange(8, 0, -0.25)).astype(int)
+    load = ms.LoadMatrix(np.tile(tokens_E, (4, 1)))
+    home_E, node_R = planned_homes(load, CLUSTER), np.asarray(CLUSTER.node_of_rank)
+    by_rule, planned = (
+        np.bincount(node_R[of_E], load.tokens_E) for of_E in (owner_of_experts(len(tokens_E), 4), home_E)
+    )
+    assert planned.max() < 1.01 * planned.mean() < 0.7 * by_rule.max()
+
+
+def test_copies_are_those_that_a_node_wants_most_on_ranks_with_least():
+    """Rank 0 owns 0 and 1 in node 0, rank 1 owns 2 and 3 in node 1; each has a slot more."""
+    supply_NE = np.array([[5, 5, 3, 7], [2, 9, 5, 5]])
+    expert_RS = np.full((2, 3), -1)
+    assert pin_homes(supply_NE, np.array([0, 0, 1, 1]), np.array([3, 3]), np.array([0, 1]), expert_RS)
+    assert expert_RS.tolist() == [[0, 1, 3], [2, 3, 1]]
+    assert not pin_homes(supply_NE, np.array([0, 0, 1, 1]), np.array([1, 3]), np.array([0, 1]), np.full((2, 3), -1))
+
+
+@pytest.mark.parametrize("lend", ["flat", "hierarchical"])
+def test_greedy_leaves_experts_at_home_where_they_stay_whole(lend):
+    """And does not where every slot of every rank is filled anew anyway."""
+    model, cluster = presets.OLMOE_1B_7B, presets.h100(2)
+    rng = np.random.default_rng(0)
+    tokens_E = rng.lognormal(sigma=1.0, size=model.num_experts)
+    load = ms.LoadMatrix(rng.poisson(4096 * tokens_E / tokens_E.sum(), (16, model.num_experts)) * 8)
+    owner_E, experts = owner_of_experts(model.num_experts, 16), np.arange(model.num_experts)
+
+    def plan(sharding: ms.Ep | ms.Fsep) -> ms.ExpertLayout:
+        strategy = ms.Strategy(name="whole", sharding=sharding, balance=ms.Greedy())
+        return plan_layout(load, cluster, strategy.balance, 6, model=model, strategy=strategy)
+
+    layout = plan(ms.Ep(slots_per_rank=6, lend=lend))
+    assert (layout.replicas_RE[owner_E, experts] == 1).all()
+    assert layout.num_duplicates == 0
+    assert layout.filled_R.max() > 4, "some are lent"
+    assert (plan(ms.Fsep(slots_per_rank=6)).replicas_RE[owner_E, experts] == 0).any()
