@@ -49,7 +49,7 @@ FLOORS_IN = {
         {"planning_problem", "topology"},
         {"replicas", "flow", "own_planners"},
         {"baselines"},
-        {"splits", "certificate", "seconds_certificate", "quotas"},
+        {"splits", "certificate", "seconds_certificate", "quotas", "late_slots"},
         {"greedy"},
         {"cp_sat"},
         {"layouts"},

@@ -51,7 +51,7 @@ def fill_late_slots(
     expert_RS = np.full((layout.num_ranks, layout.num_slots + late_slots), EMPTY)
     expert_RS[:, : layout.num_slots] = layout.expert_RS
     late_R = np.array([late_slots if slots else 0 for slots in slots_R])
-    prices, owner_E = _prices(model, cluster, sharding), _owners(model.num_experts, layout.num_ranks, sharding)
+    prices, owner_E = fetch_prices(model, cluster, sharding), _owners(model.num_experts, layout.num_ranks, sharding)
     late_RL = late_experts(
         problem.load.tokens_RE, expert_RS, late_R, owner_E, (link_domains_of(cluster), nodes_of(cluster)), prices
     )
@@ -70,7 +70,8 @@ class Prices(NamedTuple):
     on_node: float
 
 
-def _prices(model: ModelShape, cluster: ClusterSpec, sharding: Sharding) -> Prices:
+def fetch_prices(model: ModelShape, cluster: ClusterSpec, sharding: Sharding) -> Prices:
+    """Returns what late copies are weighed by."""
     b = model.bytes_per_element
     element_bytes = b + GRADIENT_BYTES
     if isinstance(sharding, Fsep):

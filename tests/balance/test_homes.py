@@ -77,3 +77,23 @@ def test_greedy_leaves_experts_at_home_where_they_stay_whole(lend):
     assert layout.num_duplicates == 0
     assert layout.filled_R.max() > 4, "some are lent"
     assert (plan(ms.Fsep(slots_per_rank=6)).replicas_RE[owner_E, experts] == 0).any()
+
+
+def test_copies_that_pay_beat_planners_that_know_the_counts_as_well():
+    """Dear experts of very different popularity: few copies balance the ranks, and more cost more than they save."""
+    model, cluster = presets.DEEPSEEK_V3, presets.h100(2)
+    rng = np.random.default_rng(0)
+    share_E = rng.lognormal(sigma=1.5, size=model.num_experts)
+    load = ms.LoadMatrix(rng.poisson(8192 * model.top_k * share_E / share_E.sum(), (16, model.num_experts)))
+    ep = ms.Strategy(name="ep", sharding=ms.Ep(slots_per_rank=32), lag=0)
+
+    def layer(**planner: object) -> tuple[float, int]:
+        strategy = ep.replace(**planner)
+        plan = ms.plan_layer(strategy, model, cluster, load)
+        length_ms = ms.simulate(ms.StepPlan(strategy, model, cluster, (plan,))).length_us / 1e3
+        return length_ms, int(plan.layout.filled_R.sum()) - model.num_experts
+
+    ours_ms, copies = layer(balance=ms.Greedy(drift=0), split=ms.FlowSplit(max_inter_node="seconds"))
+    rivals = [layer(balance=balance, split=ms.Quotas()) for balance in (ms.MoonEp(), ms.UltraEp(), ms.Llep())]
+    assert ours_ms < min(ms_of for ms_of, _ in rivals)
+    assert 0 < copies < 100

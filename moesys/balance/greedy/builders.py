@@ -13,6 +13,8 @@ from moesys.balance.greedy.pinned import pin_homes
 from moesys.balance.greedy.replica_constraints import part_of_experts, spread_replicas
 from moesys.balance.greedy.robust_cost import draw_scenarios
 from moesys.balance.greedy.spread import spread
+from moesys.balance.late_slots import Prices, late_experts
+from moesys.layout import EMPTY
 from moesys.load import IntArray
 
 
@@ -53,6 +55,27 @@ class Builders:
         n, expert_RS = self.numbers, self.numbers.empty()
         found = pin_homes(n.supply_NE, n.owner_E, n.slots_R, n.node_R, expert_RS)
         return Built(expert_RS, self.part_R) if found else None
+
+    def copies_that_pay(self, prices: Prices) -> Built | None:
+        """Returns a layout with every expert on its owner, and the copies that late slots would get (``late_slots``);
+        None where owners have no slots for what they own.
+        """
+        n = self.numbers
+        spare_R = n.slots_R - np.bincount(n.owner_E, minlength=len(n.slots_R))
+        if spare_R.min() < 0 or not spare_R.any():
+            return None
+        num_homes = int((n.slots_R - spare_R).max())
+        wide_RS = np.full((len(n.slots_R), num_homes + int(spare_R.max())), EMPTY)
+        for rank, row_S in enumerate(wide_RS):
+            experts = np.flatnonzero(n.owner_E == rank)
+            row_S[: len(experts)] = experts
+        parts = n.node_R, n.nics_R
+        wide_RS[:, num_homes:] = late_experts(n.tokens_RE, wide_RS, spare_R, n.owner_E, parts, prices)
+        expert_RS = n.empty()
+        for row_S, wide_S in zip(expert_RS, wide_RS, strict=True):
+            experts = wide_S[wide_S != EMPTY]
+            row_S[: len(experts)] = experts
+        return Built(expert_RS, self.part_R)
 
     def each_node(self) -> Built | None:
         """Returns a layout of each node for what its ranks send; None where some node cannot hold every expert."""

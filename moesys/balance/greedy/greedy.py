@@ -25,6 +25,7 @@ from moesys.balance.greedy.robust_cost import (
     robust_cost,
 )
 from moesys.balance.greedy.step_judge import MUCH_DRIFT, StepJudge
+from moesys.balance.late_slots import Prices, fetch_prices
 from moesys.balance.planning_problem import PlanningProblem
 from moesys.balance.topology import domains_of
 from moesys.config import Ep, Greedy
@@ -186,7 +187,7 @@ class _Planner:
             builders.whole,
         ]
         if isinstance(self.problem.sharding, Ep):
-            kinds.append(builders.at_home)
+            kinds += [builders.at_home, partial(builders.copies_that_pay, self.fetch_prices)]
         if num_nodes > 1:
             parts = PARTS if self.config.drift < MUCH_DRIFT else PARTS_OF_MUCH_DRIFT
             kinds += [partial(builders.node_first, each, num_nodes) for each in parts]
@@ -194,6 +195,16 @@ class _Planner:
                 kinds += [partial(builders.node_first, parts[0], group) for group in GROUPS if group < num_nodes]
             kinds.append(builders.each_node)
         return kinds
+
+    @property
+    def fetch_prices(self) -> Prices:
+        """Prices of copies that owners lend, in seconds of the load's units."""
+        problem = self.problem
+        assert problem.model is not None
+        assert problem.sharding is not None
+        prices = fetch_prices(problem.model, problem.cluster, problem.sharding)
+        units = problem.units_per_token / (1 << self.numbers.scale)
+        return prices._replace(on_rank=prices.on_rank * units, on_node=prices.on_node * units)
 
     def builders(self, before_RS: IntArray) -> Builders:
         return Builders(self.numbers, self.part_R, self.config.min_replicas, self.scenarios_each, before_RS)

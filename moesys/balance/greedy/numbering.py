@@ -21,8 +21,9 @@ MOST_TOKENS = 2**39
 
 
 class Numbers:
-    """A problem in the planner's numbers, int64: ``slots_R``; ``node_R``; ``tokens_E``, ``supply_NE`` by source's node,
-    of which 2^``scale`` were one token; ``rank_A``: ranks with slots, in turn from every node; ``mean``: tokens of one.
+    """A problem in the planner's numbers, int64: ``slots_R``; ``node_R``, and ``nics_R`` of the node whose NICs a rank
+    has; ``tokens_E``, and ``supply_NE`` by source's node, of which 2^``scale`` were one token; ``rank_A``: ranks with
+    slots, in turn from every node; ``mean``: tokens of one.
 
     ``rank_R``, ``expert_E``: the caller's numbers. Ranks with the same ``finest_R`` may stand for one another.
     """
@@ -44,7 +45,7 @@ class Numbers:
         self.tokens_E = self.supply_NE.sum(axis=0)
 
         # of a domain of several nodes round these, too
-        nics_R = nodes_of(cluster)
+        self.nics_R = nics_R = nodes_of(cluster)
         index_in_node_R = np.arange(len(slots_R)) - np.searchsorted(nics_R, nics_R)
         rank_A = np.lexsort((nics_R, index_in_node_R))
         self.rank_A = rank_A[self.slots_R[rank_A] > 0]
