@@ -201,6 +201,15 @@ LAER_A100 = a100(num_nodes=4)
 Slots = SlotCount | tuple[SlotCount, ...]
 
 
+def cpu(ranks_per_node: int, num_nodes: int = 1) -> ClusterSpec:
+    """Ranks that are processes, a core each, and talk by gloo: about what they reach, for planners that weigh rows
+    against experts. ``moesys bench calibrate`` measures it.
+    """
+    # [measured] 20 GFLOP/s on a part of a core of an EPYC (docs/measured/shaped-nodes_epyc-2-cores_2026-11-23.md).
+    rates = {"intra_node_gb_per_s": 1.0, "inter_node_gb_per_s": 1.0, "expert_tflops": 0.05}
+    return ClusterSpec(num_nodes=num_nodes, ranks_per_node=ranks_per_node, **rates)
+
+
 def ep() -> Strategy:
     """Classic expert parallelism: experts stay on their owners, nothing overlaps (GShard, arXiv 2006.16668)."""
     return Strategy(name="ep")

@@ -77,7 +77,7 @@ class Experts(nn.Module):
         self.group = None if self.mesh is None else self.mesh.get_group()
         num_ranks = dist.get_world_size(self.group) if self.group is not None else 1
         rank = dist.get_rank(self.group) if self.group is not None else 0
-        self.cluster = cluster if cluster is not None else cluster_of(num_ranks)
+        self.cluster = cluster if cluster is not None else cluster_of(num_ranks, device.type)
         if self.cluster.num_ranks != num_ranks:
             raise ValueError(
                 f"cluster has {self.cluster.num_ranks} ranks but the group has {num_ranks}; "

@@ -7,7 +7,7 @@ import os
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from moesys.config import ClusterSpec
+from moesys.config import ClusterSpec, presets
 
 
 def mesh_of(group: dist.ProcessGroup | DeviceMesh | None, device_type: str) -> DeviceMesh | None:
@@ -23,9 +23,14 @@ def mesh_of(group: dist.ProcessGroup | DeviceMesh | None, device_type: str) -> D
     return None if group is None else DeviceMesh.from_group(group, device_type)
 
 
-def cluster_of(num_ranks: int) -> ClusterSpec:
-    """Nodes of LOCAL_WORLD_SIZE ranks where a launcher says so and it fits, else one node."""
+def cluster_of(num_ranks: int, device_type: str) -> ClusterSpec:
+    """Nodes of LOCAL_WORLD_SIZE ranks where a launcher says so and it fits, else one node; as fast as devices of such a
+    type are about.
+    """
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE", num_ranks))
-    if 0 < per_node < num_ranks and num_ranks % per_node == 0:
-        return ClusterSpec(num_nodes=num_ranks // per_node, ranks_per_node=per_node)
-    return ClusterSpec(num_nodes=1, ranks_per_node=num_ranks)
+    if not 0 < per_node < num_ranks or num_ranks % per_node:
+        per_node = num_ranks
+    nodes = num_ranks // per_node
+    return (
+        presets.cpu(per_node, nodes) if device_type == "cpu" else ClusterSpec(num_nodes=nodes, ranks_per_node=per_node)
+    )

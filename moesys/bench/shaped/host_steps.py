@@ -16,7 +16,7 @@ from torch import Tensor
 from moesys.bench.harness.contest import EqualBits, Outcome, in_words, relative_difference
 from moesys.bench.harness.layer_steps import LayerSteps, ResidualLayers, hold_steps, rank_generator
 from moesys.bench.harness.stopwatch import repeated_ms
-from moesys.config import ClusterSpec, ModelShape, Pipelined, Strategy
+from moesys.config import ClusterSpec, ModelShape, Pipelined, Strategy, presets
 from moesys.moe.layer import MoELayer
 from moesys.overlap.comm.channel import Channel
 from moesys.overlap.comm.messages import exchange
@@ -31,8 +31,6 @@ PIECES = ("most", "some", "chunks")
 _PRODUCT_ROWS, _PRODUCTS = 128, 10
 # Of float32 results that are summed in another order.
 _NEAR = 1e-5
-# Of ranks on a part of a processor, about: what a person would declare who has not measured.
-_DECLARED_GB_PER_S, _DECLARED_TFLOPS = 1.0, 0.05
 
 
 @dataclass(frozen=True)
@@ -60,14 +58,8 @@ class ShapedCase:
     @property
     def cluster(self) -> ClusterSpec:
         """The links as declared, by which layouts are planned; how fast a rank computes is for calibration to say."""
-        return ClusterSpec(
-            num_nodes=self.num_hosts,
-            ranks_per_node=self.ranks_per_host,
-            inter_node_gb_per_s=self.mbit_per_s / 8e3,
-            inter_node_us=self.latency_us,
-            intra_node_gb_per_s=_DECLARED_GB_PER_S,
-            expert_tflops=_DECLARED_TFLOPS,
-        )
+        links = {"inter_node_gb_per_s": self.mbit_per_s / 8e3, "inter_node_us": self.latency_us}
+        return presets.cpu(self.ranks_per_host, self.num_hosts).replace(**links)
 
 
 @dataclass(frozen=True)

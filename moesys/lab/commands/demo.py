@@ -19,7 +19,6 @@ import sys
 from pathlib import Path
 
 from moesys.config import (
-    ClusterSpec,
     Ep,
     FlowSplit,
     Fsep,
@@ -64,8 +63,7 @@ MODEL = {
     "router_aux_loss_coef": 0.02,
     "initializer_range": 0.05,
 }
-# Of a core and of messages between processes, about: planners weigh a row more against an expert that travels.
-CLUSTER = ClusterSpec(name="this machine", ranks_per_node=NUM_RANKS, intra_node_gb_per_s=1.0, expert_tflops=0.05)
+CLUSTER = presets.cpu(NUM_RANKS).replace(name="this machine")
 # Mixtral's experts, as many as there are here; each on a GPU.
 LARGE_MODEL = presets.LAER_E8K2.replace(num_experts=MODEL["num_experts"], top_k=MODEL["num_experts_per_tok"])
 GPUS_OF_NODE = min(8, LARGE_MODEL.num_experts)
