@@ -88,8 +88,8 @@ if TYPE_CHECKING:
     from moesys.moe.watch import Watch as Watch
     from moesys.overlap.comm.channel import CollectiveError as CollectiveError
     from moesys.simulator.critical_path import PathPart as PathPart
+    from moesys.simulator.rest_of_step import RestOfStep as RestOfStep
     from moesys.simulator.simulation import Simulation as Simulation
-    from moesys.simulator.step_program import RestOfStep as RestOfStep
     from moesys.step import LayerPlan as LayerPlan
     from moesys.step import StepPlan as StepPlan
     from moesys.step import plan_layer as plan_layer
@@ -152,7 +152,7 @@ _MODULE_OF = {
     "Proportional": "moesys.config",
     "Quotas": "moesys.config",
     "Replay": "moesys.config.workload",
-    "RestOfStep": "moesys.simulator.step_program",
+    "RestOfStep": "moesys.simulator.rest_of_step",
     "RunResult": "moesys.lab.runs.runner",
     "SearchBounds": "moesys.tuner.search_bounds",
     "SecondsCertificate": "moesys.balance",

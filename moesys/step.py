@@ -40,8 +40,9 @@ from moesys.config import (
 from moesys.config.member import RECORDED
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.load import LoadMatrix
+from moesys.simulator.rest_of_step import RestOfStep
 from moesys.simulator.simulation import Simulation
-from moesys.simulator.step_program import RestOfStep, run_step
+from moesys.simulator.step_program import run_step
 from moesys.timeline import Timeline
 
 if TYPE_CHECKING:

@@ -8,30 +8,15 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import typer
-from typer.core import TyperGroup
 
 from moesys.bench.board.command import bench_leaderboard
+from moesys.bench.harness.grouped_commands import GroupedCommands
 from moesys.bench.harness.refusing import refusing as _refusing
 
 COMPUTING, LINKS, PUBLISHED = "Computing, measured here", "Links, measured here", "Published, and simulated beside it"
-
-
-class GroupedCommands(TyperGroup):
-    """Lists commands under their ``rich_help_panel``, which help without rich leaves out."""
-
-    def format_commands(self, ctx: Any, formatter: Any) -> None:
-        limit = formatter.width - 6 - max(map(len, self.commands))
-        groups: dict[str, list[tuple[str, str]]] = {}
-        for name, command in self.commands.items():
-            groups.setdefault(getattr(command, "rich_help_panel", ""), []).append(
-                (name, command.get_short_help_str(limit))
-            )
-        for title, rows in groups.items():
-            with formatter.section(title):
-                formatter.write_dl(rows)
 
 
 bench = typer.Typer(

@@ -26,7 +26,6 @@ import numpy as np
 
 from moesys.config import ClusterSpec, Fsep, MegaKernel, ModelShape, Strategy
 from moesys.cost import (
-    GRADIENT_BYTES,
     FloatArray,
     LinkLoad,
     dispatch_bytes,
@@ -45,38 +44,12 @@ from moesys.simulator.critical_path import AllToAll
 from moesys.simulator.lanes import Lanes
 from moesys.simulator.links import ChannelName
 from moesys.simulator.mega.layer_pass import publish_seconds, queued_ahead
+from moesys.simulator.rest_of_step import RestOfStep
 from moesys.simulator.simulation import Simulation
 from moesys.timeline import Timeline
 
-Recompute = Literal["none", "layers", "computing"]
 # A way through a layer; recomputation is forward once more.
 Way = Literal["forward", "recomputation", "backward"]
-
-
-@dataclass(frozen=True)
-class RestOfStep:
-    """What a step does beside the experts of its layers.
-
-    other_seconds: forward of the rest of a layer (attention, norms, router), before its experts, a number or one a rank
-        [R]; backward takes twice that.
-    recompute: ``layers``, as ``moesys.recompute`` does it: in backward the whole layer runs forward once more before,
-        and its rows travel once more. ``computing``, as LAER-MoE does it: rows that have travelled are kept.
-    optimizer_seconds: at the end of the step.
-    latency_seconds: what every all-to-all of rows, experts or gradients takes before its first byte, beside what the
-        cluster declares.
-    gradient_bytes: of one element of an expert's gradient on its way home.
-    every_slot_travels: an expert that a rank holds twice comes twice, and so do its gradients go home, as LAER-MoE's.
-    travel_behind_rest: as FSDP does with its prefetch limit of 1, and no linked model: a layer's experts set off before
-        the rest of the layer, in backward before that of the layer above; gradients are waited for at the end only.
-    """
-
-    other_seconds: float | FloatArray = 0.0
-    recompute: Recompute = "none"
-    optimizer_seconds: float = 0.0
-    latency_seconds: float = 0.0
-    gradient_bytes: int = GRADIENT_BYTES
-    every_slot_travels: bool = False
-    travel_behind_rest: bool = False
 
 
 def run_step(

@@ -16,8 +16,9 @@ from moesys import cost
 from moesys.simulator.critical_path import by_kind, by_place
 from moesys.simulator.lanes import Lanes
 from moesys.simulator.mega.layer_pass import Computed, MegaPass, Moved
+from moesys.simulator.rest_of_step import RestOfStep
 from moesys.simulator.simulation import Simulation, exposed_ms
-from moesys.simulator.step_program import RestOfStep, run_step
+from moesys.simulator.step_program import run_step
 
 EVEN = np.full((4, 4), 100)
 SLOWED = {"copy_share": 0.3, "memory_gb_per_s": 1.0, "multiprocessors": 3, "tile_rows": 8, "tile_columns": 16}

@@ -37,7 +37,7 @@ from moesys.config import (
 )
 from moesys.config.workload import Generated
 from moesys.cost import roofline_seconds
-from moesys.simulator.step_program import RestOfStep
+from moesys.simulator.rest_of_step import RestOfStep
 
 TOKENS, SEQUENCE, WARMUP, NUM_LAYERS, SEED = 8_192, 4_096, 5, 3, 0
 SIZES = (8, 32, 128, 512, 1024)

@@ -19,7 +19,8 @@ from moesys.layout import TokenPlan
 from moesys.layout_schedule import PlanSource
 from moesys.load import IntArray
 from moesys.replay import Moment
-from moesys.simulator.step_program import RestOfStep, run_step
+from moesys.simulator.rest_of_step import RestOfStep
+from moesys.simulator.step_program import run_step
 from moesys.traces import generate
 
 

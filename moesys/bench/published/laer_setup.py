@@ -33,7 +33,7 @@ from moesys.config import (
 )
 from moesys.config.laer_routing import LAER_E8K2_ROUTING, LAER_E16K4_ROUTING
 from moesys.config.workload import Generated
-from moesys.simulator.step_program import RestOfStep
+from moesys.simulator.rest_of_step import RestOfStep
 
 TOKENS, SEQUENCE, VOCABULARY = 16_384, 8_192, 32_000
 KEY_VALUE_WIDTH = 1_024

@@ -27,7 +27,7 @@ from moesys.bench.shaped.host_steps import (
     exchange_ms,
 )
 from moesys.config import ClusterSpec
-from moesys.simulator.step_program import RestOfStep
+from moesys.simulator.rest_of_step import RestOfStep
 
 # Kernels that ``simulator`` launches for a layer, forward and backward: for each chunk, and besides.
 _LAUNCHES_A_CHUNK, _LAUNCHES_A_LAYER = 10, 2

@@ -29,8 +29,8 @@ from moesys.lab.show.figures import timeline_chart
 from moesys.lab.show.tables import figure
 from moesys.replay import replay_steps
 from moesys.simulator.critical_path import by_place
+from moesys.simulator.rest_of_step import RestOfStep
 from moesys.simulator.simulation import Simulation, exposed_ms
-from moesys.simulator.step_program import RestOfStep
 from moesys.step import StepPlan, simulation
 
 MOST_TRACED_RANKS = 64

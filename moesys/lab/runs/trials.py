@@ -19,7 +19,7 @@ from moesys.load import IntArray
 from moesys.traces import Trace, generate, load_trace
 
 if TYPE_CHECKING:
-    from moesys.simulator.step_program import RestOfStep
+    from moesys.simulator.rest_of_step import RestOfStep
     from moesys.step import StepPlan
 
 # Unit and direction of every metric that a trial may have, in the order in which tables show them.
@@ -124,7 +124,7 @@ def run_simulated(
 
 def rest_of(workload: Workload) -> RestOfStep:
     """What a workload says of a step beside routing. Of a training nobody knows but whether it recomputes."""
-    from moesys.simulator.step_program import RestOfStep
+    from moesys.simulator.rest_of_step import RestOfStep
 
     if isinstance(workload, Measured):
         return RestOfStep(recompute="layers" if workload.recompute else "none")

@@ -1,0 +1,36 @@
+"""RestOfStep: what a simulated step does beside the experts of its layers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from moesys.cost import GRADIENT_BYTES, FloatArray
+
+Recompute = Literal["none", "layers", "computing"]
+
+
+@dataclass(frozen=True)
+class RestOfStep:
+    """What a step does beside the experts of its layers.
+
+    other_seconds: forward of the rest of a layer (attention, norms, router), before its experts, a number or one a rank
+        [R]; backward takes twice that.
+    recompute: ``layers``, as ``moesys.recompute`` does it: in backward the whole layer runs forward once more before,
+        and its rows travel once more. ``computing``, as LAER-MoE does it: rows that have travelled are kept.
+    optimizer_seconds: at the end of the step.
+    latency_seconds: what every all-to-all of rows, experts or gradients takes before its first byte, beside what the
+        cluster declares.
+    gradient_bytes: of one element of an expert's gradient on its way home.
+    every_slot_travels: an expert that a rank holds twice comes twice, and so do its gradients go home, as LAER-MoE's.
+    travel_behind_rest: as FSDP does with its prefetch limit of 1, and no linked model: a layer's experts set off before
+        the rest of the layer, in backward before that of the layer above; gradients are waited for at the end only.
+    """
+
+    other_seconds: float | FloatArray = 0.0
+    recompute: Recompute = "none"
+    optimizer_seconds: float = 0.0
+    latency_seconds: float = 0.0
+    gradient_bytes: int = GRADIENT_BYTES
+    every_slot_travels: bool = False
+    travel_behind_rest: bool = False
