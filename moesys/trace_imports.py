@@ -96,13 +96,16 @@ def _megatron_rank(path: Path, num_experts: int) -> dict[tuple[int, _Layer], tup
     """Counts [E] of one rank by step and layer, each with the top-k."""
     found: dict[tuple[int, _Layer], tuple[IntArray, int]] = {}
     for place, counts_E, top_k in _read(path, lambda line: _megatron_record(json.loads(line), num_experts)):
-        before_E, _ = found.get(place, (0, top_k))
+        before_E, before_k = found.get(place, (0, top_k))
+        _one_top_k({before_k, top_k}, path)
         found[place] = before_E + counts_E, top_k
     return found
 
 
 def _megatron_record(record: dict[str, Any], num_experts: int) -> tuple[tuple[int, _Layer], IntArray, int]:
-    ids_TK = np.array(record["top_indices"], dtype=np.int64)
+    ids_TK = _whole_numbers(record["top_indices"])
+    if record["block"] not in ("decoder", "mtp"):
+        raise ValueError(f"block={record['block']!r} is neither 'decoder' nor 'mtp'")
     layer = record["block"], int(record.get("mtp_idx", 0)), int(record["layer"])
     [counts_E] = _counts_LE(ids_TK[:, None, :], num_experts)
     return (int(record["step"]), layer), counts_E, ids_TK.shape[1]
@@ -119,12 +122,20 @@ def _vllm_response(response: dict[str, Any], num_experts: int) -> tuple[IntArray
 
 
 def _vllm_array(part: str | list[Any]) -> IntArray:
+    ids: Any = part
     if isinstance(part, str):
-        part = np.load(io.BytesIO(base64.b64decode(part, validate=True)), allow_pickle=False)
-    ids_TLK = np.asarray(part, dtype=np.int64)
+        ids = np.lib.format.read_array(io.BytesIO(base64.b64decode(part, validate=True)), allow_pickle=False)
+    ids_TLK = _whole_numbers(ids)
     if ids_TLK.ndim != 3:
         raise ValueError(f"routed_experts has shape {ids_TLK.shape}, and [tokens, layers, top-k] is three dimensions")
     return ids_TLK
+
+
+def _whole_numbers(ids: Any) -> IntArray:
+    array = np.asarray(ids)
+    if array.size and array.dtype.kind not in "iu":
+        raise ValueError(f"expert ids are {array.dtype}; give whole numbers")
+    return array.astype(np.int64)
 
 
 def _counts_LE(ids_TLK: IntArray, num_experts: int) -> IntArray:
@@ -144,7 +155,13 @@ def _read(path: str | Path, parsed: Callable[[str], T]) -> list[T]:
 
 
 def _lines(path: str | Path) -> list[str]:
-    return Path(path).read_text(encoding="utf-8").splitlines()
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text in UTF-8: {error}; give the file as it was written") from None
+    # not splitlines, for which some characters of a response end a line, too
+    lines = text.split("\n")
+    return lines[:-1] if not lines[-1] else lines
 
 
 def _checked(parsed: Callable[[str], T], line: str, where: str) -> T:
@@ -152,11 +169,13 @@ def _checked(parsed: Callable[[str], T], line: str, where: str) -> T:
         return parsed(line)
     except KeyError as error:
         raise ValueError(f"{where} has no {error.args[0]}") from None
-    except (ValueError, TypeError, AttributeError, IndexError) as error:
+    except (ValueError, TypeError, AttributeError, IndexError, OverflowError, EOFError, RecursionError) as error:
         raise ValueError(f"{where} holds no routing: {error}") from None
 
 
 def _one_top_k(widths: set[int], source: str | Path) -> int:
+    if not widths:
+        raise ValueError(f"{source} has no records; give a trace with some")
     if len(widths) != 1:
         raise ValueError(f"{source} has tokens of {sorted(widths)} experts; give records of one top-k")
     return widths.pop()

@@ -25,9 +25,7 @@ def test_each_layout_is_planned_on_the_load_before_it():
     layout = plan_layout(LoadMatrix(np.ones((4, 8), dtype=int)), CLUSTER, Greedy(), 3, model=MODEL)
     for number, one in enumerate(replay_layer(FSEP, MODEL, CLUSTER, TOKENS_SLRE[:, 0])):
         if number:
-            layout = plan_layout(
-                LOADS[number - 1], CLUSTER, Greedy(), 3, model=MODEL, previous=layout, sharding=FSEP.sharding
-            )
+            layout = plan_layout(LOADS[number - 1], CLUSTER, Greedy(), 3, model=MODEL, previous=layout, strategy=FSEP)
         assert one.micro_batch == number
         assert one.load == LOADS[number]
         assert np.array_equal(one.layout.expert_RS, layout.expert_RS)

@@ -23,6 +23,7 @@ class SecondsCertificate:
     ``plan_s``: of the plan. ``products_s``, ``rows_s``, ``experts_s``: what together bounds every split over every
     layout with these slots from below: products that all ranks share; rows that no node has slots to keep, and experts
     that it keeps them with, on the mean node's NICs. A slot is worth its rows, so the parts are those of the best sum.
+    Planners count whole tokens, so of a plan of few tokens ``plan_s`` may be less than that.
     """
 
     plan_s: float
@@ -37,7 +38,7 @@ class SecondsCertificate:
     @property
     def gap(self) -> float:
         """How far the plan can be from the best of all, as a fraction of the bound."""
-        return self.plan_s / self.bound_s - 1 if self.bound_s else 0.0
+        return max(self.plan_s / self.bound_s - 1, 0.0) if self.bound_s else 0.0
 
     @property
     def limit(self) -> str:
@@ -82,17 +83,25 @@ def certify_seconds(plan: TokenPlan, cluster: ClusterSpec, model: ModelShape, st
 
 
 def plan_seconds(
-    plan: TokenPlan, cluster: ClusterSpec, model: ModelShape, sharding: Sharding, overlap: Overlap | None
+    plan: TokenPlan,
+    cluster: ClusterSpec,
+    model: ModelShape,
+    sharding: Sharding,
+    overlap: Overlap | None,
+    units_per_token: int = 1,
 ) -> float:
-    """Returns what a layer's sequential step costs under ``plan``, as planners count it."""
+    """Returns what a layer's sequential step costs under ``plan``, as planners count it; a token of a micro-batch is
+    ``units_per_token`` of the plan's.
+    """
     layout, load, domain_R = plan.layout, plan.load, link_domains_of(cluster)
     prices = prices_of(model, cluster, load.total, overlap)
     prices, gradients = with_experts(prices, layout, model, cluster, sharding)
+    prices = prices._replace(experts_2C=prices.experts_2C * units_per_token)
     supply_DE, _ = tokens_by_node(load.tokens_RE, domain_R)
     table = list_replicas(layout.expert_RS, layout.num_experts)
     tokens_P = np.ascontiguousarray(plan.tokens_RER.sum(axis=0)[table.expert_P, table.rank_P])
     cost, _ = split_cost(load.tokens_RE, supply_DE, domain_R, table, tokens_P, prices)
-    return (int(cost) + gradients) * prices.unit_s
+    return (int(cost) + gradients * units_per_token) * prices.unit_s / units_per_token
 
 
 def _least_outside(
@@ -117,8 +126,7 @@ def _least_outside(
         sent_D, num_DK = supply_DE.sum(axis=1, keepdims=True), np.arange(model.num_experts + 1)
         out_DK = sent_D - np.pad(demand_DE, ((0, 0), (1, 0))).cumsum(axis=1)
         once_DK = sent_D / model.top_k * (1 - (1 - out_DK / np.maximum(sent_D, 1)) ** model.top_k)
-        home_DK = once_DK if strategy.overlap.sums_by_node(cluster.num_nodes) else out_DK
-        rows_DK, experts_DK = 2 * token_s * (once_DK + home_DK), num_DK * expert_D[:, None]
+        rows_DK, experts_DK = 4 * token_s * once_DK, num_DK * expert_D[:, None]
         best_D = np.where(num_DK <= slots_D[:, None], rows_DK + experts_DK, np.inf).argmin(axis=1)
         every_D = np.arange(len(best_D))
         return float(part_D @ rows_DK[every_D, best_D]), float(part_D @ experts_DK[every_D, best_D])

@@ -26,7 +26,7 @@ def split_tokens(
 
     ``turn``, the number of the micro-batch, rotates the tokens that do not divide evenly over the replicas. ``model``
     is the layer's shape where it is known: ``FlowSplit(max_inter_node="seconds")`` asks for it, others count tokens.
-    ``overlap`` says how rows travel: where a token crosses to a node once, ``FlowSplit`` keeps rows to near nodes.
+    ``overlap`` says how rows travel: where one sum a node comes home, ``FlowSplit`` keeps rows to near nodes.
 
     Raises ValueError when load, model, layout and cluster do not belong together, where a split by seconds gets no
     model, for ``Quotas``, and where a split of one's own raises, or returns what does not send every token to a holder.

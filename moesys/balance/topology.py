@@ -36,7 +36,8 @@ def blocks_of_nodes(node_R: IntArray) -> IntArray:
     Where a token crosses to a node once, rows that keep to near nodes share its crossing.
     """
     num_levels = max(int(node_R[-1]).bit_length() - 1, 0)
-    return np.array([node_R >> level for level in range(1, num_levels + 1)]).reshape(num_levels, len(node_R))
+    blocks = [node_R >> level for level in range(1, num_levels + 1)]
+    return np.array(blocks, dtype=np.int64).reshape(num_levels, len(node_R))
 
 
 def domains_of(cluster: ClusterSpec, replicas_within: Within) -> tuple[int, ...]:

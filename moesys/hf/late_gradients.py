@@ -1,4 +1,4 @@
-"""Gradients of experts that come home when FSDP is past their layer: what it would have made of them in time."""
+"""Gradients of experts that come home when FSDP is past their layer: their sum and mean, as it would have made them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from moesys.moe.masters import local_part
 
 def add_late(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor], num_batches: int) -> None:
     """Adds ``gradients``, sums over the ranks of an expert group, to ``.grad`` of sharded ``parameters``: summed over
-    all groups, of which each rank keeps its part, and as the mean over ``num_batches``. A collective of those groups.
+    all groups in the parameters' dtype, of which each rank keeps its part, and as the mean over ``num_batches``. A
+    collective of those groups.
     """
     for parameter, gradient in zip(parameters, gradients, strict=True):
         if not parameter.requires_grad:

@@ -17,20 +17,21 @@ SPLITS = (ms.EvenSplit(), ms.Proportional(), ms.FlowSplit(), ms.FlowSplit(max_in
 
 
 def strategies(slots_R: tuple[int, ...]) -> st.SearchStrategy[ms.Strategy]:
-    def made(prefetch: int, delay: bool, again: bool, restore: str, overlap: ms.Overlap) -> ms.Strategy:
+    def made(prefetch: int, delay: bool, again: bool, restore: str, reshard: str, overlap: ms.Overlap) -> ms.Strategy:
         sharding = ms.Fsep(
             slots_per_rank=slots_R,
             prefetch_layers=prefetch,
             delay_reshard=delay,
             reshard_after_forward=again,
             restore=restore,
+            reshard=reshard,
         )
         return ms.Strategy(name="drawn", sharding=sharding, overlap=overlap)
 
     once = (ms.Sequential(node_dispatch="once", combine=combine) for combine in ("ordered", "per_node"))
     overlaps = st.sampled_from([ms.Sequential(), *once])
-    restores = st.sampled_from(["flat", "hierarchical"])
-    return st.builds(made, st.integers(0, 1), st.booleans(), st.booleans(), restores, overlaps)
+    ways = st.sampled_from(["flat", "hierarchical"])
+    return st.builds(made, st.integers(0, 1), st.booleans(), st.booleans(), ways, ways, overlaps)
 
 
 @settings(max_examples=150, deadline=None)

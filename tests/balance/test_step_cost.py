@@ -15,7 +15,7 @@ from moesys.balance.flow.replica_table import list_replicas
 from moesys.balance.flow.step_cost import Prices, prices_of, row_seconds, split_cost, with_experts
 from moesys.balance.greedy.robust_cost import draw_drifted
 from moesys.balance.greedy.spread import spread
-from moesys.balance.topology import link_domains_of, tokens_by_node
+from moesys.balance.topology import blocks_of_nodes, link_domains_of, tokens_by_node
 from moesys.config import presets
 from moesys.layout import EMPTY
 from moesys.row_traffic import row_traffic
@@ -85,21 +85,33 @@ def once_seconds(plan: ms.TokenPlan, model: ms.ModelShape, cluster: ms.ClusterSp
     data=st.data(),
     tokens_RE=st.lists(st.lists(st.integers(0, 10**5), min_size=4, max_size=4), min_size=2, max_size=2),
     top_k=st.integers(1, 4),
-    combine=st.sampled_from(["ordered", "per_node"]),
 )
-def test_a_split_costs_what_rows_take_that_cross_once(data, tokens_RE, top_k, combine):
+def test_a_split_costs_what_rows_take_that_cross_once(data, tokens_RE, top_k):
     """Exactly between two ranks that are nodes, as it is by nodes that tokens are counted."""
     load = ms.LoadMatrix(tokens_RE)
     layout = ms.ExpertLayout(data.draw(st.sampled_from([[[0, 1], [2, 3]], [[0, 1, 2], [3, 1, 2]]])), num_experts=4)
     model = WIDE.replace(num_experts=4, top_k=top_k)
     cluster = ms.ClusterSpec(num_nodes=2, ranks_per_node=1, memory_gb_per_s=1000)
-    overlap = ms.Sequential(node_dispatch="once", combine=combine)
+    overlap = ms.Sequential(node_dispatch="once", combine="per_node")
     plan = split_tokens(load, layout, cluster, ms.FlowSplit(), overlap=overlap)
     prices = prices_of(model, cluster, load.total, overlap)
     expected_s = once_seconds(plan, model, cluster, overlap)
     # whole tokens cross
     several = 8 * model.hidden_size * 2 / (cluster.inter_node_gb_per_s * 1e9)
     assert cost_of(plan, cluster, prices) * prices.unit_s == pytest.approx(expected_s, rel=1e-3, abs=several)
+
+
+def test_plans_are_those_of_direct_rows_where_bits_are():
+    """Every row comes home, and no overlap changes a bit: so it changes no layout, and no split."""
+    model, cluster = presets.QWEN3_30B_A3B, presets.h100(4)
+    load = ms.LoadMatrix(np.random.default_rng(0).integers(0, 4000, (32, 128)))
+    plans = []
+    for dispatch in ("direct", "once"):
+        overlap, sharding = ms.Sequential(node_dispatch=dispatch), ms.Fsep(slots_per_rank=8)
+        strategy = ms.Strategy(name=dispatch, sharding=sharding, balance=ms.Greedy(), overlap=overlap)
+        strategy = strategy.replace(split=ms.FlowSplit(max_inter_node="seconds"))
+        plans.append(ms.plan_layer(strategy, model, cluster, load).tokens)
+    assert plans[0] == plans[1]
 
 
 @pytest.mark.parametrize("slots", [5, 8])
@@ -192,6 +204,15 @@ def test_even_replicas_are_as_many_of_each_and_proportional_ones_as_tokens():
     expert_RS = np.full((6, 2), EMPTY)
     spread(tokens_E[:3], slots_R, node_R, np.arange(6), False, expert_RS)
     assert np.bincount(expert_RS.ravel()).tolist() == [6, 3, 3]
+
+
+@pytest.mark.parametrize("nodes", range(1, 10))
+def test_blocks_of_nodes_are_a_tree_from_fine_to_coarse(nodes):
+    """Whole numbers on one node and two as well: loops would be compiled anew for others."""
+    blocks_LR = blocks_of_nodes(np.repeat(np.arange(nodes), 2))
+    assert blocks_LR.dtype == np.int64
+    assert [int(block_R[-1]) + 1 for block_R in blocks_LR] == [-(-nodes // size) for size in (2, 4, 8) if size < nodes]
+    assert (np.diff(blocks_LR, axis=1) >= 0).all()
 
 
 def test_drifted_loads_have_as_many_tokens_and_the_drift_that_was_asked_for():

@@ -67,10 +67,10 @@ def solve_by_seconds(planning: PlanningProblem, config: CpSat) -> SecondsPlan:
     Raises ValueError as ``solve_cp_sat``. The problem knows its model and sharding.
     """
     time = config.deterministic_time
-    by_counts = solve_cp_sat(planning, config.replace(deterministic_time=time / 2)).layout
+    whole = planning.load.num_ranks * planning.load.num_experts <= SOLVED_WHOLE
+    by_counts = solve_cp_sat(planning, config.replace(deterministic_time=time / 2) if whole else config).layout
     start = greedy_layout(planning, _as_greedy(config))
     problem = CpSatProblem.of(planning, config)
-    whole = planning.load.num_ranks * planning.load.num_experts <= SOLVED_WHOLE
     return least_seconds(problem, [start, by_counts], whole, time / 2)
 
 

@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 # CP-SAT adds in int64: prices leave room for sums of some hundred times what all tokens cost.
 ROOM, MOST = 1 << 10, 1 << 56
+# With more tokens prices have too few digits left for a bound.
+MOST_PROVED = 1 << 32
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,9 @@ def least_seconds(problem: CpSatProblem, candidates: list[ExpertLayout], whole: 
         plan = flow_split(planning.over(layout), FlowSplit(max_inter_node="seconds"))
         assert planning.model is not None
         assert planning.sharding is not None
-        return plan_seconds(plan, planning.cluster, planning.model, planning.sharding, planning.overlap)
+        return plan_seconds(
+            plan, planning.cluster, planning.model, planning.sharding, planning.overlap, planning.units_per_token
+        )
 
     best = min(candidates, key=cost)
     if not whole:
@@ -57,7 +61,10 @@ def least_seconds(problem: CpSatProblem, candidates: list[ExpertLayout], whole: 
     if answer.layout is not None:
         best = min(best, answer.layout, key=cost)
     direct = not crosses_once(problem.planning.overlap, problem.planning.cluster)
-    return SecondsPlan(best, cost(best), answer.bound * objective.prices.unit_s if direct else 0.0)
+    plan_s, proves = cost(best), direct and sum(problem.tokens_E) <= MOST_PROVED
+    # planners count whole tokens, and CP-SAT's prices are whole, too
+    bound_s = min(answer.bound * objective.prices.unit_s / problem.planning.units_per_token, plan_s) if proves else 0.0
+    return SecondsPlan(best, plan_s, bound_s)
 
 
 class StepSeconds:
@@ -124,6 +131,7 @@ class StepSeconds:
         wire_slice = -(-model.expert_parameters // cluster.num_ranks)
         outside_R = [cluster.num_ranks - cluster.domain_sizes[domain] for domain in cluster.domain_of_rank]
         restored = 0 if sharding.prefetch_layers or sharding.restore != "flat" else model.bytes_per_element
-        reduced = 0 if sharding.delay_reshard else GRADIENT_BYTES
-        per_R = [[int(outside * wire_slice * b / unit_bytes) for outside in outside_R] for b in (restored, reduced)]
+        reduced = 0 if sharding.delay_reshard or sharding.reshard != "flat" else GRADIENT_BYTES
+        units = planning.units_per_token / unit_bytes
+        per_R = [[int(outside * wire_slice * b * units) for outside in outside_R] for b in (restored, reduced)]
         return per_R[0], per_R[1], restores_per_step(sharding)

@@ -5,8 +5,9 @@ busiest link; a rank computes once its own rows are there, so that of two of the
 Experts that come meanwhile share the links with these two. Products, gathers and links are those of ``moesys.cost``,
 without latencies, tiles and memory. Integers, but for shares, which doubles cut alike on all ranks.
 
-Where tokens cross to a node once (``row_traffic``), as many do as are expected of K independent choices, by nodes, not
-by ranks; rows then spread inside, and sums are collected there. Rows go to near nodes first, as a split routes them.
+Where tokens cross to a node once and sums come home (``row_traffic``), as many cross as are expected of K independent
+choices, by nodes, not by ranks; rows then spread inside, and sums are collected there. Rows go to near nodes first, as
+a split routes them. Where every row comes home, bits are those of direct rows, and so have to be layouts.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ class Prices(NamedTuple):
     ``row`` [1]: computed, forward and backward; ``inside`` [1]: sent or received inside its domain by a rank, once;
     ``nics`` [1]: sent or received by a node between domains, once; ``nics_R``: the node of each rank; ``experts_2C``:
     of experts that come while rows are on their way there, in all, over each node's NICs and inside domains;
-    ``passes`` [1]: of two, those in which they come; ``once`` [2]: choices of a token that crosses once, 0 where every
-    row does, and whether sums come home.
+    ``passes`` [1]: of two, those in which they come; ``once`` [1]: choices of a token that crosses once, 0 where every
+    row does.
     """
 
     unit_s: float
@@ -73,17 +74,15 @@ def prices_of(model: ModelShape, cluster: ClusterSpec, num_tokens: int, overlap:
     row_1, inside_1, nics_1 = _rounded(np.array([[row], [inside], [nics]]) / unit)
     no_experts_2C = np.zeros((2, cluster.num_nodes), np.int64)
     nics_R = np.asarray(cluster.node_of_rank)
-    once = np.zeros(2, np.int64)
-    if crosses_once(overlap, cluster):
-        once[:] = model.top_k, overlap is not None and overlap.sums_by_node(cluster.num_nodes)
+    once = np.array([model.top_k if crosses_once(overlap, cluster) else 0])
     return Prices(unit, row_1, inside_1, nics_1, nics_R, no_experts_2C, np.zeros(1, np.int64), once)
 
 
 def crosses_once(overlap: Overlap | None, cluster: ClusterSpec) -> bool:
-    """Returns whether tokens cross to a node once, and nodes are what fast links join."""
-    return (
-        overlap is not None and overlap.crosses_once(cluster.num_nodes) and cluster.domain_sizes == cluster.node_sizes
-    )
+    """Returns whether tokens cross to a node once and their sums come home, and nodes are what fast links join."""
+    if overlap is None or cluster.domain_sizes != cluster.node_sizes:
+        return False
+    return overlap.sums_by_node(cluster.num_nodes)
 
 
 def _rounded(units: FloatArray) -> IntArray:
@@ -165,7 +164,7 @@ def split_cost(tokens_RE, supply_NE, node_R, table, tokens_P, prices):  # type: 
         links_C[nics] = max(between, links_C[nics])
         there = prices.passes[0] * arrival_C[nics] + (2 - prices.passes[0]) * links_C[nics] + 2 * spread_C[nics]
         cost = max(cost, there + busiest_C[nics] * prices.row[0])
-    if prices.once[1]:
+    if prices.once[0]:
         home = spread_C.max() + links_C.max()
     cost += 2 * home
     return cost, cost - busiest_C.max() * prices.row[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -253,7 +254,10 @@ def own_planner(text: str) -> Balance | Split:
             assert own is not None
             made = own()
             assert isinstance(made, Balance | Split)
-            return made
         except ValueError as error:
             wrong.append(str(error))
+            continue
+        if is_file and Path(there := inspect.getfile(own)) != file.resolve():
+            raise ValueError(f"planner={text!r}: {kind} is that of {there} already; give one of the files another name")
+        return made
     raise ValueError(f"planner={text!r}: {wrong[0]}")

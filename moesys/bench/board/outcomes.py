@@ -6,11 +6,13 @@ import json
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import cache
 from hashlib import sha256
 from itertools import groupby
 from pathlib import Path
 from typing import Any, Self
 
+import moesys
 from moesys.bench.board.contests import Entry, Group, Setting
 from moesys.bench.board.play import Scores, play
 from moesys.bench.board.workloads import SCORED, WARM_UP
@@ -20,6 +22,8 @@ from moesys.whole_file import cut_torn_line
 
 SCHEMA = 1
 FILE = "results.jsonl"
+# Rooms from which no planned or simulated number follows.
+_NOT_OF_NUMBERS = {"kernels", "overlap", "moe", "hf", "train", "tuner", "lab"}
 
 
 @dataclass(frozen=True)
@@ -130,13 +134,23 @@ def _keys(asked: Iterable[Case]) -> list[str]:
 
 
 def _key(case: Case, routing: str) -> str:
-    """Of one's own planners the source counts too."""
+    """Of one's own planners the source counts too, and so does all of ours that numbers follow from."""
     group, entry = case.group, case.entry
     parts = (entry.balance, entry.split, case.setting.model, case.setting.cluster)
     rules = group.sharding, group.slots(case.setting.model, case.setting.cluster), group.lag, group.late_slots
     names = case.setting.workload.name, group.name, str(case.sample)
     said = [*(part.fingerprint() for part in parts), routing, repr(rules), *names, repr((WARM_UP, SCORED))]
+    said.append(_digest_of_moesys())
     return sha256("\n".join(said).encode()).hexdigest()[:24]
+
+
+@cache
+def _digest_of_moesys() -> str:
+    root, found = Path(moesys.__file__).parent, sha256()
+    for path in sorted(root.rglob("*.py")):
+        if path.relative_to(root).parts[0] not in _NOT_OF_NUMBERS:
+            found.update(path.read_bytes())
+    return found.hexdigest()
 
 
 def _digest(tokens_SRE: IntArray) -> str:
