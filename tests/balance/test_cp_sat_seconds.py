@@ -15,6 +15,7 @@ from moesys.balance import certify_seconds, plan_layout, solve_by_seconds, split
 from moesys.balance.seconds_certificate import plan_seconds
 
 WIDE = ms.ModelShape(hidden_size=64, intermediate_size=8, num_experts=4, top_k=1, dtype="bfloat16")
+BRIEF = ms.CpSat(deterministic_time=0.5)
 BY_SECONDS = ms.FlowSplit(max_inter_node="seconds")
 
 
@@ -32,7 +33,7 @@ def test_no_layout_of_a_tiny_cluster_costs_less(seed, inter_node_gb_per_s):
     load = ms.LoadMatrix(np.random.default_rng(seed).integers(0, 3000, (4, 4)))
     strategy = ms.Strategy(name="waits", sharding=ms.Fsep(slots_per_rank=2), balance=ms.CpSat(), split=BY_SECONDS)
     problem = ms.PlanningProblem.of_layout(load, cluster, 2, WIDE, strategy=strategy)
-    found = solve_by_seconds(problem, ms.CpSat())
+    found = solve_by_seconds(problem, BRIEF)
     rows = [(e, -1) for e in range(4)] + list(combinations(range(4), 2))
     layouts = (ranks for ranks in product(rows, repeat=4) if {e for row in ranks for e in row} >= {0, 1, 2, 3})
     every = [seconds_of(ms.ExpertLayout(ranks, 4), load, cluster, WIDE, strategy) for ranks in layouts]
@@ -40,7 +41,7 @@ def test_no_layout_of_a_tiny_cluster_costs_less(seed, inter_node_gb_per_s):
     # a split by seconds tries some limits, not all
     assert found.plan_s <= min(every) * 1.005
     assert 0 < found.bound_s <= min(every) * (1 + 1e-6)
-    planned = plan_layout(load, cluster, ms.CpSat(), 2, model=WIDE, strategy=strategy)
+    planned = plan_layout(load, cluster, BRIEF, 2, model=WIDE, strategy=strategy)
     assert planned == found.layout
 
 
@@ -78,7 +79,7 @@ def test_the_bound_is_below_every_layout_whatever_way_gradients_go_home(reshard)
         load = ms.LoadMatrix(np.random.default_rng(seed).integers(0, 3000, (4, 2)))
         strategy = ms.Strategy(name="by node", sharding=ms.Fsep(slots_per_rank=2, reshard=reshard), split=BY_SECONDS)
         problem = ms.PlanningProblem.of_layout(load, cluster, 2, model, strategy=strategy)
-        found = solve_by_seconds(problem, ms.CpSat())
+        found = solve_by_seconds(problem, BRIEF)
         least_s = min(seconds_of(layout, load, cluster, model, strategy) for layout in layouts)
         assert 0 < found.bound_s <= least_s * (1 + 1e-6)
 
@@ -92,7 +93,10 @@ def test_parts_of_a_token_are_no_tokens(seed):
     strategy = ms.Strategy(name="waits", sharding=ms.Fsep(slots_per_rank=6), split=BY_SECONDS)
     parts = ms.LoadMatrix(load.tokens_RE * 256)
     of_tokens, of_parts = (
-        solve_by_seconds(ms.PlanningProblem.of_layout(each, cluster, 6, model, None, strategy, units), ms.CpSat())
+        solve_by_seconds(
+            ms.PlanningProblem.of_layout(each, cluster, 6, model, None, strategy, units),
+            BRIEF,
+        )
         for each, units in ((load, 1), (parts, 256))
     )
     assert of_parts.layout.filled_R.sum() == of_tokens.layout.filled_R.sum() < 24

@@ -36,6 +36,7 @@ def test_every_strategy_trains_a_model_as_transformers_does_and_is_timed(
     assert rows["lent ep"]["max_over_mean"] < 1.1
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(lacks_shares()), reason=lacks_shares())
 def test_ranks_have_a_share_of_the_processor_each(tmp_path: Path) -> None:
     out = tmp_path / "out.json"

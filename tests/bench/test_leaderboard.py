@@ -298,7 +298,7 @@ def test_a_planner_that_loses_an_expert_cannot(tmp_path: Path) -> None:
 def test_two_planners_of_one_name_are_not_taken_for_each_other(tmp_path: Path) -> None:
     for folder in ("one", "other"):
         (tmp_path / folder).mkdir()
-        (tmp_path / folder / "of_one_name.py").write_text(OWN)
+        (tmp_path / folder / "of_one_name.py").write_text(f"{OWN}# {folder}\n")
     own_planner(f"{tmp_path / 'one' / 'of_one_name.py'}:InTurn")
     with pytest.raises(ValueError, match=r"one/of_one_name\.py already; give one of the files another name"):
         own_planner(f"{tmp_path / 'other' / 'of_one_name.py'}:InTurn")

@@ -200,6 +200,7 @@ def long(family: str, sizes: dict[str, int], name: str) -> Any:
     return pytest.param(family, 50, sizes, marks=pytest.mark.slow, id=f"{family}, {name}, 50 steps")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "steps", "sizes"),
     [
@@ -247,6 +248,7 @@ def test_free_trainings_stay_together_until_a_token_has_other_experts(ranks: Loc
             )
 
 
+@pytest.mark.slow
 def test_linking_recomputing_and_accumulating(ranks: LocalRanks, checkpoints: Any) -> None:
     ahead = fsep(4, prefetch_layers=1)
     runs = [Run(strategy, micro_batches=2) for strategy in (None, ahead)]

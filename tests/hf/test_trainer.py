@@ -94,6 +94,7 @@ def test_the_trainer_trains_as_with_all_to_all(
     assert_agree(found, oracle)
 
 
+@pytest.mark.slow
 def test_groups_of_the_trainer_train_as_with_all_to_all(ranks: LocalRanks, tmp_path: Path) -> None:
     """Two groups of two ranks, each with all experts."""
     drawn("qwen3_moe").save_pretrained(tmp_path / "model")

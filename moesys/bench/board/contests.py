@@ -257,7 +257,8 @@ def own_planner(text: str) -> Balance | Split:
         except ValueError as error:
             wrong.append(str(error))
             continue
-        if is_file and Path(there := inspect.getfile(own)) != file.resolve():
+        there = Path(inspect.getfile(own))
+        if is_file and (not there.is_file() or there.read_bytes() != file.read_bytes()):
             raise ValueError(f"planner={text!r}: {kind} is that of {there} already; give one of the files another name")
         return made
     raise ValueError(f"planner={text!r}: {wrong[0]}")
