@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from moesys.balance.warm_up import warm_up
 from moesys.bench.harness.bench_ranks import Ranks, joins, start_ranks
 from moesys.bench.harness.contest import Case, Contestant, Outcome, hold, of_all_ranks, relative_difference
 from moesys.bench.harness.names import chosen
@@ -183,8 +184,8 @@ def main(parts: Sequence[Part], setting: Setting, json_path: Path | None = None)
     if setting.memory:
         notes.append(
             f"peak MiB: resident memory of the largest rank over {MEMORY_STEPS} steps, in processes that train nothing "
-            "else; moesys is imported in all of them. slots MiB: of the slots that the strategy declares beyond the "
-            "rank's own part of the experts."
+            "else; moesys and its planners' machine code are loaded in all of them. slots MiB: of the slots that the "
+            "strategy declares beyond the rank's own part of the experts."
         )
     title = "MEASURED: a training step of transformers' models, ms (median)"
     data = {"machine": machine, "num_ranks": setting.num_ranks, "share": setting.share, "rows": rows}
@@ -278,7 +279,10 @@ def measure(part: Part, folder: Path, repeats: int) -> Mapping[str, Outcome]:
 
 
 def peak_mib(part: Part, folder: Path, strategy: Strategy | None) -> float:
-    """Most memory that this process has had, in MiB, after a few steps of one contestant; called on all ranks."""
+    """Most memory that this process has had, in MiB, after a few steps of one contestant; called on all ranks. Planners
+    are loaded by all contestants, as their machine code takes the same for models of any size.
+    """
+    warm_up()
     step = _contestant(part, folder, strategy).works["step"]
     for _ in range(MEMORY_STEPS):
         step()

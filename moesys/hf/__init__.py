@@ -4,7 +4,7 @@ ms.hf.register()
 model = AutoModelForCausalLM.from_pretrained(name, experts_implementation="moesys")
 
 ``save_pretrained`` saves a model that ranks share, ``check_checkpoint`` looks at a folder before it is loaded, and
-``WatchCallback`` watches a ``Trainer``.
+``WatchCallback`` watches a ``Trainer``, and ``ResumableTrainer`` is one that resumes.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from moesys.hf.registration import register
 
 if TYPE_CHECKING:
     from moesys.hf.checkpoint_check import check_checkpoint as check_checkpoint
+    from moesys.hf.resumable_trainer import ResumableTrainer as ResumableTrainer
     from moesys.hf.save import save_pretrained as save_pretrained
     from moesys.hf.watch import WatchCallback as WatchCallback
 
-__all__ = ["WatchCallback", "check_checkpoint", "register", "save_pretrained"]
+__all__ = ["ResumableTrainer", "WatchCallback", "check_checkpoint", "register", "save_pretrained"]
 
 # What imports transformers, when it is asked for.
 _MODULE_OF = {
+    "ResumableTrainer": "moesys.hf.resumable_trainer",
     "WatchCallback": "moesys.hf.watch",
     "check_checkpoint": "moesys.hf.checkpoint_check",
     "save_pretrained": "moesys.hf.save",

@@ -15,7 +15,7 @@ from moesys.layout import ExpertLayout
 from moesys.moe.expert_form import ExpertForm, FlatSlices, PartSlices, Slices
 from moesys.moe.expert_parameters import initial_expert
 from moesys.moe.node_carriers import NodeCarriers
-from moesys.moe.shards import Cross, ExpertShards, Finish, HeldByRank, Restored, add_in_order
+from moesys.moe.shards import Cross, ExpertShards, Finish, HeldByRank, Restored, add_in_order, index_of
 from moesys.overlap.comm.channel import Channel, Transfer
 from moesys.overlap.held_experts import ExpertWeights
 
@@ -119,7 +119,7 @@ class ShardedExperts(ExpertShards):
                 received.view(-1, s),
                 torch.cat(
                     [
-                        have[owner].index_select(0, _index(carriers.places_of(member), wire_Es))
+                        have[owner].index_select(0, index_of(carriers.places_of(member), wire_Es))
                         for member in carriers.members
                         for owner in carriers.owners
                     ]
@@ -133,7 +133,7 @@ class ShardedExperts(ExpertShards):
         def finish() -> Tensor:
             assert second is not None
             second.wait()
-            return self._joined(received[_index(carriers.by_carrier, received).argsort()])
+            return self._joined(received[index_of(carriers.by_carrier, received).argsort()])
 
         return self.restored(received.dtype, received.device, finish, spread)
 
@@ -174,7 +174,7 @@ class ShardedExperts(ExpertShards):
         gathered = self.new(grads_DP, sum(counts), s)
         first = channel.all_to_all(
             gathered,
-            self._cut(grads_DP)[_index(carriers.by_carrier, grads_DP)].view(-1, s),
+            self._cut(grads_DP)[index_of(carriers.by_carrier, grads_DP)].view(-1, s),
             counts,
             [len(carriers.owners_by.get(r, ())) * num_held for r in range(self.num_ranks)],
             lane="reshard",
@@ -187,7 +187,7 @@ class ShardedExperts(ExpertShards):
             for member, part in zip(
                 carriers.members, gathered.split([counts[r] for r in carriers.members]), strict=True
             ):
-                sums_ONs[:, _index(carriers.places_of(member), grads_DP)] += part.view(num_owners, -1, s)
+                sums_ONs[:, index_of(carriers.places_of(member), grads_DP)] += part.view(num_owners, -1, s)
             return self._cross(sums_ONs, carriers, channel, detail)
 
         return cross
@@ -232,12 +232,8 @@ class ShardedExperts(ExpertShards):
     def _rows(self, slices_Es: Tensor, experts: Sequence[int]) -> Tensor:
         """Returns copies of the slices of ``experts``, [N, s]."""
         out_Ns = self.new(slices_Es, len(experts), self.wire_slice)
-        return torch.index_select(slices_Es, 0, _index(experts, slices_Es), out=out_Ns)
+        return torch.index_select(slices_Es, 0, index_of(experts, slices_Es), out=out_Ns)
 
     def _joined(self, received_RDs: Tensor) -> Tensor:
         whole_DP = self.new(received_RDs, received_RDs.shape[1], self.padded_parameters)
         return self.slices.join(received_RDs, whole_DP)
-
-
-def _index(values: Sequence[int], like: Tensor) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64, device=like.device)

@@ -120,6 +120,11 @@ Finish = Callable[[], tuple[Tensor, ...]]
 Cross = Callable[[], Finish]
 
 
+def index_of(values: Sequence[int], like: Tensor) -> Tensor:
+    """Returns ``values`` as an index of rows on the device of ``like``."""
+    return torch.tensor(values, dtype=torch.int64, device=like.device)
+
+
 def unstacked(stacked: ExpertWeights) -> list[ExpertWeights]:
     """Returns each expert of [D, ...]."""
     parts = [part for part in stacked if part is not None]

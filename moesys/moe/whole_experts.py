@@ -15,7 +15,7 @@ from moesys.layout import ExpertLayout
 from moesys.moe.expert_form import ExpertForm
 from moesys.moe.expert_parameters import initial_expert
 from moesys.moe.loans import Loans, loans_of
-from moesys.moe.shards import Cross, ExpertShards, Finish, Finished, HeldByRank, Restored, add_in_order
+from moesys.moe.shards import Cross, ExpertShards, Finish, Finished, HeldByRank, Restored, add_in_order, index_of
 from moesys.overlap.comm.channel import Channel, Transfer
 from moesys.overlap.held_experts import ExpertWeights
 
@@ -53,9 +53,6 @@ class WholeExperts(ExpertShards):
         shapes = ((self.form.num_elements,),) if self.flat else tuple(part.shape for part in self.form.parts)
         return tuple((len(self.owned()), *shape) for shape in shapes)
 
-    def owner(self, expert: int) -> int:
-        return expert // self.block
-
     def owned(self) -> range:
         E = self.shape.num_experts
         return range(min(E, self.rank * self.block), min(E, (self.rank + 1) * self.block))
@@ -87,7 +84,7 @@ class WholeExperts(ExpertShards):
         def spread() -> None:
             if passed_on:
                 transfers[0].wait()
-                sent = received[_index([place[e] for e in _flat(passed_on.given_by(self.rank))], received)]
+                sent = received[index_of([place[e] for e in _flat(passed_on.given_by(self.rank))], received)]
                 transfers.append(self._lend(passed_on, from_holders, sent, channel, f"{detail} inside nodes"))
 
         def finish() -> Finished:
@@ -158,7 +155,7 @@ class WholeExperts(ExpertShards):
         given, taken = loans.given_by(self.rank), loans.taken_by(self.rank)
         received = self.new(grads_DP, len(_flat(given)), grads_DP.shape[1])
         sent = self.new(grads_DP, len(_flat(taken)), grads_DP.shape[1])
-        torch.index_select(grads_DP, 0, _index([slot[e] for e in _flat(taken)], grads_DP), out=sent)
+        torch.index_select(grads_DP, 0, index_of([slot[e] for e in _flat(taken)], grads_DP), out=sent)
         counts = [[len(experts) for experts in of] for of in (given, taken)]
         return received, channel.all_to_all(received, sent, *counts, lane="reshard", detail=detail)
 
@@ -172,7 +169,7 @@ class WholeExperts(ExpertShards):
         experts = [*_flat(given[: self.rank]), *passed, *_flat(given[self.rank :])]
         row = {expert: row for row, expert in enumerate(passed)}
         sums = add_in_order(parts, [row[e] for e in experts], self.new(grads_DP, len(passed), grads_DP.shape[1]))
-        grads_DP[_index([slot[e] for e in passed], grads_DP)] = sums
+        grads_DP[index_of([slot[e] for e in passed], grads_DP)] = sums
 
     def _total(self, parts_R: list[Sequence[Tensor]], experts_R: list[list[int]], like: Tensor) -> Tensor:
         """Returns the sum in rank order, [owned, P]; by node, this one's ranks are summed before they are added."""
@@ -196,7 +193,3 @@ class WholeExperts(ExpertShards):
 
 def _flat(lists: Iterable[Iterable[int]]) -> list[int]:
     return [value for values in lists for value in values]
-
-
-def _index(values: Sequence[int], like: Tensor) -> Tensor:
-    return torch.tensor(values, dtype=torch.int64, device=like.device)

@@ -19,7 +19,7 @@ def run(*arguments: str) -> tuple[int, str]:
     return result.exit_code, result.output
 
 
-@pytest.mark.parametrize("options", [(), pytest.param(("--memory", "--hidden", "64"), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("options", [("--hidden", "64"), pytest.param(("--memory",), marks=pytest.mark.slow)])
 def test_every_strategy_trains_a_model_as_transformers_does_and_is_timed(
     tmp_path: Path, options: tuple[str, ...]
 ) -> None:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
+import torch.distributed as dist
+from accelerate.state import AcceleratorState
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from transformers import (
@@ -142,3 +146,20 @@ def loaded(folder: Path, strategy: ms.Strategy | None, sizes: dict[str, int], **
 
 def whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+@contextmanager
+def under_torchrun() -> Iterator[None]:
+    """What torchrun tells a process, on local ranks: without it a Trainer takes itself for the only one, and each rank
+    trains on the same rows.
+    """
+    told = {"RANK": dist.get_rank(), "LOCAL_RANK": dist.get_rank()}
+    told |= {"WORLD_SIZE": dist.get_world_size(), "LOCAL_WORLD_SIZE": dist.get_world_size(), "OMP_NUM_THREADS": 1}
+    AcceleratorState._reset_state(reset_partial_state=True)
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            for name, value in told.items():
+                patch.setenv(name, str(value))
+            yield
+    finally:
+        AcceleratorState._reset_state(reset_partial_state=True)

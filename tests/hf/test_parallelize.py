@@ -56,11 +56,15 @@ def whole(model: nn.Module) -> dict[str, Tensor]:
     return {name: p.full_tensor().detach() for name, p in model.named_parameters() if isinstance(p, DTensor)}
 
 
+def layouts(model: nn.Module) -> list[list[list[int]]]:
+    return [experts.schedule.layout.expert_RS.tolist() for experts in experts_of(model)]
+
+
 def trained(family: str, strategy: ms.Strategy, sizes: tuple[int, ...] | None) -> dict[str, Any]:
     model, optimizer, runtime = made(family, strategy, sizes)
     found = steps(model, optimizer, range(4))
     runtime.close()
-    return {"steps": found, "state": whole(model)}
+    return {"steps": found, "state": whole(model), "layouts": layouts(model)}
 
 
 def alone(family: str, num_ranks: int) -> dict[str, Any]:
@@ -79,6 +83,13 @@ def alone(family: str, num_ranks: int) -> dict[str, Any]:
     return {"steps": found, "state": dict(model.named_parameters())}
 
 
+def assert_as_alone(found: dict[str, Any], wanted: dict[str, Any]) -> None:
+    for one, other in zip(found["steps"], wanted["steps"], strict=True):
+        assert one == pytest.approx(other, rel=1e-5)
+    for name, tensor in wanted["state"].items():
+        torch.testing.assert_close(found["state"][name], tensor, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("family", "strategy", "sizes"),
     [
@@ -95,10 +106,21 @@ def test_trains_as_one_process_does(
     wanted = alone(family, 4)
     assert wanted["steps"][0][1] > CLIP
     for found in ranks.run(trained, family, strategy, sizes, timeout_s=150.0):
-        for one, other in zip(found["steps"], wanted["steps"], strict=True):
-            assert one == pytest.approx(other, rel=1e-5)
-        for name, tensor in wanted["state"].items():
-            torch.testing.assert_close(found["state"][name], tensor, rtol=1e-4, atol=1e-5)
+        assert_as_alone(found, wanted)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", [LENT, FSEP], ids=["lent", "fsep"])
+def test_two_groups_of_four_train_as_one_process_does(strategy: ms.Strategy) -> None:
+    """Ranks of a group have one layout and each group its own, and gradients of its replicas count once."""
+    wanted = alone("qwen3_moe", 8)
+    with LocalRanks(8) as ranks:
+        every = ranks.run(trained, "qwen3_moe", strategy, (2, 4), timeout_s=250.0)
+    first, second = every[0]["layouts"], every[4]["layouts"]
+    assert first != second
+    assert [found["layouts"] for found in every] == [first] * 4 + [second] * 4
+    for found in every:
+        assert_as_alone(found, wanted)
 
 
 def trained_with_late_gradients(strategies: list[ms.Strategy], sizes: tuple[int, ...]) -> list[dict[str, Any]]:
@@ -125,10 +147,6 @@ def test_delayed_gradients_have_the_same_bits(ranks: LocalRanks, sizes: tuple[in
         assert late["steps"] == prompt["steps"]
         for name, tensor in prompt["state"].items():
             assert torch.equal(late["state"][name], tensor), name
-
-
-def layouts(model: nn.Module) -> list[list[list[int]]]:
-    return [experts.schedule.layout.expert_RS.tolist() for experts in experts_of(model)]
 
 
 def save_and_go_on(folder: Path, strategy: ms.Strategy) -> dict[str, Any]:

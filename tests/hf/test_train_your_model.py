@@ -2,18 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import re
+import runpy
+import shutil
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 PAGE = Path(__file__).parents[2] / "docs" / "train-your-model.md"
 
 
 def run(command: str, folder: Path) -> str:
-    """What a command of the page prints, with the programs of this Python."""
+    """What a command of the page prints, with the programs of this Python; here, where that is loaded already."""
     program, *arguments = command.removeprefix(".venv/bin/").split()
-    programs = {"python": [sys.executable], "torchrun": [sys.executable, "-m", "torch.distributed.run"]}
+    if program == "python":
+        printed = io.StringIO()
+        with contextlib.chdir(folder), contextlib.redirect_stdout(printed):
+            runpy.run_path(*arguments, run_name="__main__")
+        return printed.getvalue()
+    programs = {
+        "torchrun": [sys.executable, "-m", "torch.distributed.run"],
+        "accelerate": [sys.executable, "-m", "accelerate.commands.accelerate_cli"],
+    }
     done = subprocess.run(
         [*programs[program], *arguments], cwd=folder, capture_output=True, text=True, timeout=250, check=False
     )
@@ -21,15 +35,43 @@ def run(command: str, folder: Path) -> str:
     return done.stdout
 
 
-def test_the_page_trains_a_model(tmp_path: Path) -> None:
+def files_and_commands(folder: Path) -> dict[str, str]:
+    """Writes the files of the page, and gives its commands by program and file."""
     page = PAGE.read_text(encoding="utf-8")
     files = re.findall(r"`(\w+\.py)`[^`]*:\n\n```python\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     assert [name for name, _ in files] == ["make_model.py", "train.py", "use.py"]
     for name, source in files:
-        (tmp_path / name).write_text(source, encoding="utf-8")
-    commands = re.findall(r"^```sh\n(.venv/bin/(?:python|torchrun) [^\n]*)\n```", page, re.MULTILINE)
-    assert len(commands) == 3
-    run(commands[0], tmp_path)
-    losses = [float(loss) for loss in re.findall(r"'loss': '?([0-9.]+)", run(commands[1], tmp_path))]
+        (folder / name).write_text(source, encoding="utf-8")
+    commands = re.findall(r"^```sh\n(.venv/bin/(\w+) [^\n]*?(\w+\.py))\n```", page, re.MULTILINE)
+    return {f"{program} {name}": command for command, program, name in commands}
+
+
+def test_the_page_trains_a_model(tmp_path: Path) -> None:
+    commands = files_and_commands(tmp_path)
+    run(commands["python make_model.py"], tmp_path)
+    printed = run(commands["torchrun train.py"], tmp_path)
+    losses = [float(loss) for loss in re.findall(r"'loss': '?([0-9.]+)", printed)]
     assert losses[-1] < 0.8 * losses[0]
-    assert run(commands[2], tmp_path).startswith("    parser.add_argument(")
+    assert run(commands["python use.py"], tmp_path).startswith("    parser.add_argument(")
+
+
+def trained(command: str, folder: Path) -> bytes:
+    run(command, folder)
+    return (folder / "fine-tuned" / "model.safetensors").read_bytes()
+
+
+@pytest.mark.slow
+def test_the_page_goes_on_and_accelerate_launches_it(tmp_path: Path) -> None:
+    """All to the same bits."""
+    commands = files_and_commands(tmp_path)
+    run(commands["python make_model.py"], tmp_path)
+    wanted = trained(commands["torchrun train.py"], tmp_path)
+    page = PAGE.read_text(encoding="utf-8")
+    (ending,) = re.findall(r"ends like this, from `arguments =` on:\n\n```python\n(.*?)^```", page, re.M | re.S)
+    start, _, _ = (tmp_path / "train.py").read_text(encoding="utf-8").partition("arguments = ")
+    (tmp_path / "train.py").write_text(start + ending, encoding="utf-8")
+    assert trained(commands["accelerate train.py"], tmp_path) == wanted
+    for step in (20, 30):
+        shutil.rmtree(tmp_path / "checkpoints" / f"checkpoint-{step}")
+    assert trained(commands["torchrun train.py"], tmp_path) == wanted
+    assert (tmp_path / "checkpoints" / "checkpoint-20").exists()

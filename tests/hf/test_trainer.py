@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hf_models import FAMILIES, drawn, text
+from hf_models import FAMILIES, drawn, text, under_torchrun
 from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers.distributed import DistributedConfig
@@ -68,8 +68,10 @@ def trained(
     found = []
     for strategy in (None, *strategies):
         torch.manual_seed(0)
-        trainer = trainer_of(folder, out, strategy, ep_size)
-        trainer.train()
+        with under_torchrun():
+            trainer = trainer_of(folder, out, strategy, ep_size)
+            assert trainer.args.world_size == dist.get_world_size()
+            trainer.train()
         found.append([(each["loss"], each["grad_norm"]) for each in trainer.state.log_history if "loss" in each])
     return found
 
@@ -100,4 +102,13 @@ def test_groups_of_the_trainer_train_as_with_all_to_all(ranks: LocalRanks, tmp_p
     drawn("qwen3_moe").save_pretrained(tmp_path / "model")
     wide = tuple(each.replace(sharding=each.sharding.replace(slots_per_rank=5)) for each in (LENT, FSEP))
     oracle, *found = ranks.run(trained, tmp_path / "model", tmp_path / "out", wide, 2, timeout_s=250.0)[0]
+    assert_agree(found, oracle)
+
+
+@pytest.mark.slow
+def test_two_groups_of_four_of_the_trainer_train_as_with_all_to_all(tmp_path: Path) -> None:
+    """Eight ranks, each with rows of its own."""
+    drawn("qwen3_moe").save_pretrained(tmp_path / "model")
+    with LocalRanks(8) as ranks:
+        oracle, *found = ranks.run(trained, tmp_path / "model", tmp_path / "out", (LENT, FSEP), 4, timeout_s=290.0)[0]
     assert_agree(found, oracle)

@@ -136,4 +136,4 @@ def test_transformers_is_not_imported_before_it_is_needed() -> None:
     code = "import moesys.hf, sys; print('transformers' in sys.modules); moesys.hf.WatchCallback; moesys.hf.absent"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout == "False\n"
-    assert "module 'moesys.hf' has no attribute 'absent'; it has WatchCallback, " in done.stderr
+    assert "module 'moesys.hf' has no attribute 'absent'; it has ResumableTrainer, WatchCallback, " in done.stderr

@@ -131,3 +131,40 @@ def _block(mixer: nn.Module, moe: nn.Module, x: Tensor) -> Tensor:
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
     """Whole gradients of sharded parameters, this rank's of the others."""
     return {name: whole(p.grad).clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def tokens_of(batch: int, hidden_size: int) -> Tensor:
+    """A rank's tokens of a micro-batch; each later one is pulled farther, in a direction of its own."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    generator = torch.Generator().manual_seed(100 * batch + rank)
+    drift_H = torch.randn(hidden_size, generator=torch.Generator().manual_seed(batch))
+    return torch.randn(11 + 7 * rank + batch, hidden_size, generator=generator) + batch * drift_H
+
+
+def train(
+    shape: ms.ModelShape,
+    strategy: ms.Strategy,
+    linked: bool,
+    checkpointed: bool = False,
+    cluster: ms.ClusterSpec | None = None,
+    steps: int = 3,
+) -> dict[str, Any]:
+    """Clipped optimizer steps of two micro-batches each: losses, the last norm and gradients, layouts used."""
+    model = Stack(shape, strategy, num_layers=3, cluster=cluster)
+    runtime = ms.link(model) if linked else None
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    losses, layouts = [], []
+    for step in range(steps):
+        optimizer.zero_grad()
+        for batch in (2 * step, 2 * step + 1):
+            loss = model(tokens_of(batch, shape.hidden_size), checkpointed).square().sum()
+            loss.backward()
+            losses.append(loss.item())
+            layouts.append([moe.last_plan.layout.expert_RS.tolist() for moe in model.moe])
+        ms.sync_gradients(model)
+        norm = ms.clip_grad_norm_(model, 1.0)
+        optimizer.step()
+    if runtime is not None:
+        assert runtime.events == []
+        runtime.close()
+    return {"losses": losses, "layouts": layouts, "norm": norm, "gradients": gradients_of(model)}

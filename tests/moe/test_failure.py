@@ -51,7 +51,7 @@ def train_until(victim: int, signal_number: int, strategy: ms.Strategy, linked: 
 @pytest.mark.parametrize(
     ("name", "linked", "victim", "signal_number"),
     [
-        ("ep", False, 2, signal.SIGKILL),
+        pytest.param("ep", False, 2, signal.SIGKILL, marks=pytest.mark.slow),
         ("ep", False, 1, signal.SIGSTOP),
         pytest.param("fsep", True, 2, signal.SIGKILL, marks=pytest.mark.slow),
         ("fsep", True, 0, signal.SIGKILL),

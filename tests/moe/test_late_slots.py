@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-from harness import Case, Stack, gradients_of, inputs, run_cases
+from harness import Case, Stack, inputs, run_cases, tokens_of, train
 from torch import Tensor
 
 import moesys as ms
@@ -83,42 +82,15 @@ def test_overlap_changes_no_bit_and_gradients_are_those_of_one_rank(ranks: Local
                 assert filled, f"{name}: nothing was fetched late"
 
 
-def tokens_of(batch: int) -> Tensor:
-    generator = torch.Generator().manual_seed(100 * batch + dist.get_rank())
-    pulled = torch.randn(SHAPE.hidden_size, generator=torch.Generator().manual_seed(batch))
-    return torch.randn(11 + 7 * dist.get_rank() + batch, SHAPE.hidden_size, generator=generator) + 2 * pulled
-
-
-def train(strategy: ms.Strategy, linked: bool, checkpointed: bool) -> dict[str, Any]:
-    """Two optimizer steps of two micro-batches each."""
-    model = Stack(SHAPE, strategy, num_layers=3, cluster=CLUSTER)
-    runtime = ms.link(model) if linked else None
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    losses, layouts = [], []
-    for step in range(2):
-        optimizer.zero_grad()
-        for batch in (2 * step, 2 * step + 1):
-            loss = model(tokens_of(batch), checkpointed).square().sum()
-            loss.backward()
-            losses.append(loss.item())
-            layouts.append([moe.last_plan.layout.expert_RS.tolist() for moe in model.moe])
-        ms.sync_gradients(model)
-        optimizer.step()
-    if runtime is not None:
-        assert runtime.events == []
-        runtime.close()
-    return {"losses": losses, "layouts": layouts, "gradients": gradients_of(model)}
-
-
 @pytest.mark.parametrize("late_slots", [1, 0], ids=["late slots", "lag 0"])
 def test_linking_and_recomputing_changes_no_bit(ranks: LocalRanks, late_slots: int) -> None:
     on_demand, behind = FSEP, BEHIND
     if not late_slots:
         on_demand, behind = (strategy.replace(lag=0, late_slots=0) for strategy in (FSEP, BEHIND))
-    plain = ranks.run(train, on_demand, False, False)
+    plain = ranks.run(train, SHAPE, on_demand, False, False, CLUSTER, 2)
     kept = behind.replace(sharding=behind.sharding.replace(reshard_after_forward=False), overlap=ms.Pipelined(chunks=2))
     for arguments in ((behind, True, False), (behind, True, True), (kept, True, True)):
-        for before, after in zip(plain, ranks.run(train, *arguments), strict=True):
+        for before, after in zip(plain, ranks.run(train, SHAPE, *arguments, CLUSTER, 2), strict=True):
             assert after["layouts"] == before["layouts"], arguments
             assert after["losses"] == before["losses"], arguments
             for name, gradient in before["gradients"].items():
@@ -131,11 +103,11 @@ def step(strategy: ms.Strategy) -> tuple[Timeline, list[Any], dict[tuple[str, st
     model = Stack(SHAPE, strategy, num_layers=2, cluster=CLUSTER)
     runtime = ms.link(model, record_spans=True)
     with torch.no_grad():
-        model(tokens_of(0))
+        model(tokens_of(1, SHAPE.hidden_size))
         runtime.recorder.clear()
         for moe in model.moe:
             moe.experts.meter.clear()
-        model(tokens_of(1))
+        model(tokens_of(2, SHAPE.hidden_size))
     layouts = [moe.last_plan.layout.expert_RS.tolist() for moe in model.moe]
     received = {key: count for key, count in model.moe[1].experts.meter.wire_bytes.items() if key[0] == "restore"}
     timeline = runtime.timeline()

@@ -88,11 +88,11 @@ class Scratch:
     def __call__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Uninitialised; it takes the place of what ``name`` gave before."""
         size = math.prod(shape)
-        buffer = self._buffers.get(name)
-        if buffer is None or buffer.numel() < size:
-            # A quarter more, so that sizes that creep up do not allocate every time.
-            buffer = self._buffers[name] = self._memory.empty((size + size // 4,), dtype, self._device)
-        return buffer[:size].view(shape)
+        if name not in self._buffers or self._buffers[name].numel() < size:
+            # The old one first: its pages may come to use elsewhere.
+            self._buffers.pop(name, None)
+            self._buffers[name] = self._memory.empty((size,), dtype, self._device)
+        return self._buffers[name][:size].view(shape)
 
     def cast(self, name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """Returns ``tensor`` in ``dtype``; a cast one lasts until the next of that name."""

@@ -1,0 +1,150 @@
+"""A Trainer goes on from its checkpoint, on these ranks and others, as if it had not been stopped."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hf_models import drawn, loaded, under_torchrun, whole
+from test_trainer import GREEDY, Rows
+from transformers import TrainerCallback, TrainingArguments
+
+import moesys as ms
+from moesys.hf import resumable_trainer
+from moesys.lab.ranks.outcomes import RankError
+from moesys.lab.ranks.pool import LocalRanks
+from moesys.moe.experts import experts_of
+
+# What 2, 3 and 4 ranks divide.
+EXPERTS, BATCH = 12, 12
+SAVED_AT, STEPS = 3, 6
+LENT = ms.Strategy(name="lent", sharding=ms.Ep(slots_per_rank=7), **GREEDY)
+FSEP = ms.Strategy(name="fsep", sharding=ms.Fsep(slots_per_rank=7), overlap=ms.Pipelined(chunks=2), **GREEDY)
+
+
+class Snapshot(TrainerCallback):
+    """Parameters and moments of the optimizer where a checkpoint is written, and where training begins; layouts of
+    every step.
+    """
+
+    def __init__(self) -> None:
+        self.layouts: list[list[list[list[int]]]] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        self.layouts.append([each.last_plan.layout.expert_RS.tolist() for each in experts_of(others["model"])])
+
+    def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        if state.global_step == SAVED_AT:
+            self.take(**others)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        self.take(**others)
+
+    def take(self, model: Any, optimizer: Any, **_: Any) -> None:
+        self.weights = {name: whole(p).clone() for name, p in model.named_parameters()}
+        moments = optimizer.state
+        self.moments = {
+            name: whole(moments[p]["exp_avg_sq"]).clone() for name, p in model.named_parameters() if p in moments
+        }
+
+
+def trainer_of(model: Any, out: Path, **options: Any) -> ms.hf.ResumableTrainer:
+    given: dict[str, Any] = {
+        "output_dir": str(out),
+        "use_cpu": True,
+        "max_steps": STEPS,
+        "per_device_train_batch_size": BATCH // dist.get_world_size(),
+        "learning_rate": 1e-3,
+        "adam_epsilon": 1e-3,
+        "logging_steps": 1,
+        "report_to": [],
+        "save_strategy": "steps",
+        "save_steps": SAVED_AT,
+        "save_only_model": True,
+        "disable_tqdm": True,
+    }
+    arguments = TrainingArguments(**(given | options))
+    return ms.hf.ResumableTrainer(model=model, args=arguments, train_dataset=Rows(), eval_dataset=Rows())
+
+
+def trained(
+    folder: Path, out: Path, strategy: ms.Strategy | None, sizes: dict[str, int], resumed: bool, **options: Any
+) -> dict[str, Any]:
+    model, snapshot = loaded(folder, strategy, sizes), Snapshot()
+    with under_torchrun():
+        trainer = trainer_of(model, out, **options)
+        trainer.add_callback(snapshot)
+        trainer.train(resume_from_checkpoint=str(out / f"checkpoint-{SAVED_AT}") if resumed else None)
+    history = trainer.state.log_history
+    return {
+        "steps": [(each["loss"], each["grad_norm"], each["learning_rate"]) for each in history if "loss" in each],
+        "weights": snapshot.weights,
+        "moments": snapshot.moments,
+        "state": {name: whole(p) for name, p in model.named_parameters()},
+        "layouts": snapshot.layouts,
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("strategy", [None, LENT, FSEP], ids=["all_to_all", "lent", "fsep"])
+def test_goes_on_as_if_it_had_not_been_stopped(ranks: LocalRanks, tmp_path: Path, strategy: ms.Strategy | None) -> None:
+    """Two groups of two save. The same go on with the same bits; two ranks and three begin with the same bits."""
+    drawn("qwen3_moe", EXPERTS).save_pretrained(tmp_path / "model")
+    folders = (tmp_path / "model", tmp_path / "out")
+    groups = {"fsdp_size": 4, "ep_size": 2}
+    through = ranks.run(trained, *folders, strategy, groups, False, timeout_s=250.0)[0]
+    again = ranks.run(trained, *folders, strategy, groups, True, timeout_s=250.0)[0]
+    assert len(again["steps"]) == STEPS
+    assert again["steps"] == through["steps"]
+    assert again["layouts"] == through["layouts"][SAVED_AT:]
+    if strategy is not None:
+        assert through["layouts"][SAVED_AT] != through["layouts"][0]
+    for what in ("weights", "moments", "state"):
+        assert again[what].keys() == through[what].keys() == through["state"].keys()
+        assert all(torch.equal(again[what][name], tensor) for name, tensor in through[what].items()), what
+    for num_ranks in (2, 3):
+        sizes = {"fsdp_size": num_ranks, "ep_size": num_ranks}
+        other = ranks.run(trained, *folders, strategy, sizes, True, num_ranks=num_ranks, timeout_s=250.0)[0]
+        for what in ("weights", "moments"):
+            assert all(torch.equal(other[what][name], tensor) for name, tensor in through[what].items()), what
+        for one, wanted in zip(other["steps"], through["steps"], strict=True):
+            assert one == pytest.approx(wanted, rel=1e-5)
+
+
+def trained_for_the_worst(folder: Path) -> dict[str, Any]:
+    """The highest loss, as one that is not the last."""
+    worst = {"eval_strategy": "steps", "eval_steps": SAVED_AT, "greater_is_better": True}
+    options = {"load_best_model_at_end": True, "metric_for_best_model": "loss", **worst}
+    return trained(folder, folder.parent / "out", FSEP, {"fsdp_size": 2, "ep_size": 2}, False, **options)
+
+
+@pytest.mark.slow
+def test_the_best_model_is_loaded_at_the_end(ranks: LocalRanks, tmp_path: Path) -> None:
+    drawn("qwen3_moe", EXPERTS).save_pretrained(tmp_path / "model")
+    found = ranks.run(trained_for_the_worst, tmp_path / "model", num_ranks=2, timeout_s=250.0)[0]
+    assert all(torch.equal(found["state"][name], tensor) for name, tensor in found["weights"].items())
+
+
+def resumed_from_weights_alone(folder: Path) -> None:
+    model = loaded(folder, LENT, {"fsdp_size": 2, "ep_size": 2})
+    with under_torchrun():
+        trainer_of(model, folder.parent / "out").train(resume_from_checkpoint=str(folder))
+
+
+def test_weights_alone_are_refused(ranks: LocalRanks, tmp_path: Path) -> None:
+    drawn("qwen3_moe", EXPERTS).save_pretrained(tmp_path / "model")
+    with pytest.raises(RankError, match="model is not of a ResumableTrainer, or was not written to its end") as error:
+        ranks.run(resumed_from_weights_alone, tmp_path / "model", num_ranks=2, timeout_s=60.0)
+    assert "2 of 2 ranks failed" in str(error.value)
+
+
+@pytest.mark.parametrize("state", [None, '{"global_step": 4, "log_his'], ids=["missing", "torn"])
+def test_a_checkpoint_that_was_not_written_to_its_end_says_so(tmp_path: Path, state: str | None) -> None:
+    (tmp_path / "training").mkdir()
+    if state is not None:
+        (tmp_path / "trainer_state.json").write_text(state, encoding="utf-8")
+    with pytest.raises(ValueError, match=r"training or trainer_state\.json in it is missing or torn"):
+        resumable_trainer._training_folder(str(tmp_path))
