@@ -3,7 +3,8 @@ TORCH ?= torch==2.13.0
 PYTHON ?= python3
 # Files of tests that run at once: many wait for ranks, so that two fill two cores. mypy has as many processes.
 WORKERS ?= 2
-PYTEST = $(BIN)/pytest -n $(WORKERS) --dist loadfile --durations 15
+# Files in their order, as those of many tests first would leave long ones of a single test for the end.
+PYTEST = $(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder --durations 15
 BIN := .venv/bin
 
 .PHONY: demo test test-all lint docs

@@ -8,6 +8,7 @@ A new release of torch may change or drop any of these without notice: read this
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -77,6 +78,14 @@ def default_store() -> dist.Store:
     return dist.distributed_c10d._get_default_store()
 
 
+def num_process_groups() -> int:
+    """Returns how many process groups this process is in, the default one among them.
+
+    Needs ``torch.distributed.distributed_c10d._world.pg_map``. Without it AttributeError when a local rank ends a run.
+    """
+    return len(dist.distributed_c10d._world.pg_map)
+
+
 def group_timeout_s(group: dist.ProcessGroup, device_type: str) -> float:
     """Returns the seconds after which collectives of the group give up; torch's default where a backend does not tell.
 
@@ -88,3 +97,16 @@ def group_timeout_s(group: dist.ProcessGroup, device_type: str) -> float:
     except (AttributeError, RuntimeError):
         timeout = dist.default_pg_timeout
     return float(timeout.total_seconds())
+
+
+def forget_meshes() -> None:
+    """Has ``DTensor`` forget the meshes of a process group that is gone, for a process that comes to have another.
+
+    What an operation made of tensors on a mesh is kept and given for an equal mesh, which has other groups: those of
+    the same number in their order, if any. Needs ``torch.distributed.tensor.debug._clear_sharding_prop_cache``. Without
+    it a second run of ``LocalRanks`` raises ImportError.
+    """
+    if "torch.distributed.tensor" in sys.modules:
+        from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+        _clear_sharding_prop_cache()

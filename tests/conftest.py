@@ -4,6 +4,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,7 +41,9 @@ def ranks() -> Iterator[LocalRanks]:
 
 @pytest.fixture(scope="session", autouse=True)
 def _preloaded_ranks() -> Iterator[None]:
-    """Whoever starts the first ranks of this process, those of all later pools find loaded what any of them needs."""
+    """Whoever starts the first ranks of this process, those of all later pools find loaded what any of them needs:
+    seconds of every rank, and again of all after each run that fails.
+    """
     needed = (
         "hypothesis",
         "pytest",
@@ -48,9 +51,14 @@ def _preloaded_ranks() -> Iterator[None]:
         "moesys.lab.runs.trials",
         "moesys.train.loop",
         "moesys.overlap.mega_executor",
+        "transformers.models.auto.modeling_auto",
+        "transformers.trainer",
+        "rank_preload",
     )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(rank_process, "_PRELOAD", (*rank_process._PRELOAD, *needed))
+        # where the server of ranks finds what is beside this file
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
         yield
 
 

@@ -17,6 +17,7 @@ from moesys.torch_private import (
     checkpointed_region,
     current_backward,
     group_timeout_s,
+    num_process_groups,
     will_execute,
 )
 
@@ -103,6 +104,12 @@ def test_a_callback_comes_behind_the_whole_backward():
 
 def test_the_time_out_of_a_group_is_told(group):
     assert group_timeout_s(group, "cpu") == 77
+
+
+def test_process_groups_are_counted(group):
+    assert num_process_groups() == 1
+    dist.new_group()
+    assert num_process_groups() == 2
 
 
 def test_the_rendezvous_store_has_connections_of_its_own(group):

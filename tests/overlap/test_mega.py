@@ -114,8 +114,15 @@ EDGES = {
 }
 
 
-# Their like runs always: a late rank, tiles that do not divide, experts that a token chooses with others.
-SLOW = ("several tiles of columns, one late rank", "experts chosen twice by a token", "more choices than ranks")
+# Their like runs always: a late rank, tiles that do not divide, experts that a token chooses with others, three ranks,
+# and backward from the last.
+SLOW = (
+    "several tiles of columns, one late rank",
+    "experts chosen twice by a token",
+    "more choices than ranks",
+    "ranks that no power of two numbers",
+    "two micro-batches under way, backward from the last",
+)
 
 
 @pytest.mark.parametrize(

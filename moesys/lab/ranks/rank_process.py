@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import faulthandler
+import gc
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.context
@@ -29,6 +30,7 @@ from moesys.lab.ranks.outcomes import Outcome
 from moesys.lab.ranks.tensor_pickle import pickled
 from moesys.lab.slow_links import processor_shares
 from moesys.lab.slow_links.namespaces import RankNetwork, enter_namespace
+from moesys.torch_private import forget_meshes, num_process_groups
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _PRELOAD = ("numpy", "torch", "torch.distributed", __name__)
@@ -227,7 +229,18 @@ def _serve(settings: RankSettings, jobs: Connection, stacks: Connection) -> None
             jobs.send_bytes(pickle.dumps(answer, protocol=5))
         # A group closed earlier would cut off peers that still read; after a failure, that is just what they need.
         if (job is None or failed) and dist.is_initialized():
-            dist.destroy_process_group()
+            _leave_groups()
+
+
+def _leave_groups() -> None:
+    """Ends the groups of a run. Each of gloo has a thread that wakes a hundred times a second until its last reference
+    is gone, and models hold theirs in circles.
+    """
+    made_more = num_process_groups() > 1
+    dist.destroy_process_group()
+    forget_meshes()
+    if made_more:
+        gc.collect()
 
 
 def _answer(job: Job, settings: RankSettings, store: dist.Store, setup: Callable[[], None] | None) -> _Answer:

@@ -21,7 +21,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from moesys.config import Declared, Strategy
 from moesys.config.experiment import Experiment, Source
 from moesys.lab.runs.experiment_files import in_words, recorded_experiment
-from moesys.whole_file import cut_torn_line, sync_folder, write_whole
+from moesys.whole_file import append_line, write_whole
 
 RECORD_SCHEMA = 1
 
@@ -217,15 +217,7 @@ class RunFolder:
         """Write a record as one line in one write, on the disk when this returns; a torn line before it is cut off."""
         if self._lock is None:
             raise ValueError(f"{self.path} is open for reading; use RunFolder.open to append")
-        path = self.path / _RECORDS
-        is_new, line = not path.exists(), record.to_line()
-        cut_torn_line(path)
-        with path.open("ab", buffering=0) as file:
-            if (written := file.write(line)) != len(line):
-                raise OSError(f"{path} took {written} of {len(line)} bytes; the disk may be full")
-            os.fsync(file.fileno())
-        if is_new:
-            sync_folder(self.path)
+        append_line(self.path / _RECORDS, record.to_line())
 
 
 def _parsed(lines: list[bytes], path: Path) -> Iterator[Record]:

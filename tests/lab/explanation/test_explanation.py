@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Annotated
 
 import numpy as np
 import pytest
-import typer
 from lab_cases import experiment
-from typer.testing import CliRunner
 
 from moesys.balance import plan_layout, split_tokens
 from moesys.config import (
@@ -21,7 +17,6 @@ from moesys.config import (
     FlowSplit,
     Fsep,
     Greedy,
-    MegaKernel,
     ModelShape,
     Pipelined,
     Strategy,
@@ -29,13 +24,11 @@ from moesys.config import (
 )
 from moesys.config.experiment import Experiment
 from moesys.config.workload import Generated, Replay, Training
-from moesys.lab.commands.explain import explain_command
 from moesys.lab.explanation.explanation import explain
 from moesys.lab.explanation.rank_times import RankTimes
-from moesys.lab.explanation.step_explanation import StepExplanation, explanation_tree
+from moesys.lab.explanation.step_explanation import explanation_tree
 from moesys.lab.runs.trials import run_simulated
 from moesys.load import LoadMatrix
-from moesys.moe.pulled_experts import ring_bytes
 from moesys.simulator.lanes import SLOWER_RANKS
 from moesys.timeline import Span, Timeline
 from moesys.traces import Trace, generate, save_trace
@@ -310,172 +303,9 @@ def test_the_layer_in_detail_is_the_least_even_one_unless_one_is_chosen():
     ]
 
 
-# --- the command --------------------------------------------------------------------------------------------------
-
-app = typer.Typer(rich_markup_mode=None)
-
-
-@app.command()
-def command(
-    file: Path,
-    strategy: str | None = None,
-    layer: int | None = None,
-    micro_batch: int | None = None,
-    as_json: Annotated[bool, typer.Option("--json")] = False,
-) -> None:
-    raise typer.Exit(explain_command(file, strategy, layer, micro_batch, as_json))
-
-
-@pytest.fixture
-def file(tmp_path: Path) -> Path:
-    path = tmp_path / "experiment.json"
-    path.write_text(declared(Strategy(name="ep"), FSEP).to_json())
-    return path
-
-
-def test_the_command_explains_the_last_strategy_or_the_one_that_is_named(file):
-    last, named = (CliRunner().invoke(app, [str(file), *options]) for options in ([], ["--strategy", "ep"]))
-    assert (last.exit_code, named.exit_code) == (0, 0)
-    assert last.stdout.startswith("SIMULATED: fsep of tiny, micro-batch 6 of 0 to 6, seed 0\n")
-    assert named.stdout.startswith("SIMULATED: ep of tiny")
-
-
-def test_json_has_all_that_the_explanation_has(file):
-    done = CliRunner().invoke(app, [str(file), "--micro-batch", "4", "--json"])
-    data = json.loads(done.stdout)
-    step = explain(FSEP, declared(FSEP), micro_batch=4)
-    assert data == json.loads(step.to_json())
-    assert (data["source"], data["step_ms"], data["strategy"]["name"]) == ("simulated", step.step_ms, "fsep")
-    assert [layer["tokens_R"] for layer in data["layers"]] == [layer.tokens_R for layer in step.layers]
-    assert set(data) - {"source"} == set(StepExplanation.__dataclass_fields__)
-
-
-def test_in_a_pipe_no_line_is_cut(file, monkeypatch):
-    monkeypatch.delenv("COLUMNS", raising=False)
-    text = CliRunner().invoke(app, [str(file)]).stdout
-    (header,) = (line for line in text.splitlines() if "experts max/mean   replicas moved" in line)
-    assert header.endswith("wait ms (mean)")
-    assert len(header) > 130
-    assert "…" not in text
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--layer", "3"], "layer=3 is not among the step's 3; use 0 to 2"),
-        (["--layer=-1"], "layer=-1 is not among the step's 3; use 0 to 2"),
-        (["--micro-batch", "7"], "micro_batch=7 is not among the workload's 7; use 0 to 6"),
-        (["--micro-batch=-1"], "micro_batch=-1 is not among the workload's 7; use 0 to 6"),
-        (["--strategy", "fesp"], "strategy='fesp' is not in tiny; choose one of ep, fsep, or a .toml or .json file"),
-    ],
-)
-def test_what_is_not_there_is_refused_with_its_bound(file, options, message):
-    done = CliRunner().invoke(app, [str(file), *options])
-    assert (done.exit_code, done.stdout, done.stderr) == (2, "", f"Error: {message}\n")
-
-
-def test_a_file_that_is_none_is_refused(tmp_path):
-    done = CliRunner().invoke(app, [str(tmp_path / "none.json")])
-    assert done.exit_code == 2
-    assert "is not a file; give the path of an experiment file" in done.stderr
-
-
 def test_a_strategy_that_does_not_fit_the_experiment_is_refused():
     with pytest.raises(ValueError, match="slots_per_rank=1 gives 4 slots on 4 ranks for 6 experts; use at least 2"):
         explain(FSEP.replace(sharding=Fsep(slots_per_rank=1)), declared(FSEP))
-
-
-@pytest.mark.parametrize(
-    ("overlap", "said"),
-    [
-        (
-            MegaKernel(),
-            (
-                "at least 25% of the first tasks pull rows, the others are tiles, largest first",
-                "in one kernel: tiles push their rows home, then sums",
-                "weight gradients between pushes and sums, before the sums",
-                "flags of each tile\n",
-                "planned on the hosts, which wait for all counts: MegaKernel(most_tokens=...) would let devices plan",
-            ),
-        ),
-        (
-            MegaKernel(
-                dispatch_share=1,
-                combine_share=0.5,
-                reduce_share=0.25,
-                granularity="expert",
-                deduplicate=True,
-                most_tokens=64,
-            ),
-            (
-                "planned on the devices, from counts that travel with the tokens' flag: no host waits",
-                "all pulls first",
-                "at most 50% of the tasks push rows home",
-                "among them at most 25% sums",
-                "flags of each expert, a token pulled once a rank\n",
-            ),
-        ),
-        (
-            MegaKernel(fused="none", overlap_weight_gradients=False, tile_order="slots"),
-            (
-                "dispatch in a kernel of its own, then the first product's tiles, slots",
-                "pushes and sums in kernels of their own",
-                "weight gradients when all else is done",
-            ),
-        ),
-    ],
-    ids=["default", "shares", "unfused"],
-)
-def test_a_mega_kernel_says_its_tasks_and_its_memory(overlap, said):
-    fused = FSEP.replace(name="fused", overlap=overlap)
-    step, plain = explain(fused, declared(fused)), explain(FSEP, declared(FSEP))
-    text = str(step)
-    assert all(words in text for words in said), text
-    assert sum(step.mean_ms.values()) == pytest.approx(step.step_ms)
-    assert sum(step.critical_ms.values()) == pytest.approx(step.step_ms)
-    assert sum(place.ms for place in step.critical_path) == pytest.approx(step.step_ms)
-    assert step.step_ms != plain.step_ms
-    assert [(of.tokens_R, of.traffic) for of in step.layers] == [(of.tokens_R, of.traffic) for of in plain.layers]
-    assert plain.mega is None
-    assert step.mega is not None
-    # T = 64, H = 16, K = 2 in float32: what is pulled, what is pushed, and less than as much of flags and choices.
-    assert 64 * 16 * 4 * 3 < step.mega.symmetric_bytes < 2 * 64 * 16 * 4 * 3
-    assert step.mega.num_rows == max(max(layer.tokens_R) for layer in step.layers)
-    assert step.mega.most_rows == 2 * 64 * 2
-    assert f"{step.mega.num_rows} private rows on the busiest, of 256 that rows_cap allows" in text
-    held_rows = 256 if overlap.most_tokens else step.mega.num_rows
-    # Gate and up halves of h beside x, in float32.
-    assert step.mega.kept_bytes == held_rows * (16 + 2 * MODEL.intermediate_size) * 4
-    assert ("there is always memory" in text) == (overlap.most_tokens is not None)
-    assert step.mega.pulled_bytes == ring_bytes(MODEL, CLUSTER.num_ranks, num_slots=3) > 0
-    assert "GB where they pull experts and gradients, for all layers together" in text
-
-
-@pytest.mark.parametrize(
-    "sharding",
-    [
-        Ep(slots_per_rank=2),
-        Ep(slots_per_rank=2, lend="hierarchical"),
-        Fsep(slots_per_rank=3, restore="hierarchical"),
-        Fsep(slots_per_rank=3, reshard="hierarchical"),
-    ],
-    ids=["whole experts", "copies a node", "node by node", "sums of nodes"],
-)
-def test_experts_that_nobody_pulls_take_no_memory(sharding):
-    fused = FSEP.replace(sharding=sharding, overlap=MegaKernel())
-    step = explain(fused, declared(fused))
-    assert step.mega is not None
-    assert step.mega.pulled_bytes == 0
-    assert "where they pull experts" not in str(step)
-    summed = isinstance(sharding, Fsep) and sharding.reshard == "hierarchical"
-    lent_so = isinstance(sharding, Ep) and sharding.lend == "hierarchical"
-    assert ("needed, a copy a node that is passed on there" in str(step)) == lent_so
-    assert ("gradients summed inside nodes and resharded at once" in str(step)) == summed
-
-
-def test_hosts_plan_what_devices_cannot_split():
-    fused = FSEP.replace(name="fused", split=FlowSplit(max_inter_node=0.5), overlap=MegaKernel(most_tokens=64))
-    assert "which wait for all counts: devices keep no cap" in str(explain(fused, declared(fused)))
 
 
 def test_late_slots_are_named_and_their_bytes_counted(tmp_path):

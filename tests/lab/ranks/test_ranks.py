@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from moesys.lab.ranks.outcomes import RankError
 from moesys.lab.ranks.pool import LocalRanks, RankTimeouts
@@ -28,6 +30,12 @@ def process_and_threads() -> tuple[int, int]:
 
 def big_tensor(num_values: int) -> torch.Tensor:
     return torch.full((num_values,), float(dist.get_rank()))
+
+
+def product_lies_on_its_own_mesh() -> bool:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    tensor = distribute_tensor(torch.ones(dist.get_world_size()), mesh, [Shard(0)])
+    return (tensor * 2).device_mesh is mesh
 
 
 def tensors_back(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -66,6 +74,26 @@ def sleep_on(sleeping: int, seconds: float) -> int:
     return dist.get_rank()
 
 
+def threads_of_groups() -> int:
+    """Threads of gloo that run, in Linux."""
+    tasks = Path("/proc/self/task").iterdir()
+    return sum((task / "comm").read_text().startswith("gloo") for task in tasks)
+
+
+def leave_groups_in_circles(number: int) -> int:
+    for _ in range(number):
+        circle = [dist.new_group()]
+        circle.append(circle)
+    return threads_of_groups()
+
+
+def wait_for_threads_to_end(left: int) -> int:
+    deadline_s = time.monotonic() + 10
+    while threads_of_groups() > left and time.monotonic() < deadline_s:
+        time.sleep(0.01)
+    return threads_of_groups()
+
+
 def unpicklable_result() -> object:
     return lambda: None
 
@@ -96,6 +124,11 @@ def running(pid: int) -> bool:
 def test_each_run_has_a_group_of_exactly_its_ranks(ranks: LocalRanks, num_ranks: int) -> None:
     total = num_ranks * 10.0 + sum(range(num_ranks))
     assert ranks.run(sum_of_ranks, 10.0, num_ranks=num_ranks) == [(rank, num_ranks, total) for rank in range(num_ranks)]
+
+
+def test_no_run_meets_the_meshes_of_the_one_before(ranks: LocalRanks) -> None:
+    for _ in range(2):
+        assert ranks.run(product_lies_on_its_own_mesh, num_ranks=2) == [True, True]
 
 
 def test_processes_stay_between_runs_and_have_one_thread(ranks: LocalRanks) -> None:
@@ -147,6 +180,13 @@ def test_a_view_does_not_bring_its_storage(ranks: LocalRanks) -> None:
     assert view.untyped_storage().nbytes() == 24
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_groups_that_a_run_leaves_behind_have_no_threads(ranks: LocalRanks) -> None:
+    before = ranks.run(threads_of_groups)
+    assert ranks.run(leave_groups_in_circles, 3) == [threads + 3 for threads in before]
+    assert ranks.run(wait_for_threads_to_end, max(before)) == before
+
+
 def test_an_exception_comes_back_with_the_tracebacks_of_all_that_failed(ranks: LocalRanks) -> None:
     with pytest.raises(RankError, match=r"^3 of 3 ranks failed: rank 1 raised ValueError: boom; rank") as caught:
         ranks.run(fail_on, 1, num_ranks=3)
@@ -193,11 +233,11 @@ def test_a_dead_rank_is_named(ranks: LocalRanks, fn: object, args: tuple[int, in
 
 
 def test_ranks_without_an_answer_are_named_with_their_stacks(ranks: LocalRanks) -> None:
-    with pytest.raises(RankError, match=r"^1 of 3 ranks failed: rank 1 gave no answer within 5 s") as caught:
-        ranks.run(sleep_on, 1, 60.0, num_ranks=3, timeout_s=5.0)
+    with pytest.raises(RankError, match=r"^1 of 3 ranks failed: rank 1 gave no answer within 3 s") as caught:
+        ranks.run(sleep_on, 1, 60.0, num_ranks=3, timeout_s=3.0)
     assert "in sleep_on" in caught.value.failures[1]
-    with pytest.raises(RankError, match=r"^2 of 3 ranks failed: ranks 0, 2 gave no answer within 5 s"):
-        ranks.run(barrier_without, 1, num_ranks=3, timeout_s=5.0)
+    with pytest.raises(RankError, match=r"^2 of 3 ranks failed: ranks 0, 2 gave no answer within 3 s"):
+        ranks.run(barrier_without, 1, num_ranks=3, timeout_s=3.0)
 
 
 def barrier_without(missing: int) -> None:

@@ -1,0 +1,103 @@
+"""A MegaKernel is explained: its tasks, its memory, and who plans."""
+
+from __future__ import annotations
+
+import pytest
+from test_explanation import CLUSTER, FSEP, MODEL, declared
+
+from moesys.config import Ep, FlowSplit, Fsep, MegaKernel
+from moesys.lab.explanation.explanation import explain
+from moesys.moe.pulled_experts import ring_bytes
+
+
+@pytest.mark.parametrize(
+    ("overlap", "said"),
+    [
+        (
+            MegaKernel(),
+            (
+                "at least 25% of the first tasks pull rows, the others are tiles, largest first",
+                "in one kernel: tiles push their rows home, then sums",
+                "weight gradients between pushes and sums, before the sums",
+                "flags of each tile\n",
+                "planned on the hosts, which wait for all counts: MegaKernel(most_tokens=...) would let devices plan",
+            ),
+        ),
+        (
+            MegaKernel(
+                dispatch_share=1,
+                combine_share=0.5,
+                reduce_share=0.25,
+                granularity="expert",
+                deduplicate=True,
+                most_tokens=64,
+            ),
+            (
+                "planned on the devices, from counts that travel with the tokens' flag: no host waits",
+                "all pulls first",
+                "at most 50% of the tasks push rows home",
+                "among them at most 25% sums",
+                "flags of each expert, a token pulled once a rank\n",
+            ),
+        ),
+        (
+            MegaKernel(fused="none", overlap_weight_gradients=False, tile_order="slots"),
+            (
+                "dispatch in a kernel of its own, then the first product's tiles, slots",
+                "pushes and sums in kernels of their own",
+                "weight gradients when all else is done",
+            ),
+        ),
+    ],
+    ids=["default", "shares", "unfused"],
+)
+def test_a_mega_kernel_says_its_tasks_and_its_memory(overlap, said):
+    fused = FSEP.replace(name="fused", overlap=overlap)
+    step, plain = explain(fused, declared(fused)), explain(FSEP, declared(FSEP))
+    text = str(step)
+    assert all(words in text for words in said), text
+    assert sum(step.mean_ms.values()) == pytest.approx(step.step_ms)
+    assert sum(step.critical_ms.values()) == pytest.approx(step.step_ms)
+    assert sum(place.ms for place in step.critical_path) == pytest.approx(step.step_ms)
+    assert step.step_ms != plain.step_ms
+    assert [(of.tokens_R, of.traffic) for of in step.layers] == [(of.tokens_R, of.traffic) for of in plain.layers]
+    assert plain.mega is None
+    assert step.mega is not None
+    # T = 64, H = 16, K = 2 in float32: what is pulled, what is pushed, and less than as much of flags and choices.
+    assert 64 * 16 * 4 * 3 < step.mega.symmetric_bytes < 2 * 64 * 16 * 4 * 3
+    assert step.mega.num_rows == max(max(layer.tokens_R) for layer in step.layers)
+    assert step.mega.most_rows == 2 * 64 * 2
+    assert f"{step.mega.num_rows} private rows on the busiest, of 256 that rows_cap allows" in text
+    held_rows = 256 if overlap.most_tokens else step.mega.num_rows
+    # Gate and up halves of h beside x, in float32.
+    assert step.mega.kept_bytes == held_rows * (16 + 2 * MODEL.intermediate_size) * 4
+    assert ("there is always memory" in text) == (overlap.most_tokens is not None)
+    assert step.mega.pulled_bytes == ring_bytes(MODEL, CLUSTER.num_ranks, num_slots=3) > 0
+    assert "GB where they pull experts and gradients, for all layers together" in text
+
+
+@pytest.mark.parametrize(
+    "sharding",
+    [
+        Ep(slots_per_rank=2),
+        Ep(slots_per_rank=2, lend="hierarchical"),
+        Fsep(slots_per_rank=3, restore="hierarchical"),
+        Fsep(slots_per_rank=3, reshard="hierarchical"),
+    ],
+    ids=["whole experts", "copies a node", "node by node", "sums of nodes"],
+)
+def test_experts_that_nobody_pulls_take_no_memory(sharding):
+    fused = FSEP.replace(sharding=sharding, overlap=MegaKernel())
+    step = explain(fused, declared(fused))
+    assert step.mega is not None
+    assert step.mega.pulled_bytes == 0
+    assert "where they pull experts" not in str(step)
+    summed = isinstance(sharding, Fsep) and sharding.reshard == "hierarchical"
+    lent_so = isinstance(sharding, Ep) and sharding.lend == "hierarchical"
+    assert ("needed, a copy a node that is passed on there" in str(step)) == lent_so
+    assert ("gradients summed inside nodes and resharded at once" in str(step)) == summed
+
+
+def test_hosts_plan_what_devices_cannot_split():
+    fused = FSEP.replace(name="fused", split=FlowSplit(max_inter_node=0.5), overlap=MegaKernel(most_tokens=64))
+    assert "which wait for all counts: devices keep no cap" in str(explain(fused, declared(fused)))

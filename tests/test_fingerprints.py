@@ -1,0 +1,205 @@
+"""Fingerprints: every field counts and no name does, and what is recorded is found again."""
+
+from __future__ import annotations
+
+from moesys import config
+from moesys.config import (
+    Adaptive,
+    ClusterSpec,
+    CpSat,
+    Declared,
+    Ema,
+    Ep,
+    Eplb,
+    EvenSplit,
+    FasterMoe,
+    FlexMoe,
+    FlowSplit,
+    Fsep,
+    Greedy,
+    Laer,
+    Last,
+    Llep,
+    MegaKernel,
+    ModelShape,
+    MoonEp,
+    Oracle,
+    Ordered,
+    Pipelined,
+    Proportional,
+    Quotas,
+    Sequential,
+    Static,
+    Strategy,
+    UltraEp,
+    WindowMean,
+)
+
+MODEL = ModelShape(hidden_size=8, intermediate_size=16, num_experts=8, top_k=2)
+GROUPED = MODEL.replace(scoring_func="sigmoid", n_group=4, topk_group=2)
+CLUSTER = ClusterSpec(num_nodes=2, ranks_per_node=2)
+EP = Strategy(name="ep")
+
+# A declaration and another value for each of its fields; the other values leave the rest valid.
+CHANGES = [
+    (
+        MODEL,
+        {
+            "hidden_size": 9,
+            "intermediate_size": 17,
+            "num_experts": 9,
+            "top_k": 3,
+            "dtype": "bfloat16",
+            "scoring_func": "sigmoid",
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 2.5,
+            "n_shared_experts": 1,
+            "router_aux_loss_coef": 0.01,
+            "router_z_loss_coef": 0.001,
+            "initializer_range": 0.006,
+        },
+    ),
+    (GROUPED, {"n_group": 2, "topk_group": 3, "router_bias_update_rate": 0.001}),
+    (
+        CLUSTER,
+        {
+            "num_nodes": 3,
+            "ranks_per_node": 3,
+            "ranks_per_domain": 1,
+            "intra_node_gb_per_s": 1.0,
+            "inter_node_gb_per_s": 1.0,
+            "expert_tflops": 1.0,
+            "memory_gb_per_s": 1.0,
+            "multiprocessors": 2,
+            "tile_rows": 2,
+            "tile_columns": 2,
+            "copy_share": 0.5,
+            "launch_us": 1.0,
+            "flag_us": 1.0,
+            "intra_node_us": 1.0,
+            "inter_node_us": 1.0,
+        },
+    ),
+    (
+        EP.replace(sharding=Ep(slots_per_rank=2)),
+        {
+            "sharding": Fsep(slots_per_rank=2),
+            "balance": Greedy(),
+            "predictor": WindowMean(),
+            "split": FlowSplit(),
+            "overlap": Pipelined(chunks=2),
+            "replan_every": 2,
+            "lag": 2,
+            "late_slots": 1,
+        },
+    ),
+    (Ep(slots_per_rank=2), {"slots_per_rank": None, "lend": "hierarchical"}),
+    (Ep(slot_gb_per_rank=2), {"slot_gb_per_rank": (2.0, 2.0)}),
+    (Fsep(slot_gb_per_rank=2), {"slot_gb_per_rank": (2.0, 2.0)}),
+    (
+        Fsep(slots_per_rank=2),
+        {
+            "slots_per_rank": (2, 2),
+            "prefetch_layers": 1,
+            "delay_reshard": True,
+            "reshard_after_forward": False,
+            "restore": "hierarchical",
+            "reshard": "hierarchical",
+        },
+    ),
+    (Laer(), {"candidates": ("proportional", "even")}),
+    (Eplb(hierarchical=True), {"num_groups": 2, "hierarchical": False}),
+    (FlexMoe(), {"max_moves": 9}),
+    (Llep(), {"alpha": 1.1, "min_tokens": 1, "skip_below": 0.0}),
+    (UltraEp(), {"tolerance": 0.0, "min_tokens": 1}),
+    (FasterMoe(), {"gb_per_s": 1.0, "tflops": 1.0, "hidden_size": 8, "intermediate_size": 8}),
+    (
+        Greedy(),
+        {
+            "effort": 0,
+            "min_replicas": 2,
+            "replicas_within": "node",
+            "max_moves": 0,
+            "move_tokens": 1,
+            "drift": 0.5,
+            "deadline_ms": 1.0,
+        },
+    ),
+    (CpSat(), {"deterministic_time": 1.0, "min_replicas": 2, "replicas_within": "domain"}),
+    (Adaptive(), {"candidates": (Last(),), "memory": 8}),
+    (FlowSplit(), {"traffic": "exact", "max_inter_node": 0.1}),
+    (WindowMean(), {"steps": 4}),
+    (Ema(), {"decay": 0.0}),
+    (Sequential(node_dispatch="once"), {"node_dispatch": "direct", "combine": "per_node"}),
+    (Pipelined(chunks=2, node_dispatch="once"), {"chunks": 3, "node_dispatch": "direct", "combine": "per_node"}),
+    (
+        MegaKernel(),
+        {
+            "fused": "none",
+            "dispatch_share": 1.0,
+            "combine_share": 0.5,
+            "reduce_share": 0.5,
+            "granularity": "expert",
+            "tile_order": "slots",
+            "deduplicate": True,
+            "overlap_weight_gradients": False,
+            "fetch_rows": 16,
+            "sum_tokens": 32,
+            "tile_rows": 64,
+            "tile_columns": 64,
+            "warps": 4,
+            "stages": 3,
+            "programs": 1,
+            "rows_cap": 3.0,
+            "most_tokens": 64,
+            "timeout_s": 5.0,
+        },
+    ),
+]
+# Names are for people; a member's kind is its type; and a reduction there is but one.
+NOT_CHANGED = {(Strategy, "name"), (ClusterSpec, "name"), (Strategy, "reduction")}
+
+
+def test_every_field_counts_in_the_fingerprint():
+    for declared, changes in CHANGES:
+        prints = {declared.fingerprint(), *(declared.replace(**{f: v}).fingerprint() for f, v in changes.items())}
+        assert len(prints) == 1 + len(changes)
+
+
+def test_no_field_is_missing_above():
+    changed = {(type(declared), field) for declared, changes in CHANGES for field in changes}
+    kinds = [kind for kind in vars(config).values() if isinstance(kind, type) and issubclass(kind, Declared)]
+    everything = {(kind, field) for kind in kinds for field in kind.model_fields if field != "kind"}
+    assert everything - changed == NOT_CHANGED
+
+
+def test_names_do_not_count_in_the_fingerprint():
+    assert EP.fingerprint() == EP.replace(name="other").fingerprint()
+    assert CLUSTER.fingerprint() == CLUSTER.replace(name="other").fingerprint()
+    assert len(EP.fingerprint()) == 64
+
+
+def test_members_with_the_same_fields_have_their_own_fingerprints():
+    members = [
+        Static(),
+        Eplb(),
+        MoonEp(),
+        Last(),
+        Oracle(),
+        EvenSplit(),
+        Proportional(),
+        FlowSplit(),
+        Quotas(),
+        Sequential(),
+        Ordered(),
+    ]
+    assert len({member.fingerprint() for member in members}) == len(members)
+
+
+def test_a_default_written_out_has_the_same_fingerprint():
+    assert Strategy(name="x", balance=Static(), lag=1).fingerprint() == Strategy(name="x").fingerprint()
+
+
+def test_fingerprints_stay_what_they_are():
+    """Recorded runs are found by this; if it must change, FINGERPRINT_SCHEMA counts up."""
+    assert Pipelined(chunks=2).fingerprint() == ("4feed17e3f2cf818dd715d3a9504811cf56888365fd192ea070a93a2912a0d3e")
