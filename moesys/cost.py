@@ -124,14 +124,12 @@ def _whole(count: FloatArray, unit: int) -> FloatArray:
 
 def gather_seconds(rows_R: Rows, model: ModelShape, cluster: ClusterSpec) -> Rows:
     """Seconds in which a rank puts rows in another order: each is read once and written once."""
-    return (
-        memory_seconds(rows_R * (2 * model.hidden_size * model.bytes_per_element), cluster) + cluster.launch_us * 1e-6
-    )
+    return memory_seconds(rows_R * (2 * model.row_bytes), cluster) + cluster.launch_us * 1e-6
 
 
 def sum_seconds(choices_R: Rows, model: ModelShape, cluster: ClusterSpec) -> Rows:
     """Seconds of combine's weighted sum: K rows of each token are read, one is written. ``choices_R``: K a token."""
-    row_bytes = model.hidden_size * model.bytes_per_element * (1 + 1 / model.top_k)
+    row_bytes = model.row_bytes * (1 + 1 / model.top_k)
     return memory_seconds(choices_R * row_bytes, cluster) + cluster.launch_us * 1e-6
 
 
@@ -158,8 +156,9 @@ def dispatch_bytes(plan: TokenPlan, model: ModelShape) -> FloatArray:
     """
     R = plan.load.num_ranks
     source, _, destination, tokens = plan.entries.T
-    row_bytes = model.bytes_per_element * model.hidden_size
-    bytes_RR = np.bincount(source * R + destination, weights=tokens * row_bytes, minlength=R * R).astype(np.float64)
+    bytes_RR = np.bincount(source * R + destination, weights=tokens * model.row_bytes, minlength=R * R).astype(
+        np.float64
+    )
     return _between_ranks(bytes_RR.reshape(R, R))
 
 
@@ -200,8 +199,7 @@ def restore_bytes(
                 return (_flat(held_RE.sum(axis=1), slice_bytes),)
             return _hierarchical(held_RE, np.asarray(cluster.node_of_rank), slice_bytes)
         case Ep():
-            node_R = np.asarray(cluster.node_of_rank) if sharding.lend == "hierarchical" else None
-            return _lent(held_RE, node_R, float(model.bytes_per_element * model.expert_parameters))
+            return _lent(held_RE, cluster, sharding, float(model.bytes_per_element * model.expert_parameters))
         case _:
             assert_never(sharding)
 
@@ -231,8 +229,7 @@ def reshard_bytes(
             between_RR, inside_RR = _hierarchical(held_RE, np.asarray(cluster.node_of_rank), slice_bytes)
             return inside_RR.T, between_RR.T
         case Ep():
-            node_R = np.asarray(cluster.node_of_rank) if sharding.lend == "hierarchical" else None
-            lent = _lent(held_RE, node_R, float(gradient_bytes * model.expert_parameters))
+            lent = _lent(held_RE, cluster, sharding, float(gradient_bytes * model.expert_parameters))
             return tuple(lent_RR.T for lent_RR in reversed(lent))
         case _:
             assert_never(sharding)
@@ -263,9 +260,10 @@ def _hierarchical(held_RE: IntArray, node_R: IntArray, slice_bytes: float) -> tu
     return between_RR, _between_ranks(inside_RR)
 
 
-def _lent(held_RE: IntArray, node_R: IntArray | None, expert_bytes: float) -> tuple[FloatArray, ...]:
+def _lent(held_RE: IntArray, cluster: ClusterSpec, sharding: Ep, expert_bytes: float) -> tuple[FloatArray, ...]:
     """What owners give, and then what those give whom they gave (``layout.lender_of_experts``)."""
     num_ranks, num_experts = held_RE.shape
+    node_R = np.asarray(cluster.node_of_rank) if sharding.lend == "hierarchical" else None
     holder, expert = np.nonzero(held_RE)
     lender = lender_of_experts(held_RE, node_R)[holder, expert]
     first = lender == owner_of_experts(num_experts, num_ranks)[expert]

@@ -1,5 +1,8 @@
 """Which rows travel in which stage of a schedule, from counts: what executors send, and the simulator times.
 
+Tokens that cross to a node once are spread there part by part, each part a share of the columns of every row: as many
+parts as leave messages large.
+
 Counts do not say which experts a token chose together, so how many tokens cross to a node is expected, not known: the
 choices of a token are drawn independently, each with its source's share of rows for the node. Of uniform routing over E
 experts that is 1 - (1 - 1/N)^K of N nodes, where without putting back it is 1 - C(E - E/N, K) / C(E, K).
@@ -13,33 +16,79 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from moesys.config import ClusterSpec, ModelShape, Overlap
 from moesys.cost import FloatArray, LinkLoad, link_load
 from moesys.layout import TokenPlan
 from moesys.load import IntArray
-from moesys.schedule import StageKind
+from moesys.schedule import StageKind, num_chunks
+
+# Rows of one chunk cross in so many parts, where each is still of so many bytes a rank.
+MOST_PARTS, LEAST_PART_BYTES = 4, 4e6
+# What a part of either does beside the next one.
+_GOES_ON: dict[StageKind, StageKind] = {"dispatch": "spread", "combine": "send_sums"}
 
 
 @dataclass(frozen=True, eq=False)
 class RowTraffic:
-    """rows_RR: from each rank to each in each stage that sends rows, float64, with those that a rank keeps.
-    summed_R: rows that each rank reads for the sums of its tokens at home; gate_summed_R: for those of other nodes.
+    """rows_RR: from each rank to each in each stage that sends rows, float64, with those that a rank keeps; of those
+    with parts, all parts. summed_R: rows that each rank reads for the sums of its tokens at home; gate_summed_R: for
+    those of other nodes. inside_RR: rows of dispatch that stay in their node; others cross in ``parts``.
     """
 
     rows_RR: dict[StageKind, FloatArray]
     summed_R: FloatArray
     gate_summed_R: FloatArray
+    inside_RR: FloatArray
+    parts: int = 1
 
     def bytes_RR(self, kind: StageKind, model: ModelShape) -> FloatArray:
-        """Returns the bytes of a stage; what a rank keeps is free."""
-        bytes_RR = self.rows_RR[kind] * float(model.bytes_per_element * model.hidden_size)
-        np.fill_diagonal(bytes_RR, 0.0)
-        return bytes_RR
+        """Returns the bytes of all stages of ``kind``; what a rank keeps is free."""
+        return _bytes_RR(self.rows_RR[kind], model)
+
+    def in_stage(self, kind: StageKind, part: int) -> FloatArray:
+        """Returns what travels in a stage of one chunk, [R, R]: of a part so much of each row, and of the one before it
+        what goes on beside it.
+        """
+        rows_RR = self.rows_RR[kind]
+        if part:
+            rows_RR = rows_RR + self.rows_RR[_GOES_ON[kind]]
+        return rows_RR / self.parts_of(kind)
+
+    def put_in_place_R(self, kind: StageKind, part: int) -> FloatArray:
+        """Returns how many rows of one chunk each rank puts in their place, [R], as they have come in parts."""
+        came_R = np.zeros_like(self.summed_R)
+        if self.parts == 1:
+            return came_R
+        if kind == "dispatch":
+            came_R = came_R + self.inside_RR.sum(axis=0)
+        goes_on = _GOES_ON[kind] if part else kind
+        if goes_on in _GOES_ON.values():
+            came_R = came_R + self.rows_RR[goes_on].sum(axis=0)
+        return came_R / self.parts
+
+    def parts_of(self, kind: StageKind) -> int:
+        """Returns the parts of what travels in stages of ``kind``: of results only where they are summed."""
+        return self.parts if kind in ("dispatch", "spread") or "send_sums" in self.rows_RR else 1
 
     def loads(self, model: ModelShape, cluster: ClusterSpec) -> dict[StageKind, LinkLoad]:
-        """Returns what each stage asks of the links."""
+        """Returns what all stages of each kind ask of the links."""
         return {kind: link_load(self.bytes_RR(kind, model), cluster) for kind in self.rows_RR}
+
+    def stage_loads(self, model: ModelShape, cluster: ClusterSpec) -> dict[tuple[StageKind, int], LinkLoad]:
+        """Returns what each kind of stage and part asks of the links, were there one chunk."""
+        return {
+            (kind, part): link_load(_bytes_RR(self.in_stage(kind, part), model), cluster)
+            for kind in self.rows_RR
+            for part in range(self.parts_of(kind) if kind in _GOES_ON else 1)
+        }
+
+
+def _bytes_RR(rows_RR: FloatArray, model: ModelShape) -> FloatArray:
+    bytes_RR = rows_RR * float(model.row_bytes)
+    np.fill_diagonal(bytes_RR, 0.0)
+    return bytes_RR
 
 
 def row_traffic(plan: TokenPlan, model: ModelShape, cluster: ClusterSpec, overlap: Overlap) -> RowTraffic:
@@ -50,7 +99,7 @@ def row_traffic(plan: TokenPlan, model: ModelShape, cluster: ClusterSpec, overla
     chosen_R, none_R = rows_RR.sum(axis=1), np.zeros(R)
     direct: dict[StageKind, FloatArray] = {"dispatch": rows_RR, "combine": rows_RR.T.copy()}
     if not overlap.crosses_once(cluster.num_nodes):
-        return RowTraffic(direct, chosen_R, none_R)
+        return RowTraffic(direct, chosen_R, none_R, rows_RR)
     node_R = np.asarray(cluster.node_of_rank)
     inside_RR = np.where(node_R[:, None] == node_R, rows_RR, 0.0)
     gate_RN, crossing_RN = gates(cluster.node_of_rank), expected_crossing(rows_RR, cluster, model.top_k)
@@ -58,10 +107,26 @@ def row_traffic(plan: TokenPlan, model: ModelShape, cluster: ClusterSpec, overla
     np.add.at(across_RR, (np.arange(R)[:, None], gate_RN), crossing_RN)
     np.add.at(spread_RR, (gate_RN[:, node_R], np.arange(R)), rows_RR - inside_RR)
     once: dict[StageKind, FloatArray] = {"dispatch": inside_RR + across_RR, "spread": spread_RR}
+    parts = num_parts(rows_RR, cluster.node_of_rank, model.row_bytes, num_chunks(overlap))
     if not overlap.sums_by_node(cluster.num_nodes):
-        return RowTraffic(once | {"combine": direct["combine"]}, chosen_R, none_R)
+        return RowTraffic(once | {"combine": direct["combine"]}, chosen_R, none_R, inside_RR, parts)
     home: dict[StageKind, FloatArray] = {"combine": spread_RR.T, "send_sums": (inside_RR + across_RR).T}
-    return RowTraffic(once | home, (inside_RR + across_RR).sum(axis=1), spread_RR.sum(axis=1))
+    summed_R, gate_summed_R = (inside_RR + across_RR).sum(axis=1), spread_RR.sum(axis=1)
+    return RowTraffic(once | home, summed_R, gate_summed_R, inside_RR, parts)
+
+
+def num_parts(rows_RR: npt.NDArray[np.generic], node_of_rank: Sequence[int], row_bytes: int, chunks: int) -> int:
+    """Returns in how many parts rows cross to nodes. As large as counts say: by rows a choice, of the rank that has
+    most of them for other nodes.
+    """
+    node_R = np.asarray(node_of_rank)
+    most = np.where(node_R[:, None] == node_R, 0, rows_RR).sum(axis=1).max()
+    return parts_of_bytes(float(most * row_bytes), chunks)
+
+
+def parts_of_bytes(most: float, chunks: int) -> int:
+    """Returns in how many parts a rank's rows cross, of at ``most`` so many bytes: several chunks hide it already."""
+    return int(min(max(most // LEAST_PART_BYTES, 1), MOST_PARTS)) if chunks == 1 else 1
 
 
 def gates(node_of_rank: Sequence[int]) -> IntArray:

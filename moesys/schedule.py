@@ -7,6 +7,7 @@ is ``Sequential``: then everything comes after everything before it.
 
 Where a token crosses to a node once (``node_dispatch``), what came into a node is spread in it before the experts, and
 where it comes home as one sum a node (``combine="per_node"``), what was collected in the node is summed and sent on.
+Large messages of one chunk do so in parts (``row_traffic.num_parts``): while one crosses, the last is spread.
 """
 
 from __future__ import annotations
@@ -38,10 +39,15 @@ StageKind = Literal[
 
 
 class Stage(NamedTuple):
-    """A stage of one direction; ``chunk`` is 0 for one that is of all chunks."""
+    """A stage of one direction; ``chunk`` is 0 for one that is of all chunks.
+
+    ``part``: of a dispatch that crosses to nodes, and beside which the part before it is spread; of a combine for
+    nodes, beside which the sums of the part before it go home. The last part's way on is a stage of its own.
+    """
 
     kind: StageKind
     chunk: int = 0
+    part: int = 0
 
 
 # Stages in the order in which a rank issues them, each with the stages that it waits for.
@@ -59,11 +65,11 @@ def num_chunks(overlap: Overlap) -> int:
             assert_never(overlap)
 
 
-def schedule_of(overlap: Overlap, direction: Direction, num_nodes: int) -> Schedule:
-    """Returns the stages of one direction under ``overlap``; on one node there is none to cross to."""
+def schedule_of(overlap: Overlap, direction: Direction, num_nodes: int, parts: int = 1) -> Schedule:
+    """Returns the stages of one direction under ``overlap``; on one node there is none to cross to, with ``parts``."""
     match overlap:
         case Sequential() | Pipelined():
-            return _chunk_schedule(overlap, direction, num_nodes)
+            return _chunk_schedule(overlap, direction, num_nodes, parts)
         case MegaKernel():
             publish, here = Stage("publish"), Stage("wait_for_experts")
             return MappingProxyType({publish: (), here: (publish,), Stage("mega_kernels"): (here,)})
@@ -71,7 +77,7 @@ def schedule_of(overlap: Overlap, direction: Direction, num_nodes: int) -> Sched
             assert_never(overlap)
 
 
-def _chunk_schedule(overlap: Sequential | Pipelined, direction: Direction, num_nodes: int) -> Schedule:
+def _chunk_schedule(overlap: Sequential | Pipelined, direction: Direction, num_nodes: int, parts: int) -> Schedule:
     """Returns the stages of one direction of tokens that travel in chunks."""
     chunks, backward = num_chunks(overlap), direction == "backward"
     once, per_node = overlap.crosses_once(num_nodes), overlap.sums_by_node(num_nodes)
@@ -82,9 +88,15 @@ def _chunk_schedule(overlap: Sequential | Pipelined, direction: Direction, num_n
     weights = [Stage("dispatch_weights")] if backward or per_node else []
     waits: dict[Stage, tuple[Stage, ...]] = dict.fromkeys(weights, ())
 
+    def in_parts(kind: StageKind, chunk: int) -> Stage:
+        """Issues all parts but the first, and returns the last."""
+        for part in range(1, parts):
+            waits[Stage(kind, chunk, part)] = (Stage(kind, chunk, part - 1),)
+        return Stage(kind, chunk, parts - 1)
+
     def send_sums(chunk: int) -> None:
         if per_node and chunk >= 0:
-            waits[Stage("send_sums", chunk)] = (Stage("combine", chunk), *([] if backward else weights))
+            waits[Stage("send_sums", chunk)] = (in_parts("combine", chunk),)
 
     def sum_up(chunk: int) -> None:
         if chunk >= 0:
@@ -92,7 +104,7 @@ def _chunk_schedule(overlap: Sequential | Pipelined, direction: Direction, num_n
 
     def spread(chunk: int) -> None:
         if once and chunk < chunks:
-            waits[Stage("spread", chunk)] = (Stage("dispatch", chunk),)
+            waits[Stage("spread", chunk)] = (in_parts("dispatch", chunk),)
 
     waits[Stage("dispatch", 0)] = ()
     for chunk in range(chunks):
@@ -104,7 +116,9 @@ def _chunk_schedule(overlap: Sequential | Pipelined, direction: Direction, num_n
             waits[here] = (Stage(arrive, 0), *(weights if backward else []))
         waits[Stage("experts", chunk)] = (Stage(arrive, chunk), here)
         spread(chunk + 1)
-        waits[Stage("combine", chunk)] = (Stage("experts", chunk),)
+        # Sums of nodes are weighted in forward.
+        summing = weights if per_node and not backward and chunk == 0 else []
+        waits[Stage("combine", chunk)] = (Stage("experts", chunk), *summing)
         send_sums(chunk - 1)
         sum_up(chunk - 2 if per_node else chunk - 1)
     if per_node:

@@ -108,6 +108,25 @@ def test_a_schedule_of_two_chunks():
     ]
 
 
+def test_a_part_is_spread_while_the_next_crosses_and_goes_home_while_the_next_is_collected():
+    overlap = ms.Sequential(node_dispatch="once", combine="per_node")
+    schedule = schedule_of(overlap, "forward", 2, 3)
+    assert [(stage.kind, stage.part) for stage in schedule] == [
+        ("dispatch_weights", 0),
+        *(("dispatch", part) for part in range(3)),
+        ("spread", 0),
+        ("wait_for_experts", 0),
+        ("experts", 0),
+        *(("combine", part) for part in range(3)),
+        ("send_sums", 0),
+        ("sum", 0),
+    ]
+    for kind, last in (("dispatch", Stage("spread")), ("combine", Stage("send_sums"))):
+        for part in (1, 2):
+            assert schedule[Stage(kind, 0, part)] == (Stage(kind, 0, part - 1),)
+        assert schedule[last] == (Stage(kind, 0, 2),)
+
+
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_mega_kernels_overlap_by_themselves(direction: Direction):
     assert words(schedule_of(ms.MegaKernel(), direction, 1)) == ["publish 0", "wait_for_experts 0", "mega_kernels 0"]

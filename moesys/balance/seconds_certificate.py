@@ -94,14 +94,13 @@ def plan_seconds(
     ``units_per_token`` of the plan's.
     """
     layout, load, domain_R = plan.layout, plan.load, link_domains_of(cluster)
-    prices = prices_of(model, cluster, load.total, overlap)
-    prices, gradients = with_experts(prices, layout, model, cluster, sharding)
-    prices = prices._replace(experts_2C=prices.experts_2C * units_per_token)
+    prices = prices_of(model, cluster, load.total, overlap, units_per_token)
+    prices, gradients = with_experts(prices, layout, model, cluster, sharding, units_per_token)
     supply_DE, _ = tokens_by_node(load.tokens_RE, domain_R)
     table = list_replicas(layout.expert_RS, layout.num_experts)
     tokens_P = np.ascontiguousarray(plan.tokens_RER.sum(axis=0)[table.expert_P, table.rank_P])
     cost, _ = split_cost(load.tokens_RE, supply_DE, domain_R, table, tokens_P, prices)
-    return (int(cost) + gradients * units_per_token) * prices.unit_s / units_per_token
+    return (int(cost) + gradients) * prices.unit_s / units_per_token
 
 
 def _least_outside(
@@ -118,7 +117,7 @@ def _least_outside(
     # all that leaves a domain may do so by the node that counts least
     part_D = np.array([part_C[nics_R[domain_R == domain]].min() for domain in range(len(supply_DE))])
     nics = cluster.inter_node_gb_per_s * 1e9
-    token_s, expert_D = model.hidden_size * model.bytes_per_element / nics, _expert_seconds(cluster, model, strategy)
+    token_s, expert_D = model.row_bytes / nics, _expert_seconds(cluster, model, strategy)
     slots_D = np.minimum(np.bincount(domain_R, weights=slots_R).astype(np.int64), model.num_experts)
     if crosses_once(strategy.overlap, cluster):
         # each node by itself; the fewest tokens cross where all rows that leave go to one node
@@ -143,10 +142,15 @@ def _expert_seconds(cluster: ClusterSpec, model: ModelShape, strategy: Strategy)
     """Returns the seconds of a node's NIC in which one expert comes to a rank of each domain, and its gradient goes,
     where they are not hidden; owners may be in the domain.
     """
-    sizes_D, sharding = np.array(cluster.domain_sizes), strategy.sharding
+    sharding = strategy.sharding
     if not isinstance(sharding, Fsep):
-        return np.zeros(len(sizes_D))
-    wire_slice = -(-model.expert_parameters // cluster.num_ranks)
+        return np.zeros(len(cluster.domain_sizes))
     element_bytes = 0 if sharding.prefetch_layers else model.bytes_per_element * restores_per_step(sharding)
     element_bytes += 0 if sharding.delay_reshard else GRADIENT_BYTES
-    return (cluster.num_ranks - sizes_D) * (wire_slice * element_bytes / (cluster.inter_node_gb_per_s * 1e9))
+    bytes_D = element_bytes * elements_from_outside(model, cluster)
+    return bytes_D.astype(np.float64) / (cluster.inter_node_gb_per_s * 1e9)
+
+
+def elements_from_outside(model: ModelShape, cluster: ClusterSpec) -> IntArray:
+    """Returns how many elements of a sharded expert are owned outside of each domain, int64 [D], as wire slices."""
+    return (cluster.num_ranks - np.array(cluster.domain_sizes)) * -(-model.expert_parameters // cluster.num_ranks)

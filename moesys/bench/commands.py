@@ -230,7 +230,7 @@ PLANNER_OPTIONS = {
     "--trace": ("ranks_per_node", "slots", "lag", "from_iteration", "to_iteration", "layers", "every", *_CHOSEN),
     "--laer": ("seeds", *_CHOSEN),
     "--scale": ("seeds", "repeats", "peer_eplb"),
-    "--seconds": ("seeds", "drift", "page"),
+    "--seconds": ("seeds", "drift", "behind", "page"),
     "--union": ("page",),
 }
 
@@ -258,6 +258,9 @@ def bench_planner(
         int | None, typer.Option(min=1, metavar="N", help="Simulated steps in N drawn settings: is Greedy ever behind?")
     ] = None,
     drift: Annotated[float, typer.Option(min=0, max=1, help="Of --seconds: from the load planned on.")] = 0.0,
+    behind: Annotated[
+        bool, typer.Option("--behind", help="Of --seconds: sharded experts travel behind other layers.")
+    ] = False,
     page: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Of --seconds and --union: also a page of Markdown.", callback=_in_a_folder),
@@ -296,7 +299,7 @@ def bench_planner(
         from moesys.bench.planner import seconds as by_seconds
 
         with _refusing():
-            raise typer.Exit(by_seconds.main(seeds, drift, out=page, json_path=json))
+            raise typer.Exit(by_seconds.main(seeds, drift, behind, out=page, json_path=json))
     from moesys.bench.planner import planner_contest as contest
     from moesys.lab.commands.declarations import balance_of, predictor_of, split_of
 

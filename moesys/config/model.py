@@ -83,3 +83,8 @@ class ModelShape(Declared):
     def bytes_per_element(self) -> int:
         """Bytes of one element in the compute dtype."""
         return BYTES_PER_ELEMENT[self.dtype]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one token's row in the compute dtype."""
+        return self.hidden_size * self.bytes_per_element

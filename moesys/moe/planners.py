@@ -153,7 +153,8 @@ class HostPlanner(Planner):
         sums = overlap.sums_by_node(channel.num_nodes)
         routes = build_routes(*parts, gates_of(channel.rank, channel.node_of_rank), collect=sums)
         rows_CRR = rows_by_chunk(tokens_CRE, plan.tokens)
-        node_routes = build_node_routes(routes, rows_CRR, batch.expert_TK.shape[1], channel, sums=sums)
+        top_k = batch.expert_TK.shape[1]
+        node_routes = build_node_routes(routes, rows_CRR, top_k, self.shape.row_bytes, channel, sums=sums)
         return ChunkedExecutor(overlap, routes, channel, batch.compute, self.shards.memory, node_routes)
 
     def _mega_executor(self, overlap: MegaKernel, batch: MicroBatch, plan: LayerPlan, most_tokens: int) -> Executor:

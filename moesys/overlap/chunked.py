@@ -71,11 +71,14 @@ class ChunkedExecutor:
                     assert isinstance(messages, NodeMessages)
                     messages.spread(stage)
                 case "wait_for_experts":
+                    messages.put_in_place()
                     forward_pass = self.compute.forward(self.routes, messages.arrivals, wait_for_experts(), at)
                 case "experts":
                     with self._span("experts", f"forward {stage.chunk}"):
                         y_PH = forward_pass.experts(chunk)
                 case "combine":
+                    if stage.part:
+                        self._send_sums(messages, stage, at, weighted=True)
                     messages.combine(stage, y_PH)
                 case "send_sums":
                     self._send_sums(messages, stage, at, weighted=True)
@@ -112,6 +115,7 @@ class ChunkedExecutor:
                     assert isinstance(messages, NodeMessages)
                     messages.spread(stage)
                 case "wait_for_experts":
+                    messages.put_in_place()
                     weight_M = messages.arrived_weights()
                     dweight_M = torch.empty_like(weight_M)
                     inputs = BackwardInputs(messages.arrivals, saved_arrivals, saved.h_P2I, weight_M, gradients)
@@ -120,6 +124,8 @@ class ChunkedExecutor:
                     with self._span("experts", f"backward {stage.chunk}"):
                         dx_PH, dweight_M[slice(*chunk.arrivals)] = backward_pass.experts(chunk)
                 case "combine":
+                    if stage.part:
+                        self._send_sums(messages, stage, at, weighted=False)
                     messages.combine(stage, dx_PH)
                 case "send_sums":
                     self._send_sums(messages, stage, at, weighted=False)
@@ -141,7 +147,8 @@ class ChunkedExecutor:
         return dx_TH, dweight_TK
 
     def _schedule(self, direction: Direction) -> Schedule:
-        return schedule_of(self.overlap, direction, self.channel.num_nodes)
+        parts = 1 if self.node_routes is None else self.node_routes.parts
+        return schedule_of(self.overlap, direction, self.channel.num_nodes, parts)
 
     def _messages(self, source_TH: Tensor, direction: Direction) -> RowMessages:
         if self.node_routes is None:
@@ -151,7 +158,7 @@ class ChunkedExecutor:
     def _send_sums(self, messages: RowMessages, stage: Stage, at: Workplace, *, weighted: bool) -> None:
         """Sums what was collected here for other nodes, and sends it home."""
         assert isinstance(messages, NodeMessages)
-        collected = messages.collected(stage, weighted=weighted)
+        collected = messages.collected(stage.chunk, weighted=weighted)
         like_NH = collected.rows_NH
         sums_UH = self.memory.empty((len(collected.place_TK), like_NH.shape[1]), like_NH.dtype, like_NH.device)
         self.compute.combine(*collected, sums_UH, at.scratch)

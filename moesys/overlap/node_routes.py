@@ -24,7 +24,7 @@ from torch import Tensor
 from moesys.load import IntArray
 from moesys.overlap.comm.channel import Channel
 from moesys.overlap.routes import Routes, exclusive, ranges, totals
-from moesys.row_traffic import gates
+from moesys.row_traffic import gates, num_parts
 
 Counts = tuple[int, ...]
 
@@ -70,11 +70,12 @@ class NodeChunk:
 
 @dataclass(frozen=True)
 class NodeRoutes:
-    """All chunks'. visit_row_N: of each visit that this rank tells, its index token·K + k; visits_send_R,
-    visits_arrive_R: how many go to gates, and how many have come to this one.
+    """All chunks', whose rows cross in ``parts``. visit_row_N: of each visit that this rank tells, its index
+    token·K + k; visits_send_R, visits_arrive_R: how many go to gates, and how many have come to this one.
     """
 
     chunks: tuple[NodeChunk, ...]
+    parts: int
     visit_row_N: Tensor
     visits_send_R: Counts
     visits_arrive_R: Counts
@@ -88,7 +89,9 @@ def gates_of(rank: int, node_of_rank: Sequence[int]) -> IntArray:
     return np.where(node_R == own, -1, gates(node_of_rank)[:, own])
 
 
-def build_node_routes(routes: Routes, rows_CRR: IntArray, top_k: int, channel: Channel, *, sums: bool) -> NodeRoutes:
+def build_node_routes(
+    routes: Routes, rows_CRR: IntArray, top_k: int, row_bytes: int, channel: Channel, *, sums: bool
+) -> NodeRoutes:
     """Builds the node routes of a rank, whose ``routes`` were built with its ``gates_of``; a collective.
 
     ``rows_CRR``: rows of each chunk from each rank to each. ``sums``: whether one row a (token, node) comes home.
@@ -101,7 +104,8 @@ def build_node_routes(routes: Routes, rows_CRR: IntArray, top_k: int, channel: C
     number_N = told.cpu().numpy().astype(np.int64)
     chunks = tuple(_chunk(mine, gate, number_N, chunk, sums) for chunk in range(len(rows_CRR)))
     visit_row_N = torch.from_numpy(np.concatenate(mine.rows)).to(sent.device)
-    return NodeRoutes(chunks, visit_row_N, mine.send_R, gate.visits_arrive_R)
+    parts = num_parts(rows_CRR.sum(axis=0), channel.node_of_rank, row_bytes, len(rows_CRR))
+    return NodeRoutes(chunks, parts, visit_row_N, mine.send_R, gate.visits_arrive_R)
 
 
 class _Visits:

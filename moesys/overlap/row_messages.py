@@ -51,6 +51,9 @@ class RowMessages:
             for transfer in self._under_way.pop(stage, ()):
                 transfer.wait()
 
+    def put_in_place(self) -> None:
+        """Puts what has come in parts where it belongs; here nothing has."""
+
     def dispatch(self, stage: Stage) -> None:
         """Sends a chunk's rows to their experts, where they are ``arrivals``."""
         source, send_index = self.arrivals.source, self.arrivals.send_index

@@ -39,7 +39,7 @@ from moesys.cost import (
 )
 from moesys.layout import TokenPlan
 from moesys.row_traffic import RowTraffic, row_traffic
-from moesys.schedule import Stage, StageKind, num_chunks, schedule_of
+from moesys.schedule import Direction, Stage, StageKind, num_chunks, schedule_of
 from moesys.simulator.critical_path import AllToAll
 from moesys.simulator.lanes import Lanes
 from moesys.simulator.links import ChannelName
@@ -92,13 +92,13 @@ class _Exchange:
 @dataclass
 class _Rows:
     """A layer's rows of each rank and expert, what their way asks of the links where all go ``whole``, and what
-    travels in each stage.
+    travels in each stage and part, were there one chunk.
     """
 
     rows_RE: FloatArray
     whole: LinkLoad
     traffic: RowTraffic
-    loads: dict[StageKind, LinkLoad]
+    loads: dict[tuple[StageKind, int], LinkLoad]
 
 
 class _Step:
@@ -179,33 +179,40 @@ class _Step:
         plan, chunks, name, entered_R = self.plans[layer], self.num_chunks, f"layer {layer} {way}", self.lanes.now_R
         rows = self._rows(layer)
         under_way: dict[Stage, AllToAll] = {}
-        stages = schedule_of(
-            self.strategy.overlap, "backward" if way == "backward" else "forward", self.cluster.num_nodes
-        )
+        direction: Direction = "backward" if way == "backward" else "forward"
+        parts = rows.traffic.parts
+        stages = schedule_of(self.strategy.overlap, direction, self.cluster.num_nodes, parts)
+        gates_sum_R = sum_seconds(rows.traffic.gate_summed_R / parts / chunks, self.model, self.cluster)
         for stage, earlier in stages.items():
+            detail, came_R = f"{name} {stage.chunk}", np.zeros(self.cluster.num_ranks)
             for message in earlier:
                 if message in under_way:
                     self.lanes.wait(under_way.pop(message))
-            detail = f"{name} {stage.chunk}"
+                    came_R = came_R + rows.traffic.put_in_place_R(message.kind, message.part)
+            if stage.kind in ("wait_for_experts", "sum"):
+                self._put_in_place(came_R, detail)
             match stage.kind:
                 case "dispatch_weights":
                     under_way[stage] = self._message("dispatch", rows.whole, f"{name} weights")
-                case "dispatch" | "spread" | "combine":
-                    # Results are put in order at once, those that go home beside sums too.
-                    gathered = rows.rows_RE if stage.kind == "combine" else rows.traffic.rows_RR[stage.kind]
-                    self._gather(gathered.sum(axis=1) / chunks, detail)
-                    lane = "combine" if stage.kind == "combine" else "dispatch"
-                    under_way[stage] = self._issue("tokens", lane, rows.loads[stage.kind].part(1 / chunks), detail)
+                case "dispatch" | "spread" | "combine" | "send_sums":
+                    if stage.kind == "send_sums" or (stage.kind == "combine" and stage.part):
+                        self._compute(gates_sum_R, "sum", detail)
+                    if stage.kind == "combine":
+                        # Results are put in order at once, those that go home beside sums too.
+                        self._gather(rows.rows_RE.sum(axis=1) / rows.traffic.parts_of("combine") / chunks, detail)
+                    elif stage.kind != "send_sums":
+                        sent_RR = rows.traffic.in_stage(stage.kind, stage.part)
+                        self._gather(sent_RR.sum(axis=1) / chunks, detail)
+                    lane = "dispatch" if stage.kind in ("dispatch", "spread") else "combine"
+                    load = rows.loads[stage.kind, stage.part].part(1 / chunks)
+                    under_way[stage] = self._issue("tokens", lane, load, detail)
+                    self._put_in_place(came_R, detail)
                 case "publish":
                     self._compute(publish_seconds(self.model, self.cluster, plan), "gather", name)
                 case "wait_for_experts":
                     self._wait_for_experts(layer, way)
                 case "experts":
                     self._experts(rows.rows_RE / chunks, layer, way, stage.chunk)
-                case "send_sums":
-                    seconds_R = sum_seconds(rows.traffic.gate_summed_R / chunks, self.model, self.cluster)
-                    self._compute(seconds_R, "sum", detail)
-                    under_way[stage] = self._issue("tokens", "combine", rows.loads[stage.kind].part(1 / chunks), detail)
                 case "sum":
                     seconds_R = sum_seconds(rows.traffic.summed_R / chunks, self.model, self.cluster)
                     self._compute(seconds_R, "sum", detail)
@@ -261,6 +268,10 @@ class _Step:
         else:
             run("forward", way)
 
+    def _put_in_place(self, rows_R: FloatArray, detail: str) -> None:
+        if rows_R.any():
+            self._gather(rows_R, detail)
+
     def _gather(self, rows_R: FloatArray, detail: str) -> None:
         if self.cluster.num_ranks > 1:
             self._compute(gather_seconds(rows_R, self.model, self.cluster), "gather", detail)
@@ -269,9 +280,9 @@ class _Step:
         if layer not in self.rows:
             plan = self.plans[layer]
             traffic = row_traffic(plan, self.model, self.cluster, self.strategy.overlap)
-            loads = traffic.loads(self.model, self.cluster)
-            whole = loads["dispatch"]
-            if "spread" in loads:
+            loads = traffic.stage_loads(self.model, self.cluster)
+            whole = loads["dispatch", 0]
+            if ("spread", 0) in loads:
                 whole = link_load(dispatch_bytes(plan, self.model), self.cluster)
             self.rows[layer] = _Rows(rows_of(plan), whole, traffic, loads)
         return self.rows[layer]
@@ -282,8 +293,8 @@ class _Step:
         others = np.array([sizes.repeat(sizes) > 1, np.full(R, len(sizes) > 1)])
         counts = LinkLoad(np.zeros(2 * (R + self.cluster.num_nodes)), others.repeat(2, axis=0))
         self.lanes.wait(self._message("counts", counts, f"layer {layer}"))
-        if "spread" in (rows := self._rows(layer)).loads:
-            self.lanes.wait(self._message("counts", rows.loads["dispatch"], f"layer {layer} visits"))
+        if ("spread", 0) in (rows := self._rows(layer)).loads:
+            self.lanes.wait(self._message("counts", rows.loads["dispatch", 0], f"layer {layer} visits"))
 
     # --- experts and their gradients ------------------------------------------------------------------------
 

@@ -91,4 +91,4 @@ def _shared_bytes(strategy: Strategy, model: ModelShape, tokens_per_rank: int) -
     if not isinstance(strategy.overlap, MegaKernel):
         return 0
     rows = tokens_per_rank * (1 + model.top_k)
-    return 2 * rows * model.hidden_size * model.bytes_per_element
+    return 2 * rows * model.row_bytes

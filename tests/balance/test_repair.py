@@ -41,7 +41,8 @@ def test_every_move_lowers_the_overflow_within_the_constraints(instance, budget,
     tokens_E, num_experts = instance.load.tokens_E, instance.load.num_experts
     before = plan_layout(instance.load, instance.cluster, Static(), instance.slots)
     assume(before.num_duplicates == 0)
-    filled_R = before.filled_R
+    # a copy, as the loop would be compiled anew for what is read-only
+    filled_R = before.filled_R.copy()
     node_R = np.array(instance.cluster.node_of_rank)
     group_R = node_R if by_node else np.zeros_like(node_R)
     expert_RS, least_replicas_E = before.expert_RS.copy(), np.minimum(before.replicas_RE.sum(axis=0), least)

@@ -75,7 +75,7 @@ def test_a_split_costs_what_its_bytes_and_rows_take(data, instance, joined):
 
 def once_seconds(plan: ms.TokenPlan, model: ms.ModelShape, cluster: ms.ClusterSpec, overlap: ms.Overlap) -> float:
     """A step's products, and every all-to-all of its rows, forward and backward, from the bytes of each stage."""
-    loads = row_traffic(plan, model, cluster, overlap).loads(model, cluster)
+    loads = row_traffic(plan, model, cluster, overlap).stage_loads(model, cluster)
     sent_s = 2 * sum(float(load.seconds_L.max()) for load in loads.values())
     return sent_s + plan.tokens_R.max() * row_seconds(model, cluster)
 
@@ -248,3 +248,11 @@ def test_ranks_leave_slots_empty_where_experts_are_dear():
     # A layout in force with empty slots is kept as it is.
     again = plan_layout(load, cluster, ms.Greedy(), 3, model=model, previous=few, strategy=waited_for)
     assert again == few
+
+
+def test_a_load_in_fractions_of_tokens_crosses_in_as_many_parts() -> None:
+    cluster, once = presets.h100(2), ms.Sequential(node_dispatch="once", combine="per_node")
+    for num_tokens in (1000, 20_000, 200_000):
+        parts = [prices_of(presets.QWEN3_30B_A3B, cluster, n * num_tokens, once, n).parts[0] for n in (1, 8, 256)]
+        assert parts[0] == parts[1] == parts[2]
+    assert parts[0] > prices_of(presets.QWEN3_30B_A3B, cluster, 1000, once).parts[0]

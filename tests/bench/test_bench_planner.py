@@ -304,6 +304,12 @@ def test_seconds_are_of_every_planner_and_greedy_is_told_the_model(tmp_path, mon
     assert sum(layer_ms["greedy by seconds"]) < min(sum(layer_ms[name]) for name in of_counts)
     assert "greedy by seconds" in (tmp_path / "r.md").read_text()
 
+    run("--seconds", "--seeds", "2", "--behind", "--json", str(tmp_path / "b.json"))
+    behind_ms = {row["planner"]: row["layer_ms"] for row in json.loads((tmp_path / "b.json").read_text())["rows"]}
+    for planner in by_seconds.PLANNERS:
+        before, after = sum(layer_ms[planner.name]), sum(behind_ms[planner.name])
+        assert after == before if planner.homes else after < before
+
 
 def test_the_union_names_the_setting_in_which_greedy_is_worst(tmp_path, monkeypatch):
     monkeypatch.setattr(union, "CLUSTERS", {"2 x 2": presets.h100(2).replace(ranks_per_node=2)})

@@ -1,7 +1,7 @@
 """What planners share that keep every expert at home and lend some out for a micro-batch: homes, slots, and rows.
 
-R ranks, E experts. Homes are ``Ep``'s owners. A *quota* is how many tokens of
-an expert a rank computes; which sources they come from is each planner's own rule.
+R ranks, E experts. Homes are ``Ep``'s owners. A *quota* is how many tokens of an expert a rank computes; which
+sources they come from is each planner's own rule.
 """
 
 from __future__ import annotations

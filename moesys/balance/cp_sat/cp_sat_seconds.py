@@ -7,6 +7,7 @@ tokens by rank says anything, and with rows that cross once taken as rows: so it
 from __future__ import annotations
 
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,7 +16,7 @@ from moesys.balance.cp_sat.cp_sat_model import solve
 from moesys.balance.cp_sat.cp_sat_problem import CpSatProblem
 from moesys.balance.flow.flow_split import flow_split
 from moesys.balance.flow.step_cost import Prices, crosses_once, prices_of
-from moesys.balance.seconds_certificate import plan_seconds
+from moesys.balance.seconds_certificate import elements_from_outside, plan_seconds
 from moesys.balance.topology import nodes_of
 from moesys.config import FlowSplit, Fsep
 from moesys.cost import GRADIENT_BYTES, restores_per_step
@@ -53,15 +54,15 @@ def least_seconds(problem: CpSatProblem, candidates: list[ExpertLayout], whole: 
             plan, planning.cluster, planning.model, planning.sharding, planning.overlap, planning.units_per_token
         )
 
-    best = min(candidates, key=cost)
+    plan_s, best = min(((cost(each), each) for each in candidates), key=itemgetter(0))
     if not whole:
-        return SecondsPlan(best, cost(best), 0.0)
+        return SecondsPlan(best, plan_s, 0.0)
     objective = StepSeconds(problem)
     answer = solve(problem, best, tuple(range(best.num_ranks)), (0, sum(problem.tokens_E)), objective.expression, time)
-    if answer.layout is not None:
-        best = min(best, answer.layout, key=cost)
+    if answer.layout is not None and (found_s := cost(answer.layout)) < plan_s:
+        plan_s, best = found_s, answer.layout
     direct = not crosses_once(problem.planning.overlap, problem.planning.cluster)
-    plan_s, proves = cost(best), direct and sum(problem.tokens_E) <= MOST_PROVED
+    proves = direct and sum(problem.tokens_E) <= MOST_PROVED
     # planners count whole tokens, and CP-SAT's prices are whole, too
     bound_s = min(answer.bound * objective.prices.unit_s / problem.planning.units_per_token, plan_s) if proves else 0.0
     return SecondsPlan(best, plan_s, bound_s)
@@ -87,9 +88,9 @@ class StepSeconds:
         busiest_link = model.new_int_var(0, MOST, "link")
         model.add_max_equality(busiest_link, rows_C)
         for node, rows in enumerate(rows_C):
-            held = [(rank, holds[rank, expert]) for rank, expert in holds if nics_R[rank] == node]
-            model.add(gradients >= sum(reduced_R[rank] * holds for rank, holds in held))
-            there = 2 * rows + passes * sum(restored_R[rank] * holds for rank, holds in held)
+            held = [(rank, is_held) for (rank, _), is_held in holds.items() if nics_R[rank] == node]
+            model.add(gradients >= sum(reduced_R[rank] * is_held for rank, is_held in held))
+            there = 2 * rows + passes * sum(restored_R[rank] * is_held for rank, is_held in held)
             for rank in np.flatnonzero(nics_R == node).tolist():
                 computed = sum(of_expert for (by, _), of_expert in tokens.items() if by == rank)
                 model.add(busiest >= there + int(prices.row[0]) * computed)
@@ -97,11 +98,8 @@ class StepSeconds:
 
     def _rows(self, model: CpModel, tokens: dict[tuple[int, int], IntVar]) -> list[IntVar]:
         """Returns what rows cost each node's NICs at least, those of a domain of several nodes together."""
-        problem, nics_R, domain_R = (
-            self.problem,
-            nodes_of(self.problem.planning.cluster),
-            np.asarray(self.problem.node_R),
-        )
+        problem = self.problem
+        nics_R, domain_R = nodes_of(problem.planning.cluster), np.asarray(problem.node_R)
         rows_C = [model.new_int_var(0, MOST, f"rows[{node}]") for node in range(int(nics_R[-1]) + 1)]
         ways: list[list[LinearExprT]] = [[], []]
         for (domain, expert), supply in np.ndenumerate(problem.supply_NE):
@@ -128,10 +126,9 @@ class StepSeconds:
         if not isinstance(sharding, Fsep):
             return [0] * cluster.num_ranks, [0] * cluster.num_ranks, 0
         unit_bytes = self.prices.unit_s * cluster.inter_node_gb_per_s * 1e9
-        wire_slice = -(-model.expert_parameters // cluster.num_ranks)
-        outside_R = [cluster.num_ranks - cluster.domain_sizes[domain] for domain in cluster.domain_of_rank]
+        outside_R = elements_from_outside(model, cluster)[list(cluster.domain_of_rank)].tolist()
         restored = 0 if sharding.prefetch_layers or sharding.restore != "flat" else model.bytes_per_element
         reduced = 0 if sharding.delay_reshard or sharding.reshard != "flat" else GRADIENT_BYTES
         units = planning.units_per_token / unit_bytes
-        per_R = [[int(outside * wire_slice * b * units) for outside in outside_R] for b in (restored, reduced)]
+        per_R = [[int(outside * b * units) for outside in outside_R] for b in (restored, reduced)]
         return per_R[0], per_R[1], restores_per_step(sharding)

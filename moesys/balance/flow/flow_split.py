@@ -44,7 +44,7 @@ def flow_split(problem: PlanningProblem, config: FlowSplit) -> TokenPlan:
     if config.max_inter_node == "seconds":
         if problem.model is None:
             raise ValueError("max_inter_node='seconds' is of a layer's shape; give model, or use a share or None")
-        prices = prices_of(problem.model, cluster, load.total, problem.overlap)
+        prices = prices_of(problem.model, cluster, load.total, problem.overlap, problem.units_per_token)
         if config.traffic == "fast":
             entries = split_by_cost(load.tokens_RE, layout.expert_RS, node_R, level_LR, turn, prices)
             return TokenPlan.by_construction(entries, load, layout)

@@ -6,8 +6,9 @@ Experts that come meanwhile share the links with these two. Products, gathers an
 without latencies, tiles and memory. Integers, but for shares, which doubles cut alike on all ranks.
 
 Where tokens cross to a node once and sums come home (``row_traffic``), as many cross as are expected of K independent
-choices, by nodes, not by ranks; rows then spread inside, and sums are collected there. Rows go to near nodes first, as
-a split routes them. Where every row comes home, bits are those of direct rows, and so have to be layouts.
+choices, by nodes, not by ranks; rows then spread inside, and sums are collected there, part by part. Rows go to near
+nodes first, as a split routes them. Where every row comes home, bits are those of direct rows, and so have to be
+layouts.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from moesys.compiled import compiled
+from moesys.compiled import borrowing, compiled
 from moesys.config import ClusterSpec, Fsep, ModelShape, Overlap, Sharding
 from moesys.cost import (
     FloatArray,
@@ -29,6 +30,8 @@ from moesys.cost import (
 )
 from moesys.layout import ExpertLayout
 from moesys.load import IntArray
+from moesys.row_traffic import parts_of_bytes
+from moesys.schedule import num_chunks
 
 # What the dearest token costs at most, and all tokens together: a sum of several steps still fits.
 DEAREST, ALL_TOKENS = 1 << 20, 1 << 58
@@ -41,7 +44,7 @@ class Prices(NamedTuple):
     ``nics`` [1]: sent or received by a node between domains, once; ``nics_R``: the node of each rank; ``experts_2C``:
     of experts that come while rows are on their way there, in all, over each node's NICs and inside domains;
     ``passes`` [1]: of two, those in which they come; ``once`` [1]: choices of a token that crosses once, 0 where every
-    row does.
+    row does; ``parts`` [1]: in how many it does.
     """
 
     unit_s: float
@@ -52,22 +55,27 @@ class Prices(NamedTuple):
     experts_2C: IntArray
     passes: IntArray
     once: IntArray
+    parts: IntArray
 
 
 def row_seconds(model: ModelShape, cluster: ClusterSpec) -> float:
     """Seconds in which a rank computes a row, forward and backward, and gathers it for combine and its gradient."""
-    return row_product_seconds(model, cluster) + memory_seconds(
-        2.0 * 2 * model.hidden_size * model.bytes_per_element, cluster
-    )
+    return row_product_seconds(model, cluster) + memory_seconds(2.0 * 2 * model.row_bytes, cluster)
 
 
-def prices_of(model: ModelShape, cluster: ClusterSpec, num_tokens: int, overlap: Overlap | None = None) -> Prices:
-    """Returns the prices of a token of ``model`` on ``cluster``, for sums over ``num_tokens``.
+def prices_of(
+    model: ModelShape,
+    cluster: ClusterSpec,
+    num_tokens: int,
+    overlap: Overlap | None = None,
+    units_per_token: float = 1,
+) -> Prices:
+    """Returns the prices of a token of ``model`` on ``cluster``, for sums over ``num_tokens``, which are of
+    ``units_per_token`` a token.
 
     Rows travel as ``overlap`` says; where fast links join several nodes, or a part of one, as if each went by itself.
     """
-    row_bytes = model.hidden_size * model.bytes_per_element
-    row = row_seconds(model, cluster)
+    row_bytes, row = model.row_bytes, row_seconds(model, cluster)
     inside = row_bytes / (cluster.intra_node_gb_per_s * 1e9)
     nics = row_bytes / (cluster.inter_node_gb_per_s * 1e9)
     unit = max(row, inside, nics) / max(min(DEAREST, ALL_TOKENS // max(num_tokens, 1)), 1)
@@ -75,14 +83,17 @@ def prices_of(model: ModelShape, cluster: ClusterSpec, num_tokens: int, overlap:
     no_experts_2C = np.zeros((2, cluster.num_nodes), np.int64)
     nics_R = np.asarray(cluster.node_of_rank)
     once = np.array([model.top_k if crosses_once(overlap, cluster) else 0])
-    return Prices(unit, row_1, inside_1, nics_1, nics_R, no_experts_2C, np.zeros(1, np.int64), once)
+    # as if tokens were everywhere alike, and wanted experts everywhere alike
+    leaving = num_tokens / units_per_token / cluster.num_ranks * (1 - 1 / cluster.num_nodes)
+    parts = np.array([parts_of_bytes(leaving * row_bytes, num_chunks(overlap)) if overlap and once[0] else 1])
+    return Prices(unit, row_1, inside_1, nics_1, nics_R, no_experts_2C, np.zeros(1, np.int64), once, parts)
 
 
 def crosses_once(overlap: Overlap | None, cluster: ClusterSpec) -> bool:
     """Returns whether tokens cross to a node once and their sums come home, and nodes are what fast links join."""
-    if overlap is None or cluster.domain_sizes != cluster.node_sizes:
+    if overlap is None or not overlap.sums_by_node(cluster.num_nodes):
         return False
-    return overlap.sums_by_node(cluster.num_nodes)
+    return cluster.domain_sizes == cluster.node_sizes
 
 
 def _rounded(units: FloatArray) -> IntArray:
@@ -90,9 +101,16 @@ def _rounded(units: FloatArray) -> IntArray:
 
 
 def with_experts(
-    prices: Prices, layout: ExpertLayout, model: ModelShape, cluster: ClusterSpec, sharding: Sharding
+    prices: Prices,
+    layout: ExpertLayout,
+    model: ModelShape,
+    cluster: ClusterSpec,
+    sharding: Sharding,
+    units_per_token: int = 1,
+    scale: int = 0,
 ) -> tuple[Prices, int]:
-    """Returns ``prices`` beside the experts of ``layout`` on their way, and what gradients cost on theirs.
+    """Returns ``prices`` beside the experts of ``layout`` on their way, and what gradients cost on theirs, where counts
+    are of ``units_per_token`` a token, shifted by ``scale`` bits.
 
     What travels behind other work, prefetched or delayed, is taken to be hidden.
     """
@@ -107,8 +125,9 @@ def with_experts(
         experts_2C += np.stack([nics_2C.reshape(2, -1).max(axis=0), inside_C])
     gradients_s = 0.0 if delayed else reshard_seconds(layout, model, cluster, sharding)
     passes = np.array([restores_per_step(sharding)])
-    with_them = prices._replace(experts_2C=_rounded(experts_2C / prices.unit_s), passes=passes)
-    return with_them, int(gradients_s / prices.unit_s)
+    in_units_2C = _rounded(experts_2C / prices.unit_s) * units_per_token >> scale
+    with_them = prices._replace(experts_2C=in_units_2C, passes=passes)
+    return with_them, int(gradients_s / prices.unit_s) * units_per_token >> scale
 
 
 @compiled
@@ -143,31 +162,38 @@ def split_cost(tokens_RE, supply_NE, node_R, table, tokens_P, prices):  # type: 
                 out_R[rank] += np.int64((supply - here_NE[node, expert]) / supply * tokens)
     num_nics = prices.experts_2C.shape[1]
     out_C, in_C = np.zeros(num_nics, np.int64), np.zeros(num_nics, np.int64)
-    links_C, arrival_C, busiest_C = np.zeros(num_nics, np.int64), np.zeros(num_nics, np.int64), np.zeros_like(out_C)
+    inside_C, busiest_C = np.zeros(num_nics, np.int64), np.zeros(num_nics, np.int64)
     for rank in range(num_ranks):
         nics = prices.nics_R[rank]
         out_C[nics] += out_R[rank]
         in_C[nics] += in_R[rank]
         inside = max(sent_R[rank] - out_R[rank], load_R[rank] - kept_R[rank] - in_R[rank]) * prices.inside[0]
-        links_C[nics] = max(links_C[nics], inside)
+        inside_C[nics] = max(inside_C[nics], inside)
         busiest_C[nics] = max(busiest_C[nics], load_R[rank])
-    home = np.int64(0)
-    for nics in range(num_nics):
-        home = max(home, links_C[nics], max(out_C[nics], in_C[nics]) * prices.nics[0])
-    spread_C = np.zeros(num_nics, np.int64)
+    spread_C, parts = np.zeros(num_nics, np.int64), prices.parts[0]
     if prices.once[0]:
         _cross_once(supply_NE, here_NE, in_R, prices, out_C, in_C, spread_C)
+    between_C = np.maximum(out_C, in_C) * prices.nics[0]
     cost = np.int64(0)
     for nics in range(num_nics):
-        between = max(out_C[nics], in_C[nics]) * prices.nics[0]
-        arrival_C[nics] = max(between + prices.experts_2C[0, nics], links_C[nics] + prices.experts_2C[1, nics])
-        links_C[nics] = max(between, links_C[nics])
-        there = prices.passes[0] * arrival_C[nics] + (2 - prices.passes[0]) * links_C[nics] + 2 * spread_C[nics]
+        between, inside, spread = between_C[nics], inside_C[nics], spread_C[nics]
+        experts, experts_inside = prices.experts_2C[:, nics]
+        # Rows have half of links that experts want too.
+        rows_with_experts = _in_parts(between + min(between, experts), inside, spread, parts)
+        arrival = max(rows_with_experts, between + experts, inside + spread + experts_inside)
+        there = prices.passes[0] * arrival
+        there += (2 - prices.passes[0]) * _in_parts(between, inside, spread, parts)
         cost = max(cost, there + busiest_C[nics] * prices.row[0])
-    if prices.once[0]:
-        home = spread_C.max() + links_C.max()
-    cost += 2 * home
+    cost += 2 * _in_parts(between_C.max(), inside_C.max(), spread_C.max(), parts)
     return cost, cost - busiest_C.max() * prices.row[0]
+
+
+@borrowing
+def _in_parts(between, inside, spread, parts):  # type: ignore[no-untyped-def]
+    """Returns what rows cost on their way: those between nodes beside those inside, and, of each part, spread inside
+    while the next one crosses.
+    """
+    return (max(between, inside) + (parts - 1) * max(between, inside + spread) + spread) // parts
 
 
 @compiled

@@ -67,7 +67,9 @@ class StepJudge:
 
     @cached_property
     def _prices(self) -> Prices:
-        return prices_of(self.model, self.problem.cluster, int(self.numbers.tokens_RE.sum()), self.problem.overlap)
+        problem, numbers = self.problem, self.numbers
+        units = problem.units_per_token / (1 << numbers.scale)
+        return prices_of(self.model, problem.cluster, int(numbers.tokens_RE.sum()), problem.overlap, units)
 
     def _prices_with(self, expert_RS: IntArray) -> tuple[Prices, int]:
         """Prices of tokens beside the layout's experts on their way, and what their gradients cost; in the load's unit,
@@ -80,8 +82,6 @@ class StepJudge:
         flat = isinstance(sharding, Fsep) and sharding.flat
         key = ((expert_RS != EMPTY).sum(axis=1) if flat else expert_RS).tobytes()
         if key not in self._known:
-            prices, gradients = with_experts(self._prices, self.numbers.named(expert_RS), self.model, cluster, sharding)
-            experts_2C = prices.experts_2C * self.problem.units_per_token >> self.numbers.scale
-            gradients = gradients * self.problem.units_per_token >> self.numbers.scale
-            self._known[key] = prices._replace(experts_2C=experts_2C), gradients
+            layout, units, scale = self.numbers.named(expert_RS), self.problem.units_per_token, self.numbers.scale
+            self._known[key] = with_experts(self._prices, layout, self.model, cluster, sharding, units, scale)
         return self._known[key]

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
+from moesys.balance.cp_sat.cp_sat import SOLVED_WHOLE
 from moesys.bench.board.workloads import GENERATED, Recorded, Workload, recorded_here
 from moesys.bench.planner.scored_layers import member_words
 from moesys.bench.planner.union import CLUSTERS, MODELS
@@ -36,9 +37,7 @@ from moesys.config import (
 )
 from moesys.lab.runs.experiment_files import import_named
 
-# Up to so many placements, ranks x experts, CP-SAT solves the whole problem; beyond them a plan takes seconds. Even so
-# it takes part only where nothing waits for its plans.
-MOST_PLACEMENTS = 256
+# It takes part only where it solves the whole problem, and nothing waits for its plans: otherwise they take seconds.
 _CP_SAT = CpSat(deterministic_time=0.2)
 
 EVERY_SPLIT: tuple[Split, ...] = (
@@ -100,9 +99,9 @@ class Group:
     def strategy(self, entry: Entry, model: ModelShape, cluster: ClusterSpec) -> Strategy:
         """Raises ValueError where planner and group do not go together."""
         placements = model.num_experts * cluster.num_ranks
-        if isinstance(entry.balance, CpSat) and placements > MOST_PLACEMENTS:
+        if isinstance(entry.balance, CpSat) and placements > SOLVED_WHOLE:
             raise ValueError(
-                f"{placements} placements, ranks x experts, are more than the {MOST_PLACEMENTS} that CP-SAT solves "
+                f"{placements} placements, ranks x experts, are more than the {SOLVED_WHOLE} that CP-SAT solves "
                 "whole; beyond them its plans take seconds"
             )
         slots = self.slots(model, cluster)

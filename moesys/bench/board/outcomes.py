@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import cache
@@ -17,7 +16,7 @@ from moesys.bench.board.play import Scores, play
 from moesys.bench.board.workloads import SCORED, WARM_UP
 from moesys.bench.harness.steps import steps_told
 from moesys.load import IntArray
-from moesys.whole_file import cut_torn_line
+from moesys.whole_file import append_line
 
 SCHEMA = 1
 FILE = "results.jsonl"
@@ -92,7 +91,7 @@ def outcomes(asked: Sequence[Case], folder: Path) -> list[Outcome]:
         for of_one in rounds:
             tell(f"{of_one[0].setting.name}, seed {of_one[0].sample}")
             for outcome in _played(of_one, key_of):
-                _append(path, outcome)
+                append_line(path, outcome.to_line())
                 known[outcome.key] = outcome
     return [known[key] for key in keys]
 
@@ -159,11 +158,3 @@ def _digest(tokens_SRE: IntArray) -> str:
 def _place(group: Group, entry: Entry) -> int:
     """Of the first entry with the same balance."""
     return next(place for place, other in enumerate(group.entries) if other.balance == entry.balance)
-
-
-def _append(path: Path, outcome: Outcome) -> None:
-    """One line in one write, on the disk when this returns; a torn line before it is cut off."""
-    cut_torn_line(path)
-    with path.open("ab", buffering=0) as file:
-        file.write(outcome.to_line())
-        os.fsync(file.fileno())

@@ -2,6 +2,7 @@
 
 Layouts are planned on one sample of routing and run on a later one. A step is a layer's forward and backward,
 simulated, one part after another (``Sequential``), of fully sharded experts: planners differ in their layouts alone.
+Sharded experts and their gradients travel between those parts, or behind them, as LAER-MoE has them (section 4).
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ from moesys.step import StepPlan, plan_layer, simulate
 from moesys.traces import generate
 
 TOKENS_PER_RANK = 8192
-# A step has two equal layers, whose time is halved: what lies between layers counts as within.
-NUM_LAYERS = 2
+# A layer is what a step of more equal layers takes longer, so that neither its first nor its last one counts.
+FEW_LAYERS, MORE_LAYERS = 2, 6
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,12 @@ class Planner:
     sharding: Sharding = _FLAT
     homes: bool = False
 
+    def behind(self) -> Planner:
+        """Returns it with sharded experts that travel behind the layer before, and gradients behind the one after."""
+        if isinstance(self.sharding, Fsep):
+            return replace(self, sharding=self.sharding.replace(prefetch_layers=1, delay_reshard=True))
+        return self
+
     def strategy(self, slots: int) -> Strategy:
         sharding = self.sharding.replace(slots_per_rank=slots)
         return Strategy(name=self.name, sharding=sharding, balance=self.balance, split=self.split, overlap=self.overlap)
@@ -114,10 +121,11 @@ class Planner:
         return plan_layout(planned_for, cluster, balance, slots, model=model, strategy=self.strategy(slots))
 
 
+_BY_SECONDS = FlowSplit(max_inter_node="seconds")
 _PINNED = Planner(
     "pinned homes",
     Greedy(),
-    FlowSplit(max_inter_node="seconds"),
+    _BY_SECONDS,
     True,
     sharding=Ep(slots_per_rank=0, lend="hierarchical"),
     homes=True,
@@ -130,18 +138,18 @@ PLANNERS = (
     Planner("eplb, flow split", Eplb(), FlowSplit()),
     Planner("flex_moe, flow split", FlexMoe(), FlowSplit()),
     Planner("greedy by counts", Greedy(), FlowSplit()),
-    Planner("greedy by seconds", Greedy(), FlowSplit(max_inter_node="seconds"), by_seconds=True),
+    Planner("greedy by seconds", Greedy(), _BY_SECONDS, by_seconds=True),
     replace(BASELINE, name="laer, even split; once a node", overlap=_ONCE),
-    Planner("greedy by seconds; once a node", Greedy(), FlowSplit(max_inter_node="seconds"), True, _ONCE),
+    Planner("greedy by seconds; once a node", Greedy(), _BY_SECONDS, True, _ONCE),
     replace(BASELINE, name="laer, even split; experts node by node", sharding=_NODE_BY_NODE),
     Planner(
         "greedy by seconds; experts node by node",
         Greedy(),
-        FlowSplit(max_inter_node="seconds"),
+        _BY_SECONDS,
         True,
         sharding=_NODE_BY_NODE,
     ),
-    replace(_PINNED, name="pinned homes"),
+    _PINNED,
     replace(_PINNED, name="pinned homes; once a node", overlap=_ONCE),
 )
 
@@ -186,16 +194,27 @@ class Row:
         return statistics.median(self.planning_ms)
 
 
-def main(num_seeds: int, drift: float = 0.0, *, out: Path | None = None, json_path: Path | None = None) -> int:
-    """Simulates, writes, prints; the exit code."""
+def main(
+    num_seeds: int,
+    drift: float = 0.0,
+    behind: bool = False,
+    *,
+    out: Path | None = None,
+    json_path: Path | None = None,
+) -> int:
+    """Simulates, writes, prints; the exit code. ``behind``: whether sharded experts travel behind other layers."""
     warm_up()
+    planners = [planner.behind() if behind else planner for planner in PLANNERS]
     with steps_told("seconds", len(SETTINGS)) as tell:
-        rows = [row for setting in SETTINGS for row in _rows(setting, range(num_seeds), drift, tell)]
+        rows = [row for setting in SETTINGS for row in _rows(setting, planners, range(num_seeds), drift, tell)]
     machine = machine_line(1, ("numpy", "numba"))
     notes = [
         f"A layer's forward and backward of {TOKENS_PER_RANK} tokens a rank on H100 nodes of 8, experts fully sharded, "
         f"one part after another; log-normal popularity of skew 1, drift {drift:g} to the later sample; {num_seeds} "
         "seeds.",
+        "Sharded experts and their gradients travel behind other layers (prefetch_layers=1, delay_reshard=True)."
+        if behind
+        else "Experts and their gradients travel when nothing else does (prefetch_layers=0, delay_reshard=False).",
         "once a node: a token crosses to a node once, and one sum a node comes home.",
         "experts node by node: they reach a node once, and one sum of their gradients leaves it.",
         "pinned homes: experts whole on owners, chosen on the past load; what fills other slots is lent, once a node.",
@@ -204,18 +223,20 @@ def main(num_seeds: int, drift: float = 0.0, *, out: Path | None = None, json_pa
         f"Planning is measured: {machine}.",
     ]
     title = "SIMULATED: planners by the seconds of a layer"
-    data = {"machine": machine, "drift": drift, "rows": rows}
+    data = {"machine": machine, "drift": drift, "behind": behind, "rows": rows}
     report = Report("planner-seconds", title, "simulated", [Sheet(title, rows, notes, "setting")], data=data)
     publish(report, page=out, json_path=json_path)
     return 0
 
 
-def _rows(setting: Setting, seeds: Sequence[int], drift: float, tell: Callable[[str], None]) -> Iterator[Row]:
+def _rows(
+    setting: Setting, planners: Sequence[Planner], seeds: Sequence[int], drift: float, tell: Callable[[str], None]
+) -> Iterator[Row]:
     tell(f"{setting.name}, {8 * setting.num_nodes} ranks, {setting.slots} slots")
     loads = [setting.loads(seed, drift) for seed in seeds]
-    baseline = _row(setting, BASELINE, loads, [])
+    baseline = _row(setting, planners[0], loads, [])
     yield replace(baseline, baseline_ms=baseline.layer_ms)
-    for planner in PLANNERS[1:]:
+    for planner in planners[1:]:
         yield _row(setting, planner, loads, baseline.layer_ms)
 
 
@@ -237,8 +258,11 @@ def _row(
         row.planning_ms.append(1e3 * (time.perf_counter() - begin_s))
         layer = plan_layer(strategy, model, cluster, later, layout=layout)
         row.bound_ms.append(1e3 * certify_seconds(layer.tokens, cluster, model, strategy).bound_s)
-        timeline = simulate(StepPlan(strategy, model, cluster, (layer,) * NUM_LAYERS))
-        row.layer_ms.append(timeline.length_us / 1e3 / NUM_LAYERS)
+        few_us, more_us = (
+            simulate(StepPlan(strategy, model, cluster, (layer,) * number)).length_us
+            for number in (FEW_LAYERS, MORE_LAYERS)
+        )
+        row.layer_ms.append((more_us - few_us) / 1e3 / (MORE_LAYERS - FEW_LAYERS))
         row.max_over_mean.append(layer.tokens.max_over_mean)
         row.crossing.append(layer.tokens.inter_node_tokens(cluster.node_of_rank) / later.total)
     return row

@@ -117,8 +117,8 @@ def _schedule_words(strategy: Strategy, num_nodes: int) -> list[str]:
         words = [*_mega_words(overlap), _planning_words(strategy)]
     else:
         words = ["dispatch, experts and combine one after another"]
-    if not isinstance(overlap, MegaKernel) and overlap.crosses_once(num_nodes):
-        home = {"ordered": "every row comes home", "per_node": "one partial sum a node comes home"}[overlap.combine]
+    if overlap.crosses_once(num_nodes):
+        home = "one partial sum a node comes home" if overlap.sums_by_node(num_nodes) else "every row comes home"
         words.append(f"a token crosses to a node once and spreads inside; {home}")
     if strategy.lag == 0:
         words.append("a layout for every micro-batch, planned on its own counts: no expert is brought ahead in forward")

@@ -60,7 +60,7 @@ class TaskSeconds:
         self.sizes = TileSizes.of(overlap, model)
         self.programs = num_programs(overlap, cluster)
         self.program = Program.of(cluster, self.programs)
-        self.row_bytes = model.hidden_size * model.bytes_per_element
+        self.row_bytes = model.row_bytes
         self.apart = overlap.combine_share > 0 or overlap.fused in ("dispatch", "none")
         self.launch_names = DIRECTIONS[backward]
         # Columns of B's product, and of sums: H elements.
