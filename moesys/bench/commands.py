@@ -190,19 +190,14 @@ ReportFolder = Annotated[
 
 
 @bench.command("reproduce", rich_help_panel=PUBLISHED)
-def bench_reproduce(
-    out: ReportFolder = None,
-    fit: Annotated[
-        bool, typer.Option("--fit", help="Fit the free constants again, for more than half an hour.")
-    ] = False,
-) -> None:
-    """Simulate LAER-MoE's published measurements, with the error of every figure.
+def bench_reproduce(out: ReportFolder = None) -> None:
+    """Fit the simulator on one of LAER-MoE's four published shapes, and judge it on the others.
 
-    24 rows of three methods, breakdown, ablation; the constants and their sources.
+    24 rows of four methods, breakdown, ablation, with the error of every figure; baselines; the constants.
     """
     from moesys.bench.published import reproduce
 
-    raise typer.Exit(reproduce.main(out, with_fit=fit))
+    raise typer.Exit(reproduce.main(out))
 
 
 @bench.command("uniep", rich_help_panel=PUBLISHED)

@@ -74,6 +74,7 @@ class AllToAll:
 
     issued: when the last rank did, ``issued_by``, which event ``cause`` had held up until then.
     behind: number of the event before it on its channel.
+    needed_R: when the last of those had issued it that each rank has messages with: of its domain, or of all.
     """
 
     number: int
@@ -84,6 +85,7 @@ class AllToAll:
     issued_by: int
     cause: int
     behind: int
+    needed_R: FloatArray
 
 
 Event = Computing | AllToAll

@@ -25,12 +25,14 @@ class Lanes:
 
     copy_share: part of its computing that a rank loses while its messages move.
     waited_R: seconds [R] that each rank waited, by what for; moved_L: seconds of each link at full rate, by lane.
+    other_domains_R: of the waiting for slower ranks, that for ranks with which the all-to-all has no messages.
     """
 
     def __init__(self, cluster: ClusterSpec, copy_share: float) -> None:
         self.cluster, self._copy_share = cluster, copy_share
         self.now_R = np.zeros(cluster.num_ranks)
         self.waited_R: dict[str, FloatArray] = {}
+        self.other_domains_R = np.zeros(cluster.num_ranks)
         self.moved_L: dict[str, FloatArray] = {}
         self._links = Links(cluster)
         # What has held up each rank until now, by its number among the events.
@@ -112,6 +114,7 @@ class Lanes:
         end_R = self._links.end_of(transfer.flow)
         begun_R = np.clip(transfer.flow.start, self.now_R, np.maximum(end_R, self.now_R))
         self._count_waited(SLOWER_RANKS, begun_R - self.now_R)
+        self.other_domains_R += begun_R - np.clip(transfer.needed_R, self.now_R, begun_R)
         self._count_waited(transfer.lane, end_R - begun_R)
         self._cause_R = np.where(end_R > self.now_R, transfer.number, self._cause_R)
         self.now_R = np.maximum(self.now_R, end_R)
@@ -125,9 +128,18 @@ class Lanes:
         behind = self._newest_of[channel]
         if load.used_4R.any():
             self._newest_of[channel] = number
-        transfer = AllToAll(number, flow, lane, detail, issued, last, int(self._cause_R[last]), behind)
+        cause, needed_R = int(self._cause_R[last]), self._needed_R(load)
+        transfer = AllToAll(number, flow, lane, detail, issued, last, cause, behind, needed_R)
         self._events.append(transfer)
         return transfer
+
+    def _needed_R(self, load: LinkLoad) -> FloatArray:
+        domain_R = np.zeros_like(self.now_R, dtype=int)
+        if not load.used_4R[2:].any():
+            domain_R = np.asarray(self.cluster.domain_of_rank)
+        last_D = np.zeros(domain_R[-1] + 1)
+        np.maximum.at(last_D, domain_R, self.now_R)
+        return last_D[domain_R]
 
     # --- what has happened ----------------------------------------------------------------------------------
 

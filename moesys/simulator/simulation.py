@@ -48,6 +48,13 @@ class Simulation:
         return self._lanes.waited_R
 
     @property
+    def other_domains_R(self) -> FloatArray:
+        """Of ``waited_R`` for slower ranks, seconds [R] for ranks of other domains where messages stay inside: in a
+        real step they pass in the next collective of all ranks.
+        """
+        return self._lanes.other_domains_R
+
+    @property
     def moved_L(self) -> dict[str, FloatArray]:
         """Seconds that each link would have been busy at its full rate, [2·R + 2·N] as in ``LinkLoad``, by lane."""
         return self._lanes.moved_L

@@ -23,3 +23,16 @@ def test_computing_beside_messages_loses_its_share_and_no_more(copy_share):
         lanes.compute(seconds, "experts", "")
         expected = min(seconds / (1 - copy_share), seconds + copy_share)
         assert lanes.now_R == pytest.approx([expected] * 2, rel=1e-9)
+
+
+def test_waiting_for_another_node_is_told_where_messages_stay_inside_nodes():
+    nodes = ms.ClusterSpec(num_nodes=2, ranks_per_node=2, intra_node_gb_per_s=1.0, inter_node_gb_per_s=1.0)
+    inside_RR = np.zeros((4, 4))
+    inside_RR[0, 1] = inside_RR[2, 3] = 1e9
+    across_RR = np.zeros((4, 4))
+    across_RR[0, 2] = 1e9
+    for bytes_RR, expected in ((inside_RR, [0, 0, 3, 3]), (across_RR, [0, 0, 0, 0])):
+        lanes = Lanes(nodes, copy_share=0.0)
+        lanes.compute(np.array([5.0, 4.0, 2.0, 1.0]), "experts", "")
+        lanes.wait(lanes.send("tokens", "combine", link_load(bytes_RR, nodes), ""))
+        assert lanes.other_domains_R == pytest.approx(np.array(expected, dtype=float))

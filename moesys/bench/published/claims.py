@@ -12,7 +12,7 @@ from moesys.bench.harness.sheets import Column
 from moesys.bench.published.drawn_steps import Found, Scenario
 from moesys.lab.show.tables import figure
 
-Part = Literal["total", "experts", "all_to_all", "rest"]
+Part = Literal["total", "experts", "all_to_all", "rest", "spread"]
 
 
 @dataclass(frozen=True)
@@ -41,12 +41,6 @@ class Claim:
         per_own = tuple(drawn.seconds.total for drawn in found[self.per]) if self.per else (1.0,)
         return replace(self, own=own, per_own=per_own)
 
-    def without_seed(self, place: int) -> Claim:
-        """Of all seeds but one."""
-        own = (*self.own[:place], *self.own[place + 1 :])
-        per_own = (*self.per_own[:place], *self.per_own[place + 1 :]) if self.per else self.per_own
-        return replace(self, own=own, per_own=per_own)
-
     @property
     def simulated(self) -> Annotated[float | None, Column("simulated", figure, after="published")]:
         """Means over seeds, and of a ratio the ratio of the means."""
@@ -59,13 +53,6 @@ class Claim:
             return None
         return self.simulated - self.published if self.in_points else self.simulated / self.published - 1
 
-    @property
-    def standard_error(self) -> float:
-        """Of a simulated ratio, over it: of a ratio of means over seeds, by the jackknife; 0 for one seed."""
-        own, per_own = np.array(self.own), np.array(self.per_own)
-        without = (own.sum() - own) / (per_own.sum() - per_own) if len(own) > 1 else np.ones(1)
-        return float(np.sqrt((len(own) - 1) * without.var()) / (own.mean() / per_own.mean()))
-
 
 def scenarios_of(claims: Sequence[Claim]) -> list[Scenario]:
     """All that claims need to be simulated."""
@@ -75,8 +62,3 @@ def scenarios_of(claims: Sequence[Claim]) -> list[Scenario]:
 def errors(claims: Sequence[Claim]) -> list[float]:
     """Absolute differences of what is simulated."""
     return [abs(claim.difference) for claim in claims if claim.difference is not None]
-
-
-def least_worst_error(values: Sequence[float]) -> float:
-    """Of the one number that is nearest to all ``values`` in relative terms: 2 / (1 / least + 1 / most)."""
-    return (max(values) - min(values)) / (max(values) + min(values))

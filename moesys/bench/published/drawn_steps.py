@@ -6,8 +6,12 @@ to take depends on it and the seed alone.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import ExitStack
 from dataclasses import astuple, dataclass
+from multiprocessing import get_context
 
 import numpy as np
 
@@ -73,8 +77,9 @@ class Scenario:
 class StepSeconds:
     """Seconds of a step, and of its parts: means over ranks.
 
-    experts: products and weight gradients. all_to_all: of rows, with the waiting for slower ranks. experts_late:
-    waiting for experts and gradients on their way. exposed: all that is not computing.
+    experts: products and weight gradients. all_to_all: of rows, with the waiting for slower ranks that they have
+    messages with. experts_late: waiting for experts and gradients on their way. exposed: all that is not computing.
+    spread: of ``experts`` over ranks, the standard deviation over the mean.
     """
 
     total: float
@@ -82,10 +87,11 @@ class StepSeconds:
     all_to_all: float
     experts_late: float
     exposed: float
+    spread: float
 
     @property
     def rest(self) -> float:
-        """All but experts and the all-to-all."""
+        """All but experts and the all-to-all: waiting for other nodes, where no rows leave a node, is in it."""
         return self.total - self.experts - self.all_to_all
 
     @classmethod
@@ -116,27 +122,38 @@ def mean_of_seeds(of_seeds: Sequence[Drawn]) -> Drawn:
     )
 
 
-def simulate(scenarios: Collection[Scenario], seeds: Sequence[int], what: str) -> Found:
-    """Of every scenario what it takes under each seed. Says how far it is, as ``what``."""
+def simulate(
+    scenarios: Collection[Scenario], seeds: Sequence[int], what: str, num_processes: int = os.cpu_count() or 1
+) -> Found:
+    """Of every scenario what it takes under each seed, the same for any ``num_processes``. Says how far it is, as
+    ``what``.
+    """
     plannings: dict[Planning, list[Scenario]] = {}
     for scenario in dict.fromkeys(scenarios):
         plannings.setdefault(scenario.planning, []).append(scenario)
     found: dict[Scenario, list[Drawn]] = {scenario: [] for scenario in scenarios}
-    with steps_told(what, len(seeds) * len(plannings)) as tell:
-        for seed in seeds:
-            for planning, alike in plannings.items():
-                tell(f"{alike[0].name}, {alike[0].strategy.name}, seed {seed}")
-                for scenario, drawn in _drawn(planning, alike, seed):
-                    found[scenario].append(drawn)
+    jobs = [(planning, alike, seed) for seed in seeds for planning, alike in plannings.items()]
+    with steps_told(what, len(jobs)) as tell, ExitStack() as stack:
+        of_jobs: Iterator[list[Drawn]] = map(_drawn, jobs)
+        if len(jobs) > num_processes > 1:
+            pool = ProcessPoolExecutor(num_processes, mp_context=get_context("forkserver"))
+            of_jobs = stack.enter_context(pool).map(_drawn, jobs)
+        for _, alike, seed in jobs:
+            tell(f"{alike[0].name}, {alike[0].strategy.name}, seed {seed}")
+            for scenario, drawn in zip(alike, next(of_jobs), strict=True):
+                found[scenario].append(drawn)
     return found
 
 
-def _drawn(planning: Planning, alike: Sequence[Scenario], seed: int) -> Iterator[tuple[Scenario, Drawn]]:
+def _drawn(job: tuple[Planning, Sequence[Scenario], int]) -> list[Drawn]:
+    """Of all scenarios of a planning."""
+    planning, alike, seed = job
     wanted = {number for scenario in alike for step in scenario.steps for number in step}
     # Later micro-batches change no earlier one.
     routing = planning.routing.replace(warmup=0, steps=max(wanted) + 1)
     trace = generate(routing, planning.cluster.num_ranks, planning.num_experts, planning.top_k, seed)
     plans = planning.plans(trace.tokens_SLRE, wanted)
+    found = []
     for of in alike:
         steps = [[plans[number] for number in step] for step in of.steps]
         seconds = [
@@ -144,15 +161,10 @@ def _drawn(planning: Planning, alike: Sequence[Scenario], seed: int) -> Iterator
             for step in steps
         ]
         used = [plan for step in steps for plans_L in step for plan in plans_L]
-        yield (
-            of,
-            Drawn(
-                StepSeconds.mean(seconds),
-                tuple(plan.max_over_mean for plan in used),
-                sum(plan.inter_node_tokens(of.cluster.node_of_rank) for plan in used)
-                / sum(plan.load.total for plan in used),
-            ),
-        )
+        crossed = sum(plan.inter_node_tokens(of.cluster.node_of_rank) for plan in used)
+        share = crossed / sum(plan.load.total for plan in used)
+        found.append(Drawn(StepSeconds.mean(seconds), tuple(plan.max_over_mean for plan in used), share))
+    return found
 
 
 def step_seconds(
@@ -167,10 +179,12 @@ def step_seconds(
     computed = {kind: float(seconds_R.mean()) for kind, seconds_R in simulation.computed_R.items()}
     waited = {lane: float(seconds_R.mean()) for lane, seconds_R in simulation.waited_R.items()}
     late = waited.get("restore", 0.0) + waited.get("reshard", 0.0)
+    experts_R = simulation.computed_R["experts"] + simulation.computed_R["weight_gradients"]
     return StepSeconds(
         total=simulation.length_seconds,
-        experts=computed["experts"] + computed["weight_gradients"],
-        all_to_all=sum(waited.values()) - late,
+        experts=float(experts_R.mean()),
+        all_to_all=sum(waited.values()) - late - float(simulation.other_domains_R.mean()),
         experts_late=late,
         exposed=simulation.length_seconds - sum(computed.values()),
+        spread=float(experts_R.std() / experts_R.mean()),
     )

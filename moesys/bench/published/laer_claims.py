@@ -6,18 +6,21 @@ A simulation knows shapes and routing: not the dataset, not the coefficient of t
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
+from typing import Annotated
 
 import numpy as np
 
+from moesys.bench.harness.sheets import Column
 from moesys.bench.published.claims import Claim, Part, errors, scenarios_of
 from moesys.bench.published.drawn_steps import Found, Scenario, simulate
-from moesys.bench.published.laer_figures import ABLATION_S, BREAKDOWN, METHODS, ROWS
+from moesys.bench.published.laer_figures import ABLATION_S, BREAKDOWN, LAST_LOGGED_MAX_OVER_MEAN, METHODS, ROWS
 from moesys.bench.published.laer_setup import (
     BREAKDOWN_ITERATION,
     CONSTANTS,
+    FITTED_SHAPE,
     ROW_ITERATIONS,
     Constants,
     laer_model,
@@ -25,8 +28,8 @@ from moesys.bench.published.laer_setup import (
 )
 
 # An iteration's layers are drawn once a seed, and the hottest expert of a few makes it slow: speed-ups of single seeds
-# spread by 1 to 4 %, so that the mean of sixteen is known to 1 %.
-SEEDS = tuple(range(16))
+# spread by 1 to 4 %, so that the mean of eight is known to about 1 %.
+SEEDS = tuple(range(8))
 ABLATION_MODEL = "mixtral-8x7b-e8k2"
 # That of the constants was measured by the artifact's authors. 84.6: NCCL's all-to-all of 4 GB on two nodes of 8 A100
 # with 4 NICs of 200 Gb/s, 19.83 GB/s of bus rate, of which 8 of 15 parts leave the node (github.com/NVIDIA/nccl issue
@@ -34,12 +37,30 @@ ABLATION_MODEL = "mixtral-8x7b-e8k2"
 RATES_GB_PER_S = (84.6, 75.0, 65.0)
 
 
+PARTS: dict[Part, str] = {
+    "experts": "experts",
+    "all_to_all": "all-to-all, waiting",
+    "rest": "rest",
+    "total": "total",
+}
+
+
+@dataclass(frozen=True)
+class Busiest:
+    """How busy the busiest rank is under a method."""
+
+    model: Annotated[str, Column("model")]
+    method: Annotated[str, Column("method")]
+    iteration: Annotated[str, Column("iteration")]
+    logged: Annotated[float | None, Column("published max/mean", ".3f")]
+    simulated: Annotated[float, Column("simulated", ".3f")]
+
+
 @dataclass(frozen=True)
 class Reproduction:
     """All claims, by the table that shows them, with what is simulated.
 
-    max_over_mean: of the busiest rank, by routing and planner. hindsight: the same on e8k2, of whichever of no_pq and
-    no_even has the lower one for the tokens that came.
+    max_over_mean: of the busiest rank, by routing, planner and when, with what the log of tokens has.
     """
 
     seconds: tuple[Claim, ...]
@@ -47,12 +68,22 @@ class Reproduction:
     breakdown: tuple[Claim, ...]
     ablation: tuple[Claim, ...]
     rates: tuple[Claim, ...]
-    max_over_mean: dict[tuple[str, str], float]
-    hindsight: float
+    max_over_mean: tuple[Busiest, ...]
 
-    def speed_up_errors(self, fitted: bool | None = None) -> list[float]:
-        """Absolute errors of FlexMoE's and LAER's speed-up over FSDP+EP, of the rows fitted on, the others, or all."""
-        return errors([claim for claim in self.speed_ups if fitted in (None, claim.fitted)])
+    def held_out(self) -> tuple[list[float], list[float]]:
+        """Absolute errors of the shapes that are not fitted on: of seconds, and of speed-ups over FSDP+EP."""
+        seconds, speed_ups = (
+            errors([claim for claim in claims if not claim.fitted]) for claims in (self.seconds, self.speed_ups)
+        )
+        return seconds, speed_ups
+
+    def mean_seconds(self, method: str) -> dict[str, float]:
+        """Simulated, by shape."""
+        return {
+            laer_model(claim.of["model"]).name: claim.simulated
+            for claim in self.seconds
+            if claim.of["method"] == method and claim.simulated is not None
+        }
 
 
 def row_claims(
@@ -63,7 +94,7 @@ def row_claims(
     for row in ROWS:
         model = laer_model(row.model)
         of = {"dataset": row.dataset, "aux": f"{row.aux_loss:g}", "model": row.model}
-        fitted = row.dataset == "wikitext" and row.aux_loss == 0
+        fitted = row.model.endswith(FITTED_SHAPE)
         static = laer_scenario(model, "FSDP+EP", constants, iterations)
         for method, published_s in row.seconds.items():
             named, scenario = {**of, "method": method}, laer_scenario(model, method, constants, iterations)
@@ -79,15 +110,12 @@ def breakdown_claims(constants: Constants) -> tuple[Claim, ...]:
     claims = []
     for row in BREAKDOWN:
         scenario = laer_scenario(laer_model(row.model), row.method, constants, (BREAKDOWN_ITERATION,))
-        parts: dict[str, tuple[Part, float]] = {
-            "experts": ("experts", row.experts_s),
-            "all-to-all, waiting": ("all_to_all", row.all_to_all_s),
-            "rest": ("rest", row.total_s - row.experts_s - row.all_to_all_s),
-            "total": ("total", row.total_s),
-        }
-        for name, (part, published_s) in parts.items():
-            of = {"model": row.model, "method": row.method, "part": name}
-            claims.append(Claim(of, published_s, scenario, part=part))
+        fitted = row.model.endswith(FITTED_SHAPE)
+        of = {"model": row.model, "method": row.method}
+        for part, published_s in row.parts.items():
+            claims.append(Claim(of | {"part": PARTS[part]}, published_s, scenario, part=part, fitted=fitted))
+        spread = Claim(of | {"part": "spread"}, row.spread, scenario, part="spread", in_points=True, fitted=fitted)
+        claims.append(spread)
     return tuple(claims)
 
 
@@ -139,23 +167,16 @@ def reproduce(
     found = simulate(scenarios_of([claim for of in claims.values() for claim in of]), seeds, "reproduce")
     return Reproduction(
         **{name: tuple(claim.simulated_by(found) for claim in of) for name, of in claims.items()},
-        max_over_mean=_max_over_mean(constants, iterations, found),
-        hindsight=_hindsight(ablated, found),
+        max_over_mean=tuple(_busiest(constants, iterations, found)),
     )
 
 
-def _max_over_mean(constants: Constants, iterations: Sequence[int], found: Found) -> dict[tuple[str, str], float]:
-    """Means over layers, micro-batches and seeds, of the planners of each routing."""
-    means = {}
-    for name, planners in {"8x7b-e8k2": (*METHODS, "no_pq", "no_even"), "8x7b-e16k4": METHODS}.items():
-        for planner in planners:
-            drawn = found[laer_scenario(laer_model(name), planner, constants, iterations)]
-            means[name.removeprefix("8x7b-"), planner] = float(np.mean([of.max_over_mean_P for of in drawn]))
-    return means
-
-
-def _hindsight(scenarios: dict[str, Scenario], found: Found) -> float:
-    pairs = zip(found[scenarios["no_pq"]], found[scenarios["no_even"]], strict=True)
-    return statistics.fmean(
-        min(pair) for one, other in pairs for pair in zip(one.max_over_mean_P, other.max_over_mean_P, strict=True)
-    )
+def _busiest(constants: Constants, iterations: Sequence[int], found: Found) -> Iterator[Busiest]:
+    """Means over layers, micro-batches and seeds, of the methods."""
+    whens = {"14": (BREAKDOWN_ITERATION,), "21 to 70": iterations}
+    for name in ("8x7b-e8k2", "8x7b-e16k4"):
+        for method, (when, of) in product(METHODS, whens.items()):
+            drawn = found[laer_scenario(laer_model(name), method, constants, of)]
+            logged = LAST_LOGGED_MAX_OVER_MEAN.get(name.removeprefix("8x7b-"), {})
+            published = logged.get(method) if when == "14" else None
+            yield Busiest(name, method, when, published, float(np.mean([one.max_over_mean_P for one in drawn])))

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 METHODS = ("FSDP+EP", "FlexMoE", "LAER")
 
@@ -61,6 +62,7 @@ class PublishedBreakdown:
     """Figure 10(a): seconds of iteration 14, counted from 0, under a profiler; means over ranks, wikitext, aux loss 0.
 
     experts_s: twice its forward and recomputation. all_to_all_s: of tokens, with the waiting for slower ranks.
+    spread: of the ranks' expert seconds, the standard deviation over the mean.
     """
 
     model: str
@@ -68,16 +70,32 @@ class PublishedBreakdown:
     all_to_all_s: float
     experts_s: float
     total_s: float
+    spread: float
+
+    @property
+    def parts(self) -> dict[Literal["experts", "all_to_all", "rest", "total"], float]:
+        """Seconds, by the names of ``StepSeconds``."""
+        rest_s = self.total_s - self.experts_s - self.all_to_all_s
+        return {"experts": self.experts_s, "all_to_all": self.all_to_all_s, "rest": rest_s, "total": self.total_s}
 
 
 BREAKDOWN = (
-    PublishedBreakdown("mixtral-8x7b-e8k2", "FSDP+EP", 14.73, 11.85, 38.01),
-    PublishedBreakdown("mixtral-8x7b-e8k2", "FlexMoE", 11.42, 11.80, 32.97),
-    PublishedBreakdown("mixtral-8x7b-e8k2", "LAER", 8.45, 11.74, 29.55),
-    PublishedBreakdown("mixtral-8x7b-e16k4", "FSDP+EP", 11.66, 9.03, 28.14),
-    PublishedBreakdown("mixtral-8x7b-e16k4", "FlexMoE", 9.23, 9.00, 24.82),
-    PublishedBreakdown("mixtral-8x7b-e16k4", "LAER", 4.35, 9.02, 19.36),
+    PublishedBreakdown("mixtral-8x7b-e8k2", "FSDP+EP", 14.73, 11.85, 38.01, 0.134),
+    PublishedBreakdown("mixtral-8x7b-e8k2", "FlexMoE", 11.42, 11.80, 32.97, 0.119),
+    PublishedBreakdown("mixtral-8x7b-e8k2", "LAER", 8.45, 11.74, 29.55, 0.112),
+    PublishedBreakdown("mixtral-8x7b-e16k4", "FSDP+EP", 11.66, 9.03, 28.14, 0.181),
+    PublishedBreakdown("mixtral-8x7b-e16k4", "FlexMoE", 9.23, 9.00, 24.82, 0.129),
+    PublishedBreakdown("mixtral-8x7b-e16k4", "LAER", 4.35, 9.02, 19.36, 0.012),
 )
+
+# Figure 10(b)'s log of tokens: rows of the busiest rank over the mean, in the mean over layers and micro-batches 1 to 9
+# of 8x7b-e8k2, and 1 to 29 of 8x7b-e16k4.
+LOGGED_MAX_OVER_MEAN = {
+    "e8k2": dict(zip(METHODS, (1.659, 1.481, 1.381), strict=True)),
+    "e16k4": dict(zip(METHODS, (1.729, 1.655, 1.273), strict=True)),
+}
+# The same in the log's last two micro-batches of 8x7b-e16k4, which are those of iteration 14.
+LAST_LOGGED_MAX_OVER_MEAN = {"e16k4": dict(zip(METHODS, (1.892, 1.717, 1.164), strict=True))}
 
 # Figure 12: seconds of an iteration, mixtral-8x7b-e8k2, wikitext, aux loss 0.
 ABLATION_S = {"FSDP+EP": 35.66, "no_pq": 31.70, "no_comm_opt": 28.59, "no_even": 28.33, "LAER": 26.33}
