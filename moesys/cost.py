@@ -156,10 +156,8 @@ def dispatch_bytes(plan: TokenPlan, model: ModelShape) -> FloatArray:
     """
     R = plan.load.num_ranks
     source, _, destination, tokens = plan.entries.T
-    bytes_RR = np.bincount(source * R + destination, weights=tokens * model.row_bytes, minlength=R * R).astype(
-        np.float64
-    )
-    return _between_ranks(bytes_RR.reshape(R, R))
+    num_bytes = np.bincount(source * R + destination, weights=tokens * model.row_bytes, minlength=R * R)
+    return _between_ranks(num_bytes.astype(np.float64).reshape(R, R))
 
 
 def restores_per_step(sharding: Sharding) -> int:

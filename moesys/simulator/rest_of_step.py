@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from moesys.cost import GRADIENT_BYTES, FloatArray
+from moesys.cost import GRADIENT_BYTES, FloatArray, LinkLoad
 
 Recompute = Literal["none", "layers", "computing"]
 
@@ -15,7 +15,8 @@ class RestOfStep:
     """What a step does beside the experts of its layers.
 
     other_seconds: forward of the rest of a layer (attention, norms, router), before its experts, a number or one a rank
-        [R]; backward takes twice that.
+        [R].
+    other_backward_seconds: its backward; None: twice as long.
     recompute: ``layers``, as ``moesys.recompute`` does it: in backward the whole layer runs forward once more before,
         and its rows travel once more. ``computing``, as LAER-MoE does it: rows that have travelled are kept.
     optimizer_seconds: at the end of the step.
@@ -25,12 +26,22 @@ class RestOfStep:
     every_slot_travels: an expert that a rank holds twice comes twice, and so do its gradients go home, as LAER-MoE's.
     travel_behind_rest: as FSDP does with its prefetch limit of 1, and no linked model: a layer's experts set off before
         the rest of the layer, in backward before that of the layer above; gradients are waited for at the end only.
+    gathered, reduced: what the parameters of the rest of a layer ask of the links before each of its passes, one layer
+        ahead, and its gradients after it, where data-parallel ranks shard them; None: nothing.
     """
 
     other_seconds: float | FloatArray = 0.0
+    other_backward_seconds: float | FloatArray | None = None
     recompute: Recompute = "none"
     optimizer_seconds: float = 0.0
     latency_seconds: float = 0.0
     gradient_bytes: int = GRADIENT_BYTES
     every_slot_travels: bool = False
     travel_behind_rest: bool = False
+    gathered: LinkLoad | None = None
+    reduced: LinkLoad | None = None
+
+    @property
+    def backward_seconds(self) -> float | FloatArray:
+        """Backward of the rest of a layer."""
+        return 2 * self.other_seconds if self.other_backward_seconds is None else self.other_backward_seconds

@@ -62,8 +62,9 @@ def run_step(
     """Forward and backward of each micro-batch through all layers, one micro-batch after another; zero is the start.
 
     ``micro_batches``: the plans of each, layer by layer. Spans are named as a measured step's: lanes ``compute`` (its
-    kinds are ``simulation.COMPUTED_KINDS``), ``counts``, ``dispatch``, ``combine``, ``restore``, ``reshard`` and
-    ``mega_kernel``, whose kinds are named alike. What takes no rank any time has no span.
+    kinds are ``simulation.COMPUTED_KINDS``), ``counts``, ``dispatch``, ``combine``, ``restore``, ``reshard``,
+    ``all_gather``, ``reduce_scatter`` and ``mega_kernel``, whose kinds are named alike. What takes no rank any time has
+    no span.
     """
     rest = RestOfStep() if rest is None else rest
     step = _Step(strategy, model, cluster, rest)
@@ -71,6 +72,7 @@ def run_step(
         step.begin(plans, f", micro-batch {number}" if len(micro_batches) > 1 else "")
         for layer in range(len(plans)):
             step.forward(layer)
+        step.forward_seconds = float(step.lanes.now_R.max())
         for layer in reversed(range(len(plans))):
             step.backward(layer)
         step.flush()
@@ -117,6 +119,9 @@ class _Step:
         # Beside MegaKernels copy engines bring experts that are sharded; all else is sent by kernels.
         pulled = isinstance(overlap, MegaKernel) and isinstance(sharding, Fsep) and sharding.flat
         self.lanes = Lanes(cluster, 0.0 if pulled else cluster.copy_share)
+        self.forward_seconds = 0.0
+        self.gathers: dict[int, AllToAll] = {}
+        self.reductions: list[AllToAll] = []
         self.waiting_reshards: deque[tuple[_Exchange | None, LinkLoad, int]] = deque()
         self.reshards: deque[_Exchange] = deque()
 
@@ -138,6 +143,7 @@ class _Step:
     def forward(self, layer: int) -> None:
         if self.rest.travel_behind_rest:
             self._start_settled(layer)
+        self._gather_rest(layer, layer + 1)
         self._compute(self.rest.other_seconds, "other", f"layer {layer} forward")
         self._exchange_counts(layer)
         self._start_late(layer)
@@ -147,6 +153,7 @@ class _Step:
             del self.experts[layer]
 
     def backward(self, layer: int) -> None:
+        self._gather_rest(layer, layer - 1)
         if self.rest.recompute == "layers":
             self._compute(self.rest.other_seconds, "other", f"layer {layer} recomputation")
             self._start_restore(layer)
@@ -164,15 +171,28 @@ class _Step:
             self._finish_reshards()
         if self.rest.recompute == "computing":
             self._compute(self.rest.other_seconds, "other", f"layer {layer} recomputation")
-        self._compute(2 * self.rest.other_seconds, "other", f"layer {layer} backward")
+        self._compute(self.rest.backward_seconds, "other", f"layer {layer} backward")
+        if self.rest.reduced is not None:
+            self.reductions.append(self._issue("weights", "reduce_scatter", self.rest.reduced, f"layer {layer} rest"))
 
     def flush(self) -> None:
-        """Gradients that were to travel behind a layer that does not come."""
+        """Gradients that were to travel behind a layer that does not come, and those of the rest."""
         self._cross_reshards()
         self._finish_reshards()
+        while self.reductions:
+            self.lanes.wait(self.reductions.pop(0))
 
     def finish(self) -> None:
         self._compute(self.rest.optimizer_seconds, "optimizer", "")
+
+    def _gather_rest(self, layer: int, following: int) -> None:
+        """Waits for the parameters of the rest of a layer; those of the one that follows set off."""
+        if self.rest.gathered is None:
+            return
+        for one in (layer, following):
+            if 0 <= one < len(self.plans) and one not in self.gathers:
+                self.gathers[one] = self._issue("weights", "all_gather", self.rest.gathered, f"layer {one} rest")
+        self.lanes.wait(self.gathers.pop(layer))
 
     def _run(self, layer: int, way: Way) -> None:
         """Goes through the stages that executors go through, and takes the time of each."""
@@ -387,4 +407,4 @@ class _Step:
         self.lanes.compute(seconds_R, kind, detail + self.suffix)
 
     def simulation(self) -> Simulation:
-        return Simulation(self.cluster, Timeline.of_blocks(self.lanes.blocks()), self.lanes)
+        return Simulation(self.cluster, Timeline.of_blocks(self.lanes.blocks()), self.forward_seconds, self.lanes)
