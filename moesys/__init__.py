@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from moesys.config import ClusterSpec as ClusterSpec
     from moesys.config import CpSat as CpSat
     from moesys.config import Declared as Declared
+    from moesys.config import DenseMlp as DenseMlp
     from moesys.config import Ema as Ema
     from moesys.config import Ep as Ep
     from moesys.config import Eplb as Eplb
@@ -36,12 +37,17 @@ if TYPE_CHECKING:
     from moesys.config import FlexMoe as FlexMoe
     from moesys.config import FlowSplit as FlowSplit
     from moesys.config import Fsep as Fsep
+    from moesys.config import Gqa as Gqa
     from moesys.config import Greedy as Greedy
     from moesys.config import Laer as Laer
     from moesys.config import Last as Last
+    from moesys.config import LayerSpec as LayerSpec
     from moesys.config import Llep as Llep
     from moesys.config import MegaKernel as MegaKernel
+    from moesys.config import Mla as Mla
     from moesys.config import ModelShape as ModelShape
+    from moesys.config import ModelSpec as ModelSpec
+    from moesys.config import MoeMlp as MoeMlp
     from moesys.config import MoonEp as MoonEp
     from moesys.config import Oracle as Oracle
     from moesys.config import Ordered as Ordered
@@ -117,6 +123,7 @@ _MODULE_OF = {
     "Comparison": "moesys.lab.runs.comparison",
     "CpSat": "moesys.config",
     "Declared": "moesys.config",
+    "DenseMlp": "moesys.config",
     "Ema": "moesys.config",
     "Ep": "moesys.config",
     "Eplb": "moesys.config",
@@ -129,18 +136,23 @@ _MODULE_OF = {
     "FlowSplit": "moesys.config",
     "Fsep": "moesys.config",
     "Generated": "moesys.config.workload",
+    "Gqa": "moesys.config",
     "Greedy": "moesys.config",
     "Laer": "moesys.config",
     "Last": "moesys.config",
     "Llep": "moesys.config",
     "LayerMetrics": "moesys.moe.metrics",
     "LayerPlan": "moesys.step",
+    "LayerSpec": "moesys.config",
     "LoadHistory": "moesys.balance",
     "LoadMatrix": "moesys.load",
     "MegaKernel": "moesys.config",
+    "Mla": "moesys.config",
     "MoELayer": "moesys.moe.layer",
     "MoERuntime": "moesys.moe.runtime",
+    "MoeMlp": "moesys.config",
     "ModelShape": "moesys.config",
+    "ModelSpec": "moesys.config",
     "MoonEp": "moesys.config",
     "ModelTraining": "moesys.config.workload",
     "Oracle": "moesys.config",

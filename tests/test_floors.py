@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 FLOORS = (
     {"config", "load", "layout", "timeline", "compiled", "torch_private", "whole_file", "whole_folders", "step_lines"},
     {"kernels"},
-    {"traces", "trace_imports", "cost", "schedule"},
+    {"traces", "trace_imports", "cost", "schedule", "model_cost"},
     {"row_traffic"},
     {"overlap", "balance", "simulator"},
     {"step", "layout_schedule", "replay"},
@@ -37,9 +37,10 @@ FLOORS_IN = {
     "config": (
         {"base", "own_code"},
         {"member"},
-        {"model", "cluster", "sharding", "balance", "predictor", "split", "overlap"},
-        {"strategy", "hub_config"},
-        {"workload"},
+        {"model", "cluster", "sharding", "balance", "predictor", "split", "overlap", "hub_defaults"},
+        {"strategy", "hub_config", "layer_spec"},
+        {"hub_model"},
+        {"workload", "model_spec"},
         {"experiment"},
         {"presets", "laer_routing"},
         {"__init__"},

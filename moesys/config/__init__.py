@@ -26,7 +26,9 @@ from moesys.config.balance import (
 )
 from moesys.config.base import BYTES_PER_GB, Declared, DType
 from moesys.config.cluster import ClusterSpec, Microseconds
+from moesys.config.layer_spec import DenseMlp, Gqa, LayerSpec, Mla, MoeMlp
 from moesys.config.model import ModelShape
+from moesys.config.model_spec import ModelSpec
 from moesys.config.overlap import MegaKernel, Overlap, Pipelined, Sequential
 from moesys.config.predictor import Adaptive, Ema, Last, Oracle, Predictor, WindowMean
 from moesys.config.sharding import Ep, Fsep, Sharding, SlotCount, SlotGigabytes
@@ -41,6 +43,7 @@ __all__ = [
     "CpSat",
     "DType",
     "Declared",
+    "DenseMlp",
     "Ema",
     "Ep",
     "Eplb",
@@ -49,14 +52,19 @@ __all__ = [
     "FlexMoe",
     "FlowSplit",
     "Fsep",
+    "Gqa",
     "Greedy",
     "Laer",
     "Last",
+    "LayerSpec",
     "Llep",
     "MegaKernel",
     "Microseconds",
     "MinReplicas",
+    "Mla",
     "ModelShape",
+    "ModelSpec",
+    "MoeMlp",
     "MoonEp",
     "Oracle",
     "Ordered",

@@ -78,17 +78,23 @@ def shape_of(config: Mapping[str, Any], dtype: DType) -> ModelShape:
     return ModelShape(**found, dtype=dtype)
 
 
-def num_moe_layers(config: Mapping[str, Any]) -> int:
-    """Returns how many layers have experts: those of ``mlp_layer_types`` that are not dense; without it, all but the
-    first ``first_k_dense_replace``, those in ``mlp_only_layers``, and of ``decoder_sparse_step`` all but the last.
+def moe_layers(config: Mapping[str, Any]) -> tuple[bool, ...]:
+    """Returns for each layer whether it has experts: those of ``mlp_layer_types`` that are not dense; without it, all
+    but the first ``first_k_dense_replace``, those in ``mlp_only_layers``, and of ``decoder_sparse_step`` all but the
+    last.
     """
     if isinstance(kinds := config.get("mlp_layer_types"), list):
-        return sum(kind != "dense" for kind in kinds)
+        return tuple(kind != "dense" for kind in kinds)
     listed, every = config.get("mlp_only_layers"), _whole(config, "decoder_sparse_step") or 1
     dense = listed if isinstance(listed, list) else []
     first = max(_whole(config, name) for name in _FIRST_DENSE)
-    layers = range(first, _whole(config, "num_hidden_layers"))
-    return sum(1 for layer in layers if layer not in dense and (layer + 1) % every == 0)
+    layers = range(_whole(config, "num_hidden_layers"))
+    return tuple(layer >= first and layer not in dense and (layer + 1) % every == 0 for layer in layers)
+
+
+def num_moe_layers(config: Mapping[str, Any]) -> int:
+    """Returns how many layers have experts."""
+    return sum(moe_layers(config))
 
 
 def _whole(config: Mapping[str, Any], name: str) -> int:
