@@ -22,7 +22,7 @@ FLOORS = (
     {"row_traffic"},
     {"overlap", "balance", "simulator"},
     {"step", "layout_schedule", "replay"},
-    {"moe"},
+    {"moe", "whole_model"},
     {"hf"},
     {"train"},
     {"tuner"},
@@ -76,6 +76,8 @@ CLOSED = {
     "balance": {"kernels", "overlap", "simulator"},
     "overlap": {"balance", "simulator"},
     "simulator": {"kernels", "balance", "overlap"},
+    "moe": {"whole_model"},
+    "whole_model": {"moe"},
 }
 # Who alone may import a package, and packages that a unit may not import at all.
 ONLY_IN = {"ortools": {"balance"}, "cupy": {"kernels"}, "rich": {"lab", "bench"}, "experiments": set()}
@@ -87,6 +89,7 @@ REFUSED = {
     "schedule": {"torch"},
     "layout_schedule": {"torch"},
     "replay": {"torch"},
+    "whole_model": {"torch"},
     "step_lines": {"torch"},
     "simulator": {"torch", "triton"},
     "balance": {"triton"},

@@ -61,10 +61,12 @@ class MoELayer(nn.Module):
                 f"x has shape {tuple(x.shape)}; its last dimension must be hidden_size={self.shape.hidden_size}"
             )
         x_TH = x.reshape(-1, self.shape.hidden_size)
+        # First, so that nothing behind the routed experts reads what they give, and a checkpoint may leave it out.
+        shared_TH = None if self.shared_experts is None else self.shared_experts(x_TH)
         routing = self.router(x_TH)
         y_TH = self.experts(x_TH, routing.expert_TK, routing.weight_TK)
-        if self.shared_experts is not None:
-            y_TH = y_TH + self.shared_experts(x_TH)
+        if shared_TH is not None:
+            y_TH = y_TH + shared_TH
         return y_TH.view(x.shape)
 
     @property

@@ -137,7 +137,7 @@ class _Pipeline:
         return self._found()
 
     def run_filling(self, micro_batches: int) -> PipelineRun:
-        """What can begin first does: of a stage a forward that it has room for, then a backward, then weight gradients."""
+        """What can begin first does: of a stage a forward that has room, then a backward, then weight gradients."""
         forwards = [iter(range(micro_batches)) for _ in self.parts]
         next_forward = [next(each, None) for each in forwards]
         next_backward, left = [0] * self.num_stages, [list[int]() for _ in self.parts]

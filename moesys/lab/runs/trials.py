@@ -127,7 +127,7 @@ def rest_of(workload: Workload) -> RestOfStep:
     from moesys.simulator.rest_of_step import RestOfStep
 
     if isinstance(workload, Measured):
-        return RestOfStep(recompute="layers" if workload.recompute else "none")
+        return RestOfStep(recompute=workload.recomputed)
     return RestOfStep(
         other_seconds=workload.other_ms / 1000,
         recompute=workload.recompute,
@@ -176,7 +176,7 @@ def drawn_like(workload: Training | ModelTraining) -> Generated:
         warmup=workload.warmup * workload.micro_batches,
         steps=workload.steps,
         micro_batches=workload.micro_batches,
-        recompute="layers" if workload.recompute else "none",
+        recompute=workload.recomputed,
     )
 
 
