@@ -95,25 +95,26 @@ def test_nvlink_joins_the_trays_of_a_rack():
     assert presets.gb300(40).domain_sizes == (72, 72, 16)
 
 
-# Of one GPU: dense bfloat16 TFLOP/s, NVLink GB/s one way and memory GB/s by data sheet; GB/s of a node's NICs.
+# Of one GPU: dense bfloat16 TFLOP/s, NVLink GB/s one way, memory GB/s and GB by data sheet; GB/s of a node's NICs.
 SHEETS = {
-    "a100": (312, 300, 2039, 100),
-    "h800": (989.5, 200, 3350, 400),
-    "h100": (989.5, 450, 3350, 400),
-    "h200": (989.5, 450, 4800, 400),
-    "b200": (2250, 900, 8000, 400),
-    "gb200": (2250, 900, 8000, 200),
-    "gb300": (2500, 900, 8000, 400),
+    "a100": (312, 300, 2039, 80, 100),
+    "h800": (989.5, 200, 3350, 80, 400),
+    "h100": (989.5, 450, 3350, 80, 400),
+    "h200": (989.5, 450, 4800, 141, 400),
+    "b200": (2250, 900, 8000, 180, 400),
+    "gb200": (2250, 900, 8000, 186, 200),
+    "gb300": (2500, 900, 8000, 279, 400),
 }
 
 
 @pytest.mark.parametrize("make", CLUSTERS)
 def test_no_cluster_is_faster_than_its_data_sheet(make):
-    tflops, nvlink_gb_per_s, memory_gb_per_s, nics_gb_per_s = SHEETS[make.__name__]
+    tflops, nvlink_gb_per_s, memory_gb_per_s, memory_gb, nics_gb_per_s = SHEETS[make.__name__]
     cluster = make()
     assert 0.5 * tflops < cluster.expert_tflops < tflops
     assert 0.5 * nvlink_gb_per_s < cluster.intra_node_gb_per_s < nvlink_gb_per_s
     assert 0.9 * memory_gb_per_s < cluster.memory_gb_per_s <= memory_gb_per_s
+    assert cluster.memory_gb == memory_gb
     assert 0.8 * nics_gb_per_s < cluster.inter_node_gb_per_s < nics_gb_per_s
 
 
