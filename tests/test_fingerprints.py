@@ -79,6 +79,8 @@ CHANGES = [
             "intra_node_gb_per_s": 1.0,
             "inter_node_gb_per_s": 1.0,
             "expert_tflops": 1.0,
+            "fp8_tflops": 1.0,
+            "peak_tflops": 1.0,
             "memory_gb_per_s": 1.0,
             "memory_gb": 1.0,
             "multiprocessors": 2,

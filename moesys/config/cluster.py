@@ -39,6 +39,12 @@ class ClusterSpec(Declared):
         88.9539, ge=SLOWEST_GB_PER_S, description="between domains, in or out of a whole node, GB/s"
     )
     expert_tflops: float = Field(237.0, ge=1e-12, le=1e12, description="dense matmul rate a rank reaches, TFLOP/s")
+    fp8_tflops: float | None = Field(
+        None, ge=1e-12, le=1e12, description="the same of products in float8; None: it has none"
+    )
+    peak_tflops: float | None = Field(
+        None, ge=1e-12, le=1e12, description="by data sheet, in 16 bits, dense; utilisation is a share of it"
+    )
     memory_gb_per_s: float | None = Field(
         None, ge=SLOWEST_GB_PER_S, description="of a rank's own memory, GB/s; None: it costs no time"
     )

@@ -81,6 +81,10 @@ LAER_E16K4 = LAER_E8K2.replace(intermediate_size=7168, num_experts=16, top_k=4)
 # expert_tflops [measured]: the best published forward of a whole MoE layer, not of one dense product, of which H100 and
 # H200 reach 794.5 and B200 1745 (github.com/stas00/ml-engineering, "Maximum Achievable Matmul FLOPS").
 #
+# peak_tflops [sheet]. fp8_tflops [measured]: grouped products of DeepGEMM on H800, the slower of its two shapes
+# (github.com/deepseek-ai/DeepGEMM pull 73, 2025); MXFP8 of Transformer Engine on GB200, mean over shapes of backward, the
+# slower direction (github.com/AMD-AGI/Primus-Turbo pull 274, 2026).
+#
 # inter_node_gb_per_s [derived]: DeepEP V2's README (2026) has 90 GB/s for each GPU of 2 nodes with a ConnectX-7 of
 # 400 Gb/s each, and counts rows that stay in their node, which are half: 45 of 50 GB/s, for 8 GPUs.
 #
@@ -110,6 +114,7 @@ def a100(num_nodes: int = 1) -> ClusterSpec:
         inter_node_gb_per_s=88.9539,
         # [measured] the 1.484375 us of its planner for a token in one of Mixtral's experts, 6 x 4096 x 14336 flops.
         expert_tflops=237.0,
+        peak_tflops=312.0,
         memory_gb_per_s=2039.0,
         memory_gb=80.0,
         multiprocessors=108,
@@ -125,6 +130,8 @@ def _hopper(num_nodes: int, name: str, **fields: float) -> ClusterSpec:
     # Tiles: most of SonicMoE's (arXiv 2512.14080).
     shared = {
         "inter_node_gb_per_s": 360.0,
+        "fp8_tflops": 1262.0,
+        "peak_tflops": 989.5,
         "memory_gb_per_s": 3350.0,
         "memory_gb": 80.0,
         "multiprocessors": 132,
@@ -161,6 +168,8 @@ _BLACKWELL = {
     "inter_node_gb_per_s": 360.0,
     # [derived] 1745 of a dense product, times 594 / 794.5 of H100: no rate of a MoE layer was found.
     "expert_tflops": 1305.0,
+    "fp8_tflops": 1864.0,
+    "peak_tflops": 2250.0,
     # [measured] what the driver says of the bus (github.com/pytorch/ao pull 4002, 2026); 8000 by data sheet.
     "memory_gb_per_s": 7672.0,
     "memory_gb": 180.0,
