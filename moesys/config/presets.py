@@ -82,8 +82,8 @@ LAER_E16K4 = LAER_E8K2.replace(intermediate_size=7168, num_experts=16, top_k=4)
 # H200 reach 794.5 and B200 1745 (github.com/stas00/ml-engineering, "Maximum Achievable Matmul FLOPS").
 #
 # peak_tflops [sheet]. fp8_tflops [measured]: grouped products of DeepGEMM on H800, the slower of its two shapes
-# (github.com/deepseek-ai/DeepGEMM pull 73, 2025); MXFP8 of Transformer Engine on GB200, mean over shapes of backward, the
-# slower direction (github.com/AMD-AGI/Primus-Turbo pull 274, 2026).
+# (github.com/deepseek-ai/DeepGEMM pull 73, 2025); MXFP8 of Transformer Engine on GB200, the mean over shapes of its
+# slower direction, backward (github.com/AMD-AGI/Primus-Turbo pull 274, 2026).
 #
 # inter_node_gb_per_s [derived]: DeepEP V2's README (2026) has 90 GB/s for each GPU of 2 nodes with a ConnectX-7 of
 # 400 Gb/s each, and counts rows that stay in their node, which are half: 45 of 50 GB/s, for 8 GPUs.
