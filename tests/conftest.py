@@ -112,6 +112,9 @@ def fill_new_memory(set_attribute: Callable[[object, str, object], None] = setat
     Covers `torch.empty`, `torch.empty_like` and `Tensor.new_empty` where code of the package calls them, and
     `PagePool`, whose pages hold what was there before.
     """
+    # A device as a context goes by the constructors that are there when it is first used: by those that it can catch.
+    with torch.device("cpu"):
+        torch.empty(0)
     set_attribute(torch, "empty", _filling(torch.empty))
     set_attribute(torch, "empty_like", _filling(torch.empty_like))
     set_attribute(torch.Tensor, "new_empty", _filling(_new_empty))

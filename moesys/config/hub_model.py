@@ -29,6 +29,7 @@ class HubModel(NamedTuple):
 def hub_model(config: Mapping[str, Any], dtype: DType) -> HubModel:
     """Returns the model of a config.json. Raises ValueError for a configuration that does not say it."""
     fields = _Fields(config)
+    fields.whole("num_hidden_layers")
     has_experts_L = moe_layers(fields.values)
     # Read once: layers of a kind are equal.
     experts = _experts(fields, dtype) if any(has_experts_L) else None

@@ -91,12 +91,17 @@ class Mla(Declared):
 
     kind: Literal["mla"] = "mla"
     num_heads: int = Field(ge=1)
-    q_lora_rank: int | None = Field(ge=1, description="width of the latent of queries; None: queries have none")
+    q_lora_rank: int | None = Field(None, ge=1, description="width of the latent of queries; None: queries have none")
     kv_lora_rank: int = Field(ge=1, description="width of the latent of keys and values")
     qk_nope_head_dim: int = Field(ge=1, description="width of a head's queries and keys without position")
     qk_rope_head_dim: int = Field(ge=1, description="width with rotary position; all heads share that of the key")
     v_head_dim: int = Field(ge=1, description="width of a head's values")
     bias: bool = Field(False, description="projections to latents and the output projection have a bias")
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Each head has keys and values of its own."""
+        return self.num_heads
 
     @property
     def window(self) -> None:
