@@ -73,6 +73,7 @@ def _product(
         weight_gradient_flops=flops,
         # In float8 an operand is another tensor than the one that others read.
         saved={f"{operand}_fp8" if fp8 else operand: sizes.rows(rows, product.inputs, fp8)},
+        fp8=fp8,
         runs_again=runs_again,
     )
 

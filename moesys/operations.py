@@ -46,6 +46,7 @@ class Operation:
     sent_bytes: of rows that it sends to experts or home, were all of them elsewhere. Backward sends rows of the compute
         dtype back the same way.
     saved: bytes of each tensor that its backward reads. Operations that read the same tensor have one name for it.
+    fp8: its products are in float8.
     runs_again: in backward under ``recompute="selective"``, as something there reads what comes of it.
     """
 
@@ -59,6 +60,7 @@ class Operation:
     backward_bytes: int = 0
     sent_bytes: int = 0
     saved: Mapping[str, int] = field(default_factory=dict)
+    fp8: bool = False
     runs_again: bool = True
 
 
@@ -101,6 +103,11 @@ class Operations:
     @property
     def parameters(self) -> int:
         return sum(each.parameters for each in self.operations)
+
+    @property
+    def dense_parameters(self) -> int:
+        """Of all but the routed experts."""
+        return self.parameters - self.of("experts").parameters
 
     @property
     def flops(self) -> int:
