@@ -45,12 +45,14 @@ if TYPE_CHECKING:
     from moesys.config import Llep as Llep
     from moesys.config import MegaKernel as MegaKernel
     from moesys.config import Mla as Mla
+    from moesys.config import ModelRun as ModelRun
     from moesys.config import ModelShape as ModelShape
     from moesys.config import ModelSpec as ModelSpec
     from moesys.config import MoeMlp as MoeMlp
     from moesys.config import MoonEp as MoonEp
     from moesys.config import Oracle as Oracle
     from moesys.config import Ordered as Ordered
+    from moesys.config import Parallelism as Parallelism
     from moesys.config import Pipelined as Pipelined
     from moesys.config import Proportional as Proportional
     from moesys.config import Quotas as Quotas
@@ -80,6 +82,9 @@ if TYPE_CHECKING:
     from moesys.layout import ExpertLayout as ExpertLayout
     from moesys.layout import TokenPlan as TokenPlan
     from moesys.load import LoadMatrix as LoadMatrix
+    from moesys.model_cost import ModelCost as ModelCost
+    from moesys.model_cost import count_model as count_model
+    from moesys.model_cost import model_flops_per_token as model_flops_per_token
     from moesys.moe.experts import Experts as Experts
     from moesys.moe.gradients import clip_grad_norm_ as clip_grad_norm_
     from moesys.moe.gradients import sync_gradients as sync_gradients
@@ -92,6 +97,8 @@ if TYPE_CHECKING:
     from moesys.moe.runtime import MoERuntime as MoERuntime
     from moesys.moe.runtime import link as link
     from moesys.moe.watch import Watch as Watch
+    from moesys.operations import Operation as Operation
+    from moesys.operations import Operations as Operations
     from moesys.overlap.comm.channel import CollectiveError as CollectiveError
     from moesys.simulator.critical_path import PathPart as PathPart
     from moesys.simulator.rest_of_step import RestOfStep as RestOfStep
@@ -112,6 +119,8 @@ if TYPE_CHECKING:
     from moesys.tuner.search_bounds import SearchBounds as SearchBounds
     from moesys.tuner.space import Space as Space
     from moesys.whole_folders import whole_folder as whole_folder
+    from moesys.whole_model.model_step import ModelStep as ModelStep
+    from moesys.whole_model.simulate_model import simulate_model as simulate_model
 
 # The imports above are for type checkers; a test holds them and this table equal.
 _MODULE_OF = {
@@ -150,14 +159,20 @@ _MODULE_OF = {
     "Mla": "moesys.config",
     "MoELayer": "moesys.moe.layer",
     "MoERuntime": "moesys.moe.runtime",
+    "ModelCost": "moesys.model_cost",
     "MoeMlp": "moesys.config",
+    "ModelRun": "moesys.config",
     "ModelShape": "moesys.config",
     "ModelSpec": "moesys.config",
+    "ModelStep": "moesys.whole_model.model_step",
     "MoonEp": "moesys.config",
     "ModelTraining": "moesys.config.workload",
     "Oracle": "moesys.config",
+    "Operation": "moesys.operations",
+    "Operations": "moesys.operations",
     "Ordered": "moesys.config",
     "PathPart": "moesys.simulator.critical_path",
+    "Parallelism": "moesys.config",
     "Pipelined": "moesys.config",
     "PlanningProblem": "moesys.balance",
     "PlanningState": "moesys.moe.planning_state",
@@ -189,6 +204,7 @@ _MODULE_OF = {
     "clip_grad_norm_": "moesys.moe.gradients",
     "compare": "moesys.lab.commands.compare",
     "compare_records": "moesys.lab.runs.comparison",
+    "count_model": "moesys.model_cost",
     "explain": "moesys.lab.explanation.explanation",
     "generate": "moesys.traces",
     "link": "moesys.moe.runtime",
@@ -196,6 +212,7 @@ _MODULE_OF = {
     "measured_drift": "moesys.balance",
     "megatron_trace": "moesys.trace_imports",
     "min_max_load": "moesys.balance",
+    "model_flops_per_token": "moesys.model_cost",
     "parallelize": "moesys.hf.parallelize",
     "plan_layer": "moesys.step",
     "plan_layout": "moesys.balance",
@@ -208,6 +225,7 @@ _MODULE_OF = {
     "run": "moesys.lab.runs.runner",
     "save_trace": "moesys.traces",
     "simulate": "moesys.step",
+    "simulate_model": "moesys.whole_model.simulate_model",
     "simulation": "moesys.step",
     "split_tokens": "moesys.balance",
     "sync_gradients": "moesys.moe.gradients",
