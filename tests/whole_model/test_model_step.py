@@ -12,7 +12,7 @@ from moesys.config.model_run import ModelRun
 from moesys.config.parallelism import Parallelism
 from moesys.config.workload import Generated
 from moesys.cost import row_product_seconds
-from moesys.model_cost import model_cost
+from moesys.model_cost import count_model
 from moesys.whole_model.exchanges import Ring
 from moesys.whole_model.model_step import ModelStep
 from moesys.whole_model.parts import split_evenly
@@ -38,7 +38,7 @@ def test_where_only_products_count_the_step_is_their_flops(model: ms.ModelSpec, 
     run = ModelRun(
         model=model, cluster=FREE, seq_len=512, global_batch=16, parallelism=Parallelism(recompute=recompute)
     )
-    cost, sequences = model_cost(model, 512), run.num_micro_batches * run.micro_batch
+    cost, sequences = count_model(model, 512), run.num_micro_batches * run.micro_batch
     flops = cost.flops + cost.backward_flops + cost.again_flops(recompute)
     found = simulate_model(run)
     assert found.seconds == pytest.approx(flops * sequences / 1e12, rel=1e-6)
@@ -98,7 +98,7 @@ def test_what_is_slower_is_slower() -> None:
 
 def test_memory_is_what_shapes_say() -> None:
     """Of one stage: 2 + 4 bytes of every parameter that a rank has, 12 of those whose states it keeps."""
-    cost = model_cost(SMALL, 1024)
+    cost = count_model(SMALL, 1024)
     experts = sum(layer.of("experts").parameters for layer in cost.layers)
     dense = cost.parameters - experts
     step = step_of(EIGHT, parallelism=Parallelism(expert=4, dense="replicated"))
