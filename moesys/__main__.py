@@ -121,12 +121,24 @@ def explain(
     raise typer.Exit(explain_command(file, strategy, layer, micro_batch, as_json))
 
 
+def _refuse(given: dict[str, bool], of: str) -> None:
+    for option, there in given.items():
+        if there:
+            raise typer.BadParameter(f"{option} is for {of}; leave it out")
+
+
 @app.command()
 def simulate(
     file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="An experiment in .py, .json or .toml; or a StepPlan in .json.")
-    ],
-    strategy: Annotated[list[str] | None, typer.Option(help="By name, may be repeated; all by default.")] = None,
+        Path | None,
+        typer.Argument(metavar="[FILE]", help="An experiment in .py, .json or .toml; or a StepPlan in .json."),
+    ] = None,
+    strategy: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="By name, may be repeated; all by default. With --model: ep, fsep:SLOTS, laer:SLOTS, a file."
+        ),
+    ] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Draw so many, or take the first of a trace.")] = None,
     cluster: Annotated[
         str | None,
@@ -139,11 +151,49 @@ def simulate(
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write a trace for Perfetto and a chart of each strategy there.")
     ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="A config.json, its folder, or a packaged name, instead of FILE."),
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="With --model: of a sequence.")] = 4096,
+    micro_batch: Annotated[int, typer.Option(min=1, help="With --model: sequences of a rank at once.")] = 1,
+    global_batch: Annotated[int | None, typer.Option(min=1, help="With --model: sequences of a step.")] = None,
+    parallel: Annotated[
+        str,
+        typer.Option(help="With --model: sizes of groups and more, as in tp=2,pp=8,vp=4,ep=32,recompute=selective."),
+    ] = "",
+    skew: Annotated[float, typer.Option(min=0, help="With --model: of drawn routing; 0: even.")] = 0.0,
+    fp8: Annotated[bool, typer.Option("--fp8", help="With --model: products with weights in float8.")] = False,
+    optimizer: Annotated[str, typer.Option(help="With --model: adam, adam_bf16 or sgd.")] = "adam",
 ) -> None:
     """Simulate one step of each strategy: how long, what is exposed, and what the step waits for.
 
-    For example: moesys simulate experiments/rebalance_ablation.py --cluster 16x8 --layers 32 --out found
+    For example: moesys simulate experiments/rebalance_ablation.py --cluster 16x8 --layers 32 --out found; of a whole
+    model: moesys simulate --model qwen3-30b-a3b --cluster h100:4 --parallel ep=32,recompute=selective
     """
+    if model is not None and file is None:
+        _refuse({"--layers": layers is not None, "--step": step != 0}, "FILE")
+        from moesys.lab.commands.simulate_model import simulate_model_command
+
+        code = simulate_model_command(
+            model,
+            cluster,
+            strategies=strategy or (),
+            parallel=parallel,
+            skew=skew,
+            out=out,
+            seq_len=tokens,
+            micro_batch=micro_batch,
+            global_batch=global_batch,
+            fp8=fp8,
+            optimizer=optimizer,
+        )
+        raise typer.Exit(code)
+    if file is None or model is not None:
+        raise typer.BadParameter("simulate either FILE or --model; give one of them")
+    given = {"--tokens": tokens != 4096, "--micro-batch": micro_batch != 1, "--global-batch": global_batch is not None}
+    given |= {"--parallel": parallel != "", "--skew": skew != 0, "--fp8": fp8, "--optimizer": optimizer != "adam"}
+    _refuse(given, "--model")
     from moesys.lab.commands.simulate import simulate_command
 
     code = simulate_command(file, strategies=strategy or (), layers=layers, cluster=cluster, step=step, out=out)

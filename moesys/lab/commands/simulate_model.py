@@ -112,8 +112,8 @@ def named_strategy(text: str) -> Strategy:
 # --- what is shown --------------------------------------------------------------------------------------------------
 
 
-def tables(steps: Sequence[ModelStep]) -> list[Table]:
-    """What steps come to, what a rank does meanwhile, and what it holds."""
+def tables(steps: Sequence[ModelStep]) -> list[Text | Table]:
+    """What steps come to, what a rank does meanwhile, and what it holds, each under its title."""
     run = steps[0].run
     parallel = run.parallelism
     sizes = {short: getattr(parallel, name) for short, name in SHORT.items() if name != "expert"}
@@ -125,7 +125,7 @@ def tables(steps: Sequence[ModelStep]) -> list[Table]:
         f"{run.seq_len:,} tokens"
     )
     names = [step.run.strategy.name for step in steps]
-    summary = _table(title, "strategy", ["step ms", "p10 to p90", "speed-up", "tokens/s a rank", "MFU", "max/mean"])
+    summary = _table("strategy", ["step ms", "p10 to p90", "speed-up", "tokens/s a rank", "MFU", "max/mean"])
     summary.add_column("peak GB", justify="right")
     summary.add_column("verdict")
     for step in steps:
@@ -141,19 +141,24 @@ def tables(steps: Sequence[ModelStep]) -> list[Table]:
             f"{step.peak.gb:.1f}",
             step.verdict or "runs, by what is counted",
         )
-    where = _table("Of the step a rank spends, in the mean, ms", "on", names)
+    where = _table("mean of ranks, ms", names)
     for part in dict.fromkeys(name for step in steps for name in step.shares):
         shares = [(step.shares.get(part, 0.0), step.seconds) for step in steps]
         if any(seconds > 5e-6 for seconds, _ in shares):
             where.add_row(part, *(f"{figure(1e3 * seconds)}  {seconds / whole:4.0%}" for seconds, whole in shares))
-    held = _table("The rank that holds most, GB", "of", names)
+    held = _table("rank that holds most, GB", names)
     for part in steps[0].peak.parts:
         held.add_row(part, *(f"{step.peak.parts[part] / BYTES_PER_GB:.1f}" for step in steps))
-    return [summary, where, held]
+    titles = (title, "What takes the time", "What takes the memory")
+    return [
+        each
+        for words, table in zip(titles, (summary, where, held), strict=True)
+        for each in (Text(words, style="bold"), table)
+    ]
 
 
-def _table(title: str, first: str, others: Sequence[str]) -> Table:
-    table = Table(title=Text(title, style="bold"), title_justify="left", box=box.SIMPLE_HEAD)
+def _table(first: str, others: Sequence[str]) -> Table:
+    table = Table(box=box.SIMPLE_HEAD)
     table.add_column(first, no_wrap=True)
     for name in others:
         table.add_column(Text(name), justify="right", no_wrap=True)
