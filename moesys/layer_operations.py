@@ -151,15 +151,14 @@ def _gqa_rows(attention: Gqa, sizes: Sizes) -> Iterator[Operation]:
 
 def _mla_rows(attention: Mla, sizes: Sizes) -> Iterator[Operation]:
     """Queries, keys and values, by their latents."""
-    operands = {"query": "attention_rows", "query_down": "attention_rows", "kv_down": "attention_rows"}
-    widths = dict(zip(("kv_up", "query_up"), reversed(attention.norm_widths), strict=False))
     for name, product in attention.products(sizes.model.hidden_size).items():
         if name == "output":
             continue
-        if name in widths:
-            latent = name.replace("up", "latent")
-            yield _norm(f"{latent}_norm", widths[name], latent, sizes)
-        yield _product(name, "attention_projections", product, operands.get(name, f"{name}_rows"), sizes)
+        operand = "attention_rows"
+        if name.endswith("_up"):
+            latent, operand = name.replace("up", "latent"), f"{name}_rows"
+            yield _norm(f"{latent}_norm", product.inputs, latent, sizes)
+        yield _product(name, "attention_projections", product, operand, sizes)
     # The position of queries in place; keys are put together, with one part for all heads.
     heads, rope = attention.num_heads, attention.qk_rope_head_dim
     yield _rotary(2 * heads * rope + rope + heads * (attention.qk_nope_head_dim + attention.qk_head_dim), sizes)

@@ -74,6 +74,16 @@ def test_a_model_survives_json_and_toml(config: dict[str, Any]) -> None:
     assert ms.ModelSpec.from_json(model.to_json()) == ms.ModelSpec.from_toml(model.to_toml()) == model
 
 
+@every_small
+def test_windows_are_those_of_transformers(config: dict[str, Any]) -> None:
+    fields = dict(config)
+    made = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    # A family that has no kinds of layers has one window, if its attention knows any.
+    kinds = getattr(made, "layer_types", None) or ["sliding_attention"] * made.num_hidden_layers
+    expected = [getattr(made, "sliding_window", None) if kind == "sliding_attention" else None for kind in kinds]
+    assert [layer.attention.window for layer in ms.ModelSpec.from_config(config).layers] == expected
+
+
 def test_layers_are_of_the_kinds_that_the_file_says() -> None:
     model = ms.ModelSpec.from_config(SMALL["gpt_oss"])
     assert [layer.attention.window for layer in model.layers] == [4, None, 4]

@@ -49,7 +49,10 @@ SMALL = {
         max_window_layers=1,
     ),
     "qwen3_moe": _small("qwen3_moe", _WIDE_EXPERTS, head_dim=24, attention_bias=True, mlp_only_layers=[0]),
-    "qwen3_moe window": _small("qwen3_moe", _WIDE_EXPERTS, use_sliding_window=True, sliding_window=4),
+    # As transformers 5 writes it.
+    "qwen3_moe window": _small(
+        "qwen3_moe", moe_intermediate_size=40, num_local_experts=6, use_sliding_window=True, sliding_window=4
+    ),
     "olmoe": _small("olmoe", num_experts=6),
     "olmoe bias": _small("olmoe", num_experts=6, num_key_value_heads=None, attention_bias=True),
     "deepseek_v2": _small("deepseek_v2", _LATENT, q_lora_rank=None, n_shared_experts=2),
