@@ -63,7 +63,7 @@ def test_the_space_of_the_tuning_page_is_one() -> None:
 def test_the_worked_example_prints_what_the_page_shows(capsys: pytest.CaptureFixture[str]) -> None:
     run_blocks("balance")
     shown = printed_beside_blocks("balance")
-    assert len(shown) == 2
+    assert len(shown) == 3
     assert capsys.readouterr().out == "".join(shown)
 
 

@@ -87,8 +87,6 @@ def move_homes(model: nn.Module, homes: Sequence[IntArray | Tensor] | None, *opt
             differing="have different homes for the same experts; plan them from ms.gather_loads, alike on every rank",
         )
     for (module, experts), moved in zip(homed, checked, strict=True):
-        if isinstance(module, FSDPModule):
-            module.reshard()
         target_E = moved.number_E[experts.homes.expert_E]
         if moved != experts.homes:
             with shared_rows(_parameters(module)[0]) as rows:
@@ -114,6 +112,8 @@ def _homed(model: nn.Module) -> list[tuple[Any, Experts]]:
                 f"strategy {strategy.name!r} has sharding={type(strategy.sharding).__name__}, where every rank has a "
                 "slice of each expert and none has a home; leave homes out, or use Ep"
             )
+        if isinstance(module, FSDPModule):
+            module.reshard()
         if not _parameters(module):
             raise ValueError(
                 f"layer {experts.layer_index} has experts whose parameters are kept outside; homes are for those of "

@@ -10,12 +10,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from hf_models import drawn, lent, loaded, text
+from hf_models import drawn, lent, loaded, text, under_torchrun
 from safetensors.torch import load_file
+from test_resumable_trainer import trainer_of
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from transformers import TrainerCallback
 
 import moesys as ms
 from moesys.hf.convert import convert
@@ -102,7 +104,7 @@ def trained_at_planned_homes() -> dict[str, Any]:
     return {"steps": found, "state": state}
 
 
-@pytest.mark.parametrize("sizes", [(4,), GROUPS], ids=["one group", "two groups"])
+@pytest.mark.parametrize("sizes", [(4,), pytest.param(GROUPS, marks=pytest.mark.slow)], ids=["one group", "two groups"])
 def test_homes_change_no_bit_where_nothing_is_lent(ranks: LocalRanks, sizes: tuple[int, ...]) -> None:
     for unmoved, moved in ranks.run(both, EP, sizes, timeout_s=150.0):
         assert moved["steps"] == unmoved["steps"]
@@ -180,9 +182,13 @@ def load_move_and_save(folder: Path, out: Path, sizes: list[dict[str, int]]) -> 
     logits = []
     for index, each in enumerate(sizes):
         model = loaded(folder, lent(each["ep_size"], EXPERTS), each).eval()
+        for block in model.model.layers:
+            block.mlp.experts.unshard()
         move(model, index)
-        with torch.no_grad():
+        with torch.no_grad(), ms.record_routing(model) as expert_LTK:
             logits.append(model(input_ids=text(7)).logits)
+        # Of replicas too.
+        assert {load.total for load in ms.gather_loads(model, expert_LTK)} == {4 * text(7).numel() * 3}
         ms.hf.save_pretrained(model, out / str(index))
         model.save_pretrained(out / f"theirs {index}")
     return logits
@@ -204,3 +210,43 @@ def test_models_of_from_pretrained_move_and_save_what_they_loaded(ranks: LocalRa
     for index in range(len(sizes)):
         for out in (str(index), f"theirs {index}"):
             assert_equal(load_file(tmp_path / out / "model.safetensors"), weights)
+
+
+# --- a Trainer --------------------------------------------------------------------------------------------------
+
+
+class Move(TrainerCallback):
+    """As docs/transformers.md says."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        move(others["model"], self.seed, others["optimizer"])
+
+
+def trainer_losses(folder: Path, out: Path, seed: int | None, resumed: bool) -> list[float]:
+    model = loaded(folder, EP, {"fsdp_size": 2, "ep_size": 2})
+    with under_torchrun():
+        trainer = trainer_of(model, out, max_grad_norm=0.0)
+        if seed is not None:
+            trainer.add_callback(Move(seed))
+        trainer.train(resume_from_checkpoint=str(out / "checkpoint-3") if resumed else None)
+        trainer.save_model(str(out / "final"))
+    return [each["loss"] for each in trainer.state.log_history if "loss" in each]
+
+
+@pytest.mark.slow
+def test_a_trainer_resumes_at_other_homes_with_the_same_bits(ranks: LocalRanks, tmp_path: Path) -> None:
+    drawn("qwen3_moe", EXPERTS).save_pretrained(tmp_path / "model")
+    runs = [(None, False), (7, False), (11, True)]
+    outs = [tmp_path / "unmoved", tmp_path / "moved", tmp_path / "moved"]
+    weights, losses = [], []
+    for out, (seed, resumed) in zip(outs, runs, strict=True):
+        losses.append(
+            ranks.run(trainer_losses, tmp_path / "model", out, seed, resumed, num_ranks=2, timeout_s=150.0)[0]
+        )
+        weights.append(load_file(out / "final" / "model.safetensors"))
+    assert losses[1] == losses[2] == losses[0]
+    for each in weights[1:]:
+        assert_equal(each, weights[0])
