@@ -34,26 +34,32 @@ class SharedRows:
         """
         if not isinstance(tensor, DTensor):
             return tensor[torch.from_numpy(np.argsort(target_E)).to(tensor.device)]
-        local = self._moved_here(tensor.to_local(), target_E)
+        local = tensor.to_local()
+        rows_N, received = self._received(local, target_E)
+        moved = torch.empty_like(local)
+        moved[rows_N] = received
         return DTensor.from_local(
-            local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+            moved, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
         )
 
     def move(self, tensor: Tensor, target_E: IntArray) -> None:
         """The same in place."""
         local = local_part(tensor)
-        local.copy_(self._moved_here(local, target_E))
+        rows_N, received = self._received(local, target_E)
+        local[rows_N] = received
 
-    def _moved_here(self, local: Tensor, target_E: IntArray) -> Tensor:
+    def _received(self, local: Tensor, target_E: IntArray) -> tuple[Tensor, Tensor]:
+        """Returns which rows here have come, and what they are."""
         R, rank_E, mine = self._channel.num_ranks, self._rank_E, self._mine
         target_N, source_N = target_E[mine], np.argsort(target_E)[mine]
         # By rank, and of one rank by where rows go: both sides know this order.
         sending, receiving = np.lexsort((target_N, rank_E[target_N])), np.lexsort((mine, rank_E[source_N]))
         counts = (np.bincount(rank_E[rows], minlength=R).tolist() for rows in (source_N, target_N))
-        sent, received = local[torch.from_numpy(sending).to(local.device)].contiguous(), torch.empty_like(local)
-        received = received.contiguous()
+        sending_N, receiving_N = (torch.from_numpy(rows).to(local.device) for rows in (sending, receiving))
+        sent = local[sending_N].contiguous()
+        received = torch.empty_like(sent)
         self._channel.all_to_all(received, sent, *counts, lane="homes").wait()
-        return received[torch.from_numpy(np.argsort(receiving)).to(local.device)]
+        return receiving_N, received
 
 
 def lie_alike(tensor: Tensor, other: Tensor) -> bool:
