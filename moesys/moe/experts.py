@@ -235,7 +235,8 @@ class Experts(nn.Module):
                 "that is gone; another one's state would be saved in another order than theirs, so call "
                 "ms.move_homes(model, homes, optimizer) again, with the one that trains them"
             )
-        return self._number_E.to(expert_TK.device)[expert_TK]
+        # Which takes no id below 0, as indexing would.
+        return self._number_E.to(expert_TK.device).index_select(0, expert_TK.flatten()).view_as(expert_TK)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Experts:
         """Moves between devices, and refuses ``layer.bfloat16()`` and the like."""
