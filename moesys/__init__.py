@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from moesys.balance import certify_seconds as certify_seconds
     from moesys.balance import measured_drift as measured_drift
     from moesys.balance import min_max_load as min_max_load
+    from moesys.balance import plan_homes as plan_homes
     from moesys.balance import plan_layout as plan_layout
     from moesys.balance import plan_layouts as plan_layouts
     from moesys.balance import replica_budget as replica_budget
@@ -89,6 +90,8 @@ if TYPE_CHECKING:
     from moesys.moe.gradients import clip_grad_norm_ as clip_grad_norm_
     from moesys.moe.gradients import sync_gradients as sync_gradients
     from moesys.moe.gradients import update_router_bias as update_router_bias
+    from moesys.moe.home_moves import gather_loads as gather_loads
+    from moesys.moe.home_moves import move_homes as move_homes
     from moesys.moe.layer import MoELayer as MoELayer
     from moesys.moe.metrics import LayerMetrics as LayerMetrics
     from moesys.moe.planning_state import PlanningState as PlanningState
@@ -206,6 +209,7 @@ _MODULE_OF = {
     "compare_records": "moesys.lab.runs.comparison",
     "count_model": "moesys.model_cost",
     "explain": "moesys.lab.explanation.explanation",
+    "gather_loads": "moesys.moe.home_moves",
     "generate": "moesys.traces",
     "link": "moesys.moe.runtime",
     "load_trace": "moesys.traces",
@@ -213,7 +217,9 @@ _MODULE_OF = {
     "megatron_trace": "moesys.trace_imports",
     "min_max_load": "moesys.balance",
     "model_flops_per_token": "moesys.model_cost",
+    "move_homes": "moesys.moe.home_moves",
     "parallelize": "moesys.hf.parallelize",
+    "plan_homes": "moesys.balance",
     "plan_layer": "moesys.step",
     "plan_layout": "moesys.balance",
     "plan_layouts": "moesys.balance",
