@@ -21,7 +21,7 @@ FLOORS = (
     {"traces", "trace_imports", "cost", "schedule", "model_cost"},
     {"row_traffic"},
     {"overlap", "balance", "simulator"},
-    {"step", "layout_schedule", "replay"},
+    {"step", "layout_schedule", "replay", "runnable", "rank_memory"},
     {"moe"},
     {"hf"},
     {"train"},

@@ -5,19 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Protocol
 
 from moesys.config import MegaKernel, Strategy
 from moesys.cost import restores_per_step
+from moesys.runnable import out_of_rows
 from moesys.tuner.bounds import load_bound_ms, plan_bound_ms
 from moesys.tuner.journal import Entry, Journal
-from moesys.tuner.memory import rank_memory
 from moesys.tuner.setting import Setting
-from moesys.tuner.workload import Plans, Step, Workload
+from moesys.tuner.workload import Plans, Step, Workload, layers_of
 
 # Steps on which all points are seen first, and how many times more each next look has.
 _FIRST_STEPS, _MORE = 2, 4
-_MEMORY = "memory"
+_MEMORY, _REACH = "memory", "reach"
 
 
 @dataclass(frozen=True)
@@ -56,43 +57,33 @@ class Told(Protocol):
 
 
 class Costs:
-    """Costs of points in the cost model, in the journal or found out now.
+    """Costs of points in the cost model, in the journal or found out now. ``like``: plans as well as any."""
 
-    ``memory_gb``: what a rank has, 1e9 bytes; None: enough. ``recompute``: only one layer's rows are kept for backward.
-    """
-
-    def __init__(
-        self,
-        plans: Plans,
-        journal: Journal,
-        setting: Setting,
-        *,
-        memory_gb: float | None,
-        recompute: bool,
-        like: Strategy,
-        told: Told,
-    ) -> None:
-        self.plans, self.journal, self.setting, self.told = plans, journal, setting, told
-        self.memory_gb, self.recompute, self.like = memory_gb, recompute, like
+    def __init__(self, plans: Plans, journal: Journal, setting: Setting, *, like: Strategy, told: Told) -> None:
+        self.plans, self.journal, self.setting, self.like, self.told = plans, journal, setting, like, told
         self.best_ms: dict[Fidelity, float] = {}
         self._load_bounds: dict[tuple[object, ...], float] = {}
         self.looked_at: set[str] = set()
 
     def fits(self, strategy: Strategy) -> bool:
-        """Whether a rank can hold what the strategy has it hold; if not, that is in the journal."""
-        if self.memory_gb is None:
-            return True
-        load = self.plans.loads(self.like, self.plans.workload.seeds[0], 1)[0][0]
-        tokens = load.total // (self.setting.model.top_k * self.setting.cluster.num_ranks)
-        needed_gb = rank_memory(strategy, self.setting, tokens, recompute=self.recompute).gb
-        if needed_gb <= self.memory_gb:
-            return True
-        fingerprint = strategy.fingerprint()
-        of = f"{_MEMORY} {self.memory_gb:g} GB"
-        if self.journal.find(fingerprint, of, pruned=True) is None:
-            reason = f"a rank holds {needed_gb:.2f} GB at least, and has {self.memory_gb:g}"
+        """Whether ``why_not`` knows nothing against it."""
+        return not self.why_not(strategy)
+
+    def why_not(self, strategy: Strategy) -> str:
+        """Why it would not run, whatever is planned, and that is in the journal then: a MegaKernel does not reach its
+        peers, or a rank cannot hold what it is to hold.
+        """
+        reason, of = self.setting.out_of_reach(strategy), _REACH
+        if not reason and (memory_gb := self.setting.cluster.memory_gb) is not None:
+            reason, of = self.setting.out_of_memory(strategy, self._tokens_per_rank), f"{_MEMORY} {memory_gb:g} GB"
+        if reason and self.journal.find(strategy.fingerprint(), of, pruned=True) is None:
             self.journal.add(Entry.about(strategy, "pruned", of, None, reason))
-        return False
+        return reason
+
+    @cached_property
+    def _tokens_per_rank(self) -> int:
+        load = self.plans.loads(self.like, self.plans.workload.seeds[0], 1)[0][0]
+        return load.total // (self.setting.model.top_k * self.setting.cluster.num_ranks)
 
     def of(self, strategy: Strategy, fidelity: Fidelity, *, prune: bool = True) -> Entry:
         """``simulated``; ``pruned`` where a bound is above the best of this fidelity; or ``refused``."""
@@ -117,10 +108,15 @@ class Costs:
                 if bound_ms > best_ms:
                     reason = f"{what} take {bound_ms:.4g} ms at least, and the best so far {best_ms:.4g} in all"
                     return Entry.about(strategy, "pruned", str(fidelity), bound_ms, reason)
-            ms = _mean([self.plans.workload.step_ms(step) for step in self._steps(strategy, fidelity)])
+            ms = _mean([self._step_ms(step) for step in self._steps(strategy, fidelity)])
         except ValueError as error:
             return Entry.about(strategy, "refused", str(fidelity), None, str(error))
         return Entry.about(strategy, "simulated", str(fidelity), ms)
+
+    def _step_ms(self, step: Step) -> float:
+        if reason := out_of_rows(step[0].strategy, self.setting.model, layers_of(step)):
+            raise ValueError(reason)
+        return self.plans.workload.step_ms(step)
 
     def _bounds(self, strategy: Strategy, fidelity: Fidelity) -> Iterator[tuple[float, str]]:
         """Before its layouts are planned, and after."""

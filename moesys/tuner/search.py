@@ -49,8 +49,8 @@ class Alternative:
 @dataclass(frozen=True)
 class SearchResult:
     """``ranking``: best first, of what fits. ``baseline``: None where it cannot be simulated. ``alternatives``: of the
-    best, by field. ``refused``: points that the cost model does not know, with its reason. ``num_points``: points that
-    were simulated, pruned or refused.
+    best, by field. ``refused``: points that would not run, or that the cost model does not know, with the reason.
+    ``num_points``: points that were simulated, pruned or refused.
     """
 
     ranking: tuple[Ranked, ...]
@@ -85,10 +85,10 @@ class Search:
                 best = {one.strategy.fingerprint() for one in ranked[:kept]} | started
                 alive = [one.strategy for one in ranked if one.strategy.fingerprint() in best]
         baseline = next((one for one in ranked if one.strategy == self.starts[0]), None)
-        found = {one.strategy.fingerprint(): one for one in ranked if self.costs.fits(one.strategy)}
+        found = {one.strategy.fingerprint(): one for one in ranked if self._would_run(one.strategy)}
         if not found:
-            reason = next((reason for _, reason in self.refused.values()), f"none fits into {self.costs.memory_gb} GB")
-            raise ValueError(f"the cost model knows no point of the space: {reason}; widen space, or raise memory_gb")
+            reason = next((reason for _, reason in self.refused.values()), "none is known to the cost model")
+            raise ValueError(f"no point of the space would run: {reason}; widen space, or raise memory_gb")
         alternatives = self._step_on(next(iter(found.values())), found)
         # Stable, so that of equals the start comes first, then what was drawn, then neighbours.
         ranking = sorted(found.values(), key=lambda one: one.ms)
@@ -136,11 +136,16 @@ class Search:
         new = (
             point
             for point in chain([first], points)
-            if point.fingerprint() not in by_fingerprint and self.costs.fits(point)
+            if point.fingerprint() not in by_fingerprint and self._would_run(point)
         )
         for point in islice(new, None if exhausts else max(0, self.budget - len(by_fingerprint))):
             by_fingerprint[point.fingerprint()] = point
         return list(by_fingerprint.values())
+
+    def _would_run(self, point: Strategy) -> bool:
+        if reason := self.costs.why_not(point):
+            self.refused.setdefault(point.fingerprint(), (point, reason))
+        return not reason
 
     def _ranked(self, points: Sequence[Strategy], fidelity: Fidelity, keep: set[str]) -> list[Ranked]:
         """Those that were simulated, fastest first; equals in the order they came in. Nothing in ``keep`` is pruned."""

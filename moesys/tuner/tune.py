@@ -42,23 +42,22 @@ def tune_workload(
     trials fail.
     """
     bounds = bounds or SearchBounds()
-    memory_gb, recompute = bounds.memory_gb, workload.recompute
     plans, model, cluster = Plans(workload), workload.model, workload.cluster
+    memory_gb = bounds.memory_gb or cluster.memory_gb
     layers = plans.steps(strategies[0], workload.seeds[0], 1)[0][0].layers
-    setting = Setting(model, cluster, len(layers))
+    setting = Setting(model, cluster.replace(memory_gb=memory_gb), len(layers), bounds.model_layers, workload.recompute)
     starts = [setting.plainest(strategy).replace(name=strategy.name) for strategy in strategies]
     if space is None:
         tokens_per_rank = layers[0].load.total // (model.top_k * cluster.num_ranks)
-        space = default_space(
-            setting, tokens_per_rank, memory_gb=memory_gb, recompute=recompute, mega_kernels=mega_kernels
-        )
-    costs = Costs(plans, journal, setting, memory_gb=memory_gb, recompute=recompute, like=starts[0], told=told)
+        space = default_space(setting, tokens_per_rank, mega_kernels=mega_kernels)
+    costs = Costs(plans, journal, setting, like=starts[0], told=told)
     search = Search(space, starts, costs, budget=bounds.budget, seed=bounds.seed)
     found = search.run()
     if clock is None:
         if found.baseline is None:
             raise ValueError(
-                f"the cost model does not know the baseline, strategy {starts[0].name!r}; put another one first"
+                f"the cost model does not run the baseline, strategy {starts[0].name!r}: "
+                f"{search.refused[starts[0].fingerprint()][1]}; put another one first"
             )
         pick, speedup, timing = found.ranking[0].strategy, found.baseline.ms / found.ranking[0].ms, None
     else:

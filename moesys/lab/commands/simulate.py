@@ -28,6 +28,7 @@ from moesys.lab.show.console import print_full
 from moesys.lab.show.figures import timeline_chart
 from moesys.lab.show.tables import figure
 from moesys.replay import replay_steps
+from moesys.runnable import why_not
 from moesys.simulator.critical_path import by_place
 from moesys.simulator.rest_of_step import RestOfStep
 from moesys.simulator.simulation import Simulation, exposed_ms
@@ -45,10 +46,11 @@ TOKENS, EXPERTS = ("counts", "dispatch", "combine"), ("restore", "reshard")
 
 @dataclass(frozen=True)
 class SimulatedStep:
-    """A step of one strategy. ``micro_batches``: its plans."""
+    """A step of one strategy. ``micro_batches``: its plans. ``would_not_run``: what stands against it, if anything."""
 
     micro_batches: tuple[StepPlan, ...]
     simulation: Simulation
+    would_not_run: tuple[str, ...]
 
     @property
     def strategy(self) -> Strategy:
@@ -66,6 +68,7 @@ def simulate_command(
     layers: int | None = None,
     cluster: str | None = None,
     step: int = 0,
+    model_layers: int | None = None,
     out: Path | None = None,
 ) -> int:
     """Simulate, print, write; the exit code, 2 where what was asked for cannot be."""
@@ -79,10 +82,11 @@ def simulate_command(
             for of_strategy, micro_batches, rest in todo:
                 status.update(f"{of_strategy}: planning and simulating")
                 plans = tuple(micro_batches)
-                steps.append(SimulatedStep(plans, simulation(plans, rest)))
+                against = why_not(plans, num_layers=model_layers, recompute=rest.recompute != "none")
+                steps.append(SimulatedStep(plans, simulation(plans, rest), against))
             # Before the table is printed, whose reader may stop before its end.
             files = [] if out is None else [_write(of, out / stem, name) for stem, of in _by_stem(steps).items()]
-        print_full(step_table(name, steps), LEGEND)
+        print_full(step_table(name, steps), [*LEGEND, *_against(steps)])
         for paths in files:
             print("written to " + ", ".join(map(str, paths)))
     except (ValueError, OSError) as error:
@@ -200,10 +204,16 @@ def step_table(name: str, steps: Sequence[SimulatedStep]) -> Table:
     for column in (*figures, "tokens ms", "restore ms", "waiting ms"):
         table.add_column(Text(column.replace(" ", "\n", 1)), justify="right", no_wrap=True)
     table.add_column("critical path")
-    baseline = steps[0].simulation.length_seconds
+    # Of what would run, where anything would.
+    baseline = min(steps, key=lambda step: bool(step.would_not_run)).simulation.length_seconds
     for step in steps:
         table.add_row(*map(Text, _cells(step, baseline)))
     return table
+
+
+def _against(steps: Sequence[SimulatedStep]) -> Iterator[str]:
+    for step in steps:
+        yield from (f"{step.strategy.name} would not run: {reason}." for reason in step.would_not_run)
 
 
 def _cells(step: SimulatedStep, baseline_seconds: float) -> Iterator[str]:
@@ -215,7 +225,10 @@ def _cells(step: SimulatedStep, baseline_seconds: float) -> Iterator[str]:
     exposed = exposed_ms(of.timeline)
     yield step.strategy.name
     yield figure(1e3 * of.length_seconds)
-    yield f"{baseline_seconds / of.length_seconds:.2f}" if of.length_seconds else ""
+    if step.would_not_run:
+        yield "would not run"
+    else:
+        yield f"{baseline_seconds / of.length_seconds:.2f}" if of.length_seconds else ""
     yield f"{step.max_over_mean:.2f}"
     yield figure(experts_ms)
     yield figure(sum(computed_ms.values()) - experts_ms)

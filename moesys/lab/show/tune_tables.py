@@ -30,7 +30,10 @@ def simulated_table(tuned: Tuned, name: str) -> tuple[Table, list[str]]:
     ]
     if tuned.search.refused:
         strategy, reason = tuned.search.refused[0]
-        notes.append(f"{len(tuned.search.refused)} points cannot be simulated, such as {strategy.name}: {reason}")
+        notes.append(
+            f"{len(tuned.search.refused)} points would not run, or cannot be simulated, such as {strategy.name}: "
+            f"{reason}"
+        )
     return table, notes
 
 

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 import moesys as ms
 from moesys.__main__ import app
 from moesys.bench import simulator_speed as bench
-from moesys.config import ClusterSpec, Fsep, Greedy, ModelShape, Strategy
+from moesys.config import ClusterSpec, Fsep, Greedy, MegaKernel, ModelShape, Strategy
 from moesys.config.experiment import Experiment
 from moesys.config.workload import Generated, Replay, Training
 from moesys.lab.commands.explain import explain_command
@@ -75,6 +75,21 @@ def test_every_figure_is_that_of_the_simulator(tmp_path):
         assert float(experts_ms) + float(other_ms) == pytest.approx(computed_ms, abs=3e-3)
         where, _, share = by_place(step.critical_path)[0]
         assert f"{where} {100 * share:.0f} %" in " ".join(output.split())
+
+
+def test_what_would_not_run_is_marked_and_says_why(tmp_path):
+    fused = EP.replace(name="fused", overlap=MegaKernel())
+    file = written(tmp_path, declared(strategies=(fused, EP, FSEP), cluster=CLUSTER.replace(memory_gb=1e-4)))
+    code, output = run(file)
+    assert code == 0
+    # Ratios are to the first that would run.
+    assert "would not run" in next(line for line in output.splitlines() if line.startswith("  fused"))
+    assert rows(output)["ep"][2] == "1.00"
+    words = " ".join(output.split())
+    assert "fused would not run: overlap=MegaKernel() reaches the ranks of one domain" in words
+    code, output = run(file, "--model-layers", 5000)
+    assert "ep would not run: a rank holds" in " ".join(output.split())
+    assert "of 5000 layers, and has 0.0001." in " ".join(output.split())
 
 
 def test_strategies_layers_and_clusters_are_chosen(tmp_path):
