@@ -174,6 +174,9 @@ def tune(
     ] = None,
     model_layers: ModelLayers = None,
     seed: Annotated[int, typer.Option(min=0, help="Of what the search draws.")] = 0,
+    minutes: Annotated[
+        float | None, typer.Option(help="Answer after so many with the best until then; when through by default.")
+    ] = None,
     threads: Annotated[int, typer.Option(min=1, help="Threads of a rank in timed trials.")] = 1,
     fresh: Annotated[bool, typer.Option("--fresh", help="Begin anew, and keep the old journal beside.")] = False,
 ) -> None:
@@ -185,7 +188,7 @@ def tune(
     from moesys.lab.commands.tune import tune_file
     from moesys.tuner.search_bounds import SearchBounds
 
-    bounds = SearchBounds(budget, seeds, memory_gb, model_layers, seed)
+    bounds = SearchBounds(budget, seeds, memory_gb, model_layers, seed, minutes)
     code = tune_file(file, space, bounds, out, timed=timed, threads=threads, fresh=fresh)
     raise typer.Exit(code)
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Protocol
 
@@ -12,6 +12,7 @@ from moesys.config import MegaKernel, Strategy
 from moesys.cost import restores_per_step
 from moesys.runnable import out_of_rows
 from moesys.tuner.bounds import load_bound_ms, plan_bound_ms
+from moesys.tuner.deadline import Deadline
 from moesys.tuner.journal import Entry, Journal
 from moesys.tuner.setting import Setting
 from moesys.tuner.workload import Plans, Step, Workload, layers_of
@@ -57,12 +58,28 @@ class Told(Protocol):
 
 
 class Costs:
-    """Costs of points in the cost model, in the journal or found out now. ``like``: plans as well as any."""
+    """Costs of points in the cost model, in the journal or found out now. ``like``: plans as well as any.
 
-    def __init__(self, plans: Plans, journal: Journal, setting: Setting, *, like: Strategy, told: Told) -> None:
+    A step is simulated once, whatever is the mean of it. Raises OutOfTimeError from everything that would find out more
+    when the ``deadline`` is over.
+    """
+
+    def __init__(
+        self,
+        plans: Plans,
+        journal: Journal,
+        setting: Setting,
+        *,
+        like: Strategy,
+        told: Told,
+        deadline: Deadline | None = None,
+    ) -> None:
         self.plans, self.journal, self.setting, self.like, self.told = plans, journal, setting, like, told
+        self.deadline = deadline or Deadline()
         self.best_ms: dict[Fidelity, float] = {}
         self._load_bounds: dict[tuple[object, ...], float] = {}
+        self._plan_bounds: dict[tuple[str, int], list[float]] = {}
+        self._steps_ms: dict[tuple[str, int], list[float]] = {}
         self.looked_at: set[str] = set()
 
     def fits(self, strategy: Strategy) -> bool:
@@ -95,6 +112,9 @@ class Costs:
             entry = bound
         else:
             entry = self.journal.find(fingerprint, of) or self.journal.add(self._found_out(strategy, fidelity, prune))
+            for seed, steps_ms in entry.steps_ms.items():
+                known = self._steps_ms.setdefault((fingerprint, int(seed)), [])
+                known += steps_ms[len(known) :]
         # What does not fit rules nothing out.
         if entry.stage == "simulated" and entry.ms is not None and self.fits(strategy):
             self.best_ms[fidelity] = min(self.best_ms.get(fidelity, math.inf), entry.ms)
@@ -108,10 +128,36 @@ class Costs:
                 if bound_ms > best_ms:
                     reason = f"{what} take {bound_ms:.4g} ms at least, and the best so far {best_ms:.4g} in all"
                     return Entry.about(strategy, "pruned", str(fidelity), bound_ms, reason)
-            ms = _mean([self._step_ms(step) for step in self._steps(strategy, fidelity)])
+            by_seed = {
+                str(seed): self._of_steps(self._steps_ms, self._step_ms, strategy, seed, fidelity)
+                for seed in fidelity.seeds
+            }
         except ValueError as error:
             return Entry.about(strategy, "refused", str(fidelity), None, str(error))
-        return Entry.about(strategy, "simulated", str(fidelity), ms)
+        ms = _mean([ms for steps_ms in by_seed.values() for ms in steps_ms])
+        return replace(Entry.about(strategy, "simulated", str(fidelity), ms), steps_ms=by_seed)
+
+    def steps_ms(self, strategy: Strategy) -> dict[int, list[float]]:
+        """Milliseconds of all steps that are simulated by now, by seed."""
+        of = strategy.fingerprint()
+        return {seed: ms for (fingerprint, seed), ms in self._steps_ms.items() if fingerprint == of and ms}
+
+    def _of_steps(
+        self,
+        known: dict[tuple[str, int], list[float]],
+        find_out: Callable[[Step], float],
+        strategy: Strategy,
+        seed: int,
+        fidelity: Fidelity,
+    ) -> list[float]:
+        """What ``find_out`` says of the first steps of a seed, each of which is asked for once."""
+        values = known.setdefault((strategy.fingerprint(), seed), [])
+        if len(values) < fidelity.num_steps:
+            self.deadline.check()
+            for step in self.plans.steps(strategy, seed, fidelity.num_steps)[len(values) :]:
+                self.deadline.check()
+                values.append(find_out(step))
+        return values[: fidelity.num_steps]
 
     def _step_ms(self, step: Step) -> float:
         if reason := out_of_rows(step[0].strategy, self.setting.model, layers_of(step)):
@@ -121,7 +167,8 @@ class Costs:
     def _bounds(self, strategy: Strategy, fidelity: Fidelity) -> Iterator[tuple[float, str]]:
         """Before its layouts are planned, and after."""
         yield self._load_bound_ms(strategy, fidelity), "such slots"
-        yield _mean([plan_bound_ms(step) for step in self._steps(strategy, fidelity)]), "its plans"
+        bounds = (self._of_steps(self._plan_bounds, plan_bound_ms, strategy, seed, fidelity) for seed in fidelity.seeds)
+        yield _mean([ms for of_seed in bounds for ms in of_seed]), "its plans"
 
     def _load_bound_ms(self, strategy: Strategy, fidelity: Fidelity) -> float:
         """Many points share it: all that differ in what it does not know."""
@@ -132,9 +179,6 @@ class Costs:
             loads = [of for seed in fidelity.seeds for of in self.plans.loads(self.like, seed, fidelity.num_steps)]
             self._load_bounds[key] = _mean([load_bound_ms(strategy, of_step, self.setting) for of_step in loads])
         return self._load_bounds[key]
-
-    def _steps(self, strategy: Strategy, fidelity: Fidelity) -> list[Step]:
-        return [step for seed in fidelity.seeds for step in self.plans.steps(strategy, seed, fidelity.num_steps)]
 
 
 def _mean(values: Sequence[float]) -> float:

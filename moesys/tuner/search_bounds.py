@@ -11,7 +11,8 @@ class SearchBounds:
 
     budget: points to look at. seeds: how many of the experiment's, of which paired a few tell strategies apart.
     memory_gb: of a rank, 1e9 bytes; None: as the cluster says. model_layers: of the whole model, whose memory counts;
-    None: those of the workload. seed: of everything that the search draws.
+    None: those of the workload. seed: of everything that the search draws. minutes: after which the best until then is
+    the answer, wherever the search is; None: when it is through.
     """
 
     budget: int = 256
@@ -19,3 +20,4 @@ class SearchBounds:
     memory_gb: float | None = None
     model_layers: int | None = None
     seed: int = 0
+    minutes: float | None = None

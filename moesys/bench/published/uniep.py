@@ -49,9 +49,10 @@ INTRODUCTION = (
     "quantity: MegaKernels over moesys' own kernels one after another, forward and backward of the layers that its "
     "authors' repository tests, on one node, equally popular experts, at each rate the best of "
     f"{len(POINTS)} points of the search space.",
-    "The constants are those of the presets `h100` and `h800`, each with its source there. `fused_rate`, what a "
-    "product's tile reaches inside a MegaKernel of its rate in a kernel of its own, is not published for these kernels: "
-    f"all ratios are shown at {', '.join(map(str, RATES))} of it and at the rate fitted on one published time.",
+    "The constants are those of the presets `h100` and `h800`, each with its source there. `fused_rate`, what "
+    "a product's tile reaches inside a MegaKernel of its rate in a kernel of its own, is not published for these "
+    f"kernels: all ratios are shown at {', '.join(map(str, RATES))} of it, and at the rate fitted on one published "
+    "time.",
 )
 
 
