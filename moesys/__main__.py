@@ -140,6 +140,7 @@ def simulate(
         ),
     ] = None,
     step: Annotated[int, typer.Option(min=0, help="Of the timed steps, from 0; planners have seen those before.")] = 0,
+    draws: Annotated[int, typer.Option(min=1, help="Other seeds, or of a single trace further steps.")] = 8,
     model_layers: ModelLayers = None,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write a trace for Perfetto and a chart of each strategy there.")
@@ -152,7 +153,14 @@ def simulate(
     from moesys.lab.commands.simulate import simulate_command
 
     code = simulate_command(
-        file, strategies=strategy or (), layers=layers, cluster=cluster, step=step, model_layers=model_layers, out=out
+        file,
+        strategies=strategy or (),
+        layers=layers,
+        cluster=cluster,
+        step=step,
+        draws=draws,
+        model_layers=model_layers,
+        out=out,
     )
     raise typer.Exit(code)
 
