@@ -380,3 +380,13 @@ def test_what_is_found_has_intervals_over_draws(tmp_path):
     assert table.row_count == len(tuned.draws)
     assert "[" in str(table.columns[2]._cells[0])
     assert "seeds" in notes[0]
+
+
+def test_memory_is_that_of_the_cluster_unless_it_is_said_and_of_the_whole_model(tmp_path):
+    small = simulation().replace(cluster=simulation().cluster.replace(memory_gb=1e-2))
+    assert not tune(small, SPACE, SearchBounds(3), out=tmp_path / "fits").tuned.search.refused
+    for bounds, layers in ((SearchBounds(3, model_layers=9000), 9000), (SearchBounds(3, memory_gb=1e-6), 2)):
+        with pytest.raises(ValueError, match=f"a rank holds .* GB at least, of {layers} layers, and has"):
+            tune(small, SPACE, bounds, out=tmp_path / str(layers))
+    roomy = SearchBounds(3, memory_gb=80.0, model_layers=9000)
+    assert tune(small, SPACE, roomy, out=tmp_path / "said").tuned.search.ranking
