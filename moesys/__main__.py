@@ -26,6 +26,9 @@ ExperimentFile = Annotated[
     Path,
     typer.Argument(metavar="FILE", help="A .py file with a function that returns an Experiment; or .json, .toml."),
 ]
+ModelLayers = Annotated[
+    int | None, typer.Option(min=1, help="Of the whole model, whose memory counts; the workload's by default.")
+]
 Format = Annotated[
     Literal["table", "markdown", "csv", "json", "latex"],
     typer.Option("--format", help="All but table print nothing else to stdout."),
@@ -114,11 +117,12 @@ def explain(
     layer: Annotated[int | None, typer.Option(help="In detail; the least even one by default.")] = None,
     micro_batch: Annotated[int | None, typer.Option(help="From 0; the last one by default.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print data instead of a tree.")] = False,
+    model_layers: ModelLayers = None,
 ) -> None:
     """Explain one step's plan. What moved and why, bytes by link, who waits for what."""
     from moesys.lab.commands.explain import explain_command
 
-    raise typer.Exit(explain_command(file, strategy, layer, micro_batch, as_json))
+    raise typer.Exit(explain_command(file, strategy, layer, micro_batch, as_json, model_layers))
 
 
 def _refuse(given: dict[str, bool], of: str) -> None:
@@ -148,6 +152,8 @@ def simulate(
         ),
     ] = None,
     step: Annotated[int, typer.Option(min=0, help="Of the timed steps, from 0; planners have seen those before.")] = 0,
+    draws: Annotated[int, typer.Option(min=1, help="Other seeds, or of a single trace further steps.")] = 8,
+    model_layers: ModelLayers = None,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write a trace for Perfetto and a chart of each strategy there.")
     ] = None,
@@ -196,7 +202,16 @@ def simulate(
     _refuse(given, "--model")
     from moesys.lab.commands.simulate import simulate_command
 
-    code = simulate_command(file, strategies=strategy or (), layers=layers, cluster=cluster, step=step, out=out)
+    code = simulate_command(
+        file,
+        strategies=strategy or (),
+        layers=layers,
+        cluster=cluster,
+        step=step,
+        draws=draws,
+        model_layers=model_layers,
+        out=out,
+    )
     raise typer.Exit(code)
 
 
@@ -213,9 +228,13 @@ def tune(
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Of the file's, for the cost model.")] = 2,
     memory_gb: Annotated[
-        float | None, typer.Option("--memory-gb", min=0, help="Of a rank, 1e9 bytes; enough by default.")
+        float | None, typer.Option("--memory-gb", min=0, help="Of a rank, 1e9 bytes; the cluster's by default.")
     ] = None,
+    model_layers: ModelLayers = None,
     seed: Annotated[int, typer.Option(min=0, help="Of what the search draws.")] = 0,
+    minutes: Annotated[
+        float | None, typer.Option(help="Answer after so many with the best until then; when through by default.")
+    ] = None,
     threads: Annotated[int, typer.Option(min=1, help="Threads of a rank in timed trials.")] = 1,
     fresh: Annotated[bool, typer.Option("--fresh", help="Begin anew, and keep the old journal beside.")] = False,
 ) -> None:
@@ -227,7 +246,7 @@ def tune(
     from moesys.lab.commands.tune import tune_file
     from moesys.tuner.search_bounds import SearchBounds
 
-    bounds = SearchBounds(budget, seeds, memory_gb, seed)
+    bounds = SearchBounds(budget, seeds, memory_gb, model_layers, seed, minutes)
     code = tune_file(file, space, bounds, out, timed=timed, threads=threads, fresh=fresh)
     raise typer.Exit(code)
 

@@ -21,7 +21,7 @@ FLOORS = (
     {"traces", "trace_imports", "cost", "schedule", "operations", "layer_operations", "model_cost"},
     {"row_traffic"},
     {"overlap", "balance", "simulator"},
-    {"step", "layout_schedule", "replay"},
+    {"step", "layout_schedule", "replay", "runnable", "rank_memory"},
     {"moe", "whole_model"},
     {"hf"},
     {"train"},

@@ -207,7 +207,7 @@ def bench_reproduce(
 
 @bench.command("uniep", rich_help_panel=PUBLISHED)
 def bench_uniep(out: ReportFolder = None) -> None:
-    """Simulate MegaKernels against one stage after another on Hopper, beside the range that UniEP published."""
+    """Simulate MegaKernels against one stage after another on Hopper, over a range of rates of fused tiles."""
     from moesys.bench.published import uniep
 
     raise typer.Exit(uniep.main(out))

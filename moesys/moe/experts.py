@@ -33,6 +33,7 @@ from moesys.overlap.comm.heartbeat import Heartbeat
 from moesys.overlap.comm.record import Meter, Recorder
 from moesys.overlap.expert_compute import ExpertCompute
 from moesys.overlap.experts_on_device import OURS, experts_on_device
+from moesys.runnable import out_of_reach
 from moesys.step import LayerPlan
 
 STATE_TIMEOUT_S = 600.0
@@ -86,6 +87,8 @@ class Experts(nn.Module):
                 f"cluster has {self.cluster.num_ranks} ranks but the group has {num_ranks}; "
                 "declare the nodes of exactly the ranks that share the experts"
             )
+        if reason := out_of_reach(strategy, self.cluster):
+            raise ValueError(f"strategy {strategy.name!r}: {reason}")
         self.shape, self.strategy, self.layer_index = shape, strategy, layer_index
         self.schedule = LayoutSchedule(layer_index, strategy, shape, self.cluster)
         self.outside = outside

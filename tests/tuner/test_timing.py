@@ -6,12 +6,11 @@ import math
 import random
 
 import pytest
-from tuner_cases import CLUSTERS, EP, SMALL, Told, drawn, exhausted, setting_of
+from tuner_cases import CLUSTERS, EP, SMALL, Told, drawn, exhausted, memory_of, setting_of
 
 from moesys.config import Fsep
 from moesys.tuner import timing
 from moesys.tuner.journal import Journal
-from moesys.tuner.memory import rank_memory
 from moesys.tuner.search_bounds import SearchBounds
 from moesys.tuner.timing import MOST_TRIALS, Rounds, TrialFailedError
 from moesys.tuner.tune import tune_workload
@@ -153,7 +152,7 @@ def test_30_trials_find_the_clocks_best_though_the_model_is_wrong(cluster):
 def test_what_does_not_fit_is_no_pick_however_fast_the_clock_says_it_is():
     workload = drawn(CLUSTERS["even"], steps=1)
     wide, wider = (EP.replace(name=f"{slots}", sharding=Fsep(slots_per_rank=slots)) for slots in (7, 8))
-    gb = max(rank_memory(point, setting_of(workload), 512).gb for point in POINTS)
+    gb = max(memory_of(point, setting_of(workload), 512).gb for point in POINTS)
 
     def tuned(clock):
         return tune_workload(
@@ -170,7 +169,7 @@ def test_what_does_not_fit_is_no_pick_however_fast_the_clock_says_it_is():
     found = tuned(clock)
     assert found.timing.ranking[0].strategy == wide
     assert wider.fingerprint() not in {fingerprint for fingerprint, _ in clock.calls}
-    assert rank_memory(found.strategy, setting_of(workload), 512).gb <= gb
+    assert memory_of(found.strategy, setting_of(workload), 512).gb <= gb
     fastest = found.timing.ranking[1]
     assert found.strategy.fingerprint() == fastest.strategy.fingerprint()
     assert found.speedup == 1 / fastest.ratio < 1
