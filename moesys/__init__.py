@@ -80,6 +80,9 @@ if TYPE_CHECKING:
     from moesys.layout import ExpertLayout as ExpertLayout
     from moesys.layout import TokenPlan as TokenPlan
     from moesys.load import LoadMatrix as LoadMatrix
+    from moesys.model_cost import ModelCost as ModelCost
+    from moesys.model_cost import count_model as count_model
+    from moesys.model_cost import model_flops_per_token as model_flops_per_token
     from moesys.moe.experts import Experts as Experts
     from moesys.moe.gradients import clip_grad_norm_ as clip_grad_norm_
     from moesys.moe.gradients import sync_gradients as sync_gradients
@@ -92,6 +95,8 @@ if TYPE_CHECKING:
     from moesys.moe.runtime import MoERuntime as MoERuntime
     from moesys.moe.runtime import link as link
     from moesys.moe.watch import Watch as Watch
+    from moesys.operations import Operation as Operation
+    from moesys.operations import Operations as Operations
     from moesys.overlap.comm.channel import CollectiveError as CollectiveError
     from moesys.simulator.critical_path import PathPart as PathPart
     from moesys.simulator.rest_of_step import RestOfStep as RestOfStep
@@ -150,12 +155,15 @@ _MODULE_OF = {
     "Mla": "moesys.config",
     "MoELayer": "moesys.moe.layer",
     "MoERuntime": "moesys.moe.runtime",
+    "ModelCost": "moesys.model_cost",
     "MoeMlp": "moesys.config",
     "ModelShape": "moesys.config",
     "ModelSpec": "moesys.config",
     "MoonEp": "moesys.config",
     "ModelTraining": "moesys.config.workload",
     "Oracle": "moesys.config",
+    "Operation": "moesys.operations",
+    "Operations": "moesys.operations",
     "Ordered": "moesys.config",
     "PathPart": "moesys.simulator.critical_path",
     "Pipelined": "moesys.config",
@@ -189,6 +197,7 @@ _MODULE_OF = {
     "clip_grad_norm_": "moesys.moe.gradients",
     "compare": "moesys.lab.commands.compare",
     "compare_records": "moesys.lab.runs.comparison",
+    "count_model": "moesys.model_cost",
     "explain": "moesys.lab.explanation.explanation",
     "generate": "moesys.traces",
     "link": "moesys.moe.runtime",
@@ -196,6 +205,7 @@ _MODULE_OF = {
     "measured_drift": "moesys.balance",
     "megatron_trace": "moesys.trace_imports",
     "min_max_load": "moesys.balance",
+    "model_flops_per_token": "moesys.model_cost",
     "parallelize": "moesys.hf.parallelize",
     "plan_layer": "moesys.step",
     "plan_layout": "moesys.balance",

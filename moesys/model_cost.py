@@ -60,7 +60,7 @@ class ModelCost:
         return (self.embedding, *self.layers, self.head)
 
 
-def model_cost(model: ModelSpec, seq_len: int, *, fp8: bool = False, scores: Scores = "flash") -> ModelCost:
+def count_model(model: ModelSpec, seq_len: int, *, fp8: bool = False, scores: Scores = "flash") -> ModelCost:
     """Returns what a model does with a sequence of ``seq_len`` tokens. The module says how it is counted.
 
     Raises ValueError for a sequence without tokens.
@@ -82,4 +82,4 @@ def model_flops_per_token(model: ModelSpec, seq_len: int) -> float:
     Three times forward's, with scores on the pairs within mask and window; what runs again does not count (PaLM, arXiv
     2204.02311, appendix B). Megatron-Bridge counts the same but for the router, and S/2 pairs a token.
     """
-    return 3 * model_cost(model, seq_len).flops / seq_len
+    return 3 * count_model(model, seq_len).flops / seq_len

@@ -10,15 +10,14 @@ from typing import Any
 
 import pytest
 from counted_models import meta_model
-from published_models import PUBLISHED, PublishedModel
+from published_models import PUBLISHED
 from small_models import SMALL
 from transformers import AutoConfig
 
 import moesys as ms
-from moesys.config.hub_config import model_names, read_config
+from moesys.config.hub_config import model_names, published_names, read_config
 from moesys.config.hub_defaults import DEFAULTS
 
-every_published = pytest.mark.parametrize("published", PUBLISHED, ids=lambda published: published.repository)
 every_small = pytest.mark.parametrize("config", SMALL.values(), ids=SMALL)
 
 
@@ -31,13 +30,6 @@ def test_parameters_of_small_models_are_those_of_transformers(config: dict[str, 
     assert ms.ModelSpec.from_config(config).num_parameters == num_parameters(config)
 
 
-@pytest.mark.parametrize("name", model_names())
-def test_a_packaged_model_is_read_by_its_name(name: str) -> None:
-    model = ms.ModelSpec.from_config(name)
-    assert model.name == name
-    assert model.num_parameters == num_parameters(read_config(name))
-
-
 @pytest.mark.parametrize("model_type", DEFAULTS)
 def test_what_a_file_leaves_out_is_what_transformers_takes(model_type: str) -> None:
     made = type(AutoConfig.for_model(model_type))
@@ -47,12 +39,19 @@ def test_what_a_file_leaves_out_is_what_transformers_takes(model_type: str) -> N
     assert ms.ModelSpec.from_config(config).num_parameters == num_parameters(config)
 
 
-@every_published
-def test_printed_parameters_are_counted(published: PublishedModel) -> None:
+@pytest.mark.parametrize("name", [*model_names(), *published_names()])
+def test_parameters_of_packaged_models_are_those_of_transformers(name: str) -> None:
+    model = ms.ModelSpec.from_config(name)
+    assert model.name == name
+    assert model.num_parameters == num_parameters(read_config(name))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_printed_parameters_are_counted(name: str) -> None:
     """Some figures are rounded and some are cut: less than one of the last printed digit apart."""
-    model = ms.ModelSpec.from_config(published.config)
-    active = model.active_parameters + (published.of_embeddings - 1) * model.embedding_parameters
-    for printed, counted in ((published.billions, model.num_parameters), (published.active_billions, active)):
+    model, (billions, active_billions, of_embeddings) = ms.ModelSpec.from_config(name), PUBLISHED[name]
+    active = model.active_parameters + (of_embeddings - 1) * model.embedding_parameters
+    for printed, counted in ((billions, model.num_parameters), (active_billions, active)):
         if printed is not None:
             digit = Decimal(1).scaleb(int(Decimal(printed).as_tuple().exponent))
             assert abs(Decimal(counted) / 10**9 - Decimal(printed)) < digit
@@ -60,11 +59,11 @@ def test_printed_parameters_are_counted(published: PublishedModel) -> None:
 
 def test_a_folder_a_file_and_their_content_are_one_model(tmp_path: Path) -> None:
     config = SMALL["deepseek_v3"]
-    folder = tmp_path / "my-model"
+    folder = tmp_path / "my-model-1.5b"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(config))
     models = [ms.ModelSpec.from_config(each) for each in (folder, str(folder / "config.json"), config)]
-    assert [model.name for model in models] == ["my-model", "my-model", "deepseek_v3"]
+    assert [model.name for model in models] == ["my-model-1.5b", "my-model-1.5b", "deepseek_v3"]
     assert len({model.fingerprint() for model in models}) == 1
 
 

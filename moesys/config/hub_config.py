@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,23 @@ NAMES: dict[str, tuple[str, ...]] = {
 }
 _FIRST_DENSE = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
 _PACKAGED = files("moesys.config") / "models"
+_PUBLISHED = _PACKAGED / "published"
 
 
 def model_names() -> list[str]:
-    """Returns the names of the packaged configurations: small models of transformers' own code."""
-    return sorted(each.name.removesuffix(".json") for each in _PACKAGED.iterdir() if each.name.endswith(".json"))
+    """Returns the names of the packaged configurations of small models, made for moesys."""
+    return _names_in(_PACKAGED)
+
+
+def published_names() -> list[str]:
+    """Returns the names of the packaged configurations of published models: what decides sizes in the config.json of
+    huggingface.co's repository ``_name_or_path``.
+    """
+    return _names_in(_PUBLISHED)
+
+
+def _names_in(folder: Traversable) -> list[str]:
+    return sorted(each.name.removesuffix(".json") for each in folder.iterdir() if each.name.endswith(".json"))
 
 
 def read_config(model: str) -> dict[str, Any]:
@@ -34,6 +47,8 @@ def read_config(model: str) -> dict[str, Any]:
     """
     if model in model_names():
         text, source = (_PACKAGED / f"{model}.json").read_text(encoding="utf-8"), model
+    elif model in published_names():
+        text, source = (_PUBLISHED / f"{model}.json").read_text(encoding="utf-8"), model
     else:
         path = Path(model).expanduser()
         path = path / "config.json" if path.is_dir() else path
@@ -43,7 +58,7 @@ def read_config(model: str) -> dict[str, Any]:
             reason = error.strerror if isinstance(error, OSError) else "it is no text"
             raise ValueError(
                 f"model={model!r}: cannot read {path}: {reason}; give a config.json, a folder with one, or one of "
-                f"{', '.join(model_names())}"
+                f"{', '.join([*model_names(), *published_names()])}"
             ) from None
     return parse_config(text, f"model={model!r}: {source}")
 

@@ -34,7 +34,7 @@ class ModelSpec(Declared):
         cls, model: str | PathLike[str] | Mapping[str, Any], *, dtype: DType = "bfloat16", name: str | None = None
     ) -> Self:
         """Returns the model of a config.json of transformers: a file, a folder with one, the name of a packaged one
-        (``model_names()``), or what is in it.
+        (small: ``model_names()``; published: ``published_names()``, such as "qwen3-30b-a3b"), or what is in it.
 
         Families: Mixtral, Qwen2-MoE, Qwen3-MoE, OLMoE, DeepSeek-V2 and -V3 (Kimi-K2), GPT-OSS, GLM-4-MoE. What the
         file leaves out is what transformers takes then. Heads that predict further tokens are left out, as there.
@@ -102,4 +102,4 @@ def _name_of(model: str | PathLike[str] | Mapping[str, Any]) -> str:
     if isinstance(model, Mapping):
         return str(model.get("model_type", ""))
     path = Path(fspath(model)).expanduser()
-    return path.resolve().parent.name if path.name == "config.json" else path.stem
+    return path.resolve().parent.name if path.name == "config.json" else path.name.removesuffix(".json")

@@ -17,7 +17,7 @@ from moesys.config.model_run import ModelRun
 from moesys.config.workload import Generated, Recompute
 from moesys.cost import GRADIENT_BYTES, LinkLoad, row_product_seconds
 from moesys.load import IntArray, LoadMatrix
-from moesys.model_cost import ModelCost, model_cost
+from moesys.model_cost import ModelCost, count_model
 from moesys.operations import Operations
 from moesys.replay import Moment, replay_layer
 from moesys.simulator.rest_of_step import RestOfStep
@@ -45,7 +45,7 @@ def simulate_model(
     the run's own; None: every expert gets as many tokens as every other. ``draws``: of the routing, from ``seed`` on;
     without routing there is one. ``tell``: is told how it goes.
     """
-    cost = model_cost(run.model, run.seq_len, fp8=run.fp8)
+    cost = count_model(run.model, run.seq_len, fp8=run.fp8)
     found = {id(each): rest_seconds(each, run) for each in (cost.embedding, *cost.layers, cost.head)}
     rest = _Rest(found[id(cost.embedding)], tuple(found[id(each)] for each in cost.layers), found[id(cost.head)])
     parallel = run.parallelism
