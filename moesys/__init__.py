@@ -45,12 +45,14 @@ if TYPE_CHECKING:
     from moesys.config import Llep as Llep
     from moesys.config import MegaKernel as MegaKernel
     from moesys.config import Mla as Mla
+    from moesys.config import ModelRun as ModelRun
     from moesys.config import ModelShape as ModelShape
     from moesys.config import ModelSpec as ModelSpec
     from moesys.config import MoeMlp as MoeMlp
     from moesys.config import MoonEp as MoonEp
     from moesys.config import Oracle as Oracle
     from moesys.config import Ordered as Ordered
+    from moesys.config import Parallelism as Parallelism
     from moesys.config import Pipelined as Pipelined
     from moesys.config import Proportional as Proportional
     from moesys.config import Quotas as Quotas
@@ -117,6 +119,8 @@ if TYPE_CHECKING:
     from moesys.tuner.search_bounds import SearchBounds as SearchBounds
     from moesys.tuner.space import Space as Space
     from moesys.whole_folders import whole_folder as whole_folder
+    from moesys.whole_model.model_step import ModelStep as ModelStep
+    from moesys.whole_model.simulate_model import simulate_model as simulate_model
 
 # The imports above are for type checkers; a test holds them and this table equal.
 _MODULE_OF = {
@@ -157,8 +161,10 @@ _MODULE_OF = {
     "MoERuntime": "moesys.moe.runtime",
     "ModelCost": "moesys.model_cost",
     "MoeMlp": "moesys.config",
+    "ModelRun": "moesys.config",
     "ModelShape": "moesys.config",
     "ModelSpec": "moesys.config",
+    "ModelStep": "moesys.whole_model.model_step",
     "MoonEp": "moesys.config",
     "ModelTraining": "moesys.config.workload",
     "Oracle": "moesys.config",
@@ -166,6 +172,7 @@ _MODULE_OF = {
     "Operations": "moesys.operations",
     "Ordered": "moesys.config",
     "PathPart": "moesys.simulator.critical_path",
+    "Parallelism": "moesys.config",
     "Pipelined": "moesys.config",
     "PlanningProblem": "moesys.balance",
     "PlanningState": "moesys.moe.planning_state",
@@ -218,6 +225,7 @@ _MODULE_OF = {
     "run": "moesys.lab.runs.runner",
     "save_trace": "moesys.traces",
     "simulate": "moesys.step",
+    "simulate_model": "moesys.whole_model.simulate_model",
     "simulation": "moesys.step",
     "split_tokens": "moesys.balance",
     "sync_gradients": "moesys.moe.gradients",

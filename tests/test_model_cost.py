@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -292,6 +294,14 @@ def test_what_runs_again_has_no_product_of_which_backward_reads_nothing() -> Non
     assert skipped == {"output", "attention_residual", "expert_down", "shared_down", "combine", "mlp_residual"}
     assert layer.again("selective").sent_bytes == layer.of("dispatch").sent_bytes
     assert layer.again("none").operations == ()
+
+
+def test_the_page_names_every_tensor_that_is_kept() -> None:
+    costs = [count_model(ms.ModelSpec.from_config(config), 1) for config in SMALL.values()]
+    kept = {name for cost in costs for each in (cost.embedding, *cost.layers, cost.head) for name in each.saved()}
+    page = (Path(__file__).parents[1] / "docs" / "simulate-a-model.md").read_text(encoding="utf-8")
+    table = page.partition("| tensor |")[2].partition("\n## ")[0]
+    assert set(re.findall(r"`(\w+)`", table)) == kept
 
 
 def test_a_sequence_without_tokens_is_refused() -> None:

@@ -85,6 +85,22 @@ def test_layers_are_of_the_kinds_that_the_file_says() -> None:
     assert (grouped.shape.scoring_func, grouped.shape.n_group, grouped.shape.topk_group) == ("sigmoid", 2, 1)
 
 
+@pytest.mark.parametrize(
+    ("shape", "name"),
+    [
+        (ms.presets.MIXTRAL_8X7B, "mixtral-8x7b"),
+        (ms.presets.QWEN3_30B_A3B, "qwen3-30b-a3b"),
+        (ms.presets.OLMOE_1B_7B, "olmoe-1b-7b"),
+        (ms.presets.DEEPSEEK_V3, "deepseek-v3"),
+    ],
+)
+def test_experts_are_those_of_the_presets(shape: ms.ModelShape, name: str) -> None:
+    mlp = ms.ModelSpec.from_config(name).layers[-1].mlp
+    assert isinstance(mlp, ms.MoeMlp)
+    # How a model is trained is not read.
+    assert mlp.shape == shape.replace(router_aux_loss_coef=0.0, router_bias_update_rate=0.0)
+
+
 def _changed(base: str, **changes: Any) -> dict[str, Any]:
     return SMALL[base] | changes
 

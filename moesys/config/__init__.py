@@ -28,8 +28,10 @@ from moesys.config.base import BYTES_PER_GB, Declared, DType
 from moesys.config.cluster import ClusterSpec, Microseconds
 from moesys.config.layer_spec import DenseMlp, Gqa, LayerSpec, Mla, MoeMlp
 from moesys.config.model import ModelShape
+from moesys.config.model_run import ModelRun
 from moesys.config.model_spec import ModelSpec
 from moesys.config.overlap import MegaKernel, Overlap, Pipelined, Sequential
+from moesys.config.parallelism import Parallelism
 from moesys.config.predictor import Adaptive, Ema, Last, Oracle, Predictor, WindowMean
 from moesys.config.sharding import Ep, Fsep, Sharding, SlotCount, SlotGigabytes
 from moesys.config.split import EvenSplit, FlowSplit, Proportional, Quotas, Split
@@ -62,6 +64,7 @@ __all__ = [
     "Microseconds",
     "MinReplicas",
     "Mla",
+    "ModelRun",
     "ModelShape",
     "ModelSpec",
     "MoeMlp",
@@ -69,6 +72,7 @@ __all__ = [
     "Oracle",
     "Ordered",
     "Overlap",
+    "Parallelism",
     "Pipelined",
     "Predictor",
     "Proportional",

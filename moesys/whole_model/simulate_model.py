@@ -9,7 +9,7 @@ for each other at the end of the step.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 
 import numpy as np
 
@@ -47,7 +47,9 @@ def simulate_model(
     """
     cost = count_model(run.model, run.seq_len, fp8=run.fp8)
     found = {id(each): rest_seconds(each, run) for each in (cost.embedding, *cost.layers, cost.head)}
-    rest = _Rest(found[id(cost.embedding)], tuple(found[id(each)] for each in cost.layers), found[id(cost.head)])
+    # Neither end runs again.
+    first, last = (replace(found[id(each)], again=0.0) for each in (cost.embedding, cost.head))
+    rest = _Rest(first, tuple(found[id(each)] for each in cost.layers), last)
     parallel = run.parallelism
     parts = split_evenly(_layer_costs(run, rest), parallel.pipeline * parallel.virtual_stages)
     drawn = []
