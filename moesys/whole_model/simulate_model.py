@@ -15,7 +15,7 @@ import numpy as np
 
 from moesys.config.model_run import ModelRun
 from moesys.config.workload import Generated, Recompute
-from moesys.cost import GRADIENT_BYTES, LinkLoad, row_product_seconds
+from moesys.cost import LinkLoad, row_product_seconds
 from moesys.load import IntArray, LoadMatrix
 from moesys.model_cost import ModelCost, count_model
 from moesys.operations import Operations
@@ -232,6 +232,6 @@ def _sharded_loads(run: ModelRun, layer: Operations) -> tuple[LinkLoad | None, L
         return None, None
     parameters = layer.dense_parameters / run.parallelism.tensor
     ring, group = Ring.of_dense(run), run.expert_cluster
-    sizes = (parameters * run.model.bytes_per_element, parameters * GRADIENT_BYTES)
+    sizes = (parameters * run.model.bytes_per_element, parameters * run.gradient_bytes)
     gathered, reduced = (ring.load(size, group, run.cluster) for size in sizes)
     return gathered, reduced

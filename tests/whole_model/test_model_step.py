@@ -153,6 +153,8 @@ def test_parts_are_as_even_as_they_can_be() -> None:
     assert split_evenly([1, 1, 1, 1], 2) == [range(0, 2), range(2, 4)]
     assert split_evenly([1, 1, 1, 3], 2) == [range(0, 3), range(3, 4)]
     assert split_evenly([5, 1, 1, 1], 3) == [range(0, 1), range(1, 3), range(3, 4)]
+    # The costliest part is the last layer's; the others are even all the same.
+    assert [len(part) for part in split_evenly([4.0] * 93 + [18.5], 24)] == [5] + [4] * 22 + [1]
     with pytest.raises(ValueError, match="num_parts=3 does not fit 2 layers"):
         split_evenly([1, 1], 3)
 
@@ -188,3 +190,12 @@ def test_parallelism_refuses_what_no_schedule_has() -> None:
         Parallelism(virtual_stages=2)
     with pytest.raises(ValueError, match="schedule='zero_bubble' has one part of the model a stage"):
         Parallelism(pipeline=2, virtual_stages=2, schedule="zero_bubble")
+
+
+def test_gradients_in_bfloat16_take_half_the_room_and_half_the_way() -> None:
+    run = EIGHT.replace(cluster=SLOW.replace(inter_node_gb_per_s=1.0), parallelism=Parallelism(dense="replicated"))
+    whole, half = simulate_model(run), simulate_model(run.replace(gradient_dtype="bfloat16"))
+    assert half.peak.gradients == whole.peak.gradients / 2
+    name = "gradients and parameters"
+    # Backward hides as much of either.
+    assert 0 < half.shares[name] < whole.shares[name] / 2
