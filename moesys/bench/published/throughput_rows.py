@@ -5,14 +5,14 @@ Source: github.com/NVIDIA-NeMo/Megatron-Bridge, docs/performance-summary.md and 
 
 The rule, fixed before any of the rows was fitted:
 
-- Rows (``listed``): models with a packaged configuration, systems with a preset or B300, releases from 26.02.01 on, not marked
-  as a regression by the source. Of a configuration that several releases have, the newest up to 26.04.01, and the
-  newest after it: between those two the same configurations moved by 30 % in the median, whole CUDA graphs among the
-  reasons. Between all other neighbours they moved by 3 % at most.
+- Rows (``listed``): models with a packaged configuration, systems with a preset or B300, releases from 26.02.01 on,
+  not marked as a regression by the source. Of a configuration that several releases have, the newest up to 26.04.01,
+  and the newest after it: between those two the same configurations moved by 30 % in the median, whole CUDA graphs
+  among the reasons. Between all other neighbours they moved by 3 % at most.
 - Pairs: two configurations of one model on the same GPUs that differ in parallelism, precision, micro-batch or global
   batch; of one release, or of neighbours between which unchanged configurations moved by at most 5 % in the median. Of
   all rows from 26.02 on, and of 25.11 on Blackwell within the release (on H100 that release was slowed by its host).
-- ``whole_graph``: a step is one CUDA graph, as recipes of the same repository say (perf_recipes and scripts/performance:
+- ``whole_graph``: a step is one CUDA graph, as recipes of the same repository say (perf_recipes, scripts/performance:
   ``full_iteration``): MXFP8 on Blackwell after 26.04.01, but for GPT-OSS and DeepSeek-V3 on B300, and Kimi-K2.
 """
 
