@@ -33,6 +33,13 @@ class ModelRun(Declared):
     gradient_dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="of the gradients that a rank keeps between micro-batches, and sums with other ranks"
     )
+    host_us: float = Field(
+        0.0,
+        ge=0,
+        le=1e12,
+        description="of the host to start an operation, while others run: a pass of a part takes as long as its host "
+        "at least; 0: a step is one CUDA graph",
+    )
     optimizer: Literal["adam", "adam_bf16", "sgd"] = Field(
         "adam", description="moments in float32, in bfloat16 (DeepSeek-V3), or none; masters are float32"
     )
