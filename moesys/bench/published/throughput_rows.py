@@ -14,6 +14,8 @@ The rule, fixed before any of the rows was fitted:
   all rows from 26.02 on, and of 25.11 on Blackwell within the release (on H100 that release was slowed by its host).
 - ``whole_graph``: a step is one CUDA graph, as recipes of the same repository say (perf_recipes, scripts/performance:
   ``full_iteration``): MXFP8 on Blackwell after 26.04.01, but for GPT-OSS and DeepSeek-V3 on B300, and Kimi-K2.
+- ``fused_dispatch``: rows are sent by HybridEP or DeepEP, as the same recipes say, where a token goes to a node once
+  and to a rank once; elsewhere by an all-to-all of a row a choice. Added after the first run, and before the fit.
 """
 
 from __future__ import annotations
@@ -68,6 +70,7 @@ class PublishedRow(BaseModel):
     virtual_stages: int
     expert: int
     whole_graph: bool
+    fused_dispatch: bool
     listed: bool
     tokens_s_gpu: float
 
