@@ -19,7 +19,6 @@ from moesys.cost import LinkLoad, row_product_seconds
 from moesys.load import IntArray, LoadMatrix
 from moesys.model_cost import ModelCost, count_model
 from moesys.operations import Operations
-from moesys.operations import Recompute as ModelRecompute
 from moesys.replay import Moment, replay_layer
 from moesys.simulator.rest_of_step import RestOfStep
 from moesys.simulator.simulation import Simulation
@@ -195,24 +194,25 @@ def _simulate_part(
         weight_gradients += of_experts + sum(each.weight_gradients for each in beside)
         for name, share in _shares(found).items():
             shares[name] = shares.get(name, 0.0) + share
-    started = _started(cost, layers, recompute)
-    waited = [max(0.0, number * run.host_us * 1e-6 - s) for number, s in zip(started, (forward, backward), strict=True)]
-    shares["host"] = sum(waited)
-    return SimulatedPart(PartSeconds(forward + waited[0], backward + waited[1], weight_gradients), moe, shares)
+    host = _host_seconds(run, cost, layers)
+    waits = max(0.0, host.forward - forward), max(0.0, host.backward - backward)
+    shares["host"] = sum(waits)
+    whole = PartSeconds(forward + waits[0], backward + waits[1], weight_gradients)
+    return SimulatedPart(whole, moe, host, shares)
 
 
-def _started(cost: ModelCost, layers: range, recompute: ModelRecompute) -> tuple[int, int]:
-    """Returns how many operations the host starts in a part's forward and backward."""
+def _host_seconds(run: ModelRun, cost: ModelCost, layers: range) -> PartSeconds:
+    """Returns what the host takes to start all operations of a part."""
     ends = [cost.embedding] * (layers.start == 0) + [cost.head] * (layers.stop == len(cost.layers))
     within = [cost.layers[layer] for layer in layers]
     forward = sum(len(each.operations) for each in (*ends, *within))
-    again = sum(len(each.again(recompute).operations) for each in within)
+    again = sum(len(each.again(run.parallelism.recompute).operations) for each in within)
     backward = sum(
         (one.input_gradient_flops > 0 or one.backward_bytes > 0) + (one.weight_gradient_flops > 0)
         for each in (*ends, *within)
         for one in each.operations
     )
-    return forward, again + backward
+    return PartSeconds(forward * run.host_us * 1e-6, (again + backward) * run.host_us * 1e-6)
 
 
 # Of what a simulated rank computes and waits for.

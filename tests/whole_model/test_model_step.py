@@ -212,3 +212,6 @@ def test_a_slow_host_is_what_a_pass_takes_and_a_fast_one_hides() -> None:
     assert started.backward > started.forward > SMALL.num_layers
     assert simulate_model(one.replace(host_us=1e-3)).seconds == pytest.approx(alone.seconds, rel=1e-9)
     assert simulate_model(one.replace(host_us=1e6)).shares["host"] > 0.9 * (started.forward + started.backward)
+    # Faster experts do not help a host.
+    assert simulate_model(one.replace(host_us=1e6)).speed_up(2.0) == pytest.approx(1.0, abs=1e-6)
+    assert alone.speed_up(2.0) > 1.01
