@@ -224,6 +224,18 @@ def bench_beyond(out: ReportFolder = None) -> None:
     raise typer.Exit(beyond.main(out))
 
 
+@bench.command("throughput", rich_help_panel=PUBLISHED)
+def bench_throughput(
+    out: ReportFolder = None,
+    fit: Annotated[bool, typer.Option("--fit", help="Fit the constants again, for some minutes.")] = False,
+    json: ResultFile = None,
+) -> None:
+    """Simulate whole models beside the tokens a second that Megatron-Bridge published, with the error of every row."""
+    from moesys.bench.published import throughput
+
+    raise typer.Exit(throughput.main(out, json, with_fit=fit))
+
+
 # What each way to compare planners takes, besides --json.
 _CHOSEN = ("balance", "split", "predictor")
 PLANNER_OPTIONS = {

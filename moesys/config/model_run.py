@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from moesys.config.base import Declared
+from moesys.config.base import BYTES_PER_ELEMENT, Declared
 from moesys.config.cluster import ClusterSpec
 from moesys.config.layer_spec import MoeMlp
 from moesys.config.model import ModelShape
@@ -30,6 +30,16 @@ class ModelRun(Declared):
         None, ge=1, description="sequences of a step; None: one micro-batch of every data-parallel rank and stage"
     )
     fp8: bool = Field(False, description="products with weights in float8; masters, scores, router and head are not")
+    gradient_dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="of the gradients that a rank keeps between micro-batches, and sums with other ranks"
+    )
+    host_us: float = Field(
+        0.0,
+        ge=0,
+        le=1e12,
+        description="of the host to start an operation, while others run: a pass of a part takes as long as its host "
+        "at least; 0: a step is one CUDA graph",
+    )
     optimizer: Literal["adam", "adam_bf16", "sgd"] = Field(
         "adam", description="moments in float32, in bfloat16 (DeepSeek-V3), or none; masters are float32"
     )
@@ -81,6 +91,11 @@ class ModelRun(Declared):
     def shape(self) -> ModelShape:
         """Of the layers with experts."""
         return next(layer.mlp.shape for layer in self.model.layer_counts if isinstance(layer.mlp, MoeMlp))
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of one gradient."""
+        return BYTES_PER_ELEMENT[self.gradient_dtype]
 
     @property
     def num_micro_batches(self) -> int:

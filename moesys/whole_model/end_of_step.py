@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moesys.config.model_run import ModelRun
-from moesys.cost import GRADIENT_BYTES, memory_seconds
+from moesys.cost import memory_seconds
 from moesys.model_cost import ModelCost
 from moesys.whole_model.exchanges import Ring
 from moesys.whole_model.model_step import SimulatedPart
@@ -37,7 +37,7 @@ class EndOfStep:
             updated += parameters / (ring.size if sharded else 1)
             if done:
                 continue
-            gradients_s = ring.seconds(parameters * GRADIENT_BYTES, run.cluster)
+            gradients_s = ring.seconds(parameters * run.gradient_bytes, run.cluster)
             summed += gradients_s if sharded else 2 * gradients_s
             if sharded:
                 gathered += ring.seconds(parameters * run.model.bytes_per_element, run.cluster)

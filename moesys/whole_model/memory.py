@@ -22,9 +22,9 @@ _MOMENT_BYTES = {"adam": 8, "adam_bf16": 4, "sgd": 0}
 class StageMemory:
     """Bytes of a rank of one stage.
 
-    weights: in the compute dtype; gradients: float32; optimizer: masters and moments. slots: copies of experts that it
-    borrows or restores, and gradients of those. activations: of all micro-batches that are under way. logits: of one.
-    rows: on their way to experts and home.
+    weights: in the compute dtype; gradients: in ``gradient_dtype``; optimizer: masters and moments. slots: copies of
+    experts that it borrows or restores, and gradients of those. activations: of all micro-batches that are under way.
+    logits: of one. rows: on their way to experts and home.
     """
 
     weights: float
@@ -69,7 +69,7 @@ def stage_memory(
     weights = b * (dense / dense_ring + gathered if whole else dense)
     # Of experts that are sharded inside, the compute dtype is in slots only.
     weights += 0 if isinstance(run.strategy.sharding, Fsep) else b * owned
-    gradients = GRADIENT_BYTES * ((dense / dense_ring if whole else dense) + owned)
+    gradients = run.gradient_bytes * ((dense / dense_ring if whole else dense) + owned)
     optimizer = state_bytes * (dense / (dense_ring if sharded else 1) + owned / (expert_ring if sharded else 1))
     share = run.micro_batch / (parallel.tensor * parallel.context)
     kept = sum(_saved(each, parallel.recompute, row_factor) for each in layers) * share / len(chunks)

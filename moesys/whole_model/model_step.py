@@ -18,18 +18,20 @@ from moesys.whole_model.rest_seconds import neighbour_rate
 @dataclass(frozen=True)
 class SimulatedPart:
     """One part of the model and one micro-batch. ``moe``: what of ``seconds`` its layers with experts take beside the
-    rest of them. ``shares``: mean seconds of a rank, by what it does or waits for.
+    rest of them. ``host``: of the host to start its operations, the least that it takes. ``shares``: mean seconds of a
+    rank, by what it does or waits for.
     """
 
     seconds: PartSeconds
     moe: PartSeconds
+    host: PartSeconds
     shares: dict[str, float]
 
     def with_faster_experts(self, factor: float) -> PartSeconds:
         saved = 1 - 1 / factor
         return PartSeconds(
-            self.seconds.forward - saved * self.moe.forward,
-            self.seconds.backward - saved * self.moe.backward,
+            max(self.host.forward, self.seconds.forward - saved * self.moe.forward),
+            max(self.host.backward, self.seconds.backward - saved * self.moe.backward),
             self.seconds.weight_gradients - saved * self.moe.weight_gradients,
         )
 

@@ -2,39 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import accumulate, pairwise
+from math import inf
+from operator import itemgetter
 
 
 def split_evenly(costs: Sequence[float], num_parts: int) -> list[range]:
-    """Returns neighbouring layers for each part, at least one, so that the costliest part costs least.
-
-    Of all such splits, the one whose first parts are the largest.
+    """Returns neighbouring layers for each part, at least one, so that the costliest part costs least, and of all such
+    splits the most even: that with the least sum of squares, as a stage of an interleaved pipeline has several parts.
     """
     if not 1 <= num_parts <= len(costs):
         raise ValueError(f"num_parts={num_parts} does not fit {len(costs)} layers; use 1 to {len(costs)}")
-    bounds = sorted({sum(costs[first:end]) for first in range(len(costs)) for end in range(first + 1, len(costs) + 1)})
-    low, high = 0, len(bounds) - 1
-    while low < high:
-        middle = (low + high) // 2
-        if _fits(costs, num_parts, bounds[middle]) is None:
-            low = middle + 1
-        else:
-            high = middle
-    found = _fits(costs, num_parts, bounds[high])
-    assert found is not None
-    return found
+    until = [0.0, *accumulate(costs)]
+    most, _ = _best(until, num_parts, max)
+    # Sums over the same layers differ in their last bits.
+    limit = most * (1 + 1e-12)
+    _, bounds = _best(until, num_parts, lambda squares, cost: squares + cost * cost if cost <= limit else inf)
+    return [range(first, end) for first, end in pairwise(bounds)]
 
 
-def _fits(costs: Sequence[float], num_parts: int, most: float) -> list[range] | None:
-    """Returns parts that cost at most ``most``, each as large as that lets it be; None where there are none."""
-    parts, first = [], 0
-    for part in range(num_parts):
-        # One layer is left for each later part.
-        end, last = first + 1, len(costs) - (num_parts - part - 1)
-        while end < last and sum(costs[first : end + 1]) <= most * (1 + 1e-12):
-            end += 1
-        if sum(costs[first:end]) > most * (1 + 1e-12):
-            return None
-        parts.append(range(first, end))
-        first = end
-    return parts if first == len(costs) else None
+def _best(
+    until: Sequence[float], num_parts: int, with_part: Callable[[float, float], float]
+) -> tuple[float, list[int]]:
+    """Returns the least value of a split, which ``with_part`` makes of the value without its last part and that part's
+    cost, and the split: where its parts begin, and the end. ``until``: costs of all layers before each.
+    """
+    layers = len(until) - 1
+    best: dict[int, tuple[float, list[int]]] = {0: (0.0, [0])}
+    for part in range(1, num_parts + 1):
+        best = {
+            # Of equals the first: where the parts before hold most.
+            end: min(
+                (
+                    (with_part(value, until[end] - until[first]), [*bounds, end])
+                    for first, (value, bounds) in reversed(best.items())
+                    if first < end
+                ),
+                key=itemgetter(0),
+            )
+            for end in range(part, layers - (num_parts - part) + 1)
+        }
+    return best[layers]

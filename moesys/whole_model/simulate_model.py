@@ -15,7 +15,7 @@ import numpy as np
 
 from moesys.config.model_run import ModelRun
 from moesys.config.workload import Generated, Recompute
-from moesys.cost import GRADIENT_BYTES, LinkLoad, row_product_seconds
+from moesys.cost import LinkLoad, row_product_seconds
 from moesys.load import IntArray, LoadMatrix
 from moesys.model_cost import ModelCost, count_model
 from moesys.operations import Operations
@@ -194,7 +194,25 @@ def _simulate_part(
         weight_gradients += of_experts + sum(each.weight_gradients for each in beside)
         for name, share in _shares(found).items():
             shares[name] = shares.get(name, 0.0) + share
-    return SimulatedPart(PartSeconds(forward, backward, weight_gradients), moe, shares)
+    host = _host_seconds(run, cost, layers)
+    waits = max(0.0, host.forward - forward), max(0.0, host.backward - backward)
+    shares["host"] = sum(waits)
+    whole = PartSeconds(forward + waits[0], backward + waits[1], weight_gradients)
+    return SimulatedPart(whole, moe, host, shares)
+
+
+def _host_seconds(run: ModelRun, cost: ModelCost, layers: range) -> PartSeconds:
+    """Returns what the host takes to start all operations of a part."""
+    ends = [cost.embedding] * (layers.start == 0) + [cost.head] * (layers.stop == len(cost.layers))
+    within = [cost.layers[layer] for layer in layers]
+    forward = sum(len(each.operations) for each in (*ends, *within))
+    again = sum(len(each.again(run.parallelism.recompute).operations) for each in within)
+    backward = sum(
+        (one.input_gradient_flops > 0 or one.backward_bytes > 0) + (one.weight_gradient_flops > 0)
+        for each in (*ends, *within)
+        for one in each.operations
+    )
+    return PartSeconds(forward * run.host_us * 1e-6, (again + backward) * run.host_us * 1e-6)
 
 
 # Of what a simulated rank computes and waits for.
@@ -232,6 +250,6 @@ def _sharded_loads(run: ModelRun, layer: Operations) -> tuple[LinkLoad | None, L
         return None, None
     parameters = layer.dense_parameters / run.parallelism.tensor
     ring, group = Ring.of_dense(run), run.expert_cluster
-    sizes = (parameters * run.model.bytes_per_element, parameters * GRADIENT_BYTES)
+    sizes = (parameters * run.model.bytes_per_element, parameters * run.gradient_bytes)
     gathered, reduced = (ring.load(size, group, run.cluster) for size in sizes)
     return gathered, reduced

@@ -153,6 +153,8 @@ def test_parts_are_as_even_as_they_can_be() -> None:
     assert split_evenly([1, 1, 1, 1], 2) == [range(0, 2), range(2, 4)]
     assert split_evenly([1, 1, 1, 3], 2) == [range(0, 3), range(3, 4)]
     assert split_evenly([5, 1, 1, 1], 3) == [range(0, 1), range(1, 3), range(3, 4)]
+    # The costliest part is the last layer's; the others are even all the same.
+    assert [len(part) for part in split_evenly([4.0] * 93 + [18.5], 24)] == [5] + [4] * 22 + [1]
     with pytest.raises(ValueError, match="num_parts=3 does not fit 2 layers"):
         split_evenly([1, 1], 3)
 
@@ -188,3 +190,28 @@ def test_parallelism_refuses_what_no_schedule_has() -> None:
         Parallelism(virtual_stages=2)
     with pytest.raises(ValueError, match="schedule='zero_bubble' has one part of the model a stage"):
         Parallelism(pipeline=2, virtual_stages=2, schedule="zero_bubble")
+
+
+def test_gradients_in_bfloat16_take_half_the_room_and_half_the_way() -> None:
+    # Rows stay in their node, gradients do not.
+    parallel = Parallelism(expert=4, dense="replicated")
+    run = EIGHT.replace(cluster=SLOW.replace(inter_node_gb_per_s=0.01), parallelism=parallel)
+    whole, half = simulate_model(run), simulate_model(run.replace(gradient_dtype="bfloat16"))
+    assert half.peak.gradients == whole.peak.gradients / 2
+    name = "gradients and parameters"
+    # Backward hides as much of either.
+    assert 0 < half.shares[name] < whole.shares[name] / 2
+
+
+def test_a_slow_host_is_what_a_pass_takes_and_a_fast_one_hides() -> None:
+    one = EIGHT.replace(global_batch=8)
+    alone = simulate_model(one)
+    # Started operations of a step, as a host that is the slowest of all has it.
+    started = simulate_model(one.replace(host_us=1e6)).draws[0].parts[0][0].seconds
+    assert started.forward % 1 == pytest.approx(0.0, abs=1e-6)
+    assert started.backward > started.forward > SMALL.num_layers
+    assert simulate_model(one.replace(host_us=1e-3)).seconds == pytest.approx(alone.seconds, rel=1e-9)
+    assert simulate_model(one.replace(host_us=1e6)).shares["host"] > 0.9 * (started.forward + started.backward)
+    # Faster experts do not help a host.
+    assert simulate_model(one.replace(host_us=1e6)).speed_up(2.0) == pytest.approx(1.0, abs=1e-6)
+    assert alone.speed_up(2.0) > 1.01
