@@ -178,7 +178,8 @@ def simulate(
     model: moesys simulate --model qwen3-30b-a3b --cluster h100:4 --parallel ep=32,recompute=selective
     """
     if model is not None and file is None:
-        _refuse({"--layers": layers is not None, "--step": step != 0}, "FILE")
+        of_file = {"--layers": layers is not None, "--step": step != 0, "--model-layers": model_layers is not None}
+        _refuse(of_file, "FILE")
         from moesys.lab.commands.simulate_model import simulate_model_command
 
         code = simulate_model_command(
@@ -187,6 +188,7 @@ def simulate(
             strategies=strategy or (),
             parallel=parallel,
             skew=skew,
+            draws=draws,
             out=out,
             seq_len=tokens,
             micro_batch=micro_batch,

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from moesys.config import BYTES_PER_GB, Ep, Fsep, MegaKernel
+from moesys.config import BYTES_PER_GB, MegaKernel
 from moesys.config.model_run import ModelRun
-from moesys.cost import GRADIENT_BYTES
 from moesys.model_cost import ModelCost
 from moesys.operations import Operations, Recompute
+from moesys.rank_memory import rank_memory
 
 _MASTER_BYTES = 4
 _MOMENT_BYTES = {"adam": 8, "adam_bf16": 4, "sgd": 0}
@@ -62,15 +62,14 @@ def stage_memory(
     b = model.bytes_per_element
     sharded = parallel.dense != "replicated"
     dense_ring, expert_ring = run.groups.stage // parallel.tensor, run.groups.expert_data
-    state_bytes = _MOMENT_BYTES[run.optimizer] + (_MASTER_BYTES if b < _MASTER_BYTES else 0)
+    of_experts = _MOMENT_BYTES[run.optimizer] + _MASTER_BYTES
+    of_dense = of_experts if b < _MASTER_BYTES else _MOMENT_BYTES[run.optimizer]
     whole = parallel.dense == "full"
     # Two layers are gathered at a time.
     gathered = 2 * max(each.dense_parameters for each in layers) / parallel.tensor
     weights = b * (dense / dense_ring + gathered if whole else dense)
-    # Of experts that are sharded inside, the compute dtype is in slots only.
-    weights += 0 if isinstance(run.strategy.sharding, Fsep) else b * owned
     gradients = run.gradient_bytes * ((dense / dense_ring if whole else dense) + owned)
-    optimizer = state_bytes * (dense / (dense_ring if sharded else 1) + owned / (expert_ring if sharded else 1))
+    optimizer = of_dense * dense / (dense_ring if sharded else 1) + of_experts * owned / (expert_ring if sharded else 1)
     share = run.micro_batch / (parallel.tensor * parallel.context)
     kept = sum(_saved(each, parallel.recompute, row_factor) for each in layers) * share / len(chunks)
     working = 0.0
@@ -80,7 +79,7 @@ def stage_memory(
         weights=weights,
         gradients=gradients,
         optimizer=optimizer,
-        slots=_slot_bytes(run, sum(bool(each.of("experts").operations) for each in layers)),
+        slots=_slot_bytes(run, sum(each.parameters > each.dense_parameters for each in layers)),
         activations=held * kept + working,
         logits=cost.head.saved_bytes() * share if last else 0.0,
         rows=_row_bytes(run, row_factor),
@@ -94,25 +93,15 @@ def _saved(layer: Operations, recompute: Recompute, row_factor: float) -> float:
 
 
 def _slot_bytes(run: ModelRun, moe_layers: int) -> float:
-    """Experts in the compute dtype, of as many layers as have theirs at once, and gradients of one or two layers."""
-    sharding, shape, cluster = run.strategy.sharding, run.shape, run.expert_cluster
-    if not moe_layers or (isinstance(sharding, Ep) and not sharding.lends):
+    if not moe_layers:
         return 0.0
-    slots = min(shape.num_experts, max(run.strategy.slots(shape, cluster)))
-    layers, borrowed, delayed = moe_layers, slots, 0
-    if isinstance(sharding, Fsep):
-        delayed = int(sharding.delay_reshard)
-        if sharding.reshard_after_forward:
-            layers = min(layers, 1 + sharding.prefetch_layers)
-    else:
-        borrowed = max(0, slots - -(-shape.num_experts // cluster.num_ranks))
-    parameters = shape.expert_parameters
-    return parameters * (borrowed * layers * shape.bytes_per_element + slots * (1 + delayed) * GRADIENT_BYTES)
+    held = rank_memory(run.strategy, run.shape, run.expert_cluster, moe_layers, run.tokens_per_rank)
+    return held.slot_bytes + held.gradient_bytes
 
 
 def _row_bytes(run: ModelRun, row_factor: float) -> float:
     """Of one layer: rows sent, rows that have come, and as many results; MegaKernels push theirs into two parities."""
-    rows = run.tokens_per_rank * run.shape.top_k
     if isinstance(run.strategy.overlap, MegaKernel):
-        return 2.0 * (run.tokens_per_rank + rows) * run.shape.row_bytes
+        return rank_memory(run.strategy, run.shape, run.expert_cluster, 1, run.tokens_per_rank).shared_bytes
+    rows = run.tokens_per_rank * run.shape.top_k
     return 2.0 * (rows + rows * row_factor) * run.shape.row_bytes

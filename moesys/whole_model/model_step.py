@@ -50,11 +50,12 @@ class DrawnStep:
 
 @dataclass(frozen=True)
 class ModelStep:
-    """A simulated step of ``run``. ``memory``: of a rank of each stage."""
+    """A simulated step of ``run``. ``memory``: of a rank of each stage. ``reasons``: against it, beside memory."""
 
     run: ModelRun
     draws: tuple[DrawnStep, ...]
     memory: tuple[StageMemory, ...]
+    reasons: tuple[str, ...] = ()
 
     @cached_property
     def seconds(self) -> float:
@@ -94,11 +95,11 @@ class ModelStep:
     @property
     def verdict(self) -> str:
         """Why it does not run; empty where it does, as far as is counted."""
-        have = self.run.cluster.memory_gb
-        if have is None or self.peak.gb <= have:
-            return ""
-        stage = self.memory.index(self.peak)
-        return f"out of memory: a rank of stage {stage} holds {self.peak.gb:.1f} GB, and has {have:g}"
+        have, reasons = self.run.cluster.memory_gb, list(self.reasons)
+        if have is not None and self.peak.gb > have:
+            stage = self.memory.index(self.peak)
+            reasons.append(f"out of memory: a rank of stage {stage} holds {self.peak.gb:.1f} GB, and has {have:g}")
+        return "; ".join(reasons)
 
     def speed_up(self, factor: float) -> float:
         """Returns how much faster the step is with layers of experts ``factor`` times as fast."""

@@ -20,6 +20,7 @@ from moesys.load import IntArray, LoadMatrix
 from moesys.model_cost import ModelCost, count_model
 from moesys.operations import Operations
 from moesys.replay import Moment, replay_layer
+from moesys.runnable import out_of_reach, out_of_rows
 from moesys.simulator.rest_of_step import RestOfStep
 from moesys.simulator.simulation import Simulation
 from moesys.step import LayerPlan, StepPlan, plan_layer, simulation
@@ -52,16 +53,18 @@ def simulate_model(
     rest = _Rest(first, tuple(found[id(each)] for each in cost.layers), last)
     parallel = run.parallelism
     parts = split_evenly(_layer_costs(run, rest), parallel.pipeline * parallel.virtual_stages)
-    drawn = []
+    drawn, against = [], [out_of_reach(run.strategy, run.expert_cluster)]
     for draw in range(num_draws := draws if routing is not None else 1):
         tell(f"draw {draw + 1} of {num_draws}")
-        drawn.append(_drawn_step(run, cost, rest, parts, _plans(run, routing, seed + draw)))
+        plans = _plans(run, routing, seed + draw)
+        against.append(out_of_rows(run.strategy, run.shape, plans.values()))
+        drawn.append(_drawn_step(run, cost, rest, parts, plans))
     factor = max(draw.max_over_mean for draw in drawn)
     memory = tuple(
         stage_memory(run, cost, parts[stage :: parallel.pipeline], held, stage, factor)
         for stage, held in enumerate(drawn[0].pipeline.most_held)
     )
-    return ModelStep(run, tuple(drawn), memory)
+    return ModelStep(run, tuple(drawn), memory, tuple(dict.fromkeys(filter(None, against))))
 
 
 @dataclass(frozen=True)

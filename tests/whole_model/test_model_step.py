@@ -104,10 +104,10 @@ def test_memory_is_what_shapes_say() -> None:
     step = step_of(EIGHT, parallelism=Parallelism(expert=4, dense="replicated"))
     (memory,) = step.memory
     owned = dense + experts / 4
-    assert memory.weights == 2 * owned
+    assert memory.weights == 2 * dense
+    assert memory.slots == 2 * experts / 4
     assert memory.gradients == 4 * owned
     assert memory.optimizer == 12 * owned
-    assert memory.slots == 0
     assert memory.activations == pytest.approx(sum(layer.saved_bytes() for layer in cost.layers))
     assert memory.logits == cost.head.saved_bytes()
     sharded = step_of(EIGHT, parallelism=Parallelism(expert=4, dense="optimizer")).memory[0]
@@ -117,7 +117,7 @@ def test_memory_is_what_shapes_say() -> None:
     assert full.gradients == 4 * (dense / 8 + experts / 4)
     assert full.weights < sharded.weights
     halved = step_of(EIGHT, parallelism=Parallelism(expert=4, tensor=2, dense="replicated")).memory[0]
-    assert halved.weights == 2 * (dense / 2 + experts / 4)
+    assert halved.weights == 2 * dense / 2
     assert halved.activations == memory.activations / 2
     again = step_of(EIGHT, parallelism=Parallelism(expert=4, recompute="full", dense="replicated")).memory[0]
     assert again.activations < memory.activations
@@ -135,6 +135,14 @@ def test_out_of_memory_is_a_verdict() -> None:
     assert step.verdict == ""
     tight = step_of(EIGHT, cluster=SLOW.replace(memory_gb=step.peak.gb / 2))
     assert re.match(r"out of memory: a rank of stage 0 holds [\d.]+ GB, and has", tight.verdict)
+
+
+def test_what_would_not_run_is_a_verdict() -> None:
+    mega = EIGHT.strategy.replace(overlap=ms.MegaKernel())
+    assert "reaches the ranks of one domain" in step_of(EIGHT, strategy=mega).verdict
+    inside = EIGHT.replace(strategy=mega, parallelism=Parallelism(expert=4))
+    assert simulate_model(inside).verdict == ""
+    assert "rows_cap=2" in simulate_model(inside, Generated(skew=3.0, warmup=1), draws=1).verdict
 
 
 def test_rings_pass_all_but_their_own() -> None:
