@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from moesys.balance import certify_seconds as certify_seconds
     from moesys.balance import measured_drift as measured_drift
     from moesys.balance import min_max_load as min_max_load
+    from moesys.balance import plan_homes as plan_homes
     from moesys.balance import plan_layout as plan_layout
     from moesys.balance import plan_layouts as plan_layouts
     from moesys.balance import replica_budget as replica_budget
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from moesys.config import ClusterSpec as ClusterSpec
     from moesys.config import CpSat as CpSat
     from moesys.config import Declared as Declared
+    from moesys.config import DenseMlp as DenseMlp
     from moesys.config import Ema as Ema
     from moesys.config import Ep as Ep
     from moesys.config import Eplb as Eplb
@@ -36,15 +38,22 @@ if TYPE_CHECKING:
     from moesys.config import FlexMoe as FlexMoe
     from moesys.config import FlowSplit as FlowSplit
     from moesys.config import Fsep as Fsep
+    from moesys.config import Gqa as Gqa
     from moesys.config import Greedy as Greedy
     from moesys.config import Laer as Laer
     from moesys.config import Last as Last
+    from moesys.config import LayerSpec as LayerSpec
     from moesys.config import Llep as Llep
     from moesys.config import MegaKernel as MegaKernel
+    from moesys.config import Mla as Mla
+    from moesys.config import ModelRun as ModelRun
     from moesys.config import ModelShape as ModelShape
+    from moesys.config import ModelSpec as ModelSpec
+    from moesys.config import MoeMlp as MoeMlp
     from moesys.config import MoonEp as MoonEp
     from moesys.config import Oracle as Oracle
     from moesys.config import Ordered as Ordered
+    from moesys.config import Parallelism as Parallelism
     from moesys.config import Pipelined as Pipelined
     from moesys.config import Proportional as Proportional
     from moesys.config import Quotas as Quotas
@@ -74,10 +83,15 @@ if TYPE_CHECKING:
     from moesys.layout import ExpertLayout as ExpertLayout
     from moesys.layout import TokenPlan as TokenPlan
     from moesys.load import LoadMatrix as LoadMatrix
+    from moesys.model_cost import ModelCost as ModelCost
+    from moesys.model_cost import count_model as count_model
+    from moesys.model_cost import model_flops_per_token as model_flops_per_token
     from moesys.moe.experts import Experts as Experts
     from moesys.moe.gradients import clip_grad_norm_ as clip_grad_norm_
     from moesys.moe.gradients import sync_gradients as sync_gradients
     from moesys.moe.gradients import update_router_bias as update_router_bias
+    from moesys.moe.home_moves import gather_loads as gather_loads
+    from moesys.moe.home_moves import move_homes as move_homes
     from moesys.moe.layer import MoELayer as MoELayer
     from moesys.moe.metrics import LayerMetrics as LayerMetrics
     from moesys.moe.planning_state import PlanningState as PlanningState
@@ -86,6 +100,8 @@ if TYPE_CHECKING:
     from moesys.moe.runtime import MoERuntime as MoERuntime
     from moesys.moe.runtime import link as link
     from moesys.moe.watch import Watch as Watch
+    from moesys.operations import Operation as Operation
+    from moesys.operations import Operations as Operations
     from moesys.overlap.comm.channel import CollectiveError as CollectiveError
     from moesys.simulator.critical_path import PathPart as PathPart
     from moesys.simulator.rest_of_step import RestOfStep as RestOfStep
@@ -106,6 +122,8 @@ if TYPE_CHECKING:
     from moesys.tuner.search_bounds import SearchBounds as SearchBounds
     from moesys.tuner.space import Space as Space
     from moesys.whole_folders import whole_folder as whole_folder
+    from moesys.whole_model.model_step import ModelStep as ModelStep
+    from moesys.whole_model.simulate_model import simulate_model as simulate_model
 
 # The imports above are for type checkers; a test holds them and this table equal.
 _MODULE_OF = {
@@ -117,6 +135,7 @@ _MODULE_OF = {
     "Comparison": "moesys.lab.runs.comparison",
     "CpSat": "moesys.config",
     "Declared": "moesys.config",
+    "DenseMlp": "moesys.config",
     "Ema": "moesys.config",
     "Ep": "moesys.config",
     "Eplb": "moesys.config",
@@ -129,23 +148,34 @@ _MODULE_OF = {
     "FlowSplit": "moesys.config",
     "Fsep": "moesys.config",
     "Generated": "moesys.config.workload",
+    "Gqa": "moesys.config",
     "Greedy": "moesys.config",
     "Laer": "moesys.config",
     "Last": "moesys.config",
     "Llep": "moesys.config",
     "LayerMetrics": "moesys.moe.metrics",
     "LayerPlan": "moesys.step",
+    "LayerSpec": "moesys.config",
     "LoadHistory": "moesys.balance",
     "LoadMatrix": "moesys.load",
     "MegaKernel": "moesys.config",
+    "Mla": "moesys.config",
     "MoELayer": "moesys.moe.layer",
     "MoERuntime": "moesys.moe.runtime",
+    "ModelCost": "moesys.model_cost",
+    "MoeMlp": "moesys.config",
+    "ModelRun": "moesys.config",
     "ModelShape": "moesys.config",
+    "ModelSpec": "moesys.config",
+    "ModelStep": "moesys.whole_model.model_step",
     "MoonEp": "moesys.config",
     "ModelTraining": "moesys.config.workload",
     "Oracle": "moesys.config",
+    "Operation": "moesys.operations",
+    "Operations": "moesys.operations",
     "Ordered": "moesys.config",
     "PathPart": "moesys.simulator.critical_path",
+    "Parallelism": "moesys.config",
     "Pipelined": "moesys.config",
     "PlanningProblem": "moesys.balance",
     "PlanningState": "moesys.moe.planning_state",
@@ -177,14 +207,19 @@ _MODULE_OF = {
     "clip_grad_norm_": "moesys.moe.gradients",
     "compare": "moesys.lab.commands.compare",
     "compare_records": "moesys.lab.runs.comparison",
+    "count_model": "moesys.model_cost",
     "explain": "moesys.lab.explanation.explanation",
+    "gather_loads": "moesys.moe.home_moves",
     "generate": "moesys.traces",
     "link": "moesys.moe.runtime",
     "load_trace": "moesys.traces",
     "measured_drift": "moesys.balance",
     "megatron_trace": "moesys.trace_imports",
     "min_max_load": "moesys.balance",
+    "model_flops_per_token": "moesys.model_cost",
+    "move_homes": "moesys.moe.home_moves",
     "parallelize": "moesys.hf.parallelize",
+    "plan_homes": "moesys.balance",
     "plan_layer": "moesys.step",
     "plan_layout": "moesys.balance",
     "plan_layouts": "moesys.balance",
@@ -196,6 +231,7 @@ _MODULE_OF = {
     "run": "moesys.lab.runs.runner",
     "save_trace": "moesys.traces",
     "simulate": "moesys.step",
+    "simulate_model": "moesys.whole_model.simulate_model",
     "simulation": "moesys.step",
     "split_tokens": "moesys.balance",
     "sync_gradients": "moesys.moe.gradients",

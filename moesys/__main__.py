@@ -26,6 +26,9 @@ ExperimentFile = Annotated[
     Path,
     typer.Argument(metavar="FILE", help="A .py file with a function that returns an Experiment; or .json, .toml."),
 ]
+ModelLayers = Annotated[
+    int | None, typer.Option(min=1, help="Of the whole model, whose memory counts; the workload's by default.")
+]
 Format = Annotated[
     Literal["table", "markdown", "csv", "json", "latex"],
     typer.Option("--format", help="All but table print nothing else to stdout."),
@@ -114,19 +117,32 @@ def explain(
     layer: Annotated[int | None, typer.Option(help="In detail; the least even one by default.")] = None,
     micro_batch: Annotated[int | None, typer.Option(help="From 0; the last one by default.")] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print data instead of a tree.")] = False,
+    model_layers: ModelLayers = None,
 ) -> None:
     """Explain one step's plan. What moved and why, bytes by link, who waits for what."""
     from moesys.lab.commands.explain import explain_command
 
-    raise typer.Exit(explain_command(file, strategy, layer, micro_batch, as_json))
+    raise typer.Exit(explain_command(file, strategy, layer, micro_batch, as_json, model_layers))
+
+
+def _refuse(given: dict[str, bool], of: str) -> None:
+    for option, there in given.items():
+        if there:
+            raise typer.BadParameter(f"{option} is for {of}; leave it out")
 
 
 @app.command()
 def simulate(
     file: Annotated[
-        Path, typer.Argument(metavar="FILE", help="An experiment in .py, .json or .toml; or a StepPlan in .json.")
-    ],
-    strategy: Annotated[list[str] | None, typer.Option(help="By name, may be repeated; all by default.")] = None,
+        Path | None,
+        typer.Argument(metavar="[FILE]", help="An experiment in .py, .json or .toml; or a StepPlan in .json."),
+    ] = None,
+    strategy: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="By name, may be repeated; all by default. With --model: ep, fsep:SLOTS, laer:SLOTS, a file."
+        ),
+    ] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Draw so many, or take the first of a trace.")] = None,
     cluster: Annotated[
         str | None,
@@ -136,17 +152,68 @@ def simulate(
         ),
     ] = None,
     step: Annotated[int, typer.Option(min=0, help="Of the timed steps, from 0; planners have seen those before.")] = 0,
+    draws: Annotated[int, typer.Option(min=1, help="Other seeds, or of a single trace further steps.")] = 8,
+    model_layers: ModelLayers = None,
     out: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write a trace for Perfetto and a chart of each strategy there.")
     ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(help="A config.json, its folder, or a packaged name, instead of FILE."),
+    ] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="With --model: of a sequence.")] = 4096,
+    micro_batch: Annotated[int, typer.Option(min=1, help="With --model: sequences of a rank at once.")] = 1,
+    global_batch: Annotated[int | None, typer.Option(min=1, help="With --model: sequences of a step.")] = None,
+    parallel: Annotated[
+        str,
+        typer.Option(help="With --model: sizes of groups and more, as in tp=2,pp=8,vp=4,ep=32,recompute=selective."),
+    ] = "",
+    skew: Annotated[float, typer.Option(min=0, help="With --model: of drawn routing; 0: even.")] = 0.0,
+    fp8: Annotated[bool, typer.Option("--fp8", help="With --model: products with weights in float8.")] = False,
+    optimizer: Annotated[str, typer.Option(help="With --model: adam, adam_bf16 or sgd.")] = "adam",
 ) -> None:
     """Simulate one step of each strategy: how long, what is exposed, and what the step waits for.
 
-    For example: moesys simulate experiments/rebalance_ablation.py --cluster 16x8 --layers 32 --out found
+    For example: moesys simulate experiments/rebalance_ablation.py --cluster 16x8 --layers 32 --out found; of a whole
+    model: moesys simulate --model qwen3-30b-a3b --cluster h100:4 --parallel ep=32,recompute=selective
     """
+    if model is not None and file is None:
+        of_file = {"--layers": layers is not None, "--step": step != 0, "--model-layers": model_layers is not None}
+        _refuse(of_file, "FILE")
+        from moesys.lab.commands.simulate_model import simulate_model_command
+
+        code = simulate_model_command(
+            model,
+            cluster,
+            strategies=strategy or (),
+            parallel=parallel,
+            skew=skew,
+            draws=draws,
+            out=out,
+            seq_len=tokens,
+            micro_batch=micro_batch,
+            global_batch=global_batch,
+            fp8=fp8,
+            optimizer=optimizer,
+        )
+        raise typer.Exit(code)
+    if file is None or model is not None:
+        raise typer.BadParameter("simulate either FILE or --model; give one of them")
+    given = {"--tokens": tokens != 4096, "--micro-batch": micro_batch != 1, "--global-batch": global_batch is not None}
+    given |= {"--parallel": parallel != "", "--skew": skew != 0, "--fp8": fp8, "--optimizer": optimizer != "adam"}
+    _refuse(given, "--model")
     from moesys.lab.commands.simulate import simulate_command
 
-    code = simulate_command(file, strategies=strategy or (), layers=layers, cluster=cluster, step=step, out=out)
+    code = simulate_command(
+        file,
+        strategies=strategy or (),
+        layers=layers,
+        cluster=cluster,
+        step=step,
+        draws=draws,
+        model_layers=model_layers,
+        out=out,
+    )
     raise typer.Exit(code)
 
 
@@ -163,9 +230,13 @@ def tune(
     ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Of the file's, for the cost model.")] = 2,
     memory_gb: Annotated[
-        float | None, typer.Option("--memory-gb", min=0, help="Of a rank, 1e9 bytes; enough by default.")
+        float | None, typer.Option("--memory-gb", min=0, help="Of a rank, 1e9 bytes; the cluster's by default.")
     ] = None,
+    model_layers: ModelLayers = None,
     seed: Annotated[int, typer.Option(min=0, help="Of what the search draws.")] = 0,
+    minutes: Annotated[
+        float | None, typer.Option(help="Answer after so many with the best until then; when through by default.")
+    ] = None,
     threads: Annotated[int, typer.Option(min=1, help="Threads of a rank in timed trials.")] = 1,
     fresh: Annotated[bool, typer.Option("--fresh", help="Begin anew, and keep the old journal beside.")] = False,
 ) -> None:
@@ -177,7 +248,7 @@ def tune(
     from moesys.lab.commands.tune import tune_file
     from moesys.tuner.search_bounds import SearchBounds
 
-    bounds = SearchBounds(budget, seeds, memory_gb, seed)
+    bounds = SearchBounds(budget, seeds, memory_gb, model_layers, seed, minutes)
     code = tune_file(file, space, bounds, out, timed=timed, threads=threads, fresh=fresh)
     raise typer.Exit(code)
 

@@ -44,7 +44,7 @@ def row_product_seconds(model: ModelShape, cluster: ClusterSpec) -> float:
     return sum(expert_seconds(1.0, model, cluster, backward) for backward in (False, True))
 
 
-ExpertPass = Literal["forward", "input_gradients", "weight_gradients"]
+ExpertPass = Literal["forward", "pre_activations", "input_gradients", "weight_gradients"]
 
 
 def rows_of(plan: TokenPlan) -> FloatArray:
@@ -61,12 +61,15 @@ def pass_seconds(rows_RE: FloatArray, model: ModelShape, cluster: ClusterSpec, o
 
     Rows read, written: x, then h before and a after the activation [forward, up: H to 2I]; a, y [down: I to H]. The
     gradients of inputs: dy and h, then dh and the weighted a [H to I]; dh, dx [2I to H]. Of weights, float32: dy, a;
-    x, dh. By default all three together are ``expert_seconds`` forward and backward.
+    x, dh. By default these three together are ``expert_seconds`` forward and backward. Pre-activations: the first
+    product of forward.
     """
     H, I, b = model.hidden_size, model.intermediate_size, model.bytes_per_element
     match of:
+        case "pre_activations":
+            return product_seconds(rows_RE, 2 * I, H, (H + 3 * I) * b, 2 * H * I * b, cluster)
         case "forward":
-            up = product_seconds(rows_RE, 2 * I, H, (H + 3 * I) * b, 2 * H * I * b, cluster)
+            up = pass_seconds(rows_RE, model, cluster, "pre_activations")
             return up + product_seconds(rows_RE, H, I, (H + I) * b, H * I * b, cluster)
         case "input_gradients":
             activation = product_seconds(rows_RE, I, H, (H + 5 * I) * b, H * I * b, cluster)
@@ -156,10 +159,8 @@ def dispatch_bytes(plan: TokenPlan, model: ModelShape) -> FloatArray:
     """
     R = plan.load.num_ranks
     source, _, destination, tokens = plan.entries.T
-    bytes_RR = np.bincount(source * R + destination, weights=tokens * model.row_bytes, minlength=R * R).astype(
-        np.float64
-    )
-    return _between_ranks(bytes_RR.reshape(R, R))
+    num_bytes = np.bincount(source * R + destination, weights=tokens * model.row_bytes, minlength=R * R)
+    return _between_ranks(num_bytes.astype(np.float64).reshape(R, R))
 
 
 def restores_per_step(sharding: Sharding) -> int:

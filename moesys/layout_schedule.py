@@ -19,7 +19,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from moesys.balance import LoadHistory, plan_layout, warm_up
+from moesys.balance import Homes, LoadHistory, plan_layout, warm_up
 from moesys.config import Balance, ClusterSpec, Greedy, ModelShape, Oracle, Static, Strategy
 from moesys.layout import ExpertLayout
 from moesys.load import IntArray, LoadMatrix
@@ -130,6 +130,9 @@ class LayoutSchedule:
 
     ``tokens_SRE``: this layer's loads of all micro-batches, which only a replay knows. ``predictor=Oracle()`` plans for
     that of the first micro-batch that a plan serves, and raises ValueError where it should learn and knows none.
+
+    Layouts, and the loads that ``record`` and ``observe`` learn, are in the numbers of ``homes``; the history and what
+    is foreseen are in the model's ids, so that they outlive homes.
     """
 
     def __init__(
@@ -148,6 +151,7 @@ class LayoutSchedule:
         self.micro_batch = 0
         self.events: list[PlanEvent] = []
         self.num_experts = model.num_experts
+        self.homes = Homes.by_rule(model.num_experts, cluster.num_ranks)
         # before any rank waits for another one's plan
         warm_up(strategy.balance, strategy.split, late_slots=bool(strategy.late_slots))
         self.layout = self._first_layout()
@@ -213,13 +217,33 @@ class LayoutSchedule:
         """The loads of the micro-batches that come are known, or none is any more. For ``predictor=Oracle()``, which
         then plans for the first of them at once. Plans for what did not come are dropped.
         """
-        for _, ticket in self._pending:
-            ticket.cancel()
-        self._pending.clear()
+        self._drop_pending()
         self._tokens_SRE, self._known_from = tokens_SRE, self.micro_batch
         if tokens_SRE is not None and self.follows_history:
             self._asked_for = self.micro_batch
             self.request()
+
+    def move_homes(self, homes: Homes) -> None:
+        """Experts live at ``homes`` from the coming micro-batch on. Layouts begin anew, with a plan for that one where
+        a load is known; an event.
+        """
+        self._read()
+        self.homes = homes
+        if self.follows_history:
+            self._begin_layouts_anew("homes moved: layouts begun anew")
+
+    def _begin_layouts_anew(self, why: str) -> None:
+        self._drop_pending()
+        self.layout = self._first_layout()
+        self.events.append(PlanEvent(self.layer, self.micro_batch, why))
+        if self._history is None or self._history.has_loads:
+            self._asked_for = self.micro_batch
+            self.request()
+
+    def _drop_pending(self) -> None:
+        for _, ticket in self._pending:
+            ticket.cancel()
+        self._pending.clear()
 
     def request(self) -> None:
         """Ask for a plan if it is time, which reads the loads of all micro-batches since the last."""
@@ -235,7 +259,7 @@ class LayoutSchedule:
             return
         request = PlanRequest(
             layer=self.layer,
-            load=planned_for,
+            load=self.homes.numbered(planned_for),
             model=self.model,
             cluster=self.cluster,
             strategy=self.strategy,
@@ -249,7 +273,7 @@ class LayoutSchedule:
         """The history learns what it has not seen. Waits for the device that counted it."""
         for load in self._unread:
             assert self._history is not None
-            self._history.observe(load())
+            self._history.observe(self.homes.load_by_id(load()))
         self._unread.clear()
 
     def state_dict(self, timeout_s: float) -> dict[str, Any]:
@@ -262,10 +286,17 @@ class LayoutSchedule:
             "layout": self.layout.expert_RS.tolist(),
             "history": None if self._history is None else self._history.state_dict(),
             "pending": [(due, ticket.layout().expert_RS.tolist()) for due, ticket in self._pending],
+            "homes": self._moved_homes,
         }
 
+    @property
+    def _moved_homes(self) -> list[int] | None:
+        return self.homes.home_E.tolist() if self.homes.moved else None
+
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where another run stopped. State of other ranks or slots does not fit: then planning begins anew."""
+        """Go on where another run stopped. State of other ranks or slots does not fit: then planning begins anew. Of
+        other homes the history does.
+        """
         expert_RS = np.asarray(state["layout"], dtype=np.int64)
         self.micro_batch = state["micro_batch"]
         if not self.follows_history:
@@ -284,16 +315,18 @@ class LayoutSchedule:
                 )
             )
             return
+        if self._history is not None and state["history"] is not None:
+            try:
+                self._history.load_state_dict(state["history"])
+            except ValueError:
+                self.events.append(
+                    PlanEvent(self.layer, self.micro_batch, "history is of another predictor: begun anew, layout kept")
+                )
+        if state.get("homes") != self._moved_homes:
+            self._begin_layouts_anew("history is of other homes: layouts begun anew")
+            return
         self.layout = ExpertLayout(expert_RS, self.num_experts)
         self._pending.extend((due, SolvedPlan(ExpertLayout(plan, self.num_experts))) for due, plan in state["pending"])
-        if self._history is None or state["history"] is None:
-            return
-        try:
-            self._history.load_state_dict(state["history"])
-        except ValueError:
-            self.events.append(
-                PlanEvent(self.layer, self.micro_batch, "history is of another predictor: begun anew, layout kept")
-            )
 
     def _first_layout(self) -> ExpertLayout:
         """Before the first load is known, all experts are alike."""

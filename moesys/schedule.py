@@ -3,7 +3,8 @@
 Executors run it and the simulator times it, so that what is simulated is what runs. While the experts of a chunk are
 computed, the next chunk's rows are on their way to their experts, and the last chunk's on their way home. Backward goes
 the same way with the gradient of the output, and computes weight gradients while the last chunk travels home. One chunk
-is ``Sequential``: then everything comes after everything before it.
+is ``Sequential``: then everything comes after everything before it. Recomputation is forward as far as backward reads
+what comes of it: to the pre-activations, and nothing travels home.
 
 Where a token crosses to a node once (``node_dispatch``), what came into a node is spread in it before the experts, and
 where it comes home as one sum a node (``combine="per_node"``), what was collected in the node is summed and sent on.
@@ -18,7 +19,7 @@ from typing import Literal, NamedTuple, assert_never
 
 from moesys.config import MegaKernel, Overlap, Pipelined, Sequential
 
-Direction = Literal["forward", "backward"]
+Direction = Literal["forward", "recomputation", "backward"]
 StageKind = Literal[
     # Messages. They are issued, and travel beside the stages that follow until one waits for them.
     "dispatch_weights",  # routing weights of all chunks, to the experts of their rows
@@ -31,6 +32,7 @@ StageKind = Literal[
     "publish",  # this rank's rows are put where the MegaKernels of others pull them
     "wait_for_experts",  # the layer's experts are here
     "experts",  # products of a chunk's rows with their experts, in backward the gradients of their inputs
+    "pre_activations",  # the first of those products
     "sum",  # of the results of each token of a chunk
     "weight_gradients",  # of the experts, over the rows of all chunks
     "gather_dweights",  # gradients of routing weights, in the order of the tokens
@@ -79,13 +81,14 @@ def schedule_of(overlap: Overlap, direction: Direction, num_nodes: int, parts: i
 
 def _chunk_schedule(overlap: Sequential | Pipelined, direction: Direction, num_nodes: int, parts: int) -> Schedule:
     """Returns the stages of one direction of tokens that travel in chunks."""
-    chunks, backward = num_chunks(overlap), direction == "backward"
+    chunks, backward, again = num_chunks(overlap), direction == "backward", direction == "recomputation"
     once, per_node = overlap.crosses_once(num_nodes), overlap.sums_by_node(num_nodes)
     here, last = Stage("wait_for_experts"), chunks - 1
     arrive: StageKind = "spread" if once else "dispatch"
     come_home: StageKind = "send_sums" if per_node else "combine"
+    products: StageKind = "pre_activations" if again else "experts"
     # Backward's experts want routing weights; forward's only whoever sums for another node.
-    weights = [Stage("dispatch_weights")] if backward or per_node else []
+    weights = [Stage("dispatch_weights")] if backward or (per_node and not again) else []
     waits: dict[Stage, tuple[Stage, ...]] = dict.fromkeys(weights, ())
 
     def in_parts(kind: StageKind, chunk: int) -> Stage:
@@ -114,13 +117,17 @@ def _chunk_schedule(overlap: Sequential | Pipelined, direction: Direction, num_n
             spread(0)
             # Experts travel beside the first chunk, and what is fetched ahead for other layers behind it.
             waits[here] = (Stage(arrive, 0), *(weights if backward else []))
-        waits[Stage("experts", chunk)] = (Stage(arrive, chunk), here)
+        waits[Stage(products, chunk)] = (Stage(arrive, chunk), here)
         spread(chunk + 1)
+        if again:
+            continue
         # Sums of nodes are weighted in forward.
         summing = weights if per_node and not backward and chunk == 0 else []
         waits[Stage("combine", chunk)] = (Stage("experts", chunk), *summing)
         send_sums(chunk - 1)
         sum_up(chunk - 2 if per_node else chunk - 1)
+    if again:
+        return MappingProxyType(waits)
     if per_node:
         sum_up(last - 1)
         send_sums(last)

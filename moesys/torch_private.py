@@ -47,6 +47,22 @@ def checkpointed_region() -> tuple[Any, bool] | None:
     return (seen["frame"], False) if "frame" in seen else None
 
 
+def ends_recomputation(num_saved: int) -> bool:
+    """Returns whether the innermost checkpoint that runs again stops when ``num_saved`` more tensors are saved for
+    backward: then nobody reads what comes of them.
+
+    Needs what ``checkpointed_region`` needs, that the hooks of a recomputation close over ``gid`` too, and of a frame
+    ``early_stop``, ``recomp_counter`` and ``weak_holders``. Without them False: all of a layer runs again.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    pack = None if hooks is None else inspect.unwrap(hooks[0])
+    seen = inspect.getclosurevars(pack).nonlocals if inspect.isfunction(pack) else {}
+    if not {"target_frame_ref", "gid"} <= seen.keys():
+        return False
+    frame = seen["target_frame_ref"]()
+    return bool(frame.early_stop) and frame.recomp_counter[seen["gid"]] + num_saved == len(frame.weak_holders)
+
+
 def will_execute(node: Any) -> bool:
     """Returns whether the backward that runs comes to ``node`` of the graph, the accumulation into a leaf's ``.grad``.
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from moesys.kernels.cpu.page_pool import PagePool
 from moesys.lab.ranks import rank_process
@@ -26,7 +26,12 @@ def pytest_configure() -> None:
     os.environ["TRITON_INTERPRET"] = "1"
     # a terminal's width would cut tables, and workers of pytest-xdist inherit one
     os.environ.pop("COLUMNS", None)
-    shared: dict[str, Any] = {"deadline": None, "derandomize": bool(os.environ.get("CI"))}
+    shared: dict[str, Any] = {
+        "deadline": None,
+        "derandomize": bool(os.environ.get("CI")),
+        # how long examples take says how busy the machine is
+        "suppress_health_check": [HealthCheck.too_slow],
+    }
     settings.register_profile("quick", max_examples=25, **shared)
     settings.register_profile("sweep", max_examples=400, **shared)
     settings.load_profile("sweep" if os.environ.get("MOESYS_SWEEP") == "1" else "quick")
@@ -107,6 +112,9 @@ def fill_new_memory(set_attribute: Callable[[object, str, object], None] = setat
     Covers `torch.empty`, `torch.empty_like` and `Tensor.new_empty` where code of the package calls them, and
     `PagePool`, whose pages hold what was there before.
     """
+    # A device as a context goes by the constructors that are there when it is first used: by those that it can catch.
+    with torch.device("cpu"):
+        torch.empty(0)
     set_attribute(torch, "empty", _filling(torch.empty))
     set_attribute(torch, "empty_like", _filling(torch.empty_like))
     set_attribute(torch.Tensor, "new_empty", _filling(_new_empty))

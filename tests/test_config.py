@@ -30,6 +30,7 @@ from moesys.config import (
     Llep,
     MegaKernel,
     ModelShape,
+    ModelSpec,
     MoonEp,
     Oracle,
     Overlap,
@@ -157,7 +158,7 @@ def test_unions_are_told_apart_by_kind(union):
         assert schema["$defs"][reference.removeprefix("#/$defs/")]["properties"]["kind"]["const"] == kind
 
 
-@pytest.mark.parametrize("declared", [ModelShape, ClusterSpec, Strategy])
+@pytest.mark.parametrize("declared", [ModelShape, ModelSpec, ClusterSpec, Strategy])
 def test_there_is_a_json_schema(declared):
     schema = declared.model_json_schema()
     assert schema["additionalProperties"] is False

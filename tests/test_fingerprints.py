@@ -8,6 +8,7 @@ from moesys.config import (
     ClusterSpec,
     CpSat,
     Declared,
+    DenseMlp,
     Ema,
     Ep,
     Eplb,
@@ -16,12 +17,17 @@ from moesys.config import (
     FlexMoe,
     FlowSplit,
     Fsep,
+    Gqa,
     Greedy,
     Laer,
     Last,
+    LayerSpec,
     Llep,
     MegaKernel,
+    Mla,
     ModelShape,
+    ModelSpec,
+    MoeMlp,
     MoonEp,
     Oracle,
     Ordered,
@@ -39,6 +45,10 @@ MODEL = ModelShape(hidden_size=8, intermediate_size=16, num_experts=8, top_k=2)
 GROUPED = MODEL.replace(scoring_func="sigmoid", n_group=4, topk_group=2)
 CLUSTER = ClusterSpec(num_nodes=2, ranks_per_node=2)
 EP = Strategy(name="ep")
+LATENT = Mla(
+    num_heads=2, q_lora_rank=None, kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=4, bias=False
+)
+LAYER = LayerSpec(attention=LATENT, mlp=DenseMlp(intermediate_size=16))
 
 # A declaration and another value for each of its fields; the other values leave the rest valid.
 CHANGES = [
@@ -69,11 +79,15 @@ CHANGES = [
             "intra_node_gb_per_s": 1.0,
             "inter_node_gb_per_s": 1.0,
             "expert_tflops": 1.0,
+            "fp8_tflops": 1.0,
+            "peak_tflops": 1.0,
             "memory_gb_per_s": 1.0,
+            "memory_gb": 1.0,
             "multiprocessors": 2,
             "tile_rows": 2,
             "tile_columns": 2,
             "copy_share": 0.5,
+            "fused_rate": 0.5,
             "launch_us": 1.0,
             "flag_us": 1.0,
             "intra_node_us": 1.0,
@@ -130,6 +144,47 @@ CHANGES = [
     (FlowSplit(), {"traffic": "exact", "max_inter_node": 0.1}),
     (WindowMean(), {"steps": 4}),
     (Ema(), {"decay": 0.0}),
+    (
+        Gqa(num_heads=4, num_kv_heads=2, head_dim=8),
+        {
+            "num_heads": 2,
+            "num_kv_heads": 4,
+            "head_dim": 4,
+            "window": 8,
+            "qkv_bias": True,
+            "output_bias": True,
+            "qk_norm": "row",
+            "sinks": True,
+        },
+    ),
+    (
+        LATENT,
+        {
+            "num_heads": 1,
+            "q_lora_rank": 8,
+            "kv_lora_rank": 4,
+            "qk_nope_head_dim": 8,
+            "qk_rope_head_dim": 4,
+            "v_head_dim": 8,
+            "bias": True,
+        },
+    ),
+    (DenseMlp(intermediate_size=16), {"intermediate_size": 8, "gated": False}),
+    (
+        MoeMlp(shape=MODEL, shared_intermediate_size=8),
+        {
+            "shape": MODEL.replace(num_experts=4),
+            "shared_intermediate_size": 16,
+            "shared_gate": True,
+            "expert_bias": True,
+            "router_bias": True,
+        },
+    ),
+    (LAYER, {"attention": LATENT.replace(bias=True), "mlp": MoeMlp(shape=MODEL)}),
+    (
+        ModelSpec(hidden_size=8, vocab_size=8, layers=(LAYER,)),
+        {"hidden_size": 16, "vocab_size": 16, "tied_embeddings": True, "layers": (LAYER, LAYER), "dtype": "float32"},
+    ),
     (Sequential(node_dispatch="once"), {"node_dispatch": "direct", "combine": "per_node"}),
     (Pipelined(chunks=2, node_dispatch="once"), {"chunks": 3, "node_dispatch": "direct", "combine": "per_node"}),
     (
@@ -157,7 +212,7 @@ CHANGES = [
     ),
 ]
 # Names are for people; a member's kind is its type; and a reduction there is but one.
-NOT_CHANGED = {(Strategy, "name"), (ClusterSpec, "name"), (Strategy, "reduction")}
+NOT_CHANGED = {(Strategy, "name"), (ClusterSpec, "name"), (ModelSpec, "name"), (Strategy, "reduction")}
 
 
 def test_every_field_counts_in_the_fingerprint():

@@ -95,25 +95,29 @@ def test_nvlink_joins_the_trays_of_a_rack():
     assert presets.gb300(40).domain_sizes == (72, 72, 16)
 
 
-# Of one GPU: dense bfloat16 TFLOP/s, NVLink GB/s one way and memory GB/s by data sheet; GB/s of a node's NICs.
+# Of one GPU: dense bfloat16 TFLOP/s, NVLink GB/s one way, memory GB/s and GB by data sheet; GB/s of a node's NICs.
 SHEETS = {
-    "a100": (312, 300, 2039, 100),
-    "h800": (989.5, 200, 3350, 400),
-    "h100": (989.5, 450, 3350, 400),
-    "h200": (989.5, 450, 4800, 400),
-    "b200": (2250, 900, 8000, 400),
-    "gb200": (2250, 900, 8000, 200),
-    "gb300": (2500, 900, 8000, 400),
+    "a100": (312, 300, 2039, 80, 100),
+    "h800": (989.5, 200, 3350, 80, 400),
+    "h100": (989.5, 450, 3350, 80, 400),
+    "h200": (989.5, 450, 4800, 141, 400),
+    "b200": (2250, 900, 8000, 180, 400),
+    "gb200": (2250, 900, 8000, 186, 200),
+    "gb300": (2500, 900, 8000, 279, 400),
 }
 
 
 @pytest.mark.parametrize("make", CLUSTERS)
 def test_no_cluster_is_faster_than_its_data_sheet(make):
-    tflops, nvlink_gb_per_s, memory_gb_per_s, nics_gb_per_s = SHEETS[make.__name__]
+    tflops, nvlink_gb_per_s, memory_gb_per_s, memory_gb, nics_gb_per_s = SHEETS[make.__name__]
     cluster = make()
     assert 0.5 * tflops < cluster.expert_tflops < tflops
     assert 0.5 * nvlink_gb_per_s < cluster.intra_node_gb_per_s < nvlink_gb_per_s
     assert 0.9 * memory_gb_per_s < cluster.memory_gb_per_s <= memory_gb_per_s
+    assert cluster.memory_gb == memory_gb
+    # No sheet of GB300 was found that tells more than GB200's.
+    assert cluster.peak_tflops == min(tflops, 2250)
+    assert cluster.fp8_tflops is None or cluster.expert_tflops < cluster.fp8_tflops < 2 * tflops
     assert 0.8 * nics_gb_per_s < cluster.inter_node_gb_per_s < nics_gb_per_s
 
 
@@ -132,7 +136,11 @@ def test_the_page_of_clusters_tells_their_numbers():
     told = {row[0].strip("`"): row[1:] for row in rows if len(row) == len(header)}
     for field in set(ClusterSpec.model_fields) - {"num_nodes", "ranks_per_node", "ranks_per_domain", "name"}:
         for make, cell in zip(CLUSTERS, told[field], strict=True):
-            assert float(cell.split()[0]) == pytest.approx(getattr(make(), field), rel=1e-3), (make.__name__, field)
+            value, said = getattr(make(), field), cell.split()[0]
+            if value is None:
+                assert said == "none", (make.__name__, field)
+            else:
+                assert float(said) == pytest.approx(value, rel=1e-3), (make.__name__, field)
     assert header[1:] == [f"`presets.{make.__name__}`" for make in CLUSTERS]
 
 

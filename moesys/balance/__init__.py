@@ -10,6 +10,7 @@ from moesys.balance.certificate import Certificate, certify
 from moesys.balance.cp_sat.cp_sat import CpSatPlan, solve_by_seconds, solve_cp_sat
 from moesys.balance.flow.max_load import TightSet, min_max_load, tight_set
 from moesys.balance.greedy.relabelling import num_moves
+from moesys.balance.homes import Homes, plan_homes
 from moesys.balance.late_slots import fill_late_slots
 from moesys.balance.layouts import plan_layout, plan_layouts
 from moesys.balance.planning_problem import PlanningProblem
@@ -22,6 +23,7 @@ from moesys.balance.warm_up import warm_up
 __all__ = [
     "Certificate",
     "CpSatPlan",
+    "Homes",
     "LoadHistory",
     "PlanningProblem",
     "SecondsCertificate",
@@ -32,6 +34,7 @@ __all__ = [
     "measured_drift",
     "min_max_load",
     "num_moves",
+    "plan_homes",
     "plan_layout",
     "plan_layouts",
     "plan_quotas",

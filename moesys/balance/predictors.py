@@ -57,9 +57,14 @@ class LoadHistory:
         self._memory.add(load.tokens_RE)
         self._shape_RE = shape_RE
 
+    @property
+    def has_loads(self) -> bool:
+        """Whether any load was observed."""
+        return self._shape_RE is not None
+
     def predicted(self) -> LoadMatrix:
         """The load to plan for, in 1/``units_per_token`` tokens of one micro-batch. Raises ValueError before any."""
-        if self._shape_RE is None:
+        if not self.has_loads:
             raise ValueError("no load was observed yet; observe one first, or plan on a uniform load")
         return LoadMatrix(self._memory.estimate_RE())
 

@@ -202,7 +202,7 @@ def bench_reproduce(out: ReportFolder = None) -> None:
 
 @bench.command("uniep", rich_help_panel=PUBLISHED)
 def bench_uniep(out: ReportFolder = None) -> None:
-    """Simulate MegaKernels against one stage after another on Hopper, beside the range that UniEP published."""
+    """Simulate MegaKernels against one stage after another on Hopper, over a range of rates of fused tiles."""
     from moesys.bench.published import uniep
 
     raise typer.Exit(uniep.main(out))
@@ -217,6 +217,18 @@ def bench_beyond(out: ReportFolder = None) -> None:
     from moesys.bench.published import beyond
 
     raise typer.Exit(beyond.main(out))
+
+
+@bench.command("throughput", rich_help_panel=PUBLISHED)
+def bench_throughput(
+    out: ReportFolder = None,
+    fit: Annotated[bool, typer.Option("--fit", help="Fit the constants again, for some minutes.")] = False,
+    json: ResultFile = None,
+) -> None:
+    """Simulate whole models beside the tokens a second that Megatron-Bridge published, with the error of every row."""
+    from moesys.bench.published import throughput
+
+    raise typer.Exit(throughput.main(out, json, with_fit=fit))
 
 
 # What each way to compare planners takes, besides --json.

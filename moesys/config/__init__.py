@@ -26,8 +26,12 @@ from moesys.config.balance import (
 )
 from moesys.config.base import BYTES_PER_GB, Declared, DType
 from moesys.config.cluster import ClusterSpec, Microseconds
+from moesys.config.layer_spec import DenseMlp, Gqa, LayerSpec, Mla, MoeMlp
 from moesys.config.model import ModelShape
+from moesys.config.model_run import ModelRun
+from moesys.config.model_spec import ModelSpec
 from moesys.config.overlap import MegaKernel, Overlap, Pipelined, Sequential
+from moesys.config.parallelism import Parallelism
 from moesys.config.predictor import Adaptive, Ema, Last, Oracle, Predictor, WindowMean
 from moesys.config.sharding import Ep, Fsep, Sharding, SlotCount, SlotGigabytes
 from moesys.config.split import EvenSplit, FlowSplit, Proportional, Quotas, Split
@@ -41,6 +45,7 @@ __all__ = [
     "CpSat",
     "DType",
     "Declared",
+    "DenseMlp",
     "Ema",
     "Ep",
     "Eplb",
@@ -49,18 +54,25 @@ __all__ = [
     "FlexMoe",
     "FlowSplit",
     "Fsep",
+    "Gqa",
     "Greedy",
     "Laer",
     "Last",
+    "LayerSpec",
     "Llep",
     "MegaKernel",
     "Microseconds",
     "MinReplicas",
+    "Mla",
+    "ModelRun",
     "ModelShape",
+    "ModelSpec",
+    "MoeMlp",
     "MoonEp",
     "Oracle",
     "Ordered",
     "Overlap",
+    "Parallelism",
     "Pipelined",
     "Predictor",
     "Proportional",

@@ -39,14 +39,26 @@ class ClusterSpec(Declared):
         88.9539, ge=SLOWEST_GB_PER_S, description="between domains, in or out of a whole node, GB/s"
     )
     expert_tflops: float = Field(237.0, ge=1e-12, le=1e12, description="dense matmul rate a rank reaches, TFLOP/s")
+    fp8_tflops: float | None = Field(
+        None, ge=1e-12, le=1e12, description="the same of products in float8; None: it has none"
+    )
+    peak_tflops: float | None = Field(
+        None, ge=1e-12, le=1e12, description="by data sheet, in 16 bits, dense; utilisation is a share of it"
+    )
     memory_gb_per_s: float | None = Field(
         None, ge=SLOWEST_GB_PER_S, description="of a rank's own memory, GB/s; None: it costs no time"
+    )
+    memory_gb: float | None = Field(
+        None, gt=0, le=1e9, description="memory of a rank, 1e9 bytes; None: nobody says how much there is"
     )
     multiprocessors: int = Field(1, ge=1, description="of a rank: products run in waves of so many tiles")
     tile_rows: int = Field(1, ge=1, description="rows of a tile; an expert's rows are rounded up to whole tiles")
     tile_columns: int = Field(1, ge=1, description="columns of a tile of a product")
     copy_share: float = Field(
         0.0, ge=0, lt=1, description="part of a rank's computing that is lost while its messages move beside it"
+    )
+    fused_rate: float = Field(
+        1.0, gt=0, le=1, description="rate of a product's tiles inside a MegaKernel over that in a kernel of their own"
     )
     launch_us: Microseconds = Field(0.0, description="from the end of one kernel to the start of the next")
     flag_us: Microseconds = Field(0.0, description="from a flag's release on one rank to its sight on another")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from importlib.resources import files
+from importlib.resources.abc import Traversable
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,23 @@ NAMES: dict[str, tuple[str, ...]] = {
 }
 _FIRST_DENSE = ("first_k_dense_replace", "num_dense_layers", "moe_layer_start_index")
 _PACKAGED = files("moesys.config") / "models"
+_PUBLISHED = _PACKAGED / "published"
 
 
 def model_names() -> list[str]:
-    """Returns the names of the packaged configurations: small models of transformers' own code."""
-    return sorted(each.name.removesuffix(".json") for each in _PACKAGED.iterdir() if each.name.endswith(".json"))
+    """Returns the names of the packaged configurations of small models, made for moesys."""
+    return _names_in(_PACKAGED)
+
+
+def published_names() -> list[str]:
+    """Returns the names of the packaged configurations of published models: what decides sizes in the config.json of
+    huggingface.co's repository ``_name_or_path``.
+    """
+    return _names_in(_PUBLISHED)
+
+
+def _names_in(folder: Traversable) -> list[str]:
+    return sorted(each.name.removesuffix(".json") for each in folder.iterdir() if each.name.endswith(".json"))
 
 
 def read_config(model: str) -> dict[str, Any]:
@@ -34,6 +47,8 @@ def read_config(model: str) -> dict[str, Any]:
     """
     if model in model_names():
         text, source = (_PACKAGED / f"{model}.json").read_text(encoding="utf-8"), model
+    elif model in published_names():
+        text, source = (_PUBLISHED / f"{model}.json").read_text(encoding="utf-8"), model
     else:
         path = Path(model).expanduser()
         path = path / "config.json" if path.is_dir() else path
@@ -43,7 +58,7 @@ def read_config(model: str) -> dict[str, Any]:
             reason = error.strerror if isinstance(error, OSError) else "it is no text"
             raise ValueError(
                 f"model={model!r}: cannot read {path}: {reason}; give a config.json, a folder with one, or one of "
-                f"{', '.join(model_names())}"
+                f"{', '.join([*model_names(), *published_names()])}"
             ) from None
     return parse_config(text, f"model={model!r}: {source}")
 
@@ -78,17 +93,23 @@ def shape_of(config: Mapping[str, Any], dtype: DType) -> ModelShape:
     return ModelShape(**found, dtype=dtype)
 
 
-def num_moe_layers(config: Mapping[str, Any]) -> int:
-    """Returns how many layers have experts: those of ``mlp_layer_types`` that are not dense; without it, all but the
-    first ``first_k_dense_replace``, those in ``mlp_only_layers``, and of ``decoder_sparse_step`` all but the last.
+def moe_layers(config: Mapping[str, Any]) -> tuple[bool, ...]:
+    """Returns for each layer whether it has experts: those of ``mlp_layer_types`` that are not dense; without it, all
+    but the first ``first_k_dense_replace``, those in ``mlp_only_layers``, and of ``decoder_sparse_step`` all but the
+    last.
     """
     if isinstance(kinds := config.get("mlp_layer_types"), list):
-        return sum(kind != "dense" for kind in kinds)
+        return tuple(kind != "dense" for kind in kinds)
     listed, every = config.get("mlp_only_layers"), _whole(config, "decoder_sparse_step") or 1
     dense = listed if isinstance(listed, list) else []
     first = max(_whole(config, name) for name in _FIRST_DENSE)
-    layers = range(first, _whole(config, "num_hidden_layers"))
-    return sum(1 for layer in layers if layer not in dense and (layer + 1) % every == 0)
+    layers = range(_whole(config, "num_hidden_layers"))
+    return tuple(layer >= first and layer not in dense and (layer + 1) % every == 0 for layer in layers)
+
+
+def num_moe_layers(config: Mapping[str, Any]) -> int:
+    """Returns how many layers have experts."""
+    return sum(moe_layers(config))
 
 
 def _whole(config: Mapping[str, Any], name: str) -> int:

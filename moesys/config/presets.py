@@ -75,8 +75,15 @@ LAER_E16K4 = LAER_E8K2.replace(intermediate_size=7168, num_experts=16, top_k=4)
 # Data sheets: NVIDIA A100 80GB (2021), H100 (2023), H200 (2023), HGX B200 (2024): memory, multiprocessors, and NVLink
 # of 300, 450, 450 and 900 GB/s one way. H800 is H100 with NVLink of 200. Streams reach nine tenths of a memory's rate.
 #
+# memory_gb [sheet]: the same sheets, 1,440 GB of 8 for HGX B200; GB200 NVL72 (2025): 372 GB of 2; GB300 NVL72 (2025):
+# 20 TB of 72, which are 279 GB a GPU (verda.com/blog/gb300-nvl72-architecture).
+#
 # expert_tflops [measured]: the best published forward of a whole MoE layer, not of one dense product, of which H100 and
 # H200 reach 794.5 and B200 1745 (github.com/stas00/ml-engineering, "Maximum Achievable Matmul FLOPS").
+#
+# peak_tflops [sheet]. fp8_tflops [measured]: grouped products of DeepGEMM on H800, the slower of its two shapes
+# (github.com/deepseek-ai/DeepGEMM pull 73, 2025); MXFP8 of Transformer Engine on GB200, the mean over shapes of its
+# slower direction, backward (github.com/AMD-AGI/Primus-Turbo pull 274, 2026).
 #
 # inter_node_gb_per_s [derived]: DeepEP V2's README (2026) has 90 GB/s for each GPU of 2 nodes with a ConnectX-7 of
 # 400 Gb/s each, and counts rows that stay in their node, which are half: 45 of 50 GB/s, for 8 GPUs.
@@ -107,7 +114,9 @@ def a100(num_nodes: int = 1) -> ClusterSpec:
         inter_node_gb_per_s=88.9539,
         # [measured] the 1.484375 us of its planner for a token in one of Mixtral's experts, 6 x 4096 x 14336 flops.
         expert_tflops=237.0,
+        peak_tflops=312.0,
         memory_gb_per_s=2039.0,
+        memory_gb=80.0,
         multiprocessors=108,
         # MegaBlocks' tiles, chosen on A100 (arXiv 2211.15841).
         tile_rows=128,
@@ -121,7 +130,10 @@ def _hopper(num_nodes: int, name: str, **fields: float) -> ClusterSpec:
     # Tiles: most of SonicMoE's (arXiv 2512.14080).
     shared = {
         "inter_node_gb_per_s": 360.0,
+        "fp8_tflops": 1262.0,
+        "peak_tflops": 989.5,
         "memory_gb_per_s": 3350.0,
+        "memory_gb": 80.0,
         "multiprocessors": 132,
         "tile_rows": 128,
         "tile_columns": 256,
@@ -146,7 +158,8 @@ def h100(num_nodes: int = 1) -> ClusterSpec:
 def h200(num_nodes: int = 1) -> ClusterSpec:
     """Nodes of 8 H200 SXM with 8 NICs of 400 Gb/s: H100 with faster memory."""
     # [measured] 613: Liger-Kernel's expert-parallel MoE (README of liger_cute_kernels, 2026), Mixtral's layer, one GPU.
-    return _hopper(num_nodes, "H200", intra_node_gb_per_s=370.0, expert_tflops=613.0, memory_gb_per_s=4800.0)
+    memory = {"memory_gb_per_s": 4800.0, "memory_gb": 141.0}
+    return _hopper(num_nodes, "H200", intra_node_gb_per_s=370.0, expert_tflops=613.0, **memory)
 
 
 _BLACKWELL = {
@@ -155,8 +168,11 @@ _BLACKWELL = {
     "inter_node_gb_per_s": 360.0,
     # [derived] 1745 of a dense product, times 594 / 794.5 of H100: no rate of a MoE layer was found.
     "expert_tflops": 1305.0,
+    "fp8_tflops": 1864.0,
+    "peak_tflops": 2250.0,
     # [measured] what the driver says of the bus (github.com/pytorch/ao pull 4002, 2026); 8000 by data sheet.
     "memory_gb_per_s": 7672.0,
+    "memory_gb": 180.0,
     "multiprocessors": 148,
     # A pair of multiprocessors shares a tile of 256 rows (CUTLASS's Blackwell kernels).
     "tile_rows": 128,
@@ -170,7 +186,7 @@ def b200(num_nodes: int = 1) -> ClusterSpec:
     return _nodes_of_8(num_nodes, "B200", **_BLACKWELL)
 
 
-def _nvl72(num_nodes: int, name: str, nics_gb_per_s: float) -> ClusterSpec:
+def _nvl72(num_nodes: int, name: str, nics_gb_per_s: float, memory_gb: float) -> ClusterSpec:
     # Compute trays of 4 GPUs, of which a rack's 18 are one NVLink domain (docs.nvidia.com, Enterprise Reference
     # Architectures, NVL72 AI Factory). [derived] No other figures of these GPUs were found than those of B200.
     domains = tuple(4 * min(18, num_nodes - first) for first in range(0, num_nodes, 18))
@@ -180,19 +196,20 @@ def _nvl72(num_nodes: int, name: str, nics_gb_per_s: float) -> ClusterSpec:
         ranks_per_domain=domains,
         name=f"{num_nodes} x 4 {name}",
         inter_node_gb_per_s=nics_gb_per_s,
+        memory_gb=memory_gb,
     )
 
 
 def gb200(num_nodes: int = 1) -> ClusterSpec:
     """Trays of 4 GPUs with 4 NICs of 400 Gb/s, 18 of them in a rack, whose 72 GPUs NVLink joins: GB200 NVL72."""
     # [derived] as of the nodes of 8, for half as many NICs.
-    return _nvl72(num_nodes, "GB200", nics_gb_per_s=180.0)
+    return _nvl72(num_nodes, "GB200", nics_gb_per_s=180.0, memory_gb=186.0)
 
 
 def gb300(num_nodes: int = 1) -> ClusterSpec:
     """Trays of 4 GPUs with 4 NICs of 800 Gb/s, 18 of them in a rack, whose 72 GPUs NVLink joins: GB300 NVL72."""
     # [derived] the same nine tenths of 4 ConnectX-8 (docs.nvidia.com, the same page).
-    return _nvl72(num_nodes, "GB300", nics_gb_per_s=360.0)
+    return _nvl72(num_nodes, "GB300", nics_gb_per_s=360.0, memory_gb=279.0)
 
 
 # LAER-MoE's testbed.

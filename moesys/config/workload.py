@@ -14,6 +14,11 @@ from moesys.config.base import Declared
 from moesys.config.hub_config import num_moe_layers, parse_config, read_config, shape_of
 from moesys.config.model import ModelShape
 
+# What runs forward again in backward: nothing; whole layers; layers as far as backward reads them; their computing.
+Recompute = Literal["none", "layers", "selective", "computing"]
+# Fields of a config.json that say of an expert which all tokens take: transformers computes it behind the others.
+_SHARED = ("n_shared_experts", "shared_expert_intermediate_size")
+
 
 class Measured(Declared):
     """What all training on real ranks has in common."""
@@ -46,6 +51,11 @@ class Measured(Declared):
                 "cpus_per_host out"
             )
         return self
+
+    @property
+    def recomputed(self) -> Recompute:
+        """What of a block runs again: as far as backward reads it, where the block ends with its routed experts."""
+        return "selective" if self.recompute else "none"
 
 
 class Training(Measured):
@@ -125,6 +135,12 @@ class ModelTraining(Measured):
         """Layers with experts."""
         return num_moe_layers(self.config_fields)
 
+    @property
+    def recomputed(self) -> Recompute:
+        """What of a block runs again: all of it where a shared expert comes behind the routed ones."""
+        fields = self.config_fields
+        return "layers" if self.recompute and any(fields.get(name) for name in _SHARED) else super().recomputed
+
 
 class Simulated(Declared):
     """What a workload of the cost model says of the rest of a step, which moves and computes the same under every
@@ -135,8 +151,10 @@ class Simulated(Declared):
     other_ms: float = Field(
         0.0, ge=0, description="forward of the rest of a layer, such as attention; backward takes twice that"
     )
-    recompute: Literal["none", "layers", "computing"] = Field(
-        "none", description="in backward run layers forward again: whole, or computing alone, keeping what travelled"
+    recompute: Recompute = Field(
+        "none",
+        description="in backward run layers forward again: whole, as far as backward reads it (blocks that end with "
+        "their experts), or computing alone, keeping what travelled",
     )
     optimizer_ms: float = Field(0.0, ge=0, description="at the end of a step")
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
 
+from moesys.balance import Homes
 from moesys.config import ClusterSpec, ModelShape, Strategy
 from moesys.layout_schedule import InlinePlanner, LayoutSchedule, PlanSource
 from moesys.moe.call import LayerCall
@@ -24,12 +27,13 @@ from moesys.moe.planners import MicroBatch, planner_of
 from moesys.moe.ranks import cluster_of, mesh_of
 from moesys.moe.recompute import current_tape
 from moesys.moe.routed_experts import RoutedExperts
-from moesys.moe.unread_plans import DevicesPlan, SingleRankPlan
+from moesys.moe.unread_plans import UnreadPlan
 from moesys.overlap.comm.channel import Channel
 from moesys.overlap.comm.heartbeat import Heartbeat
 from moesys.overlap.comm.record import Meter, Recorder
 from moesys.overlap.expert_compute import ExpertCompute
 from moesys.overlap.experts_on_device import OURS, experts_on_device
+from moesys.runnable import out_of_reach
 from moesys.step import LayerPlan
 
 STATE_TIMEOUT_S = 600.0
@@ -83,6 +87,8 @@ class Experts(nn.Module):
                 f"cluster has {self.cluster.num_ranks} ranks but the group has {num_ranks}; "
                 "declare the nodes of exactly the ranks that share the experts"
             )
+        if reason := out_of_reach(strategy, self.cluster):
+            raise ValueError(f"strategy {strategy.name!r}: {reason}")
         self.shape, self.strategy, self.layer_index = shape, strategy, layer_index
         self.schedule = LayoutSchedule(layer_index, strategy, shape, self.cluster)
         self.outside = outside
@@ -92,7 +98,9 @@ class Experts(nn.Module):
         # None: that of the device.
         self.expert_compute: ExpertCompute | None = None
         self.counted_E = torch.zeros(shape.num_experts, dtype=torch.int64)
-        self._last_plan: LayerPlan | SingleRankPlan | DevicesPlan | None = None
+        self._last_plan: LayerPlan | UnreadPlan | None = None
+        # The numbers of the model's experts, int64 [E], where homes have moved.
+        self._number_E: Tensor | None = None
         # Drawn on the CPU, so that every device starts from the same weights.
         own = None
         if outside is None:
@@ -113,6 +121,10 @@ class Experts(nn.Module):
         self.link = Link()
         # Of who watches this layer.
         self.load_log: LoadLog | None = None
+        # Optimizers whose state moves with the experts.
+        self.followers: WeakSet[Optimizer] = WeakSet()
+        # Whether state dicts have experts in the model's order whatever their homes (``moe.home_moves``).
+        self.keeps_order = False
 
     # Planning is Python on integers and talks to other ranks: nothing that a compiler could trace.
     @torch.compiler.disable
@@ -141,6 +153,7 @@ class Experts(nn.Module):
     def _plan(self, expert_TK: Tensor, dtype: torch.dtype) -> LayerCall:
         """Decides who computes what, and where it is sent: the only part of forward that recomputation leaves out."""
         learning = self.training and torch.is_grad_enabled()
+        expert_TK = self._numbered(expert_TK, learning)
         lookahead = self.link.lookahead
         neighbours = lookahead.enter(self.store)
         # Asked for every time, as it depends on the device and, on the CPU, on the number of threads, which may change.
@@ -149,9 +162,9 @@ class Experts(nn.Module):
         upcoming = [store.schedule for store in neighbours.upcoming]
         batch = MicroBatch(expert_TK, compute, learning, upcoming, lookahead)
         executor, plan, counts = self.planner.plan(batch)
-        self._last_plan = plan
+        self._last_plan = UnreadPlan(plan, self.homes)
         if learning and self.load_log is not None:
-            self.load_log.add(plan)
+            self.load_log.add(self._last_plan)
         call = LayerCall(self.store, executor, plan.layout, neighbours, counts, dtype)
         lookahead.entered(call)
         return call
@@ -160,6 +173,8 @@ class Experts(nn.Module):
         """Adds up counts for ``take_counts``, on their device, which has them once forward is launched."""
         if call.counts is not None:
             tokens_E, call.counts = call.counts(), None
+            if self._number_E is not None:
+                tokens_E = tokens_E[self._number_E.to(tokens_E.device)]
             self.counted_E = self.counted_E.to(tokens_E.device) + tokens_E
 
     def take_counts(self) -> Tensor:
@@ -169,8 +184,10 @@ class Experts(nn.Module):
 
     @property
     def last_plan(self) -> LayerPlan | None:
-        """The newest micro-batch's plan; None before the first. To read it may be to wait for the device."""
-        if isinstance(self._last_plan, SingleRankPlan | DevicesPlan):
+        """The newest micro-batch's plan, in the model's ids; None before the first. To read it may be to wait for the
+        device.
+        """
+        if isinstance(self._last_plan, UnreadPlan):
             self._last_plan = self._last_plan.read()
         return self._last_plan
 
@@ -197,6 +214,32 @@ class Experts(nn.Module):
         was planned more rows than ``rows_cap``, which else a later micro-batch tells on a GPU.
         """
         self.link.lookahead.mega_home.check()
+
+    # --- homes --------------------------------------------------------------------------------------------
+
+    @property
+    def homes(self) -> Homes:
+        """Which rank owns which expert, and the numbers that experts have inside, where experts stay whole."""
+        return self.schedule.homes
+
+    def move_homes(self, homes: Homes) -> None:
+        """Takes masters to lie in the order of ``homes`` from now on. ``moe.home_moves`` brings them there."""
+        self._number_E = torch.from_numpy(homes.number_E).to(self.store.masters.device) if homes.moved else None
+        self.schedule.move_homes(homes)
+
+    def _numbered(self, expert_TK: Tensor, learning: bool) -> Tensor:
+        """Returns the numbers of experts that the model has chosen by its ids."""
+        if self._number_E is None:
+            return expert_TK
+        trained = learning and any(each.requires_grad for each in self.store.masters.differentiable())
+        if trained and not self.followers:
+            raise RuntimeError(
+                f"layer {self.layer_index} trains experts whose homes were moved without an optimizer, or with one "
+                "that is gone; another one's state would be saved in another order than theirs, so call "
+                "ms.move_homes(model, homes, optimizer) again, with the one that trains them"
+            )
+        # Which takes no id below 0, as indexing would.
+        return self._number_E.to(expert_TK.device).index_select(0, expert_TK.flatten()).view_as(expert_TK)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Experts:
         """Moves between devices, and refuses ``layer.bfloat16()`` and the like."""
@@ -261,7 +304,7 @@ class Experts(nn.Module):
             )
         if self.outside is not None:
             raise TypeError("a copy would read the parameters of the original; make other experts for other parameters")
-        connected = ("token_channel", "store", "planner", "link", "load_log")
+        connected = ("token_channel", "store", "planner", "link", "load_log", "followers")
         return {name: value for name, value in self.__dict__.items() if name not in connected}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -61,10 +61,12 @@ class MoELayer(nn.Module):
                 f"x has shape {tuple(x.shape)}; its last dimension must be hidden_size={self.shape.hidden_size}"
             )
         x_TH = x.reshape(-1, self.shape.hidden_size)
+        # First, so that nothing behind the routed experts reads what they give, and a checkpoint may leave it out.
+        shared_TH = None if self.shared_experts is None else self.shared_experts(x_TH)
         routing = self.router(x_TH)
         y_TH = self.experts(x_TH, routing.expert_TK, routing.weight_TK)
-        if self.shared_experts is not None:
-            y_TH = y_TH + self.shared_experts(x_TH)
+        if shared_TH is not None:
+            y_TH = y_TH + shared_TH
         return y_TH.view(x.shape)
 
     @property
@@ -84,14 +86,17 @@ class MoELayer(nn.Module):
         """Returns everything, gathered on every rank, in the names and shapes of transformers' MoE blocks
         (``moe.state``).
         """
-        return join_state(self._masters().full(), self.shape, self._replicated())
+        full_EP = self._masters().full()
+        if self.experts.homes.moved:
+            full_EP = full_EP[torch.from_numpy(self.experts.homes.number_E).to(full_EP.device)]
+        return join_state(full_EP, self.shape, self._replicated())
 
     @torch.no_grad()
     def load_full_state_dict(self, state: dict[str, Tensor]) -> None:
         """The inverse of ``full_state_dict``: every rank keeps its part. Raises KeyError and ValueError for misfits."""
         self.experts.store.drop_prefetched()
         for expert, flat_P in split_state(state, self.shape, self._replicated()):
-            self._masters().load(expert, flat_P)
+            self._masters().load(int(self.experts.homes.number_E[expert]), flat_P)
 
     def _masters(self) -> OwnMasters:
         masters = self.experts.store.masters

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moesys.load import IntArray
-from moesys.moe.unread_plans import DevicesPlan, SingleRankPlan
+from moesys.moe.unread_plans import UnreadPlan
 from moesys.overlap.comm.record import Meter
 from moesys.step import LayerPlan
 
@@ -52,7 +52,8 @@ class LayerLoad:
     tokens_E: IntArray
 
     @classmethod
-    def of(cls, plan: LayerPlan) -> LayerLoad:
+    def of(cls, unread: UnreadPlan) -> LayerLoad:
+        plan = unread.read()
         return cls(plan.tokens.max_over_mean, plan.load.tokens_E)
 
 
@@ -63,15 +64,15 @@ class LoadLog:
     """
 
     def __init__(self) -> None:
-        self._loads: list[LayerLoad | SingleRankPlan | DevicesPlan] = []
+        self._loads: list[LayerLoad | UnreadPlan] = []
 
-    def add(self, plan: LayerPlan | SingleRankPlan | DevicesPlan) -> None:
-        self._loads.append(LayerLoad.of(plan) if isinstance(plan, LayerPlan) else plan)
+    def add(self, unread: UnreadPlan) -> None:
+        self._loads.append(LayerLoad.of(unread) if isinstance(unread.plan, LayerPlan) else unread)
 
     def take(self) -> list[LayerLoad]:
         """Returns them in their order. Waits for the device."""
         loads, self._loads = self._loads, []
-        return [load if isinstance(load, LayerLoad) else LayerLoad.of(load.read()) for load in loads]
+        return [load if isinstance(load, LayerLoad) else LayerLoad.of(load) for load in loads]
 
     def clear(self) -> None:
         self._loads.clear()

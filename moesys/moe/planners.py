@@ -8,6 +8,7 @@ T tokens of this rank, K top-k, E experts, C chunks, R ranks.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
@@ -136,7 +137,7 @@ class HostPlanner(Planner):
 
         with self.channel.meter.planning():
             by_own_code = self.strategy.balance.own_code or self.strategy.split.own_code
-            plan = agreed(make, self.channel, counts_CE.device) if by_own_code else make()
+            plan = _agreed_plan(make, self.channel, counts_CE.device) if by_own_code else make()
             if isinstance(overlap, MegaKernel):
                 executor = self._mega_executor(overlap, batch, plan, most_tokens=int(said_RN[:, 0].max()))
             else:
@@ -245,3 +246,18 @@ def _commit(schedules: Sequence[LayoutSchedule], votes_RN: Tensor) -> None:
     """All ranks use the plans of a schedule that are due where every one of them has voted for it."""
     for schedule, vote in zip(schedules, votes_RN.amin(dim=0).tolist(), strict=True):
         schedule.commit(bool(vote))
+
+
+def _agreed_plan(make: Callable[[], LayerPlan], channel: Channel, device: torch.device) -> LayerPlan:
+    """Returns the plan that code which is not ours makes, where it is the same on every rank."""
+    differing = (
+        "planned differently from the same counts; let layout() and split() of your own be functions of the problem "
+        "and their fields alone"
+    )
+    return agreed(make, _digest, channel, device, what="planning", differing=differing)
+
+
+def _digest(plan: LayerPlan) -> bytes:
+    digest = hashlib.sha256(plan.layout.fingerprint().encode())
+    digest.update(plan.tokens.entries.astype("<i8").tobytes())
+    return digest.digest()

@@ -1,12 +1,13 @@
-"""Plans of a micro-batch whose counts lie on a device, and which the host has not read."""
+"""Plans of a micro-batch that nobody has read: counts may lie on a device, and experts have numbers."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from moesys.balance import Homes
 from moesys.config import ClusterSpec, ModelShape, Strategy
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.load import LoadMatrix
@@ -53,3 +54,16 @@ class DevicesPlan:
         """Returns the plan on the host, as the device made it. Waits for the device."""
         tokens = TokenPlan(self.pending.entries().numpy(), self.load(), self.layout)
         return LayerPlan(tokens, self.pending.turn)
+
+
+@dataclass(frozen=True)
+class UnreadPlan:
+    """A plan in the numbers of ``homes``."""
+
+    plan: LayerPlan | SingleRankPlan | DevicesPlan
+    homes: Homes
+
+    def read(self) -> LayerPlan:
+        """Returns the plan on the host, in the model's ids. May wait for the device."""
+        plan = self.plan if isinstance(self.plan, LayerPlan) else self.plan.read()
+        return replace(plan, tokens=self.homes.plan_by_id(plan.tokens)) if self.homes.moved else plan

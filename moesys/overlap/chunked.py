@@ -54,11 +54,26 @@ class ChunkedExecutor:
         """Returns the output [T, H] in x's dtype, and what backward needs. ``wait_for_experts`` is called once, when
         the first chunk has arrived.
         """
-        messages = self._messages(x_TH, "forward")
-        at = Workplace(self.memory, Scratch(self.memory, x_TH.device))
         y_TH = self.memory.empty_like(x_TH)
+        return y_TH, self._run_forward("forward", x_TH, weight_TK, wait_for_experts, y_TH)
+
+    def recompute(self, x_TH: Tensor, weight_TK: Tensor, wait_for_experts: WaitForExperts) -> Saved:
+        """Returns what backward needs; nothing travels home. A collective: on all ranks or on none."""
+        return self._run_forward("recomputation", x_TH, weight_TK, wait_for_experts, None)
+
+    def _run_forward(
+        self,
+        direction: Direction,
+        x_TH: Tensor,
+        weight_TK: Tensor,
+        wait_for_experts: WaitForExperts,
+        y_TH: Tensor | None,
+    ) -> Saved:
+        """Writes the output into ``y_TH``, where anybody reads it."""
+        messages = self._messages(x_TH, direction)
+        at = Workplace(self.memory, Scratch(self.memory, x_TH.device))
         forward_pass: ForwardPass
-        for stage, earlier in self._schedule("forward").items():
+        for stage, earlier in self._schedule(direction).items():
             messages.wait(earlier)
             chunk = self.routes.chunks[stage.chunk]
             match stage.kind:
@@ -76,6 +91,9 @@ class ChunkedExecutor:
                 case "experts":
                     with self._span("experts", f"forward {stage.chunk}"):
                         y_PH = forward_pass.experts(chunk)
+                case "pre_activations":
+                    with self._span("experts", f"recomputation {stage.chunk}"):
+                        forward_pass.first_product(chunk)
                 case "combine":
                     if stage.part:
                         self._send_sums(messages, stage, at, weighted=True)
@@ -83,13 +101,14 @@ class ChunkedExecutor:
                 case "send_sums":
                     self._send_sums(messages, stage, at, weighted=True)
                 case "sum":
+                    assert y_TH is not None
                     tokens = slice(*chunk.tokens)
                     summands = messages.take_home(stage, weight_TK[tokens])
                     with self._span("combine", f"forward {stage.chunk}"):
                         self.compute.combine(*summands, y_TH[tokens], at.scratch)
                 case _:
                     raise AssertionError(f"no stage of tokens in chunks: {stage}")
-        return y_TH, Saved(messages.arrivals.rows, forward_pass.pre_activations(), weight_TK)
+        return Saved(messages.arrivals.rows, forward_pass.pre_activations(), weight_TK)
 
     def backward(
         self, dy_TH: Tensor, saved: Saved, wait_for_experts: WaitForExperts, gradients: ExpertGradients | None

@@ -36,6 +36,9 @@ class Executor(Protocol):
         once, when they are needed.
         """
 
+    def recompute(self, x_TH: Tensor, weight_TK: Tensor, wait_for_experts: WaitForExperts) -> Saved:
+        """Returns what ``forward`` saves, of the same arguments, where nobody reads the output."""
+
     def backward(
         self, dy_TH: Tensor, saved: Saved, wait_for_experts: WaitForExperts, gradients: ExpertGradients | None
     ) -> tuple[Tensor, Tensor]:

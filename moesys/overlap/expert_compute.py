@@ -68,6 +68,9 @@ class ForwardPass(Protocol):
     def experts(self, chunk: ChunkRoutes) -> Tensor:
         """Returns y [P, H] of the chunk's expert rows, before routing weights."""
 
+    def first_product(self, chunk: ChunkRoutes) -> None:
+        """Computes the chunk's pre-activations, instead of ``experts``."""
+
     def pre_activations(self) -> Tensor:
         """Returns h [P, 2I] of all chunks, after the last."""
 

@@ -155,6 +155,10 @@ class CpuForward(_Pass):
                 self.norm.forward(y_NH, y_NH)
         return y_PH
 
+    def first_product(self, chunk: ChunkRows) -> None:
+        for slots, rows, here in chunk.groups():
+            self._multiply(self.up, slots, self.x.take(chunk.gather_P[here], self.scratch, "x"), self.h_PU[rows])
+
     def pre_activations(self) -> Tensor:
         return self.h_PU
 

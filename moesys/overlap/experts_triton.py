@@ -74,6 +74,18 @@ class TritonForward:
     def experts(self, chunk: ChunkRoutes) -> Tensor:
         if not chunk.num_rows:
             return self.rows.new_empty(0, self.rows.shape[1])
+        here, block = self.experts_here, self.blocks.down
+        a_PI, routing, tiles = self._up(chunk)
+        return grouped_gemm(
+            a_PI, here.down_SHI, routing.first_G1, tiles.of(block), here.matrix_S, block, transposed=True
+        )
+
+    def first_product(self, chunk: ChunkRoutes) -> None:
+        if chunk.num_rows:
+            self._up(chunk)
+
+    def _up(self, chunk: ChunkRoutes) -> tuple[Tensor, Routing, RowTiles]:
+        """Keeps h and returns the activations of it, and where rows lie."""
         here, blocks = self.experts_here, self.blocks
         routing = _routing(self.routes, chunk, self.x, len(here.matrix_S))
         tiles = RowTiles(routing.first_G1, len(routing.entry_P))
@@ -88,10 +100,7 @@ class TritonForward:
             block=blocks.up,
         )
         self.h.append(h_P2I)
-        block = blocks.down
-        return grouped_gemm(
-            a_PI, here.down_SHI, routing.first_G1, tiles.of(block), here.matrix_S, block, transposed=True
-        )
+        return a_PI, routing, tiles
 
     def pre_activations(self) -> Tensor:
         if not self.h:

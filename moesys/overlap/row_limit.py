@@ -7,39 +7,27 @@ for nothing, raises as soon as it hears of it.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from moesys.config import MegaKernel
 from moesys.kernels.split.tables import SplitTables
 from moesys.layout import TokenPlan
+from moesys.overlap.rows_cap import too_many_rows, too_many_words
 
 
 def require_rows(overlap: MegaKernel, plan: TokenPlan, most_tokens: int, top_k: int) -> None:
     """Raises ValueError where a rank would get more rows than ``overlap.rows_cap``, times the ``most_tokens`` · K
     choices of any rank, allows.
     """
-    choices, rank = most_tokens * top_k, int(plan.tokens_R.argmax())
-    num_rows = int(plan.tokens_R[rank])
-    if num_rows > overlap.rows_cap * choices:
-        raise _too_many(rank, num_rows, choices, f"rows_cap={overlap.rows_cap:g} times {choices} choices of a rank")
+    if words := too_many_rows(overlap, plan, most_tokens, top_k):
+        raise ValueError(words)
 
 
 def room_for_rows(overlap: MegaKernel, most_tokens: int, top_k: int, num_ranks: int) -> int:
     """Rows of a rank for which there is memory where devices plan; all that there may be are never too many."""
     choices = most_tokens * top_k
     return min(int(overlap.rows_cap * choices), num_ranks * choices)
-
-
-def _too_many(rank: int, num_rows: int, choices: int, bound: str) -> ValueError:
-    # Rounded up, so that what is named is enough.
-    enough = math.ceil(100 * num_rows / choices) / 100
-    return ValueError(
-        f"rank {rank} would get {num_rows} rows, more than {bound}; "
-        f"use MegaKernel(rows_cap={enough:g}), or a balance or split that loads ranks more evenly"
-    )
 
 
 class RowLimit:
@@ -85,4 +73,5 @@ class RowLimit:
 def _raise_if_found(found_4: Tensor) -> None:
     rank, num_rows, room, choices = found_4.tolist()
     if num_rows:
-        raise _too_many(rank, num_rows, choices, f"the {room} that rows_cap allows for {choices} choices of a rank")
+        bound = f"the {room} that rows_cap allows for {choices} choices of a rank"
+        raise ValueError(too_many_words(rank, num_rows, choices, bound))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from moesys.kernels.experts.experts import ExpertMatrices, Kept, experts_backward, experts_forward
+from moesys.kernels.experts.experts import ExpertMatrices, Kept, experts_backward, experts_forward, experts_recomputed
 from moesys.kernels.experts.tile_config import ShapeClass, TileConfigs
 from moesys.kernels.experts.tile_tuner import blocks_of
 from moesys.kernels.routing.routing import Routing
@@ -50,6 +50,13 @@ class SingleRankExecutor:
             self._blocks(x_TH, down_SHI),
         )
         return y_TH, Saved(x_TH, kept.h_PU, weight_TK)
+
+    def recompute(self, x_TH: Tensor, weight_TK: Tensor, wait_for_experts: WaitForExperts) -> Saved:
+        """Returns what backward needs."""
+        x_TH = x_TH.contiguous()
+        gate_up_S2IH, down_SHI = wait_for_experts().stacked()[:2]
+        experts, blocks = self._matrices(gate_up_S2IH, down_SHI), self._blocks(x_TH, down_SHI)
+        return Saved(x_TH, experts_recomputed(x_TH, self.routing, weight_TK.shape[1], experts, blocks).h_PU, weight_TK)
 
     def backward(
         self, dy_TH: Tensor, saved: Saved, wait_for_experts: WaitForExperts, gradients: ExpertGradients | None

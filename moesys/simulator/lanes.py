@@ -88,6 +88,10 @@ class Lanes:
         end_FR = np.array([end_R for _, end_R in moving]).reshape(-1, len(seconds_R))
         at_R, left_R = self.now_R, seconds_R
         for until_R in np.sort(np.concatenate([start_FR, end_FR]), axis=0):
+            if (until_R <= at_R).all():
+                continue
+            if not left_R.any():
+                break
             until_R = np.maximum(until_R, at_R)
             beside_R = ((start_FR <= at_R) & (at_R < end_FR)).any(axis=0)
             rate_R = np.where(beside_R, 1 - self._copy_share, 1.0)

@@ -57,6 +57,8 @@ class Links:
         self._link_4R = links_of_ranks(cluster)
         self._clock = 0.0
         self._queues: dict[ChannelName, deque[Flow]] = {"tokens": deque(), "weights": deque()}
+        # Of ``if_nothing_follows``, until something does, or time goes on.
+        self._foreseen: list[tuple[float, FloatArray]] | None = None
 
     def issue(self, channel: ChannelName, ready: float, load: LinkLoad, latency_seconds: float = 0.0) -> Flow:
         """Queue a flow. ``ready`` must not lie before the end of a flow that has been waited for. ``latency_seconds``:
@@ -66,6 +68,7 @@ class Links:
         flow = Flow(ready, load, self._latency_L + latency_seconds, load.seconds_L)
         if load.used_4R.any():
             self._queues[channel].append(flow)
+            self._foreseen = None
         else:
             flow.end_L, flow.end_R = flow.begin_L(ready), np.full(self.cluster.num_ranks, -np.inf)
         return flow
@@ -82,15 +85,19 @@ class Links:
         """(start, end of each rank) of all flows that have not ended, if no more were issued."""
         if not any(self._queues.values()):
             return []
+        if self._foreseen is not None:
+            return self._foreseen
         # A flow's arrays are replaced and never changed, so that copies may share them.
         rest = copy(self)
         rest._queues = {name: deque(map(copy, queue)) for name, queue in self._queues.items()}
         flows = [flow for queue in rest._queues.values() for flow in queue]
         ends = [rest.end_of(flow) for flow in flows]
-        return [(flow.start, end_R) for flow, end_R in zip(flows, ends, strict=True)]
+        self._foreseen = [(flow.start, end_R) for flow, end_R in zip(flows, ends, strict=True)]
+        return self._foreseen
 
     def _advance(self) -> None:
         """Go to the next time at which a flow ends."""
+        self._foreseen = None
         heads = [queue[0] for queue in self._queues.values() if queue]
         ends = _ends(heads, self._clock)
         ends_R = [self._ends_of_ranks(flow, end_L) for flow, end_L in zip(heads, ends, strict=True)]

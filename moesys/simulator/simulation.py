@@ -20,10 +20,13 @@ COMPUTED_KINDS = ("experts", "weight_gradients", "gather", "sum", "other", "opti
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
-    """A step: ``timeline`` of blocks, and what its length follows from."""
+    """A step: ``timeline`` of blocks, and what its length follows from. ``forward_seconds``: until the last rank was
+    through the forward of the last micro-batch.
+    """
 
     cluster: ClusterSpec
     timeline: Timeline
+    forward_seconds: float
     _lanes: Lanes
 
     @property

@@ -48,9 +48,6 @@ from moesys.simulator.rest_of_step import RestOfStep
 from moesys.simulator.simulation import Simulation
 from moesys.timeline import Timeline
 
-# A way through a layer; recomputation is forward once more.
-Way = Literal["forward", "recomputation", "backward"]
-
 
 def run_step(
     strategy: Strategy,
@@ -62,8 +59,9 @@ def run_step(
     """Forward and backward of each micro-batch through all layers, one micro-batch after another; zero is the start.
 
     ``micro_batches``: the plans of each, layer by layer. Spans are named as a measured step's: lanes ``compute`` (its
-    kinds are ``simulation.COMPUTED_KINDS``), ``counts``, ``dispatch``, ``combine``, ``restore``, ``reshard`` and
-    ``mega_kernel``, whose kinds are named alike. What takes no rank any time has no span.
+    kinds are ``simulation.COMPUTED_KINDS``), ``counts``, ``dispatch``, ``combine``, ``restore``, ``reshard``,
+    ``all_gather``, ``reduce_scatter`` and ``mega_kernel``, whose kinds are named alike. What takes no rank any time has
+    no span.
     """
     rest = RestOfStep() if rest is None else rest
     step = _Step(strategy, model, cluster, rest)
@@ -71,6 +69,7 @@ def run_step(
         step.begin(plans, f", micro-batch {number}" if len(micro_batches) > 1 else "")
         for layer in range(len(plans)):
             step.forward(layer)
+        step.forward_seconds = float(step.lanes.now_R.max())
         for layer in reversed(range(len(plans))):
             step.backward(layer)
         step.flush()
@@ -117,6 +116,9 @@ class _Step:
         # Beside MegaKernels copy engines bring experts that are sharded; all else is sent by kernels.
         pulled = isinstance(overlap, MegaKernel) and isinstance(sharding, Fsep) and sharding.flat
         self.lanes = Lanes(cluster, 0.0 if pulled else cluster.copy_share)
+        self.forward_seconds = 0.0
+        self.gathers: dict[int, AllToAll] = {}
+        self.reductions: list[AllToAll] = []
         self.waiting_reshards: deque[tuple[_Exchange | None, LinkLoad, int]] = deque()
         self.reshards: deque[_Exchange] = deque()
 
@@ -129,7 +131,7 @@ class _Step:
         self.rows: dict[int, _Rows] = {}
         if isinstance(self.strategy.overlap, MegaKernel):
             forward = [(plan, False) for plan in plans]
-            again = 2 if self.rest.recompute == "layers" else 1
+            again = 2 if self.rest.runs_again else 1
             backward = [(plan, number == again) for plan in reversed(plans) for number in range(1, again + 1)]
             self.queued = queued_ahead(self.strategy.overlap, self.model, self.cluster, forward + backward)
 
@@ -138,6 +140,7 @@ class _Step:
     def forward(self, layer: int) -> None:
         if self.rest.travel_behind_rest:
             self._start_settled(layer)
+        self._gather_rest(layer, layer + 1)
         self._compute(self.rest.other_seconds, "other", f"layer {layer} forward")
         self._exchange_counts(layer)
         self._start_late(layer)
@@ -147,8 +150,9 @@ class _Step:
             del self.experts[layer]
 
     def backward(self, layer: int) -> None:
-        if self.rest.recompute == "layers":
-            self._compute(self.rest.other_seconds, "other", f"layer {layer} recomputation")
+        self._gather_rest(layer, layer - 1)
+        if self.rest.runs_again:
+            self._compute(self.rest.again_seconds, "other", f"layer {layer} recomputation")
             self._start_restore(layer)
             self._run(layer, "recomputation")
         self._start_restore(layer)
@@ -163,23 +167,36 @@ class _Step:
         else:
             self._finish_reshards()
         if self.rest.recompute == "computing":
-            self._compute(self.rest.other_seconds, "other", f"layer {layer} recomputation")
-        self._compute(2 * self.rest.other_seconds, "other", f"layer {layer} backward")
+            self._compute(self.rest.again_seconds, "other", f"layer {layer} recomputation")
+        self._compute(self.rest.backward_seconds, "other", f"layer {layer} backward")
+        if self.rest.reduced is not None:
+            self.reductions.append(self._issue("weights", "reduce_scatter", self.rest.reduced, f"layer {layer} rest"))
 
     def flush(self) -> None:
-        """Gradients that were to travel behind a layer that does not come."""
+        """Gradients that were to travel behind a layer that does not come, and those of the rest."""
         self._cross_reshards()
         self._finish_reshards()
+        while self.reductions:
+            self.lanes.wait(self.reductions.pop(0))
 
     def finish(self) -> None:
         self._compute(self.rest.optimizer_seconds, "optimizer", "")
 
-    def _run(self, layer: int, way: Way) -> None:
+    def _gather_rest(self, layer: int, following: int) -> None:
+        """Waits for the parameters of the rest of a layer; those of the one that follows set off."""
+        if self.rest.gathered is None:
+            return
+        for one in (layer, following):
+            if 0 <= one < len(self.plans) and one not in self.gathers:
+                self.gathers[one] = self._issue("weights", "all_gather", self.rest.gathered, f"layer {one} rest")
+        self.lanes.wait(self.gathers.pop(layer))
+
+    def _run(self, layer: int, way: Direction) -> None:
         """Goes through the stages that executors go through, and takes the time of each."""
         plan, chunks, name, entered_R = self.plans[layer], self.num_chunks, f"layer {layer} {way}", self.lanes.now_R
         rows = self._rows(layer)
         under_way: dict[Stage, AllToAll] = {}
-        direction: Direction = "backward" if way == "backward" else "forward"
+        direction: Direction = "forward" if self.rest.recompute == "layers" and way == "recomputation" else way
         parts = rows.traffic.parts
         stages = schedule_of(self.strategy.overlap, direction, self.cluster.num_nodes, parts)
         gates_sum_R = sum_seconds(rows.traffic.gate_summed_R / parts / chunks, self.model, self.cluster)
@@ -213,6 +230,9 @@ class _Step:
                     self._wait_for_experts(layer, way)
                 case "experts":
                     self._experts(rows.rows_RE / chunks, layer, way, stage.chunk)
+                case "pre_activations":
+                    seconds_R = pass_seconds(rows.rows_RE / chunks, self.model, self.cluster, "pre_activations")
+                    self._compute(seconds_R, "experts", detail)
                 case "sum":
                     seconds_R = sum_seconds(rows.traffic.summed_R / chunks, self.model, self.cluster)
                     self._compute(seconds_R, "sum", detail)
@@ -228,7 +248,7 @@ class _Step:
                 case _:
                     assert_never(stage.kind)
 
-    def _run_fused(self, layer: int, way: Way, entered_R: FloatArray) -> None:
+    def _run_fused(self, layer: int, way: Direction, entered_R: FloatArray) -> None:
         """MegaKernels of ranks that entered the layer at ``entered_R``."""
         rows = self._rows(layer)
         if way == "backward" and self.rest.recompute == "computing":
@@ -239,7 +259,7 @@ class _Step:
         both_ways = LinkLoad(seconds_L, rows.whole.used_4R | rows.whole.reversed().used_4R)
         self.lanes.run_fused(found, both_ways, f"layer {layer} {way}{self.suffix}")
 
-    def _wait_for_experts(self, layer: int, way: Way) -> None:
+    def _wait_for_experts(self, layer: int, way: Direction) -> None:
         """Experts of layers to come set off meanwhile; in backward gradients that waited, too."""
         self._spread(layer)
         following = range(0)
@@ -256,8 +276,8 @@ class _Step:
             self._cross_reshards()
         self._finish_restore(layer)
 
-    def _experts(self, rows_RE: FloatArray, layer: int, way: Way, chunk: int) -> None:
-        def run(of: Literal["forward", "input_gradients"], name: Way) -> None:
+    def _experts(self, rows_RE: FloatArray, layer: int, way: Direction, chunk: int) -> None:
+        def run(of: Literal["forward", "input_gradients"], name: Direction) -> None:
             seconds_R = pass_seconds(rows_RE, self.model, self.cluster, of)
             self._compute(seconds_R, "experts", f"layer {layer} {name} {chunk}")
 
@@ -387,4 +407,4 @@ class _Step:
         self.lanes.compute(seconds_R, kind, detail + self.suffix)
 
     def simulation(self) -> Simulation:
-        return Simulation(self.cluster, Timeline.of_blocks(self.lanes.blocks()), self.lanes)
+        return Simulation(self.cluster, Timeline.of_blocks(self.lanes.blocks()), self.forward_seconds, self.lanes)

@@ -125,7 +125,7 @@ def _products_seconds(plan: LayerPlan, setting: Setting, backward: bool) -> Floa
 
 
 def _compute_seconds(rows: float, setting: Setting) -> float:
-    """Forward and backward, at the matmul rate."""
+    """Forward and backward, at the matmul rate: inside a MegaKernel it is less, by ``fused_rate``."""
     return rows * row_product_seconds(setting.model, setting.cluster)
 
 

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Protocol
 
 from moesys.config import MegaKernel, Strategy
 from moesys.cost import restores_per_step
+from moesys.runnable import out_of_rows
 from moesys.tuner.bounds import load_bound_ms, plan_bound_ms
+from moesys.tuner.deadline import Deadline
 from moesys.tuner.journal import Entry, Journal
-from moesys.tuner.memory import rank_memory
 from moesys.tuner.setting import Setting
-from moesys.tuner.workload import Plans, Step, Workload
+from moesys.tuner.workload import Plans, Step, Workload, layers_of
 
 # Steps on which all points are seen first, and how many times more each next look has.
 _FIRST_STEPS, _MORE = 2, 4
-_MEMORY = "memory"
+_MEMORY, _REACH = "memory", "reach"
 
 
 @dataclass(frozen=True)
@@ -56,9 +58,10 @@ class Told(Protocol):
 
 
 class Costs:
-    """Costs of points in the cost model, in the journal or found out now.
+    """Costs of points in the cost model, in the journal or found out now. ``like``: plans as well as any.
 
-    ``memory_gb``: what a rank has, 1e9 bytes; None: enough. ``recompute``: only one layer's rows are kept for backward.
+    A step is simulated once, whatever is the mean of it. Raises OutOfTimeError from everything that would find out more
+    when the ``deadline`` is over.
     """
 
     def __init__(
@@ -67,32 +70,37 @@ class Costs:
         journal: Journal,
         setting: Setting,
         *,
-        memory_gb: float | None,
-        recompute: bool,
         like: Strategy,
         told: Told,
+        deadline: Deadline | None = None,
     ) -> None:
-        self.plans, self.journal, self.setting, self.told = plans, journal, setting, told
-        self.memory_gb, self.recompute, self.like = memory_gb, recompute, like
+        self.plans, self.journal, self.setting, self.like, self.told = plans, journal, setting, like, told
+        self.deadline = deadline or Deadline()
         self.best_ms: dict[Fidelity, float] = {}
         self._load_bounds: dict[tuple[object, ...], float] = {}
+        self._plan_bounds: dict[tuple[str, int], list[float]] = {}
+        self._steps_ms: dict[tuple[str, int], list[float]] = {}
         self.looked_at: set[str] = set()
 
     def fits(self, strategy: Strategy) -> bool:
-        """Whether a rank can hold what the strategy has it hold; if not, that is in the journal."""
-        if self.memory_gb is None:
-            return True
-        load = self.plans.loads(self.like, self.plans.workload.seeds[0], 1)[0][0]
-        tokens = load.total // (self.setting.model.top_k * self.setting.cluster.num_ranks)
-        needed_gb = rank_memory(strategy, self.setting, tokens, recompute=self.recompute).gb
-        if needed_gb <= self.memory_gb:
-            return True
-        fingerprint = strategy.fingerprint()
-        of = f"{_MEMORY} {self.memory_gb:g} GB"
-        if self.journal.find(fingerprint, of, pruned=True) is None:
-            reason = f"a rank holds {needed_gb:.2f} GB at least, and has {self.memory_gb:g}"
+        """Whether ``why_not`` knows nothing against it."""
+        return not self.why_not(strategy)
+
+    def why_not(self, strategy: Strategy) -> str:
+        """Why it would not run, whatever is planned, and that is in the journal then: a MegaKernel does not reach its
+        peers, or a rank cannot hold what it is to hold.
+        """
+        reason, of = self.setting.out_of_reach(strategy), _REACH
+        if not reason and (memory_gb := self.setting.cluster.memory_gb) is not None:
+            reason, of = self.setting.out_of_memory(strategy, self._tokens_per_rank), f"{_MEMORY} {memory_gb:g} GB"
+        if reason and self.journal.find(strategy.fingerprint(), of, pruned=True) is None:
             self.journal.add(Entry.about(strategy, "pruned", of, None, reason))
-        return False
+        return reason
+
+    @cached_property
+    def _tokens_per_rank(self) -> int:
+        load = self.plans.loads(self.like, self.plans.workload.seeds[0], 1)[0][0]
+        return load.total // (self.setting.model.top_k * self.setting.cluster.num_ranks)
 
     def of(self, strategy: Strategy, fidelity: Fidelity, *, prune: bool = True) -> Entry:
         """``simulated``; ``pruned`` where a bound is above the best of this fidelity; or ``refused``."""
@@ -104,6 +112,9 @@ class Costs:
             entry = bound
         else:
             entry = self.journal.find(fingerprint, of) or self.journal.add(self._found_out(strategy, fidelity, prune))
+            for seed, steps_ms in entry.steps_ms.items():
+                known = self._steps_ms.setdefault((fingerprint, int(seed)), [])
+                known += steps_ms[len(known) :]
         # What does not fit rules nothing out.
         if entry.stage == "simulated" and entry.ms is not None and self.fits(strategy):
             self.best_ms[fidelity] = min(self.best_ms.get(fidelity, math.inf), entry.ms)
@@ -117,15 +128,47 @@ class Costs:
                 if bound_ms > best_ms:
                     reason = f"{what} take {bound_ms:.4g} ms at least, and the best so far {best_ms:.4g} in all"
                     return Entry.about(strategy, "pruned", str(fidelity), bound_ms, reason)
-            ms = _mean([self.plans.workload.step_ms(step) for step in self._steps(strategy, fidelity)])
+            by_seed = {
+                str(seed): self._of_steps(self._steps_ms, self._step_ms, strategy, seed, fidelity)
+                for seed in fidelity.seeds
+            }
         except ValueError as error:
             return Entry.about(strategy, "refused", str(fidelity), None, str(error))
-        return Entry.about(strategy, "simulated", str(fidelity), ms)
+        ms = _mean([ms for steps_ms in by_seed.values() for ms in steps_ms])
+        return replace(Entry.about(strategy, "simulated", str(fidelity), ms), steps_ms=by_seed)
+
+    def steps_ms(self, strategy: Strategy) -> dict[int, list[float]]:
+        """Milliseconds of all steps that are simulated by now, by seed."""
+        of = strategy.fingerprint()
+        return {seed: ms for (fingerprint, seed), ms in self._steps_ms.items() if fingerprint == of and ms}
+
+    def _of_steps(
+        self,
+        known: dict[tuple[str, int], list[float]],
+        find_out: Callable[[Step], float],
+        strategy: Strategy,
+        seed: int,
+        fidelity: Fidelity,
+    ) -> list[float]:
+        """What ``find_out`` says of the first steps of a seed, each of which is asked for once."""
+        values = known.setdefault((strategy.fingerprint(), seed), [])
+        if len(values) < fidelity.num_steps:
+            self.deadline.check()
+            for step in self.plans.steps(strategy, seed, fidelity.num_steps)[len(values) :]:
+                self.deadline.check()
+                values.append(find_out(step))
+        return values[: fidelity.num_steps]
+
+    def _step_ms(self, step: Step) -> float:
+        if reason := out_of_rows(step[0].strategy, self.setting.model, layers_of(step)):
+            raise ValueError(reason)
+        return self.plans.workload.step_ms(step)
 
     def _bounds(self, strategy: Strategy, fidelity: Fidelity) -> Iterator[tuple[float, str]]:
         """Before its layouts are planned, and after."""
         yield self._load_bound_ms(strategy, fidelity), "such slots"
-        yield _mean([plan_bound_ms(step) for step in self._steps(strategy, fidelity)]), "its plans"
+        bounds = (self._of_steps(self._plan_bounds, plan_bound_ms, strategy, seed, fidelity) for seed in fidelity.seeds)
+        yield _mean([ms for of_seed in bounds for ms in of_seed]), "its plans"
 
     def _load_bound_ms(self, strategy: Strategy, fidelity: Fidelity) -> float:
         """Many points share it: all that differ in what it does not know."""
@@ -136,9 +179,6 @@ class Costs:
             loads = [of for seed in fidelity.seeds for of in self.plans.loads(self.like, seed, fidelity.num_steps)]
             self._load_bounds[key] = _mean([load_bound_ms(strategy, of_step, self.setting) for of_step in loads])
         return self._load_bounds[key]
-
-    def _steps(self, strategy: Strategy, fidelity: Fidelity) -> list[Step]:
-        return [step for seed in fidelity.seeds for step in self.plans.steps(strategy, seed, fidelity.num_steps)]
 
 
 def _mean(values: Sequence[float]) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from moesys.config import FlowSplit, Fsep, Strategy, WindowMean
-from moesys.tuner.memory import rank_memory
 from moesys.tuner.setting import Setting
 from moesys.tuner.space import Space
 
@@ -13,26 +12,20 @@ Values = dict[str, tuple[Any, ...]]
 _CAPS = (0.02, 0.05, 0.1)
 
 
-def default_space(
-    setting: Setting,
-    tokens_per_rank: int,
-    *,
-    memory_gb: float | None = None,
-    recompute: bool = False,
-    mega_kernels: bool = True,
-) -> Space:
-    """Everything a strategy can say, at a few values a field. ``memory_gb``: of a rank, 1e9 bytes; ``recompute``: only
-    one layer's rows are in it.
+def default_space(setting: Setting, tokens_per_rank: int, *, mega_kernels: bool = True) -> Space:
+    """Everything a strategy can say, at a few values a field.
 
     Left out: planners that take seconds a plan (``CpSat``), predictors that know what is to come, plans that come late
-    (``lag``), and ``MegaKernel`` where nothing can run it.
+    (``lag``), slots beyond memory, and ``MegaKernel`` where nothing can run it: without ``mega_kernels``, and over
+    several domains.
     """
     cluster = setting.cluster
-    overlaps = _overlaps(mega_kernels, across=cluster.num_nodes > 1)
+    one_domain = len(cluster.domain_sizes) == 1
+    overlaps = _overlaps(mega_kernels and one_domain, across=cluster.num_nodes > 1)
     if cluster.num_ranks == 1:
         return Space(overlaps)
-    counts = _slot_counts(setting, tokens_per_rank, memory_gb, recompute)
-    nodes, domains = cluster.num_nodes > 1, len(cluster.domain_sizes) > 1
+    counts = _slot_counts(setting, tokens_per_rank)
+    nodes = cluster.num_nodes > 1
     shardings: Values = {"sharding": ("ep",), "sharding.ep.slots_per_rank": (None, *counts)}
     if counts:
         hierarchical = nodes and max(cluster.node_sizes) > 1
@@ -46,7 +39,7 @@ def default_space(
             "sharding.reshard": ("flat", "hierarchical") if hierarchical else ("flat",),
             "sharding.lend": ("flat", "hierarchical") if hierarchical else ("flat",),
         }
-    capped = tuple(FlowSplit(max_inter_node=cap) for cap in _CAPS if domains)
+    capped = tuple(FlowSplit(max_inter_node=cap) for cap in _CAPS if not one_domain)
     return Space(
         {
             **shardings,
@@ -59,7 +52,7 @@ def default_space(
     )
 
 
-def _slot_counts(setting: Setting, tokens_per_rank: int, memory_gb: float | None, recompute: bool) -> tuple[int, ...]:
+def _slot_counts(setting: Setting, tokens_per_rank: int) -> tuple[int, ...]:
     """From as many slots a rank as experts need to twice as many, as far as memory goes."""
     experts = setting.model.num_experts
     needed = -(-experts // setting.cluster.num_ranks)
@@ -67,7 +60,7 @@ def _slot_counts(setting: Setting, tokens_per_rank: int, memory_gb: float | None
 
     def fits(slots: int) -> bool:
         plain = Strategy(name="fsep", sharding=Fsep(slots_per_rank=slots))
-        return memory_gb is None or rank_memory(plain, setting, tokens_per_rank, recompute=recompute).gb <= memory_gb
+        return not setting.out_of_memory(plain, tokens_per_rank)
 
     return tuple(slots for slots in counts if slots <= experts and fits(slots))
 

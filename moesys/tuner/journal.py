@@ -30,6 +30,7 @@ class Entry:
         too large has no ``ms``, and ``memory 80 GB`` here.
     ms: a step's milliseconds: a lower bound where it is pruned; None where there is none.
     reason: why it was pruned or refused.
+    steps_ms: of each step that ``ms`` is the mean of, by seed, where it is simulated.
     """
 
     fingerprint: str
@@ -39,6 +40,7 @@ class Entry:
     ms: float | None = None
     reason: str = ""
     strategy: dict[str, Any] = field(default_factory=dict)
+    steps_ms: dict[str, list[float]] = field(default_factory=dict)
 
     @classmethod
     def about(cls, strategy: Strategy, stage: Stage, of: str, ms: float | None, reason: str = "") -> Self:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Self
 
 from moesys.config import Declared, Strategy
 from moesys.config.experiment import Source
@@ -20,7 +20,7 @@ class Choice:
 
     ``next_best``: the best other value of the space, and ``costs``: how much longer a simulated step is with it, 0.02
     for 2 %; at least so much where ``at_least``. Both None where the space or the cost model has no other that goes
-    with the other fields.
+    with the other fields, or ``not_seen``, where the time was over before others were looked at.
     """
 
     field: str
@@ -28,8 +28,11 @@ class Choice:
     next_best: str | None = None
     costs: float | None = None
     at_least: bool = False
+    not_seen: bool = False
 
     def __str__(self) -> str:
+        if self.not_seen:
+            return "others were not looked at: the time was over"
         if self.next_best is None or self.costs is None:
             return "no other value goes with the rest"
         if abs(self.costs) < 5e-5:
@@ -41,11 +44,32 @@ class Choice:
 
 
 @dataclass(frozen=True)
+class Draws:
+    """Simulated milliseconds of the same steps under a strategy and under the baseline, by draw: a seed, or where there
+    is one seed alone, a step of it.
+    """
+
+    strategy: Strategy
+    own_ms: dict[int, list[float]] = field(hash=False)
+    baseline_ms: dict[int, list[float]] = field(hash=False)
+
+    @classmethod
+    def of(cls, strategy: Strategy, own_ms: dict[int, list[float]], baseline_ms: dict[int, list[float]]) -> Self:
+        """Of what is known of both."""
+        lengths = {seed: min(len(own_ms[seed]), len(baseline_ms[seed])) for seed in own_ms if seed in baseline_ms}
+        own, baseline = ({seed: ms[seed][:most] for seed, most in lengths.items()} for ms in (own_ms, baseline_ms))
+        if len(lengths) == 1:
+            own, baseline = ({step: [ms] for step, ms in enumerate(next(iter(of.values())))} for of in (own, baseline))
+        return cls(strategy, own, baseline)
+
+
+@dataclass(frozen=True)
 class Tuned:
     """``strategy``: the pick, called ``tuned``. ``decided_by``: which kind of time it is the fastest by; the other kind
     only said where to look. ``speedup``: the baseline's time over its own, both of that kind.
 
-    ``num_combinations`` of the space; ``timing``: None where nothing was timed.
+    ``num_combinations`` of the space; ``timing``: None where nothing was timed. ``draws``: of the fastest points in the
+    cost model, what tells them from the baseline. ``not_seen``: what the time did not suffice for; "" where it did.
     """
 
     strategy: Strategy
@@ -56,6 +80,8 @@ class Tuned:
     space: Space
     search: SearchResult
     timing: TimingResult | None
+    draws: tuple[Draws, ...] = ()
+    not_seen: str = ""
 
     def to_toml(self) -> str:
         """The strategy as a file, the reasons beside its fields as comments."""
@@ -66,6 +92,7 @@ class Tuned:
             f"# Decided by {self.decided_by} times: {self.speedup:.3f} x as fast as {self.baseline.name!r}.\n"
             "# Beside a field: the best other value that was tried, and what it would cost.\n"
         )
+        head += f"# Stopped when the time was over, while {self.not_seen}.\n" if self.not_seen else ""
         reasons = {choice.field: str(choice) for choice in self.choices}
         return head + "\n".join(_commented(self.strategy.to_toml(), reasons)) + "\n"
 
@@ -73,14 +100,14 @@ class Tuned:
 def choices_of(strategy: Strategy, space: Space, search: SearchResult, step_ms: float | None) -> tuple[Choice, ...]:
     """Every field that the space has values for. ``step_ms``: of ``strategy``, simulated; None if that cannot be."""
     found = []
-    for field, value in _fields(strategy, space):
-        alternative: Alternative | None = search.alternatives.get(field)
+    for path, value in _fields(strategy, space):
+        alternative: Alternative | None = search.alternatives.get(path)
         if alternative is None or step_ms is None:
-            found.append(Choice(field, value_words(value)))
+            found.append(Choice(path, value_words(value), not_seen=bool(search.not_seen)))
             continue
         costs = alternative.ms / step_ms - 1
         found.append(
-            Choice(field, value_words(value), value_words(alternative.neighbour.value), costs, alternative.at_least)
+            Choice(path, value_words(value), value_words(alternative.neighbour.value), costs, alternative.at_least)
         )
     return tuple(found)
 

@@ -14,6 +14,7 @@ from itertools import chain, groupby, islice
 
 from moesys.config import Strategy
 from moesys.tuner.costs import Costs, Fidelity, ladder
+from moesys.tuner.deadline import OutOfTimeError
 from moesys.tuner.journal import Entry
 from moesys.tuner.space import PLACEMENT, Neighbour, Space
 
@@ -49,8 +50,9 @@ class Alternative:
 @dataclass(frozen=True)
 class SearchResult:
     """``ranking``: best first, of what fits. ``baseline``: None where it cannot be simulated. ``alternatives``: of the
-    best, by field. ``refused``: points that the cost model does not know, with its reason. ``num_points``: points that
-    were simulated, pruned or refused.
+    best, by field. ``refused``: points that would not run, or that the cost model does not know, with the reason.
+    ``num_points``: points that were simulated, pruned or refused. ``of``: what all costs are the mean of. ``not_seen``:
+    what the time did not suffice for, in words; "" where it did.
     """
 
     ranking: tuple[Ranked, ...]
@@ -58,6 +60,8 @@ class SearchResult:
     alternatives: dict[str, Alternative]
     refused: tuple[tuple[Strategy, str], ...]
     num_points: int
+    of: Fidelity
+    not_seen: str = ""
 
 
 class Search:
@@ -72,34 +76,77 @@ class Search:
         self.draws = random.Random(seed)
         self.rungs = ladder(costs.plans.workload)
         self.refused: dict[str, tuple[Strategy, str]] = {}
+        self.simulated: dict[Fidelity, dict[str, Ranked]] = {rung: {} for rung in self.rungs}
+        self._pick: Ranked | None = None
+        self._alternatives_of_pick: dict[str, Alternative] = {}
+        self._stage = "drawing points"
 
     def run(self) -> SearchResult:
-        """Raises ValueError where the space has no point, or the cost model knows none."""
+        """The best of what there is, or of what there was time for.
+
+        Raises ValueError where the space has no point, where none is known to run, or time was not enough for any.
+        """
+        try:
+            self._climb()
+        except OutOfTimeError:
+            return self._result(self._longest_look(), not_seen=self._stage)
+        return self._result(self.rungs[-1])
+
+    def _climb(self) -> None:
+        """Ever longer looks at fewer points, then steps from the best."""
         alive = self._candidates()
         started = {strategy.fingerprint() for strategy in self.starts}
         for rung, fidelity in enumerate(self.rungs):
-            self.costs.told.stage(f"simulating {len(alive)} points, {fidelity}", len(alive))
+            self._begin(f"simulating {len(alive)} points, {fidelity}", len(alive))
             ranked = self._ranked(alive, fidelity, keep=started)
             kept = max(_KEPT, math.ceil(len(ranked) * _KEPT_SHARE))
             if rung + 1 < len(self.rungs):
                 best = {one.strategy.fingerprint() for one in ranked[:kept]} | started
                 alive = [one.strategy for one in ranked if one.strategy.fingerprint() in best]
-        baseline = next((one for one in ranked if one.strategy == self.starts[0]), None)
-        found = {one.strategy.fingerprint(): one for one in ranked if self.costs.fits(one.strategy)}
+                # First, so that a look that time cuts short has something to be compared with.
+                alive.sort(key=lambda strategy: strategy != self.starts[0])
+        found = [one for one in ranked if self._would_run(one.strategy)]
+        if found:
+            self._step_on(found[0])
+
+    def _longest_look(self) -> Fidelity:
+        """At which the baseline and something that would run were simulated; the shortest where there is none."""
+        baseline = self.starts[0].fingerprint()
+        for fidelity in reversed(self.rungs):
+            seen = self.simulated[fidelity]
+            others = (one.strategy for fingerprint, one in seen.items() if fingerprint != baseline)
+            if baseline in seen and any(map(self.costs.fits, others)):
+                return fidelity
+        return self.rungs[0]
+
+    def _result(self, fidelity: Fidelity, not_seen: str = "") -> SearchResult:
+        seen = self.simulated[fidelity]
+        found = [one for one in seen.values() if self._would_run(one.strategy)]
         if not found:
-            reason = next((reason for _, reason in self.refused.values()), f"none fits into {self.costs.memory_gb} GB")
-            raise ValueError(f"the cost model knows no point of the space: {reason}; widen space, or raise memory_gb")
-        alternatives = self._step_on(next(iter(found.values())), found)
+            reason = next((reason for _, reason in self.refused.values()), "none is known to the cost model")
+            time = f"the time was over while {not_seen}: give more minutes, or " if not_seen else ""
+            raise ValueError(f"no point of the space would run: {reason}; {time}widen space, or raise memory_gb")
         # Stable, so that of equals the start comes first, then what was drawn, then neighbours.
-        ranking = sorted(found.values(), key=lambda one: one.ms)
+        ranking = sorted(found, key=lambda one: one.ms)
+        is_pick = self._pick is not None and ranking[0].strategy == self._pick.strategy
         return SearchResult(
-            tuple(ranking), baseline, alternatives, tuple(self.refused.values()), len(self.costs.looked_at)
+            tuple(ranking),
+            seen.get(self.starts[0].fingerprint()),
+            self._alternatives_of_pick if is_pick else {},
+            tuple(self.refused.values()),
+            len(self.costs.looked_at),
+            fidelity,
+            not_seen,
         )
+
+    def _begin(self, stage: str, num_points: int) -> None:
+        self._stage = stage
+        self.costs.told.stage(stage, num_points)
 
     def by_glance(self, strategy: Strategy) -> list[Strategy]:
         """Neighbours, those first that are fastest at a glance; those that the cost model does not know are last."""
         neighbours = [one.strategy for of_field in self._neighbours(strategy).values() for one in of_field]
-        self.costs.told.stage(f"glancing at neighbours of {strategy.name}", len(neighbours))
+        self._begin(f"glancing at neighbours of {strategy.name}", len(neighbours))
         seen: list[tuple[float, int, Strategy]] = []
         for neighbour in neighbours:
             ms = self._cost(neighbour, self.rungs[0]).ms
@@ -108,7 +155,7 @@ class Search:
 
     def around(self, pick: Strategy, found: SearchResult) -> SearchResult:
         """``found`` with the alternatives of a pick that something else than the cost model chose."""
-        self.costs.told.stage(f"simulating {pick.name}", 1)
+        self._begin(f"simulating {pick.name}", 1)
         entry = self._cost(pick, self.rungs[-1], prune=False)
         if entry.ms is None:
             return replace(found, alternatives={}, refused=tuple(self.refused.values()))
@@ -120,6 +167,8 @@ class Search:
             self._alternatives(Ranked(pick, entry.ms)),
             tuple(self.refused.values()),
             len(self.costs.looked_at),
+            self.rungs[-1],
+            found.not_seen,
         )
 
     def _candidates(self) -> list[Strategy]:
@@ -136,11 +185,16 @@ class Search:
         new = (
             point
             for point in chain([first], points)
-            if point.fingerprint() not in by_fingerprint and self.costs.fits(point)
+            if point.fingerprint() not in by_fingerprint and self._would_run(point)
         )
         for point in islice(new, None if exhausts else max(0, self.budget - len(by_fingerprint))):
             by_fingerprint[point.fingerprint()] = point
         return list(by_fingerprint.values())
+
+    def _would_run(self, point: Strategy) -> bool:
+        if reason := self.costs.why_not(point):
+            self.refused.setdefault(point.fingerprint(), (point, reason))
+        return not reason
 
     def _ranked(self, points: Sequence[Strategy], fidelity: Fidelity, keep: set[str]) -> list[Ranked]:
         """Those that were simulated, fastest first; equals in the order they came in. Nothing in ``keep`` is pruned."""
@@ -155,32 +209,31 @@ class Search:
         entry = self.costs.of(point, fidelity, prune=prune)
         if entry.stage == "refused":
             self.refused.setdefault(entry.fingerprint, (point, entry.reason))
+        elif entry.stage == "simulated" and entry.ms is not None and fidelity in self.simulated:
+            self.simulated[fidelity].setdefault(entry.fingerprint, Ranked(point, entry.ms))
         return entry
 
     # --- neighbours ---------------------------------------------------------------------------------------------
 
-    def _step_on(self, pick: Ranked, found: dict[str, Ranked]) -> dict[str, Alternative]:
-        """Go to the fastest neighbour until none is faster; ``found`` gets all that were simulated. The last point's
-        alternatives.
-        """
+    def _step_on(self, pick: Ranked) -> None:
+        """Go to the fastest neighbour until none is faster."""
         while True:
             alternatives = self._alternatives(pick)
             exact = [Ranked(one.neighbour.strategy, one.ms) for one in alternatives.values() if not one.at_least]
-            for one in exact:
-                found.setdefault(one.strategy.fingerprint(), one)
             best = min(exact, key=lambda one: one.ms, default=pick)
             if best.ms >= pick.ms * (1 - _EQUAL):
-                return alternatives
+                return
             pick = best
 
     def _alternatives(self, pick: Ranked) -> dict[str, Alternative]:
         """The best other value of each field, after a glance at all of them."""
         by_field = self._neighbours(pick.strategy)
         glance, whole = self.rungs[0], self.rungs[-1]
-        self.costs.told.stage(
+        self._begin(
             f"simulating neighbours of {pick.strategy.name}", sum(len(neighbours) for neighbours in by_field.values())
         )
-        found = {}
+        found: dict[str, Alternative] = {}
+        self._pick, self._alternatives_of_pick = pick, found
         for field, neighbours in by_field.items():
             glances = [(self._cost(one.strategy, glance), one) for one in neighbours]
             seen = sorted(

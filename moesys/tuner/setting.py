@@ -22,15 +22,31 @@ from moesys.config import (
     Static,
     Strategy,
 )
+from moesys.runnable import out_of_memory, out_of_reach
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What decides which strategies can be told apart: their model, cluster and number of layers."""
+    """What decides which strategies can be told apart, and which would run: their model, cluster and number of layers.
+
+    model_layers: of the whole model, whose memory counts; None: ``num_layers``. recompute: only one layer's rows are
+    kept for backward.
+    """
 
     model: ModelShape
     cluster: ClusterSpec
     num_layers: int
+    model_layers: int | None = None
+    recompute: bool = False
+
+    def out_of_memory(self, strategy: Strategy, tokens_per_rank: int) -> str:
+        """Why a rank cannot hold what the strategy has it hold; "" if it can, as far as anybody knows."""
+        num_layers = self.model_layers or self.num_layers
+        return out_of_memory(strategy, self.model, self.cluster, num_layers, tokens_per_rank, recompute=self.recompute)
+
+    def out_of_reach(self, strategy: Strategy) -> str:
+        """As ``runnable.out_of_reach``."""
+        return out_of_reach(strategy, self.cluster)
 
     def point(
         self,

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from moesys.config import Strategy
 from moesys.tuner.costs import Told
+from moesys.tuner.deadline import Deadline, OutOfTimeError
 from moesys.tuner.journal import Entry, Journal
 
 MOST_TRIALS = 30
@@ -53,10 +54,13 @@ class TimingResult:
 
 @dataclass(frozen=True)
 class Clock:
-    """What times a strategy, and how many trials it may time. Raises ValueError for fewer than 2 and more than 30."""
+    """What times a strategy, how many trials it may time, and until when. Raises ValueError for fewer than 2 trials and
+    more than 30.
+    """
 
     timer: Timer
     trials: int
+    deadline: Deadline = field(default_factory=Deadline)
 
     def __post_init__(self) -> None:
         if not 2 <= self.trials <= MOST_TRIALS:
@@ -82,33 +86,42 @@ class Rounds:
         first_seed: int,
         told: Told,
     ) -> None:
-        self.timer, self.journal, self.told = clock.timer, journal, told
+        self.timer, self.journal, self.told, self.deadline = clock.timer, journal, told, clock.deadline
         self.baseline, self.neighbours = baseline, neighbours
         self.candidates = [one for one in candidates if one.fingerprint() != baseline.fingerprint()]
         self.trials, self.draws, self.first_seed = clock.trials, random.Random(seed), first_seed
         self.num_trials = 0
+        self.last: list[Timed] = []
         self.ms: dict[str, dict[int, float]] = {}
         self.failed: dict[str, tuple[Strategy, str]] = {}
         self.known = {baseline.fingerprint(): baseline}
 
     def run(self) -> TimingResult:
-        """Raises ValueError where the baseline itself fails."""
-        last: list[Timed] = []
+        """The trials that there is time for: in any case the baseline's and another one's.
+
+        Raises ValueError where the baseline itself fails.
+        """
+        try:
+            self._run()
+        except OutOfTimeError:
+            self.last = self.last or self._ranking(self.candidates)
+        return TimingResult(
+            tuple(sorted([self._timed(self.baseline), *self.last], key=lambda timed: timed.ratio)),
+            self._timed(self.baseline),
+            tuple(self.failed.values()),
+            self.num_trials,
+        )
+
+    def _run(self) -> None:
         width = max(1, min(round(self.trials * _FIRST_SHARE), self.trials - 1))
         entrants, number = self.candidates[:width], 0
         waiting = self.candidates[width:]
         while self.num_trials + 1 + len(entrants) <= self.trials and (entrants or not number):
             self._round(self.first_seed + number, entrants)
-            last = self._ranking(entrants)
+            self.last = self._ranking(entrants)
             width, number = max(2, math.ceil(width * _NEXT_SHARE)), number + 1
-            survivors = [timed.strategy for timed in last[: max(2, width // 2)]]
+            survivors = [timed.strategy for timed in self.last[: max(2, width // 2)]]
             entrants = survivors + self._newcomers(survivors, waiting, width - len(survivors))
-        return TimingResult(
-            tuple(sorted([self._timed(self.baseline), *last], key=lambda timed: timed.ratio)),
-            self._timed(self.baseline),
-            tuple(self.failed.values()),
-            self.num_trials,
-        )
 
     def _round(self, seed: int, entrants: Sequence[Strategy]) -> None:
         runners = [self.baseline, *entrants]
@@ -122,6 +135,8 @@ class Rounds:
         fingerprint, of = strategy.fingerprint(), f"seed {seed}"
         entry = self.journal.find(fingerprint, of)
         if entry is None:
+            if self.baseline.fingerprint() in self.ms and len(self.ms) > 1:
+                self.deadline.check()
             try:
                 entry = Entry.about(strategy, "measured", of, self.timer(strategy, seed))
             except TrialFailedError as error:
@@ -137,12 +152,12 @@ class Rounds:
             self.failed[fingerprint] = (strategy, entry.reason)
 
     def _ranking(self, strategies: Sequence[Strategy]) -> list[Timed]:
-        left = [strategy for strategy in strategies if strategy.fingerprint() not in self.failed]
+        left = [one for one in strategies if one.fingerprint() in self.ms and one.fingerprint() not in self.failed]
         return sorted((self._timed(strategy) for strategy in left), key=lambda timed: timed.ratio)
 
     def _timed(self, strategy: Strategy) -> Timed:
         ms, baseline_ms = self.ms[strategy.fingerprint()], self.ms[self.baseline.fingerprint()]
-        logs = [math.log(ms[seed] / baseline_ms[seed]) for seed in ms]
+        logs = [math.log(ms[seed] / baseline_ms[seed]) for seed in ms if seed in baseline_ms]
         return Timed(strategy, dict(ms), math.exp(math.fsum(logs) / len(logs)))
 
     def _newcomers(self, survivors: Sequence[Strategy], waiting: list[Strategy], count: int) -> list[Strategy]:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from itertools import zip_longest
 
 from moesys.config import Strategy
-from moesys.tuner.costs import Costs, Told
+from moesys.tuner.costs import Costs, Fidelity, Told
+from moesys.tuner.deadline import Deadline, OutOfTimeError
 from moesys.tuner.default_space import default_space
 from moesys.tuner.journal import Journal
-from moesys.tuner.result import Tuned, choices_of
+from moesys.tuner.result import Draws, Tuned, choices_of
 from moesys.tuner.search import Search, SearchResult
 from moesys.tuner.search_bounds import SearchBounds
 from moesys.tuner.setting import Setting
@@ -19,6 +21,10 @@ from moesys.tuner.workload import Plans, Workload
 
 # Strategies of the recipe that are timed whatever the cost model thinks of them, the baseline aside.
 _STARTS_TIMED = 3
+# Of the time, how much the search has where clocks follow, and where only further draws of the fastest do.
+_SEARCH_SHARE_BEFORE_CLOCKS, _SEARCH_SHARE = 0.4, 0.85
+# How many of the fastest are drawn again, and how many steps a seed.
+_DRAWN, _DRAWN_STEPS = 3, 2
 
 
 def tune_workload(
@@ -31,34 +37,39 @@ def tune_workload(
     bounds: SearchBounds | None = None,
     mega_kernels: bool = True,
     clock: Clock | None = None,
+    draw_seeds: Sequence[int] = (),
+    deadline: Deadline | None = None,
 ) -> Tuned:
     """The fastest strategy found. ``strategies``: where the search starts, the baseline first. ``workload`` is of the
     seeds that the cost model looks at.
 
     space: None for ``default_space``, with ``MegaKernel`` if ``mega_kernels``. clock: with one, the best are timed at
-    last, and clocks decide; simulated and measured times are never in one ranking.
+    last, and clocks decide; simulated and measured times are never in one ranking. draw_seeds: on which the fastest are
+    simulated once more, for intervals. deadline: of all of it; the search has the part that those do not need.
 
     Raises ValueError where the space has no point or nothing of it can be simulated, where the baseline cannot, or its
     trials fail.
     """
-    bounds = bounds or SearchBounds()
-    memory_gb, recompute = bounds.memory_gb, workload.recompute
+    bounds, deadline = bounds or SearchBounds(), deadline or Deadline()
     plans, model, cluster = Plans(workload), workload.model, workload.cluster
+    memory_gb = bounds.memory_gb or cluster.memory_gb
     layers = plans.steps(strategies[0], workload.seeds[0], 1)[0][0].layers
-    setting = Setting(model, cluster, len(layers))
+    setting = Setting(model, cluster.replace(memory_gb=memory_gb), len(layers), bounds.model_layers, workload.recompute)
     starts = [setting.plainest(strategy).replace(name=strategy.name) for strategy in strategies]
     if space is None:
         tokens_per_rank = layers[0].load.total // (model.top_k * cluster.num_ranks)
-        space = default_space(
-            setting, tokens_per_rank, memory_gb=memory_gb, recompute=recompute, mega_kernels=mega_kernels
-        )
-    costs = Costs(plans, journal, setting, memory_gb=memory_gb, recompute=recompute, like=starts[0], told=told)
+        space = default_space(setting, tokens_per_rank, mega_kernels=mega_kernels)
+    until = deadline.part(_SEARCH_SHARE if clock is None else _SEARCH_SHARE_BEFORE_CLOCKS)
+    costs = Costs(plans, journal, setting, like=starts[0], told=told, deadline=until)
     search = Search(space, starts, costs, budget=bounds.budget, seed=bounds.seed)
     found = search.run()
     if clock is None:
         if found.baseline is None:
             raise ValueError(
-                f"the cost model does not know the baseline, strategy {starts[0].name!r}; put another one first"
+                f"the cost model does not run the baseline, strategy {starts[0].name!r}: "
+                f"{search.refused[starts[0].fingerprint()][1]}; put another one first"
+                if starts[0].fingerprint() in search.refused
+                else f"the time was over while {found.not_seen}, before the baseline was simulated; give more minutes"
             )
         pick, speedup, timing = found.ranking[0].strategy, found.baseline.ms / found.ranking[0].ms, None
     else:
@@ -82,8 +93,11 @@ def tune_workload(
                 "raise timed, or memory_gb"
             )
         pick, speedup = best.strategy, 1 / best.ratio
-        found = search.around(pick, found)
+        costs.deadline = deadline
+        with suppress(OutOfTimeError):
+            found = search.around(pick, found)
     pick_ms = next((one.ms for one in found.ranking if one.strategy.fingerprint() == pick.fingerprint()), None)
+    costs.deadline = deadline
     return Tuned(
         strategy=pick.replace(name="tuned"),
         baseline=starts[0],
@@ -93,7 +107,25 @@ def tune_workload(
         space=space,
         search=found,
         timing=timing,
+        draws=_draws(costs, found, draw_seeds),
+        not_seen=found.not_seen,
     )
+
+
+def _draws(costs: Costs, found: SearchResult, seeds: Sequence[int]) -> tuple[Draws, ...]:
+    """Of the fastest and the baseline, on further seeds as far as there is time."""
+    if found.baseline is None:
+        return ()
+    fidelity = Fidelity(tuple(seeds), min(_DRAWN_STEPS, costs.plans.workload.num_steps))
+    baseline, shown = found.baseline.strategy, [one.strategy for one in found.ranking[:_DRAWN]]
+    if seeds:
+        costs.told.stage(f"drawing {len(seeds)} seeds for the fastest {len(shown)} and the baseline", 1 + len(shown))
+        with suppress(OutOfTimeError):
+            for strategy in _distinct([baseline, *shown]):
+                costs.of(strategy, fidelity, prune=False)
+    of_baseline = costs.steps_ms(baseline)
+    drawn = [Draws.of(strategy, costs.steps_ms(strategy), of_baseline) for strategy in shown if strategy != baseline]
+    return tuple(draws for draws in drawn if len(draws.own_ms) > 1)
 
 
 def promising(found: SearchResult, starts: Sequence[Strategy]) -> list[Strategy]:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import moesys as ms
 from moesys.balance import plan_layout
 from moesys.balance.greedy.pinned import pin_homes
-from moesys.balance.homes import numbered_by_home, planned_homes
+from moesys.balance.homes import Homes, planned_homes
 from moesys.config import presets
 from moesys.layout import owner_of_experts
 
@@ -29,7 +29,10 @@ def test_every_rank_owns_as_many_as_by_the_rule_and_numbers_follow(sizes, num_ex
     load = ms.LoadMatrix(np.random.default_rng(seed).integers(0, most, (R, num_experts)))
     home_E, rule_E = planned_homes(load, cluster), owner_of_experts(num_experts, R)
     assert np.bincount(home_E, minlength=R).tolist() == np.bincount(rule_E, minlength=R).tolist()
-    numbered = numbered_by_home(load, home_E)
+    homes = Homes(home_E, R)
+    numbered = homes.numbered(load)
+    assert homes.load_by_id(numbered) == load
+    assert rule_E[homes.number_E].tolist() == home_E.tolist()
     for rank in range(R):
         of_rank = sorted(load.tokens_RE[:, home_E == rank].T.tolist())
         assert sorted(numbered.tokens_RE[:, rule_E == rank].T.tolist()) == of_rank
@@ -97,3 +100,37 @@ def test_copies_that_pay_beat_planners_that_know_the_counts_as_well():
     rivals = [layer(balance=balance, split=ms.Quotas()) for balance in (ms.MoonEp(), ms.UltraEp(), ms.Llep())]
     assert ours_ms < min(ms_of for ms_of, _ in rivals)
     assert 0 < copies < 100
+
+
+def test_a_plan_in_numbers_is_the_plan_of_the_model():
+    """Expert 3 lives on rank 0 with expert 0; what is planned for number 1 is planned for it."""
+    homes = Homes(np.array([0, 1, 1, 0]), 2)
+    assert homes.expert_E.tolist() == [0, 3, 1, 2]
+    load = ms.LoadMatrix([[5, 6, 7, 8], [1, 2, 3, 4]])
+    layout = ms.ExpertLayout([[0, 1, -1], [2, 3, 1]], num_experts=4)
+    plan = ms.split_tokens(homes.numbered(load), layout, ms.ClusterSpec(ranks_per_node=2), ms.EvenSplit())
+    found = homes.plan_by_id(plan)
+    assert found.load == load
+    assert found.layout.expert_RS.tolist() == [[0, 3, -1], [1, 2, 3]]
+    assert found.tokens_R.tolist() == plan.tokens_R.tolist()
+    assert found.tokens_RER[:, homes.expert_E].tolist() == plan.tokens_RER.tolist()
+
+
+@pytest.mark.parametrize(
+    ("homes", "message"),
+    [
+        ([0, 1, 2, 0], "homes has rank 2 for expert 2; ranks are 0..1"),
+        ([0, -1, 1, 0], "homes has rank -1 for expert 1"),
+        ([0, 0, 1, 0], r"homes has 3 of 4 experts on rank 0, and each of 2 ranks has \[2, 2\]"),
+        ([[0, 1, 1, 0]], r"homes has shape \(1, 4\)"),
+        ([0.0, 1.0, 1.0, 0.0], "homes has dtype float64"),
+    ],
+)
+def test_homes_that_do_not_fit_are_refused(homes, message):
+    with pytest.raises(ValueError, match=message):
+        Homes(np.array(homes), 2)
+
+
+def test_loads_of_other_ranks_are_refused():
+    with pytest.raises(ValueError, match=r"loads\[0\] is of 2 ranks and the cluster has 4"):
+        ms.plan_homes([ms.LoadMatrix([[1], [1]])], CLUSTER)

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from moesys.bench.harness.sheets import markdown_table
-from moesys.bench.published.hopper_parts import HOPPER_PARTS, EvenLayer, parts_sheet
+from moesys.bench.published.fused_rate import fused_rate_of, fused_row, fused_sheet
+from moesys.bench.published.hopper_parts import FITTED_PART, HELD_OUT, HOPPER_PARTS, EvenLayer, parts_sheet
 
 SMALL = EvenLayer("a layer", 1536, 480, 64, 8, tokens=512)
 
@@ -29,3 +30,20 @@ def test_the_section_has_each_part_with_its_error():
     assert sheet.title.startswith("SIMULATED beside published")
     assert "-50" in shown
     assert "1 x 8 H800" in shown
+
+
+def test_the_rate_that_explains_a_part_is_found_again():
+    small = replace(FITTED_PART, layer=replace(SMALL, tokens=4096))
+    planted = replace(small, published_ms=small.simulated_ms(0.4))
+    assert fused_rate_of(planted) == pytest.approx(0.4, abs=0.01)
+    assert fused_rate_of(replace(small, published_ms=0.5 * small.simulated_ms())) is None
+
+
+def test_held_out_parts_show_their_error_at_each_rate():
+    part = HELD_OUT[0]
+    row = fused_row(part, (1.0, 0.7))
+    assert row.error["0.70"] > row.error["1.00"]
+    assert row.error["1.00"] == pytest.approx(part.simulated_ms() / part.published_ms - 1)
+    shown = markdown_table(fused_sheet((1.0, 0.7), [part]))
+    assert "held out" in shown
+    assert "error % at 0.70" in shown

@@ -138,7 +138,7 @@ class KnownRanks:
         if fn is ranks.products_beside_copies:
             return BesideCopies([1.0 - cluster.copy_share] * 3, [1.0] * 3)
         if fn is ranks.gpu_facts:
-            return "H100", cluster.multiprocessors
+            return "H100", cluster.multiprocessors, cluster.memory_gb
         assert fn is ranks.flag_ping_pongs
         return [cluster.flag_us * 1e-6] * 3 if rank in args[0] else []
 

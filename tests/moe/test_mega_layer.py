@@ -16,11 +16,13 @@ from test_bits import assert_same_bits
 import moesys as ms
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.overlap.experts_triton import TritonExperts
+from moesys.runnable import out_of_reach
 
 FSEP = ms.Strategy(name="fsep", sharding=ms.Fsep(slots_per_rank=3), balance=ms.Greedy(), split=ms.FlowSplit())
 SHAPE = ms.ModelShape(hidden_size=20, intermediate_size=12, num_experts=5, top_k=2, dtype="bfloat16")
 # Others are tried where less is around them (tests/overlap/test_mega.py).
 POINT = ms.MegaKernel(programs=1, deduplicate=True)
+MEGA, NODES = ms.Strategy(name="mega", overlap=POINT), ms.ClusterSpec(num_nodes=2)
 # Smaller ones first: the heap grows between micro-batches. One rank has none, then all.
 TOKENS = [[3, 0, 5], [0, 11, 0]]
 
@@ -42,6 +44,16 @@ def test_a_layer_over_two_micro_batches_with_fsep(ranks: LocalRanks) -> None:
         assert_same_bits(results[:2], f"rank {rank}")
         assert_same_bits(results[2:], f"rank {rank}, late slots")
         assert any(row[-1] >= 0 for layout in results[2]["layouts"] for row in layout), "nothing was fetched late"
+
+
+def refused_over_nodes() -> str:
+    with pytest.raises(ValueError, match="strategy 'mega'") as error:
+        ms.MoELayer(SHAPE, MEGA, cluster=NODES)
+    return str(error.value)
+
+
+def test_a_layer_over_several_domains_is_refused_in_the_words_of_simulations(ranks: LocalRanks) -> None:
+    assert ranks.run(refused_over_nodes, num_ranks=2) == [f"strategy 'mega': {out_of_reach(MEGA, NODES)}"] * 2
 
 
 def test_ranks_without_an_expert(ranks: LocalRanks) -> None:

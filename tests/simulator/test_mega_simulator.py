@@ -31,6 +31,40 @@ def length(seconds_R: np.ndarray) -> float:
     return float(seconds_R.max())
 
 
+@pytest.mark.parametrize(
+    ("overlap", "slower"),
+    [
+        (ms.MegaKernel(), (True, True, True)),
+        (ms.MegaKernel(fused="dispatch"), (True, False, True)),
+        (ms.MegaKernel(fused="combine"), (False, True, True)),
+        (ms.MegaKernel(fused="none", overlap_weight_gradients=False), (False, False, False)),
+    ],
+)
+def test_products_that_share_a_kernel_run_at_the_fused_rate(overlap, slower):
+    rows_G = np.array([300, 0, 17])
+    for backward in (False, True):
+        alone, shared = (TaskSeconds(overlap, SMALL, PLAIN.replace(fused_rate=of), backward) for of in (1.0, 0.5))
+        for of, expected in zip(("first_product", "second_product", "weight_gradients"), slower, strict=True):
+            before, after = (np.atleast_1d(getattr(work, of)(rows_G)) for work in (alone, shared))
+            for product_before, product_after in zip(before, after, strict=True):
+                factor = 2.0 if expected else 1.0
+                np.testing.assert_allclose(product_after.seconds_G, factor * product_before.seconds_G)
+
+
+def test_a_slower_fused_tile_makes_a_fused_pass_longer_and_one_apart_no_longer():
+    plan = plan_of(SMALL, 8, 512)
+
+    def ratio(overlap: ms.MegaKernel) -> float:
+        half, full = (
+            length(mega_pass(overlap, SMALL, PLAIN.replace(fused_rate=of), plan, np.zeros(8), backward=False).end_R)
+            for of in (0.5, 1.0)
+        )
+        return half / full
+
+    assert 1.1 < ratio(ms.MegaKernel()) < 2
+    assert ratio(ms.MegaKernel(fused="none", overlap_weight_gradients=False)) == 1
+
+
 def both(case: Case) -> tuple[float, float]:
     """Seconds by tiles and by blocks."""
     layer = (case.overlap, case.model, case.cluster, case.plan, np.zeros(case.num_ranks), case.backward)

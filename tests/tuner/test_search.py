@@ -8,7 +8,20 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tuner_cases import CLUSTERS, EP, MODEL, SMALL, SPACE, Told, changed, costs_of, drawn, exhausted, setting_of
+from tuner_cases import (
+    CLUSTERS,
+    EP,
+    MODEL,
+    SMALL,
+    SPACE,
+    Told,
+    changed,
+    costs_of,
+    drawn,
+    exhausted,
+    memory_of,
+    setting_of,
+)
 
 from moesys.config import (
     ClusterSpec,
@@ -28,7 +41,6 @@ from moesys.load import LoadMatrix
 from moesys.step import StepPlan, plan_layer, simulation
 from moesys.tuner.bounds import load_bound_ms, plan_bound_ms
 from moesys.tuner.costs import Fidelity, ladder
-from moesys.tuner.memory import rank_memory
 from moesys.tuner.search import Search, SearchResult
 from moesys.tuner.setting import Setting
 from moesys.tuner.space import Space
@@ -136,7 +148,8 @@ def test_mega_kernels_that_cannot_be_simulated_wait_for_a_clock():
             return self.simulated(step)
 
     space = changed(SMALL, {"overlap": ("sequential", "mega_kernel"), "overlap.deduplicate": (False, True)})
-    found = searched(WithoutMegaKernels(drawn(CLUSTERS["even"], steps=2)), space, budget=20)
+    cluster = CLUSTERS["even"].replace(ranks_per_domain=4)
+    found = searched(WithoutMegaKernels(drawn(cluster, skew=0.1, steps=2)), space, budget=20)
     assert {reason for _, reason in found.refused} == {"no model of that"}
     assert all(isinstance(strategy.overlap, MegaKernel) for strategy, _ in found.refused)
     assert all(isinstance(one.strategy.overlap, Sequential) for one in found.ranking)
@@ -145,13 +158,31 @@ def test_mega_kernels_that_cannot_be_simulated_wait_for_a_clock():
 def test_memory_rules_points_out_and_says_why():
     workload = drawn(CLUSTERS["even"])
     free = costs_of(workload)
-    tight = costs_of(workload, memory_gb=0.04)
+    tight = costs_of(workload, setting=setting_of(workload, memory_gb=0.04))
     wide = EP.replace(name="wide", sharding=Fsep(slots_per_rank=8, reshard_after_forward=False))
     assert [costs.fits(wide) for costs in (free, tight)] == [True, False]
     assert tight.fits(EP)
     (entry,) = tight.journal.entries()
     assert (entry.stage, entry.ms) == ("pruned", None)
-    assert "GB at least, and has 0.04" in entry.reason
+    assert "GB at least, of 2 layers, and has 0.04" in entry.reason
+
+
+def test_mega_kernels_on_several_domains_are_refused_and_never_ranked():
+    space = changed(SMALL, {"overlap": ("sequential", "mega_kernel")})
+    workload = drawn(CLUSTERS["even"], skew=0.1, steps=2)
+    fused = EP.replace(name="fused", overlap=MegaKernel())
+    found = Search(space, [EP, fused], costs_of(workload), budget=20, seed=0).run()
+    assert not any(isinstance(one.strategy.overlap, MegaKernel) for one in found.ranking)
+    reasons = {strategy.name: reason for strategy, reason in found.refused}
+    assert "fused" in reasons
+    assert all("reaches the ranks of one domain" in reason for reason in reasons.values())
+
+
+def test_a_plan_above_rows_cap_is_refused_with_its_words():
+    workload = drawn(ClusterSpec(ranks_per_node=4), skew=3.0)
+    entry = costs_of(workload).of(EP.replace(overlap=MegaKernel(rows_cap=1.0)), ladder(workload)[0])
+    assert entry.stage == "refused"
+    assert "more than rows_cap=1 times 1024 choices of a rank; use MegaKernel(rows_cap=" in entry.reason
 
 
 def test_a_start_that_does_not_fit_rules_nothing_out():
@@ -159,8 +190,8 @@ def test_a_start_that_does_not_fit_rules_nothing_out():
     sharding = Fsep(slots_per_rank=8, reshard_after_forward=False)
     wide = Strategy(name="wide", sharding=sharding, balance=Greedy(), split=FlowSplit())
     space = changed(SMALL, {"sharding.ep.slots_per_rank": (None,), "sharding.delay_reshard": (False,)})
-    gb = max(rank_memory(point, setting_of(workload), 512).gb for point in space.points(setting_of(workload)))
-    costs = costs_of(workload, memory_gb=gb, like=wide)
+    gb = max(memory_of(point, setting_of(workload), 512).gb for point in space.points(setting_of(workload)))
+    costs = costs_of(workload, setting=setting_of(workload, memory_gb=gb), like=wide)
     assert not costs.fits(wide)
     found = Search(space, [wide], costs, budget=30, seed=0).run()
     step_ms = exhausted(workload, space)
@@ -222,6 +253,7 @@ def test_looks_get_longer_until_all_is_seen():
 @given(data=st.data())
 def test_bounds_are_below_what_is_simulated(data):
     cluster = data.draw(st.sampled_from(list(CLUSTERS.values())))
+    cluster = cluster.replace(fused_rate=data.draw(st.sampled_from((1.0, 0.6))))
     changes = {
         "micro_batches": data.draw(st.integers(1, 2)),
         "recompute": data.draw(st.sampled_from(("none", "layers", "computing"))),

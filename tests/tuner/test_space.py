@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import islice
 
 import pytest
 from pydantic import ValidationError
-from tuner_cases import CLUSTERS, EP, MODEL, SPACE, changed
+from tuner_cases import CLUSTERS, EP, MODEL, SPACE, changed, memory_of
 
 from moesys.config import (
     ClusterSpec,
@@ -23,7 +24,6 @@ from moesys.config import (
     WindowMean,
 )
 from moesys.tuner.default_space import default_space
-from moesys.tuner.memory import rank_memory
 from moesys.tuner.setting import Setting
 from moesys.tuner.space import Space
 from moesys.tuner.space_paths import PARTS
@@ -91,10 +91,11 @@ def test_members_that_are_listed_whole_stay_as_they_are():
 def test_recomputation_leaves_room_for_more_slots():
     setting, tokens_per_rank = Setting(MODEL, CLUSTER, num_layers=16), 20_000
     plain = Strategy(name="fsep", sharding=Fsep(slots_per_rank=3))
-    gb = rank_memory(plain, setting, tokens_per_rank, recompute=True).gb
-    assert rank_memory(plain, setting, tokens_per_rank).gb > 2 * gb
+    gb = memory_of(plain, setting, tokens_per_rank, recompute=True).gb
+    assert memory_of(plain, setting, tokens_per_rank).gb > 2 * gb
     kept, recomputed = (
-        default_space(setting, tokens_per_rank, memory_gb=gb, recompute=recompute) for recompute in (False, True)
+        default_space(replace(setting, cluster=CLUSTER.replace(memory_gb=gb), recompute=recompute), tokens_per_rank)
+        for recompute in (False, True)
     )
     assert (kept.root["sharding"], kept.root["sharding.ep.slots_per_rank"]) == (("ep",), (None,))
     slots = [recomputed.root[f"sharding.{kind}.slots_per_rank"] for kind in recomputed.root["sharding"]]
@@ -197,12 +198,15 @@ def test_every_field_of_a_union_can_be_searched_or_has_a_reason():
 def test_the_default_space_keeps_to_memory_ranks_and_layers():
     wide = default_space(SETTING, 512)
     assert set(wide.by_kind("sharding")) == {"ep", "fsep"}
-    assert set(wide.by_kind("overlap")) == {"sequential", "pipelined", "mega_kernel"}
+    # MegaKernels do not reach the other node.
+    assert set(wide.by_kind("overlap")) == {"sequential", "pipelined"}
+    joined = default_space(replace(SETTING, cluster=CLUSTER.replace(ranks_per_domain=CLUSTER.num_ranks)), 512)
+    assert set(joined.by_kind("overlap")) == {"sequential", "pipelined", "mega_kernel"}
     slots = wide.root["sharding.fsep.slots_per_rank"]
     assert (min(slots), max(slots)) == (2, 4)
     assert set(wide.root["sharding.restore"]) == set(wide.root["sharding.reshard"]) == {"flat", "hierarchical"}
-    fits = rank_memory(Strategy(name="f", sharding=Fsep(slots_per_rank=3)), SETTING, 512).gb
-    tight = default_space(SETTING, 512, memory_gb=fits)
+    fits = memory_of(Strategy(name="f", sharding=Fsep(slots_per_rank=3)), SETTING, 512).gb
+    tight = default_space(replace(SETTING, cluster=CLUSTER.replace(memory_gb=fits)), 512)
     assert max(tight.root["sharding.fsep.slots_per_rank"]) == 3
     alone = default_space(Setting(MODEL, ClusterSpec(), 1), 512, mega_kernels=False)
     assert set(alone.by_kind("sharding")) == {"ep"}
@@ -212,7 +216,7 @@ def test_the_default_space_keeps_to_memory_ranks_and_layers():
 def test_memory_of_a_rank_by_hand():
     P = 3 * 256 * 512
     fsep = Strategy(name="f", sharding=Fsep(slots_per_rank=3, prefetch_layers=1, delay_reshard=True))
-    memory = rank_memory(fsep, SETTING, tokens_per_rank=100)
+    memory = memory_of(fsep, SETTING, tokens_per_rank=100)
     assert memory.state_bytes == 16 * 8 * (P // 4) * 2
     assert memory.slot_bytes == 2 * 3 * P * 2
     assert memory.gradient_bytes == 2 * 3 * P * 4
@@ -220,11 +224,11 @@ def test_memory_of_a_rank_by_hand():
     assert memory.gb == pytest.approx(
         (memory.state_bytes + memory.slot_bytes + memory.gradient_bytes + memory.row_bytes) / 1e9
     )
-    one_layer = rank_memory(
+    one_layer = memory_of(
         Strategy(name="f", sharding=Fsep(slots_per_rank=3)), SETTING, tokens_per_rank=100, recompute=True
     )
     assert one_layer.slot_bytes == 3 * P * 2
     assert one_layer.row_bytes * 2 == memory.row_bytes
-    fused = rank_memory(EP.replace(overlap=MegaKernel()), SETTING, tokens_per_rank=100)
+    fused = memory_of(EP.replace(overlap=MegaKernel()), SETTING, tokens_per_rank=100)
     assert fused.shared_bytes == 2 * (100 + 100 * 2) * 256 * 2
     assert fused.gradient_bytes == 0

@@ -6,12 +6,12 @@ import math
 import random
 
 import pytest
-from tuner_cases import CLUSTERS, EP, SMALL, Told, drawn, exhausted, setting_of
+from tuner_cases import CLUSTERS, EP, SMALL, Told, drawn, exhausted, memory_of, setting_of
 
 from moesys.config import Fsep
 from moesys.tuner import timing
+from moesys.tuner.deadline import Deadline
 from moesys.tuner.journal import Journal
-from moesys.tuner.memory import rank_memory
 from moesys.tuner.search_bounds import SearchBounds
 from moesys.tuner.timing import MOST_TRIALS, Rounds, TrialFailedError
 from moesys.tuner.tune import tune_workload
@@ -33,9 +33,11 @@ class Clock:
         return self.ms[strategy.fingerprint()] * self.noise.uniform(1 - self.share, 1 + self.share)
 
 
-def rounds(clock, candidates=POINTS[1:20], journal=None, trials=MOST_TRIALS, neighbours=lambda strategy: []):
+def rounds(
+    clock, candidates=POINTS[1:20], journal=None, trials=MOST_TRIALS, neighbours=lambda strategy: [], deadline=None
+):
     return Rounds(
-        timing.Clock(clock, trials),
+        timing.Clock(clock, trials, deadline or Deadline()),
         journal or Journal(None, {}),
         POINTS[0],
         candidates,
@@ -57,6 +59,25 @@ def test_trials_are_never_more_than_asked_for(trials):
     result = rounds(clock, trials=trials).run()
     assert len(clock.calls) == result.num_trials <= trials
     assert len(set(clock.calls)) == len(clock.calls)
+
+
+@pytest.mark.parametrize("trials_in_time", [0, 1, 5, 12, 17])
+def test_when_the_time_is_over_no_further_trial_begins(trials_in_time):
+    clock = Clock(falling(POINTS))
+
+    class AfterTrials(Deadline):
+        is_over = property(lambda self: len(clock.calls) >= trials_in_time)
+
+    result = rounds(clock, deadline=AfterTrials()).run()
+    timed = {fingerprint for fingerprint, _ in clock.calls}
+    # In any case the baseline and another one, in whatever order a round has them.
+    assert POINTS[0].fingerprint() in timed
+    assert len(timed) > 1
+    assert len(clock.calls) == result.num_trials < 30
+    assert len(result.ranking) > 1
+    assert min(one.ratio for one in result.ranking) == result.ranking[0].ratio < 1
+    if trials_in_time >= 12:
+        assert len(clock.calls) == trials_in_time
 
 
 def test_every_round_has_the_baseline_and_a_seed_of_its_own():
@@ -153,7 +174,7 @@ def test_30_trials_find_the_clocks_best_though_the_model_is_wrong(cluster):
 def test_what_does_not_fit_is_no_pick_however_fast_the_clock_says_it_is():
     workload = drawn(CLUSTERS["even"], steps=1)
     wide, wider = (EP.replace(name=f"{slots}", sharding=Fsep(slots_per_rank=slots)) for slots in (7, 8))
-    gb = max(rank_memory(point, setting_of(workload), 512).gb for point in POINTS)
+    gb = max(memory_of(point, setting_of(workload), 512).gb for point in POINTS)
 
     def tuned(clock):
         return tune_workload(
@@ -170,7 +191,7 @@ def test_what_does_not_fit_is_no_pick_however_fast_the_clock_says_it_is():
     found = tuned(clock)
     assert found.timing.ranking[0].strategy == wide
     assert wider.fingerprint() not in {fingerprint for fingerprint, _ in clock.calls}
-    assert rank_memory(found.strategy, setting_of(workload), 512).gb <= gb
+    assert memory_of(found.strategy, setting_of(workload), 512).gb <= gb
     fastest = found.timing.ranking[1]
     assert found.strategy.fingerprint() == fastest.strategy.fingerprint()
     assert found.speedup == 1 / fastest.ratio < 1

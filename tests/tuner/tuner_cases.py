@@ -5,6 +5,7 @@ from __future__ import annotations
 from moesys.config import ClusterSpec, ModelShape, Strategy, WindowMean
 from moesys.config.workload import Generated
 from moesys.lab.runs.tuning import SimulatedWorkload
+from moesys.rank_memory import RankMemory, rank_memory
 from moesys.tuner.costs import Costs, ladder
 from moesys.tuner.journal import Entry, Journal
 from moesys.tuner.setting import Setting
@@ -69,8 +70,14 @@ def drawn(cluster: ClusterSpec, skew: float = 1.0, tokens_per_rank: int = 512, *
     return SimulatedWorkload.of(MODEL, cluster, Generated(**fields | changes), (0,))
 
 
-def setting_of(workload: SimulatedWorkload) -> Setting:
-    return Setting(workload.model, workload.cluster, workload.workload.num_layers)
+def setting_of(workload: SimulatedWorkload, memory_gb: float | None = None) -> Setting:
+    return Setting(workload.model, workload.cluster.replace(memory_gb=memory_gb), workload.workload.num_layers)
+
+
+def memory_of(strategy: Strategy, setting: Setting, tokens_per_rank: int, recompute: bool = False) -> RankMemory:
+    return rank_memory(
+        strategy, setting.model, setting.cluster, setting.num_layers, tokens_per_rank, recompute=recompute
+    )
 
 
 class Told:
@@ -88,9 +95,8 @@ class Told:
 
 
 def costs_of(workload: SimulatedWorkload, journal: Journal | None = None, **changes) -> Costs:
-    fields = {"memory_gb": None, "recompute": False, "like": EP, "told": Told()}
-    plans = Plans(workload)
-    return Costs(plans, journal or Journal(None, {}), setting_of(workload), **fields | changes)
+    fields = {"setting": setting_of(workload), "like": EP, "told": Told()}
+    return Costs(Plans(workload), journal or Journal(None, {}), **fields | changes)
 
 
 def exhausted(workload: SimulatedWorkload, space: Space) -> dict[str, float]:

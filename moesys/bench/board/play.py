@@ -19,10 +19,9 @@ from moesys.lab.runs.experiment_files import in_words
 from moesys.layout import ExpertLayout
 from moesys.layout_schedule import PlanRequest, SolvedPlan
 from moesys.load import IntArray, LoadMatrix
+from moesys.rank_memory import rank_memory
 from moesys.replay import replay_layer
 from moesys.step import LayerPlan, StepPlan, plan_layer, simulate
-from moesys.tuner.memory import rank_memory
-from moesys.tuner.setting import Setting as Sized
 
 # A step has two equal layers, whose time is halved: what lies between layers counts as within.
 NUM_LAYERS = 2
@@ -155,7 +154,7 @@ class _Meter:
         model, cluster = self._setting.model, self._setting.cluster
         filled = int((layout.expert_RS >= 0).sum(axis=1).max())
         held = strategy.replace(sharding=strategy.sharding.replace(slots_per_rank=filled), late_slots=0)
-        return rank_memory(held, Sized(model, cluster, 1), -(-most_rows // model.top_k)).gb
+        return rank_memory(held, model, cluster, 1, -(-most_rows // model.top_k)).gb
 
 
 def _expert_bytes(model: ModelShape) -> int:

@@ -193,9 +193,10 @@ def _computing(session: _Session) -> _Computing:
     launch = Spread.of(_pooled(session.run("launch", on_rank.launches, effort, device_type))).times(1e6)
     copy_s = _pooled(session.run("memory copy", on_rank.memory_copies, grid.memory_bytes, effort, device_type))
     memory = Spread.of([2 * grid.memory_bytes / seconds for seconds in copy_s]).times(1e-9)
-    processor, multiprocessors, told = cpu_name(), 1, "a rank of the CPU computes one tile at a time"
+    processor, multiprocessors, memory_gb = cpu_name(), 1, None
+    told = "a rank of the CPU computes one tile at a time"
     if device_type == "cuda":
-        (processor, multiprocessors), told = session.run("GPU", on_rank.gpu_facts)[0], "as the device says"
+        (processor, multiprocessors, memory_gb), told = session.run("GPU", on_rank.gpu_facts)[0], "as the device says"
 
     session.tell(PARTS[1])
     by_rank = session.run("expert products", on_rank.expert_products, grid.cases, grid.dtype, effort, device_type)
@@ -203,6 +204,7 @@ def _computing(session: _Session) -> _Computing:
     known = session.cluster.replace(
         name=f"{_shape(session.cluster)} {processor}, {datetime.date.today().isoformat()}",
         memory_gb_per_s=memory.median,
+        memory_gb=memory_gb,
         multiprocessors=multiprocessors,
         launch_us=launch.median,
     )
@@ -215,6 +217,7 @@ def _computing(session: _Session) -> _Computing:
         Figure("tile_rows", fit.cluster.tile_rows, "the same products"),
         Figure("tile_columns", fit.cluster.tile_columns, "the same products"),
         Figure("multiprocessors", multiprocessors, told),
+        *([] if memory_gb is None else [Figure("memory_gb", memory_gb, told)]),
         Figure("memory_gb_per_s", memory.median, f"copies of {grid.memory_bytes >> 20} MiB, read and written", memory),
         Figure("launch_us", launch.median, "products of one element, one after another", launch),
     ]

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moesys.bench.harness.bench_ranks import rank_device
+from moesys.config import BYTES_PER_GB
 from moesys.overlap.comm.messages import Messages, exchange
 
 # More than a rank's caches keep: weights come from memory, as they do when layers take turns.
@@ -184,10 +185,10 @@ def flag_ping_pongs(pair: tuple[int, int], effort: Effort) -> list[float]:
     return samples if dist.get_rank() in pair else []
 
 
-def gpu_facts() -> tuple[str, int]:
-    """Name and multiprocessors of this rank's GPU."""
+def gpu_facts() -> tuple[str, int, float]:
+    """Name, multiprocessors and memory, 1e9 bytes, of this rank's GPU."""
     found = torch.cuda.get_device_properties(rank_device("cuda"))
-    return found.name, found.multi_processor_count
+    return found.name, found.multi_processor_count, found.total_memory / BYTES_PER_GB
 
 
 # --- how --------------------------------------------------------------------------------------------------------------

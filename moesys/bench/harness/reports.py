@@ -42,11 +42,21 @@ def publish(report: Report, *, page: Path | None = None, json_path: Path | None 
 
 
 def publish_simulated(
-    name: str, subject: str, sheets: Sequence[Sheet], introduction: Sequence[str], folder: Path | None
+    name: str,
+    subject: str,
+    sheets: Sequence[Sheet],
+    introduction: Sequence[str],
+    folder: Path | None,
+    *,
+    data: Mapping[str, Any] | None = None,
+    json_path: Path | None = None,
 ) -> None:
     """Prints simulated tables; with a folder, writes ``<name>_simulated_<date>.md`` there first."""
     page = None if folder is None else folder / f"{name}_simulated_{date.today().isoformat()}.md"
-    publish(Report(name, f"SIMULATED: {subject}", "simulated", sheets, introduction=introduction), page=page)
+    report = Report(
+        name, f"SIMULATED: {subject}", "simulated", sheets, introduction=introduction, data={} if data is None else data
+    )
+    publish(report, page=page, json_path=json_path)
 
 
 def write(report: Report, *, page: Path | None = None, json_path: Path | None = None) -> None:

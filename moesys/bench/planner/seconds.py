@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated
 
 from moesys.balance import certify_seconds, measured_drift, plan_layout, warm_up
-from moesys.balance.homes import numbered_by_home, planned_homes
+from moesys.balance.homes import Homes, planned_homes
 from moesys.bench.harness.reports import Report, publish
 from moesys.bench.harness.sheets import Column, Sheet
 from moesys.bench.harness.steps import steps_told
@@ -251,8 +251,8 @@ def _row(
     row = Row(setting.name, cluster.num_ranks, setting.slots, planner.name, [], [], [], [], [], baseline_ms)
     for past, planned_for, later in loads:
         if planner.homes:
-            home_E = planned_homes(past, cluster)
-            past, planned_for, later = (numbered_by_home(load, home_E) for load in (past, planned_for, later))
+            homes = Homes(planned_homes(past, cluster), cluster.num_ranks)
+            past, planned_for, later = map(homes.numbered, (past, planned_for, later))
         begin_s = time.perf_counter()
         layout = planner.layout(setting.model, cluster, setting.slots, past, planned_for)
         row.planning_ms.append(1e3 * (time.perf_counter() - begin_s))

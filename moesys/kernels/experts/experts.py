@@ -61,13 +61,29 @@ def experts_forward(
     ``routing``: the rows of each group (slot) that choices of tokens go to (``routing.route``); a choice that it drops
     adds nothing. ``weight_TK`` float32.
     """
-    _check_device(x_TH)
-    gate_up_EUH, down_EHI, matrix_G, activation = experts
-    tiles, K = RowTiles(routing.first_G1, len(routing.entry_P)), weight_TK.shape[1]
-    h_PU, a_PI = up(x_TH, gate_up_EUH, routing, tiles.of(blocks.up), matrix_G, K, activation, blocks.up)
+    h_PU, a_PI, tiles = _up(x_TH, routing, weight_TK.shape[1], experts, blocks)
+    _, down_EHI, matrix_G, _ = experts
     block = blocks.down
     y_PH = grouped_gemm(a_PI, down_EHI, routing.first_G1, tiles.of(block), matrix_G, block, transposed=True)
     return combine(y_PH, routing.row_TK, weight_TK, x_TH.dtype), Kept(h_PU, routing)
+
+
+def experts_recomputed(
+    x_TH: Tensor, routing: Routing, top_k: int, experts: ExpertMatrices, blocks: TileConfigs
+) -> Kept:
+    """Returns what ``experts_forward`` keeps, without the second product."""
+    return Kept(_up(x_TH, routing, top_k, experts, blocks)[0], routing)
+
+
+def _up(
+    x_TH: Tensor, routing: Routing, top_k: int, experts: ExpertMatrices, blocks: TileConfigs
+) -> tuple[Tensor, Tensor, RowTiles]:
+    """Returns h [P, U], the activations [P, I] and the tiles of the rows."""
+    _check_device(x_TH)
+    gate_up_EUH, _, matrix_G, activation = experts
+    tiles = RowTiles(routing.first_G1, len(routing.entry_P))
+    h_PU, a_PI = up(x_TH, gate_up_EUH, routing, tiles.of(blocks.up), matrix_G, top_k, activation, blocks.up)
+    return h_PU, a_PI, tiles
 
 
 def experts_backward(

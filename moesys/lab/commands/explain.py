@@ -20,13 +20,15 @@ def explain_command(
     layer: int | None = None,
     micro_batch: int | None = None,
     as_json: bool = False,
+    model_layers: int | None = None,
 ) -> int:
     """Explain a strategy of the experiment in ``file``, by default the last one, or one in a file of its own; 2 where
     what was asked for is not.
     """
     try:
         experiment = load_experiment(file)
-        explanation = explain(_chosen(strategy, experiment), experiment, micro_batch=micro_batch)
+        chosen = _chosen(strategy, experiment)
+        explanation = explain(chosen, experiment, micro_batch=micro_batch, model_layers=model_layers)
         tree = explanation_tree(explanation, layer)
         if as_json:
             print(explanation.to_json())

@@ -1,4 +1,6 @@
-"""``moesys simulate``: one step of each strategy on a cluster that need not be there, and what sets its length."""
+"""``moesys simulate``: a step of each strategy on a cluster that need not be there, under several draws of its routing,
+and what sets its length.
+"""
 
 from __future__ import annotations
 
@@ -11,14 +13,11 @@ from pathlib import Path
 
 import numpy as np
 from pydantic import ValidationError
-from rich import box
 from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from moesys.config import ClusterSpec, Strategy
 from moesys.config.experiment import Experiment
-from moesys.config.workload import Generated, Measured, Replay
+from moesys.config.workload import Generated, Measured, Replay, Workload
 from moesys.lab.commands import refused
 from moesys.lab.commands.declarations import cluster_of
 from moesys.lab.runs.experiment_files import in_words, load_experiment
@@ -26,37 +25,24 @@ from moesys.lab.runs.trials import drawn_like, rest_of, routing_of
 from moesys.lab.show.chrome_trace import write_chrome_trace
 from moesys.lab.show.console import print_full
 from moesys.lab.show.figures import timeline_chart
-from moesys.lab.show.tables import figure
+from moesys.lab.show.simulated_steps import StepDraws, StepFigures, step_table
 from moesys.replay import replay_steps
-from moesys.simulator.critical_path import by_place
+from moesys.runnable import why_not
 from moesys.simulator.rest_of_step import RestOfStep
-from moesys.simulator.simulation import Simulation, exposed_ms
+from moesys.simulator.simulation import Simulation
 from moesys.step import StepPlan, simulation
 
 MOST_TRACED_RANKS = 64
 MOST_DRAWN_RANKS = 8
-LEGEND = (
-    "Means over ranks, but for the step. exposed = tokens + restore + waiting: a rank computes nothing meanwhile.",
-    "tokens: until rows have come; restore: until experts have, or gradients; waiting: for slower ranks.",
-    "critical path: what the step waited for, from its start to its end, as shares of it; most first.",
-)
-TOKENS, EXPERTS = ("counts", "dispatch", "combine"), ("restore", "reshard")
+DRAWS = 8
 
 
 @dataclass(frozen=True)
-class SimulatedStep:
-    """A step of one strategy. ``micro_batches``: its plans."""
+class FirstDraw:
+    """What files are written of."""
 
-    micro_batches: tuple[StepPlan, ...]
+    name: str
     simulation: Simulation
-
-    @property
-    def strategy(self) -> Strategy:
-        return self.micro_batches[0].strategy
-
-    @property
-    def max_over_mean(self) -> float:
-        return float(np.mean([plan.tokens.max_over_mean for step in self.micro_batches for plan in step.layers]))
 
 
 def simulate_command(
@@ -66,6 +52,8 @@ def simulate_command(
     layers: int | None = None,
     cluster: str | None = None,
     step: int = 0,
+    draws: int = DRAWS,
+    model_layers: int | None = None,
     out: Path | None = None,
 ) -> int:
     """Simulate, print, write; the exit code, 2 where what was asked for cannot be."""
@@ -73,16 +61,23 @@ def simulate_command(
         if out is not None:
             # Before all is simulated.
             out.mkdir(parents=True, exist_ok=True)
-        name, todo = _todo(file, strategies, layers, cluster, step)
-        steps = []
+        name, todo, words = _todo(file, strategies, layers, cluster, step, draws)
+        firsts, found, shape = [], [], ""
         with Console(stderr=True).status("") as status:
-            for of_strategy, micro_batches, rest in todo:
-                status.update(f"{of_strategy}: planning and simulating")
-                plans = tuple(micro_batches)
-                steps.append(SimulatedStep(plans, simulation(plans, rest)))
+            for of_strategy, of_draws, rest in todo:
+                figures: list[StepFigures] = []
+                for plans in of_draws:
+                    status.update(f"{of_strategy}: planning and simulating, draw {1 + len(figures)}")
+                    simulated = simulation(plans, rest)
+                    if not figures:
+                        firsts.append(FirstDraw(of_strategy, simulated))
+                    against = why_not(plans, num_layers=model_layers, recompute=rest.recompute != "none")
+                    figures.append(StepFigures.of(simulated, plans, against))
+                    shape = shape or _shape_words(plans[0])
+                found.append(StepDraws(of_strategy, tuple(figures)))
             # Before the table is printed, whose reader may stop before its end.
-            files = [] if out is None else [_write(of, out / stem, name) for stem, of in _by_stem(steps).items()]
-        print_full(step_table(name, steps), LEGEND)
+            files = [] if out is None else [_write(of, out / stem, name) for stem, of in _by_stem(firsts).items()]
+        print_full(*step_table(f"SIMULATED: {name}, {shape}", found, words))
         for paths in files:
             print("written to " + ", ".join(map(str, paths)))
     except (ValueError, OSError) as error:
@@ -92,25 +87,37 @@ def simulate_command(
 
 # --- what is asked for ----------------------------------------------------------------------------------------------
 
-Todo = tuple[str, Iterator[StepPlan], RestOfStep]
+Plans = tuple[StepPlan, ...]
+Todo = tuple[str, Iterator[Plans], RestOfStep]
 
 
 def _todo(
-    file: Path, strategies: Sequence[str], layers: int | None, cluster: str | None, step: int
-) -> tuple[str, list[Todo]]:
-    """The name of it all; and of each strategy its name, the plans of one step, and the rest of it."""
+    file: Path, strategies: Sequence[str], layers: int | None, cluster: str | None, step: int, draws: int
+) -> tuple[str, list[Todo], str]:
+    """The name of it all; of each strategy its name, the plans of a step of each draw, and the rest of it; and what a
+    draw is, in words.
+    """
     plan = _step_plan(file)
     if plan is None:
         experiment = _changed(load_experiment(file), layers, cluster)
         chosen = _chosen(strategies, experiment)
-        return experiment.name, [
-            (strategy.name, _step(strategy, experiment, layers, step), rest_of(experiment.workload))
-            for strategy in chosen
-        ]
+        by_seed = _has_seeds(experiment.workload)
+        of_draws = _seeds if by_seed else _steps_of_a_trace
+        words = (
+            "routing of other seeds" if by_seed else f"steps of the trace from {step} on, which resemble one another"
+        )
+        return (
+            experiment.name,
+            [
+                (strategy.name, of_draws(strategy, experiment, layers, step, draws), rest_of(experiment.workload))
+                for strategy in chosen
+            ],
+            words,
+        )
     given = {"--strategy": bool(strategies), "--cluster": cluster is not None, "--step": step != 0}
     if unused := [option for option, there in given.items() if there]:
         raise ValueError(f"{unused[0]} is for experiments, and {file} is the plan of one step; leave it out")
-    return file.stem, [(plan.strategy.name, iter([_first_layers(plan, layers)]), RestOfStep())]
+    return file.stem, [(plan.strategy.name, iter([(_first_layers(plan, layers),)]), RestOfStep())], ""
 
 
 def _step_plan(file: Path) -> StepPlan | None:
@@ -158,21 +165,43 @@ def _chosen(names: Sequence[str], experiment: Experiment) -> list[Strategy]:
     return [by_name[name] for name in names] or list(experiment.strategies)
 
 
-def _step(strategy: Strategy, experiment: Experiment, layers: int | None, step: int) -> Iterator[StepPlan]:
-    """The plans of one timed step of the first seed, whose layouts follow from the micro-batches before."""
+def _has_seeds(workload: Workload) -> bool:
+    return isinstance(workload, Generated) or (isinstance(workload, Replay) and "{seed}" in workload.trace)
+
+
+def _seeds(strategy: Strategy, experiment: Experiment, layers: int | None, step: int, draws: int) -> Iterator[Plans]:
+    """The same step under further seeds: the experiment's, and where routing is drawn, others behind them."""
+    seeds = list(experiment.seeds)
+    if isinstance(experiment.workload, Generated):
+        seeds += islice((seed for seed in count() if seed not in experiment.seeds), max(0, draws - len(seeds)))
+    for seed in seeds[:draws]:
+        yield next(_steps(strategy, experiment, layers, step, seed))
+
+
+def _steps_of_a_trace(
+    strategy: Strategy, experiment: Experiment, layers: int | None, step: int, draws: int
+) -> Iterator[Plans]:
+    """The step and those after it, as many as there are."""
+    return islice(_steps(strategy, experiment, layers, step, experiment.seeds[0]), draws)
+
+
+def _steps(strategy: Strategy, experiment: Experiment, layers: int | None, step: int, seed: int) -> Iterator[Plans]:
+    """The plans of the timed steps of a seed from ``step`` on, whose layouts follow from the micro-batches before."""
     workload = experiment.workload
     assert isinstance(workload, Replay | Generated)
     if isinstance(workload, Generated) and step >= workload.steps:
         raise ValueError(
             f"step={step} is none of the workload's {workload.steps} timed steps; use 0 to {workload.steps - 1}"
         )
-    first = workload.warmup + step * workload.micro_batches
-    routing = routing_of(workload, experiment.model, experiment.cluster, experiment.seeds[0])
+    routing = routing_of(workload, experiment.model, experiment.cluster, seed)
     every = replay_steps(strategy, experiment.model, experiment.cluster, routing.tokens_SLRE)
-    plans = list(islice(every, first, first + workload.micro_batches))
+    timed = islice(every, workload.warmup + step * workload.micro_batches, None)
+    plans = tuple(islice(timed, workload.micro_batches))
     if len(plans) < workload.micro_batches:
         raise ValueError(f"step={step} is behind the trace's last timed step; use a smaller one, or 0 for the first")
-    return (_first_layers(plan, layers) for plan in plans)
+    while len(plans) == workload.micro_batches:
+        yield tuple(_first_layers(plan, layers) for plan in plans)
+        plans = tuple(islice(timed, workload.micro_batches))
 
 
 def _first_layers(plan: StepPlan, layers: int | None) -> StepPlan:
@@ -187,63 +216,29 @@ def _first_layers(plan: StepPlan, layers: int | None) -> StepPlan:
 # --- what is shown --------------------------------------------------------------------------------------------------
 
 
-def step_table(name: str, steps: Sequence[SimulatedStep]) -> Table:
-    """A row a strategy; milliseconds are means over ranks, but for the step's own."""
-    first = steps[0].micro_batches[0]
-    title = (
-        f"SIMULATED: {name}, one step of {len(first.layers)} layers on {first.cluster.num_ranks} ranks of "
-        f"{first.cluster.num_nodes} nodes"
-    )
-    table = Table(title=Text(title, style="bold"), title_justify="left", box=box.SIMPLE_HEAD)
-    figures = ("step ms", "speed-up", "load max/mean", "experts ms", "other ms", "exposed ms")
-    table.add_column("strategy", no_wrap=True)
-    for column in (*figures, "tokens ms", "restore ms", "waiting ms"):
-        table.add_column(Text(column.replace(" ", "\n", 1)), justify="right", no_wrap=True)
-    table.add_column("critical path")
-    baseline = steps[0].simulation.length_seconds
-    for step in steps:
-        table.add_row(*map(Text, _cells(step, baseline)))
-    return table
+def _shape_words(plan: StepPlan) -> str:
+    cluster = plan.cluster
+    return f"one step of {len(plan.layers)} layers on {cluster.num_ranks} ranks of {cluster.num_nodes} nodes"
 
 
-def _cells(step: SimulatedStep, baseline_seconds: float) -> Iterator[str]:
-    of = step.simulation
-    computed_ms = {kind: 1e3 * float(seconds_R.mean()) for kind, seconds_R in of.computed_R.items()}
-    waited_ms = {kind: 1e3 * float(seconds_R.mean()) for kind, seconds_R in of.waited_R.items()}
-    experts_ms = sum(computed_ms.get(kind, 0.0) for kind in ("experts", "weight_gradients"))
-    tokens_ms, restore_ms = (sum(waited_ms.get(kind, 0.0) for kind in kinds) for kinds in (TOKENS, EXPERTS))
-    exposed = exposed_ms(of.timeline)
-    yield step.strategy.name
-    yield figure(1e3 * of.length_seconds)
-    yield f"{baseline_seconds / of.length_seconds:.2f}" if of.length_seconds else ""
-    yield f"{step.max_over_mean:.2f}"
-    yield figure(experts_ms)
-    yield figure(sum(computed_ms.values()) - experts_ms)
-    yield figure(exposed)
-    yield figure(tokens_ms)
-    yield figure(restore_ms)
-    yield figure(max(exposed - tokens_ms - restore_ms, 0.0))
-    yield ", ".join(f"{where} {100 * share:.0f} %" for where, _, share in by_place(of.critical_path)[:3])
-
-
-def _by_stem(steps: Sequence[SimulatedStep]) -> dict[str, SimulatedStep]:
+def _by_stem(steps: Sequence[FirstDraw]) -> dict[str, FirstDraw]:
     """By the strategy's name as files may have it; a number behind it where another strategy's looks the same."""
-    found: dict[str, SimulatedStep] = {}
+    found: dict[str, FirstDraw] = {}
     for step in steps:
-        stem = re.sub(r"[^\w.+-]", "_", step.strategy.name)
+        stem = re.sub(r"[^\w.+-]", "_", step.name)
         numbered = (f"{stem}-{number}" for number in count(2))
         found[next(name for name in chain([stem], numbered) if name not in found)] = step
     return found
 
 
-def _write(step: SimulatedStep, stem: Path, name: str) -> list[Path]:
+def _write(step: FirstDraw, stem: Path, name: str) -> list[Path]:
     """A trace for Perfetto, and a chart where there is something to draw."""
     of = step.simulation
     num_ranks = of.cluster.num_ranks
     traced = of.timeline.only(_some_ranks(of, MOST_TRACED_RANKS))
     drawn = of.timeline.only(_some_ranks(of, MOST_DRAWN_RANKS))
     trace = write_chrome_trace(traced, stem.with_name(f"{stem.name}.trace.json"), of.critical_path)
-    words = f"{name}, {step.strategy.name}" + f" on {num_ranks} ranks" * (num_ranks > MOST_DRAWN_RANKS)
+    words = f"{name}, {step.name}" + f" on {num_ranks} ranks" * (num_ranks > MOST_DRAWN_RANKS)
     return [trace, *(timeline_chart(drawn, stem, name=words) if drawn.spans else [])]
 
 

@@ -47,10 +47,12 @@ def tune_file(
             print("stopped: what was found out is in the journal; the same command goes on from there", file=sys.stderr)
         return 130
     if speaks:
-        from moesys.lab.show.tune_tables import choices_table, measured_table, simulated_table
+        from moesys.lab.show.tune_tables import choices_table, draws_table, measured_table, simulated_table
 
         tuned = result.tuned
         print_full(*simulated_table(tuned, experiment.name))
+        if tuned.draws:
+            print_full(*draws_table(tuned, experiment.name))
         if tuned.timing is not None:
             print_full(*measured_table(tuned, experiment.name))
         print_full(choices_table(tuned))

@@ -25,16 +25,20 @@ from moesys.layout import EMPTY, ExpertLayout
 from moesys.load import IntArray
 from moesys.replay import Replan, Replayed, replay_layer
 from moesys.row_traffic import row_traffic
+from moesys.runnable import why_not
 from moesys.simulator.critical_path import by_place
 from moesys.simulator.simulation import exposed_ms
 from moesys.step import LayerPlan, StepPlan, simulation
 from moesys.traces import Trace
 
 
-def explain(strategy: Strategy, experiment: Experiment, *, micro_batch: int | None = None) -> StepExplanation:
+def explain(
+    strategy: Strategy, experiment: Experiment, *, micro_batch: int | None = None, model_layers: int | None = None
+) -> StepExplanation:
     """The plan of ``strategy`` for one micro-batch of the experiment's first seed; for the last one by default.
 
-    Layouts follow from the micro-batches before. What training wants is known only once it runs: its load is drawn.
+    ``model_layers``: of the whole model, whose memory counts; None: those of the workload. Layouts follow from the
+    micro-batches before. What training wants is known only once it runs: its load is drawn.
     Raises ValueError for a micro-batch that the workload has not, and a strategy that does not fit the experiment.
     """
     trace, routing = _routing(experiment)
@@ -52,7 +56,8 @@ def explain(strategy: Strategy, experiment: Experiment, *, micro_batch: int | No
     ]
     plans = tuple(walk[-1].plan for walk in walks)
     step = StepPlan(strategy, model, cluster, plans)
-    simulated = simulation([step], rest_of(experiment.workload))
+    rest = rest_of(experiment.workload)
+    simulated = simulation([step], rest)
     timeline = simulated.timeline
     times = RankTimes(timeline, cluster.num_ranks)
     return StepExplanation(
@@ -73,6 +78,7 @@ def explain(strategy: Strategy, experiment: Experiment, *, micro_batch: int | No
         ],
         layers=tuple(_explain_layer(layer, step, walk, times) for layer, walk in enumerate(walks)),
         mega=mega_memory(strategy, model, plans),
+        would_not_run=why_not([step], num_layers=model_layers, recompute=rest.recompute != "none"),
     )
 
 

@@ -42,6 +42,7 @@ class StepExplanation:
     exposed_ms: all waiting, a mean over ranks.
     critical_path: what sets the step's length, most milliseconds first; they add up to ``step_ms``.
     mega: of a ``MegaKernel``, else None.
+    would_not_run: what stands against it on such a cluster; empty where nothing does.
     """
 
     experiment: str
@@ -59,6 +60,7 @@ class StepExplanation:
     critical_path: list[PathPlace]
     layers: tuple[LayerExplanation, ...]
     mega: MegaMemory | None = None
+    would_not_run: tuple[str, ...] = ()
 
     def to_json(self) -> str:
         declared = {name: getattr(self, name).model_dump(mode="json") for name in ("strategy", "cluster")}
@@ -87,6 +89,8 @@ def explanation_tree(explanation: StepExplanation, layer: int | None = None) -> 
     tree = Tree(Text(title, style="bold"), guide_style="dim")
     add_line(tree, "load", explanation.routing)
     add_line(tree, "cluster", _cluster_words(explanation.cluster))
+    for reason in explanation.would_not_run:
+        add_line(tree, "would not run", reason)
     schedule = add_head(tree, "schedule")
     for words in _schedule_words(explanation.strategy, explanation.cluster.num_nodes):
         schedule.add(Text(words))

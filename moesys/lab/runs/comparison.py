@@ -58,7 +58,7 @@ class Row:
     samples: of each metric, by seed. units: of each metric. losses: of all steps, by seed.
     speedup: against the baseline; None for the baseline itself, where no seed is shared, or where the numbers differ.
     agreement: with the baseline; None for the baseline itself, where no seed is shared, and where it is simulated.
-    failed: the one-line error by seed.
+    failed: the one-line error by seed. would_not_run: what stands against it on such a cluster; "" where nothing does.
     """
 
     name: str
@@ -70,6 +70,7 @@ class Row:
     failed: dict[int, str]
     speedup: PairedRatio | None = None
     agreement: Agreement | None = None
+    would_not_run: str = ""
 
     @property
     def n(self) -> int:
@@ -90,7 +91,8 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Rows of one experiment: the baseline, its repetition if there is one, then the others from fast to slow.
+    """Rows of one experiment: the baseline, its repetition if there is one, then the others from fast to slow, those
+    that would not run behind the rest.
 
     Rows whose numbers differ from the baseline's, and those without samples, come last, in declared order.
     ``environments``: ids of those that the records come from; more than one deserves a warning.
@@ -112,12 +114,13 @@ class Comparison:
 
     @cached_property
     def best(self) -> frozenset[str]:
-        """Names of the fastest row and of those that no paired interval tells from it.
+        """Names of the fastest row and of those that no paired interval tells from it, of what would run.
 
         Empty where the fastest cannot be told from any other, as with too few seeds.
         """
         rivals = [row for row in self.rows if row.speedup is not None and not row.repeat]
         rivals += [self.baseline] * (self.baseline.n > 0)
+        rivals = [row for row in rivals if not row.would_not_run]
         if len(rivals) < 2:
             return frozenset()
         first = max(rivals, key=lambda row: row.speedup.estimate if row.speedup else 1.0)
@@ -151,7 +154,9 @@ def compare_records(experiment: Experiment, records: Iterable[Record], source: S
     baseline = plain[0]
     tolerance = LOSS_TOLERANCE[experiment.model.dtype]
     judged = [_judged(row, baseline, source, tolerance) for row in plain[1:]]
-    judged.sort(key=lambda row: (-row.repeat, -row.speedup.estimate if row.speedup else math.inf))
+    judged.sort(
+        key=lambda row: (-row.repeat, bool(row.would_not_run), -row.speedup.estimate if row.speedup else math.inf)
+    )
     seen = dict.fromkeys(record.environment for results in rows.values() for _, record in results)
     return Comparison(experiment, source, (baseline, *judged), tuple(seen))
 
@@ -201,6 +206,7 @@ def _row(strategy: Strategy, repeat: int, results: list[tuple[Trial, Record]]) -
         units={metric: samples.unit for _, record in ok for metric, samples in record.samples.items()},
         losses={seed: record.losses for seed, record in ok},
         failed={trial.seed: record.error for trial, record in results if record.status == "failed"},
+        would_not_run=next((record.would_not_run for _, record in ok if record.would_not_run), ""),
     )
 
 

@@ -52,6 +52,7 @@ class Record:
     losses: of all steps, warm-up included, in nats a token; empty where it was simulated.
     tokens_LE: tokens of each expert in each layer, over the timed steps.
     routing: ``Trace.digest`` of what was replayed; empty for other workloads.
+    would_not_run: what stands against the strategy on such a cluster, of a simulated trial; empty where nothing does.
     error: one line, of a failed trial; trace: the whole traceback.
     """
 
@@ -70,6 +71,7 @@ class Record:
     losses: list[float] = field(default_factory=list)
     tokens_LE: list[list[int]] = field(default_factory=list)
     routing: str = ""
+    would_not_run: str = ""
     error: str = ""
     trace: str = ""
 

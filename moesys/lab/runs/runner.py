@@ -178,7 +178,8 @@ class _Book:
         if isinstance(outcome, TrialError):
             record = replace(record, status="failed", error=str(outcome), trace=outcome.trace)
         else:
-            record = replace(record, samples=outcome.samples, losses=outcome.losses, tokens_LE=outcome.tokens_LE)
+            of = {name: getattr(outcome, name) for name in ("samples", "losses", "tokens_LE", "would_not_run")}
+            record = replace(record, **of)
             if outcome.routing:
                 save_trace(outcome.routing, trace_path(self.folder.path, trial))
         self.folder.append(record)

@@ -42,13 +42,14 @@ class Measurement:
 
     ``samples``: one value a timed step. ``losses``: of all steps, warm-up included; empty where it was simulated.
     ``tokens_LE``: tokens of each expert by layer, over timed steps. ``routing``: the timed steps' routing, of a
-    measured trial.
+    measured trial. ``would_not_run``: what stands against a simulated one, in some step; else "".
     """
 
     samples: dict[str, Samples]
     losses: list[float] = field(default_factory=list)
     tokens_LE: list[list[int]] = field(default_factory=list)
     routing: Trace | None = None
+    would_not_run: str = ""
 
 
 def run_measured(
@@ -105,8 +106,10 @@ def run_simulated(
 ) -> Measurement:
     """Walk the workload's routing through the cost model, a pure function of everything but ``tick``."""
     from moesys.replay import replay_steps
+    from moesys.runnable import why_not
 
-    tokens_SLRE = routing_of(workload, model, cluster, seed).tokens_SLRE
+    tokens_SLRE, rest = routing_of(workload, model, cluster, seed).tokens_SLRE, rest_of(workload)
+    against: tuple[str, ...] = ()
     values: dict[str, list[float]] = {}
     tokens_SLE: list[IntArray] = []
     step: list[StepPlan] = []
@@ -114,12 +117,14 @@ def run_simulated(
         if number >= workload.warmup:
             step.append(micro_batch)
         if len(step) == workload.micro_batches:
-            for name, value in _simulated(step, rest_of(workload)).items():
+            against = against or why_not(step, recompute=rest.recompute != "none")
+            for name, value in _simulated(step, rest).items():
                 values.setdefault(name, []).append(value)
             tokens_SLE += [np.stack([plan.load.tokens_E for plan in of_step.layers]) for of_step in step]
             step = []
         tick()
-    return Measurement(_samples(values), tokens_LE=np.sum(tokens_SLE, axis=0).tolist())
+    tokens_LE = np.sum(tokens_SLE, axis=0).tolist()
+    return Measurement(_samples(values), tokens_LE=tokens_LE, would_not_run="; ".join(against))
 
 
 def rest_of(workload: Workload) -> RestOfStep:
@@ -127,7 +132,7 @@ def rest_of(workload: Workload) -> RestOfStep:
     from moesys.simulator.rest_of_step import RestOfStep
 
     if isinstance(workload, Measured):
-        return RestOfStep(recompute="layers" if workload.recompute else "none")
+        return RestOfStep(recompute=workload.recomputed)
     return RestOfStep(
         other_seconds=workload.other_ms / 1000,
         recompute=workload.recompute,
@@ -176,7 +181,7 @@ def drawn_like(workload: Training | ModelTraining) -> Generated:
         warmup=workload.warmup * workload.micro_batches,
         steps=workload.steps,
         micro_batches=workload.micro_batches,
-        recompute="layers" if workload.recompute else "none",
+        recompute=workload.recomputed,
     )
 
 

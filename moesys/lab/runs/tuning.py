@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import shutil
 import statistics
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -20,9 +20,10 @@ from moesys.lab.runs.launch import Place, TrialError, place_for
 from moesys.lab.runs.records import setting_fingerprint, take_lock
 from moesys.lab.runs.trials import Measurement, rest_of, routing_of
 from moesys.replay import replay_steps
-from moesys.step import simulation
+from moesys.step import StepPlan, simulation
 from moesys.traces import save_trace
 from moesys.tuner.costs import Told
+from moesys.tuner.deadline import Deadline, OutOfTimeError
 from moesys.tuner.journal import Entry, Journal
 from moesys.tuner.result import Tuned
 from moesys.tuner.search_bounds import SearchBounds
@@ -36,6 +37,8 @@ from moesys.whole_file import write_whole
 JOURNAL, STRATEGY, EXPERIMENT, ROUTING = "journal.jsonl", "tuned.toml", "experiment.toml", "routing.npz"
 # Of the micro-batches of a training's own routing, those that planners only see.
 _UNTIMED_SHARE = 0.2
+# Seeds that intervals of what was found are of, at most.
+_MOST_DRAWS = 8
 
 
 @dataclass(frozen=True)
@@ -67,7 +70,8 @@ def tune(
     search in the cost model; by default ``SearchBounds()``. timed: trials on real ranks, at most 30; by default 30 of a
     training, whose times are measured, and none of other workloads, which only the cost model runs.
 
-    The same call in the same folder goes on where it was stopped; ``fresh`` begins anew. Under torchrun every rank
+    The same call in the same folder goes on where it was stopped, by a kill or by ``bounds.minutes``; ``fresh`` begins
+    anew. Under torchrun every rank
     calls this and gets the same result. A script that calls this needs ``if __name__ == "__main__":`` around the call.
 
     Raises ValueError for what cannot be tuned or resumed.
@@ -76,6 +80,7 @@ def tune(
     timed = MOST_TRIALS * trains if timed is None else timed
     bounds = bounds or SearchBounds()
     _check(experiment, timed, bounds)
+    deadline = Deadline(bounds.minutes)
     with closing(place_for(experiment, threads)) as place:
         if not place.writes:
             return _follow(place, experiment)
@@ -84,16 +89,22 @@ def tune(
                 ranks = _Ranks(place, experiment)
                 workload = folder.workload(ranks)
                 tuned = tune_workload(
-                    workload,
+                    replace(workload, tick=deadline.check),
                     experiment.strategies,
                     journal=folder.journal,
                     told=told or Silence(),
                     space=space,
                     bounds=bounds,
                     mega_kernels=not trains,
-                    clock=Clock(ranks.step_ms, timed) if timed else None,
+                    clock=Clock(ranks.step_ms, timed, deadline) if timed else None,
+                    draw_seeds=_draw_seeds(experiment),
+                    deadline=deadline,
                 )
                 result = folder.keep(tuned)
+        except OutOfTimeError:
+            error = ValueError(f"minutes={bounds.minutes} were over before anything was simulated; give more")
+            place.share((None, error))
+            raise error from None
         except Exception as error:
             place.share((None, error))
             raise
@@ -113,6 +124,8 @@ def _check(experiment: Experiment, timed: int, bounds: SearchBounds) -> None:
     workload, memory_gb = experiment.workload, bounds.memory_gb
     if bounds.budget < 1 or bounds.seeds < 1:
         raise ValueError(f"budget={bounds.budget} and seeds={bounds.seeds}; both are 1 or more")
+    if bounds.minutes is not None and not bounds.minutes > 0:
+        raise ValueError(f"minutes={bounds.minutes} leaves no time; use more, or none for as long as it takes")
     if memory_gb is not None and not memory_gb > 0:
         raise ValueError(f"memory_gb={memory_gb} holds nothing; declare what a GPU has, or leave it out for enough")
     if timed and not isinstance(workload, Measured):
@@ -144,6 +157,13 @@ def _follow(place: Place, experiment: Experiment) -> TuneResult:
         except TrialError:
             # The writer hears of it too, and decides.
             continue
+
+
+def _draw_seeds(experiment: Experiment) -> tuple[int, ...]:
+    """Seeds whose routing differs and is there before anything runs."""
+    workload = experiment.workload
+    drawn = isinstance(workload, Generated) or (isinstance(workload, Replay) and "{seed}" in workload.trace)
+    return experiment.seeds[:_MOST_DRAWS] if drawn else ()
 
 
 class _Ranks:
@@ -181,6 +201,8 @@ class SimulatedWorkload:
     workload: Replay | Generated
     seeds: tuple[int, ...]
     num_steps: int
+    # Called after each micro-batch that was planned; may raise.
+    tick: Callable[[], None] = lambda: None
 
     @classmethod
     def of(
@@ -196,10 +218,15 @@ class SimulatedWorkload:
 
     def walk(self, strategy: Strategy, seed: int) -> Iterator[Step]:
         routing = routing_of(self.workload, self.model, self.cluster, seed)
-        every = replay_steps(strategy, self.model, self.cluster, routing.tokens_SLRE)
+        every = self._ticking(replay_steps(strategy, self.model, self.cluster, routing.tokens_SLRE))
         timed = islice(every, self.workload.warmup, None)
         while step := tuple(islice(timed, self.workload.micro_batches)):
             yield step
+
+    def _ticking(self, every: Iterator[StepPlan]) -> Iterator[StepPlan]:
+        for micro_batch in every:
+            self.tick()
+            yield micro_batch
 
     def step_ms(self, step: Step) -> float:
         return 1000 * simulation(step, rest_of(self.workload)).length_seconds

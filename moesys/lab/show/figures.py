@@ -1,4 +1,5 @@
-"""Draws figures as SVG and PNG: loads before and after balancing, spans of ranks, speed-up along a parameter, losses.
+"""Draws figures as SVG and PNG: loads before and after balancing, spans of ranks, speed-up along a parameter, losses,
+memory.
 
 Every function draws one figure, writes it to ``<path_stem>.svg`` and ``<path_stem>.png`` and gives the two paths. Every
 title says ``MEASURED`` or ``SIMULATED``. The same data gives the same bytes of SVG. Colours are told apart by
@@ -19,6 +20,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
+from moesys.config import BYTES_PER_GB
 from moesys.config.experiment import Source
 from moesys.lab.runs.statistics import CONFIDENCE, PairedRatio
 from moesys.lab.show.kind_colours import kind_colours
@@ -222,6 +224,26 @@ def loss_chart(losses: Mapping[str, Mapping[int, Sequence[float]]], path_stem: P
         else:
             bottom.set_yticks([])
             bottom.text(0.5, 0.5, "no loss differs in a bit", ha="center", va="center", transform=bottom.transAxes)
+        return _save(figure, path_stem)
+
+
+def memory_chart(
+    parts: Mapping[str, Mapping[str, float]], path_stem: Path, *, have_gb: float | None = None
+) -> list[Path]:
+    """Bytes that a rank holds at most, a bar a strategy, part by part. ``have_gb``: what a rank has, 1e9 bytes."""
+    with mpl.rc_context(STYLE):
+        figure = Figure(figsize=(6.4, 1.6 + 0.45 * len(parts)), layout="constrained")
+        axes = figure.subplots()
+        left = np.zeros(len(parts))
+        for index, part in enumerate(dict.fromkeys(part for of in parts.values() for part in of)):
+            widths = np.array([of.get(part, 0.0) for of in parts.values()]) / BYTES_PER_GB
+            axes.barh(list(parts), widths, left=left, color=OKABE_ITO[index % len(OKABE_ITO)], label=part, height=0.6)
+            left += widths
+        if have_gb is not None:
+            axes.axvline(have_gb, color="black", linewidth=1, linestyle="--", label=f"{have_gb:g} GB that it has")
+        axes.invert_yaxis()
+        axes.set(xlabel="GB", title="SIMULATED: memory of the rank that holds most")
+        figure.legend(loc="outside lower center", ncols=4)
         return _save(figure, path_stem)
 
 

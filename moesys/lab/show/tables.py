@@ -54,6 +54,7 @@ def comparison_sheet(comparison: Comparison, machine: str = "") -> Sheet:
         "plan ms": _median("plan_ms"),
         "between nodes %": _median("inter_node_share", ".1f", scale=100),
         "loss at end": lambda row: "" if row.final_loss is None else f"{row.final_loss:.4f}",
+        "would run": lambda row: _runs_cell(row, comparison),
         "n": _n_cell,
         "agreement": lambda row: _agreement_cell(row, comparison),
     }
@@ -90,6 +91,13 @@ def _n_cell(row: Row) -> str:
     notes = [f"{row.speedup.n} paired"] if row.speedup is not None and row.speedup.n != row.n else []
     notes += [f"{len(row.failed)} failed"] if row.failed else []
     return f"{row.n}" + (f" ({', '.join(notes)})" if notes else "")
+
+
+def _runs_cell(row: Row, comparison: Comparison) -> str:
+    """Nothing where all would."""
+    if not any(of.would_not_run for of in comparison.rows):
+        return ""
+    return "no" if row.would_not_run else "yes"
 
 
 def _speedup_cell(row: Row, comparison: Comparison) -> str:
@@ -148,6 +156,7 @@ def _legend(comparison: Comparison, machine: str) -> list[str]:
     if any(starved.values()):
         names = ", ".join(name for name, count in starved.items() if count)
         lines.append(f"Experts without a single token in some step: {names}. Their router may be collapsing.")
+    lines += [f"Would not run: {row.name}: {row.would_not_run}." for row in comparison.rows if row.would_not_run]
     lines += [
         f"Failed: {row.name}, seed {seed}: {error}" for row in comparison.rows for seed, error in row.failed.items()
     ]

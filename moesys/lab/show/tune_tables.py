@@ -8,7 +8,8 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
-from moesys.lab.show.tables import figure
+from moesys.lab.runs.statistics import paired_ratio
+from moesys.lab.show.tables import figure, ratio_words
 from moesys.tuner.result import Tuned
 
 MOST_SHOWN = 8
@@ -28,10 +29,35 @@ def simulated_table(tuned: Tuned, name: str) -> tuple[Table, list[str]]:
         f"{tuned.search.num_points} of {tuned.space.num_combinations} combinations were looked at in the cost model; "
         f"speed-up is over {tuned.baseline.name}."
     ]
+    if tuned.not_seen:
+        notes.append(
+            f"Stopped when the time was over, while {tuned.not_seen}: costs are of {tuned.search.of}, and what comes "
+            "later was not looked at. The same command goes on from here."
+        )
+    baseline_reasons = [reason for strategy, reason in tuned.search.refused if strategy == tuned.baseline]
+    notes += [f"The baseline would not run: {reason}." for reason in baseline_reasons]
     if tuned.search.refused:
         strategy, reason = tuned.search.refused[0]
-        notes.append(f"{len(tuned.search.refused)} points cannot be simulated, such as {strategy.name}: {reason}")
+        notes.append(
+            f"{len(tuned.search.refused)} points would not run, or cannot be simulated, such as {strategy.name}: "
+            f"{reason}"
+        )
     return table, notes
+
+
+def draws_table(tuned: Tuned, name: str) -> tuple[Table, list[str]]:
+    """The fastest in the cost model against the baseline, draw by draw. Raises ValueError without draws."""
+    table = _table(
+        f"SIMULATED: {name}, the fastest on further draws", "strategy", "step ms", "speed-up [95 %]", "draws"
+    )
+    for draws in tuned.draws:
+        ratio = paired_ratio(draws.baseline_ms, draws.own_ms)
+        if ratio is None:
+            raise ValueError(f"{draws.strategy.name} and the baseline share no draw")
+        mean_ms = statistics.fmean(statistics.fmean(ms) for ms in draws.own_ms.values())
+        _row(table, draws.strategy.name, figure(mean_ms), ratio_words(ratio), str(ratio.n))
+    seeds = "seeds" if tuned.search.baseline and len(tuned.search.of.seeds) > 1 else "seeds, or steps of the only one"
+    return table, [f"A draw: {seeds}. Paired with {tuned.baseline.name}'s; Student's t on logarithms."]
 
 
 def measured_table(tuned: Tuned, name: str) -> tuple[Table, list[str]]:

@@ -2,8 +2,9 @@
 
 A program has an even part of its rank's matmul rate and of its memory's: of ``programs`` parts, or of one for each
 multiprocessor where those are more. So it moves no faster than its part of memory, which is all that keeps one program
-from having a link for itself. A tile takes the longer of its flops, those of rows and columns that it lacks included,
-and its part of the bytes that its group reads and writes at least once.
+from having a link for itself. In a kernel that does more than a product its matmul rate is ``fused_rate`` of that. A
+tile takes the longer of its flops, those of rows and columns that it lacks included, and its part of the bytes that its
+group reads and writes at least once.
 
 Left out, as in the model of ``Sequential``: tables of routing, routing weights and their gradients, epilogues.
 H hidden, I expert width, G groups of a rank, b bytes of an element.
@@ -36,15 +37,19 @@ class Products:
 
 @dataclass(frozen=True)
 class Program:
-    """One program of a rank: seconds of a flop, and of a byte of its rank's memory, 0 where that is not declared."""
+    """One program of a rank: seconds of a flop, in a kernel of its own and in one that does more than a product; and of
+    a byte of its rank's memory, 0 where that is not declared.
+    """
 
     flop_seconds: float
+    fused_flop_seconds: float
     byte_seconds: float
 
     @staticmethod
     def of(cluster: ClusterSpec, programs: int) -> Program:
         parts = max(programs, cluster.multiprocessors)
-        return Program(parts / (cluster.expert_tflops * 1e12), parts * memory_seconds(1.0, cluster))
+        flop_seconds = parts / (cluster.expert_tflops * 1e12)
+        return Program(flop_seconds, flop_seconds / cluster.fused_rate, parts * memory_seconds(1.0, cluster))
 
 
 def num_programs(overlap: MegaKernel, cluster: ClusterSpec) -> int:
@@ -70,13 +75,13 @@ class TaskSeconds:
         """A's: ``gate_up`` and the activation, or ``down`` and the activation's gradient."""
         H, I = self.model.hidden_size, self.model.intermediate_size
         if self.backward:
-            return self._by_rows(rows_G, H, I, self.sizes.columns, 1, H + 5 * I)
-        return self._by_rows(rows_G, H, I, self.sizes.halves, 2, H + 3 * I)
+            return self._by_rows(rows_G, H, I, self.sizes.columns, 1, H + 5 * I, "dispatch")
+        return self._by_rows(rows_G, H, I, self.sizes.halves, 2, H + 3 * I, "dispatch")
 
     def second_product(self, rows_G: IntArray) -> Products:
         """B's: ``down``, or ``gate_up`` transposed."""
         H, L = self.model.hidden_size, self.model.intermediate_size * (2 if self.backward else 1)
-        return self._by_rows(rows_G, L, H, self.sizes.columns, 1, H + L)
+        return self._by_rows(rows_G, L, H, self.sizes.columns, 1, H + L, "combine")
 
     def weight_gradients(self, rows_G: IntArray) -> tuple[Products, Products]:
         """Of ``gate_up`` and of ``down``."""
@@ -96,23 +101,27 @@ class TaskSeconds:
         return (rows + tokens) * columns * (self.model.bytes_per_element * self.program.byte_seconds)
 
     def _by_rows(
-        self, rows_G: IntArray, contraction: int, width: int, columns: int, halves: int, row_elements: int
+        self, rows_G: IntArray, depth: int, width: int, columns: int, halves: int, row_elements: int, side: str
     ) -> Products:
-        """``halves``: matrices that a tile has so many columns of."""
+        """``halves``: matrices that a tile has so many columns of. ``side``: whose rows move beside it, if fused."""
         num_columns = -(-width // columns)
         tiles_G = -(-rows_G // self.sizes.rows) * num_columns
-        flops = np.full(rows_G.shape, 2.0 * self.sizes.rows * columns * halves * contraction)
-        bytes_G = (halves * width * contraction + rows_G * row_elements) * self.model.bytes_per_element
-        return self._products(num_columns, tiles_G, flops, bytes_G)
+        flops = np.full(rows_G.shape, 2.0 * self.sizes.rows * columns * halves * depth)
+        bytes_G = (halves * width * depth + rows_G * row_elements) * self.model.bytes_per_element
+        return self._products(num_columns, tiles_G, flops, bytes_G, self.overlap.fused in ("both", side))
 
     def _by_columns(self, rows_G: IntArray, left: int, right: int) -> Products:
         num_columns = -(-right // self.sizes.columns)
         tiles = -(-left // self.sizes.rows) * num_columns
         flops_G = rows_G * np.float64(2 * self.sizes.rows * self.sizes.columns)
         bytes_G = left * right * GRADIENT_BYTES + rows_G * (left + right) * self.model.bytes_per_element
-        return self._products(num_columns, np.full(rows_G.shape, tiles), flops_G, bytes_G)
+        fused = self.overlap.overlap_weight_gradients
+        return self._products(num_columns, np.full(rows_G.shape, tiles), flops_G, bytes_G, fused)
 
-    def _products(self, num_columns: int, tiles_G: IntArray, flops_G: FloatArray, bytes_G: IntArray) -> Products:
+    def _products(
+        self, num_columns: int, tiles_G: IntArray, flops_G: FloatArray, bytes_G: IntArray, fused: bool
+    ) -> Products:
         tile_bytes_G = bytes_G / np.maximum(tiles_G, 1)
-        seconds_G = np.maximum(flops_G * self.program.flop_seconds, tile_bytes_G * self.program.byte_seconds)
+        flop_seconds = self.program.fused_flop_seconds if fused else self.program.flop_seconds
+        seconds_G = np.maximum(flops_G * flop_seconds, tile_bytes_G * self.program.byte_seconds)
         return Products(num_columns, tiles_G, seconds_G, flops_G)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import sys
 from itertools import pairwise
 from pathlib import Path
@@ -17,14 +18,15 @@ from typer.testing import CliRunner
 import moesys as ms
 from moesys.__main__ import app
 from moesys.bench import simulator_speed as bench
-from moesys.config import ClusterSpec, Fsep, Greedy, ModelShape, Strategy
+from moesys.config import ClusterSpec, Fsep, Greedy, MegaKernel, ModelShape, Strategy
 from moesys.config.experiment import Experiment
 from moesys.config.workload import Generated, Replay, Training
 from moesys.lab.commands.explain import explain_command
 from moesys.lab.commands.simulate import simulate_command
+from moesys.lab.runs.statistics import paired_ratio
 from moesys.lab.runs.trials import rest_of, routing_of, run_simulated
 from moesys.lab.show.chrome_trace import write_chrome_trace
-from moesys.lab.show.tables import figure
+from moesys.lab.show.tables import figure, ratio_words
 from moesys.load import LoadMatrix
 from moesys.replay import replay_steps
 from moesys.simulator.critical_path import PathPart, by_place
@@ -58,7 +60,7 @@ def rows(output: str) -> dict[str, list[str]]:
 
 
 def test_every_figure_is_that_of_the_simulator(tmp_path):
-    code, output = run(written(tmp_path, declared()), "--step", 2)
+    code, output = run(written(tmp_path, declared()), "--step", 2, "--draws", 1)
     assert code == 0
     assert "SIMULATED: tiny, one step of 2 layers on 4 ranks of 2 nodes" in output
     for strategy in (EP, FSEP):
@@ -75,6 +77,59 @@ def test_every_figure_is_that_of_the_simulator(tmp_path):
         assert float(experts_ms) + float(other_ms) == pytest.approx(computed_ms, abs=3e-3)
         where, _, share = by_place(step.critical_path)[0]
         assert f"{where} {100 * share:.0f} %" in " ".join(output.split())
+
+
+def cells(output: str, name: str) -> list[str]:
+    """Of a strategy's row, with what belongs to a cell together."""
+    line = next(line for line in output.splitlines() if line.startswith(f"  {name} "))
+    return re.split(r"\s{2,}", line.strip())
+
+
+def test_several_draws_are_other_seeds_and_their_spread_is_shown(tmp_path):
+    code, output = run(written(tmp_path, declared(seeds=(3, 5))), "--draws", 4)
+    assert code == 0
+    # The experiment's seeds first, then those that it has not.
+    step_ms = {
+        strategy.name: [
+            run_simulated(strategy, MODEL, CLUSTER, WORKLOAD, seed).samples["step_ms"].values[0]
+            for seed in (3, 5, 0, 1)
+        ]
+        for strategy in (EP, FSEP)
+    }
+    for name, of in step_ms.items():
+        low, middle, high = (figure(float(value)) for value in np.percentile(of, (10, 50, 90)))
+        assert cells(output, name)[1] == f"{middle} [{low}, {high}]"
+    ratio = paired_ratio(*({number: [ms] for number, ms in enumerate(of)} for of in step_ms.values()))
+    assert cells(output, "fsep")[2] == ratio_words(ratio)
+    assert "Draws: routing of other seeds." in output
+
+
+def test_draws_of_a_single_trace_are_its_steps(tmp_path):
+    routing = routing_of(WORKLOAD, MODEL, CLUSTER, seed=0)
+    save_trace(routing, tmp_path / "trace.npz")
+    replayed = Replay(trace=str(tmp_path / "trace.npz"), warmup=1, micro_batches=2, other_ms=0.1, recompute="layers")
+    code, output = run(written(tmp_path, declared(workload=replayed, seeds=(0,))), "--step", 1)
+    assert code == 0
+    # Two of three are left.
+    step_ms = run_simulated(FSEP, MODEL, CLUSTER, replayed, seed=0).samples["step_ms"].values[1:]
+    assert len(step_ms) == 2
+    assert cells(output, "fsep")[1].startswith(f"{figure(float(np.median(step_ms)))} [")
+    assert "steps of the trace from 1 on" in " ".join(output.split())
+
+
+def test_what_would_not_run_is_marked_and_says_why(tmp_path):
+    fused = EP.replace(name="fused", overlap=MegaKernel())
+    file = written(tmp_path, declared(strategies=(fused, EP, FSEP), cluster=CLUSTER.replace(memory_gb=1e-4)))
+    code, output = run(file)
+    assert code == 0
+    # Ratios are to the first that would run.
+    assert "would not run" in next(line for line in output.splitlines() if line.startswith("  fused"))
+    assert cells(output, "ep")[2] == "1.00"
+    words = " ".join(output.split())
+    assert "fused would not run: overlap=MegaKernel() reaches the ranks of one domain" in words
+    code, output = run(file, "--model-layers", 5000)
+    assert "ep would not run: a rank holds" in " ".join(output.split())
+    assert "of 5000 layers, and has 0.0001." in " ".join(output.split())
 
 
 def test_strategies_layers_and_clusters_are_chosen(tmp_path):

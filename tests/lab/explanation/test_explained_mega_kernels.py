@@ -101,3 +101,17 @@ def test_experts_that_nobody_pulls_take_no_memory(sharding):
 def test_hosts_plan_what_devices_cannot_split():
     fused = FSEP.replace(name="fused", split=FlowSplit(max_inter_node=0.5), overlap=MegaKernel(most_tokens=64))
     assert "which wait for all counts: devices keep no cap" in str(explain(fused, declared(fused)))
+
+
+def test_a_mega_kernel_on_several_domains_is_said_not_to_run():
+    fused = FSEP.replace(name="fused", overlap=MegaKernel())
+    of = declared(fused)
+    domains = len(of.cluster.domain_sizes)
+    joined = of.replace(cluster=of.cluster.replace(ranks_per_domain=of.cluster.num_ranks))
+    assert domains > 1
+    assert "would not run: overlap=MegaKernel() reaches" in str(explain(fused, of)).replace("\n", " ")
+    assert explain(fused, joined).would_not_run == ()
+    small = of.replace(cluster=joined.cluster.replace(memory_gb=1e-3))
+    assert explain(FSEP, small).would_not_run == ()
+    (reason,) = explain(FSEP, small, model_layers=10_000).would_not_run
+    assert "of 10000 layers, and has 0.001" in reason

@@ -9,6 +9,7 @@ import pytest
 from lab_cases import EP, FSEP, FSEP_WIDE, MODEL, experiment, record, records, simulated
 
 from moesys.lab.runs.comparison import agreement, compare_records
+from moesys.lab.show.tables import comparison_sheet
 
 MS = {"ep": 10.0, "fsep": 8.0, FSEP_WIDE.name: 5.0}
 THREE = {"strategies": (EP, FSEP, FSEP_WIDE), "seeds": tuple(range(8))}
@@ -23,6 +24,20 @@ def test_the_baseline_is_first_and_then_the_fastest():
     assert comparison.baseline.speedup is None
     again, wide, fsep = (row.speedup for row in comparison.rows[1:])
     assert (again.estimate, wide.estimate, fsep.estimate) == pytest.approx((1.0, 2.0, 1.25))
+
+
+def test_what_would_not_run_comes_last_and_is_never_the_best():
+    of = simulated(**THREE)
+    of_all = records(of, MS)
+    marked = [replace(one, would_not_run="no room") if one.strategy == FSEP_WIDE.name else one for one in of_all]
+    comparison = compare_records(of, marked)
+    assert [row.name for row in comparison.rows] == ["ep", "fsep", FSEP_WIDE.name]
+    assert comparison.best == {"fsep"}
+    assert compare_records(of, of_all).best == {FSEP_WIDE.name}
+    sheet = comparison_sheet(comparison)
+    assert [row[sheet.columns.index("would run")] for row in sheet.rows] == ["yes", "yes", "no"]
+    assert f"Would not run: {FSEP_WIDE.name}: no room." in sheet.legend
+    assert "would run" not in comparison_sheet(compare_records(of, of_all)).columns
 
 
 def test_a_slow_seed_is_slow_for_all_and_changes_no_ratio():

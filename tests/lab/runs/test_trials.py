@@ -59,6 +59,14 @@ def test_a_mega_kernel_is_walked_as_others_are():
     assert fused["step_ms"] != plain["step_ms"]
 
 
+def test_a_simulated_trial_says_what_stands_against_it():
+    workload, fused = Generated(steps=1, tokens_per_rank=100), EP.replace(name="fused", overlap=MegaKernel())
+    nodes = ClusterSpec(num_nodes=2, ranks_per_node=1)
+    against, without = (run_simulated(of, MODEL, nodes, workload, seed=0).would_not_run for of in (fused, EP))
+    assert against.startswith("overlap=MegaKernel() reaches the ranks of one domain")
+    assert without == ""
+
+
 def test_a_step_of_several_micro_batches_has_one_sample_and_all_their_bytes():
     two = Generated(warmup=1, steps=3, micro_batches=2, tokens_per_rank=64)
     one = two.replace(steps=6, micro_batches=1)

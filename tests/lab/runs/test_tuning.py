@@ -9,7 +9,9 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from runner_cases import EP, FSEP, simulation, training
@@ -24,7 +26,9 @@ from moesys.lab.runs import environment
 from moesys.lab.runs.experiment_files import load_experiment
 from moesys.lab.runs.trials import run_simulated
 from moesys.lab.runs.tuning import tune
+from moesys.lab.show.tune_tables import draws_table
 from moesys.traces import generate, save_trace
+from moesys.tuner import deadline
 from moesys.tuner.search_bounds import SearchBounds
 from moesys.tuner.space import Space
 
@@ -298,7 +302,7 @@ def test_mega_kernels_are_simulated_with_the_others(tmp_path):
         (
             simulation(),
             {"bounds": SearchBounds(3, memory_gb=1e-6)},
-            r"knows no point of the space: none fits into 1e-06 GB; widen space, or raise memory_gb",
+            r"no point of the space would run: a rank holds .* GB at least, .* and has 1e-06; widen space",
         ),
         (simulation(), {"bounds": SearchBounds(memory_gb=0.0)}, "memory_gb=0.0 holds nothing; declare what a GPU has"),
         (
@@ -346,3 +350,43 @@ def test_a_space_that_is_none_is_told(tmp_path, capsys, name, text, reason):
     file, _ = written(tmp_path, simulation())
     assert tune_file(file, tmp_path / name, out=tmp_path) == 2
     assert reason in capsys.readouterr().err
+
+
+def test_a_limit_of_minutes_holds_and_the_same_call_goes_on(tmp_path, monkeypatch):
+    seconds = count()
+    # A second passes from question to question.
+    monkeypatch.setattr(deadline, "time", SimpleNamespace(monotonic=lambda: float(next(seconds))))
+    found = []
+    for _ in range(40):
+        found.append(tune(simulation(), SPACE, SearchBounds(6, minutes=1), out=tmp_path))
+        text = (found[-1].path / "tuned.toml").read_text()
+        assert ("Stopped when the time was over" in text) == bool(found[-1].tuned.not_seen)
+        if not found[-1].tuned.not_seen:
+            break
+        assert "others were not looked at: the time was over" in text
+    assert 1 < len(found) < 40
+    whole = tune(simulation(), SPACE, SearchBounds(6), out=tmp_path / "whole")
+    assert found[-1].tuned.strategy == whole.tuned.strategy
+    assert found[-1].tuned.speedup == whole.tuned.speedup
+
+
+def test_what_is_found_has_intervals_over_draws(tmp_path):
+    tuned = tune(simulation().replace(seeds=(0, 1, 2, 3)), SPACE, SearchBounds(6), out=tmp_path).tuned
+    assert tuned.draws
+    for draws in tuned.draws:
+        assert set(draws.own_ms) == set(draws.baseline_ms) == {0, 1, 2, 3}
+        assert {len(draws.own_ms[seed]) for seed in draws.own_ms} == {len(ms) for ms in draws.baseline_ms.values()}
+    table, notes = draws_table(tuned, "x")
+    assert table.row_count == len(tuned.draws)
+    assert "[" in str(table.columns[2]._cells[0])
+    assert "seeds" in notes[0]
+
+
+def test_memory_is_that_of_the_cluster_unless_it_is_said_and_of_the_whole_model(tmp_path):
+    small = simulation().replace(cluster=simulation().cluster.replace(memory_gb=1e-2))
+    assert not tune(small, SPACE, SearchBounds(3), out=tmp_path / "fits").tuned.search.refused
+    for bounds, layers in ((SearchBounds(3, model_layers=9000), 9000), (SearchBounds(3, memory_gb=1e-6), 2)):
+        with pytest.raises(ValueError, match=f"a rank holds .* GB at least, of {layers} layers, and has"):
+            tune(small, SPACE, bounds, out=tmp_path / str(layers))
+    roomy = SearchBounds(3, memory_gb=80.0, model_layers=9000)
+    assert tune(small, SPACE, roomy, out=tmp_path / "said").tuned.search.ranking

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from moesys.config import BYTES_PER_GB, Ep, Fsep, MegaKernel, ModelShape, Strategy
+from moesys.config import BYTES_PER_GB, ClusterSpec, Ep, Fsep, MegaKernel, ModelShape, Strategy
 from moesys.cost import GRADIENT_BYTES
-from moesys.tuner.setting import Setting
 
 # Of a parameter: its master, its gradient, and the two moments of Adam, all float32.
 _STATE_BYTES = 16
@@ -37,47 +36,54 @@ class RankMemory:
         return all_bytes / BYTES_PER_GB
 
 
-def rank_memory(strategy: Strategy, setting: Setting, tokens_per_rank: int, *, recompute: bool = False) -> RankMemory:
+def rank_memory(
+    strategy: Strategy,
+    model: ModelShape,
+    cluster: ClusterSpec,
+    num_layers: int,
+    tokens_per_rank: int,
+    *,
+    recompute: bool = False,
+) -> RankMemory:
     """At least, for ``tokens_per_rank`` tokens of each rank in a micro-batch, evenly balanced.
 
     Raises ValueError for a strategy that does not fit the model.
     """
-    model, cluster, num_layers = setting.model, setting.cluster, setting.num_layers
+    num_ranks = cluster.num_ranks
     slots = min(model.num_experts, max(strategy.slots(model, cluster)))
+    num_lent = min(num_layers, _layers_of_gradients(strategy, num_ranks))
     return RankMemory(
-        state_bytes=_STATE_BYTES * _owned_parameters(strategy, setting) * num_layers,
-        slot_bytes=_slot_bytes(strategy, setting, slots),
-        gradient_bytes=_layers_of_gradients(strategy, setting) * slots * model.expert_parameters * GRADIENT_BYTES,
+        state_bytes=_STATE_BYTES * _owned_parameters(strategy, model, num_ranks) * num_layers,
+        slot_bytes=_slot_bytes(strategy, model, num_ranks, num_layers, slots),
+        gradient_bytes=num_lent * slots * model.expert_parameters * GRADIENT_BYTES,
         row_bytes=_row_bytes(model, tokens_per_rank) * (1 if recompute else num_layers),
         shared_bytes=_shared_bytes(strategy, model, tokens_per_rank),
     )
 
 
-def _owned_parameters(strategy: Strategy, setting: Setting) -> int:
-    experts, num_ranks = setting.model.num_experts, setting.cluster.num_ranks
+def _owned_parameters(strategy: Strategy, model: ModelShape, num_ranks: int) -> int:
     if isinstance(strategy.sharding, Fsep):
-        return -(-setting.model.expert_parameters // num_ranks) * experts
-    return -(-experts // num_ranks) * setting.model.expert_parameters
+        return -(-model.expert_parameters // num_ranks) * model.num_experts
+    return -(-model.num_experts // num_ranks) * model.expert_parameters
 
 
-def _slot_bytes(strategy: Strategy, setting: Setting, slots: int) -> int:
+def _slot_bytes(strategy: Strategy, model: ModelShape, num_ranks: int, num_layers: int, slots: int) -> int:
     """A rank that owns its experts whole and computes in float32 uses its masters."""
-    model, sharding, num_layers = setting.model, strategy.sharding, setting.num_layers
-    layers_at_once = num_layers
+    sharding, layers_at_once = strategy.sharding, num_layers
     if isinstance(sharding, Fsep) and sharding.reshard_after_forward:
         layers_at_once = min(num_layers, 1 + sharding.prefetch_layers)
     if isinstance(sharding, Ep) and model.dtype == "float32":
-        slots = max(0, slots - -(-model.num_experts // setting.cluster.num_ranks))
+        slots = max(0, slots - -(-model.num_experts // num_ranks))
     return layers_at_once * slots * model.expert_parameters * model.bytes_per_element
 
 
-def _layers_of_gradients(strategy: Strategy, setting: Setting) -> int:
+def _layers_of_gradients(strategy: Strategy, num_ranks: int) -> int:
     """None where nobody borrows: gradients are born in their place."""
     sharding = strategy.sharding
-    if setting.cluster.num_ranks == 1 or (isinstance(sharding, Ep) and not sharding.lends):
+    if num_ranks == 1 or (isinstance(sharding, Ep) and not sharding.lends):
         return 0
     delayed = isinstance(sharding, Fsep) and sharding.delay_reshard
-    return min(setting.num_layers, 1 + delayed)
+    return 1 + delayed
 
 
 def _row_bytes(model: ModelShape, tokens_per_rank: int) -> int:

@@ -1,0 +1,178 @@
+"""Reads what a config.json of transformers says of a model's layers.
+
+Families differ in the names of fields, in what a missing field means, and in what no field says: biases, norms, sinks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+from moesys.config.base import DType
+from moesys.config.hub_config import NAMES, moe_layers, shape_of
+from moesys.config.hub_defaults import DEFAULTS, SAME_AS
+from moesys.config.layer_spec import DenseMlp, Gqa, LayerSpec, Mla, MoeMlp
+
+# Fields with which a model is other than transformers' code and this page have it; what they may say.
+_ONLY: dict[str, tuple[object, ...]] = {"mlp_bias": (False, None), "moe_layer_freq": (1, None)}
+
+
+class HubModel(NamedTuple):
+    """What a config.json says, by the names of ``ModelSpec``."""
+
+    hidden_size: int
+    vocab_size: int
+    tied_embeddings: bool
+    layers: tuple[LayerSpec, ...]
+
+
+def hub_model(config: Mapping[str, Any], dtype: DType) -> HubModel:
+    """Returns the model of a config.json. Raises ValueError for a configuration that does not say it."""
+    fields = _Fields(config)
+    fields.whole("num_hidden_layers")
+    has_experts_L = moe_layers(fields.values)
+    # Read once: layers of a kind are equal.
+    experts = _experts(fields, dtype) if any(has_experts_L) else None
+    dense = DenseMlp(intermediate_size=fields.whole("intermediate_size")) if not all(has_experts_L) else None
+    layers = tuple(
+        LayerSpec(attention=_attention(fields, layer), mlp=experts if has_experts else dense)
+        for layer, has_experts in enumerate(has_experts_L)
+    )
+    return HubModel(fields.whole("hidden_size"), fields.whole("vocab_size"), fields.flag("tie_word_embeddings"), layers)
+
+
+class _Fields:
+    """The fields of a config.json, with what its family takes for those that are left out."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        model_type = config.get("model_type")
+        self.family = SAME_AS.get(str(model_type), str(model_type))
+        if self.family not in DEFAULTS:
+            way_out = (
+                "take that of the language model, which is its text_config"
+                if "text_config" in config
+                else f"known are {', '.join(sorted({*DEFAULTS, *SAME_AS}))}; or declare a ModelSpec, layer by layer"
+            )
+            raise ValueError(f"the config.json has model_type={model_type!r}, whose layers are not known; {way_out}")
+        # A field of several names that the file gives under one is not taken from the defaults under another.
+        several = (NAMES["num_experts"], NAMES["top_k"])
+        given = {name for names in several if not config.keys().isdisjoint(names) for name in names}
+        self.values = {name: value for name, value in DEFAULTS[self.family].items() if name not in given} | dict(config)
+        for name, allowed in _ONLY.items():
+            if self.values.get(name) not in allowed:
+                raise self.wrong(name, f"and moesys knows models with {name}={allowed[0]!r} alone; declare a ModelSpec")
+
+    def whole(self, name: str) -> int:
+        if (value := self.optional(name)) is None:
+            raise self.wrong(name, "and no other is known for it; write a whole number of at least 1")
+        return value
+
+    def optional(self, name: str, least: int = 1) -> int | None:
+        """Returns a number, or None where there is none."""
+        value = self.values.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise self.wrong(name, f"which is no whole number of at least {least}")
+        return value
+
+    def flag(self, name: str) -> bool:
+        value = self.values.get(name) or False
+        if not isinstance(value, bool):
+            raise self.wrong(name, "which is neither true nor false")
+        return value
+
+    def wrong(self, name: str, what: str) -> ValueError:
+        model_type = self.values.get("model_type")
+        return ValueError(f"the config.json of model_type={model_type!r} has {name}={self.values.get(name)!r}, {what}")
+
+
+def _attention(fields: _Fields, layer: int) -> Gqa | Mla:
+    match fields.family:
+        case "deepseek_v2" | "deepseek_v3":
+            return Mla(
+                num_heads=fields.whole("num_attention_heads"),
+                q_lora_rank=fields.optional("q_lora_rank"),
+                kv_lora_rank=fields.whole("kv_lora_rank"),
+                qk_nope_head_dim=fields.whole("qk_nope_head_dim"),
+                qk_rope_head_dim=fields.whole("qk_rope_head_dim"),
+                v_head_dim=fields.whole("v_head_dim"),
+                bias=fields.flag("attention_bias"),
+            )
+        case "mixtral":
+            return _gqa(fields, window=fields.optional("sliding_window"))
+        case "qwen2_moe":
+            alternates = fields.flag("use_sliding_window") and layer < fields.whole("max_window_layers")
+            return _gqa(fields, qkv_bias=fields.flag("qkv_bias"), window=_window(fields, layer, alternates))
+        case "qwen3_moe":
+            bias = fields.flag("attention_bias")
+            window = fields.optional("sliding_window") if fields.flag("use_sliding_window") else None
+            return _gqa(fields, qkv_bias=bias, output_bias=bias, qk_norm="head", window=window)
+        case "olmoe":
+            bias = fields.flag("attention_bias")
+            return _gqa(fields, qkv_bias=bias, output_bias=bias, qk_norm="row")
+        case "glm4_moe":
+            qk_norm: Literal["head"] | None = "head" if fields.flag("use_qk_norm") else None
+            return _gqa(fields, qkv_bias=fields.flag("attention_bias"), qk_norm=qk_norm)
+        case "gpt_oss":
+            bias = fields.flag("attention_bias")
+            window = _window(fields, layer, alternates=True)
+            return _gqa(fields, qkv_bias=bias, output_bias=bias, sinks=True, window=window)
+        case unknown:
+            raise AssertionError(f"family {unknown} has defaults and no attention")
+
+
+def _gqa(fields: _Fields, **what: Any) -> Gqa:
+    num_heads = fields.whole("num_attention_heads")
+    return Gqa(
+        num_heads=num_heads,
+        num_kv_heads=fields.optional("num_key_value_heads") or num_heads,
+        head_dim=fields.optional("head_dim") or fields.whole("hidden_size") // num_heads,
+        **what,
+    )
+
+
+def _window(fields: _Fields, layer: int, alternates: bool) -> int | None:
+    """Returns the window of a layer: as ``layer_types`` says, or without it of every other layer from the first on."""
+    kinds = fields.values.get("layer_types")
+    if kinds is None:
+        slides = alternates and layer % 2 == 0
+    elif isinstance(kinds, list) and len(kinds) > layer and kinds[layer] in ("sliding_attention", "full_attention"):
+        slides = kinds[layer] == "sliding_attention"
+    else:
+        raise fields.wrong("layer_types", "which is no list of sliding_attention and full_attention for each layer")
+    return fields.whole("sliding_window") if slides else None
+
+
+def _experts(fields: _Fields, dtype: DType) -> MoeMlp:
+    shape = shape_of(fields.values, dtype)
+    match fields.family:
+        case "mixtral":
+            return MoeMlp(shape=shape)
+        case "gpt_oss":
+            # The softmax over the K best is that over all, divided by the sum of the K.
+            return MoeMlp(shape=shape, expert_bias=True, router_bias=True)
+        case "qwen2_moe":
+            return MoeMlp(
+                shape=shape.replace(norm_topk_prob=fields.flag("norm_topk_prob")),
+                shared_intermediate_size=fields.whole("shared_expert_intermediate_size"),
+                shared_gate=True,
+            )
+        case "qwen3_moe" | "olmoe":
+            return MoeMlp(shape=shape.replace(norm_topk_prob=fields.flag("norm_topk_prob")))
+    beside = {
+        "n_shared_experts": fields.optional("n_shared_experts", least=0) or 0,
+        "routed_scaling_factor": fields.values["routed_scaling_factor"],
+    }
+    if fields.family == "deepseek_v2":
+        # Its choice limited to groups by softmax is none that ``ModelShape`` has; sizes do not depend on it.
+        return MoeMlp(shape=shape.replace(norm_topk_prob=False, **beside))
+    return MoeMlp(
+        shape=shape.replace(
+            scoring_func="sigmoid",
+            norm_topk_prob=fields.flag("norm_topk_prob"),
+            n_group=fields.optional("n_group") or 1,
+            topk_group=fields.optional("topk_group") or 1,
+            **beside,
+        )
+    )

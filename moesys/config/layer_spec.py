@@ -1,0 +1,243 @@
+"""A layer of a whole model: its attention and its MLP, as the products, norms and biases that they consist of.
+
+H is the width of a token, which a layer takes from its model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal, Self
+
+from pydantic import Field, model_validator
+
+from moesys.config.base import Declared
+from moesys.config.model import ModelShape
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product of rows with weights: [rows, inputs] x [inputs, outputs], and a bias of ``outputs`` if it has one."""
+
+    inputs: int
+    outputs: int
+    bias: bool = False
+
+    @property
+    def parameters(self) -> int:
+        return self.inputs * self.outputs + self.bias * self.outputs
+
+    @property
+    def flops(self) -> int:
+        """Of one row: a multiplication and an addition a weight. A bias is not counted, as torch's counter does not."""
+        return 2 * self.inputs * self.outputs
+
+
+class Gqa(Declared):
+    """Grouped-query attention (arXiv 2305.13245); ``num_kv_heads == num_heads`` is attention of many heads."""
+
+    kind: Literal["gqa"] = "gqa"
+    num_heads: int = Field(ge=1, description="heads of queries")
+    num_kv_heads: int = Field(ge=1, description="heads of keys and values")
+    head_dim: int = Field(ge=1, description="width of a head")
+    window: int | None = Field(None, ge=1, description="keys that a query sees, itself among them; None: all before it")
+    qkv_bias: bool = Field(False, description="queries, keys and values have a bias")
+    output_bias: bool = Field(False, description="the output projection has a bias")
+    qk_norm: Literal["head", "row"] | None = Field(
+        None, description="RMSNorm of queries and keys: of each head (Qwen3) or of all heads together (OLMoE)"
+    )
+    sinks: bool = Field(False, description="each head has a learnt logit that takes a share of the softmax (GPT-OSS)")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_kv_heads={self.num_kv_heads} does not divide num_heads={self.num_heads}; equally many heads "
+                "of queries share one of keys, so choose a divisor"
+            )
+        return self
+
+    @property
+    def qk_head_dim(self) -> int:
+        return self.head_dim
+
+    @property
+    def v_head_dim(self) -> int:
+        return self.head_dim
+
+    def products(self, hidden_size: int) -> dict[str, Product]:
+        """Returns the projections by name, in the order in which they run."""
+        query = self.num_heads * self.head_dim
+        return {
+            "qkv": Product(hidden_size, query + 2 * self.num_kv_heads * self.head_dim, self.qkv_bias),
+            "output": Product(query, hidden_size, self.output_bias),
+        }
+
+    @property
+    def norm_widths(self) -> tuple[int, ...]:
+        """Weights of the norm of queries and of that of keys; () without."""
+        match self.qk_norm:
+            case "head":
+                return self.head_dim, self.head_dim
+            case "row":
+                return self.num_heads * self.head_dim, self.num_kv_heads * self.head_dim
+            case None:
+                return ()
+
+
+class Mla(Declared):
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1), as it trains: keys and values of each
+    head are made from the latent, and nothing is absorbed.
+    """
+
+    kind: Literal["mla"] = "mla"
+    num_heads: int = Field(ge=1)
+    q_lora_rank: int | None = Field(None, ge=1, description="width of the latent of queries; None: queries have none")
+    kv_lora_rank: int = Field(ge=1, description="width of the latent of keys and values")
+    qk_nope_head_dim: int = Field(ge=1, description="width of a head's queries and keys without position")
+    qk_rope_head_dim: int = Field(ge=1, description="width with rotary position; all heads share that of the key")
+    v_head_dim: int = Field(ge=1, description="width of a head's values")
+    bias: bool = Field(False, description="projections to latents and the output projection have a bias")
+
+    @property
+    def num_kv_heads(self) -> int:
+        """Each head has keys and values of its own."""
+        return self.num_heads
+
+    @property
+    def window(self) -> None:
+        """Every key before a query is seen."""
+        return None
+
+    @property
+    def sinks(self) -> bool:
+        return False
+
+    @property
+    def qk_head_dim(self) -> int:
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    def products(self, hidden_size: int) -> dict[str, Product]:
+        """Returns the projections by name, in the order in which they run."""
+        query = self.num_heads * self.qk_head_dim
+        if self.q_lora_rank is None:
+            queries = {"query": Product(hidden_size, query)}
+        else:
+            queries = {
+                "query_down": Product(hidden_size, self.q_lora_rank, self.bias),
+                "query_up": Product(self.q_lora_rank, query),
+            }
+        return {
+            **queries,
+            "kv_down": Product(hidden_size, self.kv_lora_rank + self.qk_rope_head_dim, self.bias),
+            "kv_up": Product(self.kv_lora_rank, self.num_heads * (self.qk_nope_head_dim + self.v_head_dim)),
+            "output": Product(self.num_heads * self.v_head_dim, hidden_size, self.bias),
+        }
+
+    @property
+    def norm_widths(self) -> tuple[int, ...]:
+        """Weights of the norms of latents."""
+        return (self.kv_lora_rank,) if self.q_lora_rank is None else (self.q_lora_rank, self.kv_lora_rank)
+
+
+Attention = Annotated[Gqa | Mla, Field(discriminator="kind")]
+
+
+class DenseMlp(Declared):
+    """An MLP that all tokens take: up, activation, down; gated (SwiGLU) or not. It has no bias."""
+
+    kind: Literal["dense"] = "dense"
+    intermediate_size: int = Field(ge=1, description="its width")
+    gated: bool = Field(True, description="up has a gate beside it, of the same width")
+
+    def products(self, hidden_size: int) -> dict[str, Product]:
+        """Returns the two products by name. Gate and up are one."""
+        return {
+            "up": Product(hidden_size, self.intermediate_size * (2 if self.gated else 1)),
+            "down": Product(self.intermediate_size, hidden_size),
+        }
+
+
+class MoeMlp(Declared):
+    """Experts behind a router, and the shared expert beside them.
+
+    Its width is ``shared_intermediate_size``, or without it n_shared_experts times the intermediate_size of ``shape``.
+    """
+
+    kind: Literal["moe"] = "moe"
+    shape: ModelShape
+    shared_intermediate_size: int | None = Field(None, ge=1, description="width of the shared expert (Qwen2-MoE)")
+    shared_gate: bool = Field(False, description="a sigmoid of each token scales the shared expert (Qwen2-MoE)")
+    expert_bias: bool = Field(False, description="both products of an expert have a bias (GPT-OSS)")
+    router_bias: bool = Field(
+        False, description="the router has a learnt bias (GPT-OSS); DeepSeek-V3's correction is no parameter"
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.shared_intermediate_size is not None and self.shape.n_shared_experts:
+            raise ValueError(
+                f"shared_intermediate_size={self.shared_intermediate_size} and n_shared_experts="
+                f"{self.shape.n_shared_experts} of shape both say how wide the shared expert is; leave one out"
+            )
+        if self.shared_gate and self.shared is None:
+            raise ValueError(
+                "shared_gate=True has no shared expert to scale; give shared_intermediate_size, or drop the gate"
+            )
+        return self
+
+    @property
+    def shared(self) -> DenseMlp | None:
+        """The shared expert: all of them as one."""
+        width = self.shared_intermediate_size or self.shape.n_shared_experts * self.shape.intermediate_size
+        return DenseMlp(intermediate_size=width) if width else None
+
+    @property
+    def router(self) -> Product:
+        return Product(self.shape.hidden_size, self.shape.num_experts, self.router_bias)
+
+    @property
+    def expert_products(self) -> dict[str, Product]:
+        """The two products of one expert by name. Gate and up are one."""
+        H, I = self.shape.hidden_size, self.shape.intermediate_size
+        return {"up": Product(H, 2 * I, self.expert_bias), "down": Product(I, H, self.expert_bias)}
+
+    @property
+    def expert_parameters(self) -> int:
+        """Of one expert, with its biases."""
+        return sum(product.parameters for product in self.expert_products.values())
+
+
+Mlp = Annotated[DenseMlp | MoeMlp, Field(discriminator="kind")]
+
+
+class LayerSpec(Declared):
+    """One layer: attention and an MLP, each behind an RMSNorm, each added to the row that it read."""
+
+    attention: Attention
+    mlp: Mlp
+
+    @property
+    def has_experts(self) -> bool:
+        return isinstance(self.mlp, MoeMlp)
+
+    def num_parameters(self, hidden_size: int) -> int:
+        """Returns the parameters of the layer, those of all experts among them."""
+        experts = self.mlp.shape.num_experts * self.mlp.expert_parameters if isinstance(self.mlp, MoeMlp) else 0
+        return self._beside_experts(hidden_size) + experts
+
+    def active_parameters(self, hidden_size: int) -> int:
+        """Returns the parameters that one token meets: those of its K experts, and all others."""
+        experts = self.mlp.shape.top_k * self.mlp.expert_parameters if isinstance(self.mlp, MoeMlp) else 0
+        return self._beside_experts(hidden_size) + experts
+
+    def _beside_experts(self, hidden_size: int) -> int:
+        attention, mlp = self.attention, self.mlp
+        products = list(attention.products(hidden_size).values())
+        vectors = 2 * hidden_size + sum(attention.norm_widths) + attention.sinks * attention.num_heads
+        dense = mlp.shared if isinstance(mlp, MoeMlp) else mlp
+        if dense is not None:
+            products += dense.products(hidden_size).values()
+        if isinstance(mlp, MoeMlp):
+            products.append(mlp.router)
+            vectors += mlp.shared_gate * hidden_size
+        return vectors + sum(product.parameters for product in products)

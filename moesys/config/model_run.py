@@ -1,0 +1,136 @@
+"""ModelRun: a whole model in training on a cluster, as it is simulated."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from moesys.config.base import BYTES_PER_ELEMENT, Declared
+from moesys.config.cluster import ClusterSpec
+from moesys.config.layer_spec import MoeMlp
+from moesys.config.model import ModelShape
+from moesys.config.model_spec import ModelSpec
+from moesys.config.parallelism import Groups, Parallelism
+from moesys.config.strategy import Strategy
+
+
+class ModelRun(Declared):
+    """A model, the ranks that train it, and how. Every data-parallel rank takes ``micro_batch`` sequences at once, as
+    often as ``global_batch`` needs.
+    """
+
+    model: ModelSpec
+    cluster: ClusterSpec
+    strategy: Strategy = Strategy(name="ep")
+    parallelism: Parallelism = Parallelism()
+    seq_len: int = Field(4096, ge=1, description="tokens of a sequence")
+    micro_batch: int = Field(1, ge=1, description="sequences of a data-parallel rank in a micro-batch")
+    global_batch: int | None = Field(
+        None, ge=1, description="sequences of a step; None: one micro-batch of every data-parallel rank and stage"
+    )
+    fp8: bool = Field(False, description="products with weights in float8; masters, scores, router and head are not")
+    gradient_dtype: Literal["float32", "bfloat16"] = Field(
+        "float32", description="of the gradients that a rank keeps between micro-batches, and sums with other ranks"
+    )
+    host_us: float = Field(
+        0.0,
+        ge=0,
+        le=1e12,
+        description="of the host to start an operation, while others run: a pass of a part takes as long as its host "
+        "at least; 0: a step is one CUDA graph",
+    )
+    optimizer: Literal["adam", "adam_bf16", "sgd"] = Field(
+        "adam", description="moments in float32, in bfloat16 (DeepSeek-V3), or none; masters are float32"
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        groups, parallel = self.groups, self.parallelism
+        shapes = {layer.mlp.shape for layer in self.model.layer_counts if isinstance(layer.mlp, MoeMlp)}
+        if len(shapes) != 1:
+            raise ValueError(
+                f"model={self.model.name!r} has {len(shapes)} kinds of experts; a simulated model has one, "
+                "in one layer at least"
+            )
+        if (parts := parallel.pipeline * parallel.virtual_stages) > self.model.num_layers:
+            raise ValueError(
+                f"pipeline={parallel.pipeline} with virtual_stages={parallel.virtual_stages} cuts "
+                f"{self.model.num_layers} layers into {parts} parts; use at most {self.model.num_layers}"
+            )
+        sharing = parallel.tensor * parallel.context
+        if self.micro_batch * self.seq_len % sharing:
+            raise ValueError(
+                f"tensor={parallel.tensor} and context={parallel.context} do not divide the "
+                f"{self.micro_batch * self.seq_len} tokens of a micro-batch; choose divisors"
+            )
+        at_once = groups.data * self.micro_batch
+        if self.global_batch is not None and self.global_batch % at_once:
+            raise ValueError(
+                f"global_batch={self.global_batch} is no multiple of the {at_once} sequences that {groups.data} "
+                f"data-parallel ranks take at once with micro_batch={self.micro_batch}; use a multiple"
+            )
+        if parallel.virtual_stages > 1 and self.num_micro_batches % parallel.pipeline:
+            raise ValueError(
+                f"global_batch={self.global_batch} makes {self.num_micro_batches} micro-batches, which do not fill the "
+                f"groups of pipeline={parallel.pipeline} that virtual_stages={parallel.virtual_stages} goes through; "
+                f"use a multiple of {parallel.pipeline * at_once}"
+            )
+        if self.fp8 and self.cluster.fp8_tflops is None:
+            raise ValueError(
+                f"fp8=True, but the cluster {self.cluster.name!r} declares no fp8_tflops; declare it, or use fp8=False"
+            )
+        self.strategy.slots(self.shape, self.expert_cluster)
+        return self
+
+    @property
+    def groups(self) -> Groups:
+        return self.parallelism.groups(self.cluster)
+
+    @property
+    def shape(self) -> ModelShape:
+        """Of the layers with experts."""
+        return next(layer.mlp.shape for layer in self.model.layer_counts if isinstance(layer.mlp, MoeMlp))
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of one gradient."""
+        return BYTES_PER_ELEMENT[self.gradient_dtype]
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Of a data-parallel rank in a step."""
+        if self.global_batch is None:
+            return self.parallelism.pipeline
+        return self.global_batch // (self.groups.data * self.micro_batch)
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.num_micro_batches * self.micro_batch * self.groups.data * self.seq_len
+
+    @property
+    def tokens_per_rank(self) -> int:
+        """Of a micro-batch, on each rank of an expert group."""
+        return self.micro_batch * self.seq_len // (self.parallelism.tensor * self.parallelism.context)
+
+    @property
+    def expert_cluster(self) -> ClusterSpec:
+        """The ranks of one expert group, which are neighbours; its products run in float8 with ``fp8``.
+
+        Raises ValueError where nodes differ, or a group is neither part of a node nor whole nodes.
+        """
+        cluster, ranks = self.cluster, self.groups.expert
+        node, nodes_differ = cluster.node_sizes[0], len(set(cluster.node_sizes)) > 1
+        if nodes_differ or (ranks > node and ranks % node):
+            raise ValueError(
+                f"an expert group of {ranks} ranks lies on nodes of {sorted(set(cluster.node_sizes))} ranks; whole "
+                "models are simulated on equal nodes, with groups that divide them or are whole nodes"
+            )
+        domain = min(ranks, cluster.domain_sizes[0])
+        return cluster.replace(
+            num_nodes=max(1, ranks // node),
+            ranks_per_node=min(ranks, node),
+            # Groups lie in their domains as well as they can.
+            ranks_per_domain=domain if ranks % domain == 0 else min(ranks, node),
+            expert_tflops=cluster.fp8_tflops if self.fp8 else cluster.expert_tflops,
+        )

@@ -1,0 +1,29 @@
+"""Says whether a plan keeps to ``MegaKernel.rows_cap``: the rule and its words, for those who run a plan and those who
+only look at it.
+"""
+
+from __future__ import annotations
+
+import math
+
+from moesys.config import MegaKernel
+from moesys.layout import TokenPlan
+
+
+def too_many_rows(overlap: MegaKernel, plan: TokenPlan, most_tokens: int, top_k: int) -> str:
+    """Which rank would get more rows than ``rows_cap`` times the ``most_tokens`` · K choices of any rank, or ""."""
+    choices, rank = most_tokens * top_k, int(plan.tokens_R.argmax())
+    num_rows = int(plan.tokens_R[rank])
+    if num_rows <= overlap.rows_cap * choices:
+        return ""
+    return too_many_words(rank, num_rows, choices, f"rows_cap={overlap.rows_cap:g} times {choices} choices of a rank")
+
+
+def too_many_words(rank: int, num_rows: int, choices: int, bound: str) -> str:
+    """Which ``rank`` would get how many rows, of whose ``bound`` so many ``choices`` were the measure."""
+    # Rounded up, so that what is named is enough.
+    enough = math.ceil(100 * num_rows / choices) / 100
+    return (
+        f"rank {rank} would get {num_rows} rows, more than {bound}; "
+        f"use MegaKernel(rows_cap={enough:g}), or a balance or split that loads ranks more evenly"
+    )

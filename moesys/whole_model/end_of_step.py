@@ -1,0 +1,47 @@
+"""What comes behind a stage's last micro-batch: gradients that still travel, the optimizer, parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from moesys.config.model_run import ModelRun
+from moesys.cost import memory_seconds
+from moesys.model_cost import ModelCost
+from moesys.whole_model.exchanges import Ring
+from moesys.whole_model.model_step import SimulatedPart
+
+# Read and written for a parameter: gradient, master, moments, and the copy in the compute dtype.
+_OPTIMIZER_BYTES = {"adam": 30, "adam_bf16": 22, "sgd": 14}
+
+
+@dataclass(frozen=True)
+class EndOfStep:
+    """Of all stages of ``run``."""
+
+    run: ModelRun
+    cost: ModelCost
+
+    def seconds(self, stage: int, chunks: Sequence[range], parts: Sequence[SimulatedPart]) -> dict[str, float]:
+        """Returns what a stage still takes, by what it is: gradients hide behind the backward of the last micro-batch,
+        and parameters behind the forward of the first, bucket by bucket.
+        """
+        run, parallel = self.run, self.run.parallelism
+        layers = [self.cost.layers[layer] for chunk in chunks for layer in chunk]
+        ends = [self.cost.embedding] * (stage == 0) + [self.cost.head] * (stage == parallel.pipeline - 1)
+        experts = sum(each.of("experts").parameters for each in layers) / run.groups.expert
+        dense = sum(each.dense_parameters for each in (*layers, *ends)) / parallel.tensor
+        sharded, travelled = parallel.dense != "replicated", parallel.dense == "full"
+        summed, gathered, updated = 0.0, 0.0, 0.0
+        for ring, parameters, done in ((Ring.of_dense(run), dense, travelled), (Ring.of_experts(run), experts, False)):
+            updated += parameters / (ring.size if sharded else 1)
+            if done:
+                continue
+            gradients_s = ring.seconds(parameters * run.gradient_bytes, run.cluster)
+            summed += gradients_s if sharded else 2 * gradients_s
+            if sharded:
+                gathered += ring.seconds(parameters * run.model.bytes_per_element, run.cluster)
+        summed = max(0.0, summed - sum(part.seconds.backward for part in parts))
+        gathered = max(0.0, gathered - sum(part.seconds.forward for part in parts))
+        optimizer_s = memory_seconds(updated * _OPTIMIZER_BYTES[run.optimizer], run.cluster)
+        return {"gradients and parameters": summed + gathered, "optimizer": optimizer_s}

@@ -1,0 +1,107 @@
+"""Counts what a rank of each pipeline stage holds at most, by part, in bytes.
+
+Left out: what an allocator wastes, and workspaces of kernels and of NCCL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from moesys.config import BYTES_PER_GB, MegaKernel
+from moesys.config.model_run import ModelRun
+from moesys.model_cost import ModelCost
+from moesys.operations import Operations, Recompute
+from moesys.rank_memory import rank_memory
+
+_MASTER_BYTES = 4
+_MOMENT_BYTES = {"adam": 8, "adam_bf16": 4, "sgd": 0}
+
+
+@dataclass(frozen=True)
+class StageMemory:
+    """Bytes of a rank of one stage.
+
+    weights: in the compute dtype; gradients: in ``gradient_dtype``; optimizer: masters and moments. slots: copies of
+    experts that it borrows or restores, and gradients of those. activations: of all micro-batches that are under way.
+    logits: of one. rows: on their way to experts and home.
+    """
+
+    weights: float
+    gradients: float
+    optimizer: float
+    slots: float
+    activations: float
+    logits: float
+    rows: float
+
+    @property
+    def parts(self) -> dict[str, float]:
+        return {each.name: getattr(self, each.name) for each in fields(self)}
+
+    @property
+    def gb(self) -> float:
+        """1e9 bytes."""
+        return sum(self.parts.values()) / BYTES_PER_GB
+
+
+def stage_memory(
+    run: ModelRun, cost: ModelCost, chunks: Sequence[range], held: int, stage: int, row_factor: float
+) -> StageMemory:
+    """Returns what a rank of ``stage`` holds, whose parts of the model are the layers of ``chunks``.
+
+    ``held``: forwards of a chunk whose backward is still to come, at most. ``row_factor``: rows of the rank that has
+    most, over the mean.
+    """
+    parallel, model = run.parallelism, run.model
+    layers = [cost.layers[layer] for chunk in chunks for layer in chunk]
+    last = stage == parallel.pipeline - 1
+    ends = [cost.embedding] * (stage == 0) + [cost.head] * last
+    dense = sum(each.dense_parameters for each in (*layers, *ends)) / parallel.tensor
+    owned = sum(each.of("experts").parameters for each in layers) / run.groups.expert
+    b = model.bytes_per_element
+    sharded = parallel.dense != "replicated"
+    dense_ring, expert_ring = run.groups.stage // parallel.tensor, run.groups.expert_data
+    of_experts = _MOMENT_BYTES[run.optimizer] + _MASTER_BYTES
+    of_dense = of_experts if b < _MASTER_BYTES else _MOMENT_BYTES[run.optimizer]
+    whole = parallel.dense == "full"
+    # Two layers are gathered at a time.
+    gathered = 2 * max(each.dense_parameters for each in layers) / parallel.tensor
+    weights = b * (dense / dense_ring + gathered if whole else dense)
+    gradients = run.gradient_bytes * ((dense / dense_ring if whole else dense) + owned)
+    optimizer = of_dense * dense / (dense_ring if sharded else 1) + of_experts * owned / (expert_ring if sharded else 1)
+    share = run.micro_batch / (parallel.tensor * parallel.context)
+    kept = sum(_saved(each, parallel.recompute, row_factor) for each in layers) * share / len(chunks)
+    working = 0.0
+    if parallel.recompute != "none":
+        working = max(_saved(each, "none", row_factor) for each in layers) * share
+    return StageMemory(
+        weights=weights,
+        gradients=gradients,
+        optimizer=optimizer,
+        slots=_slot_bytes(run, sum(each.parameters > each.dense_parameters for each in layers)),
+        activations=held * kept + working,
+        logits=cost.head.saved_bytes() * share if last else 0.0,
+        rows=_row_bytes(run, row_factor),
+    )
+
+
+def _saved(layer: Operations, recompute: Recompute, row_factor: float) -> float:
+    """What a layer keeps of a sequence; rows of experts are those of the busiest rank."""
+    tensors = layer.saved(recompute)
+    return sum(size * (row_factor if name.startswith("expert_") else 1.0) for name, size in tensors.items())
+
+
+def _slot_bytes(run: ModelRun, moe_layers: int) -> float:
+    if not moe_layers:
+        return 0.0
+    held = rank_memory(run.strategy, run.shape, run.expert_cluster, moe_layers, run.tokens_per_rank)
+    return held.slot_bytes + held.gradient_bytes
+
+
+def _row_bytes(run: ModelRun, row_factor: float) -> float:
+    """Of one layer: rows sent, rows that have come, and as many results; MegaKernels push theirs into two parities."""
+    if isinstance(run.strategy.overlap, MegaKernel):
+        return rank_memory(run.strategy, run.shape, run.expert_cluster, 1, run.tokens_per_rank).shared_bytes
+    rows = run.tokens_per_rank * run.shape.top_k
+    return 2.0 * (rows + rows * row_factor) * run.shape.row_bytes

@@ -1,0 +1,209 @@
+"""A step's micro-batches on the stages of a pipeline: who computes what when, and what every stage holds meanwhile.
+
+p stages, each with v parts of the model, m micro-batches. A part of the model is stage + p · chunk: chunk 0 of the last
+stage is followed by chunk 1 of the first.
+
+- ``1f1b``: as many forwards as fit before a backward is there, then one of each in turn (PipeDream-Flush, arXiv
+  2104.04473, section 2.2); with v > 1 interleaved, in groups of p micro-batches a chunk.
+- ``zero_bubble``: gradients of inputs and of weights are computed apart, and those of weights fill what would be waited
+  (ZB-H1, arXiv 2401.10241, section 2.2): no stage holds more micro-batches than the first one with ``1f1b``.
+
+Seconds throughout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+PipelineSchedule = Literal["1f1b", "zero_bubble"]
+Pass = Literal["forward", "backward", "weight_gradients"]
+
+
+class Work(NamedTuple):
+    """What a stage does at a time."""
+
+    of: Pass
+    chunk: int
+    micro_batch: int
+
+
+@dataclass(frozen=True)
+class PartSeconds:
+    """Of one part of the model and one micro-batch. ``weight_gradients``: what of ``backward`` may come later."""
+
+    forward: float
+    backward: float
+    weight_gradients: float = 0.0
+
+
+@dataclass(frozen=True)
+class PipelineRun:
+    """spans: of each stage, (work, start, end) in order. most_held: of each stage, forwards whose backward is still to
+    come, the most at any time, over all its chunks.
+    """
+
+    spans: tuple[tuple[tuple[Work, float, float], ...], ...]
+    most_held: tuple[int, ...]
+
+    @property
+    def seconds(self) -> float:
+        """From the first forward to the end of the last stage that works."""
+        return max(stage[-1][2] for stage in self.spans)
+
+    @property
+    def bubble_share(self) -> float:
+        """Share of the stages' time in which they wait."""
+        busy = sum(end - start for stage in self.spans for _, start, end in stage)
+        return 1 - busy / (self.seconds * len(self.spans))
+
+
+def run_pipeline(
+    parts: Sequence[Sequence[PartSeconds]],
+    micro_batches: int,
+    schedule: PipelineSchedule = "1f1b",
+    hop_seconds: float = 0.0,
+) -> PipelineRun:
+    """Runs ``parts[stage][chunk]``. ``hop_seconds``: from a part to the next on another stage, either way; a stage goes
+    on meanwhile.
+
+    Raises ValueError for micro-batches that do not fill the groups of an interleaved schedule, and for one that splits
+    backward with more than one chunk.
+    """
+    num_stages, num_chunks = len(parts), len(parts[0])
+    if schedule == "zero_bubble":
+        if num_chunks > 1:
+            raise ValueError(f"schedule='zero_bubble' has one chunk a stage, not {num_chunks}; use virtual_stages=1")
+        return _Pipeline(parts, hop_seconds, split=True).run_filling(micro_batches)
+    if num_chunks > 1 and micro_batches % num_stages:
+        raise ValueError(
+            f"virtual_stages={num_chunks} goes through micro-batches in groups of pipeline={num_stages}, and "
+            f"{micro_batches} do not fill them; use a multiple of {num_stages}, or virtual_stages=1"
+        )
+    orders = [_one_forward_one_backward(stage, num_stages, num_chunks, micro_batches) for stage in range(num_stages)]
+    return _Pipeline(parts, hop_seconds, split=False).run_in_order(orders)
+
+
+def _one_forward_one_backward(stage: int, num_stages: int, num_chunks: int, micro_batches: int) -> list[Work]:
+    """Returns the order of a stage, which holds p - stage micro-batches; interleaved 2 (p - stage - 1) + (v - 1) p + 1
+    chunks of them.
+    """
+    total = num_chunks * micro_batches
+    ahead = num_stages - stage - 1
+    if num_chunks > 1:
+        ahead = 2 * ahead + (num_chunks - 1) * num_stages
+    ahead = min(ahead, total)
+    forwards = [Work("forward", *_place(turn, num_stages, num_chunks)) for turn in range(total)]
+    backwards = [Work("backward", *_place(turn, num_stages, num_chunks)) for turn in range(total)]
+    backwards = [work._replace(chunk=num_chunks - 1 - work.chunk) for work in backwards]
+    order = forwards[:ahead]
+    for turn in range(total - ahead):
+        order += [forwards[ahead + turn], backwards[turn]]
+    return order + backwards[total - ahead :]
+
+
+def _place(turn: int, num_stages: int, num_chunks: int) -> tuple[int, int]:
+    """Returns the chunk and micro-batch of a stage's turn: p micro-batches through a chunk, then through the next."""
+    if num_chunks == 1:
+        return 0, turn
+    group, within = divmod(turn, num_stages * num_chunks)
+    chunk, place = divmod(within, num_stages)
+    return chunk, group * num_stages + place
+
+
+class _Pipeline:
+    """Clocks of the stages, and when each part of each micro-batch is through."""
+
+    def __init__(self, parts: Sequence[Sequence[PartSeconds]], hop_seconds: float, *, split: bool) -> None:
+        self.parts, self.hop_seconds, self.split = parts, hop_seconds, split
+        self.num_stages, self.num_chunks = len(parts), len(parts[0])
+        self.now = [0.0] * self.num_stages
+        self.spans: list[list[tuple[Work, float, float]]] = [[] for _ in parts]
+        self.done: dict[tuple[Pass, int, int], float] = {}
+        self.held, self.most_held = [0] * self.num_stages, [0] * self.num_stages
+
+    def run_in_order(self, orders: Sequence[Sequence[Work]]) -> PipelineRun:
+        """Each stage does its own as soon as what it needs is there."""
+        waiting = [iter(order) for order in orders]
+        next_of = [next(order, None) for order in waiting]
+        while any(next_of):
+            moved = False
+            for stage, order in enumerate(waiting):
+                while (work := next_of[stage]) is not None and (ready := self._ready(stage, work)) is not None:
+                    self._do(stage, work, ready)
+                    next_of[stage], moved = next(order, None), True
+            assert moved, "stages wait for each other"
+        return self._found()
+
+    def run_filling(self, micro_batches: int) -> PipelineRun:
+        """What can begin first does: of a stage a forward that has room, then a backward, then weight gradients."""
+        forwards = [iter(range(micro_batches)) for _ in self.parts]
+        next_forward = [next(each, None) for each in forwards]
+        next_backward, left = [0] * self.num_stages, [list[int]() for _ in self.parts]
+
+        def choices(stage: int) -> Iterator[tuple[float, int, Work]]:
+            """What the stage can do: when, which is preferred."""
+            if next_backward[stage] < micro_batches:
+                work = Work("backward", 0, next_backward[stage])
+                if (ready := self._ready(stage, work)) is not None:
+                    yield max(ready, self.now[stage]), 1, work
+            forward = next_forward[stage]
+            awaiting = self.held[stage] - len(left[stage])
+            if forward is not None and self.held[stage] < self.num_stages and awaiting < self.num_stages - stage:
+                work = Work("forward", 0, forward)
+                if (ready := self._ready(stage, work)) is not None:
+                    yield max(ready, self.now[stage]), 0, work
+            if left[stage]:
+                yield self.now[stage], 2, Work("weight_gradients", 0, left[stage][0])
+
+        for _ in range(3 * micro_batches * self.num_stages):
+            start, _, stage, work = min(
+                (start, preferred, stage, work)
+                for stage in range(self.num_stages)
+                for start, preferred, work in choices(stage)
+            )
+            self._do(stage, work, start)
+            if work.of == "forward":
+                next_forward[stage] = next(forwards[stage], None)
+            elif work.of == "backward":
+                next_backward[stage] += 1
+                left[stage].append(work.micro_batch)
+            else:
+                left[stage].pop(0)
+        return self._found()
+
+    def _ready(self, stage: int, work: Work) -> float | None:
+        """Returns when what it needs is there, None while that is not known."""
+        last_stage, last_chunk = self.num_stages - 1, self.num_chunks - 1
+        part = stage + self.num_stages * work.chunk
+        if work.of == "forward":
+            return 0.0 if part == 0 else self._after("forward", part - 1, work.micro_batch, stage)
+        if part == last_stage + self.num_stages * last_chunk:
+            return self.done.get(("forward", part, work.micro_batch))
+        return self._after("backward", part + 1, work.micro_batch, stage)
+
+    def _after(self, of: Pass, part: int, micro_batch: int, stage: int) -> float | None:
+        end = self.done.get((of, part, micro_batch))
+        return None if end is None else end + (self.hop_seconds if part % self.num_stages != stage else 0.0)
+
+    def _do(self, stage: int, work: Work, ready: float) -> None:
+        seconds = self.parts[stage][work.chunk]
+        start = max(self.now[stage], ready)
+        match work.of:
+            case "forward":
+                end = start + seconds.forward
+                self.held[stage] += 1
+                self.most_held[stage] = max(self.most_held[stage], self.held[stage])
+            case "backward":
+                end = start + seconds.backward - (seconds.weight_gradients if self.split else 0.0)
+                self.held[stage] -= not self.split
+            case "weight_gradients":
+                end = start + seconds.weight_gradients
+                self.held[stage] -= 1
+        self.now[stage] = end
+        self.done[work.of, stage + self.num_stages * work.chunk, work.micro_batch] = end
+        self.spans[stage].append((work, start, end))
+
+    def _found(self) -> PipelineRun:
+        return PipelineRun(tuple(map(tuple, self.spans)), tuple(self.most_held))

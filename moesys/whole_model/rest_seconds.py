@@ -1,0 +1,105 @@
+"""Seconds of what a rank does beside the routed experts: attention, norms, dense layers, shared experts, head.
+
+Each operation takes its flops at the matmul rate or its bytes at the memory's, and a launch. Tensor and context groups
+share them evenly; what tensor groups send each other (sequence parallelism, arXiv 2205.05198, section 4.2.2: an
+all-gather before and a reduce-scatter behind attention and each dense MLP) hides behind nothing, and keys and values go
+round a context group behind the scores.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moesys.config import ClusterSpec
+from moesys.config.model_run import ModelRun
+from moesys.cost import memory_seconds
+from moesys.operations import Operations, Part
+
+# What ``simulator.step_program`` times.
+ROUTED: frozenset[Part] = frozenset({"dispatch", "experts", "combine"})
+# Parts that a tensor group shares by weights, an exchange before and one behind each.
+_SHARED_BY_WEIGHTS: tuple[tuple[Part, ...], ...] = (("attention_projections",), ("shared_experts", "dense_mlp"))
+
+
+@dataclass(frozen=True)
+class RestSeconds:
+    """Of one layer and micro-batch on a rank. ``again``: what runs once more in backward. ``weight_gradients``: of
+    ``backward``, what may come later.
+    """
+
+    forward: float = 0.0
+    backward: float = 0.0
+    again: float = 0.0
+    weight_gradients: float = 0.0
+
+    def __add__(self, other: RestSeconds) -> RestSeconds:
+        return RestSeconds(
+            self.forward + other.forward,
+            self.backward + other.backward,
+            self.again + other.again,
+            self.weight_gradients + other.weight_gradients,
+        )
+
+
+def rest_seconds(operations: Operations, run: ModelRun) -> RestSeconds:
+    """Returns the seconds of those operations that are not of routed experts."""
+    rest = Operations(operations.seq_len, tuple(each for each in operations.operations if each.part not in ROUTED))
+    again = rest.again(run.parallelism.recompute)
+    sent_s, exposed_s = _tensor_seconds(rest, run), _context_seconds(rest, run)
+    computed = _computed(rest, run)
+    return RestSeconds(
+        forward=computed.forward + 2 * sent_s + exposed_s,
+        # Gradients go the way back; what weights' gradients read is gathered behind those of inputs.
+        backward=computed.backward + 2 * sent_s + 2 * exposed_s,
+        again=_computed(again, run).forward + (sent_s + exposed_s if again.operations else 0.0),
+        weight_gradients=computed.weight_gradients,
+    )
+
+
+def _computed(operations: Operations, run: ModelRun) -> RestSeconds:
+    cluster = run.cluster
+    share = run.micro_batch / (run.parallelism.tensor * run.parallelism.context)
+    launch_s = cluster.launch_us * 1e-6
+    found = RestSeconds()
+    for each in operations.operations:
+        rate = 1e12 * (cluster.fp8_tflops if each.fp8 and cluster.fp8_tflops else cluster.expert_tflops)
+        weights_s = share * each.weight_gradient_flops / rate
+        inputs_s = share * each.input_gradient_flops / rate + memory_seconds(share * each.backward_bytes, cluster)
+        launches = (each.input_gradient_flops > 0 or each.backward_bytes > 0) + (each.weight_gradient_flops > 0)
+        found += RestSeconds(
+            forward=share * each.flops / rate + memory_seconds(share * each.forward_bytes, cluster) + launch_s,
+            backward=inputs_s + weights_s + launches * launch_s,
+            weight_gradients=weights_s,
+        )
+    return found
+
+
+def _tensor_seconds(operations: Operations, run: ModelRun) -> float:
+    """Of all gathers before what a tensor group shares; reduce-scatters behind it take as long."""
+    size, cluster = run.parallelism.tensor, run.cluster
+    shared = sum(bool(operations.of(*parts).operations) for parts in _SHARED_BY_WEIGHTS)
+    if size == 1 or not shared:
+        return 0.0
+    received = run.tokens_per_rank * (size - 1) * run.model.hidden_size * run.model.bytes_per_element
+    return shared * (received / neighbour_rate(size, cluster) + cluster.intra_node_us * 1e-6)
+
+
+def _context_seconds(operations: Operations, run: ModelRun) -> float:
+    """Of keys and values that go round, what the scores do not hide."""
+    size, cluster = run.parallelism.context, run.cluster
+    scores = operations.of("attention_scores")
+    if size == 1 or not scores.operations:
+        return 0.0
+    saved = scores.saved()
+    own = (saved["keys"] + saved["values"]) * run.micro_batch / (size * run.parallelism.tensor)
+    moved_s = (size - 1) * own / neighbour_rate(size * run.parallelism.tensor, cluster)
+    return max(0.0, moved_s - _computed(scores, run).forward)
+
+
+def neighbour_rate(size: int, cluster: ClusterSpec) -> float:
+    """Returns bytes a second between neighbours in a group of ``size`` ranks: of a rank's link inside a domain, or of
+    its share of the NICs.
+    """
+    if size <= cluster.domain_sizes[0]:
+        return cluster.intra_node_gb_per_s * 1e9
+    return cluster.inter_node_gb_per_s * 1e9 / cluster.node_sizes[0]

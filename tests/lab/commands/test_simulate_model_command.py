@@ -1,0 +1,68 @@
+"""moesys simulate --model: its figures are ``simulate_model``'s, files can be read, what cannot be is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+import moesys as ms
+from moesys.__main__ import app
+from moesys.lab.commands.simulate_model import named_strategy, parallelism_of
+
+ARGUMENTS = ["simulate", "--model", "qwen3-moe-small", "--cluster", "h100:1", "--tokens", "512"]
+
+
+def test_it_says_and_writes_what_is_simulated(tmp_path: Path) -> None:
+    (tmp_path / "mine.toml").write_text(ms.Strategy(name="mine", overlap=ms.Pipelined(chunks=2)).to_toml())
+    options = ["--strategy", "ep", "--strategy", str(tmp_path / "mine.toml"), "--parallel", "ep=4,recompute=selective"]
+    found = CliRunner().invoke(app, [*ARGUMENTS, *options, "--global-batch", "16", "--out", str(tmp_path / "out")])
+    assert found.exit_code == 0, found.output
+    steps = json.loads((tmp_path / "out" / "model.json").read_text())
+    assert [step["run"]["strategy"]["name"] for step in steps] == ["ep", "mine"]
+    for step in steps:
+        again = ms.simulate_model(ms.ModelRun.model_validate(step["run"]))
+        assert step["seconds"] == again.seconds
+        assert sum(step["seconds_by_part"].values()) == pytest.approx(again.seconds)
+        assert f"{again.tokens_per_second:,.0f}" in found.output
+        assert again.run.num_micro_batches == 2
+    for name in ("memory.svg", "memory.png"):
+        assert (tmp_path / "out" / name).stat().st_size > 1000
+    assert "runs, by what is counted" in found.output
+
+
+def test_skewed_routing_has_an_interval() -> None:
+    found = CliRunner().invoke(app, [*ARGUMENTS, "--skew", "1"])
+    assert found.exit_code == 0, found.output
+    (row,) = [line for line in found.output.splitlines() if line.strip().startswith("ep ")]
+    assert " to " in row
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["simulate"], "simulate either FILE or --model"),
+        ([*ARGUMENTS, "--layers", "2"], "--layers is for FILE; leave it out"),
+        (["simulate", "some.py", "--skew", "1"], "--skew is for --model; leave it out"),
+        (["simulate", "--model", "qwen3-moe-small"], "give --cluster, as in --cluster h100:4"),
+        ([*ARGUMENTS, "--parallel", "tp"], "parallel='tp' gives no value"),
+        ([*ARGUMENTS, "--parallel", "px=2"], "px: Extra inputs are not permitted"),
+        ([*ARGUMENTS, "--parallel", "pp=3"], "which does not divide the cluster's 8 ranks"),
+        ([*ARGUMENTS, "--strategy", "best"], "strategy='best' is none; use ep, fsep:SLOTS"),
+        ([*ARGUMENTS, "--optimizer", "lion"], "optimizer"),
+        (["simulate", "--model", "nothing.json", "--cluster", "h100:1"], "cannot read nothing.json"),
+    ],
+)
+def test_what_cannot_be_is_refused(arguments: list[str], said: str) -> None:
+    found = CliRunner().invoke(app, arguments)
+    assert found.exit_code == 2
+    assert said in found.output
+
+
+def test_short_names_and_long_ones() -> None:
+    assert parallelism_of("tp=2, pipeline=4,vp=2") == ms.Parallelism(tensor=2, pipeline=4, virtual_stages=2)
+    assert parallelism_of("") == ms.Parallelism()
+    assert named_strategy("laer:3") == ms.presets.laer(3)
+    assert named_strategy("fsep:2").slots(ms.presets.MIXTRAL_8X7B, ms.presets.h100()) == (2,) * 8

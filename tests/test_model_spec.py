@@ -1,0 +1,190 @@
+"""ModelSpec: sizes are those of transformers' own models, and what is not known is said."""
+
+from __future__ import annotations
+
+import json
+import re
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from counted_models import meta_model
+from published_models import PUBLISHED
+from small_models import SMALL
+from transformers import AutoConfig
+
+import moesys as ms
+from moesys.config.hub_config import model_names, published_names, read_config
+from moesys.config.hub_defaults import DEFAULTS
+
+every_small = pytest.mark.parametrize("config", SMALL.values(), ids=SMALL)
+
+
+def num_parameters(config: dict[str, Any]) -> int:
+    return sum(parameter.numel() for parameter in meta_model(config).parameters())
+
+
+@every_small
+def test_parameters_of_small_models_are_those_of_transformers(config: dict[str, Any]) -> None:
+    assert ms.ModelSpec.from_config(config).num_parameters == num_parameters(config)
+
+
+@pytest.mark.parametrize("model_type", DEFAULTS)
+def test_what_a_file_leaves_out_is_what_transformers_takes(model_type: str) -> None:
+    made = type(AutoConfig.for_model(model_type))
+    assert {name: getattr(made, name) for name in DEFAULTS[model_type]} == DEFAULTS[model_type]
+    # Of DeepSeek-V2 the choices of a token have no default.
+    config = {"model_type": model_type, "num_hidden_layers": 5, "num_experts_per_tok": 2}
+    assert ms.ModelSpec.from_config(config).num_parameters == num_parameters(config)
+
+
+@pytest.mark.parametrize("name", [*model_names(), *published_names()])
+def test_parameters_of_packaged_models_are_those_of_transformers(name: str) -> None:
+    model = ms.ModelSpec.from_config(name)
+    assert model.name == name
+    assert model.num_parameters == num_parameters(read_config(name))
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_printed_parameters_are_counted(name: str) -> None:
+    """Some figures are rounded and some are cut: less than one of the last printed digit apart."""
+    model, (billions, active_billions, of_embeddings) = ms.ModelSpec.from_config(name), PUBLISHED[name]
+    active = model.active_parameters + (of_embeddings - 1) * model.embedding_parameters
+    for printed, counted in ((billions, model.num_parameters), (active_billions, active)):
+        if printed is not None:
+            digit = Decimal(1).scaleb(int(Decimal(printed).as_tuple().exponent))
+            assert abs(Decimal(counted) / 10**9 - Decimal(printed)) < digit
+
+
+def test_a_folder_a_file_and_their_content_are_one_model(tmp_path: Path) -> None:
+    config = SMALL["deepseek_v3"]
+    folder = tmp_path / "my-model-1.5b"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    models = [ms.ModelSpec.from_config(each) for each in (folder, str(folder / "config.json"), config)]
+    assert [model.name for model in models] == ["my-model-1.5b", "my-model-1.5b", "deepseek_v3"]
+    assert len({model.fingerprint() for model in models}) == 1
+
+
+@every_small
+def test_a_model_survives_json_and_toml(config: dict[str, Any]) -> None:
+    model = ms.ModelSpec.from_config(config, dtype="float32", name="mine")
+    assert model.name == "mine"
+    assert ms.ModelSpec.from_json(model.to_json()) == ms.ModelSpec.from_toml(model.to_toml()) == model
+
+
+@every_small
+def test_windows_are_those_of_transformers(config: dict[str, Any]) -> None:
+    fields = dict(config)
+    made = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    # A family that has no kinds of layers has one window, if its attention knows any.
+    kinds = getattr(made, "layer_types", None) or ["sliding_attention"] * made.num_hidden_layers
+    expected = [getattr(made, "sliding_window", None) if kind == "sliding_attention" else None for kind in kinds]
+    assert [layer.attention.window for layer in ms.ModelSpec.from_config(config).layers] == expected
+
+
+def test_layers_are_of_the_kinds_that_the_file_says() -> None:
+    model = ms.ModelSpec.from_config(SMALL["gpt_oss"])
+    assert [layer.attention.window for layer in model.layers] == [4, None, 4]
+    assert list(model.layer_counts.values()) == [2, 1]
+    assert ms.ModelSpec.from_config(SMALL["glm4_moe"]).moe_layers == (2,)
+    assert ms.ModelSpec.from_config(SMALL["qwen2_moe every other"]).moe_layers == (1,)
+    grouped = ms.ModelSpec.from_config(SMALL["deepseek_v3"]).layers[1].mlp
+    assert isinstance(grouped, ms.MoeMlp)
+    assert (grouped.shape.scoring_func, grouped.shape.n_group, grouped.shape.topk_group) == ("sigmoid", 2, 1)
+
+
+@pytest.mark.parametrize(
+    ("shape", "name"),
+    [
+        (ms.presets.MIXTRAL_8X7B, "mixtral-8x7b"),
+        (ms.presets.QWEN3_30B_A3B, "qwen3-30b-a3b"),
+        (ms.presets.OLMOE_1B_7B, "olmoe-1b-7b"),
+        (ms.presets.DEEPSEEK_V3, "deepseek-v3"),
+    ],
+)
+def test_experts_are_those_of_the_presets(shape: ms.ModelShape, name: str) -> None:
+    mlp = ms.ModelSpec.from_config(name).layers[-1].mlp
+    assert isinstance(mlp, ms.MoeMlp)
+    # How a model is trained is not read.
+    assert mlp.shape == shape.replace(router_aux_loss_coef=0.0, router_bias_update_rate=0.0)
+
+
+def _changed(base: str, **changes: Any) -> dict[str, Any]:
+    return SMALL[base] | changes
+
+
+@pytest.mark.parametrize(
+    ("declare", "message"),
+    [
+        (
+            lambda: ms.ModelSpec.from_config({"model_type": "llama"}),
+            "the config.json has model_type='llama', whose layers are not known; known are deepseek_v2, deepseek_v3, "
+            "glm4_moe, gpt_oss, kimi_k2, mixtral, olmoe, qwen2_moe, qwen3_moe; or declare a ModelSpec, layer by layer",
+        ),
+        (
+            lambda: ms.ModelSpec.from_config({"text_config": {}}),
+            "has model_type=None, whose layers are not known; take that of the language model, which is its "
+            "text_config",
+        ),
+        (
+            lambda: ms.ModelSpec.from_config("nowhere"),
+            "give a config.json, a folder with one, or one of deepseek-v3-small",
+        ),
+        (
+            lambda: ms.ModelSpec.from_config(_changed("olmoe", num_attention_heads="4")),
+            "the config.json of model_type='olmoe' has num_attention_heads='4', which is no whole number of at least 1",
+        ),
+        (
+            lambda: ms.ModelSpec.from_config(_changed("olmoe", vocab_size=None)),
+            "has vocab_size=None, and no other is known for it; write a whole number of at least 1",
+        ),
+        (
+            lambda: ms.ModelSpec.from_config(_changed("olmoe", num_hidden_layers=None)),
+            "has num_hidden_layers=None, and no other is known for it",
+        ),
+        (
+            lambda: ms.ModelSpec.from_config(_changed("qwen3_moe", attention_bias="yes")),
+            "has attention_bias='yes', which is neither true nor false",
+        ),
+        (
+            lambda: ms.ModelSpec.from_config(_changed("deepseek_v2", mlp_bias=True)),
+            "has mlp_bias=True, and moesys knows models with mlp_bias=False alone; declare a ModelSpec",
+        ),
+        (
+            lambda: ms.ModelSpec.from_config(_changed("gpt_oss", layer_types=["full_attention"])),
+            "has layer_types=['full_attention'], which is no list of sliding_attention and full_attention for each "
+            "layer",
+        ),
+        (
+            lambda: ms.ModelSpec.from_config(_changed("gpt_oss", sliding_window=None)),
+            "has sliding_window=None, and no other is known for it",
+        ),
+        (
+            lambda: ms.Gqa(num_heads=6, num_kv_heads=4, head_dim=8),
+            "num_kv_heads=4 does not divide num_heads=6; equally many heads of queries share one of keys, so choose a "
+            "divisor",
+        ),
+        (
+            lambda: ms.MoeMlp(shape=ms.presets.DEEPSEEK_V3, shared_intermediate_size=8),
+            "shared_intermediate_size=8 and n_shared_experts=1 of shape both say how wide the shared expert is; leave "
+            "one out",
+        ),
+        (
+            lambda: ms.MoeMlp(shape=ms.presets.MIXTRAL_8X7B, shared_gate=True),
+            "shared_gate=True has no shared expert to scale; give shared_intermediate_size, or drop the gate",
+        ),
+        (
+            lambda: ms.ModelSpec.from_config("olmoe-small").replace(hidden_size=64),
+            "hidden_size=64, but the experts of layers[0] have hidden_size=128; give both the same",
+        ),
+        (
+            lambda: ms.ModelSpec.from_config("olmoe-small").replace(dtype="float32"),
+            "dtype='float32', but the experts of layers[0] have dtype='bfloat16'; give both the same",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(declare: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        declare()

@@ -1,0 +1,91 @@
+"""A search that time stops: the best so far, what was not looked at, and going on later."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from tuner_cases import CLUSTERS, EP, MODEL, SMALL, costs_of, drawn
+
+from moesys.config import Strategy
+from moesys.config.workload import Generated
+from moesys.lab.runs.tuning import SimulatedWorkload
+from moesys.tuner.costs import ladder
+from moesys.tuner.deadline import Deadline
+from moesys.tuner.journal import Journal
+from moesys.tuner.search import Search
+
+
+class Clock(Deadline):
+    """Over after so many questions."""
+
+    def __init__(self, questions: int) -> None:
+        super().__init__()
+        self.left = questions
+
+    @property
+    def is_over(self) -> bool:
+        self.left -= 1
+        return self.left < 0
+
+
+def in_time(workload, journal: Journal, questions: int):
+    costs = costs_of(workload, journal, deadline=Clock(questions))
+    return costs, Search(SMALL, [EP], costs, budget=12, seed=0).run
+
+
+def test_a_search_that_time_stops_answers_with_the_best_so_far_and_goes_on_later():
+    workload = SimulatedWorkload.of(
+        MODEL, CLUSTERS["even"], Generated(num_layers=2, tokens_per_rank=512, steps=6), (0, 1)
+    )
+    whole = Search(SMALL, [EP], costs_of(workload), budget=12, seed=0).run()
+    assert whole.not_seen == ""
+    assert str(whole.of) == "6 steps of seeds 0, 1"
+    journal, best_ms, looks = Journal(None, {}), [], []
+    for questions in (20, 80, 200, 400, 10**9):
+        costs, run = in_time(workload, journal, questions)
+        found = run()
+        assert found.baseline.strategy == EP
+        assert all(costs.journal.find(one.strategy.fingerprint(), str(found.of)) for one in found.ranking)
+        looks.append(found.of)
+        best_ms.append(exact_ms(workload, found.ranking[0].strategy))
+        if not found.not_seen:
+            break
+        assert found.not_seen.startswith("simulating")
+    # What it ends with is what a search without a limit finds, and nothing was found out twice.
+    assert found == replace(whole, num_points=found.num_points)
+    assert best_ms[-1] == min(best_ms)
+    assert len(set(looks)) > 1
+
+
+def test_time_that_is_over_before_the_baseline_was_simulated_is_an_error():
+    _, run = in_time(drawn(CLUSTERS["even"]), Journal(None, {}), 0)
+    with pytest.raises(ValueError, match=r"the time was over while simulating 12 points, .* give more minutes"):
+        run()
+
+
+def test_a_step_is_simulated_once_however_often_it_is_part_of_a_mean():
+    workload, seen = drawn(CLUSTERS["even"], steps=9), []
+
+    class Counting:
+        def __getattr__(self, name):
+            return getattr(workload, name)
+
+        def step_ms(self, step):
+            seen.append(step[0].strategy.fingerprint())
+            return workload.step_ms(step)
+
+    costs = costs_of(workload, like=EP)
+    costs.plans.workload = Counting()
+    for fidelity in ladder(workload):
+        costs.of(EP, fidelity)
+    assert len(seen) == 9
+    assert {seed: len(ms) for seed, ms in costs.steps_ms(EP).items()} == {0: 9}
+    # Of a journal alone too.
+    again = costs_of(workload, costs.journal)
+    again.of(EP, ladder(workload)[-1])
+    assert again.steps_ms(EP) == costs.steps_ms(EP)
+
+
+def exact_ms(workload, strategy: Strategy) -> float:
+    return costs_of(workload).of(strategy, ladder(workload)[-1], prune=False).ms

@@ -1,0 +1,225 @@
+"""A whole model's step: closed forms where they exist, conservation, and what may never make it slower."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+import moesys as ms
+from moesys.config.model_run import ModelRun
+from moesys.config.parallelism import Parallelism
+from moesys.config.workload import Generated
+from moesys.cost import row_product_seconds
+from moesys.model_cost import count_model
+from moesys.whole_model.exchanges import Ring
+from moesys.whole_model.model_step import ModelStep
+from moesys.whole_model.parts import split_evenly
+from moesys.whole_model.simulate_model import simulate_model
+
+SMALL = ms.ModelSpec.from_config("qwen3-moe-small")
+DENSE_FIRST = ms.ModelSpec.from_config("deepseek-v3-small")
+# A cluster on which only products take time.
+FREE = ms.ClusterSpec(
+    num_nodes=2, ranks_per_node=4, intra_node_gb_per_s=1e9, inter_node_gb_per_s=1e9, expert_tflops=1.0
+)
+SLOW = ms.presets.h100(2).replace(ranks_per_node=4, name="")
+EIGHT = ModelRun(model=SMALL, cluster=SLOW, seq_len=1024, global_batch=16)
+
+
+def step_of(run: ModelRun, **changes: Any) -> ModelStep:
+    return simulate_model(run.replace(**changes))
+
+
+@pytest.mark.parametrize("model", [SMALL, DENSE_FIRST])
+@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+def test_where_only_products_count_the_step_is_their_flops(model: ms.ModelSpec, recompute: str) -> None:
+    run = ModelRun(
+        model=model, cluster=FREE, seq_len=512, global_batch=16, parallelism=Parallelism(recompute=recompute)
+    )
+    cost, sequences = count_model(model, 512), run.num_micro_batches * run.micro_batch
+    flops = cost.flops + cost.backward_flops + cost.again_flops(recompute)
+    found = simulate_model(run)
+    assert found.seconds == pytest.approx(flops * sequences / 1e12, rel=1e-6)
+    assert found.mfu is None
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+@pytest.mark.parametrize("context", [1, 2])
+def test_groups_share_the_products(tensor: int, context: int) -> None:
+    """Tokens of a step are the same, so products are: data-parallel ranks have as many sequences more."""
+    parallel = Parallelism(tensor=tensor, context=context)
+    run = ModelRun(model=SMALL, cluster=FREE, seq_len=512, global_batch=16, parallelism=parallel)
+    assert run.groups.data * tensor * context == 8
+    assert simulate_model(run).seconds == pytest.approx(
+        simulate_model(run.replace(parallelism=Parallelism())).seconds, rel=1e-6
+    )
+
+
+def test_a_pipeline_of_equal_parts_has_the_bubble_of_its_schedule() -> None:
+    model = SMALL.replace(layers=SMALL.layers[:1] * 8, vocab_size=1)
+    run = ModelRun(model=model, cluster=FREE, seq_len=512, global_batch=16, parallelism=Parallelism(pipeline=4))
+    whole = run.replace(parallelism=Parallelism())
+    assert run.num_micro_batches == 8
+    # The same work on a quarter of the ranks each, and 3 of 11 turns empty.
+    assert simulate_model(run).seconds == pytest.approx(simulate_model(whole).seconds * 11 / 8, rel=1e-3)
+    interleaved = run.replace(parallelism=Parallelism(pipeline=4, virtual_stages=2))
+    assert simulate_model(interleaved).seconds == pytest.approx(simulate_model(whole).seconds * 9.5 / 8, rel=1e-3)
+
+
+def test_shares_add_up_and_faster_experts_help() -> None:
+    for parallel in (Parallelism(), Parallelism(pipeline=2), Parallelism(expert=4, dense="full", recompute="full")):
+        run = EIGHT.replace(parallelism=parallel)
+        step = simulate_model(run, Generated(skew=1.0, warmup=1), draws=2)
+        for draw in step.draws:
+            assert sum(draw.shares.values()) == pytest.approx(draw.seconds)
+            assert min(draw.shares.values()) > -1e-9
+        assert 1 < step.speed_up(1.5) < step.speed_up(2.0) < 2
+        assert step.speed_up(1.0) == pytest.approx(1.0)
+        low, high = step.interval
+        assert low <= high
+        assert step.seconds >= low
+
+
+def test_what_is_slower_is_slower() -> None:
+    seconds = step_of(EIGHT).seconds
+    assert step_of(EIGHT, parallelism=Parallelism(recompute="selective")).seconds > seconds
+    full = step_of(EIGHT, parallelism=Parallelism(recompute="full")).seconds
+    assert full > step_of(EIGHT, parallelism=Parallelism(recompute="selective")).seconds
+    assert step_of(EIGHT, cluster=SLOW.replace(inter_node_gb_per_s=10.0)).seconds > seconds
+    # Groups inside nodes send nothing between them but gradients.
+    assert step_of(EIGHT, parallelism=Parallelism(expert=4)).seconds < seconds
+    assert step_of(EIGHT, fp8=True).seconds < seconds
+    skewed = simulate_model(EIGHT, Generated(skew=1.5, warmup=1), draws=1)
+    assert skewed.seconds > seconds
+    assert skewed.draws[0].max_over_mean > 1.2
+
+
+def test_memory_is_what_shapes_say() -> None:
+    """Of one stage: 2 + 4 bytes of every parameter that a rank has, 12 of those whose states it keeps."""
+    cost = count_model(SMALL, 1024)
+    experts = sum(layer.of("experts").parameters for layer in cost.layers)
+    dense = cost.parameters - experts
+    step = step_of(EIGHT, parallelism=Parallelism(expert=4, dense="replicated"))
+    (memory,) = step.memory
+    owned = dense + experts / 4
+    assert memory.weights == 2 * dense
+    assert memory.slots == 2 * experts / 4
+    assert memory.gradients == 4 * owned
+    assert memory.optimizer == 12 * owned
+    assert memory.activations == pytest.approx(sum(layer.saved_bytes() for layer in cost.layers))
+    assert memory.logits == cost.head.saved_bytes()
+    sharded = step_of(EIGHT, parallelism=Parallelism(expert=4, dense="optimizer")).memory[0]
+    assert sharded.optimizer == 12 * (dense / 8 + experts / 4 / 2)
+    assert sharded.gradients == memory.gradients
+    full = step_of(EIGHT, parallelism=Parallelism(expert=4, dense="full")).memory[0]
+    assert full.gradients == 4 * (dense / 8 + experts / 4)
+    assert full.weights < sharded.weights
+    halved = step_of(EIGHT, parallelism=Parallelism(expert=4, tensor=2, dense="replicated")).memory[0]
+    assert halved.weights == 2 * dense / 2
+    assert halved.activations == memory.activations / 2
+    again = step_of(EIGHT, parallelism=Parallelism(expert=4, recompute="full", dense="replicated")).memory[0]
+    assert again.activations < memory.activations
+
+
+def test_early_stages_hold_more_micro_batches() -> None:
+    model = SMALL.replace(layers=SMALL.layers[:1] * 8)
+    memory = step_of(EIGHT, model=model, parallelism=Parallelism(pipeline=4)).memory
+    held = [stage.activations for stage in memory]
+    assert held == [held[-1] * count for count in (4, 3, 2, 1)]
+
+
+def test_out_of_memory_is_a_verdict() -> None:
+    step = step_of(EIGHT)
+    assert step.verdict == ""
+    tight = step_of(EIGHT, cluster=SLOW.replace(memory_gb=step.peak.gb / 2))
+    assert re.match(r"out of memory: a rank of stage 0 holds [\d.]+ GB, and has", tight.verdict)
+
+
+def test_what_would_not_run_is_a_verdict() -> None:
+    mega = EIGHT.strategy.replace(overlap=ms.MegaKernel())
+    assert "reaches the ranks of one domain" in step_of(EIGHT, strategy=mega).verdict
+    inside = EIGHT.replace(strategy=mega, parallelism=Parallelism(expert=4))
+    assert simulate_model(inside).verdict == ""
+    assert "rows_cap=2" in simulate_model(inside, Generated(skew=3.0, warmup=1), draws=1).verdict
+
+
+def test_rings_pass_all_but_their_own() -> None:
+    inside, across = Ring(4, 1), Ring(2, 4)
+    gb = 1e9
+    assert inside.seconds(gb, SLOW) == pytest.approx(0.75 / SLOW.intra_node_gb_per_s)
+    # Four groups of a node share its NICs.
+    assert across.seconds(gb, SLOW) == pytest.approx(4 * 0.5 / SLOW.inter_node_gb_per_s)
+    assert Ring(1, 8).seconds(gb, SLOW) == 0
+    load = across.load(gb, SLOW, SLOW)
+    assert load.seconds_L[2 * 8 :] == pytest.approx(4 * 0.5 / SLOW.inter_node_gb_per_s)
+    assert not load.seconds_L[: 2 * 8].any()
+
+
+def test_parts_are_as_even_as_they_can_be() -> None:
+    assert split_evenly([1, 1, 1, 1], 2) == [range(0, 2), range(2, 4)]
+    assert split_evenly([1, 1, 1, 3], 2) == [range(0, 3), range(3, 4)]
+    assert split_evenly([5, 1, 1, 1], 3) == [range(0, 1), range(1, 3), range(3, 4)]
+    # The costliest part is the last layer's; the others are even all the same.
+    assert [len(part) for part in split_evenly([4.0] * 93 + [18.5], 24)] == [5] + [4] * 22 + [1]
+    with pytest.raises(ValueError, match="num_parts=3 does not fit 2 layers"):
+        split_evenly([1, 1], 3)
+
+
+def test_rows_of_experts_take_their_products() -> None:
+    """Even routing: a rank computes as many rows as it has choices."""
+    found = step_of(EIGHT)
+    rows = EIGHT.tokens_per_rank * SMALL.layers[0].mlp.shape.top_k * len(SMALL.moe_layers)
+    bound = rows * row_product_seconds(EIGHT.shape, SLOW) * EIGHT.num_micro_batches
+    assert found.draws[0].max_over_mean == pytest.approx(1.0, abs=1e-2)
+    assert found.shares["experts"] >= bound
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"parallelism": Parallelism(tensor=3)}, "multiply to 3, which does not divide the cluster's 8 ranks"),
+        ({"parallelism": Parallelism(expert=3)}, "expert=3 does not divide the 8 ranks of a stage"),
+        ({"parallelism": Parallelism(pipeline=8)}, "pipeline=8 with virtual_stages=1 cuts 2 layers into 8 parts"),
+        ({"global_batch": 12}, "global_batch=12 is no multiple of the 8 sequences"),
+        ({"seq_len": 1023, "parallelism": Parallelism(tensor=2)}, "do not divide the 1023 tokens"),
+        ({"cluster": FREE, "fp8": True}, "declares no fp8_tflops"),
+        ({"cluster": FREE.replace(ranks_per_node=(3, 5))}, "whole models are simulated on equal nodes"),
+    ],
+)
+def test_what_cannot_be_is_refused(changes: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        EIGHT.replace(**changes)
+
+
+def test_parallelism_refuses_what_no_schedule_has() -> None:
+    with pytest.raises(ValueError, match="virtual_stages=2 interleaves the stages of a pipeline, but pipeline=1"):
+        Parallelism(virtual_stages=2)
+    with pytest.raises(ValueError, match="schedule='zero_bubble' has one part of the model a stage"):
+        Parallelism(pipeline=2, virtual_stages=2, schedule="zero_bubble")
+
+
+def test_gradients_in_bfloat16_take_half_the_room_and_half_the_way() -> None:
+    # Rows stay in their node, gradients do not.
+    parallel = Parallelism(expert=4, dense="replicated")
+    run = EIGHT.replace(cluster=SLOW.replace(inter_node_gb_per_s=0.01), parallelism=parallel)
+    whole, half = simulate_model(run), simulate_model(run.replace(gradient_dtype="bfloat16"))
+    assert half.peak.gradients == whole.peak.gradients / 2
+    name = "gradients and parameters"
+    # Backward hides as much of either.
+    assert 0 < half.shares[name] < whole.shares[name] / 2
+
+
+def test_a_slow_host_is_what_a_pass_takes_and_a_fast_one_hides() -> None:
+    one = EIGHT.replace(global_batch=8)
+    alone = simulate_model(one)
+    # Started operations of a step, as a host that is the slowest of all has it.
+    started = simulate_model(one.replace(host_us=1e6)).draws[0].parts[0][0].seconds
+    assert started.forward % 1 == pytest.approx(0.0, abs=1e-6)
+    assert started.backward > started.forward > SMALL.num_layers
+    assert simulate_model(one.replace(host_us=1e-3)).seconds == pytest.approx(alone.seconds, rel=1e-9)
+    assert simulate_model(one.replace(host_us=1e6)).shares["host"] > 0.9 * (started.forward + started.backward)
+    # Faster experts do not help a host.
+    assert simulate_model(one.replace(host_us=1e6)).speed_up(2.0) == pytest.approx(1.0, abs=1e-6)
+    assert alone.speed_up(2.0) > 1.01
