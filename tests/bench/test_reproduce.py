@@ -175,7 +175,7 @@ def test_beyond_is_faster_than_laer_by_balance_first():
     models = (laer_model("mixtral-8x22b-e16k4"),)
     falls = beyond_rows(seeds=(0,), iterations=(ITERATION,), models=models)
     over_laer = [geometric_mean(falls, stage, LAER) for stage in STAGES]
-    static, laer, split, layout, _, unified, float32 = over_laer
+    static, laer, split, layout, unified, float32, _ = over_laer
     assert static < laer == 1 < split < layout < unified
     assert float32 < unified
     assert len(falls) == len(STAGES)

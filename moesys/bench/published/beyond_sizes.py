@@ -37,6 +37,7 @@ from moesys.config import (
 )
 from moesys.config.workload import Generated
 from moesys.cost import roofline_seconds
+from moesys.runnable import out_of_reach
 from moesys.simulator.rest_of_step import RestOfStep
 
 TOKENS, SEQUENCE, WARMUP, NUM_LAYERS, SEED = 8_192, 4_096, 5, 3, 0
@@ -77,12 +78,17 @@ DEEPSEEK_V3 = LargeModel(
 MODELS = (QWEN3_30B, MIXTRAL, DEEPSEEK_V3)
 CLUSTERS: dict[str, Callable[[int], ClusterSpec]] = {"H100": presets.h100, "H200": presets.h200}
 
-# As programs come, one pull for a token, pulls before products where links are slow, and both; letters for tables.
-MEGA_KERNELS = {
+# MegaKernels as programs come, with one pull for a token, with pulls before products where links are slow, and both,
+# which run inside a domain; and what runs anywhere. Letters for tables.
+OVERLAPS: dict[str, Overlap] = {
     "a": MegaKernel(),
     "b": MegaKernel(deduplicate=True),
     "c": MegaKernel(dispatch_share=1.0, combine_share=0.25),
     "d": MegaKernel(dispatch_share=1.0, deduplicate=True),
+    "e": Pipelined(chunks=2),
+    "f": Pipelined(chunks=4),
+    "g": Sequential(node_dispatch="once"),
+    "h": Pipelined(chunks=2, node_dispatch="once"),
 }
 # They are compared on up to so many ranks; more take what those took.
 COMPARED_RANKS = 128
@@ -96,8 +102,7 @@ STAGES: dict[str, tuple[Contender, Sequence[Overlap]]] = {
     LAER_STAGE: (Contender(_LAER, EvenSplit(), WindowMean(steps=5)), _SEQUENTIAL),
     "flow split": (Contender(_LAER, FlowSplit(), WindowMean(steps=5)), _SEQUENTIAL),
     "our layout": (_OURS, _SEQUENTIAL),
-    "4 chunks": (_OURS, (Pipelined(chunks=4),)),
-    UNIFIED_STAGE: (_OURS, tuple(MEGA_KERNELS.values())),
+    UNIFIED_STAGE: (_OURS, tuple(OVERLAPS.values())),
 }
 
 
@@ -116,6 +121,7 @@ def beyond_sizes(
                 for overlap in overlaps
                 if stage != UNIFIED_STAGE or num_ranks <= COMPARED_RANKS or overlap == best[gpu]
             }
+            scenarios = {key: of for key, of in scenarios.items() if not out_of_reach(of.strategy, of.cluster)}
             found = simulate(scenarios.values(), (SEED,), f"beyond, {model.name} on {num_ranks} GPUs")
             for gpu in gpus:
                 fastest: dict[str, Sequence[Drawn]] = {}
@@ -124,7 +130,7 @@ def beyond_sizes(
                     if of_gpu == gpu and faster:
                         fastest[stage], best[gpu] = found[scenario], overlap
                 of = {"model": model.name, "GPUs": f"{num_ranks} {gpu}", "slots": str(model.slots(num_ranks))}
-                point = next(letter for letter, overlap in MEGA_KERNELS.items() if overlap == best[gpu])
+                point = next(letter for letter, overlap in OVERLAPS.items() if overlap == best[gpu])
                 falls[model.name, gpu, num_ranks] = waterfall(of, fastest, "ms", 1e3 / NUM_LAYERS, point)
     by_gpu = [(model.name, gpu, size) for model in models for gpu in gpus for size in sorted(sizes)]
     return [fall for case in by_gpu for fall in falls[case]]
@@ -169,13 +175,14 @@ def sizes_sheet(falls: Sequence[Fall]) -> Sheet:
     notes = [
         "Log-normal routing of skew 1, 8,192 tokens a rank, experts restored every pass, float32 gradients.",
         f"Where a stage before it is faster than unified: {', '.join(lost) or 'nowhere'}.",
-        "Other stages have no search: LAER's as published, overlap in chunks by four of them.",
-        "point: which of four points of MegaKernel's search space the simulator finds fastest on up to "
-        f"{COMPARED_RANKS} GPUs, and the last of these on more.",
+        "Other stages have no search: LAER's as published.",
+        f"point: which overlap the simulator finds fastest of those that run there, on up to {COMPARED_RANKS} GPUs, "
+        "and the last of these on more. MegaKernels run in one domain, which is a node here.",
     ]
-    for letter, point in MEGA_KERNELS.items():
-        fields = point.model_dump(exclude_defaults=True)
-        notes.append(f"{letter}: MegaKernel({', '.join(f'{name}={value}' for name, value in fields.items())}).")
+    for letter, point in OVERLAPS.items():
+        fields = point.model_dump(exclude_defaults=True, exclude={"kind"})
+        words = ", ".join(f"{name}={value!r}" for name, value in fields.items())
+        notes.append(f"{letter}: {type(point).__name__}({words}).")
     return Sheet(
         "SIMULATED: stage by stage, milliseconds of a layer's forward and backward", falls, notes, group_by="of"
     )
