@@ -25,12 +25,14 @@ from moesys.config import (
     Llep,
     MegaKernel,
     Mla,
+    ModelRun,
     ModelShape,
     ModelSpec,
     MoeMlp,
     MoonEp,
     Oracle,
     Ordered,
+    Parallelism,
     Pipelined,
     Proportional,
     Quotas,
@@ -49,6 +51,13 @@ LATENT = Mla(
     num_heads=2, q_lora_rank=None, kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=2, v_head_dim=4, bias=False
 )
 LAYER = LayerSpec(attention=LATENT, mlp=DenseMlp(intermediate_size=16))
+
+RUN = ModelRun(
+    model=ModelSpec(
+        hidden_size=8, vocab_size=8, layers=(LayerSpec(attention=LATENT, mlp=MoeMlp(shape=MODEL)),) * 2, dtype="float32"
+    ),
+    cluster=CLUSTER.replace(fp8_tflops=1.0),
+)
 
 # A declaration and another value for each of its fields; the other values leave the rest valid.
 CHANGES = [
@@ -184,6 +193,35 @@ CHANGES = [
     (
         ModelSpec(hidden_size=8, vocab_size=8, layers=(LAYER,)),
         {"hidden_size": 16, "vocab_size": 16, "tied_embeddings": True, "layers": (LAYER, LAYER), "dtype": "float32"},
+    ),
+    (
+        RUN,
+        {
+            "model": RUN.model.replace(vocab_size=16),
+            "cluster": RUN.cluster.replace(num_nodes=1),
+            "strategy": EP.replace(overlap=Pipelined(chunks=2)),
+            "parallelism": Parallelism(tensor=2),
+            "seq_len": 8,
+            "micro_batch": 2,
+            "global_batch": 8,
+            "fp8": True,
+            "gradient_dtype": "bfloat16",
+            "host_us": 1.0,
+            "optimizer": "sgd",
+        },
+    ),
+    (
+        Parallelism(pipeline=2),
+        {
+            "tensor": 2,
+            "context": 2,
+            "pipeline": 4,
+            "virtual_stages": 2,
+            "expert": 4,
+            "schedule": "zero_bubble",
+            "dense": "full",
+            "recompute": "selective",
+        },
     ),
     (Sequential(node_dispatch="once"), {"node_dispatch": "direct", "combine": "per_node"}),
     (Pipelined(chunks=2, node_dispatch="once"), {"chunks": 3, "node_dispatch": "direct", "combine": "per_node"}),

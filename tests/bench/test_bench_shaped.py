@@ -174,6 +174,7 @@ def test_tokens_of_several_choices_choose_popular_experts_more_often_and_none_tw
     assert counts_E.max() > 5 * counts_E.min()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(LACKS), reason=LACKS)
 def test_hosts_of_two_ranks() -> None:
     case = replace(node_case(2, 500, 0), num_tokens=(40, 8, 24, 33))

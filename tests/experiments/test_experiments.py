@@ -22,7 +22,7 @@ PAGE_LINES = 60
 
 every_file = pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 # Others train too, in seconds.
-SLOW = ("convergence", "mega_interpret", "overlap_ablation")
+SLOW = ("convergence", "mega_interpret", "overlap_ablation", "real_models")
 every_file_in_small = pytest.mark.parametrize(
     "path",
     [pytest.param(path, marks=pytest.mark.slow) if path.stem in SLOW else path for path in FILES],

@@ -159,6 +159,7 @@ def resume(folder: Path, sizes: tuple[int, ...], seed: int | None) -> dict[str, 
     return {"state": state, "steps": found}
 
 
+@pytest.mark.slow
 def test_resumes_at_other_homes_and_on_other_ranks(ranks: LocalRanks, tmp_path: Path) -> None:
     saved = ranks.run(save_and_go_on, tmp_path, timeout_s=150.0)[0]
     for seed in (None, 11):

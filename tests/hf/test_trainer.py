@@ -83,10 +83,12 @@ def assert_agree(found: list[list[tuple[float, float]]], oracle: list[tuple[floa
             assert one == pytest.approx(wanted, rel=1e-5)
 
 
-SLOW = [pytest.param(each, EVERY_OVERLAP, marks=pytest.mark.slow) for each in FAMILIES if each != "qwen3_moe"]
-
-
-@pytest.mark.parametrize(("family", "strategies"), [("qwen3_moe", STRATEGIES), *SLOW])
+# What ``register`` does is tested in seconds too (``test_expert_parallel``), and the page's own Trainer.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "strategies"),
+    [(each, STRATEGIES if each == "qwen3_moe" else EVERY_OVERLAP) for each in FAMILIES],
+)
 def test_the_trainer_trains_as_with_all_to_all(
     ranks: LocalRanks, tmp_path: Path, family: str, strategies: Sequence[ms.Strategy]
 ) -> None:
