@@ -83,9 +83,6 @@ if TYPE_CHECKING:
     from moesys.layout import ExpertLayout as ExpertLayout
     from moesys.layout import TokenPlan as TokenPlan
     from moesys.load import LoadMatrix as LoadMatrix
-    from moesys.model_cost import ModelCost as ModelCost
-    from moesys.model_cost import count_model as count_model
-    from moesys.model_cost import model_flops_per_token as model_flops_per_token
     from moesys.moe.experts import Experts as Experts
     from moesys.moe.gradients import clip_grad_norm_ as clip_grad_norm_
     from moesys.moe.gradients import sync_gradients as sync_gradients
@@ -100,8 +97,6 @@ if TYPE_CHECKING:
     from moesys.moe.runtime import MoERuntime as MoERuntime
     from moesys.moe.runtime import link as link
     from moesys.moe.watch import Watch as Watch
-    from moesys.operations import Operation as Operation
-    from moesys.operations import Operations as Operations
     from moesys.overlap.comm.channel import CollectiveError as CollectiveError
     from moesys.simulator.critical_path import PathPart as PathPart
     from moesys.simulator.rest_of_step import RestOfStep as RestOfStep
@@ -122,7 +117,12 @@ if TYPE_CHECKING:
     from moesys.tuner.search_bounds import SearchBounds as SearchBounds
     from moesys.tuner.space import Space as Space
     from moesys.whole_folders import whole_folder as whole_folder
+    from moesys.whole_model.model_cost import ModelCost as ModelCost
+    from moesys.whole_model.model_cost import count_model as count_model
+    from moesys.whole_model.model_cost import model_flops_per_token as model_flops_per_token
     from moesys.whole_model.model_step import ModelStep as ModelStep
+    from moesys.whole_model.operations import Operation as Operation
+    from moesys.whole_model.operations import Operations as Operations
     from moesys.whole_model.simulate_model import simulate_model as simulate_model
 
 # The imports above are for type checkers; a test holds them and this table equal.
@@ -162,7 +162,7 @@ _MODULE_OF = {
     "Mla": "moesys.config",
     "MoELayer": "moesys.moe.layer",
     "MoERuntime": "moesys.moe.runtime",
-    "ModelCost": "moesys.model_cost",
+    "ModelCost": "moesys.whole_model.model_cost",
     "MoeMlp": "moesys.config",
     "ModelRun": "moesys.config",
     "ModelShape": "moesys.config",
@@ -171,8 +171,8 @@ _MODULE_OF = {
     "MoonEp": "moesys.config",
     "ModelTraining": "moesys.config.workload",
     "Oracle": "moesys.config",
-    "Operation": "moesys.operations",
-    "Operations": "moesys.operations",
+    "Operation": "moesys.whole_model.operations",
+    "Operations": "moesys.whole_model.operations",
     "Ordered": "moesys.config",
     "PathPart": "moesys.simulator.critical_path",
     "Parallelism": "moesys.config",
@@ -207,7 +207,7 @@ _MODULE_OF = {
     "clip_grad_norm_": "moesys.moe.gradients",
     "compare": "moesys.lab.commands.compare",
     "compare_records": "moesys.lab.runs.comparison",
-    "count_model": "moesys.model_cost",
+    "count_model": "moesys.whole_model.model_cost",
     "explain": "moesys.lab.explanation.explanation",
     "gather_loads": "moesys.moe.home_moves",
     "generate": "moesys.traces",
@@ -216,7 +216,7 @@ _MODULE_OF = {
     "measured_drift": "moesys.balance",
     "megatron_trace": "moesys.trace_imports",
     "min_max_load": "moesys.balance",
-    "model_flops_per_token": "moesys.model_cost",
+    "model_flops_per_token": "moesys.whole_model.model_cost",
     "move_homes": "moesys.moe.home_moves",
     "parallelize": "moesys.hf.parallelize",
     "plan_homes": "moesys.balance",

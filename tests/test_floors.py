@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 FLOORS = (
     {"config", "load", "layout", "timeline", "compiled", "torch_private", "whole_file", "whole_folders", "step_lines"},
     {"kernels"},
-    {"traces", "trace_imports", "cost", "schedule", "operations", "layer_operations", "model_cost"},
+    {"traces", "trace_imports", "cost", "schedule"},
     {"row_traffic"},
     {"overlap", "balance", "simulator"},
     {"step", "layout_schedule", "replay", "runnable", "rank_memory"},
@@ -91,9 +91,6 @@ REFUSED = {
     "replay": {"torch"},
     "whole_model": {"torch"},
     "step_lines": {"torch"},
-    "operations": {"torch"},
-    "layer_operations": {"torch"},
-    "model_cost": {"torch"},
     "simulator": {"torch", "triton"},
     "balance": {"triton"},
     "kernels": {"pydantic", "ortools", "rich"},

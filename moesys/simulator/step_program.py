@@ -28,20 +28,18 @@ from moesys.config import ClusterSpec, Fsep, MegaKernel, ModelShape, Strategy
 from moesys.cost import (
     FloatArray,
     LinkLoad,
-    dispatch_bytes,
     gather_seconds,
     link_load,
     pass_seconds,
     reshard_bytes,
     restore_bytes,
-    rows_of,
     sum_seconds,
 )
 from moesys.layout import TokenPlan
-from moesys.row_traffic import RowTraffic, row_traffic
-from moesys.schedule import Direction, Stage, StageKind, num_chunks, schedule_of
+from moesys.schedule import Direction, Stage, num_chunks, schedule_of
 from moesys.simulator.critical_path import AllToAll
 from moesys.simulator.lanes import Lanes
+from moesys.simulator.layer_rows import LayerRows
 from moesys.simulator.links import ChannelName
 from moesys.simulator.mega.layer_pass import publish_seconds, queued_ahead
 from moesys.simulator.rest_of_step import RestOfStep
@@ -88,18 +86,6 @@ class _Exchange:
     detail: str
 
 
-@dataclass
-class _Rows:
-    """A layer's rows of each rank and expert, what their way asks of the links where all go ``whole``, and what
-    travels in each stage and part, were there one chunk.
-    """
-
-    rows_RE: FloatArray
-    whole: LinkLoad
-    traffic: RowTraffic
-    loads: dict[tuple[StageKind, int], LinkLoad]
-
-
 class _Step:
     """Clocks of all ranks, ``now_R``, what holds each up until then, and what is on its way."""
 
@@ -128,7 +114,7 @@ class _Step:
         self.experts: dict[int, _Exchange | None] = {}
         self.late: dict[int, _Exchange | None] = {}
         self.restores: dict[tuple[int, str], tuple[LinkLoad, ...]] = {}
-        self.rows: dict[int, _Rows] = {}
+        self.rows: dict[int, LayerRows] = {}
         if isinstance(self.strategy.overlap, MegaKernel):
             forward = [(plan, False) for plan in plans]
             again = 2 if self.rest.runs_again else 1
@@ -296,15 +282,9 @@ class _Step:
         if self.cluster.num_ranks > 1:
             self._compute(gather_seconds(rows_R, self.model, self.cluster), "gather", detail)
 
-    def _rows(self, layer: int) -> _Rows:
+    def _rows(self, layer: int) -> LayerRows:
         if layer not in self.rows:
-            plan = self.plans[layer]
-            traffic = row_traffic(plan, self.model, self.cluster, self.strategy.overlap)
-            loads = traffic.stage_loads(self.model, self.cluster)
-            whole = loads["dispatch", 0]
-            if ("spread", 0) in loads:
-                whole = link_load(dispatch_bytes(plan, self.model), self.cluster)
-            self.rows[layer] = _Rows(rows_of(plan), whole, traffic, loads)
+            self.rows[layer] = LayerRows.of(self.plans[layer], self.model, self.cluster, self.strategy.overlap)
         return self.rows[layer]
 
     def _exchange_counts(self, layer: int) -> None:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from moesys.config.model_run import ModelRun
 from moesys.cost import memory_seconds
-from moesys.model_cost import ModelCost
 from moesys.whole_model.exchanges import Ring
+from moesys.whole_model.model_cost import ModelCost
 from moesys.whole_model.model_step import SimulatedPart
 
 # Read and written for a parameter: gradient, master, moments, and the copy in the compute dtype.

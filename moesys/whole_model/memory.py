@@ -10,9 +10,9 @@ from dataclasses import dataclass, fields
 
 from moesys.config import BYTES_PER_GB, MegaKernel
 from moesys.config.model_run import ModelRun
-from moesys.model_cost import ModelCost
-from moesys.operations import Operations, Recompute
 from moesys.rank_memory import rank_memory
+from moesys.whole_model.model_cost import ModelCost
+from moesys.whole_model.operations import Operations, Recompute
 
 _MASTER_BYTES = 4
 _MOMENT_BYTES = {"adam": 8, "adam_bf16": 4, "sgd": 0}

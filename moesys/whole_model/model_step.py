@@ -9,8 +9,8 @@ from functools import cached_property
 import numpy as np
 
 from moesys.config.model_run import ModelRun
-from moesys.model_cost import model_flops_per_token
 from moesys.whole_model.memory import StageMemory
+from moesys.whole_model.model_cost import model_flops_per_token
 from moesys.whole_model.pipeline import PartSeconds, PipelineRun, run_pipeline
 from moesys.whole_model.rest_seconds import neighbour_rate
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from moesys.config import ClusterSpec
 from moesys.config.model_run import ModelRun
 from moesys.cost import memory_seconds
-from moesys.operations import Operations, Part
+from moesys.whole_model.operations import Operations, Part
 
 # What ``simulator.step_program`` times.
 ROUTED: frozenset[Part] = frozenset({"dispatch", "experts", "combine"})

@@ -17,8 +17,6 @@ from moesys.config.model_run import ModelRun
 from moesys.config.workload import Generated, Recompute
 from moesys.cost import LinkLoad, row_product_seconds
 from moesys.load import IntArray, LoadMatrix
-from moesys.model_cost import ModelCost, count_model
-from moesys.operations import Operations
 from moesys.replay import Moment, replay_layer
 from moesys.runnable import out_of_reach, out_of_rows
 from moesys.simulator.rest_of_step import RestOfStep
@@ -28,7 +26,9 @@ from moesys.traces import generate
 from moesys.whole_model.end_of_step import EndOfStep
 from moesys.whole_model.exchanges import Ring
 from moesys.whole_model.memory import stage_memory
+from moesys.whole_model.model_cost import ModelCost, count_model
 from moesys.whole_model.model_step import DrawnStep, ModelStep, SimulatedPart, run_parts
+from moesys.whole_model.operations import Operations
 from moesys.whole_model.parts import split_evenly
 from moesys.whole_model.pipeline import PartSeconds
 from moesys.whole_model.rest_seconds import RestSeconds, rest_seconds

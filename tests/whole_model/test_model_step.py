@@ -12,8 +12,8 @@ from moesys.config.model_run import ModelRun
 from moesys.config.parallelism import Parallelism
 from moesys.config.workload import Generated
 from moesys.cost import row_product_seconds
-from moesys.model_cost import count_model
 from moesys.whole_model.exchanges import Ring
+from moesys.whole_model.model_cost import count_model
 from moesys.whole_model.model_step import ModelStep
 from moesys.whole_model.parts import split_evenly
 from moesys.whole_model.simulate_model import simulate_model

@@ -18,7 +18,7 @@ from scipy.optimize import least_squares
 from moesys.bench.published.throughput_rows import PublishedRow
 from moesys.config import ClusterSpec, Sequential, Strategy
 from moesys.config.model_run import ModelRun
-from moesys.model_cost import model_flops_per_token
+from moesys.whole_model.model_cost import model_flops_per_token
 from moesys.whole_model.model_step import ModelStep
 from moesys.whole_model.simulate_model import simulate_model
 

@@ -25,8 +25,8 @@ from transformers.masking_utils import sliding_window_causal_mask_function
 
 import moesys as ms
 from moesys.config.hub_config import published_names, read_config
-from moesys.model_cost import ModelCost, count_model, model_flops_per_token
-from moesys.operations import Operations, Recompute
+from moesys.whole_model.model_cost import ModelCost, count_model, model_flops_per_token
+from moesys.whole_model.operations import Operations, Recompute
 
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
 every_small = pytest.mark.parametrize("config", SMALL.values(), ids=SMALL)
@@ -299,7 +299,7 @@ def test_what_runs_again_has_no_product_of_which_backward_reads_nothing() -> Non
 def test_the_page_names_every_tensor_that_is_kept() -> None:
     costs = [count_model(ms.ModelSpec.from_config(config), 1) for config in SMALL.values()]
     kept = {name for cost in costs for each in (cost.embedding, *cost.layers, cost.head) for name in each.saved()}
-    page = (Path(__file__).parents[1] / "docs" / "simulate-a-model.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs" / "simulate-a-model.md").read_text(encoding="utf-8")
     table = page.partition("| tensor |")[2].partition("\n## ")[0]
     assert set(re.findall(r"`(\w+)`", table)) == kept
 

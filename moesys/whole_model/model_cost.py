@@ -21,8 +21,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moesys.config import ModelSpec
-from moesys.layer_operations import Scores, Sizes, embedding_operation, head_operations, layer_operations
-from moesys.operations import Operations, Recompute
+from moesys.whole_model.layer_operations import Scores, Sizes, embedding_operation, head_operations, layer_operations
+from moesys.whole_model.operations import Operations, Recompute
 
 
 @dataclass(frozen=True)
