@@ -85,10 +85,11 @@ OVERLAPS: dict[str, Overlap] = {
     "b": MegaKernel(deduplicate=True),
     "c": MegaKernel(dispatch_share=1.0, combine_share=0.25),
     "d": MegaKernel(dispatch_share=1.0, deduplicate=True),
-    "e": Pipelined(chunks=2),
-    "f": Pipelined(chunks=4),
-    "g": Sequential(node_dispatch="once"),
-    "h": Pipelined(chunks=2, node_dispatch="once"),
+    "e": Sequential(),
+    "f": Pipelined(chunks=2),
+    "g": Pipelined(chunks=4),
+    "h": Sequential(node_dispatch="once"),
+    "i": Pipelined(chunks=2, node_dispatch="once"),
 }
 # They are compared on up to so many ranks; more take what those took.
 COMPARED_RANKS = 128
