@@ -60,6 +60,8 @@ def ends_recomputation(num_saved: int) -> bool:
     if not {"target_frame_ref", "gid"} <= seen.keys():
         return False
     frame = seen["target_frame_ref"]()
+    if not all(hasattr(frame, name) for name in ("early_stop", "recomp_counter", "weak_holders")):
+        return False
     return bool(frame.early_stop) and frame.recomp_counter[seen["gid"]] + num_saved == len(frame.weak_holders)
 
 

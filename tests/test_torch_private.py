@@ -7,7 +7,7 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from moesys import torch_private
 from moesys.kernels.torch_internals import HAS_ONEDNN, onednn_product
@@ -16,6 +16,7 @@ from moesys.torch_private import (
     after_this_backward,
     checkpointed_region,
     current_backward,
+    ends_recomputation,
     group_timeout_s,
     num_process_groups,
     will_execute,
@@ -79,6 +80,23 @@ def test_a_checkpointed_region_is_known_when_it_runs_again():
     assert {id(frame) for frame, again in repeated if again} == {id(first), id(second)}
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x):
         assert checkpointed_region() is None
+
+
+@pytest.mark.parametrize("early_stop", [True, False])
+def test_a_recomputation_says_where_it_ends(early_stop):
+    """Of three tensors that are saved, two are behind the first product."""
+    asked = []
+    assert not ends_recomputation(0)
+
+    def run(x):
+        y = x.exp()
+        asked.append([ends_recomputation(count) for count in range(4)])
+        return y.exp().sin()
+
+    with set_checkpoint_early_stop(early_stop):
+        y = checkpoint(run, torch.ones(3, requires_grad=True), use_reentrant=False)
+    y.sum().backward()
+    assert asked == [[False] * 4, [False, False, early_stop, False]]
 
 
 def test_a_backward_comes_to_the_leaves_and_a_gradient_for_others_does_not():

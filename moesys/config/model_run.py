@@ -53,6 +53,11 @@ class ModelRun(Declared):
                 f"model={self.model.name!r} has {len(shapes)} kinds of experts; a simulated model has one, "
                 "in one layer at least"
             )
+        heads = min(layer.attention.num_heads for layer in self.model.layer_counts)
+        if parallel.tensor > heads or heads % parallel.tensor:
+            raise ValueError(
+                f"tensor={parallel.tensor} does not divide the {heads} heads of attention; choose a divisor of {heads}"
+            )
         if (parts := parallel.pipeline * parallel.virtual_stages) > self.model.num_layers:
             raise ValueError(
                 f"pipeline={parallel.pipeline} with virtual_stages={parallel.virtual_stages} cuts "
@@ -130,7 +135,7 @@ class ModelRun(Declared):
         return cluster.replace(
             num_nodes=max(1, ranks // node),
             ranks_per_node=min(ranks, node),
-            # Groups lie in their domains as well as they can.
+            # Whoever places a job puts a group into one domain where it fits: 64 of a rack's 72.
             ranks_per_domain=domain if ranks % domain == 0 else min(ranks, node),
             expert_tflops=cluster.fp8_tflops if self.fp8 else cluster.expert_tflops,
         )

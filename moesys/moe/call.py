@@ -49,8 +49,8 @@ class LayerCall:
         self.layout = layout
         self.previous, self._upcoming, self._pass_number = neighbours
         self.expects_backward = torch.is_grad_enabled()
-        # A recomputation runs this call's forward again.
-        self.replayed = False
+        # A recomputation runs this call's forward again, and something behind it may read what comes of it.
+        self.replayed, self.output_read = False, True
         store.dtype = dtype
         self._restored = store.take_prefetched(self._pass_number, layout)
 

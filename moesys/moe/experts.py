@@ -26,7 +26,7 @@ from moesys.moe.outside import OutsideExperts
 from moesys.moe.planners import MicroBatch, planner_of
 from moesys.moe.ranks import cluster_of, mesh_of
 from moesys.moe.recompute import current_tape
-from moesys.moe.routed_experts import RoutedExperts
+from moesys.moe.routed_experts import NUM_SAVED, RoutedExperts
 from moesys.moe.unread_plans import UnreadPlan
 from moesys.overlap.comm.channel import Channel
 from moesys.overlap.comm.heartbeat import Heartbeat
@@ -35,6 +35,7 @@ from moesys.overlap.expert_compute import ExpertCompute
 from moesys.overlap.experts_on_device import OURS, experts_on_device
 from moesys.runnable import out_of_reach
 from moesys.step import LayerPlan
+from moesys.torch_private import ends_recomputation
 
 STATE_TIMEOUT_S = 600.0
 
@@ -136,7 +137,11 @@ class Experts(nn.Module):
         dtype = DTYPES[self.shape.dtype] if self.outside is None else x_TH.dtype
         call = self._replayed_or_planned(expert_TK, dtype)
         masters = self.store.masters.differentiable()
-        y_TH: Tensor = RoutedExperts.apply(x_TH.to(dtype), weight_TK.float().contiguous(), call, self.link, *masters)
+        inputs = (x_TH.to(dtype), weight_TK.float().contiguous(), *masters)
+        # Where nothing is saved here, what stops a recomputation is saved behind the layer.
+        saves = torch.is_grad_enabled() and any(each.requires_grad for each in inputs)
+        call.output_read = not (saves and ends_recomputation(NUM_SAVED + len(masters)))
+        y_TH: Tensor = RoutedExperts.apply(*inputs[:2], call, self.link, *masters)
         self._count(call)
         return y_TH.to(x_TH.dtype)
 

@@ -4,7 +4,8 @@
 ``context_fn=moesys.recompute``, all of them.
 
 The second pass must see the layouts, splits and routes of the first: the history has moved on since, and a collective
-more on one rank would hang the others. So the second pass plans nothing, remembers nothing and gathers nothing.
+more on one rank would hang the others. So the second pass plans nothing, remembers nothing, and gathers nothing but
+whether any rank reads a layer's output.
 """
 
 from __future__ import annotations

@@ -14,10 +14,10 @@ from moesys.moe.call import LayerCall
 from moesys.moe.lookahead import Link
 from moesys.moe.shards import Cross, Finish, Restored
 from moesys.overlap.executor import Saved
-from moesys.torch_private import ends_recomputation, will_execute
+from moesys.torch_private import will_execute
 
-# Tensors of a layer that backward reads, beside its masters.
-_NUM_SAVED = 3
+# Tensors of a layer that are saved for backward, beside its masters.
+NUM_SAVED = 3
 
 
 class RoutedExperts(torch.autograd.Function):
@@ -38,12 +38,13 @@ class RoutedExperts(torch.autograd.Function):
 
         with torch.autocast(x_TH.device.type, enabled=False):
             call.restore().keep_casts = call.expects_backward and not store.reshard_after_forward
-            # What is saved below is all that backward reads of this layer, and there is no later one.
-            if call.replayed and ends_recomputation(_NUM_SAVED + len(masters)):
-                saved = call.executor.recompute(x_TH, weight_TK, wait_for_experts)
-                y_TH = x_TH.new_full((), math.nan).expand_as(x_TH)
+            if call.replayed:
+                y_TH, saved = call.executor.recompute(x_TH, weight_TK, wait_for_experts, read=call.output_read)
             else:
                 y_TH, saved = call.executor.forward(x_TH, weight_TK, wait_for_experts)
+        if y_TH is None:
+            # The checkpoint stops before anybody sees it.
+            y_TH = x_TH.new_full((), math.nan).expand_as(x_TH)
         ctx.call, ctx.link = call, link
         ctx.save_for_backward(weight_TK, saved.arrivals_MH, saved.h_P2I, *masters)
         # What a recomputation restores, the backward right behind it uses.

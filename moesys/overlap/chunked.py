@@ -57,9 +57,17 @@ class ChunkedExecutor:
         y_TH = self.memory.empty_like(x_TH)
         return y_TH, self._run_forward("forward", x_TH, weight_TK, wait_for_experts, y_TH)
 
-    def recompute(self, x_TH: Tensor, weight_TK: Tensor, wait_for_experts: WaitForExperts) -> Saved:
-        """Returns what backward needs; nothing travels home. A collective: on all ranks or on none."""
-        return self._run_forward("recomputation", x_TH, weight_TK, wait_for_experts, None)
+    def recompute(
+        self, x_TH: Tensor, weight_TK: Tensor, wait_for_experts: WaitForExperts, *, read: bool
+    ) -> tuple[Tensor | None, Saved]:
+        """Returns what ``forward`` does; where no rank reads the output, nothing travels home and it is None."""
+        if self.channel.num_ranks > 1:
+            # Ranks may differ in what they do behind the layer, and rows travel home for all or for none.
+            reads = torch.tensor([read], dtype=torch.int64, device=x_TH.device)
+            read = bool(self.channel.all_gather(reads, lane="counts").any())
+        if read:
+            return self.forward(x_TH, weight_TK, wait_for_experts)
+        return None, self._run_forward("recomputation", x_TH, weight_TK, wait_for_experts, None)
 
     def _run_forward(
         self,

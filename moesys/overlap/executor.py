@@ -36,8 +36,12 @@ class Executor(Protocol):
         once, when they are needed.
         """
 
-    def recompute(self, x_TH: Tensor, weight_TK: Tensor, wait_for_experts: WaitForExperts) -> Saved:
-        """Returns what ``forward`` saves, of the same arguments, where nobody reads the output."""
+    def recompute(
+        self, x_TH: Tensor, weight_TK: Tensor, wait_for_experts: WaitForExperts, *, read: bool
+    ) -> tuple[Tensor | None, Saved]:
+        """Returns what ``forward`` returns of the same arguments; None for the output where no rank says that it is
+        ``read``. A collective: ranks may say different things.
+        """
 
     def backward(
         self, dy_TH: Tensor, saved: Saved, wait_for_experts: WaitForExperts, gradients: ExpertGradients | None

@@ -200,11 +200,13 @@ class MegaExecutor:
         """
         return at_once(self.forward_stages(x_TH, weight_TK, wait_for_experts))
 
-    def recompute(self, x_TH: Tensor, weight_TK: Tensor, wait_for_experts: WaitForExperts) -> Saved:
-        """Returns what ``forward`` saves. It runs all of it: what rows that are not pushed home leave of a heap's
-        epochs is not proven.
+    def recompute(
+        self, x_TH: Tensor, weight_TK: Tensor, wait_for_experts: WaitForExperts, *, read: bool
+    ) -> tuple[Tensor | None, Saved]:
+        """Returns what ``forward`` does, whether it is ``read`` or not: what rows that are not pushed home leave of a
+        heap's epochs is not proven.
         """
-        return self.forward(x_TH, weight_TK, wait_for_experts)[1]
+        return self.forward(x_TH, weight_TK, wait_for_experts)
 
     def forward_stages(
         self, x_TH: Tensor, weight_TK: Tensor, wait_for_experts: WaitForExperts

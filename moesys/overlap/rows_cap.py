@@ -22,7 +22,9 @@ def too_many_rows(overlap: MegaKernel, plan: TokenPlan, most_tokens: int, top_k:
 def too_many_words(rank: int, num_rows: int, choices: int, bound: str) -> str:
     """Which ``rank`` would get how many rows, of whose ``bound`` so many ``choices`` were the measure."""
     # Rounded up, so that what is named is enough.
-    enough = math.ceil(100 * num_rows / choices) / 100
+    hundredths = math.ceil(100 * num_rows / choices)
+    # In floats 1.13 times 100 is less than 113.
+    enough = (hundredths + (hundredths / 100 * choices < num_rows)) / 100
     return (
         f"rank {rank} would get {num_rows} rows, more than {bound}; "
         f"use MegaKernel(rows_cap={enough:g}), or a balance or split that loads ranks more evenly"

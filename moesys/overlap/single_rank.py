@@ -51,12 +51,17 @@ class SingleRankExecutor:
         )
         return y_TH, Saved(x_TH, kept.h_PU, weight_TK)
 
-    def recompute(self, x_TH: Tensor, weight_TK: Tensor, wait_for_experts: WaitForExperts) -> Saved:
-        """Returns what backward needs."""
+    def recompute(
+        self, x_TH: Tensor, weight_TK: Tensor, wait_for_experts: WaitForExperts, *, read: bool
+    ) -> tuple[Tensor | None, Saved]:
+        """Returns what ``forward`` does, but no output that is not ``read``."""
+        if read:
+            return self.forward(x_TH, weight_TK, wait_for_experts)
         x_TH = x_TH.contiguous()
         gate_up_S2IH, down_SHI = wait_for_experts().stacked()[:2]
         experts, blocks = self._matrices(gate_up_S2IH, down_SHI), self._blocks(x_TH, down_SHI)
-        return Saved(x_TH, experts_recomputed(x_TH, self.routing, weight_TK.shape[1], experts, blocks).h_PU, weight_TK)
+        kept = experts_recomputed(x_TH, self.routing, weight_TK.shape[1], experts, blocks)
+        return None, Saved(x_TH, kept.h_PU, weight_TK)
 
     def backward(
         self, dy_TH: Tensor, saved: Saved, wait_for_experts: WaitForExperts, gradients: ExpertGradients | None

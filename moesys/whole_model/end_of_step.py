@@ -41,7 +41,9 @@ class EndOfStep:
             summed += gradients_s if sharded else 2 * gradients_s
             if sharded:
                 gathered += ring.seconds(parameters * run.model.bytes_per_element, run.cluster)
-        summed = max(0.0, summed - sum(part.seconds.backward for part in parts))
-        gathered = max(0.0, gathered - sum(part.seconds.forward for part in parts))
+        # Gradients of the layer that comes last have nothing to hide behind, nor have parameters of the first.
+        hidden = (len(layers) - 1) / len(layers)
+        summed = max(0.0, summed - hidden * sum(part.seconds.backward for part in parts))
+        gathered = max(0.0, gathered - hidden * sum(part.seconds.forward for part in parts))
         optimizer_s = memory_seconds(updated * _OPTIMIZER_BYTES[run.optimizer], run.cluster)
         return {"gradients and parameters": summed + gathered, "optimizer": optimizer_s}

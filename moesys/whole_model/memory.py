@@ -56,7 +56,9 @@ def stage_memory(
     parallel, model = run.parallelism, run.model
     layers = [cost.layers[layer] for chunk in chunks for layer in chunk]
     last = stage == parallel.pipeline - 1
-    ends = [cost.embedding] * (stage == 0) + [cost.head] * last
+    # Tied, the head of a last stage of its own has a copy of the embedding.
+    copied = last and stage > 0 and model.tied_embeddings
+    ends = [cost.embedding] * (stage == 0 or copied) + [cost.head] * last
     dense = sum(each.dense_parameters for each in (*layers, *ends)) / parallel.tensor
     owned = sum(each.of("experts").parameters for each in layers) / run.groups.expert
     b = model.bytes_per_element
@@ -65,9 +67,9 @@ def stage_memory(
     of_experts = _MOMENT_BYTES[run.optimizer] + _MASTER_BYTES
     of_dense = of_experts if b < _MASTER_BYTES else _MOMENT_BYTES[run.optimizer]
     whole = parallel.dense == "full"
-    # Two layers are gathered at a time.
-    gathered = 2 * max(each.dense_parameters for each in layers) / parallel.tensor
-    weights = b * (dense / dense_ring + gathered if whole else dense)
+    # Two are gathered at a time, as far as there are more than a rank's share.
+    gathered = sum(sorted(each.dense_parameters for each in (*layers, *ends))[-2:]) / parallel.tensor
+    weights = b * (min(dense, dense / dense_ring + gathered) if whole else dense)
     gradients = run.gradient_bytes * ((dense / dense_ring if whole else dense) + owned)
     optimizer = of_dense * dense / (dense_ring if sharded else 1) + of_experts * owned / (expert_ring if sharded else 1)
     share = run.micro_batch / (parallel.tensor * parallel.context)

@@ -64,8 +64,9 @@ class ModelStep:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Seconds of the tenth and ninetieth percentile of the draws."""
-        low, high = np.percentile([draw.seconds for draw in self.draws], [10, 90])
+        """The tenth and ninetieth percentile of ``seconds``: of the slowest of all groups."""
+        places = 100 * np.array([0.1, 0.9]) ** (1 / self.run.groups.expert_data)
+        low, high = np.percentile([draw.seconds for draw in self.draws], places)
         return float(low), float(high)
 
     @property
@@ -83,9 +84,12 @@ class ModelStep:
 
     @property
     def shares(self) -> dict[str, float]:
-        """Mean seconds of a rank by part, over draws."""
+        """Mean seconds of a rank by part, over draws; they add up to ``seconds``."""
         names = dict.fromkeys(name for draw in self.draws for name in draw.shares)
-        return {name: float(np.mean([draw.shares.get(name, 0.0) for draw in self.draws])) for name in names}
+        found = {name: float(np.mean([draw.shares.get(name, 0.0) for draw in self.draws])) for name in names}
+        if len(self.draws) > 1 and self.run.groups.expert_data > 1:
+            found["slowest expert group"] = self.seconds - sum(found.values())
+        return found
 
     @property
     def peak(self) -> StageMemory:

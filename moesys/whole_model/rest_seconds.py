@@ -13,8 +13,10 @@ from dataclasses import dataclass
 from moesys.config import ClusterSpec
 from moesys.config.model_run import ModelRun
 from moesys.cost import memory_seconds
-from moesys.whole_model.operations import Operations, Part
+from moesys.whole_model.operations import Operations, Part, Recompute
 
+# Exchanges of a tensor group that run again: a gather, and what sums behind it where all runs again.
+_SENT_AGAIN: dict[Recompute, int] = {"none": 0, "selective": 1, "full": 2}
 # What ``simulator.step_program`` times.
 ROUTED: frozenset[Part] = frozenset({"dispatch", "experts", "combine"})
 # Parts that a tensor group shares by weights, an exchange before and one behind each.
@@ -51,7 +53,9 @@ def rest_seconds(operations: Operations, run: ModelRun) -> RestSeconds:
         forward=computed.forward + 2 * sent_s + exposed_s,
         # Gradients go the way back; what weights' gradients read is gathered behind those of inputs.
         backward=computed.backward + 2 * sent_s + 2 * exposed_s,
-        again=_computed(again, run).forward + (sent_s + exposed_s if again.operations else 0.0),
+        again=_computed(again, run).forward
+        + _SENT_AGAIN[run.parallelism.recompute] * sent_s
+        + (exposed_s if again.operations else 0.0),
         weight_gradients=computed.weight_gradients,
     )
 

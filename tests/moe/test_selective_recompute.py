@@ -7,7 +7,8 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from harness import whole
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 import moesys as ms
@@ -80,11 +81,62 @@ def test_what_is_read_is_computed(ranks: LocalRanks, block: str, how: str) -> No
         assert sent["combine"] > kept_sent["combine"]
 
 
+def gradients_where_one_rank_reads(who: int) -> list[bytes]:
+    """The block of a rank that does more behind the layer than others do, with a checkpoint and without."""
+    layer = ms.MoELayer(SHAPE, STRATEGIES["ep"], cluster=CLUSTER)
+    found = []
+    for checkpointed in (False, True):
+        x = torch.randn(
+            11, SHAPE.hidden_size, generator=torch.Generator().manual_seed(dist.get_rank())
+        ).requires_grad_()
+
+        def run(x: Tensor) -> Tensor:
+            y = layer(x)
+            return x + (y * torch.full((SHAPE.hidden_size,), 2.0) if dist.get_rank() == who else y)
+
+        layer.zero_grad()
+        (checkpoint(run, x, use_reentrant=False) if checkpointed else run(x)).square().sum().backward()
+        found.append(b"".join(t.numpy().tobytes() for t in (x.grad, *(whole(p.grad) for p in layer.parameters()))))
+    return found
+
+
+@pytest.mark.parametrize("who", [0, 3])
+def test_ranks_agree_on_what_runs_again(ranks: LocalRanks, who: int) -> None:
+    for kept, again in ranks.run(gradients_where_one_rank_reads, who):
+        assert again == kept
+
+
+@pytest.mark.parametrize("wide", [1, 2, 3, 4, 5])
+@pytest.mark.parametrize("teacher", [False, True])
+def test_a_layer_that_saves_nothing_is_computed(wide: int, teacher: bool) -> None:
+    """Frozen, or without gradients, in a region that saves as many tensors behind it as the layer would."""
+    torch.manual_seed(0)
+    layer, tail = (
+        ms.MoELayer(SHAPE, STRATEGIES["ep"]),
+        nn.Sequential(*[nn.Linear(16, 16) for _ in range(wide)], nn.GELU()),
+    )
+    layer.requires_grad_(teacher)
+    x = torch.randn(5, SHAPE.hidden_size)
+
+    def run(x: Tensor) -> Tensor:
+        with torch.no_grad():
+            y = layer(x)
+        return tail(x + y) + (layer(x) if teacher else 0)
+
+    found = []
+    for again in (False, True):
+        tail.zero_grad()
+        (checkpoint(run, x, use_reentrant=False) if again else run(x)).square().sum().backward()
+        found.append([p.grad.clone() for p in tail.parameters()])
+    for kept, recomputed in zip(*found, strict=True):
+        assert torch.equal(kept, recomputed)
+
+
 @pytest.mark.parametrize("block", BLOCKS)
 def test_on_one_rank(block: str, monkeypatch: pytest.MonkeyPatch) -> None:
     again: list[int] = []
-    whole = ChunkedExecutor.forward
-    monkeypatch.setattr(ChunkedExecutor, "forward", lambda *args: (again.append(1), whole(*args))[1])
+    forward = ChunkedExecutor.forward
+    monkeypatch.setattr(ChunkedExecutor, "forward", lambda *args: (again.append(1), forward(*args))[1])
     kept, _ = gradients(STRATEGIES["ep"], block, "kept")
     assert len(again) == 1
     bits, _ = gradients(STRATEGIES["ep"], block, "plain")

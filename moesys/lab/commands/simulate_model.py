@@ -56,6 +56,8 @@ def simulate_model_command(
             "parallelism": parallelism_of(parallel),
             **fields,
         }
+        if len(set(strategies)) < len(strategies):
+            raise ValueError(f"strategy={list(strategies)} names one twice; give each once")
         steps = []
         with Console(stderr=True).status("") as status:
             for name in strategies or ("ep",):
@@ -87,7 +89,10 @@ def parallelism_of(text: str) -> Parallelism:
         name, equals, value = part.partition("=")
         if not equals:
             raise ValueError(f"parallel={part!r} gives no value; write it as in tp=2,pp=8,ep=32")
-        fields[SHORT.get(name.strip(), name.strip())] = value.strip()
+        field = SHORT.get(name.strip(), name.strip())
+        if field in fields:
+            raise ValueError(f"parallel={text!r} gives {field} twice; give it once")
+        fields[field] = value.strip()
     try:
         return Parallelism.model_validate(fields)
     except ValueError as error:
