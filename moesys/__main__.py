@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import typer
 
 from moesys.bench.commands import bench
+from moesys.bench.harness.refusing import options_given
 
 app = typer.Typer(
     name="moesys",
@@ -125,14 +126,14 @@ def explain(
     raise typer.Exit(explain_command(file, strategy, layer, micro_batch, as_json, model_layers))
 
 
-def _refuse(given: dict[str, bool], of: str) -> None:
-    for option, there in given.items():
-        if there:
-            raise typer.BadParameter(f"{option} is for {of}; leave it out")
+# What ``simulate`` takes of a file, and of a model.
+_OF_FILE = {"layers", "step", "model_layers"}
+_OF_MODEL = {"tokens", "micro_batch", "global_batch", "parallel", "skew", "fp8", "optimizer"}
 
 
 @app.command()
 def simulate(
+    ctx: typer.Context,
     file: Annotated[
         Path | None,
         typer.Argument(metavar="[FILE]", help="An experiment in .py, .json or .toml; or a StepPlan in .json."),
@@ -177,9 +178,13 @@ def simulate(
     For example: moesys simulate experiments/rebalance_ablation.py --cluster 16x8 --layers 32 --out found; of a whole
     model: moesys simulate --model qwen3-30b-a3b --cluster h100:4 --parallel ep=32,recompute=selective
     """
-    if model is not None and file is None:
-        of_file = {"--layers": layers is not None, "--step": step != 0, "--model-layers": model_layers is not None}
-        _refuse(of_file, "FILE")
+    if (file is None) == (model is None):
+        raise typer.BadParameter("simulate either FILE or --model; give one of them")
+    others, of = (_OF_FILE, "FILE") if file is None else (_OF_MODEL, "--model")
+    for name, option in options_given(ctx).items():
+        if name in others:
+            raise typer.BadParameter(f"{option} is for {of}; leave it out")
+    if model is not None:
         from moesys.lab.commands.simulate_model import simulate_model_command
 
         code = simulate_model_command(
@@ -197,11 +202,7 @@ def simulate(
             optimizer=optimizer,
         )
         raise typer.Exit(code)
-    if file is None or model is not None:
-        raise typer.BadParameter("simulate either FILE or --model; give one of them")
-    given = {"--tokens": tokens != 4096, "--micro-batch": micro_batch != 1, "--global-batch": global_batch is not None}
-    given |= {"--parallel": parallel != "", "--skew": skew != 0, "--fp8": fp8, "--optimizer": optimizer != "adam"}
-    _refuse(given, "--model")
+    assert file is not None
     from moesys.lab.commands.simulate import simulate_command
 
     code = simulate_command(

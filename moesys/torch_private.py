@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -37,11 +37,7 @@ def checkpointed_region() -> tuple[Any, bool] | None:
     ``frame``, those of a recomputation over ``target_frame_ref``. Without it None: who checkpoints must then pass
     ``context_fn=moesys.recompute``, or a recomputation raises RuntimeError.
     """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    if hooks is None:
-        return None
-    pack = inspect.unwrap(hooks[0])
-    seen = inspect.getclosurevars(pack).nonlocals if inspect.isfunction(pack) else {}
+    seen = _seen_by_hooks()
     if "target_frame_ref" in seen:
         return seen["target_frame_ref"](), True
     return (seen["frame"], False) if "frame" in seen else None
@@ -54,15 +50,20 @@ def ends_recomputation(num_saved: int) -> bool:
     Needs what ``checkpointed_region`` needs, that the hooks of a recomputation close over ``gid`` too, and of a frame
     ``early_stop``, ``recomp_counter`` and ``weak_holders``. Without them False: all of a layer runs again.
     """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
-    pack = None if hooks is None else inspect.unwrap(hooks[0])
-    seen = inspect.getclosurevars(pack).nonlocals if inspect.isfunction(pack) else {}
+    seen = _seen_by_hooks()
     if not {"target_frame_ref", "gid"} <= seen.keys():
         return False
     frame = seen["target_frame_ref"]()
     if not all(hasattr(frame, name) for name in ("early_stop", "recomp_counter", "weak_holders")):
         return False
     return bool(frame.early_stop) and frame.recomp_counter[seen["gid"]] + num_saved == len(frame.weak_holders)
+
+
+def _seen_by_hooks() -> Mapping[str, Any]:
+    """Returns what the innermost hooks of saved tensors close over, by name."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    pack = None if hooks is None else inspect.unwrap(hooks[0])
+    return inspect.getclosurevars(pack).nonlocals if inspect.isfunction(pack) else {}
 
 
 def will_execute(node: Any) -> bool:

@@ -5,16 +5,16 @@ Commands import what they need when they run, so that ``--help`` does not wait f
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
-from tempfile import TemporaryFile
 from typing import Annotated, Literal
 
 import typer
 
 from moesys.bench.board.command import bench_leaderboard
 from moesys.bench.harness.grouped_commands import GroupedCommands
+from moesys.bench.harness.refusing import options_given
 from moesys.bench.harness.refusing import refusing as _refusing
+from moesys.bench.harness.written import ReportFolder, ResultFile, in_a_folder
 
 COMPUTING, LINKS, PUBLISHED = "Computing, measured here", "Links, measured here", "Published, and simulated beside it"
 
@@ -28,28 +28,6 @@ bench = typer.Typer(
 
 bench.command("leaderboard", rich_help_panel=COMPUTING)(bench_leaderboard)
 
-
-def _in_a_folder(path: Path | None) -> Path | None:
-    """Refuses what could not be written when all is measured. The first of torchrun's ranks writes; other hosts need
-    no such folder.
-    """
-    if os.environ.get("RANK", "0") != "0":
-        return path
-    if path is not None and not path.parent.is_dir():
-        raise typer.BadParameter(f"{path.parent} is not a folder; make it, or write elsewhere")
-    if path is not None and path.is_dir():
-        raise typer.BadParameter(f"{path} is a folder; name a file in it")
-    if path is not None:
-        try:
-            TemporaryFile(dir=path.parent).close()
-        except OSError as error:
-            raise typer.BadParameter(f"{path.parent} takes no file: {error.strerror}; write elsewhere") from None
-    return path
-
-
-ResultFile = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="Write what was measured to this file.", callback=_in_a_folder)
-]
 
 Repeats = Annotated[int, typer.Option(min=1, help="Timed repetitions.")]
 Threads = Annotated[int, typer.Option(min=1, help="Threads of a rank.")]
@@ -181,14 +159,6 @@ def bench_overlap(
     raise typer.Exit(paced_overlap.main(parts, repeats=repeats, threads=threads, json_path=json))
 
 
-ReportFolder = Annotated[
-    Path | None,
-    typer.Option(
-        "--out", metavar="DIR", help="Write the tables as a dated page into this folder.", exists=True, file_okay=False
-    ),
-]
-
-
 @bench.command("reproduce", rich_help_panel=PUBLISHED)
 def bench_reproduce(out: ReportFolder = None) -> None:
     """Fit the simulator on one of LAER-MoE's four published shapes, and judge it on the others.
@@ -270,7 +240,7 @@ def bench_planner(
     ] = False,
     page: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="Of --seconds and --union: also a page of Markdown.", callback=_in_a_folder),
+        typer.Option(metavar="FILE", help="Of --seconds and --union: also a page of Markdown.", callback=in_a_folder),
     ] = None,
     peer_eplb: Annotated[
         Path | None, typer.Option(metavar="DIR", help="--scale also times this checkout of deepseek-ai/EPLB.")
@@ -288,10 +258,9 @@ def bench_planner(
         raise typer.BadParameter("give one of --trace FILE, --laer, --scale, --seconds and --union N")
     mode = "--union" if union else "--seconds" if seconds else "--scale" if scale else "--laer" if laer else "--trace"
     fits = {"trace", "laer", "scale", "seconds", "union", "json", *PLANNER_OPTIONS[mode]}
-    for option in ctx.command.params:
-        source = ctx.get_parameter_source(option.name or "")
-        if option.name not in fits and source is not None and source.name == "COMMANDLINE":
-            raise typer.BadParameter(f"{option.opts[0]} is not for {mode}; leave it out")
+    for name, option in options_given(ctx).items():
+        if name not in fits:
+            raise typer.BadParameter(f"{option} is not for {mode}; leave it out")
     if scale:
         from moesys.bench.planner import scale as over_sizes
 
@@ -327,7 +296,7 @@ def bench_planner(
 def _spec_file(path: Path | None) -> Path | None:
     if path is not None and path.suffix not in (".toml", ".json"):
         raise typer.BadParameter(f"{path} is neither .toml nor .json; name a file of one of these kinds")
-    return _in_a_folder(path)
+    return in_a_folder(path)
 
 
 @bench.command("calibrate", rich_help_panel=LINKS)
@@ -372,7 +341,7 @@ def bench_shaped(
         bool, typer.Option(help="Each host has its share of the processor; without, hosts compete for it.")
     ] = True,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Write a page there, in Markdown.", callback=_in_a_folder)
+        Path | None, typer.Option(metavar="FILE", help="Write a page there, in Markdown.", callback=in_a_folder)
     ] = None,
     json: ResultFile = None,
 ) -> None:

@@ -10,6 +10,10 @@ from pydantic import Field, model_validator
 from moesys.config.base import Declared
 from moesys.config.cluster import ClusterSpec
 
+PipelineSchedule = Literal["1f1b", "zero_bubble"]
+# What of a layer runs forward again in backward.
+LayerRecompute = Literal["none", "selective", "full"]
+
 
 class Parallelism(Declared):
     """Groups of ranks, numbered as Megatron does: tensor groups are neighbours, then context, then data, and pipeline
@@ -24,11 +28,11 @@ class Parallelism(Declared):
     pipeline: int = Field(1, ge=1, description="stages")
     virtual_stages: int = Field(1, ge=1, description="parts of the model in each stage; more than 1: interleaved")
     expert: int | None = Field(None, ge=1, description="ranks of an expert group; None: all of a stage")
-    schedule: Literal["1f1b", "zero_bubble"] = "1f1b"
+    schedule: PipelineSchedule = "1f1b"
     dense: Literal["replicated", "optimizer", "full"] = Field(
         "optimizer", description="what data-parallel ranks shard of dense parameters: nothing, optimizer states, or all"
     )
-    recompute: Literal["none", "selective", "full"] = Field(
+    recompute: LayerRecompute = Field(
         "none", description="what runs again in backward: nothing, what backward reads and is cheap, or whole layers"
     )
 

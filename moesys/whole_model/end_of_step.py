@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from moesys.config.model_run import ModelRun
 from moesys.cost import memory_seconds
 from moesys.whole_model.exchanges import Ring
+from moesys.whole_model.memory import MASTER_BYTES, MOMENT_BYTES
 from moesys.whole_model.model_cost import ModelCost
 from moesys.whole_model.model_step import SimulatedPart
 
-# Read and written for a parameter: gradient, master, moments, and the copy in the compute dtype.
-_OPTIMIZER_BYTES = {"adam": 30, "adam_bf16": 22, "sgd": 14}
+# Of a parameter, read and written beside master and moments: its gradient, and the copy in the compute dtype.
+_GRADIENT_AND_COPY_BYTES = 4 + 2
 
 
 @dataclass(frozen=True)
@@ -45,5 +46,6 @@ class EndOfStep:
         hidden = (len(layers) - 1) / len(layers)
         summed = max(0.0, summed - hidden * sum(part.seconds.backward for part in parts))
         gathered = max(0.0, gathered - hidden * sum(part.seconds.forward for part in parts))
-        optimizer_s = memory_seconds(updated * _OPTIMIZER_BYTES[run.optimizer], run.cluster)
+        moved = 2 * (MASTER_BYTES + MOMENT_BYTES[run.optimizer]) + _GRADIENT_AND_COPY_BYTES
+        optimizer_s = memory_seconds(updated * moved, run.cluster)
         return {"gradients and parameters": summed + gathered, "optimizer": optimizer_s}

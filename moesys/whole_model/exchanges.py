@@ -32,32 +32,24 @@ class Ring:
         """Ranks of a stage that hold the same experts."""
         return cls(run.groups.expert_data, run.groups.expert)
 
-    def spans(self, ranks: int) -> bool:
-        """Whether a group is on more than ``ranks`` neighbouring ranks."""
-        return self.size > 1 and self.size * self.stride > ranks
-
     def seconds(self, num_bytes: float, cluster: ClusterSpec) -> float:
         """Returns those of one all-gather, or one reduce-scatter, of so many bytes a group."""
-        if self.size == 1 or not num_bytes:
-            return 0.0
-        passed = num_bytes * (self.size - 1) / self.size
-        seconds = passed / (cluster.intra_node_gb_per_s * 1e9) if self.stride < cluster.domain_sizes[0] else 0.0
-        if self.spans(cluster.domain_sizes[0]):
-            groups = min(self.stride, cluster.node_sizes[0])
-            seconds = max(seconds, groups * passed / (cluster.inter_node_gb_per_s * 1e9))
-        return seconds
+        return max(self._busy_seconds(num_bytes, cluster))
 
     def load(self, num_bytes: float, group: ClusterSpec, whole: ClusterSpec) -> LinkLoad:
         """Returns what such an exchange asks of the links of an expert ``group``, which is a part of the ``whole``."""
         R, N = group.num_ranks, group.num_nodes
-        passed = num_bytes * (self.size - 1) / self.size
-        seconds_L, used_4R = np.zeros(2 * (R + N)), np.zeros((4, R), dtype=bool)
-        if self.size > 1 and self.stride < whole.domain_sizes[0]:
-            seconds_L[: 2 * R] = passed / (whole.intra_node_gb_per_s * 1e9)
-            used_4R[:2] = True
-        if self.spans(whole.domain_sizes[0]):
-            groups = min(self.stride, whole.node_sizes[0])
-            # Of all groups on the node, those of other expert groups among them.
-            seconds_L[2 * R :] = groups * passed / (whole.inter_node_gb_per_s * 1e9)
-            used_4R[2:] = True
-        return LinkLoad(seconds_L, used_4R)
+        busy_s = self._busy_seconds(num_bytes, whole)
+        return LinkLoad(
+            np.repeat(busy_s, (2 * R, 2 * N)), np.repeat(np.array(busy_s) > 0, 2)[:, None].repeat(R, axis=1)
+        )
+
+    def _busy_seconds(self, num_bytes: float, cluster: ClusterSpec) -> tuple[float, float]:
+        """Returns those of a rank's way inside its domain, and those of a node's NICs, either way; 0 where unused. All
+        groups of a node are on its NICs, those of other expert groups among them.
+        """
+        passed, domain = num_bytes * (self.size - 1) / self.size, cluster.domain_sizes[0]
+        inside = passed / (cluster.intra_node_gb_per_s * 1e9) if self.stride < domain else 0.0
+        if self.size * self.stride <= domain:
+            return inside, 0.0
+        return inside, min(self.stride, cluster.node_sizes[0]) * passed / (cluster.inter_node_gb_per_s * 1e9)

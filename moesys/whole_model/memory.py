@@ -10,21 +10,24 @@ from dataclasses import dataclass, fields
 
 from moesys.config import BYTES_PER_GB, MegaKernel
 from moesys.config.model_run import ModelRun
+from moesys.config.parallelism import LayerRecompute
 from moesys.rank_memory import rank_memory
+from moesys.whole_model.exchanges import Ring
 from moesys.whole_model.model_cost import ModelCost
-from moesys.whole_model.operations import Operations, Recompute
+from moesys.whole_model.operations import Operations
 
-_MASTER_BYTES = 4
-_MOMENT_BYTES = {"adam": 8, "adam_bf16": 4, "sgd": 0}
+# Of a parameter.
+MASTER_BYTES = 4
+MOMENT_BYTES = {"adam": 8, "adam_bf16": 4, "sgd": 0}
 
 
 @dataclass(frozen=True)
 class StageMemory:
     """Bytes of a rank of one stage.
 
-    weights: in the compute dtype; gradients: in ``gradient_dtype``; optimizer: masters and moments. slots: copies of
-    experts that it borrows or restores, and gradients of those. activations: of all micro-batches that are under way.
-    logits: of one. rows: on their way to experts and home.
+    weights: of all but experts, in the compute dtype; gradients: in ``gradient_dtype``; optimizer: masters and moments.
+    slots: experts in the compute dtype, own, borrowed or restored, and gradients of what is not its own. activations:
+    of all micro-batches that are under way. logits: of one. rows: on their way to experts and home.
     """
 
     weights: float
@@ -63,9 +66,9 @@ def stage_memory(
     owned = sum(each.of("experts").parameters for each in layers) / run.groups.expert
     b = model.bytes_per_element
     sharded = parallel.dense != "replicated"
-    dense_ring, expert_ring = run.groups.stage // parallel.tensor, run.groups.expert_data
-    of_experts = _MOMENT_BYTES[run.optimizer] + _MASTER_BYTES
-    of_dense = of_experts if b < _MASTER_BYTES else _MOMENT_BYTES[run.optimizer]
+    dense_ring, expert_ring = Ring.of_dense(run).size, Ring.of_experts(run).size
+    of_experts = MOMENT_BYTES[run.optimizer] + MASTER_BYTES
+    of_dense = of_experts if b < MASTER_BYTES else MOMENT_BYTES[run.optimizer]
     whole = parallel.dense == "full"
     # Two are gathered at a time, as far as there are more than a rank's share.
     gathered = sum(sorted(each.dense_parameters for each in (*layers, *ends))[-2:]) / parallel.tensor
@@ -88,7 +91,7 @@ def stage_memory(
     )
 
 
-def _saved(layer: Operations, recompute: Recompute, row_factor: float) -> float:
+def _saved(layer: Operations, recompute: LayerRecompute, row_factor: float) -> float:
     """What a layer keeps of a sequence; rows of experts are those of the busiest rank."""
     tensors = layer.saved(recompute)
     return sum(size * (row_factor if name.startswith("expert_") else 1.0) for name, size in tensors.items())

@@ -21,8 +21,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moesys.config import ModelSpec
+from moesys.config.parallelism import LayerRecompute
 from moesys.whole_model.layer_operations import Scores, Sizes, embedding_operation, head_operations, layer_operations
-from moesys.whole_model.operations import Operations, Recompute
+from moesys.whole_model.operations import Operations
 
 
 @dataclass(frozen=True)
@@ -46,11 +47,11 @@ class ModelCost:
     def backward_flops(self) -> int:
         return sum(each.input_gradient_flops + each.weight_gradient_flops for each in self._all)
 
-    def again_flops(self, recompute: Recompute) -> int:
+    def again_flops(self, recompute: LayerRecompute) -> int:
         """Returns those that backward adds by running layers forward again."""
         return sum(layer.again(recompute).flops for layer in self.layers)
 
-    def saved_bytes(self, recompute: Recompute = "none") -> int:
+    def saved_bytes(self, recompute: LayerRecompute = "none") -> int:
         """Returns what all layers, the embedding and the head keep at the end of forward."""
         layers = sum(layer.saved_bytes(recompute) for layer in self.layers)
         return self.embedding.saved_bytes() + layers + self.head.saved_bytes()

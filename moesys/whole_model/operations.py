@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Literal
 
+from moesys.config.parallelism import LayerRecompute
+
 Part = Literal[
     "embedding",
     "norms",
@@ -28,9 +30,7 @@ Part = Literal[
 #   selective  the rows that come into its two halves, attention and MLP. In backward runs again what leads from them to
 #              tensors that backward reads: not the output projection, down projections, combine and residuals.
 #   full       the row that comes into the layer. In backward the whole layer runs again.
-Recompute = Literal["none", "selective", "full"]
-
-_KEPT: Mapping[Recompute, frozenset[str]] = MappingProxyType(
+_KEPT: Mapping[LayerRecompute, frozenset[str]] = MappingProxyType(
     {"selective": frozenset({"layer_input", "mlp_input"}), "full": frozenset({"layer_input"})}
 )
 
@@ -63,6 +63,11 @@ class Operation:
     fp8: bool = False
     runs_again: bool = True
 
+    @property
+    def backward_kernels(self) -> int:
+        """For gradients of inputs and of weights, one each."""
+        return (self.input_gradient_flops > 0 or self.backward_bytes > 0) + (self.weight_gradient_flops > 0)
+
 
 @dataclass(frozen=True)
 class Operations:
@@ -75,7 +80,7 @@ class Operations:
         """Returns those of some parts."""
         return Operations(self.seq_len, tuple(each for each in self.operations if each.part in parts))
 
-    def again(self, recompute: Recompute) -> Operations:
+    def again(self, recompute: LayerRecompute) -> Operations:
         """Returns those that run forward once more in backward."""
         match recompute:
             case "none":
@@ -85,14 +90,14 @@ class Operations:
             case "full":
                 return self
 
-    def saved(self, recompute: Recompute = "none") -> dict[str, int]:
+    def saved(self, recompute: LayerRecompute = "none") -> dict[str, int]:
         """Returns bytes of each tensor that is kept from forward until backward."""
         tensors = {name: num_bytes for each in self.operations for name, num_bytes in each.saved.items()}
         if recompute == "none":
             return tensors
         return {name: num_bytes for name, num_bytes in tensors.items() if name in _KEPT[recompute]}
 
-    def saved_bytes(self, recompute: Recompute = "none") -> int:
+    def saved_bytes(self, recompute: LayerRecompute = "none") -> int:
         return sum(self.saved(recompute).values())
 
     @property

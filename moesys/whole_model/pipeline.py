@@ -17,7 +17,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-PipelineSchedule = Literal["1f1b", "zero_bubble"]
+from moesys.config.parallelism import PipelineSchedule
+
 Pass = Literal["forward", "backward", "weight_gradients"]
 
 

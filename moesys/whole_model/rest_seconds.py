@@ -12,11 +12,12 @@ from dataclasses import dataclass
 
 from moesys.config import ClusterSpec
 from moesys.config.model_run import ModelRun
+from moesys.config.parallelism import LayerRecompute
 from moesys.cost import memory_seconds
-from moesys.whole_model.operations import Operations, Part, Recompute
+from moesys.whole_model.operations import Operations, Part
 
 # Exchanges of a tensor group that run again: a gather, and what sums behind it where all runs again.
-_SENT_AGAIN: dict[Recompute, int] = {"none": 0, "selective": 1, "full": 2}
+_SENT_AGAIN: dict[LayerRecompute, int] = {"none": 0, "selective": 1, "full": 2}
 # What ``simulator.step_program`` times.
 ROUTED: frozenset[Part] = frozenset({"dispatch", "experts", "combine"})
 # Parts that a tensor group shares by weights, an exchange before and one behind each.
@@ -69,10 +70,9 @@ def _computed(operations: Operations, run: ModelRun) -> RestSeconds:
         rate = 1e12 * (cluster.fp8_tflops if each.fp8 and cluster.fp8_tflops else cluster.expert_tflops)
         weights_s = share * each.weight_gradient_flops / rate
         inputs_s = share * each.input_gradient_flops / rate + memory_seconds(share * each.backward_bytes, cluster)
-        launches = (each.input_gradient_flops > 0 or each.backward_bytes > 0) + (each.weight_gradient_flops > 0)
         found += RestSeconds(
             forward=share * each.flops / rate + memory_seconds(share * each.forward_bytes, cluster) + launch_s,
-            backward=inputs_s + weights_s + launches * launch_s,
+            backward=inputs_s + weights_s + each.backward_kernels * launch_s,
             weight_gradients=weights_s,
         )
     return found

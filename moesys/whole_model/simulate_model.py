@@ -8,8 +8,9 @@ for each other at the end of the step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, replace
+from itertools import chain
 
 import numpy as np
 
@@ -144,19 +145,15 @@ def _drawn_step(
 
     found = tuple(tuple(part_of(layers) for layers in parts[stage::stages]) for stage in range(stages))
     pipeline = run_parts(run, [[part.seconds for part in stage] for stage in found])
-    ends = [
-        pipeline.spans[stage][-1][2] + sum(end.seconds(stage, parts[stage::stages], found[stage]).values())
-        for stage in range(stages)
-    ]
+    behind = [end.seconds(stage, parts[stage::stages], found[stage]) for stage in range(stages)]
+    ends = [pipeline.spans[stage][-1][2] + sum(behind[stage].values()) for stage in range(stages)]
     last = int(np.argmax(ends))
     seconds = ends[last]
     shares: dict[str, float] = {}
-    for stage in found:
-        for part in stage:
-            for name, share in part.shares.items():
-                shares[name] = shares.get(name, 0.0) + share * run.num_micro_batches / stages
+    for part in chain.from_iterable(found):
+        _add(shares, part.shares, run.num_micro_batches / stages)
     # What the last stage to end does behind its last micro-batch; others wait for it as they wait for micro-batches.
-    shares |= end.seconds(last, parts[last::stages], found[last])
+    shares |= behind[last]
     shares["bubble"] = seconds - sum(shares.values())
     tokens = [plan.tokens.max_over_mean for plan in plans.values()]
     return DrawnStep(seconds, shares, float(np.mean(tokens)), pipeline, found, seconds - pipeline.seconds)
@@ -195,8 +192,7 @@ def _simulate_part(
         moe = PartSeconds(seconds[0] - beside_s[0], seconds[1] - beside_s[1], of_experts)
         forward, backward = forward + seconds[0], backward + seconds[1]
         weight_gradients += of_experts + sum(each.weight_gradients for each in beside)
-        for name, share in _shares(found).items():
-            shares[name] = shares.get(name, 0.0) + share
+        _add(shares, _shares(found))
     host = _host_seconds(run, cost, layers)
     waits = max(0.0, host.forward - forward), max(0.0, host.backward - backward)
     shares["host"] = sum(waits)
@@ -210,11 +206,7 @@ def _host_seconds(run: ModelRun, cost: ModelCost, layers: range) -> PartSeconds:
     within = [cost.layers[layer] for layer in layers]
     forward = sum(len(each.operations) for each in (*ends, *within))
     again = sum(len(each.again(run.parallelism.recompute).operations) for each in within)
-    backward = sum(
-        (one.input_gradient_flops > 0 or one.backward_bytes > 0) + (one.weight_gradient_flops > 0)
-        for each in (*ends, *within)
-        for one in each.operations
-    )
+    backward = sum(one.backward_kernels for each in (*ends, *within) for one in each.operations)
     return PartSeconds(forward * run.host_us * 1e-6, (again + backward) * run.host_us * 1e-6)
 
 
@@ -241,10 +233,14 @@ def _shares(found: Simulation) -> dict[str, float]:
     """Returns mean seconds of a rank, by what it does or waits for; they add up to the length."""
     shares: dict[str, float] = {}
     for kind, seconds_R in (*found.computed_R.items(), *found.waited_R.items()):
-        name = _NAMES.get(kind, _SLOWER)
-        shares[name] = shares.get(name, 0.0) + float(np.mean(seconds_R))
-    shares[_SLOWER] = shares.get(_SLOWER, 0.0) + found.length_seconds - sum(shares.values())
+        _add(shares, {_NAMES.get(kind, _SLOWER): float(np.mean(seconds_R))})
+    _add(shares, {_SLOWER: found.length_seconds - sum(shares.values())})
     return shares
+
+
+def _add(shares: dict[str, float], more: Mapping[str, float], times: float = 1.0) -> None:
+    for name, seconds in more.items():
+        shares[name] = shares.get(name, 0.0) + seconds * times
 
 
 def _sharded_loads(run: ModelRun, layer: Operations) -> tuple[LinkLoad | None, LinkLoad | None]:

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import Stack, tokens_of, whole
+from test_checkpoint import EP, SHAPE
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
 
@@ -21,17 +22,6 @@ import moesys as ms
 from moesys.lab.ranks.outcomes import RankError
 from moesys.lab.ranks.pool import LocalRanks
 
-# The last of four ranks owns no expert.
-SHAPE = ms.ModelShape(
-    hidden_size=25,
-    intermediate_size=17,
-    num_experts=6,
-    top_k=2,
-    scoring_func="sigmoid",
-    n_shared_experts=1,
-    router_bias_update_rate=0.01,
-)
-EP = ms.Strategy(name="ep")
 LENT = EP.replace(
     name="lent",
     sharding=ms.Ep(slots_per_rank=3),

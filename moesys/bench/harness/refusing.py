@@ -15,3 +15,13 @@ def refusing() -> Iterator[None]:
         yield
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
+
+
+def options_given(ctx: typer.Context) -> dict[str, str]:
+    """Returns the options that stand on the command line, by the name of their parameter; a default is not given."""
+    given = {}
+    for option in ctx.command.params:
+        source = ctx.get_parameter_source(option.name or "")
+        if source is not None and source.name == "COMMANDLINE":
+            given[option.name or ""] = option.opts[0]
+    return given
