@@ -78,6 +78,7 @@ if TYPE_CHECKING:
     from moesys.lab.runs.comparison import compare_records as compare_records
     from moesys.lab.runs.runner import RunResult as RunResult
     from moesys.lab.runs.runner import run as run
+    from moesys.lab.runs.slurm import Slurm as Slurm
     from moesys.lab.runs.tuning import TuneResult as TuneResult
     from moesys.lab.runs.tuning import tune as tune
     from moesys.layout import ExpertLayout as ExpertLayout
@@ -188,6 +189,7 @@ _MODULE_OF = {
     "SecondsCertificate": "moesys.balance",
     "Sequential": "moesys.config",
     "Simulation": "moesys.simulator.simulation",
+    "Slurm": "moesys.lab.runs.slurm",
     "Space": "moesys.tuner.space",
     "Span": "moesys.timeline",
     "Split": "moesys.config",

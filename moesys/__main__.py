@@ -30,6 +30,10 @@ ExperimentFile = Annotated[
 ModelLayers = Annotated[
     int | None, typer.Option(min=1, help="Of the whole model, whose memory counts; the workload's by default.")
 ]
+Jobs = Annotated[
+    int | None,
+    typer.Option(min=1, help="Processes that simulate; one a core by default, 1: no others. The results are the same."),
+]
 Format = Annotated[
     Literal["table", "markdown", "csv", "json", "latex"],
     typer.Option("--format", help="All but table print nothing else to stdout."),
@@ -57,6 +61,13 @@ def run(
     form: Format = "table",
     seeds: Annotated[int | None, typer.Option(min=1, help="Seeds 0 to N-1 in all, instead of the file's.")] = None,
     threads: Annotated[int, typer.Option(min=1, help="Threads of a rank.")] = 1,
+    jobs: Jobs = None,
+    slurm: Annotated[
+        str | None,
+        typer.Option(
+            metavar="OPTIONS", help="A job of Slurm for each trial: partition=gpu,time=2:00:00, or a .toml or .json."
+        ),
+    ] = None,
     fail_fast: Annotated[bool, typer.Option("--fail-fast", help="Stop at the first trial that fails.")] = False,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Run trials again that failed before.")] = False,
     fresh: Annotated[bool, typer.Option("--fresh", help="Begin a new run folder.")] = False,
@@ -87,6 +98,8 @@ def run(
         form,
         num_seeds=seeds,
         threads=threads,
+        jobs=jobs,
+        slurm=slurm,
         fail_fast=fail_fast,
         retry_failed=retry_failed,
         fresh=fresh,
@@ -239,6 +252,7 @@ def tune(
         float | None, typer.Option(help="Answer after so many with the best until then; when through by default.")
     ] = None,
     threads: Annotated[int, typer.Option(min=1, help="Threads of a rank in timed trials.")] = 1,
+    jobs: Jobs = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Begin anew, and keep the old journal beside.")] = False,
 ) -> None:
     """Search the fastest strategy for an experiment, and say why each of its fields is what it is.
@@ -249,7 +263,7 @@ def tune(
     from moesys.lab.commands.tune import tune_file
     from moesys.tuner.search_bounds import SearchBounds
 
-    bounds = SearchBounds(budget, seeds, memory_gb, model_layers, seed, minutes)
+    bounds = SearchBounds(budget, seeds, memory_gb, model_layers, seed, minutes, jobs)
     code = tune_file(file, space, bounds, out, timed=timed, threads=threads, fresh=fresh)
     raise typer.Exit(code)
 

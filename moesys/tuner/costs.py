@@ -3,35 +3,25 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property
 from typing import Protocol
 
 from moesys.config import MegaKernel, Strategy
 from moesys.cost import restores_per_step
-from moesys.runnable import out_of_rows
-from moesys.tuner.bounds import load_bound_ms, plan_bound_ms
+from moesys.tuner.bounds import load_bound_ms
 from moesys.tuner.deadline import Deadline
 from moesys.tuner.journal import Entry, Journal
+from moesys.tuner.lookahead import Look, Lookahead
 from moesys.tuner.setting import Setting
-from moesys.tuner.workload import Plans, Step, Workload, layers_of
+from moesys.tuner.step_costs import Fidelity, Seen, StepCosts, mean
+from moesys.tuner.workload import Plans, Workload
 
 # Steps on which all points are seen first, and how many times more each next look has.
 _FIRST_STEPS, _MORE = 2, 4
 _MEMORY, _REACH = "memory", "reach"
-
-
-@dataclass(frozen=True)
-class Fidelity:
-    """How much of the workload a cost is the mean of: the first ``num_steps`` timed steps of ``seeds``."""
-
-    seeds: tuple[int, ...]
-    num_steps: int
-
-    def __str__(self) -> str:
-        seeds = ", ".join(map(str, self.seeds))
-        return f"{self.num_steps} steps of seed{'s' * (len(self.seeds) > 1)} {seeds}"
 
 
 def ladder(workload: Workload) -> tuple[Fidelity, ...]:
@@ -61,7 +51,7 @@ class Costs:
     """Costs of points in the cost model, in the journal or found out now. ``like``: plans as well as any.
 
     A step is simulated once, whatever is the mean of it. Raises OutOfTimeError from everything that would find out more
-    when the ``deadline`` is over.
+    when the ``deadline`` is over. ``lookahead``: who finds out what is expected, with the same results.
     """
 
     def __init__(
@@ -73,14 +63,16 @@ class Costs:
         like: Strategy,
         told: Told,
         deadline: Deadline | None = None,
+        lookahead: Lookahead | None = None,
     ) -> None:
+        self.lookahead = lookahead
         self.plans, self.journal, self.setting, self.like, self.told = plans, journal, setting, like, told
         self.deadline = deadline or Deadline()
         self.best_ms: dict[Fidelity, float] = {}
         self._load_bounds: dict[tuple[object, ...], float] = {}
-        self._plan_bounds: dict[tuple[str, int], list[float]] = {}
-        self._steps_ms: dict[tuple[str, int], list[float]] = {}
+        self.steps = StepCosts(plans, lambda: self.deadline.check())
         self.looked_at: set[str] = set()
+        self._never_pruned: Collection[str] = ()
 
     def fits(self, strategy: Strategy) -> bool:
         """Whether ``why_not`` knows nothing against it."""
@@ -112,63 +104,53 @@ class Costs:
             entry = bound
         else:
             entry = self.journal.find(fingerprint, of) or self.journal.add(self._found_out(strategy, fidelity, prune))
-            for seed, steps_ms in entry.steps_ms.items():
-                known = self._steps_ms.setdefault((fingerprint, int(seed)), [])
-                known += steps_ms[len(known) :]
+            self.steps.know(strategy, Seen({}, {int(seed): steps_ms for seed, steps_ms in entry.steps_ms.items()}))
         # What does not fit rules nothing out.
         if entry.stage == "simulated" and entry.ms is not None and self.fits(strategy):
             self.best_ms[fidelity] = min(self.best_ms.get(fidelity, math.inf), entry.ms)
         self.told.point(entry)
         return entry
 
+    def expect(self, points: Iterable[Strategy], fidelity: Fidelity, never_pruned: Collection[str] = ()) -> None:
+        """``of`` is asked for these next, in this order, and prunes all but the fingerprints of ``never_pruned``."""
+        if self.lookahead:
+            self._never_pruned = never_pruned
+            self.lookahead.expect(points, fidelity)
+
+    def _look(self, strategy: Strategy, fidelity: Fidelity) -> Look | None:
+        """What to have found out of a point that ``of`` will be asked for, as far as is known now."""
+        fingerprint, best_ms = strategy.fingerprint(), self.best_ms.get(fidelity, math.inf)
+        prunes = fingerprint not in self._never_pruned
+        if self.journal.find(fingerprint, str(fidelity)) is not None:
+            return None
+        if prunes:
+            bound = self.journal.find(fingerprint, str(fidelity), pruned=True)
+            if bound is not None and bound.ms is not None and bound.ms > best_ms:
+                return None
+            with suppress(ValueError):
+                if self._load_bound_ms(strategy, fidelity) > best_ms:
+                    return None
+        return Look(strategy, fidelity, best_ms if prunes else None, self.steps.seen(strategy, fidelity.seeds))
+
     def _found_out(self, strategy: Strategy, fidelity: Fidelity, prune: bool) -> Entry:
         best_ms = self.best_ms.get(fidelity, math.inf) if prune else math.inf
+        if self.lookahead and (seen := self.lookahead.take(strategy, fidelity, self._look, self.deadline.check)):
+            self.steps.know(strategy, seen)
         try:
             for bound_ms, what in self._bounds(strategy, fidelity) if prune else ():
                 if bound_ms > best_ms:
                     reason = f"{what} take {bound_ms:.4g} ms at least, and the best so far {best_ms:.4g} in all"
                     return Entry.about(strategy, "pruned", str(fidelity), bound_ms, reason)
-            by_seed = {
-                str(seed): self._of_steps(self._steps_ms, self._step_ms, strategy, seed, fidelity)
-                for seed in fidelity.seeds
-            }
+            by_seed = {str(seed): ms for seed, ms in self.steps.steps_ms(strategy, fidelity).items()}
         except ValueError as error:
             return Entry.about(strategy, "refused", str(fidelity), None, str(error))
-        ms = _mean([ms for steps_ms in by_seed.values() for ms in steps_ms])
+        ms = mean([ms for steps_ms in by_seed.values() for ms in steps_ms])
         return replace(Entry.about(strategy, "simulated", str(fidelity), ms), steps_ms=by_seed)
-
-    def steps_ms(self, strategy: Strategy) -> dict[int, list[float]]:
-        """Milliseconds of all steps that are simulated by now, by seed."""
-        of = strategy.fingerprint()
-        return {seed: ms for (fingerprint, seed), ms in self._steps_ms.items() if fingerprint == of and ms}
-
-    def _of_steps(
-        self,
-        known: dict[tuple[str, int], list[float]],
-        find_out: Callable[[Step], float],
-        strategy: Strategy,
-        seed: int,
-        fidelity: Fidelity,
-    ) -> list[float]:
-        """What ``find_out`` says of the first steps of a seed, each of which is asked for once."""
-        values = known.setdefault((strategy.fingerprint(), seed), [])
-        if len(values) < fidelity.num_steps:
-            self.deadline.check()
-            for step in self.plans.steps(strategy, seed, fidelity.num_steps)[len(values) :]:
-                self.deadline.check()
-                values.append(find_out(step))
-        return values[: fidelity.num_steps]
-
-    def _step_ms(self, step: Step) -> float:
-        if reason := out_of_rows(step[0].strategy, self.setting.model, layers_of(step)):
-            raise ValueError(reason)
-        return self.plans.workload.step_ms(step)
 
     def _bounds(self, strategy: Strategy, fidelity: Fidelity) -> Iterator[tuple[float, str]]:
         """Before its layouts are planned, and after."""
         yield self._load_bound_ms(strategy, fidelity), "such slots"
-        bounds = (self._of_steps(self._plan_bounds, plan_bound_ms, strategy, seed, fidelity) for seed in fidelity.seeds)
-        yield _mean([ms for of_seed in bounds for ms in of_seed]), "its plans"
+        yield self.steps.bound_ms(strategy, fidelity), "its plans"
 
     def _load_bound_ms(self, strategy: Strategy, fidelity: Fidelity) -> float:
         """Many points share it: all that differ in what it does not know."""
@@ -177,9 +159,5 @@ class Costs:
         key = (sharding.kind, restores_per_step(sharding), slots_R, fused, fidelity)
         if key not in self._load_bounds:
             loads = [of for seed in fidelity.seeds for of in self.plans.loads(self.like, seed, fidelity.num_steps)]
-            self._load_bounds[key] = _mean([load_bound_ms(strategy, of_step, self.setting) for of_step in loads])
+            self._load_bounds[key] = mean([load_bound_ms(strategy, of_step, self.setting) for of_step in loads])
         return self._load_bounds[key]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)

@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 from itertools import chain, groupby, islice
 
 from moesys.config import Strategy
-from moesys.tuner.costs import Costs, Fidelity, ladder
+from moesys.tuner.costs import Costs, ladder
 from moesys.tuner.deadline import OutOfTimeError
 from moesys.tuner.journal import Entry
 from moesys.tuner.space import PLACEMENT, Neighbour, Space
+from moesys.tuner.step_costs import Fidelity
 
 # Of each look, the part that gets a longer one, and how many do at least.
 _KEPT_SHARE, _KEPT = 1 / 3, 6
@@ -148,6 +149,7 @@ class Search:
         neighbours = [one.strategy for of_field in self._neighbours(strategy).values() for one in of_field]
         self._begin(f"glancing at neighbours of {strategy.name}", len(neighbours))
         seen: list[tuple[float, int, Strategy]] = []
+        self.costs.expect(neighbours, self.rungs[0])
         for neighbour in neighbours:
             ms = self._cost(neighbour, self.rungs[0]).ms
             seen.append((math.inf if ms is None else ms, len(seen), neighbour))
@@ -199,6 +201,7 @@ class Search:
     def _ranked(self, points: Sequence[Strategy], fidelity: Fidelity, keep: set[str]) -> list[Ranked]:
         """Those that were simulated, fastest first; equals in the order they came in. Nothing in ``keep`` is pruned."""
         found = []
+        self.costs.expect(points, fidelity, never_pruned=keep)
         for point in points:
             entry = self._cost(point, fidelity, prune=point.fingerprint() not in keep)
             if entry.stage == "simulated" and entry.ms is not None:
@@ -234,22 +237,27 @@ class Search:
         )
         found: dict[str, Alternative] = {}
         self._pick, self._alternatives_of_pick = pick, found
+        looks: dict[str, list[Neighbour]] = {}
+        self.costs.expect((one.strategy for neighbours in by_field.values() for one in neighbours), glance)
         for field, neighbours in by_field.items():
-            glances = [(self._cost(one.strategy, glance), one) for one in neighbours]
-            seen = sorted(
-                ((entry.ms, place) for place, (entry, _) in enumerate(glances) if entry.ms is not None),
-            )
-            looks = []
-            for _, place in seen[:_LOOKED_AT_LONG]:
-                entry = self._cost(neighbours[place].strategy, whole)
-                if entry.ms is not None and entry.stage == "pruned" and entry.ms <= pick.ms:
-                    # Of a pick that is not the fastest: a bound below it says nothing.
-                    entry = self._cost(neighbours[place].strategy, whole, prune=False)
-                if entry.ms is not None:
-                    looks.append(Alternative(neighbours[place], entry.ms, at_least=entry.stage == "pruned"))
-            if looks:
-                found[field] = min(looks, key=lambda one: (one.ms, one.at_least))
+            glances = [self._cost(one.strategy, glance).ms for one in neighbours]
+            seen = sorted((ms, place) for place, ms in enumerate(glances) if ms is not None)
+            looks[field] = [neighbours[place] for _, place in seen[:_LOOKED_AT_LONG]]
+        self.costs.expect((one.strategy for neighbours in looks.values() for one in neighbours), whole)
+        for field, neighbours in looks.items():
+            alternatives = [self._alternative(one, pick) for one in neighbours]
+            known = [one for one in alternatives if one is not None]
+            if known:
+                found[field] = min(known, key=lambda one: (one.ms, one.at_least))
         return found
+
+    def _alternative(self, neighbour: Neighbour, pick: Ranked) -> Alternative | None:
+        """After a look at all of the workload; None for what is refused."""
+        entry = self._cost(neighbour.strategy, self.rungs[-1])
+        if entry.ms is not None and entry.stage == "pruned" and entry.ms <= pick.ms:
+            # Of a pick that is not the fastest: a bound below it says nothing.
+            entry = self._cost(neighbour.strategy, self.rungs[-1], prune=False)
+        return None if entry.ms is None else Alternative(neighbour, entry.ms, at_least=entry.stage == "pruned")
 
     def _neighbours(self, strategy: Strategy) -> dict[str, list[Neighbour]]:
         """Those that fit, by field."""

@@ -7,15 +7,17 @@ from contextlib import suppress
 from itertools import zip_longest
 
 from moesys.config import Strategy
-from moesys.tuner.costs import Costs, Fidelity, Told
+from moesys.tuner.costs import Costs, Told
 from moesys.tuner.deadline import Deadline, OutOfTimeError
 from moesys.tuner.default_space import default_space
 from moesys.tuner.journal import Journal
+from moesys.tuner.lookahead import Lookahead
 from moesys.tuner.result import Draws, Tuned, choices_of
 from moesys.tuner.search import Search, SearchResult
 from moesys.tuner.search_bounds import SearchBounds
 from moesys.tuner.setting import Setting
 from moesys.tuner.space import Space
+from moesys.tuner.step_costs import Fidelity
 from moesys.tuner.timing import Clock, Rounds
 from moesys.tuner.workload import Plans, Workload
 
@@ -39,6 +41,7 @@ def tune_workload(
     clock: Clock | None = None,
     draw_seeds: Sequence[int] = (),
     deadline: Deadline | None = None,
+    lookahead: Lookahead | None = None,
 ) -> Tuned:
     """The fastest strategy found. ``strategies``: where the search starts, the baseline first. ``workload`` is of the
     seeds that the cost model looks at.
@@ -46,6 +49,7 @@ def tune_workload(
     space: None for ``default_space``, with ``MegaKernel`` if ``mega_kernels``. clock: with one, the best are timed at
     last, and clocks decide; simulated and measured times are never in one ranking. draw_seeds: on which the fastest are
     simulated once more, for intervals. deadline: of all of it; the search has the part that those do not need.
+    lookahead: of the same workload; what is found does not depend on it.
 
     Raises ValueError where the space has no point or nothing of it can be simulated, where the baseline cannot, or its
     trials fail.
@@ -60,7 +64,7 @@ def tune_workload(
         tokens_per_rank = layers[0].load.total // (model.top_k * cluster.num_ranks)
         space = default_space(setting, tokens_per_rank, mega_kernels=mega_kernels)
     until = deadline.part(_SEARCH_SHARE if clock is None else _SEARCH_SHARE_BEFORE_CLOCKS)
-    costs = Costs(plans, journal, setting, like=starts[0], told=told, deadline=until)
+    costs = Costs(plans, journal, setting, like=starts[0], told=told, deadline=until, lookahead=lookahead)
     search = Search(space, starts, costs, budget=bounds.budget, seed=bounds.seed)
     found = search.run()
     if clock is None:
@@ -73,6 +77,8 @@ def tune_workload(
             )
         pick, speedup, timing = found.ranking[0].strategy, found.baseline.ms / found.ranking[0].ms, None
     else:
+        if lookahead:
+            lookahead.rest()
         rounds = Rounds(
             clock,
             journal,
@@ -121,10 +127,16 @@ def _draws(costs: Costs, found: SearchResult, seeds: Sequence[int]) -> tuple[Dra
     if seeds:
         costs.told.stage(f"drawing {len(seeds)} seeds for the fastest {len(shown)} and the baseline", 1 + len(shown))
         with suppress(OutOfTimeError):
-            for strategy in _distinct([baseline, *shown]):
+            drawn_again = _distinct([baseline, *shown])
+            costs.expect(drawn_again, fidelity, never_pruned={one.fingerprint() for one in drawn_again})
+            for strategy in drawn_again:
                 costs.of(strategy, fidelity, prune=False)
-    of_baseline = costs.steps_ms(baseline)
-    drawn = [Draws.of(strategy, costs.steps_ms(strategy), of_baseline) for strategy in shown if strategy != baseline]
+    of_baseline = costs.steps.all_steps_ms(baseline)
+    drawn = [
+        Draws.of(strategy, costs.steps.all_steps_ms(strategy), of_baseline)
+        for strategy in shown
+        if strategy != baseline
+    ]
     return tuple(draws for draws in drawn if len(draws.own_ms) > 1)
 
 

@@ -16,7 +16,7 @@ from moesys.load import LoadMatrix
 from moesys.step import LayerPlan, StepPlan
 
 # Plans of so many bytes are remembered, those used last.
-_MOST_BYTES = 2**30
+MOST_BYTES = 2**30
 
 
 # The plans of a step's micro-batches.
@@ -25,6 +25,8 @@ Step = tuple[StepPlan, ...]
 
 class Workload(Protocol):
     """What the lab knows of an experiment."""
+
+    def __hash__(self) -> int: ...
 
     @property
     def model(self) -> ModelShape: ...
@@ -75,8 +77,8 @@ class _Walk:
 class Plans:
     """Steps of ``workload`` under any strategy."""
 
-    def __init__(self, workload: Workload) -> None:
-        self.workload = workload
+    def __init__(self, workload: Workload, most_bytes: int = MOST_BYTES) -> None:
+        self.workload, self._most_bytes = workload, most_bytes
         self._walks: OrderedDict[tuple[str, int], _Walk] = OrderedDict()
         self._loads: dict[int, list[tuple[LoadMatrix, ...]]] = {}
 
@@ -87,7 +89,7 @@ class Plans:
         walk = self._walks.pop(key, None) or _Walk(self.workload.walk(placement, seed))
         steps = walk.first(num_steps)
         self._walks[key] = walk
-        while len(self._walks) > 1 and sum(walk.num_bytes for walk in self._walks.values()) > _MOST_BYTES:
+        while len(self._walks) > 1 and sum(walk.num_bytes for walk in self._walks.values()) > self._most_bytes:
             self._walks.popitem(last=False)
         return [tuple(replace(micro_batch, strategy=strategy) for micro_batch in step) for step in steps]
 

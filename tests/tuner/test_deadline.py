@@ -80,11 +80,11 @@ def test_a_step_is_simulated_once_however_often_it_is_part_of_a_mean():
     for fidelity in ladder(workload):
         costs.of(EP, fidelity)
     assert len(seen) == 9
-    assert {seed: len(ms) for seed, ms in costs.steps_ms(EP).items()} == {0: 9}
+    assert {seed: len(ms) for seed, ms in costs.steps.all_steps_ms(EP).items()} == {0: 9}
     # Of a journal alone too.
     again = costs_of(workload, costs.journal)
     again.of(EP, ladder(workload)[-1])
-    assert again.steps_ms(EP) == costs.steps_ms(EP)
+    assert again.steps.all_steps_ms(EP) == costs.steps.all_steps_ms(EP)
 
 
 def exact_ms(workload, strategy: Strategy) -> float:

@@ -40,10 +40,11 @@ from moesys.config import (
 from moesys.load import LoadMatrix
 from moesys.step import StepPlan, plan_layer, simulation
 from moesys.tuner.bounds import load_bound_ms, plan_bound_ms
-from moesys.tuner.costs import Fidelity, ladder
+from moesys.tuner.costs import ladder
 from moesys.tuner.search import Search, SearchResult
 from moesys.tuner.setting import Setting
 from moesys.tuner.space import Space
+from moesys.tuner.step_costs import Fidelity
 
 SWEEP = os.environ.get("MOESYS_SWEEP") == "1"
 

@@ -1,4 +1,4 @@
-"""Reads declarations from the command line: a kind, such as ``greedy``; JSON; a file; ``4x8`` or ``h100:4``."""
+"""Reads declarations from the command line: a kind, as ``greedy``; JSON; a file; ``4x8``; ``partition=gpu,time=30``."""
 
 from __future__ import annotations
 
@@ -8,14 +8,15 @@ import tomllib
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from moesys.config import Balance, ClusterSpec, Predictor, Split, Strategy, presets
 from moesys.lab.runs.experiment_files import declared_in, import_named, in_words
+from moesys.lab.runs.slurm import Slurm
 from moesys.tuner.space import Space
 
 T = TypeVar("T")
-D = TypeVar("D", Strategy, Space)
+D = TypeVar("D", Strategy, Space, Slurm)
 
 _PRESETS = {
     make.__name__: make
@@ -60,6 +61,21 @@ def strategy_of(path: Path) -> Strategy:
 def space_of(path: Path) -> Space:
     """A ``Space`` in JSON or TOML. Raises ValueError for what is none."""
     return _declared_in(path, Space)
+
+
+def slurm_of(text: str) -> Slurm:
+    """``partition=gpu,time=2:00:00``, fields of ``Slurm``; or a file of them in JSON or TOML. Raises ValueError for
+    others.
+    """
+    if Path(text).suffix in (".json", ".toml") and "=" not in text:
+        return _declared_in(Path(text), Slurm)
+    named = [part.partition("=") for part in text.split(",")]
+    if odd := next(("".join(part) for part in named if not all(part)), None):
+        raise ValueError(f"slurm={text!r}: {odd!r} is no field with a value, as partition=gpu; separate them by commas")
+    try:
+        return Slurm.model_validate({name.strip(): value.strip() for name, _, value in named})
+    except ValidationError as error:
+        raise ValueError(f"slurm={text!r}: {in_words(error)}; fields are {', '.join(Slurm.model_fields)}") from None
 
 
 def cluster_of(text: str) -> ClusterSpec:

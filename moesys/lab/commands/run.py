@@ -14,10 +14,11 @@ from moesys.config import Strategy
 from moesys.config.experiment import Experiment
 from moesys.config.workload import Training
 from moesys.lab.commands import Format, refused
-from moesys.lab.commands.declarations import strategy_of
+from moesys.lab.commands.declarations import slurm_of, strategy_of
 from moesys.lab.runs.experiment_files import in_words, load_experiments
 from moesys.lab.runs.progress import progress_on
 from moesys.lab.runs.runner import Interrupted, RunResult, run
+from moesys.lab.runs.slurm import Slurm
 
 if TYPE_CHECKING:
     from moesys.lab.runs.comparison import Comparison
@@ -41,10 +42,13 @@ def run_file(
     num_seeds: int | None = None,
     interpret: bool = False,
     strategies: Sequence[Path] = (),
+    jobs: int | None = None,
+    slurm: str | None = None,
     **options: Unpack[RunOptions],
 ) -> int:
     """Run what is left of each experiment in ``file``, and print its table; of a sweep, draw the chart beside the run
-    folders. ``strategies``: files of further ones, for each experiment. Under torchrun only rank 0 speaks.
+    folders. ``strategies``: files of further ones, for each experiment. ``slurm``: options of its jobs. Under torchrun
+    only rank 0 speaks.
 
     Progress goes where the tables go, but to stderr where a table is for a machine to read.
     """
@@ -53,10 +57,11 @@ def run_file(
     comparisons: list[Comparison] = []
     code = 0
     try:
+        where = jobs if slurm is None else _slurm(slurm, jobs)
         for experiment in _experiments(file, form, num_seeds, interpret, strategies):
             if comparisons:
                 print(file=told)
-            result = run(experiment, out, progress=progress_on(told), **options)
+            result = run(experiment, out, progress=progress_on(told), jobs=where, **options)
             if speaks:
                 comparisons.append(_report(result, form, told))
                 code = max(code, result.exit_code)
@@ -71,6 +76,14 @@ def run_file(
     if len(comparisons) > 1:
         _draw(comparisons, out / file.stem, told)
     return code
+
+
+def _slurm(text: str, jobs: int | None) -> Slurm:
+    if jobs is not None:
+        raise ValueError(
+            f"--jobs={jobs} are processes of this machine, and --slurm takes others; leave out one of them"
+        )
+    return slurm_of(text)
 
 
 def _experiments(

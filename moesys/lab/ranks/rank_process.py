@@ -8,7 +8,6 @@ import multiprocessing
 import multiprocessing.connection
 import multiprocessing.context
 import multiprocessing.forkserver
-import multiprocessing.resource_tracker
 import os
 import pickle
 import queue
@@ -17,7 +16,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection
@@ -27,6 +26,7 @@ import torch
 import torch.distributed as dist
 
 from moesys.lab.ranks.outcomes import Outcome
+from moesys.lab.ranks.process_start import deaf_to_ctrl_c, threads_of, variables_set
 from moesys.lab.ranks.tensor_pickle import pickled
 from moesys.lab.slow_links import processor_shares
 from moesys.lab.slow_links.namespaces import RankNetwork, enter_namespace
@@ -34,7 +34,6 @@ from moesys.torch_private import forget_meshes, num_process_groups
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _PRELOAD = ("numpy", "torch", "torch.distributed", __name__)
-_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 _LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 _PR_SET_PDEATHSIG = 1
 # How long a rank is waited for after all those that must answer: to end its death, or to tell its stacks.
@@ -78,37 +77,9 @@ class _Answer:
 
 def ensure_server(environment: Mapping[str, str], preload: Sequence[str]) -> None:
     """Starts the server that processes are forked from, with these variables and modules, unless it runs already."""
-    variables = {**environment, **dict.fromkeys(_THREAD_VARIABLES, "1")}
-    with _environment(variables), _deaf_to_ctrl_c():
+    with variables_set({**environment, **threads_of(1)}), deaf_to_ctrl_c():
         _CONTEXT.set_forkserver_preload([*_PRELOAD, *preload])
         multiprocessing.forkserver.ensure_running()
-
-
-@contextlib.contextmanager
-def _environment(variables: dict[str, str]) -> Iterator[None]:
-    """Sets variables for a process started inside: libraries read them when they load, not later."""
-    before = {name: os.environ.get(name) for name in variables}
-    os.environ.update(variables)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-@contextlib.contextmanager
-def _deaf_to_ctrl_c() -> Iterator[None]:
-    """A process started inside never hears Ctrl-C, not even while it imports: this process ends it."""
-    # Its start would end what is blocked here.
-    multiprocessing.resource_tracker.ensure_running()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @dataclass(frozen=True)
@@ -203,7 +174,7 @@ def _serve(settings: RankSettings, jobs: Connection, stacks: Connection) -> None
     _die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1, file=stacks.fileno(), all_threads=True)
-    os.environ.update({name: str(settings.threads) for name in _THREAD_VARIABLES})
+    os.environ.update(threads_of(settings.threads))
     if (network := settings.network) is not None:
         # Before any socket or thread of gloo's: they belong where the thread is that makes them.
         enter_namespace(network.namespace_of_rank[settings.rank])

@@ -1,21 +1,23 @@
-"""Runs trials that are not recorded yet, one after another, each recorded before the next begins."""
+"""Runs trials that are not recorded yet, and records each in its turn."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from pathlib import Path
 
 from moesys.config.experiment import Experiment, Trial
 from moesys.config.workload import Replay
-from moesys.lab.runs.launch import TrialError, place_for
+from moesys.lab.runs.launch import place_for
+from moesys.lab.runs.place import Ran, TrialError, no_tick
 from moesys.lab.runs.progress import Progress, Silence, StepFile
 from moesys.lab.runs.records import Record, RunFolder, latest
-from moesys.lab.runs.trials import Measurement, routing_of
+from moesys.lab.runs.slurm import Slurm
+from moesys.lab.runs.trials import routing_of
 from moesys.traces import load_trace, save_trace
+
+_STEPS = ".steps"
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,7 @@ def run(
     retry_failed: bool = False,
     fresh: bool = False,
     threads: int = 1,
+    jobs: int | Slurm | None = None,
     record_routing: str | Path | None = None,
     progress: Progress | None = None,
 ) -> RunResult:
@@ -68,10 +71,15 @@ def run(
     those again that failed before; ``fresh`` begins a new folder. ``threads`` are torch's, of each rank. Under torchrun
     every rank calls this and gets the same result.
 
+    ``jobs``: simulated trials at a time, on worker processes once they take more than seconds; None: one a core, 1: in
+    this process. Records, their order and tables are the same for any. Trainings on local ranks run one at a time.
+    ``Slurm(...)`` makes every trial, of either kind, a job of a cluster.
+
     ``record_routing``: a path that a training's routing is written to when all trials are through, as a trace for
     ``Replay``: {seed} and {strategy} in it become the trial's. Without {strategy} it is the baseline's.
 
-    A script that calls this needs ``if __name__ == "__main__":`` around the call: ranks are processes that import it.
+    A script that calls this needs ``if __name__ == "__main__":`` around the call: ranks and workers are processes that
+    import it.
 
     Raises ValueError, before any trial, for what cannot run or be resumed, and ``Interrupted`` for Ctrl-C.
     """
@@ -83,10 +91,10 @@ def run(
         for seed in experiment.seeds:
             routing[seed] = routing_of(experiment.workload, experiment.model, experiment.cluster, seed).digest
     with ExitStack() as opened:
-        place = opened.enter_context(closing(place_for(experiment, threads)))
+        place = opened.enter_context(closing(place_for(experiment, threads, jobs)))
         book = place.on_writer(lambda: _Book(experiment, RunFolder.open(experiment, out, fresh=fresh), routing))
         if book:
-            opened.enter_context(closing(book.folder))
+            opened.enter_context(closing(book))
         left = place.share(book.left(retry_failed) if book else None)
         num_run, stopped = 0, False
         try:
@@ -94,19 +102,16 @@ def run(
                 told = progress or Silence()
                 opened.callback(told.end)
                 book.begin(left, threads, told)
-            for trial in left:
-                tick = book.start(trial) if book else _nothing
-                outcome: Measurement | TrialError | None
-                try:
-                    outcome = place.run(trial, experiment, tick)
-                except TrialError as error:
-                    outcome = error
+            for ran in place.run_all(left, experiment, book or _Nobody()):
                 if book:
-                    book.finish(outcome)
+                    book.finish(ran)
                 num_run += 1
-                if stopped := fail_fast and isinstance(outcome, TrialError):
+                if stopped := fail_fast and isinstance(ran.outcome, TrialError):
                     break
         except KeyboardInterrupt:
+            if book:
+                for ran in place.finished():
+                    book.finish(ran)
             raise Interrupted(book.how_to_go_on() if book else "") from None
         if record_routing is not None:
             place.on_writer(lambda: book.write_routing(str(record_routing)) if book else None)
@@ -114,14 +119,14 @@ def run(
 
 
 class _Book:
-    """The writer's side of a run: what is recorded, and who is told.
+    """The writer's side of a run: what is recorded, and who is told; an ``Onlooker``.
 
     ``routing``: digests of the traces to replay, by seed. Raises ValueError for records that it cannot read, and for
     those of other traces.
     """
 
     def __init__(self, experiment: Experiment, folder: RunFolder, routing: Mapping[int, str]) -> None:
-        self.experiment, self.folder, self._routing = experiment, folder, routing
+        self.experiment, self._folder, self._routing = experiment, folder, routing
         self.trials = experiment.trials()
         try:
             self._recorded = latest(folder.records())
@@ -130,11 +135,18 @@ class _Book:
             folder.close()
             raise
 
+    def close(self) -> None:
+        self._folder.close()
+
+    @property
+    def folder(self) -> Path:
+        return self._folder.path
+
     def _check_routing(self) -> None:
         for record in self.records():
             if record.status == "ok" and record.routing != self._routing.get(record.seed, ""):
                 raise ValueError(
-                    f"the trace of seed {record.seed} is another one than {self.folder.path} has replayed "
+                    f"the trace of seed {record.seed} is another one than {self.folder} has replayed "
                     f"({self._routing[record.seed]}, there {record.routing}); bring that back, or start a folder "
                     "beside it with --fresh (fresh=True)"
                 )
@@ -144,25 +156,30 @@ class _Book:
         return tuple(trial for trial in self.trials if trial.identity in again or trial.identity not in self._recorded)
 
     def begin(self, left: Sequence[Trial], threads: int, progress: Progress) -> None:
-        self._steps = StepFile(self.folder.path / ".steps")
+        for file in self.folder.glob(f"{_STEPS}*"):
+            file.unlink()
         self.progress = progress
         anew = {trial.identity for trial in left}
         self.progress.begin(self.experiment, [r for r in self.records() if r.identity not in anew], len(left))
         # Not at the top: whoever has nothing left to run need not wait for torch, and others are told before.
-        from moesys.lab.runs.environment import collect_environment, save_environment
+        from moesys.lab.runs.environment import collect_environment
 
-        self._environment = save_environment(*collect_environment(threads), self.folder.path)
+        self._here = collect_environment(threads)
 
-    def start(self, trial: Trial) -> Callable[[], None]:
-        self._steps.clear()
-        self._trial, self._started, self._started_s = trial, datetime.now(UTC), time.monotonic()
-        self.progress.start(trial, self._steps)
-        return self._steps.tick
+    def start(self, trial: Trial) -> None:
+        self.progress.start(trial, self._steps_of(trial))
 
-    def finish(self, outcome: Measurement | TrialError | None) -> None:
-        """Record the trial that was started; its routing first, so that a recorded trial has it."""
+    def ticks_of(self, trial: Trial) -> Callable[[], None]:
+        steps = self._steps_of(trial)
+        steps.clear()
+        return steps.tick
+
+    def finish(self, ran: Ran) -> None:
+        """Record a trial; its routing first, so that a recorded trial has it."""
+        from moesys.lab.runs.environment import save_environment
+
+        trial, outcome = ran.trial, ran.outcome
         assert outcome is not None
-        trial = self._trial
         record = Record(
             identity=trial.identity,
             strategy=trial.strategy.name,
@@ -170,9 +187,9 @@ class _Book:
             repeat=trial.repeat,
             source=self.experiment.source,
             status="ok",
-            started=self._started.isoformat(timespec="seconds"),
-            seconds=time.monotonic() - self._started_s,
-            environment=self._environment,
+            started=ran.started.isoformat(timespec="seconds"),
+            seconds=ran.seconds,
+            environment=save_environment(*(ran.environment or self._here), self.folder),
             routing=self._routing.get(trial.seed, ""),
         )
         if isinstance(outcome, TrialError):
@@ -181,17 +198,20 @@ class _Book:
             of = {name: getattr(outcome, name) for name in ("samples", "losses", "tokens_LE", "would_not_run")}
             record = replace(record, **of)
             if outcome.routing:
-                save_trace(outcome.routing, trace_path(self.folder.path, trial))
-        self.folder.append(record)
+                save_trace(outcome.routing, trace_path(self.folder, trial))
+        self._folder.append(record)
         self._recorded[record.identity] = record
-        self._steps.clear()
+        self._steps_of(trial).clear()
         self.progress.finish(record)
+
+    def _steps_of(self, trial: Trial) -> StepFile:
+        return StepFile(self.folder / f"{_STEPS}-{trial.identity}")
 
     def records(self) -> tuple[Record, ...]:
         return tuple(self._recorded[trial.identity] for trial in self.trials if trial.identity in self._recorded)
 
     def result(self, num_run: int, stopped: bool) -> RunResult:
-        return RunResult(self.experiment, self.folder.path, self.records(), num_run, stopped)
+        return RunResult(self.experiment, self.folder, self.records(), num_run, stopped)
 
     def write_routing(self, path: str) -> None:
         """Of every trial that did not fail, to the trial's own path."""
@@ -199,11 +219,11 @@ class _Book:
             record = self._recorded.get(trial.identity)
             wanted = not trial.repeat and ("{strategy}" in path or trial.strategy == self.experiment.baseline)
             if wanted and record is not None and record.status == "ok":
-                save_trace(load_trace(trace_path(self.folder.path, trial)), _routing_path(path, trial))
+                save_trace(load_trace(trace_path(self.folder, trial)), _routing_path(path, trial))
 
     def how_to_go_on(self) -> str:
         return (
-            f"stopped: {len(self.records())} of {len(self.trials)} trials are recorded in {self.folder.path}; "
+            f"stopped: {len(self.records())} of {len(self.trials)} trials are recorded in {self.folder}; "
             "the same command goes on from there"
         )
 
@@ -232,4 +252,12 @@ def _check_recording(experiment: Experiment, path: str) -> None:
         )
 
 
-def _nothing() -> None: ...
+class _Nobody:
+    """Of ranks that do not write."""
+
+    folder = Path()
+
+    def start(self, trial: Trial) -> None: ...
+
+    def ticks_of(self, trial: Trial) -> Callable[[], None]:
+        return no_tick

@@ -8,23 +8,27 @@ from __future__ import annotations
 import shutil
 import statistics
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
+from moesys.balance import warm_up
 from moesys.config import ClusterSpec, ModelShape, Strategy
 from moesys.config.experiment import Experiment, Trial
 from moesys.config.workload import Generated, Measured, ModelTraining, Replay, Training
-from moesys.lab.runs.launch import Place, TrialError, place_for
+from moesys.lab.runs.launch import place_for
+from moesys.lab.runs.place import Place, TrialError, no_tick
 from moesys.lab.runs.records import setting_fingerprint, take_lock
 from moesys.lab.runs.trials import Measurement, rest_of, routing_of
+from moesys.lab.runs.workers import Workers, num_workers
 from moesys.replay import replay_steps
 from moesys.step import StepPlan, simulation
 from moesys.traces import save_trace
 from moesys.tuner.costs import Told
 from moesys.tuner.deadline import Deadline, OutOfTimeError
 from moesys.tuner.journal import Entry, Journal
+from moesys.tuner.lookahead import Lookahead
 from moesys.tuner.result import Tuned
 from moesys.tuner.search_bounds import SearchBounds
 from moesys.tuner.setting import Setting
@@ -71,8 +75,8 @@ def tune(
     training, whose times are measured, and none of other workloads, which only the cost model runs.
 
     The same call in the same folder goes on where it was stopped, by a kill or by ``bounds.minutes``; ``fresh`` begins
-    anew. Under torchrun every rank
-    calls this and gets the same result. A script that calls this needs ``if __name__ == "__main__":`` around the call.
+    anew. Under torchrun every rank calls this and gets the same result. A script that calls this needs
+    ``if __name__ == "__main__":`` around the call: ranks and workers are processes that import it.
 
     Raises ValueError for what cannot be tuned or resumed.
     """
@@ -80,14 +84,18 @@ def tune(
     timed = MOST_TRIALS * trains if timed is None else timed
     bounds = bounds or SearchBounds()
     _check(experiment, timed, bounds)
-    deadline = Deadline(bounds.minutes)
+    deadline, jobs = Deadline(bounds.minutes), num_workers(bounds.jobs)
     with closing(place_for(experiment, threads)) as place:
         if not place.writes:
             return _follow(place, experiment)
         try:
-            with closing(_Folder(experiment, Path(out), fresh, threads, bounds.seeds)) as folder:
+            with ExitStack() as opened:
+                folder = opened.enter_context(closing(_Folder(experiment, Path(out), fresh, threads, bounds.seeds)))
                 ranks = _Ranks(place, experiment)
                 workload = folder.workload(ranks)
+                lookahead = None
+                if jobs > 1:
+                    lookahead = Lookahead(opened.enter_context(closing(Workers(jobs, warm_up))), workload)
                 tuned = tune_workload(
                     replace(workload, tick=deadline.check),
                     experiment.strategies,
@@ -99,6 +107,7 @@ def tune(
                     clock=Clock(ranks.step_ms, timed, deadline) if timed else None,
                     draw_seeds=_draw_seeds(experiment),
                     deadline=deadline,
+                    lookahead=lookahead,
                 )
                 result = folder.keep(tuned)
         except OutOfTimeError:
@@ -153,7 +162,7 @@ def _follow(place: Place, experiment: Experiment) -> TuneResult:
             assert isinstance(outcome, TuneResult)
             return outcome
         try:
-            place.run(trial, experiment, _nothing)
+            place.run(trial, experiment, no_tick)
         except TrialError:
             # The writer hears of it too, and decides.
             continue
@@ -177,7 +186,7 @@ class _Ranks:
         trial: Trial = self._experiment.trial(strategy, seed)
         self._place.share((trial, None))
         try:
-            measurement = self._place.run(trial, self._experiment, _nothing)
+            measurement = self._place.run(trial, self._experiment, no_tick)
         except TrialError as error:
             raise TrialFailedError(str(error)) from None
         assert measurement is not None
@@ -202,7 +211,7 @@ class SimulatedWorkload:
     seeds: tuple[int, ...]
     num_steps: int
     # Called after each micro-batch that was planned; may raise.
-    tick: Callable[[], None] = lambda: None
+    tick: Callable[[], None] = no_tick
 
     @classmethod
     def of(
@@ -336,6 +345,3 @@ def _names(first: str) -> Iterator[str]:
     while True:
         number += 1
         yield f"{first}-{number}"
-
-
-def _nothing() -> None: ...

@@ -18,7 +18,7 @@ from moesys.lab.runs.environment import (
     save_environment,
     source_digest,
 )
-from moesys.lab.runs.launch import LOOPBACK
+from moesys.lab.runs.rank_settings import LOOPBACK
 
 
 @pytest.fixture(scope="module")

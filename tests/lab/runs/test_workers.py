@@ -1,0 +1,238 @@
+"""Simulated trials and tunings side by side: what one core gives, whichever ends first and however it is stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from runner_cases import EP, FAILING, FSEP, simulation, training
+from test_kill import MARKER, alive, gone
+from test_tuning import SPACE, written
+from worker_planners import Dying, Waiting
+
+from moesys.config.experiment import Experiment
+from moesys.lab.commands.run import run_file
+from moesys.lab.runs.cost_model import CostModel
+from moesys.lab.runs.progress import Silence
+from moesys.lab.runs.records import RunFolder
+from moesys.lab.runs.runner import run
+from moesys.lab.runs.tuning import tune
+from moesys.lab.runs.workers import WorkerDiedError, Workers
+from moesys.tuner.search_bounds import SearchBounds
+
+WAITING = FSEP.replace(name="waiting", balance=Waiting(seconds=0.2))
+DYING = FSEP.replace(name="dying", balance=Dying())
+
+
+@pytest.fixture(autouse=True)
+def at_once(monkeypatch):
+    """Workers begin with the first step, however little there is to do."""
+    monkeypatch.setattr("moesys.lab.runs.workers.ALONE_S", 0.0)
+
+
+def lines(path: Path) -> list[dict]:
+    """Of a run folder, less what a clock says."""
+    found = [json.loads(line) for line in (path / "records.jsonl").read_bytes().splitlines()]
+    return [{name: value for name, value in line.items() if name not in ("started", "seconds")} for line in found]
+
+
+def first_in_line(strategy, *others, **changes) -> Experiment:
+    """One whose first trial is that of ``strategy``."""
+    experiments = (simulation(strategies=(strategy, *others), seeds=(seed,), **changes) for seed in range(100))
+    return next(one for one in experiments if one.trials()[0].strategy == strategy)
+
+
+class Finished(Silence):
+    def __init__(self) -> None:
+        self.told: list[tuple[str, int]] = []
+
+    def finish(self, record) -> None:
+        self.told.append((record.strategy, record.seed))
+
+
+def test_records_and_their_order_are_those_of_one_core(tmp_path):
+    experiment = first_in_line(WAITING, EP, FSEP, FAILING)
+    experiment = experiment.replace(seeds=(*experiment.seeds, 100))
+    told = [Finished(), Finished()]
+    alone, several = (run(experiment, tmp_path / str(jobs), jobs=jobs, progress=told[jobs - 1]) for jobs in (1, 2))
+    assert lines(alone.path) == lines(several.path)
+    assert told[0].told == told[1].told == [(trial.strategy.name, trial.seed) for trial in experiment.trials()]
+    # The first one was the last to end, and the others did not wait for it.
+    assert several.records[0].strategy == "waiting"
+    assert several.records[0].seconds > 1
+    assert not list(several.path.glob(".steps*"))
+    for one, other in zip(alone.records, several.records, strict=True):
+        assert one.samples == other.samples
+        assert one.error == other.error
+
+
+def test_fail_fast_stops_at_the_same_trial(tmp_path):
+    experiment = simulation(strategies=(EP, FAILING, FSEP))
+    alone, several = (run(experiment, tmp_path / str(jobs), jobs=jobs, fail_fast=True) for jobs in (1, 2))
+    assert lines(alone.path) == lines(several.path)
+    assert (alone.num_run, alone.stopped) == (several.num_run, several.stopped)
+
+
+def test_a_worker_that_dies_fails_its_trial_and_no_other(tmp_path):
+    result = run(simulation(strategies=(EP, DYING, FSEP)), tmp_path, jobs=2)
+    assert sorted((record.strategy, record.seed) for record in result.failed) == [("dying", 0), ("dying", 1)]
+    for record in result.failed:
+        assert record.error.startswith(f"dying, seed {record.seed}: its worker process died, by a crash or killed")
+        assert "use fewer jobs, or jobs=1" in record.error
+    assert len(result.records) == 6
+
+
+def test_a_short_experiment_needs_no_worker(tmp_path, monkeypatch):
+    monkeypatch.setattr("moesys.lab.runs.workers.ALONE_S", 1e9)
+    result = run(simulation(strategies=(EP, DYING)), tmp_path, jobs=2)
+    assert not result.failed
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGKILL])
+def test_what_is_stopped_keeps_what_is_finished_and_leaves_nobody(tmp_path, stop):
+    workload = simulation().workload.replace(steps=150)
+    slow = WAITING.replace(balance=Waiting(seconds=0.5))
+    experiment = first_in_line(slow, EP, EP.replace(name="ep/5", sharding=FSEP.sharding), workload=workload)
+    file, _ = written(tmp_path, experiment)
+    out, marker = tmp_path / "runs", uuid.uuid4().hex
+    paths = [str(Path(__file__).parents[1]), *(path for path in sys.path if path)]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), MARKER: marker}
+    command = [sys.executable, "-m", "moesys", "run", str(file), "--out", str(out), "--jobs", "2"]
+    runner = subprocess.Popen(
+        command, env=environment, text=True, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
+    )
+    others = [trial.identity for trial in experiment.trials()[1:]]
+    num_steps, until_s = workload.warmup + workload.steps, time.monotonic() + 60
+    while time.monotonic() < until_s and runner.poll() is None:
+        counts = [sum(file.stat().st_size for file in out.glob(f"*/.steps-{identity}")) for identity in others]
+        if counts == [num_steps] * len(others):
+            break
+        time.sleep(0.05)
+    # Answers are on their way.
+    time.sleep(1.0)
+    assert runner.poll() is None, runner.stderr.read()
+    assert len(alive(marker)) >= 3
+    # As a terminal does: to all of them.
+    os.killpg(runner.pid, stop) if stop == signal.SIGINT else runner.kill()
+    told = runner.communicate(timeout=30)[1]
+    assert gone(marker, within_s=10)
+    (folder,) = out.iterdir()
+    if stop == signal.SIGINT:
+        assert runner.returncode == 130
+        assert told == f"stopped: 2 of 3 trials are recorded in {folder}; the same command goes on from there\n"
+        assert [record.identity for record in RunFolder(folder).records()] == others
+
+
+@pytest.mark.parametrize(
+    ("experiment", "jobs", "reason"),
+    [
+        (simulation(), 0, "jobs=0; use at least 1, which is this process alone, or none for a worker on each core"),
+        (training(), 2, r"jobs=2: workload=Training is timed, .* slow each other down; leave jobs out"),
+    ],
+)
+def test_jobs_that_cannot_be_are_refused(tmp_path, experiment, jobs, reason):
+    with pytest.raises(ValueError, match=reason):
+        run(experiment, tmp_path, jobs=jobs)
+    with pytest.raises(ValueError, match=r"jobs=0; use at least 1"):
+        tune(simulation(), bounds=SearchBounds(jobs=0), out=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_processes_here_and_on_a_cluster_are_not_both(tmp_path, capsys):
+    file, _ = written(tmp_path, simulation())
+    assert run_file(file, tmp_path, jobs=2, slurm="partition=gpu") == 2
+    assert "--jobs=2 are processes of this machine, and --slurm takes others; leave out one" in capsys.readouterr().err
+
+
+# --- workers ----------------------------------------------------------------------------------------------------------
+
+
+def variable(name: str) -> str:
+    return os.environ[name]
+
+
+def exit_with(code: int) -> None:
+    os._exit(code)
+
+
+def test_workers_have_a_thread_each_and_one_that_dies_is_replaced():
+    workers = Workers(1)
+    assert workers.submit(variable, "OMP_NUM_THREADS").result() == "1"
+    with pytest.raises(WorkerDiedError):
+        workers.submit(exit_with, 3).result()
+    assert workers.submit(variable, "OPENBLAS_NUM_THREADS").result() == "1"
+    running, waiting = workers.submit(time.sleep, 1000), workers.submit(time.sleep, 1000)
+    time.sleep(0.2)
+    workers.close()
+    assert waiting.cancelled()
+    with pytest.raises(WorkerDiedError):
+        running.result()
+
+
+UNGUARDED = """
+import sys
+from pathlib import Path
+from moesys.lab.runs import workers
+from moesys.lab.runs.experiment_files import load_experiment
+from moesys.lab.runs.runner import run
+
+workers.ALONE_S = 0.0
+try:
+    run(load_experiment(Path("experiment.json")), "runs", jobs=2)
+except ValueError as error:
+    sys.exit(str(error))
+"""
+
+
+def test_a_script_without_a_guard_is_told(tmp_path):
+    written(tmp_path, simulation())
+    (tmp_path / "script.py").write_text(UNGUARDED)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+    done = subprocess.run(
+        [sys.executable, "script.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1
+    assert 'a script needs `if __name__ == "__main__":` around what it runs, or use jobs=1' in done.stderr
+
+
+def test_a_place_that_ran_nothing_is_closed():
+    CostModel(2).close()
+
+
+# --- tunings ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_journal_and_its_answer_are_those_of_one_core(tmp_path):
+    experiment = simulation(seeds=(0, 1, 2), workload=simulation().workload.replace(steps=4, skew=2.0))
+    alone, several = (tune(experiment, SPACE, SearchBounds(10, jobs=jobs), out=tmp_path / str(jobs)) for jobs in (1, 2))
+    journals = [(result.path / "journal.jsonl").read_bytes() for result in (alone, several)]
+    assert journals[0] == journals[1]
+    assert alone.tuned == several.tuned
+    assert (alone.path / "tuned.toml").read_text() == (several.path / "tuned.toml").read_text()
+
+
+def test_a_worker_that_dies_of_a_point_names_it(tmp_path):
+    with pytest.raises(ValueError, match=r"strategy 'dying', .* steps of seed 0: its worker process died"):
+        tune(simulation(strategies=(EP, DYING)), SPACE, SearchBounds(4, jobs=2), out=tmp_path)
+    # What was found out before is kept.
+    assert tune(simulation(strategies=(EP,)), SPACE, SearchBounds(4, jobs=1), out=tmp_path).tuned.search.ranking
+
+
+def test_a_limit_of_minutes_ends_what_workers_do(tmp_path):
+    bounds = SearchBounds(4, jobs=2, minutes=0.05)
+    tune(simulation(strategies=(EP,)), SPACE, replace(bounds, minutes=None), out=tmp_path)
+    # Planned in each micro-batch and layer, the first look at it alone would take ten minutes.
+    slow = WAITING.replace(balance=Waiting(seconds=100.0))
+    tuned = tune(simulation(strategies=(EP, slow)), SPACE, bounds, out=tmp_path).tuned
+    assert tuned.not_seen
+    assert tuned.search.baseline is not None
