@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 
-from moesys.balance import warm_up
 from moesys.config import Strategy
 from moesys.config.experiment import Experiment, Trial
 from moesys.config.workload import Measured
@@ -72,6 +71,9 @@ class CostModel(OneProcess):
 
 
 def _warm_up(strategies: Iterable[Strategy]) -> None:
+    # Not at the top: whoever has nothing left to run need not wait for it.
+    from moesys.balance import warm_up
+
     for strategy in strategies:
         warm_up(strategy.balance, strategy.split, late_slots=bool(strategy.late_slots))
 

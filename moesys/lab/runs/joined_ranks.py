@@ -7,6 +7,7 @@ import pickle
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -57,6 +58,8 @@ class JoinedRanks(OneByOne):
         # A store outlives a run, and a process may run several experiments: each has keys of its own.
         num_joined = store.add(f"moesys/joined/{self._rank}", 1)
         self._store: Any = dist.PrefixStore(f"moesys/{num_joined}", store)
+        # Else it is torchrun's, which outlives all ranks.
+        self._store_is_ranks = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         self._num_told = 0
         self._num_runs = 0
         self.writes = self._rank == 0
@@ -107,6 +110,17 @@ class JoinedRanks(OneByOne):
 
     def close(self) -> None:
         self._leave()
+        if self._store_is_ranks:
+            # Gone already where rank 0 is.
+            with suppress(RuntimeError):
+                self._leave_last()
+
+    def _leave_last(self) -> None:
+        """Rank 0 has the store that others may still read."""
+        num_left, until_s = self._store.add("left", 1), time.monotonic() + COLLECTIVE_TIMEOUT_S
+        while self._rank == 0 and num_left < self._num_ranks and time.monotonic() < until_s:
+            time.sleep(_POLL_S)
+            num_left = self._store.add("left", 0)
 
     def _leave(self) -> None:
         if self._dist.is_initialized():

@@ -172,11 +172,14 @@ class _Tally:
         self._widest = max(len(strategy.name) for strategy in experiment.strategies)
         self._step_ms: dict[str, list[float]] = {}
         self._seconds: list[float] = []
+        # When those of this run did.
+        self._finished_s: list[float] = []
         for record in recorded:
             self._note(record)
 
     def add(self, record: Record) -> None:
         self.num_done += 1
+        self._finished_s.append(time.monotonic())
         self._note(record)
 
     def line(self, record: Record) -> str:
@@ -196,8 +199,11 @@ class _Tally:
     def seconds_left(self, num_left: int, elapsed_s: float) -> str:
         if not self._seconds:
             return ""
-        # The mean would have the first trial's start of ranks in it, which comes once.
-        left_s = max(0.0, statistics.median(self._seconds) * num_left - elapsed_s)
+        each_s = statistics.median(self._seconds)
+        if len(self._finished_s) > 1:
+            # Trials may run side by side. Without the first, which has the start of ranks in it.
+            each_s = (self._finished_s[-1] - self._finished_s[0]) / (len(self._finished_s) - 1)
+        left_s = max(0.0, each_s * num_left - elapsed_s)
         return f"about {int(left_s // 60)}:{int(left_s % 60):02} left"
 
     def _note(self, record: Record) -> None:

@@ -48,8 +48,8 @@ class SlurmJobs(OneProcess):
         folder = onlooker.folder / "jobs"
         executor = self._executor(experiment, folder)
         with variables_set(threads_of(self._threads)), executor.batch():
-            for trial in trials:
-                self._jobs.append(executor.submit(_ran_in_job, trial, experiment, self._threads))
+            jobs = [executor.submit(_ran_in_job, trial, experiment, self._threads) for trial in trials]
+        self._jobs = jobs
         for trial, job in zip(trials, self._jobs, strict=True):
             self._in_order.add(trial, _Submitted(trial, job))
         yield from self._in_order.handed_out(onlooker)
@@ -81,6 +81,8 @@ class SlurmJobs(OneProcess):
             **{f"slurm_{name}": getattr(slurm, name) for name in ("partition", "account", "qos", "constraint")},
             "slurm_array_parallelism": slurm.at_once,
             "slurm_additional_parameters": further or None,
+            # Ranks wait for one that is gone.
+            "slurm_srun_args": ["--kill-on-bad-exit=1"],
         }
         executor.update_parameters(
             name=experiment.name,
