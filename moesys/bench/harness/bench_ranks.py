@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from moesys.config import ClusterSpec
 from moesys.lab.ranks.pool import LocalRanks
-from moesys.lab.runs.rank_settings import LOOPBACK
+from moesys.lab.ranks.process_start import LOOPBACK
 
 T = TypeVar("T")
 

@@ -3,10 +3,12 @@
 import multiprocessing.resource_tracker
 import os
 import signal
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
+LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
 def threads_of(threads: int) -> dict[str, str]:

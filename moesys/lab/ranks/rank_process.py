@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from moesys.lab.ranks.outcomes import Outcome
-from moesys.lab.ranks.process_start import deaf_to_ctrl_c, threads_of, variables_set
+from moesys.lab.ranks.process_start import LOOPBACK, deaf_to_ctrl_c, threads_of, variables_set
 from moesys.lab.ranks.tensor_pickle import pickled
 from moesys.lab.slow_links import processor_shares
 from moesys.lab.slow_links.namespaces import RankNetwork, enter_namespace
@@ -34,7 +34,6 @@ from moesys.torch_private import forget_meshes, num_process_groups
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _PRELOAD = ("numpy", "torch", "torch.distributed", __name__)
-_LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 _PR_SET_PDEATHSIG = 1
 # How long a rank is waited for after all those that must answer: to end its death, or to tell its stacks.
 DEATH_S = 0.3
@@ -182,7 +181,7 @@ def _serve(settings: RankSettings, jobs: Connection, stacks: Connection) -> None
             processor_shares.join(network.share_of_rank[settings.rank])
         os.environ["GLOO_SOCKET_IFNAME"] = network.interface
     # Otherwise gloo takes the interface of the host name, which on many laptops is none that works.
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", _LOOPBACK)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
     torch.set_num_threads(settings.threads)
     store = dist.TCPStore(settings.store_address, settings.store_port, is_master=False)
     inbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()

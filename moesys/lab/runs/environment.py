@@ -14,8 +14,8 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from moesys.lab.ranks.process_start import LOOPBACK
 from moesys.lab.runs.experiment_files import in_words
-from moesys.lab.runs.rank_settings import LOOPBACK
 from moesys.whole_file import write_whole
 
 _PACKAGES = ("torch", "numpy", "scipy", "ortools", "triton")

@@ -13,10 +13,10 @@ from typing import Any, TypeVar
 
 from moesys.config.experiment import Experiment, Trial
 from moesys.config.workload import Measured
+from moesys.lab.ranks.process_start import LOOPBACK
 from moesys.lab.runs.place import OneByOne, first_line
 from moesys.lab.runs.rank_settings import (
     COLLECTIVE_TIMEOUT_S,
-    LOOPBACK,
     arguments_of,
     backend_of,
     environment_of,

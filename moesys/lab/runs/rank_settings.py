@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 from moesys.config import ClusterSpec, ModelShape, Strategy
 from moesys.config.experiment import Experiment, Trial
 from moesys.config.workload import Measured, ModelTraining, Training
@@ -15,7 +13,6 @@ COLLECTIVE_TIMEOUT_S = 120.0
 _INTERPRETING = {"TRITON_INTERPRET": "1"}
 # Read when torch first maps peers' memory: more ranks than GPUs may use it.
 _SHARING_GPUS = {"TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
-LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
 def environment_of(workload: Measured) -> dict[str, str]:

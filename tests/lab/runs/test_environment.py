@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from moesys.lab.ranks.process_start import LOOPBACK
 from moesys.lab.runs.environment import (
     _git_state,
     collect_environment,
@@ -18,7 +19,6 @@ from moesys.lab.runs.environment import (
     save_environment,
     source_digest,
 )
-from moesys.lab.runs.rank_settings import LOOPBACK
 
 
 @pytest.fixture(scope="module")
