@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
@@ -122,20 +123,23 @@ class ModelRun(Declared):
     def expert_cluster(self) -> ClusterSpec:
         """The ranks of one expert group, which are neighbours; its products run in float8 with ``fp8``.
 
+        Groups lie as ranks are numbered. Where one straddles domains, so that its rows go over NICs, it is the one in
+        which most pairs of ranks are apart, as the others wait for it.
+
         Raises ValueError where nodes differ, or a group is neither part of a node nor whole nodes.
         """
         cluster, ranks = self.cluster, self.groups.expert
         node, nodes_differ = cluster.node_sizes[0], len(set(cluster.node_sizes)) > 1
-        if nodes_differ or (ranks > node and ranks % node):
+        if nodes_differ or (ranks > node and ranks % node) or (ranks < node and node % ranks):
             raise ValueError(
                 f"an expert group of {ranks} ranks lies on nodes of {sorted(set(cluster.node_sizes))} ranks; whole "
                 "models are simulated on equal nodes, with groups that divide them or are whole nodes"
             )
-        domain = min(ranks, cluster.domain_sizes[0])
+        domain_R = cluster.domain_of_rank
+        placed = [tuple(Counter(domain_R[first : first + ranks]).values()) for first in range(0, len(domain_R), ranks)]
         return cluster.replace(
             num_nodes=max(1, ranks // node),
             ranks_per_node=min(ranks, node),
-            # Whoever places a job puts a group into one domain where it fits: 64 of a rack's 72.
-            ranks_per_domain=domain if ranks % domain == 0 else min(ranks, node),
+            ranks_per_domain=min(placed, key=lambda sizes: sum(size * size for size in sizes)),
             expert_tflops=cluster.fp8_tflops if self.fp8 else cluster.expert_tflops,
         )

@@ -12,7 +12,7 @@ from moesys.config.model_run import ModelRun
 from moesys.whole_model.memory import StageMemory
 from moesys.whole_model.model_cost import model_flops_per_token
 from moesys.whole_model.pipeline import PartSeconds, PipelineRun, run_pipeline
-from moesys.whole_model.rest_seconds import neighbour_rate
+from moesys.whole_model.placement import place_pairs
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,10 @@ def run_parts(run: ModelRun, parts: Sequence[Sequence[PartSeconds]]) -> Pipeline
     hop_s = 0.0
     if parallel.pipeline > 1:
         num_bytes = run.tokens_per_rank * run.model.hidden_size * run.model.bytes_per_element
-        inside = 2 * run.groups.stage <= cluster.domain_sizes[0]
-        latency_us = cluster.intra_node_us if inside else cluster.inter_node_us
-        hop_s = num_bytes / neighbour_rate(2 * run.groups.stage, cluster) + latency_us * 1e-6
+        hop_s = num_bytes / (cluster.intra_node_gb_per_s * 1e9) + cluster.intra_node_us * 1e-6
+        stage = run.groups.stage
+        if place_pairs(stage, cluster.num_ranks - stage, cluster).on_nics:
+            # All of a stage set off at once.
+            at_once = min(stage, cluster.node_sizes[0])
+            hop_s = at_once * num_bytes / (cluster.inter_node_gb_per_s * 1e9) + cluster.inter_node_us * 1e-6
     return run_pipeline(parts, run.num_micro_batches, parallel.schedule, hop_s)

@@ -12,7 +12,6 @@ from moesys.config.model_run import ModelRun
 from moesys.config.parallelism import Parallelism
 from moesys.config.workload import Generated
 from moesys.cost import row_product_seconds
-from moesys.whole_model.exchanges import Ring
 from moesys.whole_model.model_cost import count_model
 from moesys.whole_model.model_step import ModelStep
 from moesys.whole_model.parts import split_evenly
@@ -143,18 +142,6 @@ def test_what_would_not_run_is_a_verdict() -> None:
     inside = EIGHT.replace(strategy=mega, parallelism=Parallelism(expert=4))
     assert simulate_model(inside).verdict == ""
     assert "rows_cap=2" in simulate_model(inside, Generated(skew=3.0, warmup=1), draws=1).verdict
-
-
-def test_rings_pass_all_but_their_own() -> None:
-    inside, across = Ring(4, 1), Ring(2, 4)
-    gb = 1e9
-    assert inside.seconds(gb, SLOW) == pytest.approx(0.75 / SLOW.intra_node_gb_per_s)
-    # Four groups of a node share its NICs.
-    assert across.seconds(gb, SLOW) == pytest.approx(4 * 0.5 / SLOW.inter_node_gb_per_s)
-    assert Ring(1, 8).seconds(gb, SLOW) == 0
-    load = across.load(gb, SLOW, SLOW)
-    assert load.seconds_L[2 * 8 :] == pytest.approx(4 * 0.5 / SLOW.inter_node_gb_per_s)
-    assert not load.seconds_L[: 2 * 8].any()
 
 
 def test_parts_are_as_even_as_they_can_be() -> None:
