@@ -105,8 +105,7 @@ class _Step:
         # Beside MegaKernels copy engines bring experts that are sharded; all else is sent by kernels.
         pulled = isinstance(overlap, MegaKernel) and isinstance(sharding, Fsep) and sharding.flat
         self.lanes = Lanes(cluster, 0.0 if pulled else cluster.copy_share)
-        self.forward_seconds = 0.0
-        self.forward_waited_R: dict[str, FloatArray] = {}
+        self.after_forward: tuple[float, dict[str, FloatArray], dict[str, FloatArray]] = 0.0, {}, {}
         self.waiting_reshards: deque[tuple[_Exchange | None, LinkLoad, int]] = deque()
         self.reshards: deque[_Exchange] = deque()
 
@@ -145,7 +144,8 @@ class _Step:
             del self.experts[layer]
 
     def end_forward(self) -> None:
-        self.forward_seconds, self.forward_waited_R = float(self.lanes.now_R.max()), dict(self.lanes.waited_R)
+        lanes = self.lanes
+        self.after_forward = float(lanes.now_R.max()), dict(lanes.waited_R), dict(lanes.moved_L)
 
     def backward(self, place: int) -> None:
         unit, name = self.units[place], self._name(place)
@@ -398,4 +398,4 @@ class _Step:
 
     def simulation(self) -> Simulation:
         timeline = Timeline.of_blocks(self.lanes.blocks())
-        return Simulation(self.cluster, timeline, self.forward_seconds, self.forward_waited_R, self.lanes)
+        return Simulation(self.cluster, timeline, *self.after_forward, self.lanes)

@@ -13,7 +13,7 @@ import numpy as np
 from moesys.config import ClusterSpec
 from moesys.config.model_run import ModelRun
 from moesys.cost import LinkLoad
-from moesys.whole_model.placement import Placement, place_groups
+from moesys.whole_model.placement import Placement, place_groups, place_pairs
 
 
 @dataclass(frozen=True)
@@ -35,19 +35,25 @@ class Ring:
         size, stride = run.groups.expert_data, run.groups.expert
         return cls(size, place_groups(size, stride, run.cluster))
 
+    @classmethod
+    def of_ends(cls, run: ModelRun) -> Ring:
+        """Ranks of the first and of the last stage that hold the same part of tied embeddings."""
+        stage = run.groups.stage
+        return cls(2, place_pairs(run.cluster.num_ranks - stage, stage, run.cluster))
+
     def seconds(self, num_bytes: float, cluster: ClusterSpec) -> float:
         """Returns those of one all-gather, or one reduce-scatter, of so many bytes a group."""
-        return max(self._busy_seconds(num_bytes, cluster))
+        return max(self.busy_seconds(num_bytes, cluster))
 
     def load(self, num_bytes: float, group: ClusterSpec, whole: ClusterSpec) -> LinkLoad:
         """Returns what such an exchange asks of the links of an expert ``group``, which is a part of the ``whole``."""
         R, N = group.num_ranks, group.num_nodes
-        busy_s = self._busy_seconds(num_bytes, whole)
+        busy_s = self.busy_seconds(num_bytes, whole)
         return LinkLoad(
             np.repeat(busy_s, (2 * R, 2 * N)), np.repeat(np.array(busy_s) > 0, 2)[:, None].repeat(R, axis=1)
         )
 
-    def _busy_seconds(self, num_bytes: float, cluster: ClusterSpec) -> tuple[float, float]:
+    def busy_seconds(self, num_bytes: float, cluster: ClusterSpec) -> tuple[float, float]:
         """Returns those of a rank's way inside its domain, and those of a node's NICs, either way; 0 where unused. All
         groups of a node are on its NICs, those of other expert groups among them.
         """

@@ -18,13 +18,14 @@ from moesys.whole_model.placement import place_pairs
 @dataclass(frozen=True)
 class SimulatedPart:
     """One part of the model and one micro-batch. ``moe``: what of ``seconds`` its layers with experts take beside the
-    rest of them. ``host``: of the host to start its operations, the least that it takes. ``shares``: mean seconds of a
-    rank, by what it does or waits for.
+    rest of them. ``host``: of the host to start its operations, the least that it takes. ``busy``: of the busiest of
+    ranks' links inside domains, and of nodes' NICs. ``shares``: mean seconds of a rank, by what it does or waits for.
     """
 
     seconds: PartSeconds
     moe: PartSeconds
     host: PartSeconds
+    busy: tuple[PartSeconds, PartSeconds]
     shares: dict[str, float]
 
     def with_faster_experts(self, factor: float) -> PartSeconds:

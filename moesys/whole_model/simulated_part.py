@@ -39,7 +39,8 @@ def simulate_part(run: ModelRun, units: Sequence[Unit], plans: Sequence[TokenPla
     waits = max(0.0, host.forward - forward), max(0.0, host.backward - backward)
     shares["host"] = sum(waits)
     weight_gradients = of_experts + sum(unit.rest.weight_gradients for unit in units)
-    return SimulatedPart(PartSeconds(forward + waits[0], backward + waits[1], weight_gradients), moe, host, shares)
+    whole = PartSeconds(forward + waits[0], backward + waits[1], weight_gradients)
+    return SimulatedPart(whole, moe, host, _busy(found), shares)
 
 
 def _passed(run: ModelRun, unit: Unit) -> RestUnit:
@@ -62,6 +63,19 @@ def _passed(run: ModelRun, unit: Unit) -> RestUnit:
         ring.load(reduced, group, whole),
         unit.kept,
     )
+
+
+def _busy(found: Simulation) -> tuple[PartSeconds, PartSeconds]:
+    """Returns seconds of the busiest link: of ranks inside their domains, and of nodes."""
+    forward_L, all_L = (
+        np.sum([np.zeros(2 * found.cluster.num_ranks + 2 * found.cluster.num_nodes), *moved.values()], axis=0)
+        for moved in (found.forward_moved_L, found.moved_L)
+    )
+    inside, nics = (
+        PartSeconds(float(forward_L[links].max()), float((all_L - forward_L)[links].max()))
+        for links in (slice(2 * found.cluster.num_ranks), slice(2 * found.cluster.num_ranks, None))
+    )
+    return inside, nics
 
 
 def _host_seconds(run: ModelRun, units: Sequence[Unit]) -> PartSeconds:
