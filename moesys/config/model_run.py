@@ -64,11 +64,18 @@ class ModelRun(Declared):
                 f"pipeline={parallel.pipeline} with virtual_stages={parallel.virtual_stages} cuts "
                 f"{self.model.num_layers} layers into {parts} parts; use at most {self.model.num_layers}"
             )
+        for attention in {layer.attention for layer in self.model.layer_counts}:
+            few, many = sorted((parallel.tensor, attention.num_kv_heads))
+            if many % few:
+                raise ValueError(
+                    f"tensor={parallel.tensor} neither divides the {attention.num_kv_heads} heads of keys, nor has "
+                    "each head equally many ranks; choose a divisor or a multiple"
+                )
         sharing = parallel.tensor * parallel.context
-        if self.micro_batch * self.seq_len % sharing:
+        if self.seq_len % sharing:
             raise ValueError(
-                f"tensor={parallel.tensor} and context={parallel.context} do not divide the "
-                f"{self.micro_batch * self.seq_len} tokens of a micro-batch; choose divisors"
+                f"tensor={parallel.tensor} and context={parallel.context} share each sequence, and do not divide its "
+                f"seq_len={self.seq_len} tokens; choose divisors"
             )
         at_once = groups.data * self.micro_batch
         if self.global_batch is not None and self.global_batch % at_once:

@@ -6,7 +6,8 @@ stage is followed by chunk 1 of the first.
 - ``1f1b``: as many forwards as fit before a backward is there, then one of each in turn (PipeDream-Flush, arXiv
   2104.04473, section 2.2); with v > 1 interleaved, in groups of p micro-batches a chunk.
 - ``zero_bubble``: gradients of inputs and of weights are computed apart, and those of weights fill what would be waited
-  (ZB-H1, arXiv 2401.10241, section 2.2): no stage holds more micro-batches than the first one with ``1f1b``.
+  (ZB-H1, arXiv 2401.10241, section 2.2): no stage holds more micro-batches than the first one with ``1f1b``. Where what
+  fits into no bubble would hold up others, as between uneven stages, they run at once, in the order of ``1f1b``.
 
 Seconds throughout.
 """
@@ -76,7 +77,13 @@ def run_pipeline(
     if schedule == "zero_bubble":
         if num_chunks > 1:
             raise ValueError(f"schedule='zero_bubble' has one chunk a stage, not {num_chunks}; use virtual_stages=1")
-        return _Pipeline(parts, hop_seconds, split=True).run_filling(micro_batches)
+        filling = _Pipeline(parts, hop_seconds, split=True).run_filling(micro_batches)
+        orders = [
+            list(_with_weight_gradients(_one_forward_one_backward(stage, num_stages, 1, micro_batches)))
+            for stage in range(num_stages)
+        ]
+        at_once = _Pipeline(parts, hop_seconds, split=True).run_in_order(orders)
+        return min(filling, at_once, key=lambda run: run.seconds)
     if num_chunks > 1 and micro_batches % num_stages:
         raise ValueError(
             f"virtual_stages={num_chunks} goes through micro-batches in groups of pipeline={num_stages}, and "
@@ -102,6 +109,14 @@ def _one_forward_one_backward(stage: int, num_stages: int, num_chunks: int, micr
     for turn in range(total - ahead):
         order += [forwards[ahead + turn], backwards[turn]]
     return order + backwards[total - ahead :]
+
+
+def _with_weight_gradients(order: Sequence[Work]) -> Iterator[Work]:
+    """Yields gradients of weights right behind those of inputs, which others then have sooner than with both."""
+    for work in order:
+        yield work
+        if work.of == "backward":
+            yield work._replace(of="weight_gradients")
 
 
 def _place(turn: int, num_stages: int, num_chunks: int) -> tuple[int, int]:
@@ -178,6 +193,8 @@ class _Pipeline:
         """Returns when what it needs is there, None while that is not known."""
         last_stage, last_chunk = self.num_stages - 1, self.num_chunks - 1
         part = stage + self.num_stages * work.chunk
+        if work.of == "weight_gradients":
+            return self.done.get(("backward", part, work.micro_batch))
         if work.of == "forward":
             return 0.0 if part == 0 else self._after("forward", part - 1, work.micro_batch, stage)
         if part == last_stage + self.num_stages * last_chunk:

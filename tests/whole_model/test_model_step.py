@@ -24,6 +24,11 @@ FREE = ms.ClusterSpec(
     num_nodes=2, ranks_per_node=4, intra_node_gb_per_s=1e9, inter_node_gb_per_s=1e9, expert_tflops=1.0
 )
 SLOW = ms.presets.h100(2).replace(ranks_per_node=4, name="")
+THREE_KEYS = SMALL.replace(
+    layers=tuple(
+        layer.replace(attention=layer.attention.replace(num_heads=6, num_kv_heads=3)) for layer in SMALL.layers
+    )
+)
 EIGHT = ModelRun(model=SMALL, cluster=SLOW, seq_len=1024, global_batch=16)
 
 
@@ -51,9 +56,14 @@ def test_groups_share_the_products(tensor: int, context: int) -> None:
     parallel = Parallelism(tensor=tensor, context=context)
     run = ModelRun(model=SMALL, cluster=FREE, seq_len=512, global_batch=16, parallelism=parallel)
     assert run.groups.data * tensor * context == 8
-    assert simulate_model(run).seconds == pytest.approx(
-        simulate_model(run.replace(parallelism=Parallelism())).seconds, rel=1e-6
+    # Of more ranks than heads of keys each has one.
+    own_keys = SMALL.replace(
+        layers=tuple(
+            layer.replace(attention=layer.attention.replace(num_kv_heads=max(2, tensor))) for layer in SMALL.layers
+        )
     )
+    alone = run.replace(model=own_keys, parallelism=Parallelism())
+    assert simulate_model(run).seconds == pytest.approx(simulate_model(alone).seconds, rel=1e-6)
 
 
 def test_a_pipeline_of_equal_parts_has_the_bubble_of_its_schedule() -> None:
@@ -122,6 +132,18 @@ def test_memory_is_what_shapes_say() -> None:
     assert again.activations < memory.activations
 
 
+def test_heads_of_keys_are_divided_or_every_rank_has_one() -> None:
+    """SMALL has 4 heads, of which 2 share one of keys: of two ranks each has one, and so has each of four."""
+    attention = SMALL.layers[0].attention
+    assert (attention.num_heads, attention.num_kv_heads) == (4, 2)
+    two, four = (
+        step_of(EIGHT, parallelism=Parallelism(tensor=size, dense="replicated")).memory[0].weights for size in (2, 4)
+    )
+    of_keys = 2 * 2 * SMALL.hidden_size * attention.head_dim * SMALL.num_layers
+    # All else is halved once more.
+    assert four - of_keys == (two - of_keys) / 2
+
+
 def test_early_stages_hold_more_micro_batches() -> None:
     model = SMALL.replace(layers=SMALL.layers[:1] * 8)
     memory = step_of(EIGHT, model=model, parallelism=Parallelism(pipeline=4)).memory
@@ -170,7 +192,12 @@ def test_rows_of_experts_take_their_products() -> None:
         ({"parallelism": Parallelism(expert=3)}, "expert=3 does not divide the 8 ranks of a stage"),
         ({"parallelism": Parallelism(pipeline=8)}, "pipeline=8 with virtual_stages=1 cuts 2 layers into 8 parts"),
         ({"global_batch": 12}, "global_batch=12 is no multiple of the 8 sequences"),
-        ({"seq_len": 1023, "parallelism": Parallelism(tensor=2)}, "do not divide the 1023 tokens"),
+        ({"seq_len": 1023, "parallelism": Parallelism(tensor=2)}, "do not divide its seq_len=1023 tokens"),
+        (
+            {"seq_len": 1023, "micro_batch": 2, "parallelism": Parallelism(context=2)},
+            "tensor=1 and context=2 share each sequence",
+        ),
+        ({"model": THREE_KEYS, "parallelism": Parallelism(tensor=2)}, "tensor=2 neither divides the 3 heads of keys"),
         ({"cluster": FREE, "fp8": True}, "declares no fp8_tflops"),
         ({"cluster": FREE.replace(ranks_per_node=(3, 5))}, "whole models are simulated on equal nodes"),
     ],

@@ -91,6 +91,22 @@ def test_all_is_done_once_and_in_order(
     assert 0 <= run.bubble_share < 1
 
 
+@given(
+    st.lists(st.tuples(SECONDS, SECONDS, SECONDS), min_size=1, max_size=6),
+    st.integers(1, 12),
+    st.sampled_from([0.0, 0.5]),
+)
+def test_the_zero_bubble_is_never_slower(
+    parts: list[tuple[float, float, float]], micro_batches: int, hop_seconds: float
+) -> None:
+    """However uneven stages are, and no stage holds more than the first one of ``1f1b``."""
+    seconds = [[PartSeconds(f, b + w, w)] for f, b, w in parts]
+    found = run_pipeline(seconds, micro_batches, "zero_bubble", hop_seconds)
+    plain = run_pipeline(seconds, micro_batches, "1f1b", hop_seconds)
+    assert found.seconds <= plain.seconds + 1e-9
+    assert max(found.most_held) <= max(plain.most_held)
+
+
 def _ends(run: PipelineRun) -> dict[tuple[str, int, int], float]:
     return {
         (work.of, stage + len(run.spans) * work.chunk, work.micro_batch): end
