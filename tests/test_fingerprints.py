@@ -211,6 +211,10 @@ CHANGES = [
         },
     ),
     (
+        Parallelism(overlap_micro_batches=True),
+        {"overlap_micro_batches": False},
+    ),
+    (
         Parallelism(pipeline=2),
         {
             "tensor": 2,

@@ -105,7 +105,7 @@ class _Step:
         # Beside MegaKernels copy engines bring experts that are sharded; all else is sent by kernels.
         pulled = isinstance(overlap, MegaKernel) and isinstance(sharding, Fsep) and sharding.flat
         self.lanes = Lanes(cluster, 0.0 if pulled else cluster.copy_share)
-        self.after_forward: tuple[float, dict[str, FloatArray], dict[str, FloatArray]] = 0.0, {}, {}
+        self.end_forward()
         self.waiting_reshards: deque[tuple[_Exchange | None, LinkLoad, int]] = deque()
         self.reshards: deque[_Exchange] = deque()
 
@@ -144,8 +144,7 @@ class _Step:
             del self.experts[layer]
 
     def end_forward(self) -> None:
-        lanes = self.lanes
-        self.after_forward = float(lanes.now_R.max()), dict(lanes.waited_R), dict(lanes.moved_L)
+        self.after_forward = self.lanes.now_R, dict(self.lanes.waited_R), dict(self.lanes.moved_L)
 
     def backward(self, place: int) -> None:
         unit, name = self.units[place], self._name(place)

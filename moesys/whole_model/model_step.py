@@ -30,11 +30,15 @@ class SimulatedPart:
 
     def with_faster_experts(self, factor: float) -> PartSeconds:
         saved = 1 - 1 / factor
-        return PartSeconds(
-            max(self.host.forward, self.seconds.forward - saved * self.moe.forward),
-            max(self.host.backward, self.seconds.backward - saved * self.moe.backward),
-            self.seconds.weight_gradients - saved * self.moe.weight_gradients,
-        )
+        forward = max(self.host.forward, self.seconds.forward - saved * self.moe.forward)
+        backward = max(self.host.backward, self.seconds.backward - saved * self.moe.backward)
+        lanes = None
+        if self.seconds.lanes is not None:
+            one, other = self.seconds.lanes
+            # Both lanes of a pass, alike.
+            lanes = one.times(forward / self.seconds.forward), other.times(backward / self.seconds.backward)
+        weight_gradients = self.seconds.weight_gradients - saved * self.moe.weight_gradients
+        return PartSeconds(forward, backward, weight_gradients, lanes)
 
 
 @dataclass(frozen=True)
@@ -132,4 +136,5 @@ def run_parts(run: ModelRun, parts: Sequence[Sequence[PartSeconds]]) -> Pipeline
             # All of a stage set off at once.
             at_once = min(stage, cluster.node_sizes[0])
             hop_s = at_once * num_bytes / (cluster.inter_node_gb_per_s * 1e9) + cluster.inter_node_us * 1e-6
-    return run_pipeline(parts, run.num_micro_batches, parallel.schedule, hop_s)
+    overlap = parallel.overlap_micro_batches
+    return run_pipeline(parts, run.num_micro_batches, parallel.schedule, hop_s, overlap=overlap)

@@ -15,7 +15,7 @@ from moesys.simulator.simulation import Simulation
 from moesys.simulator.step_program import run_step
 from moesys.whole_model.exchanges import Ring
 from moesys.whole_model.model_step import SimulatedPart
-from moesys.whole_model.pipeline import PartSeconds
+from moesys.whole_model.pipeline import Lanes, PartSeconds
 from moesys.whole_model.units import Unit
 
 _RECOMPUTED: dict[str, Recompute] = {"none": "none", "selective": "selective", "full": "layers"}
@@ -35,12 +35,33 @@ def simulate_part(run: ModelRun, units: Sequence[Unit], plans: Sequence[TokenPla
         backward - (behind - before) - float(np.sum([each.again_seconds + each.backward_seconds for each in passed])),
         of_experts,
     )
-    host, shares = _host_seconds(run, units), _shares(found)
+    host, shares, busy = _host_seconds(run, units), _shares(found), _busy(found)
     waits = max(0.0, host.forward - forward), max(0.0, host.backward - backward)
     shares["host"] = sum(waits)
     weight_gradients = of_experts + sum(unit.rest.weight_gradients for unit in units)
-    whole = PartSeconds(forward + waits[0], backward + waits[1], weight_gradients)
-    return SimulatedPart(whole, moe, host, _busy(found), shares)
+    lanes = _lanes(run, found, host, busy)
+    whole = PartSeconds(forward + waits[0], backward + waits[1], weight_gradients, lanes)
+    return SimulatedPart(whole, moe, host, busy, shares)
+
+
+def _lanes(
+    run: ModelRun, found: Simulation, host: PartSeconds, busy: tuple[PartSeconds, PartSeconds]
+) -> tuple[Lanes, Lanes]:
+    """Returns what each pass computes and exchanges, of the rank that computes most. It exchanges what it does not hide
+    already, and no less than the busiest link; computing is slower while messages move beside it.
+    """
+    all_R = np.sum(list(found.computed_R.values()), axis=0)
+    waited_R = np.sum(list(found.forward_waited_R.values()), axis=0)
+    forward = float(np.max(found.forward_R - waited_R))
+    computed = forward, float(np.max(all_R)) - forward
+    alone = found.forward_seconds, found.length_seconds - found.forward_seconds
+    links = [max(each) for each in zip(*((one.forward, one.backward) for one in busy), strict=True)]
+    exchanged = [max(link, whole - own) for link, whole, own in zip(links, alone, computed, strict=True)]
+    slowed = [
+        max(started, own + run.cluster.copy_share * min(own, sent))
+        for started, own, sent in zip((host.forward, host.backward), computed, exchanged, strict=True)
+    ]
+    return Lanes(slowed[0], exchanged[0]), Lanes(slowed[1], exchanged[1])
 
 
 def _passed(run: ModelRun, unit: Unit) -> RestUnit:
@@ -107,6 +128,7 @@ _NAMES = {
     "mega_kernel": "rows on their way",
 }
 _SLOWER = "slower ranks"
+WAITS = frozenset({"rows on their way", "experts on their way", _PARAMETERS, _SLOWER})
 
 
 def _waited(waited_R: Mapping[str, FloatArray]) -> float:

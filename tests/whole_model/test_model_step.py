@@ -91,6 +91,23 @@ def test_shares_add_up_and_faster_experts_help() -> None:
         assert step.seconds >= low
 
 
+def test_micro_batches_side_by_side_hide_what_each_waits_for() -> None:
+    """For a micro-batch more that is held. All that is computed remains."""
+    cluster = SLOW.replace(intra_node_gb_per_s=40.0, inter_node_us=0.0)
+    for parallel in (Parallelism(expert=4), Parallelism(pipeline=2, virtual_stages=2, expert=4)):
+        model = SMALL.replace(layers=SMALL.layers[:1] * 4)
+        run = EIGHT.replace(cluster=cluster, model=model, global_batch=32, parallelism=parallel)
+        plain = simulate_model(run)
+        found = simulate_model(run.replace(parallelism=parallel.replace(overlap_micro_batches=True)))
+        assert found.seconds < 0.95 * plain.seconds
+        assert found.peak.activations > plain.peak.activations
+        for name in ("experts", "rest of layers", "rows put in order"):
+            assert found.shares[name] == pytest.approx(plain.shares[name])
+        assert min(found.shares.values()) > -1e-9
+        assert found.shares["rows on their way"] < plain.shares["rows on their way"]
+        assert sum(found.shares.values()) == pytest.approx(found.seconds)
+
+
 def test_what_is_slower_is_slower() -> None:
     seconds = step_of(EIGHT).seconds
     assert step_of(EIGHT, parallelism=Parallelism(recompute="selective")).seconds > seconds
@@ -210,6 +227,10 @@ def test_what_cannot_be_is_refused(changes: dict[str, Any], said: str) -> None:
 def test_parallelism_refuses_what_no_schedule_has() -> None:
     with pytest.raises(ValueError, match="virtual_stages=2 interleaves the stages of a pipeline, but pipeline=1"):
         Parallelism(virtual_stages=2)
+    with pytest.raises(ValueError, match="overlap_micro_batches=True with pipeline=2 needs interleaved stages"):
+        Parallelism(pipeline=2, overlap_micro_batches=True)
+    with pytest.raises(ValueError, match="overlap_micro_batches=True pairs forwards with whole backwards"):
+        Parallelism(pipeline=2, overlap_micro_batches=True, schedule="zero_bubble")
     with pytest.raises(ValueError, match="schedule='zero_bubble' has one part of the model a stage"):
         Parallelism(pipeline=2, virtual_stages=2, schedule="zero_bubble")
 
