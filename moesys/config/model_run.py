@@ -12,6 +12,7 @@ from moesys.config.cluster import ClusterSpec
 from moesys.config.layer_spec import MoeMlp
 from moesys.config.model import ModelShape
 from moesys.config.model_spec import ModelSpec
+from moesys.config.overlap import MegaKernel
 from moesys.config.parallelism import Groups, Parallelism
 from moesys.config.strategy import Strategy
 
@@ -31,6 +32,9 @@ class ModelRun(Declared):
         None, ge=1, description="sequences of a step; None: one micro-batch of every data-parallel rank and stage"
     )
     fp8: bool = Field(False, description="products with weights in float8; masters, scores, router and head are not")
+    fp8_rows: bool = Field(
+        False, description="with fp8, rows go to experts in float8, gradients too; both come home in the model's dtype"
+    )
     gradient_dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="of the gradients that a rank keeps between micro-batches, and sums with other ranks"
     )
@@ -92,6 +96,11 @@ class ModelRun(Declared):
         if self.fp8 and self.cluster.fp8_tflops is None:
             raise ValueError(
                 f"fp8=True, but the cluster {self.cluster.name!r} declares no fp8_tflops; declare it, or use fp8=False"
+            )
+        if self.fp8_rows and (not self.fp8 or isinstance(self.strategy.overlap, MegaKernel)):
+            raise ValueError(
+                f"fp8_rows=True with fp8={self.fp8}, overlap={self.strategy.overlap.kind!r}: experts that compute in "
+                "float8 take rows in float8, and MegaKernels send rows as they are; use fp8=True and another overlap"
             )
         self.strategy.slots(self.shape, self.expert_cluster)
         return self

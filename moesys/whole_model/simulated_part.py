@@ -15,6 +15,7 @@ from moesys.simulator.simulation import Simulation
 from moesys.simulator.step_program import run_step
 from moesys.whole_model.exchanges import Ring
 from moesys.whole_model.model_step import SimulatedPart
+from moesys.whole_model.operations import Operations
 from moesys.whole_model.pipeline import Lanes, PartSeconds
 from moesys.whole_model.units import Unit
 
@@ -24,7 +25,12 @@ _RECOMPUTED: dict[str, Recompute] = {"none": "none", "selective": "selective", "
 def simulate_part(run: ModelRun, units: Sequence[Unit], plans: Sequence[TokenPlan]) -> SimulatedPart:
     """Returns what ``units`` take. ``plans``: of those with experts."""
     passed = [_passed(run, unit) for unit in units]
-    around = RestOfStep(recompute=_RECOMPUTED[run.parallelism.recompute], units=passed)
+    around = RestOfStep(
+        recompute=_RECOMPUTED[run.parallelism.recompute],
+        row_share=_row_share(units),
+        cast_bytes=_cast_bytes(run, units),
+        units=passed,
+    )
     found = run_step(run.strategy, run.shape, run.expert_cluster, [plans], around)
     forward, backward = found.forward_seconds, found.length_seconds - found.forward_seconds
     of_experts = float(np.mean(found.computed_R.get("weight_gradients", 0.0)))
@@ -42,6 +48,26 @@ def simulate_part(run: ModelRun, units: Sequence[Unit], plans: Sequence[TokenPla
     lanes = _lanes(run, found, host, busy)
     whole = PartSeconds(forward + waits[0], backward + waits[1], weight_gradients, lanes)
     return SimulatedPart(whole, moe, host, busy, shares)
+
+
+def _row_share(units: Sequence[Unit]) -> float:
+    """Returns bytes of a row on its way to experts over those of it at home."""
+    for unit in units:
+        sent = {each.name: each.sent_bytes for each in unit.operations.operations if each.sent_bytes}
+        if sent:
+            return sent["dispatch"] / sent["combine"]
+    return 1.0
+
+
+def _cast_bytes(run: ModelRun, units: Sequence[Unit]) -> tuple[float, float]:
+    """Returns what experts' products narrow of a row, forward and backward, in bytes read and written."""
+    for unit in units:
+        products = [each for each in unit.operations.of("experts").operations if each.flops]
+        if products:
+            moved = Operations(run.seq_len, tuple(products))
+            rows = run.seq_len * run.shape.top_k
+            return moved.forward_bytes / rows, moved.backward_bytes / rows
+    return 0.0, 0.0
 
 
 def _lanes(

@@ -39,7 +39,7 @@ class Units:
 
     @classmethod
     def of(cls, run: ModelRun) -> Units:
-        model, cost = run.model, count_model(_as_shared(run), run.seq_len, fp8=run.fp8)
+        model, cost = run.model, count_model(_as_shared(run), run.seq_len, fp8=run.fp8, fp8_rows=run.fp8_rows)
         found = {
             id(each): Unit(each, rest_seconds(each, run), each.dense_parameters, layer.has_experts)
             for each, layer in zip(cost.layers, model.layers, strict=True)

@@ -168,6 +168,31 @@ def test_early_stages_hold_more_micro_batches() -> None:
     assert held == [held[-1] * count for count in (4, 3, 2, 1)]
 
 
+def test_rows_in_float8_go_to_experts_and_come_home_wide() -> None:
+    """Where only links take time, and rows alone use them: half of the rows' way is 132 of 256 bytes."""
+    links = ms.ClusterSpec(num_nodes=1, ranks_per_node=4, intra_node_gb_per_s=1.0, expert_tflops=1e12, fp8_tflops=1e12)
+    run = EIGHT.replace(cluster=links, fp8=True)
+    wide, narrow = (simulate_model(run.replace(fp8_rows=narrow)) for narrow in (False, True))
+    name = "rows on their way"
+    assert narrow.shares[name] == pytest.approx(wide.shares[name] * (132 / 256 + 1) / 2, rel=1e-3)
+    # In backward of a whole layer that runs again they go twice.
+    again = run.replace(parallelism=Parallelism(recompute="full"))
+    wide, narrow = (simulate_model(again.replace(fp8_rows=narrow)) for narrow in (False, True))
+    assert narrow.shares[name] == pytest.approx(wide.shares[name] * (132 / 256 + 1) / 2, rel=1e-3)
+
+
+def test_narrowing_takes_the_memorys_time() -> None:
+    """All operands and gradients of float8 products, and nothing else."""
+    memory = FREE.replace(fp8_tflops=1.0, memory_gb_per_s=100.0)
+    run = EIGHT.replace(cluster=memory)
+    wide, narrow = simulate_model(run), simulate_model(run.replace(fp8=True))
+    cost = count_model(SMALL, 1024, fp8=True)
+    products = [each for layer in cost.layers for each in layer.operations if each.flops]
+    num_bytes = sum(each.forward_bytes + each.backward_bytes for each in products)
+    assert num_bytes > 0
+    assert narrow.seconds - wide.seconds == pytest.approx(2 * num_bytes / 1e11, rel=1e-2)
+
+
 def test_out_of_memory_is_a_verdict() -> None:
     step = step_of(EIGHT)
     assert step.verdict == ""
@@ -215,6 +240,7 @@ def test_rows_of_experts_take_their_products() -> None:
             "tensor=1 and context=2 share each sequence",
         ),
         ({"model": THREE_KEYS, "parallelism": Parallelism(tensor=2)}, "tensor=2 neither divides the 3 heads of keys"),
+        ({"fp8_rows": True}, "fp8_rows=True with fp8=False, overlap='sequential'"),
         ({"cluster": FREE, "fp8": True}, "declares no fp8_tflops"),
         ({"cluster": FREE.replace(ranks_per_node=(3, 5))}, "whole models are simulated on equal nodes"),
     ],
