@@ -8,6 +8,7 @@ from functools import cached_property
 
 import numpy as np
 
+from moesys.config import MoeMlp
 from moesys.config.model_run import ModelRun
 from moesys.whole_model.memory import StageMemory
 from moesys.whole_model.model_cost import model_flops_per_token
@@ -109,6 +110,17 @@ class ModelStep:
             stage = self.memory.index(self.peak)
             reasons.append(f"out of memory: a rank of stage {stage} holds {self.peak.gb:.1f} GB, and has {have:g}")
         return "; ".join(reasons)
+
+    @property
+    def remark(self) -> str:
+        """What some code that runs it does not do; empty where nothing is known."""
+        shared = any(isinstance(layer.mlp, MoeMlp) and layer.mlp.shared is not None for layer in self.run.model.layers)
+        if self.run.parallelism.recompute != "selective" or not shared:
+            return ""
+        return (
+            "recompute='selective' ends at the experts; blocks of transformers compute a shared expert behind them and "
+            "run all of a layer again, as recompute='full' does"
+        )
 
     def speed_up(self, factor: float) -> float:
         """Returns how much faster the step is with layers of experts ``factor`` times as fast."""

@@ -218,6 +218,13 @@ def test_parts_are_as_even_as_they_can_be() -> None:
         split_evenly([1, 1], 3)
 
 
+def test_selective_is_not_what_blocks_with_a_shared_expert_do() -> None:
+    again = Parallelism(recompute="selective")
+    assert "run all of a layer again" in step_of(EIGHT, model=DENSE_FIRST, parallelism=again).remark
+    assert step_of(EIGHT, model=DENSE_FIRST).remark == ""
+    assert step_of(EIGHT, parallelism=again).remark == ""
+
+
 def test_rows_of_experts_take_their_products() -> None:
     """Even routing: a rank computes as many rows as it has choices."""
     found = step_of(EIGHT)
