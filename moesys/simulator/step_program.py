@@ -274,12 +274,9 @@ class _Step:
         def run(of: Literal["forward", "input_gradients"], name: Direction) -> None:
             self._compute(self._pass_seconds(rows_RE, of), "experts", f"layer {layer} {name} {chunk}")
 
-        if way == "backward":
-            if self.rest.recompute == "computing":
-                run("forward", "recomputation")
-            run("input_gradients", way)
-        else:
-            run("forward", way)
+        if way == "backward" and self.rest.recompute == "computing":
+            run("forward", "recomputation")
+        run("input_gradients" if way == "backward" else "forward", way)
 
     def _pass_seconds(self, rows_RE: FloatArray, of: ExpertPass) -> FloatArray:
         cast_R = self.rest.cast_seconds(rows_RE, self.cluster, of)
