@@ -73,7 +73,7 @@ def stage_memory(run: ModelRun, units: Units, chunks: Sequence[range], held: int
     share = run.micro_batch / (parallel.tensor * parallel.context)
     kept = sum(_saved(each, parallel.recompute, row_factor) for each in layers) * share / len(chunks)
     working = 0.0
-    if parallel.recompute != "none":
+    if parallel.recompute != "none" or parallel.overlap_micro_batches:
         working = max(_saved(each, "none", row_factor) for each in layers) * share
     return StageMemory(
         weights=weights,

@@ -11,7 +11,8 @@ stage is followed by chunk 1 of the first.
 - ``overlap``, of ``1f1b``: once all stages are busy, a forward runs beside the backward of another micro-batch, so that
   one computes while the other's rows travel (DualPipe, DeepSeek-V3, arXiv 2412.19437, section 3.2.1; Megatron-Core's
   ``overlap_moe_expert_parallel_comm``). A pair takes what both compute or what both exchange, whichever is longer, and
-  no less than either alone. A stage is one forward further ahead, and holds that much more.
+  no less than either alone. A stage is one forward further ahead, but layer by layer a pair's backward frees what its
+  forward keeps (``TransformerModelChunkSchedulePlan.run`` there), so that a stage holds a layer more.
 
 Seconds throughout.
 """
@@ -248,8 +249,8 @@ class _Pipeline:
     def _do(self, stage: int, turn: Turn, ready: float) -> None:
         start = max(self.now[stage], ready)
         end = start + self._seconds(stage, turn)
-        for work in turn:
-            # Without a split backward ends what its forward keeps.
+        # Of a pair backward frees while forward keeps. Without a split backward ends what its forward keeps.
+        for work in reversed(turn):
             if work.of == "forward":
                 self.held[stage] += 1
             elif work.of == "weight_gradients" or not self.split:
