@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from math import comb
 
 import numpy as np
 import numpy.typing as npt
@@ -102,7 +103,8 @@ def row_traffic(plan: TokenPlan, model: ModelShape, cluster: ClusterSpec, overla
         return RowTraffic(direct, chosen_R, none_R, rows_RR)
     node_R = np.asarray(cluster.node_of_rank)
     inside_RR = np.where(node_R[:, None] == node_R, rows_RR, 0.0)
-    gate_RN, crossing_RN = gates(cluster.node_of_rank), expected_crossing(rows_RR, cluster, model.top_k)
+    groups_N = groups_of_nodes(plan, model, cluster)
+    gate_RN, crossing_RN = gates(cluster.node_of_rank), expected_crossing(rows_RR, cluster, model, groups_N)
     across_RR, spread_RR = np.zeros((R, R)), np.zeros((R, R))
     np.add.at(across_RR, (np.arange(R)[:, None], gate_RN), crossing_RN)
     np.add.at(spread_RR, (gate_RN[:, node_R], np.arange(R)), rows_RR - inside_RR)
@@ -138,13 +140,31 @@ def gates(node_of_rank: Sequence[int]) -> IntArray:
     return first_N + place_R[:, None] % sizes_N
 
 
-def expected_crossing(rows_RR: FloatArray, cluster: ClusterSpec, top_k: int) -> FloatArray:
-    """Returns how many tokens of each rank go to each other node, [R, N], as choices of a token were independent."""
+def groups_of_nodes(plan: TokenPlan, model: ModelShape, cluster: ClusterSpec) -> IntArray:
+    """Returns of how many of the router's groups each node computes rows, [N]."""
+    group, node = plan.entries[:, 1] // (model.num_experts // model.n_group), np.asarray(cluster.node_of_rank)
+    seen_NG = np.zeros((cluster.num_nodes, model.n_group), dtype=bool)
+    seen_NG[node[plan.entries[:, 2]], group] = True
+    return seen_NG.sum(axis=1)
+
+
+def expected_crossing(rows_RR: FloatArray, cluster: ClusterSpec, model: ModelShape, groups_N: IntArray) -> FloatArray:
+    """Returns how many tokens of each rank go to each other node, [R, N], as choices of a token were independent in the
+    groups that are left to it. ``groups_N``: of how many groups each node has experts.
+    """
     node_R = np.asarray(cluster.node_of_rank)
     rows_RN = np.zeros((len(rows_RR), cluster.num_nodes))
     np.add.at(rows_RN.T, node_R, rows_RR.T)
     chosen_R = rows_RR.sum(axis=1, keepdims=True)
     share_RN = rows_RN / np.maximum(chosen_R, 1)
-    crossing_RN = chosen_R / top_k * (1 - (1 - share_RN) ** top_k)
+    G, M, K = model.n_group, model.topk_group, model.top_k
+    reached_RN = np.zeros_like(share_RN)
+    for node, held in enumerate(groups_N):
+        for left in range(1, min(int(held), M) + 1):
+            # With ``left`` of its groups among M, a node has so much more of a token's choices than its share.
+            share_R = np.minimum(share_RN[:, node] * (left * G) / (M * held), 1.0)
+            drawn = comb(held, left) * comb(G - held, M - left) / comb(G, M)
+            reached_RN[:, node] += drawn * (1 - (1 - share_R) ** K)
+    crossing_RN = chosen_R / K * reached_RN
     crossing_RN[np.arange(len(node_R)), node_R] = 0.0
     return crossing_RN

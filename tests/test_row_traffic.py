@@ -84,6 +84,34 @@ def test_expected_crossings_are_those_of_drawn_tokens(num_nodes: int, K: int):
         crossing_RN[rank] = seen_TN.sum(axis=0)
     rows_RR = np.zeros((R, R))
     np.add.at(rows_RR, (plan.entries[:, 0], plan.entries[:, 2]), plan.entries[:, 3])
-    expected_RN = expected_crossing(rows_RR, cluster, K)
+    model = ms.ModelShape(hidden_size=8, intermediate_size=8, num_experts=E, top_k=K)
+    expected_RN = expected_crossing(rows_RR, cluster, model, np.ones(num_nodes, dtype=int))
     assert expected_RN.sum() == pytest.approx(crossing_RN.sum(), rel=0.04)
     assert np.abs(expected_RN - crossing_RN).max() < 0.12 * T
+
+
+@pytest.mark.parametrize(
+    ("num_nodes", "E", "groups", "left", "K"),
+    [(8, 64, 8, 4, 8), (4, 64, 8, 3, 6), (2, 64, 8, 2, 4), (8, 64, 4, 2, 8), (16, 256, 8, 4, 8)],
+)
+def test_a_choice_limited_to_groups_reaches_fewer_nodes(num_nodes: int, E: int, groups: int, left: int, K: int):
+    """Tokens choose ``left`` groups, and in them distinct experts, which lie in order on the nodes."""
+    T, rng, R = 4000, np.random.default_rng(0), num_nodes
+    cluster = ms.ClusterSpec(num_nodes=num_nodes)
+    open_TG = rng.random((R * T, groups)).argsort(axis=1) < left
+    score_TE = np.where(open_TG.repeat(E // groups, axis=1), rng.random((R * T, E)), -1.0)
+    chosen_RTK = score_TE.argsort(axis=1)[:, -K:].reshape(R, T, K)
+    node_RTK = chosen_RTK // (E // num_nodes)
+    reached = np.array([[(node_RTK[rank] == node).any(axis=1).sum() for node in range(R)] for rank in range(R)])
+    np.fill_diagonal(reached, 0)
+    load = ms.LoadMatrix(np.array([np.bincount(each.ravel(), minlength=E) for each in chosen_RTK]))
+    plan = ms.split_tokens(load, ms.plan_layout(load, cluster, ms.Static(), E // R), cluster, ms.EvenSplit())
+    free = ms.ModelShape(hidden_size=8, intermediate_size=8, num_experts=E, top_k=K)
+    limited = free.replace(scoring_func="sigmoid", n_group=groups, topk_group=left)
+    sent = [row_traffic(plan, model, cluster, ONCE).rows_RR["dispatch"] for model in (free, limited)]
+    crossing = [each.sum() - np.trace(each) for each in sent]
+    assert crossing[1] == pytest.approx(reached.sum(), rel=0.05)
+    assert crossing[0] > crossing[1]
+    # Without a limit in effect it is the same.
+    wide = limited.replace(topk_group=groups)
+    assert row_traffic(plan, wide, cluster, ONCE).rows_RR["dispatch"].sum() == pytest.approx(sent[0].sum(), rel=0.05)

@@ -20,12 +20,15 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 from typing import Literal, assert_never
 
 import numpy as np
 
 from moesys.config import ClusterSpec, Fsep, MegaKernel, ModelShape, Strategy
 from moesys.cost import (
+    ExpertPass,
     FloatArray,
     LinkLoad,
     gather_seconds,
@@ -43,6 +46,7 @@ from moesys.simulator.layer_rows import LayerRows
 from moesys.simulator.links import ChannelName
 from moesys.simulator.mega.layer_pass import publish_seconds, queued_ahead
 from moesys.simulator.rest_of_step import RestOfStep
+from moesys.simulator.sharded_rest import ShardedRest
 from moesys.simulator.simulation import Simulation
 from moesys.timeline import Timeline
 
@@ -65,11 +69,11 @@ def run_step(
     step = _Step(strategy, model, cluster, rest)
     for number, plans in enumerate(micro_batches):
         step.begin(plans, f", micro-batch {number}" if len(micro_batches) > 1 else "")
-        for layer in range(len(plans)):
-            step.forward(layer)
-        step.forward_seconds = float(step.lanes.now_R.max())
-        for layer in reversed(range(len(plans))):
-            step.backward(layer)
+        for place in range(len(step.units)):
+            step.forward(place)
+        step.end_forward()
+        for place in reversed(range(len(step.units))):
+            step.backward(place)
         step.flush()
     step.finish()
     return step.simulation()
@@ -102,15 +106,16 @@ class _Step:
         # Beside MegaKernels copy engines bring experts that are sharded; all else is sent by kernels.
         pulled = isinstance(overlap, MegaKernel) and isinstance(sharding, Fsep) and sharding.flat
         self.lanes = Lanes(cluster, 0.0 if pulled else cluster.copy_share)
-        self.forward_seconds = 0.0
-        self.gathers: dict[int, AllToAll] = {}
-        self.reductions: list[AllToAll] = []
         self.waiting_reshards: deque[tuple[_Exchange | None, LinkLoad, int]] = deque()
         self.reshards: deque[_Exchange] = deque()
 
     def begin(self, plans: Sequence[TokenPlan], suffix: str) -> None:
         """A micro-batch; experts that were brought for another one are not used. ``suffix``: of every detail."""
         self.plans, self.suffix = plans, suffix
+        self.units = self.rest.units_of(len(plans))
+        # Of each unit, which of the layers with experts it is, or comes before.
+        self.layer_of = list(accumulate((int(unit.has_experts) for unit in self.units), initial=0))
+        self.sharded = ShardedRest(self.units, self.lanes, partial(self._issue, "weights"))
         self.experts: dict[int, _Exchange | None] = {}
         self.late: dict[int, _Exchange | None] = {}
         self.restores: dict[tuple[int, str], tuple[LinkLoad, ...]] = {}
@@ -123,11 +128,14 @@ class _Step:
 
     # --- a layer --------------------------------------------------------------------------------------------
 
-    def forward(self, layer: int) -> None:
-        if self.rest.travel_behind_rest:
+    def forward(self, place: int) -> None:
+        unit, layer = self.units[place], self.layer_of[place]
+        if unit.has_experts and self.rest.travel_behind_rest:
             self._start_settled(layer)
-        self._gather_rest(layer, layer + 1)
-        self._compute(self.rest.other_seconds, "other", f"layer {layer} forward")
+        self.sharded.before_forward(place)
+        self._compute(unit.forward_seconds, "other", f"{self._name(place)} forward")
+        if not unit.has_experts:
+            return
         self._exchange_counts(layer)
         self._start_late(layer)
         self._start_restore(layer)
@@ -135,10 +143,23 @@ class _Step:
         if self.reshard_after_forward:
             del self.experts[layer]
 
-    def backward(self, layer: int) -> None:
-        self._gather_rest(layer, layer - 1)
+    def end_forward(self) -> None:
+        self.after_forward = self.lanes.now_R, dict(self.lanes.waited_R), dict(self.lanes.moved_L)
+
+    def backward(self, place: int) -> None:
+        unit, name = self.units[place], self._name(place)
+        self.sharded.before_backward(place)
         if self.rest.runs_again:
-            self._compute(self.rest.again_seconds, "other", f"layer {layer} recomputation")
+            self._compute(unit.again_seconds, "other", f"{name} recomputation")
+        if unit.has_experts:
+            self._experts_backward(self.layer_of[place])
+        if self.rest.recompute == "computing":
+            self._compute(unit.again_seconds, "other", f"{name} recomputation")
+        self._compute(unit.backward_seconds, "other", f"{name} backward")
+        self.sharded.after_backward(place)
+
+    def _experts_backward(self, layer: int) -> None:
+        if self.rest.runs_again:
             self._start_restore(layer)
             self._run(layer, "recomputation")
         self._start_restore(layer)
@@ -152,30 +173,18 @@ class _Step:
                 self._start_restore(layer - 1)
         else:
             self._finish_reshards()
-        if self.rest.recompute == "computing":
-            self._compute(self.rest.again_seconds, "other", f"layer {layer} recomputation")
-        self._compute(self.rest.backward_seconds, "other", f"layer {layer} backward")
-        if self.rest.reduced is not None:
-            self.reductions.append(self._issue("weights", "reduce_scatter", self.rest.reduced, f"layer {layer} rest"))
+
+    def _name(self, place: int) -> str:
+        return f"layer {self.layer_of[place]}" if self.units[place].has_experts else f"unit {place}"
 
     def flush(self) -> None:
         """Gradients that were to travel behind a layer that does not come, and those of the rest."""
         self._cross_reshards()
         self._finish_reshards()
-        while self.reductions:
-            self.lanes.wait(self.reductions.pop(0))
+        self.sharded.finish()
 
     def finish(self) -> None:
         self._compute(self.rest.optimizer_seconds, "optimizer", "")
-
-    def _gather_rest(self, layer: int, following: int) -> None:
-        """Waits for the parameters of the rest of a layer; those of the one that follows set off."""
-        if self.rest.gathered is None:
-            return
-        for one in (layer, following):
-            if 0 <= one < len(self.plans) and one not in self.gathers:
-                self.gathers[one] = self._issue("weights", "all_gather", self.rest.gathered, f"layer {one} rest")
-        self.lanes.wait(self.gathers.pop(layer))
 
     def _run(self, layer: int, way: Direction) -> None:
         """Goes through the stages that executors go through, and takes the time of each."""
@@ -205,9 +214,11 @@ class _Step:
                         self._gather(rows.rows_RE.sum(axis=1) / rows.traffic.parts_of("combine") / chunks, detail)
                     elif stage.kind != "send_sums":
                         sent_RR = rows.traffic.in_stage(stage.kind, stage.part)
-                        self._gather(sent_RR.sum(axis=1) / chunks, detail)
-                    lane = "dispatch" if stage.kind in ("dispatch", "spread") else "combine"
-                    load = rows.loads[stage.kind, stage.part].part(1 / chunks)
+                        # Read as they are, and written as they travel.
+                        self._gather(sent_RR.sum(axis=1) * (1 + self.rest.row_share) / 2 / chunks, detail)
+                    away = stage.kind in ("dispatch", "spread")
+                    lane, share = ("dispatch", self.rest.row_share) if away else ("combine", 1.0)
+                    load = rows.loads[stage.kind, stage.part].part(share / chunks)
                     under_way[stage] = self._issue("tokens", lane, load, detail)
                     self._put_in_place(came_R, detail)
                 case "publish":
@@ -217,16 +228,14 @@ class _Step:
                 case "experts":
                     self._experts(rows.rows_RE / chunks, layer, way, stage.chunk)
                 case "pre_activations":
-                    seconds_R = pass_seconds(rows.rows_RE / chunks, self.model, self.cluster, "pre_activations")
-                    self._compute(seconds_R, "experts", detail)
+                    self._compute(self._pass_seconds(rows.rows_RE / chunks, stage.kind), "experts", detail)
                 case "sum":
                     seconds_R = sum_seconds(rows.traffic.summed_R / chunks, self.model, self.cluster)
                     self._compute(seconds_R, "sum", detail)
                 case "combine_dweights":
                     under_way[stage] = self._message("combine", rows.whole.reversed(), f"{name} weights")
                 case "weight_gradients":
-                    seconds_R = pass_seconds(rows.rows_RE, self.model, self.cluster, "weight_gradients")
-                    self._compute(seconds_R, "weight_gradients", name)
+                    self._compute(self._pass_seconds(rows.rows_RE, stage.kind), stage.kind, name)
                 case "gather_dweights":
                     pass  # one number a row
                 case "mega_kernels":
@@ -238,8 +247,7 @@ class _Step:
         """MegaKernels of ranks that entered the layer at ``entered_R``."""
         rows = self._rows(layer)
         if way == "backward" and self.rest.recompute == "computing":
-            again_R = pass_seconds(rows.rows_RE, self.model, self.cluster, "forward")
-            self._compute(again_R, "experts", f"layer {layer} recomputation")
+            self._compute(self._pass_seconds(rows.rows_RE, "forward"), "experts", f"layer {layer} recomputation")
         found = next(self.queued).run(entered_R, self.lanes.now_R)
         seconds_L = np.sum([moved.link_seconds_L for moved in found.moved], axis=0)
         both_ways = LinkLoad(seconds_L, rows.whole.used_4R | rows.whole.reversed().used_4R)
@@ -264,15 +272,15 @@ class _Step:
 
     def _experts(self, rows_RE: FloatArray, layer: int, way: Direction, chunk: int) -> None:
         def run(of: Literal["forward", "input_gradients"], name: Direction) -> None:
-            seconds_R = pass_seconds(rows_RE, self.model, self.cluster, of)
-            self._compute(seconds_R, "experts", f"layer {layer} {name} {chunk}")
+            self._compute(self._pass_seconds(rows_RE, of), "experts", f"layer {layer} {name} {chunk}")
 
-        if way == "backward":
-            if self.rest.recompute == "computing":
-                run("forward", "recomputation")
-            run("input_gradients", way)
-        else:
-            run("forward", way)
+        if way == "backward" and self.rest.recompute == "computing":
+            run("forward", "recomputation")
+        run("input_gradients" if way == "backward" else "forward", way)
+
+    def _pass_seconds(self, rows_RE: FloatArray, of: ExpertPass) -> FloatArray:
+        cast_R = self.rest.cast_seconds(rows_RE, self.cluster, of)
+        return pass_seconds(rows_RE, self.model, self.cluster, of) + cast_R
 
     def _put_in_place(self, rows_R: FloatArray, detail: str) -> None:
         if rows_R.any():
@@ -387,4 +395,5 @@ class _Step:
         self.lanes.compute(seconds_R, kind, detail + self.suffix)
 
     def simulation(self) -> Simulation:
-        return Simulation(self.cluster, Timeline.of_blocks(self.lanes.blocks()), self.forward_seconds, self.lanes)
+        timeline = Timeline.of_blocks(self.lanes.blocks())
+        return Simulation(self.cluster, timeline, *self.after_forward, self.lanes)

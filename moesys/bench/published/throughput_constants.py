@@ -34,11 +34,10 @@ class Constants:
 
 
 CAUSES = {
-    "host_us": "the host starts each kernel; an operation is several, as casts and masks are not counted",
-    "products": "products of training, both ways and not fused with activations and casts, over those that presets "
-    "are of",
+    "host_us": "the host starts each kernel; an operation is several, as casts, masks and permutations are",
+    "products": "products of training, both ways and not fused with activations, over those that presets are of",
 }
-# ``fit`` of the listed rows of fitted models, with ``moesys bench throughput --fit`` on 2026-11-23.
+# ``fit`` of the listed rows of fitted models, with ``moesys bench throughput --fit`` on 2026-11-24.
 FITTED = Constants(host_us=250.0, products=0.504)
 _LEAST, _START, _MOST = Constants(1.0, 0.3), Constants(150.0, 0.8), Constants(1000.0, 1.2)
 

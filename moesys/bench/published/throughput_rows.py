@@ -16,6 +16,9 @@ The rule, fixed before any of the rows was fitted:
   ``full_iteration``): MXFP8 on Blackwell after 26.04.01, but for GPT-OSS and DeepSeek-V3 on B300, and Kimi-K2.
 - ``fused_dispatch``: rows are sent by HybridEP or DeepEP, as the same recipes say, where a token goes to a node once
   and to a rank once; elsewhere by an all-to-all of a row a choice. Added after the first run, and before the fit.
+- ``overlaps``: a micro-batch's exchanges run beside another's products (``overlap_moe_expert_parallel_comm``,
+  ``moe_a2a_overlap`` in the recipes of v0.4.2, v0.5.0 and v0.6.0): whole graphs; of 26.04.01 DeepSeek-V3 on B200,
+  GPT-OSS-120B on GB200 and Qwen3-235B on H100. Added after held-out rows had been predicted twice.
 """
 
 from __future__ import annotations
@@ -71,6 +74,7 @@ class PublishedRow(BaseModel):
     expert: int
     whole_graph: bool
     fused_dispatch: bool
+    overlaps: bool
     listed: bool
     tokens_s_gpu: float
 
@@ -80,9 +84,15 @@ class PublishedRow(BaseModel):
 
     @property
     def cluster(self) -> ClusterSpec:
-        """The preset of the system."""
+        """The preset of the system. Jobs on racks ask for equally many trays in each, as many as divide the job's
+        (``--segment`` in scripts/performance/utils/executors.py of the source).
+        """
         ranks, preset = _SYSTEMS[self.system]
-        return preset(self.gpus // ranks)
+        cluster = preset(nodes := self.gpus // ranks)
+        if not isinstance(cluster.ranks_per_domain, tuple):
+            return cluster
+        trays = max(count for count in range(1, 19) if nodes % count == 0)
+        return cluster.replace(ranks_per_domain=trays * ranks)
 
     def run(self, cluster: ClusterSpec) -> ModelRun:
         """Returns the run that is simulated for it. Of what the table does not say: optimizer states are sharded over
@@ -96,6 +106,7 @@ class PublishedRow(BaseModel):
                 pipeline=self.pipeline,
                 virtual_stages=self.virtual_stages,
                 expert=self.expert,
+                overlap_micro_batches=self.overlaps,
                 dense="optimizer",
                 recompute="none",
             ),

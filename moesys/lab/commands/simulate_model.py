@@ -182,6 +182,7 @@ def notes(steps: Sequence[ModelStep], skew: float) -> list[str]:
         f"Layers of experts {', '.join(f'{by:g}' for by in _FASTER)} times as fast would make the step faster by "
         f"{faster}.",
         "Memory leaves out what an allocator wastes, and workspaces of kernels and of NCCL.",
+        *dict.fromkeys(step.remark for step in steps if step.remark),
     ]
 
 
