@@ -111,7 +111,8 @@ class ModelSteps:
     def __init__(self, model: Any, tokens_BC: Tensor, routing: str) -> None:
         self.model, self.tokens_BC = model.train(), tokens_BC
         self.expert_LTK = routing_of(routing, len(routers_of(model)), tokens_BC.numel())
-        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        # As transformers' Trainer has it by default.
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def backward(self) -> Tensor:
         """Forward and backward; returns the loss."""

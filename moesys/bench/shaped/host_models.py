@@ -15,7 +15,16 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
 from moesys.bench.harness.contest import Case, Contestant, Near, Outcome, hold
-from moesys.bench.harness.model_steps import LENGTH, TOLERANCE, ModelSteps, config_of, new_model, strategies, tokens_of
+from moesys.bench.harness.model_steps import (
+    HIDDEN,
+    LENGTH,
+    TOLERANCE,
+    ModelSteps,
+    config_of,
+    new_model,
+    strategies,
+    tokens_of,
+)
 from moesys.bench.shaped.host_steps import ShapedCase
 from moesys.config import ModelSpec, Pipelined, Strategy
 from moesys.config.layer_spec import MoeMlp
@@ -36,7 +45,8 @@ class ModelCase:
     hosts: int
     mbit_per_s: float
     sequences: int
-    hidden_size: int = 256
+    latency_us: float = 0.0
+    hidden_size: int = HIDDEN
 
     @cached_property
     def spec(self) -> ModelSpec:
@@ -51,7 +61,7 @@ class ModelCase:
         """Its links, and all-to-alls as large as those of its layers."""
         shape = next(layer.mlp.shape for layer in self.spec.layer_counts if isinstance(layer.mlp, MoeMlp))
         tokens = (self.sequences * LENGTH,) * self.hosts
-        return ShapedCase("models", self.mbit_per_s, 0.0, tokens, shape, tuple(self.strategies))
+        return ShapedCase("models", self.mbit_per_s, self.latency_us, tokens, shape, tuple(self.strategies))
 
     @property
     def pieces(self) -> dict[str, tuple[Strategy, int]]:
