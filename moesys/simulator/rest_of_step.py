@@ -2,10 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moesys.config.workload import Recompute
 from moesys.cost import GRADIENT_BYTES, FloatArray, LinkLoad
+
+
+@dataclass(frozen=True, eq=False)
+class RestUnit:
+    """One unit of a model: the embedding, a layer, the head. Seconds are numbers or one a rank [R], of all but routed
+    experts, which come behind where ``has_experts``. ``again_seconds``: of what runs again in backward.
+
+    gathered, reduced: what its parameters ask of the links before each of its passes, one unit ahead, and its gradients
+        after backward, where data-parallel ranks shard them; None: nothing.
+    kept: parameters that stay from forward until backward, and so come once.
+    """
+
+    forward_seconds: float | FloatArray
+    backward_seconds: float | FloatArray
+    again_seconds: float | FloatArray = 0.0
+    has_experts: bool = True
+    gathered: LinkLoad | None = None
+    reduced: LinkLoad | None = None
+    kept: bool = False
 
 
 @dataclass(frozen=True)
@@ -27,8 +47,8 @@ class RestOfStep:
     every_slot_travels: an expert that a rank holds twice comes twice, and so do its gradients go home, as LAER-MoE's.
     travel_behind_rest: as FSDP does with its prefetch limit of 1, and no linked model: a layer's experts set off before
         the rest of the layer, in backward before that of the layer above; gradients are waited for at the end only.
-    gathered, reduced: what the parameters of the rest of a layer ask of the links before each of its passes, one layer
-        ahead, and its gradients after it, where data-parallel ranks shard them; None: nothing.
+    units: all of the model in the order of forward, with as many that have experts as there are layers with them; then
+        ``other_seconds`` and its like are not read. None: layers with experts, and nothing else.
     """
 
     other_seconds: float | FloatArray = 0.0
@@ -40,18 +60,18 @@ class RestOfStep:
     gradient_bytes: int = GRADIENT_BYTES
     every_slot_travels: bool = False
     travel_behind_rest: bool = False
-    gathered: LinkLoad | None = None
-    reduced: LinkLoad | None = None
+    units: Sequence[RestUnit] | None = None
 
-    @property
-    def backward_seconds(self) -> float | FloatArray:
-        """Backward of the rest of a layer."""
-        return 2 * self.other_seconds if self.other_backward_seconds is None else self.other_backward_seconds
-
-    @property
-    def again_seconds(self) -> float | FloatArray:
-        """What of the rest of a layer runs again, where anything does."""
-        return self.other_seconds if self.other_again_seconds is None else self.other_again_seconds
+    def units_of(self, num_layers: int) -> Sequence[RestUnit]:
+        """Returns those of a model with ``num_layers`` layers with experts. Raises ValueError for another number."""
+        if self.units is None:
+            forward = self.other_seconds
+            backward = 2 * forward if self.other_backward_seconds is None else self.other_backward_seconds
+            again = forward if self.other_again_seconds is None else self.other_again_seconds
+            return [RestUnit(forward, backward, again)] * num_layers
+        if (found := sum(unit.has_experts for unit in self.units)) != num_layers:
+            raise ValueError(f"units has {found} with experts, and there are plans of {num_layers}; give as many")
+        return self.units
 
     @property
     def runs_again(self) -> bool:

@@ -21,12 +21,13 @@ COMPUTED_KINDS = ("experts", "weight_gradients", "gather", "sum", "other", "opti
 @dataclass(frozen=True, eq=False)
 class Simulation:
     """A step: ``timeline`` of blocks, and what its length follows from. ``forward_seconds``: until the last rank was
-    through the forward of the last micro-batch.
+    through the forward of the last micro-batch. ``forward_waited_R``: ``waited_R`` then.
     """
 
     cluster: ClusterSpec
     timeline: Timeline
     forward_seconds: float
+    forward_waited_R: dict[str, FloatArray]
     _lanes: Lanes
 
     @property

@@ -20,6 +20,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 from typing import Literal, assert_never
 
 import numpy as np
@@ -43,6 +45,7 @@ from moesys.simulator.layer_rows import LayerRows
 from moesys.simulator.links import ChannelName
 from moesys.simulator.mega.layer_pass import publish_seconds, queued_ahead
 from moesys.simulator.rest_of_step import RestOfStep
+from moesys.simulator.sharded_rest import ShardedRest
 from moesys.simulator.simulation import Simulation
 from moesys.timeline import Timeline
 
@@ -65,11 +68,11 @@ def run_step(
     step = _Step(strategy, model, cluster, rest)
     for number, plans in enumerate(micro_batches):
         step.begin(plans, f", micro-batch {number}" if len(micro_batches) > 1 else "")
-        for layer in range(len(plans)):
-            step.forward(layer)
-        step.forward_seconds = float(step.lanes.now_R.max())
-        for layer in reversed(range(len(plans))):
-            step.backward(layer)
+        for place in range(len(step.units)):
+            step.forward(place)
+        step.end_forward()
+        for place in reversed(range(len(step.units))):
+            step.backward(place)
         step.flush()
     step.finish()
     return step.simulation()
@@ -103,14 +106,17 @@ class _Step:
         pulled = isinstance(overlap, MegaKernel) and isinstance(sharding, Fsep) and sharding.flat
         self.lanes = Lanes(cluster, 0.0 if pulled else cluster.copy_share)
         self.forward_seconds = 0.0
-        self.gathers: dict[int, AllToAll] = {}
-        self.reductions: list[AllToAll] = []
+        self.forward_waited_R: dict[str, FloatArray] = {}
         self.waiting_reshards: deque[tuple[_Exchange | None, LinkLoad, int]] = deque()
         self.reshards: deque[_Exchange] = deque()
 
     def begin(self, plans: Sequence[TokenPlan], suffix: str) -> None:
         """A micro-batch; experts that were brought for another one are not used. ``suffix``: of every detail."""
         self.plans, self.suffix = plans, suffix
+        self.units = self.rest.units_of(len(plans))
+        # Of each unit, which of the layers with experts it is, or comes before.
+        self.layer_of = list(accumulate((int(unit.has_experts) for unit in self.units), initial=0))
+        self.sharded = ShardedRest(self.units, self.lanes, partial(self._issue, "weights"))
         self.experts: dict[int, _Exchange | None] = {}
         self.late: dict[int, _Exchange | None] = {}
         self.restores: dict[tuple[int, str], tuple[LinkLoad, ...]] = {}
@@ -123,11 +129,14 @@ class _Step:
 
     # --- a layer --------------------------------------------------------------------------------------------
 
-    def forward(self, layer: int) -> None:
-        if self.rest.travel_behind_rest:
+    def forward(self, place: int) -> None:
+        unit, layer = self.units[place], self.layer_of[place]
+        if unit.has_experts and self.rest.travel_behind_rest:
             self._start_settled(layer)
-        self._gather_rest(layer, layer + 1)
-        self._compute(self.rest.other_seconds, "other", f"layer {layer} forward")
+        self.sharded.before_forward(place)
+        self._compute(unit.forward_seconds, "other", f"{self._name(place)} forward")
+        if not unit.has_experts:
+            return
         self._exchange_counts(layer)
         self._start_late(layer)
         self._start_restore(layer)
@@ -135,10 +144,23 @@ class _Step:
         if self.reshard_after_forward:
             del self.experts[layer]
 
-    def backward(self, layer: int) -> None:
-        self._gather_rest(layer, layer - 1)
+    def end_forward(self) -> None:
+        self.forward_seconds, self.forward_waited_R = float(self.lanes.now_R.max()), dict(self.lanes.waited_R)
+
+    def backward(self, place: int) -> None:
+        unit, name = self.units[place], self._name(place)
+        self.sharded.before_backward(place)
         if self.rest.runs_again:
-            self._compute(self.rest.again_seconds, "other", f"layer {layer} recomputation")
+            self._compute(unit.again_seconds, "other", f"{name} recomputation")
+        if unit.has_experts:
+            self._experts_backward(self.layer_of[place])
+        if self.rest.recompute == "computing":
+            self._compute(unit.again_seconds, "other", f"{name} recomputation")
+        self._compute(unit.backward_seconds, "other", f"{name} backward")
+        self.sharded.after_backward(place)
+
+    def _experts_backward(self, layer: int) -> None:
+        if self.rest.runs_again:
             self._start_restore(layer)
             self._run(layer, "recomputation")
         self._start_restore(layer)
@@ -152,30 +174,18 @@ class _Step:
                 self._start_restore(layer - 1)
         else:
             self._finish_reshards()
-        if self.rest.recompute == "computing":
-            self._compute(self.rest.again_seconds, "other", f"layer {layer} recomputation")
-        self._compute(self.rest.backward_seconds, "other", f"layer {layer} backward")
-        if self.rest.reduced is not None:
-            self.reductions.append(self._issue("weights", "reduce_scatter", self.rest.reduced, f"layer {layer} rest"))
+
+    def _name(self, place: int) -> str:
+        return f"layer {self.layer_of[place]}" if self.units[place].has_experts else f"unit {place}"
 
     def flush(self) -> None:
         """Gradients that were to travel behind a layer that does not come, and those of the rest."""
         self._cross_reshards()
         self._finish_reshards()
-        while self.reductions:
-            self.lanes.wait(self.reductions.pop(0))
+        self.sharded.finish()
 
     def finish(self) -> None:
         self._compute(self.rest.optimizer_seconds, "optimizer", "")
-
-    def _gather_rest(self, layer: int, following: int) -> None:
-        """Waits for the parameters of the rest of a layer; those of the one that follows set off."""
-        if self.rest.gathered is None:
-            return
-        for one in (layer, following):
-            if 0 <= one < len(self.plans) and one not in self.gathers:
-                self.gathers[one] = self._issue("weights", "all_gather", self.rest.gathered, f"layer {one} rest")
-        self.lanes.wait(self.gathers.pop(layer))
 
     def _run(self, layer: int, way: Direction) -> None:
         """Goes through the stages that executors go through, and takes the time of each."""
@@ -387,4 +397,5 @@ class _Step:
         self.lanes.compute(seconds_R, kind, detail + self.suffix)
 
     def simulation(self) -> Simulation:
-        return Simulation(self.cluster, Timeline.of_blocks(self.lanes.blocks()), self.forward_seconds, self.lanes)
+        timeline = Timeline.of_blocks(self.lanes.blocks())
+        return Simulation(self.cluster, timeline, self.forward_seconds, self.forward_waited_R, self.lanes)

@@ -9,8 +9,8 @@ from moesys.config.model_run import ModelRun
 from moesys.cost import memory_seconds
 from moesys.whole_model.exchanges import Ring
 from moesys.whole_model.memory import MASTER_BYTES, MOMENT_BYTES
-from moesys.whole_model.model_cost import ModelCost
 from moesys.whole_model.model_step import SimulatedPart
+from moesys.whole_model.units import Units
 
 # Of a parameter, read and written beside master and moments: its gradient, and the copy in the compute dtype.
 _GRADIENT_AND_COPY_BYTES = 4 + 2
@@ -21,17 +21,16 @@ class EndOfStep:
     """Of all stages of ``run``."""
 
     run: ModelRun
-    cost: ModelCost
+    units: Units
 
-    def seconds(self, stage: int, chunks: Sequence[range], parts: Sequence[SimulatedPart]) -> dict[str, float]:
+    def seconds(self, chunks: Sequence[range], parts: Sequence[SimulatedPart]) -> dict[str, float]:
         """Returns what a stage still takes, by what it is: gradients hide behind the backward of the last micro-batch,
         and parameters behind the forward of the first, bucket by bucket.
         """
         run, parallel = self.run, self.run.parallelism
-        layers = [self.cost.layers[layer] for chunk in chunks for layer in chunk]
-        ends = [self.cost.embedding] * (stage == 0) + [self.cost.head] * (stage == parallel.pipeline - 1)
-        experts = sum(each.of("experts").parameters for each in layers) / run.groups.expert
-        dense = sum(each.dense_parameters for each in (*layers, *ends)) / parallel.tensor
+        units = self.units.of_stage(chunks)
+        experts = sum(unit.operations.of("experts").parameters for unit in units) / run.groups.expert
+        dense = sum(unit.parameters for unit in units) / parallel.tensor
         sharded, travelled = parallel.dense != "replicated", parallel.dense == "full"
         summed, gathered, updated = 0.0, 0.0, 0.0
         for ring, parameters, done in ((Ring.of_dense(run), dense, travelled), (Ring.of_experts(run), experts, False)):
@@ -43,7 +42,8 @@ class EndOfStep:
             if sharded:
                 gathered += ring.seconds(parameters * run.model.bytes_per_element, run.cluster)
         # Gradients of the layer that comes last have nothing to hide behind, nor have parameters of the first.
-        hidden = (len(layers) - 1) / len(layers)
+        layers = sum(map(len, chunks))
+        hidden = (layers - 1) / layers
         summed = max(0.0, summed - hidden * sum(part.seconds.backward for part in parts))
         gathered = max(0.0, gathered - hidden * sum(part.seconds.forward for part in parts))
         moved = 2 * (MASTER_BYTES + MOMENT_BYTES[run.optimizer]) + _GRADIENT_AND_COPY_BYTES

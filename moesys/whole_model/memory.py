@@ -13,8 +13,8 @@ from moesys.config.model_run import ModelRun
 from moesys.config.parallelism import LayerRecompute
 from moesys.rank_memory import rank_memory
 from moesys.whole_model.exchanges import Ring
-from moesys.whole_model.model_cost import ModelCost
 from moesys.whole_model.operations import Operations
+from moesys.whole_model.units import Units
 
 # Of a parameter.
 MASTER_BYTES = 4
@@ -48,21 +48,16 @@ class StageMemory:
         return sum(self.parts.values()) / BYTES_PER_GB
 
 
-def stage_memory(
-    run: ModelRun, cost: ModelCost, chunks: Sequence[range], held: int, stage: int, row_factor: float
-) -> StageMemory:
-    """Returns what a rank of ``stage`` holds, whose parts of the model are the layers of ``chunks``.
+def stage_memory(run: ModelRun, units: Units, chunks: Sequence[range], held: int, row_factor: float) -> StageMemory:
+    """Returns what a rank of a stage holds, whose parts of the model are the layers of ``chunks``.
 
     ``held``: forwards of a chunk whose backward is still to come, at most. ``row_factor``: rows of the rank that has
     most, over the mean.
     """
     parallel, model = run.parallelism, run.model
-    layers = [cost.layers[layer] for chunk in chunks for layer in chunk]
-    last = stage == parallel.pipeline - 1
-    # Tied, the head of a last stage of its own has a copy of the embedding.
-    copied = last and stage > 0 and model.tied_embeddings
-    ends = [cost.embedding] * (stage == 0 or copied) + [cost.head] * last
-    dense = sum(each.dense_parameters for each in (*layers, *ends)) / parallel.tensor
+    of_stage = units.of_stage(chunks)
+    layers = [units.layers[layer].operations for chunk in chunks for layer in chunk]
+    dense = sum(unit.parameters for unit in of_stage) / parallel.tensor
     owned = sum(each.of("experts").parameters for each in layers) / run.groups.expert
     b = model.bytes_per_element
     sharded = parallel.dense != "replicated"
@@ -71,7 +66,7 @@ def stage_memory(
     of_dense = of_experts if b < MASTER_BYTES else MOMENT_BYTES[run.optimizer]
     whole = parallel.dense == "full"
     # Two are gathered at a time, as far as there are more than a rank's share.
-    gathered = sum(sorted(each.dense_parameters for each in (*layers, *ends))[-2:]) / parallel.tensor
+    gathered = sum(sorted(unit.parameters for unit in of_stage)[-2:]) / parallel.tensor
     weights = b * (min(dense, dense / dense_ring + gathered) if whole else dense)
     gradients = run.gradient_bytes * ((dense / dense_ring if whole else dense) + owned)
     optimizer = of_dense * dense / (dense_ring if sharded else 1) + of_experts * owned / (expert_ring if sharded else 1)
@@ -86,7 +81,7 @@ def stage_memory(
         optimizer=optimizer,
         slots=_slot_bytes(run, sum(each.parameters > each.dense_parameters for each in layers)),
         activations=held * kept + working,
-        logits=cost.head.saved_bytes() * share if last else 0.0,
+        logits=units.head.operations.saved_bytes() * share if of_stage[-1] is units.head else 0.0,
         rows=_row_bytes(run, row_factor),
     )
 

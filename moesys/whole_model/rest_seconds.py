@@ -35,6 +35,10 @@ class RestSeconds:
     again: float = 0.0
     weight_gradients: float = 0.0
 
+    @property
+    def seconds(self) -> float:
+        return self.forward + self.backward + self.again
+
     def __add__(self, other: RestSeconds) -> RestSeconds:
         return RestSeconds(
             self.forward + other.forward,
