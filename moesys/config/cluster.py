@@ -39,8 +39,17 @@ class ClusterSpec(Declared):
         88.9539, ge=SLOWEST_GB_PER_S, description="between domains, in or out of a whole node, GB/s"
     )
     expert_tflops: float = Field(237.0, ge=1e-12, le=1e12, description="dense matmul rate a rank reaches, TFLOP/s")
+    backward_tflops: float | None = Field(
+        None, ge=1e-12, le=1e12, description="the same of gradients' products, of inputs and weights; None: as forward"
+    )
+    attention_tflops: float | None = Field(
+        None, ge=1e-12, le=1e12, description="the same of attention scores and what they sum; None: as other products"
+    )
+    attention_backward_tflops: float | None = Field(
+        None, ge=1e-12, le=1e12, description="the same of their gradients; None: as attention_tflops"
+    )
     fp8_tflops: float | None = Field(
-        None, ge=1e-12, le=1e12, description="the same of products in float8; None: it has none"
+        None, ge=1e-12, le=1e12, description="of products in float8, backward too; None: it has none"
     )
     peak_tflops: float | None = Field(
         None, ge=1e-12, le=1e12, description="by data sheet, in 16 bits, dense; utilisation is a share of it"
