@@ -157,8 +157,22 @@ def sum_seconds(choices_R: Rows, model: ModelShape, cluster: ClusterSpec) -> Row
 
 def memory_seconds(num_bytes: Rows, cluster: ClusterSpec) -> Rows:
     """Seconds in which a rank reads and writes so many bytes of its own memory; 0 where its speed is not declared."""
-    per_second = None if cluster.memory_gb_per_s is None else cluster.memory_gb_per_s * 1e9
-    return num_bytes * (0.0 if per_second is None else 1 / per_second)
+    return _moved_seconds(num_bytes, cluster.memory_gb_per_s)
+
+
+def elementwise_seconds(num_bytes: float, cluster: ClusterSpec, backward: bool) -> float:
+    """Seconds of what is no product and reads and writes so many bytes where each step of it is one kernel."""
+    declared = cluster.elementwise_backward_gb_per_s if backward else None
+    return _moved_seconds(num_bytes, declared or cluster.elementwise_gb_per_s or cluster.memory_gb_per_s)
+
+
+def optimizer_seconds(num_bytes: float, cluster: ClusterSpec) -> float:
+    """Seconds in which an optimizer reads and writes so many bytes."""
+    return _moved_seconds(num_bytes, cluster.optimizer_gb_per_s or cluster.memory_gb_per_s)
+
+
+def _moved_seconds(num_bytes: Rows, gb_per_s: float | None) -> Rows:
+    return num_bytes * (0.0 if gb_per_s is None else 1 / (gb_per_s * 1e9))
 
 
 def roofline_seconds(flops: Rows, num_bytes: Rows, cluster: ClusterSpec) -> Rows:

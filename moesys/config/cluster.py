@@ -57,6 +57,20 @@ class ClusterSpec(Declared):
     memory_gb_per_s: float | None = Field(
         None, ge=SLOWEST_GB_PER_S, description="of a rank's own memory, GB/s; None: it costs no time"
     )
+    elementwise_gb_per_s: float | None = Field(
+        None,
+        ge=SLOWEST_GB_PER_S,
+        description="bytes that norms, rotary embeddings, activations and residuals read and write at least, over "
+        "their time, GB/s; None: as memory_gb_per_s",
+    )
+    elementwise_backward_gb_per_s: float | None = Field(
+        None, ge=SLOWEST_GB_PER_S, description="the same of their gradients, GB/s; None: as elementwise_gb_per_s"
+    )
+    optimizer_gb_per_s: float | None = Field(
+        None,
+        ge=SLOWEST_GB_PER_S,
+        description="bytes that an optimizer reads and writes at least, over its time, GB/s; None: as memory_gb_per_s",
+    )
     memory_gb: float | None = Field(
         None, gt=0, le=1e9, description="memory of a rank, 1e9 bytes; None: nobody says how much there is"
     )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from moesys.config import ClusterSpec
 from moesys.config.model_run import ModelRun
 from moesys.config.parallelism import LayerRecompute
-from moesys.cost import attention_rate, memory_seconds, product_rate
+from moesys.cost import attention_rate, elementwise_seconds, product_rate
 from moesys.whole_model.operations import Operation, Operations, Part
 
 # Exchanges of a tensor group that run again: a gather, and what sums behind it where all runs again.
@@ -70,9 +70,10 @@ def _computed(operations: Operations, run: ModelRun) -> RestSeconds:
         rate, gradient_rate = (_rate(each, cluster, backward) for backward in (False, True))
         weights_s = share * each.weight_gradient_flops / gradient_rate
         products_s = share * each.input_gradient_flops / gradient_rate
-        inputs_s = products_s + memory_seconds(share * each.backward_bytes, cluster)
+        inputs_s = products_s + elementwise_seconds(share * each.backward_bytes, cluster, backward=True)
+        moved_s = elementwise_seconds(share * each.forward_bytes, cluster, backward=False)
         found += RestSeconds(
-            forward=share * each.flops / rate + memory_seconds(share * each.forward_bytes, cluster) + launch_s,
+            forward=share * each.flops / rate + moved_s + launch_s,
             backward=inputs_s + weights_s + each.backward_kernels * launch_s,
             weight_gradients=weights_s,
         )
