@@ -138,4 +138,5 @@ class ModelRun(Declared):
             # Whoever places a job puts a group into one domain where it fits: 64 of a rack's 72.
             ranks_per_domain=domain if ranks % domain == 0 else min(ranks, node),
             expert_tflops=cluster.fp8_tflops if self.fp8 else cluster.expert_tflops,
+            backward_tflops=None if self.fp8 else cluster.backward_tflops,
         )

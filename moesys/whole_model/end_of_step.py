@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from moesys.config.model_run import ModelRun
-from moesys.cost import memory_seconds
+from moesys.cost import optimizer_seconds
 from moesys.whole_model.exchanges import Ring
 from moesys.whole_model.memory import MASTER_BYTES, MOMENT_BYTES
 from moesys.whole_model.model_step import SimulatedPart
@@ -14,6 +14,11 @@ from moesys.whole_model.units import Units
 
 # Of a parameter, read and written beside master and moments: its gradient, and the copy in the compute dtype.
 _GRADIENT_AND_COPY_BYTES = 4 + 2
+
+
+def update_bytes(optimizer: str) -> int:
+    """Returns the bytes of a parameter that its update reads and writes."""
+    return 2 * (MASTER_BYTES + MOMENT_BYTES[optimizer]) + _GRADIENT_AND_COPY_BYTES
 
 
 @dataclass(frozen=True)
@@ -46,6 +51,5 @@ class EndOfStep:
         hidden = (layers - 1) / layers
         summed = max(0.0, summed - hidden * sum(part.seconds.backward for part in parts))
         gathered = max(0.0, gathered - hidden * sum(part.seconds.forward for part in parts))
-        moved = 2 * (MASTER_BYTES + MOMENT_BYTES[run.optimizer]) + _GRADIENT_AND_COPY_BYTES
-        optimizer_s = memory_seconds(updated * moved, run.cluster)
+        optimizer_s = optimizer_seconds(updated * update_bytes(run.optimizer), run.cluster)
         return {"gradients and parameters": summed + gathered, "optimizer": optimizer_s}
