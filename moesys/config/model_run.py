@@ -40,6 +40,11 @@ class ModelRun(Declared):
         description="of the host to start an operation, while others run: a pass of a part takes as long as its host "
         "at least; 0: a step is one CUDA graph",
     )
+    backend: Literal["nccl", "gloo"] = Field(
+        "nccl",
+        description='of what data-parallel ranks exchange; "gloo", on CPUs: with dense="full" nothing comes ahead, as '
+        "gathers and sums block, and a reduce-scatter sends what an all-reduce does",
+    )
     optimizer: Literal["adam", "adam_bf16", "sgd"] = Field(
         "adam", description="moments in float32, in bfloat16 (DeepSeek-V3), or none; masters are float32"
     )

@@ -47,6 +47,8 @@ class RestOfStep:
     every_slot_travels: an expert that a rank holds twice comes twice, and so do its gradients go home, as LAER-MoE's.
     travel_behind_rest: as FSDP does with its prefetch limit of 1, and no linked model: a layer's experts set off before
         the rest of the layer, in backward before that of the layer above; gradients are waited for at the end only.
+    units_block: parameters of units come when they are needed, and gradients go when they are there, and nobody
+        computes meanwhile.
     units: all of the model in the order of forward, with as many that have experts as there are layers with them; then
         ``other_seconds`` and its like are not read. None: layers with experts, and nothing else.
     """
@@ -60,6 +62,7 @@ class RestOfStep:
     gradient_bytes: int = GRADIENT_BYTES
     every_slot_travels: bool = False
     travel_behind_rest: bool = False
+    units_block: bool = False
     units: Sequence[RestUnit] | None = None
 
     def units_of(self, num_layers: int) -> Sequence[RestUnit]:

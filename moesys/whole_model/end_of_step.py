@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from moesys.config.model_run import ModelRun
 from moesys.cost import optimizer_seconds
-from moesys.whole_model.exchanges import Ring
+from moesys.whole_model.exchanges import Ring, passes_of_sum
 from moesys.whole_model.memory import MASTER_BYTES, MOMENT_BYTES
 from moesys.whole_model.model_step import SimulatedPart
 from moesys.whole_model.units import Units
@@ -43,7 +43,7 @@ class EndOfStep:
             if done:
                 continue
             gradients_s = ring.seconds(parameters * run.gradient_bytes, run.cluster)
-            summed += gradients_s if sharded else 2 * gradients_s
+            summed += gradients_s * (passes_of_sum(run) if sharded else 2)
             if sharded:
                 gathered += ring.seconds(parameters * run.model.bytes_per_element, run.cluster)
         # Gradients of the layer that comes last have nothing to hide behind, nor have parameters of the first.

@@ -13,7 +13,7 @@ from moesys.layout import TokenPlan
 from moesys.simulator.rest_of_step import RestOfStep, RestUnit
 from moesys.simulator.simulation import Simulation
 from moesys.simulator.step_program import run_step
-from moesys.whole_model.exchanges import Ring
+from moesys.whole_model.exchanges import Ring, passes_of_sum
 from moesys.whole_model.model_step import SimulatedPart
 from moesys.whole_model.pipeline import PartSeconds
 from moesys.whole_model.units import Unit
@@ -24,7 +24,8 @@ _RECOMPUTED: dict[str, Recompute] = {"none": "none", "selective": "selective", "
 def simulate_part(run: ModelRun, units: Sequence[Unit], plans: Sequence[TokenPlan]) -> SimulatedPart:
     """Returns what ``units`` take. ``plans``: of those with experts."""
     passed = [_passed(run, unit) for unit in units]
-    around = RestOfStep(recompute=_RECOMPUTED[run.parallelism.recompute], units=passed)
+    blocks = run.backend == "gloo"
+    around = RestOfStep(recompute=_RECOMPUTED[run.parallelism.recompute], units_block=blocks, units=passed)
     found = run_step(run.strategy, run.shape, run.expert_cluster, [plans], around)
     forward, backward = found.forward_seconds, found.length_seconds - found.forward_seconds
     of_experts = float(np.mean(found.computed_R.get("weight_gradients", 0.0)))
@@ -59,7 +60,7 @@ def _passed(run: ModelRun, unit: Unit) -> RestUnit:
         rest.again,
         unit.has_experts,
         ring.load(gathered, group, whole),
-        ring.load(reduced, group, whole),
+        ring.load(reduced * passes_of_sum(run), group, whole),
         unit.kept,
     )
 

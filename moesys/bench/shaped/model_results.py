@@ -34,7 +34,10 @@ from moesys.step import LayerPlan
 from moesys.whole_model.simulate_model import simulate_model
 
 # Of a cluster, how fast a rank computes.
-_RATES = ("expert_tflops", "memory_gb_per_s")
+_RATES = (
+    *("expert_tflops", "backward_tflops", "attention_tflops", "attention_backward_tflops"),
+    *("memory_gb_per_s", "elementwise_gb_per_s", "elementwise_backward_gb_per_s", "optimizer_gb_per_s"),
+)
 # Of what is fitted: a factor of those, and microseconds to start an operation.
 _FACTORS, _LAUNCH_US = (0.05, 20.0), (0.0, 1e4)
 
@@ -198,6 +201,7 @@ def _simulated_ms(
         parallelism=Parallelism(dense="full"),
         seq_len=LENGTH,
         micro_batch=sequences,
+        backend="gloo",
     )
     return 1e3 * simulate_model(run, plans).seconds
 
