@@ -213,6 +213,7 @@ CHANGES = [
             "fp8": True,
             "gradient_dtype": "bfloat16",
             "host_us": 1.0,
+            "backend": "gloo",
             "optimizer": "sgd",
         },
     ),

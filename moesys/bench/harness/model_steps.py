@@ -72,7 +72,9 @@ def config_of(model: str, hidden_size: int = HIDDEN) -> Any:
     family, options = MODELS[model]
     options = options | {name: options[name] * hidden_size // HIDDEN for name in _WIDTHS if name in options}
     transformers: Any = importlib.import_module("transformers")
-    return getattr(transformers, f"{family}Config")(**options, num_experts_per_tok=K, max_position_embeddings=LENGTH)
+    # Ids that a tokenizer would have are beyond so small a vocabulary.
+    common = {"num_experts_per_tok": K, "max_position_embeddings": LENGTH, "eos_token_id": None}
+    return getattr(transformers, f"{family}Config")(**options, **common)
 
 
 def new_model(model: str, hidden_size: int = HIDDEN) -> Any:

@@ -50,7 +50,7 @@ class ModelCase:
 
     @cached_property
     def spec(self) -> ModelSpec:
-        return ModelSpec.from_config(config_of(self.model, self.hidden_size).to_dict())
+        return ModelSpec.from_config(config_of(self.model, self.hidden_size).to_dict(), dtype="float32")
 
     @property
     def strategies(self) -> list[Strategy]:

@@ -26,6 +26,7 @@ from moesys.bench.harness.model_steps import LENGTH
 from moesys.bench.harness.sheets import Column
 from moesys.bench.harness.stopwatch import Spread
 from moesys.bench.shaped.cases import links_of
+from moesys.bench.shaped.host_models import ModelCase
 from moesys.bench.shaped.model_cases import MeasuredCase
 from moesys.config import ClusterSpec, Parallelism, Strategy
 from moesys.config.model_run import ModelRun
@@ -141,17 +142,17 @@ def result_of(measured: MeasuredCase) -> ModelResult:
             settings.append(ModelSetting(*place, [], [], wrong=measured.wrong[strategy.name]))
             continue
         plans = plans_of(measured, strategy.name)
-        simulated_ms = _simulated_ms(measured, strategy, case.sequences, plans, told.cluster)
+        found_ms = simulated_ms(case, strategy, case.sequences, plans, told.cluster)
         settings.append(
             ModelSetting(
                 *place,
                 samples_ms,
                 measured.samples_ms.get(first, []),
                 max_over_mean=statistics.fmean(plan.tokens.max_over_mean for plan in plans),
-                simulated_ms=simulated_ms,
-                parts_ms=_simulated_ms(measured, strategy, case.sequences, plans, told.parts),
+                simulated_ms=found_ms,
+                parts_ms=simulated_ms(case, strategy, case.sequences, plans, told.parts),
                 closed_ms=_closed_ms(measured, strategy, plans, told.parts),
-                first_simulated_ms=settings[0].simulated_ms if settings else simulated_ms,
+                first_simulated_ms=settings[0].simulated_ms if settings else found_ms,
             )
         )
     return ModelResult(measured, told, settings)
@@ -175,7 +176,7 @@ def told_of(measured: MeasuredCase) -> Told:
         log_factor, launch_us = log_factor_and_launch
         cluster = scaled(parts, float(np.exp(log_factor)), float(launch_us))
         return [
-            float(np.log(_simulated_ms(measured, strategy, sequences, plans, cluster) / _median_ms(measured, name)))
+            float(np.log(simulated_ms(case, strategy, sequences, plans, cluster) / _median_ms(measured, name)))
             for name, strategy, sequences, plans in pieces
         ]
 
@@ -191,11 +192,12 @@ def scaled(parts: ClusterSpec, factor: float, launch_us: float) -> ClusterSpec:
     return parts.replace(**rates, launch_us=launch_us)
 
 
-def _simulated_ms(
-    measured: MeasuredCase, strategy: Strategy, sequences: int, plans: list[LayerPlan], cluster: ClusterSpec
+def simulated_ms(
+    case: ModelCase, strategy: Strategy, sequences: int, plans: list[LayerPlan], cluster: ClusterSpec
 ) -> float:
+    """Of a step that has these plans."""
     run = ModelRun(
-        model=measured.case.spec,
+        model=case.spec,
         cluster=cluster,
         strategy=strategy,
         parallelism=Parallelism(dense="full"),
