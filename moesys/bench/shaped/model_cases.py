@@ -8,26 +8,28 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pydantic import TypeAdapter
 
 from moesys.balance import warm_up
 from moesys.bench.calibrate.measurement import calibrate
+from moesys.bench.harness.bench_ranks import Ranks
 from moesys.bench.harness.contest import of_all_ranks
 from moesys.bench.harness.steps import steps_told
 from moesys.bench.harness.stopwatch import machine_line
-from moesys.bench.shaped.calibration import LinkFigures, link_figures
+from moesys.bench.shaped.calibration import LinkFigures, link_figures, slowest
 from moesys.bench.shaped.cases import KEEPING_MEMORY, check_links, share_of_cores
 from moesys.bench.shaped.host_models import ModelCase, measure
+from moesys.bench.shaped.host_steps import interrupted_ms
 from moesys.config import ClusterSpec
 from moesys.lab.ranks.pool import LocalRanks, RankTimeouts
 from moesys.lab.slow_links.shaped_links import Delay, shaped_links
 
 PACKAGES = ("torch", "transformers")
 # A model, and the bandwidths at which it is trained by default.
-_MBIT_PER_S = {"olmoe": (200.0, 1000.0), "qwen3-moe": (200.0, 1000.0), "deepseek-v3": (500.0,)}
+_MBIT_PER_S = {"olmoe": (200.0, 1000.0), "qwen3-moe": (500.0,), "deepseek-v3": (500.0,)}
 # Of a rank: as many as make steps of a second or so on its part of two cores.
 _SEQUENCES = {2: 8, 4: 4}
 _RUN_S = 1800.0
@@ -37,9 +39,9 @@ _RUN_S = 1800.0
 class MeasuredCase:
     """What was seen of a case.
 
-    parts: what ``bench calibrate`` makes of these hosts, of which it sees no model; its links are not those of the
-        case, which are ``links``. samples_ms: of the slowest rank, by strategy and piece. plans: of the newest step,
-        layer by layer, as ``LayerPlan.to_json``. wrong: why a strategy was not timed.
+    links: of the case, with the latency that messages have to hosts that compute. parts: what ``bench calibrate`` makes
+        of these hosts, of which it sees no model. samples_ms: of the slowest rank, by strategy and piece. plans: of the
+        newest step, layer by layer, as ``LayerPlan.to_json``. wrong: why a strategy was not timed.
     """
 
     case: ModelCase
@@ -62,7 +64,7 @@ def asked_for(
     latency_us: float | None = None,
     kinds: Sequence[str] = ("models",),
 ) -> list[ModelCase]:
-    """The cases: three models on each number of hosts, two of them over two bandwidths; given ones replace those.
+    """The cases: three models on each number of hosts, one of them over two bandwidths; given ones replace those.
 
     Raises ValueError for hosts, bandwidths and latencies that ``cases`` refuses, and for ``kinds`` beside models.
     """
@@ -128,13 +130,14 @@ def measure_cases(
                     begin(f"{case.hosts} hosts, {case.mbit_per_s:g} Mbit/s, {case.model}")
                     links.reshape(case.mbit_per_s)
                     figures = link_figures(ranks, case.links, repeats)
+                    late_ms = _late_ms(ranks, case, repeats)
                     outcomes = of_all_ranks(ranks.run(measure, case, repeats, timeout_s=_RUN_S))
                     found[case] = MeasuredCase(
                         case,
                         repeats,
                         links.plan.delay,
                         cpus,
-                        figures,
+                        replace(figures, latency_ms=max(figures.latency_ms, late_ms)),
                         parts,
                         {name: of.samples_ms["step"] for name, of in outcomes.items() if of.samples_ms},
                         {name: of.metrics[0] for name, of in outcomes.items() if of.samples_ms},
@@ -142,3 +145,10 @@ def measure_cases(
                     )
                     keep(list(found.values()))
     return [found[case] for case in asked]
+
+
+def _late_ms(ranks: Ranks, case: ModelCase, repeats: int) -> float:
+    """What a message takes to hosts that compute."""
+    by_rank = ranks.run(interrupted_ms, case.links.shape, repeats, timeout_s=_RUN_S)
+    alone_ms, interrupted = (slowest([rank[which] for rank in by_rank]) for which in (0, 1))
+    return interrupted - alone_ms
