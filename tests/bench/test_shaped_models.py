@@ -91,6 +91,15 @@ def test_a_step_that_is_predicted_is_not_looked_at() -> None:
         assert three_times.error == pytest.approx((1 + (one.error or 0)) / 3 - 1)
 
 
+def test_a_message_is_as_late_as_products_with_one_behind_take_longer() -> None:
+    class Ranks:
+        def run(self, *_: object, **__: object) -> list[tuple[list[float], list[float]]]:
+            # Of two ranks, alone and interrupted; what counts is the slower one, and the median.
+            return [([8.0, 9.0, 50.0], [12.0, 11.0, 13.0]), ([7.0, 8.5, 1.0], [11.0, 11.5, 90.0])]
+
+    assert model_cases._late_ms(Ranks(), CASE, 3) == 12.0 - 9.0  # type: ignore[arg-type]
+
+
 def test_the_closed_form_is_the_line_at_the_busiest_ranks_tokens() -> None:
     measured = measured_as(1.0, 10.0)
     measured.samples_ms.update(some=[30.0], most=[70.0])

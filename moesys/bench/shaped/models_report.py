@@ -42,8 +42,9 @@ def notes(results: Sequence[ModelResult]) -> list[str]:
         "repetitions, interleaved in shuffled order within a case. Routing is replayed: experts drawn by "
         f"1 / n^{ZIPF}, the order of experts by layer. Loss and all gradients are those of transformers' own code on "
         f"each rank, to {TOLERANCE:g}.",
-        "Simulated: `ms.simulate_model` with the plans that the steps had, on links measured by themselves and hosts "
-        "that `bench calibrate` measured, with two constants fitted to even steps of three quarters and a quarter of "
+        "Simulated: `ms.simulate_model` with the plans that the steps had, on links measured by themselves (bandwidth "
+        "by all-to-alls, latency by all-to-alls of a byte behind products) and hosts that `bench calibrate` measured, "
+        "with two constants fitted to even steps of three quarters and a quarter of "
         "the sequences, interleaved with these: how fast a model computes, and what starting an operation takes.",
         "By parts: the same on what `bench calibrate` says alone; no step of a model was looked at. Closed form: the "
         "line through those even steps, at the tokens of the busiest rank, and experts at the rate of the links. "
