@@ -217,6 +217,11 @@ CHANGES = [
             "optimizer": "sgd",
         },
     ),
+    (RUN.replace(fp8=True, fp8_rows=True), {"fp8_rows": False}),
+    (
+        Parallelism(overlap_micro_batches=True),
+        {"overlap_micro_batches": False},
+    ),
     (
         Parallelism(pipeline=2),
         {

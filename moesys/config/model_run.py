@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
@@ -11,6 +12,7 @@ from moesys.config.cluster import ClusterSpec
 from moesys.config.layer_spec import MoeMlp
 from moesys.config.model import ModelShape
 from moesys.config.model_spec import ModelSpec
+from moesys.config.overlap import MegaKernel
 from moesys.config.parallelism import Groups, Parallelism
 from moesys.config.strategy import Strategy
 
@@ -30,6 +32,9 @@ class ModelRun(Declared):
         None, ge=1, description="sequences of a step; None: one micro-batch of every data-parallel rank and stage"
     )
     fp8: bool = Field(False, description="products with weights in float8; masters, scores, router and head are not")
+    fp8_rows: bool = Field(
+        False, description="with fp8, rows go to experts in float8, gradients too; both come home in the model's dtype"
+    )
     gradient_dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="of the gradients that a rank keeps between micro-batches, and sums with other ranks"
     )
@@ -68,11 +73,18 @@ class ModelRun(Declared):
                 f"pipeline={parallel.pipeline} with virtual_stages={parallel.virtual_stages} cuts "
                 f"{self.model.num_layers} layers into {parts} parts; use at most {self.model.num_layers}"
             )
+        for attention in {layer.attention for layer in self.model.layer_counts}:
+            few, many = sorted((parallel.tensor, attention.num_kv_heads))
+            if many % few:
+                raise ValueError(
+                    f"tensor={parallel.tensor} neither divides the {attention.num_kv_heads} heads of keys, nor has "
+                    "each head equally many ranks; choose a divisor or a multiple"
+                )
         sharing = parallel.tensor * parallel.context
-        if self.micro_batch * self.seq_len % sharing:
+        if self.seq_len % sharing:
             raise ValueError(
-                f"tensor={parallel.tensor} and context={parallel.context} do not divide the "
-                f"{self.micro_batch * self.seq_len} tokens of a micro-batch; choose divisors"
+                f"tensor={parallel.tensor} and context={parallel.context} share each sequence, and do not divide its "
+                f"seq_len={self.seq_len} tokens; choose divisors"
             )
         at_once = groups.data * self.micro_batch
         if self.global_batch is not None and self.global_batch % at_once:
@@ -89,6 +101,11 @@ class ModelRun(Declared):
         if self.fp8 and self.cluster.fp8_tflops is None:
             raise ValueError(
                 f"fp8=True, but the cluster {self.cluster.name!r} declares no fp8_tflops; declare it, or use fp8=False"
+            )
+        if self.fp8_rows and (not self.fp8 or isinstance(self.strategy.overlap, MegaKernel)):
+            raise ValueError(
+                f"fp8_rows=True with fp8={self.fp8}, overlap={self.strategy.overlap.kind!r}: experts that compute in "
+                "float8 take rows in float8, and MegaKernels send rows as they are; use fp8=True and another overlap"
             )
         self.strategy.slots(self.shape, self.expert_cluster)
         return self
@@ -127,21 +144,24 @@ class ModelRun(Declared):
     def expert_cluster(self) -> ClusterSpec:
         """The ranks of one expert group, which are neighbours; its products run in float8 with ``fp8``.
 
+        Groups lie as ranks are numbered. Where one straddles domains, so that its rows go over NICs, it is the one in
+        which most pairs of ranks are apart, as the others wait for it.
+
         Raises ValueError where nodes differ, or a group is neither part of a node nor whole nodes.
         """
         cluster, ranks = self.cluster, self.groups.expert
         node, nodes_differ = cluster.node_sizes[0], len(set(cluster.node_sizes)) > 1
-        if nodes_differ or (ranks > node and ranks % node):
+        if nodes_differ or (ranks > node and ranks % node) or (ranks < node and node % ranks):
             raise ValueError(
                 f"an expert group of {ranks} ranks lies on nodes of {sorted(set(cluster.node_sizes))} ranks; whole "
                 "models are simulated on equal nodes, with groups that divide them or are whole nodes"
             )
-        domain = min(ranks, cluster.domain_sizes[0])
+        domain_R = cluster.domain_of_rank
+        placed = [tuple(Counter(domain_R[first : first + ranks]).values()) for first in range(0, len(domain_R), ranks)]
         return cluster.replace(
             num_nodes=max(1, ranks // node),
             ranks_per_node=min(ranks, node),
-            # Whoever places a job puts a group into one domain where it fits: 64 of a rack's 72.
-            ranks_per_domain=domain if ranks % domain == 0 else min(ranks, node),
+            ranks_per_domain=min(placed, key=lambda sizes: sum(size * size for size in sizes)),
             expert_tflops=cluster.fp8_tflops if self.fp8 else cluster.expert_tflops,
             backward_tflops=None if self.fp8 else cluster.backward_tflops,
         )

@@ -29,6 +29,9 @@ class Parallelism(Declared):
     virtual_stages: int = Field(1, ge=1, description="parts of the model in each stage; more than 1: interleaved")
     expert: int | None = Field(None, ge=1, description="ranks of an expert group; None: all of a stage")
     schedule: PipelineSchedule = "1f1b"
+    overlap_micro_batches: bool = Field(
+        False, description="a micro-batch's forward runs beside another's backward: one computes while the other sends"
+    )
     dense: Literal["replicated", "optimizer", "full"] = Field(
         "optimizer", description="what data-parallel ranks shard of dense parameters: nothing, optimizer states, or all"
     )
@@ -47,6 +50,16 @@ class Parallelism(Declared):
             raise ValueError(
                 f"schedule='zero_bubble' has one part of the model a stage, not virtual_stages={self.virtual_stages}; "
                 "use schedule='1f1b', or virtual_stages=1"
+            )
+        if self.overlap_micro_batches and self.schedule == "zero_bubble":
+            raise ValueError(
+                "overlap_micro_batches=True pairs forwards with whole backwards, which schedule='zero_bubble' splits; "
+                "use schedule='1f1b'"
+            )
+        if self.overlap_micro_batches and self.pipeline > 1 and self.virtual_stages == 1:
+            raise ValueError(
+                f"overlap_micro_batches=True with pipeline={self.pipeline} needs interleaved stages, as Megatron-Core "
+                "does: else each stage waits for the next one's pair; use virtual_stages=2 or more, or pipeline=1"
             )
         return self
 

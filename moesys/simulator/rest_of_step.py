@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from moesys.config import ClusterSpec
 from moesys.config.workload import Recompute
-from moesys.cost import GRADIENT_BYTES, FloatArray, LinkLoad
+from moesys.cost import GRADIENT_BYTES, ExpertPass, FloatArray, LinkLoad, memory_seconds
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,6 +50,10 @@ class RestOfStep:
         the rest of the layer, in backward before that of the layer above; gradients are waited for at the end only.
     units_block: parameters of units come when they are needed, and gradients go when they are there, and nobody
         computes meanwhile.
+    row_share: bytes of a row on its way to experts, and of a gradient on its way to them in backward, over those in the
+        compute dtype, where rows are narrowed before they are sent. MegaKernels send them as they are.
+    cast_bytes: read and written for each row to narrow the operands of experts' products, before their forward and
+        before their backward.
     units: all of the model in the order of forward, with as many that have experts as there are layers with them; then
         ``other_seconds`` and its like are not read. None: layers with experts, and nothing else.
     """
@@ -63,6 +68,8 @@ class RestOfStep:
     every_slot_travels: bool = False
     travel_behind_rest: bool = False
     units_block: bool = False
+    row_share: float = 1.0
+    cast_bytes: tuple[float, float] = (0.0, 0.0)
     units: Sequence[RestUnit] | None = None
 
     def units_of(self, num_layers: int) -> Sequence[RestUnit]:
@@ -75,6 +82,14 @@ class RestOfStep:
         if (found := sum(unit.has_experts for unit in self.units)) != num_layers:
             raise ValueError(f"units has {found} with experts, and there are plans of {num_layers}; give as many")
         return self.units
+
+    def cast_seconds(self, rows_RE: FloatArray, cluster: ClusterSpec, of: ExpertPass) -> FloatArray:
+        """Returns seconds [R] to narrow the operands of a pass. Those of weights' gradients are narrow by then; what
+        pre-activations lead to is one of them.
+        """
+        forward, backward = self.cast_bytes
+        num_bytes = {"input_gradients": backward, "weight_gradients": 0.0}.get(of, forward)
+        return memory_seconds(rows_RE.sum(axis=1) * num_bytes, cluster)
 
     @property
     def runs_again(self) -> bool:

@@ -20,15 +20,22 @@ COMPUTED_KINDS = ("experts", "weight_gradients", "gather", "sum", "other", "opti
 
 @dataclass(frozen=True, eq=False)
 class Simulation:
-    """A step: ``timeline`` of blocks, and what its length follows from. ``forward_seconds``: until the last rank was
-    through the forward of the last micro-batch. ``forward_waited_R``: ``waited_R`` then.
+    """A step: ``timeline`` of blocks, and what its length follows from. ``forward_R``: seconds [R] until each rank was
+    through the forward of the last micro-batch. ``forward_waited_R``, ``forward_moved_L``: ``waited_R`` and ``moved_L``
+    then.
     """
 
     cluster: ClusterSpec
     timeline: Timeline
-    forward_seconds: float
+    forward_R: FloatArray
     forward_waited_R: dict[str, FloatArray]
+    forward_moved_L: dict[str, FloatArray]
     _lanes: Lanes
+
+    @property
+    def forward_seconds(self) -> float:
+        """Until the last rank was through the forward of the last micro-batch."""
+        return float(self.forward_R.max())
 
     @property
     def length_seconds(self) -> float:

@@ -28,6 +28,7 @@ import numpy as np
 
 from moesys.config import ClusterSpec, Fsep, MegaKernel, ModelShape, Strategy
 from moesys.cost import (
+    ExpertPass,
     FloatArray,
     LinkLoad,
     gather_seconds,
@@ -105,8 +106,6 @@ class _Step:
         # Beside MegaKernels copy engines bring experts that are sharded; all else is sent by kernels.
         pulled = isinstance(overlap, MegaKernel) and isinstance(sharding, Fsep) and sharding.flat
         self.lanes = Lanes(cluster, 0.0 if pulled else cluster.copy_share)
-        self.forward_seconds = 0.0
-        self.forward_waited_R: dict[str, FloatArray] = {}
         self.waiting_reshards: deque[tuple[_Exchange | None, LinkLoad, int]] = deque()
         self.reshards: deque[_Exchange] = deque()
 
@@ -145,7 +144,7 @@ class _Step:
             del self.experts[layer]
 
     def end_forward(self) -> None:
-        self.forward_seconds, self.forward_waited_R = float(self.lanes.now_R.max()), dict(self.lanes.waited_R)
+        self.after_forward = self.lanes.now_R, dict(self.lanes.waited_R), dict(self.lanes.moved_L)
 
     def backward(self, place: int) -> None:
         unit, name = self.units[place], self._name(place)
@@ -215,9 +214,11 @@ class _Step:
                         self._gather(rows.rows_RE.sum(axis=1) / rows.traffic.parts_of("combine") / chunks, detail)
                     elif stage.kind != "send_sums":
                         sent_RR = rows.traffic.in_stage(stage.kind, stage.part)
-                        self._gather(sent_RR.sum(axis=1) / chunks, detail)
-                    lane = "dispatch" if stage.kind in ("dispatch", "spread") else "combine"
-                    load = rows.loads[stage.kind, stage.part].part(1 / chunks)
+                        # Read as they are, and written as they travel.
+                        self._gather(sent_RR.sum(axis=1) * (1 + self.rest.row_share) / 2 / chunks, detail)
+                    away = stage.kind in ("dispatch", "spread")
+                    lane, share = ("dispatch", self.rest.row_share) if away else ("combine", 1.0)
+                    load = rows.loads[stage.kind, stage.part].part(share / chunks)
                     under_way[stage] = self._issue("tokens", lane, load, detail)
                     self._put_in_place(came_R, detail)
                 case "publish":
@@ -227,16 +228,14 @@ class _Step:
                 case "experts":
                     self._experts(rows.rows_RE / chunks, layer, way, stage.chunk)
                 case "pre_activations":
-                    seconds_R = pass_seconds(rows.rows_RE / chunks, self.model, self.cluster, "pre_activations")
-                    self._compute(seconds_R, "experts", detail)
+                    self._compute(self._pass_seconds(rows.rows_RE / chunks, stage.kind), "experts", detail)
                 case "sum":
                     seconds_R = sum_seconds(rows.traffic.summed_R / chunks, self.model, self.cluster)
                     self._compute(seconds_R, "sum", detail)
                 case "combine_dweights":
                     under_way[stage] = self._message("combine", rows.whole.reversed(), f"{name} weights")
                 case "weight_gradients":
-                    seconds_R = pass_seconds(rows.rows_RE, self.model, self.cluster, "weight_gradients")
-                    self._compute(seconds_R, "weight_gradients", name)
+                    self._compute(self._pass_seconds(rows.rows_RE, stage.kind), stage.kind, name)
                 case "gather_dweights":
                     pass  # one number a row
                 case "mega_kernels":
@@ -248,8 +247,7 @@ class _Step:
         """MegaKernels of ranks that entered the layer at ``entered_R``."""
         rows = self._rows(layer)
         if way == "backward" and self.rest.recompute == "computing":
-            again_R = pass_seconds(rows.rows_RE, self.model, self.cluster, "forward")
-            self._compute(again_R, "experts", f"layer {layer} recomputation")
+            self._compute(self._pass_seconds(rows.rows_RE, "forward"), "experts", f"layer {layer} recomputation")
         found = next(self.queued).run(entered_R, self.lanes.now_R)
         seconds_L = np.sum([moved.link_seconds_L for moved in found.moved], axis=0)
         both_ways = LinkLoad(seconds_L, rows.whole.used_4R | rows.whole.reversed().used_4R)
@@ -274,8 +272,7 @@ class _Step:
 
     def _experts(self, rows_RE: FloatArray, layer: int, way: Direction, chunk: int) -> None:
         def run(of: Literal["forward", "input_gradients"], name: Direction) -> None:
-            seconds_R = pass_seconds(rows_RE, self.model, self.cluster, of)
-            self._compute(seconds_R, "experts", f"layer {layer} {name} {chunk}")
+            self._compute(self._pass_seconds(rows_RE, of), "experts", f"layer {layer} {name} {chunk}")
 
         if way == "backward":
             if self.rest.recompute == "computing":
@@ -283,6 +280,10 @@ class _Step:
             run("input_gradients", way)
         else:
             run("forward", way)
+
+    def _pass_seconds(self, rows_RE: FloatArray, of: ExpertPass) -> FloatArray:
+        cast_R = self.rest.cast_seconds(rows_RE, self.cluster, of)
+        return pass_seconds(rows_RE, self.model, self.cluster, of) + cast_R
 
     def _put_in_place(self, rows_R: FloatArray, detail: str) -> None:
         if rows_R.any():
@@ -398,4 +399,4 @@ class _Step:
 
     def simulation(self) -> Simulation:
         timeline = Timeline.of_blocks(self.lanes.blocks())
-        return Simulation(self.cluster, timeline, self.forward_seconds, self.forward_waited_R, self.lanes)
+        return Simulation(self.cluster, timeline, *self.after_forward, self.lanes)

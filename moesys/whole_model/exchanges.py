@@ -1,7 +1,7 @@
 """What data-parallel ranks send each other: parameters gathered, gradients summed, by rings that go round all of them.
 
-A ring passes all of a group's bytes but its own share through every rank, and through every node that the group spans;
-the groups of a node share its NICs.
+A ring passes all of a group's bytes but its own share through every rank, and through the NICs of every domain that the
+group spans; the groups of a domain share them.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import numpy as np
 from moesys.config import ClusterSpec
 from moesys.config.model_run import ModelRun
 from moesys.cost import LinkLoad
+from moesys.whole_model.placement import Placement, place_groups, place_pairs
 
 
 def passes_of_sum(run: ModelRun) -> int:
@@ -24,39 +25,45 @@ def passes_of_sum(run: ModelRun) -> int:
 
 @dataclass(frozen=True)
 class Ring:
-    """Groups of ``size`` ranks, each ``stride`` apart from its neighbours."""
+    """Groups of ``size`` ranks, and where they lie."""
 
     size: int
-    stride: int
+    placement: Placement
 
     @classmethod
     def of_dense(cls, run: ModelRun) -> Ring:
         """Ranks of a stage that hold the same dense parameters."""
-        return cls(run.groups.stage // run.parallelism.tensor, run.parallelism.tensor)
+        size, stride = run.groups.stage // run.parallelism.tensor, run.parallelism.tensor
+        return cls(size, place_groups(size, stride, run.cluster))
 
     @classmethod
     def of_experts(cls, run: ModelRun) -> Ring:
         """Ranks of a stage that hold the same experts."""
-        return cls(run.groups.expert_data, run.groups.expert)
+        size, stride = run.groups.expert_data, run.groups.expert
+        return cls(size, place_groups(size, stride, run.cluster))
+
+    @classmethod
+    def of_ends(cls, run: ModelRun) -> Ring:
+        """Ranks of the first and of the last stage that hold the same part of tied embeddings."""
+        stage = run.groups.stage
+        return cls(2, place_pairs(run.cluster.num_ranks - stage, stage, run.cluster))
 
     def seconds(self, num_bytes: float, cluster: ClusterSpec) -> float:
         """Returns those of one all-gather, or one reduce-scatter, of so many bytes a group."""
-        return max(self._busy_seconds(num_bytes, cluster))
+        return max(self.busy_seconds(num_bytes, cluster))
 
     def load(self, num_bytes: float, group: ClusterSpec, whole: ClusterSpec) -> LinkLoad:
         """Returns what such an exchange asks of the links of an expert ``group``, which is a part of the ``whole``."""
         R, N = group.num_ranks, group.num_nodes
-        busy_s = self._busy_seconds(num_bytes, whole)
+        busy_s = self.busy_seconds(num_bytes, whole)
         return LinkLoad(
             np.repeat(busy_s, (2 * R, 2 * N)), np.repeat(np.array(busy_s) > 0, 2)[:, None].repeat(R, axis=1)
         )
 
-    def _busy_seconds(self, num_bytes: float, cluster: ClusterSpec) -> tuple[float, float]:
+    def busy_seconds(self, num_bytes: float, cluster: ClusterSpec) -> tuple[float, float]:
         """Returns those of a rank's way inside its domain, and those of a node's NICs, either way; 0 where unused. All
         groups of a node are on its NICs, those of other expert groups among them.
         """
-        passed, domain = num_bytes * (self.size - 1) / self.size, cluster.domain_sizes[0]
-        inside = passed / (cluster.intra_node_gb_per_s * 1e9) if self.stride < domain else 0.0
-        if self.size * self.stride <= domain:
-            return inside, 0.0
-        return inside, min(self.stride, cluster.node_sizes[0]) * passed / (cluster.inter_node_gb_per_s * 1e9)
+        passed = num_bytes * (self.size - 1) / self.size
+        inside = passed / (cluster.intra_node_gb_per_s * 1e9) if self.placement.inside else 0.0
+        return inside, self.placement.on_nics * passed / (cluster.inter_node_gb_per_s * 1e9)

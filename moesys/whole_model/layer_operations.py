@@ -26,6 +26,7 @@ class Sizes:
     model: ModelSpec
     seq_len: int
     fp8: bool
+    fp8_rows: bool
     scores: Scores
 
     def rows(self, rows: int, width: int, fp8: bool = False) -> int:
@@ -33,6 +34,13 @@ class Sizes:
         element_bytes = self.model.bytes_per_element
         row = width + -(-width // _SCALED_TOGETHER) if fp8 else width * element_bytes
         return self.seq_len * rows * row
+
+    def narrowed(self, rows: int, width: int, came: bool = False) -> int:
+        """Bytes read and written to narrow rows of an operand: once along rows, for the product, and once along
+        columns, for the gradient of weights. Of rows that ``came`` narrow the second only.
+        """
+        narrow = self.rows(rows, width, fp8=True)
+        return 2 * narrow if came else self.rows(rows, width) + 2 * narrow
 
     def words(self, count: int) -> int:
         """Bytes of so many float32 or int32 a token."""
@@ -57,13 +65,18 @@ def _product(
     rows: int = 1,
     copies: int = 1,
     narrow: bool = True,
+    came: Literal["rows", "gradients"] | None = None,
     runs_again: bool = True,
 ) -> Operation:
     """A product with weights of ``rows`` a token; of ``copies`` of the weights each row meets one. ``narrow``: in
-    float8 where the model's products are.
+    float8 where the model's products are. ``came``: what is in float8 already.
     """
     flops = sizes.seq_len * rows * product.flops
     fp8 = sizes.fp8 and narrow
+    casts = [
+        sizes.narrowed(rows, width, sizes.fp8_rows and came == which) if fp8 else 0
+        for which, width in (("rows", product.inputs), ("gradients", product.outputs))
+    ]
     return Operation(
         name,
         part,
@@ -71,6 +84,8 @@ def _product(
         flops=flops,
         input_gradient_flops=flops,
         weight_gradient_flops=flops,
+        forward_bytes=casts[0],
+        backward_bytes=casts[1],
         # In float8 an operand is another tensor than the one that others read.
         saved={f"{operand}_fp8" if fp8 else operand: sizes.rows(rows, product.inputs, fp8)},
         fp8=fp8,
@@ -200,13 +215,15 @@ def _experts(mlp: MoeMlp, sizes: Sizes) -> Iterator[Operation]:
         # Of each choice its expert, its weight, and where its row went.
         saved={"router_probabilities": sizes.words(E), "choices": sizes.words(3 * K)},
     )
-    sent = sizes.rows(K, H, sizes.fp8)
+    sent = sizes.rows(K, H, sizes.fp8_rows)
     home = sizes.rows(K + 1, H)
-    yield Operation("dispatch", "dispatch", forward_bytes=2 * sent, backward_bytes=home, sent_bytes=sent)
-    yield _product("expert_up", "experts", up, "expert_rows", sizes, rows=K, copies=E)
+    yield Operation("dispatch", "dispatch", forward_bytes=sizes.rows(K, H) + sent, backward_bytes=home, sent_bytes=sent)
+    yield _product("expert_up", "experts", up, "expert_rows", sizes, rows=K, copies=E, came="rows")
     yield _activation("expert", "experts", up, down, sizes, rows=K)
     # The weights' gradient needs no output of an expert: it is the activation times the gradient of the activation.
-    yield _product("expert_down", "experts", down, "expert_activated", sizes, rows=K, copies=E, runs_again=False)
+    yield _product(
+        "expert_down", "experts", down, "expert_activated", sizes, rows=K, copies=E, came="gradients", runs_again=False
+    )
     if mlp.shared is not None:
         yield from _dense("shared", "shared_experts", mlp.shared, sizes, down_again=mlp.shared_gate)
     if mlp.shared_gate:

@@ -9,8 +9,11 @@ Conventions. Every number is of one sequence of S tokens, an int, and exact for 
 - What is no product is a kernel that reads its inputs once and writes its outputs once, in the model's dtype; choices,
   probabilities and statistics of norms are float32 or int32. Biases, casts, loss and sums are in a neighbour's kernel.
 - ``fp8``: operands of products with weights are float8 with a byte of scale for every 32 of a row, as MXFP8 has it (OCP
-  Microscaling 1.0) and as much as DeepSeek-V3's float32 for every 128 (arXiv 2412.19437, section 3.3). Rows go to
-  experts so, and come home in the model's dtype. Router, scores and head compute in the model's dtype.
+  Microscaling 1.0) and as much as DeepSeek-V3's float32 for every 128 (arXiv 2412.19437, section 3.3). Router, scores
+  and head compute in the model's dtype. Each product narrows its operand in a kernel of its own, along rows and along
+  columns, as a block of scales serves one of the two; gradients of outputs alike. Weights are narrow already.
+- ``fp8_rows``: rows go to experts in float8, and so do gradients in backward; both come home in the model's dtype
+  (DeepSeek-V3, section 3.3.3).
 - Logits become their gradient in place, in forward.
 
 H hidden, E experts, K top-k, I expert width, V vocabulary.
@@ -61,14 +64,16 @@ class ModelCost:
         return (self.embedding, *self.layers, self.head)
 
 
-def count_model(model: ModelSpec, seq_len: int, *, fp8: bool = False, scores: Scores = "flash") -> ModelCost:
+def count_model(
+    model: ModelSpec, seq_len: int, *, fp8: bool = False, fp8_rows: bool = False, scores: Scores = "flash"
+) -> ModelCost:
     """Returns what a model does with a sequence of ``seq_len`` tokens. The module says how it is counted.
 
     Raises ValueError for a sequence without tokens.
     """
     if seq_len < 1:
         raise ValueError(f"seq_len={seq_len} has no token; use at least 1")
-    sizes = Sizes(model, seq_len, fp8, scores)
+    sizes = Sizes(model, seq_len, fp8, fp8_rows, scores)
     cost_of = {layer: Operations(seq_len, tuple(layer_operations(layer, sizes))) for layer in model.layer_counts}
     return ModelCost(
         embedding=Operations(seq_len, (embedding_operation(sizes),)),

@@ -12,28 +12,33 @@ from moesys.config.model_run import ModelRun
 from moesys.whole_model.memory import StageMemory
 from moesys.whole_model.model_cost import model_flops_per_token
 from moesys.whole_model.pipeline import PartSeconds, PipelineRun, run_pipeline
-from moesys.whole_model.rest_seconds import neighbour_rate
+from moesys.whole_model.placement import place_pairs
 
 
 @dataclass(frozen=True)
 class SimulatedPart:
     """One part of the model and one micro-batch. ``moe``: what of ``seconds`` its layers with experts take beside the
-    rest of them. ``host``: of the host to start its operations, the least that it takes. ``shares``: mean seconds of a
-    rank, by what it does or waits for.
+    rest of them. ``host``: of the host to start its operations, the least that it takes. ``busy``: of the busiest of
+    ranks' links inside domains, and of nodes' NICs. ``shares``: mean seconds of a rank, by what it does or waits for.
     """
 
     seconds: PartSeconds
     moe: PartSeconds
     host: PartSeconds
+    busy: tuple[PartSeconds, PartSeconds]
     shares: dict[str, float]
 
     def with_faster_experts(self, factor: float) -> PartSeconds:
         saved = 1 - 1 / factor
-        return PartSeconds(
-            max(self.host.forward, self.seconds.forward - saved * self.moe.forward),
-            max(self.host.backward, self.seconds.backward - saved * self.moe.backward),
-            self.seconds.weight_gradients - saved * self.moe.weight_gradients,
-        )
+        forward = max(self.host.forward, self.seconds.forward - saved * self.moe.forward)
+        backward = max(self.host.backward, self.seconds.backward - saved * self.moe.backward)
+        lanes = None
+        if self.seconds.lanes is not None:
+            one, other = self.seconds.lanes
+            # Both lanes of a pass, alike.
+            lanes = one.times(forward / self.seconds.forward), other.times(backward / self.seconds.backward)
+        weight_gradients = self.seconds.weight_gradients - saved * self.moe.weight_gradients
+        return PartSeconds(forward, backward, weight_gradients, lanes)
 
 
 @dataclass(frozen=True)
@@ -125,7 +130,11 @@ def run_parts(run: ModelRun, parts: Sequence[Sequence[PartSeconds]]) -> Pipeline
     hop_s = 0.0
     if parallel.pipeline > 1:
         num_bytes = run.tokens_per_rank * run.model.hidden_size * run.model.bytes_per_element
-        inside = 2 * run.groups.stage <= cluster.domain_sizes[0]
-        latency_us = cluster.intra_node_us if inside else cluster.inter_node_us
-        hop_s = num_bytes / neighbour_rate(2 * run.groups.stage, cluster) + latency_us * 1e-6
-    return run_pipeline(parts, run.num_micro_batches, parallel.schedule, hop_s)
+        hop_s = num_bytes / (cluster.intra_node_gb_per_s * 1e9) + cluster.intra_node_us * 1e-6
+        stage = run.groups.stage
+        if place_pairs(stage, cluster.num_ranks - stage, cluster).on_nics:
+            # All of a stage set off at once.
+            at_once = min(stage, cluster.node_sizes[0])
+            hop_s = at_once * num_bytes / (cluster.inter_node_gb_per_s * 1e9) + cluster.inter_node_us * 1e-6
+    overlap = parallel.overlap_micro_batches
+    return run_pipeline(parts, run.num_micro_batches, parallel.schedule, hop_s, overlap=overlap)

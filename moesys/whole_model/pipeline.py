@@ -6,7 +6,12 @@ stage is followed by chunk 1 of the first.
 - ``1f1b``: as many forwards as fit before a backward is there, then one of each in turn (PipeDream-Flush, arXiv
   2104.04473, section 2.2); with v > 1 interleaved, in groups of p micro-batches a chunk.
 - ``zero_bubble``: gradients of inputs and of weights are computed apart, and those of weights fill what would be waited
-  (ZB-H1, arXiv 2401.10241, section 2.2): no stage holds more micro-batches than the first one with ``1f1b``.
+  (ZB-H1, arXiv 2401.10241, section 2.2): no stage holds more micro-batches than the first one with ``1f1b``. Where what
+  fits into no bubble would hold up others, as between uneven stages, they run at once, in the order of ``1f1b``.
+- ``overlap``, of ``1f1b``: once all stages are busy, a forward runs beside the backward of another micro-batch, so that
+  one computes while the other's rows travel (DualPipe, DeepSeek-V3, arXiv 2412.19437, section 3.2.1; Megatron-Core's
+  ``overlap_moe_expert_parallel_comm``). A pair takes what both compute or what both exchange, whichever is longer, and
+  no less than either alone. A stage is one forward further ahead, and holds that much more.
 
 Seconds throughout.
 """
@@ -30,19 +35,43 @@ class Work(NamedTuple):
     micro_batch: int
 
 
+class Lanes(NamedTuple):
+    """What a pass computes and what it exchanges, were each all that there is."""
+
+    computed: float
+    exchanged: float
+
+    def times(self, factor: float) -> Lanes:
+        return Lanes(factor * self.computed, factor * self.exchanged)
+
+
 @dataclass(frozen=True)
 class PartSeconds:
-    """Of one part of the model and one micro-batch. ``weight_gradients``: what of ``backward`` may come later."""
+    """Of one part of the model and one micro-batch. ``weight_gradients``: what of ``backward`` may come later.
+    ``lanes``: of forward and of backward; None: all is computed.
+    """
 
     forward: float
     backward: float
     weight_gradients: float = 0.0
+    lanes: tuple[Lanes, Lanes] | None = None
+
+    def beside(self, other: PartSeconds) -> float:
+        """Returns those of a forward beside the backward of another micro-batch, on the ``other`` part."""
+        forward = Lanes(self.forward, 0.0) if self.lanes is None else self.lanes[0]
+        backward = Lanes(other.backward, 0.0) if other.lanes is None else other.lanes[1]
+        computed, exchanged = forward.computed + backward.computed, forward.exchanged + backward.exchanged
+        return max(computed, exchanged, self.forward, other.backward)
+
+
+# What a stage does at once.
+Turn = tuple[Work, ...]
 
 
 @dataclass(frozen=True)
 class PipelineRun:
-    """spans: of each stage, (work, start, end) in order. most_held: of each stage, forwards whose backward is still to
-    come, the most at any time, over all its chunks.
+    """spans: of each stage, (work, start, end) in order; of a pair both take all of its time. most_held: of each stage,
+    forwards whose backward is still to come, the most at any time, over all its chunks.
     """
 
     spans: tuple[tuple[tuple[Work, float, float], ...], ...]
@@ -56,7 +85,7 @@ class PipelineRun:
     @property
     def bubble_share(self) -> float:
         """Share of the stages' time in which they wait."""
-        busy = sum(end - start for stage in self.spans for _, start, end in stage)
+        busy = sum(end - start for stage in self.spans for start, end in {span[1:] for span in stage})
         return 1 - busy / (self.seconds * len(self.spans))
 
 
@@ -65,43 +94,64 @@ def run_pipeline(
     micro_batches: int,
     schedule: PipelineSchedule = "1f1b",
     hop_seconds: float = 0.0,
+    *,
+    overlap: bool = False,
 ) -> PipelineRun:
     """Runs ``parts[stage][chunk]``. ``hop_seconds``: from a part to the next on another stage, either way; a stage goes
     on meanwhile.
 
     Raises ValueError for micro-batches that do not fill the groups of an interleaved schedule, and for one that splits
-    backward with more than one chunk.
+    backward with more than one chunk. What ``overlap`` refuses stands in ``Parallelism``.
     """
     num_stages, num_chunks = len(parts), len(parts[0])
     if schedule == "zero_bubble":
         if num_chunks > 1:
             raise ValueError(f"schedule='zero_bubble' has one chunk a stage, not {num_chunks}; use virtual_stages=1")
-        return _Pipeline(parts, hop_seconds, split=True).run_filling(micro_batches)
+        filling = _Pipeline(parts, hop_seconds, split=True).run_filling(micro_batches)
+        orders = [
+            list(_with_weight_gradients(_one_forward_one_backward(stage, num_stages, 1, micro_batches, 0)))
+            for stage in range(num_stages)
+        ]
+        at_once = _Pipeline(parts, hop_seconds, split=True).run_in_order(orders)
+        return min(filling, at_once, key=lambda run: run.seconds)
     if num_chunks > 1 and micro_batches % num_stages:
         raise ValueError(
             f"virtual_stages={num_chunks} goes through micro-batches in groups of pipeline={num_stages}, and "
             f"{micro_batches} do not fill them; use a multiple of {num_stages}, or virtual_stages=1"
         )
-    orders = [_one_forward_one_backward(stage, num_stages, num_chunks, micro_batches) for stage in range(num_stages)]
+    further = int(overlap)
+    orders = [
+        _one_forward_one_backward(stage, num_stages, num_chunks, micro_batches, further) for stage in range(num_stages)
+    ]
     return _Pipeline(parts, hop_seconds, split=False).run_in_order(orders)
 
 
-def _one_forward_one_backward(stage: int, num_stages: int, num_chunks: int, micro_batches: int) -> list[Work]:
-    """Returns the order of a stage, which holds p - stage micro-batches; interleaved 2 (p - stage - 1) + (v - 1) p + 1
-    chunks of them.
+def _one_forward_one_backward(
+    stage: int, num_stages: int, num_chunks: int, micro_batches: int, further: int
+) -> list[Turn]:
+    """Returns the turns of a stage, which holds p - stage micro-batches; interleaved 2 (p - stage - 1) + (v - 1) p + 1
+    chunks of them. One forward ``further`` ahead, forwards and backwards are pairs.
     """
     total = num_chunks * micro_batches
     ahead = num_stages - stage - 1
     if num_chunks > 1:
         ahead = 2 * ahead + (num_chunks - 1) * num_stages
-    ahead = min(ahead, total)
+    ahead = min(ahead + further, total)
     forwards = [Work("forward", *_place(turn, num_stages, num_chunks)) for turn in range(total)]
     backwards = [Work("backward", *_place(turn, num_stages, num_chunks)) for turn in range(total)]
     backwards = [work._replace(chunk=num_chunks - 1 - work.chunk) for work in backwards]
-    order = forwards[:ahead]
-    for turn in range(total - ahead):
-        order += [forwards[ahead + turn], backwards[turn]]
-    return order + backwards[total - ahead :]
+    turns: list[Turn] = [(work,) for work in forwards[:ahead]]
+    for forward, backward in zip(forwards[ahead:], backwards, strict=False):
+        turns += [(forward, backward)] if further else [(forward,), (backward,)]
+    return turns + [(work,) for work in backwards[total - ahead :]]
+
+
+def _with_weight_gradients(turns: Sequence[Turn]) -> Iterator[Turn]:
+    """Yields gradients of weights right behind those of inputs, which others then have sooner than with both."""
+    for turn in turns:
+        yield turn
+        if turn[0].of == "backward":
+            yield (turn[0]._replace(of="weight_gradients"),)
 
 
 def _place(turn: int, num_stages: int, num_chunks: int) -> tuple[int, int]:
@@ -124,15 +174,15 @@ class _Pipeline:
         self.done: dict[tuple[Pass, int, int], float] = {}
         self.held, self.most_held = [0] * self.num_stages, [0] * self.num_stages
 
-    def run_in_order(self, orders: Sequence[Sequence[Work]]) -> PipelineRun:
+    def run_in_order(self, orders: Sequence[Sequence[Turn]]) -> PipelineRun:
         """Each stage does its own as soon as what it needs is there."""
         waiting = [iter(order) for order in orders]
         next_of = [next(order, None) for order in waiting]
         while any(next_of):
             moved = False
             for stage, order in enumerate(waiting):
-                while (work := next_of[stage]) is not None and (ready := self._ready(stage, work)) is not None:
-                    self._do(stage, work, ready)
+                while (turn := next_of[stage]) is not None and (ready := self._all_ready(stage, turn)) is not None:
+                    self._do(stage, turn, ready)
                     next_of[stage], moved = next(order, None), True
             assert moved, "stages wait for each other"
         return self._found()
@@ -164,7 +214,7 @@ class _Pipeline:
                 for stage in range(self.num_stages)
                 for start, preferred, work in choices(stage)
             )
-            self._do(stage, work, start)
+            self._do(stage, (work,), start)
             if work.of == "forward":
                 next_forward[stage] = next(forwards[stage], None)
             elif work.of == "backward":
@@ -174,10 +224,17 @@ class _Pipeline:
                 left[stage].pop(0)
         return self._found()
 
+    def _all_ready(self, stage: int, turn: Turn) -> float | None:
+        ready = [self._ready(stage, work) for work in turn]
+        known = [each for each in ready if each is not None]
+        return max(known) if len(known) == len(turn) else None
+
     def _ready(self, stage: int, work: Work) -> float | None:
         """Returns when what it needs is there, None while that is not known."""
         last_stage, last_chunk = self.num_stages - 1, self.num_chunks - 1
         part = stage + self.num_stages * work.chunk
+        if work.of == "weight_gradients":
+            return self.done.get(("backward", part, work.micro_batch))
         if work.of == "forward":
             return 0.0 if part == 0 else self._after("forward", part - 1, work.micro_batch, stage)
         if part == last_stage + self.num_stages * last_chunk:
@@ -188,23 +245,31 @@ class _Pipeline:
         end = self.done.get((of, part, micro_batch))
         return None if end is None else end + (self.hop_seconds if part % self.num_stages != stage else 0.0)
 
-    def _do(self, stage: int, work: Work, ready: float) -> None:
-        seconds = self.parts[stage][work.chunk]
+    def _do(self, stage: int, turn: Turn, ready: float) -> None:
         start = max(self.now[stage], ready)
-        match work.of:
-            case "forward":
-                end = start + seconds.forward
+        end = start + self._seconds(stage, turn)
+        for work in turn:
+            # Without a split backward ends what its forward keeps.
+            if work.of == "forward":
                 self.held[stage] += 1
-                self.most_held[stage] = max(self.most_held[stage], self.held[stage])
-            case "backward":
-                end = start + seconds.backward - (seconds.weight_gradients if self.split else 0.0)
-                self.held[stage] -= not self.split
-            case "weight_gradients":
-                end = start + seconds.weight_gradients
+            elif work.of == "weight_gradients" or not self.split:
                 self.held[stage] -= 1
+            self.most_held[stage] = max(self.most_held[stage], self.held[stage])
+            self.done[work.of, stage + self.num_stages * work.chunk, work.micro_batch] = end
+            self.spans[stage].append((work, start, end))
         self.now[stage] = end
-        self.done[work.of, stage + self.num_stages * work.chunk, work.micro_batch] = end
-        self.spans[stage].append((work, start, end))
+
+    def _seconds(self, stage: int, turn: Turn) -> float:
+        of = [self.parts[stage][work.chunk] for work in turn]
+        if len(turn) == 2:
+            return of[0].beside(of[1])
+        match turn[0].of:
+            case "forward":
+                return of[0].forward
+            case "backward":
+                return of[0].backward - (of[0].weight_gradients if self.split else 0.0)
+            case "weight_gradients":
+                return of[0].weight_gradients
 
     def _found(self) -> PipelineRun:
         return PipelineRun(tuple(map(tuple, self.spans)), tuple(self.most_held))

@@ -15,6 +15,7 @@ from moesys.config.model_run import ModelRun
 from moesys.config.parallelism import LayerRecompute
 from moesys.cost import attention_rate, elementwise_seconds, product_rate
 from moesys.whole_model.operations import Operation, Operations, Part
+from moesys.whole_model.placement import place_groups
 
 # Exchanges of a tensor group that run again: a gather, and what sums behind it where all runs again.
 _SENT_AGAIN: dict[LayerRecompute, int] = {"none": 0, "selective": 1, "full": 2}
@@ -100,7 +101,7 @@ def _tensor_seconds(operations: Operations, run: ModelRun) -> float:
     if size == 1 or not shared:
         return 0.0
     received = run.tokens_per_rank * (size - 1) * run.model.hidden_size * run.model.bytes_per_element
-    return shared * (received / neighbour_rate(size, cluster) + cluster.intra_node_us * 1e-6)
+    return shared * (received / _neighbour_rate(size, cluster) + cluster.intra_node_us * 1e-6)
 
 
 def _context_seconds(operations: Operations, run: ModelRun) -> float:
@@ -111,14 +112,14 @@ def _context_seconds(operations: Operations, run: ModelRun) -> float:
         return 0.0
     saved = scores.saved()
     own = (saved["keys"] + saved["values"]) * run.micro_batch / (size * run.parallelism.tensor)
-    moved_s = (size - 1) * own / neighbour_rate(size * run.parallelism.tensor, cluster)
+    moved_s = (size - 1) * own / _neighbour_rate(size * run.parallelism.tensor, cluster)
     return max(0.0, moved_s - _computed(scores, run).forward)
 
 
-def neighbour_rate(size: int, cluster: ClusterSpec) -> float:
-    """Returns bytes a second between neighbours in a group of ``size`` ranks: of a rank's link inside a domain, or of
-    its share of the NICs.
+def _neighbour_rate(size: int, cluster: ClusterSpec) -> float:
+    """Returns bytes a second between neighbours in groups of ``size`` neighbouring ranks: of a rank's link where each
+    lies in one domain, else of its share of the NICs.
     """
-    if size <= cluster.domain_sizes[0]:
+    if not place_groups(size, 1, cluster).on_nics:
         return cluster.intra_node_gb_per_s * 1e9
     return cluster.inter_node_gb_per_s * 1e9 / cluster.node_sizes[0]

@@ -22,7 +22,7 @@ from moesys.whole_model.end_of_step import EndOfStep
 from moesys.whole_model.memory import stage_memory
 from moesys.whole_model.model_step import DrawnStep, ModelStep, SimulatedPart, run_parts
 from moesys.whole_model.parts import split_evenly
-from moesys.whole_model.simulated_part import simulate_part
+from moesys.whole_model.simulated_part import WAITS, simulate_part
 from moesys.whole_model.units import Units
 
 Told = Callable[[str], None]
@@ -90,6 +90,11 @@ def _drawn_step(run: ModelRun, units: Units, parts: Sequence[range], plans: dict
     for part in chain.from_iterable(found):
         for name, share in part.shares.items():
             shares[name] = shares.get(name, 0.0) + share * run.num_micro_batches / stages
+    hidden = sum(shares.values()) - pipeline.seconds * (1 - pipeline.bubble_share)
+    if run.parallelism.overlap_micro_batches and hidden > 0:
+        # Exchanges beside another micro-batch's products are not waited for.
+        waits = {name: share for name, share in shares.items() if name in WAITS}
+        shares |= {name: share * (1 - hidden / sum(waits.values())) for name, share in waits.items()}
     # What the last stage to end does behind its last micro-batch; others wait for it as they wait for micro-batches.
     shares |= behind[last]
     shares["bubble"] = seconds - sum(shares.values())

@@ -15,7 +15,8 @@ from moesys.simulator.simulation import Simulation
 from moesys.simulator.step_program import run_step
 from moesys.whole_model.exchanges import Ring, passes_of_sum
 from moesys.whole_model.model_step import SimulatedPart
-from moesys.whole_model.pipeline import PartSeconds
+from moesys.whole_model.operations import Operations
+from moesys.whole_model.pipeline import Lanes, PartSeconds
 from moesys.whole_model.units import Unit
 
 _RECOMPUTED: dict[str, Recompute] = {"none": "none", "selective": "selective", "full": "layers"}
@@ -24,8 +25,13 @@ _RECOMPUTED: dict[str, Recompute] = {"none": "none", "selective": "selective", "
 def simulate_part(run: ModelRun, units: Sequence[Unit], plans: Sequence[TokenPlan]) -> SimulatedPart:
     """Returns what ``units`` take. ``plans``: of those with experts."""
     passed = [_passed(run, unit) for unit in units]
-    blocks = run.backend == "gloo"
-    around = RestOfStep(recompute=_RECOMPUTED[run.parallelism.recompute], units_block=blocks, units=passed)
+    around = RestOfStep(
+        recompute=_RECOMPUTED[run.parallelism.recompute],
+        units_block=run.backend == "gloo",
+        row_share=_row_share(units),
+        cast_bytes=_cast_bytes(run, units),
+        units=passed,
+    )
     found = run_step(run.strategy, run.shape, run.expert_cluster, [plans], around)
     forward, backward = found.forward_seconds, found.length_seconds - found.forward_seconds
     of_experts = float(np.mean(found.computed_R.get("weight_gradients", 0.0)))
@@ -36,11 +42,53 @@ def simulate_part(run: ModelRun, units: Sequence[Unit], plans: Sequence[TokenPla
         backward - (behind - before) - float(np.sum([each.again_seconds + each.backward_seconds for each in passed])),
         of_experts,
     )
-    host, shares = _host_seconds(run, units), _shares(found)
+    host, shares, busy = _host_seconds(run, units), _shares(found), _busy(found)
     waits = max(0.0, host.forward - forward), max(0.0, host.backward - backward)
     shares["host"] = sum(waits)
     weight_gradients = of_experts + sum(unit.rest.weight_gradients for unit in units)
-    return SimulatedPart(PartSeconds(forward + waits[0], backward + waits[1], weight_gradients), moe, host, shares)
+    lanes = _lanes(run, found, host, busy)
+    whole = PartSeconds(forward + waits[0], backward + waits[1], weight_gradients, lanes)
+    return SimulatedPart(whole, moe, host, busy, shares)
+
+
+def _row_share(units: Sequence[Unit]) -> float:
+    """Returns bytes of a row on its way to experts over those of it at home."""
+    for unit in units:
+        sent = {each.name: each.sent_bytes for each in unit.operations.operations if each.sent_bytes}
+        if sent:
+            return sent["dispatch"] / sent["combine"]
+    return 1.0
+
+
+def _cast_bytes(run: ModelRun, units: Sequence[Unit]) -> tuple[float, float]:
+    """Returns what experts' products narrow of a row, forward and backward, in bytes read and written."""
+    for unit in units:
+        products = [each for each in unit.operations.of("experts").operations if each.flops]
+        if products:
+            moved = Operations(run.seq_len, tuple(products))
+            rows = run.seq_len * run.shape.top_k
+            return moved.forward_bytes / rows, moved.backward_bytes / rows
+    return 0.0, 0.0
+
+
+def _lanes(
+    run: ModelRun, found: Simulation, host: PartSeconds, busy: tuple[PartSeconds, PartSeconds]
+) -> tuple[Lanes, Lanes]:
+    """Returns what each pass computes and exchanges, of the rank that computes most. It exchanges what it does not hide
+    already, and no less than the busiest link; computing is slower while messages move beside it.
+    """
+    all_R = np.sum(list(found.computed_R.values()), axis=0)
+    waited_R = np.sum(list(found.forward_waited_R.values()), axis=0)
+    forward = float(np.max(found.forward_R - waited_R))
+    computed = forward, float(np.max(all_R)) - forward
+    alone = found.forward_seconds, found.length_seconds - found.forward_seconds
+    links = [max(each) for each in zip(*((one.forward, one.backward) for one in busy), strict=True)]
+    exchanged = [max(link, whole - own) for link, whole, own in zip(links, alone, computed, strict=True)]
+    slowed = [
+        max(started, own + run.cluster.copy_share * min(own, sent))
+        for started, own, sent in zip((host.forward, host.backward), computed, exchanged, strict=True)
+    ]
+    return Lanes(slowed[0], exchanged[0]), Lanes(slowed[1], exchanged[1])
 
 
 def _passed(run: ModelRun, unit: Unit) -> RestUnit:
@@ -63,6 +111,19 @@ def _passed(run: ModelRun, unit: Unit) -> RestUnit:
         ring.load(reduced * passes_of_sum(run), group, whole),
         unit.kept,
     )
+
+
+def _busy(found: Simulation) -> tuple[PartSeconds, PartSeconds]:
+    """Returns seconds of the busiest link: of ranks inside their domains, and of nodes."""
+    forward_L, all_L = (
+        np.sum([np.zeros(2 * found.cluster.num_ranks + 2 * found.cluster.num_nodes), *moved.values()], axis=0)
+        for moved in (found.forward_moved_L, found.moved_L)
+    )
+    inside, nics = (
+        PartSeconds(float(forward_L[links].max()), float((all_L - forward_L)[links].max()))
+        for links in (slice(2 * found.cluster.num_ranks), slice(2 * found.cluster.num_ranks, None))
+    )
+    return inside, nics
 
 
 def _host_seconds(run: ModelRun, units: Sequence[Unit]) -> PartSeconds:
@@ -94,6 +155,7 @@ _NAMES = {
     "mega_kernel": "rows on their way",
 }
 _SLOWER = "slower ranks"
+WAITS = frozenset({"rows on their way", "experts on their way", _PARAMETERS, _SLOWER})
 
 
 def _waited(waited_R: Mapping[str, FloatArray]) -> float:

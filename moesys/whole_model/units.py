@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+from moesys.config import Gqa, ModelSpec
 from moesys.config.model_run import ModelRun
 from moesys.whole_model.model_cost import count_model
 from moesys.whole_model.operations import Operations
@@ -38,7 +39,7 @@ class Units:
 
     @classmethod
     def of(cls, run: ModelRun) -> Units:
-        model, cost = run.model, count_model(run.model, run.seq_len, fp8=run.fp8)
+        model, cost = run.model, count_model(_as_shared(run), run.seq_len, fp8=run.fp8, fp8_rows=run.fp8_rows)
         found = {
             id(each): Unit(each, rest_seconds(each, run), each.dense_parameters, layer.has_experts)
             for each, layer in zip(cost.layers, model.layers, strict=True)
@@ -64,3 +65,14 @@ class Units:
     def of_stage(self, parts: Iterable[range]) -> tuple[Unit, ...]:
         """Returns those of all its parts."""
         return tuple(unit for layers in parts for unit in self.of_part(layers))
+
+
+def _as_shared(run: ModelRun) -> ModelSpec:
+    """Returns the model as a tensor group has it: with a head of keys and values for every rank at least."""
+    layers = []
+    for layer in run.model.layers:
+        attention = layer.attention
+        if isinstance(attention, Gqa) and attention.num_kv_heads < run.parallelism.tensor:
+            layer = layer.replace(attention=attention.replace(num_kv_heads=run.parallelism.tensor))
+        layers.append(layer)
+    return run.model.replace(layers=tuple(layers))

@@ -286,7 +286,33 @@ def test_bytes_that_move() -> None:
         ("dispatch", 2 * 3 * 64),
         ("combine", 2 * 3 * 64),
     ]
-    assert count_model(BY_HAND, 1, fp8=True).layers[0].of("dispatch").sent_bytes == 3 * (64 + 2)
+    narrow = count_model(BY_HAND, 1, fp8=True, fp8_rows=True).layers[0]
+    assert [(each.name, each.sent_bytes) for each in narrow.operations if each.sent_bytes] == [
+        ("dispatch", 3 * (64 + 2)),
+        ("combine", 2 * 3 * 64),
+    ]
+    assert narrow.of("dispatch").forward_bytes == 3 * (2 * 64 + 64 + 2)
+
+
+def test_each_operand_is_narrowed_along_rows_and_along_columns() -> None:
+    """By hand: an operand of w elements is 2 w bytes wide; narrow it has w, and a byte for every 32 of them."""
+    products = {each.name: each for each in count_model(BY_HAND, 1, fp8=True).layers[0].operations if each.flops}
+
+    def moved(rows: int, width: int) -> int:
+        return rows * (2 * width + 2 * (width + -(-width // 32)))
+
+    assert products["expert_up"].forward_bytes == moved(3, 64)
+    assert products["expert_up"].backward_bytes == moved(3, 80)
+    assert products["expert_down"].forward_bytes == moved(3, 40)
+    assert products["expert_down"].backward_bytes == moved(3, 64)
+    assert products["output"].forward_bytes == moved(1, 4 * 32)
+    assert products["router"].forward_bytes == products["scores"].forward_bytes == 0
+    # What has travelled narrow is read narrow, and written along columns.
+    came = {each.name: each for each in count_model(BY_HAND, 1, fp8=True, fp8_rows=True).layers[0].operations}
+    assert came["expert_up"].forward_bytes == came["expert_down"].backward_bytes == 2 * 3 * (64 + 2)
+    assert came["expert_up"].backward_bytes == products["expert_up"].backward_bytes
+    assert came["output"] == products["output"]
+    assert all(each.forward_bytes == 0 for each in count_model(BY_HAND, 1).layers[0].operations if each.flops)
 
 
 def test_what_runs_again_has_no_product_of_which_backward_reads_nothing() -> None:

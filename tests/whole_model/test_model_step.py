@@ -14,7 +14,6 @@ from moesys.config.model_run import ModelRun
 from moesys.config.parallelism import Parallelism
 from moesys.config.workload import Generated
 from moesys.cost import row_product_seconds
-from moesys.whole_model.exchanges import Ring
 from moesys.whole_model.model_cost import count_model
 from moesys.whole_model.model_step import ModelStep
 from moesys.whole_model.parts import split_evenly
@@ -27,6 +26,11 @@ FREE = ms.ClusterSpec(
     num_nodes=2, ranks_per_node=4, intra_node_gb_per_s=1e9, inter_node_gb_per_s=1e9, expert_tflops=1.0
 )
 SLOW = ms.presets.h100(2).replace(ranks_per_node=4, name="")
+THREE_KEYS = SMALL.replace(
+    layers=tuple(
+        layer.replace(attention=layer.attention.replace(num_heads=6, num_kv_heads=3)) for layer in SMALL.layers
+    )
+)
 EIGHT = ModelRun(model=SMALL, cluster=SLOW, seq_len=1024, global_batch=16)
 
 
@@ -101,9 +105,14 @@ def test_groups_share_the_products(tensor: int, context: int) -> None:
     parallel = Parallelism(tensor=tensor, context=context)
     run = ModelRun(model=SMALL, cluster=FREE, seq_len=512, global_batch=16, parallelism=parallel)
     assert run.groups.data * tensor * context == 8
-    assert simulate_model(run).seconds == pytest.approx(
-        simulate_model(run.replace(parallelism=Parallelism())).seconds, rel=1e-6
+    # Of more ranks than heads of keys each has one.
+    own_keys = SMALL.replace(
+        layers=tuple(
+            layer.replace(attention=layer.attention.replace(num_kv_heads=max(2, tensor))) for layer in SMALL.layers
+        )
     )
+    alone = run.replace(model=own_keys, parallelism=Parallelism())
+    assert simulate_model(run).seconds == pytest.approx(simulate_model(alone).seconds, rel=1e-6)
 
 
 def test_a_pipeline_of_equal_parts_has_the_bubble_of_its_schedule() -> None:
@@ -129,6 +138,23 @@ def test_shares_add_up_and_faster_experts_help() -> None:
         low, high = step.interval
         assert low <= high
         assert step.seconds >= low
+
+
+def test_micro_batches_side_by_side_hide_what_each_waits_for() -> None:
+    """For a micro-batch more that is held. All that is computed remains."""
+    cluster = SLOW.replace(intra_node_gb_per_s=40.0, inter_node_us=0.0)
+    for parallel in (Parallelism(expert=4), Parallelism(pipeline=2, virtual_stages=2, expert=4)):
+        model = SMALL.replace(layers=SMALL.layers[:1] * 4)
+        run = EIGHT.replace(cluster=cluster, model=model, global_batch=32, parallelism=parallel)
+        plain = simulate_model(run)
+        found = simulate_model(run.replace(parallelism=parallel.replace(overlap_micro_batches=True)))
+        assert found.seconds < 0.95 * plain.seconds
+        assert found.peak.activations > plain.peak.activations
+        for name in ("experts", "rest of layers", "rows put in order"):
+            assert found.shares[name] == pytest.approx(plain.shares[name])
+        assert min(found.shares.values()) > -1e-9
+        assert found.shares["rows on their way"] < plain.shares["rows on their way"]
+        assert sum(found.shares.values()) == pytest.approx(found.seconds)
 
 
 def test_what_is_slower_is_slower() -> None:
@@ -172,11 +198,48 @@ def test_memory_is_what_shapes_say() -> None:
     assert again.activations < memory.activations
 
 
+def test_heads_of_keys_are_divided_or_every_rank_has_one() -> None:
+    """SMALL has 4 heads, of which 2 share one of keys: of two ranks each has one, and so has each of four."""
+    attention = SMALL.layers[0].attention
+    assert (attention.num_heads, attention.num_kv_heads) == (4, 2)
+    two, four = (
+        step_of(EIGHT, parallelism=Parallelism(tensor=size, dense="replicated")).memory[0].weights for size in (2, 4)
+    )
+    of_keys = 2 * 2 * SMALL.hidden_size * attention.head_dim * SMALL.num_layers
+    # All else is halved once more.
+    assert four - of_keys == (two - of_keys) / 2
+
+
 def test_early_stages_hold_more_micro_batches() -> None:
     model = SMALL.replace(layers=SMALL.layers[:1] * 8)
     memory = step_of(EIGHT, model=model, parallelism=Parallelism(pipeline=4)).memory
     held = [stage.activations for stage in memory]
     assert held == [held[-1] * count for count in (4, 3, 2, 1)]
+
+
+def test_rows_in_float8_go_to_experts_and_come_home_wide() -> None:
+    """Where only links take time, and rows alone use them: half of the rows' way is 132 of 256 bytes."""
+    links = ms.ClusterSpec(num_nodes=1, ranks_per_node=4, intra_node_gb_per_s=1.0, expert_tflops=1e12, fp8_tflops=1e12)
+    run = EIGHT.replace(cluster=links, fp8=True)
+    wide, narrow = (simulate_model(run.replace(fp8_rows=narrow)) for narrow in (False, True))
+    name = "rows on their way"
+    assert narrow.shares[name] == pytest.approx(wide.shares[name] * (132 / 256 + 1) / 2, rel=1e-3)
+    # In backward of a whole layer that runs again they go twice.
+    again = run.replace(parallelism=Parallelism(recompute="full"))
+    wide, narrow = (simulate_model(again.replace(fp8_rows=narrow)) for narrow in (False, True))
+    assert narrow.shares[name] == pytest.approx(wide.shares[name] * (132 / 256 + 1) / 2, rel=1e-3)
+
+
+def test_narrowing_takes_the_memorys_time() -> None:
+    """All operands and gradients of float8 products, and nothing else."""
+    memory = FREE.replace(fp8_tflops=1.0, memory_gb_per_s=100.0)
+    run = EIGHT.replace(cluster=memory)
+    wide, narrow = simulate_model(run), simulate_model(run.replace(fp8=True))
+    cost = count_model(SMALL, 1024, fp8=True)
+    products = [each for layer in cost.layers for each in layer.operations if each.flops]
+    num_bytes = sum(each.forward_bytes + each.backward_bytes for each in products)
+    assert num_bytes > 0
+    assert narrow.seconds - wide.seconds == pytest.approx(2 * num_bytes / 1e11, rel=1e-2)
 
 
 def test_out_of_memory_is_a_verdict() -> None:
@@ -192,18 +255,6 @@ def test_what_would_not_run_is_a_verdict() -> None:
     inside = EIGHT.replace(strategy=mega, parallelism=Parallelism(expert=4))
     assert simulate_model(inside).verdict == ""
     assert "rows_cap=2" in simulate_model(inside, Generated(skew=3.0, warmup=1), draws=1).verdict
-
-
-def test_rings_pass_all_but_their_own() -> None:
-    inside, across = Ring(4, 1), Ring(2, 4)
-    gb = 1e9
-    assert inside.seconds(gb, SLOW) == pytest.approx(0.75 / SLOW.intra_node_gb_per_s)
-    # Four groups of a node share its NICs.
-    assert across.seconds(gb, SLOW) == pytest.approx(4 * 0.5 / SLOW.inter_node_gb_per_s)
-    assert Ring(1, 8).seconds(gb, SLOW) == 0
-    load = across.load(gb, SLOW, SLOW)
-    assert load.seconds_L[2 * 8 :] == pytest.approx(4 * 0.5 / SLOW.inter_node_gb_per_s)
-    assert not load.seconds_L[: 2 * 8].any()
 
 
 def test_parts_are_as_even_as_they_can_be() -> None:
@@ -232,7 +283,13 @@ def test_rows_of_experts_take_their_products() -> None:
         ({"parallelism": Parallelism(expert=3)}, "expert=3 does not divide the 8 ranks of a stage"),
         ({"parallelism": Parallelism(pipeline=8)}, "pipeline=8 with virtual_stages=1 cuts 2 layers into 8 parts"),
         ({"global_batch": 12}, "global_batch=12 is no multiple of the 8 sequences"),
-        ({"seq_len": 1023, "parallelism": Parallelism(tensor=2)}, "do not divide the 1023 tokens"),
+        ({"seq_len": 1023, "parallelism": Parallelism(tensor=2)}, "do not divide its seq_len=1023 tokens"),
+        (
+            {"seq_len": 1023, "micro_batch": 2, "parallelism": Parallelism(context=2)},
+            "tensor=1 and context=2 share each sequence",
+        ),
+        ({"model": THREE_KEYS, "parallelism": Parallelism(tensor=2)}, "tensor=2 neither divides the 3 heads of keys"),
+        ({"fp8_rows": True}, "fp8_rows=True with fp8=False, overlap='sequential'"),
         ({"cluster": FREE, "fp8": True}, "declares no fp8_tflops"),
         ({"cluster": FREE.replace(ranks_per_node=(3, 5))}, "whole models are simulated on equal nodes"),
     ],
@@ -245,6 +302,10 @@ def test_what_cannot_be_is_refused(changes: dict[str, Any], said: str) -> None:
 def test_parallelism_refuses_what_no_schedule_has() -> None:
     with pytest.raises(ValueError, match="virtual_stages=2 interleaves the stages of a pipeline, but pipeline=1"):
         Parallelism(virtual_stages=2)
+    with pytest.raises(ValueError, match="overlap_micro_batches=True with pipeline=2 needs interleaved stages"):
+        Parallelism(pipeline=2, overlap_micro_batches=True)
+    with pytest.raises(ValueError, match="overlap_micro_batches=True pairs forwards with whole backwards"):
+        Parallelism(pipeline=2, overlap_micro_batches=True, schedule="zero_bubble")
     with pytest.raises(ValueError, match="schedule='zero_bubble' has one part of the model a stage"):
         Parallelism(pipeline=2, virtual_stages=2, schedule="zero_bubble")
 

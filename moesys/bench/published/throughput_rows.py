@@ -80,9 +80,15 @@ class PublishedRow(BaseModel):
 
     @property
     def cluster(self) -> ClusterSpec:
-        """The preset of the system."""
+        """The preset of the system. Jobs on racks ask for equally many trays in each, as many as divide the job's
+        (``--segment`` in scripts/performance/utils/executors.py of the source).
+        """
         ranks, preset = _SYSTEMS[self.system]
-        return preset(self.gpus // ranks)
+        cluster = preset(nodes := self.gpus // ranks)
+        if not isinstance(cluster.ranks_per_domain, tuple):
+            return cluster
+        trays = max(count for count in range(1, 19) if nodes % count == 0)
+        return cluster.replace(ranks_per_domain=trays * ranks)
 
     def run(self, cluster: ClusterSpec) -> ModelRun:
         """Returns the run that is simulated for it. Of what the table does not say: optimizer states are sharded over

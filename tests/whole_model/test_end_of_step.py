@@ -1,0 +1,99 @@
+"""What comes behind the last micro-batch: gradients share links with rows of backward; ends sum tied embeddings."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import moesys as ms
+from moesys.config.model_run import ModelRun
+from moesys.config.parallelism import Parallelism
+from moesys.whole_model.end_of_step import EndOfStep
+from moesys.whole_model.exchanges import Ring
+from moesys.whole_model.model_step import SimulatedPart
+from moesys.whole_model.pipeline import PartSeconds
+from moesys.whole_model.simulate_model import simulate_model
+from moesys.whole_model.units import Units
+
+SMALL = ms.ModelSpec.from_config("qwen3-moe-small")
+LINKS = ms.ClusterSpec(num_nodes=2, ranks_per_node=2, intra_node_gb_per_s=10, inter_node_gb_per_s=5, expert_tflops=1e12)
+LAYERS = 20
+RUN = ModelRun(
+    model=SMALL.replace(layers=SMALL.layers[:1] * LAYERS),
+    cluster=LINKS,
+    parallelism=Parallelism(expert=2, dense="replicated"),
+    seq_len=64,
+)
+END = EndOfStep(RUN, Units.of(RUN))
+SHARE = st.floats(0.0, 1.0)
+
+
+def gradient_seconds() -> tuple[float, float]:
+    """Of all gradients, of links inside domains and of NICs."""
+    units = END.units.of_stage([range(LAYERS)])
+    dense = 4 * sum(unit.parameters for unit in units)
+    experts = 4 * sum(unit.operations.of("experts").parameters for unit in units) / 2
+    # All ranks sum what is dense; each node has all experts, so that NICs alone carry their gradients, of two ranks.
+    inside = 2 * 0.75 * dense / 10e9
+    nics = 2 * (0.75 * dense + 2 * 0.5 * experts) / 5e9
+    return inside, nics
+
+
+def shown(backward: float, inside: float, nics: float) -> float:
+    zero = PartSeconds(0.0, 0.0)
+    busy = PartSeconds(0.0, inside), PartSeconds(0.0, nics)
+    part = SimulatedPart(PartSeconds(0.0, backward), zero, zero, busy, {})
+    return END.seconds([range(LAYERS)], [part])["gradients and parameters"]
+
+
+@given(times=st.floats(0.0, 3.0), inside=SHARE, nics=SHARE)
+def test_gradients_move_where_rows_leave_links_idle(times: float, inside: float, nics: float) -> None:
+    """Each link carries rows and gradients one beside the other, and no more than it can."""
+    asked = gradient_seconds()
+    backward = times * max(asked)
+    found = shown(backward, inside * backward, nics * backward)
+    # The last of 20 layers has nothing to hide behind.
+    hidden = 0.95 * backward
+    expected = max(0.0, asked[0] - hidden * (1 - inside), asked[1] - hidden * (1 - nics))
+    assert found == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    assert found >= shown(backward, 0.0, 0.0) - 1e-12
+    # Nothing is carried faster than at a link's full rate.
+    for link, share in zip(asked, (inside, nics), strict=True):
+        assert backward + found >= link + share * backward - 1e-12 - 0.05 * backward
+
+
+def test_rows_slow_gradients_on_the_same_nics() -> None:
+    """Experts of a group on two nodes: rows cross, and so do gradients."""
+    slow = RUN.replace(cluster=LINKS.replace(expert_tflops=20.0), seq_len=512)
+    across = slow.replace(parallelism=Parallelism(expert=4, dense="replicated"))
+    (draw,) = simulate_model(across).draws
+    rows = draw.parts[0][0].busy[1].backward
+    assert rows > 0
+    ring = Ring.of_dense(across)
+    held = 4 * sum(unit.parameters for unit in Units.of(across).of_part(range(LAYERS)))
+    asked = 2 * ring.busy_seconds(held, LINKS)[1]
+    left = asked - 0.95 * (draw.parts[0][0].seconds.backward - rows)
+    assert 0 < left < asked
+    assert draw.shares["gradients and parameters"] == pytest.approx(left, rel=1e-6)
+
+
+@pytest.mark.parametrize("dense", ["replicated", "full"])
+def test_ends_of_a_pipeline_sum_tied_gradients(dense: str) -> None:
+    """Two ranks of a node have a pair each, and an all-reduce of two passes every byte once."""
+    model = SMALL.replace(tied_embeddings=True)
+    run = RUN.replace(model=model, parallelism=Parallelism(pipeline=2, dense=dense))
+    held = 4 * model.vocab_size * model.hidden_size / (2 if dense == "full" else 1)
+    expected = 2 * held / 5e9
+    assert simulate_model(run).shares["tied embeddings"] == pytest.approx(expected)
+    assert simulate_model(run.replace(model=SMALL)).shares["tied embeddings"] == 0
+    one = run.replace(parallelism=Parallelism(dense=dense))
+    assert simulate_model(one).shares["tied embeddings"] == 0
+    # Stages between the ends have nothing to do with it.
+    deep = run.replace(model=model.replace(layers=model.layers[:1] * 4), parallelism=Parallelism(pipeline=4))
+    end = EndOfStep(deep, Units.of(deep))
+    zero = PartSeconds(0.0, 0.0)
+    part = SimulatedPart(zero, zero, zero, (zero, zero), {})
+    found = [end.seconds([range(stage, stage + 1)], [part])["tied embeddings"] for stage in range(4)]
+    assert found[1] == found[2] == 0
+    assert found[0] == found[3] > 0
