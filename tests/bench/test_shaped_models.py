@@ -33,10 +33,10 @@ PARTS = CASE.links.cluster.replace(
 LINKS = LinkFigures(0.5, 8e-3 / 190, 0.1, {})
 
 
-def measured_as(factor: float, launch_us: float, case: ModelCase = CASE) -> MeasuredCase:
+def measured_as(factor: float, latency_ms: float, case: ModelCase = CASE) -> MeasuredCase:
     """What hosts would show on which a model is ``factor`` times as fast as its parts."""
     found = MeasuredCase(case, 3, "none", 0.9, LINKS, PARTS, {}, {}, {})
-    cluster = scaled(told_links(), factor, launch_us)
+    cluster = scaled(told_links(), factor, latency_ms)
     wanted = {each.name: (each, case.sequences) for each in case.strategies} | case.pieces
     for name, (strategy, sequences) in wanted.items():
         run = ModelRun(model=case.spec, cluster=PARTS, strategy=strategy, seq_len=LENGTH, micro_batch=sequences)
@@ -63,11 +63,11 @@ def test_the_cases_of_the_full_run() -> None:
     assert {case.mbit_per_s for case in model_cases.asked_for((2,), (300.0,), 100.0)} == {300.0}
 
 
-@pytest.mark.parametrize(("factor", "launch_us"), [(0.5, 150.0), (1.0, 10.0), (1.7, 60.0)])
-def test_even_steps_of_fewer_sequences_tell_how_fast_a_model_is(factor: float, launch_us: float) -> None:
-    measured = measured_as(factor, launch_us)
+@pytest.mark.parametrize(("factor", "latency_ms"), [(0.5, 3.0), (1.0, 0.5), (1.7, 9.0)])
+def test_even_steps_of_fewer_sequences_tell_how_fast_a_model_is(factor: float, latency_ms: float) -> None:
+    measured = measured_as(factor, latency_ms)
     told = told_of(measured)
-    assert (told.factor, told.launch_us) == pytest.approx((factor, launch_us), rel=0.01)
+    assert (told.factor, told.latency_ms) == pytest.approx((factor, latency_ms), rel=0.01)
     assert told.cluster.backward_tflops == pytest.approx(0.03 * factor, rel=0.01)
     assert told.cluster.attention_tflops is None
     for setting in result_of(measured).settings:
@@ -78,7 +78,7 @@ def test_even_steps_of_fewer_sequences_tell_how_fast_a_model_is(factor: float, l
 
 def test_a_step_that_is_predicted_is_not_looked_at() -> None:
     """Nor its rivals': only their plans."""
-    measured = measured_as(0.8, 50.0)
+    measured = measured_as(0.8, 2.0)
     slower = {name: ms if name in PIECES else [3 * each for each in ms] for name, ms in measured.samples_ms.items()}
     found, other = result_of(measured), result_of(replace(measured, samples_ms=slower))
     assert found.told == other.told
@@ -101,7 +101,7 @@ def test_a_message_is_as_late_as_products_with_one_behind_take_longer() -> None:
 
 
 def test_the_closed_form_is_the_line_at_the_busiest_ranks_tokens() -> None:
-    measured = measured_as(1.0, 10.0)
+    measured = measured_as(1.0, 0.5)
     measured.samples_ms.update(some=[30.0], most=[70.0])
     ep, lent, *_ = result_of(measured).settings
     # 10 ms, and 20 a sequence.
@@ -111,7 +111,7 @@ def test_the_closed_form_is_the_line_at_the_busiest_ranks_tokens() -> None:
 
 
 def test_the_report_counts_what_is_near_and_what_is_in_order() -> None:
-    measured = measured_as(0.8, 50.0)
+    measured = measured_as(0.8, 2.0)
     # Of 8 repetitions, so that pairs differ; ep as slow as 1.3 times what is simulated.
     for name, samples_ms in measured.samples_ms.items():
         measured.samples_ms[name] = [samples_ms[1] * (1.3 if name == "ep" else 1) + step / 100 for step in range(8)]
@@ -137,7 +137,7 @@ def test_the_report_counts_what_is_near_and_what_is_in_order() -> None:
 
 def test_what_a_run_leaves_behind_is_measured_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(model_cases, "shaped_links", None)
-    path, measured = tmp_path / "models.json", measured_as(0.8, 50.0)
+    path, measured = tmp_path / "models.json", measured_as(0.8, 2.0)
     path.write_text(to_json(models_report.report([result_of(measured)])))
     assert kept(path) == [measured]
     assert measure_cases([CASE], 3, shares=True, known=kept(path)) == [measured]

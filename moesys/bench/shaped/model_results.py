@@ -5,7 +5,8 @@ had, so that it is known who sends what; how fast hosts compute they have from
 
 - ``simulated``: what ``bench calibrate`` says of the hosts, with two constants fitted to even steps of fewer sequences
   (``host_models.PIECES``), interleaved with the steps that are predicted: how much slower a model's products and passes
-  over memory are than those that calibration times, and what the host takes to start an operation;
+  over memory are than those that calibration times, and what a message takes before its first byte, to hosts that have
+  computed a while as to those that have not;
 - ``by parts``: what ``bench calibrate`` says, and no step of any model;
 - ``closed form``: the line through the even steps, by tokens, at those of the busiest rank, and experts that travel at
   the links' rate. It has no simulator.
@@ -39,8 +40,8 @@ _RATES = (
     *("expert_tflops", "backward_tflops", "attention_tflops", "attention_backward_tflops"),
     *("memory_gb_per_s", "elementwise_gb_per_s", "elementwise_backward_gb_per_s", "optimizer_gb_per_s"),
 )
-# Of what is fitted: a factor of those, and microseconds to start an operation.
-_FACTORS, _LAUNCH_US = (0.05, 20.0), (0.0, 1e4)
+# Of what is fitted: a factor of those, and milliseconds of a message.
+_FACTORS, _LATENCY_MS = (0.05, 20.0), (0.0, 100.0)
 
 
 @dataclass(frozen=True)
@@ -96,7 +97,7 @@ class ModelSetting:
 @dataclass(frozen=True)
 class Told:
     """What the simulator was told of the hosts of a case. factor: by which products and passes over memory of a model
-    are as fast as those of ``parts``.
+    are as fast as those of ``parts``. latency_ms: of its messages.
     """
 
     links: Annotated[str, Column("links")]
@@ -111,11 +112,11 @@ class Told:
         Column("copy share", lambda of: f"{of.copy_share:.0%}"),
     ]
     factor: Annotated[float, Column("a model's speed", ".2f")]
-    launch_us: Annotated[float, Column("its launch us", ".0f")]
+    latency_ms: Annotated[float, Column("its latency ms", ".2f")]
 
     @property
     def cluster(self) -> ClusterSpec:
-        return scaled(self.parts, self.factor, self.launch_us)
+        return scaled(self.parts, self.factor, self.latency_ms)
 
 
 @dataclass(frozen=True)
@@ -163,7 +164,7 @@ def plans_of(measured: MeasuredCase, name: str) -> list[LayerPlan]:
 
 
 def told_of(measured: MeasuredCase) -> Told:
-    """Fits the factor and the launch to even steps of fewer sequences: of relative errors the least squares."""
+    """Fits the factor and the latency to even steps of fewer sequences: of relative errors the least squares."""
     case, links = measured.case, measured.links
     parts = measured.parts.replace(
         inter_node_gb_per_s=1e-6 / links.ms_a_byte,
@@ -172,24 +173,25 @@ def told_of(measured: MeasuredCase) -> Told:
     )
     pieces = [(name, *piece, plans_of(measured, name)) for name, piece in case.pieces.items()]
 
-    def errors(log_factor_and_launch: np.ndarray) -> list[float]:
-        log_factor, launch_us = log_factor_and_launch
-        cluster = scaled(parts, float(np.exp(log_factor)), float(launch_us))
+    def errors(log_factor_and_latency: np.ndarray) -> list[float]:
+        log_factor, latency_ms = log_factor_and_latency
+        cluster = scaled(parts, float(np.exp(log_factor)), float(latency_ms))
         return [
             float(np.log(simulated_ms(case, strategy, sequences, plans, cluster) / _median_ms(measured, name)))
             for name, strategy, sequences, plans in pieces
         ]
 
-    lower, upper = zip(np.log(_FACTORS), _LAUNCH_US, strict=True)
-    found = least_squares(errors, (0.0, parts.launch_us), bounds=(lower, upper), x_scale=(0.1, 10.0), diff_step=1e-3)
-    factor, launch_us = float(np.exp(found.x[0])), float(found.x[1])
-    return Told(links_of(case.links, half=False), case.model, parts, factor, launch_us)
+    lower, upper = zip(np.log(_FACTORS), _LATENCY_MS, strict=True)
+    first = (0.0, max(0.1, links.latency_ms))
+    found = least_squares(errors, first, bounds=(lower, upper), x_scale=(0.1, 1.0), diff_step=1e-3)
+    factor, latency_ms = float(np.exp(found.x[0])), float(found.x[1])
+    return Told(links_of(case.links, half=False), case.model, parts, factor, latency_ms)
 
 
-def scaled(parts: ClusterSpec, factor: float, launch_us: float) -> ClusterSpec:
-    """Returns hosts that compute ``factor`` times as fast, and start an operation in ``launch_us``."""
+def scaled(parts: ClusterSpec, factor: float, latency_ms: float) -> ClusterSpec:
+    """Returns hosts that compute ``factor`` times as fast, and whose messages take ``latency_ms``."""
     rates = {name: rate * factor for name in _RATES if (rate := getattr(parts, name)) is not None}
-    return parts.replace(**rates, launch_us=launch_us)
+    return parts.replace(**rates, inter_node_us=latency_ms * 1e3)
 
 
 def simulated_ms(
