@@ -32,6 +32,8 @@ PACKAGES = ("torch", "transformers")
 _MBIT_PER_S = {"olmoe": (200.0, 1000.0), "qwen3-moe": (500.0,), "deepseek-v3": (500.0,)}
 # Of a rank: as many as make steps of a second or so on its part of two cores.
 _SEQUENCES = {2: 8, 4: 4}
+# Repetitions of what is measured of links, for each of a step: they are short, and come out differently.
+_OF_LINKS = 5
 _RUN_S = 1800.0
 
 
@@ -129,7 +131,7 @@ def measure_cases(
                 for case in together:
                     begin(f"{case.hosts} hosts, {case.mbit_per_s:g} Mbit/s, {case.model}")
                     links.reshape(case.mbit_per_s)
-                    figures = link_figures(ranks, case.links, repeats)
+                    figures = link_figures(ranks, case.links, repeats * _OF_LINKS)
                     late_ms = _late_ms(ranks, case, repeats)
                     outcomes = of_all_ranks(ranks.run(measure, case, repeats, timeout_s=_RUN_S))
                     found[case] = MeasuredCase(
