@@ -101,8 +101,8 @@ def measure_cases(
     known: Sequence[MeasuredCase] = (),
     keep: Callable[[Sequence[MeasuredCase]], None] = lambda _: None,
 ) -> list[MeasuredCase]:
-    """Measures those that are not ``known`` from as many repeats and with the same shares; ``keep`` gets all so far
-    after each. Raises RuntimeError where this machine can make no such hosts.
+    """Measures those that are not ``known`` from as many repeats and with the same shares; ``keep`` gets all so far,
+    where there are any, before and after each. Raises RuntimeError where this machine can make no such hosts.
     """
     found = {
         each.case: each
@@ -110,6 +110,8 @@ def measure_cases(
         if each.case in asked and each.repeats == repeats and (each.cpus_per_host is not None) == shares
     }
     left = [case for case in asked if case not in found]
+    if found:
+        keep(list(found.values()))
     for strategy in {strategy for case in left for strategy in case.strategies}:
         # Here, and not on all ranks at once.
         warm_up(strategy.balance, strategy.split, late_slots=bool(strategy.late_slots))

@@ -99,13 +99,10 @@ def report(results: Sequence[ModelResult]) -> Report:
         Sheet("MEASURED: what the simulator was told", [result.told for result in results]),
     ]
     introduction = ["`python -m moesys bench shaped --case models`: MEASURED, and beside it SIMULATED."]
-    data = _data([result.measured for result in results]) | {"settings": settings}
+    measured = [result.measured for result in results]
+    data = {"machine": machine_line(1, PACKAGES), "measured": measured, "settings": settings}
     title = "Whole models between hosts with slow links"
     return Report("shaped", title, "measured", sheets, notes(results), introduction, data)
-
-
-def _data(measured: Sequence[MeasuredCase]) -> dict[str, object]:
-    return {"machine": machine_line(1, PACKAGES), "measured": measured}
 
 
 def main(
@@ -117,16 +114,15 @@ def main(
     out: Path | None = None,
     json_path: Path | None = None,
 ) -> int:
-    """Measure what is not ``known`` yet, write, print; the exit code: 1 if a loss or a gradient was wrong, 2
-    where no such hosts can be made.
+    """Measure what is not ``known`` yet, write after each case, print; the exit code: 1 if a loss or a gradient was
+    wrong, 2 where no such hosts can be made.
     """
     if reason := cannot_be_made(shares):
         print(f"error: {reason}", file=sys.stderr)
         return 2
 
     def keep(measured: Sequence[MeasuredCase]) -> None:
-        if json_path is not None:
-            write(Report("shaped", "", "measured", (), data=_data(measured)), json_path=json_path)
+        write(report([result_of(each) for each in measured]), page=out, json_path=json_path)
 
     results = [result_of(each) for each in measure_cases(asked, repeats, shares=shares, known=known, keep=keep)]
     publish(report(results), page=out, json_path=json_path)
