@@ -29,6 +29,18 @@ Rows = TypeVar("Rows", float, FloatArray)
 GRADIENT_BYTES = 4
 
 
+def product_rate(cluster: ClusterSpec, backward: bool) -> float:
+    """Flops a second of a rank's products with weights, or of those of their gradients."""
+    declared = cluster.backward_tflops if backward else None
+    return (declared or cluster.expert_tflops) * 1e12
+
+
+def attention_rate(cluster: ClusterSpec, backward: bool) -> float:
+    """Flops a second of a rank's attention scores, or of their gradients."""
+    declared = cluster.attention_backward_tflops if backward else None
+    return (declared or cluster.attention_tflops or cluster.expert_tflops) * 1e12
+
+
 def expert_seconds(rows: Rows, model: ModelShape, cluster: ClusterSpec, backward: bool) -> Rows:
     """Seconds of a rank's expert GEMMs on ``rows`` (a number or an array): 6·rows·H·I flops at the rank's matmul rate.
 
@@ -36,7 +48,7 @@ def expert_seconds(rows: Rows, model: ModelShape, cluster: ClusterSpec, backward
     that of the weights. Activations and the weighted sum of combine are left out.
     """
     flops = 6 * model.hidden_size * model.intermediate_size * (2 if backward else 1)
-    return rows * (flops / (cluster.expert_tflops * 1e12))
+    return rows * (flops / product_rate(cluster, backward))
 
 
 def row_product_seconds(model: ModelShape, cluster: ClusterSpec) -> float:
@@ -72,8 +84,9 @@ def pass_seconds(rows_RE: FloatArray, model: ModelShape, cluster: ClusterSpec, o
             up = pass_seconds(rows_RE, model, cluster, "pre_activations")
             return up + product_seconds(rows_RE, H, I, (H + I) * b, H * I * b, cluster)
         case "input_gradients":
-            activation = product_seconds(rows_RE, I, H, (H + 5 * I) * b, H * I * b, cluster)
-            return activation + product_seconds(rows_RE, H, 2 * I, (H + 2 * I) * b, 2 * H * I * b, cluster)
+            activation = product_seconds(rows_RE, I, H, (H + 5 * I) * b, H * I * b, cluster, backward=True)
+            row_bytes, expert_bytes = (H + 2 * I) * b, 2 * H * I * b
+            return activation + product_seconds(rows_RE, H, 2 * I, row_bytes, expert_bytes, cluster, backward=True)
         case "weight_gradients":
             down = weight_gradient_seconds(rows_RE, H, I, b, cluster)
             return down + weight_gradient_seconds(rows_RE, 2 * I, H, b, cluster)
@@ -82,7 +95,13 @@ def pass_seconds(rows_RE: FloatArray, model: ModelShape, cluster: ClusterSpec, o
 
 
 def product_seconds(
-    rows_RE: FloatArray, columns: int, depth: int, row_bytes: int, expert_bytes: int, cluster: ClusterSpec
+    rows_RE: FloatArray,
+    columns: int,
+    depth: int,
+    row_bytes: int,
+    expert_bytes: int,
+    cluster: ClusterSpec,
+    backward: bool = False,
 ) -> FloatArray:
     """Seconds [R] of one grouped product: of each expert's rows [rows, depth] with its weights [depth, columns].
 
@@ -92,7 +111,7 @@ def product_seconds(
     tiles_R = _whole(rows_RE, cluster.tile_rows).sum(axis=-1) * -(-columns // cluster.tile_columns)
     waves_R = _whole(tiles_R, cluster.multiprocessors)
     num_bytes_R = rows_RE.sum(axis=-1) * row_bytes + (rows_RE > 0).sum(axis=-1) * float(expert_bytes)
-    busy_R = np.maximum(waves_R * tile_seconds(depth, cluster), memory_seconds(num_bytes_R, cluster))
+    busy_R = np.maximum(waves_R * tile_seconds(depth, cluster, backward), memory_seconds(num_bytes_R, cluster))
     return busy_R + cluster.launch_us * 1e-6
 
 
@@ -110,14 +129,14 @@ def weight_gradient_seconds(
     depth_R = np.maximum(_whole(num_R, cluster.multiprocessors) * mean_R, rows_RE.max(axis=-1))
     num_bytes_R = rows_RE.sum(axis=-1) * ((rows_out + columns) * element_bytes)
     num_bytes_R = num_bytes_R + num_R / tiles * (rows_out * columns * GRADIENT_BYTES)
-    busy_R = np.maximum(depth_R * tile_seconds(1, cluster), memory_seconds(num_bytes_R, cluster))
+    busy_R = np.maximum(depth_R * tile_seconds(1, cluster, backward=True), memory_seconds(num_bytes_R, cluster))
     return busy_R + cluster.launch_us * 1e-6
 
 
-def tile_seconds(depth: int, cluster: ClusterSpec) -> float:
+def tile_seconds(depth: int, cluster: ClusterSpec, backward: bool) -> float:
     """Seconds of one tile on one multiprocessor, of a product over ``depth``."""
     flops = 2 * cluster.tile_rows * cluster.tile_columns * depth
-    return flops * cluster.multiprocessors / (cluster.expert_tflops * 1e12)
+    return flops * cluster.multiprocessors / product_rate(cluster, backward)
 
 
 def _whole(count: FloatArray, unit: int) -> FloatArray:
@@ -138,8 +157,22 @@ def sum_seconds(choices_R: Rows, model: ModelShape, cluster: ClusterSpec) -> Row
 
 def memory_seconds(num_bytes: Rows, cluster: ClusterSpec) -> Rows:
     """Seconds in which a rank reads and writes so many bytes of its own memory; 0 where its speed is not declared."""
-    per_second = None if cluster.memory_gb_per_s is None else cluster.memory_gb_per_s * 1e9
-    return num_bytes * (0.0 if per_second is None else 1 / per_second)
+    return _moved_seconds(num_bytes, cluster.memory_gb_per_s)
+
+
+def elementwise_seconds(num_bytes: float, cluster: ClusterSpec, backward: bool) -> float:
+    """Seconds of what is no product and reads and writes so many bytes where each step of it is one kernel."""
+    declared = cluster.elementwise_backward_gb_per_s if backward else None
+    return _moved_seconds(num_bytes, declared or cluster.elementwise_gb_per_s or cluster.memory_gb_per_s)
+
+
+def optimizer_seconds(num_bytes: float, cluster: ClusterSpec) -> float:
+    """Seconds in which an optimizer reads and writes so many bytes."""
+    return _moved_seconds(num_bytes, cluster.optimizer_gb_per_s or cluster.memory_gb_per_s)
+
+
+def _moved_seconds(num_bytes: Rows, gb_per_s: float | None) -> Rows:
+    return num_bytes * (0.0 if gb_per_s is None else 1 / (gb_per_s * 1e9))
 
 
 def roofline_seconds(flops: Rows, num_bytes: Rows, cluster: ClusterSpec) -> Rows:

@@ -40,6 +40,32 @@ def test_backward_takes_twice_as_long_and_rows_may_be_an_array():
     assert forward_R.tolist() == [0.0, 6 * 7 * 5 / 237e12, 6000 * 7 * 5 / 237e12]
 
 
+@given(st.integers(0, 2**32), st.floats(0.01, 100))
+def test_gradients_take_their_own_rate(seed, slower):
+    """Where nothing but flops counts: backward is so much longer, forward is what it was, and None is forward's."""
+    own = CLUSTER.replace(backward_tflops=237.0 / slower)
+    rows_RE = np.random.default_rng(seed).integers(0, 300, (4, 6)).astype(float)
+    for of, factor in zip(PASSES, (1, slower, slower), strict=True):
+        before_R = cost.pass_seconds(rows_RE, SHAPE, CLUSTER, of)
+        assert cost.pass_seconds(rows_RE, SHAPE, own, of) == pytest.approx(factor * before_R)
+    assert cost.expert_seconds(3.0, SHAPE, own, False) == cost.expert_seconds(3.0, SHAPE, CLUSTER, False)
+    assert cost.expert_seconds(3.0, SHAPE, own, True) == pytest.approx(
+        cost.expert_seconds(3 * slower, SHAPE, CLUSTER, True)
+    )
+    assert cost.row_product_seconds(SHAPE, own) == pytest.approx(
+        (1 + 2 * slower) / 3 * cost.row_product_seconds(SHAPE, CLUSTER)
+    )
+
+
+def test_a_rate_that_is_not_declared_is_the_next_more_general_one():
+    assert [cost.attention_rate(CLUSTER, backward) for backward in (False, True)] == [237e12, 237e12]
+    forward = CLUSTER.replace(attention_tflops=100, backward_tflops=50)
+    assert [cost.attention_rate(forward, backward) for backward in (False, True)] == [100e12, 100e12]
+    both = forward.replace(attention_backward_tflops=70)
+    assert [cost.attention_rate(both, backward) for backward in (False, True)] == [100e12, 70e12]
+    assert [cost.product_rate(both, backward) for backward in (False, True)] == [237e12, 50e12]
+
+
 # --- links ---
 
 

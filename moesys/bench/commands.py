@@ -309,9 +309,15 @@ def bench_calibrate(
         Path | None,
         typer.Option(metavar="FILE", help="Write the ClusterSpec there, .toml or .json.", callback=_spec_file),
     ] = None,
+    page: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Write a page there, in Markdown.", callback=in_a_folder)
+    ] = None,
     json: ResultFile = None,
 ) -> None:
     """Measure this machine or cluster, and write it down as a ClusterSpec for simulations.
+
+    Experts forward and backward, attention, norms, optimizer, links, on GPUs fused tiles and flags; on a CPU, steps of
+    a layer and of small models besides, measured and simulated. About three minutes on 2 cores.
 
     Under torchrun it measures the ranks that torchrun started, links inside hosts and between them apart. For example:
     moesys bench calibrate --ranks 2 --out here.toml
@@ -320,7 +326,7 @@ def bench_calibrate(
 
     with _refusing():
         calibrate_report.check(ranks, device)
-    code = calibrate_report.main(ranks, device, threads=threads, repeats=repeats, out=out, json_path=json)
+    code = calibrate_report.main(ranks, device, threads=threads, repeats=repeats, out=out, page=page, json_path=json)
     raise typer.Exit(code)
 
 
@@ -328,7 +334,10 @@ def bench_calibrate(
 def bench_shaped(
     hosts: Annotated[list[int] | None, typer.Option(help="2 or 4, may be repeated; both by default.")] = None,
     case: Annotated[
-        list[str] | None, typer.Option(help="overlap, split, nodes or planners, may be repeated; all by default.")
+        list[str] | None,
+        typer.Option(
+            help="overlap, split, nodes or planners, may be repeated; all of these by default. Or models, alone."
+        ),
     ] = None,
     mbit: Annotated[
         list[float] | None, typer.Option(help="Of each link, may be repeated; instead of the cases' own.")
@@ -349,9 +358,18 @@ def bench_shaped(
 
     Hosts are network namespaces of this machine. All cases take about ten minutes on 2 cores. Exit code 1 if a bit
     differs. For example: moesys bench shaped --case overlap --hosts 2 --mbit 100 --mbit 500 --out shaped.md
-    """
-    from moesys.bench.shaped import cases, shaped_report
 
+    --case models: training steps of transformers' small models, in half an hour; what the file of --json has already is
+    not measured again.
+    """
+    from moesys.bench.shaped import cases, model_cases, models_report, shaped_report
+
+    if case and "models" in case:
+        with _refusing():
+            models = model_cases.asked_for(hosts or (2, 4), mbit or (), latency_us, case)
+            known = model_cases.kept(json)
+        code = models_report.main(models, repeats=repeats, shares=shares, known=known, out=out, json_path=json)
+        raise typer.Exit(code)
     with _refusing():
         asked = cases.asked_for(hosts or (2, 4), mbit or (), latency_us, case or ())
     raise typer.Exit(shaped_report.main(asked, repeats=repeats, shares=shares, out=out, json_path=json))

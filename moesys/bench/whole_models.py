@@ -1,12 +1,11 @@
 """``moesys bench models``: training steps of transformers' own models on local ranks, under strategies and under
 transformers' own expert parallelism.
 
-T tokens of a rank, H hidden, E experts, K top-k, L layers with experts.
+E experts.
 """
 
 from __future__ import annotations
 
-import importlib
 import logging
 import resource
 import statistics
@@ -17,78 +16,42 @@ from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from moesys.balance.warm_up import warm_up
 from moesys.bench.harness.bench_ranks import Ranks, joins, start_ranks
-from moesys.bench.harness.contest import Case, Contestant, Outcome, hold, of_all_ranks, relative_difference
+from moesys.bench.harness.contest import Case, Contestant, Near, Outcome, hold, of_all_ranks
+from moesys.bench.harness.model_steps import (
+    HIDDEN,
+    LENGTH,
+    MODELS,
+    ROUTINGS,
+    TOLERANCE,
+    ZIPF,
+    E,
+    ModelSteps,
+    new_model,
+    strategies,
+    tokens_of,
+)
 from moesys.bench.harness.names import chosen
 from moesys.bench.harness.reports import Report, publish
 from moesys.bench.harness.sheets import Column, Sheet
 from moesys.bench.harness.steps import steps_told
 from moesys.bench.harness.stopwatch import Spread, machine_line
-from moesys.config import Ep, FlowSplit, Fsep, Greedy, Pipelined, Strategy
+from moesys.config import Ep, Fsep, Strategy
 from moesys.hf.registration import register
-from moesys.hf.routers import routers_of
-from moesys.hf.routing_replay import replay_routing
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.lab.slow_links.namespaces import namespace_name
 from moesys.lab.slow_links.processor_shares import join, lacks_shares, processor_shares
-from moesys.moe.experts import experts_of
 
 THEIRS = "all_to_all"
-E, K = 8, 2
-LENGTH = 256
-HIDDEN = 256
 # Until the peak of memory stays where it is.
 MEMORY_STEPS = 6
-ROUTINGS = ("balanced", "skewed")
-# Of popularity, the n-th expert's is 1 / n to this power.
-ZIPF = 1.2
-# Largest ‖a - b‖ / ‖b‖ of the loss and of any gradient from transformers' own at which a speed is shown.
-TOLERANCE = 1e-5
 _RANKS_TIMEOUT_S = 1800.0
-
-_COMMON = {"vocab_size": 512, "hidden_size": HIDDEN, "num_hidden_layers": 3, "num_attention_heads": 4}
-_HEADS = {"num_key_value_heads": 2, "head_dim": 64}
-_LATENT = {"q_lora_rank": 64, "kv_lora_rank": 64, "qk_rope_head_dim": 16, "qk_nope_head_dim": 48, "v_head_dim": 64}
-# What grows with the hidden size.
-_WIDTHS = ("hidden_size", "intermediate_size", "moe_intermediate_size")
-# A config and a model of each family, in transformers' own names.
-MODELS: dict[str, tuple[str, dict[str, Any]]] = {
-    "olmoe": ("Olmoe", {**_COMMON, "num_key_value_heads": 2, "intermediate_size": 512, "num_experts": E}),
-    "qwen3-moe": (
-        "Qwen3Moe",
-        {**_COMMON, **_HEADS, "moe_intermediate_size": 512, "num_experts": E, "norm_topk_prob": True},
-    ),
-    "deepseek-v3": (
-        "DeepseekV3",
-        {
-            **(_COMMON | _LATENT),
-            **{"num_key_value_heads": 4, "intermediate_size": 512, "moe_intermediate_size": 512},
-            **{"n_routed_experts": E, "n_group": 2, "topk_group": 2, "first_k_dense_replace": 1},
-        },
-    ),
-}
-
-
-def strategies(num_ranks: int) -> list[Strategy]:
-    """Returns those that are compared: with and without balance, with and without overlap."""
-    spare = E // num_ranks + 2
-    balanced: dict[str, Any] = {"balance": Greedy(), "split": FlowSplit()}
-    ep = Strategy(name="ep")
-    lent = Strategy(name="lent ep", sharding=Ep(slots_per_rank=spare), **balanced)
-    return [
-        ep,
-        lent,
-        lent.replace(name="lent ep, pipelined", overlap=Pipelined(chunks=2)),
-        Strategy(name="fsep", sharding=Fsep(slots_per_rank=spare), **balanced),
-    ]
 
 
 @dataclass(frozen=True)
@@ -205,7 +168,7 @@ def bench_models(parts: Sequence[Part], setting: Setting) -> list[Row]:
             tell(f"{part.model}, {part.routing}")
             path = folder / part.model
             if not path.exists():
-                _new_model(part).save_pretrained(path)
+                new_model(part.model, part.hidden_size).save_pretrained(path)
             outcomes = of_all_ranks(ranks.run(measure, part, path, setting.repeats, timeout_s=_RANKS_TIMEOUT_S))
             theirs_ms = outcomes[THEIRS].samples_ms.get("step", [])
             peaks_mib = _peaks_mib(part, path, setting.num_ranks) if setting.memory else {}
@@ -275,7 +238,7 @@ def measure(part: Part, folder: Path, repeats: int) -> Mapping[str, Outcome]:
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     contestants = _contestants(dist.get_world_size())
     setups = {name: partial(_contestant, part, folder, strategy) for name, strategy in contestants.items()}
-    return hold(Case(setups, _Agrees(), before=dist.barrier), repeats)
+    return hold(Case(setups, Near(TOLERANCE, THEIRS), before=dist.barrier), repeats)
 
 
 def peak_mib(part: Part, folder: Path, strategy: Strategy | None) -> float:
@@ -289,20 +252,6 @@ def peak_mib(part: Part, folder: Path, strategy: Strategy | None) -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (2**20 if sys.platform == "darwin" else 2**10)
 
 
-class _Agrees:
-    """``Case.wrong``: results are those of the first contestant."""
-
-    def __init__(self) -> None:
-        self._expected: dict[str, Tensor] | None = None
-
-    def __call__(self, name: str, results: dict[str, Tensor]) -> str:
-        if self._expected is None:
-            self._expected = results
-        errors = {part: relative_difference(results[part], wanted) for part, wanted in self._expected.items()}
-        worst = max(errors, key=lambda part: errors[part])
-        return "" if errors[worst] <= TOLERANCE else f"{worst} differs from {THEIRS} by {errors[worst]:.1e}"
-
-
 def _contestant(part: Part, folder: Path, strategy: Strategy | None) -> Contestant:
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
@@ -310,66 +259,10 @@ def _contestant(part: Part, folder: Path, strategy: Strategy | None) -> Contesta
 
     disable_progress_bar()
     num_ranks = dist.get_world_size()
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    tokens_BC = torch.randint(512, (part.sequences, LENGTH), generator=generator)
     name = THEIRS if strategy is None else register(strategy)
     sizes = DistributedConfig(fsdp_size=num_ranks, ep_size=num_ranks, ep_implementation=name)
     model = AutoModelForCausalLM.from_pretrained(
         folder, distributed_config=sizes, experts_implementation="grouped_mm", dtype=torch.float32
-    ).train()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    expert_LTK = _routing(part.routing, len(routers_of(model)), tokens_BC.numel())
-
-    def backward() -> Tensor:
-        with replay_routing(model, expert_LTK):
-            loss: Tensor = model(input_ids=tokens_BC, labels=tokens_BC).loss
-            loss.backward()
-        return loss.detach()
-
-    def results() -> dict[str, Tensor]:
-        # Of the second pass, before which layouts settle.
-        backward()
-        optimizer.zero_grad()
-        loss = backward()
-        grads = {of: _whole(p.grad) for of, p in model.named_parameters() if p.grad is not None}
-        optimizer.zero_grad()
-        return {"loss": loss, **grads}
-
-    def step() -> None:
-        backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    def max_over_mean() -> float | None:
-        plans = [experts.last_plan for experts in experts_of(model)]
-        return statistics.mean(plan.tokens.max_over_mean for plan in plans if plan) if plans else None
-
-    return Contestant(results, {"step": step}, max_over_mean)
-
-
-def _new_model(part: Part) -> Any:
-    family, options = MODELS[part.model]
-    options = options | {name: options[name] * part.hidden_size // HIDDEN for name in _WIDTHS if name in options}
-    transformers: Any = importlib.import_module("transformers")
-    config = getattr(transformers, f"{family}Config")(**options, num_experts_per_tok=K, max_position_embeddings=LENGTH)
-    transformers.utils.logging.disable_progress_bar()
-    torch.manual_seed(0)
-    return getattr(transformers, f"{family}ForCausalLM")(config)
-
-
-def _routing(routing: str, num_layers: int, num_tokens: int) -> Tensor:
-    """Returns this rank's experts [L, T, K]."""
-    if routing == "balanced":
-        return (torch.arange(num_tokens * K) % E).view(1, num_tokens, K).expand(num_layers, -1, -1)
-    popularity_E = torch.arange(1, E + 1).double() ** -ZIPF
-    layers = []
-    for layer in range(num_layers):
-        order_E = torch.randperm(E, generator=torch.Generator().manual_seed(layer))
-        generator = torch.Generator().manual_seed(1000 * layer + dist.get_rank())
-        drawn = torch.multinomial(popularity_E.expand(num_tokens, E), K, generator=generator)
-        layers.append(order_E[drawn])
-    return torch.stack(layers)
-
-
-def _whole(grad: Tensor) -> Tensor:
-    return (grad.full_tensor() if isinstance(grad, DTensor) else grad).clone()
+    )
+    steps = ModelSteps(model, tokens_of(part.sequences), part.routing)
+    return Contestant(steps.results, {"step": steps.step}, steps.max_over_mean)

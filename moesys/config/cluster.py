@@ -39,14 +39,37 @@ class ClusterSpec(Declared):
         88.9539, ge=SLOWEST_GB_PER_S, description="between domains, in or out of a whole node, GB/s"
     )
     expert_tflops: float = Field(237.0, ge=1e-12, le=1e12, description="dense matmul rate a rank reaches, TFLOP/s")
+    backward_tflops: float | None = Field(
+        None, ge=1e-12, le=1e12, description="the same of gradients' products, of inputs and weights; None: as forward"
+    )
+    attention_tflops: float | None = Field(
+        None, ge=1e-12, le=1e12, description="the same of attention scores and what they sum; None: as other products"
+    )
+    attention_backward_tflops: float | None = Field(
+        None, ge=1e-12, le=1e12, description="the same of their gradients; None: as attention_tflops"
+    )
     fp8_tflops: float | None = Field(
-        None, ge=1e-12, le=1e12, description="the same of products in float8; None: it has none"
+        None, ge=1e-12, le=1e12, description="of products in float8, backward too; None: it has none"
     )
     peak_tflops: float | None = Field(
         None, ge=1e-12, le=1e12, description="by data sheet, in 16 bits, dense; utilisation is a share of it"
     )
     memory_gb_per_s: float | None = Field(
         None, ge=SLOWEST_GB_PER_S, description="of a rank's own memory, GB/s; None: it costs no time"
+    )
+    elementwise_gb_per_s: float | None = Field(
+        None,
+        ge=SLOWEST_GB_PER_S,
+        description="bytes that norms, rotary embeddings, activations and residuals read and write at least, over "
+        "their time, GB/s; None: as memory_gb_per_s",
+    )
+    elementwise_backward_gb_per_s: float | None = Field(
+        None, ge=SLOWEST_GB_PER_S, description="the same of their gradients, GB/s; None: as elementwise_gb_per_s"
+    )
+    optimizer_gb_per_s: float | None = Field(
+        None,
+        ge=SLOWEST_GB_PER_S,
+        description="bytes that an optimizer reads and writes at least, over its time, GB/s; None: as memory_gb_per_s",
     )
     memory_gb: float | None = Field(
         None, gt=0, le=1e9, description="memory of a rank, 1e9 bytes; None: nobody says how much there is"

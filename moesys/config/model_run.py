@@ -45,6 +45,11 @@ class ModelRun(Declared):
         description="of the host to start an operation, while others run: a pass of a part takes as long as its host "
         "at least; 0: a step is one CUDA graph",
     )
+    backend: Literal["nccl", "gloo"] = Field(
+        "nccl",
+        description='of what data-parallel ranks exchange; "gloo", on CPUs: with dense="full" nothing comes ahead, as '
+        "gathers and sums block, and a reduce-scatter sends what an all-reduce does",
+    )
     optimizer: Literal["adam", "adam_bf16", "sgd"] = Field(
         "adam", description="moments in float32, in bfloat16 (DeepSeek-V3), or none; masters are float32"
     )
@@ -158,4 +163,5 @@ class ModelRun(Declared):
             ranks_per_node=min(ranks, node),
             ranks_per_domain=min(placed, key=lambda sizes: sum(size * size for size in sizes)),
             expert_tflops=cluster.fp8_tflops if self.fp8 else cluster.expert_tflops,
+            backward_tflops=None if self.fp8 else cluster.backward_tflops,
         )

@@ -48,6 +48,8 @@ class RestOfStep:
     every_slot_travels: an expert that a rank holds twice comes twice, and so do its gradients go home, as LAER-MoE's.
     travel_behind_rest: as FSDP does with its prefetch limit of 1, and no linked model: a layer's experts set off before
         the rest of the layer, in backward before that of the layer above; gradients are waited for at the end only.
+    units_block: parameters of units come when they are needed, and gradients go when they are there, and nobody
+        computes meanwhile.
     row_share: bytes of a row on its way to experts, and of a gradient on its way to them in backward, over those in the
         compute dtype, where rows are narrowed before they are sent. MegaKernels send them as they are.
     cast_bytes: read and written for each row to narrow the operands of experts' products, before their forward and
@@ -65,6 +67,7 @@ class RestOfStep:
     gradient_bytes: int = GRADIENT_BYTES
     every_slot_travels: bool = False
     travel_behind_rest: bool = False
+    units_block: bool = False
     row_share: float = 1.0
     cast_bytes: tuple[float, float] = (0.0, 0.0)
     units: Sequence[RestUnit] | None = None

@@ -2,7 +2,8 @@
 
 As FSDP2 does it (``fully_shard`` of torch.distributed.fsdp, ``_fsdp_param_group``): before a unit runs its own gather
 is waited for, and that of the next unit is under way; in backward all but kept ones come again; a unit's gradients set
-off behind its backward, and all are waited for at the end of backward.
+off behind its backward, and all are waited for at the end of backward. On CPUs, whose collectives block, each is waited
+for where it is issued.
 """
 
 from __future__ import annotations
@@ -16,22 +17,24 @@ from moesys.simulator.rest_of_step import RestUnit
 
 
 class ShardedRest:
-    """Of one micro-batch. ``issue``: sends a load on the lane of that name."""
+    """Of one micro-batch. ``issue``: sends a load on the lane of that name. ``blocks``: nothing is under way beside
+    computing.
+    """
 
     def __init__(
-        self, units: Sequence[RestUnit], lanes: Lanes, issue: Callable[[str, LinkLoad, str], AllToAll]
+        self, units: Sequence[RestUnit], lanes: Lanes, issue: Callable[[str, LinkLoad, str], AllToAll], blocks: bool
     ) -> None:
-        self._units, self._lanes, self._issue = units, lanes, issue
+        self._units, self._lanes, self._issue, self._blocks = units, lanes, issue, blocks
         self._gathers: dict[int, AllToAll | None] = {}
         self._reductions: list[AllToAll] = []
 
     def before_forward(self, place: int) -> None:
-        for one in (place, place + 1):
+        for one in (place,) if self._blocks else (place, place + 1):
             self._gather(one)
         self._wait(place)
 
     def before_backward(self, place: int) -> None:
-        for one in (place, place - 1):
+        for one in (place,) if self._blocks else (place, place - 1):
             if one >= 0 and not self._units[one].kept:
                 self._gather(one)
         self._wait(place)
@@ -39,6 +42,8 @@ class ShardedRest:
     def after_backward(self, place: int) -> None:
         if (reduced := self._units[place].reduced) is not None:
             self._reductions.append(self._issue("reduce_scatter", reduced, f"unit {place}"))
+            if self._blocks:
+                self.finish()
 
     def finish(self) -> None:
         while self._reductions:

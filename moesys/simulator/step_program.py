@@ -115,7 +115,7 @@ class _Step:
         self.units = self.rest.units_of(len(plans))
         # Of each unit, which of the layers with experts it is, or comes before.
         self.layer_of = list(accumulate((int(unit.has_experts) for unit in self.units), initial=0))
-        self.sharded = ShardedRest(self.units, self.lanes, partial(self._issue, "weights"))
+        self.sharded = ShardedRest(self.units, self.lanes, partial(self._issue, "weights"), self.rest.units_block)
         self.experts: dict[int, _Exchange | None] = {}
         self.late: dict[int, _Exchange | None] = {}
         self.restores: dict[tuple[int, str], tuple[LinkLoad, ...]] = {}

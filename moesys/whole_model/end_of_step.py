@@ -8,14 +8,19 @@ from dataclasses import dataclass
 import numpy as np
 
 from moesys.config.model_run import ModelRun
-from moesys.cost import memory_seconds
-from moesys.whole_model.exchanges import Ring
+from moesys.cost import optimizer_seconds
+from moesys.whole_model.exchanges import Ring, passes_of_sum
 from moesys.whole_model.memory import MASTER_BYTES, MOMENT_BYTES
 from moesys.whole_model.model_step import SimulatedPart
 from moesys.whole_model.units import Units
 
 # Of a parameter, read and written beside master and moments: its gradient, and the copy in the compute dtype.
 _GRADIENT_AND_COPY_BYTES = 4 + 2
+
+
+def update_bytes(optimizer: str) -> int:
+    """Returns the bytes of a parameter that its update reads and writes."""
+    return 2 * (MASTER_BYTES + MOMENT_BYTES[optimizer]) + _GRADIENT_AND_COPY_BYTES
 
 
 @dataclass(frozen=True)
@@ -41,7 +46,7 @@ class EndOfStep:
             if done:
                 continue
             gradients_s = np.array(ring.busy_seconds(parameters * run.gradient_bytes, run.cluster))
-            summed += gradients_s if sharded else 2 * gradients_s
+            summed += gradients_s * (passes_of_sum(run) if sharded else 2)
             if sharded:
                 gathered += ring.busy_seconds(parameters * run.model.bytes_per_element, run.cluster)
         # Gradients of the layer that comes last have nothing to hide behind, nor have parameters of the first.
@@ -52,11 +57,10 @@ class EndOfStep:
             forward += [max(0.0, part.seconds.forward - link.forward) for link in part.busy]
             backward += [max(0.0, part.seconds.backward - link.backward) for link in part.busy]
         shown_s = [float((summed - hidden * backward).max()), float((gathered - hidden * forward).max())]
-        moved = 2 * (MASTER_BYTES + MOMENT_BYTES[run.optimizer]) + _GRADIENT_AND_COPY_BYTES
         return {
             "gradients and parameters": sum(max(0.0, each) for each in shown_s),
             "tied embeddings": self._tied_seconds(chunks),
-            "optimizer": memory_seconds(updated * moved, run.cluster),
+            "optimizer": optimizer_seconds(updated * update_bytes(run.optimizer), run.cluster),
         }
 
     def _tied_seconds(self, chunks: Sequence[range]) -> float:

@@ -16,6 +16,13 @@ from moesys.cost import LinkLoad
 from moesys.whole_model.placement import Placement, place_groups, place_pairs
 
 
+def passes_of_sum(run: ModelRun) -> int:
+    """Returns how often all gradients go round until each rank has the sum of its part: gloo's reduce-scatter is an
+    all-reduce (torch, ``ProcessGroupGloo::reduce_scatter_tensor_coalesced``).
+    """
+    return 2 if run.backend == "gloo" else 1
+
+
 @dataclass(frozen=True)
 class Ring:
     """Groups of ``size`` ranks, and where they lie."""

@@ -1,9 +1,9 @@
 """Seconds of what a rank does beside the routed experts: attention, norms, dense layers, shared experts, head.
 
-Each operation takes its flops at the matmul rate or its bytes at the memory's, and a launch. Tensor and context groups
-share them evenly; what tensor groups send each other (sequence parallelism, arXiv 2205.05198, section 4.2.2: an
-all-gather before and a reduce-scatter behind attention and each dense MLP) hides behind nothing, and keys and values go
-round a context group behind the scores.
+Each operation takes its flops at the rate of its products or its bytes at the memory's, and a launch. Tensor and
+context groups share them evenly; what tensor groups send each other (sequence parallelism, arXiv 2205.05198, section
+4.2.2: an all-gather before and a reduce-scatter behind attention and each dense MLP) hides behind nothing, and keys and
+values go round a context group behind the scores.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from moesys.config import ClusterSpec
 from moesys.config.model_run import ModelRun
 from moesys.config.parallelism import LayerRecompute
-from moesys.cost import memory_seconds
-from moesys.whole_model.operations import Operations, Part
+from moesys.cost import attention_rate, elementwise_seconds, product_rate
+from moesys.whole_model.operations import Operation, Operations, Part
 from moesys.whole_model.placement import place_groups
 
 # Exchanges of a tensor group that run again: a gather, and what sums behind it where all runs again.
@@ -72,15 +72,26 @@ def _computed(operations: Operations, run: ModelRun) -> RestSeconds:
     launch_s = cluster.launch_us * 1e-6
     found = RestSeconds()
     for each in operations.operations:
-        rate = 1e12 * (cluster.fp8_tflops if each.fp8 and cluster.fp8_tflops else cluster.expert_tflops)
-        weights_s = share * each.weight_gradient_flops / rate
-        inputs_s = share * each.input_gradient_flops / rate + memory_seconds(share * each.backward_bytes, cluster)
+        rate, gradient_rate = (_rate(each, cluster, backward) for backward in (False, True))
+        weights_s = share * each.weight_gradient_flops / gradient_rate
+        products_s = share * each.input_gradient_flops / gradient_rate
+        inputs_s = products_s + elementwise_seconds(share * each.backward_bytes, cluster, backward=True)
+        moved_s = elementwise_seconds(share * each.forward_bytes, cluster, backward=False)
         found += RestSeconds(
-            forward=share * each.flops / rate + memory_seconds(share * each.forward_bytes, cluster) + launch_s,
+            forward=share * each.flops / rate + moved_s + launch_s,
             backward=inputs_s + weights_s + each.backward_kernels * launch_s,
             weight_gradients=weights_s,
         )
     return found
+
+
+def _rate(operation: Operation, cluster: ClusterSpec, backward: bool) -> float:
+    """Flops a second."""
+    if operation.part == "attention_scores":
+        return attention_rate(cluster, backward)
+    if operation.fp8 and cluster.fp8_tflops:
+        return cluster.fp8_tflops * 1e12
+    return product_rate(cluster, backward)
 
 
 def _tensor_seconds(operations: Operations, run: ModelRun) -> float:

@@ -14,13 +14,10 @@ from itertools import chain
 import numpy as np
 
 from moesys.config.model_run import ModelRun
-from moesys.config.workload import Generated
 from moesys.cost import row_product_seconds
-from moesys.load import IntArray, LoadMatrix
-from moesys.replay import Moment, replay_layer
 from moesys.runnable import out_of_reach, out_of_rows
-from moesys.step import LayerPlan, plan_layer
-from moesys.traces import generate
+from moesys.step import LayerPlan
+from moesys.whole_model.drawn_plans import Routing, drawn_plans, num_draws
 from moesys.whole_model.end_of_step import EndOfStep
 from moesys.whole_model.memory import stage_memory
 from moesys.whole_model.model_step import DrawnStep, ModelStep, SimulatedPart, run_parts
@@ -32,21 +29,25 @@ Told = Callable[[str], None]
 
 
 def simulate_model(
-    run: ModelRun, routing: Generated | None = None, *, draws: int = 4, seed: int = 0, tell: Told = lambda words: None
+    run: ModelRun, routing: Routing = None, *, draws: int = 4, seed: int = 0, tell: Told = lambda words: None
 ) -> ModelStep:
     """Simulates a step of ``run``.
 
-    ``routing``: how routers choose, of which ``num_layers``, ``tokens_per_rank``, ``steps`` and ``micro_batches`` are
-    the run's own; None: every expert gets as many tokens as every other. ``draws``: of the routing, from ``seed`` on;
-    without routing there is one. ``tell``: is told how it goes.
+    ``routing``: how routers choose. None: every expert gets as many tokens as every other. ``Generated``: drawn, of
+    which ``num_layers``, ``tokens_per_rank``, ``steps`` and ``micro_batches`` are the run's own. A ``Trace``: as
+    recorded of its layers with experts, planned with the layouts that earlier micro-batches led to. Plans, one of each
+    layer with experts: as they ran, such as ``experts.last_plan``. ``draws``: of generated routing, from ``seed`` on;
+    of a trace as many newest micro-batches; else there is one. ``tell``: is told how it goes.
+
+    Raises ValueError for a trace or plans of another model, of other ranks, and a trace of other numbers of tokens.
     """
     units = Units.of(run)
     parallel = run.parallelism
     parts = split_evenly(_layer_costs(run, units), parallel.pipeline * parallel.virtual_stages)
     drawn, against = [], [out_of_reach(run.strategy, run.expert_cluster)]
-    for draw in range(num_draws := draws if routing is not None else 1):
-        tell(f"draw {draw + 1} of {num_draws}")
-        plans = _plans(run, routing, seed + draw)
+    count = num_draws(routing, draws)
+    for draw, plans in enumerate(drawn_plans(run, routing, draws, seed), 1):
+        tell(f"draw {draw} of {count}")
         against.append(out_of_rows(run.strategy, run.shape, plans.values()))
         drawn.append(_drawn_step(run, units, parts, plans))
     factor = max(draw.max_over_mean for draw in drawn)
@@ -64,38 +65,6 @@ def _layer_costs(run: ModelRun, units: Units) -> list[float]:
     costs[0] += units.embedding.rest.seconds
     costs[-1] += units.head.rest.seconds
     return costs
-
-
-# --- routing --------------------------------------------------------------------------------------------------------
-
-
-def _plans(run: ModelRun, routing: Generated | None, seed: int) -> dict[int, LayerPlan]:
-    """Returns the plan of each layer with experts."""
-    shape, cluster, layers = run.shape, run.expert_cluster, run.model.moe_layers
-    if routing is None:
-        plan = plan_layer(run.strategy, shape, cluster, LoadMatrix(_even(run)))
-        return dict.fromkeys(layers, plan)
-    own = {"num_layers": len(layers), "tokens_per_rank": run.tokens_per_rank, "steps": 1, "micro_batches": 1}
-    routing = routing.replace(**own)
-    trace = generate(routing, cluster.num_ranks, shape.num_experts, shape.top_k, seed)
-    moments = [Moment(routing.warmup, routing.warmup)]
-    return {
-        layer: next(
-            replay_layer(run.strategy, shape, cluster, trace.tokens_SLRE[:, place], layer=place, moments=moments)
-        ).plan
-        for place, layer in enumerate(layers)
-    }
-
-
-def _even(run: ModelRun) -> IntArray:
-    """Returns counts [R, E] of which none is more than one above another, of a rank as of an expert."""
-    R, E = run.expert_cluster.num_ranks, run.shape.num_experts
-    each, left = divmod(run.tokens_per_rank * run.shape.top_k, E)
-    turn_RE = (np.arange(E) - left * np.arange(R)[:, None]) % E
-    return each + (turn_RE < left).astype(np.int64)
-
-
-# --- seconds --------------------------------------------------------------------------------------------------------
 
 
 def _drawn_step(run: ModelRun, units: Units, parts: Sequence[range], plans: dict[int, LayerPlan]) -> DrawnStep:

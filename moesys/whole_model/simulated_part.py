@@ -13,7 +13,7 @@ from moesys.layout import TokenPlan
 from moesys.simulator.rest_of_step import RestOfStep, RestUnit
 from moesys.simulator.simulation import Simulation
 from moesys.simulator.step_program import run_step
-from moesys.whole_model.exchanges import Ring
+from moesys.whole_model.exchanges import Ring, passes_of_sum
 from moesys.whole_model.model_step import SimulatedPart
 from moesys.whole_model.operations import Operations
 from moesys.whole_model.pipeline import Lanes, PartSeconds
@@ -27,6 +27,7 @@ def simulate_part(run: ModelRun, units: Sequence[Unit], plans: Sequence[TokenPla
     passed = [_passed(run, unit) for unit in units]
     around = RestOfStep(
         recompute=_RECOMPUTED[run.parallelism.recompute],
+        units_block=run.backend == "gloo",
         row_share=_row_share(units),
         cast_bytes=_cast_bytes(run, units),
         units=passed,
@@ -107,7 +108,7 @@ def _passed(run: ModelRun, unit: Unit) -> RestUnit:
         rest.again,
         unit.has_experts,
         ring.load(gathered, group, whole),
-        ring.load(reduced, group, whole),
+        ring.load(reduced * passes_of_sum(run), group, whole),
         unit.kept,
     )
 

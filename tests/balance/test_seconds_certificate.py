@@ -41,7 +41,8 @@ def test_no_plan_costs_less_than_the_bound(data, instance, split):
     slots_R = tuple(np.maximum(layout.filled_R, instance.slots).tolist())
     strategy, num_experts = data.draw(strategies(slots_R)), instance.load.num_experts
     model = WIDE.replace(num_experts=num_experts, top_k=data.draw(st.integers(1, num_experts)))
-    cluster = instance.cluster.replace(expert_tflops=data.draw(st.sampled_from([0.1, 100])))
+    rates = {"expert_tflops": (0.1, 100), "backward_tflops": (None, 1.0)}
+    cluster = instance.cluster.replace(**{rate: data.draw(st.sampled_from(values)) for rate, values in rates.items()})
     plan = split_tokens(instance.load, layout, cluster, split, overlap=strategy.overlap)
     found = certify_seconds(plan, cluster, model, strategy)
     # prices are whole, and whole tokens cross

@@ -11,6 +11,8 @@ from typer.testing import CliRunner
 
 from moesys.__main__ import app
 from moesys.bench import whole_models
+from moesys.bench.harness import model_steps
+from moesys.bench.harness.contest import Near
 from moesys.lab.slow_links.processor_shares import lacks_shares
 
 
@@ -30,7 +32,7 @@ def test_every_strategy_trains_a_model_as_transformers_does_and_is_timed(
     assert ("peak MiB" in output) == ("--memory" in options)
     assert "MEASURED" in output
     rows = {row["name"]: row for row in json.loads(out.read_text())["rows"]}
-    assert list(rows) == [whole_models.THEIRS, *(strategy.name for strategy in whole_models.strategies(2))]
+    assert list(rows) == [whole_models.THEIRS, *(strategy.name for strategy in model_steps.strategies(2))]
     assert all(len(row["samples_ms"]) == 1 and not row["wrong"] for row in rows.values())
     assert rows["ep"]["max_over_mean"] > 1.2
     assert rows["lent ep"]["max_over_mean"] < 1.1
@@ -61,7 +63,7 @@ def test_shares_that_cannot_be_had_are_refused(monkeypatch: pytest.MonkeyPatch) 
 
 def test_slots_beyond_a_ranks_own_experts_are_counted() -> None:
     part = whole_models.Part("deepseek-v3", "skewed", 1, 512)
-    found = {each.name: whole_models._slots_mib(part, each, 2) for each in whole_models.strategies(2)}
+    found = {each.name: whole_models._slots_mib(part, each, 2) for each in model_steps.strategies(2)}
     # An expert is three matrices of 512 x 1024; two of three layers have experts, and Fsep frees a layer's.
     assert found == {"ep": 0, "lent ep": 2 * 2 * 6, "lent ep, pipelined": 2 * 2 * 6, "fsep": 6 * 6}
 
@@ -73,7 +75,7 @@ def test_names_that_are_not_known_are_refused() -> None:
 
 
 def test_another_gradient_is_not_timed() -> None:
-    agrees = whole_models._Agrees()
+    agrees = Near(model_steps.TOLERANCE, whole_models.THEIRS)
     wanted = {"loss": torch.ones(()), "weight": torch.ones(3)}
     assert agrees("all_to_all", wanted) == ""
     assert agrees("same", dict(wanted)) == ""
@@ -86,7 +88,7 @@ def test_another_gradient_is_not_timed() -> None:
 def test_balanced_routing_is_even_and_skewed_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
     even, skewed = (
-        whole_models._routing(routing, 2, 1024)[0].flatten().bincount() for routing in whole_models.ROUTINGS
+        model_steps.routing_of(routing, 2, 1024)[0].flatten().bincount() for routing in model_steps.ROUTINGS
     )
     assert even.max() == even.min()
     assert skewed.max() > 3 * skewed.min()

@@ -66,7 +66,7 @@ def test_the_cases_of_the_full_run() -> None:
         (((3,),), "hosts=3 is not measured here; use 2 or 4"),
         (((2,), (5.0,)), "mbit=5 must be between 10 and 10000"),
         (((2,), (), -1.0), "latency_us=-1 must be between"),
-        (((2,), (), 0.0, ("node",)), "case='node' is none of them; use overlap, split, nodes, planners"),
+        (((2,), (), 0.0, ("node",)), "case='node' is none of them; use overlap, split, nodes, planners, or models"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(arguments: tuple[tuple[int, ...]], message: str) -> None:

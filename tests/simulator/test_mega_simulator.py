@@ -51,6 +51,18 @@ def test_products_that_share_a_kernel_run_at_the_fused_rate(overlap, slower):
                 np.testing.assert_allclose(product_after.seconds_G, factor * product_before.seconds_G)
 
 
+def test_tiles_of_gradients_have_their_own_rate():
+    rows_G, slow = np.array([300, 0, 17]), PLAIN.replace(backward_tflops=PLAIN.expert_tflops / 2)
+    for backward, factor in ((False, 1.0), (True, 2.0)):
+        before, after = (TaskSeconds(ms.MegaKernel(), SMALL, of, backward) for of in (PLAIN, slow))
+        for product_before, product_after in zip(
+            (before.first_product(rows_G), before.second_product(rows_G), *before.weight_gradients(rows_G)),
+            (after.first_product(rows_G), after.second_product(rows_G), *after.weight_gradients(rows_G)),
+            strict=True,
+        ):
+            np.testing.assert_allclose(product_after.seconds_G, factor * product_before.seconds_G)
+
+
 def test_a_slower_fused_tile_makes_a_fused_pass_longer_and_one_apart_no_longer():
     plan = plan_of(SMALL, 8, 512)
 

@@ -254,7 +254,8 @@ def test_looks_get_longer_until_all_is_seen():
 @given(data=st.data())
 def test_bounds_are_below_what_is_simulated(data):
     cluster = data.draw(st.sampled_from(list(CLUSTERS.values())))
-    cluster = cluster.replace(fused_rate=data.draw(st.sampled_from((1.0, 0.6))))
+    rates = {"fused_rate": (1.0, 0.6), "backward_tflops": (None, 1.0, 500.0)}
+    cluster = cluster.replace(**{field: data.draw(st.sampled_from(values)) for field, values in rates.items()})
     changes = {
         "micro_batches": data.draw(st.integers(1, 2)),
         "recompute": data.draw(st.sampled_from(("none", "layers", "computing"))),

@@ -6,6 +6,8 @@ import re
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import moesys as ms
 from moesys.config.model_run import ModelRun
@@ -47,6 +49,53 @@ def test_where_only_products_count_the_step_is_their_flops(model: ms.ModelSpec, 
     found = simulate_model(run)
     assert found.seconds == pytest.approx(flops * sequences / 1e12, rel=1e-6)
     assert found.mfu is None
+
+
+@given(backward=st.floats(0.1, 10), attention=st.floats(0.1, 10), attention_backward=st.floats(0.1, 10))
+def test_each_kind_of_product_has_its_rate(backward: float, attention: float, attention_backward: float) -> None:
+    """Where only products count, a step is each kind's flops by its rate; what is not declared changes nothing."""
+    own = FREE.replace(
+        backward_tflops=backward, attention_tflops=attention, attention_backward_tflops=attention_backward
+    )
+    run = ModelRun(model=SMALL, cluster=own, seq_len=512, global_batch=16)
+    cost = count_model(SMALL, 512)
+    scores = [layer.of("attention_scores") for layer in cost.layers]
+    forward, gradients = sum(of.flops for of in scores), sum(of.input_gradient_flops for of in scores)
+    tera_flops = (cost.flops - forward) + (cost.backward_flops - gradients) / backward
+    tera_flops += forward / attention + gradients / attention_backward
+    sequences = run.num_micro_batches * run.micro_batch
+    assert simulate_model(run).seconds == pytest.approx(tera_flops * sequences / 1e12, rel=1e-6)
+
+
+def test_what_is_no_product_has_its_rate_there_and_back() -> None:
+    """Where products take next to nothing, a step is bytes by their rates; what is not declared is the memory's."""
+    quick = FREE.replace(expert_tflops=1e12, memory_gb_per_s=1.0)
+    run = ModelRun(model=SMALL, cluster=quick, seq_len=512, global_batch=8)
+    cost = count_model(SMALL, 512)
+    routed = ("dispatch", "experts", "combine")
+    rest = [cost.embedding, cost.head] + [
+        layer.of(*(part for part in layer.parts if part not in routed)) for layer in cost.layers
+    ]
+    forward, backward = (sum(getattr(of, f"{way}_bytes") for of in rest) / 1e9 for way in ("forward", "backward"))
+
+    def extra(**rates: float) -> float:
+        """Seconds more than at the memory's rate."""
+        return simulate_model(run.replace(cluster=quick.replace(**rates))).seconds - simulate_model(run).seconds
+
+    assert extra(elementwise_gb_per_s=0.5) == pytest.approx(forward + backward, rel=1e-6)
+    assert extra(elementwise_gb_per_s=0.5, elementwise_backward_gb_per_s=1.0) == pytest.approx(forward, rel=1e-6)
+    assert extra(elementwise_backward_gb_per_s=0.25) == pytest.approx(3 * backward, rel=1e-6)
+    optimizer = simulate_model(run).shares["optimizer"]
+    assert extra(optimizer_gb_per_s=0.5) == pytest.approx(optimizer, rel=1e-6)
+
+
+def test_products_in_float8_have_one_rate_both_ways() -> None:
+    fast = FREE.replace(fp8_tflops=2.0)
+    run = ModelRun(model=SMALL, cluster=fast, seq_len=512, global_batch=16, fp8=True)
+    narrow = simulate_model(run)
+    # The router alone is not in float8.
+    slower = simulate_model(run.replace(cluster=fast.replace(backward_tflops=0.9)))
+    assert 1 < slower.seconds / narrow.seconds < 1.05
 
 
 @pytest.mark.parametrize("tensor", [1, 2, 4])

@@ -79,6 +79,29 @@ def test_behind_long_products_only_the_first_and_the_last_show(model: ms.ModelSp
     assert seconds_of_one(run) - seconds_of_one(alone) == pytest.approx(shown, rel=1e-3)
 
 
+@pytest.mark.parametrize("model", [SMALL, DENSE_FIRST])
+def test_over_gloo_nothing_hides_and_gradients_go_round_twice(model: ms.ModelSpec) -> None:
+    run = run_of(model, LINKS.replace(expert_tflops=1e-6))
+    hidden = run.replace(parallelism=ALONE.replace(dense="replicated"))
+    units, ring = Units.of(run), Ring.of_dense(run)
+    all_of = sum(unit.parameters for unit in (units.embedding, *units.layers, units.head))
+    twice = all_of - units.head.parameters
+    shown = ring.seconds(2 * (all_of + twice), run.cluster) + 2 * ring.seconds(4 * all_of, run.cluster)
+    found = seconds_of_one(run.replace(backend="gloo")) - seconds_of_one(hidden)
+    assert found == pytest.approx(shown, rel=1e-3)
+
+
+@pytest.mark.parametrize("dense", ["replicated", "optimizer"])
+def test_what_gloo_sums_at_the_end_of_a_step_goes_round_as_often_as_a_sum_everywhere(dense: str) -> None:
+    # Of dense parameters alone, which hide behind next to nothing.
+    run = run_of(SMALL, LINKS, Parallelism(dense=dense, expert=4))
+    times = [simulate_model(run.replace(backend=backend)).draws[0].end_seconds for backend in ("nccl", "gloo")]
+    units = Units.of(run)
+    all_of = sum(unit.parameters for unit in (units.embedding, *units.layers, units.head))
+    more = Ring.of_dense(run).seconds(4 * all_of, run.cluster) if dense == "optimizer" else 0.0
+    assert times[1] - times[0] == pytest.approx(more, rel=0.05)
+
+
 def test_copies_of_what_is_gathered_take_the_memorys_time() -> None:
     """Read and written: parameters in both passes, but for the head; gradients, which are wider."""
     fast = ms.ClusterSpec(
@@ -120,6 +143,14 @@ def test_any_units_are_one_ahead(drawn: list[tuple[float, float, float, float, b
     without = [replace(unit, gathered=None, reduced=None) for unit in units]
     free = run_step(ms.Strategy(name="ep"), shape, cluster, [[]], RestOfStep(units=without))
     assert free.length_seconds == pytest.approx(sum(forward + backward for forward, backward, *_ in drawn))
+    # Where nothing is under way beside computing, all is one after another.
+    blocking = run_step(ms.Strategy(name="ep"), shape, cluster, [[]], RestOfStep(units=units, units_block=True))
+    forward = sum(forward + gathered for forward, _, gathered, _, _ in drawn)
+    assert blocking.forward_seconds == pytest.approx(forward)
+    again = sum(gathered for *_, gathered, _, kept in drawn if not kept)
+    assert blocking.length_seconds == pytest.approx(
+        forward + again + sum(backward + reduced for _, backward, _, reduced, _ in drawn)
+    )
 
 
 def two_queues(drawn: list[tuple[float, float, float, float, bool]]) -> tuple[float, float]:

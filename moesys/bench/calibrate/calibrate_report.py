@@ -11,9 +11,12 @@ from typing import Any
 import torch
 
 from moesys.bench.calibrate.calibrated_rows import Link, four_digits
-from moesys.bench.calibrate.measurement import GRIDS, PARTS, Calibration, calibrate
-from moesys.bench.calibrate.rank_timings import Effort
+from moesys.bench.calibrate.grids import GRIDS
+from moesys.bench.calibrate.measurement import PARTS, Calibration, calibrate
+from moesys.bench.calibrate.model_check import ModelCheck, check_models
+from moesys.bench.calibrate.other_work import OtherWork
 from moesys.bench.calibrate.step_check import StepCheck, check_steps
+from moesys.bench.calibrate.windows import Effort
 from moesys.bench.harness.bench_ranks import joins, start_ranks, writes
 from moesys.bench.harness.reports import Report, publish, write
 from moesys.bench.harness.sheets import Sheet
@@ -32,13 +35,14 @@ def main(
     threads: int = 1,
     repeats: int = 7,
     out: Path | None = None,
+    page: Path | None = None,
     json_path: Path | None = None,
 ) -> int:
     """Measure, write, print. Under torchrun all ranks call it, and the first writes and prints.
 
     ``json_path`` gets all samples so far after each part, so that what was measured outlives a crash.
     """
-    disturbed, grid = other_work(), GRIDS[device_type]
+    grid = GRIDS[device_type]
 
     def keep(samples: dict[str, Any]) -> None:
         if json_path is not None and writes():
@@ -47,18 +51,22 @@ def main(
 
     count = num_ranks or min(MOST_LOCAL_RANKS, available_cores())
     ranks, cluster = start_ranks(count, device_type, threads=threads)
-    num_steps = len(PARTS) + bool(grid.layers)
+    num_steps = len(PARTS) + bool(grid.layers) + bool(grid.models)
     with closing(ranks), steps_told("calibrate", num_steps) if writes() else nullcontext(lambda _: None) as tell:
-        effort = Effort(repeats=repeats)
+        effort, others = Effort(repeats=repeats), OtherWork(ranks, cluster)
         found = calibrate(ranks, cluster, device_type=device_type, grid=grid, effort=effort, tell=tell, keep=keep)
         if grid.layers:
             tell("steps of a layer")
         checks = check_steps(ranks, found.cluster, grid.layers, repeats)
+        if grid.models:
+            tell("steps of models")
+        model_checks = check_models(ranks, found.cluster, grid.models, repeats)
+        disturbed = others.warnings()
     if writes():
         # First, as whoever reads what is printed may stop before its end.
         if out is not None:
             write_whole(out, spec_text(found, out.suffix, disturbed))
-        publish(report(found, checks, threads, disturbed), json_path=json_path)
+        publish(report(found, checks, model_checks, threads, disturbed), page=page, json_path=json_path)
     return 0
 
 
@@ -77,14 +85,6 @@ def check(num_ranks: int | None, device_type: str) -> None:
         )
 
 
-def other_work() -> list[str]:
-    """A warning where more work waits for the machine than it has cores, before anything is measured."""
-    cores, load = available_cores(), os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
-    if load <= cores:
-        return []
-    return [f"The machine had other work (load {load:.1f} on {cores} cores): measure again when it has none."]
-
-
 def spec_text(found: Calibration, suffix: str, warnings: Sequence[str] = ()) -> str:
     """The ``ClusterSpec`` for a file; TOML says above it what was not measured."""
     if suffix == ".json":
@@ -94,23 +94,33 @@ def spec_text(found: Calibration, suffix: str, warnings: Sequence[str] = ()) -> 
     return "".join(f"# {line}\n" for line in head) + "\n" + found.cluster.to_toml()
 
 
-def report(found: Calibration, checks: Sequence[StepCheck], threads: int, warnings: Sequence[str]) -> Report:
+def report(
+    found: Calibration,
+    checks: Sequence[StepCheck],
+    model_checks: Sequence[ModelCheck],
+    threads: int,
+    warnings: Sequence[str],
+) -> Report:
     notes = [*legend(found, threads), *warnings]
     messages = [message for link in found.links for message in link.messages]
     sheets = [
-        Sheet("MEASURED: forward products of a rank's experts, all ranks at once", found.products),
+        Sheet("MEASURED: a rank's experts, all ranks at once", found.products),
+        Sheet("MEASURED: attention and what is no product, all ranks at once", found.works, group_by="work"),
         Sheet("MEASURED: links", messages, group_by="link"),
         Sheet("MEASURED and SIMULATED: steps of one MoE layer, forward + backward", checks),
+        Sheet("MEASURED and SIMULATED: steps of whole models, forward + backward + AdamW", model_checks),
         Sheet(f"MEASURED: {found.cluster.name}", found.figures, notes),
     ]
-    data = {"machine": machine_line(threads), **vars(found), "steps": checks}
-    return Report("calibrate", found.cluster.name, "measured", sheets, data=data)
+    data = {"machine": machine_line(threads), **vars(found), "steps": checks, "models": model_checks}
+    title = f"moesys bench calibrate, measured: {found.cluster.name.rpartition(',')[0]}"
+    return Report("calibrate", title, "measured", sheets, data=data)
 
 
 def legend(found: Calibration, threads: int) -> list[str]:
     lines = [
         f"{machine_line(threads)}; {found.cluster.num_ranks} ranks, all measured at once.",
-        "n: windows of several calls. Predicted: by the cost model with these figures. Error: predicted over measured.",
+        "n: windows of several calls. Predicted: by the cost model with these figures. Error: predicted over measured; "
+        "nothing is fitted to what is held out, nor to steps.",
     ]
     if found.links:
         lines.append("An all-to-all counts the bytes of its busiest link, and is over when it is on the slowest rank.")

@@ -1,4 +1,4 @@
-"""What a calibration shows: figures of a ``ClusterSpec``, and the messages and products that they come from."""
+"""What a calibration shows: figures of a ``ClusterSpec``, and the messages and works that they come from."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from typing import Annotated
 
 import numpy as np
 
+from moesys.bench.calibrate.block_timings import AttentionCase, ElementwiseCase
 from moesys.bench.calibrate.cluster_fit import MessageLine
-from moesys.bench.calibrate.rank_timings import ExpertCase
+from moesys.bench.calibrate.expert_passes import ExpertCase, Pass
 from moesys.bench.harness.sheets import Column
 from moesys.bench.harness.stopwatch import Spread
 
@@ -36,7 +37,7 @@ class Figure:
     """One field of the ``ClusterSpec``. how: from what; or why it is not measured.
 
     spread: of the samples, in the field's unit; None where there are none of their own. errors: of the fit that gives
-    it, predicted over measured less 1; empty where it is no fit.
+    it, predicted over measured less 1; empty where it is no fit. held_out: the same of cases that it was not fitted to.
     """
 
     field: Annotated[str, Column("field")]
@@ -44,6 +45,7 @@ class Figure:
     how: Annotated[str, Column("from")]
     spread: Annotated[Spread | None, *RANGE] = None
     errors: Annotated[Sequence[float], Column("fit: median, worst error", _errors)] = ()
+    held_out: Annotated[Sequence[float], Column("held out: median, worst", _errors)] = ()
     measured: bool = True
 
     @property
@@ -84,22 +86,53 @@ class Message:
         return self.us.median * (1 + self.error)
 
 
+def _in_words(rows: Sequence[int]) -> str:
+    """``8 × 21``, or each expert's."""
+    return f"{len(rows)} × {rows[0]}" if len(set(rows)) == 1 else ", ".join(map(str, rows))
+
+
 @dataclass(frozen=True)
 class Product:
-    """Forward products of a rank's experts, and what the cluster that was found predicts."""
+    """A pass of a rank's experts, and what the cluster that was found predicts."""
 
     case: Annotated[
         ExpertCase,
         Column("H", lambda case: str(case.hidden_size)),
         Column("I", lambda case: str(case.intermediate_size)),
-        Column("experts × rows", lambda case: f"{len(case.rows)} × {case.rows[0]}"),
+        Column("experts × rows", lambda case: _in_words(case.rows)),
+        Column("fit", lambda case: "held out" if case.held_out else ""),
     ]
+    of: Annotated[Pass, Column("pass", lambda of: of.replace("_", " "))]
     ms: Annotated[Spread, Column("ms", lambda ms: four_digits(ms.median)), *RANGE]
     predicted_ms: Annotated[float, Column("predicted, ms", four_digits)]
 
     @property
     def tflops(self) -> Annotated[float, Column("TFLOP/s", four_digits, after="ms")]:
-        return self.case.flops / self.ms.median / 1e9
+        return self.case.flops * (2 if self.of == "backward" else 1) / self.ms.median / 1e9
+
+    @property
+    def error(self) -> Annotated[float, Column("error", "+.0%")]:
+        return self.predicted_ms / self.ms.median - 1
+
+
+def _size_words(case: AttentionCase | ElementwiseCase) -> str:
+    if isinstance(case, AttentionCase):
+        return f"{case.num_heads} heads of {case.head_dim}, {case.seq_len} tokens"
+    return f"{case.num_tokens} tokens of {case.hidden_size}"
+
+
+@dataclass(frozen=True)
+class BlockWork:
+    """Attention, or what is no product, one way; and what the cluster that was found predicts."""
+
+    work: Annotated[str, Column("work")]
+    case: Annotated[
+        AttentionCase | ElementwiseCase,
+        Column("size", _size_words),
+        Column("fit", lambda case: "held out" if case.held_out else ""),
+    ]
+    ms: Annotated[Spread, Column("ms", lambda ms: four_digits(ms.median)), *RANGE]
+    predicted_ms: Annotated[float, Column("predicted, ms", four_digits)]
 
     @property
     def error(self) -> Annotated[float, Column("error", "+.0%")]:

@@ -1,23 +1,25 @@
-"""From times to the fields of a ``ClusterSpec``: lines through messages, and a rate and tiles through products.
+"""From times to the fields of a ``ClusterSpec``: lines through messages, tiles and rates through what is computed.
 
 Fits are of relative errors, so that short and long times count alike, and of medians, so that a disturbed window counts
-little. Products are predicted by the cost model itself (``cost.pass_seconds``).
+little. What is computed is predicted by the cost model itself.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from scipy.optimize import minimize_scalar
 
-from moesys.bench.calibrate.rank_timings import ExpertCase
+from moesys.bench.calibrate.block_timings import AttentionCase, ElementwiseCase
+from moesys.bench.calibrate.expert_passes import ExpertCase, Pass
 from moesys.bench.harness.line_fit import fit_line
-from moesys.config import ClusterSpec, DType, ModelShape
-from moesys.cost import pass_seconds
+from moesys.config import ClusterSpec, DType
+from moesys.config.base import BYTES_PER_ELEMENT
+from moesys.cost import ExpertPass, FloatArray, attention_rate, elementwise_seconds, pass_seconds
 
-# Of a rank's matmul rate, TFLOP/s: from less than a slow core to more than any GPU.
+# TFLOP/s or GB/s of a rank: from less than a slow core to more than any GPU.
 RATES = (1e-5, 1e5)
 # Larger tiles must explain this much better: where no case tells them apart, the smallest are taken.
 CLEARLY_BETTER = 0.95
@@ -53,13 +55,27 @@ def fit_messages(seconds: Mapping[int, float]) -> MessageLine:
 
 
 @dataclass(frozen=True)
-class ProductFit:
-    """``cluster`` with the rate and the tiles that explain the products best. errors: predicted over measured, less 1,
-    in the order of the cases.
-    """
+class RateFit:
+    """A rate, and errors at it: predicted over measured, less 1, by case."""
 
-    cluster: ClusterSpec
+    rate: float
     errors: list[float]
+
+    @property
+    def rms(self) -> float:
+        return float(np.sqrt(np.square(np.log1p(self.errors)).mean()))
+
+
+def fit_rate(predicted: Callable[[float], FloatArray], seconds: Sequence[float]) -> RateFit:
+    """The rate at which seconds ``predicted`` [C] for all cases come nearest to those measured."""
+    measured_C = np.asarray(seconds)
+
+    def error(log_rate: float) -> float:
+        return float(np.square(np.log(predicted(float(np.exp(log_rate))) / measured_C)).sum())
+
+    bounds = (float(np.log(RATES[0])), float(np.log(RATES[1])))
+    rate = float(np.exp(minimize_scalar(error, bounds=bounds, method="bounded", options={"xatol": 1e-6}).x))
+    return RateFit(rate, (predicted(rate) / measured_C - 1).tolist())
 
 
 def fit_products(
@@ -68,45 +84,42 @@ def fit_products(
     cluster: ClusterSpec,
     dtype: DType,
     tiles: Sequence[tuple[int, int]],
-) -> ProductFit:
-    """``cluster`` gives memory, multiprocessors and launches; of ``tiles`` (rows, columns), in rising order, the first
+) -> tuple[ClusterSpec, RateFit]:
+    """``cluster`` with the rate and the tiles that explain forward passes of ``cases`` best.
+
+    ``cluster`` gives memory, multiprocessors and launches; of ``tiles`` (rows, columns), in rising order, the first
     is taken that no later one explains clearly better.
     """
-    measured_C = np.asarray(seconds)
-    best: ProductFit | None = None
+    best: tuple[ClusterSpec, RateFit] | None = None
     for tile_rows, tile_columns in tiles:
         tiled = cluster.replace(tile_rows=tile_rows, tile_columns=tile_columns)
 
-        def error(log_rate: float, tiled: ClusterSpec = tiled) -> float:
-            predicted_C = _predicted(cases, tiled.replace(expert_tflops=float(np.exp(log_rate))), dtype)
-            return float(np.square(np.log(predicted_C / measured_C)).sum())
+        def predicted(rate: float, tiled: ClusterSpec = tiled) -> FloatArray:
+            with_rate = tiled.replace(expert_tflops=rate)
+            return np.array([pass_of_case(case, "forward", with_rate, dtype) for case in cases])
 
-        bounds = (float(np.log(RATES[0])), float(np.log(RATES[1])))
-        rate = float(np.exp(minimize_scalar(error, bounds=bounds, method="bounded", options={"xatol": 1e-6}).x))
-        fitted = tiled.replace(expert_tflops=rate)
-        errors_C = _predicted(cases, fitted, dtype) / measured_C - 1
-        found = ProductFit(fitted, errors_C.tolist())
-        if best is None or _rms(found) < CLEARLY_BETTER * _rms(best):
-            best = found
+        found = fit_rate(predicted, seconds)
+        if best is None or found.rms < CLEARLY_BETTER * best[1].rms:
+            best = tiled.replace(expert_tflops=found.rate), found
     assert best is not None
     return best
 
 
-def _rms(fit: ProductFit) -> float:
-    return float(np.sqrt(np.square(np.log1p(fit.errors)).mean()))
+def pass_of_case(case: ExpertCase, of: Pass, cluster: ClusterSpec, dtype: DType) -> float:
+    """Seconds of a pass on one rank, by the cost model."""
+    rows_RE = np.array([case.rows], dtype=np.float64)
+    parts: tuple[ExpertPass, ...] = ("input_gradients", "weight_gradients") if of == "backward" else (of,)
+    return float(sum(pass_seconds(rows_RE, case.shape(dtype), cluster, part)[0] for part in parts))
 
 
-def _predicted(cases: Sequence[ExpertCase], cluster: ClusterSpec, dtype: DType) -> np.ndarray:
-    return np.array([predicted_seconds(case, cluster, dtype) for case in cases])
+def attention_of_case(case: AttentionCase, cluster: ClusterSpec, backward: bool) -> float:
+    """Seconds of one way, as ``whole_model.rest_seconds`` has them."""
+    flops = case.backward_flops if backward else case.flops
+    return flops / attention_rate(cluster, backward) + cluster.launch_us * 1e-6
 
 
-def predicted_seconds(case: ExpertCase, cluster: ClusterSpec, dtype: DType) -> float:
-    """Of a case's products on one rank, by the cost model."""
-    model = ModelShape(
-        hidden_size=case.hidden_size,
-        intermediate_size=case.intermediate_size,
-        num_experts=len(case.rows),
-        top_k=1,
-        dtype=dtype,
-    )
-    return float(pass_seconds(np.array([case.rows], dtype=np.float64), model, cluster, "forward")[0])
+def elementwise_of_case(case: ElementwiseCase, cluster: ClusterSpec, dtype: DType, backward: bool) -> float:
+    """Seconds of one way, as ``whole_model.rest_seconds`` has them."""
+    element_bytes = BYTES_PER_ELEMENT[dtype]
+    num_bytes = case.backward_bytes(element_bytes) if backward else case.forward_bytes(element_bytes)
+    return elementwise_seconds(num_bytes, cluster, backward) + case.num_kernels * cluster.launch_us * 1e-6

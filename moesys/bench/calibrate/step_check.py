@@ -11,7 +11,8 @@ from typing import Annotated
 import torch
 
 from moesys.bench.calibrate.calibrated_rows import RANGE, four_digits
-from moesys.bench.calibrate.measurement import PART_TIMEOUT_S, LayerCase
+from moesys.bench.calibrate.grids import LayerCase
+from moesys.bench.calibrate.session import PART_TIMEOUT_S
 from moesys.bench.harness.bench_ranks import Ranks
 from moesys.bench.harness.contest import EqualBits, Outcome, of_all_ranks
 from moesys.bench.harness.layer_steps import LayerSteps, hold_steps, rank_generator

@@ -137,6 +137,23 @@ class EqualBits:
         return in_words(differing(results, self._expected, self._names))
 
 
+class Near:
+    """``Case.wrong`` of contestants whose results, tensors by name, must be those of the first: none farther from it
+    than ``tolerance``, by ``relative_difference``. ``first``: its name, in words.
+    """
+
+    def __init__(self, tolerance: float, first: str) -> None:
+        self._tolerance, self._first = tolerance, first
+        self._expected: Mapping[str, Tensor] | None = None
+
+    def __call__(self, name: str, results: Mapping[str, Tensor]) -> str:
+        if self._expected is None:
+            self._expected = results
+        errors = {part: relative_difference(results[part], wanted) for part, wanted in self._expected.items()}
+        worst = max(errors, key=lambda part: errors[part])
+        return "" if errors[worst] <= self._tolerance else f"{worst} differs from {self._first} by {errors[worst]:.1e}"
+
+
 def relative_difference(actual: Tensor, expected: Tensor) -> float:
     """Returns ‖actual - expected‖ / ‖expected‖; NaN counts as infinite."""
     difference = (actual.float() - expected.float()).norm() / expected.float().norm()

@@ -72,7 +72,7 @@ _PROBE_REPEATS = 3
 _PROBES = 2
 _RUN_S = 1200.0
 # Of ranks: memory that is freed is kept, or a step now and then would wait for pages of it.
-_KEEPING_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(1 << 25)}
+KEEPING_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(1 << 30), "MALLOC_MMAP_THRESHOLD_": str(1 << 25)}
 
 SEQUENTIAL = Strategy(name="sequential")
 OVERLAPS = (
@@ -168,14 +168,8 @@ def asked_for(
     Raises ValueError for hosts other than 2 or 4, for bandwidths and latencies out of range, and for unknown kinds.
     """
     if strange_kinds := [kind for kind in kinds if kind not in KINDS]:
-        raise ValueError(f"case={strange_kinds[0]!r} is none of them; use {', '.join(KINDS)}")
-    if strange := [number for number in hosts if number not in (2, 4)]:
-        raise ValueError(f"hosts={strange[0]} is not measured here; use 2 or 4")
-    for mbit in mbit_per_s:
-        if not 10 <= mbit <= 10_000:
-            raise ValueError(f"mbit={mbit:g} must be between 10 and 10000")
-    if latency_us is not None and not 0 <= latency_us <= 100_000:
-        raise ValueError(f"latency_us={latency_us:g} must be between 0 and 100000")
+        raise ValueError(f"case={strange_kinds[0]!r} is none of them; use {', '.join(KINDS)}, or models")
+    check_links(hosts, mbit_per_s, latency_us)
     latency = latency_us or 0.0
     plans = []
     for number in hosts:
@@ -189,6 +183,17 @@ def asked_for(
                 chosen.append(Asked(overlap_case(number, _PROBED_MBIT, LATENCY_US), half=True))
         plans += sorted(chosen, key=lambda one: (one.case.latency_us, KINDS.index(one.case.name)))
     return [one for one in plans if not kinds or one.case.name in kinds]
+
+
+def check_links(hosts: Sequence[int], mbit_per_s: Sequence[float], latency_us: float | None) -> None:
+    """Raises ValueError for hosts other than 2 or 4, and for bandwidths and latencies out of range."""
+    if strange := [number for number in hosts if number not in (2, 4)]:
+        raise ValueError(f"hosts={strange[0]} is not measured here; use 2 or 4")
+    for mbit in mbit_per_s:
+        if not 10 <= mbit <= 10_000:
+            raise ValueError(f"mbit={mbit:g} must be between 10 and 10000")
+    if latency_us is not None and not 0 <= latency_us <= 100_000:
+        raise ValueError(f"latency_us={latency_us:g} must be between 0 and 100000")
 
 
 def overlap_case(hosts: int, mbit_per_s: float, latency_us: float) -> ShapedCase:
@@ -299,7 +304,7 @@ def bench_shaped(plans: Sequence[Asked], repeats: int = 7, *, shares: bool = Tru
                     number * each,
                     network=links.plan.network(each),
                     timeouts=RankTimeouts(collective_s=300.0),
-                    environment=_KEEPING_MEMORY,
+                    environment=KEEPING_MEMORY,
                     preload=("moesys.bench.shaped.host_steps",),
                 ) as ranks,
             ):

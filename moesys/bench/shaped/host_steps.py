@@ -5,9 +5,9 @@ R ranks, E experts, H hidden, I expert width, T tokens of a rank, K top-k.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from moesys.bench.harness.contest import EqualBits, Outcome, in_words, relative_difference
 from moesys.bench.harness.layer_steps import LayerSteps, ResidualLayers, hold_steps, rank_generator
-from moesys.bench.harness.stopwatch import repeated_ms
+from moesys.bench.harness.stopwatch import interleave, repeated_ms, wall_ms
 from moesys.config import ClusterSpec, ModelShape, Pipelined, Strategy, presets
 from moesys.moe.layer import MoELayer
 from moesys.overlap.comm.channel import Channel
@@ -29,6 +29,8 @@ MOST_TOKENS, SOME_TOKENS, CHUNKS = 0.75, 0.375, 4
 PIECES = ("most", "some", "chunks")
 # Products that are timed beside messages: as many rows as a chunk gives an expert, and milliseconds of them.
 _PRODUCT_ROWS, _PRODUCTS = 128, 10
+# To see how late they come, for each repetition.
+_MESSAGES = 10
 # Of float32 results that are summed in another order.
 _NEAR = 1e-5
 
@@ -194,6 +196,38 @@ def _peers(ranks_per_host: int, inside: bool) -> list[int]:
     return [rank for rank in others if (rank // ranks_per_host == mine // ranks_per_host) == inside]
 
 
+def interrupted_ms(shape: ModelShape, repeats: int) -> tuple[list[float], list[float]]:
+    """Milliseconds of the same products, alone and with an all-to-all of next to nothing behind each.
+
+    A host with a share of a processor, which has just computed, may have to wait for its next share before it sees a
+    message.
+    """
+    group = dist.group.WORLD
+    assert group is not None
+    sent = torch.ones(dist.get_world_size(), dtype=torch.uint8)
+    received, counts, products = torch.empty_like(sent), [1] * len(sent), _products(shape)
+
+    def interrupted() -> None:
+        products()
+        exchange(received, sent, counts, counts, group).wait()
+
+    works = {name: partial(wall_ms, work) for name, work in (("alone", products), ("interrupted", interrupted))}
+    taken_ms = interleave(works, repeats * _MESSAGES, before=dist.barrier)
+    return taken_ms["alone"], taken_ms["interrupted"]
+
+
+def _products(shape: ModelShape) -> Callable[[], None]:
+    x_NH = torch.randn(_PRODUCT_ROWS, shape.hidden_size)
+    weight_HI = torch.randn(shape.hidden_size, 2 * shape.intermediate_size)
+    out_NI = x_NH @ weight_HI
+
+    def products() -> None:
+        for _ in range(_PRODUCTS):
+            torch.mm(x_NH, weight_HI, out=out_NI)
+
+    return products
+
+
 def beside_ms(shape: ModelShape, num_bytes: int, repeats: int, ranks_per_host: int) -> tuple[list[float], list[float]]:
     """Milliseconds of the same products of H by 2I, alone and while an all-to-all of ``num_bytes`` is under way."""
     group = dist.group.WORLD
@@ -202,22 +236,12 @@ def beside_ms(shape: ModelShape, num_bytes: int, repeats: int, ranks_per_host: i
     sent = torch.ones(len(peers), num_bytes // len(peers), dtype=torch.uint8)
     received = torch.empty_like(sent)
     counts = [int(rank in peers) for rank in range(dist.get_world_size())]
-    x_NH = torch.randn(_PRODUCT_ROWS, shape.hidden_size)
-    weight_HI = torch.randn(shape.hidden_size, 2 * shape.intermediate_size)
-    out_NI = x_NH @ weight_HI
-
-    def products_ms() -> float:
-        begin_s = time.perf_counter()
-        for _ in range(_PRODUCTS):
-            torch.mm(x_NH, weight_HI, out=out_NI)
-        return (time.perf_counter() - begin_s) * 1e3
-
-    alone_ms, together_ms = [], []
+    products, alone_ms, together_ms = _products(shape), [], []
     for _ in range(repeats + 1):
         dist.barrier()
-        alone_ms.append(products_ms())
+        alone_ms.append(wall_ms(products))
         dist.barrier()
         moving = exchange(received, sent, counts, counts, group)
-        together_ms.append(products_ms())
+        together_ms.append(wall_ms(products))
         moving.wait()
     return alone_ms[1:], together_ms[1:]

@@ -18,8 +18,8 @@ from moesys.bench.shaped.cases import Asked, CaseResult, bench_shaped
 from moesys.lab.slow_links.namespaces import lacks
 from moesys.lab.slow_links.processor_shares import lacks_shares
 
-_BAR, SIGNIFICANT = 0.15, 0.05
-_DELAYS = {
+BAR, SIGNIFICANT = 0.15, 0.05
+DELAYS = {
     "none": "no latency of their own",
     "netem": "latency by netem",
     "relay": "latency by a delaying relay, as this kernel has no netem",
@@ -31,7 +31,7 @@ def notes(results: Sequence[CaseResult]) -> list[str]:
     settings = [setting for result in results for setting in result.timed]
     repeats = max(len(setting.samples_ms) for setting in settings)
     errors = [abs(setting.error) for setting in settings if setting.error is not None]
-    delays = "; ".join(_DELAYS[delay] for delay in dict.fromkeys(result.delay for result in results))
+    delays = "; ".join(DELAYS[delay] for delay in dict.fromkeys(result.delay for result in results))
     shares = "; ".join(dict.fromkeys(_share_of(result) for result in results))
     right, differ = ranked_pairs(results)
     told = [
@@ -44,7 +44,7 @@ def notes(results: Sequence[CaseResult]) -> list[str]:
         "Simulated: by the cost model, on hosts and links calibrated in the same run, interleaved with these steps and "
         "apart from them: all-to-alls as large as theirs by themselves, computing by steps of fewer tokens, evenly "
         "spread. (half): bandwidth chosen so that messages take half of the first strategy's step.",
-        f"Simulated within {_BAR:.0%} of measured: {sum(error <= _BAR for error in errors)} of {len(errors)} settings; "
+        f"Simulated within {BAR:.0%} of measured: {sum(error <= BAR for error in errors)} of {len(errors)} settings; "
         f"median of errors {statistics.median(errors):.1%}, worst {max(errors):.1%}.",
         "Pairs of strategies of one case that differ significantly (Wilcoxon signed-rank, paired by repetition, "
         f"p < {SIGNIFICANT}), simulated in their order: {right} of {differ}.",
@@ -99,6 +99,15 @@ def report(results: Sequence[CaseResult]) -> Report:
     return Report("shaped", "Slow links on one machine", "measured", sheets, notes(results), introduction, data)
 
 
+def cannot_be_made(shares: bool) -> str:
+    """Why this machine can make no such hosts, with the way out; empty where it can."""
+    if reason := lacks():
+        return f"shaped links cannot be made: {reason}"
+    if shares and (reason := lacks_shares()):
+        return f"hosts cannot have a share of the processor: {reason}; or use --no-shares"
+    return ""
+
+
 def main(
     asked: Sequence[Asked],
     *,
@@ -108,11 +117,8 @@ def main(
     json_path: Path | None = None,
 ) -> int:
     """Measure, write, print; the exit code: 1 if a bit was wrong, 2 where no such hosts can be made."""
-    if reason := lacks():
-        print(f"error: shaped links cannot be made: {reason}", file=sys.stderr)
-        return 2
-    if shares and (reason := lacks_shares()):
-        print(f"error: hosts cannot have a share of the processor: {reason}; or use --no-shares", file=sys.stderr)
+    if reason := cannot_be_made(shares):
+        print(f"error: {reason}", file=sys.stderr)
         return 2
     results = bench_shaped(asked, repeats, shares=shares)
     publish(report(results), page=out, json_path=json_path)

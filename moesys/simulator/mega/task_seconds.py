@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from moesys.config import ClusterSpec, MegaKernel, ModelShape
-from moesys.cost import GRADIENT_BYTES, FloatArray, memory_seconds
+from moesys.cost import GRADIENT_BYTES, FloatArray, memory_seconds, product_rate
 from moesys.load import IntArray
 from moesys.simulator.mega.tile_order import TileSizes
 
@@ -46,9 +46,9 @@ class Program:
     byte_seconds: float
 
     @staticmethod
-    def of(cluster: ClusterSpec, programs: int) -> Program:
+    def of(cluster: ClusterSpec, programs: int, backward: bool) -> Program:
         parts = max(programs, cluster.multiprocessors)
-        flop_seconds = parts / (cluster.expert_tflops * 1e12)
+        flop_seconds = parts / product_rate(cluster, backward)
         return Program(flop_seconds, flop_seconds / cluster.fused_rate, parts * memory_seconds(1.0, cluster))
 
 
@@ -64,7 +64,7 @@ class TaskSeconds:
         self.overlap, self.model, self.backward = overlap, model, backward
         self.sizes = TileSizes.of(overlap, model)
         self.programs = num_programs(overlap, cluster)
-        self.program = Program.of(cluster, self.programs)
+        self.program = Program.of(cluster, self.programs, backward)
         self.row_bytes = model.row_bytes
         self.apart = overlap.combine_share > 0 or overlap.fused in ("dispatch", "none")
         self.launch_names = DIRECTIONS[backward]
