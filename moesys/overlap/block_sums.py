@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from moesys.kernels.cpu.exact_sum import grid_of
+from moesys.kernels.cpu.exact_sum import grid_of, largest_size
 from moesys.kernels.cpu.row_invariant_ops import row_blocks
 from moesys.layout import TokenPlan
 from moesys.overlap.comm.channel import Channel
@@ -54,7 +54,8 @@ class BlockSums:
         """
         largest_E2 = largest_S2.new_zeros(len(self.rows_E), 2)
         largest_E2[list(self.expert_S)] = largest_S2
-        mine_N = torch.cat([largest_E2.flatten(), torch.stack([largest(of).to(largest_E2) for of in (x, dy, weight)])])
+        of_all_3 = torch.stack([largest_size(rows).to(largest_E2) for rows in (x, dy, weight)])
+        mine_N = torch.cat([largest_E2.flatten(), of_all_3])
         all_N = self.channel.all_gather(mine_N, lane="counts").amax(dim=0)
         self.largest_E2 = all_N[:-3].view(-1, 2).tolist()
         self.largest_x, self.largest_dy, self.largest_weight = all_N[-3:].tolist()
@@ -75,12 +76,3 @@ class BlockSums:
     def blocks(self, num_rows: int) -> Iterator[slice]:
         """Yields the blocks of a slot's rows, which begin where a block does."""
         return row_blocks(num_rows, self.block_rows)
-
-
-def largest(rows: Tensor) -> Tensor:
-    """Returns the largest size of any element, wide; infinity where one is not finite, 0 of none."""
-    wide = torch.promote_types(rows.dtype, torch.float32)
-    if not rows.numel():
-        return rows.new_zeros((), dtype=wide)
-    least, most = (of.to(wide) for of in torch.aminmax(rows.detach()))
-    return torch.maximum(-least, most).nan_to_num(nan=torch.inf, posinf=torch.inf)

@@ -16,12 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moesys.kernels.cpu.exact_sum import add_on_grid
+from moesys.kernels.cpu.exact_sum import add_on_grid, largest_size
 from moesys.kernels.cpu.page_pool import Scratch
 from moesys.kernels.cpu.row_invariant_gemm import RowRule, aligned, matmul_rows
 from moesys.kernels.cpu.row_invariant_ops import RowFunction
 from moesys.kernels.experts.swiglu import swiglu, swiglu_backward
-from moesys.overlap.block_sums import largest
 from moesys.overlap.expert_compute import Arrivals, BackwardInputs, Workplace
 from moesys.overlap.held_experts import ExpertGradients, HeldExperts
 from moesys.overlap.routes import ChunkRows, Routes, SlotRows
@@ -220,7 +219,7 @@ class CpuBackward(_Pass):
             self._multiply_back(self.up, slots, dh_NU, dx_PH[here])
             if self.sums is not None:
                 for slot, dh, wa in _by_slot(slots, dh_NU, wa_NI):
-                    found_2 = torch.stack([largest(dh), largest(wa)])
+                    found_2 = torch.stack([largest_size(dh), largest_size(wa)])
                     self.largest_S2[slot.slot] = torch.maximum(self.largest_S2[slot.slot], found_2)
             if self.gradients and not self.order:
                 operands = dh_NU, self.x.take(gather_N, scratch, "x"), dy_NH, wa_NI, weight_N

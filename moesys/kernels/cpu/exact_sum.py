@@ -26,7 +26,23 @@ def grid_of(bound: float) -> float:
     if not math.isfinite(bound):
         return math.nan
     _, exponent = math.frexp(bound)
-    return math.ldexp(1.0, exponent - GRID_BITS) if bound else 1.0
+    return math.ldexp(1.0, exponent - GRID_BITS)
+
+
+def grid_below(bound: Tensor) -> Tensor:
+    """Returns ``grid_of`` of a float64 that may be on a device, of a finite one."""
+    return torch.ldexp(torch.ones_like(bound), torch.frexp(bound).exponent - GRID_BITS)
+
+
+def largest_size(elements: Tensor) -> Tensor:
+    """Returns the largest size of any element, in float32 or what is wider; infinity where one is not finite, 0 of
+    none.
+    """
+    wide = torch.promote_types(elements.dtype, torch.float32)
+    if not elements.numel():
+        return elements.new_zeros((), dtype=wide)
+    least, most = (of.to(wide) for of in torch.aminmax(elements.detach()))
+    return torch.maximum(-least, most).nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
 def add_on_grid(total: Tensor, addend: Tensor, grid: float) -> None:
