@@ -7,10 +7,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from moesys.kernels.cpu.exact_sum import grid_below, largest_size
 from moesys.moe.experts import experts_of
 from moesys.moe.layer import MoELayer
 from moesys.moe.masters import local_part
+from moesys.overlap.exact_sum import grid_below, largest_size
 
 # A norm's squares are computed in pieces of so many elements, which stay in a core's cache.
 _ELEMENTS_AT_ONCE = 1 << 18

@@ -2,7 +2,7 @@
 ranks the tokens are spread over (``LayoutInvariant``).
 
 A row comes out alike in any company; the gradient of a weight is one product a block of tokens, and blocks are added on
-a grid, over all ranks (``kernels.cpu.exact_sum``). So these gradients are sums over the ranks, as those of experts are.
+a grid, over all ranks (``overlap.exact_sum``). So these gradients are sums over the ranks, as those of experts are.
 
 T tokens of this rank, A and B any widths.
 """
@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moesys.kernels.cpu.exact_sum import add_on_grid, grid_of, largest_size
 from moesys.kernels.cpu.row_invariant_gemm import aligned, matmul_rows, projection_rule
 from moesys.overlap.comm.channel import Channel
+from moesys.overlap.exact_sum import add_on_grid, grid_of, largest_size
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """BlockSums: how weight gradients are summed where neither layout nor number of ranks may show (``LayoutInvariant``).
 
 An expert's rows are cut into blocks, the same whoever computes them (``balance.blocks``); a block's gradient is one
-product, and blocks are added on a grid (``kernels.cpu.exact_sum``). The grid follows from the largest of what is
+product, and blocks are added on a grid (``overlap.exact_sum``). The grid follows from the largest of what is
 multiplied, over all ranks: of a sum of n products of a and b no partial sum exceeds n · max|a| · max|b|.
 
 S slots, E experts, R ranks.
@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from moesys.kernels.cpu.exact_sum import grid_of, largest_size
 from moesys.kernels.cpu.row_invariant_ops import row_blocks
 from moesys.layout import TokenPlan
 from moesys.overlap.comm.channel import Channel
+from moesys.overlap.exact_sum import grid_of, largest_size
 from moesys.overlap.routes import held_experts
 
 

@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moesys.kernels.cpu.exact_sum import add_on_grid, largest_size
 from moesys.kernels.cpu.page_pool import Scratch
 from moesys.kernels.cpu.row_invariant_gemm import RowRule, aligned, matmul_rows
 from moesys.kernels.cpu.row_invariant_ops import RowFunction
 from moesys.kernels.experts.swiglu import swiglu, swiglu_backward
+from moesys.overlap.exact_sum import add_on_grid, largest_size
 from moesys.overlap.expert_compute import Arrivals, BackwardInputs, Workplace
 from moesys.overlap.held_experts import ExpertGradients, HeldExperts
 from moesys.overlap.routes import ChunkRows, Routes, SlotRows
