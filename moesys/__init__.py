@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from moesys.config import Laer as Laer
     from moesys.config import Last as Last
     from moesys.config import LayerSpec as LayerSpec
+    from moesys.config import LayoutInvariant as LayoutInvariant
     from moesys.config import Llep as Llep
     from moesys.config import MegaKernel as MegaKernel
     from moesys.config import Mla as Mla
@@ -157,6 +158,7 @@ _MODULE_OF = {
     "LayerMetrics": "moesys.moe.metrics",
     "LayerPlan": "moesys.step",
     "LayerSpec": "moesys.config",
+    "LayoutInvariant": "moesys.config",
     "LoadHistory": "moesys.balance",
     "LoadMatrix": "moesys.load",
     "MegaKernel": "moesys.config",

@@ -24,11 +24,13 @@ from moesys.balance import (
     plan_quotas,
     split_tokens,
 )
+from moesys.balance.blocks import by_blocks
 from moesys.balance.topology import levels_of, link_domains_of, nodes_of
 from moesys.config import (
     ClusterSpec,
     EvenSplit,
     FlowSplit,
+    LayoutInvariant,
     MegaKernel,
     ModelShape,
     Proportional,
@@ -128,7 +130,7 @@ def plan_layer(
         )
     if isinstance(strategy.split, Quotas) and isinstance(strategy.balance, WithQuotas):
         problem = PlanningProblem.of_layout(load, cluster, strategy.slots(model, cluster), model)
-        return LayerPlan(plan_quotas(problem, strategy.balance), turn)
+        return LayerPlan(_in_blocks(plan_quotas(problem, strategy.balance), strategy), turn)
     if layout is None or strategy.lag == 0:
         slots = strategy.early_slots(model, cluster)
         layout = plan_layout(load, cluster, strategy.balance, slots, model=model, strategy=strategy)
@@ -136,7 +138,12 @@ def plan_layer(
         slots_R = strategy.slots(model, cluster)
         layout = fill_late_slots(load, layout, cluster, model, strategy.sharding, late, slots_R)
     tokens = split_tokens(load, layout, cluster, strategy.split, turn, model=model, overlap=strategy.overlap)
-    return LayerPlan(tokens, turn)
+    return LayerPlan(_in_blocks(tokens, strategy), turn)
+
+
+def _in_blocks(tokens: TokenPlan, strategy: Strategy) -> TokenPlan:
+    reduction = strategy.reduction
+    return by_blocks(tokens, reduction.block_rows) if isinstance(reduction, LayoutInvariant) else tokens
 
 
 def split_tables(

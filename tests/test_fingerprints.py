@@ -22,6 +22,7 @@ from moesys.config import (
     Laer,
     Last,
     LayerSpec,
+    LayoutInvariant,
     Llep,
     MegaKernel,
     Mla,
@@ -118,6 +119,7 @@ CHANGES = [
             "split": FlowSplit(),
             "overlap": Pipelined(chunks=2),
             "replan_every": 2,
+            "reduction": LayoutInvariant(),
             "lag": 2,
             "late_slots": 1,
         },
@@ -235,6 +237,7 @@ CHANGES = [
             "recompute": "selective",
         },
     ),
+    (LayoutInvariant(), {"block_rows": 128, "token_block": 64}),
     (Sequential(node_dispatch="once"), {"node_dispatch": "direct", "combine": "per_node"}),
     (Pipelined(chunks=2, node_dispatch="once"), {"chunks": 3, "node_dispatch": "direct", "combine": "per_node"}),
     (
@@ -261,8 +264,8 @@ CHANGES = [
         },
     ),
 ]
-# Names are for people; a member's kind is its type; and a reduction there is but one.
-NOT_CHANGED = {(Strategy, "name"), (ClusterSpec, "name"), (ModelSpec, "name"), (Strategy, "reduction")}
+# Names are for people; a member's kind is its type.
+NOT_CHANGED = {(Strategy, "name"), (ClusterSpec, "name"), (ModelSpec, "name")}
 
 
 def test_every_field_counts_in_the_fingerprint():
@@ -297,6 +300,7 @@ def test_members_with_the_same_fields_have_their_own_fingerprints():
         Quotas(),
         Sequential(),
         Ordered(),
+        LayoutInvariant(),
     ]
     assert len({member.fingerprint() for member in members}) == len(members)
 

@@ -37,7 +37,7 @@ FLOORS_IN = {
     "config": (
         {"base", "own_code"},
         {"member"},
-        {"model", "cluster", "sharding", "balance", "predictor", "split", "overlap", "hub_defaults"},
+        {"model", "cluster", "sharding", "balance", "predictor", "split", "overlap", "reduction", "hub_defaults"},
         {"strategy", "hub_config", "layer_spec", "parallelism"},
         {"hub_model"},
         {"workload", "model_spec"},

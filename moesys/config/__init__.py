@@ -33,9 +33,10 @@ from moesys.config.model_spec import ModelSpec
 from moesys.config.overlap import MegaKernel, Overlap, Pipelined, Sequential
 from moesys.config.parallelism import Parallelism
 from moesys.config.predictor import Adaptive, Ema, Last, Oracle, Predictor, WindowMean
+from moesys.config.reduction import LayoutInvariant, Ordered, Reduction
 from moesys.config.sharding import Ep, Fsep, Sharding, SlotCount, SlotGigabytes
 from moesys.config.split import EvenSplit, FlowSplit, Proportional, Quotas, Split
-from moesys.config.strategy import Ordered, Strategy
+from moesys.config.strategy import Strategy
 
 __all__ = [
     "BYTES_PER_GB",
@@ -59,6 +60,7 @@ __all__ = [
     "Laer",
     "Last",
     "LayerSpec",
+    "LayoutInvariant",
     "Llep",
     "MegaKernel",
     "Microseconds",
@@ -77,6 +79,7 @@ __all__ = [
     "Predictor",
     "Proportional",
     "Quotas",
+    "Reduction",
     "ReplicasWithin",
     "Sequential",
     "Sharding",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from types import UnionType
-from typing import Literal, Self
+from typing import Self
 
 from pydantic import Field, model_validator
 
@@ -13,14 +13,9 @@ from moesys.config.cluster import ClusterSpec
 from moesys.config.model import ModelShape
 from moesys.config.overlap import MegaKernel, Overlap, Sequential
 from moesys.config.predictor import Last, Predictor
+from moesys.config.reduction import LayoutInvariant, Ordered, Reduction
 from moesys.config.sharding import Ep, Sharding
 from moesys.config.split import EvenSplit, Quotas, Split
-
-
-class Ordered(Declared):
-    """The same bits for every overlap: rows of an expert by (source rank, token, k), replicas by rank."""
-
-    kind: Literal["ordered"] = "ordered"
 
 
 class Strategy(Declared):
@@ -32,7 +27,7 @@ class Strategy(Declared):
     predictor: Predictor = Last()
     split: Split = EvenSplit()
     overlap: Overlap = Sequential()
-    reduction: Ordered = Ordered()
+    reduction: Reduction = Ordered()
     replan_every: int = Field(1, ge=1, description="a layout is planned after every so many micro-batches")
     lag: int = Field(
         1, ge=0, description="a plan made on micro-batch t is used from t + lag on; 0: on the counts that it is made on"
@@ -57,6 +52,8 @@ class Strategy(Declared):
             self._check_lag_0()
         if self.late_slots:
             self._check_late_slots()
+        if isinstance(self.reduction, LayoutInvariant):
+            self._check_layout_invariant()
         overlap = self.overlap
         if self.plans_on_counts and isinstance(overlap, MegaKernel) and overlap.most_tokens is not None:
             raise ValueError(
@@ -65,6 +62,19 @@ class Strategy(Declared):
                 "use MegaKernel(most_tokens=None), or lag=1 and late_slots=0"
             )
         return self
+
+    def _check_layout_invariant(self) -> None:
+        overlap = self.overlap
+        if isinstance(overlap, MegaKernel):
+            raise ValueError(
+                "reduction=LayoutInvariant() sums weight gradients block by block on CPUs, but overlap=MegaKernel() "
+                "sums them in kernels; use Sequential() or Pipelined(), or reduction=Ordered()"
+            )
+        if overlap.combine == "per_node":
+            raise ValueError(
+                "reduction=LayoutInvariant() sums a token's experts in the order of k, but combine='per_node' sums "
+                "those of a node first; use combine='ordered', or reduction=Ordered()"
+            )
 
     def _check_lag_0(self) -> None:
         if self.replan_every > 1:

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from moesys.config import ClusterSpec, Ep, Fsep, MegaKernel, ModelShape, Sharding, Strategy
+from moesys.config import ClusterSpec, Ep, Fsep, LayoutInvariant, MegaKernel, ModelShape, Sharding, Strategy
 from moesys.layout import ExpertLayout
 from moesys.layout_schedule import LayoutSchedule
 from moesys.moe.expert_form import ExpertForm
@@ -97,8 +97,9 @@ class ExpertStore:
         return self._prefetched is not None and self._prefetched[0] == (self.schedule.layout, pass_number, self.dtype)
 
     def new_gradients(self, layout: ExpertLayout) -> Tensor:
-        """Returns memory for the gradients of the slots of ``layout``, float32 [D, padded_parameters]."""
-        return self.shards.new_gradients(layout, self.masters.device)
+        """Returns memory for the gradients of the slots of ``layout``, [D, padded_parameters]."""
+        invariant = isinstance(self.schedule.strategy.reduction, LayoutInvariant)
+        return self.shards.new_gradients(layout, self.masters.device, torch.float64 if invariant else torch.float32)
 
     def start_reshard(self, grads_DP: Tensor, layout: ExpertLayout) -> Cross:
         """Starts on the way of slot gradients to their owners (``ExpertShards.reshard``). A collective."""

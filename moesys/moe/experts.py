@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from moesys.balance import Homes
-from moesys.config import ClusterSpec, ModelShape, Strategy
+from moesys.config import ClusterSpec, LayoutInvariant, ModelShape, Strategy
 from moesys.layout_schedule import InlinePlanner, LayoutSchedule, PlanSource
 from moesys.moe.call import LayerCall
 from moesys.moe.expert_parameters import DTYPES
@@ -32,6 +32,7 @@ from moesys.overlap.comm.channel import Channel
 from moesys.overlap.comm.heartbeat import Heartbeat
 from moesys.overlap.comm.record import Meter, Recorder
 from moesys.overlap.expert_compute import ExpertCompute
+from moesys.overlap.experts_cpu import CpuExperts
 from moesys.overlap.experts_on_device import OURS, experts_on_device
 from moesys.runnable import out_of_reach
 from moesys.step import LayerPlan
@@ -164,6 +165,13 @@ class Experts(nn.Module):
         # Asked for every time, as it depends on the device and, on the CPU, on the number of threads, which may change.
         function = OURS if self.outside is None else self.outside.function
         compute = self.expert_compute or experts_on_device(self.shape, dtype, expert_TK.device.type, function)
+        if isinstance(self.strategy.reduction, LayoutInvariant) and not (
+            isinstance(compute, CpuExperts) and expert_TK.device.type == "cpu"
+        ):
+            raise ValueError(
+                f"strategy {self.strategy.name!r} has reduction=LayoutInvariant(), which CPUs compute, but experts are "
+                f"computed by {type(compute).__name__} on {expert_TK.device.type}; use reduction=Ordered() there"
+            )
         upcoming = [store.schedule for store in neighbours.upcoming]
         batch = MicroBatch(expert_TK, compute, learning, upcoming, lookahead)
         executor, plan, counts = self.planner.plan(batch)

@@ -10,6 +10,10 @@ from torch.distributed.tensor import DTensor
 from moesys.moe.experts import experts_of
 from moesys.moe.layer import MoELayer
 from moesys.moe.masters import local_part
+from moesys.overlap.exact_sum import grid_below, largest_size
+
+# A norm's squares are computed in pieces of so many elements, which stay in a core's cache.
+_ELEMENTS_AT_ONCE = 1 << 18
 
 
 @torch.no_grad()
@@ -23,8 +27,9 @@ def sync_gradients(model: nn.Module) -> None:
     if group is None:
         return
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    summed = {id(parameter) for layer in model.modules() if isinstance(layer, MoELayer) for parameter in layer.summed()}
     for parameter in model.parameters():
-        if parameter.grad is not None and not isinstance(parameter.grad, DTensor):
+        if parameter.grad is not None and not isinstance(parameter.grad, DTensor) and id(parameter) not in summed:
             by_dtype.setdefault(parameter.grad.dtype, []).append(parameter.grad)
     for grads in by_dtype.values():
         flat = torch.cat([grad.reshape(-1) for grad in grads])
@@ -39,32 +44,54 @@ def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
 
     The norm is that of the whole model: shards are added up over the ranks of their own meshes, and what several ranks
     have alike counts once (call ``sync_gradients`` first, where parameters are replicated without FSDP). The same bits
-    on every rank. A collective.
+    on every rank, and for every way to shard. A collective.
     """
     if max_norm <= 0:
         raise ValueError(f"max_norm={max_norm} must be positive; leave the call out to not clip")
     by_group: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
+    num_elements = 0
     for parameter in model.parameters():
         # By parameters, which all ranks have, and not by the gradients that this one has: groups meet below.
         parts = by_group.setdefault(_groups_of_shards(parameter), [])
+        num_elements += parameter.numel()
         if parameter.grad is not None:
             parts.append(local_part(parameter.grad))
-    device = next(model.parameters()).device
-    total = torch.zeros((), dtype=torch.float64, device=device)
-    # What is sharded before what is whole.
-    for groups, parts in sorted(by_group.items(), key=lambda item: not item[0]):
-        squares = torch.zeros((), dtype=torch.float64, device=device)
-        for part in parts:
-            squares += part.double().square().sum()
-        for group in groups:
-            dist.all_reduce(squares, group=group)
-        total += squares
-    norm = total.sqrt()
+    norm = _norm(by_group, num_elements, next(model.parameters()).device)
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for parts in by_group.values():
         for part in parts:
             part.mul_(scale.to(part.dtype))
     return norm.float()
+
+
+def _norm(
+    by_group: dict[tuple[dist.ProcessGroup, ...], list[Tensor]], num_elements: int, device: torch.device
+) -> Tensor:
+    """Returns the norm, float64: squares are rounded to a grid, and what that leaves to a finer one, on which their
+    sums are exact, so that it does not show in which parts they were added.
+    """
+    # What is sharded before what is whole.
+    ordered = sorted(by_group.items(), key=lambda item: not item[0])
+    largest = torch.zeros((), dtype=torch.float64, device=device)
+    for groups, parts in ordered:
+        for part in parts:
+            largest = torch.maximum(largest, largest_size(part).double())
+        for group in groups:
+            dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    coarse = grid_below(largest.square() * num_elements)
+    fine = grid_below(coarse * num_elements)
+    totals_2 = torch.zeros(2, dtype=torch.float64, device=device)
+    for groups, parts in ordered:
+        sums_2 = torch.zeros_like(totals_2)
+        for part in parts:
+            for elements in part.flatten().split(_ELEMENTS_AT_ONCE):
+                squares = elements.double().square_()
+                rounded = squares.div(coarse).round_().mul_(coarse)
+                sums_2 += torch.stack([rounded.sum(), squares.sub_(rounded).div_(fine).round_().mul_(fine).sum()])
+        for group in groups:
+            dist.all_reduce(sums_2, group=group)
+        totals_2 += sums_2
+    return torch.where(largest.isfinite(), totals_2.sum().sqrt(), largest)
 
 
 def _groups_of_shards(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:

@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from moesys.config import ClusterSpec, ModelShape, Strategy
+from moesys.config import ClusterSpec, LayoutInvariant, ModelShape, Strategy
 from moesys.moe.expert_parameters import initial_generator
 from moesys.moe.experts import Experts
 from moesys.moe.masters import OwnMasters
@@ -15,6 +15,8 @@ from moesys.moe.metrics import LayerMetrics
 from moesys.moe.router import Router
 from moesys.moe.shared import SharedExperts
 from moesys.moe.state import join_state, split_state
+from moesys.moe.token_blocks import TokenBlocks
+from moesys.overlap.comm.channel import Channel
 from moesys.step import LayerPlan
 
 
@@ -24,8 +26,8 @@ class MoELayer(nn.Module):
     All arguments are those of ``Experts``; ``layer_index`` and ``seed`` give the initial router and shared experts too.
 
     Gradients: expert gradients are summed over all ranks, as if every rank's loss were one term of a sum. The router
-    and the shared experts are replicated, their gradients local: ``sync_gradients`` adds them up. Divide a mean loss by
-    the number of tokens of all ranks.
+    and the shared experts are replicated, their gradients local: ``sync_gradients`` adds them up; with
+    ``LayoutInvariant`` backward has added them up already. Divide a mean loss by the number of tokens of all ranks.
 
     Parameters, all float32: ``router.weight`` [E, H], ``experts.masters`` [E, P_e] (a ``DTensor``, sharded by the
     strategy), ``shared_experts.*``. Raises ValueError where strategy, shape and cluster do not fit.
@@ -48,9 +50,11 @@ class MoELayer(nn.Module):
             shape, strategy, group, cluster=cluster, layer_index=layer_index, seed=seed, device=device
         )
         # Drawn on the CPU, so that every device starts from the same weights.
-        generator = initial_generator(seed, layer_index, expert=None)
-        self.router = Router(shape, device="cpu", generator=generator).to(device)
-        self.shared_experts = SharedExperts(shape, generator).to(device) if shape.n_shared_experts else None
+        generator, blocks = initial_generator(seed, layer_index, expert=None), None
+        if isinstance(strategy.reduction, LayoutInvariant):
+            blocks = TokenBlocks(strategy.reduction.token_block, self._channel)
+        self.router = Router(shape, device="cpu", generator=generator, blocks=blocks).to(device)
+        self.shared_experts = SharedExperts(shape, generator, blocks).to(device) if shape.n_shared_experts else None
 
     # A break in the middle would gain nothing.
     @torch.compiler.disable
@@ -82,6 +86,11 @@ class MoELayer(nn.Module):
         """Moves the router's correction bias towards balance, by the tokens of micro-batches since the last time."""
         self.router.update_bias(self.experts.take_counts().to(self.router.weight.device))
 
+    def summed(self) -> list[nn.Parameter]:
+        """Returns the parameters beside experts whose gradients backward sums over the ranks (``LayoutInvariant``)."""
+        blocks = self.router.blocks
+        return [] if blocks is None else [p for module in self._replicated().values() for p in module.parameters()]
+
     def full_state_dict(self) -> dict[str, Tensor]:
         """Returns everything, gathered on every rank, in the names and shapes of transformers' MoE blocks
         (``moe.state``).
@@ -97,6 +106,9 @@ class MoELayer(nn.Module):
         self.experts.store.drop_prefetched()
         for expert, flat_P in split_state(state, self.shape, self._replicated()):
             self._masters().load(int(self.experts.homes.number_E[expert]), flat_P)
+
+    def _channel(self) -> Channel:
+        return self.experts.token_channel
 
     def _masters(self) -> OwnMasters:
         masters = self.experts.store.masters

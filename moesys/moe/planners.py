@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moesys.config import ClusterSpec, MegaKernel, ModelShape, Pipelined, Sequential, Strategy
+from moesys.config import ClusterSpec, LayoutInvariant, MegaKernel, ModelShape, Pipelined, Sequential, Strategy
 from moesys.layout import ExpertLayout
 from moesys.layout_schedule import LayoutSchedule
 from moesys.load import LoadMatrix
@@ -27,6 +27,7 @@ from moesys.moe.agreement import agreed
 from moesys.moe.lookahead import Lookahead
 from moesys.moe.shards import ExpertShards
 from moesys.moe.unread_plans import DevicesPlan, SingleRankPlan
+from moesys.overlap.block_sums import BlockSums
 from moesys.overlap.chunked import ChunkedExecutor
 from moesys.overlap.comm.channel import Channel
 from moesys.overlap.executor import Executor
@@ -149,14 +150,18 @@ class HostPlanner(Planner):
         overlap, channel = self.strategy.overlap, self.channel
         assert isinstance(overlap, Sequential | Pipelined)
         parts = batch.expert_TK, tokens_CRE, plan.tokens, channel.rank, batch.compute.min_rows
+        invariant, sums_rows = self.strategy.reduction, None
+        if isinstance(invariant, LayoutInvariant):
+            sums_rows = BlockSums.of(plan.tokens, invariant.block_rows, channel)
+        at = (channel, batch.compute, self.shards.memory)
         if not overlap.crosses_once(channel.num_nodes):
-            return ChunkedExecutor(overlap, build_routes(*parts), channel, batch.compute, self.shards.memory)
+            return ChunkedExecutor(overlap, build_routes(*parts), *at, sums=sums_rows)
         sums = overlap.sums_by_node(channel.num_nodes)
         routes = build_routes(*parts, gates_of(channel.rank, channel.node_of_rank), collect=sums)
         rows_CRR = rows_by_chunk(tokens_CRE, plan.tokens)
         top_k = batch.expert_TK.shape[1]
         node_routes = build_node_routes(routes, rows_CRR, top_k, self.shape.row_bytes, channel, sums=sums)
-        return ChunkedExecutor(overlap, routes, channel, batch.compute, self.shards.memory, node_routes)
+        return ChunkedExecutor(overlap, routes, *at, node_routes, sums_rows)
 
     def _mega_executor(self, overlap: MegaKernel, batch: MicroBatch, plan: LayerPlan, most_tokens: int) -> Executor:
         # Here, so that Triton is loaded only where it runs.

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from moesys.config import ModelShape
 from moesys.kernels.routing.topk import topk_by_index
+from moesys.moe.token_blocks import TokenBlocks
 from moesys.torch_private import NO_BACKWARD, current_backward
 
 # What the published sigmoid routers add before they divide by a sum; it leaves a softmax's sum (>= 1/E) unchanged.
@@ -76,9 +77,10 @@ class Router(nn.Module):
         shape: ModelShape,
         device: torch.device | str | None = None,
         generator: torch.Generator | None = None,
+        blocks: TokenBlocks | None = None,
     ) -> None:
         super().__init__()
-        self.shape = shape
+        self.shape, self.blocks = shape, blocks
         self.weight = nn.Parameter(
             torch.empty(shape.num_experts, shape.hidden_size, dtype=torch.float32, device=device)
         )
@@ -101,8 +103,12 @@ class Router(nn.Module):
         """Route tokens [T, H] of any floating dtype; T may be 0."""
         shape = self.shape
         with torch.autocast(x_TH.device.type, enabled=False):
-            logits_TE = functional.linear(x_TH.float(), self.weight.float())
-        score_TE = logits_TE.sigmoid() if shape.scoring_func == "sigmoid" else logits_TE.softmax(dim=1)
+            x_TH, weight_EH = x_TH.float(), self.weight.float()
+            if self.blocks is None:
+                logits_TE = functional.linear(x_TH, weight_EH)
+            else:
+                logits_TE = self.blocks.linear(x_TH, weight_EH)
+        score_TE = self._scores(logits_TE)
         expert_TK = self.chooser(score_TE, self.e_score_correction_bias if shape.scoring_func == "sigmoid" else None)
         weight_TK = score_TE.gather(1, expert_TK)
         if shape.norm_topk_prob:
@@ -115,6 +121,11 @@ class Router(nn.Module):
             if loss is not None and current_backward() == NO_BACKWARD:
                 self.last_loss = loss
         return routing
+
+    def _scores(self, logits_TE: Tensor) -> Tensor:
+        if self.shape.scoring_func == "softmax":
+            return logits_TE.softmax(dim=1)
+        return logits_TE.sigmoid() if self.blocks is None else self.blocks.elementwise(torch.sigmoid, logits_TE)
 
     def _loss(self, routing: Routing) -> Tensor | None:
         shape = self.shape

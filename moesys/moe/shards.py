@@ -5,7 +5,7 @@ Both keep float32 masters of logical shape [E, P_e], which ``WholeExperts`` (EP)
 that distributed checkpoints reshard by themselves.
 
 Restoring gives a rank the experts its layout holds, in the compute dtype; resharding returns the gradients of its
-slots, in float32, to the owners, who add them in rank order.
+slots to the owners, who add them in rank order: in float32, or in float64, where no order shows (``LayoutInvariant``).
 
 R ranks, E experts, P_e parameters of an expert, D distinct experts held by this rank.
 """
@@ -175,10 +175,10 @@ class ExpertShards(ABC):
     def padded_parameters(self) -> int:
         """Columns of a slot-gradient buffer: P, or R·s."""
 
-    def new_gradients(self, layout: ExpertLayout, device: torch.device) -> Tensor:
-        """Memory for slot gradients, float32 [D, padded_parameters]."""
+    def new_gradients(self, layout: ExpertLayout, device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Memory for slot gradients, [D, padded_parameters]."""
         num_held = len(held_experts(layout.experts_of(self.rank)))
-        return self.memory.empty((num_held, self.padded_parameters), torch.float32, device)
+        return self.memory.empty((num_held, self.padded_parameters), dtype, device)
 
     def restored(
         self,

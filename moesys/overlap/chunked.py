@@ -17,6 +17,7 @@ from torch import Tensor
 
 from moesys.config import Overlap
 from moesys.kernels.cpu.page_pool import PagePool, Scratch
+from moesys.overlap.block_sums import BlockSums
 from moesys.overlap.comm.channel import Channel
 from moesys.overlap.executor import Saved, WaitForExperts
 from moesys.overlap.expert_compute import (
@@ -41,6 +42,7 @@ class ChunkedExecutor:
 
     ``overlap``: whose schedule is run; ``routes`` have its chunks. ``compute``: how experts are computed; ``routes``
     are padded for it. ``memory``: where large tensors lie. ``node_routes``: where tokens cross to a node once.
+    ``sums``: of weight gradients, where layouts may not show.
     """
 
     overlap: Overlap
@@ -49,6 +51,7 @@ class ChunkedExecutor:
     compute: ExpertCompute
     memory: PagePool
     node_routes: NodeRoutes | None = None
+    sums: BlockSums | None = None
 
     def forward(self, x_TH: Tensor, weight_TK: Tensor, wait_for_experts: WaitForExperts) -> tuple[Tensor, Saved]:
         """Returns the output [T, H] in x's dtype, and what backward needs. ``wait_for_experts`` is called once, when
@@ -145,7 +148,8 @@ class ChunkedExecutor:
                     messages.put_in_place()
                     weight_M = messages.arrived_weights()
                     dweight_M = torch.empty_like(weight_M)
-                    inputs = BackwardInputs(messages.arrivals, saved_arrivals, saved.h_P2I, weight_M, gradients)
+                    given = (messages.arrivals, saved_arrivals, saved.h_P2I, weight_M, gradients)
+                    inputs = BackwardInputs(*given, self.sums)
                     backward_pass = self.compute.backward(routes, inputs, wait_for_experts(), at)
                 case "experts":
                     with self._span("experts", f"backward {stage.chunk}"):

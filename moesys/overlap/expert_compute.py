@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from moesys.kernels.cpu.page_pool import PagePool, Scratch
+from moesys.overlap.block_sums import BlockSums
 from moesys.overlap.held_experts import ExpertGradients, HeldExperts
 from moesys.overlap.routes import ChunkRoutes, Routes
 
@@ -52,7 +53,8 @@ class Workplace(NamedTuple):
 
 class BackwardInputs(NamedTuple):
     """What backward starts from: gradients of the output, tokens and routing weights, float32, by arrival, and
-    pre-activations [P, 2I]. ``gradients``: where ``weight_gradients`` will write, None where it will not be called.
+    pre-activations [P, 2I]. ``gradients``: where ``weight_gradients`` will write, None where it will not be called;
+    ``sums``: how it sums where layouts may not show, into float64.
     """
 
     dy: Arrivals
@@ -60,6 +62,7 @@ class BackwardInputs(NamedTuple):
     h_P2I: Tensor
     weight_M: Tensor
     gradients: ExpertGradients | None
+    sums: BlockSums | None = None
 
 
 class ForwardPass(Protocol):

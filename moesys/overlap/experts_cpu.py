@@ -20,6 +20,7 @@ from moesys.kernels.cpu.page_pool import Scratch
 from moesys.kernels.cpu.row_invariant_gemm import RowRule, aligned, matmul_rows
 from moesys.kernels.cpu.row_invariant_ops import RowFunction
 from moesys.kernels.experts.swiglu import swiglu, swiglu_backward
+from moesys.overlap.exact_sum import add_on_grid, largest_size
 from moesys.overlap.expert_compute import Arrivals, BackwardInputs, Workplace
 from moesys.overlap.held_experts import ExpertGradients, HeldExperts
 from moesys.overlap.routes import ChunkRows, Routes, SlotRows
@@ -72,7 +73,9 @@ class CpuExperts:
 
     def backward(self, routes: Routes, inputs: BackwardInputs, weights: HeldExperts, at: Workplace) -> CpuBackward:
         projections = _projections(weights, inputs.gradients, self.transposed)
-        return CpuBackward(self, *projections, at, inputs, routes.order)
+        one_for_all = inputs.sums is not None and not routes.order
+        order = _order_of_one(routes.chunks[0]) if one_for_all else routes.order
+        return CpuBackward(self, *projections, at, inputs, order)
 
     def combine(
         self, rows_NH: Tensor, place_TK: Tensor, weight_TK: Tensor | None, out_TH: Tensor, scratch: Scratch
@@ -122,7 +125,7 @@ class _Pass:
 
     def _weight(self, projection: Projection, slot: SlotRows) -> Tensor:
         """Returns [out, in]; a cast one lasts until the next is cast."""
-        weight = self.scratch.cast("weight", projection.weight(slot.slot), self.h_PU.dtype)
+        weight = aligned(self.scratch.cast("weight", projection.weight(slot.slot), self.h_PU.dtype))
         return weight.t() if projection.transposed else weight
 
     def _activations(self, h_NU: Tensor) -> Tensor:
@@ -164,7 +167,9 @@ class CpuForward(_Pass):
 
 
 class CpuBackward(_Pass):
-    """``BackwardPass``, slot by slot. ``order``: ``Routes.order``; it is empty where an expert has a norm."""
+    """``BackwardPass``, slot by slot. ``order``: ``Routes.order``, of what waits for ``weight_gradients``; it is empty
+    where an expert has a norm.
+    """
 
     def __init__(
         self,
@@ -173,16 +178,19 @@ class CpuBackward(_Pass):
         down: Projection,
         at: Workplace,
         inputs: BackwardInputs,
-        order: Sequence[tuple[int, Tensor, Tensor]],
+        order: Sequence[tuple[int, Tensor | slice, Tensor]],
     ) -> None:
         super().__init__(experts, up, down, at, inputs.h_P2I)
-        self.dy, self.x, self.weight_M = inputs.dy, inputs.x, inputs.weight_M
+        self.dy, self.x, self.weight_M, self.sums = inputs.dy, inputs.x, inputs.weight_M, inputs.sums
         self.order = order
+        if self.sums is not None:
+            # Of each slot: of dh, and of weighted activations.
+            self.largest_S2 = inputs.weight_M.new_zeros(self.sums.num_slots, 2)
         wanted = (up.gradient, up.bias_gradient, down.gradient, down.bias_gradient)
         self.gradients = [gradient for gradient in wanted if gradient is not None]
         self.used_slots: set[int] = set()
         # With one chunk an expert's rows are all there at once, and nothing is kept for later.
-        kept_rows = len(self.h_PU) if order else 0
+        kept_rows = len(self.h_PU) if self.order else 0
         self.dh_PU = at.memory.empty((kept_rows, self.h_PU.shape[1]), self.h_PU.dtype, self.h_PU.device)
         width = self.h_PU.shape[1] // self.activation.halves
         self.wa_PI = at.memory.empty((kept_rows, width), self.h_PU.dtype, self.h_PU.device)
@@ -209,6 +217,10 @@ class CpuBackward(_Pass):
                 dweight_P[here] = dweight_N
                 self._add_bias_to_dweight(slots, dy_NH, dweight_P[here])
             self._multiply_back(self.up, slots, dh_NU, dx_PH[here])
+            if self.sums is not None:
+                for slot, dh, wa in _by_slot(slots, dh_NU, wa_NI):
+                    found_2 = torch.stack([largest_size(dh), largest_size(wa)])
+                    self.largest_S2[slot.slot] = torch.maximum(self.largest_S2[slot.slot], found_2)
             if self.gradients and not self.order:
                 operands = dh_NU, self.x.take(gather_N, scratch, "x"), dy_NH, wa_NI, weight_N
                 for slot, *of_slot in _by_slot(slots, *operands):
@@ -217,9 +229,11 @@ class CpuBackward(_Pass):
 
     def weight_gradients(self) -> None:
         scratch = self.scratch
+        if self.sums is not None:
+            self.sums.agree(self.largest_S2, self.x.rows, self.dy.rows, self.weight_M)
         for slot, rows, places in self.order:
             x_NH, dy_NH = self.x.take(places, scratch, "x"), self.dy.take(places, scratch, "dy")
-            dh_NU, wa_NI = self.dh_PU.index_select(0, rows), self.wa_PI.index_select(0, rows)
+            dh_NU, wa_NI = self.dh_PU[rows], self.wa_PI[rows]
             self._slot_gradients(slot, dh_NU, x_NH, dy_NH, wa_NI, self.weight_M[places])
         for gradient in self.gradients:
             for slot in set(range(len(gradient))) - self.used_slots:
@@ -239,24 +253,50 @@ class CpuBackward(_Pass):
             for slot, dy, dweight in _by_slot(slots, dy_NH, dweight_N):
                 dweight += (dy.to(dweight.dtype) * self.down.bias(slot.slot)).sum(dim=1)
 
-    def _slot_gradients(
-        self, slot: int, dh_NU: Tensor, x_NH: Tensor, dy_NH: Tensor, wa_NI: Tensor, weight_N: Tensor
-    ) -> None:
-        """Writes a slot's gradients, from its rows in expert order."""
+    def _slot_gradients(self, slot: int, *operands: Tensor) -> None:
+        """Writes a slot's gradients, from its rows in expert order: dh, x, dy, weighted activations and weights."""
         self.used_slots.add(slot)
-        self._weight_gradient(self.up, slot, dh_NU, x_NH)
-        self._weight_gradient(self.down, slot, self.scratch.cast("cast dy", dy_NH, wa_NI.dtype), wa_NI)
-        if self.up.bias_gradient is not None:
-            self.up.bias_gradient[slot] = dh_NU.to(weight_N.dtype).sum(dim=0)
-        if self.down.bias_gradient is not None:
-            self.down.bias_gradient[slot] = (dy_NH.to(weight_N.dtype) * weight_N[:, None]).sum(dim=0)
-
-    def _weight_gradient(self, projection: Projection, slot: int, dy_NB: Tensor, x_NA: Tensor) -> None:
-        """Writes ``dyᵀ @ x`` summed over rows in order, as the weight lies."""
-        if projection.gradient is None:
+        wanted = (self.up.gradient, self.down.gradient, self.up.bias_gradient, self.down.bias_gradient)
+        out = [None if gradient is None else gradient[slot] for gradient in wanted]
+        if self.sums is None:
+            self._write_gradients(*operands, *out)
             return
-        left, right = (aligned(rows) for rows in ((x_NA, dy_NB) if projection.transposed else (dy_NB, x_NA)))
-        out = projection.gradient[slot]
+        shapes = [None if total is None else tuple(total.shape) for total in out]
+        wide = operands[-1].dtype
+        parts = [None if shape is None else self.scratch(f"part {n}", shape, wide) for n, shape in enumerate(shapes)]
+        for total in out:
+            if total is not None:
+                total.zero_()
+        for block in self.sums.blocks(len(operands[0])):
+            self._write_gradients(*(rows[block] for rows in operands), *parts)
+            for total, part, grid in zip(out, parts, self.sums.grids(slot), strict=True):
+                if total is not None and part is not None:
+                    add_on_grid(total, part, grid)
+
+    def _write_gradients(
+        self,
+        dh_NU: Tensor,
+        x_NH: Tensor,
+        dy_NH: Tensor,
+        wa_NI: Tensor,
+        weight_N: Tensor,
+        up: Tensor | None,
+        down: Tensor | None,
+        up_bias: Tensor | None,
+        down_bias: Tensor | None,
+    ) -> None:
+        if up is not None:
+            self._write_product(self.up.transposed, dh_NU, x_NH, up)
+        if down is not None:
+            self._write_product(self.down.transposed, self.scratch.cast("cast dy", dy_NH, wa_NI.dtype), wa_NI, down)
+        if up_bias is not None:
+            up_bias.copy_(dh_NU.to(weight_N.dtype).sum(dim=0))
+        if down_bias is not None:
+            down_bias.copy_((dy_NH.to(weight_N.dtype) * weight_N[:, None]).sum(dim=0))
+
+    def _write_product(self, transposed: bool, dy_NB: Tensor, x_NA: Tensor, out: Tensor) -> None:
+        """Writes ``dyᵀ @ x`` summed over rows in order, as the weight lies."""
+        left, right = (aligned(rows) for rows in ((x_NA, dy_NB) if transposed else (dy_NB, x_NA)))
         if left.dtype == out.dtype:
             torch.mm(left.t(), right, out=out)
         elif left.is_cuda:
@@ -265,6 +305,12 @@ class CpuBackward(_Pass):
             # torch's CPU GEMM accumulates in float32 but has no float32 output for 16-bit operands: one rounding more.
             rounded = self.scratch("gradient", tuple(out.shape), left.dtype)
             out.copy_(torch.mm(left.t(), right, out=rounded))
+
+
+def _order_of_one(chunk: ChunkRows) -> list[tuple[int, slice, Tensor]]:
+    """Returns ``Routes.order`` of one chunk, whose rows are in that order."""
+    slots = [(slot.slot, slice(slot.start, slot.start + slot.valid)) for slot in chunk.slots]
+    return [(slot, rows, chunk.gather_P[rows]) for slot, rows in slots]
 
 
 def _by_slot(slots: Sequence[SlotRows], *rows: Tensor) -> Iterator[tuple[Any, ...]]:

@@ -114,7 +114,7 @@ class TritonBackward:
 
     def __init__(self, routes: Routes, inputs: BackwardInputs, weights: HeldExperts) -> None:
         self.routes = routes
-        self.dy, self.x, self.h_P2I, self.weight_M, self.gradients = inputs
+        self.dy, self.x, self.h_P2I, self.weight_M, self.gradients, _ = inputs
         self.experts_here = _Stacked.of(weights, self.dy.rows)
         self.blocks = _blocks(self.dy.rows, self.experts_here, routes)
         self.dh: list[Tensor] = []

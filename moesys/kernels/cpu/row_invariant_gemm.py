@@ -152,7 +152,9 @@ def matmul_rows(x_MK: Tensor, weight_NK: Tensor, out_MN: Tensor, rule: RowRule) 
 
 
 def aligned(rows: Tensor) -> Tensor:
-    """Returns the rows at an address as allocations have it: on that depends BLAS' order of sums in narrow matrices."""
+    """Returns the rows at an address as allocations have it: on that depends BLAS' order of sums in narrow matrices, of
+    either operand's. Where a matrix lies among others depends on the layout.
+    """
     return rows if rows.data_ptr() % ALIGNMENT_BYTES == 0 else rows.clone()
 
 

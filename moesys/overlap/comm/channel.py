@@ -61,7 +61,7 @@ class Transfer:
 
 
 class Channel:
-    """All-to-all and all-gather of one group, on tensors of any dtype; ``group=None`` is one rank alone.
+    """All-to-all, all-gather and all-reduce of one group, on tensors of any dtype; ``group=None`` is one rank alone.
 
     ``node_of_rank`` [R] tells links apart: bytes within a node, bytes between nodes. Spans go to ``recorder``, which
     the layers of a model share, counts to ``meter``, which belongs to one layer.
@@ -129,6 +129,13 @@ class Channel:
         with self.recorder.span(lane, lane), self.exposed(lane):
             self.guard(lane, lambda: dist.all_gather(list(gathered_RN.unbind()), values_N, group=self.group))
         return gathered_RN
+
+    def all_reduce(self, values: Tensor, *, lane: str) -> Tensor:
+        """Returns the sum of every rank's ``values``, which it takes the place of; blocks."""
+        if self.group is not None:
+            with self.recorder.span(lane, lane), self.exposed(lane):
+                self.guard(lane, lambda: dist.all_reduce(values, group=self.group))
+        return values
 
     @contextmanager
     def exposed(self, lane: str) -> Iterator[None]:

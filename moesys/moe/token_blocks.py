@@ -1,0 +1,91 @@
+"""TokenBlocks: products of tokens that do not travel, router's and shared experts', whose bits do not show how many
+ranks the tokens are spread over (``LayoutInvariant``).
+
+A row comes out alike in any company; the gradient of a weight is one product a block of tokens, and blocks are added on
+a grid, over all ranks (``overlap.exact_sum``). So these gradients are sums over the ranks, as those of experts are.
+
+T tokens of this rank, A and B any widths.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from moesys.kernels.cpu.row_invariant_gemm import aligned, matmul_rows, projection_rule
+from moesys.overlap.comm.channel import Channel
+from moesys.overlap.exact_sum import add_on_grid, grid_of, largest_size
+
+
+@dataclass(frozen=True)
+class TokenBlocks:
+    """Blocks of ``num_tokens``. ``channel``: gives that of the ranks whose tokens are one batch."""
+
+    num_tokens: int
+    channel: Callable[[], Channel]
+
+    def linear(self, x_TA: Tensor, weight_BA: Tensor) -> Tensor:
+        """Returns ``x @ weightᵀ`` [T, B] in x's dtype, to which a float32 weight is cast.
+
+        Raises ValueError where T is no whole blocks and the weight is trained.
+        """
+        trained = torch.is_grad_enabled() and weight_BA.requires_grad
+        if trained and len(x_TA) % self.num_tokens:
+            raise ValueError(
+                f"token_block={self.num_tokens} does not divide the {len(x_TA)} tokens of this rank, so gradients "
+                "would show where a rank's tokens end; use a divisor, or reduction=Ordered()"
+            )
+        y_TB: Tensor = _BlockLinear.apply(x_TA, weight_BA, self)
+        return y_TB
+
+    def elementwise(self, function: Callable[[Tensor], Tensor], x_TA: Tensor) -> Tensor:
+        """Returns ``function(x)``, block by block: torch computes the ends of an array in another way than the rest."""
+        return torch.cat([function(block) for block in x_TA.split(self.num_tokens)])
+
+    def _weight_gradient(self, dy_TB: Tensor, x_TA: Tensor) -> Tensor:
+        """Returns ``dyᵀ @ x`` summed over the tokens of all ranks, float32 [B, A]. A collective."""
+        channel = self.channel()
+        sizes = [largest_size(dy_TB), largest_size(x_TA), torch.tensor(float(len(x_TA)))]
+        gathered_R3 = channel.all_gather(torch.stack(sizes).double(), lane="counts")
+        largest_dy, largest_x = gathered_R3[:, :2].amax(dim=0).tolist()
+        grid = grid_of(float(gathered_R3[:, 2].sum()) * largest_dy * largest_x)
+        total_BA = torch.zeros(dy_TB.shape[1], x_TA.shape[1], dtype=torch.float64)
+        part_BA = torch.empty(total_BA.shape, dtype=x_TA.dtype)
+        for dy, x in zip(dy_TB.split(self.num_tokens), x_TA.split(self.num_tokens), strict=True):
+            add_on_grid(total_BA, torch.mm(aligned(dy).t(), aligned(x), out=part_BA), grid)
+        return channel.all_reduce(total_BA, lane="reshard").float()
+
+
+class _BlockLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x_TA: Tensor, weight_BA: Tensor, blocks: TokenBlocks) -> Tensor:
+        ctx.blocks = blocks
+        ctx.save_for_backward(x_TA, weight_BA)
+        return _products(x_TA, weight_BA.to(x_TA.dtype))
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        x_TA, weight_BA = ctx.saved_tensors
+        dy_TB = grad_outputs[0].contiguous()
+        dx_TA = dweight_BA = None
+        if ctx.needs_input_grad[0]:
+            dx_TA = _products(dy_TB, weight_BA.to(dy_TB.dtype).t())
+        if ctx.needs_input_grad[1]:
+            dweight_BA = ctx.blocks._weight_gradient(dy_TB, x_TA.contiguous())
+        return dx_TA, dweight_BA, None
+
+
+def _products(x_TA: Tensor, weight_BA: Tensor) -> Tensor:
+    """Returns ``x @ weightᵀ``, a row's bits whatever the others are; ``weight`` may be a transposed view."""
+    transposed = not weight_BA.is_contiguous()
+    outward, inward = weight_BA.shape
+    rule = projection_rule(inward, outward, x_TA.dtype, x_TA.device.type, transposed)
+    padded_PA = x_TA.new_zeros(max(len(x_TA), rule.min_rows), inward)
+    padded_PA[: len(x_TA)] = x_TA
+    y_PB = padded_PA.new_empty(len(padded_PA), outward)
+    matmul_rows(padded_PA, weight_BA, y_PB, rule)
+    return y_PB[: len(x_TA)]

@@ -1,0 +1,63 @@
+"""Plans in whole blocks: every token once and with a holder, every block with one rank, and about as many as before."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import moesys as ms
+from moesys.balance.blocks import by_blocks
+from moesys.layout import TokenPlan
+
+
+def drawn_plan(seed: int) -> TokenPlan:
+    """Any tokens over any holders."""
+    rng = np.random.default_rng(seed)
+    R, E = int(rng.integers(1, 7)), int(rng.integers(1, 9))
+    tokens_RE = rng.integers(0, 400, (R, E)) * (rng.random((R, E)) < 0.8)
+    held_RE = rng.random((R, E)) < 0.4
+    held_RE[rng.integers(R, size=E), np.arange(E)] = True
+    S = held_RE.sum(axis=1).max()
+    expert_RS = [[*np.flatnonzero(held_E), *[-1] * (S - held_E.sum())] for held_E in held_RE]
+    load, layout = ms.LoadMatrix(tokens_RE), ms.ExpertLayout(np.array(expert_RS), E)
+    tokens_RER = np.zeros((R, E, R), dtype=np.int64)
+    for source, expert in np.argwhere(tokens_RE):
+        holders = np.flatnonzero(held_RE[:, expert])
+        cuts = np.sort(rng.integers(0, tokens_RE[source, expert] + 1, len(holders) - 1))
+        tokens_RER[source, expert, holders] = np.diff([0, *cuts, tokens_RE[source, expert]])
+    return TokenPlan.from_dense(tokens_RER, load, layout)
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from([1, 16, 50, 256]))
+def test_every_block_has_one_rank(seed: int, block_rows: int) -> None:
+    plan = drawn_plan(seed)
+    found = by_blocks(plan, block_rows)
+    # All that a plan must be is checked again here.
+    TokenPlan(found.entries, found.load, found.layout)
+    for expert in range(plan.load.num_experts):
+        of_row = [
+            np.repeat(destination, tokens) for _, of, destination, tokens in found.entries.tolist() if of == expert
+        ]
+        line = np.concatenate([*of_row, np.zeros(0, dtype=np.int64)])
+        for first in range(0, len(line), block_rows):
+            assert len(set(line[first : first + block_rows])) == 1
+        assert (np.diff(line) >= 0).all(), "holders take stretches by rank, so neighbours serve each other"
+
+
+@given(st.integers(0, 2**32 - 1), st.sampled_from([16, 50, 256]))
+def test_a_rank_gets_about_as_much_as_before(seed: int, block_rows: int) -> None:
+    """An expert's cut moves by less than a block; and cuts of all experts do not add up on a rank."""
+    plan = drawn_plan(seed)
+    moved_R = by_blocks(plan, block_rows).tokens_R - plan.tokens_R
+    assert np.abs(moved_R).max() <= 2 * block_rows
+
+
+@pytest.mark.parametrize("block_rows", [1, 16])
+def test_one_holder_keeps_its_tokens(block_rows: int) -> None:
+    load = ms.LoadMatrix([[5, 20], [7, 3]])
+    plan = ms.split_tokens(
+        load, ms.ExpertLayout(np.array([[0], [1]]), 2), ms.ClusterSpec(ranks_per_node=2), ms.EvenSplit()
+    )
+    assert by_blocks(plan, block_rows) == plan

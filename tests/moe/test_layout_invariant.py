@@ -1,0 +1,72 @@
+"""``LayoutInvariant``: no bit of a training shows layout, split, sharding, overlap, or how many ranks there are."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from layout_cases import differing
+from layout_mutants import MUTANTS
+
+import moesys as ms
+from moesys.lab.ranks.pool import LocalRanks
+
+# Others, in slices: MOESYS_LAYOUT_CASES=200:10000.
+FIRST, LAST = map(int, os.environ.get("MOESYS_LAYOUT_CASES", "0:200").split(":"))
+SLICE = 50
+# Cases in which a mutant shows, if it does.
+TRIED = range(24)
+
+
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("first", range(FIRST, LAST, SLICE))
+def test_no_bit_differs(ranks: LocalRanks, first: int) -> None:
+    found = differing(ranks, range(first, min(first + SLICE, LAST)))
+    assert not found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_what_is_broken_shows(ranks: LocalRanks, mutant: str) -> None:
+    assert differing(ranks, TRIED, mutant)
+
+
+SHAPE = ms.ModelShape(hidden_size=16, intermediate_size=16, num_experts=4, top_k=2)
+INVARIANT = ms.Strategy(name="invariant", reduction=ms.LayoutInvariant())
+
+
+def test_tokens_that_are_no_blocks_are_refused_in_training_only() -> None:
+    layer = ms.MoELayer(SHAPE, INVARIANT)
+    with torch.no_grad():
+        assert layer(torch.randn(33, 16)).shape == (33, 16)
+    with pytest.raises(ValueError, match="token_block=32 does not divide the 33 tokens"):
+        layer(torch.randn(33, 16))
+
+
+def test_kernels_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"overlap=MegaKernel\(\) sums them in kernels; use Sequential"):
+        INVARIANT.replace(overlap=ms.MegaKernel())
+    with pytest.raises(ValueError, match=r"combine='per_node' sums those of a node first; use combine='ordered'"):
+        INVARIANT.replace(overlap=ms.Sequential(node_dispatch="once", combine="per_node"))
+
+
+def test_what_is_not_finite_makes_its_experts_nan() -> None:
+    layer = ms.MoELayer(SHAPE, INVARIANT)
+    x_TH = torch.randn(64, 16)
+    x_TH[5, 3] = torch.inf
+    layer.experts(x_TH, torch.arange(128).view(64, 2) % 4, torch.ones(64, 2)).sum().backward()
+    # The token has chosen the last two.
+    assert layer.experts.masters.grad[2:].isnan().all()
+    assert not ms.clip_grad_norm_(layer, 1.0).isfinite()
+
+
+def test_gradients_are_those_of_ordered_sums() -> None:
+    gradients = {}
+    for reduction in (ms.Ordered(), ms.LayoutInvariant(block_rows=16)):
+        layer = ms.MoELayer(SHAPE, INVARIANT.replace(reduction=reduction))
+        layer(torch.randn(320, 16, generator=torch.Generator().manual_seed(0))).square().sum().backward()
+        gradients[reduction.kind] = {name: p.grad for name, p in layer.named_parameters()}
+    for name, wanted in gradients["ordered"].items():
+        torch.testing.assert_close(gradients["layout_invariant"][name], wanted, rtol=1e-5, atol=1e-6)
