@@ -10,7 +10,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from moesys.config import BYTES_PER_GB, ClusterSpec, Ep, Fsep, MegaKernel, ModelShape, Strategy
-from moesys.cost import GRADIENT_BYTES
 
 # Of a parameter: its master, its gradient, and the two moments of Adam, all float32.
 _STATE_BYTES = 16
@@ -55,7 +54,7 @@ def rank_memory(
     return RankMemory(
         state_bytes=_STATE_BYTES * _owned_parameters(strategy, model, num_ranks) * num_layers,
         slot_bytes=_slot_bytes(strategy, model, num_ranks, num_layers, slots),
-        gradient_bytes=num_lent * slots * model.expert_parameters * GRADIENT_BYTES,
+        gradient_bytes=num_lent * slots * model.expert_parameters * strategy.reduction.gradient_bytes,
         row_bytes=_row_bytes(model, tokens_per_rank) * (1 if recompute else num_layers),
         shared_bytes=_shared_bytes(strategy, model, tokens_per_rank),
     )

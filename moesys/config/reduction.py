@@ -14,6 +14,11 @@ class Ordered(Declared):
 
     kind: Literal["ordered"] = "ordered"
 
+    @property
+    def gradient_bytes(self) -> int:
+        """Of an element of an expert's gradient, float32."""
+        return 4
+
 
 class LayoutInvariant(Declared):
     """The same bits for every overlap, layout, split and sharding, and for any number of ranks.
@@ -28,6 +33,11 @@ class LayoutInvariant(Declared):
     token_block: int = Field(
         32, ge=32, multiple_of=32, description="of tokens that do not travel; every rank's are a multiple of it"
     )
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of an element of an expert's gradient, float64."""
+        return 8
 
 
 Reduction = Annotated[Ordered | LayoutInvariant, Field(discriminator="kind")]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from moesys.config import ClusterSpec
 from moesys.config.workload import Recompute
-from moesys.cost import GRADIENT_BYTES, ExpertPass, FloatArray, LinkLoad, memory_seconds
+from moesys.cost import ExpertPass, FloatArray, LinkLoad, memory_seconds
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,7 +44,7 @@ class RestOfStep:
     optimizer_seconds: at the end of the step.
     latency_seconds: what every all-to-all of rows, experts or gradients takes before its first byte, beside what the
         cluster declares.
-    gradient_bytes: of one element of an expert's gradient on its way home.
+    gradient_bytes: of one element of an expert's gradient on its way home; None: as the strategy's reduction has it.
     every_slot_travels: an expert that a rank holds twice comes twice, and so do its gradients go home, as LAER-MoE's.
     travel_behind_rest: as FSDP does with its prefetch limit of 1, and no linked model: a layer's experts set off before
         the rest of the layer, in backward before that of the layer above; gradients are waited for at the end only.
@@ -64,7 +64,7 @@ class RestOfStep:
     recompute: Recompute = "none"
     optimizer_seconds: float = 0.0
     latency_seconds: float = 0.0
-    gradient_bytes: int = GRADIENT_BYTES
+    gradient_bytes: int | None = None
     every_slot_travels: bool = False
     travel_behind_rest: bool = False
     units_block: bool = False

@@ -345,9 +345,9 @@ class _Step:
 
     def _start_reshard(self, layer: int) -> None:
         """Gradients that are summed inside nodes set off there; all others wait."""
-        layout, sharding = self.plans[layer].layout, self.strategy.sharding
-        of_element, every_slot = self.rest.gradient_bytes, self.rest.every_slot_travels
-        all_bytes = reshard_bytes(layout, self.model, self.cluster, sharding, of_element, every_slot)
+        places = (self.plans[layer].layout, self.model, self.cluster, self.strategy.sharding)
+        of_element = self.rest.gradient_bytes or self.strategy.reduction.gradient_bytes
+        all_bytes = reshard_bytes(*places, of_element, self.rest.every_slot_travels)
         if not all_bytes:
             return
         *inside, crossing = (link_load(bytes_RR, self.cluster) for bytes_RR in all_bytes)
