@@ -105,7 +105,9 @@ def known_cluster(**fields) -> ClusterSpec:
     seed=st.integers(0, 2**32),
 )
 def test_rate_and_tiles_are_found_in_times_of_products(rate, rows, noise, seed):
-    draw, cases = random.Random(seed), CPU_GRID.cases[:11]
+    draw = random.Random(seed)
+    cases = [ExpertCase((each,), 256, 512) for each in (7, 21, 41, 71, 101, 151, 301, 1001)]
+    cases += [ExpertCase((each,) * 8, 256, 512) for each in (21, 51, 101)]
     true = known_cluster(expert_tflops=rate, tile_rows=rows, memory_gb_per_s=1e4)
     seconds = [pass_of_case(case, "forward", true, "float32") * (1 + draw.uniform(-noise, noise)) for case in cases]
     found, fit = fit_products(cases, seconds, known_cluster(memory_gb_per_s=1e4), "float32", CPU_GRID.tiles)
@@ -264,6 +266,36 @@ def test_a_known_cluster_is_found_again(device_type, cluster, grid):
     assert all(before < after for before, after in itertools.pairwise(kept))
     (pair,) = {link.line.latency_us for link in found.links if link.name == "rank 0 to 1"}
     assert pair == pytest.approx(10.0)
+
+
+class Surprising(KnownRanks):
+    """What is held out takes twice as long as the cluster predicts."""
+
+    def _of(self, fn, args, rank):
+        found = super()._of(fn, args, rank)
+        if fn not in (on_rank.expert_passes, of_block.attention, of_block.elementwise):
+            return found
+        return [twice(each) if case.held_out else each for case, each in zip(args[0], found, strict=True)]
+
+
+def twice(each):
+    if isinstance(each, dict):
+        return {of: [2 * seconds for seconds in windows] for of, windows in each.items()}
+    return [[2 * seconds for seconds in windows] for windows in each]
+
+
+def test_what_is_held_out_changes_no_figure_and_shows_how_well_it_is_predicted():
+    cluster = presets.h100().replace(**OWN_RATES)
+    usual, surprised = (
+        measurement.calibrate(kind(cluster, CUDA_GRID), cluster, device_type="cuda")
+        for kind in (KnownRanks, Surprising)
+    )
+    assert surprised.cluster == usual.cluster
+    shown = [figure for figure in surprised.figures if figure.held_out]
+    assert {figure.field for figure in shown} == {"expert_tflops", *OWN_RATES} - {"optimizer_gb_per_s"}
+    for figure in shown:
+        assert figure.held_out == pytest.approx([-0.5] * len(figure.held_out), abs=5e-3)
+        assert max(map(abs, figure.errors)) < 5e-3
 
 
 def test_what_is_not_there_is_not_measured_and_says_so():
