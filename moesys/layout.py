@@ -129,10 +129,10 @@ def lender_of_experts(held_RE: IntArray, node_R: IntArray | None = None) -> IntA
 class TokenPlan:
     """How many tokens go from each source rank, for each expert, to each destination rank; sparse.
 
-    ``entries`` int64 [N, 4], rows (source, expert, destination, tokens) with tokens > 0, sorted by the first three.
+    ``entries`` int64 [N, 4], rows (source, expert, destination, tokens) with tokens > 0, sorted by the first two.
     Over destinations they sum to the load exactly, and only ranks that hold the expert are destinations. Which tokens
     go where follows: a source's tokens for an expert, in (token, k) order, are cut into contiguous ranges, one a
-    destination in rank order.
+    destination in the order of entries, which is that of ranks unless blocks ask for another (``balance.blocks``).
     """
 
     entries: IntArray
@@ -158,9 +158,9 @@ class TokenPlan:
                 f"experts 0..{bounds[1] - 1}"
             )
         source, expert, destination, tokens = entries.T
-        key = (source * load.num_experts + expert) * load.num_ranks + destination
-        if (np.diff(key) <= 0).any():
-            raise ValueError("entries must be sorted by (source, expert, destination) without repeats")
+        key = source * load.num_experts + expert
+        if (np.diff(key) < 0).any() or len(np.unique(key * load.num_ranks + destination)) < len(key):
+            raise ValueError("entries must be sorted by (source, expert), each with a destination once")
         if (tokens <= 0).any():
             raise ValueError("entries must have tokens > 0; leave the others out")
         planned_RE = np.zeros_like(load.tokens_RE)

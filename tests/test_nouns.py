@@ -168,8 +168,8 @@ def test_plans_are_equal_by_content():
     [
         (PLAN.entries * 1.0, "entries has dtype float64; it counts, so give integers"),
         (PLAN.entries[0], "entries has shape (4,); it needs 2 dimensions"),
-        (PLAN.entries[[1, 0, 2, 3, 4]], "entries must be sorted by (source, expert, destination) without repeats"),
-        (PLAN.entries[[0, 0, 1, 2, 3, 4]], "entries must be sorted by (source, expert, destination) without repeats"),
+        (PLAN.entries[[0, 1, 3, 2, 4]], "entries must be sorted by (source, expert), each with a destination once"),
+        (PLAN.entries[[0, 0, 1, 2, 3, 4]], "entries must be sorted by (source, expert), each with a destination once"),
         ([[0, 0, 0, 0], *PLAN.entries[1:]], "entries must have tokens > 0; leave the others out"),
         (PLAN.entries[1:], "the plan sends 3 tokens of source 0 for expert 0, but 4 exist"),
         ([*PLAN.entries, [1, 2, 1, 7]], "the plan sends 7 tokens of source 1 for expert 2, but 0 exist"),

@@ -1,8 +1,6 @@
 """by_blocks: a plan whose ranks compute whole blocks of an expert's rows, so that a block's gradient is one product.
 
-The rows of an expert form one line, by (source rank, token, k). Its holders, by rank, each take one stretch of it that
-begins and ends at a block's end. So neighbours in rank, who share nodes, serve each other, and what a rank gets of an
-expert is blocks whoever else holds it.
+The rows of an expert form one line, by (source rank, token, k), cut every ``block_rows``, wherever a source ends.
 """
 
 from __future__ import annotations
@@ -14,54 +12,102 @@ from moesys.layout import TokenPlan
 
 
 def by_blocks(plan: TokenPlan, block_rows: int) -> TokenPlan:
-    """Returns the plan in which every rank gets of each expert about what it has in ``plan``, in whole blocks of
-    ``block_rows``; an expert's last block may be short.
+    """Returns the plan nearest to ``plan``, as far as a look ahead of one block finds it, in which every block of
+    ``block_rows`` is computed by one rank; an expert's last block may be short.
 
-    Where a stretch ends is rounded up or down, so that what ranks get more or less than in ``plan`` adds up to little.
+    A source's tokens for an expert go to a destination in one stretch, as in every plan, but in the order of
+    destinations that blocks shared with its neighbours allow. What a rank gets more or less of one expert it gets less
+    or more of the next.
     """
     load, layout = plan.load, plan.layout
     R, E = load.num_ranks, load.num_experts
-    _, expert, destination, tokens = plan.entries.T
-    tokens_ER = np.zeros((E, R), dtype=np.int64)
-    np.add.at(tokens_ER, (expert, destination), tokens)
-    _round_to_blocks(tokens_ER, layout.replicas_RE, block_rows, np.zeros(R, dtype=np.int64))
-    # All experts' lines, one behind the other, cut where sources and where destinations change.
+    rows_E = load.tokens_RE.sum(axis=0)
+    blocks_E = -(-rows_E // block_rows)
+    owner_N = np.zeros(int(blocks_E.sum()), dtype=np.int64)
+    by_expert = plan.entries[np.argsort(plan.entries[:, 1], kind="stable")]
+    first_entry_E1 = np.searchsorted(by_expert[:, 1], np.arange(E + 1))
+    scratch = np.zeros((R + 1, R), dtype=np.int64), np.zeros(R, dtype=np.int64), np.zeros(R, dtype=np.int64)
+    held_ER = np.ascontiguousarray(layout.replicas_RE.T > 0)
+    _assign_blocks(load.tokens_RE, held_ER, by_expert, first_entry_E1, block_rows, owner_N, *scratch)
+    # All experts' lines, one behind the other, cut where sources and where blocks end.
     source_stop = np.cumsum(load.tokens_RE.T.ravel())
-    destination_stop = np.cumsum(tokens_ER.ravel())
-    stop = np.union1d(source_stop, destination_stop)
+    expert_N = np.repeat(np.arange(E), blocks_E)
+    number_N = np.arange(len(expert_N)) - np.repeat(np.cumsum(blocks_E) - blocks_E, blocks_E)
+    before_E = np.cumsum(rows_E) - rows_E
+    block_stop = before_E[expert_N] + np.minimum((number_N + 1) * block_rows, rows_E[expert_N])
+    stop = np.union1d(source_stop, block_stop)
     tokens = np.diff(stop, prepend=0)
     stop, tokens = stop[tokens > 0], tokens[tokens > 0]
-    of_source, of_destination = (np.searchsorted(each, stop) for each in (source_stop, destination_stop))
-    entries = np.column_stack([of_source % R, of_source // R, of_destination % R, tokens])
-    order = np.lexsort(entries[:, 2::-1].T)
-    return TokenPlan.by_construction(np.ascontiguousarray(entries[order]), load, layout)
+    line = np.searchsorted(source_stop, stop)
+    cut = np.column_stack([line % R, line // R, owner_N[np.searchsorted(block_stop, stop)]])
+    begins = np.r_[True, (np.diff(cut, axis=0) != 0).any(axis=1)][: len(cut)]
+    entries = np.column_stack([cut[begins], np.add.reduceat(tokens, np.flatnonzero(begins))]) if len(cut) else cut
+    entries = entries.reshape(-1, 4)[np.lexsort((entries[:, 1], entries[:, 0]))]
+    return TokenPlan.by_construction(np.ascontiguousarray(entries), load, layout)
 
 
 @borrowing
-def _round_to_blocks(tokens_ER, held_RE, block_rows, excess_R):  # type: ignore[no-untyped-def]
-    """Writes stretches of whole blocks. ``excess_R``: zeros; what each rank gets more than it had, so far."""
-    for expert in range(len(tokens_ER)):
+def _assign_blocks(tokens_RE, held_ER, entries, first_entry_E1, block_rows, owner_N, want_SR, left_R, used_R):  # type: ignore[no-untyped-def]
+    """Writes who computes each block, expert by expert. ``entries``: the plan's, by expert. Scratch, zeros: ``want_SR``
+    [R + 1, R], what is left of the plan of an expert; ``left_R``: what each rank got less than planned so far;
+    ``used_R``: the source of which it has had rows.
+    """
+    R, E = tokens_RE.shape
+    block = 0
+    for expert in range(E):
+        want_SR[:] = 0
         rows = 0
-        for rank in range(len(excess_R)):
-            rows += tokens_ER[expert, rank]
-        last = -1
-        wanted_stop, stop = 0, 0
-        for rank in range(len(excess_R)):
-            if held_RE[rank, expert] == 0:
-                continue
-            if last >= 0:
-                # The stretch of the holder before ends here; what it does not take is for this one.
-                before = wanted_stop // block_rows * block_rows
-                behind = min(before + block_rows, rows)
-                least, chosen = -1, stop
-                for end in (before, behind):
-                    more = end - wanted_stop
-                    error = (excess_R[last] + more) ** 2 + (excess_R[rank] - more) ** 2
-                    if end >= stop and (least < 0 or error < least):
-                        least, chosen = error, end
-                excess_R[last] += chosen - wanted_stop
-                excess_R[rank] -= chosen - wanted_stop
-                tokens_ER[expert, last], stop = chosen - stop, chosen
-            wanted_stop += tokens_ER[expert, rank]
-            last = rank
-        tokens_ER[expert, last] = rows - stop
+        for entry in range(first_entry_E1[expert], first_entry_E1[expert + 1]):
+            want_SR[entries[entry, 0], entries[entry, 2]] = entries[entry, 3]
+            rows += entries[entry, 3]
+        used_R[:] = -1
+        # Of the source, the rows that are not in a block.
+        source, rest, current = 0, tokens_RE[0, expert], -1
+        while rows > 0:
+            while rest == 0:
+                left_R += want_SR[source]
+                source, current = source + 1, -1
+                rest = tokens_RE[source, expert]
+            room = min(block_rows, rows)
+            current = _chosen(
+                held_ER[expert], want_SR, left_R, used_R, source, current, rest, room, tokens_RE[:, expert]
+            )
+            owner_N[block] = current
+            block, rows = block + 1, rows - room
+            while room > 0:
+                while rest == 0:
+                    left_R += want_SR[source]
+                    source += 1
+                    rest = tokens_RE[source, expert]
+                taken = min(room, rest)
+                want_SR[source, current] -= taken
+                used_R[current] = source
+                room, rest = room - taken, rest - taken
+        for behind in range(source, R):
+            left_R += want_SR[behind]
+
+
+@borrowing
+def _chosen(held_R, want_SR, left_R, used_R, source, current, rest, room, tokens_R):  # type: ignore[no-untyped-def]
+    """Returns who computes a block of ``room`` rows that begins in ``source``, of which ``rest`` are left. A rank that
+    has had a stretch of that source's, and is not the ``current`` one, may have no second.
+    """
+    best, chosen = -np.inf, current
+    inside = min(room, rest)
+    for rank in range(len(held_R)):
+        if not held_R[rank] or (used_R[rank] == source and rank != current):
+            continue
+        value = min(want_SR[source, rank] + left_R[rank], inside)
+        after, more = source + 1, room - inside
+        while more > 0:
+            rows = min(more, tokens_R[after])
+            value += min(want_SR[after, rank], rows)
+            after, more = after + 1, more - rows
+        if rank == current and 2 * value >= room:
+            # Who has begun goes on, as it may not come again.
+            return rank
+        # Whom the next source wants too had better come last.
+        later = 0.25 * min(want_SR[after, rank], room) if room == inside else 0.0
+        if value - later > best:
+            best, chosen = value - later, rank
+    return chosen

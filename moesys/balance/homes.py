@@ -79,7 +79,7 @@ class Homes:
         expert_RS, entries = plan.layout.expert_RS, plan.entries.copy()
         layout = ExpertLayout(np.where(expert_RS == EMPTY, EMPTY, self.expert_E[expert_RS]), len(self.home_E))
         entries[:, 1] = self.expert_E[entries[:, 1]]
-        in_order = np.lexsort((entries[:, 2], entries[:, 1], entries[:, 0]))
+        in_order = np.lexsort((entries[:, 1], entries[:, 0]))
         return TokenPlan(entries[in_order], self.load_by_id(plan.load), layout)
 
 

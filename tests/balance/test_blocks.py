@@ -43,7 +43,6 @@ def test_every_block_has_one_rank(seed: int, block_rows: int) -> None:
         line = np.concatenate([*of_row, np.zeros(0, dtype=np.int64)])
         for first in range(0, len(line), block_rows):
             assert len(set(line[first : first + block_rows])) == 1
-        assert (np.diff(line) >= 0).all(), "holders take stretches by rank, so neighbours serve each other"
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from([16, 50, 256]))
