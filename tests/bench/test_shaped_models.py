@@ -68,12 +68,12 @@ def test_even_steps_of_fewer_sequences_tell_how_fast_a_model_is(factor: float, l
     measured = measured_as(factor, latency_ms)
     told = told_of(measured)
     assert (told.factor, told.latency_ms) == pytest.approx((factor, latency_ms), rel=0.01)
-    assert told.cluster.backward_tflops == pytest.approx(0.03 * factor, rel=0.01)
-    assert told.cluster.attention_tflops is None
+    assert told.fitted.backward_tflops == pytest.approx(0.03 * factor, rel=0.01)
+    assert told.fitted.attention_tflops is None
     for setting in result_of(measured).settings:
-        assert setting.error == pytest.approx(0.0, abs=0.005)
-        assert setting.parts_error is not None
-        assert (abs(setting.parts_error) < 0.005) == (factor == 1.0)
+        assert setting.fitted_error == pytest.approx(0.0, abs=0.005)
+        assert setting.error is not None
+        assert (abs(setting.error) < 0.005) == (factor == 1.0)
 
 
 def test_a_step_that_is_predicted_is_not_looked_at() -> None:
@@ -83,9 +83,9 @@ def test_a_step_that_is_predicted_is_not_looked_at() -> None:
     found, other = result_of(measured), result_of(replace(measured, samples_ms=slower))
     assert found.told == other.told
     for one, three_times in zip(found.settings, other.settings, strict=True):
-        assert (one.simulated_ms, one.parts_ms, one.closed_ms) == (
+        assert (one.simulated_ms, one.fitted_ms, one.closed_ms) == (
             three_times.simulated_ms,
-            three_times.parts_ms,
+            three_times.fitted_ms,
             three_times.closed_ms,
         )
         assert three_times.error == pytest.approx((1 + (one.error or 0)) / 3 - 1)
@@ -117,10 +117,10 @@ def test_the_report_counts_what_is_near_and_what_is_in_order() -> None:
         measured.samples_ms[name] = [samples_ms[1] * (1.3 if name == "ep" else 1) + step / 100 for step in range(8)]
     result = result_of(measured)
     page = to_markdown(models_report.report([result]))
-    assert "Simulated: 3 of 4 settings within 15% of measured" in page
+    assert "Fitted: 3 of 4 settings within 15% of measured" in page
     assert "2 x 200 Mbit/s | qwen3-moe | lent ep, pipelined |" in page
     assert "each of 2 has 0.9 of a processor" in page
-    assert "| by parts | closed form |" in page
+    assert "| fitted | closed form |" in page
     ways = {
         "measured": lambda setting: setting.measured_ms.median,
         "turned": lambda setting: -setting.measured_ms.median,
