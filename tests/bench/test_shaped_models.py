@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,9 @@ from typer.testing import CliRunner
 
 import moesys as ms
 from moesys.__main__ import app
+from moesys.bench.calibrate.grids import CPU_GRID
+from moesys.bench.calibrate.measurement import calibrate
+from moesys.bench.calibrate.windows import Effort
 from moesys.bench.harness.model_steps import LENGTH
 from moesys.bench.harness.reports import to_json, to_markdown
 from moesys.bench.harness.stopwatch import machine_line
@@ -177,7 +181,10 @@ def test_the_command_says_what_it_cannot_do(arguments: tuple[str, ...], message:
 
 @pytest.mark.slow
 @pytest.mark.skipif(bool(LACKS), reason=LACKS)
-def test_a_tiny_run(tmp_path: Path) -> None:
+def test_a_tiny_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    effort = Effort(repeats=1, window_s=0.001)
+    grid = replace(CPU_GRID, memory_bytes=1 << 20)
+    monkeypatch.setattr(model_cases, "calibrate", partial(calibrate, effort=effort, grid=grid))
     case = ModelCase("qwen3-moe", "skewed", 2, 1000.0, 4, hidden_size=64)
     so_far: list[int] = []
     (measured,) = measure_cases([case], 1, shares=not lacks_shares(), keep=lambda found: so_far.append(len(found)))
