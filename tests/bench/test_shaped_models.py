@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,9 @@ from typer.testing import CliRunner
 
 import moesys as ms
 from moesys.__main__ import app
+from moesys.bench.calibrate.grids import CPU_GRID
+from moesys.bench.calibrate.measurement import calibrate
+from moesys.bench.calibrate.windows import Effort
 from moesys.bench.harness.model_steps import LENGTH
 from moesys.bench.harness.reports import to_json, to_markdown
 from moesys.bench.harness.stopwatch import machine_line
@@ -68,12 +72,12 @@ def test_even_steps_of_fewer_sequences_tell_how_fast_a_model_is(factor: float, l
     measured = measured_as(factor, latency_ms)
     told = told_of(measured)
     assert (told.factor, told.latency_ms) == pytest.approx((factor, latency_ms), rel=0.01)
-    assert told.cluster.backward_tflops == pytest.approx(0.03 * factor, rel=0.01)
-    assert told.cluster.attention_tflops is None
+    assert told.fitted.backward_tflops == pytest.approx(0.03 * factor, rel=0.01)
+    assert told.fitted.attention_tflops is None
     for setting in result_of(measured).settings:
-        assert setting.error == pytest.approx(0.0, abs=0.005)
-        assert setting.parts_error is not None
-        assert (abs(setting.parts_error) < 0.005) == (factor == 1.0)
+        assert setting.fitted_error == pytest.approx(0.0, abs=0.005)
+        assert setting.error is not None
+        assert (abs(setting.error) < 0.005) == (factor == 1.0)
 
 
 def test_a_step_that_is_predicted_is_not_looked_at() -> None:
@@ -83,9 +87,9 @@ def test_a_step_that_is_predicted_is_not_looked_at() -> None:
     found, other = result_of(measured), result_of(replace(measured, samples_ms=slower))
     assert found.told == other.told
     for one, three_times in zip(found.settings, other.settings, strict=True):
-        assert (one.simulated_ms, one.parts_ms, one.closed_ms) == (
+        assert (one.simulated_ms, one.fitted_ms, one.closed_ms) == (
             three_times.simulated_ms,
-            three_times.parts_ms,
+            three_times.fitted_ms,
             three_times.closed_ms,
         )
         assert three_times.error == pytest.approx((1 + (one.error or 0)) / 3 - 1)
@@ -117,10 +121,10 @@ def test_the_report_counts_what_is_near_and_what_is_in_order() -> None:
         measured.samples_ms[name] = [samples_ms[1] * (1.3 if name == "ep" else 1) + step / 100 for step in range(8)]
     result = result_of(measured)
     page = to_markdown(models_report.report([result]))
-    assert "Simulated: 3 of 4 settings within 15% of measured" in page
+    assert "Fitted: 3 of 4 settings within 15% of measured" in page
     assert "2 x 200 Mbit/s | qwen3-moe | lent ep, pipelined |" in page
     assert "each of 2 has 0.9 of a processor" in page
-    assert "| by parts | closed form |" in page
+    assert "| fitted | closed form |" in page
     ways = {
         "measured": lambda setting: setting.measured_ms.median,
         "turned": lambda setting: -setting.measured_ms.median,
@@ -177,7 +181,10 @@ def test_the_command_says_what_it_cannot_do(arguments: tuple[str, ...], message:
 
 @pytest.mark.slow
 @pytest.mark.skipif(bool(LACKS), reason=LACKS)
-def test_a_tiny_run(tmp_path: Path) -> None:
+def test_a_tiny_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    effort = Effort(repeats=1, window_s=0.001)
+    grid = replace(CPU_GRID, memory_bytes=1 << 20)
+    monkeypatch.setattr(model_cases, "calibrate", partial(calibrate, effort=effort, grid=grid))
     case = ModelCase("qwen3-moe", "skewed", 2, 1000.0, 4, hidden_size=64)
     so_far: list[int] = []
     (measured,) = measure_cases([case], 1, shares=not lacks_shares(), keep=lambda found: so_far.append(len(found)))

@@ -22,7 +22,7 @@ from moesys.bench.shaped.shaped_report import BAR, DELAYS, SIGNIFICANT, cannot_b
 
 _WAYS: dict[str, Callable[[ModelSetting], float | None]] = {
     "simulated": lambda setting: setting.simulated_ms,
-    "by parts": lambda setting: setting.parts_ms,
+    "fitted": lambda setting: setting.fitted_ms,
     "closed form": lambda setting: setting.closed_ms,
 }
 
@@ -44,11 +44,11 @@ def notes(results: Sequence[ModelResult]) -> list[str]:
         f"each rank, to {TOLERANCE:g}.",
         "Simulated: `ms.simulate_model` with the plans that the steps had, on links measured by themselves (bandwidth "
         "by all-to-alls, latency by all-to-alls of a byte behind products) and hosts that `bench calibrate` measured, "
-        "with two constants fitted to even steps of three quarters and a quarter of the sequences, interleaved with "
-        "these: how fast a model computes, and what a message takes before its first byte.",
-        "By parts: the same on what `bench calibrate` says alone; no step of a model was looked at. Closed form: the "
-        "line through those even steps, at the tokens of the busiest rank, and experts at the rate of the links. "
-        "Speed-up: over the case's first strategy, paired by repetition, and simulated.",
+        "of which no step of a model was looked at.",
+        "Fitted: the same, with two constants fitted to even steps of three quarters and a quarter of the sequences, "
+        "interleaved with these: how fast a model computes, and what a message takes before its first byte.",
+        "Closed form: the line through those even steps, at the tokens of the busiest rank, and experts at the rate of "
+        "the links. Speed-up: over the case's first strategy, paired by repetition, and simulated.",
     ]
     for name, way in _WAYS.items():
         errors = [abs(way_ms / s.measured_ms.median - 1) for s, way_ms in _told(results, way) if s.measured_ms]
