@@ -97,6 +97,8 @@ class Experts(nn.Module):
         form = None if outside is None else outside.form
         self.shards = shards_of(strategy, shape, self.cluster, rank, self.group, form)
         self.meter = Meter()
+        # Of tokens that do not travel (``moe.token_blocks``), where they are summed in blocks.
+        self.token_block: int | None = None
         # None: that of the device.
         self.expert_compute: ExpertCompute | None = None
         self.counted_E = torch.zeros(shape.num_experts, dtype=torch.int64)
@@ -173,7 +175,7 @@ class Experts(nn.Module):
                 f"computed by {type(compute).__name__} on {expert_TK.device.type}; use reduction=Ordered() there"
             )
         upcoming = [store.schedule for store in neighbours.upcoming]
-        batch = MicroBatch(expert_TK, compute, learning, upcoming, lookahead)
+        batch = MicroBatch(expert_TK, compute, learning, upcoming, lookahead, self.token_block)
         executor, plan, counts = self.planner.plan(batch)
         self._last_plan = UnreadPlan(plan, self.homes)
         if learning and self.load_log is not None:

@@ -27,7 +27,8 @@ def sync_gradients(model: nn.Module) -> None:
     if group is None:
         return
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    summed = {id(parameter) for layer in model.modules() if isinstance(layer, MoELayer) for parameter in layer.summed()}
+    layers = [layer for layer in model.modules() if isinstance(layer, MoELayer)]
+    summed = {id(parameter) for layer in layers for parameter in layer.summed_in_backward()}
     for parameter in model.parameters():
         if parameter.grad is not None and not isinstance(parameter.grad, DTensor) and id(parameter) not in summed:
             by_dtype.setdefault(parameter.grad.dtype, []).append(parameter.grad)
@@ -68,7 +69,8 @@ def _norm(
     by_group: dict[tuple[dist.ProcessGroup, ...], list[Tensor]], num_elements: int, device: torch.device
 ) -> Tensor:
     """Returns the norm, float64: squares are rounded to a grid, and what that leaves to a finer one, on which their
-    sums are exact, so that it does not show in which parts they were added.
+    sums are exact, so that it does not show in which parts they were added. Off by n³ · 2⁻¹⁰² of the largest square of
+    n at most. What is not finite is as a plain sum has it.
     """
     # What is sharded before what is whole.
     ordered = sorted(by_group.items(), key=lambda item: not item[0])
@@ -80,18 +82,20 @@ def _norm(
             dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
     coarse = grid_below(largest.square() * num_elements)
     fine = grid_below(coarse * num_elements)
-    totals_2 = torch.zeros(2, dtype=torch.float64, device=device)
+    totals_3 = torch.zeros(3, dtype=torch.float64, device=device)
     for groups, parts in ordered:
-        sums_2 = torch.zeros_like(totals_2)
+        sums_3 = torch.zeros_like(totals_3)
         for part in parts:
             for elements in part.flatten().split(_ELEMENTS_AT_ONCE):
                 squares = elements.double().square_()
-                rounded = squares.div(coarse).round_().mul_(coarse)
-                sums_2 += torch.stack([rounded.sum(), squares.sub_(rounded).div_(fine).round_().mul_(fine).sum()])
+                plain, rounded = squares.sum(), squares.div(coarse).round_().mul_(coarse)
+                left = squares.sub_(rounded).div_(fine).round_().mul_(fine)
+                sums_3 += torch.stack([rounded.sum(), left.sum(), plain])
         for group in groups:
-            dist.all_reduce(sums_2, group=group)
-        totals_2 += sums_2
-    return torch.where(largest.isfinite(), totals_2.sum().sqrt(), largest)
+            dist.all_reduce(sums_3, group=group)
+        totals_3 += sums_3
+    coarse_and_fine, plain = totals_3[:2].sum(), totals_3[2]
+    return torch.where(plain.isfinite(), coarse_and_fine, plain).sqrt()
 
 
 def _groups_of_shards(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:

@@ -16,7 +16,6 @@ from moesys.moe.router import Router
 from moesys.moe.shared import SharedExperts
 from moesys.moe.state import join_state, split_state
 from moesys.moe.token_blocks import TokenBlocks
-from moesys.overlap.comm.channel import Channel
 from moesys.step import LayerPlan
 
 
@@ -26,8 +25,9 @@ class MoELayer(nn.Module):
     All arguments are those of ``Experts``; ``layer_index`` and ``seed`` give the initial router and shared experts too.
 
     Gradients: expert gradients are summed over all ranks, as if every rank's loss were one term of a sum. The router
-    and the shared experts are replicated, their gradients local: ``sync_gradients`` adds them up; with
-    ``LayoutInvariant`` backward has added them up already. Divide a mean loss by the number of tokens of all ranks.
+    and the shared experts are replicated, their gradients local: ``sync_gradients`` adds them up. With
+    ``LayoutInvariant`` backward has added them up already, so leave ``summed_in_backward()`` out of DDP and FSDP.
+    Divide a mean loss by the number of tokens of all ranks.
 
     Parameters, all float32: ``router.weight`` [E, H], ``experts.masters`` [E, P_e] (a ``DTensor``, sharded by the
     strategy), ``shared_experts.*``. Raises ValueError where strategy, shape and cluster do not fit.
@@ -50,11 +50,11 @@ class MoELayer(nn.Module):
             shape, strategy, group, cluster=cluster, layer_index=layer_index, seed=seed, device=device
         )
         # Drawn on the CPU, so that every device starts from the same weights.
-        generator, blocks = initial_generator(seed, layer_index, expert=None), None
+        generator = initial_generator(seed, layer_index, expert=None)
+        self.router = Router(shape, device="cpu", generator=generator).to(device)
+        self.shared_experts = SharedExperts(shape, generator).to(device) if shape.n_shared_experts else None
         if isinstance(strategy.reduction, LayoutInvariant):
-            blocks = TokenBlocks(strategy.reduction.token_block, self._channel)
-        self.router = Router(shape, device="cpu", generator=generator, blocks=blocks).to(device)
-        self.shared_experts = SharedExperts(shape, generator, blocks).to(device) if shape.n_shared_experts else None
+            self.experts.token_block = strategy.reduction.token_block
 
     # A break in the middle would gain nothing.
     @torch.compiler.disable
@@ -66,8 +66,9 @@ class MoELayer(nn.Module):
             )
         x_TH = x.reshape(-1, self.shape.hidden_size)
         # First, so that nothing behind the routed experts reads what they give, and a checkpoint may leave it out.
-        shared_TH = None if self.shared_experts is None else self.shared_experts(x_TH)
-        routing = self.router(x_TH)
+        blocks = self._token_blocks()
+        shared_TH = None if self.shared_experts is None else self.shared_experts(x_TH, blocks)
+        routing = self.router(x_TH, blocks)
         y_TH = self.experts(x_TH, routing.expert_TK, routing.weight_TK)
         if shared_TH is not None:
             y_TH = y_TH + shared_TH
@@ -86,10 +87,13 @@ class MoELayer(nn.Module):
         """Moves the router's correction bias towards balance, by the tokens of micro-batches since the last time."""
         self.router.update_bias(self.experts.take_counts().to(self.router.weight.device))
 
-    def summed(self) -> list[nn.Parameter]:
-        """Returns the parameters beside experts whose gradients backward sums over the ranks (``LayoutInvariant``)."""
-        blocks = self.router.blocks
-        return [] if blocks is None else [p for module in self._replicated().values() for p in module.parameters()]
+    def summed_in_backward(self) -> list[nn.Parameter]:
+        """Returns the parameters beside experts whose gradients backward sums over the ranks (``LayoutInvariant``):
+        what else sums gradients must leave them out.
+        """
+        if self._token_blocks() is None:
+            return []
+        return [parameter for module in self._replicated().values() for parameter in module.parameters()]
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Returns everything, gathered on every rank, in the names and shapes of transformers' MoE blocks
@@ -107,8 +111,9 @@ class MoELayer(nn.Module):
         for expert, flat_P in split_state(state, self.shape, self._replicated()):
             self._masters().load(int(self.experts.homes.number_E[expert]), flat_P)
 
-    def _channel(self) -> Channel:
-        return self.experts.token_channel
+    def _token_blocks(self) -> TokenBlocks | None:
+        num_tokens = self.experts.token_block
+        return None if num_tokens is None else TokenBlocks(num_tokens, self.experts.token_channel)
 
     def _masters(self) -> OwnMasters:
         masters = self.experts.store.masters

@@ -49,7 +49,7 @@ class MicroBatch:
 
     expert_TK: the choices of this rank's tokens, int64 [T, K]. compute: how experts are computed. learning: layouts may
     change, and the schedule learns from the micro-batch. upcoming: of the layers that come next, whose layouts are
-    settled too.
+    settled too. token_block: in training every rank's tokens are a multiple of it, if anything.
     """
 
     expert_TK: Tensor
@@ -57,6 +57,7 @@ class MicroBatch:
     learning: bool
     upcoming: Sequence[LayoutSchedule]
     lookahead: Lookahead
+    token_block: int | None = None
 
 
 class Planned(NamedTuple):
@@ -124,6 +125,8 @@ class HostPlanner(Planner):
         gathered_RN = self.channel.all_gather(torch.cat([counts_CE.flatten(), said]), lane="counts").cpu()
         tokens_RCE = gathered_RN[:, : counts_CE.numel()].view(-1, *counts_CE.shape)
         said_RN = gathered_RN[:, counts_CE.numel() :]
+        if batch.token_block is not None and learning:
+            _check_blocks(said_RN[:, 0], batch.token_block)
         if learning:
             _commit(deciding, said_RN[:, 1:])
         load = LoadMatrix(tokens_RCE.sum(dim=1).numpy())
@@ -150,18 +153,18 @@ class HostPlanner(Planner):
         overlap, channel = self.strategy.overlap, self.channel
         assert isinstance(overlap, Sequential | Pipelined)
         parts = batch.expert_TK, tokens_CRE, plan.tokens, channel.rank, batch.compute.min_rows
-        invariant, sums_rows = self.strategy.reduction, None
-        if isinstance(invariant, LayoutInvariant):
-            sums_rows = BlockSums.of(plan.tokens, invariant.block_rows, channel)
+        reduction, block_sums = self.strategy.reduction, None
+        if isinstance(reduction, LayoutInvariant):
+            block_sums = BlockSums.of(plan.tokens, reduction.block_rows, channel)
         at = (channel, batch.compute, self.shards.memory)
         if not overlap.crosses_once(channel.num_nodes):
-            return ChunkedExecutor(overlap, build_routes(*parts), *at, sums=sums_rows)
+            return ChunkedExecutor(overlap, build_routes(*parts), *at, sums=block_sums)
         sums = overlap.sums_by_node(channel.num_nodes)
         routes = build_routes(*parts, gates_of(channel.rank, channel.node_of_rank), collect=sums)
         rows_CRR = rows_by_chunk(tokens_CRE, plan.tokens)
         top_k = batch.expert_TK.shape[1]
         node_routes = build_node_routes(routes, rows_CRR, top_k, self.shape.row_bytes, channel, sums=sums)
-        return ChunkedExecutor(overlap, routes, *at, node_routes, sums_rows)
+        return ChunkedExecutor(overlap, routes, *at, node_routes, block_sums)
 
     def _mega_executor(self, overlap: MegaKernel, batch: MicroBatch, plan: LayerPlan, most_tokens: int) -> Executor:
         # Here, so that Triton is loaded only where it runs.
@@ -245,6 +248,16 @@ def planner_of(
             return DevicePlanner(*parts)
         case _:
             return HostPlanner(*parts)
+
+
+def _check_blocks(tokens_R: Tensor, token_block: int) -> None:
+    """Raises ValueError, on all ranks alike, where one's tokens are no whole blocks."""
+    if (odd_R := tokens_R % token_block).any():
+        rank = int(odd_R.argmax())
+        raise ValueError(
+            f"token_block={token_block} does not divide the {int(tokens_R[rank])} tokens of rank {rank}, so gradients "
+            "of router and shared experts would show where they end; use a divisor, or reduction=Ordered()"
+        )
 
 
 def _commit(schedules: Sequence[LayoutSchedule], votes_RN: Tensor) -> None:

@@ -77,10 +77,9 @@ class Router(nn.Module):
         shape: ModelShape,
         device: torch.device | str | None = None,
         generator: torch.Generator | None = None,
-        blocks: TokenBlocks | None = None,
     ) -> None:
         super().__init__()
-        self.shape, self.blocks = shape, blocks
+        self.shape = shape
         self.weight = nn.Parameter(
             torch.empty(shape.num_experts, shape.hidden_size, dtype=torch.float32, device=device)
         )
@@ -99,16 +98,17 @@ class Router(nn.Module):
         if self.shape.scoring_func == "sigmoid":
             self.e_score_correction_bias.zero_()
 
-    def forward(self, x_TH: Tensor) -> Routing:
-        """Route tokens [T, H] of any floating dtype; T may be 0."""
+    def forward(self, x_TH: Tensor, blocks: TokenBlocks | None = None) -> Routing:
+        """Route tokens [T, H] of any floating dtype; T may be 0. ``blocks``: where no bit may show T."""
         shape = self.shape
         with torch.autocast(x_TH.device.type, enabled=False):
             x_TH, weight_EH = x_TH.float(), self.weight.float()
-            if self.blocks is None:
-                logits_TE = functional.linear(x_TH, weight_EH)
-            else:
-                logits_TE = self.blocks.linear(x_TH, weight_EH)
-        score_TE = self._scores(logits_TE)
+            linear = functional.linear if blocks is None else blocks.linear
+            logits_TE = linear(x_TH, weight_EH)
+        if shape.scoring_func == "softmax":
+            score_TE = logits_TE.softmax(dim=1)
+        else:
+            score_TE = logits_TE.sigmoid() if blocks is None else blocks.elementwise(torch.sigmoid, logits_TE)
         expert_TK = self.chooser(score_TE, self.e_score_correction_bias if shape.scoring_func == "sigmoid" else None)
         weight_TK = score_TE.gather(1, expert_TK)
         if shape.norm_topk_prob:
@@ -121,11 +121,6 @@ class Router(nn.Module):
             if loss is not None and current_backward() == NO_BACKWARD:
                 self.last_loss = loss
         return routing
-
-    def _scores(self, logits_TE: Tensor) -> Tensor:
-        if self.shape.scoring_func == "softmax":
-            return logits_TE.softmax(dim=1)
-        return logits_TE.sigmoid() if self.blocks is None else self.blocks.elementwise(torch.sigmoid, logits_TE)
 
     def _loss(self, routing: Routing) -> Tensor | None:
         shape = self.shape

@@ -14,9 +14,8 @@ from moesys.moe.token_blocks import TokenBlocks
 class SharedExperts(nn.Module):
     """``n_shared_experts`` fused into one SwiGLU of n·I, with DeepSeek-V3's names and shapes; replicated masters."""
 
-    def __init__(self, shape: ModelShape, generator: torch.Generator, blocks: TokenBlocks | None = None) -> None:
+    def __init__(self, shape: ModelShape, generator: torch.Generator) -> None:
         super().__init__()
-        self.blocks = blocks
         width = shape.n_shared_experts * shape.intermediate_size
         self.dtype = DTYPES[shape.dtype]
         self.gate_proj = nn.Linear(shape.hidden_size, width, bias=False, dtype=torch.float32)
@@ -26,14 +25,14 @@ class SharedExperts(nn.Module):
             for parameter in self.parameters():
                 parameter.normal_(std=shape.initializer_range, generator=generator)
 
-    def forward(self, x_TH: Tensor) -> Tensor:
-        """[T, H] of any dtype in, the same out; computed in the shape's dtype."""
+    def forward(self, x_TH: Tensor, blocks: TokenBlocks | None = None) -> Tensor:
+        """[T, H] of any dtype in, the same out; computed in the shape's dtype. ``blocks``: where no bit may show how
+        many tokens there are.
+        """
         x = x_TH.to(self.dtype)
-        gate = self._linear(x, self.gate_proj)
-        gate = functional.silu(gate) if self.blocks is None else self.blocks.elementwise(functional.silu, gate)
-        return self._linear(gate * self._linear(x, self.up_proj), self.down_proj).to(x_TH.dtype)
-
-    def _linear(self, x: Tensor, layer: nn.Linear) -> Tensor:
-        if self.blocks is None:
-            return functional.linear(x, layer.weight.to(self.dtype))
-        return self.blocks.linear(x, layer.weight)
+        if blocks is not None:
+            gate = blocks.elementwise(functional.silu, blocks.linear(x, self.gate_proj.weight))
+            return blocks.linear(gate * blocks.linear(x, self.up_proj.weight), self.down_proj.weight).to(x_TH.dtype)
+        gate, up, down = (layer.weight.to(self.dtype) for layer in (self.gate_proj, self.up_proj, self.down_proj))
+        hidden = functional.silu(functional.linear(x, gate)) * functional.linear(x, up)
+        return functional.linear(hidden, down).to(x_TH.dtype)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from moesys.kernels.cpu.row_invariant_gemm import aligned, matmul_rows, projection_rule
 from moesys.overlap.comm.channel import Channel
@@ -23,41 +24,34 @@ from moesys.overlap.exact_sum import add_on_grid, grid_of, largest_size
 
 @dataclass(frozen=True)
 class TokenBlocks:
-    """Blocks of ``num_tokens``. ``channel``: gives that of the ranks whose tokens are one batch."""
+    """Blocks of ``num_tokens``, of which T is a multiple in training. ``channel``: of the ranks whose tokens are one
+    batch.
+    """
 
     num_tokens: int
-    channel: Callable[[], Channel]
+    channel: Channel
 
     def linear(self, x_TA: Tensor, weight_BA: Tensor) -> Tensor:
-        """Returns ``x @ weightᵀ`` [T, B] in x's dtype, to which a float32 weight is cast.
-
-        Raises ValueError where T is no whole blocks and the weight is trained.
-        """
-        trained = torch.is_grad_enabled() and weight_BA.requires_grad
-        if trained and len(x_TA) % self.num_tokens:
-            raise ValueError(
-                f"token_block={self.num_tokens} does not divide the {len(x_TA)} tokens of this rank, so gradients "
-                "would show where a rank's tokens end; use a divisor, or reduction=Ordered()"
-            )
+        """Returns ``x @ weightᵀ`` [T, B] in x's dtype, to which a float32 weight is cast."""
         y_TB: Tensor = _BlockLinear.apply(x_TA, weight_BA, self)
         return y_TB
 
     def elementwise(self, function: Callable[[Tensor], Tensor], x_TA: Tensor) -> Tensor:
         """Returns ``function(x)``, block by block: torch computes the ends of an array in another way than the rest."""
-        return torch.cat([function(block) for block in x_TA.split(self.num_tokens)])
+        padded = functional.pad(x_TA, (0, 0, 0, -len(x_TA) % self.num_tokens))
+        return torch.cat([function(block) for block in padded.split(self.num_tokens)])[: len(x_TA)]
 
     def _weight_gradient(self, dy_TB: Tensor, x_TA: Tensor) -> Tensor:
         """Returns ``dyᵀ @ x`` summed over the tokens of all ranks, float32 [B, A]. A collective."""
-        channel = self.channel()
         sizes = [largest_size(dy_TB), largest_size(x_TA), torch.tensor(float(len(x_TA)))]
-        gathered_R3 = channel.all_gather(torch.stack(sizes).double(), lane="counts")
+        gathered_R3 = self.channel.all_gather(torch.stack(sizes).double(), lane="counts")
         largest_dy, largest_x = gathered_R3[:, :2].amax(dim=0).tolist()
         grid = grid_of(float(gathered_R3[:, 2].sum()) * largest_dy * largest_x)
         total_BA = torch.zeros(dy_TB.shape[1], x_TA.shape[1], dtype=torch.float64)
         part_BA = torch.empty(total_BA.shape, dtype=x_TA.dtype)
         for dy, x in zip(dy_TB.split(self.num_tokens), x_TA.split(self.num_tokens), strict=True):
             add_on_grid(total_BA, torch.mm(aligned(dy).t(), aligned(x), out=part_BA), grid)
-        return channel.all_reduce(total_BA, lane="reshard").float()
+        return self.channel.all_reduce(total_BA, lane="reshard").float()
 
 
 class _BlockLinear(torch.autograd.Function):

@@ -149,7 +149,7 @@ class ChunkedExecutor:
                     weight_M = messages.arrived_weights()
                     dweight_M = torch.empty_like(weight_M)
                     given = (messages.arrivals, saved_arrivals, saved.h_P2I, weight_M, gradients)
-                    inputs = BackwardInputs(*given, self.sums)
+                    inputs = BackwardInputs(*given, self.sums if gradients is not None else None)
                     backward_pass = self.compute.backward(routes, inputs, wait_for_experts(), at)
                 case "experts":
                     with self._span("experts", f"backward {stage.chunk}"):

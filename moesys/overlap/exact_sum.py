@@ -17,6 +17,8 @@ from moesys.compiled import borrowing
 
 # Of the 53 bits of a float64: one for what rounding adds, and one for the sign of the last partial sum.
 GRID_BITS = 51
+# Of a grid over which one can still be divided.
+_LEAST_EXPONENT = -1021
 
 
 def grid_of(bound: float) -> float:
@@ -26,12 +28,22 @@ def grid_of(bound: float) -> float:
     if not math.isfinite(bound):
         return math.nan
     _, exponent = math.frexp(bound)
-    return math.ldexp(1.0, exponent - GRID_BITS)
+    return math.ldexp(1.0, max(exponent - GRID_BITS, _LEAST_EXPONENT))
 
 
 def grid_below(bound: Tensor) -> Tensor:
     """Returns ``grid_of`` of a float64 that may be on a device, of a finite one."""
-    return torch.ldexp(torch.ones_like(bound), torch.frexp(bound).exponent - GRID_BITS)
+    exponent = torch.frexp(bound).exponent - GRID_BITS
+    return torch.ldexp(torch.ones_like(bound), exponent.clamp(min=_LEAST_EXPONENT))
+
+
+def row_sizes(rows_NA: Tensor) -> Tensor:
+    """Returns ``largest_size`` of each row, [N]."""
+    wide = torch.promote_types(rows_NA.dtype, torch.float32)
+    if not rows_NA.numel():
+        return rows_NA.new_zeros(len(rows_NA), dtype=wide)
+    least_N, most_N = (of.to(wide) for of in torch.aminmax(rows_NA, dim=1))
+    return torch.maximum(-least_N, most_N).nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
 def largest_size(elements: Tensor) -> Tensor:

@@ -20,7 +20,7 @@ from moesys.kernels.cpu.page_pool import Scratch
 from moesys.kernels.cpu.row_invariant_gemm import RowRule, aligned, matmul_rows
 from moesys.kernels.cpu.row_invariant_ops import RowFunction
 from moesys.kernels.experts.swiglu import swiglu, swiglu_backward
-from moesys.overlap.exact_sum import add_on_grid, largest_size
+from moesys.overlap.exact_sum import add_on_grid, largest_size, row_sizes
 from moesys.overlap.expert_compute import Arrivals, BackwardInputs, Workplace
 from moesys.overlap.held_experts import ExpertGradients, HeldExperts
 from moesys.overlap.routes import ChunkRows, Routes, SlotRows
@@ -183,9 +183,6 @@ class CpuBackward(_Pass):
         super().__init__(experts, up, down, at, inputs.h_P2I)
         self.dy, self.x, self.weight_M, self.sums = inputs.dy, inputs.x, inputs.weight_M, inputs.sums
         self.order = order
-        if self.sums is not None:
-            # Of each slot: of dh, and of weighted activations.
-            self.largest_S2 = inputs.weight_M.new_zeros(self.sums.num_slots, 2)
         wanted = (up.gradient, up.bias_gradient, down.gradient, down.bias_gradient)
         self.gradients = [gradient for gradient in wanted if gradient is not None]
         self.used_slots: set[int] = set()
@@ -217,10 +214,6 @@ class CpuBackward(_Pass):
                 dweight_P[here] = dweight_N
                 self._add_bias_to_dweight(slots, dy_NH, dweight_P[here])
             self._multiply_back(self.up, slots, dh_NU, dx_PH[here])
-            if self.sums is not None:
-                for slot, dh, wa in _by_slot(slots, dh_NU, wa_NI):
-                    found_2 = torch.stack([largest_size(dh), largest_size(wa)])
-                    self.largest_S2[slot.slot] = torch.maximum(self.largest_S2[slot.slot], found_2)
             if self.gradients and not self.order:
                 operands = dh_NU, self.x.take(gather_N, scratch, "x"), dy_NH, wa_NI, weight_N
                 for slot, *of_slot in _by_slot(slots, *operands):
@@ -230,7 +223,7 @@ class CpuBackward(_Pass):
     def weight_gradients(self) -> None:
         scratch = self.scratch
         if self.sums is not None:
-            self.sums.agree(self.largest_S2, self.x.rows, self.dy.rows, self.weight_M)
+            self.sums.agree(self._largest_of_slots())
         for slot, rows, places in self.order:
             x_NH, dy_NH = self.x.take(places, scratch, "x"), self.dy.take(places, scratch, "dy")
             dh_NU, wa_NI = self.dh_PU[rows], self.wa_PI[rows]
@@ -238,6 +231,22 @@ class CpuBackward(_Pass):
         for gradient in self.gradients:
             for slot in set(range(len(gradient))) - self.used_slots:
                 gradient[slot].zero_()
+
+    def _largest_of_slots(self) -> dict[int, Tensor]:
+        """Returns what ``BlockSums.agree`` wants of each slot."""
+        x_M, dy_M, dh_P, wa_P = map(row_sizes, (self.x.rows, self.dy.rows, self.dh_PU, self.wa_PI))
+        return {
+            slot: torch.stack(
+                [
+                    x_M[self.x.place(places)].amax(),
+                    dy_M[self.dy.place(places)].amax(),
+                    dh_P[rows].amax(),
+                    wa_P[rows].amax(),
+                    largest_size(self.weight_M[places]),
+                ]
+            )
+            for slot, rows, places in self.order
+        }
 
     def _weights(self, slots: Sequence[SlotRows], gather_N: Tensor) -> Tensor:
         """Returns the rows' routing weights; padding has none, and so no part in any sum."""

@@ -22,15 +22,15 @@ def _float_sum(total: Tensor, addend: Tensor, grid: float) -> None:
     total.copy_((total.float() + addend.float()).double())
 
 
-def _local_rows(sums: BlockSums, *of: Any) -> None:
-    agree(sums, *of)
+def _local_rows(sums: BlockSums, largest: Any) -> None:
+    agree(sums, largest)
     sums.rows_E = [rows // sums.channel.num_ranks for rows in sums.rows_E]
 
 
-def _local_largest(sums: BlockSums, *of: Any) -> None:
+def _local_largest(sums: BlockSums, largest: Any) -> None:
     alone = Channel(None, (0,), sums.channel.recorder, sums.channel.meter)
     sums.channel, channel = alone, sums.channel
-    agree(sums, *of)
+    agree(sums, largest)
     sums.channel = channel
 
 

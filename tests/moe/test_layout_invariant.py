@@ -41,7 +41,7 @@ def test_tokens_that_are_no_blocks_are_refused_in_training_only() -> None:
     layer = ms.MoELayer(SHAPE, INVARIANT)
     with torch.no_grad():
         assert layer(torch.randn(33, 16)).shape == (33, 16)
-    with pytest.raises(ValueError, match="token_block=32 does not divide the 33 tokens"):
+    with pytest.raises(ValueError, match="token_block=32 does not divide the 33 tokens of rank 0"):
         layer(torch.randn(33, 16))
 
 
@@ -59,7 +59,29 @@ def test_what_is_not_finite_makes_its_experts_nan() -> None:
     layer.experts(x_TH, torch.arange(128).view(64, 2) % 4, torch.ones(64, 2)).sum().backward()
     # The token has chosen the last two.
     assert layer.experts.masters.grad[2:].isnan().all()
+    assert layer.experts.masters.grad[:2].isfinite().all()
     assert not ms.clip_grad_norm_(layer, 1.0).isfinite()
+
+
+@pytest.mark.parametrize("worst", [torch.inf, -torch.inf, torch.nan])
+def test_a_norm_of_what_is_not_finite_is_that_of_torch(worst: float) -> None:
+    layer = ms.MoELayer(SHAPE, INVARIANT)
+    for parameter in layer.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    layer.router.weight.grad[0, 0] = worst
+    wanted = torch.nn.utils.get_total_norm([p.grad for p in layer.parameters()])
+    torch.testing.assert_close(ms.clip_grad_norm_(layer, 1.0), wanted, equal_nan=True)
+
+
+def test_a_token_far_from_all_others_takes_nothing_from_experts_that_it_does_not_reach() -> None:
+    found = []
+    for size in (1.0, 1e20):
+        layer = ms.MoELayer(SHAPE, INVARIANT)
+        x_TH = torch.randn(64, 16, generator=torch.Generator().manual_seed(0))
+        x_TH[5] *= size
+        layer.experts(x_TH, torch.arange(128).view(64, 2) % 4, torch.ones(64, 2)).sum().backward()
+        found.append(layer.experts.masters.grad[:2])
+    assert torch.equal(*found)
 
 
 def test_gradients_are_those_of_ordered_sums() -> None:

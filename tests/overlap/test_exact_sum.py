@@ -71,12 +71,19 @@ def test_no_addend_is_farther_from_itself_than_half_a_grid(seed: int) -> None:
         assert abs(Fraction(value) - exact) <= len(parts) * Fraction(bound) * Fraction(1, 2**51)
 
 
-@pytest.mark.parametrize("bound", [1e-300, 2.0**-60, 0.75, 1.0, 3.0, 2.0**52, 1e80])
+@pytest.mark.parametrize("bound", [1e-290, 2.0**-60, 0.75, 1.0, 3.0, 2.0**52, 1e80])
 def test_a_grid_is_a_power_of_two_of_its_bits(bound: float) -> None:
     grid = grid_of(bound)
     assert math.frexp(grid)[0] == 0.5
     assert 2.0**50 <= bound / grid < 2.0**51
     assert grid_below(torch.tensor(bound, dtype=torch.float64)).item() == grid
+
+
+@pytest.mark.parametrize("bound", [1e-300, 1e-320, 5e-324])
+def test_a_grid_of_next_to_nothing_can_be_divided_by(bound: float) -> None:
+    into = torch.zeros(1, dtype=torch.float64)
+    add_on_grid(into, torch.tensor([bound], dtype=torch.float64), grid_of(bound))
+    assert 0.0 <= into.item() <= 2 * bound
 
 
 def test_zeros_and_what_is_not_finite() -> None:
