@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import Any, Protocol
 
 from moesys.config import Strategy
+from moesys.tuner.deadline import Deadline
 from moesys.tuner.step_costs import Fidelity, Seen, StepCosts
 from moesys.tuner.workload import MOST_BYTES, Plans, Workload
 
@@ -67,10 +68,11 @@ class Lookahead:
         self._asked.clear()
         self._to_come = deque((point, fidelity) for point in points)
 
-    def rest(self) -> None:
-        """Forgets what was expected, and waits until no helper works: a clock is to run."""
+    def rest(self, deadline: Deadline) -> None:
+        """Forgets what was expected, and waits until no helper works, or all time is over: a clock is to run."""
         self.expect((), Fidelity((), 0))
-        wait(self._left)
+        while wait(self._left, _POLL_S).not_done and not deadline.is_over:
+            pass
 
     def take(
         self,

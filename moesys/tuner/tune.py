@@ -78,7 +78,7 @@ def tune_workload(
         pick, speedup, timing = found.ranking[0].strategy, found.baseline.ms / found.ranking[0].ms, None
     else:
         if lookahead:
-            lookahead.rest()
+            lookahead.rest(deadline)
         rounds = Rounds(
             clock,
             journal,

@@ -41,6 +41,8 @@ def simulate_model(
 
     Raises ValueError for a trace or plans of another model, of other ranks, and a trace of other numbers of tokens.
     """
+    if draws < 1:
+        raise ValueError(f"draws={draws}; a step is simulated at least once, so use 1 or more")
     units = Units.of(run)
     parallel = run.parallelism
     parts = split_evenly(_layer_costs(run, units), parallel.pipeline * parallel.virtual_stages)
@@ -83,20 +85,26 @@ def _drawn_step(run: ModelRun, units: Units, parts: Sequence[range], plans: dict
     found = tuple(tuple(part_of(layers) for layers in parts[stage::stages]) for stage in range(stages))
     pipeline = run_parts(run, [[part.seconds for part in stage] for stage in found])
     behind = [end.seconds(parts[stage::stages], found[stage]) for stage in range(stages)]
-    ends = [pipeline.spans[stage][-1][2] + sum(behind[stage].values()) for stage in range(stages)]
-    last = int(np.argmax(ends))
-    seconds = ends[last]
+    seconds = max(_ends([spans[-1][2] for spans in pipeline.spans], behind))
     shares: dict[str, float] = {}
     for part in chain.from_iterable(found):
         for name, share in part.shares.items():
             shares[name] = shares.get(name, 0.0) + share * run.num_micro_batches / stages
     hidden = sum(shares.values()) - pipeline.seconds * (1 - pipeline.bubble_share)
-    if run.parallelism.overlap_micro_batches and hidden > 0:
+    waits = {name: share for name, share in shares.items() if name in WAITS}
+    if run.parallelism.overlap_micro_batches and hidden > 0 and (waited := sum(waits.values())) > 0:
         # Exchanges beside another micro-batch's products are not waited for.
-        waits = {name: share for name, share in shares.items() if name in WAITS}
-        shares |= {name: share * (1 - hidden / sum(waits.values())) for name, share in waits.items()}
-    # What the last stage to end does behind its last micro-batch; others wait for it as they wait for micro-batches.
-    shares |= behind[last]
+        shares |= {name: share * (1 - min(1.0, hidden / waited)) for name, share in waits.items()}
+    shares |= {name: float(np.mean([each[name] for each in behind])) for name in behind[0]}
     shares["bubble"] = seconds - sum(shares.values())
     tokens = [plan.tokens.max_over_mean for plan in plans.values()]
     return DrawnStep(seconds, shares, float(np.mean(tokens)), pipeline, found, seconds - pipeline.seconds)
+
+
+def _ends(pipeline_s: Sequence[float], behind: Sequence[dict[str, float]]) -> list[float]:
+    """Returns when each stage is through: those that sum gradients of tied embeddings begin that together."""
+    before = [end + each["gradients and parameters"] for end, each in zip(pipeline_s, behind, strict=True)]
+    tied = [stage for stage, each in enumerate(behind) if each["tied embeddings"]]
+    meeting = max((before[stage] for stage in tied), default=0.0)
+    started = [max(end, meeting) if stage in tied else end for stage, end in enumerate(before)]
+    return [end + each["tied embeddings"] + each["optimizer"] for end, each in zip(started, behind, strict=True)]

@@ -84,9 +84,11 @@ def _lanes(
     alone = found.forward_seconds, found.length_seconds - found.forward_seconds
     links = [max(each) for each in zip(*((one.forward, one.backward) for one in busy), strict=True)]
     exchanged = [max(link, whole - own) for link, whole, own in zip(links, alone, computed, strict=True)]
+    share = run.cluster.copy_share
     slowed = [
-        max(started, own + run.cluster.copy_share * min(own, sent))
-        for started, own, sent in zip((host.forward, host.backward), computed, exchanged, strict=True)
+        # No more than by itself, where messages slow it too.
+        max(started, min(whole, own + share * min(sent, own / (1 - share))))
+        for started, whole, own, sent in zip((host.forward, host.backward), alone, computed, exchanged, strict=True)
     ]
     return Lanes(slowed[0], exchanged[0]), Lanes(slowed[1], exchanged[1])
 

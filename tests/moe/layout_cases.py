@@ -70,7 +70,7 @@ def draw(seed: int) -> LayoutCase:
     )
     num_blocks, block_rows = int(rng.integers(2, 13)), (16, 50, 256)[rng.integers(3)]
     variants = []
-    for ranks in rng.permutation([1, 2, 3, 4, 4])[:2].tolist():
+    for ranks in rng.permutation([1, 2, 3, 4])[:2].tolist():
         inner = sorted(rng.integers(0, num_blocks + 1, size=ranks - 1).tolist())
         nodes = [size for size in range(1, ranks + 1) if ranks % size == 0]
         ranks_per_node = nodes[rng.integers(len(nodes))]

@@ -36,8 +36,10 @@ def processor_seconds() -> ProcessorSeconds:
 def _machine_seconds() -> float | None:
     if not STAT.exists():
         return None
-    ticks = [int(number) for number in STAT.read_text().partition("\n")[0].split()[1:]]
-    return sum(ticks[place] for place in _BUSY) / os.sysconf("SC_CLK_TCK")
+    mine = {f"cpu{core}" for core in os.sched_getaffinity(0)}
+    lines = [line.split() for line in STAT.read_text().splitlines()]
+    ticks = sum(int(line[1 + place]) for line in lines if line[0] in mine for place in _BUSY)
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 class OtherWork:

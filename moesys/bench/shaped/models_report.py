@@ -52,6 +52,8 @@ def notes(results: Sequence[ModelResult]) -> list[str]:
     ]
     for name, way in _WAYS.items():
         errors = [abs(way_ms / s.measured_ms.median - 1) for s, way_ms in _told(results, way) if s.measured_ms]
+        if not errors:
+            continue
         right, differ = ranked_pairs(results, way)
         within = sum(error <= BAR for error in errors)
         told.append(
