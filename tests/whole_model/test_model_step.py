@@ -341,3 +341,50 @@ def test_a_slow_host_is_what_a_pass_takes_and_a_fast_one_hides() -> None:
     # Faster experts do not help a host.
     assert simulate_model(one.replace(host_us=1e6)).speed_up(2.0) == pytest.approx(1.0, abs=1e-6)
     assert alone.speed_up(2.0) > 1.01
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_a_pair_of_micro_batches_on_one_rank_waits_for_nothing(layers: int) -> None:
+    alone = ms.ClusterSpec(ranks_per_node=1, expert_tflops=0.37, memory_gb_per_s=11.3, launch_us=3.3)
+    model = SMALL.replace(layers=(SMALL.layers[0],) * layers)
+    for sequences in (3, 5, 7, 9):
+        run = ModelRun(model=model, cluster=alone, seq_len=64, global_batch=sequences)
+        paired = step_of(run, parallelism=Parallelism(overlap_micro_batches=True))
+        assert paired.seconds == pytest.approx(simulate_model(run).seconds)
+
+
+@given(copy_share=st.floats(0, 0.95), tflops=st.floats(0.02, 1), seed=st.integers(0, 3))
+def test_a_pair_is_not_slower_than_one_after_another_where_messages_slow_products(
+    copy_share: float, tflops: float, seed: int
+) -> None:
+    overlap = (ms.Sequential(), ms.Pipelined(chunks=2), ms.Pipelined(chunks=4), ms.Pipelined(chunks=8))[seed]
+    near = ms.ClusterSpec(ranks_per_node=2, expert_tflops=tflops, intra_node_gb_per_s=0.05, copy_share=copy_share)
+    strategy = ms.Strategy(name="any", overlap=overlap)
+    run = ModelRun(model=SMALL, cluster=near, seq_len=256, global_batch=12, strategy=strategy)
+    paired = step_of(run, parallelism=Parallelism(overlap_micro_batches=True))
+    assert paired.seconds <= simulate_model(run).seconds * (1 + 1e-9)
+
+
+@given(optimizer=st.floats(0.01, 10), tied=st.booleans(), seq_len=st.sampled_from([64, 2048]))
+def test_no_share_is_below_nothing_and_ends_that_share_embeddings_meet(
+    optimizer: float, tied: bool, seq_len: int
+) -> None:
+    pair = ms.ClusterSpec(num_nodes=2, ranks_per_node=1, expert_tflops=0.1, optimizer_gb_per_s=optimizer)
+    run = ModelRun(
+        model=SMALL.replace(tied_embeddings=tied),
+        cluster=pair,
+        seq_len=seq_len,
+        global_batch=4,
+        parallelism=Parallelism(pipeline=2, dense="replicated"),
+    )
+    found = simulate_model(run)
+    assert min(found.shares.values()) >= -1e-9 * found.seconds
+    assert sum(found.shares.values()) == pytest.approx(found.seconds)
+    if tied:
+        slower_end_s = max(spans[-1][2] for spans in found.draws[0].pipeline.spans)
+        assert found.seconds >= slower_end_s + found.shares["tied embeddings"]
+
+
+def test_a_step_without_draws_is_refused() -> None:
+    with pytest.raises(ValueError, match="draws=0; a step is simulated at least once"):
+        simulate_model(EIGHT, Generated(), draws=0)
