@@ -56,8 +56,8 @@ INTRODUCTION = (
     "and racks as ranks are numbered, with as many trays in each rack as the recipes' job asks for, and NICs of all of "
     "them for what leaves it; choices limited to groups; gradients of tied embeddings; heads of keys that tensor "
     "groups copy. Two runs on the way were seen: one before the overlap of micro-batches, one before choices limited "
-    "to groups. The constants were fitted anew, in the form that they had: the third prediction missed held-out rows by "
-    "27.5 % in the median and pairs by 10.6 %. Before the fourth a review of the simulator, which did not look at "
+    "to groups. The constants were fitted anew, in the form that they had. The third prediction missed held-out rows "
+    "by 27.5 % in the median and pairs by 10.6 %. Before the fourth a review of the simulator, which did not look at "
     "these errors, found computing beside messages slowed twice and ends of steps that did not meet.",
 )
 
