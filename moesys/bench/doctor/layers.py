@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from moesys.bench.doctor.place import Place
-from moesys.config import ModelShape, Strategy
+from moesys.config import MegaKernel, ModelShape, Strategy
 from moesys.config.overlap import Overlap
 from moesys.moe.layer import MoELayer
 from moesys.overlap.experts_triton import TritonExperts
@@ -31,6 +31,11 @@ def shape_at(place: Place) -> ModelShape:
 def tokens_at(place: Place) -> int:
     """Of a rank's usual micro-batch."""
     return TOY_TOKENS if place.rehearsed else REAL_TOKENS
+
+
+def planned_on_devices(place: Place) -> MegaKernel:
+    """With room for all choices of all ranks."""
+    return MegaKernel(most_tokens=tokens_at(place), rows_cap=float(place.num_ranks))
 
 
 def layer_at(place: Place, overlap: Overlap) -> MoELayer:
