@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from moesys.kernels.experts.numerics import INTERPRETED
+from moesys.kernels.launch import kernel
 from moesys.kernels.symmetric.clock import nap, polls_by_now
 from moesys.kernels.symmetric.heap import ABORT, NUM_RANKS, POLLS, RANK, REPORT, REPORT_WORDS, Heap, at
 
@@ -50,7 +51,7 @@ def raise_if_given_up(heap: Heap) -> None:
     )
 
 
-@triton.jit(do_not_specialize=["rank"])
+@kernel(do_not_specialize=["rank"])
 def _read_report(world, rank, out_ptr, WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
     """A peer's too: it lies in that rank's arena."""
     for word in range(WORDS):
