@@ -26,6 +26,7 @@ from moesys.kernels.experts.products import rows_by_matrix
 from moesys.kernels.experts.tile_config import TileConfig, usual_programs
 from moesys.kernels.experts.tiles import tile_of
 from moesys.kernels.experts.up import rows_by_halves, store_activations
+from moesys.kernels.launch import kernel
 from moesys.kernels.mega.arguments import MegaMemory, MegaRows, raise_or_count
 from moesys.kernels.mega.exchange import OrderedTiles
 from moesys.kernels.mega.point import MegaPoint, fuses, launch_options, parts_of
@@ -154,7 +155,7 @@ def _needed_tiles(tiles: OrderedTiles, raster: int) -> Tensor:
     return ends_M[last_of_sweep].contiguous()
 
 
-@triton.jit
+@kernel
 def _mega_dispatch(  # type: ignore[no-untyped-def]
     launch, rows, needed_ptr, data, sizes: tl.constexpr, tiling: tl.constexpr
 ):
