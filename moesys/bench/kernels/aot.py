@@ -16,6 +16,7 @@ from moesys.bench.harness.names import chosen
 from moesys.bench.harness.sheets import Column
 from moesys.kernels.experts.activation_gradient import activation_gradient
 from moesys.kernels.experts.ahead_of_time import HOPPER, MOST_SHARED_BYTES, MachineCode, compiling
+from moesys.kernels.experts.block_gradient import RowBlocks, block_gradient, cut_to_fit
 from moesys.kernels.experts.combine import combine
 from moesys.kernels.experts.grouped_gemm import grouped_gemm
 from moesys.kernels.experts.tile_config import ShapeClass, TileConfig
@@ -54,7 +55,7 @@ SIZES = (
     Size("fine", 40960, 768, 256, 128, 8),
     Size("30b", 32768, 4096, 512, 128, 8),
 )
-NUM_OPS = 13
+NUM_OPS = 15
 
 
 def _widths(widths: tuple[int, ...]) -> str:
@@ -152,6 +153,7 @@ def compile_size(
 
     entries, first = routing.entry_P, routing.first_G1
     groups = OrderedGroups(entries, first, meta(E, dtype=torch.int32))
+    row_blocks = RowBlocks(256, meta(E, dtype=torch.float64))
     up_, down_, back, into, outer = (
         blocks.up,
         blocks.down,
@@ -182,6 +184,8 @@ def compile_size(
         "gather_sum": (None, lambda: combine(meta(P, H), routing.row_TK, None, dtype)),
         "dW2": (outer, lambda: weight_gradient(x, a, groups, K, "left", outer, torch.float32)),
         "dW1": (outer, lambda: weight_gradient(h, x, groups, K, "right", outer, torch.float32)),
+        "dW2_blocks": (cut_to_fit(outer), lambda: block_gradient(x, a, groups, K, "left", row_blocks, outer)),
+        "dW1_blocks": (cut_to_fit(outer), lambda: block_gradient(h, x, groups, K, "right", row_blocks, outer)),
     }
     found = []
     for op, (block, launch) in ops.items():
