@@ -21,6 +21,7 @@ from torch import Tensor
 
 from moesys.config import ModelShape
 from moesys.kernels.cpu.page_pool import PagePool
+from moesys.kernels.host_copies import to_device
 from moesys.layout import ExpertLayout
 from moesys.moe.expert_form import ExpertForm
 from moesys.overlap.comm.channel import Channel
@@ -122,7 +123,7 @@ Cross = Callable[[], Finish]
 
 def index_of(values: Sequence[int], like: Tensor) -> Tensor:
     """Returns ``values`` as an index of rows on the device of ``like``."""
-    return torch.tensor(values, dtype=torch.int64, device=like.device)
+    return to_device(values, like.device)
 
 
 def unstacked(stacked: ExpertWeights) -> list[ExpertWeights]:
