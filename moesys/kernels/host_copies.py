@@ -18,7 +18,7 @@ def to_device(
 ) -> Tensor:
     """The host's ``values`` on ``device``, behind what the current stream has to do; the host goes on."""
     device, host = torch.device(device), torch.as_tensor(np.asarray(values, dtype=np.int64)).to(dtype)
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
 class HostCopy:
