@@ -143,7 +143,6 @@ def test_a_plan_and_its_routes_are_few_launches(num_chunks: int, most: int) -> N
             micro.expert_RTK[0], chunk_T1, num_chunks, made_by, own_replicas(layout, 0), 3, channel
         )
         assert pending.routes.num_rows
-    print(found)
     # Of the channel that is none.
     found.remove("stack")
     assert len(found) + 1 <= most, found
