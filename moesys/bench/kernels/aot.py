@@ -26,6 +26,7 @@ from moesys.kernels.experts.up import up
 from moesys.kernels.experts.weight_gradient import OrderedGroups, weight_gradient
 from moesys.kernels.mega.exchange import regions
 from moesys.kernels.routing.routing import Routing, route
+from moesys.kernels.split.chunks import OwnReplicas, arrived_rows, cut, sent_rows
 from moesys.kernels.split.flow import split
 from moesys.kernels.split.tables import SplitTables, tables_of
 from moesys.kernels.symmetric.counts import count_regions, receive_counts, send_counts
@@ -125,6 +126,17 @@ def exchange_counts(first_E1: Tensor) -> Tensor:
     return receive_counts(heap, epoch_1, exchanges_R, num_experts)
 
 
+def cut_into_chunks(tables: SplitTables, entry_N: Tensor, top_k: int, num_chunks: int = 2) -> object:
+    """Tables of one of 64 ranks."""
+    num_ranks, num_replicas = 64, len(tables.rank_P)
+    tokens_RP = entry_N.new_empty(num_ranks, num_replicas, dtype=torch.int64)
+    here = num_replicas // num_ranks
+    first_RL = entry_N.new_empty(num_ranks, num_chunks * tables.replica_ER.shape[0] + 1)
+    sizes_2CR = tokens_RP.new_empty(2, num_chunks, num_ranks)
+    found = cut(first_RL, tokens_RP, tables, OwnReplicas(0, 0, here, here, 2), num_chunks, sizes_2CR)
+    return sent_rows(entry_N, found, tables, top_k), arrived_rows(found.arriving_CRG, len(entry_N))
+
+
 def compile_size(
     size: Size,
     dtype: torch.dtype,
@@ -165,6 +177,7 @@ def compile_size(
     ops: dict[str, tuple[TileConfig | None, Callable[[], object]]] = {
         "counts": (None, lambda: exchange_counts(first)),
         "split": (None, lambda: split(tokens_RE, tables)),
+        "chunks": (None, lambda: cut_into_chunks(tables, entries, K)),
         "route": (None, lambda: route(meta(T, K, dtype=torch.int64), E)),
         "tiles": (None, lambda: tile_table(first, P, up_.rows)),
         "groups": (None, lambda: groups_by_size(first)),
