@@ -36,7 +36,7 @@ class ExpertStore:
     ) -> None:
         self.layer_index, self.shards, self.masters = layer_index, shards, masters
         self.schedule, self.channel = schedule, channel
-        self.casts = KeptCasts(masters)
+        self.casts = KeptCasts(masters.state)
         # EP keeps what it lent until backward: sending it twice would cost more than the memory is worth.
         self.reshard_after_forward, self.prefetch_layers, self.delay_reshard = False, 0, False
         if isinstance(sharding, Fsep):
