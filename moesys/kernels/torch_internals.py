@@ -5,12 +5,15 @@ The rest of moesys has a file of its own, ``moesys/torch_private.py``: kernels i
 
 from __future__ import annotations
 
+import ctypes
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+# CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED of the CUDA driver.
+P2P_NATIVE_ATOMICS = 3
 HAS_ONEDNN = torch.backends.mkldnn.is_available()
 
 
@@ -27,11 +30,13 @@ def onednn_product(x_MK: Tensor, weight_NK: Tensor) -> Tensor:
 def symmetric_arena(num_bytes: int, group: dist.ProcessGroup, device: torch.device) -> tuple[Tensor, list[int], Any]:
     """Maps as many bytes of every rank's GPU into all ranks of ``group``. Collective.
 
-    Returns this rank's bytes as uint8, cleared, then every rank's base address as seen from here, and a handle that
-    keeps the mapping alive. Raises RuntimeError where torch cannot map a peer's memory.
+    Returns this rank's bytes as uint8, cleared, then the address at which every rank's begin as seen from here, and a
+    handle that keeps the mapping alive. Raises RuntimeError where torch cannot map a peer's memory, or where its handle
+    says of this rank's another place than they have.
 
-    Needs ``torch.distributed._symmetric_memory`` (``empty``, ``rendezvous``, ``buffer_ptrs`` of the handle). Without it
-    MegaKernels between GPUs raise ImportError; nothing else uses it.
+    Needs ``torch.distributed._symmetric_memory`` (``empty``, ``rendezvous``, ``buffer_ptrs``, ``rank`` and, where torch
+    has it, ``offset`` of the handle: several tensors may lie in one mapped buffer). Without it MegaKernels between GPUs
+    raise ImportError; nothing else uses it.
     """
     # Here, as builds of torch without CUDA may lack it.
     import torch.distributed._symmetric_memory as symmetric_memory
@@ -39,4 +44,39 @@ def symmetric_arena(num_bytes: int, group: dist.ProcessGroup, device: torch.devi
     arena = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
     arena.zero_()
     handle = symmetric_memory.rendezvous(arena, group)
-    return arena, handle.buffer_ptrs, handle
+    # Before torch 2.9 a buffer had one tensor.
+    bases = [address + getattr(handle, "offset", 0) for address in handle.buffer_ptrs]
+    if bases[handle.rank] != arena.data_ptr():
+        raise RuntimeError(
+            f"torch's symmetric memory says that this rank's arena begins at {bases[handle.rank]:#x}, but it does at "
+            f"{arena.data_ptr():#x}: this torch numbers its buffers in another way; use Sequential() or Pipelined()"
+        )
+    return arena, bases, handle
+
+
+def gpu_address(device: torch.device) -> str:
+    """Where a GPU is on its host's bus, the same for all processes.
+
+    Needs ``pci_domain_id`` and such of a device's properties. Without them AttributeError, from MegaKernels between
+    GPUs alone.
+    """
+    found = torch.cuda.get_device_properties(device)
+    return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}"
+
+
+def lacks_atomics(device: torch.device, peer: str) -> bool:
+    """Whether the driver says that atomics of ``device`` do not reach the memory of the GPU at that address: flags of
+    MegaKernels are atomics. Not known of a GPU that this process does not see.
+
+    Needs ``cuDeviceGetP2PAttribute`` of libcuda. Without it nothing is known.
+    """
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    found = ctypes.c_int()
+    for place in range(torch.cuda.device_count()):
+        if place != device.index and gpu_address(torch.device("cuda", place)) == peer:
+            asked = driver.cuDeviceGetP2PAttribute(ctypes.byref(found), P2P_NATIVE_ATOMICS, device.index, place)
+            return asked == 0 and found.value == 0
+    return False

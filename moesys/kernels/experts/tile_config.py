@@ -18,6 +18,9 @@ SPECIALISED_WARPS = 4
 Operands = Literal["pointers", "tma", "specialised"]
 # Of a block: products of tensor cores take 16 by 16 by 16 at least.
 LEAST = MappingProxyType({"rows": 16, "columns": 16, "contraction": 16, "warps": 1, "stages": 1, "raster": 1})
+# Of a block of 16 bits, for products by groups of four warps (Hopper's ``wgmma``).
+WARPGROUP = MappingProxyType({"rows": 64, "warps": 4})
+OPERAND_BYTES = 2
 POWERS_OF_TWO = ("rows", "columns", "contraction", "warps")
 
 
@@ -111,6 +114,23 @@ class TileConfigs:
     def all_of(block: TileConfig) -> TileConfigs:
         """The same for every one."""
         return TileConfigs(block, block, block, block, block)
+
+    def require_warpgroups(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Raises ValueError for tiles of 16 bits that a GPU would not multiply by warpgroups, as it does all others:
+        another kind of product adds in another order. float32 has no tensor-core product, and the interpreter one kind.
+        """
+        if device.type == "cpu" or dtype.itemsize != OPERAND_BYTES:
+            return
+        for op in fields(self):
+            block = getattr(self, op.name)
+            for name, least in WARPGROUP.items():
+                value = getattr(block, name)
+                if value < least:
+                    raise ValueError(
+                        f"{name}={value} of a tile of {op.name} in {dtype}: fewer than {least} are multiplied by "
+                        f"another kind of tensor-core product, with other bits; use {name}={least} or more, or None "
+                        "for the kernels' choice"
+                    )
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)

@@ -33,8 +33,8 @@ class MegaPoint(Protocol):
     goes to several experts of a rank is pulled once. ``overlap_weight_gradients``: their tiles are tasks of backward's
     combine. ``fetch_rows``: rows of one fetch, ``sum_tokens``: tokens of one sum, powers of two. ``tile_rows``,
     ``tile_columns`` (at least ``SUM_COLUMNS``), ``warps``, ``stages``: of every product's tiles, None for what is
-    likely fast; with a gate, a tile of ``up`` has half of the columns twice. ``programs``: how many are resident, None
-    for one a multiprocessor.
+    likely fast (``TileConfigs.require_warpgroups`` has what GPUs need of them); with a gate, a tile of ``up`` has half
+    of the columns twice. ``programs``: how many are resident, None for one a multiprocessor.
     """
 
     @property

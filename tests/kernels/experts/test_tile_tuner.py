@@ -213,10 +213,21 @@ def test_a_gpu_uses_what_was_tuned_unless_blocks_are_pinned(tmp_path: Path, monk
     found = tune_blocks(SHAPE, Clock(2), GPU)
     assert blocks_of(SHAPE, cuda) == found != blocks_for(SHAPE, 100)
     assert blocks_of(replace(SHAPE, top_k=2), cuda) == blocks_for(replace(SHAPE, top_k=2), 100)
-    pinned = TileConfigs.all_of(TileConfig(16, 64, 32))
+    pinned = TileConfigs.all_of(TileConfig(64, 64, 32))
     (tmp_path / "pinned.json").write_text(pinned.to_json())
     monkeypatch.setenv("MOESYS_BLOCKS", str(tmp_path / "pinned.json"))
     assert blocks_of(SHAPE, cuda) == pinned
+
+
+def test_pinned_blocks_that_a_gpu_would_multiply_in_another_way_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "blocks.json"
+    path.write_text(replace(TileConfigs.all_of(TileConfig()), down=TileConfig(rows=32)).to_json())
+    monkeypatch.setenv("MOESYS_BLOCKS", str(path))
+    assert blocks_of(SHAPE, CPU).down.rows == 32
+    with pytest.raises(ValueError, match=r"rows=32 of a tile of down in torch\.bfloat16: .* use rows=64 or more"):
+        blocks_of(SHAPE, torch.device("cuda"))
 
 
 def test_the_argument_wins_over_the_pinned_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
