@@ -109,10 +109,8 @@ def parts_of(share: float) -> int:
     return round(share * WHOLE.value)
 
 
-def launch_options(block: TileConfig, multiplies: bool) -> dict[str, Any]:
-    """What a launch takes of ``block``. One that only moves rows may have all registers that its one program on a
-    multiprocessor can: left to itself, the assembler spills to make room for more programs than there are.
+def launch_options(block: TileConfig) -> dict[str, Any]:
+    """What a launch takes of ``block``. Its one program on a multiprocessor may have all registers there are: left to
+    itself, the assembler spills to make room for more programs.
     """
-    if multiplies:
-        return block.options()
     return block.options() | {"maxnreg": min(MOST_REGISTERS, NUM_REGISTERS // (THREADS_OF_WARP * block.warps))}
