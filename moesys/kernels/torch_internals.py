@@ -5,15 +5,12 @@ The rest of moesys has a file of its own, ``moesys/torch_private.py``: kernels i
 
 from __future__ import annotations
 
-import ctypes
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-# CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED of the CUDA driver.
-P2P_NATIVE_ATOMICS = 3
 HAS_ONEDNN = torch.backends.mkldnn.is_available()
 
 
@@ -52,31 +49,3 @@ def symmetric_arena(num_bytes: int, group: dist.ProcessGroup, device: torch.devi
             f"{arena.data_ptr():#x}: this torch numbers its buffers in another way; use Sequential() or Pipelined()"
         )
     return arena, bases, handle
-
-
-def gpu_address(device: torch.device) -> str:
-    """Where a GPU is on its host's bus, the same for all processes.
-
-    Needs ``pci_domain_id`` and such of a device's properties. Without them AttributeError, from MegaKernels between
-    GPUs alone.
-    """
-    found = torch.cuda.get_device_properties(device)
-    return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}"
-
-
-def lacks_atomics(device: torch.device, peer: str) -> bool:
-    """Whether the driver says that atomics of ``device`` do not reach the memory of the GPU at that address: flags of
-    MegaKernels are atomics. Not known of a GPU that this process does not see.
-
-    Needs ``cuDeviceGetP2PAttribute`` of libcuda. Without it nothing is known.
-    """
-    try:
-        driver = ctypes.CDLL("libcuda.so.1")
-    except OSError:
-        return False
-    found = ctypes.c_int()
-    for place in range(torch.cuda.device_count()):
-        if place != device.index and gpu_address(torch.device("cuda", place)) == peer:
-            asked = driver.cuDeviceGetP2PAttribute(ctypes.byref(found), P2P_NATIVE_ATOMICS, device.index, place)
-            return asked == 0 and found.value == 0
-    return False

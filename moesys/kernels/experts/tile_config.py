@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import asdict, dataclass, fields
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, get_args
@@ -11,6 +12,8 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+# How many multiprocessors persistent kernels leave to collectives and copies.
+SPARED = "MOESYS_SPARED_MULTIPROCESSORS"
 # The interpreter runs programs one after another; a few of them show whether they share the tiles rightly.
 INTERPRETED_PROGRAMS = 3
 SPECIALISED_WARPS = 4
@@ -36,10 +39,18 @@ def all_registers(warps: int) -> dict[str, int]:
 
 
 def usual_programs(device: torch.device) -> int:
-    """How many are resident where nothing else is said: one a multiprocessor."""
+    """How many are resident where nothing else is said: one a multiprocessor, but for those that ``SPARED`` leaves to
+    others' kernels. Programs that find none free would do their share when all the others have done theirs.
+
+    Raises ValueError where it is no number of them.
+    """
     if device.type != "cuda":
         return INTERPRETED_PROGRAMS
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    there = torch.cuda.get_device_properties(device).multi_processor_count
+    spared = os.environ.get(SPARED, "0")
+    if not spared.isdecimal() or int(spared) >= there:
+        raise ValueError(f"{SPARED}={spared!r}; use a number from 0 to {there - 1}, as {device} has {there}")
+    return there - int(spared)
 
 
 class Tiling(NamedTuple):

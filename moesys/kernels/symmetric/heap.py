@@ -24,7 +24,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moesys.kernels.torch_internals import gpu_address, lacks_atomics, symmetric_arena
+from moesys.kernels.symmetric.cuda_driver import gpu_address, lacks_atomics
+from moesys.kernels.torch_internals import symmetric_arena
 
 # Regions begin at multiples of a cache line of both kinds of machine, and so at multiples of any load's width.
 ALIGNMENT = 128

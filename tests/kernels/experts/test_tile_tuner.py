@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -249,3 +250,16 @@ def test_shapes_are_classed_by_rows_of_an_expert() -> None:
     assert shape == ShapeClass(64, 32, 8, 2, "swiglu", "bfloat16", 64)
     assert ShapeClass.of(x_TH[:0], down_EHI, 0, "swiglu").rows_of_expert == 1
     assert json.loads(json.dumps({shape.key: 1})) == {"64-32-8-2-swiglu-bfloat16-64": 1}
+
+
+def test_persistent_kernels_leave_what_is_spared_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
+    gpu = torch.device("cuda", 0)
+    assert TileConfig().num_programs(gpu) == 132
+    monkeypatch.setenv("MOESYS_SPARED_MULTIPROCESSORS", "16")
+    assert TileConfig().num_programs(gpu) == 116
+    assert TileConfig(programs=132).num_programs(gpu) == 132
+    for wrong in ("132", "-1", "many"):
+        monkeypatch.setenv("MOESYS_SPARED_MULTIPROCESSORS", wrong)
+        with pytest.raises(ValueError, match=f"MOESYS_SPARED_MULTIPROCESSORS='{wrong}'; use a number from 0 to 131"):
+            TileConfig().num_programs(gpu)
