@@ -131,7 +131,9 @@ def rehearsed(folder: Path, only: str) -> tuple[int, dict[str, tuple[str, str]]]
 
 
 def test_a_rehearsal_passes_what_needs_no_gpu_and_says_what_does(tmp_path: Path) -> None:
-    code, found = rehearsed(tmp_path, "device,ops,graph,rounds on one GPU,collectives,shared memory,copies,bench kernels")
+    code, found = rehearsed(
+        tmp_path, "device,ops,graph,rounds on one GPU,collectives,shared memory,copies,bench kernels"
+    )
     assert code == 0
     without = ("device", "graph", "bench kernels")
     assert {name for name, (state, _) in found.items() if state == "left out"} == set(without)
