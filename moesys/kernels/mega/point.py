@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from moesys.kernels.experts.activations import GATED
-from moesys.kernels.experts.tile_config import TileConfig, TileConfigs, all_registers
+from moesys.kernels.experts.tile_config import THREADS_OF_WARP, TileConfig, TileConfigs, all_registers
 from moesys.kernels.experts.tile_space import SINGLE
 from moesys.kernels.experts.tile_tuner import INTERPRETED
 from moesys.kernels.mega.exchange import TileOrder
@@ -18,6 +18,7 @@ from moesys.kernels.mega.task_queue import WHOLE
 
 # Of a load, and of all that a thread has on their way.
 LOAD_BYTES, FLIGHT_BYTES = 16, 128
+
 
 class MegaPoint(Protocol):
     """One point of the search space (UniEP, arXiv 2604.19241), whoever declares it. None of its fields changes a bit.
