@@ -16,7 +16,7 @@ from moesys.bench.doctor.place import Place, require
 
 HOPPER = 90
 # Two without a GPU, where a minute must do.
-SOME = ("up", "combine")
+SOME: tuple[str, ...] = ("up", "combine")
 POINT = "fused"
 
 
