@@ -26,7 +26,7 @@ from moesys.kernels.experts.ahead_of_time import HOPPER
 # Of MegaKernels the point that the model knows, and what it calls the ops that pull.
 MODELLED_POINT, PULLING = "fused", ("up", "activation_gradient")
 NOTES = (
-    "A MODEL of an H100 (bench/kernels/expected_time.py), never measured: waves of tiles, products at 0.7 of cuBLAS's rate or "
+    "A MODEL of an H100 (bench/kernels/expected_time.py), never measured: waves of tiles, products at 0.7 of cuBLAS or "
     "operands through the L2 cache, Little's law for bytes in flight, resident programs by registers, threads and "
     "shared memory. Experts are equally popular.",
     "roofline: by the data sheet alone, 989 TFLOP/s, 3.35 TB/s, and 450 GB/s of links, the largest of the three.",
