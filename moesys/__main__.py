@@ -85,7 +85,7 @@ def run(
         ),
     ] = None,
 ) -> None:
-    """Run an experiment, or what is left of it. Exit code 1 if a trial failed.
+    """Run an experiment, or what is left of it. Exit code 1 if a trial failed, or parts from what it must equal.
 
     A .py file with experiments(), which returns a list, has them all run, one after another; of a sweep over one number
     of the workload a chart is drawn too.
@@ -120,6 +120,24 @@ def compare(
     from moesys.lab.commands.compare import compare_folders
 
     raise typer.Exit(compare_folders(folders, form, metric))
+
+
+@app.command()
+def bisect(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder of a training, as runs/demo-1234abcd.")],
+    a: Annotated[str, typer.Argument(metavar="A", help="A strategy by name.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="Another one, or the same once more.")],
+    seed: Annotated[int | None, typer.Option(help="The one whose losses part first by default.")] = None,
+) -> None:
+    """Find the first tensor in which two strategies differ. Step, tensor with its layer, rank, and by how much.
+
+    Both are trained again, in turns, on as many ranks as before, and every tensor is compared bit by bit: outputs and
+    gradients of all modules on each rank; gradients of parameters, the norm, parameters and optimizer state whole. Exit
+    code 1 if a bit differs. For example: moesys bisect runs/convergence-1234abcd ep fsep
+    """
+    from moesys.lab.commands.bisect import bisect_command
+
+    raise typer.Exit(bisect_command(run, a, b, seed))
 
 
 @app.command()

@@ -30,6 +30,7 @@ from moesys.kernels.experts.numerics import dot, rounded
 from moesys.kernels.experts.products import left_step, rows_by_matrix
 from moesys.kernels.experts.tile_config import TileConfig
 from moesys.kernels.experts.tiles import RowGroups, require_contiguous, require_matrices, rows_of_tile, tile_of
+from moesys.kernels.launch import kernel
 from moesys.kernels.routing.routing import Routing
 
 # The routing weight's gradient is summed over so many columns at a time, in every tile, so that its bits do not depend
@@ -166,7 +167,7 @@ class GradientSizes(NamedTuple):
     epilogue: Epilogue
 
 
-@triton.jit(do_not_specialize=["P", "E"])
+@kernel(do_not_specialize=["P", "E"])
 def _activation_gradient(  # type: ignore[no-untyped-def]
     dy, down, rows, groups, P, E, sizes: tl.constexpr, tiling: tl.constexpr
 ):
@@ -268,7 +269,7 @@ def _row_sums(x):  # type: ignore[no-untyped-def]
         return x.reshape(x.shape[0])
 
 
-@triton.jit(do_not_specialize=["num_entries"])
+@kernel(do_not_specialize=["num_entries"])
 def _add_partials(  # type: ignore[no-untyped-def]
     partial_ptr, row_ptr, dweight_ptr, num_entries, N: tl.constexpr, block_entries: tl.constexpr
 ):

@@ -20,6 +20,7 @@ from moesys.kernels.experts.numerics import dot, rounded
 from moesys.kernels.experts.products import left_step, rows_by_tiles
 from moesys.kernels.experts.tile_config import TileConfig
 from moesys.kernels.experts.tiles import RowGroups, Tiles, require_contiguous, require_matrices, rows_of_tile, tile_of
+from moesys.kernels.launch import kernel
 from moesys.kernels.routing.routing import Routing
 
 
@@ -87,7 +88,7 @@ class UpSizes(NamedTuple):
     halves: int
 
 
-@triton.jit(do_not_specialize=["P", "E"])
+@kernel(do_not_specialize=["P", "E"])
 def _up(  # type: ignore[no-untyped-def]
     x, weights, rows, groups, P, E, sizes: tl.constexpr, tiling: tl.constexpr
 ):

@@ -22,6 +22,7 @@ from moesys.kernels.experts.numerics import rounded
 from moesys.kernels.experts.products import Gather, Side, columns_by_columns
 from moesys.kernels.experts.tile_config import TileConfig
 from moesys.kernels.experts.tiles import require_contiguous, tile_of
+from moesys.kernels.launch import kernel
 
 
 class OrderedGroups(NamedTuple):
@@ -126,7 +127,7 @@ class OuterProduct(NamedTuple):
     matrix_stride: Any
 
 
-@triton.jit(do_not_specialize=["num_tiles"])
+@kernel(do_not_specialize=["num_tiles"])
 def _weight_gradient(  # type: ignore[no-untyped-def]
     left_ptr, right_ptr, groups, out_ptr, num_tiles, sizes: tl.constexpr, tiling: tl.constexpr
 ):

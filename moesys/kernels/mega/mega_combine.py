@@ -24,6 +24,7 @@ from moesys.kernels.experts.products import rows_by_matrix
 from moesys.kernels.experts.tile_config import TileConfig, TileConfigs, Tiling, usual_programs
 from moesys.kernels.experts.tiles import tile_of
 from moesys.kernels.experts.weight_gradient import OuterProduct, store_outer_product
+from moesys.kernels.launch import kernel
 from moesys.kernels.mega.arguments import MegaMemory, MegaRows
 from moesys.kernels.mega.point import MegaPoint, columns_at_once, fuses, launch_options, parts_of
 from moesys.kernels.mega.push_rows import (
@@ -215,7 +216,7 @@ def _launch(
             T,
             num_groups,
             sizes=sizes,
-            **launch_options(block, multiply or sizes.outer is not None),
+            **launch_options(block),
         )
 
 
@@ -230,7 +231,7 @@ def _outer_sizes(gradients: WeightGradients, block: TileConfig, outer: TileConfi
     return MegaOuterSizes(U, H, I, *strides, tiles(U, H), tiles(H, I), tiling)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_groups"])
+@kernel(do_not_specialize=["num_tokens", "num_groups"])
 def _mega_combine(  # type: ignore[no-untyped-def]
     launch, rows, data, gradients, num_tokens, num_groups, sizes: tl.constexpr, tiling: tl.constexpr
 ):

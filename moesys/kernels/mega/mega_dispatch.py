@@ -26,6 +26,7 @@ from moesys.kernels.experts.products import rows_by_matrix
 from moesys.kernels.experts.tile_config import TileConfig, usual_programs
 from moesys.kernels.experts.tiles import tile_of
 from moesys.kernels.experts.up import rows_by_halves, store_activations
+from moesys.kernels.launch import kernel
 from moesys.kernels.mega.arguments import MegaMemory, MegaRows, raise_or_count
 from moesys.kernels.mega.exchange import OrderedTiles
 from moesys.kernels.mega.point import MegaPoint, columns_at_once, fuses, launch_options, parts_of
@@ -140,7 +141,7 @@ def _launch(
             _needed_tiles(rows.tiles, block.raster) if by_expert else None,
             data,
             sizes=sizes._replace(fetch=fetch, multiply=multiply),
-            **launch_options(block, multiply),
+            **launch_options(block),
         )
 
 
@@ -151,7 +152,7 @@ def _needed_tiles(tiles: OrderedTiles, raster: int) -> Tensor:
     return ends_M[last_of_sweep].contiguous()
 
 
-@triton.jit
+@kernel
 def _mega_dispatch(  # type: ignore[no-untyped-def]
     launch, rows, needed_ptr, data, sizes: tl.constexpr, tiling: tl.constexpr
 ):

@@ -24,6 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moesys.kernels.experts.tile_config import all_registers
+from moesys.kernels.launch import kernel
 from moesys.kernels.split.sources import fill_quotas, lanes_of, sum_before, sum_of
 from moesys.kernels.split.tables import SplitTables
 
@@ -114,7 +115,7 @@ def _least(values, lane, first, last, widest):  # type: ignore[no-untyped-def]
     return tl.gather(values, first, 0)
 
 
-@triton.jit(do_not_specialize=["num_ranks", "num_experts"])
+@kernel(do_not_specialize=["num_ranks", "num_experts"])
 def _share_out(  # type: ignore[no-untyped-def]
     tokens_RE, turn_1, tables, home, num_ranks, num_experts, LANES: tl.constexpr
 ):
@@ -144,7 +145,7 @@ def _share_out(  # type: ignore[no-untyped-def]
     tl.store(home.supply_P + replica, supply, mask=held)
 
 
-@triton.jit(do_not_specialize=["num_replicas", "phases"])
+@kernel(do_not_specialize=["num_replicas", "phases"])
 def _push(  # type: ignore[no-untyped-def]
     home, tables, quota_P, limit_1, converged_1, num_replicas, phases, LANES: tl.constexpr
 ):
