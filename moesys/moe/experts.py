@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from moesys.balance import Homes
 from moesys.config import ClusterSpec, LayoutInvariant, ModelShape, Strategy
+from moesys.kernels.launch import on_its_device
 from moesys.layout_schedule import InlinePlanner, LayoutSchedule, PlanSource
 from moesys.moe.call import LayerCall
 from moesys.moe.expert_parameters import DTYPES
@@ -132,6 +133,7 @@ class Experts(nn.Module):
 
     # Planning is Python on integers and talks to other ranks: nothing that a compiler could trace.
     @torch.compiler.disable
+    @on_its_device
     def forward(self, x_TH: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
         """Returns y [T, H] in x's dtype: a token's experts' outputs times their weights, summed in the order of k.
 

@@ -10,11 +10,12 @@ from typing import Annotated, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from triton.backends.compiler import GPUTarget
 
 from moesys.bench.harness.names import chosen
 from moesys.bench.harness.sheets import Column
 from moesys.kernels.experts.activation_gradient import activation_gradient
-from moesys.kernels.experts.ahead_of_time import MOST_SHARED_BYTES, MachineCode, compiling
+from moesys.kernels.experts.ahead_of_time import HOPPER, MOST_SHARED_BYTES, MachineCode, compiling
 from moesys.kernels.experts.combine import combine
 from moesys.kernels.experts.grouped_gemm import grouped_gemm
 from moesys.kernels.experts.tile_config import ShapeClass, TileConfig
@@ -124,7 +125,11 @@ def exchange_counts(first_E1: Tensor) -> Tensor:
 
 
 def compile_size(
-    size: Size, dtype: torch.dtype, tell: Callable[[str], None], only: Container[str] | None = None
+    size: Size,
+    dtype: torch.dtype,
+    tell: Callable[[str], None],
+    only: Container[str] | None = None,
+    target: GPUTarget = HOPPER,
 ) -> list[Compiled]:
     """Every kernel of forward and backward, gated by SiLU, at pinned blocks or the model's choice (``blocks_of``).
 
@@ -183,7 +188,7 @@ def compile_size(
         if only is not None and op not in only:
             continue
         tell(f"{size.name}: {op}")
-        with compiling() as compiled:
+        with compiling(target) as compiled:
             launch()
         gemm = max(compiled, key=lambda code: (len(code.mma), code.shared_bytes)) if block else None
         for code in compiled:
