@@ -115,7 +115,10 @@ class Agent:
     spaces: Sequence[Space] = ()
     # Atomics since it last waited: where, and the version of what they found.
     polled: dict[int, tuple[str, Cell, int]] = field(default_factory=dict)
+    # Whether it waits, since when, and whether it has napped since it last asked for the time.
     waits: bool = False
+    napped: bool = False
+    since_ns: int = 0
 
     def __post_init__(self) -> None:
         self.lead_view, self.acquired = self.view.copy(), self.view.copy()
@@ -232,8 +235,10 @@ class ClockedMemory:
             cell.accessed[agent.lead] = agent.lead_view[agent.lead]
         else:
             cell.accessed[agent.slot] = agent.interval
-        # The first of them, as lanes may ask for the same word.
-        agent.polled.setdefault(address, (space.name_of(address), cell, cell.version))
+        name = space.name_of(address)
+        if not name.startswith("seen_ns"):
+            # The first of them, as lanes may ask for the same word.
+            agent.polled.setdefault(address, (name, cell, cell.version))
         return cell
 
     def acquire_word(self, agent: Agent, address: int) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 from moesys.kernels.symmetric import clock, pacing, pulls, signals
 from moesys.kernels.symmetric.copies import Copy, start_copies
 from moesys.kernels.symmetric.heap import Heap
+from moesys.kernels.symmetric.signals import raise_if_given_up
 
 interpreter = importlib.import_module("triton.runtime.interpreter")
 language = importlib.import_module("triton.language")
@@ -136,8 +137,9 @@ def interleaved() -> Iterator[None]:
             for module, name, function in (
                 (signals, "nap", _nap),
                 (pacing, "nap", _nap),
-                (signals, "polls_by_now", _now),
-                (clock, "host_ns", _now),
+                (signals, "raise_if_given_up", _raise_if_given_up),
+                (signals, "SPOILERS", 2),
+                (clock, "host_ns", _now_ns),
                 (pulls, "start_copies", _start_copies),
             ):
                 patch.setattr(module, name, function)
@@ -167,6 +169,11 @@ def _nap() -> None:
     Schedule.active.nap()
 
 
-def _now() -> int:
+def _now_ns() -> int:
     assert Schedule.active is not None
-    return Schedule.active.now()
+    return Schedule.active.now_ns()
+
+
+def _raise_if_given_up(heap: Heap) -> None:
+    if Schedule.active is None or not Schedule.active.quiet:
+        raise_if_given_up(heap)

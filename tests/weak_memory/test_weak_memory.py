@@ -16,8 +16,6 @@ from mutants import Hunt, all_mutants
 from weak_cases import all_cases, counts, given_up, pulls, run_once
 
 CASES = all_cases()
-# Stored where it was loaded, without a barrier: wrong beyond 32 ranks.
-AWAITED = ("epoch_ptr", "exchanges_R")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -26,16 +24,11 @@ def _interleaved() -> Iterator[None]:
         yield
 
 
-def unordered(findings: list[str]) -> list[str]:
-    return [found for found in findings if not any(name in found for name in AWAITED)]
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_no_schedule_changes_a_bit_or_hangs(name: str) -> None:
     for seed in range(2):
         shown = run_once(CASES[name], seed)
-        assert not unordered(shown.by_memory), f"seed {seed}"
-        assert not shown.by_result, f"seed {seed}"
+        assert not shown.by_memory + shown.by_result, f"seed {seed}"
 
 
 @pytest.mark.slow
@@ -44,7 +37,7 @@ def test_no_schedule_changes_a_bit_or_hangs(name: str) -> None:
 def test_more_schedules(name: str) -> None:
     for seed in range(100, 150):
         shown = run_once(CASES[name], seed)
-        assert not unordered(shown.by_memory) + shown.by_result, f"seed {seed}"
+        assert not shown.by_memory + shown.by_result, f"seed {seed}"
 
 
 def test_a_seed_replays() -> None:
@@ -161,7 +154,7 @@ def test_a_release_an_acquire_or_a_barrier_less_is_found() -> None:
     hunt = Hunt({"counts": counts(2), "pulls": pulls(2)})
     mutants = {mutant.name: mutant for mutant in all_mutants()}
     found = {name: hunt.find(mutants[name], 1).by_memory for name in SAMPLE}
-    assert all(by_memory and unordered([by_memory[1]]) for by_memory in found.values()), found
+    assert all(found.values()), found
 
 
 # Why these may be removed, as far as this model sees; each has a comment in its kernel.

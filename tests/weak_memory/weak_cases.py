@@ -35,7 +35,7 @@ class WeakCase(NamedTuple):
 
     num_ranks: int
     work: Callable[[int, Group, float], Any]
-    differences: Callable[[list[Any]], list[str]]
+    differences: Callable[[list[Any], Schedule], list[str]]
     jumps: int | None = None
 
 
@@ -58,16 +58,16 @@ def counts(num_ranks: int, exchanges: int = 3) -> WeakCase:
             # Whatever happens to others.
             for counted_E, tokens_E in zip(found[-1], tokens_RE, strict=True):
                 assert torch.equal(counted_E, tokens_E) or not counted_E.any(), f"{counted_E} of {tokens_E}"
-            memory.watch.note()
+            memory.watch.note([])
         return found
 
-    def differences(results: list[Any]) -> list[str]:
+    def differences(results: list[Any], schedule: Schedule) -> list[str]:
         return [
             f"rank {rank}, exchange {turn}: {found[turn].tolist()}"
             for rank, found in enumerate(results)
             if found is not None
             for turn in range(exchanges)
-            if not torch.equal(found[turn], tokens_XRE[turn])
+            if not schedule.is_right(found[turn], tokens_XRE[turn])
         ]
 
     return WeakCase(num_ranks, work, differences)
@@ -81,32 +81,32 @@ def pulls(num_ranks: int, turns: int = 4, elements: int = 10) -> WeakCase:
         return torch.arange(size, dtype=torch.float32) + 100 * rank + 1000 * turn + 1
 
     def work(rank: int, group: Group, times: float) -> list[Tensor] | None:
-        rings, pending, found = PullRings(group, TIMEOUT_S), [], []
+        rings, pending, found = PullRings(group), [], []
         for turn in range(turns):
             if turn == times:
                 return None
             mine = shared(rank, turn)
-            ring = rings.ring("restore", mine.nbytes, CPU)
+            ring = rings.ring("restore", mine.nbytes, CPU, TIMEOUT_S)
             parts = mine.new_empty(num_ranks, len(mine) - 1)
             wanted = [Wanted(part, peer, 4) for peer, part in enumerate(parts)]
-            pending.append((ring.start(mine, wanted), parts))
+            pending.append((ring.start(mine, wanted, parts), parts))
             if turn % 2:
                 pending[-1][0].wait()
         for pull, parts in pending:
             pull.wait()
-            found.append(ordered_sum(parts, torch.zeros(num_ranks, dtype=torch.int64), 1))
-            found.append(parts)
+            found += [parts, ordered_sum(parts, torch.zeros(num_ranks, dtype=torch.int64), 1)[0]]
         return found
 
-    def differences(results: list[Any]) -> list[str]:
+    def differences(results: list[Any], schedule: Schedule) -> list[str]:
         wrong = []
         for turn in range(turns):
             parts = torch.stack([shared(peer, turn)[1:] for peer in range(num_ranks)])
             for rank, found in enumerate(results):
                 if found is None:
                     continue
-                if not torch.equal(found[2 * turn + 1], parts) or not torch.equal(found[2 * turn][0], parts.sum(0)):
-                    wrong.append(f"rank {rank}, pull {turn}")
+                for value, expected in zip(found[2 * turn :], (parts, parts.sum(0)), strict=False):
+                    if not schedule.is_right(value, expected):
+                        wrong.append(f"rank {rank}, pull {turn}")
         return wrong
 
     return WeakCase(num_ranks, work, differences)
@@ -127,14 +127,14 @@ def mega(*layers: Case, backward: bool = True) -> WeakCase:
                 return None
         return found
 
-    def differences(results: list[Any]) -> list[str]:
+    def differences(results: list[Any], schedule: Schedule) -> list[str]:
         return [
             f"rank {rank}, layer {layer}: {name}"
             for rank, found in enumerate(results)
             if found is not None
             for layer, case in enumerate(layers)
             for name, value in found[layer].items()
-            if not torch.equal(value, expected_of(case, rank)[name])
+            if not schedule.is_right(value, expected_of(case, rank)[name])
         ]
 
     return WeakCase(layers[0].num_ranks, work, differences)
@@ -148,12 +148,14 @@ def given_up(case: WeakCase, victim: int | None, goes: int = 1) -> WeakCase:
     def work(rank: int, group: Group, times: float) -> Any:
         return case.work(rank, group, goes if rank == victim else times)
 
-    def differences(results: list[Any]) -> list[str]:
+    def differences(results: list[Any], schedule: Schedule) -> list[str]:
         errors = {rank: str(result) for rank, result in enumerate(results) if isinstance(result, Exception)}
         wrong = [f"rank {rank} says {error}" for rank, error in errors.items() if not says_late(error, victim)]
         if victim is not None:
             return wrong + [f"rank {rank} ends well" for rank in range(case.num_ranks) if rank not in {*errors, victim}]
-        return wrong + case.differences([None if rank in errors else each for rank, each in enumerate(results)])
+        return wrong + case.differences(
+            [None if rank in errors else each for rank, each in enumerate(results)], schedule
+        )
 
     return WeakCase(case.num_ranks, work, differences, 0 if victim is not None else 1)
 
@@ -232,10 +234,12 @@ class Shown(NamedTuple):
 
 
 def run_once(case: WeakCase, seed: int) -> Shown:
+    """Where waits run out at any time, in half of the schedules no host looks before the end, as on a GPU."""
     jumps = case.jumps and random.Random(seed).choice(STEPS_BEFORE)
-    schedule, group = Schedule(seed, case.num_ranks, jumps), Group(case.num_ranks)
+    schedule = Schedule(seed, case.num_ranks, jumps, quiet=case.jumps == 1 and seed % 2 == 1)
+    group = Group(case.num_ranks)
     try:
-        wrong = case.differences(schedule.run(lambda rank: case.work(rank, group, math.inf)))
+        wrong = case.differences(schedule.run(lambda rank: case.work(rank, group, math.inf)), schedule)
     except Exception as error:
         wrong = [f"{type(error).__name__}: {error}"]
     return Shown(schedule.memory.findings, wrong, schedule.strands.steps)
