@@ -191,8 +191,10 @@ class Schedule:
         self.strands.step()
         kind = pointers.get_element_ty()
         dtype = interpreter._get_np_dtype(kind)
-        address, kept = pointers.data.astype(np.int64), mask.data
-        if kept.all():
+        address, kept = pointers.data.view(np.int64), mask.data
+        if address.size == 1 and kept.flat[0]:
+            values = self.memory.load_word(self.agent, int(address.flat[0]), dtype).reshape(address.shape)
+        elif kept.all():
             values = self.memory.load(self.agent, address.reshape(-1), dtype).reshape(address.shape)
         else:
             values = np.zeros(address.shape, dtype) if other is None else np.array(other.data, dtype=dtype, copy=True)
@@ -207,7 +209,7 @@ class Schedule:
         if kept.any():
             dtype = interpreter._get_np_dtype(pointers.get_element_ty())
             values = np.broadcast_to(value.data, kept.shape)[kept].astype(dtype, copy=False)
-            self.memory.store(self.agent, pointers.data.astype(np.int64)[kept], values)
+            self.memory.store(self.agent, pointers.data.view(np.int64)[kept], values)
 
     def atomic(
         self, pointers: Any, kept: np.ndarray, sem: Any, scope: Any, carry_out: Callable[[int], Any], like: Any

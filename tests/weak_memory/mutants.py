@@ -129,37 +129,41 @@ def _compiled(function: Any, source: str, first: str = "") -> Any:
 
 
 class Found(NamedTuple):
-    """After how many schedules, and what was seen."""
+    """In which case, after how many schedules, and what was seen first: by memory, and by what came of it."""
 
-    by_memory: tuple[int, str] | None
-    by_result: tuple[int, str] | None
+    case: str = ""
+    by_memory: tuple[int, str] | None = None
+    by_result: tuple[int, str] | None = None
 
 
 class Hunt:
     """Finds mutants by cases in which their function is called."""
 
     def __init__(self, cases: Mapping[str, WeakCase]) -> None:
-        self._called: dict[str, list[WeakCase]] = {}
-        for case in cases.values():
-            for name in _calls(case):
-                self._called.setdefault(name, []).append(case)
+        self._cases = cases
+        self._calls = {name: _calls(case) for name, case in cases.items()}
 
-    def find(self, mutant: Mutant, seeds: int) -> Found:
-        """By ``seeds`` of each case, in turn, until memory and results have shown it."""
-        by_memory = by_result = None
+    def find(self, mutant: Mutant, seeds: int, seeds_of_case: int) -> Found:
+        """By ``seeds`` of each case, in turn, until one shows it; by as many of this one as it takes to see results."""
+        named = f"{mutant.module}.{mutant.function}"
+        cases = [name for name in self._cases if named in self._calls[name]]
         tried = 0
         with mutated(mutant):
             for seed in range(seeds):
-                for case in self._called.get(f"{mutant.module}.{mutant.function}", []):
+                for name in cases:
                     tried += 1
-                    shown = run_once(case, seed)
-                    if shown.by_memory and by_memory is None:
-                        by_memory = (tried, shown.by_memory[0])
-                    if shown.by_result and by_result is None:
-                        by_result = (tried, shown.by_result[0])
-                    if by_memory and by_result:
-                        return Found(by_memory, by_result)
-        return Found(by_memory, by_result)
+                    shown = run_once(self._cases[name], seed)
+                    if shown.by_memory or shown.by_result:
+                        by_memory = (tried, shown.by_memory[0]) if shown.by_memory else None
+                        return Found(name, by_memory, self._result(name, seeds_of_case))
+        return Found()
+
+    def _result(self, name: str, seeds: int) -> tuple[int, str] | None:
+        for seed in range(seeds):
+            wrong = run_once(self._cases[name], seed).by_result
+            if wrong:
+                return seed + 1, wrong[0]
+        return None
 
 
 def _calls(case: WeakCase) -> set[str]:

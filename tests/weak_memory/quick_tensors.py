@@ -126,8 +126,9 @@ def _quick_load(usual: Callable[..., Any]) -> Callable[..., Any]:
             default = _plain(0 if other is None else other, kind)
             if default is not None and kind is not tl.int1:
                 kept = _kept(mask, address)
-                address = np.broadcast_to(address, kept.shape)
-                default = np.full(kept.shape, default, _numpy_dtype(kind)) if np.ndim(default) == 0 else default
+                if address.shape != kept.shape:
+                    address = np.broadcast_to(address, kept.shape)
+                default = np.asarray(default, _numpy_dtype(kind)) if mask is None else _filled(default, kept, kind)
                 handles = _handle(address, pointer.dtype), _handle(kept, tl.int1), _handle(default, kind)
                 found = interpreter.interpreter_builder.create_masked_load(*handles, None, False)
                 return _tensor(found.data, kind, pointer.type.is_block())
@@ -154,9 +155,20 @@ def _kept(mask: Any, address: np.ndarray) -> np.ndarray:
     if isinstance(mask, constexpr):
         mask = mask.value
     if mask is None:
-        return np.ones(address.shape, bool)
+        return _all(address.shape)
     data = mask.handle.data if type(mask) is tensor else np.bool_(mask)
+    if data.shape == address.shape:
+        return data
     return np.broadcast_to(data, np.broadcast_shapes(address.shape, data.shape))
+
+
+def _filled(default: Any, kept: np.ndarray, kind: Any) -> np.ndarray:
+    return np.full(kept.shape, default, _numpy_dtype(kind)) if np.ndim(default) == 0 else default
+
+
+@cache
+def _all(shape: tuple[int, ...]) -> np.ndarray:
+    return np.ones(shape, bool)
 
 
 def _quick_where(usual: Callable[..., Any]) -> Callable[..., Any]:

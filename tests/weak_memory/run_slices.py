@@ -20,7 +20,7 @@ sys.path[:0] = [str(TESTS), str(TESTS / "overlap"), str(TESTS.parent)]
 import torch  # noqa: E402  # as kernels are imported once the interpreter is chosen
 from conftest import fill_new_memory, quicken_interpreter  # noqa: E402
 from interleaved_interpreter import interleaved  # noqa: E402
-from mutants import Hunt, all_mutants  # noqa: E402
+from mutants import Found, Hunt, all_mutants  # noqa: E402
 from weak_cases import all_cases, run_once  # noqa: E402
 
 # Seconds between two lines of progress.
@@ -51,9 +51,9 @@ def run_mutants(seeds: int, part: str) -> int:
         hunt = Hunt(all_cases())
         for mutant in all_mutants():
             if part in mutant.name:
-                found = hunt.find(mutant, seeds)
-                missed += found.by_memory is None and found.by_result is None
-                print(f"{mutant.name} | {found.by_memory or '—'} | {found.by_result or '—'}", flush=True)
+                found = hunt.find(mutant, seeds, seeds)
+                missed += found == Found()
+                print(f"{mutant.name} | {found.case} | {found.by_memory} | {found.by_result}", flush=True)
     return missed
 
 

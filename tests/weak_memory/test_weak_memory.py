@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from clocked_memory import Agent, ClockedMemory, Segment, Space
 from interleaved_interpreter import interleaved
-from mutants import Hunt, all_mutants
+from mutants import Found, Hunt, all_mutants
 from weak_cases import all_cases, counts, given_up, pulls, run_once
 
 CASES = all_cases()
@@ -153,7 +153,7 @@ SAMPLE = (
 def test_a_release_an_acquire_or_a_barrier_less_is_found() -> None:
     hunt = Hunt({"counts": counts(2), "pulls": pulls(2)})
     mutants = {mutant.name: mutant for mutant in all_mutants()}
-    found = {name: hunt.find(mutants[name], 1).by_memory for name in SAMPLE}
+    found = {name: hunt.find(mutants[name], 1, 0).by_memory for name in SAMPLE}
     assert all(found.values()), found
 
 
@@ -165,5 +165,5 @@ NEEDLESS: dict[str, str] = {}
 @pytest.mark.timeout(7200)
 def test_each_of_them_is_found() -> None:
     hunt = Hunt(CASES)
-    missed = [mutant.name for mutant in all_mutants() if hunt.find(mutant, 2) == (None, None)]
+    missed = [mutant.name for mutant in all_mutants() if hunt.find(mutant, 4, 0) == Found()]
     assert set(missed) == set(NEEDLESS)

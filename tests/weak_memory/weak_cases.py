@@ -175,18 +175,20 @@ def says_late(message: str, victim: int | None) -> bool:
 SMALL = ms.MegaKernel(programs=3, rows_cap=4.0, tile_rows=16, tile_columns=32, fetch_rows=4, sum_tokens=4)
 
 
-def layer(
-    tokens: tuple[int, ...], hidden: int = 16, seed: int = 0, split: ms.EvenSplit | None = None, **of_point: Any
-) -> Case:
-    return Case(3, 2, hidden, 16, "float32", tokens, 3, (SMALL.replace(**of_point),), seed=seed, split=split)
+def layer(tokens: tuple[int, ...], hidden: int = 16, experts: int = 3, seed: int = 0, **of_point: Any) -> Case:
+    """Of small sizes; planned by all ranks' devices where ``of_point`` says for how many tokens."""
+    split = ms.EvenSplit() if "most_tokens" in of_point else None
+    slots = -(-experts // len(tokens)) + experts % 2
+    return Case(experts, 2, hidden, 16, "float32", tokens, slots, (SMALL.replace(**of_point),), seed=seed, split=split)
 
 
 def all_cases() -> dict[str, WeakCase]:
     """By name; those of which some ranks give up come last."""
     tiles = layer((5, 3))
     experts = layer((5, 3), granularity="expert", combine_share=0.5, deduplicate=True)
+    large = layer((11, 10), 40, 2, granularity="expert", combine_share=0.5, fetch_rows=16)
     apart = layer((3, 5), seed=1, fused="none", deduplicate=True, overlap_weight_gradients=False)
-    planned = layer((5, 3, 4), seed=2, split=ms.EvenSplit(), most_tokens=6, reduce_share=0.5)
+    planned = layer((5, 3, 4), seed=2, most_tokens=6, reduce_share=0.5)
     going = {
         "counts": counts(3),
         "counts of 4 ranks": counts(4, 2),
@@ -197,6 +199,9 @@ def all_cases() -> dict[str, WeakCase]:
         "one kernel after another": mega(apart),
         "two tiles of columns": mega(layer((4, 3), 40, combine_share=0.5)),
         "planned on devices": mega(planned),
+        "several tiles of an expert": mega(
+            layer((11, 10), 40, 2, granularity="expert", combine_share=0.5, fetch_rows=16)
+        ),
         "4 ranks, forward": mega(layer((2, 1, 0, 3), granularity="expert"), backward=False),
         "forward twice": mega(tiles, layer((5, 3), seed=3, deduplicate=True), backward=False),
         "growth": mega(tiles, layer((9, 8), seed=1)),
