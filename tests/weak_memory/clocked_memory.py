@@ -49,12 +49,13 @@ class Overwritten(NamedTuple):
 
 
 class Cell:
-    """A word that atomics have touched: until when each slot has, and the views that lie there, for everybody and for
-    the programs of one rank.
+    """A word that atomics have touched: until when each slot has, and has changed it, and the views that lie there, for
+    everybody and for the programs of one rank.
     """
 
     def __init__(self, num_slots: int, num_ranks: int) -> None:
         self.accessed = np.zeros(num_slots, dtype=np.int64)
+        self.changed = np.zeros(num_slots, dtype=np.int64)
         self.everybody = np.zeros(num_slots, dtype=np.int64)
         self.of_rank = [np.zeros(num_slots, dtype=np.int64) for _ in range(num_ranks)]
         self.version = 0
@@ -216,7 +217,7 @@ class ClockedMemory:
 
     def atomic(self, agent: Agent, address: int, sem: str, scope: str, alone: bool) -> Cell:
         """Before an atomic on a word, ``alone`` or one of several lanes: what it orders. Then the caller carries it
-        out, and counts the cell's version on if it changes something.
+        out, and says if it has changed something.
         """
         space, (index,) = self._find(agent, np.array([address], dtype=np.int64))
         cell = space.cells.get(index)
@@ -261,6 +262,12 @@ class ClockedMemory:
             agent.polled.setdefault(address, (name, cell, cell.version))
         return cell
 
+    def change(self, agent: Agent, cell: Cell, alone: bool) -> None:
+        """It has."""
+        cell.version += 1
+        slot = agent.lead if alone else agent.slot
+        cell.changed[slot] = cell.accessed[slot]
+
     def acquire_word(self, agent: Agent, address: int) -> None:
         """A host has looked at a word, and goes by what it says."""
         space, index = self._find(agent, np.array([address], dtype=np.int64))
@@ -281,7 +288,7 @@ class ClockedMemory:
         for lane in np.flatnonzero(space.is_cell[index]).tolist():
             cell = space.cells[int(index[lane])]
             known = agent.lead_view if does == "stores" and len(address) == 1 else agent.view
-            others = np.flatnonzero(cell.accessed > known)
+            others = np.flatnonzero((cell.accessed if does == "stores" else cell.changed) > known)
             if len(others):
                 since = int(cell.accessed[others[0]])
                 self._find_fault(agent, space, int(address[lane]), others[0], since, f"{does} what has an atomic of")

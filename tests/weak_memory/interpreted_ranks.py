@@ -218,13 +218,14 @@ class Schedule:
         address, found = pointers.data.reshape(-1), np.zeros(pointers.data.size, like.data.dtype)
         lanes = np.flatnonzero(np.broadcast_to(kept, pointers.data.shape)).tolist()
         self.choices.shuffle(lanes)
-        agent, scope = self.agent, SCOPE[scope]
+        agent, scope, alone = self.agent, SCOPE[scope], address.size == 1
         for lane in lanes:
             self.strands.step()
-            cell = self.memory.atomic(agent, int(address[lane]), SEM[sem], scope, address.size == 1)
+            cell = self.memory.atomic(agent, int(address[lane]), SEM[sem], scope, alone)
             found[lane] = carry_out(lane)
             now = native.load(address[lane : lane + 1], np.ones(1, bool), np.zeros_like(found[:1]), found.dtype)[0]
-            cell.version += int(now != found[lane])
+            if now != found[lane]:
+                self.memory.change(agent, cell, alone)
         return interpreter.TensorHandle(found.reshape(pointers.data.shape), like.dtype.scalar)
 
     def barrier(self) -> None:

@@ -199,9 +199,7 @@ def all_cases() -> dict[str, WeakCase]:
         "one kernel after another": mega(apart),
         "two tiles of columns": mega(layer((4, 3), 40, combine_share=0.5)),
         "planned on devices": mega(planned),
-        "several tiles of an expert": mega(
-            layer((11, 10), 40, 2, granularity="expert", combine_share=0.5, fetch_rows=16)
-        ),
+        "several tiles of an expert": mega(large),
         "4 ranks, forward": mega(layer((2, 1, 0, 3), granularity="expert"), backward=False),
         "forward twice": mega(tiles, layer((5, 3), seed=3, deduplicate=True), backward=False),
         "growth": mega(tiles, layer((9, 8), seed=1)),
