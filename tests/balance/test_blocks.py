@@ -62,7 +62,7 @@ def test_all_rows_are_in_blocks_none_of_which_is_small(num_rows: int, block_rows
 
 def cut(num_rows: int, block_rows: int) -> list[slice]:
     """As products of the CPU cut rows."""
-    return BlockSums(block_rows, (), [], Channel(None, (0,), Recorder(0), Meter())).blocks(int(num_rows))
+    return BlockSums(block_rows, (), [], Channel(None, (0,), Recorder(0), Meter()), print).blocks(int(num_rows))
 
 
 def size(block: slice) -> int:

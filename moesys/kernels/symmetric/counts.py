@@ -18,10 +18,10 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from moesys.kernels.launch import kernel
 from moesys.kernels.symmetric.heap import RANK, Heap, Region, at
 from moesys.kernels.symmetric.signals import PUBLISH, wait
 
@@ -49,7 +49,7 @@ def send_counts(heap: Heap, exchanges_R: Tensor, first_E1: Tensor) -> None:
     )
 
 
-@triton.jit(do_not_specialize=["num_ranks", "num_experts", "num_columns"])
+@kernel(do_not_specialize=["num_ranks", "num_experts", "num_columns"])
 def _send(  # type: ignore[no-untyped-def]
     world, counts, exchanges_R, first_E1, num_ranks, num_experts, num_columns, BLOCK: tl.constexpr
 ):
@@ -88,7 +88,7 @@ class CountOffsets(NamedTuple):
     counts: int
 
 
-@triton.jit(do_not_specialize=["num_experts", "num_columns"])
+@kernel(do_not_specialize=["num_experts", "num_columns"])
 def _receive(  # type: ignore[no-untyped-def]
     world, offsets, epoch_ptr, exchanges_R, tokens_RE, num_experts, num_columns, BLOCK: tl.constexpr
 ):
@@ -106,4 +106,6 @@ def _receive(  # type: ignore[no-untyped-def]
         expert = start + tl.arange(0, BLOCK)
         count = tl.where(published_at >= epoch, tl.load(row + expert, mask=expert < num_experts, other=0), 0)
         tl.store(tokens_RE + source * num_experts + expert, count, mask=expert < num_experts)
+    # All threads have read it before one counts it on: each reads some of the counts.
+    tl.debug_barrier()
     tl.store(exchanges_R + source, exchange + 1)
