@@ -79,7 +79,8 @@ class CpuExperts:
 
     def backward(self, routes: Routes, inputs: BackwardInputs, weights: HeldExperts, at: Workplace) -> CpuBackward:
         projections = _projections(weights, inputs.gradients, self.transposed)
-        order, sums = routes.order, inputs.sums
+        order: Sequence[tuple[int, Tensor | slice, Tensor]] = routes.order
+        sums = inputs.sums
         later = frozenset(slot for slot, _, _ in order)
         if sums is not None and not order:
             order = _order_of_one(routes.chunks[0])
@@ -188,7 +189,7 @@ class CpuBackward(_Pass):
         at: Workplace,
         inputs: BackwardInputs,
         order: Sequence[tuple[int, Tensor | slice, Tensor]],
-        later: frozenset[int],
+        later: frozenset[int] = frozenset(),
     ) -> None:
         super().__init__(experts, up, down, at, inputs.h_P2I)
         self.dy, self.x, self.weight_M, self.sums = inputs.dy, inputs.x, inputs.weight_M, inputs.sums
