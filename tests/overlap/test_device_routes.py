@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import numpy as np
@@ -17,6 +17,7 @@ import moesys as ms
 from moesys.kernels.routing.routing import route
 from moesys.layout import ExpertLayout
 from moesys.load import LoadMatrix
+from moesys.overlap.comm.record import Meter
 from moesys.overlap.device_routes import PendingRoutes, chunk_numbers, own_replicas, route_on_device
 from moesys.overlap.routes import build_routes, chunk_counts
 from moesys.step import device_split, plan_layer
@@ -30,6 +31,7 @@ class Gathered:
 
     num_ranks: int
     said_R: list[Tensor]
+    meter: Meter = field(default_factory=Meter)
 
     def all_gather(self, values_N: Tensor, *, lane: str) -> Tensor:
         return torch.stack(self.said_R)
@@ -92,12 +94,12 @@ def micros(draw: Any) -> Micro:
 def differing(found: Any, expected: Any) -> list[str]:
     """Names of fields that are not the same, to the dtype. What only hosts know, rows by slot, is no such field."""
     names = []
-    for field in fields(expected):
-        one, other = getattr(found, field.name), getattr(expected, field.name)
-        if field.name in ("slots", "order", "chunks"):
+    for each in fields(expected):
+        one, other = getattr(found, each.name), getattr(expected, each.name)
+        if each.name in ("slots", "order", "chunks"):
             continue
         same = torch.equal(one, other) and one.dtype == other.dtype if isinstance(other, Tensor) else one == other
-        names += [] if same else [field.name]
+        names += [] if same else [each.name]
     return names
 
 
