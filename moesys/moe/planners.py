@@ -14,6 +14,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -90,7 +91,8 @@ class Planner(ABC):
         """Plans a micro-batch, and settles the layouts of the layers that come next."""
 
     def _mega_home(self, overlap: MegaKernel, batch: MicroBatch) -> MegaHome:
-        return batch.lookahead.mega_home.get(self.channel.group, batch.expert_TK.device, overlap.timeout_s)
+        timeout_s = overlap.timeout_s or self.channel.timeout_s
+        return batch.lookahead.mega_home.get(self.channel.group, batch.expert_TK.device, timeout_s)
 
 
 @dataclass
@@ -159,7 +161,8 @@ class HostPlanner(Planner):
         parts = batch.expert_TK, tokens_CRE, plan.tokens, channel.rank, batch.compute.min_rows
         reduction, block_sums = self.strategy.reduction, None
         if isinstance(reduction, LayoutInvariant):
-            block_sums = BlockSums.of(plan.tokens, reduction.block_rows, channel)
+            tell = partial(self.schedule.tell, micro_batch=plan.turn)
+            block_sums = BlockSums.of(plan.tokens, reduction.block_rows, channel, tell)
         at = (channel, batch.compute, self.shards.memory)
         if not overlap.crosses_once(channel.num_nodes):
             return ChunkedExecutor(overlap, build_routes(*parts), *at, sums=block_sums)

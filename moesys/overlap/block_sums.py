@@ -9,13 +9,14 @@ S slots, E experts, R ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from moesys.kernels.cpu.row_invariant_ops import row_blocks
 from moesys.layout import TokenPlan
 from moesys.overlap.comm.channel import Channel
 from moesys.overlap.exact_sum import grid_of
@@ -28,18 +29,20 @@ class BlockSums:
 
     ``expert_S``: what its slots hold; ``rows_E``: of each expert on all ranks. ``largest_E5``: of each expert's rows on
     all ranks the largest x, dy, gradient of a pre-activation, weighted activation, and routing weight, after ``agree``.
+    ``tell``: takes a sentence about experts whose sums cannot be made.
     """
 
     block_rows: int
     expert_S: tuple[int, ...]
     rows_E: list[int]
     channel: Channel
+    tell: Callable[[str], None]
     largest_E5: list[list[float]] = field(default_factory=list)
 
     @classmethod
-    def of(cls, plan: TokenPlan, block_rows: int, channel: Channel) -> BlockSums:
+    def of(cls, plan: TokenPlan, block_rows: int, channel: Channel, tell: Callable[[str], None]) -> BlockSums:
         held = held_experts(plan.layout.experts_of(channel.rank))
-        return cls(block_rows, tuple(held), plan.load.tokens_E.tolist(), channel)
+        return cls(block_rows, tuple(held), plan.load.tokens_E.tolist(), channel, tell)
 
     def agree(self, largest: Mapping[int, Tensor]) -> None:
         """Takes the largest of all ranks. A collective. ``largest``: of this rank's rows, [5] of each slot with any."""
@@ -47,6 +50,9 @@ class BlockSums:
         for slot, largest_5 in largest.items():
             largest_E5[self.expert_S[slot]] = largest_5
         self.largest_E5 = self.channel.all_gather(largest_E5, lane="counts").amax(dim=0).tolist()
+        lost = [str(expert) for expert, largest in enumerate(self.largest_E5) if not all(map(math.isfinite, largest))]
+        if lost:
+            self.tell(f"gradients of experts {', '.join(lost)} are NaN: what they are products of is not finite")
 
     def grids(self, slot: int) -> tuple[float, float, float, float]:
         """Returns those of the gradients of ``gate_up``, ``down`` and their biases."""
@@ -55,6 +61,12 @@ class BlockSums:
         up, down, up_bias, down_bias = (grid_of(rows * bound) for bound in (dh * x, dy * activated, dh, dy * weight))
         return up, down, up_bias, down_bias
 
-    def blocks(self, num_rows: int) -> Iterator[slice]:
-        """Yields the blocks of a slot's rows, which begin where a block does."""
-        return row_blocks(num_rows, self.block_rows)
+    def is_one_block(self, slot: int) -> bool:
+        """Whether there is nothing to add up: all rows of the slot's expert, on all ranks, are one block."""
+        return len(self.blocks(int(self.rows_E[self.expert_S[slot]]))) <= 1
+
+    def blocks(self, num_rows: int) -> list[slice]:
+        """Returns the blocks of a slot's rows, which begin where a block does (``balance.blocks``)."""
+        num_blocks = (2 * num_rows + self.block_rows) // (2 * self.block_rows)
+        firsts = [self.block_rows * number for number in range(max(num_blocks, int(num_rows > 0)))]
+        return [slice(first, last) for first, last in pairwise([*firsts, num_rows])]

@@ -106,12 +106,14 @@ def plan_mega(
 ) -> MegaExecutor:
     """The executor of one micro-batch; ``most_tokens``: of any rank. Collective.
 
-    Raises ValueError, on all ranks alike, where one would get more rows than ``overlap.rows_cap`` allows.
+    Raises ValueError, on all ranks alike, where one would get more rows than ``overlap.rows_cap`` allows, or tiles
+    would change bits.
     """
     device = expert_TK.device
     require_rows(overlap, plan, most_tokens, model.top_k)
     replicas = replicas_of(plan.layout, rank, device)
     blocks, flags = _blocks_and_flags(overlap, model, most_tokens, len(replicas.rank_P), device)
+    blocks.require_warpgroups(getattr(torch, model.dtype), device)
     return MegaExecutor(
         expert_TK,
         model.num_experts,
@@ -138,7 +140,7 @@ def plan_mega_later(
     """The executor of one micro-batch, and its plan, which forward makes on the device as ``split`` says, for at most
     ``overlap.most_tokens`` on any rank. Collective where the home has no room yet; else no rank waits for another here.
 
-    Raises ValueError, on this rank alone, for more tokens than that.
+    Raises ValueError, on this rank alone, for more tokens than that; on all ranks, where tiles would change bits.
     """
     num_tokens, most_tokens = len(expert_TK), overlap.most_tokens or 0
     if num_tokens > most_tokens:
@@ -147,6 +149,7 @@ def plan_mega_later(
             f"use MegaKernel(most_tokens={num_tokens}), or None where nobody knows"
         )
     blocks, flags = _blocks_and_flags(overlap, model, most_tokens, len(replicas.rank_P), expert_TK.device)
+    blocks.require_warpgroups(getattr(torch, model.dtype), expert_TK.device)
     memory = home.memory(model, most_tokens, flags)
     room = room_for_rows(overlap, most_tokens, model.top_k, home.num_ranks)
     pending = PendingPlan(split, turn, home.limit, room, most_tokens * model.top_k)
@@ -231,7 +234,7 @@ class MegaExecutor:
             with stage("down and combine", device):
                 y_TH = down_combine(memory, rows, a_NI, down, weight_TK.contiguous(), blocks.down, point)
             yield
-        self._note()
+        self._note(y_TH)
         return y_TH, Saved(x_NH, h_NU, weight_TK)
 
     def backward(
@@ -271,7 +274,7 @@ class MegaExecutor:
             if outer is not None and fused is None:
                 with stage("weight gradients", device):
                     _weight_gradients(outer, rows.exchange.first_G1, blocks.weight_gradient)
-        self._note()
+        self._note(dx_TH, dweight_TK, *(() if outer is None else (outer.dgate_up_GUH, outer.ddown_GHI)))
         return dx_TH, dweight_TK
 
     def _tokens_RP(self) -> Tensor:
@@ -285,9 +288,9 @@ class MegaExecutor:
             self.plan.limit.look()
         self.memory.watch.look()
 
-    def _note(self) -> None:
+    def _note(self, *outputs: Tensor) -> None:
         # First, as ranks that were given up leave no counts that mean anything.
-        self.memory.watch.note()
+        self.memory.watch.note(outputs)
         if isinstance(self.plan, PendingPlan):
             self.plan.limit.note()
 

@@ -10,11 +10,13 @@ from typing import Annotated, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from triton.backends.compiler import GPUTarget
 
 from moesys.bench.harness.names import chosen
 from moesys.bench.harness.sheets import Column
 from moesys.kernels.experts.activation_gradient import activation_gradient
-from moesys.kernels.experts.ahead_of_time import MOST_SHARED_BYTES, MachineCode, compiling
+from moesys.kernels.experts.ahead_of_time import HOPPER, MOST_SHARED_BYTES, MachineCode, compiling
+from moesys.kernels.experts.block_gradient import RowBlocks, block_gradient, cut_to_fit
 from moesys.kernels.experts.combine import combine
 from moesys.kernels.experts.grouped_gemm import grouped_gemm
 from moesys.kernels.experts.tile_config import ShapeClass, TileConfig
@@ -56,7 +58,7 @@ SIZES = (
     Size("fine", 40960, 768, 256, 128, 8),
     Size("30b", 32768, 4096, 512, 128, 8),
 )
-NUM_OPS = 13
+NUM_OPS = 15
 
 
 def _widths(widths: tuple[int, ...]) -> str:
@@ -67,12 +69,13 @@ def _widths(widths: tuple[int, ...]) -> str:
 class Compiled:
     """One kernel of one op at one size, as compiled for ``sm_90``; ``wrong``: where it falls short, "" for nowhere.
 
-    ``tile``: of its product, "" for none. ``moves_rows``: whether it copies rows from or to other ranks.
+    ``block``: of its product, None where it has none. ``moves_rows``: whether it copies rows from or to other ranks;
+    ``flight_bytes``: that each of its threads should have on their way.
     """
 
     size: Annotated[str, Column("size")]
     op: Annotated[str, Column("op")]
-    tile: Annotated[str, Column("tile")]
+    block: TileConfig | None
     code: Annotated[
         MachineCode,
         Column("kernel", lambda code: code.name),
@@ -84,9 +87,15 @@ class Compiled:
         Column("copies", lambda code: _widths(code.copy_bytes)),
         Column("loads", lambda code: _widths(code.load_bytes)),
         Column("stores", lambda code: _widths(code.store_bytes)),
+        Column("in flight", lambda code: f"{code.flight_bytes} B"),
         Column("TMA", lambda code: str(code.tma_loads)),
     ]
     moves_rows: bool = False
+    flight_bytes: int = 0
+
+    @property
+    def tile(self) -> Annotated[str, Column("tile", after="op")]:
+        return tile_words(self.block) if self.block else ""
 
     @property
     def wrong(self) -> Annotated[str, Column("falls short", after="op")]:
@@ -102,6 +111,8 @@ class Compiled:
         for what, widths in (("loads", code.load_bytes), ("stores", code.store_bytes)):
             if self.moves_rows and (min(widths) < WORD_BYTES or max(widths) < COPY_BYTES):
                 found.append(f"{what} of {min(widths)} to {max(widths)} bytes")
+        if code.flight_bytes < self.flight_bytes:
+            found.append(f"{code.flight_bytes} bytes of a thread in flight, not {self.flight_bytes}")
         return "; ".join(found)
 
 
@@ -147,7 +158,11 @@ def cut_into_chunks(tables: SplitTables, entry_N: Tensor, top_k: int, num_chunks
 
 
 def compile_size(
-    size: Size, dtype: torch.dtype, tell: Callable[[str], None], only: Container[str] | None = None
+    size: Size,
+    dtype: torch.dtype,
+    tell: Callable[[str], None],
+    only: Container[str] | None = None,
+    target: GPUTarget = HOPPER,
 ) -> list[Compiled]:
     """Every kernel of forward and backward, gated by SiLU, at pinned blocks or the model's choice (``blocks_of``).
 
@@ -170,6 +185,7 @@ def compile_size(
 
     entries, first = routing.entry_P, routing.first_G1
     groups = OrderedGroups(entries, first, meta(E, dtype=torch.int32))
+    row_blocks = RowBlocks(256, meta(E, dtype=torch.float64))
     up_, down_, back, into, outer = (
         blocks.up,
         blocks.down,
@@ -202,17 +218,19 @@ def compile_size(
         "gather_sum": (None, lambda: combine(meta(P, H), routing.row_TK, None, dtype)),
         "dW2": (outer, lambda: weight_gradient(x, a, groups, K, "left", outer, torch.float32)),
         "dW1": (outer, lambda: weight_gradient(h, x, groups, K, "right", outer, torch.float32)),
+        "dW2_blocks": (cut_to_fit(outer), lambda: block_gradient(x, a, groups, K, "left", row_blocks, outer)),
+        "dW1_blocks": (cut_to_fit(outer), lambda: block_gradient(h, x, groups, K, "right", row_blocks, outer)),
     }
     found = []
     for op, (block, launch) in ops.items():
         if only is not None and op not in only:
             continue
         tell(f"{size.name}: {op}")
-        with compiling() as compiled:
+        with compiling(target) as compiled:
             launch()
         gemm = max(compiled, key=lambda code: (len(code.mma), code.shared_bytes)) if block else None
         for code in compiled:
-            found.append(Compiled(size.name, op, tile_words(block) if block and code is gemm else "", code))
+            found.append(Compiled(size.name, op, block if code is gemm else None, code))
     return found
 
 

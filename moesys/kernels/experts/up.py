@@ -95,6 +95,7 @@ def _up(  # type: ignore[no-untyped-def]
     H: tl.constexpr = sizes.H
     I: tl.constexpr = sizes.I
     halves: tl.constexpr = sizes.halves
+    activation: tl.constexpr = sizes.activation
     pointers: tl.constexpr = tiling.operands == "pointers"
     specialised: tl.constexpr = tiling.operands == "specialised"
     U: tl.constexpr = halves * I
@@ -129,7 +130,7 @@ def _up(  # type: ignore[no-untyped-def]
                 weight = weight.reshape(halves * tiling.columns, tiling.contraction).T
                 h = dot(left, weight, h)
         base = row.to(tl.int64)
-        store_activations(h, rows.h_PU + base * U, rows.a_PI + base * I, num_rows, column, I, sizes.activation, halves)
+        store_activations(h, rows.h_PU + base * U, rows.a_PI + base * I, num_rows, column, I, activation, halves)
 
 
 @triton.jit

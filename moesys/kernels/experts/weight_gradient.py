@@ -99,12 +99,18 @@ def weight_gradient_reference(
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """The same in plain torch."""
-    token_P = (entry_P // top_k).clamp_min(0)
-    left_PL = left[token_P] if gathered == "left" else left
-    right_PR = right[token_P] if gathered == "right" else right
+    left_PL, right_PR = by_rows(left, right, entry_P, top_k, gathered)
     first = first_G1.tolist()
     groups = [slice(*bounds) for bounds in pairwise(first)]
     return torch.stack([left_PL[rows].float().t() @ right_PR[rows].float() for rows in groups]).to(dtype)
+
+
+def by_rows(
+    left: Tensor, right: Tensor, entry_P: Tensor, top_k: int, gathered: Literal["left", "right"]
+) -> tuple[Tensor, Tensor]:
+    """Both sides, [P, L] and [P, R]."""
+    token_P = (entry_P // top_k).clamp_min(0)
+    return (left[token_P], right) if gathered == "left" else (left, right[token_P])
 
 
 class OuterSizes(NamedTuple):
@@ -131,13 +137,14 @@ class OuterProduct(NamedTuple):
 def _weight_gradient(  # type: ignore[no-untyped-def]
     left_ptr, right_ptr, groups, out_ptr, num_tiles, sizes: tl.constexpr, tiling: tl.constexpr
 ):
+    gather: tl.constexpr = sizes.gather
     tiles_along_L: tl.constexpr = (sizes.L + tiling.rows - 1) // tiling.rows
     tiles_along_R: tl.constexpr = (sizes.R + tiling.columns - 1) // tiling.columns
     for task in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         group = tl.load(groups.order_G + task // (tiles_along_L * tiles_along_R))
         tile = tile_of(task % (tiles_along_L * tiles_along_R), tiles_along_L, tiles_along_R, tiling.raster)
         product = OuterProduct(left_ptr, right_ptr, out_ptr, sizes.L, sizes.R, sizes.matrix_stride)
-        store_outer_product(product, groups.entry_P, groups.first_G1, group, tile, sizes.gather, tiling)
+        store_outer_product(product, groups.entry_P, groups.first_G1, group, tile, gather, tiling)
 
 
 @triton.jit

@@ -26,7 +26,7 @@ from moesys.kernels.experts.tiles import tile_of
 from moesys.kernels.experts.weight_gradient import OuterProduct, store_outer_product
 from moesys.kernels.launch import kernel
 from moesys.kernels.mega.arguments import MegaMemory, MegaRows
-from moesys.kernels.mega.point import MegaPoint, fuses, launch_options, parts_of
+from moesys.kernels.mega.point import MegaPoint, columns_at_once, fuses, launch_options, parts_of
 from moesys.kernels.mega.push_rows import (
     Homes,
     RowTile,
@@ -41,10 +41,10 @@ from moesys.kernels.mega.task_queue import WHOLE, leave, mixed_task, take
 from moesys.kernels.mega.task_times import OUTER_PRODUCT, PRODUCT, begin_task, end_task, task_is_ready
 from moesys.kernels.symmetric.heap import RANK, at
 from moesys.kernels.symmetric.pacing import arrive, set_off
-from moesys.kernels.symmetric.signals import raise_flag
+from moesys.kernels.symmetric.signals import all_came, raise_flag
 
-# Columns that a push moves at a time.
-PUSH_COLUMNS = 32
+# Columns of a tile that are pushed from registers at a time: 128 bytes of 16 bits side by side.
+PUSH_COLUMNS = 64
 
 
 class WeightGradients(NamedTuple):
@@ -94,7 +94,8 @@ class CombineSizes(NamedTuple):
 
     ``RANKS``, ``CHOICES``: powers of two, at least R and K. ``experts``: flags are of experts, not tiles. ``apart``:
     pushes are tasks of their own. ``multiply``, ``push``, ``outer``, ``sums``: which tasks there are. Shares: of tiles
-    of the product, and of weight gradients, in the order of the queue (``task_queue``).
+    of the product, and of weight gradients, in the order of the queue (``task_queue``). ``push_columns``,
+    ``copy_columns``: that go home at a time from registers, and from memory.
     """
 
     H: int
@@ -116,6 +117,7 @@ class CombineSizes(NamedTuple):
     outer_share: int
     sum_tokens: int
     push_columns: int
+    copy_columns: int
 
 
 def down_combine(
@@ -204,6 +206,7 @@ def _launch(
             outer_share=WHOLE.value - parts_of(point.reduce_share),
             sum_tokens=point.sum_tokens,
             push_columns=PUSH_COLUMNS,
+            copy_columns=columns_at_once(block.rows, data.out_TH, block),
         )
         _mega_combine[(point.programs or usual_programs(data.out_TH.device),)](
             memory.launch(name, most_tasks),
@@ -213,7 +216,7 @@ def _launch(
             T,
             num_groups,
             sizes=sizes,
-            **launch_options(block, multiply or sizes.outer is not None),
+            **launch_options(block),
         )
 
 
@@ -238,7 +241,8 @@ def _mega_combine(  # type: ignore[no-untyped-def]
     multiply: tl.constexpr = sizes.multiply
     push: tl.constexpr = sizes.push
     sums: tl.constexpr = sizes.sums
-    outer_products: tl.constexpr = sizes.outer is not None
+    outer: tl.constexpr = sizes.outer
+    outer_products: tl.constexpr = outer is not None
     raster: tl.constexpr = tiling.raster
     dtype: tl.constexpr = data.out_TH.dtype.element_ty
     table, tiles = rows.exchange, rows.tiles.tiles
@@ -246,8 +250,9 @@ def _mega_combine(  # type: ignore[no-untyped-def]
     num_row_tiles = tl.load(tiles.count_1)
     num_products = num_row_tiles * num_column_tiles if multiply else 0
     num_pushes = num_row_tiles if push else 0
-    num_outer = num_groups * (sizes.outer.tiles_of_up + sizes.outer.tiles_of_down) if outer_products else 0
+    num_outer = num_groups * (outer.tiles_of_up + outer.tiles_of_down) if outer_products else 0
     num_sum_tasks = tl.cdiv(num_tokens, sizes.sum_tokens) * num_column_tiles if sums else 0
+    came = all_came(launch.world)
     task = take(launch.queue_2)
     while task < num_products + num_pushes + num_outer + num_sum_tasks:
         begin_task(launch.times, task)
@@ -264,7 +269,8 @@ def _mega_combine(  # type: ignore[no-untyped-def]
             group_first = tl.load(table.first_G1 + group)
             num_rows = tl.minimum(tl.load(table.first_G1 + group + 1) - row, tiling.rows)
             in_rows = tl.arange(0, tiling.rows)
-            kept = in_rows < num_rows
+            # What has not come pushes nothing: peers may not be where its flags would say.
+            kept = in_rows < tl.where(came, num_rows, 0)
             tiles_of_group = tl.cdiv(tl.load(table.first_G1 + group + 1) - group_first, tiling.rows)
             tile_in_group = (row - group_first) // tiling.rows
             tile = RowTile(row_tile, group, row, num_rows, tile_in_group, tiles_of_group)
@@ -274,14 +280,14 @@ def _mega_combine(  # type: ignore[no-untyped-def]
                     entry = tl.load(rows.entry_N + row + in_rows, mask=kept, other=0)
                     if data.partial_NS is not None:
                         push_dweights(launch, data.partial_NS, row, Homes(kept, source, entry), sizes.num_sums)
-                    push_rows(launch, data, Task(task, number, epoch), tile, Homes(kept, source, entry), sizes)
+                    pushed = push_rows(launch, data, Task(task, number, epoch), tile, Homes(kept, source, entry), sizes)
                     # Not before, as rows that are still to be computed hold no link.
                     row_bytes: tl.constexpr = H * dtype.primitive_bitwidth // 8
                     arrive(
                         launch.pace, set_off(launch.pace, kept & (source != tl.load(launch.world + RANK)), row_bytes)
                     )
                     for each_column in range(num_column_tiles):
-                        raise_at_sources(launch, rows, epoch, tile, each_column, sizes)
+                        raise_at_sources(launch, rows, epoch, tile, each_column, came & pushed, sizes)
             else:
                 if multiply:
                     task_is_ready(launch.times, task, PRODUCT, group)
@@ -294,7 +300,7 @@ def _mega_combine(  # type: ignore[no-untyped-def]
                     if sizes.apart:
                         out_row = data.out_NH + row.to(tl.int64) * H + in_rows * H
                         push_tile(out, out_row, column, kept, H, sizes.push_columns)
-                        raise_flag(launch.flags.multiplied + row_tile * num_column_tiles + column_tile, epoch)
+                        raise_flag(launch.flags.multiplied + row_tile * num_column_tiles + column_tile, epoch, came)
                     else:
                         # Here, so that they need no registers during the product.
                         source = tl.load(table.source_N + row + in_rows, mask=kept, other=0)
@@ -309,7 +315,7 @@ def _mega_combine(  # type: ignore[no-untyped-def]
                             if column_tile == 0:
                                 push_dweights(launch, data.partial_NS, row, Homes(kept, source, entry), sizes.num_sums)
                         arrive(launch.pace, through)
-                        raise_at_sources(launch, rows, epoch, tile, column_tile, sizes)
+                        raise_at_sources(launch, rows, epoch, tile, column_tile, came, sizes)
         else:
             is_sum, number = mixed_task(
                 task - num_products - num_pushes, num_outer, num_sum_tasks, 0, 1, None, sizes.outer_share
@@ -320,7 +326,7 @@ def _mega_combine(  # type: ignore[no-untyped-def]
             else:
                 if outer_products:
                     place = Task(task, number, epoch)
-                    _outer_product(launch.times, place, gradients, table.first_G1, num_groups, sizes.outer)
+                    _outer_product(launch.times, place, gradients, table.first_G1, num_groups, outer)
         end_task(launch.times, task)
         task = take(launch.queue_2)
     leave(launch.queue_2)

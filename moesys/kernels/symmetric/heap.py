@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import platform
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moesys.kernels.experts.numerics import INTERPRETED
+from moesys.kernels.symmetric.cuda_driver import gpu_address, lacks_atomics
 from moesys.kernels.torch_internals import symmetric_arena
 
 # Regions begin at multiples of a cache line of both kinds of machine, and so at multiples of any load's width.
@@ -31,16 +32,17 @@ ALIGNMENT = 128
 SHARED_FOLDER = Path("/dev/shm")
 # A wait that takes longer is given up.
 TIMEOUT_S = 30.0
-# A flag of one's own arena is polled in about this time. Ranks that are interpreted share cores, and leave them to each
-# other while they wait.
-GPU_POLL_S = 1e-6
-INTERPRETED_POLL_S = 5e-4
-# What every arena begins with (``signals``): 1 + the rank that has given up; why this one did.
+# What every arena begins with (``signals``): 1 + the rank that has given up; why this one did; the latest time that a
+# waiter has seen, in ns.
 REPORT_WORDS = 7
-SIGNALS = {"abort": ((1,), torch.int32), "report": ((REPORT_WORDS,), torch.int32)}
-ABORT, REPORT = tl.constexpr(0), tl.constexpr(ALIGNMENT)
+SIGNALS = {
+    "abort": ((1,), torch.int32),
+    "report": ((REPORT_WORDS,), torch.int32),
+    "seen_ns": ((1,), torch.int64),
+}
+ABORT, REPORT, SEEN_NS = (tl.constexpr(place * ALIGNMENT) for place in range(3))
 # Places in ``world``; the bases of all ranks follow.
-NUM_RANKS, RANK, POLLS, BASES = (tl.constexpr(place) for place in range(4))
+NUM_RANKS, RANK, TIMEOUT_NS, BASES = (tl.constexpr(place) for place in range(4))
 
 
 class Region(NamedTuple):
@@ -77,9 +79,9 @@ class ArenaLayout:
 class Heap:
     """One rank's sight of all arenas.
 
-    ``arena``: this rank's own, bytes, born as zeros. ``world`` int64 [3 + R], on the arena's device: R, this rank, how
-    often a flag is asked for before its waiter gives up, and where each rank's arena begins, at addresses that are
-    valid for this rank. Memory is given back when the last rank's heap is gone, however its process ends.
+    ``arena``: this rank's own, bytes, born as zeros. ``world`` int64 [3 + R], on the arena's device: R, this rank,
+    after how many ns a waiter gives up, and where each rank's arena begins, at addresses that are valid for this rank.
+    Memory is given back when the last rank's heap is gone, however its process ends.
     """
 
     layout: ArenaLayout
@@ -95,8 +97,7 @@ class Heap:
     def _of(
         layout: ArenaLayout, rank: int, arena: Tensor, bases: Sequence[int], timeout_s: float, mapped: Sequence[object]
     ) -> Heap:
-        polls = max(1, int(timeout_s / (INTERPRETED_POLL_S if INTERPRETED.value else GPU_POLL_S)))
-        world = torch.tensor([len(bases), rank, polls, *bases], dtype=torch.int64, device=arena.device)
+        world = torch.tensor([len(bases), rank, int(timeout_s * 1e9), *bases], dtype=torch.int64, device=arena.device)
         return Heap(layout, rank, len(bases), timeout_s, arena, world, tuple(mapped))
 
     def offset(self, region: str) -> int:
@@ -159,17 +160,38 @@ class Heap:
     def between_gpus(
         regions: Mapping[str, Region], group: dist.ProcessGroup, device: torch.device, timeout_s: float = TIMEOUT_S
     ) -> Heap:
-        """Of the GPUs of ``group``, which reach each other by NVLink or PCIe. Collective.
+        """Of the GPUs of ``group``, on one host, which reach each other by NVLink, or by PCIe that carries atomics.
+        Collective.
 
         Several ranks may share a GPU if ``TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1`` is set before torch is used.
-        Raises RuntimeError where torch cannot map a peer's memory.
+        Raises RuntimeError, on all ranks alike, where GPUs do not reach each other so; and where torch cannot map a
+        peer's memory.
         """
         layout = ArenaLayout.of(regions)
+        _require_reach(group, device)
         arena, bases, handle = symmetric_arena(layout.num_bytes, group, device)
         # No rank writes into an arena that its owner has still to clear.
         torch.cuda.synchronize(device)
         dist.barrier(group)
         return Heap._of(layout, dist.get_rank(group), arena, bases, timeout_s, (handle,))
+
+
+def _require_reach(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Before torch maps anything: it may wait in vain, or map what flags do not reach."""
+    num_ranks = dist.get_world_size(group)
+    places: list[tuple[str, str]] = [("", "")] * num_ranks
+    dist.all_gather_object(places, (platform.node(), gpu_address(device)), group=group)
+    (host, own), reason = places[dist.get_rank(group)], ""
+    for peer, (other, address) in enumerate(places):
+        if other != host:
+            reason = f"rank {peer} is on host {other}, and not on {host}: memory is mapped between GPUs of one host"
+        elif address != own and lacks_atomics(device, address):
+            reason = f"atomics of the GPU at {own} do not reach that of rank {peer} at {address}, and flags are atomics"
+    reasons = [""] * num_ranks
+    dist.all_gather_object(reasons, reason, group=group)
+    for rank, why in enumerate(reasons):
+        if why:
+            raise RuntimeError(f"rank {rank} cannot run overlap=MegaKernel(): {why}; use Sequential() or Pipelined()")
 
 
 def require_no_capture(what: str) -> None:
