@@ -150,7 +150,7 @@ def _optional() -> Iterator[Check]:
         (
             "CuPy",
             cupy,
-            "copy engines by its runtime, else by the driver: pip install 'moesys[cuda12]' or 'moesys[cuda13]'",
+            "copy engines, which the driver has too: pip install 'moesys[cuda12]' or 'moesys[cuda13]'",
         ),
         ("Numba", "numba", "nothing yet: all planners run without it"),
     ):
