@@ -3,8 +3,8 @@
 A strategy may decide how a layer runs and nothing of what it computes, so the losses of 300 steps should be one curve.
 With ``LayoutInvariant`` it is, to the last bit, whatever the layout: a row that parts is an error, and
 ``moesys bisect`` finds its first tensor. With ``Ordered``, the default elsewhere, a layout with other replicas adds
-gradients in another order: losses differ by about 1e-9 at first, until a rounding sends one token to another expert, and the runs part
-(LAER-MoE, arXiv 2602.11686, figure 9, reports 4.4e-4 on average over 3000 steps against Megatron).
+gradients in another order: losses differ by about 1e-9 at first, until a rounding sends one token to another expert,
+and the runs part (LAER-MoE, arXiv 2602.11686, figure 9, reports 4.4e-4 on average over 3000 steps against Megatron).
 
 Look at agreement: bit-equal in every row. Speed is not the question here. A router that collapses shows as starved
 experts and a falling ``router_entropy``.

@@ -79,7 +79,8 @@ class CpuExperts:
 
     def backward(self, routes: Routes, inputs: BackwardInputs, weights: HeldExperts, at: Workplace) -> CpuBackward:
         projections = _projections(weights, inputs.gradients, self.transposed)
-        order, sums = routes.order, inputs.sums
+        order: Sequence[tuple[int, Tensor | slice, Tensor]] = routes.order
+        sums = inputs.sums
         later = frozenset(slot for slot, _, _ in order)
         if sums is not None and not order:
             order = _order_of_one(routes.chunks[0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from functools import cache, partial
+from typing import Any
 
 import torch
 
@@ -54,7 +55,7 @@ def _copy_by_driver(driver: ctypes.CDLL, destination: int, source: int, num_byte
 
 def gpu_address(device: torch.device) -> str:
     """Where a GPU is on its host's bus, the same for all processes."""
-    found = torch.cuda.get_device_properties(device)
+    found: Any = torch.cuda.get_device_properties(device)
     return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}"
 
 
