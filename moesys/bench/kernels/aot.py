@@ -16,6 +16,7 @@ from moesys.bench.harness.names import chosen
 from moesys.bench.harness.sheets import Column
 from moesys.kernels.experts.activation_gradient import activation_gradient
 from moesys.kernels.experts.ahead_of_time import HOPPER, MOST_SHARED_BYTES, MachineCode, compiling
+from moesys.kernels.experts.block_gradient import RowBlocks, block_gradient, cut_to_fit
 from moesys.kernels.experts.combine import combine
 from moesys.kernels.experts.grouped_gemm import grouped_gemm
 from moesys.kernels.experts.tile_config import ShapeClass, TileConfig
@@ -25,7 +26,10 @@ from moesys.kernels.experts.up import up
 from moesys.kernels.experts.weight_gradient import OrderedGroups, weight_gradient
 from moesys.kernels.mega.exchange import regions
 from moesys.kernels.routing.routing import Routing, route
+from moesys.kernels.split.chunks import OwnReplicas, arrived_rows, cut, sent_rows
+from moesys.kernels.split.even import even_split, even_tables
 from moesys.kernels.split.flow import split
+from moesys.kernels.split.proportional import proportional_split, proportional_tables
 from moesys.kernels.split.tables import SplitTables, tables_of
 from moesys.kernels.symmetric.counts import count_regions, receive_counts, send_counts
 from moesys.kernels.symmetric.heap import Heap
@@ -54,7 +58,7 @@ SIZES = (
     Size("fine", 40960, 768, 256, 128, 8),
     Size("30b", 32768, 4096, 512, 128, 8),
 )
-NUM_OPS = 13
+NUM_OPS = 15
 
 
 def _widths(widths: tuple[int, ...]) -> str:
@@ -133,6 +137,26 @@ def exchange_counts(first_E1: Tensor) -> Tensor:
     return receive_counts(heap, epoch_1, exchanges_R, num_experts)
 
 
+def split_by_shares(tokens_RE: Tensor, tables: SplitTables) -> object:
+    """The even split, and the proportional one."""
+    num_ranks, num_experts = tokens_RE.shape
+    expert_RS = np.arange(num_ranks * 4).reshape(num_ranks, 4) % num_experts
+    in_proportion = proportional_tables(tables, np.ones((num_ranks, num_experts), dtype=np.int64))
+    evenly = even_tables(expert_RS, np.arange(num_ranks) // 8, "meta")
+    return even_split(tokens_RE, evenly, 1), proportional_split(tokens_RE, in_proportion, 1)
+
+
+def cut_into_chunks(tables: SplitTables, entry_N: Tensor, top_k: int, num_chunks: int = 2) -> object:
+    """Tables of one of 64 ranks."""
+    num_ranks, num_replicas = 64, len(tables.rank_P)
+    tokens_RP = entry_N.new_empty(num_ranks, num_replicas, dtype=torch.int64)
+    here = num_replicas // num_ranks
+    first_RL = entry_N.new_empty(num_ranks, num_chunks * tables.replica_ER.shape[0] + 1)
+    sizes_2CR = tokens_RP.new_empty(2, num_chunks, num_ranks)
+    found = cut(first_RL, tokens_RP, tables, OwnReplicas(0, 0, here, here, 2), num_chunks, sizes_2CR)
+    return sent_rows(entry_N, found, tables, top_k), arrived_rows(found.arriving_CRG, len(entry_N))
+
+
 def compile_size(
     size: Size,
     dtype: torch.dtype,
@@ -161,6 +185,7 @@ def compile_size(
 
     entries, first = routing.entry_P, routing.first_G1
     groups = OrderedGroups(entries, first, meta(E, dtype=torch.int32))
+    row_blocks = RowBlocks(256, meta(E, dtype=torch.float64))
     up_, down_, back, into, outer = (
         blocks.up,
         blocks.down,
@@ -172,6 +197,8 @@ def compile_size(
     ops: dict[str, tuple[TileConfig | None, Callable[[], object]]] = {
         "counts": (None, lambda: exchange_counts(first)),
         "split": (None, lambda: split(tokens_RE, tables)),
+        "shares": (None, lambda: split_by_shares(tokens_RE, tables)),
+        "chunks": (None, lambda: cut_into_chunks(tables, entries, K)),
         "route": (None, lambda: route(meta(T, K, dtype=torch.int64), E)),
         "tiles": (None, lambda: tile_table(first, P, up_.rows)),
         "groups": (None, lambda: groups_by_size(first)),
@@ -191,6 +218,8 @@ def compile_size(
         "gather_sum": (None, lambda: combine(meta(P, H), routing.row_TK, None, dtype)),
         "dW2": (outer, lambda: weight_gradient(x, a, groups, K, "left", outer, torch.float32)),
         "dW1": (outer, lambda: weight_gradient(h, x, groups, K, "right", outer, torch.float32)),
+        "dW2_blocks": (cut_to_fit(outer), lambda: block_gradient(x, a, groups, K, "left", row_blocks, outer)),
+        "dW1_blocks": (cut_to_fit(outer), lambda: block_gradient(h, x, groups, K, "right", row_blocks, outer)),
     }
     found = []
     for op, (block, launch) in ops.items():
