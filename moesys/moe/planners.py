@@ -12,7 +12,7 @@ import hashlib
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -102,7 +102,13 @@ class AlonePlanner(Planner):
             executor = batch.compute.alone(batch.expert_TK, self.shape.num_experts)
         if executor is None:
             return self.counting.plan(batch)
-        schedule = self.schedule
+        if batch.token_block is not None and batch.learning:
+            _check_blocks([len(batch.expert_TK)], batch.token_block)
+        schedule, reduction = self.schedule, self.strategy.reduction
+        if isinstance(reduction, LayoutInvariant):
+            all_experts = tuple(range(self.shape.num_experts))
+            sums = BlockSums(reduction.block_rows, all_experts, executor.tokens_E, self.channel)
+            executor = replace(executor, sums=sums)
         plan = SingleRankPlan(
             self.strategy, self.shape, self.cluster, schedule.layout, schedule.micro_batch, executor.tokens_E
         )
@@ -126,7 +132,7 @@ class HostPlanner(Planner):
         tokens_RCE = gathered_RN[:, : counts_CE.numel()].view(-1, *counts_CE.shape)
         said_RN = gathered_RN[:, counts_CE.numel() :]
         if batch.token_block is not None and learning:
-            _check_blocks(said_RN[:, 0], batch.token_block)
+            _check_blocks(said_RN[:, 0].tolist(), batch.token_block)
         if learning:
             _commit(deciding, said_RN[:, 1:])
         load = LoadMatrix(tokens_RCE.sum(dim=1).numpy())
@@ -250,14 +256,14 @@ def planner_of(
             return HostPlanner(*parts)
 
 
-def _check_blocks(tokens_R: Tensor, token_block: int) -> None:
+def _check_blocks(tokens_R: Sequence[int], token_block: int) -> None:
     """Raises ValueError, on all ranks alike, where one's tokens are no whole blocks."""
-    if (odd_R := tokens_R % token_block).any():
-        rank = int(odd_R.argmax())
-        raise ValueError(
-            f"token_block={token_block} does not divide the {int(tokens_R[rank])} tokens of rank {rank}, so gradients "
-            "of router and shared experts would show where they end; use a divisor, or reduction=Ordered()"
-        )
+    for rank, tokens in enumerate(tokens_R):
+        if tokens % token_block:
+            raise ValueError(
+                f"token_block={token_block} does not divide the {tokens} tokens of rank {rank}, so gradients of router "
+                "and shared experts would show where they end; use a divisor, or reduction=Ordered()"
+            )
 
 
 def _commit(schedules: Sequence[LayoutSchedule], votes_RN: Tensor) -> None:

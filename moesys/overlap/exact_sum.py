@@ -32,9 +32,10 @@ def grid_of(bound: float) -> float:
 
 
 def grid_below(bound: Tensor) -> Tensor:
-    """Returns ``grid_of`` of a float64 that may be on a device, of a finite one."""
+    """Returns ``grid_of`` of each float64, which may be on a device; the host waits for none."""
     exponent = torch.frexp(bound).exponent - GRID_BITS
-    return torch.ldexp(torch.ones_like(bound), exponent.clamp(min=_LEAST_EXPONENT))
+    grid = torch.ldexp(torch.ones_like(bound), exponent.clamp(min=_LEAST_EXPONENT))
+    return torch.where(bound.isfinite(), grid, torch.nan)
 
 
 def row_sizes(rows_NA: Tensor) -> Tensor:

@@ -20,6 +20,7 @@ from moesys.kernels.cpu.page_pool import Scratch
 from moesys.kernels.cpu.row_invariant_gemm import RowRule, aligned, matmul_rows
 from moesys.kernels.cpu.row_invariant_ops import RowFunction
 from moesys.kernels.experts.swiglu import swiglu, swiglu_backward
+from moesys.overlap.block_sums import BlockSums
 from moesys.overlap.exact_sum import add_on_grid, largest_size, row_sizes
 from moesys.overlap.expert_compute import Arrivals, BackwardInputs, Workplace
 from moesys.overlap.held_experts import ExpertGradients, HeldExperts
@@ -186,6 +187,8 @@ class CpuBackward(_Pass):
         wanted = (up.gradient, up.bias_gradient, down.gradient, down.bias_gradient)
         self.gradients = [gradient for gradient in wanted if gradient is not None]
         self.used_slots: set[int] = set()
+        # Of up, down and their biases, where sums go on one.
+        self.grids_S4: list[list[float]] = []
         # With one chunk an expert's rows are all there at once, and nothing is kept for later.
         kept_rows = len(self.h_PU) if self.order else 0
         self.dh_PU = at.memory.empty((kept_rows, self.h_PU.shape[1]), self.h_PU.dtype, self.h_PU.device)
@@ -223,7 +226,7 @@ class CpuBackward(_Pass):
     def weight_gradients(self) -> None:
         scratch = self.scratch
         if self.sums is not None:
-            self.sums.agree(self._largest_of_slots())
+            self.grids_S4 = self.sums.agree(self._largest_of_slots(self.sums)).tolist()
         for slot, rows, places in self.order:
             x_NH, dy_NH = self.x.take(places, scratch, "x"), self.dy.take(places, scratch, "dy")
             dh_NU, wa_NI = self.dh_PU[rows], self.wa_PI[rows]
@@ -232,11 +235,12 @@ class CpuBackward(_Pass):
             for slot in set(range(len(gradient))) - self.used_slots:
                 gradient[slot].zero_()
 
-    def _largest_of_slots(self) -> dict[int, Tensor]:
-        """Returns what ``BlockSums.agree`` wants of each slot."""
+    def _largest_of_slots(self, sums: BlockSums) -> Tensor:
+        """Returns what ``BlockSums.agree`` wants."""
         x_M, dy_M, dh_P, wa_P = map(row_sizes, (self.x.rows, self.dy.rows, self.dh_PU, self.wa_PI))
-        return {
-            slot: torch.stack(
+        largest_S5 = torch.zeros(len(sums.expert_S), 5, dtype=torch.float64)
+        for slot, rows, places in self.order:
+            largest_S5[slot] = torch.stack(
                 [
                     x_M[self.x.place(places)].amax(),
                     dy_M[self.dy.place(places)].amax(),
@@ -245,8 +249,7 @@ class CpuBackward(_Pass):
                     largest_size(self.weight_M[places]),
                 ]
             )
-            for slot, rows, places in self.order
-        }
+        return largest_S5
 
     def _weights(self, slots: Sequence[SlotRows], gather_N: Tensor) -> Tensor:
         """Returns the rows' routing weights; padding has none, and so no part in any sum."""
@@ -278,7 +281,7 @@ class CpuBackward(_Pass):
                 total.zero_()
         for block in self.sums.blocks(len(operands[0])):
             self._write_gradients(*(rows[block] for rows in operands), *parts)
-            for total, part, grid in zip(out, parts, self.sums.grids(slot), strict=True):
+            for total, part, grid in zip(out, parts, self.grids_S4[slot], strict=True):
                 if total is not None and part is not None:
                     add_on_grid(total, part, grid)
 

@@ -20,7 +20,6 @@ import triton.language as tl
 from torch import Tensor
 
 from moesys.kernels.experts.numerics import dot
-from moesys.kernels.experts.numerics import dot
 from moesys.kernels.experts.products import Gather, Side, outer_step
 from moesys.kernels.experts.tile_config import TileConfig
 from moesys.kernels.experts.tiles import require_contiguous, require_matrices, tile_of
