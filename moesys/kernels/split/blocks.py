@@ -1,9 +1,9 @@
 """Splits in whole blocks of an expert's rows, of counts that are on a device: one launch after any other split.
 
 It is ``balance.blocks.by_blocks`` (docs/moe.md), to the byte: the rows of an expert are one line, by source, cut every
-``block_rows``, and a block goes to the holder that should have had most of it. What a rank gets less of one expert it is
-to get more of the next, so experts follow each other, in one program with a lane a rank; blocks that lie in one source
-and go on to the same rank are one step. No program reads memory that it has written.
+``block_rows``, and a block goes to the holder that should have had most of it. What a rank gets less of one expert it
+is to get more of the next, so experts follow each other, in one program with a lane a rank; blocks that lie in one
+source and go on to the same rank are one step. No program reads memory that it has written.
 
 R ranks, E experts, P replicas, as in ``tables``.
 """
