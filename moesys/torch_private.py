@@ -105,16 +105,19 @@ def num_process_groups() -> int:
     return len(dist.distributed_c10d._world.pg_map)
 
 
-def group_timeout_s(group: dist.ProcessGroup, device_type: str) -> float:
-    """Returns the seconds after which collectives of the group give up; torch's default where a backend does not tell.
+def group_timeout_s(group: dist.ProcessGroup | None, device_type: str) -> float:
+    """Returns the seconds after which collectives of the group give up; torch's default where a backend does not tell,
+    and for one rank alone.
 
     Needs ``ProcessGroup._get_backend`` and its ``options._timeout``. Without them it is torch's default, and a group
     that was made with a shorter time-out may notice dead ranks later than it could.
     """
+    timeout = dist.default_pg_timeout
     try:
-        timeout = group._get_backend(torch.device(device_type)).options._timeout
+        if group is not None:
+            timeout = group._get_backend(torch.device(device_type)).options._timeout
     except (AttributeError, RuntimeError):
-        timeout = dist.default_pg_timeout
+        pass
     return float(timeout.total_seconds())
 
 

@@ -92,7 +92,9 @@ class MegaKernel(Declared):
     most_tokens: int | None = Field(
         None, ge=1, description="tokens of a rank in a micro-batch; given, devices plan and no host waits; None: any"
     )
-    timeout_s: float = Field(30.0, gt=0, description="a wait for a peer that takes longer is given up, on all ranks")
+    timeout_s: float | None = Field(
+        None, gt=0, description="a wait for a peer that takes longer is given up, on all ranks; None: as collectives"
+    )
 
     def crosses_once(self, num_nodes: int) -> bool:
         """Returns False: ranks pull rows from wherever they are."""

@@ -86,7 +86,8 @@ class Planner(ABC):
         """Plans a micro-batch, and settles the layouts of the layers that come next."""
 
     def _mega_home(self, overlap: MegaKernel, batch: MicroBatch) -> MegaHome:
-        return batch.lookahead.mega_home.get(self.channel.group, batch.expert_TK.device, overlap.timeout_s)
+        timeout_s = overlap.timeout_s or self.channel.timeout_s
+        return batch.lookahead.mega_home.get(self.channel.group, batch.expert_TK.device, timeout_s)
 
 
 @dataclass

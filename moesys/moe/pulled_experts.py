@@ -16,7 +16,7 @@ from torch import Tensor
 from moesys.config import Fsep, ModelShape
 from moesys.kernels.symmetric.heap import ArenaLayout
 from moesys.kernels.symmetric.ordered_sum import ordered_sum
-from moesys.kernels.symmetric.pulls import Pull, PullRings, Wanted, pull_regions
+from moesys.kernels.symmetric.pulls import Pull, PullRing, PullRings, Wanted, pull_regions
 from moesys.layout import ExpertLayout
 from moesys.moe.sharded_experts import ShardedExperts
 from moesys.moe.shards import Cross, ExpertShards, Finish, HeldByRank, Restored
@@ -24,7 +24,9 @@ from moesys.overlap.comm.channel import Channel
 
 
 class PulledExperts(ShardedExperts):
-    """``rings``: where ranks share; those of a linked model's layers are one."""
+    """``rings``: where ranks share; those of a linked model's layers are one. ``timeout_s``: after how long a rank that
+    waits for a peer gives up; None: as collectives do.
+    """
 
     def __init__(
         self,
@@ -33,10 +35,10 @@ class PulledExperts(ShardedExperts):
         node_of_rank: Sequence[int],
         sharding: Fsep,
         group: dist.ProcessGroup,
-        timeout_s: float,
+        timeout_s: float | None,
     ) -> None:
         super().__init__(shape, rank, node_of_rank, sharding)
-        self.rings = PullRings(group, timeout_s)
+        self.rings, self._timeout_s = PullRings(group), timeout_s
 
     def share_with(self, first: ExpertShards) -> None:
         super().share_with(first)
@@ -54,8 +56,8 @@ class PulledExperts(ShardedExperts):
             for rank in self._ranks_from_next()
             for slot, expert in enumerate(mine)
         ]
-        ring = self.rings.ring("restore", wire_Es.nbytes, wire_Es.device)
-        arrive = self._arrival(ring.start(wire_Es, wanted), wanted, channel, "restore", detail)
+        ring = self._ring("restore", wire_Es.nbytes, wire_Es.device, channel)
+        arrive = self._arrival(ring.start(wire_Es, wanted, restored_DP), wanted, channel, "restore", detail)
 
         def finish() -> Tensor:
             arrive()
@@ -78,8 +80,8 @@ class PulledExperts(ShardedExperts):
             if len(self.owned())
         ]
         most_bytes = layout.expert_RS.shape[1] * self.padded_parameters * grads_DP.itemsize
-        ring = self.rings.ring("reshard", most_bytes, grads_DP.device)
-        arrive = self._arrival(ring.start(grads_DP, wanted), wanted, channel, "reshard", detail)
+        ring = self._ring("reshard", most_bytes, grads_DP.device, channel)
+        arrive = self._arrival(ring.start(grads_DP, wanted, received_No), wanted, channel, "reshard", detail)
 
         def finish() -> tuple[Tensor, ...]:
             arrive()
@@ -87,6 +89,9 @@ class PulledExperts(ShardedExperts):
             return (ordered_sum(received_No, row_N, self.shape.num_experts),)
 
         return finish
+
+    def _ring(self, name: str, num_bytes: int, device: torch.device, channel: Channel) -> PullRing:
+        return self.rings.ring(name, num_bytes, device, self._timeout_s or channel.timeout_s)
 
     def _ranks_from_next(self) -> list[int]:
         """All ranks, this one last: so that not all pull from the same one at once."""

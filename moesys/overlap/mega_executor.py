@@ -230,7 +230,7 @@ class MegaExecutor:
             with stage("down and combine", device):
                 y_TH = down_combine(memory, rows, a_NI, down, weight_TK.contiguous(), blocks.down, point)
             yield
-        self._note()
+        self._note(y_TH)
         return y_TH, Saved(x_NH, h_NU, weight_TK)
 
     def backward(
@@ -270,7 +270,7 @@ class MegaExecutor:
             if outer is not None and fused is None:
                 with stage("weight gradients", device):
                     _weight_gradients(outer, rows.exchange.first_G1, blocks.weight_gradient)
-        self._note()
+        self._note(dx_TH, dweight_TK, *(() if outer is None else (outer.dgate_up_GUH, outer.ddown_GHI)))
         return dx_TH, dweight_TK
 
     def _tokens_RP(self) -> Tensor:
@@ -284,9 +284,9 @@ class MegaExecutor:
             self.plan.limit.look()
         self.memory.watch.look()
 
-    def _note(self) -> None:
+    def _note(self, *outputs: Tensor) -> None:
         # First, as ranks that were given up leave no counts that mean anything.
-        self.memory.watch.note()
+        self.memory.watch.note(outputs)
         if isinstance(self.plan, PendingPlan):
             self.plan.limit.note()
 

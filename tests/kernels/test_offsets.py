@@ -25,6 +25,7 @@ from moesys.kernels.experts.tiles import RowGroups, Tiles
 from moesys.kernels.experts.up import up, up_reference
 from moesys.kernels.experts.weight_gradient import OrderedGroups, weight_gradient, weight_gradient_reference
 from moesys.kernels.routing.routing import Routing
+from moesys.kernels.symmetric.ordered_sum import ordered_sum
 
 H, I = 32, 16
 U = 2 * I
@@ -172,3 +173,15 @@ def test_combine(far: Far, weighted: bool) -> None:
         out_TH = combine(far.rows(y), far.routing.row_TK, far.tokens(weight) if weighted else None, HALF)
     expected = combine_reference(y, far.near_routing.row_TK, weight, HALF)
     torch.testing.assert_close(out_TH[[0, -1]], expected[[0, -1]], rtol=2e-3, atol=2e-3)
+
+
+def test_ordered_sum_of_wide_rows() -> None:
+    """Its blocks are more than the 65,535 that a grid may have in its second direction; the last columns are far."""
+    parts_NP = sparse(2, 2**32 + 3, dtype=torch.float32)
+    near, far = torch.randn(2, 2, 3, generator=torch.Generator().manual_seed(0))
+    parts_NP[:, :3], parts_NP[:, -3:] = near, far
+    with only_outer_programs():
+        out_EP = ordered_sum(parts_NP, torch.tensor([1, 1]), 2)
+    assert torch.equal(out_EP[1, -3:], far.sum(0))
+    # The first program's row has no parts.
+    assert not out_EP[0, :3].any()

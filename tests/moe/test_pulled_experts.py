@@ -135,12 +135,14 @@ def test_linked_layers_on_mega_kernels_pull_to_the_same_bits(ranks):
 
 
 def pull_from_a_rank_that_does_not_share(timeout_s: float) -> str:
-    ring = PullRings(dist.group.WORLD, timeout_s).ring("restore", 64, torch.device("cpu"))
+    ring = PullRings(dist.group.WORLD).ring("restore", 64, torch.device("cpu"), timeout_s)
     if dist.get_rank() == 0:
-        pull = ring.start(torch.zeros(64, dtype=torch.uint8), [Wanted(torch.zeros(3, dtype=torch.uint8), 1, 5)])
+        into_DP = torch.zeros(2, 4)
+        pull = ring.start(torch.zeros(16), [Wanted(into_DP[1, :3], 1, 4)], into_DP)
         try:
             pull.wait()
         except PeerTimeoutError as error:
+            assert into_DP.isnan().all()
             return str(error)
     return ""
 
@@ -153,4 +155,4 @@ def test_who_does_not_share_is_named(ranks):
 def test_more_than_there_is_room_for_is_refused():
     heap = Heap.virtual(pull_regions(20, 1), 1, "cpu")[0]
     with pytest.raises(ValueError, match="shared has 36 bytes, but the ring has room for 32; make it of the most"):
-        PullRing(heap).start(torch.zeros(9), [])
+        PullRing(heap).start(torch.zeros(9), [], torch.zeros(0))

@@ -4,17 +4,26 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
+import torch
 import torch.distributed as dist
 from conftest import set_up_rank
-from mega_case import Case, Drawn, MegaRun, new_home
+from mega_case import CPU, Case, Drawn, MegaRun, new_home
+from torch import Tensor
 
 import moesys as ms
-from moesys.kernels.symmetric.signals import PeerTimeoutError
+from moesys.kernels.mega.arguments import MegaMemory, announce
+from moesys.kernels.mega.exchange import regions
+from moesys.kernels.mega.point import blocks_at
+from moesys.kernels.symmetric.heap import Heap
+from moesys.kernels.symmetric.signals import PeerTimeoutError, Watch
 from moesys.lab.ranks.pool import LocalRanks
+from moesys.overlap.experts_triton import ACTIVATION
+from moesys.overlap.mega_executor import MegaExecutor, replicas_of, tokens_by_replica
 from moesys.torch_private import default_store
 
 TIMEOUT_S = 5.0
@@ -37,6 +46,21 @@ class DyingRun(MegaRun):
             os._exit(1)
 
 
+@contextmanager
+def noted_outputs() -> Iterator[list[Sequence[Tensor]]]:
+    """What each direction makes, also one that raises."""
+    outputs: list[Sequence[Tensor]] = []
+    note = Watch.note
+
+    def keep(watch: Watch, made: Sequence[Tensor]) -> None:
+        outputs.append(made)
+        note(watch, made)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Watch, "note", keep)
+        yield outputs
+
+
 def survive(second: Case, point: ms.MegaKernel) -> tuple[list[str], list[float]]:
     """A micro-batch that goes well, one in which the victim dies, and another try: what they say after how long."""
     rank, home = dist.get_rank(), new_home(4, TIMEOUT_S)
@@ -47,9 +71,11 @@ def survive(second: Case, point: ms.MegaKernel) -> tuple[list[str], list[float]]
     for attempt in range(2):
         _meet_survivors(rank, attempt)
         began = time.monotonic()
-        with pytest.raises(PeerTimeoutError) as raised:
+        with noted_outputs() as outputs, pytest.raises(PeerTimeoutError) as raised:
             run.backward(*run.forward(point))
         assert raised.value.peer == VICTIM, raised.value
+        # Of the direction in which it ended: a GPU's host hears of it later.
+        assert all(out.isnan().all() for out in outputs[-1])
         said.append(str(raised.value))
         seconds.append(time.monotonic() - began)
     return said, seconds
@@ -114,3 +140,29 @@ def be_late(case: Case) -> None:
 @pytest.mark.parametrize("when", [pytest.param("forward", marks=pytest.mark.slow), "experts", "backward"])
 def test_less_than_the_time_out_harms_nothing(mortal_ranks: LocalRanks, when: str) -> None:
     mortal_ranks.run(be_late, replace(FIRST, tokens=(4, 3, 5, 2), late=(VICTIM, TIMEOUT_S / 3, when)), timeout_s=60)
+
+
+@pytest.mark.parametrize(
+    "point", [ms.MegaKernel(), ms.MegaKernel(combine_share=0.5, deduplicate=True, granularity="expert")]
+)
+def test_who_gave_up_tells_nobody_that_rows_have_come(point: ms.MegaKernel) -> None:
+    """Rank 2 never comes, rank 1 waits for it, and has rows of rank 0, which would else sum what nobody computed."""
+    drawn = Drawn(replace(FIRST, tokens=(9, 9, 9), dropped=0.0, slots=3))
+    wanted = regions(9, 2, drawn.case.hidden, torch.float32, 3, 99)
+    first, waiting, _ = (MegaMemory(heap) for heap in Heap.virtual(wanted, 3, "cpu", timeout_s=0.05))
+    announce(first, drawn.expert_RTK[0], drawn.case.num_experts, {"x": drawn.x_RTH[0]})
+    executor = MegaExecutor(
+        drawn.expert_RTK[1],
+        drawn.case.num_experts,
+        tokens_by_replica(drawn.plan, CPU),
+        replicas_of(drawn.layout, 1, CPU),
+        int(drawn.plan.tokens_R[1]),
+        waiting,
+        blocks_at(point, ACTIVATION, torch.float32, CPU),
+        point,
+    )
+    with pytest.raises(PeerTimeoutError, match=r"waited 0\.05 s for rank 2 in publish"):
+        executor.forward(drawn.x_RTH[1], drawn.weight_RTK[1], lambda: drawn.weights(1))
+    assert drawn.plan.tokens_RER[0, :, 1].any()
+    assert not first.heap.own("combined").any()
+    assert not first.heap.own("staging").any()

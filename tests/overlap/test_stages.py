@@ -128,12 +128,12 @@ class _Pinned:
 
 def test_the_host_hears_of_a_wait_in_vain_without_waiting_itself(gpu_heap):
     watch = Watch(gpu_heap)
-    watch.note()
+    watch.note([])
     gpu_heap.arrive()
     watch.look()
     gpu_heap.own("abort")[:] = 1
     gpu_heap.own("report")[:] = torch.tensor([1, signals.COMBINE.value, 3, 7, 40, 1, 2])
-    watch.note()
+    watch.note([])
     # Nothing has arrived, and nobody waits for it.
     watch.look()
     assert gpu_heap.waited == []

@@ -66,7 +66,8 @@ def _widths(widths: tuple[int, ...]) -> str:
 class Compiled:
     """One kernel of one op at one size, as compiled for ``sm_90``; ``wrong``: where it falls short, "" for nowhere.
 
-    ``tile``: of its product, "" for none. ``moves_rows``: whether it copies rows from or to other ranks.
+    ``tile``: of its product, "" for none. ``moves_rows``: whether it copies rows from or to other ranks;
+    ``flight_bytes``: that each of its threads should have on their way.
     """
 
     size: Annotated[str, Column("size")]
@@ -83,9 +84,11 @@ class Compiled:
         Column("copies", lambda code: _widths(code.copy_bytes)),
         Column("loads", lambda code: _widths(code.load_bytes)),
         Column("stores", lambda code: _widths(code.store_bytes)),
+        Column("in flight", lambda code: f"{code.flight_bytes} B"),
         Column("TMA", lambda code: str(code.tma_loads)),
     ]
     moves_rows: bool = False
+    flight_bytes: int = 0
 
     @property
     def wrong(self) -> Annotated[str, Column("falls short", after="op")]:
@@ -101,6 +104,8 @@ class Compiled:
         for what, widths in (("loads", code.load_bytes), ("stores", code.store_bytes)):
             if self.moves_rows and (min(widths) < WORD_BYTES or max(widths) < COPY_BYTES):
                 found.append(f"{what} of {min(widths)} to {max(widths)} bytes")
+        if code.flight_bytes < self.flight_bytes:
+            found.append(f"{code.flight_bytes} bytes of a thread in flight, not {self.flight_bytes}")
         return "; ".join(found)
 
 

@@ -185,16 +185,17 @@ def arrange(
 
 @triton.jit
 def raise_or_count(  # type: ignore[no-untyped-def]
-    flags, fetch, group, of_group, epoch, experts: tl.constexpr
+    flags, fetch, group, of_group, epoch, came, experts: tl.constexpr
 ):
     """Says that a ``fetch`` has arrived, or, with flags of ``experts``, its ``group`` when this is the last of
-    ``of_group`` fetches that come to it. The counter returns to zero.
+    ``of_group`` fetches that come to it. The counter returns to zero. Nothing of a fetch that has not ``came``.
     """
-    if experts:
-        if is_last(flags.fetched_G + group, of_group):
-            raise_flag(flags.arrived + group, epoch)
-    else:
-        raise_flag(flags.arrived + fetch, epoch)
+    if came:
+        if experts:
+            if is_last(flags.fetched_G + group, of_group):
+                raise_flag(flags.arrived + group, epoch)
+        else:
+            raise_flag(flags.arrived + fetch, epoch)
 
 
 @triton.jit

@@ -236,6 +236,8 @@ def publish(heap: Heap, epoch_1: Tensor, filled: Mapping[str, Tensor]) -> None:
 @triton.jit
 def _publish(world, published, epoch_ptr, num_ranks, RANKS: tl.constexpr):  # type: ignore[no-untyped-def]
     epoch = tl.load(epoch_ptr) + 1
+    # All threads have read it before one counts it on: each raises some of the flags.
+    tl.debug_barrier()
     tl.store(epoch_ptr, epoch)
     peer = tl.arange(0, RANKS)
     flag = at(world, tl.minimum(peer, num_ranks - 1), published, tl.int32) + tl.load(world + RANK)

@@ -25,7 +25,7 @@ from moesys.kernels.experts.tile_config import TileConfig, TileConfigs, Tiling, 
 from moesys.kernels.experts.tiles import tile_of
 from moesys.kernels.experts.weight_gradient import OuterProduct, store_outer_product
 from moesys.kernels.mega.arguments import MegaMemory, MegaRows
-from moesys.kernels.mega.point import MegaPoint, fuses, launch_options, parts_of
+from moesys.kernels.mega.point import MegaPoint, columns_at_once, fuses, launch_options, parts_of
 from moesys.kernels.mega.push_rows import (
     Homes,
     RowTile,
@@ -40,10 +40,10 @@ from moesys.kernels.mega.task_queue import WHOLE, leave, mixed_task, take
 from moesys.kernels.mega.task_times import OUTER_PRODUCT, PRODUCT, begin_task, end_task, task_is_ready
 from moesys.kernels.symmetric.heap import RANK, at
 from moesys.kernels.symmetric.pacing import arrive, set_off
-from moesys.kernels.symmetric.signals import raise_flag
+from moesys.kernels.symmetric.signals import all_came, raise_flag
 
-# Columns that a push moves at a time.
-PUSH_COLUMNS = 32
+# Columns of a tile that are pushed from registers at a time: 128 bytes of 16 bits side by side.
+PUSH_COLUMNS = 64
 
 
 class WeightGradients(NamedTuple):
@@ -93,7 +93,8 @@ class CombineSizes(NamedTuple):
 
     ``RANKS``, ``CHOICES``: powers of two, at least R and K. ``experts``: flags are of experts, not tiles. ``apart``:
     pushes are tasks of their own. ``multiply``, ``push``, ``outer``, ``sums``: which tasks there are. Shares: of tiles
-    of the product, and of weight gradients, in the order of the queue (``task_queue``).
+    of the product, and of weight gradients, in the order of the queue (``task_queue``). ``push_columns``,
+    ``copy_columns``: that go home at a time from registers, and from memory.
     """
 
     H: int
@@ -115,6 +116,7 @@ class CombineSizes(NamedTuple):
     outer_share: int
     sum_tokens: int
     push_columns: int
+    copy_columns: int
 
 
 def down_combine(
@@ -203,6 +205,7 @@ def _launch(
             outer_share=WHOLE.value - parts_of(point.reduce_share),
             sum_tokens=point.sum_tokens,
             push_columns=PUSH_COLUMNS,
+            copy_columns=columns_at_once(block.rows, data.out_TH, block),
         )
         _mega_combine[(point.programs or usual_programs(data.out_TH.device),)](
             memory.launch(name, most_tasks),
@@ -247,6 +250,7 @@ def _mega_combine(  # type: ignore[no-untyped-def]
     num_pushes = num_row_tiles if push else 0
     num_outer = num_groups * (sizes.outer.tiles_of_up + sizes.outer.tiles_of_down) if outer_products else 0
     num_sum_tasks = tl.cdiv(num_tokens, sizes.sum_tokens) * num_column_tiles if sums else 0
+    came = all_came(launch.world)
     task = take(launch.queue_2)
     while task < num_products + num_pushes + num_outer + num_sum_tasks:
         begin_task(launch.times, task)
@@ -263,7 +267,8 @@ def _mega_combine(  # type: ignore[no-untyped-def]
             group_first = tl.load(table.first_G1 + group)
             num_rows = tl.minimum(tl.load(table.first_G1 + group + 1) - row, tiling.rows)
             in_rows = tl.arange(0, tiling.rows)
-            kept = in_rows < num_rows
+            # What has not come pushes nothing: peers may not be where its flags would say.
+            kept = in_rows < tl.where(came, num_rows, 0)
             tiles_of_group = tl.cdiv(tl.load(table.first_G1 + group + 1) - group_first, tiling.rows)
             tile_in_group = (row - group_first) // tiling.rows
             tile = RowTile(row_tile, group, row, num_rows, tile_in_group, tiles_of_group)
@@ -273,14 +278,14 @@ def _mega_combine(  # type: ignore[no-untyped-def]
                     entry = tl.load(rows.entry_N + row + in_rows, mask=kept, other=0)
                     if data.partial_NS is not None:
                         push_dweights(launch, data.partial_NS, row, Homes(kept, source, entry), sizes.num_sums)
-                    push_rows(launch, data, Task(task, number, epoch), tile, Homes(kept, source, entry), sizes)
+                    pushed = push_rows(launch, data, Task(task, number, epoch), tile, Homes(kept, source, entry), sizes)
                     # Not before, as rows that are still to be computed hold no link.
                     row_bytes: tl.constexpr = H * dtype.primitive_bitwidth // 8
                     arrive(
                         launch.pace, set_off(launch.pace, kept & (source != tl.load(launch.world + RANK)), row_bytes)
                     )
                     for each_column in range(num_column_tiles):
-                        raise_at_sources(launch, rows, epoch, tile, each_column, sizes)
+                        raise_at_sources(launch, rows, epoch, tile, each_column, came & pushed, sizes)
             else:
                 if multiply:
                     task_is_ready(launch.times, task, PRODUCT, group)
@@ -293,7 +298,7 @@ def _mega_combine(  # type: ignore[no-untyped-def]
                     if sizes.apart:
                         out_row = data.out_NH + row.to(tl.int64) * H + in_rows * H
                         push_tile(out, out_row, column, kept, H, sizes.push_columns)
-                        raise_flag(launch.flags.multiplied + row_tile * num_column_tiles + column_tile, epoch)
+                        raise_flag(launch.flags.multiplied + row_tile * num_column_tiles + column_tile, epoch, came)
                     else:
                         # Here, so that they need no registers during the product.
                         source = tl.load(table.source_N + row + in_rows, mask=kept, other=0)
@@ -308,7 +313,7 @@ def _mega_combine(  # type: ignore[no-untyped-def]
                             if column_tile == 0:
                                 push_dweights(launch, data.partial_NS, row, Homes(kept, source, entry), sizes.num_sums)
                         arrive(launch.pace, through)
-                        raise_at_sources(launch, rows, epoch, tile, column_tile, sizes)
+                        raise_at_sources(launch, rows, epoch, tile, column_tile, came, sizes)
         else:
             is_sum, number = mixed_task(
                 task - num_products - num_pushes, num_outer, num_sum_tasks, 0, 1, None, sizes.outer_share

@@ -28,15 +28,13 @@ from moesys.kernels.experts.tiles import tile_of
 from moesys.kernels.experts.up import rows_by_halves, store_activations
 from moesys.kernels.mega.arguments import MegaMemory, MegaRows, raise_or_count
 from moesys.kernels.mega.exchange import OrderedTiles
-from moesys.kernels.mega.point import MegaPoint, fuses, launch_options, parts_of
+from moesys.kernels.mega.point import MegaPoint, columns_at_once, fuses, launch_options, parts_of
+from moesys.kernels.mega.push_rows import Task
 from moesys.kernels.mega.task_queue import leave, mixed_task, take
 from moesys.kernels.mega.task_times import FETCH, PRODUCT, begin_task, end_task, task_is_ready
 from moesys.kernels.symmetric.heap import RANK, at
 from moesys.kernels.symmetric.pacing import arrive, set_off
-from moesys.kernels.symmetric.signals import DISPATCH, PUBLISH, wait
-
-# Columns that a fetch moves at a time: 16 bytes for each of 256 threads, over 32 rows of 16 bits.
-FETCH_COLUMNS = 64
+from moesys.kernels.symmetric.signals import DISPATCH, PUBLISH, all_came, wait
 
 
 class Dispatched(NamedTuple):
@@ -132,7 +130,7 @@ def _launch(
         multiply=True,
         share=parts_of(point.dispatch_share),
         fetch_rows=point.fetch_rows,
-        fetch_columns=FETCH_COLUMNS,
+        fetch_columns=columns_at_once(point.fetch_rows, data.rows_NH, block),
     )
     # Fetches and products: in one launch, or in one each.
     for fetch, multiply in ((True, True),) if fuses(point, "dispatch") else ((True, False), (False, True)):
@@ -172,6 +170,7 @@ def _mega_dispatch(  # type: ignore[no-untyped-def]
     num_row_tiles = tl.load(tiles.count_1)
     num_fetches = num_row_tiles * fetches_of_tile if fetch else 0
     num_products = num_row_tiles * num_column_tiles if multiply else 0
+    came = all_came(launch.world)
     task = take(launch.queue_2)
     while task < num_fetches + num_products:
         begin_task(launch.times, task)
@@ -217,7 +216,7 @@ def _mega_dispatch(  # type: ignore[no-untyped-def]
                 pointers = GradientRows(data.h_NU + base * U, wide_row, narrow_row, partial_row)
                 store_gradients(da, column, weight, num_rows, pointers, sizes.epilogue)
         else:
-            _fetch(launch, epoch, rows, data, task, number, sizes, tiling.rows)
+            _fetch(launch, Task(task, number, epoch), came, rows, data, sizes, tiling.rows)
         end_task(launch.times, task)
         task = take(launch.queue_2)
     leave(launch.queue_2)
@@ -225,16 +224,18 @@ def _mega_dispatch(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _fetch(  # type: ignore[no-untyped-def]
-    launch, epoch, rows, data, task, number, sizes: tl.constexpr, tile_rows: tl.constexpr
+    launch, task, came, rows, data, sizes: tl.constexpr, tile_rows: tl.constexpr
 ):
-    """Some rows of a row tile come here: from their sources, or, if an earlier tile has the same token, from there."""
+    """Some rows of a row tile come here: from their sources, or, if an earlier tile has the same token, from there.
+    ``came``: whether the tables are true.
+    """
     H: tl.constexpr = sizes.H
     fetch_rows: tl.constexpr = sizes.fetch_rows
     fetches_of_tile: tl.constexpr = tile_rows // fetch_rows
     world, table, tiles = launch.world, rows.exchange, rows.tiles.tiles
-    row_tile = number // fetches_of_tile
+    row_tile = task.number // fetches_of_tile
     group = tl.load(tiles.group_M + row_tile)
-    first = tl.load(tiles.row_M + row_tile) + number % fetches_of_tile * fetch_rows
+    first = tl.load(tiles.row_M + row_tile) + task.number % fetches_of_tile * fetch_rows
     in_fetch = tl.arange(0, fetch_rows)
     group_end = tl.load(table.first_G1 + group + 1)
     kept = first + in_fetch < group_end
@@ -252,29 +253,32 @@ def _fetch(  # type: ignore[no-untyped-def]
         else:
             tile_row = tl.load(tiles.row_M + tile, mask=copied, other=0)
             flag = tile * fetches_of_tile + (first_row - tile_row) // fetch_rows
-        wait(launch.flags.arrived + tl.where(copied, flag, 0), copied, epoch, rank, group, flag, DISPATCH, world)
+        arrived = launch.flags.arrived + tl.where(copied, flag, 0)
+        came = came & wait(arrived, copied, task.epoch, rank, group, flag, DISPATCH, world)
     peer = tl.arange(0, sizes.RANKS)
     needed = tl.max((pulled[:, None] & (source[:, None] == peer[None, :])).to(tl.int32), 0) > 0
     flag_of_source = at(world, rank, launch.offsets.published, tl.int32) + tl.where(needed, peer, 0)
-    wait(flag_of_source, needed, epoch, peer, -1, peer, PUBLISH, world)
-    task_is_ready(launch.times, task, FETCH, group)
+    came = came & wait(flag_of_source, needed, task.epoch, peer, -1, peer, PUBLISH, world)
+    task_is_ready(launch.times, task.place, FETCH, group)
 
     dtype: tl.constexpr = data.rows_NH.dtype.element_ty
     through = set_off(launch.pace, pulled & (source != rank), H * dtype.primitive_bitwidth // 8)
-    away_row = at(world, source, launch.offsets.x, dtype) + (entry // sizes.top_k).to(tl.int64) * H
+    from_row = at(world, source, launch.offsets.x, dtype) + (entry // sizes.top_k).to(tl.int64) * H
+    if rows.first_row_N is not None:
+        from_row = tl.where(copied, data.rows_NH + first_row.to(tl.int64) * H, from_row)
+        if H * dtype.primitive_bitwidth % 128 == 0:
+            # A compiler does not know what is true of both.
+            from_row = tl.multiple_of(from_row, 16)
     here_row = data.rows_NH + first.to(tl.int64) * H + in_fetch * H
     for start in range(0, H, sizes.fetch_columns):
         column = start + tl.arange(0, sizes.fetch_columns)
         in_row = (column < H)[None, :]
-        values = tl.load(away_row[:, None] + column[None, :], mask=pulled[:, None] & in_row, other=0.0)
-        if rows.first_row_N is not None:
-            copy_row = data.rows_NH + tl.maximum(first_row, 0).to(tl.int64) * H
-            copies = tl.load(copy_row[:, None] + column[None, :], mask=copied[:, None] & in_row, other=0.0)
-            values = tl.where(copied[:, None], copies, values)
+        values = tl.load(from_row[:, None] + column[None, :], mask=kept[:, None] & in_row, other=0.0)
         tl.store(here_row[:, None] + column[None, :], values, mask=kept[:, None] & in_row)
     if data.weight_N is not None:
         weight = tl.load(at(world, source, launch.offsets.weight, tl.float32) + entry, mask=kept, other=0.0)
         tl.store(data.weight_N + first + in_fetch, weight, mask=kept)
     arrive(launch.pace, through)
     tiles_of_group = tl.cdiv(group_end - tl.load(table.first_G1 + group), tile_rows)
-    raise_or_count(launch.flags, number, group, tiles_of_group * fetches_of_tile, epoch, sizes.experts)
+    fetches_of_group = tiles_of_group * fetches_of_tile
+    raise_or_count(launch.flags, task.number, group, fetches_of_group, task.epoch, came, sizes.experts)

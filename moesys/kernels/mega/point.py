@@ -6,6 +6,8 @@ from dataclasses import replace
 from typing import Any, Literal, Protocol
 
 import torch
+import triton
+from torch import Tensor
 
 from moesys.kernels.experts.activations import GATED
 from moesys.kernels.experts.tile_config import TileConfig, TileConfigs
@@ -14,6 +16,8 @@ from moesys.kernels.experts.tile_tuner import INTERPRETED
 from moesys.kernels.mega.exchange import TileOrder
 from moesys.kernels.mega.task_queue import WHOLE
 
+# Of a load, and of all that a thread has on their way.
+LOAD_BYTES, FLIGHT_BYTES = 16, 128
 # Registers of a multiprocessor of NVIDIA's, of which one thread may have so many.
 NUM_REGISTERS, MOST_REGISTERS, THREADS_OF_WARP = 65536, 255, 32
 
@@ -89,6 +93,15 @@ def blocks_at(point: MegaPoint, activation: str, dtype: torch.dtype, device: tor
     )
     halved = replace(block, columns=max(16, block.columns // 2)) if GATED[activation] else block
     return replace(TileConfigs.all_of(block), up=halved)
+
+
+def columns_at_once(num_rows: int, rows_NH: Tensor, block: TileConfig) -> int:
+    """How many columns of so many rows a program copies at a time: of each of its threads eight loads are on their way
+    before it stores what the first has brought, as memory of a peer is a microsecond away.
+    """
+    size = rows_NH.element_size()
+    columns = FLIGHT_BYTES * THREADS_OF_WARP * block.warps // (num_rows * size)
+    return max(LOAD_BYTES // size, min(columns, triton.next_power_of_2(rows_NH.shape[1])))
 
 
 def parts_of(share: float) -> int:

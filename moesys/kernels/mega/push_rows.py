@@ -65,24 +65,27 @@ def push_tile(out, home_row, column, kept, H: tl.constexpr, push_columns: tl.con
 def push_rows(  # type: ignore[no-untyped-def]
     launch, data, task, tile, homes, sizes: tl.constexpr
 ):
-    """The finished rows of a tile go home."""
+    """The finished rows of a tile go home. Returns whether they were finished."""
     H: tl.constexpr = sizes.H
-    kept = homes.kept
+    came = True
     for column_tile in range(sizes.num_column_tiles):
         flag = tile.number * sizes.num_column_tiles + column_tile + tl.arange(0, 1)
         rank = tl.load(launch.world + RANK).to(tl.int32)
-        wait(launch.flags.multiplied + flag, flag >= 0, task.epoch, rank, tile.group, flag, DISPATCH, launch.world)
+        multiplied = launch.flags.multiplied + flag
+        came = came & wait(multiplied, flag >= 0, task.epoch, rank, tile.group, flag, DISPATCH, launch.world)
     task_is_ready(launch.times, task.place, PUSH, tile.group)
     dtype: tl.constexpr = data.out_NH.dtype.element_ty
     staging = at(launch.world, homes.source, launch.offsets.staging, dtype)
     home_row = staging + homes.entry.to(tl.int64) * H
-    here_row = data.out_NH + tile.row.to(tl.int64) * H + tl.arange(0, kept.shape[0]) * H
-    for start in range(0, H, sizes.push_columns):
-        column = start + tl.arange(0, sizes.push_columns)
-        mask = kept[:, None] & (column < H)[None, :]
-        tl.store(
-            home_row[:, None] + column[None, :], tl.load(here_row[:, None] + column[None, :], mask=mask), mask=mask
-        )
+    here_row = data.out_NH + tile.row.to(tl.int64) * H + tl.arange(0, homes.kept.shape[0]) * H
+    if came:
+        for start in range(0, H, sizes.copy_columns):
+            column = start + tl.arange(0, sizes.copy_columns)
+            mask = homes.kept[:, None] & (column < H)[None, :]
+            tl.store(
+                home_row[:, None] + column[None, :], tl.load(here_row[:, None] + column[None, :], mask=mask), mask=mask
+            )
+    return came
 
 
 @triton.jit
@@ -95,9 +98,11 @@ def push_dweights(launch, partial_ptr, row, homes, num_sums: tl.constexpr):  # t
 
 @triton.jit
 def raise_at_sources(  # type: ignore[no-untyped-def]
-    launch, rows, epoch, tile, column_tile, sizes: tl.constexpr
+    launch, rows, epoch, tile, column_tile, came, sizes: tl.constexpr
 ):
-    """Tells the sources of a tile's rows, or of an expert's when all its tiles are done, that these columns came."""
+    """Tells the sources of a tile's rows, or of an expert's when all its tiles are done, that these columns came; if
+    they did.
+    """
     num_column_tiles: tl.constexpr = sizes.num_column_tiles
     num_ranks = launch.num_ranks
     source = tl.arange(0, sizes.RANKS)
@@ -107,10 +112,11 @@ def raise_at_sources(  # type: ignore[no-untyped-def]
     num_rows = tl.load(rows.exchange.block_rows_B + block, mask=inside, other=0)
     flag = tl.load(rows.flags.first_B + block, mask=inside, other=0)
     has_rows = inside & (num_rows > 0)
+    tell = came
     if sizes.experts:
-        tell = is_last(launch.flags.pushed + tile.group * num_column_tiles + column_tile, tile.of_group)
+        if came:
+            tell = is_last(launch.flags.pushed + tile.group * num_column_tiles + column_tile, tile.of_group)
     else:
-        tell = True
         flag += tile.in_group
         has_rows = has_rows & (first < tile.row + tile.num_rows) & (first + num_rows > tile.row)
     if tell:

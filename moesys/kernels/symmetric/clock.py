@@ -8,11 +8,14 @@ from __future__ import annotations
 import time
 
 import triton
-import triton.language as tl  # noqa: F401  # the interpreter looks for it where a function comes from
+import triton.language as tl  # the interpreter looks for it where a function comes from
 from triton.language.extra.cuda import globaltimer
 
 from moesys.kernels.experts.numerics import INTERPRETED
-from moesys.kernels.symmetric.heap import INTERPRETED_POLL_S
+from moesys.kernels.symmetric.heap import RANK, SEEN_NS, at
+
+# Ranks that are interpreted share cores, and leave them to each other while they wait.
+INTERPRETED_POLL_S = 5e-4
 
 
 def host_ns() -> int:
@@ -25,14 +28,8 @@ def nap() -> None:
     time.sleep(INTERPRETED_POLL_S)
 
 
-def polls_by_now() -> int:
-    """For the interpreter alone: how often a flag would have been asked for since some beginning."""
-    return int(time.monotonic() / INTERPRETED_POLL_S)
-
-
 host_ns.__triton_builtin__ = True  # type: ignore[attr-defined]
 nap.__triton_builtin__ = True  # type: ignore[attr-defined]
-polls_by_now.__triton_builtin__ = True  # type: ignore[attr-defined]
 
 
 @triton.jit
@@ -42,3 +39,12 @@ def now_ns():  # type: ignore[no-untyped-def]
         return host_ns()
     else:
         return globaltimer()
+
+
+@triton.jit
+def agreed_ns(world):  # type: ignore[no-untyped-def]
+    """A time on which all threads of a program agree: the latest that this rank had asked for before. They meet at
+    barriers, so none may leave a loop by a clock that it alone has read.
+    """
+    seen = at(world, tl.load(world + RANK), SEEN_NS, tl.int64)
+    return tl.atomic_max(seen, tl.cast(now_ns(), tl.int64), sem="relaxed", scope="gpu")

@@ -106,4 +106,6 @@ def _receive(  # type: ignore[no-untyped-def]
         expert = start + tl.arange(0, BLOCK)
         count = tl.where(published_at >= epoch, tl.load(row + expert, mask=expert < num_experts, other=0), 0)
         tl.store(tokens_RE + source * num_experts + expert, count, mask=expert < num_experts)
+    # All threads have read it before one counts it on: each reads some of the counts.
+    tl.debug_barrier()
     tl.store(exchanges_R + source, exchange + 1)

@@ -23,7 +23,6 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from moesys.kernels.experts.numerics import INTERPRETED
 from moesys.kernels.torch_internals import symmetric_arena
 
 # Regions begin at multiples of a cache line of both kinds of machine, and so at multiples of any load's width.
@@ -31,16 +30,17 @@ ALIGNMENT = 128
 SHARED_FOLDER = Path("/dev/shm")
 # A wait that takes longer is given up.
 TIMEOUT_S = 30.0
-# A flag of one's own arena is polled in about this time. Ranks that are interpreted share cores, and leave them to each
-# other while they wait.
-GPU_POLL_S = 1e-6
-INTERPRETED_POLL_S = 5e-4
-# What every arena begins with (``signals``): 1 + the rank that has given up; why this one did.
+# What every arena begins with (``signals``): 1 + the rank that has given up; why this one did; the latest time that a
+# waiter has seen, in ns.
 REPORT_WORDS = 7
-SIGNALS = {"abort": ((1,), torch.int32), "report": ((REPORT_WORDS,), torch.int32)}
-ABORT, REPORT = tl.constexpr(0), tl.constexpr(ALIGNMENT)
+SIGNALS = {
+    "abort": ((1,), torch.int32),
+    "report": ((REPORT_WORDS,), torch.int32),
+    "seen_ns": ((1,), torch.int64),
+}
+ABORT, REPORT, SEEN_NS = (tl.constexpr(place * ALIGNMENT) for place in range(3))
 # Places in ``world``; the bases of all ranks follow.
-NUM_RANKS, RANK, POLLS, BASES = (tl.constexpr(place) for place in range(4))
+NUM_RANKS, RANK, TIMEOUT_NS, BASES = (tl.constexpr(place) for place in range(4))
 
 
 class Region(NamedTuple):
@@ -77,9 +77,9 @@ class ArenaLayout:
 class Heap:
     """One rank's sight of all arenas.
 
-    ``arena``: this rank's own, bytes, born as zeros. ``world`` int64 [3 + R], on the arena's device: R, this rank, how
-    often a flag is asked for before its waiter gives up, and where each rank's arena begins, at addresses that are
-    valid for this rank. Memory is given back when the last rank's heap is gone, however its process ends.
+    ``arena``: this rank's own, bytes, born as zeros. ``world`` int64 [3 + R], on the arena's device: R, this rank,
+    after how many ns a waiter gives up, and where each rank's arena begins, at addresses that are valid for this rank.
+    Memory is given back when the last rank's heap is gone, however its process ends.
     """
 
     layout: ArenaLayout
@@ -95,8 +95,7 @@ class Heap:
     def _of(
         layout: ArenaLayout, rank: int, arena: Tensor, bases: Sequence[int], timeout_s: float, mapped: Sequence[object]
     ) -> Heap:
-        polls = max(1, int(timeout_s / (INTERPRETED_POLL_S if INTERPRETED.value else GPU_POLL_S)))
-        world = torch.tensor([len(bases), rank, polls, *bases], dtype=torch.int64, device=arena.device)
+        world = torch.tensor([len(bases), rank, int(timeout_s * 1e9), *bases], dtype=torch.int64, device=arena.device)
         return Heap(layout, rank, len(bases), timeout_s, arena, world, tuple(mapped))
 
     def offset(self, region: str) -> int:

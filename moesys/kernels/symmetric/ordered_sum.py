@@ -19,12 +19,13 @@ WARPS = 4
 def ordered_sum(parts_NP: Tensor, row_N: Tensor, num_rows: int) -> Tensor:
     """float32 [num_rows, P]; rows without parts are zeros."""
     num_columns = parts_NP.shape[1]
-    out_EP = parts_NP.new_empty(num_rows, num_columns)
+    out_EP = torch.empty(num_rows, num_columns, dtype=parts_NP.dtype, device=parts_NP.device)
     if not out_EP.numel():
         return out_EP
     order_N = torch.argsort(row_N, stable=True)
     first_E1 = torch.searchsorted(row_N[order_N], torch.arange(num_rows + 1, device=row_N.device))
-    _ordered_sum[(num_rows, triton.cdiv(num_columns, COLUMNS))](
+    # A flat grid: CUDA has at most 65,535 programs in the second of its directions.
+    _ordered_sum[(num_rows * triton.cdiv(num_columns, COLUMNS),)](
         parts_NP,
         order_N,
         first_E1,
@@ -39,8 +40,9 @@ def ordered_sum(parts_NP: Tensor, row_N: Tensor, num_rows: int) -> Tensor:
 
 @triton.jit
 def _ordered_sum(parts_ptr, order_ptr, first_ptr, out_ptr, part_stride, num_columns, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    programs_of_row = (num_columns - 1) // COLUMNS + 1
+    row = (tl.program_id(0) // programs_of_row).to(tl.int64)
+    column = (tl.program_id(0) % programs_of_row).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < num_columns
     total = tl.zeros([COLUMNS], dtype=tl.float32)
     for place in range(tl.load(first_ptr + row), tl.load(first_ptr + row + 1)):

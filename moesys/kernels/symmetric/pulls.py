@@ -23,7 +23,7 @@ from torch import Tensor
 
 from moesys.kernels.symmetric.copies import Copy, start_copies
 from moesys.kernels.symmetric.heap import BASES, RANK, Heap, Region, at, require_no_capture
-from moesys.kernels.symmetric.signals import PUBLISH, PULL, raise_flag, raise_if_given_up, wait
+from moesys.kernels.symmetric.signals import PUBLISH, PULL, Watch, raise_flag, wait
 
 # How often a rank may share before peers have pulled the first time.
 DEPTH = 2
@@ -40,8 +40,8 @@ class Wanted(NamedTuple):
 class Pull:
     """On its way until ``wait``, after which what is launched finds it there."""
 
-    def __init__(self, ring: PullRing, epoch: int, wanted: Sequence[Wanted]) -> None:
-        self._ring, self.epoch, self.wanted = ring, epoch, wanted
+    def __init__(self, ring: PullRing, epoch: int, wanted: Sequence[Wanted], into: Tensor) -> None:
+        self._ring, self.epoch, self.wanted, self.into = ring, epoch, wanted, into
         self.done: torch.cuda.Event | None = None
 
     def wait(self) -> None:
@@ -53,7 +53,7 @@ class PullRing:
     """One rank's side of all pulls over one heap with ``pull_regions``."""
 
     def __init__(self, heap: Heap) -> None:
-        self._heap = heap
+        self._heap, self._watch = heap, Watch(heap)
         self._bases = heap.world[BASES.value :].tolist()
         self._device = heap.arena.device
         # Before what else is ready, as a layer waits for it.
@@ -70,10 +70,12 @@ class PullRing:
     def arena_bytes(self) -> int:
         return self._heap.layout.num_bytes
 
-    def start(self, shared: Tensor, wanted: Sequence[Wanted]) -> Pull:
-        """``shared``: contiguous. All ranks start the same pulls in the same order.
+    def start(self, shared: Tensor, wanted: Sequence[Wanted], into: Tensor) -> Pull:
+        """``shared``: contiguous; ``into``: what all destinations are parts of, which becomes NaN if the pull is given
+        up. All ranks start the same pulls in the same order.
 
-        Raises ValueError where more is shared than there is room for.
+        Raises ``PeerTimeoutError`` where the host knows by now that one was given up before, ValueError where more is
+        shared than there is room for.
         """
         as_bytes = shared.view(-1).view(torch.uint8)
         if len(as_bytes) > self.num_bytes:
@@ -83,8 +85,9 @@ class PullRing:
             )
         if len(self._pending) == DEPTH:
             self.settle(self._pending[0])
+        self._watch.look()
         self._epoch += 1
-        pull = Pull(self, self._epoch, wanted)
+        pull = Pull(self, self._epoch, wanted, into)
         self._await("pulled", self._epoch - DEPTH)
         self._heap.own("shared")[self._epoch % DEPTH, : len(as_bytes)].copy_(as_bytes)
         self._tell("published", self._epoch)
@@ -93,8 +96,7 @@ class PullRing:
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
             with torch.cuda.stream(self._stream):
                 self._run(pull)
-                for part in wanted:
-                    part.destination.record_stream(self._stream)
+                into.record_stream(self._stream)
                 pull.done = self._stream.record_event()
         return pull
 
@@ -104,7 +106,6 @@ class PullRing:
             first = self._pending.popleft()
             if first.done is None:
                 self._run(first)
-                raise_if_given_up(self._heap)
             else:
                 torch.cuda.current_stream(self._device).wait_event(first.done)
 
@@ -114,6 +115,7 @@ class PullRing:
             self.settle(self._pending[-1])
         if self._stream is not None:
             self._stream.synchronize()
+        self._watch.look()
 
     def _run(self, pull: Pull) -> None:
         self._await("published", pull.epoch)
@@ -128,6 +130,7 @@ class PullRing:
         ]
         start_copies(copies, self._device)
         self._tell("pulled", pull.epoch)
+        self._watch.note([pull.into])
 
     def _await(self, region: str, epoch: int) -> None:
         stage = PUBLISH if region == "published" else PULL
@@ -142,8 +145,8 @@ class PullRing:
 class PullRings:
     """The rings of a group, by name, each as large as has been asked for."""
 
-    def __init__(self, group: dist.ProcessGroup, timeout_s: float) -> None:
-        self._group, self._timeout_s = group, timeout_s
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
         self._rings: dict[str, PullRing] = {}
 
     @property
@@ -151,15 +154,17 @@ class PullRings:
         """Of all arenas that this rank has here."""
         return sum(ring.arena_bytes for ring in self._rings.values())
 
-    def ring(self, name: str, num_bytes: int, device: torch.device) -> PullRing:
-        """Where a rank can share so many bytes. Collective: all ranks ask for the same."""
+    def ring(self, name: str, num_bytes: int, device: torch.device, timeout_s: float) -> PullRing:
+        """Where a rank can share so many bytes; a new one's waits are given up after ``timeout_s``. Collective: all
+        ranks ask for the same.
+        """
         ring = self._rings.get(name)
         if ring is None or ring.num_bytes < num_bytes:
             require_no_capture("the arena of experts")
             if ring is not None:
                 ring.drain()
             wanted = pull_regions(num_bytes, dist.get_world_size(self._group))
-            ring = self._rings[name] = PullRing(Heap.of_group(wanted, self._group, device, self._timeout_s))
+            ring = self._rings[name] = PullRing(Heap.of_group(wanted, self._group, device, timeout_s))
         return ring
 
 

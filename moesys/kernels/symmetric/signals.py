@@ -6,18 +6,26 @@ has waited for it (release and acquire at system scope, by atomics that Triton h
 
 Nobody waits for ever. A program that gives up writes down for whom and for what it waited, and tells all ranks; from
 then on every wait returns at once, so that all kernels end, and ``raise_if_given_up`` says on each what was written.
+What was made without what was waited for raises no flag: a rank whose waits all ended well has what it should have, and
+one that has not fills its outputs with NaN.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from moesys.kernels.experts.numerics import INTERPRETED
-from moesys.kernels.symmetric.clock import nap, polls_by_now
-from moesys.kernels.symmetric.heap import ABORT, NUM_RANKS, POLLS, RANK, REPORT, REPORT_WORDS, Heap, at
+from moesys.kernels.symmetric.clock import agreed_ns, nap
+from moesys.kernels.symmetric.heap import ABORT, NUM_RANKS, RANK, REPORT, REPORT_WORDS, TIMEOUT_NS, Heap, at
 
+# Programs that fill outputs with NaN.
+SPOILERS = 32
 # What is waited for, by number.
 STAGES = ("publish", "dispatch", "combine", "pull")
 PUBLISH, DISPATCH, COMBINE, PULL = (tl.constexpr(stage) for stage in range(len(STAGES)))
@@ -57,6 +65,34 @@ def _read_report(world, rank, out_ptr, WORDS: tl.constexpr):  # type: ignore[no-
         tl.store(out_ptr + word, tl.load(at(world, rank, REPORT, tl.int32) + word))
 
 
+def spoil_if_given_up(heap: Heap, outputs: Sequence[Tensor]) -> None:
+    """Fills what has been made with NaN, if a kernel of this rank or of a peer's gave up. No host waits for it."""
+    filled = tuple(Output(out, len(out), out[0].numel(), out.stride(0)) for out in outputs if out.numel())
+    if filled:
+        _spoil[(SPOILERS,)](heap.world, filled, BLOCK=1024)
+
+
+class Output(NamedTuple):
+    """Rows of a tensor, of ``length`` elements side by side, ``stride`` elements apart."""
+
+    values: Tensor
+    num_rows: int
+    length: int
+    stride: int
+
+
+@triton.jit
+def _spoil(world, outputs, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    if not all_came(world):
+        for number in tl.static_range(len(outputs)):
+            output = outputs[number]
+            for row in range(tl.program_id(0), output.num_rows, tl.num_programs(0)):
+                first = output.values + tl.cast(row, tl.int64) * output.stride
+                for start in range(0, output.length, BLOCK):
+                    column = start + tl.arange(0, BLOCK)
+                    tl.store(first + column, float("nan"), mask=column < output.length)
+
+
 class Watch:
     """Tells the host of kernels that gave up, without making it wait for those that run.
 
@@ -69,8 +105,11 @@ class Watch:
         self._heap = heap
         self._abort_1 = torch.zeros(1, dtype=torch.int32).pin_memory() if heap.arena.is_cuda else None
 
-    def note(self) -> None:
-        """At the end of a direction. On the CPU raises ``PeerTimeoutError`` at once."""
+    def note(self, outputs: Sequence[Tensor]) -> None:
+        """At the end of a direction: where it was given up, its ``outputs``, whose first dimension alone may have gaps,
+        become NaN. On the CPU raises ``PeerTimeoutError`` at once.
+        """
+        spoil_if_given_up(self._heap, outputs)
         if self._abort_1 is None:
             raise_if_given_up(self._heap)
         else:
@@ -99,26 +138,36 @@ def raise_flag(flag, epoch, mask=None):  # type: ignore[no-untyped-def]
 def wait(flag, mask, epoch, peer, expert, index, stage: tl.constexpr, world):  # type: ignore[no-untyped-def]
     """Until all flags of a tensor of pointers into this rank's memory are at ``epoch``; ``peer``, ``expert`` and
     ``index`` of each are what is reported of it. What is stored behind them may be read afterwards.
+
+    Returns whether they are: what is made without raises no flag.
     """
     abort = at(world, tl.load(world + RANK), ABORT, tl.int32)
-    found = _poll(flag, mask, epoch)
-    left = tl.load(world + POLLS)
-    if INTERPRETED:
-        # By the clock, as a poll takes several times as long here, the longer the more ranks share a core.
-        end = left + polls_by_now()
-    while (tl.min(found, 0) < epoch) & (left > 0):
+    lowest = tl.min(_poll(flag, mask, epoch), 0)
+    waits = lowest < epoch
+    end_ns = tl.cast(0, tl.int64)
+    if waits:
+        # The first time may be of another wait, long ago.
+        agreed_ns(world)
+        end_ns = agreed_ns(world) + tl.load(world + TIMEOUT_NS)
+    while waits:
         if INTERPRETED:
             nap()
-            left = end - polls_by_now()
-        else:
-            left -= 1
         aborted = tl.atomic_add(abort, 0, sem="acquire", scope="sys") != 0
-        left = tl.where(aborted, 0, left)
+        late = agreed_ns(world) >= end_ns
         found = _poll(flag, mask, epoch)
-        if (left <= 0) & (tl.min(found, 0) < epoch):  # noqa: SIM102, as these are no Python booleans
+        lowest = tl.min(found, 0)
+        if (lowest < epoch) & late:  # noqa: SIM102, as these are no Python booleans
             if not aborted:
                 _give_up(found, epoch, peer, expert, index, stage, world)
+        waits = (lowest < epoch) & (not (late | aborted))
     tl.debug_barrier()
+    return lowest >= epoch
+
+
+@triton.jit
+def all_came(world):  # type: ignore[no-untyped-def]
+    """Whether everything came that launches before this one waited for."""
+    return tl.atomic_add(at(world, tl.load(world + RANK), ABORT, tl.int32), 0, sem="acquire", scope="sys") == 0
 
 
 @triton.jit
@@ -144,3 +193,6 @@ def _give_up(found, epoch, peer, expert, index, stage: tl.constexpr, world):  # 
         tl.debug_barrier()
         for rank in range(tl.load(world + NUM_RANKS).to(tl.int32)):
             tl.atomic_xchg(at(world, rank, ABORT, tl.int32), own + 1, sem="release", scope="sys")
+    else:
+        # Who wrote it may be about to tell: no launch behind this one is to begin before somebody has.
+        tl.atomic_xchg(at(world, own, ABORT, tl.int32), own + 1, sem="release", scope="sys")

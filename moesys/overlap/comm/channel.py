@@ -92,6 +92,11 @@ class Channel:
         self.heartbeat: Heartbeat | None = None
         self.link: PacedLink | None = None
 
+    @property
+    def timeout_s(self) -> float:
+        """After how long collectives give up."""
+        return group_timeout_s(self.group, self.device_type)
+
     def all_to_all(
         self,
         rows_out: Tensor,
@@ -180,7 +185,7 @@ class Channel:
     def _missing_from_roll_call(self, store: dist.Store, members: Sequence[int]) -> set[int]:
         """Who does not sign. Whoever is alive fails in a collective too, but some not before the group's time-out."""
         assert self.group is not None
-        deadline = time.monotonic() + group_timeout_s(self.group, self.device_type) + self.failure_grace_s
+        deadline = time.monotonic() + self.timeout_s + self.failure_grace_s
         silent = self._unsigned(store, members)
         while silent and time.monotonic() < deadline:
             time.sleep(0.05)

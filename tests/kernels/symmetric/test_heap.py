@@ -42,9 +42,10 @@ def read_all(heap: Heap) -> list[list[int]]:
 
 def test_regions_lie_apart_behind_those_of_signals() -> None:
     layout = ArenaLayout.of(REGIONS)
-    assert list(layout.offset) == ["abort", "report", *REGIONS]
+    assert list(layout.offset) == ["abort", "report", "seen_ns", *REGIONS]
     # What signals find without being told.
-    assert (layout.offset["abort"], layout.offset["report"]) == (module.ABORT.value, module.REPORT.value)
+    for name, place in (("abort", module.ABORT), ("report", module.REPORT), ("seen_ns", module.SEEN_NS)):
+        assert layout.offset[name] == place.value
     ends = {name: layout.offset[name] + region.num_bytes for name, region in layout.regions.items()}
     for before, behind in pairwise(layout.offset):
         assert ends[before] <= layout.offset[behind]

@@ -1,0 +1,30 @@
+"""A script, for a process in which Triton does not interpret: assembly of small kernels between ranks, as JSON."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+
+from moesys.kernels.experts import ahead_of_time
+from moesys.kernels.mega.exchange import publish, regions
+from moesys.kernels.symmetric.counts import count_regions, receive_counts
+from moesys.kernels.symmetric.heap import Heap
+
+# More than a warp has threads.
+RANKS, EXPERTS = 64, 256
+
+
+def main() -> None:
+    ahead_of_time.read_machine_code = lambda compiled: {compiled.metadata.name: compiled.asm["ptx"]}
+    shared = {**regions(1, 1, 1, torch.bfloat16, RANKS, 1), **count_regions(RANKS, EXPERTS)}
+    heap = Heap.virtual(shared, RANKS, "meta")[0]
+    number = torch.empty(1, dtype=torch.int32, device="meta")
+    with ahead_of_time.compiling() as found:
+        publish(heap, number, {})
+        receive_counts(heap, number, number.expand(RANKS), EXPERTS)
+    print(json.dumps({name: listing for each in found for name, listing in each.items()}))
+
+
+if __name__ == "__main__":
+    main()
