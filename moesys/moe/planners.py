@@ -160,9 +160,7 @@ class HostPlanner(Planner):
         overlap, channel = self.strategy.overlap, self.channel
         assert isinstance(overlap, Sequential | Pipelined)
         parts = batch.expert_TK, tokens_CRE, plan.tokens, channel.rank, batch.compute.min_rows
-        reduction, block_sums = self.strategy.reduction, None
-        if isinstance(reduction, LayoutInvariant):
-            block_sums = BlockSums.of(plan.tokens, reduction.block_rows, channel)
+        block_sums = self._block_sums(plan)
         at = (channel, batch.compute, self.shards.memory)
         if not overlap.crosses_once(channel.num_nodes):
             return ChunkedExecutor(overlap, build_routes(*parts), *at, sums=block_sums)
@@ -173,13 +171,22 @@ class HostPlanner(Planner):
         node_routes = build_node_routes(routes, rows_CRR, top_k, self.shape.row_bytes, channel, sums=sums)
         return ChunkedExecutor(overlap, routes, *at, node_routes, block_sums)
 
+    def _block_sums(self, plan: LayerPlan) -> BlockSums | None:
+        """Returns how weight gradients are summed where layouts may not show."""
+        reduction = self.strategy.reduction
+        if not isinstance(reduction, LayoutInvariant):
+            return None
+        return BlockSums.of(plan.tokens, reduction.block_rows, self.channel)
+
     def _mega_executor(self, overlap: MegaKernel, batch: MicroBatch, plan: LayerPlan, most_tokens: int) -> Executor:
         # Here, so that Triton is loaded only where it runs.
         from moesys.overlap.mega_executor import plan_mega
 
         home, recorder = self._mega_home(overlap, batch), self.channel.recorder
         rank = self.channel.rank
-        return plan_mega(overlap, self.shape, home, batch.expert_TK, plan.tokens, rank, most_tokens, recorder)
+        executor = plan_mega(overlap, self.shape, home, batch.expert_TK, plan.tokens, rank, most_tokens, recorder)
+        executor.sums = self._block_sums(plan)
+        return executor
 
 
 @dataclass

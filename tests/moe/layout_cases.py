@@ -30,6 +30,7 @@ TOKEN_BLOCK = 32
 WIDTHS = ((8, 24), (24, 56), (37, 13), (64, 48), (33, 40))
 # Bits of a grid so coarse that results show which one was used, of every other case.
 COARSE_BITS = 30
+MEGA = ms.MegaKernel(programs=1, deduplicate=True, overlap_weight_gradients=False)
 
 
 @dataclass(frozen=True)
@@ -76,10 +77,11 @@ def draw(seed: int, kernels: bool = False) -> LayoutCase:
     for ranks in rng.permutation(numbers)[:2].tolist():
         inner = sorted(rng.integers(0, num_blocks + 1, size=ranks - 1).tolist())
         nodes = [size for size in range(1, ranks + 1) if ranks % size == 0]
-        ranks_per_node = nodes[rng.integers(len(nodes))]
+        # MegaKernels reach one node.
+        ranks_per_node = ranks if kernels else nodes[rng.integers(len(nodes))]
         variants.append(
             Variant(
-                _strategy(rng, ranks, E, block_rows),
+                _strategy(rng, ranks, E, block_rows, MEGA if kernels else ms.Sequential(node_dispatch="once")),
                 ms.ClusterSpec(num_nodes=ranks // ranks_per_node, ranks_per_node=ranks_per_node),
                 tuple(TOKEN_BLOCK * block for block in (0, *inner, num_blocks)),
                 *(bool(rng.integers(2)) for _ in range(3)),
@@ -98,7 +100,10 @@ def draw(seed: int, kernels: bool = False) -> LayoutCase:
     )
 
 
-def _strategy(rng: np.random.Generator, ranks: int, num_experts: int, block_rows: int) -> ms.Strategy:
+def _strategy(
+    rng: np.random.Generator, ranks: int, num_experts: int, block_rows: int, third: ms.Sequential | ms.MegaKernel
+) -> ms.Strategy:
+    """``third``: an overlap beside those that all homes have."""
     slots = -(-num_experts // ranks) + int(rng.integers(3))
     sharding = [
         ms.Ep(),
@@ -109,7 +114,7 @@ def _strategy(rng: np.random.Generator, ranks: int, num_experts: int, block_rows
         ms.Fsep(slots_per_rank=slots, prefetch_layers=1, delay_reshard=True, reshard_after_forward=False),
     ][rng.integers(6)]
     balance = [ms.Greedy(drift=0), ms.Laer(), ms.Eplb()][rng.integers(3)]
-    overlaps = [ms.Sequential(), ms.Pipelined(chunks=3), ms.Sequential(node_dispatch="once")]
+    overlaps = [ms.Sequential(), ms.Pipelined(chunks=3), third]
     return ms.Strategy(
         name="drawn",
         sharding=sharding,

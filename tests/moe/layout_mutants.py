@@ -14,9 +14,10 @@ from torch import Tensor
 from moesys import step
 from moesys.kernels.experts.block_gradient import RowBlocks
 from moesys.kernels.experts.weight_gradient import weight_gradient
+from moesys.layout import TokenPlan
 from moesys.moe import gradients, token_blocks, token_kernels
 from moesys.moe.expert_store import ExpertStore
-from moesys.overlap import experts_cpu, experts_triton, single_rank
+from moesys.overlap import experts_cpu, experts_triton, mega_executor, single_rank
 from moesys.overlap.block_sums import BlockSums
 from moesys.overlap.comm.channel import Channel
 
@@ -60,11 +61,16 @@ def _other_blocks(*given: Any) -> list[RowBlocks]:
     return [blocks._replace(rows=blocks.rows // 2 + 3) for blocks in agreed_blocks(*given)]
 
 
+def _by_rank(plan: TokenPlan, device: torch.device) -> Tensor:
+    tokens_RP = mega_executor.tokens_by_replica(plan, device)
+    return tokens_RP.cumsum(1) - tokens_RP
+
+
 def _one_product_of_tokens(dy_TB: Tensor, x_TA: Tensor, num_tokens: int, grid: Tensor) -> Tensor:
     return token_gradient(dy_TB, x_TA, max(num_tokens, len(x_TA)), grid)
 
 
-EXECUTORS = (experts_triton, single_rank)
+EXECUTORS = (experts_triton, single_rank, mega_executor)
 agreed_blocks, token_gradient = single_rank.agreed_blocks, token_kernels.token_gradient
 agree, new_gradients, all_reduce = BlockSums.agree, ExpertStore.new_gradients, Channel.all_reduce
 
@@ -88,6 +94,7 @@ by_blocks = step.by_blocks
 KERNEL_MUTANTS: dict[str, list[tuple[object, str, Callable[..., Any]]]] = {
     "all rows of a slot in one float32 sum": [(module, "block_gradient", _one_product) for module in EXECUTORS],
     "blocks are cut elsewhere": [(module, "agreed_blocks", _other_blocks) for module in EXECUTORS],
+    "MegaKernels send stretches by rank": [(mega_executor, "lists_by_replica", _by_rank)],
     "all tokens of a rank in one float32 sum": [(token_kernels, "token_gradient", _one_product_of_tokens)],
 }
 # Of all homes.

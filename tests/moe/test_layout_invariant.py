@@ -73,9 +73,11 @@ def test_tokens_that_are_no_blocks_are_refused_in_training_only(home: str) -> No
         layer(torch.randn(33, 16))
 
 
-def test_kernels_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"overlap=MegaKernel\(\) sums them in kernels; use Sequential"):
+def test_what_cannot_be_invariant_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"in the kernel before; use MegaKernel\(overlap_weight_gradients=False\), or"):
         INVARIANT.replace(overlap=ms.MegaKernel())
+    with pytest.raises(ValueError, match="but most_tokens=64 has devices split; use most_tokens=None, or"):
+        INVARIANT.replace(overlap=ms.MegaKernel(overlap_weight_gradients=False, most_tokens=64))
     with pytest.raises(ValueError, match=r"combine='per_node' sums those of a node first; use combine='ordered'"):
         INVARIANT.replace(overlap=ms.Sequential(node_dispatch="once", combine="per_node"))
 

@@ -76,11 +76,12 @@ class Exchange(NamedTuple):
     the last row.
 
     As a source: ``replica_TK`` (-1 where dropped) and ``row_TK``: the replica, and the row among that replica's.
-    ``tokens_RP`` int64: the plan.
+    ``tokens_RP`` int64: the plan; ``list_RP`` int64: where its tokens begin in a source's list.
     """
 
     replicas: Replicas
     tokens_RP: Tensor
+    list_RP: Tensor
     first_G1: Tensor
     block_first_B: Tensor
     block_rows_B: Tensor
@@ -94,13 +95,23 @@ class Exchange(NamedTuple):
         return self.tokens_RP.shape[0]
 
 
-def exchange(tokens_RP: Tensor, position_TK: Tensor, replicas: Replicas, rank: int, num_rows: int) -> Exchange:
+def exchange(
+    tokens_RP: Tensor,
+    position_TK: Tensor,
+    replicas: Replicas,
+    rank: int,
+    num_rows: int,
+    list_RP: Tensor | None = None,
+) -> Exchange:
     """Tables of ``rank`` for the plan ``tokens_RP`` int64; ``position_TK``: each choice's place in its list, or -1.
 
-    ``num_rows``: N, at least the rows that come here. Some fifteen operators of torch on tables of R·P and N numbers.
+    ``num_rows``: N, at least the rows that come here. ``list_RP`` int64: where what a source sends to a replica begins
+    in its list; None: one replica behind the other. Some fifteen operators of torch on tables of R·P and N numbers.
     """
     num_ranks, own_G = tokens_RP.shape[0], replicas.own_G
-    list_RP, count_B = tokens_RP.cumsum(1) - tokens_RP, _blocks(tokens_RP, own_G)
+    if list_RP is None:
+        list_RP = tokens_RP.cumsum(1) - tokens_RP
+    count_B = _blocks(tokens_RP, own_G)
     end_B = count_B.cumsum(0)
     first_B, list_B = end_B - count_B, _blocks(list_RP, own_G)
     row_N = torch.arange(num_rows, device=tokens_RP.device)
@@ -110,14 +121,16 @@ def exchange(tokens_RP: Tensor, position_TK: Tensor, replicas: Replicas, rank: i
     place_N = torch.where(inside_N, row_N - first_B[block_N] + list_B[block_N], -1)
 
     position_TK = position_TK.long()
-    replica_TK = torch.searchsorted(tokens_RP[rank].cumsum(0), position_TK.clamp(min=0), right=True)
-    kept_TK = (position_TK >= 0) & (replica_TK < len(replicas.rank_P))
-    replica_TK = torch.where(kept_TK, replica_TK, 0)
+    end_P, replica_P = _ends(tokens_RP[rank], list_RP[rank])
+    turn_TK = torch.searchsorted(end_P, position_TK.clamp(min=0), right=True)
+    kept_TK = (position_TK >= 0) & (turn_TK < len(replicas.rank_P))
+    replica_TK = replica_P[torch.where(kept_TK, turn_TK, 0)]
     before_RP = tokens_RP.cumsum(0) - tokens_RP
     row_TK = position_TK - list_RP[rank][replica_TK] + before_RP[rank][replica_TK]
     return Exchange(
         replicas=replicas,
         tokens_RP=tokens_RP,
+        list_RP=list_RP,
         first_G1=first_B[::num_ranks].int(),
         block_first_B=first_B.int(),
         block_rows_B=count_B.int(),
@@ -126,6 +139,13 @@ def exchange(tokens_RP: Tensor, position_TK: Tensor, replicas: Replicas, rank: i
         replica_TK=torch.where(kept_TK, replica_TK, -1).int(),
         row_TK=torch.where(kept_TK, row_TK, -1).int(),
     )
+
+
+def _ends(tokens_P: Tensor, list_P: Tensor) -> tuple[Tensor, Tensor]:
+    """Where a source's replicas end in its list, ascending, and which these are, by the last dimension. The first end
+    behind a place is that of the place's replica.
+    """
+    return torch.where(tokens_P > 0, list_P + tokens_P, 0).sort(dim=-1)
 
 
 def _blocks(of_RP: Tensor, own_G: Tensor) -> Tensor:
@@ -318,21 +338,20 @@ def first_rows(exchange: Exchange, position_NK: Tensor, tiles: OrderedTiles) -> 
     if not num_groups or not num_replicas:
         return torch.full_like(exchange.source_N, -1), torch.full_like(exchange.source_N, -1)
     # All sources' lists on one line, so that one search finds the replica of any choice.
-    end_RP = exchange.tokens_RP.cumsum(1)
+    end_RP, replica_RP = _ends(exchange.tokens_RP, exchange.list_RP)
     line = (end_RP + torch.arange(num_ranks, device=device)[:, None] * LINE).reshape(-1)
     source_N1 = exchange.source_N.long().clamp(min=0)[:, None]
     at_NK = torch.searchsorted(line, source_N1 * LINE + position_NK.long().clamp(min=0), right=True)
-    replica_NK = at_NK - source_N1 * num_replicas
+    turn_NK = at_NK - source_N1 * num_replicas
     # Places behind the list are what a source that was given up said before.
-    in_list_NK = (position_NK >= 0) & (replica_NK < num_replicas)
-    replica_NK = replica_NK.clamp(max=num_replicas - 1)
+    in_list_NK = (position_NK >= 0) & (turn_NK < num_replicas)
+    replica_NK = replica_RP[source_N1, turn_NK.clamp(max=num_replicas - 1)]
     group_P = torch.full((num_replicas,), -1, dtype=torch.int64, device=device)
     group_P[own_G] = torch.arange(num_groups, device=device)
     group_NK = group_P[replica_NK]
     here_NK = in_list_NK & (group_NK >= 0) & (exchange.source_N >= 0)[:, None]
     group_NK = group_NK.clamp(min=0)
-    list_RP = end_RP - exchange.tokens_RP
-    in_block_NK = position_NK - list_RP[source_N1, replica_NK]
+    in_block_NK = position_NK - exchange.list_RP[source_N1, replica_NK]
     row_NK = exchange.block_first_B.long()[group_NK * num_ranks + source_N1] + in_block_NK
 
     number_M = torch.empty_like(tiles.lies_M)
