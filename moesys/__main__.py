@@ -11,7 +11,7 @@ from typing import Annotated, Literal
 import typer
 
 from moesys.bench.commands import bench
-from moesys.bench.harness.refusing import options_given
+from moesys.bench.harness.refusing import options_given, refusing
 
 app = typer.Typer(
     name="moesys",
@@ -85,7 +85,7 @@ def run(
         ),
     ] = None,
 ) -> None:
-    """Run an experiment, or what is left of it. Exit code 1 if a trial failed.
+    """Run an experiment, or what is left of it. Exit code 1 if a trial failed, or parts from what it must equal.
 
     A .py file with experiments(), which returns a list, has them all run, one after another; of a sweep over one number
     of the workload a chart is drawn too.
@@ -120,6 +120,24 @@ def compare(
     from moesys.lab.commands.compare import compare_folders
 
     raise typer.Exit(compare_folders(folders, form, metric))
+
+
+@app.command()
+def bisect(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder of a training, as runs/demo-1234abcd.")],
+    a: Annotated[str, typer.Argument(metavar="A", help="A strategy by name.")],
+    b: Annotated[str, typer.Argument(metavar="B", help="Another one, or the same once more.")],
+    seed: Annotated[int | None, typer.Option(help="The one whose losses part first by default.")] = None,
+) -> None:
+    """Find the first tensor in which two strategies differ. Step, tensor with its layer, rank, and by how much.
+
+    Both are trained again, in turns, on as many ranks as before, and every tensor is compared bit by bit: outputs and
+    gradients of all modules on each rank; gradients of parameters, the norm, parameters and optimizer state whole. Exit
+    code 1 if a bit differs. For example: moesys bisect runs/convergence-1234abcd ep fsep
+    """
+    from moesys.lab.commands.bisect import bisect_command
+
+    raise typer.Exit(bisect_command(run, a, b, seed))
 
 
 @app.command()
@@ -347,11 +365,35 @@ def convert(
 
 
 @app.command()
-def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print data instead of a table.")] = False) -> None:
-    """Say what this machine has, and what it lacks. Exit code 1 if something is broken."""
-    from moesys.lab.commands.doctor import doctor_command
+def doctor(
+    ctx: typer.Context,
+    as_json: Annotated[bool, typer.Option("--json", help="Print data instead of a table.")] = False,
+    gpu: Annotated[bool, typer.Option("--gpu", help="Prove this machine's GPUs, layer by layer.")] = False,
+    only: Annotated[str, typer.Option(help="Of --gpu: checks by name, with commas, or all.")] = "all",
+    minutes: Annotated[float, typer.Option(min=0, help="Of --gpu: what is not begun by then is left out.")] = 10.0,
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", help="Of --gpu: for the page to send back, and all that it found.")
+    ] = Path("doctor"),
+) -> None:
+    """Say what this machine has, and what it lacks. Exit code 1 if something is broken.
 
-    raise typer.Exit(doctor_command(as_json))
+    --gpu proves GPUs layer by layer, so that the first failure names the layer it is in, and then measures them, in ten
+    minutes: alone, or as one of torchrun's ranks. Without a GPU it rehearses what it can.
+    """
+    if not gpu:
+        for name, option in options_given(ctx).items():
+            if name in ("only", "minutes", "out"):
+                raise typer.BadParameter(f"{option} is for --gpu; leave it out")
+        from moesys.lab.commands.doctor import doctor_command
+
+        raise typer.Exit(doctor_command(as_json))
+    if as_json:
+        raise typer.BadParameter("--json prints what this machine has; --gpu writes doctor.json into --out DIR")
+    from moesys.bench.doctor import examination
+
+    with refusing():
+        asked = examination.asked_for(only, minutes, out)
+    raise typer.Exit(examination.main(asked))
 
 
 def main() -> None:

@@ -118,7 +118,7 @@ class InlinePlanner:
 
 @dataclass(frozen=True)
 class PlanEvent:
-    """A departure from the plan. After one, bits are no longer those of an undisturbed run."""
+    """A departure from the plan, or a sum that cannot be. After one, bits are no longer those of an undisturbed run."""
 
     layer: int
     micro_batch: int
@@ -182,9 +182,7 @@ class LayoutSchedule:
                 self.layout = ticket.layout()
             else:
                 ticket.cancel()
-                self.events.append(
-                    PlanEvent(self.layer, self.micro_batch, f"plan due at {due} came too late: layout kept")
-                )
+                self.tell(f"plan due at {due} came too late: layout kept")
 
     def advance(self) -> None:
         """The coming micro-batch is run, and its load is for no plan: one rank has all experts under every layout."""
@@ -232,10 +230,14 @@ class LayoutSchedule:
         if self.follows_history:
             self._begin_layouts_anew("homes moved: layouts begun anew")
 
+    def tell(self, what: str, micro_batch: int | None = None) -> None:
+        """Keeps an event, of the coming micro-batch where none is given."""
+        self.events.append(PlanEvent(self.layer, self.micro_batch if micro_batch is None else micro_batch, what))
+
     def _begin_layouts_anew(self, why: str) -> None:
         self._drop_pending()
         self.layout = self._first_layout()
-        self.events.append(PlanEvent(self.layer, self.micro_batch, why))
+        self.tell(why)
         if self._history is None or self._history.has_loads:
             self._asked_for = self.micro_batch
             self.request()
@@ -307,21 +309,13 @@ class LayoutSchedule:
             self._history = LoadHistory(self.strategy.predictor)
         if expert_RS.shape != self.layout.expert_RS.shape or ((expert_RS >= 0).sum(axis=1) > self.slots_R).any():
             self.layout = self._first_layout()
-            self.events.append(
-                PlanEvent(
-                    self.layer,
-                    self.micro_batch,
-                    f"history is of {expert_RS.shape[0]} ranks with {expert_RS.shape[1]} slots: begun anew",
-                )
-            )
+            self.tell(f"history is of {expert_RS.shape[0]} ranks with {expert_RS.shape[1]} slots: begun anew")
             return
         if self._history is not None and state["history"] is not None:
             try:
                 self._history.load_state_dict(state["history"])
             except ValueError:
-                self.events.append(
-                    PlanEvent(self.layer, self.micro_batch, "history is of another predictor: begun anew, layout kept")
-                )
+                self.tell("history is of another predictor: begun anew, layout kept")
         if state.get("homes") != self._moved_homes:
             self._begin_layouts_anew("history is of other homes: layouts begun anew")
             return

@@ -41,13 +41,18 @@ def bench_layer(
     tokens: Annotated[int | None, typer.Option(min=1, help="Tokens, instead of the shape's own number.")] = None,
     repeats: Repeats = 9,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads; torch's own choice by default.")] = None,
+    reduction: Annotated[
+        bool, typer.Option("--reduction", help="LayoutInvariant over Ordered instead, forward and backward.")
+    ] = False,
     json: ResultFile = None,
 ) -> None:
     """Compare one rank of MoELayer with transformers' own blocks. Exit code 1 if an output is wrong."""
-    from moesys.bench import one_layer
+    from moesys.bench import one_layer, reductions
 
     with _refusing():
         cases = one_layer.select(shape, dtype, tokens)
+        if reduction:
+            raise typer.Exit(reductions.main(cases, repeats=repeats, threads=threads, json_path=json))
     raise typer.Exit(one_layer.main(cases, repeats=repeats, threads=threads, json_path=json))
 
 

@@ -10,6 +10,7 @@ from moesys.config import ClusterSpec, Ep, Fsep, LayoutInvariant, MegaKernel, Mo
 from moesys.layout import ExpertLayout
 from moesys.layout_schedule import LayoutSchedule
 from moesys.moe.expert_form import ExpertForm
+from moesys.moe.kept_casts import KeptCasts
 from moesys.moe.masters import Masters
 from moesys.moe.sharded_experts import ShardedExperts
 from moesys.moe.shards import Cross, ExpertShards, HeldByRank, Restored
@@ -35,6 +36,7 @@ class ExpertStore:
     ) -> None:
         self.layer_index, self.shards, self.masters = layer_index, shards, masters
         self.schedule, self.channel = schedule, channel
+        self.casts = KeptCasts(masters)
         # EP keeps what it lent until backward: sending it twice would cost more than the memory is worth.
         self.reshard_after_forward, self.prefetch_layers, self.delay_reshard = False, 0, False
         if isinstance(sharding, Fsep):
@@ -64,7 +66,10 @@ class ExpertStore:
         return self.shards.together(early, settled[rank], late, held[rank])
 
     def _start(self, held: HeldByRank, dtype: torch.dtype, when: str) -> Restored:
-        return self.shards.restore(self.masters.local(), dtype, held, self.channel, f"layer {self.layer_index}{when}")
+        name = f"layer {self.layer_index}{when}"
+        restored = self.shards.restore(self.masters.local(), dtype, held, self.channel, name)
+        restored.kept = self.casts
+        return restored
 
     def prefetch(self, pass_number: int) -> None:
         """Starts bringing the experts of the coming micro-batch that are settled, unless it is done already or masters

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 
 from moesys.balance import Homes
 from moesys.config import ClusterSpec, LayoutInvariant, ModelShape, Strategy
+from moesys.kernels.launch import on_its_device
 from moesys.layout_schedule import InlinePlanner, LayoutSchedule, PlanSource
 from moesys.moe.call import LayerCall
 from moesys.moe.expert_parameters import DTYPES
@@ -132,6 +133,7 @@ class Experts(nn.Module):
 
     # Planning is Python on integers and talks to other ranks: nothing that a compiler could trace.
     @torch.compiler.disable
+    @on_its_device
     def forward(self, x_TH: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
         """Returns y [T, H] in x's dtype: a token's experts' outputs times their weights, summed in the order of k.
 
@@ -243,6 +245,7 @@ class Experts(nn.Module):
 
     def move_homes(self, homes: Homes) -> None:
         """Takes masters to lie in the order of ``homes`` from now on. ``moe.home_moves`` brings them there."""
+        self.store.casts.drop()
         self._number_E = torch.from_numpy(homes.number_E).to(self.store.masters.device) if homes.moved else None
         self.schedule.move_homes(homes)
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from moesys.kernels.launch import on_its_device
 from moesys.moe.call import LayerCall
 from moesys.moe.lookahead import Link
 from moesys.moe.shards import Cross, Finish, Restored
@@ -54,6 +55,7 @@ class RoutedExperts(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
+    @on_its_device
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         call: LayerCall = ctx.call
         lookahead, store = ctx.link.lookahead, call.store

@@ -9,7 +9,7 @@ S slots, E experts, R ranks, P rows in expert order.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -26,18 +26,20 @@ from moesys.overlap.routes import held_experts
 class BlockSums:
     """Of one micro-batch of a layer, on one rank.
 
-    ``expert_S``: what its slots hold; ``rows_E`` int64: of each expert on all ranks, on any device.
+    ``expert_S``: what its slots hold; ``rows_E`` int64: of each expert on all ranks, on any device. ``tell``: takes a
+    sentence about experts whose sums cannot be made; on a GPU the host does not know of them.
     """
 
     block_rows: int
     expert_S: tuple[int, ...]
     rows_E: Tensor
     channel: Channel
+    tell: Callable[[str], None]
 
     @classmethod
-    def of(cls, plan: TokenPlan, block_rows: int, channel: Channel) -> BlockSums:
+    def of(cls, plan: TokenPlan, block_rows: int, channel: Channel, tell: Callable[[str], None]) -> BlockSums:
         held = held_experts(plan.layout.experts_of(channel.rank))
-        return cls(block_rows, tuple(held), torch.from_numpy(plan.load.tokens_E), channel)
+        return cls(block_rows, tuple(held), torch.from_numpy(plan.load.tokens_E), channel, tell)
 
     def agree(self, largest_S5: Tensor) -> Tensor:
         """Returns the grids of the gradients of ``gate_up``, ``down`` and their biases in each slot, float64 [S, 4], on
@@ -50,8 +52,11 @@ class BlockSums:
         held_S = torch.tensor(self.expert_S, dtype=torch.int64, device=device)
         largest_E5 = torch.zeros(len(self.rows_E), 5, dtype=torch.float64, device=device)
         largest_E5[held_S] = largest_S5.double()
-        largest_5E = self.channel.all_gather(largest_E5, lane="counts").amax(dim=0).unbind(dim=1)
-        x, dy, dh, activated, weight = largest_5E
+        largest_E5 = self.channel.all_gather(largest_E5, lane="counts").amax(dim=0)
+        if device.type == "cpu" and not (kept_E := largest_E5.isfinite().all(dim=1)).all():
+            lost = ", ".join(str(expert) for expert, kept in enumerate(kept_E.tolist()) if not kept)
+            self.tell(f"gradients of experts {lost} are NaN: what they are products of is not finite")
+        x, dy, dh, activated, weight = largest_E5.unbind(dim=1)
         bound_E4 = self.rows_E.to(device)[:, None] * torch.stack([dh * x, dy * activated, dh, dy * weight], dim=1)
         return grid_below(bound_E4)[held_S]
 

@@ -64,6 +64,10 @@ class CpuExperts:
     def min_rows(self) -> int:
         return self.rule.min_rows
 
+    @property
+    def by_tables(self) -> bool:
+        return False
+
     def alone(self, expert_TK: Tensor, num_experts: int) -> None:
         """Returns None: a GEMM a slot is called with the counts that routes have."""
 

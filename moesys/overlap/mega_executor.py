@@ -24,6 +24,7 @@ from moesys.kernels.experts.numerics import INTERPRETED
 from moesys.kernels.experts.tile_config import TileConfig, TileConfigs
 from moesys.kernels.experts.tiles import groups_by_size
 from moesys.kernels.experts.weight_gradient import OrderedGroups, weight_gradient
+from moesys.kernels.host_copies import to_device
 from moesys.kernels.mega.arguments import MegaMemory, MegaRows, announce, arrange
 from moesys.kernels.mega.exchange import Replicas, most_flags, publish, regions
 from moesys.kernels.mega.mega_combine import WeightGradients, down_combine, input_gradient_combine
@@ -337,8 +338,7 @@ def replicas_of(layout: ExpertLayout, rank: int, device: torch.device) -> Replic
     place = {(int(r), int(e)): p for p, (e, r) in enumerate(zip(expert_P, rank_P, strict=True))}
     own = [place[rank, expert] for expert in held_experts(layout.experts_of(rank))]
     # What numpy finds is every other number of one array, and kernels read numbers that lie side by side.
-    tables = (np.ascontiguousarray(values, dtype=np.int64) for values in (rank_P, expert_P, own))
-    return Replicas(*(torch.from_numpy(table).to(device) for table in tables))
+    return Replicas(*(to_device(np.ascontiguousarray(values), device) for values in (rank_P, expert_P, own)))
 
 
 def tokens_by_replica(plan: TokenPlan, device: torch.device) -> Tensor:
@@ -361,4 +361,4 @@ def _by_replica(plan: TokenPlan, of_entry: IntArray, device: torch.device) -> Te
     source, expert, destination, _ = plan.entries.T
     found_RP = np.zeros((plan.layout.num_ranks, len(rank_P)), dtype=np.int64)
     found_RP[source, index_RE[destination, expert]] = of_entry
-    return torch.from_numpy(found_RP).to(device)
+    return to_device(found_RP, device)

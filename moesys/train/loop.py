@@ -75,7 +75,7 @@ def train(
 
     Raises ValueError where strategy, model, cluster and workload do not fit, or ranks have different text.
     """
-    trainer = _Trainer(strategy, model, cluster, workload, seed, group)
+    trainer = Trainer(strategy, model, cluster, workload, seed, group)
     try:
         for step in range(workload.warmup + workload.steps):
             yield trainer.step(step)
@@ -83,8 +83,8 @@ def train(
         trainer.close()
 
 
-class _Trainer:
-    """A model, its optimizer and its runtime, for the length of one training."""
+class Trainer:
+    """A model, its optimizer and its runtime, for the length of one training: ``train``, for who looks inside."""
 
     def __init__(
         self,
@@ -156,10 +156,17 @@ class _Trainer:
             plans_ML.append([layer.last_plan for layer in self.runtime.layers if layer.last_plan is not None])
         self.runtime.check()
         self.learner.sync_gradients()
-        clip_grad_norm_(self.model, self.workload.max_grad_norm)
+        self.clip()
+        self.optimize()
+        return loss, plans_ML
+
+    def clip(self) -> Tensor:
+        """Clips gradients, which are whole by now; returns their norm before."""
+        return clip_grad_norm_(self.model, self.workload.max_grad_norm)
+
+    def optimize(self) -> None:
         self.optimizer.step()
         update_router_bias(self.model)
-        return loss, plans_ML
 
     def _result(self, step: int, step_ms: float, loss: float, plans_ML: list[list[LayerPlan]]) -> StepResult:
         layers = self.runtime.metrics()

@@ -11,6 +11,7 @@ from layout_mutants import COMMON_MUTANTS, KERNEL_MUTANTS, MUTANTS
 
 import moesys as ms
 from moesys.lab.ranks.pool import LocalRanks
+from moesys.layout_schedule import PlanEvent
 from moesys.overlap.experts_triton import TritonExperts
 
 # Others, in slices: MOESYS_LAYOUT_CASES=200:10000.
@@ -99,6 +100,8 @@ def test_what_is_not_finite_makes_its_experts_nan(home: str) -> None:
     # The token has chosen the last two.
     assert layer.experts.masters.grad[2:].isnan().all()
     assert layer.experts.masters.grad[:2].isfinite().all()
+    lost = PlanEvent(0, 0, "gradients of experts 2, 3 are NaN: what they are products of is not finite")
+    assert layer.experts.schedule.events == [lost]
     assert not ms.clip_grad_norm_(layer, 1.0).isfinite()
 
 

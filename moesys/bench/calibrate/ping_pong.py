@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-import triton
 import triton.language as tl
 
+from moesys.kernels.launch import kernel
 from moesys.kernels.symmetric.heap import RANK, Heap, Region, at
 from moesys.kernels.symmetric.signals import PUBLISH, raise_flag, raise_if_given_up, wait
 
@@ -34,7 +34,7 @@ class PingPong:
         self._epoch += rounds
 
 
-@triton.jit(do_not_specialize=["peer", "begins", "epoch", "rounds"])
+@kernel(do_not_specialize=["peer", "begins", "epoch", "rounds"])
 def _ping_pong(world, flag, peer, begins, epoch, rounds):  # type: ignore[no-untyped-def]
     lane = tl.arange(0, 1)
     mine = at(world, tl.load(world + RANK), flag, tl.int32) + lane

@@ -10,11 +10,12 @@ from typing import Annotated, NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from triton.backends.compiler import GPUTarget
 
 from moesys.bench.harness.names import chosen
 from moesys.bench.harness.sheets import Column
 from moesys.kernels.experts.activation_gradient import activation_gradient
-from moesys.kernels.experts.ahead_of_time import MOST_SHARED_BYTES, MachineCode, compiling
+from moesys.kernels.experts.ahead_of_time import HOPPER, MOST_SHARED_BYTES, MachineCode, compiling
 from moesys.kernels.experts.block_gradient import RowBlocks, block_gradient, cut_to_fit
 from moesys.kernels.experts.combine import combine
 from moesys.kernels.experts.grouped_gemm import grouped_gemm
@@ -26,6 +27,7 @@ from moesys.kernels.experts.weight_gradient import OrderedGroups, weight_gradien
 from moesys.kernels.mega.exchange import regions
 from moesys.kernels.routing.routing import Routing, route
 from moesys.kernels.split.blocks import split_by_blocks
+from moesys.kernels.split.chunks import OwnReplicas, arrived_rows, cut, sent_rows
 from moesys.kernels.split.flow import split
 from moesys.kernels.split.tables import SplitTables, tables_of
 from moesys.kernels.symmetric.counts import count_regions, receive_counts, send_counts
@@ -55,7 +57,7 @@ SIZES = (
     Size("fine", 40960, 768, 256, 128, 8),
     Size("30b", 32768, 4096, 512, 128, 8),
 )
-NUM_OPS = 16
+NUM_OPS = 17
 
 
 def _widths(widths: tuple[int, ...]) -> str:
@@ -130,8 +132,23 @@ def exchange_counts(first_E1: Tensor) -> Tensor:
     return receive_counts(heap, epoch_1, exchanges_R, num_experts)
 
 
+def cut_into_chunks(tables: SplitTables, entry_N: Tensor, top_k: int, num_chunks: int = 2) -> object:
+    """Tables of one of 64 ranks."""
+    num_ranks, num_replicas = 64, len(tables.rank_P)
+    tokens_RP = entry_N.new_empty(num_ranks, num_replicas, dtype=torch.int64)
+    here = num_replicas // num_ranks
+    first_RL = entry_N.new_empty(num_ranks, num_chunks * tables.replica_ER.shape[0] + 1)
+    sizes_2CR = tokens_RP.new_empty(2, num_chunks, num_ranks)
+    found = cut(first_RL, tokens_RP, tables, OwnReplicas(0, 0, here, here, 2), num_chunks, sizes_2CR)
+    return sent_rows(entry_N, found, tables, top_k), arrived_rows(found.arriving_CRG, len(entry_N))
+
+
 def compile_size(
-    size: Size, dtype: torch.dtype, tell: Callable[[str], None], only: Container[str] | None = None
+    size: Size,
+    dtype: torch.dtype,
+    tell: Callable[[str], None],
+    only: Container[str] | None = None,
+    target: GPUTarget = HOPPER,
 ) -> list[Compiled]:
     """Every kernel of forward and backward, gated by SiLU, at pinned blocks or the model's choice (``blocks_of``).
 
@@ -168,6 +185,7 @@ def compile_size(
         "counts": (None, lambda: exchange_counts(first)),
         "split": (None, lambda: split(tokens_RE, tables)),
         "split_by_blocks": (None, lambda: split_by_blocks(tokens_RE, tokens_RP, tables, 256)),
+        "chunks": (None, lambda: cut_into_chunks(tables, entries, K)),
         "route": (None, lambda: route(meta(T, K, dtype=torch.int64), E)),
         "tiles": (None, lambda: tile_table(first, P, up_.rows)),
         "groups": (None, lambda: groups_by_size(first)),
@@ -195,7 +213,7 @@ def compile_size(
         if only is not None and op not in only:
             continue
         tell(f"{size.name}: {op}")
-        with compiling() as compiled:
+        with compiling(target) as compiled:
             launch()
         gemm = max(compiled, key=lambda code: (len(code.mma), code.shared_bytes)) if block else None
         for code in compiled:

@@ -9,11 +9,12 @@ from typing import NamedTuple
 
 import torch
 import triton
+from triton.backends.compiler import GPUTarget
 
 from moesys.bench.kernels.aot import Compiled, Size, tile_words
 from moesys.config import MegaKernel
 from moesys.kernels.experts.activation_gradient import SUM_COLUMNS
-from moesys.kernels.experts.ahead_of_time import compiling
+from moesys.kernels.experts.ahead_of_time import HOPPER, compiling
 from moesys.kernels.experts.tile_config import TileConfig
 from moesys.kernels.experts.tiles import Tiles
 from moesys.kernels.mega.arguments import MegaMemory, MegaRows
@@ -56,14 +57,18 @@ class Launched(NamedTuple):
 
 
 def compile_mega(
-    size: Size, dtype: torch.dtype, tell: Callable[[str], None], points: Iterable[str] = POINTS
+    size: Size,
+    dtype: torch.dtype,
+    tell: Callable[[str], None],
+    points: Iterable[str] = POINTS,
+    target: GPUTarget = HOPPER,
 ) -> list[Compiled]:
     """Both MegaKernels, forward and backward, on one of ``NUM_RANKS`` ranks, each of which has the size's tokens."""
     found = []
     for name in points:
         for op, parts, run in _launched(size, dtype, POINTS[name]):
             tell(f"{size.name}: {name} {op}")
-            with compiling() as compiled:
+            with compiling(target) as compiled:
                 run()
             for (block, *asked), code in zip(parts, compiled, strict=True):
                 found.append(Compiled(size.name, f"{name} {op}", tile_words(block) if block else "", code, *asked))

@@ -30,6 +30,7 @@ from moesys.kernels.experts.numerics import dot, rounded
 from moesys.kernels.experts.products import left_step, rows_by_matrix
 from moesys.kernels.experts.tile_config import TileConfig
 from moesys.kernels.experts.tiles import RowGroups, require_contiguous, require_matrices, rows_of_tile, tile_of
+from moesys.kernels.launch import kernel
 from moesys.kernels.routing.routing import Routing
 
 # The routing weight's gradient is summed over so many columns at a time, in every tile, so that its bits do not depend
@@ -166,17 +167,18 @@ class GradientSizes(NamedTuple):
     epilogue: Epilogue
 
 
-@triton.jit(do_not_specialize=["P", "E"])
+@kernel(do_not_specialize=["P", "E"])
 def _activation_gradient(  # type: ignore[no-untyped-def]
     dy, down, rows, groups, P, E, sizes: tl.constexpr, tiling: tl.constexpr
 ):
     H: tl.constexpr = sizes.H
-    I: tl.constexpr = sizes.epilogue.I
+    epilogue: tl.constexpr = sizes.epilogue
+    I: tl.constexpr = epilogue.I
     pointers: tl.constexpr = tiling.operands == "pointers"
     specialised: tl.constexpr = tiling.operands == "specialised"
-    U: tl.constexpr = 2 * I if sizes.epilogue.gated else I
+    U: tl.constexpr = 2 * I if epilogue.gated else I
     num_column_tiles: tl.constexpr = (I + tiling.columns - 1) // tiling.columns
-    num_sums: tl.constexpr = (I + sizes.epilogue.sum_columns - 1) // sizes.epilogue.sum_columns
+    num_sums: tl.constexpr = (I + epilogue.sum_columns - 1) // epilogue.sum_columns
     if not pointers:
         down = matrices_by_tma(down, E, sizes.matrix_stride, H, I, tiling.contraction, tiling.columns)
     if specialised:
@@ -204,7 +206,7 @@ def _activation_gradient(  # type: ignore[no-untyped-def]
         row = first_row.to(tl.int64)
         of = rows.gradients
         here = GradientRows(of.h_PU + row * U, of.dh_PU + row * U, of.wa_PI + row * I, of.partial_PN + row * num_sums)
-        store_gradients(da, first_column, weight, num_rows, here, sizes.epilogue)
+        store_gradients(da, first_column, weight, num_rows, here, epilogue)
 
 
 @triton.jit
@@ -218,6 +220,7 @@ def store_gradients(  # type: ignore[no-untyped-def]
     rows: tl.constexpr = da.shape[0]
     columns: tl.constexpr = da.shape[1]
     I: tl.constexpr = sizes.I
+    activation: tl.constexpr = sizes.activation
     if columns > sizes.sum_columns:
         left, right = _halves(da)
         store_gradients(left, first_column, weight, num_rows, pointers, sizes)
@@ -233,12 +236,12 @@ def store_gradients(  # type: ignore[no-untyped-def]
             at_U = (row * (2 * I))[:, None] + column[None, :]
             gate = tl.load(pointers.h_PU + at_U, mask=in_tile, other=0.0).to(tl.float32)
             up = tl.load(pointers.h_PU + at_U + I, mask=in_tile, other=0.0).to(tl.float32)
-            a, along_gate, along_up = slopes(gate, up, sizes.activation)
+            a, along_gate, along_up = slopes(gate, up, activation)
             tl.store(pointers.dh_PU + at_U, rounded(weighted * along_gate, dtype), mask=in_tile)
             tl.store(pointers.dh_PU + at_U + I, rounded(weighted * along_up, dtype), mask=in_tile)
         else:
             h = tl.load(pointers.h_PU + at_I, mask=in_tile, other=0.0).to(tl.float32)
-            a, along = slope_one(h, sizes.activation)
+            a, along = slope_one(h, activation)
             tl.store(pointers.dh_PU + at_I, rounded(weighted * along, dtype), mask=in_tile)
         tl.store(pointers.wa_PI + at_I, rounded(a * weight[:, None], dtype), mask=in_tile)
         num_sums: tl.constexpr = (I + sizes.sum_columns - 1) // sizes.sum_columns
@@ -266,7 +269,7 @@ def _row_sums(x):  # type: ignore[no-untyped-def]
         return x.reshape(x.shape[0])
 
 
-@triton.jit(do_not_specialize=["num_entries"])
+@kernel(do_not_specialize=["num_entries"])
 def _add_partials(  # type: ignore[no-untyped-def]
     partial_ptr, row_ptr, dweight_ptr, num_entries, N: tl.constexpr, block_entries: tl.constexpr
 ):

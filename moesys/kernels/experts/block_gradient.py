@@ -24,6 +24,7 @@ from moesys.kernels.experts.products import Gather, Side, outer_step
 from moesys.kernels.experts.tile_config import TileConfig
 from moesys.kernels.experts.tiles import require_contiguous, require_matrices, tile_of
 from moesys.kernels.experts.weight_gradient import OrderedGroups, OuterProduct, by_rows
+from moesys.kernels.launch import kernel
 
 # Of a tile: 256 threads have three registers for each of its sums, and 255 in all. 128 columns spill.
 MOST_ROWS, MOST_COLUMNS = 128, 64
@@ -118,7 +119,7 @@ class BlockSizes(NamedTuple):
     gather: Gather
 
 
-@triton.jit(do_not_specialize=["num_tiles"])
+@kernel(do_not_specialize=["num_tiles"])
 def _block_gradient(  # type: ignore[no-untyped-def]
     left_ptr, right_ptr, groups, grid_ptr, out_ptr, num_tiles, sizes: tl.constexpr, tiling: tl.constexpr
 ):

@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moesys.kernels.experts.numerics import rounded
+from moesys.kernels.launch import kernel
 
 # Columns of a program: with 4 warps, 16 bytes of each row for each thread in 16 bits.
 MOST_COLUMNS = 1024
@@ -66,7 +67,7 @@ def combine_reference(y_PH: Tensor, row_TK: Tensor, weight_TK: Tensor | None, dt
     return total_TH.to(dtype)
 
 
-@triton.jit
+@kernel
 def _combine(  # type: ignore[no-untyped-def]
     y_ptr, row_ptr, weight_ptr, out_ptr, H: tl.constexpr, K: tl.constexpr, block_columns: tl.constexpr
 ):

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moesys.kernels.launch import kernel
+
 # Columns of a step: with 4 warps, 16 bytes for each thread in 16 bits.
 MOST_COLUMNS = 1024
 
@@ -30,7 +32,7 @@ def gather_rows(x_TH: Tensor, entry_P: Tensor, first_G1: Tensor, top_k: int) -> 
     return x_PH
 
 
-@triton.jit(do_not_specialize_on_alignment=["last_ptr"])
+@kernel(do_not_specialize_on_alignment=["last_ptr"])
 def _gather_rows(  # type: ignore[no-untyped-def]
     x_ptr, entry_ptr, last_ptr, x_row_ptr, H: tl.constexpr, K: tl.constexpr, block_columns: tl.constexpr
 ):

@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
@@ -25,6 +24,7 @@ from moesys.kernels.experts.numerics import dot, rounded
 from moesys.kernels.experts.products import rows_by_matrix
 from moesys.kernels.experts.tile_config import TileConfig
 from moesys.kernels.experts.tiles import RowGroups, Tiles, require_contiguous, require_matrices, rows_of_tile, tile_of
+from moesys.kernels.launch import kernel
 
 
 def grouped_gemm(
@@ -73,7 +73,7 @@ class GemmSizes(NamedTuple):
     transposed: bool
 
 
-@triton.jit(do_not_specialize=["P", "E"])
+@kernel(do_not_specialize=["P", "E"])
 def _grouped_gemm(  # type: ignore[no-untyped-def]
     rows, matrices, groups, out_ptr, P, E, sizes: tl.constexpr, tiling: tl.constexpr
 ):

@@ -122,8 +122,8 @@ def columns_by_columns(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def outer_step(left, right, row, inside, token, gather: tl.constexpr, tiling: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The columns of both ``Side`` in the rows from ``row`` on, [tiling.contraction, columns] each, zeros where no row
-    is ``inside``. ``token``: which row of the side that is gathered, None where none is.
+    """The columns of both ``Side`` in the rows from ``row`` on, [tiling.contraction, columns] each, zeros where a row
+    is not ``inside``. ``token``: which row the gathered side has, None where none is.
     """
     step = tl.arange(0, tiling.contraction)
     gathers: tl.constexpr = token is not None

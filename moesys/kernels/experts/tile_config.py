@@ -21,6 +21,17 @@ LEAST = MappingProxyType({"rows": 16, "columns": 16, "contraction": 16, "warps":
 POWERS_OF_TWO = ("rows", "columns", "contraction", "warps")
 
 
+# Registers of a multiprocessor of NVIDIA's, of which one thread may have so many.
+NUM_REGISTERS, MOST_REGISTERS, THREADS_OF_WARP = 65536, 255, 32
+
+
+def all_registers(warps: int) -> dict[str, int]:
+    """For launches of at most one program a multiprocessor, which may have all registers that there are: left to
+    itself, the assembler spills to make room for more programs than come.
+    """
+    return {"maxnreg": min(MOST_REGISTERS, NUM_REGISTERS // (THREADS_OF_WARP * warps))}
+
+
 def usual_programs(device: torch.device) -> int:
     """How many are resident where nothing else is said: one a multiprocessor."""
     if device.type != "cuda":

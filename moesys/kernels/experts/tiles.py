@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moesys.kernels.experts.tile_config import TileConfig
+from moesys.kernels.launch import kernel
 
 # Groups that a program writes the tiles of, with how many others it compares them at once, and how many tiles of each
 # it writes at once.
@@ -94,7 +95,7 @@ def _is_before(other, other_rows, group, rows):  # type: ignore[no-untyped-def]
     return larger | ((other_rows[None, :] == rows[:, None]) & (other[None, :] < group[:, None]))
 
 
-@triton.jit(do_not_specialize=["num_groups", "most"])
+@kernel(do_not_specialize=["num_groups", "most"])
 def _write_tiles(  # type: ignore[no-untyped-def]
     first_G1,
     table,
@@ -173,7 +174,7 @@ def groups_by_size(first_G1: Tensor) -> Tensor:
     return group_G
 
 
-@triton.jit(do_not_specialize=["num_groups"])
+@kernel(do_not_specialize=["num_groups"])
 def _write_groups(  # type: ignore[no-untyped-def]
     first_G1, group_G, num_groups, OWN: tl.constexpr, COMPARED: tl.constexpr
 ):

@@ -20,6 +20,7 @@ from moesys.kernels.experts.numerics import dot, rounded
 from moesys.kernels.experts.products import left_step, rows_by_tiles
 from moesys.kernels.experts.tile_config import TileConfig
 from moesys.kernels.experts.tiles import RowGroups, Tiles, require_contiguous, require_matrices, rows_of_tile, tile_of
+from moesys.kernels.launch import kernel
 from moesys.kernels.routing.routing import Routing
 
 
@@ -87,13 +88,14 @@ class UpSizes(NamedTuple):
     halves: int
 
 
-@triton.jit(do_not_specialize=["P", "E"])
+@kernel(do_not_specialize=["P", "E"])
 def _up(  # type: ignore[no-untyped-def]
     x, weights, rows, groups, P, E, sizes: tl.constexpr, tiling: tl.constexpr
 ):
     H: tl.constexpr = sizes.H
     I: tl.constexpr = sizes.I
     halves: tl.constexpr = sizes.halves
+    activation: tl.constexpr = sizes.activation
     pointers: tl.constexpr = tiling.operands == "pointers"
     specialised: tl.constexpr = tiling.operands == "specialised"
     U: tl.constexpr = halves * I
@@ -128,7 +130,7 @@ def _up(  # type: ignore[no-untyped-def]
                 weight = weight.reshape(halves * tiling.columns, tiling.contraction).T
                 h = dot(left, weight, h)
         base = row.to(tl.int64)
-        store_activations(h, rows.h_PU + base * U, rows.a_PI + base * I, num_rows, column, I, sizes.activation, halves)
+        store_activations(h, rows.h_PU + base * U, rows.a_PI + base * I, num_rows, column, I, activation, halves)
 
 
 @triton.jit

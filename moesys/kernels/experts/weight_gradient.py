@@ -22,6 +22,7 @@ from moesys.kernels.experts.numerics import rounded
 from moesys.kernels.experts.products import Gather, Side, columns_by_columns
 from moesys.kernels.experts.tile_config import TileConfig
 from moesys.kernels.experts.tiles import require_contiguous, tile_of
+from moesys.kernels.launch import kernel
 
 
 class OrderedGroups(NamedTuple):
@@ -132,17 +133,18 @@ class OuterProduct(NamedTuple):
     matrix_stride: Any
 
 
-@triton.jit(do_not_specialize=["num_tiles"])
+@kernel(do_not_specialize=["num_tiles"])
 def _weight_gradient(  # type: ignore[no-untyped-def]
     left_ptr, right_ptr, groups, out_ptr, num_tiles, sizes: tl.constexpr, tiling: tl.constexpr
 ):
+    gather: tl.constexpr = sizes.gather
     tiles_along_L: tl.constexpr = (sizes.L + tiling.rows - 1) // tiling.rows
     tiles_along_R: tl.constexpr = (sizes.R + tiling.columns - 1) // tiling.columns
     for task in range(tl.program_id(0), num_tiles, tl.num_programs(0)):
         group = tl.load(groups.order_G + task // (tiles_along_L * tiles_along_R))
         tile = tile_of(task % (tiles_along_L * tiles_along_R), tiles_along_L, tiles_along_R, tiling.raster)
         product = OuterProduct(left_ptr, right_ptr, out_ptr, sizes.L, sizes.R, sizes.matrix_stride)
-        store_outer_product(product, groups.entry_P, groups.first_G1, group, tile, sizes.gather, tiling)
+        store_outer_product(product, groups.entry_P, groups.first_G1, group, tile, gather, tiling)
 
 
 @triton.jit

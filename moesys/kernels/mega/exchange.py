@@ -20,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moesys.kernels.experts.tiles import Tiles
+from moesys.kernels.launch import kernel
 from moesys.kernels.symmetric.heap import RANK, Heap, Region, at
 from moesys.kernels.symmetric.signals import PUBLISH, raise_flag, wait
 
@@ -253,7 +254,7 @@ def publish(heap: Heap, epoch_1: Tensor, filled: Mapping[str, Tensor]) -> None:
     )
 
 
-@triton.jit
+@kernel
 def _publish(world, published, epoch_ptr, num_ranks, RANKS: tl.constexpr):  # type: ignore[no-untyped-def]
     epoch = tl.load(epoch_ptr) + 1
     # All threads have read it before one counts it on: each raises some of the flags.
@@ -307,7 +308,7 @@ class ChoicePulls(NamedTuple):
     num_ranks: int
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@kernel(do_not_specialize=["num_rows"])
 def _pull_choices(  # type: ignore[no-untyped-def]
     world, epoch_ptr, table, pulls, num_rows, RANKS: tl.constexpr, K: tl.constexpr, ROWS: tl.constexpr
 ):

@@ -24,6 +24,7 @@ from moesys.kernels.experts.products import rows_by_matrix
 from moesys.kernels.experts.tile_config import TileConfig, TileConfigs, Tiling, usual_programs
 from moesys.kernels.experts.tiles import tile_of
 from moesys.kernels.experts.weight_gradient import OuterProduct, store_outer_product
+from moesys.kernels.launch import kernel
 from moesys.kernels.mega.arguments import MegaMemory, MegaRows
 from moesys.kernels.mega.point import MegaPoint, columns_at_once, fuses, launch_options, parts_of
 from moesys.kernels.mega.push_rows import (
@@ -230,7 +231,7 @@ def _outer_sizes(gradients: WeightGradients, block: TileConfig, outer: TileConfi
     return MegaOuterSizes(U, H, I, *strides, tiles(U, H), tiles(H, I), tiling)
 
 
-@triton.jit(do_not_specialize=["num_tokens", "num_groups"])
+@kernel(do_not_specialize=["num_tokens", "num_groups"])
 def _mega_combine(  # type: ignore[no-untyped-def]
     launch, rows, data, gradients, num_tokens, num_groups, sizes: tl.constexpr, tiling: tl.constexpr
 ):
@@ -240,7 +241,8 @@ def _mega_combine(  # type: ignore[no-untyped-def]
     multiply: tl.constexpr = sizes.multiply
     push: tl.constexpr = sizes.push
     sums: tl.constexpr = sizes.sums
-    outer_products: tl.constexpr = sizes.outer is not None
+    outer: tl.constexpr = sizes.outer
+    outer_products: tl.constexpr = outer is not None
     raster: tl.constexpr = tiling.raster
     dtype: tl.constexpr = data.out_TH.dtype.element_ty
     table, tiles = rows.exchange, rows.tiles.tiles
@@ -248,7 +250,7 @@ def _mega_combine(  # type: ignore[no-untyped-def]
     num_row_tiles = tl.load(tiles.count_1)
     num_products = num_row_tiles * num_column_tiles if multiply else 0
     num_pushes = num_row_tiles if push else 0
-    num_outer = num_groups * (sizes.outer.tiles_of_up + sizes.outer.tiles_of_down) if outer_products else 0
+    num_outer = num_groups * (outer.tiles_of_up + outer.tiles_of_down) if outer_products else 0
     num_sum_tasks = tl.cdiv(num_tokens, sizes.sum_tokens) * num_column_tiles if sums else 0
     came = all_came(launch.world)
     task = take(launch.queue_2)
@@ -324,7 +326,7 @@ def _mega_combine(  # type: ignore[no-untyped-def]
             else:
                 if outer_products:
                     place = Task(task, number, epoch)
-                    _outer_product(launch.times, place, gradients, table.first_G1, num_groups, sizes.outer)
+                    _outer_product(launch.times, place, gradients, table.first_G1, num_groups, outer)
         end_task(launch.times, task)
         task = take(launch.queue_2)
     leave(launch.queue_2)

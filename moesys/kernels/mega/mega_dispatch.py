@@ -26,6 +26,7 @@ from moesys.kernels.experts.products import rows_by_matrix
 from moesys.kernels.experts.tile_config import TileConfig, usual_programs
 from moesys.kernels.experts.tiles import tile_of
 from moesys.kernels.experts.up import rows_by_halves, store_activations
+from moesys.kernels.launch import kernel
 from moesys.kernels.mega.arguments import MegaMemory, MegaRows, raise_or_count
 from moesys.kernels.mega.exchange import OrderedTiles
 from moesys.kernels.mega.point import MegaPoint, columns_at_once, fuses, launch_options, parts_of
@@ -151,13 +152,15 @@ def _needed_tiles(tiles: OrderedTiles, raster: int) -> Tensor:
     return ends_M[last_of_sweep].contiguous()
 
 
-@triton.jit
+@kernel
 def _mega_dispatch(  # type: ignore[no-untyped-def]
     launch, rows, needed_ptr, data, sizes: tl.constexpr, tiling: tl.constexpr
 ):
     H: tl.constexpr = sizes.H
-    I: tl.constexpr = sizes.epilogue.I
-    halves: tl.constexpr = 2 if sizes.epilogue.gated else 1
+    epilogue: tl.constexpr = sizes.epilogue
+    I: tl.constexpr = epilogue.I
+    halves: tl.constexpr = 2 if epilogue.gated else 1
+    activation: tl.constexpr = epilogue.activation
     U: tl.constexpr = halves * I
     fetch: tl.constexpr = sizes.fetch
     multiply: tl.constexpr = sizes.multiply
@@ -207,14 +210,14 @@ def _mega_dispatch(  # type: ignore[no-untyped-def]
             wide_row, narrow_row = data.wide_NU + base * U, data.narrow_NI + base * I
             if data.h_NU is None:
                 h = rows_by_halves(left_row, matrix, column, H, I, halves, tiling)
-                store_activations(h, wide_row, narrow_row, num_rows, column, I, sizes.epilogue.activation, halves)
+                store_activations(h, wide_row, narrow_row, num_rows, column, I, activation, halves)
             else:
                 da = rows_by_matrix(left_row, matrix, column, H, I, False, tiling)
                 weight = tl.load(data.weight_N + row + in_rows)
-                num_sums: tl.constexpr = (I + sizes.epilogue.sum_columns - 1) // sizes.epilogue.sum_columns
+                num_sums: tl.constexpr = (I + epilogue.sum_columns - 1) // epilogue.sum_columns
                 partial_row = data.partial_NS + base * num_sums
                 pointers = GradientRows(data.h_NU + base * U, wide_row, narrow_row, partial_row)
-                store_gradients(da, column, weight, num_rows, pointers, sizes.epilogue)
+                store_gradients(da, column, weight, num_rows, pointers, epilogue)
         else:
             _fetch(launch, Task(task, number, epoch), came, rows, data, sizes, tiling.rows)
         end_task(launch.times, task)

@@ -10,7 +10,7 @@ import triton
 from torch import Tensor
 
 from moesys.kernels.experts.activations import GATED
-from moesys.kernels.experts.tile_config import TileConfig, TileConfigs
+from moesys.kernels.experts.tile_config import THREADS_OF_WARP, TileConfig, TileConfigs, all_registers
 from moesys.kernels.experts.tile_space import SINGLE
 from moesys.kernels.experts.tile_tuner import INTERPRETED
 from moesys.kernels.mega.exchange import TileOrder
@@ -18,8 +18,6 @@ from moesys.kernels.mega.task_queue import WHOLE
 
 # Of a load, and of all that a thread has on their way.
 LOAD_BYTES, FLIGHT_BYTES = 16, 128
-# Registers of a multiprocessor of NVIDIA's, of which one thread may have so many.
-NUM_REGISTERS, MOST_REGISTERS, THREADS_OF_WARP = 65536, 255, 32
 
 
 class MegaPoint(Protocol):
@@ -110,9 +108,7 @@ def parts_of(share: float) -> int:
 
 
 def launch_options(block: TileConfig, multiplies: bool) -> dict[str, Any]:
-    """What a launch takes of ``block``. One that only moves rows may have all registers that its one program on a
-    multiprocessor can: left to itself, the assembler spills to make room for more programs than there are.
-    """
+    """What a launch takes of ``block``."""
     if multiplies:
         return block.options()
-    return block.options() | {"maxnreg": min(MOST_REGISTERS, NUM_REGISTERS // (THREADS_OF_WARP * block.warps))}
+    return block.options() | all_registers(block.warps)

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moesys.kernels.launch import kernel
 from moesys.kernels.symmetric.clock import now_ns
 
 # What a task is, by number; 0 for one that was not there.
@@ -83,7 +84,7 @@ def _clock_offset_ns(device: torch.device) -> int:
     return min(tries)[1]
 
 
-@triton.jit
+@kernel
 def _read_clock(out_ptr):  # type: ignore[no-untyped-def]
     tl.store(out_ptr, now_ns())
 

@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moesys.kernels.launch import kernel
+
 # Choices that a program compares with each other: its work grows with them, the table of counts shrinks.
 BLOCK_CHOICES = 128
 # Numbers that one step of a prefix sum takes.
@@ -78,7 +80,7 @@ def _groups_of(group_P, choice, num_choices, num_groups):  # type: ignore[no-unt
     return tl.where((group >= 0) & (group < num_groups), group, -1).to(tl.int32)
 
 
-@triton.jit(do_not_specialize=["num_choices", "num_groups", "num_blocks"])
+@kernel(do_not_specialize=["num_choices", "num_groups", "num_blocks"])
 def _rank_in_blocks(  # type: ignore[no-untyped-def]
     group_P, rank_P, count_GB, num_choices, num_groups, num_blocks, BLOCK: tl.constexpr
 ):
@@ -97,7 +99,7 @@ def _rank_in_blocks(  # type: ignore[no-untyped-def]
     tl.store(count_GB + group.to(tl.int64) * num_blocks + block, count, mask=kept & (rank + 1 == count))
 
 
-@triton.jit(do_not_specialize=["num_blocks"])
+@kernel(do_not_specialize=["num_blocks"])
 def _scan_blocks(count_GB, first_G1, num_blocks, SCANNED: tl.constexpr):  # type: ignore[no-untyped-def]
     """One group a program: counts become how many rows all blocks before have; the group's rows go to
     ``first_G1[group + 1]``.
@@ -113,7 +115,7 @@ def _scan_blocks(count_GB, first_G1, num_blocks, SCANNED: tl.constexpr):  # type
     tl.store(first_G1 + group + 1, total)
 
 
-@triton.jit(do_not_specialize=["num_groups"])
+@kernel(do_not_specialize=["num_groups"])
 def _scan_groups(first_G1, num_groups, SCANNED: tl.constexpr):  # type: ignore[no-untyped-def]
     """One program: counts of rows behind the first element become first rows."""
     tl.store(first_G1, 0)
@@ -125,7 +127,7 @@ def _scan_groups(first_G1, num_groups, SCANNED: tl.constexpr):  # type: ignore[n
         total += tl.sum(count, 0)
 
 
-@triton.jit(do_not_specialize=["num_choices", "num_groups", "num_blocks"])
+@kernel(do_not_specialize=["num_choices", "num_groups", "num_blocks"])
 def _place(  # type: ignore[no-untyped-def]
     group_P, routing, before_GB, num_choices, num_groups, num_blocks, BLOCK: tl.constexpr
 ):

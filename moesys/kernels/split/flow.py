@@ -23,6 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moesys.kernels.experts.tile_config import all_registers
+from moesys.kernels.launch import kernel
 from moesys.kernels.split.sources import fill_quotas, lanes_of, sum_before, sum_of
 from moesys.kernels.split.tables import SplitTables
 
@@ -77,7 +79,8 @@ def split(tokens_RE: Tensor, tables: SplitTables, turn: int | Tensor = 0, phases
     limit, converged = tokens_RE.new_empty(()), tokens_RE.new_empty((), dtype=torch.bool)
     of_ranks, of_replicas = lanes_of(num_ranks), lanes_of(num_replicas)
     _share_out[(num_experts,)](tokens_RE, turn_1, tables, home, num_ranks, num_experts, **of_ranks)
-    _push[(1,)](home, tables, quota_P, limit, converged, num_replicas, phases, **of_replicas)
+    alone = all_registers(of_replicas["num_warps"])
+    _push[(1,)](home, tables, quota_P, limit, converged, num_replicas, phases, **of_replicas, **alone)
     return TensorPlan(fill_quotas(tokens_RE, quota_P, tables), limit, converged)
 
 
@@ -112,7 +115,7 @@ def _least(values, lane, first, last, widest):  # type: ignore[no-untyped-def]
     return tl.gather(values, first, 0)
 
 
-@triton.jit(do_not_specialize=["num_ranks", "num_experts"])
+@kernel(do_not_specialize=["num_ranks", "num_experts"])
 def _share_out(  # type: ignore[no-untyped-def]
     tokens_RE, turn_1, tables, home, num_ranks, num_experts, LANES: tl.constexpr
 ):
@@ -142,7 +145,7 @@ def _share_out(  # type: ignore[no-untyped-def]
     tl.store(home.supply_P + replica, supply, mask=held)
 
 
-@triton.jit(do_not_specialize=["num_replicas", "phases"])
+@kernel(do_not_specialize=["num_replicas", "phases"])
 def _push(  # type: ignore[no-untyped-def]
     home, tables, quota_P, limit_1, converged_1, num_replicas, phases, LANES: tl.constexpr
 ):

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moesys.kernels.launch import kernel
 from moesys.kernels.split.tables import SplitTables
 
 # The fewest lanes of a program, those that a warp gets, and the most warps.
@@ -59,7 +60,7 @@ def sum_before(values, first):  # type: ignore[no-untyped-def]
     return before - tl.gather(before, first, 0)
 
 
-@triton.jit(do_not_specialize=["num_ranks", "num_experts", "num_levels"])
+@kernel(do_not_specialize=["num_ranks", "num_experts", "num_levels"])
 def _fill_quotas(  # type: ignore[no-untyped-def]
     tokens_RE,
     quota_P,

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from moesys.kernels.experts.numerics import INTERPRETED
+from moesys.kernels.launch import kernel
 
 # Words of 4 bytes that a program moves at a time: 16 bytes for each of 128 threads, four times.
 BLOCK_WORDS = 2048
@@ -52,7 +53,7 @@ def _copy_engines() -> ModuleType | None:
     return cast(ModuleType, runtime)
 
 
-@triton.jit(do_not_specialize=["num_copies"])
+@kernel(do_not_specialize=["num_copies"])
 def _copy(copies_ptr, num_copies, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     for number in range(num_copies):
         destination = tl.load(copies_ptr + number * 3)

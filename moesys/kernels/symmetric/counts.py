@@ -18,10 +18,10 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
+from moesys.kernels.launch import kernel
 from moesys.kernels.symmetric.heap import RANK, Heap, Region, at
 from moesys.kernels.symmetric.signals import PUBLISH, wait
 
@@ -49,7 +49,7 @@ def send_counts(heap: Heap, exchanges_R: Tensor, first_E1: Tensor) -> None:
     )
 
 
-@triton.jit(do_not_specialize=["num_ranks", "num_experts", "num_columns"])
+@kernel(do_not_specialize=["num_ranks", "num_experts", "num_columns"])
 def _send(  # type: ignore[no-untyped-def]
     world, counts, exchanges_R, first_E1, num_ranks, num_experts, num_columns, BLOCK: tl.constexpr
 ):
@@ -88,7 +88,7 @@ class CountOffsets(NamedTuple):
     counts: int
 
 
-@triton.jit(do_not_specialize=["num_experts", "num_columns"])
+@kernel(do_not_specialize=["num_experts", "num_columns"])
 def _receive(  # type: ignore[no-untyped-def]
     world, offsets, epoch_ptr, exchanges_R, tokens_RE, num_experts, num_columns, BLOCK: tl.constexpr
 ):

@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moesys.kernels.launch import kernel
+
 COLUMNS = 1024
 WARPS = 4
 
@@ -39,7 +41,7 @@ def ordered_sum(parts_NP: Tensor, row_N: Tensor, num_rows: int) -> Tensor:
     return out_EP
 
 
-@triton.jit
+@kernel
 def _ordered_sum(parts_ptr, order_ptr, first_ptr, out_ptr, part_stride, num_columns, COLUMNS: tl.constexpr):  # type: ignore[no-untyped-def]
     programs_of_row = (num_columns - 1) // COLUMNS + 1
     row = (tl.program_id(0) // programs_of_row).to(tl.int64)

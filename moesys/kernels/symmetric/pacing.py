@@ -16,6 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moesys.kernels.experts.numerics import INTERPRETED
+from moesys.kernels.launch import kernel
 from moesys.kernels.symmetric.clock import nap, now_ns
 
 # Places in a link.
@@ -69,11 +70,11 @@ def paced_copies(link: Tensor | None, num_bytes: int) -> Iterator[None]:
         _arrive[(1,)](link)
 
 
-@triton.jit(do_not_specialize=["num_bytes"])
+@kernel(do_not_specialize=["num_bytes"])
 def _set_off(link_ptr, num_bytes):  # type: ignore[no-untyped-def]
     set_off(link_ptr, tl.full([1], 1, tl.int32), tl.cast(num_bytes, tl.int64))
 
 
-@triton.jit
+@kernel
 def _arrive(link_ptr):  # type: ignore[no-untyped-def]
     arrive(link_ptr, tl.load(link_ptr + FREE_AT))

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moesys.kernels.launch import kernel
 from moesys.kernels.symmetric.copies import Copy, start_copies
 from moesys.kernels.symmetric.heap import BASES, RANK, Heap, Region, at, require_no_capture
 from moesys.kernels.symmetric.signals import PUBLISH, PULL, Watch, raise_flag, wait
@@ -177,7 +178,7 @@ def pull_regions(num_bytes: int, num_ranks: int) -> Mapping[str, Region]:
     }
 
 
-@triton.jit(do_not_specialize=["epoch"])
+@kernel(do_not_specialize=["epoch"])
 def _await_all(world, flags, epoch, num_ranks, stage: tl.constexpr, RANKS: tl.constexpr):  # type: ignore[no-untyped-def]
     """Until every rank has told this one ``epoch``."""
     peer = tl.arange(0, RANKS)
@@ -185,7 +186,7 @@ def _await_all(world, flags, epoch, num_ranks, stage: tl.constexpr, RANKS: tl.co
     wait(flag, peer < num_ranks, epoch, peer, -1, peer, stage, world)
 
 
-@triton.jit(do_not_specialize=["epoch"])
+@kernel(do_not_specialize=["epoch"])
 def _tell_all(world, flags, epoch, num_ranks, RANKS: tl.constexpr):  # type: ignore[no-untyped-def]
     peer = tl.arange(0, RANKS)
     flag = at(world, tl.minimum(peer, num_ranks - 1), flags, tl.int32) + tl.load(world + RANK)

@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moesys.kernels.experts.numerics import INTERPRETED
+from moesys.kernels.launch import kernel
 from moesys.kernels.symmetric.clock import agreed_ns, nap
 from moesys.kernels.symmetric.heap import ABORT, NUM_RANKS, RANK, REPORT, REPORT_WORDS, TIMEOUT_NS, Heap, at
 
@@ -58,7 +59,7 @@ def raise_if_given_up(heap: Heap) -> None:
     )
 
 
-@triton.jit(do_not_specialize=["rank"])
+@kernel(do_not_specialize=["rank"])
 def _read_report(world, rank, out_ptr, WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
     """A peer's too: it lies in that rank's arena."""
     for word in range(WORDS):
@@ -81,7 +82,7 @@ class Output(NamedTuple):
     stride: int
 
 
-@triton.jit
+@kernel
 def _spoil(world, outputs, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     if not all_came(world):
         for number in tl.static_range(len(outputs)):

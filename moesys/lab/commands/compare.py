@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -58,7 +59,7 @@ def compare_folders(folders: Sequence[Path], form: Format = "table", metric: str
             _print(comparison, form, of_group)
         else:
             print_full(_metric_table(comparison, metric))
-    return 0
+    return max(_told_unequal(comparison, group) for group, comparison in zip(groups, comparisons, strict=True))
 
 
 def report(result: RunResult, form: Format) -> Comparison:
@@ -69,7 +70,31 @@ def report(result: RunResult, form: Format) -> Comparison:
     _save_table(comparison, environments, folder.path)
     _warn(environments)
     _print(comparison, form, environments)
+    _told_unequal(comparison, [folder])
     return comparison
+
+
+def _told_unequal(comparison: Comparison, folders: Sequence[RunFolder]) -> int:
+    """Says on stderr which rows have other bits than they must have, and how to find out why; the exit code."""
+    baseline = comparison.baseline.name
+    for row in comparison.unequal:
+        assert row.agreement is not None
+        step, seed = row.agreement.steps_within, row.agreement.seed
+        names = {of.path: {strategy.name for strategy in of.experiment().strategies} for of in folders}
+        # In a table of several folders a row may be named after one of them.
+        folder = next((path for path, there in names.items() if {baseline, row.strategy.name} <= there), None)
+        command = ["moesys", "bisect", str(folder), baseline, row.strategy.name, "--seed", str(seed)]
+        how = (
+            f"to find the tensor, layer and rank: {shlex.join(command)}"
+            if folder is not None
+            else "run both in one experiment, and moesys bisect finds the tensor, layer and rank"
+        )
+        print(
+            f"Error: {row.name} is not bit-equal to {baseline}: their losses differ from step {step} of seed {seed} "
+            f"on; {how}",
+            file=sys.stderr,
+        )
+    return int(bool(comparison.unequal))
 
 
 def _print(comparison: Comparison, form: Format, environments: Sequence[Environment]) -> None:

@@ -32,6 +32,7 @@ from moesys.config.hub_config import read_config
 from moesys.config.workload import ModelTraining, Replay
 from moesys.lab.commands import refused
 from moesys.lab.commands.compare import report
+from moesys.lab.runs.comparison import Comparison
 from moesys.lab.runs.progress import progress_on
 from moesys.lab.runs.runner import Interrupted, RunResult, run
 from moesys.lab.runs.statistics import MIN_SEEDS
@@ -117,11 +118,11 @@ def demo(out: Path, fresh: bool = False) -> int:
         # hidden, so that ``compare runs/*`` does not take it for a run folder
         traces = out.resolve() / ".demo-traces"
         training = training_experiment()
-        trained = _run(training, out, fresh, record_routing=traces / TRACE)
-        if trained.failed:
-            return trained.exit_code
+        trained, compared = _run(training, out, fresh, record_routing=traces / TRACE)
+        if trained.failed or compared.unequal:
+            return 1
         print()
-        replayed = _run(replay_experiment(traces), out, fresh)
+        replayed, _ = _run(replay_experiment(traces), out, fresh)
     except (ValueError, OSError) as error:
         return refused(error)
     except Interrupted as stop:
@@ -148,11 +149,12 @@ def _strategies(slots_per_rank: int) -> tuple[Strategy, ...]:
     )
 
 
-def _run(experiment: Experiment, out: Path, fresh: bool, record_routing: Path | None = None) -> RunResult:
+def _run(
+    experiment: Experiment, out: Path, fresh: bool, record_routing: Path | None = None
+) -> tuple[RunResult, Comparison]:
     result = run(experiment, out, fresh=fresh, record_routing=record_routing, progress=progress_on(sys.stdout))
     print(result)
-    report(result, "table")
-    return result
+    return result, report(result, "table")
 
 
 def _draw_losses(trained: RunResult) -> list[Path]:

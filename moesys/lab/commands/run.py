@@ -64,7 +64,7 @@ def run_file(
             result = run(experiment, out, progress=progress_on(told), jobs=where, **options)
             if speaks:
                 comparisons.append(_report(result, form, told))
-                code = max(code, result.exit_code)
+                code = max(code, result.exit_code, int(bool(comparisons[-1].unequal)))
             if result.stopped:
                 break
     except (ValueError, OSError) as error:

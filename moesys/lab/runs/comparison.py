@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from moesys.config import DType, Strategy
+from moesys.config import DType, LayoutInvariant, Strategy
 from moesys.config.experiment import Experiment, Source, Trial
 from moesys.lab.runs.records import Record, latest
 from moesys.lab.runs.statistics import PairedRatio, paired_ratio
@@ -28,13 +28,14 @@ class Agreement:
     """How far losses are from the baseline's, over the same seeds and steps: |a - b| / |b|.
 
     difference: the largest of all steps. steps_within: of ``num_steps``, the first ones in which none is above
-    ``tolerance``.
+    ``tolerance``, which is 0 where every bit must be the same. seed: one that is above it first; None where none is.
     """
 
     difference: float
     tolerance: float
     steps_within: int
     num_steps: int
+    seed: int | None = None
 
     @property
     def bit_equal(self) -> bool:
@@ -47,8 +48,10 @@ class Agreement:
 
     @property
     def holds(self) -> bool:
-        """Whether both compute the same, as far as the first ``JUDGED_STEPS`` steps can tell."""
-        return self.steps_within >= min(self.num_steps, JUDGED_STEPS)
+        """Whether both compute the same, as far as the first ``JUDGED_STEPS`` steps can tell; where every bit must be
+        the same, all steps.
+        """
+        return self.steps_within >= (min(self.num_steps, JUDGED_STEPS) if self.tolerance else self.num_steps)
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,16 @@ class Comparison:
         """Seeds of the row that has most."""
         return max(row.n for row in self.rows)
 
+    @property
+    def exact(self) -> bool:
+        """Whether no bit of a loss may differ: what is trained is so under one ``LayoutInvariant`` reduction."""
+        return self.source == "measured" and _is_exact(self.experiment)
+
+    @property
+    def unequal(self) -> tuple[Row, ...]:
+        """Rows whose losses have other bits than the baseline's, and may not."""
+        return tuple(row for row in self.rows if self.exact and row.agreement and not row.agreement.holds)
+
     @cached_property
     def best(self) -> frozenset[str]:
         """Names of the fastest row and of those that no paired interval tells from it, of what would run.
@@ -152,7 +165,7 @@ def compare_records(experiment: Experiment, records: Iterable[Record], source: S
     strategies = {strategy.name: strategy for strategy in experiment.strategies}
     plain = [_row(strategies[name], repeat, results) for (name, repeat), results in rows.items()]
     baseline = plain[0]
-    tolerance = LOSS_TOLERANCE[experiment.model.dtype]
+    tolerance = 0.0 if _is_exact(experiment) else LOSS_TOLERANCE[experiment.model.dtype]
     judged = [_judged(row, baseline, source, tolerance) for row in plain[1:]]
     judged.sort(
         key=lambda row: (-row.repeat, bool(row.would_not_run), -row.speedup.estimate if row.speedup else math.inf)
@@ -166,29 +179,34 @@ def agreement(
 ) -> Agreement | None:
     """Of the losses of the seeds that both have; None where there are none.
 
-    A loss that is not finite agrees with none, and another number of steps is infinitely far.
+    A loss that is not finite agrees with none, but where ``tolerance`` is 0 with its like; another number of steps is
+    infinitely far.
     """
-    seeds = [seed for seed in baseline.keys() & losses.keys() if len(baseline[seed]) or len(losses[seed])]
+    seeds = [seed for seed in sorted(baseline.keys() & losses.keys()) if len(baseline[seed]) or len(losses[seed])]
     if not seeds:
         return None
     num_steps = max(len(baseline[seed]) for seed in seeds)
-    difference_S = np.max([_differences(losses[seed], baseline[seed], num_steps) for seed in seeds], axis=0, initial=0)
+    exact = tolerance == 0
+    differences = {seed: _differences(losses[seed], baseline[seed], num_steps, exact) for seed in seeds}
+    difference_S = np.max(list(differences.values()), axis=0, initial=0)
     above = np.flatnonzero(difference_S > tolerance)
-    return Agreement(
-        float(difference_S.max(initial=0)), tolerance, int(above[0]) if above.size else num_steps, num_steps
-    )
+    first = int(above[0]) if above.size else num_steps
+    seed = next((seed for seed in seeds if above.size and differences[seed][first] > tolerance), None)
+    return Agreement(float(difference_S.max(initial=0)), tolerance, first, num_steps, seed)
 
 
-def _differences(losses: Sequence[float], reference: Sequence[float], num_steps: int) -> NDArray[np.float64]:
-    """|a - b| / |b| of each step."""
+def _differences(
+    losses: Sequence[float], reference: Sequence[float], num_steps: int, exact: bool
+) -> NDArray[np.float64]:
+    """|a - b| / |b| of each step. ``exact``: 0 of two that are alike, whatever they are."""
     if len(losses) != len(reference):
         return np.full(num_steps, math.inf)
     a, b = np.asarray(losses, dtype=np.float64), np.asarray(reference, dtype=np.float64)
     difference_S = np.zeros(num_steps)
     with np.errstate(invalid="ignore", divide="ignore"):
         relative = np.abs(a - b) / np.abs(b)
-    both_zero = (a == 0) & (b == 0)
-    difference_S[: len(a)] = np.where(both_zero, 0.0, np.where(np.isfinite(relative), relative, math.inf))
+    same = (a == b) | (np.isnan(a) & np.isnan(b)) if exact else (a == 0) & (b == 0)
+    difference_S[: len(a)] = np.where(same, 0.0, np.where(np.isfinite(relative), relative, math.inf))
     return difference_S
 
 
@@ -215,6 +233,11 @@ def _judged(row: Row, baseline: Row, source: Source, tolerance: float) -> Row:
     agrees = agreement(baseline.losses, row.losses, tolerance) if source == "measured" else None
     may_show = source == "simulated" or (agrees is not None and agrees.holds)
     return replace(row, speedup=_speedup(baseline, row) if may_show else None, agreement=agrees)
+
+
+def _is_exact(experiment: Experiment) -> bool:
+    reductions = {strategy.reduction for strategy in experiment.strategies}
+    return len(reductions) == 1 and isinstance(experiment.baseline.reduction, LayoutInvariant)
 
 
 def _speedup(baseline: Row, row: Row) -> PairedRatio | None:

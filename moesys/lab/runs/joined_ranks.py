@@ -6,11 +6,12 @@ import os
 import pickle
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, TypeVar
 
+from moesys.config import Strategy
 from moesys.config.experiment import Experiment, Trial
 from moesys.config.workload import Measured
 from moesys.lab.ranks.process_start import LOOPBACK
@@ -80,11 +81,14 @@ class JoinedRanks(OneByOne):
         return shared
 
     def run(self, trial: Trial, experiment: Experiment, tick: Callable[[], None]) -> Measurement | None:
+        return self.call((trial.strategy,), run_measured, *arguments_of(trial, experiment), tick)
+
+    def call(self, _strategies: Sequence[Strategy], function: Callable[..., T], *arguments: Any) -> T:
         from moesys.lab.ranks.outcomes import Outcome, RankError
 
         self._num_runs += 1
         begin_s = time.monotonic()
-        measurement, reason, trace = None, "", ""
+        returned, reason, trace = None, "", ""
         try:
             self._dist.init_process_group(
                 self._backend,
@@ -93,7 +97,7 @@ class JoinedRanks(OneByOne):
                 world_size=self._num_ranks,
                 timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
             )
-            measurement = run_measured(*arguments_of(trial, experiment), tick)
+            returned = function(*arguments)
         except Exception as error:
             reason, trace = f"raised {first_line(error)}", traceback.format_exc()
         if reason:
@@ -106,7 +110,7 @@ class JoinedRanks(OneByOne):
         self._leave()
         if any(outcome.kind == "raised" for outcome in outcomes):
             raise of_ranks(RankError(outcomes))
-        return measurement
+        return returned  # type: ignore[return-value]
 
     def close(self) -> None:
         self._leave()

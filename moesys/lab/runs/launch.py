@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from moesys.config import ClusterSpec
+from moesys.config import ClusterSpec, Strategy
 from moesys.config.experiment import Experiment, Trial
 from moesys.config.workload import Measured, ModelTraining
 from moesys.lab.runs.cost_model import CostModel
 from moesys.lab.runs.joined_ranks import JoinedRanks
-from moesys.lab.runs.place import OneProcess, Place
+from moesys.lab.runs.place import OneProcess, Place, Ranks
 from moesys.lab.runs.rank_settings import COLLECTIVE_TIMEOUT_S, arguments_of, backend_of, environment_of, of_ranks
 from moesys.lab.runs.slurm import Slurm
 from moesys.lab.runs.slurm_jobs import SlurmJobs
@@ -25,6 +25,8 @@ from moesys.lab.slow_links.shaped_links import ShapedLinks, shaped_links
 
 if TYPE_CHECKING:
     from moesys.lab.ranks.pool import LocalRanks
+
+T = TypeVar("T")
 
 # Collectives notice lost ranks long before; this only ends what would hang for ever.
 _TRIAL_TIMEOUT_S = 24 * 3600.0
@@ -50,6 +52,12 @@ def place_for(experiment: Experiment, threads: int, jobs: int | Slurm | None = N
             f"jobs={jobs}: workload={type(experiment.workload).__name__} is timed, and trials side by side would slow "
             "each other down; leave jobs out, or use Slurm(...) for hosts of their own"
         )
+    return ranks_for(experiment, threads)
+
+
+def ranks_for(experiment: Experiment, threads: int) -> Ranks:
+    """The ranks that torchrun started, or our own, of a measured experiment. Raises ValueError where they cannot be."""
+    joins = "RANK" in os.environ and "WORLD_SIZE" in os.environ
     workload = experiment.workload
     assert isinstance(workload, Measured)
     if isinstance(workload, ModelTraining) and find_spec("transformers") is None:
@@ -84,13 +92,17 @@ class SpawnedRanks(OneProcess):
         self._opened = ExitStack()
 
     def run(self, trial: Trial, experiment: Experiment, tick: Callable[[], None]) -> Measurement | None:
+        return self.call((trial.strategy,), run_measured, *arguments_of(trial, experiment), tick)
+
+    def call(self, strategies: Sequence[Strategy], function: Callable[..., T], *arguments: Any) -> T:
         # Not at the top: whoever has nothing left to run need not wait for torch.
         from moesys.balance import warm_up
         from moesys.lab.ranks.outcomes import RankError
         from moesys.lab.ranks.pool import LocalRanks, RankTimeouts
 
-        # here, and not on all ranks at once
-        warm_up(trial.strategy.balance, trial.strategy.split, late_slots=bool(trial.strategy.late_slots))
+        for strategy in strategies:
+            # here, and not on all ranks at once
+            warm_up(strategy.balance, strategy.split, late_slots=bool(strategy.late_slots))
         if self._ranks is None:
             network = None
             if self._hosts is not None:
@@ -107,7 +119,7 @@ class SpawnedRanks(OneProcess):
             )
             self._opened.callback(self._ranks.close)
         try:
-            return self._ranks.run(run_measured, *arguments_of(trial, experiment), tick)[0]
+            return self._ranks.run(function, *arguments)[0]
         except RankError as error:
             raise of_ranks(error) from None
 

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
+from moesys.config import Strategy
 from moesys.config.experiment import Experiment, Trial
 from moesys.lab.runs.trials import Measurement
 
@@ -79,6 +80,15 @@ class Place(Protocol):
         """Of those of a ``run_all`` that broke off what has ended and was not handed out."""
 
     def close(self) -> None: ...
+
+
+class Ranks(Place, Protocol):
+    """A place with ranks of a process group."""
+
+    def call(self, strategies: Sequence[Strategy], function: Callable[..., T], *arguments: Any) -> T:
+        """Has every rank call a module-level function, which trains under ``strategies``: what it returns, on rank 0.
+        Raises TrialError on all.
+        """
 
 
 class OneByOne:

@@ -81,6 +81,9 @@ class Workers:
             pool = pool or self._started()
             return pool.submit(function, *args, **kwargs).result()
         except BrokenProcessPool:
+            # Waits for its thread, which would close what Python's exit writes to.
+            if pool is not None:
+                pool.shutdown()
             pool = None
             raise WorkerDiedError(time.monotonic() - begun_s) from None
         finally:
@@ -98,6 +101,7 @@ class Workers:
         try:
             started.result()
         except BrokenProcessPool:
+            pool.shutdown()
             raise ValueError(
                 'a worker process ended while it started; a script needs `if __name__ == "__main__":` around what it '
                 "runs, or use jobs=1 for no workers"

@@ -124,6 +124,8 @@ def _agreement_cell(row: Row, comparison: Comparison) -> str:
     if row.agreement is None:
         return "unknown"
     agreement = row.agreement
+    if comparison.exact:
+        return "bit-equal" if agreement.holds else f"PARTS at step {agreement.steps_within}"
     if agreement.holds and agreement.steps_left:
         return f"for {agreement.steps_within} of {agreement.num_steps} steps"
     return "bit-equal" if agreement.bit_equal else f"{agreement.difference:.1e}"
@@ -141,7 +143,12 @@ def _legend(comparison: Comparison, machine: str) -> list[str]:
     if any(row.repeat for row in comparison.rows):
         lines.append(f"{baseline} (again): the same strategy run twice; how far it is from 1 is noise and drift.")
     lines.append(f"Other columns: medians over a seed's steps, then over n seeds ({_sample_words(comparison)}).")
-    if any(row.agreement is not None for row in comparison.rows):
+    if comparison.exact:
+        lines.append(
+            f"Agreement: every loss must have the bits of {baseline}'s, same seed, same step, as all strategies have "
+            "one LayoutInvariant reduction. Where one has not, that is an error, and no speed is shown."
+        )
+    elif any(row.agreement is not None for row in comparison.rows):
         tolerance = next(row.agreement.tolerance for row in comparison.rows if row.agreement is not None)
         lines.append(
             f"Agreement: the largest relative difference of a loss from {baseline}'s, same seed, same step. "

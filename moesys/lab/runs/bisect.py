@@ -1,0 +1,213 @@
+"""Bisects: trains two trials side by side and finds the first tensor whose bits differ.
+
+What is compared, in the order in which a step computes it: outputs of all modules on each rank, gradients of these
+outputs, gradients of parameters, the norm that clips, parameters, what the optimizer keeps. What a strategy shards is
+compared whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from moesys.config import ClusterSpec, ModelShape, Strategy
+from moesys.config.workload import ModelTraining, Training
+from moesys.torch_private import NO_BACKWARD, current_backward
+from moesys.train.loop import Trainer
+
+
+@dataclass(frozen=True)
+class Parting:
+    """The first difference of two trainings. ``step``: 0-based, warm-up included.
+
+    tensor: what it is, with the name of its module or parameter. ranks: on which it differs, of ``num_ranks``; where
+    both trainings shard it alike, those whose part does. experts: of a tensor of all experts, those that differ.
+    largest: |a − b|; infinite where the two are of other shapes, or only one training has it. num_different: of
+    ``num_elements``, over these ranks.
+    """
+
+    step: int
+    tensor: str
+    ranks: tuple[int, ...]
+    num_ranks: int
+    experts: tuple[int, ...]
+    largest: float
+    num_different: int
+    num_elements: int
+
+
+def find_parting(
+    strategies: tuple[Strategy, Strategy],
+    model: ModelShape,
+    cluster: ClusterSpec,
+    workload: Training | ModelTraining,
+    seed: int,
+    tick: Callable[[], None],
+) -> Parting | None:
+    """Trains both on every rank of the default group, step by step in turns; returns where they part, on all ranks, or
+    None where no bit differs to the end. A collective. A step's tensors of the first are kept until the second has its
+    own. ``tick``: called after every step.
+    """
+    trainers: list[_Watched] = []
+    try:
+        trainers += (_Watched(strategy, model, cluster, workload, seed, None) for strategy in strategies)
+        for step in range(workload.warmup + workload.steps):
+            first, second = (trainer.watched(step) for trainer in trainers)
+            if (parting := _parting(step, first, second)) is not None:
+                return parting
+            tick()
+        return None
+    finally:
+        for trainer in trainers:
+            trainer.close()
+
+
+class _Seen(NamedTuple):
+    """A tensor, and this rank's part of one that is sharded."""
+
+    whole: Tensor
+    part: Tensor | None
+
+
+class _Watched(Trainer):
+    """A training that keeps copies of what a step computes, by name, in the order of computing."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._seen: dict[str, _Seen] = {}
+        self._times: Counter[str] = Counter()
+        for name, module in self.model.named_modules():
+            module.register_forward_hook(partial(self._see_outputs, name or "the model"))
+        self._random_state = torch.get_rng_state()
+
+    def watched(self, step: int) -> Mapping[str, _Seen]:
+        # Two trainings take turns, and each draws from where it stopped.
+        torch.set_rng_state(self._random_state)
+        self._seen, self._times = {}, Counter()
+        self.step(step)
+        self._random_state = torch.get_rng_state()
+        return self._seen
+
+    def clip(self) -> Tensor:
+        # Backward computes those of the last layer first.
+        for name, parameter in reversed(list(self.model.named_parameters())):
+            self._see(f"gradient of {name}", parameter.grad)
+        norm = super().clip()
+        self._see("norm of all gradients", norm)
+        return norm
+
+    def optimize(self) -> None:
+        super().optimize()
+        for name, parameter in self.model.named_parameters():
+            self._see(name, parameter.detach())
+            for of, state in self.optimizer.state.get(parameter, {}).items():
+                self._see(f"{of} of {name}", state)
+        for name, buffer in self.model.named_buffers():
+            self._see(name, buffer)
+
+    def _see_outputs(self, name: str, module: nn.Module, _inputs: Any, outputs: Any) -> None:
+        # A recomputation may leave out what nobody reads.
+        if current_backward() != NO_BACKWARD:
+            return
+        for place, output in enumerate(_tensors(outputs)):
+            what = f"output {place} of {name}" if place else f"output of {name}"
+            self._see(what, output)
+            if output.requires_grad:
+                output.register_hook(partial(self._see, f"gradient of {what}"))
+
+    @torch.no_grad()
+    def _see(self, name: str, tensor: object) -> None:
+        if isinstance(tensor, Tensor):
+            self._times[name] += 1
+            # As with several micro-batches.
+            times = f", time {self._times[name]}" if self._times[name] > 1 else ""
+            part = tensor.to_local().clone() if isinstance(tensor, DTensor) else None
+            whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor.clone()
+            self._seen[f"{name}{times}"] = _Seen(whole, part)
+
+
+def _tensors(outputs: Any) -> Iterator[Tensor]:
+    """Yields the floating tensors of what a module returns."""
+    if isinstance(outputs, Tensor):
+        if outputs.is_floating_point():
+            yield outputs
+    elif isinstance(outputs, Mapping):
+        yield from _tensors(list(outputs.values()))
+    elif isinstance(outputs, list | tuple):
+        for output in outputs:
+            yield from _tensors(output)
+
+
+def _parting(step: int, first: Mapping[str, _Seen], second: Mapping[str, _Seen]) -> Parting | None:
+    """Returns where this step parts. A collective."""
+    names = list(dict.fromkeys([*first, *second]))
+    differing = (n for n, name in enumerate(names) if not _alike(first.get(name), second.get(name)))
+    place = next(differing, len(names))
+    name = names[place] if place < len(names) else ""
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, (place, name, _difference(name, first.get(name), second.get(name))))
+    earliest = min(at for at, *_ in found)
+    there = {rank: of for rank, (at, _, of) in enumerate(found) if at == earliest and of.num_different}
+    if not there:
+        return None
+    return Parting(
+        step,
+        found[min(there)][1],
+        tuple(there),
+        len(found),
+        tuple(sorted({expert for of in there.values() for expert in of.experts})),
+        max(of.largest for of in there.values()),
+        sum(of.num_different for of in there.values()),
+        sum(of.num_elements for of in there.values()),
+    )
+
+
+@dataclass(frozen=True)
+class _Difference:
+    """Of one tensor on one rank; fields as ``Parting``'s."""
+
+    experts: tuple[int, ...] = ()
+    largest: float = 0.0
+    num_different: int = 0
+    num_elements: int = 0
+
+
+def _difference(name: str, first: _Seen | None, second: _Seen | None) -> _Difference:
+    if first is None or second is None or first.whole.shape != second.whole.shape:
+        elements = max(of.whole.numel() for of in (first, second) if of is not None) if name else 0
+        return _Difference((), math.inf, elements, elements)
+    differs = _differs(first.whole, second.whole)
+    experts = ()
+    if ".experts." in name and differs.dim() > 1:
+        experts = tuple(differs.flatten(1).any(dim=1).nonzero().flatten().tolist())
+    a, b = first.whole, second.whole
+    # Where both are cut alike, it shows whose part differs.
+    if first.part is not None and second.part is not None and first.part.shape == second.part.shape:
+        a, b = first.part, second.part
+        differs = _differs(a, b)
+    largest = (a.double() - b.double()).abs().flatten()[differs.flatten()].amax() if differs.any() else 0.0
+    return _Difference(experts, float(largest), int(differs.sum()), a.numel())
+
+
+def _alike(first: _Seen | None, second: _Seen | None) -> bool:
+    if first is None or second is None or first.whole.shape != second.whole.shape:
+        return False
+    return torch.equal(_bytes(first.whole), _bytes(second.whole))
+
+
+def _differs(a: Tensor, b: Tensor) -> Tensor:
+    return (_bytes(a) != _bytes(b)).view(*a.shape, -1).any(dim=-1)
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """Whose equality is that of bits: zeros have signs, and NaN is no number."""
+    return tensor.contiguous().flatten().view(torch.uint8)
