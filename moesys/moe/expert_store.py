@@ -36,7 +36,7 @@ class ExpertStore:
     ) -> None:
         self.layer_index, self.shards, self.masters = layer_index, shards, masters
         self.schedule, self.channel = schedule, channel
-        self.casts = KeptCasts(masters)
+        self.casts = KeptCasts(masters.state)
         # EP keeps what it lent until backward: sending it twice would cost more than the memory is worth.
         self.reshard_after_forward, self.prefetch_layers, self.delay_reshard = False, 0, False
         if isinstance(sharding, Fsep):
@@ -102,9 +102,12 @@ class ExpertStore:
         return self._prefetched is not None and self._prefetched[0] == (self.schedule.layout, pass_number, self.dtype)
 
     def new_gradients(self, layout: ExpertLayout) -> Tensor:
-        """Returns memory for the gradients of the slots of ``layout``, [D, padded_parameters]."""
+        """Returns memory for the gradients of the slots of ``layout``, [D, padded_parameters]: float64 where those of
+        several ranks are added up, and the order may not show.
+        """
         invariant = isinstance(self.schedule.strategy.reduction, LayoutInvariant)
-        return self.shards.new_gradients(layout, self.masters.device, torch.float64 if invariant else torch.float32)
+        added = invariant and bool((layout.replicas_RE > 0).sum(axis=0).max() > 1)
+        return self.shards.new_gradients(layout, self.masters.device, torch.float64 if added else torch.float32)
 
     def start_reshard(self, grads_DP: Tensor, layout: ExpertLayout) -> Cross:
         """Starts on the way of slot gradients to their owners (``ExpertShards.reshard``). A collective."""

@@ -3,29 +3,27 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from moesys.overlap.held_experts import ExpertWeights
 
-if TYPE_CHECKING:
-    from moesys.moe.masters import Masters
-
 
 class KeptCasts:
-    """The newest cast of ``masters``, as long as nothing can have changed them: while gradients are collected, and no
+    """The newest cast of masters, as long as nothing can have changed them: while gradients are collected, and no
     optimizer has made a step.
 
     A tensor's version tells too little: fused optimizers leave it as it is, and so do those that go through lists of
     DTensors. So a cast is dropped after a step of any optimizer of this process, and made anew where parameters have no
     gradient yet, as at the beginning of a step, or where they, their storage or their versions are others
-    (``Masters.state``). What writes through ``.data`` while it keeps gradients, and is no optimizer, goes unseen.
+    (``state_of_masters``, that of ``Masters``). What writes through ``.data`` while it keeps gradients, and is no
+    optimizer, goes unseen.
     """
 
-    def __init__(self, masters: Masters) -> None:
-        self._masters = masters
+    def __init__(self, state_of_masters: Callable[[], tuple[int, ...] | None]) -> None:
+        self._state_of_masters = state_of_masters
         self._kept: tuple[tuple[int, ...], ExpertWeights] | None = None
         this = weakref.ref(self)
 
@@ -55,4 +53,4 @@ class KeptCasts:
         # What a graph has captured runs again when masters are others.
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return None
-        return self._masters.state()
+        return self._state_of_masters()

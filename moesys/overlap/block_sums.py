@@ -9,13 +9,13 @@ S slots, E experts, R ranks, P rows in expert order.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from moesys.kernels.cpu.row_invariant_ops import row_blocks
 from moesys.layout import TokenPlan
 from moesys.overlap.comm.channel import Channel
 from moesys.overlap.exact_sum import grid_below
@@ -27,14 +27,14 @@ class BlockSums:
     """Of one micro-batch of a layer, on one rank.
 
     ``expert_S``: what its slots hold; ``rows_E`` int64: of each expert on all ranks, on any device. ``tell``: takes a
-    sentence about experts whose sums cannot be made; on a GPU the host does not know of them.
+    sentence about experts whose sums cannot be made, if anybody does; on a GPU the host does not know of them.
     """
 
     block_rows: int
     expert_S: tuple[int, ...]
     rows_E: Tensor
     channel: Channel
-    tell: Callable[[str], None]
+    tell: Callable[[str], None] | None
 
     @classmethod
     def of(cls, plan: TokenPlan, block_rows: int, channel: Channel, tell: Callable[[str], None]) -> BlockSums:
@@ -53,16 +53,22 @@ class BlockSums:
         largest_E5 = torch.zeros(len(self.rows_E), 5, dtype=torch.float64, device=device)
         largest_E5[held_S] = largest_S5.double()
         largest_E5 = self.channel.all_gather(largest_E5, lane="counts").amax(dim=0)
-        if device.type == "cpu" and not (kept_E := largest_E5.isfinite().all(dim=1)).all():
+        if self.tell is not None and device.type == "cpu" and not (kept_E := largest_E5.isfinite().all(dim=1)).all():
             lost = ", ".join(str(expert) for expert, kept in enumerate(kept_E.tolist()) if not kept)
             self.tell(f"gradients of experts {lost} are NaN: what they are products of is not finite")
         x, dy, dh, activated, weight = largest_E5.unbind(dim=1)
         bound_E4 = self.rows_E.to(device)[:, None] * torch.stack([dh * x, dy * activated, dh, dy * weight], dim=1)
         return grid_below(bound_E4)[held_S]
 
-    def blocks(self, num_rows: int) -> Iterator[slice]:
-        """Yields the blocks of a slot's rows, which begin where a block does."""
-        return row_blocks(num_rows, self.block_rows)
+    def is_one_block(self, slot: int) -> bool:
+        """Whether there is nothing to add up: all rows of the slot's expert, on all ranks, are one block."""
+        return len(self.blocks(int(self.rows_E[self.expert_S[slot]]))) <= 1
+
+    def blocks(self, num_rows: int) -> list[slice]:
+        """Returns the blocks of a slot's rows, which begin where a block does (``balance.blocks``)."""
+        num_blocks = (2 * num_rows + self.block_rows) // (2 * self.block_rows)
+        firsts = [self.block_rows * number for number in range(max(num_blocks, int(num_rows > 0)))]
+        return [slice(first, last) for first, last in pairwise([*firsts, num_rows])]
 
 
 def largest_by_slot(first_S1: Tensor, *sizes_P: Tensor) -> Tensor:

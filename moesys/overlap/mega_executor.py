@@ -110,12 +110,14 @@ def plan_mega(
 ) -> MegaExecutor:
     """The executor of one micro-batch; ``most_tokens``: of any rank. Collective.
 
-    Raises ValueError, on all ranks alike, where one would get more rows than ``overlap.rows_cap`` allows.
+    Raises ValueError, on all ranks alike, where one would get more rows than ``overlap.rows_cap`` allows, or tiles
+    would change bits.
     """
     device = expert_TK.device
     require_rows(overlap, plan, most_tokens, model.top_k)
     replicas = replicas_of(plan.layout, rank, device)
     blocks, flags = _blocks_and_flags(overlap, model, most_tokens, len(replicas.rank_P), device)
+    blocks.require_warpgroups(getattr(torch, model.dtype), device)
     return MegaExecutor(
         expert_TK,
         model.num_experts,
@@ -143,7 +145,7 @@ def plan_mega_later(
     """The executor of one micro-batch, and its plan, which forward makes on the device as ``split`` says, for at most
     ``overlap.most_tokens`` on any rank. Collective where the home has no room yet; else no rank waits for another here.
 
-    Raises ValueError, on this rank alone, for more tokens than that.
+    Raises ValueError, on this rank alone, for more tokens than that; on all ranks, where tiles would change bits.
     """
     num_tokens, most_tokens = len(expert_TK), overlap.most_tokens or 0
     if num_tokens > most_tokens:
@@ -152,6 +154,7 @@ def plan_mega_later(
             f"use MegaKernel(most_tokens={num_tokens}), or None where nobody knows"
         )
     blocks, flags = _blocks_and_flags(overlap, model, most_tokens, len(replicas.rank_P), expert_TK.device)
+    blocks.require_warpgroups(getattr(torch, model.dtype), expert_TK.device)
     memory = home.memory(model, most_tokens, flags)
     room = room_for_rows(overlap, most_tokens, model.top_k, home.num_ranks)
     pending = PendingPlan(split, turn, home.limit, room, most_tokens * model.top_k)

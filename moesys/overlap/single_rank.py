@@ -31,7 +31,7 @@ from moesys.kernels.experts.tiles import groups_by_size
 from moesys.kernels.experts.weight_gradient import OrderedGroups
 from moesys.kernels.routing.routing import Routing
 from moesys.overlap.block_sums import BlockSums, largest_by_slot
-from moesys.overlap.exact_sum import row_sizes
+from moesys.overlap.exact_sum import row_sizes_on_device
 from moesys.overlap.executor import Saved, WaitForExperts
 from moesys.overlap.held_experts import ExpertGradients
 
@@ -141,7 +141,8 @@ def agreed_blocks(
     ``by_row``: gradients of pre-activations and weighted activations, in order of ``groups``.
     """
     token_P = (groups.entry_P // top_k).clamp_min(0)
-    sizes_P = [*(row_sizes(rows)[token_P] for rows in by_token), *(row_sizes(rows) for rows in by_row)]
+    of_tokens, of_rows = ([row_sizes_on_device(rows) for rows in sides] for sides in (by_token, by_row))
+    sizes_P = [*(sizes[token_P] for sizes in of_tokens), *of_rows]
     # Kernels know no biases, and so ask nothing about routing weights.
     largest_S5 = functional.pad(largest_by_slot(groups.first_G1, *sizes_P), (0, 1))
     up_S, down_S, *_ = sums.agree(largest_S5).unbind(dim=1)

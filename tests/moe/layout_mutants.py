@@ -81,7 +81,7 @@ MUTANTS: dict[str, tuple[object, str, Callable[..., Any]]] = {
     "a grid by this rank's largest": (BlockSums, "agree", _local_largest),
     "splits cut blocks": (step, "by_blocks", lambda plan, block_rows: plan),
     "splits cut other blocks": (step, "by_blocks", lambda plan, rows: by_blocks(plan, rows // 2 + 3)),
-    "one product of all rows": (BlockSums, "blocks", lambda sums, num_rows: iter([slice(0, num_rows)])),
+    "one product of all rows": (BlockSums, "blocks", lambda sums, num_rows: [slice(0, num_rows)]),
     "gradients travel in float32": (ExpertStore, "new_gradients", _float32_home),
     "weights wherever they lie": (experts_cpu, "aligned", lambda rows: rows),
     "tokens' blocks are added in float32": (token_blocks, "add_on_grid", _float_sum),

@@ -68,13 +68,13 @@ def _widths(widths: tuple[int, ...]) -> str:
 class Compiled:
     """One kernel of one op at one size, as compiled for ``sm_90``; ``wrong``: where it falls short, "" for nowhere.
 
-    ``tile``: of its product, "" for none. ``moves_rows``: whether it copies rows from or to other ranks;
+    ``block``: of its product, None where it has none. ``moves_rows``: whether it copies rows from or to other ranks;
     ``flight_bytes``: that each of its threads should have on their way.
     """
 
     size: Annotated[str, Column("size")]
     op: Annotated[str, Column("op")]
-    tile: Annotated[str, Column("tile")]
+    block: TileConfig | None
     code: Annotated[
         MachineCode,
         Column("kernel", lambda code: code.name),
@@ -91,6 +91,10 @@ class Compiled:
     ]
     moves_rows: bool = False
     flight_bytes: int = 0
+
+    @property
+    def tile(self) -> Annotated[str, Column("tile", after="op")]:
+        return tile_words(self.block) if self.block else ""
 
     @property
     def wrong(self) -> Annotated[str, Column("falls short", after="op")]:
@@ -217,7 +221,7 @@ def compile_size(
             launch()
         gemm = max(compiled, key=lambda code: (len(code.mma), code.shared_bytes)) if block else None
         for code in compiled:
-            found.append(Compiled(size.name, op, tile_words(block) if block and code is gemm else "", code))
+            found.append(Compiled(size.name, op, block if code is gemm else None, code))
     return found
 
 

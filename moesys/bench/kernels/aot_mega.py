@@ -11,7 +11,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from moesys.bench.kernels.aot import Compiled, Size, tile_words
+from moesys.bench.kernels.aot import Compiled, Size
 from moesys.config import MegaKernel
 from moesys.kernels.experts.activation_gradient import SUM_COLUMNS
 from moesys.kernels.experts.ahead_of_time import HOPPER, compiling
@@ -70,8 +70,8 @@ def compile_mega(
             tell(f"{size.name}: {name} {op}")
             with compiling(target) as compiled:
                 run()
-            for (block, *asked), code in zip(parts, compiled, strict=True):
-                found.append(Compiled(size.name, f"{name} {op}", tile_words(block) if block else "", code, *asked))
+            for part, code in zip(parts, compiled, strict=True):
+                found.append(Compiled(size.name, f"{name} {op}", part.block, code, part.moves_rows, part.flight_bytes))
     return found
 
 

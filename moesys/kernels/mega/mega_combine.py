@@ -216,7 +216,7 @@ def _launch(
             T,
             num_groups,
             sizes=sizes,
-            **launch_options(block, multiply or sizes.outer is not None),
+            **launch_options(block),
         )
 
 

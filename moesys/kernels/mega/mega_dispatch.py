@@ -141,7 +141,7 @@ def _launch(
             _needed_tiles(rows.tiles, block.raster) if by_expert else None,
             data,
             sizes=sizes._replace(fetch=fetch, multiply=multiply),
-            **launch_options(block, multiply),
+            **launch_options(block),
         )
 
 

@@ -31,8 +31,8 @@ class MegaPoint(Protocol):
     goes to several experts of a rank is pulled once. ``overlap_weight_gradients``: their tiles are tasks of backward's
     combine. ``fetch_rows``: rows of one fetch, ``sum_tokens``: tokens of one sum, powers of two. ``tile_rows``,
     ``tile_columns`` (at least ``SUM_COLUMNS``), ``warps``, ``stages``: of every product's tiles, None for what is
-    likely fast; with a gate, a tile of ``up`` has half of the columns twice. ``programs``: how many are resident, None
-    for one a multiprocessor.
+    likely fast (``TileConfigs.require_warpgroups`` has what GPUs need of them); with a gate, a tile of ``up`` has half
+    of the columns twice. ``programs``: how many are resident, None for one a multiprocessor.
     """
 
     @property
@@ -107,8 +107,6 @@ def parts_of(share: float) -> int:
     return round(share * WHOLE.value)
 
 
-def launch_options(block: TileConfig, multiplies: bool) -> dict[str, Any]:
-    """What a launch takes of ``block``."""
-    if multiplies:
-        return block.options()
+def launch_options(block: TileConfig) -> dict[str, Any]:
+    """What a launch takes of ``block``: its one program on a multiprocessor has all registers."""
     return block.options() | all_registers(block.warps)

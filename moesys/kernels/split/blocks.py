@@ -1,9 +1,10 @@
 """Splits in whole blocks of an expert's rows, of counts that are on a device: one launch after any other split.
 
 It is ``balance.blocks.by_blocks`` (docs/moe.md), to the byte: the rows of an expert are one line, by source, cut every
-``block_rows``, and a block goes to the holder that should have had most of it. What a rank gets less of one expert it
-is to get more of the next, so experts follow each other, in one program with a lane a rank; blocks that lie in one
-source and go on to the same rank are one step. No program reads memory that it has written.
+``block_rows``, and a block goes to the holder that should have had most of it; what is left at the end, if less than
+half a block, belongs to the last. What a rank gets less of one expert it is to get more of the next, so experts follow
+each other, in one program with a lane a rank; blocks that lie in one source and go on to the same rank are one step. No
+program reads memory that it has written.
 
 R ranks, E experts, P replicas, as in ``tables``.
 """
@@ -18,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.nn import functional
 
+from moesys.kernels.launch import kernel
 from moesys.kernels.split.sources import lanes_of
 from moesys.kernels.split.tables import SplitTables
 
@@ -54,7 +56,7 @@ def split_by_blocks(tokens_RE: Tensor, tokens_RP: Tensor, tables: SplitTables, b
     return found
 
 
-@triton.jit(do_not_specialize=["num_ranks", "num_experts", "num_replicas", "block_rows"])
+@kernel(do_not_specialize=["num_ranks", "num_experts", "num_replicas", "block_rows"])
 def _split_by_blocks(  # type: ignore[no-untyped-def]
     tokens_RE, tokens_RP, replica_ER, found, num_ranks, num_experts, num_replicas, block_rows, LANES: tl.constexpr
 ):
@@ -82,7 +84,7 @@ def _split_by_blocks(  # type: ignore[no-untyped-def]
                 rest = tl.sum(tl.where(lane == source, counts, 0), 0)
                 want = _planned(tokens_RP, replica, source, num_replicas)
                 taken, first = nothing, nothing
-            room = tl.minimum(block_rows, rows)
+            room = tl.where(2 * rows < 3 * block_rows, rows, block_rows)
             inside = tl.minimum(room, rest)
             value = tl.minimum(want + left, inside)
             after, more = source + 1, room - inside
@@ -96,6 +98,8 @@ def _split_by_blocks(  # type: ignore[no-untyped-def]
                 if room == inside:
                     due = tl.sum(tl.where(is_current, want + left, 0), 0) - (block_rows + 1) // 2
                     blocks = tl.minimum(rest // block_rows, due // block_rows + 1)
+                    # The last one may have other rows.
+                    blocks = tl.minimum(blocks, (2 * rows - 3 * block_rows) // (2 * block_rows) + 1)
                     room = tl.maximum(blocks, 1) * room
             else:
                 # In quarters of a row. Whom the next source wants too had better come last.
