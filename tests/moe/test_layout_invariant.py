@@ -21,7 +21,7 @@ SLICE = 50
 TRIED = range(24)
 # Of kernels, in the interpreter, which is slow. Others, in slices: MOESYS_KERNEL_CASES=4:300.
 FIRST_ON_KERNELS, LAST_ON_KERNELS = map(int, os.environ.get("MOESYS_KERNEL_CASES", "0:4").split(":"))
-TRIED_ON_KERNELS = range(10)
+TRIED_ON_KERNELS = range(60)
 
 
 @pytest.mark.timeout(3600)
@@ -47,7 +47,7 @@ def test_no_bit_differs_on_kernels(ranks: LocalRanks) -> None:
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("mutant", [*KERNEL_MUTANTS, *COMMON_MUTANTS])
 def test_what_is_broken_shows_on_kernels(ranks: LocalRanks, mutant: str) -> None:
-    assert differing(ranks, TRIED_ON_KERNELS, mutant, kernels=True)
+    assert any(differing(ranks, [seed], mutant, kernels=True) for seed in TRIED_ON_KERNELS)
 
 
 SHAPE = ms.ModelShape(hidden_size=16, intermediate_size=16, num_experts=4, top_k=2)
