@@ -41,9 +41,7 @@ def bench_layer(
     tokens: Annotated[int | None, typer.Option(min=1, help="Tokens, instead of the shape's own number.")] = None,
     repeats: Repeats = 9,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads; torch's own choice by default.")] = None,
-    reduction: Annotated[
-        bool, typer.Option("--reduction", help="LayoutInvariant over Ordered instead, forward and backward.")
-    ] = False,
+    reduction: Annotated[bool, typer.Option("--reduction", help="LayoutInvariant over Ordered instead.")] = False,
     json: ResultFile = None,
 ) -> None:
     """Compare one rank of MoELayer with transformers' own blocks. Exit code 1 if an output is wrong."""
@@ -212,7 +210,7 @@ PLANNER_OPTIONS = {
     "--trace": ("ranks_per_node", "slots", "lag", "from_iteration", "to_iteration", "layers", "every", *_CHOSEN),
     "--laer": ("seeds", *_CHOSEN),
     "--scale": ("seeds", "repeats", "peer_eplb"),
-    "--seconds": ("seeds", "drift", "behind", "page"),
+    "--seconds": ("seeds", "drift", "behind", "blocks", "page"),
     "--union": ("page",),
 }
 
@@ -243,6 +241,7 @@ def bench_planner(
     behind: Annotated[
         bool, typer.Option("--behind", help="Of --seconds: sharded experts travel behind other layers.")
     ] = False,
+    blocks: Annotated[int | None, typer.Option(min=16, help="Of --seconds: what blocks of so many rows cost.")] = None,
     page: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Of --seconds and --union: also a page of Markdown.", callback=in_a_folder),
@@ -276,6 +275,11 @@ def bench_planner(
 
         with _refusing():
             raise typer.Exit(of_union.main(union, out=page, json_path=json))
+    if blocks:
+        from moesys.bench.planner import block_seconds
+
+        with _refusing():
+            raise typer.Exit(block_seconds.main(seeds, blocks, drift, behind, out=page, json_path=json))
     if seconds:
         from moesys.bench.planner import seconds as by_seconds
 

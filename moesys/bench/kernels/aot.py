@@ -28,7 +28,9 @@ from moesys.kernels.mega.exchange import regions
 from moesys.kernels.routing.routing import Routing, route
 from moesys.kernels.split.blocks import split_by_blocks
 from moesys.kernels.split.chunks import OwnReplicas, arrived_rows, cut, sent_rows
+from moesys.kernels.split.even import even_split, even_tables
 from moesys.kernels.split.flow import split
+from moesys.kernels.split.proportional import proportional_split, proportional_tables
 from moesys.kernels.split.tables import SplitTables, tables_of
 from moesys.kernels.symmetric.counts import count_regions, receive_counts, send_counts
 from moesys.kernels.symmetric.heap import Heap
@@ -57,7 +59,7 @@ SIZES = (
     Size("fine", 40960, 768, 256, 128, 8),
     Size("30b", 32768, 4096, 512, 128, 8),
 )
-NUM_OPS = 17
+NUM_OPS = 18
 
 
 def _widths(widths: tuple[int, ...]) -> str:
@@ -136,6 +138,15 @@ def exchange_counts(first_E1: Tensor) -> Tensor:
     return receive_counts(heap, epoch_1, exchanges_R, num_experts)
 
 
+def split_by_shares(tokens_RE: Tensor, tables: SplitTables) -> object:
+    """The even split, and the proportional one."""
+    num_ranks, num_experts = tokens_RE.shape
+    expert_RS = np.arange(num_ranks * 4).reshape(num_ranks, 4) % num_experts
+    in_proportion = proportional_tables(tables, np.ones((num_ranks, num_experts), dtype=np.int64))
+    evenly = even_tables(expert_RS, np.arange(num_ranks) // 8, "meta")
+    return even_split(tokens_RE, evenly, 1), proportional_split(tokens_RE, in_proportion, 1)
+
+
 def cut_into_chunks(tables: SplitTables, entry_N: Tensor, top_k: int, num_chunks: int = 2) -> object:
     """Tables of one of 64 ranks."""
     num_ranks, num_replicas = 64, len(tables.rank_P)
@@ -189,6 +200,7 @@ def compile_size(
         "counts": (None, lambda: exchange_counts(first)),
         "split": (None, lambda: split(tokens_RE, tables)),
         "split_by_blocks": (None, lambda: split_by_blocks(tokens_RE, tokens_RP, tables, 256)),
+        "shares": (None, lambda: split_by_shares(tokens_RE, tables)),
         "chunks": (None, lambda: cut_into_chunks(tables, entries, K)),
         "route": (None, lambda: route(meta(T, K, dtype=torch.int64), E)),
         "tiles": (None, lambda: tile_table(first, P, up_.rows)),
