@@ -56,9 +56,10 @@ def bench_layer(
 
 @bench.command("kernels", rich_help_panel=COMPUTING)
 def bench_kernels(
-    aot: Annotated[bool, typer.Option("--aot", help="Compile for a Hopper GPU and read the machine code.")] = False,
+    aot: Annotated[bool, typer.Option("--aot", help="Compile without a GPU and read the machine code.")] = False,
     tune: Annotated[bool, typer.Option("--tune", help="Find the fastest blocks on this GPU, and keep them.")] = False,
     mega: Annotated[bool, typer.Option(help="With --aot: MegaKernels too.")] = True,
+    arch: Annotated[Literal["sm_90", "sm_100"], typer.Option(help="Of --aot: Hopper, or Blackwell.")] = "sm_90",
     size: Annotated[str, typer.Option(help="By name, with commas, or all.")] = "all",
     routing: Annotated[str, typer.Option(help="uniform, balanced, zipf, k-experts, router, or all.")] = "all",
     contestants: Annotated[str, typer.Option(help="moesys, grouped_mm, 'grouped_mm compiled', transformers.")] = "all",
@@ -87,7 +88,7 @@ def bench_kernels(
 
         with _refusing():
             sizes = select(size)
-        raise typer.Exit(tile_tuning.main(sizes) if tune else aot_report.main(sizes, json, mega))
+        raise typer.Exit(tile_tuning.main(sizes) if tune else aot_report.main(sizes, json, mega, arch))
     from moesys.bench.kernels import kernels_contest
 
     with _refusing():

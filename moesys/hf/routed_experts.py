@@ -123,7 +123,7 @@ class _Call:
         token_M = _token_of_choice(weight_TK)
         dy, x = Arrivals(dy_TH, token_M), Arrivals(x_TH.to(self.dtype), token_M)
         inputs = BackwardInputs(dy, x, h_PU, self._weights(rows, weight_TK).view(-1), None)
-        backward_pass = CpuBackward(self.compute, self.up, self.down, self.at, inputs, order=(), later=frozenset())
+        backward_pass = CpuBackward(self.compute, self.up, self.down, self.at, inputs, order=())
         dx_PH, dweight_M = backward_pass.experts(rows)
         backward_pass.weight_gradients()
         self.others.write()

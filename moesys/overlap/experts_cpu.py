@@ -189,7 +189,7 @@ class CpuBackward(_Pass):
         at: Workplace,
         inputs: BackwardInputs,
         order: Sequence[tuple[int, Tensor | slice, Tensor]],
-        later: frozenset[int],
+        later: frozenset[int] = frozenset(),
     ) -> None:
         super().__init__(experts, up, down, at, inputs.h_P2I)
         self.dy, self.x, self.weight_M, self.sums = inputs.dy, inputs.x, inputs.weight_M, inputs.sums

@@ -68,7 +68,7 @@ def _widths(widths: tuple[int, ...]) -> str:
 
 @dataclass(frozen=True)
 class Compiled:
-    """One kernel of one op at one size, as compiled for ``sm_90``; ``wrong``: where it falls short, "" for nowhere.
+    """One kernel of one op at one size, as compiled for a GPU; ``wrong``: where it falls short, "" for nowhere.
 
     ``block``: of its product, None where it has none. ``moves_rows``: whether it copies rows from or to other ranks;
     ``flight_bytes``: that each of its threads should have on their way.
@@ -80,7 +80,7 @@ class Compiled:
     code: Annotated[
         MachineCode,
         Column("kernel", lambda code: code.name),
-        Column("HGMMA", lambda code: " ".join(code.mma)),
+        Column("products", lambda code: " ".join(code.mma)),
         Column("threads", lambda code: str(code.threads)),
         Column("registers", lambda code: str(code.registers)),
         Column("spills", lambda code: str(code.spills)),
@@ -106,7 +106,7 @@ class Compiled:
         if code.shared_bytes > MOST_SHARED_BYTES:
             found.append(f"{code.shared_bytes} bytes of shared memory, {MOST_SHARED_BYTES} is the most")
         if self.tile and not code.mma:
-            found.append("no HGMMA")
+            found.append("no product of tensor cores")
         if self.tile and any(width < COPY_BYTES for width in code.copy_bytes):
             found.append(f"copies of {min(code.copy_bytes)} bytes")
         for what, widths in (("loads", code.load_bytes), ("stores", code.store_bytes)):
@@ -176,7 +176,7 @@ def compile_size(
     routing = Routing(*(meta(*shape, dtype=torch.int32) for shape in ((P,), (T, K), (E + 1,))))
     matrix_G = meta(E, dtype=torch.int32)
     gate_up, down_proj, x, a = meta(E, 2 * I, H), meta(E, H, I), meta(T, H), meta(P, I)
-    blocks = blocks_of(ShapeClass.of(x, down_proj, P, "swiglu"), x.device)
+    blocks = blocks_of(ShapeClass.of(x, down_proj, P, "swiglu"), x.device, target.arch)
     h, weight = meta(P, 2 * I), meta(T, K, dtype=torch.float32)
 
     def tiles(block: TileConfig) -> Tiles:
