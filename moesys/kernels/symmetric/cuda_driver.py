@@ -46,7 +46,7 @@ def gpu_address(device: torch.device) -> str:
 
 
 def lacks_atomics(device: torch.device, peer: str) -> bool:
-    """Whether the driver says that atomics of ``device`` do not reach the memory of the GPU at that address (``gpu_address``):
+    """Whether the driver says that atomics of ``device`` do not reach the memory of the GPU at that ``gpu_address``:
     flags of MegaKernels are atomics. Not known of a GPU that this process does not see, nor without a driver.
     """
     driver, found = cuda_driver(), ctypes.c_int()
