@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from functools import cache, partial
-from typing import Any
 
 import torch
 
@@ -54,14 +53,13 @@ def _copy_by_driver(driver: ctypes.CDLL, destination: int, source: int, num_byte
 
 
 def gpu_address(device: torch.device) -> str:
-    """Where a GPU is on its host's bus, the same for all processes."""
-    found: Any = torch.cuda.get_device_properties(device)
-    return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}"
+    """What a GPU is called by all processes of its host."""
+    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def lacks_atomics(device: torch.device, peer: str) -> bool:
-    """Whether the driver says that atomics of ``device`` do not reach the memory of the GPU at that address: flags of
-    MegaKernels are atomics. Not known of a GPU that this process does not see, nor without a driver.
+    """Whether the driver says that atomics of ``device`` do not reach the memory of the GPU at that ``gpu_address``:
+    flags of MegaKernels are atomics. Not known of a GPU that this process does not see, nor without a driver.
     """
     driver, found = cuda_driver(), ctypes.c_int()
     if driver is None:

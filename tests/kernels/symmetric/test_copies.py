@@ -84,7 +84,7 @@ def test_engines_are_those_of_cupy_where_it_is_installed(monkeypatch):
     ("answer", "value", "lacks"), [(0, 0, True), (0, 1, False), (1, 0, False)], ids=["no", "yes", "not told"]
 )
 def test_the_driver_says_whether_atomics_reach_a_gpu(monkeypatch, answer, value, lacks):
-    """Between GPUs that this process sees, by their places on the bus; of others nothing is known."""
+    """Between GPUs that this process sees, by their names; of others nothing is known."""
     asked = []
 
     def attribute(out, kind, source, destination):
@@ -97,9 +97,9 @@ def test_the_driver_says_whether_atomics_reach_a_gpu(monkeypatch, answer, value,
     monkeypatch.setattr(
         torch.cuda,
         "get_device_properties",
-        lambda device: SimpleNamespace(pci_domain_id=0, pci_bus_id=16 + device.index, pci_device_id=0),
+        lambda device: SimpleNamespace(uuid=f"GPU-{device.index}"),
     )
     own = torch.device("cuda", 0)
-    assert cuda_driver.lacks_atomics(own, "0000:12:00") is lacks
+    assert cuda_driver.lacks_atomics(own, "GPU-2") is lacks
     assert asked == [(cuda_driver.P2P_NATIVE_ATOMICS, 0, 2)]
-    assert not cuda_driver.lacks_atomics(own, "0000:77:00")
+    assert not cuda_driver.lacks_atomics(own, "GPU-7")
