@@ -38,7 +38,7 @@ class LayoutInvariant(Declared):
 
     @property
     def gradient_bytes(self) -> int:
-        """Of an element of an expert's gradient, float64."""
+        """Of an element of an expert's gradient: float64, as where ranks' are added; float32 where one rank has all."""
         return 8
 
 

@@ -117,7 +117,7 @@ class MoELayer(nn.Module):
         if (num_tokens := self.experts.token_block) is None:
             return None
         by_kernels = not isinstance(self.experts.computed_by(DTYPES[self.shape.dtype], device_type), CpuExperts)
-        return TokenBlocks(num_tokens, self.experts.token_channel, by_kernels)
+        return TokenBlocks(num_tokens, self.experts.token_channel, by_kernels, learning=self.training)
 
     def _masters(self) -> OwnMasters:
         masters = self.experts.store.masters

@@ -29,6 +29,7 @@ from moesys.load import LoadMatrix
 from moesys.moe.agreement import agreed
 from moesys.moe.lookahead import Lookahead
 from moesys.moe.shards import ExpertShards
+from moesys.moe.token_blocks import check_blocks
 from moesys.moe.unread_plans import DevicesPlan, SingleRankPlan
 from moesys.overlap.block_sums import BlockSums
 from moesys.overlap.chunked import ChunkedExecutor
@@ -109,7 +110,7 @@ class AlonePlanner(Planner):
         if executor is None:
             return self.counting.plan(batch)
         if batch.token_block is not None and batch.learning:
-            _check_blocks([len(batch.expert_TK)], batch.token_block)
+            check_blocks([len(batch.expert_TK)], batch.token_block)
         schedule, reduction = self.schedule, self.strategy.reduction
         if isinstance(reduction, LayoutInvariant):
             all_experts = tuple(range(self.shape.num_experts))
@@ -139,7 +140,7 @@ class HostPlanner(Planner):
         tokens_RCE = gathered_RN[:, : counts_CE.numel()].view(-1, *counts_CE.shape)
         said_RN = gathered_RN[:, counts_CE.numel() :]
         if batch.token_block is not None and learning:
-            _check_blocks(said_RN[:, 0].tolist(), batch.token_block)
+            check_blocks(said_RN[:, 0].tolist(), batch.token_block)
         if learning:
             _commit(deciding, said_RN[:, 1:])
         load = LoadMatrix(tokens_RCE.sum(dim=1).numpy())
@@ -302,16 +303,6 @@ def planner_of(
     if cluster.num_ranks == 1:
         return AlonePlanner(*parts, planner)
     return ChunkPlanner(*parts, planner) if routes_on_device(strategy, channel.num_nodes) else planner
-
-
-def _check_blocks(tokens_R: Sequence[int], token_block: int) -> None:
-    """Raises ValueError, on all ranks alike, where one's tokens are no whole blocks."""
-    for rank, tokens in enumerate(tokens_R):
-        if tokens % token_block:
-            raise ValueError(
-                f"token_block={token_block} does not divide the {tokens} tokens of rank {rank}, so gradients of router "
-                "and shared experts would show where they end; use a divisor, or reduction=Ordered()"
-            )
 
 
 def _commit(schedules: Sequence[LayoutSchedule], votes_RN: Tensor) -> None:

@@ -90,11 +90,13 @@ class RoutedExperts(torch.autograd.Function):
 
 
 def _in_dtypes(cross: Cross, dtypes: Sequence[torch.dtype]) -> Cross:
-    """Gives gradients in the masters' dtypes, whenever they come."""
+    """Gives gradients in the masters' dtypes, whenever they come: from float32, as some layouts add them up in float64
+    and others do not.
+    """
 
     def crossed() -> Finish:
         finish = cross()
-        return lambda: tuple(gradient.to(dtype) for gradient, dtype in zip(finish(), dtypes, strict=True))
+        return lambda: tuple(gradient.float().to(dtype) for gradient, dtype in zip(finish(), dtypes, strict=True))
 
     return crossed
 

@@ -183,7 +183,7 @@ class ShardedExperts(ExpertShards):
 
         def cross() -> Finish:
             first.wait()
-            sums_ONs = self.new(grads_DP, num_owners, len(carriers.wanted), s).zero_()
+            sums_ONs = self.new(grads_DP, num_owners, len(carriers.wanted), s).fill_(-0.0)
             for member, part in zip(
                 carriers.members, gathered.split([counts[r] for r in carriers.members]), strict=True
             ):

@@ -241,7 +241,8 @@ def _copy(weights: ExpertWeights, into: ExpertWeights) -> None:
 
 def add_in_order(parts: Iterable[Tensor], rows: Sequence[int], total_NP: Tensor) -> Tensor:
     """Returns ``total``, zeros and then ``total[rows[n]] += parts[n]`` for n = 0, 1, ... in that order."""
-    total_NP.zero_()
+    # So that the sum of one part is that part, zeros' signs too.
+    total_NP.fill_(-0.0)
     for part, row in zip(parts, rows, strict=True):
         total_NP[row] += part
     return total_NP

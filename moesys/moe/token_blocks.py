@@ -9,7 +9,7 @@ T tokens of this rank, A and B any widths.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,15 +22,27 @@ from moesys.overlap.comm.channel import Channel
 from moesys.overlap.exact_sum import add_on_grid, grid_below, largest_size
 
 
+def check_blocks(tokens_R: Sequence[int], token_block: int) -> None:
+    """Raises ValueError, on all ranks alike, where one's tokens are no whole blocks."""
+    for rank, tokens in enumerate(tokens_R):
+        if tokens % token_block:
+            raise ValueError(
+                f"token_block={token_block} does not divide the {tokens} tokens of rank {rank}, so gradients of router "
+                "and shared experts would show where they end; use a divisor, or reduction=Ordered()"
+            )
+
+
 @dataclass(frozen=True)
 class TokenBlocks:
     """Blocks of ``num_tokens``, of which T is a multiple in training. ``channel``: of the ranks whose tokens are one
-    batch. ``by_kernels``: products are those of ``token_kernels``, else torch's on the CPU.
+    batch. ``by_kernels``: products are those of ``token_kernels``, else torch's on the CPU. ``learning``: planning has
+    looked at T; else backward does.
     """
 
     num_tokens: int
     channel: Channel
     by_kernels: bool = False
+    learning: bool = True
 
     def linear(self, x_TA: Tensor, weight_BA: Tensor) -> Tensor:
         """Returns ``x @ weightᵀ`` [T, B] in x's dtype, to which a float32 weight is cast."""
@@ -51,6 +63,8 @@ class TokenBlocks:
         largest_dy, largest_x = largest_size(dy_TB), largest_size(x_TA)
         sizes_3 = torch.stack([largest_dy, largest_x, torch.full_like(largest_x, len(x_TA))]).double()
         gathered_R3 = self.channel.all_gather(sizes_3, lane="counts")
+        if not self.learning:
+            check_blocks(gathered_R3[:, 2].long().tolist(), self.num_tokens)
         grid = grid_below(gathered_R3[:, :2].amax(dim=0).prod() * gathered_R3[:, 2].sum())
         if self.by_kernels:
             # Here, so that Triton is loaded only where it runs.

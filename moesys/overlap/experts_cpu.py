@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from moesys.kernels.cpu.page_pool import Scratch
-from moesys.kernels.cpu.row_invariant_gemm import RowRule, aligned, matmul_rows
+from moesys.kernels.cpu.row_invariant_gemm import NARROW, RowRule, aligned, is_aligned, matmul_rows
 from moesys.kernels.cpu.row_invariant_ops import RowFunction
 from moesys.kernels.experts.swiglu import swiglu, swiglu_backward
 from moesys.overlap.block_sums import BlockSums
@@ -253,7 +253,8 @@ class CpuBackward(_Pass):
                         gradient.fill_(math.nan)
         for gradient in self.gradients:
             for slot in set(range(len(gradient))) - self.used_slots:
-                gradient[slot].zero_()
+                # Which changes no sum.
+                gradient[slot].fill_(-0.0)
 
     def _largest_of_slots(self, sums: BlockSums) -> Tensor:
         """Returns what ``BlockSums.agree`` wants."""
@@ -347,12 +348,13 @@ class CpuBackward(_Pass):
     def _write_product(self, transposed: bool, dy_NB: Tensor, x_NA: Tensor, out: Tensor) -> None:
         """Writes ``dyᵀ @ x`` summed over rows in order, as the weight lies."""
         left, right = (aligned(rows) for rows in ((x_NA, dy_NB) if transposed else (dy_NB, x_NA)))
-        if left.dtype == out.dtype:
+        if left.dtype == out.dtype and (min(out.shape) >= NARROW or is_aligned(out)):
             torch.mm(left.t(), right, out=out)
         elif left.is_cuda:
             out.copy_(torch.mm(left.t(), right, out_dtype=torch.float32))
         else:
             # torch's CPU GEMM accumulates in float32 but has no float32 output for 16-bit operands: one rounding more.
+            # And where a narrow output lies in memory shows in its bits.
             rounded = self.scratch("gradient", tuple(out.shape), left.dtype)
             out.copy_(torch.mm(left.t(), right, out=rounded))
 

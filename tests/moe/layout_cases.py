@@ -27,7 +27,7 @@ from moesys.overlap import exact_sum
 
 TOKEN_BLOCK = 32
 # Few, as how a product must be called is probed for each.
-WIDTHS = ((8, 24), (24, 56), (37, 13), (64, 48), (33, 40))
+WIDTHS = ((7, 5), (8, 24), (24, 56), (37, 13), (64, 48), (33, 40))
 # Bits of a grid so coarse that results show which one was used, of every other case.
 COARSE_BITS = 30
 MEGA = ms.MegaKernel(programs=1, deduplicate=True, overlap_weight_gradients=False)
@@ -191,7 +191,9 @@ def train(case: LayoutCase, variant: Variant) -> dict[str, Any]:
     generator, found = torch.Generator().manual_seed(case.seed), {}
     for step in range(case.steps):
         x_TH, dy_TH = (torch.randn(variant.cuts[-1], shape.hidden_size, generator=generator) for _ in range(2))
-        x_TH = (x_TH + case.skew * torch.randn(shape.hidden_size, generator=generator))[mine].requires_grad_()
+        x_TH = x_TH + case.skew * torch.randn(shape.hidden_size, generator=generator)
+        # Zeros, whose signs show what they were added to, of every third case.
+        x_TH = (x_TH.relu() if case.seed % 3 == 0 else x_TH)[mine].requires_grad_()
         y_TH = x_TH
         for layer in layers:
             if variant.checkpointed:

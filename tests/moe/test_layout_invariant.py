@@ -14,6 +14,7 @@ import moesys as ms
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.layout_schedule import PlanEvent
 from moesys.moe.expert_parameters import DTYPES
+from moesys.moe.routed_experts import _in_dtypes
 from moesys.overlap.experts_triton import TritonExperts
 
 # Others, in slices: MOESYS_LAYOUT_CASES=200:10000.
@@ -74,6 +75,9 @@ def test_tokens_that_are_no_blocks_are_refused_in_training_only(home: str) -> No
         assert layer(torch.randn(33, 16)).shape == (33, 16)
     with pytest.raises(ValueError, match="token_block=32 does not divide the 33 tokens of rank 0"):
         layer(torch.randn(33, 16))
+    y_TH = layer.eval()(torch.randn(33, 16))
+    with pytest.raises(ValueError, match="token_block=32 does not divide the 33 tokens of rank 0"):
+        y_TH.sum().backward()
 
 
 def test_what_cannot_be_invariant_is_refused() -> None:
@@ -128,6 +132,14 @@ def test_a_token_far_from_all_others_takes_nothing_from_experts_that_it_does_not
         layer.experts(x_TH, torch.arange(128).view(64, 2) % 4, torch.ones(64, 2)).sum().backward()
         found.append(layer.experts.masters.grad[:2])
     assert torch.equal(*found)
+
+
+def test_masters_of_any_dtype_get_what_float32_holds() -> None:
+    """As some layouts add gradients up in float64, and others have them in float32 at once."""
+    gradient = torch.tensor([1 + 2**-8 + 2**-30, 1 / 3], dtype=torch.float64)
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        (found,) = _in_dtypes(lambda: lambda: (gradient,), [dtype])()()
+        assert torch.equal(found, gradient.float().to(dtype))
 
 
 @HOMES

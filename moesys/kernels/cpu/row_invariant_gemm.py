@@ -151,11 +151,16 @@ def matmul_rows(x_MK: Tensor, weight_NK: Tensor, out_MN: Tensor, rule: RowRule) 
         out_MN[start : start + rows] = tile_N[:rows]
 
 
+def is_aligned(tensor: Tensor) -> bool:
+    """Whether it lies as allocations do."""
+    return tensor.data_ptr() % ALIGNMENT_BYTES == 0
+
+
 def aligned(rows: Tensor) -> Tensor:
     """Returns the rows at an address as allocations have it: on that depends BLAS' order of sums in narrow matrices, of
     either operand's. Where a matrix lies among others depends on the layout.
     """
-    return rows if rows.data_ptr() % ALIGNMENT_BYTES == 0 else rows.clone()
+    return rows if is_aligned(rows) else rows.clone()
 
 
 def _multiply(x_MK: Tensor, weight_NK: Tensor, out_MN: Tensor) -> None:

@@ -47,7 +47,8 @@ def _ordered_sum(parts_ptr, order_ptr, first_ptr, out_ptr, part_stride, num_colu
     row = (tl.program_id(0) // programs_of_row).to(tl.int64)
     column = (tl.program_id(0) % programs_of_row).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < num_columns
-    total = tl.zeros([COLUMNS], dtype=parts_ptr.dtype.element_ty)
+    # The sum of one part is that part, zeros' signs too.
+    total = tl.full([COLUMNS], -0.0, dtype=parts_ptr.dtype.element_ty)
     for place in range(tl.load(first_ptr + row), tl.load(first_ptr + row + 1)):
         part = tl.load(order_ptr + place)
         total += tl.load(parts_ptr + part * part_stride + column, mask=inside, other=0.0)
@@ -56,7 +57,7 @@ def _ordered_sum(parts_ptr, order_ptr, first_ptr, out_ptr, part_stride, num_colu
 
 def ordered_sum_reference(parts_NP: Tensor, row_N: Tensor, num_rows: int) -> Tensor:
     """Part by part."""
-    total = parts_NP.new_zeros(num_rows, parts_NP.shape[1])
+    total = parts_NP.new_full((num_rows, parts_NP.shape[1]), -0.0)
     for part, row in zip(parts_NP, row_N.tolist(), strict=True):
         total[row] += part
     return total

@@ -38,6 +38,11 @@ class Agreement:
     seed: int | None = None
 
     @property
+    def exact(self) -> bool:
+        """Whether no bit of a loss may differ."""
+        return self.tolerance == 0
+
+    @property
     def bit_equal(self) -> bool:
         return self.difference == 0
 
@@ -51,7 +56,7 @@ class Agreement:
         """Whether both compute the same, as far as the first ``JUDGED_STEPS`` steps can tell; where every bit must be
         the same, all steps.
         """
-        return self.steps_within >= (min(self.num_steps, JUDGED_STEPS) if self.tolerance else self.num_steps)
+        return self.steps_within >= (self.num_steps if self.exact else min(self.num_steps, JUDGED_STEPS))
 
 
 @dataclass(frozen=True)
@@ -116,14 +121,9 @@ class Comparison:
         return max(row.n for row in self.rows)
 
     @property
-    def exact(self) -> bool:
-        """Whether no bit of a loss may differ: what is trained is so under one ``LayoutInvariant`` reduction."""
-        return self.source == "measured" and _is_exact(self.experiment)
-
-    @property
     def unequal(self) -> tuple[Row, ...]:
         """Rows whose losses have other bits than the baseline's, and may not."""
-        return tuple(row for row in self.rows if self.exact and row.agreement and not row.agreement.holds)
+        return tuple(row for row in self.rows if row.agreement and row.agreement.exact and not row.agreement.holds)
 
     @cached_property
     def best(self) -> frozenset[str]:
@@ -165,12 +165,17 @@ def compare_records(experiment: Experiment, records: Iterable[Record], source: S
     strategies = {strategy.name: strategy for strategy in experiment.strategies}
     plain = [_row(strategies[name], repeat, results) for (name, repeat), results in rows.items()]
     baseline = plain[0]
-    tolerance = 0.0 if _is_exact(experiment) else LOSS_TOLERANCE[experiment.model.dtype]
-    judged = [_judged(row, baseline, source, tolerance) for row in plain[1:]]
+    seen = dict.fromkeys(record.environment for results in rows.values() for _, record in results)
+
+    def tolerance(row: Row) -> float:
+        # No other machine, version or number of threads is promised the same bits.
+        exact = len(seen) == 1 and _show_no_layout(row.strategy, baseline.strategy)
+        return 0.0 if exact else LOSS_TOLERANCE[experiment.model.dtype]
+
+    judged = [_judged(row, baseline, source, tolerance(row)) for row in plain[1:]]
     judged.sort(
         key=lambda row: (-row.repeat, bool(row.would_not_run), -row.speedup.estimate if row.speedup else math.inf)
     )
-    seen = dict.fromkeys(record.environment for results in rows.values() for _, record in results)
     return Comparison(experiment, source, (baseline, *judged), tuple(seen))
 
 
@@ -235,9 +240,8 @@ def _judged(row: Row, baseline: Row, source: Source, tolerance: float) -> Row:
     return replace(row, speedup=_speedup(baseline, row) if may_show else None, agreement=agrees)
 
 
-def _is_exact(experiment: Experiment) -> bool:
-    reductions = {strategy.reduction for strategy in experiment.strategies}
-    return len(reductions) == 1 and isinstance(experiment.baseline.reduction, LayoutInvariant)
+def _show_no_layout(strategy: Strategy, baseline: Strategy) -> bool:
+    return isinstance(baseline.reduction, LayoutInvariant) and strategy.reduction == baseline.reduction
 
 
 def _speedup(baseline: Row, row: Row) -> PairedRatio | None:

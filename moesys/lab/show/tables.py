@@ -124,7 +124,7 @@ def _agreement_cell(row: Row, comparison: Comparison) -> str:
     if row.agreement is None:
         return "unknown"
     agreement = row.agreement
-    if comparison.exact:
+    if agreement.exact:
         return "bit-equal" if agreement.holds else f"PARTS at step {agreement.steps_within}"
     if agreement.holds and agreement.steps_left:
         return f"for {agreement.steps_within} of {agreement.num_steps} steps"
@@ -143,13 +143,13 @@ def _legend(comparison: Comparison, machine: str) -> list[str]:
     if any(row.repeat for row in comparison.rows):
         lines.append(f"{baseline} (again): the same strategy run twice; how far it is from 1 is noise and drift.")
     lines.append(f"Other columns: medians over a seed's steps, then over n seeds ({_sample_words(comparison)}).")
-    if comparison.exact:
+    agreements = [row.agreement for row in comparison.rows if row.agreement is not None]
+    if any(agreement.exact for agreement in agreements):
         lines.append(
-            f"Agreement: every loss must have the bits of {baseline}'s, same seed, same step, as all strategies have "
-            "one LayoutInvariant reduction. Where one has not, that is an error, and no speed is shown."
+            f"Agreement: every loss must have the bits of {baseline}'s, same seed, same step, of strategies with its "
+            "LayoutInvariant reduction. Where one has not, that is an error, and no speed is shown."
         )
-    elif any(row.agreement is not None for row in comparison.rows):
-        tolerance = next(row.agreement.tolerance for row in comparison.rows if row.agreement is not None)
+    if tolerance := max((agreement.tolerance for agreement in agreements), default=0.0):
         lines.append(
             f"Agreement: the largest relative difference of a loss from {baseline}'s, same seed, same step. "
             f"Above {tolerance:g} ({experiment.model.dtype}) within the first {JUDGED_STEPS} steps the numbers differ, "

@@ -1,4 +1,4 @@
-"""Where all strategies have one ``LayoutInvariant``, a loss of other bits is an error: in tables, words, exit codes."""
+"""Strategies with the baseline's ``LayoutInvariant``: a loss of other bits is an error in tables, words, exit codes."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ LOSSES = [5.0 - step / 8 for step in range(STEPS)]
 
 
 def invariant(*reductions: ms.Reduction) -> ms.Experiment:
-    """``ep`` and ``fsep`` with these."""
-    strategies = (of.replace(reduction=reduction) for of, reduction in zip((EP, FSEP), reductions, strict=True))
+    """``ep``, ``fsep`` and ``plain`` with these, as many."""
+    plain = EP.replace(name="plain")
+    strategies = (of.replace(reduction=reduction) for of, reduction in zip((EP, FSEP, plain), reductions, strict=False))
     return experiment(strategies=tuple(strategies), workload=ms.Training(steps=STEPS, warmup=0))
 
 
@@ -53,7 +54,7 @@ def test_one_bit_in_whichever_step_is_a_row_that_is_unequal_and_shows_no_speed(s
 
 def test_what_is_equal_is_no_error() -> None:
     comparison = compare_records(EXACT, records(EXACT))
-    assert comparison.exact
+    assert comparison.rows[1].agreement.exact
     assert comparison.unequal == ()
     assert agreement_cells(comparison) == ["reference", "bit-equal"]
     not_numbers = [replace(each, losses=[math.nan, math.inf]) for each in records(EXACT)]
@@ -71,9 +72,22 @@ def test_what_is_equal_is_no_error() -> None:
 def test_other_reductions_promise_nothing(reductions: tuple[ms.Reduction, ...]) -> None:
     of = invariant(*reductions)
     comparison = compare_records(of, records(of, 3))
-    assert not comparison.exact
+    assert not comparison.rows[1].agreement.exact
     assert comparison.unequal == ()
     assert agreement_cells(comparison) == ["reference", "1.9e-16"]
+
+
+def test_a_strategy_that_promises_nothing_takes_no_promise_from_others() -> None:
+    of = invariant(ms.LayoutInvariant(), ms.LayoutInvariant(), ms.Ordered())
+    comparison = compare_records(of, records(of, 3))
+    assert [(row.name, row.agreement.exact) for row in comparison.unequal] == [("fsep", True)]
+    assert sorted(agreement_cells(comparison)) == ["PARTS at step 3", "bit-equal", "reference"]
+
+
+def test_records_of_two_machines_are_promised_nothing() -> None:
+    first, *rest = records(EXACT, 3)
+    comparison = compare_records(EXACT, [replace(first, environment="another"), *rest])
+    assert comparison.unequal == ()
 
 
 def moesys(*arguments: str) -> Result:
