@@ -350,8 +350,7 @@ def replicas_of(layout: ExpertLayout, rank: int, device: torch.device) -> Replic
     expert_P, rank_P = np.nonzero(layout.replicas_RE.T)
     place = {(int(r), int(e)): p for p, (e, r) in enumerate(zip(expert_P, rank_P, strict=True))}
     own = [place[rank, expert] for expert in held_experts(layout.experts_of(rank))]
-    # What numpy finds is every other number of one array, and kernels read numbers that lie side by side.
-    return Replicas(*(to_device(np.ascontiguousarray(values), device) for values in (rank_P, expert_P, own)))
+    return Replicas(*(to_device(values, device) for values in (rank_P, expert_P, own)))
 
 
 def tokens_by_replica(plan: TokenPlan, device: torch.device) -> Tensor:
