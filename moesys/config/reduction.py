@@ -25,7 +25,9 @@ class LayoutInvariant(Declared):
 
     The rows of an expert, by (source rank, token, k) over all ranks, are cut into blocks of ``block_rows`` (the last
     one of half to one and a half of that), and splits give a block to one rank. A block's weight gradient is one
-    product; blocks are added in float64 on a grid so coarse that no addition rounds, so that no order shows. On CPUs.
+    product; blocks are added in float64 on a grid so coarse that no addition rounds, so that no order shows. Bits are
+    those of a numerics class: CPUs have one, kernels another. A ``MegaKernel`` is planned by hosts
+    (``most_tokens=None``) and leaves weight gradients to launches of their own (``overlap_weight_gradients=False``).
     """
 
     kind: Literal["layout_invariant"] = "layout_invariant"

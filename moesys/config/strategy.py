@@ -66,10 +66,18 @@ class Strategy(Declared):
     def _check_layout_invariant(self) -> None:
         overlap = self.overlap
         if isinstance(overlap, MegaKernel):
-            raise ValueError(
-                "reduction=LayoutInvariant() sums weight gradients block by block on CPUs, but overlap=MegaKernel() "
-                "sums them in kernels; use Sequential() or Pipelined(), or reduction=Ordered()"
-            )
+            if overlap.overlap_weight_gradients:
+                raise ValueError(
+                    "reduction=LayoutInvariant() sums weight gradients when all ranks have told how large theirs are, "
+                    "but overlap_weight_gradients=True has them in the kernel before; use "
+                    "MegaKernel(overlap_weight_gradients=False), or reduction=Ordered()"
+                )
+            if overlap.most_tokens is not None:
+                raise ValueError(
+                    f"reduction=LayoutInvariant() splits in whole blocks on hosts, but most_tokens="
+                    f"{overlap.most_tokens} has devices split; use most_tokens=None, or reduction=Ordered()"
+                )
+            return
         if overlap.combine == "per_node":
             raise ValueError(
                 "reduction=LayoutInvariant() sums a token's experts in the order of k, but combine='per_node' sums "

@@ -170,15 +170,12 @@ class Experts(nn.Module):
         expert_TK = self._numbered(expert_TK, learning)
         lookahead = self.link.lookahead
         neighbours = lookahead.enter(self.store)
-        # Asked for every time, as it depends on the device and, on the CPU, on the number of threads, which may change.
-        function = OURS if self.outside is None else self.outside.function
-        compute = self.expert_compute or experts_on_device(self.shape, dtype, expert_TK.device.type, function)
-        if isinstance(self.strategy.reduction, LayoutInvariant) and not (
-            isinstance(compute, CpuExperts) and expert_TK.device.type == "cpu"
-        ):
+        compute = self.computed_by(dtype, expert_TK.device.type)
+        invariant = isinstance(self.strategy.reduction, LayoutInvariant)
+        if invariant and isinstance(compute, CpuExperts) and expert_TK.device.type != "cpu":
             raise ValueError(
-                f"strategy {self.strategy.name!r} has reduction=LayoutInvariant(), which CPUs compute, but experts are "
-                f"computed by {type(compute).__name__} on {expert_TK.device.type}; use reduction=Ordered() there"
+                f"strategy {self.strategy.name!r} has reduction=LayoutInvariant(), but experts that are not SwiGLU "
+                f"without biases have no kernels on {expert_TK.device.type}; use reduction=Ordered() there"
             )
         upcoming = [store.schedule for store in neighbours.upcoming]
         batch = MicroBatch(expert_TK, compute, learning, upcoming, lookahead, self.token_block)
@@ -189,6 +186,13 @@ class Experts(nn.Module):
         call = LayerCall(self.store, executor, plan.layout, neighbours, counts, dtype)
         lookahead.entered(call)
         return call
+
+    def computed_by(self, dtype: torch.dtype, device_type: str) -> ExpertCompute:
+        """Returns what computes experts in ``dtype``: asked for every time, as it depends on the device and, on the
+        CPU, on the number of threads, which may change.
+        """
+        function = OURS if self.outside is None else self.outside.function
+        return self.expert_compute or experts_on_device(self.shape, dtype, device_type, function)
 
     def _count(self, call: LayerCall) -> None:
         """Adds up counts for ``take_counts``, on their device, which has them once forward is launched."""

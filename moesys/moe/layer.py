@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from moesys.config import ClusterSpec, LayoutInvariant, ModelShape, Strategy
-from moesys.moe.expert_parameters import initial_generator
+from moesys.moe.expert_parameters import DTYPES, initial_generator
 from moesys.moe.experts import Experts
 from moesys.moe.masters import OwnMasters
 from moesys.moe.metrics import LayerMetrics
@@ -16,6 +16,7 @@ from moesys.moe.router import Router
 from moesys.moe.shared import SharedExperts
 from moesys.moe.state import join_state, split_state
 from moesys.moe.token_blocks import TokenBlocks
+from moesys.overlap.experts_cpu import CpuExperts
 from moesys.step import LayerPlan
 
 
@@ -66,7 +67,7 @@ class MoELayer(nn.Module):
             )
         x_TH = x.reshape(-1, self.shape.hidden_size)
         # First, so that nothing behind the routed experts reads what they give, and a checkpoint may leave it out.
-        blocks = self._token_blocks()
+        blocks = self._token_blocks(x.device.type)
         shared_TH = None if self.shared_experts is None else self.shared_experts(x_TH, blocks)
         routing = self.router(x_TH, blocks)
         y_TH = self.experts(x_TH, routing.expert_TK, routing.weight_TK)
@@ -91,7 +92,7 @@ class MoELayer(nn.Module):
         """Returns the parameters beside experts whose gradients backward sums over the ranks (``LayoutInvariant``):
         what else sums gradients must leave them out.
         """
-        if self._token_blocks() is None:
+        if self.experts.token_block is None:
             return []
         return [parameter for module in self._replicated().values() for parameter in module.parameters()]
 
@@ -112,9 +113,11 @@ class MoELayer(nn.Module):
         for expert, flat_P in split_state(state, self.shape, self._replicated()):
             self._masters().load(int(self.experts.homes.number_E[expert]), flat_P)
 
-    def _token_blocks(self) -> TokenBlocks | None:
-        num_tokens = self.experts.token_block
-        return None if num_tokens is None else TokenBlocks(num_tokens, self.experts.token_channel)
+    def _token_blocks(self, device_type: str) -> TokenBlocks | None:
+        if (num_tokens := self.experts.token_block) is None:
+            return None
+        by_kernels = not isinstance(self.experts.computed_by(DTYPES[self.shape.dtype], device_type), CpuExperts)
+        return TokenBlocks(num_tokens, self.experts.token_channel, by_kernels)
 
     def _masters(self) -> OwnMasters:
         masters = self.experts.store.masters

@@ -13,7 +13,7 @@ import hashlib
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -108,7 +108,14 @@ class AlonePlanner(Planner):
             executor = batch.compute.alone(batch.expert_TK, self.shape.num_experts)
         if executor is None:
             return self.counting.plan(batch)
-        schedule = self.schedule
+        if batch.token_block is not None and batch.learning:
+            _check_blocks([len(batch.expert_TK)], batch.token_block)
+        schedule, reduction = self.schedule, self.strategy.reduction
+        if isinstance(reduction, LayoutInvariant):
+            all_experts = tuple(range(self.shape.num_experts))
+            tell = partial(schedule.tell, micro_batch=schedule.micro_batch)
+            sums = BlockSums(reduction.block_rows, all_experts, executor.tokens_E, self.channel, tell)
+            executor = replace(executor, sums=sums)
         plan = SingleRankPlan(
             self.strategy, self.shape, self.cluster, schedule.layout, schedule.micro_batch, executor.tokens_E
         )
@@ -132,7 +139,7 @@ class HostPlanner(Planner):
         tokens_RCE = gathered_RN[:, : counts_CE.numel()].view(-1, *counts_CE.shape)
         said_RN = gathered_RN[:, counts_CE.numel() :]
         if batch.token_block is not None and learning:
-            _check_blocks(said_RN[:, 0], batch.token_block)
+            _check_blocks(said_RN[:, 0].tolist(), batch.token_block)
         if learning:
             _commit(deciding, said_RN[:, 1:])
         load = LoadMatrix(tokens_RCE.sum(dim=1).numpy())
@@ -159,10 +166,7 @@ class HostPlanner(Planner):
         overlap, channel = self.strategy.overlap, self.channel
         assert isinstance(overlap, Sequential | Pipelined)
         parts = batch.expert_TK, tokens_CRE, plan.tokens, channel.rank, batch.compute.min_rows
-        reduction, block_sums = self.strategy.reduction, None
-        if isinstance(reduction, LayoutInvariant):
-            tell = partial(self.schedule.tell, micro_batch=plan.turn)
-            block_sums = BlockSums.of(plan.tokens, reduction.block_rows, channel, tell)
+        block_sums = self._block_sums(plan)
         at = (channel, batch.compute, self.shards.memory)
         if not overlap.crosses_once(channel.num_nodes):
             return ChunkedExecutor(overlap, build_routes(*parts), *at, sums=block_sums)
@@ -173,13 +177,23 @@ class HostPlanner(Planner):
         node_routes = build_node_routes(routes, rows_CRR, top_k, self.shape.row_bytes, channel, sums=sums)
         return ChunkedExecutor(overlap, routes, *at, node_routes, block_sums)
 
+    def _block_sums(self, plan: LayerPlan) -> BlockSums | None:
+        """Returns how weight gradients are summed where layouts may not show."""
+        reduction = self.strategy.reduction
+        if not isinstance(reduction, LayoutInvariant):
+            return None
+        tell = partial(self.schedule.tell, micro_batch=plan.turn)
+        return BlockSums.of(plan.tokens, reduction.block_rows, self.channel, tell)
+
     def _mega_executor(self, overlap: MegaKernel, batch: MicroBatch, plan: LayerPlan, most_tokens: int) -> Executor:
         # Here, so that Triton is loaded only where it runs.
         from moesys.overlap.mega_executor import plan_mega
 
         home, recorder = self._mega_home(overlap, batch), self.channel.recorder
         rank = self.channel.rank
-        return plan_mega(overlap, self.shape, home, batch.expert_TK, plan.tokens, rank, most_tokens, recorder)
+        executor = plan_mega(overlap, self.shape, home, batch.expert_TK, plan.tokens, rank, most_tokens, recorder)
+        executor.sums = self._block_sums(plan)
+        return executor
 
 
 @dataclass
@@ -290,14 +304,14 @@ def planner_of(
     return ChunkPlanner(*parts, planner) if routes_on_device(strategy, channel.num_nodes) else planner
 
 
-def _check_blocks(tokens_R: Tensor, token_block: int) -> None:
+def _check_blocks(tokens_R: Sequence[int], token_block: int) -> None:
     """Raises ValueError, on all ranks alike, where one's tokens are no whole blocks."""
-    if (odd_R := tokens_R % token_block).any():
-        rank = int(odd_R.argmax())
-        raise ValueError(
-            f"token_block={token_block} does not divide the {int(tokens_R[rank])} tokens of rank {rank}, so gradients "
-            "of router and shared experts would show where they end; use a divisor, or reduction=Ordered()"
-        )
+    for rank, tokens in enumerate(tokens_R):
+        if tokens % token_block:
+            raise ValueError(
+                f"token_block={token_block} does not divide the {tokens} tokens of rank {rank}, so gradients of router "
+                "and shared experts would show where they end; use a divisor, or reduction=Ordered()"
+            )
 
 
 def _commit(schedules: Sequence[LayoutSchedule], votes_RN: Tensor) -> None:

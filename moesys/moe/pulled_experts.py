@@ -115,13 +115,13 @@ class PulledExperts(ShardedExperts):
         return arrive
 
 
-def ring_bytes(shape: ModelShape, num_ranks: int, num_slots: int) -> int:
-    """Bytes of each rank's arenas where layers like ``shape`` share experts and their gradients, with ``num_slots`` on
-    every rank: once for all layers of a linked model.
+def ring_bytes(shape: ModelShape, num_ranks: int, num_slots: int, gradient_bytes: int) -> int:
+    """Bytes of each rank's arenas where layers like ``shape`` share experts and their gradients, of ``gradient_bytes``
+    an element, with ``num_slots`` on every rank: once for all layers of a linked model.
     """
     wire_slice = -(-shape.expert_parameters // num_ranks)
     restored_bytes = shape.num_experts * wire_slice * shape.bytes_per_element
-    resharded_bytes = num_slots * num_ranks * wire_slice * torch.float32.itemsize
+    resharded_bytes = num_slots * num_ranks * wire_slice * gradient_bytes
     shared = (restored_bytes, resharded_bytes)
     return sum(ArenaLayout.of(pull_regions(num_bytes, num_ranks)).num_bytes for num_bytes in shared)
 

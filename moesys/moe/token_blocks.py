@@ -19,17 +19,18 @@ from torch.nn import functional
 
 from moesys.kernels.cpu.row_invariant_gemm import aligned, matmul_rows, projection_rule
 from moesys.overlap.comm.channel import Channel
-from moesys.overlap.exact_sum import add_on_grid, grid_of, largest_size
+from moesys.overlap.exact_sum import add_on_grid, grid_below, largest_size
 
 
 @dataclass(frozen=True)
 class TokenBlocks:
     """Blocks of ``num_tokens``, of which T is a multiple in training. ``channel``: of the ranks whose tokens are one
-    batch.
+    batch. ``by_kernels``: products are those of ``token_kernels``, else torch's on the CPU.
     """
 
     num_tokens: int
     channel: Channel
+    by_kernels: bool = False
 
     def linear(self, x_TA: Tensor, weight_BA: Tensor) -> Tensor:
         """Returns ``x @ weightᵀ`` [T, B] in x's dtype, to which a float32 weight is cast."""
@@ -37,21 +38,51 @@ class TokenBlocks:
         return y_TB
 
     def elementwise(self, function: Callable[[Tensor], Tensor], x_TA: Tensor) -> Tensor:
-        """Returns ``function(x)``, block by block: torch computes the ends of an array in another way than the rest."""
+        """Returns ``function(x)``, on the CPU block by block: there torch computes the ends of an array in another way
+        than the rest.
+        """
+        if x_TA.device.type != "cpu":
+            return function(x_TA)
         padded = functional.pad(x_TA, (0, 0, 0, -len(x_TA) % self.num_tokens))
         return torch.cat([function(block) for block in padded.split(self.num_tokens)])[: len(x_TA)]
 
     def _weight_gradient(self, dy_TB: Tensor, x_TA: Tensor) -> Tensor:
         """Returns ``dyᵀ @ x`` summed over the tokens of all ranks, float32 [B, A]. A collective."""
-        sizes = [largest_size(dy_TB), largest_size(x_TA), torch.tensor(float(len(x_TA)))]
-        gathered_R3 = self.channel.all_gather(torch.stack(sizes).double(), lane="counts")
-        largest_dy, largest_x = gathered_R3[:, :2].amax(dim=0).tolist()
-        grid = grid_of(float(gathered_R3[:, 2].sum()) * largest_dy * largest_x)
+        largest_dy, largest_x = largest_size(dy_TB), largest_size(x_TA)
+        sizes_3 = torch.stack([largest_dy, largest_x, torch.full_like(largest_x, len(x_TA))]).double()
+        gathered_R3 = self.channel.all_gather(sizes_3, lane="counts")
+        grid = grid_below(gathered_R3[:, :2].amax(dim=0).prod() * gathered_R3[:, 2].sum())
+        if self.by_kernels:
+            # Here, so that Triton is loaded only where it runs.
+            from moesys.moe.token_kernels import token_gradient
+
+            total_BA = token_gradient(dy_TB, x_TA, self.num_tokens, grid)
+        else:
+            total_BA = self._total(dy_TB, x_TA, grid.item())
+        return self.channel.all_reduce(total_BA, lane="reshard").float()
+
+    def _total(self, dy_TB: Tensor, x_TA: Tensor, grid: float) -> Tensor:
+        """Returns the sum over this rank's tokens, float64 [B, A]."""
         total_BA = torch.zeros(dy_TB.shape[1], x_TA.shape[1], dtype=torch.float64)
         part_BA = torch.empty(total_BA.shape, dtype=x_TA.dtype)
         for dy, x in zip(dy_TB.split(self.num_tokens), x_TA.split(self.num_tokens), strict=True):
             add_on_grid(total_BA, torch.mm(aligned(dy).t(), aligned(x), out=part_BA), grid)
-        return self.channel.all_reduce(total_BA, lane="reshard").float()
+        return total_BA
+
+    def _products(self, x_TA: Tensor, weight_BA: Tensor) -> Tensor:
+        """Returns ``x @ weightᵀ``, a row's bits whatever the others are; ``weight`` may be a transposed view."""
+        transposed = not weight_BA.is_contiguous()
+        if self.by_kernels:
+            from moesys.moe.token_kernels import token_product
+
+            return token_product(x_TA, weight_BA.t() if transposed else weight_BA, transposed=not transposed)
+        outward, inward = weight_BA.shape
+        rule = projection_rule(inward, outward, x_TA.dtype, x_TA.device.type, transposed)
+        padded_PA = x_TA.new_zeros(max(len(x_TA), rule.min_rows), inward)
+        padded_PA[: len(x_TA)] = x_TA
+        y_PB = padded_PA.new_empty(len(padded_PA), outward)
+        matmul_rows(padded_PA, weight_BA, y_PB, rule)
+        return y_PB[: len(x_TA)]
 
 
 class _BlockLinear(torch.autograd.Function):
@@ -59,7 +90,7 @@ class _BlockLinear(torch.autograd.Function):
     def forward(ctx: Any, x_TA: Tensor, weight_BA: Tensor, blocks: TokenBlocks) -> Tensor:
         ctx.blocks = blocks
         ctx.save_for_backward(x_TA, weight_BA)
-        return _products(x_TA, weight_BA.to(x_TA.dtype))
+        return blocks._products(x_TA, weight_BA.to(x_TA.dtype))
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
@@ -67,19 +98,7 @@ class _BlockLinear(torch.autograd.Function):
         dy_TB = grad_outputs[0].contiguous()
         dx_TA = dweight_BA = None
         if ctx.needs_input_grad[0]:
-            dx_TA = _products(dy_TB, weight_BA.to(dy_TB.dtype).t())
+            dx_TA = ctx.blocks._products(dy_TB, weight_BA.to(dy_TB.dtype).t())
         if ctx.needs_input_grad[1]:
             dweight_BA = ctx.blocks._weight_gradient(dy_TB, x_TA.contiguous())
         return dx_TA, dweight_BA, None
-
-
-def _products(x_TA: Tensor, weight_BA: Tensor) -> Tensor:
-    """Returns ``x @ weightᵀ``, a row's bits whatever the others are; ``weight`` may be a transposed view."""
-    transposed = not weight_BA.is_contiguous()
-    outward, inward = weight_BA.shape
-    rule = projection_rule(inward, outward, x_TA.dtype, x_TA.device.type, transposed)
-    padded_PA = x_TA.new_zeros(max(len(x_TA), rule.min_rows), inward)
-    padded_PA[: len(x_TA)] = x_TA
-    y_PB = padded_PA.new_empty(len(padded_PA), outward)
-    matmul_rows(padded_PA, weight_BA, y_PB, rule)
-    return y_PB[: len(x_TA)]

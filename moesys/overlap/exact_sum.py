@@ -36,9 +36,10 @@ def grid_of(bound: float) -> float:
 
 
 def grid_below(bound: Tensor) -> Tensor:
-    """Returns ``grid_of`` of a float64 that may be on a device, of a finite one."""
+    """Returns ``grid_of`` of each float64, which may be on a device; the host waits for none."""
     exponent = torch.frexp(bound).exponent - GRID_BITS
-    return torch.ldexp(torch.ones_like(bound), exponent.clamp(min=_LEAST_EXPONENT))
+    grid = torch.ldexp(torch.ones_like(bound), exponent.clamp(min=_LEAST_EXPONENT))
+    return torch.where(bound.isfinite(), grid, torch.nan)
 
 
 def row_sizes(rows_NA: Tensor) -> Tensor:
@@ -49,6 +50,15 @@ def row_sizes(rows_NA: Tensor) -> Tensor:
     _largest_bits(bits_NA.numpy(), largest_N.numpy(), torch.iinfo(bits_NA.dtype).max)
     sizes_N = largest_N.to(bits_NA.dtype).view(rows_NA.dtype)
     return sizes_N.to(torch.promote_types(rows_NA.dtype, torch.float32)).nan_to_num(nan=torch.inf, posinf=torch.inf)
+
+
+def row_sizes_on_device(rows_NA: Tensor) -> Tensor:
+    """Returns ``largest_size`` of each row, [N], on any device; the host waits for none."""
+    wide = torch.promote_types(rows_NA.dtype, torch.float32)
+    if not rows_NA.numel():
+        return rows_NA.new_zeros(len(rows_NA), dtype=wide)
+    least_N, most_N = (of.to(wide) for of in torch.aminmax(rows_NA, dim=1))
+    return torch.maximum(-least_N, most_N).nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
 @borrowing

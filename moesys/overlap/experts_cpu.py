@@ -202,6 +202,8 @@ class CpuBackward(_Pass):
         self.dh_PU = at.memory.empty((kept_rows, self.h_PU.shape[1]), self.h_PU.dtype, self.h_PU.device)
         width = self.h_PU.shape[1] // self.activation.halves
         self.wa_PI = at.memory.empty((kept_rows, width), self.h_PU.dtype, self.h_PU.device)
+        # Of up, down and their biases, where blocks are added on one.
+        self.grids_S4: list[list[float]] = []
         # The largest dh and weighted activation of each row.
         self.sizes_2P = inputs.weight_M.new_zeros(2, 0 if self.sums is None else len(self.h_PU))
 
@@ -239,25 +241,26 @@ class CpuBackward(_Pass):
     def weight_gradients(self) -> None:
         scratch = self.scratch
         if self.sums is not None:
-            self.sums.agree(self._largest_of_slots())
+            self.grids_S4 = self.sums.agree(self._largest_of_slots(self.sums)).tolist()
         for slot, rows, places in self.order:
             if slot in self.later:
                 x_NH, dy_NH = self.x.take(places, scratch, "x"), self.dy.take(places, scratch, "dy")
                 dh_NU, wa_NI = self.dh_PU[rows], self.wa_PI[rows]
                 self._slot_gradients(slot, dh_NU, x_NH, dy_NH, wa_NI, self.weight_M[places])
             if self.sums is not None:
-                for gradient, grid in zip(self._gradients_of(slot), self.sums.grids(slot), strict=True):
+                for gradient, grid in zip(self._gradients_of(slot), self.grids_S4[slot], strict=True):
                     if gradient is not None and math.isnan(grid):
                         gradient.fill_(math.nan)
         for gradient in self.gradients:
             for slot in set(range(len(gradient))) - self.used_slots:
                 gradient[slot].zero_()
 
-    def _largest_of_slots(self) -> dict[int, Tensor]:
-        """Returns what ``BlockSums.agree`` wants of each slot."""
+    def _largest_of_slots(self, sums: BlockSums) -> Tensor:
+        """Returns what ``BlockSums.agree`` wants."""
         x_M, dy_M, (dh_P, wa_P) = row_sizes(self.x.rows), row_sizes(self.dy.rows), self.sizes_2P
-        return {
-            slot: torch.stack(
+        largest_S5 = torch.zeros(len(sums.expert_S), 5, dtype=torch.float64)
+        for slot, rows, places in self.order:
+            largest_S5[slot] = torch.stack(
                 [
                     x_M[self.x.place(places)].amax(),
                     dy_M[self.dy.place(places)].amax(),
@@ -266,8 +269,7 @@ class CpuBackward(_Pass):
                     largest_size(self.weight_M[places]),
                 ]
             )
-            for slot, rows, places in self.order
-        }
+        return largest_S5
 
     def _weights(self, slots: Sequence[SlotRows], gather_N: Tensor) -> Tensor:
         """Returns the rows' routing weights; padding has none, and so no part in any sum."""
@@ -311,7 +313,7 @@ class CpuBackward(_Pass):
         for total in totals:
             if total is not None:
                 total.zero_()
-        grids = sums.grids(slot)
+        grids = self.grids_S4[slot]
         for block in sums.blocks(len(operands[0])):
             self._write_gradients(*(rows[block] for rows in operands), *parts)
             for total, part, grid in zip(totals, parts, grids, strict=True):

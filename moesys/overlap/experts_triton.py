@@ -18,6 +18,7 @@ from torch import Tensor
 
 from moesys.kernels.cpu.page_pool import Scratch
 from moesys.kernels.experts.activation_gradient import activation_gradient
+from moesys.kernels.experts.block_gradient import block_gradient
 from moesys.kernels.experts.combine import combine
 from moesys.kernels.experts.grouped_gemm import grouped_gemm
 from moesys.kernels.experts.tile_config import ShapeClass, TileConfigs
@@ -29,7 +30,7 @@ from moesys.kernels.routing.routing import Routing, route
 from moesys.overlap.expert_compute import Arrivals, BackwardInputs, Workplace
 from moesys.overlap.held_experts import HeldExperts
 from moesys.overlap.routes import ChunkRoutes, Routes
-from moesys.overlap.single_rank import ACTIVATION, SingleRankExecutor
+from moesys.overlap.single_rank import ACTIVATION, SingleRankExecutor, agreed_blocks
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ class TritonBackward:
 
     def __init__(self, routes: Routes, inputs: BackwardInputs, weights: HeldExperts) -> None:
         self.routes = routes
-        self.dy, self.x, self.h_P2I, self.weight_M, self.gradients, _ = inputs
+        self.dy, self.x, self.h_P2I, self.weight_M, self.gradients, self.sums = inputs
         self.experts_here = _Stacked.of(weights, self.dy.rows)
         self.blocks = _blocks(self.dy.rows, self.experts_here, routes)
         self.dh: list[Tensor] = []
@@ -158,6 +159,9 @@ class TritonBackward:
         gradients = self.gradients
         assert gradients is not None
         if not self.dh:
+            if self.sums is not None:
+                # The other ranks ask this one too.
+                self.sums.agree(self.weight_M.new_zeros(len(gradients.gate_up), 5))
             gradients.gate_up.zero_()
             gradients.down.zero_()
             return
@@ -165,6 +169,11 @@ class TritonBackward:
         first_G1 = self.routes.first_S1
         groups = OrderedGroups(self.dy.place(arrival_P).int(), first_G1, groups_by_size(first_G1))
         x_MH, dy_MH, block = self.x.rows.contiguous(), self.dy.rows, self.blocks.weight_gradient
+        if self.sums is not None:
+            of_up, of_down = agreed_blocks(self.sums, groups, 1, (x_MH, dy_MH), (dh_P2I, wa_PI))
+            block_gradient(dh_P2I, x_MH, groups, 1, "right", of_up, block, gradients.gate_up)
+            block_gradient(dy_MH, wa_PI, groups, 1, "left", of_down, block, gradients.down)
+            return
         weight_gradient(dh_P2I, x_MH, groups, 1, "right", block, out_GLR=gradients.gate_up)
         weight_gradient(dy_MH, wa_PI, groups, 1, "left", block, out_GLR=gradients.down)
 

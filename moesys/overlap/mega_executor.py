@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from moesys.config import MegaKernel, ModelShape
+from moesys.kernels.experts.block_gradient import block_gradient
 from moesys.kernels.experts.numerics import INTERPRETED
 from moesys.kernels.experts.tile_config import TileConfig, TileConfigs
 from moesys.kernels.experts.tiles import groups_by_size
@@ -33,9 +34,11 @@ from moesys.kernels.mega.mega_combine import WeightGradients, down_combine, inpu
 from moesys.kernels.mega.mega_dispatch import dispatch_activation_gradient, dispatch_up
 from moesys.kernels.mega.point import blocks_at
 from moesys.kernels.mega.task_times import TaskTimes
+from moesys.kernels.split.tables import IntArray
 from moesys.kernels.symmetric.counts import count_regions, receive_counts
 from moesys.kernels.symmetric.heap import ArenaLayout, Heap, require_no_capture
 from moesys.layout import ExpertLayout, TokenPlan
+from moesys.overlap.block_sums import BlockSums
 from moesys.overlap.comm.record import Recorder, stage
 from moesys.overlap.device_split import DeviceSplit, PendingPlan
 from moesys.overlap.executor import Saved, WaitForExperts
@@ -43,6 +46,7 @@ from moesys.overlap.experts_triton import ACTIVATION
 from moesys.overlap.held_experts import ExpertGradients, HeldExperts
 from moesys.overlap.routes import held_experts
 from moesys.overlap.row_limit import RowLimit, require_rows, room_for_rows
+from moesys.overlap.single_rank import agreed_blocks
 from moesys.overlap.stages import Stages, at_once
 from moesys.overlap.task_spans import task_spans
 
@@ -128,6 +132,7 @@ def plan_mega(
         blocks,
         overlap,
         recorder,
+        lists_by_replica(plan, device),
     )
 
 
@@ -183,7 +188,9 @@ def _blocks_and_flags(
 class MegaExecutor:
     """Runs one micro-batch of one layer on one rank by MegaKernels.
 
-    ``plan``: the host's, int64 [R, P], or one that each forward makes of all ranks' counts. ``num_rows``: what it sends
+    ``plan``: the host's, int64 [R, P], or one that each forward makes of all ranks' counts. ``list_RP``: of the host's,
+    where a source's tokens for a replica begin in its list (``exchange``). ``sums``: of weight gradients, where layouts
+    may not show; these are then launches of their own. ``num_rows``: what it sends
     here, or may send at most. ``blocks``: all of as many rows. ``recorder`` gets spans of every task while it is
     enabled.
     """
@@ -197,6 +204,8 @@ class MegaExecutor:
     blocks: TileConfigs
     point: MegaKernel
     recorder: Recorder | None = None
+    list_RP: Tensor | None = None
+    sums: BlockSums | None = None
     _rows: MegaRows | None = field(default=None, init=False)
 
     def forward(self, x_TH: Tensor, weight_TK: Tensor, wait_for_experts: WaitForExperts) -> tuple[Tensor, Saved]:
@@ -235,8 +244,9 @@ class MegaExecutor:
                 routing = announce(memory, self.expert_TK, self.num_experts, {"x": x_TH}, with_counts)
             yield
             with stage("arrange", device):
+                tokens_RP, row_tile = self._tokens_RP(), blocks.up.rows
                 rows = self._rows = arrange(
-                    memory, routing, self._tokens_RP(), self.replicas, self.num_rows, blocks.up.rows, point
+                    memory, routing, tokens_RP, self.replicas, self.num_rows, row_tile, point, self.list_RP
                 )
             gate_up, down = (wait_for_experts() if experts is None else experts).stacked()[:2]
             with stage("dispatch and up", device):
@@ -284,7 +294,7 @@ class MegaExecutor:
             yield
             if outer is not None and fused is None:
                 with stage("weight gradients", device):
-                    _weight_gradients(outer, rows.exchange.first_G1, blocks.weight_gradient)
+                    _weight_gradients(outer, rows.exchange.first_G1, blocks.weight_gradient, self.sums)
         self._note(dx_TH, dweight_TK, *(() if outer is None else (outer.dgate_up_GUH, outer.ddown_GHI)))
         return dx_TH, dweight_TK
 
@@ -337,10 +347,18 @@ class MegaExecutor:
         recorder.add_later(lambda: task_spans(times.read(), replicas.expert_P[replicas.own_G].tolist()))
 
 
-def _weight_gradients(sides: WeightGradients, first_G1: Tensor, block: TileConfig) -> None:
-    """Both weight gradients by launches of their own."""
+def _weight_gradients(
+    sides: WeightGradients, first_G1: Tensor, block: TileConfig, sums: BlockSums | None = None
+) -> None:
+    """Both weight gradients by launches of their own. With ``sums`` a collective."""
     in_order = torch.arange(len(sides.dh_NU), dtype=torch.int32, device=first_G1.device)
     groups = OrderedGroups(in_order, first_G1, groups_by_size(first_G1))
+    if sums is not None:
+        by_row = (sides.dh_NU, sides.wa_NI)
+        of_up, of_down = agreed_blocks(sums, groups, 1, (sides.x_NH, sides.dy_NH), by_row)
+        block_gradient(sides.dh_NU, sides.x_NH, groups, 1, "right", of_up, block, sides.dgate_up_GUH)
+        block_gradient(sides.dy_NH, sides.wa_NI, groups, 1, "left", of_down, block, sides.ddown_GHI)
+        return
     weight_gradient(sides.dh_NU, sides.x_NH, groups, 1, "right", block, out_GLR=sides.dgate_up_GUH)
     weight_gradient(sides.dy_NH, sides.wa_NI, groups, 1, "left", block, out_GLR=sides.ddown_GHI)
 
@@ -355,10 +373,22 @@ def replicas_of(layout: ExpertLayout, rank: int, device: torch.device) -> Replic
 
 def tokens_by_replica(plan: TokenPlan, device: torch.device) -> Tensor:
     """What each source sends to each replica, int64 [R, P]."""
+    return _by_replica(plan, plan.entries[:, 3], device)
+
+
+def lists_by_replica(plan: TokenPlan, device: torch.device) -> Tensor:
+    """Where in its list begins what each source sends to each replica, int64 [R, P]."""
+    # Entries come source by source, expert by expert, and of these in the order of the list.
+    source, tokens = plan.entries[:, 0], plan.entries[:, 3]
+    before = np.cumsum(tokens) - tokens
+    return _by_replica(plan, before - before[np.searchsorted(source, source)], device)
+
+
+def _by_replica(plan: TokenPlan, of_entry: IntArray, device: torch.device) -> Tensor:
     index_RE = np.full((plan.layout.num_ranks, plan.layout.num_experts), -1)
     expert_P, rank_P = np.nonzero(plan.layout.replicas_RE.T)
     index_RE[rank_P, expert_P] = np.arange(len(rank_P))
-    source, expert, destination, tokens = plan.entries.T
-    tokens_RP = np.zeros((plan.layout.num_ranks, len(rank_P)), dtype=np.int64)
-    tokens_RP[source, index_RE[destination, expert]] = tokens
-    return to_device(tokens_RP, device)
+    source, expert, destination, _ = plan.entries.T
+    found_RP = np.zeros((plan.layout.num_ranks, len(rank_P)), dtype=np.int64)
+    found_RP[source, index_RE[destination, expert]] = of_entry
+    return to_device(found_RP, device)

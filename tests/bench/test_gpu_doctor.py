@@ -18,6 +18,9 @@ from moesys.bench.doctor.examination import Examination, examine
 from moesys.bench.doctor.place import Place
 from moesys.bench.doctor.verdicts import Verdict
 
+# All endings are one examination, which takes its time on a busy machine.
+pytestmark = pytest.mark.timeout(900)
+
 ENDINGS = (
     case("passes"),
     case("raises", "passes"),

@@ -16,6 +16,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from moesys.kernels.experts.experts import moe_experts
+from moesys.kernels.routing.routing import route
+from moesys.moe.token_blocks import TokenBlocks
+from moesys.overlap.block_sums import BlockSums
+from moesys.overlap.comm.channel import Channel
+from moesys.overlap.comm.record import Meter, Recorder
+from moesys.overlap.held_experts import ExpertGradients
+from moesys.overlap.single_rank import SingleRankExecutor
 
 T, H, I, E, K = 9, 32, 16, 4, 2
 # Whatever of a tensor needs its numbers on the host.
@@ -79,6 +86,25 @@ def _host_unread(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_forward_and_backward_wait_for_nobody() -> None:
     y_TH, *gradients = forward_backward(layer())
     assert all(tensor.isfinite().all() for tensor in (y_TH, *gradients))
+
+
+@pytest.mark.usefixtures("_host_unread")
+def test_nor_do_sums_that_show_no_layout() -> None:
+    """Their grids follow from numbers on the device: of experts on one rank, and of what every token passes."""
+    x_TH, expert_TK, weight_TK, gate_up, down = (tensor.detach() for tensor in layer())
+    channel, routing = Channel(None, (0,), Recorder(0), Meter()), route(expert_TK, E)
+    gradients = ExpertGradients(*(torch.empty_like(of, dtype=torch.float64) for of in (gate_up, down)))
+
+    class Held:
+        stacked = staticmethod(lambda: (gate_up, down))
+
+    sums = BlockSums(16, tuple(range(E)), routing.first_G1.diff(), channel, None)
+    executor = SingleRankExecutor(routing, sums)
+    y_TH, saved = executor.forward(x_TH, weight_TK, Held)
+    executor.backward(y_TH, saved, Held, gradients)
+    weight_EH = gate_up[0].clone().requires_grad_()
+    TokenBlocks(32, channel, by_kernels=True).linear(x_TH, weight_EH).sum().backward()
+    assert all(tensor.isfinite().all() for tensor in (*gradients[:2], weight_EH.grad))
 
 
 @pytest.mark.usefixtures("_host_unread")

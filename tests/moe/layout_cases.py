@@ -28,9 +28,9 @@ from moesys.overlap import exact_sum
 TOKEN_BLOCK = 32
 # Few, as how a product must be called is probed for each.
 WIDTHS = ((8, 24), (24, 56), (37, 13), (64, 48), (33, 40))
-LAYERS = 2
 # Bits of a grid so coarse that results show which one was used, of every other case.
 COARSE_BITS = 30
+MEGA = ms.MegaKernel(programs=1, deduplicate=True, overlap_weight_gradients=False)
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,8 @@ class Variant:
 @dataclass(frozen=True)
 class LayoutCase:
     seed: int
+    kernels: bool
+    layers: int
     steps: int
     grid_bits: int
     shape: ms.ModelShape
@@ -55,8 +57,10 @@ class LayoutCase:
     variants: tuple[Variant, Variant]
 
 
-def draw(seed: int) -> LayoutCase:
+def draw(seed: int, kernels: bool = False) -> LayoutCase:
+    """``kernels``: computed by Triton's, which are slow in its interpreter, so on one rank and on two, and little."""
     rng = np.random.default_rng(seed)
+    numbers, most_blocks, sizes = ([1, 2], 3, (16, 16, 50)) if kernels else ([1, 2, 3, 4], 12, (16, 50, 256))
     H, I = WIDTHS[rng.integers(len(WIDTHS))]
     E = int(rng.integers(2, 10))
     shape = ms.ModelShape(
@@ -68,25 +72,38 @@ def draw(seed: int) -> LayoutCase:
         scoring_func=("softmax", "sigmoid")[rng.integers(2)],
         n_shared_experts=int(rng.integers(3)) // 2,
     )
-    num_blocks, block_rows = int(rng.integers(2, 13)), (16, 50, 256)[rng.integers(3)]
+    num_blocks, block_rows = int(rng.integers(2, most_blocks + 1)), sizes[rng.integers(3)]
     variants = []
-    for ranks in rng.permutation([1, 2, 3, 4])[:2].tolist():
+    for ranks in rng.permutation(numbers)[:2].tolist():
         inner = sorted(rng.integers(0, num_blocks + 1, size=ranks - 1).tolist())
         nodes = [size for size in range(1, ranks + 1) if ranks % size == 0]
-        ranks_per_node = nodes[rng.integers(len(nodes))]
+        # MegaKernels reach one node.
+        ranks_per_node = ranks if kernels else nodes[rng.integers(len(nodes))]
         variants.append(
             Variant(
-                _strategy(rng, ranks, E, block_rows),
+                _strategy(rng, ranks, E, block_rows, MEGA if kernels else ms.Sequential(node_dispatch="once")),
                 ms.ClusterSpec(num_nodes=ranks // ranks_per_node, ranks_per_node=ranks_per_node),
                 tuple(TOKEN_BLOCK * block for block in (0, *inner, num_blocks)),
                 *(bool(rng.integers(2)) for _ in range(3)),
             )
         )
-    steps, bits = (2, 1, 1, 1)[seed % 4], (exact_sum.GRID_BITS, COARSE_BITS)[seed % 2]
-    return LayoutCase(seed, steps, bits, shape, float(rng.choice([0.0, 0.5, 3.0])), (variants[0], variants[1]))
+    steps, bits = 1 if kernels else (2, 1, 1, 1)[seed % 4], (exact_sum.GRID_BITS, COARSE_BITS)[seed % 2]
+    return LayoutCase(
+        seed,
+        kernels,
+        1 if kernels else 2,
+        steps,
+        bits,
+        shape,
+        float(rng.choice([0.0, 0.5, 3.0])),
+        (variants[0], variants[1]),
+    )
 
 
-def _strategy(rng: np.random.Generator, ranks: int, num_experts: int, block_rows: int) -> ms.Strategy:
+def _strategy(
+    rng: np.random.Generator, ranks: int, num_experts: int, block_rows: int, third: ms.Sequential | ms.MegaKernel
+) -> ms.Strategy:
+    """``third``: an overlap beside those that all homes have."""
     slots = -(-num_experts // ranks) + int(rng.integers(3))
     sharding = [
         ms.Ep(),
@@ -97,7 +114,7 @@ def _strategy(rng: np.random.Generator, ranks: int, num_experts: int, block_rows
         ms.Fsep(slots_per_rank=slots, prefetch_layers=1, delay_reshard=True, reshard_after_forward=False),
     ][rng.integers(6)]
     balance = [ms.Greedy(drift=0), ms.Laer(), ms.Eplb()][rng.integers(3)]
-    overlaps = [ms.Sequential(), ms.Pipelined(chunks=3), ms.Sequential(node_dispatch="once")]
+    overlaps = [ms.Sequential(), ms.Pipelined(chunks=3), third]
     return ms.Strategy(
         name="drawn",
         sharding=sharding,
@@ -108,11 +125,11 @@ def _strategy(rng: np.random.Generator, ranks: int, num_experts: int, block_rows
     )
 
 
-def differing(ranks: LocalRanks, seeds: Sequence[int], mutant: str = "") -> dict[int, list[str]]:
+def differing(ranks: LocalRanks, seeds: Sequence[int], mutant: str = "", kernels: bool = False) -> dict[int, list[str]]:
     """Returns what differs by a bit between the variants of each case, by seed; nothing where all is right."""
-    cases = [draw(seed) for seed in seeds]
+    cases = [draw(seed, kernels) for seed in seeds]
     trained: dict[tuple[int, int], dict[str, Any]] = {}
-    for num_ranks in range(1, 5):
+    for num_ranks in sorted({len(variant.cuts) - 1 for case in cases for variant in case.variants}):
         here = [
             (place, number)
             for place, case in enumerate(cases)
@@ -155,11 +172,17 @@ def train_all(asked: Sequence[tuple[LayoutCase, Variant]], mutant: str) -> list[
 
 
 def train(case: LayoutCase, variant: Variant) -> dict[str, Any]:
-    """Digests of clipped steps of two layers: of tokens a block, of everything else a tensor."""
+    """Digests of clipped steps of layers: of tokens a block, of everything else a tensor."""
     shape, rank = case.shape, dist.get_rank() if dist.is_initialized() else 0
     mine = slice(variant.cuts[rank], variant.cuts[rank + 1])
     options = {"cluster": variant.cluster, "seed": case.seed}
-    layers = nn.ModuleList(ms.MoELayer(shape, variant.strategy, layer_index=n, **options) for n in range(LAYERS))
+    layers = nn.ModuleList(ms.MoELayer(shape, variant.strategy, layer_index=n, **options) for n in range(case.layers))
+    if case.kernels:
+        # Here, so that ranks without such a case do not load Triton.
+        from moesys.overlap.experts_triton import TritonExperts
+
+        for layer in layers:
+            layer.experts.expert_compute = TritonExperts()
     runtime = ms.link(layers) if variant.linked else None
     if variant.shuffled and variant.strategy.sharding.kind == "fsep":
         for layer in layers:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -11,9 +12,12 @@ import torch
 from torch import Tensor
 
 from moesys import step
-from moesys.moe import gradients, token_blocks
+from moesys.kernels.experts.block_gradient import RowBlocks
+from moesys.kernels.experts.weight_gradient import weight_gradient
+from moesys.layout import TokenPlan
+from moesys.moe import gradients, token_blocks, token_kernels
 from moesys.moe.expert_store import ExpertStore
-from moesys.overlap import experts_cpu
+from moesys.overlap import experts_cpu, experts_triton, mega_executor, single_rank
 from moesys.overlap.block_sums import BlockSums
 from moesys.overlap.comm.channel import Channel
 
@@ -22,16 +26,12 @@ def _float_sum(total: Tensor, addend: Tensor, grid: float) -> None:
     total.copy_((total.float() + addend.float()).double())
 
 
-def _local_rows(sums: BlockSums, largest: Any) -> None:
-    agree(sums, largest)
-    sums.rows_E = [rows // sums.channel.num_ranks for rows in sums.rows_E]
+def _local_rows(sums: BlockSums, largest: Tensor) -> Tensor:
+    return agree(replace(sums, rows_E=sums.rows_E // sums.channel.num_ranks), largest)
 
 
-def _local_largest(sums: BlockSums, largest: Any) -> None:
-    alone = Channel(None, (0,), sums.channel.recorder, sums.channel.meter)
-    sums.channel, channel = alone, sums.channel
-    agree(sums, largest)
-    sums.channel = channel
+def _local_largest(sums: BlockSums, largest: Tensor) -> Tensor:
+    return agree(replace(sums, channel=Channel(None, (0,), sums.channel.recorder, sums.channel.meter)), largest)
 
 
 def _float32_home(store: ExpertStore, layout: Any) -> Tensor:
@@ -52,6 +52,26 @@ def _float_all_reduce(channel: Channel, values: Tensor, *, lane: str) -> Tensor:
     return all_reduce(channel, values.float(), lane=lane).double()
 
 
+def _one_product(*given: Any) -> Tensor:
+    left, right, groups, top_k, gathered, _, tile, out_GLR = given
+    return out_GLR.copy_(weight_gradient(left, right, groups, top_k, gathered, tile))
+
+
+def _other_blocks(*given: Any) -> list[RowBlocks]:
+    return [blocks._replace(rows=blocks.rows // 2 + 3) for blocks in agreed_blocks(*given)]
+
+
+def _by_rank(plan: TokenPlan, device: torch.device) -> Tensor:
+    tokens_RP = mega_executor.tokens_by_replica(plan, device)
+    return tokens_RP.cumsum(1) - tokens_RP
+
+
+def _one_product_of_tokens(dy_TB: Tensor, x_TA: Tensor, num_tokens: int, grid: Tensor) -> Tensor:
+    return token_gradient(dy_TB, x_TA, max(num_tokens, len(x_TA)), grid)
+
+
+EXECUTORS = (experts_triton, single_rank, mega_executor)
+agreed_blocks, token_gradient = single_rank.agreed_blocks, token_kernels.token_gradient
 agree, new_gradients, all_reduce = BlockSums.agree, ExpertStore.new_gradients, Channel.all_reduce
 
 # A mutant: what takes whose place.
@@ -61,7 +81,7 @@ MUTANTS: dict[str, tuple[object, str, Callable[..., Any]]] = {
     "a grid by this rank's largest": (BlockSums, "agree", _local_largest),
     "splits cut blocks": (step, "by_blocks", lambda plan, block_rows: plan),
     "splits cut other blocks": (step, "by_blocks", lambda plan, rows: by_blocks(plan, rows // 2 + 3)),
-    "one product of all rows": (BlockSums, "blocks", lambda sums, num_rows: iter([slice(0, num_rows)])),
+    "one product of all rows": (BlockSums, "blocks", lambda sums, num_rows: [slice(0, num_rows)]),
     "gradients travel in float32": (ExpertStore, "new_gradients", _float32_home),
     "weights wherever they lie": (experts_cpu, "aligned", lambda rows: rows),
     "tokens' blocks are added in float32": (token_blocks, "add_on_grid", _float_sum),
@@ -70,13 +90,24 @@ MUTANTS: dict[str, tuple[object, str, Callable[..., Any]]] = {
 }
 by_blocks = step.by_blocks
 
+# Of kernels alone: all that takes others' places.
+KERNEL_MUTANTS: dict[str, list[tuple[object, str, Callable[..., Any]]]] = {
+    "all rows of a slot in one float32 sum": [(module, "block_gradient", _one_product) for module in EXECUTORS],
+    "blocks are cut elsewhere": [(module, "agreed_blocks", _other_blocks) for module in EXECUTORS],
+    "MegaKernels send stretches by rank": [(mega_executor, "lists_by_replica", _by_rank)],
+    "all tokens of a rank in one float32 sum": [(token_kernels, "token_gradient", _one_product_of_tokens)],
+}
+# Of all homes.
+COMMON_MUTANTS = (
+    *("a grid by this rank's rows", "a grid by this rank's largest", "splits cut blocks"),
+    *("gradients travel in float32", "ranks' tokens are added in float32", "a norm in float32"),
+)
+
 
 @contextmanager
 def mutated(name: str) -> Iterator[None]:
     """``""``: as it is."""
-    if not name:
-        yield
-        return
-    target, attribute, broken = MUTANTS[name]
-    with patch.object(target, attribute, broken):
+    with ExitStack() as stack:
+        for change in KERNEL_MUTANTS.get(name, [MUTANTS[name]] if name in MUTANTS else []):
+            stack.enter_context(patch.object(*change))
         yield

@@ -7,19 +7,23 @@ import os
 import pytest
 import torch
 from layout_cases import differing
-from layout_mutants import MUTANTS
+from layout_mutants import COMMON_MUTANTS, KERNEL_MUTANTS, MUTANTS
 from torch import Tensor
 
 import moesys as ms
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.layout_schedule import PlanEvent
 from moesys.moe.expert_parameters import DTYPES
+from moesys.overlap.experts_triton import TritonExperts
 
 # Others, in slices: MOESYS_LAYOUT_CASES=200:10000.
 FIRST, LAST = map(int, os.environ.get("MOESYS_LAYOUT_CASES", "0:200").split(":"))
 SLICE = 50
 # Cases in which a mutant shows, if it does.
 TRIED = range(24)
+# Of kernels, in the interpreter, which is slow. Others, in slices: MOESYS_KERNEL_CASES=4:300.
+FIRST_ON_KERNELS, LAST_ON_KERNELS = map(int, os.environ.get("MOESYS_KERNEL_CASES", "0:4").split(":"))
+TRIED_ON_KERNELS = range(60)
 
 
 @pytest.mark.timeout(3600)
@@ -36,27 +40,62 @@ def test_what_is_broken_shows(ranks: LocalRanks, mutant: str) -> None:
     assert differing(ranks, TRIED, mutant)
 
 
+@pytest.mark.timeout(3600)
+def test_no_bit_differs_on_kernels(ranks: LocalRanks) -> None:
+    assert not differing(ranks, range(FIRST_ON_KERNELS, LAST_ON_KERNELS), kernels=True)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("mutant", [*KERNEL_MUTANTS, *COMMON_MUTANTS])
+def test_what_is_broken_shows_on_kernels(ranks: LocalRanks, mutant: str) -> None:
+    assert any(differing(ranks, [seed], mutant, kernels=True) for seed in TRIED_ON_KERNELS)
+
+
 SHAPE = ms.ModelShape(hidden_size=16, intermediate_size=16, num_experts=4, top_k=2)
 INVARIANT = ms.Strategy(name="invariant", reduction=ms.LayoutInvariant())
 
 
-def test_tokens_that_are_no_blocks_are_refused_in_training_only() -> None:
+def layer_of(computed_by: str) -> ms.MoELayer:
     layer = ms.MoELayer(SHAPE, INVARIANT)
+    layer.experts.expert_compute = TritonExperts() if computed_by == "kernels" else None
+    return layer
+
+
+HOMES = pytest.mark.parametrize("home", ["cpu", "kernels"])
+# The interpreter computes by numpy, which warns of what a GPU does in silence.
+NUMPY_MAY_WARN = pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
+
+
+@HOMES
+def test_tokens_that_are_no_blocks_are_refused_in_training_only(home: str) -> None:
+    layer = layer_of(home)
     with torch.no_grad():
         assert layer(torch.randn(33, 16)).shape == (33, 16)
     with pytest.raises(ValueError, match="token_block=32 does not divide the 33 tokens of rank 0"):
         layer(torch.randn(33, 16))
 
 
-def test_kernels_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"overlap=MegaKernel\(\) sums them in kernels; use Sequential"):
+def test_what_cannot_be_invariant_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"in the kernel before; use MegaKernel\(overlap_weight_gradients=False\), or"):
         INVARIANT.replace(overlap=ms.MegaKernel())
+    with pytest.raises(ValueError, match="but most_tokens=64 has devices split; use most_tokens=None, or"):
+        INVARIANT.replace(overlap=ms.MegaKernel(overlap_weight_gradients=False, most_tokens=64))
     with pytest.raises(ValueError, match=r"combine='per_node' sums those of a node first; use combine='ordered'"):
         INVARIANT.replace(overlap=ms.Sequential(node_dispatch="once", combine="per_node"))
 
 
-def test_what_is_not_finite_makes_its_experts_nan() -> None:
-    layer = ms.MoELayer(SHAPE, INVARIANT)
+def test_experts_without_kernels_are_refused_on_a_gpu() -> None:
+    """Any device that is no CPU has torch's products for them, whose rows may show their company."""
+    experts, x_TH = ms.Experts(SHAPE, INVARIANT), torch.empty(64, 16, device="meta")
+    with pytest.raises(ValueError, match=r"have no kernels on meta; use reduction=Ordered\(\) there"):
+        experts(x_TH, torch.empty(64, 2, dtype=torch.int64, device="meta"), torch.empty(64, 2, device="meta"))
+
+
+@HOMES
+@NUMPY_MAY_WARN
+def test_what_is_not_finite_makes_its_experts_nan(home: str) -> None:
+    layer = layer_of(home)
     x_TH = torch.randn(64, 16)
     x_TH[5, 3] = torch.inf
     layer.experts(x_TH, torch.arange(128).view(64, 2) % 4, torch.ones(64, 2)).sum().backward()
@@ -78,10 +117,12 @@ def test_a_norm_of_what_is_not_finite_is_that_of_torch(worst: float) -> None:
     torch.testing.assert_close(ms.clip_grad_norm_(layer, 1.0), wanted, equal_nan=True)
 
 
-def test_a_token_far_from_all_others_takes_nothing_from_experts_that_it_does_not_reach() -> None:
+@HOMES
+@NUMPY_MAY_WARN
+def test_a_token_far_from_all_others_takes_nothing_from_experts_that_it_does_not_reach(home: str) -> None:
     found = []
     for size in (1.0, 1e20):
-        layer = ms.MoELayer(SHAPE, INVARIANT)
+        layer = layer_of(home)
         x_TH = torch.randn(64, 16, generator=torch.Generator().manual_seed(0))
         x_TH[5] *= size
         layer.experts(x_TH, torch.arange(128).view(64, 2) % 4, torch.ones(64, 2)).sum().backward()
@@ -89,14 +130,18 @@ def test_a_token_far_from_all_others_takes_nothing_from_experts_that_it_does_not
     assert torch.equal(*found)
 
 
-def test_gradients_are_those_of_ordered_sums() -> None:
-    gradients = {}
+@HOMES
+def test_gradients_are_those_of_ordered_sums(home: str) -> None:
+    """Of the CPU's."""
+    gradients = []
     for reduction in (ms.Ordered(), ms.LayoutInvariant(block_rows=16)):
-        layer = ms.MoELayer(SHAPE, INVARIANT.replace(reduction=reduction))
+        layer = ms.MoELayer(SHAPE.replace(n_shared_experts=1), INVARIANT.replace(reduction=reduction))
+        if reduction.kind == "layout_invariant" and home == "kernels":
+            layer.experts.expert_compute = TritonExperts()
         layer(torch.randn(320, 16, generator=torch.Generator().manual_seed(0))).square().sum().backward()
-        gradients[reduction.kind] = {name: p.grad for name, p in layer.named_parameters()}
-    for name, wanted in gradients["ordered"].items():
-        torch.testing.assert_close(gradients["layout_invariant"][name], wanted, rtol=1e-5, atol=1e-6)
+        gradients.append({name: p.grad for name, p in layer.named_parameters()})
+    for name, wanted in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], wanted, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

@@ -47,7 +47,7 @@ from moesys.step import device_split
 DTYPE, ACTIVATION = torch.bfloat16, "swiglu"
 # A Qwen3-30B-A3B layer of fewer tokens: references go through it expert by expert.
 REAL = Size("real", 8192, 2048, 768, 128, 8)
-RANKS, SLOTS = 8, 3
+RANKS, REHEARSED_RANKS, SLOTS = 8, 4, 3
 # float32 of gradients that owners add up: as wide as Mixtral's experts on two ranks, beyond 65,535 blocks of columns.
 PARTS, REAL_COLUMNS, TOY_COLUMNS = 3, 88_080_384, 3000
 
@@ -173,11 +173,11 @@ def _of_products(layer: Layer) -> Iterator[Op]:
 
 def _of_ranks(device: torch.device, rehearsed: bool) -> Iterator[Op]:
     """What ranks make of each other's numbers: plans of all counts, and sums of owners."""
-    num_experts = 16
-    numbers = np.random.default_rng(0)
-    load = LoadMatrix(numbers.poisson(40, (RANKS, num_experts)))
-    layout = ExpertLayout(np.arange(RANKS * SLOTS).reshape(RANKS, SLOTS) % num_experts, num_experts)
-    cluster = ClusterSpec(num_nodes=2, ranks_per_node=RANKS // 2)
+    num_ranks = REHEARSED_RANKS if rehearsed else RANKS
+    num_experts, numbers = 2 * num_ranks, np.random.default_rng(0)
+    load = LoadMatrix(numbers.poisson(40, (num_ranks, num_experts)))
+    layout = ExpertLayout(np.arange(num_ranks * SLOTS).reshape(num_ranks, SLOTS) % num_experts, num_experts)
+    cluster = ClusterSpec(num_nodes=2, ranks_per_node=num_ranks // 2)
     counts = torch.from_numpy(load.tokens_RE.copy()).to(device)
     splits: tuple[Split, ...] = (EvenSplit(), Proportional(), FlowSplit())
     for config in splits:

@@ -26,6 +26,7 @@ from moesys.kernels.experts.up import up
 from moesys.kernels.experts.weight_gradient import OrderedGroups, weight_gradient
 from moesys.kernels.mega.exchange import regions
 from moesys.kernels.routing.routing import Routing, route
+from moesys.kernels.split.blocks import split_by_blocks
 from moesys.kernels.split.chunks import OwnReplicas, arrived_rows, cut, sent_rows
 from moesys.kernels.split.even import even_split, even_tables
 from moesys.kernels.split.flow import split
@@ -58,7 +59,7 @@ SIZES = (
     Size("fine", 40960, 768, 256, 128, 8),
     Size("30b", 32768, 4096, 512, 128, 8),
 )
-NUM_OPS = 15
+NUM_OPS = 18
 
 
 def _widths(widths: tuple[int, ...]) -> str:
@@ -194,9 +195,11 @@ def compile_size(
         blocks.weight_gradient,
     )
     tables, tokens_RE = tables_of_64_ranks(E), meta(64, E, dtype=torch.int64)
+    tokens_RP = meta(64, len(tables.expert_P), dtype=torch.int64)
     ops: dict[str, tuple[TileConfig | None, Callable[[], object]]] = {
         "counts": (None, lambda: exchange_counts(first)),
         "split": (None, lambda: split(tokens_RE, tables)),
+        "split_by_blocks": (None, lambda: split_by_blocks(tokens_RE, tokens_RP, tables, 256)),
         "shares": (None, lambda: split_by_shares(tokens_RE, tables)),
         "chunks": (None, lambda: cut_into_chunks(tables, entries, K)),
         "route": (None, lambda: route(meta(T, K, dtype=torch.int64), E)),

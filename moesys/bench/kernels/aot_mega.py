@@ -134,9 +134,8 @@ def _rows(size: Size, num_rows: int, num_groups: int, block: TileConfig, point: 
     T, K, N, G, R = size.T, size.K, num_rows, num_groups, NUM_RANKS
     M, P, B = triton.cdiv(N, block.rows) + G, G * R, G * R + 1
     replicas = Replicas(*(meta(n, dtype=torch.int64) for n in (P, P, G)))
-    table = Exchange(
-        replicas, meta(R, P, dtype=torch.int64), meta(G + 1), meta(B), meta(B), meta(N), meta(N), meta(T, K), meta(T, K)
-    )
+    plan, lists = meta(R, P, dtype=torch.int64), meta(R, P, dtype=torch.int64)
+    table = Exchange(replicas, plan, lists, meta(G + 1), meta(B), meta(B), meta(N), meta(N), meta(T, K), meta(T, K))
     number_G, number_M = meta(G, dtype=torch.int64), meta(M, dtype=torch.int64)
     tiles = OrderedTiles(Tiles(meta(M), meta(M), meta(1), block.rows), number_G, meta(M), number_M)
     first_N = meta(N) if point.deduplicate else None

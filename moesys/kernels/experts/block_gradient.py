@@ -33,7 +33,8 @@ ROUNDING = tl.constexpr(1.5 * 2.0**52)
 
 
 class RowBlocks(NamedTuple):
-    """How sums over rows are made. ``rows``: of a block; a group's last one may be short. ``grid_G`` float64: a power
+    """How sums over rows are made. ``rows``: of a block; a group's last one has up to half of them less or more, or is
+    its only one. ``grid_G`` float64: a power
     of two, on which a group's blocks add up to less than 2⁵¹; NaN for a group whose sums are to be NaN.
     """
 
@@ -101,8 +102,10 @@ def block_gradient_reference(
     grids, totals = blocks.grid_G.tolist(), []
     for group, (first, end) in enumerate(pairwise(groups.first_G1.tolist())):
         total_LR = torch.zeros(left.shape[1], right.shape[1], dtype=torch.float64, device=left.device)
-        for row in range(first, end, blocks.rows):
-            rows = slice(row, min(row + blocks.rows, end))
+        num_blocks = max((2 * (end - first) + blocks.rows) // (2 * blocks.rows), int(end > first))
+        stops = [first + blocks.rows * number for number in range(num_blocks)] + [end]
+        for row, stop in pairwise(stops):
+            rows = slice(row, stop)
             sum_LR = (left_PL[rows].float().t() @ right_PR[rows].float()).double()
             total_LR += sum_LR.div_(grids[group]).round_().mul_(grids[group])
         totals.append(total_LR)
@@ -164,20 +167,23 @@ def _sum_of_blocks(  # type: ignore[no-untyped-def]
     steps: tl.constexpr = (block_rows + tiling.contraction - 1) // tiling.contraction
     gathers: tl.constexpr = entry_ptr is not None
     in_step = tl.arange(0, tiling.contraction)
-    num_rows = end - first
-    last_steps = (num_rows % block_rows + tiling.contraction - 1) // tiling.contraction
+    # What is left behind whole blocks, if less than half of one, belongs to the last (``balance.blocks``).
+    last = tl.maximum((2 * (end - first) + block_rows) // (2 * block_rows) - 1, 0)
+    last_steps = (end - first - last * block_rows + tiling.contraction - 1) // tiling.contraction
     total = tl.zeros((left.columns.shape[0], right.columns.shape[0]), tl.float64)
     part = tl.zeros((left.columns.shape[0], right.columns.shape[0]), tl.float32)
     if gathers:
         # One step ahead, as in ``columns_by_columns``.
-        next_entry = tl.load(entry_ptr + first + in_step, mask=in_step < num_rows, other=0)
-    for number in tl.range(0, num_rows // block_rows * steps + last_steps, num_stages=tiling.stages):
-        block = first + number // steps * block_rows
-        row, stop = block + number % steps * tiling.contraction, tl.minimum(block + block_rows, end)
+        next_entry = tl.load(entry_ptr + first + in_step, mask=in_step < end - first, other=0)
+    for number in tl.range(0, last * steps + last_steps, num_stages=tiling.stages):
+        block = tl.minimum(number // steps, last)
+        row = first + block * block_rows + (number - block * steps) * tiling.contraction
+        stop = tl.where(block < last, first + (block + 1) * block_rows, end)
         token = None
         if gathers:
             token = (next_entry // sizes.gather.top_k).to(tl.int64)
-            next_row = first + (number + 1) // steps * block_rows + (number + 1) % steps * tiling.contraction
+            next_block = tl.minimum((number + 1) // steps, last)
+            next_row = first + next_block * block_rows + (number + 1 - next_block * steps) * tiling.contraction
             next_entry = tl.load(entry_ptr + next_row + in_step, mask=in_step < end - next_row, other=0)
         left_rows, right_rows = outer_step(left, right, row, in_step < stop - row, token, sizes.gather, tiling)
         part = dot(left_rows.trans(), right_rows, part)

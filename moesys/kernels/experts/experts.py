@@ -44,6 +44,15 @@ class Gradients(NamedTuple):
     ddown_GHI: Tensor | None
 
 
+class HiddenGradients(NamedTuple):
+    """In order of groups: ``dh_PU`` and the weighted activations ``wa_PI``; ``dweight_TK`` float32; the rows' tiles."""
+
+    dh_PU: Tensor
+    wa_PI: Tensor
+    dweight_TK: Tensor
+    tiles: RowTiles
+
+
 class ExpertMatrices(NamedTuple):
     """The matrices of experts, the one in each group (slot), int32 [G], and what stands between both products."""
 
@@ -99,32 +108,40 @@ def experts_backward(
     """All gradients; those of the matrices in ``matrix_dtype``, or none of them. ``out``: where those of gate_up and
     down are written, in place of new tensors (``weight_gradient``).
     """
-    gate_up_EUH, down_EHI, matrix_G, activation = experts
-    routing, K, block = kept.routing, weight_TK.shape[1], blocks.activation_gradient
-    tiles = RowTiles(routing.first_G1, len(routing.entry_P))
-    dh_PU, wa_PI, dweight_TK = activation_gradient(
-        dy_TH,
-        down_EHI,
-        kept.h_PU,
-        weight_TK,
-        routing,
-        RowGroups(routing.first_G1, tiles.of(block), matrix_G),
-        activation,
-        block,
-    )
+    routing, K = kept.routing, weight_TK.shape[1]
+    dh_PU, wa_PI, dweight_TK, tiles = hidden_gradients(dy_TH, weight_TK, experts, kept, blocks)
     ddown = dgate_up = None
     outer = blocks.weight_gradient
     if matrix_dtype is not None:
         groups = OrderedGroups(routing.entry_P, routing.first_G1, groups_by_size(routing.first_G1))
         ddown = weight_gradient(dy_TH, wa_PI, groups, K, "left", outer, matrix_dtype, out[1])
     del wa_PI
-    block = blocks.input_gradient
-    dx_PH = grouped_gemm(dh_PU, gate_up_EUH, routing.first_G1, tiles.of(block), matrix_G, block, transposed=False)
-    dx_TH = combine(dx_PH, routing.row_TK, None, dy_TH.dtype)
-    del dx_PH
+    dx_TH = input_gradient(dh_PU, experts, routing, tiles, blocks)
     if matrix_dtype is not None:
         dgate_up = weight_gradient(dh_PU, x_TH, groups, K, "right", outer, matrix_dtype, out[0])
     return Gradients(dx_TH, dweight_TK, dgate_up, ddown)
+
+
+def hidden_gradients(
+    dy_TH: Tensor, weight_TK: Tensor, experts: ExpertMatrices, kept: Kept, blocks: TileConfigs
+) -> HiddenGradients:
+    """The first half of ``experts_backward``, which has no sum over rows."""
+    routing, block = kept.routing, blocks.activation_gradient
+    tiles = RowTiles(routing.first_G1, len(routing.entry_P))
+    groups = RowGroups(routing.first_G1, tiles.of(block), experts.matrix_G)
+    found = activation_gradient(
+        dy_TH, experts.down_EHI, kept.h_PU, weight_TK, routing, groups, experts.activation, block
+    )
+    return HiddenGradients(*found, tiles)
+
+
+def input_gradient(
+    dh_PU: Tensor, experts: ExpertMatrices, routing: Routing, tiles: RowTiles, blocks: TileConfigs
+) -> Tensor:
+    """Returns dx [T, H] in the dtype of ``dh_PU``."""
+    gate_up_EUH, first_G1, block = experts.gate_up_EUH, routing.first_G1, blocks.input_gradient
+    dx_PH = grouped_gemm(dh_PU, gate_up_EUH, first_G1, tiles.of(block), experts.matrix_G, block, transposed=False)
+    return combine(dx_PH, routing.row_TK, None, dh_PU.dtype)
 
 
 def _check_device(x_TH: Tensor) -> None:

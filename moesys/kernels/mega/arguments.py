@@ -172,12 +172,13 @@ def arrange(
     num_rows: int,
     block_rows: int,
     point: MegaPoint,
+    list_RP: Tensor | None = None,
 ) -> MegaRows:
     """Finds the rows that come here, when all ranks have announced theirs; ``num_rows``: N, at least what the plan
-    sends here.
+    sends here. ``list_RP``: see ``exchange``.
     """
     heap, top_k = memory.heap, routing.row_TK.shape[1]
-    table = exchange(tokens_RP, routing.row_TK, replicas, heap.rank, num_rows)
+    table = exchange(tokens_RP, routing.row_TK, replicas, heap.rank, num_rows, list_RP)
     entry_N, position_NK = pull_choices(heap, memory.epoch_1, table, top_k, point.deduplicate)
     tiles = ordered_tiles(table, heap.rank, block_rows, point.tile_order)
     first_row_N, first_tile_N = (None, None) if position_NK is None else first_rows(table, position_NK, tiles)

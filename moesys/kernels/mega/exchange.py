@@ -79,11 +79,13 @@ class Exchange(NamedTuple):
     the last row.
 
     As a source: ``replica_TK`` (-1 where dropped) and ``row_TK``: the replica, and the row among that replica's.
-    ``tokens_RP`` int64: the plan.
+    ``tokens_RP`` int64: the plan; ``list_RP`` int64: where its tokens begin in a source's list, None where one
+    replica follows the other.
     """
 
     replicas: Replicas
     tokens_RP: Tensor
+    list_RP: Tensor | None
     first_G1: Tensor
     block_first_B: Tensor
     block_rows_B: Tensor
@@ -97,10 +99,18 @@ class Exchange(NamedTuple):
         return self.tokens_RP.shape[0]
 
 
-def exchange(tokens_RP: Tensor, position_TK: Tensor, replicas: Replicas, rank: int, num_rows: int) -> Exchange:
+def exchange(
+    tokens_RP: Tensor,
+    position_TK: Tensor,
+    replicas: Replicas,
+    rank: int,
+    num_rows: int,
+    list_RP: Tensor | None = None,
+) -> Exchange:
     """Tables of ``rank`` for the plan ``tokens_RP`` int64; ``position_TK``: each choice's place in its list, or -1.
 
-    ``num_rows``: N, at least the rows that come here. One launch.
+    ``num_rows``: N, at least the rows that come here. ``list_RP`` int64: where what a source sends to a replica begins
+    in its list; None: one replica behind the other. One launch.
     """
     (num_ranks, num_replicas), num_groups = tokens_RP.shape, len(replicas.own_G)
     num_blocks = num_groups * num_ranks + 1
@@ -108,6 +118,7 @@ def exchange(tokens_RP: Tensor, position_TK: Tensor, replicas: Replicas, rank: i
     found = Exchange(
         replicas=replicas,
         tokens_RP=tokens_RP,
+        list_RP=list_RP,
         first_G1=empty(num_groups + 1),
         block_first_B=empty(num_blocks),
         block_rows_B=empty(num_blocks),
@@ -285,20 +296,23 @@ def first_rows(exchange: Exchange, position_NK: Tensor, tiles: OrderedTiles) -> 
     if not num_groups or not num_replicas:
         return torch.full_like(exchange.source_N, -1), torch.full_like(exchange.source_N, -1)
     # All sources' lists on one line, so that one search finds the replica of any choice.
-    end_RP = exchange.tokens_RP.cumsum(1)
+    list_RP = exchange.list_RP
+    if list_RP is None:
+        list_RP = exchange.tokens_RP.cumsum(1) - exchange.tokens_RP
+    # Of each source's list the ends of replicas, ascending; the first one behind a place is that of its replica.
+    end_RP, replica_RP = torch.where(exchange.tokens_RP > 0, list_RP + exchange.tokens_RP, 0).sort(dim=1)
     line = (end_RP + torch.arange(num_ranks, device=device)[:, None] * LINE).reshape(-1)
     source_N1 = exchange.source_N.long().clamp(min=0)[:, None]
     at_NK = torch.searchsorted(line, source_N1 * LINE + position_NK.long().clamp(min=0), right=True)
-    replica_NK = at_NK - source_N1 * num_replicas
+    turn_NK = at_NK - source_N1 * num_replicas
     # Places behind the list are what a source that was given up said before.
-    in_list_NK = (position_NK >= 0) & (replica_NK < num_replicas)
-    replica_NK = replica_NK.clamp(max=num_replicas - 1)
+    in_list_NK = (position_NK >= 0) & (turn_NK < num_replicas)
+    replica_NK = replica_RP[source_N1, turn_NK.clamp(max=num_replicas - 1)]
     group_P = torch.full((num_replicas,), -1, dtype=torch.int64, device=device)
     group_P[own_G] = torch.arange(num_groups, device=device)
     group_NK = group_P[replica_NK]
     here_NK = in_list_NK & (group_NK >= 0) & (exchange.source_N >= 0)[:, None]
     group_NK = group_NK.clamp(min=0)
-    list_RP = end_RP - exchange.tokens_RP
     in_block_NK = position_NK - list_RP[source_N1, replica_NK]
     row_NK = exchange.block_first_B.long()[group_NK * num_ranks + source_N1] + in_block_NK
 

@@ -49,9 +49,10 @@ def make_exchange(  # type: ignore[no-untyped-def]
             replica = start + tl.arange(0, COMPARED)
             real = replica < num_replicas
             tokens = tl.load(tokens_RP + rank * num_replicas + replica, mask=real, other=0)
-            end = listed + tl.cumsum(tokens, 0)
-            begin = end - tokens
-            hit = (begin[None, :] <= position[:, None]) & (position[:, None] < end[None, :])
+            begin = listed + tl.cumsum(tokens, 0) - tokens
+            if found.list_RP is not None:
+                begin = tl.load(found.list_RP + rank * num_replicas + replica, mask=real, other=0)
+            hit = (begin[None, :] <= position[:, None]) & (position[:, None] < (begin + tokens)[None, :])
             before = _rows_before(tokens_RP, rank, replica, real, num_replicas)
             found_replica += tl.sum(tl.where(hit, replica[None, :] + 1, 0), 1)
             ahead += tl.sum(tl.where(hit, (before - begin)[None, :], 0), 1)
@@ -77,9 +78,12 @@ def _fill_block(  # type: ignore[no-untyped-def]
         rows = tl.load(tokens_RP + (block % num_ranks) * num_replicas + of, mask=inside, other=0)
         first += tl.sum(tl.where(block < own, rows, 0), 0)
         total += tl.sum(rows, 0)
-    for start in range(0, num_replicas, SUMMED):
-        earlier = start + tl.arange(0, SUMMED)
-        listed += tl.sum(tl.load(tokens_RP + source * num_replicas + earlier, mask=earlier < replica, other=0), 0)
+    if found.list_RP is None:
+        for start in range(0, num_replicas, SUMMED):
+            earlier = start + tl.arange(0, SUMMED)
+            listed += tl.sum(tl.load(tokens_RP + source * num_replicas + earlier, mask=earlier < replica, other=0), 0)
+    else:
+        listed = tl.load(found.list_RP + source * num_replicas + replica, mask=own < num_blocks - 1, other=0)
     rows = tl.load(tokens_RP + source * num_replicas + replica, mask=own < num_blocks - 1, other=0)
     tl.store(found.block_first_B + own, first.to(tl.int32))
     tl.store(found.block_rows_B + own, rows.to(tl.int32))

@@ -1,8 +1,9 @@
 """Sums of rows in a given order: what each owner does with the gradients of its experts, one from each rank that
 computed them.
 
-float32 ``parts`` [N, P]; ``row_N`` int: the row of the result that each is added to, 0 ≤ row < ``num_rows``. A row is
-0 + its first part + its second …, by n, so that its bits depend on the order of ranks and on nothing else.
+``parts`` [N, P], float32 or float64; ``row_N`` int: the row of the result that each is added to, 0 ≤ row <
+``num_rows``. A row is 0 + its first part + its second …, by n, so that its bits depend on the order of ranks and on
+nothing else.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ WARPS = 4
 
 
 def ordered_sum(parts_NP: Tensor, row_N: Tensor, num_rows: int) -> Tensor:
-    """float32 [num_rows, P]; rows without parts are zeros."""
+    """[num_rows, P] in the dtype of the parts; rows without parts are zeros."""
     num_columns = parts_NP.shape[1]
     out_EP = torch.empty(num_rows, num_columns, dtype=parts_NP.dtype, device=parts_NP.device)
     if not out_EP.numel():
@@ -46,7 +47,7 @@ def _ordered_sum(parts_ptr, order_ptr, first_ptr, out_ptr, part_stride, num_colu
     row = (tl.program_id(0) // programs_of_row).to(tl.int64)
     column = (tl.program_id(0) % programs_of_row).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < num_columns
-    total = tl.zeros([COLUMNS], dtype=tl.float32)
+    total = tl.zeros([COLUMNS], dtype=parts_ptr.dtype.element_ty)
     for place in range(tl.load(first_ptr + row), tl.load(first_ptr + row + 1)):
         part = tl.load(order_ptr + place)
         total += tl.load(parts_ptr + part * part_stride + column, mask=inside, other=0.0)

@@ -53,7 +53,7 @@ def mega_memory(strategy: Strategy, model: ModelShape, plans: tuple[LayerPlan, .
     pulls = num_ranks > 1 and isinstance(strategy.sharding, Fsep) and strategy.sharding.flat
     return MegaMemory(
         symmetric_bytes(overlap, model, most_tokens, num_ranks, num_replicas),
-        ring_bytes(model, num_ranks, num_slots) if pulls else 0,
+        ring_bytes(model, num_ranks, num_slots, strategy.reduction.gradient_bytes) if pulls else 0,
         num_rows,
         most_rows,
         held_rows,

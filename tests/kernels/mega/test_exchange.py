@@ -323,3 +323,17 @@ def test_more_row_tiles_than_16_bits_number(order) -> None:
     assert int(tiles.count_1) == 35_000 + 2 + 65_000
     expected = queue_of(tokens_RG, 1, 2, order)
     assert list(zip(tiles.group_M.tolist(), tiles.row_M.tolist(), strict=True))[: len(expected)] == expected
+
+
+@pytest.mark.parametrize(("rank", "place_N"), [(0, [5, 6, 7]), (1, [0, 1, 2, 3, 4])])
+def test_replicas_need_not_follow_each_other_in_a_list(rank: int, place_N: list[int]) -> None:
+    """The first of two ranks sends the second one its expert's first five tokens, and keeps three."""
+    tokens_RP, list_RP = torch.tensor([[3, 5], [0, 0]]), torch.tensor([[5, 0], [0, 0]])
+    replicas = Replicas(torch.tensor([0, 1]), torch.tensor([0, 0]), torch.tensor([rank]))
+    position_TK = torch.arange(8, dtype=torch.int32)[:, None]
+    found = exchange(tokens_RP, position_TK, replicas, rank, len(place_N), list_RP)
+    assert found.place_N.tolist() == place_N
+    assert found.source_N.tolist() == [0] * len(place_N)
+    if rank == 0:
+        assert found.replica_TK.flatten().tolist() == [1] * 5 + [0] * 3
+        assert found.row_TK.flatten().tolist() == [0, 1, 2, 3, 4, 0, 1, 2]

@@ -74,7 +74,7 @@ def test_a_mega_kernel_says_its_tasks_and_its_memory(overlap, said):
     # Gate and up halves of h beside x, in float32.
     assert step.mega.kept_bytes == held_rows * (16 + 2 * MODEL.intermediate_size) * 4
     assert ("there is always memory" in text) == (overlap.most_tokens is not None)
-    assert step.mega.pulled_bytes == ring_bytes(MODEL, CLUSTER.num_ranks, num_slots=3) > 0
+    assert step.mega.pulled_bytes == ring_bytes(MODEL, CLUSTER.num_ranks, num_slots=3, gradient_bytes=4) > 0
     assert "GB where they pull experts and gradients, for all layers together" in text
 
 
