@@ -7,6 +7,7 @@ Prints JSON: of each launch its kernel, its signature, and whether it was for th
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ POINTS = (ms.MegaKernel(), ms.MegaKernel(fused="none", deduplicate=True, granula
 
 
 def run(point: ms.MegaKernel, seen: list[tuple[str, str, bool]]) -> None:
-    """On the CPU, where nothing that is compiled runs: torch's operators find what memory holds."""
+    """On the CPU, where nothing that is compiled runs: torch's operators find zeros for what kernels would write."""
     drawn, cpu = Drawn(CASE), torch.device("cpu")
     heap = Heap.virtual(regions(16, 2, 64, torch.bfloat16, 2, 99), 2, cpu)[0]
     memory = MegaMemory(heap, lambda: seen.append(("met", "", True)))
@@ -47,6 +48,14 @@ def run(point: ms.MegaKernel, seen: list[tuple[str, str, bool]]) -> None:
         y_TH, saved = executor.forward(drawn.x_RTH[0], drawn.weight_RTK[0], lambda: drawn.weights(0))
         gradients = ExpertGradients(*(torch.zeros_like(of, dtype=torch.float32) for of in drawn.weights(0).stacked()))
         executor.backward(y_TH, saved, lambda: drawn.weights(0), gradients)
+
+
+def zeroed(empty: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def born(*args: Any, **kwargs: Any) -> torch.Tensor:
+        made = empty(*args, **kwargs)
+        return made if made.is_meta else made.zero_()
+
+    return born
 
 
 def main() -> None:
@@ -70,6 +79,8 @@ def main() -> None:
 
     MegaExecutor._compile = noted  # type: ignore[method-assign]
     signals.raise_if_given_up = lambda heap: None
+    for place, name in ((torch, "empty"), (torch, "empty_like"), (torch.Tensor, "new_empty")):
+        setattr(place, name, zeroed(getattr(place, name)))
     triton.knobs.runtime.jit_cache_hook = note
     ahead_of_time.read_machine_code = lambda compiled: compiled
     found = []
