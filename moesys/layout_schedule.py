@@ -118,7 +118,7 @@ class InlinePlanner:
 
 @dataclass(frozen=True)
 class PlanEvent:
-    """A departure from the plan, or what cannot be summed. After one, bits are no longer those of an undisturbed run."""
+    """A departure from the plan, or a sum that cannot be. After one, bits are no longer those of an undisturbed run."""
 
     layer: int
     micro_batch: int

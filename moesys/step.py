@@ -195,6 +195,20 @@ def plans_on_device(strategy: Strategy) -> bool:
     return isinstance(overlap, MegaKernel) and overlap.most_tokens is not None and split_on_device(strategy.split)
 
 
+def routes_on_device(strategy: Strategy, num_nodes: int) -> bool:
+    """Whether devices can plan and route what travels as messages: a split of theirs, over a layout that does not
+    follow from the counts, and rows that go to their experts at once.
+    """
+    overlap = strategy.overlap
+    return (
+        not isinstance(overlap, MegaKernel)
+        and not overlap.crosses_once(num_nodes)
+        and split_on_device(strategy.split)
+        and not strategy.plans_on_counts
+        and not isinstance(strategy.reduction, LayoutInvariant)
+    )
+
+
 def device_split(layout: ExpertLayout, cluster: ClusterSpec, config: Split, device: torch.device | str) -> DeviceSplit:
     """What makes the plans of ``split_tokens`` on ``device``, once a layout. Raises ValueError as ``split_tables``, and
     for a split of one's own.

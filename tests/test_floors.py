@@ -45,7 +45,13 @@ FLOORS_IN = {
         {"presets", "laer_routing"},
         {"__init__"},
     ),
-    "kernels": ({"torch_internals", "launch"}, {"cpu", "routing"}, {"experts"}, {"split", "symmetric"}, {"mega"}),
+    "kernels": (
+        {"torch_internals", "launch", "host_copies"},
+        {"cpu", "routing"},
+        {"experts"},
+        {"split", "symmetric"},
+        {"mega"},
+    ),
     "balance": (
         {"planning_problem", "topology"},
         {"replicas", "flow", "own_planners"},

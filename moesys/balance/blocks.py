@@ -1,6 +1,7 @@
 """by_blocks: a plan whose ranks compute whole blocks of an expert's rows, so that a block's gradient is one product.
 
-The rows of an expert form one line, by (source rank, token, k), cut every ``block_rows``, wherever a source ends.
+The rows of an expert form one line, by (source rank, token, k), cut every ``block_rows``, wherever a source ends. What
+is left at the end, if less than half a block, belongs to the last one: small products cost almost what whole ones do.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from moesys.layout import TokenPlan
 
 def by_blocks(plan: TokenPlan, block_rows: int) -> TokenPlan:
     """Returns the plan nearest to ``plan``, as far as a look ahead of one block finds it, in which every block of
-    ``block_rows`` is computed by one rank; an expert's last block may be short.
+    ``block_rows`` is computed by one rank; an expert's last block may have half of that to half more, or be its only
+    one.
 
     A source's tokens for an expert go to a destination in one stretch, as in every plan, but in the order of
     destinations that blocks shared with its neighbours allow. What a rank gets more or less of one expert it gets less
@@ -22,7 +24,7 @@ def by_blocks(plan: TokenPlan, block_rows: int) -> TokenPlan:
     load, layout = plan.load, plan.layout
     R, E = load.num_ranks, load.num_experts
     rows_E = load.tokens_RE.sum(axis=0)
-    blocks_E = -(-rows_E // block_rows)
+    blocks_E = np.maximum((2 * rows_E + block_rows) // (2 * block_rows), rows_E > 0)
     owner_N = np.zeros(int(blocks_E.sum()), dtype=np.int64)
     by_expert = plan.entries[np.argsort(plan.entries[:, 1], kind="stable")]
     first_entry_E1 = np.searchsorted(by_expert[:, 1], np.arange(E + 1))
@@ -34,7 +36,8 @@ def by_blocks(plan: TokenPlan, block_rows: int) -> TokenPlan:
     expert_N = np.repeat(np.arange(E), blocks_E)
     number_N = np.arange(len(expert_N)) - np.repeat(np.cumsum(blocks_E) - blocks_E, blocks_E)
     before_E = np.cumsum(rows_E) - rows_E
-    block_stop = before_E[expert_N] + np.minimum((number_N + 1) * block_rows, rows_E[expert_N])
+    is_last_N = number_N == blocks_E[expert_N] - 1
+    block_stop = before_E[expert_N] + np.where(is_last_N, rows_E[expert_N], (number_N + 1) * block_rows)
     stop = np.union1d(source_stop, block_stop)
     tokens = np.diff(stop, prepend=0)
     stop, tokens = stop[tokens > 0], tokens[tokens > 0]
@@ -68,7 +71,7 @@ def _assign_blocks(tokens_RE, held_ER, entries, first_entry_E1, block_rows, owne
                 left_R += want_SR[source]
                 source, current = source + 1, -1
                 rest = tokens_RE[source, expert]
-            room = min(block_rows, rows)
+            room = rows if 2 * rows < 3 * block_rows else block_rows
             current = _chosen(
                 held_ER[expert], want_SR, left_R, used_R, source, current, rest, room, tokens_RE[:, expert]
             )

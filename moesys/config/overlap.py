@@ -79,11 +79,17 @@ class MegaKernel(Declared):
     overlap_weight_gradients: bool = Field(True, description="their tiles are tasks of backward's combine")
     fetch_rows: int = Field(32, ge=1, description="rows that one task pulls; a power of two that divides tile_rows")
     sum_tokens: int = Field(16, ge=1, description="tokens that one task sums; a power of two")
-    tile_rows: int | None = Field(None, ge=16, description="rows of a tile, a power of two; None: the kernels' choice")
+    tile_rows: int | None = Field(
+        None,
+        ge=16,
+        description="rows of a tile, a power of two, on GPUs in 16 bits at least 64; None: the kernels' choice",
+    )
     tile_columns: int | None = Field(
         None, ge=32, description="columns of a tile, a power of two; less would change the router's gradient"
     )
-    warps: int | None = Field(None, ge=1, description="warps of a program, a power of two")
+    warps: int | None = Field(
+        None, ge=1, description="warps of a program, a power of two, on GPUs in 16 bits at least 4"
+    )
     stages: int | None = Field(None, ge=1, description="steps of a product whose operands are on their way")
     programs: int | None = Field(None, ge=1, description="resident programs of a rank; None: one a multiprocessor")
     rows_cap: float = Field(

@@ -27,11 +27,13 @@ def onednn_product(x_MK: Tensor, weight_NK: Tensor) -> Tensor:
 def symmetric_arena(num_bytes: int, group: dist.ProcessGroup, device: torch.device) -> tuple[Tensor, list[int], Any]:
     """Maps as many bytes of every rank's GPU into all ranks of ``group``. Collective.
 
-    Returns this rank's bytes as uint8, cleared, then every rank's base address as seen from here, and a handle that
-    keeps the mapping alive. Raises RuntimeError where torch cannot map a peer's memory.
+    Returns this rank's bytes as uint8, cleared, then the address at which every rank's begin as seen from here, and a
+    handle that keeps the mapping alive. Raises RuntimeError where torch cannot map a peer's memory, or where its handle
+    says of this rank's another place than they have.
 
-    Needs ``torch.distributed._symmetric_memory`` (``empty``, ``rendezvous``, ``buffer_ptrs`` of the handle). Without it
-    MegaKernels between GPUs raise ImportError; nothing else uses it.
+    Needs ``torch.distributed._symmetric_memory`` (``empty``, ``rendezvous``, ``buffer_ptrs``, ``rank`` and, where torch
+    has it, ``offset`` of the handle: several tensors may lie in one mapped buffer). Without it MegaKernels between GPUs
+    raise ImportError; nothing else uses it.
     """
     # Here, as builds of torch without CUDA may lack it.
     import torch.distributed._symmetric_memory as symmetric_memory
@@ -39,4 +41,11 @@ def symmetric_arena(num_bytes: int, group: dist.ProcessGroup, device: torch.devi
     arena = symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
     arena.zero_()
     handle = symmetric_memory.rendezvous(arena, group)
-    return arena, handle.buffer_ptrs, handle
+    # Before torch 2.9 a buffer had one tensor.
+    bases = [address + getattr(handle, "offset", 0) for address in handle.buffer_ptrs]
+    if bases[handle.rank] != arena.data_ptr():
+        raise RuntimeError(
+            f"torch's symmetric memory says that this rank's arena begins at {bases[handle.rank]:#x}, but it does at "
+            f"{arena.data_ptr():#x}: this torch numbers its buffers in another way; use Sequential() or Pipelined()"
+        )
+    return arena, bases, handle

@@ -10,6 +10,7 @@ from moesys.config import ClusterSpec, Ep, Fsep, LayoutInvariant, MegaKernel, Mo
 from moesys.layout import ExpertLayout
 from moesys.layout_schedule import LayoutSchedule
 from moesys.moe.expert_form import ExpertForm
+from moesys.moe.kept_casts import KeptCasts
 from moesys.moe.masters import Masters
 from moesys.moe.sharded_experts import ShardedExperts
 from moesys.moe.shards import Cross, ExpertShards, HeldByRank, Restored
@@ -35,6 +36,7 @@ class ExpertStore:
     ) -> None:
         self.layer_index, self.shards, self.masters = layer_index, shards, masters
         self.schedule, self.channel = schedule, channel
+        self.casts = KeptCasts(masters.state)
         # EP keeps what it lent until backward: sending it twice would cost more than the memory is worth.
         self.reshard_after_forward, self.prefetch_layers, self.delay_reshard = False, 0, False
         if isinstance(sharding, Fsep):
@@ -64,7 +66,10 @@ class ExpertStore:
         return self.shards.together(early, settled[rank], late, held[rank])
 
     def _start(self, held: HeldByRank, dtype: torch.dtype, when: str) -> Restored:
-        return self.shards.restore(self.masters.local(), dtype, held, self.channel, f"layer {self.layer_index}{when}")
+        name = f"layer {self.layer_index}{when}"
+        restored = self.shards.restore(self.masters.local(), dtype, held, self.channel, name)
+        restored.kept = self.casts
+        return restored
 
     def prefetch(self, pass_number: int) -> None:
         """Starts bringing the experts of the coming micro-batch that are settled, unless it is done already or masters
@@ -97,9 +102,12 @@ class ExpertStore:
         return self._prefetched is not None and self._prefetched[0] == (self.schedule.layout, pass_number, self.dtype)
 
     def new_gradients(self, layout: ExpertLayout) -> Tensor:
-        """Returns memory for the gradients of the slots of ``layout``, [D, padded_parameters]."""
+        """Returns memory for the gradients of the slots of ``layout``, [D, padded_parameters]: float64 where those of
+        several ranks are added up, and the order may not show.
+        """
         invariant = isinstance(self.schedule.strategy.reduction, LayoutInvariant)
-        return self.shards.new_gradients(layout, self.masters.device, torch.float64 if invariant else torch.float32)
+        added = invariant and bool((layout.replicas_RE > 0).sum(axis=0).max() > 1)
+        return self.shards.new_gradients(layout, self.masters.device, torch.float64 if added else torch.float32)
 
     def start_reshard(self, grads_DP: Tensor, layout: ExpertLayout) -> Cross:
         """Starts on the way of slot gradients to their owners (``ExpertShards.reshard``). A collective."""

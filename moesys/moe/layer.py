@@ -108,6 +108,7 @@ class MoELayer(nn.Module):
     def load_full_state_dict(self, state: dict[str, Tensor]) -> None:
         """The inverse of ``full_state_dict``: every rank keeps its part. Raises KeyError and ValueError for misfits."""
         self.experts.store.drop_prefetched()
+        self.experts.store.casts.drop()
         for expert, flat_P in split_state(state, self.shape, self._replicated()):
             self._masters().load(int(self.experts.homes.number_E[expert]), flat_P)
 

@@ -40,6 +40,11 @@ class Masters(Protocol):
     def may_delay(self) -> bool:
         """Whether ``accumulate_gradient`` is possible."""
 
+    def state(self) -> tuple[int, ...] | None:
+        """Returns what differs where masters may have changed, beside steps of optimizers; None where nothing says so,
+        and as long as they have no gradient.
+        """
+
 
 class OutsideMasters:
     """Masters that are somebody else's parameters. ``read`` gives them as they lie at the moment, ``DTensor``s or this
@@ -60,6 +65,9 @@ class OutsideMasters:
     @property
     def may_delay(self) -> bool:
         return self._add is not None
+
+    def state(self) -> None:
+        """Returns None: FSDP fills the same storage anew, and no version says so."""
 
     def differentiable(self) -> tuple[Tensor, ...]:
         masters = tuple(local_part(master) for master in self._read())
@@ -110,6 +118,15 @@ class OwnMasters:
 
     def local(self) -> tuple[Tensor, ...]:
         return (local_part(self._parameter.detach()),)
+
+    @torch.no_grad()
+    def state(self) -> tuple[int, ...] | None:
+        parameter = self._parameter
+        # A parameter that nobody trains has none for good, and what writes into it is told by nothing.
+        if parameter.grad is None or parameter.is_inference():
+            return None
+        local = local_part(parameter)
+        return id(parameter), local.data_ptr(), parameter._version, local._version
 
     def full(self) -> Tensor:
         """Returns all experts [E, P_e] on every rank. A collective."""

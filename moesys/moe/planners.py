@@ -1,7 +1,8 @@
 """Planners: who computes what in one micro-batch, and where rows are sent, from the choices of its tokens.
 
-Three, of which a layer has one for good (``planner_of``): ``AlonePlanner``, where one rank needs no counts on the host;
-``HostPlanner``, where hosts exchange counts and plan; ``DevicePlanner``, where devices do it in the forward.
+Four, of which a layer has one for good (``planner_of``): ``AlonePlanner``, where one rank needs no counts on the host;
+``HostPlanner``, where hosts exchange counts and plan; ``MegaPlanner`` and ``ChunkPlanner``, where devices do, for
+MegaKernels and for messages.
 
 T tokens of this rank, K top-k, E experts, C chunks, R ranks.
 """
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from moesys.config import ClusterSpec, LayoutInvariant, MegaKernel, ModelShape, Pipelined, Sequential, Strategy
+from moesys.kernels.host_copies import to_device
 from moesys.layout import ExpertLayout
 from moesys.layout_schedule import LayoutSchedule
 from moesys.load import LoadMatrix
@@ -36,11 +38,13 @@ from moesys.overlap.expert_compute import ExpertCompute
 from moesys.overlap.node_routes import build_node_routes, gates_of
 from moesys.overlap.routes import build_routes, chunk_counts, rows_by_chunk
 from moesys.schedule import num_chunks
-from moesys.step import LayerPlan, device_split, plan_layer, plans_on_device
+from moesys.step import LayerPlan, device_split, plan_layer, plans_on_device, routes_on_device
 
 if TYPE_CHECKING:
     from moesys.kernels.mega.exchange import Replicas
-    from moesys.overlap.device_split import DeviceSplit
+    from moesys.kernels.split.chunks import OwnReplicas
+    from moesys.overlap.device_routes import PendingRoutes
+    from moesys.overlap.device_split import DeviceSplit, PendingPlan
     from moesys.overlap.mega_executor import MegaHome
 
 
@@ -180,29 +184,15 @@ class HostPlanner(Planner):
 
 @dataclass
 class DevicePlanner(Planner):
-    """Devices exchange counts and plan in the forward of a MegaKernel, as ``plans_on_device`` allows. Hosts meet only
-    to agree on layouts that are due.
-    """
-
-    def __post_init__(self) -> None:
-        # Tables of the newest layout, on the device since it was settled.
-        self._tables: tuple[ExpertLayout, DeviceSplit, Replicas] | None = None
+    """Devices exchange counts and plan. Hosts meet only to agree on layouts that are due."""
 
     def plan(self, batch: MicroBatch) -> Planned:
-        # Here, so that Triton is loaded only where it runs.
-        from moesys.overlap.mega_executor import plan_mega_later
-
-        schedule, overlap, device = self.schedule, self.strategy.overlap, batch.expert_TK.device
-        assert isinstance(overlap, MegaKernel)
+        schedule, device = self.schedule, batch.expert_TK.device
         if batch.learning:
             self._agree([schedule, *batch.upcoming], batch.lookahead.plan_timeout_s, device)
         layout, turn = schedule.layout, schedule.micro_batch
         with self.channel.meter.planning():
-            split, replicas = self._tables_of(layout, device)
-            home, recorder = self._mega_home(overlap, batch), self.channel.recorder
-            executor, pending = plan_mega_later(
-                overlap, self.shape, home, batch.expert_TK, split, replicas, turn, recorder
-            )
+            executor, pending = self._launch(batch, layout, turn)
         plan = DevicesPlan(layout, pending)
         if not batch.learning:
             return Planned(executor, plan, None)
@@ -215,21 +205,74 @@ class DevicePlanner(Planner):
 
         return Planned(executor, plan, counts)
 
+    @abstractmethod
+    def _launch(
+        self, batch: MicroBatch, layout: ExpertLayout, turn: int
+    ) -> tuple[Executor, PendingPlan | PendingRoutes]:
+        """Returns what runs the micro-batch, and its plan, that a device makes, now or in the forward."""
+
     def _agree(self, deciding: Sequence[LayoutSchedule], timeout_s: float, device: torch.device) -> None:
         """All ranks use the layouts that are due, or none does. Where none is due nobody waits: ranks know alike."""
         if not any(schedule.due for schedule in deciding):
             return
         deadline_s = time.monotonic() + timeout_s
-        votes = torch.tensor([schedule.ready(deadline_s) for schedule in deciding], dtype=torch.int64)
-        _commit(deciding, self.channel.all_gather(votes.to(device), lane="counts").cpu())
+        votes = to_device([schedule.ready(deadline_s) for schedule in deciding], device)
+        _commit(deciding, self.channel.all_gather(votes, lane="counts").cpu())
 
-    def _tables_of(self, layout: ExpertLayout, device: torch.device) -> tuple[DeviceSplit, Replicas]:
-        from moesys.overlap.mega_executor import replicas_of
 
+@dataclass
+class MegaPlanner(DevicePlanner):
+    """Counts travel, and the plan is made, in the forward of a MegaKernel, as ``plans_on_device`` allows."""
+
+    def __post_init__(self) -> None:
+        # Tables of the newest layout, on the device since it was settled.
+        self._tables: tuple[ExpertLayout, DeviceSplit, Replicas] | None = None
+
+    def _launch(self, batch: MicroBatch, layout: ExpertLayout, turn: int) -> tuple[Executor, PendingPlan]:
+        # Here, so that Triton is loaded only where it runs.
+        from moesys.overlap.mega_executor import plan_mega_later, replicas_of
+
+        overlap, device = self.strategy.overlap, batch.expert_TK.device
+        assert isinstance(overlap, MegaKernel)
         if self._tables is None or self._tables[0] is not layout:
             split = device_split(layout, self.cluster, self.strategy.split, device)
             self._tables = layout, split, replicas_of(layout, self.channel.rank, device)
-        return self._tables[1:]
+        home, recorder = self._mega_home(overlap, batch), self.channel.recorder
+        return plan_mega_later(
+            overlap, self.shape, home, batch.expert_TK, *self._tables[1:], turn=turn, recorder=recorder
+        )
+
+
+@dataclass
+class ChunkPlanner(DevicePlanner):
+    """Counts travel as a message of the group's, and devices make plan and routes, as ``routes_on_device`` allows.
+    Where ``compute`` must know rows on the host, ``counting`` plans.
+    """
+
+    counting: Planner
+
+    def __post_init__(self) -> None:
+        # Tables of the newest layout, and chunks of as many tokens as there were last.
+        self._tables: tuple[ExpertLayout, DeviceSplit, OwnReplicas] | None = None
+        self._chunk_T1: Tensor | None = None
+
+    def plan(self, batch: MicroBatch) -> Planned:
+        return super().plan(batch) if batch.compute.by_tables else self.counting.plan(batch)
+
+    def _launch(self, batch: MicroBatch, layout: ExpertLayout, turn: int) -> tuple[Executor, PendingRoutes]:
+        # Here, so that Triton is loaded only where it runs.
+        from moesys.overlap.device_routes import chunk_numbers, own_replicas, route_on_device
+
+        overlap, channel, expert_TK = self.strategy.overlap, self.channel, batch.expert_TK
+        chunks = num_chunks(overlap)
+        if self._tables is None or self._tables[0] is not layout:
+            split = device_split(layout, self.cluster, self.strategy.split, expert_TK.device)
+            self._tables = layout, split, own_replicas(layout, channel.rank)
+        if chunks > 1 and (self._chunk_T1 is None or len(self._chunk_T1) != len(expert_TK)):
+            self._chunk_T1 = chunk_numbers(len(expert_TK), chunks, expert_TK.device)
+        _, split, own = self._tables
+        pending = route_on_device(expert_TK, self._chunk_T1, chunks, split, own, turn, channel)
+        return ChunkedExecutor(overlap, pending, channel, batch.compute, self.shards.memory), pending
 
 
 def planner_of(
@@ -242,15 +285,10 @@ def planner_of(
 ) -> Planner:
     """Returns the planner of one layer on one of the ranks of ``cluster``."""
     parts = (strategy, shape, cluster, schedule, shards, channel)
-    match plans_on_device(strategy), cluster.num_ranks:
-        case True, 1:
-            return AlonePlanner(*parts, DevicePlanner(*parts))
-        case False, 1:
-            return AlonePlanner(*parts, HostPlanner(*parts))
-        case True, _:
-            return DevicePlanner(*parts)
-        case _:
-            return HostPlanner(*parts)
+    planner = MegaPlanner(*parts) if plans_on_device(strategy) else HostPlanner(*parts)
+    if cluster.num_ranks == 1:
+        return AlonePlanner(*parts, planner)
+    return ChunkPlanner(*parts, planner) if routes_on_device(strategy, channel.num_nodes) else planner
 
 
 def _check_blocks(tokens_R: Tensor, token_block: int) -> None:

@@ -76,8 +76,9 @@ class MoERuntime:
                     "that waits for a plan would fail the others' collectives, so lower it or raise the time-out"
                 )
             plan_timeout_s = min(PLAN_TIMEOUT_S, most_s) if plan_timeout_s is None else plan_timeout_s
-            weight_group = self._new_group(group, dist.get_backend(group))
-            planner_group = self._new_group(group, "gloo")
+            # Experts are waited for: their kernels take multiprocessors before others that are ready.
+            weight_group = self._new_group(group, dist.get_backend(group), on_urgent_stream(dist.get_backend(group)))
+            planner_group = self._new_group(group, "gloo", None)
         self._heartbeat = Heartbeat(dist.get_rank()) if group is not None else None
         plan_channel = Channel(planner_group, self.layers[0].cluster.node_of_rank, Recorder(0), Meter())
         plan_channel.heartbeat = self._heartbeat
@@ -99,12 +100,12 @@ class MoERuntime:
             )
             layer.join(self, self.layers[0], weight_channel, self._planner, self._heartbeat)
 
-    def _new_group(self, group: dist.ProcessGroup, backend: str) -> dist.ProcessGroup:
+    def _new_group(self, group: dist.ProcessGroup, backend: str, options: object | None) -> dist.ProcessGroup:
         members = dist.get_process_group_ranks(group)
         # Ranks outside the group do not come here, so only its members may take part in making the new one.
         subset = len(members) < dist.get_world_size()
         timeout = timedelta(seconds=group_timeout_s(group, self.layers[0].token_channel.device_type))
-        new_group = dist.new_group(members, timeout, backend, use_local_synchronization=subset)
+        new_group = dist.new_group(members, timeout, backend, options, use_local_synchronization=subset)
         self._groups.append(new_group)
         return new_group
 
@@ -220,6 +221,13 @@ class MoERuntime:
         for group in self._groups:
             dist.destroy_process_group(group)
         self._groups = []
+
+
+def on_urgent_stream(backend: str) -> object | None:
+    """Options of a process group whose collectives go before other work that is ready on a GPU; None for CPUs."""
+    if backend != "nccl":
+        return None
+    return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
 
 
 def _stop(planner: PlannerThread, heartbeat: Heartbeat | None) -> None:

@@ -21,8 +21,10 @@ from torch import Tensor
 
 from moesys.config import ModelShape
 from moesys.kernels.cpu.page_pool import PagePool
+from moesys.kernels.host_copies import to_device
 from moesys.layout import ExpertLayout
 from moesys.moe.expert_form import ExpertForm
+from moesys.moe.kept_casts import KeptCasts
 from moesys.overlap.comm.channel import Channel
 from moesys.overlap.held_experts import ExpertWeights
 from moesys.overlap.routes import held_experts
@@ -51,6 +53,8 @@ class Restored(Sequence[ExpertWeights]):
         self._experts: list[ExpertWeights] | None = None
         self._together: ExpertWeights | None = None
         self.keep_casts = False
+        # Of masters, which other micro-batches cast too.
+        self.kept: KeptCasts | None = None
 
     def spread(self) -> Restored:
         """Start what is left to start, so that it does not queue behind the restores of other layers. A collective."""
@@ -90,11 +94,15 @@ class Restored(Sequence[ExpertWeights]):
 
     def stacked(self) -> ExpertWeights:
         """All of them in the compute dtype, [D, 2I, H] and [D, H, I]: views of what was restored where it is one tensor
-        of that dtype, else of a copy, which ``keep_casts`` keeps if it is a cast.
+        of that dtype, else of a copy, which ``keep_casts`` keeps if it is a cast, for other micro-batches in ``kept``.
         """
         if self._together is not None and self._together.gate_up.dtype == self.dtype:
             return self._together
         assert self._experts is not None
+        kept = self.kept if self.keep_casts and self._together is not None else None
+        if kept is not None and (found := kept.find(self.dtype)) is not None:
+            self._together = found
+            return found
         size = (len(self._experts), self._form.num_elements)
         stacked = self._form.weights(self._memory.empty(size, self.dtype, self.device))
         if self._together is not None:
@@ -105,6 +113,8 @@ class Restored(Sequence[ExpertWeights]):
         # Masters are float32: what has that dtype is no cast.
         if self.keep_casts and self.dtype != torch.float32:
             self._together = stacked
+            if kept is not None:
+                kept.keep(stacked)
         return stacked
 
 
@@ -122,7 +132,7 @@ Cross = Callable[[], Finish]
 
 def index_of(values: Sequence[int], like: Tensor) -> Tensor:
     """Returns ``values`` as an index of rows on the device of ``like``."""
-    return torch.tensor(values, dtype=torch.int64, device=like.device)
+    return to_device(values, like.device)
 
 
 def unstacked(stacked: ExpertWeights) -> list[ExpertWeights]:

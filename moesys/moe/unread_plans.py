@@ -14,6 +14,7 @@ from moesys.load import LoadMatrix
 from moesys.step import LayerPlan, plan_layer
 
 if TYPE_CHECKING:
+    from moesys.overlap.device_routes import PendingRoutes
     from moesys.overlap.device_split import PendingPlan
 
 
@@ -36,10 +37,12 @@ class SingleRankPlan:
 
 @dataclass(frozen=True)
 class DevicesPlan:
-    """The plan of several ranks over ``layout``, which their devices make in the forward of the micro-batch."""
+    """The plan of several ranks over ``layout``, which their devices make, in the forward of the micro-batch or before
+    it.
+    """
 
     layout: ExpertLayout
-    pending: PendingPlan
+    pending: PendingPlan | PendingRoutes
 
     @property
     def tokens_E(self) -> Tensor:
@@ -48,7 +51,7 @@ class DevicesPlan:
 
     def load(self) -> LoadMatrix:
         """Returns who wants what. Waits for the device."""
-        return LoadMatrix(self.pending.wanted_RE().cpu().numpy())
+        return LoadMatrix(self.pending.counts_RE())
 
     def read(self) -> LayerPlan:
         """Returns the plan on the host, as the device made it. Waits for the device."""

@@ -112,7 +112,7 @@ class WholeExperts(ExpertShards):
 
     def _rows(self, masters: Sequence[Tensor], rows: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Returns copies of experts [N, P]."""
-        index_N = torch.tensor(rows, dtype=torch.int64).to(masters[0].device)
+        index_N = index_of(rows, masters[0])
         if self.flat:
             return masters[0].index_select(0, index_N).to(dtype)
         rows_NP = self.memory.empty((len(rows), self.form.num_elements), dtype, masters[0].device)

@@ -10,13 +10,13 @@ S slots, E experts, R ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
-from moesys.kernels.cpu.row_invariant_ops import row_blocks
 from moesys.layout import TokenPlan
 from moesys.overlap.comm.channel import Channel
 from moesys.overlap.exact_sum import grid_of
@@ -61,6 +61,12 @@ class BlockSums:
         up, down, up_bias, down_bias = (grid_of(rows * bound) for bound in (dh * x, dy * activated, dh, dy * weight))
         return up, down, up_bias, down_bias
 
-    def blocks(self, num_rows: int) -> Iterator[slice]:
-        """Yields the blocks of a slot's rows, which begin where a block does."""
-        return row_blocks(num_rows, self.block_rows)
+    def is_one_block(self, slot: int) -> bool:
+        """Whether there is nothing to add up: all rows of the slot's expert, on all ranks, are one block."""
+        return len(self.blocks(int(self.rows_E[self.expert_S[slot]]))) <= 1
+
+    def blocks(self, num_rows: int) -> list[slice]:
+        """Returns the blocks of a slot's rows, which begin where a block does (``balance.blocks``)."""
+        num_blocks = (2 * num_rows + self.block_rows) // (2 * self.block_rows)
+        firsts = [self.block_rows * number for number in range(max(num_blocks, int(num_rows > 0)))]
+        return [slice(first, last) for first, last in pairwise([*firsts, num_rows])]

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from moesys.config import Overlap
 from moesys.kernels.cpu.page_pool import PagePool, Scratch
+from moesys.kernels.host_copies import to_device
 from moesys.overlap.block_sums import BlockSums
 from moesys.overlap.comm.channel import Channel
 from moesys.overlap.executor import Saved, WaitForExperts
@@ -35,23 +37,31 @@ from moesys.overlap.routes import Routes
 from moesys.overlap.row_messages import RowMessages
 from moesys.schedule import Direction, Schedule, Stage, schedule_of
 
+if TYPE_CHECKING:
+    from moesys.overlap.device_routes import PendingRoutes
+
 
 @dataclass(frozen=True)
 class ChunkedExecutor:
     """Runs one micro-batch of one layer on one rank.
 
-    ``overlap``: whose schedule is run; ``routes`` have its chunks. ``compute``: how experts are computed; ``routes``
-    are padded for it. ``memory``: where large tensors lie. ``node_routes``: where tokens cross to a node once.
-    ``sums``: of weight gradients, where layouts may not show.
+    ``overlap``: whose schedule is run; ``planned`` has its chunks, and may be on its way to the host. ``compute``: how
+    experts are computed; routes are padded for it. ``memory``: where large tensors lie. ``node_routes``: where tokens
+    cross to a node once. ``sums``: of weight gradients, where layouts may not show.
     """
 
     overlap: Overlap
-    routes: Routes
+    planned: Routes | PendingRoutes
     channel: Channel
     compute: ExpertCompute
     memory: PagePool
     node_routes: NodeRoutes | None = None
     sums: BlockSums | None = None
+
+    @property
+    def routes(self) -> Routes:
+        """Where devices plan, the host waits here once for how many rows go where."""
+        return self.planned if isinstance(self.planned, Routes) else self.planned.routes
 
     def forward(self, x_TH: Tensor, weight_TK: Tensor, wait_for_experts: WaitForExperts) -> tuple[Tensor, Saved]:
         """Returns the output [T, H] in x's dtype, and what backward needs. ``wait_for_experts`` is called once, when
@@ -66,7 +76,7 @@ class ChunkedExecutor:
         """Returns what ``forward`` does; where no rank reads the output, nothing travels home and it is None."""
         if self.channel.num_ranks > 1:
             # Ranks may differ in what they do behind the layer, and rows travel home for all or for none.
-            reads = torch.tensor([read], dtype=torch.int64, device=x_TH.device)
+            reads = to_device([read], x_TH.device)
             read = bool(self.channel.all_gather(reads, lane="counts").any())
         if read:
             return self.forward(x_TH, weight_TK, wait_for_experts)

@@ -9,7 +9,7 @@ from torch import Tensor
 from moesys.kernels.split.even import EvenTables, even_split
 from moesys.kernels.split.flow import split
 from moesys.kernels.split.proportional import ProportionalTables, proportional_split
-from moesys.kernels.split.tables import SplitTables, entries_of
+from moesys.kernels.split.tables import IntArray, SplitTables, entries_of
 from moesys.overlap.row_limit import RowLimit
 
 
@@ -58,6 +58,10 @@ class PendingPlan:
         """``tokens_RE``, when forward has been launched."""
         assert self.tokens_RE is not None
         return self.tokens_RE
+
+    def counts_RE(self) -> IntArray:
+        """``tokens_RE`` on the host, which waits for the device."""
+        return self.wanted_RE().cpu().numpy()
 
     def entries(self) -> Tensor:
         """Rows (source, expert, destination, tokens) int64 [N, 4] of a ``TokenPlan``. The host waits for it."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,13 +16,17 @@ from moesys.compiled import borrowing
 
 # Of the 53 bits of a float64: one for what rounding adds, and one for the sign of the last partial sum.
 GRID_BITS = 51
+# Grids so far above one that what is added to it, and taken away again, is left on the grid: neighbours there are one
+# grid apart, to either side.
+_ROUNDER = 1.5 * 2.0**52
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Of a grid over which one can still be divided.
 _LEAST_EXPONENT = -1021
 
 
 def grid_of(bound: float) -> float:
     """Returns the power of two on which addends are rounded whose sizes add up to ``bound`` at most: 2⁻⁵¹ to 2⁻⁵⁰ of
-    it. NaN for a bound that is none, and so are then all sums.
+    it. NaN for a bound that is none, and so are then all sums, as they are of one of 2¹⁰²¹ and more.
     """
     if not math.isfinite(bound):
         return math.nan
@@ -38,12 +41,22 @@ def grid_below(bound: Tensor) -> Tensor:
 
 
 def row_sizes(rows_NA: Tensor) -> Tensor:
-    """Returns ``largest_size`` of each row, [N]."""
-    wide = torch.promote_types(rows_NA.dtype, torch.float32)
-    if not rows_NA.numel():
-        return rows_NA.new_zeros(len(rows_NA), dtype=wide)
-    least_N, most_N = (of.to(wide) for of in torch.aminmax(rows_NA, dim=1))
-    return torch.maximum(-least_N, most_N).nan_to_num(nan=torch.inf, posinf=torch.inf)
+    """Returns ``largest_size`` of each row, [N], on the CPU."""
+    bits_NA = rows_NA.contiguous().view(_INTEGERS[rows_NA.element_size()])
+    largest_N = torch.zeros(len(rows_NA), dtype=torch.int64)
+    # Without their sign, floats lie in the order of their bits as integers, and NaN behind infinity.
+    _largest_bits(bits_NA.numpy(), largest_N.numpy(), torch.iinfo(bits_NA.dtype).max)
+    sizes_N = largest_N.to(bits_NA.dtype).view(rows_NA.dtype)
+    return sizes_N.to(torch.promote_types(rows_NA.dtype, torch.float32)).nan_to_num(nan=torch.inf, posinf=torch.inf)
+
+
+@borrowing
+def _largest_bits(bits_NA, largest_N, mask):  # type: ignore[no-untyped-def]
+    for row in range(len(bits_NA)):
+        largest = 0
+        for place in range(bits_NA.shape[1]):
+            largest = max(largest, bits_NA[row, place] & mask)
+        largest_N[row] = largest
 
 
 def largest_size(elements: Tensor) -> Tensor:
@@ -62,11 +75,10 @@ def add_on_grid(total: Tensor, addend: Tensor, grid: float) -> None:
     on the CPU. Exact, and so in any order the same, while sizes add up to the bound that ``grid`` is of.
     """
     wide = addend if addend.dtype in (torch.float32, torch.float64) else addend.float()
-    _add_on_grid(total.view(-1).numpy(), wide.contiguous().view(-1).numpy(), grid)
+    _add_on_grid(total.view(-1).numpy(), wide.contiguous().view(-1).numpy(), _ROUNDER * grid)
 
 
 @borrowing
-def _add_on_grid(total_N, addend_N, grid):  # type: ignore[no-untyped-def]
-    scale = 1.0 / grid
+def _add_on_grid(total_N, addend_N, rounder):  # type: ignore[no-untyped-def]
     for place in range(len(total_N)):
-        total_N[place] += np.rint(addend_N[place] * scale) * grid
+        total_N[place] += (addend_N[place] + rounder) - rounder

@@ -89,10 +89,15 @@ class BackwardPass(Protocol):
 
 
 class ExpertCompute(Protocol):
-    """A way to compute experts. ``min_rows``: routes are padded to so many rows of a slot (``build_routes``)."""
+    """A way to compute experts. ``min_rows``: routes are padded to so many rows of a slot (``build_routes``).
+    ``by_tables``: whether it needs no ``ChunkRows.slots``, which the host knows, but tables that may be on a device.
+    """
 
     @property
     def min_rows(self) -> int: ...
+
+    @property
+    def by_tables(self) -> bool: ...
 
     def alone(self, expert_TK: Tensor, num_experts: int) -> SingleRankExecutor | None:
         """Returns what runs a micro-batch on one rank without the host knowing counts; None where it must know them."""

@@ -9,6 +9,7 @@ float32, or float64 where products are float64.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from moesys.kernels.cpu.page_pool import Scratch
 from moesys.kernels.cpu.row_invariant_gemm import RowRule, aligned, matmul_rows
 from moesys.kernels.cpu.row_invariant_ops import RowFunction
 from moesys.kernels.experts.swiglu import swiglu, swiglu_backward
+from moesys.overlap.block_sums import BlockSums
 from moesys.overlap.exact_sum import add_on_grid, largest_size, row_sizes
 from moesys.overlap.expert_compute import Arrivals, BackwardInputs, Workplace
 from moesys.overlap.held_experts import ExpertGradients, HeldExperts
@@ -63,6 +65,10 @@ class CpuExperts:
     def min_rows(self) -> int:
         return self.rule.min_rows
 
+    @property
+    def by_tables(self) -> bool:
+        return False
+
     def alone(self, expert_TK: Tensor, num_experts: int) -> None:
         """Returns None: a GEMM a slot is called with the counts that routes have."""
 
@@ -73,9 +79,12 @@ class CpuExperts:
 
     def backward(self, routes: Routes, inputs: BackwardInputs, weights: HeldExperts, at: Workplace) -> CpuBackward:
         projections = _projections(weights, inputs.gradients, self.transposed)
-        one_for_all = inputs.sums is not None and not routes.order
-        order = _order_of_one(routes.chunks[0]) if one_for_all else routes.order
-        return CpuBackward(self, *projections, at, inputs, order)
+        order, sums = routes.order, inputs.sums
+        later = frozenset(slot for slot, _, _ in order)
+        if sums is not None and not order:
+            order = _order_of_one(routes.chunks[0])
+            later = frozenset(slot for slot, _, _ in order if not sums.is_one_block(slot))
+        return CpuBackward(self, *projections, at, inputs, order, later)
 
     def combine(
         self, rows_NH: Tensor, place_TK: Tensor, weight_TK: Tensor | None, out_TH: Tensor, scratch: Scratch
@@ -167,8 +176,8 @@ class CpuForward(_Pass):
 
 
 class CpuBackward(_Pass):
-    """``BackwardPass``, slot by slot. ``order``: ``Routes.order``, of what waits for ``weight_gradients``; it is empty
-    where an expert has a norm.
+    """``BackwardPass``, slot by slot. ``order``: ``Routes.order``, with one chunk too where layouts may not show; it is
+    empty where an expert has a norm. ``later``: the slots whose gradients wait for ``weight_gradients``.
     """
 
     def __init__(
@@ -179,18 +188,21 @@ class CpuBackward(_Pass):
         at: Workplace,
         inputs: BackwardInputs,
         order: Sequence[tuple[int, Tensor | slice, Tensor]],
+        later: frozenset[int],
     ) -> None:
         super().__init__(experts, up, down, at, inputs.h_P2I)
         self.dy, self.x, self.weight_M, self.sums = inputs.dy, inputs.x, inputs.weight_M, inputs.sums
-        self.order = order
+        self.order, self.later = order, later
         wanted = (up.gradient, up.bias_gradient, down.gradient, down.bias_gradient)
         self.gradients = [gradient for gradient in wanted if gradient is not None]
         self.used_slots: set[int] = set()
-        # With one chunk an expert's rows are all there at once, and nothing is kept for later.
-        kept_rows = len(self.h_PU) if self.order else 0
+        # With one chunk an expert's rows are all there at once, and what is no sum of blocks is not kept for later.
+        kept_rows = len(self.h_PU) if later else 0
         self.dh_PU = at.memory.empty((kept_rows, self.h_PU.shape[1]), self.h_PU.dtype, self.h_PU.device)
         width = self.h_PU.shape[1] // self.activation.halves
         self.wa_PI = at.memory.empty((kept_rows, width), self.h_PU.dtype, self.h_PU.device)
+        # The largest dh and weighted activation of each row.
+        self.sizes_2P = inputs.weight_M.new_zeros(2, 0 if self.sums is None else len(self.h_PU))
 
     def experts(self, chunk: ChunkRows) -> tuple[Tensor, Tensor]:
         scratch = self.scratch
@@ -206,18 +218,21 @@ class CpuBackward(_Pass):
                 dweight_P[here] = self.norm.backward(y_NH, dy_NH, weight_N, dy_NH, y_NH)
                 weight_N = torch.ones_like(weight_N)
             da_NI = self._activations(h_NU)
-            dh_NU = self.dh_PU[rows] if self.order else scratch("dh", h_NU.shape, h_NU.dtype)
-            wa_NI = self.wa_PI[rows] if self.order else scratch("wa", da_NI.shape, da_NI.dtype)
+            dh_NU = self.dh_PU[rows] if self.later else scratch("dh", h_NU.shape, h_NU.dtype)
+            wa_NI = self.wa_PI[rows] if self.later else scratch("wa", da_NI.shape, da_NI.dtype)
             self._multiply_back(self.down, slots, scratch.cast("cast dy", dy_NH, h_NU.dtype), da_NI)
             dweight_N = self.activation.backward(h_NU, da_NI, weight_N, dh_NU, wa_NI)
             if self.norm is None:
                 dweight_P[here] = dweight_N
                 self._add_bias_to_dweight(slots, dy_NH, dweight_P[here])
             self._multiply_back(self.up, slots, dh_NU, dx_PH[here])
-            if self.gradients and not self.order:
+            if self.sums is not None:
+                self.sizes_2P[0, rows], self.sizes_2P[1, rows] = row_sizes(dh_NU), row_sizes(wa_NI)
+            if self.gradients and not self.later.issuperset(slot.slot for slot in slots):
                 operands = dh_NU, self.x.take(gather_N, scratch, "x"), dy_NH, wa_NI, weight_N
                 for slot, *of_slot in _by_slot(slots, *operands):
-                    self._slot_gradients(slot.slot, *(tensor[: slot.valid] for tensor in of_slot))
+                    if slot.slot not in self.later:
+                        self._slot_gradients(slot.slot, *(tensor[: slot.valid] for tensor in of_slot))
         return dx_PH, dweight_P[chunk.return_M]
 
     def weight_gradients(self) -> None:
@@ -225,16 +240,21 @@ class CpuBackward(_Pass):
         if self.sums is not None:
             self.sums.agree(self._largest_of_slots())
         for slot, rows, places in self.order:
-            x_NH, dy_NH = self.x.take(places, scratch, "x"), self.dy.take(places, scratch, "dy")
-            dh_NU, wa_NI = self.dh_PU[rows], self.wa_PI[rows]
-            self._slot_gradients(slot, dh_NU, x_NH, dy_NH, wa_NI, self.weight_M[places])
+            if slot in self.later:
+                x_NH, dy_NH = self.x.take(places, scratch, "x"), self.dy.take(places, scratch, "dy")
+                dh_NU, wa_NI = self.dh_PU[rows], self.wa_PI[rows]
+                self._slot_gradients(slot, dh_NU, x_NH, dy_NH, wa_NI, self.weight_M[places])
+            if self.sums is not None:
+                for gradient, grid in zip(self._gradients_of(slot), self.sums.grids(slot), strict=True):
+                    if gradient is not None and math.isnan(grid):
+                        gradient.fill_(math.nan)
         for gradient in self.gradients:
             for slot in set(range(len(gradient))) - self.used_slots:
                 gradient[slot].zero_()
 
     def _largest_of_slots(self) -> dict[int, Tensor]:
         """Returns what ``BlockSums.agree`` wants of each slot."""
-        x_M, dy_M, dh_P, wa_P = map(row_sizes, (self.x.rows, self.dy.rows, self.dh_PU, self.wa_PI))
+        x_M, dy_M, (dh_P, wa_P) = row_sizes(self.x.rows), row_sizes(self.dy.rows), self.sizes_2P
         return {
             slot: torch.stack(
                 [
@@ -265,22 +285,34 @@ class CpuBackward(_Pass):
     def _slot_gradients(self, slot: int, *operands: Tensor) -> None:
         """Writes a slot's gradients, from its rows in expert order: dh, x, dy, weighted activations and weights."""
         self.used_slots.add(slot)
-        wanted = (self.up.gradient, self.down.gradient, self.up.bias_gradient, self.down.bias_gradient)
-        out = [None if gradient is None else gradient[slot] for gradient in wanted]
-        if self.sums is None:
+        out = self._gradients_of(slot)
+        if self.sums is None or self.sums.is_one_block(slot):
             self._write_gradients(*operands, *out)
-            return
-        shapes = [None if total is None else tuple(total.shape) for total in out]
+        else:
+            self._write_sums(self.sums, slot, operands, out)
+
+    def _gradients_of(self, slot: int) -> list[Tensor | None]:
+        wanted = (self.up.gradient, self.down.gradient, self.up.bias_gradient, self.down.bias_gradient)
+        return [None if gradient is None else gradient[slot] for gradient in wanted]
+
+    def _write_sums(self, sums: BlockSums, slot: int, operands: Sequence[Tensor], out: Sequence[Tensor | None]) -> None:
+        """Writes a slot's gradients, which are added up block by block."""
         wide = operands[-1].dtype
-        parts = [None if shape is None else self.scratch(f"part {n}", shape, wide) for n, shape in enumerate(shapes)]
-        for total in out:
+        parts, totals = (
+            [None if of is None else self.scratch(f"{name} {n}", tuple(of.shape), dtype) for n, of in enumerate(out)]
+            for name, dtype in (("part", wide), ("total", torch.float64))
+        )
+        for total in totals:
             if total is not None:
                 total.zero_()
-        for block in self.sums.blocks(len(operands[0])):
+        for block in sums.blocks(len(operands[0])):
             self._write_gradients(*(rows[block] for rows in operands), *parts)
-            for total, part, grid in zip(out, parts, self.sums.grids(slot), strict=True):
+            for total, part, grid in zip(totals, parts, sums.grids(slot), strict=True):
                 if total is not None and part is not None:
                     add_on_grid(total, part, grid)
+        for gradient, total in zip(out, totals, strict=True):
+            if gradient is not None and total is not None:
+                gradient.copy_(total)
 
     def _write_gradients(
         self,

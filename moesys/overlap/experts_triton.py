@@ -11,9 +11,7 @@ T tokens or arrivals of a chunk, K entries of each, P = T·K expert rows, M arri
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -40,6 +38,10 @@ class TritonExperts:
 
     Blocks follow from the shape of a call and the device, and not from its chunks, which so change no bit.
     """
+
+    @property
+    def by_tables(self) -> bool:
+        return True
 
     @property
     def min_rows(self) -> int:
@@ -87,7 +89,7 @@ class TritonForward:
     def _up(self, chunk: ChunkRoutes) -> tuple[Tensor, Routing, RowTiles]:
         """Keeps h and returns the activations of it, and where rows lie."""
         here, blocks = self.experts_here, self.blocks
-        routing = _routing(self.routes, chunk, self.x, len(here.matrix_S))
+        routing = _routing(self.routes, chunk, self.x)
         tiles = RowTiles(routing.first_G1, len(routing.entry_P))
         h_P2I, a_PI = up(
             self.rows[_sources(chunk, self.x)],
@@ -125,7 +127,7 @@ class TritonBackward:
         if not chunk.num_rows:
             return rows.new_empty(0, rows.shape[1]), torch.empty_like(weight_M)
         here, blocks = self.experts_here, self.blocks
-        routing = _routing(self.routes, chunk, self.dy, len(here.matrix_S))
+        routing = _routing(self.routes, chunk, self.dy)
         tiles = RowTiles(routing.first_G1, len(routing.entry_P))
         on_one_rank = self.dy.index is not None
         weight_TK = (weight_M[chunk.home_TK] if on_one_rank else weight_M).view_as(routing.row_TK)
@@ -159,25 +161,21 @@ class TritonBackward:
             gradients.gate_up.zero_()
             gradients.down.zero_()
             return
-        first_G1, arrival_P, dh_P2I, wa_PI = self._expert_order(len(gradients.gate_up))
+        arrival_P, dh_P2I, wa_PI = self._expert_order()
+        first_G1 = self.routes.first_S1
         groups = OrderedGroups(self.dy.place(arrival_P).int(), first_G1, groups_by_size(first_G1))
         x_MH, dy_MH, block = self.x.rows.contiguous(), self.dy.rows, self.blocks.weight_gradient
         weight_gradient(dh_P2I, x_MH, groups, 1, "right", block, out_GLR=gradients.gate_up)
         weight_gradient(dy_MH, wa_PI, groups, 1, "left", block, out_GLR=gradients.down)
 
-    def _expert_order(self, num_slots: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """All chunks' rows in expert order: (first_G1, the arrival of each, dh, weighted activations)."""
-        chunks, order = self.routes.chunks, self.routes.order
-        counts = [0] * num_slots
-        for slot in (slot for chunk in chunks for slot in chunk.slots):
-            counts[slot.slot] += slot.valid
-        first_G1 = _first(counts, self.dy.rows.device)
-        if len(chunks) == 1:
-            return first_G1, chunks[0].gather_P, self.dh[0], self.wa[0]
+    def _expert_order(self) -> tuple[Tensor, Tensor, Tensor]:
+        """All chunks' rows in expert order: (the arrival of each, dh, weighted activations)."""
+        routes = self.routes
+        if len(routes.chunks) == 1:
+            return routes.chunks[0].gather_P, self.dh[0], self.wa[0]
         # The kernels read one side of the product through an index and the other, these, as it lies.
-        row_P = torch.cat([rows for _, rows, _ in order])
-        arrival_P = torch.cat([arrivals for _, _, arrivals in order])
-        return first_G1, arrival_P, torch.cat(self.dh).index_select(0, row_P), torch.cat(self.wa).index_select(0, row_P)
+        dh_P2I, wa_PI = (torch.cat(of).index_select(0, routes.order_row_P) for of in (self.dh, self.wa))
+        return routes.order_arrival_P, dh_P2I, wa_PI
 
 
 @dataclass(frozen=True)
@@ -204,19 +202,11 @@ def _sources(chunk: ChunkRoutes, arrivals: Arrivals) -> slice:
     return slice(*(chunk.arrivals if arrivals.index is None else chunk.tokens))
 
 
-def _routing(routes: Routes, chunk: ChunkRoutes, arrivals: Arrivals, num_slots: int) -> Routing:
+def _routing(routes: Routes, chunk: ChunkRoutes, arrivals: Arrivals) -> Routing:
     """The chunk's rows and entries; a held expert without rows is an empty group."""
-    counts = [0] * num_slots
-    for slot in chunk.slots:
-        counts[slot.slot] = slot.valid
     if arrivals.index is None:
         entry_P, row_TK = chunk.gather_P - chunk.arrivals[0], chunk.return_M[:, None]
     else:
         row_TK = chunk.return_M[chunk.home_TK]
         entry_P = routes.send_row_N[chunk.gather_P] - chunk.tokens[0] * row_TK.shape[1]
-    return Routing(entry_P.int(), row_TK.int(), _first(counts, row_TK.device))
-
-
-def _first(counts: Sequence[int], device: torch.device) -> Tensor:
-    """Where groups of so many rows begin, int32 [G + 1]."""
-    return torch.tensor([0, *accumulate(counts)], dtype=torch.int32, device=device)
+    return Routing(entry_P.int(), row_TK.int(), chunk.first_S1)

@@ -23,6 +23,7 @@ from moesys.kernels.experts.numerics import INTERPRETED
 from moesys.kernels.experts.tile_config import TileConfig, TileConfigs
 from moesys.kernels.experts.tiles import groups_by_size
 from moesys.kernels.experts.weight_gradient import OrderedGroups, weight_gradient
+from moesys.kernels.host_copies import to_device
 from moesys.kernels.mega.arguments import MegaMemory, MegaRows, announce, arrange
 from moesys.kernels.mega.exchange import Replicas, most_flags, publish, regions
 from moesys.kernels.mega.mega_combine import WeightGradients, down_combine, input_gradient_combine
@@ -105,12 +106,14 @@ def plan_mega(
 ) -> MegaExecutor:
     """The executor of one micro-batch; ``most_tokens``: of any rank. Collective.
 
-    Raises ValueError, on all ranks alike, where one would get more rows than ``overlap.rows_cap`` allows.
+    Raises ValueError, on all ranks alike, where one would get more rows than ``overlap.rows_cap`` allows, or tiles
+    would change bits.
     """
     device = expert_TK.device
     require_rows(overlap, plan, most_tokens, model.top_k)
     replicas = replicas_of(plan.layout, rank, device)
     blocks, flags = _blocks_and_flags(overlap, model, most_tokens, len(replicas.rank_P), device)
+    blocks.require_warpgroups(getattr(torch, model.dtype), device)
     return MegaExecutor(
         expert_TK,
         model.num_experts,
@@ -137,7 +140,7 @@ def plan_mega_later(
     """The executor of one micro-batch, and its plan, which forward makes on the device as ``split`` says, for at most
     ``overlap.most_tokens`` on any rank. Collective where the home has no room yet; else no rank waits for another here.
 
-    Raises ValueError, on this rank alone, for more tokens than that.
+    Raises ValueError, on this rank alone, for more tokens than that; on all ranks, where tiles would change bits.
     """
     num_tokens, most_tokens = len(expert_TK), overlap.most_tokens or 0
     if num_tokens > most_tokens:
@@ -146,6 +149,7 @@ def plan_mega_later(
             f"use MegaKernel(most_tokens={num_tokens}), or None where nobody knows"
         )
     blocks, flags = _blocks_and_flags(overlap, model, most_tokens, len(replicas.rank_P), expert_TK.device)
+    blocks.require_warpgroups(getattr(torch, model.dtype), expert_TK.device)
     memory = home.memory(model, most_tokens, flags)
     room = room_for_rows(overlap, most_tokens, model.top_k, home.num_ranks)
     pending = PendingPlan(split, turn, home.limit, room, most_tokens * model.top_k)
@@ -319,8 +323,7 @@ def replicas_of(layout: ExpertLayout, rank: int, device: torch.device) -> Replic
     place = {(int(r), int(e)): p for p, (e, r) in enumerate(zip(expert_P, rank_P, strict=True))}
     own = [place[rank, expert] for expert in held_experts(layout.experts_of(rank))]
     # What numpy finds is every other number of one array, and kernels read numbers that lie side by side.
-    tables = (np.ascontiguousarray(values, dtype=np.int64) for values in (rank_P, expert_P, own))
-    return Replicas(*(torch.from_numpy(table).to(device) for table in tables))
+    return Replicas(*(to_device(np.ascontiguousarray(values), device) for values in (rank_P, expert_P, own)))
 
 
 def tokens_by_replica(plan: TokenPlan, device: torch.device) -> Tensor:
@@ -331,4 +334,4 @@ def tokens_by_replica(plan: TokenPlan, device: torch.device) -> Tensor:
     source, expert, destination, tokens = plan.entries.T
     tokens_RP = np.zeros((plan.layout.num_ranks, len(rank_P)), dtype=np.int64)
     tokens_RP[source, index_RE[destination, expert]] = tokens
-    return torch.from_numpy(tokens_RP).to(device)
+    return to_device(tokens_RP, device)

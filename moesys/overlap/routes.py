@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moesys.kernels.host_copies import to_device
 from moesys.layout import TokenPlan
 from moesys.load import IntArray
 
@@ -79,6 +80,8 @@ class ChunkRoutes(ChunkRows):
 
     tokens, sent, arrivals: the chunk's [first, last) of this rank's tokens, of its rows in wire order, of its arrivals.
     send_counts_R, arrive_counts_R: rows to and from each rank.
+    first_S1: the first row of each slot's and the end of the last's, int32, counted from the chunk's first; of padding
+        only where it is none.
     home_TK: for each (token, k) of the chunk its place in the chunk's wire order, where its result comes home.
     combine_M: expert rows in the order in which they go home, those that are collected at gates last.
     """
@@ -88,6 +91,7 @@ class ChunkRoutes(ChunkRows):
     arrivals: tuple[int, int]
     send_counts_R: tuple[int, ...]
     arrive_counts_R: tuple[int, ...]
+    first_S1: Tensor
     home_TK: Tensor
     combine_M: Tensor
 
@@ -100,7 +104,9 @@ class Routes:
     by_destination_N, by_source_M: rows in wire order and arrivals, sorted by the rank they go to and come from: what
         one all-to-all over all chunks sends and delivers.
     order: per slot with rows, (slot, expert rows, arrivals) in expert order; empty with one chunk, whose slots list
-        their rows in that order.
+        their rows in that order, and where no host knows how many rows a slot has.
+    order_row_P, order_arrival_P: those of all slots, one behind the other; not filled with one chunk.
+    first_S1: where a slot's begin among these, and where the last one's end, int32.
     """
 
     chunks: tuple[ChunkRoutes, ...]
@@ -109,6 +115,9 @@ class Routes:
     by_destination_N: Tensor
     by_source_M: Tensor
     order: tuple[tuple[int, Tensor, Tensor], ...]
+    order_row_P: Tensor
+    order_arrival_P: Tensor
+    first_S1: Tensor
     num_arrivals: int
     num_rows: int
 
@@ -165,8 +174,10 @@ def build_routes(
     going_home = np.lexsort((arriving_slot, arriving_source, np.where(by_gate, gate, arriving_source), by_gate))
     by_slot = np.lexsort((arriving_source, arriving_slot))
 
-    def to_device(index: IntArray) -> Tensor:
-        return torch.from_numpy(index).to(expert_TK.device)
+    device = expert_TK.device
+
+    def first_rows(lengths: IntArray) -> Tensor:
+        return to_device(np.append(0, np.cumsum(lengths)), device, torch.int32)
 
     bounds = chunk_bounds(num_tokens, num_chunks)
     held = held_experts(plan.layout.experts_of(rank))
@@ -217,10 +228,11 @@ def build_routes(
                     SlotRows(slot, num_rows + int(slot_start[slot]), int(valid[slot]), int(padded[slot]))
                     for slot in np.flatnonzero(valid).tolist()
                 ),
-                gather_P=to_device(gather + num_arrivals),
-                return_M=to_device(returns),
-                home_TK=to_device(home.reshape(last - first, top_k)),
-                combine_M=to_device(returns[ranges(came_start[going_home], came[going_home])]),
+                first_S1=first_rows(padded),
+                gather_P=to_device(gather + num_arrivals, device),
+                return_M=to_device(returns, device),
+                home_TK=to_device(home.reshape(last - first, top_k), device),
+                combine_M=to_device(returns[ranges(came_start[going_home], came[going_home])], device),
             )
         )
         send_rows.append(send_row)
@@ -231,22 +243,28 @@ def build_routes(
         num_rows += len(gather)
         num_arrivals += len(real)
 
+    came_CN = entry_CN[:, incoming]
     order: tuple[tuple[int, Tensor, Tensor], ...] = ()
+    order_row_P = order_arrival_P = torch.empty(0, dtype=torch.int64, device=device)
     if num_chunks > 1:
-        order = tuple(
-            (slot, to_device(rows), to_device(arrivals))
-            for slot, rows, arrivals in _expert_order(
-                arriving_slot, by_slot, entry_CN[:, incoming], np.array(row_starts), np.array(arrival_starts)
-            )
+        slots, rows, arrivals = _expert_order(
+            arriving_slot, by_slot, came_CN, np.array(row_starts), np.array(arrival_starts)
         )
+        order_row_P, order_arrival_P = to_device(rows, device), to_device(arrivals, device)
+        lengths = [length for _, length in slots]
+        by_slots = zip(slots, order_row_P.split(lengths), order_arrival_P.split(lengths), strict=True)
+        order = tuple((slot, rows, arrivals) for (slot, _), rows, arrivals in by_slots)
     send_row_N = np.concatenate(send_rows)
     return Routes(
         chunks=tuple(chunks),
-        send_token_N=to_device(send_row_N // top_k),
-        send_row_N=to_device(send_row_N),
-        by_destination_N=to_device(np.argsort(np.concatenate(destinations), kind="stable")),
-        by_source_M=to_device(np.argsort(np.concatenate(sources), kind="stable")),
+        send_token_N=to_device(send_row_N // top_k, device),
+        send_row_N=to_device(send_row_N, device),
+        by_destination_N=to_device(np.argsort(np.concatenate(destinations), kind="stable"), device),
+        by_source_M=to_device(np.argsort(np.concatenate(sources), kind="stable"), device),
         order=order,
+        order_row_P=order_row_P,
+        order_arrival_P=order_arrival_P,
+        first_S1=first_rows(np.bincount(arriving_slot, weights=came_CN.sum(axis=0), minlength=len(held))),
         num_arrivals=num_arrivals,
         num_rows=num_rows,
     )
@@ -288,15 +306,14 @@ def _entries_by_chunk(tokens_CRE: IntArray, source: IntArray, expert: IntArray, 
 
 def _expert_order(
     slot_N: IntArray, by_slot: IntArray, came_CN: IntArray, row_CN: IntArray, arrival_CN: IntArray
-) -> Iterator[tuple[int, IntArray, IntArray]]:
-    """Rows of each slot by (source, chunk): incoming entries in slot order, and the chunks of each in turn."""
-    for slot in np.unique(slot_N).tolist():
-        entries = by_slot[slot_N[by_slot] == slot]
-        lengths = came_CN[:, entries].T.reshape(-1)
-        if lengths.any():
-            rows = ranges(row_CN[:, entries].T.reshape(-1), lengths)
-            arrivals = ranges(arrival_CN[:, entries].T.reshape(-1), lengths)
-            yield slot, rows, arrivals
+) -> tuple[list[tuple[int, int]], IntArray, IntArray]:
+    """The slots with rows, with how many; expert rows and arrivals by (slot, source, chunk): incoming entries in slot
+    order, and the chunks of each in turn.
+    """
+    rows_S = np.bincount(slot_N, weights=came_CN.sum(axis=0)).astype(np.int64)
+    lengths = came_CN[:, by_slot].T.reshape(-1)
+    rows, arrivals = (ranges(starts_CN[:, by_slot].T.reshape(-1), lengths) for starts_CN in (row_CN, arrival_CN))
+    return [(slot, int(rows_S[slot])) for slot in np.flatnonzero(rows_S).tolist()], rows, arrivals
 
 
 def exclusive(lengths: IntArray) -> IntArray:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from moesys.config import MegaKernel
+from moesys.kernels.split.limit import keep_within
 from moesys.kernels.split.tables import SplitTables
 from moesys.layout import TokenPlan
 from moesys.overlap.rows_cap import too_many_rows, too_many_words
@@ -45,13 +46,7 @@ class RowLimit:
         """The plan ``tokens_RP`` int64, or one without a token if it sends any rank more than ``room`` rows, which
         ``rows_cap`` makes of so many ``choices`` of a rank. Nothing waits for the host.
         """
-        by_rank_P = tokens_RP.sum(0)[tables.by_rank_P]
-        before_P1 = torch.cat([by_rank_P.new_zeros(1), by_rank_P.cumsum(0)])
-        num_rows, rank = before_P1[tables.first_R1].diff().max(0)
-        fits = num_rows <= room
-        found_4 = torch.stack([rank, num_rows, *(num_rows.new_full((), bound) for bound in (room, choices))])
-        self._found_4.copy_(torch.where(fits, self._found_4, found_4))
-        return torch.where(fits, tokens_RP, 0)
+        return keep_within(tokens_RP, tables, room, choices, self._found_4)
 
     def note(self) -> None:
         """At the end of a direction. On the CPU raises ValueError at once."""

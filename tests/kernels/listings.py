@@ -1,4 +1,6 @@
-"""A script, for a process in which Triton does not interpret: assembly of small kernels between ranks, as JSON."""
+"""A script, for a process in which Triton does not interpret: of small kernels between ranks, as JSON, their assembly
+and the bytes that a thread has in flight.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +10,7 @@ import torch
 
 from moesys.kernels.experts import ahead_of_time
 from moesys.kernels.mega.exchange import publish, regions
+from moesys.kernels.symmetric.copies import Copy, start_copies
 from moesys.kernels.symmetric.counts import count_regions, receive_counts
 from moesys.kernels.symmetric.heap import Heap
 
@@ -16,14 +19,16 @@ RANKS, EXPERTS = 64, 256
 
 
 def main() -> None:
-    ahead_of_time.read_machine_code = lambda compiled: {compiled.metadata.name: compiled.asm["ptx"]}
+    read = ahead_of_time.read_machine_code
+    ahead_of_time.read_machine_code = lambda compiled: (read(compiled), compiled.asm["ptx"])
     shared = {**regions(1, 1, 1, torch.bfloat16, RANKS, 1), **count_regions(RANKS, EXPERTS)}
     heap = Heap.virtual(shared, RANKS, "meta")[0]
     number = torch.empty(1, dtype=torch.int32, device="meta")
     with ahead_of_time.compiling() as found:
         publish(heap, number, {})
         receive_counts(heap, number, number.expand(RANKS), EXPERTS)
-    print(json.dumps({name: listing for each in found for name, listing in each.items()}))
+        start_copies([Copy(0, 0, 0)], torch.device("meta"))
+    print(json.dumps({code.name: (ptx, code.flight_bytes) for code, ptx in found}))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import harness
@@ -21,6 +22,7 @@ from moesys.lab.ranks.outcomes import RankError
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.layout import ExpertLayout
 from moesys.layout_schedule import PlanRequest, SolvedPlan
+from moesys.moe import runtime as module
 
 SHAPE = ms.ModelShape(hidden_size=24, intermediate_size=16, num_experts=6, top_k=2)
 FSEP = ms.Strategy(
@@ -268,6 +270,28 @@ def test_the_leaders_error_reaches_every_rank(ranks: LocalRanks) -> None:
         ranks.run(infeasible_plan, num_ranks=2)
     assert set(caught.value.failures) == {0, 1}
     assert all("previous fills" in text or "slots" in text for text in caught.value.failures.values())
+
+
+def groups_of_a_linked_model() -> list[object]:
+    """The options of all groups that linking makes, where the backend has some."""
+    made, new_group = [], dist.new_group
+
+    def note(*args: Any, **kwargs: Any) -> dist.ProcessGroup:
+        made.append(args[3])
+        return new_group(*args[:3], **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "on_urgent_stream", lambda backend: f"options of {backend}")
+        patch.setattr(dist, "new_group", note)
+        ms.link(Stack(SHAPE, FSEP, num_layers=1)).close()
+    return made
+
+
+def test_experts_travel_before_other_work_of_a_gpu(ranks: LocalRanks, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert ranks.run(groups_of_a_linked_model, num_ranks=2) == [["options of gloo", None]] * 2
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=dict), raising=False)
+    assert module.on_urgent_stream("gloo") is None
+    assert module.on_urgent_stream("nccl") == {"is_high_priority_stream": True}
 
 
 def test_a_model_without_moe_layers_cannot_be_linked() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import torch
 import moesys as ms
 from moesys.kernels.mega.arguments import MegaMemory
 from moesys.kernels.symmetric.heap import Heap
-from moesys.overlap.mega_executor import MegaHome, require_rows, symmetric_bytes
+from moesys.overlap.mega_executor import MegaHome, plan_mega, require_rows, symmetric_bytes
 
 # Every token of four ranks wants experts 0 and 1, which rank 0 holds.
 SKEWED = np.array([[8, 8, 0, 0]] * 4)
@@ -116,3 +117,23 @@ def test_nothing_grows_while_a_graph_is_captured(monkeypatch):
     with pytest.raises(RuntimeError, match=f"the arena of a MegaKernel {words}"):
         home.memory(SMALL, 11, 5)
     assert home.memory(SMALL, 10, 5) is memory
+
+
+@pytest.mark.parametrize(
+    ("point", "words"),
+    [
+        (ms.MegaKernel(tile_rows=32), "rows=32 of a tile of up in torch.bfloat16: fewer than 64 are multiplied by"),
+        (ms.MegaKernel(warps=2), "warps=2 of a tile of up in torch.bfloat16: fewer than 4 are multiplied by"),
+    ],
+    ids=["rows", "warps"],
+)
+def test_tiles_that_a_gpu_would_multiply_in_another_way_are_refused(point, words):
+    """By where tensors are: the interpreter has one kind of product, and plans with any tile."""
+    model, expert_TK, home = SMALL.replace(dtype="bfloat16"), torch.zeros(8, 2, dtype=torch.int64), SimpleNamespace()
+    home.memory = lambda *_: None
+    with pytest.raises(ValueError, match=f"{words} another kind"):
+        plan_mega(point, model, home, expert_TK.to("meta"), plan(SKEWED // 4), 0, 8)
+    assert plan_mega(point, model, home, expert_TK, plan(SKEWED // 4), 0, 8).point == point
+    # It has no tensor-core product.
+    single = model.replace(dtype="float32")
+    assert plan_mega(point, single, home, expert_TK.to("meta"), plan(SKEWED // 4), 0, 8).point == point

@@ -126,7 +126,7 @@ CHECKS = (
     Check(
         "copies",
         "between ranks",
-        "copies by address arrive as they were, by CuPy's copy engines where it is installed",
+        "copies by address arrive as they were, by copy engines where the driver has them",
         f"{_OWN}.collectives:copies_arrive",
         30,
         after=("device",),

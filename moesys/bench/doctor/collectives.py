@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import torch
 import torch.distributed as dist
 
 from moesys.bench.doctor.place import LeftOutError, Place, require
 from moesys.kernels.symmetric.copies import Copy, start_copies
+from moesys.kernels.symmetric.cuda_driver import copy_engines
 from moesys.kernels.symmetric.heap import BASES, Heap, Region
 
 # Of what each rank shows the others.
@@ -59,7 +58,7 @@ def memory_is_shared(place: Place) -> str:
 
 
 def copies_arrive(place: Place) -> str:
-    """Bytes by address, at places that allow wide words and at others: by CuPy's copy engines where CuPy is there."""
+    """Bytes by address, at places that allow wide words and at others: by copy engines where there is a driver."""
     device, num_bytes = place.device, 1000 if place.rehearsed else 1 << 26
     source = torch.randint(0, 256, (num_bytes + 16,), dtype=torch.uint8, device=device)
     for to, came in MOVED:
@@ -70,7 +69,7 @@ def copies_arrive(place: Place) -> str:
         require(torch.equal(found, right), f"{num_bytes} bytes from {came} to {to} did not arrive as they were")
     if place.rehearsed:
         return "by Triton's interpreter"
-    return "by CuPy's copy engines" if importlib.util.find_spec("cupy") else "by Triton's programs; CuPy is not here"
+    return "by Triton's programs" if copy_engines(device) is None else "by copy engines"
 
 
 def _meet(device: torch.device) -> None:

@@ -16,7 +16,7 @@ from moesys.bench.doctor.place import Place, require
 
 HOPPER = 90
 # Two without a GPU, where a minute must do.
-SOME = ("up", "combine")
+SOME: tuple[str, ...] = ("up", "combine")
 POINT = "fused"
 
 
@@ -35,6 +35,7 @@ def compiles(place: Place) -> str:
     )
     require(done.returncode == 0, f"compiling ended with code {done.returncode}: {done.stderr[-2000:]}")
     found = json.loads(done.stdout.splitlines()[-1])
+    require(found["kernels"] > 0, "nothing was compiled")
     require(not found["wrong"], "; ".join(found["wrong"]))
     return f"{found['kernels']} kernels for sm_{capability} by Triton {found['triton']}, none falls short"
 

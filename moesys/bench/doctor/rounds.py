@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from moesys.bench.doctor.place import Place, require
+from moesys.kernels.launch import kernel
 from moesys.kernels.symmetric.heap import RANK, Heap, Region, at
 from moesys.kernels.symmetric.signals import PUBLISH, raise_flag, raise_if_given_up, wait
 
@@ -92,7 +93,7 @@ def _require_none(wrong: Sequence[Tensor], heaps: Sequence[Heap]) -> None:
     require(number == 0, f"{number} words were not there when their flag was")
 
 
-@triton.jit(do_not_specialize=["peer", "first", "rounds"])
+@kernel(do_not_specialize=["peer", "first", "rounds"])
 def _rounds(world, payload, flag, peer, first, rounds, wrong_ptr, W: tl.constexpr):  # type: ignore[no-untyped-def]
     own, word, lane = tl.load(world + RANK), tl.arange(0, W), tl.arange(0, 1)
     mine, theirs = at(world, own, payload, tl.int32), at(world, peer, payload, tl.int32)

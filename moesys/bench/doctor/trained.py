@@ -85,7 +85,8 @@ def dead_rank_is_named(place: Place) -> str:
 
 def _steps(place: Place, overlap: Overlap, sizes: Sequence[float]) -> dict[str, Tensor]:
     """Micro-batches of so many times the usual tokens, one after another."""
-    layer, found = layer_at(place, overlap), {}
+    layer = layer_at(place, overlap)
+    found: dict[str, Tensor] = {}
     for number, size in enumerate(sizes):
         results = step(layer, *inputs_at(place, int(tokens_at(place) * size), number))
         found |= {f"{name} of micro-batch {number}": of.clone() for name, of in results.items()}

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from moesys.bench.doctor.layers import inputs_at, layer_at, planned_on_devices, step, tokens_at
-from moesys.bench.doctor.place import Place
+from moesys.bench.doctor.place import Place, require
 from moesys.config import Sequential
 from moesys.config.overlap import Overlap
 
@@ -45,7 +45,8 @@ def _steps(place: Place, overlap: Overlap) -> str:
         for _ in range(1 if place.rehearsed else STEPS):
             found = step(layer, *given)
     wrong = [name for name, of in found.items() if not of.isfinite().all()]
-    return f"{overlap.kind}: steps waited for nobody" + f", but {', '.join(wrong)} are not finite" * bool(wrong)
+    require(not wrong, f"{', '.join(wrong)} are not finite")
+    return f"{overlap.kind}: steps waited for nobody"
 
 
 @contextmanager

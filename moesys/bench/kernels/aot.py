@@ -16,6 +16,7 @@ from moesys.bench.harness.names import chosen
 from moesys.bench.harness.sheets import Column
 from moesys.kernels.experts.activation_gradient import activation_gradient
 from moesys.kernels.experts.ahead_of_time import HOPPER, MOST_SHARED_BYTES, MachineCode, compiling
+from moesys.kernels.experts.block_gradient import RowBlocks, block_gradient, cut_to_fit
 from moesys.kernels.experts.combine import combine
 from moesys.kernels.experts.grouped_gemm import grouped_gemm
 from moesys.kernels.experts.tile_config import ShapeClass, TileConfig
@@ -25,6 +26,7 @@ from moesys.kernels.experts.up import up
 from moesys.kernels.experts.weight_gradient import OrderedGroups, weight_gradient
 from moesys.kernels.mega.exchange import regions
 from moesys.kernels.routing.routing import Routing, route
+from moesys.kernels.split.chunks import OwnReplicas, arrived_rows, cut, sent_rows
 from moesys.kernels.split.flow import split
 from moesys.kernels.split.tables import SplitTables, tables_of
 from moesys.kernels.symmetric.counts import count_regions, receive_counts, send_counts
@@ -54,7 +56,7 @@ SIZES = (
     Size("fine", 40960, 768, 256, 128, 8),
     Size("30b", 32768, 4096, 512, 128, 8),
 )
-NUM_OPS = 13
+NUM_OPS = 15
 
 
 def _widths(widths: tuple[int, ...]) -> str:
@@ -65,12 +67,13 @@ def _widths(widths: tuple[int, ...]) -> str:
 class Compiled:
     """One kernel of one op at one size, as compiled for ``sm_90``; ``wrong``: where it falls short, "" for nowhere.
 
-    ``tile``: of its product, "" for none. ``moves_rows``: whether it copies rows from or to other ranks.
+    ``block``: of its product, None where it has none. ``moves_rows``: whether it copies rows from or to other ranks;
+    ``flight_bytes``: that each of its threads should have on their way.
     """
 
     size: Annotated[str, Column("size")]
     op: Annotated[str, Column("op")]
-    tile: Annotated[str, Column("tile")]
+    block: TileConfig | None
     code: Annotated[
         MachineCode,
         Column("kernel", lambda code: code.name),
@@ -82,9 +85,15 @@ class Compiled:
         Column("copies", lambda code: _widths(code.copy_bytes)),
         Column("loads", lambda code: _widths(code.load_bytes)),
         Column("stores", lambda code: _widths(code.store_bytes)),
+        Column("in flight", lambda code: f"{code.flight_bytes} B"),
         Column("TMA", lambda code: str(code.tma_loads)),
     ]
     moves_rows: bool = False
+    flight_bytes: int = 0
+
+    @property
+    def tile(self) -> Annotated[str, Column("tile", after="op")]:
+        return tile_words(self.block) if self.block else ""
 
     @property
     def wrong(self) -> Annotated[str, Column("falls short", after="op")]:
@@ -100,6 +109,8 @@ class Compiled:
         for what, widths in (("loads", code.load_bytes), ("stores", code.store_bytes)):
             if self.moves_rows and (min(widths) < WORD_BYTES or max(widths) < COPY_BYTES):
                 found.append(f"{what} of {min(widths)} to {max(widths)} bytes")
+        if code.flight_bytes < self.flight_bytes:
+            found.append(f"{code.flight_bytes} bytes of a thread in flight, not {self.flight_bytes}")
         return "; ".join(found)
 
 
@@ -122,6 +133,17 @@ def exchange_counts(first_E1: Tensor) -> Tensor:
     exchanges_R, epoch_1 = first_E1.new_empty(64), first_E1.new_empty(1)
     send_counts(heap, exchanges_R, first_E1)
     return receive_counts(heap, epoch_1, exchanges_R, num_experts)
+
+
+def cut_into_chunks(tables: SplitTables, entry_N: Tensor, top_k: int, num_chunks: int = 2) -> object:
+    """Tables of one of 64 ranks."""
+    num_ranks, num_replicas = 64, len(tables.rank_P)
+    tokens_RP = entry_N.new_empty(num_ranks, num_replicas, dtype=torch.int64)
+    here = num_replicas // num_ranks
+    first_RL = entry_N.new_empty(num_ranks, num_chunks * tables.replica_ER.shape[0] + 1)
+    sizes_2CR = tokens_RP.new_empty(2, num_chunks, num_ranks)
+    found = cut(first_RL, tokens_RP, tables, OwnReplicas(0, 0, here, here, 2), num_chunks, sizes_2CR)
+    return sent_rows(entry_N, found, tables, top_k), arrived_rows(found.arriving_CRG, len(entry_N))
 
 
 def compile_size(
@@ -152,6 +174,7 @@ def compile_size(
 
     entries, first = routing.entry_P, routing.first_G1
     groups = OrderedGroups(entries, first, meta(E, dtype=torch.int32))
+    row_blocks = RowBlocks(256, meta(E, dtype=torch.float64))
     up_, down_, back, into, outer = (
         blocks.up,
         blocks.down,
@@ -163,6 +186,7 @@ def compile_size(
     ops: dict[str, tuple[TileConfig | None, Callable[[], object]]] = {
         "counts": (None, lambda: exchange_counts(first)),
         "split": (None, lambda: split(tokens_RE, tables)),
+        "chunks": (None, lambda: cut_into_chunks(tables, entries, K)),
         "route": (None, lambda: route(meta(T, K, dtype=torch.int64), E)),
         "tiles": (None, lambda: tile_table(first, P, up_.rows)),
         "groups": (None, lambda: groups_by_size(first)),
@@ -182,6 +206,8 @@ def compile_size(
         "gather_sum": (None, lambda: combine(meta(P, H), routing.row_TK, None, dtype)),
         "dW2": (outer, lambda: weight_gradient(x, a, groups, K, "left", outer, torch.float32)),
         "dW1": (outer, lambda: weight_gradient(h, x, groups, K, "right", outer, torch.float32)),
+        "dW2_blocks": (cut_to_fit(outer), lambda: block_gradient(x, a, groups, K, "left", row_blocks, outer)),
+        "dW1_blocks": (cut_to_fit(outer), lambda: block_gradient(h, x, groups, K, "right", row_blocks, outer)),
     }
     found = []
     for op, (block, launch) in ops.items():
@@ -192,7 +218,7 @@ def compile_size(
             launch()
         gemm = max(compiled, key=lambda code: (len(code.mma), code.shared_bytes)) if block else None
         for code in compiled:
-            found.append(Compiled(size.name, op, tile_words(block) if block and code is gemm else "", code))
+            found.append(Compiled(size.name, op, block if code is gemm else None, code))
     return found
 
 

@@ -11,7 +11,7 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from moesys.bench.kernels.aot import Compiled, Size, tile_words
+from moesys.bench.kernels.aot import Compiled, Size
 from moesys.config import MegaKernel
 from moesys.kernels.experts.activation_gradient import SUM_COLUMNS
 from moesys.kernels.experts.ahead_of_time import HOPPER, compiling
@@ -21,7 +21,7 @@ from moesys.kernels.mega.arguments import MegaMemory, MegaRows
 from moesys.kernels.mega.exchange import Exchange, Flags, OrderedTiles, Replicas, most_flags, regions
 from moesys.kernels.mega.mega_combine import WeightGradients, down_combine, input_gradient_combine
 from moesys.kernels.mega.mega_dispatch import dispatch_activation_gradient, dispatch_up
-from moesys.kernels.mega.point import blocks_at, fuses
+from moesys.kernels.mega.point import FLIGHT_BYTES, blocks_at, fuses
 from moesys.kernels.symmetric.heap import Heap
 
 NUM_RANKS = 8
@@ -39,10 +39,13 @@ NUM_MEGA_OPS = 13
 
 
 class Part(NamedTuple):
-    """A kernel that an op launches: the block of its product or None, and whether it copies rows between ranks."""
+    """A kernel that an op launches: the block of its product or None, whether it copies rows between ranks, and bytes
+    of a thread that are on their way while it copies from memory.
+    """
 
     block: TileConfig | None
     moves_rows: bool
+    flight_bytes: int = 0
 
 
 class Launched(NamedTuple):
@@ -67,8 +70,8 @@ def compile_mega(
             tell(f"{size.name}: {name} {op}")
             with compiling(target) as compiled:
                 run()
-            for (block, moves_rows), code in zip(parts, compiled, strict=True):
-                found.append(Compiled(size.name, f"{name} {op}", tile_words(block) if block else "", code, moves_rows))
+            for part, code in zip(parts, compiled, strict=True):
+                found.append(Compiled(size.name, f"{name} {op}", part.block, code, part.moves_rows, part.flight_bytes))
     return found
 
 
@@ -87,12 +90,14 @@ def _launched(size: Size, dtype: torch.dtype, point: MegaKernel) -> Iterator[Lau
     gradients = WeightGradients(h_NU, x_NH, dgate_up, x_NH, a_NI, ddown) if point.overlap_weight_gradients else None
 
     def dispatching(block: TileConfig) -> tuple[Part, ...]:
-        return (Part(block, True),) if fuses(point, "dispatch") else (Part(None, True), Part(block, False))
+        if fuses(point, "dispatch"):
+            return (Part(block, True, FLIGHT_BYTES),)
+        return Part(None, True, FLIGHT_BYTES), Part(block, False)
 
     def combining(block: TileConfig, beside_sums: TileConfig | None) -> tuple[Part, ...]:
         if fuses(point, "combine"):
-            return (Part(block, True),)
-        return Part(block, False), Part(None, True), Part(beside_sums, True)
+            return (Part(block, True, FLIGHT_BYTES if point.combine_share else 0),)
+        return Part(block, False), Part(None, True, FLIGHT_BYTES), Part(beside_sums, True)
 
     if point.overlap_weight_gradients:
         yield Launched(

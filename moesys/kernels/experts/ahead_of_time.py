@@ -33,7 +33,8 @@ class MachineCode:
     ``registers`` of a thread; ``stack_bytes`` of a thread; ``spills``: instructions that move registers to local memory
     or back; ``shared_bytes`` of a block; ``mma``: the shapes of its warpgroup products, such as "64x128x16"; none where
     it has no such product; ``copy_bytes``: the widths of its asynchronous copies from pointers; ``load_bytes``,
-    ``store_bytes``: of its loads from and stores to global memory; ``tma_loads``: how many loads by descriptor it has;
+    ``store_bytes``: of its loads from and stores to global memory; ``flight_bytes``: the most that a thread asks of
+    global memory, by loads of 16 bytes, before it stores again; ``tma_loads``: how many loads by descriptor it has;
     ``threads`` of a block; ``specialised``: whether its warps have different work.
     """
 
@@ -46,6 +47,7 @@ class MachineCode:
     copy_bytes: tuple[int, ...]
     load_bytes: tuple[int, ...]
     store_bytes: tuple[int, ...]
+    flight_bytes: int
     tma_loads: int
     threads: int
     specialised: bool
@@ -113,6 +115,7 @@ def read_machine_code(compiled: Any) -> MachineCode:
         copy_bytes=_widths("LDGSTS", listing),
         load_bytes=_widths("LDG", listing),
         store_bytes=_widths("STG", listing),
+        flight_bytes=max(16 * len(re.findall(r"\bLDG\.\S*128", run)) for run in re.split(r"\bSTG\.", listing)),
         tma_loads=len(re.findall(r"\bUTMALDG\b", listing)),
         threads=32 * int(compiled.metadata.num_warps),
         specialised="ttg.warp_specialize" in compiled.asm["ttgir"],

@@ -109,26 +109,36 @@ def columns_by_columns(  # type: ignore[no-untyped-def]
         # for them, and each stage of the pipeline would do for half a step.
         next_entry = tl.load(entry_ptr + first + step, mask=step < end - first, other=0)
     for row in tl.range(first, end, tiling.contraction, num_stages=tiling.stages):
-        in_group = step < end - row
         token = None
         if gathers:
             token = (next_entry // gather.top_k).to(tl.int64)
             next_entry = tl.load(
                 entry_ptr + row + tiling.contraction + step, mask=step < end - row - tiling.contraction, other=0
             )
-        # A step behind the group's end is zero on both sides, since zero times NaN would be NaN.
-        left_rows = tl.load(
-            _rows(left.first, row, step, token, left.width, gathers and gather.left) + left.columns[None, :],
-            mask=in_group[:, None] & (left.columns < left.width)[None, :],
-            other=0.0,
-        )
-        right_rows = tl.load(
-            _rows(right.first, row, step, token, right.width, gathers and not gather.left) + right.columns[None, :],
-            mask=in_group[:, None] & (right.columns < right.width)[None, :],
-            other=0.0,
-        )
+        left_rows, right_rows = outer_step(left, right, row, step < end - row, token, gather, tiling)
         total = dot(left_rows.trans(), right_rows, total)
     return total
+
+
+@triton.jit
+def outer_step(left, right, row, inside, token, gather: tl.constexpr, tiling: tl.constexpr):  # type: ignore[no-untyped-def]
+    """The columns of both ``Side`` in the rows from ``row`` on, [tiling.contraction, columns] each, zeros where a row
+    is not ``inside``. ``token``: which row the gathered side has, None where none is.
+    """
+    step = tl.arange(0, tiling.contraction)
+    gathers: tl.constexpr = token is not None
+    # Zero on both sides, since zero times NaN would be NaN.
+    left_rows = tl.load(
+        _rows(left.first, row, step, token, left.width, gathers and gather.left) + left.columns[None, :],
+        mask=inside[:, None] & (left.columns < left.width)[None, :],
+        other=0.0,
+    )
+    right_rows = tl.load(
+        _rows(right.first, row, step, token, right.width, gathers and not gather.left) + right.columns[None, :],
+        mask=inside[:, None] & (right.columns < right.width)[None, :],
+        other=0.0,
+    )
+    return left_rows, right_rows
 
 
 @triton.jit

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from dataclasses import asdict, dataclass, fields
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, get_args
@@ -11,6 +12,8 @@ from typing import Any, Literal, NamedTuple, get_args
 import torch
 from torch import Tensor
 
+# How many multiprocessors persistent kernels leave to collectives and copies.
+SPARED = "MOESYS_SPARED_MULTIPROCESSORS"
 # The interpreter runs programs one after another; a few of them show whether they share the tiles rightly.
 INTERPRETED_PROGRAMS = 3
 SPECIALISED_WARPS = 4
@@ -18,6 +21,9 @@ SPECIALISED_WARPS = 4
 Operands = Literal["pointers", "tma", "specialised"]
 # Of a block: products of tensor cores take 16 by 16 by 16 at least.
 LEAST = MappingProxyType({"rows": 16, "columns": 16, "contraction": 16, "warps": 1, "stages": 1, "raster": 1})
+# Of a block of 16 bits, for products by groups of four warps (Hopper's ``wgmma``).
+WARPGROUP = MappingProxyType({"rows": 64, "warps": 4})
+OPERAND_BYTES = 2
 POWERS_OF_TWO = ("rows", "columns", "contraction", "warps")
 
 
@@ -33,10 +39,18 @@ def all_registers(warps: int) -> dict[str, int]:
 
 
 def usual_programs(device: torch.device) -> int:
-    """How many are resident where nothing else is said: one a multiprocessor."""
+    """How many are resident where nothing else is said: one a multiprocessor, but for those that ``SPARED`` leaves to
+    others' kernels. Programs that find none free would do their share when all the others have done theirs.
+
+    Raises ValueError where it is no number of them.
+    """
     if device.type != "cuda":
         return INTERPRETED_PROGRAMS
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    there = torch.cuda.get_device_properties(device).multi_processor_count
+    spared = os.environ.get(SPARED, "0")
+    if not spared.isdecimal() or int(spared) >= there:
+        raise ValueError(f"{SPARED}={spared!r}; use a number from 0 to {there - 1}, as {device} has {there}")
+    return there - int(spared)
 
 
 class Tiling(NamedTuple):
@@ -122,6 +136,23 @@ class TileConfigs:
     def all_of(block: TileConfig) -> TileConfigs:
         """The same for every one."""
         return TileConfigs(block, block, block, block, block)
+
+    def require_warpgroups(self, dtype: torch.dtype, device: torch.device) -> None:
+        """Raises ValueError for tiles of 16 bits that a GPU would not multiply by warpgroups, as it does all others:
+        another kind of product adds in another order. float32 has no tensor-core product, and the interpreter one kind.
+        """
+        if device.type == "cpu" or dtype.itemsize != OPERAND_BYTES:
+            return
+        for op in fields(self):
+            block = getattr(self, op.name)
+            for name, least in WARPGROUP.items():
+                value = getattr(block, name)
+                if value < least:
+                    raise ValueError(
+                        f"{name}={value} of a tile of {op.name} in {dtype}: fewer than {least} are multiplied by "
+                        f"another kind of tensor-core product, with other bits; use {name}={least} or more, or None "
+                        "for the kernels' choice"
+                    )
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=1)

@@ -12,7 +12,14 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from moesys.kernels.experts.activations import GATED
-from moesys.kernels.experts.tile_config import SPECIALISED_WARPS, Operands, ShapeClass, TileConfig, TileConfigs
+from moesys.kernels.experts.tile_config import (
+    OPERAND_BYTES,
+    SPECIALISED_WARPS,
+    Operands,
+    ShapeClass,
+    TileConfig,
+    TileConfigs,
+)
 
 OPS = ("up", "down", "activation_gradient", "input_gradient", "weight_gradient")
 # Of each way that operands come, which the model tells apart least; so at most twelve.
@@ -21,7 +28,6 @@ MOST_OF_A_WAY = 4
 SINGLE = TileConfig(rows=64, columns=64, contraction=32, warps=8, stages=3)
 
 CONTRACTION = 64
-OPERAND_BYTES = 2
 MOST_SHARED_BYTES = 232_448
 # What an epilogue and barriers take beside the stages (``moesys bench kernels --aot``).
 EPILOGUE_BYTES = 33 << 10

@@ -50,10 +50,12 @@ class Gpu:
 def blocks_of(shape: ShapeClass, device: torch.device) -> TileConfigs:
     """What a layer uses whose caller gives no blocks.
 
-    Raises ValueError where ``MOESYS_BLOCKS`` names a file without blocks.
+    Raises ValueError where ``MOESYS_BLOCKS`` names a file without blocks, or with some that would change bits.
     """
     if pinned := os.environ.get(PINNED):
-        return read_blocks(Path(pinned))
+        blocks = read_blocks(Path(pinned))
+        blocks.require_warpgroups(getattr(torch, shape.dtype), device)
+        return blocks
     if device.type == "cpu":
         return TileConfigs.all_of(INTERPRETED)
     if device.type != "cuda":

@@ -99,12 +99,18 @@ def weight_gradient_reference(
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """The same in plain torch."""
-    token_P = (entry_P // top_k).clamp_min(0)
-    left_PL = left[token_P] if gathered == "left" else left
-    right_PR = right[token_P] if gathered == "right" else right
+    left_PL, right_PR = by_rows(left, right, entry_P, top_k, gathered)
     first = first_G1.tolist()
     groups = [slice(*bounds) for bounds in pairwise(first)]
     return torch.stack([left_PL[rows].float().t() @ right_PR[rows].float() for rows in groups]).to(dtype)
+
+
+def by_rows(
+    left: Tensor, right: Tensor, entry_P: Tensor, top_k: int, gathered: Literal["left", "right"]
+) -> tuple[Tensor, Tensor]:
+    """Both sides, [P, L] and [P, R]."""
+    token_P = (entry_P // top_k).clamp_min(0)
+    return (left[token_P], right) if gathered == "left" else (left, right[token_P])
 
 
 class OuterSizes(NamedTuple):

@@ -12,6 +12,7 @@ device.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Literal, NamedTuple
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor
 
 from moesys.kernels.experts.tiles import Tiles
 from moesys.kernels.launch import kernel
+from moesys.kernels.mega.tables import CHOICES, COMPARED, SUMMED, WRITTEN, make_exchange, make_flags, make_tiles
 from moesys.kernels.symmetric.heap import RANK, Heap, Region, at
 from moesys.kernels.symmetric.signals import PUBLISH, raise_flag, wait
 
@@ -98,40 +100,27 @@ class Exchange(NamedTuple):
 def exchange(tokens_RP: Tensor, position_TK: Tensor, replicas: Replicas, rank: int, num_rows: int) -> Exchange:
     """Tables of ``rank`` for the plan ``tokens_RP`` int64; ``position_TK``: each choice's place in its list, or -1.
 
-    ``num_rows``: N, at least the rows that come here. Some fifteen operators of torch on tables of R·P and N numbers.
+    ``num_rows``: N, at least the rows that come here. One launch.
     """
-    num_ranks, own_G = tokens_RP.shape[0], replicas.own_G
-    list_RP, count_B = tokens_RP.cumsum(1) - tokens_RP, _blocks(tokens_RP, own_G)
-    end_B = count_B.cumsum(0)
-    first_B, list_B = end_B - count_B, _blocks(list_RP, own_G)
-    row_N = torch.arange(num_rows, device=tokens_RP.device)
-    # The first block that ends behind the row: empty ones end before it. The last one is behind all rows.
-    block_N = torch.searchsorted(end_B, row_N, right=True).clamp(max=len(end_B) - 1)
-    inside_N = row_N < end_B[-1]
-    place_N = torch.where(inside_N, row_N - first_B[block_N] + list_B[block_N], -1)
-
-    position_TK = position_TK.long()
-    replica_TK = torch.searchsorted(tokens_RP[rank].cumsum(0), position_TK.clamp(min=0), right=True)
-    kept_TK = (position_TK >= 0) & (replica_TK < len(replicas.rank_P))
-    replica_TK = torch.where(kept_TK, replica_TK, 0)
-    before_RP = tokens_RP.cumsum(0) - tokens_RP
-    row_TK = position_TK - list_RP[rank][replica_TK] + before_RP[rank][replica_TK]
-    return Exchange(
+    (num_ranks, num_replicas), num_groups = tokens_RP.shape, len(replicas.own_G)
+    num_blocks = num_groups * num_ranks + 1
+    empty = partial(torch.empty, dtype=torch.int32, device=tokens_RP.device)
+    found = Exchange(
         replicas=replicas,
         tokens_RP=tokens_RP,
-        first_G1=first_B[::num_ranks].int(),
-        block_first_B=first_B.int(),
-        block_rows_B=count_B.int(),
-        source_N=torch.where(inside_N, block_N % num_ranks, -1).int(),
-        place_N=place_N.int(),
-        replica_TK=torch.where(kept_TK, replica_TK, -1).int(),
-        row_TK=torch.where(kept_TK, row_TK, -1).int(),
+        first_G1=empty(num_groups + 1),
+        block_first_B=empty(num_blocks),
+        block_rows_B=empty(num_blocks),
+        source_N=empty(num_rows),
+        place_N=empty(num_rows),
+        replica_TK=empty(position_TK.shape),
+        row_TK=empty(position_TK.shape),
     )
-
-
-def _blocks(of_RP: Tensor, own_G: Tensor) -> Tensor:
-    """[B + 1]: what is said of each block, and 0 for one behind the last."""
-    return torch.cat([of_RP[:, own_G].t().reshape(-1), of_RP.new_zeros(1)])
+    sizes = (num_ranks, num_replicas, num_groups, num_rows, position_TK.numel())
+    make_exchange[(num_blocks + triton.cdiv(position_TK.numel(), CHOICES),)](
+        tokens_RP, position_TK, found, rank, *sizes, CHOICES, COMPARED, SUMMED, WRITTEN
+    )
+    return found
 
 
 class Flags(NamedTuple):
@@ -147,22 +136,16 @@ class Flags(NamedTuple):
 
 def combine_flags(exchange: Exchange, rank: int, block_rows: int, of_experts: bool) -> Flags:
     """A source numbers the tiles that its pieces reach into, replica by replica, and every destination knows how; or
-    has one flag a replica.
+    has one flag a replica. One launch.
     """
-    tokens_RP, own_G = exchange.tokens_RP, exchange.replicas.own_G
-    if of_experts:
-        replica_RP = torch.arange(tokens_RP.shape[1], device=tokens_RP.device).expand_as(tokens_RP)
-        return Flags(_blocks(replica_RP, own_G).int(), exchange.replica_TK)
-    before_RP = tokens_RP.cumsum(0) - tokens_RP
-    first_tile_RP = before_RP // block_rows
-    touched_RP = torch.where(tokens_RP > 0, (before_RP + tokens_RP - 1) // block_rows + 1 - first_tile_RP, 0)
-    offset_RP = touched_RP.cumsum(1) - touched_RP - first_tile_RP
-    replica_TK = exchange.replica_TK.long().clamp(min=0)
-    flag_TK = offset_RP[rank][replica_TK] + exchange.row_TK // block_rows
-    return Flags(
-        first_B=_blocks(offset_RP, own_G).int(),
-        flag_TK=torch.where(exchange.replica_TK >= 0, flag_TK, -1).int(),
-    )
+    (num_ranks, num_replicas), num_groups = exchange.tokens_RP.shape, len(exchange.replicas.own_G)
+    replica_TK, num_blocks = exchange.replica_TK, len(exchange.block_first_B)
+    flag_TK = replica_TK if of_experts else torch.empty_like(replica_TK)
+    flags = Flags(torch.empty_like(exchange.block_first_B), flag_TK)
+    choices = 0 if of_experts else triton.cdiv(replica_TK.numel(), CHOICES)
+    sizes = (num_ranks, num_replicas, num_groups, replica_TK.numel())
+    make_flags[(num_blocks + choices,)](exchange, flags, rank, *sizes, block_rows, of_experts, CHOICES, COMPARED)
+    return flags
 
 
 class OrderedTiles(NamedTuple):
@@ -183,45 +166,28 @@ def ordered_tiles(exchange: Exchange, rank: int, block_rows: int, order: TileOrd
     Rows of a group lie source by source, so ranks that took tiles as they lie would all pull from the same source, and
     push to it. A rank begins with the tile in which its own rows begin, goes round from there to the one before it, and
     takes one tile of each of R parts of this round in turn: any few tiles have rows of as many sources as they can, and
-    ranks that are equally far on have them of different ones.
+    ranks that are equally far on have them of different ones. One launch.
     """
-    first_G1, num_ranks = exchange.first_G1.long(), exchange.num_ranks
-    rows_G, device = first_G1.diff(), first_G1.device
-    most = -(-len(exchange.source_N) // block_rows) + len(rows_G)
-    tile_M = torch.arange(most, device=device)
-    if not len(rows_G):
-        nothing = torch.full_like(tile_M, -1).int()
-        tiles = Tiles(nothing, nothing, nothing.new_zeros(1), block_rows)
-        return OrderedTiles(tiles, rows_G, torch.full_like(nothing, most), tile_M)
-    if order == "largest_first":
-        group_G = torch.argsort(rows_G, descending=True, stable=True)
-    else:
-        group_G = torch.arange(len(rows_G), device=device)
-    tiles_G = (rows_G + block_rows - 1) // block_rows
-    end_G = tiles_G[group_G].cumsum(0)
-    at_M = torch.searchsorted(end_G, tile_M, right=True)
-    used_M, group_M = at_M < len(rows_G), group_G[at_M.clamp(max=len(rows_G) - 1)]
-    group_end_G = torch.empty_like(group_G).index_copy_(0, group_G, end_G)
-    first_tile_G = group_end_G - tiles_G
-    begin_G = (exchange.block_first_B[rank:-1:num_ranks] - first_G1[:-1]) // block_rows
-    # One table, as each operator on small ones costs a launch.
-    of_M = torch.stack([first_tile_G, group_end_G, tiles_G, begin_G, first_G1[:-1]]).index_select(1, group_M)
-    first_tile_M, group_end_M, tiles_M, begin_M, first_row_M = of_M
-    in_turn_M = _in_turn(tile_M - first_tile_M, tiles_M, begin_M, num_ranks)
-    row_M = torch.where(used_M, first_row_M + in_turn_M * block_rows, -1).int()
-    return OrderedTiles(
-        tiles=Tiles(torch.where(used_M, group_M, -1).int(), row_M, end_G[-1:].int(), block_rows),
-        first_tile_G=first_tile_G,
-        group_end_M=torch.where(used_M, group_end_M, most).int(),
-        lies_M=torch.where(used_M, first_tile_M + in_turn_M, tile_M),
+    num_groups, device = len(exchange.replicas.own_G), exchange.first_G1.device
+    most = -(-len(exchange.source_N) // block_rows) + num_groups
+    group_M, row_M, group_end_M, count_1 = (
+        torch.empty(size, dtype=torch.int32, device=device) for size in (most, most, most, 1)
     )
-
-
-def _in_turn(place_M: Tensor, tiles_M: Tensor, begin_M: Tensor, parts: int) -> Tensor:
-    """Which of the ``tiles_M`` of a group is taken at ``place_M``, both from 0; the round begins at ``begin_M``."""
-    part_M = place_M % parts
-    in_round_M = part_M * (tiles_M // parts) + torch.minimum(part_M, tiles_M % parts) + place_M // parts
-    return (begin_M + in_round_M) % tiles_M.clamp(min=1)
+    first_tile_G, lies_M = (torch.empty(size, dtype=torch.int64, device=device) for size in (num_groups, most))
+    found = OrderedTiles(Tiles(group_M, row_M, count_1, block_rows), first_tile_G, group_end_M, lies_M)
+    make_tiles[(max(num_groups, 1),)](
+        exchange,
+        found,
+        rank,
+        exchange.num_ranks,
+        num_groups,
+        most,
+        block_rows,
+        order == "largest_first",
+        SUMMED,
+        WRITTEN,
+    )
+    return found
 
 
 def publish(heap: Heap, epoch_1: Tensor, filled: Mapping[str, Tensor]) -> None:

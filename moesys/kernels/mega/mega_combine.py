@@ -26,7 +26,7 @@ from moesys.kernels.experts.tiles import tile_of
 from moesys.kernels.experts.weight_gradient import OuterProduct, store_outer_product
 from moesys.kernels.launch import kernel
 from moesys.kernels.mega.arguments import MegaMemory, MegaRows
-from moesys.kernels.mega.point import MegaPoint, fuses, launch_options, parts_of
+from moesys.kernels.mega.point import MegaPoint, columns_at_once, fuses, launch_options, parts_of
 from moesys.kernels.mega.push_rows import (
     Homes,
     RowTile,
@@ -43,8 +43,8 @@ from moesys.kernels.symmetric.heap import RANK, at
 from moesys.kernels.symmetric.pacing import arrive, set_off
 from moesys.kernels.symmetric.signals import all_came, raise_flag
 
-# Columns that a push moves at a time.
-PUSH_COLUMNS = 32
+# Columns of a tile that are pushed from registers at a time: 128 bytes of 16 bits side by side.
+PUSH_COLUMNS = 64
 
 
 class WeightGradients(NamedTuple):
@@ -94,7 +94,8 @@ class CombineSizes(NamedTuple):
 
     ``RANKS``, ``CHOICES``: powers of two, at least R and K. ``experts``: flags are of experts, not tiles. ``apart``:
     pushes are tasks of their own. ``multiply``, ``push``, ``outer``, ``sums``: which tasks there are. Shares: of tiles
-    of the product, and of weight gradients, in the order of the queue (``task_queue``).
+    of the product, and of weight gradients, in the order of the queue (``task_queue``). ``push_columns``,
+    ``copy_columns``: that go home at a time from registers, and from memory.
     """
 
     H: int
@@ -116,6 +117,7 @@ class CombineSizes(NamedTuple):
     outer_share: int
     sum_tokens: int
     push_columns: int
+    copy_columns: int
 
 
 def down_combine(
@@ -204,6 +206,7 @@ def _launch(
             outer_share=WHOLE.value - parts_of(point.reduce_share),
             sum_tokens=point.sum_tokens,
             push_columns=PUSH_COLUMNS,
+            copy_columns=columns_at_once(block.rows, data.out_TH, block),
         )
         _mega_combine[(point.programs or usual_programs(data.out_TH.device),)](
             memory.launch(name, most_tasks),
@@ -213,7 +216,7 @@ def _launch(
             T,
             num_groups,
             sizes=sizes,
-            **launch_options(block, multiply or sizes.outer is not None),
+            **launch_options(block),
         )
 
 

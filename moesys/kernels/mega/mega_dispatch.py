@@ -29,16 +29,13 @@ from moesys.kernels.experts.up import rows_by_halves, store_activations
 from moesys.kernels.launch import kernel
 from moesys.kernels.mega.arguments import MegaMemory, MegaRows, raise_or_count
 from moesys.kernels.mega.exchange import OrderedTiles
-from moesys.kernels.mega.point import MegaPoint, fuses, launch_options, parts_of
+from moesys.kernels.mega.point import MegaPoint, columns_at_once, fuses, launch_options, parts_of
 from moesys.kernels.mega.push_rows import Task
 from moesys.kernels.mega.task_queue import leave, mixed_task, take
 from moesys.kernels.mega.task_times import FETCH, PRODUCT, begin_task, end_task, task_is_ready
 from moesys.kernels.symmetric.heap import RANK, at
 from moesys.kernels.symmetric.pacing import arrive, set_off
 from moesys.kernels.symmetric.signals import DISPATCH, PUBLISH, all_came, wait
-
-# Columns that a fetch moves at a time: 16 bytes for each of 256 threads, over 32 rows of 16 bits.
-FETCH_COLUMNS = 64
 
 
 class Dispatched(NamedTuple):
@@ -134,7 +131,7 @@ def _launch(
         multiply=True,
         share=parts_of(point.dispatch_share),
         fetch_rows=point.fetch_rows,
-        fetch_columns=FETCH_COLUMNS,
+        fetch_columns=columns_at_once(point.fetch_rows, data.rows_NH, block),
     )
     # Fetches and products: in one launch, or in one each.
     for fetch, multiply in ((True, True),) if fuses(point, "dispatch") else ((True, False), (False, True)):
@@ -144,7 +141,7 @@ def _launch(
             _needed_tiles(rows.tiles, block.raster) if by_expert else None,
             data,
             sizes=sizes._replace(fetch=fetch, multiply=multiply),
-            **launch_options(block, multiply),
+            **launch_options(block),
         )
 
 
@@ -269,16 +266,17 @@ def _fetch(  # type: ignore[no-untyped-def]
 
     dtype: tl.constexpr = data.rows_NH.dtype.element_ty
     through = set_off(launch.pace, pulled & (source != rank), H * dtype.primitive_bitwidth // 8)
-    away_row = at(world, source, launch.offsets.x, dtype) + (entry // sizes.top_k).to(tl.int64) * H
+    from_row = at(world, source, launch.offsets.x, dtype) + (entry // sizes.top_k).to(tl.int64) * H
+    if rows.first_row_N is not None:
+        from_row = tl.where(copied, data.rows_NH + first_row.to(tl.int64) * H, from_row)
+        if H * dtype.primitive_bitwidth % 128 == 0:
+            # A compiler does not know what is true of both.
+            from_row = tl.multiple_of(from_row, 16)
     here_row = data.rows_NH + first.to(tl.int64) * H + in_fetch * H
     for start in range(0, H, sizes.fetch_columns):
         column = start + tl.arange(0, sizes.fetch_columns)
         in_row = (column < H)[None, :]
-        values = tl.load(away_row[:, None] + column[None, :], mask=pulled[:, None] & in_row, other=0.0)
-        if rows.first_row_N is not None:
-            copy_row = data.rows_NH + tl.maximum(first_row, 0).to(tl.int64) * H
-            copies = tl.load(copy_row[:, None] + column[None, :], mask=copied[:, None] & in_row, other=0.0)
-            values = tl.where(copied[:, None], copies, values)
+        values = tl.load(from_row[:, None] + column[None, :], mask=kept[:, None] & in_row, other=0.0)
         tl.store(here_row[:, None] + column[None, :], values, mask=kept[:, None] & in_row)
     if data.weight_N is not None:
         weight = tl.load(at(world, source, launch.offsets.weight, tl.float32) + entry, mask=kept, other=0.0)

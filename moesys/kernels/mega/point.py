@@ -6,13 +6,18 @@ from dataclasses import replace
 from typing import Any, Literal, Protocol
 
 import torch
+import triton
+from torch import Tensor
 
 from moesys.kernels.experts.activations import GATED
-from moesys.kernels.experts.tile_config import TileConfig, TileConfigs, all_registers
+from moesys.kernels.experts.tile_config import THREADS_OF_WARP, TileConfig, TileConfigs, all_registers
 from moesys.kernels.experts.tile_space import SINGLE
 from moesys.kernels.experts.tile_tuner import INTERPRETED
 from moesys.kernels.mega.exchange import TileOrder
 from moesys.kernels.mega.task_queue import WHOLE
+
+# Of a load, and of all that a thread has on their way.
+LOAD_BYTES, FLIGHT_BYTES = 16, 128
 
 
 class MegaPoint(Protocol):
@@ -26,8 +31,8 @@ class MegaPoint(Protocol):
     goes to several experts of a rank is pulled once. ``overlap_weight_gradients``: their tiles are tasks of backward's
     combine. ``fetch_rows``: rows of one fetch, ``sum_tokens``: tokens of one sum, powers of two. ``tile_rows``,
     ``tile_columns`` (at least ``SUM_COLUMNS``), ``warps``, ``stages``: of every product's tiles, None for what is
-    likely fast; with a gate, a tile of ``up`` has half of the columns twice. ``programs``: how many are resident, None
-    for one a multiprocessor.
+    likely fast (``TileConfigs.require_warpgroups`` has what GPUs need of them); with a gate, a tile of ``up`` has half
+    of the columns twice. ``programs``: how many are resident, None for one a multiprocessor.
     """
 
     @property
@@ -88,13 +93,20 @@ def blocks_at(point: MegaPoint, activation: str, dtype: torch.dtype, device: tor
     return replace(TileConfigs.all_of(block), up=halved)
 
 
+def columns_at_once(num_rows: int, rows_NH: Tensor, block: TileConfig) -> int:
+    """How many columns of so many rows a program copies at a time: of each of its threads eight loads are on their way
+    before it stores what the first has brought, as memory of a peer is a microsecond away.
+    """
+    size = rows_NH.element_size()
+    columns = FLIGHT_BYTES * THREADS_OF_WARP * block.warps // (num_rows * size)
+    return max(LOAD_BYTES // size, min(columns, triton.next_power_of_2(rows_NH.shape[1])))
+
+
 def parts_of(share: float) -> int:
     """A share of the tasks as kernels are told it."""
     return round(share * WHOLE.value)
 
 
-def launch_options(block: TileConfig, multiplies: bool) -> dict[str, Any]:
-    """What a launch takes of ``block``."""
-    if multiplies:
-        return block.options()
+def launch_options(block: TileConfig) -> dict[str, Any]:
+    """What a launch takes of ``block``: its one program on a multiprocessor has all registers."""
     return block.options() | all_registers(block.warps)

@@ -79,8 +79,8 @@ def push_rows(  # type: ignore[no-untyped-def]
     home_row = staging + homes.entry.to(tl.int64) * H
     here_row = data.out_NH + tile.row.to(tl.int64) * H + tl.arange(0, homes.kept.shape[0]) * H
     if came:
-        for start in range(0, H, sizes.push_columns):
-            column = start + tl.arange(0, sizes.push_columns)
+        for start in range(0, H, sizes.copy_columns):
+            column = start + tl.arange(0, sizes.copy_columns)
             mask = homes.kept[:, None] & (column < H)[None, :]
             tl.store(
                 home_row[:, None] + column[None, :], tl.load(here_row[:, None] + column[None, :], mask=mask), mask=mask

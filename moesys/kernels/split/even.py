@@ -16,6 +16,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from moesys.kernels.host_copies import to_device
 from moesys.kernels.split.tables import IntArray
 
 
@@ -43,7 +44,7 @@ def even_tables(expert_RS: IntArray, node_R: IntArray, device: torch.device | st
     place_RQ, sharing_RQ = _counted(open_RQ, expert_Q)
     last_Q = np.r_[(np.diff(expert_Q) != 0) | (np.diff(rank_Q) != 0), True]
     tables = (expert_Q, sharing_RQ, np.where(open_RQ, place_RQ, -1), np.flatnonzero(last_Q))
-    return EvenTables(*(torch.as_tensor(table, dtype=torch.int64, device=device) for table in tables))
+    return EvenTables(*(to_device(table, device) for table in tables))
 
 
 def _counted(chosen_RQ: npt.NDArray[np.bool_], expert_Q: IntArray) -> tuple[IntArray, IntArray]:

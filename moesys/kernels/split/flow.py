@@ -72,13 +72,12 @@ def split(tokens_RE: Tensor, tables: SplitTables, turn: int | Tensor = 0, phases
     if phases < 1:
         raise ValueError(f"phases={phases} leaves no push; use at least 1")
     tokens_RE, num_replicas = tokens_RE.contiguous(), len(tables.rank_P)
-    # A tensor is filled without waiting, wherever it is.
-    turn_1 = turn if isinstance(turn, Tensor) else tokens_RE.new_full((1,), turn)
+    turn_1, turn = (turn, 0) if isinstance(turn, Tensor) else (None, turn)
     home = AtHome(*(tokens_RE.new_empty(num_replicas) for _ in AtHome._fields))
     quota_P = tokens_RE.new_empty(num_replicas)
     limit, converged = tokens_RE.new_empty(()), tokens_RE.new_empty((), dtype=torch.bool)
     of_ranks, of_replicas = lanes_of(num_ranks), lanes_of(num_replicas)
-    _share_out[(num_experts,)](tokens_RE, turn_1, tables, home, num_ranks, num_experts, **of_ranks)
+    _share_out[(num_experts,)](tokens_RE, turn_1, turn, tables, home, num_ranks, num_experts, **of_ranks)
     alone = all_registers(of_replicas["num_warps"])
     _push[(1,)](home, tables, quota_P, limit, converged, num_replicas, phases, **of_replicas, **alone)
     return TensorPlan(fill_quotas(tokens_RE, quota_P, tables), limit, converged)
@@ -115,9 +114,9 @@ def _least(values, lane, first, last, widest):  # type: ignore[no-untyped-def]
     return tl.gather(values, first, 0)
 
 
-@kernel(do_not_specialize=["num_ranks", "num_experts"])
+@kernel(do_not_specialize=["turn", "num_ranks", "num_experts"])
 def _share_out(  # type: ignore[no-untyped-def]
-    tokens_RE, turn_1, tables, home, num_ranks, num_experts, LANES: tl.constexpr
+    tokens_RE, turn_1, turn, tables, home, num_ranks, num_experts, LANES: tl.constexpr
 ):
     """One expert a program, one rank a lane: each replica's tokens with every token at home, and what its node has.
 
@@ -131,7 +130,9 @@ def _share_out(  # type: ignore[no-untyped-def]
     replica = tl.load(tables.replica_ER + expert * num_ranks + rank, mask=inside, other=-1)
     first = tl.load(tables.node_first_R + rank, mask=inside, other=rank)
     last = tl.load(tables.node_last_R + rank, mask=inside, other=rank)
-    turn = tl.load(turn_1)
+    if turn_1 is not None:
+        turn = tl.load(turn_1)
+    turn = tl.cast(turn, tl.int64)
 
     held = replica >= 0
     holds = held.to(tl.int64)

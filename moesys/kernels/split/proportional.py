@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from moesys.kernels.host_copies import to_device
 from moesys.kernels.split.sources import fill_quotas
 from moesys.kernels.split.tables import IntArray, SplitTables
 
@@ -36,7 +37,7 @@ def proportional_tables(split: SplitTables, replicas_RE: IntArray) -> Proportion
     device = split.rank_P.device
     return ProportionalTables(
         split,
-        torch.as_tensor(replicas_RE.copy(), device=device),
+        to_device(replicas_RE.copy(), device),
         torch.ones(63, dtype=torch.int64, device=device) << torch.arange(63, device=device),
     )
 

@@ -13,6 +13,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from moesys.kernels.host_copies import to_device
+
 IntArray = npt.NDArray[np.int64]
 
 
@@ -79,7 +81,7 @@ def tables_of(
         part_first_LR,
         part_last_LR,
     )
-    return SplitTables(*(torch.as_tensor(table, dtype=torch.int32, device=device) for table in tables))
+    return SplitTables(*(to_device(table, device, torch.int32) for table in tables))
 
 
 def entries_of(tokens_RP: Tensor, tables: SplitTables) -> Tensor:

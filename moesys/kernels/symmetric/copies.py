@@ -1,14 +1,13 @@
 """Copies by address, between memory that this rank can reach: its own, and arenas of peers (``heap``).
 
-On GPUs with CuPy they are the runtime's asynchronous copies, which copy engines carry out beside the multiprocessors.
-Elsewhere a few programs move 16 bytes a thread at a time where both addresses allow it, else 4, else one.
+On NVIDIA's GPUs they are the driver's asynchronous copies, which copy engines carry out beside the multiprocessors.
+Elsewhere programs move 16 bytes a thread at a time where both addresses allow it, else 4, else one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from types import ModuleType
-from typing import NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 import triton
@@ -16,10 +15,12 @@ import triton.language as tl
 
 from moesys.kernels.experts.numerics import INTERPRETED
 from moesys.kernels.launch import kernel
+from moesys.kernels.symmetric.cuda_driver import copy_engines, start_engine_copy
 
-# Words of 4 bytes that a program moves at a time: 16 bytes for each of 128 threads, four times.
-BLOCK_WORDS = 2048
-PROGRAMS = 1 if INTERPRETED.value else 8
+# Words of 4 bytes that a program moves at a time: 16 bytes for each of 128 threads, eight times, all on their way
+# before the first is stored; so many programs have half a megabyte on its way.
+BLOCK_WORDS = 4096
+PROGRAMS = 1 if INTERPRETED.value else 32
 WARPS = 4
 
 
@@ -33,24 +34,16 @@ class Copy(NamedTuple):
 
 def start_copies(copies: Sequence[Copy], device: torch.device, programs: int = PROGRAMS) -> None:
     """On the current stream of ``device``. ``programs``: how many move bytes where no copy engine does."""
-    runtime = _copy_engines() if device.type == "cuda" else None
-    if runtime is not None:
+    driver = copy_engines(device)
+    if driver is not None:
         stream = torch.cuda.current_stream(device).cuda_stream
         with torch.cuda.device(device):
             for copy in copies:
-                runtime.memcpyAsync(*copy, runtime.memcpyDefault, stream)
+                if copy.num_bytes:
+                    start_engine_copy(driver, *copy, stream)
     elif copies:
         copies_C3 = torch.tensor(copies, dtype=torch.int64, pin_memory=device.type == "cuda")
         _copy[(programs,)](copies_C3.to(device, non_blocking=True), len(copies), BLOCK=BLOCK_WORDS, num_warps=WARPS)
-
-
-def _copy_engines() -> ModuleType | None:
-    """CuPy's runtime, where there is CuPy."""
-    try:
-        from cupy.cuda import runtime  # type: ignore[import-not-found]
-    except ImportError:
-        return None
-    return cast(ModuleType, runtime)
 
 
 @kernel(do_not_specialize=["num_copies"])

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import mmap
 import os
+import platform
 import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from moesys.kernels.symmetric.cuda_driver import gpu_address, lacks_atomics
 from moesys.kernels.torch_internals import symmetric_arena
 
 # Regions begin at multiples of a cache line of both kinds of machine, and so at multiples of any load's width.
@@ -158,17 +160,38 @@ class Heap:
     def between_gpus(
         regions: Mapping[str, Region], group: dist.ProcessGroup, device: torch.device, timeout_s: float = TIMEOUT_S
     ) -> Heap:
-        """Of the GPUs of ``group``, which reach each other by NVLink or PCIe. Collective.
+        """Of the GPUs of ``group``, on one host, which reach each other by NVLink, or by PCIe that carries atomics.
+        Collective.
 
         Several ranks may share a GPU if ``TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1`` is set before torch is used.
-        Raises RuntimeError where torch cannot map a peer's memory.
+        Raises RuntimeError, on all ranks alike, where GPUs do not reach each other so; and where torch cannot map a
+        peer's memory.
         """
         layout = ArenaLayout.of(regions)
+        _require_reach(group, device)
         arena, bases, handle = symmetric_arena(layout.num_bytes, group, device)
         # No rank writes into an arena that its owner has still to clear.
         torch.cuda.synchronize(device)
         dist.barrier(group)
         return Heap._of(layout, dist.get_rank(group), arena, bases, timeout_s, (handle,))
+
+
+def _require_reach(group: dist.ProcessGroup, device: torch.device) -> None:
+    """Before torch maps anything: it may wait in vain, or map what flags do not reach."""
+    num_ranks = dist.get_world_size(group)
+    places: list[tuple[str, str]] = [("", "")] * num_ranks
+    dist.all_gather_object(places, (platform.node(), gpu_address(device)), group=group)
+    (host, own), reason = places[dist.get_rank(group)], ""
+    for peer, (other, address) in enumerate(places):
+        if other != host:
+            reason = f"rank {peer} is on host {other}, and not on {host}: memory is mapped between GPUs of one host"
+        elif address != own and lacks_atomics(device, address):
+            reason = f"atomics of the GPU at {own} do not reach that of rank {peer} at {address}, and flags are atomics"
+    reasons = [""] * num_ranks
+    dist.all_gather_object(reasons, reason, group=group)
+    for rank, why in enumerate(reasons):
+        if why:
+            raise RuntimeError(f"rank {rank} cannot run overlap=MegaKernel(): {why}; use Sequential() or Pipelined()")
 
 
 def require_no_capture(what: str) -> None:

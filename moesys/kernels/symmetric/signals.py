@@ -82,7 +82,7 @@ class Output(NamedTuple):
     stride: int
 
 
-@triton.jit
+@kernel
 def _spoil(world, outputs, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
     if not all_came(world):
         for number in tl.static_range(len(outputs)):

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -213,10 +214,21 @@ def test_a_gpu_uses_what_was_tuned_unless_blocks_are_pinned(tmp_path: Path, monk
     found = tune_blocks(SHAPE, Clock(2), GPU)
     assert blocks_of(SHAPE, cuda) == found != blocks_for(SHAPE, 100)
     assert blocks_of(replace(SHAPE, top_k=2), cuda) == blocks_for(replace(SHAPE, top_k=2), 100)
-    pinned = TileConfigs.all_of(TileConfig(16, 64, 32))
+    pinned = TileConfigs.all_of(TileConfig(64, 64, 32))
     (tmp_path / "pinned.json").write_text(pinned.to_json())
     monkeypatch.setenv("MOESYS_BLOCKS", str(tmp_path / "pinned.json"))
     assert blocks_of(SHAPE, cuda) == pinned
+
+
+def test_pinned_blocks_that_a_gpu_would_multiply_in_another_way_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "blocks.json"
+    path.write_text(replace(TileConfigs.all_of(TileConfig()), down=TileConfig(rows=32)).to_json())
+    monkeypatch.setenv("MOESYS_BLOCKS", str(path))
+    assert blocks_of(SHAPE, CPU).down.rows == 32
+    with pytest.raises(ValueError, match=r"rows=32 of a tile of down in torch\.bfloat16: .* use rows=64 or more"):
+        blocks_of(SHAPE, torch.device("cuda"))
 
 
 def test_the_argument_wins_over_the_pinned_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,3 +250,16 @@ def test_shapes_are_classed_by_rows_of_an_expert() -> None:
     assert shape == ShapeClass(64, 32, 8, 2, "swiglu", "bfloat16", 64)
     assert ShapeClass.of(x_TH[:0], down_EHI, 0, "swiglu").rows_of_expert == 1
     assert json.loads(json.dumps({shape.key: 1})) == {"64-32-8-2-swiglu-bfloat16-64": 1}
+
+
+def test_persistent_kernels_leave_what_is_spared_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
+    gpu = torch.device("cuda", 0)
+    assert TileConfig().num_programs(gpu) == 132
+    monkeypatch.setenv("MOESYS_SPARED_MULTIPROCESSORS", "16")
+    assert TileConfig().num_programs(gpu) == 116
+    assert TileConfig(programs=132).num_programs(gpu) == 132
+    for wrong in ("132", "-1", "many"):
+        monkeypatch.setenv("MOESYS_SPARED_MULTIPROCESSORS", wrong)
+        with pytest.raises(ValueError, match=f"MOESYS_SPARED_MULTIPROCESSORS='{wrong}'; use a number from 0 to 131"):
+            TileConfig().num_programs(gpu)

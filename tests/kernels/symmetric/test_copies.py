@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moesys.kernels.symmetric import copies
+from moesys.kernels.symmetric import copies, cuda_driver
 from moesys.kernels.symmetric.copies import BLOCK_WORDS, Copy, start_copies
 
 CPU = torch.device("cpu")
@@ -51,12 +51,47 @@ def test_copies_of_one_call_are_all_made():
     assert torch.equal(went, wanted)
 
 
-def test_with_cupy_copy_engines_are_asked(monkeypatch):
-    """On a pretended GPU: which calls CuPy's runtime gets."""
-    asked = []
-    runtime = SimpleNamespace(memcpyAsync=lambda *call: asked.append(call), memcpyDefault=4)
-    monkeypatch.setattr(copies, "_copy_engines", lambda: runtime)
+def test_engines_copy_where_there_is_a_driver(monkeypatch):
+    """On a pretended GPU: which calls the driver gets, each as wide as it takes them."""
+    asked, answers = [], [0, 0, 700]
+    driver = SimpleNamespace(
+        cuMemcpyAsync=lambda *call: asked.append([number.value for number in call]) or answers.pop(0)
+    )
+    monkeypatch.setattr(copies, "copy_engines", lambda device: driver)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=77))
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
-    start_copies([Copy(1, 2, 3), Copy(4, 5, 6)], torch.device("cuda", 0))
-    assert asked == [(1, 2, 3, 4, 77), (4, 5, 6, 4, 77)]
+    start_copies([Copy(1 << 47, 2, 3), Copy(9, 9, 0), Copy(4, 5, 1 << 33)], torch.device("cuda", 0))
+    assert asked == [[1 << 47, 2, 3, 77], [4, 5, 1 << 33, 77]]
+    with pytest.raises(RuntimeError, match="does not copy 3 bytes from 0x2 to 0x1: error 700"):
+        start_copies([Copy(1, 2, 3)], torch.device("cuda", 0))
+
+
+def test_engines_are_asked_of_gpus_alone(monkeypatch):
+    monkeypatch.setattr(cuda_driver, "cuda_driver", lambda: "driver")
+    assert cuda_driver.copy_engines(torch.device("cuda", 0)) == "driver"
+    assert cuda_driver.copy_engines(CPU) is None
+
+
+@pytest.mark.parametrize(
+    ("answer", "value", "lacks"), [(0, 0, True), (0, 1, False), (1, 0, False)], ids=["no", "yes", "not told"]
+)
+def test_the_driver_says_whether_atomics_reach_a_gpu(monkeypatch, answer, value, lacks):
+    """Between GPUs that this process sees, by their places on the bus; of others nothing is known."""
+    asked = []
+
+    def attribute(out, kind, source, destination):
+        asked.append((kind, source, destination))
+        out._obj.value = value
+        return answer
+
+    monkeypatch.setattr(cuda_driver, "cuda_driver", lambda: SimpleNamespace(cuDeviceGetP2PAttribute=attribute))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(
+        torch.cuda,
+        "get_device_properties",
+        lambda device: SimpleNamespace(pci_domain_id=0, pci_bus_id=16 + device.index, pci_device_id=0),
+    )
+    own = torch.device("cuda", 0)
+    assert cuda_driver.lacks_atomics(own, "0000:12:00") is lacks
+    assert asked == [(cuda_driver.P2P_NATIVE_ATOMICS, 0, 2)]
+    assert not cuda_driver.lacks_atomics(own, "0000:77:00")

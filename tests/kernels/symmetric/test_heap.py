@@ -6,16 +6,19 @@ import gc
 import os
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric_memory
 import triton
 import triton.language as tl
 from conftest import set_up_rank
 
 from moesys.kernels.symmetric import heap as module
 from moesys.kernels.symmetric.heap import ALIGNMENT, ArenaLayout, Heap, Region, at
+from moesys.kernels.torch_internals import symmetric_arena
 from moesys.lab.ranks.pool import LocalRanks
 
 REGIONS = {
@@ -139,3 +142,54 @@ def test_memory_that_is_not_to_be_had_is_asked_for_at_once(monkeypatch: pytest.M
     with pytest.raises(OSError, match=rf"1099511627776 MiB of memory .* in {tmp_path}; give that folder more room"):
         module._new_shared_memory(1 << 60)
     assert os.listdir(tmp_path) == []
+
+
+def refused(host: str, atomics: bool) -> str:
+    """What this rank, on host "a" or rank 1's ``host``, says instead of asking torch for a rendezvous."""
+    rank = dist.get_rank()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module.platform, "node", lambda: host if rank == 1 else "a")
+        patch.setattr(module, "gpu_address", lambda device: f"0000:0{rank}:00")
+        patch.setattr(module, "lacks_atomics", lambda device, peer: not atomics and (rank, peer) == (1, "0000:00:00"))
+        patch.setattr(module, "symmetric_arena", _rendezvous)
+        with pytest.raises(RuntimeError) as raised:
+            Heap.of_group(REGIONS, dist.group.WORLD, torch.device("cuda", 0))
+    return str(raised.value)
+
+
+def _rendezvous(*_: object) -> None:
+    raise RuntimeError("met")
+
+
+@pytest.mark.parametrize(
+    ("host", "atomics", "words"),
+    [
+        ("b", True, "rank 0 cannot run overlap=MegaKernel(): rank 1 is on host b, and not on a: memory is mapped"),
+        (
+            "a",
+            False,
+            "rank 1 cannot run overlap=MegaKernel(): atomics of the GPU at 0000:01:00 do not reach that of rank",
+        ),
+        ("a", True, "met"),
+    ],
+    ids=["two hosts", "no remote atomics", "all reach all"],
+)
+def test_gpus_that_do_not_reach_each_other_are_refused_before_they_meet(
+    ranks: LocalRanks, host: str, atomics: bool, words: str
+) -> None:
+    assert all(said.startswith(words) for said in ranks.run(refused, host, atomics, num_ranks=2))
+
+
+@pytest.mark.parametrize("offset", [0, 256])
+def test_an_arena_begins_where_torchs_handle_says(monkeypatch: pytest.MonkeyPatch, offset: int) -> None:
+    """On a pretended GPU, whose second buffer begins behind another tensor; a handle that is wrong is told."""
+    buffer = torch.zeros(512, dtype=torch.uint8)
+    handle = SimpleNamespace(buffer_ptrs=[77_000, buffer.data_ptr()], rank=1, offset=offset)
+    monkeypatch.setattr(symmetric_memory, "empty", lambda *_, **__: buffer[256:])
+    monkeypatch.setattr(symmetric_memory, "rendezvous", lambda *_: handle)
+    if offset == 256:
+        arena, bases, kept = symmetric_arena(256, SimpleNamespace(), torch.device("cpu"))
+        assert (bases, kept) == ([77_256, arena.data_ptr()], handle)
+    else:
+        with pytest.raises(RuntimeError, match=r"says that this rank's arena begins at 0x.*, but it does at 0x"):
+            symmetric_arena(256, SimpleNamespace(), torch.device("cpu"))

@@ -1,0 +1,60 @@
+"""What is asked of NVIDIA's driver itself, which torch does not give: libcuda comes with every such GPU."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache
+
+import torch
+
+# CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED.
+P2P_NATIVE_ATOMICS = 3
+
+
+@cache
+def cuda_driver() -> ctypes.CDLL | None:
+    """libcuda, None where there is none."""
+    try:
+        return ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+
+
+def copy_engines(device: torch.device) -> ctypes.CDLL | None:
+    """The driver, where it has engines that copy on ``device``."""
+    return cuda_driver() if device.type == "cuda" else None
+
+
+def start_engine_copy(driver: ctypes.CDLL, destination: int, source: int, num_bytes: int, stream: int) -> None:
+    """``num_bytes`` between addresses of the current device or of what it maps, on ``stream`` of it.
+
+    Raises RuntimeError where the driver refuses.
+    """
+    error = driver.cuMemcpyAsync(
+        ctypes.c_uint64(destination), ctypes.c_uint64(source), ctypes.c_size_t(num_bytes), ctypes.c_void_p(stream)
+    )
+    if error:
+        raise RuntimeError(
+            f"CUDA's driver does not copy {num_bytes} bytes from {source:#x} to {destination:#x}: error {error} of "
+            "cuMemcpyAsync; the memory is mapped on no GPU here, or a kernel failed before"
+        )
+
+
+def gpu_address(device: torch.device) -> str:
+    """Where a GPU is on its host's bus, the same for all processes."""
+    found = torch.cuda.get_device_properties(device)
+    return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}"
+
+
+def lacks_atomics(device: torch.device, peer: str) -> bool:
+    """Whether the driver says that atomics of ``device`` do not reach the memory of the GPU at that address: flags of
+    MegaKernels are atomics. Not known of a GPU that this process does not see, nor without a driver.
+    """
+    driver, found = cuda_driver(), ctypes.c_int()
+    if driver is None:
+        return False
+    for place in range(torch.cuda.device_count()):
+        if place != device.index and gpu_address(torch.device("cuda", place)) == peer:
+            asked = driver.cuDeviceGetP2PAttribute(ctypes.byref(found), P2P_NATIVE_ATOMICS, device.index, place)
+            return asked == 0 and found.value == 0
+    return False

@@ -1,0 +1,137 @@
+"""Routes that a device makes: of all ranks' counts, by the plan that every rank's device makes alike.
+
+The host launches all of it, and reads one thing: how many rows of each chunk go to each rank and come from each, as
+messages of a process group need it. They are on their way while it goes on, and it waits when a message is sent.
+
+R ranks, E experts, C chunks, T tokens of this rank, K top-k, P replicas.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from moesys.kernels.host_copies import HostCopy
+from moesys.kernels.routing.routing import route
+from moesys.kernels.split.chunks import Cut, OwnReplicas, SentRows, arrived_rows, cut, sent_rows
+from moesys.kernels.split.tables import entries_of
+from moesys.layout import ExpertLayout
+from moesys.load import IntArray
+from moesys.overlap.comm.channel import Channel
+from moesys.overlap.device_split import DeviceSplit
+from moesys.overlap.routes import ChunkRoutes, Routes, chunk_bounds
+
+
+def own_replicas(layout: ExpertLayout, rank: int) -> OwnReplicas:
+    """Those of ``rank``; duplicates on one rank are one."""
+    holds_RE = layout.replicas_RE > 0
+    held_R, copies_E = holds_RE.sum(axis=1), holds_RE.sum(axis=0)
+    return OwnReplicas(rank, int(held_R[:rank].sum()), int(held_R[rank]), int(held_R.max()), int(copies_E.max()))
+
+
+def chunk_numbers(num_tokens: int, num_chunks: int, device: torch.device) -> Tensor:
+    """Of each token its chunk (``chunk_bounds``), int64 [T, 1]."""
+    last_T1 = torch.arange(num_chunks - 1, num_chunks * (num_tokens + 1) - 1, num_chunks, device=device)[:, None]
+    return last_T1.div(num_tokens, rounding_mode="floor")
+
+
+def route_on_device(
+    expert_TK: Tensor,
+    chunk_T1: Tensor | None,
+    num_chunks: int,
+    split: DeviceSplit,
+    own: OwnReplicas,
+    turn: int,
+    channel: Channel,
+) -> PendingRoutes:
+    """Launches all that is known without the host. ``chunk_T1``: ``chunk_numbers``, None where all are one. Collective,
+    as all ranks split the same counts.
+    """
+    num_ranks, num_experts = channel.num_ranks, split.tables.replica_ER.shape[0]
+    part_TK = expert_TK if chunk_T1 is None else torch.add(chunk_T1, expert_TK, alpha=num_chunks)
+    routing = route(part_TK, num_experts * num_chunks)
+    first_RL = channel.all_gather(routing.first_G1, lane="counts")
+    sizes = (2 * num_chunks * num_ranks, num_ranks * num_experts)
+    told = torch.empty(sum(sizes), dtype=torch.int64, device=expert_TK.device)
+    sizes_2CR, tokens_RE = told.split(sizes)
+    tokens_RE = tokens_RE.view(num_ranks, num_experts)
+    torch.sub(first_RL[:, num_chunks::num_chunks], first_RL[:, :-1:num_chunks], out=tokens_RE)
+    tokens_RP = split.tokens_RP(tokens_RE, turn)
+    found = cut(first_RL, tokens_RP, split.tables, own, num_chunks, sizes_2CR.view(2, num_chunks, num_ranks))
+    on_its_way = HostCopy(told)
+    sent = sent_rows(routing.entry_P, found, split.tables, expert_TK.shape[1])
+    return PendingRoutes(split, turn, tokens_RE, tokens_RP, found, sent, on_its_way)
+
+
+@dataclass(frozen=True)
+class PendingRoutes:
+    """Routes and plan of a micro-batch, which are on the device. ``tokens_RE``, ``tokens_RP`` int64: what ranks want,
+    and where it goes. ``told``: the sizes of messages, and what ranks want, for the host.
+    """
+
+    split: DeviceSplit
+    turn: int
+    tokens_RE: Tensor
+    tokens_RP: Tensor
+    found: Cut
+    sent: SentRows
+    told: HostCopy
+
+    @cached_property
+    def routes(self) -> Routes:
+        """Those of ``build_routes``, padded to nothing. The host waits for the sizes, once."""
+        C, R, _ = self.found.arriving_CRG.shape
+        send_CR, arrive_CR = self.told.read()[: 2 * C * R].reshape(2, C, R).tolist()
+        num_arrivals = sum(map(sum, arrive_CR))
+        arrived, sent = arrived_rows(self.found.arriving_CRG, num_arrivals), self.sent
+        top_k = sent.home_TK.shape[1]
+        bounds = chunk_bounds(len(sent.home_TK), C)
+        ends = np.cumsum([0, *map(sum, arrive_CR)]).tolist()
+        chunks = []
+        for chunk, (first, last, begin, end) in enumerate(zip(bounds, bounds[1:], ends, ends[1:], strict=False)):
+            return_M = arrived.return_M[begin:end]
+            chunks.append(
+                ChunkRoutes(
+                    tokens=(first, last),
+                    sent=(first * top_k, last * top_k),
+                    arrivals=(begin, end),
+                    rows=(begin, end),
+                    send_counts_R=tuple(send_CR[chunk]),
+                    arrive_counts_R=tuple(arrive_CR[chunk]),
+                    slots=(),
+                    first_S1=arrived.first_CG1[chunk],
+                    gather_P=arrived.gather_M[begin:end],
+                    return_M=return_M,
+                    home_TK=sent.home_TK[first:last],
+                    combine_M=return_M,
+                )
+            )
+        return Routes(
+            chunks=tuple(chunks),
+            send_token_N=sent.token_N,
+            send_row_N=sent.row_N,
+            by_destination_N=sent.by_destination_N,
+            by_source_M=arrived.by_source_M,
+            order=(),
+            order_row_P=arrived.order_row_M,
+            order_arrival_P=arrived.order_arrival_M,
+            first_S1=arrived.first_G1,
+            num_arrivals=num_arrivals,
+            num_rows=num_arrivals,
+        )
+
+    def wanted_RE(self) -> Tensor:
+        """``tokens_RE``."""
+        return self.tokens_RE
+
+    def counts_RE(self) -> IntArray:
+        """``tokens_RE`` on the host, which has them when it has the sizes."""
+        return self.told.read()[-self.tokens_RE.numel() :].reshape(self.tokens_RE.shape)
+
+    def entries(self) -> Tensor:
+        """Rows (source, expert, destination, tokens) int64 [N, 4] of a ``TokenPlan``. The host waits for it."""
+        return entries_of(self.tokens_RP, self.split.tables)

@@ -1,0 +1,148 @@
+"""Routes that a device makes are the host's, table by table, for every split that devices know."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from launches import launches
+from torch import Tensor
+
+import moesys as ms
+from moesys.kernels.routing.routing import route
+from moesys.layout import ExpertLayout
+from moesys.load import LoadMatrix
+from moesys.overlap.device_routes import PendingRoutes, chunk_numbers, own_replicas, route_on_device
+from moesys.overlap.routes import build_routes, chunk_counts
+from moesys.step import device_split, plan_layer
+
+SPLITS = (ms.FlowSplit(), ms.EvenSplit(), ms.Proportional())
+
+
+@dataclass
+class Gathered:
+    """As much of a channel as routes ask for, of ranks that come one after another."""
+
+    num_ranks: int
+    said_R: list[Tensor]
+
+    def all_gather(self, values_N: Tensor, *, lane: str) -> Tensor:
+        return torch.stack(self.said_R)
+
+
+@dataclass
+class Micro:
+    """A micro-batch of all ranks."""
+
+    layout: ExpertLayout
+    cluster: ms.ClusterSpec
+    expert_RTK: list[Tensor]
+    num_chunks: int
+    turn: int
+
+    def on_devices(self, split: ms.Split) -> list[PendingRoutes]:
+        chunks, made_by = self.num_chunks, device_split(self.layout, self.cluster, split, "cpu")
+        chunk_RT1 = [chunk_numbers(len(e), chunks, torch.device("cpu")) for e in self.expert_RTK]
+        parts = zip(self.expert_RTK, chunk_RT1, strict=True)
+        said = [route(e * chunks + chunk, self.layout.num_experts * chunks).first_G1 for e, chunk in parts]
+        channel: Any = Gathered(len(said), said)
+        return [
+            route_on_device(
+                e, None if chunks == 1 else chunk, chunks, made_by, own_replicas(self.layout, rank), self.turn, channel
+            )
+            for rank, (e, chunk) in enumerate(zip(self.expert_RTK, chunk_RT1, strict=True))
+        ]
+
+    def plan(self, split: ms.Split) -> Any:
+        tokens_RE = np.stack([np.bincount(e.flatten(), minlength=self.layout.num_experts) for e in self.expert_RTK])
+        slots = self.layout.expert_RS.shape[1]
+        strategy = ms.Strategy(name="any", sharding=ms.Fsep(slots_per_rank=slots), split=split)
+        model = ms.ModelShape(
+            hidden_size=8, intermediate_size=4, num_experts=self.layout.num_experts, top_k=self.expert_RTK[0].shape[1]
+        )
+        load = LoadMatrix(tokens_RE)
+        return plan_layer(strategy, model, self.cluster, load, layout=self.layout, turn=self.turn)
+
+
+@st.composite
+def micros(draw: Any) -> Micro:
+    """Up to four ranks, one or two nodes, replicas, empty slots, duplicates, ranks without tokens or experts."""
+    num_ranks, E = draw(st.integers(2, 4)), draw(st.integers(1, 6))
+    slots = -(-E // num_ranks) + draw(st.integers(0, 2))
+    cells = [*range(E), *draw(st.lists(st.integers(-1, E - 1), min_size=num_ranks * slots - E, max_size=12))]
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    expert_RS = rng.permutation(cells[: num_ranks * slots]).reshape(num_ranks, slots)
+    cluster = ms.ClusterSpec(ranks_per_node=num_ranks)
+    if num_ranks == 4 and draw(st.booleans()):
+        cluster = ms.ClusterSpec(num_nodes=2, ranks_per_node=2)
+    top_k = draw(st.integers(1, min(3, E)))
+    share_E = rng.dirichlet(np.full(E, draw(st.sampled_from([0.2, 5.0]))))
+    tokens_R = draw(st.lists(st.integers(0, 12), min_size=num_ranks, max_size=num_ranks))
+    expert_RTK = [
+        torch.from_numpy(np.argsort(rng.exponential(size=(T, E)) / share_E, axis=1)[:, :top_k].copy()) for T in tokens_R
+    ]
+    return Micro(ExpertLayout(expert_RS, E), cluster, expert_RTK, draw(st.integers(1, 3)), draw(st.integers(0, 9)))
+
+
+def differing(found: Any, expected: Any) -> list[str]:
+    """Names of fields that are not the same, to the dtype. What only hosts know, rows by slot, is no such field."""
+    names = []
+    for field in fields(expected):
+        one, other = getattr(found, field.name), getattr(expected, field.name)
+        if field.name in ("slots", "order", "chunks"):
+            continue
+        same = torch.equal(one, other) and one.dtype == other.dtype if isinstance(other, Tensor) else one == other
+        names += [] if same else [field.name]
+    return names
+
+
+@settings(max_examples=12)
+@given(micro=micros(), split=st.sampled_from(SPLITS))
+def test_every_table_is_the_hosts(micro: Micro, split: ms.Split) -> None:
+    plan = micro.plan(split)
+    counts_CRE = np.stack([chunk_counts(e, micro.layout.num_experts, micro.num_chunks) for e in micro.expert_RTK], 1)
+    for rank, pending in enumerate(micro.on_devices(split)):
+        routes = pending.routes
+        expected = build_routes(micro.expert_RTK[rank], counts_CRE, plan.tokens, rank, 1)
+        if micro.num_chunks == 1:
+            assert not expected.order
+            expected = expected.__class__(
+                **{**vars(expected), "order_row_P": routes.order_row_P, "order_arrival_P": routes.order_arrival_P}
+            )
+        assert differing(routes, expected) == []
+        for chunk, as_expected in zip(routes.chunks, expected.chunks, strict=True):
+            assert differing(chunk, as_expected) == []
+        assert pending.entries().tolist() == plan.tokens.entries.tolist()
+        assert pending.counts_RE().tolist() == plan.load.tokens_RE.tolist()
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 2, 7, 12])
+def test_chunks_are_the_hosts(tokens: int) -> None:
+    for chunks in (1, 2, 3, 8):
+        bounds = [tokens * chunk // chunks for chunk in range(chunks + 1)]
+        expected = [chunk for chunk in range(chunks) for _ in range(bounds[chunk], bounds[chunk + 1])]
+        assert chunk_numbers(tokens, chunks, torch.device("cpu")).flatten().tolist() == expected
+
+
+@pytest.mark.parametrize(("num_chunks", "most"), [(1, 14), (3, 15)])
+def test_a_plan_and_its_routes_are_few_launches(num_chunks: int, most: int) -> None:
+    """All but the message of counts, and one copy to the host, which is a launch on a GPU alone."""
+    layout = ExpertLayout(np.array([[0, 1, 2], [2, 3, 0]]), 4)
+    micro = Micro(layout, ms.ClusterSpec(ranks_per_node=2), [torch.tensor([[0, 2], [3, 1], [2, 0]])] * 2, num_chunks, 3)
+    made_by = device_split(layout, micro.cluster, ms.FlowSplit(), "cpu")
+    chunk_T1 = chunk_numbers(3, num_chunks, torch.device("cpu")) if num_chunks > 1 else None
+    parts = [e * num_chunks + (0 if chunk_T1 is None else chunk_T1) for e in micro.expert_RTK]
+    channel: Any = Gathered(2, [route(part, 4 * num_chunks).first_G1 for part in parts])
+    with launches() as found:
+        pending = route_on_device(
+            micro.expert_RTK[0], chunk_T1, num_chunks, made_by, own_replicas(layout, 0), 3, channel
+        )
+        assert pending.routes.num_rows
+    # Of the channel that is none.
+    found.remove("stack")
+    assert len(found) + 1 <= most, found
