@@ -56,9 +56,11 @@ def counts(num_ranks: int, exchanges: int = 3) -> WeakCase:
             send_counts(memory.heap, memory.exchanges_R, first_E1)
             publish(memory.heap, memory.epoch_1, {})
             found.append(receive_counts(memory.heap, memory.epoch_1, memory.exchanges_R, experts))
-            # Whatever happens to others.
+            # Where hosts do not look, who was given up goes on, and may be two exchanges ahead.
+            assert Schedule.active is not None
             for counted_E, tokens_E in zip(found[-1], tokens_RE, strict=True):
-                assert torch.equal(counted_E, tokens_E) or not counted_E.any(), f"{counted_E} of {tokens_E}"
+                came = torch.equal(counted_E, tokens_E) or not counted_E.any()
+                assert came or Schedule.active.quiet, f"{counted_E} of {tokens_E}"
             memory.watch.note([])
         return found
 
