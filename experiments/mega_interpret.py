@@ -20,9 +20,11 @@ def experiment() -> ms.Experiment:
         name="sequential", sharding=ms.Fsep(slots_per_rank=3), balance=ms.Greedy(), split=ms.FlowSplit()
     )
     points = {
-        "mega": ms.MegaKernel(),
-        "mega/unfused": ms.MegaKernel(fused="none", granularity="expert", tile_order="slots", deduplicate=True),
-        "mega/tasks": ms.MegaKernel(combine_share=0.5, reduce_share=0.5, programs=1, most_tokens=16),
+        "mega": ms.MegaKernel(rows_cap=2.0),
+        "mega/unfused": ms.MegaKernel(
+            fused="none", granularity="expert", tile_order="slots", deduplicate=True, rows_cap=2.0
+        ),
+        "mega/tasks": ms.MegaKernel(combine_share=0.5, reduce_share=0.5, programs=1, most_tokens=16, rows_cap=2.0),
     }
     return ms.Experiment(
         name="mega-interpret",

@@ -23,7 +23,7 @@ def experiment() -> ms.Experiment:
     chunked = {f"/{chunks}": ms.Pipelined(chunks=chunks) for chunks in (2, 4, 8)}
     overlaps = {"": ms.Sequential(), **chunked}
     if device == "cuda":
-        overlaps["/mega"] = ms.MegaKernel()
+        overlaps["/mega"] = ms.MegaKernel(rows_cap=2.0)
     shardings = {"ep": ms.Ep(), "fsep": ms.Fsep(slots_per_rank=4)}
     return ms.Experiment(
         name="overlap-ablation",

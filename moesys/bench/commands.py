@@ -41,9 +41,7 @@ def bench_layer(
     tokens: Annotated[int | None, typer.Option(min=1, help="Tokens, instead of the shape's own number.")] = None,
     repeats: Repeats = 9,
     threads: Annotated[int | None, typer.Option(min=1, help="Threads; torch's own choice by default.")] = None,
-    reduction: Annotated[
-        bool, typer.Option("--reduction", help="LayoutInvariant over Ordered instead, forward and backward.")
-    ] = False,
+    reduction: Annotated[bool, typer.Option("--reduction", help="LayoutInvariant over Ordered instead.")] = False,
     json: ResultFile = None,
 ) -> None:
     """Compare one rank of MoELayer with transformers' own blocks. Exit code 1 if an output is wrong."""
@@ -58,9 +56,10 @@ def bench_layer(
 
 @bench.command("kernels", rich_help_panel=COMPUTING)
 def bench_kernels(
-    aot: Annotated[bool, typer.Option("--aot", help="Compile for a Hopper GPU and read the machine code.")] = False,
+    aot: Annotated[bool, typer.Option("--aot", help="Compile without a GPU and read the machine code.")] = False,
     tune: Annotated[bool, typer.Option("--tune", help="Find the fastest blocks on this GPU, and keep them.")] = False,
     mega: Annotated[bool, typer.Option(help="With --aot: MegaKernels too.")] = True,
+    arch: Annotated[Literal["sm_90", "sm_100"], typer.Option(help="Of --aot: Hopper, or Blackwell.")] = "sm_90",
     size: Annotated[str, typer.Option(help="By name, with commas, or all.")] = "all",
     routing: Annotated[str, typer.Option(help="uniform, balanced, zipf, k-experts, router, or all.")] = "all",
     contestants: Annotated[str, typer.Option(help="moesys, grouped_mm, 'grouped_mm compiled', transformers.")] = "all",
@@ -89,7 +88,7 @@ def bench_kernels(
 
         with _refusing():
             sizes = select(size)
-        raise typer.Exit(tile_tuning.main(sizes) if tune else aot_report.main(sizes, json, mega))
+        raise typer.Exit(tile_tuning.main(sizes) if tune else aot_report.main(sizes, json, mega, arch))
     from moesys.bench.kernels import kernels_contest
 
     with _refusing():
@@ -212,7 +211,7 @@ PLANNER_OPTIONS = {
     "--trace": ("ranks_per_node", "slots", "lag", "from_iteration", "to_iteration", "layers", "every", *_CHOSEN),
     "--laer": ("seeds", *_CHOSEN),
     "--scale": ("seeds", "repeats", "peer_eplb"),
-    "--seconds": ("seeds", "drift", "behind", "page"),
+    "--seconds": ("seeds", "drift", "behind", "blocks", "page"),
     "--union": ("page",),
 }
 
@@ -243,6 +242,7 @@ def bench_planner(
     behind: Annotated[
         bool, typer.Option("--behind", help="Of --seconds: sharded experts travel behind other layers.")
     ] = False,
+    blocks: Annotated[int | None, typer.Option(min=16, help="Of --seconds: what blocks of so many rows cost.")] = None,
     page: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="Of --seconds and --union: also a page of Markdown.", callback=in_a_folder),
@@ -276,6 +276,11 @@ def bench_planner(
 
         with _refusing():
             raise typer.Exit(of_union.main(union, out=page, json_path=json))
+    if blocks:
+        from moesys.bench.planner import block_seconds
+
+        with _refusing():
+            raise typer.Exit(block_seconds.main(seeds, blocks, drift, behind, out=page, json_path=json))
     if seconds:
         from moesys.bench.planner import seconds as by_seconds
 

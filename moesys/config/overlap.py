@@ -93,7 +93,7 @@ class MegaKernel(Declared):
     stages: int | None = Field(None, ge=1, description="steps of a product whose operands are on their way")
     programs: int | None = Field(None, ge=1, description="resident programs of a rank; None: one a multiprocessor")
     rows_cap: float = Field(
-        2.0, ge=1, description="a rank gets at most so many times the choices of the rank with most tokens"
+        1.25, ge=1, description="a rank gets at most so many times the choices of the rank with most tokens"
     )
     most_tokens: int | None = Field(
         None, ge=1, description="tokens of a rank in a micro-batch; given, devices plan and no host waits; None: any"

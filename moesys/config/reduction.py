@@ -23,9 +23,9 @@ class Ordered(Declared):
 class LayoutInvariant(Declared):
     """The same bits for every overlap, layout, split and sharding, and for any number of ranks.
 
-    The rows of an expert, by (source rank, token, k) over all ranks, are cut into blocks of ``block_rows``, and splits
-    give a block to one rank. A block's weight gradient is one product; blocks are added in float64 on a grid so coarse
-    that no addition rounds, so that no order shows. On CPUs.
+    The rows of an expert, by (source rank, token, k) over all ranks, are cut into blocks of ``block_rows`` (the last
+    one of half to one and a half of that), and splits give a block to one rank. A block's weight gradient is one
+    product; blocks are added in float64 on a grid so coarse that no addition rounds, so that no order shows. On CPUs.
     """
 
     kind: Literal["layout_invariant"] = "layout_invariant"

@@ -16,8 +16,9 @@ from torch import Tensor
 def to_device(
     values: Sequence[int] | npt.NDArray[np.int64], device: torch.device | str, dtype: torch.dtype = torch.int64
 ) -> Tensor:
-    """The host's ``values`` on ``device``, behind what the current stream has to do; the host goes on."""
-    device, host = torch.device(device), torch.as_tensor(np.asarray(values, dtype=np.int64)).to(dtype)
+    """The host's ``values`` on ``device``, contiguous, behind what the current stream has to do; the host goes on."""
+    # What numpy finds may lie any way, and kernels read numbers that lie side by side.
+    device, host = torch.device(device), torch.as_tensor(np.ascontiguousarray(values, dtype=np.int64)).to(dtype)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 

@@ -32,8 +32,8 @@ def on_its_device(call: Callable[P, T]) -> Callable[P, T]:
 
 
 def kernel(function=None, **options):  # type: ignore[no-untyped-def]
-    """``triton.jit``, with its ``options``, of what hosts launch: on the device of its first tensor. What only kernels
-    call needs none of this.
+    """``triton.jit``, with its ``options``, of what hosts launch: on the device of its first tensor; if that is on the
+    meta device, it is compiled for the current one, and does not run. What only kernels call needs none of this.
     """
     if function is None:
         return lambda function: kernel(function, **options)
@@ -41,7 +41,12 @@ def kernel(function=None, **options):  # type: ignore[no-untyped-def]
     import triton
 
     jitted = triton.jit(function, **options)
-    jitted.run = on_its_device(lambda *args, **kwargs: type(jitted).run(jitted, *args, **kwargs))
+
+    def run(*args, warmup, **options):  # type: ignore[no-untyped-def]
+        warmup = warmup or _first_tensor((*args, *options.values())).is_meta
+        return type(jitted).run(jitted, *args, warmup=warmup, **options)
+
+    jitted.run = on_its_device(run)
     return jitted
 
 

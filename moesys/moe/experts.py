@@ -97,7 +97,7 @@ class Experts(nn.Module):
         self.outside = outside
         form = None if outside is None else outside.form
         self.shards = shards_of(strategy, shape, self.cluster, rank, self.group, form)
-        self.meter = Meter()
+        self.meter = Meter(device.type)
         # Of tokens that do not travel (``moe.token_blocks``), where they are summed in blocks.
         self.token_block: int | None = None
         # None: that of the device.
@@ -111,7 +111,11 @@ class Experts(nn.Module):
         if outside is None:
             own = nn.Parameter(distributed(self.shards.initial(seed, layer_index).to(device), self.shards, self.mesh))
         self.register_parameter("masters", own)
-        self._connect(Channel(self.group, self.cluster.node_of_rank, Recorder(rank), self.meter, device.type))
+        self._connect(
+            Channel(
+                self.group, self.cluster.node_of_rank, Recorder(rank, device_type=device.type), self.meter, device.type
+            )
+        )
 
     def _connect(self, channel: Channel) -> None:
         """Makes what other ranks are met through."""

@@ -191,8 +191,7 @@ class DevicePlanner(Planner):
         if batch.learning:
             self._agree([schedule, *batch.upcoming], batch.lookahead.plan_timeout_s, device)
         layout, turn = schedule.layout, schedule.micro_batch
-        with self.channel.meter.planning():
-            executor, pending = self._launch(batch, layout, turn)
+        executor, pending = self._launch(batch, layout, turn)
         plan = DevicesPlan(layout, pending)
         if not batch.learning:
             return Planned(executor, plan, None)
@@ -232,15 +231,15 @@ class MegaPlanner(DevicePlanner):
         # Here, so that Triton is loaded only where it runs.
         from moesys.overlap.mega_executor import plan_mega_later, replicas_of
 
-        overlap, device = self.strategy.overlap, batch.expert_TK.device
+        overlap, expert_TK, channel = self.strategy.overlap, batch.expert_TK, self.channel
         assert isinstance(overlap, MegaKernel)
-        if self._tables is None or self._tables[0] is not layout:
-            split = device_split(layout, self.cluster, self.strategy.split, device)
-            self._tables = layout, split, replicas_of(layout, self.channel.rank, device)
-        home, recorder = self._mega_home(overlap, batch), self.channel.recorder
-        return plan_mega_later(
-            overlap, self.shape, home, batch.expert_TK, *self._tables[1:], turn=turn, recorder=recorder
-        )
+        with channel.meter.planning():
+            if self._tables is None or self._tables[0] is not layout:
+                split = device_split(layout, self.cluster, self.strategy.split, expert_TK.device)
+                self._tables = layout, split, replicas_of(layout, channel.rank, expert_TK.device)
+            _, split, replicas = self._tables
+            home = self._mega_home(overlap, batch)
+            return plan_mega_later(overlap, self.shape, home, expert_TK, split, replicas, turn, channel.recorder)
 
 
 @dataclass

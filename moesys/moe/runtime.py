@@ -65,7 +65,8 @@ class MoERuntime:
             raise ValueError(
                 f"layer_index values {[layer.layer_index for layer in self.layers]} repeat; give every layer its own"
             )
-        self.recorder = Recorder(self.layers[0].token_channel.rank, enabled=record_spans)
+        channel = self.layers[0].token_channel
+        self.recorder = Recorder(channel.rank, record_spans, channel.device_type)
         self._groups: list[dist.ProcessGroup] = []
         weight_group = planner_group = None
         if group is not None:

@@ -52,18 +52,20 @@ def route_on_device(
     as all ranks split the same counts.
     """
     num_ranks, num_experts = channel.num_ranks, split.tables.replica_ER.shape[0]
-    part_TK = expert_TK if chunk_T1 is None else torch.add(chunk_T1, expert_TK, alpha=num_chunks)
-    routing = route(part_TK, num_experts * num_chunks)
+    with channel.meter.planning():
+        part_TK = expert_TK if chunk_T1 is None else torch.add(chunk_T1, expert_TK, alpha=num_chunks)
+        routing = route(part_TK, num_experts * num_chunks)
     first_RL = channel.all_gather(routing.first_G1, lane="counts")
-    sizes = (2 * num_chunks * num_ranks, num_ranks * num_experts)
-    told = torch.empty(sum(sizes), dtype=torch.int64, device=expert_TK.device)
-    sizes_2CR, tokens_RE = told.split(sizes)
-    tokens_RE = tokens_RE.view(num_ranks, num_experts)
-    torch.sub(first_RL[:, num_chunks::num_chunks], first_RL[:, :-1:num_chunks], out=tokens_RE)
-    tokens_RP = split.tokens_RP(tokens_RE, turn)
-    found = cut(first_RL, tokens_RP, split.tables, own, num_chunks, sizes_2CR.view(2, num_chunks, num_ranks))
-    on_its_way = HostCopy(told)
-    sent = sent_rows(routing.entry_P, found, split.tables, expert_TK.shape[1])
+    with channel.meter.planning():
+        sizes = (2 * num_chunks * num_ranks, num_ranks * num_experts)
+        told = torch.empty(sum(sizes), dtype=torch.int64, device=expert_TK.device)
+        sizes_2CR, tokens_RE = told.split(sizes)
+        tokens_RE = tokens_RE.view(num_ranks, num_experts)
+        torch.sub(first_RL[:, num_chunks::num_chunks], first_RL[:, :-1:num_chunks], out=tokens_RE)
+        tokens_RP = split.tokens_RP(tokens_RE, turn)
+        found = cut(first_RL, tokens_RP, split.tables, own, num_chunks, sizes_2CR.view(2, num_chunks, num_ranks))
+        on_its_way = HostCopy(told)
+        sent = sent_rows(routing.entry_P, found, split.tables, expert_TK.shape[1])
     return PendingRoutes(split, turn, tokens_RE, tokens_RP, found, sent, on_its_way)
 
 

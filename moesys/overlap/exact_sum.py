@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -74,8 +75,19 @@ def add_on_grid(total: Tensor, addend: Tensor, grid: float) -> None:
     """Adds ``addend``, of any shape and float, rounded to the grid, half to even, to ``total``, float64 and contiguous,
     on the CPU. Exact, and so in any order the same, while sizes add up to the bound that ``grid`` is of.
     """
-    wide = addend if addend.dtype in (torch.float32, torch.float64) else addend.float()
-    _add_on_grid(total.view(-1).numpy(), wide.contiguous().view(-1).numpy(), _ROUNDER * grid)
+    total_N, addend_N = total.view(-1).numpy(), addend.contiguous().view(-1)
+    if addend.dtype == torch.bfloat16:
+        _add_bfloat16_on_grid(total_N, addend_N.view(torch.uint16).numpy(), _ROUNDER * grid)
+    else:
+        wide_N = addend_N.float() if addend.dtype == torch.float16 else addend_N
+        _add_on_grid(total_N, wide_N.numpy(), _ROUNDER * grid)
+
+
+@borrowing
+def _add_bfloat16_on_grid(total_N, bits_N, rounder):  # type: ignore[no-untyped-def]
+    for place in range(len(total_N)):
+        addend = np.uint32(np.uint32(bits_N[place]) << np.uint32(16)).view(np.float32)
+        total_N[place] += (addend + rounder) - rounder
 
 
 @borrowing

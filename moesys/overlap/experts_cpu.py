@@ -79,7 +79,8 @@ class CpuExperts:
 
     def backward(self, routes: Routes, inputs: BackwardInputs, weights: HeldExperts, at: Workplace) -> CpuBackward:
         projections = _projections(weights, inputs.gradients, self.transposed)
-        order, sums = routes.order, inputs.sums
+        order: Sequence[tuple[int, Tensor | slice, Tensor]] = routes.order
+        sums = inputs.sums
         later = frozenset(slot for slot, _, _ in order)
         if sums is not None and not order:
             order = _order_of_one(routes.chunks[0])
@@ -188,7 +189,7 @@ class CpuBackward(_Pass):
         at: Workplace,
         inputs: BackwardInputs,
         order: Sequence[tuple[int, Tensor | slice, Tensor]],
-        later: frozenset[int],
+        later: frozenset[int] = frozenset(),
     ) -> None:
         super().__init__(experts, up, down, at, inputs.h_P2I)
         self.dy, self.x, self.weight_M, self.sums = inputs.dy, inputs.x, inputs.weight_M, inputs.sums
@@ -297,17 +298,23 @@ class CpuBackward(_Pass):
 
     def _write_sums(self, sums: BlockSums, slot: int, operands: Sequence[Tensor], out: Sequence[Tensor | None]) -> None:
         """Writes a slot's gradients, which are added up block by block."""
-        wide = operands[-1].dtype
-        parts, totals = (
-            [None if of is None else self.scratch(f"{name} {n}", tuple(of.shape), dtype) for n, of in enumerate(out)]
-            for name, dtype in (("part", wide), ("total", torch.float64))
-        )
+        dh_NU, *_, weight_N = operands
+        # Products in their own dtype, which spares a pass over them; sums of biases in the wide one.
+        dtypes = (dh_NU.dtype, dh_NU.dtype, weight_N.dtype, weight_N.dtype)
+        parts = [
+            None if of is None else self.scratch(f"part {n}", tuple(of.shape), dtypes[n]) for n, of in enumerate(out)
+        ]
+        totals = [
+            None if of is None else self.scratch(f"total {n}", tuple(of.shape), torch.float64)
+            for n, of in enumerate(out)
+        ]
         for total in totals:
             if total is not None:
                 total.zero_()
+        grids = sums.grids(slot)
         for block in sums.blocks(len(operands[0])):
             self._write_gradients(*(rows[block] for rows in operands), *parts)
-            for total, part, grid in zip(totals, parts, sums.grids(slot), strict=True):
+            for total, part, grid in zip(totals, parts, grids, strict=True):
                 if total is not None and part is not None:
                     add_on_grid(total, part, grid)
         for gradient, total in zip(out, totals, strict=True):

@@ -9,9 +9,12 @@ T tokens of this rank, H hidden, I expert width, K top-k, N rows here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
+from types import SimpleNamespace
+from typing import cast
 
 import numpy as np
 import torch
@@ -37,7 +40,7 @@ from moesys.overlap.comm.record import Recorder, stage
 from moesys.overlap.device_split import DeviceSplit, PendingPlan
 from moesys.overlap.executor import Saved, WaitForExperts
 from moesys.overlap.experts_triton import ACTIVATION
-from moesys.overlap.held_experts import ExpertGradients
+from moesys.overlap.held_experts import ExpertGradients, HeldExperts
 from moesys.overlap.routes import held_experts
 from moesys.overlap.row_limit import RowLimit, require_rows, room_for_rows
 from moesys.overlap.stages import Stages, at_once
@@ -81,7 +84,8 @@ class MegaHome:
             memory = None
             shared = regions(tokens, *kind, self.num_ranks, flags)
             shared = {**shared, **count_regions(self.num_ranks, num_experts)}
-            memory = MegaMemory(Heap.of_group(shared, self._group, self._device, self._timeout_s))
+            heap = Heap.of_group(shared, self._group, self._device, self._timeout_s)
+            memory = MegaMemory(heap) if self._group is None else MegaMemory(heap, partial(dist.barrier, self._group))
             self._memory[kind] = ((tokens, flags, num_experts), memory)
         return memory
 
@@ -218,6 +222,13 @@ class MegaExecutor:
         """``forward``, stage by stage."""
         memory, blocks, point, device = self.memory, self.blocks, self.point, x_TH.device
         self._look()
+        experts: HeldExperts | None = None
+        if not (INTERPRETED.value or x_TH.is_meta or (point, self.num_experts) in memory.compiled):
+            # Before anything is published: peers wait in kernels for what is, but on hosts for who compiles.
+            experts = wait_for_experts()
+            self._compile(x_TH, experts.stacked()[:2])
+            memory.meet()
+            memory.compiled.add((point, self.num_experts))
         with self._recording():
             with stage("publish x", device):
                 with_counts = isinstance(self.plan, PendingPlan)
@@ -227,7 +238,7 @@ class MegaExecutor:
                 rows = self._rows = arrange(
                     memory, routing, self._tokens_RP(), self.replicas, self.num_rows, blocks.up.rows, point
                 )
-            gate_up, down = wait_for_experts().stacked()[:2]
+            gate_up, down = (wait_for_experts() if experts is None else experts).stacked()[:2]
             with stage("dispatch and up", device):
                 x_NH, h_NU, a_NI = dispatch_up(memory, rows, gate_up, ACTIVATION, blocks.up, point)
             yield
@@ -277,6 +288,23 @@ class MegaExecutor:
         self._note(dx_TH, dweight_TK, *(() if outer is None else (outer.dgate_up_GUH, outer.ddown_GHI)))
         return dx_TH, dweight_TK
 
+    def _compile(self, x_TH: Tensor, matrices: Sequence[Tensor]) -> None:
+        """Compiles the kernels of both directions: on the meta device they do not run."""
+        replicas, heap = Replicas(*(table.to("meta") for table in self.replicas)), self.memory.heap.on_meta()
+        plan = torch.empty(heap.num_ranks, len(replicas.rank_P), dtype=torch.int64, device="meta")
+        expert_TK, x_TH = self.expert_TK.to("meta"), x_TH.to("meta")
+        weights, gradients = (
+            [torch.empty_strided(of.shape, of.stride(), dtype=dtype, device="meta") for of in matrices]
+            for dtype in (x_TH.dtype, torch.float32)
+        )
+        held = cast(HeldExperts, SimpleNamespace(stacked=lambda: weights))
+        memory = MegaMemory(heap)
+        dry = replace(self, expert_TK=expert_TK, plan=plan, replicas=replicas, memory=memory, recorder=None)
+        weight_TK = torch.empty(expert_TK.shape, dtype=torch.float32, device="meta")
+        with torch.cuda.device_of(self.expert_TK):
+            y_TH, saved = dry.forward(x_TH, weight_TK, lambda: held)
+            dry.backward(y_TH, saved, lambda: held, ExpertGradients(*gradients))
+
     def _tokens_RP(self) -> Tensor:
         if not isinstance(self.plan, PendingPlan):
             return self.plan
@@ -322,8 +350,7 @@ def replicas_of(layout: ExpertLayout, rank: int, device: torch.device) -> Replic
     expert_P, rank_P = np.nonzero(layout.replicas_RE.T)
     place = {(int(r), int(e)): p for p, (e, r) in enumerate(zip(expert_P, rank_P, strict=True))}
     own = [place[rank, expert] for expert in held_experts(layout.experts_of(rank))]
-    # What numpy finds is every other number of one array, and kernels read numbers that lie side by side.
-    return Replicas(*(to_device(np.ascontiguousarray(values), device) for values in (rank_P, expert_P, own)))
+    return Replicas(*(to_device(values, device) for values in (rank_P, expert_P, own)))
 
 
 def tokens_by_replica(plan: TokenPlan, device: torch.device) -> Tensor:

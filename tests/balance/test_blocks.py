@@ -10,6 +10,9 @@ from hypothesis import strategies as st
 import moesys as ms
 from moesys.balance.blocks import by_blocks
 from moesys.layout import TokenPlan
+from moesys.overlap.block_sums import BlockSums
+from moesys.overlap.comm.channel import Channel
+from moesys.overlap.comm.record import Meter, Recorder
 
 
 def drawn_plan(seed: int) -> TokenPlan:
@@ -41,8 +44,29 @@ def test_every_block_has_one_rank(seed: int, block_rows: int) -> None:
             np.repeat(destination, tokens) for _, of, destination, tokens in found.entries.tolist() if of == expert
         ]
         line = np.concatenate([*of_row, np.zeros(0, dtype=np.int64)])
-        for first in range(0, len(line), block_rows):
-            assert len(set(line[first : first + block_rows])) == 1
+        blocks = cut(len(line), block_rows)
+        assert all(len(set(line[block])) == 1 for block in blocks)
+        # What a rank has of an expert is cut as the whole line is.
+        for rank in set(line.tolist()):
+            mine = [block for block in blocks if line[block.start] == rank]
+            assert [size(block) for block in cut((line == rank).sum(), block_rows)] == [size(block) for block in mine]
+
+
+@given(st.integers(0, 2000), st.sampled_from([1, 16, 50, 256]))
+def test_all_rows_are_in_blocks_none_of_which_is_small(num_rows: int, block_rows: int) -> None:
+    sizes = [size(block) for block in cut(num_rows, block_rows)]
+    assert sum(sizes) == num_rows
+    assert all(of == block_rows for of in sizes[:-1])
+    assert all(2 * of < 3 * block_rows and (2 * of >= block_rows or len(sizes) == 1) for of in sizes[-1:])
+
+
+def cut(num_rows: int, block_rows: int) -> list[slice]:
+    """As products of the CPU cut rows."""
+    return BlockSums(block_rows, (), [], Channel(None, (0,), Recorder(0), Meter()), print).blocks(int(num_rows))
+
+
+def size(block: slice) -> int:
+    return block.stop - block.start
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from([16, 50, 256]))

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 from moesys.__main__ import app
 from moesys.balance import LoadHistory, num_moves, plan_layout, split_tokens
 from moesys.bench.harness.sheets import Sheet, terminal_table
+from moesys.bench.planner import block_seconds, peer_eplb, scale, union
 from moesys.bench.planner import many_ranks as large
-from moesys.bench.planner import peer_eplb, scale, union
 from moesys.bench.planner import planner_contest as contest
 from moesys.bench.planner import seconds as by_seconds
 from moesys.bench.planner.scored_layers import Contender, moments, score_layer
@@ -309,6 +309,26 @@ def test_seconds_are_of_every_planner_and_greedy_is_told_the_model(tmp_path, mon
     for planner in by_seconds.PLANNERS:
         before, after = sum(layer_ms[planner.name]), sum(behind_ms[planner.name])
         assert after == before if planner.homes else after < before
+
+
+def test_blocks_cost_what_rounding_a_split_to_them_costs(tmp_path, monkeypatch):
+    small = by_seconds.Setting("small", presets.OLMOE_1B_7B, 2, 6)
+    monkeypatch.setattr(block_seconds, "SETTINGS", (small,))
+    lost = {}
+    for block_rows in (16, 4096):
+        code, output = run(
+            *("--seconds", "--blocks", str(block_rows), "--seeds", "1"),
+            *("--json", str(tmp_path / "r.json"), "--page", str(tmp_path / "r.md")),
+        )
+        assert code == 0, output
+        rows = json.loads((tmp_path / "r.json").read_text())["rows"]
+        assert [row["planner"] for row in rows] == list(block_seconds.CHOSEN)
+        # Gradients of eight bytes an element take longer, and not by their rounding to blocks.
+        assert all(row["all_ms"][0] > row["blocks_ms"][0] for row in rows)
+        lost[block_rows] = {row["planner"]: row["blocks_ms"][0] / row["layer_ms"][0] for row in rows}
+    assert "what blocks cost a layer" in (tmp_path / "r.md").read_text()
+    assert all(0.995 < ratio < 1.01 for ratio in lost[16].values())
+    assert lost[4096]["greedy by seconds"] > 1.05
 
 
 def test_the_union_names_the_setting_in_which_greedy_is_worst(tmp_path, monkeypatch):

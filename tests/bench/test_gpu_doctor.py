@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -139,6 +141,22 @@ def test_a_rehearsal_passes_what_needs_no_gpu_and_says_what_does(tmp_path: Path)
     assert {name for name, (state, _) in found.items() if state == "left out"} == set(without)
     assert all(found[name][1].startswith("no GPU here; ") for name in without)
     assert {state for name, (state, _) in found.items() if name not in without} == {"passed"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_ranks_of_torchrun_examine_together(tmp_path: Path) -> None:
+    """One page, of both; the second is killed on purpose, and the next check has it again."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "moesys", "doctor"]
+    options = ["--gpu", "--only", "collectives,killed rank,late ranks,one GPU for two", "--out", str(tmp_path)]
+    done = subprocess.run([*command, *options], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("to send back: ") == 1
+    found = {of["name"]: of["says"] for of in json.loads((tmp_path / "doctor.json").read_text())["verdicts"]}
+    assert found["collectives"] == "gloo: 2 ranks"
+    assert found["killed rank"].startswith("rank 1 was killed; others said so within ")
+    assert found["late ranks"] == "a rank was 0.5 and 1 s late: equal bits"
+    assert found["one GPU for two"].startswith("no GPU here; ")
 
 
 @pytest.mark.slow

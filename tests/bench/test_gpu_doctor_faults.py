@@ -290,3 +290,11 @@ def test_peers_are_found_where_they_are_installed(monkeypatch: pytest.MonkeyPatc
     (tmp_path / "scattermoe" / "__init__.py").touch()
     monkeypatch.syspath_prepend(str(tmp_path))
     assert benches.installed_peers()["scattermoe"] == tmp_path
+
+
+def test_ranks_that_share_a_gpu_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the ranks of this host where torchrun says how many there are."""
+    assert here(num_ranks=2, device_type="cuda", gpus=1).ranks_of_gpu == 2
+    assert here(num_ranks=8, device_type="cuda", gpus=8).ranks_of_gpu == 1
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert here(num_ranks=16, device_type="cuda", gpus=8).ranks_of_gpu == 1

@@ -50,7 +50,16 @@ def test_no_spills_tensor_cores_and_wide_copies(compiled):
             assert tile_rows * columns >= 128 * 128
             assert code["mma"]
             assert set(code["copy_bytes"]) <= {16}
-    assert {row["op"] for row in rows} >= GEMMS | {"route", "tiles", "groups", "combine", "counts", "split", "chunks"}
+    assert {row["op"] for row in rows} >= GEMMS | {
+        "route",
+        "tiles",
+        "groups",
+        "combine",
+        "counts",
+        "split",
+        "shares",
+        "chunks",
+    }
 
 
 @pytest.mark.timeout(2700)

@@ -85,12 +85,12 @@ def test_no_point_changes_a_bit(ranks: LocalRanks, case: Case) -> None:
 
 
 SOME = (
-    ms.MegaKernel(programs=1, deduplicate=True, granularity="expert"),
-    ms.MegaKernel(combine_share=0.5, reduce_share=0.5, deduplicate=True, tile_rows=16, fetch_rows=4),
+    ms.MegaKernel(programs=1, deduplicate=True, granularity="expert", rows_cap=4.0),
+    ms.MegaKernel(combine_share=0.5, reduce_share=0.5, deduplicate=True, tile_rows=16, fetch_rows=4, rows_cap=4.0),
 )
 USUAL = Case(5, 2, 40, 24, "float32", (35, 22, 9, 17), 3, SOME)
 # The plan of the first comes from the host, that of the others is made on the device.
-HOMES = (ms.MegaKernel(), *(point.replace(most_tokens=50, rows_cap=4.0) for point in SOME))
+HOMES = (ms.MegaKernel(rows_cap=4.0), *(point.replace(most_tokens=50) for point in SOME))
 PLANNED = replace(USUAL, points=HOMES, split=ms.FlowSplit())
 # Each case says which edge it is.
 EDGES = {
@@ -162,7 +162,7 @@ def shared_home_differs(layers: list[Case]) -> list[str]:
     rank, home = dist.get_rank(), new_home(4)
     drawn = [Drawn(case) for case in layers]
     runs = [MegaRun(each, rank, home) for each in drawn]
-    calls = [run.forward(ms.MegaKernel()) for run in runs]
+    calls = [run.forward(ms.MegaKernel(rows_cap=4.0)) for run in runs]
     found = [run.backward(*call) for run, call in zip(runs[::-1], calls[::-1], strict=True)][::-1]
     expected = [by_sequential(each, rank) for each in drawn]
     return [

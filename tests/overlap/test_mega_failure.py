@@ -92,14 +92,18 @@ def _meet_survivors(rank: int, attempt: int) -> None:
 
 # Each case says where the victim dies: (before what, point, the stage that waits for it, epoch that it has reached).
 DEATHS = {
-    "before it publishes": ("forward", ms.MegaKernel(), "publish: flag 2 is at epoch 2, not 3"),
+    "before it publishes": ("forward", ms.MegaKernel(rows_cap=4.0), "publish: flag 2 is at epoch 2, not 3"),
     "before it says what it wants": (
         "forward",
         ms.MegaKernel(most_tokens=9, rows_cap=4.0),
         "publish: flag 2 is at epoch 2, not 3",
     ),
-    "before it pulls": ("experts", ms.MegaKernel(granularity="expert"), "combine: flag "),
-    "between its directions": ("backward", ms.MegaKernel(deduplicate=True), "publish: flag 2 is at epoch 3, not 4"),
+    "before it pulls": ("experts", ms.MegaKernel(granularity="expert", rows_cap=4.0), "combine: flag "),
+    "between its directions": (
+        "backward",
+        ms.MegaKernel(deduplicate=True, rows_cap=4.0),
+        "publish: flag 2 is at epoch 3, not 4",
+    ),
 }
 
 
@@ -134,7 +138,7 @@ def test_all_others_end_in_time_and_say_where_it_was(mortal_ranks: LocalRanks, n
 def be_late(case: Case) -> None:
     rank, home = dist.get_rank(), new_home(4, TIMEOUT_S)
     run = MegaRun(Drawn(case), rank, home)
-    run.backward(*run.forward(ms.MegaKernel()))
+    run.backward(*run.forward(ms.MegaKernel(rows_cap=4.0)))
 
 
 @pytest.mark.parametrize("when", [pytest.param("forward", marks=pytest.mark.slow), "experts", "backward"])

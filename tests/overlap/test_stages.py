@@ -103,7 +103,7 @@ def gpu_heap(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: _Pinned(tensor, copies))
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
     return SimpleNamespace(
-        arena=SimpleNamespace(is_cuda=True, device=torch.device("cpu")),
+        arena=SimpleNamespace(is_cuda=True, is_meta=False, device=torch.device("cpu")),
         own=heap.own,
         world=heap.world,
         rank=0,

@@ -151,7 +151,8 @@ def test_mega_kernels_that_cannot_be_simulated_wait_for_a_clock():
     space = changed(SMALL, {"overlap": ("sequential", "mega_kernel"), "overlap.deduplicate": (False, True)})
     cluster = CLUSTERS["even"].replace(ranks_per_domain=4)
     found = searched(WithoutMegaKernels(drawn(cluster, skew=0.1, steps=2)), space, budget=20)
-    assert {reason for _, reason in found.refused} == {"no model of that"}
+    # Plans that send some rank too many rows are refused before anybody asks for their seconds.
+    assert {reason for _, reason in found.refused if "rows_cap" not in reason} == {"no model of that"}
     assert all(isinstance(strategy.overlap, MegaKernel) for strategy, _ in found.refused)
     assert all(isinstance(one.strategy.overlap, Sequential) for one in found.ranking)
 

@@ -13,7 +13,7 @@ import pytest
 from clocked_memory import Agent, ClockedMemory, Segment, Space
 from interleaved_interpreter import interleaved
 from mutants import Found, Hunt, all_mutants
-from weak_cases import all_cases, counts, given_up, pulls, run_once
+from weak_cases import all_cases, counts, given_up, run_once
 
 CASES = all_cases()
 

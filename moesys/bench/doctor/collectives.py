@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import torch
 import torch.distributed as dist
 
@@ -69,7 +71,9 @@ def copies_arrive(place: Place) -> str:
         require(torch.equal(found, right), f"{num_bytes} bytes from {came} to {to} did not arrive as they were")
     if place.rehearsed:
         return "by Triton's interpreter"
-    return "by Triton's programs" if copy_engines(device) is None else "by copy engines"
+    if copy_engines(device) is None:
+        return "by Triton's programs"
+    return f"by copy engines, through {'CuPy' if importlib.util.find_spec('cupy') else 'the driver'}"
 
 
 def _meet(device: torch.device) -> None:

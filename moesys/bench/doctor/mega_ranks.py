@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection
 
 import torch
@@ -62,6 +61,4 @@ def _share(place: Place) -> int:
     """Programs of a rank, so that all of those that share a GPU are resident."""
     if place.rehearsed:
         return PROGRAMS
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", place.num_ranks))
-    sharing = -(-local // max(1, place.most_gpus))
-    return max(1, torch.cuda.get_device_properties(place.device).multi_processor_count // sharing)
+    return max(1, torch.cuda.get_device_properties(place.device).multi_processor_count // place.ranks_of_gpu)

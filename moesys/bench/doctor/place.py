@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,6 +39,12 @@ class Place:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         return device
+
+    @property
+    def ranks_of_gpu(self) -> int:
+        """How many share a GPU. Kernels of several processes take turns there, as the driver slices its time."""
+        local = int(os.environ.get("LOCAL_WORLD_SIZE", self.num_ranks))
+        return -(-local // max(1, self.most_gpus))
 
     def require_gpu(self, what: str) -> None:
         """Raises ``LeftOutError`` in a rehearsal: ``what`` is only there on a GPU."""

@@ -21,6 +21,8 @@ from moesys.kernels.symmetric.signals import PUBLISH, raise_flag, raise_if_given
 # 4 KB, of which each of a program's 128 threads stores several words.
 WORDS = 1024
 ROUNDS, REHEARSED_ROUNDS = 1_000_000, 100
+# Where ranks share a GPU, each round waits until the driver has given the other its turn, for milliseconds.
+ROUNDS_IN_TURNS = 2_000
 # Of one launch: as many end within a second, so that a process that is to end can.
 LAUNCHED = 100_000
 
@@ -41,7 +43,8 @@ def rounds_between_ranks_hold(place: Place) -> str:
     """Every pair of ranks in turn: each stores into the other's memory, and waits for the other."""
     device = place.device
     heap = Heap.of_group(regions(), dist.group.WORLD, device)
-    rounds, pairings = REHEARSED_ROUNDS if place.rehearsed else ROUNDS, triton.next_power_of_2(place.num_ranks) - 1
+    in_turns = ROUNDS_IN_TURNS if place.ranks_of_gpu > 1 else ROUNDS
+    rounds, pairings = REHEARSED_ROUNDS if place.rehearsed else in_turns, triton.next_power_of_2(place.num_ranks) - 1
     wrong, epoch = torch.zeros(WORDS, dtype=torch.int64, device=device), 1
     for distance in range(1, pairings + 1):
         peer = heap.rank ^ distance

@@ -58,6 +58,15 @@ def wall_ms(work: Work) -> float:
     return (time.perf_counter() - start) * 1e3
 
 
+def processor_ms(work: Work) -> float:
+    """Milliseconds of processor time of this process, all threads: what others do to the machine does not count, nor
+    does waiting.
+    """
+    start = time.process_time()
+    work()
+    return (time.process_time() - start) * 1e3
+
+
 def interleave(
     contestants: Mapping[Name, Callable[[], float]],
     repeats: int,

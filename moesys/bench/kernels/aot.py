@@ -27,7 +27,9 @@ from moesys.kernels.experts.weight_gradient import OrderedGroups, weight_gradien
 from moesys.kernels.mega.exchange import regions
 from moesys.kernels.routing.routing import Routing, route
 from moesys.kernels.split.chunks import OwnReplicas, arrived_rows, cut, sent_rows
+from moesys.kernels.split.even import even_split, even_tables
 from moesys.kernels.split.flow import split
+from moesys.kernels.split.proportional import proportional_split, proportional_tables
 from moesys.kernels.split.tables import SplitTables, tables_of
 from moesys.kernels.symmetric.counts import count_regions, receive_counts, send_counts
 from moesys.kernels.symmetric.heap import Heap
@@ -65,7 +67,7 @@ def _widths(widths: tuple[int, ...]) -> str:
 
 @dataclass(frozen=True)
 class Compiled:
-    """One kernel of one op at one size, as compiled for ``sm_90``; ``wrong``: where it falls short, "" for nowhere.
+    """One kernel of one op at one size, as compiled for a GPU; ``wrong``: where it falls short, "" for nowhere.
 
     ``block``: of its product, None where it has none. ``moves_rows``: whether it copies rows from or to other ranks;
     ``flight_bytes``: that each of its threads should have on their way.
@@ -77,7 +79,7 @@ class Compiled:
     code: Annotated[
         MachineCode,
         Column("kernel", lambda code: code.name),
-        Column("HGMMA", lambda code: " ".join(code.mma)),
+        Column("products", lambda code: " ".join(code.mma)),
         Column("threads", lambda code: str(code.threads)),
         Column("registers", lambda code: str(code.registers)),
         Column("spills", lambda code: str(code.spills)),
@@ -103,7 +105,7 @@ class Compiled:
         if code.shared_bytes > MOST_SHARED_BYTES:
             found.append(f"{code.shared_bytes} bytes of shared memory, {MOST_SHARED_BYTES} is the most")
         if self.tile and not code.mma:
-            found.append("no HGMMA")
+            found.append("no product of tensor cores")
         if self.tile and any(width < COPY_BYTES for width in code.copy_bytes):
             found.append(f"copies of {min(code.copy_bytes)} bytes")
         for what, widths in (("loads", code.load_bytes), ("stores", code.store_bytes)):
@@ -135,6 +137,15 @@ def exchange_counts(first_E1: Tensor) -> Tensor:
     return receive_counts(heap, epoch_1, exchanges_R, num_experts)
 
 
+def split_by_shares(tokens_RE: Tensor, tables: SplitTables) -> object:
+    """The even split, and the proportional one."""
+    num_ranks, num_experts = tokens_RE.shape
+    expert_RS = np.arange(num_ranks * 4).reshape(num_ranks, 4) % num_experts
+    in_proportion = proportional_tables(tables, np.ones((num_ranks, num_experts), dtype=np.int64))
+    evenly = even_tables(expert_RS, np.arange(num_ranks) // 8, "meta")
+    return even_split(tokens_RE, evenly, 1), proportional_split(tokens_RE, in_proportion, 1)
+
+
 def cut_into_chunks(tables: SplitTables, entry_N: Tensor, top_k: int, num_chunks: int = 2) -> object:
     """Tables of one of 64 ranks."""
     num_ranks, num_replicas = 64, len(tables.rank_P)
@@ -164,7 +175,7 @@ def compile_size(
     routing = Routing(*(meta(*shape, dtype=torch.int32) for shape in ((P,), (T, K), (E + 1,))))
     matrix_G = meta(E, dtype=torch.int32)
     gate_up, down_proj, x, a = meta(E, 2 * I, H), meta(E, H, I), meta(T, H), meta(P, I)
-    blocks = blocks_of(ShapeClass.of(x, down_proj, P, "swiglu"), x.device)
+    blocks = blocks_of(ShapeClass.of(x, down_proj, P, "swiglu"), x.device, target.arch)
     h, weight = meta(P, 2 * I), meta(T, K, dtype=torch.float32)
 
     def tiles(block: TileConfig) -> Tiles:
@@ -186,6 +197,7 @@ def compile_size(
     ops: dict[str, tuple[TileConfig | None, Callable[[], object]]] = {
         "counts": (None, lambda: exchange_counts(first)),
         "split": (None, lambda: split(tokens_RE, tables)),
+        "shares": (None, lambda: split_by_shares(tokens_RE, tables)),
         "chunks": (None, lambda: cut_into_chunks(tables, entries, K)),
         "route": (None, lambda: route(meta(T, K, dtype=torch.int64), E)),
         "tiles": (None, lambda: tile_table(first, P, up_.rows)),

@@ -66,7 +66,7 @@ def compile_mega(
     """Both MegaKernels, forward and backward, on one of ``NUM_RANKS`` ranks, each of which has the size's tokens."""
     found = []
     for name in points:
-        for op, parts, run in _launched(size, dtype, POINTS[name]):
+        for op, parts, run in _launched(size, dtype, POINTS[name], target.arch):
             tell(f"{size.name}: {name} {op}")
             with compiling(target) as compiled:
                 run()
@@ -75,11 +75,11 @@ def compile_mega(
     return found
 
 
-def _launched(size: Size, dtype: torch.dtype, point: MegaKernel) -> Iterator[Launched]:
+def _launched(size: Size, dtype: torch.dtype, point: MegaKernel, capability: int) -> Iterator[Launched]:
     T, H, I, E, K = size[1:]
     # As many rows come as go, to one replica more than this rank's part of the experts.
     N, G = T * K, -(-E // NUM_RANKS) + 1
-    blocks = blocks_at(point, ACTIVATION, dtype, torch.device("meta"))
+    blocks = blocks_at(point, ACTIVATION, dtype, torch.device("meta"), capability)
     back, into, outer = blocks.activation_gradient, blocks.input_gradient, blocks.weight_gradient
     memory, rows = _memory(size, dtype, G, blocks.down), _rows(size, N, G, blocks.down, point)
 

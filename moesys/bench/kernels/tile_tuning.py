@@ -55,7 +55,7 @@ def main(sizes: Sequence[Size]) -> int:
         with steps_told("tuning", len(OPS) * len(sizes)) as tell:
             for size in sizes:
                 shape, found = tune_size(size, tell)
-                untuned = blocks_for(shape, gpu.multiprocessors)
+                untuned = blocks_for(shape, gpu.multiprocessors, gpu.capability)
                 rows += [Tuned(size.name, op, getattr(found, op), getattr(untuned, op)) for op in OPS]
     except OSError as error:
         print(error, file=sys.stderr)

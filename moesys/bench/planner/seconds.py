@@ -43,7 +43,7 @@ from moesys.config import (
 from moesys.config.workload import Generated
 from moesys.layout import ExpertLayout
 from moesys.load import LoadMatrix
-from moesys.step import StepPlan, plan_layer, simulate
+from moesys.step import LayerPlan, StepPlan, plan_layer, simulate
 from moesys.traces import generate
 
 TOKENS_PER_RANK = 8192
@@ -110,6 +110,16 @@ class Planner:
     def strategy(self, slots: int) -> Strategy:
         sharding = self.sharding.replace(slots_per_rank=slots)
         return Strategy(name=self.name, sharding=sharding, balance=self.balance, split=self.split, overlap=self.overlap)
+
+    def numbered(
+        self, loads: tuple[LoadMatrix, LoadMatrix, LoadMatrix], cluster: ClusterSpec
+    ) -> tuple[LoadMatrix, LoadMatrix, LoadMatrix]:
+        """Returns ``Setting.loads``, where it chooses homes with experts in the order of these."""
+        if not self.homes:
+            return loads
+        homes = Homes(planned_homes(loads[0], cluster), cluster.num_ranks)
+        past, planned_for, later = map(homes.numbered, loads)
+        return past, planned_for, later
 
     def layout(
         self, model: ModelShape, cluster: ClusterSpec, slots: int, past: LoadMatrix, planned_for: LoadMatrix
@@ -194,6 +204,15 @@ class Row:
         return statistics.median(self.planning_ms)
 
 
+def simulated_ms(strategy: Strategy, model: ModelShape, cluster: ClusterSpec, layer: LayerPlan) -> float:
+    """Returns the milliseconds of a layer, forward and backward, among equal ones."""
+    few_us, more_us = (
+        simulate(StepPlan(strategy, model, cluster, (layer,) * number)).length_us
+        for number in (FEW_LAYERS, MORE_LAYERS)
+    )
+    return (more_us - few_us) / 1e3 / (MORE_LAYERS - FEW_LAYERS)
+
+
 def main(
     num_seeds: int,
     drift: float = 0.0,
@@ -249,20 +268,14 @@ def _row(
     model, cluster = setting.model, presets.h100(setting.num_nodes)
     strategy = planner.strategy(setting.slots)
     row = Row(setting.name, cluster.num_ranks, setting.slots, planner.name, [], [], [], [], [], baseline_ms)
-    for past, planned_for, later in loads:
-        if planner.homes:
-            homes = Homes(planned_homes(past, cluster), cluster.num_ranks)
-            past, planned_for, later = map(homes.numbered, (past, planned_for, later))
+    for loads_3 in loads:
+        past, planned_for, later = planner.numbered(loads_3, cluster)
         begin_s = time.perf_counter()
         layout = planner.layout(setting.model, cluster, setting.slots, past, planned_for)
         row.planning_ms.append(1e3 * (time.perf_counter() - begin_s))
         layer = plan_layer(strategy, model, cluster, later, layout=layout)
         row.bound_ms.append(1e3 * certify_seconds(layer.tokens, cluster, model, strategy).bound_s)
-        few_us, more_us = (
-            simulate(StepPlan(strategy, model, cluster, (layer,) * number)).length_us
-            for number in (FEW_LAYERS, MORE_LAYERS)
-        )
-        row.layer_ms.append((more_us - few_us) / 1e3 / (MORE_LAYERS - FEW_LAYERS))
+        row.layer_ms.append(simulated_ms(strategy, model, cluster, layer))
         row.max_over_mean.append(layer.tokens.max_over_mean)
         row.crossing.append(layer.tokens.inter_node_tokens(cluster.node_of_rank) / later.total)
     return row

@@ -22,6 +22,8 @@ from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 HOPPER = GPUTarget("cuda", 90, 32)
+# The shape of a Hopper warpgroup's product; a Blackwell one's instruction, whose shape stands elsewhere.
+PRODUCTS = r"\b(?:HGMMA\.(?=\d+x)|(?=UTC\w*MMA))([\dx]+|\w+)"
 # What one block may have of a Hopper multiprocessor's shared memory.
 MOST_SHARED_BYTES = 232_448
 
@@ -31,10 +33,11 @@ class MachineCode:
     """One compiled kernel.
 
     ``registers`` of a thread; ``stack_bytes`` of a thread; ``spills``: instructions that move registers to local memory
-    or back; ``shared_bytes`` of a block; ``mma``: the shapes of its warpgroup products, such as "64x128x16"; none where
-    it has no such product; ``copy_bytes``: the widths of its asynchronous copies from pointers; ``load_bytes``,
-    ``store_bytes``: of its loads from and stores to global memory; ``flight_bytes``: the most that a thread asks of
-    global memory, by loads of 16 bytes, before it stores again; ``tma_loads``: how many loads by descriptor it has;
+    or back; ``shared_bytes`` of a block; ``mma``: the shapes of its products of tensor cores, such as "64x128x16" on
+    Hopper, or their instruction, as "UTCHMMA" on Blackwell; none where it has no such product; ``copy_bytes``: the
+    widths of its asynchronous copies from pointers; ``load_bytes``, ``store_bytes``: of its loads from and stores to
+    global memory; ``flight_bytes``: the most that a thread asks of global memory, by loads of 16 bytes, before it
+    stores again; ``tma_loads``: how many loads by descriptor it has;
     ``threads`` of a block; ``specialised``: whether its warps have different work.
     """
 
@@ -111,7 +114,7 @@ def read_machine_code(compiled: Any) -> MachineCode:
         stack_bytes=stack,
         spills=len(re.findall(r"\b(?:STL|LDL)\b", listing)),
         shared_bytes=int(compiled.metadata.shared),
-        mma=tuple(sorted(set(re.findall(r"\bHGMMA\.(\d+x\d+x\d+)", listing)))),
+        mma=tuple(sorted(set(re.findall(PRODUCTS, listing)))),
         copy_bytes=_widths("LDGSTS", listing),
         load_bytes=_widths("LDG", listing),
         store_bytes=_widths("STG", listing),

@@ -35,6 +35,10 @@ EPILOGUE_BYTES = 33 << 10
 MOST_SUMS = 128
 THREADS_THAT_MULTIPLY = 256
 
+# Compute capability, times ten, of the GPUs whose machine code was read for that. Later ones hold sums elsewhere, and
+# what Triton makes of a weight gradient's spills with as many.
+HOPPER = 90
+
 # An H100's, as a tuner's model needs them: a multiprocessor's products and what it reads through the L2 cache.
 MULTIPROCESSORS = 132
 FLOPS_PER_US = 6.0e6
@@ -74,7 +78,9 @@ def gemm_of(op: str, shape: ShapeClass) -> Gemm:
     raise ValueError(f"op={op!r} is not known; use one of {', '.join(OPS)}")
 
 
-def candidates(op: str, shape: ShapeClass, multiprocessors: int = MULTIPROCESSORS) -> list[TileConfig]:
+def candidates(
+    op: str, shape: ShapeClass, multiprocessors: int = MULTIPROCESSORS, capability: int = HOPPER
+) -> list[TileConfig]:
     """Returns configurations that fit, at most ``MOST_OF_A_WAY`` of each way, ordered by ``model_us``; of equal ones
     pointers first.
     """
@@ -83,7 +89,7 @@ def candidates(op: str, shape: ShapeClass, multiprocessors: int = MULTIPROCESSOR
     gemm = gemm_of(op, shape)
     found: list[TileConfig] = []
     for block in sorted(
-        (block for block in _all_blocks(op) if _fits(block, op, shape.activation, gemm)),
+        (block for block in _all_blocks(op) if _fits(block, op, shape.activation, gemm, capability)),
         key=lambda block: model_us(block, gemm, shape, multiprocessors),
     ):
         if sum(other.operands == block.operands for other in found) < MOST_OF_A_WAY:
@@ -93,9 +99,9 @@ def candidates(op: str, shape: ShapeClass, multiprocessors: int = MULTIPROCESSOR
 
 # Every forward and backward of an untuned layer asks for its blocks.
 @lru_cache(maxsize=1024)
-def blocks_for(shape: ShapeClass, multiprocessors: int = MULTIPROCESSORS) -> TileConfigs:
+def blocks_for(shape: ShapeClass, multiprocessors: int = MULTIPROCESSORS, capability: int = HOPPER) -> TileConfigs:
     """The first candidate of each op: what is used where nothing was tuned."""
-    return TileConfigs(**{op: candidates(op, shape, multiprocessors)[0] for op in OPS})
+    return TileConfigs(**{op: candidates(op, shape, multiprocessors, capability)[0] for op in OPS})
 
 
 def _all_blocks(op: str) -> Sequence[TileConfig]:
@@ -112,17 +118,19 @@ def _all_blocks(op: str) -> Sequence[TileConfig]:
     return found
 
 
-def _fits(block: TileConfig, op: str, activation: str, gemm: Gemm) -> bool:
+def _fits(block: TileConfig, op: str, activation: str, gemm: Gemm, capability: int) -> bool:
     """Shared memory, registers with what the epilogue needs, and no tile wider than the padded matrix."""
     columns = gemm.halves * block.columns
     shared_bytes = block.stages * (block.rows + columns) * CONTRACTION * OPERAND_BYTES + EPILOGUE_BYTES
     sums = block.rows * columns // THREADS_THAT_MULTIPLY
     too_wide = block.columns > 2 * max(gemm.columns, 64) or block.rows > 2 * max(gemm.rows, 64)
-    return shared_bytes <= MOST_SHARED_BYTES and sums <= _most_sums(block, op, activation) and not too_wide
+    return shared_bytes <= MOST_SHARED_BYTES and sums <= _most_sums(block, op, activation, capability) and not too_wide
 
 
-def _most_sums(block: TileConfig, op: str, activation: str) -> int:
+def _most_sums(block: TileConfig, op: str, activation: str, capability: int) -> int:
     """Sums of a thread beside which the epilogue fits, as read off compiled kernels."""
+    if op == "weight_gradient" and capability > HOPPER:
+        return MOST_SUMS // 2
     fused = op in ("up", "activation_gradient")
     if fused and activation == "gelu":
         return MOST_SUMS // 2

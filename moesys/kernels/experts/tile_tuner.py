@@ -22,7 +22,7 @@ import torch
 import triton
 
 from moesys.kernels.experts.tile_config import ShapeClass, TileConfig, TileConfigs
-from moesys.kernels.experts.tile_space import MULTIPROCESSORS, OPS, blocks_for, candidates
+from moesys.kernels.experts.tile_space import HOPPER, MULTIPROCESSORS, OPS, blocks_for, candidates
 
 PINNED = "MOESYS_BLOCKS"
 CACHE = "MOESYS_CACHE"
@@ -35,20 +35,30 @@ Timer = Callable[[str, Sequence[TileConfig]], Sequence[float | None]]
 
 @dataclass(frozen=True)
 class Gpu:
-    """What a tuned choice holds for, besides versions."""
+    """What a tuned choice holds for, besides versions. ``capability``: as in ``sm_90``."""
 
     name: str = "H100"
     multiprocessors: int = MULTIPROCESSORS
+    capability: int = HOPPER
 
     @staticmethod
     def of(device: torch.device) -> Gpu:
         """Of a CUDA device."""
         properties = torch.cuda.get_device_properties(device)
-        return Gpu(properties.name, properties.multi_processor_count)
+        return Gpu(properties.name, properties.multi_processor_count, capability_of(device))
 
 
-def blocks_of(shape: ShapeClass, device: torch.device) -> TileConfigs:
-    """What a layer uses whose caller gives no blocks.
+def capability_of(device: torch.device) -> int:
+    """As in ``sm_90``; that of a Hopper GPU where there is none."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return HOPPER
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+def blocks_of(shape: ShapeClass, device: torch.device, capability: int = HOPPER) -> TileConfigs:
+    """What a layer uses whose caller gives no blocks. ``capability``: of the GPU that ``device`` stands for, if it is
+    none.
 
     Raises ValueError where ``MOESYS_BLOCKS`` names a file without blocks, or with some that would change bits.
     """
@@ -59,9 +69,9 @@ def blocks_of(shape: ShapeClass, device: torch.device) -> TileConfigs:
     if device.type == "cpu":
         return TileConfigs.all_of(INTERPRETED)
     if device.type != "cuda":
-        return blocks_for(shape)
+        return blocks_for(shape, capability=capability)
     gpu = Gpu.of(device)
-    return _cached(gpu).get(shape.key) or blocks_for(shape, gpu.multiprocessors)
+    return _cached(gpu).get(shape.key) or blocks_for(shape, gpu.multiprocessors, gpu.capability)
 
 
 def read_blocks(path: Path) -> TileConfigs:
@@ -82,7 +92,7 @@ def tune_blocks(shape: ShapeClass, timer: Timer, gpu: Gpu) -> TileConfigs:
     # Nothing new, but what cannot be kept later is known before minutes of timing.
     _keep(path, {})
     for op in OPS:
-        blocks = candidates(op, shape, gpu.multiprocessors)
+        blocks = candidates(op, shape, gpu.multiprocessors, gpu.capability)
         taken_ms = timer(op, blocks)
         timed = [(ms, place) for place, ms in enumerate(taken_ms) if ms is not None]
         best[op] = blocks[min(timed)[1]] if timed else blocks[0]

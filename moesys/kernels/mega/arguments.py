@@ -5,7 +5,7 @@ R ranks, T tokens of this rank, K choices of each, N rows here in order of group
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Hashable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -77,14 +77,17 @@ class MegaLaunch(NamedTuple):
 
 class MegaMemory:
     """What lasts from epoch to epoch on one rank: the heap, and flags and counters that only its own programs use.
+    ``meet``: waits, on the host, until all ranks are there.
 
     Flags hold epochs and counters return to zero by themselves, so nothing here is cleared between launches.
     ``epoch_1`` int32, on the device, so that a captured graph counts on when it is replayed. ``times``: where launches
     write down when each task ran, None where nobody asks.
     """
 
-    def __init__(self, heap: Heap) -> None:
-        self.heap, self.watch = heap, Watch(heap)
+    def __init__(self, heap: Heap, meet: Callable[[], object] = lambda: None) -> None:
+        self.heap, self.watch, self.meet = heap, Watch(heap), meet
+        # Points for which all kernels have been compiled.
+        self.compiled: set[Hashable] = set()
         self.times: TaskTimes | None = None
         self.epoch_1 = self._zeros(1)
         # How many exchanges of counts there have been, for each peer (``counts``).

@@ -11,11 +11,14 @@ from torch import Tensor
 
 from moesys.kernels.experts.activations import GATED
 from moesys.kernels.experts.tile_config import THREADS_OF_WARP, TileConfig, TileConfigs, all_registers
-from moesys.kernels.experts.tile_space import SINGLE
-from moesys.kernels.experts.tile_tuner import INTERPRETED
+from moesys.kernels.experts.tile_space import HOPPER, SINGLE
+from moesys.kernels.experts.tile_tuner import INTERPRETED, capability_of
 from moesys.kernels.mega.exchange import TileOrder
 from moesys.kernels.mega.task_queue import WHOLE
 
+# Beside all else that backward's combine does, these spill weight gradients' tiles of more columns: Triton 3.6, and any
+# for GPUs after Hopper (``moesys bench kernels --aot``).
+OLD_TRITON, NARROW_COLUMNS = triton.__version__.startswith("3.6."), 128
 # Of a load, and of all that a thread has on their way.
 LOAD_BYTES, FLIGHT_BYTES = 16, 128
 
@@ -72,9 +75,11 @@ def fuses(point: MegaPoint, side: Literal["dispatch", "combine"]) -> bool:
     return point.fused in ("both", side)
 
 
-def blocks_at(point: MegaPoint, activation: str, dtype: torch.dtype, device: torch.device) -> TileConfigs:
+def blocks_at(
+    point: MegaPoint, activation: str, dtype: torch.dtype, device: torch.device, capability: int | None = None
+) -> TileConfigs:
     """Tiles of all products: of as many rows, as they share a table, and with operands through pointers, as rows that
-    other programs have just stored are not to be read by TMA.
+    other programs have just stored are not to be read by TMA. ``capability``: of the GPU, None for that of ``device``.
     """
     if device.type == "cpu":
         usual = INTERPRETED
@@ -90,7 +95,11 @@ def blocks_at(point: MegaPoint, activation: str, dtype: torch.dtype, device: tor
         stages=point.stages or usual.stages,
     )
     halved = replace(block, columns=max(16, block.columns // 2)) if GATED[activation] else block
-    return replace(TileConfigs.all_of(block), up=halved)
+    if capability is None:
+        capability = capability_of(device)
+    narrow = OLD_TRITON or capability > HOPPER
+    outer = replace(block, columns=min(block.columns, NARROW_COLUMNS)) if narrow else block
+    return replace(TileConfigs.all_of(block), up=halved, weight_gradient=outer)
 
 
 def columns_at_once(num_rows: int, rows_NH: Tensor, block: TileConfig) -> int:

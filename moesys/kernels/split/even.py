@@ -1,4 +1,4 @@
-"""The even split of counts that are on a device: operators of torch on tables of R·Q numbers, none of which waits.
+"""The even split of counts that are on a device: one kernel, on tables of R·Q numbers.
 
 It is ``EvenSplit`` (docs/balance.md), LAER-MoE's lite routing, to the byte: a source's tokens for an expert go evenly
 over the slots that hold it on the source's node, or over all slots where its node has none; what is left over goes one
@@ -14,9 +14,12 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from moesys.kernels.host_copies import to_device
+from moesys.kernels.launch import kernel
 from moesys.kernels.split.tables import IntArray
 
 
@@ -56,9 +59,34 @@ def _counted(chosen_RQ: npt.NDArray[np.bool_], expert_Q: IntArray) -> tuple[IntA
 
 
 def even_split(tokens_RE: Tensor, tables: EvenTables, turn: int) -> Tensor:
-    """``tokens_RP`` int64: what each source of ``tokens_RE`` int64 [R, E] sends to each replica."""
-    tokens_RQ = tokens_RE[:, tables.expert_Q]
-    first_RQ = (tables.place_RQ - turn) % tables.sharing_RQ
-    share_RQ = tokens_RQ // tables.sharing_RQ + (first_RQ < tokens_RQ % tables.sharing_RQ)
-    end_RP = torch.where(tables.place_RQ >= 0, share_RQ, 0).cumsum(1)[:, tables.last_P]
-    return torch.cat([end_RP[:, :1], end_RP.diff(dim=1)], dim=1)
+    """``tokens_RP`` int64: what each source of ``tokens_RE`` int64 [R, E] sends to each replica. One launch."""
+    (num_ranks, num_experts), num_slots = tokens_RE.shape, len(tables.expert_Q)
+    num_replicas = len(tables.last_P)
+    tokens_RP = tokens_RE.new_empty(num_ranks, num_replicas)
+    lanes = triton.next_power_of_2(num_slots)
+    _split_evenly[(num_ranks,)](
+        tokens_RE.contiguous(), tables, tokens_RP, turn, num_experts, num_slots, num_replicas, LANES=lanes
+    )
+    return tokens_RP
+
+
+@kernel(do_not_specialize=["turn", "num_experts", "num_slots", "num_replicas"])
+def _split_evenly(  # type: ignore[no-untyped-def]
+    tokens_RE, tables, tokens_RP, turn, num_experts, num_slots, num_replicas, LANES: tl.constexpr
+):
+    """One source a program, one slot a lane, and then one replica."""
+    source, lane = tl.program_id(0).to(tl.int64), tl.arange(0, LANES)
+    inside = lane < num_slots
+    expert = tl.load(tables.expert_Q + lane, mask=inside, other=0)
+    place = tl.load(tables.place_RQ + source * num_slots + lane, mask=inside, other=-1)
+    sharing = tl.load(tables.sharing_RQ + source * num_slots + lane, mask=inside, other=1)
+    tokens = tl.load(tokens_RE + source * num_experts + expert, mask=inside, other=0)
+    # The remainder of a negative number is negative here.
+    behind = ((place - turn) % sharing + sharing) % sharing
+    share = tokens // sharing + (behind < tokens % sharing).to(tl.int64)
+    up_to = tl.cumsum(tl.where(place >= 0, share, 0), 0)
+    real = lane < num_replicas
+    last = tl.load(tables.last_P + lane, mask=real, other=0).to(tl.int32)
+    before = tl.load(tables.last_P + lane - 1, mask=real & (lane > 0), other=0).to(tl.int32)
+    end, begin = tl.gather(up_to, last, 0), tl.where(lane > 0, tl.gather(up_to, before, 0), 0)
+    tl.store(tokens_RP + source * num_replicas + lane, end - begin, mask=real)

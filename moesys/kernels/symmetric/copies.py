@@ -1,6 +1,7 @@
 """Copies by address, between memory that this rank can reach: its own, and arenas of peers (``heap``).
 
-On NVIDIA's GPUs they are the driver's asynchronous copies, which copy engines carry out beside the multiprocessors.
+On NVIDIA's GPUs they are asynchronous copies of CuPy's runtime or the driver, which copy engines carry out beside the
+multiprocessors.
 Elsewhere programs move 16 bytes a thread at a time where both addresses allow it, else 4, else one.
 """
 
@@ -15,7 +16,7 @@ import triton.language as tl
 
 from moesys.kernels.experts.numerics import INTERPRETED
 from moesys.kernels.launch import kernel
-from moesys.kernels.symmetric.cuda_driver import copy_engines, start_engine_copy
+from moesys.kernels.symmetric.cuda_driver import copy_engines
 
 # Words of 4 bytes that a program moves at a time: 16 bytes for each of 128 threads, eight times, all on their way
 # before the first is stored; so many programs have half a megabyte on its way.
@@ -34,13 +35,13 @@ class Copy(NamedTuple):
 
 def start_copies(copies: Sequence[Copy], device: torch.device, programs: int = PROGRAMS) -> None:
     """On the current stream of ``device``. ``programs``: how many move bytes where no copy engine does."""
-    driver = copy_engines(device)
-    if driver is not None:
+    engine_copy = copy_engines(device)
+    if engine_copy is not None:
         stream = torch.cuda.current_stream(device).cuda_stream
         with torch.cuda.device(device):
             for copy in copies:
                 if copy.num_bytes:
-                    start_engine_copy(driver, *copy, stream)
+                    engine_copy(*copy, stream)
     elif copies:
         copies_C3 = torch.tensor(copies, dtype=torch.int64, pin_memory=device.type == "cuda")
         _copy[(programs,)](copies_C3.to(device, non_blocking=True), len(copies), BLOCK=BLOCK_WORDS, num_warps=WARPS)

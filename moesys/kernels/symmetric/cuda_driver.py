@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import ctypes
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
 
 import torch
+
+# Copies from an address to another, of the current device or of what it maps, on a stream of it: destination, source,
+# bytes, stream.
+EngineCopy = Callable[[int, int, int, int], None]
 
 # CU_DEVICE_P2P_ATTRIBUTE_NATIVE_ATOMIC_SUPPORTED.
 P2P_NATIVE_ATOMICS = 3
@@ -20,16 +26,23 @@ def cuda_driver() -> ctypes.CDLL | None:
         return None
 
 
-def copy_engines(device: torch.device) -> ctypes.CDLL | None:
-    """The driver, where it has engines that copy on ``device``."""
-    return cuda_driver() if device.type == "cuda" else None
-
-
-def start_engine_copy(driver: ctypes.CDLL, destination: int, source: int, num_bytes: int, stream: int) -> None:
-    """``num_bytes`` between addresses of the current device or of what it maps, on ``stream`` of it.
-
-    Raises RuntimeError where the driver refuses.
+def copy_engines(device: torch.device) -> EngineCopy | None:
+    """What has copy engines of ``device`` move bytes: CuPy's runtime where it is installed, else the driver; None where
+    there is neither.
     """
+    if device.type != "cuda":
+        return None
+    try:
+        from cupy.cuda import runtime  # type: ignore[import-not-found]
+    except ImportError:
+        driver = cuda_driver()
+        return None if driver is None else partial(_copy_by_driver, driver)
+    return lambda destination, source, num_bytes, stream: runtime.memcpyAsync(
+        destination, source, num_bytes, runtime.memcpyDefault, stream
+    )
+
+
+def _copy_by_driver(driver: ctypes.CDLL, destination: int, source: int, num_bytes: int, stream: int) -> None:
     error = driver.cuMemcpyAsync(
         ctypes.c_uint64(destination), ctypes.c_uint64(source), ctypes.c_size_t(num_bytes), ctypes.c_void_p(stream)
     )
@@ -42,7 +55,7 @@ def start_engine_copy(driver: ctypes.CDLL, destination: int, source: int, num_by
 
 def gpu_address(device: torch.device) -> str:
     """Where a GPU is on its host's bus, the same for all processes."""
-    found = torch.cuda.get_device_properties(device)
+    found: Any = torch.cuda.get_device_properties(device)
     return f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}"
 
 

@@ -100,6 +100,11 @@ class Heap:
         world = torch.tensor([len(bases), rank, int(timeout_s * 1e9), *bases], dtype=torch.int64, device=arena.device)
         return Heap(layout, rank, len(bases), timeout_s, arena, world, tuple(mapped))
 
+    def on_meta(self) -> Heap:
+        """One like this that has no memory, for which kernels are compiled."""
+        regions = {name: region for name, region in self.layout.regions.items() if name not in SIGNALS}
+        return Heap.virtual(regions, self.num_ranks, "meta", self.timeout_s)[self.rank]
+
     def offset(self, region: str) -> int:
         """Bytes from the beginning of every arena."""
         return self.layout.offset[region]

@@ -144,8 +144,14 @@ def _gpus() -> Iterator[Check]:
 
 
 def _optional() -> Iterator[Check]:
+    cupy = next((name for name in ("cupy-cuda12x", "cupy-cuda13x", "cupy") if _version(name)), "cupy")
     for title, package, hint in (
         ("Triton", "triton", "GPU kernels; comes with CUDA builds of torch on Linux"),
+        (
+            "CuPy",
+            cupy,
+            "copy engines, which the driver has too: pip install 'moesys[cuda12]' or 'moesys[cuda13]'",
+        ),
         ("Numba", "numba", "nothing yet: all planners run without it"),
     ):
         found = _version(package)

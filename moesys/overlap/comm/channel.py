@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from typing import TypeVar
 
 import torch
@@ -41,9 +41,10 @@ class Transfer:
         self, channel: Channel, lane: str, detail: str, work: dist.Work | Messages | PacedTransfer | None
     ) -> None:
         self._channel, self._lane, self._detail, self._work = channel, lane, detail, work
-        self._start_us = channel.recorder.now_us()
+        self._start = channel.recorder.clock.now() if channel.recorder.enabled else None
         self._unrecorded = threading.Lock()
         if work is not None and channel.recorder.enabled:
+            # Of what travels between GPUs torch calls back at once, on a stream that waits for its end.
             work.get_future().add_done_callback(lambda _: self._record())
 
     def wait(self) -> None:
@@ -57,7 +58,8 @@ class Transfer:
         """Once, by whoever learns it first: callbacks may come later than the waiting thread goes on."""
         if self._unrecorded.acquire(blocking=False):
             recorder = self._channel.recorder
-            recorder.add(self._lane, self._lane, self._start_us, recorder.now_us(), self._detail)
+            if recorder.enabled:
+                recorder.add_between(self._lane, self._lane, self._start, recorder.clock.now(), self._detail)
 
 
 class Channel:
@@ -142,12 +144,9 @@ class Channel:
                 self.guard(lane, lambda: dist.all_reduce(values, group=self.group))
         return values
 
-    @contextmanager
-    def exposed(self, lane: str) -> Iterator[None]:
+    def exposed(self, lane: str) -> AbstractContextManager[None]:
         """Count the time inside as exposed communication."""
-        start_us = self.recorder.now_us()
-        yield
-        self.meter.exposed_ms[lane] += (self.recorder.now_us() - start_us) / 1000
+        return self.meter.exposed(lane)
 
     def guard(self, kind: str, call: Callable[[], T]) -> T:
         """Run a collective call; where it fails, find out which ranks are gone and say so."""

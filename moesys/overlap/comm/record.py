@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import NamedTuple
 
 import torch
 
+from moesys.overlap.comm.clock import Clock, Moment
 from moesys.timeline import Span, Timeline
 
 
@@ -18,29 +18,70 @@ class Meter:
     """Counters of one layer.
 
     ``wire_bytes``: received from other ranks, by (lane, "intra_node" or "inter_node").
-    ``exposed_ms``: how long the computing thread was blocked by communication, by lane.
-    ``plan_ms``: how long it planned.
+    ``exposed_ms``: how long what computes was blocked by communication, by lane: the thread, or the GPU's stream.
+    ``plan_ms``: how long it planned. To read either is to wait for a GPU.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, device_type: str = "cpu") -> None:
         self.wire_bytes: dict[tuple[str, str], int] = defaultdict(int)
-        self.exposed_ms: dict[str, float] = defaultdict(float)
-        self.plan_ms = 0.0
+        self._clock = Clock(device_type)
+        self._exposed_ms: dict[str, float] = defaultdict(float)
+        self._plan_ms = 0.0
+        # What may not have happened yet, in its order: the lane that is waited for, None for planning.
+        self._unread: deque[tuple[str | None, Moment, Moment]] = deque()
 
     @contextmanager
     def planning(self) -> Iterator[None]:
         """Count the time inside as planning."""
-        start_ns = time.perf_counter_ns()
+        start = self._clock.now()
         yield
-        self.plan_ms += (time.perf_counter_ns() - start_ns) / 1e6
+        self._add(None, start, self._clock.now())
+
+    @contextmanager
+    def exposed(self, lane: str) -> Iterator[None]:
+        """Count the time inside as exposed communication."""
+        start = self._clock.now()
+        yield
+        self._add(lane, start, self._clock.now())
+
+    @property
+    def exposed_ms(self) -> dict[str, float]:
+        self._read_all()
+        return self._exposed_ms
+
+    @property
+    def plan_ms(self) -> float:
+        self._read_all()
+        return self._plan_ms
 
     def bytes_of(self, lane: str) -> int:
         return sum(count for (which, _), count in self.wire_bytes.items() if which == lane)
 
     def clear(self) -> None:
         self.wire_bytes.clear()
-        self.exposed_ms.clear()
-        self.plan_ms = 0.0
+        self._read_all()
+        self._exposed_ms.clear()
+        self._plan_ms = 0.0
+
+    def _add(self, lane: str | None, start: Moment | None, end: Moment | None) -> None:
+        if start is None or end is None:
+            return
+        self._unread.append((lane, start, end))
+        # What has happened by now, so that nobody needs to ask.
+        while self._unread and self._clock.is_past(self._unread[0][2]):
+            self._read_one()
+
+    def _read_all(self) -> None:
+        while self._unread:
+            self._read_one()
+
+    def _read_one(self) -> None:
+        lane, start, end = self._unread.popleft()
+        took_ms = self._clock.ms_between(start, end)
+        if lane is None:
+            self._plan_ms += took_ms
+        else:
+            self._exposed_ms[lane] += took_ms
 
 
 class Record(NamedTuple):
@@ -56,21 +97,20 @@ class Record(NamedTuple):
 class Recorder:
     """Spans of one rank, kept while ``enabled`` is set.
 
-    Times come from the monotonic clock, which all processes of a machine share. Communication threads report
-    completions, hence the lock.
+    Times are of the monotonic clock, which all processes of a machine share; where a GPU computes, they are when it did
+    what a span is of (``Clock``). Communication threads report completions, hence the lock.
     """
 
-    def __init__(self, rank: int, enabled: bool = False) -> None:
+    def __init__(self, rank: int, enabled: bool = False, device_type: str = "cpu") -> None:
         self.rank = rank
         self.enabled = enabled
+        self.clock = Clock(device_type)
         self._spans: list[Span] = []
         self._later: list[Callable[[], Iterable[Record]]] = []
         self._lane_end_us: dict[str, float] = defaultdict(float)
         self._lock = threading.Lock()
 
-    @staticmethod
-    def now_us() -> float:
-        return time.perf_counter_ns() / 1000
+    now_us = staticmethod(Clock.host_us)
 
     def add(self, lane: str, kind: str, start_us: float, end_us: float, detail: str = "") -> None:
         """Record a span. A lane does one thing at a time: what is issued while it is busy starts when it is free."""
@@ -82,11 +122,28 @@ class Recorder:
             self._lane_end_us[lane] = end_us
             self._spans.append(Span(self.rank, lane, start_us, end_us, kind, detail))
 
+    def add_between(self, lane: str, kind: str, start: Moment | None, end: Moment | None, detail: str = "") -> None:
+        """Record a span whose moments may not have come yet."""
+        if start is None or end is None:
+            return
+        if isinstance(start, float) and isinstance(end, float):
+            self.add(lane, kind, start, end, detail)
+            return
+
+        def read() -> list[Record]:
+            start_us, end_us = self.clock.us_of([start, end])
+            return [Record(lane, kind, start_us, end_us, detail)]
+
+        self.add_later(read)
+
     @contextmanager
     def span(self, lane: str, kind: str, detail: str = "") -> Iterator[None]:
-        start_us = self.now_us()
+        if not self.enabled:
+            yield
+            return
+        start = self.clock.now()
         yield
-        self.add(lane, kind, start_us, self.now_us(), detail)
+        self.add_between(lane, kind, start, self.clock.now(), detail)
 
     def add_later(self, read: Callable[[], Iterable[Record]]) -> None:
         """Spans that are read when the timeline is asked for: to read what a device has recorded is to wait for it."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from moesys.kernels.symmetric import copies, cuda_driver
+from moesys.kernels.symmetric import cuda_driver
 from moesys.kernels.symmetric.copies import BLOCK_WORDS, Copy, start_copies
 
 CPU = torch.device("cpu")
@@ -57,7 +58,8 @@ def test_engines_copy_where_there_is_a_driver(monkeypatch):
     driver = SimpleNamespace(
         cuMemcpyAsync=lambda *call: asked.append([number.value for number in call]) or answers.pop(0)
     )
-    monkeypatch.setattr(copies, "copy_engines", lambda device: driver)
+    monkeypatch.setattr(cuda_driver, "cuda_driver", lambda: driver)
+    monkeypatch.setitem(sys.modules, "cupy", None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=77))
     monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
     start_copies([Copy(1 << 47, 2, 3), Copy(9, 9, 0), Copy(4, 5, 1 << 33)], torch.device("cuda", 0))
@@ -66,9 +68,15 @@ def test_engines_copy_where_there_is_a_driver(monkeypatch):
         start_copies([Copy(1, 2, 3)], torch.device("cuda", 0))
 
 
-def test_engines_are_asked_of_gpus_alone(monkeypatch):
-    monkeypatch.setattr(cuda_driver, "cuda_driver", lambda: "driver")
-    assert cuda_driver.copy_engines(torch.device("cuda", 0)) == "driver"
+def test_engines_are_those_of_cupy_where_it_is_installed(monkeypatch):
+    asked = []
+    runtime = SimpleNamespace(memcpyAsync=lambda *call: asked.append(call), memcpyDefault=4)
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "cupy.cuda", SimpleNamespace(runtime=runtime))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=77))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: torch.no_grad())
+    start_copies([Copy(1, 2, 3), Copy(9, 9, 0), Copy(4, 5, 6)], torch.device("cuda", 0))
+    assert asked == [(1, 2, 3, 4, 77), (4, 5, 6, 4, 77)]
     assert cuda_driver.copy_engines(CPU) is None
 
 

@@ -72,7 +72,9 @@ def test_a_package_that_is_missing_is_named_and_breaks(monkeypatch):
 
 def test_an_optional_package_that_is_missing_breaks_nothing(monkeypatch):
     monkeypatch.setattr(doctor, "_version", lambda package: "")
-    assert {check.name: check.state for check in doctor._optional()} == dict.fromkeys(("Triton", "Numba"), "missing")
+    assert {check.name: check.state for check in doctor._optional()} == dict.fromkeys(
+        ("Triton", "CuPy", "Numba"), "missing"
+    )
 
 
 def test_a_torch_without_gloo_is_broken_and_the_exit_code_says_so(monkeypatch):

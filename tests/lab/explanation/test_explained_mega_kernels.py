@@ -31,6 +31,7 @@ from moesys.moe.pulled_experts import ring_bytes
                 granularity="expert",
                 deduplicate=True,
                 most_tokens=64,
+                rows_cap=2.0,
             ),
             (
                 "planned on the devices, from counts that travel with the tokens' flag: no host waits",
@@ -66,9 +67,10 @@ def test_a_mega_kernel_says_its_tasks_and_its_memory(overlap, said):
     # T = 64, H = 16, K = 2 in float32: what is pulled, what is pushed, and less than as much of flags and choices.
     assert 64 * 16 * 4 * 3 < step.mega.symmetric_bytes < 2 * 64 * 16 * 4 * 3
     assert step.mega.num_rows == max(max(layer.tokens_R) for layer in step.layers)
-    assert step.mega.most_rows == 2 * 64 * 2
-    assert f"{step.mega.num_rows} private rows on the busiest, of 256 that rows_cap allows" in text
-    held_rows = 256 if overlap.most_tokens else step.mega.num_rows
+    most_rows = int(overlap.rows_cap * 64 * 2)
+    assert step.mega.most_rows == most_rows
+    assert f"{step.mega.num_rows} private rows on the busiest, of {most_rows} that rows_cap allows" in text
+    held_rows = most_rows if overlap.most_tokens else step.mega.num_rows
     # Gate and up halves of h beside x, in float32.
     assert step.mega.kept_bytes == held_rows * (16 + 2 * MODEL.intermediate_size) * 4
     assert ("there is always memory" in text) == (overlap.most_tokens is not None)

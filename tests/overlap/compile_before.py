@@ -1,0 +1,85 @@
+"""A script, for a process in which Triton does not interpret: which kernels a first micro-batch of MegaKernels compiles
+before it publishes anything, and which it launches then.
+
+Prints JSON: of each launch its kernel, its signature, and whether it was for the compiler alone.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+import triton
+from mega_case import Case, Drawn
+
+import moesys as ms
+from moesys.kernels.experts import ahead_of_time
+from moesys.kernels.mega.arguments import MegaMemory
+from moesys.kernels.mega.exchange import regions
+from moesys.kernels.mega.point import blocks_at
+from moesys.kernels.symmetric import signals
+from moesys.kernels.symmetric.heap import Heap
+from moesys.overlap.experts_triton import ACTIVATION
+from moesys.overlap.held_experts import ExpertGradients
+from moesys.overlap.mega_executor import MegaExecutor, replicas_of, tokens_by_replica
+
+CASE = Case(5, 2, 64, 32, "bfloat16", (16, 16), 3, ())
+POINTS = (ms.MegaKernel(), ms.MegaKernel(fused="none", deduplicate=True, granularity="expert"))
+
+
+def run(point: ms.MegaKernel, seen: list[tuple[str, str, bool]]) -> None:
+    """On the CPU, where nothing that is compiled runs: torch's operators find what memory holds."""
+    drawn, cpu = Drawn(CASE), torch.device("cpu")
+    heap = Heap.virtual(regions(16, 2, 64, torch.bfloat16, 2, 99), 2, cpu)[0]
+    memory = MegaMemory(heap, lambda: seen.append(("met", "", True)))
+    executor = MegaExecutor(
+        drawn.expert_RTK[0].clone(),
+        CASE.num_experts,
+        tokens_by_replica(drawn.plan, cpu),
+        replicas_of(drawn.layout, 0, cpu),
+        int(drawn.plan.tokens_R[0]),
+        memory,
+        blocks_at(point, ACTIVATION, torch.bfloat16, torch.device("meta")),
+        point,
+    )
+    for _ in range(2):
+        y_TH, saved = executor.forward(drawn.x_RTH[0], drawn.weight_RTK[0], lambda: drawn.weights(0))
+        gradients = ExpertGradients(*(torch.zeros_like(of, dtype=torch.float32) for of in drawn.weights(0).stacked()))
+        executor.backward(y_TH, saved, lambda: drawn.weights(0), gradients)
+
+
+def main() -> None:
+    seen: list[tuple[str, str, bool]] = []
+
+    def note(*, fn: Any, key: Any, **_: Any) -> bool:
+        seen.append((fn.name.rpartition(".")[2], str(key), compiling_ahead()))
+        # Instead of compiling.
+        return True
+
+    def compiling_ahead() -> bool:
+        return bool(ahead)
+
+    ahead: list[int] = []
+    compile_ = MegaExecutor._compile
+
+    def noted(*args: Any) -> None:
+        ahead.append(1)
+        compile_(*args)
+        ahead.clear()
+
+    MegaExecutor._compile = noted  # type: ignore[method-assign]
+    signals.raise_if_given_up = lambda heap: None
+    triton.knobs.runtime.jit_cache_hook = note
+    ahead_of_time.read_machine_code = lambda compiled: compiled
+    found = []
+    with ahead_of_time.compiling():
+        for point in POINTS:
+            seen.clear()
+            run(point, seen)
+            found.append(list(seen))
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()
