@@ -92,6 +92,15 @@ class Space:
             return None
         return address // WORD + self._shift[place]
 
+    def holds(self, address: np.ndarray) -> np.ndarray:
+        """Which addresses are its own."""
+        low, high = int(address.min()), int(address.max())
+        place = bisect_right(self.starts, low) - 1
+        if place >= 0 and high < self._ends[place]:
+            return _ones(len(address))
+        places = np.searchsorted(self._starts, address, "right") - 1
+        return (places >= 0) & (address < self.ends[places])
+
     def index(self, address: np.ndarray) -> np.ndarray | None:
         """The same of several addresses."""
         low, high = int(address.min()), int(address.max())
@@ -162,8 +171,21 @@ class ClockedMemory:
         self._names.setdefault(agent.slot, []).append((agent.interval, agent.name))
 
     def load(self, agent: Agent, address: np.ndarray, dtype: np.dtype) -> np.ndarray:
-        """Values at addresses int64 [n]."""
-        space, index = self._find(agent, address)
+        """Values at addresses int64 [n], which may be of several spaces."""
+        values = np.zeros(len(address), dtype)
+        left = _ones(len(address))
+        for space in agent.spaces:
+            inside = left & space.holds(address)
+            if inside.any():
+                values[inside] = self._load(agent, space, address[inside], dtype)
+                left = left & ~inside
+        if left.any():
+            raise RuntimeError(f"{agent.name} reaches outside of all memory: {address[left].tolist()}")
+        return values
+
+    def _load(self, agent: Agent, space: Space, address: np.ndarray, dtype: np.dtype) -> np.ndarray:
+        index = space.index(address)
+        assert index is not None
         slot, interval = space.slot[index], space.interval[index]
         space.read[index, agent.slot - space.slots.start] = agent.interval
         values = native.load(address.view(np.uint64), _ones(len(address)), np.zeros(len(address), dtype), dtype)

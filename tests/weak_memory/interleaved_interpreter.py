@@ -15,6 +15,7 @@ import torch
 from clocked_memory import Segment
 from interpreted_ranks import Schedule
 from quick_tensors import quick_tensors
+from side_streams import side_streams
 from torch import Tensor
 
 from moesys.kernels.symmetric import clock, pacing, pulls, signals
@@ -127,7 +128,7 @@ def interleaved() -> Iterator[None]:
     own, of_group = Heap.own, Heap.of_group
     scope = interpreter._patch_lang(everywhere)
     try:
-        with quick_tensors(), pytest.MonkeyPatch.context() as patch:
+        with quick_tensors(), side_streams(), pytest.MonkeyPatch.context() as patch:
             patch.setattr(interpreter.interpreter_builder, "__class__", InterleavedBuilder)
             patch.setattr(interpreter, "GridExecutor", InterleavedGrid)
             # It is done, for all launches.

@@ -184,6 +184,35 @@ def _quick_where(usual: Callable[..., Any]) -> Callable[..., Any]:
     return where
 
 
+def _quick_extreme(usual: Callable[..., Any], extreme: Callable[..., Any]) -> Callable[..., Any]:
+    def of_two(x: Any, y: Any, *args: Any, **options: Any) -> Any:
+        kinds = [each.dtype for each in (x, y) if type(each) is tensor]
+        if kinds and kinds[0].name in INTEGERS and not args and not options:
+            both = [_plain(each, kinds[0]) for each in (x, y) if type(each) is not tensor or each.dtype is kinds[0]]
+            if len(both) == 2 and not any(each is None for each in both):
+                block = any(type(each) is tensor and each.type.is_block() for each in (x, y))
+                return _tensor(extreme(*both), kinds[0], block)
+        return usual(x, y, *args, **options)
+
+    return of_two
+
+
+def _quick_item(usual: Callable[..., Any]) -> Callable[..., Any]:
+    def item(self: Any, places: Any) -> Any:
+        if self.type.is_block() and isinstance(places, tuple) and None in places:
+            places = [place.value if isinstance(place, constexpr) else place for place in places]
+            if all(place is None or place == slice(None) for place in places):
+                return _tensor(self.handle.data[tuple(places)], self.dtype, True)
+        return usual(self, places)
+
+    return item
+
+
+def _arange(start: Any, end: Any) -> Any:
+    start, end = (each.value if isinstance(each, constexpr) else each for each in (start, end))
+    return _tensor(np.arange(start, end, dtype=np.int32), tl.int32, True)
+
+
 def _quick_cast(usual: Callable[..., Any]) -> Callable[..., Any]:
     def to(self: Any, dtype: Any, *args: Any, **options: Any) -> Any:
         if isinstance(dtype, constexpr):
@@ -220,12 +249,16 @@ def quick_tensors() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tensor, "__init__", _new_tensor)
         patch.setattr(tensor, "to", _quick_cast(tensor.to))
+        patch.setattr(tensor, "__getitem__", _quick_item(tensor.__getitem__))
         patch.setattr(Handle, "__post_init__", lambda self: None)
         patch.setattr(interpreter, "_get_np_dtype", _remembered(interpreter._get_np_dtype))
         for module in (tl, tl.core):
             patch.setattr(module, "load", _quick_load(module.load))
             patch.setattr(module, "store", _quick_store(module.store))
             patch.setattr(module, "where", _quick_where(module.where))
+            patch.setattr(module, "minimum", _quick_extreme(module.minimum, np.minimum))
+            patch.setattr(module, "maximum", _quick_extreme(module.maximum, np.maximum))
+            patch.setattr(module, "arange", _arange)
         for name in OPERATORS:
             patch.setattr(tensor, name, _quick(name, getattr(tensor, name)))
         yield
