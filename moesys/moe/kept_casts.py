@@ -6,7 +6,7 @@ import weakref
 from collections.abc import Callable
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from moesys.overlap.held_experts import ExpertWeights
 
@@ -16,22 +16,35 @@ class KeptCasts:
     optimizer has made a step.
 
     A tensor's version tells too little: fused optimizers leave it as it is, and so do those that go through lists of
-    DTensors. So a cast is dropped after a step of any optimizer of this process, and made anew where parameters have no
-    gradient yet, as at the beginning of a step, or where they, their storage or their versions are others
-    (``state_of_masters``, that of ``Masters``). What writes through ``.data`` while it keeps gradients, and is no
-    optimizer, goes unseen.
+    DTensors. So nothing is kept of parameters that no optimizer of this process has stepped yet. A cast is dropped
+    before a step of any optimizer, and made anew where parameters have no gradient yet, as at the beginning of a step,
+    or where they, their storage or their versions are others (``state_of_masters``, that of ``Masters``). What writes
+    through ``.data`` beside their optimizer, while they have gradients, goes unseen.
     """
 
     def __init__(self, state_of_masters: Callable[[], tuple[int, ...] | None]) -> None:
         self._state_of_masters = state_of_masters
         self._kept: tuple[tuple[int, ...], ExpertWeights] | None = None
+        # The parameter, by its id, that an optimizer has stepped.
+        self._stepped: int | None = None
         this = weakref.ref(self)
 
-        def drop(*_: object) -> None:
+        def before(*_: object) -> None:
             if (kept := this()) is not None:
                 kept.drop()
 
-        weakref.finalize(self, register_optimizer_step_post_hook(drop).remove)
+        def behind(optimizer: Optimizer, *_: object) -> None:
+            if (kept := this()) is not None:
+                kept.drop()
+                kept._note(optimizer)
+
+        for hook in (register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(behind)):
+            weakref.finalize(self, hook.remove)
+
+    def _note(self, optimizer: Optimizer) -> None:
+        state = self._state_of_masters()
+        if state is not None and any(id(of) == state[0] for group in optimizer.param_groups for of in group["params"]):
+            self._stepped = state[0]
 
     def find(self, dtype: torch.dtype) -> ExpertWeights | None:
         """Returns the cast to ``dtype``, stacked; None where it is to be made."""
@@ -53,4 +66,5 @@ class KeptCasts:
         # What a graph has captured runs again when masters are others.
         if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
             return None
-        return self._state_of_masters()
+        state = self._state_of_masters()
+        return state if state is not None and state[0] == self._stepped else None

@@ -41,8 +41,8 @@ class Masters(Protocol):
         """Whether ``accumulate_gradient`` is possible."""
 
     def state(self) -> tuple[int, ...] | None:
-        """Returns what differs where masters may have changed, beside steps of optimizers; None where nothing says so,
-        and as long as they have no gradient.
+        """Returns the parameter's id, and what differs where masters may have changed, beside steps of optimizers; None
+        where nothing says so, and as long as they have no gradient.
         """
 
 

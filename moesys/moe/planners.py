@@ -44,7 +44,7 @@ from moesys.step import LayerPlan, device_split, plan_layer, plans_on_device, ro
 if TYPE_CHECKING:
     from moesys.kernels.mega.exchange import Replicas
     from moesys.kernels.split.chunks import OwnReplicas
-    from moesys.overlap.device_routes import PendingRoutes
+    from moesys.overlap.device_routes import RoutedPlan
     from moesys.overlap.device_split import DeviceSplit, PendingPlan
     from moesys.overlap.mega_executor import MegaHome
 
@@ -220,9 +220,7 @@ class DevicePlanner(Planner):
         return Planned(executor, plan, counts)
 
     @abstractmethod
-    def _launch(
-        self, batch: MicroBatch, layout: ExpertLayout, turn: int
-    ) -> tuple[Executor, PendingPlan | PendingRoutes]:
+    def _launch(self, batch: MicroBatch, layout: ExpertLayout, turn: int) -> tuple[Executor, PendingPlan | RoutedPlan]:
         """Returns what runs the micro-batch, and its plan, that a device makes, now or in the forward."""
 
     def _agree(self, deciding: Sequence[LayoutSchedule], timeout_s: float, device: torch.device) -> None:
@@ -273,7 +271,7 @@ class ChunkPlanner(DevicePlanner):
     def plan(self, batch: MicroBatch) -> Planned:
         return super().plan(batch) if batch.compute.by_tables else self.counting.plan(batch)
 
-    def _launch(self, batch: MicroBatch, layout: ExpertLayout, turn: int) -> tuple[Executor, PendingRoutes]:
+    def _launch(self, batch: MicroBatch, layout: ExpertLayout, turn: int) -> tuple[Executor, RoutedPlan]:
         # Here, so that Triton is loaded only where it runs.
         from moesys.overlap.device_routes import chunk_numbers, own_replicas, route_on_device
 
@@ -286,7 +284,7 @@ class ChunkPlanner(DevicePlanner):
             self._chunk_T1 = chunk_numbers(len(expert_TK), chunks, expert_TK.device)
         _, split, own = self._tables
         pending = route_on_device(expert_TK, self._chunk_T1, chunks, split, own, turn, channel)
-        return ChunkedExecutor(overlap, pending, channel, batch.compute, self.shards.memory), pending
+        return ChunkedExecutor(overlap, pending, channel, batch.compute, self.shards.memory), pending.plan
 
 
 def planner_of(

@@ -19,7 +19,7 @@ from moesys.kernels.symmetric.ordered_sum import ordered_sum
 from moesys.kernels.symmetric.pulls import Pull, PullRing, PullRings, Wanted, pull_regions
 from moesys.layout import ExpertLayout
 from moesys.moe.sharded_experts import ShardedExperts
-from moesys.moe.shards import Cross, ExpertShards, Finish, HeldByRank, Restored
+from moesys.moe.shards import Cross, ExpertShards, Finish, HeldByRank, Restored, index_of
 from moesys.overlap.comm.channel import Channel
 
 
@@ -85,8 +85,7 @@ class PulledExperts(ShardedExperts):
 
         def finish() -> tuple[Tensor, ...]:
             arrive()
-            row_N = torch.tensor(expert_N, dtype=torch.int64).to(received_No.device, non_blocking=True)
-            return (ordered_sum(received_No, row_N, self.shape.num_experts),)
+            return (ordered_sum(received_No, index_of(expert_N, received_No), self.shape.num_experts),)
 
         return finish
 

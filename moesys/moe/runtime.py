@@ -78,7 +78,9 @@ class MoERuntime:
                 )
             plan_timeout_s = min(PLAN_TIMEOUT_S, most_s) if plan_timeout_s is None else plan_timeout_s
             # Experts are waited for: their kernels take multiprocessors before others that are ready.
-            weight_group = self._new_group(group, dist.get_backend(group), on_urgent_stream(dist.get_backend(group)))
+            weight_group = self._new_group(
+                group, dist.get_backend(group), on_urgent_stream(dist.get_backend_config(group))
+            )
             planner_group = self._new_group(group, "gloo", None)
         self._heartbeat = Heartbeat(dist.get_rank()) if group is not None else None
         plan_channel = Channel(planner_group, self.layers[0].cluster.node_of_rank, Recorder(0), Meter())
@@ -224,9 +226,11 @@ class MoERuntime:
         self._groups = []
 
 
-def on_urgent_stream(backend: str) -> object | None:
-    """Options of a process group whose collectives go before other work that is ready on a GPU; None for CPUs."""
-    if backend != "nccl":
+def on_urgent_stream(backends: str) -> object | None:
+    """Options of a process group whose collectives go before other work that is ready on a GPU; None where no GPU has
+    NCCL in ``backends``, which are told by device, as in "cpu:gloo,cuda:nccl".
+    """
+    if "cuda:nccl" not in backends.split(","):
         return None
     return dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
 

@@ -14,7 +14,7 @@ from moesys.load import LoadMatrix
 from moesys.step import LayerPlan, plan_layer
 
 if TYPE_CHECKING:
-    from moesys.overlap.device_routes import PendingRoutes
+    from moesys.overlap.device_routes import RoutedPlan
     from moesys.overlap.device_split import PendingPlan
 
 
@@ -42,7 +42,7 @@ class DevicesPlan:
     """
 
     layout: ExpertLayout
-    pending: PendingPlan | PendingRoutes
+    pending: PendingPlan | RoutedPlan
 
     @property
     def tokens_E(self) -> Tensor:

@@ -66,30 +66,62 @@ def route_on_device(
         found = cut(first_RL, tokens_RP, split.tables, own, num_chunks, sizes_2CR.view(2, num_chunks, num_ranks))
         on_its_way = HostCopy(told)
         sent = sent_rows(routing.entry_P, found, split.tables, expert_TK.shape[1])
-    return PendingRoutes(split, turn, tokens_RE, tokens_RP, found, sent, on_its_way)
+    return PendingRoutes(RoutedPlan(split, turn, tokens_RE, tokens_RP, on_its_way), found, sent)
 
 
 @dataclass(frozen=True)
-class PendingRoutes:
-    """Routes and plan of a micro-batch, which are on the device. ``tokens_RE``, ``tokens_RP`` int64: what ranks want,
-    and where it goes. ``told``: the sizes of messages, and what ranks want, for the host.
+class RoutedPlan:
+    """The plan of a micro-batch, which is on the device. ``tokens_RE``, ``tokens_RP`` int64: what ranks want, and where
+    it goes. ``told``: the sizes of messages, and what ranks want, for the host. What logs keep of a micro-batch.
     """
 
     split: DeviceSplit
     turn: int
     tokens_RE: Tensor
     tokens_RP: Tensor
+    told: HostCopy
+
+    @property
+    def num_experts(self) -> int:
+        return self.tokens_RE.shape[1]
+
+    def wanted_RE(self) -> Tensor:
+        """``tokens_RE``."""
+        return self.tokens_RE
+
+    def counts_RE(self) -> IntArray:
+        """``tokens_RE`` on the host, which has them when it has the sizes."""
+        return self.told.read()[-self.tokens_RE.numel() :].reshape(self.tokens_RE.shape)
+
+    def entries(self) -> Tensor:
+        """Rows (source, expert, destination, tokens) int64 [N, 4] of a ``TokenPlan``. The host waits for it."""
+        return entries_of(self.tokens_RP, self.split.tables)
+
+
+@dataclass(frozen=True)
+class PendingRoutes:
+    """Routes of a micro-batch, which are on the device, beside its plan."""
+
+    plan: RoutedPlan
     found: Cut
     sent: SentRows
-    told: HostCopy
 
     @cached_property
     def routes(self) -> Routes:
-        """Those of ``build_routes``, padded to nothing. The host waits for the sizes, once."""
+        """Those of ``build_routes``, padded to nothing. The host waits for the sizes, once.
+
+        Raises ValueError, on this rank alone, where a choice is of no expert.
+        """
         C, R, _ = self.found.arriving_CRG.shape
-        send_CR, arrive_CR = self.told.read()[: 2 * C * R].reshape(2, C, R).tolist()
+        send_CR, arrive_CR = self.plan.told.read()[: 2 * C * R].reshape(2, C, R).tolist()
+        sent, num_sent = self.sent, sum(map(sum, send_CR))
+        if num_sent != sent.home_TK.numel():
+            raise ValueError(
+                f"{num_sent} of {sent.home_TK.numel()} choices are of one of the {self.plan.num_experts} experts; give "
+                f"ids from 0 to {self.plan.num_experts - 1} alone"
+            )
         num_arrivals = sum(map(sum, arrive_CR))
-        arrived, sent = arrived_rows(self.found.arriving_CRG, num_arrivals), self.sent
+        arrived = arrived_rows(self.found.arriving_CRG, num_arrivals)
         top_k = sent.home_TK.shape[1]
         bounds = chunk_bounds(len(sent.home_TK), C)
         ends = np.cumsum([0, *map(sum, arrive_CR)]).tolist()
@@ -125,15 +157,3 @@ class PendingRoutes:
             num_arrivals=num_arrivals,
             num_rows=num_arrivals,
         )
-
-    def wanted_RE(self) -> Tensor:
-        """``tokens_RE``."""
-        return self.tokens_RE
-
-    def counts_RE(self) -> IntArray:
-        """``tokens_RE`` on the host, which has them when it has the sizes."""
-        return self.told.read()[-self.tokens_RE.numel() :].reshape(self.tokens_RE.shape)
-
-    def entries(self) -> Tensor:
-        """Rows (source, expert, destination, tokens) int64 [N, 4] of a ``TokenPlan``. The host waits for it."""
-        return entries_of(self.tokens_RP, self.split.tables)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -116,8 +117,12 @@ def check() -> bool:
     with pytest.MonkeyPatch.context() as patch:
         casts = Casts(patch)
         layer = new_layer()
-        first = micro_batch(layer)
+        micro_batch(layer)
         assert casts.taken() == 1, "forward casts, and backward uses it"
+        fused(layer)
+        masters(layer).grad = None
+        first = micro_batch(layer)
+        assert casts.taken() == 1
         # Nobody says yet that a step has begun.
         assert torch.equal(micro_batch(layer), first)
         assert casts.taken() == 1
@@ -136,8 +141,8 @@ def check() -> bool:
             fresh.load_full_state_dict(layer.full_state_dict())
             assert torch.equal(after, micro_batch(fresh)), change.__name__
             assert not torch.equal(after, before), change.__name__
-            casts.taken()
             micro_batch(layer)
+            casts.taken()
         return isinstance(masters(layer), DTensor)
 
 
@@ -147,6 +152,18 @@ def test_casts_are_of_the_masters_as_they_are() -> None:
 
 def test_so_are_those_of_masters_over_ranks(ranks: LocalRanks) -> None:
     assert ranks.run(check, num_ranks=1, timeout_s=200) == [True]
+
+
+def test_nothing_is_kept_of_masters_that_no_optimizer_steps() -> None:
+    layer, other = new_layer(), new_layer()
+    outputs = []
+    for _ in range(4):
+        outputs.append(micro_batch(layer))
+        local_part(masters(layer).data).numpy()[:] += 0.5
+        masters(layer).grad.zero_()
+        micro_batch(other)
+        fused(other)
+    assert all(not torch.equal(a, b) for a, b in pairwise(outputs))
 
 
 def test_a_layer_that_is_dropped_leaves_no_hook() -> None:

@@ -281,17 +281,18 @@ def groups_of_a_linked_model() -> list[object]:
         return new_group(*args[:3], **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "on_urgent_stream", lambda backend: f"options of {backend}")
+        patch.setattr(module, "on_urgent_stream", lambda backends: f"options of {backends}")
         patch.setattr(dist, "new_group", note)
         ms.link(Stack(SHAPE, FSEP, num_layers=1)).close()
     return made
 
 
 def test_experts_travel_before_other_work_of_a_gpu(ranks: LocalRanks, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert ranks.run(groups_of_a_linked_model, num_ranks=2) == [["options of gloo", None]] * 2
+    assert ranks.run(groups_of_a_linked_model, num_ranks=2) == [["options of cpu:gloo,cuda:gloo", None]] * 2
     monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=dict), raising=False)
-    assert module.on_urgent_stream("gloo") is None
-    assert module.on_urgent_stream("nccl") == {"is_high_priority_stream": True}
+    assert module.on_urgent_stream("cpu:gloo,cuda:gloo") is None
+    for backends in ("cuda:nccl", "cpu:gloo,cuda:nccl"):
+        assert module.on_urgent_stream(backends) == {"is_high_priority_stream": True}
 
 
 def test_a_model_without_moe_layers_cannot_be_linked() -> None:

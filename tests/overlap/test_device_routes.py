@@ -103,6 +103,16 @@ def differing(found: Any, expected: Any) -> list[str]:
     return names
 
 
+def test_choices_of_no_expert_are_refused() -> None:
+    layout = ms.ExpertLayout(np.array([[0], [1]]), 2)
+    expert_RTK = [torch.tensor([[0], [1]]), torch.tensor([[0], [-1]])]
+    micro = Micro(layout, ms.ClusterSpec(ranks_per_node=2), expert_RTK, num_chunks=1, turn=0)
+    first, second = micro.on_devices(ms.EvenSplit())
+    assert first.routes.num_rows == 2
+    with pytest.raises(ValueError, match="1 of 2 choices are of one of the 2 experts; give ids from 0 to 1 alone"):
+        second.routes  # noqa: B018, as it is made when it is asked for
+
+
 @settings(max_examples=12)
 @given(micro=micros(), split=st.sampled_from(SPLITS))
 def test_every_table_is_the_hosts(micro: Micro, split: ms.Split) -> None:
@@ -119,8 +129,8 @@ def test_every_table_is_the_hosts(micro: Micro, split: ms.Split) -> None:
         assert differing(routes, expected) == []
         for chunk, as_expected in zip(routes.chunks, expected.chunks, strict=True):
             assert differing(chunk, as_expected) == []
-        assert pending.entries().tolist() == plan.tokens.entries.tolist()
-        assert pending.counts_RE().tolist() == plan.load.tokens_RE.tolist()
+        assert pending.plan.entries().tolist() == plan.tokens.entries.tolist()
+        assert pending.plan.counts_RE().tolist() == plan.load.tokens_RE.tolist()
 
 
 @pytest.mark.parametrize("tokens", [0, 1, 2, 7, 12])

@@ -200,7 +200,7 @@ CHECKS = (
         "layer",
         "ranks that are 40 s and 120 s late are waited for",
         f"{_OWN}.trained:late_ranks_are_waited_for",
-        200,
+        260,
         "together",
         after=("mega points",),
     ),

@@ -97,14 +97,13 @@ def _receive(  # type: ignore[no-untyped-def]
     own, epoch = tl.load(world + RANK), tl.load(epoch_ptr)
     peer = source + tl.arange(0, 1)
     flag = at(world, own, offsets.published, tl.int32) + peer
-    wait(flag, peer < num_ranks, epoch, peer, -1, peer, PUBLISH, world)
     # What lies in the table of one that was given up is another exchange's, perhaps of another layer.
-    published_at = tl.max(tl.atomic_add(flag, 0, mask=peer < num_ranks, sem="acquire", scope="sys"), 0)
+    came = wait(flag, peer < num_ranks, epoch, peer, -1, peer, PUBLISH, world)
     exchange = tl.load(exchanges_R + source)
     row = at(world, own, offsets.counts, tl.int64) + (exchange % 2 * num_ranks + source) * num_columns
     for start in range(0, num_experts, BLOCK):
         expert = start + tl.arange(0, BLOCK)
-        count = tl.where(published_at >= epoch, tl.load(row + expert, mask=expert < num_experts, other=0), 0)
+        count = tl.where(came, tl.load(row + expert, mask=expert < num_experts, other=0), 0)
         tl.store(tokens_RE + source * num_experts + expert, count, mask=expert < num_experts)
     # All threads have read it before one counts it on: each reads some of the counts.
     tl.debug_barrier()
