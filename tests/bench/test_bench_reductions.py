@@ -46,7 +46,7 @@ def test_both_reductions_are_timed_in_both_dtypes(tmp_path: Path) -> None:
 
 
 def test_wrong_sums_are_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(BlockSums, "blocks", lambda sums, num_rows: iter([slice(0, num_rows // 2)]))
+    monkeypatch.setattr(BlockSums, "blocks", lambda sums, rows: [slice(0, rows // 4), slice(rows // 4, rows // 2)])
     result = moesys(tmp_path / "out.json", "--dtype", "float32")
     assert result.exit_code == 1
     (row,) = json.loads((tmp_path / "out.json").read_text())["rows"]
