@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 from runner_cases import EP, FSEP, simulation, training
 
-from moesys.config import Fsep, Strategy
+from moesys.config import Fsep, MegaKernel, Strategy
 from moesys.config.experiment import Experiment
 from moesys.config.workload import Generated, Replay
 from moesys.lab.commands.explain import explain_command
@@ -282,7 +282,7 @@ def test_a_space_of_one_point_is_that_point_and_says_so_beside_every_field(tmp_p
 def test_mega_kernels_are_simulated_with_the_others(tmp_path):
     space = Space(
         {path: values for path, values in SPACE.root.items() if path != "overlap.chunks"}
-        | {"overlap": ("sequential", "mega_kernel"), "overlap.rows_cap": (4.0,)}
+        | {"overlap": ("sequential", MegaKernel(rows_cap=4.0))}
     )
     found = tune(simulation(), space, SearchBounds(20), out=tmp_path).tuned.search
     assert {one.strategy.overlap.kind for one in found.ranking} >= {"sequential", "mega_kernel"}
