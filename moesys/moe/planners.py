@@ -167,7 +167,7 @@ class HostPlanner(Planner):
         overlap, channel = self.strategy.overlap, self.channel
         assert isinstance(overlap, Sequential | Pipelined)
         parts = batch.expert_TK, tokens_CRE, plan.tokens, channel.rank, batch.compute.min_rows
-        block_sums = self._block_sums(plan)
+        block_sums = self._block_sums(plan, batch.expert_TK.device)
         at = (channel, batch.compute, self.shards.memory)
         if not overlap.crosses_once(channel.num_nodes):
             return ChunkedExecutor(overlap, build_routes(*parts), *at, sums=block_sums)
@@ -178,13 +178,13 @@ class HostPlanner(Planner):
         node_routes = build_node_routes(routes, rows_CRR, top_k, self.shape.row_bytes, channel, sums=sums)
         return ChunkedExecutor(overlap, routes, *at, node_routes, block_sums)
 
-    def _block_sums(self, plan: LayerPlan) -> BlockSums | None:
+    def _block_sums(self, plan: LayerPlan, device: torch.device) -> BlockSums | None:
         """Returns how weight gradients are summed where layouts may not show."""
         reduction = self.strategy.reduction
         if not isinstance(reduction, LayoutInvariant):
             return None
         tell = partial(self.schedule.tell, micro_batch=plan.turn)
-        return BlockSums.of(plan.tokens, reduction.block_rows, self.channel, tell)
+        return BlockSums.of(plan.tokens, reduction.block_rows, self.channel, tell, device)
 
     def _mega_executor(self, overlap: MegaKernel, batch: MicroBatch, plan: LayerPlan, most_tokens: int) -> Executor:
         # Here, so that Triton is loaded only where it runs.
@@ -193,7 +193,7 @@ class HostPlanner(Planner):
         home, recorder = self._mega_home(overlap, batch), self.channel.recorder
         rank = self.channel.rank
         executor = plan_mega(overlap, self.shape, home, batch.expert_TK, plan.tokens, rank, most_tokens, recorder)
-        executor.sums = self._block_sums(plan)
+        executor.sums = self._block_sums(plan, batch.expert_TK.device)
         return executor
 
 

@@ -15,6 +15,7 @@ from moesys.kernels.experts.tile_space import SINGLE
 from moesys.kernels.experts.tile_tuner import INTERPRETED
 from moesys.kernels.experts.tiles import tile_table
 from moesys.kernels.experts.weight_gradient import OrderedGroups
+from moesys.kernels.host_copies import to_device
 
 
 def token_product(x_TA: Tensor, weight: Tensor, *, transposed: bool) -> Tensor:
@@ -36,10 +37,8 @@ def token_gradient(dy_TB: Tensor, x_TA: Tensor, num_tokens: int, grid: Tensor) -
 
 def _one_group(rows: Tensor) -> tuple[Tensor, Tensor]:
     """Where the one group of all rows begins and ends, and its number."""
-    return (
-        torch.tensor([0, len(rows)], dtype=torch.int32, device=rows.device),
-        torch.zeros(1, dtype=torch.int32, device=rows.device),
-    )
+    device = rows.device
+    return to_device([0, len(rows)], device, torch.int32), torch.zeros(1, dtype=torch.int32, device=device)
 
 
 def _tile_of(rows: Tensor) -> TileConfig:

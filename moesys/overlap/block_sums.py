@@ -16,6 +16,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from moesys.kernels.host_copies import to_device
 from moesys.layout import TokenPlan
 from moesys.overlap.comm.channel import Channel
 from moesys.overlap.exact_sum import grid_below
@@ -26,8 +27,9 @@ from moesys.overlap.routes import held_experts
 class BlockSums:
     """Of one micro-batch of a layer, on one rank.
 
-    ``expert_S``: what its slots hold; ``rows_E`` int64: of each expert on all ranks, on any device. ``tell``: takes a
-    sentence about experts whose sums cannot be made, if anybody does; on a GPU the host does not know of them.
+    ``expert_S``: what its slots hold; ``rows_E`` int64: of each expert on all ranks, on the device that computes.
+    ``tell``: takes a sentence about experts whose sums cannot be made, if anybody does; on a GPU the host does not know
+    of them.
     """
 
     block_rows: int
@@ -37,9 +39,11 @@ class BlockSums:
     tell: Callable[[str], None] | None
 
     @classmethod
-    def of(cls, plan: TokenPlan, block_rows: int, channel: Channel, tell: Callable[[str], None]) -> BlockSums:
+    def of(
+        cls, plan: TokenPlan, block_rows: int, channel: Channel, tell: Callable[[str], None], device: torch.device
+    ) -> BlockSums:
         held = held_experts(plan.layout.experts_of(channel.rank))
-        return cls(block_rows, tuple(held), torch.from_numpy(plan.load.tokens_E), channel, tell)
+        return cls(block_rows, tuple(held), to_device(plan.load.tokens_E, device), channel, tell)
 
     def agree(self, largest_S5: Tensor) -> Tensor:
         """Returns the grids of the gradients of ``gate_up``, ``down`` and their biases in each slot, float64 [S, 4], on
@@ -49,7 +53,7 @@ class BlockSums:
         routing weight; 0 where there are none.
         """
         device = largest_S5.device
-        held_S = torch.tensor(self.expert_S, dtype=torch.int64, device=device)
+        held_S = to_device(self.expert_S, device)
         largest_E5 = torch.zeros(len(self.rows_E), 5, dtype=torch.float64, device=device)
         largest_E5[held_S] = largest_S5.double()
         largest_E5 = self.channel.all_gather(largest_E5, lane="counts").amax(dim=0)
@@ -57,7 +61,7 @@ class BlockSums:
             lost = ", ".join(str(expert) for expert, kept in enumerate(kept_E.tolist()) if not kept)
             self.tell(f"gradients of experts {lost} are NaN: what they are products of is not finite")
         x, dy, dh, activated, weight = largest_E5.unbind(dim=1)
-        bound_E4 = self.rows_E.to(device)[:, None] * torch.stack([dh * x, dy * activated, dh, dy * weight], dim=1)
+        bound_E4 = self.rows_E[:, None] * torch.stack([dh * x, dy * activated, dh, dy * weight], dim=1)
         return grid_below(bound_E4)[held_S]
 
     def is_one_block(self, slot: int) -> bool:
