@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from moesys.kernels.cpu.row_invariant_gemm import aligned, matmul_rows, projection_rule
+from moesys.kernels.cpu.row_invariant_gemm import NARROW, aligned, matmul_rows, projection_rule
 from moesys.overlap.comm.channel import Channel
 from moesys.overlap.exact_sum import add_on_grid, grid_below, largest_size
 
@@ -91,12 +91,21 @@ class TokenBlocks:
 
             return token_product(x_TA, weight_BA.t() if transposed else weight_BA, transposed=not transposed)
         outward, inward = weight_BA.shape
-        rule = projection_rule(inward, outward, x_TA.dtype, x_TA.device.type, transposed)
-        padded_PA = x_TA.new_zeros(max(len(x_TA), rule.min_rows), inward)
-        padded_PA[: len(x_TA)] = x_TA
-        y_PB = padded_PA.new_empty(len(padded_PA), outward)
-        matmul_rows(padded_PA, weight_BA, y_PB, rule)
-        return y_PB[: len(x_TA)]
+        # A router of few experts is padded, as rows of narrow products are multiplied one by one.
+        if min(outward, inward) < NARROW:
+            weight_BA = _padded(weight_BA, max(outward, NARROW), max(inward, NARROW))
+            transposed = False
+        rule = projection_rule(*reversed(weight_BA.shape), x_TA.dtype, x_TA.device.type, transposed)
+        x_PA = _padded(x_TA, max(len(x_TA), rule.min_rows), weight_BA.shape[1])
+        y_PB = x_PA.new_empty(len(x_PA), len(weight_BA))
+        matmul_rows(x_PA, weight_BA, y_PB, rule)
+        return y_PB[: len(x_TA), :outward].contiguous()
+
+
+def _padded(matrix_AB: Tensor, rows: int, columns: int) -> Tensor:
+    """Returns the matrix with zeros behind it, where allocations lie."""
+    missing = (0, columns - matrix_AB.shape[1], 0, rows - matrix_AB.shape[0])
+    return functional.pad(matrix_AB, missing) if any(missing) else aligned(matrix_AB)
 
 
 class _BlockLinear(torch.autograd.Function):

@@ -26,8 +26,8 @@ from moesys.lab.ranks.pool import LocalRanks
 from moesys.overlap import exact_sum
 
 TOKEN_BLOCK = 32
-# Few, as how a product must be called is probed for each.
-WIDTHS = ((7, 5), (8, 24), (24, 56), (37, 13), (64, 48), (33, 40))
+# Few, as how a product must be called is probed for each; one is so narrow that its rows are multiplied one by one.
+WIDTHS = ((7, 5), (16, 24), (24, 56), (37, 17), (64, 48), (33, 40))
 # Bits of a grid so coarse that results show which one was used, of every other case.
 COARSE_BITS = 30
 MEGA = ms.MegaKernel(programs=1, deduplicate=True, overlap_weight_gradients=False)
