@@ -55,7 +55,7 @@ def rank_memory(
         state_bytes=_STATE_BYTES * _owned_parameters(strategy, model, num_ranks) * num_layers,
         slot_bytes=_slot_bytes(strategy, model, num_ranks, num_layers, slots),
         gradient_bytes=num_lent * slots * model.expert_parameters * strategy.reduction.gradient_bytes,
-        row_bytes=_row_bytes(model, tokens_per_rank) * (1 if recompute else num_layers),
+        row_bytes=_row_bytes(strategy, model, tokens_per_rank) * (1 if recompute else num_layers),
         shared_bytes=_shared_bytes(strategy, model, tokens_per_rank),
     )
 
@@ -85,15 +85,20 @@ def _layers_of_gradients(strategy: Strategy, num_ranks: int) -> int:
     return 1 + delayed
 
 
-def _row_bytes(model: ModelShape, tokens_per_rank: int) -> int:
-    """A layer's saved rows [T·K, H] and pre-activations [T·K, 2I]."""
-    width = model.hidden_size + 2 * model.intermediate_size
+def pulls_again(strategy: Strategy) -> bool:
+    """Returns whether backward pulls rows of x again, and a layer keeps none."""
+    return isinstance(strategy.overlap, MegaKernel) and not strategy.overlap.keep_x
+
+
+def _row_bytes(strategy: Strategy, model: ModelShape, tokens_per_rank: int) -> int:
+    """A layer's saved rows [T·K, H], if it keeps them, and pre-activations [T·K, 2I]."""
+    width = model.hidden_size * (not pulls_again(strategy)) + 2 * model.intermediate_size
     return tokens_per_rank * model.top_k * width * model.bytes_per_element
 
 
 def _shared_bytes(strategy: Strategy, model: ModelShape, tokens_per_rank: int) -> int:
-    """Two parities of rows that are pulled and of rows that are pushed home, for all layers together."""
+    """Rows of x, once more for backward, and rows that are pushed home, for all layers together."""
     if not isinstance(strategy.overlap, MegaKernel):
         return 0
-    rows = tokens_per_rank * (1 + model.top_k)
-    return 2 * rows * model.row_bytes
+    rows = tokens_per_rank * (2 + model.top_k)
+    return rows * model.row_bytes

@@ -250,6 +250,7 @@ CHANGES = [
             "granularity": "expert",
             "tile_order": "slots",
             "deduplicate": True,
+            "keep_x": False,
             "overlap_weight_gradients": False,
             "fetch_rows": 16,
             "sum_tokens": 32,

@@ -76,6 +76,10 @@ class MegaKernel(Declared):
     granularity: Literal["tile", "expert"] = Field("tile", description="what one flag stands for")
     tile_order: Literal["largest_first", "slots"] = Field("largest_first", description="of experts in the queue")
     deduplicate: bool = Field(False, description="a token that goes to several experts of a rank is pulled once")
+    keep_x: bool = Field(
+        True,
+        description="rows of x, T·K·H of a layer, stay until backward; else it pulls them again, which takes longer",
+    )
     overlap_weight_gradients: bool = Field(True, description="their tiles are tasks of backward's combine")
     fetch_rows: int = Field(32, ge=1, description="rows that one task pulls; a power of two that divides tile_rows")
     sum_tokens: int = Field(16, ge=1, description="tokens that one task sums; a power of two")

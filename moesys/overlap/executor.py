@@ -16,8 +16,8 @@ from moesys.overlap.held_experts import ExpertGradients, HeldExperts
 
 @dataclass(frozen=True)
 class Saved:
-    """What backward needs: arrived rows of x [M, H] (x itself on one rank), pre-activations h [P, 2I], and routing
-    weights float32 [T, K].
+    """What backward needs: arrived rows of x [M, H] (x itself on one rank, and where it is pulled again),
+    pre-activations h [P, 2I], and routing weights float32 [T, K].
     """
 
     arrivals_MH: Tensor

@@ -207,9 +207,11 @@ class MegaExecutor:
     list_RP: Tensor | None = None
     sums: BlockSums | None = None
     _rows: MegaRows | None = field(default=None, init=False)
+    # Whether what was saved of x are rows that came here, not what is to be pulled again.
+    _x_is_here: bool = field(default=False, init=False)
 
     def forward(self, x_TH: Tensor, weight_TK: Tensor, wait_for_experts: WaitForExperts) -> tuple[Tensor, Saved]:
-        """Output [T, H] in x's dtype, and the rows of x and h in expert order.
+        """Output [T, H] in x's dtype, and h in expert order, with rows of x where the point keeps them, else x itself.
 
         Raises ``PeerTimeoutError``: on the CPU if a rank waited in vain; on a GPU if one did in a direction before,
         as far as the host knows by now (``MegaHome.check`` waits until it knows). So ValueError, if a device's plan
@@ -221,8 +223,9 @@ class MegaExecutor:
         self, x_TH: Tensor, weight_TK: Tensor, wait_for_experts: WaitForExperts, *, read: bool
     ) -> tuple[Tensor | None, Saved]:
         """Returns what ``forward`` does, whether it is ``read`` or not: what rows that are not pushed home leave of a
-        heap's epochs is not proven.
+        heap's epochs is not proven. Rows of x stay, as backward comes next.
         """
+        self._x_is_here = True
         return self.forward(x_TH, weight_TK, wait_for_experts)
 
     def forward_stages(
@@ -232,12 +235,14 @@ class MegaExecutor:
         memory, blocks, point, device = self.memory, self.blocks, self.point, x_TH.device
         self._look()
         experts: HeldExperts | None = None
-        if not (INTERPRETED.value or x_TH.is_meta or (point, self.num_experts) in memory.compiled):
+        self._x_is_here |= point.keep_x
+        kernels = (point, self.num_experts, self._x_is_here)
+        if not (INTERPRETED.value or x_TH.is_meta or kernels in memory.compiled):
             # Before anything is published: peers wait in kernels for what is, but on hosts for who compiles.
             experts = wait_for_experts()
             self._compile(x_TH, experts.stacked()[:2])
             memory.meet()
-            memory.compiled.add((point, self.num_experts))
+            memory.compiled.add(kernels)
         with self._recording():
             with stage("publish x", device):
                 with_counts = isinstance(self.plan, PendingPlan)
@@ -256,7 +261,7 @@ class MegaExecutor:
                 y_TH = down_combine(memory, rows, a_NI, down, weight_TK.contiguous(), blocks.down, point)
             yield
         self._note(y_TH)
-        return y_TH, Saved(x_NH, h_NU, weight_TK)
+        return y_TH, Saved(x_NH if self._x_is_here else x_TH, h_NU, weight_TK)
 
     def backward(
         self, dy_TH: Tensor, saved: Saved, wait_for_experts: WaitForExperts, gradients: ExpertGradients | None
@@ -275,17 +280,20 @@ class MegaExecutor:
         self._look()
         with self._recording():
             with stage("publish dy", device):
-                publish(memory.heap, memory.epoch_1, {"x": dy_TH, "weight": saved.weight_TK})
+                again = {} if self._x_is_here else {"x_again": saved.arrivals_MH}
+                publish(memory.heap, memory.epoch_1, {"x": dy_TH, "weight": saved.weight_TK, **again})
             yield
             gate_up, down = wait_for_experts().stacked()[:2]
             with stage("dispatch and activation gradient", device):
-                dy_NH, dh_NU, wa_NI, partial_NS = dispatch_activation_gradient(
-                    memory, rows, down, saved.h_P2I, ACTIVATION, blocks.activation_gradient, point
+                x_again = bool(again) and gradients is not None
+                dy_NH, dh_NU, wa_NI, partial_NS, x_NH = dispatch_activation_gradient(
+                    memory, rows, down, saved.h_P2I, ACTIVATION, blocks.activation_gradient, point, x_again
                 )
             yield
             outer = None
             if gradients is not None:
-                outer = WeightGradients(dh_NU, saved.arrivals_MH, gradients.gate_up, dy_NH, wa_NI, gradients.down)
+                x_NH = saved.arrivals_MH if x_NH is None else x_NH
+                outer = WeightGradients(dh_NU, x_NH, gradients.gate_up, dy_NH, wa_NI, gradients.down)
             fused = outer if point.overlap_weight_gradients else None
             with stage("input gradient and combine", device):
                 dx_TH, dweight_TK = input_gradient_combine(
@@ -310,6 +318,7 @@ class MegaExecutor:
         held = cast(HeldExperts, SimpleNamespace(stacked=lambda: weights))
         memory = MegaMemory(heap)
         dry = replace(self, expert_TK=expert_TK, plan=plan, replicas=replicas, memory=memory, recorder=None)
+        dry._x_is_here = self._x_is_here
         weight_TK = torch.empty(expert_TK.shape, dtype=torch.float32, device="meta")
         with torch.cuda.device_of(self.expert_TK):
             y_TH, saved = dry.forward(x_TH, weight_TK, lambda: held)

@@ -21,7 +21,9 @@ def default_space(setting: Setting, tokens_per_rank: int, *, mega_kernels: bool 
     """
     cluster = setting.cluster
     one_domain = len(cluster.domain_sizes) == 1
-    overlaps = _overlaps(mega_kernels and one_domain, across=cluster.num_nodes > 1)
+    # What backward pulls again takes no memory till then, and longer.
+    keep_x = (True,) if setting.recompute or cluster.memory_gb is None else (True, False)
+    overlaps = _overlaps(mega_kernels and one_domain, cluster.num_nodes > 1, keep_x)
     if cluster.num_ranks == 1:
         return Space(overlaps)
     counts = _slot_counts(setting, tokens_per_rank)
@@ -65,7 +67,7 @@ def _slot_counts(setting: Setting, tokens_per_rank: int) -> tuple[int, ...]:
     return tuple(slots for slots in counts if slots <= experts and fits(slots))
 
 
-def _overlaps(mega_kernels: bool, across: bool) -> Values:
+def _overlaps(mega_kernels: bool, across: bool, keep_x: tuple[bool, ...]) -> Values:
     plain: Values = {"overlap": ("sequential", "pipelined"), "overlap.chunks": (2, 4, 8)}
     if across:
         plain |= {"overlap.node_dispatch": ("direct", "once"), "overlap.combine": ("ordered", "per_node")}
@@ -79,4 +81,5 @@ def _overlaps(mega_kernels: bool, across: bool) -> Values:
         "overlap.granularity": ("tile", "expert"),
         "overlap.tile_order": ("largest_first", "slots"),
         "overlap.deduplicate": (False, True),
+        "overlap.keep_x": keep_x,
     }

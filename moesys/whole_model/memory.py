@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from moesys.config import BYTES_PER_GB, MegaKernel
 from moesys.config.model_run import ModelRun
 from moesys.config.parallelism import LayerRecompute
-from moesys.rank_memory import rank_memory
+from moesys.rank_memory import pulls_again, rank_memory
 from moesys.whole_model.exchanges import Ring
 from moesys.whole_model.operations import Operations
 from moesys.whole_model.units import Units
@@ -71,10 +71,11 @@ def stage_memory(run: ModelRun, units: Units, chunks: Sequence[range], held: int
     gradients = run.gradient_bytes * ((dense / dense_ring if whole else dense) + owned)
     optimizer = of_dense * dense / (dense_ring if sharded else 1) + of_experts * owned / (expert_ring if sharded else 1)
     share = run.micro_batch / (parallel.tensor * parallel.context)
-    kept = sum(_saved(each, parallel.recompute, row_factor) for each in layers) * share / len(chunks)
+    again = pulls_again(run.strategy)
+    kept = sum(_saved(each, parallel.recompute, row_factor, again) for each in layers) * share / len(chunks)
     working = 0.0
     if parallel.recompute != "none" or parallel.overlap_micro_batches:
-        working = max(_saved(each, "none", row_factor) for each in layers) * share
+        working = max(_saved(each, "none", row_factor, again) for each in layers) * share
     return StageMemory(
         weights=weights,
         gradients=gradients,
@@ -86,9 +87,11 @@ def stage_memory(run: ModelRun, units: Units, chunks: Sequence[range], held: int
     )
 
 
-def _saved(layer: Operations, recompute: LayerRecompute, row_factor: float) -> float:
-    """What a layer keeps of a sequence; rows of experts are those of the busiest rank."""
-    tensors = layer.saved(recompute)
+def _saved(layer: Operations, recompute: LayerRecompute, row_factor: float, again: bool) -> float:
+    """What a layer keeps of a sequence; rows of experts are those of the busiest rank. ``again``: rows of x are pulled
+    again.
+    """
+    tensors = {name: size for name, size in layer.saved(recompute).items() if not (again and name == "expert_rows")}
     return sum(size * (row_factor if name.startswith("expert_") else 1.0) for name, size in tensors.items())
 
 
@@ -100,7 +103,7 @@ def _slot_bytes(run: ModelRun, moe_layers: int) -> float:
 
 
 def _row_bytes(run: ModelRun, row_factor: float) -> float:
-    """Of one layer: rows sent, rows that have come, and as many results; MegaKernels push theirs into two parities."""
+    """Of one layer: rows sent, rows that have come, and as many results; what MegaKernels' peers reach."""
     if isinstance(run.strategy.overlap, MegaKernel):
         return rank_memory(run.strategy, run.shape, run.expert_cluster, 1, run.tokens_per_rank).shared_bytes
     rows = run.tokens_per_rank * run.shape.top_k

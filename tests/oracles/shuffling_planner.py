@@ -11,6 +11,8 @@ class ShufflingPlanner:
 
     def submit(self, request: PlanRequest) -> SolvedPlan:
         expert_RS = request.previous.expert_RS
-        permutation = np.random.default_rng(int(expert_RS.sum() + expert_RS[0, 0])).permutation(expert_RS.max() + 1)
+        # Empty slots are -1.
+        seed = abs(int(expert_RS.sum() + expert_RS[0, 0]))
+        permutation = np.random.default_rng(seed).permutation(expert_RS.max() + 1)
         turned = np.where(expert_RS >= 0, (permutation[expert_RS] + 1) % (expert_RS.max() + 1), -1)
         return SolvedPlan(ExpertLayout(turned, request.previous.num_experts))

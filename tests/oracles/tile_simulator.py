@@ -170,7 +170,7 @@ class _Tasks:
             needs=(needing, needed),
             group=group_F,
             opens=opens,
-            exchanged=_exchanged(rows_FR * work.row_bytes),
+            exchanged=_exchanged(rows_FR * work.fetched_bytes),
         )
         of_rows = work.first_product(rows.rows_G)
         row_tile, _ = swept(len(tiles), of_rows.columns)
@@ -203,7 +203,7 @@ class _Tasks:
                 gate=multiplied + all_M,
                 group=tiles.group_M,
                 opens=(tile, gate),
-                exchanged=_exchanged(rows_MR * work.row_bytes),
+                exchanged=_exchanged(rows_MR * work.model.row_bytes),
             )
             needed = np.minimum((all_M // RASTER + 1) * RASTER, len(tiles)) * of_rows.columns
             is_work = mixed(len(row_tile), needed, WHOLE - parts_of(work.overlap.combine_share))

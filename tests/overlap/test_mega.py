@@ -34,6 +34,7 @@ def points(draw: st.DrawFn, most_tokens: tuple[int | None, ...]) -> ms.MegaKerne
         granularity=draw(st.sampled_from(["tile", "expert"])),
         tile_order=draw(st.sampled_from(["largest_first", "slots"])),
         deduplicate=draw(st.booleans()),
+        keep_x=draw(st.booleans()),
         overlap_weight_gradients=overlaps,
         fetch_rows=draw(st.sampled_from([4, 16] if tile_rows == 16 else [8, 32])),
         sum_tokens=draw(st.sampled_from([4, 16])),
@@ -86,7 +87,9 @@ def test_no_point_changes_a_bit(ranks: LocalRanks, case: Case) -> None:
 
 SOME = (
     ms.MegaKernel(programs=1, deduplicate=True, granularity="expert", rows_cap=4.0),
-    ms.MegaKernel(combine_share=0.5, reduce_share=0.5, deduplicate=True, tile_rows=16, fetch_rows=4, rows_cap=4.0),
+    ms.MegaKernel(
+        combine_share=0.5, reduce_share=0.5, deduplicate=True, keep_x=False, tile_rows=16, fetch_rows=4, rows_cap=4.0
+    ),
 )
 USUAL = Case(5, 2, 40, 24, "float32", (35, 22, 9, 17), 3, SOME)
 # The plan of the first comes from the host, that of the others is made on the device.
@@ -162,7 +165,7 @@ def shared_home_differs(layers: list[Case]) -> list[str]:
     rank, home = dist.get_rank(), new_home(4)
     drawn = [Drawn(case) for case in layers]
     runs = [MegaRun(each, rank, home) for each in drawn]
-    calls = [run.forward(ms.MegaKernel(rows_cap=4.0)) for run in runs]
+    calls = [run.forward(ms.MegaKernel(rows_cap=4.0, keep_x=False)) for run in runs]
     found = [run.backward(*call) for run, call in zip(runs[::-1], calls[::-1], strict=True)][::-1]
     expected = [by_sequential(each, rank) for each in drawn]
     return [
@@ -171,3 +174,14 @@ def shared_home_differs(layers: list[Case]) -> list[str]:
         for name in results
         if not torch.equal(results[name], found[layer][name])
     ]
+
+
+def test_rows_of_x_stay_only_where_they_are_kept() -> None:
+    """Of 35 tokens that choose two experts each; a recomputation is behind all that could be saved."""
+    run = MegaRun(Drawn(replace(USUAL, tokens=(35,), num_experts=3)), 0, new_home(1))
+    x_TH = run.drawn.x_RTH[0]
+    again = ms.MegaKernel(keep_x=False)
+    assert run.forward(again)[2].arrivals_MH is x_TH
+    assert run.forward(ms.MegaKernel())[2].arrivals_MH.shape == (70, 40)
+    _, recomputed = run.plan(again).recompute(x_TH, run.weight_TK, lambda: run.weights, read=True)
+    assert recomputed.arrivals_MH.shape == (70, 40)

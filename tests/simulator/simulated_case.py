@@ -108,6 +108,7 @@ def drawn_case(seed: int, deduplicate: bool = False) -> Case:
         combine_share=one_of(0.0, 0.2) if fused in ("both", "combine") else 0.0,
         reduce_share=one_of(0.0, 0.2) if alone else 0.0,
         overlap_weight_gradients=alone,
+        keep_x=one_of(True, False),
         deduplicate=deduplicate,
     )
     name = one_of(*SHAPES)

@@ -323,9 +323,10 @@ def layers(draw: st.DrawFn) -> tuple:
 
 @given(layers())
 def test_no_pass_is_shorter_than_its_path_or_its_busiest_lane_and_nothing_is_lost(layer):
-    overlap, model, cluster, plan, start_R, _ = layer
+    overlap, model, cluster, plan, start_R, backward = layer
     tiles, blocks = tile_pass(*layer), mega_pass(*layer)
-    bytes_L = cost.link_seconds(cost.dispatch_bytes(plan, model), cluster)
+    pulls = 1 if overlap.keep_x or not backward else 2
+    bytes_L = pulls * cost.link_seconds(cost.dispatch_bytes(plan, model), cluster)
     home_L = cost.link_seconds(cost.dispatch_bytes(plan, model).T, cluster)
     for result in (tiles.result, blocks):
         ends = dict(enumerate(start_R))

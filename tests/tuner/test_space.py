@@ -230,5 +230,7 @@ def test_memory_of_a_rank_by_hand():
     assert one_layer.slot_bytes == 3 * P * 2
     assert one_layer.row_bytes * 2 == memory.row_bytes
     fused = memory_of(EP.replace(overlap=MegaKernel()), SETTING, tokens_per_rank=100)
-    assert fused.shared_bytes == 2 * (100 + 100 * 2) * 256 * 2
+    assert fused.shared_bytes == (2 * 100 + 100 * 2) * 256 * 2
+    again = memory_of(EP.replace(overlap=MegaKernel(keep_x=False)), SETTING, tokens_per_rank=100)
+    assert fused.row_bytes - again.row_bytes == SETTING.num_layers * 100 * 2 * 256 * 2
     assert fused.gradient_bytes == 0

@@ -172,6 +172,8 @@ NEEDLESS = {
     "signals._give_up: release 2": "its own rank's next launch is behind it anyway",
     "signals._give_up: other GPUs": OWN,
     "signals._give_up: other GPUs 3": "this rank alone writes and reads it, if no other gave up",
+    "signals._read_report: acquire": "shows in one schedule of a thousand: a peer tells behind all waits of this rank",
+    "signals._read_report: barrier": "the same",
     "counts._receive: acquire": "the wait before has acquired; of use where that was given up",
     "pulls._await_all: barrier of wait": "the kernel ends behind it",
     "pulls._tell_all: barrier of raise_flag": "the kernel has stored nothing before it",

@@ -30,7 +30,9 @@ ACTIVATION = "swiglu"
 POINTS: Mapping[str, MegaKernel] = MappingProxyType(
     {
         "fused": MegaKernel(),
-        "apart": MegaKernel(combine_share=0.25, reduce_share=0.25, deduplicate=True, granularity="expert"),
+        "apart": MegaKernel(
+            combine_share=0.25, reduce_share=0.25, deduplicate=True, granularity="expert", keep_x=False
+        ),
         "unfused": MegaKernel(fused="none"),
         "no wgrad": MegaKernel(overlap_weight_gradients=False),
     }
@@ -108,7 +110,7 @@ def _launched(size: Size, dtype: torch.dtype, point: MegaKernel, capability: int
         yield Launched(
             "activation_gradient",
             dispatching(back),
-            lambda: dispatch_activation_gradient(memory, rows, down, h_NU, ACTIVATION, back, point),
+            lambda: dispatch_activation_gradient(memory, rows, down, h_NU, ACTIVATION, back, point, not point.keep_x),
         )
         yield Launched(
             "down",

@@ -47,7 +47,8 @@ class Replicas(NamedTuple):
 def regions(
     tokens: int, top_k: int, hidden: int, dtype: torch.dtype, num_ranks: int, num_flags: int
 ) -> Mapping[str, Region]:
-    """What ranks share: T·H elements that are pulled, T·K·H that are pushed, and a few numbers for each choice.
+    """What ranks share: T·H elements that are pulled, as many that backward pulls beside them, T·K·H that are pushed,
+    and a few numbers for each choice.
 
     One of each is enough. A peer writes into this rank's staging, and this rank into what peers pull, only in an epoch
     that this rank has published, and it publishes the next one when its combine of the last is done: by then every row
@@ -56,6 +57,7 @@ def regions(
     entries = tokens * top_k
     return {
         "x": Region((tokens, hidden), dtype),
+        "x_again": Region((tokens, hidden), dtype),
         "staging": Region((entries, hidden), dtype),
         "entry": Region((entries,), torch.int32),
         "position": Region((entries,), torch.int32),

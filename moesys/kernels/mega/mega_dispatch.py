@@ -42,7 +42,8 @@ class Dispatched(NamedTuple):
     """The matrices, and rows of this rank in order of groups.
 
     ``rows_NH``: those that are pulled. ``wide_NU``, ``narrow_NI``: h and its activation; backward, the gradient of h
-    and the weighted activation. Of backward alone: ``h_NU``, ``weight_N``, ``partial_NS`` (``activation_gradient``).
+    and the weighted activation. Of backward alone: ``h_NU``, ``weight_N``, ``partial_NS`` (``activation_gradient``);
+    ``x_NH``: rows of x, where they are pulled again.
     """
 
     rows_NH: Tensor
@@ -52,6 +53,7 @@ class Dispatched(NamedTuple):
     h_NU: Tensor | None = None
     weight_N: Tensor | None = None
     partial_NS: Tensor | None = None
+    x_NH: Tensor | None = None
 
 
 class DispatchSizes(NamedTuple):
@@ -93,9 +95,11 @@ def dispatch_activation_gradient(
     activation: str,
     block: TileConfig,
     point: MegaPoint,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    x_again: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """(dy [N, H], dh [N, U], weighted a [N, I], partial sums float32 [N, ⌈I / 32⌉] of the routing weights' gradients),
-    from regions ``x`` and ``weight`` of every rank; see ``activation_gradient``.
+    from regions ``x`` and ``weight`` of every rank; see ``activation_gradient``. Last, rows [N, H] of region
+    ``x_again``, which are pulled beside those of dy, or None.
     """
     _, H, I = down.shape
     N = len(rows.entry_N)
@@ -103,9 +107,10 @@ def dispatch_activation_gradient(
     weight_N = torch.empty(N, dtype=torch.float32, device=down.device)
     num_sums = triton.cdiv(I, min(SUM_COLUMNS, block.columns))
     partial_NS = torch.empty(N, num_sums, dtype=torch.float32, device=down.device)
-    data = Dispatched(dy_NH, down, dh_NU, wa_NI, h_NU, weight_N, partial_NS)
+    x_NH = torch.empty_like(dy_NH) if x_again else None
+    data = Dispatched(dy_NH, down, dh_NU, wa_NI, h_NU, weight_N, partial_NS, x_NH)
     _launch(memory, rows, data, activation, block, point)
-    return dy_NH, dh_NU, wa_NI, partial_NS
+    return dy_NH, dh_NU, wa_NI, partial_NS, x_NH
 
 
 def _launch(
@@ -246,10 +251,12 @@ def _fetch(  # type: ignore[no-untyped-def]
     entry = tl.load(rows.entry_N + first + in_fetch, mask=kept, other=0)
     pulled = kept
     rank = tl.load(world + RANK).to(tl.int32)
+    copied, of_first_row = None, None
     if rows.first_row_N is not None:
         first_row = tl.load(rows.first_row_N + first + in_fetch, mask=kept, other=-1)
         pulled = kept & (first_row < 0)
         copied = first_row >= 0
+        of_first_row = first_row.to(tl.int64) * H
         tile = tl.load(rows.first_tile_N + first + in_fetch, mask=copied, other=0)
         if sizes.experts:
             flag = tl.load(tiles.group_M + tile, mask=copied, other=0)
@@ -257,6 +264,7 @@ def _fetch(  # type: ignore[no-untyped-def]
             tile_row = tl.load(tiles.row_M + tile, mask=copied, other=0)
             flag = tile * fetches_of_tile + (first_row - tile_row) // fetch_rows
         arrived = launch.flags.arrived + tl.where(copied, flag, 0)
+        # Its barrier is one too many, as another wait follows.
         came = came & wait(arrived, copied, task.epoch, rank, group, flag, DISPATCH, world)
     peer = tl.arange(0, sizes.RANKS)
     needed = tl.max((pulled[:, None] & (source[:, None] == peer[None, :])).to(tl.int32), 0) > 0
@@ -265,19 +273,15 @@ def _fetch(  # type: ignore[no-untyped-def]
     task_is_ready(launch.times, task.place, FETCH, group)
 
     dtype: tl.constexpr = data.rows_NH.dtype.element_ty
-    through = set_off(launch.pace, pulled & (source != rank), H * dtype.primitive_bitwidth // 8)
-    from_row = at(world, source, launch.offsets.x, dtype) + (entry // sizes.top_k).to(tl.int64) * H
-    if rows.first_row_N is not None:
-        from_row = tl.where(copied, data.rows_NH + first_row.to(tl.int64) * H, from_row)
-        if H * dtype.primitive_bitwidth % 128 == 0:
-            # A compiler does not know what is true of both.
-            from_row = tl.multiple_of(from_row, 16)
-    here_row = data.rows_NH + first.to(tl.int64) * H + in_fetch * H
-    for start in range(0, H, sizes.fetch_columns):
-        column = start + tl.arange(0, sizes.fetch_columns)
-        in_row = (column < H)[None, :]
-        values = tl.load(from_row[:, None] + column[None, :], mask=kept[:, None] & in_row, other=0.0)
-        tl.store(here_row[:, None] + column[None, :], values, mask=kept[:, None] & in_row)
+    num_tensors: tl.constexpr = 1 if data.x_NH is None else 2
+    through = set_off(launch.pace, pulled & (source != rank), num_tensors * H * dtype.primitive_bitwidth // 8)
+    of_token = (entry // sizes.top_k).to(tl.int64) * H
+    region = at(world, source, launch.offsets.x, dtype) + of_token
+    _copy(data.rows_NH, first, kept, region, copied, of_first_row, sizes)
+    if data.x_NH is not None:
+        # Before the flag: who has seen dx of all rows come home publishes, and what is pulled from there changes.
+        region = at(world, source, launch.offsets.x_again, dtype) + of_token
+        _copy(data.x_NH, first, kept, region, copied, of_first_row, sizes)
     if data.weight_N is not None:
         weight = tl.load(at(world, source, launch.offsets.weight, tl.float32) + entry, mask=kept, other=0.0)
         tl.store(data.weight_N + first + in_fetch, weight, mask=kept)
@@ -285,3 +289,23 @@ def _fetch(  # type: ignore[no-untyped-def]
     tiles_of_group = tl.cdiv(group_end - tl.load(table.first_G1 + group), tile_rows)
     fetches_of_group = tiles_of_group * fetches_of_tile
     raise_or_count(launch.flags, task.number, group, fetches_of_group, task.epoch, came, sizes.experts)
+
+
+@triton.jit
+def _copy(rows_NH, first, kept, from_row, copied, of_first_row, sizes: tl.constexpr):  # type: ignore[no-untyped-def]
+    """Writes the rows ``first`` and behind it that are ``kept``: from their sources, those that are ``copied`` from the
+    row of ``rows_NH`` that begins at ``of_first_row``.
+    """
+    H: tl.constexpr = sizes.H
+    in_fetch = tl.arange(0, sizes.fetch_rows)
+    if of_first_row is not None:
+        from_row = tl.where(copied, rows_NH + of_first_row, from_row)
+        if H * rows_NH.dtype.element_ty.primitive_bitwidth % 128 == 0:
+            # A compiler does not know what is true of both.
+            from_row = tl.multiple_of(from_row, 16)
+    here_row = rows_NH + first.to(tl.int64) * H + in_fetch * H
+    for start in range(0, H, sizes.fetch_columns):
+        column = start + tl.arange(0, sizes.fetch_columns)
+        in_row = (column < H)[None, :]
+        values = tl.load(from_row[:, None] + column[None, :], mask=kept[:, None] & in_row, other=0.0)
+        tl.store(here_row[:, None] + column[None, :], values, mask=kept[:, None] & in_row)

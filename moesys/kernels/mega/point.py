@@ -32,10 +32,11 @@ class MegaPoint(Protocol):
     most this part of the tasks. ``reduce_share``: at most this part of the last tasks sums rows that came home while
     there are tiles of weight gradients. ``granularity`` of the flags that are waited for. ``deduplicate``: a token that
     goes to several experts of a rank is pulled once. ``overlap_weight_gradients``: their tiles are tasks of backward's
-    combine. ``fetch_rows``: rows of one fetch, ``sum_tokens``: tokens of one sum, powers of two. ``tile_rows``,
-    ``tile_columns`` (at least ``SUM_COLUMNS``), ``warps``, ``stages``: of every product's tiles, None for what is
-    likely fast (``TileConfigs.require_warpgroups`` has what GPUs need of them); with a gate, a tile of ``up`` has half
-    of the columns twice. ``programs``: how many are resident, None for one a multiprocessor.
+    combine. ``keep_x``: rows of x stay from forward to backward, else they are pulled again. ``fetch_rows``: rows of
+    one fetch, ``sum_tokens``: tokens of one sum, powers of two. ``tile_rows``, ``tile_columns`` (at least
+    ``SUM_COLUMNS``), ``warps``, ``stages``: of every product's tiles, None for what is likely fast
+    (``TileConfigs.require_warpgroups`` has what GPUs need of them); with a gate, a tile of ``up`` has half of the
+    columns twice. ``programs``: how many are resident, None for one a multiprocessor.
     """
 
     @property
@@ -52,6 +53,8 @@ class MegaPoint(Protocol):
     def tile_order(self) -> TileOrder: ...
     @property
     def deduplicate(self) -> bool: ...
+    @property
+    def keep_x(self) -> bool: ...
     @property
     def overlap_weight_gradients(self) -> bool: ...
     @property

@@ -47,9 +47,9 @@ def raise_if_given_up(heap: Heap) -> None:
     first = heap.rank if int(heap.own("report")[0]) else int(heap.own("abort")[0]) - 1
     if first < 0:
         return
-    report = torch.empty(REPORT_WORDS, dtype=torch.int32, device=heap.arena.device)
+    report = torch.empty(REPORT_WORDS - 1, dtype=torch.int32, device=heap.arena.device)
     _read_report[(1,)](heap.world, first, report, REPORT_WORDS)
-    _, stage, peer, expert, flag, found, wanted = report.tolist()
+    stage, peer, expert, flag, found, wanted = report.tolist()
     raise PeerTimeoutError(
         ("" if first == heap.rank else f"rank {heap.rank} stopped: ")
         + f"rank {first} waited {heap.timeout_s:g} s for rank {peer} in {STAGES[stage]}: flag {flag}"
@@ -61,9 +61,12 @@ def raise_if_given_up(heap: Heap) -> None:
 
 @kernel(do_not_specialize=["rank"])
 def _read_report(world, rank, out_ptr, WORDS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A peer's too: it lies in that rank's arena."""
-    for word in range(WORDS):
-        tl.store(out_ptr + word, tl.load(at(world, rank, REPORT, tl.int32) + word))
+    """All but the first word, which chooses who writes. A peer's too: it lies in that rank's arena."""
+    # It may have told after all waits of this rank, so that none has acquired what it wrote.
+    tl.atomic_add(at(world, tl.load(world + RANK), ABORT, tl.int32), 0, sem="acquire", scope="sys")
+    tl.debug_barrier()
+    for word in range(1, WORDS):
+        tl.store(out_ptr + word - 1, tl.load(at(world, rank, REPORT, tl.int32) + word))
 
 
 def spoil_if_given_up(heap: Heap, outputs: Sequence[Tensor]) -> None:
@@ -133,6 +136,7 @@ class Watch:
 @triton.jit
 def raise_flag(flag, epoch, mask=None):  # type: ignore[no-untyped-def]
     """A flag, or all of a tensor of pointers, after everything that this program has stored."""
+    # Of all its threads. Where a caller has stored nothing, or the thread that stored raises, it costs nothing to tell.
     tl.debug_barrier()
     tl.atomic_xchg(flag, epoch, mask=mask, sem="release", scope="sys")
 
@@ -155,6 +159,7 @@ def wait(flag, mask, epoch, peer, expert, index, stage: tl.constexpr, world):  #
     while waits:
         if INTERPRETED:
             nap()
+        # Relaxed would do: nothing that others wrote is read behind it.
         aborted = tl.atomic_add(abort, 0, sem="acquire", scope="sys") != 0
         late = agreed_ns(world) >= end_ns
         found = _poll(flag, mask, epoch)
@@ -170,6 +175,7 @@ def wait(flag, mask, epoch, peer, expert, index, stage: tl.constexpr, world):  #
 @triton.jit
 def all_came(world):  # type: ignore[no-untyped-def]
     """Whether everything came that launches before this one waited for."""
+    # Acquire only as waits do it so: what was given up is overwritten, and not read.
     return tl.atomic_add(at(world, tl.load(world + RANK), ABORT, tl.int32), 0, sem="acquire", scope="sys") == 0
 
 
@@ -183,6 +189,7 @@ def _give_up(found, epoch, peer, expert, index, stage: tl.constexpr, world):  # 
     """The first program of a rank that gives up writes its report, and then tells all ranks whose it is."""
     own = tl.load(world + RANK).to(tl.int32)
     report = at(world, own, REPORT, tl.int32)
+    # It chooses one program of this rank, and carries nothing: relaxed, and seen on this GPU, would do.
     if tl.atomic_cas(report, 0, 1, sem="acq_rel", scope="sys") == 0:
         furthest_behind = tl.min(found, 0)
         lane = tl.arange(0, found.shape[0])
@@ -197,5 +204,6 @@ def _give_up(found, epoch, peer, expert, index, stage: tl.constexpr, world):  # 
         for rank in range(tl.load(world + NUM_RANKS).to(tl.int32)):
             tl.atomic_xchg(at(world, rank, ABORT, tl.int32), own + 1, sem="release", scope="sys")
     else:
-        # Who wrote it may be about to tell: no launch behind this one is to begin before somebody has.
+        # Who wrote it may be about to tell: no launch behind this one is to begin before somebody has. Those come
+        # behind all stores of this one anyway.
         tl.atomic_xchg(at(world, own, ABORT, tl.int32), own + 1, sem="release", scope="sys")

@@ -57,7 +57,7 @@ def mega_memory(strategy: Strategy, model: ModelShape, plans: tuple[LayerPlan, .
         num_rows,
         most_rows,
         held_rows,
-        # x and h; dy, dh and the weighted activations, and dx where it waits for a task that pushes it.
-        kept_bytes=held_rows * (hidden + 2 * width) * size,
-        backward_bytes=held_rows * (hidden * (1 + waiting) + 3 * width) * size,
+        # h, and x, then or later; dy, dh and the weighted activations, and dx where it waits for a task that pushes it.
+        kept_bytes=held_rows * (hidden * overlap.keep_x + 2 * width) * size,
+        backward_bytes=held_rows * (hidden * (1 + waiting + (not overlap.keep_x)) + 3 * width) * size,
     )

@@ -168,6 +168,8 @@ def _mega_words(overlap: MegaKernel) -> list[str]:
         words.append(f"backward: tiles of weight gradients between pushes and sums, {sums}")
     else:
         words.append("backward: weight gradients when all else is done")
+    if not overlap.keep_x:
+        words.append("backward pulls rows of x again beside those of dy")
     words.append(f"flags of each {overlap.granularity}" + ", a token pulled once a rank" * overlap.deduplicate)
     return words
 

@@ -123,7 +123,7 @@ class Blocks:
             gate=wait,
             needs=needs,
             opens=opens,
-            exchanged=Exchanged(run, source, a_task * work.row_bytes, share),
+            exchanged=Exchanged(run, source, a_task * work.fetched_bytes, share),
         )
         unit = mixture.piece_of
         group = units.group_U[unit]
@@ -149,7 +149,7 @@ class Blocks:
         local_U = sums(unit[~away], shared[~away], len(units)) / units.tiles_U
         unit, source, shared = unit[away], source[away], shared[away] / units.tiles_U[unit[away]]
         # Of a row tile of each unit.
-        tile_bytes, tile_share = shared * work.row_bytes, 1 / units.tiles_U[unit]
+        tile_bytes, tile_share = shared * work.model.row_bytes, 1 / units.tiles_U[unit]
         seconds_U, flops_U = products.seconds_G[units.group_U], products.tile_flops_G[units.group_U]
         number_U = groups.number_G[units.group_U]
         of_part, part, tasks = self._parts()

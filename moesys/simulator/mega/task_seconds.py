@@ -65,7 +65,8 @@ class TaskSeconds:
         self.sizes = TileSizes.of(overlap, model)
         self.programs = num_programs(overlap, cluster)
         self.program = Program.of(cluster, self.programs, backward)
-        self.row_bytes = model.row_bytes
+        # Backward's rows of dy bring those of x, where these were not kept.
+        self.fetched_bytes = model.row_bytes * (2 if backward and not overlap.keep_x else 1)
         self.apart = overlap.combine_share > 0 or overlap.fused in ("dispatch", "none")
         self.launch_names = DIRECTIONS[backward]
         # Columns of B's product, and of sums: H elements.
@@ -90,11 +91,11 @@ class TaskSeconds:
 
     def fetch_seconds(self, pulled: FloatArray, local: FloatArray) -> FloatArray:
         """Of a program, for rows from peers, which are written, and rows from here, which are read as well."""
-        return (pulled + 2 * local) * (self.row_bytes * self.program.byte_seconds)
+        return (pulled + 2 * local) * (self.fetched_bytes * self.program.byte_seconds)
 
     def push_seconds(self, away: FloatArray, local: FloatArray) -> FloatArray:
         """Of a program whose task pushes whole rows: all are read, those that stay are written."""
-        return self.fetch_seconds(away, local)
+        return (away + 2 * local) * (self.model.row_bytes * self.program.byte_seconds)
 
     def sum_seconds(self, rows: FloatArray, tokens: FloatArray, columns: FloatArray) -> FloatArray:
         """Of a program that sums ``rows`` in all of so many tokens, in so many columns."""

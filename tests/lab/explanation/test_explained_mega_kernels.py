@@ -42,8 +42,9 @@ from moesys.moe.pulled_experts import ring_bytes
             ),
         ),
         (
-            MegaKernel(fused="none", overlap_weight_gradients=False, tile_order="slots"),
+            MegaKernel(fused="none", overlap_weight_gradients=False, tile_order="slots", keep_x=False),
             (
+                "backward pulls rows of x again beside those of dy",
                 "dispatch in a kernel of its own, then the first product's tiles, slots",
                 "pushes and sums in kernels of their own",
                 "weight gradients when all else is done",
@@ -72,7 +73,7 @@ def test_a_mega_kernel_says_its_tasks_and_its_memory(overlap, said):
     assert f"{step.mega.num_rows} private rows on the busiest, of {most_rows} that rows_cap allows" in text
     held_rows = most_rows if overlap.most_tokens else step.mega.num_rows
     # Gate and up halves of h beside x, in float32.
-    assert step.mega.kept_bytes == held_rows * (16 + 2 * MODEL.intermediate_size) * 4
+    assert step.mega.kept_bytes == held_rows * (16 * overlap.keep_x + 2 * MODEL.intermediate_size) * 4
     assert ("there is always memory" in text) == (overlap.most_tokens is not None)
     assert step.mega.pulled_bytes == ring_bytes(MODEL, CLUSTER.num_ranks, num_slots=3, gradient_bytes=4) > 0
     assert "GB where they pull experts and gradients, for all layers together" in text
