@@ -95,7 +95,7 @@ class TokenBlocks:
         if min(outward, inward) < NARROW:
             weight_BA = _padded(weight_BA, max(outward, NARROW), max(inward, NARROW))
             transposed = False
-        rule = projection_rule(*reversed(weight_BA.shape), x_TA.dtype, x_TA.device.type, transposed)
+        rule = projection_rule(weight_BA.shape[1], len(weight_BA), x_TA.dtype, x_TA.device.type, transposed)
         x_PA = _padded(x_TA, max(len(x_TA), rule.min_rows), weight_BA.shape[1])
         y_PB = x_PA.new_empty(len(x_PA), len(weight_BA))
         matmul_rows(x_PA, weight_BA, y_PB, rule)
