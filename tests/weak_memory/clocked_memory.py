@@ -62,6 +62,8 @@ class Cell:
         # Ranks that have touched it, and whether by an atomic that only one GPU sees.
         self.ranks: set[int] = set()
         self.narrow = False
+        # What the atomic under way must not change: where somebody has loaded, who, and when.
+        self.unknown: tuple[Space, int, int, int] | None = None
 
 
 class Space:
@@ -253,12 +255,10 @@ class ClockedMemory:
             other, since = space.slot[index], space.interval[index]
             self._find_fault(agent, space, address, other, since, "has an atomic on what is stored by")
         slots = space.slots
+        cell.unknown = None
         readers = np.flatnonzero(space.read[index] > view[slots.start : slots.stop])
         if len(readers):
-            since = space.read[index, readers[0]]
-            self._find_fault(
-                agent, space, address, readers[0] + slots.start, since, "has an atomic on what is loaded by"
-            )
+            cell.unknown = space, address, readers[0] + slots.start, int(space.read[index, readers[0]])
         cell.ranks.add(agent.rank)
         cell.narrow |= scope == "gpu"
         if cell.narrow and len(cell.ranks) > 1:
@@ -285,7 +285,9 @@ class ClockedMemory:
         return cell
 
     def change(self, agent: Agent, cell: Cell, alone: bool) -> None:
-        """It has."""
+        """It has: until then it is a load beside others' loads."""
+        if cell.unknown is not None:
+            self._find_fault(agent, *cell.unknown, "has an atomic on what is loaded by")
         cell.version += 1
         slot = agent.lead if alone else agent.slot
         cell.changed[slot] = cell.accessed[slot]
