@@ -16,7 +16,7 @@ from torch import Tensor
 from moesys.config import Fsep, ModelShape
 from moesys.kernels.symmetric.heap import ArenaLayout
 from moesys.kernels.symmetric.ordered_sum import ordered_sum
-from moesys.kernels.symmetric.pulls import Pull, PullRing, PullRings, Wanted, pull_regions
+from moesys.kernels.symmetric.pulls import PullRing, PullRings, Wanted, pull_regions
 from moesys.layout import ExpertLayout
 from moesys.moe.sharded_experts import ShardedExperts
 from moesys.moe.shards import Cross, ExpertShards, Finish, HeldByRank, Restored, index_of
@@ -57,7 +57,7 @@ class PulledExperts(ShardedExperts):
             for slot, expert in enumerate(mine)
         ]
         ring = self._ring("restore", wire_Es.nbytes, wire_Es.device, channel)
-        arrive = self._arrival(ring.start(wire_Es, wanted, restored_DP), wanted, channel, "restore", detail)
+        arrive = self._start(ring, wire_Es, wanted, restored_DP, channel, "restore", detail)
 
         def finish() -> Tensor:
             arrive()
@@ -81,7 +81,7 @@ class PulledExperts(ShardedExperts):
         ]
         most_bytes = layout.expert_RS.shape[1] * self.padded_parameters * grads_DP.itemsize
         ring = self._ring("reshard", most_bytes, grads_DP.device, channel)
-        arrive = self._arrival(ring.start(grads_DP, wanted, received_No), wanted, channel, "reshard", detail)
+        arrive = self._start(ring, grads_DP, wanted, received_No, channel, "reshard", detail)
 
         def finish() -> tuple[Tensor, ...]:
             arrive()
@@ -96,20 +96,35 @@ class PulledExperts(ShardedExperts):
         """All ranks, this one last: so that not all pull from the same one at once."""
         return [(self.rank + 1 + place) % self.num_ranks for place in range(self.num_ranks)]
 
-    def _arrival(
-        self, pull: Pull, wanted: Sequence[Wanted], channel: Channel, lane: str, detail: str
+    def _start(
+        self,
+        ring: PullRing,
+        shared: Tensor,
+        wanted: Sequence[Wanted],
+        into: Tensor,
+        channel: Channel,
+        lane: str,
+        detail: str,
     ) -> Callable[[], None]:
-        """Counts what is pulled, as ``Channel.all_to_all`` does; the result waits, and records the span."""
+        """Starts a pull, and counts what is pulled, as ``Channel.all_to_all`` does; the result waits. The span ends
+        when it is there, which a GPU's stream knows, else who waits.
+        """
+        recorder = channel.recorder
+        start = recorder.clock.now() if recorder.enabled else None
+        pull = ring.start(shared, wanted, into)
+        if recorder.enabled and ring.stream is not None:
+            with torch.cuda.stream(ring.stream):
+                recorder.add_between(lane, lane, start, recorder.clock.now(), detail)
         for part in wanted:
             if part.rank != self.rank:
                 same_node = self.node_of_rank[part.rank] == self.node_of_rank[self.rank]
                 channel.meter.wire_bytes[lane, "intra_node" if same_node else "inter_node"] += part.destination.nbytes
-        start_us = channel.recorder.now_us()
 
         def arrive() -> None:
             with channel.exposed(lane):
                 pull.wait()
-            channel.recorder.add(lane, lane, start_us, channel.recorder.now_us(), detail)
+            if recorder.enabled and ring.stream is None:
+                recorder.add_between(lane, lane, start, recorder.clock.now(), detail)
 
         return arrive
 

@@ -92,8 +92,8 @@ def pulls(num_ranks: int, turns: int = 4, elements: int = 10, side: bool = False
                 return None
             mine = shared(rank, turn)
             ring = rings.ring("restore", mine.nbytes, CPU, TIMEOUT_S)
-            if side and not isinstance(ring._stream, SideStream):
-                ring._stream = SideStream()
+            if side and not isinstance(ring.stream, SideStream):
+                ring.stream = SideStream()
             parts = mine.new_empty(num_ranks, len(mine) - 1)
             wanted = [Wanted(part, peer, 4) for peer, part in enumerate(parts)]
             pending.append((ring.start(mine, wanted, parts), parts))

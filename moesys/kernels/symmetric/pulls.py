@@ -51,14 +51,14 @@ class Pull:
 
 
 class PullRing:
-    """One rank's side of all pulls over one heap with ``pull_regions``."""
+    """One rank's side of all pulls over one heap with ``pull_regions``. ``stream``: of its own, on a GPU."""
 
     def __init__(self, heap: Heap) -> None:
         self._heap, self._watch = heap, Watch(heap)
         self._bases = heap.world[BASES.value :].tolist()
         self._device = heap.arena.device
         # Before what else is ready, as a layer waits for it.
-        self._stream = torch.cuda.Stream(self._device, priority=-1) if self._device.type == "cuda" else None
+        self.stream = torch.cuda.Stream(self._device, priority=-1) if self._device.type == "cuda" else None
         self._epoch = 0
         self._pending: deque[Pull] = deque()
 
@@ -93,12 +93,12 @@ class PullRing:
         self._heap.own("shared")[self._epoch % DEPTH, : len(as_bytes)].copy_(as_bytes)
         self._tell("published", self._epoch)
         self._pending.append(pull)
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream(self._device))
-            with torch.cuda.stream(self._stream):
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(self.stream):
                 self._run(pull)
-                into.record_stream(self._stream)
-                pull.done = self._stream.record_event()
+                into.record_stream(self.stream)
+                pull.done = self.stream.record_event()
         return pull
 
     def settle(self, pull: Pull) -> None:
@@ -114,8 +114,8 @@ class PullRing:
         """Settle all, and wait for the device."""
         if self._pending:
             self.settle(self._pending[-1])
-        if self._stream is not None:
-            self._stream.synchronize()
+        if self.stream is not None:
+            self.stream.synchronize()
         self._watch.look()
 
     def _run(self, pull: Pull) -> None:

@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch.futures import Future
 
+from moesys.config import Fsep, ModelShape
+from moesys.moe.pulled_experts import PulledExperts
 from moesys.overlap.comm import channel as channels
 from moesys.overlap.comm.channel import Channel
 from moesys.overlap.comm.clock import Clock
@@ -138,6 +140,36 @@ def test_a_message_ends_where_its_own_stream_does(gpu: Gpu, monkeypatch: pytest.
     assert dict(meter.exposed_ms) == {"dispatch": 0.25}
     (span,) = recorder.timeline().spans
     assert span.end_us - span.start_us == pytest.approx(6000)
+
+
+@pytest.mark.usefixtures("still_host")
+def test_a_pull_ends_where_its_own_stream_does(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ring's stream has done it while what computes goes on."""
+    streams: list[object] = []
+
+    def on(stream: object) -> nullcontext[None]:
+        streams.append(stream)
+        return nullcontext()
+
+    class Ring:
+        stream = "its own"
+
+        def start(self, *_: object) -> SimpleNamespace:
+            gpu.does(6.0)
+            return SimpleNamespace(wait=lambda: gpu.does(0.25))
+
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    experts = PulledExperts(
+        ModelShape(hidden_size=2, intermediate_size=2, num_experts=2, top_k=1), 0, [0], Fsep(slots_per_rank=2), None, 1
+    )
+    channel = Channel(None, [0], Recorder(0, enabled=True, device_type="cuda"), Meter("cuda"), "cuda")
+    arrive = experts._start(Ring(), torch.zeros(1), [], torch.zeros(1), channel, "restore", "layer 0")  # type: ignore[arg-type]
+    gpu.does(10.0)
+    arrive()
+    (span,) = channel.recorder.timeline().spans
+    assert (span.lane, span.detail, span.end_us - span.start_us) == ("restore", "layer 0", pytest.approx(6000))
+    assert streams == ["its own"]
+    assert dict(channel.meter.exposed_ms) == {"restore": 0.25}
 
 
 def test_hosts_clocks_are_what_they_were() -> None:
