@@ -2,7 +2,8 @@
 
 An expert's rows are cut into blocks, the same whoever computes them (``balance.blocks``); a block's gradient is one
 product, and blocks are added on a grid (``overlap.exact_sum``). The grid follows from the largest of what is
-multiplied, over all ranks: of a sum of n products of a and b no partial sum exceeds n · max|a| · max|b|.
+multiplied, over all ranks: of a sum of n products of a and b no partial sum exceeds n · max|a| · max|b|. A sum of B
+blocks is off theirs by B · 2⁻⁵¹ of that at most, half a grid a block, and is rounded once, to float32.
 
 S slots, E experts, R ranks, P rows in expert order.
 """
