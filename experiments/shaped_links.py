@@ -18,7 +18,7 @@ import moesys as ms
 
 
 def experiment() -> ms.Experiment:
-    ep = ms.Strategy(name="sequential")
+    ep = ms.Strategy(name="sequential", reduction=ms.LayoutInvariant())
     return ms.Experiment(
         name="shaped-links",
         description="overlap between two hosts with a slow link",

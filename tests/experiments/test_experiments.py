@@ -108,7 +108,7 @@ def test_an_experiment_runs_in_small_and_compares_all_its_strategies(path: Path,
     if experiment.source == "measured":
         assert [row.name for row in comparison.rows if row.agreement and not row.agreement.holds] == []
         exact = [row.agreement.exact for row in comparison.rows if row.agreement]
-        assert exact == [path.stem in ("convergence", "real_models")] * len(exact)
+        assert exact == [path.stem in ("convergence", "real_models", "shaped_links")] * len(exact)
     if path.stem == "mega_interpret":
         assert [row.agreement.bit_equal for row in comparison.rows if row is not comparison.baseline] == [True] * 3
     if path.stem == "overlap_ablation":
