@@ -4,9 +4,10 @@ One after another, then in 2, 4 and 8 chunks, with experts whole on their owners
 Layouts never change and every rank holds 4 of 16 experts either way, so only the order of work differs. UniEP (arXiv
 2604.19241) asks the same of its kernels; chunks are the coarse form of it.
 
-Look at agreement first: chunks may not change a bit, so ``ep`` rows are bit-equal and ``fsep`` rows all show the
-same difference: ``LayoutInvariant``, which would end it, takes experts this small 16 % longer. Then at exposed ms. Four ranks on two cores share what computes and what copies: overlap has little to
-hide behind there, and more chunks are more messages. ``ep (again)`` is the noise of the machine.
+Look at agreement first: chunks may not change a bit, so ``ep`` rows are bit-equal and ``fsep`` rows all show the same
+difference: ``LayoutInvariant``, which would end it, takes experts this small 16 % longer. Then at exposed ms. Four
+ranks on two cores share what computes and what copies: overlap has little to hide behind there, and more chunks are
+more messages. ``ep (again)`` is the noise of the machine.
 
 Where torch finds a GPU, ranks train there, and each sharding has a row with MegaKernels, UniEP's own form of overlap.
 
