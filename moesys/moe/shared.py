@@ -31,9 +31,7 @@ class SharedExperts(nn.Module):
         """
         x = x_TH.to(self.dtype)
         if blocks is not None:
-            # One product, as each has its sum over the ranks.
-            up_weight = torch.cat([self.gate_proj.weight, self.up_proj.weight])
-            hidden = blocks.elementwise(_swiglu, blocks.linear(x, up_weight))
+            hidden = blocks.elementwise(_swiglu, blocks.linear(x, self.gate_proj.weight, self.up_proj.weight))
             return blocks.linear(hidden, self.down_proj.weight).to(x_TH.dtype)
         gate, up, down = (layer.weight.to(self.dtype) for layer in (self.gate_proj, self.up_proj, self.down_proj))
         hidden = functional.silu(functional.linear(x, gate)) * functional.linear(x, up)

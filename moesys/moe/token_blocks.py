@@ -44,9 +44,11 @@ class TokenBlocks:
     by_kernels: bool = False
     learning: bool = True
 
-    def linear(self, x_TA: Tensor, weight_BA: Tensor) -> Tensor:
-        """Returns ``x @ weightᵀ`` [T, B] in x's dtype, to which a float32 weight is cast."""
-        y_TB: Tensor = _BlockLinear.apply(x_TA, weight_BA, self)
+    def linear(self, x_TA: Tensor, *weights: Tensor) -> Tensor:
+        """Returns ``x @ weightᵀ`` [T, B] in x's dtype, to which float32 weights [.., A] are cast, of all side by side:
+        one product, as each has its sum over the ranks.
+        """
+        y_TB: Tensor = _BlockLinear.apply(x_TA, self, *weights)
         return y_TB
 
     def elementwise(self, function: Callable[[Tensor], Tensor], x_TA: Tensor) -> Tensor:
@@ -105,23 +107,29 @@ class TokenBlocks:
 def _padded(matrix_AB: Tensor, rows: int, columns: int) -> Tensor:
     """Returns the matrix with zeros behind it, where allocations lie."""
     missing = (0, columns - matrix_AB.shape[1], 0, rows - matrix_AB.shape[0])
-    return functional.pad(matrix_AB, missing) if any(missing) else aligned(matrix_AB)
+    return functional.pad(matrix_AB, missing) if any(missing) else aligned(matrix_AB.contiguous())
 
 
 class _BlockLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TA: Tensor, weight_BA: Tensor, blocks: TokenBlocks) -> Tensor:
+    def forward(ctx: Any, x_TA: Tensor, blocks: TokenBlocks, *weights: Tensor) -> Tensor:
         ctx.blocks = blocks
-        ctx.save_for_backward(x_TA, weight_BA)
-        return blocks._products(x_TA, weight_BA.to(x_TA.dtype))
+        ctx.save_for_backward(x_TA, *weights)
+        return blocks._products(x_TA, _side_by_side(weights, x_TA.dtype))
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        x_TA, weight_BA = ctx.saved_tensors
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        x_TA, *weights = ctx.saved_tensors
         dy_TB = grad_outputs[0].contiguous()
-        dx_TA = dweight_BA = None
+        dx_TA, dweights = None, (None,) * len(weights)
         if ctx.needs_input_grad[0]:
-            dx_TA = ctx.blocks._products(dy_TB, weight_BA.to(dy_TB.dtype).t())
-        if ctx.needs_input_grad[1]:
-            dweight_BA = ctx.blocks._weight_gradient(dy_TB, x_TA.contiguous())
-        return dx_TA, dweight_BA, None
+            dx_TA = ctx.blocks._products(dy_TB, _side_by_side(weights, dy_TB.dtype).t())
+        if any(ctx.needs_input_grad[2:]):
+            dweights = ctx.blocks._weight_gradient(dy_TB, x_TA.contiguous()).split([len(each) for each in weights])
+        return dx_TA, None, *dweights
+
+
+def _side_by_side(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+    """Returns all rows in ``dtype``."""
+    cast = [weight.to(dtype) for weight in weights]
+    return torch.cat(cast) if len(cast) > 1 else cast[0]

@@ -207,8 +207,6 @@ class MegaExecutor:
     list_RP: Tensor | None = None
     sums: BlockSums | None = None
     _rows: MegaRows | None = field(default=None, init=False)
-    # Whether what was saved of x are rows that came here, not what is to be pulled again.
-    _x_is_here: bool = field(default=False, init=False)
 
     def forward(self, x_TH: Tensor, weight_TK: Tensor, wait_for_experts: WaitForExperts) -> tuple[Tensor, Saved]:
         """Output [T, H] in x's dtype, and h in expert order, with rows of x where the point keeps them, else x itself.
@@ -223,9 +221,8 @@ class MegaExecutor:
         self, x_TH: Tensor, weight_TK: Tensor, wait_for_experts: WaitForExperts, *, read: bool
     ) -> tuple[Tensor | None, Saved]:
         """Returns what ``forward`` does, whether it is ``read`` or not: what rows that are not pushed home leave of a
-        heap's epochs is not proven. Rows of x stay, as backward comes next.
+        heap's epochs is not proven.
         """
-        self._x_is_here = True
         return self.forward(x_TH, weight_TK, wait_for_experts)
 
     def forward_stages(
@@ -235,14 +232,12 @@ class MegaExecutor:
         memory, blocks, point, device = self.memory, self.blocks, self.point, x_TH.device
         self._look()
         experts: HeldExperts | None = None
-        self._x_is_here |= point.keep_x
-        kernels = (point, self.num_experts, self._x_is_here)
-        if not (INTERPRETED.value or x_TH.is_meta or kernels in memory.compiled):
+        if not (INTERPRETED.value or x_TH.is_meta or (point, self.num_experts) in memory.compiled):
             # Before anything is published: peers wait in kernels for what is, but on hosts for who compiles.
             experts = wait_for_experts()
             self._compile(x_TH, experts.stacked()[:2])
             memory.meet()
-            memory.compiled.add(kernels)
+            memory.compiled.add((point, self.num_experts))
         with self._recording():
             with stage("publish x", device):
                 with_counts = isinstance(self.plan, PendingPlan)
@@ -261,7 +256,7 @@ class MegaExecutor:
                 y_TH = down_combine(memory, rows, a_NI, down, weight_TK.contiguous(), blocks.down, point)
             yield
         self._note(y_TH)
-        return y_TH, Saved(x_NH if self._x_is_here else x_TH, h_NU, weight_TK)
+        return y_TH, Saved(x_NH if point.keep_x else x_TH, h_NU, weight_TK)
 
     def backward(
         self, dy_TH: Tensor, saved: Saved, wait_for_experts: WaitForExperts, gradients: ExpertGradients | None
@@ -280,7 +275,8 @@ class MegaExecutor:
         self._look()
         with self._recording():
             with stage("publish dy", device):
-                again = {} if self._x_is_here else {"x_again": saved.arrivals_MH}
+                # Where nobody wants gradients here, peers may.
+                again = {} if point.keep_x else {"x_again": saved.arrivals_MH}
                 publish(memory.heap, memory.epoch_1, {"x": dy_TH, "weight": saved.weight_TK, **again})
             yield
             gate_up, down = wait_for_experts().stacked()[:2]
@@ -318,11 +314,11 @@ class MegaExecutor:
         held = cast(HeldExperts, SimpleNamespace(stacked=lambda: weights))
         memory = MegaMemory(heap)
         dry = replace(self, expert_TK=expert_TK, plan=plan, replicas=replicas, memory=memory, recorder=None)
-        dry._x_is_here = self._x_is_here
         weight_TK = torch.empty(expert_TK.shape, dtype=torch.float32, device="meta")
         with torch.cuda.device_of(self.expert_TK):
             y_TH, saved = dry.forward(x_TH, weight_TK, lambda: held)
-            dry.backward(y_TH, saved, lambda: held, ExpertGradients(*gradients))
+            for wanted in (ExpertGradients(*gradients), None):
+                dry.backward(y_TH, saved, lambda: held, wanted)
 
     def _tokens_RP(self) -> Tensor:
         if not isinstance(self.plan, PendingPlan):

@@ -222,7 +222,11 @@ class _Step:
                     under_way[stage] = self._issue("tokens", lane, load, detail)
                     self._put_in_place(came_R, detail)
                 case "publish":
-                    self._compute(publish_seconds(self.model, self.cluster, plan), "gather", name)
+                    assert isinstance(self.strategy.overlap, MegaKernel)
+                    publish_s = publish_seconds(
+                        self.strategy.overlap, self.model, self.cluster, plan, direction == "backward"
+                    )
+                    self._compute(publish_s, "gather", name)
                 case "wait_for_experts":
                     self._wait_for_experts(layer, way)
                 case "experts":

@@ -30,7 +30,7 @@ TOKEN_BLOCK = 32
 WIDTHS = ((7, 5), (16, 24), (24, 56), (37, 17), (64, 48), (33, 40))
 # Bits of a grid so coarse that results show which one was used, of every other case.
 COARSE_BITS = 30
-MEGA = ms.MegaKernel(programs=1, deduplicate=True, overlap_weight_gradients=False)
+MEGA = ms.MegaKernel(programs=1, deduplicate=True, keep_x=False, overlap_weight_gradients=False)
 
 
 @dataclass(frozen=True)

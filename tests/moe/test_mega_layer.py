@@ -85,9 +85,14 @@ def all_ways() -> list[tuple[str, list[str]]]:
     """Of each way to run it, what differs from Sequential."""
     expected = train(ms.Sequential(), False, False)
     differ = []
-    for name, checkpointed, linked in (("plain", False, False), ("recomputed", True, True)):
-        found = train(ms.MegaKernel(), checkpointed, linked)
+    for overlap, checkpointed, linked in (
+        (ms.MegaKernel(), False, False),
+        (ms.MegaKernel(), True, True),
+        (ms.MegaKernel(keep_x=False), True, True),
+    ):
+        found = train(overlap, checkpointed, linked)
         assert found.keys() == expected.keys()
+        name = f"{'recomputed' if checkpointed else 'plain'}, {'x kept' if overlap.keep_x else 'x again'}"
         differ.append((name, [part for part in expected if not torch.equal(expected[part], found[part])]))
     return differ
 
@@ -95,7 +100,7 @@ def all_ways() -> list[tuple[str, list[str]]]:
 @pytest.mark.slow
 def test_two_micro_batches_under_way_and_recomputation(ranks: LocalRanks) -> None:
     for differ in ranks.run(all_ways, num_ranks=2, timeout_s=250):
-        assert differ == [("plain", []), ("recomputed", [])]
+        assert differ == [("plain, x kept", []), ("recomputed, x kept", []), ("recomputed, x again", [])]
 
 
 PLAIN = """

@@ -61,7 +61,7 @@ def tile_pass(
     """As ``layer_pass.QueuedPass``."""
     work = TaskSeconds(overlap, model, cluster, backward)
     machine = Machine.of(cluster, work.programs)
-    published_R = start_R + publish_seconds(model, cluster, plan)
+    published_R = start_R + publish_seconds(overlap, model, cluster, plan, backward)
     begin_R = published_R if experts_R is None else np.maximum(published_R, experts_R)
     queues = _Tasks(work, cluster, plan).queues()
     launched_R = begin_R + machine.gap_seconds

@@ -384,7 +384,7 @@ def test_a_pass_repeats_and_moves_with_its_ranks(layer):
     later = mega_pass(overlap, model, cluster, plan, start_R + 1e-3, backward)
     assert later.end_R - 1e-3 == pytest.approx(first.end_R, rel=1e-6)
     # Experts that are there when they are needed are as good as experts that always were.
-    needed_R = start_R + publish_seconds(model, cluster, plan)
+    needed_R = start_R + publish_seconds(overlap, model, cluster, plan, backward)
     assert (mega_pass(*layer, needed_R).end_R == first.end_R).all()
     assert length(mega_pass(*layer, needed_R + 1e-3).end_R) >= length(first.end_R)
 

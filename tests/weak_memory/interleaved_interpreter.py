@@ -53,7 +53,8 @@ class InterleavedBuilder(interpreter.InterpreterBuilder):  # type: ignore[misc, 
         def carry_out(lane: int) -> Any:
             return native.atomic_rmw(kind, _lane(pointers.data, lane), _lane(values, lane), np.ones(1, bool), order)[0]
 
-        return Schedule.active.atomic(pointers, mask.data, sem, scope, carry_out, value)
+        stores = kind == native.RMW_OP.XCHG
+        return Schedule.active.atomic(pointers, mask.data, sem, scope, carry_out, value, stores)
 
     def create_atomic_cas(self, pointers: Any, expected: Any, value: Any, sem: Any, scope: Any) -> Any:
         if Schedule.active is None:
@@ -64,7 +65,7 @@ class InterleavedBuilder(interpreter.InterpreterBuilder):  # type: ignore[misc, 
             at, old, new = (_lane(each.data, lane) for each in (pointers, expected, value))
             return native.atomic_cas(at, old, new, order)[0]
 
-        return Schedule.active.atomic(pointers, np.True_, sem, scope, carry_out, value)
+        return Schedule.active.atomic(pointers, np.True_, sem, scope, carry_out, value, stores=False)
 
     def create_barrier(self) -> None:
         if Schedule.active is not None:

@@ -223,9 +223,18 @@ class Schedule:
             self.memory.store(self.agent, pointers.data.view(np.int64)[kept], values)
 
     def atomic(
-        self, pointers: Any, kept: np.ndarray, sem: Any, scope: Any, carry_out: Callable[[int], Any], like: Any
+        self,
+        pointers: Any,
+        kept: np.ndarray,
+        sem: Any,
+        scope: Any,
+        carry_out: Callable[[int], Any],
+        like: Any,
+        stores: bool,
     ) -> Any:
-        """Of lanes that are ``kept``, one by one in any order; ``carry_out`` returns what a lane has found."""
+        """Of lanes that are ``kept``, one by one in any order; ``carry_out`` returns what a lane has found. ``stores``:
+        even a value that is there.
+        """
         address, found = pointers.data.reshape(-1), np.zeros(pointers.data.size, like.data.dtype)
         lanes = np.flatnonzero(np.broadcast_to(kept, pointers.data.shape)).tolist()
         self.choices.shuffle(lanes)
@@ -235,7 +244,7 @@ class Schedule:
             cell = self.memory.atomic(agent, int(address[lane]), SEM[sem], scope, alone)
             found[lane] = carry_out(lane)
             now = native.load(address[lane : lane + 1], np.ones(1, bool), np.zeros_like(found[:1]), found.dtype)[0]
-            if now != found[lane]:
+            if stores or now != found[lane]:
                 self.memory.change(agent, cell, alone)
         return interpreter.TensorHandle(found.reshape(pointers.data.shape), like.dtype.scalar)
 

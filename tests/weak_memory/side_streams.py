@@ -94,8 +94,8 @@ def side_streams() -> Iterator[None]:
     usual = pulls.PullRing._run
 
     def run(ring: pulls.PullRing, pull: pulls.Pull) -> None:
-        if isinstance(ring._stream, SideStream):
-            ring._stream.put(lambda: usual(ring, pull))
+        if isinstance(ring.stream, SideStream):
+            ring.stream.put(lambda: usual(ring, pull))
         else:
             usual(ring, pull)
 

@@ -62,11 +62,14 @@ class MegaPass:
     waited_for_R: IntArray
 
 
-def publish_seconds(model: ModelShape, cluster: ClusterSpec, plan: TokenPlan) -> FloatArray:
+def publish_seconds(
+    overlap: MegaKernel, model: ModelShape, cluster: ClusterSpec, plan: TokenPlan, backward: bool
+) -> FloatArray:
     """[R]: from when a rank enters until its first kernel needs the layer's experts. It copies its tokens to where
-    others pull them, T·H elements read and written.
+    others pull them, T·H elements read and written; twice in a backward that pulls x again.
     """
-    return gather_seconds(plan.load.tokens_RE.sum(axis=1) / model.top_k, model, cluster)
+    copies = 2 if backward and not overlap.keep_x else 1
+    return gather_seconds(copies * plan.load.tokens_RE.sum(axis=1) / model.top_k, model, cluster)
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,8 @@ class QueuedPass:
         coarse = Coarseness.of(work, plan, cluster) if coarse is None else coarse
         queues, machine = queues_of_blocks(work, cluster, plan, coarse), Machine.of(cluster, coarse.programs)
         byte_seconds_L = machine.byte_seconds_L
-        link_seconds, publish_seconds_R = link_seconds_of(queues, byte_seconds_L), publish_seconds(model, cluster, plan)
+        link_seconds = link_seconds_of(queues, byte_seconds_L)
+        publish_seconds_R = publish_seconds(overlap, model, cluster, plan, backward)
         runs = queues.runs
         if coarse.quiet > 0:
             runs = runs.without_quiet_links(byte_seconds_L, link_seconds[0] + link_seconds[1], coarse.quiet)
