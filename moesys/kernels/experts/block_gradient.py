@@ -166,6 +166,8 @@ def _sum_of_blocks(  # type: ignore[no-untyped-def]
     block_rows: tl.constexpr = sizes.block_rows
     steps: tl.constexpr = (block_rows + tiling.contraction - 1) // tiling.contraction
     gathers: tl.constexpr = entry_ptr is not None
+    # By itself, as Triton 3.6 passes no field of a tuple on.
+    gather: tl.constexpr = sizes.gather
     in_step = tl.arange(0, tiling.contraction)
     # What is left behind whole blocks, if less than half of one, belongs to the last (``balance.blocks``).
     last = tl.maximum((2 * (end - first) + block_rows) // (2 * block_rows) - 1, 0)
@@ -181,11 +183,11 @@ def _sum_of_blocks(  # type: ignore[no-untyped-def]
         stop = tl.where(block < last, first + (block + 1) * block_rows, end)
         token = None
         if gathers:
-            token = (next_entry // sizes.gather.top_k).to(tl.int64)
+            token = (next_entry // gather.top_k).to(tl.int64)
             next_block = tl.minimum((number + 1) // steps, last)
             next_row = first + next_block * block_rows + (number + 1 - next_block * steps) * tiling.contraction
             next_entry = tl.load(entry_ptr + next_row + in_step, mask=in_step < end - next_row, other=0)
-        left_rows, right_rows = outer_step(left, right, row, in_step < stop - row, token, sizes.gather, tiling)
+        left_rows, right_rows = outer_step(left, right, row, in_step < stop - row, token, gather, tiling)
         part = dot(left_rows.trans(), right_rows, part)
         if row + tiling.contraction >= stop:
             total += (part.to(tl.float64) + shift) - shift
