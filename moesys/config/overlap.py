@@ -106,6 +106,10 @@ class MegaKernel(Declared):
         None, gt=0, description="a wait for a peer that takes longer is given up, on all ranks; None: as collectives"
     )
 
+    def tensors_pulled(self, backward: bool) -> int:
+        """Returns of how many tensors a direction pulls rows: of x or dy, and of x again where it was not kept."""
+        return 2 if backward and not self.keep_x else 1
+
     def crosses_once(self, num_nodes: int) -> bool:
         """Returns False: ranks pull rows from wherever they are."""
         return False

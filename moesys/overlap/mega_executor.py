@@ -281,7 +281,7 @@ class MegaExecutor:
             yield
             gate_up, down = wait_for_experts().stacked()[:2]
             with stage("dispatch and activation gradient", device):
-                x_again = bool(again) and gradients is not None
+                x_again = not point.keep_x and gradients is not None
                 dy_NH, dh_NU, wa_NI, partial_NS, x_NH = dispatch_activation_gradient(
                     memory, rows, down, saved.h_P2I, ACTIVATION, blocks.activation_gradient, point, x_again
                 )

@@ -44,7 +44,7 @@ from moesys.simulator.critical_path import AllToAll
 from moesys.simulator.lanes import Lanes
 from moesys.simulator.layer_rows import LayerRows
 from moesys.simulator.links import ChannelName
-from moesys.simulator.mega.layer_pass import publish_seconds, queued_ahead
+from moesys.simulator.mega.layer_pass import queued_ahead
 from moesys.simulator.rest_of_step import RestOfStep
 from moesys.simulator.sharded_rest import ShardedRest
 from moesys.simulator.simulation import Simulation
@@ -188,7 +188,7 @@ class _Step:
 
     def _run(self, layer: int, way: Direction) -> None:
         """Goes through the stages that executors go through, and takes the time of each."""
-        plan, chunks, name, entered_R = self.plans[layer], self.num_chunks, f"layer {layer} {way}", self.lanes.now_R
+        chunks, name, entered_R = self.num_chunks, f"layer {layer} {way}", self.lanes.now_R
         rows = self._rows(layer)
         under_way: dict[Stage, AllToAll] = {}
         direction: Direction = "forward" if self.rest.recompute == "layers" and way == "recomputation" else way
@@ -222,11 +222,8 @@ class _Step:
                     under_way[stage] = self._issue("tokens", lane, load, detail)
                     self._put_in_place(came_R, detail)
                 case "publish":
-                    assert isinstance(self.strategy.overlap, MegaKernel)
-                    publish_s = publish_seconds(
-                        self.strategy.overlap, self.model, self.cluster, plan, direction == "backward"
-                    )
-                    self._compute(publish_s, "gather", name)
+                    self.fused = next(self.queued)
+                    self._compute(self.fused.publish_seconds_R, "gather", name)
                 case "wait_for_experts":
                     self._wait_for_experts(layer, way)
                 case "experts":
@@ -252,7 +249,7 @@ class _Step:
         rows = self._rows(layer)
         if way == "backward" and self.rest.recompute == "computing":
             self._compute(self._pass_seconds(rows.rows_RE, "forward"), "experts", f"layer {layer} recomputation")
-        found = next(self.queued).run(entered_R, self.lanes.now_R)
+        found = self.fused.run(entered_R, self.lanes.now_R)
         seconds_L = np.sum([moved.link_seconds_L for moved in found.moved], axis=0)
         both_ways = LinkLoad(seconds_L, rows.whole.used_4R | rows.whole.reversed().used_4R)
         self.lanes.run_fused(found, both_ways, f"layer {layer} {way}{self.suffix}")

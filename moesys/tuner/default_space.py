@@ -21,9 +21,9 @@ def default_space(setting: Setting, tokens_per_rank: int, *, mega_kernels: bool 
     """
     cluster = setting.cluster
     one_domain = len(cluster.domain_sizes) == 1
-    # What backward pulls again takes no memory till then, and longer.
+    # To pull x again takes longer, and only pays where memory is short.
     keep_x = (True,) if setting.recompute or cluster.memory_gb is None else (True, False)
-    overlaps = _overlaps(mega_kernels and one_domain, cluster.num_nodes > 1, keep_x)
+    overlaps = _overlaps(mega_kernels and one_domain, across=cluster.num_nodes > 1, keep_x=keep_x)
     if cluster.num_ranks == 1:
         return Space(overlaps)
     counts = _slot_counts(setting, tokens_per_rank)

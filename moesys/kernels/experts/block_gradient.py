@@ -166,7 +166,7 @@ def _sum_of_blocks(  # type: ignore[no-untyped-def]
     block_rows: tl.constexpr = sizes.block_rows
     steps: tl.constexpr = (block_rows + tiling.contraction - 1) // tiling.contraction
     gathers: tl.constexpr = entry_ptr is not None
-    # By itself, as Triton 3.6 passes no field of a tuple on.
+    # Triton 3.6 would pass on the tuple's fields as Python's own.
     gather: tl.constexpr = sizes.gather
     in_step = tl.arange(0, tiling.contraction)
     # What is left behind whole blocks, if less than half of one, belongs to the last (``balance.blocks``).

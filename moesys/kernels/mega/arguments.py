@@ -195,7 +195,7 @@ def raise_or_count(  # type: ignore[no-untyped-def]
     """Says that a ``fetch`` has arrived, or, with flags of ``experts``, its ``group`` when this is the last of
     ``of_group`` fetches that come to it. The counter returns to zero. Nothing of a fetch that has not ``came``.
     """
-    # Other GPUs do not read these flags; who counts last has had its barrier.
+    # Only this GPU reads these flags, and who counts last has had a barrier: both are more than is needed.
     if came:
         if experts:
             if is_last(flags.fetched_G + group, of_group):

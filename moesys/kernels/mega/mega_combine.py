@@ -300,7 +300,7 @@ def _mega_combine(  # type: ignore[no-untyped-def]
                     if sizes.apart:
                         out_row = data.out_NH + row.to(tl.int64) * H + in_rows * H
                         push_tile(out, out_row, column, kept, H, sizes.push_columns)
-                        # Other GPUs do not read it.
+                        # Only this GPU reads it: to tell other GPUs is more than is needed.
                         raise_flag(launch.flags.multiplied + row_tile * num_column_tiles + column_tile, epoch, came)
                     else:
                         # Here, so that they need no registers during the product.

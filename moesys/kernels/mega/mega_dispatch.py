@@ -95,7 +95,7 @@ def dispatch_activation_gradient(
     activation: str,
     block: TileConfig,
     point: MegaPoint,
-    x_again: bool = False,
+    x_again: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor | None]:
     """(dy [N, H], dh [N, U], weighted a [N, I], partial sums float32 [N, ⌈I / 32⌉] of the routing weights' gradients),
     from regions ``x`` and ``weight`` of every rank; see ``activation_gradient``. Last, rows [N, H] of region
@@ -264,7 +264,7 @@ def _fetch(  # type: ignore[no-untyped-def]
             tile_row = tl.load(tiles.row_M + tile, mask=copied, other=0)
             flag = tile * fetches_of_tile + (first_row - tile_row) // fetch_rows
         arrived = launch.flags.arrived + tl.where(copied, flag, 0)
-        # Its barrier is one too many, as another wait follows.
+        # Its barrier is more than is needed, as another wait follows.
         came = came & wait(arrived, copied, task.epoch, rank, group, flag, DISPATCH, world)
     peer = tl.arange(0, sizes.RANKS)
     needed = tl.max((pulled[:, None] & (source[:, None] == peer[None, :])).to(tl.int32), 0) > 0

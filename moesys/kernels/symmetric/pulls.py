@@ -180,7 +180,7 @@ def pull_regions(num_bytes: int, num_ranks: int) -> Mapping[str, Region]:
 
 @kernel(do_not_specialize=["epoch"])
 def _await_all(world, flags, epoch, num_ranks, stage: tl.constexpr, RANKS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Until every rank has told this one ``epoch``. The copies that come behind it are launches of their own."""
+    """Until every rank has told this one ``epoch``. Nothing follows, so the barrier is more than is needed."""
     peer = tl.arange(0, RANKS)
     flag = at(world, tl.load(world + RANK), flags, tl.int32) + tl.minimum(peer, num_ranks - 1)
     wait(flag, peer < num_ranks, epoch, peer, -1, peer, stage, world)

@@ -136,7 +136,7 @@ class Watch:
 @triton.jit
 def raise_flag(flag, epoch, mask=None):  # type: ignore[no-untyped-def]
     """A flag, or all of a tensor of pointers, after everything that this program has stored."""
-    # Of all its threads. Where a caller has stored nothing, or the thread that stored raises, it costs nothing to tell.
+    # For all its threads; callers that stored nothing, or by the thread that raises, would not need it.
     tl.debug_barrier()
     tl.atomic_xchg(flag, epoch, mask=mask, sem="release", scope="sys")
 
@@ -159,7 +159,7 @@ def wait(flag, mask, epoch, peer, expert, index, stage: tl.constexpr, world):  #
     while waits:
         if INTERPRETED:
             nap()
-        # Relaxed would do: nothing that others wrote is read behind it.
+        # Acquire is more than is needed: nothing that others wrote is read behind it.
         aborted = tl.atomic_add(abort, 0, sem="acquire", scope="sys") != 0
         late = agreed_ns(world) >= end_ns
         found = _poll(flag, mask, epoch)
@@ -175,7 +175,7 @@ def wait(flag, mask, epoch, peer, expert, index, stage: tl.constexpr, world):  #
 @triton.jit
 def all_came(world):  # type: ignore[no-untyped-def]
     """Whether everything came that launches before this one waited for."""
-    # Acquire only as waits do it so: what was given up is overwritten, and not read.
+    # Acquire is more than is needed: outputs of what was given up are overwritten, not read.
     return tl.atomic_add(at(world, tl.load(world + RANK), ABORT, tl.int32), 0, sem="acquire", scope="sys") == 0
 
 
@@ -189,7 +189,7 @@ def _give_up(found, epoch, peer, expert, index, stage: tl.constexpr, world):  # 
     """The first program of a rank that gives up writes its report, and then tells all ranks whose it is."""
     own = tl.load(world + RANK).to(tl.int32)
     report = at(world, own, REPORT, tl.int32)
-    # It chooses one program of this rank, and carries nothing: relaxed, and seen on this GPU, would do.
+    # It only chooses one program of this rank: acquire, release and other GPUs are more than is needed.
     if tl.atomic_cas(report, 0, 1, sem="acq_rel", scope="sys") == 0:
         furthest_behind = tl.min(found, 0)
         lane = tl.arange(0, found.shape[0])
@@ -204,6 +204,6 @@ def _give_up(found, epoch, peer, expert, index, stage: tl.constexpr, world):  # 
         for rank in range(tl.load(world + NUM_RANKS).to(tl.int32)):
             tl.atomic_xchg(at(world, rank, ABORT, tl.int32), own + 1, sem="release", scope="sys")
     else:
-        # Who wrote it may be about to tell: no launch behind this one is to begin before somebody has. Those come
-        # behind all stores of this one anyway.
+        # Who wrote it may be about to tell: no launch behind this one is to begin before somebody has. Release is more
+        # than is needed, as such a launch sees all stores of this one.
         tl.atomic_xchg(at(world, own, ABORT, tl.int32), own + 1, sem="release", scope="sys")

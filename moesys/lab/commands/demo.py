@@ -31,6 +31,7 @@ from moesys.config import (
 )
 from moesys.config.experiment import Experiment
 from moesys.config.hub_config import read_config
+from moesys.config.reduction import Reduction
 from moesys.config.workload import ModelTraining, Replay
 from moesys.lab.commands import refused
 from moesys.lab.commands.compare import report
@@ -140,7 +141,7 @@ def demo(out: Path, fresh: bool = False) -> int:
     return replayed.exit_code
 
 
-def _strategies(slots_per_rank: int, reduction: LayoutInvariant | Ordered) -> tuple[Strategy, ...]:
+def _strategies(slots_per_rank: int, reduction: Reduction) -> tuple[Strategy, ...]:
     """Returns the four; the first is the baseline."""
     whole = Strategy(name="ep", sharding=Ep(), reduction=reduction)
     lent = whole.replace(

@@ -110,8 +110,6 @@ class Recorder:
         self._lane_end_us: dict[str, float] = defaultdict(float)
         self._lock = threading.Lock()
 
-    now_us = staticmethod(Clock.host_us)
-
     def add(self, lane: str, kind: str, start_us: float, end_us: float, detail: str = "") -> None:
         """Record a span. A lane does one thing at a time: what is issued while it is busy starts when it is free."""
         if not self.enabled:

@@ -66,10 +66,11 @@ def publish_seconds(
     overlap: MegaKernel, model: ModelShape, cluster: ClusterSpec, plan: TokenPlan, backward: bool
 ) -> FloatArray:
     """[R]: from when a rank enters until its first kernel needs the layer's experts. It copies its tokens to where
-    others pull them, T·H elements read and written; twice in a backward that pulls x again.
+    others pull them, T·H elements of each tensor read and written.
     """
-    copies = 2 if backward and not overlap.keep_x else 1
-    return gather_seconds(copies * plan.load.tokens_RE.sum(axis=1) / model.top_k, model, cluster)
+    return gather_seconds(
+        overlap.tensors_pulled(backward) * plan.load.tokens_RE.sum(axis=1) / model.top_k, model, cluster
+    )
 
 
 @dataclass(frozen=True)

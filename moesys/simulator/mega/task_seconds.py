@@ -65,8 +65,8 @@ class TaskSeconds:
         self.sizes = TileSizes.of(overlap, model)
         self.programs = num_programs(overlap, cluster)
         self.program = Program.of(cluster, self.programs, backward)
-        # Backward's rows of dy bring those of x, where these were not kept.
-        self.fetched_bytes = model.row_bytes * (2 if backward and not overlap.keep_x else 1)
+        self.tensors_pulled = overlap.tensors_pulled(backward)
+        self.fetched_bytes = self.tensors_pulled * model.row_bytes
         self.apart = overlap.combine_share > 0 or overlap.fused in ("dispatch", "none")
         self.launch_names = DIRECTIONS[backward]
         # Columns of B's product, and of sums: H elements.
@@ -91,7 +91,7 @@ class TaskSeconds:
 
     def fetch_seconds(self, pulled: FloatArray, local: FloatArray) -> FloatArray:
         """Of a program, for rows from peers, which are written, and rows from here, which are read as well."""
-        return (pulled + 2 * local) * (self.fetched_bytes * self.program.byte_seconds)
+        return self.tensors_pulled * self.push_seconds(pulled, local)
 
     def push_seconds(self, away: FloatArray, local: FloatArray) -> FloatArray:
         """Of a program whose task pushes whole rows: all are read, those that stay are written."""

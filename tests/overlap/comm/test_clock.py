@@ -64,7 +64,6 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
 def still_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """The host's clock stands still: what takes time takes the GPU's."""
     monkeypatch.setattr(Clock, "host_us", staticmethod(lambda: 1e6))
-    monkeypatch.setattr(Recorder, "now_us", staticmethod(lambda: 1e6))
 
 
 @pytest.mark.usefixtures("still_host")
