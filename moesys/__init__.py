@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from moesys.balance import plan_layouts as plan_layouts
     from moesys.balance import replica_budget as replica_budget
     from moesys.balance import split_tokens as split_tokens
+    from moesys.collectives import CollectiveError as CollectiveError
+    from moesys.collectives import RankMismatchError as RankMismatchError
     from moesys.config import Adaptive as Adaptive
     from moesys.config import Balance as Balance
     from moesys.config import ClusterSpec as ClusterSpec
@@ -99,7 +101,6 @@ if TYPE_CHECKING:
     from moesys.moe.runtime import MoERuntime as MoERuntime
     from moesys.moe.runtime import link as link
     from moesys.moe.watch import Watch as Watch
-    from moesys.overlap.comm.channel import CollectiveError as CollectiveError
     from moesys.simulator.critical_path import PathPart as PathPart
     from moesys.simulator.rest_of_step import RestOfStep as RestOfStep
     from moesys.simulator.simulation import Simulation as Simulation
@@ -133,7 +134,7 @@ _MODULE_OF = {
     "Balance": "moesys.config",
     "Certificate": "moesys.balance",
     "ClusterSpec": "moesys.config",
-    "CollectiveError": "moesys.overlap.comm.channel",
+    "CollectiveError": "moesys.collectives",
     "Comparison": "moesys.lab.runs.comparison",
     "CpSat": "moesys.config",
     "Declared": "moesys.config",
@@ -186,6 +187,7 @@ _MODULE_OF = {
     "Quotas": "moesys.config",
     "Replay": "moesys.config.workload",
     "RestOfStep": "moesys.simulator.rest_of_step",
+    "RankMismatchError": "moesys.collectives",
     "RunResult": "moesys.lab.runs.runner",
     "SearchBounds": "moesys.tuner.search_bounds",
     "SecondsCertificate": "moesys.balance",

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch._subclasses.fake_tensor import is_fake
 from torch.autograd import Variable
 
 NO_BACKWARD = -1
@@ -132,3 +134,22 @@ def forget_meshes() -> None:
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
         _clear_sharding_prop_cache()
+
+
+def require_eager(tensor: Tensor, name: str) -> None:
+    """Raises TypeError for a tensor that stands for others or for none: under ``torch.func`` transforms (``grad``,
+    ``vmap``, ``jvp``), on the meta device, and for fake tensors of a trace.
+
+    Needs ``torch._C._functorch.is_functorch_wrapped_tensor`` and ``torch._subclasses.fake_tensor.is_fake``. Without
+    them a layer raises AttributeError at its first forward.
+    """
+    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        raise TypeError(
+            f"{name} is transformed by torch.func (grad, vmap or jvp), under which an MoE layer cannot exchange "
+            "tokens; use backward() or torch.autograd.grad, and a loop in place of vmap"
+        )
+    if tensor.is_meta or is_fake(tensor):
+        raise TypeError(
+            f"{name} has no values (a tensor on the meta device, or a fake one of a trace or an export), and where "
+            "tokens go depends on them; run the layer on real tensors"
+        )

@@ -8,10 +8,12 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
 
+from moesys.collectives import guarded
 from moesys.whole_file import sync_folder
 
 
@@ -87,7 +89,8 @@ def _agree(error: Exception | None) -> None:
     others: list[str | None] = [None]
     if dist.is_initialized():
         others = [None] * dist.get_world_size()
-        dist.all_gather_object(others, None if error is None else f"{type(error).__name__}: {error}")
+        said = None if error is None else f"{type(error).__name__}: {error}"
+        guarded("whole_folder()", dist.group.WORLD, partial(dist.all_gather_object, others, said))
     if error is not None:
         raise error
     for rank, message in enumerate(others):

@@ -16,7 +16,18 @@ from moesys import config
 ROOT = Path(__file__).parents[1]
 
 FLOORS = (
-    {"config", "load", "layout", "timeline", "compiled", "torch_private", "whole_file", "whole_folders", "step_lines"},
+    {
+        "config",
+        "load",
+        "layout",
+        "timeline",
+        "compiled",
+        "torch_private",
+        "whole_file",
+        "whole_folders",
+        "step_lines",
+        "collectives",
+    },
     {"kernels"},
     {"traces", "trace_imports", "cost", "schedule"},
     {"row_traffic"},

@@ -8,6 +8,7 @@ from typing import TypeVar
 import torch
 
 from moesys.overlap.comm.channel import Channel
+from moesys.overlap.comm.frames import Position
 
 _DIGEST_BYTES = 32
 # Of an error's message, which all ranks raise.
@@ -39,7 +40,8 @@ def agreed(
         failure = error
         message = f"{type(error).__name__}: {error}".encode()[:_MESSAGE_BYTES]
     said = torch.frombuffer(bytearray(digest + message.ljust(_MESSAGE_BYTES, b"\0")), dtype=torch.uint8)
-    said_R = [bytes(row) for row in channel.all_gather(said.to(device), lane="counts").cpu().numpy()]
+    at = Position("comparison of plans", channel.generation)
+    said_R = [bytes(row) for row in channel.all_gather(said.to(device), lane="counts", at=at).cpu().numpy()]
     if failure is not None:
         raise failure
     assert made is not None

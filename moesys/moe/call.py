@@ -33,7 +33,8 @@ class LayerCall:
     backwards run, each finds the experts where its own forward had them. Late ones are among them.
 
     ``counts``: gives the choices of each expert, int64 [E], once forward is launched; None where nobody learns.
-    ``dtype``: what experts compute in.
+    ``dtype``: what experts compute in. ``generation``: of its messages (``Channel.tagged``). ``check``: raises
+    what only the device knew when forward was launched, and waits for that.
     """
 
     def __init__(
@@ -44,20 +45,23 @@ class LayerCall:
         neighbours: Neighbours,
         counts: Callable[[], Tensor] | None,
         dtype: torch.dtype,
+        generation: int,
+        check: Callable[[], None],
     ) -> None:
         self.store, self.executor, self.counts, self.dtype = store, executor, counts, dtype
+        self.generation, self.check = generation, check
         self.layout = layout
         self.previous, self._upcoming, self._pass_number = neighbours
         self.expects_backward = torch.is_grad_enabled()
         # A recomputation runs this call's forward again, and something behind it may read what comes of it.
         self.replayed, self.output_read = False, True
         store.dtype = dtype
-        self._restored = store.take_prefetched(self._pass_number, layout)
+        self._restored = store.take_prefetched(self._pass_number, layout, generation)
 
     def restore(self) -> Restored:
         """Returns the experts of this call, on their way or here; starts bringing them if nobody has."""
         if self._restored is None:
-            self._restored = self.store.start_restore(self.layout, self.dtype)
+            self._restored = self.store.start_restore(self.layout, self.dtype, self.generation)
         return self._restored
 
     def restore_ahead(self) -> None:
@@ -68,7 +72,7 @@ class LayerCall:
     def prefetch_upcoming(self) -> None:
         """Starts bringing the next layers' experts, the first time it is called."""
         for store in self._upcoming:
-            store.prefetch(self._pass_number)
+            store.prefetch(self._pass_number, self.generation)
         self._upcoming = ()
 
     def release(self) -> None:

@@ -46,11 +46,15 @@ class ExpertStore:
         self.dtype: torch.dtype | None = None
         self._prefetched: tuple[tuple[ExpertLayout, int, torch.dtype | None], Restored] | None = None
 
-    def start_restore(self, layout: ExpertLayout, dtype: torch.dtype) -> Restored:
-        """Starts bringing the experts of ``layout`` here, to be computed with in ``dtype``. A collective."""
-        return self._start(self.shards.held_by_rank(layout), dtype, "")
+    def start_restore(self, layout: ExpertLayout, dtype: torch.dtype, generation: int) -> Restored:
+        """Starts bringing the experts of ``layout`` here, to be computed with in ``dtype``, by messages of
+        ``generation``. A collective.
+        """
+        return self._start(self.shards.held_by_rank(layout), dtype, generation, "")
 
-    def start_late(self, early: Restored, early_layout: ExpertLayout, layout: ExpertLayout) -> Restored:
+    def start_late(
+        self, early: Restored, early_layout: ExpertLayout, layout: ExpertLayout, generation: int
+    ) -> Restored:
         """Starts bringing what ``layout`` has more than ``early_layout``, whose experts are ``early``. A collective,
         where it has more on any rank.
         """
@@ -62,16 +66,16 @@ class ExpertStore:
             tuple(expert for expert in wanted if expert not in there)
             for wanted, there in zip(held, settled, strict=True)
         ]
-        late = self._start(missing, early.dtype, " late")
+        late = self._start(missing, early.dtype, generation, " late")
         return self.shards.together(early, settled[rank], late, held[rank])
 
-    def _start(self, held: HeldByRank, dtype: torch.dtype, when: str) -> Restored:
-        name = f"layer {self.layer_index}{when}"
-        restored = self.shards.restore(self.masters.local(), dtype, held, self.channel, name)
+    def _start(self, held: HeldByRank, dtype: torch.dtype, generation: int, when: str) -> Restored:
+        name, channel = f"layer {self.layer_index}{when}", self.channel.tagged(generation)
+        restored = self.shards.restore(self.masters.local(), dtype, held, channel, name)
         restored.kept = self.casts
         return restored
 
-    def prefetch(self, pass_number: int) -> None:
+    def prefetch(self, pass_number: int, generation: int) -> None:
         """Starts bringing the experts of the coming micro-batch that are settled, unless it is done already or masters
         are not at hand. With ``lag=0`` none are.
         """
@@ -79,15 +83,15 @@ class ExpertStore:
             return
         if self.dtype is not None and not self._is_prefetched(pass_number) and self.masters.at_hand:
             layout = self.schedule.layout
-            self._prefetched = (layout, pass_number, self.dtype), self.start_restore(layout, self.dtype)
+            self._prefetched = (layout, pass_number, self.dtype), self.start_restore(layout, self.dtype, generation)
 
-    def take_prefetched(self, pass_number: int, layout: ExpertLayout) -> Restored | None:
+    def take_prefetched(self, pass_number: int, layout: ExpertLayout, generation: int) -> Restored | None:
         """Returns the experts of ``layout`` if those settled were brought ahead for this pass, and forgets them. Late
         ones set off now: a collective, where there are some.
         """
         restored = None
         if self._prefetched is not None and self._is_prefetched(pass_number):
-            restored = self.start_late(self._prefetched[1], self.schedule.layout, layout)
+            restored = self.start_late(self._prefetched[1], self.schedule.layout, layout, generation)
         self.drop_prefetched()
         return restored
 
@@ -109,9 +113,9 @@ class ExpertStore:
         added = invariant and bool((layout.replicas_RE > 0).sum(axis=0).max() > 1)
         return self.shards.new_gradients(layout, self.masters.device, torch.float64 if added else torch.float32)
 
-    def start_reshard(self, grads_DP: Tensor, layout: ExpertLayout) -> Cross:
+    def start_reshard(self, grads_DP: Tensor, layout: ExpertLayout, generation: int) -> Cross:
         """Starts on the way of slot gradients to their owners (``ExpertShards.reshard``). A collective."""
-        return self.shards.reshard(grads_DP, layout, self.channel, f"layer {self.layer_index}")
+        return self.shards.reshard(grads_DP, layout, self.channel.tagged(generation), f"layer {self.layer_index}")
 
 
 def shards_of(

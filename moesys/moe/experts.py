@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from typing import Any
 from weakref import WeakSet
 
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from moesys.balance import Homes
@@ -30,6 +32,7 @@ from moesys.moe.recompute import current_tape
 from moesys.moe.routed_experts import NUM_SAVED, RoutedExperts
 from moesys.moe.unread_plans import UnreadPlan
 from moesys.overlap.comm.channel import Channel
+from moesys.overlap.comm.frames import BACKWARD, EXPERT_GRADIENTS, LEARNING, Identity, Position
 from moesys.overlap.comm.heartbeat import Heartbeat
 from moesys.overlap.comm.record import Meter, Recorder
 from moesys.overlap.expert_compute import ExpertCompute
@@ -37,7 +40,7 @@ from moesys.overlap.experts_cpu import CpuExperts
 from moesys.overlap.experts_on_device import OURS, experts_on_device
 from moesys.runnable import out_of_reach
 from moesys.step import LayerPlan
-from moesys.torch_private import ends_recomputation
+from moesys.torch_private import ends_recomputation, require_eager
 
 STATE_TIMEOUT_S = 600.0
 
@@ -77,9 +80,15 @@ class Experts(nn.Module):
         outside: OutsideExperts | None = None,
     ) -> None:
         super().__init__()
+        _check_kinds(shape=shape, strategy=strategy, group=group, cluster=cluster, layer_index=layer_index, seed=seed)
         if outside is not None:
             outside.check(strategy)
         device = torch.device(device or "cpu")
+        if torch.get_default_device().type == "meta":
+            raise RuntimeError(
+                'experts cannot be made inside of torch.device("meta"), because each rank draws its own part of them '
+                'from layer_index and seed; make this module outside of it, with device="cuda" or device="cpu"'
+            )
         self.mesh = mesh_of(group, device.type)
         self.group = None if self.mesh is None else self.mesh.get_group()
         num_ranks = dist.get_world_size(self.group) if self.group is not None else 1
@@ -93,6 +102,7 @@ class Experts(nn.Module):
         if reason := out_of_reach(strategy, self.cluster):
             raise ValueError(f"strategy {strategy.name!r}: {reason}")
         self.shape, self.strategy, self.layer_index = shape, strategy, layer_index
+        self.identity = Identity(layer_index, _declaration(shape, strategy, self.cluster, None if outside else seed))
         self.schedule = LayoutSchedule(layer_index, strategy, shape, self.cluster)
         self.outside = outside
         form = None if outside is None else outside.form
@@ -111,11 +121,9 @@ class Experts(nn.Module):
         if outside is None:
             own = nn.Parameter(distributed(self.shards.initial(seed, layer_index).to(device), self.shards, self.mesh))
         self.register_parameter("masters", own)
-        self._connect(
-            Channel(
-                self.group, self.cluster.node_of_rank, Recorder(rank, device_type=device.type), self.meter, device.type
-            )
-        )
+        recorder = Recorder(rank, device_type=device.type)
+        nodes = self.cluster.node_of_rank
+        self._connect(Channel(self.group, nodes, recorder, self.meter, device.type, self.identity))
 
     def _connect(self, channel: Channel) -> None:
         """Makes what other ranks are met through."""
@@ -141,32 +149,61 @@ class Experts(nn.Module):
     def forward(self, x_TH: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
         """Returns y [T, H] in x's dtype: a token's experts' outputs times their weights, summed in the order of k.
 
-        ``expert_TK`` int64 [T, K]: the chosen experts, each at most once a token; ``weight_TK`` [T, K] of any float.
+        ``x_TH``: floating point [T, H]. ``expert_TK``: int64 or int32 [T, K], the chosen experts. ``weight_TK``:
+        floating point [T, K]. T may differ between ranks, and may be 0.
+
+        Raises TypeError and ValueError for other kinds, dtypes, shapes and devices, on this rank; ValueError on all
+        ranks for an id that is none of an expert's; ``RankMismatchError`` on all ranks where they are in different
+        layers, micro-batches or modes, or have declared the layer differently.
         """
+        self._check_inputs(x_TH, expert_TK, weight_TK)
         dtype = DTYPES[self.shape.dtype] if self.outside is None else x_TH.dtype
-        call = self._replayed_or_planned(expert_TK, dtype)
         masters = self.store.masters.differentiable()
         inputs = (x_TH.to(dtype), weight_TK.float().contiguous(), *masters)
-        # Where nothing is saved here, what stops a recomputation is saved behind the layer.
+        trains_experts = torch.is_grad_enabled() and any(each.requires_grad for each in masters)
         saves = torch.is_grad_enabled() and any(each.requires_grad for each in inputs)
+        call = self._replayed_or_planned(expert_TK.long(), dtype, BACKWARD * saves + EXPERT_GRADIENTS * trains_experts)
+        # Where nothing is saved here, what stops a recomputation is saved behind the layer.
         call.output_read = not (saves and ends_recomputation(NUM_SAVED + len(masters)))
         y_TH: Tensor = RoutedExperts.apply(*inputs[:2], call, self.link, *masters)
         self._count(call)
         return y_TH.to(x_TH.dtype)
 
-    def _replayed_or_planned(self, expert_TK: Tensor, dtype: torch.dtype) -> LayerCall:
+    def _check_inputs(self, x_TH: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> None:
+        """Raises TypeError and ValueError for inputs that do not fit each other or the layer."""
+        K, H = self.shape.top_k, self.shape.hidden_size
+        check_tokens("x_TH", x_TH, None if self.outside is not None else self.shape)
+        check_tokens("weight_TK", weight_TK, None)
+        require_dense("expert_TK", expert_TK)
+        if expert_TK.dtype not in (torch.int64, torch.int32):
+            raise TypeError(f"expert_TK has dtype {expert_TK.dtype}; give the ids of experts as int64 or int32")
+        shapes = tuple(x_TH.shape), tuple(expert_TK.shape), tuple(weight_TK.shape)
+        if shapes != ((len(x_TH), H), (len(x_TH), K), (len(x_TH), K)):
+            raise ValueError(
+                f"x_TH has shape {shapes[0]}, expert_TK {shapes[1]} and weight_TK {shapes[2]}; give [T, {H}], [T, {K}] "
+                f"and [T, {K}] for T tokens, as the layer has hidden_size={H} and top_k={K}"
+            )
+        if not x_TH.device == expert_TK.device == weight_TK.device:
+            devices = f"{x_TH.device}, {expert_TK.device} and {weight_TK.device}"
+            raise ValueError(f"x_TH, expert_TK and weight_TK are on {devices}; give all three on one device")
+
+    def _replayed_or_planned(self, expert_TK: Tensor, dtype: torch.dtype, flags: int) -> LayerCall:
         """Returns the call that a recomputation repeats, else a new one."""
         tape = current_tape()
         if tape is None:
-            return self._plan(expert_TK, dtype)
+            return self._plan(expert_TK, dtype, flags)
         if tape.mode == "replay":
             return tape.next_call(self.layer_index)
-        tape.calls.append(call := self._plan(expert_TK, dtype))
+        tape.calls.append(call := self._plan(expert_TK, dtype, flags))
         return call
 
-    def _plan(self, expert_TK: Tensor, dtype: torch.dtype) -> LayerCall:
-        """Decides who computes what, and where it is sent: the only part of forward that recomputation leaves out."""
+    def _plan(self, expert_TK: Tensor, dtype: torch.dtype, flags: int) -> LayerCall:
+        """Decides who computes what, and where it is sent: the only part of forward that recomputation leaves out.
+        ``flags``: of the forward (``frames.Position``).
+        """
         learning = self.training and torch.is_grad_enabled()
+        if learning:
+            self.require_group()
         expert_TK = self._numbered(expert_TK, learning)
         lookahead = self.link.lookahead
         neighbours = lookahead.enter(self.store)
@@ -178,14 +215,27 @@ class Experts(nn.Module):
                 f"without biases have no kernels on {expert_TK.device.type}; use reduction=Ordered() there"
             )
         upcoming = [store.schedule for store in neighbours.upcoming]
-        batch = MicroBatch(expert_TK, compute, learning, upcoming, lookahead, self.token_block)
-        executor, plan, counts = self.planner.plan(batch)
+        flags += LEARNING * learning
+        batch = MicroBatch(expert_TK, compute, learning, upcoming, lookahead, self.token_block, flags)
+        channel = self.token_channel
+        channel.generation = max(channel.generation, lookahead.generation)
+        executor, plan, counts, check = self.planner.plan(batch)
+        lookahead.generation = channel.generation
         self._last_plan = UnreadPlan(plan, self.homes)
         if learning and self.load_log is not None:
             self.load_log.add(self._last_plan)
-        call = LayerCall(self.store, executor, plan.layout, neighbours, counts, dtype)
+        call = LayerCall(self.store, executor, plan.layout, neighbours, counts, dtype, channel.generation, check)
         lookahead.entered(call)
         return call
+
+    def require_group(self) -> None:
+        """Raises RuntimeError for experts that were made before the process group whose ranks were to share them."""
+        if self.group is None and dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            raise RuntimeError(
+                f"layer {self.layer_index} was made before torch.distributed was initialised, so each of the "
+                f"{dist.get_world_size()} ranks would train experts of its own; call init_process_group first, or give "
+                "the layer a group of one rank if that is meant"
+            )
 
     def computed_by(self, dtype: torch.dtype, device_type: str) -> ExpertCompute:
         """Returns what computes experts in ``dtype``: asked for every time, as it depends on the device and, on the
@@ -223,7 +273,7 @@ class Experts(nn.Module):
         E = self.shape.num_experts
         counts = [torch.bincount(expert_TK.flatten().long(), minlength=E) for expert_TK in micro_batches]
         counts_N = torch.cat([torch.zeros(0, dtype=torch.int64), *counts]).to(self.store.masters.device)
-        tokens_RN = self.token_channel.all_gather(counts_N, lane="counts").cpu()
+        tokens_RN = self.token_channel.all_gather(counts_N, lane="counts", at=Position("foresee()")).cpu()
         self.schedule.foresee(tokens_RN.unflatten(1, (-1, E)).transpose(0, 1).contiguous().numpy())
 
     def metrics(self) -> LayerMetrics | None:
@@ -350,6 +400,59 @@ def attach(experts: Experts, module: nn.Module) -> None:
 
 
 def experts_of(model: nn.Module) -> list[Experts]:
-    """Returns all experts of a model, its own and attached ones, in the order of its modules."""
+    """Returns all experts of a model, its own and attached ones, in the order of its modules.
+
+    Raises TypeError for what is no module, as for ``model.parameters()``.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; give the torch.nn.Module itself")
     found = (module.__dict__.get("moesys_experts", module) for module in model.modules())
     return [each for each in found if isinstance(each, Experts)]
+
+
+def require_dense(name: str, tensor: Tensor) -> None:
+    """Raises TypeError for what is no dense tensor with values of this rank's own."""
+    if not isinstance(tensor, Tensor) or isinstance(tensor, DTensor) or tensor.layout != torch.strided:
+        kind = (
+            "sparse tensor" if getattr(tensor, "layout", None) not in (None, torch.strided) else type(tensor).__name__
+        )
+        raise TypeError(f"{name} is a {kind}; give this rank's own part as a dense torch.Tensor")
+    require_eager(tensor, name)
+
+
+def check_tokens(name: str, tensor: Tensor, shape: ModelShape | None) -> None:
+    """Raises TypeError for a tensor that is not dense or not of a floating-point dtype; with a ``shape`` also for
+    float64, which its experts would round.
+    """
+    require_dense(name, tensor)
+    if not tensor.is_floating_point() or (shape is not None and tensor.dtype == torch.float64):
+        allowed = "a floating-point dtype" if shape is None else "float32, bfloat16 or float16"
+        where = "" if shape is None else f", and the layer computes in {shape.dtype}"
+        raise TypeError(f"{name} has dtype {tensor.dtype}{where}; give {allowed}")
+
+
+def _check_kinds(**given: object) -> None:
+    """Raises TypeError and ValueError for arguments of ``Experts`` of another kind than declared."""
+    optional_group = (dist.ProcessGroup, DeviceMesh, type(None)) if dist.is_available() else type(None)
+    kinds = {
+        "shape": ModelShape,
+        "strategy": Strategy,
+        "group": optional_group,
+        "cluster": (ClusterSpec, type(None)),
+    }
+    for name, value in given.items():
+        kind: Any = kinds.get(name, int)
+        if not isinstance(value, kind) or isinstance(value, bool):
+            wanted = " or ".join(each.__name__ for each in (kind if isinstance(kind, tuple) else (kind,)))
+            raise TypeError(f"{name} is a {type(value).__name__}; give {wanted.replace('NoneType', 'None')}")
+        if kind is int and not 0 <= int(str(value)) < 2**63:
+            raise ValueError(f"{name}={value} must be at least 0 and less than 2**63")
+
+
+def _declaration(shape: ModelShape, strategy: Strategy, cluster: ClusterSpec, seed: int | None) -> dict[str, Any]:
+    """Returns what must be the same on all ranks that share experts, in terms of JSON; names do not count."""
+    declared: dict[str, Any] = {"ModelShape": shape, "strategy": strategy, "cluster": cluster}
+    fields = {
+        key: {k: v for k, v in each.model_dump(mode="json").items() if k != "name"} for key, each in declared.items()
+    }
+    return fields | {"seed": seed, "torch": torch.__version__, "moesys": version("moesys")}

@@ -2,67 +2,157 @@
 
 from __future__ import annotations
 
+import copy
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
+from itertools import zip_longest
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from moesys.collectives import ALIKE, RankMismatchError, guarded
 from moesys.moe.experts import experts_of
 from moesys.moe.layer import MoELayer
 from moesys.moe.masters import local_part
+from moesys.overlap.comm.channel import Channel
+from moesys.overlap.comm.frames import NO_LAYER, Position
 from moesys.overlap.exact_sum import grid_below, largest_size
 
 # A norm's squares are computed in pieces of so many elements, which stay in a core's cache.
 _ELEMENTS_AT_ONCE = 1 << 18
+# What a gradient may be, by the number that stands for it between ranks.
+_DTYPES = (None, torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128)
+_OTHER = 255
 
 
 @torch.no_grad()
 def sync_gradients(model: nn.Module) -> None:
-    """Sum the gradients of replicated parameters over the ranks; experts' gradients are summed already.
+    """Sums the gradients of replicated parameters over the ranks; experts' gradients are summed already.
 
-    One all-reduce of a flat buffer a dtype. A replicated parameter must have a gradient on every rank or on none.
-    Does nothing without a process group.
+    A gradient that is missing on some ranks counts as zero there, so that all ranks have the sum; one that is missing
+    on all ranks stays None. One all-reduce of a flat buffer per dtype. Does nothing without a process group.
+
+    Raises ``RankMismatchError`` on all ranks where their parameters or the dtypes of gradients differ, and ValueError
+    for a sparse gradient.
     """
-    group = expert_group(model)
-    if group is None:
+    channel = channel_of(model)
+    if channel.group is None:
         return
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
     layers = [layer for layer in model.modules() if isinstance(layer, MoELayer)]
     summed = {id(parameter) for layer in layers for parameter in layer.summed_in_backward()}
-    for parameter in model.parameters():
-        if parameter.grad is not None and not isinstance(parameter.grad, DTensor) and id(parameter) not in summed:
-            by_dtype.setdefault(parameter.grad.dtype, []).append(parameter.grad)
+    replicated = {
+        name: parameter
+        for name, parameter in model.named_parameters()
+        if not isinstance(parameter, DTensor)
+        and not isinstance(parameter.grad, DTensor)
+        and id(parameter) not in summed
+    }
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for parameter, dtype in zip(replicated.values(), _gradient_dtypes(replicated, channel), strict=True):
+        if dtype is None:
+            continue
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter, dtype=dtype)
+        by_dtype.setdefault(dtype, []).append(parameter.grad)
     for grads in by_dtype.values():
         flat = torch.cat([grad.reshape(-1) for grad in grads])
-        dist.all_reduce(flat, group=group)
+        channel.guard("sync_gradients()", partial(dist.all_reduce, flat, group=channel.group))
         for grad, part in zip(grads, flat.split([grad.numel() for grad in grads]), strict=True):
             grad.copy_(part.view_as(grad))
 
 
+def _gradient_dtypes(parameters: Mapping[str, nn.Parameter], channel: Channel) -> list[torch.dtype | None]:
+    """Returns the dtype of each gradient that exists on any rank; None where it exists on none. A collective.
+
+    Raises ``RankMismatchError`` where ranks have other parameters, or gradients of other dtypes.
+    """
+    at, device = Position("sync_gradients()"), channel.device_type
+    names = "\n".join(f"{name} {list(each.shape)} {each.dtype}" for name, each in parameters.items()).encode()
+    digest = hashlib.sha256(names).digest()
+    said_R = channel.gather_bytes(digest + bytes(map(_kind_of_gradient, parameters.values())), at, device)
+    if len({said[: len(digest)] for said in said_R}) > 1:
+        _raise_mismatch([text.decode().split("\n") for text in channel.gather_bytes(names, at, device)], channel)
+    found: list[torch.dtype | None] = []
+    for name, codes in zip(parameters, zip(*(said[len(digest) :] for said in said_R), strict=True), strict=True):
+        if _OTHER in codes:
+            rank = channel.members[codes.index(_OTHER)]
+            raise ValueError(
+                f"the gradient of {name} on rank {rank} is sparse or of a dtype that sync_gradients cannot sum; use a "
+                "module with dense gradients (Embedding(sparse=False))"
+            )
+        of_ranks = {_DTYPES[code] for code in codes} - {None}
+        if len(of_ranks) > 1:
+            raise RankMismatchError(f"gradients of {name} have different dtypes on the ranks: {of_ranks}")
+        found.append(of_ranks.pop() if of_ranks else None)
+    return found
+
+
+def _kind_of_gradient(parameter: nn.Parameter) -> int:
+    """Returns which of ``_DTYPES`` a gradient has."""
+    if parameter.grad is None:
+        return 0
+    known = parameter.grad.layout == torch.strided and parameter.grad.dtype in _DTYPES
+    return _DTYPES.index(parameter.grad.dtype) if known else _OTHER
+
+
+def _raise_mismatch(parameters_R: Sequence[Sequence[str]], channel: Channel) -> None:
+    """Raises ``RankMismatchError`` with the first parameter that differs."""
+    first = parameters_R[0]
+    for rank, others in zip(channel.members, parameters_R, strict=True):
+        for mine, other in zip_longest(first, others, fillvalue="no further parameter"):
+            if mine != other:
+                raise RankMismatchError(
+                    f"ranks {channel.members[0]} and {rank} have different parameters beside experts: {mine}, and "
+                    f"{other}. {ALIKE}"
+                )
+
+
 @torch.no_grad()
-def clip_grad_norm_(model: nn.Module, max_norm: float) -> Tensor:
+def clip_grad_norm_(model: nn.Module | Tensor | Iterable[Tensor], max_norm: float) -> Tensor:
     """Scales all gradients so that their joint L2 norm is at most ``max_norm``; returns the norm before, float32.
 
     The norm is that of the whole model: shards are added up over the ranks of their own meshes, and what several ranks
     have alike counts once (call ``sync_gradients`` first, where parameters are replicated without FSDP). The same bits
-    on every rank, and for every way to shard. A collective.
+    on every rank, and for every way to shard. A collective. ``model``: or its parameters, as torch's own function takes
+    them, in the same order on every rank.
+
+    Raises TypeError for anything else, and ValueError for a ``max_norm`` that is not positive and where there are no
+    parameters.
     """
-    if max_norm <= 0:
+    if not max_norm > 0:
         raise ValueError(f"max_norm={max_norm} must be positive; leave the call out to not clip")
+    parameters = _parameters_of(model)
+    if isinstance(model, nn.Module) and experts_of(model):
+        # So that ranks that are in another call are told so.
+        channel_of(model).gather_bytes(b"", Position("clip_grad_norm_()"), parameters[0].device)
     by_group: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
     num_elements = 0
-    for parameter in model.parameters():
+    for parameter in parameters:
         # By parameters, which all ranks have, and not by the gradients that this one has: groups meet below.
         parts = by_group.setdefault(_groups_of_shards(parameter), [])
         num_elements += parameter.numel()
         if parameter.grad is not None:
             parts.append(local_part(parameter.grad))
-    norm = _norm(by_group, num_elements, next(model.parameters()).device)
+    norm = _norm(by_group, num_elements, parameters[0].device)
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for parts in by_group.values():
         for part in parts:
             part.mul_(scale.to(part.dtype))
     return norm.float()
+
+
+def _parameters_of(model: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]:
+    """Returns the parameters of a module, or those that are given themselves."""
+    given = model.parameters() if isinstance(model, nn.Module) else [model] if isinstance(model, Tensor) else model
+    parameters = list(given) if isinstance(given, Iterable) else [given]
+    if others := [type(each).__name__ for each in parameters if not isinstance(each, Tensor)]:
+        raise TypeError(f"model has a {others[0]} in it; give a torch.nn.Module, or an iterable of its parameters")
+    if not parameters:
+        raise ValueError("model has no parameters, or its iterator of parameters is used up; give the module itself")
+    return parameters
 
 
 def _norm(
@@ -79,7 +169,7 @@ def _norm(
         for part in parts:
             largest = torch.maximum(largest, largest_size(part).double())
         for group in groups:
-            dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+            _reduce(largest, group, dist.ReduceOp.MAX)
     coarse = grid_below(largest.square() * num_elements)
     fine = grid_below(coarse * num_elements)
     totals_3 = torch.zeros(3, dtype=torch.float64, device=device)
@@ -92,10 +182,16 @@ def _norm(
                 left = squares.sub_(rounded).div_(fine).round_().mul_(fine)
                 sums_3 += torch.stack([rounded.sum(), left.sum(), plain])
         for group in groups:
-            dist.all_reduce(sums_3, group=group)
+            _reduce(sums_3, group)
         totals_3 += sums_3
     coarse_and_fine, plain = totals_3[:2].sum(), totals_3[2]
     return torch.where(plain.isfinite(), coarse_and_fine, plain).sqrt()
+
+
+def _reduce(values: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> None:
+    guarded(
+        "clip_grad_norm_()", group, partial(dist.all_reduce, values, op, group=group), device_type=values.device.type
+    )
 
 
 def _groups_of_shards(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
@@ -114,12 +210,21 @@ def update_router_bias(model: nn.Module) -> None:
             module.update_router_bias()
 
 
-def expert_group(model: nn.Module) -> dist.ProcessGroup | None:
-    """The one group that all MoE layers of a model share; None for one rank without a group."""
+def channel_of(model: nn.Module) -> Channel:
+    """Returns a channel of the one group that all MoE layers of a model share.
+
+    Raises TypeError for what is no module, ValueError for a model without experts, or with several groups, and
+    RuntimeError for layers that were made before the process group.
+    """
     layers = experts_of(model)
     if not layers:
         raise ValueError("the model has no ms.Experts, so there is nothing to do; call torch's own function")
-    groups = {id(layer.group): layer.group for layer in layers}
+    for layer in layers:
+        layer.require_group()
+    groups = {id(layer.group) for layer in layers}
     if len(groups) > 1:
         raise ValueError(f"the model's MoE layers use {len(groups)} different groups; give them all the same group")
-    return layers[0].group
+    # Not as one of the layers: a call for the whole model.
+    channel = copy.copy(layers[0].token_channel)
+    channel.identity = NO_LAYER
+    return channel

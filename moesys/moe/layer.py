@@ -9,7 +9,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moesys.config import ClusterSpec, LayoutInvariant, ModelShape, Strategy
 from moesys.moe.expert_parameters import DTYPES, initial_generator
-from moesys.moe.experts import Experts
+from moesys.moe.experts import Experts, check_tokens
 from moesys.moe.masters import OwnMasters
 from moesys.moe.metrics import LayerMetrics
 from moesys.moe.router import Router
@@ -60,8 +60,12 @@ class MoELayer(nn.Module):
     # A break in the middle would gain nothing.
     @torch.compiler.disable
     def forward(self, x: Tensor) -> Tensor:
-        """Returns y of x's shape [..., H] and dtype. Raises ValueError for another last dimension."""
-        if x.shape[-1] != self.shape.hidden_size:
+        """Returns y of x's shape [..., H] and dtype, a floating-point one.
+
+        Raises TypeError and ValueError for another kind, dtype or last dimension, and what ``Experts.forward`` raises.
+        """
+        check_tokens("x", x, self.shape)
+        if not x.dim() or x.shape[-1] != self.shape.hidden_size:
             raise ValueError(
                 f"x has shape {tuple(x.shape)}; its last dimension must be hidden_size={self.shape.hidden_size}"
             )

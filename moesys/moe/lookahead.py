@@ -41,10 +41,11 @@ class Lookahead(Protocol):
     """What a layer's call asks of its surroundings, in this order: forward ``enter`` and ``entered``; backward
     ``behind_backward``, ``delay`` and ``after_backward``.
 
-    ``plan_timeout_s``: how long a rank waits for layouts that are due.
+    ``plan_timeout_s``: how long a rank waits for layouts that are due. ``generation``: of the newest call of any layer.
     """
 
     plan_timeout_s: float
+    generation: int
     mega_home: SharedMegaHome
 
     def enter(self, store: ExpertStore) -> Neighbours:
@@ -69,7 +70,7 @@ class NoLookahead:
     plan_timeout_s = PLAN_TIMEOUT_S
 
     def __init__(self) -> None:
-        self.mega_home = SharedMegaHome()
+        self.mega_home, self.generation = SharedMegaHome(), 0
 
     def enter(self, store: ExpertStore) -> Neighbours:
         return Neighbours()

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from moesys.config import ClusterSpec, LayoutInvariant, MegaKernel, ModelShape, Pipelined, Sequential, Strategy
-from moesys.kernels.host_copies import to_device
+from moesys.kernels.host_copies import HostCopy, to_device
 from moesys.layout import ExpertLayout
 from moesys.layout_schedule import LayoutSchedule
 from moesys.load import LoadMatrix
@@ -34,6 +34,7 @@ from moesys.moe.unread_plans import DevicesPlan, SingleRankPlan
 from moesys.overlap.block_sums import BlockSums
 from moesys.overlap.chunked import ChunkedExecutor
 from moesys.overlap.comm.channel import Channel
+from moesys.overlap.comm.frames import Position, call_bits
 from moesys.overlap.executor import Executor
 from moesys.overlap.expert_compute import ExpertCompute
 from moesys.overlap.node_routes import build_node_routes, gates_of
@@ -55,7 +56,8 @@ class MicroBatch:
 
     expert_TK: the choices of this rank's tokens, int64 [T, K]. compute: how experts are computed. learning: layouts may
     change, and the schedule learns from the micro-batch. upcoming: of the layers that come next, whose layouts are
-    settled too. token_block: in training every rank's tokens are a multiple of it, if anything.
+    settled too. token_block: in training every rank's tokens are a multiple of it, if anything. flags: of the forward
+    (``frames.Position``).
     """
 
     expert_TK: Tensor
@@ -64,16 +66,23 @@ class MicroBatch:
     upcoming: Sequence[LayoutSchedule]
     lookahead: Lookahead
     token_block: int | None = None
+    flags: int = 0
+
+
+def _nothing() -> None:
+    """The host has seen everything."""
 
 
 class Planned(NamedTuple):
     """``counts``: to be called once, when forward is launched; gives the choices of each expert, int64 [E], on all
-    ranks. None where nobody learns from the micro-batch.
+    ranks. None where nobody learns from the micro-batch. ``check``: raises what only the device knew when forward was
+    launched, and waits for that.
     """
 
     executor: Executor
     plan: LayerPlan | SingleRankPlan | DevicesPlan
     counts: Callable[[], Tensor] | None
+    check: Callable[[], None] = _nothing
 
 
 @dataclass
@@ -104,11 +113,22 @@ class AlonePlanner(Planner):
 
     counting: Planner
 
+    def __post_init__(self) -> None:
+        # Of the newest micro-batch whose choices the device has counted.
+        self._check = _nothing
+
     def plan(self, batch: MicroBatch) -> Planned:
+        self._check()
         with self.channel.meter.planning():
             executor = batch.compute.alone(batch.expert_TK, self.shape.num_experts)
         if executor is None:
             return self.counting.plan(batch)
+        on_gpu = batch.expert_TK.is_cuda
+        if not (on_gpu and torch.cuda.is_current_stream_capturing()):
+            counted = HostCopy(executor.routing.first_G1[-1:])
+            self._check = partial(self._check_ids, counted, batch.expert_TK.numel())
+            if not on_gpu:
+                self._check()
         if batch.token_block is not None and batch.learning:
             check_blocks([len(batch.expert_TK)], batch.token_block)
         schedule, reduction = self.schedule, self.strategy.reduction
@@ -122,7 +142,17 @@ class AlonePlanner(Planner):
         )
         if batch.learning:
             schedule.advance()
-        return Planned(executor, plan, (lambda: plan.tokens_E) if batch.learning else None)
+        return Planned(executor, plan, (lambda: plan.tokens_E) if batch.learning else None, self._check)
+
+    def _check_ids(self, counted: HostCopy, choices: int) -> None:
+        """Raises ValueError where a choice is of no expert. Waits for the count."""
+        self._check = _nothing
+        if lost := choices - int(counted.read()[0]):
+            raise ValueError(
+                f"{lost} of the {choices} choices in expert_TK are of none of the {self.shape.num_experts} experts of "
+                f"layer {self.schedule.layer}, whose ids go from 0 to {self.shape.num_experts - 1}; leave tokens that "
+                "choose no expert out of the call"
+            )
 
 
 @dataclass
@@ -134,15 +164,20 @@ class HostPlanner(Planner):
         deciding = [schedule, *batch.upcoming]
         deadline_s = time.monotonic() + batch.lookahead.plan_timeout_s
         votes = [not learning or each.ready(deadline_s) for each in deciding]
-        counts_CE = chunk_counts(expert_TK, self.shape.num_experts, num_chunks(overlap))
-        said = torch.tensor([len(expert_TK), *votes], dtype=torch.int64, device=counts_CE.device)
-        gathered_RN = self.channel.all_gather(torch.cat([counts_CE.flatten(), said]), lane="counts").cpu()
+        invalid = self._invalid_id(expert_TK)
+        valid_TK = expert_TK if invalid is None else torch.zeros_like(expert_TK)
+        counts_CE = chunk_counts(valid_TK, self.shape.num_experts, num_chunks(overlap)).int()
+        of_ids = [0, 0] if invalid is None else [1, max(-(2**31), min(invalid, 2**31 - 1))]
+        said = torch.tensor([*of_ids, len(expert_TK), *votes], dtype=torch.int32, device=counts_CE.device)
+        at = Position("forward", schedule.micro_batch, batch.flags)
+        gathered_RN = self.channel.all_gather(torch.cat([counts_CE.flatten(), said]), lane="counts", at=at).cpu().long()
         tokens_RCE = gathered_RN[:, : counts_CE.numel()].view(-1, *counts_CE.shape)
         said_RN = gathered_RN[:, counts_CE.numel() :]
+        self._check_ids(said_RN[:, :2].tolist())
         if batch.token_block is not None and learning:
-            check_blocks(said_RN[:, 0].tolist(), batch.token_block)
+            check_blocks(said_RN[:, 2].tolist(), batch.token_block)
         if learning:
-            _commit(deciding, said_RN[:, 1:])
+            _commit(deciding, said_RN[:, 3:])
         load = LoadMatrix(tokens_RCE.sum(dim=1).numpy())
 
         def make() -> LayerPlan:
@@ -157,14 +192,31 @@ class HostPlanner(Planner):
             by_own_code = self.strategy.balance.own_code or self.strategy.split.own_code
             plan = _agreed_plan(make, self.channel, counts_CE.device) if by_own_code else make()
             if isinstance(overlap, MegaKernel):
-                executor = self._mega_executor(overlap, batch, plan, most_tokens=int(said_RN[:, 0].max()))
+                executor = self._mega_executor(overlap, batch, plan, most_tokens=int(said_RN[:, 2].max()))
             else:
                 executor = self._chunked_executor(batch, plan, tokens_RCE)
         return Planned(executor, plan, (lambda: torch.from_numpy(load.tokens_E)) if learning else None)
 
+    def _invalid_id(self, expert_TK: Tensor) -> int | None:
+        """Returns an id that is none of an expert's, if this rank has one."""
+        if not expert_TK.numel():
+            return None
+        least, most = (int(each) for each in expert_TK.aminmax())
+        return least if least < 0 else most if most >= self.shape.num_experts else None
+
+    def _check_ids(self, invalid_R2: Sequence[Sequence[int]]) -> None:
+        """Raises ValueError, on all ranks alike, where one has an id that is none of an expert's."""
+        for rank, (invalid, expert) in zip(self.channel.members, invalid_R2, strict=True):
+            if invalid:
+                raise ValueError(
+                    f"expert_TK of rank {rank} has the id {expert}, and the {self.shape.num_experts} experts of layer "
+                    f"{self.schedule.layer} have ids from 0 to {self.shape.num_experts - 1}; leave tokens that choose "
+                    "no expert out of the call"
+                )
+
     def _chunked_executor(self, batch: MicroBatch, plan: LayerPlan, tokens_RCE: Tensor) -> Executor:
         tokens_CRE = np.ascontiguousarray(tokens_RCE.numpy().swapaxes(0, 1))
-        overlap, channel = self.strategy.overlap, self.channel
+        overlap, channel = self.strategy.overlap, self.channel.tagged(self.channel.generation)
         assert isinstance(overlap, Sequential | Pipelined)
         parts = batch.expert_TK, tokens_CRE, plan.tokens, channel.rank, batch.compute.min_rows
         block_sums = self._block_sums(plan, batch.expert_TK.device)
@@ -184,7 +236,8 @@ class HostPlanner(Planner):
         if not isinstance(reduction, LayoutInvariant):
             return None
         tell = partial(self.schedule.tell, micro_batch=plan.turn)
-        return BlockSums.of(plan.tokens, reduction.block_rows, self.channel, tell, device)
+        channel = self.channel.tagged(self.channel.generation)
+        return BlockSums.of(plan.tokens, reduction.block_rows, channel, tell, device)
 
     def _mega_executor(self, overlap: MegaKernel, batch: MicroBatch, plan: LayerPlan, most_tokens: int) -> Executor:
         # Here, so that Triton is loaded only where it runs.
@@ -209,7 +262,7 @@ class DevicePlanner(Planner):
         executor, pending = self._launch(batch, layout, turn)
         plan = DevicesPlan(layout, pending)
         if not batch.learning:
-            return Planned(executor, plan, None)
+            return Planned(executor, plan, None, self._check(pending))
         schedule.record(plan.load)
 
         def counts() -> Tensor:
@@ -217,7 +270,11 @@ class DevicePlanner(Planner):
             schedule.request()
             return tokens_E
 
-        return Planned(executor, plan, counts)
+        return Planned(executor, plan, counts, self._check(pending))
+
+    def _check(self, pending: PendingPlan | RoutedPlan) -> Callable[[], None]:
+        """Returns ``Planned.check``: messages cannot be sent before the host has seen their sizes."""
+        return _nothing
 
     @abstractmethod
     def _launch(self, batch: MicroBatch, layout: ExpertLayout, turn: int) -> tuple[Executor, PendingPlan | RoutedPlan]:
@@ -229,7 +286,8 @@ class DevicePlanner(Planner):
             return
         deadline_s = time.monotonic() + timeout_s
         votes = to_device([schedule.ready(deadline_s) for schedule in deciding], device)
-        _commit(deciding, self.channel.all_gather(votes, lane="counts").cpu())
+        at = Position("agreement on a layout", deciding[0].micro_batch)
+        _commit(deciding, self.channel.all_gather(votes, lane="counts", at=at).cpu())
 
 
 @dataclass
@@ -251,8 +309,16 @@ class MegaPlanner(DevicePlanner):
                 split = device_split(layout, self.cluster, self.strategy.split, expert_TK.device)
                 self._tables = layout, split, replicas_of(layout, channel.rank, expert_TK.device)
             _, split, replicas = self._tables
-            home = self._mega_home(overlap, batch)
-            return plan_mega_later(overlap, self.shape, home, expert_TK, split, replicas, turn, channel.recorder)
+            home, recorder = self._mega_home(overlap, batch), channel.recorder
+            planned = plan_mega_later(overlap, self.shape, home, expert_TK, split, replicas, turn, recorder)
+        executor, pending = planned
+        pending.call = call_bits(channel.identity, Position("forward", turn, batch.flags))
+        channel.generation += 1
+        return executor, pending
+
+    def _check(self, pending: PendingPlan | RoutedPlan) -> Callable[[], None]:
+        assert not isinstance(pending, RoutedPlan)
+        return pending.limit.heard
 
 
 @dataclass
@@ -283,8 +349,10 @@ class ChunkPlanner(DevicePlanner):
         if chunks > 1 and (self._chunk_T1 is None or len(self._chunk_T1) != len(expert_TK)):
             self._chunk_T1 = chunk_numbers(len(expert_TK), chunks, expert_TK.device)
         _, split, own = self._tables
-        pending = route_on_device(expert_TK, self._chunk_T1, chunks, split, own, turn, channel)
-        return ChunkedExecutor(overlap, pending, channel, batch.compute, self.shards.memory), pending.plan
+        at = Position("forward", turn, batch.flags)
+        pending = route_on_device(expert_TK, self._chunk_T1, chunks, split, own, turn, at, channel)
+        tagged = channel.tagged(channel.generation)
+        return ChunkedExecutor(overlap, pending, tagged, batch.compute, self.shards.memory), pending.plan
 
 
 def planner_of(

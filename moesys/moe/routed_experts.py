@@ -80,12 +80,16 @@ class RoutedExperts(torch.autograd.Function):
         call.release()
         dmasters: list[Tensor | None] = [None] * len(masters)
         if grads_DP is not None:
-            cross = _in_dtypes(store.start_reshard(grads_DP, call.layout), [master.dtype for master in masters])
+            cross = _in_dtypes(
+                store.start_reshard(grads_DP, call.layout, call.generation), [master.dtype for master in masters]
+            )
             leaf = ctx.next_functions[2 + wanted.index(True)][0]
             may_delay = store.delay_reshard and store.masters.may_delay and _reaches_grad(leaf)
             if not (may_delay and lookahead.delay(store, cross)):
                 dmasters = [gradient if want else None for gradient, want in zip(cross()(), wanted, strict=True)]
         lookahead.after_backward()
+        # Now the host is furthest ahead of the device, and the optimizer has not stepped.
+        call.check()
         return dx_TH, dweight_TK, None, None, *dmasters
 
 

@@ -7,24 +7,29 @@ a thread. Nothing of that changes a bit.
 
 from __future__ import annotations
 
+import json
 import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from moesys.collectives import ALIKE, RankMismatchError, guarded
 from moesys.layout_schedule import PlanEvent
 from moesys.moe.call import LayerCall, Neighbours
 from moesys.moe.expert_store import ExpertStore
-from moesys.moe.experts import experts_of
-from moesys.moe.gradients import expert_group
+from moesys.moe.experts import Experts, experts_of
+from moesys.moe.gradients import channel_of
 from moesys.moe.lookahead import PLAN_TIMEOUT_S, SharedMegaHome
 from moesys.moe.metrics import LayerMetrics
 from moesys.moe.planner_thread import PlannerThread
 from moesys.moe.shards import Cross, Finish
 from moesys.overlap.comm.channel import Channel
+from moesys.overlap.comm.frames import Position
 from moesys.overlap.comm.heartbeat import Heartbeat
 from moesys.overlap.comm.record import Meter, Recorder
 from moesys.timeline import Timeline
@@ -58,14 +63,15 @@ class MoERuntime:
 
     def __init__(self, model: nn.Module, plan_timeout_s: float | None, record_spans: bool) -> None:
         self.layers = experts_of(model)
-        group = expert_group(model)
+        channel = channel_of(model)
+        group = channel.group
         if any(layer.link.linked for layer in self.layers):
             raise ValueError("a layer of this model is linked already; close its runtime first")
         if len({layer.layer_index for layer in self.layers}) < len(self.layers):
             raise ValueError(
                 f"layer_index values {[layer.layer_index for layer in self.layers]} repeat; give every layer its own"
             )
-        channel = self.layers[0].token_channel
+        _compare_layers(self.layers, plan_timeout_s, channel)
         self.recorder = Recorder(channel.rank, record_spans, channel.device_type)
         self._groups: list[dist.ProcessGroup] = []
         weight_group = planner_group = None
@@ -88,7 +94,7 @@ class MoERuntime:
         self._planner = PlannerThread(plan_channel)
         self.plan_timeout_s = PLAN_TIMEOUT_S if plan_timeout_s is None else plan_timeout_s
         self.mega_home = SharedMegaHome()
-        self._num_passes = 0
+        self.generation = self._num_passes = 0
         self._order: list[ExpertStore] = []
         self._position = -1
         self._newest: LayerCall | None = None
@@ -98,8 +104,9 @@ class MoERuntime:
         # A runtime that is dropped without ``close`` leaves no thread behind.
         self._stop_threads = weakref.finalize(self, _stop, self._planner, self._heartbeat)
         for layer in self.layers:
+            like = layer.token_channel
             weight_channel = Channel(
-                weight_group, layer.cluster.node_of_rank, self.recorder, layer.meter, layer.token_channel.device_type
+                weight_group, like.node_of_rank, self.recorder, layer.meter, like.device_type, layer.identity
             )
             layer.join(self, self.layers[0], weight_channel, self._planner, self._heartbeat)
 
@@ -108,7 +115,8 @@ class MoERuntime:
         # Ranks outside the group do not come here, so only its members may take part in making the new one.
         subset = len(members) < dist.get_world_size()
         timeout = timedelta(seconds=group_timeout_s(group, self.layers[0].token_channel.device_type))
-        new_group = dist.new_group(members, timeout, backend, options, use_local_synchronization=subset)
+        make = partial(dist.new_group, members, timeout, backend, options, use_local_synchronization=subset)
+        new_group = guarded("link()", group, make, device_type=self.layers[0].token_channel.device_type)
         self._groups.append(new_group)
         return new_group
 
@@ -224,6 +232,19 @@ class MoERuntime:
         for group in self._groups:
             dist.destroy_process_group(group)
         self._groups = []
+
+
+def _compare_layers(layers: Sequence[Experts], plan_timeout_s: float | None, channel: Channel) -> None:
+    """Raises ``RankMismatchError`` on all ranks where they link other layers, or with another time-out."""
+    linked = {f"layer {each.layer_index}": each.identity.digest for each in layers} | {"plan_timeout_s": plan_timeout_s}
+    linked_R = [json.loads(each) for each in channel.gather_bytes(json.dumps(linked).encode(), Position("link()"))]
+    first = channel.members[0]
+    for rank, other in zip(channel.members, linked_R, strict=True):
+        for name in linked_R[0] | other:
+            mine, theirs = linked_R[0].get(name), other.get(name)
+            if mine != theirs:
+                values = f" ({mine} and {theirs})" if name == "plan_timeout_s" else ""
+                raise RankMismatchError(f"ranks {first} and {rank} link models that differ in {name}{values}. {ALIKE}")
 
 
 def on_urgent_stream(backends: str) -> object | None:

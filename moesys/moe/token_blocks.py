@@ -19,6 +19,7 @@ from torch.nn import functional
 
 from moesys.kernels.cpu.row_invariant_gemm import NARROW, aligned, matmul_rows, projection_rule
 from moesys.overlap.comm.channel import Channel
+from moesys.overlap.comm.frames import Position
 from moesys.overlap.exact_sum import add_on_grid, grid_below, largest_size
 
 
@@ -64,7 +65,8 @@ class TokenBlocks:
         """Returns ``dyᵀ @ x`` summed over the tokens of all ranks, float32 [B, A]. A collective."""
         largest_dy, largest_x = largest_size(dy_TB), largest_size(x_TA)
         sizes_3 = torch.stack([largest_dy, largest_x, torch.full_like(largest_x, len(x_TA))]).double()
-        gathered_R3 = self.channel.all_gather(sizes_3, lane="counts")
+        at = Position("bounds of router gradients in backward")
+        gathered_R3 = self.channel.all_gather(sizes_3, lane="counts", at=at, read=not self.by_kernels)
         if not self.learning:
             check_blocks(gathered_R3[:, 2].long().tolist(), self.num_tokens)
         grid = grid_below(gathered_R3[:, :2].amax(dim=0).prod() * gathered_R3[:, 2].sum())

@@ -20,6 +20,7 @@ from torch import Tensor
 from moesys.kernels.host_copies import to_device
 from moesys.layout import TokenPlan
 from moesys.overlap.comm.channel import Channel
+from moesys.overlap.comm.frames import Position
 from moesys.overlap.exact_sum import grid_below
 from moesys.overlap.routes import held_experts
 
@@ -57,7 +58,8 @@ class BlockSums:
         held_S = to_device(self.expert_S, device)
         largest_E5 = torch.zeros(len(self.rows_E), 5, dtype=torch.float64, device=device)
         largest_E5[held_S] = largest_S5.double()
-        largest_E5 = self.channel.all_gather(largest_E5, lane="counts").amax(dim=0)
+        at = Position("bounds of expert gradients in backward", self.channel.generation)
+        largest_E5 = self.channel.all_gather(largest_E5, lane="counts", at=at, read=False).amax(dim=0)
         if self.tell is not None and device.type == "cpu" and not (kept_E := largest_E5.isfinite().all(dim=1)).all():
             lost = ", ".join(str(expert) for expert, kept in enumerate(kept_E.tolist()) if not kept)
             self.tell(f"gradients of experts {lost} are NaN: what they are products of is not finite")

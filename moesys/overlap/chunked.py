@@ -21,6 +21,7 @@ from moesys.kernels.cpu.page_pool import PagePool, Scratch
 from moesys.kernels.host_copies import to_device
 from moesys.overlap.block_sums import BlockSums
 from moesys.overlap.comm.channel import Channel
+from moesys.overlap.comm.frames import Position
 from moesys.overlap.executor import Saved, WaitForExperts
 from moesys.overlap.expert_compute import (
     Arrivals,
@@ -76,8 +77,8 @@ class ChunkedExecutor:
         """Returns what ``forward`` does; where no rank reads the output, nothing travels home and it is None."""
         if self.channel.num_ranks > 1:
             # Ranks may differ in what they do behind the layer, and rows travel home for all or for none.
-            reads = to_device([read], x_TH.device)
-            read = bool(self.channel.all_gather(reads, lane="counts").any())
+            reads, at = to_device([read], x_TH.device), Position("recomputation", self.channel.generation)
+            read = bool(self.channel.all_gather(reads, lane="counts", at=at).any())
         if read:
             return self.forward(x_TH, weight_TK, wait_for_experts)
         return None, self._run_forward("recomputation", x_TH, weight_TK, wait_for_experts, None)

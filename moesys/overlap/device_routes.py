@@ -8,7 +8,7 @@ R ranks, E experts, C chunks, T tokens of this rank, K top-k, P replicas.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -22,6 +22,7 @@ from moesys.kernels.split.tables import entries_of
 from moesys.layout import ExpertLayout
 from moesys.load import IntArray
 from moesys.overlap.comm.channel import Channel
+from moesys.overlap.comm.frames import Position, choices_of
 from moesys.overlap.device_split import DeviceSplit
 from moesys.overlap.routes import ChunkRoutes, Routes, chunk_bounds
 
@@ -46,16 +47,19 @@ def route_on_device(
     split: DeviceSplit,
     own: OwnReplicas,
     turn: int,
+    at: Position,
     channel: Channel,
 ) -> PendingRoutes:
-    """Launches all that is known without the host. ``chunk_T1``: ``chunk_numbers``, None where all are one. Collective,
-    as all ranks split the same counts.
+    """Launches all that is known without the host. ``chunk_T1``: ``chunk_numbers``, None where all are one. ``at``: the
+    forward of ``expert_TK``. Collective, as all ranks split the same counts.
     """
     num_ranks, num_experts = channel.num_ranks, split.tables.replica_ER.shape[0]
     with channel.meter.planning():
         part_TK = expert_TK if chunk_T1 is None else torch.add(chunk_T1, expert_TK, alpha=num_chunks)
         routing = route(part_TK, num_experts * num_chunks)
-    first_RL = channel.all_gather(routing.first_G1, lane="counts")
+    at = replace(at, choices=expert_TK.numel())
+    first_RL = channel.all_gather(routing.first_G1, lane="counts", at=at, read=False)
+    assert channel.headers is not None
     with channel.meter.planning():
         sizes = (2 * num_chunks * num_ranks, num_ranks * num_experts)
         told = torch.empty(sum(sizes), dtype=torch.int64, device=expert_TK.device)
@@ -66,7 +70,8 @@ def route_on_device(
         found = cut(first_RL, tokens_RP, split.tables, own, num_chunks, sizes_2CR.view(2, num_chunks, num_ranks))
         on_its_way = HostCopy(told)
         sent = sent_rows(routing.entry_P, found, split.tables, expert_TK.shape[1])
-    return PendingRoutes(RoutedPlan(split, turn, tokens_RE, tokens_RP, on_its_way), found, sent)
+    plan = RoutedPlan(split, turn, tokens_RE, tokens_RP, on_its_way)
+    return PendingRoutes(plan, found, sent, channel, channel.headers)
 
 
 @dataclass(frozen=True)
@@ -100,26 +105,37 @@ class RoutedPlan:
 
 @dataclass(frozen=True)
 class PendingRoutes:
-    """Routes of a micro-batch, which are on the device, beside its plan."""
+    """Routes of a micro-batch, which are on the device, beside its plan. ``headers``: of the message with which each
+    rank's counts came over ``channel``.
+    """
 
     plan: RoutedPlan
     found: Cut
     sent: SentRows
+    channel: Channel
+    headers: HostCopy
 
     @cached_property
     def routes(self) -> Routes:
         """Those of ``build_routes``, padded to nothing. The host waits for the sizes, once.
 
-        Raises ValueError, on this rank alone, where a choice is of no expert.
+        Raises ``RankMismatchError`` on all ranks where they are in different calls, and ValueError on all ranks where a
+        choice of any of them is of no expert.
         """
         C, R, _ = self.found.arriving_CRG.shape
+        self.channel.compare_calls()
         send_CR, arrive_CR = self.plan.told.read()[: 2 * C * R].reshape(2, C, R).tolist()
-        sent, num_sent = self.sent, sum(map(sum, send_CR))
-        if num_sent != sent.home_TK.numel():
-            raise ValueError(
-                f"{num_sent} of {sent.home_TK.numel()} choices are of one of the {self.plan.num_experts} experts; give "
-                f"ids from 0 to {self.plan.num_experts - 1} alone"
-            )
+        counted_R = self.plan.counts_RE().sum(axis=1).tolist()
+        for rank, counted, choices in zip(
+            self.channel.members, counted_R, choices_of(self.headers.read()), strict=True
+        ):
+            if counted != choices:
+                raise ValueError(
+                    f"{choices - counted} of the {choices} choices in expert_TK of rank {rank} are of none of the "
+                    f"{self.plan.num_experts} experts, which have ids from 0 to {self.plan.num_experts - 1}; leave "
+                    "tokens that choose no expert out of the call"
+                )
+        sent = self.sent
         num_arrivals = sum(map(sum, arrive_CR))
         arrived = arrived_rows(self.found.arriving_CRG, num_arrivals)
         top_k = sent.home_TK.shape[1]

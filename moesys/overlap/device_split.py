@@ -10,6 +10,7 @@ from moesys.kernels.split.even import EvenTables, even_split
 from moesys.kernels.split.flow import split
 from moesys.kernels.split.proportional import ProportionalTables, proportional_split
 from moesys.kernels.split.tables import IntArray, SplitTables, entries_of
+from moesys.kernels.symmetric.counts import ReceivedCounts
 from moesys.overlap.row_limit import RowLimit
 
 
@@ -38,7 +39,8 @@ class PendingPlan:
     """The plan of a micro-batch, which is on the device once its forward has been launched.
 
     ``turn``: the micro-batch's number. ``room``: rows for which there is memory on a rank, of ``choices`` that one has
-    at most. ``tokens_RE``, ``tokens_RP`` int64: what ranks want, and where it goes; kept for who asks later.
+    at most. ``call``: the ``call_bits`` of the forward, 0 where nobody compares. ``tokens_RE``, ``tokens_RP`` int64:
+    what ranks want, and where it goes; kept for who asks later.
     """
 
     split: DeviceSplit
@@ -46,13 +48,17 @@ class PendingPlan:
     limit: RowLimit
     room: int
     choices: int
+    call: int = 0
     tokens_RE: Tensor | None = field(default=None, init=False)
     tokens_RP: Tensor | None = field(default=None, init=False)
 
-    def make(self, tokens_RE: Tensor) -> Tensor:
-        """The plan to run by, int64 [R, P]: without a token where a rank would get too many (``RowLimit``)."""
-        self.tokens_RE, self.tokens_RP = tokens_RE, self.split.tokens_RP(tokens_RE, self.turn)
-        return self.limit.keep(self.tokens_RP, self.split.tables, self.room, self.choices)
+    def make(self, counts: ReceivedCounts) -> Tensor:
+        """The plan to run by, int64 [R, P]: without a token where a rank would get too many, or where the ``counts`` do
+        not belong together (``RowLimit``).
+        """
+        self.tokens_RE, self.tokens_RP = counts.tokens_RE, self.split.tokens_RP(counts.tokens_RE, self.turn)
+        bounds = (self.room, self.choices, counts.origin_R2, self.call)
+        return self.limit.keep(self.tokens_RP, self.split.tables, *bounds)
 
     def wanted_RE(self) -> Tensor:
         """``tokens_RE``, when forward has been launched."""

@@ -35,7 +35,7 @@ from moesys.kernels.mega.mega_dispatch import dispatch_activation_gradient, disp
 from moesys.kernels.mega.point import blocks_at
 from moesys.kernels.mega.task_times import TaskTimes
 from moesys.kernels.split.tables import IntArray
-from moesys.kernels.symmetric.counts import count_regions, receive_counts
+from moesys.kernels.symmetric.counts import Origin, count_regions, receive_counts
 from moesys.kernels.symmetric.heap import ArenaLayout, Heap, require_no_capture
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.overlap.block_sums import BlockSums
@@ -240,8 +240,10 @@ class MegaExecutor:
             memory.compiled.add((point, self.num_experts))
         with self._recording():
             with stage("publish x", device):
-                with_counts = isinstance(self.plan, PendingPlan)
-                routing = announce(memory, self.expert_TK, self.num_experts, {"x": x_TH}, with_counts)
+                origin = None
+                if isinstance(self.plan, PendingPlan):
+                    origin = Origin(self.plan.call, self.expert_TK.numel())
+                routing = announce(memory, self.expert_TK, self.num_experts, {"x": x_TH}, origin)
             yield
             with stage("arrange", device):
                 tokens_RP, row_tile = self._tokens_RP(), blocks.up.rows

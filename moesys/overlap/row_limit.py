@@ -1,8 +1,8 @@
 """How many rows a rank may get: memory is taken for so many before anybody has counted them.
 
-A plan that sends some rank more is refused. Where hosts plan, they see it before anything runs. Where devices do, all
-of them make the same plan and see it alike; then no row travels at all, every output is zero, and the host, which waits
-for nothing, raises as soon as it hears of it.
+A plan that sends some rank more is refused, and so is one that was made from counts that do not belong together. Where
+hosts plan, they see it before anything runs. Where devices do, all of them make the same plan and see it alike; then no
+row travels at all, every output is zero, and the host raises as soon as it hears of it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from moesys.config import MegaKernel
 from moesys.kernels.split.limit import keep_within
 from moesys.kernels.split.tables import SplitTables
 from moesys.layout import TokenPlan
+from moesys.overlap.comm.frames import call_mismatch
 from moesys.overlap.rows_cap import too_many_rows, too_many_words
 
 
@@ -37,36 +38,58 @@ class RowLimit:
     """
 
     def __init__(self, device: torch.device) -> None:
-        # The rank that would have got too many rows, how many, how many there was room for, and the choices of a rank;
-        # zeros if none ever would.
-        self._found_4 = torch.zeros(4, dtype=torch.int64, device=device)
-        self._seen_4 = torch.zeros(4, dtype=torch.int64).pin_memory() if self._found_4.is_cuda else None
+        # What ``keep_within`` found, zeros if nothing ever was, and the newest call that asked.
+        self._found_8 = torch.zeros(8, dtype=torch.int64, device=device)
+        self._seen_8 = torch.zeros(8, dtype=torch.int64).pin_memory() if self._found_8.is_cuda else None
+        self._call = 0
+        self._noted: torch.cuda.Event | None = None
 
-    def keep(self, tokens_RP: Tensor, tables: SplitTables, room: int, choices: int) -> Tensor:
+    def keep(
+        self, tokens_RP: Tensor, tables: SplitTables, room: int, choices: int, origin_R2: Tensor, call: int
+    ) -> Tensor:
         """The plan ``tokens_RP`` int64, or one without a token if it sends any rank more than ``room`` rows, which
-        ``rows_cap`` makes of so many ``choices`` of a rank. Nothing waits for the host.
+        ``rows_cap`` makes of so many ``choices`` of a rank, or if the counts that it was made from do not belong
+        together (``keep_within``). Nothing waits for the host.
         """
-        return keep_within(tokens_RP, tables, room, choices, self._found_4)
+        self._call = call
+        return keep_within(tokens_RP, tables, room, choices, origin_R2, call, self._found_8)
 
     def note(self) -> None:
-        """At the end of a direction. On the CPU raises ValueError at once."""
-        if self._seen_4 is None:
-            _raise_if_found(self._found_4)
+        """At the end of a direction. On the CPU raises what ``wait`` does at once."""
+        if self._seen_8 is None:
+            self._raise_if_found(self._found_8)
         else:
-            self._seen_4.copy_(self._found_4, non_blocking=True)
+            self._seen_8.copy_(self._found_8, non_blocking=True)
+            if not torch.cuda.is_current_stream_capturing():
+                self._noted = torch.cuda.Event()
+                self._noted.record()
 
     def look(self) -> None:
-        """Raises ValueError if a plan of a direction that has ended by now was refused."""
-        if self._seen_4 is not None:
-            _raise_if_found(self._seen_4)
+        """Raises what ``wait`` does if a plan of a direction that has ended by now was refused."""
+        if self._seen_8 is not None:
+            self._raise_if_found(self._seen_8)
+
+    def heard(self) -> None:
+        """Raises what ``wait`` does if a plan until the newest ``note`` was refused; the host waits for that note."""
+        if self._noted is not None and not torch.cuda.is_current_stream_capturing():
+            self._noted.synchronize()
+        self.look()
 
     def wait(self) -> None:
-        """Raises ValueError if any plan was refused, when the device has made all of them."""
-        _raise_if_found(self._found_4.cpu())
+        """Raises ``RankMismatchError`` if any plan was refused because ranks were in different calls, and ValueError
+        if one had too many rows or choices of no expert, when the device has made all of them.
+        """
+        self._raise_if_found(self._found_8.cpu())
 
-
-def _raise_if_found(found_4: Tensor) -> None:
-    rank, num_rows, room, choices = found_4.tolist()
-    if num_rows:
-        bound = f"the {room} that rows_cap allows for {choices} choices of a rank"
-        raise ValueError(too_many_words(rank, num_rows, choices, bound))
+    def _raise_if_found(self, found_8: Tensor) -> None:
+        rank, num_rows, room, choices, stranger, call, loser, lost = found_8.tolist()
+        if stranger:
+            raise call_mismatch(stranger - 1, call, self._call)
+        if loser:
+            raise ValueError(
+                f"{lost} choices in expert_TK of rank {loser - 1} are of none of the experts; leave tokens that choose "
+                "no expert out of the call"
+            )
+        if num_rows:
+            bound = f"the {room} that rows_cap allows for {choices} choices of a rank"
+            raise ValueError(too_many_words(rank, num_rows, choices, bound))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import numpy as np
@@ -14,9 +14,11 @@ from launches import launches
 from torch import Tensor
 
 import moesys as ms
+from moesys.kernels.host_copies import HostCopy
 from moesys.kernels.routing.routing import route
 from moesys.layout import ExpertLayout
 from moesys.load import LoadMatrix
+from moesys.overlap.comm.frames import NO_LAYER, Position, header
 from moesys.overlap.comm.record import Meter
 from moesys.overlap.device_routes import PendingRoutes, chunk_numbers, own_replicas, route_on_device
 from moesys.overlap.routes import build_routes, chunk_counts
@@ -31,10 +33,23 @@ class Gathered:
 
     num_ranks: int
     said_R: list[Tensor]
+    choices_R: list[int]
     meter: Meter = field(default_factory=Meter)
 
-    def all_gather(self, values_N: Tensor, *, lane: str) -> Tensor:
+    @property
+    def members(self) -> list[int]:
+        return list(range(self.num_ranks))
+
+    def all_gather(self, values_N: Tensor, *, lane: str, at: Position, read: bool) -> Tensor:
+        headers = [header(NO_LAYER, replace(at, choices=choices), 0, 0) for choices in self.choices_R]
+        self.headers = HostCopy(torch.from_numpy(np.stack(headers)))
         return torch.stack(self.said_R)
+
+    def compare_calls(self) -> None:
+        """All ranks are in one call."""
+
+
+FORWARD = Position("forward", 0)
 
 
 @dataclass
@@ -52,10 +67,17 @@ class Micro:
         chunk_RT1 = [chunk_numbers(len(e), chunks, torch.device("cpu")) for e in self.expert_RTK]
         parts = zip(self.expert_RTK, chunk_RT1, strict=True)
         said = [route(e * chunks + chunk, self.layout.num_experts * chunks).first_G1 for e, chunk in parts]
-        channel: Any = Gathered(len(said), said)
+        channel: Any = Gathered(len(said), said, [each.numel() for each in self.expert_RTK])
         return [
             route_on_device(
-                e, None if chunks == 1 else chunk, chunks, made_by, own_replicas(self.layout, rank), self.turn, channel
+                e,
+                None if chunks == 1 else chunk,
+                chunks,
+                made_by,
+                own_replicas(self.layout, rank),
+                self.turn,
+                FORWARD,
+                channel,
             )
             for rank, (e, chunk) in enumerate(zip(self.expert_RTK, chunk_RT1, strict=True))
         ]
@@ -107,10 +129,9 @@ def test_choices_of_no_expert_are_refused() -> None:
     layout = ms.ExpertLayout(np.array([[0], [1]]), 2)
     expert_RTK = [torch.tensor([[0], [1]]), torch.tensor([[0], [-1]])]
     micro = Micro(layout, ms.ClusterSpec(ranks_per_node=2), expert_RTK, num_chunks=1, turn=0)
-    first, second = micro.on_devices(ms.EvenSplit())
-    assert first.routes.num_rows == 2
-    with pytest.raises(ValueError, match="1 of 2 choices are of one of the 2 experts; give ids from 0 to 1 alone"):
-        second.routes  # noqa: B018, as it is made when it is asked for
+    for pending in micro.on_devices(ms.EvenSplit()):
+        with pytest.raises(ValueError, match="1 of the 2 choices in expert_TK of rank 1 are of none of the 2 experts"):
+            pending.routes  # noqa: B018, as it is made when it is asked for
 
 
 @settings(max_examples=12)
@@ -150,10 +171,10 @@ def test_a_plan_and_its_routes_are_few_launches(split: ms.Split, num_chunks: int
     made_by = device_split(layout, micro.cluster, split, "cpu")
     chunk_T1 = chunk_numbers(3, num_chunks, torch.device("cpu")) if num_chunks > 1 else None
     parts = [e * num_chunks + (0 if chunk_T1 is None else chunk_T1) for e in micro.expert_RTK]
-    channel: Any = Gathered(2, [route(part, 4 * num_chunks).first_G1 for part in parts])
+    channel: Any = Gathered(2, [route(part, 4 * num_chunks).first_G1 for part in parts], [6, 6])
     with launches() as found:
         pending = route_on_device(
-            micro.expert_RTK[0], chunk_T1, num_chunks, made_by, own_replicas(layout, 0), 3, channel
+            micro.expert_RTK[0], chunk_T1, num_chunks, made_by, own_replicas(layout, 0), 3, FORWARD, channel
         )
         assert pending.routes.num_rows
     # Of the channel that is none.

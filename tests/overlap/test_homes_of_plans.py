@@ -10,7 +10,7 @@ from torch import Tensor
 import moesys as ms
 from moesys.kernels.mega.arguments import MegaMemory, MegaRows, announce, arrange
 from moesys.kernels.mega.exchange import regions
-from moesys.kernels.symmetric.counts import count_regions, receive_counts
+from moesys.kernels.symmetric.counts import Origin, count_regions, receive_counts
 from moesys.kernels.symmetric.heap import Heap
 from moesys.overlap.device_split import PendingPlan
 from moesys.overlap.mega_executor import replicas_of, tokens_by_replica
@@ -32,10 +32,8 @@ def arranged(drawn: Drawn, on_device: bool, point: ms.MegaKernel) -> list[MegaRo
     shared = regions(most, case.top_k, case.hidden, torch.float32, case.num_ranks, 1)
     shared = {**shared, **count_regions(case.num_ranks, case.num_experts)}
     memories = [MegaMemory(heap) for heap in Heap.virtual(shared, case.num_ranks, CPU)]
-    ranks = range(case.num_ranks)
-    routings = [
-        announce(memories[rank], drawn.expert_RTK[rank], case.num_experts, {}, with_counts=on_device) for rank in ranks
-    ]
+    ranks, origin = range(case.num_ranks), Origin() if on_device else None
+    routings = [announce(memories[rank], drawn.expert_RTK[rank], case.num_experts, {}, origin) for rank in ranks]
     found = []
     for rank, memory, routing in zip(ranks, memories, routings, strict=True):
         num_rows, tokens_RP = int(drawn.plan.tokens_R[rank]), tokens_by_replica(drawn.plan, CPU)
@@ -44,9 +42,9 @@ def arranged(drawn: Drawn, on_device: bool, point: ms.MegaKernel) -> list[MegaRo
             num_rows = case.num_ranks * most * case.top_k
             split = device_split(drawn.layout, case.cluster, case.split, CPU)
             pending = PendingPlan(split, case.turn, RowLimit(CPU), num_rows, most * case.top_k)
-            counts_RE = receive_counts(memory.heap, memory.epoch_1, memory.exchanges_R, case.num_experts)
-            assert torch.equal(counts_RE, torch.tensor(drawn.plan.load.tokens_RE))
-            tokens_RP = pending.make(counts_RE)
+            counts = receive_counts(memory.heap, memory.epoch_1, memory.exchanges_R, case.num_experts)
+            assert torch.equal(counts.tokens_RE, torch.tensor(drawn.plan.load.tokens_RE))
+            tokens_RP = pending.make(counts)
             assert pending.entries().tolist() == drawn.plan.entries.tolist()
         replicas = replicas_of(drawn.layout, rank, CPU)
         found.append(arrange(memory, routing, tokens_RP, replicas, num_rows, BLOCK_ROWS, point))

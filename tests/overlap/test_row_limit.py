@@ -9,6 +9,7 @@ import torch.distributed as dist
 from mega_case import Case, Drawn, MegaRun, new_home
 
 import moesys as ms
+from moesys.collectives import RankMismatchError
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.overlap.row_limit import RowLimit, room_for_rows
 from moesys.step import split_tables
@@ -22,16 +23,43 @@ ROWS_R = [3 + 1 + 1 + 4, 1 + 2, 5, 1]
 def test_a_plan_is_kept_if_it_fits_and_else_none_is():
     tables = split_tables(LAYOUT, ms.ClusterSpec(ranks_per_node=4), ms.FlowSplit(), "cpu")
     limit = RowLimit(torch.device("cpu"))
-    assert torch.equal(limit.keep(TOKENS_RP, tables, max(ROWS_R), 7), TOKENS_RP)
+    counted = torch.tensor([[5, 7], [5, 4], [5, 5], [5, 2]]), 5
+    assert torch.equal(limit.keep(TOKENS_RP, tables, max(ROWS_R), 7, *counted), TOKENS_RP)
     limit.wait()
-    assert not limit.keep(TOKENS_RP, tables, max(ROWS_R) - 1, 7).any()
+    assert not limit.keep(TOKENS_RP, tables, max(ROWS_R) - 1, 7, *counted).any()
     # A later plan that fits takes nothing back.
-    limit.keep(TOKENS_RP, tables, max(ROWS_R), 7)
+    limit.keep(TOKENS_RP, tables, max(ROWS_R), 7, *counted)
     words = r"rank 0 would get 9 rows, more than the 8 that rows_cap allows for 7 .* use MegaKernel\(rows_cap=1.29\)"
     with pytest.raises(ValueError, match=words):
         limit.wait()
     with pytest.raises(ValueError, match=words):
         limit.note()
+
+
+@pytest.mark.parametrize(
+    ("origin", "error", "words"),
+    [
+        ((2, 4), RankMismatchError, "different calls: rank 1: forward of layer 0 .*; this rank: "),
+        ((5, 6), ValueError, "2 choices in expert_TK of rank 1 are of none of the experts"),
+        # A rank that was given up is another error's.
+        ((0, -1), None, ""),
+    ],
+    ids=["another call", "no expert", "given up"],
+)
+def test_no_token_travels_where_counts_do_not_belong_together(
+    origin: tuple[int, int], error: type[Exception] | None, words: str
+) -> None:
+    tables = split_tables(LAYOUT, ms.ClusterSpec(ranks_per_node=4), ms.FlowSplit(), "cpu")
+    limit = RowLimit(torch.device("cpu"))
+    origin_R2 = torch.tensor([[5, 7], origin, [5, 5], [5, 2]])
+    kept_RP = limit.keep(TOKENS_RP, tables, max(ROWS_R), 7, origin_R2, 5)
+    if error is None:
+        limit.wait()
+        assert torch.equal(kept_RP, TOKENS_RP)
+        return
+    assert not kept_RP.any()
+    with pytest.raises(error, match=words):
+        limit.wait()
 
 
 def test_room_is_what_the_cap_says_and_never_more_than_all_choices():

@@ -55,7 +55,8 @@ def counts(num_ranks: int, exchanges: int = 3) -> WeakCase:
             first_E1 = torch.nn.functional.pad(tokens_RE[rank].cumsum(0), (1, 0)).int()
             send_counts(memory.heap, memory.exchanges_R, first_E1)
             publish(memory.heap, memory.epoch_1, {})
-            found.append(receive_counts(memory.heap, memory.epoch_1, memory.exchanges_R, experts))
+            counted = receive_counts(memory.heap, memory.epoch_1, memory.exchanges_R, experts)
+            found.append(counted.tokens_RE)
             # Where hosts do not look, who was given up goes on, and may be two exchanges ahead.
             assert Schedule.active is not None
             for counted_E, tokens_E in zip(found[-1], tokens_RE, strict=True):

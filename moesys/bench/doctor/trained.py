@@ -14,10 +14,10 @@ from torch import Tensor
 from moesys.bench.doctor.layers import inputs_at, layer_at, planned_on_devices, step, tokens_at
 from moesys.bench.doctor.place import Place, require
 from moesys.bench.harness.contest import differing, in_words
+from moesys.collectives import CollectiveError
 from moesys.config import MegaKernel, Pipelined, Sequential
 from moesys.config.overlap import Overlap
 from moesys.kernels.symmetric.signals import PeerTimeoutError
-from moesys.overlap.comm.channel import CollectiveError
 
 # Of micro-batches, times the usual number of tokens: arenas grow twice, and are kept.
 GROWING, REHEARSED_GROWING = (0.25, 1.0, 0.5, 3.0), (0.5, 1.5)

@@ -135,7 +135,7 @@ def exchange_counts(first_E1: Tensor) -> Tensor:
     heap = Heap.virtual(shared, 64, first_E1.device)[0]
     exchanges_R, epoch_1 = first_E1.new_empty(64), first_E1.new_empty(1)
     send_counts(heap, exchanges_R, first_E1)
-    return receive_counts(heap, epoch_1, exchanges_R, num_experts)
+    return receive_counts(heap, epoch_1, exchanges_R, num_experts).tokens_RE
 
 
 def split_by_shares(tokens_RE: Tensor, tables: SplitTables) -> object:

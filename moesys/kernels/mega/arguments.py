@@ -28,7 +28,7 @@ from moesys.kernels.mega.exchange import (
 from moesys.kernels.mega.point import MegaPoint
 from moesys.kernels.mega.task_times import TaskTimes
 from moesys.kernels.routing.routing import Routing, route
-from moesys.kernels.symmetric.counts import send_counts
+from moesys.kernels.symmetric.counts import Origin, send_counts
 from moesys.kernels.symmetric.heap import Heap, require_no_capture
 from moesys.kernels.symmetric.signals import Watch, raise_flag
 
@@ -153,14 +153,18 @@ class MegaRows(NamedTuple):
 
 
 def announce(
-    memory: MegaMemory, expert_TK: Tensor, num_experts: int, shared: Mapping[str, Tensor], with_counts: bool = False
+    memory: MegaMemory,
+    expert_TK: Tensor,
+    num_experts: int,
+    shared: Mapping[str, Tensor],
+    origin: Origin | None = None,
 ) -> Routing:
-    """Publishes this rank's choices and ``shared`` regions, and its counts if all are to plan by them (``counts``).
-    ``expert_TK``: what is not in 0..E-1 is dropped.
+    """Publishes this rank's choices and ``shared`` regions, and its counts if all are to plan by them (``counts``),
+    with their ``origin``. ``expert_TK``: what is not in 0..E-1 is dropped.
     """
     routing = route(expert_TK, num_experts)
-    if with_counts:
-        send_counts(memory.heap, memory.exchanges_R, routing.first_G1)
+    if origin is not None:
+        send_counts(memory.heap, memory.exchanges_R, routing.first_G1, origin)
     publish(memory.heap, memory.epoch_1, {"entry": routing.entry_P, "position": routing.row_TK, **shared})
     return routing
 

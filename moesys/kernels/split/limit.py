@@ -1,4 +1,5 @@
-"""A plan on a device, or none at all where a rank would get more rows than there is room for.
+"""A plan on a device, or none at all where a rank would get more rows than there is room for, or where counts do not
+belong together.
 
 R ranks, P replicas, as in ``tables``.
 """
@@ -14,27 +15,50 @@ from moesys.kernels.launch import kernel
 from moesys.kernels.split.tables import SplitTables
 
 
-def keep_within(tokens_RP: Tensor, tables: SplitTables, room: int, choices: int, found_4: Tensor) -> Tensor:
-    """The plan ``tokens_RP`` int64, or one without a token if it sends any rank more than ``room`` rows: then
-    ``found_4`` int64 is (the first rank that gets most, its rows, ``room``, ``choices``). One launch.
+def keep_within(
+    tokens_RP: Tensor, tables: SplitTables, room: int, choices: int, origin_R2: Tensor, call: int, found_8: Tensor
+) -> Tensor:
+    """Returns the plan ``tokens_RP`` int64, or one without a token where it cannot be run, with the reason in
+    ``found_8`` int64. One launch.
+
+    It sends a rank more than ``room`` rows: ``found_8[:4]`` is (the first rank that gets most, its rows, ``room``,
+    ``choices``). A rank's counts, which ``origin_R2`` says the ``Origin`` of, are of another call than ``call``, or
+    some of its choices are of no expert: ``found_8[4:]`` is (the first rank of another call + 1, its call, the first
+    rank with a choice of no expert + 1, how many it has).
     """
     num_ranks, num_replicas = tokens_RP.shape
     kept_RP = torch.empty_like(tokens_RP)
     lanes = triton.next_power_of_2(num_replicas)
-    _keep[(num_ranks,)](tokens_RP, tables, kept_RP, found_4, room, choices, num_replicas, LANES=lanes)
+    bounds = (room, choices, call, num_replicas)
+    _keep[(num_ranks,)](tokens_RP, tables, kept_RP, found_8, origin_R2, *bounds, LANES=lanes)
     return kept_RP
 
 
-@kernel(do_not_specialize=["room", "choices", "num_replicas"])
-def _keep(tokens_RP, tables, kept_RP, found_4, room, choices, num_replicas, LANES: tl.constexpr):  # type: ignore[no-untyped-def]
+@kernel(do_not_specialize=["room", "choices", "call", "num_replicas"])
+def _keep(  # type: ignore[no-untyped-def]
+    tokens_RP, tables, kept_RP, found_8, origin_R2, room, choices, call, num_replicas, LANES: tl.constexpr
+):
     """A program a source, each of which looks at the whole plan."""
     own, num_ranks = tl.program_id(0), tl.num_programs(0)
     replica = tl.arange(0, LANES)
     inside = replica < num_replicas
     rank = tl.load(tables.rank_P + replica, mask=inside, other=-1)
     tokens = tl.zeros([LANES], tl.int64)
+    stranger = tl.full([], 0, tl.int64)
+    strangers_call = tl.full([], 0, tl.int64)
+    loser = tl.full([], 0, tl.int64)
+    lost = tl.full([], 0, tl.int64)
     for source in range(num_ranks):
-        tokens += tl.load(tokens_RP + source * num_replicas + replica, mask=inside, other=0)
+        sent = tl.load(tokens_RP + source * num_replicas + replica, mask=inside, other=0)
+        tokens += sent
+        its_call, its_choices = tl.load(origin_R2 + source * 2), tl.load(origin_R2 + source * 2 + 1)
+        other = (its_call != call) & (its_call != 0) & (stranger == 0)
+        stranger = tl.where(other, source + 1, stranger)
+        strangers_call = tl.where(other, its_call, strangers_call)
+        missing = its_choices - tl.sum(sent, 0)
+        loses = (its_choices >= 0) & (missing != 0) & (loser == 0)
+        loser = tl.where(loses, source + 1, loser)
+        lost = tl.where(loses, missing, lost)
     most = tl.full([], -1, tl.int64)
     busiest = tl.full([], 0, tl.int64)
     for each in range(num_ranks):
@@ -43,9 +67,16 @@ def _keep(tokens_RP, tables, kept_RP, found_4, room, choices, num_replicas, LANE
         most = tl.maximum(most, rows)
     at = own * num_replicas + replica
     sent = tl.load(tokens_RP + at, mask=inside, other=0)
-    tl.store(kept_RP + at, tl.where(most <= room, sent, 0), mask=inside)
-    if (own == 0) & (most > room):
-        tl.store(found_4, busiest)
-        tl.store(found_4 + 1, most)
-        tl.store(found_4 + 2, tl.cast(room, tl.int64))
-        tl.store(found_4 + 3, tl.cast(choices, tl.int64))
+    together = (stranger == 0) & (loser == 0)
+    tl.store(kept_RP + at, tl.where((most <= room) & together, sent, 0), mask=inside)
+    if own == 0:
+        if most > room:
+            tl.store(found_8, busiest)
+            tl.store(found_8 + 1, most)
+            tl.store(found_8 + 2, tl.cast(room, tl.int64))
+            tl.store(found_8 + 3, tl.cast(choices, tl.int64))
+        if not together:
+            tl.store(found_8 + 4, stranger)
+            tl.store(found_8 + 5, strangers_call)
+            tl.store(found_8 + 6, loser)
+            tl.store(found_8 + 7, lost)

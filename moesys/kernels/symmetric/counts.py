@@ -9,7 +9,9 @@ never two ahead. It writes for exchange n + 2 after it has seen all peers publis
 behind its own reading of n, on one stream. Which table it is, each rank counts on its device, so that a captured graph
 goes on alternating when it is replayed; all ranks make the same exchanges, in the same order.
 
-R ranks, E experts of a layer, at most as many as the tables have columns.
+Beside its counts a rank writes what they belong to (``Origin``), so that ranks in different calls do not plan together.
+
+R ranks, E experts of a layer, at most as many as the tables have columns beside those of ``Origin``.
 """
 
 from __future__ import annotations
@@ -28,20 +30,42 @@ from moesys.kernels.symmetric.signals import PUBLISH, wait
 BLOCK_EXPERTS = 256
 
 
+class Origin(NamedTuple):
+    """What a rank's counts belong to. ``call``: 31 bits that say which call it is in, the same on all ranks; 0 is not
+    compared. ``choices``: how many choices its tokens have, of experts or of none; -1 is not compared.
+    """
+
+    call: int = 0
+    choices: int = -1
+
+
+NO_ORIGIN = Origin()
+
+
+class ReceivedCounts(NamedTuple):
+    """``tokens_RE`` int64: what ranks want. ``origin_R2`` int64: the ``Origin`` of each; zeros and -1 of one that was
+    given up.
+    """
+
+    tokens_RE: Tensor
+    origin_R2: Tensor
+
+
 def count_regions(num_ranks: int, num_experts: int) -> Mapping[str, Region]:
     """What ranks share: both tables."""
-    return {"counts": Region((2, num_ranks, num_experts), torch.int64)}
+    return {"counts": Region((2, num_ranks, num_experts + 2), torch.int64)}
 
 
-def send_counts(heap: Heap, exchanges_R: Tensor, first_E1: Tensor) -> None:
-    """Writes this rank's counts, which are the differences of ``first_E1`` int32 [E + 1], into every rank's table; to
-    be published. ``exchanges_R`` int32 [R]: how many there have been.
+def send_counts(heap: Heap, exchanges_R: Tensor, first_E1: Tensor, origin: Origin = NO_ORIGIN) -> None:
+    """Writes this rank's counts, which are the differences of ``first_E1`` int32 [E + 1], and their ``origin`` into
+    every rank's table; to be published. ``exchanges_R`` int32 [R]: how many there have been.
     """
     _send[(heap.num_ranks,)](
         heap.world,
         heap.offset("counts"),
         exchanges_R,
         first_E1,
+        *origin,
         heap.num_ranks,
         len(first_E1) - 1,
         heap.layout.regions["counts"].shape[2],
@@ -49,9 +73,9 @@ def send_counts(heap: Heap, exchanges_R: Tensor, first_E1: Tensor) -> None:
     )
 
 
-@kernel(do_not_specialize=["num_ranks", "num_experts", "num_columns"])
+@kernel(do_not_specialize=["call", "choices", "num_ranks", "num_experts", "num_columns"])
 def _send(  # type: ignore[no-untyped-def]
-    world, counts, exchanges_R, first_E1, num_ranks, num_experts, num_columns, BLOCK: tl.constexpr
+    world, counts, exchanges_R, first_E1, call, choices, num_ranks, num_experts, num_columns, BLOCK: tl.constexpr
 ):
     """A program a peer."""
     peer = tl.program_id(0)
@@ -63,22 +87,27 @@ def _send(  # type: ignore[no-untyped-def]
         first = tl.load(first_E1 + expert, mask=inside, other=0)
         count = tl.load(first_E1 + expert + 1, mask=inside, other=0) - first
         tl.store(at(world, peer, counts, tl.int64) + row + expert, count.to(tl.int64), mask=inside)
+    behind = at(world, peer, counts, tl.int64) + row + num_columns - 2
+    tl.store(behind, tl.cast(call, tl.int64))
+    tl.store(behind + 1, tl.cast(choices, tl.int64))
 
 
-def receive_counts(heap: Heap, epoch_1: Tensor, exchanges_R: Tensor, num_experts: int) -> Tensor:
-    """``tokens_RE`` int64 of all ranks, when all have published ``epoch_1``; zeros of one that was given up."""
+def receive_counts(heap: Heap, epoch_1: Tensor, exchanges_R: Tensor, num_experts: int) -> ReceivedCounts:
+    """Returns the counts of all ranks, when all have published ``epoch_1``; zeros of one that was given up."""
     tokens_RE = torch.empty(heap.num_ranks, num_experts, dtype=torch.int64, device=epoch_1.device)
+    origin_R2 = torch.empty(heap.num_ranks, 2, dtype=torch.int64, device=epoch_1.device)
     _receive[(heap.num_ranks,)](
         heap.world,
         CountOffsets(heap.offset("published"), heap.offset("counts")),
         epoch_1,
         exchanges_R,
         tokens_RE,
+        origin_R2,
         num_experts,
         heap.layout.regions["counts"].shape[2],
         BLOCK_EXPERTS,
     )
-    return tokens_RE
+    return ReceivedCounts(tokens_RE, origin_R2)
 
 
 class CountOffsets(NamedTuple):
@@ -90,7 +119,7 @@ class CountOffsets(NamedTuple):
 
 @kernel(do_not_specialize=["num_experts", "num_columns"])
 def _receive(  # type: ignore[no-untyped-def]
-    world, offsets, epoch_ptr, exchanges_R, tokens_RE, num_experts, num_columns, BLOCK: tl.constexpr
+    world, offsets, epoch_ptr, exchanges_R, tokens_RE, origin_R2, num_experts, num_columns, BLOCK: tl.constexpr
 ):
     """A program a source, which counts the exchange for itself."""
     source, num_ranks = tl.program_id(0), tl.num_programs(0)
@@ -105,6 +134,9 @@ def _receive(  # type: ignore[no-untyped-def]
         expert = start + tl.arange(0, BLOCK)
         count = tl.where(came, tl.load(row + expert, mask=expert < num_experts, other=0), 0)
         tl.store(tokens_RE + source * num_experts + expert, count, mask=expert < num_experts)
+    behind = row + num_columns - 2 + tl.arange(0, 2)
+    unknown = tl.arange(0, 2).to(tl.int64) * -1
+    tl.store(origin_R2 + source * 2 + tl.arange(0, 2), tl.where(came, tl.load(behind), unknown))
     # All threads have read it before one counts it on: each reads some of the counts.
     tl.debug_barrier()
     tl.store(exchanges_R + source, exchange + 1)

@@ -5,33 +5,29 @@ Every byte that moesys sends goes through a ``Channel``; a channel without a gro
 
 from __future__ import annotations
 
+import copy
 import threading
-import time
-from collections.abc import Callable, Collection, Sequence
+from collections import deque
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import TypeVar
+from typing import Self, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moesys.collectives import FAILURE_GRACE_S, guarded
+from moesys.kernels.host_copies import HostCopy, to_device
+from moesys.overlap.comm import frames
+from moesys.overlap.comm.frames import NO_LAYER, VALUES, Header, Identity, Position
 from moesys.overlap.comm.heartbeat import Heartbeat
 from moesys.overlap.comm.messages import Messages, exchange
 from moesys.overlap.comm.paced_link import PacedLink, PacedTransfer
 from moesys.overlap.comm.record import Meter, Recorder
-from moesys.torch_private import default_store, group_timeout_s
-
-FAILURE_GRACE_S = 5.0
+from moesys.torch_private import group_timeout_s
 
 T = TypeVar("T")
-
-
-class CollectiveError(RuntimeError):
-    """A collective failed. ``silent_ranks`` neither failed with it nor have a heartbeat: dead, hung, or gone."""
-
-    def __init__(self, message: str, silent_ranks: tuple[int, ...]) -> None:
-        super().__init__(message)
-        self.silent_ranks = silent_ranks
 
 
 class Transfer:
@@ -50,7 +46,7 @@ class Transfer:
     def wait(self) -> None:
         if self._work is not None:
             with self._channel.exposed(self._lane):
-                self._channel.guard(self._lane, self._work.wait)
+                self._channel.guard(f"{self._lane} ({self._detail})" if self._detail else self._lane, self._work.wait)
             self._work = None
             self._record()
 
@@ -69,6 +65,11 @@ class Channel:
     the layers of a model share, counts to ``meter``, which belongs to one layer.
 
     ``link``: over which all-to-alls travel at its pace; they take as long as the machine needs without one.
+    ``identity``: the layer whose data travel.
+
+    An all-gather in which ranks turn out to be in different calls, or to have declared the layer differently, raises
+    ``RankMismatchError`` on all of them. Messages of an all-to-all carry the ``generation`` of the call that they
+    belong to (``tagged``), so that those that a failed pass has left behind meet no later ones; only gloo can do that.
 
     A collective that fails raises ``CollectiveError``, which names the ranks that are gone: with a ``heartbeat`` after
     ``failure_grace_s`` seconds, without one when all others have failed, at the latest after the group's time-out.
@@ -81,6 +82,7 @@ class Channel:
         recorder: Recorder,
         meter: Meter,
         device_type: str = "cpu",
+        identity: Identity = NO_LAYER,
     ) -> None:
         self.group = group
         self.rank = dist.get_rank(group) if group is not None else 0
@@ -90,9 +92,20 @@ class Channel:
         self.recorder = recorder
         self.meter = meter
         self.device_type = device_type
+        self.identity = identity
+        self.generation = 0
+        # Headers of the newest all-gather, [R, N], and those that the host has not compared, which a device has.
+        self.headers: HostCopy | None = None
+        self._unread: deque[HostCopy] = deque()
         self.failure_grace_s = FAILURE_GRACE_S
         self.heartbeat: Heartbeat | None = None
         self.link: PacedLink | None = None
+
+    def tagged(self, generation: int) -> Self:
+        """Returns a channel whose messages are those of one call; all else it shares with this one."""
+        channel = copy.copy(self)
+        channel.generation = generation
+        return channel
 
     @property
     def timeout_s(self) -> float:
@@ -122,20 +135,98 @@ class Channel:
                 self.meter.wire_bytes[lane, "intra_node" if same_node else "inter_node"] += count * row_bytes
         group, received, sent = self.group, _as_bytes(rows_out), _as_bytes(rows_in)
         out_bytes, in_bytes = ([count * row_bytes for count in counts] for counts in (out_counts, in_counts))
-        work = self.guard(lane, lambda: exchange(received, sent, out_bytes, in_bytes, group))
+        tag = frames.tag(self.identity.layer, self.generation)
+        work = self.guard(lane, lambda: exchange(received, sent, out_bytes, in_bytes, group, tag))
         if self.link is None:
             return Transfer(self, lane, detail, work)
         away_bytes = max(sum(of) - of[self.rank] for of in (out_bytes, in_bytes))
         return Transfer(self, lane, detail, self.link.carry(work, away_bytes))
 
-    def all_gather(self, values_N: Tensor, *, lane: str) -> Tensor:
-        """Every rank's ``values`` stacked, [R, N]; blocks."""
+    def all_gather(self, values: Tensor, *, lane: str, at: Position = VALUES, read: bool = True) -> Tensor:
+        """Returns every rank's ``values`` stacked, [R, ...]; blocks. ``at``: the call that this rank is in.
+
+        ``read``: whether the host reads the values next; if not, and they are on a GPU, the host does not wait, and the
+        ranks' calls are compared in ``compare_calls``.
+
+        Raises ``RankMismatchError`` on all ranks where they are in different calls, have values of different sizes, or
+        have declared the layer differently.
+        """
         if self.group is None:
-            return values_N[None]
-        gathered_RN = values_N.new_empty(self.num_ranks, *values_N.shape)
+            return values[None]
+        payload_N = _as_bytes(values.contiguous())
+        if read or not values.is_cuda:
+            gathered_RN, sizes = self._gather(payload_N, lane, at)
+            if len(set(sizes)) > 1:
+                raise frames.size_mismatch(sizes, at, self.identity.layer, self.members)
+        else:
+            gathered_RN = self._gather_unread(payload_N, lane, at)
+        return gathered_RN.view(-1).view(values.dtype).view(self.num_ranks, *values.shape)
+
+    def gather_bytes(self, payload: bytes, at: Position, device: torch.device | str = "cpu") -> list[bytes]:
+        """Returns every rank's ``payload``, of any length; blocks. Raises as ``all_gather`` does."""
+        if self.group is None:
+            return [payload]
+        sent_N = torch.from_numpy(np.frombuffer(payload, dtype=np.uint8).copy()).to(device)
+        gathered_RN, sizes = self._gather(sent_N, "counts", at)
+        return [row[:size].tobytes() for row, size in zip(gathered_RN.cpu().numpy(), sizes, strict=True)]
+
+    def compare_calls(self) -> None:
+        """Compares the calls of gathers that the host has not waited for. Raises as ``all_gather`` does."""
+        while self._unread:
+            self._compare(self._unread.popleft().read())
+
+    def _gather(self, payload_N: Tensor, lane: str, at: Position) -> tuple[Tensor, list[int]]:
+        """Returns every rank's payload, padded to the longest, uint8 [R, N], and their sizes."""
+        header = frames.header(self.identity, at, self.generation, len(payload_N))
+        first_RF = self._all_gather(_framed(header, payload_N), lane, at.what)
+        self.headers = HostCopy(_headers(first_RF).cpu())
+        headers_RN = self.headers.read()
+        self._compare(headers_RN)
+        if at.what == "forward":
+            self.generation = frames.generation_of(headers_RN)
+        sizes = frames.payload_bytes_of(headers_RN)
+        return self._with_rest(first_RF, payload_N, max(sizes), lane, at), sizes
+
+    def _gather_unread(self, payload_N: Tensor, lane: str, at: Position) -> Tensor:
+        """Returns payloads of one size, uint8 [R, N], on a GPU, for which the host does not wait."""
+        header = frames.header(self.identity, at, self.generation, len(payload_N))
+        first_RF = self._all_gather(_framed(header, payload_N), lane, at.what)
+        self.headers = HostCopy(_headers(first_RF))
+        self._unread.append(self.headers)
+        if at.what == "forward":
+            self.generation += 1
+        return self._with_rest(first_RF, payload_N, len(payload_N), lane, at)
+
+    def _with_rest(self, first_RF: Tensor, payload_N: Tensor, most_bytes: int, lane: str, at: Position) -> Tensor:
+        """Returns payloads of up to ``most_bytes``, of which the frames hold the beginnings."""
+        begun_RN = first_RF[:, frames.HEADER_BYTES :][:, :most_bytes]
+        if most_bytes <= frames.PAYLOAD_BYTES:
+            return begun_RN.contiguous()
+        rest_N = payload_N.new_zeros(most_bytes - frames.PAYLOAD_BYTES)
+        rest_N[: max(0, len(payload_N) - frames.PAYLOAD_BYTES)] = payload_N[frames.PAYLOAD_BYTES :]
+        return torch.cat([begun_RN, self._all_gather(rest_N, lane, at.what)], dim=1)
+
+    def _all_gather(self, values_N: Tensor, lane: str, what: str) -> Tensor:
+        gathered_RN = values_N.new_empty(self.num_ranks, len(values_N))
         with self.recorder.span(lane, lane), self.exposed(lane):
-            self.guard(lane, lambda: dist.all_gather(list(gathered_RN.unbind()), values_N, group=self.group))
+            self.guard(what, lambda: dist.all_gather(list(gathered_RN.unbind()), values_N, group=self.group))
         return gathered_RN
+
+    def _compare(self, headers_RN: Header) -> None:
+        """Raises ``RankMismatchError``, on all ranks alike, where the ranks' headers do not fit together."""
+        if not frames.same_position(headers_RN):
+            raise frames.position_mismatch(headers_RN, self.members)
+        if not frames.same_declaration(headers_RN):
+            text_N = torch.zeros(frames.text_bytes_of(headers_RN), dtype=torch.uint8)
+            text_N[: len(self.identity.text)] = torch.from_numpy(np.frombuffer(self.identity.text, np.uint8).copy())
+            texts_RN = self._all_gather(text_N.to(self.device_type), "counts", "comparison of declarations")
+            texts = [row.tobytes().rstrip(b"\0") for row in texts_RN.cpu().numpy()]
+            raise frames.declaration_mismatch(texts, self.identity.layer, self.members)
+
+    @property
+    def members(self) -> list[int]:
+        """The ranks of the group, as the default group numbers them."""
+        return [0] if self.group is None else dist.get_process_group_ranks(self.group)
 
     def all_reduce(self, values: Tensor, *, lane: str) -> Tensor:
         """Returns the sum of every rank's ``values``, which it takes the place of; blocks."""
@@ -148,52 +239,30 @@ class Channel:
         """Count the time inside as exposed communication."""
         return self.meter.exposed(lane)
 
-    def guard(self, kind: str, call: Callable[[], T]) -> T:
-        """Run a collective call; where it fails, find out which ranks are gone and say so."""
-        try:
-            return call()
-        except torch.OutOfMemoryError:
-            raise
-        except RuntimeError as error:
-            raise self._failure(kind, error) from error
+    def guard(self, what: str, call: Callable[[], T]) -> T:
+        """Returns ``call()``, a collective; where it fails ``CollectiveError`` names it and the ranks that are gone."""
+        layer = self.identity.layer
+        return guarded(
+            what if layer < 0 or what.endswith("()") else f"{what} of layer {layer}",
+            self.group,
+            call,
+            device_type=self.device_type,
+            grace_s=self.failure_grace_s,
+            without_heartbeat=None if self.heartbeat is None else self.heartbeat.silent_ranks,
+        )
 
-    def _failure(self, kind: str, error: RuntimeError) -> CollectiveError:
-        """Sign as a survivor, and find out who neither signs nor has a heartbeat."""
-        assert self.group is not None
-        members = dist.get_process_group_ranks(self.group)
-        me = members[self.rank]
-        reason = ""
-        try:
-            store = default_store()
-            store.set(f"moesys/survivor/{me}", kind)
-            if self.heartbeat is not None:
-                silent = self._unsigned(store, self.heartbeat.silent_ranks(members, self.failure_grace_s))
-            else:
-                silent = self._missing_from_roll_call(store, members)
-        except RuntimeError:
-            silent = {0}
-            reason = " (the rendezvous store, which rank 0 hosts unless a launcher does, is gone)"
-        names = tuple(sorted(silent))
-        if names:
-            who = f"rank{'s' * (len(names) > 1)} {', '.join(map(str, names))} did not answer{reason}: dead or hung"
-        else:
-            who = "every rank is alive, so the network or a time-out failed it"
-        first_line = str(error).strip().splitlines()[0]
-        return CollectiveError(f"rank {me}: {kind} failed; {who}. First error: {first_line}", names)
 
-    def _missing_from_roll_call(self, store: dist.Store, members: Sequence[int]) -> set[int]:
-        """Who does not sign. Whoever is alive fails in a collective too, but some not before the group's time-out."""
-        assert self.group is not None
-        deadline = time.monotonic() + self.timeout_s + self.failure_grace_s
-        silent = self._unsigned(store, members)
-        while silent and time.monotonic() < deadline:
-            time.sleep(0.05)
-            silent = self._unsigned(store, silent)
-        return silent
+def _headers(frames_RF: Tensor) -> Tensor:
+    return frames_RF[:, : frames.HEADER_BYTES].contiguous().view(torch.int64)
 
-    @staticmethod
-    def _unsigned(store: dist.Store, ranks: Collection[int]) -> set[int]:
-        return {rank for rank in ranks if not store.check([f"moesys/survivor/{rank}"])}
+
+def _framed(header: Header, payload_N: Tensor) -> Tensor:
+    """Returns a frame, uint8 [FRAME_BYTES], on the device of the payload."""
+    frame = payload_N.new_empty(frames.FRAME_BYTES)
+    frame[: frames.HEADER_BYTES] = to_device(header, payload_N.device).view(torch.uint8)
+    begun_N = payload_N[: frames.PAYLOAD_BYTES]
+    frame[frames.HEADER_BYTES :][: len(begun_N)] = begun_N
+    return frame
 
 
 def _as_bytes(rows: Tensor) -> Tensor:

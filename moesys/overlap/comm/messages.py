@@ -14,9 +14,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-# Of messages that no other code of a user's group would mix with its own; between two ranks they keep their order.
-_TAG = 0x6D6F65
-
 
 class Messages:
     """Messages under way: a ``dist.Work`` as far as channels need one.
@@ -59,13 +56,19 @@ class Messages:
 
 
 def exchange(
-    received: Tensor, sent: Tensor, out_counts: Sequence[int], in_counts: Sequence[int], group: dist.ProcessGroup
+    received: Tensor,
+    sent: Tensor,
+    out_counts: Sequence[int],
+    in_counts: Sequence[int],
+    group: dist.ProcessGroup,
+    tag: int = 1 << 30,
 ) -> dist.Work | Messages:
     """Starts an all-to-all: ``in_counts`` [R] rows of ``sent`` go to each rank in rank order, and ``received`` gets
     ``out_counts`` [R] by source. By messages where gloo moves what lies on the CPU, else by the backend's own.
 
-    Messages: each rank turns to its peers in an order of its own, so that no rank is everyone's first; ranks that have
-    nothing for each other do not wait for each other.
+    Messages: those of one ``tag`` keep their order between two ranks, and meet none of another. Each rank turns to its
+    peers in an order of its own, so that no rank is everyone's first; ranks that have nothing for each other do not
+    wait for each other.
     """
     # Of a GPU's memory gloo moves only what collectives are given.
     if dist.get_backend(group) != "gloo" or sent.device.type != "cpu":
@@ -76,10 +79,10 @@ def exchange(
     received_R, sent_R = received.split(list(out_counts)), sent.split(list(in_counts))
     others = [(rank + distance) % num_ranks for distance in range(1, num_ranks)]
     works = [
-        dist.irecv(received_R[peer], group=group, group_src=peer, tag=_TAG)
+        dist.irecv(received_R[peer], group=group, group_src=peer, tag=tag)
         for peer in reversed(others)
         if out_counts[peer]
     ]
-    works += [dist.isend(sent_R[peer], group=group, group_dst=peer, tag=_TAG) for peer in others if in_counts[peer]]
+    works += [dist.isend(sent_R[peer], group=group, group_dst=peer, tag=tag) for peer in others if in_counts[peer]]
     received_R[rank].copy_(sent_R[rank])
     return Messages([work for work in works if work is not None])

@@ -10,7 +10,7 @@ from launches import launches
 import moesys as ms
 from moesys.kernels.mega.arguments import MegaMemory, announce, arrange
 from moesys.kernels.mega.exchange import most_flags, regions
-from moesys.kernels.symmetric.counts import count_regions, receive_counts
+from moesys.kernels.symmetric.counts import Origin, count_regions, receive_counts
 from moesys.kernels.symmetric.heap import Heap
 from moesys.layout import ExpertLayout
 from moesys.overlap.mega_executor import replicas_of
@@ -31,9 +31,9 @@ def test_a_mega_kernels_plan_is_at_most_15(granularity: str) -> None:
     shared = regions(4, K, 16, torch.float32, 1, most_flags(4, K, E, 16, 1))
     memory = MegaMemory(Heap.virtual({**shared, **count_regions(1, E)}, 1, cpu)[0])
     with launches() as found:
-        routing = announce(memory, expert_TK, E, {}, with_counts=True)
-        tokens_RE = receive_counts(memory.heap, memory.epoch_1, memory.exchanges_R, E)
-        tokens_RP = limit.keep(made_by.tokens_RP(tokens_RE, 1), made_by.tables, 16, 8)
+        routing = announce(memory, expert_TK, E, {}, Origin())
+        tokens_RE, origin_R2 = receive_counts(memory.heap, memory.epoch_1, memory.exchanges_R, E)
+        tokens_RP = limit.keep(made_by.tokens_RP(tokens_RE, 1), made_by.tables, 16, 8, origin_R2, 0)
         rows = arrange(memory, routing, tokens_RP, replicas, 16, 16, point)
     assert rows.exchange.first_G1.tolist() == [0, 3, 5, 8]
     planned = [name for name in found if name not in PAYLOAD]

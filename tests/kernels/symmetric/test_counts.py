@@ -32,7 +32,7 @@ class Sender:
         publish(self.heap, self.epoch_1, {})
 
     def receive(self, num_experts: int) -> list[list[int]]:
-        return receive_counts(self.heap, self.epoch_1, self.exchanges_R, num_experts).tolist()
+        return receive_counts(self.heap, self.epoch_1, self.exchanges_R, num_experts).tokens_RE.tolist()
 
 
 def virtual(num_ranks: int, timeout_s: float = 30.0) -> list[Sender]:

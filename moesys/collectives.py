@@ -1,0 +1,113 @@
+"""Collectives that fail say which one failed, which ranks are gone, and what ranks must do alike."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Sequence
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from moesys.torch_private import default_store, group_timeout_s
+
+# Seconds beyond the time-out of a group in which ranks that are alive report their own failure.
+FAILURE_GRACE_S = 5.0
+ALIKE = (
+    "All ranks of a process group must make the same calls in the same order: the same layers, micro-batches and "
+    "passes, the same synchronisations and the same saves"
+)
+
+T = TypeVar("T")
+
+
+class CollectiveError(RuntimeError):
+    """A collective failed. ``silent_ranks`` neither failed with it nor have a heartbeat: dead, hung, or late."""
+
+    def __init__(self, message: str, silent_ranks: tuple[int, ...]) -> None:
+        super().__init__(message)
+        self.silent_ranks = silent_ranks
+
+
+class RankMismatchError(RuntimeError):
+    """Ranks that share experts met in different calls, or with different declarations; raised on every rank."""
+
+
+def guarded(
+    what: str,
+    group: dist.ProcessGroup | None,
+    call: Callable[[], T],
+    *,
+    device_type: str = "cpu",
+    grace_s: float = FAILURE_GRACE_S,
+    without_heartbeat: Callable[[Sequence[int], float], set[int]] | None = None,
+) -> T:
+    """Returns ``call()``, which is a collective of ``group``, or waits for one. ``what`` names it in errors.
+
+    Raises ``CollectiveError`` where it fails. The ranks without a sign of life are named: those that
+    ``without_heartbeat`` returns for the members of the group and ``grace_s``; without it those that have not reported
+    a failure of their own ``grace_s`` after the group's time-out.
+    """
+    try:
+        return call()
+    except (torch.OutOfMemoryError, CollectiveError, RankMismatchError):
+        raise
+    except RuntimeError as error:
+        raise _failure(what, group, error, device_type, grace_s, without_heartbeat) from error
+
+
+def _failure(
+    what: str,
+    group: dist.ProcessGroup | None,
+    error: RuntimeError,
+    device_type: str,
+    grace_s: float,
+    without_heartbeat: Callable[[Sequence[int], float], set[int]] | None,
+) -> CollectiveError:
+    """Reports this rank's failure to the others, and finds out which of them neither report one nor are alive."""
+    members, me = dist.get_process_group_ranks(group), dist.get_rank()
+    reports: dict[int, str] = {}
+    silent: set[int] = set()
+    unreachable = False
+    try:
+        store = default_store()
+        store.set(_key(me), what)
+        if without_heartbeat is not None:
+            silent = _unreported(store, without_heartbeat(members, grace_s))
+        else:
+            deadline_s = time.monotonic() + group_timeout_s(group, device_type) + grace_s
+            silent = _unreported(store, members)
+            while silent and time.monotonic() < deadline_s:
+                time.sleep(0.05)
+                silent = _unreported(store, silent)
+        others = [rank for rank in members if rank != me and rank not in silent]
+        reports = {rank: store.get(_key(rank)).decode() for rank in others if store.check([_key(rank)])}
+    except RuntimeError:
+        unreachable = True
+    sentences = [f"rank {me}: {what} failed; {_who(silent, unreachable, without_heartbeat is not None)}"]
+    if elsewhere := {rank: where for rank, where in reports.items() if where != what}:
+        sentences.append("; ".join(f"rank {rank} failed in {where}" for rank, where in elsewhere.items()))
+    sentences.append(ALIKE)
+    sentences.append(f"First error: {str(error).strip().splitlines()[0]}")
+    return CollectiveError(". ".join(sentences), (0,) if unreachable else tuple(sorted(silent)))
+
+
+def _who(silent: Collection[int], unreachable: bool, have_heartbeats: bool) -> str:
+    if unreachable:
+        return (
+            "rank 0 did not answer: dead or hung, or it gave up waiting for this rank and ended (the rendezvous store, "
+            "which rank 0 hosts unless a launcher does, is gone)"
+        )
+    if not silent:
+        return "every rank is alive, so ranks that made different calls, the network or a time-out failed it"
+    names = f"rank{'s' * (len(silent) > 1)} {', '.join(map(str, sorted(silent)))}"
+    late = "" if have_heartbeats else ", or late in another part of the program"
+    return f"{names} did not answer: dead or hung{late}"
+
+
+def _unreported(store: dist.Store, ranks: Collection[int]) -> set[int]:
+    return {rank for rank in ranks if not store.check([_key(rank)])}
+
+
+def _key(rank: int) -> str:
+    return f"moesys/failed/{rank}"

@@ -1,0 +1,198 @@
+"""Frames: messages that say what they belong to, so that ranks that are in different calls never mix their data.
+
+Every all-gather of a ``Channel`` sends ``FRAME_BYTES`` bytes from each rank, whatever it carries: a header, and behind
+it the payload. Ranks that meet in different layers, micro-batches or passes therefore always receive a header that they
+can read, and all of them raise the same error. What of a payload does not fit follows in a second all-gather, whose
+size is known to all ranks from the headers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from moesys.collectives import ALIKE, RankMismatchError
+
+FRAME_BYTES = 4096
+# int64 numbers of a header; the first ``_COMPARED`` must be the same on all ranks.
+_MAGIC, _WHAT, _LAYER, _NUMBER, _FLAGS, _DIGEST, _GENERATION, _PAYLOAD_BYTES, _TEXT_BYTES, _CHOICES = range(10)
+_POSITION = slice(_MAGIC, _FLAGS + 1)
+HEADER_BYTES = 10 * 8
+PAYLOAD_BYTES = FRAME_BYTES - HEADER_BYTES
+# Changes with the layout of frames, so that versions of moesys that do not understand each other say so.
+_VERSION = 0x6D6F65737973_01
+
+LEARNING, BACKWARD, EXPERT_GRADIENTS = 1, 2, 4
+NO_NUMBER = -1
+
+WHAT = (
+    "values",
+    "forward",
+    "agreement on a layout",
+    "comparison of plans",
+    "recomputation",
+    "foresee()",
+    "bounds of expert gradients in backward",
+    "bounds of router gradients in backward",
+    "link()",
+    "sync_gradients()",
+    "clip_grad_norm_()",
+    "move_homes()",
+)
+
+Header = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Position:
+    """The call that a rank is in. what: one of ``WHAT``. number: of the micro-batch in a forward, of the generation
+    elsewhere. flags: a sum of ``LEARNING``, ``BACKWARD`` and ``EXPERT_GRADIENTS``. choices: of experts by this rank's
+    tokens, T · K, which is not compared.
+    """
+
+    what: str = WHAT[0]
+    number: int = NO_NUMBER
+    flags: int = 0
+    choices: int = 0
+
+
+@dataclass(frozen=True)
+class Identity:
+    """What a layer is declared as; the same on all ranks that share its experts. layer: -1 for no layer."""
+
+    layer: int = -1
+    declared: Mapping[str, Any] | None = None
+
+    @cached_property
+    def text(self) -> bytes:
+        return b"" if self.declared is None else json.dumps(self.declared, sort_keys=True).encode()
+
+    @cached_property
+    def digest(self) -> int:
+        """63 bits over the declaration."""
+        return int.from_bytes(hashlib.sha256(self.text).digest()[:8], "little") >> 1
+
+
+NO_LAYER, VALUES = Identity(), Position()
+
+
+def header(identity: Identity, at: Position, generation: int, payload_bytes: int) -> Header:
+    """Returns what stands before a payload, int64 [10]."""
+    numbers = (_VERSION, WHAT.index(at.what), identity.layer, at.number, at.flags)
+    texts = (identity.digest, generation, payload_bytes, len(identity.text), at.choices)
+    return np.array([*numbers, *texts], dtype=np.int64)
+
+
+def generation_of(headers_RN: Header) -> int:
+    """Returns a number that none of the ranks has had before, the same on all."""
+    return int(headers_RN[:, _GENERATION].max()) + 1
+
+
+def payload_bytes_of(headers_RN: Header) -> list[int]:
+    """Returns how long each rank's payload is, in bytes."""
+    sizes: list[int] = headers_RN[:, _PAYLOAD_BYTES].tolist()
+    return sizes
+
+
+def choices_of(headers_RN: Header) -> list[int]:
+    """Returns how many choices each rank has."""
+    choices: list[int] = headers_RN[:, _CHOICES].tolist()
+    return choices
+
+
+def text_bytes_of(headers_RN: Header) -> int:
+    """Returns how long the longest declaration is, in bytes."""
+    return int(headers_RN[:, _TEXT_BYTES].max())
+
+
+def tag(layer: int, generation: int) -> int:
+    """Returns the tag of messages of one call of a layer: 31 bits, of which a user's own code has the first half."""
+    return 1 << 30 | (layer & 0x3FF) << 20 | generation & 0xFFFFF
+
+
+def call_bits(identity: Identity, at: Position) -> int:
+    """Returns what says in 31 bits which forward a rank is in, where there is no room for a header; never 0."""
+    learning = bool(at.flags & LEARNING)
+    return 1 << 30 | (identity.layer & 0x1FF) << 21 | (at.number & 0xFFF) << 9 | learning << 8 | identity.digest & 0xFF
+
+
+def call_mismatch(rank: int, theirs: int, mine: int) -> RankMismatchError:
+    """Returns the error of a rank whose ``call_bits`` differ from those of this one."""
+    words = [
+        f"forward of layer {bits >> 21 & 0x1FF} (micro-batch {bits >> 9 & 0xFFF}, "
+        f"{'in training' if bits >> 8 & 1 else 'in evaluation or without gradients'}, declaration {bits & 0xFF:02x})"
+        for bits in (theirs, mine)
+    ]
+    return RankMismatchError(f"ranks met in different calls: rank {rank}: {words[0]}; this rank: {words[1]}. {ALIKE}")
+
+
+def same_position(headers_RN: Header) -> bool:
+    """Returns whether all ranks are in the same call."""
+    return bool((headers_RN[:, _POSITION] == headers_RN[0, _POSITION]).all())
+
+
+def same_declaration(headers_RN: Header) -> bool:
+    """Returns whether the layer is declared alike on all ranks."""
+    return bool((headers_RN[:, _DIGEST] == headers_RN[0, _DIGEST]).all())
+
+
+def position_mismatch(headers_RN: Header, ranks: Sequence[int]) -> RankMismatchError:
+    """Returns the error of ranks that are in different calls, with each rank's own."""
+    return _mismatch([_words(row) for row in headers_RN], ranks, "met in different calls")
+
+
+def declaration_mismatch(texts: Sequence[bytes], layer: int, ranks: Sequence[int]) -> RankMismatchError:
+    """Returns the error of a layer that ranks declare differently, with each field that differs."""
+    fields = [dict(_flat("", json.loads(text))) if text else {} for text in texts]
+    names = sorted({name for each in fields for name in each})
+    differing = [name for name in names if len({repr(each.get(name)) for each in fields}) > 1]
+    values = [", ".join(f"{name}={each.get(name)!r}" for name in differing[:8]) for each in fields]
+    more = f" ({len(differing) - 8} more fields differ)" if len(differing) > 8 else ""
+    return _mismatch(values, ranks, f"declare layer {layer} differently{more}")
+
+
+def size_mismatch(sizes: Sequence[int], at: Position, layer: int, ranks: Sequence[int]) -> RankMismatchError:
+    """Returns the error of ranks whose values in one call are of different sizes."""
+    return _mismatch(
+        [f"{size:,} bytes" for size in sizes], ranks, f"sent different sizes in {at.what} of layer {layer}"
+    )
+
+
+def _mismatch(words: Sequence[str], ranks: Sequence[int], what: str) -> RankMismatchError:
+    by_words: dict[str, list[int]] = {}
+    for rank, each in zip(ranks, words, strict=True):
+        by_words.setdefault(each, []).append(rank)
+    parts = (f"rank{'s' * (len(of) > 1)} {_listed(of)}: {each}" for each, of in by_words.items())
+    return RankMismatchError(f"ranks {what}: {'; '.join(parts)}. {ALIKE}")
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    shown = ", ".join(map(str, ranks[:8]))
+    return f"{shown} and {len(ranks) - 8} more" if len(ranks) > 8 else shown
+
+
+def _words(row: Header) -> str:
+    if row[_MAGIC] != _VERSION:
+        return "a message that is not of this version of moesys"
+    what = WHAT[row[_WHAT]] if 0 <= row[_WHAT] < len(WHAT) else f"an unknown call {row[_WHAT]}"
+    place = f" of layer {row[_LAYER]}" if row[_LAYER] >= 0 and not what.endswith("()") else ""
+    if what != "forward":
+        return f"{what}{place}" + (f" (generation {row[_NUMBER]})" if row[_NUMBER] >= 0 else "")
+    flags = int(row[_FLAGS])
+    mode = "in training" if flags & LEARNING else "in evaluation or without gradients"
+    backward = "a backward follows" if flags & BACKWARD else "no backward follows"
+    experts = "" if flags & EXPERT_GRADIENTS else ", experts are frozen"
+    return f"{what}{place} (micro-batch {row[_NUMBER]}, {mode}, {backward}{experts if flags & BACKWARD else ''})"
+
+
+def _flat(prefix: str, value: Any) -> list[tuple[str, Any]]:
+    if isinstance(value, dict):
+        return [each for name, inner in value.items() for each in _flat(f"{prefix}.{name}" if prefix else name, inner)]
+    return [(prefix, value)]
