@@ -66,7 +66,7 @@ class TokenBlocks:
         largest_dy, largest_x = largest_size(dy_TB), largest_size(x_TA)
         sizes_3 = torch.stack([largest_dy, largest_x, torch.full_like(largest_x, len(x_TA))]).double()
         at = Position("bounds of router gradients in backward")
-        gathered_R3 = self.channel.all_gather(sizes_3, lane="counts", at=at, read=not self.by_kernels)
+        gathered_R3 = self.channel.all_gather(sizes_3, lane="counts", at=at, read=sizes_3.device.type == "cpu")
         if not self.learning:
             check_blocks(gathered_R3[:, 2].long().tolist(), self.num_tokens)
         grid = grid_below(gathered_R3[:, :2].amax(dim=0).prod() * gathered_R3[:, 2].sum())

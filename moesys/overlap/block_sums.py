@@ -59,7 +59,7 @@ class BlockSums:
         largest_E5 = torch.zeros(len(self.rows_E), 5, dtype=torch.float64, device=device)
         largest_E5[held_S] = largest_S5.double()
         at = Position("bounds of expert gradients in backward", self.channel.generation)
-        largest_E5 = self.channel.all_gather(largest_E5, lane="counts", at=at, read=False).amax(dim=0)
+        largest_E5 = self.channel.all_gather(largest_E5, lane="counts", at=at, read=device.type == "cpu").amax(dim=0)
         if self.tell is not None and device.type == "cpu" and not (kept_E := largest_E5.isfinite().all(dim=1)).all():
             lost = ", ".join(str(expert) for expert, kept in enumerate(kept_E.tolist()) if not kept)
             self.tell(f"gradients of experts {lost} are NaN: what they are products of is not finite")

@@ -145,8 +145,8 @@ class Channel:
     def all_gather(self, values: Tensor, *, lane: str, at: Position = VALUES, read: bool = True) -> Tensor:
         """Returns every rank's ``values`` stacked, [R, ...]; blocks. ``at``: the call that this rank is in.
 
-        ``read``: whether the host reads the values next; if not, and they are on a GPU, the host does not wait, and the
-        ranks' calls are compared in ``compare_calls``.
+        ``read``: whether the host reads the values next; if not it does not wait for them, and the ranks' calls are
+        compared in ``compare_calls``, or behind the next values that it reads.
 
         Raises ``RankMismatchError`` on all ranks where they are in different calls, have values of different sizes, or
         have declared the layer differently.
@@ -154,7 +154,7 @@ class Channel:
         if self.group is None:
             return values[None]
         payload_N = _as_bytes(values.contiguous())
-        if read or not values.is_cuda:
+        if read:
             gathered_RN, sizes = self._gather(payload_N, lane, at)
             if len(set(sizes)) > 1:
                 raise frames.size_mismatch(sizes, at, self.identity.layer, self.members)
@@ -181,6 +181,7 @@ class Channel:
         first_RF = self._all_gather(_framed(header, payload_N), lane, at.what)
         self.headers = HostCopy(_headers(first_RF).cpu())
         headers_RN = self.headers.read()
+        self.compare_calls()
         self._compare(headers_RN)
         if at.what == "forward":
             self.generation = frames.generation_of(headers_RN)
@@ -188,7 +189,7 @@ class Channel:
         return self._with_rest(first_RF, payload_N, max(sizes), lane, at), sizes
 
     def _gather_unread(self, payload_N: Tensor, lane: str, at: Position) -> Tensor:
-        """Returns payloads of one size, uint8 [R, N], on a GPU, for which the host does not wait."""
+        """Returns payloads of one size, uint8 [R, N], for which the host does not wait."""
         header = frames.header(self.identity, at, self.generation, len(payload_N))
         first_RF = self._all_gather(_framed(header, payload_N), lane, at.what)
         self.headers = HostCopy(_headers(first_RF))

@@ -153,6 +153,9 @@ def declaration_mismatch(texts: Sequence[bytes], layer: int, ranks: Sequence[int
     fields = [dict(_flat("", json.loads(text))) if text else {} for text in texts]
     names = sorted({name for each in fields for name in each})
     differing = [name for name in names if len({repr(each.get(name)) for each in fields}) > 1]
+    # Where kinds differ, so do all of their fields.
+    kinds = {name.rpartition(".")[0] for name in differing if name.endswith(".kind")}
+    differing = [name for name in differing if name.endswith(".kind") or name.rpartition(".")[0] not in kinds]
     values = [", ".join(f"{name}={each.get(name)!r}" for name in differing[:8]) for each in fields]
     more = f" ({len(differing) - 8} more fields differ)" if len(differing) > 8 else ""
     return _mismatch(values, ranks, f"declare layer {layer} differently{more}")
@@ -160,9 +163,8 @@ def declaration_mismatch(texts: Sequence[bytes], layer: int, ranks: Sequence[int
 
 def size_mismatch(sizes: Sequence[int], at: Position, layer: int, ranks: Sequence[int]) -> RankMismatchError:
     """Returns the error of ranks whose values in one call are of different sizes."""
-    return _mismatch(
-        [f"{size:,} bytes" for size in sizes], ranks, f"sent different sizes in {at.what} of layer {layer}"
-    )
+    place = f" of layer {layer}" if layer >= 0 else ""
+    return _mismatch([f"{size:,} bytes" for size in sizes], ranks, f"sent different sizes in {at.what}{place}")
 
 
 def _mismatch(words: Sequence[str], ranks: Sequence[int], what: str) -> RankMismatchError:

@@ -1,0 +1,368 @@
+"""Ranks that are in different calls, or that declare a layer differently, all raise an error that names both sides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import moesys as ms
+from moesys.lab.ranks.pool import LocalRanks
+from moesys.overlap.comm.channel import Channel
+from moesys.overlap.comm.frames import PAYLOAD_BYTES, Identity, Position
+from moesys.overlap.comm.record import Meter, Recorder
+
+SHAPE = ms.ModelShape(hidden_size=16, intermediate_size=8, num_experts=6, top_k=2)
+EP = ms.Strategy(name="ep")
+FSEP = ms.Strategy(
+    name="fsep",
+    sharding=ms.Fsep(slots_per_rank=4, prefetch_layers=1, delay_reshard=True),
+    balance=ms.Greedy(),
+    split=ms.FlowSplit(),
+)
+INVARIANT = EP.replace(name="invariant", reduction=ms.LayoutInvariant(token_block=32))
+
+
+def tokens(rank: int) -> Tensor:
+    return torch.randn(32, 16, generator=torch.Generator().manual_seed(rank))
+
+
+def layers(strategy: ms.Strategy = EP, **changes: Any) -> nn.ModuleList:
+    return nn.ModuleList(ms.MoELayer(SHAPE, strategy, layer_index=index, seed=index, **changes) for index in (5, 7))
+
+
+def refused(call: Callable[[], object]) -> str:
+    """What a call raises, which all ranks must."""
+    with pytest.raises(ms.RankMismatchError) as error:
+        call()
+    return str(error.value)
+
+
+# --- different calls ----------------------------------------------------------------------------------------
+
+
+def in_different_layers(strategy: ms.Strategy, linked: bool) -> str:
+    model, rank = layers(strategy), dist.get_rank()
+    if linked:
+        ms.link(model)
+    for layer in model:
+        layer(tokens(rank))
+    said = refused(lambda: model[min(rank, 1)](tokens(rank)))
+    # All ranks have raised at one message, so that who goes on alike goes on right.
+    model[0](tokens(rank)).sum().backward()
+    return said
+
+
+@pytest.mark.parametrize("linked", [False, True], ids=["on their own", "linked"])
+@pytest.mark.parametrize("strategy", [EP, FSEP, INVARIANT], ids=lambda strategy: strategy.name)
+def test_ranks_in_different_layers(ranks: LocalRanks, strategy: ms.Strategy, linked: bool) -> None:
+    for said in ranks.run(in_different_layers, strategy, linked, num_ranks=3):
+        assert "rank 0: forward of layer 5 (micro-batch" in said
+        assert "ranks 1, 2: forward of layer 7 (micro-batch" in said
+        assert "All ranks of a process group must make the same calls in the same order" in said
+
+
+def in_evaluation_on_one() -> list[str]:
+    """An extra pass on rank 0: in evaluation, without gradients, and with frozen experts."""
+    model, rank, said = layers()[0], dist.get_rank(), []
+    with torch.set_grad_enabled(rank > 0):
+        said.append(refused(lambda: model(tokens(rank))))
+    model.train(rank > 0)
+    said.append(refused(lambda: model(tokens(rank))))
+    model.train()
+    model.experts.masters.requires_grad_(rank > 0)
+    said.append(refused(lambda: model(tokens(rank))))
+    return said
+
+
+def test_training_beside_evaluation_and_frozen_experts(ranks: LocalRanks) -> None:
+    for without_gradients, evaluated, frozen in ranks.run(in_evaluation_on_one, num_ranks=2):
+        for said in (without_gradients, evaluated):
+            assert "rank 0: forward of layer 5 (micro-batch 0, in evaluation or without gradients" in said
+            assert "rank 1: forward of layer 5 (micro-batch 0, in training, a backward follows)" in said
+        assert (
+            "rank 0: forward of layer 5 (micro-batch 0, in training, a backward follows, experts are frozen)" in frozen
+        )
+
+
+def one_caught_an_error() -> str:
+    """Rank 1 fails between two layers, and begins the pass anew."""
+    model, rank = layers(FSEP), dist.get_rank()
+    ms.link(model)
+    x = model[0](tokens(rank))
+    return refused(lambda: model[1](x) if rank == 0 else model[0](tokens(rank)))
+
+
+def test_a_rank_that_caught_an_error_and_began_anew(ranks: LocalRanks) -> None:
+    for said in ranks.run(one_caught_an_error, num_ranks=2):
+        assert "rank 0: forward of layer 7 (micro-batch 0" in said
+        assert "rank 1: forward of layer 5 (micro-batch 1" in said
+
+
+def one_recomputes() -> str:
+    model, rank = layers(), dist.get_rank()
+    x = tokens(rank).requires_grad_()
+    y = checkpoint(lambda x: model[0](x) * 2.0, x, use_reentrant=False)
+    return refused(lambda: y.sum().backward() if rank == 0 else model[1](x))
+
+
+def test_recomputation_beside_forward(ranks: LocalRanks) -> None:
+    for said in ranks.run(one_recomputes, num_ranks=2):
+        assert "rank 0: recomputation of layer 5" in said
+        assert "rank 1: forward of layer 7" in said
+
+
+def one_synchronises() -> list[str]:
+    model, rank = layers(), dist.get_rank()
+    model[0](tokens(rank)).sum().backward()
+    calls = (ms.sync_gradients, lambda model: ms.clip_grad_norm_(model, 1.0), ms.link)
+    return [refused(lambda call=call: call(model) if rank == 0 else model[1](tokens(rank))) for call in calls]
+
+
+def test_synchronisation_beside_forward(ranks: LocalRanks) -> None:
+    for said in ranks.run(one_synchronises, num_ranks=2):
+        for name, text in zip(("sync_gradients()", "clip_grad_norm_()", "link()"), said, strict=True):
+            assert f"rank 0: {name}; rank 1: forward of layer 7" in text
+
+
+# --- different declarations ---------------------------------------------------------------------------------
+
+CHANGES: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "sharding": ({"strategy": FSEP}, ["strategy.sharding.kind='ep'", "strategy.sharding.kind='fsep'"]),
+    "slots": (
+        {"strategy": EP.replace(sharding=ms.Ep(slots_per_rank=4))},
+        ["strategy.sharding.slots_per_rank=None", "strategy.sharding.slots_per_rank=4"],
+    ),
+    "chunks": ({"strategy": EP.replace(overlap=ms.Pipelined(chunks=3))}, ["strategy.overlap.kind='pipelined'"]),
+    "top_k": ({"shape": SHAPE.replace(top_k=1)}, ["ModelShape.top_k=2", "ModelShape.top_k=1"]),
+    "width": ({"shape": SHAPE.replace(intermediate_size=16)}, ["ModelShape.intermediate_size=16"]),
+    "experts": ({"shape": SHAPE.replace(num_experts=700)}, ["ModelShape.num_experts=700"]),
+    "dtype": ({"shape": SHAPE.replace(dtype="bfloat16")}, ["ModelShape.dtype='bfloat16'"]),
+    "seed": ({"seed": 3}, ["seed=0", "seed=3"]),
+    "cluster": (
+        {"cluster": ms.ClusterSpec(num_nodes=2, ranks_per_node=1)},
+        ["cluster.num_nodes=1", "cluster.num_nodes=2"],
+    ),
+}
+
+
+def declared_differently() -> dict[str, str]:
+    rank, said = dist.get_rank(), {}
+    for name, (changes, _) in CHANGES.items():
+        given: dict[str, Any] = {"shape": SHAPE, "strategy": EP, "cluster": ms.ClusterSpec(ranks_per_node=2)}
+        given |= changes if rank else {}
+        layer = ms.MoELayer(given.pop("shape"), given.pop("strategy"), **given)
+        said[name] = refused(lambda layer=layer: layer(tokens(rank)))
+    return said
+
+
+def test_each_field_that_differs_is_named(ranks: LocalRanks) -> None:
+    for said in ranks.run(declared_differently, num_ranks=2):
+        for name, (_, words) in CHANGES.items():
+            assert "ranks declare layer 0 differently: rank 0: " in said[name]
+            assert all(word in said[name] for word in words), said[name]
+
+
+def linked_differently() -> list[str]:
+    rank, said = dist.get_rank(), []
+    said.append(refused(lambda: ms.link(layers()[: 2 - rank])))
+    said.append(refused(lambda: ms.link(layers(FSEP if rank else EP))))
+    said.append(refused(lambda: ms.link(layers(), plan_timeout_s=1.0 + rank)))
+    return said
+
+
+def test_models_that_are_linked_differently(ranks: LocalRanks) -> None:
+    for one_less, other, late in ranks.run(linked_differently, num_ranks=2):
+        assert "ranks 0 and 1 link models that differ in layer 7." in one_less
+        assert "ranks 0 and 1 link models that differ in layer 5." in other
+        assert "differ in plan_timeout_s (1.0 and 2.0)" in late
+
+
+def named_alike() -> list[float]:
+    """A strategy's name is no part of what it declares."""
+    layer = ms.MoELayer(SHAPE, EP.replace(name=f"of rank {dist.get_rank()}"))
+    return layer(tokens(0)).flatten().tolist()
+
+
+def test_names_of_strategies_may_differ(ranks: LocalRanks) -> None:
+    first, second = ranks.run(named_alike, num_ranks=2)
+    assert first == second
+
+
+# --- gradients ----------------------------------------------------------------------------------------------
+
+
+class TwoInputs(nn.Module):
+    """A model in which each rank uses another of its first layers."""
+
+    def __init__(self, widths: tuple[int, int]) -> None:
+        super().__init__()
+        self.inputs = nn.ModuleList(nn.Linear(width, 16, bias=False) for width in widths)
+        self.unused = nn.Linear(2, 2)
+        self.moe = ms.MoELayer(SHAPE, EP)
+
+
+def missing_gradients(widths: tuple[int, int]) -> list[list[float] | None]:
+    torch.manual_seed(0)
+    model, rank = TwoInputs(widths), dist.get_rank()
+    model.moe(model.inputs[rank](torch.ones(4, widths[rank]))).square().sum().backward()
+    expected = [None if each.weight.grad is None else each.weight.grad.clone() for each in model.inputs]
+    ms.sync_gradients(model)
+    assert model.unused.weight.grad is None
+    # One rank alone has each of them, so that the sum is what it had.
+    others = [torch.zeros_like(each.weight) for each in model.inputs]
+    for each, other in zip(expected, others, strict=True):
+        if each is not None:
+            other.copy_(each)
+        dist.all_reduce(other)
+    assert all(torch.equal(each.weight.grad, other) for each, other in zip(model.inputs, others, strict=True))
+    return [each.weight.grad.flatten().tolist() for each in model.inputs]
+
+
+@pytest.mark.parametrize("widths", [(4, 4), (4, 5)], ids=["of one size", "of two sizes"])
+def test_gradients_that_exist_on_some_ranks_only_are_summed(ranks: LocalRanks, widths: tuple[int, int]) -> None:
+    first, second = ranks.run(missing_gradients, widths, num_ranks=2)
+    assert first == second
+    assert all(any(gradient) for gradient in first)
+
+
+def other_parameters() -> list[str]:
+    said, rank = [], dist.get_rank()
+    model = nn.ModuleDict({"moe": ms.MoELayer(SHAPE, EP), f"head_{rank}": nn.Linear(3, 2)})
+    said.append(refused(lambda: ms.sync_gradients(model)))
+    model = nn.ModuleDict({"moe": ms.MoELayer(SHAPE, EP), "words": nn.Embedding(5, 2, sparse=rank == 1)})
+    model["words"](torch.tensor([1])).sum().backward()
+    with pytest.raises(ValueError, match="sparse") as error:
+        ms.sync_gradients(model)
+    return [*said, str(error.value)]
+
+
+def test_parameters_that_differ_and_sparse_gradients_are_refused(ranks: LocalRanks) -> None:
+    for differing, sparse in ranks.run(other_parameters, num_ranks=2):
+        assert "head_0.weight [2, 3] torch.float32, and head_1.weight [2, 3] torch.float32" in differing
+        assert "the gradient of words.weight on rank 1 is sparse" in sparse
+
+
+# --- what a layer is made before, and what it is left with --------------------------------------------------
+
+
+def made_before_the_group(layer: ms.MoELayer) -> list[str]:
+    """``layer`` was made in a process without a group."""
+    said, model = [], nn.Sequential(layer)
+    with torch.no_grad():
+        model(tokens(0))
+    calls: list[Callable[[], object]] = [
+        lambda: model(tokens(0)),
+        lambda: ms.sync_gradients(model),
+        lambda: ms.clip_grad_norm_(model, 1.0),
+        lambda: ms.link(model),
+    ]
+    for call in calls:
+        with pytest.raises(RuntimeError, match="layer 0 was made before torch.distributed was initialised") as error:
+            call()
+        said.append(str(error.value))
+    alone = ms.MoELayer(SHAPE, EP, dist.new_group([dist.get_rank()], use_local_synchronization=True))
+    alone(tokens(0)).sum().backward()
+    ms.sync_gradients(alone)
+    return said
+
+
+def test_a_layer_that_is_older_than_the_process_group(ranks: LocalRanks) -> None:
+    for said in ranks.run(made_before_the_group, ms.MoELayer(SHAPE, EP), num_ranks=2):
+        assert all("each of the 2 ranks would train experts of its own" in text for text in said)
+
+
+def left_messages() -> list[float]:
+    """Rank 0 waits for a message of a call that rank 1 never comes to, and drops it; then both make the next call."""
+    rank = dist.get_rank()
+    channel = Channel(dist.group.WORLD, [0, 0], Recorder(rank), Meter(), identity=Identity(3))
+    old, new = channel.tagged(8), channel.tagged(9)
+    received = torch.zeros(1)
+    if rank == 0:
+        transfer = old.all_to_all(torch.zeros(1), torch.zeros(0), [0, 1], [0, 0], lane="reshard")
+        del transfer
+    out_counts = [0, 1] if rank == 0 else [1, 0]
+    new.all_to_all(received, torch.full((1,), 10.0 + rank), out_counts, out_counts, lane="reshard").wait()
+    return received.tolist()
+
+
+def test_a_message_that_was_given_up_meets_none_of_the_next_call(ranks: LocalRanks) -> None:
+    assert ranks.run(left_messages, num_ranks=2) == [[11.0], [10.0]]
+
+
+def unlike_failures() -> list[bool]:
+    """A backward that fails on each rank at another point, between two messages; then a step as if nothing had been."""
+    rank = dist.get_rank()
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(1)
+            self.mix = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+            self.moe = nn.ModuleList(ms.MoELayer(SHAPE, FSEP, layer_index=index) for index in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            for mix, moe in zip(self.mix, self.moe, strict=True):
+                x = x + moe(mix(x))
+            return x
+
+    def gradients(model: nn.Module) -> list[Tensor]:
+        found = [each.grad for each in model.parameters()]
+        return [each.to_local() if hasattr(each, "to_local") else each for each in found]
+
+    def fail(_: Tensor) -> None:
+        raise ArithmeticError
+
+    same = []
+    model = Net()
+    ms.link(model)
+    for step in range(3):
+        expected = Net()
+        expected.load_state_dict(model.state_dict())
+        ms.link(expected)
+        # Before and behind one layer's linear layer: no message is between the two.
+        at: Any = (model.mix[2].weight, model.mix[2].bias)[rank]
+        hook = at.register_hook(fail)
+        with pytest.raises(ArithmeticError):
+            model(tokens(rank + step)).sum().backward()
+        hook.remove()
+        model.zero_grad()
+        expected.load_state_dict(model.state_dict())
+        expected(tokens(rank)).sum().backward()
+        model(tokens(rank)).sum().backward()
+        pairs = zip(gradients(expected), gradients(model), strict=True)
+        same.append(all(torch.equal(one, other) for one, other in pairs))
+        model.zero_grad()
+    return same
+
+
+def test_a_step_behind_a_backward_that_failed_has_the_bits_of_any_other(ranks: LocalRanks) -> None:
+    assert ranks.run(unlike_failures, num_ranks=2, timeout_s=90) == [[True] * 3] * 2
+
+
+# --- frames -------------------------------------------------------------------------------------------------
+
+
+def gathered(num_bytes: int) -> bool:
+    """Payloads of any length and dtype come whole, in one message or two."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    channel = Channel(dist.group.WORLD, [0] * size, Recorder(rank), Meter())
+    same = []
+    for dtype in (torch.uint8, torch.int32, torch.float64):
+        values = [torch.arange(num_bytes // 8).to(dtype) + each for each in range(size)]
+        same.append(torch.equal(channel.all_gather(values[rank], lane="counts"), torch.stack(values)))
+    lengths = [num_bytes * each for each in range(size)]
+    found = channel.gather_bytes(bytes([rank]) * lengths[rank], Position())
+    with pytest.raises(ms.RankMismatchError, match=r"sent different sizes in values: rank 0: 8 bytes; rank"):
+        channel.all_gather(torch.zeros(rank + 1, dtype=torch.int64), lane="counts")
+    return all(same) and found == [bytes([each]) * length for each, length in enumerate(lengths)]
+
+
+@pytest.mark.parametrize("num_bytes", [0, 8, PAYLOAD_BYTES // 8 * 8, PAYLOAD_BYTES + 8, 3 * PAYLOAD_BYTES])
+def test_payloads_come_whole(ranks: LocalRanks, num_bytes: int) -> None:
+    assert ranks.run(gathered, num_bytes, num_ranks=3) == [True] * 3
