@@ -178,7 +178,8 @@ class Experts(nn.Module):
         if expert_TK.dtype not in (torch.int64, torch.int32):
             raise TypeError(f"expert_TK has dtype {expert_TK.dtype}; give the ids of experts as int64 or int32")
         shapes = tuple(x_TH.shape), tuple(expert_TK.shape), tuple(weight_TK.shape)
-        if shapes != ((len(x_TH), H), (len(x_TH), K), (len(x_TH), K)):
+        T = x_TH.shape[0] if x_TH.dim() else 0
+        if shapes != ((T, H), (T, K), (T, K)):
             raise ValueError(
                 f"x_TH has shape {shapes[0]}, expert_TK {shapes[1]} and weight_TK {shapes[2]}; give [T, {H}], [T, {K}] "
                 f"and [T, {K}] for T tokens, as the layer has hidden_size={H} and top_k={K}"
@@ -404,10 +405,15 @@ def experts_of(model: nn.Module) -> list[Experts]:
 
     Raises TypeError for what is no module, as for ``model.parameters()``.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}; give the torch.nn.Module itself")
+    require_module(model)
     found = (module.__dict__.get("moesys_experts", module) for module in model.modules())
     return [each for each in found if isinstance(each, Experts)]
+
+
+def require_module(model: object) -> None:
+    """Raises TypeError for what is no module."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; give the torch.nn.Module itself")
 
 
 def require_dense(name: str, tensor: Tensor) -> None:

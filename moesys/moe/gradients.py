@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moesys.collectives import ALIKE, RankMismatchError, guarded
-from moesys.moe.experts import experts_of
+from moesys.moe.experts import experts_of, require_module
 from moesys.moe.layer import MoELayer
 from moesys.moe.masters import local_part
 from moesys.overlap.comm.channel import Channel
@@ -204,7 +204,8 @@ def _groups_of_shards(tensor: Tensor) -> tuple[dist.ProcessGroup, ...]:
 
 
 def update_router_bias(model: nn.Module) -> None:
-    """After an optimizer step: move every router's correction bias towards balance (DeepSeek-V3, section 2.1.2)."""
+    """Moves every router's correction bias towards balance, after an optimizer step (DeepSeek-V3, section 2.1.2)."""
+    require_module(model)
     for module in model.modules():
         if isinstance(module, MoELayer):
             module.update_router_bias()

@@ -49,6 +49,8 @@ if TYPE_CHECKING:
     from moesys.overlap.device_split import DeviceSplit, PendingPlan
     from moesys.overlap.mega_executor import MegaHome
 
+    _Launched = tuple[Executor, PendingPlan | RoutedPlan, Callable[[], None]]
+
 
 @dataclass(frozen=True)
 class MicroBatch:
@@ -259,10 +261,10 @@ class DevicePlanner(Planner):
         if batch.learning:
             self._agree([schedule, *batch.upcoming], batch.lookahead.plan_timeout_s, device)
         layout, turn = schedule.layout, schedule.micro_batch
-        executor, pending = self._launch(batch, layout, turn)
+        executor, pending, check = self._launch(batch, layout, turn)
         plan = DevicesPlan(layout, pending)
         if not batch.learning:
-            return Planned(executor, plan, None, self._check(pending))
+            return Planned(executor, plan, None, check)
         schedule.record(plan.load)
 
         def counts() -> Tensor:
@@ -270,15 +272,13 @@ class DevicePlanner(Planner):
             schedule.request()
             return tokens_E
 
-        return Planned(executor, plan, counts, self._check(pending))
-
-    def _check(self, pending: PendingPlan | RoutedPlan) -> Callable[[], None]:
-        """Returns ``Planned.check``: messages cannot be sent before the host has seen their sizes."""
-        return _nothing
+        return Planned(executor, plan, counts, check)
 
     @abstractmethod
-    def _launch(self, batch: MicroBatch, layout: ExpertLayout, turn: int) -> tuple[Executor, PendingPlan | RoutedPlan]:
-        """Returns what runs the micro-batch, and its plan, that a device makes, now or in the forward."""
+    def _launch(self, batch: MicroBatch, layout: ExpertLayout, turn: int) -> _Launched:
+        """Returns what runs the micro-batch, its plan, that a device makes, now or in the forward, and
+        ``Planned.check``.
+        """
 
     def _agree(self, deciding: Sequence[LayoutSchedule], timeout_s: float, device: torch.device) -> None:
         """All ranks use the layouts that are due, or none does. Where none is due nobody waits: ranks know alike."""
@@ -298,7 +298,7 @@ class MegaPlanner(DevicePlanner):
         # Tables of the newest layout, on the device since it was settled.
         self._tables: tuple[ExpertLayout, DeviceSplit, Replicas] | None = None
 
-    def _launch(self, batch: MicroBatch, layout: ExpertLayout, turn: int) -> tuple[Executor, PendingPlan]:
+    def _launch(self, batch: MicroBatch, layout: ExpertLayout, turn: int) -> _Launched:
         # Here, so that Triton is loaded only where it runs.
         from moesys.overlap.mega_executor import plan_mega_later, replicas_of
 
@@ -314,11 +314,7 @@ class MegaPlanner(DevicePlanner):
         executor, pending = planned
         pending.call = call_bits(channel.identity, Position("forward", turn, batch.flags))
         channel.generation += 1
-        return executor, pending
-
-    def _check(self, pending: PendingPlan | RoutedPlan) -> Callable[[], None]:
-        assert not isinstance(pending, RoutedPlan)
-        return pending.limit.heard
+        return executor, pending, pending.limit.heard
 
 
 @dataclass
@@ -337,7 +333,7 @@ class ChunkPlanner(DevicePlanner):
     def plan(self, batch: MicroBatch) -> Planned:
         return super().plan(batch) if batch.compute.by_tables else self.counting.plan(batch)
 
-    def _launch(self, batch: MicroBatch, layout: ExpertLayout, turn: int) -> tuple[Executor, RoutedPlan]:
+    def _launch(self, batch: MicroBatch, layout: ExpertLayout, turn: int) -> _Launched:
         # Here, so that Triton is loaded only where it runs.
         from moesys.overlap.device_routes import chunk_numbers, own_replicas, route_on_device
 
@@ -352,7 +348,8 @@ class ChunkPlanner(DevicePlanner):
         at = Position("forward", turn, batch.flags)
         pending = route_on_device(expert_TK, self._chunk_T1, chunks, split, own, turn, at, channel)
         tagged = channel.tagged(channel.generation)
-        return ChunkedExecutor(overlap, pending, tagged, batch.compute, self.shards.memory), pending.plan
+        # No message is sent before the host has read the sizes, and with them what else there is to know.
+        return ChunkedExecutor(overlap, pending, tagged, batch.compute, self.shards.memory), pending.plan, _nothing
 
 
 def planner_of(

@@ -263,7 +263,7 @@ def made_before_the_group(layer: ms.MoELayer) -> list[str]:
         lambda: ms.link(model),
     ]
     for call in calls:
-        with pytest.raises(RuntimeError, match="layer 0 was made before torch.distributed was initialised") as error:
+        with pytest.raises(RuntimeError, match=r"layer 0 was made before torch\.distributed was initialised") as error:
             call()
         said.append(str(error.value))
     alone = ms.MoELayer(SHAPE, EP, dist.new_group([dist.get_rank()], use_local_synchronization=True))

@@ -1,0 +1,279 @@
+"""Public entries say what is wrong with their arguments, on every rank where others would wait, and compute nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+
+import moesys as ms
+from moesys.lab.ranks.pool import LocalRanks
+from moesys.overlap.experts_triton import TritonExperts
+
+SHAPE = ms.ModelShape(hidden_size=32, intermediate_size=16, num_experts=4, top_k=2, initializer_range=0.3)
+EP = ms.Strategy(name="ep")
+T = 12
+
+
+def inputs() -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    expert_TK = torch.stack([torch.randperm(4, generator=generator)[:2] for _ in range(T)])
+    return torch.randn(T, 32, generator=generator), expert_TK, torch.rand(T, 2, generator=generator)
+
+
+X, IDS, WEIGHTS = inputs()
+SHAPES = r"give \[T, 32\], \[T, 2\] and \[T, 2\] for T tokens, as the layer has hidden_size=32 and top_k=2"
+
+# What is given to Experts.forward, the error, and its words.
+WRONG: dict[str, tuple[tuple[Any, Any, Any], type[Exception], str]] = {
+    "ids of fewer tokens": ((X, IDS[:-2], WEIGHTS), ValueError, r"expert_TK \(10, 2\).*" + SHAPES),
+    "ids of more tokens": ((X[:-2], IDS, WEIGHTS), ValueError, SHAPES),
+    "weights of fewer tokens": ((X, IDS, WEIGHTS[:-1]), ValueError, r"weight_TK \(11, 2\)"),
+    "one weight a token": ((X, IDS, WEIGHTS[:, :1]), ValueError, r"weight_TK \(12, 1\)"),
+    "another top-k": ((X, IDS[:, :1], WEIGHTS[:, :1]), ValueError, SHAPES),
+    "another H": ((X[:, :16], IDS, WEIGHTS), ValueError, r"x_TH has shape \(12, 16\)"),
+    "a batch dimension": ((X[None], IDS[None], WEIGHTS[None]), ValueError, r"x_TH has shape \(1, 12, 32\)"),
+    "no dimension": ((X[0, 0], IDS, WEIGHTS), ValueError, SHAPES),
+    "ids in floats": ((X, IDS.float(), WEIGHTS), TypeError, "expert_TK has dtype torch.float32; give the ids"),
+    "ids in booleans": ((X, IDS.bool(), WEIGHTS), TypeError, "expert_TK has dtype torch.bool"),
+    "weights in integers": ((X, IDS, IDS), TypeError, "weight_TK has dtype torch.int64; give a floating-point"),
+    "x in integers": ((X.long(), IDS, WEIGHTS), TypeError, "x_TH has dtype torch.int64, and the layer computes in flo"),
+    "x in complex numbers": ((X.cfloat(), IDS, WEIGHTS), TypeError, "x_TH has dtype torch.complex64"),
+    "x that would be rounded": ((X.double(), IDS, WEIGHTS), TypeError, "x_TH has dtype torch.float64"),
+    "x on no device": ((X.to("meta"), IDS, WEIGHTS), TypeError, "x_TH has no values"),
+    "sparse x": ((X.to_sparse(), IDS, WEIGHTS), TypeError, "x_TH is a sparse tensor"),
+    "a list": ((X.tolist(), IDS, WEIGHTS), TypeError, "x_TH is a list; give this rank's own part as a dense"),
+    "an id of -1": (
+        (X, IDS.clone().fill_(-1), WEIGHTS),
+        ValueError,
+        "the id -1, and the 4 experts of layer 0 have ids",
+    ),
+    "an id of E": ((X, IDS.clone().fill_(4), WEIGHTS), ValueError, "expert_TK of rank 0 has the id 4"),
+    "an id beyond 32 bits": ((X, IDS + 2**40, WEIGHTS), ValueError, "has the id 2147483647"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_inputs_that_do_not_fit_are_refused(name: str) -> None:
+    given, error, words = WRONG[name]
+    with pytest.raises(error, match=words):
+        ms.Experts(SHAPE, EP)(*given)
+
+
+@pytest.mark.parametrize(
+    "strategy", [EP, EP.replace(reduction=ms.LayoutInvariant(token_block=32))], ids=["", "invariant"]
+)
+@pytest.mark.parametrize("invalid", [-1, 4, 2**40])
+def test_ids_of_no_expert_are_refused_by_kernels_too(invalid: int, strategy: ms.Strategy) -> None:
+    """The device counts, and the host reads its count."""
+    experts = ms.Experts(SHAPE, strategy)
+    experts.expert_compute = TritonExperts()
+    expert_TK = IDS.clone()
+    expert_TK[3, 1] = invalid
+    with pytest.raises(ValueError, match="1 of the 24 choices in expert_TK are of none of the 4 experts of layer 0"):
+        experts(X, expert_TK, WEIGHTS)
+    experts(X, IDS, WEIGHTS).sum().backward()
+
+
+def test_int32_ids_and_an_expert_twice_are_right() -> None:
+    experts, y = ms.Experts(SHAPE, EP), []
+    for expert_TK in (IDS, IDS.int()):
+        y.append(experts(X, expert_TK, WEIGHTS))
+    assert torch.equal(*y)
+    once, twice = IDS[:, :1].expand(-1, 2), experts(X, IDS[:, :1].expand(-1, 2), WEIGHTS)
+    alone = ms.Experts(SHAPE.replace(top_k=1), EP)
+    assert once.shape == IDS.shape
+    torch.testing.assert_close(twice, alone(X, IDS[:, :1], WEIGHTS.sum(1, keepdim=True)))
+
+
+def one_rank_is_wrong(kernels: bool, strategy: ms.Strategy) -> str:
+    experts = ms.Experts(SHAPE, strategy, layer_index=3)
+    if kernels:
+        experts.expert_compute = TritonExperts()
+    expert_TK = IDS.clone()
+    if dist.get_rank() == 1:
+        expert_TK[3, 0] = 17
+    with pytest.raises(ValueError, match="rank 1") as error:
+        experts(X, expert_TK, WEIGHTS)
+    if not isinstance(strategy.overlap, ms.MegaKernel):
+        # No rank is behind the others. What a device has found in a plan stays.
+        experts(X, IDS, WEIGHTS).sum().backward()
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "strategy", "words"),
+    [
+        (False, EP, "expert_TK of rank 1 has the id 17, and the 4 experts of layer 3 have ids from 0 to 3"),
+        (True, EP, "1 of the 24 choices in expert_TK of rank 1 are of none of the 4 experts"),
+        (
+            True,
+            EP.replace(overlap=ms.MegaKernel(programs=1, most_tokens=T, rows_cap=2.0)),
+            "1 choices in expert_TK of rank 1 are of none of the experts",
+        ),
+    ],
+    ids=["on hosts", "routed on devices", "planned in a MegaKernel"],
+)
+def test_an_id_of_no_expert_on_one_rank_is_an_error_on_all(
+    ranks: LocalRanks, kernels: bool, strategy: ms.Strategy, words: str
+) -> None:
+    assert all(words in said for said in ranks.run(one_rank_is_wrong, kernels, strategy, num_ranks=2, timeout_s=100))
+
+
+def devices_in_different_layers(strategy: ms.Strategy) -> str:
+    rank = dist.get_rank()
+    model = nn.ModuleList(ms.MoELayer(SHAPE, strategy, layer_index=index) for index in (5, 7))
+    ms.link(model)
+    for layer in model:
+        layer.experts.expert_compute = TritonExperts()
+        layer(X)
+    with pytest.raises(ms.RankMismatchError) as error:
+        model[rank](X)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(
+    "overlap",
+    [ms.Sequential(), ms.Pipelined(chunks=2), ms.MegaKernel(programs=1, most_tokens=T, rows_cap=2.0)],
+    ids=lambda overlap: overlap.kind,
+)
+def test_devices_that_plan_in_different_layers(ranks: LocalRanks, overlap: ms.Sequential) -> None:
+    for said in ranks.run(devices_in_different_layers, EP.replace(overlap=overlap), num_ranks=2, timeout_s=100):
+        assert "forward of layer 5 (micro-batch 1, in training" in said
+        assert "forward of layer 7 (micro-batch 1, in training" in said
+
+
+# --- construction -------------------------------------------------------------------------------------------
+
+ARGUMENTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "swapped": ({"shape": EP, "strategy": SHAPE}, TypeError, "shape is a Strategy; give ModelShape"),
+    "a cluster by name": ({"cluster": "h100"}, TypeError, "cluster is a str; give ClusterSpec or None"),
+    "a group by name": ({"group": "world"}, TypeError, "group is a str; give ProcessGroup or DeviceMesh or None"),
+    "a group of others": ({"group": -100}, TypeError, "group is a int"),
+    "a layer below 0": ({"layer_index": -1}, ValueError, "layer_index=-1 must be at least 0"),
+    "half a layer": ({"layer_index": 2.5}, TypeError, "layer_index is a float; give int"),
+    "a boolean": ({"seed": True}, TypeError, "seed is a bool; give int"),
+    "a seed of text": ({"seed": "a"}, TypeError, "seed is a str; give int"),
+    "a seed below 0": ({"seed": -2}, ValueError, "seed=-2 must be at least 0"),
+}
+
+
+@pytest.mark.parametrize("kind", [ms.MoELayer, ms.Experts])
+@pytest.mark.parametrize("name", ARGUMENTS)
+def test_arguments_of_another_kind_are_refused(name: str, kind: Callable[..., nn.Module]) -> None:
+    changes, error, words = ARGUMENTS[name]
+    with pytest.raises(error, match=words):
+        kind(**({"shape": SHAPE, "strategy": EP} | changes))
+
+
+def test_no_layer_is_made_in_the_context_of_the_meta_device() -> None:
+    with (
+        torch.device("meta"),
+        pytest.raises(RuntimeError, match=r"experts cannot be made inside of torch\.device\(.meta.\)"),
+    ):
+        ms.MoELayer(SHAPE, EP)
+
+
+# --- the layer ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("x", "error", "words"),
+    [
+        (X.long(), TypeError, "x has dtype torch.int64, and the layer computes in float32; give float32, bfloat16 or"),
+        (X.double(), TypeError, "x has dtype torch.float64"),
+        (X.to("meta"), TypeError, "x has no values"),
+        (X.to_sparse(), TypeError, "x is a sparse tensor"),
+        (X.tolist(), TypeError, "x is a list"),
+        (torch.tensor(1.0), ValueError, r"x has shape \(\); its last dimension must be hidden_size=32"),
+        (X[:, :16], ValueError, r"x has shape \(12, 16\)"),
+    ],
+    ids=["integers", "float64", "meta", "sparse", "list", "scalar", "another H"],
+)
+def test_a_layer_refuses_what_are_no_tokens(x: Any, error: type[Exception], words: str) -> None:
+    with pytest.raises(error, match=words):
+        ms.MoELayer(SHAPE, EP)(x)
+
+
+def distributed_x() -> None:
+    mesh = DeviceMesh("cpu", [0, 1])
+    with pytest.raises(TypeError, match="x is a DTensor; give this rank's own part"):
+        ms.MoELayer(SHAPE, EP, mesh)(DTensor.from_local(X, mesh, [Replicate()]))
+
+
+def test_a_layer_refuses_a_distributed_tensor(ranks: LocalRanks) -> None:
+    ranks.run(distributed_x, num_ranks=2)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shared", [0, 1])
+def test_a_float32_layer_computes_half_precision_in_float32(dtype: torch.dtype, shared: int) -> None:
+    layer = ms.MoELayer(SHAPE.replace(n_shared_experts=shared), EP)
+    half = X.to(dtype).requires_grad_()
+    whole = half.detach().float().requires_grad_()
+    found, expected = layer(half), layer(whole)
+    assert found.dtype == dtype
+    # Outputs of shared and routed experts are added in the input's dtype.
+    assert shared or torch.equal(found, expected.to(dtype))
+    torch.testing.assert_close(found, expected.to(dtype), rtol=2e-2, atol=2e-2)
+    found.float().sum().backward()
+    # What gradients come back in has the input's precision, in which backward begins.
+    (gradient,) = torch.autograd.grad(expected.sum(), whole)
+    torch.testing.assert_close(half.grad, gradient.to(dtype), rtol=2e-2, atol=2e-2)
+
+
+# torch.func.jvp of torch 2.13 calls what it has deprecated itself.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("transform", ["grad", "vmap", "jvp"])
+def test_function_transforms_are_refused(transform: str) -> None:
+    layer = ms.MoELayer(SHAPE, EP)
+    calls = {
+        "grad": lambda: torch.func.grad(lambda x: layer(x).sum())(X),
+        "vmap": lambda: torch.func.vmap(layer)(X[None]),
+        "jvp": lambda: torch.func.jvp(layer, (X,), (X,)),
+    }
+    with pytest.raises(TypeError, match=r"x is transformed by torch.func .* use backward\(\) or torch.autograd.grad"):
+        calls[transform]()
+
+
+# --- functions of a model -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["link", "sync_gradients", "router_loss", "update_router_bias"])
+@pytest.mark.parametrize("given", [lambda layer: [layer], lambda layer: layer.parameters()], ids=["list", "parameters"])
+def test_functions_of_a_model_refuse_what_is_none(name: str, given: Callable[[nn.Module], object]) -> None:
+    model: Any = given(ms.MoELayer(SHAPE, EP))
+    with pytest.raises(TypeError, match=rf"model is a {type(model).__name__}; give the torch.nn.Module itself"):
+        getattr(ms, name)(model)
+
+
+def clipped(given: Callable[[nn.Module], Any]) -> list[Tensor]:
+    layer = ms.MoELayer(SHAPE.replace(n_shared_experts=1), EP)
+    layer(X).square().sum().backward()
+    norm = ms.clip_grad_norm_(given(layer), 1e-3)
+    return [norm, *(each.grad for each in layer.parameters())]
+
+
+@pytest.mark.parametrize("given", [lambda layer: layer.parameters(), lambda layer: list(layer.parameters())])
+def test_gradients_are_clipped_by_model_or_parameters(given: Callable[[nn.Module], object]) -> None:
+    by_model = clipped(lambda layer: layer)
+    assert all(torch.equal(one, other) for one, other in zip(clipped(given), by_model, strict=True))
+
+
+def test_clipping_refuses_what_has_no_gradients() -> None:
+    layer = ms.MoELayer(SHAPE, EP)
+    used_up = layer.parameters()
+    list(used_up)
+    with pytest.raises(ValueError, match="model has no parameters, or its iterator of parameters is used up"):
+        ms.clip_grad_norm_(used_up, 1.0)
+    with pytest.raises(TypeError, match="model has a str in it"):
+        ms.clip_grad_norm_(dict(layer.named_parameters()), 1.0)
+    for max_norm in (0.0, -1.0, float("nan")):
+        with pytest.raises(ValueError, match=f"max_norm={max_norm} must be positive"):
+            ms.clip_grad_norm_(layer, max_norm)
