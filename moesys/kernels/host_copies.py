@@ -34,6 +34,10 @@ class HostCopy:
             self._copied = torch.cuda.Event()
             self._copied.record()
 
+    def ready(self) -> bool:
+        """Returns whether they are here, without waiting."""
+        return self._copied is None or self._copied.query()
+
     def read(self) -> npt.NDArray[np.int64]:
         """Waits until they are here."""
         if self._copied is not None:

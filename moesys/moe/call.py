@@ -46,7 +46,7 @@ class LayerCall:
         counts: Callable[[], Tensor] | None,
         dtype: torch.dtype,
         generation: int,
-        check: Callable[[], None],
+        check: Callable[[], None] | None,
     ) -> None:
         self.store, self.executor, self.counts, self.dtype = store, executor, counts, dtype
         self.generation, self.check = generation, check

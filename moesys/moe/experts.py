@@ -26,7 +26,7 @@ from moesys.moe.lookahead import Link, Lookahead
 from moesys.moe.masters import Masters, OutsideMasters, OwnMasters, distributed
 from moesys.moe.metrics import LayerMetrics, LoadLog
 from moesys.moe.outside import OutsideExperts
-from moesys.moe.planners import MicroBatch, planner_of
+from moesys.moe.planners import AlonePlanner, MicroBatch, planner_of
 from moesys.moe.ranks import cluster_of, mesh_of
 from moesys.moe.recompute import current_tape
 from moesys.moe.routed_experts import NUM_SAVED, RoutedExperts
@@ -286,9 +286,12 @@ class Experts(nn.Module):
         return metrics
 
     def check(self) -> None:
-        """Waits for the device. Raises ``PeerTimeoutError`` where a MegaKernel was given up, and ValueError where one
-        was planned more rows than ``rows_cap``, which else a later micro-batch tells on a GPU.
+        """Waits for the device. Raises what otherwise the end of a backward or a later micro-batch raises on a GPU:
+        ``PeerTimeoutError`` where a MegaKernel was given up, ValueError where one was planned more rows than
+        ``rows_cap`` or a token chose no expert, and ``RankMismatchError`` where ranks were in different calls.
         """
+        if isinstance(self.planner, AlonePlanner):
+            self.planner.check()
         self.link.lookahead.mega_home.check()
 
     # --- homes --------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
     from moesys.overlap.device_split import DeviceSplit, PendingPlan
     from moesys.overlap.mega_executor import MegaHome
 
-    _Launched = tuple[Executor, PendingPlan | RoutedPlan, Callable[[], None]]
+    _Launched = tuple[Executor, PendingPlan | RoutedPlan, Callable[[], None] | None]
 
 
 @dataclass(frozen=True)
@@ -71,20 +72,16 @@ class MicroBatch:
     flags: int = 0
 
 
-def _nothing() -> None:
-    """The host has seen everything."""
-
-
 class Planned(NamedTuple):
     """``counts``: to be called once, when forward is launched; gives the choices of each expert, int64 [E], on all
     ranks. None where nobody learns from the micro-batch. ``check``: raises what only the device knew when forward was
-    launched, and waits for that.
+    launched, and waits for that; None where the host knows everything.
     """
 
     executor: Executor
     plan: LayerPlan | SingleRankPlan | DevicesPlan
     counts: Callable[[], Tensor] | None
-    check: Callable[[], None] = _nothing
+    check: Callable[[], None] | None = None
 
 
 @dataclass
@@ -116,21 +113,17 @@ class AlonePlanner(Planner):
     counting: Planner
 
     def __post_init__(self) -> None:
-        # Of the newest micro-batch whose choices the device has counted.
-        self._check = _nothing
+        # How many choices of a micro-batch are of experts, which the device counts, and how many there are.
+        self._counted: deque[tuple[HostCopy, int]] = deque()
 
     def plan(self, batch: MicroBatch) -> Planned:
-        self._check()
         with self.channel.meter.planning():
             executor = batch.compute.alone(batch.expert_TK, self.shape.num_experts)
         if executor is None:
             return self.counting.plan(batch)
-        on_gpu = batch.expert_TK.is_cuda
-        if not (on_gpu and torch.cuda.is_current_stream_capturing()):
-            counted = HostCopy(executor.routing.first_G1[-1:])
-            self._check = partial(self._check_ids, counted, batch.expert_TK.numel())
-            if not on_gpu:
-                self._check()
+        if not (batch.expert_TK.is_cuda and torch.cuda.is_current_stream_capturing()):
+            self._counted.append((HostCopy(executor.routing.first_G1[-1:]), batch.expert_TK.numel()))
+        self.check(wait=False)
         if batch.token_block is not None and batch.learning:
             check_blocks([len(batch.expert_TK)], batch.token_block)
         schedule, reduction = self.schedule, self.strategy.reduction
@@ -144,12 +137,18 @@ class AlonePlanner(Planner):
         )
         if batch.learning:
             schedule.advance()
-        return Planned(executor, plan, (lambda: plan.tokens_E) if batch.learning else None, self._check)
+        return Planned(executor, plan, (lambda: plan.tokens_E) if batch.learning else None, self.check)
 
-    def _check_ids(self, counted: HostCopy, choices: int) -> None:
-        """Raises ValueError where a choice is of no expert. Waits for the count."""
-        self._check = _nothing
-        if lost := choices - int(counted.read()[0]):
+    def check(self, wait: bool = True) -> None:
+        """Raises ValueError where a micro-batch had a choice of no expert, of those whose count is here; with ``wait``
+        of all, for which the host waits.
+        """
+        while self._counted and (wait or self._counted[0][0].ready()):
+            counted, choices = self._counted.popleft()
+            lost = choices - int(counted.read()[0])
+            if not lost:
+                continue
+            self._counted.clear()
             raise ValueError(
                 f"{lost} of the {choices} choices in expert_TK are of none of the {self.shape.num_experts} experts of "
                 f"layer {self.schedule.layer}, whose ids go from 0 to {self.shape.num_experts - 1}; leave tokens that "
@@ -314,7 +313,7 @@ class MegaPlanner(DevicePlanner):
         executor, pending = planned
         pending.call = call_bits(channel.identity, Position("forward", turn, batch.flags))
         channel.generation += 1
-        return executor, pending, pending.limit.heard
+        return executor, pending, pending.check
 
 
 @dataclass
@@ -349,7 +348,7 @@ class ChunkPlanner(DevicePlanner):
         pending = route_on_device(expert_TK, self._chunk_T1, chunks, split, own, turn, at, channel)
         tagged = channel.tagged(channel.generation)
         # No message is sent before the host has read the sizes, and with them what else there is to know.
-        return ChunkedExecutor(overlap, pending, tagged, batch.compute, self.shards.memory), pending.plan, _nothing
+        return ChunkedExecutor(overlap, pending, tagged, batch.compute, self.shards.memory), pending.plan, None
 
 
 def planner_of(

@@ -15,7 +15,7 @@ from moesys.moe.call import LayerCall
 from moesys.moe.lookahead import Link
 from moesys.moe.shards import Cross, Finish, Restored
 from moesys.overlap.executor import Saved
-from moesys.torch_private import will_execute
+from moesys.torch_private import after_this_backward, will_execute
 
 # Tensors of a layer that are saved for backward, beside its masters.
 NUM_SAVED = 3
@@ -88,8 +88,9 @@ class RoutedExperts(torch.autograd.Function):
             if not (may_delay and lookahead.delay(store, cross)):
                 dmasters = [gradient if want else None for gradient, want in zip(cross()(), wanted, strict=True)]
         lookahead.after_backward()
-        # Now the host is furthest ahead of the device, and the optimizer has not stepped.
-        call.check()
+        # Then all of backward is launched, so that the device has work while the host waits for a part of forward.
+        if call.check is not None:
+            after_this_backward(call.check)
         return dx_TH, dweight_TK, None, None, *dmasters
 
 

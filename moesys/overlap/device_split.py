@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from moesys.kernels.split.even import EvenTables, even_split
@@ -40,7 +41,7 @@ class PendingPlan:
 
     ``turn``: the micro-batch's number. ``room``: rows for which there is memory on a rank, of ``choices`` that one has
     at most. ``call``: the ``call_bits`` of the forward, 0 where nobody compares. ``tokens_RE``, ``tokens_RP`` int64:
-    what ranks want, and where it goes; kept for who asks later.
+    what ranks want, and where it goes; kept for who asks later. ``noted``: behind forward's end, on a GPU.
     """
 
     split: DeviceSplit
@@ -51,6 +52,13 @@ class PendingPlan:
     call: int = 0
     tokens_RE: Tensor | None = field(default=None, init=False)
     tokens_RP: Tensor | None = field(default=None, init=False)
+    noted: torch.cuda.Event | None = field(default=None, init=False)
+
+    def check(self) -> None:
+        """Raises what ``RowLimit.wait`` does if forward's plan was refused, and waits for forward."""
+        if self.noted is not None:
+            self.noted.synchronize()
+        self.limit.look()
 
     def make(self, counts: ReceivedCounts) -> Tensor:
         """The plan to run by, int64 [R, P]: without a token where a rank would get too many, or where the ``counts`` do

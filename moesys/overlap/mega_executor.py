@@ -257,7 +257,9 @@ class MegaExecutor:
             with stage("down and combine", device):
                 y_TH = down_combine(memory, rows, a_NI, down, weight_TK.contiguous(), blocks.down, point)
             yield
-        self._note(y_TH)
+        noted = self._note(y_TH)
+        if isinstance(self.plan, PendingPlan):
+            self.plan.noted = noted
         return y_TH, Saved(x_NH if point.keep_x else x_TH, h_NU, weight_TK)
 
     def backward(
@@ -333,11 +335,10 @@ class MegaExecutor:
             self.plan.limit.look()
         self.memory.watch.look()
 
-    def _note(self, *outputs: Tensor) -> None:
+    def _note(self, *outputs: Tensor) -> torch.cuda.Event | None:
         # First, as ranks that were given up leave no counts that mean anything.
         self.memory.watch.note(outputs)
-        if isinstance(self.plan, PendingPlan):
-            self.plan.limit.note()
+        return self.plan.limit.note() if isinstance(self.plan, PendingPlan) else None
 
     @contextmanager
     def _recording(self) -> Iterator[None]:

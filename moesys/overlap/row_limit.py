@@ -42,7 +42,6 @@ class RowLimit:
         self._found_8 = torch.zeros(8, dtype=torch.int64, device=device)
         self._seen_8 = torch.zeros(8, dtype=torch.int64).pin_memory() if self._found_8.is_cuda else None
         self._call = 0
-        self._noted: torch.cuda.Event | None = None
 
     def keep(
         self, tokens_RP: Tensor, tables: SplitTables, room: int, choices: int, origin_R2: Tensor, call: int
@@ -54,26 +53,24 @@ class RowLimit:
         self._call = call
         return keep_within(tokens_RP, tables, room, choices, origin_R2, call, self._found_8)
 
-    def note(self) -> None:
-        """At the end of a direction. On the CPU raises what ``wait`` does at once."""
+    def note(self) -> torch.cuda.Event | None:
+        """At the end of a direction. On the CPU raises what ``wait`` does at once; on a GPU returns an event behind
+        which ``look`` knows of this direction, but for one that is captured.
+        """
         if self._seen_8 is None:
             self._raise_if_found(self._found_8)
-        else:
-            self._seen_8.copy_(self._found_8, non_blocking=True)
-            if not torch.cuda.is_current_stream_capturing():
-                self._noted = torch.cuda.Event()
-                self._noted.record()
+            return None
+        self._seen_8.copy_(self._found_8, non_blocking=True)
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        noted = torch.cuda.Event()
+        noted.record()
+        return noted
 
     def look(self) -> None:
         """Raises what ``wait`` does if a plan of a direction that has ended by now was refused."""
         if self._seen_8 is not None:
             self._raise_if_found(self._seen_8)
-
-    def heard(self) -> None:
-        """Raises what ``wait`` does if a plan until the newest ``note`` was refused; the host waits for that note."""
-        if self._noted is not None and not torch.cuda.is_current_stream_capturing():
-            self._noted.synchronize()
-        self.look()
 
     def wait(self) -> None:
         """Raises ``RankMismatchError`` if any plan was refused because ranks were in different calls, and ValueError

