@@ -30,9 +30,10 @@ def check_checkpoint(folder: Path | str, config: Any = None) -> None:
 
     ``config``: the model's, of transformers; by default what config.json says.
 
-    Raises ValueError for a safetensors file that is torn or missing, for experts that are missing or too many, for other
-    tensors that are missing or there twice, and for another shape than the configuration makes them, with the file, the
-    tensor, both values and what to do. Warns of tensors that the model does not have, which transformers ignores.
+    Raises ValueError for a safetensors file that is torn or missing, for experts that are missing or too many, for
+    other tensors that are missing or there twice, and for another shape than the configuration makes them, with the
+    file, the tensor, both values and what to do. Warns of tensors that the model does not have: transformers ignores
+    them.
     """
     folder = Path(folder)
     model = skeleton(transformers.AutoConfig.from_pretrained(folder) if config is None else config)
@@ -119,8 +120,8 @@ def sources_of(model: Any, files: HubFiles, names: HubNames) -> list[Source]:
         if source.parts and (converter is None or converter is not source.converter):
             first = next(source.tensors)
             raise ValueError(
-                f"{files.file_of[key]}: {key} gives {name}, and so does {first} of {files.file_of[first].name}: which of "
-                "the two is meant cannot be known; remove one of them, or save the weights again"
+                f"{files.file_of[key]}: {key} gives {name}, and so does {first} of {files.file_of[first].name}, so "
+                "that it is not known which of the two is meant; remove one of them, or save the weights again"
             )
         source.parts.setdefault(pattern or key, []).append(key)
     made: dict[str, tuple[Tensor, Source]] = {}

@@ -59,9 +59,9 @@ def convert(source: Path, out: Path, config: Path | None, tick: Tick) -> str:
     A hub folder has safetensors, a distributed checkpoint ``.metadata``; config.json is in either, or ``config`` is it
     or a folder with it. What else lies beside it goes along, besides weights.
 
-    Every tensor of the checkpoint is written. Tensors that become one parameter and have different dtypes become the
-    widest, which holds the values of all. Warns of tensors that the model does not have, which go along as they are, and
-    of what cannot go along.
+    Every tensor of the checkpoint is written. Tensors of different dtypes that become one parameter get the widest,
+    which holds the values of all. Warns of tensors that the model does not have, which go along unchanged, and of what
+    is left out.
 
     Raises ValueError, before anything is written, for a checkpoint that is torn, or not all of its model's, for an
     ``out`` with something in it, and for a ``source`` that is neither.
@@ -162,7 +162,7 @@ class _Pieces(DefaultSavePlanner):
 
 def _common_dtype(source: Source, files: HubFiles, made: Tensor) -> torch.dtype:
     """Returns the dtype that holds the values of all tensors that ``source`` makes one parameter of, ``made``."""
-    found = [{files.meta(name).dtype: name for name in names} for names in source.parts.values()]
+    found = [{files.meta(name).dtype: name for name in reversed(names)} for names in source.parts.values()]
     dtypes = {dtype for each in found for dtype in each}
     if dtypes <= set(DTYPES):
         return reduce(torch.promote_types, dtypes)

@@ -121,8 +121,8 @@ class HubNames:
             made = self.to_hub({name: tensors[name] for name in group})
             if twice := sorted(found.keys() & made.keys()):
                 raise ValueError(
-                    f"{type(self._model).__name__}: {twice[0]} is the name in files of {group[0]} and of another tensor; "
-                    "give one of them another name"
+                    f"{type(self._model).__name__}: {twice[0]} is the name in files of {group[0]} and of another "
+                    "tensor; give one of them another name"
                 )
             found |= made
         return found

@@ -34,8 +34,8 @@ def save_pretrained(model: nn.Module, folder: Path | str, *, max_shard_size: str
     each has its own dtype, and files are no larger than ``max_shard_size``. A rank has besides its shards one expert of
     a layer at a time, or one of the other parameters whole.
 
-    Every parameter and persistent buffer is written. A tied parameter is left out only where the model really shares
-    it and ``from_pretrained`` ties it again. config.json has the model's configuration, with the smallest dtype in which
+    Every parameter and persistent buffer is written. A tied parameter is left out only where the model shares it and
+    ``from_pretrained`` ties it again. config.json has the model's configuration, with the smallest dtype in which
     ``from_pretrained`` rounds no tensor.
 
     The weights that ``folder`` had stay whole until the new ones are (``ms.whole_folder``); its other files are kept.
@@ -84,8 +84,10 @@ def _transformers_model(model: Any) -> tuple[Any, Any]:
     modules = dict(model.named_modules()) if isinstance(model, nn.Module) else {}
     if adapted := [path or given for path, each in modules.items() if _classes(each, "peft")]:
         raise ValueError(
-            f"{given} has adapters of PEFT, as in {adapted[0]}, and ms.hf.save_pretrained writes whole models; save the "
-            "adapters by the model's own save_pretrained, or merge them first (merge_and_unload)"
+            f"{given} has adapters of PEFT, as in {adapted[0]}, and ms.hf.save_pretrained writes whole models; call "
+            "state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)) on "
+            "every rank and model.save_pretrained(folder, state_dict=state) on rank 0, or merge the adapters first "
+            "(merge_and_unload)"
         )
     found: dict[str, Any] = {}
     for path, module in modules.items():
@@ -93,8 +95,8 @@ def _transformers_model(model: Any) -> tuple[Any, Any]:
             found[f"{path}." if path else ""] = module
     if len(found) != 1:
         raise TypeError(
-            f"model is a {given} with {len(found)} models of transformers in it, and ms.hf.save_pretrained takes one "
-            "(Qwen3MoeForCausalLM, ...), or a module around one; save others by torch.distributed.checkpoint"
+            f"model is of type {given}, with {len(found)} models of transformers in it, and ms.hf.save_pretrained "
+            "takes one (Qwen3MoeForCausalLM, ...), or a module around one; save others by torch.distributed.checkpoint"
         )
     [(path, live)] = found.items()
     inside = {id(each) for module in live.modules() for each in (module, *_own_tensors(module).values())}
@@ -112,13 +114,12 @@ def _transformers_model(model: Any) -> tuple[Any, Any]:
             f"{kind.__name__}, and transformers' from_pretrained would not read them; call "
             f"ms.hf.save_pretrained(model.{path.removesuffix('.')}, folder), and save the others on their own"
         )
-    empty = None if kind is PreTrainedModel else without_memory(kind, live.config)
-    if empty is None or not empty.state_dict():
+    if kind.__init__ is PreTrainedModel.__init__:
         raise TypeError(
-            f"{type(live).__name__.removeprefix('FSDP')} is no architecture of transformers {transformers.__version__}, "
-            "and from_pretrained would not know it; save it by its own save_pretrained"
+            f"{type(live).__name__.removeprefix('FSDP')} is no architecture of transformers {transformers.__version__},"
+            " and from_pretrained would not know it; save it by its own save_pretrained"
         )
-    return live, empty
+    return live, without_memory(kind, live.config)
 
 
 def _classes(module: nn.Module, package: str) -> list[type]:
@@ -155,7 +156,9 @@ def _plan(
             )
     tied = getattr(empty, "all_tied_weights_keys", {})
     state = {
-        name: each for name, each in everything.items() if name not in tied or not _is_same(each, everything[tied[name]])
+        name: each
+        for name, each in everything.items()
+        if name not in tied or not _is_same(each, everything[tied[name]])
     }
     meta = {name: torch.empty(each.shape, dtype=each.dtype, device="meta") for name, each in state.items()}
     return state, NewHubFiles(names.layout(meta), max_shard_size)
