@@ -239,13 +239,14 @@ class _Stored:
         tied = tied_names(model)
         stored = self._metadata.state_dict_metadata
         prefixes = (f"{MODEL}.", "")
-        self._prefix = next((each for each in prefixes if any(each + name in stored for name in wanted)), None)
-        if self._prefix is None:
+        prefix = next((each for each in prefixes if any(each + name in stored for name in wanted)), None)
+        if prefix is None:
             raise ValueError(
                 f"{self._folder} has no {next(iter(wanted))!r}, which {type(model).__name__} has, nor that under "
                 f"{MODEL!r}; it has {', '.join(list(stored)[:3])}, ...; save "
                 f"dcp.save({{{MODEL!r}: get_model_state_dict(model)}})"
             )
+        self._prefix = prefix
         layout = {}
         for name, tensor in wanted.items():
             found = stored.get(self._prefix + name)

@@ -16,6 +16,7 @@ import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -49,16 +50,18 @@ def save_pretrained(model: nn.Module, folder: Path | str, *, max_shard_size: str
     names = HubNames(empty, getattr(live, "_weight_conversions", None))
     # Where homes of experts have moved this is a collective, which every rank has to reach.
     everything: dict[str, Any] = get_model_state_dict(live)
-    state, files = _agreed(lambda: _plan(empty, names, everything, max_shard_size))
+    config, state, files = _agreed(lambda: _plan(live, empty, names, everything, max_shard_size))
     _check_alike(files)
     rank, world = _rank_and_world()
-    errors: list[OSError] = []
+    errors: list[Exception] = []
     with whole_folder(folder) as new:
         files.folder = new
         if rank == 0:
             with _kept(errors):
                 _link_other_files(Path(folder), new)
-                _write_config(live, empty, state, new)
+                config.save_pretrained(new)
+                if live.can_generate():
+                    live.generation_config.save_pretrained(new)
                 files.create()
         if world > 1:
             dist.barrier()
@@ -88,6 +91,11 @@ def _transformers_model(model: Any) -> tuple[Any, Any]:
             "state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)) on "
             "every rank and model.save_pretrained(folder, state_dict=state) on rank 0, or merge the adapters first "
             "(merge_and_unload)"
+        )
+    if any(isinstance(each, FullyShardedDataParallel) for each in modules.values()):
+        raise TypeError(
+            f"{given} is sharded by FullyShardedDataParallel, whose parameters are not in the model's shapes; shard "
+            "it by ms.parallelize or fully_shard (FSDP2), or save it by torch.distributed.checkpoint"
         )
     found: dict[str, Any] = {}
     for path, module in modules.items():
@@ -135,9 +143,9 @@ def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _plan(
-    empty: Any, names: HubNames, everything: dict[str, Any], max_shard_size: str
-) -> tuple[dict[str, Tensor], NewHubFiles]:
-    """Returns the tensors of the model that are written, and the files that are going to have them."""
+    live: Any, empty: Any, names: HubNames, everything: dict[str, Any], max_shard_size: str
+) -> tuple[Any, dict[str, Tensor], NewHubFiles]:
+    """Returns the configuration and the tensors that are written, and the files that are going to have them."""
     kind = type(empty).__name__
     for name, tensor in everything.items():
         if not isinstance(tensor, Tensor):
@@ -161,7 +169,13 @@ def _plan(
         if name not in tied or not _is_same(each, everything[tied[name]])
     }
     meta = {name: torch.empty(each.shape, dtype=each.dtype, device="meta") for name, each in state.items()}
-    return state, NewHubFiles(names.layout(meta), max_shard_size)
+    config = deepcopy(live.config)
+    config.dtype = loading_dtype(empty, meta)
+    config.architectures = [kind]
+    if live.can_generate():
+        # transformers does so when it is written, which is on one rank.
+        live.generation_config.validate(strict=True)
+    return config, state, NewHubFiles(names.layout(meta), max_shard_size)
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
@@ -189,16 +203,17 @@ def _agreed(make: Callable[[], T]) -> T:
 
 def _check_alike(files: NewHubFiles) -> None:
     """Raises ValueError, on every rank, unless all ranks are about to write the same tensors to the same files."""
-    digest = hashlib.sha256(repr(files.places).encode()).hexdigest()
-    if len(set(_of_all_ranks(digest))) == 1:
+    mine = {name: f"{list(each.shape)} of {each.dtype} in {each.file}" for name, each in files.places.items()}
+    # Usually all are alike, and then names need not travel.
+    if len(set(_of_all_ranks(hashlib.sha256(repr(mine).encode()).hexdigest()))) == 1:
         return
-    first, *others = _of_all_ranks(files.places)
-    for rank, places in enumerate(others, 1):
-        for name in first | places:
-            if first.get(name) != places.get(name):
+    first, *others = _of_all_ranks(mine)
+    for rank, other in enumerate(others, 1):
+        for name in first | other:
+            if first.get(name) != other.get(name):
                 raise ValueError(
-                    f"model differs between ranks: rank {rank} has {name} as {places.get(name)}, and rank 0 as "
-                    f"{first.get(name)}; give the same model on every rank"
+                    f"ranks differ in what they save: rank {rank} has {name} as {other.get(name)}, and rank 0 as "
+                    f"{first.get(name)}; give the same model and max_shard_size on every rank"
                 )
 
 
@@ -218,16 +233,16 @@ def _rank_and_world() -> tuple[int, int]:
 
 
 @contextmanager
-def _kept(errors: list[OSError]) -> Iterator[None]:
+def _kept(errors: list[Exception]) -> Iterator[None]:
     """Keeps an error for the end, as other ranks wait for what this one sends."""
     try:
         yield
-    except OSError as error:
+    except Exception as error:
         errors.append(error)
 
 
 def _write(
-    files: NewHubFiles, names: HubNames, tensors: dict[str, Tensor], errors: list[OSError], expert: int | None = None
+    files: NewHubFiles, names: HubNames, tensors: dict[str, Tensor], errors: list[Exception], expert: int | None = None
 ) -> None:
     for name, tensor in names.to_hub(tensors, expert).items():
         with _kept(errors):
@@ -246,15 +261,6 @@ def _link(source: str, target: str) -> None:
         os.link(source, target)
     except OSError:
         shutil.copy2(source, target)
-
-
-def _write_config(model: Any, empty: Any, state: dict[str, Tensor], new: Path) -> None:
-    config = deepcopy(model.config)
-    config.dtype = loading_dtype(empty, state)
-    config.architectures = [type(empty).__name__]
-    config.save_pretrained(new)
-    if model.can_generate():
-        model.generation_config.save_pretrained(new)
 
 
 def _whole(tensor: Tensor) -> Tensor:

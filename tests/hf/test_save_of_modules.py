@@ -12,6 +12,7 @@ import torch.distributed as dist
 from hf_models import FAMILIES, drawn, lent
 from test_save_pretrained import EXPERTS, assert_same, large, tensors
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 from transformers import Qwen3MoeForCausalLM
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeModel, Qwen3MoePreTrainedModel
@@ -73,6 +74,10 @@ def bottleneck(model: Any) -> None:
 
 def complex_parameter(model: Any) -> None:
     model.phase = nn.Parameter(torch.zeros(3, dtype=torch.complex64))
+
+
+def invalid_generation(model: Any) -> None:
+    model.generation_config.temperature = 0.5
 
 
 def other_dtype_on_a_rank(model: Any) -> None:
@@ -138,6 +143,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         changed(complex_parameter),
         r"ValueError: phase has torch\.complex64, and safetensors files have F64, ",
     ),
+    "FSDP1": (
+        lambda: FullyShardedDataParallel(plain(), device_id=torch.device("cpu")),
+        "TypeError: FullyShardedDataParallel is sharded by FullyShardedDataParallel, .*; shard it by ms.parallelize",
+    ),
+    "generation": (changed(invalid_generation), r"ValueError: GenerationConfig is invalid"),
     "ranks": (changed(other_dtype_on_a_rank), r"rank 1 has model\.norm\.weight as .*float64.* rank 0 as .*float32"),
     "one rank": (adapters_on_a_rank, r"adapters of PEFT"),
 }
