@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,22 +20,36 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
 from moesys.hf.hub_files import HubFiles, has_safetensors
-from moesys.hf.hub_names import HubNames, skeleton
+from moesys.hf.hub_names import HubNames, skeleton, tied_names
 
 ALL = slice(None)
 
 
 def check_checkpoint(folder: Path | str, config: Any = None) -> None:
-    """Reads the names and shapes in a folder of the hub's format, and returns where they are all of its model's.
+    """Reads the names and shapes in a folder of the hub's format, and returns where its model has all of them.
 
     ``config``: the model's, of transformers; by default what config.json says.
 
-    Raises ValueError for a safetensors file that is torn or missing, and for tensors that are missing, too many, or of
-    another shape than the configuration makes them, with the file, the tensor, both values and what to do.
+    Raises ValueError for a safetensors file that is torn or missing, for experts that are missing or too many, for
+    other tensors that are missing or there twice, and for another shape than the configuration makes them, with the
+    file, the tensor, both values and what to do. Warns of tensors that the model does not have: transformers ignores
+    them.
     """
     folder = Path(folder)
     model = skeleton(transformers.AutoConfig.from_pretrained(folder) if config is None else config)
-    sources_of(model, HubFiles(folder), HubNames(model))
+    found = sources_of(model, HubFiles(folder), HubNames(model))
+    warn_of_others(folder, model, (each.name for each in found), "transformers ignores them")
+
+
+def warn_of_others(folder: Path, model: Any, names: Iterable[str], what_happens: str) -> None:
+    """Warns of those ``names`` in a checkpoint that ``model`` does not have."""
+    if others := sorted(set(names) - model.state_dict().keys(), key=dot_natural_key):
+        shown = ", ".join(others[:3]) + (f" and {len(others) - 3} more" if others[3:] else "")
+        warnings.warn(
+            f"{folder} has entries that a {type(model).__name__} of its config.json does not have: {shown}; "
+            f"{what_happens}",
+            stacklevel=3,
+        )
 
 
 def check_before_loading(config: Any) -> None:
@@ -45,7 +60,9 @@ def check_before_loading(config: Any) -> None:
     plain = getattr(config, "quantization_config", None) is None
     known = config.architectures and hasattr(transformers, config.architectures[0])
     if name and plain and known and has_safetensors(Path(name)):
-        check_checkpoint(name, config)
+        # transformers itself warns of what it ignores.
+        model = skeleton(config)
+        sources_of(model, HubFiles(Path(name)), HubNames(model))
 
 
 @dataclass
@@ -81,47 +98,51 @@ class Source:
 
 
 def sources_of(model: Any, files: HubFiles, names: HubNames) -> list[Source]:
-    """Returns what makes the parameters and buffers of ``model``, on the meta device, from ``files``, tied ones once.
+    """Returns what makes the parameters and buffers of ``model``, on the meta device, from ``files``.
 
-    Raises ValueError where that is not all, or too much.
+    Tied parameters are made from each tensor that is there, as transformers does: none is taken for another's copy.
+    Tensors that the model does not have come too, by their own names.
+
+    Raises ValueError where something of the model is missing, or there twice.
     """
     state = model.state_dict()
     sources: dict[str, Source] = {}
-    unexpected = _patterns(model._keys_to_ignore_on_load_unexpected, r"rotary_emb\.inv_freq", r"(^|\.)position_ids$")
     conversions = get_model_conversion_mapping(model)
     renamings = [each for each in conversions if isinstance(each, WeightRenaming)]
     converters = [each for each in conversions if isinstance(each, WeightConverter)]
     of_pattern = {pattern: each for each in converters for pattern in each.source_patterns}
     for key in sorted(files.file_of, key=dot_natural_key):
         name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, state)
-        if name not in state and key in state:
+        if name not in state:
             name, pattern = key, None
-        if name in state:
-            source = sources.setdefault(name, Source(name, of_pattern[pattern] if pattern else None))
-            source.parts.setdefault(pattern or key, []).append(key)
-        elif not unexpected.search(name):
+        converter = of_pattern[pattern] if pattern else None
+        source = sources.setdefault(name, Source(name, converter))
+        if source.parts and (converter is None or converter is not source.converter):
+            first = next(source.tensors)
             raise ValueError(
-                f"{files.file_of[key]}: {key} is nothing that a {type(model).__name__} of its config.json has; "
-                "set architectures and sizes there to what the weights are of"
+                f"{files.file_of[key]}: {key} gives {name}, and so does {first} of {files.file_of[first].name}, so "
+                "that it is not known which of the two is meant; remove one of them, or save the weights again"
             )
+        source.parts.setdefault(pattern or key, []).append(key)
     made: dict[str, tuple[Tensor, Source]] = {}
     for name, source in sources.items():
         first = next(source.tensors)
         source.by_expert = name in names.experts and files.meta(first).ndim == state[name].ndim - 1
         if source.by_expert:
             _check_experts(model, files, names, source)
-        parts = source.made(model, lambda key, rows: files.meta(key)[rows], 0 if source.by_expert else None)
+        parts = source.made(model, files.meta, 0 if source.by_expert else None)
         made |= {each: (part, source) for each, part in parts.items()}
-    tied = set(getattr(model, "all_tied_weights_keys", {}))
+    tied = tied_names(model)
     optional = _patterns(model._keys_to_ignore_on_load_missing)
     for name, wanted in state.items():
         if name not in made:
-            if name in tied or optional.search(name):
+            if any(other in made for other in tied.get(name, ())) or optional.search(name):
                 continue
-            missing = next(iter(names.to_hub({name: wanted})))
+            missing, tensor = next(iter(names.to_hub({name: wanted}).items()))
+            others = [each for each in sources if each not in state]
             raise ValueError(
-                f"{files.folder}: {missing} is in no file, and config.json makes it a tensor of "
-                f"{list(wanted.shape)}; {_way_out()}"
+                f"{files.folder}: {missing} is in no file, and config.json makes it a tensor of {list(tensor.shape)}"
+                f"{f' (files have {others[0]}, which the model does not)' if others else ''}; {_way_out()}"
             )
         tensor, source = made[name]
         cut = 1 if source.by_expert else 0
@@ -145,8 +166,9 @@ def _check_experts(model: Any, files: HubFiles, names: HubNames, source: Source)
         wrong = sorted(found - known, key=dot_natural_key) or sorted(known - found, key=dot_natural_key)
         file = files.file_of.get(wrong[0], files.folder)
         what = "is too many" if wrong[0] in found else "is in no file"
+        others = f"{layer} has {held} experts there, and" if held != E else f"other tensors of {layer} have all, as"
         raise ValueError(
-            f"{file}: {wrong[0]} {what}: {layer} has {held} experts there, and config.json says {counted}={E}; "
+            f"{file}: {wrong[0]} {what}: {others} config.json says {counted}={E}; "
             f"{_way_out(f'{counted} to {held}' if held != E else '')}"
         )
     if len(source.parts) * E != len(known):
@@ -154,12 +176,24 @@ def _check_experts(model: Any, files: HubFiles, names: HubNames, source: Source)
         raise ValueError(f"{files.folder}: {missing} is in no file, of none of the {E} experts; {_way_out()}")
     for tensors in source.parts.values():
         shape = files.meta(tensors[0]).shape
-        for tensor in tensors:
+        for expert, (tensor, number) in enumerate(zip(tensors, _numbers(tensors), strict=True)):
+            if number != expert:
+                raise ValueError(
+                    f"{files.file_of[tensor]}: {tensor} is of expert {number}, and there is none of expert {expert}: "
+                    f"config.json says {counted}={E}, which are numbered from 0; {_way_out()}"
+                )
             if (other := files.meta(tensor).shape) != shape:
                 raise ValueError(
                     f"{files.file_of[tensor]}: {tensor} has shape {list(other)}, and {tensors[0]} {list(shape)}; "
                     "fetch it again"
                 )
+
+
+def _numbers(tensors: list[str]) -> list[int]:
+    """Returns the numbers of experts in the names of their tensors, in which nothing else differs."""
+    parts = zip(*(tensor.split(".") for tensor in tensors), strict=False)
+    differing = next((part for part in parts if len(set(part)) > 1), ("0",))
+    return [int(part) for part in differing]
 
 
 def _field(folder: Path, config: Any, num_experts: int) -> str:
@@ -175,6 +209,6 @@ def _way_out(right: str = "") -> str:
     return f"{again}, or set {right} if they are right" if right else f"{again}, or give the config.json of theirs"
 
 
-def _patterns(patterns: Any, *more: str) -> re.Pattern[str]:
+def _patterns(patterns: Any) -> re.Pattern[str]:
     """Returns what matches any of them; nothing where there are none."""
-    return re.compile("|".join(f"({each})" for each in [*(patterns or ()), *more]) or r"(?!)")
+    return re.compile("|".join(f"({each})" for each in patterns or ()) or r"(?!)")

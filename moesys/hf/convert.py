@@ -10,6 +10,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import reduce
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -36,14 +37,17 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from moesys.hf.checkpoint_check import Source, sources_of
+from moesys.hf.checkpoint_check import Source, sources_of, warn_of_others
+from moesys.hf.experts_module import DTYPES
 from moesys.hf.hub_files import HubFiles, NewHubFiles, has_safetensors, other_files
-from moesys.hf.hub_names import HubNames, skeleton
+from moesys.hf.hub_names import HubNames, loading_dtype, skeleton, tied_names
 from moesys.whole_folders import whole_folder
 
 METADATA = ".metadata"
 # Under it a loop's state dict has the model: dcp.save({"model": ..., "optimizer": ...}).
 MODEL = "model"
+KEPT = "they go along unchanged, and transformers ignores them"
+LEFT_OUT = f"they are left out, as they are no tensors, or not known to be the model's: save those under {MODEL!r}"
 
 # Told after each piece: bytes that are done, and of all.
 Tick = Callable[[int, int], None]
@@ -55,8 +59,12 @@ def convert(source: Path, out: Path, config: Path | None, tick: Tick) -> str:
     A hub folder has safetensors, a distributed checkpoint ``.metadata``; config.json is in either, or ``config`` is it
     or a folder with it. What else lies beside it goes along, besides weights.
 
-    Raises ValueError for a checkpoint that is torn, or not all of its model's, for an ``out`` with something in it, and
-    for a ``source`` that is neither.
+    Every tensor of the checkpoint is written. Tensors of different dtypes that become one parameter get the widest,
+    which holds the values of all. Warns of tensors that the model does not have, which go along unchanged, and of what
+    is left out.
+
+    Raises ValueError, before anything is written, for a checkpoint that is torn, or not all of its model's, for an
+    ``out`` with something in it, and for a ``source`` that is neither.
     """
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ValueError(f"{out} is there already, and not an empty folder; give another, or remove it")
@@ -89,6 +97,7 @@ def _to_dcp(source: Path, out: Path, config_at: Path, tick: Tick) -> None:
     model = skeleton(config)
     names, files = HubNames(model), HubFiles(source)
     sources = sources_of(model, files, names)
+    warn_of_others(source, model, (each.name for each in sources), KEPT)
     planner = _Pieces(model, names, files, sources, tick)
     with whole_folder(out) as new:
         for path in other_files(source):
@@ -107,20 +116,20 @@ class _Pieces(DefaultSavePlanner):
     def __init__(self, model: Any, names: HubNames, files: HubFiles, sources: list[Source], tick: Tick) -> None:
         super().__init__()
         self._model, self._experts, self._files, self._tick = model, names.experts, files, tick
-        self._source: dict[str, Source] = {}
+        state = model.state_dict()
+        # With the name that the source makes the tensor under, which is another one's where the two are tied.
+        self._source: dict[str, tuple[Source, str]] = {}
         self.layout: dict[str, Tensor] = {}
         for source in sources:
-            for name, part in source.made(model, self._meta, 0 if source.by_expert else None).items():
-                shape = model.state_dict()[name].shape
-                self.layout[name] = torch.empty(shape, dtype=part.dtype, device="meta")
-                self._source[name] = source
-        for name, other in getattr(model, "all_tied_weights_keys", {}).items():
-            if name not in self.layout and other in self.layout:
-                self.layout[name], self._source[name] = self.layout[other], self._source[other]
+            for name, part in source.made(model, files.meta, 0 if source.by_expert else None).items():
+                dtype, like = _common_dtype(source, files, part), state.get(name, part)
+                self.layout[name] = torch.empty(like.shape, dtype=dtype, device="meta")
+                self._source[name] = source, name
+        stored = set(self.layout)
+        for name, group in tied_names(model).items():
+            if name not in stored and (others := [other for other in group if other in stored]):
+                self.layout[name], self._source[name] = self.layout[others[0]], self._source[others[0]]
         self._done, self._all = 0, sum(each.nbytes for each in self.layout.values())
-
-    def _meta(self, name: str, rows: slice) -> Tensor:
-        return self._files.meta(name)[rows]
 
     def create_local_plan(self) -> SavePlan:
         plan = super().create_local_plan()
@@ -143,14 +152,28 @@ class _Pieces(DefaultSavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> Tensor:
         name = write_item.index.fqn.removeprefix(f"{MODEL}.")
-        source, offset = self._source[name], write_item.index.offset
+        (source, made_as), offset = self._source[name], write_item.index.offset
         expert = offset[0] if name in self._experts and offset else None
-        made = source.made(self._model, self._files.read, expert)
-        # A tied parameter is made under the other's name.
-        tensor = made.get(name, next(iter(made.values())))
+        tensor = source.made(self._model, self._files.read, expert)[made_as].to(self.layout[name].dtype)
         self._done += tensor.nbytes
         self._tick(self._done, self._all)
         return tensor
+
+
+def _common_dtype(source: Source, files: HubFiles, made: Tensor) -> torch.dtype:
+    """Returns the dtype that holds the values of all tensors that ``source`` makes one parameter of, ``made``."""
+    found = [{files.meta(name).dtype: name for name in reversed(names)} for names in source.parts.values()]
+    dtypes = {dtype for each in found for dtype in each}
+    if dtypes <= set(DTYPES):
+        return reduce(torch.promote_types, dtypes)
+    for each in found:
+        if len(each) > 1:
+            (one, first), (other, second), *_ = each.items()
+            raise ValueError(
+                f"{files.folder}: {first} has {one} and {second} {other}, and no dtype holds the values of both, which "
+                f"{source.name} needs; save the weights in one of {', '.join(map(str, DTYPES))}"
+            )
+    return made.dtype
 
 
 def _to_hub(source: Path, out: Path, config_at: Path, tick: Tick) -> None:
@@ -158,14 +181,15 @@ def _to_hub(source: Path, out: Path, config_at: Path, tick: Tick) -> None:
     model = skeleton(config)
     names, stored = HubNames(model), _Stored(source)
     layout = stored.layout(model)
-    config.dtype = next(each.dtype for each in layout.values() if each.is_floating_point())
+    config.dtype = loading_dtype(model, layout)
+    config.architectures = [type(model).__name__]
+    files = NewHubFiles(names.layout(layout), max_shard_size="5GB")
     done, total = 0, sum(each.nbytes for each in layout.values())
     with whole_folder(out) as new:
         for path in other_files(config_at) if config_at.is_dir() else []:
             shutil.copy2(path, new)
-        config.architectures = [type(model).__name__]
         config.save_pretrained(new)
-        files = NewHubFiles(new, names.to_hub(layout), max_shard_size="5GB")
+        files.folder = new
         files.create()
         for group in names.groups(layout):
             for rows in stored.rows(group) if names.experts.issuperset(group) else [None]:
@@ -207,22 +231,27 @@ class _Stored:
                 )
 
     def layout(self, model: Any) -> dict[str, Tensor]:
-        """Returns the stored parameters and buffers of ``model``, tied ones once, as tensors without memory."""
+        """Returns the stored parameters and buffers of ``model``, and other tensors under "model", without memory.
+
+        A tied parameter is left out where it has the bits of the one that it is tied to.
+        """
         wanted = model.state_dict()
-        tied = getattr(model, "all_tied_weights_keys", {})
+        tied = tied_names(model)
         stored = self._metadata.state_dict_metadata
-        first = next(iter(wanted))
-        self._prefix = next((each for each in (f"{MODEL}.", "") if each + first in stored), None)
-        if self._prefix is None:
+        prefixes = (f"{MODEL}.", "")
+        prefix = next((each for each in prefixes if any(each + name in stored for name in wanted)), None)
+        if prefix is None:
             raise ValueError(
-                f"{self._folder} has no {first!r}, which {type(model).__name__} has, nor that under {MODEL!r}; it has "
-                f"{', '.join(list(stored)[:3])}, ...; save dcp.save({{{MODEL!r}: get_model_state_dict(model)}})"
+                f"{self._folder} has no {next(iter(wanted))!r}, which {type(model).__name__} has, nor that under "
+                f"{MODEL!r}; it has {', '.join(list(stored)[:3])}, ...; save "
+                f"dcp.save({{{MODEL!r}: get_model_state_dict(model)}})"
             )
+        self._prefix = prefix
         layout = {}
         for name, tensor in wanted.items():
-            if name in tied:
-                continue
             found = stored.get(self._prefix + name)
+            if found is None and any(self._prefix + other in stored for other in tied.get(name, ())):
+                continue
             if not isinstance(found, TensorStorageMetadata):
                 raise ValueError(
                     f"{self._folder} has no {name}, which {type(model).__name__} has; is its config another?"
@@ -233,7 +262,30 @@ class _Stored:
                     "give the config.json of this model by --config"
                 )
             layout[name] = torch.empty(found.size, dtype=found.properties.dtype, device="meta")
+        for name, group in tied.items():
+            first = layout.get(group[0])
+            if name != group[0] and first is not None and name in layout and self._is_copy(name, group[0], layout):
+                del layout[name]
+        self._add_others(model, layout)
         return layout
+
+    def _is_copy(self, name: str, other: str, layout: dict[str, Tensor]) -> bool:
+        one, first = layout[name], layout[other]
+        same = (one.dtype, one.shape) == (first.dtype, first.shape)
+        return same and torch.equal(self.read(name, one, None), self.read(other, first, None))
+
+    def _add_others(self, model: Any, layout: dict[str, Tensor]) -> None:
+        """Adds the tensors that were saved under "model" and that it does not have, and warns of all such entries."""
+        stored = self._metadata.state_dict_metadata
+        names = {key.removeprefix(self._prefix) for key in stored if key.startswith(self._prefix)}
+        kept = {}
+        for name in sorted(names - model.state_dict().keys()):
+            found = stored[self._prefix + name]
+            if self._prefix and isinstance(found, TensorStorageMetadata):
+                kept[name] = torch.empty(found.size, dtype=found.properties.dtype, device="meta")
+        layout |= kept
+        warn_of_others(self._folder, model, kept, KEPT)
+        warn_of_others(self._folder, model, names - kept.keys(), LEFT_OUT)
 
     def rows(self, group: list[str]) -> list[range]:
         """Returns experts in ranges that no stored shard of the group's crosses, so that each is read once."""

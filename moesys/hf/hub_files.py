@@ -24,6 +24,9 @@ DTYPES = {
     "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
     "I64": torch.int64,
     "I32": torch.int32,
     "I16": torch.int16,
@@ -59,12 +62,13 @@ class HubFiles:
                 self.file_of[name] = path
                 self._slices[name] = opened.get_slice(name)
 
-    def meta(self, name: str) -> Tensor:
-        """Returns a tensor's shape and dtype, as a tensor without memory."""
+    def meta(self, name: str, rows: slice = slice(None)) -> Tensor:
+        """Returns the shape and dtype of a tensor, or of some rows of it, as a tensor without memory."""
         dtype = self._slices[name].get_dtype()
         if dtype not in DTYPES:
             raise ValueError(f"{self.file_of[name]}: {name} is of dtype {dtype}; known are {', '.join(DTYPES)}")
-        return torch.empty(self._slices[name].get_shape(), dtype=DTYPES[dtype], device="meta")
+        shape = self._slices[name].get_shape()
+        return torch.empty(shape, dtype=DTYPES[dtype], device="meta")[rows if shape else ...]
 
     def read(self, name: str, rows: slice = slice(None)) -> Tensor:
         tensor: Tensor = self._slices[name][rows if self._slices[name].get_shape() else ...]
@@ -111,7 +115,7 @@ def _open(path: Path) -> Any:
 
 @dataclass(frozen=True)
 class _Place:
-    path: Path
+    file: str
     start: int
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -120,22 +124,28 @@ class _Place:
 class NewHubFiles:
     """Safetensors files of tensors that are known before any is there; any process writes any piece of them.
 
-    layout: the tensors, on the meta device. One process calls ``create`` before any writes.
+    layout: the tensors, on the meta device. Nothing is written before ``folder`` is set, and one process has called
+    ``create``. Raises ValueError for a dtype that safetensors does not have.
     """
 
-    def __init__(self, folder: Path, layout: Mapping[str, Tensor], max_shard_size: str) -> None:
+    folder: Path
+
+    def __init__(self, layout: Mapping[str, Tensor], max_shard_size: str) -> None:
+        for name, tensor in layout.items():
+            if tensor.dtype not in NAMES:
+                raise ValueError(f"{name} has {tensor.dtype}, and safetensors files have {', '.join(DTYPES)}; cast it")
         split = split_torch_state_dict_into_shards(
             dict(layout), filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
         )
-        self._index = folder / INDEX if split.is_sharded else None
+        self._sharded = split.is_sharded
         self._weight_map, self._metadata = split.tensor_to_filename, split.metadata
-        self._heads: dict[Path, bytes] = {}
-        self._sizes: dict[Path, int] = {}
-        self._places: dict[str, _Place] = {}
+        self._heads: dict[str, bytes] = {}
+        self._sizes: dict[str, int] = {}
+        self.places: dict[str, _Place] = {}
         for file, names in split.filename_to_tensors.items():
-            self._lay_out(folder / file, {name: layout[name] for name in names})
+            self._lay_out(file, {name: layout[name] for name in names})
 
-    def _lay_out(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
+    def _lay_out(self, file: str, tensors: Mapping[str, Tensor]) -> None:
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
         # Larger items first, as safetensors does, so that all are aligned.
         order = sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0]))
@@ -146,28 +156,28 @@ class NewHubFiles:
             size = ends[1]
         text = json.dumps(header, separators=(",", ":")).encode()
         text += b" " * (-len(text) % 8)
-        self._heads[path] = len(text).to_bytes(8, "little") + text
-        begin = len(self._heads[path])
-        self._sizes[path] = begin + size
+        self._heads[file] = len(text).to_bytes(8, "little") + text
+        begin = len(self._heads[file])
+        self._sizes[file] = begin + size
         for name, tensor in order:
             start = begin + header[name]["data_offsets"][0]
-            self._places[name] = _Place(path, start, tuple(tensor.shape), tensor.dtype)
+            self.places[name] = _Place(file, start, tuple(tensor.shape), tensor.dtype)
 
     def create(self) -> None:
-        for path, head in self._heads.items():
-            with path.open("wb") as file:
+        for name, head in self._heads.items():
+            with (self.folder / name).open("wb") as file:
                 file.write(head)
-                file.truncate(self._sizes[path])
-        if self._index is not None:
+                file.truncate(self._sizes[name])
+        if self._sharded:
             index = {"metadata": self._metadata, "weight_map": self._weight_map}
-            self._index.write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+            (self.folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
     def write(self, name: str, tensor: Tensor, row: int = 0) -> None:
         """Writes a whole tensor, or where it has fewer rows than the file's those from ``row`` on."""
-        place = self._places[name]
+        place = self.places[name]
         whole = tuple(tensor.shape) == place.shape
         assert tensor.dtype == place.dtype and (whole or tensor.shape[1:] == place.shape[1:])  # noqa: PT018
         data = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
-        with place.path.open("r+b") as file:
+        with (self.folder / place.file).open("r+b") as file:
             file.seek(place.start + (0 if whole else row * (data.size // len(tensor))))
             file.write(data.data)

@@ -6,8 +6,10 @@ Nothing here has memory: models and tensors are on the meta device, or pieces th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from copy import deepcopy
+from functools import reduce
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,10 +22,11 @@ from transformers.core_model_loading import (
     WeightConverter,
     WeightTransform,
     apply_converters,
+    dot_natural_key,
     revert_weight_conversion,
 )
 
-from moesys.hf.experts_module import ExpertsModule, is_experts
+from moesys.hf.experts_module import DTYPES, ExpertsModule, is_experts
 
 
 def skeleton(config: Any) -> Any:
@@ -41,9 +44,43 @@ def skeleton(config: Any) -> Any:
     return without_memory(kind, config)
 
 
-def without_memory(kind: Any, config: Any) -> Any:
+def without_memory(kind: Any, config: Any, **options: Any) -> Any:
     with torch.device("meta"):
-        return kind._from_config(deepcopy(config))
+        return kind._from_config(deepcopy(config), **options)
+
+
+def tied_names(model: Any) -> dict[str, list[str]]:
+    """Returns for each parameter that the configuration of ``model`` ties to others the names of all of them.
+
+    The first name is the one that transformers writes.
+    """
+    groups: dict[str, list[str]] = {}
+    for name, source in getattr(model, "all_tied_weights_keys", {}).items():
+        groups.setdefault(source, [source]).append(name)
+    return {name: group for group in groups.values() for name in group}
+
+
+def loading_dtype(model: Any, tensors: Mapping[str, Tensor]) -> torch.dtype:
+    """Returns the smallest dtype for config.json in which ``from_pretrained`` rounds none of ``tensors``.
+
+    transformers gives every tensor that one dtype, except for those that it keeps in float32. ``model`` is on the meta
+    device, of the architecture and configuration of ``tensors``.
+    """
+    found = {each.dtype for each in tensors.values() if each.dtype in DTYPES} or {torch.get_default_dtype()}
+    widest = reduce(torch.promote_types, found)
+    for dtype in sorted(found - {widest}, key=lambda each: each.itemsize):
+        made = without_memory(type(model), model.config, dtype=dtype)
+        dtype_of = {name: each.dtype for name, each in made.state_dict().items()}
+        for pattern, kept in made._get_dtype_plan(dtype).items():
+            dtype_of |= {name: kept for name in dtype_of if re.search(pattern.replace("*", ".*"), name)}
+        if all(_holds(dtype_of.get(name, dtype), each.dtype) for name, each in tensors.items()):
+            return dtype
+    return widest
+
+
+def _holds(dtype: torch.dtype, other: torch.dtype) -> bool:
+    """Returns whether every value of dtype ``other`` is one of ``dtype``; only floating-point dtypes are compared."""
+    return other not in DTYPES or torch.promote_types(dtype, other) == dtype
 
 
 class HubNames:
@@ -73,6 +110,22 @@ class HubNames:
         for name in names:
             groups.setdefault(apply_converters(name, converters)[0], []).append(name)
         return list(groups.values())
+
+    def layout(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns all tensors of a model, which are on the meta device, by their names in files.
+
+        Raises ValueError where two of them have one name in files.
+        """
+        found: dict[str, Tensor] = {}
+        for group in self.groups(sorted(tensors, key=dot_natural_key)):
+            made = self.to_hub({name: tensors[name] for name in group})
+            if twice := sorted(found.keys() & made.keys()):
+                raise ValueError(
+                    f"{type(self._model).__name__}: {twice[0]} is the name in files of {group[0]} and of another "
+                    "tensor; give one of them another name"
+                )
+            found |= made
+        return found
 
     def to_hub(self, tensors: dict[str, Tensor], expert: int | None = None) -> dict[str, Tensor]:
         """Returns a group's tensors by their names in files; with ``expert`` they have that one alone, as [1, ...]."""

@@ -2,54 +2,66 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from moesys.hf.hub_files import INDEX, NewHubFiles
-from moesys.hf.hub_names import HubNames, without_memory
+from moesys.hf.hub_names import HubNames, loading_dtype, without_memory
 from moesys.whole_folders import whole_folder
+
+T = TypeVar("T")
 
 
 def save_pretrained(model: nn.Module, folder: Path | str, *, max_shard_size: str = "5GB") -> None:
     """Saves ``model``, under a strategy, as a folder that transformers' ``from_pretrained`` reads. A collective.
 
-    For models of ``from_pretrained(distributed_config=...)`` and of ``ms.parallelize``. Names and shapes of tensors are
-    the hub's, dtypes the model's, files no larger than ``max_shard_size``. A rank has besides its shards one expert of
+    For models of ``from_pretrained(distributed_config=...)`` and of ``ms.parallelize``, also inside ``torch.compile``,
+    ``DistributedDataParallel`` or a module without parameters of its own. Names and shapes of tensors are the hub's,
+    each has its own dtype, and files are no larger than ``max_shard_size``. A rank has besides its shards one expert of
     a layer at a time, or one of the other parameters whole.
+
+    Every parameter and persistent buffer is written. A tied parameter is left out only where the model shares it and
+    ``from_pretrained`` ties it again. config.json has the model's configuration, with the smallest dtype in which
+    ``from_pretrained`` rounds no tensor.
 
     The weights that ``folder`` had stay whole until the new ones are (``ms.whole_folder``); its other files are kept.
 
-    Raises ValueError for a model with adapters, which saves them itself, and what ``ms.whole_folder`` raises.
+    Raises, on every rank and before anything is written, TypeError for a module without one model of transformers, and
+    ValueError for a model with adapters, one inside a module that has parameters of its own, one that lacks a tensor of
+    its configuration or has it in another shape, and one that differs between ranks. Raises as well what
+    ``ms.whole_folder`` raises.
     """
-    if getattr(model, "_hf_peft_config_loaded", False):
-        raise ValueError(f"{type(model).__name__} has adapters; save them by its own save_pretrained")
-    live: Any = model
-    kind = next(each for each in type(model).__mro__ if each.__module__.startswith("transformers."))
-    empty = without_memory(kind, live.config)
-    names = HubNames(empty, getattr(model, "_weight_conversions", None))
-    tied = getattr(empty, "all_tied_weights_keys", {})
-    everything: dict[str, Any] = get_model_state_dict(model)
-    state: dict[str, Tensor] = {name: each for name, each in everything.items() if name not in tied}
-    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    errors: list[OSError] = []
+    live, empty = _agreed(lambda: _transformers_model(model))
+    names = HubNames(empty, getattr(live, "_weight_conversions", None))
+    # Where homes of experts have moved this is a collective, which every rank has to reach.
+    everything: dict[str, Any] = get_model_state_dict(live)
+    config, state, files = _agreed(lambda: _plan(live, empty, names, everything, max_shard_size))
+    _check_alike(files)
+    rank, world = _rank_and_world()
+    errors: list[Exception] = []
     with whole_folder(folder) as new:
-        layout = {name: torch.empty(each.shape, dtype=each.dtype, device="meta") for name, each in state.items()}
-        files = NewHubFiles(new, names.to_hub(layout), max_shard_size)
+        files.folder = new
         if rank == 0:
             with _kept(errors):
                 _link_other_files(Path(folder), new)
-                _write_config(live, kind.__name__, state, new)
+                config.save_pretrained(new)
+                if live.can_generate():
+                    live.generation_config.save_pretrained(new)
                 files.create()
         if world > 1:
             dist.barrier()
@@ -66,17 +78,171 @@ def save_pretrained(model: nn.Module, folder: Path | str, *, max_shard_size: str
             raise errors[0]
 
 
+# --- what is checked before anything is written ---------------------------------------------------------------------
+
+
+def _transformers_model(model: Any) -> tuple[Any, Any]:
+    """Returns the model of transformers that ``model`` is or contains, and one of its configuration without memory."""
+    given = type(model).__name__.removeprefix("FSDP")
+    modules = dict(model.named_modules()) if isinstance(model, nn.Module) else {}
+    if adapted := [path or given for path, each in modules.items() if _classes(each, "peft")]:
+        raise ValueError(
+            f"{given} has adapters of PEFT, as in {adapted[0]}, and ms.hf.save_pretrained writes whole models; call "
+            "state = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True)) on "
+            "every rank and model.save_pretrained(folder, state_dict=state) on rank 0, or merge the adapters first "
+            "(merge_and_unload)"
+        )
+    if any(isinstance(each, FullyShardedDataParallel) for each in modules.values()):
+        raise TypeError(
+            f"{given} is sharded by FullyShardedDataParallel, whose parameters are not in the model's shapes; shard "
+            "it by ms.parallelize or fully_shard (FSDP2), or save it by torch.distributed.checkpoint"
+        )
+    found: dict[str, Any] = {}
+    for path, module in modules.items():
+        if isinstance(module, PreTrainedModel) and not any(f"{path}.".startswith(each) for each in found):
+            found[f"{path}." if path else ""] = module
+    if len(found) != 1:
+        raise TypeError(
+            f"model is of type {given}, with {len(found)} models of transformers in it, and ms.hf.save_pretrained "
+            "takes one (Qwen3MoeForCausalLM, ...), or a module around one; save others by torch.distributed.checkpoint"
+        )
+    [(path, live)] = found.items()
+    inside = {id(each) for module in live.modules() for each in (module, *_own_tensors(module).values())}
+    outside = [
+        f"{prefix}.{name}".removeprefix(".")
+        for prefix, module in modules.items()
+        if id(module) not in inside
+        for name, tensor in _own_tensors(module).items()
+        if id(tensor) not in inside
+    ]
+    kind = next(each for each in _classes(live, "transformers") if issubclass(each, PreTrainedModel))
+    if outside:
+        raise ValueError(
+            f"{given} has {', '.join(outside[:3])}{', ...' if outside[3:] else ''} besides the tensors of its "
+            f"{kind.__name__}, and transformers' from_pretrained would not read them; call "
+            f"ms.hf.save_pretrained(model.{path.removesuffix('.')}, folder), and save the others on their own"
+        )
+    if kind.__init__ is PreTrainedModel.__init__:
+        raise TypeError(
+            f"{type(live).__name__.removeprefix('FSDP')} is no architecture of transformers {transformers.__version__},"
+            " and from_pretrained would not know it; save it by its own save_pretrained"
+        )
+    return live, without_memory(kind, live.config)
+
+
+def _classes(module: nn.Module, package: str) -> list[type]:
+    """Returns the classes that ``module`` is of and that ``package`` defines, the most special one first."""
+    return [each for each in type(module).__mro__ if each.__module__.partition(".")[0] == package]
+
+
+def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Returns the parameters and persistent buffers of a module without those of its submodules."""
+    found = {**module._parameters, **module._buffers}
+    transient = module._non_persistent_buffers_set
+    return {name: each for name, each in found.items() if each is not None and name not in transient}
+
+
+def _plan(
+    live: Any, empty: Any, names: HubNames, everything: dict[str, Any], max_shard_size: str
+) -> tuple[Any, dict[str, Tensor], NewHubFiles]:
+    """Returns the configuration and the tensors that are written, and the files that are going to have them."""
+    kind = type(empty).__name__
+    for name, tensor in everything.items():
+        if not isinstance(tensor, Tensor):
+            raise ValueError(
+                f"{kind}: {name} of its state_dict is a {type(tensor).__name__}, and safetensors files have tensors "
+                "alone; save the model by torch.distributed.checkpoint"
+            )
+        if tensor.device.type == "meta":
+            raise ValueError(f"{kind}: {name} is on the meta device, without values; load the model before it is saved")
+    for name, wanted in empty.state_dict().items():
+        has = f"shape {list(everything[name].shape)}" if name in everything else "no such tensor"
+        if has != f"shape {list(wanted.shape)}":
+            raise ValueError(
+                f"{kind}: its configuration makes {name} a tensor of shape {list(wanted.shape)}, and the model has "
+                f"{has}; set model.config to what the model is, or save it by torch.distributed.checkpoint"
+            )
+    tied = getattr(empty, "all_tied_weights_keys", {})
+    state = {
+        name: each
+        for name, each in everything.items()
+        if name not in tied or not _is_same(each, everything[tied[name]])
+    }
+    meta = {name: torch.empty(each.shape, dtype=each.dtype, device="meta") for name, each in state.items()}
+    config = deepcopy(live.config)
+    config.dtype = loading_dtype(empty, meta)
+    config.architectures = [kind]
+    if live.can_generate():
+        # transformers does so when it is written, which is on one rank.
+        live.generation_config.validate(strict=True)
+    return config, state, NewHubFiles(names.layout(meta), max_shard_size)
+
+
+def _is_same(one: Tensor, other: Tensor) -> bool:
+    """Returns whether two tensors, of a state dict, are one in memory."""
+    a, b = (each.to_local() if isinstance(each, DTensor) else each for each in (one, other))
+    return a.is_set_to(b)
+
+
+def _agreed(make: Callable[[], T]) -> T:
+    """Returns what ``make`` returns, and raises on every rank if it raises on any."""
+    made: list[T] = []
+    error: Exception | None = None
+    try:
+        made.append(make())
+    except Exception as raised:
+        error = raised
+    messages = _of_all_ranks(None if error is None else f"{type(error).__name__}: {error}")
+    if error is not None:
+        raise error
+    for rank, message in enumerate(messages):
+        if message is not None:
+            raise ValueError(f"nothing is written, as rank {rank} raised {message}")
+    return made[0]
+
+
+def _check_alike(files: NewHubFiles) -> None:
+    """Raises ValueError, on every rank, unless all ranks are about to write the same tensors to the same files."""
+    mine = {name: f"{list(each.shape)} of {each.dtype} in {each.file}" for name, each in files.places.items()}
+    # Usually all are alike, and then names need not travel.
+    if len(set(_of_all_ranks(hashlib.sha256(repr(mine).encode()).hexdigest()))) == 1:
+        return
+    first, *others = _of_all_ranks(mine)
+    for rank, other in enumerate(others, 1):
+        for name in first | other:
+            if first.get(name) != other.get(name):
+                raise ValueError(
+                    f"ranks differ in what they save: rank {rank} has {name} as {other.get(name)}, and rank 0 as "
+                    f"{first.get(name)}; give the same model and max_shard_size on every rank"
+                )
+
+
+def _of_all_ranks(value: T) -> list[T]:
+    _, world = _rank_and_world()
+    values = [value] * world
+    if world > 1:
+        dist.all_gather_object(values, value)
+    return values
+
+
+def _rank_and_world() -> tuple[int, int]:
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+# --- how it is written ------------------------------------------------------------------------------------------------
+
+
 @contextmanager
-def _kept(errors: list[OSError]) -> Iterator[None]:
+def _kept(errors: list[Exception]) -> Iterator[None]:
     """Keeps an error for the end, as other ranks wait for what this one sends."""
     try:
         yield
-    except OSError as error:
+    except Exception as error:
         errors.append(error)
 
 
 def _write(
-    files: NewHubFiles, names: HubNames, tensors: dict[str, Tensor], errors: list[OSError], expert: int | None = None
+    files: NewHubFiles, names: HubNames, tensors: dict[str, Tensor], errors: list[Exception], expert: int | None = None
 ) -> None:
     for name, tensor in names.to_hub(tensors, expert).items():
         with _kept(errors):
@@ -95,15 +261,6 @@ def _link(source: str, target: str) -> None:
         os.link(source, target)
     except OSError:
         shutil.copy2(source, target)
-
-
-def _write_config(model: Any, architecture: str, state: dict[str, Tensor], new: Path) -> None:
-    config = deepcopy(model.config)
-    config.dtype = next(each.dtype for each in state.values() if each.is_floating_point())
-    config.architectures = [architecture]
-    config.save_pretrained(new)
-    if model.can_generate():
-        model.generation_config.save_pretrained(new)
 
 
 def _whole(tensor: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import json
 import os
 import re
 import shutil
@@ -21,9 +22,16 @@ import torch
 import torch.distributed as dist
 from hf_models import drawn, fsep, lent, loaded, text
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+    SwitchTransformersConfig,
+    SwitchTransformersForConditionalGeneration,
+)
 
 import moesys as ms
 from moesys.hf.hub_files import NewHubFiles
@@ -117,6 +125,94 @@ def test_what_a_loop_of_ones_own_saves(ranks: LocalRanks, tmp_path: Path, family
     ranks.run(save_own, tmp_path / family, tmp_path, timeout_s=100.0)
     for name in ("lent", "fsep"):
         assert_same(tmp_path / name, tmp_path / family)
+
+
+# --- what is written is what the model has -----------------------------------------------------------------------
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+def with_head(shared: bool, configured: bool) -> Any:
+    """A model whose head shares the embedding, or does not, whatever its configuration says about it."""
+    model = drawn("qwen3_moe", EXPERTS)
+    model.config.tie_word_embeddings = configured
+    if shared:
+        model.lm_head.weight = model.model.embed_tokens.weight
+    return model
+
+
+def save_heads(out: Path) -> None:
+    for shared in (True, False):
+        for configured in (True, False):
+            model = with_head(shared, configured)
+            runtime = ms.parallelize(model, fsep(2, EXPERTS))
+            # A step apart, so that an untied head differs from what any rule would draw or copy.
+            with torch.no_grad():
+                model.lm_head.weight.add_(0.125)
+            ms.hf.save_pretrained(model, out / f"{shared} {configured}")
+            runtime.close()
+    for strategy in (lent(2, EXPERTS), fsep(2, EXPERTS)):
+        again = loaded(out / "False True", strategy, TWO)
+        ms.hf.save_pretrained(again, out / strategy.name)
+
+
+def test_a_head_is_tied_as_the_tensors_are(ranks: LocalRanks, tmp_path: Path) -> None:
+    """Whatever the configuration says; a reloaded model computes what the saved one did."""
+    ranks.run(save_heads, tmp_path, num_ranks=2, timeout_s=100.0)
+    for shared in (True, False):
+        for configured in (True, False):
+            model = with_head(shared, configured).eval()
+            with torch.no_grad():
+                model.lm_head.weight.add_(0.125)
+                wanted = model(input_ids=text(7)).logits
+            out = tmp_path / f"{shared} {configured}"
+            torch.testing.assert_close(logits(out), wanted, rtol=0, atol=1e-6)
+            assert (HEAD in tensors(out)) == (not (shared and configured))
+            assert torch.equal(tensors(out)[EMBEDDING], model.model.embed_tokens.weight)
+    for again in ("lent", "fsep"):
+        assert_same(tmp_path / again, tmp_path / "False True")
+
+
+def test_each_of_several_tied_tensors_is_judged_by_itself(tmp_path: Path) -> None:
+    sizes = {"vocab_size": 64, "d_model": 16, "d_ff": 32, "d_kv": 8, "num_heads": 2, "num_experts": 4}
+    layers = {"num_layers": 2, "num_decoder_layers": 2, "num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1}
+    model = SwitchTransformersForConditionalGeneration(SwitchTransformersConfig(**sizes, **layers))
+    model.save_pretrained(tmp_path / "theirs")
+    ms.hf.save_pretrained(model, tmp_path / "tied")
+    assert tensors(tmp_path / "tied").keys() == tensors(tmp_path / "theirs").keys()
+    model.decoder.embed_tokens.weight = nn.Parameter(model.shared.weight.detach() + 1)
+    ms.hf.save_pretrained(model, tmp_path / "out")
+    more = tensors(tmp_path / "out").keys() - tensors(tmp_path / "tied").keys()
+    assert more == {"decoder.embed_tokens.weight"}
+    found = AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "out").state_dict()
+    assert all(torch.equal(found[name], each) for name, each in model.state_dict().items())
+
+
+def save_mixed(out: Path) -> None:
+    for family in ("qwen3_moe", "deepseek_v3"):
+        model = drawn(family, EXPERTS).bfloat16()
+        gate = model.model.layers[1].mlp.gate
+        if family == "qwen3_moe":
+            gate.float()
+            gate.weight.data.add_(1e-4)
+        else:
+            gate.e_score_correction_bias = gate.e_score_correction_bias.float() + 1e-4
+        ms.hf.save_pretrained(model, out / family)
+        if dist.get_rank() == 0:
+            torch.save(model.state_dict(), out / f"{family}.pt")
+
+
+def test_each_tensor_has_its_dtype_and_none_is_rounded_when_it_is_loaded(ranks: LocalRanks, tmp_path: Path) -> None:
+    """The configuration's dtype is float32 for a float32 router, but not for what transformers keeps in float32."""
+    ranks.run(save_mixed, tmp_path, num_ranks=2, timeout_s=100.0)
+    for family, dtype in (("qwen3_moe", "float32"), ("deepseek_v3", "bfloat16")):
+        assert json.loads((tmp_path / family / "config.json").read_text())["dtype"] == dtype
+        saved = torch.load(tmp_path / f"{family}.pt")
+        found = AutoModelForCausalLM.from_pretrained(tmp_path / family).state_dict()
+        assert all(torch.equal(found[name].double(), each.double()) for name, each in saved.items())
+        in_files = tensors(tmp_path / family)
+        assert {each.dtype for each in in_files.values()} == {torch.bfloat16, torch.float32}
+        assert sum(each.dtype == torch.float32 for each in in_files.values()) == 1
 
 
 # --- a rank that dies, and a disk that is full ------------------------------------------------------------------

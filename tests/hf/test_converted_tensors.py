@@ -1,0 +1,241 @@
+"""Which tensors ``moesys convert`` writes, and in which dtype: the checkpoint decides, not the configuration."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from hf_models import drawn
+from safetensors.torch import save_file
+from test_convert import EXPERT, assert_same, changed, config_says, logits, quietly, tensors
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+import moesys as ms
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+FUSED = "model.layers.1.mlp.experts.gate_up_proj"
+IGNORES = r"has entries that a Qwen3MoeForCausalLM of its config\.json does not have: "
+
+
+@pytest.fixture
+def hub(tmp_path: Path) -> Path:
+    drawn("qwen3_moe").save_pretrained(tmp_path / "hub")
+    return tmp_path / "hub"
+
+
+def there_and_back(tmp_path: Path) -> dict[str, Tensor]:
+    quietly(tmp_path / "hub", tmp_path / "start")
+    quietly(tmp_path / "start", tmp_path / "back")
+    return tensors(tmp_path / "back")
+
+
+def save(state: dict[str, Any], folder: Path) -> None:
+    with pytest.warns(UserWarning, match="torch.distributed is disabled"):
+        dcp.save(state, checkpoint_id=folder, no_dist=True)
+
+
+def pop(name: str) -> Callable[[Path], None]:
+    return changed(lambda state: state.pop(name))
+
+
+# --- tied ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_head_that_is_not_tied_is_kept(hub: Path, tmp_path: Path) -> None:
+    config_says(tie_word_embeddings=True)(hub)
+    assert_same(there_and_back(tmp_path), tensors(hub))
+    torch.testing.assert_close(logits(tmp_path / "back"), logits(hub), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("missing", [HEAD, EMBEDDING])
+def test_either_of_two_tied_tensors_may_be_the_one_in_the_files(hub: Path, tmp_path: Path, missing: str) -> None:
+    """As transformers loads them."""
+    config_says(tie_word_embeddings=True)(hub)
+    pop(missing)(hub)
+    ms.hf.check_checkpoint(hub)
+    found = there_and_back(tmp_path)
+    kept = tensors(hub)[{HEAD: EMBEDDING, EMBEDDING: HEAD}[missing]]
+    assert torch.equal(found[EMBEDDING], kept)
+    assert HEAD not in found
+    torch.testing.assert_close(logits(tmp_path / "back"), logits(hub), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("missing", [HEAD, EMBEDDING])
+def test_neither_may_be_missing_where_they_are_not_tied(hub: Path, missing: str) -> None:
+    pop(missing)(hub)
+    with pytest.raises(ValueError, match=rf"{re.escape(missing)} is in no file"):
+        ms.hf.check_checkpoint(hub)
+
+
+@pytest.mark.parametrize("stored", [HEAD, EMBEDDING])
+def test_a_loop_may_save_one_of_two_tied_tensors(hub: Path, tmp_path: Path, stored: str) -> None:
+    config_says(tie_word_embeddings=True)(hub)
+    state = AutoModelForCausalLM.from_pretrained(hub).state_dict()
+    del state[{HEAD: EMBEDDING, EMBEDDING: HEAD}[stored]]
+    save({"model": state}, tmp_path / "start")
+    quietly(tmp_path / "start", tmp_path / "back", hub)
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "back").state_dict()
+    assert torch.equal(found[HEAD], state[stored])
+    assert torch.equal(found[EMBEDDING], state[stored])
+
+
+# --- dtypes -------------------------------------------------------------------------------------------------------
+
+
+def other_dtype(name: str, dtype: torch.dtype) -> Callable[[Path], None]:
+    def change(state: dict[str, Tensor]) -> None:
+        state[name] = (state[name].double() * (1 + 1e-3)).to(dtype)
+
+    return changed(change)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "widest"),
+    [
+        (EXPERT.format(3, "down"), torch.float32, torch.float32),
+        (EXPERT.format(0, "up"), torch.float16, torch.float32),
+        (EXPERT.format(7, "gate"), torch.float64, torch.float64),
+    ],
+)
+def test_no_expert_is_rounded_to_the_dtype_of_another(
+    tmp_path: Path, name: str, dtype: torch.dtype, widest: torch.dtype
+) -> None:
+    drawn("qwen3_moe").bfloat16().save_pretrained(tmp_path / "hub")
+    other_dtype(name, dtype)(tmp_path / "hub")
+    wanted, found = tensors(tmp_path / "hub"), there_and_back(tmp_path)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[each].double(), tensor.double()) for each, tensor in wanted.items())
+    assert found[name].dtype == widest
+    assert found["model.norm.weight"].dtype == torch.bfloat16
+    # Otherwise from_pretrained would round here what is not rounded in the files.
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == str(widest).removeprefix("torch.")
+
+
+def test_dtypes_without_a_common_one_are_refused(hub: Path, tmp_path: Path) -> None:
+    other_dtype(EXPERT.format(3, "down"), torch.float8_e4m3fn)(hub)
+    message = (
+        r"experts\.0\.down_proj\.weight has torch\.float32 and \S+experts\.3\.down_proj\.weight torch\.float8_e4m3fn"
+    )
+    with pytest.raises(ValueError, match=message):
+        quietly(hub, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["hub"]
+
+
+# --- what the model does not have ---------------------------------------------------------------------------------
+
+
+def next_token_layer(state: dict[str, Tensor]) -> None:
+    """Adds a layer for multi-token prediction, as files of DeepSeek-V3 have it behind the last one."""
+    first = {name: each for name, each in state.items() if name.startswith("model.layers.1.")}
+    state |= {name.replace("layers.1", "layers.2"): each + 1 for name, each in first.items()}
+    state["model.layers.2.eh_proj.weight"] = torch.ones(48, 96)
+    state["model.layers.2.scale"] = torch.tensor(2.0)
+
+
+def test_what_transformers_ignores_goes_along(hub: Path, tmp_path: Path) -> None:
+    changed(next_token_layer)(hub)
+    with pytest.warns(
+        UserWarning, match=IGNORES + r"model\.layers\.2\.\S+, .* and \d+ more; transformers ignores them"
+    ):
+        ms.hf.check_checkpoint(hub)
+    with pytest.warns(UserWarning, match=IGNORES + r"model\.layers\.2\.\S+, .*; they go along unchanged, and"):
+        found = there_and_back(tmp_path)
+    assert_same(found, tensors(hub))
+    torch.testing.assert_close(logits(tmp_path / "back"), logits(hub), rtol=0, atol=1e-6)
+
+
+def test_what_a_loop_saved_with_its_model_goes_along(hub: Path, tmp_path: Path) -> None:
+    state: dict[str, Any] = AutoModelForCausalLM.from_pretrained(hub).state_dict()
+    state |= {"value.weight": torch.ones(1, 48), "planning._extra_state": "text"}
+    save({"model": state, "optimizer": {"step": torch.tensor(3)}}, tmp_path / "one")
+    left_out, kept = r"planning\._extra_state; they are left out", r"value\.weight; they go along"
+    with pytest.warns(UserWarning, match=left_out), pytest.warns(UserWarning, match=kept):
+        quietly(tmp_path / "one", tmp_path / "out", hub)
+    assert_same(tensors(tmp_path / "out"), tensors(hub) | {"value.weight": state["value.weight"]})
+    # Without "model" it is not known whose they are.
+    del state["planning._extra_state"]
+    save(state, tmp_path / "other")
+    with pytest.warns(UserWarning, match="value.weight; they are left out, .*: save those under 'model'"):
+        quietly(tmp_path / "other", tmp_path / "bare", hub)
+    assert_same(tensors(tmp_path / "bare"), tensors(hub))
+
+
+# --- experts in two formats ---------------------------------------------------------------------------------------
+
+
+def fuse(folder: Path, keep: bool) -> None:
+    """Adds gate and up of one layer's experts as one tensor, beside theirs or instead of them."""
+    fused = AutoModelForCausalLM.from_pretrained(folder).state_dict()[FUSED].clone()
+
+    def change(state: dict[str, Tensor]) -> None:
+        for expert in range(8) if not keep else ():
+            for which in ("gate", "up"):
+                del state[EXPERT.format(expert, which)]
+        state[FUSED] = fused
+
+    changed(change)(folder)
+
+
+def test_layers_may_have_different_formats(hub: Path, tmp_path: Path) -> None:
+    wanted, before = tensors(hub), logits(hub)
+    fuse(hub, keep=False)
+    ms.hf.check_checkpoint(hub)
+    assert_same(there_and_back(tmp_path), wanted)
+    torch.testing.assert_close(logits(hub), before, rtol=0, atol=1e-6)
+
+
+def twice(folder: Path) -> None:
+    state = tensors(folder)
+    state["norm.weight"] = state["model.norm.weight"] + 1
+    save_file(state, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def numbered_from_one(state: dict[str, Tensor]) -> None:
+    for which in ("gate", "up", "down"):
+        for expert in reversed(range(8)):
+            state[EXPERT.format(expert + 1, which)] = state.pop(EXPERT.format(expert, which))
+
+
+def renamed(state: dict[str, Tensor]) -> None:
+    for expert in range(8):
+        state[f"model.layers.1.experts.{expert}.w2"] = state.pop(EXPERT.format(expert, "down"))
+
+
+WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
+    "fused and apart": (
+        lambda folder: fuse(folder, keep=True),
+        r"hub/model\.safetensors: model\.layers\.1\.mlp\.experts\.gate_up_proj gives model\.layers\.1\.mlp\.experts\."
+        r"gate_up_proj, and so does model\.layers\.1\.mlp\.experts\.0\.gate_proj\.weight of model\.safetensors, .*; re",
+    ),
+    "one name twice": (
+        twice,
+        r"norm\.weight gives model\.norm\.weight, and so does (model\.)?norm\.weight of model\.saf",
+    ),
+    "numbered from one": (
+        changed(numbered_from_one),
+        r"experts\.1\.\w+_proj\.weight is of expert 1, and there is none of expert 0: .*=8, which are numbered from 0",
+    ),
+    "other names": (
+        changed(renamed),
+        r"experts\.0\.down_proj\.weight is in no file, and config\.json makes it a tensor of \[48, 24\] \(files have "
+        r"model\.layers\.1\.experts\.0\.w2, which the model does not\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_parameter_that_is_there_twice_or_elsewhere_is_refused(hub: Path, tmp_path: Path, what: str) -> None:
+    change, message = WRONG[what]
+    change(hub)
+    with pytest.raises(ValueError, match=message):
+        ms.hf.check_checkpoint(hub)
+    with pytest.raises(ValueError, match=message):
+        quietly(hub, tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["hub"]
