@@ -80,7 +80,7 @@ class Experts(nn.Module):
         if outside is not None:
             outside.check(strategy)
         device = torch.device(device or "cpu")
-        self.mesh = mesh_of(group, device.type)
+        self.mesh = mesh_of(group, device.type, may_reorder=outside is None)
         self.group = None if self.mesh is None else self.mesh.get_group()
         num_ranks = dist.get_world_size(self.group) if self.group is not None else 1
         rank = dist.get_rank(self.group) if self.group is not None else 0

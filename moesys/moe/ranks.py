@@ -10,17 +10,82 @@ from torch.distributed.device_mesh import DeviceMesh
 from moesys.config import ClusterSpec, presets
 
 
-def mesh_of(group: dist.ProcessGroup | DeviceMesh | None, device_type: str) -> DeviceMesh | None:
-    """The ranks that share the experts, as a mesh; None for one rank without a process group."""
+def mesh_of(
+    group: dist.ProcessGroup | DeviceMesh | None, device_type: str, *, may_reorder: bool = True
+) -> DeviceMesh | None:
+    """Returns the ranks that share the experts as a mesh in the order of its process group, or None for one rank
+    without a process group.
+
+    torch sorts the ranks of a mesh's groups and leaves the mesh as it is given, so that collectives would number ranks
+    in one order and ``DTensor``s in the other. ``may_reorder``: whether nothing lies on ``group`` yet, so that another
+    mesh of the same ranks may take its place.
+
+    Raises ValueError for a mesh of several dimensions, a mesh or group without this rank, a mesh of another type of
+    device, and an order of ranks that cannot be kept.
+    """
+    names = None
     if isinstance(group, DeviceMesh):
-        if group.ndim != 1:
+        _check_mesh(group, device_type)
+        ranks, names, process_group = group.mesh.tolist(), group.mesh_dim_names, group.get_group()
+        members = dist.get_process_group_ranks(process_group)
+        if ranks == members:
+            return _ascending(group, members)
+        if not may_reorder:
             raise ValueError(
-                f"group is a DeviceMesh of {group.ndim} dimensions; give the one-dimensional sub-mesh of experts"
+                f"group is a mesh of ranks {ranks}, whose process group has them in the order {members}, so that "
+                "parameters on this mesh would be computed with as those of other experts; give the ranks of the mesh "
+                "in ascending order"
             )
-        return group
-    if group is None and dist.is_available() and dist.is_initialized():
+        group = process_group
+    elif group is None and dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
-    return None if group is None else DeviceMesh.from_group(group, device_type)
+    if group is None:
+        return None
+    if group is dist.GroupMember.NON_GROUP_MEMBER:
+        raise ValueError(
+            f"rank {dist.get_rank()} is not in group; make the layer on the ranks of the group only, or give each rank "
+            "the group that it is in"
+        )
+    mesh = DeviceMesh.from_group(group, device_type, mesh_dim_names=names)
+    return _ascending(mesh, dist.get_process_group_ranks(group))
+
+
+def _check_mesh(mesh: DeviceMesh, device_type: str) -> None:
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"group is a DeviceMesh of {mesh.ndim} dimensions; give the one-dimensional sub-mesh of experts"
+        )
+    if mesh.device_type != device_type != "meta":
+        raise ValueError(
+            f'group is a DeviceMesh of "{mesh.device_type}" devices, and the experts are on "{device_type}"; give '
+            f'device="{mesh.device_type}", or a mesh of "{device_type}" devices'
+        )
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"rank {dist.get_rank()} is not in group, a mesh of ranks {mesh.mesh.tolist()}; make the layer on the "
+            "ranks of the mesh only, or give each rank the mesh that it is in"
+        )
+
+
+def _ascending(mesh: DeviceMesh, members: list[int]) -> DeviceMesh:
+    """Returns the mesh. Raises ValueError where its group does not ascend: groups that are made of it would."""
+    if members != sorted(members):
+        raise ValueError(
+            f"group has its ranks in the order {members}, and layers make further groups of them, which torch sorts; "
+            "give a group whose ranks ascend (dist.new_group without sort_ranks=False)"
+        )
+    return mesh
+
+
+def check_order(mesh: DeviceMesh) -> None:
+    """Raises ValueError for a mesh with a dimension whose ranks do not ascend: collectives number them in ascending
+    order, and ``DTensor``s in the order of the mesh.
+    """
+    if any(bool((mesh.mesh.diff(dim=dim) <= 0).any()) for dim in range(mesh.ndim)):
+        raise ValueError(
+            f"experts lie on a mesh of ranks {mesh.mesh.tolist()}, which do not ascend along every dimension, so that "
+            "each rank would compute with the experts of another; shard them over a mesh whose ranks ascend"
+        )
 
 
 def cluster_of(num_ranks: int, device_type: str) -> ClusterSpec:
