@@ -14,7 +14,6 @@ from hf_models import drawn, fsep, lent, loaded, text, whole
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy
-from torch.nn.utils import parametrize
 
 import moesys as ms
 from moesys.lab.ranks.pool import LocalRanks
@@ -66,50 +65,6 @@ def test_one_group_has_gradients_of_the_right_size_in_every_dtype(ranks: LocalRa
     """FSDP divides twice where it reduces in anything but float32 and bfloat16 and a mesh has one rank."""
     for found in ranks.run(sizes_of_gradients, kind, num_ranks=num_ranks, timeout_s=60.0):
         assert found == pytest.approx(dict.fromkeys(found, 1.0), abs=0.05)
-
-
-class Tripled(nn.Module):
-    def forward(self, weight: Tensor) -> Tensor:
-        return weight * 3.0
-
-
-class Adapted(nn.Module):
-    """As adapters of experts' parameters do it: a parametrization for the time of the call."""
-
-    def __init__(self, experts: nn.Module) -> None:
-        super().__init__()
-        self.base = experts
-
-    def forward(self, *args: Tensor) -> Any:
-        parametrize.register_parametrization(self.base, "down_proj", Tripled(), unsafe=True)
-        try:
-            return self.base(*args)
-        finally:
-            parametrize.remove_parametrizations(self.base, "down_proj", leave_parametrized=False)
-
-
-def adapt(model: Any) -> Any:
-    for layer in model.model.layers:
-        layer.mlp.experts = Adapted(layer.mlp.experts)
-    return model
-
-
-def adapted_loss() -> float | str:
-    model = drawn("qwen3_moe", EXPERTS)
-    runtime = ms.parallelize(model, lent(2))
-    try:
-        return loss_of(adapt(model), dist.get_rank()).item()
-    except (ValueError, RuntimeError) as error:
-        return str(error)
-    finally:
-        runtime.close()
-
-
-def test_adapted_experts_are_computed_or_refused(ranks: LocalRanks) -> None:
-    """Not: computed without their adapters, as the parameter behind the parametrization is read."""
-    for rank, found in enumerate(ranks.run(adapted_loss, num_ranks=2, timeout_s=60.0)):
-        wanted = loss_of(adapt(drawn("qwen3_moe", EXPERTS, experts_implementation="eager")), rank).item()
-        assert isinstance(found, str) or found == pytest.approx(wanted, rel=1e-5)
 
 
 def in_two_dtypes(linked: bool) -> list[Tensor]:
