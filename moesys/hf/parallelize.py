@@ -78,10 +78,12 @@ def parallelize(
     num_ranks = expert_mesh.size()
     dense_mesh = DeviceMesh(expert_mesh.device_type, torch.arange(num_ranks), mesh_dim_names=("fsdp",))
     policy = policy or MixedPrecisionPolicy()
-    shard: Any = partial(fully_shard, mp_policy=policy)
+    shard: Any = fully_shard
+    # The dtype of the output is that of the model's, and not of what its modules give to each other.
+    of_blocks = replace(policy, output_dtype=None)
     # Where there is one group nothing travels, and FSDP would divide twice by what other dtypes need.
     alone = expert_mesh["efsdp"].size() == 1
-    of_experts = replace(policy, reduce_dtype=torch.float32) if alone else policy
+    of_experts = replace(of_blocks, reduce_dtype=torch.float32) if alone else of_blocks
     for index, module in enumerate(modules):
         experts = strategy_experts(module, strategy, expert_mesh[EP], index, num_ranks, cluster)
         module.forward = partial(_forward, module, experts)
@@ -91,12 +93,13 @@ def parallelize(
         unit.set_gradient_divide_factor(float(num_ranks))
         if not alone:
             unit.set_force_sum_reduction_for_comms(True)
-    # A part of a block computes with the inputs that it has, and gives what it would inside of the block's unit.
-    of_parts = replace(policy, output_dtype=None, cast_forward_inputs=False)
+    # A part of a block computes with the inputs that it would have inside of the block's unit.
+    of_parts = replace(of_blocks, cast_forward_inputs=False)
     for together, is_part in units:
         # A module alone is not given as a list, whose hooks are others.
         unit_module = together[0] if len(together) == 1 else together
-        shard(unit_module, mesh=dense_mesh, mp_policy=of_parts if is_part else policy)
+        shard(unit_module, mesh=dense_mesh, mp_policy=of_parts if is_part else of_blocks)
+    shard(model, mesh=dense_mesh, mp_policy=policy)
     model.register_forward_pre_hook(partial(_check_nothing_new, WeakSet(model.modules())), prepend=True)
     return link(model)
 
@@ -164,8 +167,8 @@ def _blocks(model: nn.Module, modules: list[nn.Module]) -> list[nn.Module]:
 
 
 def _units(model: nn.Module, blocks: list[nn.Module], experts: list[nn.Module]) -> list[tuple[list[nn.Module], bool]]:
-    """Returns the modules of each unit of FSDP beside experts, inner ones first, and whether the unit is a part of a
-    block.
+    """Returns the modules of each unit of FSDP beside experts and the model itself, inner ones first, and whether the
+    unit is a part of a block.
 
     A unit has one dtype, and a parameter is in one unit. So modules whose trainable parameters have another dtype than
     the rest of their block become units of their own, and so do modules of several blocks that share a parameter.
@@ -206,7 +209,7 @@ def _units(model: nn.Module, blocks: list[nn.Module], experts: list[nn.Module]) 
         alike = [group for group in groups if any(parts[module] & parts[each] for each in group)]
         groups = [each for each in groups if each not in alike] + [[*chain.from_iterable(alike), module]]
     groups.sort(key=lambda group: index[group[0]], reverse=True)
-    return [*((group, True) for group in groups), *(([root], False) for root in roots)]
+    return [*((group, True) for group in groups), *(([root], False) for root in roots if root is not model)]
 
 
 def _holders(root: nn.Module, others: set[nn.Module]) -> dict[nn.Module, tuple[nn.Module, list[nn.Parameter]]]:

@@ -44,12 +44,17 @@ def sizes_of_gradients(kind: str) -> dict[str, float]:
     model, policy = drawn("qwen3_moe", EXPERTS), MixedPrecisionPolicy()
     if kind == "param_dtype":
         policy = MixedPrecisionPolicy(param_dtype=torch.float16)
+    elif kind == "output_dtype":
+        policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
     elif kind == "reduce_dtype":
         policy = MixedPrecisionPolicy(reduce_dtype=torch.float16)
     else:
         model = model.to(getattr(torch, kind))
     runtime = ms.parallelize(model, fsep(dist.get_world_size()), policy=policy)
-    loss_of(model, dist.get_rank()).backward()
+    ids = text(dist.get_rank())
+    output = model(input_ids=ids, labels=ids)
+    assert policy.output_dtype in (None, output.logits.dtype)
+    output.loss.backward()
     runtime.close()
     wanted = mean_gradients(dist.get_world_size())
     found = {name: whole(p.grad).float() for name, p in model.named_parameters()}
@@ -58,11 +63,18 @@ def sizes_of_gradients(kind: str) -> dict[str, float]:
 
 @pytest.mark.parametrize(
     "kind",
-    ["param_dtype", "reduce_dtype", *(pytest.param(of, marks=pytest.mark.slow) for of in ("float16", "float64"))],
+    [
+        "param_dtype",
+        "reduce_dtype",
+        "output_dtype",
+        *(pytest.param(of, marks=pytest.mark.slow) for of in ("float16", "float64")),
+    ],
 )
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_one_group_has_gradients_of_the_right_size_in_every_dtype(ranks: LocalRanks, kind: str, num_ranks: int) -> None:
-    """FSDP divides twice where it reduces in anything but float32 and bfloat16 and a mesh has one rank."""
+    """FSDP divides twice where it reduces in anything but float32 and bfloat16 and a mesh has one rank. The dtype of
+    outputs is that of the model's, not of its blocks'.
+    """
     for found in ranks.run(sizes_of_gradients, kind, num_ranks=num_ranks, timeout_s=60.0):
         assert found == pytest.approx(dict.fromkeys(found, 1.0), abs=0.05)
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from hf_models import drawn, fsep, lent, text, whole
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
 import moesys as ms
@@ -166,3 +167,32 @@ def compared(kinds: list[Callable[[Any], Any]], strategy: ms.Strategy) -> list[s
 @pytest.mark.parametrize("strategy", [lent(2), fsep(2)], ids=["lent", "fsep"])
 def test_dtypes_shared_and_frozen_parameters_train_as_in_one_process(ranks: LocalRanks, strategy: ms.Strategy) -> None:
     assert ranks.run(compared, list(KINDS), strategy, num_ranks=2, timeout_s=200.0) == [[], []]
+
+
+def refusals() -> dict[str, str]:
+    """How models are refused; nothing of them is sharded by then."""
+    found = {}
+    for kind in ("router", "block", "experts", "tied experts"):
+        model = drawn("qwen3_moe")
+        first, second = model.model.layers
+        if kind == "router":
+            second.mlp.gate.scale = nn.Parameter(torch.zeros(3, dtype=HALF))
+        elif kind == "block":
+            first.scale = second.scale = nn.Parameter(torch.zeros(3))
+        elif kind == "experts":
+            second.mlp.experts.down_proj.data = second.mlp.experts.down_proj.data.to(HALF)
+        else:
+            second.mlp.experts.down_proj = first.mlp.experts.down_proj
+        with pytest.raises(ValueError) as error:  # noqa: PT011
+            ms.parallelize(model, lent(2))
+        assert not any(isinstance(each, DTensor) for each in model.parameters())
+        found[kind] = str(error.value)
+    return found
+
+
+def test_what_one_unit_cannot_have_is_refused_before_anything_is_sharded(ranks: LocalRanks) -> None:
+    for found in ranks.run(refusals, num_ranks=2, timeout_s=60.0):
+        assert "model.layers.1.mlp.gate has trainable parameters of torch.float32 and torch.bfloat16" in found["router"]
+        assert "model.layers.1 has a parameter that another block has too" in found["block"]
+        assert "several dtypes, gate_up_proj of torch.float32, down_proj of torch.bfloat16; give" in found["experts"]
+        assert "model.layers.1.mlp.experts.down_proj is a parameter of model.layers.0.mlp.exp" in found["tied experts"]
