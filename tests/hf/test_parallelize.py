@@ -130,9 +130,11 @@ def on_random_meshes(folder: Path) -> list[str]:
     wanted = drawn("qwen3_moe", EXPERTS)
     losses = [wanted(input_ids=text(rank), labels=text(rank)).loss for rank in range(4)]
     (sum(losses) / 4).backward()
+    norm = nn.utils.get_total_norm([each.grad for each in wanted.parameters()])
+    delayed = FSEP.replace(sharding=FSEP.sharding.replace(delay_reshard=True))
     saved = None
     for number in range(10):
-        strategy = (LENT, FSEP)[number % 2]
+        strategy = (LENT, FSEP, delayed)[number % 3]
         sizes = [(4,), (2, 2), (2, 2), (4, 1), (1, 4)][number // 2]
         mesh = DeviceMesh(
             "cpu", torch.randperm(4, generator=generator).view(sizes), mesh_dim_names=("dp", "ep")[-len(sizes) :]
@@ -150,6 +152,7 @@ def on_random_meshes(folder: Path) -> list[str]:
         loss.backward()
         runtime.close()
         torch.testing.assert_close(loss, losses[dist.get_rank()], rtol=1e-5, atol=0)
+        torch.testing.assert_close(ms.clip_grad_norm_(model, 1e6), norm, rtol=1e-5, atol=0)
         for name, parameter in model.named_parameters():
             each = wanted.get_parameter(name)
             torch.testing.assert_close(parameter.grad.full_tensor(), each.grad, rtol=1e-4, atol=1e-6)
