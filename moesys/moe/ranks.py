@@ -23,21 +23,7 @@ def mesh_of(
     Raises ValueError for a mesh of several dimensions, a mesh or group without this rank, a mesh of another type of
     device, and an order of ranks that cannot be kept.
     """
-    names = None
-    if isinstance(group, DeviceMesh):
-        _check_mesh(group, device_type)
-        ranks, names, process_group = group.mesh.tolist(), group.mesh_dim_names, group.get_group()
-        members = dist.get_process_group_ranks(process_group)
-        if ranks == members:
-            return _ascending(group, members)
-        if not may_reorder:
-            raise ValueError(
-                f"group is a mesh of ranks {ranks}, whose process group has them in the order {members}, so that "
-                "parameters on this mesh would be computed with as those of other experts; give the ranks of the mesh "
-                "in ascending order"
-            )
-        group = process_group
-    elif group is None and dist.is_available() and dist.is_initialized():
+    if group is None and dist.is_available() and dist.is_initialized():
         group = dist.group.WORLD
     if group is None:
         return None
@@ -46,8 +32,23 @@ def mesh_of(
             f"rank {dist.get_rank()} is not in group; make the layer on the ranks of the group only, or give each rank "
             "the group that it is in"
         )
-    mesh = DeviceMesh.from_group(group, device_type, mesh_dim_names=names)
-    return _ascending(mesh, dist.get_process_group_ranks(group))
+    mesh = group if isinstance(group, DeviceMesh) else DeviceMesh.from_group(group, device_type)
+    _check_mesh(mesh, device_type)
+    process_group, ranks = mesh.get_group(), mesh.mesh.tolist()
+    members = dist.get_process_group_ranks(process_group)
+    if members != sorted(members):
+        raise ValueError(
+            f"group has its ranks in the order {members}, and layers make further groups of them, which torch sorts; "
+            "give a group whose ranks ascend (dist.new_group without sort_ranks=False)"
+        )
+    if ranks == members:
+        return mesh
+    if not may_reorder:
+        raise ValueError(
+            f"group is a mesh of ranks {ranks}, whose process group has them in the order {members}, so that each rank "
+            "would compute with the experts of another; give the ranks of the mesh in ascending order"
+        )
+    return DeviceMesh.from_group(process_group, mesh.device_type, mesh_dim_names=mesh.mesh_dim_names)
 
 
 def _check_mesh(mesh: DeviceMesh, device_type: str) -> None:
@@ -65,16 +66,6 @@ def _check_mesh(mesh: DeviceMesh, device_type: str) -> None:
             f"rank {dist.get_rank()} is not in group, a mesh of ranks {mesh.mesh.tolist()}; make the layer on the "
             "ranks of the mesh only, or give each rank the mesh that it is in"
         )
-
-
-def _ascending(mesh: DeviceMesh, members: list[int]) -> DeviceMesh:
-    """Returns the mesh. Raises ValueError where its group does not ascend: groups that are made of it would."""
-    if members != sorted(members):
-        raise ValueError(
-            f"group has its ranks in the order {members}, and layers make further groups of them, which torch sorts; "
-            "give a group whose ranks ascend (dist.new_group without sort_ranks=False)"
-        )
-    return mesh
 
 
 def check_order(mesh: DeviceMesh) -> None:
