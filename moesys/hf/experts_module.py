@@ -58,7 +58,8 @@ class ExpertsModule:
 
 def is_experts(module: nn.Module) -> bool:
     """Returns whether transformers has made this module one of experts."""
-    return hasattr(module, "_apply_gate") and hasattr(module, "is_transposed") and hasattr(module, "down_proj")
+    # By its class, as wrappers of PEFT pass attributes on.
+    return hasattr(type(module), "_apply_gate") and hasattr(module, "is_transposed") and hasattr(module, "down_proj")
 
 
 def _is_swiglu(module: Any) -> bool:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -16,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from moesys.config import ClusterSpec, Strategy
 from moesys.hf.expert_parallel import run
 from moesys.hf.experts_module import is_experts
-from moesys.hf.strategy_experts import check, strategy_experts
+from moesys.hf.strategy_experts import check, check_module, refuse_adapter, strategy_experts
 from moesys.moe.experts import Experts
 from moesys.moe.runtime import MoERuntime, link
 
@@ -35,18 +38,22 @@ def parallelize(
 
     Replaces what the experts modules of its MoE blocks do, shards their parameters as the strategy does, and shards all
     others by FSDP2, block by block, over all ranks of the mesh. Every rank brings the same whole model, or all bring it
-    on the meta device, to be loaded later.
+    on the meta device, to be loaded later. Trainable parameters whose dtype is not that of the rest of their block,
+    such as a router in float32, are sharded apart from it, module by module, and keep their dtype.
 
     ``mesh``: its dimension "ep" are the ranks that share the experts; other dimensions are copies of such groups, each
     with layouts of its own: ("dp", "ep") of (2, 4) on 8 ranks is two groups of four. None is one group of all ranks.
+    Only which ranks form a group matters, not their order: experts are placed by ascending rank.
     ``policy``: FSDP's mixed precision, of experts too. ``cluster``: which ranks of a group share a node; by default as
     in ``Experts``.
 
     Gradients are the mean over all ranks, of experts as of all else: each rank's loss is the mean over its tokens, or a
     part of one mean that is multiplied by the number of ranks. Clip by ``ms.clip_grad_norm_``.
 
-    Raises ValueError for a model without MoE blocks, one whose experts moesys cannot run, a mesh without "ep" or of
-    other ranks than there are, and a strategy that does not fit.
+    Raises ValueError for a model without MoE blocks, one whose experts moesys cannot run or have adapters, a module
+    with parameters of two dtypes, a mesh without "ep", of other ranks than there are or of groups that cannot be put in
+    order, and a strategy that does not fit. Adapters and parametrizations are added before: the first forward raises
+    ValueError for trainable parameters that came to the model later.
     """
     check(strategy)
     modules = [module for module in model.modules() if is_experts(module)]
@@ -60,27 +67,54 @@ def parallelize(
             f"{type(model).__name__} is sharded already, by parallelize or from_pretrained(distributed_config=...); "
             "do it once, and link a model that transformers has sharded by ms.link"
         )
+    for module in model.modules():
+        for name, inner in module.named_children():
+            refuse_adapter(module, name, inner)
+    for module in modules:
+        check_module(module)
+    _check_not_tied(model, modules)
+    units = _units(model, _blocks(model, modules), modules)
     expert_mesh = _expert_mesh(mesh)
-    ranks = expert_mesh.mesh.flatten()
-    dense_mesh = DeviceMesh(expert_mesh.device_type, ranks, mesh_dim_names=("fsdp",))
+    num_ranks = expert_mesh.size()
+    dense_mesh = DeviceMesh(expert_mesh.device_type, torch.arange(num_ranks), mesh_dim_names=("fsdp",))
     policy = policy or MixedPrecisionPolicy()
-    shard: Any = partial(fully_shard, mp_policy=policy)
+    shard: Any = fully_shard
+    # The dtype of the output is that of the model's, and not of what its modules give to each other.
+    of_blocks = replace(policy, output_dtype=None)
     # Where there is one group nothing travels, and FSDP would divide twice by what other dtypes need.
     alone = expert_mesh["efsdp"].size() == 1
-    of_experts = replace(policy, reduce_dtype=torch.float32) if alone else policy
+    of_experts = replace(of_blocks, reduce_dtype=torch.float32) if alone else of_blocks
     for index, module in enumerate(modules):
-        experts = strategy_experts(module, strategy, expert_mesh[EP], index, len(ranks), cluster)
+        experts = strategy_experts(module, strategy, expert_mesh[EP], index, num_ranks, cluster)
         module.forward = partial(_forward, module, experts)
         unit: FSDPModule = shard(module, mesh=expert_mesh["efsdp"], mp_policy=of_experts)
         # Each group's gradients are sums already: the sum of the groups' over all ranks is the mean. Where there is one
         # group FSDP adds nothing up, and divides.
-        unit.set_gradient_divide_factor(float(len(ranks)))
+        unit.set_gradient_divide_factor(float(num_ranks))
         if not alone:
             unit.set_force_sum_reduction_for_comms(True)
-    for block in _blocks(model, modules):
-        shard(block, mesh=dense_mesh)
-    shard(model, mesh=dense_mesh)
+    # A part of a block computes with the inputs that it would have inside of the block's unit.
+    of_parts = replace(of_blocks, cast_forward_inputs=False)
+    for together, is_part in units:
+        # A module alone is not given as a list, whose hooks are others.
+        unit_module = together[0] if len(together) == 1 else together
+        shard(unit_module, mesh=dense_mesh, mp_policy=of_parts if is_part else of_blocks)
+    shard(model, mesh=dense_mesh, mp_policy=policy)
+    model.register_forward_pre_hook(partial(_check_nothing_new, WeakSet(model.modules())), prepend=True)
     return link(model)
+
+
+def _check_not_tied(model: nn.Module, modules: list[nn.Module]) -> None:
+    """Raises ValueError where layers share the parameters of their experts, of which each would have its own."""
+    names = {module: name for name, module in model.named_modules()}
+    owners: dict[nn.Parameter, nn.Module] = {}
+    for module in modules:
+        for name, parameter in module.named_parameters():
+            if (owner := owners.setdefault(parameter, module)) is not module:
+                raise ValueError(
+                    f"{names[module]}.{name} is a parameter of {names[owner]} too, and moesys shards the experts of "
+                    "each layer by themselves; give each layer parameters of its own, or one module to both"
+                )
 
 
 def _forward(module: nn.Module, experts: Experts, hidden: Tensor, index: Tensor, weights: Tensor) -> Tensor:
@@ -107,7 +141,17 @@ def _expert_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
         )
     if mesh.size() != world:
         raise ValueError(f"mesh has {mesh.size()} ranks, and there are {world}; its sizes must multiply to all of them")
-    ranks = mesh.mesh.reshape(-1, mesh.mesh.shape[-1])
+    # Ranks ascend along both dimensions: torch sorts those of a process group, and places shards by those of the mesh.
+    ranks = mesh.mesh.reshape(-1, mesh.mesh.shape[-1]).sort(dim=1).values
+    ranks = ranks[ranks[:, 0].argsort()]
+    if ranks.flatten().sort().values.tolist() != list(range(world)):
+        raise ValueError(f"mesh has ranks {mesh.mesh.tolist()}; it must have each of 0 to {world - 1} once")
+    if (ranks.diff(dim=0) < 0).any():
+        raise ValueError(
+            f'mesh has groups {ranks.tolist()} along "{EP}", which cannot be put in an order in which ranks ascend '
+            "along both dimensions, as torch needs it; give groups whose second ranks are in the order of their first "
+            "ranks, and so on, for example [[0, 1], [2, 3]] or [[0, 2], [1, 3]]"
+        )
     return DeviceMesh(mesh.device_type, ranks, mesh_dim_names=("efsdp", EP))
 
 
@@ -116,4 +160,105 @@ def _blocks(model: nn.Module, modules: list[nn.Module]) -> list[nn.Module]:
     lists = [each for each in model.modules() if isinstance(each, nn.ModuleList)]
     wanted = set(modules)
     holding = [each for each in lists if any(wanted & set(block.modules()) for block in each)]
-    return [block for each in holding for block in each]
+    return [block for each in holding for block in each if block not in wanted and _runs(block)]
+
+
+# --- units of FSDP ------------------------------------------------------------------------------------------------
+
+
+def _units(model: nn.Module, blocks: list[nn.Module], experts: list[nn.Module]) -> list[tuple[list[nn.Module], bool]]:
+    """Returns the modules of each unit of FSDP beside experts and the model itself, inner ones first, and whether the
+    unit is a part of a block.
+
+    A unit has one dtype, and a parameter is in one unit. So modules whose trainable parameters have another dtype than
+    the rest of their block become units of their own, and so do modules of several blocks that share a parameter.
+
+    Raises ValueError for a module that cannot be in one unit.
+    """
+    index = {module: number for number, module in enumerate(model.modules())}
+    names = {module: name or type(model).__name__ for name, module in model.named_modules()}
+    roots = sorted({model, *blocks}, key=index.__getitem__, reverse=True)
+    held = {root: _holders(root, {*roots, *experts}) for root in roots}
+    roots_of: dict[nn.Parameter, set[nn.Module]] = {}
+    for root in roots:
+        for _, parameters in held[root].values():
+            for parameter in parameters:
+                roots_of.setdefault(parameter, set()).add(root)
+    # Modules that are not in their block's unit, by the parameters that they share.
+    parts: dict[nn.Module, set[nn.Parameter]] = {}
+    for root in roots:
+        dtype_of: dict[nn.Module, torch.dtype | None] = {}
+        for module, (around, parameters) in held[root].items():
+            trainable = {parameter.dtype: parameter for parameter in parameters if parameter.requires_grad}
+            shared = {parameter for parameter in parameters if len(roots_of[parameter]) > 1}
+            if len(trainable) > 1 or (shared and module is root):
+                what = f"trainable parameters of {' and '.join(map(str, trainable))}" if len(trainable) > 1 else ""
+                raise ValueError(
+                    f"{names[module]} has {what or 'a parameter that another block has too'}, which FSDP cannot shard "
+                    "together; give the parameters of one module one dtype, and a shared parameter a module of its own"
+                )
+            [dtype] = trainable or [None]
+            if module is root:
+                dtype_of[module] = dtype or _commonest_dtype(held[root])
+            elif shared or dtype not in (None, dtype_of[around]):
+                parts[module], dtype_of[module] = set(parameters), dtype
+            else:
+                dtype_of[module] = dtype_of[around]
+    groups: list[list[nn.Module]] = []
+    for module in sorted(parts, key=index.__getitem__):
+        alike = [group for group in groups if any(parts[module] & parts[each] for each in group)]
+        groups = [each for each in groups if each not in alike] + [[*chain.from_iterable(alike), module]]
+    groups.sort(key=lambda group: index[group[0]], reverse=True)
+    return [*((group, True) for group in groups), *(([root], False) for root in roots if root is not model)]
+
+
+def _holders(root: nn.Module, others: set[nn.Module]) -> dict[nn.Module, tuple[nn.Module, list[nn.Parameter]]]:
+    """Returns the modules of ``root`` outside of ``others`` that run by themselves, each with the one around it, and
+    with its parameters and those of containers in it, which do not run, such as ``nn.ParameterList``.
+    """
+    found: dict[nn.Module, tuple[nn.Module, list[nn.Parameter]]] = {}
+    seen = set()
+
+    def walk(module: nn.Module, around: nn.Module) -> None:
+        seen.add(module)
+        if module is root or _runs(module):
+            found[module] = (around, [])
+            around = module
+        found[around][1].extend(parameter for parameter in module._parameters.values() if parameter is not None)
+        for child in module.children():
+            if child not in others and child not in seen:
+                walk(child, around)
+
+    walk(root, root)
+    return found
+
+
+def _commonest_dtype(held: dict[nn.Module, tuple[nn.Module, list[nn.Parameter]]]) -> torch.dtype | None:
+    """Returns the dtype of most elements of trainable parameters, None without any."""
+    counts: Counter[torch.dtype] = Counter()
+    for parameter in {parameter: None for _, parameters in held.values() for parameter in parameters}:
+        if parameter.requires_grad:
+            counts[parameter.dtype] += parameter.numel()
+    return counts.most_common(1)[0][0] if counts else None
+
+
+def _runs(module: nn.Module) -> bool:
+    return type(module).forward is not nn.Module.forward
+
+
+@torch.compiler.disable
+def _check_nothing_new(known: WeakSet[nn.Module], model: nn.Module, _inputs: object) -> None:
+    """Raises ValueError for parameters of modules that came after ``parallelize``: nobody sums their gradients."""
+    if not torch.is_grad_enabled():
+        return
+    for name, module in model.named_modules():
+        if module in known:
+            if "parametrizations" in module._modules and is_experts(module):
+                check_module(module)
+            continue
+        for parameter_name, parameter in module.named_parameters(name, recurse=False):
+            if parameter.requires_grad:
+                raise ValueError(
+                    f"{parameter_name} came to the model after ms.parallelize, so that its gradient would be that of "
+                    "one rank only; first add adapters and parametrizations (get_peft_model), then call ms.parallelize"
+                )

@@ -10,11 +10,12 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Placement, Shard, distribute_tensor
+from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.utils.parametrize import is_parametrized
 
 from moesys.config import ClusterSpec, Fsep, MegaKernel, ModelShape, Strategy
 from moesys.config.hub_config import NAMES
-from moesys.hf.experts_module import ExpertsModule
+from moesys.hf.experts_module import ExpertsModule, is_experts
 from moesys.hf.late_gradients import add_late
 from moesys.kernels.cpu.row_invariant_ops import ParameterGradients, row_function
 from moesys.moe.expert_form import ExpertForm, Part
@@ -33,6 +34,56 @@ def check(strategy: Strategy) -> None:
         )
 
 
+def check_module(module: Any) -> ExpertsModule:
+    """Returns what an experts module computes. Raises ValueError where moesys does not run it over ranks."""
+    kind = type(module).__name__
+    if is_parametrized(module):
+        raise _computed(kind, next(iter(module.parametrizations)))
+    description = ExpertsModule.of(module)
+    if description.norm is not None or description.parameters:
+        others = [name for name, _ in module.named_parameters() if name not in description.names]
+        raise ValueError(
+            f"{kind} has {', '.join(others) or 'post_expert_norm'} beside its projections and biases, which moesys "
+            'does not run over ranks; use ep_implementation="all_to_all", or on one rank '
+            'experts_implementation="moesys"'
+        )
+    dtypes = {name: module._parameters[name].dtype for name in description.names}
+    if len(set(dtypes.values())) > 1:
+        found = ", ".join(f"{name} of {dtype}" for name, dtype in dtypes.items())
+        raise ValueError(f"{kind} has parameters of several dtypes, {found}; give the experts of a layer one dtype")
+    return description
+
+
+def refuse_adapter(module: nn.Module, name: str, inner: nn.Module | None) -> None:
+    """Raises ValueError where ``inner``, the child ``name`` of ``module``, are experts in an adapter of PEFT.
+
+    PEFT computes with experts' parameters before their module runs, and so before moesys is asked.
+    """
+    if name == "base_layer" and inner is not None and is_experts(inner):
+        adapted = getattr(module, "parameter_name", "")
+        raise ValueError(
+            f"{type(inner).__name__}{adapted and f'.{adapted}'} has an adapter ({type(module).__name__} of PEFT), and "
+            "moesys takes no adapters on experts over ranks; leave experts out of target_parameters, and name modules "
+            'in target_modules instead of "all-linear"'
+        )
+
+
+def _refuse_later(module: nn.Module, name: str, inner: nn.Module | None) -> None:
+    """Raises ValueError where experts that run under a strategy are wrapped by PEFT."""
+    if inner is None or "moesys_experts" not in inner.__dict__:
+        return
+    refuse_adapter(module, name, inner)
+    if name == "original_module":
+        raise ValueError(
+            f"{type(inner).__name__} runs under a strategy already, and {type(module).__name__} of PEFT would train a "
+            "copy of it; call get_peft_model(modules_to_save=...) first, then ms.parallelize"
+        )
+
+
+# For what is wrapped once it is sharded.
+register_module_module_registration_hook(_refuse_later)
+
+
 def strategy_experts(
     module: Any,
     strategy: Strategy,
@@ -48,13 +99,7 @@ def strategy_experts(
     Shards the parameters over ``ep_mesh`` as the strategy does, where they are not sharded so yet. Raises ValueError
     for a module that cannot be, and where the strategy does not fit it.
     """
-    description, kind = ExpertsModule.of(module), type(module).__name__
-    if description.norm is not None or description.parameters:
-        found = _beside_projections(module, description)
-        raise ValueError(
-            f"{kind} has {found} beside its projections and biases, which moesys does not run over ranks; use "
-            'ep_implementation="all_to_all", or on one rank with experts_implementation="moesys"'
-        )
+    description, kind = check_module(module), type(module).__name__
     names = description.names
     num_experts = module._parameters[names[0]].shape[0]
     form = ExpertForm(tuple(_part(module, name) for name in names))
@@ -72,10 +117,7 @@ def strategy_experts(
 
     def read() -> list[nn.Parameter]:
         if replaced := [name for name in names if is_parametrized(module, name)]:
-            raise ValueError(
-                f"{kind}.{replaced[0]} is computed from other parameters, as by an adapter, and no parameter itself; "
-                "moesys takes no adapters on experts, so leave experts out of what is adapted (target_parameters)"
-            )
+            raise _computed(kind, replaced[0])
         return [module._parameters[name] for name in names]
 
     def add_gradients(gradients: Sequence[Tensor]) -> None:
@@ -92,10 +134,11 @@ def strategy_experts(
     return experts
 
 
-def _beside_projections(module: Any, description: ExpertsModule) -> str:
-    """Returns the names of what an expert has more than its projections and biases."""
-    others = [name for name, _ in module.named_parameters() if name not in description.names]
-    return ", ".join(others) or "post_expert_norm"
+def _computed(kind: str, name: str) -> ValueError:
+    return ValueError(
+        f"{kind}.{name} is computed from other parameters, as by an adapter, and no parameter itself; moesys takes no "
+        "adapters on experts over ranks, so leave experts out of what is adapted (target_parameters)"
+    )
 
 
 def _part(module: Any, name: str) -> Part:

@@ -89,7 +89,7 @@ class Experts(nn.Module):
                 'experts cannot be made inside of torch.device("meta"), because each rank draws its own part of them '
                 'from layer_index and seed; make this module outside of it, with device="cuda" or device="cpu"'
             )
-        self.mesh = mesh_of(group, device.type)
+        self.mesh = mesh_of(group, device.type, may_reorder=outside is None)
         self.group = None if self.mesh is None else self.mesh.get_group()
         num_ranks = dist.get_world_size(self.group) if self.group is not None else 1
         rank = dist.get_rank(self.group) if self.group is not None else 0
@@ -451,6 +451,9 @@ def _check_kinds(**given: object) -> None:
     }
     for name, value in given.items():
         kind: Any = kinds.get(name, int)
+        if name == "group" and dist.is_available() and value is dist.GroupMember.NON_GROUP_MEMBER:
+            # ``mesh_of`` says more of it.
+            continue
         if not isinstance(value, kind) or isinstance(value, bool):
             wanted = " or ".join(each.__name__ for each in (kind if isinstance(kind, tuple) else (kind,)))
             raise TypeError(f"{name} is a {type(value).__name__}; give {wanted.replace('NoneType', 'None')}")

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
+from moesys.moe.ranks import check_order
 from moesys.moe.shards import ExpertShards
 
 
@@ -61,6 +62,7 @@ class OutsideMasters:
         add_gradients: Callable[[Sequence[Tensor]], None] | None = None,
     ) -> None:
         self._read, self._shapes, self._add = read, [tuple(shape) for shape in shapes], add_gradients
+        self._checked_mesh: DeviceMesh | None = None
 
     @property
     def may_delay(self) -> bool:
@@ -70,7 +72,12 @@ class OutsideMasters:
         """Returns None: FSDP fills the same storage anew, and no version says so."""
 
     def differentiable(self) -> tuple[Tensor, ...]:
-        masters = tuple(local_part(master) for master in self._read())
+        read = self._read()
+        for master in read:
+            if isinstance(master, DTensor) and master.device_mesh is not self._checked_mesh:
+                check_order(master.device_mesh)
+                self._checked_mesh = master.device_mesh
+        masters = tuple(local_part(master) for master in read)
         if (found := [tuple(master.shape) for master in masters]) != self._shapes:
             raise ValueError(
                 f"masters of shapes {found} are not this rank's part of the experts, which is {self._shapes}; shard "

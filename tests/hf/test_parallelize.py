@@ -11,10 +11,11 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from hf_models import drawn, text
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
+from transformers import AutoModelForCausalLM
 
 import moesys as ms
 from moesys.hf import strategy_experts
@@ -121,6 +122,70 @@ def test_two_groups_of_four_train_as_one_process_does(strategy: ms.Strategy) -> 
     assert [found["layouts"] for found in every] == [first] * 4 + [second] * 4
     for found in every:
         assert_as_alone(found, wanted)
+
+
+def on_random_meshes(folder: Path) -> list[str]:
+    """How each of several meshes, whose ranks are in a random order, was refused."""
+    generator, refused = torch.Generator().manual_seed(0), []
+    wanted = drawn("qwen3_moe", EXPERTS)
+    losses = [wanted(input_ids=text(rank), labels=text(rank)).loss for rank in range(4)]
+    (sum(losses) / 4).backward()
+    norm = nn.utils.get_total_norm([each.grad for each in wanted.parameters()])
+    delayed = FSEP.replace(sharding=FSEP.sharding.replace(delay_reshard=True))
+    saved = None
+    for number in range(10):
+        strategy = (LENT, FSEP, delayed)[number % 3]
+        sizes = [(4,), (2, 2), (2, 2), (4, 1), (1, 4)][number // 2]
+        mesh = DeviceMesh(
+            "cpu", torch.randperm(4, generator=generator).view(sizes), mesh_dim_names=("dp", "ep")[-len(sizes) :]
+        )
+        model = drawn("qwen3_moe", EXPERTS)
+        try:
+            runtime = ms.parallelize(
+                model, strategy.replace(sharding=strategy.sharding.replace(slots_per_rank=12)), mesh
+            )
+        except ValueError as error:
+            refused.append(str(error))
+            continue
+        refused.append("")
+        loss = model(input_ids=text(dist.get_rank()), labels=text(dist.get_rank())).loss
+        loss.backward()
+        runtime.close()
+        torch.testing.assert_close(loss, losses[dist.get_rank()], rtol=1e-5, atol=0)
+        torch.testing.assert_close(ms.clip_grad_norm_(model, 1e6), norm, rtol=1e-5, atol=0)
+        for name, parameter in model.named_parameters():
+            each = wanted.get_parameter(name)
+            torch.testing.assert_close(parameter.grad.full_tensor(), each.grad, rtol=1e-4, atol=1e-6)
+            assert torch.equal(parameter.full_tensor(), each)
+        if saved is not None:
+            # What another order of ranks has saved.
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.zero_()
+            state = get_model_state_dict(model)
+            dcp.load(state, checkpoint_id=saved)
+            model.load_state_dict(state)
+            assert all(
+                torch.equal(each.full_tensor(), wanted.get_parameter(name)) for name, each in model.named_parameters()
+            )
+        saved = folder / str(number)
+        dcp.save(get_model_state_dict(model), checkpoint_id=saved)
+        ms.hf.save_pretrained(model, folder / "hub")
+        again = AutoModelForCausalLM.from_pretrained(folder / "hub")
+        assert all(torch.equal(each, wanted.get_parameter(name)) for name, each in again.named_parameters())
+    return refused
+
+
+def test_ranks_of_a_mesh_may_be_in_any_order(ranks: LocalRanks, tmp_path: Path) -> None:
+    """Or every rank refuses the mesh: groups of two such as [0, 3] and [1, 2], of which no order ascends."""
+    generator, crossed = torch.Generator().manual_seed(0), []
+    for number in range(10):
+        order = torch.randperm(4, generator=generator).view(2, 2).sort(dim=1).values.tolist()
+        crossed.append(number // 2 in (1, 2) and sorted(order) == [[0, 3], [1, 2]])
+    assert 0 < sum(crossed) < 4
+    for refused in ranks.run(on_random_meshes, tmp_path, timeout_s=100.0):
+        assert ["cannot be put in an order in which ranks ascend" in each for each in refused] == crossed
+        assert [bool(each) for each in refused] == crossed
 
 
 def trained_with_late_gradients(strategies: list[ms.Strategy], sizes: tuple[int, ...]) -> list[dict[str, Any]]:

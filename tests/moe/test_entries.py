@@ -155,7 +155,7 @@ ARGUMENTS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "swapped": ({"shape": EP, "strategy": SHAPE}, TypeError, "shape is a Strategy; give ModelShape"),
     "a cluster by name": ({"cluster": "h100"}, TypeError, "cluster is a str; give ClusterSpec or None"),
     "a group by name": ({"group": "world"}, TypeError, "group is a str; give ProcessGroup or DeviceMesh or None"),
-    "a group of others": ({"group": -100}, TypeError, "group is a int"),
+    "a group by number": ({"group": 7}, TypeError, "group is a int"),
     "a layer below 0": ({"layer_index": -1}, ValueError, "layer_index=-1 must be at least 0"),
     "half a layer": ({"layer_index": 2.5}, TypeError, "layer_index is a float; give int"),
     "a boolean": ({"seed": True}, TypeError, "seed is a bool; give int"),

@@ -1,0 +1,198 @@
+"""Models whose parameters differ in dtype, are shared or are frozen, under ``ms.parallelize``: as in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hf_models import drawn, fsep, lent, text, whole
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import parametrize
+
+import moesys as ms
+from moesys.lab.ranks.pool import LocalRanks
+
+HALF, FULL = torch.bfloat16, torch.float32
+
+
+def cast(module: nn.Module, dtype: torch.dtype) -> None:
+    """Has the parameters of a module and its inputs in ``dtype``."""
+    module.to(dtype)
+    module.register_forward_pre_hook(lambda _, inputs: tuple(each.to(dtype) for each in inputs))
+
+
+def router(model: Any) -> Any:
+    model.to(HALF)
+    for layer in model.model.layers[1:]:
+        layer.mlp.gate.weight.data = layer.mlp.gate.weight.data.float()
+        layer.mlp.gate.e_score_correction_bias.data = layer.mlp.gate.e_score_correction_bias.data.float()
+    return model
+
+
+def head(model: Any) -> Any:
+    cast(model.to(HALF).lm_head, FULL)
+    return model
+
+
+def norms(model: Any) -> Any:
+    """A product of float32 and bfloat16 is of float32, so that nothing else needs to know."""
+    for name, module in model.named_modules():
+        if name.endswith("norm"):
+            module.to(HALF)
+    return model
+
+
+def experts(model: Any) -> Any:
+    model.to(HALF)
+    for layer in model.model.layers:
+        layer.mlp.experts.to(FULL)
+    return model
+
+
+def anything(model: Any) -> Any:
+    """Every module in a random dtype, for autocast."""
+    generator = torch.Generator().manual_seed(5)
+    for module in model.modules():
+        own = [*module.named_parameters(recurse=False)]
+        if own and torch.rand((), generator=generator) < 0.5:
+            for name, parameter in own:
+                module._parameters[name] = nn.Parameter(parameter.detach().to(HALF))
+    return model
+
+
+def some_frozen(model: Any) -> Any:
+    """In every module of which some parameters train and others do not, of two dtypes."""
+    generator = torch.Generator().manual_seed(6)
+    for parameter in anything(model).parameters():
+        parameter.requires_grad_(bool(torch.rand((), generator=generator) < 0.6))
+    return model
+
+
+def tied_head(model: Any) -> Any:
+    model.lm_head.weight = model.model.embed_tokens.weight
+    return model
+
+
+def tied_head_in_half(model: Any) -> Any:
+    """The rest of what is outside of blocks is of float32."""
+    model.lm_head.weight = model.model.embed_tokens.weight = nn.Parameter(model.lm_head.weight.detach().to(HALF))
+    model.model.norm.register_parameter("unused", nn.Parameter(torch.zeros(100, 96)))
+    return model
+
+
+def tied_blocks(model: Any) -> Any:
+    """A parameter, and a whole module, that two layers share."""
+    first, second = model.model.layers
+    second.input_layernorm.weight = first.input_layernorm.weight
+    second.self_attn.q_proj.weight = first.self_attn.q_proj.weight
+    second.post_attention_layernorm = first.post_attention_layernorm
+    return model
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight * 2.0
+
+
+def parametrized_router(model: Any) -> Any:
+    for layer in model.model.layers:
+        parametrize.register_parametrization(layer.mlp.gate, "weight", Doubled())
+    return model
+
+
+def half_experts_frozen(model: Any) -> Any:
+    for layer in model.model.layers:
+        layer.mlp.experts.gate_up_proj.requires_grad_(False)
+    return model
+
+
+# Of each: the family, whether it runs under autocast, and how far losses and gradients may be from one process's.
+EXACT, ROUNDED = (1e-5, 1e-4), (2e-2, 0.1)
+KINDS: dict[Callable[[Any], Any], tuple[str, bool, tuple[float, float]]] = {
+    router: ("deepseek_v3", False, ROUNDED),
+    head: ("qwen3_moe", False, ROUNDED),
+    norms: ("qwen3_moe", False, (1e-5, 1e-2)),
+    experts: ("qwen3_moe", False, ROUNDED),
+    anything: ("qwen3_moe", True, ROUNDED),
+    some_frozen: ("qwen3_moe", True, ROUNDED),
+    tied_head: ("qwen3_moe", False, EXACT),
+    tied_head_in_half: ("qwen3_moe", True, ROUNDED),
+    tied_blocks: ("qwen3_moe", False, EXACT),
+    parametrized_router: ("qwen3_moe", False, EXACT),
+    half_experts_frozen: ("qwen3_moe", False, EXACT),
+}
+
+
+def loss_of(model: Any, rank: int, autocast: bool) -> Tensor:
+    with torch.autocast("cpu", HALF) if autocast else nullcontext():
+        return model(input_ids=text(rank), labels=text(rank)).loss
+
+
+def compared(kinds: list[Callable[[Any], Any]], strategy: ms.Strategy) -> list[str]:
+    """What is wrong with each kind of model."""
+    ms.hf.register()
+    rank, num_ranks, wrong = dist.get_rank(), dist.get_world_size(), []
+    for kind in kinds:
+        family, autocast, (loss_bound, bound) = KINDS[kind]
+        alone, model = (kind(drawn(family, experts_implementation="moesys")) for _ in range(2))
+        losses = [loss_of(alone, each, autocast) for each in range(num_ranks)]
+        (sum(losses) / num_ranks).backward()
+        dtypes = {name: each.dtype for name, each in model.named_parameters()}
+        runtime = ms.parallelize(model, strategy)
+        # Twice, as units differ between the first pass and others.
+        loss_of(model, rank, autocast).backward()
+        model.zero_grad()
+        loss = loss_of(model, rank, autocast)
+        loss.backward()
+        runtime.close()
+        if abs(loss.item() / losses[rank].item() - 1) > loss_bound:
+            wrong.append(f"{kind.__name__}: {loss.item()} is not {losses[rank].item()}")
+        for name, parameter in model.named_parameters():
+            grad = alone.get_parameter(name).grad
+            if (parameter.grad is None) != (grad is None):
+                wrong.append(f"{kind.__name__}: {name} has a gradient on one side only")
+            elif grad is not None:
+                found = whole(parameter.grad)
+                error = float((found.float() - grad.float()).norm() / grad.float().norm())
+                if not error <= bound or found.dtype != dtypes[name]:
+                    wrong.append(f"{kind.__name__}: {name} {found.dtype} is wrong by {error}")
+    return wrong
+
+
+@pytest.mark.parametrize("strategy", [lent(2), fsep(2)], ids=["lent", "fsep"])
+def test_dtypes_shared_and_frozen_parameters_train_as_in_one_process(ranks: LocalRanks, strategy: ms.Strategy) -> None:
+    assert ranks.run(compared, list(KINDS), strategy, num_ranks=2, timeout_s=200.0) == [[], []]
+
+
+def refusals() -> dict[str, str]:
+    """How models are refused; nothing of them is sharded by then."""
+    found = {}
+    for kind in ("router", "block", "experts", "tied experts"):
+        model = drawn("qwen3_moe")
+        first, second = model.model.layers
+        if kind == "router":
+            second.mlp.gate.scale = nn.Parameter(torch.zeros(3, dtype=HALF))
+        elif kind == "block":
+            first.scale = second.scale = nn.Parameter(torch.zeros(3))
+        elif kind == "experts":
+            second.mlp.experts.down_proj.data = second.mlp.experts.down_proj.data.to(HALF)
+        else:
+            second.mlp.experts.down_proj = first.mlp.experts.down_proj
+        with pytest.raises(ValueError) as error:  # noqa: PT011
+            ms.parallelize(model, lent(2))
+        assert not any(isinstance(each, DTensor) for each in model.parameters())
+        found[kind] = str(error.value)
+    return found
+
+
+def test_what_one_unit_cannot_have_is_refused_before_anything_is_sharded(ranks: LocalRanks) -> None:
+    for found in ranks.run(refusals, num_ranks=2, timeout_s=60.0):
+        assert "model.layers.1.mlp.gate has trainable parameters of torch.float32 and torch.bfloat16" in found["router"]
+        assert "model.layers.1 has a parameter that another block has too" in found["block"]
+        assert "several dtypes, gate_up_proj of torch.float32, down_proj of torch.bfloat16; give" in found["experts"]
+        assert "model.layers.1.mlp.experts.down_proj is a parameter of model.layers.0.mlp.exp" in found["tied experts"]

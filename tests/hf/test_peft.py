@@ -1,0 +1,139 @@
+"""Adapters of PEFT itself, and parametrizations, under strategies: as in one process, or refused on every rank."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hf_models import drawn, fsep, lent, loaded, text, whole
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from torch.nn.utils import parametrize
+
+import moesys as ms
+from moesys.lab.ranks.pool import LocalRanks
+
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "attention": {"target_modules": ["q_proj", "v_proj"]},
+    "router": {"target_modules": ["gate"]},
+    "router's parameter": {"target_parameters": ["mlp.gate.weight"]},
+    "embedding": {"target_modules": ["embed_tokens"]},
+    "whole modules": {"target_modules": ["q_proj"], "modules_to_save": ["gate", "experts", "lm_head"]},
+    "dora": {"target_modules": ["q_proj"], "use_dora": True, "init_lora_weights": True},
+    "tokens": {"target_modules": ["q_proj"], "trainable_token_indices": [1, 2, 3]},
+    "experts": {"target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
+    "all": {"target_modules": "all-linear"},
+}
+
+
+def adapted(model: Any, adapter: str) -> Any:
+    torch.manual_seed(3)
+    return get_peft_model(model, LoraConfig(**({"r": 4, "init_lora_weights": False} | ADAPTERS[adapter])))
+
+
+def loss_of(model: Any, rank: int) -> Tensor:
+    return model(input_ids=text(rank), labels=text(rank)).loss
+
+
+def errors_of_gradients(adapters: list[str], dtype: torch.dtype, strategy: ms.Strategy) -> list[float]:
+    """The largest relative error of each: of the loss, and of the gradients together beside one process's."""
+    rank, num_ranks, errors = dist.get_rank(), dist.get_world_size(), []
+    for adapter in adapters:
+        alone, model = (adapted(drawn("qwen3_moe").to(dtype), adapter) for _ in range(2))
+        losses = [loss_of(alone, each) for each in range(num_ranks)]
+        (sum(losses) / num_ranks).backward()
+        runtime = ms.parallelize(model, strategy)
+        loss = loss_of(model, rank)
+        loss.backward()
+        runtime.close()
+        wanted = {name: each for name, each in alone.named_parameters() if each.grad is not None}
+        found = {name: each for name, each in model.named_parameters() if each.grad is not None}
+        assert wanted
+        assert wanted.keys() == found.keys()
+        assert all(each.grad.dtype == wanted[name].dtype for name, each in found.items())
+        grads = [(whole(found[name].grad).float(), each.grad.float()) for name, each in wanted.items()]
+        wrong = torch.stack([(one - other).norm() for one, other in grads]).norm()
+        size = torch.stack([other.norm() for _, other in grads]).norm()
+        errors.append(max(float(wrong / size), abs(float(loss - losses[rank])) / float(losses[rank])))
+    return errors
+
+
+@pytest.mark.parametrize("strategy", [lent(2), fsep(2)], ids=["lent", "fsep"])
+def test_adapters_beside_experts_train_as_in_one_process(ranks: LocalRanks, strategy: ms.Strategy) -> None:
+    adapters = [each for each in ADAPTERS if each not in ("experts", "all")]
+    for errors in ranks.run(errors_of_gradients, adapters, torch.float32, strategy, num_ranks=2, timeout_s=150.0):
+        assert max(errors) < 1e-5, dict(zip(adapters, errors, strict=True))
+
+
+def test_adapters_in_float32_train_in_a_model_of_bfloat16(ranks: LocalRanks) -> None:
+    """As PEFT makes them. What is copied by modules_to_save trains in bfloat16 beside them."""
+    adapters = ["attention", "router", "whole modules"]
+    for errors in ranks.run(errors_of_gradients, adapters, torch.bfloat16, lent(2), num_ranks=2, timeout_s=150.0):
+        assert max(errors) < 0.1, dict(zip(adapters, errors, strict=True))
+
+
+class Adding(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.offset = nn.Parameter(torch.zeros(1))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight + self.offset.sum()
+
+
+def parametrized(model: Any, name: str) -> Any:
+    for layer in model.model.layers:
+        module, _, parameter = name.rpartition(".")
+        parametrize.register_parametrization(layer.mlp.get_submodule(module), parameter, Adding(), unsafe=True)
+    return model
+
+
+def refusals(folder: Path, cases: list[tuple[str, str]]) -> list[str]:
+    """What each case raises; ``when`` the model is adapted: before or after it is parallelized, or when it is loaded
+    on ranks.
+    """
+    found = []
+    for when, what in cases:
+        adapt = adapted if what in ADAPTERS else parametrized
+        try:
+            if when == "loaded":
+                model = adapt(loaded(folder, lent(2), {"fsdp_size": 2, "ep_size": 2}), what)
+            elif when == "before":
+                model = adapt(drawn("qwen3_moe"), what)
+                ms.parallelize(model, lent(2))
+            else:
+                model = drawn("qwen3_moe")
+                ms.parallelize(model, lent(2))
+                # Not only the first forward looks.
+                loss_of(model, 0)
+                model = adapt(model, what)
+            loss_of(model, dist.get_rank())
+            found.append("nothing")
+        except ValueError as error:
+            found.append(str(error))
+    return found
+
+
+EXPERTS = r"Qwen3MoeExperts\.(gate_up|down)_proj has an adapter .*; leave experts out of target_parameters"
+COMPUTED = r"Qwen3MoeExperts\.down_proj is computed from other parameters, .*, so leave experts out of what is adapted"
+LATER = "came to the model after ms.parallelize, .*; first add adapters and parametrizations"
+
+
+def test_what_would_be_wrong_is_refused_on_every_rank(ranks: LocalRanks, tmp_path: Path) -> None:
+    cases = [
+        *((when, what, EXPERTS) for when in ("before", "after", "loaded") for what in ("experts", "all")),
+        *((when, "experts.down_proj", COMPUTED) for when in ("before", "after", "loaded")),
+        ("after", "attention", rf"self_attn\.q_proj\.lora_A\.default\.weight {LATER}"),
+        ("after", "router", rf"mlp\.gate\.lora_A\.default\.weight {LATER}"),
+        ("after", "gate.weight", rf"mlp\.gate\.parametrizations\.weight\.original {LATER}"),
+        ("after", "whole modules", "Qwen3MoeExperts runs under a strategy already, .*; call get_peft_model"),
+    ]
+    drawn("qwen3_moe").save_pretrained(tmp_path)
+    tried = [(when, what) for when, what, _ in cases]
+    for found in ranks.run(refusals, tmp_path, tried, num_ranks=2, timeout_s=150.0):
+        for error, (when, what, message) in zip(found, cases, strict=True):
+            assert re.search(message, error), (when, what, error)
