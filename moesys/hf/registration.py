@@ -16,6 +16,7 @@ from moesys.hf.experts_module import ExpertsModule, compute_dtype
 from moesys.hf.routed_experts import RoutedExperts
 from moesys.kernels.cpu.page_pool import PagePool
 from moesys.kernels.experts.experts import moe_experts
+from moesys.kernels.torch_internals import refuse_function_transforms
 
 NAME = "moesys"
 OLDEST_TRANSFORMERS = (5, 23)
@@ -103,6 +104,7 @@ def _by_rows(
     top_k_index: Tensor,
     top_k_weights: Tensor,
 ) -> Tensor:
+    refuse_function_transforms(hidden_states, top_k_weights)
     projections = [getattr(module, name) for name in experts.names]
     dtype = compute_dtype(projections[0])
     y_TH: Tensor = RoutedExperts.apply(

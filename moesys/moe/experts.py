@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from moesys.balance import Homes
 from moesys.config import ClusterSpec, LayoutInvariant, ModelShape, Strategy
 from moesys.kernels.launch import on_its_device
+from moesys.kernels.torch_internals import refuse_function_transforms
 from moesys.layout_schedule import InlinePlanner, LayoutSchedule, PlanSource
 from moesys.moe.call import LayerCall
 from moesys.moe.expert_parameters import DTYPES
@@ -143,6 +144,7 @@ class Experts(nn.Module):
 
         ``expert_TK`` int64 [T, K]: the chosen experts, each at most once a token; ``weight_TK`` [T, K] of any float.
         """
+        refuse_function_transforms(x_TH, weight_TK)
         dtype = DTYPES[self.shape.dtype] if self.outside is None else x_TH.dtype
         call = self._replayed_or_planned(expert_TK, dtype)
         masters = self.store.masters.differentiable()
