@@ -9,14 +9,19 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.autograd import Variable
 
 NO_BACKWARD = -1
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def current_backward() -> int:
@@ -64,6 +69,44 @@ def _seen_by_hooks() -> Mapping[str, Any]:
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     pack = None if hooks is None else inspect.unwrap(hooks[0])
     return inspect.getclosurevars(pack).nonlocals if inspect.isfunction(pack) else {}
+
+
+def unseen_by_selective_checkpoints(call: Callable[P, T]) -> Callable[P, T]:
+    """Hides the operations of ``call`` from selective activation checkpointing, which then runs it again as a whole:
+    it takes for granted that a recomputation has the operations of the first pass. Other dispatch modes see them.
+
+    Needs ``torch._C._len_torch_dispatch_stack``, ``_pop_mode`` and ``_push_mode`` of ``torch.utils._python_dispatch``,
+    and ``_CachingTorchDispatchMode`` and ``_CachedTorchDispatchMode`` of ``torch.utils.checkpoint``. Without the first
+    AttributeError in the first forward; without the others ImportError under any dispatch mode.
+    """
+
+    @wraps(call)
+    def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        if torch.compiler.is_compiling() or not torch._C._len_torch_dispatch_stack():
+            return call(*args, **kwargs)
+        with _without_selective_checkpoints():
+            return call(*args, **kwargs)
+
+    return called
+
+
+@contextmanager
+def _without_selective_checkpoints() -> Iterator[None]:
+    from torch.utils._python_dispatch import _pop_mode, _push_mode
+    from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+
+    # The innermost first.
+    modes = [_pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())]
+    others = [mode for mode in modes if not isinstance(mode, _CachedTorchDispatchMode | _CachingTorchDispatchMode)]
+    for mode in reversed(others):
+        _push_mode(mode)
+    try:
+        yield
+    finally:
+        for _ in others:
+            _pop_mode()
+        for mode in reversed(modes):
+            _push_mode(mode)
 
 
 def will_execute(node: Any) -> bool:

@@ -17,6 +17,7 @@ from moesys.hf.routed_experts import RoutedExperts
 from moesys.kernels.cpu.page_pool import PagePool
 from moesys.kernels.experts.experts import moe_experts
 from moesys.kernels.torch_internals import refuse_function_transforms
+from moesys.torch_private import unseen_by_selective_checkpoints
 
 NAME = "moesys"
 OLDEST_TRANSFORMERS = (5, 23)
@@ -96,6 +97,7 @@ def _by_kernels(
 
 # A loop over the experts that have tokens is nothing that a compiled graph could hold.
 @torch.compiler.disable
+@unseen_by_selective_checkpoints
 def _by_rows(
     experts: ExpertsModule,
     memory: PagePool,

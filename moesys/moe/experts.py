@@ -38,7 +38,7 @@ from moesys.overlap.experts_cpu import CpuExperts
 from moesys.overlap.experts_on_device import OURS, experts_on_device
 from moesys.runnable import out_of_reach
 from moesys.step import LayerPlan
-from moesys.torch_private import ends_recomputation
+from moesys.torch_private import ends_recomputation, unseen_by_selective_checkpoints
 
 STATE_TIMEOUT_S = 600.0
 
@@ -138,6 +138,7 @@ class Experts(nn.Module):
 
     # Planning is Python on integers and talks to other ranks: nothing that a compiler could trace.
     @torch.compiler.disable
+    @unseen_by_selective_checkpoints
     @on_its_device
     def forward(self, x_TH: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
         """Returns y [T, H] in x's dtype: a token's experts' outputs times their weights, summed in the order of k.

@@ -21,6 +21,7 @@ from moesys.kernels.cpu.row_invariant_gemm import NARROW, aligned, matmul_rows, 
 from moesys.kernels.first_derivatives import InputGradients, first_derivatives_only
 from moesys.overlap.comm.channel import Channel
 from moesys.overlap.exact_sum import add_on_grid, grid_below, largest_size
+from moesys.torch_private import unseen_by_selective_checkpoints
 
 
 def check_blocks(tokens_R: Sequence[int], token_block: int) -> None:
@@ -45,6 +46,7 @@ class TokenBlocks:
     by_kernels: bool = False
     learning: bool = True
 
+    @unseen_by_selective_checkpoints
     def linear(self, x_TA: Tensor, *weights: Tensor) -> Tensor:
         """Returns ``x @ weightᵀ`` [T, B] in x's dtype, to which float32 weights [.., A] are cast, of all side by side:
         one product, as each has its sum over the ranks.

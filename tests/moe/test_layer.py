@@ -267,7 +267,7 @@ DELAYED = EP.replace(sharding=ms.Fsep(slots_per_rank=4, delay_reshard=True))
 
 
 def penalty(layer: ms.MoELayer, head: Tensor, checkpointed: bool) -> tuple[Tensor, dict[str, Tensor]]:
-    """The squared norm of an input's gradient, none of whose incoming gradients requires one, and what it depends on."""
+    """The squared norm of the gradient of an input, and what that depends on."""
     x = tokens(32).requires_grad_()
     y = checkpoint(layer, x, use_reentrant=False) if checkpointed else layer(x)
     (dx,) = torch.autograd.grad((y @ head).sum(), x, create_graph=True)
@@ -345,9 +345,7 @@ def test_function_transforms_are_refused() -> None:
         "vmap": lambda: torch.vmap(layer)(torch.stack([x, x])),
         "no gradients": lambda: torch.no_grad()(torch.vmap(layer))(torch.stack([x, x])),
         "batched gradients": lambda: torch.autograd.functional.jacobian(layer, x, vectorize=True),
-        "forward mode": lambda: torch.autograd.functional.jacobian(
-            layer, x, vectorize=True, strategy="forward-mode"
-        ),
+        "forward mode": lambda: torch.autograd.functional.jacobian(layer, x, vectorize=True, strategy="forward-mode"),
     }
     for way in ways.values():
         with pytest.raises(RuntimeError, match=r"transform of torch\.func"):
