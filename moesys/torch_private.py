@@ -175,3 +175,35 @@ def forget_meshes() -> None:
         from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
         _clear_sharding_prop_cache()
+
+
+def unscale_beside_dtensors() -> None:
+    """Has ``torch.amp.GradScaler`` take plain gradients beside those of ``DTensor``s, and ``DTensor``s of several
+    meshes. An infinite gradient on one rank has all ranks of its mesh leave the step out, as torch has it for one mesh.
+
+    Needs ``DTensor._op_dispatcher._custom_op_handlers``, in which torch has a handler of its own for the same operator;
+    ``torch.distributed.tensor.parallel.loss_parallel`` changes the table too. Without it AttributeError when a layer is
+    made on several ranks.
+    """
+    from torch.distributed.tensor import DTensor
+
+    operator = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+    DTensor._op_dispatcher._custom_op_handlers[operator] = _unscale
+
+
+def _unscale(operator: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    from torch.distributed.tensor import DTensor
+
+    gradients, found_inf, inverse_scale = args
+    sharded = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
+    parts = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+    operator(parts, found_inf, inverse_scale, **kwargs)
+    # Each group once, in the order of the gradients, which all ranks have alike.
+    groups = {
+        gradient.device_mesh.get_group(dim): None
+        for gradient in sharded
+        for dim, placement in enumerate(gradient.placements)
+        if not placement.is_replicate()
+    }
+    for group in groups:
+        dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=group)

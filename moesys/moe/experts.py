@@ -38,7 +38,7 @@ from moesys.overlap.experts_cpu import CpuExperts
 from moesys.overlap.experts_on_device import OURS, experts_on_device
 from moesys.runnable import out_of_reach
 from moesys.step import LayerPlan
-from moesys.torch_private import ends_recomputation, unseen_by_selective_checkpoints
+from moesys.torch_private import ends_recomputation, unscale_beside_dtensors, unseen_by_selective_checkpoints
 
 STATE_TIMEOUT_S = 600.0
 
@@ -83,6 +83,8 @@ class Experts(nn.Module):
         device = torch.device(device or "cpu")
         self.mesh = mesh_of(group, device.type)
         self.group = None if self.mesh is None else self.mesh.get_group()
+        if self.mesh is not None:
+            unscale_beside_dtensors()
         num_ranks = dist.get_world_size(self.group) if self.group is not None else 1
         rank = dist.get_rank(self.group) if self.group is not None else 0
         self.cluster = cluster if cluster is not None else cluster_of(num_ranks, device.type)
