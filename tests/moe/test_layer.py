@@ -290,6 +290,15 @@ def test_second_derivatives_are_refused(strategy: ms.Strategy, learns: bool, che
             torch.autograd.grad(squares, each, retain_graph=True, allow_unused=True)
 
 
+def test_second_derivatives_of_experts_alone_are_refused() -> None:
+    """Where nothing but the tokens learns, which backward has in another order alone."""
+    experts, x = ms.Experts(SHAPE, EP).requires_grad_(False), tokens(6).requires_grad_()
+    y = experts(x, torch.tensor([[0, 1]] * 6), torch.full((6, 2), 0.5))
+    (dx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="second derivatives through experts"):
+        torch.autograd.grad(dx.sum(), x, allow_unused=True)
+
+
 @pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
 def test_second_derivatives_of_other_parts_are_right() -> None:
     """``create_graph=True`` changes no gradient of a layer, and the rest of a model has its second derivatives."""
