@@ -166,7 +166,9 @@ def test_a_recomputation_is_no_pass(early_stop):
 
 
 def test_losses_keep_no_graph():
-    """Of a step that is over, and of any but the newest pass where outputs are dropped and losses never read."""
+    """Of a step that is over, and of any but the newest pass where outputs are dropped and losses never read; none
+    when the model is gone.
+    """
     model, first = Stack(), []
 
     class Owned:
@@ -183,4 +185,8 @@ def test_losses_keep_no_graph():
         run()
     assert [each() is not None for each in first] == [False, False, False, True]
     (run().square().mean() + router_loss(model)).backward()
+    assert first[-1]() is None
+    run()
+    assert first[-1]() is not None
+    model = None
     assert first[-1]() is None

@@ -293,7 +293,9 @@ def small_model() -> Qwen3MoeForCausalLM:
 
 
 def train_model(policy: str | None, where: str, strategy: ms.Strategy | None) -> list[bytes]:
-    """The bits of all gradients of a model of transformers, checkpointed block by block, under a strategy or alone."""
+    """The bits of all gradients of a model of transformers, checkpointed block by block, under a strategy or alone. Its
+    routing is recorded, by hooks on routers that do in the first pass what they do not in the second.
+    """
     model = small_model()
     if strategy is None:
         model.set_experts_implementation(ms.hf.register())
@@ -304,7 +306,8 @@ def train_model(policy: str | None, where: str, strategy: ms.Strategy | None) ->
         model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": partial(selective, policy)})
     runtime = None if strategy is None else ms.parallelize(model, strategy)
     ids = torch.arange(40).view(2, 20)
-    model(input_ids=ids, labels=ids).loss.backward()
+    with ms.record_routing(model):
+        model(input_ids=ids, labels=ids).loss.backward()
     if runtime is not None:
         runtime.close()
     found = (getattr(each.grad, "_local_tensor", each.grad) for each in model.parameters())
