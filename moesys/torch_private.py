@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +21,9 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.autograd import Variable
 
 NO_BACKWARD = -1
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 def current_backward() -> int:
@@ -66,6 +71,44 @@ def _seen_by_hooks() -> Mapping[str, Any]:
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
     pack = None if hooks is None else inspect.unwrap(hooks[0])
     return inspect.getclosurevars(pack).nonlocals if inspect.isfunction(pack) else {}
+
+
+def unseen_by_selective_checkpoints(call: Callable[P, T]) -> Callable[P, T]:
+    """Hides the operations of ``call`` from selective activation checkpointing, which then runs it again as a whole:
+    it takes for granted that a recomputation has the operations of the first pass. Other dispatch modes see them.
+
+    Needs ``torch._C._len_torch_dispatch_stack``, ``_pop_mode`` and ``_push_mode`` of ``torch.utils._python_dispatch``,
+    and ``_CachingTorchDispatchMode`` and ``_CachedTorchDispatchMode`` of ``torch.utils.checkpoint``. Without the first
+    AttributeError in the first forward; without the others ImportError under any dispatch mode.
+    """
+
+    @wraps(call)
+    def called(*args: P.args, **kwargs: P.kwargs) -> T:
+        if torch.compiler.is_compiling() or not torch._C._len_torch_dispatch_stack():
+            return call(*args, **kwargs)
+        with _without_selective_checkpoints():
+            return call(*args, **kwargs)
+
+    return called
+
+
+@contextmanager
+def _without_selective_checkpoints() -> Iterator[None]:
+    from torch.utils._python_dispatch import _pop_mode, _push_mode
+    from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
+
+    # The innermost first.
+    modes = [_pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())]
+    others = [mode for mode in modes if not isinstance(mode, _CachedTorchDispatchMode | _CachingTorchDispatchMode)]
+    for mode in reversed(others):
+        _push_mode(mode)
+    try:
+        yield
+    finally:
+        for _ in others:
+            _pop_mode()
+        for mode in reversed(modes):
+            _push_mode(mode)
 
 
 def will_execute(node: Any) -> bool:
@@ -136,20 +179,46 @@ def forget_meshes() -> None:
         _clear_sharding_prop_cache()
 
 
-def require_eager(tensor: Tensor, name: str) -> None:
-    """Raises TypeError for a tensor that stands for others or for none: under ``torch.func`` transforms (``grad``,
-    ``vmap``, ``jvp``), on the meta device, and for fake tensors of a trace.
+def require_values(tensor: Tensor, name: str) -> None:
+    """Raises TypeError for a tensor without values: on the meta device, or a fake one of a trace.
 
-    Needs ``torch._C._functorch.is_functorch_wrapped_tensor`` and ``torch._subclasses.fake_tensor.is_fake``. Without
-    them a layer raises AttributeError at its first forward.
+    Needs ``torch._subclasses.fake_tensor.is_fake``. Without it moesys.moe raises ImportError.
     """
-    if torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        raise TypeError(
-            f"{name} is transformed by torch.func (grad, vmap or jvp), under which an MoE layer cannot exchange "
-            "tokens; use backward() or torch.autograd.grad, and a loop in place of vmap"
-        )
     if tensor.is_meta or is_fake(tensor):
         raise TypeError(
             f"{name} has no values (a tensor on the meta device, or a fake one of a trace or an export), and where "
             "tokens go depends on them; run the layer on real tensors"
         )
+
+
+def unscale_beside_dtensors() -> None:
+    """Has ``torch.amp.GradScaler`` take plain gradients beside those of ``DTensor``s, and ``DTensor``s of several
+    meshes. An infinite gradient on one rank has all ranks of its mesh leave the step out, as torch has it for one mesh.
+
+    Needs ``DTensor._op_dispatcher._custom_op_handlers``, in which torch has a handler of its own for the same operator;
+    ``torch.distributed.tensor.parallel.loss_parallel`` changes the table too. Without it GradScaler fails inside torch
+    where gradients of both kinds meet.
+    """
+    from torch.distributed.tensor import DTensor
+
+    handlers: Any = getattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers", None)
+    if handlers is not None:
+        handlers[torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default] = _unscale
+
+
+def _unscale(operator: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    from torch.distributed.tensor import DTensor
+
+    gradients, found_inf, inverse_scale = args
+    sharded = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
+    parts = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
+    operator(parts, found_inf, inverse_scale, **kwargs)
+    # Each group once, in the order of the gradients, which all ranks have alike.
+    groups = {
+        gradient.device_mesh.get_group(dim): None
+        for gradient in sharded
+        for dim, placement in enumerate(gradient.placements)
+        if not placement.is_replicate()
+    }
+    for group in groups:
+        dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=group)

@@ -57,7 +57,7 @@ FLOORS_IN = {
         {"__init__"},
     ),
     "kernels": (
-        {"torch_internals", "launch", "host_copies"},
+        {"torch_internals", "launch", "host_copies", "first_derivatives"},
         {"cpu", "routing"},
         {"experts"},
         {"split", "symmetric"},

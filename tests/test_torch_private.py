@@ -7,10 +7,19 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch.autograd import forward_ad
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
+)
 
 from moesys import torch_private
-from moesys.kernels.torch_internals import HAS_ONEDNN, onednn_product
+from moesys.kernels.torch_internals import HAS_ONEDNN, onednn_product, refuse_function_transforms
 from moesys.torch_private import (
     NO_BACKWARD,
     after_this_backward,
@@ -19,6 +28,8 @@ from moesys.torch_private import (
     ends_recomputation,
     group_timeout_s,
     num_process_groups,
+    unscale_beside_dtensors,
+    unseen_by_selective_checkpoints,
     will_execute,
 )
 
@@ -99,6 +110,45 @@ def test_a_recomputation_says_where_it_ends(early_stop):
     assert asked == [[False] * 4, [False, False, early_stop, False]]
 
 
+def test_selective_checkpoints_do_not_see_what_other_modes_see():
+    """What is hidden has operations in the first pass that the second has not, and is not kept."""
+    runs = []
+
+    @unseen_by_selective_checkpoints
+    def hidden(x):
+        runs.append(1)
+        return x.exp().sin() if len(runs) == 1 else x.exp().sin().clone()
+
+    def run(x):
+        return hidden(x).cos().sum()
+
+    def contexts():
+        return create_selective_checkpoint_contexts(lambda *_, **__: CheckpointPolicy.MUST_SAVE)
+
+    x, kept = (torch.ones(3, requires_grad=True) for _ in range(2))
+    with Seen() as seen:
+        checkpoint(run, x, use_reentrant=False, context_fn=contexts).backward()
+    run(kept).backward()
+    assert torch.equal(x.grad, kept.grad)
+    assert [seen.operations.count(name) for name in ("exp", "clone", "sum")] == [2, 1, 1]
+    with pytest.raises(ValueError, match="inside"), Seen() as seen:
+        unseen_by_selective_checkpoints(int)("inside")
+    x.exp()
+    assert seen.operations == []
+
+
+class Seen(TorchDispatchMode):
+    """Keeps the names of operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.operations = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.operations.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
 def test_a_backward_comes_to_the_leaves_and_a_gradient_for_others_does_not():
     assert seen_in_backward(will_execute) == [True]
     other = torch.ones(1, requires_grad=True)
@@ -124,6 +174,17 @@ def test_the_time_out_of_a_group_is_told(group):
     assert group_timeout_s(group, "cpu") == 77
 
 
+def test_plain_gradients_are_unscaled_beside_those_of_a_mesh(group):
+    mesh = init_device_mesh("cpu", (1,))
+    unscale_beside_dtensors()
+    for largest, infinite in ((8.0, 0.0), (torch.inf, 1.0)):
+        gradients = [torch.full((3,), 8.0), DTensor.from_local(torch.full((2,), largest), mesh, [Shard(0)])]
+        found_inf = torch.zeros(1)
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, found_inf, torch.tensor(0.25))
+        assert found_inf.item() == infinite
+        assert gradients[0].tolist() == [2.0] * 3
+
+
 def test_process_groups_are_counted(group):
     assert num_process_groups() == 1
     dist.new_group()
@@ -140,3 +201,38 @@ def test_the_rendezvous_store_has_connections_of_its_own(group):
 def test_onednn_multiplies():
     x_MK, weight_NK = torch.randn(5, 32), torch.randn(24, 32)
     torch.testing.assert_close(onednn_product(x_MK, weight_NK), x_MK @ weight_NK.T)
+
+
+class Batched(torch.autograd.Function):
+    """The identity; its backward calls ``watch`` with the gradient."""
+
+    @staticmethod
+    def forward(ctx, x, watch):
+        ctx.watch = watch
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.watch(grad)
+        return grad, None
+
+
+# torch's own forward mode uses it
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is:DeprecationWarning")
+def test_transforms_are_known_where_they_run():
+    x = torch.randn(3, requires_grad=True)
+
+    def watch(x):
+        refuse_function_transforms(x)
+        return x.sum()
+
+    watch(x).backward()
+    for way in (
+        lambda: torch.func.grad(watch)(x),
+        lambda: torch.vmap(watch)(torch.ones(2, 3)),
+        lambda: torch.func.vmap(lambda _: watch(x))(x),
+        lambda: torch.autograd.grad(Batched.apply(x, watch), x, torch.eye(3), is_grads_batched=True),
+        lambda: watch(forward_ad.make_dual(x, x)),
+    ):
+        with forward_ad.dual_level(), pytest.raises(RuntimeError, match=r"transform of torch\.func"):
+            way()

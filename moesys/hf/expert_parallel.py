@@ -21,6 +21,7 @@ from moesys.hf.experts_module import compute_dtype
 from moesys.hf.strategy_experts import check, strategy_experts
 from moesys.kernels.cpu.page_pool import PagePool
 from moesys.moe.experts import Experts
+from moesys.torch_private import unseen_by_selective_checkpoints
 
 
 def implementation_of(strategy: Strategy) -> type[EPImplementation]:
@@ -63,6 +64,7 @@ class _Model:
         self.ep_mesh, self.layer_indices, self.memory = ep_mesh, count(), PagePool()
 
 
+@unseen_by_selective_checkpoints
 def run(experts: Experts, training: bool, x_TH: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
     """Returns y [T, H] in x's dtype, computed in autocast's or else in that of the experts."""
     experts.training = training

@@ -16,6 +16,8 @@ from moesys.hf.experts_module import ExpertsModule, compute_dtype
 from moesys.hf.routed_experts import RoutedExperts
 from moesys.kernels.cpu.page_pool import PagePool
 from moesys.kernels.experts.experts import moe_experts
+from moesys.kernels.torch_internals import refuse_function_transforms
+from moesys.torch_private import unseen_by_selective_checkpoints
 
 NAME = "moesys"
 OLDEST_TRANSFORMERS = (5, 23)
@@ -95,6 +97,7 @@ def _by_kernels(
 
 # A loop over the experts that have tokens is nothing that a compiled graph could hold.
 @torch.compiler.disable
+@unseen_by_selective_checkpoints
 def _by_rows(
     experts: ExpertsModule,
     memory: PagePool,
@@ -103,6 +106,7 @@ def _by_rows(
     top_k_index: Tensor,
     top_k_weights: Tensor,
 ) -> Tensor:
+    refuse_function_transforms(hidden_states, top_k_weights)
     projections = [getattr(module, name) for name in experts.names]
     dtype = compute_dtype(projections[0])
     y_TH: Tensor = RoutedExperts.apply(

@@ -14,13 +14,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from moesys.hf.expert_rows import expert_rows
 from moesys.hf.experts_module import ExpertsModule
 from moesys.kernels.cpu.page_pool import PagePool, Scratch
 from moesys.kernels.cpu.row_invariant_gemm import RowRule, projection_rule
 from moesys.kernels.cpu.row_invariant_ops import ParameterGradients, row_function
+from moesys.kernels.first_derivatives import InputGradients, first_derivatives_only
 from moesys.overlap.expert_compute import Arrivals, BackwardInputs, Workplace
 from moesys.overlap.experts_cpu import SWIGLU, CpuBackward, CpuExperts, CpuForward, Projection
 from moesys.overlap.routes import ChunkRows
@@ -53,8 +53,8 @@ class RoutedExperts(torch.autograd.Function):
         return y_TH
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+    @first_derivatives_only
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[InputGradients, Sequence[Tensor]]:
         experts, dtype, memory, first_and_last, slots = ctx.description
         x_TH, weight_TK, h_PU, gather_P, return_M, *parameters = ctx.saved_tensors
         needs_x, needs_weight, _, *needs_parameters = ctx.needs_input_grad[3:]
@@ -66,7 +66,8 @@ class RoutedExperts(torch.autograd.Function):
             call = _Call(experts, dtype, memory, parameters, gradients)
             rows = ChunkRows(first_and_last, slots, gather_P, return_M)
             dx_TH, dweight_TK = call.backward(rows, grad_outputs[0], x_TH, weight_TK, h_PU)
-        return None, None, None, dx_TH if needs_x else None, dweight_TK if needs_weight else None, None, *gradients
+        of_tokens = dx_TH if needs_x else None, dweight_TK if needs_weight else None
+        return (None, None, None, *of_tokens, None, *gradients), (x_TH, weight_TK, *parameters)
 
 
 class _Call:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 HAS_ONEDNN = torch.backends.mkldnn.is_available()
 
@@ -22,6 +23,24 @@ def onednn_product(x_MK: Tensor, weight_NK: Tensor) -> Tensor:
     slower beside MKL.
     """
     return torch.ops.mkldnn._linear_pointwise(x_MK, weight_NK, None, "none", [], "")
+
+
+def refuse_function_transforms(*tensors: Tensor) -> None:
+    """Raises RuntimeError inside a transform of ``torch.func``, for batched gradients and for tensors of forward-mode
+    differentiation: kernels would fail to read their memory, or lose their tangents.
+
+    Needs ``torch._C._functorch``: ``peek_interpreter_stack``, which gives None outside of transforms, and
+    ``is_legacy_batchedtensor``, for what ``is_grads_batched`` makes. Without them the first forward of experts, or
+    their first backward, raises AttributeError.
+    """
+    functorch = torch._C._functorch
+    transformed = functorch.peek_interpreter_stack() is not None
+    if transformed or any(functorch.is_legacy_batchedtensor(t) or unpack_dual(t).tangent is not None for t in tensors):
+        raise RuntimeError(
+            "experts of moesys run inside a transform of torch.func (grad, vjp, jvp, vmap, ...), in forward-mode "
+            "differentiation or with batched gradients (is_grads_batched=True, vectorize=True), and support none of "
+            "them; call backward() or torch.autograd.grad outside of transforms, once for each gradient"
+        )
 
 
 def symmetric_arena(num_bytes: int, group: dist.ProcessGroup, device: torch.device) -> tuple[Tensor, list[int], Any]:

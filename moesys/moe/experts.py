@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from moesys.balance import Homes
 from moesys.config import ClusterSpec, LayoutInvariant, ModelShape, Strategy
 from moesys.kernels.launch import on_its_device
+from moesys.kernels.torch_internals import refuse_function_transforms
 from moesys.layout_schedule import InlinePlanner, LayoutSchedule, PlanSource
 from moesys.moe.call import LayerCall
 from moesys.moe.expert_parameters import DTYPES
@@ -40,7 +41,12 @@ from moesys.overlap.experts_cpu import CpuExperts
 from moesys.overlap.experts_on_device import OURS, experts_on_device
 from moesys.runnable import out_of_reach
 from moesys.step import LayerPlan
-from moesys.torch_private import ends_recomputation, require_eager
+from moesys.torch_private import (
+    ends_recomputation,
+    require_values,
+    unscale_beside_dtensors,
+    unseen_by_selective_checkpoints,
+)
 
 STATE_TIMEOUT_S = 600.0
 
@@ -91,6 +97,8 @@ class Experts(nn.Module):
             )
         self.mesh = mesh_of(group, device.type, may_reorder=outside is None)
         self.group = None if self.mesh is None else self.mesh.get_group()
+        if self.mesh is not None:
+            unscale_beside_dtensors()
         num_ranks = dist.get_world_size(self.group) if self.group is not None else 1
         rank = dist.get_rank(self.group) if self.group is not None else 0
         self.cluster = cluster if cluster is not None else cluster_of(num_ranks, device.type)
@@ -145,6 +153,7 @@ class Experts(nn.Module):
 
     # Planning is Python on integers and talks to other ranks: nothing that a compiler could trace.
     @torch.compiler.disable
+    @unseen_by_selective_checkpoints
     @on_its_device
     def forward(self, x_TH: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> Tensor:
         """Returns y [T, H] in x's dtype: a token's experts' outputs times their weights, summed in the order of k.
@@ -426,7 +435,8 @@ def require_dense(name: str, tensor: Tensor) -> None:
             "sparse tensor" if getattr(tensor, "layout", None) not in (None, torch.strided) else type(tensor).__name__
         )
         raise TypeError(f"{name} is a {kind}; give this rank's own part as a dense torch.Tensor")
-    require_eager(tensor, name)
+    refuse_function_transforms(tensor)
+    require_values(tensor, name)
 
 
 def check_tokens(name: str, tensor: Tensor, shape: ModelShape | None) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from moesys.kernels.first_derivatives import InputGradients, first_derivatives_only
 from moesys.kernels.launch import on_its_device
 from moesys.moe.call import LayerCall
 from moesys.moe.lookahead import Link
@@ -47,6 +47,9 @@ class RoutedExperts(torch.autograd.Function):
             # The checkpoint stops before anybody sees it.
             y_TH = x_TH.new_full((), math.nan).expand_as(x_TH)
         ctx.call, ctx.link = call, link
+        # Backward has no x, and yet its gradients are functions of x; no row of it, so that x is not kept.
+        with torch.enable_grad():
+            ctx.x_0H = x_TH[:0].clone()
         ctx.save_for_backward(weight_TK, saved.arrivals_MH, saved.h_P2I, *masters)
         # What a recomputation restores, the backward right behind it uses.
         if store.reshard_after_forward and not call.replayed:
@@ -54,9 +57,9 @@ class RoutedExperts(torch.autograd.Function):
         return y_TH
 
     @staticmethod
-    @once_differentiable
+    @first_derivatives_only
     @on_its_device
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[InputGradients, Sequence[Tensor]]:
         call: LayerCall = ctx.call
         lookahead, store = ctx.link.lookahead, call.store
         weight_TK, arrivals_MH, h_P2I, *masters = ctx.saved_tensors
@@ -84,14 +87,15 @@ class RoutedExperts(torch.autograd.Function):
                 store.start_reshard(grads_DP, call.layout, call.generation), [master.dtype for master in masters]
             )
             leaf = ctx.next_functions[2 + wanted.index(True)][0]
-            may_delay = store.delay_reshard and store.masters.may_delay and _reaches_grad(leaf)
-            if not (may_delay and lookahead.delay(store, cross)):
+            # Gradients that come later are in no graph, where they could be differentiated.
+            may_delay = store.delay_reshard and store.masters.may_delay and not ctx.creates_graph
+            if not (may_delay and _reaches_grad(leaf) and lookahead.delay(store, cross)):
                 dmasters = [gradient if want else None for gradient, want in zip(cross()(), wanted, strict=True)]
         lookahead.after_backward()
         # Then all of backward is launched, so that the device has work while the host waits for a part of forward.
         if call.check is not None:
             after_this_backward(call.check)
-        return dx_TH, dweight_TK, None, None, *dmasters
+        return (dx_TH, dweight_TK, None, None, *dmasters), (ctx.x_0H, weight_TK, *masters)
 
 
 def _in_dtypes(cross: Cross, dtypes: Sequence[torch.dtype]) -> Cross:

@@ -5,7 +5,10 @@ T tokens, E experts, K top-k, H hidden size, G expert groups.
 
 from __future__ import annotations
 
-from typing import Any, Literal, NamedTuple
+import weakref
+from collections.abc import Iterator
+from itertools import count
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +16,9 @@ from torch.nn import functional
 
 from moesys.config import ModelShape
 from moesys.kernels.routing.topk import topk_by_index
+from moesys.moe.experts import require_module
 from moesys.moe.token_blocks import TokenBlocks
-from moesys.torch_private import NO_BACKWARD, current_backward
+from moesys.torch_private import NO_BACKWARD, current_backward, unseen_by_selective_checkpoints
 
 # What the published sigmoid routers add before they divide by a sum; it leaves a softmax's sum (>= 1/E) unchanged.
 SUM_EPS = 1e-20
@@ -31,6 +35,58 @@ class Routing(NamedTuple):
     expert_TK: Tensor
     weight_TK: Tensor
     logits_TE: Tensor
+
+
+class _OwnedLoss:
+    """A loss that a node of a graph owns, which has it as long as something can go backward through the node."""
+
+    def __init__(self, loss: Tensor) -> None:
+        self.loss = loss
+
+
+class _Pass:
+    """A training pass of a router: its loss, when it began, and when it ended for ``router_loss``: as soon as its loss
+    has been returned, or backward has gone through it.
+    """
+
+    _clock: ClassVar[Iterator[int]] = count(1)
+    _all: ClassVar[weakref.WeakSet[_Pass]] = weakref.WeakSet()
+
+    def __init__(self, loss: Tensor, routing: Routing) -> None:
+        self.began, self.ended, self.was_returned = next(self._clock), 0, False
+        # Held, so that a pass counts whose output nobody wants, until its router runs again.
+        self._held: Tensor | None = loss
+        owned = _OwnedLoss(loss)
+        self._owned = weakref.ref(owned)
+        if routing.weight_TK.grad_fn is not None:
+            metadata: Any = routing.weight_TK.grad_fn.metadata
+            metadata["moesys_router_loss"] = owned
+        if routing.logits_TE.requires_grad:
+            # Weak, as the loss owns the graph, and the graph would own the loss.
+            this = weakref.ref(self)
+            routing.logits_TE.register_hook(lambda _: None if (alive := this()) is None else alive._go_backward())
+        self._all.add(self)
+
+    @property
+    def loss(self) -> Tensor | None:
+        """The loss; None where nothing can go backward through the pass any more."""
+        owned = self._owned()
+        return self._held if owned is None else owned.loss
+
+    def leave_to_graphs(self) -> None:
+        """Holds neither its own loss nor those of all later passes, whose graphs would hold the graph of this one."""
+        for each in list(self._all):
+            if each.began >= self.began:
+                each._held = None
+
+    def end(self) -> None:
+        self.ended = self.ended or next(self._clock)
+
+    def _go_backward(self) -> None:
+        self.end()
+        if self.was_returned:
+            # Before all others, and without the graph, which nobody needs.
+            self.ended, self._held = -1, None
 
 
 class Chooser(nn.Module):
@@ -65,9 +121,8 @@ class Router(nn.Module):
     ``weight`` float32 [E, H], normal with ``initializer_range`` from ``generator``; ``e_score_correction_bias``
     float32 [E], for sigmoid only. Names and shapes are those of the published checkpoints.
 
-    ``last_loss`` is what the newest training forward adds to the loss: ``router_aux_loss_coef`` x
-    :func:`load_balancing_loss` + ``router_z_loss_coef`` x :func:`z_loss` over this rank's tokens, a float32 scalar, or
-    None if both coefficients are 0. Sum over a model with :func:`router_loss`.
+    Each pass in training mode with gradients enabled adds ``router_aux_loss_coef`` x :func:`load_balancing_loss` +
+    ``router_z_loss_coef`` x :func:`z_loss` over this rank's tokens to the loss: :func:`router_loss` gives the sum.
     """
 
     e_score_correction_bias: Tensor
@@ -88,7 +143,7 @@ class Router(nn.Module):
                 "e_score_correction_bias", torch.empty(shape.num_experts, dtype=torch.float32, device=device)
             )
         self.chooser = Chooser(shape)
-        self.last_loss: Tensor | None = None
+        self._passes: list[_Pass] = []
         self.reset_parameters(generator)
 
     @torch.no_grad()
@@ -98,6 +153,7 @@ class Router(nn.Module):
         if self.shape.scoring_func == "sigmoid":
             self.e_score_correction_bias.zero_()
 
+    @unseen_by_selective_checkpoints
     def forward(self, x_TH: Tensor, blocks: TokenBlocks | None = None) -> Routing:
         """Route tokens [T, H] of any floating dtype; T may be 0. ``blocks``: where no bit may show T."""
         shape = self.shape
@@ -114,13 +170,22 @@ class Router(nn.Module):
         if shape.norm_topk_prob:
             weight_TK = weight_TK / (weight_TK.sum(dim=1, keepdim=True) + SUM_EPS)
         routing = Routing(expert_TK, weight_TK * shape.routed_scaling_factor, logits_TE)
-        if self.training:
-            # Computed in a recomputation too, since activation checkpointing counts saved tensors; but not kept
-            # there: it would hold the recomputed graph until the next step.
+        if self.training and torch.is_grad_enabled():
+            # Computed in a recomputation too, since activation checkpointing counts saved tensors; but not kept there:
+            # it would hold the recomputed graph until the next step.
             loss = self._loss(routing)
             if loss is not None and current_backward() == NO_BACKWARD:
-                self.last_loss = loss
+                self._passes = [*self._unfinished(), _Pass(loss, routing)]
         return routing
+
+    def _unfinished(self) -> list[_Pass]:
+        """Returns the passes of this step before another one, without those whose output is gone, as it is where a
+        forward raised.
+        """
+        passes = [each for each in self._passes if not each.ended]
+        if passes:
+            passes[0].leave_to_graphs()
+        return [each for each in passes if each.loss is not None]
 
     def _loss(self, routing: Routing) -> Tensor | None:
         shape = self.shape
@@ -153,8 +218,8 @@ class Router(nn.Module):
         return f"{shape.hidden_size} -> top {shape.top_k} of {shape.num_experts}, {shape.scoring_func}"
 
     def __getstate__(self) -> dict[str, Any]:
-        # ``last_loss`` belongs to a graph, and a tensor of a graph can be neither copied nor pickled with its model.
-        return self.__dict__ | {"last_loss": None}
+        # Losses belong to a graph, and a tensor of a graph can be neither copied nor pickled with its model.
+        return self.__dict__ | {"_passes": []}
 
 
 def load_balancing_loss(
@@ -198,8 +263,28 @@ def z_loss(logits_TE: Tensor) -> Tensor:
 
 
 def router_loss(model: nn.Module) -> Tensor:
-    """The sum of ``last_loss`` over the routers in ``model``, a float32 scalar; 0 if there is nothing to add."""
-    losses = [
-        module.last_loss for module in model.modules() if isinstance(module, Router) and module.last_loss is not None
-    ]
+    """Returns the sum of the losses of all passes through the routers in ``model`` that belong to this step, a float32
+    scalar; 0 if there are none, as in evaluation.
+
+    A pass is a forward in training mode with gradients enabled; recomputation by activation checkpointing is none. A
+    router that runs twice counts twice, one that does not run counts nothing. Call it behind the forward passes whose
+    losses it shall return, and before backward:
+
+    - Called again, it returns the same, until a router of ``model`` begins another pass: that is the next step's, or
+      the next micro-batch's. So each micro-batch may have a call of its own, or several may have one together.
+    - Passes that it has returned count no more once backward has gone through them.
+    - A forward that raised does not count, once its router runs again: what it computed is gone.
+    """
+    require_module(model)
+    routers = [module for module in model.modules() if isinstance(module, Router) and module.training]
+    passes = [each for router in routers for each in router._passes]
+    newest = max((each.began for each in passes), default=0)
+    losses = []
+    for router in routers:
+        router._passes = [each for each in router._passes if not each.ended or each.ended > newest]
+        for each in router._passes:
+            if (loss := each.loss) is not None:
+                losses.append(loss)
+            each.end()
+            each.was_returned = True
     return torch.stack(losses).sum() if losses else torch.zeros(())

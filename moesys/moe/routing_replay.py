@@ -22,7 +22,7 @@ from moesys.moe.experts import Experts
 from moesys.moe.recompute import Tape, current_tape
 from moesys.moe.replayed_ids import Ids, checked, compact_dtype
 from moesys.moe.router import Router
-from moesys.torch_private import NO_BACKWARD, current_backward
+from moesys.torch_private import NO_BACKWARD, current_backward, unseen_by_selective_checkpoints
 
 
 class ReplayableRouter(NamedTuple):
@@ -68,6 +68,7 @@ class _Recorder:
         self.expert_TK: list[Tensor] = []
         self._dtype = dtype
 
+    @unseen_by_selective_checkpoints
     def __call__(self, expert_TK: Tensor) -> Tensor:
         # Inside a backward it is a recomputation, which repeats a choice.
         if current_backward() == NO_BACKWARD:
@@ -142,6 +143,7 @@ class _Teller:
         self._name, self._micro_batches, self._hooks = name, micro_batches, hooks
         self._next_at = 0
 
+    @unseen_by_selective_checkpoints
     def __call__(self, live_TK: Tensor) -> Tensor:
         tape = current_tape()
         if tape is not None and tape.mode == "replay":

@@ -18,9 +18,11 @@ from torch import Tensor
 from torch.nn import functional
 
 from moesys.kernels.cpu.row_invariant_gemm import NARROW, aligned, matmul_rows, projection_rule
+from moesys.kernels.first_derivatives import InputGradients, first_derivatives_only
 from moesys.overlap.comm.channel import Channel
 from moesys.overlap.comm.frames import Position
 from moesys.overlap.exact_sum import add_on_grid, grid_below, largest_size
+from moesys.torch_private import unseen_by_selective_checkpoints
 
 
 def check_blocks(tokens_R: Sequence[int], token_block: int) -> None:
@@ -45,6 +47,7 @@ class TokenBlocks:
     by_kernels: bool = False
     learning: bool = True
 
+    @unseen_by_selective_checkpoints
     def linear(self, x_TA: Tensor, *weights: Tensor) -> Tensor:
         """Returns ``x @ weightᵀ`` [T, B] in x's dtype, to which float32 weights [.., A] are cast, of all side by side:
         one product, as each has its sum over the ranks.
@@ -120,7 +123,8 @@ class _BlockLinear(torch.autograd.Function):
         return blocks._products(x_TA, _side_by_side(weights, x_TA.dtype))
 
     @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
+    @first_derivatives_only
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[InputGradients, Sequence[Tensor]]:
         x_TA, *weights = ctx.saved_tensors
         dy_TB = grad_outputs[0].contiguous()
         dx_TA, dweights = None, (None,) * len(weights)
@@ -128,7 +132,7 @@ class _BlockLinear(torch.autograd.Function):
             dx_TA = ctx.blocks._products(dy_TB, _side_by_side(weights, dy_TB.dtype).t())
         if any(ctx.needs_input_grad[2:]):
             dweights = ctx.blocks._weight_gradient(dy_TB, x_TA.contiguous()).split([len(each) for each in weights])
-        return dx_TA, None, *dweights
+        return (dx_TA, None, *dweights), (x_TA, *weights)
 
 
 def _side_by_side(weights: Sequence[Tensor], dtype: torch.dtype) -> Tensor:

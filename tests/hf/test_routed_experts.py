@@ -246,10 +246,20 @@ def test_backward_keeps_tokens_pre_activations_and_routing_alone(
     assert sorted(sizes) == sorted([T * H * dtype.itemsize, T * K * width * dtype.itemsize, *[T * K * 4] * 3])
 
 
-def test_second_derivatives_are_refused() -> None:
+@pytest.mark.parametrize("learns", [False, True], ids=["incoming gradient is a constant", "it requires a gradient"])
+def test_second_derivatives_are_refused(learns: bool) -> None:
     module, tokens = experts(mixtral_experts), batch()
     module.config._experts_implementation = "moesys"
-    y = module(tokens.x.requires_grad_(), tokens.index, tokens.weight)
-    (dx,) = torch.autograd.grad(y, tokens.x, tokens.dy.requires_grad_(), create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice"):
-        dx.sum().backward()
+    y = module(tokens.x.requires_grad_(), tokens.index, tokens.weight.requires_grad_())
+    (dx,) = torch.autograd.grad(y, tokens.x, tokens.dy.requires_grad_(learns), create_graph=True)
+    inputs = [tokens.x, tokens.weight, *module.parameters(), *([tokens.dy] if learns else [])]
+    for each in inputs:
+        with pytest.raises(RuntimeError, match="second derivatives through experts"):
+            torch.autograd.grad(dx.sum(), each, retain_graph=True, allow_unused=True)
+
+
+def test_function_transforms_are_refused() -> None:
+    module, tokens = experts(mixtral_experts), batch()
+    module.config._experts_implementation = "moesys"
+    with pytest.raises(RuntimeError, match=r"transform of torch\.func"):
+        torch.func.grad(lambda x: module(x, tokens.index, tokens.weight).sum())(tokens.x)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from harness import Stack, gradients_of, whole
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.utils.checkpoint import checkpoint
 
 import moesys as ms
 from moesys.lab.ranks.pool import LocalRanks
@@ -260,11 +262,103 @@ def test_a_compiled_model_may_contain_the_layer() -> None:
     assert torch.equal(torch.compile(model, backend="eager")(x), model(x))
 
 
-def test_gradients_of_gradients_are_refused() -> None:
-    layer, x = ms.MoELayer(SHAPE, EP), tokens(5).requires_grad_()
-    (dx,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dx.sum().backward()
+INVARIANT = EP.replace(reduction=ms.LayoutInvariant(token_block=32))
+DELAYED = EP.replace(sharding=ms.Fsep(slots_per_rank=4, delay_reshard=True))
+
+
+def penalty(layer: ms.MoELayer, head: Tensor, checkpointed: bool) -> tuple[Tensor, dict[str, Tensor]]:
+    """The squared norm of the gradient of an input, and what that depends on."""
+    x = tokens(32).requires_grad_()
+    y = checkpoint(layer, x, use_reentrant=False) if checkpointed else layer(x)
+    (dx,) = torch.autograd.grad((y @ head).sum(), x, create_graph=True)
+    inputs = {"x": x, "router": layer.router.weight, "experts": layer.experts.masters}
+    return dx.square().sum(), inputs | ({"head": head} if head.requires_grad else {})
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("learns", [False, True], ids=["frozen head", "head that learns"])
+@pytest.mark.parametrize("strategy", [EP, INVARIANT], ids=["ordered", "invariant"])
+def test_second_derivatives_are_refused(strategy: ms.Strategy, learns: bool, checkpointed: bool) -> None:
+    """By a backward to everything, and by one to each input that the first derivative depends on."""
+    layer = ms.MoELayer(SHAPE.replace(n_shared_experts=1), strategy)
+    head = tokens(16, seed=1).requires_grad_(learns)
+    squares, inputs = penalty(layer, head, checkpointed)
+    with pytest.raises(RuntimeError, match="second derivatives through experts"):
+        squares.backward(retain_graph=True)
+    for each in inputs.values():
+        with pytest.raises(RuntimeError, match="second derivatives through experts"):
+            torch.autograd.grad(squares, each, retain_graph=True, allow_unused=True)
+
+
+def test_second_derivatives_of_experts_alone_are_refused() -> None:
+    """Where nothing but the tokens learns, which backward has in another order alone."""
+    experts, x = ms.Experts(SHAPE, EP).requires_grad_(False), tokens(6).requires_grad_()
+    y = experts(x, torch.tensor([[0, 1]] * 6), torch.full((6, 2), 0.5))
+    (dx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="second derivatives through experts"):
+        torch.autograd.grad(dx.sum(), x, allow_unused=True)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph=True")
+def test_second_derivatives_of_other_parts_are_right() -> None:
+    """``create_graph=True`` changes no gradient of a layer, and the rest of a model has its second derivatives."""
+    layer, head = ms.MoELayer(SHAPE, EP), torch.nn.Linear(16, 16)
+
+    def gradients(create_graph: bool) -> list[Tensor]:
+        layer.zero_grad(set_to_none=False)
+        (head(tokens(6)).pow(3).sum() + layer(tokens(6)).square().sum()).backward(create_graph=create_graph)
+        return [each.grad.detach().clone() for each in layer.parameters()]
+
+    for plain, created in zip(gradients(False), gradients(True), strict=True):
+        assert torch.equal(plain, created)
+    of_head = head.weight.grad
+    (found,) = torch.autograd.grad(of_head.square().sum(), head.weight)
+    assert found.any()
+
+
+def second_derivatives_on_ranks(strategy: ms.Strategy) -> list[str]:
+    """What a penalty on the experts' own gradients says, where gradients of experts may come later than backward."""
+    layer = ms.MoELayer(SHAPE, strategy)
+    model = torch.nn.ModuleList([layer])
+    runtime = ms.link(model)
+    said = []
+    layer(tokens(5)).sum().backward(create_graph=True)
+    for each in layer.parameters():
+        try:
+            whole_or_local = each.grad.to_local() if hasattr(each.grad, "to_local") else each.grad
+            whole_or_local.square().sum().backward(retain_graph=True)
+            said.append("nothing")
+        except RuntimeError as error:
+            said.append(str(error))
+    ms.sync_gradients(model)
+    ms.clip_grad_norm_(model, 1.0)
+    torch.optim.AdamW(model.parameters(), lr=1e-2).step()
+    runtime.close()
+    return said
+
+
+@pytest.mark.parametrize("strategy", [EP, DELAYED], ids=["ep", "delayed"])
+def test_second_derivatives_are_refused_on_ranks(ranks: LocalRanks, strategy: ms.Strategy) -> None:
+    for said in ranks.run(second_derivatives_on_ranks, strategy):
+        assert [("second derivatives through experts" in each) for each in said] == [True, True]
+
+
+# torch's own forward mode uses it
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is:DeprecationWarning")
+def test_function_transforms_are_refused() -> None:
+    """Among them forward mode, which would lose tangents where torch does not see how experts compute."""
+    layer, x = ms.MoELayer(SHAPE, EP), tokens(5)
+    ways: dict[str, Callable[[], object]] = {
+        "grad": lambda: torch.func.grad(lambda x: layer(x).sum())(x),
+        "jvp": lambda: torch.func.jvp(layer, (x,), (x,)),
+        "vmap": lambda: torch.vmap(layer)(torch.stack([x, x])),
+        "no gradients": lambda: torch.no_grad()(torch.vmap(layer))(torch.stack([x, x])),
+        "batched gradients": lambda: torch.autograd.functional.jacobian(layer, x, vectorize=True),
+        "forward mode": lambda: torch.autograd.functional.jacobian(layer, x, vectorize=True, strategy="forward-mode"),
+    }
+    for way in ways.values():
+        with pytest.raises(RuntimeError, match=r"transform of torch\.func"):
+            way()
 
 
 def test_the_meta_device_gives_shapes() -> None:

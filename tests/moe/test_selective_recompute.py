@@ -1,15 +1,28 @@
-"""A checkpointed region that ends with a layer runs again only what backward reads, and nothing travels home twice."""
+"""A checkpointed region that ends with a layer runs again only what backward reads, and nothing travels home twice.
+Selective activation checkpointing, which keeps what some operations gave, has the gradients of a region that is kept.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from harness import whole
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    set_checkpoint_early_stop,
+)
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import moesys as ms
 from moesys.lab.ranks.pool import LocalRanks
@@ -142,3 +155,180 @@ def test_on_one_rank(block: str, monkeypatch: pytest.MonkeyPatch) -> None:
     bits, _ = gradients(STRATEGIES["ep"], block, "plain")
     assert bits == kept
     assert len(again) == (3 if BLOCKS[block][1] else 2)
+
+
+# --- selective activation checkpointing ---
+
+PRODUCTS = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default, torch.ops.aten.bmm.default)
+
+
+class EverySecondProduct:
+    """torchtitan's default policy. It counts for itself, so that a first pass with more products shows."""
+
+    def __init__(self) -> None:
+        self.seen = 0
+
+    def __call__(self, context: Any, op: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+        if op not in PRODUCTS:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        self.seen += not context.is_recompute
+        return CheckpointPolicy.MUST_SAVE if self.seen % 2 else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def every(policy: CheckpointPolicy, *_: Any, **__: Any) -> CheckpointPolicy:
+    return policy
+
+
+POLICIES: dict[str, Callable[[], Any]] = {
+    "products": lambda: list(PRODUCTS),
+    "every second product": EverySecondProduct,
+    "nothing": list,
+    "everything": lambda: partial(every, CheckpointPolicy.MUST_SAVE),
+}
+
+
+def selective(policy: str) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    """``context_fn`` of a checkpoint, with a policy of its own in each region."""
+    contexts: Any = create_selective_checkpoint_contexts(POLICIES[policy]())
+    return contexts
+
+
+def gradients_of_block(strategy: ms.Strategy, policy: str | None, early_stop: bool, recorded: bool) -> list[Tensor]:
+    torch.manual_seed(0)
+    shape = SHAPE.replace(router_aux_loss_coef=0.01, router_z_loss_coef=0.01)
+    before, layer, behind = nn.Linear(16, 16), ms.MoELayer(shape, strategy), nn.Linear(16, 16)
+    x = torch.randn(32, 16).requires_grad_()
+
+    def run(x: Tensor) -> Tensor:
+        return x + behind(layer(before(x)).relu())
+
+    with set_checkpoint_early_stop(early_stop), ms.record_routing(layer) if recorded else nullcontext():
+        y = checkpoint(run, x, use_reentrant=False, context_fn=partial(selective, policy)) if policy else run(x)
+        (y.square().sum() + ms.router_loss(layer)).backward()
+    return [x.grad, *(each.grad for module in (before, layer, behind) for each in module.parameters())]
+
+
+SELECTED = STRATEGIES["ep"], ms.Strategy(name="invariant", reduction=ms.LayoutInvariant(token_block=32))
+
+
+@pytest.mark.parametrize("recorded", [False, True], ids=["", "recorded"])
+@pytest.mark.parametrize("early_stop", [True, False], ids=["early", "to its end"])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("strategy", SELECTED, ids=lambda each: each.name)
+def test_selective_checkpoints_change_no_bit(
+    strategy: ms.Strategy, policy: str, early_stop: bool, recorded: bool
+) -> None:
+    """Recorded: hooks on routers do in the first pass what they do not in the second."""
+    kept = gradients_of_block(strategy, None, early_stop, recorded)
+    for expected, found in zip(kept, gradients_of_block(strategy, policy, early_stop, recorded), strict=True):
+        assert torch.equal(expected, found)
+
+
+class Together(AbstractContextManager[None]):
+    """Two contexts as one, which may be entered again."""
+
+    def __init__(self, *contexts: AbstractContextManager[None]) -> None:
+        self.contexts = contexts
+
+    def __enter__(self) -> None:
+        for context in self.contexts:
+            context.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        for context in reversed(self.contexts):
+            context.__exit__(*error)
+
+
+def selective_inside() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+    first, second = zip(ms.recompute(), selective("products"), strict=True)
+    return Together(*first), Together(*second)
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner"), [(ms.recompute, selective_inside), (selective_inside, selective_inside)], ids=["inner", "both"]
+)
+def test_selective_checkpoints_inside_each_other(outer: Any, inner: Any) -> None:
+    layers = [ms.MoELayer(SHAPE, STRATEGIES["ep"], layer_index=index) for index in range(2)]
+
+    def run(x: Tensor, checkpointed: bool) -> Tensor:
+        x = checkpoint(layers[0], x, use_reentrant=False, context_fn=inner) if checkpointed else layers[0](x)
+        return layers[1](x)
+
+    found = []
+    for checkpointed in (False, True):
+        x = torch.randn(11, 16, generator=torch.Generator().manual_seed(3)).requires_grad_()
+        whole = (
+            partial(checkpoint, use_reentrant=False, context_fn=outer) if checkpointed else lambda f, *args: f(*args)
+        )
+        whole(run, x, checkpointed).square().sum().backward()
+        found.append([x.grad, *(each.grad for layer in layers for each in layer.parameters())])
+        for layer in layers:
+            layer.zero_grad()
+    for expected, again in zip(*found, strict=True):
+        assert torch.equal(expected, again)
+
+
+def test_other_dispatch_modes_see_a_layer() -> None:
+    """They count its products, once kept and in a selective checkpoint twice as far as backward reads them."""
+    layer = ms.MoELayer(SHAPE, STRATEGIES["ep"])
+    counted = []
+    for policy in (None, "nothing"):
+        x = torch.randn(11, 16).requires_grad_()
+        with FlopCounterMode(display=False) as flops:
+            if policy is None:
+                y = layer(x)
+            else:
+                y = checkpoint(layer, x, use_reentrant=False, context_fn=partial(selective, policy))
+            y.sum().backward()
+        counted.append(flops.get_total_flops())
+    assert 0 < counted[0] < counted[1]
+
+
+def small_model() -> Qwen3MoeForCausalLM:
+    torch.manual_seed(0)
+    attention = {"num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "intermediate_size": 48}
+    config = Qwen3MoeConfig(vocab_size=64, hidden_size=32, use_cache=False, **attention, **experts)
+    return Qwen3MoeForCausalLM(config).train()
+
+
+def train_model(policy: str | None, where: str, strategy: ms.Strategy | None) -> list[bytes]:
+    """The bits of all gradients of a model of transformers, checkpointed block by block, under a strategy or alone. Its
+    routing is recorded, by hooks on routers that do in the first pass what they do not in the second.
+    """
+    model = small_model()
+    if strategy is None:
+        model.set_experts_implementation(ms.hf.register())
+    if policy is not None and where == "torchtitan":
+        for index, block in enumerate(model.model.layers):
+            model.model.layers[index] = checkpoint_wrapper(block, context_fn=partial(selective, policy))
+    elif policy is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": partial(selective, policy)})
+    runtime = None if strategy is None else ms.parallelize(model, strategy)
+    ids = torch.arange(40).view(2, 20)
+    with ms.record_routing(model):
+        model(input_ids=ids, labels=ids).loss.backward()
+    if runtime is not None:
+        runtime.close()
+    found = (getattr(each.grad, "_local_tensor", each.grad) for each in model.parameters())
+    return [each.numpy().tobytes() for each in found]
+
+
+@pytest.mark.filterwarnings("ignore:.gradient_checkpointing_enable. is deprecated:FutureWarning")
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("where", ["torchtitan", "transformers"])
+def test_selective_checkpoints_of_a_model_on_one_rank(where: str, policy: str) -> None:
+    assert train_model(policy, where, None) == train_model(None, where, None)
+
+
+def all_ways(strategy: ms.Strategy) -> dict[str, list[bytes]]:
+    ways = [(where, policy) for where in ("torchtitan", "transformers") for policy in POLICIES]
+    found = {f"{where}, {policy}": train_model(policy, where, strategy) for where, policy in ways}
+    return {"kept": train_model(None, "", strategy)} | found
+
+
+@pytest.mark.parametrize("name", ["ep", "fsep, chunks"])
+def test_selective_checkpoints_of_a_model_on_ranks(ranks: LocalRanks, name: str) -> None:
+    for found in ranks.run(all_ways, STRATEGIES[name]):
+        kept = found.pop("kept")
+        assert [way for way, bits in found.items() if bits != kept] == []

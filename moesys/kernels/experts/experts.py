@@ -25,7 +25,9 @@ from moesys.kernels.experts.tile_tuner import blocks_of
 from moesys.kernels.experts.tiles import RowGroups, RowTiles, groups_by_size
 from moesys.kernels.experts.up import up
 from moesys.kernels.experts.weight_gradient import OrderedGroups, weight_gradient
+from moesys.kernels.first_derivatives import InputGradients, first_derivatives_only
 from moesys.kernels.routing.routing import Routing, route
+from moesys.kernels.torch_internals import refuse_function_transforms
 
 
 class Kept(NamedTuple):
@@ -175,8 +177,12 @@ def moe_experts(
         [T, H] in x's dtype. Gradients have their arguments' dtypes.
 
     Raises:
-        ValueError: shapes or dtypes that do not go together. RuntimeError: tensors on the CPU.
+        ValueError: shapes or dtypes that do not go together. RuntimeError: tensors on the CPU, transforms of
+            ``torch.func``, forward-mode differentiation.
     """
+    # torch would lose tangents without an error; a compiler has none.
+    if not torch.compiler.is_compiling():
+        refuse_function_transforms(x_TH, weight_TK, gate_up_EUH, down_EHI)
     _check_arguments(x_TH, expert_TK, weight_TK, gate_up_EUH, down_EHI, activation)
     given = blocks.to_json() if blocks else ""
     y_TH, *_ = _experts(x_TH, expert_TK, weight_TK.float(), gate_up_EUH, down_EHI, activation, given)
@@ -295,12 +301,15 @@ def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, 
     ctx.save_for_backward(x_TH, weight_TK, gate_up_EUH, down_EHI, *output[1:])
 
 
-def _differentiate(ctx: Any, dy_TH: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+@first_derivatives_only
+def _differentiate(ctx: Any, dy_TH: Tensor, *_: Tensor) -> tuple[InputGradients, Sequence[Tensor]]:
     of_matrices = ctx.needs_input_grad[3] or ctx.needs_input_grad[4]
-    found = _experts_backward(dy_TH, list(ctx.saved_tensors), ctx.activation, ctx.blocks, of_matrices)
+    saved = list(ctx.saved_tensors)
+    found = _experts_backward(dy_TH, saved, ctx.activation, ctx.blocks, of_matrices)
     dx_TH, dweight_TK, dgate_up, ddown = found
     matrices = (dgate_up, ddown) if of_matrices else (None, None)
-    return dx_TH, None, dweight_TK, *matrices, None, None
+    # x, the routing weights and both matrices are the first four.
+    return (dx_TH, None, dweight_TK, *matrices, None, None), saved[:4]
 
 
 _experts.register_autograd(_differentiate, setup_context=_keep_for_backward)

@@ -180,3 +180,26 @@ def test_the_reference_activation_is_torchs_own():
     for activation, gated in GATED.items():
         h = h_U if gated else h_U[:I]
         torch.testing.assert_close(activation_reference(h, activation), _activate(h, activation))
+
+
+@pytest.mark.parametrize("learns", [False, True], ids=["incoming gradient is a constant", "it requires a gradient"])
+def test_second_derivatives_are_refused(learns):
+    x, expert, weight, gate_up, down = arguments()
+    dy = torch.ones(T, H, requires_grad=learns)
+    (dx,) = torch.autograd.grad(moe_experts(x, expert, weight, gate_up, down), x, dy, create_graph=True)
+    for each in (x, weight, gate_up, down, *([dy] if learns else [])):
+        with pytest.raises(RuntimeError, match="second derivatives through experts"):
+            torch.autograd.grad(dx.sum(), each, retain_graph=True, allow_unused=True)
+
+
+@pytest.mark.parametrize("which", ["x", "gate_up"])
+def test_forward_mode_is_refused(which):
+    """torch alone would give a tangent of zero, without an error, where no argument requires a gradient."""
+    x, expert, weight, gate_up, down = (each.detach() for each in arguments())
+    with torch.autograd.forward_ad.dual_level():
+        x, gate_up = (
+            torch.autograd.forward_ad.make_dual(each, torch.ones_like(each)) if name == which else each
+            for name, each in (("x", x), ("gate_up", gate_up))
+        )
+        with pytest.raises(RuntimeError, match="forward-mode"):
+            moe_experts(x, expert, weight, gate_up, down)

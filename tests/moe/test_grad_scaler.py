@@ -1,0 +1,146 @@
+"""torch's utilities over all parameters, some of which are ``DTensor``s: ``GradScaler``, clipping, averages."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+import moesys as ms
+from moesys.lab.ranks.pool import LocalRanks
+from moesys.moe.masters import local_part
+
+# Of 4 ranks the last has no expert under Ep.
+SHAPE = ms.ModelShape(hidden_size=16, intermediate_size=8, num_experts=6, top_k=2, n_shared_experts=1, dtype="float16")
+EP = ms.Strategy(name="ep")
+FSEP = ms.Strategy(name="fsep", sharding=ms.Fsep(slots_per_rank=3))
+SCALE = 64.0
+OPTIMIZERS = {
+    "one group": (1, {"foreach": False}),
+    "two groups": (2, {}),
+    "foreach": (2, {"foreach": True}),
+    "fused": (2, {"fused": True}),
+}
+
+
+def step(strategy: ms.Strategy, how: str, infinite: str | None, clipped: bool) -> dict[str, Any]:
+    """One step; ``infinite``: the parameters of which the first has an infinite gradient on rank 1."""
+    layer = ms.MoELayer(SHAPE, strategy)
+    experts = [each for each in layer.parameters() if isinstance(each, DTensor)]
+    others = [each for each in layer.parameters() if not isinstance(each, DTensor)]
+    num_groups, options = OPTIMIZERS[how]
+    groups: Any = [{"params": experts}, {"params": others}] if num_groups == 2 else layer.parameters()
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, eps=1e-3, **options)
+    scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
+    before = bits(layer)
+    x = torch.randn(8, 16, generator=torch.Generator().manual_seed(dist.get_rank()))
+    scaler.scale(layer(x).square().sum()).backward()
+    ms.sync_gradients(layer)
+    scaled = [local_part(each.grad).clone() for each in layer.parameters()]
+    if infinite is not None and dist.get_rank() == 1:
+        local_part({"experts": experts, "others": others}[infinite][0].grad).view(-1)[0] = torch.inf
+    if clipped:
+        scaler.unscale_(optimizer)
+        ms.clip_grad_norm_(layer, 1e6)
+    scaler.step(optimizer)
+    scaler.update()
+    unscaled = [local_part(each.grad) for each in layer.parameters()]
+    return {
+        "changed": bits(layer) != before,
+        "scale": scaler.get_scale(),
+        "others": [each.detach() for each in others],
+        "unscaled": all(torch.equal(a / SCALE, b) for a, b in zip(scaled, unscaled, strict=True)),
+    }
+
+
+def bits(model: nn.Module) -> list[bytes]:
+    return [local_part(each.detach()).numpy().tobytes() for each in model.parameters()]
+
+
+@pytest.mark.parametrize("clipped", [False, True], ids=["", "clipped"])
+@pytest.mark.parametrize("how", OPTIMIZERS)
+@pytest.mark.parametrize("strategy", [EP, FSEP], ids=lambda each: each.name)
+def test_a_step_is_scaled(ranks: LocalRanks, strategy: ms.Strategy, how: str, clipped: bool) -> None:
+    results = ranks.run(step, strategy, how, None, clipped)
+    assert [(each["changed"], each["scale"], each["unscaled"]) for each in results] == [(True, SCALE, True)] * 4
+    for result in results[1:]:
+        assert all(map(torch.equal, result["others"], results[0]["others"]))
+
+
+@pytest.mark.parametrize("how", OPTIMIZERS)
+@pytest.mark.parametrize("infinite", ["experts", "others"])
+@pytest.mark.parametrize("strategy", [EP, FSEP], ids=lambda each: each.name)
+def test_all_ranks_leave_out_a_step_that_is_infinite_on_one(
+    ranks: LocalRanks, strategy: ms.Strategy, infinite: str, how: str
+) -> None:
+    results = ranks.run(step, strategy, how, infinite, False)
+    assert [(each["changed"], each["scale"]) for each in results] == [(False, SCALE / 2)] * 4
+
+
+def step_of_model(sizes: tuple[int, int], infinite: str | None) -> tuple[bool, float]:
+    """Whether a model under ``parallelize``, whose ``DTensor``s are on two meshes, changes in a step, and the scale."""
+    torch.manual_seed(0)
+    attention = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "intermediate_size": 48}
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(vocab_size=64, hidden_size=32, **attention, **experts)).train()
+    runtime = ms.parallelize(model, EP, init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "ep")))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, foreach=False)
+    scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
+    before = bits(model)
+    ids = torch.arange(40).view(2, 20)
+    scaler.scale(model(input_ids=ids, labels=ids, use_cache=False).loss).backward()
+    if infinite is not None and dist.get_rank() == 1:
+        gradient = next(each.grad for name, each in model.named_parameters() if infinite in name)
+        local_part(gradient).view(-1)[0] = torch.inf
+    scaler.step(optimizer)
+    scaler.update()
+    runtime.close()
+    return bits(model) != before, scaler.get_scale()
+
+
+@pytest.mark.parametrize("sizes", [(1, 4), (2, 2)], ids=str)
+@pytest.mark.parametrize("infinite", [None, "experts", "q_proj"])
+def test_a_model_on_two_meshes_is_scaled(ranks: LocalRanks, sizes: tuple[int, int], infinite: str | None) -> None:
+    wanted = (True, SCALE) if infinite is None else (False, SCALE / 2)
+    assert ranks.run(step_of_model, sizes, infinite) == [wanted] * 4
+
+
+def use_other_utilities() -> dict[str, str]:
+    """What docs/checkpoints.md says of torch's clipping and averages; the words of those that fail."""
+    layer = ms.MoELayer(SHAPE, FSEP)
+    layer(torch.randn(8, 16)).square().sum().backward()
+    ms.sync_gradients(layer)
+    said = {}
+    for name, call in {
+        "norm": lambda: nn.utils.clip_grad_norm_(layer.parameters(), 1.0),
+        "value": lambda: nn.utils.clip_grad_value_(layer.parameters(), 1e-3),
+        "average": lambda: torch.optim.swa_utils.AveragedModel(layer),
+    }.items():
+        try:
+            call()
+        except (RuntimeError, TypeError) as error:
+            said[name] = str(error)
+    nn.utils.clip_grad_value_(layer.parameters(), 1e-3, foreach=False)
+    assert max(local_part(each.grad).abs().max().item() for each in layer.parameters()) <= 1e-3
+    averages = {name: each.detach().clone() for name, each in layer.named_parameters()}
+    before = {name: local_part(each).clone() for name, each in averages.items()}
+    torch.optim.SGD(layer.parameters(), lr=10.0, foreach=False).step()
+    for name, parameter in layer.named_parameters():
+        averages[name].lerp_(parameter.detach(), 0.25)
+        expected = before[name].lerp(local_part(parameter.detach()), 0.25)
+        assert torch.equal(local_part(averages[name]), expected)
+    return said
+
+
+def test_other_utilities_do_what_the_documentation_says(ranks: LocalRanks) -> None:
+    for said in ranks.run(use_other_utilities):
+        # When torch can do these, docs/checkpoints.md need not advise against them.
+        assert "mixed torch.Tensor and DTensor" in said["norm"]
+        assert "mixed torch.Tensor and DTensor" in said["value"]
+        assert "can be copied or pickled" in said["average"]
