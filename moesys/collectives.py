@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -69,19 +70,23 @@ def _failure(
     reports: dict[int, str] = {}
     silent: set[int] = set()
     unreachable = False
+    patience_s = group_timeout_s(group, device_type) + grace_s
+    # Those that fail together do so within each other's time-outs; an earlier report is of another failure.
+    unreported = partial(_unreported, since_s=time.time() - patience_s)
     try:
         store = default_store()
-        store.set(_key(me), what)
+        store.set(_key(me), f"{time.time()} {what}")
         if without_heartbeat is not None:
-            silent = _unreported(store, without_heartbeat(members, grace_s))
+            silent = unreported(store, without_heartbeat(members, grace_s))
         else:
-            deadline_s = time.monotonic() + group_timeout_s(group, device_type) + grace_s
-            silent = _unreported(store, members)
+            deadline_s = time.monotonic() + patience_s
+            silent = unreported(store, members)
             while silent and time.monotonic() < deadline_s:
                 time.sleep(0.05)
-                silent = _unreported(store, silent)
-        others = [rank for rank in members if rank != me and rank not in silent]
-        reports = {rank: store.get(_key(rank)).decode() for rank in others if store.check([_key(rank)])}
+                silent = unreported(store, silent)
+        others = {rank for rank in members if rank != me} - silent
+        others -= unreported(store, others)
+        reports = {rank: _report(store, rank)[1] for rank in sorted(others)}
     except RuntimeError:
         unreachable = True
     sentences = [f"rank {me}: {what} failed; {_who(silent, unreachable, without_heartbeat is not None)}"]
@@ -105,8 +110,16 @@ def _who(silent: Collection[int], unreachable: bool, have_heartbeats: bool) -> s
     return f"{names} did not answer: dead or hung{late}"
 
 
-def _unreported(store: dist.Store, ranks: Collection[int]) -> set[int]:
-    return {rank for rank in ranks if not store.check([_key(rank)])}
+def _unreported(store: dist.Store, ranks: Collection[int], since_s: float) -> set[int]:
+    return {rank for rank in ranks if _report(store, rank)[0] < since_s}
+
+
+def _report(store: dist.Store, rank: int) -> tuple[float, str]:
+    """Returns when a rank last failed, in seconds of time.time(), and in which call; 0 for one that never has."""
+    if not store.check([_key(rank)]):
+        return 0.0, ""
+    at_s, _, what = store.get(_key(rank)).decode().partition(" ")
+    return float(at_s), what
 
 
 def _key(rank: int) -> str:

@@ -124,6 +124,16 @@ def will_execute(node: Any) -> bool:
         return False
 
 
+def hooks_of(parameter: Tensor, *, behind: bool = False) -> list[Callable[[Tensor], Tensor | None]]:
+    """Returns the hooks of a leaf on its gradient, or those ``behind`` its accumulation, which get the leaf.
+
+    Needs ``Tensor._backward_hooks`` and ``Tensor._post_accumulate_grad_hooks``. Without them there seem to be none:
+    delayed gradients pass hooks by.
+    """
+    hooks = getattr(parameter, "_post_accumulate_grad_hooks" if behind else "_backward_hooks", None)
+    return list(hooks.values()) if hooks else []
+
+
 def after_this_backward(callback: Callable[[], None]) -> None:
     """Calls ``callback`` when the backward that runs is through, before ``backward()`` returns.
 

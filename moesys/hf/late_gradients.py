@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from moesys.moe.masters import local_part
+from moesys.torch_private import hooks_of
 
 
 def add_late(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor], num_batches: int) -> None:
@@ -29,6 +30,9 @@ def add_late(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor], nu
             )
         else:
             parameter.grad = part
+        # As FSDP does when a gradient is there.
+        for hook in hooks_of(parameter, behind=True):
+            hook(parameter)
 
 
 def _part_of_sum(parameter: nn.Parameter, gradient: Tensor) -> Tensor:

@@ -88,10 +88,6 @@ class MoELayer(nn.Module):
         """Those of the experts."""
         return self.experts.metrics()
 
-    def update_router_bias(self) -> None:
-        """Moves the router's correction bias towards balance, by the tokens of micro-batches since the last time."""
-        self.router.update_bias(self.experts.take_counts().to(self.router.weight.device))
-
     def summed_in_backward(self) -> list[nn.Parameter]:
         """Returns the parameters beside experts whose gradients backward sums over the ranks (``LayoutInvariant``):
         what else sums gradients must leave them out.

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from moesys.moe.ranks import check_order
 from moesys.moe.shards import ExpertShards
+from moesys.torch_private import hooks_of
 
 
 class Masters(Protocol):
@@ -109,7 +110,7 @@ class OwnMasters:
     instead would be a circle of references, and a layer that is dropped would keep its memory until Python collects it.
     """
 
-    at_hand = may_delay = True
+    at_hand = True
 
     def __init__(
         self, parameters: Mapping[str, nn.Parameter | None], name: str, shards: ExpertShards, mesh: DeviceMesh | None
@@ -119,6 +120,11 @@ class OwnMasters:
     @property
     def device(self) -> torch.device:
         return self._parameter.device
+
+    @property
+    def may_delay(self) -> bool:
+        """Whether no hook waits for the gradient, which autograd would call without it."""
+        return not hooks_of(self._parameter) and not hooks_of(self._parameter, behind=True)
 
     def differentiable(self) -> tuple[Tensor, ...]:
         return (local_part(self._parameter),)

@@ -26,16 +26,17 @@ class SharedExperts(nn.Module):
                 parameter.normal_(std=shape.initializer_range, generator=generator)
 
     def forward(self, x_TH: Tensor, blocks: TokenBlocks | None = None) -> Tensor:
-        """[T, H] of any dtype in, the same out; computed in the shape's dtype. ``blocks``: where no bit may show how
-        many tokens there are.
+        """Returns [T, H] in x's dtype, computed in the shape's dtype, under autocast too. ``blocks``: where no bit may
+        show how many tokens there are.
         """
         x = x_TH.to(self.dtype)
-        if blocks is not None:
-            hidden = blocks.elementwise(_swiglu, blocks.linear(x, self.gate_proj.weight, self.up_proj.weight))
-            return blocks.linear(hidden, self.down_proj.weight).to(x_TH.dtype)
-        gate, up, down = (layer.weight.to(self.dtype) for layer in (self.gate_proj, self.up_proj, self.down_proj))
-        hidden = functional.silu(functional.linear(x, gate)) * functional.linear(x, up)
-        return functional.linear(hidden, down).to(x_TH.dtype)
+        with torch.autocast(x_TH.device.type, enabled=False):
+            if blocks is not None:
+                hidden = blocks.elementwise(_swiglu, blocks.linear(x, self.gate_proj.weight, self.up_proj.weight))
+                return blocks.linear(hidden, self.down_proj.weight).to(x_TH.dtype)
+            gate, up, down = (layer.weight.to(self.dtype) for layer in (self.gate_proj, self.up_proj, self.down_proj))
+            hidden = functional.silu(functional.linear(x, gate)) * functional.linear(x, up)
+            return functional.linear(hidden, down).to(x_TH.dtype)
 
 
 def _swiglu(h_TU: Tensor) -> Tensor:

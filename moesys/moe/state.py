@@ -29,20 +29,25 @@ def join_state(full_EP: Tensor, shape: ModelShape, replicated: Mapping[str, nn.M
 def split_state(
     state: Mapping[str, Tensor], shape: ModelShape, replicated: Mapping[str, nn.Module]
 ) -> Iterator[tuple[int, Tensor]]:
-    """Load the replicated modules, and give every expert's flat parameters [P_e] in turn.
+    """Loads the replicated modules, and gives every expert's flat parameters [P_e] in turn.
 
-    Raises KeyError for a name that is missing, ValueError for a shape that differs or a name too many.
+    Raises KeyError for a name that is missing, ValueError for a shape that differs or a name too many, before anything
+    is loaded.
     """
     H, I, E = shape.hidden_size, shape.intermediate_size, shape.num_experts
-    for name, size in {GATE_UP: (E, 2 * I, H), DOWN: (E, H, I)}.items():
-        if tuple(state[name].shape) != size:
-            raise ValueError(f"{name} has shape {tuple(state[name].shape)}; this layer's is {size}")
-    known = {GATE_UP, DOWN}
+    wanted: dict[str, torch.Size] = {GATE_UP: torch.Size((E, 2 * I, H)), DOWN: torch.Size((E, H, I))}
     for prefix, module in replicated.items():
-        part = {name.removeprefix(f"{prefix}."): t for name, t in state.items() if name.startswith(f"{prefix}.")}
-        module.load_state_dict(part)
-        known |= {f"{prefix}.{name}" for name in part}
-    if unknown := sorted(set(state) - known):
+        wanted |= {f"{prefix}.{name}": tensor.shape for name, tensor in module.state_dict().items()}
+    if missing := [name for name in wanted if name not in state]:
+        raise KeyError(f"state has no {missing[0]}, which this layer has; its names are {', '.join(wanted)}")
+    if unknown := sorted(set(state) - set(wanted)):
         raise ValueError(f"state has {unknown}, which this layer has not; drop them or change the shape")
+    for name, size in wanted.items():
+        if state[name].shape != size:
+            raise ValueError(f"{name} has shape {tuple(state[name].shape)}; this layer's is {tuple(size)}")
+    for prefix, module in replicated.items():
+        module.load_state_dict(
+            {name.removeprefix(f"{prefix}."): each for name, each in state.items() if name.startswith(f"{prefix}.")}
+        )
     for expert in range(E):
         yield expert, torch.cat([state[GATE_UP][expert].reshape(-1), state[DOWN][expert].reshape(-1)])

@@ -7,6 +7,7 @@ import re
 import signal
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,8 @@ from harness import Stack
 
 import moesys as ms
 from moesys.lab.ranks.pool import LocalRanks, RankTimeouts
+from moesys.overlap.comm.channel import Channel
+from moesys.overlap.comm.record import Meter, Recorder
 
 SHAPE = ms.ModelShape(hidden_size=16, intermediate_size=8, num_experts=6, top_k=2)
 STRATEGIES = {
@@ -106,6 +109,28 @@ def test_a_call_names_itself_and_the_rank_that_died(mortal_ranks: LocalRanks, na
     for outcome in outcomes:
         if outcome.rank != 2:
             assert f"CollectiveError: rank {outcome.rank}: {name} failed; rank 2 did not answer" in outcome.trace
+
+
+def fail_twice(victim: int) -> str:
+    """A time-out that all ranks catch, and then one is killed."""
+    group = dist.new_group([0, 1, 2], timedelta(seconds=1))
+    channel = Channel(group, [0] * 3, Recorder(0), Meter())
+    channel.failure_grace_s = GRACE_S
+    source = int(dist.get_rank() == 0)
+    with pytest.raises(ms.CollectiveError):
+        channel.guard("first", lambda: dist.recv(torch.zeros(1), group_src=source, group=group, tag=7))
+    time.sleep(1.0 + 2 * GRACE_S)
+    if dist.get_rank() == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(ms.CollectiveError) as error:
+        channel.guard("second", lambda: dist.recv(torch.zeros(1), group_src=victim, group=group, tag=8))
+    return str(error.value)
+
+
+def test_a_rank_that_dies_is_named_behind_an_earlier_failure(mortal_ranks: LocalRanks) -> None:
+    outcomes = mortal_ranks.outcomes(fail_twice, 2, num_ranks=3, expect_dead={2})
+    for outcome in outcomes[:2]:
+        assert "second failed; rank 2 did not answer" in str(outcome.result), outcome
 
 
 def evaluate_alone(late_s: float) -> str:

@@ -47,8 +47,11 @@ def test_16_bit_experts_are_close_to_32_bit_ones() -> None:
         assert {p.grad.dtype for p in layer.parameters()} == {torch.float32}
 
 
-def test_autocast_changes_nothing() -> None:
-    layer, x = ms.MoELayer(SHAPE, EP), tokens(20)
+@pytest.mark.parametrize("reduction", [ms.Ordered(), ms.LayoutInvariant()], ids=["ordered", "invariant"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_autocast_changes_nothing(reduction: ms.Ordered, dtype: str) -> None:
+    layer = ms.MoELayer(SHAPE.replace(n_shared_experts=1, dtype=dtype), EP.replace(reduction=reduction))
+    x = tokens(128)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         y = layer(x)
     assert torch.equal(y, layer(x))
@@ -224,6 +227,48 @@ def test_a_mesh_gives_every_row_its_own_experts(ranks: LocalRanks) -> None:
     for left, right in ((0, 2), (1, 3)):
         assert torch.equal(results[left][0], results[right][0])
         assert torch.equal(results[left][1], results[right][1])
+
+
+def biases_of_copies() -> tuple[str, Tensor, Tensor]:
+    """Two groups of two ranks, with other tokens in each: what is refused, and the biases by all ranks' tokens."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "expert"))
+    shape = SHAPE.replace(scoring_func="sigmoid", router_bias_update_rate=0.01)
+    layer = ms.MoELayer(shape, EP, mesh["expert"])
+    layer(tokens(40, seed=dist.get_rank()) + 3 * tokens(1, seed=10 + dist.get_rank() // 2)).sum().backward()
+    with pytest.raises(ValueError, match="other ranks may have copies of its routers") as error:
+        ms.update_router_bias(layer)
+    counted_E = layer.experts.counted_E.clone()
+    dist.all_reduce(counted_E)
+    ms.update_router_bias(layer, dist.group.WORLD)
+    expected_E = 0.01 * (counted_E.double().mean() - counted_E).sign()
+    return str(error.value), layer.router.e_score_correction_bias, expected_E.float()
+
+
+def test_copies_of_a_router_keep_one_bias(ranks: LocalRanks) -> None:
+    for said, bias_E, expected_E in ranks.run(biases_of_copies):
+        assert "the experts' group has 2 of 4 ranks" in said
+        assert torch.equal(bias_E, expected_E)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        (lambda state: state.pop("gate.weight"), KeyError, "state has no gate.weight"),
+        (lambda state: state.update({"gate.weight": state["gate.weight"][1:]}), ValueError, "gate.weight has shape"),
+        (lambda state: state.update(more=torch.zeros(1)), ValueError, r"state has \['more'\]"),
+        (lambda state: state.pop("experts.down_proj"), KeyError, "state has no experts.down_proj"),
+        (lambda state: state.pop("shared_experts.up_proj.weight"), KeyError, "state has no shared_experts.up_proj"),
+    ],
+    ids=["no router", "a router of another shape", "too many", "no experts", "no shared experts"],
+)
+def test_a_state_that_does_not_fit_changes_nothing(change: Any, error: type[Exception], words: str) -> None:
+    shape = SHAPE.replace(n_shared_experts=1)
+    layer, state = ms.MoELayer(shape, EP), ms.MoELayer(shape, EP, seed=1).full_state_dict()
+    before = layer.full_state_dict()
+    change(state)
+    with pytest.raises(error, match=words):
+        layer.load_full_state_dict(state)
+    assert all(torch.equal(layer.full_state_dict()[name], tensor) for name, tensor in before.items())
 
 
 def test_another_hidden_size_is_refused() -> None:

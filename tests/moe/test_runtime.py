@@ -444,3 +444,33 @@ def test_late_plans_do_not_pile_up(ranks: LocalRanks) -> None:
         assert events > 0
         # Twenty-four plans of 0.3 s were asked for; at most the one that was being made is finished.
         assert close_s < 3.0
+
+
+def hooked(linked: bool, behind: bool) -> Tensor:
+    """The gradient of experts whose leaf has a hook that doubles it."""
+    layer = ms.MoELayer(SHAPE, BEHIND)
+    runtime = ms.link(layer) if linked else None
+    masters = layer.experts.masters
+
+    def double(leaf: Tensor) -> None:
+        assert leaf.grad is not None
+        leaf.grad.mul_(2)
+
+    if behind:
+        masters.register_post_accumulate_grad_hook(double)
+    else:
+        masters.register_hook(lambda gradient: 2 * gradient)
+    for seed in range(2):
+        x = torch.randn(24, SHAPE.hidden_size, generator=torch.Generator().manual_seed(seed + 10 * dist.get_rank()))
+        layer(x).square().sum().backward()
+    if runtime is not None:
+        runtime.close()
+    return masters.grad.to_local()
+
+
+def hooks_see_the_same() -> list[bool]:
+    return [torch.equal(hooked(True, behind), hooked(False, behind)) for behind in (False, True)]
+
+
+def test_hooks_on_masters_see_delayed_gradients(ranks: LocalRanks) -> None:
+    assert ranks.run(hooks_see_the_same, num_ranks=2) == [[True, True]] * 2
