@@ -188,7 +188,8 @@ def unscale_beside_dtensors() -> None:
     from torch.distributed.tensor import DTensor
 
     operator = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
-    DTensor._op_dispatcher._custom_op_handlers[operator] = _unscale
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    handlers[operator] = _unscale
 
 
 def _unscale(operator: Callable[..., None], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
