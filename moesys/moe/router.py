@@ -58,9 +58,9 @@ class _Pass:
         self._held: Tensor | None = loss
         owned = _OwnedLoss(loss)
         self._owned = weakref.ref(owned)
-        if routing.weight_TK.grad_fn is not None:
-            metadata: Any = routing.weight_TK.grad_fn.metadata
-            metadata["moesys_router_loss"] = owned
+        node: Any = routing.weight_TK.grad_fn
+        if node is not None:
+            node.metadata["moesys_router_loss"] = owned
         if routing.logits_TE.requires_grad:
             # Weak, as the loss owns the graph, and the graph would own the loss.
             this = weakref.ref(self)
