@@ -194,7 +194,7 @@ def require_values(tensor: Tensor, name: str) -> None:
 
     Needs ``torch._subclasses.fake_tensor.is_fake``. Without it moesys.moe raises ImportError.
     """
-    if tensor.is_meta or is_fake(tensor):
+    if tensor.is_meta or (type(tensor) is not Tensor and is_fake(tensor)):
         raise TypeError(
             f"{name} has no values (a tensor on the meta device, or a fake one of a trace or an export), and where "
             "tokens go depends on them; run the layer on real tensors"

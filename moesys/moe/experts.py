@@ -429,14 +429,21 @@ def require_module(model: object) -> None:
 
 
 def require_dense(name: str, tensor: Tensor) -> None:
-    """Raises TypeError for what is no dense tensor with values of this rank's own."""
+    """Raises TypeError for what is no dense tensor with values of this rank's own, and RuntimeError inside a transform
+    of ``torch.func``.
+    """
+    if type(tensor) is not Tensor or tensor.layout != torch.strided:
+        _refuse_others(name, tensor)
+    refuse_function_transforms(tensor)
+    require_values(tensor, name)
+
+
+def _refuse_others(name: str, tensor: Tensor) -> None:
     if not isinstance(tensor, Tensor) or isinstance(tensor, DTensor) or tensor.layout != torch.strided:
         kind = (
             "sparse tensor" if getattr(tensor, "layout", None) not in (None, torch.strided) else type(tensor).__name__
         )
         raise TypeError(f"{name} is a {kind}; give this rank's own part as a dense torch.Tensor")
-    refuse_function_transforms(tensor)
-    require_values(tensor, name)
 
 
 def check_tokens(name: str, tensor: Tensor, shape: ModelShape | None) -> None:

@@ -5,7 +5,6 @@ Every byte that moesys sends goes through a ``Channel``; a channel without a gro
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -103,7 +102,11 @@ class Channel:
 
     def tagged(self, generation: int) -> Self:
         """Returns a channel whose messages are those of one call; all else it shares with this one."""
-        channel = copy.copy(self)
+        if self.group is None:
+            return self
+        # What copy.copy does, in a tenth of the time: it is done for every message.
+        channel = object.__new__(type(self))
+        channel.__dict__.update(self.__dict__)
         channel.generation = generation
         return channel
 
