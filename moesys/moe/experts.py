@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from importlib.metadata import version
 from typing import Any
 from weakref import WeakSet
 
@@ -12,14 +11,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from moesys.balance import Homes
 from moesys.config import ClusterSpec, LayoutInvariant, ModelShape, Strategy
 from moesys.kernels.launch import on_its_device
-from moesys.kernels.torch_internals import refuse_function_transforms
 from moesys.layout_schedule import InlinePlanner, LayoutSchedule, PlanSource
+from moesys.moe.arguments import check_inputs, check_kinds, declaration, require_module
 from moesys.moe.call import LayerCall
 from moesys.moe.expert_parameters import DTYPES
 from moesys.moe.expert_store import ExpertStore, shards_of
@@ -43,7 +41,6 @@ from moesys.runnable import out_of_reach
 from moesys.step import LayerPlan
 from moesys.torch_private import (
     ends_recomputation,
-    require_values,
     unscale_beside_dtensors,
     unseen_by_selective_checkpoints,
 )
@@ -86,7 +83,7 @@ class Experts(nn.Module):
         outside: OutsideExperts | None = None,
     ) -> None:
         super().__init__()
-        _check_kinds(shape=shape, strategy=strategy, group=group, cluster=cluster, layer_index=layer_index, seed=seed)
+        check_kinds(shape=shape, strategy=strategy, group=group, cluster=cluster, layer_index=layer_index, seed=seed)
         if outside is not None:
             outside.check(strategy)
         device = torch.device(device or "cpu")
@@ -110,7 +107,7 @@ class Experts(nn.Module):
         if reason := out_of_reach(strategy, self.cluster):
             raise ValueError(f"strategy {strategy.name!r}: {reason}")
         self.shape, self.strategy, self.layer_index = shape, strategy, layer_index
-        self.identity = Identity(layer_index, _declaration(shape, strategy, self.cluster, None if outside else seed))
+        self.identity = Identity(layer_index, declaration(shape, strategy, self.cluster, None if outside else seed))
         self.schedule = LayoutSchedule(layer_index, strategy, shape, self.cluster)
         self.outside = outside
         form = None if outside is None else outside.form
@@ -165,7 +162,7 @@ class Experts(nn.Module):
         ranks for an id that is none of an expert's; ``RankMismatchError`` on all ranks where they are in different
         layers, micro-batches or modes, or have declared the layer differently.
         """
-        self._check_inputs(x_TH, expert_TK, weight_TK)
+        check_inputs(x_TH, expert_TK, weight_TK, self.shape, rounds=self.outside is None)
         dtype = DTYPES[self.shape.dtype] if self.outside is None else x_TH.dtype
         masters = self.store.masters.differentiable()
         inputs = (x_TH.to(dtype), weight_TK.float().contiguous(), *masters)
@@ -177,25 +174,6 @@ class Experts(nn.Module):
         y_TH: Tensor = RoutedExperts.apply(*inputs[:2], call, self.link, *masters)
         self._count(call)
         return y_TH.to(x_TH.dtype)
-
-    def _check_inputs(self, x_TH: Tensor, expert_TK: Tensor, weight_TK: Tensor) -> None:
-        """Raises TypeError and ValueError for inputs that do not fit each other or the layer."""
-        K, H = self.shape.top_k, self.shape.hidden_size
-        check_tokens("x_TH", x_TH, None if self.outside is not None else self.shape)
-        check_tokens("weight_TK", weight_TK, None)
-        require_dense("expert_TK", expert_TK)
-        if expert_TK.dtype not in (torch.int64, torch.int32):
-            raise TypeError(f"expert_TK has dtype {expert_TK.dtype}; give the ids of experts as int64 or int32")
-        shapes = tuple(x_TH.shape), tuple(expert_TK.shape), tuple(weight_TK.shape)
-        T = x_TH.shape[0] if x_TH.dim() else 0
-        if shapes != ((T, H), (T, K), (T, K)):
-            raise ValueError(
-                f"x_TH has shape {shapes[0]}, expert_TK {shapes[1]} and weight_TK {shapes[2]}; give [T, {H}], [T, {K}] "
-                f"and [T, {K}] for T tokens, as the layer has hidden_size={H} and top_k={K}"
-            )
-        if not x_TH.device == expert_TK.device == weight_TK.device:
-            devices = f"{x_TH.device}, {expert_TK.device} and {weight_TK.device}"
-            raise ValueError(f"x_TH, expert_TK and weight_TK are on {devices}; give all three on one device")
 
     def _replayed_or_planned(self, expert_TK: Tensor, dtype: torch.dtype, flags: int) -> LayerCall:
         """Returns the call that a recomputation repeats, else a new one."""
@@ -420,68 +398,3 @@ def experts_of(model: nn.Module) -> list[Experts]:
     require_module(model)
     found = (module.__dict__.get("moesys_experts", module) for module in model.modules())
     return [each for each in found if isinstance(each, Experts)]
-
-
-def require_module(model: object) -> None:
-    """Raises TypeError for what is no module."""
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}; give the torch.nn.Module itself")
-
-
-def require_dense(name: str, tensor: Tensor) -> None:
-    """Raises TypeError for what is no dense tensor with values of this rank's own, and RuntimeError inside a transform
-    of ``torch.func``.
-    """
-    if type(tensor) is not Tensor or tensor.layout != torch.strided:
-        _refuse_others(name, tensor)
-    refuse_function_transforms(tensor)
-    require_values(tensor, name)
-
-
-def _refuse_others(name: str, tensor: Tensor) -> None:
-    if not isinstance(tensor, Tensor) or isinstance(tensor, DTensor) or tensor.layout != torch.strided:
-        kind = (
-            "sparse tensor" if getattr(tensor, "layout", None) not in (None, torch.strided) else type(tensor).__name__
-        )
-        raise TypeError(f"{name} is a {kind}; give this rank's own part as a dense torch.Tensor")
-
-
-def check_tokens(name: str, tensor: Tensor, shape: ModelShape | None) -> None:
-    """Raises TypeError for a tensor that is not dense or not of a floating-point dtype; with a ``shape`` also for
-    float64, which its experts would round.
-    """
-    require_dense(name, tensor)
-    if not tensor.is_floating_point() or (shape is not None and tensor.dtype == torch.float64):
-        allowed = "a floating-point dtype" if shape is None else "float32, bfloat16 or float16"
-        where = "" if shape is None else f", and the layer computes in {shape.dtype}"
-        raise TypeError(f"{name} has dtype {tensor.dtype}{where}; give {allowed}")
-
-
-def _check_kinds(**given: object) -> None:
-    """Raises TypeError and ValueError for arguments of ``Experts`` of another kind than declared."""
-    optional_group = (dist.ProcessGroup, DeviceMesh, type(None)) if dist.is_available() else type(None)
-    kinds = {
-        "shape": ModelShape,
-        "strategy": Strategy,
-        "group": optional_group,
-        "cluster": (ClusterSpec, type(None)),
-    }
-    for name, value in given.items():
-        kind: Any = kinds.get(name, int)
-        if name == "group" and dist.is_available() and value is dist.GroupMember.NON_GROUP_MEMBER:
-            # ``mesh_of`` says more of it.
-            continue
-        if not isinstance(value, kind) or isinstance(value, bool):
-            wanted = " or ".join(each.__name__ for each in (kind if isinstance(kind, tuple) else (kind,)))
-            raise TypeError(f"{name} is a {type(value).__name__}; give {wanted.replace('NoneType', 'None')}")
-        if kind is int and not 0 <= int(str(value)) < 2**63:
-            raise ValueError(f"{name}={value} must be at least 0 and less than 2**63")
-
-
-def _declaration(shape: ModelShape, strategy: Strategy, cluster: ClusterSpec, seed: int | None) -> dict[str, Any]:
-    """Returns what must be the same on all ranks that share experts, in terms of JSON; names do not count."""
-    declared: dict[str, Any] = {"ModelShape": shape, "strategy": strategy, "cluster": cluster}
-    fields = {
-        key: {k: v for k, v in each.model_dump(mode="json").items() if k != "name"} for key, each in declared.items()
-    }
-    return fields | {"seed": seed, "torch": torch.__version__, "moesys": version("moesys")}

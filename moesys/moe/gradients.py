@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from moesys.collectives import ALIKE, RankMismatchError, guarded
-from moesys.moe.experts import experts_of, require_module
+from moesys.moe.arguments import require_module
+from moesys.moe.experts import experts_of
 from moesys.moe.layer import MoELayer
 from moesys.moe.masters import local_part
 from moesys.overlap.comm.channel import Channel

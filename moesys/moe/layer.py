@@ -8,8 +8,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from moesys.config import ClusterSpec, LayoutInvariant, ModelShape, Strategy
+from moesys.moe.arguments import check_tokens
 from moesys.moe.expert_parameters import DTYPES, initial_generator
-from moesys.moe.experts import Experts, check_tokens
+from moesys.moe.experts import Experts
 from moesys.moe.masters import OwnMasters
 from moesys.moe.metrics import LayerMetrics
 from moesys.moe.router import Router

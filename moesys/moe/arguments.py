@@ -1,0 +1,106 @@
+"""Arguments of layers: their kinds, shapes, dtypes and devices, and what must be declared alike on all ranks.
+
+T tokens of this rank, H hidden size, K top-k.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from moesys.config import ClusterSpec, ModelShape, Strategy
+from moesys.kernels.torch_internals import refuse_function_transforms
+from moesys.torch_private import require_values
+
+
+def check_inputs(x_TH: Tensor, expert_TK: Tensor, weight_TK: Tensor, shape: ModelShape, *, rounds: bool) -> None:
+    """Raises TypeError and ValueError for inputs of experts that do not fit each other or ``shape``. ``rounds``: the
+    experts compute in the dtype of ``shape``, whatever x's is.
+    """
+    K, H = shape.top_k, shape.hidden_size
+    check_tokens("x_TH", x_TH, shape if rounds else None)
+    check_tokens("weight_TK", weight_TK, None)
+    require_dense("expert_TK", expert_TK)
+    if expert_TK.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"expert_TK has dtype {expert_TK.dtype}; give the ids of experts as int64 or int32")
+    shapes = tuple(x_TH.shape), tuple(expert_TK.shape), tuple(weight_TK.shape)
+    T = x_TH.shape[0] if x_TH.dim() else 0
+    if shapes != ((T, H), (T, K), (T, K)):
+        raise ValueError(
+            f"x_TH has shape {shapes[0]}, expert_TK {shapes[1]} and weight_TK {shapes[2]}; give [T, {H}], [T, {K}] "
+            f"and [T, {K}] for T tokens, as the layer has hidden_size={H} and top_k={K}"
+        )
+    if not x_TH.device == expert_TK.device == weight_TK.device:
+        devices = f"{x_TH.device}, {expert_TK.device} and {weight_TK.device}"
+        raise ValueError(f"x_TH, expert_TK and weight_TK are on {devices}; give all three on one device")
+
+
+def require_module(model: object) -> None:
+    """Raises TypeError for what is no module."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; give the torch.nn.Module itself")
+
+
+def require_dense(name: str, tensor: Tensor) -> None:
+    """Raises TypeError for what is no dense tensor with values of this rank's own, and RuntimeError inside a transform
+    of ``torch.func``.
+    """
+    if type(tensor) is not Tensor or tensor.layout != torch.strided:
+        _refuse_others(name, tensor)
+    refuse_function_transforms(tensor)
+    require_values(tensor, name)
+
+
+def _refuse_others(name: str, tensor: Tensor) -> None:
+    if not isinstance(tensor, Tensor) or isinstance(tensor, DTensor) or tensor.layout != torch.strided:
+        kind = (
+            "sparse tensor" if getattr(tensor, "layout", None) not in (None, torch.strided) else type(tensor).__name__
+        )
+        raise TypeError(f"{name} is a {kind}; give this rank's own part as a dense torch.Tensor")
+
+
+def check_tokens(name: str, tensor: Tensor, shape: ModelShape | None) -> None:
+    """Raises TypeError for a tensor that is not dense or not of a floating-point dtype; with a ``shape`` also for
+    float64, which its experts would round.
+    """
+    require_dense(name, tensor)
+    if not tensor.is_floating_point() or (shape is not None and tensor.dtype == torch.float64):
+        allowed = "a floating-point dtype" if shape is None else "float32, bfloat16 or float16"
+        where = "" if shape is None else f", and the layer computes in {shape.dtype}"
+        raise TypeError(f"{name} has dtype {tensor.dtype}{where}; give {allowed}")
+
+
+def check_kinds(**given: object) -> None:
+    """Raises TypeError and ValueError for arguments of ``Experts`` of another kind than declared."""
+    optional_group = (dist.ProcessGroup, DeviceMesh, type(None)) if dist.is_available() else type(None)
+    kinds = {
+        "shape": ModelShape,
+        "strategy": Strategy,
+        "group": optional_group,
+        "cluster": (ClusterSpec, type(None)),
+    }
+    for name, value in given.items():
+        kind: Any = kinds.get(name, int)
+        if name == "group" and dist.is_available() and value is dist.GroupMember.NON_GROUP_MEMBER:
+            # ``mesh_of`` says more of it.
+            continue
+        if not isinstance(value, kind) or isinstance(value, bool):
+            wanted = " or ".join(each.__name__ for each in (kind if isinstance(kind, tuple) else (kind,)))
+            raise TypeError(f"{name} is a {type(value).__name__}; give {wanted.replace('NoneType', 'None')}")
+        if kind is int and not 0 <= int(str(value)) < 2**63:
+            raise ValueError(f"{name}={value} must be at least 0 and less than 2**63")
+
+
+def declaration(shape: ModelShape, strategy: Strategy, cluster: ClusterSpec, seed: int | None) -> dict[str, Any]:
+    """Returns what must be the same on all ranks that share experts, in terms of JSON; names do not count."""
+    declared: dict[str, Any] = {"ModelShape": shape, "strategy": strategy, "cluster": cluster}
+    fields = {
+        key: {k: v for k, v in each.model_dump(mode="json").items() if k != "name"} for key, each in declared.items()
+    }
+    return fields | {"seed": seed, "torch": torch.__version__, "moesys": version("moesys")}
