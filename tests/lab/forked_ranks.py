@@ -18,8 +18,10 @@ from tempfile import mkdtemp
 
 import torch
 import torch.distributed as dist
+import torch.distributed.tensor  # noqa: F401
 
 import moesys as ms
+from moesys.balance import warm_up
 
 SHAPE = ms.ModelShape(hidden_size=16, intermediate_size=8, num_experts=6, top_k=2)
 # What a rank may take that must not wait for the other one; ranks that end well take a second or two.
@@ -106,6 +108,13 @@ MODES: dict[str, Callable[[int, Path], None]] = {
 }
 
 
+def prepare() -> None:
+    """Loads and probes once what every fork would."""
+    warm_up()
+    with torch.no_grad():
+        ms.MoELayer(SHAPE, ms.Strategy(name="ep"))(torch.zeros(24, 16))
+
+
 def exit_codes(run: Callable[[int, Path], None], freed_slowly: int) -> list[int]:
     # Not a context, which every rank would leave too.
     folder, codes, rank_of = Path(mkdtemp()), {}, {}
@@ -130,5 +139,6 @@ def exit_codes(run: Callable[[int, Path], None], freed_slowly: int) -> list[int]
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
+    prepare()
     mode, count = sys.argv[1], int(sys.argv[2])
     print(json.dumps([exit_codes(MODES[mode], freed_slowly=number % 2) for number in range(count)]))
