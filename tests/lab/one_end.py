@@ -81,7 +81,7 @@ KINDS: dict[str, Callable[[Path], None]] = {
 
 
 def exit_code(kind: str, folder: Path) -> int:
-    folder.mkdir()
+    folder.mkdir(parents=True)
     if not (pid := os.fork()):
         KINDS[kind](folder)
         sys.exit(0)
