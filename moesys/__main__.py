@@ -12,6 +12,7 @@ import typer
 
 from moesys.bench.commands import bench
 from moesys.bench.harness.refusing import options_given, refusing
+from moesys.lab.ranks.process_start import sigterm_as_ctrl_c
 
 app = typer.Typer(
     name="moesys",
@@ -397,7 +398,14 @@ def doctor(
 
 
 def main() -> None:
-    app()
+    """Runs a command. SIGTERM ends it as Ctrl-C does, but with exit code 143 instead of 130: 128 and the signal."""
+    with sigterm_as_ctrl_c() as terminated:
+        try:
+            app()
+        except SystemExit as end:
+            if end.code == 130 and terminated.is_set():
+                raise SystemExit(143) from None
+            raise
 
 
 if __name__ == "__main__":

@@ -105,6 +105,26 @@ class SolvedPlan:
         """It is made already."""
 
 
+@dataclass(frozen=True)
+class MissedPlan:
+    """A plan that was asked for and is made no more: late on every rank, by this one's vote, when it is due. With the
+    ``error`` of its planner, which is raised then.
+    """
+
+    error: Exception | None = None
+
+    def ready(self, timeout_s: float) -> bool:
+        if self.error is not None:
+            raise self.error
+        return False
+
+    def layout(self) -> ExpertLayout:
+        raise RuntimeError("the plan was dropped before it was made, so there is no layout; ask ready() first")
+
+    def cancel(self) -> None:
+        """It is dropped already."""
+
+
 class PlanSource(Protocol):
     def submit(self, request: PlanRequest) -> PlanTicket: ...
 
@@ -242,6 +262,17 @@ class LayoutSchedule:
             self._asked_for = self.micro_batch
             self.request()
 
+    def keep_made_plans(self) -> None:
+        """Their source makes no more: of the plans that were asked for those that are made are used when they are due,
+        and the others are late then.
+        """
+        self._pending = deque((due, _made(ticket)) for due, ticket in self._pending)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """For copies and pickles, which cannot hold how a load is read."""
+        self._read()
+        return self.__dict__
+
     def _drop_pending(self) -> None:
         for _, ticket in self._pending:
             ticket.cancel()
@@ -279,15 +310,19 @@ class LayoutSchedule:
         self._unread.clear()
 
     def state_dict(self, timeout_s: float) -> dict[str, Any]:
-        """What a resumed run needs for the same bits; waits for plans that are being made."""
-        for _, ticket in self._pending:
-            ticket.ready(timeout_s)
+        """What a resumed run needs for the same bits; waits for plans that are being made. One that is not made by then,
+        or was dropped, is late in the resumed run.
+        """
+        pending = [
+            (due, ticket.layout().expert_RS.tolist() if ticket.ready(timeout_s) else None)
+            for due, ticket in self._pending
+        ]
         self._read()
         return {
             "micro_batch": self.micro_batch,
             "layout": self.layout.expert_RS.tolist(),
             "history": None if self._history is None else self._history.state_dict(),
-            "pending": [(due, ticket.layout().expert_RS.tolist()) for due, ticket in self._pending],
+            "pending": pending,
             "homes": self._moved_homes,
         }
 
@@ -303,7 +338,7 @@ class LayoutSchedule:
         self.micro_batch = state["micro_batch"]
         if not self.follows_history:
             return
-        self._pending.clear()
+        self._drop_pending()
         self._unread.clear()
         if self._history is not None:
             self._history = LoadHistory(self.strategy.predictor)
@@ -320,10 +355,19 @@ class LayoutSchedule:
             self._begin_layouts_anew("history is of other homes: layouts begun anew")
             return
         self.layout = ExpertLayout(expert_RS, self.num_experts)
-        self._pending.extend((due, SolvedPlan(ExpertLayout(plan, self.num_experts))) for due, plan in state["pending"])
+        for due, plan in state["pending"]:
+            ticket = MissedPlan() if plan is None else SolvedPlan(ExpertLayout(plan, self.num_experts))
+            self._pending.append((due, ticket))
 
     def _first_layout(self) -> ExpertLayout:
         """Before the first load is known, all experts are alike."""
         uniform = LoadMatrix(np.ones((self.cluster.num_ranks, self.num_experts), dtype=np.int64))
         balance = _without_deadline(self.strategy.balance)
         return plan_layout(uniform, self.cluster, balance, self.slots_R, model=self.model)
+
+
+def _made(ticket: PlanTicket) -> PlanTicket:
+    try:
+        return SolvedPlan(ticket.layout()) if ticket.ready(0.0) else MissedPlan()
+    except Exception as error:
+        return MissedPlan(error)

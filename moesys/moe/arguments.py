@@ -10,11 +10,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from pydantic_core import PydanticSerializationError
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from moesys.config import ClusterSpec, ModelShape, Strategy
+from moesys.config.base import Declared
 from moesys.kernels.torch_internals import refuse_function_transforms
 from moesys.torch_private import require_values
 
@@ -99,8 +101,17 @@ def check_kinds(**given: object) -> None:
 
 def declaration(shape: ModelShape, strategy: Strategy, cluster: ClusterSpec, seed: int | None) -> dict[str, Any]:
     """Returns what must be the same on all ranks that share experts, in terms of JSON; names do not count."""
-    declared: dict[str, Any] = {"ModelShape": shape, "strategy": strategy, "cluster": cluster}
-    fields = {
-        key: {k: v for k, v in each.model_dump(mode="json").items() if k != "name"} for key, each in declared.items()
-    }
+    declared: dict[str, Declared] = {"ModelShape": shape, "strategy": strategy, "cluster": cluster}
+    fields = {key: {k: v for k, v in _fields(each).items() if k != "name"} for key, each in declared.items()}
     return fields | {"seed": seed, "torch": torch.__version__, "moesys": version("moesys")}
+
+
+def _fields(declared: Declared) -> dict[str, Any]:
+    fields: dict[str, Any] = {}
+    for name in type(declared).model_fields:
+        try:
+            fields |= declared.model_dump(mode="json", include={name})
+        except PydanticSerializationError:
+            # A planner whose class is defined inside a function has no source to compare, but fields.
+            fields[name] = repr(getattr(declared, name))
+    return fields

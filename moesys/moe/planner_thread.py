@@ -11,6 +11,8 @@ import hashlib
 import queue
 import threading
 import traceback
+from contextlib import suppress
+from datetime import timedelta
 
 import numpy as np
 import torch
@@ -19,7 +21,11 @@ from torch import Tensor
 
 from moesys.layout import ExpertLayout
 from moesys.layout_schedule import PlanRequest
+from moesys.overlap.comm.background import BackgroundThread
 from moesys.overlap.comm.channel import Channel
+
+# How long the thread waits inside of torch at a time.
+_SLICE = timedelta(seconds=0.1)
 
 
 class ThreadTicket:
@@ -52,13 +58,18 @@ class ThreadTicket:
 
 
 class PlannerThread:
-    """A ``PlanSource`` that solves in the background. ``close`` it, or let it end with the process (it is a daemon)."""
+    """A ``PlanSource`` that solves in the background. ``close`` it, or let it end with the process.
 
-    def __init__(self, channel: Channel) -> None:
-        self._channel = channel
+    ``timeout_s``: how long ``close`` and the end of the process wait for the other ranks.
+    """
+
+    def __init__(self, channel: Channel, timeout_s: float) -> None:
+        self._channel, self._timeout_s = channel, timeout_s
         self._requests: queue.SimpleQueue[tuple[PlanRequest, ThreadTicket] | None] = queue.SimpleQueue()
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="moesys-planner", daemon=True)
+        self._closing, self._abandoned = threading.Event(), threading.Event()
+        self._thread = BackgroundThread(
+            "moesys-planner", self._run, stop=self.stop, abandon=self._abandon, patience_s=timeout_s
+        )
         self._thread.start()
 
     def submit(self, request: PlanRequest) -> ThreadTicket:
@@ -67,20 +78,28 @@ class PlannerThread:
         return ticket
 
     def stop(self) -> None:
-        """Make no more plans: those that were asked for are dropped."""
+        """Makes no more plans: those that were asked for are dropped, on all ranks."""
         self._closing.set()
         self._requests.put(None)
 
     def close(self) -> None:
-        """``stop``, and wait until all ranks have."""
-        self.stop()
-        self._thread.join()
+        """Waits until the plans that were asked for are made, and makes no more. Drops those that take too long."""
+        self._requests.put(None)
+        self._thread.join(self._timeout_s)
+        self._closing.set()
+
+    def _abandon(self) -> None:
+        self._abandoned.set()
+        # Until it is back from torch, unless it solves.
+        self._thread.join(2 * _SLICE.total_seconds())
 
     def _run(self) -> None:
         while (item := self._requests.get()) is not None:
             request, ticket = item
             try:
                 ticket.fulfil(self._agree(request, ticket))
+            except _ClosedError:
+                ticket.fulfil(None)
             except Exception as error:  # Whatever went wrong is raised where the plan is used.
                 ticket.fulfil(None, error)
 
@@ -132,8 +151,29 @@ class PlannerThread:
     def _broadcast(self, tensor: Tensor, leader: int) -> None:
         group = self._channel.group
         assert group is not None
-        source = dist.get_global_rank(group, leader)
-        self._channel.guard("plan", lambda: dist.broadcast(tensor, source, group=group))
+        # The group itself, which outlives ``dist.destroy_process_group``.
+        self._channel.guard("plan", lambda: self._wait(group.broadcast(tensor, leader)))
+
+    def _wait(self, work: dist.Work) -> None:
+        """Waits for ``work``, and comes back from torch now and then, so that the process may end meanwhile."""
+        while not work.is_completed():
+            # Either its time is over or the work has failed, which is then completed.
+            with suppress(RuntimeError):
+                work.wait(_SLICE)
+            if self._abandoned.is_set():
+                # For ever, as the group's end would wait for the other ranks: what a thread holds outlives Python.
+                threading.Event().wait()
+        try:
+            work.wait()
+        except RuntimeError as error:
+            if self._closing.is_set():
+                # Other ranks have ended, and nobody asks who.
+                raise _ClosedError from error
+            raise
+
+
+class _ClosedError(Exception):
+    """Nobody wants the plan any more."""
 
 
 def history_digest(request: PlanRequest) -> bytes:

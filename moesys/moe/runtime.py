@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -91,8 +92,8 @@ class MoERuntime:
         self._heartbeat = Heartbeat(dist.get_rank()) if group is not None else None
         plan_channel = Channel(planner_group, self.layers[0].cluster.node_of_rank, Recorder(0), Meter())
         plan_channel.heartbeat = self._heartbeat
-        self._planner = PlannerThread(plan_channel)
         self.plan_timeout_s = PLAN_TIMEOUT_S if plan_timeout_s is None else plan_timeout_s
+        self._planner = PlannerThread(plan_channel, self.plan_timeout_s)
         self.mega_home = SharedMegaHome()
         self.generation = self._num_passes = 0
         self._order: list[ExpertStore] = []
@@ -220,7 +221,11 @@ class MoERuntime:
         return self.recorder.timeline()
 
     def close(self) -> None:
-        """Stops the planner and unlinks the layers, which then plan and restore on demand."""
+        """Unlinks the layers, which then plan and restore on demand. A collective, as ``link`` is.
+
+        Waits for the plans that were asked for, at most ``plan_timeout_s``, and keeps them, so that the layers go on
+        with the same layouts. One that is not made by then is late on all ranks, which keep the old layout.
+        """
         if not self._stop_threads.alive:
             return
         self._stop_threads.detach()
@@ -228,9 +233,12 @@ class MoERuntime:
         if self._heartbeat is not None:
             self._heartbeat.close()
         for layer in self.layers:
+            layer.schedule.keep_made_plans()
             layer.unlink()
         for group in self._groups:
-            dist.destroy_process_group(group)
+            # It is gone already where all groups were destroyed before.
+            with suppress(ValueError):
+                dist.destroy_process_group(group)
         self._groups = []
 
 

@@ -354,9 +354,14 @@ def test_a_state_dict_is_a_safe_file_and_resumes() -> None:
 
 
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
-def test_a_copy_goes_on_as_the_original_does(copied: Any) -> None:
-    model, optimizer = build(FSEP)
+@pytest.mark.parametrize("linked", [False, True], ids=["never linked", "linked before"])
+@pytest.mark.parametrize("changes", [{}, {"replan_every": 3}, {"lag": 3}, {"lag": 0}], ids=str)
+def test_a_copy_goes_on_as_the_original_does(copied: Any, linked: bool, changes: dict[str, int]) -> None:
+    model, optimizer = build(FSEP.replace(**changes))
+    runtime = ms.link(model) if linked else None
     train(model, optimizer, range(2))
+    if runtime is not None:
+        runtime.close()
     twin = copied(model)
     assert twin.moe[0].experts.token_channel is not model.moe[0].experts.token_channel
     for batch in (4, 5):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -474,3 +475,63 @@ def hooks_see_the_same() -> list[bool]:
 
 def test_hooks_on_masters_see_delayed_gradients(ranks: LocalRanks) -> None:
     assert ranks.run(hooks_see_the_same, num_ranks=2) == [[True, True]] * 2
+
+
+def closed_with_plans_under_way(linked: bool, timeout_s: float | None = None) -> dict[str, Any]:
+    """Four micro-batches more after a runtime was closed on plans that take a while; rank 0's are the slowest."""
+    model = Stack(SHAPE, FSEP.replace(lag=3), num_layers=2)
+    runtime = ms.link(model, plan_timeout_s=timeout_s) if linked else None
+    solve = PlanRequest.solve
+    PlanRequest.solve = lambda request: (time.sleep(0.4 - 0.1 * dist.get_rank()), solve(request))[1]
+    losses, layouts = [], []
+    try:
+        for batch in range(6):
+            if batch == 2 and runtime is not None:
+                runtime.close()
+            if batch == 2:
+                states = [moe.experts.get_extra_state() for moe in model.moe]
+            losses.append(model(tokens_of(batch)).square().sum().item())
+            layouts.append([moe.last_plan.layout.expert_RS.tolist() for moe in model.moe])
+    finally:
+        PlanRequest.solve = solve
+    fresh = Stack(SHAPE, FSEP.replace(lag=3), num_layers=2)
+    for moe, state in zip(fresh.moe, states, strict=True):
+        moe.experts.set_extra_state(state)
+        moe.experts.get_extra_state()
+    resumed = []
+    for batch in range(2, 6):
+        fresh(tokens_of(batch))
+        resumed.append([moe.last_plan.layout.expert_RS.tolist() for moe in fresh.moe])
+    events = [event for moe in model.moe for event in moe.experts.schedule.events]
+    return {"losses": losses, "layouts": layouts, "states": states, "events": events, "resumed": resumed}
+
+
+def test_plans_under_way_are_used_after_closing(ranks: LocalRanks) -> None:
+    plain = ranks.run(closed_with_plans_under_way, False, num_ranks=2)
+    closed = ranks.run(closed_with_plans_under_way, True, num_ranks=2)
+    assert closed == plain
+    assert plain[0]["events"] == []
+    assert plain[0]["resumed"] == plain[0]["layouts"][2:]
+    assert plain[0]["layouts"][3] != plain[0]["layouts"][2], "no plan was under way"
+
+
+def test_plans_that_closing_does_not_wait_for_are_late_on_all_ranks(ranks: LocalRanks) -> None:
+    results = ranks.run(closed_with_plans_under_way, True, 0.01, num_ranks=2)
+    for name in ("layouts", "events", "resumed"):
+        assert results[0][name] == results[1][name], name
+    assert [event.what for event in results[0]["events"]][0] == "plan due at 3 came too late: layout kept"
+
+
+def closed_without_groups() -> int:
+    model = Stack(SHAPE, FSEP, num_layers=1)
+    runtime = ms.link(model)
+    model(tokens_of(0)).sum().backward()
+    dist.destroy_process_group()
+    runtime.close()
+    runtime.close()
+    names = [thread.name for thread in threading.enumerate()]
+    return names.count("moesys-planner") + names.count("moesys-heartbeat")
+
+
+def test_a_runtime_is_closed_after_its_groups_were_destroyed(ranks: LocalRanks) -> None:
+    assert ranks.run(closed_without_groups, num_ranks=2) == [0, 0]

@@ -1,7 +1,7 @@
 """What commands do behind the command line.
 
 Exit codes: 0, all is well; 1, a trial failed, or has other bits than it must have; 2, what was asked for cannot be
-done, and a message says why; 130, Ctrl-C.
+done, and a message says why; 130, Ctrl-C; 143, SIGTERM.
 """
 
 from __future__ import annotations

@@ -117,7 +117,7 @@ class LocalRanks:
         self._num_runs = 0
         self._store: dist.TCPStore | None = None
         self._processes: dict[int, RankProcess] = {}
-        self._askers = concurrent.futures.ThreadPoolExecutor(num_ranks, thread_name_prefix="rank")
+        self._askers = self._new_askers()
         self._one_run = threading.Lock()
         # Also runs when the interpreter exits, before multiprocessing would wait for the processes.
         self._finalizer = weakref.finalize(self, kill_all, self._processes)
@@ -187,7 +187,7 @@ class LocalRanks:
         return outcomes
 
     def close(self) -> None:
-        """Ends all processes; a later run would start new ones."""
+        """Ends all processes and threads; a later run would start new ones."""
         with self._one_run:
             for process in self._processes.values():
                 process.dismiss()
@@ -196,6 +196,12 @@ class LocalRanks:
                 process.process.join(max(0.0, deadline_s - time.monotonic()))
             kill_all(self._processes)
             self._store = None
+            self._askers.shutdown()
+            self._askers = self._new_askers()
+
+    def _new_askers(self) -> concurrent.futures.ThreadPoolExecutor:
+        """Threads that wait for ranks; they start with the first run."""
+        return concurrent.futures.ThreadPoolExecutor(self.num_ranks, thread_name_prefix="rank")
 
     def _start(self, num_ranks: int) -> None:
         """Starts those of the first `num_ranks` processes that are not alive."""

@@ -1,11 +1,15 @@
-"""Starts processes as ranks and workers need them: few threads in their libraries, and deaf to Ctrl-C."""
+"""Starts processes as ranks and workers need them: few threads in their libraries, and deaf to Ctrl-C and SIGTERM, by
+which this process ends them.
+"""
 
 import multiprocessing.resource_tracker
 import os
 import signal
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import FrameType
 
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "NUMEXPR_NUM_THREADS")
 LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
@@ -32,12 +36,38 @@ def variables_set(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextmanager
-def deaf_to_ctrl_c() -> Iterator[None]:
-    """A process started inside never hears Ctrl-C, not even while it imports: this process ends it."""
+def deaf_to_stops() -> Iterator[None]:
+    """A process started inside never hears Ctrl-C or SIGTERM, which batch systems send to all processes of a job, not
+    even while it imports: this process ends it.
+    """
     # Its start would end what is blocked here.
     multiprocessing.resource_tracker.ensure_running()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextmanager
+def sigterm_as_ctrl_c() -> Iterator[threading.Event]:
+    """Raises KeyboardInterrupt in the main thread where SIGTERM comes inside, as Slurm, docker and ``kill`` send it,
+    and yields an event that is set then.
+
+    Does nothing in other threads, and where the program handles SIGTERM by itself.
+    """
+    terminated = threading.Event()
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        terminated.set()
+        raise KeyboardInterrupt
+
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if not in_main_thread or signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
+        yield terminated
+        return
+    signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield terminated
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from moesys.config.experiment import Experiment, Trial
 from moesys.config.workload import Replay
+from moesys.lab.ranks.process_start import sigterm_as_ctrl_c
 from moesys.lab.runs.launch import place_for
 from moesys.lab.runs.place import Ran, TrialError, no_tick
 from moesys.lab.runs.progress import Progress, Silence, StepFile
@@ -50,7 +51,7 @@ class RunResult:
 
 
 class Interrupted(KeyboardInterrupt):
-    """Ctrl-C during a run, whose finished trials are recorded; the message says how to go on."""
+    """Ctrl-C or SIGTERM during a run, whose finished trials are recorded; the message says how to go on."""
 
 
 def run(
@@ -81,7 +82,8 @@ def run(
     A script that calls this needs ``if __name__ == "__main__":`` around the call: ranks and workers are processes that
     import it.
 
-    Raises ValueError, before any trial, for what cannot run or be resumed, and ``Interrupted`` for Ctrl-C.
+    Raises ValueError, before any trial, for what cannot run or be resumed, and ``Interrupted`` for Ctrl-C and, in
+    the main thread of a program that does not handle it by itself, for SIGTERM.
     """
     if record_routing is not None:
         _check_recording(experiment, str(record_routing))
@@ -90,7 +92,7 @@ def run(
         # A trace that is missing or does not fit is one error, not one a trial.
         for seed in experiment.seeds:
             routing[seed] = routing_of(experiment.workload, experiment.model, experiment.cluster, seed).digest
-    with ExitStack() as opened:
+    with sigterm_as_ctrl_c(), ExitStack() as opened:
         place = opened.enter_context(closing(place_for(experiment, threads, jobs)))
         book = place.on_writer(lambda: _Book(experiment, RunFolder.open(experiment, out, fresh=fresh), routing))
         if book:
@@ -222,6 +224,8 @@ class _Book:
                 save_trace(load_trace(trace_path(self.folder, trial)), _routing_path(path, trial))
 
     def how_to_go_on(self) -> str:
+        # From the file, as a signal may come when a record is there and this process does not know it yet.
+        self._recorded = latest(self._folder.records())
         return (
             f"stopped: {len(self.records())} of {len(self.trials)} trials are recorded in {self.folder}; "
             "the same command goes on from there"

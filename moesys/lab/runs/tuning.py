@@ -17,6 +17,7 @@ from moesys.balance import warm_up
 from moesys.config import ClusterSpec, ModelShape, Strategy
 from moesys.config.experiment import Experiment, Trial
 from moesys.config.workload import Generated, Measured, ModelTraining, Replay, Training
+from moesys.lab.ranks.process_start import sigterm_as_ctrl_c
 from moesys.lab.runs.launch import place_for
 from moesys.lab.runs.place import Place, TrialError, no_tick
 from moesys.lab.runs.records import setting_fingerprint, take_lock
@@ -85,7 +86,7 @@ def tune(
     bounds = bounds or SearchBounds()
     _check(experiment, timed, bounds)
     deadline, jobs = Deadline(bounds.minutes), num_workers(bounds.jobs)
-    with closing(place_for(experiment, threads)) as place:
+    with sigterm_as_ctrl_c(), closing(place_for(experiment, threads)) as place:
         if not place.writes:
             return _follow(place, experiment)
         try:

@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import ParamSpec, TypeVar
 
-from moesys.lab.ranks.process_start import deaf_to_ctrl_c, threads_of, variables_set
+from moesys.lab.ranks.process_start import deaf_to_stops, threads_of, variables_set
 from moesys.lab.runs.environment import available_cores
 
 P = ParamSpec("P")
@@ -96,7 +96,7 @@ class Workers:
             if not self._is_prepared:
                 self._prepare()
                 self._is_prepared = True
-            with variables_set(threads_of(1)), deaf_to_ctrl_c():
+            with variables_set(threads_of(1)), deaf_to_stops():
                 started = pool.submit(os.getpid)
         try:
             started.result()

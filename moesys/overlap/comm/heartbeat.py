@@ -8,13 +8,14 @@ from collections.abc import Collection
 
 import torch.distributed as dist
 
+from moesys.overlap.comm.background import BackgroundThread
 from moesys.torch_private import default_store
 
 PERIOD_S = 0.5
 
 
 class Heartbeat:
-    """Counts up a key of the rendezvous store twice a second, from a daemon thread; ``close`` it to stop.
+    """Counts up a key of the rendezvous store twice a second, in the background; ``close`` it to stop.
 
     A stopped, killed or finished process has no heartbeat. One that computes, or waits in a collective, has.
     """
@@ -25,7 +26,7 @@ class Heartbeat:
         self._rank = rank
         self._closed = threading.Event()
         self._beat()
-        self._thread = threading.Thread(target=self._run, name="moesys-heartbeat", daemon=True)
+        self._thread = BackgroundThread("moesys-heartbeat", self._run, stop=self.stop)
         self._thread.start()
 
     def silent_ranks(self, ranks: Collection[int], grace_s: float) -> set[int]:

@@ -7,12 +7,14 @@ the other. With all receives posted first both directions run at once, on all li
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
+from functools import partial
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
+
+from moesys.overlap.comm.background import BackgroundThread
 
 
 class Messages:
@@ -36,7 +38,7 @@ class Messages:
     def get_future(self) -> Future[None]:
         if self._future is None:
             self._future = Future()
-            threading.Thread(target=self._settle, args=(self._future,), name="moesys-messages", daemon=True).start()
+            BackgroundThread("moesys-messages", partial(self._settle, self._future)).start()
         return self._future
 
     def is_completed(self) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import threading
 import time
 from dataclasses import dataclass
 
@@ -11,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.futures import Future
 
+from moesys.overlap.comm.background import BackgroundThread
 from moesys.overlap.comm.messages import Messages
 
 
@@ -56,7 +56,7 @@ class PacedLink:
         alone = len(members) < dist.get_world_size()
         self._group = dist.new_group(members, backend="gloo", use_local_synchronization=alone)
         self._bookings: queue.SimpleQueue[_Booking | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="moesys-paced-link", daemon=True)
+        self._thread = BackgroundThread("moesys-paced-link", self._run, stop=self._stop)
         self._thread.start()
 
     def carry(self, work: dist.Work | Messages, num_bytes: int) -> PacedTransfer:
@@ -67,9 +67,12 @@ class PacedLink:
 
     def close(self) -> None:
         """Ends after the transfers that are booked."""
-        self._bookings.put(None)
+        self._stop()
         self._thread.join()
         dist.destroy_process_group(self._group)
+
+    def _stop(self) -> None:
+        self._bookings.put(None)
 
     def _run(self) -> None:
         """Waits and sleeps release the GIL and use no processor."""

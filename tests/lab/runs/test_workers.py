@@ -99,7 +99,7 @@ def test_a_short_experiment_needs_no_worker(tmp_path, monkeypatch):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("stop", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_what_is_stopped_keeps_what_is_finished_and_leaves_nobody(tmp_path, stop):
     workload = simulation().workload.replace(steps=150)
     slow = WAITING.replace(balance=Waiting(seconds=0.5))
@@ -123,13 +123,13 @@ def test_what_is_stopped_keeps_what_is_finished_and_leaves_nobody(tmp_path, stop
     time.sleep(1.0)
     assert runner.poll() is None, runner.stderr.read()
     assert len(alive(marker)) >= 3
-    # As a terminal does: to all of them.
-    os.killpg(runner.pid, stop) if stop == signal.SIGINT else runner.kill()
+    # As a terminal does, and a batch system: to all of them.
+    runner.kill() if stop == signal.SIGKILL else os.killpg(runner.pid, stop)
     told = runner.communicate(timeout=30)[1]
     assert gone(marker, within_s=10)
     (folder,) = out.iterdir()
-    if stop == signal.SIGINT:
-        assert runner.returncode == 130
+    if stop != signal.SIGKILL:
+        assert runner.returncode == 128 + stop
         assert told == f"stopped: 2 of 3 trials are recorded in {folder}; the same command goes on from there\n"
         assert [record.identity for record in RunFolder(folder).records()] == others
 

@@ -1,0 +1,144 @@
+"""Trains a linked model on two forked ranks, with plans under way at their end, and prints how each rank ended.
+
+``python forked_ranks.py MODE COUNT`` prints the exit codes of both ranks, COUNT times, as JSON.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from tempfile import mkdtemp
+
+import torch
+import torch.distributed as dist
+import torch.distributed.tensor
+
+import moesys as ms
+from moesys.balance import warm_up
+
+SHAPE = ms.ModelShape(hidden_size=16, intermediate_size=8, num_experts=6, top_k=2)
+# What a rank may take that must not wait for the other one; ranks that end well take a second or two.
+LIMIT_S = 60.0
+
+
+class Slow(ms.Balance):
+    """Planning that takes a second, but for the first layout."""
+
+    def layout(self, problem):
+        if problem.layout is not None:
+            time.sleep(1.0)
+        return ms.plan_layout(problem.load, problem.cluster, ms.Greedy(), problem.slots_R)
+
+
+SHARDING = ms.Fsep(slots_per_rank=4, prefetch_layers=1, delay_reshard=True)
+STRATEGY = ms.Strategy(name="slow", sharding=SHARDING, balance=Slow(), split=ms.FlowSplit(), lag=4)
+
+
+class FreedSlowly:
+    """Is freed when the interpreter is, and takes a second, as large models and loggers do."""
+
+    def __del__(self, sleep=time.sleep):
+        sleep(1.0)
+
+
+def trained() -> tuple[torch.nn.ModuleList, ms.MoERuntime]:
+    model = torch.nn.ModuleList(ms.MoELayer(SHAPE, STRATEGY, layer_index=index) for index in range(2))
+    runtime = ms.link(model)
+    for step in range(2):
+        x = torch.randn(24, 16, generator=torch.Generator().manual_seed(10 * step + dist.get_rank()))
+        model[1](model[0](x)).square().mean().backward()
+        ms.sync_gradients(model)
+    return model, runtime
+
+
+def open_to_the_end(rank: int, ended: Path) -> None:
+    sys.kept = [trained()]
+
+
+def gone_before(rank: int, ended: Path) -> None:
+    """The groups are destroyed under the runtime."""
+    sys.kept = [trained()]
+    dist.destroy_process_group()
+
+
+def gone_then_closed(rank: int, ended: Path) -> None:
+    _, runtime = trained()
+    dist.destroy_process_group()
+    runtime.close()
+
+
+def collected(rank: int, ended: Path) -> None:
+    trained()
+    gc.collect()
+
+
+def vanished(rank: int, ended: Path) -> None:
+    """Rank 1 ends without any handler, while rank 0 waits for its plan."""
+    sys.kept = [trained()]
+    if rank == 1:
+        os._exit(0)
+
+
+def raising(rank: int, ended: Path, failing: int) -> None:
+    """One rank raises, and the other goes on until it has ended."""
+    sys.kept = [trained()]
+    if rank == failing:
+        raise ArithmeticError("on purpose")
+    until_s = time.monotonic() + LIMIT_S
+    while not ended.exists():
+        assert time.monotonic() < until_s, "the rank that raised did not end"
+        time.sleep(0.05)
+
+
+MODES: dict[str, Callable[[int, Path], None]] = {
+    "open": open_to_the_end,
+    "gone before": gone_before,
+    "gone, then closed": gone_then_closed,
+    "collected": collected,
+    "vanished": vanished,
+    "rank 0 raises": lambda rank, ended: raising(rank, ended, 0),
+    "rank 1 raises": lambda rank, ended: raising(rank, ended, 1),
+}
+
+
+def prepare() -> None:
+    """Loads and probes once what every fork would."""
+    warm_up()
+    with torch.no_grad():
+        ms.MoELayer(SHAPE, ms.Strategy(name="ep"))(torch.zeros(24, 16))
+
+
+def exit_codes(run: Callable[[int, Path], None], freed_slowly: int) -> list[int]:
+    # Not a context, which every rank would leave too.
+    folder, codes, rank_of = Path(mkdtemp()), {}, {}
+    for rank in range(2):
+        if pid := os.fork():
+            rank_of[pid] = rank
+            continue
+        # A file outlives both ranks, as a launcher's store does.
+        store = dist.FileStore(str(folder / "store"), 2)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=timedelta(seconds=120))
+        run(rank, folder / "ended")
+        if rank == freed_slowly:
+            sys.freed_slowly = FreedSlowly()
+        sys.exit(0)
+    while rank_of:
+        pid, status = os.wait()
+        codes[rank_of.pop(pid)] = os.waitstatus_to_exitcode(status)
+        (folder / "ended").touch()
+    shutil.rmtree(folder)
+    return [codes[rank] for rank in range(2)]
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    prepare()
+    mode, count = sys.argv[1], int(sys.argv[2])
+    print(json.dumps([exit_codes(MODES[mode], freed_slowly=number % 2) for number in range(count)]))
