@@ -6,6 +6,7 @@ transformers warns of what is missing and draws it at random, or fails on some r
 from __future__ import annotations
 
 import json
+import os
 import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -35,6 +36,8 @@ def check_checkpoint(folder: Path | str, config: Any = None) -> None:
     file, the tensor, both values and what to do. Warns of tensors that the model does not have: transformers ignores
     them.
     """
+    if not isinstance(folder, str | os.PathLike):
+        raise TypeError(f"folder is a {type(folder).__name__}; give the path of a folder as a str or Path")
     folder = Path(folder)
     model = skeleton(transformers.AutoConfig.from_pretrained(folder) if config is None else config)
     found = sources_of(model, HubFiles(folder), HubNames(model))

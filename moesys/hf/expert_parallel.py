@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import count
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -18,7 +19,7 @@ from transformers.distributed.expert_parallel import EPImplementation
 from moesys.config import Strategy
 from moesys.hf.checkpoint_check import check_before_loading
 from moesys.hf.experts_module import compute_dtype
-from moesys.hf.strategy_experts import check, strategy_experts
+from moesys.hf.strategy_experts import check, shard, strategy_experts
 from moesys.kernels.cpu.page_pool import PagePool
 from moesys.moe.experts import Experts
 from moesys.torch_private import unseen_by_selective_checkpoints
@@ -41,7 +42,12 @@ def implementation_of(strategy: Strategy) -> type[EPImplementation]:
                 check_before_loading(experts.config)
                 newest = _Model(ep_mesh)
             num_batches = dist.get_world_size() // tp_mesh.size()
-            self._experts = strategy_experts(experts, strategy, ep_mesh, next(newest.layer_indices), num_batches)
+            # What DistributedConfig has FSDP compute in.
+            distributed = getattr(experts.config, "distributed_config", None)
+            dtype = torch.bfloat16 if getattr(distributed, "fsdp_mixed_precision", False) else None
+            layer_index = next(newest.layer_indices)
+            self._experts = strategy_experts(experts, strategy, ep_mesh, layer_index, num_batches, dtype=dtype)
+            shard(experts, self._experts)
             self._experts.shards.memory = newest.memory
 
         def __call__(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

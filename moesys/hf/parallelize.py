@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from moesys.config import ClusterSpec, Strategy
 from moesys.hf.expert_parallel import run
 from moesys.hf.experts_module import is_experts
-from moesys.hf.strategy_experts import check, check_module, refuse_adapter, strategy_experts
-from moesys.moe.experts import Experts
+from moesys.hf.strategy_experts import check, check_module, refuse_adapter, shard, strategy_experts
+from moesys.moe.experts import Experts, require_module
 from moesys.moe.runtime import MoERuntime, link
 
 EP = "ep"
@@ -38,7 +39,9 @@ def parallelize(
 
     Replaces what the experts modules of its MoE blocks do, shards their parameters as the strategy does, and shards all
     others by FSDP2, block by block, over all ranks of the mesh. Every rank brings the same whole model, or all bring it
-    on the meta device, to be loaded later. Trainable parameters whose dtype is not that of the rest of their block,
+    on the meta device: ``model.to_empty(device=...)`` then gives it memory, and ``torch.distributed.checkpoint`` loads
+    it. Buffers that no checkpoint has, such as those of rotary embeddings, are computed in the first forward, unless
+    they were written in place. Trainable parameters whose dtype is not that of the rest of their block,
     such as a router in float32, are sharded apart from it, module by module, and keep their dtype.
 
     ``mesh``: its dimension "ep" are the ranks that share the experts; other dimensions are copies of such groups, each
@@ -52,9 +55,11 @@ def parallelize(
 
     Raises ValueError for a model without MoE blocks, one whose experts moesys cannot run or have adapters, a module
     with parameters of two dtypes, a mesh without "ep", of other ranks than there are or of groups that cannot be put in
-    order, and a strategy that does not fit. Adapters and parametrizations are added before: the first forward raises
-    ValueError for trainable parameters that came to the model later.
+    order, and a strategy that does not fit, and TypeError for what is no module, strategy or mesh. The model is
+    unchanged then. Adapters and parametrizations are added before: the first forward raises ValueError for trainable
+    parameters that came to the model later.
     """
+    require_module(model)
     check(strategy)
     modules = [module for module in model.modules() if is_experts(module)]
     if not modules:
@@ -78,16 +83,23 @@ def parallelize(
     num_ranks = expert_mesh.size()
     dense_mesh = DeviceMesh(expert_mesh.device_type, torch.arange(num_ranks), mesh_dim_names=("fsdp",))
     policy = policy or MixedPrecisionPolicy()
-    shard: Any = fully_shard
+    # Before anything of the model is changed, as a strategy that does not fit is refused here.
+    dtype = policy.param_dtype
+    made = [
+        strategy_experts(module, strategy, expert_mesh[EP], index, num_ranks, cluster, dtype)
+        for index, module in enumerate(modules)
+    ]
+    missing = _buffers_without_memory(model)
+    fsdp: Any = fully_shard
     # The dtype of the output is that of the model's, and not of what its modules give to each other.
     of_blocks = replace(policy, output_dtype=None)
     # Where there is one group nothing travels, and FSDP would divide twice by what other dtypes need.
     alone = expert_mesh["efsdp"].size() == 1
     of_experts = replace(of_blocks, reduce_dtype=torch.float32) if alone else of_blocks
-    for index, module in enumerate(modules):
-        experts = strategy_experts(module, strategy, expert_mesh[EP], index, num_ranks, cluster)
+    for module, experts in zip(modules, made, strict=True):
+        shard(module, experts)
         module.forward = partial(_forward, module, experts)
-        unit: FSDPModule = shard(module, mesh=expert_mesh["efsdp"], mp_policy=of_experts)
+        unit: FSDPModule = fsdp(module, mesh=expert_mesh["efsdp"], mp_policy=of_experts)
         # Each group's gradients are sums already: the sum of the groups' over all ranks is the mean. Where there is one
         # group FSDP adds nothing up, and divides.
         unit.set_gradient_divide_factor(float(num_ranks))
@@ -98,9 +110,11 @@ def parallelize(
     for together, is_part in units:
         # A module alone is not given as a list, whose hooks are others.
         unit_module = together[0] if len(together) == 1 else together
-        shard(unit_module, mesh=dense_mesh, mp_policy=of_parts if is_part else of_blocks)
-    shard(model, mesh=dense_mesh, mp_policy=policy)
+        fsdp(unit_module, mesh=dense_mesh, mp_policy=of_parts if is_part else of_blocks)
+    fsdp(model, mesh=dense_mesh, mp_policy=policy)
     model.register_forward_pre_hook(partial(_check_nothing_new, WeakSet(model.modules())), prepend=True)
+    if missing:
+        model.register_forward_pre_hook(partial(_fill_buffers, missing), prepend=True)
     return link(model)
 
 
@@ -127,6 +141,8 @@ def _expert_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
     if mesh is None:
         device_type = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         return DeviceMesh(str(device_type or "cpu"), torch.arange(world).view(1, -1), mesh_dim_names=("efsdp", EP))
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"mesh is a {type(mesh).__name__}; give a DeviceMesh, or None for one group of all ranks")
     names = mesh.mesh_dim_names or ()
     if not names or names[-1] != EP:
         raise ValueError(
@@ -262,3 +278,65 @@ def _check_nothing_new(known: WeakSet[nn.Module], model: nn.Module, _inputs: obj
                     f"{parameter_name} came to the model after ms.parallelize, so that its gradient would be that of "
                     "one rank only; first add adapters and parametrizations (get_peft_model), then call ms.parallelize"
                 )
+
+
+# --- models on the meta device --------------------------------------------------------------------------------------
+
+
+def _buffers_without_memory(model: nn.Module) -> list[tuple[nn.Module, str]]:
+    """Returns the buffers on the meta device that no checkpoint has, each as its module and its name there."""
+    return [
+        (module, name)
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if name in module._non_persistent_buffers_set and buffer is not None and buffer.is_meta
+    ]
+
+
+@torch.compiler.disable
+@torch.no_grad()
+def _fill_buffers(missing: list[tuple[nn.Module, str]], model: nn.Module, _inputs: object) -> None:
+    """Computes the ``missing`` buffers as transformers does when it loads a model, where nobody has written them since
+    ``to_empty`` gave them memory.
+
+    Raises ValueError for a buffer that transformers does not know how to compute.
+    """
+    unwritten = [(module, name) for module, name in missing if _is_unwritten(module, name)]
+    if unwritten:
+        # The innermost model of transformers around each module.
+        models = [each for each in model.modules() if isinstance(each, PreTrainedModel)]
+        owners = {inner: each for each in models for inner in each.modules()}
+        for module in {module: None for module, _ in unwritten}:
+            if module in owners:
+                _initialise_buffers(owners[module], module, {name for each, name in unwritten if each is module})
+    for module, name in unwritten:
+        if _is_unwritten(module, name):
+            names = {each: f"{prefix}." for prefix, each in model.named_modules()}
+            raise ValueError(
+                f"{names[module]}{name} is a buffer that no checkpoint has (persistent=False), and nobody has written "
+                "it since to_empty; write it in place after to_empty, as by copy_"
+            )
+    # A forward before to_empty fails later.
+    missing[:] = [(module, name) for module, name in missing if module.get_buffer(name).is_meta]
+
+
+def _is_unwritten(module: nn.Module, name: str) -> bool:
+    buffer = module.get_buffer(name)
+    return not buffer.is_meta and buffer._version == 0
+
+
+def _initialise_buffers(owner: PreTrainedModel, module: nn.Module, names: set[str]) -> None:
+    """Has transformers initialise the buffers ``names`` of ``module``, and nothing else of it."""
+    kind = next(each for each in type(owner).__mro__ if not issubclass(each, FSDPModule))
+    if kind.is_custom_code() and any(True for _ in module.parameters()):
+        # It may initialise parameters as well, whatever they are marked with.
+        return
+    others = [*module.parameters(), *(each for name, each in module.named_buffers() if name not in names)]
+    kept: list[Any] = [each for each in others if not getattr(each, "_is_hf_initialized", False)]
+    for each in kept:
+        each._is_hf_initialized = True
+    try:
+        owner._init_weights(module)
+    finally:
+        for each in kept:
+            del each._is_hf_initialized

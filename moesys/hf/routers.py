@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
+from moesys.moe.experts import require_module
 from moesys.moe.router import SUM_EPS, Router
-from moesys.moe.routing_replay import ReplayableRouter
+from moesys.moe.routing_replay import ForwardHook, ReplayableRouter
 
 WeightsAt = Callable[[Any, Tensor, Tensor], Tensor]
 
@@ -23,8 +23,9 @@ WeightsAt = Callable[[Any, Tensor, Tensor], Tensor]
 def routers_of(model: nn.Module) -> list[ReplayableRouter]:
     """Returns the routers in ``model``, in the order of its modules.
 
-    Raises ValueError for one that is not known, and where there is none.
+    Raises ValueError for one that is not known, and where there is none; TypeError for what is no module.
     """
+    require_module(model)
     routers = []
     for name, module in model.named_modules():
         if isinstance(module, Router):
@@ -62,13 +63,13 @@ def _known() -> str:
     return ", ".join([f"moesys' {Router.__name__}", *WEIGHTS_AT])
 
 
-def _hook(router: nn.Module, weights_at: WeightsAt, choose: Callable[[Tensor], Tensor]) -> RemovableHandle:
-    def hook(module: nn.Module, _args: Any, output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...] | None:
+def _hook(router: nn.Module, weights_at: WeightsAt, choose: Callable[[Tensor], Tensor]) -> ForwardHook:
+    def change(output: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, ...]:
         logits_TE, _, live_TK = output
         expert_TK = choose(live_TK)
-        return None if expert_TK is live_TK else (logits_TE, weights_at(module, logits_TE, expert_TK), expert_TK)
+        return output if expert_TK is live_TK else (logits_TE, weights_at(router, logits_TE, expert_TK), expert_TK)
 
-    return router.register_forward_hook(hook)
+    return ForwardHook(router, change)
 
 
 # --- weights at experts, by family: dtypes and order of operations are those of the family's router ---

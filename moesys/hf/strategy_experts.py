@@ -19,6 +19,7 @@ from moesys.hf.experts_module import ExpertsModule, is_experts
 from moesys.hf.late_gradients import add_late
 from moesys.kernels.cpu.row_invariant_ops import ParameterGradients, row_function
 from moesys.moe.expert_form import ExpertForm, Part
+from moesys.moe.expert_parameters import DTYPES
 from moesys.moe.experts import Experts, attach
 from moesys.moe.outside import OutsideExperts
 from moesys.overlap.experts_cpu import SWIGLU
@@ -26,7 +27,9 @@ from moesys.overlap.experts_on_device import ExpertFunction
 
 
 def check(strategy: Strategy) -> None:
-    """Raises ValueError for a strategy that modules of transformers cannot run."""
+    """Raises ValueError for a strategy that modules of transformers cannot run, and TypeError for what is none."""
+    if not isinstance(strategy, Strategy):
+        raise TypeError(f"strategy is a {type(strategy).__name__}; give a ms.Strategy")
     if isinstance(strategy.overlap, MegaKernel):
         raise ValueError(
             f"strategy {strategy.name!r} has overlap=MegaKernel, which transformers' experts do not run yet; use "
@@ -91,23 +94,31 @@ def strategy_experts(
     layer_index: int,
     num_batches: int,
     cluster: ClusterSpec | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Experts:
-    """Returns the module's experts under ``strategy``, which read its parameters, and attaches them to it.
+    """Returns the module's experts under ``strategy``, which read its parameters. Leaves the module as it is: ``shard``
+    gives it to them.
 
-    ``num_batches``: all ranks', over which gradients are the mean.
+    ``num_batches``: the number of all ranks' batches, over which gradients are the mean. ``dtype``: what experts
+    compute in; by default the dtype of their parameters.
 
-    Shards the parameters over ``ep_mesh`` as the strategy does, where they are not sharded so yet. Raises ValueError
-    for a module that cannot be, and where the strategy does not fit it.
+    Raises ValueError for a module that cannot be sharded so, and where the strategy does not fit it.
     """
     description, kind = check_module(module), type(module).__name__
     names = description.names
     num_experts = module._parameters[names[0]].shape[0]
     form = ExpertForm(tuple(_part(module, name) for name in names))
-    _shard(module, names, form, strategy, ep_mesh)
+    _check_shards(module._parameters[names[0]], form, strategy, ep_mesh.size())
     up, down = form.parts[:2]
     hidden_size, width = reversed(down.shape) if description.transposed else down.shape
+    name_of = {dtype: name for name, dtype in DTYPES.items()}
     shape = ModelShape(
-        hidden_size=hidden_size, intermediate_size=width, num_experts=num_experts, top_k=_top_k(module.config)
+        hidden_size=hidden_size,
+        intermediate_size=width,
+        num_experts=num_experts,
+        top_k=_top_k(module.config),
+        # A ModelShape has no float64.
+        dtype=name_of.get(dtype or description.dtype, "float32"),
     )
     halves = up.shape[int(description.transposed)] // width
     activation = (
@@ -127,11 +138,7 @@ def strategy_experts(
 
     outside = OutsideExperts(read, form, function, add_gradients)
     device = ep_mesh.device_type
-    experts = Experts(
-        shape, strategy, ep_mesh, cluster=cluster, layer_index=layer_index, device=device, outside=outside
-    )
-    attach(experts, module)
-    return experts
+    return Experts(shape, strategy, ep_mesh, cluster=cluster, layer_index=layer_index, device=device, outside=outside)
 
 
 def _computed(kind: str, name: str) -> ValueError:
@@ -149,30 +156,43 @@ def _part(module: Any, name: str) -> Part:
     return Part(shape, dim=1 if name == "gate_up_proj" and not module.is_transposed else 0)
 
 
-def _shard(module: Any, names: tuple[str, ...], form: ExpertForm, strategy: Strategy, ep_mesh: DeviceMesh) -> None:
-    inside = isinstance(strategy.sharding, Fsep)
-    for name, part in zip(names, form.parts, strict=True):
+def _check_shards(parameter: Tensor, form: ExpertForm, strategy: Strategy, num_ranks: int) -> None:
+    """Raises ValueError where the parameters of experts, of which ``parameter`` is one, cannot be cut over ranks."""
+    if isinstance(strategy.sharding, Fsep):
+        for part in form.parts:
+            part.sliced_shape(num_ranks)
+    elif not isinstance(parameter, DTensor) and (block := -(-len(parameter) // num_ranks)) * (num_ranks - 1) >= len(
+        parameter
+    ):
+        raise ValueError(
+            f"{len(parameter)} experts on {num_ranks} ranks, {block} a rank, leave the last rank without any, "
+            "which FSDP cannot run; use fewer ranks in a group, or Fsep"
+        )
+
+
+def shard(module: Any, experts: Experts) -> None:
+    """Shards the parameters of ``module`` over the ranks of its ``experts`` as their strategy does, where they are not
+    sharded so yet, and attaches the experts to it.
+    """
+    names, mesh = ExpertsModule.of(module).names, experts.mesh
+    assert experts.outside is not None
+    assert mesh is not None
+    inside = isinstance(experts.strategy.sharding, Fsep)
+    for name, part in zip(names, experts.outside.form.parts, strict=True):
         parameter = module._parameters[name]
-        placement: Placement = Shard(0)
-        if inside:
-            part.sliced_shape(ep_mesh.size())
-            placement = Shard(1 + part.dim)
-        elif isinstance(parameter, DTensor):
+        if isinstance(parameter, DTensor) and not inside:
             # transformers gives each rank whole experts already.
             continue
-        elif (block := -(-len(parameter) // ep_mesh.size())) * (ep_mesh.size() - 1) >= len(parameter):
-            raise ValueError(
-                f"{len(parameter)} experts on {ep_mesh.size()} ranks, {block} a rank, leave the last rank without any, "
-                "which FSDP cannot run; use fewer ranks in a group, or Fsep"
-            )
+        placement: Placement = Shard(1 + part.dim if inside else 0)
         whole = parameter.detach()
         if isinstance(whole, DTensor):
             whole = torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-        sharded = distribute_tensor(whole, ep_mesh, [placement], src_data_rank=None)
+        sharded = distribute_tensor(whole, mesh, [placement], src_data_rank=None)
         module._parameters[name] = nn.Parameter(sharded, requires_grad=parameter.requires_grad)
     if inside:
         # What transformers set when it gave each rank some experts.
         module.num_experts, module._is_expert_parallel = module._parameters[names[0]].shape[0], False
+    attach(experts, module)
 
 
 def _top_k(config: Any) -> int:

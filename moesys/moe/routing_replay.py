@@ -11,11 +11,10 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
-from torch.utils.hooks import RemovableHandle
+from torch import Tensor, nn
 
 from moesys.config import Oracle
 from moesys.moe.experts import Experts
@@ -23,6 +22,54 @@ from moesys.moe.recompute import Tape, current_tape
 from moesys.moe.replayed_ids import Ids, checked, compact_dtype
 from moesys.moe.router import Router
 from moesys.torch_private import NO_BACKWARD, current_backward, unseen_by_selective_checkpoints
+
+
+class ForwardHook:
+    """A function that changes what ``module.forward`` returns, until ``remove``.
+
+    Not one of torch's hooks: code that was compiled while a module had none does not check for them, and would run
+    without it. Compiled code does check whether a module has a ``forward`` of its own.
+    """
+
+    def __init__(self, module: nn.Module, change: Callable[[Any], Any]) -> None:
+        forward = module.__dict__.get("forward")
+        hooks: list[ForwardHook] | None = getattr(forward, "moesys_hooks", None)
+        if hooks is None:
+            hooks = _changeable(module)
+        hooks.append(self)
+        self._change, self._hooks, self._module = change, hooks, module
+
+    def __call__(self, output: Any) -> Any:
+        return self._change(output)
+
+    def remove(self) -> None:
+        self._hooks.remove(self)
+        forward = self._module.__dict__.get("forward")
+        # Another library may have put a forward around this one; without hooks this one changes nothing.
+        if self._hooks or getattr(forward, "moesys_hooks", None) is not self._hooks:
+            return
+        if (before := forward.moesys_before) is None:
+            del self._module.__dict__["forward"]
+        else:
+            self._module.__dict__["forward"] = before
+
+
+def _changeable(module: nn.Module) -> list[ForwardHook]:
+    """Gives ``module`` a forward whose output the hooks in the list that is returned change, in their order."""
+    hooks: list[ForwardHook] = []
+    inner = module.forward
+
+    @torch.compiler.disable
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        output = inner(*args, **kwargs)
+        for hook in hooks.copy():
+            output = hook(output)
+        return output
+
+    changed: Any = forward
+    changed.moesys_hooks, changed.moesys_before = hooks, module.__dict__.get("forward")
+    module.__dict__["forward"] = changed
+    return hooks
 
 
 class ReplayableRouter(NamedTuple):
@@ -33,14 +80,13 @@ class ReplayableRouter(NamedTuple):
     name: str
     num_experts: int
     top_k: int
-    hook: Callable[[Callable[[Tensor], Tensor]], RemovableHandle]
+    hook: Callable[[Callable[[Tensor], Tensor]], ForwardHook]
 
     @staticmethod
     def of(name: str, router: Router) -> ReplayableRouter:
-        def hook(choose: Callable[[Tensor], Tensor]) -> RemovableHandle:
-            return router.chooser.register_forward_hook(lambda _module, _args, expert_TK: choose(expert_TK))
-
-        return ReplayableRouter(name, router.shape.num_experts, router.shape.top_k, hook)
+        return ReplayableRouter(
+            name, router.shape.num_experts, router.shape.top_k, lambda choose: ForwardHook(router.chooser, choose)
+        )
 
 
 @contextmanager
@@ -121,7 +167,7 @@ class _Hooks:
     """
 
     def __init__(self) -> None:
-        self.handles: list[RemovableHandle] = []
+        self.handles: list[ForwardHook] = []
         self.new_passes = True
         self._holders = 1
 

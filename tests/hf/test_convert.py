@@ -102,6 +102,35 @@ def load_and_train(family: str, strategy: ms.Strategy, sizes: tuple[int, ...], s
     return before, after
 
 
+def logits_from_meta(family: str, start: Path) -> Tensor:
+    """As docs/transformers.md says."""
+    kind, config = FAMILIES[family](12)
+    with torch.device("meta"):
+        model = kind._from_config(config, attn_implementation="eager").eval()
+    runtime = ms.parallelize(model, fsep(2, 12))
+    model.to_empty(device="cpu")
+    for buffer in model.buffers():
+        # What was in memory.
+        buffer.data.fill_(float("nan"))
+    state = get_model_state_dict(model)
+    dcp.load({"model": state}, checkpoint_id=str(start))
+    set_model_state_dict(model, state)
+    with torch.no_grad():
+        found = model(input_ids=text(7)).logits
+    runtime.close()
+    return found
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", pytest.param("gpt_oss", marks=pytest.mark.slow)])
+def test_a_model_on_the_meta_device_is_loaded_whole(ranks: LocalRanks, tmp_path: Path, family: str) -> None:
+    """Also the buffers of rotary embeddings, which no checkpoint has."""
+    hub, start = tmp_path / "hub", tmp_path / "start"
+    drawn(family, 12).save_pretrained(hub)
+    quietly(hub, start)
+    for found in ranks.run(logits_from_meta, family, start, num_ranks=2, timeout_s=60.0):
+        torch.testing.assert_close(found, logits(hub), rtol=0, atol=1e-5)
+
+
 MESHES = [
     pytest.param("qwen3_moe", "lent", (4,), marks=pytest.mark.slow),
     ("qwen3_moe", "fsep", (2, 2)),

@@ -157,6 +157,32 @@ def test_a_rank_without_experts_is_computed_or_refused_everywhere(ranks: LocalRa
     assert kinds == {"returned"} or all("ValueError" in str(outcome) for outcome in outcomes), outcomes
 
 
+def generated(folder: Path, how: str) -> Tensor:
+    """Rank 0 ends first."""
+    rank, strategy = dist.get_rank(), lent(2)
+    if how == "loaded":
+        model, runtime = loaded(folder, strategy, {"fsdp_size": 2, "ep_size": 2}), None
+    else:
+        model = drawn("qwen3_moe", EXPERTS)
+        runtime = ms.parallelize(model, strategy)
+    prompt = text(rank)[: 1 + rank, : 4 + rank]
+    found = model.eval().generate(prompt, max_new_tokens=2 + 3 * rank, do_sample=False, pad_token_id=0)
+    if runtime is not None:
+        runtime.close()
+    return found
+
+
+@pytest.mark.parametrize("how", ["loaded", "parallelized"])
+def test_ranks_may_generate_for_different_lengths(ranks: LocalRanks, tmp_path: Path, how: str) -> None:
+    """A rank that is done goes on with the others, which gather parameters from it and send it tokens."""
+    model = drawn("qwen3_moe", EXPERTS).eval()
+    model.save_pretrained(tmp_path / "model")
+    for rank, found in enumerate(ranks.run(generated, tmp_path / "model", how, num_ranks=2, timeout_s=60.0)):
+        prompt = text(rank)[: 1 + rank, : 4 + rank]
+        wanted = model.generate(prompt, max_new_tokens=2 + 3 * rank, do_sample=False, pad_token_id=0)
+        assert torch.equal(found, wanted)
+
+
 # --- crashes ------------------------------------------------------------------------------------------------------
 
 
@@ -250,6 +276,51 @@ def test_parallelize_twice_is_refused_and_harms_nothing(ranks: LocalRanks) -> No
     """Not: refused by FSDP when the experts have lost their memory."""
     for message, _ in ranks.run(twice, num_ranks=2, timeout_s=60.0):
         assert message.startswith("ValueError")
+
+
+REFUSED: dict[str, tuple[Any, str]] = {
+    "slots": (lambda: {"strategy": fsep(2).replace(sharding=ms.Fsep(slots_per_rank=1))}, "use at least 4"),
+    "cluster": (
+        lambda: {"strategy": fsep(2), "cluster": ms.ClusterSpec(num_nodes=1, ranks_per_node=3)},
+        "cluster has 3 ranks but the group has 2",
+    ),
+    "late slots": (lambda: {"strategy": lent(2, late_slots=5)}, "late_slots"),
+}
+
+
+def second_layer_does_not_fit(model: Any) -> None:
+    """Experts of an odd width, which Fsep cannot cut."""
+    experts = model.model.layers[1].mlp.experts
+    experts.down_proj = nn.Parameter(experts.down_proj[:, :-1].clone())
+
+
+def refused_and_then_not(kind: str) -> tuple[str, dict[str, Tensor]]:
+    model = drawn("qwen3_moe", EXPERTS)
+    whole_down = model.model.layers[1].mlp.experts.down_proj
+    if kind == "second layer":
+        second_layer_does_not_fit(model)
+    arguments = REFUSED[kind][0]() if kind in REFUSED else {"strategy": fsep(2)}
+    try:
+        ms.parallelize(model, **arguments)
+        message = "not refused"
+    except ValueError as error:
+        message = str(error)
+    model.model.layers[1].mlp.experts.down_proj = whole_down
+    runtime = ms.parallelize(model, fsep(2))
+    loss_of(model, dist.get_rank()).backward()
+    runtime.close()
+    return message, {name: whole(p.grad) for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("kind", [*REFUSED, "second layer"])
+def test_a_refused_parallelize_changes_nothing(ranks: LocalRanks, kind: str) -> None:
+    """Not: the experts of the first layers are sharded, so that the next call says that the model is sharded."""
+    expected = REFUSED[kind][1] if kind in REFUSED else "is cut by Fsep in dimension 0 over 2 ranks"
+    wanted = mean_gradients(2)
+    for message, found in ranks.run(refused_and_then_not, kind, num_ranks=2, timeout_s=60.0):
+        assert expected in message
+        for name, gradient in wanted.items():
+            torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6)
 
 
 def planning_of_other_experts() -> str:

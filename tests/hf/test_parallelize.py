@@ -13,6 +13,7 @@ from hf_models import drawn, text
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 from transformers import AutoModelForCausalLM
@@ -46,10 +47,12 @@ def steps(model: nn.Module, optimizer: Any, numbers: range) -> list[tuple[float,
     return found
 
 
-def made(family: str, strategy: ms.Strategy, sizes: tuple[int, ...] | None) -> tuple[Any, Any, ms.MoERuntime]:
+def made(
+    family: str, strategy: ms.Strategy, sizes: tuple[int, ...] | None, cluster: ms.ClusterSpec | None = None
+) -> tuple[Any, Any, ms.MoERuntime]:
     mesh = None if sizes is None else init_device_mesh("cpu", sizes, mesh_dim_names=("dp", "ep")[-len(sizes) :])
     model = drawn(family, EXPERTS)
-    runtime = ms.parallelize(model, strategy, mesh)
+    runtime = ms.parallelize(model, strategy, mesh, cluster=cluster)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-3), runtime
 
 
@@ -61,8 +64,10 @@ def layouts(model: nn.Module) -> list[list[list[int]]]:
     return [experts.schedule.layout.expert_RS.tolist() for experts in experts_of(model)]
 
 
-def trained(family: str, strategy: ms.Strategy, sizes: tuple[int, ...] | None) -> dict[str, Any]:
-    model, optimizer, runtime = made(family, strategy, sizes)
+def trained(
+    family: str, strategy: ms.Strategy, sizes: tuple[int, ...] | None, cluster: ms.ClusterSpec | None = None
+) -> dict[str, Any]:
+    model, optimizer, runtime = made(family, strategy, sizes, cluster)
     found = steps(model, optimizer, range(4))
     runtime.close()
     return {"steps": found, "state": whole(model), "layouts": layouts(model)}
@@ -107,6 +112,26 @@ def test_trains_as_one_process_does(
     wanted = alone(family, 4)
     assert wanted["steps"][0][1] > CLIP
     for found in ranks.run(trained, family, strategy, sizes, timeout_s=150.0):
+        assert_as_alone(found, wanted)
+
+
+ONCE = ms.Pipelined(chunks=2, node_dispatch="once", combine="per_node")
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        LENT.replace(sharding=ms.Ep(slots_per_rank=7, lend="hierarchical"), overlap=ONCE, late_slots=1),
+        FSEP.replace(sharding=FSEP.sharding.replace(restore="hierarchical", reshard="hierarchical"), overlap=ONCE),
+        LENT.replace(balance=ms.MoonEp(), split=ms.Quotas(), lag=0),
+    ],
+    ids=["lent, hierarchical, late slots", "fsep, hierarchical", "quotas"],
+)
+def test_trains_on_two_nodes_as_one_process_does(ranks: LocalRanks, strategy: ms.Strategy) -> None:
+    """Strategies that look at nodes, or plan from the current counts."""
+    nodes = ms.ClusterSpec(num_nodes=2, ranks_per_node=2)
+    wanted = alone("qwen3_moe", 4)
+    for found in ranks.run(trained, "qwen3_moe", strategy, None, nodes, timeout_s=150.0):
         assert_as_alone(found, wanted)
 
 
@@ -255,6 +280,31 @@ def test_resumes_on_other_ranks(ranks: LocalRanks, tmp_path: Path, strategy: ms.
             assert torch.equal(other["moments"][name], again["moments"][name]), name
 
 
+def slots_in_memory(dtype: torch.dtype, policy: MixedPrecisionPolicy | None) -> tuple[Any, ...]:
+    model = drawn("qwen3_moe", EXPERTS).to(dtype)
+    computed = (policy and policy.param_dtype) or dtype
+    strategy = LENT.replace(
+        balance=ms.Eplb(), sharding=ms.Ep(slot_gb_per_rank=8 * 3 * 48 * 24 * computed.itemsize / 1e9)
+    )
+    ms.parallelize(model, strategy, policy=policy).close()
+    return experts_of(model)[0].schedule.slots_R
+
+
+@pytest.mark.parametrize(
+    ("dtype", "policy"),
+    [
+        (torch.float32, None),
+        (torch.bfloat16, None),
+        (torch.float32, MixedPrecisionPolicy(param_dtype=torch.float16)),
+    ],
+    ids=["float32", "bfloat16", "float16 by policy"],
+)
+def test_memory_is_as_many_slots_as_experts_in_the_compute_dtype(
+    ranks: LocalRanks, dtype: torch.dtype, policy: MixedPrecisionPolicy | None
+) -> None:
+    assert ranks.run(slots_in_memory, dtype, policy, num_ranks=2) == [(8, 8)] * 2
+
+
 def parallelized(kind: str) -> None:
     if kind == "no experts":
         ms.parallelize(nn.Linear(3, 3), LENT)
@@ -268,6 +318,12 @@ def parallelized(kind: str) -> None:
         ms.parallelize(model, LENT)
     elif kind == "too small":
         ms.parallelize(drawn("olmoe"), LENT, init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "ep"))["ep"])
+    elif kind == "a generator":
+        ms.parallelize(drawn("olmoe").parameters(), LENT)
+    elif kind == "swapped":
+        ms.parallelize(drawn("olmoe"), init_device_mesh("cpu", (2,), mesh_dim_names=("ep",)), LENT)
+    elif kind == "a group":
+        ms.parallelize(drawn("olmoe"), LENT, dist.group.WORLD)
     elif kind == "adapter":
         model = drawn("olmoe")
         ms.parallelize(model, LENT)
@@ -283,6 +339,9 @@ def parallelized(kind: str) -> None:
         ("a batch for two", 'mesh has a dimension "tp", whose ranks do not have batches of their own'),
         ("a norm", "OlmoeExperts has post_expert_norm.weight beside its projections and biases"),
         ("adapter", r"OlmoeExperts\.down_proj is computed from other parameters, as by an adapter"),
+        ("a generator", "TypeError: model is a generator; give the torch.nn.Module itself"),
+        ("swapped", "TypeError: strategy is a DeviceMesh; give a ms.Strategy"),
+        ("a group", "TypeError: mesh is a ProcessGroup; give a DeviceMesh, or None for one group of all ranks"),
         ("too small", "mesh has 1 ranks, and there are 2; its sizes must multiply to all of them"),
     ],
 )

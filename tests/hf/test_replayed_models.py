@@ -12,6 +12,7 @@ import torch.distributed as dist
 from hf_cases import assert_same_bits, gradients_of, relative
 from hf_models import SMALL, drawn, text
 from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from transformers import JambaConfig, JambaForCausalLM
 
 import moesys as ms
@@ -64,8 +65,7 @@ def routers(model: nn.Module) -> list[Any]:
 
 
 def num_hooks(model: nn.Module) -> int:
-    """Not 0 with nothing of ours: transformers has some too, after the first forward."""
-    return sum(len(router._forward_hooks) for router in routers(model))
+    return sum(len(getattr(router.__dict__.get("forward"), "moesys_hooks", ())) for router in routers(model))
 
 
 def other_experts(model: nn.Module, seed: int, num_tokens: int = 60) -> Tensor:
@@ -184,7 +184,7 @@ def test_a_recomputation_repeats_the_experts_of_its_first_pass(family: str, expe
     ids = [other_experts(model, 0), other_experts(model, 1, 33)]
     with ms.replay_routing(model, ids):
         plain = train(model)
-    hooks = num_hooks(model)
+    assert num_hooks(model) == 0
     model.activation_checkpointing_enable({"use_reentrant": False})
     with ms.replay_routing(model, ids):
         assert_same_bits(train(model), plain)
@@ -197,9 +197,86 @@ def test_a_recomputation_repeats_the_experts_of_its_first_pass(family: str, expe
         model(input_ids=text(0))
     losses[0].backward()
     assert_same_bits({f"loss{index}": loss for index, loss in enumerate(losses)} | gradients_of(model), plain)
+    assert num_hooks(model) > 0
     del losses
     gc.collect()
-    assert num_hooks(model) == hooks
+    assert num_hooks(model) == 0
+    assert all("forward" not in router.__dict__ for router in routers(model))
+
+
+# --- compiled models ----------------------------------------------------------------------------------------------
+
+
+def compile_whole(model: nn.Module) -> nn.Module:
+    model.compile(backend="eager")
+    return model
+
+
+def compile_wrapped(model: nn.Module) -> nn.Module:
+    return torch.compile(model, backend="eager")
+
+
+def compile_blocks(model: nn.Module) -> nn.Module:
+    for block in model.model.layers:
+        block.compile(backend="eager")
+    return model
+
+
+COMPILED = {"whole": compile_whole, "wrapped": compile_wrapped, "blocks": compile_blocks}
+
+
+def recorded_and_replayed(model: Any, ids: Tensor, first: str) -> dict[str, Tensor]:
+    """Which experts a compiled model chooses in four forwards: live, replayed, live again, and without a context.
+    ``first``: whether it was compiled before the first context or inside of it.
+    """
+    with torch.no_grad():
+        if first == "plain":
+            model(input_ids=text(0))
+        with ms.record_routing(model) as live:
+            model(input_ids=text(0))
+        with ms.replay_routing(model, ids), ms.record_routing(model) as replayed:
+            model(input_ids=text(0))
+        with ms.record_routing(model) as after:
+            model(input_ids=text(0))
+        model(input_ids=text(0))
+    assert [len(each) for each in (live, replayed, after)] == [1, 1, 1]
+    return {"live": live[0], "replayed": replayed[0], "after": after[0]}
+
+
+@pytest.mark.parametrize("first", ["plain", "recorded"])
+@pytest.mark.parametrize("compiled", COMPILED)
+def test_compiled_models_are_recorded_and_replayed(compiled: str, first: str) -> None:
+    """Code that was compiled without hooks does not look for them; code that was compiled with some keeps them."""
+    model = drawn("qwen3_moe", experts_implementation="moesys").eval()
+    with torch.no_grad(), ms.record_routing(model) as live:
+        model(input_ids=text(0))
+    ids = other_experts(model, 1)
+    found = recorded_and_replayed(COMPILED[compiled](model), ids, first)
+    assert torch.equal(found["live"], live[0])
+    assert torch.equal(found["replayed"], ids)
+    assert torch.equal(found["after"], live[0])
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_a_compiled_block_repeats_the_experts_of_its_first_pass(family: str) -> None:
+    """Also where backward comes after the context, and the blocks were compiled before it."""
+    wanted = drawn(family, experts_implementation="eager")
+    ids = [other_experts(wanted, 0), other_experts(wanted, 1, 33)]
+    with ms.replay_routing(wanted, ids):
+        plain = train(wanted)
+    model = compile_blocks(drawn(family, experts_implementation="eager"))
+    kinds = {type(block) for block in model.model.layers}
+    apply_activation_checkpointing(model, check_fn=lambda module: type(module) in kinds)
+    train(model)
+    model.zero_grad()
+    batches = text(0), text(1)[:, :11]
+    with ms.replay_routing(model, ids):
+        losses = [model(input_ids=batch, labels=batch).loss for batch in batches]
+    losses[1].backward()
+    losses[0].backward()
+    gradients = {name.replace("_checkpoint_wrapped_module.", ""): each for name, each in gradients_of(model).items()}
+    assert_same_bits({f"loss{index}": loss for index, loss in enumerate(losses)} | gradients, plain)
 
 
 def batch_of(rank: int, turn: int) -> Tensor:
@@ -238,6 +315,31 @@ def test_ranks_under_a_strategy_replay_their_own(ranks: LocalRanks, family: str)
         assert gradients.keys() == gradients_of(model).keys()
         for name, gradient in gradients_of(model).items():
             assert relative(gradients[name], gradient) <= 1e-5, name
+
+
+def compiled_on_ranks(compiled: str, ids: list[Tensor]) -> list[dict[str, Tensor]]:
+    found = []
+    for first in ("plain", "recorded"):
+        torch.compiler.reset()
+        model = drawn("qwen3_moe").eval()
+        strategy = ms.Strategy(name="fsep", sharding=ms.Fsep(slots_per_rank=5), balance=ms.Eplb())
+        runtime = ms.parallelize(model, strategy)
+        found.append(recorded_and_replayed(COMPILED[compiled](model), ids[dist.get_rank()], first))
+        runtime.close()
+    return found
+
+
+@pytest.mark.parametrize("compiled", COMPILED)
+def test_compiled_models_under_a_strategy_are_recorded_and_replayed(ranks: LocalRanks, compiled: str) -> None:
+    model = drawn("qwen3_moe", experts_implementation="eager").eval()
+    with torch.no_grad(), ms.record_routing(model) as live:
+        model(input_ids=text(0))
+    ids = [other_experts(model, rank) for rank in range(2)]
+    for rank, found in enumerate(ranks.run(compiled_on_ranks, compiled, ids, num_ranks=2, timeout_s=100.0)):
+        for each in found:
+            assert torch.equal(each["live"], live[0])
+            assert torch.equal(each["replayed"], ids[rank])
+            assert torch.equal(each["after"], live[0])
 
 
 def test_a_reentrant_checkpoint_is_refused() -> None:
