@@ -5,7 +5,7 @@ T tokens of this rank, H hidden size, K top-k.
 
 from __future__ import annotations
 
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -103,7 +103,14 @@ def declaration(shape: ModelShape, strategy: Strategy, cluster: ClusterSpec, see
     """Returns what must be the same on all ranks that share experts, in terms of JSON; names do not count."""
     declared: dict[str, Declared] = {"ModelShape": shape, "strategy": strategy, "cluster": cluster}
     fields = {key: {k: v for k, v in _fields(each).items() if k != "name"} for key, each in declared.items()}
-    return fields | {"seed": seed, "torch": torch.__version__, "moesys": version("moesys")}
+    return fields | {"seed": seed, "torch": torch.__version__, "moesys": _version()}
+
+
+def _version() -> str:
+    try:
+        return version("moesys")
+    except PackageNotFoundError:
+        return "not installed"
 
 
 def _fields(declared: Declared) -> dict[str, Any]:
