@@ -327,7 +327,7 @@ def _is_unwritten(module: nn.Module, name: str) -> bool:
 
 def _initialise_buffers(owner: PreTrainedModel, module: nn.Module, names: set[str]) -> None:
     """Has transformers initialise the buffers ``names`` of ``module``, and nothing else of it."""
-    kind = next(each for each in type(owner).__mro__ if not issubclass(each, FSDPModule))
+    kind: Any = next(each for each in type(owner).__mro__ if not issubclass(each, FSDPModule))
     if kind.is_custom_code() and any(True for _ in module.parameters()):
         # It may initialise parameters as well, whatever they are marked with.
         return

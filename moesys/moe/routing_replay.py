@@ -48,6 +48,7 @@ class ForwardHook:
         # Another library may have put a forward around this one; without hooks this one changes nothing.
         if self._hooks or getattr(forward, "moesys_hooks", None) is not self._hooks:
             return
+        assert forward is not None
         if (before := forward.moesys_before) is None:
             del self._module.__dict__["forward"]
         else:

@@ -35,7 +35,7 @@ from moesys.kernels.mega.mega_dispatch import dispatch_activation_gradient, disp
 from moesys.kernels.mega.point import blocks_at
 from moesys.kernels.mega.task_times import TaskTimes
 from moesys.kernels.split.tables import IntArray
-from moesys.kernels.symmetric.counts import Origin, count_regions, receive_counts
+from moesys.kernels.symmetric.counts import NO_ORIGIN, Origin, count_regions, receive_counts
 from moesys.kernels.symmetric.heap import ArenaLayout, Heap, require_no_capture
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.overlap.block_sums import BlockSums
@@ -242,7 +242,8 @@ class MegaExecutor:
             with stage("publish x", device):
                 origin = None
                 if isinstance(self.plan, PendingPlan):
-                    origin = Origin(self.plan.call, self.expert_TK.numel())
+                    # Who does not say which call it is in may have tokens without an expert.
+                    origin = Origin(self.plan.call, self.expert_TK.numel()) if self.plan.call else NO_ORIGIN
                 routing = announce(memory, self.expert_TK, self.num_experts, {"x": x_TH}, origin)
             yield
             with stage("arrange", device):

@@ -19,6 +19,8 @@ from moesys.config.overlap import Overlap
 WARM_UPS, STEPS = 2, 2
 # On the CPU, where kernels have ended when they return, moesys looks at once whether one gave up.
 LOOKS_ON_CPU = ("raise_if_given_up", "_raise_if_found")
+# Numbers that went to pinned memory, which on a GPU the host reads when they are there or all of backward is launched.
+COPIES = "moesys.kernels.host_copies"
 # Whatever of a tensor needs its numbers on the host.
 READERS = (
     *("__bool__", "__int__", "__float__", "__index__", "__array__", "item", "tolist", "numpy", "cpu"),
@@ -73,7 +75,8 @@ def waiting_refused(device: torch.device) -> Iterator[None]:
 def _refusing(name: str, usual: Callable[..., Any]) -> Callable[..., Any]:
     def refused(*args: Any, **kwargs: Any) -> Any:
         frame = sys._getframe(1)
-        caller, looks = frame.f_globals.get("__name__", ""), frame.f_code.co_name in LOOKS_ON_CPU
+        caller = frame.f_globals.get("__name__", "")
+        looks = frame.f_code.co_name in LOOKS_ON_CPU or caller == COPIES
         if caller.startswith("moesys.") and not caller.startswith("moesys.bench.") and not looks:
             raise RuntimeError(f"{caller} calls {name}, which waits for the device")
         return usual(*args, **kwargs)
