@@ -18,7 +18,7 @@ from tempfile import mkdtemp
 
 import torch
 import torch.distributed as dist
-import torch.distributed.tensor  # noqa: F401
+import torch.distributed.tensor
 
 import moesys as ms
 from moesys.balance import warm_up

@@ -489,7 +489,7 @@ def test_plans_that_closing_does_not_wait_for_are_late_on_all_ranks(ranks: Local
     results = ranks.run(closed_with_plans_under_way, True, 0.01, num_ranks=2)
     for name in ("layouts", "events", "resumed"):
         assert results[0][name] == results[1][name], name
-    assert [event.what for event in results[0]["events"]][0] == "plan due at 3 came too late: layout kept"
+    assert results[0]["events"][0].what == "plan due at 3 came too late: layout kept"
 
 
 def closed_without_groups() -> int:
