@@ -310,8 +310,8 @@ class LayoutSchedule:
         self._unread.clear()
 
     def state_dict(self, timeout_s: float) -> dict[str, Any]:
-        """What a resumed run needs for the same bits; waits for plans that are being made. One that is not made by
-        then, or was dropped, is late in the resumed run.
+        """Returns what a resumed run needs for the same bits. Waits for plans that are being made; one that is not made
+        by then, or was dropped, is late in the resumed run.
         """
         pending = [
             (due, ticket.layout().expert_RS.tolist() if ticket.ready(timeout_s) else None)

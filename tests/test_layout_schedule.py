@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ import moesys as ms
 from moesys.balance import Homes, plan_layout
 from moesys.config import Greedy
 from moesys.layout import ExpertLayout
-from moesys.layout_schedule import InlinePlanner, LayoutSchedule, PlanRequest, PlanTicket
+from moesys.layout_schedule import InlinePlanner, LayoutSchedule, MissedPlan, PlanRequest, PlanTicket, SolvedPlan
 from moesys.load import LoadMatrix
 
 MODEL = ms.ModelShape(hidden_size=8, intermediate_size=8, num_experts=6, top_k=2)
@@ -154,6 +156,54 @@ def test_a_schedule_that_was_stopped_goes_on_as_if_it_were_not(predictor: ms.Las
     resumed.load_state_dict(json.loads(json.dumps(stopped.state_dict(0.0))))
     assert walk(resumed, stop, 12) == walk(straight, 0, 12)[stop:]
     assert resumed.events == []
+
+
+class Failing(InlinePlanner):
+    """Of the plans that were asked for the first is made, the second dropped, and the third fails."""
+
+    def __init__(self) -> None:
+        self.tickets = [SolvedPlan(planned(TOKENS_SRE[1])), MissedPlan(), MissedPlan(ValueError("no room"))]
+
+    def submit(self, request: PlanRequest) -> PlanTicket:
+        return self.tickets.pop(0)
+
+
+@pytest.mark.parametrize("through", [copy.deepcopy, lambda one: pickle.loads(pickle.dumps(one)), "state"])
+def test_plans_that_were_not_made_are_late_in_copies_and_resumed_runs(through: object) -> None:
+    first = LayoutSchedule(0, FSEP.replace(lag=3, replan_every=2 - (through == "state")), MODEL, CLUSTER)
+    first.source = Failing()
+    for now in range(2):
+        first.observe(LoadMatrix(TOKENS_SRE[now]))
+    first.keep_made_plans()
+    if callable(through):
+        gone_on = through(first)
+    else:
+        gone_on = LayoutSchedule(0, first.strategy, MODEL, CLUSTER)
+        gone_on.load_state_dict(json.loads(json.dumps(first.state_dict(0.0))))
+    for schedule in (first, gone_on):
+        schedule.source = InlinePlanner()
+    assert walk_by_vote(gone_on, 2, 8) == walk_by_vote(first, 2, 8)
+    assert gone_on.events == first.events
+    assert len(first.events) == (through == "state")
+
+
+def walk_by_vote(schedule: LayoutSchedule, first: int, last: int) -> list[ExpertLayout]:
+    layouts = []
+    for now in range(first, last):
+        schedule.commit(schedule.ready(0.0))
+        layouts.append(schedule.layout)
+        schedule.observe(LoadMatrix(TOKENS_SRE[now]))
+    return layouts
+
+
+def test_the_error_of_a_plan_is_raised_when_it_is_due() -> None:
+    schedule = LayoutSchedule(0, FSEP.replace(lag=1), MODEL, CLUSTER)
+    schedule.source = Failing()
+    schedule.source.tickets = schedule.source.tickets[2:]
+    schedule.observe(LoadMatrix(TOKENS_SRE[0]))
+    schedule.keep_made_plans()
+    with pytest.raises(ValueError, match="no room"):
+        schedule.ready(0.0)
 
 
 def test_a_history_of_another_predictor_is_begun_anew_and_said() -> None:

@@ -43,6 +43,11 @@ class BackgroundThread(threading.Thread):
         super().__init__(name=name, target=run, daemon=True)
         self.stop, self.abandon, self.patience_s = stop, abandon, patience_s
 
+    def run(self) -> None:
+        super().run()
+        # Else their owner, which has this thread, would wait for Python's collector.
+        self.stop = self.abandon = _nothing
+
 
 def _end_all() -> None:
     """Ends the background threads of this process. A fork has none of its parent's."""
