@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
 from typer.testing import CliRunner
 
 import moesys as ms
 from moesys import config
 from moesys.__main__ import app
 from moesys.config import Declared, experiment, workload
+from moesys.lab.ranks.pool import LocalRanks
 
 ROOT = Path(__file__).parents[1]
 MAX_COLUMNS = 190
@@ -25,15 +31,21 @@ every_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 
 
 def text_of(page: str) -> str:
-    return (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    folder = ROOT if page == "README" else ROOT / "docs"
+    return (folder / f"{page}.md").read_text(encoding="utf-8")
 
 
-def run_blocks(page: str) -> dict[str, Any]:
-    """The names that a page's Python blocks leave, run in order."""
-    names: dict[str, Any] = {}
-    for block in re.findall(r"^```python\n(.*?)^```", text_of(page), re.MULTILINE | re.DOTALL):
-        exec(compile(block, f"{page}.md", "exec"), names)
-    return names
+def blocks_of(page: str) -> list[Any]:
+    """The Python blocks of a page, as code."""
+    blocks = re.findall(r"^```python\n(.*?)^```", text_of(page), re.MULTILINE | re.DOTALL)
+    return [compile(block, f"{page}.md", "exec") for block in blocks]
+
+
+def run_blocks(page: str, **given: Any) -> dict[str, Any]:
+    """The names that a page's Python blocks leave, run in order. ``given``: names that the page takes for granted."""
+    for block in blocks_of(page):
+        exec(block, given)
+    return given
 
 
 def printed_beside_blocks(page: str) -> list[str]:
@@ -52,6 +64,79 @@ def declared_types() -> list[type[Declared]]:
 def test_the_python_of_a_page_runs(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert run_blocks(page)
+
+
+def readme_loss() -> float:
+    return run_blocks("README")["loss"].item()
+
+
+@pytest.mark.parametrize("num_ranks", [0, 2])
+def test_the_training_of_the_readme_runs(ranks: LocalRanks, num_ranks: int) -> None:
+    """Alone, and on ranks as under torchrun."""
+    losses = ranks.run(readme_loss, num_ranks=num_ranks, timeout_s=60.0) if num_ranks else [readme_loss()]
+    assert all(math.isfinite(loss) for loss in losses)
+
+
+SHAPE = ms.ModelShape(hidden_size=16, intermediate_size=8, num_experts=4, top_k=2, dtype="float16")
+
+
+def two_layers() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(*(ms.MoELayer(SHAPE, ms.presets.ep(), layer_index=index) for index in range(2)))
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for step in range(steps):
+        model(torch.randn(8, 16, generator=torch.Generator().manual_seed(step))).square().mean().backward()
+        ms.sync_gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def blocks_of_the_layer() -> list[list[int]]:
+    """Where experts live after the page's blocks."""
+    model, optimizer = two_layers()
+    x, scaler = torch.randn(8, 16, requires_grad=True), torch.amp.GradScaler("cpu", init_scale=16.0)
+    cluster = ms.ClusterSpec(ranks_per_node=dist.get_world_size() if dist.is_initialized() else 1)
+    names: dict[str, Any] = {"ms": ms, "torch": torch, "model": model, "optimizer": optimizer, "block": model, "x": x}
+    names |= {"train": train, "cluster": cluster, "scaler": scaler}
+    moved, checkpointed, scaled = blocks_of("moe")
+    exec(moved, names)
+    exec(checkpointed, names)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    names["loss"] = names["y"].square().mean()
+    exec(scaled, names)
+    assert not any(torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True))
+    return [homes.tolist() for homes in names["homes"]]
+
+
+@pytest.mark.parametrize("num_ranks", [0, 2])
+def test_the_python_of_the_page_of_the_layer_runs(ranks: LocalRanks, num_ranks: int) -> None:
+    found = ranks.run(blocks_of_the_layer, num_ranks=num_ranks) if num_ranks else [blocks_of_the_layer()]
+    assert all(homes == found[0] for homes in found)
+
+
+def saved_and_loaded(folder: Path) -> None:
+    model, optimizer = two_layers()
+    names = {"torch": torch, "DTensor": DTensor, "model": model}
+    found = run_blocks("checkpoints", **names)
+    optimizer = found["optimizer"] if dist.is_initialized() else optimizer
+    train(model, optimizer, steps=1)
+    wanted = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    with ms.whole_folder(folder) as new:
+        found["save"](new, model, optimizer)
+    train(model, optimizer, steps=1)
+    found["load"](folder, model, optimizer)
+    assert all(torch.equal(parameter, wanted[name]) for name, parameter in model.named_parameters())
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled, unavailable or uninitialized:UserWarning")
+@pytest.mark.parametrize("num_ranks", [0, 2])
+def test_the_python_of_the_page_of_checkpoints_runs(ranks: LocalRanks, tmp_path: Path, num_ranks: int) -> None:
+    if num_ranks:
+        ranks.run(saved_and_loaded, tmp_path / "checkpoint", num_ranks=num_ranks)
+    else:
+        saved_and_loaded(tmp_path / "checkpoint")
 
 
 def test_the_space_of_the_tuning_page_is_one() -> None:

@@ -323,6 +323,32 @@ def test_a_refused_parallelize_changes_nothing(ranks: LocalRanks, kind: str) -> 
             torch.testing.assert_close(found[name], gradient, rtol=1e-4, atol=1e-6)
 
 
+def slots_of_a_loaded_model(folder: Path, mixed: bool) -> tuple[int, ...]:
+    expert_bytes = 3 * 48 * 24 * (2 if mixed else 4)
+    strategy = ms.Strategy(name="memory", sharding=ms.Ep(slot_gb_per_rank=5 * expert_bytes / 1e9), balance=ms.Eplb())
+    model = loaded(folder, strategy, {"fsdp_size": 2, "ep_size": 2}, fsdp_mixed_precision=mixed)
+    return tuple(experts_of(model)[0].schedule.slots_R)
+
+
+@pytest.mark.parametrize("mixed", [False, True], ids=["float32", "mixed precision"])
+def test_slots_in_memory_are_of_what_fsdp_computes_in(ranks: LocalRanks, tmp_path: Path, mixed: bool) -> None:
+    drawn("qwen3_moe", EXPERTS).save_pretrained(tmp_path / "model")
+    assert ranks.run(slots_of_a_loaded_model, tmp_path / "model", mixed, num_ranks=2, timeout_s=60.0) == [(5, 5)] * 2
+
+
+@pytest.mark.parametrize("given", [[1], "a model", (each for each in ())], ids=lambda given: type(given).__name__)
+def test_what_is_no_model_is_named(given: Any, tmp_path: Path) -> None:
+    message = f"model is (a|of type) {type(given).__name__}"
+    for call in (ms.record_routing, lambda model: ms.replay_routing(model, torch.zeros(1, 2, 2, dtype=torch.int64))):
+        with pytest.raises(TypeError, match=message), call(given):
+            pass
+    with pytest.raises(TypeError, match=message):
+        ms.hf.save_pretrained(given, tmp_path / "out")
+    if not isinstance(given, str):
+        with pytest.raises(TypeError, match=f"folder is a {type(given).__name__}; give the path of a folder"):
+            ms.hf.check_checkpoint(given)
+
+
 def planning_of_other_experts() -> str:
     texts = {}
     for num_experts in (EXPERTS, EXPERTS + 2):

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from hf_cases import assert_same_bits, gradients_of, relative
 from hf_models import SMALL, drawn, text
 from torch import Tensor, nn
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from transformers import JambaConfig, JambaForCausalLM
 
 import moesys as ms
@@ -192,12 +191,12 @@ def test_a_recomputation_repeats_the_experts_of_its_first_pass(family: str, expe
     batches = text(0), text(1)[:, :11]
     with ms.replay_routing(model, ids):
         losses = [model(input_ids=batch, labels=batch).loss for batch in batches]
+    assert num_hooks(model) > 0
     with ms.replay_routing(model, other_experts(model, 2)):
         losses[1].backward()
         model(input_ids=text(0))
     losses[0].backward()
     assert_same_bits({f"loss{index}": loss for index, loss in enumerate(losses)} | gradients_of(model), plain)
-    assert num_hooks(model) > 0
     del losses
     gc.collect()
     assert num_hooks(model) == 0
@@ -257,28 +256,6 @@ def test_compiled_models_are_recorded_and_replayed(compiled: str, first: str) ->
     assert torch.equal(found["after"], live[0])
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
-def test_a_compiled_block_repeats_the_experts_of_its_first_pass(family: str) -> None:
-    """Also where backward comes after the context, and the blocks were compiled before it."""
-    wanted = drawn(family, experts_implementation="eager")
-    ids = [other_experts(wanted, 0), other_experts(wanted, 1, 33)]
-    with ms.replay_routing(wanted, ids):
-        plain = train(wanted)
-    model = compile_blocks(drawn(family, experts_implementation="eager"))
-    kinds = {type(block) for block in model.model.layers}
-    apply_activation_checkpointing(model, check_fn=lambda module: type(module) in kinds)
-    train(model)
-    model.zero_grad()
-    batches = text(0), text(1)[:, :11]
-    with ms.replay_routing(model, ids):
-        losses = [model(input_ids=batch, labels=batch).loss for batch in batches]
-    losses[1].backward()
-    losses[0].backward()
-    gradients = {name.replace("_checkpoint_wrapped_module.", ""): each for name, each in gradients_of(model).items()}
-    assert_same_bits({f"loss{index}": loss for index, loss in enumerate(losses)} | gradients, plain)
-
-
 def batch_of(rank: int, turn: int) -> Tensor:
     return text(10 * rank + turn)[:, : 20 - 3 * rank - turn]
 
@@ -317,29 +294,25 @@ def test_ranks_under_a_strategy_replay_their_own(ranks: LocalRanks, family: str)
             assert relative(gradients[name], gradient) <= 1e-5, name
 
 
-def compiled_on_ranks(compiled: str, ids: list[Tensor]) -> list[dict[str, Tensor]]:
-    found = []
-    for first in ("plain", "recorded"):
-        torch.compiler.reset()
-        model = drawn("qwen3_moe").eval()
-        strategy = ms.Strategy(name="fsep", sharding=ms.Fsep(slots_per_rank=5), balance=ms.Eplb())
-        runtime = ms.parallelize(model, strategy)
-        found.append(recorded_and_replayed(COMPILED[compiled](model), ids[dist.get_rank()], first))
-        runtime.close()
+def compiled_on_ranks(first: str, ids: list[Tensor]) -> dict[str, Tensor]:
+    model = drawn("qwen3_moe").eval()
+    strategy = ms.Strategy(name="fsep", sharding=ms.Fsep(slots_per_rank=5), balance=ms.Eplb())
+    runtime = ms.parallelize(model, strategy)
+    found = recorded_and_replayed(compile_whole(model), ids[dist.get_rank()], first)
+    runtime.close()
     return found
 
 
-@pytest.mark.parametrize("compiled", COMPILED)
-def test_compiled_models_under_a_strategy_are_recorded_and_replayed(ranks: LocalRanks, compiled: str) -> None:
+@pytest.mark.parametrize("first", ["plain", "recorded"])
+def test_compiled_models_under_a_strategy_are_recorded_and_replayed(ranks: LocalRanks, first: str) -> None:
     model = drawn("qwen3_moe", experts_implementation="eager").eval()
     with torch.no_grad(), ms.record_routing(model) as live:
         model(input_ids=text(0))
     ids = [other_experts(model, rank) for rank in range(2)]
-    for rank, found in enumerate(ranks.run(compiled_on_ranks, compiled, ids, num_ranks=2, timeout_s=100.0)):
-        for each in found:
-            assert torch.equal(each["live"], live[0])
-            assert torch.equal(each["replayed"], ids[rank])
-            assert torch.equal(each["after"], live[0])
+    for rank, found in enumerate(ranks.run(compiled_on_ranks, first, ids, num_ranks=2, timeout_s=100.0)):
+        assert torch.equal(found["live"], live[0])
+        assert torch.equal(found["replayed"], ids[rank])
+        assert torch.equal(found["after"], live[0])
 
 
 def test_a_reentrant_checkpoint_is_refused() -> None:
