@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -20,11 +21,14 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
+from moesys.collectives import guarded
 from moesys.hf.hub_files import INDEX, NewHubFiles
 from moesys.hf.hub_names import HubNames, loading_dtype, without_memory
 from moesys.whole_folders import whole_folder
 
 T = TypeVar("T")
+
+_CALL = "ms.hf.save_pretrained()"
 
 
 def save_pretrained(model: nn.Module, folder: Path | str, *, max_shard_size: str = "5GB") -> None:
@@ -64,7 +68,7 @@ def save_pretrained(model: nn.Module, folder: Path | str, *, max_shard_size: str
                     live.generation_config.save_pretrained(new)
                 files.create()
         if world > 1:
-            dist.barrier()
+            guarded(_CALL, dist.group.WORLD, dist.barrier)
         for index, group in enumerate(names.groups(state)):
             if names.experts.issuperset(group):
                 for parts in zip(*(_whole_experts(state[name]) for name in group), strict=True):
@@ -221,7 +225,7 @@ def _of_all_ranks(value: T) -> list[T]:
     _, world = _rank_and_world()
     values = [value] * world
     if world > 1:
-        dist.all_gather_object(values, value)
+        guarded(_CALL, dist.group.WORLD, partial(dist.all_gather_object, values, value))
     return values
 
 
@@ -264,7 +268,7 @@ def _link(source: str, target: str) -> None:
 
 
 def _whole(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return guarded(_CALL, dist.group.WORLD, tensor.full_tensor) if isinstance(tensor, DTensor) else tensor
 
 
 def _whole_experts(tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
@@ -291,6 +295,7 @@ def _whole_experts(tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
         mine = int(me < len(slices))
         received = slices.new_empty(R * mine, *slices.shape[1:])
         here = [int(rank < len(slices)) for rank in range(R)]
-        dist.all_to_all_single(received, slices, [mine] * R, here, group=group)
+        exchange = partial(dist.all_to_all_single, received, slices, [mine] * R, here, group=group)
+        guarded(_CALL, group, exchange, device_type=slices.device.type)
         if mine:
             yield first + start + me, torch.cat(received.split(1), dim=dim)

@@ -25,7 +25,7 @@ from moesys.config import Ep
 from moesys.load import IntArray, LoadMatrix
 from moesys.moe.agreement import agreed
 from moesys.moe.experts import Experts
-from moesys.moe.shared_rows import channel_over, lie_alike, shared_rows
+from moesys.moe.shared_rows import MOVING, channel_over, lie_alike, shared_rows
 
 
 def gather_loads(model: nn.Module, expert_LTK: Sequence[Tensor]) -> list[LoadMatrix]:
@@ -49,7 +49,7 @@ def gather_loads(model: nn.Module, expert_LTK: Sequence[Tensor]) -> list[LoadMat
             tokens_E += torch.bincount(ids[layer].flatten().long().cpu(), minlength=E)
         wanted_N = torch.cat([torch.tensor([experts.token_channel.rank]), tokens_E]).to(experts.store.masters.device)
         with channel_over(_parameters(module)[0], copies=True) as channel:
-            rank_N, *tokens_EN = channel.all_gather(wanted_N, lane="homes").cpu().T
+            rank_N, *tokens_EN = channel.all_gather(wanted_N, lane="homes", at=MOVING).cpu().T
         tokens_RE = torch.zeros(experts.cluster.num_ranks, E, dtype=torch.int64)
         tokens_RE.index_add_(0, rank_N, torch.stack(tokens_EN, dim=1))
         loads.append(LoadMatrix(tokens_RE.numpy()))

@@ -14,7 +14,10 @@ from torch.distributed.tensor import DTensor
 from moesys.load import IntArray
 from moesys.moe.masters import local_part
 from moesys.overlap.comm.channel import Channel
+from moesys.overlap.comm.frames import Position
 from moesys.overlap.comm.record import Meter, Recorder
+
+MOVING = Position("move_homes()")
 
 
 class SharedRows:
@@ -26,7 +29,7 @@ class SharedRows:
         self._channel, self._mine = channel, _rows_here(like)
         owned_E = torch.full((len(like),), -1, dtype=torch.int64)
         owned_E[torch.from_numpy(self._mine)] = channel.rank
-        self._rank_E = channel.all_gather(owned_E.to(like.device), lane="homes").amax(0).cpu().numpy()
+        self._rank_E = channel.all_gather(owned_E.to(like.device), lane="homes", at=MOVING).amax(0).cpu().numpy()
 
     def moved(self, tensor: Tensor, target_E: IntArray) -> Tensor:
         """Returns a tensor that has in row ``target_E[e]`` what ``tensor`` has in row e. A collective, unless it is

@@ -21,6 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moesys.collectives import guarded
 from moesys.config import MegaKernel, ModelShape
 from moesys.kernels.experts.block_gradient import block_gradient
 from moesys.kernels.experts.numerics import INTERPRETED
@@ -89,9 +90,13 @@ class MegaHome:
             shared = regions(tokens, *kind, self.num_ranks, flags)
             shared = {**shared, **count_regions(self.num_ranks, num_experts)}
             heap = Heap.of_group(shared, self._group, self._device, self._timeout_s)
-            memory = MegaMemory(heap) if self._group is None else MegaMemory(heap, partial(dist.barrier, self._group))
+            memory = MegaMemory(heap) if self._group is None else MegaMemory(heap, self._meet)
             self._memory[kind] = ((tokens, flags, num_experts), memory)
         return memory
+
+    def _meet(self) -> None:
+        barrier = partial(dist.barrier, self._group)
+        guarded("the first MegaKernel", self._group, barrier, device_type=self._device.type)
 
     def check(self) -> None:
         """Waits for the device. Raises ``PeerTimeoutError`` if any micro-batch until now was given up, and ValueError

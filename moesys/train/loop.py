@@ -12,12 +12,14 @@ import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moesys.collectives import guarded
 from moesys.config import ClusterSpec, ModelShape, Strategy
 from moesys.config.workload import ModelTraining, Training
 from moesys.load import IntArray
@@ -132,7 +134,7 @@ class Trainer:
         ]
         if self.group is not None:
             # Ranks begin together, or the lateness of one would count as the others' exposed communication.
-            dist.barrier(self.group)
+            guarded("the start of a training step", self.group, partial(dist.barrier, self.group))
         begin_ns = time.perf_counter_ns()
         loss, plans_ML = self._update(batches)
         if self.device.type == "cuda":
@@ -202,7 +204,8 @@ class Trainer:
         if self.group is None:
             return values_N[None]
         gathered_RN = values_N.new_zeros(dist.get_world_size(self.group), len(values_N))
-        dist.all_gather(list(gathered_RN.unbind()), values_N, group=self.group)
+        gather = partial(dist.all_gather, list(gathered_RN.unbind()), values_N, group=self.group)
+        guarded("the comparison of a training's numbers", self.group, gather, device_type=values_N.device.type)
         return gathered_RN
 
     def _agreed(self, text: Text) -> Text:

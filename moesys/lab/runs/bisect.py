@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from moesys.collectives import guarded
 from moesys.config import ClusterSpec, ModelShape, Strategy
 from moesys.config.workload import ModelTraining, Training
 from moesys.torch_private import NO_BACKWARD, current_backward
@@ -154,7 +155,8 @@ def _parting(step: int, first: Mapping[str, _Seen], second: Mapping[str, _Seen])
     place = next(differing, len(names))
     name = names[place] if place < len(names) else ""
     found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, (place, name, _difference(name, first.get(name), second.get(name))))
+    mine = (place, name, _difference(name, first.get(name), second.get(name)))
+    guarded("bisect", dist.group.WORLD, partial(dist.all_gather_object, found, mine))
     earliest = min(at for at, *_ in found)
     there = {rank: of for rank, (at, _, of) in enumerate(found) if at == earliest and of.num_different}
     if not there:
