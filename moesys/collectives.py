@@ -14,6 +14,8 @@ from moesys.torch_private import default_store, group_timeout_s
 
 # Seconds beyond the time-out of a group in which ranks that are alive report their own failure.
 FAILURE_GRACE_S = 5.0
+# A group with a longer time-out is not waited for: who ends closes its connections, by which the others fail as well.
+_MOST_PATIENCE_S = 20.0
 ALIKE = (
     "All ranks of a process group must make the same calls in the same order: the same layers, micro-batches and "
     "passes, the same synchronisations and the same saves"
@@ -47,7 +49,7 @@ def guarded(
 
     Raises ``CollectiveError`` where it fails. The ranks without a sign of life are named: those that
     ``without_heartbeat`` returns for the members of the group and ``grace_s``; without it those that have not reported
-    a failure of their own ``grace_s`` after the group's time-out.
+    a failure of their own ``grace_s`` after the group's time-out, or after 20 seconds where that is longer.
     """
     try:
         return call()
@@ -70,9 +72,10 @@ def _failure(
     reports: dict[int, str] = {}
     silent: set[int] = set()
     unreachable = False
-    patience_s = group_timeout_s(group, device_type) + grace_s
+    timeout_s = group_timeout_s(group, device_type)
+    patience_s = min(timeout_s, _MOST_PATIENCE_S) + grace_s
     # Those that fail together do so within each other's time-outs; an earlier report is of another failure.
-    unreported = partial(_unreported, since_s=time.time() - patience_s)
+    unreported = partial(_unreported, since_s=time.time() - timeout_s - grace_s)
     try:
         store = default_store()
         store.set(_key(me), f"{time.time()} {what}")
