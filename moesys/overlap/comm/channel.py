@@ -26,6 +26,9 @@ from moesys.overlap.comm.paced_link import PacedLink, PacedTransfer
 from moesys.overlap.comm.record import Meter, Recorder
 from moesys.torch_private import group_timeout_s
 
+# How many messages without a receiver are kept; more would keep experts that were brought ahead and not used.
+KEPT_MESSAGES = 4
+
 T = TypeVar("T")
 
 
@@ -38,6 +41,10 @@ class Transfer:
         self._channel, self._lane, self._detail, self._work = channel, lane, detail, work
         self._start = channel.recorder.clock.now() if channel.recorder.enabled else None
         self._unrecorded = threading.Lock()
+        if work is not None:
+            channel.posted[work] = None
+            if len(channel.posted) > KEPT_MESSAGES:
+                del channel.posted[next(iter(channel.posted))]
         if work is not None and channel.recorder.enabled:
             # Of what travels between GPUs torch calls back at once, on a stream that waits for its end.
             work.get_future().add_done_callback(lambda _: self._record())
@@ -46,6 +53,7 @@ class Transfer:
         if self._work is not None:
             with self._channel.exposed(self._lane):
                 self._channel.guard(f"{self._lane} ({self._detail})" if self._detail else self._lane, self._work.wait)
+            self._channel.posted.pop(self._work, None)
             self._work = None
             self._record()
 
@@ -93,6 +101,9 @@ class Channel:
         self.device_type = device_type
         self.identity = identity
         self.generation = 0
+        # The newest messages that nobody has waited for, in their order. They are kept also where a failed pass has
+        # dropped its transfers: a connection of gloo stands still for good when data come for a buffer that is gone.
+        self.posted: dict[dist.Work | Messages | PacedTransfer, None] = {}
         # Headers of the newest all-gather, [R, N], and those that the host has not compared, which a device has.
         self.headers: HostCopy | None = None
         self._unread: deque[HostCopy] = deque()
