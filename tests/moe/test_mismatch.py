@@ -277,22 +277,26 @@ def test_a_layer_that_is_older_than_the_process_group(ranks: LocalRanks) -> None
         assert all("each of the 2 ranks would train experts of its own" in text for text in said)
 
 
-def left_messages() -> list[float]:
-    """Rank 0 waits for a message of a call that rank 1 never comes to, and drops it; then both make the next call."""
+def left_messages(comes: bool) -> list[float]:
+    """Rank 0 drops a message that it waits for, and which rank 1 sends too late or never; then both make the next call."""
     rank = dist.get_rank()
     channel = Channel(dist.group.WORLD, [0, 0], Recorder(rank), Meter(), identity=Identity(3))
     old, new = channel.tagged(8), channel.tagged(9)
-    received = torch.zeros(1)
+    received, nothing, number = torch.zeros(1), torch.zeros(0), torch.full((1,), 10.0 + rank)
     if rank == 0:
-        transfer = old.all_to_all(torch.zeros(1), torch.zeros(0), [0, 1], [0, 0], lane="reshard")
-        del transfer
-    out_counts = [0, 1] if rank == 0 else [1, 0]
-    new.all_to_all(received, torch.full((1,), 10.0 + rank), out_counts, out_counts, lane="reshard").wait()
+        # Large enough that its data do not come along with its announcement.
+        old.all_to_all(torch.zeros(100_000), nothing, [0, 100_000], [0, 0], lane="reshard")
+    dist.barrier()
+    if rank == 1 and comes:
+        old.all_to_all(nothing, torch.ones(100_000), [0, 0], [100_000, 0], lane="reshard")
+    counts = [0, 1] if rank == 0 else [1, 0]
+    new.all_to_all(received, number, counts, counts, lane="reshard").wait()
     return received.tolist()
 
 
-def test_a_message_that_was_given_up_meets_none_of_the_next_call(ranks: LocalRanks) -> None:
-    assert ranks.run(left_messages, num_ranks=2) == [[11.0], [10.0]]
+@pytest.mark.parametrize("comes", [False, True], ids=["never sent", "sent too late"])
+def test_a_message_that_was_given_up_meets_none_of_the_next_call(ranks: LocalRanks, comes: bool) -> None:
+    assert ranks.run(left_messages, comes, num_ranks=2) == [[11.0], [10.0]]
 
 
 def unlike_failures() -> list[bool]:
