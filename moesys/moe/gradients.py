@@ -24,7 +24,7 @@ from moesys.overlap.exact_sum import grid_below, largest_size
 
 # A norm's squares are computed in pieces of so many elements, which stay in a core's cache.
 _ELEMENTS_AT_ONCE = 1 << 18
-# What a gradient may be, by the number that stands for it between ranks.
+# The dtypes of gradients; ranks send the index of a dtype in this table.
 _DTYPES = (None, torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64, torch.complex128)
 _OTHER = 255
 

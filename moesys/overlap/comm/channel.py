@@ -115,7 +115,7 @@ class Channel:
         """Returns a channel whose messages are those of one call; all else it shares with this one."""
         if self.group is None:
             return self
-        # What copy.copy does, in a tenth of the time: it is done for every message.
+        # A shallow copy, without the cost of copy.copy: layers make one for every call.
         channel = object.__new__(type(self))
         channel.__dict__.update(self.__dict__)
         channel.generation = generation

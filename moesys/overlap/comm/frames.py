@@ -65,7 +65,7 @@ class Position:
 
 @dataclass(frozen=True)
 class Identity:
-    """What a layer is declared as; the same on all ranks that share its experts. layer: -1 for no layer."""
+    """The declaration of a layer; the same on all ranks that share its experts. layer: -1 for no layer."""
 
     layer: int = -1
     declared: Mapping[str, Any] | None = None
