@@ -74,7 +74,7 @@ def _failure(
     unreachable = False
     timeout_s = group_timeout_s(group, device_type)
     patience_s = min(timeout_s, _MOST_PATIENCE_S) + grace_s
-    # Ranks that fail together do so within each other's time-outs; an earlier report belongs to another failure.
+    # Ranks that fail together do so within each other's time-outs; earlier reports belong to other failures.
     unreported = partial(_unreported, since_s=time.time() - timeout_s - grace_s)
     try:
         store = default_store()

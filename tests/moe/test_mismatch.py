@@ -278,7 +278,7 @@ def test_a_layer_that_is_older_than_the_process_group(ranks: LocalRanks) -> None
 
 
 def left_messages(comes: bool) -> list[float]:
-    """Rank 0 drops a message that it waits for, and which rank 1 sends too late or never; then both make the next call."""
+    """Rank 0 drops a message, which rank 1 sends too late or never; then both make the next call."""
     rank = dist.get_rank()
     channel = Channel(dist.group.WORLD, [0, 0], Recorder(rank), Meter(), identity=Identity(3))
     old, new = channel.tagged(8), channel.tagged(9)

@@ -31,8 +31,8 @@ BLOCK_EXPERTS = 256
 
 
 class Origin(NamedTuple):
-    """The call that a rank's counts belong to. ``call``: 31 bits that say which call it is in, the same on all ranks; 0 is not
-    compared. ``choices``: how many choices its tokens have, of experts or of none; -1 is not compared.
+    """The call that a rank's counts belong to. ``call``: 31 bits that say which call it is in, the same on all ranks; 0
+    is not compared. ``choices``: how many choices its tokens have, of experts or of none; -1 is not compared.
     """
 
     call: int = 0
