@@ -26,10 +26,10 @@ lint: .venv/installed
 
 # No kernel spills, by the installed Triton and by the oldest, for Hopper and Blackwell: some minutes, without a GPU.
 aot: .venv/installed .venv/oldest-triton
-	$(BIN)/python -m moesys bench kernels --aot --size qwen3-30b
-	$(BIN)/python -m moesys bench kernels --aot --size qwen3-30b --arch sm_100
-	PYTHONPATH=.venv/oldest-triton $(BIN)/python -m moesys bench kernels --aot --size qwen3-30b
-	PYTHONPATH=.venv/oldest-triton $(BIN)/python -m moesys bench kernels --aot --size qwen3-30b --arch sm_100
+	$(BIN)/python -m benchmarks kernels --aot --size qwen3-30b
+	$(BIN)/python -m benchmarks kernels --aot --size qwen3-30b --arch sm_100
+	PYTHONPATH=.venv/oldest-triton $(BIN)/python -m benchmarks kernels --aot --size qwen3-30b
+	PYTHONPATH=.venv/oldest-triton $(BIN)/python -m benchmarks kernels --aot --size qwen3-30b --arch sm_100
 
 # Into site/; pages that name what is not there end it.
 docs: .venv/docs-installed

@@ -9,7 +9,7 @@ is what chunks could not hide; dense gradients, which travel after backward, are
 fast, and one ten times as slow: where computing or bytes rule, overlap has nothing to hide, or nothing to hide behind.
 With more hosts than cores give each a share of the processor (``cpus_per_host=0.45`` for four on two cores), or a host
 that waits speeds the others up.
-``python -m moesys bench shaped`` asks more: bandwidths, latencies, splits, and what the simulator says of each.
+``python -m benchmarks shaped`` asks more: bandwidths, latencies, splits, and what the simulator says of each.
 
 Measured on 2 local ranks, in namespaces; expect ten minutes on two cores.
 """

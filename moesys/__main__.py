@@ -10,8 +10,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from moesys.bench.commands import bench
-from moesys.bench.harness.refusing import options_given, refusing
+from moesys.lab.commands.options import options_given
 from moesys.lab.ranks.process_start import sigterm_as_ctrl_c
 
 app = typer.Typer(
@@ -22,7 +21,6 @@ app = typer.Typer(
     # Plain messages survive a pipe, and --help need not wait for rich.
     rich_markup_mode=None,
 )
-app.add_typer(bench, name="bench")
 
 ExperimentFile = Annotated[
     Path,
@@ -367,34 +365,23 @@ def convert(
 
 @app.command()
 def doctor(
-    ctx: typer.Context,
     as_json: Annotated[bool, typer.Option("--json", help="Print data instead of a table.")] = False,
-    gpu: Annotated[bool, typer.Option("--gpu", help="Prove this machine's GPUs, layer by layer.")] = False,
-    only: Annotated[str, typer.Option(help="Of --gpu: checks by name, with commas, or all.")] = "all",
-    minutes: Annotated[float, typer.Option(min=0, help="Of --gpu: what is not begun by then is left out.")] = 10.0,
-    out: Annotated[
-        Path, typer.Option(metavar="DIR", help="Of --gpu: for the page to send back, and all that it found.")
-    ] = Path("doctor"),
+    gpu: Annotated[bool, typer.Option("--gpu", help="Print how to test this machine's GPUs.")] = False,
 ) -> None:
-    """Say what this machine has, and what it lacks. Exit code 1 if something is broken.
+    """Check what this machine has and what it lacks. Exit code 1 if something is broken."""
+    if gpu:
+        print("The GPU checks run from a checkout of moesys: python -m benchmarks doctor")
+        raise typer.Exit(2)
+    from moesys.lab.commands.doctor import doctor_command
 
-    --gpu proves GPUs layer by layer, so that the first failure names the layer it is in, and then measures them, in ten
-    minutes: alone, or as one of torchrun's ranks. Without a GPU it rehearses what it can.
-    """
-    if not gpu:
-        for name, option in options_given(ctx).items():
-            if name in ("only", "minutes", "out"):
-                raise typer.BadParameter(f"{option} is for --gpu; leave it out")
-        from moesys.lab.commands.doctor import doctor_command
+    raise typer.Exit(doctor_command(as_json))
 
-        raise typer.Exit(doctor_command(as_json))
-    if as_json:
-        raise typer.BadParameter("--json prints what this machine has; --gpu writes doctor.json into --out DIR")
-    from moesys.bench.doctor import examination
 
-    with refusing():
-        asked = examination.asked_for(only, minutes, out)
-    raise typer.Exit(examination.main(asked))
+@app.command(hidden=True, context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def bench() -> None:
+    """Print where the benchmarks are."""
+    print("The benchmarks run from a checkout of moesys: python -m benchmarks --help")
+    raise typer.Exit(2)
 
 
 def main() -> None:

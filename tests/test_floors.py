@@ -38,7 +38,6 @@ FLOORS = (
     {"train"},
     {"tuner"},
     {"lab"},
-    {"bench"},
     {"__main__"},
 )
 FLOOR_OF = {unit: floor for floor, units in enumerate(FLOORS) for unit in units}
@@ -76,13 +75,6 @@ FLOORS_IN = {
     ),
     "overlap": ({"comm"}, {"*"}),
     "simulator": ({"mega"}, {"*"}),
-    "bench": (
-        {"harness"},
-        {"kernels", "planner"},
-        {"mega"},
-        {"*"},
-        {"commands"},
-    ),
     "lab": ({"slow_links"}, {"ranks"}, {"runs"}, {"show"}, {"explanation"}, {"commands"}),
 }
 
@@ -97,7 +89,7 @@ CLOSED = {
     "whole_model": {"moe"},
 }
 # Who alone may import a package, and packages that a unit may not import at all.
-ONLY_IN = {"ortools": {"balance"}, "cupy": {"kernels"}, "rich": {"lab", "bench"}, "experiments": set()}
+ONLY_IN = {"ortools": {"balance"}, "cupy": {"kernels"}, "rich": {"lab"}, "experiments": set(), "benchmarks": set()}
 REFUSED = {
     "config": {"torch"},
     "load": {"torch"},
@@ -112,7 +104,7 @@ REFUSED = {
     "balance": {"triton"},
     "kernels": {"pydantic", "ortools", "rich"},
 }
-MAY_PRINT = {"lab", "bench", "__main__"}
+MAY_PRINT = {"lab", "__main__"}
 
 # Files that may use what is not public in torch, and names of its methods and attributes that are not.
 PRIVATE_OF_TORCH = {"torch_private.py", "kernels/torch_internals.py"}

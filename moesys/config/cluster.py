@@ -23,7 +23,7 @@ class ClusterSpec(Declared):
 
     The default speeds are LAER-MoE's for A100-80GB nodes: its measured links (network_config.json), and the matmul rate
     behind its planner's 1.484375 us a token. GB/s are 1e9 bytes a second, one way. What else slows a step costs nothing
-    by default: memory, tiles of one element, no waves, no latency; presets and ``moesys bench calibrate`` fill it in.
+    by default: memory, tiles of one element, no waves, no latency; presets and calibration fill it in.
     """
 
     num_nodes: int = Field(1, ge=1)

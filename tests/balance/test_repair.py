@@ -6,12 +6,12 @@ from balance_cases import instances
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from benchmarks.planner.loads import SIZES, zipf_sample
 from moesys.balance import min_max_load, num_moves, plan_layout, split_tokens
 from moesys.balance.flow.min_max_flow import min_max_flow, new_flow
 from moesys.balance.flow.replica_table import list_replicas
 from moesys.balance.greedy.local_search import MoveConstraints, local_search
 from moesys.balance.greedy.robust_cost import NO_LIMIT, Scenarios
-from moesys.bench.planner.loads import SIZES, zipf_sample
 from moesys.config import ClusterSpec, Eplb, FlowSplit, Greedy, Static
 from moesys.layout import EMPTY, ExpertLayout
 from moesys.load import LoadMatrix

@@ -1,6 +1,6 @@
 """A script, for a process in which Triton does not interpret: what tests ask of the compiler for Hopper, in one start.
 
-Writes JSON into a folder: `usual.json`, rows of ``moesys bench kernels --aot``; `pinned.json`, rows of the products at
+Writes JSON into a folder: `usual.json`, rows of ``kernels --aot``; `pinned.json`, rows of the products at
 blocks whose warps have different work; `mega.json`, rows of MegaKernels. With "sweep" at all sizes and points.
 """
 
@@ -16,12 +16,12 @@ import torch
 import triton
 from typer.testing import CliRunner
 
-from moesys.__main__ import app
-from moesys.bench.harness.sheets import plain
-from moesys.bench.kernels.aot import SIZES, Compiled, compile_size
-from moesys.bench.kernels.aot_mega import POINTS, compile_mega
+from benchmarks.__main__ import app
+from benchmarks.kernels.aot import SIZES, Compiled, compile_size
+from benchmarks.kernels.aot_mega import POINTS, compile_mega
 from moesys.kernels.experts.tile_config import TileConfig, TileConfigs
 from moesys.kernels.experts.tile_tuner import PINNED
+from moesys.lab.show.sheets import plain
 
 # 3.6 cannot specialise epilogues that split a tile.
 SPECIALISES = not triton.__version__.startswith("3.6.")
@@ -29,7 +29,7 @@ PRODUCTS = ("up", "down", "activation_gradient", "input_gradient")
 
 
 def main(folder: Path, sweep: bool) -> None:
-    command = ["bench", "kernels", "--aot", "--no-mega", "--size", "all" if sweep else SIZES[0].name]
+    command = ["kernels", "--aot", "--no-mega", "--size", "all" if sweep else SIZES[0].name]
     done = CliRunner().invoke(app, [*command, "--json", str(folder / "usual.json")])
     assert done.exit_code == 0, done.output
     if SPECIALISES:

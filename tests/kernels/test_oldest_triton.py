@@ -26,8 +26,8 @@ OLDEST = ROOT / ".venv" / "oldest-triton"
 SCRIPT = """
 import json, torch, triton, warnings
 warnings.simplefilter("ignore")
-from moesys.bench.kernels import aot_mega
-from moesys.bench.kernels.aot import SIZES, compile_size
+from benchmarks.kernels import aot_mega
+from benchmarks.kernels.aot import SIZES, compile_size
 launched = aot_mega._launched
 aot_mega._launched = lambda *given: (of for of in launched(*given) if of.op == "input_gradient")
 rows = compile_size(SIZES[0], torch.bfloat16, lambda step: None, ("up", "split", "dW1", "dW1_blocks"))

@@ -8,8 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moesys.bench.kernels.aot import Size
-from moesys.bench.mega.ranks_layer import MegaRun, draw_layer, regions_of
+from benchmarks.kernels.aot import Size
+from benchmarks.mega.ranks_layer import MegaRun, draw_layer, regions_of
 from moesys.config import MegaKernel
 from moesys.kernels.mega.arguments import MegaMemory
 from moesys.kernels.mega.exchange import Replicas, combine_flags, exchange, first_rows, ordered_tiles

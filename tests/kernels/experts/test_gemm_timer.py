@@ -6,7 +6,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from moesys.__main__ import app
+from benchmarks.__main__ import app
 from moesys.kernels.experts import gemm_timer
 from moesys.kernels.experts.gemm_timer import META, GemmTimer, Operands
 from moesys.kernels.experts.tile_config import ShapeClass, TileConfig
@@ -92,6 +92,6 @@ def test_the_clock_interleaves_sums_medians_of_both_routings_and_drops_what_fail
 
 def test_tuning_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    result = CliRunner().invoke(app, ["bench", "kernels", "--tune"])
+    result = CliRunner().invoke(app, ["kernels", "--tune"])
     assert result.exit_code == 2
     assert "tuning times kernels on a GPU, and this machine has none" in result.stderr

@@ -17,7 +17,6 @@ from typer.testing import CliRunner
 
 import moesys as ms
 from moesys.__main__ import app
-from moesys.bench import simulator_speed as bench
 from moesys.config import ClusterSpec, Fsep, Greedy, MegaKernel, ModelShape, Strategy
 from moesys.config.experiment import Experiment
 from moesys.config.workload import Generated, Replay, Training
@@ -277,16 +276,3 @@ def test_what_cannot_be_is_refused_in_words(tmp_path, arguments, message):
     code, output = run(*(argument.format(**files) for argument in arguments))
     assert code == 2
     assert message in output
-
-
-def test_the_bench_times_what_it_says(tmp_path, monkeypatch):
-    monkeypatch.setattr(bench, "SIZES", ((1, 8), (3, 8), (1, 16)))
-    arguments = ["bench", "simulate", "--most-ranks", "8", "--repeats", "1", "--json", str(tmp_path / "found.json")]
-    result = CliRunner().invoke(app, arguments)
-    assert result.exit_code == 0, result.output
-    found = json.loads((tmp_path / "found.json").read_text())["rows"]
-    assert [(of["layers"], of["ranks"]) for of in found] == [(1, 8), (3, 8)]
-    plan = bench.step_plan(bench.OVERLAPS["sequential"], 3, 8)
-    assert found[1]["num_spans"] == len(simulation([plan]).timeline.spans)
-    assert min(found[1][name] for name in ("step_ms", "path_ms", "spans_ms")) > 0
-    assert CliRunner().invoke(app, ["bench", "simulate", "--overlap", "best"]).exit_code == 2

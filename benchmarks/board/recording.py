@@ -1,0 +1,145 @@
+"""Records the routing that the leaderboard replays: small models of transformers' code, trained here on built-in text.
+
+They have the experts and top-k of a published model and little else of its size. At some steps of the training their
+routers see further batches of the text, and what each chooses is counted. The files beside were made by
+
+    python -m benchmarks.board.recording benchmarks/board/recorded
+
+in a quarter of an hour on two cores. Text and weights are of nobody else: Python's standard library, and drawn ones.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from torch import Tensor
+
+from moesys.balance import measured_drift
+from moesys.config.hub_config import read_config
+from moesys.hf.routing_replay import record_routing
+from moesys.lab.show.steps import steps_told
+from moesys.load import IntArray, LoadMatrix
+from moesys.traces import Trace, save_trace
+from moesys.train.text import Text, load_text
+
+NUM_RANKS, CONTEXT, SEED = 32, 128, 0
+# Sequences of a rank that are trained on, and those that are counted.
+TRAINED, COUNTED = 1, 4
+LEARNING_RATE = 2e-3
+# Three times DeepSeek-V3's own (arXiv 2412.19437, section 4.2), for there are only some hundred steps to balance
+# experts in; so popularity changes faster too, and it is counted more often. transformers' code leaves the update to
+# others.
+BIAS_RATE = 3e-3
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """``base``: a packaged configuration; ``changes``: what is different, so that experts are as many as published."""
+
+    name: str
+    base: str
+    changes: dict[str, Any]
+    steps: tuple[int, ...] = field(default=tuple(range(120, 281, 20)))
+
+
+_NARROW = {"hidden_size": 64, "intermediate_size": 32, "moe_intermediate_size": 32, "num_experts_per_tok": 8}
+RECIPES = (
+    Recipe("olmoe", "olmoe-small", _NARROW | {"num_experts": 64}),
+    Recipe("qwen3-moe", "qwen3-moe-small", _NARROW | {"num_experts": 128, "head_dim": 16}),
+    Recipe(
+        "deepseek-v3",
+        "deepseek-v3-small",
+        _NARROW | {"n_routed_experts": 256, "n_group": 8, "topk_group": 4, "intermediate_size": 128},
+        steps=tuple(range(248, 281, 4)),
+    ),
+)
+
+
+def record(recipe: Recipe, text: Text) -> Trace:
+    """Trains from drawn weights, and counts what routers choose before each of the recipe's steps."""
+    fields = read_config(recipe.base) | recipe.changes
+    config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
+    torch.manual_seed(SEED)
+    learners: Any = transformers.AutoModelForCausalLM
+    model = learners.from_config(config, dtype=torch.float32).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE)
+    num_experts = fields.get("num_experts") or fields["n_routed_experts"]
+    counted = []
+    with steps_told(recipe.name, recipe.steps[-1] + 1) as tell:
+        for step in range(recipe.steps[-1] + 1):
+            if step in recipe.steps:
+                with torch.no_grad():
+                    counted.append(_counts(model, _tokens(text, step, COUNTED, micro_batch=1), num_experts))
+            tokens = _tokens(text, step, TRAINED, micro_batch=0)
+            optimizer.zero_grad()
+            with record_routing(model) as chosen_LTK:
+                loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+            tell(f"loss {loss.item():.3f}")
+            loss.backward()
+            optimizer.step()
+            _move_biases(model, chosen_LTK[0], num_experts)
+    meta = {"source": "python -m benchmarks.board.recording", "text": text.fingerprint[:16]}
+    return Trace(np.stack(counted), config.num_experts_per_tok, recipe.name, meta, recipe.steps)
+
+
+def facts(trace: Trace) -> Iterator[str]:
+    """Whether routing is uneven, and changes: by layer, medians over the recorded steps."""
+    for layer in range(trace.num_layers):
+        loads = [LoadMatrix(tokens_RE) for tokens_RE in trace.tokens_SLRE[:, layer]]
+        hottest = np.median([load.tokens_E.max() / load.tokens_E.mean() for load in loads])
+        skew = np.median([np.log1p(load.tokens_E).std() for load in loads])
+        drift = np.median([measured_drift(*pair) for pair in pairwise(loads)])
+        unused = np.median([(load.tokens_E == 0).sum() for load in loads])
+        yield (
+            f"{trace.name}, layer {layer}: hottest expert {hottest:.2f} of the mean, skew {skew:.2f}, "
+            f"drift {drift:.3f} from one to the next, {unused:.0f} experts unused"
+        )
+
+
+def _tokens(text: Text, step: int, batch: int, micro_batch: int) -> Tensor:
+    """The sequences of all ranks [R·B, C], rank by rank."""
+    of_rank = (
+        text.batch(step, micro_batch, rank, seed=SEED, batch=batch, context=CONTEXT)[0] for rank in range(NUM_RANKS)
+    )
+    return torch.cat(list(of_rank))
+
+
+def _counts(model: Any, tokens: Tensor, num_experts: int) -> IntArray:
+    """Returns [L, R, E]."""
+    with record_routing(model) as chosen_LTK:
+        model(input_ids=tokens, use_cache=False)
+    ids_LRN = chosen_LTK[0].long().reshape(len(chosen_LTK[0]), NUM_RANKS, -1)
+    return np.array([[np.bincount(ids_N, minlength=num_experts) for ids_N in ids_RN] for ids_RN in ids_LRN.numpy()])
+
+
+def _move_biases(model: Any, chosen_LTK: Tensor, num_experts: int) -> None:
+    """Towards experts with fewer tokens than the mean, where routers have biases for balance."""
+    biases = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
+    for bias_E, ids_TK in zip(biases, chosen_LTK, strict=False):
+        tokens_E = torch.bincount(ids_TK.flatten().long(), minlength=num_experts).float()
+        bias_E += BIAS_RATE * torch.sign(tokens_E.mean() - tokens_E)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="where the files go")
+    parser.add_argument("--only", choices=[recipe.name for recipe in RECIPES], help="one of the models")
+    asked = parser.parse_args()
+    text = load_text()
+    for recipe in RECIPES:
+        if asked.only in (None, recipe.name):
+            trace = record(recipe, text)
+            save_trace(trace, asked.folder / f"{recipe.name}.npz")
+            print(*facts(trace), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

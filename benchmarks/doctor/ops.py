@@ -1,0 +1,196 @@
+"""Every op of one device against its reference in plain torch, and against itself.
+
+T tokens, H hidden, K choices of a token, E experts, I their width, P = T·K rows, R ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.doctor.place import Place, require
+from benchmarks.harness.contest import relative_difference
+from benchmarks.kernels.aot import Size
+from benchmarks.kernels.checks import TOLERANCE
+from benchmarks.kernels.drawn_layer import Layer, draw_layer
+from benchmarks.kernels.kernels_contest import TOY
+from moesys.balance import split_tokens
+from moesys.config import ClusterSpec, EvenSplit, FlowSplit, Proportional
+from moesys.config.split import Split
+from moesys.kernels.experts.activation_gradient import activation_gradient, activation_gradient_reference
+from moesys.kernels.experts.combine import combine, combine_reference
+from moesys.kernels.experts.gather import gather_rows, gather_rows_reference
+from moesys.kernels.experts.grouped_gemm import grouped_gemm, grouped_gemm_reference
+from moesys.kernels.experts.tile_config import ShapeClass
+from moesys.kernels.experts.tile_tuner import blocks_of
+from moesys.kernels.experts.tiles import (
+    RowGroups,
+    groups_by_size,
+    groups_by_size_reference,
+    tile_table,
+    tile_table_reference,
+)
+from moesys.kernels.experts.up import up, up_reference
+from moesys.kernels.experts.weight_gradient import OrderedGroups, weight_gradient, weight_gradient_reference
+from moesys.kernels.routing.routing import route, route_reference
+from moesys.kernels.routing.topk import topk_by_index
+from moesys.kernels.symmetric.ordered_sum import ordered_sum, ordered_sum_reference
+from moesys.layout import ExpertLayout
+from moesys.load import LoadMatrix
+from moesys.overlap.mega_executor import tokens_by_replica
+from moesys.step import device_split
+
+DTYPE, ACTIVATION = torch.bfloat16, "swiglu"
+# A Qwen3-30B-A3B layer of fewer tokens: references go through it expert by expert.
+REAL = Size("real", 8192, 2048, 768, 128, 8)
+RANKS, REHEARSED_RANKS, SLOTS = 8, 4, 3
+# float32 of gradients that owners add up: as wide as Mixtral's experts on two ranks, beyond 65,535 blocks of columns.
+PARTS, REAL_COLUMNS, TOY_COLUMNS = 3, 88_080_384, 3000
+
+
+class Op(NamedTuple):
+    """``found`` and ``expected`` give tensors that go together; ``exact``: to the bit, else within the tolerance."""
+
+    name: str
+    found: Callable[[], tuple[Tensor, ...]]
+    expected: Callable[[], tuple[Tensor, ...]]
+    exact: bool = True
+
+
+def ops_agree(place: Place) -> str:
+    """Tells every op that does not."""
+    device = place.device
+    layer = draw_layer(TOY if place.rehearsed else REAL, "zipf", DTYPE, device)
+    wrong, names = [], []
+    for op in (*_of_routing(layer), *_of_products(layer), *_of_ranks(device, place.rehearsed)):
+        names.append(op.name)
+        found, again = op.found(), op.found()
+        if any(not torch.equal(one, other) for one, other in zip(found, again, strict=True)):
+            wrong.append(f"{op.name} gives other bits the second time")
+        for one, right in zip(found, op.expected(), strict=True):
+            if op.exact and not torch.equal(one, right):
+                wrong.append(f"{op.name} differs from its reference")
+            elif not op.exact and not (error := relative_difference(one, right)) <= TOLERANCE[DTYPE]:
+                wrong.append(f"{op.name} is off by {error:.1e}")
+    require(not wrong, "; ".join(dict.fromkeys(wrong)))
+    return f"{len(names)} ops: {', '.join(names)}"
+
+
+def _of_routing(layer: Layer) -> Iterator[Op]:
+    E, P = layer.size.E, layer.expert_TK.numel()
+    routing = route_reference(layer.expert_TK, E)
+    first_G1, rows = routing.first_G1, 64
+    # Few values, so that many are equal.
+    score_TE = torch.randint(-3, 4, (layer.size.T, E), device=layer.x_TH.device).float()
+    yield Op(
+        "topk",
+        lambda: (topk_by_index(score_TE, layer.size.K),),
+        lambda: (score_TE.sort(dim=1, descending=True, stable=True).indices[:, : layer.size.K],),
+    )
+    yield Op("route", lambda: tuple(route(layer.expert_TK, E)), lambda: tuple(routing))
+    yield Op(
+        "tiles",
+        lambda: tuple(tile_table(first_G1, P, rows)[:3]),
+        lambda: tuple(tile_table_reference(first_G1, P, rows)[:3]),
+    )
+    yield Op("groups", lambda: (groups_by_size(first_G1),), lambda: (groups_by_size_reference(first_G1),))
+    given = (layer.x_TH, routing.entry_P, first_G1, layer.size.K)
+    yield Op("gather", lambda: (gather_rows(*given),), lambda: (gather_rows_reference(*given),))
+
+
+def _of_products(layer: Layer) -> Iterator[Op]:
+    E, K = layer.size.E, layer.size.K
+    x, dy, weight, gate_up, down = (
+        layer.x_TH,
+        layer.dy_TH,
+        layer.weight_TK,
+        layer.gate_up_EUH,
+        layer.down_EHI,
+    )
+    routing, P = route_reference(layer.expert_TK, E), layer.expert_TK.numel()
+    entries, row_TK, first = routing
+    blocks = blocks_of(ShapeClass.of(x, down, P, ACTIVATION), x.device)
+    matrix_G = torch.arange(E, dtype=torch.int32, device=x.device)
+    groups = OrderedGroups(entries, first, groups_by_size_reference(first))
+
+    def tiles(rows: int) -> RowGroups:
+        return RowGroups(first, tile_table_reference(first, P, rows), matrix_G)
+
+    def product(rows_PL: Tensor, matrices: Tensor, transposed: bool) -> Op:
+        block = blocks.down if transposed else blocks.input_gradient
+        table = tiles(block.rows).tiles
+        return Op(
+            "down" if transposed else "input gradient",
+            lambda: (grouped_gemm(rows_PL, matrices, first, table, matrix_G, block, transposed=transposed),),
+            lambda: (grouped_gemm_reference(rows_PL, matrices, first, matrix_G, transposed=transposed),),
+            exact=False,
+        )
+
+    h_PU, a_PI = up_reference(x, gate_up, routing, matrix_G, K, ACTIVATION)
+    yield Op(
+        "up",
+        lambda: up(x, gate_up, routing, tiles(blocks.up.rows).tiles, matrix_G, K, ACTIVATION, blocks.up),
+        lambda: (h_PU, a_PI),
+        exact=False,
+    )
+    yield product(a_PI, down, True)
+    y_PH = grouped_gemm_reference(a_PI, down, first, matrix_G, transposed=True)
+    for name, of in (("combine", weight), ("gather sum", None)):
+        yield Op(
+            name,
+            lambda of=of: (combine(y_PH, row_TK, of, DTYPE),),  # type: ignore[misc]
+            lambda of=of: (combine_reference(y_PH, row_TK, of, DTYPE),),  # type: ignore[misc]
+            exact=False,
+        )
+    back = blocks.activation_gradient
+    given = (dy, down, h_PU, weight, routing)
+    yield Op(
+        "activation gradient",
+        lambda: activation_gradient(*given, tiles(back.rows), ACTIVATION, back),
+        lambda: activation_gradient_reference(*given, matrix_G, ACTIVATION),
+        exact=False,
+    )
+    dh_PU = h_PU
+    yield product(dh_PU, gate_up, False)
+    outer = blocks.weight_gradient
+    yield Op(
+        "weight gradient of up",
+        lambda: (weight_gradient(dh_PU, x, groups, K, "right", outer),),
+        lambda: (weight_gradient_reference(dh_PU, x, entries, first, K, "right"),),
+        exact=False,
+    )
+    yield Op(
+        "weight gradient of down",
+        lambda: (weight_gradient(dy, a_PI, groups, K, "left", outer),),
+        lambda: (weight_gradient_reference(dy, a_PI, entries, first, K, "left"),),
+        exact=False,
+    )
+
+
+def _of_ranks(device: torch.device, rehearsed: bool) -> Iterator[Op]:
+    """What ranks make of each other's numbers: plans of all counts, and sums of owners."""
+    num_ranks = REHEARSED_RANKS if rehearsed else RANKS
+    num_experts, numbers = 2 * num_ranks, np.random.default_rng(0)
+    load = LoadMatrix(numbers.poisson(40, (num_ranks, num_experts)))
+    layout = ExpertLayout(np.arange(num_ranks * SLOTS).reshape(num_ranks, SLOTS) % num_experts, num_experts)
+    cluster = ClusterSpec(num_nodes=2, ranks_per_node=num_ranks // 2)
+    counts = torch.from_numpy(load.tokens_RE.copy()).to(device)
+    splits: tuple[Split, ...] = (EvenSplit(), Proportional(), FlowSplit())
+    for config in splits:
+        plan = split_tokens(load, layout, cluster, config)
+        yield Op(
+            f"{config.kind} split",
+            lambda config=config: (device_split(layout, cluster, config, device).tokens_RP(counts, 0),),  # type: ignore[misc]
+            lambda plan=plan: (tokens_by_replica(plan, device),),  # type: ignore[misc]
+        )
+    parts_NP = torch.randn(PARTS, TOY_COLUMNS if rehearsed else REAL_COLUMNS, device=device)
+    row_N = torch.tensor([1, 0, 1], device=device)
+    yield Op(
+        "ordered sum",
+        lambda: (ordered_sum(parts_NP, row_N, 2),),
+        lambda: (ordered_sum_reference(parts_NP, row_N, 2),),
+    )

@@ -1,0 +1,189 @@
+"""What must hold before a kernel's speed is shown: errors beside torch's own, bits, and life inside torch.
+
+Each check of ours gives a ``Verdict`` or raises what torch or Triton raised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Annotated, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from benchmarks.harness.contest import in_a_line
+from benchmarks.kernels.aot import Size
+from benchmarks.kernels.drawn_layer import Implementation, Layer, Results, Run, draw_layer
+from benchmarks.kernels.reference import relative_errors
+from moesys.kernels.experts.experts import ExpertMatrices, experts_backward, experts_forward, moe_experts
+from moesys.kernels.experts.tile_config import TileConfig, TileConfigs
+from moesys.kernels.routing.routing import route
+from moesys.lab.show.sheets import Column
+
+# Largest ‖found - right‖ / ‖right‖ at which a contestant is timed ...
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+# ... and of ours, times that of torch's grouped GEMM; below the floor, rounding of sums decides which is larger.
+MOST_OF_GROUPED = 1.5
+FLOOR = {torch.float32: 1e-6, torch.float16: 0.0, torch.bfloat16: 0.0}
+WARM_UPS = 3
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One check of ours: where, what, whether it holds, and in a few words how."""
+
+    where: Annotated[str, Column("where")]
+    what: Annotated[str, Column("what")]
+    holds: Annotated[bool, Column("verdict", lambda holds: "holds" if holds else "FAILS")]
+    says: Annotated[str, Column("how")]
+
+
+class Verdict(NamedTuple):
+    """Whether a check holds, and in a few words how."""
+
+    holds: bool
+    says: str
+
+
+def found_of(where: str, what: str, check: Callable[[], Verdict]) -> Finding:
+    """What ``check`` finds; one that raises does not hold."""
+    try:
+        return Finding(where, what, *check())
+    except Exception as error:
+        return Finding(where, what, False, in_a_line(error))
+
+
+def wrong_errors(errors: Mapping[str, float], dtype: torch.dtype, grouped: Sequence[Mapping[str, float]] = ()) -> str:
+    """Why ``errors`` are too large, "" where they are not.
+
+    ``grouped``: the errors of torch's grouped GEMM on the same layer, the least of which bound ours.
+    """
+    found = []
+    for name, error in errors.items():
+        bounds = [TOLERANCE[dtype], *(max(MOST_OF_GROUPED * other[name], FLOOR[dtype]) for other in grouped)]
+        if not error <= min(bounds):
+            found.append(f"{name} is off by {error:.1e}, {min(bounds):.1e} is the most")
+    return "; ".join(found)
+
+
+def same_bits(layer: Layer, runs: int) -> Verdict:
+    """Forward and backward again and again."""
+    run = ours_on(layer)
+    first = run.results()
+    for _ in range(runs - 1):
+        differs = different(run.results(), first)
+        if differs:
+            return Verdict(False, f"{differs} differ from run to run")
+    return Verdict(True, f"{runs} runs")
+
+
+def same_bits_in_other_blocks(layer: Layer) -> Verdict:
+    """Other tiles of the same contraction."""
+    x_TH, weight_TK, dtype = layer.x_TH, layer.weight_TK, layer.x_TH.dtype
+    contraction = 32 if dtype == torch.float32 or x_TH.device.type == "cpu" else 64
+    blocks = TileConfigs.all_of(TileConfig(rows=64, columns=64, contraction=contraction, warps=4, stages=3, raster=3))
+    matrix_G = torch.arange(layer.size.E, dtype=torch.int32, device=x_TH.device)
+    matrices = ExpertMatrices(layer.gate_up_EUH, layer.down_EHI, matrix_G, "swiglu")
+    routing = route(layer.expert_TK, layer.size.E)
+    y_TH, kept = experts_forward(x_TH, routing, weight_TK, matrices, blocks)
+    gradients = experts_backward(layer.dy_TH, x_TH, weight_TK, matrices, kept, blocks, dtype)
+    differs = different((y_TH, *gradients), ours_on(layer).results())
+    says = f"{differs} differ" if differs else f"tiles of {blocks.up.rows}x{blocks.up.columns}"
+    return Verdict(not differs, says)
+
+
+def compiled_whole(layer: Layer) -> Verdict:
+    """``torch.compile(fullgraph=True)`` of a module with a residual around the experts."""
+    backend = "inductor" if layer.x_TH.is_cuda else "aot_eager"
+    compiled = torch.compile(_Residual(), fullgraph=True, backend=backend)
+    return _as_plain(layer, compiled, backend)
+
+
+def recomputed(layer: Layer) -> Verdict:
+    """Activation checkpointing."""
+
+    def again(*arguments: Tensor) -> Tensor:
+        y_TH: Tensor = checkpoint(_Residual(), *arguments, use_reentrant=False)
+        return y_TH
+
+    return _as_plain(layer, again, "use_reentrant=False")
+
+
+def graph_replayed(layer: Layer, other: Layer) -> Verdict:
+    """A CUDA graph of forward and backward, captured on one layer's numbers and replayed on another's."""
+    held = replace(
+        layer,
+        **{name: getattr(layer, name).clone() for name in ("x_TH", "dy_TH", "expert_TK", "weight_TK")},
+    )
+    run = ours_on(held)
+    aside = torch.cuda.Stream()
+    aside.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(aside):
+        for _ in range(WARM_UPS):
+            run.results()
+    torch.cuda.current_stream().wait_stream(aside)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run.results()
+    for name in ("x_TH", "dy_TH", "expert_TK", "weight_TK"):
+        getattr(held, name).copy_(getattr(other, name))
+    graph.replay()
+    torch.cuda.synchronize()
+    differs = different(captured, ours_on(held).results())
+    says = f"{differs} differ on new data" if differs else "replayed on new data"
+    return Verdict(not differs, says)
+
+
+def far_offsets(size: Size, dtype: torch.dtype, device: torch.device) -> Verdict:
+    """Rows, matrices and their gradients at both ends of tensors that int32 cannot number the elements of."""
+    layer = draw_layer(size, "uniform", dtype, device)
+    # Tokens in order of their experts, so that the first and last rows of every tensor belong to the outer experts.
+    in_order_TK = (torch.arange(size.T, device=device) * size.E // size.T)[:, None]
+    layer = replace(layer, expert_TK=in_order_TK)
+    outer = relative_errors(*_outer_experts(layer, ours_on(layer).results()))
+    wrong = wrong_errors(outer, dtype)
+    rows = size.T * size.K
+    largest = min(rows * 2 * size.I, rows * size.H, size.E * size.H * size.I)
+    says = wrong or f"h, y and every matrix have {largest:.3g} elements or more; errors to {max(outer.values()):.1e}"
+    return Verdict(not wrong, says)
+
+
+def _outer_experts(layer: Layer, found: Results) -> tuple[Layer, Results]:
+    """The layer of the first and last expert and their tokens, each of which has one choice; and its results."""
+    last = layer.size.E - 1
+    token_N = ((layer.expert_TK[:, 0] == 0) | (layer.expert_TK[:, 0] == last)).nonzero().flatten()
+    outer = torch.tensor([0, last], device=token_N.device)
+    part = Layer(
+        layer.size._replace(T=len(token_N), E=2, K=1),
+        layer.x_TH[token_N],
+        layer.dy_TH[token_N],
+        (layer.expert_TK[token_N] == last).long(),
+        layer.weight_TK[token_N],
+        layer.gate_up_EUH[outer],
+        layer.down_EHI[outer],
+    )
+    return part, Results(*(tensor[token_N] for tensor in found[:3]), *(tensor[outer] for tensor in found[3:]))
+
+
+class _Residual(nn.Module):
+    def forward(self, x_TH: Tensor, expert_TK: Tensor, weight_TK: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
+        return x_TH + moe_experts(x_TH, expert_TK, weight_TK, gate_up, down)
+
+
+def _as_plain(layer: Layer, other: Callable[..., Tensor], how: str) -> Verdict:
+    """Whether ``other`` gives the bits of ``_Residual``."""
+    plain, found = (Run(Implementation(experts), layer).results() for experts in (_Residual(), other))
+    differs = different(found, plain)
+    return Verdict(not differs, f"{differs} differ" if differs else f"{how}, equal bits")
+
+
+def ours_on(layer: Layer) -> Run:
+    return Run(Implementation(moe_experts), layer)
+
+
+def different(found: Iterable[Tensor | None], expected: Results) -> str:
+    """The names of results whose bits differ."""
+    pairs = zip(Results._fields, found, expected, strict=True)
+    return ", ".join(name for name, left, right in pairs if left is None or not torch.equal(left, right))

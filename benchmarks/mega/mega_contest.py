@@ -1,0 +1,330 @@
+"""MegaKernels beside Sequential, forward and backward, over links of a declared pace: bits first, then times.
+
+On a GPU the ranks are virtual: all on one device, each with a stream and its share of the multiprocessors. Without one
+the same runs in Triton's interpreter, on a toy, with a process a rank, where times mean nothing.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.harness.contest import Case, Contestant, Outcome, differing, hold, in_words, of_all_ranks
+from benchmarks.harness.meters import CpuMeter, GpuMeter
+from benchmarks.kernels.aot import SIZES, Size
+from benchmarks.kernels.kernels_contest import DTYPES, require_device
+from benchmarks.mega.ranks_layer import DIRECTIONS, MegaRun, RanksLayer, draw_layer, regions_of
+from benchmarks.mega.stand_alone import StandAloneRun, stand_alone_runs
+from moesys.config import MegaKernel
+from moesys.kernels.mega.arguments import MegaMemory
+from moesys.kernels.symmetric.heap import Heap
+from moesys.kernels.symmetric.pacing import paced_link
+from moesys.lab.ranks.pool import LocalRanks, RankTimeouts
+from moesys.lab.runs.stopwatch import Spread
+from moesys.lab.show.reports import Report, publish
+from moesys.lab.show.sheets import Column, Sheet
+from moesys.lab.show.steps import steps_told
+from moesys.overlap.stages import side_by_side
+
+ON_GPU_RANKS, ON_GPU_BIT_RUNS = 4, 20
+TOY = Size("toy", 12, 32, 16, 4, 2)
+TOY_RANKS, TOY_BIT_RUNS = 2, 2
+RANKS_TIMEOUT_S = 600.0
+
+# Sequential by the same kernels, launched one after another, and by stand-alone ones.
+SEQUENTIAL, STAND_ALONE = "sequential", "stand-alone kernels"
+WHOLE = "forward + backward"
+UNFUSED = MegaKernel(fused="none", overlap_weight_gradients=False)
+# What a rank's share of the multiprocessors is multiplied by: communication alone may be quicker with fewer.
+SHARES = {SEQUENTIAL: 1.0, f"{SEQUENTIAL}, 3/4 of programs": 0.75, f"{SEQUENTIAL}, 1/2 of programs": 0.5}
+# Planned by its forward, and so by the graph that has captured it; all others' plan is made beforehand.
+ON_DEVICE = "fused, planned on the device"
+POINTS = {
+    "fused": MegaKernel(),
+    ON_DEVICE: MegaKernel(),
+    "fused, no weight gradients beside": MegaKernel(overlap_weight_gradients=False),
+    "fused dispatch": UNFUSED.replace(fused="dispatch"),
+    "fused combine": UNFUSED.replace(fused="combine"),
+    "fetches first": MegaKernel(dispatch_share=1.0),
+    "fetches when needed": MegaKernel(dispatch_share=0.0),
+    "pushes as tasks": MegaKernel(combine_share=0.25, reduce_share=0.25),
+    "experts, de-duplicated": MegaKernel(granularity="expert", deduplicate=True),
+}
+
+
+@dataclass(frozen=True)
+class MegaContest:
+    """What is asked for; ``gb_per_s`` of each rank's link."""
+
+    size: Size
+    num_ranks: int
+    dtype: torch.dtype
+    points: Mapping[str, MegaKernel]
+    gb_per_s: float
+    repeats: int
+    bit_runs: int
+    device: torch.device
+
+
+def asked_for(
+    size: str = "qwen3-30b",
+    *,
+    dtype: str = "bfloat16",
+    gb_per_s: float = 100.0,
+    num_tokens: int | None = None,
+    repeats: int = 9,
+    device: str = "cuda",
+) -> MegaContest:
+    """From the words of a command line. Raises ValueError for one that is not known, or without the device."""
+    require_device(
+        device,
+        dtype,
+        without_gpu=(
+            "MegaKernels are timed on a GPU, and torch finds none here; --device cpu with TRITON_INTERPRET=1 rehearses "
+            "this command on a toy, and moesys run experiments/mega_interpret.py trains with them"
+        ),
+    )
+    if gb_per_s <= 0:
+        raise ValueError(f"gb_per_s={gb_per_s:g} must be more than 0, the pace of a rank's link")
+    if device == "cpu":
+        chosen, num_ranks, bit_runs, share = TOY, TOY_RANKS, TOY_BIT_RUNS, 4
+    else:
+        by_name = {known.name: known for known in SIZES}
+        if size not in by_name:
+            raise ValueError(f"size={size!r} is not known; use one of {', '.join(by_name)}")
+        num_ranks, bit_runs = ON_GPU_RANKS, ON_GPU_BIT_RUNS
+        chosen = by_name[size]._replace(T=by_name[size].T // num_ranks)
+        share = torch.cuda.get_device_properties(device).multi_processor_count // num_ranks
+    return MegaContest(
+        chosen if num_tokens is None else chosen._replace(T=num_tokens),
+        num_ranks,
+        DTYPES[dtype],
+        points_of(share),
+        gb_per_s,
+        repeats,
+        bit_runs,
+        torch.device(device),
+    )
+
+
+def points_of(share: int) -> dict[str, MegaKernel]:
+    """By name; ``share``: the programs of a rank, which so all are resident together (``overlap.stages``)."""
+    sequential = {name: UNFUSED.replace(programs=max(1, int(share * part))) for name, part in SHARES.items()}
+    return sequential | {name: point.replace(programs=share) for name, point in POINTS.items()}
+
+
+@dataclass(frozen=True)
+class MegaRow:
+    """wrong: why a contestant was not timed, "" where it was. samples_ms: of all ranks, by direction and repetition.
+
+    x: how many times longer the best sequential one takes.
+    """
+
+    name: Annotated[str, Column("contestant")]
+    wrong: str
+    samples_ms: dict[str, list[float]]
+    ms: Annotated[dict[str, Spread], Column("{}, ms")]
+    x: Annotated[dict[str, Spread], Column("{}, x")]
+
+    @property
+    def bits(self) -> Annotated[str, Column("bits", after="name")]:
+        return self.wrong or "equal"
+
+
+def rows_of(outcomes: Mapping[str, Outcome]) -> list[MegaRow]:
+    """Of all contestants, each beside the quickest of the same kernels without overlap."""
+    samples_of = {name: _with_whole(outcome.samples_ms) for name, outcome in outcomes.items()}
+    sequential = [samples_ms for name, samples_ms in samples_of.items() if name.startswith(SEQUENTIAL) and samples_ms]
+    best_ms = {
+        direction: min((samples_ms[direction] for samples_ms in sequential), key=statistics.median)
+        for direction in (sequential[0] if sequential else ())
+    }
+    return [
+        MegaRow(
+            name,
+            outcome.wrong,
+            outcome.samples_ms,
+            {direction: Spread.of(of_ms) for direction, of_ms in samples_of[name].items()},
+            {
+                direction: Spread.of_ratios(best_ms[direction], of_ms)
+                for direction, of_ms in samples_of[name].items()
+                if direction in best_ms
+            },
+        )
+        for name, outcome in outcomes.items()
+    ]
+
+
+def _with_whole(samples_ms: Mapping[str, list[float]]) -> dict[str, list[float]]:
+    """With both directions of a repetition together."""
+    whole = {WHOLE: [sum(both) for both in zip(*samples_ms.values(), strict=True)]} if samples_ms else {}
+    return {**samples_ms, **whole}
+
+
+def main(asked: MegaContest, out: Path | None = None) -> int:
+    """Checks, times, prints; 1 if a bit differs. ``out``: a folder for all numbers and a page of tables."""
+    meter = GpuMeter(asked.device) if asked.device.type == "cuda" else CpuMeter()
+    layer = draw_layer(asked.size, asked.num_ranks, asked.dtype, asked.device)
+    with steps_told("overlap mega", len(asked.points) + 2) as tell:
+        outcomes = (_on_streams if asked.device.type == "cuda" else _on_processes)(asked, layer, tell)
+    rows = rows_of(outcomes)
+    page = json_path = None
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        page, json_path = out / "overlap_mega.md", out / "overlap_mega.json"
+    publish(_report(asked, layer, meter.source, meter.machine, rows), page=page, json_path=json_path)
+    return int(any(row.wrong for row in rows))
+
+
+def _report(asked: MegaContest, layer: RanksLayer, source: str, machine: str, rows: Sequence[MegaRow]) -> Report:
+    """``source``: "measured" on a GPU; "rehearsed" elsewhere, where times mean nothing."""
+    _, T, H, I, E, K = asked.size
+    away_bytes = max(layer.away_bytes(rank) for rank in range(asked.num_ranks))
+    dtype = str(asked.dtype).removeprefix("torch.")
+    graphs = ", eager and as CUDA graphs" if source == "measured" else ""
+    notes = [
+        f"{machine}; {dtype}",
+        f"{asked.size.name}: {asked.num_ranks} ranks of {T} tokens, H={H}, I={I}, E={E}, K={K}. A rank's link "
+        f"carries {asked.gb_per_s:g} GB/s by the device's clock: {link_ms(away_bytes, asked.gb_per_s):.3g} ms for the "
+        f"{away_bytes / 1e6:.3g} MB of a dispatch or a combine, and each direction has one of both.",
+        f"ms: all ranks, median [p20, p80] of {asked.repeats} repetitions, contestants taking turns. x: the best "
+        f"'{SEQUENTIAL}' of the same repetition over it, above 1 is faster: the same kernels launched one after "
+        f"another, with as many programs as suit them. '{STAND_ALONE}': copies, and kernels that have the whole "
+        "device to themselves.",
+        f"Bits: output, dx and all gradients equal those of '{STAND_ALONE}' in each of {asked.bit_runs} "
+        f"runs{graphs}. What differs is not timed.",
+        "Virtual ranks share one GPU's multiprocessors, L2 cache and memory. That shows what is hidden behind what "
+        "when a link has this pace, and what the queue and the flags cost. It does not show NVLink's latency, its "
+        "pace under many small transfers, contention at a receiver, or clocks of several GPUs.",
+    ]
+    data = {
+        "machine": machine,
+        "size": asked.size._asdict(),
+        "num_ranks": asked.num_ranks,
+        "dtype": dtype,
+        "gb_per_s": asked.gb_per_s,
+        "away_bytes": away_bytes,
+        "repeats": asked.repeats,
+        "bit_runs": asked.bit_runs,
+        "contestants": rows,
+    }
+    subject = "MegaKernels over paced links"
+    title = f"{subject}, {source}: {machine.partition(',')[0]}"
+    return Report("overlap mega", title, source, [Sheet(f"{source.upper()}: {subject}", rows, notes)], data=data)
+
+
+def link_ms(num_bytes: int, gb_per_s: float) -> float:
+    return num_bytes / gb_per_s / 1e6
+
+
+# --- ranks that share a GPU -------------------------------------------------------------------------------
+
+
+@dataclass
+class _Together:
+    """Ranks of one contestant that share a device: eager until ``capture``, then as two CUDA graphs."""
+
+    runs: Sequence[MegaRun | StandAloneRun]
+    streams: Sequence[torch.cuda.Stream]
+    graphs: dict[str, torch.cuda.CUDAGraph] = field(default_factory=dict)
+
+    def step(self, direction: str) -> None:
+        if direction in self.graphs:
+            self.graphs[direction].replay()
+        else:
+            side_by_side([run.stages(direction) for run in self.runs], self.streams)
+
+    def capture(self) -> None:
+        for direction in DIRECTIONS:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                self.step(direction)
+            self.graphs[direction] = graph
+
+    def results(self, first_rank: int = 0) -> dict[str, Tensor]:
+        """Of a forward and backward; names tell the rank."""
+        for direction in DIRECTIONS:
+            self.step(direction)
+        of_ranks = enumerate(self.runs, first_rank)
+        return {f"{name} of rank {rank}": of for rank, run in of_ranks for name, of in run.results.items()}
+
+    def contestant(self) -> Contestant:
+        """Checked by whoever runs it as often as is asked for."""
+        return Contestant(lambda: self, {direction: partial(self.step, direction) for direction in DIRECTIONS})
+
+
+def _on_streams(asked: MegaContest, layer: RanksLayer, tell: Callable[[str], None]) -> dict[str, Outcome]:
+    heaps = Heap.virtual(regions_of(layer, list(asked.points.values())), asked.num_ranks, asked.device)
+    memories = [MegaMemory(heap) for heap in heaps]
+    for memory in memories:
+        memory.pace = paced_link(asked.gb_per_s, asked.device)
+    streams = [torch.cuda.Stream(asked.device) for _ in memories]
+    runs: dict[str, Sequence[MegaRun | StandAloneRun]] = {
+        STAND_ALONE: stand_alone_runs(layer, [memory.pace for memory in memories])
+    }
+    for name, point in asked.points.items():
+        runs[name] = [MegaRun(layer, rank, point, memory, name == ON_DEVICE) for rank, memory in enumerate(memories)]
+    together = {name: _Together(of_ranks, streams) for name, of_ranks in runs.items()}
+    expected = {name: of.clone() for name, of in together[STAND_ALONE].results().items()}
+
+    def wrong(_: str, contestant: _Together) -> str:
+        return _wrong_bits(contestant, expected, memories, asked.bit_runs)
+
+    setups = {name: of.contestant for name, of in together.items()}
+    return hold(Case(setups, wrong, stopwatch=GpuMeter(asked.device).ms), asked.repeats, tell)
+
+
+def _wrong_bits(
+    contestant: _Together, expected: Mapping[str, Tensor], memories: Sequence[MegaMemory], bit_runs: int
+) -> str:
+    """Runs again and again, captures it, and runs the graphs as often. "" where all bits are as expected."""
+    for captured in (False, True):
+        if captured:
+            contestant.capture()
+        for _ in range(bit_runs):
+            results = contestant.results()
+            for memory in memories:
+                memory.watch.wait()
+            if differ := differing(results, expected):
+                return in_words(differ) + " in a CUDA graph" * captured
+    return ""
+
+
+# --- a process a rank -------------------------------------------------------------------------------------
+
+
+def _on_processes(asked: MegaContest, layer: RanksLayer, tell: Callable[[str], None]) -> dict[str, Outcome]:
+    tell(f"bits of {STAND_ALONE}")
+    runs = stand_alone_runs(layer, [paced_link(asked.gb_per_s, asked.device) for _ in range(asked.num_ranks)])
+    expected = _Together(runs, ()).results()
+    tell("bits and times of MegaKernels")
+    environment, timeouts = {"TRITON_INTERPRET": "1"}, RankTimeouts(run_s=RANKS_TIMEOUT_S)
+    with LocalRanks(asked.num_ranks, environment=environment, timeouts=timeouts) as ranks:
+        by_rank = ranks.run(_on_rank, asked, expected)
+    return {STAND_ALONE: Outcome(), **of_all_ranks(by_rank)}
+
+
+def _on_rank(asked: MegaContest, expected: Mapping[str, Tensor]) -> dict[str, Outcome]:
+    assert dist.group.WORLD is not None
+    rank = dist.get_rank()
+    layer = draw_layer(asked.size, asked.num_ranks, asked.dtype, asked.device)
+    memory = MegaMemory(Heap.between_processes(regions_of(layer, list(asked.points.values())), dist.group.WORLD))
+    memory.pace = paced_link(asked.gb_per_s, asked.device)
+    runs = {name: MegaRun(layer, rank, point, memory, name == ON_DEVICE) for name, point in asked.points.items()}
+    own = {name: right for name, right in expected.items() if name.endswith(f" of rank {rank}")}
+
+    def wrong(_: str, alone: _Together) -> str:
+        """All runs are run, as other ranks wait for them; the first that differs is told."""
+        found = [differing(alone.results(rank), own) for _ in range(asked.bit_runs)]
+        return in_words(next(filter(None, found), []))
+
+    setups = {name: _Together([run], ()).contestant for name, run in runs.items()}
+    return hold(Case(setups, wrong, before=dist.barrier), asked.repeats)

@@ -1,0 +1,428 @@
+"""The bench of the kernels, rehearsed on a toy: it checks, times what is right, and survives its contestants."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from typer.testing import CliRunner
+
+from benchmarks.__main__ import app
+from benchmarks.harness.meters import Bytes, CpuMeter, GpuMeter
+from benchmarks.kernels import checks, contestants, peers
+from benchmarks.kernels import kernels_contest as contest
+from benchmarks.kernels.aot import Size
+from benchmarks.kernels.checks import wrong_errors
+from benchmarks.kernels.contestants import GROUPED, OURS, grouped_mm_experts
+from benchmarks.kernels.drawn_layer import Implementation, Layer, Results, Run, draw_layer, draw_routing
+from benchmarks.kernels.measured_layer import FLOPS, Measured, measure_layer
+from benchmarks.kernels.reference import relative_errors
+
+# Rows of a multiple of 16 bytes, as torch's grouped GEMM wants them.
+TINY = Size("tiny", 10, 16, 8, 3, 2)
+FAR = Size("far tiny", 8, 16, 8, 3, 1)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def _tiny_scale(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contest, "IN_INTERPRETER", contest.Scale((TINY,), TINY, FAR, bit_runs=2))
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["kernels", *arguments])
+    return result.exit_code, result.output
+
+
+def rehearse(*arguments: str) -> tuple[int, str]:
+    return run("--device", "cpu", "--dtype", "float32", *arguments)
+
+
+def layer(dtype: torch.dtype = torch.float32, routing: str = "uniform", seed: int = 0) -> Layer:
+    return draw_layer(TINY, routing, dtype, CPU, seed)
+
+
+def grouped_on(layer: Layer) -> Run:
+    return Run(Implementation(grouped_mm_experts), layer)
+
+
+# --- the whole -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_rehearsal_checks_and_times_everything(tmp_path: Path) -> None:
+    names = (OURS, "grouped_mm", "transformers")
+    code, output = rehearse(
+        *("--contestants", ",".join(names), "--routing", "zipf,router", "--repeats", "1"),
+        *("--peer", f"sonicmoe={tmp_path}", "--out", str(tmp_path / "found")),
+    )
+    assert code == 0, output
+    assert "REHEARSED: times" in output
+    assert "MEASURED" not in output
+    found = json.loads((tmp_path / "found" / "kernels.json").read_text())
+    assert (found["source"], found["dtype"], found["repeats"]) == ("rehearsed", "float32", 1)
+    rows = {(row["routing"], row["contestant"]): row for row in found["measured"]}
+    assert rows.keys() == {(routing, name) for routing in ("zipf", "router") for name in names}
+    for row in rows.values():
+        assert row["wrong"] == ""
+        assert row["errors"].keys() == set(Results._fields)
+        assert max(row["errors"].values()) < 1e-5
+        assert row["samples_ms"].keys() == FLOPS.keys()
+        assert all(len(samples) == 1 and min(samples) > 0 for samples in row["samples_ms"].values())
+    assert all(finding["holds"] for finding in found["findings"])
+    assert {finding["what"] for finding in found["findings"]} == {
+        *("torch.compile(fullgraph=True)", "activation checkpointing", "offsets"),
+        *("equal bits", "equal bits in other tiles"),
+    }
+    assert f"{tmp_path} has no folder sonicmoe" in found["absent"]["sonicmoe"]
+    page = (tmp_path / "found" / "kernels.md").read_text()
+    assert page.startswith("# Kernels of one device, ")
+    assert "| tiny | zipf | transformers |" in page
+    assert "absent: sonicmoe, ImportError" in page
+
+
+def test_what_is_wrong_of_ours_is_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = contestants.moe_experts
+    monkeypatch.setattr(contestants, "moe_experts", lambda *inputs: right(*inputs) * 1.001)
+    code, output = rehearse(
+        *("--contestants", f"{OURS},grouped_mm", "--routing", "uniform", "--repeats", "1"),
+        *("--no-extras", "--out", str(tmp_path)),
+    )
+    assert code == 1
+    assert "y is off by 1.0e-03, 1.0e-06 is the most" in output
+    rows = {row["contestant"]: row for row in json.loads((tmp_path / "kernels.json").read_text())["measured"]}
+    assert rows[OURS]["samples_ms"] == {}
+    assert rows["grouped_mm"]["samples_ms"] != {}
+
+
+def test_a_machine_without_a_gpu_is_told_what_it_can_do() -> None:
+    code, output = run()
+    words = " ".join(output.replace("│", " ").split())
+    assert code == 2
+    assert "torch finds none here; --aot compiles and reads them without one" in words
+    assert "--device cpu with TRITON_INTERPRET=1 rehearses" in words
+
+
+def test_kernels_are_not_interpreted_beside_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(ValueError, match="unset TRITON_INTERPRET"):
+        contest.asked_for()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--size", "huge"), "size='huge' is not known; use all or some of tiny"),
+        (("--routing", "zipf,even"), "routing='even' is not known; use all or some of uniform, balanced"),
+        (("--contestants", "sonic"), "contestant='sonic' is not known; use some of grouped_mm, transformers"),
+        (("--peer", "scattermoe"), "peer='scattermoe' names no folder; use NAME=DIR"),
+        (("--peer", "momoe=."), "peer='momoe' is not known; use some of scattermoe, liger, sonicmoe"),
+        (("--dtype", "float64"), "dtype='float64' is not known; use one of bfloat16, float16, float32"),
+        (("--json", "found.json"), "--json is for --aot alone; to keep what is timed give --out DIR"),
+        (("--aot", "--tune"), "--aot and --tune are two commands; give one of them"),
+    ],
+    ids=["size", "routing", "contestant", "folder", "peer", "dtype", "file", "two commands"],
+)
+def test_what_cannot_be_run_is_refused(arguments: tuple[str, ...], message: str) -> None:
+    code, output = run("--device", "cpu", *arguments)
+    assert code == 2
+    assert message in " ".join(output.replace("│", " ").split())
+
+
+def test_it_needs_no_planner_and_no_experiment() -> None:
+    """A GPU image may have neither pydantic nor OR-Tools."""
+    absent = "import sys; sys.modules.update(dict.fromkeys(('pydantic', 'ortools', 'numba', 'scipy', 'transformers')));"
+    code = f"{absent} import benchmarks.__main__, benchmarks.kernels.kernels_contest"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+# --- contestants that fail -----------------------------------------------------------------------------------
+
+
+def failing(calls: int) -> Implementation:
+    """Computes so many times, and then raises as a full GPU does."""
+    left = iter(range(calls))
+
+    def experts(*inputs: Tensor) -> Tensor:
+        if next(left, None) is None:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 7 GiB.\nMore lines")
+        return grouped_mm_experts(*inputs)
+
+    return Implementation(experts)
+
+
+@pytest.mark.parametrize("calls", [0, 1, 3, 6], ids=["checked", "counted", "forward", "backward"])
+def test_a_contestant_that_raises_is_a_line_and_the_rest_goes_on(calls: int) -> None:
+    here = {"fails": failing(calls), "grouped_mm": Implementation(grouped_mm_experts)}
+    rows, _ = measure_layer(TINY, "uniform", here, _CountingMeter(), torch.float32, 2, 2, lambda _: None)
+    failed, whole = rows
+    assert failed.wrong == "OutOfMemoryError: CUDA out of memory. Tried to allocate 7 GiB."
+    assert failed.samples_ms == {}
+    assert whole.wrong == ""
+    assert {name: len(samples) for name, samples in whole.samples_ms.items()} == dict.fromkeys(FLOPS, 2)
+
+
+class _CountingMeter(CpuMeter):
+    """Runs what is counted, as a GPU's does."""
+
+    def bytes_of(self, forward: Callable[[], Tensor], backward_of: Callable[[Tensor], object]) -> Bytes | None:
+        backward_of(forward())
+        return Bytes(1, 2)
+
+
+def test_a_layer_that_does_not_fit_is_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> Layer:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr("benchmarks.kernels.measured_layer.draw_layer", full)
+    code, output = rehearse("--contestants", f"{OURS},grouped_mm", "--routing", "uniform", "--no-extras")
+    assert code == 1
+    assert output.count("OutOfMemoryError: no room") == 2
+
+
+def test_extras_that_cannot_be_drawn_are_lines_and_the_rest_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> Layer:
+        raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(contest, "draw_layer", full)
+    code, output = rehearse("--contestants", f"{OURS},grouped_mm", "--routing", "uniform", "--repeats", "0")
+    assert code == 1
+    assert output.count("OutOfMemoryError: no room") == 2
+    assert "tiles of 64x64" in output
+
+
+def test_a_folder_that_cannot_be_written_to_is_known_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contest, "_layer", lambda *_: pytest.fail("measured already"))
+    (tmp_path / "file").write_text("")
+    with pytest.raises(OSError, match="file"):
+        contest.main(contest.asked_for(device="cpu", dtype="float32", extras=False), tmp_path / "file" / "found")
+
+
+# --- what is compared ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("routing", ["uniform", "k-experts"], ids=["uniform", "experts without tokens"])
+def test_the_reference_is_autograd_in_float64(routing: str) -> None:
+    drawn = layer(routing=routing)
+    leaves = [
+        tensor.double().requires_grad_() for tensor in (drawn.x_TH, drawn.weight_TK, drawn.gate_up_EUH, drawn.down_EHI)
+    ]
+    x, weight, gate_up, down = leaves
+    y_TH = torch.zeros_like(x)
+    for k in range(TINY.K):
+        expert_T = drawn.expert_TK[:, k]
+        gate, up = torch.einsum("tuh,th->tu", gate_up[expert_T], x).chunk(2, dim=1)
+        a_TI = torch.nn.functional.silu(gate) * up
+        y_TH = y_TH + weight[:, k, None] * torch.einsum("thi,ti->th", down[expert_T], a_TI)
+    dx, dweight, dgate_up, ddown = torch.autograd.grad(y_TH, leaves, drawn.dy_TH.double())
+    errors = relative_errors(drawn, Results(y_TH.detach(), dx, dweight, dgate_up, ddown))
+    assert max(errors.values()) < 1e-6
+
+
+@pytest.mark.parametrize("name", Results._fields)
+def test_an_error_shows_where_it_is(name: str) -> None:
+    drawn = layer()
+    found = grouped_on(drawn).results()
+    errors = relative_errors(drawn, found._replace(**{name: getattr(found, name) * 1.01}))
+    assert errors.pop(name) == pytest.approx(0.01, rel=1e-3)
+    assert max(errors.values()) < 1e-6
+    with_nan = getattr(found, name).clone()
+    with_nan.view(-1)[-1] = torch.nan
+    assert relative_errors(drawn, found._replace(**{name: with_nan}))[name] == torch.inf
+
+
+def test_another_shape_is_wrong_altogether() -> None:
+    drawn = layer()
+    found = grouped_on(drawn).results()
+    assert set(relative_errors(drawn, found._replace(dx=found.dx[:1])).values()) == {torch.inf}
+
+
+def test_errors_are_bounded_by_the_least_of_torch() -> None:
+    grouped = [{"y": 2e-3}, {"y": 1e-3}]
+    assert wrong_errors({"y": 1.4e-3}, torch.bfloat16, grouped) == ""
+    assert wrong_errors({"y": 1.6e-3}, torch.bfloat16, grouped) == "y is off by 1.6e-03, 1.5e-03 is the most"
+    assert wrong_errors({"y": 1.9e-2}, torch.bfloat16) == ""
+    assert wrong_errors({"y": torch.nan}, torch.bfloat16) == "y is off by nan, 2.0e-02 is the most"
+
+
+def test_bits_that_change_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn, runs = layer(), iter(range(9))
+
+    def drifting(*inputs: Tensor) -> Tensor:
+        return grouped_mm_experts(*inputs) + (1e-6 if next(runs) == 2 else 0.0)
+
+    monkeypatch.setattr(checks, "moe_experts", drifting)
+    finding = checks.same_bits(drawn, 3)
+    assert (finding.holds, finding.says) == (False, "y differ from run to run")
+    assert not checks.same_bits_in_other_blocks(drawn).holds
+
+
+def test_a_wrong_far_row_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def forgetting(*inputs: Tensor) -> Tensor:
+        y_TH = grouped_mm_experts(*inputs)
+        return torch.cat([y_TH[:-1], torch.zeros_like(y_TH[:1])])
+
+    monkeypatch.setattr(checks, "moe_experts", forgetting)
+    finding = checks.far_offsets(FAR, torch.float32, CPU)
+    assert not finding.holds
+    assert "y is off by" in finding.says
+
+
+# --- choices -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["uniform", "balanced", "zipf", "k-experts"])
+def test_choices_are_distinct_and_drawn_again_alike(name: str) -> None:
+    T, E, K = 64, 16, 4
+    first, again = (draw_routing(name, T, E, K, torch.Generator().manual_seed(1)) for _ in range(2))
+    assert torch.equal(first, again)
+    assert (first.shape, first.dtype) == ((T, K), torch.int64)
+    assert all(len(set(row)) == K and min(row) >= 0 and max(row) < E for row in first.tolist())
+    count_E = torch.bincount(first.flatten(), minlength=E)
+    match name:
+        case "balanced":
+            assert (count_E == T * K // E).all()
+        case "k-experts":
+            assert sorted(count_E.tolist()) == [0] * (E - K) + [T] * K
+        case "zipf":
+            assert count_E.max() > 2.5 * count_E.float().mean()
+        case "uniform":
+            assert count_E.max() < 2 * count_E.float().mean()
+
+
+def test_the_routers_choices_are_what_the_layer_is_checked_on() -> None:
+    drawn = layer(routing="router")
+    grouped = grouped_on(drawn)
+    torch.testing.assert_close(grouped.forward().detach(), grouped.results().y)
+    dx, drouter, *_ = grouped.forward_backward()
+    assert drouter.shape == (TINY.E, TINY.H)
+    assert not torch.equal(dx, grouped.results().dx)
+
+
+# --- peers ---------------------------------------------------------------------------------------------------
+
+SONIC = '''
+import torch
+
+def moe_general_routing_inputs(x, scores, tokens, experts, w1, b1, w2, b2, E, stream_id, activation_type,
+                               is_inference_mode_enabled):
+    """Token by token; rows of the gate are even, those of up odd; matrices are [2I, H, E] and [H, I, E]."""
+    assert (tokens.diff() >= 0).all() and tokens.dtype == experts.dtype == torch.int32
+    y = torch.zeros_like(x)
+    for score, token, expert in zip(scores, tokens.tolist(), experts.tolist()):
+        h = w1[:, :, expert] @ x[token]
+        a = torch.nn.functional.silu(h[0::2]) * h[1::2]
+        y = y + torch.nn.functional.one_hot(torch.tensor(token), len(x))[:, None] * (score * (w2[:, :, expert] @ a))
+    return y, None
+'''
+
+
+def test_sonicmoes_layout_is_converted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside a stand-in of its entry in plain torch; its kernels need a GPU."""
+    package = tmp_path / "sonicmoe"
+    (package / "functional").mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "functional" / "__init__.py").write_text(SONIC)
+    (package / "enums.py").write_text("class ActivationType:\n    SWIGLU = 'swiglu'\n")
+    monkeypatch.setattr(sys, "path", sys.path[:])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
+    try:
+        drawn = layer()
+        errors = relative_errors(drawn, Run(peers.sonicmoe(tmp_path), drawn).results())
+    finally:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "sonicmoe"]:
+            del sys.modules[name]
+    assert max(errors.values()) < 1e-6
+
+
+# --- what needs a GPU, beside a stand-in for it ----------------------------------------------------------------
+
+
+@pytest.fixture
+def _cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As much of torch.cuda as the bench calls; its clock ticks a millisecond an event, its allocator 100 bytes a
+    question.
+    """
+    ticks, allocated = iter(range(1000)), iter(range(100, 100_000, 100))
+
+    class Event:
+        def __init__(self, enable_timing: bool) -> None:
+            assert enable_timing
+
+        def record(self) -> None:
+            self.at_ms = float(next(ticks))
+
+        def synchronize(self) -> None:
+            assert hasattr(self, "at_ms")
+
+        def elapsed_time(self, end: Event) -> float:
+            return end.at_ms - self.at_ms
+
+    @contextmanager
+    def graph(captured: object) -> Iterator[None]:
+        yield
+
+    gpu = SimpleNamespace(name="Stand-in", multi_processor_count=3, total_memory=2**31, L2_cache_size=64)
+    stream = SimpleNamespace(wait_stream=lambda _: None)
+    for name, value in {
+        "Event": Event,
+        "Stream": lambda: stream,
+        "current_stream": lambda: stream,
+        "stream": lambda _: nullcontext(),
+        "CUDAGraph": lambda: SimpleNamespace(replay=lambda: None),
+        "graph": graph,
+        "synchronize": lambda *_: None,
+        "empty_cache": lambda: None,
+        "get_device_properties": lambda _: gpu,
+        "memory_allocated": lambda _: next(allocated),
+        "max_memory_allocated": lambda _: 1000,
+        "reset_peak_memory_stats": lambda _: None,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+
+
+@pytest.mark.usefixtures("_cuda")
+def test_a_gpus_clock_and_allocator() -> None:
+    meter = GpuMeter(CPU)
+    meter._flushed.fill_(1)
+    order: list[int] = []
+    assert meter.ms(lambda: order.append(int(meter._flushed.sum()))) == 1.0
+    assert order == [0]
+    y = torch.zeros(5, dtype=torch.float64)
+    assert meter.bytes_of(lambda: y, lambda _: None) == Bytes(kept=100 - 40, peak=900)
+    assert meter.machine.startswith("Stand-in, 3 multiprocessors, 2 GiB, CUDA ")
+
+
+@pytest.mark.usefixtures("_cuda")
+@pytest.mark.parametrize("seed", [0, 1], ids=["same data", "new data"])
+def test_a_graph_that_replays_nothing_is_found(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """This one is right only where the data stay the same."""
+    monkeypatch.setattr(checks, "moe_experts", grouped_mm_experts)
+    finding = checks.graph_replayed(layer(), layer(seed=seed))
+    assert finding.holds == (seed == 0)
+
+
+def test_rates_are_of_operations_without_padding() -> None:
+    row = Measured(Size("", T=10, H=20, I=30, E=4, K=2), "", "", samples_ms={"forward": [3.0, 1.0, 2.0]})
+    assert row.ms["forward"].median == 2.0
+    assert row.tflops["forward"] == pytest.approx(6 * 10 * 2 * 20 * 30 / 2e-3 / 1e12)
+
+
+def test_a_dtype_is_kept(tmp_path: Path) -> None:
+    """Weights that some want in 16 bits are exact there."""
+    drawn = layer(torch.bfloat16)
+    assert torch.equal(drawn.weight_TK.bfloat16().float(), drawn.weight_TK)
+    assert {drawn.x_TH.dtype, drawn.gate_up_EUH.dtype, drawn.down_EHI.dtype} == {torch.bfloat16}
+    assert replace(drawn, router_EH=None).x_TH is drawn.x_TH
+    assert OURS not in GROUPED

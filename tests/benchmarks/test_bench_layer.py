@@ -1,0 +1,132 @@
+"""The bench of one layer: it measures what matches, refuses what does not, and says all of it in JSON."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from typer.testing import CliRunner
+
+from benchmarks import one_layer as layer
+from benchmarks.__main__ import app
+from moesys.config import ModelShape
+from moesys.lab.runs.stopwatch import Spread, interleave
+from moesys.moe.layer import MoELayer
+
+SOFTMAX = ModelShape(hidden_size=64, intermediate_size=48, num_experts=8, top_k=2)
+TINY = (
+    layer.ScaledLayer("tiny", "mixtral", 24, SOFTMAX),
+    layer.ScaledLayer(
+        "tiny-groups",
+        "deepseek_v3",
+        24,
+        SOFTMAX.replace(scoring_func="sigmoid", n_group=4, topk_group=2, n_shared_experts=1),
+    ),
+)
+
+
+@pytest.fixture(autouse=True)
+def _tiny_cases(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(layer, "CASES", TINY)
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["layer", *arguments])
+    return result.exit_code, result.output
+
+
+def test_measures_every_case_and_writes_every_sample(tmp_path: Path) -> None:
+    code, output = run("--repeats", "2", "--threads", "1", "--json", str(tmp_path / "out.json"))
+    assert code == 0, output
+    assert "MEASURED" in output
+    assert "differs" not in output
+    written = json.loads((tmp_path / "out.json").read_text())
+    assert written["source"] == "measured"
+    assert "1 threads" in written["machine"]
+    found = {(row["shape"], row["model"]["dtype"], row["direction"]) for row in written["rows"]}
+    assert found == {
+        (case.name, dtype, direction)
+        for case in TINY
+        for dtype in ("float32", "bfloat16")
+        for direction in ("forward", "forward + backward")
+    }
+    for row in written["rows"]:
+        assert row["matched"]
+        assert row["num_tokens"] == 24
+        mastered = layer.MASTERED.values() if row["model"]["dtype"] == "bfloat16" else ()
+        assert row["samples_ms"].keys() == {"moesys", "eager", "grouped_mm", *mastered}
+        assert row["ratios"].keys() == row["samples_ms"].keys() - {"moesys"}
+        assert all(len(samples) == 2 and min(samples) > 0 for samples in row["samples_ms"].values())
+        ratio = row["ratios"]["eager"]
+        assert ratio["p20"] <= ratio["median"] <= ratio["p80"]
+
+
+def test_tokens_and_dtype_can_be_chosen() -> None:
+    assert [(case.num_tokens, case.shape.dtype) for case in layer.select("tiny", "bfloat16", 5)] == [(5, "bfloat16")]
+
+
+def test_a_wrong_output_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = MoELayer.forward
+
+    def wrong(self: MoELayer, x: Tensor) -> Tensor:
+        return right(self, x) * 1.001
+
+    monkeypatch.setattr(MoELayer, "forward", wrong)
+    path = tmp_path / "out.json"
+    code, output = run("--shape", "tiny", "--dtype", "float32", "--repeats", "2", "--json", str(path))
+    assert code == 1
+    assert "differs from eager: moesys by 1.0e-03" in output
+    for row in json.loads(path.read_text())["rows"]:
+        assert not row["matched"]
+        assert row["samples_ms"] == row["ratios"] == {}
+
+
+def test_a_wrong_gradient_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wrong(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: object, x: Tensor) -> Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: object, *gradients: Tensor) -> Tensor:
+            return gradients[0] * 1.001
+
+    right = MoELayer.forward
+    monkeypatch.setattr(MoELayer, "forward", lambda self, x: right(self, Wrong.apply(x)))
+    rows = list(layer.bench_layer(layer.select("tiny", "float32"), repeats=1))
+    assert all(not row.matched and not row.samples_ms for row in rows)
+
+
+def test_an_unknown_name_is_refused() -> None:
+    code, output = run("--shape", "huge")
+    assert code == 2
+    assert "'huge' is not known; use all or some of tiny, tiny-groups" in " ".join(output.replace("│", " ").split())
+
+
+def test_contestants_take_turns_and_warm_up() -> None:
+    ran: list[str] = []
+    contestants = {name: (lambda name=name: ran.append(name) or 1.0) for name in "abc"}
+    samples_ms = interleave(contestants, 5, before=lambda: ran.append("|"), seed=1)
+    assert [len(samples) for samples in samples_ms.values()] == [5, 5, 5]
+    turns = ["".join(ran[i : i + 6]).replace("|", "") for i in range(0, len(ran), 6)]
+    assert len(turns) == 6
+    assert all(sorted(turn) == ["a", "b", "c"] for turn in turns)
+    assert len(set(turns)) > 1
+
+
+def test_ratios_are_paired() -> None:
+    """A repetition that is slow for both changes nothing."""
+    ratio = Spread.of_ratios([2.0, 20.0, 3.0], [1.0, 10.0, 1.5])
+    assert (ratio.median, ratio.p20, ratio.p80) == (2.0, 2.0, 2.0)
+    assert str(ratio) == "2.00 [2.00, 2.00]"
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    code = "import sys, benchmarks.__main__ as m; print('torch' in sys.modules)"
+    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert printed.strip() == "False"

@@ -1,0 +1,94 @@
+"""The bench of whole models: it times what computes as transformers does, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from benchmarks import whole_models
+from benchmarks.__main__ import app
+from benchmarks.harness import model_steps
+from benchmarks.harness.contest import Near
+from moesys.lab.slow_links.processor_shares import lacks_shares
+
+
+def run(*arguments: str) -> tuple[int, str]:
+    result = CliRunner().invoke(app, ["models", *arguments])
+    return result.exit_code, result.output
+
+
+@pytest.mark.parametrize("options", [("--hidden", "64"), pytest.param(("--memory",), marks=pytest.mark.slow)])
+def test_every_strategy_trains_a_model_as_transformers_does_and_is_timed(
+    tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    out = tmp_path / "out.json"
+    only = ("--model", "qwen3-moe", "--routing", "skewed", "--sequences", "1")
+    code, output = run(*only, "--repeats", "1", "--json", str(out), *options)
+    assert code == 0, output
+    assert ("peak MiB" in output) == ("--memory" in options)
+    assert "MEASURED" in output
+    rows = {row["name"]: row for row in json.loads(out.read_text())["rows"]}
+    assert list(rows) == [whole_models.THEIRS, *(strategy.name for strategy in model_steps.strategies(2))]
+    assert all(len(row["samples_ms"]) == 1 and not row["wrong"] for row in rows.values())
+    assert rows["ep"]["max_over_mean"] > 1.2
+    assert rows["lent ep"]["max_over_mean"] < 1.1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(bool(lacks_shares()), reason=lacks_shares())
+def test_ranks_have_a_share_of_the_processor_each(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    only = ("--model", "qwen3-moe", "--routing", "skewed", "--sequences", "1", "--hidden", "64")
+    code, output = run(*only, "--ranks", "4", "--share", "0.4", "--repeats", "1", "--json", str(out))
+    assert code == 0, output
+    assert "4 ranks of one thread, each with 0.4 of a processor" in output
+    data = json.loads(out.read_text())
+    assert (data["num_ranks"], data["share"]) == (4, 0.4)
+    assert all(row["samples_ms"] and not row["wrong"] for row in data["rows"])
+
+
+def test_shares_that_cannot_be_had_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "share=2 of a processor a rank must be between 0.05 and 1" in run("--share", "2")[1]
+    monkeypatch.setattr(whole_models, "lacks_shares", lambda: "no control groups")
+    code, output = run("--share", "0.5")
+    assert code == 2
+    assert "ranks cannot be given share=0.5 of a processor: no control groups" in output
+    monkeypatch.setattr(whole_models, "joins", lambda: True)
+    assert "share=0.5 is of local ranks; leave it out under torchrun" in run("--share", "0.5")[1]
+
+
+def test_slots_beyond_a_ranks_own_experts_are_counted() -> None:
+    part = whole_models.Part("deepseek-v3", "skewed", 1, 512)
+    found = {each.name: whole_models._slots_mib(part, each, 2) for each in model_steps.strategies(2)}
+    # An expert is three matrices of 512 x 1024; two of three layers have experts, and Fsep frees a layer's.
+    assert found == {"ep": 0, "lent ep": 2 * 2 * 6, "lent ep, pipelined": 2 * 2 * 6, "fsep": 6 * 6}
+
+
+def test_names_that_are_not_known_are_refused() -> None:
+    code, output = run("--model", "gpt")
+    assert code == 2
+    assert "model='gpt' is not known; use all or some of olmoe, qwen3-moe, deepseek-v3" in output
+
+
+def test_another_gradient_is_not_timed() -> None:
+    agrees = Near(model_steps.TOLERANCE, whole_models.THEIRS)
+    wanted = {"loss": torch.ones(()), "weight": torch.ones(3)}
+    assert agrees("all_to_all", wanted) == ""
+    assert agrees("same", dict(wanted)) == ""
+    assert agrees("lost", wanted | {"weight": torch.full((3,), torch.nan)}) == "weight differs from all_to_all by inf"
+    assert agrees("other", wanted | {"weight": torch.tensor([1.0, 1.0, 1.001])}) == (
+        "weight differs from all_to_all by 5.8e-04"
+    )
+
+
+def test_balanced_routing_is_even_and_skewed_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    even, skewed = (
+        model_steps.routing_of(routing, 2, 1024)[0].flatten().bincount() for routing in model_steps.ROUTINGS
+    )
+    assert even.max() == even.min()
+    assert skewed.max() > 3 * skewed.min()

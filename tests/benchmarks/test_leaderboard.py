@@ -1,0 +1,381 @@
+"""The leaderboard: ranks that follow from its lines, nothing played twice, one's own planner on it, refusals said."""
+
+from __future__ import annotations
+
+import json
+import re
+import xml.etree.ElementTree as ET
+from collections import defaultdict
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from benchmarks.__main__ import app
+from benchmarks.board import contests, leaderboard, outcomes
+from benchmarks.board import play as playing
+from benchmarks.board.contests import GROUPS, Entry, Group, Setting, own_planner, settings
+from benchmarks.board.outcomes import cases, written
+from benchmarks.board.play import Scores, play
+from benchmarks.board.workloads import GENERATED, SCORED, WARM_UP, Recorded, recorded_here
+from moesys.config import (
+    ClusterSpec,
+    Eplb,
+    EvenSplit,
+    FlexMoe,
+    FlowSplit,
+    Greedy,
+    Laer,
+    ModelShape,
+    MoonEp,
+    Quotas,
+    Static,
+    UltraEp,
+)
+from moesys.config.workload import Generated
+from moesys.traces import Trace, generate, save_trace
+
+OWN = """
+import numpy as np
+
+import moesys as ms
+
+
+class InTurn(ms.Balance):
+    def layout(self, problem):
+        rows = np.arange(sum(problem.slots_R)).reshape(len(problem.slots_R), -1)
+        return ms.ExpertLayout(rows % problem.load.num_experts, problem.load.num_experts)
+
+
+class Loses(ms.Balance):
+    def layout(self, problem):
+        return ms.ExpertLayout(np.zeros((len(problem.slots_R), 1), int), problem.load.num_experts)
+
+
+class First(ms.Split):
+    def split(self, problem):
+        load, layout = problem.load, problem.layout_in_force
+        tokens_RER = np.zeros((load.num_ranks, load.num_experts, load.num_ranks), dtype=int)
+        for source, expert in np.argwhere(load.tokens_RE):
+            holder = layout.replicas_RE[:, expert].argmax()
+            tokens_RER[source, expert, holder] = load.tokens_RE[source, expert]
+        return ms.TokenPlan.from_dense(tokens_RER, load, layout)
+"""
+MODEL = ModelShape(hidden_size=64, intermediate_size=32, num_experts=8, top_k=2, dtype="bfloat16")
+CLUSTER = ClusterSpec(num_nodes=2, ranks_per_node=2)
+SMALL = (
+    Group("history", "on history", "fsep", 1, 0, (Entry(Static(), EvenSplit()), Entry(Static(), FlowSplit()))),
+    Group("late", "and a late slot", "fsep", 1, 1, (Entry(Eplb(), FlowSplit()), Entry(Laer(), FlowSplit()))),
+    Group("counts", "on counts", "ep", 0, 0, (Entry(MoonEp(), Quotas()), Entry(FlexMoe(), FlowSplit()))),
+)
+SETTINGS = [Setting(drawn, "small", "2 x 2") for drawn in GENERATED[:2]]
+
+
+@pytest.fixture(autouse=True)
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A board of three groups with a model and a cluster that take no time."""
+    monkeypatch.setattr(contests, "MODELS", {"small": MODEL})
+    monkeypatch.setattr(contests, "CLUSTERS", {"2 x 2": CLUSTER, "2 x 8 H100": CLUSTER, "4 x 8 H100": CLUSTER})
+    monkeypatch.setattr(contests, "_DRAWN_ON", (("small", "2 x 2"),))
+    monkeypatch.setattr(leaderboard, "GROUPS", SMALL)
+
+
+def run(*arguments: str) -> str:
+    result = CliRunner().invoke(app, ["leaderboard", *arguments])
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def lines_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def board(tmp_path: Path) -> Path:
+    (tmp_path / "mine.py").write_text(OWN)
+    run("--quick", "--seeds", "2", "--out", str(tmp_path / "out"), "--planner", f"{tmp_path / 'mine.py'}:InTurn")
+    return tmp_path / "out"
+
+
+# --- a whole board ---
+
+
+def geometric(values: Any) -> float:
+    return float(np.exp(np.mean(np.log(list(values)))))
+
+
+def test_places_follow_from_the_lines_alone(board: Path) -> None:
+    """Counted here from the file, by the words of the page: no code of the board's."""
+    page = (board / "leaderboard.md").read_text()
+    for group in SMALL:
+        lines = [line for line in lines_of(board) if line["group"] == group.name]
+        ms: dict[Any, dict[str, float]] = defaultdict(dict)
+        for line in lines:
+            if not line["scores"]["cannot"]:
+                where = line["workload"], line["model"], line["cluster"], line["sample"]
+                ms[where][line["planner"]] = float(np.mean(line["scores"]["layer_ms"]))
+        everywhere = set.intersection(*(set(of) for of in ms.values()))
+        scores = {planner: geometric(of[planner] / min(of.values()) for of in ms.values()) for planner in everywhere}
+        section = page.split(f"## SIMULATED: {group.name}\n")[1].split("\n## ")[0]
+        rows = [re.split(r" *\| *", row.strip("| ")) for row in re.findall(r"^\| .+ \|$", section, re.MULTILINE)][2:]
+        ranked = {row[1]: (int(row[0]), float(row[2].split()[0])) for row in rows if row[0].isdigit()}
+        assert set(ranked) == everywhere
+        for planner, (place, score) in ranked.items():
+            assert score == pytest.approx(scores[planner], abs=6e-4)
+            assert place == 1 + sum(other < scores[planner] * (1 - 1e-12) for other in scores.values())
+        assert [place for place, _ in ranked.values()] == sorted(place for place, _ in ranked.values())
+        # without a place, but not without a word
+        absent = {line["planner"] for line in lines} - everywhere
+        assert all(planner in section or planner in page for planner in absent)
+
+
+def test_one_s_own_planner_is_on_the_board(board: Path) -> None:
+    for group in SMALL:
+        own = [line for line in lines_of(board) if line["planner"].startswith("mine:InTurn")]
+        assert {line["planner"].split(" + ")[1] for line in own if line["group"] == group.name} <= {"even", "flow"}
+        assert all(line["scores"]["cannot"] == "" for line in own)
+    assert "mine:InTurn + flow" in (board / "leaderboard.md").read_text()
+    assert "mine:InTurn + flow" in (board / "leaderboard.html").read_text()
+
+
+def test_who_cannot_plan_has_a_reason_and_no_place(board: Path) -> None:
+    page = (board / "leaderboard.md").read_text()
+    assert re.search(r"^\| flex_moe \+ flow \| 2 of 2 settings \| balance=FlexMoe\(max_moves=10\) counts", page, re.M)
+    assert re.search(r"^\| +\| flex_moe \+ flow \|", page, re.MULTILINE)
+
+
+class Tags(HTMLParser):
+    """Raises where a tag is closed that is not open."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attributes: Any) -> None:
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+
+def test_the_page_is_whole_and_needs_nothing_else(board: Path) -> None:
+    page = (board / "leaderboard.html").read_text()
+    svgs = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
+    # two figures for each group
+    assert len(svgs) == 2 * len(SMALL)
+    for svg in svgs:
+        assert ET.fromstring(svg).tag.endswith("svg")
+    parser = Tags()
+    parser.feed(re.sub(r"<svg.*?</svg>", "", page, flags=re.DOTALL))
+    parser.close()
+    assert parser.open == []
+    # names of XML's vocabularies are no addresses; figures refer to their own parts alone
+    text = re.sub(r'xmlns(:\w+)?="[^"]*"', "", page)
+    assert not re.search(r"https?:|\bsrc=|@import|<script|\bnan\b", text)
+    assert all(reference.startswith("#") for reference in re.findall(r'href="([^"]*)"', text))
+    assert all(reference.startswith("#") for reference in re.findall(r"url\(([^)]*)\)", text))
+
+
+# --- resuming ---
+
+
+def test_what_is_known_is_not_played_again(board: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page, size = (board / "leaderboard.md").read_text(), (board / "results.jsonl").stat().st_size
+    mine = f"{board.parent / 'mine.py'}:InTurn"
+    monkeypatch.setattr(outcomes, "play", lambda *_: pytest.fail("played again"))
+    run("--quick", "--seeds", "2", "--out", str(board), "--planner", mine)
+    assert (board / "leaderboard.md").read_text() == page
+    assert (board / "results.jsonl").stat().st_size == size
+
+
+def test_a_torn_last_line_is_played_again_and_no_other(board: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = lines_of(board)
+    with (board / "results.jsonl").open("r+b") as file:
+        file.truncate((board / "results.jsonl").stat().st_size - 40)
+    played: list[Entry] = []
+
+    def counting(setting: Setting, group: Group, entries: tuple[Entry, ...], sample: int) -> Any:
+        played.extend(entries)
+        return play(setting, group, entries, sample)
+
+    monkeypatch.setattr(outcomes, "play", counting)
+    mine = f"{board.parent / 'mine.py'}:InTurn"
+    run("--quick", "--seeds", "2", "--out", str(board), "--planner", mine)
+    assert len(played) == 1
+    again = lines_of(board)
+    assert again[:-1] == whole[:-1]
+    assert again[-1]["key"] == whole[-1]["key"]
+    assert again[-1]["scores"]["layer_ms"] == whole[-1]["scores"]["layer_ms"]
+
+
+def test_another_source_is_another_planner(tmp_path: Path) -> None:
+    keys = []
+    for shift in (0, 1):
+        (tmp_path / f"of_{shift}.py").write_text(OWN.replace("rows %", f"(rows + {shift}) %"))
+        own = own_planner(f"{tmp_path / f'of_{shift}.py'}:InTurn")
+        asked = cases(SETTINGS[:1], [SMALL[0].with_own([own])], 1)
+        keys.append(set(outcomes._keys(asked)))
+    assert len(keys[0]) == len(keys[1])
+    # all but those of the two splits over one's own layouts
+    assert len(keys[0] & keys[1]) == len(keys[0]) - 2
+
+
+def test_a_line_that_is_none_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "results.jsonl"
+    path.write_text('{"schema": 1}\n')
+    with pytest.raises(ValueError, match=r"line 1 of .*cannot be read: it is no outcome: 'scores'; delete the line"):
+        list(written(path))
+    path.write_text('{"schema": 9}\n')
+    with pytest.raises(ValueError, match="it has schema 9, and this moesys reads 1"):
+        list(written(path))
+
+
+# --- playing ---
+
+
+def test_layouts_know_no_later_micro_batch() -> None:
+    """The scored micro-batches change, those before do not: nor does what the first of them is run on."""
+    layouts = []
+
+    class Spied(playing._Meter):
+        def score(self, scores: Scores, strategy: Any, plan: Any) -> None:
+            layouts.append(plan.layout.fingerprint())
+            super().score(scores, strategy, plan)
+
+    tokens_SRE = GENERATED[0].tokens_SRE(MODEL, CLUSTER, 0)
+    changed = tokens_SRE.copy()
+    changed[WARM_UP:] = changed[WARM_UP:, :, ::-1]
+    found = []
+    for tokens in (tokens_SRE, changed):
+        layouts.clear()
+        given = Recorded("given", "", Trace(tokens[:, None], MODEL.top_k))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(playing, "_Meter", Spied)
+            list(play(Setting(given, "small", "2 x 2"), GROUPS[0], (Entry(Greedy(), FlowSplit()),), 0))
+        found.append(tuple(layouts))
+    assert len(found[0]) == SCORED
+    assert found[0][0] == found[1][0]
+    assert found[0][1:] != found[1][1:]
+
+
+def test_scores_are_those_of_the_plan() -> None:
+    """Static, whose layout and bytes one can count by hand."""
+    [(_, scores)] = play(SETTINGS[0], SMALL[0], (Entry(Static(), EvenSplit()),), 0)
+    slots, R = SMALL[0].slots(MODEL, CLUSTER), CLUSTER.num_ranks
+    assert slots == 3
+    held_bytes = 2 * MODEL.expert_parameters
+    assert scores.restored_gb == pytest.approx([slots * R * held_bytes * (R - 1) / R / 1e9] * SCORED)
+    assert scores.copies == [0] * SCORED
+    assert all(1 <= of <= R for of in scores.max_over_mean)
+    assert all(0 < share < 1 for share in scores.crossing)
+    state = 16 * MODEL.num_experts * MODEL.expert_parameters / R / 1e9
+    assert min(scores.memory_gb) > state
+
+
+def test_lent_experts_are_counted() -> None:
+    [(_, moon)] = play(SETTINGS[0], SMALL[2], (Entry(MoonEp(), Quotas()),), 0)
+    assert moon.max_over_mean == pytest.approx([1.0] * SCORED, abs=1e-3)
+    for copies, gb in zip(moon.copies, moon.restored_gb, strict=True):
+        assert copies == pytest.approx(round(copies))
+        assert gb == pytest.approx(copies * 2 * MODEL.expert_parameters / 1e9)
+
+
+def test_a_planner_that_loses_an_expert_cannot(tmp_path: Path) -> None:
+    (tmp_path / "losing.py").write_text(OWN)
+    entry = Entry(own_planner(f"{tmp_path / 'losing.py'}:Loses"), FlowSplit())
+    for group in SMALL:
+        [(_, scores)] = play(SETTINGS[0], group, (entry,), 0)
+        assert scores.cannot.startswith(
+            "balance=losing:Loses: layout(problem) raised ValueError: no rank holds experts"
+        )
+        assert not scores.layer_ms
+
+
+def test_two_planners_of_one_name_are_not_taken_for_each_other(tmp_path: Path) -> None:
+    for folder in ("one", "other"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "of_one_name.py").write_text(f"{OWN}# {folder}\n")
+    own_planner(f"{tmp_path / 'one' / 'of_one_name.py'}:InTurn")
+    with pytest.raises(ValueError, match=r"one/of_one_name\.py already; give one of the files another name"):
+        own_planner(f"{tmp_path / 'other' / 'of_one_name.py'}:InTurn")
+
+
+def test_a_split_of_one_s_own_goes_over_all_layouts(tmp_path: Path) -> None:
+    (tmp_path / "splitting.py").write_text(OWN)
+    own = own_planner(f"{tmp_path / 'splitting.py'}:First")
+    group = SMALL[1].with_own([own])
+    assert [entry.name for entry in group.entries[2:]] == ["eplb + splitting:First", "laer + splitting:First"]
+    found = dict(play(SETTINGS[0], group, group.entries[2:3], 0))
+    assert next(iter(found.values())).cannot == ""
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("alone", "planner='alone' names no class; give file.py:Class, or module:Class"),
+        ("nowhere.py:Mine", "nowhere.py is not a file; give the file that has Mine"),
+        ("no.such.module:Mine", "kind='no.such.module:Mine' cannot be imported: ModuleNotFoundError"),
+        ("moesys.config:Greedy", "kind='moesys.config:Greedy' is no class of your own that extends ms.Balance"),
+    ],
+)
+def test_what_is_no_planner_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match="planner=") as error:
+        own_planner(text)
+    assert message in str(error.value)
+
+
+def test_a_planner_is_named_by_its_module_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "module_of_mine.py").write_text(OWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert own_planner("module_of_mine:InTurn") == own_planner("module_of_mine.InTurn")
+
+
+# --- what takes part ---
+
+
+def test_a_trace_of_one_s_own_is_a_workload(tmp_path: Path) -> None:
+    drawn = Generated(num_layers=1, tokens_per_rank=64, warmup=0, steps=6)
+    save_trace(generate(drawn, 4, 8, 2, 0), tmp_path / "ours.npz")
+    run("--quick", "--seeds", "1", "--out", str(tmp_path / "out"), "--trace", str(tmp_path / "ours.npz"))
+    assert {line["workload"] for line in lines_of(tmp_path / "out")} == {"skewed", "bursts", "ours, given"}
+    save_trace(generate(drawn, 4, 9, 2, 0), tmp_path / "odd.npz")
+    arguments = ["leaderboard", "--quick", "--out", str(tmp_path / "no"), "--trace", str(tmp_path / "odd.npz")]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 2
+    assert "odd, given: its 9 experts, top 2, are those of no model of the board" in " ".join(result.output.split())
+
+
+def test_two_traces_of_one_name_are_refused() -> None:
+    given = Recorded("ours, given", "", generate(Generated(num_layers=1, warmup=0, steps=6), 4, 8, 2, 0))
+    with pytest.raises(
+        ValueError, match="trace: ours, given, ours, given share a name, by which tables tell them apart"
+    ):
+        settings([given, given])
+
+
+def test_all_kinds_of_planners_and_splits_take_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    from moesys.config import Balance, Split
+
+    taking_part = [entry for group in GROUPS for entry in group.entries]
+    assert {entry.balance.kind for entry in taking_part} == set(Balance.kinds())
+    assert {entry.split.kind for entry in taking_part} == set(Split.kinds())
+    assert {setting.workload.name for setting in settings()} == {
+        *(one.name for one in recorded_here()),
+        *(drawn.name for drawn in GENERATED),
+    }
+    for group in GROUPS:
+        assert len({entry.name for entry in group.entries}) == len(group.entries)
+        for setting in settings():
+            assert group.slots(setting.model, setting.cluster) * setting.cluster.num_ranks >= setting.model.num_experts
+
+
+def test_planners_that_need_more_slots_say_so() -> None:
+    [(_, scores)] = play(SETTINGS[0], SMALL[0], (Entry(MoonEp(), FlowSplit()),), 0)
+    assert "2 experts live there and it may borrow 2; use slots_per_rank of at least 4" in scores.cannot
+    [(_, ultra)] = play(SETTINGS[0], SMALL[0], (Entry(UltraEp(), FlowSplit()),), 0)
+    assert ultra.cannot == ""
