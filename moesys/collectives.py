@@ -59,6 +59,22 @@ def guarded(
         raise _failure(what, group, error, device_type, grace_s, without_heartbeat) from error
 
 
+def agree(what: str, error: Exception | None, other: type[Exception] = RuntimeError) -> None:
+    """Raises ``error`` on this rank, and an ``other`` that repeats it on the ranks without one. A collective of all
+    ranks, if there is a process group; ``what`` names it in errors.
+    """
+    messages: list[str | None] = [None]
+    if dist.is_initialized():
+        messages *= dist.get_world_size()
+        message = None if error is None else f"{type(error).__name__}: {error}"
+        guarded(what, dist.group.WORLD, partial(dist.all_gather_object, messages, message))
+    if error is not None:
+        raise error
+    for rank, message in enumerate(messages):
+        if message is not None:
+            raise other(f"rank {rank} failed, and nothing is written: {message}")
+
+
 def _failure(
     what: str,
     group: dist.ProcessGroup | None,

@@ -30,7 +30,7 @@ def inputs() -> tuple[Tensor, Tensor, Tensor]:
 X, IDS, WEIGHTS = inputs()
 SHAPES = r"give \[T, 32\], \[T, 2\] and \[T, 2\] for T tokens, as the layer has hidden_size=32 and top_k=2"
 
-# What is given to Experts.forward, the error, and its words.
+# Each case has the arguments of Experts.forward, the error, and a part of its message.
 WRONG: dict[str, tuple[tuple[Any, Any, Any], type[Exception], str]] = {
     "ids of fewer tokens": ((X, IDS[:-2], WEIGHTS), ValueError, r"expert_TK \(10, 2\).*" + SHAPES),
     "ids of more tokens": ((X[:-2], IDS, WEIGHTS), ValueError, SHAPES),
@@ -223,23 +223,9 @@ def test_a_float32_layer_computes_half_precision_in_float32(dtype: torch.dtype, 
     assert shared or torch.equal(found, expected.to(dtype))
     torch.testing.assert_close(found, expected.to(dtype), rtol=2e-2, atol=2e-2)
     found.float().sum().backward()
-    # What gradients come back in has the input's precision, in which backward begins.
+    # Backward begins with a gradient in the input's precision.
     (gradient,) = torch.autograd.grad(expected.sum(), whole)
     torch.testing.assert_close(half.grad, gradient.to(dtype), rtol=2e-2, atol=2e-2)
-
-
-# torch.func.jvp of torch 2.13 calls what it has deprecated itself.
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
-@pytest.mark.parametrize("transform", ["grad", "vmap", "jvp"])
-def test_function_transforms_are_refused(transform: str) -> None:
-    layer = ms.MoELayer(SHAPE, EP)
-    calls = {
-        "grad": lambda: torch.func.grad(lambda x: layer(x).sum())(X),
-        "vmap": lambda: torch.func.vmap(layer)(X[None]),
-        "jvp": lambda: torch.func.jvp(layer, (X,), (X,)),
-    }
-    with pytest.raises(RuntimeError, match=r"experts of moesys run inside a transform of torch\.func"):
-        calls[transform]()
 
 
 # --- functions of a model -----------------------------------------------------------------------------------

@@ -324,7 +324,7 @@ def penalty(layer: ms.MoELayer, head: Tensor, checkpointed: bool) -> tuple[Tenso
 @pytest.mark.parametrize("learns", [False, True], ids=["frozen head", "head that learns"])
 @pytest.mark.parametrize("strategy", [EP, INVARIANT], ids=["ordered", "invariant"])
 def test_second_derivatives_are_refused(strategy: ms.Strategy, learns: bool, checkpointed: bool) -> None:
-    """By a backward to everything, and by one to each input that the first derivative depends on."""
+    """A backward to all inputs and one to each input are both refused."""
     layer = ms.MoELayer(SHAPE.replace(n_shared_experts=1), strategy)
     head = tokens(16, seed=1).requires_grad_(learns)
     squares, inputs = penalty(layer, head, checkpointed)
@@ -336,7 +336,7 @@ def test_second_derivatives_are_refused(strategy: ms.Strategy, learns: bool, che
 
 
 def test_second_derivatives_of_experts_alone_are_refused() -> None:
-    """Where nothing but the tokens learns, which backward has in another order alone."""
+    """Only the tokens require a gradient, which takes another path in backward."""
     experts, x = ms.Experts(SHAPE, EP).requires_grad_(False), tokens(6).requires_grad_()
     y = experts(x, torch.tensor([[0, 1]] * 6), torch.full((6, 2), 0.5))
     (dx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
@@ -362,7 +362,7 @@ def test_second_derivatives_of_other_parts_are_right() -> None:
 
 
 def second_derivatives_on_ranks(strategy: ms.Strategy) -> list[str]:
-    """What a penalty on the experts' own gradients says, where gradients of experts may come later than backward."""
+    """Returns the errors of a penalty on gradients, which may arrive after backward."""
     layer = ms.MoELayer(SHAPE, strategy)
     model = torch.nn.ModuleList([layer])
     runtime = ms.link(model)
@@ -391,7 +391,7 @@ def test_second_derivatives_are_refused_on_ranks(ranks: LocalRanks, strategy: ms
 # torch's own forward mode uses it
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is:DeprecationWarning")
 def test_function_transforms_are_refused() -> None:
-    """Among them forward mode, which would lose tangents where torch does not see how experts compute."""
+    """Forward mode is among them, because torch would lose tangents inside experts."""
     layer, x = ms.MoELayer(SHAPE, EP), tokens(5)
     ways: dict[str, Callable[[], object]] = {
         "grad": lambda: torch.func.grad(lambda x: layer(x).sum())(x),

@@ -37,7 +37,7 @@ def layers(strategy: ms.Strategy = EP, **changes: Any) -> nn.ModuleList:
 
 
 def refused(call: Callable[[], object]) -> str:
-    """What a call raises, which all ranks must."""
+    """Returns the message of the error that a call must raise on all ranks."""
     with pytest.raises(ms.RankMismatchError) as error:
         call()
     return str(error.value)
