@@ -189,10 +189,8 @@ def test_what_the_model_does_not_have_keeps_its_name(tmp_path: Path) -> None:
     assert_same(tensors(tmp_path / "back"), tensors(tmp_path / "hub") | others)
     taken = "model.layers.1.block_sparse_moe.gate.weight"
     save({"model": state | {taken: torch.ones(1)}}, tmp_path / "twice")
-    with (
-        pytest.warns(UserWarning, match=taken),
-        pytest.raises(ValueError, match=rf"twice: {taken}, which Mixtral.*another name"),
-    ):
+    message = rf"twice: {taken}, which MixtralForCausalLM does not have, is the name in files of one of its tensors"
+    with pytest.warns(UserWarning, match=taken), pytest.raises(ValueError, match=message):
         quietly(tmp_path / "twice", tmp_path / "out", tmp_path / "hub")
 
 
@@ -273,8 +271,8 @@ WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "another order": (
         changed(without_prefix(range(4, 8))),
-        r"layers\.1\.mlp\.experts\.4\.\w+_proj\.weight belongs to expert 4, but transformers loads tensors in the order of "
-        r"their names and would make it expert 0; give the names of all experts of model\.layers\.1\.mlp\.experts the sa",
+        r": layers\.1\.mlp\.experts\.4\.\w+_proj\.weight belongs to expert 4, but transformers loads tensors in the "
+        r"order of their names and would make it expert 0; give the names of all experts of model\.layers\.1\.mlp\.experts",
     ),
     "other names": (
         changed(renamed),
