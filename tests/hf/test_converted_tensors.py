@@ -272,7 +272,7 @@ WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
     "another order": (
         changed(without_prefix(range(4, 8))),
         r": layers\.1\.mlp\.experts\.4\.\w+_proj\.weight belongs to expert 4, but transformers loads tensors in the "
-        r"order of their names and would make it expert 0; give the names of all experts of model\.layers\.1\.mlp\.experts",
+        r"order of their names and would make it expert 0; give the names of all experts of model\.layers\.1\.mlp",
     ),
     "other names": (
         changed(renamed),

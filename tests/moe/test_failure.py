@@ -136,9 +136,10 @@ def evaluate_alone() -> str:
     """Rank 0 runs a layer that the others do not; they fail in another call when it no longer waits for reports."""
     model = Stack(SHAPE, STRATEGIES["ep"], num_layers=1)
     layer = model.moe[0]
-    # Rank 0 fails after one time-out, and waits for reports until 0.5 s after a second one.
-    layer.experts.token_channel.failure_grace_s = 0.5
-    if dist.get_rank() > 0:
+    if dist.get_rank() == 0:
+        # It fails after one time-out, and waits for reports until 0.5 s after a second one.
+        layer.experts.token_channel.failure_grace_s = 0.5
+    else:
         time.sleep(2 * COLLECTIVE_TIMEOUT_S + 0.5 + 2.0)
     call = (lambda: layer(torch.randn(20, 16))) if dist.get_rank() == 0 else (lambda: ms.sync_gradients(model))
     with pytest.raises(ms.CollectiveError) as error:
