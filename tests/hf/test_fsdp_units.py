@@ -114,10 +114,16 @@ def tied_blocks(model: Any) -> Any:
 
 
 def shared_in_a_part(model: Any) -> Any:
-    """The second attention and the model have parameters of another dtype; both attentions share a projection."""
+    """The attentions share a projection, and the second one has a parameter of another dtype."""
     first, second = (layer.self_attn for layer in model.model.layers)
     second.q_proj.weight = first.q_proj.weight
-    second.scale, model.model.scale = (nn.Parameter(torch.zeros(8, dtype=HALF)) for _ in range(2))
+    second.scale = nn.Parameter(torch.zeros(8, dtype=HALF))
+    return model
+
+
+def blocks_in_a_part(model: Any) -> Any:
+    """The module around the blocks has a parameter of another dtype."""
+    model.model.scale = nn.Parameter(torch.zeros(8, dtype=HALF))
     return model
 
 
@@ -160,6 +166,7 @@ KINDS: dict[Callable[[Any], Any], tuple[str, bool, tuple[float, float]]] = {
     tied_head_in_half: ("qwen3_moe", True, ROUNDED),
     tied_blocks: ("qwen3_moe", False, EXACT),
     shared_in_a_part: ("qwen3_moe", False, EXACT),
+    blocks_in_a_part: ("qwen3_moe", False, EXACT),
     part_in_shared: ("qwen3_moe", False, (1e-5, 1e-2)),
     parametrized_router: ("qwen3_moe", False, EXACT),
     half_experts_frozen: ("qwen3_moe", False, EXACT),
