@@ -44,14 +44,14 @@ def check_inputs(x_TH: Tensor, expert_TK: Tensor, weight_TK: Tensor, shape: Mode
 
 
 def require_module(model: object) -> None:
-    """Raises TypeError for what is no module."""
+    """Raises TypeError for an object that is not a module."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; give the torch.nn.Module itself")
 
 
 def require_dense(name: str, tensor: Tensor) -> None:
-    """Raises TypeError for what is no dense tensor with values of this rank's own, and RuntimeError inside a transform
-    of ``torch.func``.
+    """Raises TypeError unless ``tensor`` is a dense tensor that holds this rank's own values, and RuntimeError inside a
+    transform of ``torch.func``.
     """
     if type(tensor) is not Tensor or tensor.layout != torch.strided:
         _refuse_others(name, tensor)
@@ -90,7 +90,7 @@ def check_kinds(**given: object) -> None:
     for name, value in given.items():
         kind: Any = kinds.get(name, int)
         if name == "group" and dist.is_available() and value is dist.GroupMember.NON_GROUP_MEMBER:
-            # ``mesh_of`` says more of it.
+            # ``mesh_of`` raises a more specific error for it.
             continue
         if not isinstance(value, kind) or isinstance(value, bool):
             wanted = " or ".join(each.__name__ for each in (kind if isinstance(kind, tuple) else (kind,)))
@@ -100,7 +100,7 @@ def check_kinds(**given: object) -> None:
 
 
 def declaration(shape: ModelShape, strategy: Strategy, cluster: ClusterSpec, seed: int | None) -> dict[str, Any]:
-    """Returns what must be the same on all ranks that share experts, in terms of JSON; names do not count."""
+    """Returns what must be the same on all ranks that share experts, as JSON values; names are left out."""
     declared: dict[str, Declared] = {"ModelShape": shape, "strategy": strategy, "cluster": cluster}
     fields = {key: {k: v for k, v in _fields(each).items() if k != "name"} for key, each in declared.items()}
     return fields | {"seed": seed, "torch": torch.__version__, "moesys": _version()}
@@ -119,6 +119,6 @@ def _fields(declared: Declared) -> dict[str, Any]:
         try:
             fields |= declared.model_dump(mode="json", include={name})
         except PydanticSerializationError:
-            # A planner whose class is defined inside a function has no source to compare, but fields.
+            # The class of a planner that is defined inside a function has no source digest, so its fields are compared.
             fields[name] = repr(getattr(declared, name))
     return fields

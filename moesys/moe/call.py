@@ -33,8 +33,8 @@ class LayerCall:
     backwards run, each finds the experts where its own forward had them. Late ones are among them.
 
     ``counts``: gives the choices of each expert, int64 [E], once forward is launched; None where nobody learns.
-    ``dtype``: what experts compute in. ``generation``: of its messages (``Channel.tagged``). ``check``: raises
-    what only the device knew when forward was launched, and waits for that.
+    ``dtype``: what experts compute in. ``generation``: the generation of its messages (``Channel.tagged``). ``check``:
+    waits for the device, and raises the errors that the host did not know of when forward was launched.
     """
 
     def __init__(

@@ -169,7 +169,7 @@ class Experts(nn.Module):
         trains_experts = torch.is_grad_enabled() and any(each.requires_grad for each in masters)
         saves = torch.is_grad_enabled() and any(each.requires_grad for each in inputs)
         call = self._replayed_or_planned(expert_TK.long(), dtype, BACKWARD * saves + EXPERT_GRADIENTS * trains_experts)
-        # Where nothing is saved here, what stops a recomputation is saved behind the layer.
+        # If nothing is saved here, the tensor that stops a recomputation is saved after the layer.
         call.output_read = not (saves and ends_recomputation(NUM_SAVED + len(masters)))
         y_TH: Tensor = RoutedExperts.apply(*inputs[:2], call, self.link, *masters)
         self._count(call)
@@ -187,7 +187,7 @@ class Experts(nn.Module):
 
     def _plan(self, expert_TK: Tensor, dtype: torch.dtype, flags: int) -> LayerCall:
         """Decides who computes what, and where it is sent: the only part of forward that recomputation leaves out.
-        ``flags``: of the forward (``frames.Position``).
+        ``flags``: the flags of the forward (``frames.Position``).
         """
         learning = self.training and torch.is_grad_enabled()
         if learning:
@@ -273,7 +273,7 @@ class Experts(nn.Module):
         return metrics
 
     def check(self) -> None:
-        """Waits for the device. Raises what otherwise the end of a backward or a later micro-batch raises on a GPU:
+        """Waits for the device. Raises what the end of a backward or a later micro-batch would raise on a GPU:
         ``PeerTimeoutError`` where a MegaKernel was given up, ValueError where one was planned more rows than
         ``rows_cap`` or a token chose no expert, and ``RankMismatchError`` where ranks were in different calls.
         """
@@ -393,7 +393,7 @@ def attach(experts: Experts, module: nn.Module) -> None:
 def experts_of(model: nn.Module) -> list[Experts]:
     """Returns all experts of a model, its own and attached ones, in the order of its modules.
 
-    Raises TypeError for what is no module, as for ``model.parameters()``.
+    Raises TypeError for an object that is not a module, such as ``model.parameters()``.
     """
     require_module(model)
     found = (module.__dict__.get("moesys_experts", module) for module in model.modules())

@@ -117,8 +117,8 @@ def clip_grad_norm_(model: nn.Module | Tensor | Iterable[Tensor], max_norm: floa
 
     The norm is that of the whole model: shards are added up over the ranks of their own meshes, and what several ranks
     have alike counts once (call ``sync_gradients`` first, where parameters are replicated without FSDP). The same bits
-    on every rank, and for every way to shard. A collective. ``model``: or its parameters, as torch's own function takes
-    them, in the same order on every rank.
+    on every rank, and for every way to shard. A collective. ``model``: a module, or its parameters as torch's own
+    function takes them, in the same order on every rank.
 
     Raises TypeError for anything else, and ValueError for a ``max_norm`` that is not positive and where there are no
     parameters.
@@ -127,7 +127,7 @@ def clip_grad_norm_(model: nn.Module | Tensor | Iterable[Tensor], max_norm: floa
         raise ValueError(f"max_norm={max_norm} must be positive; leave the call out to not clip")
     parameters = _parameters_of(model)
     if isinstance(model, nn.Module) and experts_of(model):
-        # So that ranks that are in another call are told so.
+        # This lets ranks that are in different calls raise an error.
         channel_of(model).gather_bytes(b"", Position("clip_grad_norm_()"), parameters[0].device)
     by_group: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
     num_elements = 0
@@ -224,7 +224,7 @@ def update_router_bias(model: nn.Module, group: dist.ProcessGroup | None = None)
         )
     tokens_LE = [layer.experts.take_counts() for layer in layers]
     if moves and group is not None:
-        # Each expert group counts once per rank of it, which changes no expert's place beside the mean.
+        # The counts of a group are added once for each of its ranks, which does not change the sign of (mean - tokens).
         device = layers[0].router.weight.device
         flat = torch.cat([tokens_E.to(device) for tokens_E in tokens_LE])
         guarded("update_router_bias()", group, partial(dist.all_reduce, flat, group=group), device_type=device.type)
@@ -236,8 +236,8 @@ def update_router_bias(model: nn.Module, group: dist.ProcessGroup | None = None)
 def channel_of(model: nn.Module) -> Channel:
     """Returns a channel of the one group that all MoE layers of a model share.
 
-    Raises TypeError for what is no module, ValueError for a model without experts, or with several groups, and
-    RuntimeError for layers that were made before the process group.
+    Raises TypeError for an object that is not a module, ValueError for a model without experts or with several groups,
+    and RuntimeError for layers that were made before the process group.
     """
     layers = experts_of(model)
     if not layers:
@@ -247,7 +247,7 @@ def channel_of(model: nn.Module) -> Channel:
     groups = {id(layer.group) for layer in layers}
     if len(groups) > 1:
         raise ValueError(f"the model's MoE layers use {len(groups)} different groups; give them all the same group")
-    # Not as one of the layers: a call for the whole model.
+    # A call for the whole model belongs to none of its layers.
     channel = copy.copy(layers[0].token_channel)
     channel.identity = NO_LAYER
     return channel

@@ -123,7 +123,7 @@ class OwnMasters:
 
     @property
     def may_delay(self) -> bool:
-        """Whether the leaf has no hooks, which autograd would call without the gradient."""
+        """Returns whether the leaf has no hooks; autograd would not call them with a delayed gradient."""
         return not hooks_of(self._parameter) and not hooks_of(self._parameter, behind=True)
 
     def differentiable(self) -> tuple[Tensor, ...]:

@@ -24,7 +24,7 @@ from moesys.layout_schedule import PlanRequest
 from moesys.overlap.comm.background import BackgroundThread
 from moesys.overlap.comm.channel import Channel
 
-# How long the thread waits inside of torch at a time.
+# The thread waits inside torch for at most this long at a time.
 _SLICE = timedelta(seconds=0.1)
 
 
@@ -90,7 +90,7 @@ class PlannerThread:
 
     def _abandon(self) -> None:
         self._abandoned.set()
-        # Until it is back from torch, unless it solves.
+        # This gives the thread time to return from torch; one that is solving a plan is not waited for.
         self._thread.join(2 * _SLICE.total_seconds())
 
     def _run(self) -> None:
@@ -157,23 +157,23 @@ class PlannerThread:
     def _wait(self, work: dist.Work) -> None:
         """Waits for ``work``, and comes back from torch now and then, so that the process may end meanwhile."""
         while not work.is_completed():
-            # Either its time is over or the work has failed, which is then completed.
+            # An error means that the slice is over, or that the work has failed and is completed.
             with suppress(RuntimeError):
                 work.wait(_SLICE)
             if self._abandoned.is_set():
-                # For ever, as the group's end would wait for the other ranks: what a thread holds outlives Python.
+                # Blocks for ever, so that the group outlives Python: its destructor would wait for the other ranks.
                 threading.Event().wait()
         try:
             work.wait()
         except RuntimeError as error:
             if self._closing.is_set():
-                # Other ranks have ended, and nobody asks who.
+                # The other ranks have ended too, which is no failure while this process ends.
                 raise _ClosedError from error
             raise
 
 
 class _ClosedError(Exception):
-    """Nobody wants the plan any more."""
+    """The error of a plan that is no longer needed."""
 
 
 def history_digest(request: PlanRequest) -> bytes:

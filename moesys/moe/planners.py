@@ -59,8 +59,8 @@ class MicroBatch:
 
     expert_TK: the choices of this rank's tokens, int64 [T, K]. compute: how experts are computed. learning: layouts may
     change, and the schedule learns from the micro-batch. upcoming: of the layers that come next, whose layouts are
-    settled too. token_block: in training every rank's tokens are a multiple of it, if anything. flags: of the forward
-    (``frames.Position``).
+    settled too. token_block: in training every rank's tokens are a multiple of it, if anything. flags: the flags of
+    the forward (``frames.Position``).
     """
 
     expert_TK: Tensor
@@ -74,8 +74,8 @@ class MicroBatch:
 
 class Planned(NamedTuple):
     """``counts``: to be called once, when forward is launched; gives the choices of each expert, int64 [E], on all
-    ranks. None where nobody learns from the micro-batch. ``check``: raises what only the device knew when forward was
-    launched, and waits for that; None where the host knows everything.
+    ranks. None where nobody learns from the micro-batch. ``check``: waits for the device, and raises the errors
+    that the host did not know of when forward was launched; None if it knows all of them.
     """
 
     executor: Executor
@@ -113,7 +113,7 @@ class AlonePlanner(Planner):
     counting: Planner
 
     def __post_init__(self) -> None:
-        # How many choices of a micro-batch are of experts, which the device counts, and how many there are.
+        # For each micro-batch: the number of choices that name an expert, which the device counts, and of all choices.
         self._counted: deque[tuple[HostCopy, int]] = deque()
 
     def plan(self, batch: MicroBatch) -> Planned:
@@ -140,8 +140,8 @@ class AlonePlanner(Planner):
         return Planned(executor, plan, (lambda: plan.tokens_E) if batch.learning else None, self.check)
 
     def check(self, wait: bool = True) -> None:
-        """Raises ValueError where a micro-batch had a choice of no expert, of those whose count is here; with ``wait``
-        of all, for which the host waits.
+        """Raises ValueError if a micro-batch whose count has arrived had choices that name no expert. With ``wait`` the
+        host waits for the counts of all micro-batches.
         """
         while self._counted and (wait or self._counted[0][0].ready()):
             counted, choices = self._counted.popleft()
@@ -199,14 +199,14 @@ class HostPlanner(Planner):
         return Planned(executor, plan, (lambda: torch.from_numpy(load.tokens_E)) if learning else None)
 
     def _invalid_id(self, expert_TK: Tensor) -> int | None:
-        """Returns an id that is none of an expert's, if this rank has one."""
+        """Returns an id of this rank that names no expert; None if there is none."""
         if not expert_TK.numel():
             return None
         least, most = (int(each) for each in expert_TK.aminmax())
         return least if least < 0 else most if most >= self.shape.num_experts else None
 
     def _check_ids(self, invalid_R2: Sequence[Sequence[int]]) -> None:
-        """Raises ValueError, on all ranks alike, where one has an id that is none of an expert's."""
+        """Raises ValueError on all ranks if any rank has an id that names no expert."""
         for rank, (invalid, expert) in zip(self.channel.members, invalid_R2, strict=True):
             if invalid:
                 raise ValueError(
@@ -275,7 +275,7 @@ class DevicePlanner(Planner):
 
     @abstractmethod
     def _launch(self, batch: MicroBatch, layout: ExpertLayout, turn: int) -> _Launched:
-        """Returns what runs the micro-batch, its plan, that a device makes, now or in the forward, and
+        """Returns the executor of the micro-batch, its plan, which a device makes now or in the forward, and
         ``Planned.check``.
         """
 
@@ -347,7 +347,7 @@ class ChunkPlanner(DevicePlanner):
         at = Position("forward", turn, batch.flags)
         pending = route_on_device(expert_TK, self._chunk_T1, chunks, split, own, turn, at, channel)
         tagged = channel.tagged(channel.generation)
-        # No message is sent before the host has read the sizes, and with them what else there is to know.
+        # No check is left: the host reads sizes and headers before it sends a message.
         return ChunkedExecutor(overlap, pending, tagged, batch.compute, self.shards.memory), pending.plan, None
 
 

@@ -27,8 +27,8 @@ from moesys.torch_private import NO_BACKWARD, current_backward, unseen_by_select
 class ForwardHook:
     """A function that changes what ``module.forward`` returns, until ``remove``.
 
-    Not one of torch's hooks: code that was compiled while a module had none does not check for them, and would run
-    without it. Compiled code does check whether a module has a ``forward`` of its own.
+    It is not one of torch's hooks: code that was compiled while a module had none does not check for them, and would
+    run without it. Compiled code does check whether a module has a ``forward`` of its own.
     """
 
     def __init__(self, module: nn.Module, change: Callable[[Any], Any]) -> None:

@@ -236,7 +236,7 @@ class MoERuntime:
             layer.schedule.keep_made_plans()
             layer.unlink()
         for group in self._groups:
-            # It is gone already where all groups were destroyed before.
+            # The group is gone already if all groups were destroyed before.
             with suppress(ValueError):
                 dist.destroy_process_group(group)
         self._groups = []

@@ -105,8 +105,8 @@ class RoutedPlan:
 
 @dataclass(frozen=True)
 class PendingRoutes:
-    """Routes of a micro-batch, which are on the device, beside its plan. ``headers``: of the message with which each
-    rank's counts came over ``channel``.
+    """Routes of a micro-batch, which are on the device, with its plan. ``headers``: the headers of the message that
+    brought the counts of each rank over ``channel``.
     """
 
     plan: RoutedPlan
@@ -119,8 +119,8 @@ class PendingRoutes:
     def routes(self) -> Routes:
         """Those of ``build_routes``, padded to nothing. The host waits for the sizes, once.
 
-        Raises ``RankMismatchError`` on all ranks where they are in different calls, and ValueError on all ranks where a
-        choice of any of them is of no expert.
+        Raises ``RankMismatchError`` on all ranks if they are in different calls, and ValueError on all ranks if a
+        choice of any rank names no expert.
         """
         C, R, _ = self.found.arriving_CRG.shape
         self.channel.compare_calls()

@@ -247,7 +247,7 @@ class MegaExecutor:
             with stage("publish x", device):
                 origin = None
                 if isinstance(self.plan, PendingPlan):
-                    # Who does not say which call it is in may have tokens without an expert.
+                    # Plans without a call are not checked: their tokens may have ids that name no expert.
                     origin = Origin(self.plan.call, self.expert_TK.numel()) if self.plan.call else NO_ORIGIN
                 routing = announce(memory, self.expert_TK, self.num_experts, {"x": x_TH}, origin)
             yield

@@ -38,7 +38,7 @@ class RowLimit:
     """
 
     def __init__(self, device: torch.device) -> None:
-        # What ``keep_within`` found, zeros if nothing ever was, and the newest call that asked.
+        # The findings of ``keep_within``, which are zeros as long as there are none, and the call of the newest plan.
         self._found_8 = torch.zeros(8, dtype=torch.int64, device=device)
         self._seen_8 = torch.zeros(8, dtype=torch.int64).pin_memory() if self._found_8.is_cuda else None
         self._call = 0
@@ -46,16 +46,16 @@ class RowLimit:
     def keep(
         self, tokens_RP: Tensor, tables: SplitTables, room: int, choices: int, origin_R2: Tensor, call: int
     ) -> Tensor:
-        """The plan ``tokens_RP`` int64, or one without a token if it sends any rank more than ``room`` rows, which
-        ``rows_cap`` makes of so many ``choices`` of a rank, or if the counts that it was made from do not belong
-        together (``keep_within``). Nothing waits for the host.
+        """Returns the plan ``tokens_RP`` int64, or a plan without tokens if it sends any rank more than ``room`` rows
+        (``rows_cap`` times the ``choices`` of a rank), or if the counts that it was made from do not belong together
+        (``keep_within``). Nothing waits for the host.
         """
         self._call = call
         return keep_within(tokens_RP, tables, room, choices, origin_R2, call, self._found_8)
 
     def note(self) -> torch.cuda.Event | None:
-        """At the end of a direction. On the CPU raises what ``wait`` does at once; on a GPU returns an event behind
-        which ``look`` knows of this direction, but for one that is captured.
+        """Records the findings at the end of a direction. On the CPU it raises the errors of ``wait`` at once. On a GPU
+        it returns an event after which ``look`` knows of this direction, or None while a CUDA graph is captured.
         """
         if self._seen_8 is None:
             self._raise_if_found(self._found_8)
@@ -68,7 +68,7 @@ class RowLimit:
         return noted
 
     def look(self) -> None:
-        """Raises what ``wait`` does if a plan of a direction that has ended by now was refused."""
+        """Raises the errors of ``wait`` if a plan of a direction that has ended by now was refused."""
         if self._seen_8 is not None:
             self._raise_if_found(self._seen_8)
 

@@ -1,5 +1,5 @@
-"""A plan on a device, or none at all where a rank would get more rows than there is room for, or where counts do not
-belong together.
+"""A plan on a device, which has no tokens if a rank would get more rows than its memory holds, or if the counts of the
+ranks do not belong together.
 
 R ranks, P replicas, as in ``tables``.
 """
@@ -18,13 +18,13 @@ from moesys.kernels.split.tables import SplitTables
 def keep_within(
     tokens_RP: Tensor, tables: SplitTables, room: int, choices: int, origin_R2: Tensor, call: int, found_8: Tensor
 ) -> Tensor:
-    """Returns the plan ``tokens_RP`` int64, or one without a token where it cannot be run, with the reason in
-    ``found_8`` int64. One launch.
+    """Returns the plan ``tokens_RP`` int64, or a plan without tokens if it cannot be run; the reason is written into
+    ``found_8`` int64. Takes one launch.
 
-    It sends a rank more than ``room`` rows: ``found_8[:4]`` is (the first rank that gets most, its rows, ``room``,
-    ``choices``). A rank's counts, which ``origin_R2`` says the ``Origin`` of, are of another call than ``call``, or
-    some of its choices are of no expert: ``found_8[4:]`` is (the first rank of another call + 1, its call, the first
-    rank with a choice of no expert + 1, how many it has).
+    If the plan sends a rank more than ``room`` rows, ``found_8[:4]`` is (the first rank that gets most rows, its rows,
+    ``room``, ``choices``). If the counts of a rank belong to another call than ``call`` (``origin_R2``: the ``Origin``
+    of each rank), or if some of its choices name no expert, ``found_8[4:]`` is (the first rank in another call + 1, its
+    call, the first rank with choices that name no expert + 1, the number of these choices).
     """
     num_ranks, num_replicas = tokens_RP.shape
     kept_RP = torch.empty_like(tokens_RP)

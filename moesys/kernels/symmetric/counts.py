@@ -9,7 +9,8 @@ never two ahead. It writes for exchange n + 2 after it has seen all peers publis
 behind its own reading of n, on one stream. Which table it is, each rank counts on its device, so that a captured graph
 goes on alternating when it is replayed; all ranks make the same exchanges, in the same order.
 
-Beside its counts a rank writes what they belong to (``Origin``), so that ranks in different calls do not plan together.
+Each rank also writes the call that its counts belong to (``Origin``), so that ranks in different calls do not plan
+together.
 
 R ranks, E experts of a layer, at most as many as the tables have columns beside those of ``Origin``.
 """
@@ -31,8 +32,8 @@ BLOCK_EXPERTS = 256
 
 
 class Origin(NamedTuple):
-    """The call that a rank's counts belong to. ``call``: 31 bits that say which call it is in, the same on all ranks; 0
-    is not compared. ``choices``: how many choices its tokens have, of experts or of none; -1 is not compared.
+    """The call that a rank's counts belong to. ``call``: 31 bits that identify the call, the same on all ranks; 0 is
+    not compared. ``choices``: the number of choices of its tokens, valid or not; -1 is not compared.
     """
 
     call: int = 0
@@ -43,8 +44,8 @@ NO_ORIGIN = Origin()
 
 
 class ReceivedCounts(NamedTuple):
-    """``tokens_RE`` int64: what ranks want. ``origin_R2`` int64: the ``Origin`` of each; zeros and -1 of one that was
-    given up.
+    """The counts of all ranks. ``tokens_RE`` int64: the tokens of each rank for each expert. ``origin_R2`` int64: the
+    ``Origin`` of each rank, which is (0, -1) for a rank that was given up.
     """
 
     tokens_RE: Tensor
@@ -93,7 +94,7 @@ def _send(  # type: ignore[no-untyped-def]
 
 
 def receive_counts(heap: Heap, epoch_1: Tensor, exchanges_R: Tensor, num_experts: int) -> ReceivedCounts:
-    """Returns the counts of all ranks, when all have published ``epoch_1``; zeros of one that was given up."""
+    """Returns the counts of all ranks, when all have published ``epoch_1``; zeros for a rank that was given up."""
     tokens_RE = torch.empty(heap.num_ranks, num_experts, dtype=torch.int64, device=epoch_1.device)
     origin_R2 = torch.empty(heap.num_ranks, 2, dtype=torch.int64, device=epoch_1.device)
     _receive[(heap.num_ranks,)](

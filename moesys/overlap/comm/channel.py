@@ -26,7 +26,7 @@ from moesys.overlap.comm.paced_link import PacedLink, PacedTransfer
 from moesys.overlap.comm.record import Meter, Recorder
 from moesys.torch_private import group_timeout_s
 
-# How many messages without a receiver are kept; more would keep experts that were brought ahead and not used.
+# This many transfers that nobody has waited for are kept. More would hold experts that were prefetched and not used.
 KEPT_MESSAGES = 4
 
 T = TypeVar("T")
@@ -104,7 +104,7 @@ class Channel:
         # The newest messages that nobody has waited for, in their order. They are kept also where a failed pass has
         # dropped its transfers: a connection of gloo stands still for good when data come for a buffer that is gone.
         self.posted: dict[dist.Work | Messages | PacedTransfer, None] = {}
-        # Headers of the newest all-gather, [R, N], and those that the host has not compared, which a device has.
+        # The headers of the newest all-gather, [R, N], and those on a device that the host has not compared yet.
         self.headers: HostCopy | None = None
         self._unread: deque[HostCopy] = deque()
         self.failure_grace_s = FAILURE_GRACE_S
@@ -112,7 +112,7 @@ class Channel:
         self.link: PacedLink | None = None
 
     def tagged(self, generation: int) -> Self:
-        """Returns a channel whose messages are those of one call; all else it shares with this one."""
+        """Returns a channel whose messages belong to one call; it shares everything else with this channel."""
         if self.group is None:
             return self
         # A shallow copy, without the cost of copy.copy: layers make one for every call.
@@ -213,7 +213,7 @@ class Channel:
         return self._with_rest(first_RF, payload_N, len(payload_N), lane, at)
 
     def _with_rest(self, first_RF: Tensor, payload_N: Tensor, most_bytes: int, lane: str, at: Position) -> Tensor:
-        """Returns payloads of up to ``most_bytes``, of which the frames hold the beginnings."""
+        """Returns whole payloads of up to ``most_bytes``; the frames hold only their beginnings."""
         begun_RN = first_RF[:, frames.HEADER_BYTES :][:, :most_bytes]
         if most_bytes <= frames.PAYLOAD_BYTES:
             return begun_RN.contiguous()
