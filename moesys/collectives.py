@@ -96,7 +96,7 @@ def _failure(
     if elsewhere := {rank: where for rank, where in reports.items() if where != what}:
         sentences.append("; ".join(f"rank {rank} failed in {where}" for rank, where in elsewhere.items()))
     sentences.append(ALIKE)
-    sentences.append(f"First error: {str(error).strip().splitlines()[0]}")
+    sentences.append(f"First error: {(str(error).strip() or type(error).__name__).splitlines()[0]}")
     return CollectiveError(". ".join(sentences), (0,) if unreachable else tuple(sorted(silent)))
 
 

@@ -5,6 +5,7 @@ T tokens of this rank, H hidden size, K top-k.
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -53,18 +54,12 @@ def require_dense(name: str, tensor: Tensor) -> None:
     """Raises TypeError unless ``tensor`` is a dense tensor that holds this rank's own values, and RuntimeError inside a
     transform of ``torch.func``.
     """
-    if type(tensor) is not Tensor or tensor.layout != torch.strided:
-        _refuse_others(name, tensor)
+    if not isinstance(tensor, Tensor) or isinstance(tensor, DTensor) or tensor.layout != torch.strided:
+        sparse = isinstance(tensor, Tensor) and tensor.layout != torch.strided
+        kind = "sparse tensor" if sparse else type(tensor).__name__
+        raise TypeError(f"{name} is a {kind}; give this rank's own part as a dense torch.Tensor")
     refuse_function_transforms(tensor)
     require_values(tensor, name)
-
-
-def _refuse_others(name: str, tensor: Tensor) -> None:
-    if not isinstance(tensor, Tensor) or isinstance(tensor, DTensor) or tensor.layout != torch.strided:
-        kind = (
-            "sparse tensor" if getattr(tensor, "layout", None) not in (None, torch.strided) else type(tensor).__name__
-        )
-        raise TypeError(f"{name} is a {kind}; give this rank's own part as a dense torch.Tensor")
 
 
 def check_tokens(name: str, tensor: Tensor, shape: ModelShape | None) -> None:
@@ -95,7 +90,7 @@ def check_kinds(**given: object) -> None:
         if not isinstance(value, kind) or isinstance(value, bool):
             wanted = " or ".join(each.__name__ for each in (kind if isinstance(kind, tuple) else (kind,)))
             raise TypeError(f"{name} is a {type(value).__name__}; give {wanted.replace('NoneType', 'None')}")
-        if kind is int and not 0 <= int(str(value)) < 2**63:
+        if isinstance(value, int) and not 0 <= value < 2**63:
             raise ValueError(f"{name}={value} must be at least 0 and less than 2**63")
 
 
@@ -106,6 +101,7 @@ def declaration(shape: ModelShape, strategy: Strategy, cluster: ClusterSpec, see
     return fields | {"seed": seed, "torch": torch.__version__, "moesys": _version()}
 
 
+@cache
 def _version() -> str:
     try:
         return version("moesys")

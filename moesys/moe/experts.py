@@ -25,7 +25,7 @@ from moesys.moe.lookahead import Link, Lookahead
 from moesys.moe.masters import Masters, OutsideMasters, OwnMasters, distributed
 from moesys.moe.metrics import LayerMetrics, LoadLog
 from moesys.moe.outside import OutsideExperts
-from moesys.moe.planners import AlonePlanner, MicroBatch, planner_of
+from moesys.moe.planners import MicroBatch, planner_of
 from moesys.moe.ranks import cluster_of, mesh_of
 from moesys.moe.recompute import current_tape
 from moesys.moe.routed_experts import NUM_SAVED, RoutedExperts
@@ -213,6 +213,7 @@ class Experts(nn.Module):
         if learning and self.load_log is not None:
             self.load_log.add(self._last_plan)
         call = LayerCall(self.store, executor, plan.layout, neighbours, counts, dtype, channel.generation, check)
+        call.expects_backward = bool(flags & BACKWARD)
         lookahead.entered(call)
         return call
 
@@ -277,8 +278,7 @@ class Experts(nn.Module):
         ``PeerTimeoutError`` where a MegaKernel was given up, ValueError where one was planned more rows than
         ``rows_cap`` or a token chose no expert, and ``RankMismatchError`` where ranks were in different calls.
         """
-        if isinstance(self.planner, AlonePlanner):
-            self.planner.check()
+        self.planner.check()
         self.link.lookahead.mega_home.check()
 
     # --- homes --------------------------------------------------------------------------------------------
@@ -305,8 +305,10 @@ class Experts(nn.Module):
                 "that is gone; another one's state would be saved in another order than theirs, so call "
                 "ms.move_homes(model, homes, optimizer) again, with the one that trains them"
             )
-        # Which takes no id below 0, as indexing would.
-        return self._number_E.to(expert_TK.device).index_select(0, expert_TK.flatten()).view_as(expert_TK)
+        # An id that names no expert stays as it is, and planning raises its error on all ranks.
+        valid_TK = expert_TK.clamp(0, len(self._number_E) - 1)
+        number_TK = self._number_E.to(expert_TK.device).index_select(0, valid_TK.flatten()).view_as(expert_TK)
+        return torch.where(valid_TK == expert_TK, number_TK, expert_TK)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Experts:
         """Moves between devices, and refuses ``layer.bfloat16()`` and the like."""

@@ -110,7 +110,7 @@ class OwnMasters:
     instead would be a circle of references, and a layer that is dropped would keep its memory until Python collects it.
     """
 
-    at_hand = True
+    at_hand = may_delay = True
 
     def __init__(
         self, parameters: Mapping[str, nn.Parameter | None], name: str, shards: ExpertShards, mesh: DeviceMesh | None
@@ -120,11 +120,6 @@ class OwnMasters:
     @property
     def device(self) -> torch.device:
         return self._parameter.device
-
-    @property
-    def may_delay(self) -> bool:
-        """Returns whether the leaf has no hooks; autograd would not call them with a delayed gradient."""
-        return not hooks_of(self._parameter) and not hooks_of(self._parameter, behind=True)
 
     def differentiable(self) -> tuple[Tensor, ...]:
         return (local_part(self._parameter),)
@@ -153,11 +148,18 @@ class OwnMasters:
 
     @torch.no_grad()
     def accumulate_gradient(self, gradients: Sequence[Tensor]) -> None:
-        (gradient,), parameter = gradients, self._parameter
+        parameter = self._parameter
+        gradient = distributed(gradients[0], self._shards, self._mesh)
+        # As autograd does. Where one rank alone has hooks its gradient still travels as late as those of the others.
+        for hook in hooks_of(parameter):
+            replaced = hook(gradient)
+            gradient = gradient if replaced is None else replaced
         if parameter.grad is None:
-            parameter.grad = distributed(gradient, self._shards, self._mesh)
+            parameter.grad = gradient
         else:
-            local_part(parameter.grad).add_(gradient)
+            local_part(parameter.grad).add_(local_part(gradient))
+        for hook in hooks_of(parameter, behind=True):
+            hook(parameter)
 
     @property
     def _parameter(self) -> nn.Parameter:

@@ -37,13 +37,6 @@ class Routing(NamedTuple):
     logits_TE: Tensor
 
 
-class _OwnedLoss:
-    """A loss that a node of a graph holds for as long as backward can go through the node."""
-
-    def __init__(self, loss: Tensor) -> None:
-        self.loss = loss
-
-
 class _Pass:
     """A training pass of a router: its loss, when it began, and when it ended for ``router_loss``: as soon as its loss
     has been returned, or backward has gone through it.
@@ -56,11 +49,11 @@ class _Pass:
         self.began, self.ended, self.was_returned = next(self._clock), 0, False
         # This keeps the loss of a pass whose output is not used, until its router runs again.
         self._held: Tensor | None = loss
-        owned = _OwnedLoss(loss)
-        self._owned = weakref.ref(owned)
+        self._loss = weakref.ref(loss)
         node: Any = routing.weight_TK.grad_fn
         if node is not None:
-            node.metadata["moesys_router_loss"] = owned
+            # The node holds the loss for as long as backward can go through it.
+            node.metadata["moesys_router_loss"] = loss
         if routing.logits_TE.requires_grad:
             # The reference is weak, because the loss owns the graph and the graph would own the loss.
             this = weakref.ref(self)
@@ -70,8 +63,7 @@ class _Pass:
     @property
     def loss(self) -> Tensor | None:
         """Returns the loss, or None if backward can no longer go through the pass."""
-        owned = self._owned()
-        return self._held if owned is None else owned.loss
+        return self._loss()
 
     def leave_to_graphs(self) -> None:
         """Releases its own loss and those of all later passes, whose graphs would hold the graph of this one."""
@@ -267,8 +259,9 @@ def router_loss(model: nn.Module) -> Tensor:
     scalar; 0 if there are none, as in evaluation.
 
     A pass is a forward in training mode with gradients enabled; recomputation by activation checkpointing is none. A
-    router that runs twice counts twice, and one that does not run adds nothing. Call it after the forward passes whose
-    losses it is to return, and before backward:
+    router that runs twice counts twice, and one that does not run adds nothing. Where nothing is differentiated, as in
+    a frozen router whose tokens have no gradient, only the newest pass of a router counts. Call it after the forward
+    passes whose losses it is to return, and before backward:
 
     - Called again, it returns the same, until a router of ``model`` begins another pass: that is the next step's, or
       the next micro-batch's. So each micro-batch may have a call of its own, or several may have one together.

@@ -72,7 +72,8 @@ def test_a_dead_rank_is_named_by_all_others(
     for outcome in outcomes:
         if outcome.rank != victim:
             assert outcome.kind == "raised", outcome
-            assert re.search(f"rank {victim} did not answer(:| and) (it )?is dead or hung", outcome.trace), outcome.trace
+            words = f"rank {victim} did not answer(:| and) (it )?is dead or hung"
+            assert re.search(words, outcome.trace), outcome.trace
             # Its time-out, the grace that names the dead, and what a busy machine adds.
             assert outcome.seconds < COLLECTIVE_TIMEOUT_S + GRACE_S + 10
 
@@ -147,10 +148,12 @@ def evaluate_alone(late_s: float) -> str:
 
 
 def test_a_late_rank_is_not_called_dead_for_sure_and_learns_who_waited(mortal_ranks: LocalRanks) -> None:
-    waited, *late = mortal_ranks.run(evaluate_alone, 2.0, num_ranks=3)
+    waited, *others = mortal_ranks.run(evaluate_alone, 2.0, num_ranks=3)
     assert "rank 0: forward of layer 0 failed; " in waited
     assert "All ranks of a process group must make the same calls in the same order" in waited
-    assert re.search("did not answer and (is|are) dead or hung, or late in another part of the program|every rank is alive", waited)
-    for said in late:
+    assert re.search(
+        "did not answer and (is|are) dead or hung, or late in another part of the program|every rank is alive", waited
+    )
+    for said in others:
         assert "sync_gradients() failed" in said
         assert "rank 0 failed in forward of layer 0" in said

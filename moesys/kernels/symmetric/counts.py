@@ -40,9 +40,6 @@ class Origin(NamedTuple):
     choices: int = -1
 
 
-NO_ORIGIN = Origin()
-
-
 class ReceivedCounts(NamedTuple):
     """The counts of all ranks. ``tokens_RE`` int64: the tokens of each rank for each expert. ``origin_R2`` int64: the
     ``Origin`` of each rank, which is (0, -1) for a rank that was given up.
@@ -57,7 +54,7 @@ def count_regions(num_ranks: int, num_experts: int) -> Mapping[str, Region]:
     return {"counts": Region((2, num_ranks, num_experts + 2), torch.int64)}
 
 
-def send_counts(heap: Heap, exchanges_R: Tensor, first_E1: Tensor, origin: Origin = NO_ORIGIN) -> None:
+def send_counts(heap: Heap, exchanges_R: Tensor, first_E1: Tensor, origin: Origin) -> None:
     """Writes this rank's counts, which are the differences of ``first_E1`` int32 [E + 1], and their ``origin`` into
     every rank's table; to be published. ``exchanges_R`` int32 [R]: how many there have been.
     """

@@ -36,7 +36,7 @@ def variables_set(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextmanager
-def deaf_to_stops() -> Iterator[None]:
+def stop_signals_blocked() -> Iterator[None]:
     """Has processes that are started inside block SIGINT and SIGTERM, also while they import modules. Batch systems
     send these signals to all processes of a job, and this process ends its children itself.
     """
