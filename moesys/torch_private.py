@@ -134,6 +134,31 @@ def hooks_of(parameter: Tensor, *, behind: bool = False) -> list[Callable[[Tenso
     return list(hooks.values()) if hooks else []
 
 
+def hide_backward(leaf: Tensor, *, hide: bool) -> None:
+    """Hides the backward that runs from the hooks of a leaf whose gradient comes later, or does so no longer: autograd
+    calls them also where the gradient is missing. Hooks that are called with a gradient are called in any case.
+
+    Needs what ``hooks_of`` does. Without it hooks of leaves with delayed gradients are called with None.
+    """
+    for table in (leaf._backward_hooks, getattr(leaf, "_post_accumulate_grad_hooks", None)):
+        if table:
+            leaf.moesys_hides_backward = hide  # type: ignore[attr-defined]
+            for key, hook in table.items():
+                if not hasattr(hook, "moesys_may_pass"):
+                    # The same key, by which users remove their hook.
+                    table[key] = _passing_where_hidden(hook)
+
+
+def _passing_where_hidden(hook: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor | None], Tensor | None]:
+    @wraps(hook)
+    def called(value: Tensor | None) -> Tensor | None:
+        """``value``: the gradient, or the leaf for hooks behind its accumulation."""
+        return None if value is None or getattr(value, "moesys_hides_backward", False) else hook(value)
+
+    called.moesys_may_pass = True  # type: ignore[attr-defined]
+    return called
+
+
 def after_this_backward(callback: Callable[[], None]) -> None:
     """Calls ``callback`` when the backward that runs is through, before ``backward()`` returns.
 

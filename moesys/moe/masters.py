@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from moesys.moe.ranks import check_order
 from moesys.moe.shards import ExpertShards
-from moesys.torch_private import hooks_of
+from moesys.torch_private import hide_backward, hooks_of
 
 
 class Masters(Protocol):
@@ -41,6 +41,9 @@ class Masters(Protocol):
     @property
     def may_delay(self) -> bool:
         """Whether ``accumulate_gradient`` is possible."""
+
+    def expect_gradient(self, *, late: bool) -> None:
+        """Says whether the gradient of the backward that runs comes ``late``, by ``accumulate_gradient``."""
 
     def state(self) -> tuple[int, ...] | None:
         """Returns the parameter's id, and what differs where masters may have changed, beside steps of optimizers; None
@@ -68,6 +71,9 @@ class OutsideMasters:
     @property
     def may_delay(self) -> bool:
         return self._add is not None
+
+    def expect_gradient(self, *, late: bool) -> None:
+        """Nothing depends on it."""
 
     def state(self) -> None:
         """Returns None: FSDP fills the same storage anew, and no version says so."""
@@ -146,8 +152,12 @@ class OwnMasters:
         """Writes this rank's part of an expert, whose parameters are ``flat_P`` [P_e]."""
         self._shards.keep(self.local()[0], expert, flat_P)
 
+    def expect_gradient(self, *, late: bool) -> None:
+        hide_backward(self._parameter, hide=late)
+
     @torch.no_grad()
     def accumulate_gradient(self, gradients: Sequence[Tensor]) -> None:
+        self.expect_gradient(late=False)
         parameter = self._parameter
         gradient = distributed(gradients[0], self._shards, self._mesh)
         # As autograd does. Where one rank alone has hooks its gradient still travels as late as those of the others.

@@ -89,7 +89,10 @@ class RoutedExperts(torch.autograd.Function):
             leaf = ctx.next_functions[2 + wanted.index(True)][0]
             # Delayed gradients are in no graph, so none is delayed where gradients may be differentiated.
             may_delay = store.delay_reshard and store.masters.may_delay and not ctx.creates_graph
-            if not (may_delay and _reaches_grad(leaf) and lookahead.delay(store, cross)):
+            late = may_delay and _reaches_grad(leaf) and lookahead.delay(store, cross)
+            if store.delay_reshard:
+                store.masters.expect_gradient(late=late)
+            if not late:
                 dmasters = [gradient if want else None for gradient, want in zip(cross()(), wanted, strict=True)]
         lookahead.after_backward()
         # All of backward is launched by then, so the device has work while the host waits for a part of forward.
