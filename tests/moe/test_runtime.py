@@ -449,10 +449,10 @@ def test_late_plans_do_not_pile_up(ranks: LocalRanks) -> None:
 
 
 def hooked(linked: bool, behind: bool, last_rank: int) -> Tensor:
-    """The gradient of the first layer's experts, whose leaf has a hook that doubles it on ranks to ``last_rank``."""
+    """The gradient of the last layer's experts, whose leaf has a hook that doubles it on ranks to ``last_rank``."""
     model = nn.Sequential(ms.MoELayer(SHAPE, BEHIND), ms.MoELayer(SHAPE, BEHIND, layer_index=1))
     runtime = ms.link(model) if linked else None
-    masters = model[0].experts.masters
+    masters = model[1].experts.masters
 
     def double(leaf: Tensor) -> None:
         assert leaf.grad is not None
