@@ -196,9 +196,8 @@ class MegaExecutor:
 
     ``plan``: the host's, int64 [R, P], or one that each forward makes of all ranks' counts. ``list_RP``: of the host's,
     where a source's tokens for a replica begin in its list (``exchange``). ``sums``: of weight gradients, where layouts
-    may not show; these are then launches of their own. ``num_rows``: what it sends
-    here, or may send at most. ``blocks``: all of as many rows. ``recorder`` gets spans of every task while it is
-    enabled.
+    may not show; these are then launches of their own. ``num_rows``: what it sends here, or may send at most.
+    ``blocks``: all of as many rows. ``recorder`` gets spans of every task while it is enabled.
     """
 
     expert_TK: Tensor

@@ -82,7 +82,8 @@ class Workers:
             return pool.submit(function, *args, **kwargs).result()
         except BrokenProcessPool:
             if pool is not None:
-                # A worker whose answer could not be read is still alive, and blocks the signal that its pool sends it.
+                # A worker whose answer could not be read is alive and blocks the signal by which its pool would end it.
+                # From Python 3.12 on the pool would wait for it.
                 for process in list(pool._processes.values()):
                     process.kill()
                 # This waits for the thread of the pool, which would close what Python's exit writes to.
