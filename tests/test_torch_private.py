@@ -27,6 +27,8 @@ from moesys.torch_private import (
     current_backward,
     ends_recomputation,
     group_timeout_s,
+    hide_backward,
+    hooks_of,
     num_process_groups,
     unscale_beside_dtensors,
     unseen_by_selective_checkpoints,
@@ -159,6 +161,32 @@ def test_a_backward_comes_to_the_leaves_and_a_gradient_for_others_does_not():
     y = Watched.apply(x, lambda node: seen.append(will_execute(node)))
     torch.autograd.grad(y.sum(), x)
     assert seen == [False]
+
+
+def test_hooks_do_not_see_a_backward_that_is_hidden():
+    class WithoutGradient(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, dy):
+            hide_backward(leaf, hide=True)
+
+    leaf, seen = torch.ones(2, requires_grad=True), []
+    on_gradient = leaf.register_hook(seen.append)
+    leaf.register_post_accumulate_grad_hook(seen.append)
+    WithoutGradient.apply(leaf).sum().backward()
+    assert not seen
+    for hook in hooks_of(leaf):
+        hook(leaf.detach())
+    assert len(seen) == 1
+    hide_backward(leaf, hide=False)
+    leaf.sum().backward()
+    assert seen[2] is leaf
+    on_gradient.remove()
+    leaf.sum().backward()
+    assert seen[3:] == [leaf]
 
 
 def test_a_callback_comes_behind_the_whole_backward():

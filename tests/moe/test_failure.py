@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -71,7 +72,8 @@ def test_a_dead_rank_is_named_by_all_others(
     for outcome in outcomes:
         if outcome.rank != victim:
             assert outcome.kind == "raised", outcome
-            assert f"rank {victim} did not answer: dead or hung" in outcome.trace, outcome.trace
+            words = f"rank {victim} did not answer(:| and) (it )?is dead or hung"
+            assert re.search(words, outcome.trace), outcome.trace
             # Its time-out, the grace that names the dead, and what a busy machine adds.
             assert outcome.seconds < COLLECTIVE_TIMEOUT_S + GRACE_S + 10
 
@@ -151,7 +153,7 @@ def test_a_late_rank_is_not_called_dead_for_sure_and_learns_who_waited(mortal_ra
     waited, *late = mortal_ranks.run(evaluate_alone, num_ranks=3)
     assert "rank 0: forward of layer 0 failed; " in waited
     assert "All ranks of a process group must make the same calls in the same order" in waited
-    assert "ranks 1, 2 did not answer: dead or hung, or late in another part of the program" in waited
+    assert "ranks 1, 2 did not answer and are dead or hung, or late in another part of the program" in waited
     for said in late:
         assert "sync_gradients() failed" in said
         assert "rank 0 failed in forward of layer 0" in said

@@ -229,6 +229,24 @@ def test_a_mesh_gives_every_row_its_own_experts(ranks: LocalRanks) -> None:
         assert torch.equal(results[left][1], results[right][1])
 
 
+def biases_of_unequal_groups() -> tuple[Tensor, Tensor]:
+    """A group of two ranks and one of a single rank: the biases by all ranks' tokens, each counted once."""
+    rank = dist.get_rank()
+    group = dist.new_group([0, 1] if rank < 2 else [2], use_local_synchronization=True)
+    layer = ms.MoELayer(SHAPE.replace(scoring_func="sigmoid", router_bias_update_rate=0.01), EP, group)
+    x_TH = tokens(60 if rank == 2 else 20, seed=rank) + 3 * tokens(1, seed=10 + rank // 2)
+    layer(x_TH).sum().backward()
+    counted_E = layer.experts.counted_E * (rank != 1)
+    dist.all_reduce(counted_E)
+    ms.update_router_bias(layer, dist.group.WORLD)
+    return layer.router.e_score_correction_bias, (0.01 * (counted_E.double().mean() - counted_E).sign()).float()
+
+
+def test_biases_count_tokens_once_whatever_their_group(ranks: LocalRanks) -> None:
+    for bias_E, expected_E in ranks.run(biases_of_unequal_groups, num_ranks=3):
+        assert torch.equal(bias_E, expected_E)
+
+
 def biases_of_copies() -> tuple[str, Tensor, Tensor]:
     """Two groups of two ranks, with other tokens in each: what is refused, and the biases by all ranks' tokens."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "expert"))
