@@ -239,9 +239,9 @@ def _units(model: nn.Module, blocks: list[nn.Module], experts: list[nn.Module]) 
     try:
         return [units[number] for number in TopologicalSorter(inside).static_order()]
     except CycleError as error:
-        around = ", ".join(dict.fromkeys(names[module] for number in error.args[1] for module in units[number]))
+        together = ", ".join(dict.fromkeys(names[module] for number in error.args[1] for module in units[number]))
         raise ValueError(
-            f"{around} share parameters so that some would be sharded both before and after others, and FSDP shards "
+            f"{together} share parameters so that some would be sharded both before and after others, and FSDP shards "
             "inner modules first; give a module parameters of its own if it is inside a module that it shares with"
         ) from error
 

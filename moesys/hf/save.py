@@ -49,8 +49,8 @@ def save_pretrained(model: nn.Module, folder: Path | str, *, max_shard_size: str
 
     Raises, on every rank and before anything is written, TypeError for a module without one model of transformers, and
     ValueError for a model with adapters, one inside a module that has parameters of its own, one that lacks a tensor of
-    its configuration or has it in another shape, and one that differs between ranks. Raises as well what
-    ``ms.whole_folder`` raises.
+    its configuration or has it in another shape, one whose configuration transformers refuses to
+    write, and one that differs between ranks. Raises as well what ``ms.whole_folder`` raises.
     """
     live, empty = _agreed(lambda: _transformers_model(model))
     names = HubNames(empty, getattr(live, "_weight_conversions", None))
