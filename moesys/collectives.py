@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from moesys.torch_private import default_store, group_timeout_s
 
-# Seconds beyond the time-out of a group in which ranks that are alive report their own failure.
+# Ranks that are alive report their own failure within this many seconds after the time-out of their group.
 FAILURE_GRACE_S = 5.0
-# A group with a longer time-out is not waited for: who ends closes its connections, by which the others fail as well.
+# Longer time-outs are not waited for: a process that ends closes its connections, and then the others fail too.
 _MOST_PATIENCE_S = 20.0
 ALIKE = (
     "All ranks of a process group must make the same calls in the same order: the same layers, micro-batches and "
@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 
 class CollectiveError(RuntimeError):
-    """A collective failed. ``silent_ranks`` neither failed with it nor have a heartbeat: dead, hung, or late."""
+    """A failed collective. ``silent_ranks``: the ranks without a heartbeat or a report: dead, hung or late."""
 
     def __init__(self, message: str, silent_ranks: tuple[int, ...]) -> None:
         super().__init__(message)
@@ -33,7 +33,7 @@ class CollectiveError(RuntimeError):
 
 
 class RankMismatchError(RuntimeError):
-    """Ranks that share experts met in different calls, or with different declarations; raised on every rank."""
+    """The error of ranks that share experts and differ in calls or declarations; every rank raises it."""
 
 
 def guarded(
@@ -47,9 +47,9 @@ def guarded(
 ) -> T:
     """Returns ``call()``, which is a collective of ``group``, or waits for one. ``what`` names it in errors.
 
-    Raises ``CollectiveError`` where it fails. The ranks without a sign of life are named: those that
-    ``without_heartbeat`` returns for the members of the group and ``grace_s``; without it those that have not reported
-    a failure of their own ``grace_s`` after the group's time-out, or after 20 seconds where that is longer.
+    Raises ``CollectiveError`` if it fails, with the ranks that do not answer. These are the ranks that
+    ``without_heartbeat`` returns for the members of the group and ``grace_s``. Without it they are the ranks that have
+    not reported a failure of their own ``grace_s`` after the group's time-out, or after 20 s if that is shorter.
     """
     try:
         return call()
@@ -57,6 +57,22 @@ def guarded(
         raise
     except RuntimeError as error:
         raise _failure(what, group, error, device_type, grace_s, without_heartbeat) from error
+
+
+def agree(what: str, error: Exception | None, other: type[Exception] = RuntimeError) -> None:
+    """Raises ``error`` on this rank, and an ``other`` that repeats it on the ranks without one. A collective of all
+    ranks, if there is a process group; ``what`` names it in errors.
+    """
+    messages: list[str | None] = [None]
+    if dist.is_initialized():
+        messages *= dist.get_world_size()
+        message = None if error is None else f"{type(error).__name__}: {error}"
+        guarded(what, dist.group.WORLD, partial(dist.all_gather_object, messages, message))
+    if error is not None:
+        raise error
+    for rank, message in enumerate(messages):
+        if message is not None:
+            raise other(f"rank {rank} failed, and nothing is written: {message}")
 
 
 def _failure(
@@ -96,21 +112,21 @@ def _failure(
     if elsewhere := {rank: where for rank, where in reports.items() if where != what}:
         sentences.append("; ".join(f"rank {rank} failed in {where}" for rank, where in elsewhere.items()))
     sentences.append(ALIKE)
-    sentences.append(f"First error: {str(error).strip().splitlines()[0]}")
+    sentences.append(f"First error: {(str(error).strip() or type(error).__name__).splitlines()[0]}")
     return CollectiveError(". ".join(sentences), (0,) if unreachable else tuple(sorted(silent)))
 
 
 def _who(silent: Collection[int], unreachable: bool, have_heartbeats: bool) -> str:
     if unreachable:
         return (
-            "rank 0 did not answer: dead or hung, or it gave up waiting for this rank and ended (the rendezvous store, "
-            "which rank 0 hosts unless a launcher does, is gone)"
+            "rank 0 did not answer: it is dead or hung, or it gave up waiting for this rank and ended (the rendezvous "
+            "store, which rank 0 hosts unless a launcher does, is gone)"
         )
     if not silent:
         return "every rank is alive, so ranks that made different calls, the network or a time-out failed it"
     names = f"rank{'s' * (len(silent) > 1)} {', '.join(map(str, sorted(silent)))}"
     late = "" if have_heartbeats else ", or late in another part of the program"
-    return f"{names} did not answer: dead or hung{late}"
+    return f"{names} did not answer and {'are' if len(silent) > 1 else 'is'} dead or hung{late}"
 
 
 def _unreported(store: dist.Store, ranks: Collection[int], since_s: float) -> set[int]:

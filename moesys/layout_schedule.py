@@ -107,8 +107,8 @@ class SolvedPlan:
 
 @dataclass(frozen=True)
 class MissedPlan:
-    """A plan that was asked for and is made no more: late on every rank, by this one's vote, when it is due. With the
-    ``error`` of its planner, which is raised then.
+    """A plan that was requested and will not be made. When it is due, this rank votes against it, so that it is late on
+    every rank; if its planner raised an ``error``, ``ready`` raises that error.
     """
 
     error: Exception | None = None
@@ -122,7 +122,7 @@ class MissedPlan:
         raise RuntimeError("the plan was dropped before it was made, so there is no layout; ask ready() first")
 
     def cancel(self) -> None:
-        """It is dropped already."""
+        """Does nothing, because the plan is dropped already."""
 
 
 class PlanSource(Protocol):
@@ -263,13 +263,13 @@ class LayoutSchedule:
             self.request()
 
     def keep_made_plans(self) -> None:
-        """Their source makes no more: of the plans that were asked for those that are made are used when they are due,
-        and the others are late then.
+        """Keeps the requested plans that are made, which are used when they are due. The others are late, because their
+        source makes no more plans.
         """
         self._pending = deque((due, _made(ticket)) for due, ticket in self._pending)
 
     def __getstate__(self) -> dict[str, Any]:
-        """For copies and pickles, which cannot hold how a load is read."""
+        """Returns the state for copies and pickles. Reads all loads first, because their readers cannot be pickled."""
         self._read()
         return self.__dict__
 

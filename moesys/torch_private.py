@@ -78,8 +78,8 @@ def unseen_by_selective_checkpoints(call: Callable[P, T]) -> Callable[P, T]:
     it takes for granted that a recomputation has the operations of the first pass. Other dispatch modes see them.
 
     Needs ``torch._C._len_torch_dispatch_stack``, ``_pop_mode`` and ``_push_mode`` of ``torch.utils._python_dispatch``,
-    and ``_CachingTorchDispatchMode`` and ``_CachedTorchDispatchMode`` of ``torch.utils.checkpoint``. Without the first
-    AttributeError in the first forward; without the others ImportError under any dispatch mode.
+    and ``_CachingTorchDispatchMode`` and ``_CachedTorchDispatchMode`` of ``torch.utils.checkpoint``. Without the first,
+    the first forward raises AttributeError; without the others, a forward under any dispatch mode raises ImportError.
     """
 
     @wraps(call)
@@ -97,7 +97,7 @@ def _without_selective_checkpoints() -> Iterator[None]:
     from torch.utils._python_dispatch import _pop_mode, _push_mode
     from torch.utils.checkpoint import _CachedTorchDispatchMode, _CachingTorchDispatchMode
 
-    # The innermost first.
+    # The innermost mode comes first.
     modes = [_pop_mode() for _ in range(torch._C._len_torch_dispatch_stack())]
     others = [mode for mode in modes if not isinstance(mode, _CachedTorchDispatchMode | _CachingTorchDispatchMode)]
     for mode in reversed(others):
@@ -127,11 +127,36 @@ def will_execute(node: Any) -> bool:
 def hooks_of(parameter: Tensor, *, behind: bool = False) -> list[Callable[[Tensor], Tensor | None]]:
     """Returns the hooks of a leaf on its gradient, or those ``behind`` its accumulation, which get the leaf.
 
-    Needs ``Tensor._backward_hooks`` and ``Tensor._post_accumulate_grad_hooks``. Without them there seem to be none:
-    delayed gradients pass hooks by.
+    Needs ``Tensor._backward_hooks`` and ``Tensor._post_accumulate_grad_hooks``. Without them there seem to be none, and
+    hooks do not see delayed gradients.
     """
     hooks = getattr(parameter, "_post_accumulate_grad_hooks" if behind else "_backward_hooks", None)
     return list(hooks.values()) if hooks else []
+
+
+def hide_backward(leaf: Tensor, *, hide: bool) -> None:
+    """Hides the backward that runs from the hooks of a leaf whose gradient comes later, or does so no longer: autograd
+    calls them also where the gradient is missing. Hooks that are called with a gradient are called in any case.
+
+    Needs what ``hooks_of`` does. Without it hooks of leaves with delayed gradients are called with None.
+    """
+    for table in (leaf._backward_hooks, getattr(leaf, "_post_accumulate_grad_hooks", None)):
+        if table:
+            leaf.moesys_hides_backward = hide  # type: ignore[attr-defined]
+            for key, hook in table.items():
+                if not hasattr(hook, "moesys_may_pass"):
+                    # The same key, by which users remove their hook.
+                    table[key] = _passing_where_hidden(hook)
+
+
+def _passing_where_hidden(hook: Callable[[Tensor], Tensor | None]) -> Callable[[Tensor | None], Tensor | None]:
+    @wraps(hook)
+    def called(value: Tensor | None) -> Tensor | None:
+        """``value``: the gradient, or the leaf for hooks behind its accumulation."""
+        return None if value is None or getattr(value, "moesys_hides_backward", False) else hook(value)
+
+    called.moesys_may_pass = True  # type: ignore[attr-defined]
+    return called
 
 
 def after_this_backward(callback: Callable[[], None]) -> None:
@@ -202,8 +227,8 @@ def require_values(tensor: Tensor, name: str) -> None:
 
 
 def unscale_beside_dtensors() -> None:
-    """Has ``torch.amp.GradScaler`` take plain gradients beside those of ``DTensor``s, and ``DTensor``s of several
-    meshes. An infinite gradient on one rank has all ranks of its mesh leave the step out, as torch has it for one mesh.
+    """Makes ``torch.amp.GradScaler`` take plain gradients and ``DTensor``s together, and ``DTensor``s of several
+    meshes. An infinite gradient on one rank makes all ranks of its mesh skip the step, as in torch for one mesh.
 
     Needs ``DTensor._op_dispatcher._custom_op_handlers``, in which torch has a handler of its own for the same operator;
     ``torch.distributed.tensor.parallel.loss_parallel`` changes the table too. Without it GradScaler fails inside torch
@@ -223,7 +248,7 @@ def _unscale(operator: Callable[..., None], args: tuple[Any, ...], kwargs: dict[
     sharded = [gradient for gradient in gradients if isinstance(gradient, DTensor)]
     parts = [gradient.to_local() if isinstance(gradient, DTensor) else gradient for gradient in gradients]
     operator(parts, found_inf, inverse_scale, **kwargs)
-    # Each group once, in the order of the gradients, which all ranks have alike.
+    # Each group is reduced once, in the order of the gradients, which is the same on all ranks.
     groups = {
         gradient.device_mesh.get_group(dim): None
         for gradient in sharded

@@ -8,13 +8,14 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
 
-from moesys.collectives import guarded
+from moesys.collectives import agree
 from moesys.whole_file import sync_folder
+
+_CALL = "whole_folder()"
 
 
 @contextmanager
@@ -37,7 +38,7 @@ def whole_folder(folder: Path | str) -> Iterator[Path]:
             _begin(folder, new, old)
     except OSError as raised:
         error = raised
-    _agree(error)
+    agree(_CALL, error)
     try:
         try:
             if not new.is_dir():
@@ -45,13 +46,13 @@ def whole_folder(folder: Path | str) -> Iterator[Path]:
             yield new
         except Exception as raised:
             error = raised
-        _agree(error)
+        agree(_CALL, error)
         try:
             if first:
                 _end(folder, new, old)
         except OSError as raised:
             error = raised
-        _agree(error)
+        agree(_CALL, error)
     finally:
         if first:
             shutil.rmtree(new, ignore_errors=True)
@@ -82,17 +83,3 @@ def _end(folder: Path, new: Path, old: Path) -> None:
 
 def _rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _agree(error: Exception | None) -> None:
-    """Raises this rank's error, or says which rank had one."""
-    others: list[str | None] = [None]
-    if dist.is_initialized():
-        others = [None] * dist.get_world_size()
-        said = None if error is None else f"{type(error).__name__}: {error}"
-        guarded("whole_folder()", dist.group.WORLD, partial(dist.all_gather_object, others, said))
-    if error is not None:
-        raise error
-    for rank, message in enumerate(others):
-        if message is not None:
-            raise RuntimeError(f"rank {rank} failed, and nothing is written: {message}")

@@ -72,7 +72,7 @@ def readme_loss() -> float:
 
 @pytest.mark.parametrize("num_ranks", [0, 2])
 def test_the_training_of_the_readme_runs(ranks: LocalRanks, num_ranks: int) -> None:
-    """Alone, and on ranks as under torchrun."""
+    """The blocks run in one process, and on ranks as under torchrun."""
     losses = ranks.run(readme_loss, num_ranks=num_ranks, timeout_s=60.0) if num_ranks else [readme_loss()]
     assert all(math.isfinite(loss) for loss in losses)
 
@@ -94,7 +94,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> Non
 
 
 def blocks_of_the_layer() -> list[list[int]]:
-    """Where experts live after the page's blocks."""
+    """Returns the home ranks of experts after the page's blocks."""
     model, optimizer = two_layers()
     x, scaler = torch.randn(8, 16, requires_grad=True), torch.amp.GradScaler("cpu", init_scale=16.0)
     cluster = ms.ClusterSpec(ranks_per_node=dist.get_world_size() if dist.is_initialized() else 1)

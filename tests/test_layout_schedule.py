@@ -159,7 +159,7 @@ def test_a_schedule_that_was_stopped_goes_on_as_if_it_were_not(predictor: ms.Las
 
 
 class Failing(InlinePlanner):
-    """Of the plans that were asked for the first is made, the second dropped, and the third fails."""
+    """A planner that makes the first plan, drops the second and fails in the third."""
 
     def __init__(self) -> None:
         self.tickets = [SolvedPlan(planned(TOKENS_SRE[1])), MissedPlan(), MissedPlan(ValueError("no room"))]

@@ -27,6 +27,8 @@ from moesys.torch_private import (
     current_backward,
     ends_recomputation,
     group_timeout_s,
+    hide_backward,
+    hooks_of,
     num_process_groups,
     unscale_beside_dtensors,
     unseen_by_selective_checkpoints,
@@ -111,7 +113,7 @@ def test_a_recomputation_says_where_it_ends(early_stop):
 
 
 def test_selective_checkpoints_do_not_see_what_other_modes_see():
-    """What is hidden has operations in the first pass that the second has not, and is not kept."""
+    """The hidden call runs other operations in its second pass, and none is kept."""
     runs = []
 
     @unseen_by_selective_checkpoints
@@ -161,6 +163,32 @@ def test_a_backward_comes_to_the_leaves_and_a_gradient_for_others_does_not():
     assert seen == [False]
 
 
+def test_hooks_do_not_see_a_backward_that_is_hidden():
+    class WithoutGradient(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, dy):
+            hide_backward(leaf, hide=True)
+
+    leaf, seen = torch.ones(2, requires_grad=True), []
+    on_gradient = leaf.register_hook(seen.append)
+    leaf.register_post_accumulate_grad_hook(seen.append)
+    WithoutGradient.apply(leaf).sum().backward()
+    assert not seen
+    for hook in hooks_of(leaf):
+        hook(leaf.detach())
+    assert len(seen) == 1
+    hide_backward(leaf, hide=False)
+    leaf.sum().backward()
+    assert seen[2] is leaf
+    on_gradient.remove()
+    leaf.sum().backward()
+    assert seen[3:] == [leaf]
+
+
 def test_a_callback_comes_behind_the_whole_backward():
     order = []
     x = torch.ones(3, requires_grad=True)
@@ -203,20 +231,6 @@ def test_onednn_multiplies():
     torch.testing.assert_close(onednn_product(x_MK, weight_NK), x_MK @ weight_NK.T)
 
 
-class Batched(torch.autograd.Function):
-    """The identity; its backward calls ``watch`` with the gradient."""
-
-    @staticmethod
-    def forward(ctx, x, watch):
-        ctx.watch = watch
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, grad):
-        ctx.watch(grad)
-        return grad, None
-
-
 # torch's own forward mode uses it
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is:DeprecationWarning")
 def test_transforms_are_known_where_they_run():
@@ -227,11 +241,13 @@ def test_transforms_are_known_where_they_run():
         return x.sum()
 
     watch(x).backward()
+    watched = x.clone()
+    watched.register_hook(refuse_function_transforms)
     for way in (
         lambda: torch.func.grad(watch)(x),
         lambda: torch.vmap(watch)(torch.ones(2, 3)),
         lambda: torch.func.vmap(lambda _: watch(x))(x),
-        lambda: torch.autograd.grad(Batched.apply(x, watch), x, torch.eye(3), is_grads_batched=True),
+        lambda: torch.autograd.grad(watched, x, torch.eye(3), is_grads_batched=True),
         lambda: watch(forward_ad.make_dual(x, x)),
     ):
         with forward_ad.dual_level(), pytest.raises(RuntimeError, match=r"transform of torch\.func"):

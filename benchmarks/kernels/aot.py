@@ -31,7 +31,7 @@ from moesys.kernels.split.even import even_split, even_tables
 from moesys.kernels.split.flow import split
 from moesys.kernels.split.proportional import proportional_split, proportional_tables
 from moesys.kernels.split.tables import SplitTables, tables_of
-from moesys.kernels.symmetric.counts import count_regions, receive_counts, send_counts
+from moesys.kernels.symmetric.counts import Origin, count_regions, receive_counts, send_counts
 from moesys.kernels.symmetric.heap import Heap
 from moesys.lab.show.sheets import Column
 
@@ -134,7 +134,7 @@ def exchange_counts(first_E1: Tensor) -> Tensor:
     shared = {**regions(1, 1, 1, dtype, 64, 1), **count_regions(64, num_experts)}
     heap = Heap.virtual(shared, 64, first_E1.device)[0]
     exchanges_R, epoch_1 = first_E1.new_empty(64), first_E1.new_empty(1)
-    send_counts(heap, exchanges_R, first_E1)
+    send_counts(heap, exchanges_R, first_E1, Origin())
     return receive_counts(heap, epoch_1, exchanges_R, num_experts).tokens_RE
 
 

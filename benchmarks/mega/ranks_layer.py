@@ -174,4 +174,4 @@ def _pending(layer: RanksLayer) -> PendingPlan:
     usual = room_for_rows(MegaKernel(), layer.most_tokens, layer.size.K, layer.num_ranks)
     room = max(usual, int(layer.plan.tokens_R.max()))
     split = device_split(layer.plan.layout, cluster, FlowSplit(), layer.device)
-    return PendingPlan(split, 0, RowLimit(layer.device), room, choices)
+    return PendingPlan(split, 0, RowLimit(layer.device, range(layer.num_ranks)), room, choices)

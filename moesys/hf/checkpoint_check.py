@@ -27,7 +27,7 @@ ALL = slice(None)
 
 
 def check_checkpoint(folder: Path | str, config: Any = None) -> None:
-    """Reads the names and shapes in a folder of the hub's format, and returns where its model has all of them.
+    """Checks by names and shapes that a folder in the hub's format has every tensor of its model.
 
     ``config``: the model's, of transformers; by default what config.json says.
 
@@ -39,8 +39,9 @@ def check_checkpoint(folder: Path | str, config: Any = None) -> None:
     if not isinstance(folder, str | os.PathLike):
         raise TypeError(f"folder is a {type(folder).__name__}; give the path of a folder as a str or Path")
     folder = Path(folder)
-    model = skeleton(transformers.AutoConfig.from_pretrained(folder) if config is None else config)
-    found = sources_of(model, HubFiles(folder), HubNames(model))
+    model, found = _model_and_sources(
+        folder, transformers.AutoConfig.from_pretrained(folder) if config is None else config
+    )
     warn_of_others(folder, model, (each.name for each in found), "transformers ignores them")
 
 
@@ -64,8 +65,12 @@ def check_before_loading(config: Any) -> None:
     known = config.architectures and hasattr(transformers, config.architectures[0])
     if name and plain and known and has_safetensors(Path(name)):
         # transformers itself warns of what it ignores.
-        model = skeleton(config)
-        sources_of(model, HubFiles(Path(name)), HubNames(model))
+        _model_and_sources(Path(name), config)
+
+
+def _model_and_sources(folder: Path, config: Any) -> tuple[Any, list[Source]]:
+    model = skeleton(config)
+    return model, sources_of(model, HubFiles(folder), HubNames(model))
 
 
 @dataclass
@@ -101,12 +106,12 @@ class Source:
 
 
 def sources_of(model: Any, files: HubFiles, names: HubNames) -> list[Source]:
-    """Returns what makes the parameters and buffers of ``model``, on the meta device, from ``files``.
+    """Returns the sources in ``files`` of the parameters and buffers of ``model``, which is on the meta device.
 
-    Tied parameters are made from each tensor that is there, as transformers does: none is taken for another's copy.
-    Tensors that the model does not have come too, by their own names.
+    Each tied parameter is made from its own tensor if the files have it, as transformers does.
+    Tensors that the model does not have are returned too, under their own names.
 
-    Raises ValueError where something of the model is missing, or there twice.
+    Raises ValueError for a tensor of the model that is missing or stored twice.
     """
     state = model.state_dict()
     sources: dict[str, Source] = {}
@@ -179,10 +184,17 @@ def _check_experts(model: Any, files: HubFiles, names: HubNames, source: Source)
         raise ValueError(f"{files.folder}: {missing} is in no file, of none of the {E} experts; {_way_out()}")
     for tensors in source.parts.values():
         shape = files.meta(tensors[0]).shape
-        for expert, (tensor, number) in enumerate(zip(tensors, _numbers(tensors), strict=True)):
+        numbers = _numbers(tensors)
+        for expert, (tensor, number) in enumerate(zip(tensors, numbers, strict=True)):
+            if number != expert and expert in numbers:
+                raise ValueError(
+                    f"{files.file_of[tensor]}: {tensor} belongs to expert {number}, but transformers loads tensors in "
+                    f"the order of their names and would make it expert {expert}; give the names of all experts of "
+                    f"{layer} the same prefix"
+                )
             if number != expert:
                 raise ValueError(
-                    f"{files.file_of[tensor]}: {tensor} is of expert {number}, and there is none of expert {expert}: "
+                    f"{files.file_of[tensor]}: {tensor} belongs to expert {number}, and no file has expert {expert}: "
                     f"config.json says {counted}={E}, which are numbered from 0; {_way_out()}"
                 )
             if (other := files.meta(tensor).shape) != shape:
@@ -193,10 +205,11 @@ def _check_experts(model: Any, files: HubFiles, names: HubNames, source: Source)
 
 
 def _numbers(tensors: list[str]) -> list[int]:
-    """Returns the numbers of experts in the names of their tensors, in which nothing else differs."""
-    parts = zip(*(tensor.split(".") for tensor in tensors), strict=False)
-    differing = next((part for part in parts if len(set(part)) > 1), ("0",))
-    return [int(part) for part in differing]
+    """Returns the expert numbers in tensor names that differ in nothing else."""
+    # From the end, because a prefix such as "model." may be missing from some of the names.
+    parts = zip(*(reversed(tensor.split(".")) for tensor in tensors), strict=False)
+    differing = (part for part in parts if len(set(part)) > 1 and all(map(str.isdecimal, part)))
+    return [int(part) for part in next(differing, map(str, range(len(tensors))))]
 
 
 def _field(folder: Path, config: Any, num_experts: int) -> str:
@@ -213,5 +226,5 @@ def _way_out(right: str = "") -> str:
 
 
 def _patterns(patterns: Any) -> re.Pattern[str]:
-    """Returns what matches any of them; nothing where there are none."""
+    """Returns a regular expression that matches any of ``patterns``, or nothing if there are none."""
     return re.compile("|".join(f"({each})" for each in patterns or ()) or r"(?!)")

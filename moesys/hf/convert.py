@@ -46,8 +46,8 @@ from moesys.whole_folders import whole_folder
 METADATA = ".metadata"
 # Under it a loop's state dict has the model: dcp.save({"model": ..., "optimizer": ...}).
 MODEL = "model"
-KEPT = "they go along unchanged, and transformers ignores them"
-LEFT_OUT = f"they are left out, as they are no tensors, or not known to be the model's: save those under {MODEL!r}"
+KEPT = "they are copied unchanged, and transformers ignores them"
+LEFT_OUT = f"they are left out, because they are not tensors or may not be the model's; save those under {MODEL!r}"
 
 # Told after each piece: bytes that are done, and of all.
 Tick = Callable[[int, int], None]
@@ -60,8 +60,8 @@ def convert(source: Path, out: Path, config: Path | None, tick: Tick) -> str:
     or a folder with it. What else lies beside it goes along, besides weights.
 
     Every tensor of the checkpoint is written. Tensors of different dtypes that become one parameter get the widest,
-    which holds the values of all. Warns of tensors that the model does not have, which go along unchanged, and of what
-    is left out.
+    which holds the values of all. Warns of tensors that the model does not have, which are copied unchanged, and of
+    what is left out.
 
     Raises ValueError, before anything is written, for a checkpoint that is torn, or not all of its model's, for an
     ``out`` with something in it, and for a ``source`` that is neither.
@@ -117,7 +117,7 @@ class _Pieces(DefaultSavePlanner):
         super().__init__()
         self._model, self._experts, self._files, self._tick = model, names.experts, files, tick
         state = model.state_dict()
-        # With the name that the source makes the tensor under, which is another one's where the two are tied.
+        # Each source has the name under which it makes the tensor: for a tied tensor this may be another one's name.
         self._source: dict[str, tuple[Source, str]] = {}
         self.layout: dict[str, Tensor] = {}
         for source in sources:
@@ -161,7 +161,7 @@ class _Pieces(DefaultSavePlanner):
 
 
 def _common_dtype(source: Source, files: HubFiles, made: Tensor) -> torch.dtype:
-    """Returns the dtype that holds the values of all tensors that ``source`` makes one parameter of, ``made``."""
+    """Returns a dtype that can represent all tensors from which ``source`` makes the parameter ``made``."""
     found = [{files.meta(name).dtype: name for name in reversed(names)} for names in source.parts.values()]
     dtypes = {dtype for each in found for dtype in each}
     if dtypes <= set(DTYPES):
@@ -180,25 +180,34 @@ def _to_hub(source: Path, out: Path, config_at: Path, tick: Tick) -> None:
     config = _config(config_at)
     model = skeleton(config)
     names, stored = HubNames(model), _Stored(source)
-    layout = stored.layout(model)
+    layout, others = stored.layout(model), stored.others(model)
     config.dtype = loading_dtype(model, layout)
     config.architectures = [type(model).__name__]
-    files = NewHubFiles(names.layout(layout), max_shard_size="5GB")
-    done, total = 0, sum(each.nbytes for each in layout.values())
+    in_files = names.layout(layout)
+    if twice := sorted(in_files.keys() & others.keys()):
+        raise ValueError(
+            f"{source}: {twice[0]}, which {type(model).__name__} does not have, is the name in files of one of its "
+            "tensors; save it under another name"
+        )
+    files = NewHubFiles(in_files | others, max_shard_size="5GB")
+    done, total = 0, sum(each.nbytes for each in (layout | others).values())
     with whole_folder(out) as new:
         for path in other_files(config_at) if config_at.is_dir() else []:
             shutil.copy2(path, new)
         config.save_pretrained(new)
-        files.folder = new
-        files.create()
+        files.create(new)
         for group in names.groups(layout):
             for rows in stored.rows(group) if names.experts.issuperset(group) else [None]:
                 tensors = {name: stored.read(name, layout[name], rows) for name in group}
                 done += sum(each.nbytes for each in tensors.values())
                 for expert, part in _by_expert(tensors, rows):
                     for name, tensor in names.to_hub(part, expert).items():
-                        files.write(name, tensor, row=expert or 0)
+                        files.write(new, name, tensor, row=expert or 0)
                 tick(done, total)
+        for name, like in others.items():
+            files.write(new, name, stored.read(name, like, None))
+            done += like.nbytes
+            tick(done, total)
 
 
 def _by_expert(tensors: dict[str, Tensor], rows: range | None) -> Iterator[tuple[int | None, dict[str, Tensor]]]:
@@ -231,7 +240,7 @@ class _Stored:
                 )
 
     def layout(self, model: Any) -> dict[str, Tensor]:
-        """Returns the stored parameters and buffers of ``model``, and other tensors under "model", without memory.
+        """Returns the stored parameters and buffers of ``model``, without memory.
 
         A tied parameter is left out where it has the bits of the one that it is tied to.
         """
@@ -266,7 +275,6 @@ class _Stored:
             first = layout.get(group[0])
             if name != group[0] and first is not None and name in layout and self._is_copy(name, group[0], layout):
                 del layout[name]
-        self._add_others(model, layout)
         return layout
 
     def _is_copy(self, name: str, other: str, layout: dict[str, Tensor]) -> bool:
@@ -274,8 +282,10 @@ class _Stored:
         same = (one.dtype, one.shape) == (first.dtype, first.shape)
         return same and torch.equal(self.read(name, one, None), self.read(other, first, None))
 
-    def _add_others(self, model: Any, layout: dict[str, Tensor]) -> None:
-        """Adds the tensors that were saved under "model" and that it does not have, and warns of all such entries."""
+    def others(self, model: Any) -> dict[str, Tensor]:
+        """Returns the tensors saved under "model" that ``model`` does not have, without memory. Warns of these and of
+        other entries that it does not have. Call ``layout`` first.
+        """
         stored = self._metadata.state_dict_metadata
         names = {key.removeprefix(self._prefix) for key in stored if key.startswith(self._prefix)}
         kept = {}
@@ -283,9 +293,9 @@ class _Stored:
             found = stored[self._prefix + name]
             if self._prefix and isinstance(found, TensorStorageMetadata):
                 kept[name] = torch.empty(found.size, dtype=found.properties.dtype, device="meta")
-        layout |= kept
         warn_of_others(self._folder, model, kept, KEPT)
         warn_of_others(self._folder, model, names - kept.keys(), LEFT_OUT)
+        return kept
 
     def rows(self, group: list[str]) -> list[range]:
         """Returns experts in ranges that no stored shard of the group's crosses, so that each is read once."""

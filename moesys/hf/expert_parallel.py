@@ -42,7 +42,7 @@ def implementation_of(strategy: Strategy) -> type[EPImplementation]:
                 check_before_loading(experts.config)
                 newest = _Model(ep_mesh)
             num_batches = dist.get_world_size() // tp_mesh.size()
-            # What DistributedConfig has FSDP compute in.
+            # FSDP computes in bfloat16 if DistributedConfig asks for mixed precision.
             distributed = getattr(experts.config, "distributed_config", None)
             dtype = torch.bfloat16 if getattr(distributed, "fsdp_mixed_precision", False) else None
             layer_index = next(newest.layer_indices)

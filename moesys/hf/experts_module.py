@@ -58,7 +58,7 @@ class ExpertsModule:
 
 def is_experts(module: nn.Module) -> bool:
     """Returns whether transformers has made this module one of experts."""
-    # By its class, as wrappers of PEFT pass attributes on.
+    # The class is checked, because PEFT's wrappers forward attributes of the module inside.
     return hasattr(type(module), "_apply_gate") and hasattr(module, "is_transposed") and hasattr(module, "down_proj")
 
 

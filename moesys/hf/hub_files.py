@@ -124,16 +124,14 @@ class _Place:
 class NewHubFiles:
     """Safetensors files of tensors that are known before any is there; any process writes any piece of them.
 
-    layout: the tensors, on the meta device. Nothing is written before ``folder`` is set, and one process has called
-    ``create``. Raises ValueError for a dtype that safetensors does not have.
+    layout: the tensors, on the meta device. Nothing is written before one process has called ``create``. Raises
+    ValueError for a dtype that safetensors does not have.
     """
-
-    folder: Path
 
     def __init__(self, layout: Mapping[str, Tensor], max_shard_size: str) -> None:
         for name, tensor in layout.items():
             if tensor.dtype not in NAMES:
-                raise ValueError(f"{name} has {tensor.dtype}, and safetensors files have {', '.join(DTYPES)}; cast it")
+                raise ValueError(f"{name} has {tensor.dtype}; safetensors files store {', '.join(DTYPES)}; cast it")
         split = split_torch_state_dict_into_shards(
             dict(layout), filename_pattern="model{suffix}.safetensors", max_shard_size=max_shard_size
         )
@@ -163,21 +161,21 @@ class NewHubFiles:
             start = begin + header[name]["data_offsets"][0]
             self.places[name] = _Place(file, start, tuple(tensor.shape), tensor.dtype)
 
-    def create(self) -> None:
+    def create(self, folder: Path) -> None:
         for name, head in self._heads.items():
-            with (self.folder / name).open("wb") as file:
+            with (folder / name).open("wb") as file:
                 file.write(head)
                 file.truncate(self._sizes[name])
         if self._sharded:
             index = {"metadata": self._metadata, "weight_map": self._weight_map}
-            (self.folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
+            (folder / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n")
 
-    def write(self, name: str, tensor: Tensor, row: int = 0) -> None:
+    def write(self, folder: Path, name: str, tensor: Tensor, row: int = 0) -> None:
         """Writes a whole tensor, or where it has fewer rows than the file's those from ``row`` on."""
         place = self.places[name]
         whole = tuple(tensor.shape) == place.shape
         assert tensor.dtype == place.dtype and (whole or tensor.shape[1:] == place.shape[1:])  # noqa: PT018
         data = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
-        with (self.folder / place.file).open("r+b") as file:
+        with (folder / place.file).open("r+b") as file:
             file.seek(place.start + (0 if whole else row * (data.size // len(tensor))))
             file.write(data.data)

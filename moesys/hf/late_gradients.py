@@ -30,7 +30,7 @@ def add_late(parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor], nu
             )
         else:
             parameter.grad = part
-        # As FSDP does when a gradient is there.
+        # FSDP calls these hooks too when it has accumulated a gradient.
         for hook in hooks_of(parameter, behind=True):
             hook(parameter)
 

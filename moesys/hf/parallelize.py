@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from functools import partial
+from graphlib import CycleError, TopologicalSorter
 from itertools import chain
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -55,9 +56,9 @@ def parallelize(
 
     Raises ValueError for a model without MoE blocks, one whose experts moesys cannot run or have adapters, a module
     with parameters of two dtypes, a mesh without "ep", of other ranks than there are or of groups that cannot be put in
-    order, and a strategy that does not fit, and TypeError for what is no module, strategy or mesh. The model is
-    unchanged then. Adapters and parametrizations are added before: the first forward raises ValueError for trainable
-    parameters that came to the model later.
+    order, and a strategy that does not fit, and TypeError for an argument of another type. The model is
+    unchanged then. Add adapters and parametrizations first: the next forward raises ValueError for trainable
+    parameters that were added later.
     """
     require_module(model)
     check(strategy)
@@ -75,15 +76,14 @@ def parallelize(
     for module in model.modules():
         for name, inner in module.named_children():
             refuse_adapter(module, name, inner)
-    for module in modules:
-        check_module(module)
     _check_not_tied(model, modules)
-    units = _units(model, _blocks(model, modules), modules)
+    blocks = _blocks(model, modules)
+    units = _units(model, blocks, modules)
     expert_mesh = _expert_mesh(mesh)
     num_ranks = expert_mesh.size()
     dense_mesh = DeviceMesh(expert_mesh.device_type, torch.arange(num_ranks), mesh_dim_names=("fsdp",))
     policy = policy or MixedPrecisionPolicy()
-    # Before anything of the model is changed, as a strategy that does not fit is refused here.
+    # Experts are made before the model is changed, because a strategy that does not fit is refused here.
     dtype = policy.param_dtype
     made = [
         strategy_experts(module, strategy, expert_mesh[EP], index, num_ranks, cluster, dtype)
@@ -91,7 +91,7 @@ def parallelize(
     ]
     missing = _buffers_without_memory(model)
     fsdp: Any = fully_shard
-    # The dtype of the output is that of the model's, and not of what its modules give to each other.
+    # ``output_dtype`` applies to the output of the model, not to what its modules pass to each other.
     of_blocks = replace(policy, output_dtype=None)
     # Where there is one group nothing travels, and FSDP would divide twice by what other dtypes need.
     alone = expert_mesh["efsdp"].size() == 1
@@ -107,19 +107,20 @@ def parallelize(
             unit.set_force_sum_reduction_for_comms(True)
     # A part of a block computes with the inputs that it would have inside of the block's unit.
     of_parts = replace(of_blocks, cast_forward_inputs=False)
-    for together, is_part in units:
-        # A module alone is not given as a list, whose hooks are others.
+    for together in units:
+        # FSDP registers other hooks for a list, so a single module is passed by itself.
         unit_module = together[0] if len(together) == 1 else together
-        fsdp(unit_module, mesh=dense_mesh, mp_policy=of_parts if is_part else of_blocks)
+        fsdp(unit_module, mesh=dense_mesh, mp_policy=of_blocks if together[0] in blocks else of_parts)
     fsdp(model, mesh=dense_mesh, mp_policy=policy)
-    model.register_forward_pre_hook(partial(_check_nothing_new, WeakSet(model.modules())), prepend=True)
+    known = WeakKeyDictionary({module: frozenset(_own_parameters(module)) for module in model.modules()})
+    model.register_forward_pre_hook(partial(_check_nothing_new, known), prepend=True)
     if missing:
         model.register_forward_pre_hook(partial(_fill_buffers, missing), prepend=True)
     return link(model)
 
 
 def _check_not_tied(model: nn.Module, modules: list[nn.Module]) -> None:
-    """Raises ValueError where layers share the parameters of their experts, of which each would have its own."""
+    """Raises ValueError if layers share parameters of experts, because each layer shards its own."""
     names = {module: name for name, module in model.named_modules()}
     owners: dict[nn.Parameter, nn.Module] = {}
     for module in modules:
@@ -157,7 +158,7 @@ def _expert_mesh(mesh: DeviceMesh | None) -> DeviceMesh:
         )
     if mesh.size() != world:
         raise ValueError(f"mesh has {mesh.size()} ranks, and there are {world}; its sizes must multiply to all of them")
-    # Ranks ascend along both dimensions: torch sorts those of a process group, and places shards by those of the mesh.
+    # Ranks must ascend in both dimensions: torch sorts a group's ranks, but places shards in the order of the mesh.
     ranks = mesh.mesh.reshape(-1, mesh.mesh.shape[-1]).sort(dim=1).values
     ranks = ranks[ranks[:, 0].argsort()]
     if ranks.flatten().sort().values.tolist() != list(range(world)):
@@ -182,9 +183,9 @@ def _blocks(model: nn.Module, modules: list[nn.Module]) -> list[nn.Module]:
 # --- units of FSDP ------------------------------------------------------------------------------------------------
 
 
-def _units(model: nn.Module, blocks: list[nn.Module], experts: list[nn.Module]) -> list[tuple[list[nn.Module], bool]]:
-    """Returns the modules of each unit of FSDP beside experts and the model itself, inner ones first, and whether the
-    unit is a part of a block.
+def _units(model: nn.Module, blocks: list[nn.Module], experts: list[nn.Module]) -> list[list[nn.Module]]:
+    """Returns the modules of each FSDP unit other than experts and the model itself, inner units first: the blocks, and
+    parts of blocks and of the model.
 
     A unit has one dtype, and a parameter is in one unit. So modules whose trainable parameters have another dtype than
     the rest of their block become units of their own, and so do modules of several blocks that share a parameter.
@@ -200,7 +201,7 @@ def _units(model: nn.Module, blocks: list[nn.Module], experts: list[nn.Module]) 
         for _, parameters in held[root].values():
             for parameter in parameters:
                 roots_of.setdefault(parameter, set()).add(root)
-    # Modules that are not in their block's unit, by the parameters that they share.
+    # The modules that get a unit apart from their block's are mapped to all of their parameters.
     parts: dict[nn.Module, set[nn.Parameter]] = {}
     for root in roots:
         dtype_of: dict[nn.Module, torch.dtype | None] = {}
@@ -208,10 +209,15 @@ def _units(model: nn.Module, blocks: list[nn.Module], experts: list[nn.Module]) 
             trainable = {parameter.dtype: parameter for parameter in parameters if parameter.requires_grad}
             shared = {parameter for parameter in parameters if len(roots_of[parameter]) > 1}
             if len(trainable) > 1 or (shared and module is root):
-                what = f"trainable parameters of {' and '.join(map(str, trainable))}" if len(trainable) > 1 else ""
+                name_of = {parameter: name for name, parameter in module.named_parameters()}
+                several = " and ".join(f"{name_of[each]} of {dtype}" for dtype, each in trainable.items())
+                what = f"trainable parameters of several dtypes, {several}"
+                if len(trainable) == 1:
+                    first = next(each for each in parameters if each in shared)
+                    what = f"a parameter that another block has too, {name_of[first]}"
                 raise ValueError(
-                    f"{names[module]} has {what or 'a parameter that another block has too'}, which FSDP cannot shard "
-                    "together; give the parameters of one module one dtype, and a shared parameter a module of its own"
+                    f"{names[module]} has {what}, which FSDP cannot shard together; give the parameters of one module "
+                    "one dtype, and a shared parameter a module of its own"
                 )
             [dtype] = trainable or [None]
             if module is root:
@@ -224,8 +230,20 @@ def _units(model: nn.Module, blocks: list[nn.Module], experts: list[nn.Module]) 
     for module in sorted(parts, key=index.__getitem__):
         alike = [group for group in groups if any(parts[module] & parts[each] for each in group)]
         groups = [each for each in groups if each not in alike] + [[*chain.from_iterable(alike), module]]
-    groups.sort(key=lambda group: index[group[0]], reverse=True)
-    return [*((group, True) for group in groups), *(([root], False) for root in roots if root is not model)]
+    units = [*groups[::-1], *([root] for root in roots if root is not model)]
+    unit_of = {module: number for number, unit in enumerate(units) for module in unit}
+    inside = {
+        number: {unit_of[each] for module in unit for each in module.modules() if each in unit_of} - {number}
+        for number, unit in enumerate(units)
+    }
+    try:
+        return [units[number] for number in TopologicalSorter(inside).static_order()]
+    except CycleError as error:
+        together = ", ".join(dict.fromkeys(names[module] for number in error.args[1] for module in units[number]))
+        raise ValueError(
+            f"{together} share parameters so that some would be sharded both before and after others, and FSDP shards "
+            "inner modules first; give a module parameters of its own if it is inside a module that it shares with"
+        ) from error
 
 
 def _holders(root: nn.Module, others: set[nn.Module]) -> dict[nn.Module, tuple[nn.Module, list[nn.Parameter]]]:
@@ -250,7 +268,7 @@ def _holders(root: nn.Module, others: set[nn.Module]) -> dict[nn.Module, tuple[n
 
 
 def _commonest_dtype(held: dict[nn.Module, tuple[nn.Module, list[nn.Parameter]]]) -> torch.dtype | None:
-    """Returns the dtype of most elements of trainable parameters, None without any."""
+    """Returns the dtype of most elements of trainable parameters, or None if there are none."""
     counts: Counter[torch.dtype] = Counter()
     for parameter in {parameter: None for _, parameters in held.values() for parameter in parameters}:
         if parameter.requires_grad:
@@ -263,73 +281,79 @@ def _runs(module: nn.Module) -> bool:
 
 
 @torch.compiler.disable
-def _check_nothing_new(known: WeakSet[nn.Module], model: nn.Module, _inputs: object) -> None:
-    """Raises ValueError for parameters of modules that came after ``parallelize``: nobody sums their gradients."""
+def _check_nothing_new(known: WeakKeyDictionary[nn.Module, frozenset[str]], model: nn.Module, _inputs: object) -> None:
+    """Raises ValueError for trainable parameters added after ``parallelize``, whose gradients are not summed."""
     if not torch.is_grad_enabled():
         return
     for name, module in model.named_modules():
-        if module in known:
-            if "parametrizations" in module._modules and is_experts(module):
-                check_module(module)
-            continue
-        for parameter_name, parameter in module.named_parameters(name, recurse=False):
-            if parameter.requires_grad:
+        if module in known and "parametrizations" in module._modules and is_experts(module):
+            check_module(module)
+        for parameter_name, parameter in _own_parameters(module).items():
+            if parameter.requires_grad and parameter_name not in known.get(module, ()):
                 raise ValueError(
-                    f"{parameter_name} came to the model after ms.parallelize, so that its gradient would be that of "
-                    "one rank only; first add adapters and parametrizations (get_peft_model), then call ms.parallelize"
+                    f"{f'{name}.{parameter_name}'.removeprefix('.')} was added after ms.parallelize, so its gradient "
+                    "would be that of one rank only; add adapters and parametrizations (get_peft_model) first, then "
+                    "call ms.parallelize"
                 )
+
+
+def _own_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+    """Returns the parameters of a module without those of its submodules."""
+    return {name: each for name, each in module._parameters.items() if each is not None}
 
 
 # --- models on the meta device --------------------------------------------------------------------------------------
 
 
-def _buffers_without_memory(model: nn.Module) -> list[tuple[nn.Module, str]]:
-    """Returns the buffers on the meta device that no checkpoint has, each as its module and its name there."""
-    return [
-        (module, name)
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if name in module._non_persistent_buffers_set and buffer is not None and buffer.is_meta
-    ]
+def _buffers_without_memory(model: nn.Module) -> dict[nn.Module, set[str]]:
+    """Returns the names of the buffers on the meta device that no checkpoint has, by their modules."""
+    found: dict[nn.Module, set[str]] = {}
+    for module in model.modules():
+        for name in module._non_persistent_buffers_set:
+            if (buffer := module._buffers.get(name)) is not None and buffer.is_meta:
+                found.setdefault(module, set()).add(name)
+    return found
 
 
 @torch.compiler.disable
 @torch.no_grad()
-def _fill_buffers(missing: list[tuple[nn.Module, str]], model: nn.Module, _inputs: object) -> None:
-    """Computes the ``missing`` buffers as transformers does when it loads a model, where nobody has written them since
-    ``to_empty`` gave them memory.
+def _fill_buffers(missing: dict[nn.Module, set[str]], model: nn.Module, _inputs: object) -> None:
+    """Computes the ``missing`` buffers as transformers does when it loads a model, unless they were written after
+    ``to_empty``.
 
     Raises ValueError for a buffer that transformers does not know how to compute.
     """
-    unwritten = [(module, name) for module, name in missing if _is_unwritten(module, name)]
-    if unwritten:
-        # The innermost model of transformers around each module.
-        models = [each for each in model.modules() if isinstance(each, PreTrainedModel)]
-        owners = {inner: each for each in models for inner in each.modules()}
-        for module in {module: None for module, _ in unwritten}:
-            if module in owners:
-                _initialise_buffers(owners[module], module, {name for each, name in unwritten if each is module})
-    for module, name in unwritten:
-        if _is_unwritten(module, name):
-            names = {each: f"{prefix}." for prefix, each in model.named_modules()}
+    unwritten = {module: _unwritten(module, names) for module, names in missing.items()}
+    # Each module is initialised by the innermost transformers model around it.
+    models = [each for each in model.modules() if isinstance(each, PreTrainedModel)] if missing else []
+    owners = {inner: each for each in models for inner in each.modules()}
+    for module, names in unwritten.items():
+        if names and module in owners:
+            _initialise_buffers(owners[module], module, names)
+    for module, names in unwritten.items():
+        if left := sorted(_unwritten(module, names)):
+            path = next(path for path, each in model.named_modules() if each is module)
             raise ValueError(
-                f"{names[module]}{name} is a buffer that no checkpoint has (persistent=False), and nobody has written "
-                "it since to_empty; write it in place after to_empty, as by copy_"
+                f"{f'{path}.{left[0]}'.removeprefix('.')} is a buffer that no checkpoint has (persistent=False), and "
+                "it has not been written since to_empty; write it in place after to_empty, for example with copy_"
             )
-    # A forward before to_empty fails later.
-    missing[:] = [(module, name) for module, name in missing if module.get_buffer(name).is_meta]
+    # Buffers still on the meta device are kept for a later forward; this forward will fail.
+    on_meta = {module: {name for name in names if module.get_buffer(name).is_meta} for module, names in missing.items()}
+    missing.clear()
+    missing.update((module, names) for module, names in on_meta.items() if names)
 
 
-def _is_unwritten(module: nn.Module, name: str) -> bool:
-    buffer = module.get_buffer(name)
-    return not buffer.is_meta and buffer._version == 0
+def _unwritten(module: nn.Module, names: set[str]) -> set[str]:
+    """Returns the ``names`` of buffers of ``module`` that have memory and that nobody has written."""
+    buffers = {name: module.get_buffer(name) for name in names}
+    return {name for name, each in buffers.items() if not each.is_meta and each._version == 0}
 
 
 def _initialise_buffers(owner: PreTrainedModel, module: nn.Module, names: set[str]) -> None:
-    """Has transformers initialise the buffers ``names`` of ``module``, and nothing else of it."""
+    """Initialises only the buffers ``names`` of ``module``, by transformers' own code."""
     kind: Any = next(each for each in type(owner).__mro__ if not issubclass(each, FSDPModule))
     if kind.is_custom_code() and any(True for _ in module.parameters()):
-        # It may initialise parameters as well, whatever they are marked with.
+        # Custom code may ignore the mark and initialise parameters as well.
         return
     others = [*module.parameters(), *(each for name, each in module.named_buffers() if name not in names)]
     kept: list[Any] = [each for each in others if not getattr(each, "_is_hf_initialized", False)]

@@ -23,7 +23,7 @@ WeightsAt = Callable[[Any, Tensor, Tensor], Tensor]
 def routers_of(model: nn.Module) -> list[ReplayableRouter]:
     """Returns the routers in ``model``, in the order of its modules.
 
-    Raises ValueError for one that is not known, and where there is none; TypeError for what is no module.
+    Raises ValueError for an unknown router or a model without any, and TypeError if ``model`` is not a module.
     """
     require_module(model)
     routers = []

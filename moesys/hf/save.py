@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import torch
@@ -21,9 +22,10 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from moesys.collectives import guarded
-from moesys.hf.hub_files import INDEX, NewHubFiles
+from moesys.collectives import agree, guarded
+from moesys.hf.hub_files import INDEX, SINGLE, NewHubFiles
 from moesys.hf.hub_names import HubNames, loading_dtype, without_memory
+from moesys.moe.experts import require_module
 from moesys.whole_folders import whole_folder
 
 T = TypeVar("T")
@@ -47,48 +49,45 @@ def save_pretrained(model: nn.Module, folder: Path | str, *, max_shard_size: str
 
     Raises, on every rank and before anything is written, TypeError for a module without one model of transformers, and
     ValueError for a model with adapters, one inside a module that has parameters of its own, one that lacks a tensor of
-    its configuration or has it in another shape, and one that differs between ranks. Raises as well what
-    ``ms.whole_folder`` raises.
+    its configuration or has it in another shape, one whose configuration transformers refuses to
+    write, and one that differs between ranks. Raises as well what ``ms.whole_folder`` raises.
     """
     live, empty = _agreed(lambda: _transformers_model(model))
     names = HubNames(empty, getattr(live, "_weight_conversions", None))
-    # Where homes of experts have moved this is a collective, which every rank has to reach.
+    # This is a collective if homes of experts have moved, so every rank must reach it.
     everything: dict[str, Any] = get_model_state_dict(live)
     config, state, files = _agreed(lambda: _plan(live, empty, names, everything, max_shard_size))
     _check_alike(files)
     rank, world = _rank_and_world()
     errors: list[Exception] = []
     with whole_folder(folder) as new:
-        files.folder = new
         if rank == 0:
             with _kept(errors):
                 _link_other_files(Path(folder), new)
-                config.save_pretrained(new)
-                if live.can_generate():
-                    live.generation_config.save_pretrained(new)
-                files.create()
+                _save_configurations(live, config, new)
+                files.create(new)
         if world > 1:
             guarded(_CALL, dist.group.WORLD, dist.barrier)
         for index, group in enumerate(names.groups(state)):
             if names.experts.issuperset(group):
                 for parts in zip(*(_whole_experts(state[name]) for name in group), strict=True):
                     tensors = dict(zip(group, (part for _, part in parts), strict=True))
-                    _write(files, names, tensors, errors, parts[0][0])
+                    _write(files, new, names, tensors, errors, parts[0][0])
                 continue
             whole = {name: _whole(state[name]) for name in group}
             if index % world == rank:
-                _write(files, names, whole, errors)
+                _write(files, new, names, whole, errors)
         if errors:
             raise errors[0]
 
 
-# --- what is checked before anything is written ---------------------------------------------------------------------
+# --- checks before writing ---------------------------------------------------------------------
 
 
 def _transformers_model(model: Any) -> tuple[Any, Any]:
     """Returns the model of transformers that ``model`` is or contains, and one of its configuration without memory."""
-    given = type(model).__name__.removeprefix("FSDP")
-    modules = dict(model.named_modules()) if isinstance(model, nn.Module) else {}
+    require_module(model)
+    given, modules = _name(model), dict(model.named_modules())
     if adapted := [path or given for path, each in modules.items() if _classes(each, "peft")]:
         raise ValueError(
             f"{given} has adapters of PEFT, as in {adapted[0]}, and ms.hf.save_pretrained writes whole models; call "
@@ -128,14 +127,18 @@ def _transformers_model(model: Any) -> tuple[Any, Any]:
         )
     if kind.__init__ is PreTrainedModel.__init__:
         raise TypeError(
-            f"{type(live).__name__.removeprefix('FSDP')} is no architecture of transformers {transformers.__version__},"
-            " and from_pretrained would not know it; save it by its own save_pretrained"
+            f"{_name(live)} is no architecture of transformers {transformers.__version__}, and from_pretrained would "
+            "not know it; save it by its own save_pretrained"
         )
     return live, without_memory(kind, live.config)
 
 
+def _name(module: Any) -> str:
+    return type(module).__name__.removeprefix("FSDP")
+
+
 def _classes(module: nn.Module, package: str) -> list[type]:
-    """Returns the classes that ``module`` is of and that ``package`` defines, the most special one first."""
+    """Returns the classes of ``module`` that ``package`` defines, in method resolution order."""
     return [each for each in type(module).__mro__ if each.__module__.partition(".")[0] == package]
 
 
@@ -149,7 +152,7 @@ def _own_tensors(module: nn.Module) -> dict[str, Tensor]:
 def _plan(
     live: Any, empty: Any, names: HubNames, everything: dict[str, Any], max_shard_size: str
 ) -> tuple[Any, dict[str, Tensor], NewHubFiles]:
-    """Returns the configuration and the tensors that are written, and the files that are going to have them."""
+    """Returns the configuration, the tensors to write, and the layout of their files."""
     kind = type(empty).__name__
     for name, tensor in everything.items():
         if not isinstance(tensor, Tensor):
@@ -160,8 +163,9 @@ def _plan(
         if tensor.device.type == "meta":
             raise ValueError(f"{kind}: {name} is on the meta device, without values; load the model before it is saved")
     for name, wanted in empty.state_dict().items():
-        has = f"shape {list(everything[name].shape)}" if name in everything else "no such tensor"
-        if has != f"shape {list(wanted.shape)}":
+        found = everything.get(name)
+        if found is None or found.shape != wanted.shape:
+            has = "no such tensor" if found is None else f"shape {list(found.shape)}"
             raise ValueError(
                 f"{kind}: its configuration makes {name} a tensor of shape {list(wanted.shape)}, and the model has "
                 f"{has}; set model.config to what the model is, or save it by torch.distributed.checkpoint"
@@ -176,14 +180,14 @@ def _plan(
     config = deepcopy(live.config)
     config.dtype = loading_dtype(empty, meta)
     config.architectures = [kind]
-    if live.can_generate():
-        # transformers does so when it is written, which is on one rank.
-        live.generation_config.validate(strict=True)
+    # transformers validates configurations when it writes them, and only one rank writes them into the folder.
+    with TemporaryDirectory() as scratch:
+        _save_configurations(live, config, scratch)
     return config, state, NewHubFiles(names.layout(meta), max_shard_size)
 
 
 def _is_same(one: Tensor, other: Tensor) -> bool:
-    """Returns whether two tensors, of a state dict, are one in memory."""
+    """Returns whether two tensors of a state dict share the same memory."""
     a, b = (each.to_local() if isinstance(each, DTensor) else each for each in (one, other))
     return a.is_set_to(b)
 
@@ -196,19 +200,14 @@ def _agreed(make: Callable[[], T]) -> T:
         made.append(make())
     except Exception as raised:
         error = raised
-    messages = _of_all_ranks(None if error is None else f"{type(error).__name__}: {error}")
-    if error is not None:
-        raise error
-    for rank, message in enumerate(messages):
-        if message is not None:
-            raise ValueError(f"nothing is written, as rank {rank} raised {message}")
+    agree(_CALL, error, ValueError)
     return made[0]
 
 
 def _check_alike(files: NewHubFiles) -> None:
     """Raises ValueError, on every rank, unless all ranks are about to write the same tensors to the same files."""
     mine = {name: f"{list(each.shape)} of {each.dtype} in {each.file}" for name, each in files.places.items()}
-    # Usually all are alike, and then names need not travel.
+    # Ranks usually agree, and then a digest is enough.
     if len(set(_of_all_ranks(hashlib.sha256(repr(mine).encode()).hexdigest()))) == 1:
         return
     first, *others = _of_all_ranks(mine)
@@ -233,7 +232,7 @@ def _rank_and_world() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-# --- how it is written ------------------------------------------------------------------------------------------------
+# --- writing ------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -246,18 +245,40 @@ def _kept(errors: list[Exception]) -> Iterator[None]:
 
 
 def _write(
-    files: NewHubFiles, names: HubNames, tensors: dict[str, Tensor], errors: list[Exception], expert: int | None = None
+    files: NewHubFiles,
+    folder: Path,
+    names: HubNames,
+    tensors: dict[str, Tensor],
+    errors: list[Exception],
+    expert: int | None = None,
 ) -> None:
-    for name, tensor in names.to_hub(tensors, expert).items():
-        with _kept(errors):
-            files.write(name, tensor, row=expert or 0)
+    with _kept(errors):
+        for name, tensor in names.to_hub(tensors, expert).items():
+            files.write(folder, name, tensor, row=expert or 0)
+
+
+def _save_configurations(live: Any, config: Any, folder: Path | str) -> None:
+    config.save_pretrained(folder)
+    if live.can_generate():
+        live.generation_config.save_pretrained(folder)
 
 
 def _link_other_files(folder: Path, new: Path) -> None:
-    """Has what else lies in ``folder`` in ``new`` too, without copying it where the file system can."""
+    """Links the files of ``folder`` that a save does not replace into ``new``, or copies them if links are impossible.
+
+    A save replaces only files of ``folder`` itself: its subfolders may have weights of their own.
+    """
     if folder.exists():
-        written = shutil.ignore_patterns("*.safetensors", INDEX, "config.json", "generation_config.json")
-        shutil.copytree(folder, new, ignore=written, copy_function=_link, dirs_exist_ok=True)
+        written = shutil.ignore_patterns(
+            SINGLE, "model-*-of-*.safetensors", INDEX, "config.json", "generation_config.json"
+        )
+        shutil.copytree(
+            folder,
+            new,
+            ignore=lambda at, names: written(at, names) if Path(at) == folder else set(),
+            copy_function=_link,
+            dirs_exist_ok=True,
+        )
 
 
 def _link(source: str, target: str) -> None:
@@ -277,7 +298,8 @@ def _whole_experts(tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
     Where every rank has a slice of every expert, those of as many experts as there are ranks change places at a time.
     """
     if not isinstance(tensor, DTensor):
-        yield from enumerate(tensor.split(1))
+        rank, world = _rank_and_world()
+        yield from (each for each in enumerate(tensor.split(1)) if each[0] % world == rank)
         return
     mesh, local = tensor.device_mesh, tensor.to_local()
     coordinate, placements = list(mesh.get_coordinate() or ()), list[Any](tensor.placements)

@@ -19,7 +19,7 @@ from moesys.hf.experts_module import ExpertsModule, is_experts
 from moesys.hf.late_gradients import add_late
 from moesys.kernels.cpu.row_invariant_ops import ParameterGradients, row_function
 from moesys.moe.expert_form import ExpertForm, Part
-from moesys.moe.expert_parameters import DTYPES
+from moesys.moe.expert_parameters import DTYPE_NAMES
 from moesys.moe.experts import Experts, attach
 from moesys.moe.outside import OutsideExperts
 from moesys.overlap.experts_cpu import SWIGLU
@@ -27,7 +27,7 @@ from moesys.overlap.experts_on_device import ExpertFunction
 
 
 def check(strategy: Strategy) -> None:
-    """Raises ValueError for a strategy that modules of transformers cannot run, and TypeError for what is none."""
+    """Raises ValueError for a strategy that transformers modules cannot run, and TypeError for another type."""
     if not isinstance(strategy, Strategy):
         raise TypeError(f"strategy is a {type(strategy).__name__}; give a ms.Strategy")
     if isinstance(strategy.overlap, MegaKernel):
@@ -58,9 +58,9 @@ def check_module(module: Any) -> ExpertsModule:
 
 
 def refuse_adapter(module: nn.Module, name: str, inner: nn.Module | None) -> None:
-    """Raises ValueError where ``inner``, the child ``name`` of ``module``, are experts in an adapter of PEFT.
+    """Raises ValueError if ``inner``, the child ``name`` of ``module``, are experts that a PEFT adapter wraps.
 
-    PEFT computes with experts' parameters before their module runs, and so before moesys is asked.
+    PEFT changes the parameters of experts before their module runs, so moesys would not see the adapter.
     """
     if name == "base_layer" and inner is not None and is_experts(inner):
         adapted = getattr(module, "parameter_name", "")
@@ -83,7 +83,7 @@ def _refuse_later(module: nn.Module, name: str, inner: nn.Module | None) -> None
         )
 
 
-# For what is wrapped once it is sharded.
+# A model that is sharded already may still be wrapped, and then this hook is called.
 register_module_module_registration_hook(_refuse_later)
 
 
@@ -99,10 +99,10 @@ def strategy_experts(
     """Returns the module's experts under ``strategy``, which read its parameters. Leaves the module as it is: ``shard``
     gives it to them.
 
-    ``num_batches``: the number of all ranks' batches, over which gradients are the mean. ``dtype``: what experts
+    ``num_batches``: the number of all ranks' batches, over which gradients are the mean. ``dtype``: experts
     compute in; by default the dtype of their parameters.
 
-    Raises ValueError for a module that cannot be sharded so, and where the strategy does not fit it.
+    Raises ValueError for a module that cannot be sharded that way, or that the strategy does not fit.
     """
     description, kind = check_module(module), type(module).__name__
     names = description.names
@@ -111,14 +111,13 @@ def strategy_experts(
     _check_shards(module._parameters[names[0]], form, strategy, ep_mesh.size())
     up, down = form.parts[:2]
     hidden_size, width = reversed(down.shape) if description.transposed else down.shape
-    name_of = {dtype: name for name, dtype in DTYPES.items()}
     shape = ModelShape(
         hidden_size=hidden_size,
         intermediate_size=width,
         num_experts=num_experts,
         top_k=_top_k(module.config),
         # A ModelShape has no float64.
-        dtype=name_of.get(dtype or description.dtype, "float32"),
+        dtype=DTYPE_NAMES.get(dtype or description.dtype, "float32"),
     )
     halves = up.shape[int(description.transposed)] // width
     activation = (
@@ -143,7 +142,7 @@ def strategy_experts(
 
 def _computed(kind: str, name: str) -> ValueError:
     return ValueError(
-        f"{kind}.{name} is computed from other parameters, as by an adapter, and no parameter itself; moesys takes no "
+        f"{kind}.{name} is computed from other parameters, for example by an adapter; moesys takes no "
         "adapters on experts over ranks, so leave experts out of what is adapted (target_parameters)"
     )
 
@@ -157,7 +156,7 @@ def _part(module: Any, name: str) -> Part:
 
 
 def _check_shards(parameter: Tensor, form: ExpertForm, strategy: Strategy, num_ranks: int) -> None:
-    """Raises ValueError where the parameters of experts, of which ``parameter`` is one, cannot be cut over ranks."""
+    """Raises ValueError if experts' parameters such as ``parameter`` cannot be divided over the ranks."""
     if isinstance(strategy.sharding, Fsep):
         for part in form.parts:
             part.sliced_shape(num_ranks)

@@ -17,8 +17,8 @@ InputGradients = tuple[Tensor | None, ...]
 def first_derivatives_only(
     backward: Callable[..., tuple[InputGradients, Sequence[Tensor | None]]],
 ) -> Callable[..., InputGradients]:
-    """Makes ``backward`` of an ``autograd.Function`` of one that returns gradients and all differentiable inputs of
-    forward, of which the gradients are functions; it runs without autograd.
+    """Turns ``backward`` into the backward pass of an ``autograd.Function``. ``backward`` runs without autograd, and
+    returns the gradients and all differentiable inputs of forward, because the gradients are functions of these.
 
     Under ``create_graph=True`` gradients have the usual values, and to differentiate them raises RuntimeError, with
     respect to whatever inputs. torch's ``once_differentiable`` does so only where incoming gradients require one, and
@@ -40,11 +40,11 @@ def first_derivatives_only(
 
 
 class _Refusal(torch.autograd.Function):
-    """The first tensors as they are, as if they were functions of all."""
+    """An identity on the first ``num_gradients`` tensors, which autograd treats as functions of all tensors."""
 
     @staticmethod
     def forward(ctx: Any, num_gradients: int, *tensors: Tensor | None) -> InputGradients:
-        # No view of them, as torch allows nothing in place on the views that one function returns.
+        # They are detached, because torch allows no in-place operation on views that one function returns.
         return tuple(None if tensor is None else tensor.detach() for tensor in tensors[:num_gradients])
 
     @staticmethod

@@ -35,7 +35,7 @@ class HostCopy:
             self._copied.record()
 
     def ready(self) -> bool:
-        """Returns whether they are here, without waiting."""
+        """Returns whether the values have arrived on the host, without waiting."""
         return self._copied is None or self._copied.query()
 
     def read(self) -> npt.NDArray[np.int64]:

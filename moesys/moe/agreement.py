@@ -45,10 +45,10 @@ def agreed(
     if failure is not None:
         raise failure
     assert made is not None
-    for rank, other in enumerate(said_R):
+    for rank, other in zip(channel.members, said_R, strict=True):
         if other[_DIGEST_BYTES:].strip(b"\0"):
             message = other[_DIGEST_BYTES:].rstrip(b"\0")
             raise RuntimeError(f"{what} failed on rank {rank}: {message.decode(errors='replace')}")
         if other[:_DIGEST_BYTES] != digest:
-            raise RuntimeError(f"ranks {channel.rank} and {rank} {differing}")
+            raise RuntimeError(f"ranks {channel.members[channel.rank]} and {rank} {differing}")
     return made

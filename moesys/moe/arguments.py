@@ -5,6 +5,7 @@ T tokens of this rank, H hidden size, K top-k.
 
 from __future__ import annotations
 
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -44,27 +45,21 @@ def check_inputs(x_TH: Tensor, expert_TK: Tensor, weight_TK: Tensor, shape: Mode
 
 
 def require_module(model: object) -> None:
-    """Raises TypeError for what is no module."""
+    """Raises TypeError for an object that is not a module."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; give the torch.nn.Module itself")
 
 
 def require_dense(name: str, tensor: Tensor) -> None:
-    """Raises TypeError for what is no dense tensor with values of this rank's own, and RuntimeError inside a transform
-    of ``torch.func``.
+    """Raises TypeError unless ``tensor`` is a dense tensor that holds this rank's own values, and RuntimeError inside a
+    transform of ``torch.func``.
     """
-    if type(tensor) is not Tensor or tensor.layout != torch.strided:
-        _refuse_others(name, tensor)
+    if not isinstance(tensor, Tensor) or isinstance(tensor, DTensor) or tensor.layout != torch.strided:
+        sparse = isinstance(tensor, Tensor) and tensor.layout != torch.strided
+        kind = "sparse tensor" if sparse else type(tensor).__name__
+        raise TypeError(f"{name} is a {kind}; give this rank's own part as a dense torch.Tensor")
     refuse_function_transforms(tensor)
     require_values(tensor, name)
-
-
-def _refuse_others(name: str, tensor: Tensor) -> None:
-    if not isinstance(tensor, Tensor) or isinstance(tensor, DTensor) or tensor.layout != torch.strided:
-        kind = (
-            "sparse tensor" if getattr(tensor, "layout", None) not in (None, torch.strided) else type(tensor).__name__
-        )
-        raise TypeError(f"{name} is a {kind}; give this rank's own part as a dense torch.Tensor")
 
 
 def check_tokens(name: str, tensor: Tensor, shape: ModelShape | None) -> None:
@@ -90,22 +85,23 @@ def check_kinds(**given: object) -> None:
     for name, value in given.items():
         kind: Any = kinds.get(name, int)
         if name == "group" and dist.is_available() and value is dist.GroupMember.NON_GROUP_MEMBER:
-            # ``mesh_of`` says more of it.
+            # ``mesh_of`` raises a more specific error for it.
             continue
         if not isinstance(value, kind) or isinstance(value, bool):
             wanted = " or ".join(each.__name__ for each in (kind if isinstance(kind, tuple) else (kind,)))
             raise TypeError(f"{name} is a {type(value).__name__}; give {wanted.replace('NoneType', 'None')}")
-        if kind is int and not 0 <= int(str(value)) < 2**63:
+        if isinstance(value, int) and not 0 <= value < 2**63:
             raise ValueError(f"{name}={value} must be at least 0 and less than 2**63")
 
 
 def declaration(shape: ModelShape, strategy: Strategy, cluster: ClusterSpec, seed: int | None) -> dict[str, Any]:
-    """Returns what must be the same on all ranks that share experts, in terms of JSON; names do not count."""
+    """Returns what must be the same on all ranks that share experts, as JSON values; names are left out."""
     declared: dict[str, Declared] = {"ModelShape": shape, "strategy": strategy, "cluster": cluster}
     fields = {key: {k: v for k, v in _fields(each).items() if k != "name"} for key, each in declared.items()}
     return fields | {"seed": seed, "torch": torch.__version__, "moesys": _version()}
 
 
+@cache
 def _version() -> str:
     try:
         return version("moesys")
@@ -119,6 +115,6 @@ def _fields(declared: Declared) -> dict[str, Any]:
         try:
             fields |= declared.model_dump(mode="json", include={name})
         except PydanticSerializationError:
-            # A planner whose class is defined inside a function has no source to compare, but fields.
+            # The class of a planner that is defined inside a function has no source digest, so its fields are compared.
             fields[name] = repr(getattr(declared, name))
     return fields

@@ -33,8 +33,9 @@ class LayerCall:
     backwards run, each finds the experts where its own forward had them. Late ones are among them.
 
     ``counts``: gives the choices of each expert, int64 [E], once forward is launched; None where nobody learns.
-    ``dtype``: what experts compute in. ``generation``: of its messages (``Channel.tagged``). ``check``: raises
-    what only the device knew when forward was launched, and waits for that.
+    ``dtype``: what experts compute in. ``generation``: the generation of its messages (``Channel.tagged``). ``check``:
+    waits for the device, and raises the errors that the host did not know of when forward was launched.
+    ``expects_backward``: whether forward saves anything for a backward.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class LayerCall:
         self.generation, self.check = generation, check
         self.layout = layout
         self.previous, self._upcoming, self._pass_number = neighbours
-        self.expects_backward = torch.is_grad_enabled()
+        self.expects_backward = False
         # A recomputation runs this call's forward again, and something behind it may read what comes of it.
         self.replayed, self.output_read = False, True
         store.dtype = dtype

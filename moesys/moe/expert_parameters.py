@@ -8,6 +8,7 @@ from torch import Tensor
 from moesys.config import ModelShape
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def initial_generator(seed: int, layer_index: int, expert: int | None) -> torch.Generator:

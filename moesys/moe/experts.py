@@ -25,7 +25,7 @@ from moesys.moe.lookahead import Link, Lookahead
 from moesys.moe.masters import Masters, OutsideMasters, OwnMasters, distributed
 from moesys.moe.metrics import LayerMetrics, LoadLog
 from moesys.moe.outside import OutsideExperts
-from moesys.moe.planners import AlonePlanner, MicroBatch, planner_of
+from moesys.moe.planners import MicroBatch, planner_of
 from moesys.moe.ranks import cluster_of, mesh_of
 from moesys.moe.recompute import current_tape
 from moesys.moe.routed_experts import NUM_SAVED, RoutedExperts
@@ -39,11 +39,7 @@ from moesys.overlap.experts_cpu import CpuExperts
 from moesys.overlap.experts_on_device import OURS, experts_on_device
 from moesys.runnable import out_of_reach
 from moesys.step import LayerPlan
-from moesys.torch_private import (
-    ends_recomputation,
-    unscale_beside_dtensors,
-    unseen_by_selective_checkpoints,
-)
+from moesys.torch_private import ends_recomputation, unscale_beside_dtensors, unseen_by_selective_checkpoints
 
 STATE_TIMEOUT_S = 600.0
 
@@ -169,7 +165,7 @@ class Experts(nn.Module):
         trains_experts = torch.is_grad_enabled() and any(each.requires_grad for each in masters)
         saves = torch.is_grad_enabled() and any(each.requires_grad for each in inputs)
         call = self._replayed_or_planned(expert_TK.long(), dtype, BACKWARD * saves + EXPERT_GRADIENTS * trains_experts)
-        # Where nothing is saved here, what stops a recomputation is saved behind the layer.
+        # If nothing is saved here, the tensor that stops a recomputation is saved after the layer.
         call.output_read = not (saves and ends_recomputation(NUM_SAVED + len(masters)))
         y_TH: Tensor = RoutedExperts.apply(*inputs[:2], call, self.link, *masters)
         self._count(call)
@@ -187,7 +183,7 @@ class Experts(nn.Module):
 
     def _plan(self, expert_TK: Tensor, dtype: torch.dtype, flags: int) -> LayerCall:
         """Decides who computes what, and where it is sent: the only part of forward that recomputation leaves out.
-        ``flags``: of the forward (``frames.Position``).
+        ``flags``: the flags of the forward (``frames.Position``).
         """
         learning = self.training and torch.is_grad_enabled()
         if learning:
@@ -213,6 +209,7 @@ class Experts(nn.Module):
         if learning and self.load_log is not None:
             self.load_log.add(self._last_plan)
         call = LayerCall(self.store, executor, plan.layout, neighbours, counts, dtype, channel.generation, check)
+        call.expects_backward = bool(flags & BACKWARD)
         lookahead.entered(call)
         return call
 
@@ -273,12 +270,11 @@ class Experts(nn.Module):
         return metrics
 
     def check(self) -> None:
-        """Waits for the device. Raises what otherwise the end of a backward or a later micro-batch raises on a GPU:
+        """Waits for the device. Raises what the end of a backward or a later micro-batch would raise on a GPU:
         ``PeerTimeoutError`` where a MegaKernel was given up, ValueError where one was planned more rows than
         ``rows_cap`` or a token chose no expert, and ``RankMismatchError`` where ranks were in different calls.
         """
-        if isinstance(self.planner, AlonePlanner):
-            self.planner.check()
+        self.planner.check()
         self.link.lookahead.mega_home.check()
 
     # --- homes --------------------------------------------------------------------------------------------
@@ -305,8 +301,10 @@ class Experts(nn.Module):
                 "that is gone; another one's state would be saved in another order than theirs, so call "
                 "ms.move_homes(model, homes, optimizer) again, with the one that trains them"
             )
-        # Which takes no id below 0, as indexing would.
-        return self._number_E.to(expert_TK.device).index_select(0, expert_TK.flatten()).view_as(expert_TK)
+        # An id that names no expert stays as it is, and planning raises its error on all ranks.
+        valid_TK = expert_TK.clamp(0, len(self._number_E) - 1)
+        number_TK = self._number_E.to(expert_TK.device).index_select(0, valid_TK.flatten()).view_as(expert_TK)
+        return torch.where(valid_TK == expert_TK, number_TK, expert_TK)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Experts:
         """Moves between devices, and refuses ``layer.bfloat16()`` and the like."""
@@ -393,7 +391,7 @@ def attach(experts: Experts, module: nn.Module) -> None:
 def experts_of(model: nn.Module) -> list[Experts]:
     """Returns all experts of a model, its own and attached ones, in the order of its modules.
 
-    Raises TypeError for what is no module, as for ``model.parameters()``.
+    Raises TypeError for an object that is not a module, such as ``model.parameters()``.
     """
     require_module(model)
     found = (module.__dict__.get("moesys_experts", module) for module in model.modules())

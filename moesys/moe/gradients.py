@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from moesys.collectives import ALIKE, RankMismatchError, guarded
 from moesys.moe.arguments import require_module
-from moesys.moe.experts import experts_of
+from moesys.moe.experts import Experts, experts_of
 from moesys.moe.layer import MoELayer
 from moesys.moe.masters import local_part
 from moesys.overlap.comm.channel import Channel
@@ -39,7 +39,8 @@ def sync_gradients(model: nn.Module) -> None:
     Raises ``RankMismatchError`` on all ranks where their parameters or the dtypes of gradients differ, and ValueError
     for a sparse gradient.
     """
-    channel = channel_of(model)
+    experts = experts_of(model)
+    channel = channel_of(experts)
     if channel.group is None:
         return
     layers = [layer for layer in model.modules() if isinstance(layer, MoELayer)]
@@ -52,7 +53,8 @@ def sync_gradients(model: nn.Module) -> None:
         and id(parameter) not in summed
     }
     by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for parameter, dtype in zip(replicated.values(), _gradient_dtypes(replicated, channel), strict=True):
+    dtypes = _gradient_dtypes(replicated, channel, experts[0].store.masters.device)
+    for parameter, dtype in zip(replicated.values(), dtypes, strict=True):
         if dtype is None:
             continue
         if parameter.grad is None:
@@ -65,12 +67,14 @@ def sync_gradients(model: nn.Module) -> None:
             grad.copy_(part.view_as(grad))
 
 
-def _gradient_dtypes(parameters: Mapping[str, nn.Parameter], channel: Channel) -> list[torch.dtype | None]:
+def _gradient_dtypes(
+    parameters: Mapping[str, nn.Parameter], channel: Channel, device: torch.device
+) -> list[torch.dtype | None]:
     """Returns the dtype of each gradient that exists on any rank; None where it exists on none. A collective.
 
     Raises ``RankMismatchError`` where ranks have other parameters, or gradients of other dtypes.
     """
-    at, device = Position("sync_gradients()"), channel.device_type
+    at = Position("sync_gradients()")
     names = "\n".join(f"{name} {list(each.shape)} {each.dtype}" for name, each in parameters.items()).encode()
     digest = hashlib.sha256(names).digest()
     said_R = channel.gather_bytes(digest + bytes(map(_kind_of_gradient, parameters.values())), at, device)
@@ -117,8 +121,8 @@ def clip_grad_norm_(model: nn.Module | Tensor | Iterable[Tensor], max_norm: floa
 
     The norm is that of the whole model: shards are added up over the ranks of their own meshes, and what several ranks
     have alike counts once (call ``sync_gradients`` first, where parameters are replicated without FSDP). The same bits
-    on every rank, and for every way to shard. A collective. ``model``: or its parameters, as torch's own function takes
-    them, in the same order on every rank.
+    on every rank, and for every way to shard. A collective. ``model``: a module, or its parameters as torch's own
+    function takes them, in the same order on every rank.
 
     Raises TypeError for anything else, and ValueError for a ``max_norm`` that is not positive and where there are no
     parameters.
@@ -126,9 +130,10 @@ def clip_grad_norm_(model: nn.Module | Tensor | Iterable[Tensor], max_norm: floa
     if not max_norm > 0:
         raise ValueError(f"max_norm={max_norm} must be positive; leave the call out to not clip")
     parameters = _parameters_of(model)
-    if isinstance(model, nn.Module) and experts_of(model):
-        # So that ranks that are in another call are told so.
-        channel_of(model).gather_bytes(b"", Position("clip_grad_norm_()"), parameters[0].device)
+    if isinstance(model, nn.Module):
+        # This lets ranks that are in different calls raise an error.
+        for channel in _channels_of(experts_of(model)):
+            channel.gather_bytes(b"", Position("clip_grad_norm_()"), parameters[0].device)
     by_group: dict[tuple[dist.ProcessGroup, ...], list[Tensor]] = {}
     num_elements = 0
     for parameter in parameters:
@@ -224,30 +229,42 @@ def update_router_bias(model: nn.Module, group: dist.ProcessGroup | None = None)
         )
     tokens_LE = [layer.experts.take_counts() for layer in layers]
     if moves and group is not None:
-        # Each expert group counts once per rank of it, which changes no expert's place beside the mean.
         device = layers[0].router.weight.device
         flat = torch.cat([tokens_E.to(device) for tokens_E in tokens_LE])
+        # All ranks of an expert group have its counts, and the first of them in ``group`` adds them for all.
+        members = set(dist.get_process_group_ranks(group))
+        if own is not None and dist.get_rank() != next(r for r in dist.get_process_group_ranks(own) if r in members):
+            flat.zero_()
         guarded("update_router_bias()", group, partial(dist.all_reduce, flat, group=group), device_type=device.type)
         tokens_LE = list(flat.split([len(tokens_E) for tokens_E in tokens_LE]))
     for layer, tokens_E in zip(layers, tokens_LE, strict=True):
         layer.router.update_bias(tokens_E.to(layer.router.weight.device))
 
 
-def channel_of(model: nn.Module) -> Channel:
-    """Returns a channel of the one group that all MoE layers of a model share.
+def channel_of(layers: Sequence[Experts]) -> Channel:
+    """Returns a channel of the one group that all experts of a model share.
 
-    Raises TypeError for what is no module, ValueError for a model without experts, or with several groups, and
-    RuntimeError for layers that were made before the process group.
+    Raises ValueError for no experts or several groups, and RuntimeError for layers that were made before the process
+    group.
     """
-    layers = experts_of(model)
-    if not layers:
+    channels = _channels_of(layers)
+    if not channels:
         raise ValueError("the model has no ms.Experts, so there is nothing to do; call torch's own function")
+    if len(channels) > 1:
+        raise ValueError(f"the model's MoE layers use {len(channels)} different groups; give them all the same group")
+    return channels[0]
+
+
+def _channels_of(layers: Sequence[Experts]) -> list[Channel]:
+    """Returns a channel of each group that the experts of a model use, in the order of its layers.
+
+    Raises RuntimeError for layers that were made before the process group.
+    """
+    channels: dict[dist.ProcessGroup | None, Channel] = {}
     for layer in layers:
         layer.require_group()
-    groups = {id(layer.group) for layer in layers}
-    if len(groups) > 1:
-        raise ValueError(f"the model's MoE layers use {len(groups)} different groups; give them all the same group")
-    # Not as one of the layers: a call for the whole model.
-    channel = copy.copy(layers[0].token_channel)
-    channel.identity = NO_LAYER
-    return channel
+        if layer.group not in channels:
+            # A call for the whole model belongs to none of its layers.
+            channel = channels[layer.group] = copy.copy(layer.token_channel)
+            channel.identity = NO_LAYER
+    return list(channels.values())

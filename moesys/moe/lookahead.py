@@ -41,7 +41,7 @@ class Lookahead(Protocol):
     """What a layer's call asks of its surroundings, in this order: forward ``enter`` and ``entered``; backward
     ``behind_backward``, ``delay`` and ``after_backward``.
 
-    ``plan_timeout_s``: how long a rank waits for layouts that are due. ``generation``: of the newest call of any layer.
+    ``plan_timeout_s``: how long a rank waits for layouts that are due. ``generation``: that of the newest call.
     """
 
     plan_timeout_s: float

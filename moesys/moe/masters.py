@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from moesys.moe.ranks import check_order
 from moesys.moe.shards import ExpertShards
-from moesys.torch_private import hooks_of
+from moesys.torch_private import hide_backward, hooks_of
 
 
 class Masters(Protocol):
@@ -41,6 +41,9 @@ class Masters(Protocol):
     @property
     def may_delay(self) -> bool:
         """Whether ``accumulate_gradient`` is possible."""
+
+    def expect_gradient(self, *, late: bool) -> None:
+        """Says whether the gradient of the backward that runs comes ``late``, by ``accumulate_gradient``."""
 
     def state(self) -> tuple[int, ...] | None:
         """Returns the parameter's id, and what differs where masters may have changed, beside steps of optimizers; None
@@ -68,6 +71,9 @@ class OutsideMasters:
     @property
     def may_delay(self) -> bool:
         return self._add is not None
+
+    def expect_gradient(self, *, late: bool) -> None:
+        """Nothing depends on it."""
 
     def state(self) -> None:
         """Returns None: FSDP fills the same storage anew, and no version says so."""
@@ -110,7 +116,7 @@ class OwnMasters:
     instead would be a circle of references, and a layer that is dropped would keep its memory until Python collects it.
     """
 
-    at_hand = True
+    at_hand = may_delay = True
 
     def __init__(
         self, parameters: Mapping[str, nn.Parameter | None], name: str, shards: ExpertShards, mesh: DeviceMesh | None
@@ -120,11 +126,6 @@ class OwnMasters:
     @property
     def device(self) -> torch.device:
         return self._parameter.device
-
-    @property
-    def may_delay(self) -> bool:
-        """Whether the leaf has no hooks, which autograd would call without the gradient."""
-        return not hooks_of(self._parameter) and not hooks_of(self._parameter, behind=True)
 
     def differentiable(self) -> tuple[Tensor, ...]:
         return (local_part(self._parameter),)
@@ -151,13 +152,24 @@ class OwnMasters:
         """Writes this rank's part of an expert, whose parameters are ``flat_P`` [P_e]."""
         self._shards.keep(self.local()[0], expert, flat_P)
 
+    def expect_gradient(self, *, late: bool) -> None:
+        hide_backward(self._parameter, hide=late)
+
     @torch.no_grad()
     def accumulate_gradient(self, gradients: Sequence[Tensor]) -> None:
-        (gradient,), parameter = gradients, self._parameter
+        self.expect_gradient(late=False)
+        parameter = self._parameter
+        gradient = distributed(gradients[0], self._shards, self._mesh)
+        # As autograd does. Where one rank alone has hooks its gradient still travels as late as those of the others.
+        for hook in hooks_of(parameter):
+            replaced = hook(gradient)
+            gradient = gradient if replaced is None else replaced
         if parameter.grad is None:
-            parameter.grad = distributed(gradient, self._shards, self._mesh)
+            parameter.grad = gradient
         else:
-            local_part(parameter.grad).add_(gradient)
+            local_part(parameter.grad).add_(local_part(gradient))
+        for hook in hooks_of(parameter, behind=True):
+            hook(parameter)
 
     @property
     def _parameter(self) -> nn.Parameter:

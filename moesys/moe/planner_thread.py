@@ -24,7 +24,7 @@ from moesys.layout_schedule import PlanRequest
 from moesys.overlap.comm.background import BackgroundThread
 from moesys.overlap.comm.channel import Channel
 
-# How long the thread waits inside of torch at a time.
+# The thread waits inside torch for at most this long at a time.
 _SLICE = timedelta(seconds=0.1)
 
 
@@ -64,7 +64,7 @@ class PlannerThread:
     """
 
     def __init__(self, channel: Channel, timeout_s: float) -> None:
-        self._channel, self._timeout_s = channel, timeout_s
+        self._channel, self._timeout_s, self._members = channel, timeout_s, channel.members
         self._requests: queue.SimpleQueue[tuple[PlanRequest, ThreadTicket] | None] = queue.SimpleQueue()
         self._closing, self._abandoned = threading.Event(), threading.Event()
         self._thread = BackgroundThread(
@@ -90,7 +90,7 @@ class PlannerThread:
 
     def _abandon(self) -> None:
         self._abandoned.set()
-        # Until it is back from torch, unless it solves.
+        # This gives the thread time to return from torch; one that is solving a plan is not waited for.
         self._thread.join(2 * _SLICE.total_seconds())
 
     def _run(self) -> None:
@@ -124,56 +124,65 @@ class PlannerThread:
                 message = f"{type(error).__name__}: {error}\n{traceback.format_exc()}".encode()
         shape = layout.expert_RS.shape if layout is not None else (0, 0)
         header = torch.tensor([*shape, len(message)], dtype=torch.int64)
-        self._broadcast(header, leader)
+        self._broadcast(header, leader, request.layer)
         num_ranks, num_slots, message_bytes = header.tolist()
+        leader_name = self._members[leader]
         if message_bytes:
             text = _bytes_tensor(message or bytes(message_bytes))
-            self._broadcast(text, leader)
+            self._broadcast(text, leader, request.layer)
             raise RuntimeError(
-                f"planning layer {request.layer} failed on rank {leader}: {text.numpy().tobytes().decode()}"
+                f"planning layer {request.layer} failed on rank {leader_name}: {text.numpy().tobytes().decode()}"
             )
         if not num_ranks:
             return None
-        mine = _bytes_tensor(history_digest(request))
-        leaders = mine.clone()
-        self._broadcast(leaders, leader)
+        histories_R = self._gather(_bytes_tensor(history_digest(request)), request.layer)
         expert_RS = torch.zeros(num_ranks, num_slots, dtype=torch.int64)
         if layout is not None:
             expert_RS = torch.from_numpy(layout.expert_RS.copy())
-        self._broadcast(expert_RS, leader)
-        if not torch.equal(mine, leaders):
-            raise RuntimeError(
-                f"rank {self._channel.rank} and rank {leader} saw different loads of layer {request.layer}; every rank "
-                "must run the same micro-batches in the same order"
-            )
+        self._broadcast(expert_RS, leader, request.layer)
+        # Every rank compares all of them, so that none waits in the next micro-batch for one that raised.
+        for rank, history in zip(self._members, histories_R, strict=True):
+            if not torch.equal(history, histories_R[leader]):
+                raise RuntimeError(
+                    f"rank {rank} and rank {leader_name} saw different loads of layer {request.layer}; every rank must "
+                    "run the same micro-batches in the same order"
+                )
         return ExpertLayout(expert_RS.numpy(), request.load.num_experts)
 
-    def _broadcast(self, tensor: Tensor, leader: int) -> None:
+    def _broadcast(self, tensor: Tensor, leader: int, layer: int) -> None:
+        # The group itself, which outlives ``dist.destroy_process_group``.
         group = self._channel.group
         assert group is not None
-        # The group itself, which outlives ``dist.destroy_process_group``.
-        self._channel.guard("plan", lambda: self._wait(group.broadcast(tensor, leader)))
+        self._channel.guard(f"plan of layer {layer}", lambda: self._wait(group.broadcast(tensor, leader)))
+
+    def _gather(self, tensor: Tensor, layer: int) -> list[Tensor]:
+        """Returns every rank's tensor."""
+        group = self._channel.group
+        assert group is not None
+        gathered_R = [torch.empty_like(tensor) for _ in self._members]
+        self._channel.guard(f"plan of layer {layer}", lambda: self._wait(group.allgather([gathered_R], [tensor])))
+        return gathered_R
 
     def _wait(self, work: dist.Work) -> None:
         """Waits for ``work``, and comes back from torch now and then, so that the process may end meanwhile."""
         while not work.is_completed():
-            # Either its time is over or the work has failed, which is then completed.
+            # An error means that the slice is over, or that the work has failed and is completed.
             with suppress(RuntimeError):
                 work.wait(_SLICE)
             if self._abandoned.is_set():
-                # For ever, as the group's end would wait for the other ranks: what a thread holds outlives Python.
+                # Blocks for ever, so that the group outlives Python: its destructor would wait for the other ranks.
                 threading.Event().wait()
         try:
             work.wait()
         except RuntimeError as error:
             if self._closing.is_set():
-                # Other ranks have ended, and nobody asks who.
+                # The other ranks have ended too, which is no failure while this process ends.
                 raise _ClosedError from error
             raise
 
 
 class _ClosedError(Exception):
-    """Nobody wants the plan any more."""
+    """The error of a plan that is no longer needed."""
 
 
 def history_digest(request: PlanRequest) -> bytes:

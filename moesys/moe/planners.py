@@ -39,7 +39,7 @@ from moesys.overlap.comm.frames import Position, call_bits
 from moesys.overlap.executor import Executor
 from moesys.overlap.expert_compute import ExpertCompute
 from moesys.overlap.node_routes import build_node_routes, gates_of
-from moesys.overlap.routes import build_routes, chunk_counts, rows_by_chunk
+from moesys.overlap.routes import build_routes, chunk_counts, no_expert, rows_by_chunk
 from moesys.schedule import num_chunks
 from moesys.step import LayerPlan, device_split, plan_layer, plans_on_device, routes_on_device
 
@@ -59,8 +59,8 @@ class MicroBatch:
 
     expert_TK: the choices of this rank's tokens, int64 [T, K]. compute: how experts are computed. learning: layouts may
     change, and the schedule learns from the micro-batch. upcoming: of the layers that come next, whose layouts are
-    settled too. token_block: in training every rank's tokens are a multiple of it, if anything. flags: of the forward
-    (``frames.Position``).
+    settled too. token_block: in training every rank's tokens are a multiple of it, if anything. flags: the flags of
+    the forward (``frames.Position``).
     """
 
     expert_TK: Tensor
@@ -74,8 +74,8 @@ class MicroBatch:
 
 class Planned(NamedTuple):
     """``counts``: to be called once, when forward is launched; gives the choices of each expert, int64 [E], on all
-    ranks. None where nobody learns from the micro-batch. ``check``: raises what only the device knew when forward was
-    launched, and waits for that; None where the host knows everything.
+    ranks. None where nobody learns from the micro-batch. ``check``: waits for the device, and raises the errors
+    that the host did not know of when forward was launched; None if it knows all of them.
     """
 
     executor: Executor
@@ -99,6 +99,9 @@ class Planner(ABC):
     def plan(self, batch: MicroBatch) -> Planned:
         """Plans a micro-batch, and settles the layouts of the layers that come next."""
 
+    def check(self) -> None:  # noqa: B027
+        """Raises errors of micro-batches that the host did not know of when it launched them; here there are none."""
+
     def _mega_home(self, overlap: MegaKernel, batch: MicroBatch) -> MegaHome:
         timeout_s = overlap.timeout_s or self.channel.timeout_s
         return batch.lookahead.mega_home.get(self.channel.group, batch.expert_TK.device, timeout_s)
@@ -113,7 +116,7 @@ class AlonePlanner(Planner):
     counting: Planner
 
     def __post_init__(self) -> None:
-        # How many choices of a micro-batch are of experts, which the device counts, and how many there are.
+        # For each micro-batch: the number of choices that name an expert, which the device counts, and of all choices.
         self._counted: deque[tuple[HostCopy, int]] = deque()
 
     def plan(self, batch: MicroBatch) -> Planned:
@@ -123,9 +126,10 @@ class AlonePlanner(Planner):
             return self.counting.plan(batch)
         if not (batch.expert_TK.is_cuda and torch.cuda.is_current_stream_capturing()):
             self._counted.append((HostCopy(executor.routing.first_G1[-1:]), batch.expert_TK.numel()))
-        self.check(wait=False)
+            # While a graph is captured, to ask whether a count has arrived would break the capture.
+            self.check(wait=False)
         if batch.token_block is not None and batch.learning:
-            check_blocks([len(batch.expert_TK)], batch.token_block)
+            check_blocks([len(batch.expert_TK)], batch.token_block, self.channel.members)
         schedule, reduction = self.schedule, self.strategy.reduction
         if isinstance(reduction, LayoutInvariant):
             all_experts = tuple(range(self.shape.num_experts))
@@ -140,8 +144,8 @@ class AlonePlanner(Planner):
         return Planned(executor, plan, (lambda: plan.tokens_E) if batch.learning else None, self.check)
 
     def check(self, wait: bool = True) -> None:
-        """Raises ValueError where a micro-batch had a choice of no expert, of those whose count is here; with ``wait``
-        of all, for which the host waits.
+        """Raises ValueError if a micro-batch whose count has arrived had choices that name no expert. With ``wait`` the
+        host waits for the counts of all micro-batches.
         """
         while self._counted and (wait or self._counted[0][0].ready()):
             counted, choices = self._counted.popleft()
@@ -149,11 +153,8 @@ class AlonePlanner(Planner):
             if not lost:
                 continue
             self._counted.clear()
-            raise ValueError(
-                f"{lost} of the {choices} choices in expert_TK are of none of the {self.shape.num_experts} experts of "
-                f"layer {self.schedule.layer}, whose ids go from 0 to {self.shape.num_experts - 1}; leave tokens that "
-                "choose no expert out of the call"
-            )
+            found = f"expert_TK has choices that name no expert ({lost} of {choices})"
+            raise no_expert(found, self.shape.num_experts, self.schedule.layer)
 
 
 @dataclass
@@ -176,7 +177,7 @@ class HostPlanner(Planner):
         said_RN = gathered_RN[:, counts_CE.numel() :]
         self._check_ids(said_RN[:, :2].tolist())
         if batch.token_block is not None and learning:
-            check_blocks(said_RN[:, 2].tolist(), batch.token_block)
+            check_blocks(said_RN[:, 2].tolist(), batch.token_block, self.channel.members)
         if learning:
             _commit(deciding, said_RN[:, 3:])
         load = LoadMatrix(tokens_RCE.sum(dim=1).numpy())
@@ -199,21 +200,18 @@ class HostPlanner(Planner):
         return Planned(executor, plan, (lambda: torch.from_numpy(load.tokens_E)) if learning else None)
 
     def _invalid_id(self, expert_TK: Tensor) -> int | None:
-        """Returns an id that is none of an expert's, if this rank has one."""
+        """Returns an id of this rank that names no expert; None if there is none."""
         if not expert_TK.numel():
             return None
         least, most = (int(each) for each in expert_TK.aminmax())
         return least if least < 0 else most if most >= self.shape.num_experts else None
 
     def _check_ids(self, invalid_R2: Sequence[Sequence[int]]) -> None:
-        """Raises ValueError, on all ranks alike, where one has an id that is none of an expert's."""
+        """Raises ValueError on all ranks if any rank has an id that names no expert."""
         for rank, (invalid, expert) in zip(self.channel.members, invalid_R2, strict=True):
             if invalid:
-                raise ValueError(
-                    f"expert_TK of rank {rank} has the id {expert}, and the {self.shape.num_experts} experts of layer "
-                    f"{self.schedule.layer} have ids from 0 to {self.shape.num_experts - 1}; leave tokens that choose "
-                    "no expert out of the call"
-                )
+                found = f"expert_TK of rank {rank} has the id {expert}"
+                raise no_expert(found, self.shape.num_experts, self.schedule.layer)
 
     def _chunked_executor(self, batch: MicroBatch, plan: LayerPlan, tokens_RCE: Tensor) -> Executor:
         tokens_CRE = np.ascontiguousarray(tokens_RCE.numpy().swapaxes(0, 1))
@@ -275,7 +273,7 @@ class DevicePlanner(Planner):
 
     @abstractmethod
     def _launch(self, batch: MicroBatch, layout: ExpertLayout, turn: int) -> _Launched:
-        """Returns what runs the micro-batch, its plan, that a device makes, now or in the forward, and
+        """Returns the executor of the micro-batch, its plan, which a device makes now or in the forward, and
         ``Planned.check``.
         """
 
@@ -344,11 +342,11 @@ class ChunkPlanner(DevicePlanner):
         if chunks > 1 and (self._chunk_T1 is None or len(self._chunk_T1) != len(expert_TK)):
             self._chunk_T1 = chunk_numbers(len(expert_TK), chunks, expert_TK.device)
         _, split, own = self._tables
-        at = Position("forward", turn, batch.flags)
+        at = Position("forward", turn, batch.flags, expert_TK.numel())
         pending = route_on_device(expert_TK, self._chunk_T1, chunks, split, own, turn, at, channel)
-        tagged = channel.tagged(channel.generation)
-        # No message is sent before the host has read the sizes, and with them what else there is to know.
-        return ChunkedExecutor(overlap, pending, tagged, batch.compute, self.shards.memory), pending.plan, None
+        executor = ChunkedExecutor(overlap, pending, pending.channel, batch.compute, self.shards.memory)
+        # No check is left: the host reads sizes and headers before it sends a message.
+        return executor, pending.plan, None
 
 
 def planner_of(

@@ -47,7 +47,7 @@ class RoutedExperts(torch.autograd.Function):
             # The checkpoint stops before anybody sees it.
             y_TH = x_TH.new_full((), math.nan).expand_as(x_TH)
         ctx.call, ctx.link = call, link
-        # Backward has no x, and yet its gradients are functions of x; no row of it, so that x is not kept.
+        # Gradients are functions of x, which backward does not read; an empty slice says so without keeping x.
         with torch.enable_grad():
             ctx.x_0H = x_TH[:0].clone()
         ctx.save_for_backward(weight_TK, saved.arrivals_MH, saved.h_P2I, *masters)
@@ -87,12 +87,15 @@ class RoutedExperts(torch.autograd.Function):
                 store.start_reshard(grads_DP, call.layout, call.generation), [master.dtype for master in masters]
             )
             leaf = ctx.next_functions[2 + wanted.index(True)][0]
-            # Gradients that come later are in no graph, where they could be differentiated.
+            # Delayed gradients are in no graph, so none is delayed where gradients may be differentiated.
             may_delay = store.delay_reshard and store.masters.may_delay and not ctx.creates_graph
-            if not (may_delay and _reaches_grad(leaf) and lookahead.delay(store, cross)):
+            late = may_delay and _reaches_grad(leaf) and lookahead.delay(store, cross)
+            if store.delay_reshard:
+                store.masters.expect_gradient(late=late)
+            if not late:
                 dmasters = [gradient if want else None for gradient, want in zip(cross()(), wanted, strict=True)]
         lookahead.after_backward()
-        # Then all of backward is launched, so that the device has work while the host waits for a part of forward.
+        # All of backward is launched by then, so the device has work while the host waits for a part of forward.
         if call.check is not None:
             after_this_backward(call.check)
         return (dx_TH, dweight_TK, None, None, *dmasters), (ctx.x_0H, weight_TK, *masters)

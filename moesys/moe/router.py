@@ -37,13 +37,6 @@ class Routing(NamedTuple):
     logits_TE: Tensor
 
 
-class _OwnedLoss:
-    """A loss that a node of a graph owns, which has it as long as something can go backward through the node."""
-
-    def __init__(self, loss: Tensor) -> None:
-        self.loss = loss
-
-
 class _Pass:
     """A training pass of a router: its loss, when it began, and when it ended for ``router_loss``: as soon as its loss
     has been returned, or backward has gone through it.
@@ -54,27 +47,26 @@ class _Pass:
 
     def __init__(self, loss: Tensor, routing: Routing) -> None:
         self.began, self.ended, self.was_returned = next(self._clock), 0, False
-        # Held, so that a pass counts whose output nobody wants, until its router runs again.
+        # This keeps the loss of a pass whose output is not used, until its router runs again.
         self._held: Tensor | None = loss
-        owned = _OwnedLoss(loss)
-        self._owned = weakref.ref(owned)
+        self._loss = weakref.ref(loss)
         node: Any = routing.weight_TK.grad_fn
         if node is not None:
-            node.metadata["moesys_router_loss"] = owned
+            # The node holds the loss for as long as backward can go through it.
+            node.metadata["moesys_router_loss"] = loss
         if routing.logits_TE.requires_grad:
-            # Weak, as the loss owns the graph, and the graph would own the loss.
+            # The reference is weak, because the loss owns the graph and the graph would own the loss.
             this = weakref.ref(self)
             routing.logits_TE.register_hook(lambda _: None if (alive := this()) is None else alive._go_backward())
         self._all.add(self)
 
     @property
     def loss(self) -> Tensor | None:
-        """The loss; None where nothing can go backward through the pass any more."""
-        owned = self._owned()
-        return self._held if owned is None else owned.loss
+        """Returns the loss, or None if backward can no longer go through the pass."""
+        return self._loss()
 
     def leave_to_graphs(self) -> None:
-        """Holds neither its own loss nor those of all later passes, whose graphs would hold the graph of this one."""
+        """Releases its own loss and those of all later passes, whose graphs would hold the graph of this one."""
         for each in list(self._all):
             if each.began >= self.began:
                 each._held = None
@@ -85,7 +77,7 @@ class _Pass:
     def _go_backward(self) -> None:
         self.end()
         if self.was_returned:
-            # Before all others, and without the graph, which nobody needs.
+            # The pass counts as older than all others from now on, and its graph is released.
             self.ended, self._held = -1, None
 
 
@@ -171,8 +163,8 @@ class Router(nn.Module):
             weight_TK = weight_TK / (weight_TK.sum(dim=1, keepdim=True) + SUM_EPS)
         routing = Routing(expert_TK, weight_TK * shape.routed_scaling_factor, logits_TE)
         if self.training and torch.is_grad_enabled():
-            # Computed in a recomputation too, since activation checkpointing counts saved tensors; but not kept there:
-            # it would hold the recomputed graph until the next step.
+            # A recomputation computes the loss too, since activation checkpointing counts saved tensors, but does not
+            # keep it: it would hold the recomputed graph until the next step.
             loss = self._loss(routing)
             if loss is not None and current_backward() == NO_BACKWARD:
                 self._passes = [*self._unfinished(), _Pass(loss, routing)]
@@ -267,12 +259,13 @@ def router_loss(model: nn.Module) -> Tensor:
     scalar; 0 if there are none, as in evaluation.
 
     A pass is a forward in training mode with gradients enabled; recomputation by activation checkpointing is none. A
-    router that runs twice counts twice, one that does not run counts nothing. Call it behind the forward passes whose
-    losses it shall return, and before backward:
+    router that runs twice counts twice, and one that does not run adds nothing. Where nothing is differentiated, as in
+    a frozen router whose tokens have no gradient, only the newest pass of a router counts. Call it after the forward
+    passes whose losses it is to return, and before backward:
 
     - Called again, it returns the same, until a router of ``model`` begins another pass: that is the next step's, or
       the next micro-batch's. So each micro-batch may have a call of its own, or several may have one together.
-    - Passes that it has returned count no more once backward has gone through them.
+    - Losses that it has returned are left out once backward has gone through their passes.
     - A forward that raised does not count, once its router runs again: what it computed is gone.
     """
     require_module(model)

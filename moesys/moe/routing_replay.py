@@ -27,50 +27,55 @@ from moesys.torch_private import NO_BACKWARD, current_backward, unseen_by_select
 class ForwardHook:
     """A function that changes what ``module.forward`` returns, until ``remove``.
 
-    Not one of torch's hooks: code that was compiled while a module had none does not check for them, and would run
-    without it. Compiled code does check whether a module has a ``forward`` of its own.
+    This is not a torch hook, because code that was compiled while a module had no hooks does not check for them.
+    Compiled code does check whether a module has a ``forward`` of its own.
     """
 
     def __init__(self, module: nn.Module, change: Callable[[Any], Any]) -> None:
         forward = module.__dict__.get("forward")
-        hooks: list[ForwardHook] | None = getattr(forward, "moesys_hooks", None)
-        if hooks is None:
-            hooks = _changeable(module)
-        hooks.append(self)
-        self._change, self._hooks, self._module = change, hooks, module
+        if not isinstance(forward, _HookedForward):
+            forward = module.__dict__["forward"] = _HookedForward(module)
+        forward.hooks.append(self)
+        self._change, self._forward, self._module = change, forward, module
 
     def __call__(self, output: Any) -> Any:
         return self._change(output)
 
     def remove(self) -> None:
-        self._hooks.remove(self)
-        forward = self._module.__dict__.get("forward")
+        self._forward.hooks.remove(self)
         # Another library may have put a forward around this one; without hooks this one changes nothing.
-        if self._hooks or getattr(forward, "moesys_hooks", None) is not self._hooks:
+        if self._forward.hooks or self._module.__dict__.get("forward") is not self._forward:
             return
-        assert forward is not None
-        if (before := forward.moesys_before) is None:
+        if (before := self._forward.before) is None:
             del self._module.__dict__["forward"]
         else:
             self._module.__dict__["forward"] = before
 
 
-def _changeable(module: nn.Module) -> list[ForwardHook]:
-    """Gives ``module`` a forward whose output the hooks in the list that is returned change, in their order."""
-    hooks: list[ForwardHook] = []
-    inner = module.forward
+class _HookedForward:
+    """The forward of ``module``, whose output ``hooks`` change in their order.
+
+    A copied or unpickled module gets the forward without hooks, which runs with the copy's own parameters.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.hooks: list[ForwardHook] = []
+        self.before = module.__dict__.get("forward")
+        self._inner = module.forward
 
     @torch.compiler.disable
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        output = inner(*args, **kwargs)
-        for hook in hooks.copy():
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output = self._inner(*args, **kwargs)
+        for hook in self.hooks.copy():
             output = hook(output)
         return output
 
-    changed: Any = forward
-    changed.moesys_hooks, changed.moesys_before = hooks, module.__dict__.get("forward")
-    module.__dict__["forward"] = changed
-    return hooks
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _unchanged, (self._inner,)
+
+
+def _unchanged(forward: Any) -> Any:
+    return forward
 
 
 class ReplayableRouter(NamedTuple):

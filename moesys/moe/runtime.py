@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -64,7 +63,7 @@ class MoERuntime:
 
     def __init__(self, model: nn.Module, plan_timeout_s: float | None, record_spans: bool) -> None:
         self.layers = experts_of(model)
-        channel = channel_of(model)
+        channel = channel_of(self.layers)
         group = channel.group
         if any(layer.link.linked for layer in self.layers):
             raise ValueError("a layer of this model is linked already; close its runtime first")
@@ -139,8 +138,10 @@ class MoERuntime:
         return Neighbours(previous, tuple(upcoming), self._num_passes)
 
     def entered(self, call: LayerCall) -> None:
-        """The call that ``enter`` announced; without a backward to come, nothing follows from it."""
-        self._newest = call if torch.is_grad_enabled() else None
+        """Notes the call that ``enter`` announced, for the backward of the next layer to restore its experts. A call
+        without a backward, such as that of a frozen layer, would never use them.
+        """
+        self._newest = call if call.expects_backward else None
 
     def _end_pass(self) -> None:
         """What was brought ahead, and which call was last, holds within one forward pass. The next layer to run may run
@@ -236,7 +237,7 @@ class MoERuntime:
             layer.schedule.keep_made_plans()
             layer.unlink()
         for group in self._groups:
-            # It is gone already where all groups were destroyed before.
+            # The group is gone already if all groups were destroyed before.
             with suppress(ValueError):
                 dist.destroy_process_group(group)
         self._groups = []
@@ -245,7 +246,8 @@ class MoERuntime:
 def _compare_layers(layers: Sequence[Experts], plan_timeout_s: float | None, channel: Channel) -> None:
     """Raises ``RankMismatchError`` on all ranks where they link other layers, or with another time-out."""
     linked = {f"layer {each.layer_index}": each.identity.digest for each in layers} | {"plan_timeout_s": plan_timeout_s}
-    linked_R = [json.loads(each) for each in channel.gather_bytes(json.dumps(linked).encode(), Position("link()"))]
+    said_R = channel.gather_bytes(json.dumps(linked).encode(), Position("link()"), layers[0].store.masters.device)
+    linked_R = [json.loads(said) for said in said_R]
     first = channel.members[0]
     for rank, other in zip(channel.members, linked_R, strict=True):
         for name in linked_R[0] | other:

@@ -26,8 +26,8 @@ class SharedExperts(nn.Module):
                 parameter.normal_(std=shape.initializer_range, generator=generator)
 
     def forward(self, x_TH: Tensor, blocks: TokenBlocks | None = None) -> Tensor:
-        """Returns [T, H] in x's dtype, computed in the shape's dtype, under autocast too. ``blocks``: where no bit may
-        show how many tokens there are.
+        """Returns [T, H] in x's dtype, computed in the shape's dtype, under autocast too. ``blocks``: given if no
+        bit may depend on the number of tokens.
         """
         x = x_TH.to(self.dtype)
         with torch.autocast(x_TH.device.type, enabled=False):

@@ -25,9 +25,11 @@ from moesys.overlap.exact_sum import add_on_grid, grid_below, largest_size
 from moesys.torch_private import unseen_by_selective_checkpoints
 
 
-def check_blocks(tokens_R: Sequence[int], token_block: int) -> None:
-    """Raises ValueError, on all ranks alike, where one's tokens are no whole blocks."""
-    for rank, tokens in enumerate(tokens_R):
+def check_blocks(tokens_R: Sequence[int], token_block: int, members: Sequence[int]) -> None:
+    """Raises ValueError, on all ranks alike, where one's tokens are no whole blocks. ``members``: the ranks of
+    ``tokens_R``, as the error names them.
+    """
+    for rank, tokens in zip(members, tokens_R, strict=True):
         if tokens % token_block:
             raise ValueError(
                 f"token_block={token_block} does not divide the {tokens} tokens of rank {rank}, so gradients of router "
@@ -71,7 +73,7 @@ class TokenBlocks:
         at = Position("bounds of router gradients in backward")
         gathered_R3 = self.channel.all_gather(sizes_3, lane="counts", at=at, read=sizes_3.device.type == "cpu")
         if not self.learning:
-            check_blocks(gathered_R3[:, 2].long().tolist(), self.num_tokens)
+            check_blocks(gathered_R3[:, 2].long().tolist(), self.num_tokens, self.channel.members)
         grid = grid_below(gathered_R3[:, :2].amax(dim=0).prod() * gathered_R3[:, 2].sum())
         if self.by_kernels:
             # Here, so that Triton is loaded only where it runs.

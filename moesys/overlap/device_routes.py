@@ -8,7 +8,7 @@ R ranks, E experts, C chunks, T tokens of this rank, K top-k, P replicas.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -22,9 +22,9 @@ from moesys.kernels.split.tables import entries_of
 from moesys.layout import ExpertLayout
 from moesys.load import IntArray
 from moesys.overlap.comm.channel import Channel
-from moesys.overlap.comm.frames import Position, choices_of
+from moesys.overlap.comm.frames import Position, choices_of, generation_of
 from moesys.overlap.device_split import DeviceSplit
-from moesys.overlap.routes import ChunkRoutes, Routes, chunk_bounds
+from moesys.overlap.routes import ChunkRoutes, Routes, chunk_bounds, no_expert
 
 
 def own_replicas(layout: ExpertLayout, rank: int) -> OwnReplicas:
@@ -57,7 +57,6 @@ def route_on_device(
     with channel.meter.planning():
         part_TK = expert_TK if chunk_T1 is None else torch.add(chunk_T1, expert_TK, alpha=num_chunks)
         routing = route(part_TK, num_experts * num_chunks)
-    at = replace(at, choices=expert_TK.numel())
     first_RL = channel.all_gather(routing.first_G1, lane="counts", at=at, read=False)
     assert channel.headers is not None
     with channel.meter.planning():
@@ -71,7 +70,7 @@ def route_on_device(
         on_its_way = HostCopy(told)
         sent = sent_rows(routing.entry_P, found, split.tables, expert_TK.shape[1])
     plan = RoutedPlan(split, turn, tokens_RE, tokens_RP, on_its_way)
-    return PendingRoutes(plan, found, sent, channel, channel.headers)
+    return PendingRoutes(plan, found, sent, channel.tagged(channel.generation), channel.headers)
 
 
 @dataclass(frozen=True)
@@ -105,8 +104,8 @@ class RoutedPlan:
 
 @dataclass(frozen=True)
 class PendingRoutes:
-    """Routes of a micro-batch, which are on the device, beside its plan. ``headers``: of the message with which each
-    rank's counts came over ``channel``.
+    """Routes of a micro-batch, which are on the device, with its plan. ``channel``: the channel of its messages, whose
+    generation ``routes`` takes from ``headers``, the headers of the message that brought the counts of each rank.
     """
 
     plan: RoutedPlan
@@ -119,22 +118,21 @@ class PendingRoutes:
     def routes(self) -> Routes:
         """Those of ``build_routes``, padded to nothing. The host waits for the sizes, once.
 
-        Raises ``RankMismatchError`` on all ranks where they are in different calls, and ValueError on all ranks where a
-        choice of any of them is of no expert.
+        Raises ``RankMismatchError`` on all ranks if they are in different calls, and ValueError on all ranks if a
+        choice of any rank names no expert.
         """
         C, R, _ = self.found.arriving_CRG.shape
         self.channel.compare_calls()
+        headers_RN = self.headers.read()
+        # Ranks have counted their calls differently if each of them has caught the error of another layer.
+        self.channel.generation = generation_of(headers_RN)
         send_CR, arrive_CR = self.plan.told.read()[: 2 * C * R].reshape(2, C, R).tolist()
         counted_R = self.plan.counts_RE().sum(axis=1).tolist()
-        for rank, counted, choices in zip(
-            self.channel.members, counted_R, choices_of(self.headers.read()), strict=True
-        ):
+        for rank, counted, choices in zip(self.channel.members, counted_R, choices_of(headers_RN), strict=True):
             if counted != choices:
-                raise ValueError(
-                    f"{choices - counted} of the {choices} choices in expert_TK of rank {rank} are of none of the "
-                    f"{self.plan.num_experts} experts, which have ids from 0 to {self.plan.num_experts - 1}; leave "
-                    "tokens that choose no expert out of the call"
-                )
+                lost = f"{choices - counted} of {choices}"
+                found = f"expert_TK of rank {rank} has choices that name no expert ({lost})"
+                raise no_expert(found, self.plan.num_experts, self.channel.identity.layer)
         sent = self.sent
         num_arrivals = sum(map(sum, arrive_CR))
         arrived = arrived_rows(self.found.arriving_CRG, num_arrivals)

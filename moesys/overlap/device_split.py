@@ -40,8 +40,8 @@ class PendingPlan:
     """The plan of a micro-batch, which is on the device once its forward has been launched.
 
     ``turn``: the micro-batch's number. ``room``: rows for which there is memory on a rank, of ``choices`` that one has
-    at most. ``call``: the ``call_bits`` of the forward, 0 where nobody compares. ``tokens_RE``, ``tokens_RP`` int64:
-    what ranks want, and where it goes; kept for who asks later. ``noted``: behind forward's end, on a GPU.
+    at most. ``call``: the ``call_bits`` of the forward, 0 if none are compared. ``tokens_RE``, ``tokens_RP`` int64: the
+    tokens of each rank for each expert, and for each replica. ``noted``: an event at the end of forward on a GPU.
     """
 
     split: DeviceSplit
@@ -55,14 +55,14 @@ class PendingPlan:
     noted: torch.cuda.Event | None = field(default=None, init=False)
 
     def check(self) -> None:
-        """Raises what ``RowLimit.wait`` does if forward's plan was refused, and waits for forward."""
+        """Waits for forward, and raises the errors of ``RowLimit.wait`` if its plan was refused."""
         if self.noted is not None:
             self.noted.synchronize()
         self.limit.look()
 
     def make(self, counts: ReceivedCounts) -> Tensor:
-        """The plan to run by, int64 [R, P]: without a token where a rank would get too many, or where the ``counts`` do
-        not belong together (``RowLimit``).
+        """Returns the plan to run, int64 [R, P]. It has no tokens if a rank would get too many rows, or if the
+        ``counts`` do not belong together (``RowLimit``).
         """
         self.tokens_RE, self.tokens_RP = counts.tokens_RE, self.split.tokens_RP(counts.tokens_RE, self.turn)
         bounds = (self.room, self.choices, counts.origin_R2, self.call)

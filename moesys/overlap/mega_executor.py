@@ -36,7 +36,7 @@ from moesys.kernels.mega.mega_dispatch import dispatch_activation_gradient, disp
 from moesys.kernels.mega.point import blocks_at
 from moesys.kernels.mega.task_times import TaskTimes
 from moesys.kernels.split.tables import IntArray
-from moesys.kernels.symmetric.counts import NO_ORIGIN, Origin, count_regions, receive_counts
+from moesys.kernels.symmetric.counts import Origin, count_regions, receive_counts
 from moesys.kernels.symmetric.heap import ArenaLayout, Heap, require_no_capture
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.overlap.block_sums import BlockSums
@@ -67,8 +67,9 @@ class MegaHome:
                 "TRITON_INTERPRET=1, which runs it slowly in Triton's interpreter"
             )
         self._group, self._device, self._timeout_s = group, device, timeout_s
-        self.num_ranks = dist.get_world_size(group) if group is not None else 1
-        self.limit = RowLimit(device)
+        self.members = dist.get_process_group_ranks(group) if group is not None else [0]
+        self.num_ranks = len(self.members)
+        self.limit = RowLimit(device, self.members)
         self._memory: dict[tuple[int, int, torch.dtype], tuple[tuple[int, int, int], MegaMemory]] = {}
 
     def memory(self, model: ModelShape, tokens: int, flags: int) -> MegaMemory:
@@ -96,7 +97,7 @@ class MegaHome:
 
     def _meet(self) -> None:
         barrier = partial(dist.barrier, self._group)
-        guarded("the first MegaKernel", self._group, barrier, device_type=self._device.type)
+        guarded("compilation of a MegaKernel", self._group, barrier, device_type=self._device.type)
 
     def check(self) -> None:
         """Waits for the device. Raises ``PeerTimeoutError`` if any micro-batch until now was given up, and ValueError
@@ -123,7 +124,7 @@ def plan_mega(
     would change bits.
     """
     device = expert_TK.device
-    require_rows(overlap, plan, most_tokens, model.top_k)
+    require_rows(overlap, plan, most_tokens, model.top_k, home.members)
     replicas = replicas_of(plan.layout, rank, device)
     blocks, flags = _blocks_and_flags(overlap, model, most_tokens, len(replicas.rank_P), device)
     blocks.require_warpgroups(getattr(torch, model.dtype), device)
@@ -195,9 +196,8 @@ class MegaExecutor:
 
     ``plan``: the host's, int64 [R, P], or one that each forward makes of all ranks' counts. ``list_RP``: of the host's,
     where a source's tokens for a replica begin in its list (``exchange``). ``sums``: of weight gradients, where layouts
-    may not show; these are then launches of their own. ``num_rows``: what it sends
-    here, or may send at most. ``blocks``: all of as many rows. ``recorder`` gets spans of every task while it is
-    enabled.
+    may not show; these are then launches of their own. ``num_rows``: what it sends here, or may send at most.
+    ``blocks``: all of as many rows. ``recorder`` gets spans of every task while it is enabled.
     """
 
     expert_TK: Tensor
@@ -247,8 +247,8 @@ class MegaExecutor:
             with stage("publish x", device):
                 origin = None
                 if isinstance(self.plan, PendingPlan):
-                    # Who does not say which call it is in may have tokens without an expert.
-                    origin = Origin(self.plan.call, self.expert_TK.numel()) if self.plan.call else NO_ORIGIN
+                    # Plans without a call are not checked: their tokens may have ids that name no expert.
+                    origin = Origin(self.plan.call, self.expert_TK.numel()) if self.plan.call else Origin()
                 routing = announce(memory, self.expert_TK, self.num_experts, {"x": x_TH}, origin)
             yield
             with stage("arrange", device):

@@ -133,6 +133,15 @@ def chunk_counts(expert_TK: Tensor, num_experts: int, num_chunks: int) -> Tensor
     return torch.stack([torch.bincount(expert_TK[a:b].reshape(-1), minlength=num_experts) for a, b in pairwise(bounds)])
 
 
+def no_expert(found: str, num_experts: int | None = None, layer: int = -1) -> ValueError:
+    """Returns the error of choices that name no expert. ``found``: what is wrong, and on which of several ranks.
+    ``num_experts``: the experts of ``layer``; None where they are not known.
+    """
+    experts = f", and the {num_experts} experts of layer {layer} have ids from 0 to {(num_experts or 0) - 1}"
+    known = "" if num_experts is None else experts
+    return ValueError(f"{found}{known}; leave tokens that choose no expert out of the call")
+
+
 def held_experts(experts: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the distinct experts, in order, a slot of its own for each: a duplicate has no work of its own, and one
     rank alone has all, as masters lie.

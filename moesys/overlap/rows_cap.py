@@ -5,17 +5,23 @@ only look at it.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from moesys.config import MegaKernel
 from moesys.layout import TokenPlan
 
 
-def too_many_rows(overlap: MegaKernel, plan: TokenPlan, most_tokens: int, top_k: int) -> str:
-    """Which rank would get more rows than ``rows_cap`` times the ``most_tokens`` · K choices of any rank, or ""."""
+def too_many_rows(
+    overlap: MegaKernel, plan: TokenPlan, most_tokens: int, top_k: int, members: Sequence[int] | None = None
+) -> str:
+    """Which rank would get more rows than ``rows_cap`` times the ``most_tokens`` · K choices of any rank, or "".
+    ``members``: the ranks of the plan, as they are to be named; by default as the plan numbers them.
+    """
     choices, rank = most_tokens * top_k, int(plan.tokens_R.argmax())
     num_rows = int(plan.tokens_R[rank])
     if num_rows <= overlap.rows_cap * choices:
         return ""
+    rank = rank if members is None else members[rank]
     return too_many_words(rank, num_rows, choices, f"rows_cap={overlap.rows_cap:g} times {choices} choices of a rank")
 
 

@@ -103,14 +103,14 @@ def load_and_train(family: str, strategy: ms.Strategy, sizes: tuple[int, ...], s
 
 
 def logits_from_meta(family: str, start: Path) -> Tensor:
-    """As docs/transformers.md says."""
+    """Loads a model on the meta device as docs/transformers.md describes."""
     kind, config = FAMILIES[family](12)
     with torch.device("meta"):
         model = kind._from_config(config, attn_implementation="eager").eval()
     runtime = ms.parallelize(model, fsep(2, 12))
     model.to_empty(device="cpu")
     for buffer in model.buffers():
-        # What was in memory.
+        # Uninitialised memory may hold anything.
         buffer.data.fill_(float("nan"))
     state = get_model_state_dict(model)
     dcp.load({"model": state}, checkpoint_id=str(start))
@@ -123,12 +123,38 @@ def logits_from_meta(family: str, start: Path) -> Tensor:
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "deepseek_v3", pytest.param("gpt_oss", marks=pytest.mark.slow)])
 def test_a_model_on_the_meta_device_is_loaded_whole(ranks: LocalRanks, tmp_path: Path, family: str) -> None:
-    """Also the buffers of rotary embeddings, which no checkpoint has."""
+    """The buffers of rotary embeddings, which no checkpoint has, are computed."""
     hub, start = tmp_path / "hub", tmp_path / "start"
     drawn(family, 12).save_pretrained(hub)
     quietly(hub, start)
     for found in ranks.run(logits_from_meta, family, start, num_ranks=2, timeout_s=60.0):
         torch.testing.assert_close(found, logits(hub), rtol=0, atol=1e-5)
+
+
+def buffers_from_meta() -> tuple[str, list[float]]:
+    """Returns the refusal of a buffer that transformers does not compute, and a buffer that was written in place."""
+    kind, config = FAMILIES["qwen3_moe"](12)
+    with torch.device("meta"):
+        model = kind._from_config(config, attn_implementation="eager").eval()
+        model.model.layers[1].register_buffer("mask", torch.zeros(3), persistent=False)
+    runtime = ms.parallelize(model, fsep(2, 12))
+    model.to_empty(device="cpu")
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    model.model.rotary_emb.inv_freq.fill_(0.5)
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        model(input_ids=text(7))
+    model.model.layers[1].mask.zero_()
+    model(input_ids=text(7))
+    runtime.close()
+    return str(error.value), model.model.rotary_emb.inv_freq.tolist()
+
+
+def test_buffers_are_computed_only_where_transformers_knows_them_and_nobody_wrote_them(ranks: LocalRanks) -> None:
+    for message, frequencies in ranks.run(buffers_from_meta, num_ranks=2, timeout_s=60.0):
+        assert message.startswith("model.layers.1.mask is a buffer that no checkpoint has (persistent=False), and it ")
+        assert set(frequencies) == {0.5}
 
 
 MESHES = [

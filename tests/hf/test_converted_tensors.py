@@ -1,4 +1,4 @@
-"""Which tensors ``moesys convert`` writes, and in which dtype: the checkpoint decides, not the configuration."""
+"""The checkpoint, not the configuration, decides which tensors ``moesys convert`` writes and in which dtype."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_head_that_is_not_tied_is_kept(hub: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("missing", [HEAD, EMBEDDING])
 def test_either_of_two_tied_tensors_may_be_the_one_in_the_files(hub: Path, tmp_path: Path, missing: str) -> None:
-    """As transformers loads them."""
+    """transformers loads either of them."""
     config_says(tie_word_embeddings=True)(hub)
     pop(missing)(hub)
     ms.hf.check_checkpoint(hub)
@@ -145,26 +145,53 @@ def test_what_transformers_ignores_goes_along(hub: Path, tmp_path: Path) -> None
         UserWarning, match=IGNORES + r"model\.layers\.2\.\S+, .* and \d+ more; transformers ignores them"
     ):
         ms.hf.check_checkpoint(hub)
-    with pytest.warns(UserWarning, match=IGNORES + r"model\.layers\.2\.\S+, .*; they go along unchanged, and"):
+    with pytest.warns(UserWarning, match=IGNORES + r"model\.layers\.2\.\S+, .*; they are copied unchanged, and"):
         found = there_and_back(tmp_path)
     assert_same(found, tensors(hub))
     torch.testing.assert_close(logits(tmp_path / "back"), logits(hub), rtol=0, atol=1e-6)
+
+
+def test_what_transformers_ignores_does_not_decide_the_dtype(tmp_path: Path) -> None:
+    drawn("qwen3_moe").bfloat16().save_pretrained(tmp_path / "hub")
+    changed(lambda state: state.update({"model.layers.2.eh_proj.weight": torch.ones(48, 96)}))(tmp_path / "hub")
+    with pytest.warns(UserWarning, match=IGNORES):
+        found = there_and_back(tmp_path)
+    assert found["model.layers.2.eh_proj.weight"].dtype == torch.float32
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
 def test_what_a_loop_saved_with_its_model_goes_along(hub: Path, tmp_path: Path) -> None:
     state: dict[str, Any] = AutoModelForCausalLM.from_pretrained(hub).state_dict()
     state |= {"value.weight": torch.ones(1, 48), "planning._extra_state": "text"}
     save({"model": state, "optimizer": {"step": torch.tensor(3)}}, tmp_path / "one")
-    left_out, kept = r"planning\._extra_state; they are left out", r"value\.weight; they go along"
+    left_out, kept = r"planning\._extra_state; they are left out", r"value\.weight; they are copied unchanged"
     with pytest.warns(UserWarning, match=left_out), pytest.warns(UserWarning, match=kept):
         quietly(tmp_path / "one", tmp_path / "out", hub)
     assert_same(tensors(tmp_path / "out"), tensors(hub) | {"value.weight": state["value.weight"]})
-    # Without "model" it is not known whose they are.
+    # Without "model", convert cannot know that the tensor belongs to the model.
     del state["planning._extra_state"]
     save(state, tmp_path / "other")
-    with pytest.warns(UserWarning, match="value.weight; they are left out, .*: save those under 'model'"):
+    with pytest.warns(UserWarning, match="value.weight; they are left out, .*; save those under 'model'"):
         quietly(tmp_path / "other", tmp_path / "bare", hub)
     assert_same(tensors(tmp_path / "bare"), tensors(hub))
+
+
+def test_what_the_model_does_not_have_keeps_its_name(tmp_path: Path) -> None:
+    """Names that transformers would change in a model's own tensors, and experts that it would split."""
+    drawn("mixtral").save_pretrained(tmp_path / "hub")
+    state = AutoModelForCausalLM.from_pretrained(tmp_path / "hub").state_dict()
+    experts = "mlp.experts.gate_up_proj"
+    others = {"value.mlp.weight": torch.ones(1, 48)}
+    others[f"model.layers.2.{experts}"] = state[f"model.layers.1.{experts}"] + 1
+    save({"model": state | others}, tmp_path / "start")
+    with pytest.warns(UserWarning, match=r"value\.mlp\.weight; they are copied unchanged"):
+        quietly(tmp_path / "start", tmp_path / "back", tmp_path / "hub")
+    assert_same(tensors(tmp_path / "back"), tensors(tmp_path / "hub") | others)
+    taken = "model.layers.1.block_sparse_moe.gate.weight"
+    save({"model": state | {taken: torch.ones(1)}}, tmp_path / "twice")
+    message = rf"twice: {taken}, which MixtralForCausalLM does not have, is the name in files of one of its tensors"
+    with pytest.warns(UserWarning, match=taken), pytest.raises(ValueError, match=message):
+        quietly(tmp_path / "twice", tmp_path / "out", tmp_path / "hub")
 
 
 # --- experts in two formats ---------------------------------------------------------------------------------------
@@ -186,6 +213,26 @@ def fuse(folder: Path, keep: bool) -> None:
 def test_layers_may_have_different_formats(hub: Path, tmp_path: Path) -> None:
     wanted, before = tensors(hub), logits(hub)
     fuse(hub, keep=False)
+    ms.hf.check_checkpoint(hub)
+    assert_same(there_and_back(tmp_path), wanted)
+    torch.testing.assert_close(logits(hub), before, rtol=0, atol=1e-6)
+
+
+def without_prefix(experts: range) -> Callable[[dict[str, Tensor]], None]:
+    """Removes "model." from the names of these experts."""
+
+    def change(state: dict[str, Tensor]) -> None:
+        for expert in experts:
+            for which in ("gate", "up", "down"):
+                name = EXPERT.format(expert, which)
+                state[name.removeprefix("model.")] = state.pop(name)
+
+    return change
+
+
+def test_names_of_experts_may_lack_the_prefix_of_others(hub: Path, tmp_path: Path) -> None:
+    wanted, before = tensors(hub), logits(hub)
+    changed(without_prefix(range(3)))(hub)
     ms.hf.check_checkpoint(hub)
     assert_same(there_and_back(tmp_path), wanted)
     torch.testing.assert_close(logits(hub), before, rtol=0, atol=1e-6)
@@ -220,7 +267,12 @@ WRONG: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "numbered from one": (
         changed(numbered_from_one),
-        r"experts\.1\.\w+_proj\.weight is of expert 1, and there is none of expert 0: .*=8, which are numbered from 0",
+        r"experts\.1\.\w+_proj\.weight belongs to expert 1, and no file has expert 0: .*=8, which are numbered from 0",
+    ),
+    "another order": (
+        changed(without_prefix(range(4, 8))),
+        r": layers\.1\.mlp\.experts\.4\.\w+_proj\.weight belongs to expert 4, but transformers loads tensors in the "
+        r"order of their names and would make it expert 0; give the names of all experts of model\.layers\.1\.mlp",
     ),
     "other names": (
         changed(renamed),

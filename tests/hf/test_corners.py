@@ -314,7 +314,7 @@ def refused_and_then_not(kind: str) -> tuple[str, dict[str, Tensor]]:
 
 @pytest.mark.parametrize("kind", [*REFUSED, "second layer"])
 def test_a_refused_parallelize_changes_nothing(ranks: LocalRanks, kind: str) -> None:
-    """Not: the experts of the first layers are sharded, so that the next call says that the model is sharded."""
+    """A refused call shards nothing, so the next call succeeds."""
     expected = REFUSED[kind][1] if kind in REFUSED else "is cut by Fsep in dimension 0 over 2 ranks"
     wanted = mean_gradients(2)
     for message, found in ranks.run(refused_and_then_not, kind, num_ranks=2, timeout_s=60.0):
@@ -338,7 +338,7 @@ def test_slots_in_memory_are_of_what_fsdp_computes_in(ranks: LocalRanks, tmp_pat
 
 @pytest.mark.parametrize("given", [[1], "a model", (each for each in ())], ids=lambda given: type(given).__name__)
 def test_what_is_no_model_is_named(given: Any, tmp_path: Path) -> None:
-    message = f"model is (a|of type) {type(given).__name__}"
+    message = f"model is a {type(given).__name__}; give the torch.nn.Module itself"
     for call in (ms.record_routing, lambda model: ms.replay_routing(model, torch.zeros(1, 2, 2, dtype=torch.int64))):
         with pytest.raises(TypeError, match=message), call(given):
             pass

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from hf_models import drawn, fsep, lent, text, whole
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrize
 
@@ -31,6 +32,24 @@ def router(model: Any) -> Any:
     for layer in model.model.layers[1:]:
         layer.mlp.gate.weight.data = layer.mlp.gate.weight.data.float()
         layer.mlp.gate.e_score_correction_bias.data = layer.mlp.gate.e_score_correction_bias.data.float()
+    return model
+
+
+class Shifting(nn.Module):
+    """Adds to the inputs of a router what the router subtracts again, in float32: bfloat16 would round them."""
+
+    def __init__(self, gate: nn.Module) -> None:
+        super().__init__()
+        self.gate = gate
+        gate.register_forward_pre_hook(lambda _, inputs: (inputs[0] - 1024.0,))
+
+    def forward(self, hidden: Tensor) -> Any:
+        return self.gate(hidden.float() + 1024.0)
+
+
+def shifted_router(model: Any) -> Any:
+    for layer in router(model).model.layers[1:]:
+        layer.mlp.gate = Shifting(layer.mlp.gate)
     return model
 
 
@@ -66,7 +85,7 @@ def anything(model: Any) -> Any:
 
 
 def some_frozen(model: Any) -> Any:
-    """In every module of which some parameters train and others do not, of two dtypes."""
+    """Freezes random parameters of a model with two dtypes."""
     generator = torch.Generator().manual_seed(6)
     for parameter in anything(model).parameters():
         parameter.requires_grad_(bool(torch.rand((), generator=generator) < 0.6))
@@ -79,7 +98,7 @@ def tied_head(model: Any) -> Any:
 
 
 def tied_head_in_half(model: Any) -> Any:
-    """The rest of what is outside of blocks is of float32."""
+    """All other parameters outside of blocks are float32."""
     model.lm_head.weight = model.model.embed_tokens.weight = nn.Parameter(model.lm_head.weight.detach().to(HALF))
     model.model.norm.register_parameter("unused", nn.Parameter(torch.zeros(100, 96)))
     return model
@@ -91,6 +110,28 @@ def tied_blocks(model: Any) -> Any:
     second.input_layernorm.weight = first.input_layernorm.weight
     second.self_attn.q_proj.weight = first.self_attn.q_proj.weight
     second.post_attention_layernorm = first.post_attention_layernorm
+    return model
+
+
+def shared_in_a_part(model: Any) -> Any:
+    """The attentions share a projection, and the second one has a parameter of another dtype."""
+    first, second = (layer.self_attn for layer in model.model.layers)
+    second.q_proj.weight = first.q_proj.weight
+    second.scale = nn.Parameter(torch.zeros(8, dtype=HALF))
+    return model
+
+
+def blocks_in_a_part(model: Any) -> Any:
+    """The module around the blocks has a parameter of another dtype."""
+    model.model.scale = nn.Parameter(torch.zeros(8, dtype=HALF))
+    return model
+
+
+def part_in_shared(model: Any) -> Any:
+    """The two attentions share a parameter, and a norm in the first has another dtype."""
+    first, second = (layer.self_attn for layer in model.model.layers)
+    first.scale = second.scale = nn.Parameter(torch.zeros(8))
+    first.q_norm.to(HALF)
     return model
 
 
@@ -111,10 +152,11 @@ def half_experts_frozen(model: Any) -> Any:
     return model
 
 
-# Of each: the family, whether it runs under autocast, and how far losses and gradients may be from one process's.
+# Each kind has a family, whether it runs under autocast, and the tolerances of its loss and gradients.
 EXACT, ROUNDED = (1e-5, 1e-4), (2e-2, 0.1)
 KINDS: dict[Callable[[Any], Any], tuple[str, bool, tuple[float, float]]] = {
     router: ("deepseek_v3", False, ROUNDED),
+    shifted_router: ("deepseek_v3", False, ROUNDED),
     head: ("qwen3_moe", False, ROUNDED),
     norms: ("qwen3_moe", False, (1e-5, 1e-2)),
     experts: ("qwen3_moe", False, ROUNDED),
@@ -123,9 +165,13 @@ KINDS: dict[Callable[[Any], Any], tuple[str, bool, tuple[float, float]]] = {
     tied_head: ("qwen3_moe", False, EXACT),
     tied_head_in_half: ("qwen3_moe", True, ROUNDED),
     tied_blocks: ("qwen3_moe", False, EXACT),
+    shared_in_a_part: ("qwen3_moe", False, EXACT),
+    blocks_in_a_part: ("qwen3_moe", False, EXACT),
+    part_in_shared: ("qwen3_moe", False, (1e-5, 1e-2)),
     parametrized_router: ("qwen3_moe", False, EXACT),
     half_experts_frozen: ("qwen3_moe", False, EXACT),
 }
+POLICIES = {shifted_router: MixedPrecisionPolicy(param_dtype=HALF)}
 
 
 def loss_of(model: Any, rank: int, autocast: bool) -> Tensor:
@@ -134,7 +180,7 @@ def loss_of(model: Any, rank: int, autocast: bool) -> Tensor:
 
 
 def compared(kinds: list[Callable[[Any], Any]], strategy: ms.Strategy) -> list[str]:
-    """What is wrong with each kind of model."""
+    """Returns the differences from one process, for each kind of model."""
     ms.hf.register()
     rank, num_ranks, wrong = dist.get_rank(), dist.get_world_size(), []
     for kind in kinds:
@@ -143,8 +189,8 @@ def compared(kinds: list[Callable[[Any], Any]], strategy: ms.Strategy) -> list[s
         losses = [loss_of(alone, each, autocast) for each in range(num_ranks)]
         (sum(losses) / num_ranks).backward()
         dtypes = {name: each.dtype for name, each in model.named_parameters()}
-        runtime = ms.parallelize(model, strategy)
-        # Twice, as units differ between the first pass and others.
+        runtime = ms.parallelize(model, strategy, policy=POLICIES.get(kind))
+        # The model runs twice, because units differ between the first pass and later ones.
         loss_of(model, rank, autocast).backward()
         model.zero_grad()
         loss = loss_of(model, rank, autocast)
@@ -170,15 +216,17 @@ def test_dtypes_shared_and_frozen_parameters_train_as_in_one_process(ranks: Loca
 
 
 def refusals() -> dict[str, str]:
-    """How models are refused; nothing of them is sharded by then."""
+    """Returns the refusal of each model; nothing is sharded by then."""
     found = {}
-    for kind in ("router", "block", "experts", "tied experts"):
+    for kind in ("router", "block", "around", "experts", "tied experts"):
         model = drawn("qwen3_moe")
         first, second = model.model.layers
         if kind == "router":
             second.mlp.gate.scale = nn.Parameter(torch.zeros(3, dtype=HALF))
         elif kind == "block":
             first.scale = second.scale = nn.Parameter(torch.zeros(3))
+        elif kind == "around":
+            model.model.scale = first.mlp.gate.scale = nn.Parameter(torch.zeros(3))
         elif kind == "experts":
             second.mlp.experts.down_proj.data = second.mlp.experts.down_proj.data.to(HALF)
         else:
@@ -192,7 +240,10 @@ def refusals() -> dict[str, str]:
 
 def test_what_one_unit_cannot_have_is_refused_before_anything_is_sharded(ranks: LocalRanks) -> None:
     for found in ranks.run(refusals, num_ranks=2, timeout_s=60.0):
-        assert "model.layers.1.mlp.gate has trainable parameters of torch.float32 and torch.bfloat16" in found["router"]
-        assert "model.layers.1 has a parameter that another block has too" in found["block"]
+        assert (
+            "mlp.gate has trainable parameters of several dtypes, weight of torch.float32 and scale " in found["router"]
+        )
+        assert "model.layers.1 has a parameter that another block has too, scale, which" in found["block"]
+        assert "model, model.layers.0.mlp.gate, model.layers.0 share parameters so that some" in found["around"]
         assert "several dtypes, gate_up_proj of torch.float32, down_proj of torch.bfloat16; give" in found["experts"]
         assert "model.layers.1.mlp.experts.down_proj is a parameter of model.layers.0.mlp.exp" in found["tied experts"]

@@ -40,7 +40,7 @@ def loss_of(model: Any, rank: int) -> Tensor:
 
 
 def errors_of_gradients(adapters: list[str], dtype: torch.dtype, strategy: ms.Strategy) -> list[float]:
-    """The largest relative error of each: of the loss, and of the gradients together beside one process's."""
+    """Returns, for each adapter, the largest relative error of loss and of each gradient against one process."""
     rank, num_ranks, errors = dist.get_rank(), dist.get_world_size(), []
     for adapter in adapters:
         alone, model = (adapted(drawn("qwen3_moe").to(dtype), adapter) for _ in range(2))
@@ -56,9 +56,9 @@ def errors_of_gradients(adapters: list[str], dtype: torch.dtype, strategy: ms.St
         assert wanted.keys() == found.keys()
         assert all(each.grad.dtype == wanted[name].dtype for name, each in found.items())
         grads = [(whole(found[name].grad).float(), each.grad.float()) for name, each in wanted.items()]
-        wrong = torch.stack([(one - other).norm() for one, other in grads]).norm()
-        size = torch.stack([other.norm() for _, other in grads]).norm()
-        errors.append(max(float(wrong / size), abs(float(loss - losses[rank])) / float(losses[rank])))
+        # Some gradients are zero: of "lora_A" where "lora_B" is.
+        wrong = torch.stack([(one - other).norm() / other.norm().clamp(min=1e-9) for one, other in grads])
+        errors.append(float(torch.maximum(wrong.max(), (loss / losses[rank] - 1).abs().detach())))
     return errors
 
 
@@ -66,14 +66,15 @@ def errors_of_gradients(adapters: list[str], dtype: torch.dtype, strategy: ms.St
 def test_adapters_beside_experts_train_as_in_one_process(ranks: LocalRanks, strategy: ms.Strategy) -> None:
     adapters = [each for each in ADAPTERS if each not in ("experts", "all")]
     for errors in ranks.run(errors_of_gradients, adapters, torch.float32, strategy, num_ranks=2, timeout_s=150.0):
-        assert max(errors) < 1e-5, dict(zip(adapters, errors, strict=True))
+        assert all(each < 1e-4 for each in errors), dict(zip(adapters, errors, strict=True))
 
 
 def test_adapters_in_float32_train_in_a_model_of_bfloat16(ranks: LocalRanks) -> None:
-    """As PEFT makes them. What is copied by modules_to_save trains in bfloat16 beside them."""
+    """PEFT makes adapters in float32; copies by modules_to_save stay in bfloat16."""
     adapters = ["attention", "router", "whole modules"]
     for errors in ranks.run(errors_of_gradients, adapters, torch.bfloat16, lent(2), num_ranks=2, timeout_s=150.0):
-        assert max(errors) < 0.1, dict(zip(adapters, errors, strict=True))
+        # A router's gradient in one process differs by 0.18 between bfloat16 and float32.
+        assert all(each < 0.2 for each in errors), dict(zip(adapters, errors, strict=True))
 
 
 class Adding(nn.Module):
@@ -92,13 +93,27 @@ def parametrized(model: Any, name: str) -> Any:
     return model
 
 
+def second_adapter(model: Any, name: str) -> Any:
+    """Adds an adapter to containers that the first one has made."""
+    model.add_adapter(name, LoraConfig(r=4, **ADAPTERS["embedding"]))
+    model.set_adapter(name)
+    return model
+
+
+def own_parameter(model: Any, name: str) -> Any:
+    model.get_submodule(name).scale = nn.Parameter(torch.zeros(3))
+    return model
+
+
 def refusals(folder: Path, cases: list[tuple[str, str]]) -> list[str]:
     """What each case raises; ``when`` the model is adapted: before or after it is parallelized, or when it is loaded
     on ranks.
     """
     found = []
     for when, what in cases:
-        adapt = adapted if what in ADAPTERS else parametrized
+        adapt = {"second": second_adapter, "model.norm": own_parameter}.get(
+            what, adapted if what in ADAPTERS else parametrized
+        )
         try:
             if when == "loaded":
                 model = adapt(loaded(folder, lent(2), {"fsdp_size": 2, "ep_size": 2}), what)
@@ -107,8 +122,9 @@ def refusals(folder: Path, cases: list[tuple[str, str]]) -> list[str]:
                 ms.parallelize(model, lent(2))
             else:
                 model = drawn("qwen3_moe")
+                model = adapted(model, "embedding") if what == "second" else model
                 ms.parallelize(model, lent(2))
-                # Not only the first forward looks.
+                # Later forwards check too, not only the first.
                 loss_of(model, 0)
                 model = adapt(model, what)
             loss_of(model, dist.get_rank())
@@ -119,8 +135,8 @@ def refusals(folder: Path, cases: list[tuple[str, str]]) -> list[str]:
 
 
 EXPERTS = r"Qwen3MoeExperts\.(gate_up|down)_proj has an adapter .*; leave experts out of target_parameters"
-COMPUTED = r"Qwen3MoeExperts\.down_proj is computed from other parameters, .*, so leave experts out of what is adapted"
-LATER = "came to the model after ms.parallelize, .*; first add adapters and parametrizations"
+COMPUTED = r"Qwen3MoeExperts\.down_proj is computed from other parameters, for example by an adapter; .* leave experts"
+LATER = r"was added after ms\.parallelize, .*; add adapters and parametrizations \(get_peft_model\) first"
 
 
 def test_what_would_be_wrong_is_refused_on_every_rank(ranks: LocalRanks, tmp_path: Path) -> None:
@@ -129,6 +145,8 @@ def test_what_would_be_wrong_is_refused_on_every_rank(ranks: LocalRanks, tmp_pat
         *((when, "experts.down_proj", COMPUTED) for when in ("before", "after", "loaded")),
         ("after", "attention", rf"self_attn\.q_proj\.lora_A\.default\.weight {LATER}"),
         ("after", "router", rf"mlp\.gate\.lora_A\.default\.weight {LATER}"),
+        ("after", "second", rf"embed_tokens\.lora_embedding_A\.second {LATER}"),
+        ("after", "model.norm", rf"^model\.norm\.scale {LATER}"),
         ("after", "gate.weight", rf"mlp\.gate\.parametrizations\.weight\.original {LATER}"),
         ("after", "whole modules", "Qwen3MoeExperts runs under a strategy already, .*; call get_peft_model"),
     ]

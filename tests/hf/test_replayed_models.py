@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -64,7 +66,7 @@ def routers(model: nn.Module) -> list[Any]:
 
 
 def num_hooks(model: nn.Module) -> int:
-    return sum(len(getattr(router.__dict__.get("forward"), "moesys_hooks", ())) for router in routers(model))
+    return sum(len(getattr(router.__dict__.get("forward"), "hooks", ())) for router in routers(model))
 
 
 def other_experts(model: nn.Module, seed: int, num_tokens: int = 60) -> Tensor:
@@ -203,6 +205,31 @@ def test_a_recomputation_repeats_the_experts_of_its_first_pass(family: str, expe
     assert all("forward" not in router.__dict__ for router in routers(model))
 
 
+def test_a_copy_made_inside_of_a_context_has_routers_of_its_own() -> None:
+    """It is neither recorded nor replayed, and pickles as well."""
+
+    def negated(model: Any) -> Any:
+        with torch.no_grad():
+            for router in routers(model):
+                router.weight.neg_()
+        return model
+
+    model = drawn("qwen3_moe", experts_implementation="moesys")
+    ids = other_experts(model, 1)
+    wanted = train(negated(drawn("qwen3_moe", experts_implementation="moesys")))
+    with ms.replay_routing(model, ids), ms.record_routing(model) as recorded:
+        copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+        for each in copies:
+            assert_same_bits(train(negated(each)), wanted)
+        model(input_ids=text(0))
+    assert [torch.equal(each, ids) for each in recorded] == [True]
+    for each in copies:
+        with ms.record_routing(each) as chosen:
+            assert_same_bits(train(each), wanted)
+        assert len(chosen) == 2
+        assert not torch.equal(chosen[0], ids)
+
+
 # --- compiled models ----------------------------------------------------------------------------------------------
 
 
@@ -225,7 +252,7 @@ COMPILED = {"whole": compile_whole, "wrapped": compile_wrapped, "blocks": compil
 
 
 def recorded_and_replayed(model: Any, ids: Tensor, first: str) -> dict[str, Tensor]:
-    """Which experts a compiled model chooses in four forwards: live, replayed, live again, and without a context.
+    """Returns the choices of a compiled model in three contexts; a fourth forward runs without one.
     ``first``: whether it was compiled before the first context or inside of it.
     """
     with torch.no_grad():

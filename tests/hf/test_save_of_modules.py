@@ -80,6 +80,10 @@ def invalid_generation(model: Any) -> None:
     model.generation_config.temperature = 0.5
 
 
+def generation_in_configuration(model: Any) -> None:
+    model.config.temperature = 0.7
+
+
 def other_dtype_on_a_rank(model: Any) -> None:
     if dist.get_rank() == 1:
         model.model.norm.double()
@@ -128,7 +132,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "two models": (lambda: nn.ModuleList([plain(), plain()]), "TypeError: .*ModuleList, with 2 models of transformers"),
     "none": (lambda: nn.Linear(2, 2), "TypeError: model is of type Linear, with 0 models of transformers in it"),
     "experts": (lambda: plain().model.layers[0].mlp.experts, "TypeError: .*Qwen3MoeExperts, with 0 models"),
-    "a state dict": (lambda: plain().state_dict(), "TypeError: .*OrderedDict, with 0 models"),
+    "a state dict": (lambda: plain().state_dict(), "TypeError: model is a OrderedDict; give the torch.nn.Module"),
     "own": (
         lambda: OwnModel(FAMILIES["qwen3_moe"](4)[1]),
         "TypeError: OwnModel is no architecture of transformers",
@@ -141,13 +145,14 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "no values": (changed(lambda model: model.to("meta")), r"ValueError: .*embed_tokens\.weight is on the meta device"),
     "complex": (
         changed(complex_parameter),
-        r"ValueError: phase has torch\.complex64, and safetensors files have F64, ",
+        r"ValueError: phase has torch\.complex64; safetensors files store F64, ",
     ),
     "FSDP1": (
         lambda: FullyShardedDataParallel(plain(), device_id=torch.device("cpu")),
         "TypeError: FullyShardedDataParallel is sharded by FullyShardedDataParallel, .*; shard it by ms.parallelize",
     ),
-    "generation": (changed(invalid_generation), r"ValueError: GenerationConfig is invalid"),
+    "generation": (changed(invalid_generation), r"^ValueError: GenerationConfig is invalid"),
+    "configuration": (changed(generation_in_configuration), r"^ValueError: Some generation parameters are set in the"),
     "ranks": (changed(other_dtype_on_a_rank), r"rank 1 has model\.norm\.weight as .*float64.* rank 0 as .*float32"),
     "one rank": (adapters_on_a_rank, r"adapters of PEFT"),
 }

@@ -62,7 +62,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 def tensors(folder: Path) -> dict[str, Tensor]:
-    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+    return {name: tensor for path in folder.glob("model*.safetensors") for name, tensor in load_file(path).items()}
 
 
 def logits(folder: Path) -> Tensor:
@@ -146,7 +146,7 @@ def save_heads(out: Path) -> None:
         for configured in (True, False):
             model = with_head(shared, configured)
             runtime = ms.parallelize(model, fsep(2, EXPERTS))
-            # A step apart, so that an untied head differs from what any rule would draw or copy.
+            # The head is changed, so that an untied one differs from a copied or newly drawn one.
             with torch.no_grad():
                 model.lm_head.weight.add_(0.125)
             ms.hf.save_pretrained(model, out / f"{shared} {configured}")
@@ -157,7 +157,7 @@ def save_heads(out: Path) -> None:
 
 
 def test_a_head_is_tied_as_the_tensors_are(ranks: LocalRanks, tmp_path: Path) -> None:
-    """Whatever the configuration says; a reloaded model computes what the saved one did."""
+    """The configuration does not decide; a reloaded model computes what the saved one did."""
     ranks.run(save_heads, tmp_path, num_ranks=2, timeout_s=100.0)
     for shared in (True, False):
         for configured in (True, False):
@@ -197,9 +197,11 @@ def save_mixed(out: Path) -> None:
             gate.weight.data.add_(1e-4)
         else:
             gate.e_score_correction_bias = gate.e_score_correction_bias.float() + 1e-4
-        ms.hf.save_pretrained(model, out / family)
         if dist.get_rank() == 0:
             torch.save(model.state_dict(), out / f"{family}.pt")
+        runtime = ms.parallelize(model, fsep(2, EXPERTS))
+        ms.hf.save_pretrained(model, out / family)
+        runtime.close()
 
 
 def test_each_tensor_has_its_dtype_and_none_is_rounded_when_it_is_loaded(ranks: LocalRanks, tmp_path: Path) -> None:
@@ -226,12 +228,12 @@ def save_and_die(folder: Path, out: Path, strategy: ms.Strategy, victim: int, er
             parameter.add_(1.0)
     write, left = NewHubFiles.write, iter(range(5))
 
-    def dying(files: NewHubFiles, name: str, tensor: Tensor, row: int = 0) -> None:
+    def dying(files: NewHubFiles, folder: Path, name: str, tensor: Tensor, row: int = 0) -> None:
         if dist.get_rank() == victim and next(left, None) is None:
             if error:
                 raise OSError("no space left")
             os.kill(os.getpid(), signal.SIGKILL)
-        write(files, name, tensor, row)
+        write(files, folder, name, tensor, row)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(NewHubFiles, "write", dying)
@@ -257,16 +259,17 @@ def test_the_earlier_checkpoint_stays_whole(
     folder, out = checkpoints("qwen3_moe"), tmp_path / "out"
     shutil.copytree(folder, out)
     (out / "logs").mkdir()
-    (out / "logs" / "one").write_text("kept")
-    (out / "tokenizer.json").write_text("{}")
+    others = ("logs/one", "logs/model.safetensors", "logs/config.json", "adapter_model.safetensors", "tokenizer.json")
+    for name in others:
+        (out / name).write_text("{}")
     with pytest.raises(RankError, match=message):
         ranks.run(save_and_die, folder, out, fsep(2, EXPERTS), victim, error, num_ranks=2, timeout_s=100.0)
     assert_same(out, folder)
     ranks.run(save_again, folder, out, num_ranks=2, timeout_s=100.0)
     assert_same(out, folder)
-    wanted = {path.name for path in folder.iterdir()} | {"tokenizer.json", "logs"}
-    assert (out / "logs" / "one").read_text() == "kept"
+    wanted = {path.name for path in folder.iterdir()} | {"tokenizer.json", "logs", "adapter_model.safetensors"}
     assert {path.name for path in out.iterdir()} == wanted
+    assert all((out / name).read_text() == "{}" for name in others)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 

@@ -24,7 +24,7 @@ import moesys as ms
 from moesys.balance import warm_up
 
 SHAPE = ms.ModelShape(hidden_size=16, intermediate_size=8, num_experts=6, top_k=2)
-# What a rank may take that must not wait for the other one; ranks that end well take a second or two.
+# A rank that must not wait for the other one may take this long; normal ends take 1 to 2 s.
 LIMIT_S = 60.0
 
 
@@ -42,7 +42,7 @@ STRATEGY = ms.Strategy(name="slow", sharding=SHARDING, balance=Slow(), split=ms.
 
 
 class FreedSlowly:
-    """Is freed when the interpreter is, and takes a second, as large models and loggers do."""
+    """An object that is freed with the interpreter and takes a second, as large models do."""
 
     def __del__(self, sleep=time.sleep):
         sleep(1.0)
@@ -116,7 +116,7 @@ def prepare() -> None:
 
 
 def exit_codes(run: Callable[[int, Path], None], freed_slowly: int) -> list[int]:
-    # Not a context, which every rank would leave too.
+    # A context manager would remove the folder in every forked rank too.
     folder, codes, rank_of = Path(mkdtemp()), {}, {}
     for rank in range(2):
         if pid := os.fork():

@@ -56,7 +56,7 @@ def mega_kernels(folder: Path) -> None:
 
 
 def by_mega_kernel() -> None:
-    strategy = ms.Strategy(name="mega", overlap=ms.MegaKernel(programs=1))
+    strategy = ms.Strategy(name="mega", overlap=ms.MegaKernel(programs=1, rows_cap=2.0))
     shape = ms.ModelShape(hidden_size=16, intermediate_size=16, num_experts=4, top_k=2)
     layer = ms.MoELayer(shape, strategy)
     layer(torch.randn(4, 16)).sum().backward()

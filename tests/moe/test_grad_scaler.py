@@ -16,7 +16,7 @@ import moesys as ms
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.moe.masters import local_part
 
-# Of 4 ranks the last has no expert under Ep.
+# Under Ep, the last of 4 ranks has no expert.
 SHAPE = ms.ModelShape(hidden_size=16, intermediate_size=8, num_experts=6, top_k=2, n_shared_experts=1, dtype="float16")
 EP = ms.Strategy(name="ep")
 FSEP = ms.Strategy(name="fsep", sharding=ms.Fsep(slots_per_rank=3))
@@ -84,7 +84,7 @@ def test_all_ranks_leave_out_a_step_that_is_infinite_on_one(
 
 
 def step_of_model(sizes: tuple[int, int], infinite: str | None) -> tuple[bool, float]:
-    """Whether a model under ``parallelize``, whose ``DTensor``s are on two meshes, changes in a step, and the scale."""
+    """Returns whether a step changes a parallelized model (``DTensor``s on two meshes), and the scale."""
     torch.manual_seed(0)
     attention = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16}
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "intermediate_size": 48}
@@ -112,7 +112,7 @@ def test_a_model_on_two_meshes_is_scaled(ranks: LocalRanks, sizes: tuple[int, in
 
 
 def use_other_utilities() -> dict[str, str]:
-    """What docs/checkpoints.md says of torch's clipping and averages; the words of those that fail."""
+    """Does what docs/checkpoints.md advises, and returns the errors of torch's own utilities."""
     layer = ms.MoELayer(SHAPE, FSEP)
     layer(torch.randn(8, 16)).square().sum().backward()
     ms.sync_gradients(layer)

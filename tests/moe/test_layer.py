@@ -229,6 +229,24 @@ def test_a_mesh_gives_every_row_its_own_experts(ranks: LocalRanks) -> None:
         assert torch.equal(results[left][1], results[right][1])
 
 
+def biases_of_unequal_groups() -> tuple[Tensor, Tensor]:
+    """A group of two ranks and one of a single rank: the biases by all ranks' tokens, each counted once."""
+    rank = dist.get_rank()
+    group = dist.new_group([0, 1] if rank < 2 else [2], use_local_synchronization=True)
+    layer = ms.MoELayer(SHAPE.replace(scoring_func="sigmoid", router_bias_update_rate=0.01), EP, group)
+    x_TH = tokens(60 if rank == 2 else 20, seed=rank) + 3 * tokens(1, seed=10 + rank // 2)
+    layer(x_TH).sum().backward()
+    counted_E = layer.experts.counted_E * (rank != 1)
+    dist.all_reduce(counted_E)
+    ms.update_router_bias(layer, dist.group.WORLD)
+    return layer.router.e_score_correction_bias, (0.01 * (counted_E.double().mean() - counted_E).sign()).float()
+
+
+def test_biases_count_tokens_once_whatever_their_group(ranks: LocalRanks) -> None:
+    for bias_E, expected_E in ranks.run(biases_of_unequal_groups, num_ranks=3):
+        assert torch.equal(bias_E, expected_E)
+
+
 def biases_of_copies() -> tuple[str, Tensor, Tensor]:
     """Two groups of two ranks, with other tokens in each: what is refused, and the biases by all ranks' tokens."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "expert"))
@@ -324,7 +342,7 @@ def penalty(layer: ms.MoELayer, head: Tensor, checkpointed: bool) -> tuple[Tenso
 @pytest.mark.parametrize("learns", [False, True], ids=["frozen head", "head that learns"])
 @pytest.mark.parametrize("strategy", [EP, INVARIANT], ids=["ordered", "invariant"])
 def test_second_derivatives_are_refused(strategy: ms.Strategy, learns: bool, checkpointed: bool) -> None:
-    """By a backward to everything, and by one to each input that the first derivative depends on."""
+    """A backward to all inputs and one to each input are both refused."""
     layer = ms.MoELayer(SHAPE.replace(n_shared_experts=1), strategy)
     head = tokens(16, seed=1).requires_grad_(learns)
     squares, inputs = penalty(layer, head, checkpointed)
@@ -336,7 +354,7 @@ def test_second_derivatives_are_refused(strategy: ms.Strategy, learns: bool, che
 
 
 def test_second_derivatives_of_experts_alone_are_refused() -> None:
-    """Where nothing but the tokens learns, which backward has in another order alone."""
+    """Only the tokens require a gradient, which takes another path in backward."""
     experts, x = ms.Experts(SHAPE, EP).requires_grad_(False), tokens(6).requires_grad_()
     y = experts(x, torch.tensor([[0, 1]] * 6), torch.full((6, 2), 0.5))
     (dx,) = torch.autograd.grad(y.sum(), x, create_graph=True)
@@ -362,7 +380,7 @@ def test_second_derivatives_of_other_parts_are_right() -> None:
 
 
 def second_derivatives_on_ranks(strategy: ms.Strategy) -> list[str]:
-    """What a penalty on the experts' own gradients says, where gradients of experts may come later than backward."""
+    """Returns the errors of a penalty on gradients, which may arrive after backward."""
     layer = ms.MoELayer(SHAPE, strategy)
     model = torch.nn.ModuleList([layer])
     runtime = ms.link(model)
@@ -391,7 +409,7 @@ def test_second_derivatives_are_refused_on_ranks(ranks: LocalRanks, strategy: ms
 # torch's own forward mode uses it
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is:DeprecationWarning")
 def test_function_transforms_are_refused() -> None:
-    """Among them forward mode, which would lose tangents where torch does not see how experts compute."""
+    """Forward mode is among them, because torch would lose tangents inside experts."""
     layer, x = ms.MoELayer(SHAPE, EP), tokens(5)
     ways: dict[str, Callable[[], object]] = {
         "grad": lambda: torch.func.grad(lambda x: layer(x).sum())(x),

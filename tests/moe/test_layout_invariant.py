@@ -89,7 +89,7 @@ def test_what_cannot_be_invariant_is_refused() -> None:
         INVARIANT.replace(overlap=ms.Sequential(node_dispatch="once", combine="per_node"))
 
 
-def test_experts_without_kernels_are_refused_on_a_gpu() -> None:
+def test_a_plan_refuses_experts_without_kernels_on_a_gpu() -> None:
     """Any device that is no CPU has torch's products for them, whose rows may show their company."""
     experts = ms.Experts(SHAPE, INVARIANT)
     with pytest.raises(ValueError, match=r"have no kernels on meta; use reduction=Ordered\(\) there"):

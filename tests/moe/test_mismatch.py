@@ -37,7 +37,7 @@ def layers(strategy: ms.Strategy = EP, **changes: Any) -> nn.ModuleList:
 
 
 def refused(call: Callable[[], object]) -> str:
-    """What a call raises, which all ranks must."""
+    """Returns the message of the error that a call must raise on all ranks."""
     with pytest.raises(ms.RankMismatchError) as error:
         call()
     return str(error.value)
@@ -231,6 +231,42 @@ def test_gradients_that_exist_on_some_ranks_only_are_summed(ranks: LocalRanks, w
     assert all(any(gradient) for gradient in first)
 
 
+def several_groups() -> list[float]:
+    """The norm of a model whose layers have groups of their own, and of a copy whose layers have one group."""
+    norms = []
+    rank = dist.get_rank()
+    pair = dist.new_group([rank // 2 * 2, rank // 2 * 2 + 1], use_local_synchronization=True)
+    for group in (pair, dist.group.WORLD):
+        torch.manual_seed(0)
+        model = nn.Sequential(ms.MoELayer(SHAPE, EP, group, layer_index=0), ms.MoELayer(SHAPE, EP, layer_index=1))
+        # The same on all ranks, so that a pair's gradients of the first layer are half of those of all ranks.
+        for layer, factor in zip(model, (4 / dist.get_world_size(group), 1.0), strict=True):
+            masters = layer.experts.masters
+            layer.zero_grad()
+            (layer(tokens(0)).sum() * factor).backward()
+            assert masters.grad is not None
+            layer.router.weight.grad = None
+        norms.append(ms.clip_grad_norm_(model, 1.0).item())
+    return norms
+
+
+def test_a_model_with_several_groups_has_a_norm(ranks: LocalRanks) -> None:
+    for several, one in ranks.run(several_groups, num_ranks=4):
+        assert several == pytest.approx(one)
+
+
+def headers_on_another_device() -> None:
+    """Calls on a model whose experts are on a device from which no header can be read."""
+    model = ms.MoELayer(SHAPE, EP).to("meta")
+    for call in (ms.link, ms.sync_gradients):
+        with pytest.raises(NotImplementedError, match="Cannot copy out of meta tensor"):
+            call(model)
+
+
+def test_headers_travel_on_the_device_of_the_experts(ranks: LocalRanks) -> None:
+    ranks.run(headers_on_another_device, num_ranks=1)
+
+
 def other_parameters() -> list[str]:
     said, rank = [], dist.get_rank()
     model = nn.ModuleDict({"moe": ms.MoELayer(SHAPE, EP), f"head_{rank}": nn.Linear(3, 2)})
@@ -278,16 +314,17 @@ def test_a_layer_that_is_older_than_the_process_group(ranks: LocalRanks) -> None
 
 
 def left_messages(comes: bool) -> list[float]:
-    """Rank 0 drops a message, which rank 1 sends too late or never; then both make the next call."""
+    """Rank 0 drops messages, which rank 1 sends too late or never; then both make the next call."""
     rank = dist.get_rank()
     channel = Channel(dist.group.WORLD, [0, 0], Recorder(rank), Meter(), identity=Identity(3))
     old, new = channel.tagged(8), channel.tagged(9)
     received, nothing, number = torch.zeros(1), torch.zeros(0), torch.full((1,), 10.0 + rank)
-    if rank == 0:
+    # As many as a pipeline of chunks over several nodes has under way.
+    for _ in range(6 * (rank == 0)):
         # Large enough that its data do not come along with its announcement.
         old.all_to_all(torch.zeros(100_000), nothing, [0, 100_000], [0, 0], lane="reshard")
     dist.barrier()
-    if rank == 1 and comes:
+    for _ in range(6 * (rank == 1 and comes)):
         old.all_to_all(nothing, torch.ones(100_000), [0, 0], [100_000, 0], lane="reshard")
     counts = [0, 1] if rank == 0 else [1, 0]
     new.all_to_all(received, number, counts, counts, lane="reshard").wait()
@@ -349,6 +386,36 @@ def test_a_step_behind_a_backward_that_failed_has_the_bits_of_any_other(ranks: L
     assert ranks.run(unlike_failures, num_ranks=2, timeout_s=90) == [[True] * 3] * 2
 
 
+def caught_on_a_device() -> list[float]:
+    """Gathers that no host waits for: one that fits no other, and another one behind it; then all ranks go on."""
+    rank = dist.get_rank()
+    channel = Channel(dist.group.WORLD, [0, 0], Recorder(rank), Meter())
+    for number in (1 + rank, 1 + rank):
+        channel.all_gather(torch.zeros(1), lane="counts", at=Position("recomputation", number), read=False)
+    with pytest.raises(ms.RankMismatchError, match=r"rank 0: recomputation \(generation 1\); rank 1: "):
+        channel.all_gather(torch.zeros(1), lane="counts")
+    return channel.all_gather(torch.full((1,), 1.0 + rank), lane="counts").flatten().tolist()
+
+
+def test_an_error_that_was_caught_does_not_come_again(ranks: LocalRanks) -> None:
+    assert ranks.run(caught_on_a_device, num_ranks=2) == [[1.0, 2.0]] * 2
+
+
+def silent_failure() -> str:
+    channel = Channel(dist.group.WORLD, [0], Recorder(0), Meter())
+
+    def fail() -> None:
+        raise RuntimeError
+
+    with pytest.raises(ms.CollectiveError) as error:
+        channel.guard("a call", fail)
+    return str(error.value)
+
+
+def test_an_error_without_words_has_its_kind(ranks: LocalRanks) -> None:
+    assert ranks.run(silent_failure, num_ranks=1)[0].endswith("First error: RuntimeError")
+
+
 # --- frames -------------------------------------------------------------------------------------------------
 
 
@@ -361,7 +428,7 @@ def gathered(num_bytes: int) -> bool:
         values = [torch.arange(num_bytes // 8).to(dtype) + each for each in range(size)]
         same.append(torch.equal(channel.all_gather(values[rank], lane="counts"), torch.stack(values)))
     lengths = [num_bytes * each for each in range(size)]
-    found = channel.gather_bytes(bytes([rank]) * lengths[rank], Position())
+    found = channel.gather_bytes(bytes([rank]) * lengths[rank], Position(), torch.device("cpu"))
     with pytest.raises(ms.RankMismatchError, match=r"sent different sizes in values: rank 0: 8 bytes; rank"):
         channel.all_gather(torch.zeros(rank + 1, dtype=torch.int64), lane="counts")
     return all(same) and found == [bytes([each]) * length for each, length in enumerate(lengths)]

@@ -224,7 +224,8 @@ def refused(kind: str) -> None:
         optimizers = []
     elif kind == "an id":
         ms.move_homes(model, wanted, optimizer)
-        model.moe[0].experts(torch.zeros(1, 25), torch.tensor([[0, -1]]), torch.ones(1, 2))
+        invalid = torch.tensor([[0, 6 * dist.get_rank()]])
+        model.moe[0].experts(torch.zeros(1, 25), invalid, torch.ones(1, 2))
     elif kind == "routers":
         ms.gather_loads(model, [torch.zeros(1, 3, 2, dtype=torch.int64)])
     before = [whole(moe.experts.masters.detach()).clone() for moe in model.moe]
@@ -250,7 +251,7 @@ def refused(kind: str) -> None:
         ("another optimizer", "none of the optimizers given trains the experts of layer 0"),
         ("odd state", r"Odd keeps blocks \[7\] for experts of layer 0, \[6, 1275\], which is no row an expert"),
         ("none", "layer 0 trains experts whose homes were moved without an optimizer"),
-        ("an id", "out of range"),
+        ("an id", "expert_TK of rank 1 has the id 6, and the 6 experts of layer 0 have ids from 0 to 5"),
         ("routers", "expert_LTK has 1 routers and the model 2 layers of experts"),
     ],
 )

@@ -58,7 +58,7 @@ def assert_step(model, y_TH, batch, *which):
 @pytest.mark.parametrize("read", [False, True], ids=["never read", "read"])
 @pytest.mark.parametrize("which", [(0,), (1,), (0, 0), (1, 0, 1)], ids=str)
 def test_a_step_has_the_losses_of_its_own_passes(which, read):
-    """Behind a step of all routers, whose losses somebody read or did not."""
+    """An earlier step ran all routers, and its losses were read or not."""
     model = Stack()
     y_TH = model(X_TH[0], 0, 1)
     (y_TH.square().mean() + (router_loss(model) if read else 0)).backward()
@@ -73,7 +73,7 @@ def test_a_step_without_a_router_adds_nothing():
 
 
 def test_a_loss_may_be_read_again():
-    """Also one router's, and where nothing is differentiated, between forward and backward."""
+    """One router's loss may be read too, also without gradients, between forward and backward."""
     model = Stack()
     y_TH = model(X_TH[0], 0, 1)
     of_each = [router_loss(router).item() for router in model.routers]
@@ -166,8 +166,8 @@ def test_a_recomputation_is_no_pass(early_stop):
 
 
 def test_losses_keep_no_graph():
-    """Of a step that is over, and of any but the newest pass where outputs are dropped and losses never read; none
-    when the model is gone.
+    """Graphs of finished steps are freed, and of unread passes only the newest is kept, until the model
+    is freed.
     """
     model, first = Stack(), []
 

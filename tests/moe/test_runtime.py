@@ -253,8 +253,9 @@ def different_histories() -> None:
 
 
 def test_a_plan_from_another_history_is_refused(ranks: LocalRanks) -> None:
-    with pytest.raises(RankError, match="saw different loads of layer 0"):
-        ranks.run(different_histories, num_ranks=2)
+    with pytest.raises(RankError, match="rank 1 and rank 0 saw different loads of layer 0") as error:
+        ranks.run(different_histories, num_ranks=3)
+    assert "3 of 3 ranks failed" in str(error.value)
 
 
 def infeasible_plan() -> None:
@@ -447,34 +448,60 @@ def test_late_plans_do_not_pile_up(ranks: LocalRanks) -> None:
         assert close_s < 3.0
 
 
-def hooked(linked: bool, behind: bool) -> Tensor:
-    """The gradient of experts whose leaf has a hook that doubles it."""
-    layer = ms.MoELayer(SHAPE, BEHIND)
-    runtime = ms.link(layer) if linked else None
-    masters = layer.experts.masters
+def hooked(linked: bool, behind: bool, last_rank: int) -> Tensor:
+    """The gradient of the last layer's experts, whose leaf has a hook that doubles it on ranks to ``last_rank``."""
+    model = nn.Sequential(ms.MoELayer(SHAPE, BEHIND), ms.MoELayer(SHAPE, BEHIND, layer_index=1))
+    runtime = ms.link(model) if linked else None
+    masters = model[1].experts.masters
 
     def double(leaf: Tensor) -> None:
         assert leaf.grad is not None
         leaf.grad.mul_(2)
 
-    if behind:
+    if dist.get_rank() > last_rank:
+        pass
+    elif behind:
         masters.register_post_accumulate_grad_hook(double)
     else:
         masters.register_hook(lambda gradient: 2 * gradient)
     for seed in range(2):
         x = torch.randn(24, SHAPE.hidden_size, generator=torch.Generator().manual_seed(seed + 10 * dist.get_rank()))
-        layer(x).square().sum().backward()
+        model(x).square().sum().backward()
     if runtime is not None:
         runtime.close()
     return masters.grad.to_local()
 
 
-def hooks_see_the_same() -> list[bool]:
-    return [torch.equal(hooked(True, behind), hooked(False, behind)) for behind in (False, True)]
+def hooks_see_the_same(last_rank: int) -> list[bool]:
+    return [torch.equal(hooked(True, behind, last_rank), hooked(False, behind, last_rank)) for behind in (False, True)]
 
 
-def test_hooks_on_masters_see_delayed_gradients(ranks: LocalRanks) -> None:
-    assert ranks.run(hooks_see_the_same, num_ranks=2) == [[True, True]] * 2
+@pytest.mark.parametrize("last_rank", [0, 1], ids=["on one rank", "on all ranks"])
+def test_hooks_on_masters_see_delayed_gradients(ranks: LocalRanks, last_rank: int) -> None:
+    assert ranks.run(hooks_see_the_same, last_rank, num_ranks=2) == [[True, True]] * 2
+
+
+def restored_bytes() -> list[int]:
+    """Bytes of experts that came to this rank for a frozen first layer and for a second one: after forward, and after
+    backward.
+    """
+    model = nn.Sequential(ms.MoELayer(SHAPE, BEHIND), ms.MoELayer(SHAPE, BEHIND, layer_index=1))
+    model[0].requires_grad_(False)
+    runtime = ms.link(model)
+    y = model(tokens_of(0))
+    meters = [moe.experts.meter for moe in model]
+    found = [sum(meter.wire_bytes["restore", "intra_node"] for meter in meters[:1])]
+    found.append(meters[1].wire_bytes["restore", "intra_node"])
+    y.sum().backward()
+    found += [meter.wire_bytes["restore", "intra_node"] for meter in meters]
+    runtime.close()
+    return found
+
+
+def test_a_frozen_layer_restores_nothing_for_a_backward(ranks: LocalRanks) -> None:
+    for frozen, trained, frozen_after, trained_after in ranks.run(restored_bytes, num_ranks=2):
+        assert 0 < frozen == frozen_after
+        assert 0 < 2 * trained == trained_after
 
 
 def closed_with_plans_under_way(linked: bool, timeout_s: float | None = None) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from moesys.kernels.host_copies import HostCopy
 from moesys.kernels.routing.routing import route
 from moesys.layout import ExpertLayout
 from moesys.load import LoadMatrix
-from moesys.overlap.comm.frames import NO_LAYER, Position, header
+from moesys.overlap.comm.frames import NO_LAYER, Identity, Position, header
 from moesys.overlap.comm.record import Meter
 from moesys.overlap.device_routes import PendingRoutes, chunk_numbers, own_replicas, route_on_device
 from moesys.overlap.routes import build_routes, chunk_counts
@@ -35,6 +35,11 @@ class Gathered:
     said_R: list[Tensor]
     choices_R: list[int]
     meter: Meter = field(default_factory=Meter)
+    identity: Identity = NO_LAYER
+    generation: int = 0
+
+    def tagged(self, generation: int) -> Gathered:
+        return self
 
     @property
     def members(self) -> list[int]:
@@ -130,7 +135,7 @@ def test_choices_of_no_expert_are_refused() -> None:
     expert_RTK = [torch.tensor([[0], [1]]), torch.tensor([[0], [-1]])]
     micro = Micro(layout, ms.ClusterSpec(ranks_per_node=2), expert_RTK, num_chunks=1, turn=0)
     for pending in micro.on_devices(ms.EvenSplit()):
-        with pytest.raises(ValueError, match="1 of the 2 choices in expert_TK of rank 1 are of none of the 2 experts"):
+        with pytest.raises(ValueError, match=r"expert_TK of rank 1 has choices that name no expert \(1 of 2\)"):
             pending.routes  # noqa: B018, as it is made when it is asked for
 
 

@@ -41,7 +41,7 @@ def arranged(drawn: Drawn, on_device: bool, point: ms.MegaKernel) -> list[MegaRo
             assert case.split is not None
             num_rows = case.num_ranks * most * case.top_k
             split = device_split(drawn.layout, case.cluster, case.split, CPU)
-            pending = PendingPlan(split, case.turn, RowLimit(CPU), num_rows, most * case.top_k)
+            pending = PendingPlan(split, case.turn, RowLimit(CPU, ranks), num_rows, most * case.top_k)
             counts = receive_counts(memory.heap, memory.epoch_1, memory.exchanges_R, case.num_experts)
             assert torch.equal(counts.tokens_RE, torch.tensor(drawn.plan.load.tokens_RE))
             tokens_RP = pending.make(counts)

@@ -131,7 +131,8 @@ def test_nothing_grows_while_a_graph_is_captured(monkeypatch):
 )
 def test_tiles_that_a_gpu_would_multiply_in_another_way_are_refused(point, words):
     """By where tensors are: the interpreter has one kind of product, and plans with any tile."""
-    model, expert_TK, home = SMALL.replace(dtype="bfloat16"), torch.zeros(8, 2, dtype=torch.int64), SimpleNamespace()
+    model, expert_TK = SMALL.replace(dtype="bfloat16"), torch.zeros(8, 2, dtype=torch.int64)
+    home = SimpleNamespace(members=[0])
     home.memory = lambda *_: None
     with pytest.raises(ValueError, match=f"{words} another kind"):
         plan_mega(point, model, home, expert_TK.to("meta"), plan(SKEWED // 4), 0, 8)

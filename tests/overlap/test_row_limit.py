@@ -18,29 +18,36 @@ from moesys.step import split_tables
 LAYOUT = ms.ExpertLayout(np.array([[0, 1], [1, 2], [3, -1], [4, -1]]), 5)
 TOKENS_RP = torch.tensor([[3, 1, 0, 2, 0, 1], [0, 4, 0, 0, 0, 0], [0, 0, 0, 0, 5, 0], [1, 0, 1, 0, 0, 0]])
 ROWS_R = [3 + 1 + 1 + 4, 1 + 2, 5, 1]
+# The ranks of their group.
+MEMBERS = [8, 10, 12, 14]
 
 
 def test_a_plan_is_kept_if_it_fits_and_else_none_is():
     tables = split_tables(LAYOUT, ms.ClusterSpec(ranks_per_node=4), ms.FlowSplit(), "cpu")
-    limit = RowLimit(torch.device("cpu"))
+    limit = RowLimit(torch.device("cpu"), MEMBERS)
     counted = torch.tensor([[5, 7], [5, 4], [5, 5], [5, 2]]), 5
     assert torch.equal(limit.keep(TOKENS_RP, tables, max(ROWS_R), 7, *counted), TOKENS_RP)
     limit.wait()
     assert not limit.keep(TOKENS_RP, tables, max(ROWS_R) - 1, 7, *counted).any()
     # A later plan that fits takes nothing back.
     limit.keep(TOKENS_RP, tables, max(ROWS_R), 7, *counted)
-    words = r"rank 0 would get 9 rows, more than the 8 that rows_cap allows for 7 .* use MegaKernel\(rows_cap=1.29\)"
-    with pytest.raises(ValueError, match=words):
-        limit.wait()
+    words = r"rank 8 would get 9 rows, more than the 8 that rows_cap allows for 7 .* use MegaKernel\(rows_cap=1.29\)"
     with pytest.raises(ValueError, match=words):
         limit.note()
+    # An error that was raised is over.
+    limit.note()
+    limit.wait()
 
 
 @pytest.mark.parametrize(
     ("origin", "error", "words"),
     [
-        ((2, 4), RankMismatchError, "different calls: rank 1: forward of layer 0 .*; this rank: "),
-        ((5, 6), ValueError, "2 choices in expert_TK of rank 1 are of none of the experts"),
+        (
+            (2, 4),
+            RankMismatchError,
+            "different calls: rank 10: .*evaluation .*declaration 02.*; this rank: .*declaration 05",
+        ),
+        ((5, 6), ValueError, r"expert_TK of rank 10 has choices that name no expert \(2\)"),
         # A rank that was given up is another error's.
         ((0, -1), None, ""),
     ],
@@ -50,7 +57,7 @@ def test_no_token_travels_where_counts_do_not_belong_together(
     origin: tuple[int, int], error: type[Exception] | None, words: str
 ) -> None:
     tables = split_tables(LAYOUT, ms.ClusterSpec(ranks_per_node=4), ms.FlowSplit(), "cpu")
-    limit = RowLimit(torch.device("cpu"))
+    limit = RowLimit(torch.device("cpu"), MEMBERS)
     origin_R2 = torch.tensor([[5, 7], origin, [5, 5], [5, 2]])
     kept_RP = limit.keep(TOKENS_RP, tables, max(ROWS_R), 7, origin_R2, 5)
     if error is None:
@@ -58,8 +65,11 @@ def test_no_token_travels_where_counts_do_not_belong_together(
         assert torch.equal(kept_RP, TOKENS_RP)
         return
     assert not kept_RP.any()
+    # Another layer's plan, behind it: the error is still that of the first.
+    limit.keep(TOKENS_RP, tables, max(ROWS_R), 7, torch.tensor([[6, 7], [6, 4], [6, 5], [6, 2]]), 6)
     with pytest.raises(error, match=words):
         limit.wait()
+    limit.wait()
 
 
 def test_room_is_what_the_cap_says_and_never_more_than_all_choices():

@@ -18,7 +18,7 @@ from torch import Tensor
 import moesys as ms
 from moesys.kernels.mega.arguments import MegaMemory
 from moesys.kernels.mega.exchange import publish
-from moesys.kernels.symmetric.counts import count_regions, receive_counts, send_counts
+from moesys.kernels.symmetric.counts import Origin, count_regions, receive_counts, send_counts
 from moesys.kernels.symmetric.heap import TIMEOUT_S, Heap
 from moesys.kernels.symmetric.ordered_sum import ordered_sum
 from moesys.kernels.symmetric.pulls import PullRings, Wanted
@@ -53,7 +53,7 @@ def counts(num_ranks: int, exchanges: int = 3) -> WeakCase:
             if turn == times:
                 return None
             first_E1 = torch.nn.functional.pad(tokens_RE[rank].cumsum(0), (1, 0)).int()
-            send_counts(memory.heap, memory.exchanges_R, first_E1)
+            send_counts(memory.heap, memory.exchanges_R, first_E1, Origin())
             publish(memory.heap, memory.epoch_1, {})
             counted = receive_counts(memory.heap, memory.epoch_1, memory.exchanges_R, experts)
             found.append(counted.tokens_RE)

@@ -160,7 +160,7 @@ def announce(
     origin: Origin | None = None,
 ) -> Routing:
     """Publishes this rank's choices and ``shared`` regions, and its counts if all are to plan by them (``counts``),
-    with their ``origin``. ``expert_TK``: what is not in 0..E-1 is dropped.
+    with their ``origin``. Ids in ``expert_TK`` that are not in 0..E-1 are dropped.
     """
     routing = route(expert_TK, num_experts)
     if origin is not None:

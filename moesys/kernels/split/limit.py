@@ -1,5 +1,5 @@
-"""A plan on a device, or none at all where a rank would get more rows than there is room for, or where counts do not
-belong together.
+"""A plan on a device, which has no tokens if a rank would get more rows than its memory holds, or if the counts of the
+ranks do not belong together.
 
 R ranks, P replicas, as in ``tables``.
 """
@@ -16,27 +16,27 @@ from moesys.kernels.split.tables import SplitTables
 
 
 def keep_within(
-    tokens_RP: Tensor, tables: SplitTables, room: int, choices: int, origin_R2: Tensor, call: int, found_8: Tensor
+    tokens_RP: Tensor, tables: SplitTables, room: int, choices: int, origin_R2: Tensor, call: int, found_9: Tensor
 ) -> Tensor:
-    """Returns the plan ``tokens_RP`` int64, or one without a token where it cannot be run, with the reason in
-    ``found_8`` int64. One launch.
+    """Returns the plan ``tokens_RP`` int64, or a plan without tokens if it cannot be run; the reason is written into
+    ``found_9`` int64. Takes one launch.
 
-    It sends a rank more than ``room`` rows: ``found_8[:4]`` is (the first rank that gets most, its rows, ``room``,
-    ``choices``). A rank's counts, which ``origin_R2`` says the ``Origin`` of, are of another call than ``call``, or
-    some of its choices are of no expert: ``found_8[4:]`` is (the first rank of another call + 1, its call, the first
-    rank with a choice of no expert + 1, how many it has).
+    If the plan sends a rank more than ``room`` rows, ``found_9[:4]`` is (the first rank that gets most rows, its rows,
+    ``room``, ``choices``). If the counts of a rank belong to another call than ``call`` (``origin_R2``: the ``Origin``
+    of each rank), or if some of its choices name no expert, ``found_9[4:]`` is (the first rank in another call + 1, its
+    call, the first rank with choices that name no expert + 1, the number of these choices, ``call``).
     """
     num_ranks, num_replicas = tokens_RP.shape
     kept_RP = torch.empty_like(tokens_RP)
     lanes = triton.next_power_of_2(num_replicas)
     bounds = (room, choices, call, num_replicas)
-    _keep[(num_ranks,)](tokens_RP, tables, kept_RP, found_8, origin_R2, *bounds, LANES=lanes)
+    _keep[(num_ranks,)](tokens_RP, tables, kept_RP, found_9, origin_R2, *bounds, LANES=lanes)
     return kept_RP
 
 
 @kernel(do_not_specialize=["room", "choices", "call", "num_replicas"])
 def _keep(  # type: ignore[no-untyped-def]
-    tokens_RP, tables, kept_RP, found_8, origin_R2, room, choices, call, num_replicas, LANES: tl.constexpr
+    tokens_RP, tables, kept_RP, found_9, origin_R2, room, choices, call, num_replicas, LANES: tl.constexpr
 ):
     """A program a source, each of which looks at the whole plan."""
     own, num_ranks = tl.program_id(0), tl.num_programs(0)
@@ -71,12 +71,13 @@ def _keep(  # type: ignore[no-untyped-def]
     tl.store(kept_RP + at, tl.where((most <= room) & together, sent, 0), mask=inside)
     if own == 0:
         if most > room:
-            tl.store(found_8, busiest)
-            tl.store(found_8 + 1, most)
-            tl.store(found_8 + 2, tl.cast(room, tl.int64))
-            tl.store(found_8 + 3, tl.cast(choices, tl.int64))
+            tl.store(found_9, busiest)
+            tl.store(found_9 + 1, most)
+            tl.store(found_9 + 2, tl.cast(room, tl.int64))
+            tl.store(found_9 + 3, tl.cast(choices, tl.int64))
         if not together:
-            tl.store(found_8 + 4, stranger)
-            tl.store(found_8 + 5, strangers_call)
-            tl.store(found_8 + 6, loser)
-            tl.store(found_8 + 7, lost)
+            tl.store(found_9 + 4, stranger)
+            tl.store(found_9 + 5, strangers_call)
+            tl.store(found_9 + 6, loser)
+            tl.store(found_9 + 7, lost)
+            tl.store(found_9 + 8, tl.cast(call, tl.int64))

@@ -9,7 +9,8 @@ never two ahead. It writes for exchange n + 2 after it has seen all peers publis
 behind its own reading of n, on one stream. Which table it is, each rank counts on its device, so that a captured graph
 goes on alternating when it is replayed; all ranks make the same exchanges, in the same order.
 
-Beside its counts a rank writes what they belong to (``Origin``), so that ranks in different calls do not plan together.
+Each rank also writes the call that its counts belong to (``Origin``), so that ranks in different calls do not plan
+together.
 
 R ranks, E experts of a layer, at most as many as the tables have columns beside those of ``Origin``.
 """
@@ -31,20 +32,17 @@ BLOCK_EXPERTS = 256
 
 
 class Origin(NamedTuple):
-    """The call that a rank's counts belong to. ``call``: 31 bits that say which call it is in, the same on all ranks; 0
-    is not compared. ``choices``: how many choices its tokens have, of experts or of none; -1 is not compared.
+    """The call that a rank's counts belong to. ``call``: 31 bits that identify the call, the same on all ranks; 0 is
+    not compared. ``choices``: the number of choices of its tokens, valid or not; -1 is not compared.
     """
 
     call: int = 0
     choices: int = -1
 
 
-NO_ORIGIN = Origin()
-
-
 class ReceivedCounts(NamedTuple):
-    """``tokens_RE`` int64: what ranks want. ``origin_R2`` int64: the ``Origin`` of each; zeros and -1 of one that was
-    given up.
+    """The counts of all ranks. ``tokens_RE`` int64: the tokens of each rank for each expert. ``origin_R2`` int64: the
+    ``Origin`` of each rank, which is (0, -1) for a rank that was given up.
     """
 
     tokens_RE: Tensor
@@ -56,7 +54,7 @@ def count_regions(num_ranks: int, num_experts: int) -> Mapping[str, Region]:
     return {"counts": Region((2, num_ranks, num_experts + 2), torch.int64)}
 
 
-def send_counts(heap: Heap, exchanges_R: Tensor, first_E1: Tensor, origin: Origin = NO_ORIGIN) -> None:
+def send_counts(heap: Heap, exchanges_R: Tensor, first_E1: Tensor, origin: Origin) -> None:
     """Writes this rank's counts, which are the differences of ``first_E1`` int32 [E + 1], and their ``origin`` into
     every rank's table; to be published. ``exchanges_R`` int32 [R]: how many there have been.
     """
@@ -93,7 +91,7 @@ def _send(  # type: ignore[no-untyped-def]
 
 
 def receive_counts(heap: Heap, epoch_1: Tensor, exchanges_R: Tensor, num_experts: int) -> ReceivedCounts:
-    """Returns the counts of all ranks, when all have published ``epoch_1``; zeros of one that was given up."""
+    """Returns the counts of all ranks, when all have published ``epoch_1``; zeros for a rank that was given up."""
     tokens_RE = torch.empty(heap.num_ranks, num_experts, dtype=torch.int64, device=epoch_1.device)
     origin_R2 = torch.empty(heap.num_ranks, 2, dtype=torch.int64, device=epoch_1.device)
     _receive[(heap.num_ranks,)](

@@ -200,7 +200,7 @@ class LocalRanks:
             self._askers = self._new_askers()
 
     def _new_askers(self) -> concurrent.futures.ThreadPoolExecutor:
-        """Threads that wait for ranks; they start with the first run."""
+        """Returns a pool of threads that wait for ranks; the threads start with the first run."""
         return concurrent.futures.ThreadPoolExecutor(self.num_ranks, thread_name_prefix="rank")
 
     def _start(self, num_ranks: int) -> None:

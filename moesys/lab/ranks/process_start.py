@@ -1,5 +1,5 @@
-"""Starts processes as ranks and workers need them: few threads in their libraries, and deaf to Ctrl-C and SIGTERM, by
-which this process ends them.
+"""Starts the processes of ranks and workers: with few threads in their libraries, and with SIGINT and SIGTERM blocked,
+because this process ends them itself.
 """
 
 import multiprocessing.resource_tracker
@@ -36,9 +36,9 @@ def variables_set(variables: Mapping[str, str]) -> Iterator[None]:
 
 
 @contextmanager
-def deaf_to_stops() -> Iterator[None]:
-    """A process started inside never hears Ctrl-C or SIGTERM, which batch systems send to all processes of a job, not
-    even while it imports: this process ends it.
+def stop_signals_blocked() -> Iterator[None]:
+    """Has processes that are started inside block SIGINT and SIGTERM, also while they import modules. Batch systems
+    send these signals to all processes of a job, and this process ends its children itself.
     """
     # Its start would end what is blocked here.
     multiprocessing.resource_tracker.ensure_running()
@@ -51,8 +51,8 @@ def deaf_to_stops() -> Iterator[None]:
 
 @contextmanager
 def sigterm_as_ctrl_c() -> Iterator[threading.Event]:
-    """Raises KeyboardInterrupt in the main thread where SIGTERM comes inside, as Slurm, docker and ``kill`` send it,
-    and yields an event that is set then.
+    """Raises KeyboardInterrupt in the main thread if SIGTERM arrives inside (Slurm, docker and ``kill`` send it), and
+    yields an event that is set when it does.
 
     Does nothing in other threads, and where the program handles SIGTERM by itself.
     """

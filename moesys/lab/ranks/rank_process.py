@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 from moesys.lab.ranks.outcomes import Outcome
-from moesys.lab.ranks.process_start import LOOPBACK, deaf_to_stops, threads_of, variables_set
+from moesys.lab.ranks.process_start import LOOPBACK, stop_signals_blocked, threads_of, variables_set
 from moesys.lab.ranks.tensor_pickle import pickled
 from moesys.lab.slow_links import processor_shares
 from moesys.lab.slow_links.namespaces import RankNetwork, enter_namespace
@@ -76,7 +76,7 @@ class _Answer:
 
 def ensure_server(environment: Mapping[str, str], preload: Sequence[str]) -> None:
     """Starts the server that processes are forked from, with these variables and modules, unless it runs already."""
-    with variables_set({**environment, **threads_of(1)}), deaf_to_stops():
+    with variables_set({**environment, **threads_of(1)}), stop_signals_blocked():
         _CONTEXT.set_forkserver_preload([*_PRELOAD, *preload])
         multiprocessing.forkserver.ensure_running()
 

@@ -224,7 +224,7 @@ class _Book:
                 save_trace(load_trace(trace_path(self.folder, trial)), _routing_path(path, trial))
 
     def how_to_go_on(self) -> str:
-        # From the file, as a signal may come when a record is there and this process does not know it yet.
+        # The file is read again, because a signal may arrive after a record was written and before it was counted here.
         self._recorded = latest(self._folder.records())
         return (
             f"stopped: {len(self.records())} of {len(self.trials)} trials are recorded in {self.folder}; "

@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import ParamSpec, TypeVar
 
-from moesys.lab.ranks.process_start import deaf_to_stops, threads_of, variables_set
+from moesys.lab.ranks.process_start import stop_signals_blocked, threads_of, variables_set
 from moesys.lab.runs.environment import available_cores
 
 P = ParamSpec("P")
@@ -81,8 +81,12 @@ class Workers:
             pool = pool or self._started()
             return pool.submit(function, *args, **kwargs).result()
         except BrokenProcessPool:
-            # Waits for its thread, which would close what Python's exit writes to.
             if pool is not None:
+                # A worker whose answer could not be read is alive and blocks the signal by which its pool would end it.
+                # From Python 3.12 on the pool would wait for it.
+                for process in list(pool._processes.values()):
+                    process.kill()
+                # This waits for the thread of the pool, which would close what Python's exit writes to.
                 pool.shutdown()
             pool = None
             raise WorkerDiedError(time.monotonic() - begun_s) from None
@@ -96,7 +100,7 @@ class Workers:
             if not self._is_prepared:
                 self._prepare()
                 self._is_prepared = True
-            with variables_set(threads_of(1)), deaf_to_stops():
+            with variables_set(threads_of(1)), stop_signals_blocked():
                 started = pool.submit(os.getpid)
         try:
             started.result()

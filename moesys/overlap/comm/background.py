@@ -1,7 +1,7 @@
 """Threads in the background that end before Python does.
 
-Python ends a thread that comes back from C++ while it finalizes, and that through frames of C++ ends the process by
-SIGABRT. So threads that wait inside of torch are stopped, and waited for, when the process ends.
+While Python finalizes, it ends any thread that returns from C++. Ending it unwinds frames of C++, which aborts the
+process by SIGABRT. Threads that wait inside torch are therefore stopped and joined when the process ends.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 
-# How long the end of a process waits for a thread, and of one that failed for any.
+# The exit of a process waits this many seconds for a thread by default, and for any thread if the process failed.
 PATIENCE_S = 1.0
 
 
@@ -24,10 +24,10 @@ class BackgroundThread(threading.Thread):
     """A daemon thread that the process stops when it ends, and waits for.
 
     Args:
-        name: of the thread.
-        run: what it runs.
+        name: the name of the thread.
+        run: the function that it runs.
         stop: asks it to end soon.
-        abandon: called where it has not ended in time: it must not come back from C++ after that.
+        abandon: is called if it has not ended in time; it must not return from C++ after that.
         patience_s: seconds that the process waits for it; at most ``PATIENCE_S`` where an unhandled exception ends it.
     """
 
@@ -45,7 +45,7 @@ class BackgroundThread(threading.Thread):
 
     def run(self) -> None:
         super().run()
-        # Else their owner, which has this thread, would wait for Python's collector.
+        # Their owner refers to this thread, and the cycle would otherwise last until Python's garbage collector runs.
         self.stop = self.abandon = _nothing
 
 
@@ -64,5 +64,5 @@ def _end_all() -> None:
             thread.abandon()
 
 
-# Later than what programs register themselves, which may still use their models.
+# Exit handlers run in reverse order, so this one runs after those of programs, which may still use their models.
 atexit.register(_end_all)

@@ -26,8 +26,8 @@ from moesys.overlap.comm.paced_link import PacedLink, PacedTransfer
 from moesys.overlap.comm.record import Meter, Recorder
 from moesys.torch_private import group_timeout_s
 
-# How many messages without a receiver are kept; more would keep experts that were brought ahead and not used.
-KEPT_MESSAGES = 4
+# Messages that nobody has waited for are kept for this many calls: the call that failed, and the call after it.
+KEPT_CALLS = 2
 
 T = TypeVar("T")
 
@@ -41,10 +41,9 @@ class Transfer:
         self._channel, self._lane, self._detail, self._work = channel, lane, detail, work
         self._start = channel.recorder.clock.now() if channel.recorder.enabled else None
         self._unrecorded = threading.Lock()
-        if work is not None:
-            channel.posted[work] = None
-            if len(channel.posted) > KEPT_MESSAGES:
-                del channel.posted[next(iter(channel.posted))]
+        if isinstance(work, Messages):
+            self._kept = channel.kept_messages()
+            self._kept.add(work)
         if work is not None and channel.recorder.enabled:
             # Of what travels between GPUs torch calls back at once, on a stream that waits for its end.
             work.get_future().add_done_callback(lambda _: self._record())
@@ -53,7 +52,8 @@ class Transfer:
         if self._work is not None:
             with self._channel.exposed(self._lane):
                 self._channel.guard(f"{self._lane} ({self._detail})" if self._detail else self._lane, self._work.wait)
-            self._channel.posted.pop(self._work, None)
+            if isinstance(self._work, Messages):
+                self._kept.discard(self._work)
             self._work = None
             self._record()
 
@@ -101,18 +101,19 @@ class Channel:
         self.device_type = device_type
         self.identity = identity
         self.generation = 0
-        # The newest messages that nobody has waited for, in their order. They are kept also where a failed pass has
-        # dropped its transfers: a connection of gloo stands still for good when data come for a buffer that is gone.
-        self.posted: dict[dist.Work | Messages | PacedTransfer, None] = {}
-        # Headers of the newest all-gather, [R, N], and those that the host has not compared, which a device has.
+        # Messages that nobody has waited for, by their generation. They are kept also where a failed pass has dropped
+        # its transfers: a connection of gloo stands still for good when data come for a buffer that is gone.
+        self._posted: dict[int, set[Messages]] = {}
+        # The headers of the newest all-gather for which the host did not wait, [R, N], and all that it has not compared
+        # yet, each with its device.
         self.headers: HostCopy | None = None
-        self._unread: deque[HostCopy] = deque()
+        self._unread: deque[tuple[HostCopy, torch.device]] = deque()
         self.failure_grace_s = FAILURE_GRACE_S
         self.heartbeat: Heartbeat | None = None
         self.link: PacedLink | None = None
 
     def tagged(self, generation: int) -> Self:
-        """Returns a channel whose messages are those of one call; all else it shares with this one."""
+        """Returns a channel whose messages belong to one call; it shares everything else with this channel."""
         if self.group is None:
             return self
         # A shallow copy, without the cost of copy.copy: layers make one for every call.
@@ -120,6 +121,15 @@ class Channel:
         channel.__dict__.update(self.__dict__)
         channel.generation = generation
         return channel
+
+    def kept_messages(self) -> set[Messages]:
+        """Returns the messages of this call that are kept; those of older calls than ``KEPT_CALLS`` are no longer."""
+        kept = self._posted.get(self.generation)
+        if kept is None:
+            kept = self._posted[self.generation] = set()
+            if len(self._posted) > KEPT_CALLS:
+                del self._posted[next(iter(self._posted))]
+        return kept
 
     @property
     def timeout_s(self) -> float:
@@ -176,8 +186,10 @@ class Channel:
             gathered_RN = self._gather_unread(payload_N, lane, at)
         return gathered_RN.view(-1).view(values.dtype).view(self.num_ranks, *values.shape)
 
-    def gather_bytes(self, payload: bytes, at: Position, device: torch.device | str = "cpu") -> list[bytes]:
-        """Returns every rank's ``payload``, of any length; blocks. Raises as ``all_gather`` does."""
+    def gather_bytes(self, payload: bytes, at: Position, device: torch.device) -> list[bytes]:
+        """Returns every rank's ``payload``, of any length, which travels between tensors on ``device``; blocks. Raises
+        as ``all_gather`` does.
+        """
         if self.group is None:
             return [payload]
         sent_N = torch.from_numpy(np.frombuffer(payload, dtype=np.uint8).copy()).to(device)
@@ -187,16 +199,16 @@ class Channel:
     def compare_calls(self) -> None:
         """Compares the calls of gathers that the host has not waited for. Raises as ``all_gather`` does."""
         while self._unread:
-            self._compare(self._unread.popleft().read())
+            headers, device = self._unread.popleft()
+            self._compare(headers.read(), device)
 
     def _gather(self, payload_N: Tensor, lane: str, at: Position) -> tuple[Tensor, list[int]]:
         """Returns every rank's payload, padded to the longest, uint8 [R, N], and their sizes."""
         header = frames.header(self.identity, at, self.generation, len(payload_N))
         first_RF = self._all_gather(_framed(header, payload_N), lane, at.what)
-        self.headers = HostCopy(_headers(first_RF).cpu())
-        headers_RN = self.headers.read()
+        headers_RN = _headers(first_RF).cpu().numpy()
         self.compare_calls()
-        self._compare(headers_RN)
+        self._compare(headers_RN, payload_N.device)
         if at.what == "forward":
             self.generation = frames.generation_of(headers_RN)
         sizes = frames.payload_bytes_of(headers_RN)
@@ -207,13 +219,13 @@ class Channel:
         header = frames.header(self.identity, at, self.generation, len(payload_N))
         first_RF = self._all_gather(_framed(header, payload_N), lane, at.what)
         self.headers = HostCopy(_headers(first_RF))
-        self._unread.append(self.headers)
+        self._unread.append((self.headers, payload_N.device))
         if at.what == "forward":
             self.generation += 1
         return self._with_rest(first_RF, payload_N, len(payload_N), lane, at)
 
     def _with_rest(self, first_RF: Tensor, payload_N: Tensor, most_bytes: int, lane: str, at: Position) -> Tensor:
-        """Returns payloads of up to ``most_bytes``, of which the frames hold the beginnings."""
+        """Returns whole payloads of up to ``most_bytes``; the frames hold only their beginnings."""
         begun_RN = first_RF[:, frames.HEADER_BYTES :][:, :most_bytes]
         if most_bytes <= frames.PAYLOAD_BYTES:
             return begun_RN.contiguous()
@@ -227,14 +239,19 @@ class Channel:
             self.guard(what, lambda: dist.all_gather(list(gathered_RN.unbind()), values_N, group=self.group))
         return gathered_RN
 
-    def _compare(self, headers_RN: Header) -> None:
-        """Raises ``RankMismatchError``, on all ranks alike, where the ranks' headers do not fit together."""
+    def _compare(self, headers_RN: Header, device: torch.device) -> None:
+        """Raises ``RankMismatchError``, on all ranks alike, where the ranks' headers do not fit together. ``device``:
+        the device of the gather that brought them.
+        """
         if not frames.same_position(headers_RN):
+            # The gathers behind it are those of a pass that ends here, and would fail later passes.
+            self._unread.clear()
             raise frames.position_mismatch(headers_RN, self.members)
         if not frames.same_declaration(headers_RN):
+            self._unread.clear()
             text_N = torch.zeros(frames.text_bytes_of(headers_RN), dtype=torch.uint8)
             text_N[: len(self.identity.text)] = torch.from_numpy(np.frombuffer(self.identity.text, np.uint8).copy())
-            texts_RN = self._all_gather(text_N.to(self.device_type), "counts", "comparison of declarations")
+            texts_RN = self._all_gather(text_N.to(device), "counts", "comparison of declarations")
             texts = [row.tobytes().rstrip(b"\0") for row in texts_RN.cpu().numpy()]
             raise frames.declaration_mismatch(texts, self.identity.layer, self.members)
 

@@ -2,7 +2,7 @@
 
 Every all-gather of a ``Channel`` sends ``FRAME_BYTES`` bytes from each rank, whatever it carries: a header, and behind
 it the payload. Ranks that meet in different layers, micro-batches or passes therefore always receive a header that they
-can read, and all of them raise the same error. What of a payload does not fit follows in a second all-gather, whose
+can read, and all of them raise the same error. The rest of a longer payload follows in a second all-gather, whose
 size is known to all ranks from the headers.
 """
 
@@ -21,7 +21,7 @@ import numpy.typing as npt
 from moesys.collectives import ALIKE, RankMismatchError
 
 FRAME_BYTES = 4096
-# int64 numbers of a header; the first ``_COMPARED`` must be the same on all ranks.
+# The places of the int64 numbers of a header. Those in ``_POSITION``, and the digest, must be the same on all ranks.
 _MAGIC, _WHAT, _LAYER, _NUMBER, _FLAGS, _DIGEST, _GENERATION, _PAYLOAD_BYTES, _TEXT_BYTES, _CHOICES = range(10)
 _POSITION = slice(_MAGIC, _FLAGS + 1)
 HEADER_BYTES = 10 * 8
@@ -52,9 +52,9 @@ Header = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Position:
-    """The call that a rank is in. what: one of ``WHAT``. number: of the micro-batch in a forward, of the generation
-    elsewhere. flags: a sum of ``LEARNING``, ``BACKWARD`` and ``EXPERT_GRADIENTS``. choices: of experts by this rank's
-    tokens, T · K, which is not compared.
+    """The call that a rank is in. what: one of ``WHAT``. number: the micro-batch in a forward or an agreement on a
+    layout, the generation elsewhere. flags: a sum of ``LEARNING``, ``BACKWARD`` and ``EXPERT_GRADIENTS``. choices: the
+    number of choices of this rank's tokens, T · K, which is not compared.
     """
 
     what: str = WHAT[0]
@@ -76,7 +76,7 @@ class Identity:
 
     @cached_property
     def digest(self) -> int:
-        """63 bits over the declaration."""
+        """Returns 63 bits of a hash of the declaration."""
         return int.from_bytes(hashlib.sha256(self.text).digest()[:8], "little") >> 1
 
 
@@ -84,7 +84,7 @@ NO_LAYER, VALUES = Identity(), Position()
 
 
 def header(identity: Identity, at: Position, generation: int, payload_bytes: int) -> Header:
-    """Returns what stands before a payload, int64 [10]."""
+    """Returns the header of a payload, int64 [10]."""
     numbers = (_VERSION, WHAT.index(at.what), identity.layer, at.number, at.flags)
     texts = (identity.digest, generation, payload_bytes, len(identity.text), at.choices)
     return np.array([*numbers, *texts], dtype=np.int64)
@@ -113,12 +113,12 @@ def text_bytes_of(headers_RN: Header) -> int:
 
 
 def tag(layer: int, generation: int) -> int:
-    """Returns the tag of messages of one call of a layer: 31 bits, of which a user's own code has the first half."""
+    """Returns the tag of messages of one call of a layer, 31 bits; tags below 2**30 are left to user code."""
     return 1 << 30 | (layer & 0x3FF) << 20 | generation & 0xFFFFF
 
 
 def call_bits(identity: Identity, at: Position) -> int:
-    """Returns what says in 31 bits which forward a rank is in, where there is no room for a header; never 0."""
+    """Returns 31 bits that identify the forward of a rank, for messages without room for a header; never 0."""
     learning = bool(at.flags & LEARNING)
     return 1 << 30 | (identity.layer & 0x1FF) << 21 | (at.number & 0xFFF) << 9 | learning << 8 | identity.digest & 0xFF
 
@@ -153,7 +153,7 @@ def declaration_mismatch(texts: Sequence[bytes], layer: int, ranks: Sequence[int
     fields = [dict(_flat("", json.loads(text))) if text else {} for text in texts]
     names = sorted({name for each in fields for name in each})
     differing = [name for name in names if len({repr(each.get(name)) for each in fields}) > 1]
-    # Where kinds differ, so do all of their fields.
+    # If kinds differ, all of their fields differ, so only the kinds are named.
     kinds = {name.rpartition(".")[0] for name in differing if name.endswith(".kind")}
     differing = [name for name in differing if name.endswith(".kind") or name.rpartition(".")[0] not in kinds]
     values = [", ".join(f"{name}={each.get(name)!r}" for name in differing[:8]) for each in fields]
@@ -186,7 +186,8 @@ def _words(row: Header) -> str:
     what = WHAT[row[_WHAT]] if 0 <= row[_WHAT] < len(WHAT) else f"an unknown call {row[_WHAT]}"
     place = f" of layer {row[_LAYER]}" if row[_LAYER] >= 0 and not what.endswith("()") else ""
     if what != "forward":
-        return f"{what}{place}" + (f" (generation {row[_NUMBER]})" if row[_NUMBER] >= 0 else "")
+        counted = "micro-batch" if what == "agreement on a layout" else "generation"
+        return f"{what}{place}" + (f" ({counted} {row[_NUMBER]})" if row[_NUMBER] >= 0 else "")
     flags = int(row[_FLAGS])
     mode = "in training" if flags & LEARNING else "in evaluation or without gradients"
     backward = "a backward follows" if flags & BACKWARD else "no backward follows"

@@ -68,9 +68,9 @@ def exchange(
     """Starts an all-to-all: ``in_counts`` [R] rows of ``sent`` go to each rank in rank order, and ``received`` gets
     ``out_counts`` [R] by source. By messages where gloo moves what lies on the CPU, else by the backend's own.
 
-    Messages: those of one ``tag`` keep their order between two ranks, and meet none of another. Each rank turns to its
-    peers in an order of its own, so that no rank is everyone's first; ranks that have nothing for each other do not
-    wait for each other.
+    Messages with the same ``tag`` keep their order between two ranks, and never match messages with another tag. Each
+    rank turns to its peers in an order of its own, so that no rank is everyone's first; ranks that have nothing for
+    each other do not wait for each other.
     """
     # Of a GPU's memory gloo moves only what collectives are given.
     if dist.get_backend(group) != "gloo" or sent.device.type != "cpu":

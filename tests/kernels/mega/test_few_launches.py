@@ -25,7 +25,7 @@ PAYLOAD = ("copy_", "_publish", "_pull_choices")
 def test_a_mega_kernels_plan_is_at_most_15(granularity: str) -> None:
     E, K, cpu = 3, 2, torch.device("cpu")
     layout, point = ExpertLayout(np.arange(E)[None], E), ms.MegaKernel(granularity=granularity, programs=1)
-    replicas, limit = replicas_of(layout, 0, cpu), RowLimit(cpu)
+    replicas, limit = replicas_of(layout, 0, cpu), RowLimit(cpu, [0])
     made_by = device_split(layout, ms.ClusterSpec(), ms.FlowSplit(), cpu)
     expert_TK = torch.tensor([[0, 2], [1, 2], [2, 0], [0, 1]])
     shared = regions(4, K, 16, torch.float32, 1, most_flags(4, K, E, 16, 1))

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from moesys.kernels.mega.exchange import publish, regions
-from moesys.kernels.symmetric.counts import BLOCK_EXPERTS, count_regions, receive_counts, send_counts
+from moesys.kernels.symmetric.counts import BLOCK_EXPERTS, Origin, count_regions, receive_counts, send_counts
 from moesys.kernels.symmetric.heap import Heap
 from moesys.kernels.symmetric.signals import PeerTimeoutError, raise_if_given_up
 from moesys.lab.ranks.pool import LocalRanks
@@ -28,7 +28,7 @@ class Sender:
 
     def send(self, counts_E: np.ndarray) -> None:
         first_E1 = torch.from_numpy(np.r_[0, counts_E.cumsum()]).int()
-        send_counts(self.heap, self.exchanges_R, first_E1)
+        send_counts(self.heap, self.exchanges_R, first_E1, Origin())
         publish(self.heap, self.epoch_1, {})
 
     def receive(self, num_experts: int) -> list[list[int]]:

@@ -166,6 +166,26 @@ def exit_with(code: int) -> None:
     os._exit(code)
 
 
+class Unreadable:
+    """An answer that cannot be unpickled."""
+
+    def __reduce__(self) -> tuple[type, tuple[str]]:
+        return int, ("no number",)
+
+
+def unreadable(_: int) -> Unreadable:
+    return Unreadable()
+
+
+@pytest.mark.timeout(60)
+def test_a_worker_whose_answer_cannot_be_read_ends():
+    workers = Workers(1)
+    with pytest.raises(WorkerDiedError):
+        workers.submit(unreadable, 3).result()
+    assert workers.submit(variable, "OMP_NUM_THREADS").result() == "1"
+    workers.close()
+
+
 def test_workers_have_a_thread_each_and_one_that_dies_is_replaced():
     workers = Workers(1)
     assert workers.submit(variable, "OMP_NUM_THREADS").result() == "1"
