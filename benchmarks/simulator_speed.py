@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated
 
 from benchmarks.harness.names import chosen
+from moesys.balance.plan import StepPlan, plan_layer
 from moesys.config import FlowSplit, Fsep, Greedy, MegaKernel, Overlap, Pipelined, Sequential, Strategy, presets
 from moesys.config.workload import Generated
 from moesys.lab.runs.stopwatch import machine_line, wall_ms
@@ -23,7 +24,7 @@ from moesys.lab.show.sheets import Column, Sheet
 from moesys.lab.show.steps import steps_told
 from moesys.lab.show.tables import figure
 from moesys.load import LoadMatrix
-from moesys.step import StepPlan, plan_layer, simulation
+from moesys.simulator.step_program import simulation
 from moesys.traces import generate
 
 MODEL = presets.QWEN3_30B_A3B

@@ -11,19 +11,22 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from moesys import hf as hf
-    from moesys.balance import Certificate as Certificate
-    from moesys.balance import LoadHistory as LoadHistory
-    from moesys.balance import PlanningProblem as PlanningProblem
-    from moesys.balance import SecondsCertificate as SecondsCertificate
-    from moesys.balance import certify as certify
-    from moesys.balance import certify_seconds as certify_seconds
-    from moesys.balance import measured_drift as measured_drift
-    from moesys.balance import min_max_load as min_max_load
-    from moesys.balance import plan_homes as plan_homes
-    from moesys.balance import plan_layout as plan_layout
-    from moesys.balance import plan_layouts as plan_layouts
-    from moesys.balance import replica_budget as replica_budget
-    from moesys.balance import split_tokens as split_tokens
+    from moesys.balance.budget import replica_budget as replica_budget
+    from moesys.balance.certificate import Certificate as Certificate
+    from moesys.balance.certificate import certify as certify
+    from moesys.balance.flow.max_load import min_max_load as min_max_load
+    from moesys.balance.homes import plan_homes as plan_homes
+    from moesys.balance.layouts import plan_layout as plan_layout
+    from moesys.balance.layouts import plan_layouts as plan_layouts
+    from moesys.balance.plan import LayerPlan as LayerPlan
+    from moesys.balance.plan import StepPlan as StepPlan
+    from moesys.balance.plan import plan_layer as plan_layer
+    from moesys.balance.planning_problem import PlanningProblem as PlanningProblem
+    from moesys.balance.predictors import LoadHistory as LoadHistory
+    from moesys.balance.predictors import measured_drift as measured_drift
+    from moesys.balance.seconds_certificate import SecondsCertificate as SecondsCertificate
+    from moesys.balance.seconds_certificate import certify_seconds as certify_seconds
+    from moesys.balance.splits import split_tokens as split_tokens
     from moesys.collectives import CollectiveError as CollectiveError
     from moesys.collectives import RankMismatchError as RankMismatchError
     from moesys.config import Adaptive as Adaptive
@@ -102,13 +105,17 @@ if TYPE_CHECKING:
     from moesys.moe.runtime import link as link
     from moesys.moe.watch import Watch as Watch
     from moesys.simulator.critical_path import PathPart as PathPart
+    from moesys.simulator.model.model_cost import ModelCost as ModelCost
+    from moesys.simulator.model.model_cost import count_model as count_model
+    from moesys.simulator.model.model_cost import model_flops_per_token as model_flops_per_token
+    from moesys.simulator.model.model_step import ModelStep as ModelStep
+    from moesys.simulator.model.operations import Operation as Operation
+    from moesys.simulator.model.operations import Operations as Operations
+    from moesys.simulator.model.simulate_model import simulate_model as simulate_model
     from moesys.simulator.rest_of_step import RestOfStep as RestOfStep
     from moesys.simulator.simulation import Simulation as Simulation
-    from moesys.step import LayerPlan as LayerPlan
-    from moesys.step import StepPlan as StepPlan
-    from moesys.step import plan_layer as plan_layer
-    from moesys.step import simulate as simulate
-    from moesys.step import simulation as simulation
+    from moesys.simulator.step_program import simulate as simulate
+    from moesys.simulator.step_program import simulation as simulation
     from moesys.timeline import Span as Span
     from moesys.timeline import Timeline as Timeline
     from moesys.trace_imports import megatron_trace as megatron_trace
@@ -120,19 +127,12 @@ if TYPE_CHECKING:
     from moesys.tuner.search_bounds import SearchBounds as SearchBounds
     from moesys.tuner.space import Space as Space
     from moesys.whole_folders import whole_folder as whole_folder
-    from moesys.whole_model.model_cost import ModelCost as ModelCost
-    from moesys.whole_model.model_cost import count_model as count_model
-    from moesys.whole_model.model_cost import model_flops_per_token as model_flops_per_token
-    from moesys.whole_model.model_step import ModelStep as ModelStep
-    from moesys.whole_model.operations import Operation as Operation
-    from moesys.whole_model.operations import Operations as Operations
-    from moesys.whole_model.simulate_model import simulate_model as simulate_model
 
 # The imports above are for type checkers; a test holds them and this table equal.
 _MODULE_OF = {
     "Adaptive": "moesys.config",
     "Balance": "moesys.config",
-    "Certificate": "moesys.balance",
+    "Certificate": "moesys.balance.certificate",
     "ClusterSpec": "moesys.config",
     "CollectiveError": "moesys.collectives",
     "Comparison": "moesys.lab.runs.comparison",
@@ -157,31 +157,31 @@ _MODULE_OF = {
     "Last": "moesys.config",
     "Llep": "moesys.config",
     "LayerMetrics": "moesys.moe.metrics",
-    "LayerPlan": "moesys.step",
+    "LayerPlan": "moesys.balance.plan",
     "LayerSpec": "moesys.config",
     "LayoutInvariant": "moesys.config",
-    "LoadHistory": "moesys.balance",
+    "LoadHistory": "moesys.balance.predictors",
     "LoadMatrix": "moesys.load",
     "MegaKernel": "moesys.config",
     "Mla": "moesys.config",
     "MoELayer": "moesys.moe.layer",
     "MoERuntime": "moesys.moe.runtime",
-    "ModelCost": "moesys.whole_model.model_cost",
+    "ModelCost": "moesys.simulator.model.model_cost",
     "MoeMlp": "moesys.config",
     "ModelRun": "moesys.config",
     "ModelShape": "moesys.config",
     "ModelSpec": "moesys.config",
-    "ModelStep": "moesys.whole_model.model_step",
+    "ModelStep": "moesys.simulator.model.model_step",
     "MoonEp": "moesys.config",
     "ModelTraining": "moesys.config.workload",
     "Oracle": "moesys.config",
-    "Operation": "moesys.whole_model.operations",
-    "Operations": "moesys.whole_model.operations",
+    "Operation": "moesys.simulator.model.operations",
+    "Operations": "moesys.simulator.model.operations",
     "Ordered": "moesys.config",
     "PathPart": "moesys.simulator.critical_path",
     "Parallelism": "moesys.config",
     "Pipelined": "moesys.config",
-    "PlanningProblem": "moesys.balance",
+    "PlanningProblem": "moesys.balance.planning_problem",
     "PlanningState": "moesys.moe.planning_state",
     "Proportional": "moesys.config",
     "Quotas": "moesys.config",
@@ -190,7 +190,7 @@ _MODULE_OF = {
     "RestOfStep": "moesys.simulator.rest_of_step",
     "RunResult": "moesys.lab.runs.runner",
     "SearchBounds": "moesys.tuner.search_bounds",
-    "SecondsCertificate": "moesys.balance",
+    "SecondsCertificate": "moesys.balance.seconds_certificate",
     "Sequential": "moesys.config",
     "Simulation": "moesys.simulator.simulation",
     "Slurm": "moesys.lab.runs.slurm",
@@ -198,7 +198,7 @@ _MODULE_OF = {
     "Span": "moesys.timeline",
     "Split": "moesys.config",
     "Static": "moesys.config",
-    "StepPlan": "moesys.step",
+    "StepPlan": "moesys.balance.plan",
     "Strategy": "moesys.config",
     "UltraEp": "moesys.config",
     "Timeline": "moesys.timeline",
@@ -208,38 +208,38 @@ _MODULE_OF = {
     "TuneResult": "moesys.lab.runs.tuning",
     "Watch": "moesys.moe.watch",
     "WindowMean": "moesys.config",
-    "certify": "moesys.balance",
-    "certify_seconds": "moesys.balance",
+    "certify": "moesys.balance.certificate",
+    "certify_seconds": "moesys.balance.seconds_certificate",
     "clip_grad_norm_": "moesys.moe.gradients",
     "compare": "moesys.lab.commands.compare",
     "compare_records": "moesys.lab.runs.comparison",
-    "count_model": "moesys.whole_model.model_cost",
+    "count_model": "moesys.simulator.model.model_cost",
     "explain": "moesys.lab.explanation.explanation",
     "gather_loads": "moesys.moe.home_moves",
     "generate": "moesys.traces",
     "link": "moesys.moe.runtime",
     "load_trace": "moesys.traces",
-    "measured_drift": "moesys.balance",
+    "measured_drift": "moesys.balance.predictors",
     "megatron_trace": "moesys.trace_imports",
-    "min_max_load": "moesys.balance",
-    "model_flops_per_token": "moesys.whole_model.model_cost",
+    "min_max_load": "moesys.balance.flow.max_load",
+    "model_flops_per_token": "moesys.simulator.model.model_cost",
     "move_homes": "moesys.moe.home_moves",
     "parallelize": "moesys.hf.parallelize",
-    "plan_homes": "moesys.balance",
-    "plan_layer": "moesys.step",
-    "plan_layout": "moesys.balance",
-    "plan_layouts": "moesys.balance",
+    "plan_homes": "moesys.balance.homes",
+    "plan_layer": "moesys.balance.plan",
+    "plan_layout": "moesys.balance.layouts",
+    "plan_layouts": "moesys.balance.layouts",
     "recompute": "moesys.moe.recompute",
     "record_routing": "moesys.hf.routing_replay",
     "replay_routing": "moesys.hf.routing_replay",
-    "replica_budget": "moesys.balance",
+    "replica_budget": "moesys.balance.budget",
     "router_loss": "moesys.moe.router",
     "run": "moesys.lab.runs.runner",
     "save_trace": "moesys.traces",
-    "simulate": "moesys.step",
-    "simulate_model": "moesys.whole_model.simulate_model",
-    "simulation": "moesys.step",
-    "split_tokens": "moesys.balance",
+    "simulate": "moesys.simulator.step_program",
+    "simulate_model": "moesys.simulator.model.simulate_model",
+    "simulation": "moesys.simulator.step_program",
+    "split_tokens": "moesys.balance.splits",
     "sync_gradients": "moesys.moe.gradients",
     "tune": "moesys.lab.runs.tuning",
     "update_router_bias": "moesys.moe.gradients",

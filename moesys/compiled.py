@@ -10,12 +10,10 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
-from functools import cache
+from functools import cache, cached_property, partial, update_wrapper
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
-
-from numba import config, njit
 
 
 @cache
@@ -48,27 +46,47 @@ def cache_dir(folder: Path) -> str:
     return ""
 
 
-def _kept(**options: Any) -> Callable[[Callable[..., Any]], Any]:
-    def decorate(function: Callable[..., Any]) -> Any:
+class _Compiled:
+    """A function that numba compiles when it is first called, so that importing a planner does not import numba."""
+
+    def __init__(self, function: Callable[..., Any], options: dict[str, Any]) -> None:
+        self._function, self._options = function, options
+        update_wrapper(self, function)
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self.dispatcher(*arguments)
+
+    @cached_property
+    def dispatcher(self) -> Any:
+        """What numba makes of the function."""
+        from numba import config, njit
+
+        # numba knows a compiled function that this one calls by its dispatcher only.
+        names = self._function.__globals__
+        for name in self._function.__code__.co_names:
+            if isinstance(called := names.get(name), _Compiled):
+                names[name] = called.dispatcher
         settings = vars(config)
         before = settings["CACHE_DIR"]
-        settings["CACHE_DIR"] = cache_dir(Path(function.__code__.co_filename).parent) or before
+        settings["CACHE_DIR"] = cache_dir(Path(self._function.__code__.co_filename).parent) or before
         try:
-            return njit(cache=True, nogil=True, **options)(function)
+            return njit(cache=True, nogil=True, **self._options)(self._function)
         except RuntimeError:
-            # Nowhere to keep it: it is compiled by every process.
-            return njit(nogil=True, **options)(function)
+            # There is no place to keep it, so every process compiles it.
+            return njit(nogil=True, **self._options)(self._function)
         finally:
             settings["CACHE_DIR"] = before
 
-    return decorate
+
+def _kept(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+    return partial(_Compiled, options=options)
 
 
 compiled = _kept()
 
-# For loops that allocate no array: references to those they are given are not counted, which took half of a split's
-# time. They must not give one back.
+# For loops that allocate no array: references to the arrays that they are given are not counted, which took half of
+# the time of a split. Such a function must not return one of them.
 borrowing = _kept(_nrt=False)
 
-# The same for small functions in inner loops.
+# For small functions in inner loops, which become a part of the functions that call them.
 inlined = _kept(inline="always")

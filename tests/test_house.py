@@ -26,16 +26,16 @@ class Budget(NamedTuple):
 # The files that lie in moesys/ itself, by the package of the design that they belong to.
 GROUND = (
     *("load", "layout", "timeline", "schedule", "cost", "row_traffic", "traces", "trace_imports", "compiled"),
-    *("torch_private", "whole_file", "whole_folders", "step_lines", "collectives", "runnable", "rank_memory"),
+    *("torch_private", "whole_file", "whole_folders", "step_lines", "collectives", "limits"),
 )
 PACKAGES = {
     "moesys/config": ("config",),
     "moesys, ground files": GROUND,
     "moesys/kernels": ("kernels",),
-    "moesys/balance": ("balance", "layout_schedule", "replay", "step"),
+    "moesys/balance": ("balance",),
     "moesys/overlap": ("overlap",),
     "moesys/moe": ("moe",),
-    "moesys/simulator": ("simulator", "whole_model"),
+    "moesys/simulator": ("simulator",),
     "moesys/tuner": ("tuner",),
     "moesys, hosts": ("hf",),
     "moesys/lab": ("lab", "train"),

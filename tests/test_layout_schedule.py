@@ -10,10 +10,18 @@ import numpy as np
 import pytest
 
 import moesys as ms
-from moesys.balance import Homes, plan_layout
+from moesys.balance.homes import Homes
+from moesys.balance.layout_schedule import (
+    InlinePlanner,
+    LayoutSchedule,
+    MissedPlan,
+    PlanRequest,
+    PlanTicket,
+    SolvedPlan,
+)
+from moesys.balance.layouts import plan_layout
 from moesys.config import Greedy
 from moesys.layout import ExpertLayout
-from moesys.layout_schedule import InlinePlanner, LayoutSchedule, MissedPlan, PlanRequest, PlanTicket, SolvedPlan
 from moesys.load import LoadMatrix
 
 MODEL = ms.ModelShape(hidden_size=8, intermediate_size=8, num_experts=6, top_k=2)
@@ -122,7 +130,7 @@ def test_moves_cost_tokens_over_a_plans_life_in_the_unit_of_the_load(
 
     strategy = FSEP.replace(balance=ms.Greedy(move_tokens=100), predictor=predictor, replan_every=replan_every)
     requests = requests_of(strategy)
-    monkeypatch.setattr("moesys.layout_schedule.plan_layout", note)
+    monkeypatch.setattr("moesys.balance.layout_schedule.plan_layout", note)
     for request in requests:
         request.solve()
     assert asked[:3] == move_tokens
@@ -135,7 +143,7 @@ def test_only_a_plan_that_one_rank_makes_for_all_has_a_deadline(monkeypatch: pyt
         deadlines.append(config.deadline_ms)
         return plan_layout(load, cluster, ms.Static(), 3)
 
-    monkeypatch.setattr("moesys.layout_schedule.plan_layout", note)
+    monkeypatch.setattr("moesys.balance.layout_schedule.plan_layout", note)
     [request, *_] = requests_of(FSEP.replace(balance=ms.Greedy(deadline_ms=5.0)))
     assert set(deadlines) == {None}
     deadlines.clear()

@@ -24,7 +24,6 @@ from moesys.lab.commands.explain import explain_command
 from moesys.lab.commands.plan import LoadFile, plan_command
 from moesys.lab.commands.simulate import simulate_command
 from moesys.lab.runs.experiment_files import load_experiment
-from moesys.step import plans_on_device
 
 FSEP = ms.Strategy(name="fsep", sharding=ms.Fsep(slots_per_rank=3))
 OWN = FSEP.replace(name="own", balance=Rotated(step=2, shifts=(1, 2)), split=FirstHolder())
@@ -262,7 +261,7 @@ def test_a_split_is_taken_where_every_token_goes_to_a_holder(routes: list[tuple[
 
 def test_a_split_of_ones_own_is_planned_on_hosts() -> None:
     mega = OWN.replace(overlap=ms.MegaKernel(most_tokens=8))
-    assert (plans_on_device(mega), plans_on_device(mega.replace(split=ms.FlowSplit()))) == (False, True)
+    assert (mega.plans_on_device, mega.replace(split=ms.FlowSplit()).plans_on_device) == (False, True)
 
 
 # --- where it runs ----------------------------------------------------------------------------------------------------

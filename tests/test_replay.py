@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from moesys.balance import plan_layout
+from moesys.balance.layouts import plan_layout
+from moesys.balance.plan import plan_layer
+from moesys.balance.replay import Moment, replay_layer, replay_steps
 from moesys.config import ClusterSpec, FlowSplit, Fsep, Greedy, ModelShape, Oracle, Strategy
 from moesys.config.workload import Generated
 from moesys.load import LoadMatrix
-from moesys.replay import Moment, replay_layer, replay_steps
-from moesys.step import plan_layer
 from moesys.traces import generate
 
 MODEL = ModelShape(hidden_size=16, intermediate_size=8, num_experts=8, top_k=2)

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 import moesys as ms
+from moesys.balance.plan import LayerPlan, StepPlan, plan_layer
+from moesys.balance.row_limits import out_of_rows, why_not
+from moesys.limits import out_of_memory, rank_memory
 from moesys.overlap.row_limit import require_rows
-from moesys.rank_memory import rank_memory
-from moesys.runnable import out_of_memory, out_of_reach, out_of_rows, why_not
-from moesys.step import LayerPlan, StepPlan, plan_layer
 
 MODEL = ms.ModelShape(hidden_size=64, intermediate_size=32, num_experts=8, top_k=2, dtype="bfloat16")
 EP = ms.Strategy(name="ep")
@@ -34,10 +34,10 @@ def plan(cluster: ms.ClusterSpec, strategy: ms.Strategy = MEGA, skewed: bool = F
     ],
 )
 def test_a_mega_kernel_reaches_one_domain(cluster, domains):
-    reason = out_of_reach(MEGA, cluster)
+    reason = MEGA.overlap.out_of_reach(cluster)
     assert bool(reason) == (domains > 1)
     assert reason == "" or f"the {cluster.num_ranks} ranks are in {domains}; use Sequential()" in reason
-    assert out_of_reach(EP, cluster) == ""
+    assert EP.overlap.out_of_reach(cluster) == ""
 
 
 @pytest.mark.parametrize("cap", [1.0, 2.0, 4.0])

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 import moesys as ms
-from moesys.step import StepPlan, simulate
+from moesys.balance.plan import StepPlan
+from moesys.simulator.step_program import simulate
 
 MODEL = ms.ModelShape(hidden_size=8, intermediate_size=4, num_experts=3, top_k=2)
 CLUSTER = ms.ClusterSpec(num_nodes=1, ranks_per_node=2)

@@ -22,7 +22,7 @@ import torch
 import transformers
 from torch import Tensor
 
-from moesys.balance import measured_drift
+from moesys.balance.predictors import measured_drift
 from moesys.config.hub_config import read_config
 from moesys.hf.routing_replay import record_routing
 from moesys.lab.show.steps import steps_told

@@ -33,7 +33,7 @@ class AttentionCase:
 
     @property
     def flops(self) -> int:
-        """Of forward: scores of pairs within the mask, and what they sum (``whole_model.layer_operations``)."""
+        """Of forward: scores of pairs within the mask, and what they sum (``simulator.model.layer_operations``)."""
         return 4 * self.num_heads * self.head_dim * (self.seq_len * (self.seq_len + 1) // 2)
 
     @property

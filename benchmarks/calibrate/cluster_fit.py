@@ -113,13 +113,13 @@ def pass_of_case(case: ExpertCase, of: Pass, cluster: ClusterSpec, dtype: DType)
 
 
 def attention_of_case(case: AttentionCase, cluster: ClusterSpec, backward: bool) -> float:
-    """Seconds of one way, as ``whole_model.rest_seconds`` has them."""
+    """Seconds of one way, as ``simulator.model.rest_seconds`` has them."""
     flops = case.backward_flops if backward else case.flops
     return flops / attention_rate(cluster, backward) + cluster.launch_us * 1e-6
 
 
 def elementwise_of_case(case: ElementwiseCase, cluster: ClusterSpec, dtype: DType, backward: bool) -> float:
-    """Seconds of one way, as ``whole_model.rest_seconds`` has them."""
+    """Seconds of one way, as ``simulator.model.rest_seconds`` has them."""
     element_bytes = BYTES_PER_ELEMENT[dtype]
     num_bytes = case.backward_bytes(element_bytes) if backward else case.forward_bytes(element_bytes)
     return elementwise_seconds(num_bytes, cluster, backward) + case.num_kernels * cluster.launch_us * 1e-6

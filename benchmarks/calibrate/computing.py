@@ -25,7 +25,7 @@ from benchmarks.calibrate.session import Session, pooled
 from moesys.config import ClusterSpec
 from moesys.lab.runs.environment import cpu_name
 from moesys.lab.runs.stopwatch import Spread
-from moesys.whole_model.end_of_step import update_bytes
+from moesys.simulator.model.end_of_step import update_bytes
 
 PARTS = ("launches and memory", "experts", "attention, norms and updates", "fused tiles")
 WAYS = ("forward", "backward")

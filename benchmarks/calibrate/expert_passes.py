@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from moesys.balance import split_tokens
+from moesys.balance.splits import split_tokens
 from moesys.config import ClusterSpec, DType, EvenSplit, ModelShape
 from moesys.kernels.cpu.page_pool import PagePool, Scratch
 from moesys.layout import ExpertLayout

@@ -21,7 +21,7 @@ from moesys.config import ClusterSpec, ModelRun, ModelSpec, Parallelism, Strateg
 from moesys.lab.ranks.torchrun_ranks import Ranks
 from moesys.lab.runs.stopwatch import Spread, repeated_ms
 from moesys.lab.show.sheets import Column
-from moesys.whole_model.simulate_model import simulate_model
+from moesys.simulator.model.simulate_model import simulate_model
 
 VOCABULARY, EXPERTS, TOP_K, HEAD_DIM = 512, 8, 2, 64
 STRATEGY = Strategy(name="ep")

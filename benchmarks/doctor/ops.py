@@ -18,7 +18,7 @@ from benchmarks.kernels.aot import Size
 from benchmarks.kernels.checks import TOLERANCE
 from benchmarks.kernels.drawn_layer import Layer, draw_layer
 from benchmarks.kernels.kernels_contest import TOY
-from moesys.balance import split_tokens
+from moesys.balance.splits import split_tokens
 from moesys.config import ClusterSpec, EvenSplit, FlowSplit, Proportional
 from moesys.config.split import Split
 from moesys.kernels.experts.activation_gradient import activation_gradient, activation_gradient_reference
@@ -41,8 +41,8 @@ from moesys.kernels.routing.topk import topk_by_index
 from moesys.kernels.symmetric.ordered_sum import ordered_sum, ordered_sum_reference
 from moesys.layout import ExpertLayout
 from moesys.load import LoadMatrix
+from moesys.overlap.device_split import device_split
 from moesys.overlap.mega_executor import tokens_by_replica
-from moesys.step import device_split
 
 DTYPE, ACTIVATION = torch.bfloat16, "swiglu"
 # A Qwen3-30B-A3B layer of fewer tokens: references go through it expert by expert.

@@ -14,11 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from moesys.balance.plan import LayerPlan
 from moesys.config import Ep, FlowSplit, Fsep, Greedy, Pipelined, Strategy
 from moesys.hf.routers import routers_of
 from moesys.hf.routing_replay import replay_routing
 from moesys.moe.experts import experts_of
-from moesys.step import LayerPlan
 
 E, K = 8, 2
 LENGTH = 256

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.kernels.aot import Size
-from moesys.balance import split_tokens
+from moesys.balance.splits import split_tokens
 from moesys.config import ClusterSpec, EvenSplit, FlowSplit, MegaKernel
 from moesys.kernels.mega.arguments import MegaMemory
 from moesys.kernels.mega.exchange import most_flags, regions
@@ -22,13 +22,12 @@ from moesys.kernels.symmetric.counts import count_regions
 from moesys.kernels.symmetric.heap import Region
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.load import LoadMatrix
-from moesys.overlap.device_split import PendingPlan
+from moesys.overlap.device_split import PendingPlan, device_split
 from moesys.overlap.held_experts import ExpertGradients, ExpertWeights
 from moesys.overlap.mega_executor import MegaExecutor, replicas_of, tokens_by_replica
 from moesys.overlap.row_limit import RowLimit, room_for_rows
 from moesys.overlap.single_rank import ACTIVATION
 from moesys.overlap.stages import Stages
-from moesys.step import device_split
 
 DIRECTIONS = ("forward", "backward")
 

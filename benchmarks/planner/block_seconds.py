@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Annotated
 
 from benchmarks.planner.seconds import PLANNERS, SETTINGS, TOKENS_PER_RANK, Planner, Setting, simulated_ms
-from moesys.balance import warm_up
 from moesys.balance.blocks import by_blocks
+from moesys.balance.plan import plan_layer
+from moesys.balance.warm_up import warm_up
 from moesys.config import LayoutInvariant, presets
 from moesys.lab.runs.stopwatch import Spread
 from moesys.lab.show.reports import Report, publish
 from moesys.lab.show.sheets import Column, Sheet
 from moesys.lab.show.steps import steps_told
-from moesys.step import plan_layer
 
 # Of each way to shard one that is planned in seconds, and LAER-MoE's.
 CHOSEN = ("laer, even split", "greedy by seconds", "greedy by seconds; experts node by node", "pinned homes")

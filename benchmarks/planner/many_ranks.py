@@ -14,7 +14,8 @@ import numpy as np
 import torch
 
 from benchmarks.planner.peer_eplb import PEER, even_max_over_mean, load_peer, peer_layouts
-from moesys.balance import min_max_load, plan_layouts
+from moesys.balance.flow.max_load import min_max_load
+from moesys.balance.layouts import plan_layouts
 from moesys.config import ClusterSpec, Greedy
 from moesys.config.workload import Generated
 from moesys.lab.runs.stopwatch import Work, repeated_ms

@@ -10,7 +10,9 @@ from typing import Annotated
 import numpy as np
 
 from benchmarks.planner.loads import Sample, Size, zipf_sample
-from moesys.balance import min_max_load, num_moves, plan_layout
+from moesys.balance.flow.max_load import min_max_load
+from moesys.balance.greedy.relabelling import num_moves
+from moesys.balance.layouts import plan_layout
 from moesys.config import Balance, Eplb, Greedy
 from moesys.lab.show.sheets import Column
 from moesys.lab.show.steps import steps_told

@@ -11,6 +11,7 @@ from typing import Annotated
 import numpy as np
 
 from benchmarks.planner.scored_layers import Contender, Score, moments, score_layer
+from moesys.balance.replay import Moment
 from moesys.config import (
     Adaptive,
     Balance,
@@ -33,7 +34,6 @@ from moesys.lab.runs.stopwatch import machine_line
 from moesys.lab.show.reports import Report, publish
 from moesys.lab.show.sheets import Column, Sheet
 from moesys.lab.show.steps import steps_told
-from moesys.replay import Moment
 from moesys.traces import Trace, generate, load_trace
 
 PACKAGES = ("numpy", "numba", "ortools")

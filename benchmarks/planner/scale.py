@@ -16,7 +16,8 @@ from benchmarks.planner.many_ranks import LARGE, TOKENS_PER_RANK, TOP_K, Large, 
 from benchmarks.planner.moves import moves_rows
 from benchmarks.planner.peer_eplb import PEER, Rebalance, even_max_over_mean, load_peer, peer_layouts
 from benchmarks.planner.scored_layers import Contender
-from moesys.balance import min_max_load, plan_layout
+from moesys.balance.flow.max_load import min_max_load
+from moesys.balance.layouts import plan_layout
 from moesys.config import Eplb, EvenSplit, FlowSplit, Greedy, Laer, Last
 from moesys.lab.runs.stopwatch import machine_line, repeated_ms
 from moesys.lab.show.reports import Report, publish

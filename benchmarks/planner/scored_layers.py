@@ -8,13 +8,15 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Annotated
 
-from moesys.balance import min_max_load, num_moves, split_tokens
+from moesys.balance.flow.max_load import min_max_load
+from moesys.balance.greedy.relabelling import num_moves
+from moesys.balance.layout_schedule import PlanRequest, PlanSource, SolvedPlan
+from moesys.balance.replay import Moment, Replayed, replay_layer
+from moesys.balance.splits import split_tokens
 from moesys.config import Balance, ClusterSpec, Eplb, EvenSplit, Fsep, ModelShape, Oracle, Predictor, Split, Strategy
 from moesys.lab.show.sheets import Column
 from moesys.layout import ExpertLayout, TokenPlan
-from moesys.layout_schedule import PlanRequest, PlanSource, SolvedPlan
 from moesys.load import IntArray, LoadMatrix
-from moesys.replay import Moment, Replayed, replay_layer
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
-from moesys.balance import certify_seconds, measured_drift, plan_layout, warm_up
 from moesys.balance.homes import Homes, planned_homes
+from moesys.balance.layouts import plan_layout
+from moesys.balance.plan import LayerPlan, StepPlan, plan_layer
+from moesys.balance.predictors import measured_drift
+from moesys.balance.seconds_certificate import certify_seconds
+from moesys.balance.warm_up import warm_up
 from moesys.config import (
     Balance,
     ClusterSpec,
@@ -43,7 +47,7 @@ from moesys.lab.show.sheets import Column, Sheet
 from moesys.lab.show.steps import steps_told
 from moesys.layout import ExpertLayout
 from moesys.load import LoadMatrix
-from moesys.step import LayerPlan, StepPlan, plan_layer, simulate
+from moesys.simulator.step_program import simulate
 from moesys.traces import generate
 
 TOKENS_PER_RANK = 8192

@@ -17,7 +17,8 @@ from typing import Annotated
 import numpy as np
 
 from benchmarks.planner.seconds import TOKENS_PER_RANK, Planner
-from moesys.balance import warm_up
+from moesys.balance.plan import StepPlan, plan_layer
+from moesys.balance.warm_up import warm_up
 from moesys.config import (
     Balance,
     ClusterSpec,
@@ -40,7 +41,7 @@ from moesys.lab.show.sheets import Column, Sheet
 from moesys.lab.show.steps import steps_told
 from moesys.layout import ExpertLayout
 from moesys.load import LoadMatrix
-from moesys.step import StepPlan, plan_layer, simulate
+from moesys.simulator.step_program import simulate
 from moesys.traces import generate
 
 GREEDY = Planner("greedy", Greedy(), FlowSplit(max_inter_node="seconds"), by_seconds=True)

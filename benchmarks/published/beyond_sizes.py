@@ -37,7 +37,6 @@ from moesys.config import (
 from moesys.config.workload import Generated
 from moesys.cost import roofline_seconds
 from moesys.lab.show.sheets import Sheet
-from moesys.runnable import out_of_reach
 from moesys.simulator.rest_of_step import RestOfStep
 
 TOKENS, SEQUENCE, WARMUP, NUM_LAYERS, SEED = 8_192, 4_096, 5, 3, 0
@@ -122,7 +121,7 @@ def beyond_sizes(
                 for overlap in overlaps
                 if stage != UNIFIED_STAGE or num_ranks <= COMPARED_RANKS or overlap == best[gpu]
             }
-            scenarios = {key: of for key, of in scenarios.items() if not out_of_reach(of.strategy, of.cluster)}
+            scenarios = {key: of for key, of in scenarios.items() if not of.strategy.overlap.out_of_reach(of.cluster)}
             found = simulate(scenarios.values(), (SEED,), f"beyond, {model.name} on {num_ranks} GPUs")
             for gpu in gpus:
                 fastest: dict[str, Sequence[Drawn]] = {}

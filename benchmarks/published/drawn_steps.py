@@ -16,13 +16,13 @@ from multiprocessing import get_context
 import numpy as np
 
 from benchmarks.planner.scored_layers import Contender, layouts_of
+from moesys.balance.layout_schedule import PlanSource
+from moesys.balance.replay import Moment
 from moesys.config import ClusterSpec, ModelShape, Strategy
 from moesys.config.workload import Generated
 from moesys.lab.show.steps import steps_told
 from moesys.layout import TokenPlan
-from moesys.layout_schedule import PlanSource
 from moesys.load import IntArray
-from moesys.replay import Moment
 from moesys.simulator.rest_of_step import RestOfStep
 from moesys.simulator.step_program import run_step
 from moesys.traces import generate

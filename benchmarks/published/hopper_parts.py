@@ -12,12 +12,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from benchmarks.published.claims import Claim
+from moesys.balance.plan import plan_layer
 from moesys.config import ClusterSpec, MegaKernel, ModelShape, Strategy, presets
 from moesys.lab.show.sheets import Sheet
 from moesys.layout import TokenPlan
 from moesys.load import LoadMatrix
 from moesys.simulator.mega.layer_pass import MegaPass, QueuedPass
-from moesys.step import plan_layer
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moesys.balance import split_tokens
+from moesys.balance.layout_schedule import PlanRequest, SolvedPlan
+from moesys.balance.splits import split_tokens
 from moesys.config import ClusterSpec, EvenSplit
 from moesys.layout import ExpertLayout
-from moesys.layout_schedule import PlanRequest, SolvedPlan
 from moesys.load import IntArray, LoadMatrix
 
 MAX_MOVES = 10

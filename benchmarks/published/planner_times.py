@@ -10,7 +10,7 @@ from typing import Annotated
 import numpy as np
 
 from benchmarks.published.laer_figures import PLANNER_MS
-from moesys.balance import plan_layout
+from moesys.balance.layouts import plan_layout
 from moesys.config import Balance, ClusterSpec, Greedy, Laer
 from moesys.lab.runs.stopwatch import interleave, machine_line, wall_ms
 from moesys.lab.show.sheets import Column, Sheet

@@ -18,9 +18,9 @@ from scipy.optimize import least_squares
 from benchmarks.published.throughput_rows import PublishedRow
 from moesys.config import ClusterSpec, Sequential, Strategy
 from moesys.config.model_run import ModelRun
-from moesys.whole_model.model_cost import model_flops_per_token
-from moesys.whole_model.model_step import ModelStep
-from moesys.whole_model.simulate_model import simulate_model
+from moesys.simulator.model.model_cost import model_flops_per_token
+from moesys.simulator.model.model_step import ModelStep
+from moesys.simulator.model.simulate_model import simulate_model
 
 _FUSED = Strategy(name="fused dispatch", overlap=Sequential(node_dispatch="once", combine="per_node"))
 

@@ -26,7 +26,8 @@ from benchmarks.shaped.host_steps import (
     measure,
     measure_pieces,
 )
-from moesys.balance import warm_up
+from moesys.balance.plan import LayerPlan, StepPlan
+from moesys.balance.warm_up import warm_up
 from moesys.config import (
     Balance,
     Ep,
@@ -50,7 +51,7 @@ from moesys.lab.runs.stopwatch import Spread
 from moesys.lab.show.sheets import Column
 from moesys.lab.show.steps import steps_told
 from moesys.lab.slow_links.shaped_links import Delay, ShapedLinks, shaped_links
-from moesys.step import LayerPlan, StepPlan, simulation
+from moesys.simulator.step_program import simulation
 
 MBIT_PER_S = (100.0, 2000.0)
 LATENCY_US = 1000.0

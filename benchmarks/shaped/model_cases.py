@@ -19,7 +19,7 @@ from benchmarks.shaped.calibration import LinkFigures, link_figures, slowest
 from benchmarks.shaped.cases import KEEPING_MEMORY, check_links, share_of_cores
 from benchmarks.shaped.host_models import ModelCase, measure
 from benchmarks.shaped.host_steps import interrupted_ms
-from moesys.balance import warm_up
+from moesys.balance.warm_up import warm_up
 from moesys.config import ClusterSpec
 from moesys.lab.ranks.pool import LocalRanks, RankTimeouts
 from moesys.lab.ranks.torchrun_ranks import Ranks

@@ -28,13 +28,13 @@ from benchmarks.harness.model_steps import LENGTH
 from benchmarks.shaped.cases import links_of
 from benchmarks.shaped.host_models import ModelCase
 from benchmarks.shaped.model_cases import MeasuredCase
+from moesys.balance.plan import LayerPlan
 from moesys.config import ClusterSpec, Parallelism, Strategy
 from moesys.config.model_run import ModelRun
 from moesys.cost import reshard_seconds, restore_seconds
 from moesys.lab.runs.stopwatch import Spread
 from moesys.lab.show.sheets import Column
-from moesys.step import LayerPlan
-from moesys.whole_model.simulate_model import simulate_model
+from moesys.simulator.model.simulate_model import simulate_model
 
 # Of a cluster, how fast a rank computes.
 _RATES = (

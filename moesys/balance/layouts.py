@@ -5,15 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from moesys.balance.baselines.eplb import eplb_layout
-from moesys.balance.baselines.flex_moe import flex_moe_layout
-from moesys.balance.baselines.laer import laer_layout
-from moesys.balance.baselines.static import static_layout
-from moesys.balance.cp_sat.cp_sat import cp_sat_layout
-from moesys.balance.greedy.greedy import greedy_layout
 from moesys.balance.own_planners import own_layout
 from moesys.balance.planning_problem import PlanningProblem
-from moesys.balance.quotas import plan_quotas
 from moesys.config import (
     Balance,
     ClusterSpec,
@@ -61,20 +54,35 @@ def plan_layout(
     does a planner of one's own that raises, or returns what is no layout for these ranks and slots.
     """
     problem = PlanningProblem.of_layout(load, cluster, slots_per_rank, model, previous, strategy, units_per_token)
+    # A planner is imported when it is named: some of them load compilers and solvers.
     match config:
         case Static():
+            from moesys.balance.baselines.static import static_layout
+
             return static_layout(problem, config)
         case Eplb():
+            from moesys.balance.baselines.eplb import eplb_layout
+
             return eplb_layout(problem, config)
         case Laer():
+            from moesys.balance.baselines.laer import laer_layout
+
             return laer_layout(problem, config)
         case FlexMoe():
+            from moesys.balance.baselines.flex_moe import flex_moe_layout
+
             return flex_moe_layout(problem, config)
         case Greedy():
+            from moesys.balance.greedy.greedy import greedy_layout
+
             return greedy_layout(problem, config)
         case CpSat():
+            from moesys.balance.cp_sat.cp_sat import cp_sat_layout
+
             return cp_sat_layout(problem, config)
         case MoonEp() | Llep() | UltraEp() | FasterMoe():
+            from moesys.balance.quotas import plan_quotas
+
             return plan_quotas(problem, config).layout
         case _:
             return own_layout(problem, config)

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from moesys.balance.baselines.even_split import even_split
-from moesys.balance.baselines.proportional_split import proportional_split
-from moesys.balance.flow.flow_split import flow_split
 from moesys.balance.own_planners import own_split
 from moesys.balance.planning_problem import PlanningProblem
 from moesys.config import ClusterSpec, EvenSplit, FlowSplit, ModelShape, Overlap, Proportional, Quotas, Split
@@ -32,12 +29,19 @@ def split_tokens(
     model, for ``Quotas``, and where a split of one's own raises, or returns what does not send every token to a holder.
     """
     problem = PlanningProblem.of_split(load, layout, cluster, turn, model, overlap)
+    # A split is imported when it is named, because some of them load numba.
     match config:
         case EvenSplit():
+            from moesys.balance.baselines.even_split import even_split
+
             return even_split(problem, config)
         case Proportional():
+            from moesys.balance.baselines.proportional_split import proportional_split
+
             return proportional_split(problem, config)
         case FlowSplit():
+            from moesys.balance.flow.flow_split import flow_split
+
             return flow_split(problem, config)
         case Quotas():
             raise ValueError(

@@ -7,6 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from moesys.config.base import Declared
+from moesys.config.cluster import ClusterSpec
 
 
 class _Messages(Declared):
@@ -31,6 +32,10 @@ class _Messages(Declared):
                 "experts at once; use node_dispatch='once', or combine='ordered'"
             )
         return self
+
+    def out_of_reach(self, cluster: ClusterSpec) -> str:
+        """Returns "": messages reach every rank."""
+        return ""
 
     def crosses_once(self, num_nodes: int) -> bool:
         """Returns whether a token crosses to each of ``num_nodes`` once; from the only one there is none."""
@@ -109,6 +114,19 @@ class MegaKernel(Declared):
     def tensors_pulled(self, backward: bool) -> int:
         """Returns of how many tensors a direction pulls rows: of x or dy, and of x again where it was not kept."""
         return 2 if backward and not self.keep_x else 1
+
+    def out_of_reach(self, cluster: ClusterSpec) -> str:
+        """Returns why it cannot run on several domains, or "". It reads and writes its peers' memory, as the fastest
+        links let it; its kernels are not written for NICs that could do the same between nodes.
+        """
+        domains = len(cluster.domain_sizes)
+        if domains == 1:
+            return ""
+        return (
+            f"overlap=MegaKernel() reaches the ranks of one domain of the fastest links, and the {cluster.num_ranks} "
+            f"ranks are in {domains}; use Sequential() or Pipelined(), or ranks_per_domain={cluster.num_ranks} where "
+            "NVLink joins them all"
+        )
 
     def crosses_once(self, num_nodes: int) -> bool:
         """Returns False: ranks pull rows from wherever they are."""

@@ -26,6 +26,11 @@ class Split(Member):
         """
         raise NotImplementedError(f"{type(self).__name__}() is planned for by ms.split_tokens")
 
+    @property
+    def on_device(self) -> bool:
+        """Whether a device can make it from counts that the host has not read (``overlap.device_split``)."""
+        return False
+
 
 class RecordedSplit(Split):
     """A class of somebody's own as a record names it, whose code is not here."""
@@ -44,11 +49,19 @@ class EvenSplit(Split):
 
     kind: Literal["even"] = "even"
 
+    @property
+    def on_device(self) -> bool:
+        return True
+
 
 class Proportional(Split):
     """Over all replicas, in proportion to the room that the other experts leave on their ranks."""
 
     kind: Literal["proportional"] = "proportional"
+
+    @property
+    def on_device(self) -> bool:
+        return True
 
 
 class FlowSplit(Split):
@@ -61,6 +74,10 @@ class FlowSplit(Split):
         description="share of the routed tokens that may leave their node, before balance; None: any; seconds: what "
         "takes a step the fewest",
     )
+
+    @property
+    def on_device(self) -> bool:
+        return self.traffic == "fast" and self.max_inter_node is None
 
 
 class Quotas(Split):

@@ -127,6 +127,25 @@ class Strategy(Declared):
         """Whether experts are chosen on a micro-batch's own counts, so that some travel only when these are known."""
         return self.lag == 0 or self.late_slots > 0
 
+    @property
+    def plans_on_device(self) -> bool:
+        """Whether ranks plan without a host that waits: ``most_tokens`` is declared, and devices make the split."""
+        overlap = self.overlap
+        return isinstance(overlap, MegaKernel) and overlap.most_tokens is not None and self.split.on_device
+
+    def routes_on_device(self, num_nodes: int) -> bool:
+        """Whether devices can plan and route rows that travel as messages: they make the split, the layout does not
+        follow from the counts, and rows go to their experts at once.
+        """
+        overlap = self.overlap
+        return (
+            not isinstance(overlap, MegaKernel)
+            and not overlap.crosses_once(num_nodes)
+            and self.split.on_device
+            and not self.plans_on_counts
+            and not isinstance(self.reduction, LayoutInvariant)
+        )
+
     def early_slots(self, model: ModelShape, cluster: ClusterSpec) -> tuple[int, ...]:
         """Slots of each rank, [R], that are filled before the counts are known: all but ``late_slots``. A rank without
         slots has no late ones either. Checked as ``slots``.

@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moesys.balance.layout_schedule import LayoutSchedule
 from moesys.config import ClusterSpec, Ep, Fsep, LayoutInvariant, MegaKernel, ModelShape, Sharding, Strategy
 from moesys.layout import ExpertLayout
-from moesys.layout_schedule import LayoutSchedule
 from moesys.moe.expert_form import ExpertForm
 from moesys.moe.kept_casts import KeptCasts
 from moesys.moe.masters import Masters

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from moesys.balance import Homes
+from moesys.balance.homes import Homes
+from moesys.balance.layout_schedule import InlinePlanner, LayoutSchedule, PlanSource
+from moesys.balance.plan import LayerPlan
 from moesys.config import ClusterSpec, LayoutInvariant, ModelShape, Strategy
 from moesys.kernels.launch import on_its_device
-from moesys.layout_schedule import InlinePlanner, LayoutSchedule, PlanSource
 from moesys.moe.arguments import check_inputs, check_kinds, declaration, require_module
 from moesys.moe.call import LayerCall
 from moesys.moe.expert_parameters import DTYPES
@@ -37,8 +38,6 @@ from moesys.overlap.comm.record import Meter, Recorder
 from moesys.overlap.expert_compute import ExpertCompute
 from moesys.overlap.experts_cpu import CpuExperts
 from moesys.overlap.experts_on_device import OURS, experts_on_device
-from moesys.runnable import out_of_reach
-from moesys.step import LayerPlan
 from moesys.torch_private import ends_recomputation, unscale_beside_dtensors, unseen_by_selective_checkpoints
 
 STATE_TIMEOUT_S = 600.0
@@ -100,7 +99,7 @@ class Experts(nn.Module):
                 f"cluster has {self.cluster.num_ranks} ranks but the group has {num_ranks}; "
                 "declare the nodes of exactly the ranks that share the experts"
             )
-        if reason := out_of_reach(strategy, self.cluster):
+        if reason := strategy.overlap.out_of_reach(self.cluster):
             raise ValueError(f"strategy {strategy.name!r}: {reason}")
         self.shape, self.strategy, self.layer_index = shape, strategy, layer_index
         self.identity = Identity(layer_index, declaration(shape, strategy, self.cluster, None if outside else seed))

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from moesys.balance import Homes
+from moesys.balance.homes import Homes
 from moesys.config import Ep
 from moesys.load import IntArray, LoadMatrix
 from moesys.moe.agreement import agreed

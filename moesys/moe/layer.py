@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from moesys.balance.plan import LayerPlan
 from moesys.config import ClusterSpec, LayoutInvariant, ModelShape, Strategy
 from moesys.moe.arguments import check_tokens
 from moesys.moe.expert_parameters import DTYPES, initial_generator
@@ -18,7 +19,6 @@ from moesys.moe.shared import SharedExperts
 from moesys.moe.state import join_state, split_state
 from moesys.moe.token_blocks import TokenBlocks
 from moesys.overlap.experts_cpu import CpuExperts
-from moesys.step import LayerPlan
 
 
 class MoELayer(nn.Module):

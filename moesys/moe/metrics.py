@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moesys.balance.plan import LayerPlan
 from moesys.load import IntArray
 from moesys.moe.unread_plans import UnreadPlan
 from moesys.overlap.comm.record import Meter
-from moesys.step import LayerPlan
 
 
 @dataclass(frozen=True)

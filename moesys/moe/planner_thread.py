@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moesys.balance.layout_schedule import PlanRequest
 from moesys.layout import ExpertLayout
-from moesys.layout_schedule import PlanRequest
 from moesys.overlap.comm.background import BackgroundThread
 from moesys.overlap.comm.channel import Channel
 

@@ -22,10 +22,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from moesys.balance.layout_schedule import LayoutSchedule
+from moesys.balance.plan import LayerPlan, plan_layer
 from moesys.config import ClusterSpec, LayoutInvariant, MegaKernel, ModelShape, Pipelined, Sequential, Strategy
 from moesys.kernels.host_copies import HostCopy, to_device
 from moesys.layout import ExpertLayout
-from moesys.layout_schedule import LayoutSchedule
 from moesys.load import LoadMatrix
 from moesys.moe.agreement import agreed
 from moesys.moe.lookahead import Lookahead
@@ -41,7 +42,6 @@ from moesys.overlap.expert_compute import ExpertCompute
 from moesys.overlap.node_routes import build_node_routes, gates_of
 from moesys.overlap.routes import build_routes, chunk_counts, no_expert, rows_by_chunk
 from moesys.schedule import num_chunks
-from moesys.step import LayerPlan, device_split, plan_layer, plans_on_device, routes_on_device
 
 if TYPE_CHECKING:
     from moesys.kernels.mega.exchange import Replicas
@@ -289,7 +289,7 @@ class DevicePlanner(Planner):
 
 @dataclass
 class MegaPlanner(DevicePlanner):
-    """Counts travel, and the plan is made, in the forward of a MegaKernel, as ``plans_on_device`` allows."""
+    """Counts travel, and the plan is made, in the forward of a MegaKernel, as ``Strategy.plans_on_device`` allows."""
 
     def __post_init__(self) -> None:
         # Tables of the newest layout, on the device since it was settled.
@@ -297,6 +297,7 @@ class MegaPlanner(DevicePlanner):
 
     def _launch(self, batch: MicroBatch, layout: ExpertLayout, turn: int) -> _Launched:
         # Here, so that Triton is loaded only where it runs.
+        from moesys.overlap.device_split import device_split
         from moesys.overlap.mega_executor import plan_mega_later, replicas_of
 
         overlap, expert_TK, channel = self.strategy.overlap, batch.expert_TK, self.channel
@@ -316,7 +317,8 @@ class MegaPlanner(DevicePlanner):
 
 @dataclass
 class ChunkPlanner(DevicePlanner):
-    """Counts travel as a message of the group's, and devices make plan and routes, as ``routes_on_device`` allows.
+    """Counts travel as a message of the group, and devices make plan and routes (``Strategy.routes_on_device``).
+
     Where ``compute`` must know rows on the host, ``counting`` plans.
     """
 
@@ -333,6 +335,7 @@ class ChunkPlanner(DevicePlanner):
     def _launch(self, batch: MicroBatch, layout: ExpertLayout, turn: int) -> _Launched:
         # Here, so that Triton is loaded only where it runs.
         from moesys.overlap.device_routes import chunk_numbers, own_replicas, route_on_device
+        from moesys.overlap.device_split import device_split
 
         overlap, channel, expert_TK = self.strategy.overlap, self.channel, batch.expert_TK
         chunks = num_chunks(overlap)
@@ -359,10 +362,10 @@ def planner_of(
 ) -> Planner:
     """Returns the planner of one layer on one of the ranks of ``cluster``."""
     parts = (strategy, shape, cluster, schedule, shards, channel)
-    planner = MegaPlanner(*parts) if plans_on_device(strategy) else HostPlanner(*parts)
+    planner = MegaPlanner(*parts) if strategy.plans_on_device else HostPlanner(*parts)
     if cluster.num_ranks == 1:
         return AlonePlanner(*parts, planner)
-    return ChunkPlanner(*parts, planner) if routes_on_device(strategy, channel.num_nodes) else planner
+    return ChunkPlanner(*parts, planner) if strategy.routes_on_device(channel.num_nodes) else planner
 
 
 def _commit(schedules: Sequence[LayoutSchedule], votes_RN: Tensor) -> None:

@@ -18,8 +18,8 @@ from functools import partial
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from moesys.balance.layout_schedule import PlanEvent
 from moesys.collectives import ALIKE, RankMismatchError, guarded
-from moesys.layout_schedule import PlanEvent
 from moesys.moe.call import LayerCall, Neighbours
 from moesys.moe.expert_store import ExpertStore
 from moesys.moe.experts import Experts, experts_of

@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from moesys.balance import Homes
+from moesys.balance.homes import Homes
+from moesys.balance.plan import LayerPlan, plan_layer
 from moesys.config import ClusterSpec, ModelShape, Strategy
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.load import LoadMatrix
-from moesys.step import LayerPlan, plan_layer
 
 if TYPE_CHECKING:
     from moesys.overlap.device_routes import RoutedPlan

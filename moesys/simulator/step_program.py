@@ -26,6 +26,7 @@ from typing import Literal, assert_never
 
 import numpy as np
 
+from moesys.balance.plan import StepPlan
 from moesys.config import ClusterSpec, Fsep, MegaKernel, ModelShape, Strategy
 from moesys.cost import (
     ExpertPass,
@@ -398,3 +399,29 @@ class _Step:
     def simulation(self) -> Simulation:
         timeline = Timeline.of_blocks(self.lanes.blocks())
         return Simulation(self.cluster, timeline, *self.after_forward, self.lanes)
+
+
+def simulate(step_plan: StepPlan, *, other_seconds: float = 0.0, latency_seconds: float = 0.0) -> Timeline:
+    """Returns the timeline of ``simulation`` for one micro-batch.
+
+    ``other_seconds``: the forward time of the rest of a layer; ``latency_seconds``: the least time of an all-to-all.
+    """
+    return simulation([step_plan], RestOfStep(other_seconds=other_seconds, latency_seconds=latency_seconds)).timeline
+
+
+def simulation(micro_batches: Sequence[StepPlan], rest: RestOfStep | None = None) -> Simulation:
+    """Simulates a step of these micro-batches on their cluster: returns its timeline and its critical path. The
+    docstring of this module says what the cost model knows.
+
+    Raises ValueError for micro-batches of different strategies, models or clusters, and for none.
+    """
+    if not micro_batches:
+        raise ValueError("micro_batches is empty; a step has at least one")
+    first = micro_batches[0]
+    for index, other in enumerate(micro_batches):
+        if (other.strategy, other.model, other.cluster) != (first.strategy, first.model, first.cluster):
+            raise ValueError(
+                f"micro_batches[{index}] has another strategy, model or cluster than the first; a step has one of each"
+            )
+    plans = [[plan.tokens for plan in step_plan.layers] for step_plan in micro_batches]
+    return run_step(first.strategy, first.model, first.cluster, plans, rest)

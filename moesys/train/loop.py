@@ -19,13 +19,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from moesys.balance.plan import LayerPlan
 from moesys.collectives import guarded
 from moesys.config import ClusterSpec, ModelShape, Strategy
 from moesys.config.workload import ModelTraining, Training
 from moesys.load import IntArray
 from moesys.moe.gradients import clip_grad_norm_, update_router_bias
 from moesys.moe.runtime import MoERuntime
-from moesys.step import LayerPlan
 from moesys.train.byte_learner import ByteLearner
 from moesys.train.device import device_of
 from moesys.train.learner import Learner

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from moesys.balance.certificate import greatest_bound
+from moesys.balance.plan import LayerPlan
 from moesys.config import Fsep, MegaKernel, Strategy
 from moesys.cost import (
     GRADIENT_BYTES,
@@ -26,7 +27,6 @@ from moesys.cost import (
 )
 from moesys.load import LoadMatrix
 from moesys.row_traffic import row_traffic
-from moesys.step import LayerPlan
 from moesys.tuner.setting import Setting
 from moesys.tuner.workload import Step, layers_of
 

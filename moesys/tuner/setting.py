@@ -22,7 +22,7 @@ from moesys.config import (
     Static,
     Strategy,
 )
-from moesys.runnable import out_of_memory, out_of_reach
+from moesys.limits import out_of_memory
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,8 @@ class Setting:
         return out_of_memory(strategy, self.model, self.cluster, num_layers, tokens_per_rank, recompute=self.recompute)
 
     def out_of_reach(self, strategy: Strategy) -> str:
-        """As ``runnable.out_of_reach``."""
-        return out_of_reach(strategy, self.cluster)
+        """Returns why the overlap does not reach all ranks, or ""."""
+        return strategy.overlap.out_of_reach(self.cluster)
 
     def point(
         self,

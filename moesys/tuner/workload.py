@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from moesys.balance.plan import LayerPlan, StepPlan
 from moesys.config import ClusterSpec, Fsep, ModelShape, Sequential, Strategy
 from moesys.load import LoadMatrix
-from moesys.step import LayerPlan, StepPlan
 
 # Plans of so many bytes are remembered, those used last.
 MOST_BYTES = 2**30

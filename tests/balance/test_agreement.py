@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from balance_cases import zipf_load
 
-from moesys.balance import plan_layout, plan_layouts, split_tokens
+from moesys.balance.layouts import plan_layout, plan_layouts
+from moesys.balance.splits import split_tokens
 from moesys.config import ClusterSpec, CpSat, Eplb, FlexMoe, FlowSplit, Greedy, Laer, Static
 from moesys.load import LoadMatrix
 

@@ -7,9 +7,9 @@ import pytest
 from balance_cases import instances, zipf_load
 from hypothesis import given, settings
 
-from moesys.balance import plan_layout
 from moesys.balance.baselines.eplb import heaviest_replicated
 from moesys.balance.baselines.laer import BYTES_PER_TOKEN, laer_seconds, proportional_replicas
+from moesys.balance.layouts import plan_layout
 from moesys.balance.planning_problem import PlanningProblem
 from moesys.config import ClusterSpec, Ep, Eplb, Greedy, Laer, ModelShape, Static, Strategy
 from moesys.layout import EMPTY, ExpertLayout

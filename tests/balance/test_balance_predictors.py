@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moesys.balance import LoadHistory, window
+from moesys.balance.predictors import LoadHistory, window
 from moesys.config import Adaptive, Ema, Last, Oracle, WindowMean
 from moesys.load import LoadMatrix
 

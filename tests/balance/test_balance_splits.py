@@ -9,7 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import LinearConstraint, milp
 
-from moesys.balance import min_max_load, plan_layout, split_tokens
+from moesys.balance.flow.max_load import min_max_load
+from moesys.balance.layouts import plan_layout
+from moesys.balance.splits import split_tokens
 from moesys.config import ClusterSpec, Eplb, EvenSplit, FlowSplit, Greedy, Laer, Proportional
 from moesys.layout import ExpertLayout, TokenPlan
 from moesys.load import LoadMatrix

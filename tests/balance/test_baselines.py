@@ -9,7 +9,7 @@ from balance_cases import instances, layouts, zipf_load
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from moesys.balance import plan_layout
+from moesys.balance.layouts import plan_layout
 from moesys.config import ClusterSpec, Eplb, FlexMoe, Static
 from moesys.layout import ExpertLayout
 from moesys.load import LoadMatrix

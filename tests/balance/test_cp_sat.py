@@ -7,9 +7,11 @@ import pytest
 from balance_cases import instances, zipf_load
 from hypothesis import given, settings
 
-from moesys.balance import min_max_load, plan_layout, split_tokens
 from moesys.balance.cp_sat.cp_sat import solve_cp_sat
+from moesys.balance.flow.max_load import min_max_load
+from moesys.balance.layouts import plan_layout
 from moesys.balance.planning_problem import PlanningProblem
+from moesys.balance.splits import split_tokens
 from moesys.config import ClusterSpec, CpSat, FlowSplit, Greedy
 from moesys.layout import ExpertLayout
 from moesys.load import LoadMatrix

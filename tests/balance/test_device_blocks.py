@@ -13,8 +13,8 @@ import moesys as ms
 from moesys.balance.blocks import by_blocks
 from moesys.kernels.split.blocks import split_by_blocks
 from moesys.layout import TokenPlan
+from moesys.overlap.device_split import split_tables
 from moesys.overlap.mega_executor import tokens_by_replica
-from moesys.step import split_tables
 
 
 def assert_is_the_hosts(plan: TokenPlan, block_rows: int) -> None:

@@ -10,14 +10,16 @@ from flow_reference import split_reference
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moesys.balance import min_max_load, plan_layout, split_tokens
+from moesys.balance.flow.max_load import min_max_load
+from moesys.balance.layouts import plan_layout
+from moesys.balance.splits import split_tokens
 from moesys.config import ClusterSpec, Eplb, EvenSplit, FlowSplit, Greedy, Laer, Proportional
 from moesys.kernels.split.flow import split
 from moesys.kernels.split.tables import entries_of
 from moesys.layout import EMPTY, ExpertLayout, TokenPlan
 from moesys.load import LoadMatrix
+from moesys.overlap.device_split import device_split, split_tables
 from moesys.overlap.mega_executor import tokens_by_replica
-from moesys.step import device_split, split_on_device, split_tables
 
 TWO_NODES = ClusterSpec(num_nodes=2, ranks_per_node=2)
 
@@ -228,6 +230,6 @@ def test_rooms_whose_products_do_not_fit_lose_the_hosts_bits():
 
 
 def test_what_devices_cannot_split_is_known():
-    assert all(split_on_device(config) for config in (EvenSplit(), Proportional(), FlowSplit()))
+    assert all(config.on_device for config in (EvenSplit(), Proportional(), FlowSplit()))
     for config in (FlowSplit(traffic="exact"), FlowSplit(max_inter_node=0.5)):
-        assert not split_on_device(config)
+        assert not config.on_device

@@ -9,10 +9,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linear_sum_assignment
 
-from moesys.balance import min_max_load, plan_layout, split_tokens
+from moesys.balance.flow.max_load import min_max_load
 from moesys.balance.greedy.greedy import _Planner
 from moesys.balance.greedy.relabelling import num_moves, relabelled, relabelled_inside
+from moesys.balance.layouts import plan_layout
 from moesys.balance.planning_problem import PlanningProblem
+from moesys.balance.splits import split_tokens
 from moesys.config import ClusterSpec, Eplb, FlowSplit, Greedy, Static
 from moesys.layout import EMPTY, ExpertLayout
 from moesys.load import LoadMatrix

@@ -11,7 +11,10 @@ from balance_cases import instances
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moesys.balance import fill_late_slots, min_max_load, plan_layout, split_tokens
+from moesys.balance.flow.max_load import min_max_load
+from moesys.balance.late_slots import fill_late_slots
+from moesys.balance.layouts import plan_layout
+from moesys.balance.splits import split_tokens
 from moesys.config import ClusterSpec, Ep, Eplb, FlowSplit, Fsep, Greedy, ModelShape
 from moesys.cost import expert_seconds, restore_bytes, transfer_seconds
 from moesys.layout import EMPTY, ExpertLayout

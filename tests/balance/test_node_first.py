@@ -9,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import moesys as ms
-from moesys.balance import plan_layout
 from moesys.balance.greedy.node_first import deal_to_nodes, level
+from moesys.balance.layouts import plan_layout
+from moesys.balance.plan import StepPlan, plan_layer
 from moesys.config import presets
 from moesys.load import LoadMatrix
-from moesys.step import StepPlan, plan_layer, simulate
+from moesys.simulator.step_program import simulate
 from moesys.traces import generate
 
 SMALL = ms.ModelShape(hidden_size=8, intermediate_size=4, num_experts=1, top_k=1)

@@ -8,10 +8,13 @@ import quota_planners
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from moesys.balance import PlanningProblem, plan_layout, plan_quotas, split_tokens
+from moesys.balance.layouts import plan_layout
+from moesys.balance.plan import plan_layer
+from moesys.balance.planning_problem import PlanningProblem
+from moesys.balance.quotas import plan_quotas
+from moesys.balance.splits import split_tokens
 from moesys.config import ClusterSpec, Ep, FasterMoe, Llep, ModelShape, MoonEp, Quotas, Strategy, UltraEp
 from moesys.load import LoadMatrix
-from moesys.step import plan_layer
 
 
 @st.composite

@@ -7,11 +7,14 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from benchmarks.planner.loads import SIZES, zipf_sample
-from moesys.balance import min_max_load, num_moves, plan_layout, split_tokens
+from moesys.balance.flow.max_load import min_max_load
 from moesys.balance.flow.min_max_flow import min_max_flow, new_flow
 from moesys.balance.flow.replica_table import list_replicas
 from moesys.balance.greedy.local_search import MoveConstraints, local_search
+from moesys.balance.greedy.relabelling import num_moves
 from moesys.balance.greedy.robust_cost import NO_LIMIT, Scenarios
+from moesys.balance.layouts import plan_layout
+from moesys.balance.splits import split_tokens
 from moesys.config import ClusterSpec, Eplb, FlowSplit, Greedy, Static
 from moesys.layout import EMPTY, ExpertLayout
 from moesys.load import LoadMatrix

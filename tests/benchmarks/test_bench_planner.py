@@ -15,7 +15,11 @@ from benchmarks.planner import many_ranks as large
 from benchmarks.planner import planner_contest as contest
 from benchmarks.planner import seconds as by_seconds
 from benchmarks.planner.scored_layers import Contender, moments, score_layer
-from moesys.balance import LoadHistory, num_moves, plan_layout, split_tokens
+from moesys.balance.greedy.relabelling import num_moves
+from moesys.balance.layouts import plan_layout
+from moesys.balance.predictors import LoadHistory
+from moesys.balance.replay import Moment
+from moesys.balance.splits import split_tokens
 from moesys.config import (
     ClusterSpec,
     Ema,
@@ -35,7 +39,6 @@ from moesys.config.workload import Generated
 from moesys.lab.show.sheets import Sheet, terminal_table
 from moesys.layout import ExpertLayout
 from moesys.load import LoadMatrix
-from moesys.replay import Moment
 from moesys.traces import Trace, generate, save_trace
 
 CLUSTER = ClusterSpec(num_nodes=2, ranks_per_node=4)

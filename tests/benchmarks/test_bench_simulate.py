@@ -6,7 +6,7 @@ from typer.testing import CliRunner
 
 from benchmarks import simulator_speed as bench
 from benchmarks.__main__ import app
-from moesys.step import simulation
+from moesys.simulator.step_program import simulation
 
 
 def test_the_bench_times_what_it_says(tmp_path, monkeypatch):

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks.board import recording
 from benchmarks.board.workloads import GENERATED, SCORED, WARM_UP, Recorded, recorded_here
-from moesys.balance import measured_drift
+from moesys.balance.predictors import measured_drift
 from moesys.config import ClusterSpec, ModelShape
 from moesys.load import LoadMatrix
 from moesys.traces import Trace

@@ -26,7 +26,7 @@ from benchmarks.calibrate.windows import Effort
 from benchmarks.kernels.aot import Size
 from moesys.config import ClusterSpec, DenseMlp, Gqa, LayerSpec, ModelShape, ModelSpec
 from moesys.lab.ranks.pool import LocalRanks
-from moesys.whole_model.model_cost import count_model
+from moesys.simulator.model.model_cost import count_model
 
 QUICK = Effort(repeats=2, window_s=0.001)
 MODEL = ModelCase(64, 32, 1, 2, 8, 2)

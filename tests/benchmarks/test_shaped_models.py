@@ -27,7 +27,7 @@ from moesys.lab.runs.stopwatch import machine_line
 from moesys.lab.show.reports import to_json, to_markdown
 from moesys.lab.slow_links import namespaces
 from moesys.lab.slow_links.processor_shares import lacks_shares
-from moesys.whole_model.drawn_plans import drawn_plans
+from moesys.simulator.model.drawn_plans import drawn_plans
 
 LACKS = namespaces.lacks()
 CASE = ModelCase("qwen3-moe", "skewed", 2, 200.0, 4)

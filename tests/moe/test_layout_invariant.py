@@ -11,8 +11,8 @@ from layout_mutants import COMMON_MUTANTS, KERNEL_MUTANTS, MUTANTS
 from torch import Tensor
 
 import moesys as ms
+from moesys.balance.layout_schedule import PlanEvent
 from moesys.lab.ranks.pool import LocalRanks
-from moesys.layout_schedule import PlanEvent
 from moesys.moe.expert_parameters import DTYPES
 from moesys.moe.routed_experts import _in_dtypes
 from moesys.overlap.experts_triton import TritonExperts

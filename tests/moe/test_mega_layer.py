@@ -16,7 +16,6 @@ from test_bits import assert_same_bits
 import moesys as ms
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.overlap.experts_triton import TritonExperts
-from moesys.runnable import out_of_reach
 
 FSEP = ms.Strategy(name="fsep", sharding=ms.Fsep(slots_per_rank=3), balance=ms.Greedy(), split=ms.FlowSplit())
 SHAPE = ms.ModelShape(hidden_size=20, intermediate_size=12, num_experts=5, top_k=2, dtype="bfloat16")
@@ -53,7 +52,7 @@ def refused_over_nodes() -> str:
 
 
 def test_a_layer_over_several_domains_is_refused_in_the_words_of_simulations(ranks: LocalRanks) -> None:
-    assert ranks.run(refused_over_nodes, num_ranks=2) == [f"strategy 'mega': {out_of_reach(MEGA, NODES)}"] * 2
+    assert ranks.run(refused_over_nodes, num_ranks=2) == [f"strategy 'mega': {MEGA.overlap.out_of_reach(NODES)}"] * 2
 
 
 def test_ranks_without_an_expert(ranks: LocalRanks) -> None:

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import moesys as ms
+from moesys.balance.layout_schedule import PlanRequest, SolvedPlan
 from moesys.lab.ranks.outcomes import RankError
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.layout import ExpertLayout
-from moesys.layout_schedule import PlanRequest, SolvedPlan
 from moesys.moe import runtime as module
 
 SHAPE = ms.ModelShape(hidden_size=24, intermediate_size=16, num_experts=6, top_k=2)

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 import moesys as ms
+from moesys.balance.layout_schedule import PlanEvent
 from moesys.lab.ranks.pool import LocalRanks
-from moesys.layout_schedule import PlanEvent
 from moesys.step_lines import StepLine, read_spans, read_steps
 
 H, NUM_RANKS, MICRO_BATCHES = 16, 2, 3

@@ -2,8 +2,8 @@
 
 import numpy as np
 
+from moesys.balance.layout_schedule import PlanRequest, SolvedPlan
 from moesys.layout import ExpertLayout
-from moesys.layout_schedule import PlanRequest, SolvedPlan
 
 
 class ShufflingPlanner:

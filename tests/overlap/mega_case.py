@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import moesys as ms
+from moesys.balance.splits import split_tokens
 from moesys.kernels.cpu.page_pool import PagePool
 from moesys.kernels.experts.experts import ExpertMatrices, experts_backward, experts_forward
 from moesys.kernels.experts.tile_tuner import ShapeClass, blocks_of
@@ -21,12 +22,12 @@ from moesys.load import LoadMatrix
 from moesys.overlap.chunked import ChunkedExecutor
 from moesys.overlap.comm.channel import Channel
 from moesys.overlap.comm.record import Meter, Recorder
+from moesys.overlap.device_split import device_split
 from moesys.overlap.executor import Saved
 from moesys.overlap.experts_triton import ACTIVATION, TritonExperts
 from moesys.overlap.held_experts import ExpertGradients, ExpertWeights
 from moesys.overlap.mega_executor import MegaExecutor, MegaHome, plan_mega, plan_mega_later, replicas_of
 from moesys.overlap.routes import build_routes, held_experts
-from moesys.step import device_split, split_tokens
 
 CPU = torch.device("cpu")
 TIMEOUT_S = 60.0

@@ -14,6 +14,7 @@ from launches import launches
 from torch import Tensor
 
 import moesys as ms
+from moesys.balance.plan import plan_layer
 from moesys.kernels.host_copies import HostCopy
 from moesys.kernels.routing.routing import route
 from moesys.layout import ExpertLayout
@@ -21,8 +22,8 @@ from moesys.load import LoadMatrix
 from moesys.overlap.comm.frames import NO_LAYER, Identity, Position, header
 from moesys.overlap.comm.record import Meter
 from moesys.overlap.device_routes import PendingRoutes, chunk_numbers, own_replicas, route_on_device
+from moesys.overlap.device_split import device_split
 from moesys.overlap.routes import build_routes, chunk_counts
-from moesys.step import device_split, plan_layer
 
 SPLITS = (ms.FlowSplit(), ms.EvenSplit(), ms.Proportional())
 

@@ -23,6 +23,7 @@ from tuner_cases import (
     setting_of,
 )
 
+from moesys.balance.plan import StepPlan, plan_layer
 from moesys.config import (
     ClusterSpec,
     CpSat,
@@ -38,7 +39,7 @@ from moesys.config import (
     Strategy,
 )
 from moesys.load import LoadMatrix
-from moesys.step import StepPlan, plan_layer, simulation
+from moesys.simulator.step_program import simulation
 from moesys.tuner.bounds import load_bound_ms, plan_bound_ms
 from moesys.tuner.costs import ladder
 from moesys.tuner.search import Search, SearchResult

@@ -5,7 +5,7 @@ from __future__ import annotations
 from moesys.config import ClusterSpec, ModelShape, Strategy, WindowMean
 from moesys.config.workload import Generated
 from moesys.lab.runs.tuning import SimulatedWorkload
-from moesys.rank_memory import RankMemory, rank_memory
+from moesys.limits import RankMemory, rank_memory
 from moesys.tuner.costs import Costs, ladder
 from moesys.tuner.journal import Entry, Journal
 from moesys.tuner.setting import Setting

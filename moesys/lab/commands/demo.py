@@ -18,6 +18,8 @@ import os
 import sys
 from pathlib import Path
 
+from moesys.balance.plan import StepPlan
+from moesys.balance.replay import replay_steps
 from moesys.config import (
     Ep,
     FlowSplit,
@@ -41,8 +43,7 @@ from moesys.lab.runs.runner import Interrupted, RunResult, run
 from moesys.lab.runs.statistics import MIN_SEEDS
 from moesys.lab.runs.trials import routing_of
 from moesys.lab.show.figures import computed_tokens, load_heat_map, loss_chart, timeline_chart
-from moesys.replay import replay_steps
-from moesys.step import StepPlan, simulate
+from moesys.simulator.step_program import simulate
 
 SEEDS = tuple(range(MIN_SEEDS))
 # The baseline's routing under one seed.

@@ -10,15 +10,17 @@ import numpy as np
 from rich.text import Text
 from rich.tree import Tree
 
-from moesys.balance import num_moves, plan_layout, split_tokens
 from moesys.balance.certificate import Certificate, certify
+from moesys.balance.greedy.relabelling import num_moves
+from moesys.balance.layouts import plan_layout
+from moesys.balance.plan import LayerPlan
+from moesys.balance.splits import split_tokens
 from moesys.config import Balance, ClusterSpec, CpSat, Greedy, Split
 from moesys.lab.commands import refused
 from moesys.lab.commands.declarations import balance_of, cluster_of, split_of
 from moesys.lab.show.console import print_full
 from moesys.layout import ExpertLayout
 from moesys.load import LoadMatrix
-from moesys.step import LayerPlan
 from moesys.traces import load_trace
 from moesys.whole_file import write_whole
 

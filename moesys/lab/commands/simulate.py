@@ -15,6 +15,9 @@ import numpy as np
 from pydantic import ValidationError
 from rich.console import Console
 
+from moesys.balance.plan import StepPlan
+from moesys.balance.replay import replay_steps
+from moesys.balance.row_limits import why_not
 from moesys.config import ClusterSpec, Strategy
 from moesys.config.experiment import Experiment
 from moesys.config.workload import Generated, Measured, Replay, Workload
@@ -26,11 +29,9 @@ from moesys.lab.show.chrome_trace import write_chrome_trace
 from moesys.lab.show.console import print_full
 from moesys.lab.show.figures import timeline_chart
 from moesys.lab.show.simulated_steps import StepDraws, StepFigures, step_table
-from moesys.replay import replay_steps
-from moesys.runnable import why_not
 from moesys.simulator.rest_of_step import RestOfStep
 from moesys.simulator.simulation import Simulation
-from moesys.step import StepPlan, simulation
+from moesys.simulator.step_program import simulation
 
 MOST_TRACED_RANKS = 64
 MOST_DRAWN_RANKS = 8

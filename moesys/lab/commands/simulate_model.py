@@ -23,9 +23,9 @@ from moesys.lab.runs.experiment_files import in_words
 from moesys.lab.show.console import print_full
 from moesys.lab.show.figures import memory_chart
 from moesys.lab.show.tables import figure
+from moesys.simulator.model.model_step import ModelStep
+from moesys.simulator.model.simulate_model import simulate_model
 from moesys.whole_file import write_whole
-from moesys.whole_model.model_step import ModelStep
-from moesys.whole_model.simulate_model import simulate_model
 
 # What ``--parallel`` calls fields of ``Parallelism``.
 SHORT = {"tp": "tensor", "cp": "context", "pp": "pipeline", "vp": "virtual_stages", "ep": "expert"}

@@ -11,7 +11,13 @@ from itertools import islice
 
 import numpy as np
 
-from moesys.balance import certify_seconds, min_max_load, split_tokens, window
+from moesys.balance.flow.max_load import min_max_load
+from moesys.balance.plan import LayerPlan, StepPlan
+from moesys.balance.predictors import window
+from moesys.balance.replay import Replan, Replayed, replay_layer
+from moesys.balance.row_limits import why_not
+from moesys.balance.seconds_certificate import certify_seconds
+from moesys.balance.splits import split_tokens
 from moesys.config import EvenSplit, Oracle, Strategy
 from moesys.config.experiment import Experiment
 from moesys.config.workload import Generated, Measured, Replay
@@ -23,12 +29,10 @@ from moesys.lab.explanation.step_explanation import PathPlace, StepExplanation
 from moesys.lab.runs.trials import drawn_like, rest_of, routing_of
 from moesys.layout import EMPTY, ExpertLayout
 from moesys.load import IntArray
-from moesys.replay import Replan, Replayed, replay_layer
 from moesys.row_traffic import row_traffic
-from moesys.runnable import why_not
 from moesys.simulator.critical_path import by_place
 from moesys.simulator.simulation import exposed_ms
-from moesys.step import LayerPlan, StepPlan, simulation
+from moesys.simulator.step_program import simulation
 from moesys.traces import Trace
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from moesys.balance import SecondsCertificate
+from moesys.balance.seconds_certificate import SecondsCertificate
 
 
 @dataclass(frozen=True)

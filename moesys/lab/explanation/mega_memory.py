@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moesys.balance.plan import LayerPlan
 from moesys.config import Fsep, MegaKernel, ModelShape, Strategy
-from moesys.step import LayerPlan, plans_on_device
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ def mega_memory(strategy: Strategy, model: ModelShape, plans: tuple[LayerPlan, .
     from moesys.overlap.mega_executor import symmetric_bytes
     from moesys.overlap.row_limit import room_for_rows
 
-    on_device = plans_on_device(strategy)
+    on_device = strategy.plans_on_device
     num_ranks, num_slots = plans[0].layout.expert_RS.shape
     most_tokens = max(int(plan.load.tokens_RE.sum(1).max()) for plan in plans) // model.top_k
     if on_device and overlap.most_tokens is not None:

@@ -16,7 +16,6 @@ from moesys.lab.explanation.mega_memory import MegaMemory
 from moesys.lab.explanation.tree_words import add_head, add_line, counted, ms_table
 from moesys.lab.show.console import print_full
 from moesys.lab.show.tables import figure
-from moesys.step import plans_on_device, split_on_device
 
 MOST_PLACES = 5
 BYTES_PER_GB = 1e9
@@ -177,9 +176,9 @@ def _mega_words(overlap: MegaKernel) -> list[str]:
 def _planning_words(strategy: Strategy) -> str:
     """Where ranks plan a micro-batch, and why."""
     overlap = strategy.overlap
-    if plans_on_device(strategy):
+    if strategy.plans_on_device:
         return "planned on the devices, from counts that travel with the tokens' flag: no host waits"
-    if not split_on_device(strategy.split):
+    if not strategy.split.on_device:
         return "planned on the hosts, which wait for all counts: devices keep no cap and know no exact traffic"
     assert isinstance(overlap, MegaKernel)
     return "planned on the hosts, which wait for all counts: MegaKernel(most_tokens=...) would let devices plan"

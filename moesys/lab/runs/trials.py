@@ -19,8 +19,8 @@ from moesys.load import IntArray
 from moesys.traces import Trace, generate, load_trace
 
 if TYPE_CHECKING:
+    from moesys.balance.plan import StepPlan
     from moesys.simulator.rest_of_step import RestOfStep
-    from moesys.step import StepPlan
 
 # Unit and direction of every metric that a trial may have, in the order in which tables show them.
 METRICS: dict[str, tuple[str, Literal["lower", "higher", ""]]] = {
@@ -105,8 +105,8 @@ def run_simulated(
     tick: Callable[[], None] = lambda: None,
 ) -> Measurement:
     """Walk the workload's routing through the cost model, a pure function of everything but ``tick``."""
-    from moesys.replay import replay_steps
-    from moesys.runnable import why_not
+    from moesys.balance.replay import replay_steps
+    from moesys.balance.row_limits import why_not
 
     tokens_SLRE, rest = routing_of(workload, model, cluster, seed).tokens_SLRE, rest_of(workload)
     against: tuple[str, ...] = ()
@@ -187,7 +187,7 @@ def drawn_like(workload: Training | ModelTraining) -> Generated:
 
 def _simulated(step: list[StepPlan], rest: RestOfStep) -> dict[str, float]:
     from moesys.simulator.simulation import exposed_ms
-    from moesys.step import simulation
+    from moesys.simulator.step_program import simulation
 
     model, cluster, sharding = step[0].model, step[0].cluster, step[0].strategy.sharding
     timeline = simulation(step, rest).timeline

@@ -13,7 +13,9 @@ from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 
-from moesys.balance import warm_up
+from moesys.balance.plan import StepPlan
+from moesys.balance.replay import replay_steps
+from moesys.balance.warm_up import warm_up
 from moesys.config import ClusterSpec, ModelShape, Strategy
 from moesys.config.experiment import Experiment, Trial
 from moesys.config.workload import Generated, Measured, ModelTraining, Replay, Training
@@ -23,8 +25,7 @@ from moesys.lab.runs.place import Place, TrialError, no_tick
 from moesys.lab.runs.records import setting_fingerprint, take_lock
 from moesys.lab.runs.trials import Measurement, rest_of, routing_of
 from moesys.lab.runs.workers import Workers, num_workers
-from moesys.replay import replay_steps
-from moesys.step import StepPlan, simulation
+from moesys.simulator.step_program import simulation
 from moesys.traces import save_trace
 from moesys.tuner.costs import Told
 from moesys.tuner.deadline import Deadline, OutOfTimeError

@@ -10,11 +10,11 @@ from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from moesys.balance.plan import StepPlan
 from moesys.lab.runs.statistics import paired_ratio
 from moesys.lab.show.tables import figure, ratio_words
 from moesys.simulator.critical_path import by_place
 from moesys.simulator.simulation import Simulation, exposed_ms
-from moesys.step import StepPlan
 
 TOKENS, EXPERTS = ("counts", "dispatch", "combine"), ("restore", "reshard")
 COLUMNS = (

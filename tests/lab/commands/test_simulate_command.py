@@ -17,6 +17,8 @@ from typer.testing import CliRunner
 
 import moesys as ms
 from moesys.__main__ import app
+from moesys.balance.plan import StepPlan, plan_layer
+from moesys.balance.replay import replay_steps
 from moesys.config import ClusterSpec, Fsep, Greedy, MegaKernel, ModelShape, Strategy
 from moesys.config.experiment import Experiment
 from moesys.config.workload import Generated, Replay, Training
@@ -27,9 +29,8 @@ from moesys.lab.runs.trials import rest_of, routing_of, run_simulated
 from moesys.lab.show.chrome_trace import write_chrome_trace
 from moesys.lab.show.tables import figure, ratio_words
 from moesys.load import LoadMatrix
-from moesys.replay import replay_steps
 from moesys.simulator.critical_path import PathPart, by_place
-from moesys.step import StepPlan, plan_layer, simulation
+from moesys.simulator.step_program import simulation
 from moesys.traces import Trace, save_trace
 
 MODEL = ModelShape(hidden_size=16, intermediate_size=8, num_experts=4, top_k=2)

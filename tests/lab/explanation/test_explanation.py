@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from lab_cases import experiment
 
-from moesys.balance import plan_layout, split_tokens
+from moesys.balance.layouts import plan_layout
+from moesys.balance.splits import split_tokens
 from moesys.config import (
     ClusterSpec,
     Ep,

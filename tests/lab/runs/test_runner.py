@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from runner_cases import EP, FSEP, partly_failing, simulation, training
 
-from moesys.balance import plan_layout
+from moesys.balance.layouts import plan_layout
 from moesys.config import ClusterSpec, Static
 from moesys.config.workload import Replay
 from moesys.lab.commands.compare import compare
@@ -111,7 +111,7 @@ def test_only_retry_failed_runs_failed_trials_again_and_the_last_record_counts(t
     def mended(load, cluster, config, *rest, **options):
         return plan_layout(load, cluster, Static(), *rest, **options)
 
-    monkeypatch.setattr("moesys.layout_schedule.plan_layout", mended)
+    monkeypatch.setattr("moesys.balance.layout_schedule.plan_layout", mended)
     listener = Listener()
     retried = run(partly_failing(seeds=(0,)), tmp_path, retry_failed=True, progress=listener)
     assert listener.told[0] == "1 recorded, 1 left"

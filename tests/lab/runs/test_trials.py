@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
+from moesys.balance.layout_schedule import LayoutSchedule
 from moesys.config import ClusterSpec, Ep, FlowSplit, Fsep, Greedy, MegaKernel, ModelShape, Pipelined, Strategy
 from moesys.config.workload import Generated, Replay, Training
 from moesys.lab.runs.trials import METRICS, run_measured, run_simulated
-from moesys.layout_schedule import LayoutSchedule
 from moesys.traces import Trace, save_trace
 
 MODEL = ModelShape(hidden_size=16, intermediate_size=8, num_experts=4, top_k=2)

@@ -11,13 +11,13 @@ import matplotlib as mpl
 import numpy as np
 import pytest
 
+from moesys.balance.plan import plan_layer
 from moesys.config import ClusterSpec, Greedy, ModelShape, Static
 from moesys.config.presets import laer
 from moesys.lab.runs.statistics import PairedRatio
 from moesys.lab.show import figures
 from moesys.lab.show.figures import computed_tokens, load_heat_map, loss_chart, speedup_chart, timeline_chart
 from moesys.load import LoadMatrix
-from moesys.step import plan_layer
 from moesys.timeline import Span, Timeline
 
 BEFORE = np.array([[7, 0, 0], [0, 1, 0]])

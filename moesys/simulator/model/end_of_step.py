@@ -9,10 +9,10 @@ import numpy as np
 
 from moesys.config.model_run import ModelRun
 from moesys.cost import optimizer_seconds
-from moesys.whole_model.exchanges import Ring, passes_of_sum
-from moesys.whole_model.memory import MASTER_BYTES, MOMENT_BYTES
-from moesys.whole_model.model_step import SimulatedPart
-from moesys.whole_model.units import Units
+from moesys.simulator.model.exchanges import Ring, passes_of_sum
+from moesys.simulator.model.memory import MASTER_BYTES, MOMENT_BYTES
+from moesys.simulator.model.model_step import SimulatedPart
+from moesys.simulator.model.units import Units
 
 # Of a parameter, read and written beside master and moments: its gradient, and the copy in the compute dtype.
 _GRADIENT_AND_COPY_BYTES = 4 + 2

@@ -11,7 +11,7 @@ from typing import Literal
 
 from moesys.config import DenseMlp, Gqa, LayerSpec, Mla, ModelSpec, MoeMlp
 from moesys.config.layer_spec import Product
-from moesys.whole_model.operations import Operation, Part
+from moesys.simulator.model.operations import Operation, Part
 
 Scores = Literal["flash", "eager"]
 _WORD = 4

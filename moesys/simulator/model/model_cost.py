@@ -25,8 +25,14 @@ from dataclasses import dataclass
 
 from moesys.config import ModelSpec
 from moesys.config.parallelism import LayerRecompute
-from moesys.whole_model.layer_operations import Scores, Sizes, embedding_operation, head_operations, layer_operations
-from moesys.whole_model.operations import Operations
+from moesys.simulator.model.layer_operations import (
+    Scores,
+    Sizes,
+    embedding_operation,
+    head_operations,
+    layer_operations,
+)
+from moesys.simulator.model.operations import Operations
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 
+from moesys.balance.layout_schedule import InlinePlanner, LayoutSchedule, PlanRequest, PlanSource, PlanTicket
+from moesys.balance.plan import LayerPlan, StepPlan, plan_layer
 from moesys.config import ClusterSpec, ModelShape, Strategy
 from moesys.layout import ExpertLayout
-from moesys.layout_schedule import InlinePlanner, LayoutSchedule, PlanRequest, PlanSource, PlanTicket
 from moesys.load import IntArray, LoadMatrix
-from moesys.step import LayerPlan, StepPlan, plan_layer
 
 
 @dataclass(frozen=True)

@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 import moesys as ms
 from moesys.config.model_run import ModelRun
 from moesys.config.parallelism import Parallelism
-from moesys.whole_model.end_of_step import EndOfStep
-from moesys.whole_model.exchanges import Ring
-from moesys.whole_model.model_step import SimulatedPart
-from moesys.whole_model.pipeline import PartSeconds
-from moesys.whole_model.simulate_model import simulate_model
-from moesys.whole_model.units import Units
+from moesys.simulator.model.end_of_step import EndOfStep
+from moesys.simulator.model.exchanges import Ring
+from moesys.simulator.model.model_step import SimulatedPart
+from moesys.simulator.model.pipeline import PartSeconds
+from moesys.simulator.model.simulate_model import simulate_model
+from moesys.simulator.model.units import Units
 
 SMALL = ms.ModelSpec.from_config("qwen3-moe-small")
 LINKS = ms.ClusterSpec(num_nodes=2, ranks_per_node=2, intra_node_gb_per_s=10, inter_node_gb_per_s=5, expert_tflops=1e12)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from moesys.config import BYTES_PER_GB, ClusterSpec, Ep, Fsep, MegaKernel, ModelShape, Strategy
 
-# Of a parameter: its master, its gradient, and the two moments of Adam, all float32.
+# The master of a parameter, its gradient and the two moments of Adam, all float32.
 _STATE_BYTES = 16
 
 
@@ -102,3 +102,21 @@ def _shared_bytes(strategy: Strategy, model: ModelShape, tokens_per_rank: int) -
         return 0
     rows = tokens_per_rank * (2 + model.top_k)
     return rows * model.row_bytes
+
+
+def out_of_memory(
+    strategy: Strategy,
+    model: ModelShape,
+    cluster: ClusterSpec,
+    num_layers: int,
+    tokens_per_rank: int,
+    *,
+    recompute: bool = False,
+) -> str:
+    """Returns why a rank lacks memory: the lower bound ``rank_memory`` exceeds ``cluster.memory_gb``; "" if it fits."""
+    if cluster.memory_gb is None:
+        return ""
+    needed_gb = rank_memory(strategy, model, cluster, num_layers, tokens_per_rank, recompute=recompute).gb
+    if needed_gb <= cluster.memory_gb:
+        return ""
+    return f"a rank holds {needed_gb:.2f} GB at least, of {num_layers} layers, and has {cluster.memory_gb:g}"

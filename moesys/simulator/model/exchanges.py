@@ -13,7 +13,7 @@ import numpy as np
 from moesys.config import ClusterSpec
 from moesys.config.model_run import ModelRun
 from moesys.cost import LinkLoad
-from moesys.whole_model.placement import Placement, place_groups, place_pairs
+from moesys.simulator.model.placement import Placement, place_groups, place_pairs
 
 
 def passes_of_sum(run: ModelRun) -> int:

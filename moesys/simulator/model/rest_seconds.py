@@ -14,8 +14,8 @@ from moesys.config import ClusterSpec
 from moesys.config.model_run import ModelRun
 from moesys.config.parallelism import LayerRecompute
 from moesys.cost import attention_rate, elementwise_seconds, product_rate
-from moesys.whole_model.operations import Operation, Operations, Part
-from moesys.whole_model.placement import place_groups
+from moesys.simulator.model.operations import Operation, Operations, Part
+from moesys.simulator.model.placement import place_groups
 
 # Exchanges of a tensor group that run again: a gather, and what sums behind it where all runs again.
 _SENT_AGAIN: dict[LayerRecompute, int] = {"none": 0, "selective": 1, "full": 2}

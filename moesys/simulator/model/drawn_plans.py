@@ -10,11 +10,11 @@ from itertools import islice
 
 import numpy as np
 
+from moesys.balance.plan import LayerPlan, plan_layer
+from moesys.balance.replay import Moment, replay_layer
 from moesys.config.model_run import ModelRun
 from moesys.config.workload import Generated
 from moesys.load import IntArray, LoadMatrix
-from moesys.replay import Moment, replay_layer
-from moesys.step import LayerPlan, plan_layer
 from moesys.traces import Trace, generate
 
 Routing = Generated | Trace | Sequence[LayerPlan] | None

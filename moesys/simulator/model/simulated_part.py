@@ -10,14 +10,14 @@ from moesys.config.model_run import ModelRun
 from moesys.config.workload import Recompute
 from moesys.cost import FloatArray, memory_seconds
 from moesys.layout import TokenPlan
+from moesys.simulator.model.exchanges import Ring, passes_of_sum
+from moesys.simulator.model.model_step import SimulatedPart
+from moesys.simulator.model.operations import Operations
+from moesys.simulator.model.pipeline import Lanes, PartSeconds
+from moesys.simulator.model.units import Unit
 from moesys.simulator.rest_of_step import RestOfStep, RestUnit
 from moesys.simulator.simulation import Simulation
 from moesys.simulator.step_program import run_step
-from moesys.whole_model.exchanges import Ring, passes_of_sum
-from moesys.whole_model.model_step import SimulatedPart
-from moesys.whole_model.operations import Operations
-from moesys.whole_model.pipeline import Lanes, PartSeconds
-from moesys.whole_model.units import Unit
 
 _RECOMPUTED: dict[str, Recompute] = {"none": "none", "selective": "selective", "full": "layers"}
 

@@ -19,7 +19,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from moesys.balance import Homes, LoadHistory, plan_layout, warm_up
+from moesys.balance.homes import Homes
+from moesys.balance.layouts import plan_layout
+from moesys.balance.predictors import LoadHistory
+from moesys.balance.warm_up import warm_up
 from moesys.config import Balance, ClusterSpec, Greedy, ModelShape, Oracle, Static, Strategy
 from moesys.layout import ExpertLayout
 from moesys.load import IntArray, LoadMatrix

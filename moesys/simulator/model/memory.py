@@ -11,10 +11,10 @@ from dataclasses import dataclass, fields
 from moesys.config import BYTES_PER_GB, MegaKernel
 from moesys.config.model_run import ModelRun
 from moesys.config.parallelism import LayerRecompute
-from moesys.rank_memory import pulls_again, rank_memory
-from moesys.whole_model.exchanges import Ring
-from moesys.whole_model.operations import Operations
-from moesys.whole_model.units import Units
+from moesys.limits import pulls_again, rank_memory
+from moesys.simulator.model.exchanges import Ring
+from moesys.simulator.model.operations import Operations
+from moesys.simulator.model.units import Units
 
 # Of a parameter.
 MASTER_BYTES = 4

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moesys.whole_model.pipeline import Lanes, PartSeconds, PipelineRun, Work, run_pipeline
+from moesys.simulator.model.pipeline import Lanes, PartSeconds, PipelineRun, Work, run_pipeline
 
 SECONDS = st.integers(1, 5).map(float)
 

@@ -13,17 +13,17 @@ from itertools import chain
 
 import numpy as np
 
+from moesys.balance.plan import LayerPlan
+from moesys.balance.row_limits import out_of_rows
 from moesys.config.model_run import ModelRun
 from moesys.cost import row_product_seconds
-from moesys.runnable import out_of_reach, out_of_rows
-from moesys.step import LayerPlan
-from moesys.whole_model.drawn_plans import Routing, drawn_plans, num_draws
-from moesys.whole_model.end_of_step import EndOfStep
-from moesys.whole_model.memory import stage_memory
-from moesys.whole_model.model_step import DrawnStep, ModelStep, SimulatedPart, run_parts
-from moesys.whole_model.parts import split_evenly
-from moesys.whole_model.simulated_part import WAITS, simulate_part
-from moesys.whole_model.units import Units
+from moesys.simulator.model.drawn_plans import Routing, drawn_plans, num_draws
+from moesys.simulator.model.end_of_step import EndOfStep
+from moesys.simulator.model.memory import stage_memory
+from moesys.simulator.model.model_step import DrawnStep, ModelStep, SimulatedPart, run_parts
+from moesys.simulator.model.parts import split_evenly
+from moesys.simulator.model.simulated_part import WAITS, simulate_part
+from moesys.simulator.model.units import Units
 
 Told = Callable[[str], None]
 
@@ -46,7 +46,7 @@ def simulate_model(
     units = Units.of(run)
     parallel = run.parallelism
     parts = split_evenly(_layer_costs(run, units), parallel.pipeline * parallel.virtual_stages)
-    drawn, against = [], [out_of_reach(run.strategy, run.expert_cluster)]
+    drawn, against = [], [run.strategy.overlap.out_of_reach(run.expert_cluster)]
     count = num_draws(routing, draws)
     for draw, plans in enumerate(drawn_plans(run, routing, draws, seed), 1):
         tell(f"draw {draw} of {count}")

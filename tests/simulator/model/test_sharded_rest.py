@@ -15,11 +15,11 @@ import moesys as ms
 from moesys.config.model_run import ModelRun
 from moesys.config.parallelism import Parallelism
 from moesys.cost import LinkLoad
+from moesys.simulator.model.exchanges import Ring
+from moesys.simulator.model.simulate_model import simulate_model
+from moesys.simulator.model.units import Units
 from moesys.simulator.rest_of_step import RestOfStep, RestUnit
 from moesys.simulator.step_program import run_step
-from moesys.whole_model.exchanges import Ring
-from moesys.whole_model.simulate_model import simulate_model
-from moesys.whole_model.units import Units
 
 SMALL = ms.ModelSpec.from_config("qwen3-moe-small")
 DENSE_FIRST = ms.ModelSpec.from_config("deepseek-v3-small")

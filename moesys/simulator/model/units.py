@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 from moesys.config import Gqa, ModelSpec
 from moesys.config.model_run import ModelRun
-from moesys.whole_model.model_cost import count_model
-from moesys.whole_model.operations import Operations
-from moesys.whole_model.rest_seconds import RestSeconds, rest_seconds
+from moesys.simulator.model.model_cost import count_model
+from moesys.simulator.model.operations import Operations
+from moesys.simulator.model.rest_seconds import RestSeconds, rest_seconds
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 import moesys as ms
 from moesys.config.model_run import ModelRun
 from moesys.config.parallelism import Parallelism
-from moesys.whole_model.exchanges import Ring
-from moesys.whole_model.placement import place_groups, place_pairs
-from moesys.whole_model.simulate_model import simulate_model
+from moesys.simulator.model.exchanges import Ring
+from moesys.simulator.model.placement import place_groups, place_pairs
+from moesys.simulator.model.simulate_model import simulate_model
 
 SLOW = ms.presets.h100(2).replace(ranks_per_node=4, name="")
 SMALL = ms.ModelSpec.from_config("qwen3-moe-small")

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 import moesys as ms
+from moesys.balance.plan import LayerPlan
 from moesys.config.model_run import ModelRun
 from moesys.config.workload import Generated
-from moesys.step import LayerPlan
+from moesys.simulator.model.drawn_plans import drawn_plans
+from moesys.simulator.model.simulate_model import simulate_model
 from moesys.traces import Trace, generate
-from moesys.whole_model.drawn_plans import drawn_plans
-from moesys.whole_model.simulate_model import simulate_model
 
 MODEL = ms.ModelSpec.from_config("deepseek-v3-small")
 LENT = ms.Strategy(name="lent", sharding=ms.Ep(slots_per_rank=4), balance=ms.Greedy(), split=ms.FlowSplit())

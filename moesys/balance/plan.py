@@ -1,0 +1,188 @@
+"""The plans of a step: everything that is decided before a micro-batch runs.
+
+A ``LayerPlan`` says who wants what, who holds what and who goes where in one layer; a ``StepPlan`` says that for all
+layers of a step. Both can be printed, and survive a round trip through JSON.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from moesys.balance.layouts import plan_layout
+from moesys.balance.planning_problem import PlanningProblem
+from moesys.balance.splits import split_tokens
+from moesys.config import ClusterSpec, LayoutInvariant, ModelShape, Quotas, Strategy, WithQuotas
+from moesys.config.member import RECORDED
+from moesys.layout import ExpertLayout, TokenPlan
+from moesys.load import LoadMatrix
+
+if TYPE_CHECKING:
+    from moesys.balance.certificate import Certificate
+
+
+@dataclass(frozen=True)
+class LayerPlan:
+    """One layer's plan for one micro-batch: ``tokens`` holds its load and its layout."""
+
+    tokens: TokenPlan
+    turn: int
+
+    @property
+    def load(self) -> LoadMatrix:
+        return self.tokens.load
+
+    @property
+    def layout(self) -> ExpertLayout:
+        return self.tokens.layout
+
+    @cached_property
+    def certificate(self) -> Certificate:
+        """The bounds on the busiest rank's tokens, for splits over this layout and for layouts of as many slots."""
+        from moesys.balance.certificate import certify
+
+        return certify(self.tokens, ClusterSpec(ranks_per_node=self.layout.num_ranks))
+
+    def to_json(self) -> str:
+        return json.dumps(self._fields())
+
+    @classmethod
+    def from_json(cls, text: str) -> LayerPlan:
+        return cls._from_fields(json.loads(text))
+
+    def _fields(self) -> dict[str, Any]:
+        return {
+            "turn": self.turn,
+            "num_experts": self.load.num_experts,
+            "tokens_RE": self.load.tokens_RE.tolist(),
+            "expert_RS": self.layout.expert_RS.tolist(),
+            "entries": self.tokens.entries.tolist(),
+        }
+
+    @classmethod
+    def _from_fields(cls, fields: dict[str, Any]) -> LayerPlan:
+        load = LoadMatrix(fields["tokens_RE"])
+        layout = ExpertLayout(fields["expert_RS"], fields["num_experts"])
+        # JSON does not say how long the rows of no entries are.
+        entries = fields["entries"] or np.zeros((0, 4), dtype=np.int64)
+        return cls(TokenPlan(entries, load, layout), fields["turn"])
+
+    def __str__(self) -> str:
+        tokens_R = self.tokens.tokens_R.tolist()
+        head = f"{self.load.total} tokens, max/mean {self.tokens.max_over_mean:.3f}, turn {self.turn}"
+        ranks = (
+            f"rank {rank}: {tokens} tokens, experts {' '.join(map(str, self.layout.experts_of(rank)))}"
+            for rank, tokens in enumerate(tokens_R)
+        )
+        return "\n".join([head, *ranks])
+
+
+def plan_layer(
+    strategy: Strategy,
+    model: ModelShape,
+    cluster: ClusterSpec,
+    load: LoadMatrix,
+    *,
+    layout: ExpertLayout | None = None,
+    turn: int = 0,
+) -> LayerPlan:
+    """Returns the plan of ``strategy`` for one layer and micro-batch of load ``load``.
+
+    ``layout``: the one that history gave, without late slots, which are filled here, last. ``layout=None`` plans it on
+    ``load`` itself, as an oracle would, and so does ``lag=0``, whatever is given. ``turn``, the micro-batch number,
+    rotates remainders. Raises ValueError where load, model, cluster and layout do not fit.
+    """
+    if load.num_experts != model.num_experts:
+        raise ValueError(
+            f"the load counts {load.num_experts} experts but num_experts={model.num_experts}; "
+            "give one column of tokens_RE an expert"
+        )
+    if isinstance(strategy.split, Quotas) and isinstance(strategy.balance, WithQuotas):
+        from moesys.balance.quotas import plan_quotas
+
+        problem = PlanningProblem.of_layout(load, cluster, strategy.slots(model, cluster), model)
+        return LayerPlan(_in_blocks(plan_quotas(problem, strategy.balance), strategy), turn)
+    if layout is None or strategy.lag == 0:
+        slots = strategy.early_slots(model, cluster)
+        layout = plan_layout(load, cluster, strategy.balance, slots, model=model, strategy=strategy)
+    if late := strategy.late_slots:
+        from moesys.balance.late_slots import fill_late_slots
+
+        slots_R = strategy.slots(model, cluster)
+        layout = fill_late_slots(load, layout, cluster, model, strategy.sharding, late, slots_R)
+    tokens = split_tokens(load, layout, cluster, strategy.split, turn, model=model, overlap=strategy.overlap)
+    return LayerPlan(_in_blocks(tokens, strategy), turn)
+
+
+def _in_blocks(tokens: TokenPlan, strategy: Strategy) -> TokenPlan:
+    if not isinstance(strategy.reduction, LayoutInvariant):
+        return tokens
+    from moesys.balance.blocks import by_blocks
+
+    return by_blocks(tokens, strategy.reduction.block_rows)
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """All layers of a step: one micro-batch, forward and backward, under ``strategy`` on ``cluster``.
+
+    ``previous``: the layouts of the micro-batch before, layer by layer, for readers who ask what moved. No time depends
+    on them: FSEP restores every slot of every layout, and EP's owners, who lend, follow from the ranks.
+
+    Raises ValueError where layers, model and cluster do not fit.
+    """
+
+    strategy: Strategy
+    model: ModelShape
+    cluster: ClusterSpec
+    layers: tuple[LayerPlan, ...]
+    previous: tuple[ExpertLayout, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise ValueError("layers is empty; a step has at least one layer")
+        if self.previous is not None and len(self.previous) != len(self.layers):
+            raise ValueError(
+                f"previous has {len(self.previous)} layouts for {len(self.layers)} layers; give one a layer, or None"
+            )
+        expected = (self.cluster.num_ranks, self.model.num_experts)
+        named = [(f"layers[{index}]", plan.layout) for index, plan in enumerate(self.layers)]
+        named += [(f"previous[{index}]", layout) for index, layout in enumerate(self.previous or ())]
+        for name, layout in named:
+            if (layout.num_ranks, layout.num_experts) != expected:
+                raise ValueError(
+                    f"{name} is for {layout.num_ranks} ranks and {layout.num_experts} experts, the step for "
+                    f"{expected[0]} and {expected[1]}; plan all for the same cluster and model"
+                )
+
+    def to_json(self) -> str:
+        fields = {
+            "strategy": self.strategy.model_dump(mode="json"),
+            "model": self.model.model_dump(mode="json"),
+            "cluster": self.cluster.model_dump(mode="json"),
+            "layers": [plan._fields() for plan in self.layers],
+            "previous": None if self.previous is None else [layout.expert_RS.tolist() for layout in self.previous],
+        }
+        return json.dumps(fields)
+
+    @classmethod
+    def from_json(cls, text: str) -> StepPlan:
+        fields: dict[str, Any] = json.loads(text)
+        model = ModelShape.model_validate(fields["model"])
+        previous = fields["previous"]
+        return cls(
+            # Its plans are made, so that planners of somebody's own need not be there.
+            strategy=Strategy.model_validate(fields["strategy"], context=RECORDED),
+            model=model,
+            cluster=ClusterSpec.model_validate(fields["cluster"]),
+            layers=tuple(LayerPlan._from_fields(plan) for plan in fields["layers"]),
+            previous=None if previous is None else tuple(ExpertLayout(rows, model.num_experts) for rows in previous),
+        )
+
+    def __str__(self) -> str:
+        head = f"{self.strategy.name}: {len(self.layers)} layers on {self.cluster.num_ranks} ranks"
+        return "\n".join([head, *(f"layer {index}: {plan}" for index, plan in enumerate(self.layers))])
