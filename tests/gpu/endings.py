@@ -7,7 +7,8 @@ import signal
 import time
 
 import pytest
-from gpu_plugin import PAGE, GpuRank
+from gpu_plugin import PAGE
+from gpu_ranks import GpuRank
 
 pytestmark = pytest.mark.gpu(layer="planted", limit_s=60)
 

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
-from gpu_plugin import GpuRank
+from gpu_ranks import GpuRank
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 

@@ -10,118 +10,38 @@ inputs in Triton's interpreter.
 from __future__ import annotations
 
 import io
-import os
 import re
 import socket
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Literal, get_args
 
 import pytest
 import torch
-import torch.distributed as dist
+from gpu_ranks import Check, GpuRank, outcome_of_torchrun, outcomes_here
 
 from moesys.lab.ranks.outcomes import Outcome, RankError
-from moesys.lab.ranks.pool import LocalRanks, RankTimeouts
 from moesys.lab.ranks.torchrun_ranks import TorchrunRanks, joins, writes
 from moesys.lab.show.reports import Report, publish, to_markdown, write
 from moesys.lab.show.sheets import Column, Sheet
-from moesys.train.device import device_of, gpu_backend
 from moesys.whole_file import write_whole
 
-# alone: each GPU by itself. first: one process on the first rank. together: one rank per GPU, or two ranks on one GPU.
-Ranks = Literal["alone", "first", "together", "two on one GPU"]
 State = Literal["passed", "failed", "skipped", "not run yet"]
 
 PAGE, DATA = "doctor.md", "doctor.json"
-ROOT = Path(__file__).parents[2]
-# Triton must not interpret on a GPU, and several ranks on one GPU may map each other's memory.
-ON_GPU = {"TRITON_INTERPRET": "0", "TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES": "1"}
-ON_CPU = {"TRITON_INTERPRET": "1"}
-# Loaded once, before all processes; none of these touches a GPU.
-PRELOAD = ("pytest", "triton", "moesys.moe.layer", "moesys.overlap.mega_executor", "benchmarks.kernels.kernels_contest")
-INTERFACE = "GLOO_SOCKET_IFNAME"
-# The ranks of a check that needs several, where there is at most one GPU.
-PAIR = 2
 # A check does not start with less time than this.
 LEAST_S = 5.0
-# The time that other ranks have to fail too, after the first rank of a check has failed.
-GRACE_S = 10.0
 # The pool of ranks ends a check at its limit. pytest-timeout ends it this much later if the pool itself hangs.
 POOL_S = 60.0
 # Limits are for a GPU; a rehearsal, which shares a few cores with other processes, has this many times as much.
 REHEARSAL_FACTOR = 4.0
 # Lines of each traceback in the report.
 TRACE_LINES = 30
-
-
-@dataclass(frozen=True)
-class GpuRank:
-    """The rank that a check runs on.
-
-    folder: where a check writes files. num_gpus: the GPUs of this host, 0 in a rehearsal. num_ranks: the ranks of the
-    check's process group, 1 if each rank runs by itself.
-    """
-
-    folder: Path
-    num_gpus: int
-    rank: int = 0
-    num_ranks: int = 1
-
-    @property
-    def rehearsed(self) -> bool:
-        return not self.num_gpus
-
-    @property
-    def device(self) -> torch.device:
-        """This rank's device. Makes it the current one."""
-        device = device_of("cpu" if self.rehearsed else "cuda", self.rank)
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        return device
-
-    @property
-    def ranks_per_gpu(self) -> int:
-        """The number of ranks that share a GPU. Their kernels take turns there, as the driver slices its time."""
-        local = int(os.environ.get("LOCAL_WORLD_SIZE", self.num_ranks))
-        return -(-local // max(1, self.num_gpus))
-
-    def require_gpu(self, why: str) -> None:
-        """Skips the check in a rehearsal."""
-        if self.rehearsed:
-            pytest.skip(f"no GPU found; {why}")
-
-
-@dataclass(frozen=True)
-class Check:
-    """A test with the marker ``gpu``.
-
-    limit_s: the seconds after which it fails. after: names of the checks that it depends on. dies: the last rank is
-    killed, on purpose.
-    """
-
-    function: Callable[[GpuRank], str]
-    layer: str
-    limit_s: float
-    ranks: Ranks = "alone"
-    after: tuple[str, ...] = ()
-    dies: bool = False
-
-    @classmethod
-    def of(cls, item: pytest.Function) -> Check:
-        fields: dict[str, Any] = {}
-        for marker in item.iter_markers("gpu"):
-            fields = {**marker.kwargs, **fields}
-        return cls(item.function, **fields)
-
-    @property
-    def name(self) -> str:
-        return self.function.__name__.removeprefix("test_").replace("_", " ")
 
 
 @dataclass(frozen=True)
@@ -139,15 +59,6 @@ class CheckResult:
     limit_s: Annotated[float, Column("limit, s", ".0f")]
     proves: Annotated[str, Column("what it proves")]
     traces: Mapping[str, str]
-
-
-class Join(NamedTuple):
-    """How a process joins those of torchrun's other ranks."""
-
-    rank: int
-    num_ranks: int
-    address: str
-    interface: str
 
 
 class GpuRun:
@@ -232,21 +143,17 @@ class GpuRun:
         return [own] if self._joined is None else self._joined.run(lambda: own)
 
     def _outcomes(self, check: Check, limit_s: float) -> list[Outcome]:
-        """Returns the outcome of each rank. Torchrun's ranks start one process each, and run the same checks."""
+        """Returns the outcome of each rank. Torchrun's ranks run the same checks, each in a process of its own."""
         if self._joined is None:
-            return _local_outcomes(check, self._here, limit_s)
+            return outcomes_here(check, self._here, limit_s)
         own: list[Outcome] = []
         with closing(socket.socket()) as free:
             free.bind(("", 0))
-            port = free.getsockname()[1]
-        address = self._of_all(f"tcp://{os.environ['MASTER_ADDR']}:{port}")[0]
-        rank, num_ranks = dist.get_rank(), dist.get_world_size()
+            port = self._of_all(free.getsockname()[1])[0]
         if check.ranks in ("alone", "together"):
-            join = Join(rank, num_ranks, address, os.environ.get(INTERFACE, ""))
-            with _pool(1, limit_s, self._here) as pool:
-                own = [replace(pool.outcomes(run_on_rank, check, self._here, join)[0], rank=rank)]
-        elif rank == 0:
-            own = _local_outcomes(check, replace(self._here, num_gpus=min(1, self._here.num_gpus)), limit_s)
+            own = [outcome_of_torchrun(check, self._here, limit_s, port)]
+        elif writes():
+            own = outcomes_here(check, replace(self._here, num_gpus=min(1, self._here.num_gpus)), limit_s)
         return [outcome for outcomes in self._of_all(own) for outcome in outcomes]
 
     def _report(self, without: Sequence[str] = ()) -> Report:
@@ -295,62 +202,6 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture
 def gpu() -> None:
     """The rank that a check runs on; the plug-in passes it to the check in the rank's process."""
-
-
-def run_on_rank(check: Check, gpu: GpuRank, join: Join | None = None) -> tuple[str, str]:
-    """Runs a check in this process, which serves it alone. Returns why it was skipped, or "", and what it observed.
-
-    Without ``join`` the process group of checks that run together is the pool's. What a check prints goes into a file.
-    """
-    rank, num_ranks = (dist.get_rank(), dist.get_world_size()) if join is None else join[:2]
-    if join is not None or check.ranks in ("alone", "first"):
-        dist.destroy_process_group()
-        os.environ.setdefault("LOCAL_RANK", str(rank))
-    if join is not None and check.ranks == "together":
-        _join(join, gpu)
-    gpu = replace(gpu, rank=rank, num_ranks=num_ranks if dist.is_initialized() else 1)
-    log = gpu.folder / "logs" / f"{check.name.replace(' ', '_')}.rank{rank}.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("w") as file:
-        for stream in (1, 2):
-            os.dup2(file.fileno(), stream)
-    try:
-        says = check.function(gpu)
-    except pytest.skip.Exception as skipped:
-        return str(skipped), ""
-    if not gpu.rehearsed:
-        # An error of a kernel belongs to the check that launched it.
-        torch.cuda.synchronize()
-    return "", says
-
-
-def _local_outcomes(check: Check, gpu: GpuRank, limit_s: float) -> list[Outcome]:
-    """Runs a check on processes of this host: one per GPU, or two on one GPU or none."""
-    if check.ranks == "two on one GPU":
-        gpu = replace(gpu, num_gpus=min(1, gpu.num_gpus))
-    num_ranks = {"first": 1, "alone": max(1, gpu.num_gpus)}.get(check.ranks, max(PAIR, gpu.num_gpus))
-    backend = gpu_backend(num_ranks) if check.ranks == "together" and not gpu.rehearsed else "gloo"
-    with _pool(num_ranks, limit_s, gpu, backend) as pool:
-        dead = [num_ranks - 1] if check.dies else []
-        return pool.outcomes(run_on_rank, check, gpu, grace_s=GRACE_S, expect_dead=dead)
-
-
-def _pool(num_ranks: int, limit_s: float, gpu: GpuRank, backend: str = "gloo") -> LocalRanks:
-    timeouts = RankTimeouts(run_s=limit_s, collective_s=limit_s)
-    # Modules are preloaded from this checkout, before a process knows the paths of pytest.
-    paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**(ON_CPU if gpu.rehearsed else ON_GPU), "PYTHONPATH": paths}
-    return LocalRanks(num_ranks, timeouts=timeouts, environment=environment, preload=PRELOAD, backend=backend)
-
-
-def _join(join: Join, gpu: GpuRank) -> None:
-    # The group meets at the address of this check, not at torchrun's own store.
-    os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"
-    os.environ.pop(INTERFACE, None)
-    if join.interface:
-        os.environ[INTERFACE] = join.interface
-    backend = "gloo" if gpu.rehearsed else gpu_backend(int(os.environ["LOCAL_WORLD_SIZE"]))
-    dist.init_process_group(backend, init_method=join.address, rank=join.rank, world_size=join.num_ranks)
 
 
 def _row(

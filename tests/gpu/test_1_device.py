@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu_plugin import GpuRank
+from gpu_ranks import GpuRank
 
 # What the driver says about GPUs and the links between them, for the readers of the report.
 DRIVER_COMMANDS = (("nvidia-smi",), ("nvidia-smi", "topo", "-m"))

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from gpu_plugin import GpuRank
+from gpu_ranks import GpuRank
 from torch import Tensor
 
 from benchmarks.harness.contest import relative_difference
@@ -97,7 +97,7 @@ def test_ops(gpu: GpuRank) -> str:
 
 @pytest.mark.gpu(limit_s=90, after=("ops",))
 def test_experts(gpu: GpuRank) -> str:
-    """Experts at real sizes agree with float32, forward and backward; their bits are the same again and in other tiles."""
+    """Experts at real sizes agree with float32 in both directions, and have the same bits again and in other tiles."""
     size = IN_INTERPRETER.small if gpu.rehearsed else SIZES[0]
     layer = draw_layer(size, ROUTING, DTYPE, gpu.device)
     errors = relative_errors(layer, ours_on(layer).results())

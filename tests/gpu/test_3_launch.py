@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from gpu_layers import run_without_waiting
-from gpu_plugin import GpuRank
+from gpu_ranks import GpuRank
 
 from benchmarks.kernels.checks import different, graph_replayed, ours_on
 from benchmarks.kernels.drawn_layer import draw_layer

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gpu_layers import synchronize_ranks
-from gpu_plugin import GpuRank
+from gpu_ranks import GpuRank
 
 from moesys.kernels.symmetric.copies import Copy, start_copies
 from moesys.kernels.symmetric.cuda_driver import copy_engines

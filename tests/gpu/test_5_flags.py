@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 import triton
 import triton.language as tl
-from gpu_plugin import GpuRank
+from gpu_ranks import GpuRank
 from torch import Tensor
 
 from moesys.kernels.launch import kernel

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from gpu_layers import EXPERTS_PER_RANK
-from gpu_plugin import GpuRank
+from gpu_ranks import GpuRank
 
 from benchmarks.harness.contest import differing, in_words
 from benchmarks.kernels.aot import Size

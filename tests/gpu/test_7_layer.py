@@ -17,7 +17,7 @@ from gpu_layers import (
     synchronize_ranks,
     tokens_of,
 )
-from gpu_plugin import GpuRank
+from gpu_ranks import GpuRank
 from torch import Tensor
 
 from benchmarks.harness.contest import differing, in_words

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from gpu_plugin import GpuRank
+from gpu_ranks import GpuRank
 
 pytestmark = pytest.mark.gpu(layer="measured")
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import gpu_plugin
 import pytest
 import test_1_device as device
 import test_2_kernels as kernels
@@ -21,7 +20,7 @@ import test_8_benchmarks as measured
 import torch
 import triton
 import triton.language as tl
-from gpu_plugin import GpuRank
+from gpu_ranks import GpuRank
 from torch import Tensor
 from typer.main import get_command
 
@@ -206,7 +205,7 @@ def _fake_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    monkeypatch.setattr(gpu_plugin, "device_of", lambda device_type, rank: CPU)
+    monkeypatch.setattr(GpuRank, "device", CPU)
 
 
 GPU = here(rank=1, num_gpus=2)
@@ -304,3 +303,10 @@ def test_ranks_that_share_a_gpu_are_counted(monkeypatch: pytest.MonkeyPatch) -> 
     assert here(num_ranks=8, num_gpus=8).ranks_per_gpu == 1
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
     assert here(num_ranks=16, num_gpus=8).ranks_per_gpu == 1
+
+
+def test_two_ranks_on_one_gpu_use_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    assert here(rank=1, num_ranks=2, num_gpus=1).device == torch.device("cuda", 0)
+    assert here(rank=1, num_ranks=2, num_gpus=2).device == torch.device("cuda", 1)

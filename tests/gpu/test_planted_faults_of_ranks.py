@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import gpu_layers
-import gpu_plugin
 import pytest
 import test_4_between_ranks as between_ranks
 import test_5_flags as flags
@@ -17,7 +16,7 @@ import test_6_mega_kernels as mega_kernels
 import test_7_layer as layer
 import torch
 import torch.distributed as dist
-from gpu_plugin import GpuRank
+from gpu_ranks import GpuRank
 from test_planted_faults import Fault, late_payloads, off_by_one, waits
 
 from moesys.lab.ranks.pool import LocalRanks
@@ -75,8 +74,7 @@ def impatient(patch: pytest.MonkeyPatch) -> None:
 def on_a_fake_gpu(gpu: GpuRank) -> str:
     """Runs the check in two processes on one GPU, which is the CPU, on a small layer."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gpu_plugin, "device_of", lambda device_type, rank: torch.device("cpu"))
-        patch.setattr(torch.cuda, "set_device", lambda device: None)
+        patch.setattr(GpuRank, "device", torch.device("cpu"))
         patch.setattr(mega_kernels, "Size", lambda *sizes: mega_kernels.TOY)
         patch.setattr(mega_kernels, "_programs", lambda gpu: mega_kernels.REHEARSED_PROGRAMS)
         return mega_kernels.test_one_gpu_for_two(replace(gpu, num_gpus=1))
