@@ -16,6 +16,8 @@ from moesys.kernels.cpu.page_pool import PagePool
 from moesys.lab.ranks import rank_process
 from moesys.lab.ranks.pool import LocalRanks
 
+# before any kernel is imported: there is no GPU here
+os.environ["TRITON_INTERPRET"] = "1"
 # runs the tests that are marked gpu, and only those
 pytest_plugins = ["gpu_plugin"]
 
@@ -25,8 +27,6 @@ pytest.register_assert_rewrite("hf_cases")
 
 def pytest_configure() -> None:
     torch.set_num_threads(1)
-    # before any kernel is imported: there is no GPU here
-    os.environ["TRITON_INTERPRET"] = "1"
     # a terminal's width would cut tables, and workers of pytest-xdist inherit one
     os.environ.pop("COLUMNS", None)
     shared: dict[str, Any] = {

@@ -1,10 +1,10 @@
 """The pytest plug-in of the GPU checks: the time budget, the order, the ranks, and the report to send back.
 
 A check is a test with the marker ``gpu``, whose arguments are the fields of ``Check``; the marker of a module holds
-the fields that its checks share. A check takes ``gpu``, a ``GpuRank``, and returns one line for the report. The plug-
-in runs it in new processes, because a fault on a GPU poisons the process that made it, and a kernel that hangs takes
-its process with it. The process of pytest itself never touches a GPU. Without a GPU, checks are rehearsed on small
-inputs in Triton's interpreter.
+the fields that its checks share. A check takes ``gpu``, a ``GpuRank``, and returns one line for the report. It runs in
+new processes, because a fault on a GPU poisons the process that made it, and a kernel that hangs takes its process
+with it. The process of pytest itself never touches a GPU. Without a GPU, checks are rehearsed on small inputs in
+Triton's interpreter.
 """
 
 from __future__ import annotations

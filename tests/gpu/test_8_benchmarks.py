@@ -68,7 +68,7 @@ def test_bench_models(gpu: GpuRank) -> str:
 
 
 def installed_peers() -> dict[str, Path]:
-    """Returns the folder of each peer's package."""
+    """Returns the folder that holds each peer's package."""
     specs = {name: importlib.util.find_spec(package) for name, package in PEERS.items()}
     return {
         name: Path(spec.submodule_search_locations[0]).parent

@@ -279,7 +279,7 @@ def test_a_benchmark_that_fails(check: Callable[[GpuRank], str], monkeypatch: py
         return SimpleNamespace(returncode=1, stdout="planted\n")
 
     monkeypatch.setattr(subprocess, "run", run)
-    with pytest.raises(AssertionError, match="ended with code 1:\nplanted"):
+    with pytest.raises(AssertionError, match=r"ended with code 1:\s+planted"):
         check(GPU)
     _, _, package, name, *options = ran[0]
     assert package == "benchmarks"
@@ -294,7 +294,7 @@ def test_peers_are_found_where_they_are_installed(monkeypatch: pytest.MonkeyPatc
     (tmp_path / "scattermoe").mkdir()
     (tmp_path / "scattermoe" / "__init__.py").touch()
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert measured.installed_peers()["scattermoe"] == tmp_path / "scattermoe"
+    assert measured.installed_peers()["scattermoe"] == tmp_path
 
 
 def test_ranks_that_share_a_gpu_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
