@@ -402,26 +402,6 @@ def bench_simulate(
     raise typer.Exit(simulator_speed.main(overlaps, most_ranks=most_ranks, repeats=repeats, json_path=json))
 
 
-@app.command("doctor", rich_help_panel=COMPUTING)
-def doctor(
-    only: Annotated[str, typer.Option(help="Checks by name, with commas, or all.")] = "all",
-    minutes: Annotated[float, typer.Option(min=0, help="Checks that have not begun by then are left out.")] = 10.0,
-    out: Annotated[
-        Path, typer.Option(metavar="DIR", help="The folder for the page to send back, and for all results.")
-    ] = Path("doctor"),
-) -> None:
-    """Test this machine's GPUs layer by layer, and then measure them. Exit code 1 if a check failed.
-
-    The first failure names the layer that it is in. The checks run in one process, or as one of torchrun's ranks;
-    without a GPU, those that can are rehearsed.
-    """
-    from benchmarks.doctor import examination
-
-    with refusing():
-        asked = examination.asked_for(only, minutes, out)
-    raise typer.Exit(examination.main(asked))
-
-
 def main() -> None:
     """Runs a command; SIGTERM ends it as Ctrl-C does."""
     with sigterm_as_ctrl_c():

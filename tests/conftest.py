@@ -16,14 +16,17 @@ from moesys.kernels.cpu.page_pool import PagePool
 from moesys.lab.ranks import rank_process
 from moesys.lab.ranks.pool import LocalRanks
 
+# before any kernel is imported: there is no GPU here
+os.environ["TRITON_INTERPRET"] = "1"
+# runs the tests that are marked gpu, and only those
+pytest_plugins = ["gpu_plugin"]
+
 # what tests share says on failure what it compared, as tests do
 pytest.register_assert_rewrite("hf_cases")
 
 
 def pytest_configure() -> None:
     torch.set_num_threads(1)
-    # before any kernel is imported: there is no GPU here
-    os.environ["TRITON_INTERPRET"] = "1"
     # a terminal's width would cut tables, and workers of pytest-xdist inherit one
     os.environ.pop("COLUMNS", None)
     shared: dict[str, Any] = {
@@ -45,10 +48,14 @@ def ranks() -> Iterator[LocalRanks]:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _preloaded_ranks() -> Iterator[None]:
+def _preloaded_ranks(request: pytest.FixtureRequest) -> Iterator[None]:
     """Whoever starts the first ranks of this process, those of all later pools find loaded what any of them needs:
     seconds of every rank, and again of all after each run that fails.
     """
+    if all(item.get_closest_marker("gpu") for item in request.session.items):
+        # GPU checks preload modules of their own: ranks could not use a GPU that has been touched before they start.
+        yield
+        return
     needed = (
         "hypothesis",
         "pytest",

@@ -14,6 +14,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, requires, version
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
@@ -34,6 +35,12 @@ MANY_RANKS = 4
 ROW_BY_ROW = "row by row"
 GIB = 2**30
 OLDEST_PYTHON, OLDEST_TORCH = (3, 11), (2, 11)
+# How to run the GPU checks where moesys was installed from a wheel.
+GPU_COMMANDS = (
+    "  git clone REPOSITORY moesys && cd moesys",
+    "  pip install -e '.[test]'",
+    "  python -m moesys doctor --gpu",
+)
 
 
 @dataclass(frozen=True)
@@ -69,6 +76,20 @@ def doctor_command(as_json: bool = False) -> int:
     else:
         print_full(checks_table(checks), [_verdict(checks)])
     return int(any(check.state == "broken" for check in checks))
+
+
+def gpu_command() -> int:
+    """Runs the GPU checks of this checkout; 2, with the commands that do, where there is no checkout or no pytest."""
+    root = Path(__file__).parents[3]
+    checks = root / "tests" / "gpu"
+    if not checks.is_dir():
+        print("The GPU checks are in the repository of moesys, not in its wheel. To run them:")
+        print("\n".join(GPU_COMMANDS))
+        return 2
+    if find_spec("pytest") is None or find_spec("pytest_timeout") is None:
+        print(f"The GPU checks need pytest and pytest-timeout. Install them: pip install -e '{root}[test]'")
+        return 2
+    return subprocess.run([sys.executable, "-m", "pytest", "-vv", "-m", "gpu", str(checks)], check=False).returncode
 
 
 def checks_table(checks: list[Check]) -> Table:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Annotated
 
 import pytest
@@ -13,7 +15,7 @@ from typer.testing import CliRunner
 
 from moesys.kernels.cpu.row_invariant_gemm import row_rule
 from moesys.lab.commands import doctor
-from moesys.lab.commands.doctor import Check, doctor_command
+from moesys.lab.commands.doctor import Check, doctor_command, gpu_command
 
 app = typer.Typer(rich_markup_mode=None)
 
@@ -141,3 +143,32 @@ def test_in_a_pipe_no_cell_is_cut(monkeypatch):
     assert row.split("  ")[1].strip() == "brackets [like these]"
     assert long.found in row
     assert long.hint in row
+
+
+def test_gpu_checks_of_a_checkout_run_in_pytest(monkeypatch):
+    commands = []
+
+    def run(command, **options):
+        commands.append(command)
+        return SimpleNamespace(returncode=1)
+
+    monkeypatch.setattr(doctor.subprocess, "run", run)
+    assert gpu_command() == 1
+    checks = Path(__file__).parents[3] / "tests" / "gpu"
+    assert commands == [[sys.executable, "-m", "pytest", "-vv", "-m", "gpu", str(checks)]]
+
+
+def test_a_wheel_prints_the_commands_that_run_the_gpu_checks(monkeypatch, tmp_path: Path, capsys):
+    monkeypatch.setattr(doctor, "__file__", str(tmp_path / "moesys" / "lab" / "commands" / "doctor.py"))
+    assert gpu_command() == 2
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "  git clone REPOSITORY moesys && cd moesys",
+        "  pip install -e '.[test]'",
+        "  python -m moesys doctor --gpu",
+    ]
+
+
+def test_without_pytest_the_gpu_checks_say_how_to_install_it(monkeypatch, capsys):
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    assert gpu_command() == 2
+    assert "need pytest and pytest-timeout. Install them: pip install -e '" in capsys.readouterr().out

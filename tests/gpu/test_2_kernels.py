@@ -1,6 +1,6 @@
-"""Every op of one device against its reference in plain torch, and against itself.
+"""GPU checks of the kernels of one device, against references in plain torch and against themselves.
 
-T tokens, H hidden, K choices of a token, E experts, I their width, P = T·K rows, R ranks.
+T tokens, H hidden size, K choices per token, E experts, I their width, P = T·K rows, R ranks.
 """
 
 from __future__ import annotations
@@ -9,16 +9,25 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
+import pytest
 import torch
+from gpu_ranks import GpuRank
 from torch import Tensor
 
-from benchmarks.doctor.place import Place, require
 from benchmarks.harness.contest import relative_difference
-from benchmarks.kernels.aot import Size
-from benchmarks.kernels.checks import TOLERANCE
+from benchmarks.kernels.aot import SIZES, Size
+from benchmarks.kernels.checks import (
+    TOLERANCE,
+    far_offsets,
+    ours_on,
+    same_bits,
+    same_bits_in_other_blocks,
+    wrong_errors,
+)
 from benchmarks.kernels.drawn_layer import Layer, draw_layer
-from benchmarks.kernels.kernels_contest import TOY
-from moesys.balance.splits import split_tokens
+from benchmarks.kernels.kernels_contest import IN_INTERPRETER, ON_GPU, TOY
+from benchmarks.kernels.reference import relative_errors
+from moesys.balance import split_tokens
 from moesys.config import ClusterSpec, EvenSplit, FlowSplit, Proportional
 from moesys.config.split import Split
 from moesys.kernels.experts.activation_gradient import activation_gradient, activation_gradient_reference
@@ -44,16 +53,21 @@ from moesys.load import LoadMatrix
 from moesys.overlap.device_split import device_split
 from moesys.overlap.mega_executor import tokens_by_replica
 
+pytestmark = pytest.mark.gpu(layer="kernels of one device")
+
 DTYPE, ACTIVATION = torch.bfloat16, "swiglu"
-# A Qwen3-30B-A3B layer of fewer tokens: references go through it expert by expert.
+# A layer of Qwen3-30B-A3B with fewer tokens, because references compute it expert by expert.
 REAL = Size("real", 8192, 2048, 768, 128, 8)
 RANKS, REHEARSED_RANKS, SLOTS = 8, 4, 3
-# float32 of gradients that owners add up: as wide as Mixtral's experts on two ranks, beyond 65,535 blocks of columns.
+# float32 gradients that owners add up: as wide as Mixtral's experts on two ranks, beyond 65,535 blocks of columns.
 PARTS, REAL_COLUMNS, TOY_COLUMNS = 3, 88_080_384, 3000
+ROUTING, BIT_RUNS = "zipf", 5
+# The memory for far offsets in 16 bits, with the reference and the gradients.
+FAR_BYTES = 70e9
 
 
 class Op(NamedTuple):
-    """``found`` and ``expected`` give tensors that go together; ``exact``: to the bit, else within the tolerance."""
+    """``found`` and ``expected`` return matching tensors, equal to the bit if ``exact``, else within the tolerance."""
 
     name: str
     found: Callable[[], tuple[Tensor, ...]]
@@ -61,12 +75,13 @@ class Op(NamedTuple):
     exact: bool = True
 
 
-def ops_agree(place: Place) -> str:
-    """Tells every op that does not."""
-    device = place.device
-    layer = draw_layer(TOY if place.rehearsed else REAL, "zipf", DTYPE, device)
+@pytest.mark.gpu(limit_s=60, after=("device",))
+def test_ops(gpu: GpuRank) -> str:
+    """Each op agrees with its reference in plain torch, and gives the same bits twice."""
+    device = gpu.device
+    layer = draw_layer(TOY if gpu.rehearsed else REAL, ROUTING, DTYPE, device)
     wrong, names = [], []
-    for op in (*_of_routing(layer), *_of_products(layer), *_of_ranks(device, place.rehearsed)):
+    for op in (*_routing_ops(layer), *_product_ops(layer), *_rank_ops(device, gpu.rehearsed)):
         names.append(op.name)
         found, again = op.found(), op.found()
         if any(not torch.equal(one, other) for one, other in zip(found, again, strict=True)):
@@ -76,11 +91,39 @@ def ops_agree(place: Place) -> str:
                 wrong.append(f"{op.name} differs from its reference")
             elif not op.exact and not (error := relative_difference(one, right)) <= TOLERANCE[DTYPE]:
                 wrong.append(f"{op.name} is off by {error:.1e}")
-    require(not wrong, "; ".join(dict.fromkeys(wrong)))
+    assert not wrong, "; ".join(dict.fromkeys(wrong))
     return f"{len(names)} ops: {', '.join(names)}"
 
 
-def _of_routing(layer: Layer) -> Iterator[Op]:
+@pytest.mark.gpu(limit_s=90, after=("ops",))
+def test_experts(gpu: GpuRank) -> str:
+    """Experts at real sizes agree with float32 in both directions, and have the same bits again and in other tiles."""
+    size = IN_INTERPRETER.small if gpu.rehearsed else SIZES[0]
+    layer = draw_layer(size, ROUTING, DTYPE, gpu.device)
+    errors = relative_errors(layer, ours_on(layer).results())
+    wrong = wrong_errors(errors, DTYPE)
+    assert not wrong, f"{size.name}: {wrong}"
+    says = [f"{size.name}: errors to {max(errors.values()):.1e}"]
+    again = same_bits(layer, IN_INTERPRETER.bit_runs if gpu.rehearsed else BIT_RUNS)
+    for verdict in (again, same_bits_in_other_blocks(layer)):
+        assert verdict.holds, verdict.says
+        says.append(verdict.says)
+    return "; ".join(says)
+
+
+@pytest.mark.gpu(limit_s=90, ranks="first", after=("experts",))
+def test_offsets(gpu: GpuRank) -> str:
+    """Rows, matrices and gradients beyond 2³¹ elements are where they belong."""
+    if not gpu.rehearsed:
+        total = torch.cuda.get_device_properties(gpu.device).total_memory
+        if total < FAR_BYTES:
+            pytest.skip(f"it takes {FAR_BYTES / 1e9:.0f} GB of GPU memory, and this GPU has {total / 1e9:.0f} GB")
+    verdict = far_offsets((IN_INTERPRETER if gpu.rehearsed else ON_GPU).far, DTYPE, gpu.device)
+    assert verdict.holds, verdict.says
+    return verdict.says
+
+
+def _routing_ops(layer: Layer) -> Iterator[Op]:
     E, P = layer.size.E, layer.expert_TK.numel()
     routing = route_reference(layer.expert_TK, E)
     first_G1, rows = routing.first_G1, 64
@@ -102,7 +145,7 @@ def _of_routing(layer: Layer) -> Iterator[Op]:
     yield Op("gather", lambda: (gather_rows(*given),), lambda: (gather_rows_reference(*given),))
 
 
-def _of_products(layer: Layer) -> Iterator[Op]:
+def _product_ops(layer: Layer) -> Iterator[Op]:
     E, K = layer.size.E, layer.size.K
     x, dy, weight, gate_up, down = (
         layer.x_TH,
@@ -142,8 +185,8 @@ def _of_products(layer: Layer) -> Iterator[Op]:
     for name, of in (("combine", weight), ("gather sum", None)):
         yield Op(
             name,
-            lambda of=of: (combine(y_PH, row_TK, of, DTYPE),),  # type: ignore[misc]
-            lambda of=of: (combine_reference(y_PH, row_TK, of, DTYPE),),  # type: ignore[misc]
+            lambda of=of: (combine(y_PH, row_TK, of, DTYPE),),
+            lambda of=of: (combine_reference(y_PH, row_TK, of, DTYPE),),
             exact=False,
         )
     back = blocks.activation_gradient
@@ -171,8 +214,8 @@ def _of_products(layer: Layer) -> Iterator[Op]:
     )
 
 
-def _of_ranks(device: torch.device, rehearsed: bool) -> Iterator[Op]:
-    """What ranks make of each other's numbers: plans of all counts, and sums of owners."""
+def _rank_ops(device: torch.device, rehearsed: bool) -> Iterator[Op]:
+    """Yields the ops on the numbers of several ranks: plans from all counts, and sums on owners."""
     num_ranks = REHEARSED_RANKS if rehearsed else RANKS
     num_experts, numbers = 2 * num_ranks, np.random.default_rng(0)
     load = LoadMatrix(numbers.poisson(40, (num_ranks, num_experts)))
@@ -184,8 +227,8 @@ def _of_ranks(device: torch.device, rehearsed: bool) -> Iterator[Op]:
         plan = split_tokens(load, layout, cluster, config)
         yield Op(
             f"{config.kind} split",
-            lambda config=config: (device_split(layout, cluster, config, device).tokens_RP(counts, 0),),  # type: ignore[misc]
-            lambda plan=plan: (tokens_by_replica(plan, device),),  # type: ignore[misc]
+            lambda config=config: (device_split(layout, cluster, config, device).tokens_RP(counts, 0),),
+            lambda plan=plan: (tokens_by_replica(plan, device),),
         )
     parts_NP = torch.randn(PARTS, TOY_COLUMNS if rehearsed else REAL_COLUMNS, device=device)
     row_N = torch.tensor([1, 0, 1], device=device)

@@ -1,4 +1,4 @@
-"""Rounds of publish and wait, with payloads: is everything there that was stored before a flag was raised?
+"""GPU checks of flags in memory: everything that was stored before a flag was raised can be read behind it.
 
 W words of a payload.
 """
@@ -7,67 +7,69 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import pytest
 import torch
 import torch.distributed as dist
 import triton
 import triton.language as tl
+from gpu_ranks import GpuRank
 from torch import Tensor
 
-from benchmarks.doctor.place import Place, require
 from moesys.kernels.launch import kernel
 from moesys.kernels.symmetric.heap import RANK, Heap, Region, at
 from moesys.kernels.symmetric.signals import PUBLISH, raise_flag, raise_if_given_up, wait
 
+pytestmark = pytest.mark.gpu(layer="flags in memory")
+
 # 4 KB, of which each of a program's 128 threads stores several words.
 WORDS = 1024
 ROUNDS, REHEARSED_ROUNDS = 1_000_000, 100
-# Where ranks share a GPU, each round waits until the driver has given the other its turn, for milliseconds.
+# Where ranks share a GPU, each round waits for milliseconds until the driver has given the other rank its turn.
 ROUNDS_IN_TURNS = 2_000
-# Of one launch: as many end within a second, so that a process that is to end can.
+# The rounds of one launch end within a second, so that a process that has to end can.
 LAUNCHED = 100_000
+# Two payloads, used in turn, as a peer may be one round ahead. It is never two rounds ahead, because its flag of the
+# round between follows its own reading of the last payload.
+REGIONS = {"payload": Region((2, WORDS), torch.int32), "flag": Region((1,), torch.int32)}
 
 
-def virtual_rounds_hold(place: Place) -> str:
-    """Two ranks on two streams of a GPU; in a rehearsal one that plays with itself, as programs run one by one."""
-    ranks = 1 if place.rehearsed else 2
-    heaps = Heap.virtual(regions(), ranks, place.device)
-    rounds = REHEARSED_ROUNDS if place.rehearsed else ROUNDS
-    wrong = [torch.zeros(WORDS, dtype=torch.int64, device=place.device) for _ in heaps]
+@pytest.mark.gpu(limit_s=60, after=("device",))
+def test_rounds_on_one_gpu(gpu: GpuRank) -> str:
+    """In a million rounds of publish and wait between virtual ranks, every payload is there when its flag is."""
+    # Two ranks on two streams. In the interpreter, where programs run one by one, one rank plays with itself.
+    ranks = 1 if gpu.rehearsed else 2
+    heaps = Heap.virtual(REGIONS, ranks, gpu.device)
+    rounds = REHEARSED_ROUNDS if gpu.rehearsed else ROUNDS
+    wrong = [torch.zeros(WORDS, dtype=torch.int64, device=gpu.device) for _ in heaps]
     for first in range(1, rounds + 1, LAUNCHED):
         _launch(heaps, [ranks - 1 - rank for rank in range(ranks)], first, min(LAUNCHED, rounds + 1 - first), wrong)
-    _require_none(wrong, heaps)
+    _check_payloads(wrong, heaps)
     return f"{rounds} rounds of {4 * WORDS} bytes between {ranks} virtual ranks"
 
 
-def rounds_between_ranks_hold(place: Place) -> str:
-    """Every pair of ranks in turn: each stores into the other's memory, and waits for the other."""
-    device = place.device
-    heap = Heap.of_group(regions(), dist.group.WORLD, device)
-    in_turns = ROUNDS_IN_TURNS if place.ranks_of_gpu > 1 else ROUNDS
-    rounds, pairings = REHEARSED_ROUNDS if place.rehearsed else in_turns, triton.next_power_of_2(place.num_ranks) - 1
+@pytest.mark.gpu(limit_s=90, ranks="together", after=("shared memory", "rounds on one gpu"))
+def test_rounds(gpu: GpuRank) -> str:
+    """In a million rounds of publish and wait for every pair of ranks, every payload is there when its flag is."""
+    device = gpu.device
+    heap = Heap.of_group(REGIONS, dist.group.WORLD, device)
+    in_turns = ROUNDS_IN_TURNS if gpu.ranks_per_gpu > 1 else ROUNDS
+    rounds, pairings = REHEARSED_ROUNDS if gpu.rehearsed else in_turns, triton.next_power_of_2(gpu.num_ranks) - 1
     wrong, epoch = torch.zeros(WORDS, dtype=torch.int64, device=device), 1
     for distance in range(1, pairings + 1):
         peer = heap.rank ^ distance
         for first in range(epoch, epoch + rounds, LAUNCHED):
-            if peer < place.num_ranks:
+            if peer < gpu.num_ranks:
                 _launch([heap], [peer], first, min(LAUNCHED, epoch + rounds - first), [wrong])
         raise_if_given_up(heap)
-        # A flag says nothing of who raised it: no pair begins while another plays.
+        # A flag does not tell who raised it, so no pair begins while another plays.
         dist.barrier()
         epoch += rounds
-    _require_none([wrong], [heap])
-    return f"{rounds} rounds of {4 * WORDS} bytes for each of {pairings} pairings of {place.num_ranks} ranks"
-
-
-def regions() -> dict[str, Region]:
-    """Two payloads, used in turn, as a peer may be one round ahead; never two: its flag of the round between is behind
-    its own reading of the last.
-    """
-    return {"payload": Region((2, WORDS), torch.int32), "flag": Region((1,), torch.int32)}
+    _check_payloads([wrong], [heap])
+    return f"{rounds} rounds of {4 * WORDS} bytes for each of {pairings} pairings of {gpu.num_ranks} ranks"
 
 
 def _launch(heaps: Sequence[Heap], peers: Sequence[int], first: int, rounds: int, wrong: Sequence[Tensor]) -> None:
-    """Side by side, one program a rank, on streams of their own where there are several."""
+    """Launches one program per rank, each on a stream of its own where there are several."""
     device = heaps[0].arena.device
     streams = [torch.cuda.Stream(device) for _ in heaps] if len(heaps) > 1 else []
     for stream in streams:
@@ -89,15 +91,15 @@ def _launch(heaps: Sequence[Heap], peers: Sequence[int], first: int, rounds: int
         torch.cuda.current_stream(device).wait_stream(stream)
 
 
-def _require_none(wrong: Sequence[Tensor], heaps: Sequence[Heap]) -> None:
+def _check_payloads(wrong: Sequence[Tensor], heaps: Sequence[Heap]) -> None:
     for heap in heaps:
         raise_if_given_up(heap)
     number = sum(int(of_rank.sum()) for of_rank in wrong)
-    require(number == 0, f"{number} words were not there when their flag was")
+    assert number == 0, f"{number} words were not there when their flag was"
 
 
 @kernel(do_not_specialize=["peer", "first", "rounds"])
-def _rounds(world, payload, flag, peer, first, rounds, wrong_ptr, W: tl.constexpr):  # type: ignore[no-untyped-def]
+def _rounds(world, payload, flag, peer, first, rounds, wrong_ptr, W: tl.constexpr):
     own, word, lane = tl.load(world + RANK), tl.arange(0, W), tl.arange(0, 1)
     mine, theirs = at(world, own, payload, tl.int32), at(world, peer, payload, tl.int32)
     flag_here, flag_there = at(world, own, flag, tl.int32) + lane, at(world, peer, flag, tl.int32) + lane
@@ -113,6 +115,6 @@ def _rounds(world, payload, flag, peer, first, rounds, wrong_ptr, W: tl.constexp
 
 
 @triton.jit
-def _payload(epoch, source, word):  # type: ignore[no-untyped-def]
-    """Another number for every epoch, rank and word."""
+def _payload(epoch, source, word):
+    """Returns another number for every epoch, rank and word."""
     return (epoch * 40503 + source.to(tl.int32) * 9973 + word).to(tl.int32)

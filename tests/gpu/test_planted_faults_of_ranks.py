@@ -1,4 +1,4 @@
-"""benchmarks doctor between ranks: each check fails when what it proves does not hold on one of two ranks."""
+"""Each GPU check of several ranks fails when what it proves does not hold on one of two ranks."""
 
 from __future__ import annotations
 
@@ -8,14 +8,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gpu_layers
 import pytest
+import test_4_between_ranks as between_ranks
+import test_5_flags as flags
+import test_6_mega_kernels as mega_kernels
+import test_7_layer as layer
 import torch
 import torch.distributed as dist
-from test_gpu_doctor_faults import Fault, late_payloads, off_by_one, waits
+from gpu_ranks import GpuRank
+from test_planted_faults import Fault, late_payloads, off_by_one, waits
 
-from benchmarks.doctor import collectives, mega_ranks, rounds, trained, waiting
-from benchmarks.doctor.layers import tokens_at
-from benchmarks.doctor.place import Place
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.overlap import mega_executor
 
@@ -25,10 +28,10 @@ def silent_reduce(patch: pytest.MonkeyPatch) -> None:
 
 
 def foreign_copies(patch: pytest.MonkeyPatch) -> None:
-    """What is read of any rank is what lies 16 bytes behind it."""
-    usual = collectives.start_copies
+    """Reads 16 bytes behind the address that was asked for."""
+    usual = between_ranks.start_copies
     patch.setattr(
-        collectives,
+        between_ranks,
         "start_copies",
         lambda copies, device: usual([of._replace(source=of.source + 16) for of in copies], device),
     )
@@ -36,7 +39,7 @@ def foreign_copies(patch: pytest.MonkeyPatch) -> None:
 
 def few_rounds_of_late_payloads(patch: pytest.MonkeyPatch) -> None:
     late_payloads(patch)
-    patch.setattr(rounds, "REHEARSED_ROUNDS", 3)
+    patch.setattr(flags, "REHEARSED_ROUNDS", 3)
 
 
 def wrong_combine(patch: pytest.MonkeyPatch) -> None:
@@ -44,11 +47,11 @@ def wrong_combine(patch: pytest.MonkeyPatch) -> None:
 
 
 def wrong_when_grown(patch: pytest.MonkeyPatch) -> None:
-    """More tokens than usual are computed wrong."""
+    """Computes larger micro-batches than usual wrong."""
     usual = mega_executor.down_combine
 
     def combine(memory: Any, rows: Any, a_NI: Any, down: Any, weight_TK: Any, *rest: Any) -> Any:
-        grown = len(weight_TK) > tokens_at(_place())
+        grown = len(weight_TK) > gpu_layers.tokens_of(_gpu())
         return (off_by_one(usual) if grown else usual)(memory, rows, a_NI, down, weight_TK, *rest)
 
     patch.setattr(mega_executor, "down_combine", combine)
@@ -63,32 +66,31 @@ def immortal(patch: pytest.MonkeyPatch) -> None:
 
 
 def impatient(patch: pytest.MonkeyPatch) -> None:
-    planned = trained.planned_on_devices
-    patch.setattr(trained, "planned_on_devices", lambda place: planned(place).replace(timeout_s=0.3))
-    patch.setattr(trained, "REHEARSED_LATE_S", (2.0,))
+    planned = layer.planned_on_devices
+    patch.setattr(layer, "planned_on_devices", lambda gpu: planned(gpu).replace(timeout_s=0.3))
+    patch.setattr(layer, "REHEARSED_LATE_S", (2.0,))
 
 
-def on_a_fake_gpu(place: Place) -> str:
-    """Two processes on one GPU, which is the CPU, with a toy."""
+def on_a_fake_gpu(gpu: GpuRank) -> str:
+    """Runs the check in two processes on one GPU, which is the CPU, on a small layer."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("benchmarks.doctor.place.device_of", lambda device_type, rank: torch.device("cpu"))
-        patch.setattr(torch.cuda, "set_device", lambda device: None)
-        patch.setattr(mega_ranks, "Size", lambda *sizes: mega_ranks.TOY)
-        patch.setattr(mega_ranks, "_share", lambda place: mega_ranks.PROGRAMS)
-        return mega_ranks.one_point_agrees(replace(place, device_type="cuda", most_gpus=1))
+        patch.setattr(GpuRank, "device", torch.device("cpu"))
+        patch.setattr(mega_kernels, "Size", lambda *sizes: mega_kernels.TOY)
+        patch.setattr(mega_kernels, "_programs", lambda gpu: mega_kernels.REHEARSED_PROGRAMS)
+        return mega_kernels.test_one_gpu_for_two(replace(gpu, num_gpus=1))
 
 
-CHECKS: dict[str, Callable[[Place], str]] = {
-    "collectives": collectives.collectives_add_up,
-    "shared memory": collectives.memory_is_shared,
-    "rounds": rounds.rounds_between_ranks_hold,
+CHECKS: dict[str, Callable[[GpuRank], str]] = {
+    "collectives": between_ranks.test_collectives,
+    "shared memory": between_ranks.test_shared_memory,
+    "rounds": flags.test_rounds,
     "one GPU for two": on_a_fake_gpu,
-    "mega points": mega_ranks.points_agree,
-    "layer": trained.layer_agrees,
-    "planned without waiting": waiting.planned_step_waits_for_nobody,
-    "growth": trained.arenas_grow,
-    "killed rank": trained.dead_rank_is_named,
-    "late ranks": trained.late_ranks_are_waited_for,
+    "mega points": mega_kernels.test_mega_points,
+    "layer": layer.test_layer,
+    "planned without waiting": layer.test_planned_without_waiting,
+    "growth": layer.test_growth,
+    "killed rank": layer.test_killed_rank,
+    "late ranks": layer.test_late_ranks,
 }
 FAULTS: dict[str, tuple[Fault, int, str]] = {
     "collectives": (silent_reduce, 1, "all_reduce gave ["),
@@ -104,17 +106,17 @@ FAULTS: dict[str, tuple[Fault, int, str]] = {
 }
 
 
-def _place() -> Place:
-    return Place("cpu", Path("/nowhere"), 0, dist.get_rank(), dist.get_world_size())
+def _gpu() -> GpuRank:
+    return GpuRank(Path("/nowhere"), 0, dist.get_rank(), dist.get_world_size())
 
 
 def said(name: str) -> str:
-    """What the check says on this rank with a fault planted on both."""
+    """Returns what the check says on this rank, with a fault planted on both ranks."""
     fault, _, _ = FAULTS[name]
     with pytest.MonkeyPatch.context() as patch:
         fault(patch)
         try:
-            return CHECKS[name](_place())
+            return CHECKS[name](_gpu())
         except Exception as error:
             return f"{type(error).__name__}: {error}"
 

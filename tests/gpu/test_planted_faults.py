@@ -1,4 +1,4 @@
-"""benchmarks doctor: each check fails when what it proves does not hold. A fault is planted in what it looks at."""
+"""Each GPU check of one rank fails when what it proves does not hold: a fault is planted in what it examines."""
 
 from __future__ import annotations
 
@@ -11,15 +11,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import test_1_device as device
+import test_2_kernels as kernels
+import test_3_launch as launch
+import test_4_between_ranks as between_ranks
+import test_5_flags as flags
+import test_8_benchmarks as measured
 import torch
 import triton
 import triton.language as tl
+from gpu_ranks import GpuRank
 from torch import Tensor
 from typer.main import get_command
 
-from benchmarks import commands as bench_commands
-from benchmarks.doctor import benches, collectives, compiled, guards, ops, oracle, place, rounds, seen, waiting
-from benchmarks.doctor.place import LeftOutError, Place
+from benchmarks.__main__ import app
 from benchmarks.kernels.checks import Verdict
 from moesys.kernels.experts import experts
 from moesys.overlap import single_rank
@@ -28,12 +33,12 @@ CPU = torch.device("cpu")
 Fault = Callable[[pytest.MonkeyPatch], None]
 
 
-def here(rank: int = 0, num_ranks: int = 1, device_type: Any = "cpu", gpus: int = 0) -> Place:
-    return Place(device_type, Path("/nowhere"), gpus, rank, num_ranks)
+def here(rank: int = 0, num_ranks: int = 1, num_gpus: int = 0) -> GpuRank:
+    return GpuRank(Path("/nowhere"), num_gpus, rank, num_ranks)
 
 
 def off_by_one(usual: Callable[..., Any]) -> Callable[..., Any]:
-    """The first number of the first tensor is another."""
+    """Changes the first number of the first tensor."""
 
     def wrong(*args: Any, **kwargs: Any) -> Any:
         found = usual(*args, **kwargs)
@@ -45,16 +50,16 @@ def off_by_one(usual: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def waits(usual: Callable[..., Any]) -> Callable[..., Any]:
-    """In code that calls itself a part of moesys."""
+    """Waits in code that calls itself a part of moesys."""
     source = "lambda usual: lambda *args, **kwargs: (tensor.item(), usual(*args, **kwargs))[1]"
     return eval(source, {"__name__": "moesys.planted", "tensor": torch.ones(1)})(usual)
 
 
-# --- of one rank ----------------------------------------------------------------------------------------------------
+# --- on one rank ----------------------------------------------------------------------------------------------------
 
 
 def test_every_op_that_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernels = {
+    names = {
         "topk": "topk_by_index",
         "route": "route",
         "tiles": "tile_table",
@@ -67,27 +72,27 @@ def test_every_op_that_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
         "weight gradient of up": "weight_gradient",
         "ordered sum": "ordered_sum",
     }
-    for name in kernels.values():
-        monkeypatch.setattr(ops, name, off_by_one(getattr(ops, name)))
-    split = ops.device_split
+    for name in names.values():
+        monkeypatch.setattr(kernels, name, off_by_one(getattr(kernels, name)))
+    split = kernels.device_split
 
     def wrong_split(*args: Any) -> Any:
         return SimpleNamespace(tokens_RP=off_by_one(split(*args).tokens_RP))
 
-    monkeypatch.setattr(ops, "device_split", wrong_split)
-    with pytest.raises(RuntimeError) as error:
-        ops.ops_agree(here())
-    for name in (*kernels, "input gradient", "gather sum", "weight gradient of down", "even split", "flow split"):
+    monkeypatch.setattr(kernels, "device_split", wrong_split)
+    with pytest.raises(AssertionError) as error:
+        kernels.test_ops(here())
+    for name in (*names, "input gradient", "gather sum", "weight gradient of down", "even split", "flow split"):
         assert f"{name} differs" in str(error.value) or f"{name} is off" in str(error.value), name
 
 
 def test_an_op_with_other_bits_the_second_time_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "_of_products", lambda layer: ())
-    monkeypatch.setattr(ops, "_of_ranks", lambda device, rehearsed: ())
-    number, usual = itertools.count(), ops.gather_rows
-    monkeypatch.setattr(ops, "gather_rows", lambda *args: usual(*args) + next(number) * 2.0)
-    with pytest.raises(RuntimeError, match="gather gives other bits the second time"):
-        ops.ops_agree(here())
+    monkeypatch.setattr(kernels, "_product_ops", lambda layer: ())
+    monkeypatch.setattr(kernels, "_rank_ops", lambda device, rehearsed: ())
+    number, usual = itertools.count(), kernels.gather_rows
+    monkeypatch.setattr(kernels, "gather_rows", lambda *args: usual(*args) + next(number) * 2.0)
+    with pytest.raises(AssertionError, match="gather gives other bits the second time"):
+        kernels.test_ops(here())
 
 
 def wrong_combine(patch: pytest.MonkeyPatch) -> None:
@@ -95,13 +100,13 @@ def wrong_combine(patch: pytest.MonkeyPatch) -> None:
 
 
 def restless_combine(patch: pytest.MonkeyPatch) -> None:
-    """Its bits differ from run to run, by less than errors are allowed."""
+    """Gives other bits from run to run, within the tolerance."""
     number, usual = itertools.count(), experts.combine
     patch.setattr(experts, "combine", lambda *args: usual(*args).mul_(1 + 2.0**-8 * (next(number) % 3 == 0)))
 
 
 def tiled_combine(patch: pytest.MonkeyPatch) -> None:
-    """Tiles of another size have other bits."""
+    """Gives other bits in tiles of another size."""
     usual = experts.grouped_gemm
 
     def rounded(*args: Any, **kwargs: Any) -> Tensor:
@@ -120,12 +125,12 @@ def tiled_combine(patch: pytest.MonkeyPatch) -> None:
 )
 def test_experts(fault: Fault, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     fault(monkeypatch)
-    with pytest.raises(RuntimeError, match=says):
-        oracle.experts_agree(here())
+    with pytest.raises(AssertionError, match=says):
+        kernels.test_experts(here())
 
 
 def test_offsets_that_wrap(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last rows of a product lie elsewhere."""
+    """The last rows of a product are elsewhere."""
     usual = experts.grouped_gemm
 
     def wrapped(*args: Any, **kwargs: Any) -> Tensor:
@@ -134,39 +139,39 @@ def test_offsets_that_wrap(monkeypatch: pytest.MonkeyPatch) -> None:
         return found
 
     monkeypatch.setattr(experts, "grouped_gemm", wrapped)
-    with pytest.raises(RuntimeError, match="y is off by"):
-        oracle.far_offsets_hold(here())
+    with pytest.raises(AssertionError, match="y is off by"):
+        kernels.test_offsets(here())
 
 
 def test_a_step_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(single_rank, "experts_forward", waits(single_rank.experts_forward))
     with pytest.raises(RuntimeError, match=r"moesys\.planted calls item, which waits for the device"):
-        waiting.step_waits_for_nobody(here())
+        launch.test_no_waiting(here())
 
 
 @triton.jit
 def _late_payload(epoch, source, word):  # type: ignore[no-untyped-def]
-    """What is expected in a round is stored in no round."""
+    """Returns a number that is stored in no round."""
     return (epoch * 40503 + word * 7 + tl.program_id(0)).to(tl.int32)
 
 
 def late_payloads(patch: pytest.MonkeyPatch) -> None:
-    """Every other call, which is what is expected, gives another number."""
-    calls, usual = itertools.count(), rounds._payload
-    patch.setattr(rounds, "_payload", lambda *args: usual(*args) if next(calls) % 2 else _late_payload(*args))
+    """Every other call, which computes the expected payload, gives another number."""
+    calls, usual = itertools.count(), flags._payload
+    patch.setattr(flags, "_payload", lambda *args: usual(*args) if next(calls) % 2 else _late_payload(*args))
 
 
 def test_payloads_that_come_behind_their_flags(monkeypatch: pytest.MonkeyPatch) -> None:
     late_payloads(monkeypatch)
-    monkeypatch.setattr(rounds, "REHEARSED_ROUNDS", 3)
-    with pytest.raises(RuntimeError, match=r"\d+ words were not there when their flag was"):
-        rounds.virtual_rounds_hold(here())
+    monkeypatch.setattr(flags, "REHEARSED_ROUNDS", 3)
+    with pytest.raises(AssertionError, match=r"\d+ words were not there when their flag was"):
+        flags.test_rounds_on_one_gpu(here())
 
 
 def test_copies_that_do_not_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collectives, "start_copies", lambda copies, device: None)
-    with pytest.raises(RuntimeError, match="1000 bytes from 0 to 0 did not arrive as they were"):
-        collectives.copies_arrive(here())
+    monkeypatch.setattr(between_ranks, "start_copies", lambda copies, device: None)
+    with pytest.raises(AssertionError, match="1000 bytes from 0 to 0 did not arrive unchanged"):
+        between_ranks.test_copies(here())
 
 
 @pytest.mark.parametrize(
@@ -174,22 +179,22 @@ def test_copies_that_do_not_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (1, "", "compiling ended with code 1: planted"),
         (0, '{"kernels": 2, "triton": "3", "wrong": ["up: 7 spills"]}', "up: 7 spills"),
-        (0, '{"kernels": 0, "triton": "3", "wrong": []}', "nothing was compiled"),
+        (0, '{"kernels": 0, "triton": "3", "wrong": []}', "no kernel was compiled"),
     ],
 )
 def test_kernels_that_fall_short(code: int, told: str, says: str, monkeypatch: pytest.MonkeyPatch) -> None:
     done = SimpleNamespace(returncode=code, stdout=told, stderr="planted")
     monkeypatch.setattr(subprocess, "run", lambda *args, **kwargs: done)
-    with pytest.raises(RuntimeError, match=says):
-        compiled.compiles(here())
+    with pytest.raises(AssertionError, match=says):
+        device.test_compile(here())
 
 
-# --- what only a GPU has, with the CPU in its place -----------------------------------------------------------------
+# --- checks of a GPU, with the CPU in its place -----------------------------------------------------------------
 
 
 @pytest.fixture
 def _fake_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two GPUs, which are the CPU."""
+    """Shows torch two GPUs, which are the CPU."""
     properties = SimpleNamespace(name="fake", multi_processor_count=132, total_memory=2**37)
     fakes = {
         "get_device_properties": lambda device: properties,
@@ -200,23 +205,23 @@ def _fake_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     }
     for name, fake in fakes.items():
         monkeypatch.setattr(torch.cuda, name, fake)
-    monkeypatch.setattr(place, "device_of", lambda device_type, rank: CPU)
+    monkeypatch.setattr(GpuRank, "device", CPU)
 
 
-GPU = here(rank=1, device_type="cuda", gpus=2)
+GPU = here(rank=1, num_gpus=2)
 
 
 @pytest.mark.usefixtures("_fake_gpu")
 def test_a_device_that_multiplies_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert seen.sees_gpu(GPU).startswith("fake, sm_90, 132 multiprocessors, ")
+    assert device.test_device(GPU).startswith("fake, sm_90, 132 multiprocessors, ")
     product = Tensor.__matmul__
 
     def wrong(left: Tensor, right: Tensor) -> Tensor:
         return product(left, right) + (left.dtype == torch.bfloat16)
 
     monkeypatch.setattr(Tensor, "__matmul__", wrong)
-    with pytest.raises(RuntimeError, match="of 1048576 numbers of a product of integers are wrong"):
-        seen.sees_gpu(GPU)
+    with pytest.raises(AssertionError, match="of 1048576 numbers of a product of integers are wrong"):
+        device.test_device(GPU)
 
 
 @pytest.mark.usefixtures("_fake_gpu")
@@ -224,77 +229,84 @@ def test_kernels_on_the_current_device_instead_of_their_tensors(monkeypatch: pyt
     current = [0]
 
     @contextmanager
-    def device(number: int) -> Iterator[None]:
+    def make_current(number: int) -> Iterator[None]:
         current[0] = number
         yield
 
-    monkeypatch.setattr(torch.cuda, "device", device)
-    monkeypatch.setattr(guards, "draw_layer", lambda size, routing, dtype, device: device.index)
-    results = [oracle.draw_layer(ops.TOY, "uniform", torch.float32, CPU, seed) for seed in range(2)]
-    runs = [oracle.ours_on(layer).results() for layer in results]
+    monkeypatch.setattr(torch.cuda, "device", make_current)
+    monkeypatch.setattr(launch, "draw_layer", lambda size, routing, dtype, device: device.index)
+    results = [kernels.draw_layer(kernels.TOY, "uniform", torch.float32, CPU, seed) for seed in range(2)]
+    runs = [kernels.ours_on(layer).results() for layer in results]
     wrong = {False: lambda layer: SimpleNamespace(results=lambda: runs[layer])}
     wrong[True] = lambda layer: SimpleNamespace(results=lambda: runs[current[0]])
-    monkeypatch.setattr(guards, "ours_on", wrong[False])
-    assert guards.other_device_is_used(GPU) == "tensors of cuda:1 while cuda:0 is current: equal bits"
-    monkeypatch.setattr(guards, "ours_on", wrong[True])
-    with pytest.raises(RuntimeError, match=r"y, dx, .* differ where cuda:0 is current and tensors are on cuda:1"):
-        guards.other_device_is_used(GPU)
+    monkeypatch.setattr(launch, "ours_on", wrong[False])
+    assert launch.test_other_device(GPU) == "tensors of cuda:1 while cuda:0 is current: equal bits"
+    monkeypatch.setattr(launch, "ours_on", wrong[True])
+    with pytest.raises(AssertionError, match=r"y, dx, .* differ where cuda:0 is current and tensors are on cuda:1"):
+        launch.test_other_device(GPU)
 
 
 def test_one_gpu_has_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(LeftOutError, match="one GPU here; it takes two"):
-        guards.other_device_is_used(here(device_type="cuda", gpus=1))
+    with pytest.raises(pytest.skip.Exception, match="it takes two GPUs, and there is one"):
+        launch.test_other_device(here(num_gpus=1))
 
 
 @pytest.mark.usefixtures("_fake_gpu")
 def test_a_graph_that_is_replayed_on_old_data(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(oracle, "draw_layer", lambda *args: args)
-    monkeypatch.setattr(oracle, "graph_replayed", lambda layer, other: Verdict(False, "y differs on new data"))
-    with pytest.raises(RuntimeError, match="y differs on new data"):
-        oracle.graph_is_replayed(GPU)
+    monkeypatch.setattr(launch, "draw_layer", lambda *args: args)
+    monkeypatch.setattr(launch, "graph_replayed", lambda layer, other: Verdict(False, "y differs on new data"))
+    with pytest.raises(AssertionError, match="y differs on new data"):
+        launch.test_graph(GPU)
 
 
 @pytest.mark.usefixtures("_fake_gpu")
 @pytest.mark.parametrize(
     "check",
     [
-        benches.kernels_are_timed,
-        benches.overlap_is_timed,
-        benches.links_are_calibrated,
-        benches.models_are_timed,
+        measured.test_bench_kernels,
+        measured.test_bench_overlap,
+        measured.test_bench_calibrate,
+        measured.test_bench_models,
     ],
 )
-def test_a_bench_that_fails(check: Callable[[Place], str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what it was asked for is a command of this command line."""
-    asked: list[list[str]] = []
+def test_a_benchmark_that_fails(check: Callable[[GpuRank], str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The check fails, and the words that it ran are a command of the benchmarks, with options that exist."""
+    ran: list[list[str]] = []
 
     def run(command: list[str], **kwargs: Any) -> Any:
-        asked.append(command)
+        ran.append(command)
         return SimpleNamespace(returncode=1, stdout="planted\n")
 
     monkeypatch.setattr(subprocess, "run", run)
-    with pytest.raises(RuntimeError, match="ended with code 1:\nplanted"):
+    with pytest.raises(AssertionError, match=r"ended with code 1:\s+planted"):
         check(GPU)
-    _, _, moesys_, bench, name, *options = asked[0]
-    assert (moesys_, bench) == ("benchmarks")
-    command = get_command(bench_commands.bench).commands[name]  # type: ignore[attr-defined]
+    _, _, package, name, *options = ran[0]
+    assert package == "benchmarks"
+    command = get_command(app).commands[name]  # type: ignore[attr-defined]
     monkeypatch.setattr("moesys.lab.commands.options.TemporaryFile", lambda **kwargs: SimpleNamespace(close=bool))
     monkeypatch.setattr(Path, "is_dir", lambda path: path == Path("/nowhere"))
     command.make_context(name, list(options))
 
 
 def test_peers_are_found_where_they_are_installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert "scattermoe" not in benches.installed_peers()
+    assert "scattermoe" not in measured.installed_peers()
     (tmp_path / "scattermoe").mkdir()
     (tmp_path / "scattermoe" / "__init__.py").touch()
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert benches.installed_peers()["scattermoe"] == tmp_path
+    assert measured.installed_peers()["scattermoe"] == tmp_path
 
 
 def test_ranks_that_share_a_gpu_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the ranks of this host where torchrun says how many there are."""
-    assert here(num_ranks=2, device_type="cuda", gpus=1).ranks_of_gpu == 2
-    assert here(num_ranks=8, device_type="cuda", gpus=8).ranks_of_gpu == 1
+    """Counts the ranks of this host, where torchrun says how many there are."""
+    assert here(num_ranks=2, num_gpus=1).ranks_per_gpu == 2
+    assert here(num_ranks=8, num_gpus=8).ranks_per_gpu == 1
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
-    assert here(num_ranks=16, device_type="cuda", gpus=8).ranks_of_gpu == 1
+    assert here(num_ranks=16, num_gpus=8).ranks_per_gpu == 1
+
+
+def test_two_ranks_on_one_gpu_use_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    assert here(rank=1, num_ranks=2, num_gpus=1).device == torch.device("cuda", 0)
+    assert here(rank=1, num_ranks=2, num_gpus=2).device == torch.device("cuda", 1)
