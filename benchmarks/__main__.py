@@ -15,12 +15,12 @@ from benchmarks.harness.grouped_commands import GroupedCommands
 from moesys.lab.commands.options import ResultFile, in_a_folder, options_given, refusing
 from moesys.lab.ranks.process_start import sigterm_as_ctrl_c
 
-COMPUTING, LINKS, PUBLISHED = "Computing, measured here", "Links, measured here", "Published, and simulated beside it"
+COMPUTING, LINKS = "Computing, measured here", "Links, measured here"
 
 
 app = typer.Typer(
     name="benchmarks",
-    help="Measure on this machine, or simulate what others measured.",
+    help="Measure on this machine.",
     cls=GroupedCommands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,

@@ -46,7 +46,7 @@ from moesys.config import ClusterSpec
 from moesys.lab.show.reports import Report, to_markdown
 from moesys.layout import ExpertLayout
 
-E8K2, E16K4, LARGE_E8K2 = "8x7b-e8k2", "8x7b-e16k4", "8x22b-e8k2"
+E8K2, E16K4 = "8x7b-e8k2", "8x7b-e16k4"
 ITERATION = 20
 
 
@@ -119,7 +119,7 @@ def test_every_grid_holds_zero_and_goes_up():
 
 
 def test_the_fit_knows_no_row_of_another_shape(made_up):
-    for shape in (E8K2, LARGE_E8K2):
+    for shape in (E8K2, E16K4):
         slower = [
             row.model_copy(update={"laer_s": 2 * row.laer_s}) if row.model.endswith(shape) else row for row in ROWS
         ]
