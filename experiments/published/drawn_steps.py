@@ -111,7 +111,8 @@ def simulate(
     found: dict[Scenario, list[SimulatedStep]] = {scenario: [] for scenario in scenarios}
     pool = ProcessPoolExecutor(num_processes, mp_context=get_context("forkserver"))
     with pool, steps_told(what, len(jobs)) as tell:
-        results = (pool.map if len(jobs) > 1 < num_processes else map)(_simulate_planning, jobs)
+        parallel = num_processes > 1 and len(jobs) > 1
+        results = pool.map(_simulate_planning, jobs) if parallel else map(_simulate_planning, jobs)
         for _, sharing, seed in jobs:
             tell(f"{sharing[0].name}, {sharing[0].strategy.name}, seed {seed}")
             for scenario, step in zip(sharing, next(results), strict=True):

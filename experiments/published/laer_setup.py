@@ -26,6 +26,7 @@ from pydantic import BaseModel
 import moesys as ms
 from experiments.published.drawn_steps import Planning, Scenario
 from moesys.balance import split_tokens
+from moesys.config import Predictor
 from moesys.config.laer_routing import LAER_E8K2_ROUTING, LAER_E16K4_ROUTING
 from moesys.config.workload import Generated
 from moesys.layout import ExpertLayout
@@ -220,7 +221,7 @@ def published_rows(shape: str, rows: Sequence[PublishedRow] = ROWS) -> list[Publ
 # --- planners and scenarios -----------------------------------------------------------------------------------
 
 _EVEN, _WINDOW = ms.EvenSplit(), ms.WindowMean(steps=5)
-PLANNERS: dict[str, tuple[ms.Balance, ms.Split, ms.Predictor]] = {
+PLANNERS: dict[str, tuple[ms.Balance, ms.Split, Predictor]] = {
     "FSDP+EP": (ms.Static(), _EVEN, ms.Last()),
     "FlexMoE": (ms.FlexMoe(), _EVEN, _WINDOW),
     "LAER": (ms.Laer(), _EVEN, _WINDOW),

@@ -51,11 +51,7 @@ from moesys.step import plan_layer
 # ``SLOWEST``.
 RATES, SLOWEST = (1.0, 0.85, 0.7), 0.05
 APART = MegaKernel(fused="none", dispatch_share=1, overlap_weight_gradients=False)
-KERNELS = {
-    "apart": APART,
-    "deduplicated": APART.replace(deduplicate=True),
-    "fused": MegaKernel(deduplicate=True),
-}
+KERNELS = {"apart": APART, "deduplicated": APART.replace(deduplicate=True), "fused": MegaKernel(deduplicate=True)}
 POINTS = tuple(
     MegaKernel(dispatch_share=dispatch, combine_share=combine, deduplicate=deduplicate)
     for dispatch, combine, deduplicate in product((0.0, 0.25, 0.5), (0.0, 0.1, 0.25), (False, True))
@@ -99,8 +95,13 @@ class EvenLayer(BaseModel, frozen=True):
 
     @property
     def model(self) -> ModelShape:
-        sizes = {"hidden_size": self.hidden, "intermediate_size": self.width, "num_experts": self.experts}
-        return ModelShape(**sizes, top_k=self.top_k, dtype="bfloat16")
+        return ModelShape(
+            hidden_size=self.hidden,
+            intermediate_size=self.width,
+            num_experts=self.experts,
+            top_k=self.top_k,
+            dtype="bfloat16",
+        )
 
     def plan(self, cluster: ClusterSpec) -> TokenPlan:
         """Returns where tokens are computed under expert parallelism."""
@@ -110,9 +111,9 @@ class EvenLayer(BaseModel, frozen=True):
         return plan_layer(Strategy(name="ep"), self.model, cluster, load).tokens
 
 
-_TEST = {"name": "mega EP test", "hidden": 1536, "width": 480, "experts": 64, "top_k": 8}
+_TEST = EvenLayer(name="mega EP test", hidden=1536, width=480, experts=64, top_k=8, tokens=1024)
 LAYERS = (
-    *(EvenLayer(**_TEST, tokens=tokens) for tokens in (1024, 8192, 32768)),
+    *(_TEST.model_copy(update={"tokens": tokens}) for tokens in (1024, 8192, 32768)),
     EvenLayer(name="FlashComm overlap test", hidden=8192, width=2560, experts=160, top_k=8, tokens=4096),
     EvenLayer(name="Qwen3-30B-A3B", hidden=2048, width=768, experts=128, top_k=8, tokens=8192),
 )
