@@ -273,7 +273,7 @@ def reproduce(
         "speed-ups": speed_ups,
         "breakdown": breakdown_claims(constants),
         "ablation": ablation_claims(constants, iterations, constants.inter_node_gb_per_s, {}),
-        "rates": [claim for of in ablated for claim in of if claim.of["variant"] in ("LAER", "no_comm_opt")],
+        "rates": [claim for of in ablated for claim in reversed(of) if claim.of["variant"] in ("LAER", "no_comm_opt")],
         "max/mean": busiest_claims(constants, iterations),
     }
     scenarios = [of for table in claims.values() for claim in table for of in (claim.scenario, claim.per) if of]
@@ -498,7 +498,9 @@ def main(out: ReportFolder = None) -> None:
     tables = sheets(claims, fits)
     tables.append(megatron_sheet(fits[0].constants, SEEDS, laer_seconds))
     tables.append(stages_sheet(stage_rows(fits), len(fits)))
-    publish_simulated("laer_reproduction", "LAER-MoE's measurements", tables, (__doc__ or "").split("\n\n"), out)
+    publish_simulated(
+        "laer_reproduction", "LAER-MoE's measurements", tables, (__doc__ or "").strip().split("\n\n"), out
+    )
 
 
 if __name__ == "__main__":

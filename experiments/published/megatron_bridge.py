@@ -366,7 +366,9 @@ def main(out: ReportFolder = None) -> None:
             found[number] = simulate_row(row, rates[row.system, row.precision])
     pairs = [pair_result(found[before], found[after]) for before, after in published_pairs()]
     tables = sheets([one for one in found.values() if one.published_row.listed], pairs)
-    publish_simulated("throughput", "tokens a second of whole models", tables, (__doc__ or "").split("\n\n"), out)
+    publish_simulated(
+        "throughput", "tokens a second of whole models", tables, (__doc__ or "").strip().split("\n\n"), out
+    )
 
 
 if __name__ == "__main__":

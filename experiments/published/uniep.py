@@ -252,7 +252,7 @@ def main(out: ReportFolder = None) -> None:
         rows = [part_row(part, rates) for part in parts]
     note = "explained by: the fused_rate at which a fused part takes as long as published; empty where 1 is too slow."
     sheets.append(Sheet("SIMULATED beside published: parts of a layer forward, by fused_rate", rows, [note]))
-    publish_simulated("uniep", "MegaKernels beside UniEP's range", sheets, (__doc__ or "").split("\n\n"), out)
+    publish_simulated("uniep", "MegaKernels beside UniEP's range", sheets, (__doc__ or "").strip().split("\n\n"), out)
 
 
 if __name__ == "__main__":
