@@ -12,15 +12,15 @@ import typer
 
 from benchmarks.board.command import bench_leaderboard
 from benchmarks.harness.grouped_commands import GroupedCommands
-from moesys.lab.commands.options import ReportFolder, ResultFile, in_a_folder, options_given, refusing
+from moesys.lab.commands.options import ResultFile, in_a_folder, options_given, refusing
 from moesys.lab.ranks.process_start import sigterm_as_ctrl_c
 
-COMPUTING, LINKS, PUBLISHED = "Computing, measured here", "Links, measured here", "Published, and simulated beside it"
+COMPUTING, LINKS = "Computing, measured here", "Links, measured here"
 
 
 app = typer.Typer(
     name="benchmarks",
-    help="Measure on this machine, or simulate what others measured.",
+    help="Measure on this machine.",
     cls=GroupedCommands,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -163,48 +163,6 @@ def bench_overlap(
     with refusing():
         parts = paced_overlap.select(part, tokens)
     raise typer.Exit(paced_overlap.main(parts, repeats=repeats, threads=threads, json_path=json))
-
-
-@app.command("reproduce", rich_help_panel=PUBLISHED)
-def bench_reproduce(out: ReportFolder = None) -> None:
-    """Fit the simulator on one of LAER-MoE's four published shapes, and judge it on the others.
-
-    24 rows of four methods, breakdown, ablation, with the error of every figure; baselines; the constants.
-    """
-    from benchmarks.published import reproduce
-
-    raise typer.Exit(reproduce.main(out))
-
-
-@app.command("uniep", rich_help_panel=PUBLISHED)
-def bench_uniep(out: ReportFolder = None) -> None:
-    """Simulate MegaKernels against one stage after another on Hopper, over a range of rates of fused tiles."""
-    from benchmarks.published import uniep
-
-    raise typer.Exit(uniep.main(out))
-
-
-@app.command("beyond", rich_help_panel=PUBLISHED)
-def bench_beyond(out: ReportFolder = None) -> None:
-    """Simulate what lies beyond LAER-MoE: on its 24 rows, and on three models and 8 to 1,024 GPUs.
-
-    Stage by stage: static, LAER's layout, flow split, our layout, overlap.
-    """
-    from benchmarks.published import beyond
-
-    raise typer.Exit(beyond.main(out))
-
-
-@app.command("throughput", rich_help_panel=PUBLISHED)
-def bench_throughput(
-    out: ReportFolder = None,
-    fit: Annotated[bool, typer.Option("--fit", help="Fit the constants again, for some minutes.")] = False,
-    json: ResultFile = None,
-) -> None:
-    """Simulate whole models beside the tokens a second that Megatron-Bridge published, with the error of every row."""
-    from benchmarks.published import throughput
-
-    raise typer.Exit(throughput.main(out, json, with_fit=fit))
 
 
 # What each way to compare planners takes, besides --json.

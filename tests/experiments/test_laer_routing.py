@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.planner.planner_contest import LAER as PUBLISHED_PLANNER
-from benchmarks.planner.planner_contest import laer_settings, replay, summarise
+from experiments.published.drawn_steps import Planning
+from experiments.published.laer_setup import planner_strategy
+from moesys.config import presets
 from moesys.config.laer_routing import LAER_E8K2_ROUTING, LAER_E16K4_ROUTING
 from moesys.traces import generate
 
@@ -53,9 +54,15 @@ def test_statistics_are_the_published_ones(routing, num_experts, top_k, num_micr
 
 
 def test_laer_moe_is_as_uneven_on_it_as_in_its_own_log():
-    settings = laer_settings(num_seeds=6, steps=3, num_layers=10, chosen=(PUBLISHED_PLANNER,))
-    small, large = summarise(replay(settings))
-    assert small.max_over_mean == pytest.approx(1.38, abs=0.05)
-    assert large.max_over_mean == pytest.approx(1.27, abs=0.05)
-    # The split never leaves a node: every expert has a replica on each.
-    assert small.inter_node_share < 0.02
+    found = {}
+    for routing, num_experts, top_k in ((LAER_E8K2_ROUTING, 8, 2), (LAER_E16K4_ROUTING, 16, 4)):
+        strategy, cluster = planner_strategy("LAER", top_k), presets.LAER_A100
+        few, plans = routing.replace(warmup=5, steps=3, num_layers=10), []
+        planning = Planning(few, num_experts, top_k, strategy, cluster)
+        for seed in range(6):
+            tokens_SLRE = generate(few, cluster.num_ranks, num_experts, top_k, seed).tokens_SLRE
+            plans += [plan for of in planning.plans(tokens_SLRE, {5, 6, 7}).values() for plan in of]
+        found[num_experts] = np.mean([plan.max_over_mean for plan in plans])
+        # The split never leaves a node: every expert has a replica on each.
+        assert max(plan.inter_node_tokens(cluster.node_of_rank) / plan.load.total for plan in plans) < 0.02
+    assert found == pytest.approx({8: 1.38, 16: 1.27}, abs=0.05)
