@@ -131,7 +131,7 @@ def linked_hosts(
         run_commands([*hosts.setup_commands(), *hosts.shape_commands(mbit_per_s)])
         if latency_us:
             relay = subprocess.Popen(hosts.relay_command(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-            # Closes its stdin, at which it ends.
+            # At the end this closes the stdin of the relay, which then ends.
             opened.enter_context(relay)
             if not (relay.stdout and relay.stdout.readline().strip() == "ready"):
                 raise RuntimeError(f"the delaying relay did not start; {' '.join(hosts.relay_command())} says why")
