@@ -324,25 +324,18 @@ def bench_shaped(
     ] = None,
     json: ResultFile = None,
 ) -> None:
-    """Measure overlap, splits and layouts between hosts with slow links, and see how far the simulator is. Linux, root.
+    """Measure overlap, splits and layouts between hosts with slow links, beside the simulator. Linux, root.
 
-    Hosts are network namespaces of this machine. All cases take about ten minutes on 2 cores. Exit code 1 if a bit
-    differs. For example: python -m benchmarks shaped --case overlap --hosts 2 --mbit 100 --mbit 500 --out shaped.md
+    Hosts are network namespaces of this machine. All cases take about ten minutes on 2 cores. Exit code 1 if a result
+    is wrong. For example: python -m benchmarks shaped --case overlap --hosts 2 --mbit 100 --mbit 500 --out shaped.md
 
-    --case models: training steps of transformers' small models, in half an hour; what the file of --json has already is
-    not measured again.
+    --case models measures training steps of transformers' small models, in half an hour.
     """
-    from benchmarks.shaped import cases, model_cases, models_report, shaped_report
+    from benchmarks.shaped import bench, cases
 
-    if case and "models" in case:
-        with refusing():
-            models = model_cases.asked_for(hosts or (2, 4), mbit or (), latency_us, case)
-            known = model_cases.kept(json)
-        code = models_report.main(models, repeats=repeats, shares=shares, known=known, out=out, json_path=json)
-        raise typer.Exit(code)
     with refusing():
         asked = cases.asked_for(hosts or (2, 4), mbit or (), latency_us, case or ())
-    raise typer.Exit(shaped_report.main(asked, repeats=repeats, shares=shares, out=out, json_path=json))
+    raise typer.Exit(bench.main(asked, repeats=repeats, shares=shares, out=out, json_path=json))
 
 
 @app.command("simulate", rich_help_panel=COMPUTING)

@@ -36,6 +36,7 @@ from benchmarks.harness.model_steps import (
     tokens_of,
 )
 from benchmarks.harness.names import chosen
+from benchmarks.shaped.processor_shares import join, lacks_shares, own_name, processor_shares
 from moesys.balance.warm_up import warm_up
 from moesys.config import Ep, Fsep, Strategy
 from moesys.hf.registration import register
@@ -45,8 +46,6 @@ from moesys.lab.runs.stopwatch import Spread, machine_line
 from moesys.lab.show.reports import Report, publish
 from moesys.lab.show.sheets import Column, Sheet
 from moesys.lab.show.steps import steps_told
-from moesys.lab.slow_links.namespaces import namespace_name
-from moesys.lab.slow_links.processor_shares import join, lacks_shares, processor_shares
 
 THEIRS = "all_to_all"
 # Until the peak of memory stays where it is.
@@ -185,7 +184,7 @@ def _ranks(setting: Setting, opened: ExitStack) -> Ranks:
     """Returns ranks that end with ``opened``, each in its share of the processor."""
     groups: tuple[Path, ...] = ()
     if setting.share is not None:
-        names = [namespace_name(f"rank{rank}") for rank in range(setting.num_ranks)]
+        names = [own_name(f"rank{rank}") for rank in range(setting.num_ranks)]
         groups = opened.enter_context(processor_shares(names, setting.share))
     ranks, _ = start_ranks(setting.num_ranks)
     opened.enter_context(closing(ranks))

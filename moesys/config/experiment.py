@@ -21,9 +21,6 @@ from moesys.config.workload import Measured, ModelTraining, Replay, Training, Wo
 
 Source = Literal["measured", "simulated"]
 
-# 100 Gbit/s: more than the memory of one machine moves between processes.
-MAX_SHAPED_GB_PER_S = 12.5
-
 
 @dataclass(frozen=True)
 class Trial:
@@ -92,8 +89,6 @@ class Experiment(Declared):
                 raise ValueError(f"strategy {strategy.name!r}: {error}") from None
             if isinstance(self.workload, Measured):
                 self._check_trains(strategy)
-        if isinstance(self.workload, Measured) and self.workload.shaped_links:
-            self._check_links()
         if isinstance(self.workload, Training) and self.model.hidden_size % self.workload.num_heads:
             raise ValueError(
                 f"num_heads={self.workload.num_heads} does not divide hidden_size={self.model.hidden_size}; "
@@ -119,19 +114,6 @@ class Experiment(Declared):
             raise ValueError(
                 f"strategy {strategy.name!r}: overlap=MegaKernel() is not for transformers' experts yet; use "
                 "Sequential() or Pipelined(chunks=...), or workload=Training(...)"
-            )
-
-    def _check_links(self) -> None:
-        nodes, gb_per_s = self.cluster.num_nodes, self.cluster.inter_node_gb_per_s
-        if nodes < 2:
-            raise ValueError(
-                f"shaped_links=True shapes the links between nodes, and num_nodes={nodes}; "
-                "use ClusterSpec(num_nodes=2, ...) or shaped_links=False"
-            )
-        if gb_per_s > MAX_SHAPED_GB_PER_S:
-            raise ValueError(
-                f"shaped_links=True makes links of inter_node_gb_per_s={gb_per_s}, which no machine fills; "
-                f"declare at most {MAX_SHAPED_GB_PER_S}, such as 0.0625 for 500 Mbit/s"
             )
 
     @property

@@ -18,6 +18,8 @@ from moesys.config.model import ModelShape
 Recompute = Literal["none", "layers", "selective", "computing"]
 # Fields of a config.json that say of an expert which all tokens take: transformers computes it behind the others.
 _SHARED = ("n_shared_experts", "shared_expert_intermediate_size")
+# Fields of earlier releases, whose files are read where these have their defaults.
+_REMOVED: dict[str, Any] = {"shaped_links": False, "cpus_per_host": None}
 
 
 class Measured(Declared):
@@ -31,26 +33,24 @@ class Measured(Declared):
     learning_rate: float = Field(1e-3, gt=0, description="of Adam")
     max_grad_norm: float = Field(1.0, gt=0)
     recompute: bool = Field(False, description="activation checkpointing of every block")
-    shaped_links: bool = Field(
-        False,
-        description="nodes are network namespaces of this machine, as far apart as the cluster declares",
-    )
-    cpus_per_host: float | None = Field(
-        None,
-        ge=0.01,
-        le=1000,
-        description="of shaped_links: processors that the ranks of a node have together; None: as many as they can get",
-    )
     device: Literal["cpu", "cuda"] = Field("cpu", description="where ranks compute; cuda: each on a GPU of its host")
 
-    @model_validator(mode="after")
-    def _shares_are_of_hosts(self) -> Self:
-        if self.cpus_per_host is not None and not self.shaped_links:
-            raise ValueError(
-                f"cpus_per_host={self.cpus_per_host:g} is of hosts with shaped links; use shaped_links=True or leave "
-                "cpus_per_host out"
-            )
-        return self
+    @model_validator(mode="before")
+    @classmethod
+    def _without_removed_fields(cls, fields: Any) -> Any:
+        if not isinstance(fields, dict):
+            return fields
+        for name, default in _REMOVED.items():
+            if fields.get(name, default) != default:
+                raise ValueError(
+                    f"{name}={fields[name]} is not supported any more; leave it out, and measure hosts with slow links "
+                    "by `python -m benchmarks shaped` in a checkout"
+                )
+        return {name: value for name, value in fields.items() if name not in _REMOVED}
+
+    def _identity(self) -> dict[str, Any]:
+        # Trials that an earlier release has recorded keep their fingerprints.
+        return super()._identity() | _REMOVED
 
     @property
     def recomputed(self) -> Recompute:

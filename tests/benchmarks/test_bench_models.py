@@ -13,7 +13,7 @@ from benchmarks import whole_models
 from benchmarks.__main__ import app
 from benchmarks.harness import model_steps
 from benchmarks.harness.contest import Near
-from moesys.lab.slow_links.processor_shares import lacks_shares
+from benchmarks.shaped.processor_shares import lacks_shares
 
 
 def run(*arguments: str) -> tuple[int, str]:

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 import moesys as ms
 from moesys.lab.runs.comparison import JUDGED_STEPS
 from moesys.lab.runs.experiment_files import load_experiment
-from moesys.lab.slow_links.namespaces import lacks
 
 FOLDER = Path(__file__).parents[2] / "experiments"
 FILES = sorted(FOLDER.glob("*.py"))
@@ -41,12 +40,10 @@ def in_small(experiment: ms.Experiment) -> ms.Experiment:
     elif isinstance(experiment.workload, ms.Training):
         # The interpreter takes seconds a step.
         steps = 2 if experiment.workload.interpret else JUDGED_STEPS
-        # Elsewhere the same ranks train on the machine's own network.
-        shaped = experiment.workload.shaped_links and not lacks()
         # As many tokens as a block of LayoutInvariant has, where that is.
         context = 16 if experiment.workload.interpret else 32
         small = {"num_heads": 2, "context": context, "batch": 1, "warmup": 0, "steps": steps}
-        workload = experiment.workload.replace(**small, shaped_links=shaped)
+        workload = experiment.workload.replace(**small)
     else:
         workload = experiment.workload.replace(tokens_per_rank=512, warmup=1, steps=2)
     return experiment.replace(model=model, workload=workload, seeds=(0,), repeat_baseline=False)
@@ -72,7 +69,6 @@ def test_there_are_the_experiments_that_the_docs_name() -> None:
         "own_planner",
         "real_models",
         "rebalance_ablation",
-        "shaped_links",
         "skew_sweep",
         "unified_vs_parts",
     ]
@@ -108,7 +104,7 @@ def test_an_experiment_runs_in_small_and_compares_all_its_strategies(path: Path,
     if experiment.source == "measured":
         assert [row.name for row in comparison.rows if row.agreement and not row.agreement.holds] == []
         exact = [row.agreement.exact for row in comparison.rows if row.agreement]
-        assert exact == [path.stem in ("convergence", "real_models", "shaped_links")] * len(exact)
+        assert exact == [path.stem in ("convergence", "real_models")] * len(exact)
     if path.stem == "mega_interpret":
         assert [row.agreement.bit_equal for row in comparison.rows if row is not comparison.baseline] == [True] * 3
     if path.stem == "overlap_ablation":

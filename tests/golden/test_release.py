@@ -33,6 +33,14 @@ def test_declarations_are_read() -> None:
         assert ms.Experiment.from_json((RELEASE / f"{experiment.name}.json").read_text()) == experiment
 
 
+@pytest.mark.parametrize(("field", "value"), [("shaped_links", True), ("cpus_per_host", 0.5)])
+def test_fields_that_are_gone_are_refused_by_name(field: str, value: object) -> None:
+    declared = json.loads((RELEASE / "trained.json").read_text())
+    declared["workload"][field] = value
+    with pytest.raises(ValueError, match=f"{field}={value} is not supported any more; leave it out, and measure hosts"):
+        ms.Experiment.model_validate(declared)
+
+
 @pytest.mark.parametrize("name", ["simulated", "trained"])
 def test_a_run_folder_is_gone_on_with(release: Path, name: str) -> None:
     """All trials are recorded there, so that none runs again and no new folder is made."""

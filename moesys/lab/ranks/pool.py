@@ -17,6 +17,7 @@ import torch.distributed as dist
 from moesys.lab.ranks.outcomes import Outcome, RankError
 from moesys.lab.ranks.rank_process import (
     DEATH_S,
+    STORE_ADDRESS,
     Job,
     RankProcess,
     RankSettings,
@@ -25,11 +26,9 @@ from moesys.lab.ranks.rank_process import (
     stacks_of,
 )
 from moesys.lab.ranks.tensor_pickle import pickled
-from moesys.lab.slow_links.namespaces import RankNetwork, in_namespace
 
 T = TypeVar("T")
 
-_STORE_ADDRESS = "127.0.0.1"
 # How long a rank that must end by itself may take before it is killed.
 _EXIT_S = 5.0
 
@@ -79,11 +78,10 @@ class LocalRanks:
             starts, like `preload`.
         preload: modules to import once, ahead of all ranks, beside torch and numpy; heeded only by the first pool that
             this process starts.
-        network: the hosts that ranks live on (`shaped_links`), as long as the pool does; None: this machine itself.
         backend: of the group, as `dist.init_process_group` knows it.
 
     Raises:
-        ValueError: `num_ranks` or `threads` is below 1, or `network` has places for another number of ranks.
+        ValueError: `num_ranks` or `threads` is below 1.
     """
 
     def __init__(
@@ -95,24 +93,17 @@ class LocalRanks:
         setup: Callable[[], None] | None = None,
         environment: Mapping[str, str] | None = None,
         preload: Sequence[str] = (),
-        network: RankNetwork | None = None,
         backend: str = "gloo",
     ) -> None:
         for name, value in (("num_ranks", num_ranks), ("threads", threads)):
             if value < 1:
                 raise ValueError(f"{name}={value} must be at least 1")
-        if network is not None and len(network.namespace_of_rank) != num_ranks:
-            raise ValueError(
-                f"network has places for {len(network.namespace_of_rank)} ranks but num_ranks={num_ranks}; "
-                "make hosts for exactly the ranks of the pool"
-            )
         self.num_ranks = num_ranks
         self._threads = threads
         self._timeouts = timeouts
         self._setup = setup
         self._environment = dict(environment or {})
         self._preload = tuple(preload)
-        self._network = network
         self._backend = backend
         self._num_runs = 0
         self._store: dist.TCPStore | None = None
@@ -207,8 +198,7 @@ class LocalRanks:
         """Starts those of the first `num_ranks` processes that are not alive."""
         if self._store is None:
             # Served by this process, so that it outlives every rank and its port ends with the pool.
-            network = self._network
-            self._store = _new_store() if network is None else in_namespace(network.store_namespace, _new_store)
+            self._store = dist.TCPStore(STORE_ADDRESS, 0, is_master=True, wait_for_workers=False)
         ensure_server(self._environment, self._preload)
         for rank in range(num_ranks):
             if rank in self._processes and self._processes[rank].is_dead():
@@ -216,12 +206,10 @@ class LocalRanks:
             if rank not in self._processes:
                 settings = RankSettings(
                     rank,
-                    _STORE_ADDRESS if self._network is None else self._network.store_address,
                     self._store.port,
                     self._threads,
                     timedelta(seconds=self._timeouts.collective_s),
                     self._setup,
-                    self._network,
                     self._backend,
                 )
                 self._processes[rank] = RankProcess.start(settings)
@@ -272,7 +260,3 @@ class LocalRanks:
         except BaseException:
             kill_all(self._processes)
             raise
-
-
-def _new_store() -> dist.TCPStore:
-    return dist.TCPStore(_STORE_ADDRESS, 0, is_master=True, wait_for_workers=False)

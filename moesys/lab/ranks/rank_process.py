@@ -28,13 +28,12 @@ import torch.distributed as dist
 from moesys.lab.ranks.outcomes import Outcome
 from moesys.lab.ranks.process_start import LOOPBACK, stop_signals_blocked, threads_of, variables_set
 from moesys.lab.ranks.tensor_pickle import pickled
-from moesys.lab.slow_links import processor_shares
-from moesys.lab.slow_links.namespaces import RankNetwork, enter_namespace
 from moesys.torch_private import forget_meshes, num_process_groups
 
 _CONTEXT = multiprocessing.get_context("forkserver")
 _PRELOAD = ("numpy", "torch", "torch.distributed", __name__)
 _PR_SET_PDEATHSIG = 1
+STORE_ADDRESS = "127.0.0.1"
 # How long a rank is waited for after all those that must answer: to end its death, or to tell its stacks.
 DEATH_S = 0.3
 
@@ -44,12 +43,10 @@ class RankSettings:
     """What a process is started with."""
 
     rank: int
-    store_address: str
     store_port: int
     threads: int
     collective_timeout: timedelta
     setup: Callable[[], None] | None
-    network: RankNetwork | None
     backend: str
 
 
@@ -174,16 +171,10 @@ def _serve(settings: RankSettings, jobs: Connection, stacks: Connection) -> None
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.register(signal.SIGUSR1, file=stacks.fileno(), all_threads=True)
     os.environ.update(threads_of(settings.threads))
-    if (network := settings.network) is not None:
-        # Before any socket or thread of gloo's: they belong where the thread is that makes them.
-        enter_namespace(network.namespace_of_rank[settings.rank])
-        if network.share_of_rank:
-            processor_shares.join(network.share_of_rank[settings.rank])
-        os.environ["GLOO_SOCKET_IFNAME"] = network.interface
     # Otherwise gloo takes the interface of the host name, which on many laptops is none that works.
     os.environ.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK)
     torch.set_num_threads(settings.threads)
-    store = dist.TCPStore(settings.store_address, settings.store_port, is_master=False)
+    store = dist.TCPStore(STORE_ADDRESS, settings.store_port, is_master=False)
     inbox: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
     threading.Thread(target=_receive, args=(jobs, inbox), name="rank-inbox", daemon=True).start()
     setup = settings.setup

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from moesys.config import ClusterSpec, Strategy
+from moesys.config import Strategy
 from moesys.config.experiment import Experiment, Trial
 from moesys.config.workload import Measured, ModelTraining
 from moesys.lab.runs.cost_model import CostModel
@@ -19,9 +18,6 @@ from moesys.lab.runs.slurm import Slurm
 from moesys.lab.runs.slurm_jobs import SlurmJobs
 from moesys.lab.runs.trials import Measurement, run_measured
 from moesys.lab.runs.workers import num_workers
-from moesys.lab.slow_links.namespaces import lacks
-from moesys.lab.slow_links.processor_shares import lacks_shares
-from moesys.lab.slow_links.shaped_links import ShapedLinks, shaped_links
 
 if TYPE_CHECKING:
     from moesys.lab.ranks.pool import LocalRanks
@@ -62,34 +58,16 @@ def ranks_for(experiment: Experiment, threads: int) -> Ranks:
     assert isinstance(workload, Measured)
     if isinstance(workload, ModelTraining) and find_spec("transformers") is None:
         raise ValueError("workload=ModelTraining(...) trains models of transformers: pip install 'moesys[hf]'")
-    if workload.shaped_links:
-        if joins:
-            raise ValueError("shaped_links=True puts ranks into hosts of its own making; leave torchrun out")
-        if reason := lacks():
-            raise ValueError(f"shaped_links=True cannot be had: {reason}; or use shaped_links=False")
-        if workload.cpus_per_host is not None and (reason := lacks_shares()):
-            raise ValueError(f"cpus_per_host={workload.cpus_per_host:g} cannot be had: {reason}")
-        return SpawnedRanks(experiment.cluster.num_ranks, threads, workload, experiment.cluster)
     return (JoinedRanks if joins else SpawnedRanks)(experiment.cluster.num_ranks, threads, workload)
 
 
-def shaped_cluster(cluster: ClusterSpec, cpus_per_host: float | None) -> AbstractContextManager[ShapedLinks]:
-    """A host for each node of ``cluster``, behind links as fast and as far as it declares."""
-    mbit_per_s = cluster.inter_node_gb_per_s * 8e3
-    return shaped_links(cluster.num_nodes, mbit_per_s, cluster.inter_node_us, cpus_per_host=cpus_per_host)
-
-
 class SpawnedRanks(OneProcess):
-    """Processes of this machine, started with the first trial and kept for all; after a failure they start anew.
+    """Processes of this machine, started with the first trial and kept for all; after a failure they start anew."""
 
-    ``hosts``: a cluster whose nodes are hosts with shaped links.
-    """
-
-    def __init__(self, num_ranks: int, threads: int, workload: Measured, hosts: ClusterSpec | None = None) -> None:
-        self._num_ranks, self._threads, self._workload, self._hosts = num_ranks, threads, workload, hosts
+    def __init__(self, num_ranks: int, threads: int, workload: Measured) -> None:
+        self._num_ranks, self._threads, self._workload = num_ranks, threads, workload
         self._backend = backend_of(workload, num_ranks)
         self._ranks: LocalRanks | None = None
-        self._opened = ExitStack()
 
     def run(self, trial: Trial, experiment: Experiment, tick: Callable[[], None]) -> Measurement | None:
         return self.call((trial.strategy,), run_measured, *arguments_of(trial, experiment), tick)
@@ -104,27 +82,22 @@ class SpawnedRanks(OneProcess):
             # here, and not on all ranks at once
             warm_up(strategy.balance, strategy.split, late_slots=bool(strategy.late_slots))
         if self._ranks is None:
-            network = None
-            if self._hosts is not None:
-                links = self._opened.enter_context(shaped_cluster(self._hosts, self._workload.cpus_per_host))
-                network = links.plan.network(self._hosts.node_sizes)
             self._ranks = LocalRanks(
                 self._num_ranks,
                 threads=self._threads,
                 timeouts=RankTimeouts(run_s=_TRIAL_TIMEOUT_S, collective_s=COLLECTIVE_TIMEOUT_S),
                 environment=environment_of(self._workload),
                 preload=("moesys.lab.runs.trials", learner_of(self._workload)),
-                network=network,
                 backend=self._backend,
             )
-            self._opened.callback(self._ranks.close)
         try:
             return self._ranks.run(function, *arguments)[0]
         except RankError as error:
             raise of_ranks(error) from None
 
     def close(self) -> None:
-        self._opened.close()
+        if self._ranks is not None:
+            self._ranks.close()
 
 
 def learner_of(workload: Measured) -> str:

@@ -105,14 +105,11 @@ def _check(slurm: Slurm, experiment: Experiment) -> None:
 
         if submitit.SlurmExecutor.affinity() <= 0:
             raise ValueError("jobs=Slurm(...): srun is not found here; call this where it is, or use cluster='local'")
-    if isinstance(workload, Measured):
-        if workload.shaped_links:
-            raise ValueError("shaped_links=True puts ranks into hosts of its own making; leave jobs=Slurm(...) out")
-        if len(set(sizes)) > 1 and slurm.cluster == "slurm":
-            raise ValueError(
-                f"ranks_per_node={experiment.cluster.ranks_per_node}: jobs of jobs=Slurm(...) have as many ranks on "
-                "every node; start ranks by torchrun instead"
-            )
+    if isinstance(workload, Measured) and len(set(sizes)) > 1 and slurm.cluster == "slurm":
+        raise ValueError(
+            f"ranks_per_node={experiment.cluster.ranks_per_node}: jobs of jobs=Slurm(...) have as many ranks on "
+            "every node; start ranks by torchrun instead"
+        )
 
 
 @dataclass(frozen=True)

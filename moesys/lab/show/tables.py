@@ -190,11 +190,6 @@ def _source_words(comparison: Comparison, machine: str) -> str:
         how = f"Measured by the clock on {ranks}{f': {machine}' if machine else ''}."
         if isinstance(experiment.workload, Training) and experiment.workload.interpret:
             how += " Kernels ran in Triton's interpreter, whose times say nothing of a GPU's: only agreement counts."
-        if isinstance(experiment.workload, Measured) and experiment.workload.shaped_links:
-            links = f"{cluster.inter_node_gb_per_s * 8e3:g} Mbit/s and {cluster.inter_node_us:g} us"
-            how += f" Nodes were network namespaces of one machine behind links of {links}"
-            cpus = experiment.workload.cpus_per_host
-            how += "." if cpus is None else f", with {cpus:g} of its processors each."
     else:
         named = f" ({cluster.name})" if cluster.name else ""
         how = f"Simulated: a cost model's times for {ranks}{named}, no clock's."

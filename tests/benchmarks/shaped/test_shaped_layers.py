@@ -1,4 +1,4 @@
-"""bench shaped: its cases, what calibration makes of timings, its report, and, for root, a tiny run."""
+"""The benchmark of slow links: its cases, what calibration makes of timings, its report, and, for root, tiny runs."""
 
 from __future__ import annotations
 
@@ -10,31 +10,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import moesys as ms
 from benchmarks.harness.line_fit import fit_line
-from benchmarks.shaped import cases, shaped_report
+from benchmarks.shaped import cases
+from benchmarks.shaped.bench import CaseResult, Setting, ranked_pairs, report, run_cases
 from benchmarks.shaped.calibration import Calibration, LinkFigures, away_bytes, calibration
-from benchmarks.shaped.cases import (
-    Asked,
-    CaseResult,
-    Setting,
-    bench_shaped,
-    half_mbit_per_s,
-    links_of,
-    node_case,
-    overlap_case,
-    split_case,
-)
-from benchmarks.shaped.host_steps import CHUNKS, MOST_TOKENS, SOME_TOKENS, ShapedCase, chosen_experts, even_case
-from moesys.config import ClusterSpec, ModelShape, Strategy
-from moesys.config.presets import LAER_E8K2
-from moesys.lab.runs import launch
+from benchmarks.shaped.cases import ShapedCase, node_case, overlap_case, split_case
+from benchmarks.shaped.hosts import lacks_hosts
+from benchmarks.shaped.layers import CHUNKS, MOST_TOKENS, SOME_TOKENS, chosen_experts, even_case
+from benchmarks.shaped.processor_shares import lacks_shares
+from moesys.config import ModelShape
 from moesys.lab.show.reports import to_json, to_markdown
 from moesys.lab.show.sheets import Sheet, written_columns
-from moesys.lab.slow_links import namespaces
-from moesys.lab.slow_links.processor_shares import lacks_shares
 
-LACKS = namespaces.lacks()
+LACKS = lacks_hosts()
 
 
 @given(st.floats(0, 10), st.floats(1e-6, 10), st.lists(st.integers(1, 10**6), min_size=2, max_size=6, unique=True))
@@ -51,13 +39,13 @@ def test_a_line_never_promises_less_than_nothing() -> None:
 
 
 def test_the_cases_of_the_full_run() -> None:
-    plans = cases.asked_for()
-    assert {plan.case.num_hosts for plan in plans} == {2, 4}
-    assert sum(plan.half for plan in plans) == 4
-    assert sum(len(plan.case.strategies) for plan in plans) >= 12
-    assert {plan.case.name for plan in plans} == {"overlap", "split", "nodes", "planners"}
-    asked = cases.asked_for((2,), (100.0, 500.0), 250.0, ("overlap",))
-    assert [(p.case.mbit_per_s, p.case.latency_us, p.half) for p in asked] == [(100, 250, False), (500, 250, False)]
+    asked = cases.asked_for()
+    assert {case.num_hosts for case in asked} == {2, 4}
+    assert {case.latency_us for case in asked} == {0, 1000}
+    assert sum(len(case.strategies) for case in asked) >= 12
+    assert {case.name for case in asked} == {"overlap", "split", "nodes", "planners"}
+    given_links = cases.asked_for((2,), (100.0, 500.0), 250.0, ("overlap",))
+    assert [(case.mbit_per_s, case.latency_us) for case in given_links] == [(100, 250), (500, 250)]
 
 
 @pytest.mark.parametrize(
@@ -67,6 +55,7 @@ def test_the_cases_of_the_full_run() -> None:
         (((2,), (5.0,)), "mbit=5 must be between 10 and 10000"),
         (((2,), (), -1.0), "latency_us=-1 must be between"),
         (((2,), (), 0.0, ("node",)), "case='node' is none of them; use overlap, split, nodes, planners, or models"),
+        (((2,), (), 0.0, ("models", "split")), "case='split' and case='models' are pages of their own"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(arguments: tuple[tuple[int, ...]], message: str) -> None:
@@ -119,34 +108,24 @@ def test_calibration_tells_a_rate_from_what_chunks_and_layers_cost(mbit: float) 
     assert found.cluster.copy_share == 0.1
 
 
-def test_the_bandwidth_of_half_moves_its_bytes_while_all_is_computed() -> None:
-    # Computing takes 10 ms, and 400 ms more for all tokens; four times 30 ms of messages are to take as long.
-    computed_ms = {"most": 10 + 400 * MOST_TOKENS, "some": 10 + 400 * SOME_TOKENS}
-    assert half_mbit_per_s(1400, {1000: 1.0, 10**6: 30.0}, computed_ms) == pytest.approx(1400 * 120 / 410, rel=0.05)
-    assert half_mbit_per_s(200, {10**6: 1.0}, computed_ms) == 100
-    assert half_mbit_per_s(200, {10**6: 1e4}, computed_ms) == 2000
-
-
 def test_the_report_says_what_was_found() -> None:
     case = overlap_case(2, 400, 1000)
     times = ([100.0, 120.0, 110.0], [80.0, 90.0, 70.0])
-    links = links_of(case, half=True)
     settings = [
-        Setting(links, strategy, samples, times[0], 55.0, 1.0, 0.5, simulated)
+        Setting(case.links, case.name, strategy, samples, times[0], 55.0, 1.0, 0.5, simulated)
         for strategy, samples, simulated in zip(case.strategies, times, (99.0, 100.0), strict=False)
     ]
-    settings.append(Setting(links, case.strategies[2]))
-    result = CaseResult(links, case, True, "relay", 0.45, calibrated(case, 50.0, 0.5), settings)
+    settings.append(Setting(case.links, case.name, case.strategies[2], wrong="output differs"))
+    result = CaseResult(case.links, case, 0.45, calibrated(case, 50.0, 0.5), settings)
     assert written_columns(Sheet("", result.settings))[-2].cells == ("-10%", "+25%", "")
-    page = to_markdown(shaped_report.report([result]))
-    assert "| 2 x 400 Mbit/s, 1000 us (half) | pipelined 2 | 80 [70, 90] | 1.33 [1.28, 1.48] |" in page
-    assert "Simulated within 15% of measured: 1 of 2 settings; median of errors 17.5%, worst 25.0%." in page
-    assert "latency by a delaying relay" in page
-    assert "each of 2 has 0.45 of a processor" in page
-    assert "2 of them compete for its cores" in to_markdown(shaped_report.report([replace(result, cpus_per_host=None)]))
-    assert "differs by a bit" in page
-    assert "50% of the step of 'sequential' is blocked; 'pipelined 2' is 1.33 [1.28, 1.48] times as fast." in page
-    data = json.loads(to_json(shaped_report.report([result])))
+    page = to_markdown(report([result]))
+    assert "| 2 x 400 Mbit/s, 1000 us | overlap | pipelined 2 | 80 [70, 90] | 1.33 [1.28, 1.48] |" in page
+    assert "Simulated within 15% of measured: 1 of 2 settings; median error 17.5%, worst 25.0%." in page
+    assert "a relay adds the latency" in page
+    assert "0.45 of a processor for each of 2 hosts" in page
+    assert "they compete for its cores" in to_markdown(report([replace(result, cpus_per_host=None)]))
+    assert "output differs" in page
+    data = json.loads(to_json(report([result])))
     assert data["cases"][0]["settings"][0]["samples_ms"] == times[0]
 
 
@@ -156,12 +135,12 @@ def test_pairs_that_differ_are_ranked() -> None:
     first_ms = [100.0 + repetition for repetition in range(8)]
     samples = (first_ms, [ms + 10 for ms in first_ms], [ms + (-1) ** i for i, ms in enumerate(first_ms)])
     settings = [
-        Setting("", strategy, of_one, first_ms, 1.0, 1.0, 0.5, simulated)
+        Setting("", case.name, strategy, of_one, first_ms, 1.0, 1.0, 0.5, simulated)
         for strategy, of_one, simulated in zip(case.strategies, samples, (100.0, 105.0, 110.0), strict=False)
     ]
-    result = CaseResult("", case, False, "none", 0.45, calibrated(case, 50.0, 0.5), settings)
-    assert shaped_report.ranked_pairs([result]) == (1, 2)
-    assert "simulated in their order: 1 of 2" in to_markdown(shaped_report.report([result]))
+    result = CaseResult("", case, 0.45, calibrated(case, 50.0, 0.5), settings)
+    assert ranked_pairs([result]) == (1, 2)
+    assert "are simulated in their order: 1 of 2" in to_markdown(report([result]))
 
 
 def test_tokens_of_several_choices_choose_popular_experts_more_often_and_none_twice() -> None:
@@ -179,7 +158,7 @@ def test_tokens_of_several_choices_choose_popular_experts_more_often_and_none_tw
 def test_hosts_of_two_ranks() -> None:
     case = replace(node_case(2, 500, 0), num_tokens=(40, 8, 24, 33))
     shape = case.shape.replace(intermediate_size=16, hidden_size=48)
-    (result,) = bench_shaped([Asked(replace(case, shape=shape))], repeats=1, shares=not lacks_shares())
+    (result,) = run_cases([replace(case, shape=shape)], repeats=1, shares=not lacks_shares())
     assert result.timed == result.settings
     assert [setting.strategy for setting in result.settings] == list(case.strategies)
     assert result.calibration.links.inside_ms is not None
@@ -190,7 +169,7 @@ def test_hosts_of_two_ranks() -> None:
 def test_a_tiny_run() -> None:
     shape = ModelShape(hidden_size=16, intermediate_size=16, num_experts=4, top_k=1)
     case = replace(split_case(2, 500, 0), shape=shape, num_tokens=(48, 80))
-    (result,) = bench_shaped([Asked(case)], repeats=1, shares=not lacks_shares())
+    (result,) = run_cases([case], repeats=1, shares=not lacks_shares())
     assert result.timed == result.settings
     assert [setting.strategy for setting in result.settings] == list(case.strategies)
     even, capped, _ = result.settings
@@ -203,40 +182,3 @@ def test_a_tiny_run() -> None:
     cluster = result.calibration.cluster
     assert cluster.inter_node_us >= 0
     assert 0 <= cluster.copy_share < 1
-
-
-# --- experiments on shaped links ----------------------------------------------------------------------------
-
-
-def experiment(**changes: object) -> ms.Experiment:
-    cluster = ClusterSpec(num_nodes=2, ranks_per_node=1, inter_node_gb_per_s=0.05)
-    fields = {"name": "x", "model": LAER_E8K2, "cluster": cluster, "strategies": (Strategy(name="a"),)}
-    return ms.Experiment(**(fields | {"workload": ms.Training(shaped_links=True)} | changes))  # type: ignore[arg-type]
-
-
-def test_an_experiment_says_what_shaped_links_need() -> None:
-    with pytest.raises(ValueError, match="num_nodes=1; use ClusterSpec"):
-        experiment(cluster=ClusterSpec(ranks_per_node=2))
-    with pytest.raises(
-        ValueError, match=r"inter_node_gb_per_s=88\.9539, which no machine fills; declare at most 12\.5"
-    ):
-        experiment(cluster=ClusterSpec(num_nodes=2, ranks_per_node=1))
-
-
-def test_shares_of_the_processor_are_of_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=r"cpus_per_host=0\.5 is of hosts with shaped links"):
-        ms.Training(cpus_per_host=0.5)
-    monkeypatch.setattr(launch, "lacks", lambda: "")
-    monkeypatch.setattr(launch, "lacks_shares", lambda: "no groups; use another machine")
-    with pytest.raises(ValueError, match=r"cpus_per_host=0\.5 cannot be had: no groups; use another machine"):
-        launch.place_for(experiment(workload=ms.Training(shaped_links=True, cpus_per_host=0.5)), threads=1)
-
-
-def test_a_place_with_shaped_links_says_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "lacks", lambda: "no such kernel")
-    with pytest.raises(ValueError, match="shaped_links=True cannot be had: no such kernel; or use shaped_links=False"):
-        launch.place_for(experiment(), threads=1)
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="leave torchrun out"):
-        launch.place_for(experiment(), threads=1)

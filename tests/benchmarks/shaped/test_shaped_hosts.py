@@ -1,5 +1,6 @@
 """Hosts in network namespaces: the commands that make them, the relay that delays, and, for root, hosts that are up."""
 
+import json
 import os
 import random
 import socket
@@ -13,100 +14,58 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moesys.lab.ranks.pool import LocalRanks
-from moesys.lab.slow_links import namespaces
-from moesys.lab.slow_links.delaying_relay import by_last_byte, relay
-from moesys.lab.slow_links.namespaces import in_namespace, leftovers, namespace_name
-from moesys.lab.slow_links.shaped_links import LinkPlan, shaped_links
+from benchmarks.shaped import hosts
+from benchmarks.shaped.delaying_relay import by_last_byte, relay
+from benchmarks.shaped.hosts import Hosts, enter_namespace, lacks_hosts, linked_hosts, ranks_on
+from benchmarks.shaped.processor_shares import leftovers, own_name
 
-LACKS = namespaces.lacks()
+LACKS = lacks_hosts()
 hosts_can_be_made = pytest.mark.skipif(bool(LACKS), reason=LACKS)
 
-PLAN = LinkPlan(("host0", "host1", "host2"), "switch", mbit_per_s=200, latency_us=300)
-
-
-def qdiscs(plan: LinkPlan) -> list[str]:
-    return [" ".join(command[4:]) for command in plan.shape() if command[0] == "tc"]
+NAMES = ("host0", "host1", "host2")
+HOSTS = Hosts(NAMES, "switch")
 
 
 def test_every_link_is_shaped_both_ways() -> None:
-    shaped = [(c[2], c[c.index("dev") + 1]) for c in PLAN.shape() if c[0] == "tc" and "tbf" in c]
-    assert sorted(shaped) == sorted([(h, "eth0") for h in PLAN.names] + [("switch", f"up{i}") for i in range(3)])
-    assert all("rate 200000kbit burst 100000" in line for line in qdiscs(PLAN))
+    shaped = [command for command in HOSTS.shape_commands(200) if "tbf" in command]
+    ends = [(command[2], command[command.index("dev") + 1]) for command in shaped]
+    assert sorted(ends) == sorted([(name, "eth0") for name in NAMES] + [("switch", f"up{i}") for i in range(3)])
+    assert all("rate 200000kbit burst 100000" in " ".join(command) for command in shaped)
 
 
-def test_netem_delays_on_the_way_out_of_the_switch_alone() -> None:
-    plan = LinkPlan(PLAN.names, PLAN.switch, PLAN.mbit_per_s, PLAN.latency_us, "netem")
-    delayed = [c for c in plan.shape() if "netem" in c]
-    assert [c[2] for c in delayed] == ["switch"] * 3
-    assert all("300us" in c for c in delayed)
-    below = [c for c in plan.shape() if "parent" in c]
-    assert [c[c.index("dev") + 1] for c in below] == ["up0", "up1", "up2"]
-
-
-@pytest.mark.parametrize("delay", ["none", "netem", "relay"])
-def test_a_bridge_or_the_relay_joins_the_links(delay: str) -> None:
-    plan = LinkPlan(PLAN.names, PLAN.switch, PLAN.mbit_per_s, PLAN.latency_us, delay)  # type: ignore[arg-type]
-    on_bridge = [c for c in plan.make() if c[-2:] == ("master", "data")]
-    assert len(on_bridge) == (0 if delay == "relay" else 3)
-    assert plan.relay()[-4:] == ("300", "up0", "up1", "up2")
+@pytest.mark.parametrize("latency_us", [0.0, 300.0])
+def test_a_bridge_or_the_relay_joins_the_links(latency_us: float) -> None:
+    joined = Hosts(NAMES, "switch", latency_us)
+    on_bridge = [command for command in joined.setup_commands() if command[-3:-1] == ("master", "data")]
+    assert len(on_bridge) == (0 if latency_us else 3)
+    assert joined.relay_command()[-4:] == (f"{latency_us:g}", "up0", "up1", "up2")
 
 
 def test_a_packet_is_never_larger_than_what_a_link_may_send_at_once() -> None:
     for mbit in (1, 10, 100, 500, 2000, 100_000):
-        plan = LinkPlan(PLAN.names, PLAN.switch, mbit)
-        for command in plan.shape():
+        for command in HOSTS.shape_commands(mbit):
             if "gso_max_size" in command:
-                assert 1500 <= int(command[-1]) <= min(65536, max(1500, namespaces.burst_bytes(mbit) // 2))
-
-
-def test_ranks_live_host_by_host() -> None:
-    network = PLAN.network((2, 1, 1))
-    assert network.namespace_of_rank == ("host0", "host0", "host1", "host2")
-    assert PLAN.network(2).namespace_of_rank == ("host0", "host0", "host1", "host1", "host2", "host2")
-    with pytest.raises(ValueError, match=r"ranks_per_host=\[1, 1\] names 2 hosts of 3"):
-        PLAN.network((1, 1))
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"names": ("alone",)}, "num_hosts=1 must be between 2 and 250"),
-        ({"mbit_per_s": 0.5}, r"mbit_per_s=0\.5"),
-        ({"latency_us": -1.0}, r"latency_us=-1\.0"),
-    ],
-)
-def test_what_cannot_be_is_refused(changes: dict[str, object], message: str) -> None:
-    fields = {"names": PLAN.names, "switch": "switch", "mbit_per_s": 100.0, "latency_us": 0.0}
-    with pytest.raises(ValueError, match=message):
-        LinkPlan(**(fields | changes))  # type: ignore[arg-type]
-
-
-def test_ranks_need_a_place_each() -> None:
-    with pytest.raises(ValueError, match="places for 3 ranks but num_ranks=2"):
-        LocalRanks(2, network=PLAN.network(1))
+                assert 1500 <= int(command[-1]) <= min(65536, max(1500, hosts.burst_bytes(mbit) // 2))
 
 
 def test_only_what_dead_processes_made_is_left_over() -> None:
-    mine = namespace_name("host0")
+    mine = own_name("host0")
     ended = subprocess.Popen(["true"])
     ended.wait()
     reused = f"moesys-{os.getpid()}-1-host0"
     names = [mine, f"moesys-{ended.pid}-5-switch", reused, "moesys-x-5-switch", "somebody-else"]
-    assert leftovers(names) == [f"moesys-{ended.pid}-5-switch", reused]
+    assert leftovers(map(Path, names)) == [f"moesys-{ended.pid}-5-switch", reused]
 
 
 def test_other_systems_and_users_are_told_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "platform", "darwin")
-    assert "this is darwin; use a Linux machine" in namespaces.lacks()
+    assert "this is darwin; use a Linux machine" in lacks_hosts()
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr("shutil.which", lambda tool: None)
-    assert namespaces.lacks() == "ip and tc of iproute2 not found; install iproute2"
+    assert lacks_hosts() == "ip and tc of iproute2 not found; install iproute2"
     monkeypatch.setattr("shutil.which", lambda tool: tool)
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    assert "run the same command as root" in namespaces.lacks()
-    with pytest.raises(RuntimeError, match="only root can make network namespaces"), shaped_links(2, 100):
-        raise AssertionError
+    assert "run the same command as root" in lacks_hosts()
 
 
 # --- the relay, between sockets of this process ------------------------------------------------------------
@@ -188,6 +147,16 @@ def made_namespaces(pid: int) -> list[str]:
     return [path.name for path in folder.iterdir() if path.name.startswith(f"moesys-{pid}-")]
 
 
+def sent_bytes(of: Hosts) -> list[int]:
+    """Returns what each host has sent over its link so far, headers included."""
+    sent = []
+    for name in of.names:
+        command = ["ip", "-n", name, "-s", "-j", "link", "show", "dev", "eth0"]
+        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        sent.append(int(json.loads(output)[0]["stats64"]["tx"]["bytes"]))
+    return sent
+
+
 def exchange(num_bytes: int, repeats: int) -> tuple[float, float]:
     """(sum of what was received, milliseconds of the fastest all-to-all)."""
     num_ranks, rank = dist.get_world_size(), dist.get_rank()
@@ -204,38 +173,49 @@ def exchange(num_bytes: int, repeats: int) -> tuple[float, float]:
 @hosts_can_be_made
 def test_bytes_of_ranks_take_as_long_as_the_links_allow() -> None:
     num_bytes = 250_000
-    with shaped_links(2, 100) as links, LocalRanks(2, network=links.plan.network(1)) as ranks:
-        assert links.plan.delay == "none"
+    with linked_hosts(2, 100) as pair, ranks_on(pair) as ranks:
         slow = ranks.run(exchange, num_bytes, 2)
-        before = links.sent_bytes()
-        links.reshape(1000)
+        before = sent_bytes(pair)
+        pair.reshape(1000)
         fast = ranks.run(exchange, num_bytes, 5)
-        sent = [after - earlier for earlier, after in zip(before, links.sent_bytes(), strict=True)]
+        sent = [after - earlier for earlier, after in zip(before, sent_bytes(pair), strict=True)]
     assert [mean for mean, _ in (*slow, *fast)] == [0.5] * 4
     # Less what a link lets through at once after a pause.
-    least_ms = (num_bytes - namespaces.burst_bytes(100)) * 8 / 100e6 * 1e3
+    least_ms = (num_bytes - hosts.burst_bytes(100)) * 8 / 100e6 * 1e3
     assert all(taken_ms >= least_ms for _, taken_ms in slow)
     assert max(taken_ms for _, taken_ms in fast) < min(taken_ms for _, taken_ms in slow)
     assert all(num_bytes * 5 <= bytes_sent <= num_bytes * 5 * 1.2 + 1e5 for bytes_sent in sent)
     assert made_namespaces(os.getpid()) == []
 
 
+def rank_and_address() -> tuple[int, str]:
+    command = ["ip", "-4", "-o", "addr", "show", "dev", "eth0"]
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return dist.get_rank(), output.split()[3]
+
+
+@hosts_can_be_made
+def test_ranks_live_host_by_host() -> None:
+    with linked_hosts(2, 500) as pair, ranks_on(pair, ranks_per_host=2) as ranks:
+        found = ranks.run(rank_and_address)
+    assert found == [(rank, f"198.18.0.{1 + rank // 2}/24") for rank in range(4)]
+
+
 @hosts_can_be_made
 def test_a_message_takes_the_declared_latency_each_way() -> None:
-    with shaped_links(2, 500, latency_us=5000) as links, LocalRanks(2, network=links.plan.network(1)) as ranks:
-        assert links.plan.delay in ("netem", "relay")
+    with linked_hosts(2, 500, latency_us=5000) as pair, ranks_on(pair) as ranks:
         assert all(taken_ms >= 5.0 for _, taken_ms in ranks.run(exchange, 64, 3))
 
 
 def stay_inside() -> None:
-    with shaped_links(2, 100, latency_us=100):
+    with linked_hosts(2, 100, latency_us=100):
         print("up", flush=True)
         time.sleep(60)
 
 
 @hosts_can_be_made
 def test_what_a_killed_process_leaves_the_next_one_removes() -> None:
-    script = "from test_shaped_links import stay_inside; stay_inside()"
+    script = "from test_shaped_hosts import stay_inside; stay_inside()"
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), *sys.path])}
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, env=environment) as child:
         assert child.stdout is not None
@@ -243,11 +223,11 @@ def test_what_a_killed_process_leaves_the_next_one_removes() -> None:
         child.kill()
     left = made_namespaces(child.pid)
     assert len(left) == 3
-    assert set(left) <= set(namespaces.remove_leftovers())
+    assert set(left) <= set(hosts.remove_leftovers())
     assert made_namespaces(child.pid) == []
 
 
 @hosts_can_be_made
 def test_a_namespace_that_is_not_there_cannot_be_entered() -> None:
     with pytest.raises(OSError, match="no-such-namespace"):
-        in_namespace("no-such-namespace", time.monotonic)
+        enter_namespace("no-such-namespace")

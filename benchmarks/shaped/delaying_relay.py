@@ -1,8 +1,8 @@
-"""Relays frames between links and holds every one for a set time: what ``netem`` does, for kernels that lack it.
+"""A switch between network interfaces that holds each frame for a fixed time, as `netem` does.
 
-Run as ``python -I delaying_relay.py LATENCY_US INTERFACE...`` it is a switch between network interfaces, such as
-the ends of veth pairs; a frame goes out at the interface that its destination address names. It says ``ready`` on
-stdout once it listens, and ends when its stdin does, hence with the process that started it. Linux, root.
+Run as ``python -I delaying_relay.py LATENCY_US INTERFACE...``, it forwards a frame to the interface that the
+destination address of the frame names. It prints ``ready`` once it listens, and ends when its stdin is closed, hence
+with the process that started it. It needs Linux and root.
 """
 
 from __future__ import annotations
@@ -16,32 +16,33 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 
-# <linux/if_packet.h>, <linux/if_ether.h>, <asm-generic/socket.h>: what the socket module does not name.
+# Constants of <linux/if_packet.h>, <linux/if_ether.h> and <asm-generic/socket.h> that the socket module lacks.
 _SOL_PACKET = 263
 _PACKET_VNET_HDR = 15
 _PACKET_IGNORE_OUTGOING = 23
 _ETH_P_ALL = 3
 _SO_SNDBUFFORCE, _SO_RCVBUFFORCE = 32, 33
-# The virtio-net header that tells how the kernel would have cut and summed a frame; it goes on as it came.
+# The virtio-net header says how the kernel would have segmented and checksummed a frame; it is passed on unchanged.
 _VNET_HEADER_BYTES = 10
 # 64 KiB of payload, and headers.
 _LARGEST_FRAME = _VNET_HEADER_BYTES + (1 << 17)
-# Frames in flight: 2 Gbit/s for a quarter of a second.
+# This holds the frames in flight at 2 Gbit/s for a quarter of a second.
 _BUFFER_BYTES = 1 << 26
-# Frames read before those that are due are looked at again.
+# The number of frames that are read before due frames are sent.
 _BATCH = 64
 
 Route = Callable[[bytes, int], Sequence[int]]
 
 
 def relay(ports: Sequence[socket.socket], route: Route, latency_us: float, stop_fd: int) -> int:
-    """Pass frames between ``ports`` until ``stop_fd`` can be read or is closed; how many were passed.
+    """Passes frames between ``ports`` until ``stop_fd`` can be read or is closed; returns the number of frames.
 
-    ports: datagram sockets, one frame a datagram.
-    route: ports, by index, that a frame which came in at a port goes out at.
-    latency_us: how long every frame is held, at least; frames leave in the order in which they came.
+    A frame for which the destination port has no room is lost, as on any switch.
 
-    A frame for which a port has no room is lost, as on any switch.
+    Args:
+        ports: datagram sockets, one frame per datagram.
+        route: maps a frame and the index of its source port to the indices of its destination ports.
+        latency_us: the minimum time for which each frame is held; frames leave in the order of their arrival.
     """
     latency_ns = round(latency_us * 1e3)
     for port in ports:
@@ -51,7 +52,7 @@ def relay(ports: Sequence[socket.socket], route: Route, latency_us: float, stop_
     passed = 0
     while True:
         wait_s = max(0, held[0][0] - time.monotonic_ns()) * 1e-9 if held else None
-        # select(), for the other calls of its kind round to milliseconds.
+        # The other calls of this kind round their time-out to milliseconds.
         readable, _, _ = select.select([stop_fd, *index_of], [], [], wait_s)
         if stop_fd in readable:
             return passed
@@ -73,7 +74,7 @@ def relay(ports: Sequence[socket.socket], route: Route, latency_us: float, stop_
 
 
 def by_last_byte(num_ports: int) -> Route:
-    """A frame for the address 02:00:00:00:00:n goes out at port n - 1, one for many at all but its own."""
+    """Returns the route that sends a frame for the address 02:00:00:00:00:n to port n - 1, and a broadcast to all."""
 
     def route(frame: bytes, source: int) -> Sequence[int]:
         destination = frame[_VNET_HEADER_BYTES : _VNET_HEADER_BYTES + 6]
@@ -98,7 +99,8 @@ def _open_interface(name: str) -> socket.socket:
 def main(arguments: Sequence[str]) -> None:
     latency_us, interfaces = float(arguments[0]), arguments[1:]
     with suppress(OSError):
-        # Before whatever computes, as a switch of its own would be; where that is not allowed frames may be late.
+        # A real switch does not wait for the ranks' computation. Where real-time priority is not allowed, frames may
+        # be late.
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     with ExitStack() as opened:
         ports = [opened.enter_context(_open_interface(name)) for name in interfaces]

@@ -10,11 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from moesys.lab.ranks.pool import LocalRanks
-from moesys.lab.slow_links import namespaces, processor_shares
-from moesys.lab.slow_links.namespaces import namespace_name
-from moesys.lab.slow_links.processor_shares import ProcessorShares, find_shares, lacks_shares
-from moesys.lab.slow_links.shaped_links import LinkPlan, shaped_links
+from benchmarks.shaped import processor_shares
+from benchmarks.shaped.hosts import lacks_hosts, linked_hosts, ranks_on
+from benchmarks.shaped.processor_shares import ProcessorShares, find_shares, lacks_shares, own_name
 
 LACKS = lacks_shares()
 shares_can_be_had = pytest.mark.skipif(bool(LACKS), reason=LACKS)
@@ -55,20 +53,6 @@ def test_whoever_cannot_have_shares_is_told_why(monkeypatch: pytest.MonkeyPatch,
     assert "no control groups for the processor are mounted; leave shares out" in lacks_shares()
     monkeypatch.setattr(processor_shares, "find_shares", lambda: ProcessorShares(tmp_path / "none", 1))
     assert "(No such file or directory); leave shares out" in lacks_shares()
-    with (
-        pytest.raises(RuntimeError, match=r"cpus_per_host=0\.5: control groups cannot be made"),
-        processor_shares.processor_shares(("host0",), 0.5),
-    ):
-        raise AssertionError
-
-
-def test_ranks_join_the_group_of_their_host() -> None:
-    shares = (Path("/groups/host0"), Path("/groups/host1"))
-    plan = LinkPlan(("host0", "host1"), "switch", 100, cpus_per_host=0.5, shares=shares)
-    assert plan.network((2, 1)).share_of_rank == (shares[0], shares[0], shares[1])
-    assert LinkPlan(("host0", "host1"), "switch", 100).network(1).share_of_rank == ()
-    with pytest.raises(ValueError, match=r"cpus_per_host=0\.001 must be between 0\.01 and 1000, or None"):
-        LinkPlan(("host0", "host1"), "switch", 100, cpus_per_host=0.001)
 
 
 # --- for root ------------------------------------------------------------------------------------------------
@@ -83,10 +67,10 @@ def busy(seconds: float) -> tuple[float, float]:
 
 
 @shares_can_be_had
-@pytest.mark.skipif(bool(namespaces.lacks()), reason=namespaces.lacks())
+@pytest.mark.skipif(bool(lacks_hosts()), reason=lacks_hosts())
 def test_a_host_gets_no_more_than_its_share_though_nobody_else_computes() -> None:
-    with shaped_links(2, 100, cpus_per_host=0.5) as links, LocalRanks(2, network=links.plan.network(1)) as ranks:
-        groups = links.plan.shares
+    with linked_hosts(2, 100, cpus_per_host=0.5) as hosts, ranks_on(hosts) as ranks:
+        groups = hosts.shares
         assert all(group.is_dir() for group in groups)
         ((clock_s, processor_s),) = ranks.run(busy, 1.0, num_ranks=1)
         throttled = [dict(line.split() for line in (group / "cpu.stat").read_text().splitlines()) for group in groups]
@@ -97,7 +81,7 @@ def test_a_host_gets_no_more_than_its_share_though_nobody_else_computes() -> Non
 
 
 def stay_inside() -> None:
-    with processor_shares.processor_shares((namespace_name("host0"),), 0.5) as (group,):
+    with processor_shares.processor_shares((own_name("host0"),), 0.5) as (group,):
         processor_shares.join(group)
         print("up", flush=True)
         time.sleep(60)

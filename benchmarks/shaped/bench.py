@@ -1,0 +1,266 @@
+"""Runs the cases between hosts with slow links, simulates the same steps, and reports both side by side.
+
+Each host has a share of the processor, so that a host that waits does not speed the others up, as on machines of their
+own.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from pathlib import Path
+from typing import Annotated
+
+import numpy as np
+from scipy.stats import wilcoxon
+
+from benchmarks.calibrate.measurement import calibrate
+from benchmarks.harness.contest import Outcome, of_all_ranks
+from benchmarks.harness.model_steps import LENGTH, TOLERANCE, ZIPF
+from benchmarks.shaped import layers, models
+from benchmarks.shaped.calibration import Calibration, calibration, computed_ms, late_ms, link_figures, with_links
+from benchmarks.shaped.cases import ShapedCase, model_spec
+from benchmarks.shaped.hosts import lacks_hosts, linked_hosts, ranks_on
+from benchmarks.shaped.processor_shares import lacks_shares
+from moesys.balance import warm_up
+from moesys.config import ClusterSpec, Parallelism, Strategy
+from moesys.config.model_run import ModelRun
+from moesys.lab.ranks.torchrun_ranks import Ranks
+from moesys.lab.runs.environment import available_cores
+from moesys.lab.runs.stopwatch import Spread, machine_line
+from moesys.lab.show.reports import Report, publish
+from moesys.lab.show.sheets import Column, Sheet
+from moesys.lab.show.steps import steps_told
+from moesys.step import LayerPlan, StepPlan, simulation
+from moesys.whole_model.simulate_model import simulate_model
+
+# The part of the cores that hosts share; the rest is for the kernel's and a relay's work for the links.
+SHARED_OUT = 0.9
+# The repetitions of link measurements per repetition of a model's step: they are short, and vary more.
+_OF_LINKS = 5
+_RUN_S = 1800.0
+_BAR, _SIGNIFICANT = 0.15, 0.05
+_LAYER_NOTES = (
+    "Measured: forward and backward of one layer. Blocked: by communication, or by waiting for another rank, mean over "
+    "ranks. Output and dx have the bits of the first strategy; where nodes send sums, they differ by at most 1e-5.",
+    "Simulated: by the cost model, on hosts and links that were calibrated in the same run: links by all-to-alls of "
+    "the same size, computing by even steps of fewer tokens, interleaved with the measured ones.",
+)
+_MODEL_NOTES = (
+    "Measured: forward, backward and AdamW of transformers' small models under FSDP2 (`ms.hf.parallelize`), float32, "
+    f"sequences of {LENGTH} tokens. Routing is replayed: experts are drawn by 1 / n^{ZIPF}, in an order that differs "
+    f"by layer. Loss and all gradients are those of transformers' own code on each rank, to {TOLERANCE:g}.",
+    "Simulated: `ms.simulate_model` with the plans of the steps, the bandwidth of all-to-alls, the latency of "
+    "all-to-alls of a byte behind products, and the computing speed by `python -m benchmarks calibrate`.",
+)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One strategy of a case.
+
+    Attributes:
+        samples_ms: the slowest rank's step, by repetition; empty if the strategy computed something else (``wrong``).
+        first_ms: the same for the case's baseline.
+        exposed_ms: the time for which communication blocked a step, mean over ranks, median over repetitions.
+        max_over_mean, inter_node_share: the load imbalance, and the share of tokens between hosts, of its plans.
+    """
+
+    links: Annotated[str, Column("links")]
+    case: Annotated[str, Column("case")]
+    strategy: Annotated[Strategy, Column("strategy", lambda strategy: strategy.name)]
+    samples_ms: Sequence[float] = ()
+    first_ms: Sequence[float] = ()
+    exposed_ms: Annotated[float | None, Column("blocked ms", ".0f")] = None
+    max_over_mean: Annotated[float | None, Column("max/mean", ".2f")] = None
+    inter_node_share: Annotated[float | None, Column("between hosts", ".0%")] = None
+    simulated_ms: Annotated[float | None, Column("simulated ms", ".0f")] = None
+    wrong: Annotated[str, Column("wrong")] = ""
+
+    @property
+    def measured_ms(self) -> Annotated[Spread | None, Column("measured ms", ".0f", after="samples_ms")]:
+        return Spread.of(self.samples_ms, method="nearest") if self.samples_ms else None
+
+    @property
+    def speed_up(self) -> Annotated[Spread | None, Column("speed-up", after="first_ms")]:
+        """The baseline's time divided by this one's, paired by repetition."""
+        return Spread.of_ratios(self.first_ms, self.samples_ms) if self.samples_ms and self.first_ms else None
+
+    @property
+    def error(self) -> Annotated[float | None, Column("error", "+.0%", after="simulated_ms")]:
+        """Simulated divided by measured, less 1."""
+        return self.simulated_ms / self.measured_ms.median - 1 if self.simulated_ms and self.measured_ms else None
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """A measured case. settings: in the order of its strategies. cpus_per_host: None if hosts competed
+    for the cores.
+    """
+
+    links: Annotated[str, Column("links")]
+    case: Annotated[ShapedCase, Column("case", lambda case: case.name)]
+    cpus_per_host: float | None
+    calibration: Annotated[
+        Calibration,
+        Column("Mbit/s each way", lambda of: f"{of.cluster.inter_node_gb_per_s * 8e3:.0f}"),
+        Column("latency ms", lambda of: f"{of.cluster.inter_node_us / 1e3:.2f}"),
+        Column("GFLOP/s a rank", lambda of: f"{of.cluster.expert_tflops * 1e3:.1f}"),
+        Column("memory GB/s", lambda of: "" if of.rest else f"{of.cluster.memory_gb_per_s:.1f}"),
+        Column("launch us", lambda of: f"{of.cluster.launch_us:.0f}"),
+        Column("rest of a layer ms", lambda of: f"{of.rest.other_seconds * 3e3:.1f}" if of.rest else ""),
+        Column("copy share", lambda of: f"{of.cluster.copy_share:.0%}"),
+    ]
+    settings: list[Setting]
+
+    @property
+    def timed(self) -> list[Setting]:
+        """The settings that computed what they had to, the baseline first."""
+        return [setting for setting in self.settings if setting.samples_ms]
+
+
+def run_cases(cases: Sequence[ShapedCase], repeats: int = 7, *, shares: bool = True) -> list[CaseResult]:
+    """Measures and simulates. ``shares``: whether each host has a share of the processor, or hosts compete for it."""
+    results = []
+    for strategy in {strategy for case in cases for strategy in case.strategies}:
+        # Planners are compiled once here, and not on all ranks at once.
+        warm_up(strategy.balance, strategy.split, late_slots=bool(strategy.late_slots))
+    with steps_told("shaped links", len(cases)) as begin:
+        for number, each, latency_us in dict.fromkeys(case.hosts for case in cases):
+            first, *_ = together = [case for case in cases if case.hosts == (number, each, latency_us)]
+            cpus = SHARED_OUT * available_cores() / number if shares else None
+            with (
+                linked_hosts(number, first.mbit_per_s, latency_us, cpus_per_host=cpus) as hosts,
+                ranks_on(hosts, each) as ranks,
+            ):
+                parts = calibrate(ranks, first.cluster).cluster if first.is_model else None
+                for case in together:
+                    begin(f"{case.links}, {case.name}")
+                    hosts.reshape(case.mbit_per_s)
+                    calibrated, outcomes = _measured(case, ranks, parts, repeats)
+                    settings = [_setting(case, strategy, outcomes, calibrated) for strategy in case.strategies]
+                    results.append(CaseResult(case.links, case, cpus, calibrated, settings))
+    return results
+
+
+def _measured(
+    case: ShapedCase, ranks: Ranks, parts: ClusterSpec | None, repeats: int
+) -> tuple[Calibration, dict[str, Outcome]]:
+    """Measures the case. parts: the computing speed of the hosts, which models need."""
+    if parts is not None:
+        figures = link_figures(ranks, case, repeats * _OF_LINKS)
+        figures = replace(figures, latency_ms=max(figures.latency_ms, late_ms(ranks, case, repeats)))
+        by_rank = ranks.run(models.measure, case, repeats, timeout_s=_RUN_S)
+        return Calibration(with_links(parts, figures), figures), of_all_ranks(by_rank)
+    figures = link_figures(ranks, case, repeats)
+    by_rank = ranks.run(layers.measure, case, repeats, timeout_s=_RUN_S)
+    return calibration(case, figures, computed_ms(by_rank)), of_all_ranks(by_rank)
+
+
+def _setting(case: ShapedCase, strategy: Strategy, outcomes: Mapping[str, Outcome], calibrated: Calibration) -> Setting:
+    place, outcome = (case.links, case.name, strategy), outcomes[strategy.name]
+    if not outcome.samples_ms:
+        return Setting(*place, wrong=outcome.wrong)
+    plans = [LayerPlan.from_json(text) for text in outcome.metrics[0].plans]
+    tokens = [plan.tokens for plan in plans]
+    leaving = sum(plan.inter_node_tokens(calibrated.cluster.node_of_rank) for plan in tokens)
+    blocked_ms = [statistics.median(of_rank.blocked_ms) for of_rank in outcome.metrics if of_rank.blocked_ms]
+    return Setting(
+        *place,
+        outcome.samples_ms["step"],
+        outcomes[case.strategies[0].name].samples_ms.get("step", []),
+        exposed_ms=statistics.fmean(blocked_ms) if blocked_ms else None,
+        max_over_mean=statistics.fmean(plan.max_over_mean for plan in tokens),
+        inter_node_share=leaving / sum(plan.load.total for plan in tokens),
+        simulated_ms=1e3 * simulated_seconds(case, strategy, plans, calibrated),
+    )
+
+
+def simulated_seconds(
+    case: ShapedCase, strategy: Strategy, plans: Sequence[LayerPlan], calibrated: Calibration
+) -> float:
+    """Returns the simulated time of a step with these plans, in seconds."""
+    if calibrated.rest is not None:
+        step = StepPlan(strategy, case.shape, calibrated.cluster, tuple(plans))
+        return simulation([step], calibrated.rest).length_seconds
+    model, batch = model_spec(case.name, case.shape.hidden_size), case.num_tokens[0] // LENGTH
+    run = ModelRun(model=model, cluster=calibrated.cluster, strategy=strategy, seq_len=LENGTH, micro_batch=batch)
+    run = run.replace(parallelism=Parallelism(dense="full"), backend="gloo")
+    return simulate_model(run, list(plans)).seconds
+
+
+def ranked_pairs(results: Sequence[CaseResult]) -> tuple[int, int]:
+    """Returns how many pairs of strategies of one case are simulated in the order in which they were measured, and how
+    many differ significantly, by Wilcoxon's signed-rank test over repetitions.
+    """
+    right = differ = 0
+    for result in results:
+        for one, other in combinations(result.timed, 2):
+            longer_ms = np.asarray(one.samples_ms) - np.asarray(other.samples_ms)
+            if not longer_ms.any() or wilcoxon(longer_ms).pvalue >= _SIGNIFICANT:
+                continue
+            assert one.simulated_ms is not None
+            assert other.simulated_ms is not None
+            differ += 1
+            right += bool((np.median(longer_ms) > 0) == (one.simulated_ms > other.simulated_ms))
+    return right, differ
+
+
+def notes(results: Sequence[CaseResult]) -> list[str]:
+    """Returns how the tables were made, and how near and how well ordered the simulated times are."""
+    settings = [setting for result in results for setting in result.timed]
+    errors = [abs(setting.error) for setting in settings if setting.error is not None]
+    within = sum(error <= _BAR for error in errors)
+    shares = {result.case.num_hosts: result.cpus_per_host for result in results}
+    cpus = "; ".join(f"{each:.2g} of a processor for each of {hosts} hosts" for hosts, each in shares.items() if each)
+    delay = "; a relay adds the latency" if any(result.case.latency_us for result in results) else ""
+    right, differ = ranked_pairs(results)
+    return [
+        f"{_machine(results)}. Hosts are network namespaces of this machine: {cpus or 'they compete for its cores'}. "
+        f"tbf shapes the links in both directions{delay}.",
+        *(_MODEL_NOTES if results[0].case.is_model else _LAYER_NOTES),
+        "Measured ms: the slowest rank, median [p20, p80] of all repetitions, interleaved in shuffled order within a "
+        "case. Speed-up: over the case's first strategy, paired by repetition.",
+        f"Simulated within {_BAR:.0%} of measured: {within} of {len(errors)} settings; median error "
+        f"{np.median(errors or [0]):.1%}, worst {max(errors, default=0):.1%}. Pairs of strategies of one case that "
+        f"differ significantly (Wilcoxon signed-rank, paired by repetition, p < {_SIGNIFICANT}) and are simulated in "
+        f"their order: {right} of {differ}.",
+    ]
+
+
+def _machine(results: Sequence[CaseResult]) -> str:
+    return machine_line(1, ("torch", "transformers") if results[0].case.is_model else ("torch",))
+
+
+def report(results: Sequence[CaseResult]) -> Report:
+    settings = [setting for result in results for setting in result.settings]
+    sheets = [
+        Sheet("MEASURED beside SIMULATED: steps between hosts with slow links", settings, group_by="links"),
+        Sheet("MEASURED: the input of the simulator", results),
+    ]
+    introduction = ["`python -m benchmarks shaped`: MEASURED, and beside it SIMULATED."]
+    data = {"machine": _machine(results), "cases": results}
+    return Report("shaped", "Slow links on one machine", "measured", sheets, notes(results), introduction, data)
+
+
+def main(
+    cases: Sequence[ShapedCase],
+    *,
+    repeats: int = 7,
+    shares: bool = True,
+    out: Path | None = None,
+    json_path: Path | None = None,
+) -> int:
+    """Measures, writes and prints; returns the exit code: 1 if a result was wrong, 2 if hosts cannot be made here."""
+    reason = f"shaped links cannot be made: {lacks}" if (lacks := lacks_hosts()) else ""
+    if not reason and shares and (lacks := lacks_shares()):
+        reason = f"hosts cannot have a share of the processor: {lacks}; or use --no-shares"
+    if reason:
+        print(f"error: {reason}", file=sys.stderr)
+        return 2
+    results = run_cases(cases, repeats, shares=shares)
+    publish(report(results), page=out, json_path=json_path)
+    return int(any(result.timed != result.settings for result in results))
