@@ -45,8 +45,8 @@ def main(capability: int, only: tuple[str, ...]) -> None:
     import triton
     from triton.backends.compiler import GPUTarget
 
-    from benchmarks.kernels.aot import SIZES, compile_size
-    from benchmarks.kernels.aot_mega import compile_mega
+    from benchmarks.kernels.aot import compile_mega, compile_size
+    from benchmarks.kernels.drawn_layer import SIZES
 
     target = GPUTarget("cuda", capability, 32)
     rows = compile_size(SIZES[0], torch.bfloat16, _quiet, only or None, target=target)

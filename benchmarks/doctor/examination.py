@@ -14,7 +14,7 @@ from benchmarks.doctor.crews import Crew, LocalCrew, TorchrunCrew
 from benchmarks.doctor.doctor_page import PAGE, report_of, write_page
 from benchmarks.doctor.place import Place
 from benchmarks.doctor.verdicts import Verdict, verdict, verdict_of, why_not
-from benchmarks.harness.names import chosen
+from benchmarks.harness.options import chosen
 from moesys.lab.ranks.torchrun_ranks import joins
 from moesys.lab.show.reports import publish
 from moesys.lab.show.steps import steps_told

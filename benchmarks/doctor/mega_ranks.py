@@ -10,10 +10,9 @@ import torch.distributed as dist
 from benchmarks.doctor.layers import EACH
 from benchmarks.doctor.place import Place, require
 from benchmarks.harness.contest import differing, in_words
-from benchmarks.kernels.aot import Size
+from benchmarks.kernels.drawn_layer import Size
 from benchmarks.mega.mega_contest import TOY, points_of
-from benchmarks.mega.ranks_layer import DIRECTIONS, MegaRun, draw_layer, regions_of
-from benchmarks.mega.stand_alone import stand_alone_runs
+from benchmarks.mega.ranks_layer import DIRECTIONS, MegaRun, draw_layer, regions_of, stand_alone_runs
 from moesys.kernels.mega.arguments import MegaMemory
 from moesys.kernels.symmetric.heap import Heap
 from moesys.overlap.stages import at_once, side_by_side

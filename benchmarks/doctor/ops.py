@@ -14,9 +14,8 @@ from torch import Tensor
 
 from benchmarks.doctor.place import Place, require
 from benchmarks.harness.contest import relative_difference
-from benchmarks.kernels.aot import Size
 from benchmarks.kernels.checks import TOLERANCE
-from benchmarks.kernels.drawn_layer import Layer, draw_layer
+from benchmarks.kernels.drawn_layer import Layer, Size, draw_layer
 from benchmarks.kernels.kernels_contest import TOY
 from moesys.balance import split_tokens
 from moesys.config import ClusterSpec, EvenSplit, FlowSplit, Proportional

@@ -8,7 +8,6 @@ from __future__ import annotations
 import torch
 
 from benchmarks.doctor.place import LeftOutError, Place, require
-from benchmarks.kernels.aot import SIZES
 from benchmarks.kernels.checks import (
     Verdict,
     far_offsets,
@@ -18,9 +17,8 @@ from benchmarks.kernels.checks import (
     same_bits_in_other_blocks,
     wrong_errors,
 )
-from benchmarks.kernels.drawn_layer import draw_layer
+from benchmarks.kernels.drawn_layer import SIZES, draw_layer, relative_errors
 from benchmarks.kernels.kernels_contest import IN_INTERPRETER, ON_GPU
-from benchmarks.kernels.reference import relative_errors
 
 DTYPE = torch.bfloat16
 ROUTING, BIT_RUNS = "zipf", 5
