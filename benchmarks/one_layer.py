@@ -1,4 +1,6 @@
-"""One rank of ``MoELayer`` against transformers' own blocks of the same weights, forward and backward.
+"""The command ``layer``: one rank of ``MoELayer`` compared with transformers' MoE blocks of the same weights.
+
+With ``--reduction`` the layer is compared with itself: ``LayoutInvariant`` with ``Ordered``.
 
 T tokens, H hidden, I expert width, E experts, K top-k.
 """
@@ -10,16 +12,17 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
+import typer
 from torch import Tensor, nn
 
-from benchmarks.harness.contest import Case, Contestant, hold, relative_difference
-from benchmarks.harness.names import chosen
-from moesys.config import ModelShape, Strategy
-from moesys.lab.runs.stopwatch import Spread, Work, machine_line
+from benchmarks.harness.contest import Case, Contestant, Near, hold
+from benchmarks.harness.options import Repeats, chosen
+from moesys.config import LayoutInvariant, ModelShape, Ordered, Strategy
+from moesys.lab.commands.options import ResultFile, refusing
+from moesys.lab.runs.stopwatch import Spread, Work, machine_line, processor_ms, wall_ms
 from moesys.lab.show.reports import Report, publish
 from moesys.lab.show.sheets import Column, Sheet
 from moesys.lab.show.steps import steps_told
@@ -28,21 +31,28 @@ from moesys.moe.layer import MoELayer
 
 OURS = "moesys"
 PEERS = ("eager", "grouped_mm")
-# The same blocks with float32 parameters and gradients, as ours are, computing in 16 bits under autocast.
+# The same blocks with float32 parameters and gradients, as in MoELayer, computing in 16 bits under autocast.
 MASTERED = {"eager": "eager, float32 masters", "grouped_mm": "grouped_mm, float32 masters"}
-# Largest ‖a - b‖ / ‖b‖ from the eager block at which a speed is shown. The eager block adds experts up in bfloat16.
+REDUCTIONS = (Ordered(), LayoutInvariant())
+ORDERED, INVARIANT = (reduction.kind for reduction in REDUCTIONS)
+# The ratios of the table: the fastest of the contestants on the right, divided by the baseline.
+SHOWN_RATIOS = {
+    f"better / {OURS}": PEERS,
+    f"better, float32 masters / {OURS}": tuple(MASTERED.values()),
+    f"{INVARIANT} / {ORDERED}": (INVARIANT,),
+}
+# The largest ‖a - b‖ / ‖b‖ at which a speed is shown. The eager block adds experts in bfloat16.
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 
 Family = Literal["mixtral", "qwen3_moe", "olmoe", "deepseek_v3"]
-# A config and a block of each family, in transformers' file of its own.
+# The config and the block of each family, in transformers' module of that family.
 BLOCKS: dict[Family, tuple[str, str]] = {
     "mixtral": ("MixtralConfig", "MixtralSparseMoeBlock"),
     "qwen3_moe": ("Qwen3MoeConfig", "Qwen3MoeSparseMoeBlock"),
     "olmoe": ("OlmoeConfig", "OlmoeSparseMoeBlock"),
     "deepseek_v3": ("DeepseekV3Config", "DeepseekV3MoE"),
 }
-Direction = Literal["forward + backward", "forward"]
-DIRECTIONS: tuple[Direction, ...] = ("forward + backward", "forward")
+DIRECTIONS = ("forward + backward", "forward")
 
 
 @dataclass(frozen=True)
@@ -73,17 +83,15 @@ CASES = (
 
 @dataclass(frozen=True)
 class Row:
-    """What was measured for one case, dtype and direction.
+    """The result of one case, dtype and direction.
 
-    differences: of each contestant but the eager block from it, ‖a - b‖ / ‖b‖, the worst over output and gradients.
-    samples_ms: milliseconds of each contestant by repetition; empty where an output was wrong.
+    samples_ms: milliseconds of each contestant by repetition, the baseline first; empty if an output was wrong.
     """
 
-    direction: Annotated[Direction, Column("direction")]
+    direction: Annotated[str, Column("direction")]
     shape: Annotated[str, Column("shape")]
     num_tokens: Annotated[int, Column("T")]
     model: ModelShape
-    differences: dict[str, float]
     samples_ms: dict[str, list[float]]
     wrong: Annotated[str, Column("wrong")]
 
@@ -92,31 +100,46 @@ class Row:
         return self.model.dtype
 
     @property
-    def median_ms(self) -> Annotated[dict[str, float], Column("{}", ".1f", after="differences")]:
+    def median_ms(self) -> Annotated[dict[str, float], Column("{}", ".1f", after="model")]:
         return {name: statistics.median(samples_ms) for name, samples_ms in self.samples_ms.items()}
 
     @property
     def ratios(self) -> Annotated[dict[str, Spread], Column("")]:
-        """The time of all contestants but us over ours: above 1, we are faster."""
-        ours_ms = self.samples_ms.get(OURS, ())
-        return {name: Spread.of_ratios(of, ours_ms) for name, of in self.samples_ms.items() if name != OURS}
+        """The time of each contestant divided by that of the baseline, the first one."""
+        (_, baseline_ms), *others = self.samples_ms.items() or [("", [])]
+        return {name: Spread.of_ratios(samples_ms, baseline_ms) for name, samples_ms in others}
 
     @property
-    def to_better(self) -> Annotated[dict[str, Spread], Column(f"{{}} / {OURS}", after="samples_ms")]:
-        """The same of the faster of two: with parameters of the dtype, and with float32 masters."""
+    def shown_ratios(self) -> Annotated[dict[str, Spread], Column("{}", after="samples_ms")]:
         found = {}
-        for name, peers in {"better": PEERS, "better, float32 masters": tuple(MASTERED.values())}.items():
-            if timed := [peer for peer in peers if peer in self.samples_ms]:
-                found[name] = self.ratios[min(timed, key=lambda peer: self.median_ms[peer])]
+        for title, names in SHOWN_RATIOS.items():
+            if timed := [name for name in names if name in self.ratios]:
+                found[title] = self.ratios[min(timed, key=lambda name: self.median_ms[name])]
         return found
 
-    @property
-    def matched(self) -> Annotated[bool, Column("")]:
-        return not self.wrong
+
+def bench_layer(
+    shape: Annotated[str, typer.Option(help="Names of layers, separated by commas, or all.")] = "all",
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 or all.")] = "all",
+    tokens: Annotated[int | None, typer.Option(min=1, help="Number of tokens, instead of the layer's own.")] = None,
+    repeats: Repeats = 9,
+    threads: Annotated[int | None, typer.Option(min=1, help="Number of threads (default: torch's).")] = None,
+    reduction: Annotated[
+        bool, typer.Option("--reduction", help="Compare LayoutInvariant with Ordered instead.")
+    ] = False,
+    json: ResultFile = None,
+) -> None:
+    """Compare one rank of MoELayer with transformers' MoE blocks. Exit code 1 if an output is wrong."""
+    with refusing():
+        cases = select(shape, dtype, tokens)
+    threads = threads or torch.get_num_threads()
+    rows = measure(cases, repeats=repeats, threads=threads, reduction=reduction)
+    publish((reduction_report if reduction else report)(rows, repeats, threads), json_path=json)
+    raise typer.Exit(int(any(row.wrong for row in rows)))
 
 
 def select(shape: str = "all", dtype: str = "all", num_tokens: int | None = None) -> list[ScaledLayer]:
-    """The cases of these names, in every dtype asked for. Raises ValueError for a name that is not there."""
+    """Returns the cases of these names in each dtype. Raises ValueError for an unknown name."""
     shapes, dtypes = chosen("shape", shape, [case.name for case in CASES]), chosen("dtype", dtype, TOLERANCE)
     return [
         ScaledLayer(case.name, case.family, num_tokens or case.num_tokens, case.shape.replace(dtype=of))
@@ -126,100 +149,92 @@ def select(shape: str = "all", dtype: str = "all", num_tokens: int | None = None
     ]
 
 
-def bench_layer(cases: Sequence[ScaledLayer], *, repeats: int = 9, threads: int | None = None) -> list[Row]:
-    """Measures each case, one row a direction; ``threads`` is torch's own number by default.
+def measure(cases: Sequence[ScaledLayer], *, repeats: int, threads: int, reduction: bool = False) -> list[Row]:
+    """Measures each case, one row per direction.
 
-    Outputs and gradients are compared with those of the eager block first, and a contestant that differs stops the
-    timing of its case.
+    Outputs and gradients are compared with those of the first contestant before anything is timed, and a case is not
+    timed if one of them differs.
     """
     rows: list[Row] = []
     threads_before = torch.get_num_threads()
-    torch.set_num_threads(threads or threads_before)
+    torch.set_num_threads(threads)
     try:
         with steps_told("layer", len(cases)) as tell:
             for case in cases:
                 tell(f"{case.name}, {case.shape.dtype}")
-                rows += _measure(case, repeats)
+                rows += _measure(case, repeats, reduction)
     finally:
         torch.set_num_threads(threads_before)
     return rows
 
 
-def report(rows: Sequence[Row], repeats: int, threads: int | None = None) -> Report:
-    """All rows, the directions apart."""
+def report(rows: Sequence[Row], repeats: int, threads: int) -> Report:
+    """Returns the table of the comparison with transformers."""
     tolerances = ", ".join(f"{tolerance:g} ({dtype})" for dtype, tolerance in TOLERANCE.items())
-    machine = machine_line(threads or torch.get_num_threads(), ("torch", "transformers"))
     notes = [
-        machine,
-        f"Ratio: its time over ours, above 1 we are faster; median [p20, p80] of {repeats} repetitions, paired. "
-        "'better' is the faster of the two.",
-        f"A speed is shown where output and gradients match the eager block in the same run, within {tolerances} of "
-        "their norm.",
-        "bfloat16: parameters and gradients of eager and grouped_mm are bfloat16. Ours are float32, as an optimiser "
-        "wants them, and cast once a pass; so are those of the blocks with float32 masters, under torch.autocast.",
-        "Tokens are random, of those that both routers send to the same experts. Forward runs without autograd.",
+        f"A ratio is the time of transformers' block divided by that of MoELayer: above 1, MoELayer is faster; median "
+        f"[p20, p80] of {repeats} paired repetitions. 'better' is the faster of the two implementations.",
+        "A speed is shown only if output and gradients match the eager block in the same run, within "
+        f"{tolerances} of their norm.",
+        "bfloat16: parameters and gradients of eager and grouped_mm are bfloat16. Those of MoELayer are float32, as an "
+        "optimizer needs them, and cast once per pass; so are those of the blocks with float32 masters, under "
+        "torch.autocast.",
+        "Tokens are random, restricted to those that both routers send to the same experts. 'forward' runs without "
+        "autograd.",
     ]
     title = "MEASURED: one rank of MoELayer and transformers' blocks, ms (median)"
+    return _report("layer", title, rows, machine_line(threads, ("torch", "transformers")), notes)
+
+
+def reduction_report(rows: Sequence[Row], repeats: int, threads: int) -> Report:
+    """Returns the table of the comparison between reductions."""
+    notes = [
+        f"{INVARIANT} / {ORDERED}: the time with LayoutInvariant() divided by that with Ordered(); median [p20, p80] "
+        f"of {repeats} paired repetitions. There is one rank, so nothing is communicated.",
+        "Processor time of one thread, which does not include other work on the machine."
+        if threads == 1
+        else "Wall time.",
+    ]
+    title = "MEASURED: what a reduction costs one rank of MoELayer, ms (median)"
+    return _report("reductions", title, rows, machine_line(threads), notes)
+
+
+def _report(name: str, title: str, rows: Sequence[Row], machine: str, notes: Sequence[str]) -> Report:
     by_direction = sorted(rows, key=lambda row: DIRECTIONS.index(row.direction))
-    sheet = Sheet(title, by_direction, notes, group_by="direction")
-    return Report("layer", title, "measured", [sheet], data={"machine": machine, "rows": rows})
+    sheet = Sheet(title, by_direction, [machine, *notes], group_by="direction")
+    return Report(name, title, "measured", [sheet], data={"machine": machine, "rows": rows})
 
 
-def main(
-    cases: Sequence[ScaledLayer], *, repeats: int = 9, threads: int | None = None, json_path: Path | None = None
-) -> int:
-    """Measure, write, print; the exit code: 1 if an output was wrong."""
-    rows = bench_layer(cases, repeats=repeats, threads=threads)
-    publish(report(rows, repeats, threads), json_path=json_path)
-    return 0 if all(row.matched for row in rows) else 1
+# --- one case ---------------------------------------------------------------------------------------------------------
 
 
-# --- one case ---------------------------------------------------------------------------------------------
-
-
-def _measure(case: ScaledLayer, repeats: int) -> Iterator[Row]:
-    layer, block = MoELayer(case.shape, Strategy(name="ep")), _make_block(case)
-    block.load_state_dict(layer.full_state_dict())
-    block.to(DTYPES[case.shape.dtype])
-    # Both begin from the same numbers: what bfloat16 cannot hold is taken from our masters too.
-    layer.load_full_state_dict({name: tensor.float() for name, tensor in block.state_dict().items()})
-    x, dy = _tokens(case, layer, block)
-    runs = {peer: _Run(block, x, dy, peer) for peer in PEERS} | {OURS: _Run(layer, x, dy)}
-    mastered = _make_block(case)
-    if x.dtype != torch.float32:
-        mastered.load_state_dict(layer.full_state_dict())
-        _route_in_float32(mastered)
-        runs |= {name: _Run(mastered, x, dy, peer, autocast=True) for peer, name in MASTERED.items()}
+def _measure(case: ScaledLayer, repeats: int, reduction: bool) -> Iterator[Row]:
+    runs = _reductions(case) if reduction else _blocks(case)
+    first, baseline = next(iter(runs)), ORDERED if reduction else OURS
 
     def forget() -> None:
-        x.grad = None
-        for module in (layer, block, mastered):
-            module.zero_grad(set_to_none=True)
-
-    differences: dict[str, float] = {}
-    expected: dict[str, Tensor] = {}
-
-    def wrong(name: str, results: dict[str, Tensor]) -> str:
-        if name == "eager":
-            expected.update(results)
-            return ""
-        differences[name] = max(relative_difference(results[part], value) for part, value in expected.items())
-        right = differences[name] <= TOLERANCE[case.shape.dtype]
-        return "" if right else f"differs from eager: {name} by {differences[name]:.1e}"
+        for run in runs.values():
+            run.x.grad = None
+            run.module.zero_grad(set_to_none=True)
 
     setups = {name: partial(Contestant, run.results, run.works) for name, run in runs.items()}
-    found = hold(Case(setups, wrong, before=forget, all_or_none=True), repeats)
-    why = "; ".join(outcome.wrong for outcome in found.values() if outcome.wrong)
+    # One thread that waits for nobody: with processor time, other work on the machine does not count.
+    stopwatch = processor_ms if reduction and torch.get_num_threads() == 1 else wall_ms
+    near = Near(TOLERANCE[case.shape.dtype], first)
+    found = hold(Case(setups, near, before=forget, stopwatch=stopwatch, all_or_none=True), repeats)
+    why = "; ".join(f"{name}: {outcome.wrong}" for name, outcome in found.items() if outcome.wrong)
     for direction in DIRECTIONS:
         samples_ms = {name: found[name].samples_ms[direction] for name in found if found[name].samples_ms}
-        ours_first = {OURS: samples_ms[OURS]} | samples_ms if samples_ms else {}
-        yield Row(direction, case.name, case.num_tokens, case.shape, differences, ours_first, why)
+        baseline_first = {baseline: samples_ms[baseline]} | samples_ms if samples_ms else {}
+        yield Row(direction, case.name, case.num_tokens, case.shape, baseline_first, why)
 
 
 @dataclass(frozen=True)
 class _Run:
-    """One contestant: a module, its input, the gradient of its output, which experts of transformers it uses, and
-    whether it computes in the input's dtype by autocast.
+    """A contestant: a module, its input and the gradient of its output.
+
+    implementation: the implementation of experts in a block of transformers. autocast: whether the block computes in
+    the input's dtype by autocast.
     """
 
     module: nn.Module
@@ -249,7 +264,7 @@ class _Run:
         return y
 
     def results(self) -> dict[str, Tensor]:
-        """Output and gradients, by the names and in the shapes of the block."""
+        """Returns output and gradients, by the names and in the shapes of transformers' block."""
         y = self.forward_backward()
         assert self.x.grad is not None
         results = {"output": y.detach(), "dx": self.x.grad}
@@ -262,10 +277,36 @@ class _Run:
         return {name: tensor.clone() for name, tensor in results.items()}
 
 
+def _reductions(case: ScaledLayer) -> dict[str, _Run]:
+    """Returns the layer with each reduction, with equal weights."""
+    generator, dtype = torch.Generator().manual_seed(0), DTYPES[case.shape.dtype]
+    size = (1, case.num_tokens, case.shape.hidden_size)
+    x, dy = (torch.randn(size, generator=generator).to(dtype) for _ in range(2))
+    return {
+        of.kind: _Run(MoELayer(case.shape, Strategy(name=of.kind, reduction=of)), x.clone().requires_grad_(), dy)
+        for of in REDUCTIONS
+    }
+
+
+def _blocks(case: ScaledLayer) -> dict[str, _Run]:
+    """Returns transformers' block with each implementation of experts, and the layer with the block's weights."""
+    layer, block = MoELayer(case.shape, Strategy(name="ep")), _make_block(case)
+    block.load_state_dict(layer.full_state_dict())
+    block.to(DTYPES[case.shape.dtype])
+    # The layer takes its weights back from the block, which may have rounded them to bfloat16.
+    layer.load_full_state_dict({name: tensor.float() for name, tensor in block.state_dict().items()})
+    x, dy = _tokens(case, layer, block)
+    runs = {peer: _Run(block, x, dy, peer) for peer in PEERS} | {OURS: _Run(layer, x, dy)}
+    if x.dtype != torch.float32:
+        mastered = _make_block(case)
+        mastered.load_state_dict(layer.full_state_dict())
+        _route_in_float32(mastered)
+        runs |= {name: _Run(mastered, x, dy, peer, autocast=True) for peer, name in MASTERED.items()}
+    return runs
+
+
 def _make_block(case: ScaledLayer) -> nn.Module:
-    """transformers' block of the case's family and shape, uninitialised. Each family's config takes the names that it
-    knows.
-    """
+    """Returns transformers' block of the case's family and shape. The config of a family ignores unknown names."""
     modeling = importlib.import_module(f"transformers.models.{case.family}.modeling_{case.family}")
     config_name, block_name = BLOCKS[case.family]
     shape = case.shape
@@ -279,7 +320,7 @@ def _make_block(case: ScaledLayer) -> nn.Module:
 
 
 def _route_in_float32(block: nn.Module) -> None:
-    """Keep autocast out of the router, as ours does: in 16 bits it would choose other experts."""
+    """Keeps autocast out of the router, as in MoELayer: in 16 bits it would choose other experts."""
     gate: Any = block.gate
     route = gate.forward
 
@@ -293,10 +334,10 @@ def _route_in_float32(block: nn.Module) -> None:
 
 @torch.no_grad()
 def _tokens(case: ScaledLayer, layer: MoELayer, block: nn.Module) -> tuple[Tensor, Tensor]:
-    """x and dy, both [1, T, H]: random tokens that both routers send to the same experts.
+    """Returns x and dy, both [1, T, H]: random tokens that both routers send to the same experts.
 
-    transformers' softmax routers compute in the block's dtype. In bfloat16 they choose another expert here and there,
-    and outputs could not be compared.
+    transformers' softmax routers compute in the block's dtype. In bfloat16 they choose other experts for a few tokens,
+    whose outputs could not be compared.
     """
     generator = torch.Generator().manual_seed(0)
     dtype, T, H = DTYPES[case.shape.dtype], case.num_tokens, case.shape.hidden_size

@@ -1,7 +1,8 @@
-"""The command ``overlap``: forward and backward on local ranks, over links paced so that communication is a set share
-of the step.
+"""The command ``overlap``: forward and backward on local ranks over links of a declared pace.
 
-Two parts: one layer whose tokens travel in chunks, and a few layers whose experts travel behind one another.
+Links are paced such that communication takes a fixed share of the sequential step. There are two parts: one layer whose
+tokens are sent in chunks, and three layers whose expert weights are gathered ahead. ``--part mega`` times MegaKernels
+on a GPU instead (``benchmarks/mega``).
 """
 
 from __future__ import annotations
@@ -16,12 +17,14 @@ from typing import Annotated
 
 import torch
 import torch.distributed as dist
+import typer
 from torch import nn
 
 from benchmarks.harness.contest import EqualBits, Outcome, of_all_ranks
 from benchmarks.harness.layer_steps import LayerSteps, ResidualLayers, hold_steps, rank_generator
-from benchmarks.harness.names import chosen
+from benchmarks.harness.options import Repeats, chosen
 from moesys.config import Fsep, ModelShape, Pipelined, Strategy
+from moesys.lab.commands.options import ResultFile, refusing
 from moesys.lab.ranks.torchrun_ranks import start_ranks
 from moesys.lab.runs.stopwatch import Spread, machine_line, repeated_ms
 from moesys.lab.show.reports import Report, publish
@@ -36,17 +39,17 @@ _FSEP = Strategy(name="on demand", sharding=Fsep(slots_per_rank=4))
 _PREFETCH = Fsep(slots_per_rank=4, prefetch_layers=1)
 _BEHIND = _PREFETCH.replace(delay_reshard=True)
 NUM_RANKS = 2
-# Of the first strategy's step.
+# The share of the first strategy's step that is communication.
 COMMUNICATION_SHARE = 0.5
 _RANKS_TIMEOUT_S = 1800.0
-# So fast that only gloo's own time is left.
+# A pace at which only gloo's own time is left.
 _UNPACED_GB_PER_S = 1e3
 _PACING_REPEATS = 5
 
 
 @dataclass(frozen=True)
 class Part:
-    """Strategies that do the same work, the first of them without overlap, on a model of ``num_layers`` layers."""
+    """Strategies that do the same work on a model of ``num_layers`` layers; the first one does not overlap."""
 
     name: str
     num_layers: int
@@ -83,8 +86,9 @@ PARTS = (
 
 @dataclass(frozen=True)
 class Pace:
-    """``gb_per_s`` of both links, of tokens and of experts; and what it was chosen from: the first strategy's step
-    without communication, and the 10^6 bytes that a rank receives in it.
+    """The pace of both links, of tokens and of expert weights, and the measurements that it was derived from.
+
+    compute_ms: the first strategy's step without communication. link_mb: 10^6 bytes that a rank receives in it.
     """
 
     gb_per_s: float
@@ -93,13 +97,12 @@ class Pace:
 
 
 @dataclass(frozen=True)
-class Result:
-    """One strategy of a part.
+class Row:
+    """The result of one strategy.
 
-    wrong: which of output, dx and gradients have other bits than the first strategy's, on some rank.
-    samples_ms: the slowest rank's step, forward and backward, by repetition; empty where bits differ. first_ms: of the
-    part's first strategy. exposed_ms: how long rank 0 was blocked by communication, by lane; the median over
-    repetitions.
+    wrong: the results (output, dx or gradients) whose bits differ from the first strategy's on some rank.
+    samples_ms: the slowest rank's step, forward and backward, by repetition; empty if bits differ. first_ms: the same
+    of the part's first strategy. exposed_ms: time during which rank 0 waited for communication, by lane, median.
     """
 
     part: Annotated[str, Column("part")]
@@ -122,98 +125,95 @@ class Result:
         return sum(self.exposed_ms.values()) if self.samples_ms else None
 
     @property
-    def lanes(self) -> Annotated[str, Column("of which by lane", after="blocked_ms")]:
+    def lanes(self) -> Annotated[str, Column("by lane", after="blocked_ms")]:
         lanes = sorted(self.exposed_ms.items(), key=lambda lane: -lane[1])
         return ", ".join(f"{lane} {exposed_ms:.0f}" for lane, exposed_ms in lanes if exposed_ms >= 0.5)
 
 
-@dataclass(frozen=True)
-class PartResult:
-    """``results`` in the order of the part's strategies. communication_share: what it became of the first's step."""
+def bench_overlap(
+    part: Annotated[str, typer.Option(help="chunks, experts, all, or mega: MegaKernels on a GPU.")] = "all",
+    tokens: Annotated[int | None, typer.Option(min=1, help="Tokens per rank, instead of the part's own.")] = None,
+    repeats: Repeats = 9,
+    threads: Annotated[int, typer.Option(min=1, help="Threads per rank.")] = 1,
+    size: Annotated[str, typer.Option(help="Name of a layer (with --part mega).")] = "qwen3-30b",
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32 (with --part mega).")] = "bfloat16",
+    gb_per_s: Annotated[
+        float, typer.Option("--gb-per-s", help="Link bandwidth per rank in GB/s (with --part mega).")
+    ] = 100.0,
+    device: Annotated[
+        str, typer.Option(help="cuda, or cpu for a rehearsal on a toy layer (with --part mega).")
+    ] = "cuda",
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Folder for overlap_mega.json and .md (with --part mega).")
+    ] = None,
+    json: ResultFile = None,
+) -> None:
+    """Compare overlapped with sequential steps over paced links. Exit code 1 if a bit differs."""
+    if part == "mega":
+        from benchmarks.mega import mega_contest
 
-    part: Part
-    pace: Pace
-    results: list[Result]
-
-    @property
-    def communication_share(self) -> Annotated[float | None, Column("")]:
-        first = self.results[0]
-        return first.blocked_ms / first.step_ms if first.blocked_ms is not None and first.step_ms else None
-
-    @property
-    def note(self) -> str:
-        part, pace, share = self.part, self.pace, self.communication_share
-        became = (
-            f"communication became {share:.0%} of the step of '{self.results[0].strategy.name}'"
-            if share
-            else "not timed"
-        )
-        return (
-            f"{part.name}: {part.num_layers} layer{'s' * (part.num_layers > 1)} of {part.shape!r}, {part.num_tokens} "
-            f"tokens a rank. Links of {pace.gb_per_s * 1e3:.0f} MB/s, for {pace.compute_ms:.0f} ms of computing and "
-            f"{pace.link_mb:.1f} MB; {became}."
-        )
-
-
-def select(name: str = "all", num_tokens: int | None = None) -> list[Part]:
-    """The parts of this name. Raises ValueError for a name that is not there."""
-    names = chosen("part", name, [part.name for part in PARTS])
-    return [replace(part, num_tokens=num_tokens or part.num_tokens) for part in PARTS if part.name in names]
-
-
-def main(parts: Sequence[Part], *, repeats: int = 9, threads: int = 1, json_path: Path | None = None) -> int:
-    """Measure, write, print; the exit code: 1 if a bit was wrong."""
-    measured = bench_overlap(parts, repeats, threads)
-    rows = [result for of_part in measured for result in of_part.results]
+        with refusing():
+            asked = mega_contest.asked_for(size, dtype, gb_per_s, num_tokens=tokens, repeats=repeats, device=device)
+        raise typer.Exit(mega_contest.main(asked, out))
+    with refusing():
+        names = chosen("part", part, [known.name for known in PARTS])
+    parts = [replace(known, num_tokens=tokens or known.num_tokens) for known in PARTS if known.name in names]
+    rows, paces = measure(parts, repeats, threads)
     machine = f"{machine_line(threads)}; {NUM_RANKS} ranks"
     notes = [
         machine,
-        "A paced link completes each all-to-all, one after the other, only after its bytes / bandwidth. Tokens and "
-        "experts have one each.",
-        *(of_part.note for of_part in measured),
-        f"/ first: over the time of the part's first strategy, below 1 is faster; median [p20, p80] of {repeats} "
-        "repetitions, paired, in shuffled order. A step is that of the slowest rank.",
-        "Exposed: rank 0 blocked by communication, which includes waiting for the other rank.",
-        "A speed is shown where output, dx and all gradients have the bits of the first strategy, in the same run.",
+        "A paced link completes one all-to-all after the other, each no earlier than its bytes / bandwidth. Tokens and "
+        "expert weights have a link each.",
+        *(_note(part, pace, rows) for part, pace in zip(parts, paces, strict=True)),
+        f"/ first: the time divided by that of the part's first strategy, below 1 is faster; median [p20, p80] of "
+        f"{repeats} paired repetitions in random order. A step takes as long as on the slowest rank.",
+        "exposed: time during which rank 0 waits for communication, which includes waiting for the other rank.",
+        "A speed is shown only if output, dx and all gradients have the bits of the first strategy in the same run.",
     ]
     title = "MEASURED: overlap over paced links, forward + backward, ms (median)"
-    data = {"machine": machine, "num_ranks": NUM_RANKS, "parts": measured}
-    publish(Report("overlap", title, "measured", [Sheet(title, rows, notes, "part")], data=data), json_path=json_path)
-    return int(any(row.wrong for row in rows))
+    data = {"machine": machine, "num_ranks": NUM_RANKS, "parts": parts, "paces": paces, "rows": rows}
+    publish(Report("overlap", title, "measured", [Sheet(title, rows, notes, "part")], data=data), json_path=json)
+    raise typer.Exit(int(any(row.wrong for row in rows)))
 
 
-def bench_overlap(parts: Sequence[Part], repeats: int, threads: int) -> list[PartResult]:
-    """Measure each part on ``NUM_RANKS`` local ranks of ``threads`` threads.
+def _note(part: Part, pace: Pace, rows: Sequence[Row]) -> str:
+    first = next(row for row in rows if row.part == part.name)
+    share = first.blocked_ms / first.step_ms if first.blocked_ms and first.step_ms else None
+    became = f"communication took {share:.0%} of the step of '{first.strategy.name}'" if share else "not timed"
+    return (
+        f"{part.name}: {part.num_layers} layer{'s' * (part.num_layers > 1)} of {part.shape!r}, {part.num_tokens} "
+        f"tokens per rank. Links of {pace.gb_per_s * 1e3:.0f} MB/s, for {pace.compute_ms:.0f} ms of computing and "
+        f"{pace.link_mb:.1f} MB; {became}."
+    )
+
+
+def measure(parts: Sequence[Part], repeats: int, threads: int) -> tuple[list[Row], list[Pace]]:
+    """Measures each part on ``NUM_RANKS`` local ranks of ``threads`` threads.
 
     The pace of the links is chosen in the same run, such that ``COMMUNICATION_SHARE`` of the first strategy's step is
-    communication. Outputs and gradients are compared first, and where they differ by a bit nothing is timed.
+    communication. Outputs and gradients are compared first, and a strategy with a different bit is not timed.
     """
-    measured = []
+    rows, paces = [], []
     ranks, _ = start_ranks(NUM_RANKS, threads=threads)
     with closing(ranks), steps_told("overlap", len(parts)) as tell:
         for part in parts:
             tell(part.name)
-            by_rank = ranks.run(measure, part, repeats, timeout_s=_RANKS_TIMEOUT_S)
+            by_rank = ranks.run(measure_on_rank, part, repeats, timeout_s=_RANKS_TIMEOUT_S)
             outcomes = of_all_ranks([found for _, found in by_rank])
-            samples_ms = {name: outcome.samples_ms.get("step", []) for name, outcome in outcomes.items()}
-            first_ms, results = samples_ms[part.strategies[0].name], []
+            paces.append(by_rank[0][0])
+            first_ms = outcomes[part.strategies[0].name].samples_ms.get("step", [])
             for strategy in part.strategies:
                 outcome = outcomes[strategy.name]
-                exposed_ms = outcome.metrics[0] or {}
-                results.append(
-                    Result(part.name, strategy, samples_ms[strategy.name], first_ms, exposed_ms, outcome.wrong)
-                )
-            measured.append(PartResult(part, by_rank[0][0], results))
-    return measured
+                samples_ms, exposed_ms = outcome.samples_ms.get("step", []), outcome.metrics[0] or {}
+                rows.append(Row(part.name, strategy, samples_ms, first_ms, exposed_ms, outcome.wrong))
+    return rows, paces
 
 
 # --- on a rank --------------------------------------------------------------------------------------------------------
 
 
-def measure(part: Part, repeats: int) -> tuple[Pace, Mapping[str, Outcome]]:
-    """All strategies of ``part``, called on all ranks at once, over links at a pace by which ``COMMUNICATION_SHARE`` of
-    the first one's step is communication.
-    """
+def measure_on_rank(part: Part, repeats: int) -> tuple[Pace, Mapping[str, Outcome]]:
+    """Chooses the pace of the links and measures all strategies of ``part``; all ranks call it at once."""
     pace = _chosen_pace(part)
     with _paced_links(pace.gb_per_s) as links:
         steps = {strategy.name: _steps(part, strategy, links) for strategy in part.strategies}
@@ -222,7 +222,7 @@ def measure(part: Part, repeats: int) -> tuple[Pace, Mapping[str, Outcome]]:
 
 @contextmanager
 def _paced_links(gb_per_s: float) -> Iterator[tuple[PacedLink, PacedLink]]:
-    """Of all ranks: tokens travel on one, experts on the other."""
+    """Yields the link of tokens and the link of expert weights between all ranks."""
     assert dist.group.WORLD is not None
     with (
         closing(PacedLink(dist.group.WORLD, gb_per_s)) as tokens,
@@ -232,7 +232,7 @@ def _paced_links(gb_per_s: float) -> Iterator[tuple[PacedLink, PacedLink]]:
 
 
 def _steps(part: Part, strategy: Strategy, links: tuple[PacedLink, PacedLink]) -> LayerSteps:
-    """Of one strategy, on the input and the gradient that all strategies share."""
+    """Returns the steps of one strategy, on the input and the output gradient that all strategies share."""
     generator = rank_generator()
     x_TH, dy_TH = (torch.randn(part.num_tokens, part.shape.hidden_size, generator=generator) for _ in range(2))
     layers = [MoELayer(part.shape, strategy, layer_index=index) for index in range(part.num_layers)]
@@ -242,13 +242,13 @@ def _steps(part: Part, strategy: Strategy, links: tuple[PacedLink, PacedLink]) -
 
 
 def _chosen_pace(part: Part) -> Pace:
-    """From the first strategy's step; the same on every rank.
+    """Returns the pace that the first strategy's step asks for, the same on every rank.
 
-    The first pace follows from the bytes and a step over links as fast as gloo, the second from a step at the first
-    pace: beside a slow link a rank computes faster than beside gloo's threads. Of some steps the quickest counts, as
-    whatever else runs on the machine only adds.
+    A first pace follows from the bytes and from a step over links as fast as gloo, the second from a step at the first
+    pace, because a rank computes faster while it waits for a slow link than beside gloo's threads. The fastest of
+    several steps counts, because other work on the machine can only add time.
     """
-    gb_per_s, received_mb = _UNPACED_GB_PER_S, 0.0
+    gb_per_s = _UNPACED_GB_PER_S
     agreed = torch.zeros(3, dtype=torch.float64)
     for paced in (False, True):
         with _paced_links(gb_per_s) as links:

@@ -1,23 +1,23 @@
-"""``python -m benchmarks simulate``: how long the simulator takes for a step, of few ranks and of many.
+"""The command ``simulate``: how long the simulator takes for one step, on few ranks and on many.
 
-Layers of Qwen3-30B-A3B on H100, experts sharded over all ranks, layouts by ``Greedy`` and splits by ``FlowSplit`` on
-drawn loads. A few layers are planned and repeated; planning is not timed. MegaKernels have a second thread.
+Layers of Qwen3-30B-A3B on H100, with experts sharded over all ranks, layouts by ``Greedy`` and splits by ``FlowSplit``
+on generated loads. A few layers are planned and repeated; planning is not timed. MegaKernels use a second thread.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Annotated
 
-from benchmarks.harness.names import chosen
-from moesys.balance.plan import StepPlan, plan_layer
+import typer
+
+from benchmarks.harness.options import Repeats, chosen
 from moesys.config import FlowSplit, Fsep, Greedy, MegaKernel, Overlap, Pipelined, Sequential, Strategy, presets
 from moesys.config.workload import Generated
+from moesys.lab.commands.options import ResultFile, refusing
 from moesys.lab.runs.stopwatch import machine_line, wall_ms
 from moesys.lab.show.reports import Report, publish
 from moesys.lab.show.sheets import Column, Sheet
@@ -40,8 +40,9 @@ OVERLAPS: dict[str, Overlap] = {
 
 @dataclass(frozen=True)
 class Timing:
-    """``step_ms``: to simulate it, with its timeline; ``spans_ms``: more to spell every span out; ``path_ms``: for the
-    critical path. Medians of ``repeats``.
+    """Median milliseconds of one size over ``repeats``.
+
+    step_ms: to simulate the step, with its timeline. spans_ms: to list all spans. path_ms: to find the critical path.
     """
 
     overlap: Annotated[str, Column("overlap")]
@@ -54,32 +55,31 @@ class Timing:
     repeats: int
 
 
-def select(overlap: str) -> dict[str, Overlap]:
-    """One overlap by its kind, or all. Raises ValueError for others."""
-    return {name: OVERLAPS[name] for name in chosen("overlap", overlap, OVERLAPS)}
-
-
-def main(overlaps: Mapping[str, Overlap], *, most_ranks: int, repeats: int, json_path: Path | None) -> int:
-    """Time, write, print; the exit code."""
-    asked = [(name, *size) for size in SIZES if size[1] <= most_ranks for name in overlaps]
+def bench_simulate(
+    overlap: Annotated[str, typer.Option(help="sequential, pipelined, mega_kernel or all.")] = "sequential",
+    most_ranks: Annotated[int, typer.Option(min=1, help="Leave out larger clusters.")] = 1024,
+    repeats: Repeats = 3,
+    json: ResultFile = None,
+) -> None:
+    """Time the simulator: one layer on 32 ranks, 32 layers on up to 1,024."""
+    with refusing():
+        names = chosen("overlap", overlap, OVERLAPS)
+    asked = [(name, *size) for size in SIZES if size[1] <= most_ranks for name in names]
     timings = []
     with steps_told("simulate", len(asked)) as tell:
         for name, layers, ranks in asked:
             tell(f"{name}, {layers} layers on {ranks} ranks")
-            timings.append(time_step(name, overlaps[name], layers, ranks, repeats))
-    machine = machine_line(2 if "mega_kernel" in overlaps else 1, ("numpy", "numba"))
-    notes = [f"Medians of {repeats}; planning is not in it. {machine}"]
-    title = "MEASURED: bench simulate"
-    sheet = Sheet(title, timings, notes)
-    publish(
-        Report("simulate", title, "measured", [sheet], data={"machine": machine, "rows": timings}), json_path=json_path
-    )
-    return 0
+            timings.append(time_step(name, layers, ranks, repeats))
+    machine = machine_line(2 if "mega_kernel" in names else 1, ("numpy", "numba"))
+    title = "MEASURED: time of the simulator"
+    sheet = Sheet(title, timings, [f"Medians of {repeats} repetitions, without planning. {machine}"])
+    data = {"machine": machine, "rows": timings}
+    publish(Report("simulate", title, "measured", [sheet], data=data), json_path=json)
 
 
-def time_step(name: str, overlap: Overlap, layers: int, ranks: int, repeats: int) -> Timing:
-    """Times of one size; one more run before warms up what is compiled."""
-    plan = step_plan(overlap, layers, ranks)
+def time_step(name: str, layers: int, ranks: int, repeats: int) -> Timing:
+    """Times one size, after one run in which numba compiles."""
+    plan = step_plan(OVERLAPS[name], layers, ranks)
     rows: list[tuple[float, float, float]] = []
     num_spans = 0
     for repetition in range(repeats + 1):
@@ -95,7 +95,7 @@ def time_step(name: str, overlap: Overlap, layers: int, ranks: int, repeats: int
 
 
 def step_plan(overlap: Overlap, layers: int, ranks: int) -> StepPlan:
-    """``PLANNED_LAYERS`` drawn and planned, again and again."""
+    """Returns a step of ``layers`` layers, which repeat the plans of ``PLANNED_LAYERS``."""
     cluster = presets.h100(ranks // RANKS_PER_NODE)
     strategy = Strategy(
         name=overlap.kind,

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from benchmarks.calibrate.windows import Effort, timed
-from benchmarks.kernels.aot import Size
+from benchmarks.kernels.drawn_layer import Size
 from benchmarks.mega.ranks_layer import DIRECTIONS, MegaRun, draw_layer, regions_of
 from moesys.config import DType, MegaKernel
 from moesys.kernels.mega.arguments import MegaMemory

@@ -160,7 +160,7 @@ def fused_tiles(size: tuple[int, int, int, int, int], dtype: DType, effort: Effo
     """Of a layer on each rank alone: ``size`` tokens, H, I, experts and choices of a token."""
     # Not at the top: it imports Triton.
     from benchmarks.calibrate import fused_tiles as on_one_rank
-    from benchmarks.kernels.aot import Size
+    from benchmarks.kernels.drawn_layer import Size
 
     return on_one_rank.fused_tiles(Size("calibrate", *size), dtype, effort, "cuda")
 

@@ -1,4 +1,4 @@
-"""The contest that benches hold: contestants are checked first, and those that are right take turns at the clock."""
+"""The harness of the benchmarks: contestants are checked first, and those that are right are timed, interleaved."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def _nothing(*_: object) -> None:
 class Contestant:
     """One way to do the work of a case.
 
-    results: does it and gives what is checked. works: what is timed, by name, such as "forward" and "backward".
-    metrics: whatever else is to be known of one that was timed; read when all repetitions are over.
+    results: does the work and returns what is checked. works: the functions that are timed, by name, such as "forward".
+    metrics: returns other measurements of a contestant that was timed; called after all repetitions.
     """
 
     results: Callable[[], Any]
@@ -34,12 +34,12 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Case:
-    """What contestants compete in, on one rank or at once on all ranks of the default process group.
+    """The contestants of one table, on one rank or at once on all ranks of the default process group.
 
-    setups: what makes each contestant, by name, in the order in which they are checked.
-    wrong: told a name and its results, why that contestant may not be timed; "" where it may.
-    before: runs before each check and each work and is not timed; after_check: after each check, as to free memory.
-    all_or_none: one that is wrong leaves all others untimed too.
+    setups: constructors of the contestants, by name, in the order in which they are checked.
+    wrong: returns why a contestant of this name with these results is not timed, or "".
+    before: runs before each check and each work and is not timed. after_check: runs after each check, to free memory.
+    all_or_none: whether no contestant is timed if one is wrong.
     """
 
     setups: Mapping[str, Callable[[], Contestant]]
@@ -52,7 +52,7 @@ class Case:
 
 @dataclass
 class Outcome:
-    """Of one contestant. wrong: why it was not timed, "" where it was. samples_ms: by work and repetition."""
+    """The result of one contestant. wrong: why it was not timed, or "". samples_ms: by work and repetition."""
 
     wrong: str = ""
     samples_ms: dict[str, list[float]] = field(default_factory=dict)
@@ -60,10 +60,11 @@ class Outcome:
 
 
 def hold(case: Case, repeats: int, tell: Callable[[str], None] = _nothing) -> dict[str, Outcome]:
-    """Checks all contestants and times those that are right, by name; no repetition only checks.
+    """Checks all contestants and times those that are right, by name; without ``repeats`` it only checks.
 
-    All works take turns within a repetition. A contestant that raises is wrong from then on, and the rest goes on; with
-    ranks that wait for one another the error is raised. There, who is wrong on one rank is timed on none.
+    A repetition runs all works once, in random order. A contestant that raises is wrong from then on, and the others
+    continue. With several ranks the error is raised instead, and a contestant that is wrong on one rank is timed on
+    none, because ranks wait for one another.
     """
     outcomes = {name: Outcome() for name in case.setups}
     ready: dict[str, Contestant] = {}
@@ -108,7 +109,7 @@ def hold(case: Case, repeats: int, tell: Callable[[str], None] = _nothing) -> di
 
 
 def of_all_ranks(by_rank: Sequence[Mapping[str, Outcome]]) -> dict[str, Outcome]:
-    """Of contests that ranks held together: in each repetition the slowest rank's time, and a list of all metrics."""
+    """Merges the outcomes of all ranks: the slowest rank's time in each repetition, and the list of their metrics."""
     found = {}
     for name, first in by_rank[0].items():
         of_ranks = [outcomes[name] for outcomes in by_rank]
@@ -122,9 +123,9 @@ def of_all_ranks(by_rank: Sequence[Mapping[str, Outcome]]) -> dict[str, Outcome]
 
 
 class EqualBits:
-    """``Case.wrong`` of contestants whose results, tensors by name, must have the bits of the first one's.
+    """A ``Case.wrong`` that wants the bits of the first contestant's results, which are tensors by name.
 
-    names: of the results that are compared; all by default.
+    names: the names of the results that are compared; all by default.
     """
 
     def __init__(self, *names: str) -> None:
@@ -138,8 +139,9 @@ class EqualBits:
 
 
 class Near:
-    """``Case.wrong`` of contestants whose results, tensors by name, must be those of the first: none farther from it
-    than ``tolerance``, by ``relative_difference``. ``first``: its name, in words.
+    """A ``Case.wrong`` that wants a ``relative_difference`` of at most ``tolerance`` from the first one's results.
+
+    first: the name of the first contestant, for messages.
     """
 
     def __init__(self, tolerance: float, first: str) -> None:
@@ -161,23 +163,23 @@ def relative_difference(actual: Tensor, expected: Tensor) -> float:
 
 
 def differing(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], names: Sequence[str] = ()) -> list[str]:
-    """The names of results whose bits differ, or that are missing; of ``names``, or of all that are expected."""
+    """Returns the names of results that differ or are missing, among ``names`` or all that are expected."""
     return [name for name in names or expected if name not in found or not torch.equal(found[name], expected[name])]
 
 
 def in_words(names: Sequence[str]) -> str:
-    """``y, dx differ``; nothing for none."""
+    """Returns ``y, dx differ``, or "" without names."""
     return f"{', '.join(names)} differ{'s' * (len(names) == 1)}" if names else ""
 
 
 def in_a_line(error: BaseException) -> str:
-    """What an error is and the first line that says something."""
+    """Returns the class of an error and the first line of its message that is not blank."""
     lines = (line.strip() for line in str(error).splitlines())
     return f"{type(error).__name__}: {next((line for line in lines if line), '')}"[:200]
 
 
 def _on_any_rank(flags: Sequence[bool]) -> list[bool]:
-    """The same on every rank: whoever timed what another does not would wait for it for ever."""
+    """Returns flags that are set on any rank. All ranks must time the same works, because they wait for one another."""
     if not dist.is_initialized():
         return list(flags)
     counted = torch.tensor(flags, dtype=torch.int64)

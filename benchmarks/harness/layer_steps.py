@@ -1,4 +1,4 @@
-"""Forward and backward of MoE layers on one of several ranks: what contests on ranks time and compare.
+"""Forward and backward of MoE layers on one of several ranks, for benchmarks that time and compare them.
 
 T tokens of a rank, H hidden.
 """
@@ -20,7 +20,7 @@ from moesys.moe.runtime import link
 
 
 class ResidualLayers(nn.Module):
-    """MoE layers with residuals; ``norm`` makes what stands before each."""
+    """MoE layers with residuals; ``norm`` makes the module before each layer."""
 
     def __init__(self, layers: Sequence[MoELayer], norm: Callable[[], nn.Module] = nn.Identity) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class ResidualLayers(nn.Module):
 
 
 def rank_generator() -> torch.Generator:
-    """Draws this rank's numbers; other ranks draw others."""
+    """Returns a generator whose seed is this rank."""
     return torch.Generator().manual_seed(dist.get_rank() if dist.is_initialized() else 0)
 
 
@@ -48,7 +48,7 @@ class LayerSteps:
         self._exposed_ms: list[dict[str, float]] = []
 
     def prepare(self) -> None:
-        """Forgets the last step, and lines up with the other ranks."""
+        """Clears gradients and meters, and waits for the other ranks."""
         self.x_TH.grad = None
         self.model.zero_grad(set_to_none=True)
         for layer in self.layers:
@@ -67,8 +67,9 @@ class LayerSteps:
         return y_TH
 
     def results(self) -> dict[str, Tensor]:
-        """Output, dx and all gradients, of experts this rank's part; of the second step, before which layouts settle
-        and the runtime learns the order of the layers.
+        """Returns output, dx and all gradients (this rank's shard of experts) of the second of two steps.
+
+        In the first one layouts settle, and the runtime learns the order of the layers.
         """
         for _ in range(2):
             self.prepare()
@@ -82,15 +83,15 @@ class LayerSteps:
 
     @property
     def received_bytes(self) -> int:
-        """Since ``prepare``, from other ranks."""
+        """The bytes received from other ranks since ``prepare``."""
         return sum(sum(layer.experts.meter.wire_bytes.values()) for layer in self.layers)
 
     def blocked_ms(self, repeats: int) -> list[float]:
-        """How long each of the last ``repeats`` steps was blocked by communication."""
+        """Returns the time that each of the last ``repeats`` steps waited for communication."""
         return [sum(exposed_ms.values()) for exposed_ms in self._exposed_ms[-repeats:]]
 
     def exposed_ms(self, repeats: int) -> dict[str, float]:
-        """By lane, the median over the last ``repeats`` steps."""
+        """Returns the waiting time by lane, the median over the last ``repeats`` steps."""
         last = self._exposed_ms[-repeats:]
         return {lane: statistics.median(step.get(lane, 0.0) for step in last) for lane in last[-1]}
 
@@ -104,8 +105,9 @@ def hold_steps(
     metrics: Callable[[LayerSteps], Any],
     repeats: int,
 ) -> dict[str, Outcome]:
-    """Holds the contest of these steps, a collective of all ranks, and closes them. ``metrics``: of steps when all
-    repetitions are over.
+    """Checks and times these steps, a collective of all ranks, and closes them.
+
+    metrics: returns other measurements of steps, after all repetitions.
     """
 
     def prepare() -> None:

@@ -1,4 +1,4 @@
-"""A line through times: what a message or a step takes before its first byte or row, and for each."""
+"""A line through measured times: the latency of a message or step, and the time per byte or row."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from scipy.optimize import nnls
 
 
 def fit_line(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
-    """(intercept, slope) of the line that is least far from the points, relative to each; neither is below zero.
+    """Returns intercept and slope, neither negative, of the line with the least relative distance from the points.
 
     ``fit_line([1, 2, 4], [3.0, 5.0, 9.0])`` is (1.0, 2.0).
     """

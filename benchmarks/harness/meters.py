@@ -1,4 +1,4 @@
-"""Time and memory of work on a device: a GPU's own clock and allocator, or what a CPU has of them."""
+"""Time and memory of work on a device: by a GPU's clock and allocator, or by the host's clock."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ import triton
 
 from moesys.lab.runs.stopwatch import machine_line, wall_ms
 
-# So many times the L2 cache is written over before every run, which finds nothing of its own there.
+# The bytes that are written before each run to flush the L2 cache, in multiples of its size.
 CACHES_FLUSHED = 4
 
 
 class Bytes(NamedTuple):
-    """kept: by a forward for its backward, besides its inputs and output. peak: of both, besides inputs."""
+    """kept: memory from forward to backward, without inputs and output. peak: the peak of both, without inputs."""
 
     kept: int
     peak: int
 
 
 class GpuMeter:
-    """By events on the current stream."""
+    """Measures with events on the current stream."""
 
     source = "measured"
 
@@ -44,7 +44,7 @@ class GpuMeter:
         )
 
     def ms(self, work: Callable[[], object]) -> float:
-        """With a cold L2 cache. What the host does before its first launch counts where the flush does not hide it."""
+        """Times ``work`` with a cold L2 cache. The flush hides host work before the first launch, if it is short."""
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         self._flushed.zero_()
         start.record()
@@ -67,15 +67,15 @@ class GpuMeter:
         return Bytes(kept, torch.cuda.max_memory_allocated(self.device) - before)
 
     def free(self) -> None:
-        """Gives back what nobody holds."""
+        """Frees memory that is no longer used."""
         gc.collect()
-        # After an illegal access nothing works any more; whoever made it has been told.
+        # After an illegal access this raises too, and the access itself was reported already.
         with suppress(RuntimeError):
             torch.cuda.empty_cache()
 
 
 class CpuMeter:
-    """The host's clock, for a rehearsal without a GPU; nobody counts bytes there."""
+    """Measures with the host's clock, for a rehearsal without a GPU; bytes are not counted."""
 
     device = torch.device("cpu")
     source = "rehearsed"

@@ -1,4 +1,4 @@
-"""Training steps of transformers' small models on one of several ranks: what contests of whole models time and compare.
+"""Training steps of small models of transformers on one of several ranks, for benchmarks that time and compare them.
 
 T tokens of a rank, B sequences, C their length, E experts, K top-k, L layers with experts.
 """
@@ -25,17 +25,17 @@ LENGTH = 256
 HIDDEN = 256
 VOCABULARY = 512
 ROUTINGS = ("balanced", "skewed")
-# Of popularity, the n-th expert's is 1 / n to this power.
+# The exponent of popularity: the n-th expert is chosen in proportion to 1 / n^ZIPF.
 ZIPF = 1.2
-# Largest ‖a - b‖ / ‖b‖ of the loss and of any gradient from transformers' own at which a speed is shown.
+# The largest ‖a - b‖ / ‖b‖ of loss and gradients from transformers' own at which a speed is shown.
 TOLERANCE = 1e-5
 
 _COMMON = {"vocab_size": VOCABULARY, "hidden_size": HIDDEN, "num_hidden_layers": 3, "num_attention_heads": 4}
 _HEADS = {"num_key_value_heads": 2, "head_dim": 64}
 _LATENT = {"q_lora_rank": 64, "kv_lora_rank": 64, "qk_rope_head_dim": 16, "qk_nope_head_dim": 48, "v_head_dim": 64}
-# What grows with the hidden size.
+# The options that grow with the hidden size.
 _WIDTHS = ("hidden_size", "intermediate_size", "moe_intermediate_size")
-# A config and a model of each family, in transformers' own names.
+# The prefix of transformers' classes, and the options of the config, of each model.
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe": ("Olmoe", {**_COMMON, "num_key_value_heads": 2, "intermediate_size": 512, "num_experts": E}),
     "qwen3-moe": (
@@ -54,7 +54,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def strategies(num_ranks: int) -> list[Strategy]:
-    """Returns those that are compared: with and without balance, with and without overlap."""
+    """Returns the strategies that are compared: with and without balance, with and without overlap."""
     spare = E // num_ranks + 2
     balanced: dict[str, Any] = {"balance": Greedy(), "split": FlowSplit()}
     ep = Strategy(name="ep")
@@ -72,13 +72,13 @@ def config_of(model: str, hidden_size: int = HIDDEN) -> Any:
     family, options = MODELS[model]
     options = options | {name: options[name] * hidden_size // HIDDEN for name in _WIDTHS if name in options}
     transformers: Any = importlib.import_module("transformers")
-    # Ids that a tokenizer would have are beyond so small a vocabulary.
+    # The default token ids exceed this small vocabulary.
     common = {"num_experts_per_tok": K, "max_position_embeddings": LENGTH, "eos_token_id": None}
     return getattr(transformers, f"{family}Config")(**options, **common)
 
 
 def new_model(model: str, hidden_size: int = HIDDEN) -> Any:
-    """Returns a model in ``MODELS``, with the same weights whenever it is made."""
+    """Returns a model in ``MODELS``, always with the same weights."""
     transformers: Any = importlib.import_module("transformers")
     transformers.utils.logging.disable_progress_bar()
     torch.manual_seed(0)
@@ -106,18 +106,19 @@ def routing_of(routing: str, num_layers: int, num_tokens: int) -> Tensor:
 
 
 class ModelSteps:
-    """Steps of a causal language model of transformers, on this rank's batch [B, C]; its routers choose as ``routing``
-    says.
+    """Steps of a causal language model of transformers on this rank's batch [B, C].
+
+    routing: one of ``ROUTINGS``, which replaces the choices of the model's routers.
     """
 
     def __init__(self, model: Any, tokens_BC: Tensor, routing: str) -> None:
         self.model, self.tokens_BC = model.train(), tokens_BC
         self.expert_LTK = routing_of(routing, len(routers_of(model)), tokens_BC.numel())
-        # As transformers' Trainer has it by default.
+        # The default of transformers' Trainer.
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
     def backward(self) -> Tensor:
-        """Forward and backward; returns the loss."""
+        """Runs forward and backward; returns the loss."""
         with replay_routing(self.model, self.expert_LTK):
             loss: Tensor = self.model(input_ids=self.tokens_BC, labels=self.tokens_BC).loss
             loss.backward()
@@ -129,7 +130,7 @@ class ModelSteps:
         self.optimizer.zero_grad()
 
     def results(self) -> dict[str, Tensor]:
-        """Loss and whole gradients, of the second pass, before which layouts settle."""
+        """Returns the loss and whole gradients of the second of two passes; in the first one layouts settle."""
         self.backward()
         self.optimizer.zero_grad()
         loss = self.backward()
@@ -138,11 +139,11 @@ class ModelSteps:
         return {"loss": loss, **grads}
 
     def plans(self) -> list[LayerPlan]:
-        """Of each layer with experts, the newest; none where they are transformers' own."""
+        """Returns the last plan of each layer with experts; empty if the experts are transformers' own."""
         return [plan for experts in experts_of(self.model) if (plan := experts.last_plan) is not None]
 
     def max_over_mean(self) -> float | None:
-        """Of the busiest rank's tokens, the mean over layers."""
+        """Returns the tokens of the busiest rank over the mean, averaged over layers."""
         plans = self.plans()
         return statistics.mean(plan.tokens.max_over_mean for plan in plans) if plans else None
 

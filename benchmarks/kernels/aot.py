@@ -1,19 +1,30 @@
-"""Kernels as a Hopper GPU would run them, compiled here: registers, spills, shared memory, tensor-core products."""
+"""``kernels --aot``: the kernels compiled for a GPU without one, and what the machine code has.
+
+The report gives registers, spills, shared memory, tensor-core products, the width of copies, loads and stores, and the
+bytes in flight. The exit code is 1 if a kernel falls short of what it should have.
+
+T tokens, H hidden, I expert width, E experts, K choices per token, P = T·K rows, N rows and G experts of a rank.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+import warnings
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, NamedTuple
 
 import numpy as np
 import torch
+import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
-from benchmarks.harness.names import chosen
-from moesys.kernels.experts.activation_gradient import activation_gradient
+from benchmarks.kernels.drawn_layer import Size
+from moesys.config import MegaKernel
+from moesys.kernels.experts.activation_gradient import SUM_COLUMNS, activation_gradient
 from moesys.kernels.experts.ahead_of_time import HOPPER, MOST_SHARED_BYTES, MachineCode, compiling
 from moesys.kernels.experts.block_gradient import RowBlocks, block_gradient, cut_to_fit
 from moesys.kernels.experts.combine import combine
@@ -23,7 +34,11 @@ from moesys.kernels.experts.tile_tuner import blocks_of
 from moesys.kernels.experts.tiles import RowGroups, Tiles, groups_by_size, tile_table
 from moesys.kernels.experts.up import up
 from moesys.kernels.experts.weight_gradient import OrderedGroups, weight_gradient
-from moesys.kernels.mega.exchange import regions
+from moesys.kernels.mega.arguments import MegaMemory, MegaRows
+from moesys.kernels.mega.exchange import Exchange, Flags, OrderedTiles, Replicas, most_flags, regions
+from moesys.kernels.mega.mega_combine import WeightGradients, down_combine, input_gradient_combine
+from moesys.kernels.mega.mega_dispatch import dispatch_activation_gradient, dispatch_up
+from moesys.kernels.mega.point import FLIGHT_BYTES, blocks_at, fuses
 from moesys.kernels.routing.routing import Routing, route
 from moesys.kernels.split.blocks import split_by_blocks
 from moesys.kernels.split.chunks import OwnReplicas, arrived_rows, cut, sent_rows
@@ -33,33 +48,28 @@ from moesys.kernels.split.proportional import proportional_split, proportional_t
 from moesys.kernels.split.tables import SplitTables, tables_of
 from moesys.kernels.symmetric.counts import Origin, count_regions, receive_counts, send_counts
 from moesys.kernels.symmetric.heap import Heap
-from moesys.lab.show.sheets import Column
+from moesys.lab.show.reports import Report, publish
+from moesys.lab.show.sheets import Column, Sheet
+from moesys.lab.show.steps import steps_told
 
 COPY_BYTES = 16
-# Counts, places, weights and flags are loaded one at a time; no element of a row is.
+# Counts, places, weights and flags are loaded one at a time; elements of rows are not.
 WORD_BYTES = 4
-
-
-class Size(NamedTuple):
-    """A layer: T tokens, H hidden, I expert width, E experts, K choices."""
-
-    name: str
-    T: int
-    H: int
-    I: int
-    E: int
-    K: int
-
-
-SIZES = (
-    Size("qwen3-30b", 32768, 2048, 768, 128, 8),
-    Size("olmoe", 32768, 2048, 1024, 64, 8),
-    Size("mixtral", 16384, 4096, 14336, 8, 2),
-    Size("deepseek-v3", 16384, 7168, 2048, 256, 8),
-    Size("fine", 40960, 768, 256, 128, 8),
-    Size("30b", 32768, 4096, 512, 128, 8),
+ACTIVATION = "swiglu"
+# The numbers of steps that ``compile_size`` and ``compile_mega`` announce.
+NUM_OPS, NUM_MEGA_OPS = 18, 13
+# The ranks of a MegaKernel, and its points whose code differs; shares and orders of tiles are numbers.
+NUM_RANKS = 8
+POINTS: Mapping[str, MegaKernel] = MappingProxyType(
+    {
+        "fused": MegaKernel(),
+        "apart": MegaKernel(
+            combine_share=0.25, reduce_share=0.25, deduplicate=True, granularity="expert", keep_x=False
+        ),
+        "unfused": MegaKernel(fused="none"),
+        "no wgrad": MegaKernel(overlap_weight_gradients=False),
+    }
 )
-NUM_OPS = 18
 
 
 def _widths(widths: tuple[int, ...]) -> str:
@@ -68,10 +78,10 @@ def _widths(widths: tuple[int, ...]) -> str:
 
 @dataclass(frozen=True)
 class Compiled:
-    """One kernel of one op at one size, as compiled for a GPU; ``wrong``: where it falls short, "" for nowhere.
+    """One kernel of one op at one size, compiled for a GPU.
 
-    ``block``: of its product, None where it has none. ``moves_rows``: whether it copies rows from or to other ranks;
-    ``flight_bytes``: that each of its threads should have on their way.
+    block: the tiles of its product, or None without one. moves_rows: whether it copies rows from or to other ranks.
+    flight_bytes: the bytes that each of its threads should have in flight.
     """
 
     size: Annotated[str, Column("size")]
@@ -96,10 +106,12 @@ class Compiled:
 
     @property
     def tile(self) -> Annotated[str, Column("tile", after="op")]:
-        return tile_words(self.block) if self.block else ""
+        block = self.block
+        return f"{block.rows}x{block.columns}x{block.contraction}" if block else ""
 
     @property
     def wrong(self) -> Annotated[str, Column("falls short", after="op")]:
+        """How the kernel falls short, or "" if it does not."""
         code, found = self.code, []
         if code.spills or code.stack_bytes:
             found.append(f"{code.spills} spills, {code.stack_bytes} bytes of stack")
@@ -117,19 +129,37 @@ class Compiled:
         return "; ".join(found)
 
 
-def tile_words(block: TileConfig) -> str:
-    return f"{block.rows}x{block.columns}x{block.contraction}"
+def main(sizes: Sequence[Size], json_path: Path | None, mega: bool, arch: str) -> int:
+    """Compiles, writes and prints; returns 1 if a kernel falls short. ``mega``: compiles MegaKernels too."""
+    rows: list[Compiled] = []
+    target = GPUTarget("cuda", int(arch.removeprefix("sm_")), 32)
+    num_ops = NUM_OPS + NUM_MEGA_OPS * mega
+    with warnings.catch_warnings(), steps_told("compiling", num_ops * len(sizes)) as tell:
+        warnings.simplefilter("ignore", UserWarning)
+        for size in sizes:
+            rows += compile_size(size, torch.bfloat16, tell, target=target)
+            if mega:
+                rows += compile_mega(size, torch.bfloat16, tell, target=target)
+    short = sum(bool(row.wrong) for row in rows)
+    title = f"COMPILED: kernels for {arch}, not run"
+    notes = [f"bfloat16, triton {triton.__version__}; {len(rows)} kernels, {short} of them fall short"]
+    sheet = Sheet(title, rows, notes, group_by="size")
+    publish(Report("kernels aot", title, "compiled", [sheet], data={"rows": rows}), json_path=json_path)
+    return int(short > 0)
+
+
+# --- kernels of one device --------------------------------------------------------------------------------------------
 
 
 def tables_of_64_ranks(num_experts: int) -> SplitTables:
-    """Of 8 nodes and 3 slots a rank, or as many as experts need."""
+    """Returns the tables of 8 nodes with 3 slots per rank, or as many as the experts need."""
     node_R, num_slots = np.arange(64) // 8, max(3, -(-num_experts // 64))
     expert_RS = np.arange(64 * num_slots).reshape(64, num_slots) % num_experts
     return tables_of(expert_RS, num_experts, node_R, node_R[None], "meta")
 
 
 def exchange_counts(first_E1: Tensor) -> Tensor:
-    """As each of 64 ranks does."""
+    """Exchanges counts as each of 64 ranks does."""
     num_experts, dtype = len(first_E1) - 1, torch.bfloat16
     shared = {**regions(1, 1, 1, dtype, 64, 1), **count_regions(64, num_experts)}
     heap = Heap.virtual(shared, 64, first_E1.device)[0]
@@ -139,7 +169,7 @@ def exchange_counts(first_E1: Tensor) -> Tensor:
 
 
 def split_by_shares(tokens_RE: Tensor, tables: SplitTables) -> object:
-    """The even split, and the proportional one."""
+    """Splits evenly, and in proportion."""
     num_ranks, num_experts = tokens_RE.shape
     expert_RS = np.arange(num_ranks * 4).reshape(num_ranks, 4) % num_experts
     in_proportion = proportional_tables(tables, np.ones((num_ranks, num_experts), dtype=np.int64))
@@ -148,7 +178,7 @@ def split_by_shares(tokens_RE: Tensor, tables: SplitTables) -> object:
 
 
 def cut_into_chunks(tables: SplitTables, entry_N: Tensor, top_k: int, num_chunks: int = 2) -> object:
-    """Tables of one of 64 ranks."""
+    """Makes the tables of chunks of one of 64 ranks."""
     num_ranks, num_replicas = 64, len(tables.rank_P)
     tokens_RP = entry_N.new_empty(num_ranks, num_replicas, dtype=torch.int64)
     here = num_replicas // num_ranks
@@ -165,9 +195,9 @@ def compile_size(
     only: Container[str] | None = None,
     target: GPUTarget = HOPPER,
 ) -> list[Compiled]:
-    """Every kernel of forward and backward, gated by SiLU, at pinned blocks or the model's choice (``blocks_of``).
+    """Compiles the kernels of forward and backward with SwiGLU, at pinned blocks or those of the model (``blocks_of``).
 
-    ``only``: names of the ops that are asked for; None for all.
+    ``only``: the names of the ops to compile; None for all.
     """
     T, H, I, E, K = size[1:]
     P = T * K
@@ -176,7 +206,7 @@ def compile_size(
     routing = Routing(*(meta(*shape, dtype=torch.int32) for shape in ((P,), (T, K), (E + 1,))))
     matrix_G = meta(E, dtype=torch.int32)
     gate_up, down_proj, x, a = meta(E, 2 * I, H), meta(E, H, I), meta(T, H), meta(P, I)
-    blocks = blocks_of(ShapeClass.of(x, down_proj, P, "swiglu"), x.device, target.arch)
+    blocks = blocks_of(ShapeClass.of(x, down_proj, P, ACTIVATION), x.device, target.arch)
     h, weight = meta(P, 2 * I), meta(T, K, dtype=torch.float32)
 
     def tiles(block: TileConfig) -> Tiles:
@@ -205,13 +235,13 @@ def compile_size(
         "route": (None, lambda: route(meta(T, K, dtype=torch.int64), E)),
         "tiles": (None, lambda: tile_table(first, P, up_.rows)),
         "groups": (None, lambda: groups_by_size(first)),
-        "up": (up_, lambda: up(x, gate_up, routing, tiles(up_), matrix_G, K, "swiglu", up_)),
+        "up": (up_, lambda: up(x, gate_up, routing, tiles(up_), matrix_G, K, ACTIVATION, up_)),
         "down": (down_, lambda: grouped_gemm(a, down_proj, first, tiles(down_), matrix_G, down_, transposed=True)),
         "combine": (None, lambda: combine(meta(P, H), routing.row_TK, weight, dtype)),
         "activation_gradient": (
             back,
             lambda: activation_gradient(
-                x, down_proj, h, weight, routing, RowGroups(first, tiles(back), matrix_G), "swiglu", back
+                x, down_proj, h, weight, routing, RowGroups(first, tiles(back), matrix_G), ACTIVATION, back
             ),
         ),
         "input_gradient": (
@@ -237,7 +267,114 @@ def compile_size(
     return found
 
 
-def select(names: str) -> list[Size]:
-    """Sizes by name, or all. Raises ValueError for a name that is not known."""
-    by_name = {size.name: size for size in SIZES}
-    return [by_name[name] for name in chosen("size", names, by_name)]
+# --- MegaKernels ------------------------------------------------------------------------------------------------------
+
+
+class Part(NamedTuple):
+    """A kernel of an op: the tiles of its product or None, whether it copies rows between ranks, and the bytes that
+    each thread has in flight while it copies from memory.
+    """
+
+    block: TileConfig | None
+    moves_rows: bool
+    flight_bytes: int = 0
+
+
+class Launched(NamedTuple):
+    """The launch of an op, and its kernels."""
+
+    op: str
+    parts: tuple[Part, ...]
+    run: Callable[[], object]
+
+
+def compile_mega(
+    size: Size,
+    dtype: torch.dtype,
+    tell: Callable[[str], None],
+    points: Iterable[str] = POINTS,
+    only: Container[str] | None = None,
+    target: GPUTarget = HOPPER,
+) -> list[Compiled]:
+    """Compiles both MegaKernels, forward and backward, of one of ``NUM_RANKS`` ranks with the size's tokens each.
+
+    ``only``: the names of the ops to compile; None for all.
+    """
+    found = []
+    for name in points:
+        for op, parts, run in _launched(size, dtype, POINTS[name], target.arch):
+            if only is not None and op not in only:
+                continue
+            tell(f"{size.name}: {name} {op}")
+            with compiling(target) as compiled:
+                run()
+            for part, code in zip(parts, compiled, strict=True):
+                found.append(Compiled(size.name, f"{name} {op}", part.block, code, part.moves_rows, part.flight_bytes))
+    return found
+
+
+def _launched(size: Size, dtype: torch.dtype, point: MegaKernel, capability: int) -> Iterator[Launched]:
+    T, H, I, E, K = size[1:]
+    # A rank receives as many rows as it sends, for one replica more than its part of the experts.
+    N, G = T * K, -(-E // NUM_RANKS) + 1
+    blocks = blocks_at(point, ACTIVATION, dtype, torch.device("meta"), capability)
+    back, into, outer = blocks.activation_gradient, blocks.input_gradient, blocks.weight_gradient
+    memory, rows = _memory(size, dtype, G, blocks.down), _rows(size, N, G, blocks.down, point)
+
+    meta = partial(torch.empty, dtype=dtype, device="meta")
+    x_NH, h_NU, a_NI, gate_up, down = meta(N, H), meta(N, 2 * I), meta(N, I), meta(G, 2 * I, H), meta(G, H, I)
+    weight_TK, dgate_up, ddown = (meta(*shape, dtype=torch.float32) for shape in ((T, K), gate_up.shape, down.shape))
+    partial_NS = meta(N, triton.cdiv(I, min(SUM_COLUMNS, back.columns)), dtype=torch.float32)
+    gradients = WeightGradients(h_NU, x_NH, dgate_up, x_NH, a_NI, ddown) if point.overlap_weight_gradients else None
+
+    def dispatching(block: TileConfig) -> tuple[Part, ...]:
+        if fuses(point, "dispatch"):
+            return (Part(block, True, FLIGHT_BYTES),)
+        return Part(None, True, FLIGHT_BYTES), Part(block, False)
+
+    def combining(block: TileConfig, beside_sums: TileConfig | None) -> tuple[Part, ...]:
+        if fuses(point, "combine"):
+            return (Part(block, True, FLIGHT_BYTES if point.combine_share else 0),)
+        return Part(block, False), Part(None, True, FLIGHT_BYTES), Part(beside_sums, True)
+
+    if point.overlap_weight_gradients:
+        yield Launched(
+            "up",
+            dispatching(blocks.up),
+            lambda: dispatch_up(memory, rows, gate_up, ACTIVATION, blocks.up, point),
+        )
+        yield Launched(
+            "activation_gradient",
+            dispatching(back),
+            lambda: dispatch_activation_gradient(memory, rows, down, h_NU, ACTIVATION, back, point, not point.keep_x),
+        )
+        yield Launched(
+            "down",
+            combining(blocks.down, None),
+            lambda: down_combine(memory, rows, a_NI, down, weight_TK, blocks.down, point),
+        )
+    # Without weight gradients, only this op has different code.
+    yield Launched(
+        "input_gradient",
+        combining(into, outer if gradients else None),
+        lambda: input_gradient_combine(memory, rows, h_NU, gate_up, partial_NS, gradients, blocks, point),
+    )
+
+
+def _memory(size: Size, dtype: torch.dtype, num_groups: int, block: TileConfig) -> MegaMemory:
+    column_tiles = triton.cdiv(size.H, block.columns)
+    flags = most_flags(size.T, size.K, num_groups * NUM_RANKS, block.rows, column_tiles)
+    return MegaMemory(Heap.virtual(regions(size.T, size.K, size.H, dtype, NUM_RANKS, flags), NUM_RANKS, "meta")[0])
+
+
+def _rows(size: Size, num_rows: int, num_groups: int, block: TileConfig, point: MegaKernel) -> MegaRows:
+    meta = partial(torch.empty, dtype=torch.int32, device="meta")
+    T, K, N, G, R = size.T, size.K, num_rows, num_groups, NUM_RANKS
+    M, P, B = triton.cdiv(N, block.rows) + G, G * R, G * R + 1
+    replicas = Replicas(*(meta(n, dtype=torch.int64) for n in (P, P, G)))
+    plan, lists = meta(R, P, dtype=torch.int64), meta(R, P, dtype=torch.int64)
+    table = Exchange(replicas, plan, lists, meta(G + 1), meta(B), meta(B), meta(N), meta(N), meta(T, K), meta(T, K))
+    number_G, number_M = meta(G, dtype=torch.int64), meta(M, dtype=torch.int64)
+    tiles = OrderedTiles(Tiles(meta(M), meta(M), meta(1), block.rows), number_G, meta(M), number_M)
+    first_N = meta(N) if point.deduplicate else None
+    return MegaRows(table, tiles, Flags(meta(B), meta(T, K)), meta(N), first_N, first_N, meta(G), K)

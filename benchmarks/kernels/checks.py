@@ -1,6 +1,6 @@
-"""What must hold before a kernel's speed is shown: errors beside torch's own, bits, and life inside torch.
+"""Checks that must hold before the speed of a kernel is shown: errors, bits, and use inside torch.
 
-Each check of ours gives a ``Verdict`` or raises what torch or Triton raised.
+Each check of moesys returns a ``Verdict`` or raises what torch or Triton raised.
 """
 
 from __future__ import annotations
@@ -14,17 +14,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.harness.contest import in_a_line
-from benchmarks.kernels.aot import Size
-from benchmarks.kernels.drawn_layer import Implementation, Layer, Results, Run, draw_layer
-from benchmarks.kernels.reference import relative_errors
+from benchmarks.kernels.drawn_layer import Implementation, Layer, Results, Run, Size, draw_layer, relative_errors
 from moesys.kernels.experts.experts import ExpertMatrices, experts_backward, experts_forward, moe_experts
 from moesys.kernels.experts.tile_config import TileConfig, TileConfigs
 from moesys.kernels.routing.routing import route
 from moesys.lab.show.sheets import Column
 
-# Largest ‖found - right‖ / ‖right‖ at which a contestant is timed ...
+# The largest ‖found - right‖ / ‖right‖ at which a contestant is timed.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 2e-2}
-# ... and of ours, times that of torch's grouped GEMM; below the floor, rounding of sums decides which is larger.
+# The largest error of moesys, in multiples of that of torch's grouped GEMM, and the error below which rounding decides.
 MOST_OF_GROUPED = 1.5
 FLOOR = {torch.float32: 1e-6, torch.float16: 0.0, torch.bfloat16: 0.0}
 WARM_UPS = 3
@@ -32,23 +30,23 @@ WARM_UPS = 3
 
 @dataclass(frozen=True)
 class Finding:
-    """One check of ours: where, what, whether it holds, and in a few words how."""
+    """The result of one check of moesys: the layer, the check, whether it holds, and details."""
 
     where: Annotated[str, Column("where")]
     what: Annotated[str, Column("what")]
     holds: Annotated[bool, Column("verdict", lambda holds: "holds" if holds else "FAILS")]
-    says: Annotated[str, Column("how")]
+    says: Annotated[str, Column("details")]
 
 
 class Verdict(NamedTuple):
-    """Whether a check holds, and in a few words how."""
+    """Whether a check holds, and details."""
 
     holds: bool
     says: str
 
 
 def found_of(where: str, what: str, check: Callable[[], Verdict]) -> Finding:
-    """What ``check`` finds; one that raises does not hold."""
+    """Runs ``check``; a check that raises does not hold."""
     try:
         return Finding(where, what, *check())
     except Exception as error:
@@ -56,9 +54,9 @@ def found_of(where: str, what: str, check: Callable[[], Verdict]) -> Finding:
 
 
 def wrong_errors(errors: Mapping[str, float], dtype: torch.dtype, grouped: Sequence[Mapping[str, float]] = ()) -> str:
-    """Why ``errors`` are too large, "" where they are not.
+    """Returns why ``errors`` are too large, or "" if they are not.
 
-    ``grouped``: the errors of torch's grouped GEMM on the same layer, the least of which bound ours.
+    ``grouped``: the errors of torch's grouped GEMM on the same layer; the smallest of them bound those of moesys.
     """
     found = []
     for name, error in errors.items():
@@ -69,7 +67,7 @@ def wrong_errors(errors: Mapping[str, float], dtype: torch.dtype, grouped: Seque
 
 
 def same_bits(layer: Layer, runs: int) -> Verdict:
-    """Forward and backward again and again."""
+    """Checks that repeated forwards and backwards have equal bits."""
     run = ours_on(layer)
     first = run.results()
     for _ in range(runs - 1):
@@ -80,7 +78,7 @@ def same_bits(layer: Layer, runs: int) -> Verdict:
 
 
 def same_bits_in_other_blocks(layer: Layer) -> Verdict:
-    """Other tiles of the same contraction."""
+    """Checks that other tiles with the same contraction give equal bits."""
     x_TH, weight_TK, dtype = layer.x_TH, layer.weight_TK, layer.x_TH.dtype
     contraction = 32 if dtype == torch.float32 or x_TH.device.type == "cpu" else 64
     blocks = TileConfigs.all_of(TileConfig(rows=64, columns=64, contraction=contraction, warps=4, stages=3, raster=3))
@@ -95,14 +93,14 @@ def same_bits_in_other_blocks(layer: Layer) -> Verdict:
 
 
 def compiled_whole(layer: Layer) -> Verdict:
-    """``torch.compile(fullgraph=True)`` of a module with a residual around the experts."""
+    """Checks ``torch.compile(fullgraph=True)`` of a module with a residual around the experts."""
     backend = "inductor" if layer.x_TH.is_cuda else "aot_eager"
     compiled = torch.compile(_Residual(), fullgraph=True, backend=backend)
     return _as_plain(layer, compiled, backend)
 
 
 def recomputed(layer: Layer) -> Verdict:
-    """Activation checkpointing."""
+    """Checks activation checkpointing."""
 
     def again(*arguments: Tensor) -> Tensor:
         y_TH: Tensor = checkpoint(_Residual(), *arguments, use_reentrant=False)
@@ -112,7 +110,7 @@ def recomputed(layer: Layer) -> Verdict:
 
 
 def graph_replayed(layer: Layer, other: Layer) -> Verdict:
-    """A CUDA graph of forward and backward, captured on one layer's numbers and replayed on another's."""
+    """Checks a CUDA graph of forward and backward, captured on one layer's tensors and replayed on another's."""
     held = replace(
         layer,
         **{name: getattr(layer, name).clone() for name in ("x_TH", "dy_TH", "expert_TK", "weight_TK")},
@@ -136,8 +134,24 @@ def graph_replayed(layer: Layer, other: Layer) -> Verdict:
     return Verdict(not differs, says)
 
 
+def inside_torch(size: Size, dtype: torch.dtype, device: torch.device) -> list[Finding]:
+    """Checks the experts inside torch's compiler, checkpoints and, on a GPU, CUDA graphs."""
+
+    def layer(seed: int = 0) -> Layer:
+        return draw_layer(size, "uniform", dtype, device, seed)
+
+    # Each check draws its own layer, so that a failure to draw one does not end the others.
+    checks = {
+        "torch.compile(fullgraph=True)": lambda: compiled_whole(layer()),
+        "activation checkpointing": lambda: recomputed(layer()),
+    }
+    if device.type == "cuda":
+        checks["CUDA graph"] = lambda: graph_replayed(layer(), layer(1))
+    return [found_of(f"{size.name}, uniform", what, check) for what, check in checks.items()]
+
+
 def far_offsets(size: Size, dtype: torch.dtype, device: torch.device) -> Verdict:
-    """Rows, matrices and their gradients at both ends of tensors that int32 cannot number the elements of."""
+    """Checks rows, matrices and gradients at both ends of tensors with more elements than an int32 can number."""
     layer = draw_layer(size, "uniform", dtype, device)
     # Tokens in order of their experts, so that the first and last rows of every tensor belong to the outer experts.
     in_order_TK = (torch.arange(size.T, device=device) * size.E // size.T)[:, None]
@@ -151,7 +165,7 @@ def far_offsets(size: Size, dtype: torch.dtype, device: torch.device) -> Verdict
 
 
 def _outer_experts(layer: Layer, found: Results) -> tuple[Layer, Results]:
-    """The layer of the first and last expert and their tokens, each of which has one choice; and its results."""
+    """Returns the layer of the first and last expert and their tokens, which have one choice each, and its results."""
     last = layer.size.E - 1
     token_N = ((layer.expert_TK[:, 0] == 0) | (layer.expert_TK[:, 0] == last)).nonzero().flatten()
     outer = torch.tensor([0, last], device=token_N.device)
@@ -173,7 +187,7 @@ class _Residual(nn.Module):
 
 
 def _as_plain(layer: Layer, other: Callable[..., Tensor], how: str) -> Verdict:
-    """Whether ``other`` gives the bits of ``_Residual``."""
+    """Checks that ``other`` gives the bits of ``_Residual``."""
     plain, found = (Run(Implementation(experts), layer).results() for experts in (_Residual(), other))
     differs = different(found, plain)
     return Verdict(not differs, f"{differs} differ" if differs else f"{how}, equal bits")
@@ -184,6 +198,6 @@ def ours_on(layer: Layer) -> Run:
 
 
 def different(found: Iterable[Tensor | None], expected: Results) -> str:
-    """The names of results whose bits differ."""
+    """Returns the names of the results whose bits differ."""
     pairs = zip(Results._fields, found, expected, strict=True)
     return ", ".join(name for name, left, right in pairs if left is None or not torch.equal(left, right))

@@ -1,32 +1,39 @@
-"""Who computes experts in the bench of the kernels: ours, torch's grouped GEMM in three ways, and peers' own code.
+"""The contestants of the kernel benchmark: moesys, torch's grouped GEMM in three ways, and code of other projects.
 
-T tokens, H hidden, I expert width, U = 2·I (gate above up), E experts, K choices of a token, P = T·K rows.
+The code of other projects is read from local folders and is never a dependency. Each function for one of them takes the
+folder that holds its package, adds it to the path, and raises ImportError if the package cannot be imported.
+
+T tokens, H hidden, I expert width, U = 2·I (gate above up), E experts, K choices per token, P = T·K rows.
 """
 
 from __future__ import annotations
 
+import importlib
+import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
+from types import MappingProxyType, ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from benchmarks.kernels.drawn_layer import Implementation
-from benchmarks.kernels.peers import PEERS
 from moesys.kernels.experts.experts import moe_experts
 
 OURS = "moesys"
-# Whose error bounds ours.
+# The contestants whose errors bound those of moesys.
 GROUPED = ("grouped_mm", "transformers", "grouped_mm compiled")
 
 
 def contestants(names: Sequence[str], peers: Mapping[str, Path]) -> dict[str, Callable[[], Implementation]]:
-    """What makes each contestant, by name; making one that is not installed raises.
+    """Returns a constructor for each contestant, by name; the constructor raises if the contestant is not installed.
 
-    ``names``: of ours and torch's; none for all of them. ``peers``: the folder of each peer's code. All that bounds
-    ours comes before it. Raises ValueError for a name that is not known.
+    ``names``: those of moesys and torch; empty for all of them. ``peers``: the folder of each other project. Those that
+    bound moesys' error come before it. Raises ValueError for an unknown name.
     """
     known: dict[str, Callable[[], Implementation]] = {
         "grouped_mm": lambda: Implementation(grouped_mm_experts),
@@ -47,7 +54,7 @@ def contestants(names: Sequence[str], peers: Mapping[str, Path]) -> dict[str, Ca
 def grouped_mm_experts(
     x_TH: Tensor, expert_TK: Tensor, weight_TK: Tensor, gate_up_EUH: Tensor, down_EHI: Tensor
 ) -> Tensor:
-    """Sort, gather, grouped GEMM, SwiGLU, grouped GEMM, and a weighted sum in float32, as torchtitan does."""
+    """Computes as torchtitan does: sort, gather, grouped GEMM, SwiGLU, grouped GEMM, and a weighted sum in float32."""
     T, K = expert_TK.shape
     expert_P, entry_P = expert_TK.flatten().sort(stable=True)
     every_E = torch.arange(len(down_EHI), device=x_TH.device)
@@ -62,7 +69,7 @@ def grouped_mm_experts(
 def transformers_experts(
     x_TH: Tensor, expert_TK: Tensor, weight_TK: Tensor, gate_up_EUH: Tensor, down_EHI: Tensor
 ) -> Tensor:
-    """The experts of transformers' Qwen3-MoE with its own implementation ``grouped_mm``."""
+    """Computes the experts of transformers' Qwen3-MoE with its implementation ``grouped_mm``."""
     matrices = {"gate_up_proj": gate_up_EUH, "down_proj": down_EHI}
     module = _transformers_module(*down_EHI.shape, expert_TK.shape[1])
     y_TH: Tensor = torch.func.functional_call(module, matrices, (x_TH, expert_TK, weight_TK))
@@ -71,7 +78,7 @@ def transformers_experts(
 
 @cache
 def _transformers_module(E: int, H: int, I: int, K: int) -> nn.Module:
-    """Without memory for its own matrices."""
+    """Returns a module whose own matrices take no memory."""
     from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeExperts
 
     config = Qwen3MoeConfig(hidden_size=H, moe_intermediate_size=I, num_experts=E, num_experts_per_tok=K)
@@ -79,3 +86,91 @@ def _transformers_module(E: int, H: int, I: int, K: int) -> nn.Module:
     with torch.device("meta"):
         module: nn.Module = Qwen3MoeExperts(config)
     return module
+
+
+# --- other projects ---------------------------------------------------------------------------------------------------
+
+
+def scattermoe(folder: Path) -> Implementation:
+    """Computes as the GLUMLP of shawntan/scattermoe does, with the gate in the upper half as in moesys."""
+    package: Any = _import_from(folder, "scattermoe", "scattermoe")
+
+    def experts(x_TH: Tensor, expert_TK: Tensor, weight_TK: Tensor, gate_up_EUH: Tensor, down_EHI: Tensor) -> Tensor:
+        order = package.flatten_sort_count(expert_TK, num_experts=len(down_EHI))
+        K = expert_TK.shape[1]
+        h_PU = package.parallel_linear(x_TH, gate_up_EUH.permute(0, 2, 1), K, *order, grouped_out=True)
+        gate_PI, up_PI = h_PU.chunk(2, dim=1)
+        a_PI = functional.silu(gate_PI) * up_PI
+        gates = weight_TK.to(x_TH.dtype)
+        y_TH: Tensor = package.parallel_linear(a_PI, down_EHI.permute(0, 2, 1), 1, *order, grouped_in=True, gates=gates)
+        return y_TH
+
+    return Implementation(experts)
+
+
+def liger(folder: Path) -> Implementation:
+    """Computes with the fused Triton experts of linkedin/Liger-Kernel, which take the layouts of moesys."""
+    module: Any = _import_from(folder, "liger_kernel", "liger_kernel.ops.fused_moe")
+
+    def experts(x_TH: Tensor, expert_TK: Tensor, weight_TK: Tensor, gate_up_EUH: Tensor, down_EHI: Tensor) -> Tensor:
+        y_TH: Tensor = module.LigerFusedMoEFunction.apply(x_TH, gate_up_EUH, down_EHI, expert_TK.int(), weight_TK)
+        return y_TH
+
+    return Implementation(experts)
+
+
+def sonicmoe(folder: Path) -> Implementation:
+    """Computes with Dao-AILab/sonic-moe's function for given choices. Older versions alternate rows of gate and up."""
+    module: Any = _import_from(folder, "sonicmoe", "sonicmoe.functional")
+    enums: Any = importlib.import_module("sonicmoe.enums")
+    compute = module.moe_general_routing_inputs
+    takes_ours = "concat_layout" in inspect.signature(compute).parameters
+
+    def experts(x_TH: Tensor, expert_TK: Tensor, weight_TK: Tensor, gate_up: Tensor, down_EHI: Tensor) -> Tensor:
+        T, K = expert_TK.shape
+        token_P = torch.arange(T, dtype=torch.int32, device=x_TH.device).repeat_interleave(K)
+        y_TH: Tensor = compute(
+            x_TH,
+            weight_TK.flatten(),
+            token_P,
+            expert_TK.flatten().int(),
+            gate_up.permute(1, 2, 0),
+            None,
+            down_EHI.permute(1, 2, 0),
+            None,
+            E=len(down_EHI),
+            stream_id=torch.cuda.current_stream().cuda_stream,
+            activation_type=enums.ActivationType.SWIGLU,
+            is_inference_mode_enabled=False,
+            **({"concat_layout": True} if takes_ours else {}),
+        )[0]
+        return y_TH
+
+    if takes_ours:
+        return Implementation(experts)
+    return Implementation(experts, to_own=alternate, from_own=concatenate)
+
+
+PEERS: Mapping[str, Callable[[Path], Implementation]] = MappingProxyType(
+    {"scattermoe": scattermoe, "liger": liger, "sonicmoe": sonicmoe}
+)
+
+
+def alternate(gate_up_EUH: Tensor) -> Tensor:
+    """Converts gate above up into alternating rows."""
+    return torch.stack(gate_up_EUH.chunk(2, dim=1), dim=2).flatten(1, 2)
+
+
+def concatenate(alternating_EUH: Tensor) -> Tensor:
+    """Converts alternating rows into gate above up."""
+    return torch.cat([alternating_EUH[:, 0::2], alternating_EUH[:, 1::2]], dim=1)
+
+
+def _import_from(folder: Path, package: str, module: str) -> ModuleType:
+    """Imports ``module`` of the ``package`` in ``folder`` or ``folder/src``."""
+    for path in (folder, folder / "src"):
+        if (path / package).is_dir():
+            if str(path.resolve()) not in sys.path:
+                sys.path.insert(0, str(path.resolve()))
+            return importlib.import_module(module)
+    raise ImportError(f"{folder} has no folder {package}; give the one that holds the package")

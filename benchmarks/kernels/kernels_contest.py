@@ -1,6 +1,6 @@
-"""The kernels of one device beside their contestants: checked first, then timed, on the same layers and choices.
+"""The kernels of one device compared with other implementations: all are checked first, then timed, on the same layers.
 
-Whatever a contestant raises becomes a line of the report, which is written anew after every layer.
+What a contestant raises becomes a line of the report, which is written again after each layer.
 """
 
 from __future__ import annotations
@@ -9,37 +9,53 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Annotated
 
 import torch
 
-from benchmarks.harness.contest import in_a_line
-from benchmarks.harness.meters import CpuMeter, GpuMeter, Meter
-from benchmarks.harness.names import chosen
-from benchmarks.kernels.aot import SIZES, Size
+from benchmarks.harness.contest import Case, Contestant, hold, in_a_line
+from benchmarks.harness.meters import Bytes, CpuMeter, GpuMeter, Meter
+from benchmarks.harness.options import chosen
 from benchmarks.kernels.checks import (
     MOST_OF_GROUPED,
     Finding,
-    compiled_whole,
     far_offsets,
     found_of,
-    graph_replayed,
-    recomputed,
+    inside_torch,
+    same_bits,
+    same_bits_in_other_blocks,
+    wrong_errors,
 )
-from benchmarks.kernels.contestants import OURS, contestants
-from benchmarks.kernels.drawn_layer import ROUTINGS, Implementation, Layer, draw_layer
-from benchmarks.kernels.measured_layer import Measured, measure_layer
+from benchmarks.kernels.contestants import GROUPED, OURS, contestants
+from benchmarks.kernels.drawn_layer import (
+    ROUTINGS,
+    SIZES,
+    Implementation,
+    Layer,
+    Results,
+    Run,
+    Size,
+    draw_layer,
+    relative_errors,
+)
 from moesys.kernels.experts.numerics import INTERPRETED
+from moesys.lab.runs.stopwatch import Spread
 from moesys.lab.show.reports import Report, publish, write
-from moesys.lab.show.sheets import Sheet, plain
+from moesys.lab.show.sheets import Column, Sheet, plain
 from moesys.lab.show.steps import steps_told
 
+WHOLE = "forward + backward"
+# Multiplications and additions of a gated expert per row, in multiples of H·I.
+FLOPS = {"forward": 6, "backward": 12, WHOLE: 18}
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
 
 @dataclass(frozen=True)
 class Scale:
-    """What a device can carry. small: the layer inside torch's graphs and checkpoints. far: one whose tensors have more
-    than 2³¹ elements. bit_runs: how often bits are compared.
+    """The layers that suit a device.
+
+    small: the layer of the checks inside torch. far: a layer whose tensors have more than 2³¹ elements. bit_runs: the
+    number of runs whose bits are compared.
     """
 
     sizes: tuple[Size, ...]
@@ -48,7 +64,7 @@ class Scale:
     bit_runs: int
 
 
-# far: all but a and the tokens' gradients of weights go beyond 2³¹ elements, 60 GB in 16 bits.
+# In the far layer all tensors except a and dweight have more than 2³¹ elements: 60 GB in 16 bits.
 ON_GPU = Scale(SIZES, Size("small", 4096, 1024, 512, 32, 4), Size("far", 263168, 8192, 4096, 66, 1), bit_runs=20)
 TOY = Size("toy", 40, 64, 32, 6, 2)
 IN_INTERPRETER = Scale((TOY,), TOY, Size("far toy", 24, 32, 16, 6, 1), bit_runs=2)
@@ -56,7 +72,7 @@ IN_INTERPRETER = Scale((TOY,), TOY, Size("far toy", 24, 32, 16, 6, 1), bit_runs=
 
 @dataclass(frozen=True)
 class KernelsContest:
-    """What is asked for: names are checked, contestants not yet made."""
+    """The arguments of the benchmark, with known names; contestants are not constructed yet."""
 
     sizes: tuple[Size, ...]
     routings: tuple[str, ...]
@@ -69,7 +85,7 @@ class KernelsContest:
 
 
 def require_device(device: str, dtype: str, *, without_gpu: str) -> None:
-    """Raises ValueError where the kernels cannot be run as asked; ``without_gpu`` says what else there is."""
+    """Raises ValueError if the kernels cannot run on ``device``; ``without_gpu`` is the message if there is no GPU."""
     if device not in ("cuda", "cpu"):
         raise ValueError(f"device={device!r} is not known; use cuda or cpu")
     if device == "cuda" and not torch.cuda.is_available():
@@ -93,8 +109,9 @@ def asked_for(
     extras: bool = True,
     device: str = "cuda",
 ) -> KernelsContest:
-    """From the words of a command line, several with commas between them. Raises ValueError for one that is not known,
-    and where the device is not there.
+    """Returns the arguments from the words of a command line.
+
+    Raises ValueError for an unknown name, and if the device is missing.
     """
     require_device(
         device,
@@ -128,9 +145,41 @@ def _folders(peers: Sequence[str]) -> dict[str, Path]:
     return folders
 
 
+@dataclass(frozen=True)
+class Measured:
+    """The result of one implementation on one layer.
+
+    wrong: why it was not timed, or "". errors: ``relative_errors``, empty if it raised. samples_ms: of each direction,
+    by repetition. to_ours: its forward and backward divided by that of moesys. bytes: None if they are not counted.
+    """
+
+    size: Annotated[Size, Column("size", lambda size: size.name)]
+    routing: Annotated[str, Column("routing")]
+    contestant: Annotated[str, Column("contestant")]
+    samples_ms: dict[str, list[float]] = field(default_factory=dict)
+    to_ours: Annotated[Spread | None, Column(f"/ {OURS}")] = None
+    bytes: Annotated[
+        Bytes | None,
+        Column("kept, MB", lambda of: f"{of.kept / 1e6:.0f}"),
+        Column("peak, MB", lambda of: f"{of.peak / 1e6:.0f}"),
+    ] = None
+    errors: Annotated[dict[str, float], Column("{}", ".1e")] = field(default_factory=dict)
+    wrong: Annotated[str, Column("wrong")] = ""
+
+    @property
+    def ms(self) -> Annotated[dict[str, Spread], Column("{}, ms", after="samples_ms")]:
+        return {direction: Spread.of(of_ms) for direction, of_ms in self.samples_ms.items()}
+
+    @property
+    def tflops(self) -> Annotated[dict[str, float], Column("{}, TFLOP/s", ".1f", after="ms")]:
+        """10¹² operations per second at the median, without those on padding and those of the router."""
+        _, T, H, I, _, K = self.size
+        return {name: FLOPS[name] * T * K * I * H / spread.median / 1e9 for name, spread in self.ms.items()}
+
+
 @dataclass
 class Found:
-    """All that was found so far. absent: contestants that could not be made, and why.
+    """All results so far. absent: contestants that could not be constructed, with the reason.
 
     source: "measured" on a GPU; "rehearsed" elsewhere, where times mean nothing.
     """
@@ -145,12 +194,12 @@ class Found:
 
     @property
     def holds(self) -> bool:
-        """Whether every check of ours does."""
+        """Whether every check of moesys holds."""
         wrong = any(row.wrong for row in self.measured if row.contestant == OURS)
         return OURS not in self.absent and not wrong and all(finding.holds for finding in self.findings)
 
     def report(self) -> Report:
-        """Times, errors, checks of ours."""
+        """Returns the tables of times, errors and checks."""
         source = self.source.upper()
         timed = [row for row in self.measured if row.samples_ms]
         sheets = [
@@ -160,21 +209,24 @@ class Found:
         ]
         notes = [
             f"{self.machine}; {self.dtype}",
-            f"ms: median [p20, p80] of {self.repeats} repetitions, contestants taking turns, the L2 cache of a GPU "
-            f"flushed before each. / {OURS}: forward + backward over ours of the same repetition; above 1 we are "
+            f"ms: median [p20, p80] of {self.repeats} interleaved repetitions; the L2 cache of a GPU is flushed before "
+            f"each. / {OURS}: forward + backward divided by that of {OURS} in the same repetition; above 1, {OURS} is "
             "faster.",
-            "TFLOP/s: 6, 12 and 18 times T·K·H·I for forward, backward and both, padding not counted, nor the router "
-            "under the routing 'router', whose time is in all three.",
-            "kept: from forward to backward besides inputs and output. peak: of both, besides inputs.",
-            f"error: ‖found - right‖ / ‖right‖ from float32, the worst of output and gradients. {OURS}'s are at most "
-            f"{MOST_OF_GROUPED} times the least of torch's grouped GEMM. What is wrong is not timed.",
+            "TFLOP/s: 6, 12 and 18 times T·K·H·I for forward, backward and both, without padding and without the "
+            "router. With the routing 'router', all three times include the router.",
+            "kept: memory from forward to backward, without inputs and output. peak: the peak of both, without inputs.",
+            f"error: ‖found - right‖ / ‖right‖ from float32, of output and gradients. Those of {OURS} are at most "
+            f"{MOST_OF_GROUPED} times the smallest of torch's grouped GEMM. What is wrong is not timed.",
             *(f"absent: {name}, {why}" for name, why in self.absent.items()),
         ]
         return Report("kernels", "Kernels of one device", self.source, sheets, notes, data=plain(self))
 
 
 def main(asked: KernelsContest, out: Path | None = None) -> int:
-    """Checks, times, prints; 1 if a check of ours fails. ``out``: a folder for all numbers and a page of tables."""
+    """Checks, times and prints; returns 1 if a check of moesys fails.
+
+    ``out``: the folder of kernels.json, with all samples, and of kernels.md, with the tables.
+    """
     meter: Meter = GpuMeter(asked.device) if asked.device.type == "cuda" else CpuMeter()
     found = Found(meter.source, meter.machine, str(asked.dtype).removeprefix("torch."), asked.repeats)
     here = {}
@@ -189,7 +241,7 @@ def main(asked: KernelsContest, out: Path | None = None) -> int:
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         page, json_path = out / "kernels.md", out / "kernels.json"
-    # Files that cannot be written are known before anything is measured.
+    # A file that cannot be written fails before anything is measured.
     write(found.report(), page=page, json_path=json_path)
     with steps_told("kernels", steps) as tell:
 
@@ -201,13 +253,13 @@ def main(asked: KernelsContest, out: Path | None = None) -> int:
 
         if extras:
             tell(f"{asked.scale.small.name}: inside torch")
-            add([], _inside_torch(asked))
+            add([], inside_torch(asked.scale.small, asked.dtype, asked.device))
         for size in asked.sizes:
-            # What was compiled for other sizes counts towards how often torch compiles a function.
+            # torch limits how often it compiles a function, over all sizes.
             torch.compiler.reset()
             for routing in asked.routings:
-                add(*_layer(size, routing, here, meter, asked, tell))
-        # Last, as an illegal access would end all that comes after it.
+                add(*measure_layer(asked, size, routing, here, meter, tell))
+        # The last check, because nothing works after an illegal access.
         if extras:
             tell(f"{asked.scale.far.name}: offsets")
             check = partial(far_offsets, asked.scale.far, asked.dtype, asked.device)
@@ -216,32 +268,64 @@ def main(asked: KernelsContest, out: Path | None = None) -> int:
     return int(not found.holds)
 
 
-def _layer(
+# --- one layer --------------------------------------------------------------------------------------------------------
+
+
+def measure_layer(
+    asked: KernelsContest,
     size: Size,
     routing: str,
-    here: Mapping[str, Implementation],
+    implementations: Mapping[str, Implementation],
     meter: Meter,
-    asked: KernelsContest,
     tell: Callable[[str], None],
 ) -> tuple[list[Measured], list[Finding]]:
-    """Of a layer that cannot even be drawn, every contestant is wrong."""
+    """Checks and times all implementations, and returns their results in order and the checks of moesys.
+
+    What an implementation raises is part of its result. If the layer cannot be drawn, all of them are wrong.
+    """
+    where, dtype = f"{size.name}, {routing}", asked.dtype
     try:
-        return measure_layer(size, routing, here, meter, asked.dtype, asked.repeats, asked.scale.bit_runs, tell)
+        layer = draw_layer(size, routing, dtype, meter.device)
     except Exception as error:
-        return [Measured(size, routing, name, wrong=in_a_line(error)) for name in here], []
+        return [Measured(size, routing, name, wrong=in_a_line(error)) for name in implementations], []
+    errors: dict[str, dict[str, float]] = {}
+    findings: list[Finding] = []
+
+    def wrong(name: str, results: Results) -> str:
+        errors[name] = relative_errors(layer, results)
+        del results
+        if name != OURS:
+            return wrong_errors(errors[name], dtype)
+        grouped = [errors[of] for of in GROUPED if of in errors and not wrong_errors(errors[of], dtype)]
+        tell(f"{where}: bits of {OURS}")
+        findings.append(found_of(where, "equal bits", partial(same_bits, layer, asked.scale.bit_runs)))
+        findings.append(found_of(where, "equal bits in other tiles", partial(same_bits_in_other_blocks, layer)))
+        falls_short = [finding.says for finding in findings if not finding.holds]
+        return "; ".join(filter(None, [wrong_errors(errors[name], dtype, grouped), *falls_short]))
+
+    case = Case(
+        {name: partial(_contestant, of, layer, meter) for name, of in implementations.items()},
+        wrong,
+        after_check=meter.free,
+        stopwatch=lambda prepare: meter.ms(prepare()),  # type: ignore[arg-type]
+    )
+    found = hold(case, asked.repeats, lambda step: tell(f"{where}: {step}"))
+    ours_ms = found[OURS].samples_ms if OURS in found else {}
+    rows = []
+    for name, of in found.items():
+        compared = name != OURS and of.samples_ms and ours_ms
+        to_ours = Spread.of_ratios(of.samples_ms[WHOLE], ours_ms[WHOLE]) if compared else None
+        bytes_ = of.metrics if of.samples_ms else None
+        rows.append(Measured(size, routing, name, of.samples_ms, to_ours, bytes_, errors.get(name, {}), of.wrong))
+    return rows, findings
 
 
-def _inside_torch(asked: KernelsContest) -> list[Finding]:
-    small = asked.scale.small
-
-    def layer(seed: int = 0) -> Layer:
-        return draw_layer(small, "uniform", asked.dtype, asked.device, seed)
-
-    # Drawn by each check, so that one after which nothing can be drawn any more does not end the rest.
-    checks = {
-        "torch.compile(fullgraph=True)": lambda: compiled_whole(layer()),
-        "activation checkpointing": lambda: recomputed(layer()),
+def _contestant(implementation: Implementation, layer: Layer, meter: Meter) -> Contestant:
+    """Returns a contestant whose works return what is timed, so that a backward is timed without its forward."""
+    run = Run(implementation, layer)
+    works = {
+        "forward": lambda: run.forward,
+        "backward": lambda: partial(run.backward_of, run.forward()),
+        WHOLE: lambda: run.forward_backward,
     }
-    if asked.device.type == "cuda":
-        checks["CUDA graph"] = lambda: graph_replayed(layer(), layer(1))
-    return [found_of(f"{small.name}, uniform", what, check) for what, check in checks.items()]
+    return Contestant(run.results, works, partial(meter.bytes_of, run.forward, run.backward_of))

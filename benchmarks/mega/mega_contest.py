@@ -1,7 +1,7 @@
-"""MegaKernels beside Sequential, forward and backward, over links of a declared pace: bits first, then times.
+"""MegaKernels compared with sequential kernels over links of a declared pace: first the bits, then the times.
 
-On a GPU the ranks are virtual: all on one device, each with a stream and its share of the multiprocessors. Without one
-the same runs in Triton's interpreter, on a toy, with a process a rank, where times mean nothing.
+On a GPU the ranks are virtual: all on one device, each with a stream and its share of the multiprocessors. Without a
+GPU, the benchmark is rehearsed on a toy layer in Triton's interpreter, one process per rank, and times mean nothing.
 """
 
 from __future__ import annotations
@@ -19,10 +19,17 @@ from torch import Tensor
 
 from benchmarks.harness.contest import Case, Contestant, Outcome, differing, hold, in_words, of_all_ranks
 from benchmarks.harness.meters import CpuMeter, GpuMeter
-from benchmarks.kernels.aot import SIZES, Size
-from benchmarks.kernels.kernels_contest import DTYPES, require_device
-from benchmarks.mega.ranks_layer import DIRECTIONS, MegaRun, RanksLayer, draw_layer, regions_of
-from benchmarks.mega.stand_alone import StandAloneRun, stand_alone_runs
+from benchmarks.kernels.drawn_layer import SIZES, Size
+from benchmarks.kernels.kernels_contest import DTYPES, WHOLE, require_device
+from benchmarks.mega.ranks_layer import (
+    DIRECTIONS,
+    MegaRun,
+    RanksLayer,
+    StandAloneRun,
+    draw_layer,
+    regions_of,
+    stand_alone_runs,
+)
 from moesys.config import MegaKernel
 from moesys.kernels.mega.arguments import MegaMemory
 from moesys.kernels.symmetric.heap import Heap
@@ -39,13 +46,12 @@ TOY = Size("toy", 12, 32, 16, 4, 2)
 TOY_RANKS, TOY_BIT_RUNS = 2, 2
 RANKS_TIMEOUT_S = 600.0
 
-# Sequential by the same kernels, launched one after another, and by stand-alone ones.
+# The baselines: the same kernels launched one after another, and stand-alone kernels.
 SEQUENTIAL, STAND_ALONE = "sequential", "stand-alone kernels"
-WHOLE = "forward + backward"
 UNFUSED = MegaKernel(fused="none", overlap_weight_gradients=False)
-# What a rank's share of the multiprocessors is multiplied by: communication alone may be quicker with fewer.
+# Parts of a rank's multiprocessors: communication alone may be faster with fewer programs.
 SHARES = {SEQUENTIAL: 1.0, f"{SEQUENTIAL}, 3/4 of programs": 0.75, f"{SEQUENTIAL}, 1/2 of programs": 0.5}
-# Planned by its forward, and so by the graph that has captured it; all others' plan is made beforehand.
+# Planned in the forward, and so in the CUDA graph of it; the plan of all others is made beforehand.
 ON_DEVICE = "fused, planned on the device"
 POINTS = {
     "fused": MegaKernel(),
@@ -62,7 +68,7 @@ POINTS = {
 
 @dataclass(frozen=True)
 class MegaContest:
-    """What is asked for; ``gb_per_s`` of each rank's link."""
+    """The arguments of the benchmark; ``gb_per_s`` is the bandwidth of each rank's link."""
 
     size: Size
     num_ranks: int
@@ -75,15 +81,12 @@ class MegaContest:
 
 
 def asked_for(
-    size: str = "qwen3-30b",
-    *,
-    dtype: str = "bfloat16",
-    gb_per_s: float = 100.0,
-    num_tokens: int | None = None,
-    repeats: int = 9,
-    device: str = "cuda",
+    size: str, dtype: str, gb_per_s: float, *, num_tokens: int | None, repeats: int, device: str
 ) -> MegaContest:
-    """From the words of a command line. Raises ValueError for one that is not known, or without the device."""
+    """Returns the arguments from the words of a command line.
+
+    Raises ValueError for an unknown word, or if the device is missing.
+    """
     require_device(
         device,
         dtype,
@@ -116,16 +119,17 @@ def asked_for(
 
 
 def points_of(share: int) -> dict[str, MegaKernel]:
-    """By name; ``share``: the programs of a rank, which so all are resident together (``overlap.stages``)."""
+    """Returns the points by name. With ``share`` programs per rank all programs are resident (``overlap.stages``)."""
     sequential = {name: UNFUSED.replace(programs=max(1, int(share * part))) for name, part in SHARES.items()}
     return sequential | {name: point.replace(programs=share) for name, point in POINTS.items()}
 
 
 @dataclass(frozen=True)
 class MegaRow:
-    """wrong: why a contestant was not timed, "" where it was. samples_ms: of all ranks, by direction and repetition.
+    """The result of one contestant.
 
-    x: how many times longer the best sequential one takes.
+    wrong: why it was not timed, or "". samples_ms: of all ranks, by direction and repetition. x: the time of the best
+    sequential contestant divided by that of this one.
     """
 
     name: Annotated[str, Column("contestant")]
@@ -140,37 +144,28 @@ class MegaRow:
 
 
 def rows_of(outcomes: Mapping[str, Outcome]) -> list[MegaRow]:
-    """Of all contestants, each beside the quickest of the same kernels without overlap."""
-    samples_of = {name: _with_whole(outcome.samples_ms) for name, outcome in outcomes.items()}
+    """Returns a row per contestant, compared with the fastest sequential one in each direction."""
+    samples_of = {name: dict(outcome.samples_ms) for name, outcome in outcomes.items()}
+    for samples_ms in filter(None, samples_of.values()):
+        samples_ms[WHOLE] = [sum(both) for both in zip(*samples_ms.values(), strict=True)]
     sequential = [samples_ms for name, samples_ms in samples_of.items() if name.startswith(SEQUENTIAL) and samples_ms]
-    best_ms = {
-        direction: min((samples_ms[direction] for samples_ms in sequential), key=statistics.median)
-        for direction in (sequential[0] if sequential else ())
-    }
-    return [
-        MegaRow(
-            name,
-            outcome.wrong,
-            outcome.samples_ms,
-            {direction: Spread.of(of_ms) for direction, of_ms in samples_of[name].items()},
-            {
-                direction: Spread.of_ratios(best_ms[direction], of_ms)
-                for direction, of_ms in samples_of[name].items()
-                if direction in best_ms
-            },
-        )
-        for name, outcome in outcomes.items()
-    ]
-
-
-def _with_whole(samples_ms: Mapping[str, list[float]]) -> dict[str, list[float]]:
-    """With both directions of a repetition together."""
-    whole = {WHOLE: [sum(both) for both in zip(*samples_ms.values(), strict=True)]} if samples_ms else {}
-    return {**samples_ms, **whole}
+    rows = []
+    for name, outcome in outcomes.items():
+        ms, x = {}, {}
+        for direction, of_ms in samples_of[name].items():
+            ms[direction] = Spread.of(of_ms)
+            if sequential:
+                best_ms = min((samples_ms[direction] for samples_ms in sequential), key=statistics.median)
+                x[direction] = Spread.of_ratios(best_ms, of_ms)
+        rows.append(MegaRow(name, outcome.wrong, outcome.samples_ms, ms, x))
+    return rows
 
 
 def main(asked: MegaContest, out: Path | None = None) -> int:
-    """Checks, times, prints; 1 if a bit differs. ``out``: a folder for all numbers and a page of tables."""
+    """Checks, times and prints; returns 1 if a bit differs.
+
+    ``out``: the folder of overlap_mega.json, with all samples, and of overlap_mega.md, with the table.
+    """
     meter = GpuMeter(asked.device) if asked.device.type == "cuda" else CpuMeter()
     layer = draw_layer(asked.size, asked.num_ranks, asked.dtype, asked.device)
     with steps_told("overlap mega", len(asked.points) + 2) as tell:
@@ -185,40 +180,32 @@ def main(asked: MegaContest, out: Path | None = None) -> int:
 
 
 def _report(asked: MegaContest, layer: RanksLayer, source: str, machine: str, rows: Sequence[MegaRow]) -> Report:
-    """``source``: "measured" on a GPU; "rehearsed" elsewhere, where times mean nothing."""
+    """Returns the table; ``source`` is "measured" on a GPU and "rehearsed" elsewhere."""
     _, T, H, I, E, K = asked.size
     away_bytes = max(layer.away_bytes(rank) for rank in range(asked.num_ranks))
     dtype = str(asked.dtype).removeprefix("torch.")
     graphs = ", eager and as CUDA graphs" if source == "measured" else ""
     notes = [
         f"{machine}; {dtype}",
-        f"{asked.size.name}: {asked.num_ranks} ranks of {T} tokens, H={H}, I={I}, E={E}, K={K}. A rank's link "
+        f"{asked.size.name}: {asked.num_ranks} ranks of {T} tokens, H={H}, I={I}, E={E}, K={K}. The link of a rank "
         f"carries {asked.gb_per_s:g} GB/s by the device's clock: {link_ms(away_bytes, asked.gb_per_s):.3g} ms for the "
-        f"{away_bytes / 1e6:.3g} MB of a dispatch or a combine, and each direction has one of both.",
-        f"ms: all ranks, median [p20, p80] of {asked.repeats} repetitions, contestants taking turns. x: the best "
-        f"'{SEQUENTIAL}' of the same repetition over it, above 1 is faster: the same kernels launched one after "
-        f"another, with as many programs as suit them. '{STAND_ALONE}': copies, and kernels that have the whole "
-        "device to themselves.",
+        f"{away_bytes / 1e6:.3g} MB of a dispatch or a combine. Forward and backward each have one of both.",
+        f"ms: all ranks, median [p20, p80] of {asked.repeats} interleaved repetitions. x: the time of the best "
+        f"'{SEQUENTIAL}' divided by this time in the same repetition; above 1, this is faster. '{SEQUENTIAL}': the "
+        f"same kernels launched one after another, with three numbers of programs. '{STAND_ALONE}': copies, and "
+        "kernels that have the whole device to themselves.",
         f"Bits: output, dx and all gradients equal those of '{STAND_ALONE}' in each of {asked.bit_runs} "
-        f"runs{graphs}. What differs is not timed.",
-        "Virtual ranks share one GPU's multiprocessors, L2 cache and memory. That shows what is hidden behind what "
-        "when a link has this pace, and what the queue and the flags cost. It does not show NVLink's latency, its "
-        "pace under many small transfers, contention at a receiver, or clocks of several GPUs.",
+        f"runs{graphs}. A contestant with a different bit is not timed.",
+        "Virtual ranks share one GPU's multiprocessors, L2 cache and memory. The table shows what is hidden behind "
+        "what on links of this pace, and the cost of the queue and the flags. It does not show NVLink's latency, its "
+        "pace with many small transfers, contention at a receiver, or clocks of several GPUs.",
     ]
-    data = {
-        "machine": machine,
-        "size": asked.size._asdict(),
-        "num_ranks": asked.num_ranks,
-        "dtype": dtype,
-        "gb_per_s": asked.gb_per_s,
-        "away_bytes": away_bytes,
-        "repeats": asked.repeats,
-        "bit_runs": asked.bit_runs,
-        "contestants": rows,
-    }
+    numbers = {name: getattr(asked, name) for name in ("num_ranks", "gb_per_s", "repeats", "bit_runs")}
+    data = {"machine": machine, "size": asked.size._asdict(), "dtype": dtype, "away_bytes": away_bytes, **numbers}
     subject = "MegaKernels over paced links"
     title = f"{subject}, {source}: {machine.partition(',')[0]}"
-    return Report("overlap mega", title, source, [Sheet(f"{source.upper()}: {subject}", rows, notes)], data=data)
+    sheet = Sheet(f"{source.upper()}: {subject}", rows, notes)
+    return Report("overlap mega", title, source, [sheet], data={**data, "contestants": rows})
 
 
 def link_ms(num_bytes: int, gb_per_s: float) -> float:
@@ -230,7 +217,7 @@ def link_ms(num_bytes: int, gb_per_s: float) -> float:
 
 @dataclass
 class _Together:
-    """Ranks of one contestant that share a device: eager until ``capture``, then as two CUDA graphs."""
+    """The ranks of one contestant on one device: eager until ``capture``, then as two CUDA graphs."""
 
     runs: Sequence[MegaRun | StandAloneRun]
     streams: Sequence[torch.cuda.Stream]
@@ -250,14 +237,14 @@ class _Together:
             self.graphs[direction] = graph
 
     def results(self, first_rank: int = 0) -> dict[str, Tensor]:
-        """Of a forward and backward; names tell the rank."""
+        """Runs forward and backward, and returns the results by name and rank."""
         for direction in DIRECTIONS:
             self.step(direction)
         of_ranks = enumerate(self.runs, first_rank)
         return {f"{name} of rank {rank}": of for rank, run in of_ranks for name, of in run.results.items()}
 
     def contestant(self) -> Contestant:
-        """Checked by whoever runs it as often as is asked for."""
+        """Returns a contestant whose result is this object, so that the check can run it several times."""
         return Contestant(lambda: self, {direction: partial(self.step, direction) for direction in DIRECTIONS})
 
 
@@ -285,7 +272,7 @@ def _on_streams(asked: MegaContest, layer: RanksLayer, tell: Callable[[str], Non
 def _wrong_bits(
     contestant: _Together, expected: Mapping[str, Tensor], memories: Sequence[MegaMemory], bit_runs: int
 ) -> str:
-    """Runs again and again, captures it, and runs the graphs as often. "" where all bits are as expected."""
+    """Runs the contestant eagerly and as CUDA graphs; returns which bits differ, or ""."""
     for captured in (False, True):
         if captured:
             contestant.capture()
@@ -322,7 +309,7 @@ def _on_rank(asked: MegaContest, expected: Mapping[str, Tensor]) -> dict[str, Ou
     own = {name: right for name, right in expected.items() if name.endswith(f" of rank {rank}")}
 
     def wrong(_: str, alone: _Together) -> str:
-        """All runs are run, as other ranks wait for them; the first that differs is told."""
+        """Returns the first difference, after all runs: other ranks wait for each of them."""
         found = [differing(alone.results(rank), own) for _ in range(asked.bit_runs)]
         return in_words(next(filter(None, found), []))
 

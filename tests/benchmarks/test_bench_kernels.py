@@ -1,4 +1,4 @@
-"""The bench of the kernels, rehearsed on a toy: it checks, times what is right, and survives its contestants."""
+"""The benchmark of the kernels, rehearsed on a toy: it checks, times what is right, and survives its contestants."""
 
 from __future__ import annotations
 
@@ -19,14 +19,21 @@ from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
 from benchmarks.harness.meters import Bytes, CpuMeter, GpuMeter
-from benchmarks.kernels import checks, contestants, peers
+from benchmarks.kernels import checks, contestants
 from benchmarks.kernels import kernels_contest as contest
-from benchmarks.kernels.aot import Size
 from benchmarks.kernels.checks import wrong_errors
 from benchmarks.kernels.contestants import GROUPED, OURS, grouped_mm_experts
-from benchmarks.kernels.drawn_layer import Implementation, Layer, Results, Run, draw_layer, draw_routing
-from benchmarks.kernels.measured_layer import FLOPS, Measured, measure_layer
-from benchmarks.kernels.reference import relative_errors
+from benchmarks.kernels.drawn_layer import (
+    Implementation,
+    Layer,
+    Results,
+    Run,
+    Size,
+    draw_layer,
+    draw_routing,
+    relative_errors,
+)
+from benchmarks.kernels.kernels_contest import FLOPS, Measured, measure_layer
 
 # Rows of a multiple of 16 bytes, as torch's grouped GEMM wants them.
 TINY = Size("tiny", 10, 16, 8, 3, 2)
@@ -140,9 +147,9 @@ def test_what_cannot_be_run_is_refused(arguments: tuple[str, ...], message: str)
 
 
 def test_it_needs_no_planner_and_no_experiment() -> None:
-    """A GPU image may have neither pydantic nor OR-Tools."""
-    absent = "import sys; sys.modules.update(dict.fromkeys(('pydantic', 'ortools', 'numba', 'scipy', 'transformers')));"
-    code = f"{absent} import benchmarks.__main__, benchmarks.kernels.kernels_contest"
+    """A GPU image may lack the libraries of planners."""
+    absent = "import sys; sys.modules.update(dict.fromkeys(('ortools', 'numba', 'scipy', 'transformers')));"
+    code = f"{absent} import benchmarks.__main__, benchmarks.kernels.command, benchmarks.kernels.kernels_contest"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
@@ -165,7 +172,8 @@ def failing(calls: int) -> Implementation:
 @pytest.mark.parametrize("calls", [0, 1, 3, 6], ids=["checked", "counted", "forward", "backward"])
 def test_a_contestant_that_raises_is_a_line_and_the_rest_goes_on(calls: int) -> None:
     here = {"fails": failing(calls), "grouped_mm": Implementation(grouped_mm_experts)}
-    rows, _ = measure_layer(TINY, "uniform", here, _CountingMeter(), torch.float32, 2, 2, lambda _: None)
+    asked = contest.asked_for(names="grouped_mm", dtype="float32", repeats=2, device="cpu")
+    rows, _ = measure_layer(asked, TINY, "uniform", here, _CountingMeter(), lambda _: None)
     failed, whole = rows
     assert failed.wrong == "OutOfMemoryError: CUDA out of memory. Tried to allocate 7 GiB."
     assert failed.samples_ms == {}
@@ -185,7 +193,7 @@ def test_a_layer_that_does_not_fit_is_a_line(monkeypatch: pytest.MonkeyPatch) ->
     def full(*_: Any) -> Layer:
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr("benchmarks.kernels.measured_layer.draw_layer", full)
+    monkeypatch.setattr(contest, "draw_layer", full)
     code, output = rehearse("--contestants", f"{OURS},grouped_mm", "--routing", "uniform", "--no-extras")
     assert code == 1
     assert output.count("OutOfMemoryError: no room") == 2
@@ -195,15 +203,15 @@ def test_extras_that_cannot_be_drawn_are_lines_and_the_rest_goes_on(monkeypatch:
     def full(*_: Any) -> Layer:
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(contest, "draw_layer", full)
+    monkeypatch.setattr(checks, "draw_layer", full)
     code, output = rehearse("--contestants", f"{OURS},grouped_mm", "--routing", "uniform", "--repeats", "0")
     assert code == 1
-    assert output.count("OutOfMemoryError: no room") == 2
+    assert output.count("OutOfMemoryError: no room") == 3
     assert "tiles of 64x64" in output
 
 
 def test_a_folder_that_cannot_be_written_to_is_known_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contest, "_layer", lambda *_: pytest.fail("measured already"))
+    monkeypatch.setattr(contest, "measure_layer", lambda *_: pytest.fail("measured already"))
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match="file"):
         contest.main(contest.asked_for(device="cpu", dtype="float32", extras=False), tmp_path / "file" / "found")
@@ -339,7 +347,7 @@ def test_sonicmoes_layout_is_converted(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0))
     try:
         drawn = layer()
-        errors = relative_errors(drawn, Run(peers.sonicmoe(tmp_path), drawn).results())
+        errors = relative_errors(drawn, Run(contestants.sonicmoe(tmp_path), drawn).results())
     finally:
         for name in [name for name in sys.modules if name.partition(".")[0] == "sonicmoe"]:
             del sys.modules[name]

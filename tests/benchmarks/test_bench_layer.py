@@ -1,4 +1,4 @@
-"""The bench of one layer: it measures what matches, refuses what does not, and says all of it in JSON."""
+"""The benchmark of one layer: it times what matches, refuses what does not, and writes all samples as JSON."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from benchmarks.__main__ import app
 from moesys.config import ModelShape
 from moesys.lab.runs.stopwatch import Spread, interleave
 from moesys.moe.layer import MoELayer
+from moesys.overlap.block_sums import BlockSums
 
 SOFTMAX = ModelShape(hidden_size=64, intermediate_size=48, num_experts=8, top_k=2)
 TINY = (
@@ -56,7 +57,7 @@ def test_measures_every_case_and_writes_every_sample(tmp_path: Path) -> None:
         for direction in ("forward", "forward + backward")
     }
     for row in written["rows"]:
-        assert row["matched"]
+        assert row["wrong"] == ""
         assert row["num_tokens"] == 24
         mastered = layer.MASTERED.values() if row["model"]["dtype"] == "bfloat16" else ()
         assert row["samples_ms"].keys() == {"moesys", "eager", "grouped_mm", *mastered}
@@ -80,9 +81,9 @@ def test_a_wrong_output_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     path = tmp_path / "out.json"
     code, output = run("--shape", "tiny", "--dtype", "float32", "--repeats", "2", "--json", str(path))
     assert code == 1
-    assert "differs from eager: moesys by 1.0e-03" in output
+    assert "moesys: output differs from eager by 1.0e-03" in output
     for row in json.loads(path.read_text())["rows"]:
-        assert not row["matched"]
+        assert row["wrong"]
         assert row["samples_ms"] == row["ratios"] == {}
 
 
@@ -98,8 +99,43 @@ def test_a_wrong_gradient_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 
     right = MoELayer.forward
     monkeypatch.setattr(MoELayer, "forward", lambda self, x: right(self, Wrong.apply(x)))
-    rows = list(layer.bench_layer(layer.select("tiny", "float32"), repeats=1))
-    assert all(not row.matched and not row.samples_ms for row in rows)
+    rows = layer.measure(layer.select("tiny", "float32"), repeats=1, threads=1)
+    assert all("moesys: dx differs from eager" in row.wrong and not row.samples_ms for row in rows)
+
+
+def test_both_reductions_are_timed_in_both_dtypes(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    code, output = run("--reduction", "--shape", "tiny", "--tokens", "1024", "--repeats", "3", "--json", str(path))
+    assert code == 0, output
+    rows = json.loads(path.read_text())["rows"]
+    assert [(row["dtype"], row["direction"], row["wrong"]) for row in rows] == [
+        (dtype, direction, "") for dtype in ("float32", "bfloat16") for direction in layer.DIRECTIONS
+    ]
+    for row in rows:
+        samples_ms = row["samples_ms"]
+        assert {name: len(samples) for name, samples in samples_ms.items()} == {"ordered": 3, "layout_invariant": 3}
+        ratios = [over / under for over, under in zip(*reversed(samples_ms.values()), strict=True)]
+        assert row["shown_ratios"]["layout_invariant / ordered"]["median"] == sorted(ratios)[1]
+
+
+def test_wrong_sums_of_a_reduction_are_not_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(BlockSums, "blocks", lambda sums, rows: [slice(0, rows // 4), slice(rows // 4, rows // 2)])
+    path = tmp_path / "out.json"
+    code, _ = run(*("--reduction", "--shape", "tiny", "--dtype", "float32"), *("--tokens", "1024", "--json", str(path)))
+    assert code == 1
+    for row in json.loads(path.read_text())["rows"]:
+        assert row["samples_ms"] == {}
+        assert "layout_invariant: " in row["wrong"]
+        assert " differs from ordered by" in row["wrong"]
+
+
+def test_tokens_that_are_no_whole_blocks_are_not_timed(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    code, _ = run(*("--reduction", "--shape", "tiny", "--dtype", "float32"), *("--tokens", "33", "--json", str(path)))
+    assert code == 1
+    for row in json.loads(path.read_text())["rows"]:
+        assert row["samples_ms"] == {}
+        assert "token_block=32 does not divide the 33 tokens of rank 0" in row["wrong"]
 
 
 def test_an_unknown_name_is_refused() -> None:

@@ -1,4 +1,4 @@
-"""The bench of MegaKernels, rehearsed on a toy with a process a rank: bits first, then times of what is right."""
+"""The benchmark of MegaKernels, rehearsed on a toy with one process per rank: first the bits, then the times."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
 from benchmarks.harness.contest import Outcome
-from benchmarks.kernels.aot import Size
+from benchmarks.kernels.drawn_layer import Size
 from benchmarks.mega import mega_contest as contest
 from benchmarks.mega.mega_contest import SEQUENTIAL, STAND_ALONE, WHOLE, link_ms, rows_of
 from benchmarks.mega.ranks_layer import draw_layer

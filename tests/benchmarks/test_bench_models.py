@@ -1,4 +1,4 @@
-"""The bench of whole models: it times what computes as transformers does, and nothing else."""
+"""The benchmark of whole models: it times what computes as transformers does, and nothing else."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from benchmarks import whole_models
 from benchmarks.__main__ import app
 from benchmarks.harness import model_steps
 from benchmarks.harness.contest import Near
-from benchmarks.shaped.processor_shares import lacks_shares
 
 
 def run(*arguments: str) -> tuple[int, str]:
@@ -36,36 +35,6 @@ def test_every_strategy_trains_a_model_as_transformers_does_and_is_timed(
     assert all(len(row["samples_ms"]) == 1 and not row["wrong"] for row in rows.values())
     assert rows["ep"]["max_over_mean"] > 1.2
     assert rows["lent ep"]["max_over_mean"] < 1.1
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(bool(lacks_shares()), reason=lacks_shares())
-def test_ranks_have_a_share_of_the_processor_each(tmp_path: Path) -> None:
-    out = tmp_path / "out.json"
-    only = ("--model", "qwen3-moe", "--routing", "skewed", "--sequences", "1", "--hidden", "64")
-    code, output = run(*only, "--ranks", "4", "--share", "0.4", "--repeats", "1", "--json", str(out))
-    assert code == 0, output
-    assert "4 ranks of one thread, each with 0.4 of a processor" in output
-    data = json.loads(out.read_text())
-    assert (data["num_ranks"], data["share"]) == (4, 0.4)
-    assert all(row["samples_ms"] and not row["wrong"] for row in data["rows"])
-
-
-def test_shares_that_cannot_be_had_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "share=2 of a processor a rank must be between 0.05 and 1" in run("--share", "2")[1]
-    monkeypatch.setattr(whole_models, "lacks_shares", lambda: "no control groups")
-    code, output = run("--share", "0.5")
-    assert code == 2
-    assert "ranks cannot be given share=0.5 of a processor: no control groups" in output
-    monkeypatch.setattr(whole_models, "joins", lambda: True)
-    assert "share=0.5 is of local ranks; leave it out under torchrun" in run("--share", "0.5")[1]
-
-
-def test_slots_beyond_a_ranks_own_experts_are_counted() -> None:
-    part = whole_models.Part("deepseek-v3", "skewed", 1, 512)
-    found = {each.name: whole_models._slots_mib(part, each, 2) for each in model_steps.strategies(2)}
-    # An expert is three matrices of 512 x 1024; two of three layers have experts, and Fsep frees a layer's.
-    assert found == {"ep": 0, "lent ep": 2 * 2 * 6, "lent ep, pipelined": 2 * 2 * 6, "fsep": 6 * 6}
 
 
 def test_names_that_are_not_known_are_refused() -> None:

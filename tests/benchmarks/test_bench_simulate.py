@@ -1,7 +1,11 @@
 """The benchmark of the simulator times the steps that it names."""
 
-import json
+from __future__ import annotations
 
+import json
+from pathlib import Path
+
+import pytest
 from typer.testing import CliRunner
 
 from benchmarks import simulator_speed as bench
@@ -9,7 +13,7 @@ from benchmarks.__main__ import app
 from moesys.simulator.step_program import simulation
 
 
-def test_the_bench_times_what_it_says(tmp_path, monkeypatch):
+def test_the_bench_times_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "SIZES", ((1, 8), (3, 8), (1, 16)))
     arguments = ["simulate", "--most-ranks", "8", "--repeats", "1", "--json", str(tmp_path / "found.json")]
     result = CliRunner().invoke(app, arguments)

@@ -23,7 +23,7 @@ from benchmarks.calibrate.model_check import check_models
 from benchmarks.calibrate.other_work import OtherWork, ProcessorSeconds
 from benchmarks.calibrate.step_check import STRATEGIES, check_steps
 from benchmarks.calibrate.windows import Effort
-from benchmarks.kernels.aot import Size
+from benchmarks.kernels.drawn_layer import Size
 from moesys.config import ClusterSpec, DenseMlp, Gqa, LayerSpec, ModelShape, ModelSpec
 from moesys.lab.ranks.pool import LocalRanks
 from moesys.simulator.model.model_cost import count_model

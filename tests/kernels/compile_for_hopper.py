@@ -17,8 +17,8 @@ import triton
 from typer.testing import CliRunner
 
 from benchmarks.__main__ import app
-from benchmarks.kernels.aot import SIZES, Compiled, compile_size
-from benchmarks.kernels.aot_mega import POINTS, compile_mega
+from benchmarks.kernels.aot import POINTS, Compiled, compile_mega, compile_size
+from benchmarks.kernels.drawn_layer import SIZES
 from moesys.kernels.experts.tile_config import TileConfig, TileConfigs
 from moesys.kernels.experts.tile_tuner import PINNED
 from moesys.lab.show.sheets import plain

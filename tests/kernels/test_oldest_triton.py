@@ -22,16 +22,14 @@ from moesys.kernels.mega.point import blocks_at
 
 ROOT = Path(__file__).parents[2]
 OLDEST = ROOT / ".venv" / "oldest-triton"
-# Whose sizes have words and named tuples, and which have most to keep in registers.
+# Compiles the ops whose sizes have words and named tuples, and those that need most registers.
 SCRIPT = """
 import json, torch, triton, warnings
 warnings.simplefilter("ignore")
-from benchmarks.kernels import aot_mega
-from benchmarks.kernels.aot import SIZES, compile_size
-launched = aot_mega._launched
-aot_mega._launched = lambda *given: (of for of in launched(*given) if of.op == "input_gradient")
+from benchmarks.kernels.aot import compile_mega, compile_size
+from benchmarks.kernels.drawn_layer import SIZES
 rows = compile_size(SIZES[0], torch.bfloat16, lambda step: None, ("up", "split", "dW1", "dW1_blocks"))
-rows += aot_mega.compile_mega(SIZES[0], torch.bfloat16, lambda step: None, ["fused"])
+rows += compile_mega(SIZES[0], torch.bfloat16, lambda step: None, ["fused"], ["input_gradient"])
 print(json.dumps([triton.__version__, [row.code.name for row in rows], [row.wrong for row in rows if row.wrong]]))
 """
 

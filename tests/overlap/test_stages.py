@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from benchmarks.kernels.aot import Size
+from benchmarks.kernels.drawn_layer import Size
 from benchmarks.mega.ranks_layer import MegaRun, draw_layer, regions_of
 from moesys.config import MegaKernel
 from moesys.kernels.mega.arguments import MegaMemory

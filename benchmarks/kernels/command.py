@@ -1,0 +1,116 @@
+"""The command ``kernels``: checks, times and tunes the kernels of one GPU, or compiles them without a GPU."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+import typer
+
+from benchmarks.harness.options import chosen
+from benchmarks.kernels.drawn_layer import SIZES, Size
+from moesys.kernels.experts.gemm_timer import GemmTimer
+from moesys.kernels.experts.tile_config import ShapeClass, TileConfig, TileConfigs
+from moesys.kernels.experts.tile_space import OPS, blocks_for
+from moesys.kernels.experts.tile_tuner import Gpu, cache_file, tune_blocks
+from moesys.lab.commands.options import ResultFile, refusing
+from moesys.lab.show.reports import Report, publish
+from moesys.lab.show.sheets import Column, Sheet
+from moesys.lab.show.steps import steps_told
+
+
+def bench_kernels(
+    aot: Annotated[bool, typer.Option("--aot", help="Compile without a GPU and read the machine code.")] = False,
+    tune: Annotated[bool, typer.Option("--tune", help="Find the fastest tiles on this GPU and keep them.")] = False,
+    mega: Annotated[bool, typer.Option(help="Compile MegaKernels too (with --aot).")] = True,
+    arch: Annotated[Literal["sm_90", "sm_100"], typer.Option(help="Hopper or Blackwell (with --aot).")] = "sm_90",
+    size: Annotated[str, typer.Option(help="Names of layers, separated by commas, or all.")] = "all",
+    routing: Annotated[str, typer.Option(help="uniform, balanced, zipf, k-experts, router, or all.")] = "all",
+    contestants: Annotated[str, typer.Option(help="moesys, grouped_mm, 'grouped_mm compiled', transformers.")] = "all",
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME=DIR", help="scattermoe, liger or sonicmoe in DIR; may be repeated."),
+    ] = None,
+    dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
+    repeats: Annotated[int, typer.Option(min=0, help="Number of timed repetitions; 0 only checks.")] = 15,
+    device: Annotated[str, typer.Option(help="cuda, or cpu for a rehearsal on a toy in the interpreter.")] = "cuda",
+    extras: Annotated[bool, typer.Option(help="Check graphs, compile, checkpoints and large offsets too.")] = True,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Write kernels.json and kernels.md there.")] = None,
+    json: ResultFile = None,
+) -> None:
+    """Check and time the kernels of one GPU and other implementations; compile them with --aot, tune them with --tune.
+
+    Exit code 1 if a check fails. For example:
+    python -m benchmarks kernels --size olmoe,30b --routing zipf --out found
+    """
+    if aot and tune:
+        raise typer.BadParameter("--aot and --tune are two commands; give one of them")
+    if json is not None and not aot:
+        raise typer.BadParameter("--json is for --aot alone; to keep what is timed give --out DIR")
+    if aot or tune:
+        by_name = {known.name: known for known in SIZES}
+        with refusing():
+            sizes = [by_name[name] for name in chosen("size", size, by_name)]
+        if tune:
+            raise typer.Exit(tune_tiles(sizes))
+        from benchmarks.kernels.aot import main
+
+        raise typer.Exit(main(sizes, json, mega, arch))
+    from benchmarks.kernels import kernels_contest
+
+    with refusing():
+        asked = kernels_contest.asked_for(
+            size, routing, contestants, peers=peer or (), dtype=dtype, repeats=repeats, extras=extras, device=device
+        )
+    raise typer.Exit(kernels_contest.main(asked, out))
+
+
+@dataclass(frozen=True)
+class TunedOp:
+    """The fastest tiles of one op, and those that it has untuned."""
+
+    size: Annotated[str, Column("size")]
+    op: Annotated[str, Column("op")]
+    fastest: Annotated[TileConfig, Column("fastest", lambda block: tile_words(block))]
+    untuned: Annotated[TileConfig, Column("untuned", lambda block: tile_words(block))]
+
+
+def tile_words(block: TileConfig) -> str:
+    tile = f"{block.rows}x{block.columns}x{block.contraction}"
+    return f"{tile}, {block.warps} warps, {block.stages} stages, {block.operands}"
+
+
+def tune_tiles(sizes: Sequence[Size]) -> int:
+    """Finds, keeps and prints the fastest tiles on this GPU; returns 2 without a GPU, or if they cannot be kept."""
+    if not torch.cuda.is_available():
+        print("tuning times kernels on a GPU, and this machine has none that torch can use", file=sys.stderr)
+        return 2
+    gpu, rows = Gpu.of(torch.device("cuda")), []
+    try:
+        with steps_told("tuning", len(OPS) * len(sizes)) as tell:
+            for size in sizes:
+                shape, found = tune_size(size, tell)
+                untuned = blocks_for(shape, gpu.multiprocessors, gpu.capability)
+                rows += [TunedOp(size.name, op, getattr(found, op), getattr(untuned, op)) for op in OPS]
+    except OSError as error:
+        print(error, file=sys.stderr)
+        return 2
+    title = f"TUNED: {gpu.name}"
+    publish(Report("kernels tune", title, "measured", [Sheet(title, rows, [f"kept in {cache_file(gpu)}"])]))
+    return 0
+
+
+def tune_size(size: Size, tell: Callable[[str], None]) -> tuple[ShapeClass, TileConfigs]:
+    """Tunes in bfloat16 with SwiGLU, and keeps the tiles for layers of the same class."""
+    device = torch.device("cuda")
+    x_TH, down_EHI = (
+        torch.empty(shape, dtype=torch.bfloat16, device="meta")
+        for shape in ((size.T, size.H), (size.E, size.H, size.I))
+    )
+    shape = ShapeClass.of(x_TH, down_EHI, size.T * size.K, "swiglu")
+    timer = GemmTimer(shape, device, lambda op: tell(f"{size.name}: {op}"))
+    return shape, tune_blocks(shape, timer, Gpu.of(device))

@@ -1,0 +1,32 @@
+"""The benchmark of overlap over paced links: it times strategies with equal bits, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from benchmarks.__main__ import app
+
+
+@pytest.mark.slow
+def test_a_part_is_measured_over_links_of_a_chosen_pace(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    arguments = ["overlap", "--part", "chunks", "--tokens", "32", "--repeats", "1", "--json", str(path)]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert "MEASURED: overlap over paced links" in result.output
+    found = json.loads(path.read_text())
+    assert found["paces"][0]["gb_per_s"] > 0
+    assert [row["strategy"]["name"] for row in found["rows"]] == ["sequential", *(f"pipelined {n}" for n in (2, 4, 8))]
+    for row in found["rows"]:
+        assert (row["wrong"], len(row["samples_ms"])) == ("", 1)
+        assert row["blocked_ms"] == sum(row["exposed_ms"].values())
+
+
+def test_an_unknown_part_is_refused() -> None:
+    result = CliRunner().invoke(app, ["overlap", "--part", "best"])
+    assert result.exit_code == 2
+    assert "part='best' is not known; use all or some of chunks, experts" in " ".join(result.output.split())
