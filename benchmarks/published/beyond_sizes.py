@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from benchmarks.planner.scored_layers import Contender
+from benchmarks.published.contenders import Contender
 from benchmarks.published.drawn_steps import Drawn, Planning, Scenario, simulate
 from benchmarks.published.waterfall import LAER_STAGE, UNIFIED_STAGE, Fall, waterfall
 from moesys.config import (

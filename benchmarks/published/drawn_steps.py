@@ -15,7 +15,7 @@ from multiprocessing import get_context
 
 import numpy as np
 
-from benchmarks.planner.scored_layers import Contender, layouts_of
+from benchmarks.published.contenders import Contender, layouts_of
 from moesys.config import ClusterSpec, ModelShape, Strategy
 from moesys.config.workload import Generated
 from moesys.lab.show.steps import steps_told

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 
-from benchmarks.planner.scored_layers import Contender
+from benchmarks.published.contenders import Contender
 from benchmarks.published.drawn_steps import Planning, Scenario
 from benchmarks.published.laer_flex_moe import LaerFlexMoePlanner
 from moesys.config import (

@@ -5,9 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from benchmarks.planner.planner_contest import LAER as PUBLISHED_PLANNER
-from benchmarks.planner.planner_contest import laer_settings, replay, summarise
+from benchmarks.published.contenders import Contender, layouts_of
+from moesys.balance import plan_layout
+from moesys.config import ClusterSpec, Eplb, EvenSplit, Laer, Last, WindowMean, presets
 from moesys.config.laer_routing import LAER_E8K2_ROUTING, LAER_E16K4_ROUTING
+from moesys.load import LoadMatrix
+from moesys.replay import Moment
 from moesys.traces import generate
 
 NUM_NODES, RANKS_PER_NODE, NUM_GROUPS = 4, 8, 4
@@ -52,10 +55,36 @@ def test_statistics_are_the_published_ones(routing, num_experts, top_k, num_micr
         assert np.mean([one[name] for one in drawn]) == pytest.approx(expected, abs=off), name
 
 
-def test_laer_moe_is_as_uneven_on_it_as_in_its_own_log():
-    settings = laer_settings(num_seeds=6, steps=3, num_layers=10, chosen=(PUBLISHED_PLANNER,))
-    small, large = summarise(replay(settings))
-    assert small.max_over_mean == pytest.approx(1.38, abs=0.05)
-    assert large.max_over_mean == pytest.approx(1.27, abs=0.05)
-    # The split never leaves a node: every expert has a replica on each.
-    assert small.inter_node_share < 0.02
+@pytest.mark.parametrize(
+    ("routing", "num_experts", "top_k", "published"),
+    [(LAER_E8K2_ROUTING, 8, 2, 1.38), (LAER_E16K4_ROUTING, 16, 4, 1.27)],
+    ids=["e8k2", "e16k4"],
+)
+def test_laer_moe_is_as_uneven_on_it_as_in_its_own_log(routing, num_experts, top_k, published):
+    """Layouts are planned on five micro-batches or more, and used on the next one."""
+    contender, cluster = Contender(Laer(), EvenSplit(), WindowMean(steps=5)), presets.LAER_A100
+    drawn, when = routing.replace(warmup=5, steps=3, num_layers=10), [Moment(number, number) for number in (5, 6, 7)]
+    max_over_mean, crossing = [], []
+    for seed in range(6):
+        tokens_SLRE = generate(drawn, cluster.num_ranks, num_experts, top_k, seed).tokens_SLRE
+        for layer in range(10):
+            for one in layouts_of(contender, tokens_SLRE[:, layer], when, cluster, top_k):
+                plan = contender.split_over(one.load, one.layout, cluster, one.micro_batch)
+                max_over_mean.append(plan.max_over_mean)
+                crossing.append(plan.inter_node_tokens(cluster.node_of_rank) / one.load.total)
+    assert np.mean(max_over_mean) == pytest.approx(published, abs=0.05)
+    if num_experts == 8:
+        # The split never leaves a node: every expert has a replica on each.
+        assert np.mean(crossing) < 0.02
+
+
+def test_the_even_split_of_eplb_ignores_nodes():
+    cluster, rng = ClusterSpec(num_nodes=2, ranks_per_node=4), np.random.default_rng(0)
+    load = LoadMatrix(rng.integers(0, 100, (8, 12)))
+    layout = plan_layout(load, cluster, Eplb(), 3)
+    blind, near = (
+        Contender(balance, EvenSplit(), Last()).split_over(load, layout, cluster, 0) for balance in (Eplb(), Laer())
+    )
+    tokens_R = layout.replicas_RE @ (load.tokens_E / layout.replicas_RE.sum(axis=0))
+    assert blind.max_over_mean == pytest.approx(tokens_R.max() / tokens_R.mean(), abs=8 * 12 / load.total * 8)
+    assert blind.inter_node_tokens(cluster.node_of_rank) > near.inter_node_tokens(cluster.node_of_rank)
