@@ -198,15 +198,8 @@ def ranking_figure(group: str, ranked: Sequence[RankedPlanner]) -> Figure:
         dots.set_yticks(range(len(ranked)), [one.planner for one in ranked])
         dots.set(xlabel="slowdown, geometric mean", ylim=(len(ranked) - 0.5, -0.5), title=f"SIMULATED: {group}")
         # Cells beyond 2.0 have one colour, or one slow planner would make all others look alike.
-        cells.pcolormesh(
-            range(len(workloads)),
-            range(len(ranked)),
-            ratio_PW,
-            shading="nearest",
-            cmap="cividis_r",
-            vmin=1,
-            vmax=2.0,
-        )
+        at = range(len(workloads)), range(len(ranked))
+        cells.pcolormesh(*at, ratio_PW, shading="nearest", cmap="cividis_r", vmin=1, vmax=2.0)
         for (row, column), value in np.ndenumerate(ratio_PW):
             colour = "white" if value > 1.55 else "black"
             cells.text(column, row, f"{value:.2f}", ha="center", va="center", fontsize=7, color=colour)
