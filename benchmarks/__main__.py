@@ -13,9 +13,8 @@ import typer
 from typer.core import TyperGroup
 from typer.main import get_command
 
-from benchmarks.board.command import bench_leaderboard
-from benchmarks.harness.options import Repeats
-from moesys.lab.commands.options import ReportFolder, ResultFile, in_a_folder, options_given, refusing
+from benchmarks.harness.grouped_commands import GroupedCommands
+from moesys.lab.commands.options import ReportFolder, ResultFile, in_a_folder, refusing
 from moesys.lab.ranks.process_start import sigterm_as_ctrl_c
 
 COMPUTING, LINKS, PUBLISHED = "Computing, measured here", "Links, measured here", "Published, and simulated beside it"
@@ -81,11 +80,8 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-app.command("leaderboard", rich_help_panel=COMPUTING)(bench_leaderboard)
-
 
 Threads = Annotated[int, typer.Option(min=1, help="Threads of a rank.")]
-Kinds = Annotated[list[str] | None, typer.Option(help="A kind or its JSON, may be repeated.")]
 
 
 @app.command("reproduce", rich_help_panel=PUBLISHED)
@@ -130,102 +126,30 @@ def bench_throughput(
     raise typer.Exit(throughput.main(out, json, with_fit=fit))
 
 
-# What each way to compare planners takes, besides --json.
-_CHOSEN = ("balance", "split", "predictor")
-PLANNER_OPTIONS = {
-    "--trace": ("ranks_per_node", "slots", "lag", "from_iteration", "to_iteration", "layers", "every", *_CHOSEN),
-    "--laer": ("seeds", *_CHOSEN),
-    "--scale": ("seeds", "repeats", "peer_eplb"),
-    "--seconds": ("seeds", "drift", "behind", "blocks", "page"),
-    "--union": ("page",),
-}
-
-
-@app.command("planner", rich_help_panel=COMPUTING)
-def bench_planner(
-    ctx: typer.Context,
-    trace: Annotated[Path | None, typer.Option(help="Replay this trace; docs/traces.md says how to make one.")] = None,
-    ranks_per_node: Annotated[int | None, typer.Option(min=1, help="Of the trace's ranks; all by default.")] = None,
-    slots: Annotated[
-        list[int] | None, typer.Option(min=1, help="Slots a rank, may be repeated; one more than needed by default.")
-    ] = None,
-    lag: Annotated[int, typer.Option(min=1, help="Iterations from the newest load planned on to the one scored.")] = 10,
-    from_iteration: Annotated[int | None, typer.Option(help="Score from this iteration on.")] = None,
-    to_iteration: Annotated[int | None, typer.Option(help="Score up to this iteration.")] = None,
-    layers: Annotated[list[int] | None, typer.Option(help="Of the trace, may be repeated; all by default.")] = None,
-    every: Annotated[int, typer.Option(min=1, help="Score every N-th micro-batch.")] = 1,
-    balance: Kinds = None,
-    split: Kinds = None,
-    predictor: Kinds = None,
-    laer: Annotated[bool, typer.Option("--laer", help="LAER-MoE's two settings, on routing like its own.")] = False,
-    scale: Annotated[bool, typer.Option("--scale", help="Known loads from 8 to 1024 ranks.")] = False,
-    seconds: Annotated[bool, typer.Option("--seconds", help="Simulated steps on 8 to 128 H100, by planner.")] = False,
-    union: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Simulated steps in N drawn settings: is Greedy ever behind?")
-    ] = None,
-    drift: Annotated[float, typer.Option(min=0, max=1, help="Of --seconds: from the load planned on.")] = 0.0,
-    behind: Annotated[
-        bool, typer.Option("--behind", help="Of --seconds: sharded experts travel behind other layers.")
-    ] = False,
-    blocks: Annotated[int | None, typer.Option(min=16, help="Of --seconds: what blocks of so many rows cost.")] = None,
-    page: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Of --seconds and --union: also a page of Markdown.", callback=in_a_folder),
-    ] = None,
+@app.command("planner-scale", rich_help_panel=COMPUTING)
+def bench_planner_scale(
     peer_eplb: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="--scale also times this checkout of deepseek-ai/EPLB.")
+        Path | None, typer.Option(metavar="DIR", help="Time this checkout of deepseek-ai/EPLB as well.")
     ] = None,
-    seeds: Annotated[int, typer.Option(min=1, help="Of drawn loads: --laer, --scale and --seconds.")] = 3,
-    repeats: Annotated[int, typer.Option(min=1, help="Timed repetitions of --scale.")] = 9,
+    seeds: Annotated[int, typer.Option(min=1, help="Generated loads of each case.")] = 3,
+    repeats: Repeats = 9,
     json: ResultFile = None,
 ) -> None:
-    """Compare planners: --trace FILE, --laer, --scale, --seconds or --union N.
-
-    Layouts are planned on the past only, and the tokens of a later micro-batch are split over them. For example:
-    python -m benchmarks planner --trace run.npz --ranks-per-node 8 --slots 3 --slots 4 --lag 10
-    """
-    if (trace is not None) + laer + scale + seconds + (union is not None) != 1:
-        raise typer.BadParameter("give one of --trace FILE, --laer, --scale, --seconds and --union N")
-    mode = "--union" if union else "--seconds" if seconds else "--scale" if scale else "--laer" if laer else "--trace"
-    fits = {"trace", "laer", "scale", "seconds", "union", "json", *PLANNER_OPTIONS[mode]}
-    for name, option in options_given(ctx).items():
-        if name not in fits:
-            raise typer.BadParameter(f"{option} is not for {mode}; leave it out")
-    if scale:
-        from benchmarks.planner import scale as over_sizes
-
-        with refusing():
-            raise typer.Exit(over_sizes.main(num_seeds=seeds, repeats=repeats, peer_path=peer_eplb, json_path=json))
-    if union:
-        from benchmarks.planner import union as of_union
-
-        with refusing():
-            raise typer.Exit(of_union.main(union, out=page, json_path=json))
-    if blocks:
-        from benchmarks.planner import block_seconds
-
-        with refusing():
-            raise typer.Exit(block_seconds.main(seeds, blocks, drift, behind, out=page, json_path=json))
-    if seconds:
-        from benchmarks.planner import seconds as by_seconds
-
-        with refusing():
-            raise typer.Exit(by_seconds.main(seeds, drift, behind, out=page, json_path=json))
-    from benchmarks.planner import planner_contest as contest
-    from moesys.lab.commands.declarations import balance_of, predictor_of, split_of
+    """Time planners and splits for 8 to 1,024 ranks. Which planner is best: moesys leaderboard."""
+    from benchmarks import planner_scale
 
     with refusing():
-        chosen = contest.contenders(
-            [balance_of(text) for text in balance or ()],
-            [split_of(text) for text in split or ()],
-            [predictor_of(text) for text in predictor or ()],
-        )
-        if trace is None:
-            raise typer.Exit(contest.main_laer(chosen if balance or split or predictor else None, seeds, json))
-        options = contest.TraceOptions(
-            ranks_per_node, slots or (), lag, from_iteration, to_iteration, layers or (), every
-        )
-        raise typer.Exit(contest.main_trace(trace, chosen, options, json))
+        raise typer.Exit(planner_scale.main(num_seeds=seeds, repeats=repeats, peer=peer_eplb, json_path=json))
+
+
+@app.command("record-routing", rich_help_panel=COMPUTING)
+def bench_record_routing(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of the traces.", exists=True, file_okay=False)],
+) -> None:
+    """Record the routing that moesys leaderboard replays: trains three small models, in a quarter of an hour."""
+    from benchmarks import record_routing
+
+    raise typer.Exit(record_routing.main(folder))
 
 
 def _spec_file(path: Path | None) -> Path | None:

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from moesys.lab.commands.options import options_given
+from moesys.lab.commands.options import options_given, refusing
 from moesys.lab.ranks.process_start import sigterm_as_ctrl_c
 
 app = typer.Typer(
@@ -319,6 +319,56 @@ def plan(
         previous=previous,
         out=out,
     )
+    raise typer.Exit(code)
+
+
+@app.command()
+def leaderboard(
+    out: Annotated[
+        Path, typer.Option(metavar="DIR", help="Folder of pages and results; the same folder resumes a stopped run.")
+    ] = Path("leaderboard"),
+    planner: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="PLANNER",
+            help="A planner of yours as FILE.py:CLASS or module:CLASS, or a kind with fields as JSON; may be repeated.",
+        ),
+    ] = None,
+    trace: Annotated[
+        list[Path] | None, typer.Option(metavar="FILE", help="A recorded trace as a workload; may be repeated.")
+    ] = None,
+    traces_only: Annotated[bool, typer.Option("--traces-only", help="No workloads except --trace.")] = False,
+    model: Annotated[
+        str | None, typer.Option(help="A config.json, its folder or a packaged name; default: models by workload.")
+    ] = None,
+    cluster: Annotated[
+        str | None, typer.Option(help="As 2x8 or h100:4, or a ClusterSpec in a file; default: clusters by workload.")
+    ] = None,
+    slots: Annotated[
+        int | None, typer.Option(min=1, help="Slots per rank; default: a rule for each group of planners.")
+    ] = None,
+    lag: Annotated[
+        int, typer.Option(min=1, help="Micro-batches from the newest load that a layout is planned on to its use.")
+    ] = 1,
+    predictor: Annotated[str, typer.Option(help="A kind or its JSON: the load that layouts are planned on.")] = "last",
+    seeds: Annotated[
+        int, typer.Option(min=1, help="Draws of each workload, and parts of each recording; packaged ones have 4.")
+    ] = 3,
+    quick: Annotated[bool, typer.Option("--quick", help="Two small settings, in seconds.")] = False,
+) -> None:
+    """Rank all planners on recorded and generated routing by the simulated seconds of a layer, and write pages.
+
+    The default settings take about ten minutes on one core. A planner of yours is a class that extends ms.Balance or
+    ms.Split (docs/leaderboard.md). For example: moesys leaderboard --quick --planner my_planners.py:Heaviest; on your
+    own routing: moesys leaderboard --trace run.npz --traces-only --model mixtral-8x7b --cluster h100:2 --lag 10
+    """
+    from moesys.lab.leaderboard.pages import LeaderboardOptions, main
+
+    options = LeaderboardOptions(
+        seeds, quick, planner or (), trace or (), traces_only, model, cluster, slots, lag, predictor
+    )
+    with refusing():
+        code = main(out, options)
     raise typer.Exit(code)
 
 

@@ -1,6 +1,6 @@
 """Replays loads that are known beforehand: the one walk from history to layout to plan.
 
-Simulated trials, ``explain``, the tuner and the benches of planners walk here, with the layouts that training would
+Simulated trials, ``explain``, the tuner and the leaderboard walk here, with the layouts that training would
 have: those of ``LayoutSchedule``.
 """
 

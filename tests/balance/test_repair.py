@@ -6,8 +6,7 @@ from balance_cases import instances
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from benchmarks.planner.loads import SIZES, zipf_sample
-from moesys.balance.flow.max_load import min_max_load
+from moesys.balance import min_max_load, num_moves, plan_layout, split_tokens
 from moesys.balance.flow.min_max_flow import min_max_flow, new_flow
 from moesys.balance.flow.replica_table import list_replicas
 from moesys.balance.greedy.local_search import MoveConstraints, local_search
@@ -18,6 +17,24 @@ from moesys.balance.splits import split_tokens
 from moesys.config import ClusterSpec, Eplb, FlowSplit, Greedy, Static
 from moesys.layout import EMPTY, ExpertLayout
 from moesys.load import LoadMatrix
+
+# 256 experts on 8 nodes of 8, one redundant slot per rank.
+LARGE, LARGE_SLOTS = ClusterSpec(num_nodes=8, ranks_per_node=8), 5
+
+
+def zipf_loads(exponent, seed):
+    """Returns two loads of 8,192 top-8 tokens per rank under Zipf popularity in shuffled order; the popularity of
+    the second one is disturbed by log-normal noise of 15 %.
+    """
+    rng = np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, 256, 64))))
+    share_E = np.arange(1, 257) ** -exponent
+    rng.shuffle(share_E)
+    noisy_E = share_E * np.exp(0.15 * rng.standard_normal(256))
+    exact, _, noisy = (
+        LoadMatrix(rng.multinomial(65_536, popularity_E / popularity_E.sum(), size=64))
+        for popularity_E in (share_E, share_E, noisy_E)
+    )
+    return exact, noisy
 
 
 def overflow_of(tokens_E, expert_RS):
@@ -84,18 +101,17 @@ def test_a_replica_goes_to_the_rank_that_has_room():
 @pytest.mark.parametrize("exponent", [0.5, 1.0, 1.5])
 def test_a_few_moves_make_a_layout_fit_a_later_load(exponent):
     """At most 15 % of the replicas that EPLB moves, for 0.5 % of balance; and without a budget at most 60 %."""
-    size = next(size for size in SIZES if size.num_ranks == 64)
     moves, of_eplb, worst = [], [], []
     for seed in range(3):
-        sample = zipf_sample(size, exponent, seed)
-        before, eplb = (plan_layout(sample.exact, size.cluster, kind, size.slots) for kind in (Greedy(), Eplb()))
-        eplb_later = plan_layout(sample.noisy, size.cluster, Eplb(), size.slots)
+        exact, noisy = zipf_loads(exponent, seed)
+        before, eplb = (plan_layout(exact, LARGE, kind, LARGE_SLOTS) for kind in (Greedy(), Eplb()))
+        eplb_later = plan_layout(noisy, LARGE, Eplb(), LARGE_SLOTS)
         of_eplb.append(num_moves(eplb.replicas_RE, eplb_later.replicas_RE))
         budget = int(0.15 * of_eplb[-1])
-        few = plan_layout(sample.noisy, size.cluster, Greedy(max_moves=budget, effort=8), size.slots, previous=before)
+        few = plan_layout(noisy, LARGE, Greedy(max_moves=budget, effort=8), LARGE_SLOTS, previous=before)
         assert num_moves(before.replicas_RE, few.replicas_RE) <= budget
-        worst.append(min_max_load(sample.noisy, few) * size.num_ranks / sample.noisy.total)
-        free = plan_layout(sample.noisy, size.cluster, Greedy(), size.slots, previous=before)
+        worst.append(min_max_load(noisy, few) * LARGE.num_ranks / noisy.total)
+        free = plan_layout(noisy, LARGE, Greedy(), LARGE_SLOTS, previous=before)
         moves.append(num_moves(before.replicas_RE, free.replicas_RE))
     assert max(worst) <= 1.005
     assert sum(moves) <= 0.6 * sum(of_eplb)
@@ -103,11 +119,10 @@ def test_a_few_moves_make_a_layout_fit_a_later_load(exponent):
 
 def test_a_plan_near_the_layout_in_force_keeps_whole_experts():
     """On a cluster of one node the load is the same, so nothing has a reason to move."""
-    size = next(size for size in SIZES if size.num_ranks == 64)
-    sample = zipf_sample(size, 1.0, 0)
+    exact, _ = zipf_loads(1.0, 0)
     cluster = ClusterSpec(ranks_per_node=64)
-    first = plan_layout(sample.exact, cluster, Greedy(), size.slots)
-    second = plan_layout(sample.exact, cluster, Greedy(), size.slots, previous=first)
+    first = plan_layout(exact, cluster, Greedy(), LARGE_SLOTS)
+    second = plan_layout(exact, cluster, Greedy(), LARGE_SLOTS, previous=first)
     alone_E = first.replicas_RE.sum(axis=0) == 1
     stay = (first.replicas_RE[:, alone_E] == second.replicas_RE[:, alone_E]).all(axis=0)
     assert stay.mean() > 0.8
@@ -159,9 +174,15 @@ def test_a_split_of_very_many_tokens_ends():
 
 
 def test_a_deadline_ends_repair_too():
-    size = next(size for size in SIZES if size.num_ranks == 64)
-    sample = zipf_sample(size, 1.5, 0)
-    before = plan_layout(sample.exact, size.cluster, Greedy(), size.slots)
+    exact, noisy = zipf_loads(1.5, 0)
+    before = plan_layout(exact, LARGE, Greedy(), LARGE_SLOTS)
     late = Greedy(deadline_ms=1e-6, effort=100)
-    after = plan_layout(sample.noisy, size.cluster, late, size.slots, previous=before)
+    after = plan_layout(noisy, LARGE, late, LARGE_SLOTS, previous=before)
     assert after.num_duplicates == 0
+
+
+def test_moves_are_replicas_on_new_ranks():
+    before = ExpertLayout([[0, 1], [2, 0]], num_experts=3)
+    assert num_moves(before.replicas_RE, before.replicas_RE) == 0
+    assert num_moves(before.replicas_RE, ExpertLayout([[1, 0], [0, 2]], num_experts=3).replicas_RE) == 0
+    assert num_moves(before.replicas_RE, ExpertLayout([[2, 1], [0, 2]], num_experts=3).replicas_RE) == 1

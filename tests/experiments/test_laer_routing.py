@@ -5,10 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from experiments.published.drawn_steps import Planning
-from experiments.published.laer_setup import planner_strategy
-from moesys.config import presets
+from benchmarks.published.contenders import Contender, layouts_of
+from moesys.balance import plan_layout
+from moesys.config import ClusterSpec, Eplb, EvenSplit, Laer, Last, WindowMean, presets
 from moesys.config.laer_routing import LAER_E8K2_ROUTING, LAER_E16K4_ROUTING
+from moesys.load import LoadMatrix
+from moesys.replay import Moment
 from moesys.traces import generate
 
 NUM_NODES, RANKS_PER_NODE, NUM_GROUPS = 4, 8, 4

@@ -1,4 +1,4 @@
-"""Workloads of the leaderboard: drawn ones are what they are called, recorded ones real, and can be recorded again."""
+"""Workloads of the leaderboard: generated ones are what they are called, recorded ones are real and reproducible."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from benchmarks.board import recording
-from benchmarks.board.workloads import GENERATED, SCORED, WARM_UP, Recorded, recorded_here
-from moesys.balance.predictors import measured_drift
+from benchmarks import record_routing as recording
+from moesys.balance import measured_drift
 from moesys.config import ClusterSpec, ModelShape
+from moesys.lab.leaderboard import workloads
+from moesys.lab.leaderboard.workloads import GENERATED, SCORED, WARM_UP, RecordedRouting, packaged_recordings
 from moesys.load import LoadMatrix
 from moesys.traces import Trace
 from moesys.train.text import load_text
@@ -31,6 +32,13 @@ def test_drawn_workloads_are_pure_and_differ_by_sample(drawn: Any) -> None:
     assert (first.sum(axis=2) == 8192 * MODEL.top_k).all()
 
 
+@pytest.mark.parametrize("drawn", GENERATED, ids=lambda drawn: drawn.name)
+def test_a_longer_warm_up_keeps_what_is_scored_in_turn(drawn: Any) -> None:
+    tokens_SRE = drawn.tokens_SRE(MODEL, CLUSTER, 0, warm_up=12)
+    assert tokens_SRE.shape == (12 + SCORED, 4, 8)
+    assert (tokens_SRE.sum(axis=2) == 8192 * MODEL.top_k).all()
+
+
 def test_workloads_are_what_they_are_called() -> None:
     model = MODEL.replace(num_experts=64, top_k=8)
     by_name = {drawn.name: drawn.tokens_SRE(model, CLUSTER, 3) for drawn in GENERATED}
@@ -46,12 +54,14 @@ def test_workloads_are_what_they_are_called() -> None:
 
 def test_packaged_recordings_are_real_routing() -> None:
     """Uneven, changing, of models whose experts are as many as published, and small."""
-    recorded = recorded_here()
+    recorded = packaged_recordings()
     assert [one.trace.name for one in recorded] == ["deepseek-v3", "olmoe", "qwen3-moe"]
     assert [(one.trace.num_experts, one.trace.top_k) for one in recorded] == [(256, 8), (64, 8), (128, 8)]
-    assert sum(path.stat().st_size for path in Path(recording.__file__).parent.glob("recorded/*.npz")) < 300_000
+    assert sum(path.stat().st_size for path in Path(workloads.__file__).parent.glob("recorded/*.npz")) < 300_000
     for one in recorded:
-        assert one.num_samples == 4
+        assert one.tokens_SRE(MODEL, CLUSTER, 3).shape == (WARM_UP + SCORED, 4, one.trace.num_experts)
+        with pytest.raises(ValueError, match="seeds=5 is more than"):
+            one.tokens_SRE(MODEL, CLUSTER, 4)
         assert (one.trace.tokens_SLRE.sum(axis=3) == recording.COUNTED * recording.CONTEXT * 8).all()
         for layer in range(one.trace.num_layers):
             loads = [LoadMatrix(tokens_RE) for tokens_RE in one.trace.tokens_SLRE[:, layer]]
@@ -61,7 +71,7 @@ def test_packaged_recordings_are_real_routing() -> None:
 
 def test_a_sample_of_a_recording_is_a_layer_then_later_micro_batches() -> None:
     counts_SLRE = np.arange(9 * 2 * 4 * 8).reshape(9, 2, 4, 8)
-    given = Recorded("given", "", Trace(counts_SLRE, 2))
+    given = RecordedRouting("given", "", Trace(counts_SLRE, 2))
     scaled = given.trace.scaled(8192).tokens_SLRE
     for sample, (first, layer) in enumerate(((0, 0), (0, 1), (3, 0), (3, 1))):
         assert (given.tokens_SRE(MODEL, CLUSTER, sample) == scaled[first : first + 6, layer]).all()

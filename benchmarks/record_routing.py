@@ -1,16 +1,15 @@
-"""Records the routing that the leaderboard replays: small models of transformers' code, trained here on built-in text.
+"""Records the routing that ``moesys leaderboard`` replays, from small models of transformers' code that it trains.
 
-They have the experts and top-k of a published model and little else of its size. At some steps of the training their
-routers see further batches of the text, and what each chooses is counted. The files beside were made by
+The models have the experts and top-k of a published model, and are small otherwise. At some steps of the training their
+routers see further batches of the text, and their choices are counted. The packaged files were made by
 
-    python -m benchmarks.board.recording benchmarks/board/recorded
+    python -m benchmarks record-routing moesys/lab/leaderboard/recorded
 
-in a quarter of an hour on two cores. Text and weights are of nobody else: Python's standard library, and drawn ones.
+in a quarter of an hour on two cores. The text is Python's standard library; weights are drawn.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -31,18 +30,17 @@ from moesys.traces import Trace, save_trace
 from moesys.train.text import Text, load_text
 
 NUM_RANKS, CONTEXT, SEED = 32, 128, 0
-# Sequences of a rank that are trained on, and those that are counted.
+# Sequences per rank that are trained on, and that are counted.
 TRAINED, COUNTED = 1, 4
 LEARNING_RATE = 2e-3
-# Three times DeepSeek-V3's own (arXiv 2412.19437, section 4.2), for there are only some hundred steps to balance
-# experts in; so popularity changes faster too, and it is counted more often. transformers' code leaves the update to
-# others.
+# Three times DeepSeek-V3's own (arXiv 2412.19437, section 4.2), because only a few hundred steps balance the experts.
+# Popularity therefore changes faster, and it is counted more often. transformers' code does not update the biases.
 BIAS_RATE = 3e-3
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """``base``: a packaged configuration; ``changes``: what is different, so that experts are as many as published."""
+    """A model, the packaged configuration ``base`` with ``changes``, and the steps before which it is counted."""
 
     name: str
     base: str
@@ -64,7 +62,7 @@ RECIPES = (
 
 
 def record(recipe: Recipe, text: Text) -> Trace:
-    """Trains from drawn weights, and counts what routers choose before each of the recipe's steps."""
+    """Trains from drawn weights, and counts the routers' choices before each of the recipe's steps."""
     fields = read_config(recipe.base) | recipe.changes
     config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
     torch.manual_seed(SEED)
@@ -86,12 +84,12 @@ def record(recipe: Recipe, text: Text) -> Trace:
             loss.backward()
             optimizer.step()
             _move_biases(model, chosen_LTK[0], num_experts)
-    meta = {"source": "python -m benchmarks.board.recording", "text": text.fingerprint[:16]}
+    meta = {"source": "python -m benchmarks record-routing", "text": text.fingerprint[:16]}
     return Trace(np.stack(counted), config.num_experts_per_tok, recipe.name, meta, recipe.steps)
 
 
 def facts(trace: Trace) -> Iterator[str]:
-    """Whether routing is uneven, and changes: by layer, medians over the recorded steps."""
+    """Yields how uneven the routing of each layer is and how fast it changes, as medians over the recorded steps."""
     for layer in range(trace.num_layers):
         loads = [LoadMatrix(tokens_RE) for tokens_RE in trace.tokens_SLRE[:, layer]]
         hottest = np.median([load.tokens_E.max() / load.tokens_E.mean() for load in loads])
@@ -105,7 +103,7 @@ def facts(trace: Trace) -> Iterator[str]:
 
 
 def _tokens(text: Text, step: int, batch: int, micro_batch: int) -> Tensor:
-    """The sequences of all ranks [R·B, C], rank by rank."""
+    """Returns the sequences of all ranks [R·B, C], rank by rank."""
     of_rank = (
         text.batch(step, micro_batch, rank, seed=SEED, batch=batch, context=CONTEXT)[0] for rank in range(NUM_RANKS)
     )
@@ -113,7 +111,7 @@ def _tokens(text: Text, step: int, batch: int, micro_batch: int) -> Tensor:
 
 
 def _counts(model: Any, tokens: Tensor, num_experts: int) -> IntArray:
-    """Returns [L, R, E]."""
+    """Returns the tokens that each rank routes to each expert, [L, R, E]."""
     with record_routing(model) as chosen_LTK:
         model(input_ids=tokens, use_cache=False)
     ids_LRN = chosen_LTK[0].long().reshape(len(chosen_LTK[0]), NUM_RANKS, -1)
@@ -121,25 +119,18 @@ def _counts(model: Any, tokens: Tensor, num_experts: int) -> IntArray:
 
 
 def _move_biases(model: Any, chosen_LTK: Tensor, num_experts: int) -> None:
-    """Towards experts with fewer tokens than the mean, where routers have biases for balance."""
+    """Moves the routers' balancing biases, if they have any, towards experts with fewer tokens than the mean."""
     biases = [buffer for name, buffer in model.named_buffers() if name.endswith("e_score_correction_bias")]
     for bias_E, ids_TK in zip(biases, chosen_LTK, strict=False):
         tokens_E = torch.bincount(ids_TK.flatten().long(), minlength=num_experts).float()
         bias_E += BIAS_RATE * torch.sign(tokens_E.mean() - tokens_E)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", type=Path, help="where the files go")
-    parser.add_argument("--only", choices=[recipe.name for recipe in RECIPES], help="one of the models")
-    asked = parser.parse_args()
+def main(folder: Path) -> int:
+    """Records all recipes, writes their traces into ``folder`` and prints facts; returns the exit code."""
     text = load_text()
     for recipe in RECIPES:
-        if asked.only in (None, recipe.name):
-            trace = record(recipe, text)
-            save_trace(trace, asked.folder / f"{recipe.name}.npz")
-            print(*facts(trace), sep="\n")
-
-
-if __name__ == "__main__":
-    main()
+        trace = record(recipe, text)
+        save_trace(trace, folder / f"{recipe.name}.npz")
+        print(*facts(trace), sep="\n")
+    return 0

@@ -1,4 +1,4 @@
-"""The leaderboard: ranks that follow from its lines, nothing played twice, one's own planner on it, refusals said."""
+"""The leaderboard: places that follow from its lines, nothing scored twice, users' planners, refusals with reasons."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import re
 import xml.etree.ElementTree as ET
 from collections import defaultdict
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,7 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks.__main__ import app
-from benchmarks.board import contests, leaderboard, outcomes
-from benchmarks.board import play as playing
-from benchmarks.board.contests import GROUPS, Entry, Group, Setting, own_planner, settings
-from benchmarks.board.outcomes import cases, written
-from benchmarks.board.play import Scores, play
-from benchmarks.board.workloads import GENERATED, SCORED, WARM_UP, Recorded, recorded_here
+from moesys.__main__ import app
 from moesys.config import (
     ClusterSpec,
     Eplb,
@@ -36,6 +31,20 @@ from moesys.config import (
     UltraEp,
 )
 from moesys.config.workload import Generated
+from moesys.lab.leaderboard import pages, results, workloads
+from moesys.lab.leaderboard import scores as scoring
+from moesys.lab.leaderboard.planners import GROUPS, PlannerGroup, PlannerPair, named_planner
+from moesys.lab.leaderboard.results import written
+from moesys.lab.leaderboard.scores import PlannerScores, score
+from moesys.lab.leaderboard.workloads import (
+    GENERATED,
+    SCORED,
+    WARM_UP,
+    RecordedRouting,
+    RoutingSetting,
+    packaged_recordings,
+    settings,
+)
 from moesys.traces import Trace, generate, save_trace
 
 OWN = """
@@ -67,20 +76,20 @@ class First(ms.Split):
 MODEL = ModelShape(hidden_size=64, intermediate_size=32, num_experts=8, top_k=2, dtype="bfloat16")
 CLUSTER = ClusterSpec(num_nodes=2, ranks_per_node=2)
 SMALL = (
-    Group("history", "on history", "fsep", 1, 0, (Entry(Static(), EvenSplit()), Entry(Static(), FlowSplit()))),
-    Group("late", "and a late slot", "fsep", 1, 1, (Entry(Eplb(), FlowSplit()), Entry(Laer(), FlowSplit()))),
-    Group("counts", "on counts", "ep", 0, 0, (Entry(MoonEp(), Quotas()), Entry(FlexMoe(), FlowSplit()))),
+    PlannerGroup("history", "on history", (PlannerPair(Static(), EvenSplit()), PlannerPair(Static(), FlowSplit()))),
+    PlannerGroup("late", "a late slot", (PlannerPair(Eplb(), FlowSplit()), PlannerPair(Laer(), FlowSplit())), 1, 1),
+    PlannerGroup("counts", "on counts", (PlannerPair(MoonEp(), Quotas()), PlannerPair(FlexMoe(), FlowSplit())), lag=0),
 )
-SETTINGS = [Setting(drawn, "small", "2 x 2") for drawn in GENERATED[:2]]
+SETTING = RoutingSetting(GENERATED[0], "small", MODEL, "2 x 2", CLUSTER)
 
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A board of three groups with a model and a cluster that take no time."""
-    monkeypatch.setattr(contests, "MODELS", {"small": MODEL})
-    monkeypatch.setattr(contests, "CLUSTERS", {"2 x 2": CLUSTER, "2 x 8 H100": CLUSTER, "4 x 8 H100": CLUSTER})
-    monkeypatch.setattr(contests, "_DRAWN_ON", (("small", "2 x 2"),))
-    monkeypatch.setattr(leaderboard, "GROUPS", SMALL)
+    """A leaderboard of three groups with a model and a cluster that take no time."""
+    monkeypatch.setattr(workloads, "MODELS", {"small": MODEL})
+    monkeypatch.setattr(workloads, "CLUSTERS", {"2 x 2": CLUSTER, "2 x 8 H100": CLUSTER, "4 x 8 H100": CLUSTER})
+    monkeypatch.setattr(workloads, "_GENERATED_ON", (("small", "2 x 2"),))
+    monkeypatch.setattr(pages, "GROUPS", SMALL)
 
 
 def run(*arguments: str) -> str:
@@ -123,8 +132,8 @@ def test_places_follow_from_the_lines_alone(board: Path) -> None:
         rows = [re.split(r" *\| *", row.strip("| ")) for row in re.findall(r"^\| .+ \|$", section, re.MULTILINE)][2:]
         ranked = {row[1]: (int(row[0]), float(row[2].split()[0])) for row in rows if row[0].isdigit()}
         assert set(ranked) == everywhere
-        for planner, (place, score) in ranked.items():
-            assert score == pytest.approx(scores[planner], abs=6e-4)
+        for planner, (place, slowdown) in ranked.items():
+            assert slowdown == pytest.approx(scores[planner], abs=6e-4)
             assert place == 1 + sum(other < scores[planner] * (1 - 1e-12) for other in scores.values())
         assert [place for place, _ in ranked.values()] == sorted(place for place, _ in ranked.values())
         # without a place, but not without a word
@@ -132,7 +141,7 @@ def test_places_follow_from_the_lines_alone(board: Path) -> None:
         assert all(planner in section or planner in page for planner in absent)
 
 
-def test_one_s_own_planner_is_on_the_board(board: Path) -> None:
+def test_one_s_named_planner_is_on_the_board(board: Path) -> None:
     for group in SMALL:
         own = [line for line in lines_of(board) if line["planner"].startswith("mine:InTurn")]
         assert {line["planner"].split(" + ")[1] for line in own if line["group"] == group.name} <= {"even", "flow"}
@@ -143,8 +152,8 @@ def test_one_s_own_planner_is_on_the_board(board: Path) -> None:
 
 def test_who_cannot_plan_has_a_reason_and_no_place(board: Path) -> None:
     page = (board / "leaderboard.md").read_text()
-    assert re.search(r"^\| flex_moe \+ flow \| 2 of 2 settings \| balance=FlexMoe\(max_moves=10\) counts", page, re.M)
-    assert re.search(r"^\| +\| flex_moe \+ flow \|", page, re.MULTILINE)
+    reason = r"2 of 2 settings: balance=FlexMoe\(max_moves=10\) counts"
+    assert re.search(rf"^\| +\| flex_moe \+ flow \|.*\| {reason}", page, re.MULTILINE)
 
 
 class Tags(HTMLParser):
@@ -165,8 +174,7 @@ class Tags(HTMLParser):
 def test_the_page_is_whole_and_needs_nothing_else(board: Path) -> None:
     page = (board / "leaderboard.html").read_text()
     svgs = re.findall(r"<svg.*?</svg>", page, re.DOTALL)
-    # two figures for each group
-    assert len(svgs) == 2 * len(SMALL)
+    assert len(svgs) == len(SMALL)
     for svg in svgs:
         assert ET.fromstring(svg).tag.endswith("svg")
     parser = Tags()
@@ -186,7 +194,7 @@ def test_the_page_is_whole_and_needs_nothing_else(board: Path) -> None:
 def test_what_is_known_is_not_played_again(board: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page, size = (board / "leaderboard.md").read_text(), (board / "results.jsonl").stat().st_size
     mine = f"{board.parent / 'mine.py'}:InTurn"
-    monkeypatch.setattr(outcomes, "play", lambda *_: pytest.fail("played again"))
+    monkeypatch.setattr(results, "score", lambda *_: pytest.fail("scored again"))
     run("--quick", "--seeds", "2", "--out", str(board), "--planner", mine)
     assert (board / "leaderboard.md").read_text() == page
     assert (board / "results.jsonl").stat().st_size == size
@@ -196,16 +204,16 @@ def test_a_torn_last_line_is_played_again_and_no_other(board: Path, monkeypatch:
     whole = lines_of(board)
     with (board / "results.jsonl").open("r+b") as file:
         file.truncate((board / "results.jsonl").stat().st_size - 40)
-    played: list[Entry] = []
+    scored: list[PlannerPair] = []
 
-    def counting(setting: Setting, group: Group, entries: tuple[Entry, ...], sample: int) -> Any:
-        played.extend(entries)
-        return play(setting, group, entries, sample)
+    def counting(setting: RoutingSetting, group: PlannerGroup, pairs: list[PlannerPair], sample: int) -> Any:
+        scored.extend(pairs)
+        return score(setting, group, pairs, sample)
 
-    monkeypatch.setattr(outcomes, "play", counting)
+    monkeypatch.setattr(results, "score", counting)
     mine = f"{board.parent / 'mine.py'}:InTurn"
     run("--quick", "--seeds", "2", "--out", str(board), "--planner", mine)
-    assert len(played) == 1
+    assert len(scored) == 1
     again = lines_of(board)
     assert again[:-1] == whole[:-1]
     assert again[-1]["key"] == whole[-1]["key"]
@@ -216,35 +224,34 @@ def test_another_source_is_another_planner(tmp_path: Path) -> None:
     keys = []
     for shift in (0, 1):
         (tmp_path / f"of_{shift}.py").write_text(OWN.replace("rows %", f"(rows + {shift}) %"))
-        own = own_planner(f"{tmp_path / f'of_{shift}.py'}:InTurn")
-        asked = cases(SETTINGS[:1], [SMALL[0].with_own([own])], 1)
-        keys.append(set(outcomes._keys(asked)))
+        own = named_planner(f"{tmp_path / f'of_{shift}.py'}:InTurn")
+        found = results.results([SETTING], [SMALL[0].with_planners([own])], 1, tmp_path)
+        keys.append({result.key for result in found})
     assert len(keys[0]) == len(keys[1])
-    # all but those of the two splits over one's own layouts
+    # All but those of the two splits over the user's layouts.
     assert len(keys[0] & keys[1]) == len(keys[0]) - 2
 
 
 def test_a_line_that_is_none_is_named(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
-    path.write_text('{"schema": 1}\n')
-    with pytest.raises(ValueError, match=r"line 1 of .*cannot be read: it is no outcome: 'scores'; delete the line"):
-        list(written(path))
     path.write_text('{"schema": 9}\n')
-    with pytest.raises(ValueError, match="it has schema 9, and this moesys reads 1"):
+    with pytest.raises(ValueError, match=r"line 1 of .* is not a result: .*scores: Field required.*; delete the line"):
+        list(written(path))
+    with pytest.raises(ValueError, match="schema: Input should be 1"):
         list(written(path))
 
 
-# --- playing ---
+# --- scoring ---
 
 
 def test_layouts_know_no_later_micro_batch() -> None:
     """The scored micro-batches change, those before do not: nor does what the first of them is run on."""
     layouts = []
 
-    class Spied(playing._Meter):
-        def score(self, scores: Scores, strategy: Any, plan: Any) -> None:
+    class Spied(scoring._Meter):
+        def _add(self, scores: PlannerScores, strategy: Any, plan: Any) -> None:
             layouts.append(plan.layout.fingerprint())
-            super().score(scores, strategy, plan)
+            super()._add(scores, strategy, plan)
 
     tokens_SRE = GENERATED[0].tokens_SRE(MODEL, CLUSTER, 0)
     changed = tokens_SRE.copy()
@@ -252,10 +259,10 @@ def test_layouts_know_no_later_micro_batch() -> None:
     found = []
     for tokens in (tokens_SRE, changed):
         layouts.clear()
-        given = Recorded("given", "", Trace(tokens[:, None], MODEL.top_k))
+        given = RecordedRouting("given", "", Trace(tokens[:, None], MODEL.top_k))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(playing, "_Meter", Spied)
-            list(play(Setting(given, "small", "2 x 2"), GROUPS[0], (Entry(Greedy(), FlowSplit()),), 0))
+            patch.setattr(scoring, "_Meter", Spied)
+            list(score(replace(SETTING, routing=given), GROUPS[0], (PlannerPair(Greedy(), FlowSplit()),), 0))
         found.append(tuple(layouts))
     assert len(found[0]) == SCORED
     assert found[0][0] == found[1][0]
@@ -264,7 +271,7 @@ def test_layouts_know_no_later_micro_batch() -> None:
 
 def test_scores_are_those_of_the_plan() -> None:
     """Static, whose layout and bytes one can count by hand."""
-    [(_, scores)] = play(SETTINGS[0], SMALL[0], (Entry(Static(), EvenSplit()),), 0)
+    [(_, scores)] = score(SETTING, SMALL[0], (PlannerPair(Static(), EvenSplit()),), 0)
     slots, R = SMALL[0].slots(MODEL, CLUSTER), CLUSTER.num_ranks
     assert slots == 3
     held_bytes = 2 * MODEL.expert_parameters
@@ -277,7 +284,7 @@ def test_scores_are_those_of_the_plan() -> None:
 
 
 def test_lent_experts_are_counted() -> None:
-    [(_, moon)] = play(SETTINGS[0], SMALL[2], (Entry(MoonEp(), Quotas()),), 0)
+    [(_, moon)] = score(SETTING, SMALL[2], (PlannerPair(MoonEp(), Quotas()),), 0)
     assert moon.max_over_mean == pytest.approx([1.0] * SCORED, abs=1e-3)
     for copies, gb in zip(moon.copies, moon.restored_gb, strict=True):
         assert copies == pytest.approx(round(copies))
@@ -286,9 +293,9 @@ def test_lent_experts_are_counted() -> None:
 
 def test_a_planner_that_loses_an_expert_cannot(tmp_path: Path) -> None:
     (tmp_path / "losing.py").write_text(OWN)
-    entry = Entry(own_planner(f"{tmp_path / 'losing.py'}:Loses"), FlowSplit())
+    entry = PlannerPair(named_planner(f"{tmp_path / 'losing.py'}:Loses"), FlowSplit())
     for group in SMALL:
-        [(_, scores)] = play(SETTINGS[0], group, (entry,), 0)
+        [(_, scores)] = score(SETTING, group, (entry,), 0)
         assert scores.cannot.startswith(
             "balance=losing:Loses: layout(problem) raised ValueError: no rank holds experts"
         )
@@ -299,24 +306,26 @@ def test_two_planners_of_one_name_are_not_taken_for_each_other(tmp_path: Path) -
     for folder in ("one", "other"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "of_one_name.py").write_text(f"{OWN}# {folder}\n")
-    own_planner(f"{tmp_path / 'one' / 'of_one_name.py'}:InTurn")
+    named_planner(f"{tmp_path / 'one' / 'of_one_name.py'}:InTurn")
     with pytest.raises(ValueError, match=r"one/of_one_name\.py already; give one of the files another name"):
-        own_planner(f"{tmp_path / 'other' / 'of_one_name.py'}:InTurn")
+        named_planner(f"{tmp_path / 'other' / 'of_one_name.py'}:InTurn")
 
 
 def test_a_split_of_one_s_own_goes_over_all_layouts(tmp_path: Path) -> None:
     (tmp_path / "splitting.py").write_text(OWN)
-    own = own_planner(f"{tmp_path / 'splitting.py'}:First")
-    group = SMALL[1].with_own([own])
-    assert [entry.name for entry in group.entries[2:]] == ["eplb + splitting:First", "laer + splitting:First"]
-    found = dict(play(SETTINGS[0], group, group.entries[2:3], 0))
+    own = named_planner(f"{tmp_path / 'splitting.py'}:First")
+    group = SMALL[1].with_planners([own])
+    assert [pair.name for pair in group.pairs[2:]] == ["eplb + splitting:First", "laer + splitting:First"]
+    found = dict(score(SETTING, group, group.pairs[2:3], 0))
     assert next(iter(found.values())).cannot == ""
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("alone", "planner='alone' names no class; give file.py:Class, or module:Class"),
+        ("alone", "planner='alone' names no class; give file.py:Class, module:Class, or JSON with a kind"),
+        ('{"kind": "best"}', 'planner=\'{"kind": "best"}\''),
+        ('{"kind"', "is not valid JSON"),
         ("nowhere.py:Mine", "nowhere.py is not a file; give the file that has Mine"),
         ("no.such.module:Mine", "kind='no.such.module:Mine' cannot be imported: ModuleNotFoundError"),
         ("moesys.config:Greedy", "kind='moesys.config:Greedy' is no class of your own that extends ms.Balance"),
@@ -324,14 +333,14 @@ def test_a_split_of_one_s_own_goes_over_all_layouts(tmp_path: Path) -> None:
 )
 def test_what_is_no_planner_is_refused(text: str, message: str) -> None:
     with pytest.raises(ValueError, match="planner=") as error:
-        own_planner(text)
+        named_planner(text)
     assert message in str(error.value)
 
 
 def test_a_planner_is_named_by_its_module_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "module_of_mine.py").write_text(OWN)
     monkeypatch.syspath_prepend(tmp_path)
-    assert own_planner("module_of_mine:InTurn") == own_planner("module_of_mine.InTurn")
+    assert named_planner("module_of_mine:InTurn") == named_planner("module_of_mine.InTurn")
 
 
 # --- what takes part ---
@@ -346,36 +355,65 @@ def test_a_trace_of_one_s_own_is_a_workload(tmp_path: Path) -> None:
     arguments = ["leaderboard", "--quick", "--out", str(tmp_path / "no"), "--trace", str(tmp_path / "odd.npz")]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 2
-    assert "odd, given: its 9 experts, top 2, are those of no model of the board" in " ".join(result.output.split())
+    assert "odd, given: its 9 experts, top 2, fit none of small (8, top 2); give the model" in " ".join(
+        result.output.split()
+    )
+
+
+def test_a_trace_is_replayed_alone_under_other_conditions(tmp_path: Path) -> None:
+    """A trace of another shape, on a given model and cluster, with a lag, slots and a predictor."""
+    drawn = Generated(num_layers=1, tokens_per_rank=64, warmup=0, steps=9, drift=0.5)
+    save_trace(generate(drawn, 4, 16, 4, 0), tmp_path / "ours.npz")
+    shape = {"num_local_experts": 16, "num_experts_per_tok": 4, "hidden_size": 64, "intermediate_size": 32}
+    fields = {"model_type": "mixtral", "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 99, **shape}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    arguments = ["--seeds", "1", "--trace", str(tmp_path / "ours.npz"), "--traces-only", "--cluster", "2x2"]
+    arguments += ["--model", str(tmp_path / "config.json"), "--planner", '{"kind": "eplb", "hierarchical": true}']
+    layer_ms = []
+    for number, changes in enumerate(([], ["--lag", "4"], ["--slots", "6"], ["--lag", "4", "--predictor", "oracle"])):
+        run(*arguments, "--out", str(tmp_path / str(number)), *changes)
+        lines = lines_of(tmp_path / str(number))
+        assert {(line["workload"], line["cluster"]) for line in lines} == {("ours, given", "2x2")}
+        [line] = [
+            line for line in lines if line["planner"] == "eplb(hierarchical=True) + flow" and line["group"] == "late"
+        ]
+        assert line["slots"] == (6 if "--slots" in changes else 5)
+        layer_ms.append(tuple(line["scores"]["layer_ms"]))
+        page = (tmp_path / str(number) / "leaderboard.md").read_text()
+        assert " ".join(["--seeds 1", *changes]).split(" --")[-1] in page
+    assert len(set(layer_ms)) == 4
+    result = CliRunner().invoke(app, ["leaderboard", "--traces-only", "--out", str(tmp_path / "no")])
+    assert result.exit_code == 2
+    assert "no trace is given; add --trace FILE" in " ".join(result.output.split())
 
 
 def test_two_traces_of_one_name_are_refused() -> None:
-    given = Recorded("ours, given", "", generate(Generated(num_layers=1, warmup=0, steps=6), 4, 8, 2, 0))
-    with pytest.raises(
-        ValueError, match="trace: ours, given, ours, given share a name, by which tables tell them apart"
-    ):
-        settings([given, given])
+    given = RecordedRouting("ours, given", "", generate(Generated(num_layers=1, warmup=0, steps=6), 4, 8, 2, 0))
+    with pytest.raises(ValueError, match="trace: ours, given, ours, given have a name in common"):
+        settings([given, given], models={}, clusters={})
 
 
 def test_all_kinds_of_planners_and_splits_take_part(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     from moesys.config import Balance, Split
 
-    taking_part = [entry for group in GROUPS for entry in group.entries]
-    assert {entry.balance.kind for entry in taking_part} == set(Balance.kinds())
-    assert {entry.split.kind for entry in taking_part} == set(Split.kinds())
-    assert {setting.workload.name for setting in settings()} == {
-        *(one.name for one in recorded_here()),
+    taking_part = [pair for group in GROUPS for pair in group.pairs]
+    assert {pair.balance.kind for pair in taking_part} == set(Balance.kinds())
+    assert {pair.split.kind for pair in taking_part} == set(Split.kinds())
+    everywhere = settings(models={}, clusters={})
+    assert len(everywhere) == 32
+    assert {setting.routing.name for setting in everywhere} == {
+        *(one.name for one in packaged_recordings()),
         *(drawn.name for drawn in GENERATED),
     }
     for group in GROUPS:
-        assert len({entry.name for entry in group.entries}) == len(group.entries)
-        for setting in settings():
+        assert len({pair.name for pair in group.pairs}) == len(group.pairs)
+        for setting in everywhere:
             assert group.slots(setting.model, setting.cluster) * setting.cluster.num_ranks >= setting.model.num_experts
 
 
 def test_planners_that_need_more_slots_say_so() -> None:
-    [(_, scores)] = play(SETTINGS[0], SMALL[0], (Entry(MoonEp(), FlowSplit()),), 0)
+    [(_, scores)] = score(SETTING, SMALL[0], (PlannerPair(MoonEp(), FlowSplit()),), 0)
     assert "2 experts live there and it may borrow 2; use slots_per_rank of at least 4" in scores.cannot
-    [(_, ultra)] = play(SETTINGS[0], SMALL[0], (Entry(UltraEp(), FlowSplit()),), 0)
+    [(_, ultra)] = score(SETTING, SMALL[0], (PlannerPair(UltraEp(), FlowSplit()),), 0)
     assert ultra.cannot == ""

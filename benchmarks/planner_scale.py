@@ -1,0 +1,188 @@
+"""Planning times over sizes: layouts and splits for 8 to 1,024 ranks and up to 58 layers, on generated loads.
+
+DeepSeek's own EPLB takes part where a checkout of deepseek-ai/EPLB is given; it is never a dependency.
+"""
+
+from __future__ import annotations
+
+import runpy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+
+from moesys.balance import min_max_load, plan_layouts, split_tokens
+from moesys.config import Balance, ClusterSpec, Eplb, EvenSplit, FlowSplit, Greedy, Laer, Split
+from moesys.lab.runs.stopwatch import machine_line, repeated_ms
+from moesys.lab.show.reports import Report, publish
+from moesys.lab.show.sheets import Column, Sheet
+from moesys.lab.show.steps import steps_told
+from moesys.layout import ExpertLayout
+from moesys.load import LoadMatrix
+
+TOKENS_PER_RANK, TOP_K = 8192, 8
+# Layers are planned in parallel.
+THREADS = 2
+PLANNERS: dict[str, tuple[Balance, Split]] = {
+    "greedy + flow": (Greedy(), FlowSplit()),
+    "greedy, effort 0 + flow": (Greedy(effort=0), FlowSplit()),
+    "eplb + even": (Eplb(), EvenSplit()),
+    "laer + even": (Laer(), EvenSplit()),
+}
+PEER = "EPLB's own code"
+# EPLB's own code takes minutes for one plan on 1,024 ranks.
+MOST_PEER_RANKS = 256
+
+
+@dataclass(frozen=True)
+class SizeCase:
+    """Loads of some layers on nodes of 8 ranks.
+
+    zipf: the exponent of the experts' popularity, whose order is shuffled; a rank's choices are independent of one
+    another, so a hot expert may be chosen more often than there are tokens. None: uniform counts of 0 to 999, with
+    which LAER-MoE times its own planner.
+    """
+
+    num_experts: int
+    num_ranks: int
+    slots: int
+    zipf: float | None = 1.0
+    num_layers: int = 1
+
+    @property
+    def name(self) -> str:
+        routing = "uniform" if self.zipf is None else f"Zipf {self.zipf}"
+        layers = f", {self.num_layers} layers" if self.num_layers > 1 else ""
+        return f"{self.num_experts} experts, {self.num_ranks} ranks x {self.slots} slots{layers}, {routing}"
+
+    @property
+    def cluster(self) -> ClusterSpec:
+        in_node = min(8, self.num_ranks)
+        return ClusterSpec(num_nodes=self.num_ranks // in_node, ranks_per_node=in_node)
+
+    def loads(self, seed: int) -> list[LoadMatrix]:
+        """Returns the load of each layer, a pure function of ``seed``."""
+        R, E = self.num_ranks, self.num_experts
+        rng = np.random.Generator(np.random.Philox(np.random.SeedSequence((seed, E, R))))
+        if self.zipf is None:
+            return [LoadMatrix(rng.integers(0, 1000, (R, E))) for _ in range(self.num_layers)]
+        weight_E = np.arange(1, E + 1) ** -self.zipf
+        shares = [rng.permutation(weight_E) / weight_E.sum() for _ in range(self.num_layers)]
+        return [LoadMatrix(rng.multinomial(TOKENS_PER_RANK * TOP_K, share_E, size=R)) for share_E in shares]
+
+
+CASES = (
+    *(
+        SizeCase(num_experts, num_ranks, num_experts // num_ranks + 1, zipf)
+        for num_experts, num_ranks in ((64, 8), (128, 32), (256, 64), (512, 256))
+        for zipf in (0.5, 1.0, 1.5)
+    ),
+    SizeCase(32, 1024, 16, zipf=None),
+    SizeCase(256, 1024, 2, zipf=None),
+    SizeCase(256, 32, 9, num_layers=58),
+)
+
+
+@dataclass(frozen=True)
+class SizeRow:
+    """One planner in one case: medians of times, means of the balance over layers and seeds, and the worst of them.
+
+    layout_ms: of all layers. split_ms: of one. gap: the busiest rank's tokens over the min-cut bound of the layout.
+    """
+
+    case: Annotated[str, Column("case")]
+    planner: Annotated[str, Column("planner + split")]
+    layout_ms: Annotated[float, Column("layout ms", ".3f")]
+    split_ms: Annotated[float, Column("split ms", ".3f")]
+    max_over_mean: Annotated[float, Column("max/mean", ".4f")]
+    worst: Annotated[float, Column("worst", ".4f")]
+    gap: Annotated[float, Column("gap %", ".2f", 100)]
+
+
+def load_peer(path: Path) -> Callable[..., Any]:
+    """Returns ``rebalance_experts`` of a checkout of deepseek-ai/EPLB: its folder, or its eplb.py. Runs that file.
+
+    Raises ValueError if there is none.
+    """
+    file = path / "eplb.py" if path.is_dir() else path
+    if not file.is_file():
+        raise ValueError(f"peer_eplb={path} has no eplb.py; give a folder that deepseek-ai/EPLB was checked out to")
+    names = runpy.run_path(str(file))
+    if "rebalance_experts" not in names:
+        raise ValueError(f"{file} has no rebalance_experts; give the eplb.py of deepseek-ai/EPLB")
+    rebalance: Callable[..., Any] = names["rebalance_experts"]
+    return rebalance
+
+
+def measure(
+    case: SizeCase, planner: str, num_seeds: int, repeats: int, peer: Callable[..., Any] | None = None
+) -> SizeRow:
+    """Times one of ``PLANNERS``, or with ``peer`` EPLB's own code in its global form."""
+    cluster, slots = case.cluster, case.slots
+    balance, split = PLANNERS.get(planner, PLANNERS["eplb + even"])
+    # EPLB's even split is over all replicas alike; LAER-MoE's prefers those on the source's node.
+    split_on = ClusterSpec(ranks_per_node=case.num_ranks) if isinstance(balance, Eplb) else cluster
+
+    def plan(loads: Sequence[LoadMatrix]) -> list[ExpertLayout]:
+        if peer is None:
+            return plan_layouts(loads, cluster, balance, slots, threads=THREADS)
+        loads_LE = torch.from_numpy(np.stack([load.tokens_E for load in loads]))
+        expert_LP = peer(loads_LE, slots * case.num_ranks, 1, 1, case.num_ranks)[0].numpy().astype(np.int64)
+        return [ExpertLayout(expert_P.reshape(-1, slots), case.num_experts) for expert_P in expert_LP]
+
+    layout_ms, split_ms, ratios, gaps = [], [], [], []
+    for loads in map(case.loads, range(num_seeds)):
+        layout_ms += repeated_ms(partial(plan, loads), repeats)
+        for load, layout in zip(loads, plan(loads), strict=True):
+            divide = partial(split_tokens, load, layout, split_on, split)
+            split_ms += repeated_ms(divide, repeats)
+            tokens = divide()
+            ratios.append(tokens.max_over_mean)
+            gaps.append(tokens.tokens_R.max() / min_max_load(load, layout) - 1)
+    return SizeRow(
+        case=case.name,
+        planner=planner,
+        layout_ms=float(np.median(layout_ms)),
+        split_ms=float(np.median(split_ms)),
+        max_over_mean=float(np.mean(ratios)),
+        worst=max(ratios),
+        gap=float(np.mean(gaps)),
+    )
+
+
+def main(
+    *,
+    cases: Sequence[SizeCase] = CASES,
+    num_seeds: int = 3,
+    repeats: int = 9,
+    peer: Path | None = None,
+    json_path: Path | None = None,
+) -> int:
+    """Measures, writes and prints; returns the exit code. Raises ValueError for a peer that does not exist."""
+    rebalance = load_peer(peer) if peer else None
+    runs = [(case, planner) for case in cases for planner in PLANNERS]
+    if rebalance:
+        runs += [(case, PEER) for case in cases if case.num_ranks <= MOST_PEER_RANKS]
+    rows = []
+    with steps_told("planner-scale", len(runs)) as tell:
+        for case, planner in sorted(runs, key=lambda run: cases.index(run[0])):
+            tell(f"{case.name}, {planner}")
+            rows.append(measure(case, planner, num_seeds, repeats, rebalance if planner == PEER else None))
+    machine = machine_line(THREADS, ("numpy", "numba", "ortools", "torch"))
+    notes = [
+        f"{machine}; {TOKENS_PER_RANK:,} tokens per rank, top-{TOP_K}, nodes of 8 ranks; {num_seeds} seeds",
+        f"ms: medians of {repeats} calls per seed, after one of warm-up; layout: all layers; split: one layer.",
+        "gap: the busiest rank's tokens over the min-cut bound of the layout.",
+        "even: over the replicas on the source's node, if it has any; EPLB's: over all replicas alike.",
+    ]
+    title = "MEASURED: planning times over sizes"
+    sheet = Sheet(title, rows, notes, group_by="case")
+    publish(
+        Report("planner-scale", title, "measured", [sheet], data={"machine": machine, "rows": rows}),
+        json_path=json_path,
+    )
+    return 0

@@ -1,0 +1,170 @@
+"""The planners that the leaderboard compares: pairs of a layout planner and a token split, in groups."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from moesys import config
+from moesys.balance.cp_sat.cp_sat import SOLVED_WHOLE
+from moesys.config import Balance, ClusterSpec, ModelShape, Predictor, Split, Strategy
+from moesys.lab.runs.experiment_files import import_named, in_words
+
+_FLOWS: tuple[Split, ...] = (config.FlowSplit(), config.FlowSplit(max_inter_node="seconds"))
+_SPLITS: tuple[Split, ...] = (config.EvenSplit(), config.Proportional(), *_FLOWS)
+_EPLBS = (config.Eplb(), config.Eplb(hierarchical=True, num_groups=8))
+_LAYOUTS: tuple[Balance, ...] = (config.Static(), *_EPLBS, config.Laer(), config.FlexMoe(), config.Greedy())
+# CP-SAT takes part only where it solves the whole problem and no rank waits for its plan: otherwise it takes seconds.
+_CP_SAT = config.CpSat(deterministic_time=0.2)
+_LAST = config.Last()
+_ON_COUNTS: tuple[Balance, ...] = (config.MoonEp(), config.Llep(), config.UltraEp(), config.FasterMoe())
+
+
+def member_words(member: Balance | Split | Predictor) -> str:
+    """Returns a member's kind and the fields that differ from their defaults, such as ``greedy(effort=4)``."""
+    defaults = {name: field.default for name, field in type(member).model_fields.items()}
+    changed = [f"{field}={value}" for field, value in member if field != "kind" and value != defaults[field]]
+    return f"{member.kind}({', '.join(changed)})" if changed else member.kind
+
+
+@dataclass(frozen=True)
+class PlannerPair:
+    """A layout planner and the token split that divides tokens over its layouts."""
+
+    balance: Balance
+    split: Split
+
+    @property
+    def name(self) -> str:
+        return f"{member_words(self.balance)} + {member_words(self.split)}"
+
+
+OURS = PlannerPair(config.Greedy(), _FLOWS[1])
+
+
+def _pairs(balances: Sequence[Balance], splits: Sequence[Split]) -> tuple[PlannerPair, ...]:
+    return tuple(PlannerPair(balance, split) for balance in balances for split in splits)
+
+
+@dataclass(frozen=True)
+class PlannerGroup:
+    """Pairs that are compared with each other: all have the same slots, lag, predictor and sharding.
+
+    With m experts per rank if no expert were replicated, a rank has m/4 further slots, at least one, for fully sharded
+    experts. With ``lag=0`` experts have owners, and a rank has 2m slots, half of them for its own experts, as MoonEP
+    needs them. ``slots_per_rank`` replaces this rule.
+    """
+
+    name: str
+    about: str
+    pairs: tuple[PlannerPair, ...]
+    lag: int = 1
+    late_slots: int = 0
+    slots_per_rank: int | None = None
+    predictor: Predictor = _LAST
+
+    def slots(self, model: ModelShape, cluster: ClusterSpec) -> int:
+        fewest = -(-model.num_experts // cluster.num_ranks)
+        by_rule = min(model.num_experts, fewest + max(1, fewest // 4)) if self.lag else 2 * fewest
+        return self.slots_per_rank or by_rule
+
+    def strategy(self, pair: PlannerPair, model: ModelShape, cluster: ClusterSpec) -> Strategy:
+        """Returns the strategy of a pair. Raises ValueError if the pair cannot run under the group's conditions."""
+        placements = model.num_experts * cluster.num_ranks
+        if isinstance(pair.balance, config.CpSat) and placements > SOLVED_WHOLE:
+            raise ValueError(
+                f"{placements} placements (ranks x experts) are more than the {SOLVED_WHOLE} that CP-SAT solves as one "
+                "problem; beyond them its plans take seconds"
+            )
+        slots = self.slots(model, cluster)
+        return Strategy(
+            name=pair.name,
+            sharding=config.Fsep(slots_per_rank=slots) if self.lag else config.Ep(slots_per_rank=slots),
+            balance=self._informed(pair.balance, cluster),
+            predictor=self.predictor,
+            split=pair.split,
+            lag=self.lag,
+            late_slots=self.late_slots,
+        )
+
+    def _informed(self, balance: Balance, cluster: ClusterSpec) -> Balance:
+        """Sets what a planner may know beforehand: the cluster's speeds, and that no load drifts with ``lag=0``."""
+        if isinstance(balance, config.FasterMoe):
+            gb_per_s = cluster.inter_node_gb_per_s * cluster.num_nodes / cluster.num_ranks
+            return balance.replace(gb_per_s=gb_per_s, tflops=cluster.expert_tflops)
+        return balance.replace(drift=0.0) if isinstance(balance, config.Greedy) and self.lag == 0 else balance
+
+    def with_planners(self, added: Sequence[Balance | Split]) -> PlannerGroup:
+        """Adds layout planners, each with every split of the group, and splits, each with every layout planner."""
+        splits = tuple(dict.fromkeys(pair.split for pair in self.pairs if not isinstance(pair.split, config.Quotas)))
+        balances = tuple(dict.fromkeys(pair.balance for pair in self.pairs if pair.split in splits))
+        new_balances = [member for member in added if isinstance(member, Balance)]
+        new_splits = [member for member in added if isinstance(member, Split)]
+        pairs = self.pairs + _pairs(new_balances, (*splits, *new_splits)) + _pairs(balances, new_splits)
+        return replace(self, pairs=tuple(dict.fromkeys(pairs)))
+
+
+GROUPS = (
+    PlannerGroup(
+        "planned on history",
+        "layouts are planned on earlier counts, in parallel with training; experts are fully sharded",
+        _pairs((*_LAYOUTS, _CP_SAT), _SPLITS) + _pairs(_ON_COUNTS, _FLOWS[:1]),
+    ),
+    PlannerGroup(
+        "history and one late slot",
+        "as above, but one slot of each rank is filled from the current counts where that is predicted to be faster",
+        _pairs(_LAYOUTS, _FLOWS),
+        late_slots=1,
+    ),
+    PlannerGroup(
+        "planned on current counts",
+        "layouts are planned on the counts of the same micro-batch, before any token is sent; experts are owned by "
+        "ranks and lent to others",
+        _pairs(_ON_COUNTS, (config.Quotas(),)) + _pairs(_LAYOUTS, (config.EvenSplit(), *_FLOWS)),
+        lag=0,
+    ),
+)
+
+
+def named_planner(text: str) -> Balance | Split:
+    """Returns a layout planner or split: ``path/to/file.py:Class``, ``module:Class``, ``module.Class``; or JSON, such
+    as ``{"kind": "greedy", "effort": 4}``.
+
+    Raises ValueError if there is no such class, or if a field is missing or wrong.
+    """
+    file, folder = None, Path.cwd()
+    if text.lstrip().startswith("{"):
+        try:
+            fields = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"planner={text!r} is not valid JSON: {error}") from None
+    else:
+        path, colon, name = text.rpartition(":") if ":" in text else text.rpartition(".")
+        if not (path and colon and name):
+            raise ValueError(f"planner={text!r} names no class; give file.py:Class, module:Class, or JSON with a kind")
+        if path.endswith(".py"):
+            file, folder = Path(path), Path(path).resolve().parent
+            if not file.is_file():
+                raise ValueError(f"planner={text!r}: {file} is not a file; give the file that has {name}")
+        fields = {"kind": f"{file.stem if file else path}:{name}"}
+    errors: list[str] = []
+    for union in (Balance, Split):
+        try:
+            import_named({union.union: fields}, folder)
+            planner: Balance | Split = TypeAdapter(union).validate_python(fields)
+        except ValueError as error:
+            errors.append(in_words(error))
+            continue
+        source = Path(inspect.getfile(type(planner)))
+        if file and not (source.is_file() and source.read_bytes() == file.read_bytes()):
+            raise ValueError(
+                f"planner={text!r}: {planner.kind} was imported from {source} already; give one of the files another "
+                "name"
+            )
+        return planner
+    raise ValueError(f"planner={text!r}: {'; '.join(dict.fromkeys(errors))}")

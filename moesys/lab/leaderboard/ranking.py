@@ -1,0 +1,161 @@
+"""Ranks planners by their slowdown: the planner's simulated seconds divided by those of the fastest one.
+
+The slowdown in a setting and sample divides the planner's mean over scored micro-batches by the least such mean in the
+group. Geometric means are taken over the settings of a workload, then over workloads, so that each workload weighs the
+same.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from math import inf
+from typing import Annotated, TypeVar
+
+from moesys.lab.leaderboard.results import PlannerResult
+from moesys.lab.runs.statistics import PairedRatio, paired_ratio
+from moesys.lab.show.sheets import Column
+
+Item = TypeVar("Item")
+Key = TypeVar("Key", bound=Hashable)
+BySample = dict[int, float]
+# The samples of each setting, by workload, model and cluster.
+BySetting = dict[tuple[str, str, str], BySample]
+
+
+def in_words(ratio: PairedRatio) -> str:
+    """Returns ``1.234 [1.200, 1.269]``; a single sample has no interval."""
+    interval = "" if ratio.low is None else f" [{ratio.low:.3f}, {ratio.high:.3f}]"
+    return f"{ratio.estimate:.3f}{interval}"
+
+
+@dataclass(frozen=True)
+class RankedPlanner:
+    """One pair of planners in one group. ``place`` is None if it cannot plan in every setting.
+
+    slowdown: with a 95 % interval over samples. by_workload: over the settings in which it can plan. layer_ms: the
+    geometric mean over settings. Other columns are means over scored micro-batches, ``planning_ms`` is a median.
+    cannot: in how many settings it cannot plan, and the reason in the first of them.
+    """
+
+    place: Annotated[int | None, Column("place")]
+    planner: Annotated[str, Column("planner + split")]
+    slowdown: Annotated[PairedRatio | None, Column("slowdown [95 %]", in_words)]
+    by_workload: Annotated[Mapping[str, float], Column("{}", ".3f")]
+    layer_ms: Annotated[float | None, Column("a layer, ms", ".2f")]
+    max_over_mean: Annotated[float | None, Column("max/mean", ".3f")]
+    crossing: Annotated[float | None, Column("crossing %", ".1f", 100)]
+    copies: Annotated[float | None, Column("copies", ".1f")]
+    restored_gb: Annotated[float | None, Column("restored GB", ".2f")]
+    memory_gb: Annotated[float | None, Column("memory GB", ".2f")]
+    planning_ms: Annotated[float | None, Column("planning ms", ".2f")]
+    cannot: Annotated[str | None, Column("cannot plan in")]
+
+
+@dataclass(frozen=True)
+class LostSetting:
+    """A setting in which moesys' own planner is not the fastest."""
+
+    workload: Annotated[str, Column("workload")]
+    model: Annotated[str, Column("model")]
+    cluster: Annotated[str, Column("cluster")]
+    slots: Annotated[int, Column("slots")]
+    best: Annotated[str, Column("fastest planner")]
+    best_ms: Annotated[float, Column("a layer, ms", ".2f")]
+    ours_ms: Annotated[float, Column("ours, ms", ".2f")]
+    slowdown: Annotated[PairedRatio, Column("slowdown of ours [95 %]", in_words)]
+
+
+def ranking(results: Sequence[PlannerResult]) -> list[RankedPlanner]:
+    """Returns the pairs of one group: ranked ones by place, then the others by name."""
+    slowdowns, num_settings = _slowdowns(results), len({result.setting for result in results})
+    ranked = []
+    for planner, of_planner in _grouped(results, lambda one: one.planner).items():
+        ran = [result for result in of_planner if not result.scores.cannot]
+        refused = [result for result in of_planner if result.scores.cannot]
+        count = len({result.setting for result in refused})
+        by_setting = slowdowns.get(planner, {})
+        workloads = {workload: _over_settings(samples) for workload, samples in _by_workload(by_setting).items()}
+        names = ("max_over_mean", "crossing", "copies", "restored_gb", "memory_gb")
+        ranked.append(
+            RankedPlanner(
+                place=None,
+                planner=planner,
+                slowdown=None if refused else _overall(list(workloads.values())),
+                by_workload={name: statistics.geometric_mean(ratios.values()) for name, ratios in workloads.items()},
+                layer_ms=None if refused else statistics.geometric_mean(map(_ms, ran)),
+                planning_ms=_over_samples(statistics.median, ran, "planning_ms"),
+                cannot=f"{count} of {num_settings} settings: {refused[0].scores.cannot}" if refused else None,
+                **{name: _over_samples(statistics.fmean, ran, name) for name in names},
+            )
+        )
+    estimates = [one.slowdown.estimate for one in ranked if one.slowdown]
+    placed = [
+        replace(one, place=1 + sum(other < one.slowdown.estimate for other in estimates)) if one.slowdown else one
+        for one in ranked
+    ]
+    return sorted(placed, key=lambda one: (one.place or inf, one.planner))
+
+
+def lost_settings(results: Sequence[PlannerResult], ours: str) -> list[LostSetting]:
+    """Returns the settings of one group in which ``ours`` can plan and is not the fastest, the slowest first."""
+    lost = []
+    for setting, of_setting in _grouped(results, lambda one: one.setting).items():
+        ms_of = {
+            planner: {result.sample: [_ms(result)] for result in of_planner}
+            for planner, of_planner in _grouped(of_setting, lambda one: one.planner).items()
+            if not any(result.scores.cannot for result in of_planner)
+        }
+        if ours not in ms_of:
+            continue
+        mean_ms = {planner: statistics.geometric_mean(ms for [ms] in of.values()) for planner, of in ms_of.items()}
+        best = min(mean_ms, key=lambda planner: mean_ms[planner])
+        ratio = paired_ratio(ms_of[ours], ms_of[best])
+        if mean_ms[best] < mean_ms[ours] and ratio is not None:
+            lost.append(LostSetting(*setting, of_setting[0].slots, best, mean_ms[best], mean_ms[ours], ratio))
+    return sorted(lost, key=lambda one: -one.slowdown.estimate)
+
+
+def _slowdowns(results: Sequence[PlannerResult]) -> dict[str, BySetting]:
+    ran = [result for result in results if not result.scores.cannot]
+    together = _grouped(ran, lambda one: (one.setting, one.sample))
+    least = {where: min(map(_ms, of_one)) for where, of_one in together.items()}
+    slowdowns: dict[str, BySetting] = {}
+    for result in ran:
+        ratio = _ms(result) / least[result.setting, result.sample]
+        slowdowns.setdefault(result.planner, {}).setdefault(result.setting, {})[result.sample] = ratio
+    return slowdowns
+
+
+def _overall(workloads: list[BySample]) -> PairedRatio | None:
+    """Returns the slowdown over all workloads, with an interval over the samples that all settings have."""
+    ratios = _over_settings(workloads)
+    return paired_ratio({sample: [ratio] for sample, ratio in ratios.items()}, {sample: [1.0] for sample in ratios})
+
+
+def _by_workload(by_setting: BySetting) -> dict[str, list[BySample]]:
+    grouped = _grouped(list(by_setting), lambda setting: setting[0])
+    return {workload: [by_setting[setting] for setting in settings] for workload, settings in grouped.items()}
+
+
+def _over_settings(samples: list[BySample]) -> BySample:
+    """Returns the geometric mean over settings of each sample that all of them have."""
+    shared = sorted(set.intersection(*map(set, samples)))
+    return {sample: statistics.geometric_mean(one[sample] for one in samples) for sample in shared}
+
+
+def _ms(result: PlannerResult) -> float:
+    return statistics.fmean(result.scores.layer_ms)
+
+
+def _over_samples(mean: Callable[[list[float]], float], results: Sequence[PlannerResult], name: str) -> float | None:
+    values = [value for result in results for value in getattr(result.scores, name)]
+    return mean(values) if values else None
+
+
+def _grouped(items: Sequence[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
+    groups: dict[Key, list[Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups

@@ -1,0 +1,160 @@
+"""Scores planners in one setting: simulated seconds, balance and more on micro-batches that the planners have not seen.
+
+Layouts follow from history as in training, micro-batch by micro-batch; with ``lag=0`` they are planned on the counts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+
+from moesys.balance import measured_drift, num_moves
+from moesys.config import BYTES_PER_GB, Greedy, Strategy
+from moesys.cost import restore_bytes
+from moesys.lab.leaderboard.planners import PlannerGroup, PlannerPair
+from moesys.lab.leaderboard.workloads import RoutingSetting
+from moesys.lab.runs.experiment_files import in_words
+from moesys.layout import ExpertLayout
+from moesys.layout_schedule import PlanRequest, SolvedPlan
+from moesys.load import LoadMatrix
+from moesys.rank_memory import rank_memory
+from moesys.replay import replay_layer
+from moesys.step import LayerPlan, StepPlan, plan_layer, simulate
+
+# A step has two equal layers and its time is halved, so that waits between layers are included.
+NUM_LAYERS = 2
+
+
+@dataclass(frozen=True)
+class PlannerScores:
+    """The scores of one pair in one sample: each list has an item per scored micro-batch, ``planning_ms`` per plan.
+
+    layer_ms: forward and backward of a layer, simulated. max_over_mean: tokens of the busiest rank over the mean.
+    crossing: share of the routed tokens that leave their domain. copies: replicas that a plan brings to ranks that did
+    not hold them; with ``Ep``, experts that are lent. restored_gb: all ranks in a forward. memory_gb: an upper bound
+    for the rank that holds most. planning_ms: of a layout, measured; with ``lag=0``, the split included. cannot: the
+    reason why there are no scores.
+    """
+
+    layer_ms: list[float] = field(default_factory=list)
+    max_over_mean: list[float] = field(default_factory=list)
+    crossing: list[float] = field(default_factory=list)
+    copies: list[float] = field(default_factory=list)
+    restored_gb: list[float] = field(default_factory=list)
+    memory_gb: list[float] = field(default_factory=list)
+    planning_ms: list[float] = field(default_factory=list)
+    cannot: str = ""
+
+
+class TimedPlanner:
+    """A plan source that plans at once. It sets ``Greedy``'s drift to the difference between the newest load and the
+    one ``lag`` micro-batches earlier.
+
+    ``all_ms`` has the time of each plan except the first, which warms up.
+    """
+
+    def __init__(self, lag: int) -> None:
+        self.all_ms: list[float] = []
+        self._loads: deque[LoadMatrix] = deque(maxlen=lag + 1)
+
+    def submit(self, request: PlanRequest) -> SolvedPlan:
+        begin_s = time.perf_counter()
+        self._loads.append(request.load)
+        balance, is_first = request.strategy.balance, len(self._loads) == 1
+        if isinstance(balance, Greedy) and not is_first:
+            informed = balance.replace(drift=measured_drift(self._loads[0], request.load))
+            request = replace(request, strategy=request.strategy.replace(balance=informed))
+        layout = request.solve()
+        if not is_first:
+            self.all_ms.append(1e3 * (time.perf_counter() - begin_s))
+        return SolvedPlan(layout)
+
+
+def score(
+    setting: RoutingSetting, group: PlannerGroup, pairs: Sequence[PlannerPair], sample: int
+) -> Iterator[tuple[PlannerPair, PlannerScores]]:
+    """Scores pairs that share their layout planner, whose layouts are planned once for all of them."""
+    strategies: dict[PlannerPair, Strategy] = {}
+    for pair in pairs:
+        try:
+            strategies[pair] = group.strategy(pair, setting.model, setting.cluster)
+        except ValueError as error:
+            yield pair, _refused(error)
+    if not strategies:
+        return
+    meter = _Meter(setting, sample)
+    try:
+        planned = meter.planned(next(iter(strategies.values()))) if group.lag else None
+    except ValueError as error:
+        yield from ((pair, _refused(error)) for pair in strategies)
+        return
+    for pair, strategy in strategies.items():
+        try:
+            yield pair, meter.on_history(strategy, *planned) if planned else meter.on_counts(strategy)
+        except ValueError as error:
+            yield pair, _refused(error)
+
+
+def _refused(error: ValueError) -> PlannerScores:
+    return PlannerScores(cannot=" ".join(in_words(error).split()))
+
+
+class _Meter:
+    """Scores strategies in one setting; equal plans of several splits are simulated once."""
+
+    def __init__(self, setting: RoutingSetting, sample: int) -> None:
+        self._setting, self._model, self._cluster = setting, setting.model, setting.cluster
+        self._tokens_SRE = setting.tokens_SRE(sample)
+        self._layer_ms: dict[bytes, float] = {}
+
+    def planned(self, strategy: Strategy) -> tuple[list[ExpertLayout], list[float]]:
+        """Returns each micro-batch's layout, planned on history, and the milliseconds of each plan."""
+        planner = TimedPlanner(strategy.lag)
+        walk = replay_layer(strategy, self._model, self._cluster, self._tokens_SRE, planner=planner)
+        return [one.layout for one in walk], planner.all_ms or [0.0]
+
+    def on_history(
+        self, strategy: Strategy, layouts: Sequence[ExpertLayout], planning_ms: list[float]
+    ) -> PlannerScores:
+        """Scores the micro-batches after the warm-up on layouts that were ``planned``."""
+        scores, first = PlannerScores(planning_ms=planning_ms), self._setting.warm_up
+        for turn in range(first, len(self._tokens_SRE)):
+            load, layout = LoadMatrix(self._tokens_SRE[turn]), layouts[turn]
+            self._add(
+                scores, strategy, plan_layer(strategy, self._model, self._cluster, load, layout=layout, turn=turn)
+            )
+            scores.copies.append(num_moves(layouts[turn - 1].replicas_RE, layout.replicas_RE))
+        return scores
+
+    def on_counts(self, strategy: Strategy) -> PlannerScores:
+        """Scores the same micro-batches on layouts of their own counts."""
+        scores, first, model = PlannerScores(), self._setting.warm_up, self._model
+        # The plan before the first scored one compiles code and is not timed.
+        for turn in range(first - 1, len(self._tokens_SRE)):
+            load, begin_s = LoadMatrix(self._tokens_SRE[turn]), time.perf_counter()
+            plan = plan_layer(strategy, model, self._cluster, load, turn=turn)
+            if turn >= first:
+                scores.planning_ms.append(1e3 * (time.perf_counter() - begin_s))
+                self._add(scores, strategy, plan)
+                expert_gb = model.bytes_per_element * model.expert_parameters / BYTES_PER_GB
+                scores.copies.append(round(scores.restored_gb[-1] / expert_gb))
+        return scores
+
+    def _add(self, scores: PlannerScores, strategy: Strategy, plan: LayerPlan) -> None:
+        model, cluster = self._model, self._cluster
+        key = plan.load.tokens_RE.tobytes() + plan.layout.expert_RS.tobytes() + plan.tokens.entries.tobytes()
+        if key not in self._layer_ms:
+            step = StepPlan(strategy, model, cluster, (plan,) * NUM_LAYERS)
+            self._layer_ms[key] = simulate(step).length_us / 1e3 / NUM_LAYERS
+        restored = restore_bytes(plan.layout, model, cluster, strategy.sharding)
+        scores.layer_ms.append(self._layer_ms[key])
+        scores.max_over_mean.append(plan.tokens.max_over_mean)
+        scores.crossing.append(plan.tokens.inter_node_tokens(cluster.domain_of_rank) / plan.load.total)
+        scores.restored_gb.append(sum(float(bytes_RR.sum()) for bytes_RR in restored) / BYTES_PER_GB)
+        # An upper bound: as if the rank with most rows also held most experts.
+        filled = int((plan.layout.expert_RS >= 0).sum(axis=1).max())
+        held = strategy.replace(sharding=strategy.sharding.replace(slots_per_rank=filled), late_slots=0)
+        most_tokens = -(-int(plan.tokens.tokens_R.max()) // model.top_k)
+        scores.memory_gb.append(rank_memory(held, model, cluster, 1, most_tokens).gb)
