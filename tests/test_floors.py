@@ -75,7 +75,7 @@ FLOORS_IN = {
     ),
     "overlap": ({"comm"}, {"*"}),
     "simulator": ({"mega"}, {"*"}),
-    "lab": ({"slow_links"}, {"ranks"}, {"runs"}, {"show"}, {"explanation"}, {"commands"}),
+    "lab": ({"slow_links"}, {"ranks"}, {"runs"}, {"show"}, {"explanation", "calibrate"}, {"commands"}),
 }
 
 # Units of moesys that a unit may not import although they are not above it.

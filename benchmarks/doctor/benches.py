@@ -39,12 +39,12 @@ def overlap_is_timed(place: Place) -> str:
 
 def links_are_calibrated(place: Place) -> str:
     """Of all ranks that have a GPU each; of one alone where ranks would share it."""
-    place.require_gpu("measure this machine's CPU ranks by python -m benchmarks calibrate")
+    place.require_gpu("measure this machine's CPU ranks by moesys calibrate")
     alone = place.most_gpus == 1 and "WORLD_SIZE" not in os.environ
     if alone and place.rank:
         return "left to the first rank"
     outputs = [option for name in ("out", "page", "json") for option in (f"--{name}", str(_calibrated(place, name)))]
-    _bench([*CALIBRATE, *outputs], _as_rank(place, 1 if alone else place.num_ranks))
+    _bench([*CALIBRATE, *outputs], _as_rank(place, 1 if alone else place.num_ranks), module="moesys")
     return f"{_calibrated(place, 'out').name}: a ClusterSpec, for simulations of this machine"
 
 
@@ -69,7 +69,7 @@ def _calibrated(place: Place, option: str) -> Path:
 
 
 def _as_rank(place: Place, num_ranks: int) -> Mapping[str, str]:
-    """What torchrun would have told a rank: ``bench calibrate`` takes those that it finds."""
+    """What torchrun would have told a rank: ``moesys calibrate`` takes those that it finds."""
     meeting = os.environ.get("MASTER_PORT", "29511")
     return {
         "RANK": str(place.rank),
@@ -82,12 +82,12 @@ def _as_rank(place: Place, num_ranks: int) -> Mapping[str, str]:
     }
 
 
-def _bench(options: Sequence[str], variables: Mapping[str, str] | None = None) -> None:
+def _bench(options: Sequence[str], variables: Mapping[str, str] | None = None, module: str = "benchmarks") -> None:
     """Raises RuntimeError with the command's last lines where it fails. What it prints is this check's log."""
-    command = [sys.executable, "-m", "benchmarks", *options]
+    command = [sys.executable, "-m", module, *options]
     done = subprocess.run(
         command, env={**os.environ, **(variables or {})}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )
     print(done.stdout)
     last = "\n".join(done.stdout.rstrip().splitlines()[-LAST_LINES:])
-    require(done.returncode == 0, f"python -m benchmarks {options[0]} ended with code {done.returncode}:\n{last}")
+    require(done.returncode == 0, f"python -m {module} {options[0]} ended with code {done.returncode}:\n{last}")

@@ -15,7 +15,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from benchmarks.harness.line_fit import fit_line
 from benchmarks.shaped.host_steps import (
     CHUNKS,
     MOST_TOKENS,
@@ -26,6 +25,7 @@ from benchmarks.shaped.host_steps import (
     exchange_ms,
 )
 from moesys.config import ClusterSpec
+from moesys.lab.calibrate.measurement import fit_line
 from moesys.lab.ranks.torchrun_ranks import Ranks
 from moesys.simulator.rest_of_step import RestOfStep
 

@@ -13,7 +13,6 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from benchmarks.calibrate.measurement import calibrate
 from benchmarks.harness.contest import of_all_ranks
 from benchmarks.shaped.calibration import LinkFigures, link_figures, slowest
 from benchmarks.shaped.cases import KEEPING_MEMORY, check_links, share_of_cores
@@ -21,6 +20,7 @@ from benchmarks.shaped.host_models import ModelCase, measure
 from benchmarks.shaped.host_steps import interrupted_ms
 from moesys.balance import warm_up
 from moesys.config import ClusterSpec
+from moesys.lab.calibrate.measurement import calibrate
 from moesys.lab.ranks.pool import LocalRanks, RankTimeouts
 from moesys.lab.ranks.torchrun_ranks import Ranks
 from moesys.lab.runs.stopwatch import machine_line

@@ -23,7 +23,6 @@ from typing import Annotated
 import numpy as np
 from scipy.optimize import least_squares
 
-from benchmarks.harness.line_fit import fit_line
 from benchmarks.harness.model_steps import LENGTH
 from benchmarks.shaped.cases import links_of
 from benchmarks.shaped.host_models import ModelCase
@@ -31,6 +30,7 @@ from benchmarks.shaped.model_cases import MeasuredCase
 from moesys.config import ClusterSpec, Parallelism, Strategy
 from moesys.config.model_run import ModelRun
 from moesys.cost import reshard_seconds, restore_seconds
+from moesys.lab.calibrate.measurement import fit_line
 from moesys.lab.runs.stopwatch import Spread
 from moesys.lab.show.sheets import Column
 from moesys.step import LayerPlan

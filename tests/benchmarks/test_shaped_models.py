@@ -12,9 +12,6 @@ from typer.testing import CliRunner
 
 import moesys as ms
 from benchmarks.__main__ import app
-from benchmarks.calibrate.grids import CPU_GRID
-from benchmarks.calibrate.measurement import calibrate
-from benchmarks.calibrate.windows import Effort
 from benchmarks.harness.model_steps import LENGTH
 from benchmarks.shaped import model_cases, models_report
 from benchmarks.shaped.calibration import LinkFigures
@@ -23,6 +20,9 @@ from benchmarks.shaped.model_cases import MeasuredCase, kept, measure_cases
 from benchmarks.shaped.model_results import plans_of, result_of, scaled, simulated_ms, told_of
 from moesys.config.model_run import ModelRun
 from moesys.config.workload import Generated
+from moesys.lab.calibrate.cases import CPU_GRID
+from moesys.lab.calibrate.measurement import calibrate
+from moesys.lab.calibrate.timings import Effort
 from moesys.lab.runs.stopwatch import machine_line
 from moesys.lab.show.reports import to_json, to_markdown
 from moesys.lab.slow_links import namespaces
