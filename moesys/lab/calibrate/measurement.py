@@ -296,8 +296,9 @@ def _measure_flags(found: Calibration) -> None:
     # Not at the top: it imports Triton.
     from moesys.lab.calibrate import gpu_timings
 
-    spread = Spread.of(_pooled(found.run("flags", gpu_timings.flag_ping_pongs, pairs[0]))).times(1e6)
-    found.add(Figure("flag_us", spread.median, f"flags in turn of ranks {pairs[0]}", spread))
+    first, second = pairs[0]
+    spread = Spread.of(_pooled(found.run("flags", gpu_timings.flag_ping_pongs, (first, second)))).times(1e6)
+    found.add(Figure("flag_us", spread.median, f"flags in turn of ranks {first} and {second}", spread))
 
 
 # Later parts are predicted with the figures of earlier ones.
