@@ -7,7 +7,7 @@ Neither the layers' nor the models' sizes are among those that a calibration is 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
@@ -115,10 +115,11 @@ def check_layers(ranks: Ranks, cluster: ClusterSpec, repeats: int) -> list[StepC
         shape = ModelShape(hidden_size=hidden, intermediate_size=width, num_experts=EXPERTS, top_k=TOP_K)
         by_rank = ranks.run(layer_steps, shape, num_tokens, cluster, repeats, timeout_s=TIMEOUT_S)
         for strategy in STRATEGIES:
-            ms, tokens = zip(*(of_rank[strategy.name] for of_rank in by_rank), strict=True)
-            simulated_s = run_step(strategy, shape, cluster, [[tokens[0]]]).length_seconds
+            measured_ms = _slowest([of_rank[strategy.name][0] for of_rank in by_rank])
+            tokens = by_rank[0][strategy.name][1]
+            simulated_s = run_step(strategy, shape, cluster, [[tokens]]).length_seconds
             name = f"H {hidden}, I {width}, {num_tokens} tokens per rank, {strategy.name}"
-            checks.append(StepCheck(name, _slowest(ms), 1e3 * simulated_s))
+            checks.append(StepCheck(name, measured_ms, 1e3 * simulated_s))
     return checks
 
 
@@ -192,5 +193,5 @@ def _generator() -> torch.Generator:
     return torch.Generator().manual_seed(dist.get_rank())
 
 
-def _slowest(by_rank: Any) -> Spread:
+def _slowest(by_rank: Sequence[Sequence[float]]) -> Spread:
     return Spread.of([max(samples) for samples in zip(*by_rank, strict=True)])

@@ -90,8 +90,8 @@ class ExpertCase:
 
     def shape(self, dtype: DType) -> ModelShape:
         """Returns a layer that has only these experts."""
-        sizes = {"hidden_size": self.hidden_size, "intermediate_size": self.intermediate_size}
-        return ModelShape(**sizes, num_experts=len(self.rows), top_k=1, dtype=dtype)
+        H, I = self.hidden_size, self.intermediate_size
+        return ModelShape(hidden_size=H, intermediate_size=I, num_experts=len(self.rows), top_k=1, dtype=dtype)
 
     def seconds(self, of: Pass, cluster: ClusterSpec, dtype: DType) -> float:
         """Predicts a pass on one rank."""
@@ -219,8 +219,9 @@ class ElementwiseCase:
     def words(self) -> str:
         return f"{self.num_tokens} tokens of {self.hidden_size}"
 
-    def flops(self, of: Pass) -> None:
-        """Returns None: bytes take the time, not flops."""
+    def flops(self, of: Pass) -> int | None:
+        """Returns None: the time depends on bytes, not on flops."""
+        return None
 
     def num_bytes(self, of: Pass, element_bytes: int) -> int:
         """Returns the fewest bytes that can be read and written. In rows of H: each norm 2, rotary 4, SwiGLU 3, each

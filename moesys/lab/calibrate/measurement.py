@@ -210,9 +210,12 @@ def _measure_links(found: Calibration) -> None:
     far = _measure_link(found, "all-to-all between nodes", ~near_RR & ~np.eye(len(near_RR), dtype=bool))
     for place, link, other in (("intra_node", near, far), ("inter_node", far, near)):
         if source := link or other:
-            how, errors = "not measured: there is no such link; the other kind's figure", []
-            if link is not None:
-                how, errors = f"{link.name}, a line by size", [message.error for message in link.messages]
+            how = (
+                f"{link.name}, a line by size"
+                if link
+                else "not measured: there is no such link; the other kind's figure"
+            )
+            errors = [message.error for message in link.messages] if link else []
             for unit, value in (("gb_per_s", source.gb_per_s), ("us", source.latency_us)):
                 found.add(Figure(f"{place}_{unit}", value, how, errors=errors, measured=link is not None))
     first_N = np.cumsum((0, *sizes))[:-1].tolist()

@@ -132,13 +132,17 @@ def all_to_alls(
     out, but never the first ``FEWEST_SIZES``.
     """
     device, peers_R = rank_device(device_type), peers_RR[dist.get_rank()].tolist()
+
+    def all_to_all(size: int) -> Callable[[], object]:
+        begin = _exchange(size, peers_R, device)
+        return lambda: begin().wait()
+
     works: dict[int, Callable[[], object]] = {}
     longest, before = 0.0, 1
     for size in sizes:
         if len(works) >= FEWEST_SIZES and longest * size / before > longest_s:
             break
-        begin = _exchange(size, peers_R, device)
-        works[size] = lambda begin=begin: begin().wait()
+        works[size] = all_to_all(size)
         longest, before = longest_of(warm_seconds(works[size], device)), size
     return dict(zip(works, timed(list(works.values()), effort, device), strict=True))
 
